@@ -1,0 +1,224 @@
+//! The threads of a rank: one that copies, and rayon workers that multiply. They live as long as the group
+//! and wait for the next operation, so that an operation starts no thread and allocates nothing.
+
+use std::any::Any;
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use rayon::{ThreadPool, ThreadPoolBuilder};
+
+use crate::error::{Error, Result};
+
+/// What a thread of the crew is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    Copier,
+    Worker(usize),
+}
+
+type Job<'a> = dyn Fn(Role) + Sync + 'a;
+
+/// The threads. Dropping it ends them.
+pub struct Crew {
+    /// Held while a job runs: there is one board.
+    turn: Mutex<()>,
+    board: Arc<Board>,
+    copier: Option<JoinHandle<()>>,
+    /// Its threads run [`work`] all their life.
+    pool: ThreadPool,
+}
+
+/// Where jobs are put up.
+#[derive(Default)]
+struct Board {
+    state: Mutex<State>,
+    /// There is a new job, or none will come.
+    posted: Condvar,
+    /// The last thread has finished the job.
+    finished: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// Counts jobs, so that each thread takes each job once.
+    number: u64,
+    job: Option<Shared>,
+    /// Threads that have not finished the job.
+    busy: usize,
+    panic: Option<Box<dyn Any + Send>>,
+    closed: bool,
+}
+
+/// A job, borrowed from the caller of [`Crew::run`] until that returns.
+#[derive(Clone, Copy)]
+struct Shared(*const Job<'static>);
+
+// SAFETY: the job is Sync, and [`Crew::run`] keeps it alive as long as a thread may use it.
+unsafe impl Send for Shared {}
+
+impl Crew {
+    pub fn start(rank: usize, workers: usize) -> Result<Crew> {
+        let board = Arc::new(Board::default());
+        let copier = std::thread::Builder::new()
+            .name(format!("gemmesh-copy-{rank}"))
+            .spawn({
+                let board = board.clone();
+                move || work(&board, Role::Copier)
+            })
+            .map_err(Error::system(rank, "start a thread"))?;
+        let pool = ThreadPoolBuilder::new()
+            .num_threads(workers)
+            .thread_name(move |index| format!("gemmesh-work-{rank}-{index}"))
+            .build()
+            .map_err(|e| Error::System {
+                rank: Some(rank),
+                action: format!("start {workers} workers"),
+                reason: e.to_string(),
+            });
+        let crew = Crew {
+            turn: Mutex::new(()),
+            board: board.clone(),
+            copier: Some(copier),
+            pool: match pool {
+                Ok(pool) => pool,
+                Err(error) => {
+                    board.close();
+                    return Err(error);
+                }
+            },
+        };
+        crew.pool
+            .spawn_broadcast(move |context| work(&board, Role::Worker(context.index())));
+        Ok(crew)
+    }
+
+    /// Calls `job` once on each thread, and returns when all calls have.
+    pub fn run(&self, job: &Job) {
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.board.lock();
+        // SAFETY: only the lifetime changes. The pointer is used by the threads between here and the end
+        // of this function, which waits for all of them, also if they panic.
+        state.job = Some(Shared(unsafe {
+            std::mem::transmute::<*const Job<'_>, *const Job<'static>>(job)
+        }));
+        state.number += 1;
+        state.busy = self.pool.current_num_threads() + 1;
+        self.board.posted.notify_all();
+        while state.busy > 0 {
+            state = wait(&self.board.finished, state);
+        }
+        state.job = None;
+        if let Some(panic) = state.panic.take() {
+            drop(state);
+            resume_unwind(panic);
+        }
+    }
+}
+
+impl Drop for Crew {
+    fn drop(&mut self) {
+        self.board.close();
+        if let Some(copier) = self.copier.take() {
+            // Its panics are caught and handed on in `run`.
+            let _ = copier.join();
+        }
+    }
+}
+
+impl fmt::Debug for Crew {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.debug_struct("Crew")
+            .field("workers", &self.pool.current_num_threads())
+            .finish()
+    }
+}
+
+impl Board {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // No code that can panic runs while it is held.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn close(&self) {
+        self.lock().closed = true;
+        self.posted.notify_all();
+    }
+}
+
+fn wait<'a>(condition: &Condvar, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+    condition
+        .wait(state)
+        .unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A thread's life.
+fn work(board: &Board, role: Role) {
+    let mut done = 0;
+    let mut state = board.lock();
+    loop {
+        if state.closed {
+            return;
+        }
+        let Some(job) = state.job.filter(|_| state.number != done) else {
+            state = wait(&board.posted, state);
+            continue;
+        };
+        done = state.number;
+        drop(state);
+        // SAFETY: `Crew::run` keeps the job alive until `busy` is 0, and this thread still counts.
+        let result = catch_unwind(AssertUnwindSafe(|| (unsafe { &*job.0 })(role)));
+        state = board.lock();
+        if let Err(panic) = result {
+            state.panic.get_or_insert(panic);
+        }
+        state.busy -= 1;
+        if state.busy == 0 {
+            board.finished.notify_all();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    #[test]
+    fn every_thread_does_every_job_once() {
+        let crew = Crew::start(0, 3).unwrap();
+        let counts: [AtomicUsize; 4] = Default::default();
+        for _ in 0..1000 {
+            crew.run(&|role| {
+                let index = match role {
+                    Role::Copier => 3,
+                    Role::Worker(index) => index,
+                };
+                counts[index].fetch_add(1, Ordering::Relaxed);
+            });
+        }
+        assert!(counts.iter().all(|c| c.load(Ordering::Relaxed) == 1000));
+    }
+
+    #[test]
+    fn a_panic_reaches_the_caller_after_all_have_ended() {
+        let crew = Crew::start(0, 2).unwrap();
+        let ended = AtomicUsize::new(0);
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            crew.run(&|role| {
+                if role == Role::Worker(1) {
+                    panic!("planted");
+                }
+                std::thread::sleep(std::time::Duration::from_millis(20));
+                ended.fetch_add(1, Ordering::Relaxed);
+            });
+        }));
+        assert!(result.is_err());
+        assert_eq!(ended.load(Ordering::Relaxed), 2);
+        crew.run(&|_| {
+            ended.fetch_add(1, Ordering::Relaxed);
+        });
+        assert_eq!(ended.load(Ordering::Relaxed), 5);
+    }
+}

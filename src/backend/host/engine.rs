@@ -1,0 +1,241 @@
+//! Walks a plan with a rank's threads.
+
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use super::Host;
+use super::crew::Role;
+use super::matmul::{self, Scratch};
+use crate::backend::{Part, sealed};
+use crate::element::{DType, bf16, f16};
+use crate::error::{Error, Result};
+use crate::group::Members;
+use crate::protocol::drive::{self, CopyThread};
+use crate::protocol::plan::MAX_WORLD;
+use crate::protocol::{Epoch, FlagBlock, Plan, Pull, Tile};
+use crate::trace::{Lane, Span, Work, now};
+
+/// Where an operation's matrices lie. Threads share it; the protocol says who may touch which rows when.
+#[derive(Clone, Copy)]
+struct Pointers {
+    dtype: DType,
+    b: Option<*const u8>,
+    bias: Option<*const u8>,
+    out: Option<*mut u8>,
+}
+
+// SAFETY: the pointers are to memory that `run`'s caller borrows while the threads use it: `b` and `bias`
+// shared and only read, `out` exclusively and written in disjoint tiles.
+unsafe impl Sync for Pointers {}
+
+pub fn run(
+    host: &Host,
+    members: &Members,
+    plan: &Plan,
+    part: Part,
+    epoch: Epoch,
+    operands: sealed::Operands<Host>,
+    trace: Option<&mut Vec<Span>>,
+) -> Result<()> {
+    let rank = members.rank;
+    let blocks: [FlagBlock; MAX_WORLD] =
+        std::array::from_fn(|rank| host.flags.of(rank.min(members.world - 1)));
+    let blocks = &blocks[..members.world];
+    let a = operands.a;
+    let pointers = Pointers {
+        dtype: operands.dtype,
+        b: operands.b.map(|b| b.as_ptr().cast_const()),
+        bias: operands.bias.map(|bias| bias.as_ptr().cast_const()),
+        out: operands.out.map(|out| out.as_ptr()),
+    };
+    let recorder = Recorder(trace.map(Mutex::new));
+    let row_bytes = plan.problem().k() * size_of::<u16>();
+
+    let copy = || {
+        let copy = |pull: &Pull| {
+            let begin = recorder.begin();
+            delay(rank, pull.flag, epoch);
+            let offset = pull.rows.start * row_bytes;
+            // SAFETY: both ranks' memories hold M rows of `row_bytes`. The source's rows are final: `ready`
+            // has been acquired, and the source does not write them before `done`. Nobody reads the same
+            // rows here before this pull's flag is released, and no tile of an earlier operation does any
+            // more, because an operation ends after its tiles.
+            unsafe {
+                std::ptr::copy_nonoverlapping(
+                    a.of(pull.source).add(offset),
+                    a.own().add(offset),
+                    pull.rows.len() * row_bytes,
+                );
+            }
+            let work = Work::Pull {
+                source: pull.source,
+                rows: pull.rows.clone(),
+            };
+            recorder.end(begin, Lane::Copy, || work);
+        };
+        let mut engine = CopyThread {
+            rank,
+            blocks,
+            waiter: members,
+            copy,
+        };
+        drive::gather(plan, epoch, &mut engine)
+    };
+
+    let next = AtomicUsize::new(0);
+    let multiply = |worker: usize| {
+        // A panic in a tile leaves nothing in the scratch that the next tile would read.
+        let mut scratch = host.scratch[worker]
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let lane = Lane::Worker(worker);
+        let mut idle_since = recorder.begin();
+        let mut tile = |_: usize, tile: &Tile| {
+            let source = tile
+                .flags()
+                .last()
+                .map_or(rank, |flag| plan.source_of(flag));
+            if !tile.flags().is_empty() {
+                recorder.end(idle_since, lane, || Work::Wait { source });
+            }
+            let begin = recorder.begin();
+            // SAFETY: the tile's flags have been acquired, or the caller has made sure of its rows in
+            // another way, or does not use the output (Part::Unordered: racing reads of plain bytes, whose
+            // values nobody looks at). Tiles of the output are disjoint, and taken once each.
+            unsafe { multiply_tile(&mut scratch, plan, tile, a.own(), &pointers) };
+            recorder.end(begin, lane, || Work::Tile {
+                source,
+                m: tile.m,
+                n: tile.n,
+            });
+            idle_since = recorder.begin();
+        };
+        if part == Part::Fused {
+            return drive::multiply(plan, epoch, blocks[rank].chunk, &next, members, tile);
+        }
+        while let Some((index, entry)) = drive::take(plan, &next) {
+            tile(index, entry);
+        }
+        Ok(())
+    };
+
+    if part.gathers() {
+        drive::announce(rank, epoch, blocks);
+    }
+    let failure = Mutex::new(None);
+    host.crew.run(&|role| {
+        let result = match role {
+            Role::Copier if part.gathers() => copy(),
+            Role::Worker(worker) if part.multiplies() => multiply(worker),
+            _ => Ok(()),
+        };
+        if let Err(error) = result {
+            let mut failure = failure.lock().unwrap_or_else(PoisonError::into_inner);
+            failure.get_or_insert(error);
+        }
+    });
+    let failure: Option<Error> = failure.into_inner().unwrap_or_else(PoisonError::into_inner);
+    if let Some(error) = failure {
+        return Err(error);
+    }
+    if part.gathers() {
+        drive::await_done(rank, epoch, blocks, members)?;
+    }
+    Ok(())
+}
+
+/// # Safety
+/// `a` is [M, K] of the plan's problem, and the rows of the tile are not written meanwhile; the pointers are to
+/// [N, K], [N] and [M, N] elements of their type, and nobody else touches the tile of the output.
+unsafe fn multiply_tile(
+    scratch: &mut Scratch,
+    plan: &Plan,
+    tile: &Tile,
+    a: *const u8,
+    pointers: &Pointers,
+) {
+    let (Some(b), Some(out)) = (pointers.b, pointers.out) else {
+        return;
+    };
+    let (rows, columns) = (plan.tile_rows(tile), plan.tile_columns(tile));
+    let (n, k) = (plan.problem().n(), plan.problem().k());
+    macro_rules! run {
+        ($type:ty) => {{
+            // SAFETY: as this function's; memory is page-aligned, so every element is aligned, and any bits are
+            // a valid float.
+            let matrices = unsafe {
+                let first = rows.start * k;
+                matmul::Operands::<$type> {
+                    a: std::slice::from_raw_parts(a.cast::<$type>().add(first), rows.len() * k),
+                    b: std::slice::from_raw_parts(
+                        b.cast::<$type>().add(columns.start * k),
+                        columns.len() * k,
+                    ),
+                    bias: pointers.bias.map(|bias| {
+                        std::slice::from_raw_parts(
+                            bias.cast::<$type>().add(columns.start),
+                            columns.len(),
+                        )
+                    }),
+                    k,
+                }
+            };
+            matmul::tile(scratch, &matrices, plan.config().tile_k, |row, values| {
+                let offset = (rows.start + row) * n + columns.start;
+                // SAFETY: as above; the slice is one row of this tile.
+                let to = unsafe {
+                    std::slice::from_raw_parts_mut(out.cast::<$type>().add(offset), columns.len())
+                };
+                <$type as crate::element::Element>::round(values, to);
+            });
+        }};
+    }
+    match pointers.dtype {
+        DType::Bf16 => run!(bf16),
+        DType::F16 => run!(f16),
+    }
+}
+
+/// Notes what happened when, if somebody wants to know.
+struct Recorder<'a>(Option<Mutex<&'a mut Vec<Span>>>);
+
+impl Recorder<'_> {
+    fn begin(&self) -> u64 {
+        if self.0.is_some() { now() } else { 0 }
+    }
+
+    fn end(&self, begin: u64, lane: Lane, work: impl FnOnce() -> Work) {
+        if let Some(spans) = &self.0 {
+            let span = Span {
+                lane,
+                work: work(),
+                begin,
+                end: now(),
+            };
+            spans
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .push(span);
+        }
+    }
+}
+
+/// 0: no delays.
+static DELAY_SEED: AtomicU64 = AtomicU64::new(0);
+
+pub fn delay_chunks(seed: Option<u64>) {
+    DELAY_SEED.store(seed.map_or(0, |seed| seed | 1 << 63), Ordering::Relaxed);
+}
+
+/// Sleeps for none to half a millisecond, differently for every chunk of every operation.
+fn delay(rank: usize, flag: usize, epoch: Epoch) {
+    let seed = DELAY_SEED.load(Ordering::Relaxed);
+    if seed != 0 {
+        let mut x = seed ^ (rank as u64) << 48 ^ (flag as u64) << 32 ^ u64::from(epoch.raw());
+        // SplitMix64's finaliser.
+        x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        std::thread::sleep(Duration::from_micros((x >> 32) % 500));
+    }
+}

@@ -1,0 +1,132 @@
+//! Symmetric memory between processes: one anonymous shared memory a rank, mapped by every rank.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+
+use crate::error::{Error, Result};
+use crate::group::{Call, Members};
+use crate::memory::{Mapping, memfd};
+use crate::protocol::plan::{MAX_FLAGS, MAX_WORLD};
+use crate::protocol::{Epoch, Flag, FlagBlock};
+
+/// The same number of bytes on every rank.
+#[derive(Debug)]
+pub struct Symmetric {
+    rank: usize,
+    /// Every rank's memory as this rank has mapped it, by rank.
+    maps: Vec<Mapping>,
+}
+
+impl Symmetric {
+    /// Collective, as `call`. `initialise` writes this rank's memory before another rank can see it.
+    pub fn allocate(
+        members: &Members,
+        call: &Call,
+        bytes: usize,
+        initialise: impl FnOnce(*mut u8),
+    ) -> Result<Symmetric> {
+        let rank = members.rank;
+        let allocate = || -> io::Result<OwnedFd> {
+            let fd = memfd(bytes)?;
+            initialise(Mapping::shared(&fd, bytes)?.as_ptr());
+            Ok(fd)
+        };
+        // A rank without memory must say so in the same exchange in which the others send theirs.
+        let own = allocate().map_err(out_of_memory(rank, bytes));
+        let word = serde_json::to_vec(&own.as_ref().err()).unwrap_or_default();
+        let fd = own.as_ref().ok().map(AsFd::as_fd);
+        let gathered = members.all_gather(call, &word, fd)?;
+        for (peer, word) in gathered.payloads.iter().enumerate() {
+            let failure: Option<Error> =
+                serde_json::from_slice(word).map_err(|e| Error::Message {
+                    rank: peer,
+                    reason: e.to_string(),
+                })?;
+            if let Some(error) = failure {
+                return Err(error);
+            }
+        }
+        if gathered.fds.len() != members.world {
+            return Err(members.fail(Error::System {
+                rank: Some(rank),
+                action: format!("receive {} descriptors", members.world),
+                reason: format!("{} came; raise the limit on open files", gathered.fds.len()),
+            }));
+        }
+        let maps = gathered
+            .fds
+            .iter()
+            .map(|fd| Mapping::shared(fd, bytes))
+            .collect::<io::Result<Vec<_>>>()
+            // The others have theirs and go on: they must hear of it.
+            .map_err(|e| members.fail(out_of_memory(rank, bytes)(e)))?;
+        Ok(Symmetric { rank, maps })
+    }
+
+    /// This rank's memory.
+    pub fn own(&self) -> *mut u8 {
+        self.maps[self.rank].as_ptr()
+    }
+
+    /// The memory of `rank`.
+    pub fn of(&self, rank: usize) -> *mut u8 {
+        self.maps[rank].as_ptr()
+    }
+}
+
+pub fn out_of_memory(rank: usize, bytes: usize) -> impl FnOnce(io::Error) -> Error {
+    move |error| Error::OutOfMemory {
+        rank,
+        bytes,
+        reason: error.to_string(),
+    }
+}
+
+/// Every rank's flags.
+#[derive(Debug)]
+pub struct Flags {
+    memory: Symmetric,
+    world: usize,
+}
+
+#[repr(C)]
+struct Layout {
+    ready: [Flag; MAX_WORLD],
+    done: [Flag; MAX_WORLD],
+    chunk: [Flag; MAX_FLAGS],
+}
+
+impl Flags {
+    /// Collective. All flags hold the epoch before `first`.
+    pub fn open(members: &Members, first: Epoch) -> Result<Flags> {
+        let bytes = size_of::<Layout>();
+        let memory = Symmetric::allocate(members, &Call::OpenBackend, bytes, |own| {
+            for index in 0..bytes / size_of::<Flag>() {
+                // SAFETY: the memory is page-aligned, as long as a Layout, which consists of flags, and not
+                // known to any other rank yet.
+                unsafe {
+                    own.cast::<Flag>()
+                        .add(index)
+                        .write(Flag::new(first.previous()))
+                };
+            }
+        })?;
+        Ok(Flags {
+            memory,
+            world: members.world,
+        })
+    }
+
+    /// The flags in the memory of `rank`.
+    pub fn of(&self, rank: usize) -> FlagBlock<'_> {
+        // SAFETY: each rank's memory is page-aligned, as long as a Layout, and initialised by its owner before
+        // it was published. A Layout consists of atomics, which every rank may write at any time. The
+        // mapping lives as long as `self`.
+        let layout = unsafe { &*self.memory.of(rank).cast::<Layout>() };
+        FlagBlock {
+            ready: &layout.ready[..self.world],
+            done: &layout.done[..self.world],
+            chunk: &layout.chunk,
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! The backend of every machine: the protocol between processes or threads, on shared memory.
+//!
+//! It is the executable specification of the protocol: the same plan, flags, epochs and errors as on GPUs.
+#![allow(unsafe_code)]
+
+mod crew;
+mod engine;
+mod matmul;
+mod memory;
+
+use std::sync::Mutex;
+
+use crew::Crew;
+use matmul::Scratch;
+use memory::{Flags, Symmetric};
+
+use super::{Backend, Part, sealed};
+use crate::error::{Error, Result};
+use crate::group::{Call, Members, Options};
+use crate::memory::Mapping;
+use crate::protocol::{Config, Epoch, Plan, Problem};
+use crate::trace::Span;
+
+/// The host's processors and shared memory. A rank is a process or a thread.
+///
+/// An operation returns when it is complete on this rank: its output is final, and no rank reads this
+/// rank's rows any more.
+#[derive(Debug)]
+pub struct Host {
+    flags: Flags,
+    crew: Crew,
+    /// By worker.
+    scratch: Vec<Mutex<Scratch>>,
+}
+
+impl Backend for Host {}
+
+impl sealed::Backend for Host {
+    const NAME: &'static str = "host";
+    type Symmetric = Symmetric;
+    type Buffer = Mapping;
+    type Program = Plan;
+
+    fn open(members: &Members, options: &Options) -> Result<Host> {
+        let workers = options.workers.unwrap_or_else(|| {
+            let cores = std::thread::available_parallelism().map_or(1, usize::from);
+            (cores / members.world).max(1)
+        });
+        if !(1..=1024).contains(&workers) {
+            return Err(members.fail(Error::Limit {
+                what: "workers".into(),
+                value: workers,
+                min: 1,
+                max: 1024,
+            }));
+        }
+        let flags = Flags::open(members, options.first_epoch)?;
+        let crew = Crew::start(members.rank, workers).map_err(|e| members.fail(e))?;
+        Ok(Host {
+            flags,
+            crew,
+            scratch: (0..workers).map(|_| Mutex::default()).collect(),
+        })
+    }
+
+    fn default_config(&self, problem: &Problem) -> Config {
+        Config {
+            tile_m: 128,
+            tile_n: 256,
+            // As much of K as keeps the widened tiles of both operands in a core's cache.
+            tile_k: problem.k().min(512),
+            group_m: 4,
+            chunks: 4,
+        }
+    }
+
+    fn prepare(&self, _members: &Members, plan: Plan) -> Result<Plan> {
+        Ok(plan)
+    }
+
+    fn plan(program: &Plan) -> &Plan {
+        program
+    }
+
+    fn symmetric(&self, members: &Members, call: &Call, bytes: usize) -> Result<Symmetric> {
+        Symmetric::allocate(members, call, bytes, |_| {})
+    }
+
+    fn buffer(&self, members: &Members, bytes: usize) -> Result<Mapping> {
+        Mapping::private(bytes).map_err(memory::out_of_memory(members.rank, bytes))
+    }
+
+    fn write_symmetric(&self, to: &mut Symmetric, offset: usize, from: &[u8]) -> Result<()> {
+        // SAFETY: the caller has checked the range. `to` is borrowed exclusively, so no operation of this
+        // rank runs; and peers read a rank's memory only during its operations.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.own().add(offset), from.len()) };
+        Ok(())
+    }
+
+    fn read_symmetric(&self, from: &mut Symmetric, offset: usize, to: &mut [u8]) -> Result<()> {
+        // SAFETY: as above; only this rank writes its memory.
+        unsafe { std::ptr::copy_nonoverlapping(from.own().add(offset), to.as_mut_ptr(), to.len()) };
+        Ok(())
+    }
+
+    fn write(&self, to: &mut Mapping, from: &[u8]) -> Result<()> {
+        // SAFETY: the caller has checked that the buffer is as long as `from`, and borrows it exclusively.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), from.len()) };
+        Ok(())
+    }
+
+    fn read(&self, from: &Mapping, to: &mut [u8]) -> Result<()> {
+        // SAFETY: the caller has checked that the buffer is as long as `to`. Buffers are written through
+        // exclusive borrows only.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_mut_ptr(), to.len()) };
+        Ok(())
+    }
+
+    fn run(
+        &self,
+        members: &Members,
+        plan: &Plan,
+        part: Part,
+        epoch: Epoch,
+        operands: sealed::Operands<Host>,
+        trace: Option<&mut Vec<Span>>,
+    ) -> Result<()> {
+        engine::run(self, members, plan, part, epoch, operands, trace)
+    }
+
+    fn synchronize(&self, _members: &Members) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// Delays that tests put before the chunks of every rank of this process, to make them arrive in any order.
+#[doc(hidden)]
+pub fn delay_chunks(seed: Option<u64>) {
+    engine::delay_chunks(seed);
+}

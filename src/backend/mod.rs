@@ -1,0 +1,127 @@
+//! Backends: what a rank is, where symmetric memory lies, and who walks the plan.
+
+mod host;
+
+use std::fmt::Debug;
+
+pub use host::Host;
+#[doc(hidden)]
+pub use host::delay_chunks as host_delay_chunks;
+
+use crate::element::DType;
+use crate::error::Result;
+use crate::group::{Call, Members, Options};
+use crate::protocol::{Config, Epoch, Plan, Problem};
+use crate::trace::Span;
+
+/// A way to run the protocol: [`Host`] on any machine.
+///
+/// Sealed: the protocol's safety rests on its implementations.
+pub trait Backend: sealed::Backend {}
+
+/// Which parts of an operation run, and whether tiles wait for their rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// Tiles run as their rows arrive.
+    Fused,
+    /// The rows are pulled; nothing is multiplied.
+    Gather,
+    /// All rows are there; tiles don't wait, nothing is pulled.
+    Matmul,
+    /// Both run at once with no order between them: what perfect overlap would take. The output is not
+    /// to be used.
+    Unordered,
+}
+
+impl Part {
+    pub fn gathers(self) -> bool {
+        self != Part::Matmul
+    }
+
+    pub fn multiplies(self) -> bool {
+        self != Part::Gather
+    }
+}
+
+pub(crate) mod sealed {
+    use super::*;
+
+    /// What an operation works on. Shapes have been checked against the plan.
+    pub struct Operands<'a, B: Backend> {
+        pub dtype: DType,
+        /// [M, K], symmetric.
+        pub a: &'a B::Symmetric,
+        /// [N, K]
+        pub b: Option<&'a B::Buffer>,
+        /// [N]
+        pub bias: Option<&'a B::Buffer>,
+        /// [M, N]
+        pub out: Option<&'a mut B::Buffer>,
+    }
+
+    /// The backend's side of the library.
+    pub trait Backend: Sized + Send + Sync + 'static {
+        /// As in error messages and results.
+        const NAME: &'static str;
+        /// Memory that every rank of the group maps.
+        type Symmetric: Send + Sync + Debug;
+        /// Memory of this rank's own.
+        type Buffer: Send + Sync + Debug;
+        /// A plan, ready to run.
+        type Program: Send + Sync + Debug;
+
+        /// Collective. Allocates the flags and starts what runs operations.
+        fn open(members: &Members, options: &Options) -> Result<Self>;
+        /// A good way to cut up a problem.
+        fn default_config(&self, problem: &Problem) -> Config;
+        /// Makes a plan ready to run.
+        fn prepare(&self, members: &Members, plan: Plan) -> Result<Self::Program>;
+        /// The plan of a program.
+        fn plan(program: &Self::Program) -> &Plan;
+
+        /// Collective, as `call`. Zeroed memory of `bytes` bytes on each rank.
+        fn symmetric(
+            &self,
+            members: &Members,
+            call: &Call,
+            bytes: usize,
+        ) -> Result<Self::Symmetric>;
+        /// Zeroed memory of `bytes` bytes.
+        fn buffer(&self, members: &Members, bytes: usize) -> Result<Self::Buffer>;
+
+        /// Copies into this rank's memory, from byte `offset` on. The caller has checked the range.
+        fn write_symmetric(
+            &self,
+            to: &mut Self::Symmetric,
+            offset: usize,
+            from: &[u8],
+        ) -> Result<()>;
+        /// Copies from this rank's memory, from byte `offset` on. The caller has checked the range.
+        fn read_symmetric(
+            &self,
+            from: &mut Self::Symmetric,
+            offset: usize,
+            to: &mut [u8],
+        ) -> Result<()>;
+        /// Copies from the start of a buffer's memory on.
+        fn write(&self, to: &mut Self::Buffer, from: &[u8]) -> Result<()>;
+        /// Copies from the start of a buffer's memory on.
+        fn read(&self, from: &Self::Buffer, to: &mut [u8]) -> Result<()>;
+
+        /// Runs `part` of operation `epoch`; what happened when goes into `trace`.
+        fn run(
+            &self,
+            members: &Members,
+            program: &Self::Program,
+            part: Part,
+            epoch: Epoch,
+            operands: Operands<'_, Self>,
+            trace: Option<&mut Vec<Span>>,
+        ) -> Result<()>
+        where
+            Self: super::Backend;
+
+        /// Returns when everything that was begun is complete.
+        fn synchronize(&self, members: &Members) -> Result<()>;
+    }
+}

@@ -1,0 +1,81 @@
+//! The element types of matrices.
+
+use std::fmt;
+
+use bytemuck::Pod;
+use half::slice::HalfFloatSliceExt;
+pub use half::{bf16, f16};
+use serde::{Deserialize, Serialize};
+
+/// The type of a matrix's elements, as a value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum DType {
+    /// bfloat16: 8 bits of exponent, 7 of fraction.
+    Bf16,
+    /// IEEE 754 binary16: 5 bits of exponent, 10 of fraction.
+    F16,
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(match self {
+            DType::Bf16 => "bf16",
+            DType::F16 => "f16",
+        })
+    }
+}
+
+/// A 16-bit float whose products are summed in f32 and rounded once.
+pub trait Element: Pod + sealed::Sealed + Send + Sync + fmt::Debug + PartialEq {
+    /// The type, as a value.
+    const DTYPE: DType;
+    /// Bits of the fraction, the hidden one included: one ulp at x is 2^(exponent(x) + 1 - DIGITS).
+    const DIGITS: i32;
+    /// The smallest exponent of a normal number x = m · 2^e, 1 ≤ m < 2.
+    const MIN_EXPONENT: i32;
+
+    /// Rounds to nearest, ties to even.
+    fn from_f32(value: f32) -> Self;
+    /// Exact.
+    fn to_f32(self) -> f32;
+    /// `to[i] = from[i]`, exactly. The slices have the same length.
+    fn widen(from: &[Self], to: &mut [f32]);
+    /// `to[i] = from[i]`, rounded to nearest, ties to even. The slices have the same length.
+    fn round(from: &[f32], to: &mut [Self]);
+}
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+macro_rules! element {
+    ($type:ident, $dtype:ident) => {
+        impl sealed::Sealed for $type {}
+        impl Element for $type {
+            const DTYPE: DType = DType::$dtype;
+            const DIGITS: i32 = $type::MANTISSA_DIGITS as i32;
+            // half counts exponents as C does, for m in [½, 1).
+            const MIN_EXPONENT: i32 = $type::MIN_EXP - 1;
+
+            fn from_f32(value: f32) -> Self {
+                $type::from_f32(value)
+            }
+
+            fn to_f32(self) -> f32 {
+                $type::to_f32(self)
+            }
+
+            fn widen(from: &[Self], to: &mut [f32]) {
+                from.convert_to_f32_slice(to);
+            }
+
+            fn round(from: &[f32], to: &mut [Self]) {
+                to.convert_from_f32_slice(from);
+            }
+        }
+    };
+}
+
+element!(bf16, Bf16);
+element!(f16, F16);

@@ -1,0 +1,296 @@
+//! What can go wrong, and who is at fault.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// A result of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Everything that can go wrong. Ranks are numbers from 0 to W - 1.
+///
+/// A failure of one rank reaches all ranks: each gets the same error, naming the rank at fault.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Error {
+    /// A number is outside what this library can do.
+    #[error("{what} is {value}; it must be from {min} to {max}")]
+    Limit {
+        /// What the number is.
+        what: String,
+        /// The number.
+        value: usize,
+        /// The least that works.
+        min: usize,
+        /// The most that works.
+        max: usize,
+    },
+
+    /// An argument has another shape than the operation needs.
+    #[error("rank {rank}: {argument} is {found:?} and must be {expected:?}")]
+    Shape {
+        /// The rank that made the call.
+        rank: usize,
+        /// The argument, with the names of its extents.
+        argument: String,
+        /// The shape it must have.
+        expected: Vec<usize>,
+        /// The shape it has.
+        found: Vec<usize>,
+    },
+
+    /// An argument belongs to another group than the one it is used with.
+    #[error("rank {rank}: {argument} was made by another group; make all arguments with one group")]
+    ForeignArgument {
+        /// The rank that made the call.
+        rank: usize,
+        /// The argument.
+        argument: String,
+    },
+
+    /// The environment does not say who this rank is.
+    #[error(
+        "cannot tell this process's rank from {launcher}'s environment: {missing} missing; \
+         start it with torchrun, mpirun or srun, with gemmesh::launch, or name rank and world size in the program"
+    )]
+    Environment {
+        /// The launcher whose variables were found, or a list of those looked for.
+        launcher: String,
+        /// The variables that are missing.
+        missing: String,
+    },
+
+    /// An environment variable cannot be used.
+    #[error("environment variable {name} is {value:?}: {reason}")]
+    EnvironmentValue {
+        /// Its name.
+        name: String,
+        /// Its value.
+        value: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+
+    /// Ranks did not come to the rendezvous.
+    #[error("{} not come to {address:?} within {waited_ms} ms; see whether {} started, and with the same address",
+        Ranks(.ranks, "has", "have"), if .ranks.len() == 1 { "it was" } else { "they were" })]
+    RanksMissing {
+        /// The ranks that did not come.
+        ranks: Vec<usize>,
+        /// Where they were waited for.
+        address: String,
+        /// For how long.
+        waited_ms: u64,
+    },
+
+    /// Two processes say that they are one rank.
+    #[error("two processes are rank {rank} (pids {} and {}); give each its own rank", .pids[0], .pids[1])]
+    DuplicateRank {
+        /// The rank.
+        rank: usize,
+        /// The two processes.
+        pids: [u32; 2],
+    },
+
+    /// A rank disagrees with rank 0 about something that must be the same everywhere.
+    #[error("rank {rank} has {what} {theirs}, rank 0 has {expected}; start all ranks alike")]
+    Mismatch {
+        /// The rank that differs.
+        rank: usize,
+        /// What differs.
+        what: String,
+        /// Its value on that rank.
+        theirs: String,
+        /// Its value on rank 0.
+        expected: String,
+    },
+
+    /// A rank made another call than the others; all ranks must make the same calls in the same order.
+    #[error(
+        "rank {rank} called {theirs} while rank {other} called {expected} (call {call}); all ranks must make the same calls in the same order"
+    )]
+    CallMismatch {
+        /// The rank that differs.
+        rank: usize,
+        /// Its call.
+        theirs: String,
+        /// A rank that called what was expected.
+        other: usize,
+        /// The call that was expected.
+        expected: String,
+        /// The number of the collective operation or of the rendezvous.
+        call: u32,
+    },
+
+    /// Memory could not be had.
+    #[error("rank {rank} has no memory for {bytes} bytes ({reason})")]
+    OutOfMemory {
+        /// The rank.
+        rank: usize,
+        /// How much was asked for.
+        bytes: usize,
+        /// Who refused it.
+        reason: String,
+    },
+
+    /// A rank died: its control connection ended without a farewell.
+    #[error("rank {rank} died (noticed by rank {noticed_by}); see that rank's own output")]
+    RankLost {
+        /// The rank that died.
+        rank: usize,
+        /// The rank that saw it.
+        noticed_by: usize,
+    },
+
+    /// A rank has left the group, in order, while this rank still waits for it.
+    #[error(
+        "rank {rank} left the group while rank {waiting} waited for {what}; all ranks must make the same calls"
+    )]
+    RankLeft {
+        /// The rank that left.
+        rank: usize,
+        /// The rank that waits.
+        waiting: usize,
+        /// What it waits for.
+        what: String,
+    },
+
+    /// A rank did not do its part in time.
+    #[error(
+        "rank {waiting} gave up after {waited_ms} ms: rank {rank} did not deliver {what}; see whether it is stopped, slow, or making other calls"
+    )]
+    Timeout {
+        /// The rank that is waited for.
+        rank: usize,
+        /// The rank that waits.
+        waiting: usize,
+        /// What it waits for: with the epoch expected and the value seen, if it is a flag.
+        what: String,
+        /// For how long it waited.
+        waited_ms: u64,
+    },
+
+    /// The group has failed before; it can do nothing more.
+    #[error("the group has failed and must be made anew: {cause}")]
+    Poisoned {
+        /// The first failure.
+        cause: Box<Error>,
+    },
+
+    /// A rank process that was launched failed.
+    #[error("rank {rank} failed: {status}")]
+    RankFailed {
+        /// The rank that failed first.
+        rank: usize,
+        /// How it ended.
+        status: String,
+    },
+
+    /// A message from another rank was not understood.
+    #[error("rank {rank} sent what cannot be understood: {reason}")]
+    Message {
+        /// The rank that sent it.
+        rank: usize,
+        /// What is wrong with it.
+        reason: String,
+    },
+
+    /// The operating system refused something.
+    #[error("{}cannot {action}: {reason}", Who(.rank))]
+    System {
+        /// The rank, where it is known.
+        rank: Option<usize>,
+        /// What was tried.
+        action: String,
+        /// The system's words, with its error number.
+        reason: String,
+    },
+}
+
+impl Error {
+    /// For `map_err`: the operating system refused `action`.
+    pub(crate) fn system(
+        rank: impl Into<Option<usize>>,
+        action: impl Into<String>,
+    ) -> impl FnOnce(std::io::Error) -> Error {
+        let (rank, action) = (rank.into(), action.into());
+        move |error| Error::System {
+            rank,
+            action,
+            reason: error.to_string(),
+        }
+    }
+
+    /// The failure itself, without saying that it happened earlier.
+    pub fn cause(&self) -> &Error {
+        match self {
+            Error::Poisoned { cause } => cause.cause(),
+            other => other,
+        }
+    }
+}
+
+struct Ranks<'a>(&'a [usize], &'static str, &'static str);
+
+impl fmt::Display for Ranks<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self.0 {
+            [rank] => write!(f, "rank {rank} {}", self.1),
+            ranks => write!(f, "ranks {ranks:?} {}", self.2),
+        }
+    }
+}
+
+struct Who<'a>(&'a Option<usize>);
+
+impl fmt::Display for Who<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        self.0.map_or(Ok(()), |rank| write!(f, "rank {rank}: "))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_name_the_rank_the_value_and_the_remedy() {
+        let missing = Error::RanksMissing {
+            ranks: vec![3],
+            address: "job".into(),
+            waited_ms: 500,
+        };
+        assert_eq!(
+            missing.to_string(),
+            "rank 3 has not come to \"job\" within 500 ms; see whether it was started, and with the same address"
+        );
+        let refused = Error::System {
+            rank: Some(2),
+            action: "map 4096 bytes".into(),
+            reason: "Cannot allocate memory".into(),
+        };
+        assert_eq!(
+            refused.to_string(),
+            "rank 2: cannot map 4096 bytes: Cannot allocate memory"
+        );
+    }
+
+    #[test]
+    fn an_error_crosses_processes_unchanged() {
+        let error = Error::Poisoned {
+            cause: Box::new(Error::RankLost {
+                rank: 1,
+                noticed_by: 0,
+            }),
+        };
+        let bytes = serde_json::to_vec(&error).unwrap();
+        assert_eq!(serde_json::from_slice::<Error>(&bytes).unwrap(), error);
+        assert_eq!(
+            error.cause(),
+            &Error::RankLost {
+                rank: 1,
+                noticed_by: 0
+            }
+        );
+    }
+}

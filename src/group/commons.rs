@@ -1,0 +1,410 @@
+//! What all ranks of a group share beside their matrices: one block of host memory, for whatever backend.
+//!
+//! It holds the first failure, which ranks have left, and what each rank called in its latest operations.
+//! All of it is atomics over zeroed memory, so any rank may die at any moment and leave it readable.
+#![allow(unsafe_code)]
+
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
+use std::time::{Duration, Instant};
+
+use crate::element::DType;
+use crate::error::{Error, Result};
+use crate::memory::Mapping;
+use crate::protocol::Epoch;
+use crate::protocol::plan::MAX_WORLD;
+
+/// How many operations the fastest rank may be ahead of the slowest.
+const POSTS: usize = 256;
+const FAULT_BYTES: usize = 4096;
+
+#[repr(C)]
+struct Block {
+    /// 0, or 1 + the rank that reports the first failure.
+    fault_by: AtomicU32,
+    /// The length of `fault`, once it is written.
+    fault_len: AtomicU32,
+    /// The failure, as JSON.
+    fault: [AtomicU8; FAULT_BYTES],
+    /// Whether a rank has left in order.
+    left: [AtomicU32; MAX_WORLD],
+    posts: [[Post; POSTS]; MAX_WORLD],
+}
+
+/// What a rank called as one operation.
+#[repr(C)]
+struct Post {
+    /// 0 or [`stamp`] of the epoch; written after the words.
+    stamp: AtomicU64,
+    words: [AtomicU64; Operation::WORDS],
+}
+
+fn stamp(epoch: Epoch) -> u64 {
+    1 << 32 | u64::from(epoch.raw())
+}
+
+/// A collective operation, as far as all ranks must agree on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Operation {
+    pub name: OperationName,
+    pub dtype: DType,
+    pub m: usize,
+    /// 0 where there is no N.
+    pub n: usize,
+    pub k: usize,
+    /// Which of the group's sharded matrices, counted from 0.
+    pub matrix: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OperationName {
+    AllGatherMatmul,
+    AllGather,
+}
+
+impl Operation {
+    const WORDS: usize = 6;
+
+    fn to_words(self) -> [u64; Operation::WORDS] {
+        [
+            self.name as u64,
+            self.dtype as u64,
+            self.m as u64,
+            self.n as u64,
+            self.k as u64,
+            self.matrix.into(),
+        ]
+    }
+}
+
+/// Says what a rank posted, in the words of the call.
+fn describe(words: [u64; Operation::WORDS]) -> String {
+    let [name, dtype, m, n, k, matrix] = words;
+    let name = match name {
+        w if w == OperationName::AllGatherMatmul as u64 => "all_gather_matmul",
+        w if w == OperationName::AllGather as u64 => "gather",
+        _ => "an unknown operation",
+    };
+    let dtype = [DType::Bf16, DType::F16]
+        .into_iter()
+        .find(|d| *d as u64 == dtype)
+        .map_or("unknown dtype".into(), |d| d.to_string());
+    let n = if n == 0 {
+        String::new()
+    } else {
+        format!(", N = {n}")
+    };
+    format!("{name}(M = {m}{n}, K = {k}, {dtype}, sharded matrix {matrix})")
+}
+
+/// One rank's view of the block.
+#[derive(Debug)]
+pub struct Commons {
+    memory: Mapping,
+    rank: usize,
+    world: usize,
+}
+
+impl Commons {
+    /// How many bytes of shared memory the block takes.
+    pub const BYTES: usize = size_of::<Block>();
+
+    /// `memory` holds [`Commons::BYTES`] bytes that were zero when the first rank mapped them.
+    pub fn new(memory: Mapping, rank: usize, world: usize) -> Commons {
+        Commons {
+            memory,
+            rank,
+            world,
+        }
+    }
+
+    fn block(&self) -> &Block {
+        // SAFETY: the mapping is page-aligned and as long as a Block, which consists of atomics, for which
+        // any bytes are valid and shared writing is defined. It lives as long as `self`.
+        unsafe { &*self.memory.as_ptr().cast::<Block>() }
+    }
+
+    /// Reports a failure to every rank. Returns the group's first failure: this one, or an earlier.
+    pub fn fail(&self, error: Error) -> Error {
+        let block = self.block();
+        let mut bytes = serde_json::to_vec(&error).unwrap_or_default();
+        if bytes.is_empty() || bytes.len() > FAULT_BYTES {
+            let mut reason = error.to_string();
+            let end = (0..=reason.len().min(1000))
+                .rev()
+                .find(|&end| reason.is_char_boundary(end))
+                .unwrap_or(0);
+            reason.truncate(end);
+            let short = Error::Message {
+                rank: self.rank,
+                reason,
+            };
+            bytes = serde_json::to_vec(&short).unwrap_or_default();
+        }
+        let mine = block
+            .fault_by
+            .compare_exchange(
+                0,
+                self.rank as u32 + 1,
+                Ordering::Relaxed,
+                Ordering::Relaxed,
+            )
+            .is_ok();
+        if !mine {
+            return self.fault().unwrap_or(error);
+        }
+        for (cell, byte) in block.fault.iter().zip(&bytes) {
+            cell.store(*byte, Ordering::Relaxed);
+        }
+        // Release: whoever sees the length sees the bytes.
+        block.fault_len.store(bytes.len() as u32, Ordering::Release);
+        error
+    }
+
+    /// The group's first failure. Costs one load as long as there is none.
+    pub fn fault(&self) -> Option<Error> {
+        let block = self.block();
+        let by = block.fault_by.load(Ordering::Relaxed);
+        if by == 0 {
+            return None;
+        }
+        // The reporter writes a few hundred bytes; if it was killed in between, that is the failure.
+        let deadline = Instant::now() + Duration::from_millis(500);
+        loop {
+            let len = block.fault_len.load(Ordering::Acquire) as usize;
+            if len > 0 {
+                let bytes: Vec<u8> = block.fault[..len.min(FAULT_BYTES)]
+                    .iter()
+                    .map(|cell| cell.load(Ordering::Relaxed))
+                    .collect();
+                return Some(
+                    serde_json::from_slice(&bytes).unwrap_or_else(|e| Error::Message {
+                        rank: by as usize - 1,
+                        reason: format!("its report of a failure: {e}"),
+                    }),
+                );
+            }
+            if Instant::now() > deadline {
+                return Some(Error::RankLost {
+                    rank: by as usize - 1,
+                    noticed_by: self.rank,
+                });
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    /// Says that this rank leaves in order: it has completed all it began.
+    pub fn leave(&self) {
+        // Release: whoever sees this sees the flags that this rank signalled before.
+        self.block().left[self.rank].store(1, Ordering::Release);
+    }
+
+    /// Whether `rank` has left in order.
+    pub fn has_left(&self, rank: usize) -> bool {
+        self.block().left[rank].load(Ordering::Acquire) != 0
+    }
+
+    /// Whether this rank may post the operation `epoch`: its slot is not needed by a slower rank any more.
+    /// If it is, returns that rank.
+    pub fn may_post(&self, epoch: Epoch) -> Result<(), usize> {
+        // A rank that has posted the operation after the one in the slot no longer compares with the slot.
+        let oldest = Epoch::from_raw(epoch.raw().wrapping_sub(POSTS as u32 - 1));
+        let slot = &self.block().posts[self.rank][epoch.raw() as usize % POSTS];
+        if slot.stamp.load(Ordering::Relaxed) == 0 {
+            return Ok(());
+        }
+        (0..self.world)
+            .find(|&rank| {
+                let slot = &self.block().posts[rank][oldest.raw() as usize % POSTS];
+                let seen = slot.stamp.load(Ordering::Acquire);
+                seen == 0 || !oldest.reached_by(seen as u32)
+            })
+            .map_or(Ok(()), Err)
+    }
+
+    /// Posts what this rank calls as operation `epoch` and compares it with what the others have posted.
+    /// Of two ranks that differ, the one that posts later sees it.
+    pub fn post(&self, epoch: Epoch, operation: Operation) -> Result<()> {
+        let slot = epoch.raw() as usize % POSTS;
+        let mine = &self.block().posts[self.rank][slot];
+        let words = operation.to_words();
+        for (cell, word) in mine.words.iter().zip(words) {
+            cell.store(word, Ordering::Relaxed);
+        }
+        mine.stamp.store(stamp(epoch), Ordering::Release);
+        // Store, then load, on every rank: without a sequentially consistent fence in between, two ranks
+        // that post at once could both miss the other's post.
+        fence(Ordering::SeqCst);
+        for rank in (0..self.world).filter(|&rank| rank != self.rank) {
+            let theirs = &self.block().posts[rank][slot];
+            if theirs.stamp.load(Ordering::Acquire) != stamp(epoch) {
+                continue;
+            }
+            let read = std::array::from_fn(|i| theirs.words[i].load(Ordering::Relaxed));
+            if read != words {
+                return Err(self.odd_one_out(epoch, rank, read, words));
+            }
+        }
+        Ok(())
+    }
+
+    /// Of two ranks that differ, blames the one whose call fewer ranks made.
+    fn odd_one_out(
+        &self,
+        epoch: Epoch,
+        rank: usize,
+        theirs: [u64; Operation::WORDS],
+        mine: [u64; Operation::WORDS],
+    ) -> Error {
+        let slot = epoch.raw() as usize % POSTS;
+        let posted =
+            |posts: &[Post; POSTS]| posts[slot].stamp.load(Ordering::Acquire) == stamp(epoch);
+        // The majority is known once all have called; a rank that is late is not waited for long.
+        let deadline = Instant::now() + Duration::from_millis(200);
+        while !self.block().posts[..self.world].iter().all(posted) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let votes = |call: [u64; Operation::WORDS]| {
+            self.block().posts[..self.world]
+                .iter()
+                .filter(|posts| posted(posts))
+                .filter(|posts| {
+                    posts[slot]
+                        .words
+                        .iter()
+                        .zip(call)
+                        .all(|(cell, word)| cell.load(Ordering::Relaxed) == word)
+                })
+                .count()
+        };
+        let mine_is_odd = match votes(theirs).cmp(&votes(mine)) {
+            std::cmp::Ordering::Greater => true,
+            std::cmp::Ordering::Less => false,
+            std::cmp::Ordering::Equal => self.rank > rank,
+        };
+        let ((rank, theirs), (other, expected)) = if mine_is_odd {
+            ((self.rank, mine), (rank, theirs))
+        } else {
+            ((rank, theirs), (self.rank, mine))
+        };
+        Error::CallMismatch {
+            rank,
+            theirs: describe(theirs),
+            other,
+            expected: describe(expected),
+            call: epoch.raw(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::memfd;
+
+    fn ranks(world: usize) -> Vec<Commons> {
+        let fd = memfd(Commons::BYTES).unwrap();
+        (0..world)
+            .map(|rank| Commons::new(Mapping::shared(&fd, Commons::BYTES).unwrap(), rank, world))
+            .collect()
+    }
+
+    const OPERATION: Operation = Operation {
+        name: OperationName::AllGatherMatmul,
+        dtype: DType::Bf16,
+        m: 4096,
+        n: 512,
+        k: 64,
+        matrix: 2,
+    };
+
+    #[test]
+    fn the_first_failure_is_everybodys() {
+        let ranks = ranks(3);
+        assert_eq!(ranks[2].fault(), None);
+        let first = Error::RankLost {
+            rank: 0,
+            noticed_by: 1,
+        };
+        let second = Error::RankLost {
+            rank: 1,
+            noticed_by: 2,
+        };
+        assert_eq!(ranks[1].fail(first.clone()), first);
+        assert_eq!(ranks[2].fail(second), first);
+        assert_eq!(ranks[0].fault(), Some(first));
+    }
+
+    #[test]
+    fn a_failure_too_long_for_the_block_is_shortened_not_lost() {
+        let ranks = ranks(2);
+        ranks[0].fail(Error::OutOfMemory {
+            rank: 0,
+            bytes: 1,
+            reason: "ü".repeat(FAULT_BYTES),
+        });
+        let seen = ranks[1].fault().unwrap().to_string();
+        assert!(seen.contains("has no memory for 1 bytes"), "{seen}");
+    }
+
+    #[test]
+    fn the_rank_that_calls_something_else_is_named() {
+        let other = Operation {
+            n: 256,
+            ..OPERATION
+        };
+        let ranks = ranks(3);
+        ranks[2].post(Epoch::FIRST, OPERATION).unwrap();
+        ranks[0].post(Epoch::FIRST, OPERATION).unwrap();
+        let error = ranks[1].post(Epoch::FIRST, other).unwrap_err();
+        let Error::CallMismatch { rank, theirs, .. } = &error else {
+            panic!("{error}")
+        };
+        assert_eq!(*rank, 1);
+        assert_eq!(
+            theirs,
+            "all_gather_matmul(M = 4096, N = 256, K = 64, bf16, sharded matrix 2)"
+        );
+    }
+
+    #[test]
+    fn the_odd_one_is_named_also_when_it_came_first() {
+        let other = Operation { k: 32, ..OPERATION };
+        let ranks = ranks(3);
+        ranks[1].post(Epoch::FIRST, other).unwrap();
+        let error = ranks[0].post(Epoch::FIRST, OPERATION).unwrap_err();
+        assert!(
+            matches!(
+                error,
+                Error::CallMismatch {
+                    rank: 1,
+                    other: 0,
+                    ..
+                }
+            ),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn a_rank_cannot_overwrite_what_a_slower_one_still_needs() {
+        let ranks = ranks(2);
+        let mut epoch = Epoch::from_raw(u32::MAX - 9);
+        for _ in 0..POSTS {
+            assert_eq!(ranks[0].may_post(epoch), Ok(()));
+            ranks[0].post(epoch, OPERATION).unwrap();
+            epoch = epoch.next();
+        }
+        assert_eq!(ranks[0].may_post(epoch), Err(1));
+        let mut slow = Epoch::from_raw(u32::MAX - 9);
+        ranks[1].post(slow, OPERATION).unwrap();
+        assert_eq!(
+            ranks[0].may_post(epoch),
+            Err(1),
+            "the slot after it is needed"
+        );
+        slow = slow.next();
+        ranks[1].post(slow, OPERATION).unwrap();
+        assert_eq!(ranks[0].may_post(epoch), Ok(()));
+    }
+}

@@ -1,0 +1,241 @@
+//! Starting ranks as processes of this program.
+#![allow(unsafe_code)]
+
+use std::ffi::OsString;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use super::env;
+use crate::error::{Error, Result};
+use crate::protocol::plan::MAX_WORLD;
+
+/// How long the other ranks have to report their own view of a failure before they are killed.
+const GRACE: Duration = Duration::from_millis(1500);
+const POLL: Duration = Duration::from_millis(5);
+
+/// Whether this process is a rank that [`launch`] started.
+pub fn is_rank() -> bool {
+    std::env::var_os(env::RANK).is_some()
+}
+
+/// Starts this program again, `world` times, with this process's arguments; each is a rank that
+/// [`Group::from_env`](crate::Group::from_env) recognises. Forwards their output line by line and
+/// returns when all have ended.
+///
+/// ```no_run
+/// # fn main() -> gemmesh::Result<()> {
+/// if !gemmesh::launch::is_rank() {
+///     return gemmesh::launch::launch(4);
+/// }
+/// let group = gemmesh::Group::<gemmesh::Host>::from_env()?;
+/// # drop(group); Ok(()) }
+/// ```
+///
+/// # Errors
+/// [`Error::RankFailed`] for the first rank that fails; the others are killed. If this process is killed,
+/// its ranks are too.
+pub fn launch(world: usize) -> Result<()> {
+    Launch::new(world).args(std::env::args_os().skip(1)).run()
+}
+
+/// A launch with other arguments or variables than this process's own.
+#[derive(Debug)]
+pub struct Launch {
+    world: usize,
+    args: Vec<OsString>,
+    envs: Vec<(OsString, OsString)>,
+}
+
+impl Launch {
+    /// `world` ranks of this program, with no arguments.
+    pub fn new(world: usize) -> Launch {
+        Launch {
+            world,
+            args: Vec::new(),
+            envs: Vec::new(),
+        }
+    }
+
+    /// Adds arguments for every rank.
+    #[must_use]
+    pub fn args(mut self, args: impl IntoIterator<Item = impl Into<OsString>>) -> Launch {
+        self.args.extend(args.into_iter().map(Into::into));
+        self
+    }
+
+    /// Adds a variable to every rank's environment.
+    #[must_use]
+    pub fn env(mut self, name: impl Into<OsString>, value: impl Into<OsString>) -> Launch {
+        self.envs.push((name.into(), value.into()));
+        self
+    }
+
+    /// As [`launch`].
+    ///
+    /// # Errors
+    /// As [`launch`].
+    pub fn run(self) -> Result<()> {
+        if !(1..=MAX_WORLD).contains(&self.world) {
+            return Err(Error::Limit {
+                what: "world size".into(),
+                value: self.world,
+                min: 1,
+                max: MAX_WORLD,
+            });
+        }
+        let address = unique_address();
+        let mut ranks = Ranks(Vec::new());
+        for rank in 0..self.world {
+            ranks.0.push(self.start(rank, &address)?);
+        }
+        ranks.wait()
+    }
+
+    fn start(&self, rank: usize, address: &str) -> Result<Rank> {
+        let launcher = rustix::process::getpid();
+        // Not current_exe(): the program's file may have been replaced meanwhile.
+        let mut command = Command::new("/proc/self/exe");
+        command
+            .args(&self.args)
+            .envs(self.envs.iter().map(|(name, value)| (name, value)))
+            .env(env::RANK, rank.to_string())
+            .env(env::WORLD_SIZE, self.world.to_string())
+            .env(env::ADDRESS, address)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        // SAFETY: between fork and exec only async-signal-safe system calls are made, no allocation.
+        unsafe {
+            command.pre_exec(move || {
+                use rustix::process::{Signal, getppid, set_parent_process_death_signal};
+                set_parent_process_death_signal(Some(Signal::KILL))?;
+                // The launcher may have died before the line above.
+                if getppid() != Some(launcher) {
+                    return Err(io::Error::from_raw_os_error(
+                        rustix::io::Errno::SRCH.raw_os_error(),
+                    ));
+                }
+                Ok(())
+            });
+        }
+        let mut process = command
+            .spawn()
+            .map_err(Error::system(rank, "start a process of this program"))?;
+        let mut output = Vec::new();
+        if let Some(stdout) = process.stdout.take() {
+            output.push(forward(rank, stdout, io::stdout)?);
+        }
+        if let Some(stderr) = process.stderr.take() {
+            output.push(forward(rank, stderr, io::stderr)?);
+        }
+        Ok(Rank {
+            rank,
+            process,
+            output,
+            ended: None,
+        })
+    }
+}
+
+/// A name that no other launch has.
+pub(super) fn unique_address() -> String {
+    static LAUNCHES: AtomicU32 = AtomicU32::new(0);
+    let launch = LAUNCHES.fetch_add(1, Ordering::Relaxed);
+    let time = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default()
+        .as_nanos();
+    format!("{time:x}.{launch}/{}", std::process::id())
+}
+
+/// Writes whole lines, so that ranks don't cut into one another's.
+fn forward<W: Write + 'static>(
+    rank: usize,
+    from: impl Read + Send + 'static,
+    to: fn() -> W,
+) -> Result<JoinHandle<()>> {
+    std::thread::Builder::new()
+        .name(format!("gemmesh-output-{rank}"))
+        .spawn(move || {
+            let mut lines = BufReader::new(from);
+            let mut line = Vec::new();
+            while lines.read_until(b'\n', &mut line).is_ok_and(|n| n > 0) {
+                // Nobody reads us any more: go on reading, so that the rank does not block.
+                let _ = to().write_all(&line);
+                line.clear();
+            }
+        })
+        .map_err(Error::system(rank, "start a thread"))
+}
+
+struct Rank {
+    rank: usize,
+    process: Child,
+    output: Vec<JoinHandle<()>>,
+    ended: Option<ExitStatus>,
+}
+
+impl Rank {
+    fn poll(&mut self) -> Result<Option<ExitStatus>> {
+        if self.ended.is_none() {
+            self.ended = self
+                .process
+                .try_wait()
+                .map_err(Error::system(self.rank, "wait for its process"))?;
+        }
+        Ok(self.ended)
+    }
+}
+
+/// The processes; none outlives this value.
+struct Ranks(Vec<Rank>);
+
+impl Ranks {
+    fn wait(mut self) -> Result<()> {
+        let mut failure: Option<(Error, Instant)> = None;
+        loop {
+            let mut running = false;
+            for rank in &mut self.0 {
+                let was_running = rank.ended.is_none();
+                match rank.poll()? {
+                    None => running = true,
+                    Some(status) if was_running && !status.success() && failure.is_none() => {
+                        let error = Error::RankFailed {
+                            rank: rank.rank,
+                            status: status.to_string(),
+                        };
+                        failure = Some((error, Instant::now()));
+                    }
+                    Some(_) => {}
+                }
+            }
+            match &failure {
+                Some((_, since)) if !running || since.elapsed() >= GRACE => break,
+                None if !running => break,
+                _ => std::thread::sleep(POLL),
+            }
+        }
+        drop(self);
+        failure.map_or(Ok(()), |(error, _)| Err(error))
+    }
+}
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        for rank in &mut self.0 {
+            if !matches!(rank.poll(), Ok(Some(_))) {
+                // Fails if it has ended meanwhile.
+                let _ = rank.process.kill();
+                let _ = rank.process.wait();
+            }
+            for output in rank.output.drain(..) {
+                // It can't panic; and there is no one to tell.
+                let _ = output.join();
+            }
+        }
+    }
+}

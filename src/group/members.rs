@@ -1,0 +1,494 @@
+//! The ranks of a group as one rank sees them: messages to all, and who is still alive.
+
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+use serde::{Deserialize, Serialize};
+
+use super::commons::{Commons, Operation};
+use super::wire::{self, Frame, Line, MAX_FRAME, WireError};
+use crate::element::DType;
+use crate::error::{Error, Result};
+use crate::protocol::Epoch;
+use crate::protocol::flag::{Awaited, Flag, Wait};
+
+/// How much longer the others wait for rank 0's answer than rank 0 waits for the slowest rank, so that
+/// it is rank 0, which knows the culprit, that reports.
+const GRACE: Duration = Duration::from_millis(500);
+
+/// A call that all ranks make together, as far as they must agree on it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Call {
+    Barrier,
+    AllGatherBytes,
+    OpenBackend,
+    Sharded {
+        rows: Vec<usize>,
+        k: usize,
+        dtype: DType,
+    },
+    CollectTraces,
+}
+
+impl std::fmt::Display for Call {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        match self {
+            Call::Barrier => f.write_str("barrier()"),
+            Call::AllGatherBytes => f.write_str("all_gather_bytes()"),
+            Call::OpenBackend => f.write_str("the opening of the backend"),
+            Call::Sharded { rows, k, dtype } => {
+                write!(f, "sharded(rows of each rank = {rows:?}, K = {k}, {dtype})")
+            }
+            Call::CollectTraces => f.write_str("Timeline::collect()"),
+        }
+    }
+}
+
+/// What every rank sent, by rank.
+pub struct Gathered {
+    pub payloads: Vec<Vec<u8>>,
+    /// One descriptor of each rank if they were sent, none otherwise.
+    pub fds: Vec<OwnedFd>,
+}
+
+/// This rank's end of the group.
+#[derive(Debug)]
+pub struct Members {
+    pub rank: usize,
+    pub world: usize,
+    pub timeout: Duration,
+    /// Whether the ranks are threads of one process.
+    pub in_process: bool,
+    commons: Arc<Commons>,
+    /// On rank 0 the connections to 1, 2, …; elsewhere the one to rank 0. Locked for one exchange at a time.
+    connections: Mutex<Vec<Arc<UnixStream>>>,
+    /// Ends when this is dropped, after the farewell.
+    _watcher: Option<Watcher>,
+}
+
+impl Members {
+    /// `connections` are as in the struct, each non-blocking.
+    pub fn new(
+        rank: usize,
+        timeout: Duration,
+        in_process: bool,
+        commons: Commons,
+        world: usize,
+        connections: Vec<UnixStream>,
+    ) -> Result<Members> {
+        let commons = Arc::new(commons);
+        let connections: Vec<_> = connections.into_iter().map(Arc::new).collect();
+        let watcher = if world > 1 {
+            Some(Watcher::spawn(rank, commons.clone(), connections.clone())?)
+        } else {
+            None
+        };
+        Ok(Members {
+            rank,
+            world,
+            timeout,
+            in_process,
+            commons,
+            connections: Mutex::new(connections),
+            _watcher: watcher,
+        })
+    }
+
+    /// Fails if the group has failed.
+    pub fn check(&self) -> Result<()> {
+        match self.commons.fault() {
+            None => Ok(()),
+            Some(cause) => Err(Error::Poisoned {
+                cause: Box::new(cause),
+            }),
+        }
+    }
+
+    /// The group's first failure, if there is one.
+    pub fn fault(&self) -> Option<Error> {
+        self.commons.fault()
+    }
+
+    /// Reports a failure to every rank; the group can do nothing more. Returns the first failure.
+    pub fn fail(&self, error: Error) -> Error {
+        self.commons.fail(error)
+    }
+
+    /// Agrees with the other ranks on what operation `epoch` is, without a message.
+    ///
+    /// # Errors
+    /// [`Error::CallMismatch`] if another rank called something else; [`Error::Timeout`] if a rank is so
+    /// far behind that its calls can't be compared any more.
+    pub fn post(&self, epoch: Epoch, operation: Operation) -> Result<()> {
+        let begin = Instant::now();
+        while let Err(rank) = self.commons.may_post(epoch) {
+            self.pause(begin, rank, || "its earlier operations".into())?;
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        self.commons
+            .post(epoch, operation)
+            .map_err(|error| self.fail(error))
+    }
+
+    /// One look around in a wait for `rank` that began at `begin`.
+    ///
+    /// # Errors
+    /// The group's first failure; or that the deadline has passed, or `rank` has left, which becomes it.
+    fn pause(&self, begin: Instant, rank: usize, what: impl Fn() -> String) -> Result<()> {
+        if let Some(fault) = self.commons.fault() {
+            return Err(fault);
+        }
+        let waited = begin.elapsed();
+        if waited >= self.timeout {
+            return Err(self.fail(Error::Timeout {
+                rank,
+                waiting: self.rank,
+                what: what(),
+                waited_ms: waited.as_millis() as u64,
+            }));
+        }
+        Ok(())
+    }
+
+    /// Returns when every rank has called it.
+    pub fn barrier(&self) -> Result<()> {
+        self.all_gather(&Call::Barrier, &[], None).map(drop)
+    }
+
+    /// Sends `payload`, and a descriptor if there is one, to every rank, and returns what all sent.
+    ///
+    /// # Errors
+    /// [`Error::CallMismatch`] unless all ranks make the same `call`; the group's failure if a rank does not
+    /// come within the timeout, is lost or has left.
+    pub fn all_gather(
+        &self,
+        call: &Call,
+        payload: &[u8],
+        fd: Option<BorrowedFd>,
+    ) -> Result<Gathered> {
+        self.check()?;
+        let connections = self
+            .connections
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let mine = encode(call, payload)?;
+        let begin = Instant::now();
+        let frames = if self.rank == 0 {
+            self.collect(&connections, call, mine, fd, begin)?
+        } else {
+            let line = self.line(&connections[0], begin, GRACE);
+            line.send(&mine, fd.as_slice())
+                .map_err(|e| self.wire_failure(0, call, begin, e))?;
+            line.receive(MAX_FRAME)
+                .map_err(|e| self.wire_failure(0, call, begin, e))?
+        };
+        let (bytes, fds) = frames;
+        let parts = split(&bytes).ok_or_else(|| self.garbage(0, "a list of messages"))?;
+        let mut calls = Vec::new();
+        let mut payloads = Vec::new();
+        for (rank, part) in parts.into_iter().enumerate() {
+            let (call, payload) = decode(part).ok_or_else(|| self.garbage(rank, "a call"))?;
+            calls.push(call);
+            payloads.push(payload.to_vec());
+        }
+        if let Some(error) = odd_one_out(&calls) {
+            return Err(self.fail(error));
+        }
+        Ok(Gathered { payloads, fds })
+    }
+
+    /// Rank 0's part: receives every rank's message, then sends all of them to all.
+    fn collect(
+        &self,
+        connections: &[Arc<UnixStream>],
+        call: &Call,
+        mine: Vec<u8>,
+        fd: Option<BorrowedFd>,
+        begin: Instant,
+    ) -> Result<Frame> {
+        let mut parts = vec![mine];
+        let mut fds = Vec::new();
+        if let Some(fd) = fd {
+            let own = fd
+                .try_clone_to_owned()
+                .map_err(Error::system(self.rank, "duplicate a descriptor"))
+                .map_err(|e| self.fail(e))?;
+            fds.push(own);
+        }
+        for (index, connection) in connections.iter().enumerate() {
+            let (part, sent) = self
+                .line(connection, begin, Duration::ZERO)
+                .receive(MAX_FRAME)
+                .map_err(|e| self.wire_failure(index + 1, call, begin, e))?;
+            parts.push(part);
+            fds.extend(sent);
+        }
+        let all = join(&parts);
+        for (index, connection) in connections.iter().enumerate() {
+            self.line(connection, begin, GRACE)
+                .send(&all, &wire::borrow(&fds))
+                .map_err(|e| self.wire_failure(index + 1, call, begin, e))?;
+        }
+        Ok((all, fds))
+    }
+
+    fn line<'a>(
+        &'a self,
+        stream: &'a UnixStream,
+        begin: Instant,
+        grace: Duration,
+    ) -> Line<'a, impl Fn() -> Result<(), Error>> {
+        Line {
+            stream,
+            deadline: begin + self.timeout + grace,
+            check: || self.commons.fault().map_or(Ok(()), Err),
+        }
+    }
+
+    fn wire_failure(
+        &self,
+        rank: usize,
+        call: &Call,
+        begin: Instant,
+        error: WireError<Error>,
+    ) -> Error {
+        let waiting = self.rank;
+        self.fail(match error {
+            WireError::Stopped(fault) => fault,
+            WireError::Late => Error::Timeout {
+                rank,
+                waiting,
+                what: format!("its part of {call}"),
+                waited_ms: begin.elapsed().as_millis() as u64,
+            },
+            WireError::Closed if self.commons.has_left(rank) => Error::RankLeft {
+                rank,
+                waiting,
+                what: call.to_string(),
+            },
+            WireError::Closed => Error::RankLost {
+                rank,
+                noticed_by: waiting,
+            },
+            WireError::Garbage(reason) => Error::Message { rank, reason },
+            WireError::Io(error) => {
+                Error::system(waiting, format!("talk to rank {rank} in {call}"))(error)
+            }
+        })
+    }
+
+    fn garbage(&self, rank: usize, expected: &str) -> Error {
+        self.fail(Error::Message {
+            rank,
+            reason: format!("not {expected}"),
+        })
+    }
+}
+
+impl Drop for Members {
+    fn drop(&mut self) {
+        // A rank that unwinds has not completed what it began: its peers must see it as lost.
+        if !std::thread::panicking() {
+            self.commons.leave();
+        }
+    }
+}
+
+/// Waiting as a thread of the host does it: it looks, then yields, then sleeps, so that ranks and
+/// workers can outnumber the cores.
+impl Wait for Members {
+    type Error = Error;
+
+    fn wait(&self, flag: &Flag, epoch: Epoch, awaited: Awaited) -> Result<()> {
+        const SPINS: u32 = 100;
+        const YIELDS: u32 = 20;
+        const NAP: Duration = Duration::from_micros(50);
+        for _ in 0..SPINS {
+            if flag.reached(epoch) {
+                return Ok(());
+            }
+            std::hint::spin_loop();
+        }
+        let begin = Instant::now();
+        let what = || format!("{awaited:?} = {} (it is {})", epoch.raw(), flag.peek());
+        for turn in 0.. {
+            // A rank that left had signalled everything before; so look at the flag after that.
+            let left = self.commons.has_left(awaited.peer());
+            if flag.reached(epoch) {
+                return Ok(());
+            }
+            // A chunk is written by this rank's own copy thread, which may still have it to copy.
+            if left && !matches!(awaited, Awaited::Chunk { .. }) {
+                return Err(self.fail(Error::RankLeft {
+                    rank: awaited.peer(),
+                    waiting: self.rank,
+                    what: what(),
+                }));
+            }
+            self.pause(begin, awaited.peer(), what)?;
+            if turn < YIELDS {
+                std::thread::yield_now();
+            } else {
+                std::thread::sleep(NAP);
+            }
+        }
+        unreachable!("the loop above only returns")
+    }
+}
+
+/// Names the rank whose call fewer ranks made, if not all made the same.
+fn odd_one_out(calls: &[Call]) -> Option<Error> {
+    let votes = |call: &Call| calls.iter().filter(|other| *other == call).count();
+    let other = (0..calls.len()).max_by_key(|&rank| (votes(&calls[rank]), calls.len() - rank))?;
+    let rank = calls.iter().position(|call| *call != calls[other])?;
+    Some(Error::CallMismatch {
+        rank,
+        theirs: calls[rank].to_string(),
+        other,
+        expected: calls[other].to_string(),
+        call: 0,
+    })
+}
+
+fn encode(call: &Call, payload: &[u8]) -> Result<Vec<u8>> {
+    let call = serde_json::to_vec(call).map_err(|e| Error::System {
+        rank: None,
+        action: "encode a call".into(),
+        reason: e.to_string(),
+    })?;
+    Ok(join(&[call, payload.to_vec()]))
+}
+
+fn decode(bytes: &[u8]) -> Option<(Call, &[u8])> {
+    match split(bytes)?[..] {
+        [call, payload] => Some((serde_json::from_slice(call).ok()?, payload)),
+        _ => None,
+    }
+}
+
+/// Puts parts behind one another, each behind its length.
+fn join(parts: &[Vec<u8>]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for part in parts {
+        bytes.extend((part.len() as u64).to_le_bytes());
+        bytes.extend(part);
+    }
+    bytes
+}
+
+fn split(mut bytes: &[u8]) -> Option<Vec<&[u8]>> {
+    let mut parts = Vec::new();
+    while !bytes.is_empty() {
+        let (length, rest) = bytes.split_first_chunk::<8>()?;
+        let (part, rest) = rest.split_at_checked(u64::from_le_bytes(*length) as usize)?;
+        parts.push(part);
+        bytes = rest;
+    }
+    Some(parts)
+}
+
+/// A thread that sees the other ends of the control connections close.
+#[derive(Debug)]
+struct Watcher {
+    /// Closing it ends the thread.
+    stop: Option<UnixStream>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Watcher {
+    fn spawn(
+        rank: usize,
+        commons: Arc<Commons>,
+        connections: Vec<Arc<UnixStream>>,
+    ) -> Result<Watcher> {
+        let (stop, stopped) = wire::pair().map_err(Error::system(rank, "open a socket pair"))?;
+        let thread = std::thread::Builder::new()
+            .name(format!("gemmesh-watch-{rank}"))
+            .spawn(move || watch(rank, &commons, &connections, &stopped))
+            .map_err(Error::system(rank, "start a thread"))?;
+        Ok(Watcher {
+            stop: Some(stop),
+            thread: Some(thread),
+        })
+    }
+}
+
+impl Drop for Watcher {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            // It can't panic, and there is nothing to do if it did.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn watch(rank: usize, commons: &Commons, connections: &[Arc<UnixStream>], stopped: &UnixStream) {
+    // Nothing wakes the thread but an end that closes, so the pause between looks can be long.
+    const PAUSE: Duration = Duration::from_secs(3600);
+    let peer_of = |index: usize| if rank == 0 { index + 1 } else { 0 };
+    let mut open: Vec<usize> = (0..connections.len()).collect();
+    loop {
+        let mut fds: Vec<PollFd> = open
+            .iter()
+            .map(|&index| PollFd::new(&*connections[index], PollFlags::RDHUP))
+            .collect();
+        fds.push(PollFd::new(stopped, PollFlags::IN | PollFlags::RDHUP));
+        if wire::poll(&mut fds, PAUSE).is_err() {
+            return;
+        }
+        let closed = PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR;
+        if fds.pop().is_some_and(|fd| fd.revents().intersects(closed)) {
+            return;
+        }
+        let hung_up: Vec<usize> = open
+            .iter()
+            .zip(&fds)
+            .filter(|(_, fd)| fd.revents().intersects(closed))
+            .map(|(&index, _)| index)
+            .collect();
+        drop(fds);
+        for index in hung_up {
+            open.retain(|&other| other != index);
+            if !commons.has_left(peer_of(index)) {
+                commons.fail(Error::RankLost {
+                    rank: peer_of(index),
+                    noticed_by: rank,
+                });
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_minority_is_blamed_and_in_a_tie_rank_0_is_right() {
+        let (a, b) = (Call::Barrier, Call::AllGatherBytes);
+        let blame = |calls: &[&Call]| {
+            let calls: Vec<Call> = calls.iter().map(|call| (*call).clone()).collect();
+            odd_one_out(&calls).map(|error| match error {
+                Error::CallMismatch { rank, other, .. } => (rank, other),
+                other => panic!("{other}"),
+            })
+        };
+        assert_eq!(blame(&[&a, &a, &a]), None);
+        assert_eq!(blame(&[&a, &b, &a]), Some((1, 0)));
+        assert_eq!(blame(&[&b, &a, &a]), Some((0, 1)));
+        assert_eq!(blame(&[&a, &b]), Some((1, 0)));
+    }
+
+    #[test]
+    fn parts_are_split_as_they_were_joined_and_nonsense_is_not() {
+        let parts = [vec![], vec![1, 2, 3], vec![0; 300]];
+        assert_eq!(split(&join(&parts)).unwrap(), parts);
+        assert_eq!(split(&[1, 2, 3]), None);
+        assert_eq!(split(&u64::MAX.to_le_bytes()), None);
+    }
+}

@@ -1,0 +1,449 @@
+//! Groups: the ranks that multiply together.
+
+mod commons;
+mod env;
+pub mod launch;
+mod members;
+#[cfg(feature = "mpi")]
+mod mpi;
+mod socket;
+mod threads;
+mod wire;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+pub(crate) use commons::{Operation, OperationName};
+pub(crate) use members::{Call, Members};
+
+use crate::backend::Backend;
+use crate::element::Element;
+use crate::error::{Error, Result};
+use crate::matrix::Matrix;
+use crate::protocol::plan::{MAX_EXTENT, balanced_rows};
+use crate::protocol::{Config, Epoch, Plan, Problem};
+use crate::sharded::ShardedMatrix;
+
+/// How long a rank waits for another before it gives up, unless the builder says otherwise.
+pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// How many prepared plans a group keeps for the short calls.
+const KEPT_PROGRAMS: usize = 64;
+
+/// This rank's membership of a group of ranks, which all make the same collective calls in the same
+/// order. Cheap to clone; the group ends when its last clone and its last matrix are dropped.
+///
+/// ```
+/// use gemmesh::{Group, Host, all_gather_matmul, bf16};
+///
+/// // Four ranks as threads; processes use Group::from_env or Group::connect.
+/// Group::<Host>::threads(4, |group| {
+///     let (m, n, k) = (64, 32, 16);
+///     let mut a = group.sharded::<bf16>(m, k)?;
+///     let rows = vec![bf16::from_f32(0.5); a.rows().len() * k];
+///     a.shard_mut().copy_from_host(&rows)?;
+///     let b = group.upload(&vec![bf16::ONE; n * k], n, k)?;
+///     let mut out = group.zeros::<bf16>(m, n)?;
+///     all_gather_matmul(&a, &b, &mut out)?;
+///     group.synchronize()?;
+///     assert!(out.to_vec()?.iter().all(|&x| x == bf16::from_f32(8.0)));
+///     Ok::<(), gemmesh::Error>(())
+/// })?;
+/// # Ok::<(), gemmesh::Error>(())
+/// ```
+pub struct Group<B: Backend> {
+    inner: Arc<Inner<B>>,
+}
+
+pub(crate) struct Inner<B: Backend> {
+    // Dropped in this order: the engine may still use the connections to end in step.
+    pub backend: B,
+    pub members: Members,
+    state: Mutex<State<B>>,
+}
+
+struct State<B: Backend> {
+    /// The next operation.
+    epoch: Epoch,
+    /// How many sharded matrices the group has made.
+    matrices: u32,
+    programs: HashMap<(Problem, Config), Arc<B::Program>>,
+}
+
+impl<B: Backend> Group<B> {
+    /// The group that the launcher of this process describes in the environment: [`launch`], torchrun,
+    /// Open MPI's mpirun, srun, or mpiexec of a PMI implementation.
+    ///
+    /// # Errors
+    /// [`Error::Environment`] names the variables that are missing; else as [`Group::connect`].
+    pub fn from_env() -> Result<Group<B>> {
+        Builder::new().from_env()
+    }
+
+    /// The group of `world` processes on this host that give the same `address`, any text; `rank` is this one.
+    ///
+    /// # Errors
+    /// On every rank that comes: [`Error::RanksMissing`], [`Error::DuplicateRank`], [`Error::Mismatch`]; and
+    /// what the backend needs and does not find.
+    pub fn connect(rank: usize, world: usize, address: &str) -> Result<Group<B>> {
+        Builder::new().connect(rank, world, address)
+    }
+
+    /// Runs `f` as `world` ranks on as many threads, and returns their results by rank.
+    ///
+    /// # Errors
+    /// The first error that a rank returned. A rank that fails should return: the others then learn of it.
+    ///
+    /// # Panics
+    /// If `f` does on some rank, once all ranks have ended.
+    pub fn threads<T, E>(
+        world: usize,
+        f: impl Fn(Group<B>) -> Result<T, E> + Sync,
+    ) -> Result<Vec<T>, E>
+    where
+        T: Send,
+        E: From<Error> + Send,
+    {
+        Builder::new().threads(world, f)
+    }
+
+    fn open(members: Members, builder: &Builder<B>) -> Result<Group<B>> {
+        let backend = B::open(&members, &builder.options())?;
+        Ok(Group {
+            inner: Arc::new(Inner {
+                backend,
+                members,
+                state: Mutex::new(State {
+                    epoch: builder.first_epoch,
+                    matrices: 0,
+                    programs: HashMap::new(),
+                }),
+            }),
+        })
+    }
+
+    /// This rank: 0 to `world_size() - 1`.
+    pub fn rank(&self) -> usize {
+        self.inner.members.rank
+    }
+
+    /// The number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.inner.members.world
+    }
+
+    /// Returns when every rank has called it.
+    ///
+    /// # Errors
+    /// The group's failure.
+    pub fn barrier(&self) -> Result<()> {
+        self.inner.members.barrier()
+    }
+
+    /// Sends `bytes` to every rank and returns what each sent, by rank. For small things: it goes through rank 0.
+    ///
+    /// # Errors
+    /// The group's failure.
+    pub fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.gather_bytes(&Call::AllGatherBytes, bytes)
+    }
+
+    pub(crate) fn gather_bytes(&self, call: &Call, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let gathered = self.inner.members.all_gather(call, bytes, None)?;
+        Ok(gathered.payloads)
+    }
+
+    /// Returns when all operations of this rank are complete.
+    ///
+    /// # Errors
+    /// The failure of an operation that had not been reported yet.
+    pub fn synchronize(&self) -> Result<()> {
+        self.inner.members.check()?;
+        self.inner.backend.synchronize(&self.inner.members)
+    }
+
+    /// Allocates a symmetric [m, k] matrix whose rows are split evenly over the ranks. Collective.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] on every rank if it is so on one; [`Error::CallMismatch`] unless all ranks give
+    /// the same shape; the group's failure.
+    pub fn sharded<T: Element>(&self, m: usize, k: usize) -> Result<ShardedMatrix<B, T>> {
+        self.sharded_rows(&balanced_rows(m, self.world_size()), k)
+    }
+
+    /// As [`Group::sharded`], with `rows[r]` rows owned by rank r.
+    ///
+    /// # Errors
+    /// As [`Group::sharded`]; [`Error::Shape`] unless there is one count of rows a rank.
+    pub fn sharded_rows<T: Element>(
+        &self,
+        rows: &[usize],
+        k: usize,
+    ) -> Result<ShardedMatrix<B, T>> {
+        let members = &self.inner.members;
+        members.check()?;
+        if rows.len() != members.world {
+            return Err(Error::Shape {
+                rank: members.rank,
+                argument: "rows [world size]".into(),
+                expected: vec![members.world],
+                found: vec![rows.len()],
+            });
+        }
+        // N is not known yet and does not matter for who owns what.
+        let layout = Problem::with_rows(rows, 1, k, members.rank)?;
+        let bytes = self.bytes_of::<T>(layout.m(), k)?;
+        let call = Call::Sharded {
+            rows: rows.to_vec(),
+            k,
+            dtype: T::DTYPE,
+        };
+        let memory = self.inner.backend.symmetric(members, &call, bytes)?;
+        let mut state = self.state();
+        let id = state.matrices;
+        state.matrices += 1;
+        drop(state);
+        Ok(ShardedMatrix::new(self.clone(), memory, layout, id))
+    }
+
+    /// Allocates a [rows, columns] matrix of this rank's own, all zero.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`]; [`Error::Limit`] for an empty shape.
+    pub fn zeros<T: Element>(&self, rows: usize, columns: usize) -> Result<Matrix<B, T>> {
+        let bytes = self.bytes_of::<T>(rows, columns)?;
+        let memory = self.inner.backend.buffer(&self.inner.members, bytes)?;
+        Ok(Matrix::new(self.clone(), memory, rows, columns))
+    }
+
+    /// Allocates a [rows, columns] matrix of this rank's own and copies `values`, row by row, into it.
+    ///
+    /// # Errors
+    /// As [`Group::zeros`]; [`Error::Shape`] unless there are rows · columns values.
+    pub fn upload<T: Element>(
+        &self,
+        values: &[T],
+        rows: usize,
+        columns: usize,
+    ) -> Result<Matrix<B, T>> {
+        let mut matrix = self.zeros(rows, columns)?;
+        matrix.copy_from_host(values)?;
+        Ok(matrix)
+    }
+
+    fn bytes_of<T: Element>(&self, rows: usize, columns: usize) -> Result<usize> {
+        for (what, value) in [("rows", rows), ("columns", columns)] {
+            if !(1..=MAX_EXTENT).contains(&value) {
+                return Err(Error::Limit {
+                    what: what.into(),
+                    value,
+                    min: 1,
+                    max: MAX_EXTENT,
+                });
+            }
+        }
+        // Two extents below 2³¹ and an element of two bytes stay below 2⁶³.
+        Ok(rows * columns * size_of::<T>())
+    }
+
+    pub(crate) fn inner(&self) -> &Inner<B> {
+        &self.inner
+    }
+
+    pub(crate) fn is_same(&self, other: &Group<B>) -> bool {
+        Arc::ptr_eq(&self.inner, &other.inner)
+    }
+
+    /// The program for a problem: prepared at its first use, kept for the next.
+    pub(crate) fn program(
+        &self,
+        problem: Problem,
+        config: Option<Config>,
+    ) -> Result<Arc<B::Program>> {
+        let config = config.unwrap_or_else(|| self.inner.backend.default_config(&problem));
+        let key = (problem, config);
+        let mut state = self.state();
+        if let Some(program) = state.programs.get(&key) {
+            return Ok(program.clone());
+        }
+        let plan = Plan::new(key.0.clone(), config)?;
+        let program = Arc::new(self.inner.backend.prepare(&self.inner.members, plan)?);
+        if state.programs.len() >= KEPT_PROGRAMS {
+            state.programs.clear();
+        }
+        state.programs.insert(key, program.clone());
+        Ok(program)
+    }
+
+    /// Begins a collective operation: no other begins on this rank before `run` returns.
+    pub(crate) fn operate<R>(
+        &self,
+        operation: Operation,
+        run: impl FnOnce(Epoch) -> Result<R>,
+    ) -> Result<R> {
+        self.inner.members.check()?;
+        let mut state = self.state();
+        let epoch = state.epoch;
+        self.inner.members.post(epoch, operation)?;
+        state.epoch = epoch.next();
+        run(epoch)
+    }
+
+    /// Runs something that is no collective operation, but must not overlap with one. It is given the epoch of
+    /// the last operation.
+    pub(crate) fn exclusively<R>(&self, run: impl FnOnce(Epoch) -> Result<R>) -> Result<R> {
+        self.inner.members.check()?;
+        let state = self.state();
+        run(state.epoch.previous())
+    }
+
+    fn state(&self) -> MutexGuard<'_, State<B>> {
+        // A panic while it was held has not left it half-changed: each change is one assignment.
+        self.inner
+            .state
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<B: Backend> Clone for Group<B> {
+    fn clone(&self) -> Self {
+        Group {
+            inner: self.inner.clone(),
+        }
+    }
+}
+
+impl<B: Backend> fmt::Debug for Group<B> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.debug_struct("Group")
+            .field("backend", &B::NAME)
+            .field("rank", &self.rank())
+            .field("world_size", &self.world_size())
+            .finish()
+    }
+}
+
+/// How a group is made, where the defaults don't do.
+#[derive(Clone, Debug)]
+pub struct Builder<B: Backend> {
+    timeout: Duration,
+    workers: Option<usize>,
+    first_epoch: Epoch,
+    backend: PhantomData<B>,
+}
+
+/// What a backend is told when it is opened.
+#[derive(Clone, Debug)]
+pub struct Options {
+    pub(crate) workers: Option<usize>,
+    pub(crate) first_epoch: Epoch,
+}
+
+impl<B: Backend> Default for Builder<B> {
+    fn default() -> Self {
+        Builder::new()
+    }
+}
+
+impl<B: Backend> Builder<B> {
+    /// The defaults.
+    pub fn new() -> Builder<B> {
+        Builder {
+            timeout: DEFAULT_TIMEOUT,
+            workers: None,
+            first_epoch: Epoch::FIRST,
+            backend: PhantomData,
+        }
+    }
+
+    /// How long a rank waits for another, in any call, before it gives up. [`DEFAULT_TIMEOUT`] if not given.
+    #[must_use]
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// How many threads a rank multiplies with on the host backend. If not given, the ranks share the cores.
+    #[must_use]
+    pub fn workers(mut self, workers: usize) -> Self {
+        self.workers = Some(workers);
+        self
+    }
+
+    /// The number of the first operation, for tests of what happens when it wraps.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn first_epoch(mut self, epoch: u32) -> Self {
+        self.first_epoch = Epoch::from_raw(epoch);
+        self
+    }
+
+    fn options(&self) -> Options {
+        Options {
+            workers: self.workers,
+            first_epoch: self.first_epoch,
+        }
+    }
+
+    /// As [`Group::from_env`].
+    ///
+    /// # Errors
+    /// As [`Group::from_env`].
+    pub fn from_env(self) -> Result<Group<B>> {
+        let get = |name: &str| std::env::var(name).ok();
+        let described = env::describe(get, std::os::unix::process::parent_id())?;
+        self.connect(described.rank, described.world, &described.address)
+    }
+
+    /// As [`Group::connect`].
+    ///
+    /// # Errors
+    /// As [`Group::connect`].
+    pub fn connect(self, rank: usize, world: usize, address: &str) -> Result<Group<B>> {
+        self.connect_speaking(rank, world, address, socket::PROTOCOL_VERSION)
+    }
+
+    /// As [`Builder::connect`], as a build of another protocol version would, for tests.
+    #[doc(hidden)]
+    pub fn connect_speaking(
+        self,
+        rank: usize,
+        world: usize,
+        address: &str,
+        version: u32,
+    ) -> Result<Group<B>> {
+        // Checks world size and rank.
+        Problem::balanced(1, 1, 1, rank, world)?;
+        let identity = socket::Identity {
+            rank,
+            world,
+            address: address.into(),
+            backend: B::NAME,
+            timeout: self.timeout,
+        };
+        Group::open(socket::meet_speaking(&identity, version)?, &self)
+    }
+
+    /// As [`Group::threads`].
+    ///
+    /// # Errors
+    /// As [`Group::threads`].
+    ///
+    /// # Panics
+    /// As [`Group::threads`].
+    pub fn threads<T, E>(
+        self,
+        world: usize,
+        f: impl Fn(Group<B>) -> Result<T, E> + Sync,
+    ) -> Result<Vec<T>, E>
+    where
+        T: Send,
+        E: From<Error> + Send,
+    {
+        threads::run(&self, world, f)
+    }
+}

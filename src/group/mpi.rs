@@ -1,0 +1,51 @@
+//! Finding the other ranks over an MPI communicator. Only the rendezvous is MPI's; what follows is the
+//! same as without it.
+
+use mpi::topology::SimpleCommunicator;
+use mpi::traits::{Communicator, CommunicatorCollectives, Root};
+
+use super::{Builder, Group};
+use crate::backend::Backend;
+use crate::error::{Error, Result};
+
+/// The address is drawn by rank 0 and told to the others.
+const ADDRESS_BYTES: usize = 64;
+
+impl<B: Backend> Builder<B> {
+    /// Joins the group of the ranks of `communicator`, which must all run on this host. Collective.
+    ///
+    /// # Errors
+    /// As [`Builder::connect`].
+    pub fn from_communicator(self, communicator: &impl Communicator) -> Result<Group<B>> {
+        let (rank, world) = (communicator.rank() as usize, communicator.size() as usize);
+        let mut address = [b' '; ADDRESS_BYTES];
+        if rank == 0 {
+            let drawn = super::launch::unique_address();
+            let length = drawn.len().min(ADDRESS_BYTES);
+            address[..length].copy_from_slice(&drawn.as_bytes()[..length]);
+        }
+        communicator
+            .process_at_rank(0)
+            .broadcast_into(&mut address[..]);
+        let address = String::from_utf8_lossy(&address);
+        let group = self.connect(rank, world, address.trim());
+        // MPI's own operations hang when a rank is missing; so all hear of a failure here.
+        communicator.barrier();
+        group
+    }
+
+    /// Joins the group of all ranks that mpirun started. MPI must be initialised, and stay so for as
+    /// long as the program uses it otherwise; the group itself does not need it afterwards.
+    ///
+    /// # Errors
+    /// As [`Builder::connect`]; [`Error::Environment`] if MPI is not initialised.
+    pub fn from_mpi(self) -> Result<Group<B>> {
+        if !mpi::environment::is_initialized() {
+            return Err(Error::Environment {
+                launcher: "MPI".into(),
+                missing: "mpi::initialize()".into(),
+            });
+        }
+        self.from_communicator(&SimpleCommunicator::world())
+    }
+}

@@ -1,0 +1,241 @@
+//! Messages between ranks on control connections: frames of bytes, with descriptors where needed.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
+};
+
+use crate::protocol::plan::MAX_WORLD;
+
+/// No message of an established group is longer: traces are the longest.
+pub(super) const MAX_FRAME: usize = 256 << 20;
+/// How long a wait for the other end lasts before the caller's check is asked again.
+const SLICE: Duration = Duration::from_millis(20);
+/// How much is allocated ahead of what has arrived.
+const PIECE: usize = 1 << 20;
+
+/// Why a frame could not be sent or received.
+#[derive(Debug)]
+pub(super) enum WireError<E> {
+    /// The deadline passed.
+    Late,
+    /// The other end is closed.
+    Closed,
+    /// The other end sent what is no frame.
+    Garbage(String),
+    /// The caller's check said to stop.
+    Stopped(E),
+    /// The operating system refused.
+    Io(io::Error),
+}
+
+impl<E> From<io::Error> for WireError<E> {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::UnexpectedEof
+            | io::ErrorKind::BrokenPipe
+            | io::ErrorKind::ConnectionReset => WireError::Closed,
+            _ => WireError::Io(error),
+        }
+    }
+}
+
+/// A frame: its bytes, and the descriptors that came with it.
+pub(super) type Frame = (Vec<u8>, Vec<OwnedFd>);
+
+/// One control connection and how long, and how long only, to wait on it.
+pub(super) struct Line<'a, C> {
+    /// Non-blocking.
+    pub stream: &'a UnixStream,
+    pub deadline: Instant,
+    /// Asked every few milliseconds while waiting; an error ends the wait.
+    pub check: C,
+}
+
+impl<E, C: Fn() -> Result<(), E>> Line<'_, C> {
+    /// Sends `payload`, and `fds` with its first byte.
+    pub fn send(&self, payload: &[u8], fds: &[BorrowedFd]) -> Result<(), WireError<E>> {
+        let length = u32::try_from(payload.len())
+            .ok()
+            .filter(|&n| n as usize <= MAX_FRAME)
+            .ok_or_else(|| WireError::Garbage(format!("a message of {} bytes", payload.len())))?;
+        self.send_part(&length.to_le_bytes(), fds)?;
+        self.send_part(payload, &[])
+    }
+
+    /// Sends bytes as they are.
+    pub fn send_raw(&self, bytes: &[u8]) -> Result<(), WireError<E>> {
+        self.send_part(bytes, &[])
+    }
+
+    fn send_part(&self, mut bytes: &[u8], mut fds: &[BorrowedFd]) -> Result<(), WireError<E>> {
+        while !bytes.is_empty() {
+            let mut space = [MaybeUninit::uninit(); ancillary_space()];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+                return Err(WireError::Garbage(format!("{} descriptors", fds.len())));
+            }
+            let sent = rustix::net::sendmsg(
+                self.stream,
+                &[IoSlice::new(bytes)],
+                &mut control,
+                SendFlags::NOSIGNAL,
+            );
+            match sent {
+                Ok(count) => {
+                    bytes = &bytes[count..];
+                    fds = &[];
+                }
+                Err(rustix::io::Errno::AGAIN) => self.pause(PollFlags::OUT)?,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(errno) => return Err(io::Error::from(errno).into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Receives a frame of at most `limit` bytes.
+    pub fn receive(&self, limit: usize) -> Result<Frame, WireError<E>> {
+        let mut fds = Vec::new();
+        let mut length = [0; 4];
+        self.receive_part(&mut length, &mut fds)?;
+        let length = u32::from_le_bytes(length) as usize;
+        if length > limit {
+            return Err(WireError::Garbage(format!("a message of {length} bytes")));
+        }
+        let mut payload = Vec::new();
+        while payload.len() < length {
+            let begin = payload.len();
+            payload.resize(length.min(begin + PIECE), 0);
+            self.receive_part(&mut payload[begin..], &mut fds)?;
+        }
+        Ok((payload, fds))
+    }
+
+    /// Fills `bytes` and adds the descriptors that come with them to `fds`.
+    fn receive_part(
+        &self,
+        mut bytes: &mut [u8],
+        fds: &mut Vec<OwnedFd>,
+    ) -> Result<(), WireError<E>> {
+        while !bytes.is_empty() {
+            let mut space = [MaybeUninit::uninit(); ancillary_space()];
+            let mut control = RecvAncillaryBuffer::new(&mut space);
+            let received = rustix::net::recvmsg(
+                self.stream,
+                &mut [IoSliceMut::new(bytes)],
+                &mut control,
+                RecvFlags::CMSG_CLOEXEC,
+            );
+            for message in control.drain() {
+                if let RecvAncillaryMessage::ScmRights(rights) = message {
+                    fds.extend(rights);
+                }
+            }
+            match received {
+                Ok(message) if message.bytes == 0 => return Err(WireError::Closed),
+                Ok(message) => bytes = &mut bytes[message.bytes..],
+                Err(rustix::io::Errno::AGAIN) => self.pause(PollFlags::IN)?,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(errno) => return Err(io::Error::from(errno).into()),
+            }
+        }
+        Ok(())
+    }
+
+    fn pause(&self, event: PollFlags) -> Result<(), WireError<E>> {
+        (self.check)().map_err(WireError::Stopped)?;
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(WireError::Late);
+        }
+        poll(&mut [PollFd::new(self.stream, event)], left.min(SLICE))?;
+        Ok(())
+    }
+}
+
+const fn ancillary_space() -> usize {
+    rustix::cmsg_space!(ScmRights(MAX_WORLD))
+}
+
+/// Waits until something happens on one of `fds`, or `timeout` has passed.
+pub(super) fn poll(fds: &mut [PollFd], timeout: Duration) -> io::Result<()> {
+    let timeout = Timespec {
+        tv_sec: timeout.as_secs() as i64,
+        tv_nsec: timeout.subsec_nanos().into(),
+    };
+    match rustix::event::poll(fds, Some(&timeout)) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+/// A connected pair of control connections.
+pub(super) fn pair() -> io::Result<(UnixStream, UnixStream)> {
+    let (one, two) = UnixStream::pair()?;
+    one.set_nonblocking(true)?;
+    two.set_nonblocking(true)?;
+    Ok((one, two))
+}
+
+/// Borrows descriptors for sending.
+pub(super) fn borrow(fds: &[OwnedFd]) -> Vec<BorrowedFd<'_>> {
+    fds.iter().map(AsFd::as_fd).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::convert::Infallible;
+    use std::io::Write;
+
+    fn line(stream: &UnixStream, ms: u64) -> Line<'_, impl Fn() -> Result<(), Infallible> + use<>> {
+        Line {
+            stream,
+            deadline: Instant::now() + Duration::from_millis(ms),
+            check: || Ok(()),
+        }
+    }
+
+    #[test]
+    fn frames_longer_than_the_socket_buffer_arrive_whole_with_their_descriptors() {
+        let (one, two) = pair().unwrap();
+        let payload: Vec<u8> = (0..3 * PIECE + 17).map(|i| (i % 251) as u8).collect();
+        let (received, fds) = std::thread::scope(|scope| {
+            let receiver = scope.spawn(|| line(&two, 10_000).receive(MAX_FRAME).unwrap());
+            let fds = [one.as_fd(), two.as_fd()];
+            line(&one, 10_000).send(&payload, &fds).unwrap();
+            receiver.join().unwrap()
+        });
+        assert_eq!(received, payload);
+        assert_eq!(fds.len(), 2);
+    }
+
+    #[test]
+    fn a_length_above_the_limit_is_refused_before_anything_is_allocated() {
+        let (mut one, two) = pair().unwrap();
+        one.write_all(&u32::MAX.to_le_bytes()).unwrap();
+        assert!(matches!(
+            line(&two, 1000).receive(64),
+            Err(WireError::Garbage(_))
+        ));
+    }
+
+    #[test]
+    fn silence_ends_at_the_deadline_and_a_closed_end_at_once() {
+        let (one, two) = pair().unwrap();
+        assert!(matches!(line(&two, 50).receive(64), Err(WireError::Late)));
+        drop(one);
+        assert!(matches!(
+            line(&two, 10_000).receive(64),
+            Err(WireError::Closed)
+        ));
+    }
+}

@@ -1,0 +1,41 @@
+#![doc = include_str!("../README.md")]
+
+pub mod error;
+pub mod protocol;
+
+mod element;
+
+#[cfg(not(loom))]
+mod backend;
+#[cfg(not(loom))]
+mod group;
+#[cfg(not(loom))]
+mod matrix;
+#[cfg(not(loom))]
+mod memory;
+#[cfg(not(loom))]
+mod ops;
+#[cfg(not(loom))]
+mod sharded;
+#[cfg(not(loom))]
+pub mod trace;
+
+pub use element::{DType, Element, bf16, f16};
+pub use error::{Error, Result};
+pub use protocol::Config;
+
+#[cfg(not(loom))]
+pub use {
+    backend::{Backend, Host},
+    group::{Builder, DEFAULT_TIMEOUT, Group, launch},
+    matrix::Matrix,
+    ops::{AllGatherMatmul, Prepared, all_gather_matmul},
+    sharded::{ShardMut, ShardedMatrix},
+};
+
+#[cfg(not(loom))]
+#[doc(hidden)]
+pub mod testing {
+    //! What only the tests of this library use.
+    pub use crate::backend::host_delay_chunks as delay_chunks;
+}

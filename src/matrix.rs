@@ -1,0 +1,100 @@
+//! Matrices of one rank's own.
+
+use std::fmt;
+use std::marker::PhantomData;
+
+use crate::backend::Backend;
+use crate::element::Element;
+use crate::error::{Error, Result};
+use crate::group::Group;
+
+/// A row-major [rows, columns] matrix in this rank's own memory: a weight, a bias (one row) or an output.
+pub struct Matrix<B: Backend, T> {
+    // Freed before the group that it belongs to can end.
+    memory: B::Buffer,
+    group: Group<B>,
+    rows: usize,
+    columns: usize,
+    element: PhantomData<T>,
+}
+
+impl<B: Backend, T: Element> Matrix<B, T> {
+    pub(crate) fn new(group: Group<B>, memory: B::Buffer, rows: usize, columns: usize) -> Self {
+        Matrix {
+            memory,
+            group,
+            rows,
+            columns,
+            element: PhantomData,
+        }
+    }
+
+    /// [rows, columns]
+    pub fn shape(&self) -> [usize; 2] {
+        [self.rows, self.columns]
+    }
+
+    /// Overwrites the matrix with `values`, row by row.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] unless there are rows · columns values; the group's failure.
+    pub fn copy_from_host(&mut self, values: &[T]) -> Result<()> {
+        self.check_length(values.len())?;
+        let bytes = bytemuck::cast_slice(values);
+        self.group.inner().backend.write(&mut self.memory, bytes)
+    }
+
+    /// Copies the matrix to `values`, row by row, once the operations before are complete.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] unless there are rows · columns values; the group's failure.
+    pub fn copy_to_host(&self, values: &mut [T]) -> Result<()> {
+        self.check_length(values.len())?;
+        self.group.synchronize()?;
+        let bytes = bytemuck::cast_slice_mut(values);
+        self.group.inner().backend.read(&self.memory, bytes)
+    }
+
+    /// A copy of the matrix, row by row, once the operations before are complete.
+    ///
+    /// # Errors
+    /// The group's failure.
+    pub fn to_vec(&self) -> Result<Vec<T>> {
+        let mut values = vec![T::zeroed(); self.rows * self.columns];
+        self.copy_to_host(&mut values)?;
+        Ok(values)
+    }
+
+    fn check_length(&self, length: usize) -> Result<()> {
+        if length == self.rows * self.columns {
+            return Ok(());
+        }
+        Err(Error::Shape {
+            rank: self.group.rank(),
+            argument: format!(
+                "the host copy of a [{}, {}] matrix",
+                self.rows, self.columns
+            ),
+            expected: vec![self.rows * self.columns],
+            found: vec![length],
+        })
+    }
+
+    pub(crate) fn group(&self) -> &Group<B> {
+        &self.group
+    }
+
+    pub(crate) fn memory(&self) -> &B::Buffer {
+        &self.memory
+    }
+
+    pub(crate) fn memory_mut(&mut self) -> &mut B::Buffer {
+        &mut self.memory
+    }
+}
+
+impl<B: Backend, T: Element> fmt::Debug for Matrix<B, T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "Matrix<{}, {}>{:?}", B::NAME, T::DTYPE, self.shape())
+    }
+}

@@ -1,0 +1,163 @@
+//! Anonymous memory: private to a process, or shared by descriptor. Nothing here has a name that a killed
+//! process could leave behind.
+#![allow(unsafe_code)]
+
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::ptr::NonNull;
+
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
+use rustix::mm::{MapFlags, ProtFlags};
+
+/// Zeroed, page-aligned memory, unmapped on drop. What may be done with its bytes, and when, is the
+/// business of whoever holds it: this type only hands out the pointer.
+#[derive(Debug)]
+pub struct Mapping {
+    begin: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: a mapping is an address range that belongs to the process, not to a thread.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; shared access yields only a raw pointer.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Memory of this process alone.
+    pub fn private(bytes: usize) -> io::Result<Mapping> {
+        require_available(bytes)?;
+        let bytes = bytes.max(1);
+        // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing.
+        let begin = unsafe {
+            rustix::mm::mmap_anonymous(
+                std::ptr::null_mut(),
+                bytes,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE,
+            )?
+        };
+        Mapping::new(begin.cast(), bytes)
+    }
+
+    /// The memory behind a descriptor, shared with whoever else maps it.
+    pub fn shared(fd: impl AsFd, bytes: usize) -> io::Result<Mapping> {
+        let bytes = bytes.max(1);
+        let size = rustix::fs::fstat(&fd)?.st_size as u64;
+        if size < bytes as u64 {
+            return Err(io::Error::other(format!(
+                "the shared memory holds {size} bytes, not {bytes}"
+            )));
+        }
+        // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing; the file is at
+        // least as long as the mapping and sealed against shrinking, so no access can fault.
+        let begin = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                fd,
+                0,
+            )?
+        };
+        Mapping::new(begin.cast(), bytes)
+    }
+
+    fn new(begin: *mut u8, bytes: usize) -> io::Result<Mapping> {
+        let begin = NonNull::new(begin).ok_or_else(|| io::Error::other("mapped at address 0"))?;
+        Ok(Mapping { begin, bytes })
+    }
+
+    /// The first byte; the memory is page-aligned.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.begin.as_ptr()
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the range was mapped by this value, whose owner holds no reference into it any more.
+        // The call fails for ranges that are not mapped only.
+        let _ = unsafe { rustix::mm::munmap(self.begin.as_ptr().cast(), self.bytes) };
+    }
+}
+
+/// Zeroed anonymous shared memory, reserved in full and sealed at its size.
+pub(crate) fn memfd(bytes: usize) -> io::Result<OwnedFd> {
+    require_available(bytes)?;
+    let bytes = bytes.max(1) as u64;
+    let fd = rustix::fs::memfd_create("gemmesh", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+    rustix::fs::ftruncate(&fd, bytes)?;
+    // Pages that are found missing only when they are touched would end the process by SIGBUS.
+    rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, bytes)?;
+    rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+    Ok(fd)
+}
+
+/// Linux promises more memory than there is and ends processes when they use it; so ask first.
+fn require_available(bytes: usize) -> io::Result<()> {
+    let available = fs::read_to_string("/proc/meminfo")
+        .ok()
+        .and_then(|text| meminfo_bytes(&text, "MemAvailable"));
+    match available {
+        Some(available) if bytes as u64 > available => Err(io::Error::new(
+            io::ErrorKind::OutOfMemory,
+            format!("{available} bytes are available on this machine"),
+        )),
+        _ => Ok(()),
+    }
+}
+
+fn meminfo_bytes(text: &str, field: &str) -> Option<u64> {
+    let line = text.lines().find_map(|l| l.strip_prefix(field))?;
+    let kib: u64 = line
+        .trim_start_matches(':')
+        .trim()
+        .strip_suffix("kB")?
+        .trim()
+        .parse()
+        .ok()?;
+    Some(kib * 1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn meminfo_is_read_in_kib() {
+        let text = "MemTotal:       100 kB\nMemAvailable:   24 kB\n";
+        assert_eq!(meminfo_bytes(text, "MemAvailable"), Some(24 * 1024));
+        assert_eq!(meminfo_bytes(text, "Missing"), None);
+    }
+
+    #[test]
+    fn more_than_the_machine_has_is_refused_not_promised() {
+        assert_eq!(
+            memfd(1 << 50).unwrap_err().kind(),
+            io::ErrorKind::OutOfMemory
+        );
+        assert_eq!(
+            Mapping::private(1 << 50).unwrap_err().kind(),
+            io::ErrorKind::OutOfMemory
+        );
+    }
+
+    #[test]
+    fn two_mappings_of_one_descriptor_are_one_memory_of_fixed_size() {
+        let fd = memfd(4096).unwrap();
+        let (one, two) = (
+            Mapping::shared(&fd, 4096).unwrap(),
+            Mapping::shared(&fd, 4096).unwrap(),
+        );
+        // SAFETY: both mappings hold 4096 bytes and no other thread knows them.
+        let seen = unsafe {
+            one.as_ptr().add(4095).write(7);
+            two.as_ptr().add(4095).read()
+        };
+        assert_eq!(seen, 7);
+        assert!(rustix::fs::ftruncate(&fd, 1).is_err(), "sealed");
+        assert!(Mapping::shared(&fd, 4097).is_err(), "too long");
+    }
+}

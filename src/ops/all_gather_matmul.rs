@@ -1,0 +1,274 @@
+//! `out[M, N] = gather(a)[M, K] · b[N, K]ᵀ`, the rows of `a` arriving while they are multiplied.
+
+use std::sync::Arc;
+
+use crate::backend::sealed::Operands;
+use crate::backend::{Backend, Part};
+use crate::element::Element;
+use crate::error::{Error, Result};
+use crate::group::{Operation, OperationName};
+use crate::matrix::Matrix;
+use crate::protocol::{Config, Epoch, Plan, Problem};
+use crate::sharded::ShardedMatrix;
+use crate::trace::{Span, Trace};
+
+/// `out = gather(a) · bᵀ`: gathers the rows of `a` from every rank while it multiplies them. Collective.
+///
+/// `a` is [M, K], spread over the ranks by rows; `b` is [N, K], this rank's own, as a linear layer stores its
+/// weight; `out` is [M, N]. Products are summed in f32 and rounded once. Afterwards `a` holds all rows.
+/// The call may return before the operation is complete; [`Group::synchronize`](crate::Group::synchronize)
+/// waits for it. The host backend's returns when it is.
+///
+/// # Errors
+/// [`Error::Shape`] or [`Error::ForeignArgument`] for arguments that don't fit together, before anything is
+/// done; [`Error::CallMismatch`] if another rank makes another call; the group's failure.
+pub fn all_gather_matmul<B: Backend, T: Element>(
+    a: &ShardedMatrix<B, T>,
+    b: &Matrix<B, T>,
+    out: &mut Matrix<B, T>,
+) -> Result<()> {
+    AllGatherMatmul::new().run(a, b, out)
+}
+
+/// [`all_gather_matmul`] with what varies.
+#[derive(Debug)]
+pub struct AllGatherMatmul<'a, B: Backend, T: Element> {
+    bias: Option<&'a Matrix<B, T>>,
+    config: Option<Config>,
+}
+
+impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
+    /// No bias, and the backend's configuration for the problem.
+    pub fn new() -> Self {
+        AllGatherMatmul {
+            bias: None,
+            config: None,
+        }
+    }
+
+    /// Adds `bias`, [1, N], to every row, in f32 before the one rounding.
+    #[must_use]
+    pub fn bias(mut self, bias: &'a Matrix<B, T>) -> Self {
+        self.bias = Some(bias);
+        self
+    }
+
+    /// Cuts the problem up as `config` says.
+    #[must_use]
+    pub fn config(mut self, config: Config) -> Self {
+        self.config = Some(config);
+        self
+    }
+
+    /// Does it, as [`all_gather_matmul`]. The plan is made at the first call for a shape and kept.
+    ///
+    /// # Errors
+    /// As [`all_gather_matmul`], and [`Error::Limit`] for a configuration that can't be.
+    pub fn run(
+        &self,
+        a: &ShardedMatrix<B, T>,
+        b: &Matrix<B, T>,
+        out: &mut Matrix<B, T>,
+    ) -> Result<()> {
+        self.prepare(a, b.shape()[0])?.run(a, b, out)
+    }
+
+    /// Prepares the product of matrices like `a` with a weight of `n` rows, to be run many times with no
+    /// allocation and no rendezvous. Not collective.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] for an `n` or a configuration that can't be; the group's failure.
+    pub fn prepare(&self, a: &ShardedMatrix<B, T>, n: usize) -> Result<Prepared<'a, B, T>> {
+        let problem = a.layout().with_n(n)?;
+        Ok(Prepared {
+            program: a.group().program(problem, self.config)?,
+            bias: self.bias,
+        })
+    }
+}
+
+impl<B: Backend, T: Element> Default for AllGatherMatmul<'_, B, T> {
+    fn default() -> Self {
+        AllGatherMatmul::new()
+    }
+}
+
+/// A product that has been planned. It fits every `a` of the same shape and split.
+#[derive(Clone, Debug)]
+pub struct Prepared<'a, B: Backend, T: Element> {
+    program: Arc<B::Program>,
+    bias: Option<&'a Matrix<B, T>>,
+}
+
+/// `b` and `out`.
+type Product<'a, B, T> = (&'a Matrix<B, T>, &'a mut Matrix<B, T>);
+
+impl<B: Backend, T: Element> Prepared<'_, B, T> {
+    /// The plan: what is pulled and multiplied, and in which order.
+    pub fn plan(&self) -> &Plan {
+        B::plan(&self.program)
+    }
+
+    /// As [`all_gather_matmul`].
+    ///
+    /// # Errors
+    /// As [`all_gather_matmul`].
+    pub fn run(
+        &self,
+        a: &ShardedMatrix<B, T>,
+        b: &Matrix<B, T>,
+        out: &mut Matrix<B, T>,
+    ) -> Result<()> {
+        self.collective(Part::Fused, a, Some((b, out)), None)
+    }
+
+    /// As [`Prepared::run`], and returns what happened when on this rank.
+    ///
+    /// # Errors
+    /// As [`all_gather_matmul`].
+    pub fn run_traced(
+        &self,
+        a: &ShardedMatrix<B, T>,
+        b: &Matrix<B, T>,
+        out: &mut Matrix<B, T>,
+    ) -> Result<Trace> {
+        let mut spans = Vec::new();
+        self.collective(Part::Fused, a, Some((b, out)), Some(&mut spans))?;
+        Ok(Trace::new(a.group().rank(), spans))
+    }
+
+    /// Only gathers the rows of `a`. Collective.
+    ///
+    /// # Errors
+    /// As [`all_gather_matmul`].
+    pub fn gather(&self, a: &ShardedMatrix<B, T>) -> Result<()> {
+        self.collective(Part::Gather, a, None, None)
+    }
+
+    /// Only multiplies, with the rows of `a` as they are on this rank: gathered before. Not collective.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
+    pub fn matmul(
+        &self,
+        a: &ShardedMatrix<B, T>,
+        b: &Matrix<B, T>,
+        out: &mut Matrix<B, T>,
+    ) -> Result<()> {
+        self.check(a, Some([b, out]))?;
+        let group = a.group();
+        group.exclusively(|epoch| self.launch(Part::Matmul, epoch, a, Some((b, out)), None))
+    }
+
+    /// Gathers and multiplies at once with no order between them, which is what perfect overlap would take.
+    /// The output is not to be used. Collective; for benchmarks.
+    ///
+    /// # Errors
+    /// As [`all_gather_matmul`].
+    #[doc(hidden)]
+    pub fn run_unordered(
+        &self,
+        a: &ShardedMatrix<B, T>,
+        b: &Matrix<B, T>,
+        out: &mut Matrix<B, T>,
+    ) -> Result<()> {
+        self.collective(Part::Unordered, a, Some((b, out)), None)
+    }
+
+    fn collective(
+        &self,
+        part: Part,
+        a: &ShardedMatrix<B, T>,
+        product: Option<Product<B, T>>,
+        trace: Option<&mut Vec<Span>>,
+    ) -> Result<()> {
+        self.check(a, product.as_ref().map(|(b, out)| [*b, &**out]))?;
+        let problem = self.plan().problem();
+        let operation = Operation {
+            name: match part {
+                Part::Gather => OperationName::AllGather,
+                _ => OperationName::AllGatherMatmul,
+            },
+            dtype: T::DTYPE,
+            m: problem.m(),
+            n: if part == Part::Gather { 0 } else { problem.n() },
+            k: problem.k(),
+            matrix: a.id(),
+        };
+        a.group().operate(operation, |epoch| {
+            self.launch(part, epoch, a, product, trace)
+        })
+    }
+
+    fn launch(
+        &self,
+        part: Part,
+        epoch: Epoch,
+        a: &ShardedMatrix<B, T>,
+        product: Option<Product<B, T>>,
+        trace: Option<&mut Vec<Span>>,
+    ) -> Result<()> {
+        let inner = a.group().inner();
+        let (b, out) = product.unzip();
+        let operands = Operands {
+            dtype: T::DTYPE,
+            a: a.memory(),
+            b: b.map(Matrix::memory),
+            bias: self.bias.map(Matrix::memory),
+            out: out.map(Matrix::memory_mut),
+        };
+        let (backend, members) = (&inner.backend, &inner.members);
+        backend.run(members, &self.program, part, epoch, operands, trace)
+    }
+
+    /// Checks every argument against the plan, before anything is done.
+    fn check(&self, a: &ShardedMatrix<B, T>, product: Option<[&Matrix<B, T>; 2]>) -> Result<()> {
+        let problem = self.plan().problem();
+        let rank = a.group().rank();
+        let (m, n, k) = (problem.m(), problem.n(), problem.k());
+        let shape = |argument: &str, expected: [usize; 2], found: [usize; 2]| {
+            if expected == found {
+                return Ok(());
+            }
+            Err(Error::Shape {
+                rank,
+                argument: argument.into(),
+                expected: expected.into(),
+                found: found.into(),
+            })
+        };
+        let foreign = |argument: &str, matrix: &Matrix<B, T>| {
+            if matrix.group().is_same(a.group()) {
+                return Ok(());
+            }
+            Err(Error::ForeignArgument {
+                rank,
+                argument: argument.into(),
+            })
+        };
+        shape("a [M, K]", [m, k], a.shape())?;
+        let split = |p: &Problem| -> Vec<usize> {
+            (0..p.world()).map(|rank| p.rows_of(rank).len()).collect()
+        };
+        let same_split = (0..problem.world()).all(|r| problem.rows_of(r) == a.rows_of(r));
+        if !same_split {
+            return Err(Error::Shape {
+                rank,
+                argument: "a (rows of each rank)".into(),
+                expected: split(problem),
+                found: split(a.layout()),
+            });
+        }
+        if let Some([b, out]) = product {
+            foreign("b", b)?;
+            foreign("out", out)?;
+            shape("b [N, K]", [n, k], b.shape())?;
+            shape("out [M, N]", [m, n], out.shape())?;
+            if let Some(bias) = self.bias {
+                foreign("bias", bias)?;
+                shape("bias [1, N]", [1, n], bias.shape())?;
+            }
+        }
+        Ok(())
+    }
+}

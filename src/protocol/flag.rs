@@ -1,0 +1,87 @@
+//! Flags: words of symmetric memory that say how far a rank has come.
+
+use super::epoch::Epoch;
+use super::primitive::{AtomicU32, Ordering};
+
+/// One word of symmetric memory with one writer. It holds the epoch in which it was last written.
+#[repr(transparent)]
+#[derive(Debug)]
+pub struct Flag(AtomicU32);
+
+impl Flag {
+    /// A flag that says that everything up to `epoch` has happened.
+    pub fn new(epoch: Epoch) -> Flag {
+        Flag(AtomicU32::new(epoch.raw()))
+    }
+
+    /// Says that what this flag stands for has happened in `epoch`.
+    ///
+    /// Release: whoever sees this value with [`Flag::reached`] also sees every byte written before it.
+    pub fn signal(&self, epoch: Epoch) {
+        self.0.store(epoch.raw(), Ordering::Release);
+    }
+
+    /// Whether `epoch` has been signalled.
+    ///
+    /// Acquire: pairs with [`Flag::signal`], so that the bytes that the flag guards may be read.
+    pub fn reached(&self, epoch: Epoch) -> bool {
+        epoch.reached_by(self.0.load(Ordering::Acquire))
+    }
+
+    /// The value, for reports only: it orders nothing.
+    pub fn peek(&self) -> u32 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// The flags in one rank's symmetric memory. Only that rank polls them.
+#[derive(Clone, Copy, Debug)]
+pub struct FlagBlock<'a> {
+    /// `ready[p]`, written by rank p: p's own rows are final and may be pulled.
+    pub ready: &'a [Flag],
+    /// `done[p]`, written by rank p: p has pulled this rank's rows.
+    pub done: &'a [Flag],
+    /// `chunk[f]`, written by this rank's copy engine: pull f of the plan has arrived.
+    pub chunk: &'a [Flag],
+}
+
+/// What a wait is for, so that a failure can say it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Awaited {
+    /// `ready[source]`
+    Ready {
+        /// The rank whose rows are to be pulled.
+        source: usize,
+    },
+    /// `chunk[flag]`
+    Chunk {
+        /// The rank whose rows the chunk holds.
+        source: usize,
+        /// The flag's index in the plan.
+        flag: usize,
+    },
+    /// `done[peer]`
+    Done {
+        /// The rank that pulls.
+        peer: usize,
+    },
+}
+
+impl Awaited {
+    /// The rank that is at fault if this wait never ends.
+    pub fn peer(self) -> usize {
+        match self {
+            Awaited::Ready { source } | Awaited::Chunk { source, .. } => source,
+            Awaited::Done { peer } => peer,
+        }
+    }
+}
+
+/// Waiting, as an engine does it: with a deadline, watching for failures, giving way to other threads.
+pub trait Wait {
+    /// Why a wait ended without its flag.
+    type Error;
+
+    /// Returns when `flag` has reached `epoch`.
+    fn wait(&self, flag: &Flag, epoch: Epoch, awaited: Awaited) -> Result<(), Self::Error>;
+}

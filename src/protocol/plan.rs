@@ -1,0 +1,324 @@
+//! A problem becomes a plan: the pulls and the tiles, each in the order in which it is done.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::schedule;
+use crate::error::{Error, Result};
+
+/// The most ranks a group can have.
+pub const MAX_WORLD: usize = 64;
+/// The most chunks a shard can be pulled in.
+pub const MAX_CHUNKS: usize = 64;
+/// The most pulls a plan can hold, and so the chunk flags that a rank keeps.
+pub const MAX_FLAGS: usize = MAX_WORLD * MAX_CHUNKS;
+/// The largest extent of a matrix: tile coordinates are 32-bit signed numbers on a GPU.
+pub const MAX_EXTENT: usize = i32::MAX as usize;
+
+/// What is to be computed, seen by one rank: `out[M, N] = gather(a)[M, K] · b[N, K]ᵀ`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Problem {
+    /// Rank r owns the rows `offsets[r]..offsets[r + 1]`.
+    offsets: Arc<[usize]>,
+    n: usize,
+    k: usize,
+    rank: usize,
+}
+
+impl Problem {
+    /// `m` rows split over `world` ranks as evenly as whole rows allow, the longer shards first.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] when an extent is 0 or above [`MAX_EXTENT`], `world` is 0 or above [`MAX_WORLD`],
+    /// or `rank` is not below `world`.
+    pub fn balanced(m: usize, n: usize, k: usize, rank: usize, world: usize) -> Result<Problem> {
+        limit("world size", world, 1, MAX_WORLD)?;
+        Problem::with_rows(&balanced_rows(m, world), n, k, rank)
+    }
+
+    /// `rows[r]` rows for rank r; a rank may have none.
+    ///
+    /// # Errors
+    /// As [`Problem::balanced`]; M is the sum of `rows`.
+    pub fn with_rows(rows: &[usize], n: usize, k: usize, rank: usize) -> Result<Problem> {
+        limit("world size", rows.len(), 1, MAX_WORLD)?;
+        limit("rank", rank, 0, rows.len() - 1)?;
+        let mut end = 0usize;
+        let mut offsets = vec![0];
+        for &count in rows {
+            end = end.saturating_add(count);
+            offsets.push(end);
+        }
+        limit("M", end, 1, MAX_EXTENT)?;
+        limit("N", n, 1, MAX_EXTENT)?;
+        limit("K", k, 1, MAX_EXTENT)?;
+        Ok(Problem {
+            offsets: offsets.into(),
+            n,
+            k,
+            rank,
+        })
+    }
+
+    /// The same rows with another N. Allocates nothing.
+    pub(crate) fn with_n(&self, n: usize) -> Result<Problem> {
+        limit("N", n, 1, MAX_EXTENT)?;
+        Ok(Problem { n, ..self.clone() })
+    }
+
+    /// M, the rows of all ranks together.
+    pub fn m(&self) -> usize {
+        self.offsets[self.world()]
+    }
+
+    /// N, the columns of `out`: this rank's own.
+    pub fn n(&self) -> usize {
+        self.n
+    }
+
+    /// K, the columns of `a` and of `b`.
+    pub fn k(&self) -> usize {
+        self.k
+    }
+
+    /// The rank that this view is of.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// The number of ranks.
+    pub fn world(&self) -> usize {
+        self.offsets.len() - 1
+    }
+
+    /// The rows of the gathered matrix that `rank` owns.
+    pub fn rows_of(&self, rank: usize) -> Range<usize> {
+        self.offsets[rank]..self.offsets[rank + 1]
+    }
+}
+
+/// `m` rows over `world` ranks, as evenly as whole rows allow, the longer shards first.
+pub fn balanced_rows(m: usize, world: usize) -> Vec<usize> {
+    (0..world)
+        .map(|rank| m / world + usize::from(rank < m % world))
+        .collect()
+}
+
+/// How a problem is cut up. The result depends on it only in the order in which f32 sums are made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Config {
+    /// Rows of a tile of the output.
+    pub tile_m: usize,
+    /// Columns of a tile of the output.
+    pub tile_n: usize,
+    /// How much of K is brought close to the arithmetic at a time.
+    pub tile_k: usize,
+    /// Tile rows that are walked together, column by column, so that a cache holds what they share.
+    pub group_m: usize,
+    /// Chunks that a shard is pulled in, each with its own flag.
+    pub chunks: usize,
+}
+
+impl Config {
+    fn check(&self) -> Result<()> {
+        limit("Config::tile_m", self.tile_m, 1, MAX_EXTENT)?;
+        limit("Config::tile_n", self.tile_n, 1, MAX_EXTENT)?;
+        limit("Config::tile_k", self.tile_k, 1, MAX_EXTENT)?;
+        limit("Config::group_m", self.group_m, 1, MAX_EXTENT)?;
+        limit("Config::chunks", self.chunks, 1, MAX_CHUNKS)
+    }
+}
+
+/// One chunk of another rank's rows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Pull {
+    /// The rank that owns the rows.
+    pub source: usize,
+    /// The rows, as indices into the gathered matrix, which are the same on every rank.
+    pub rows: Range<usize>,
+    /// The chunk flag that says that they have arrived.
+    pub flag: usize,
+}
+
+/// One tile of the output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct Tile {
+    /// The tile's row: output rows from `m * tile_m`.
+    pub m: u32,
+    /// The tile's column: output columns from `n * tile_n`.
+    pub n: u32,
+    flag_begin: u32,
+    flag_end: u32,
+}
+
+impl Tile {
+    pub(super) fn new(m: usize, n: usize, flags: Range<usize>) -> Tile {
+        // Every value is below MAX_EXTENT, checked when the plan was made.
+        Tile {
+            m: m as u32,
+            n: n as u32,
+            flag_begin: flags.start as u32,
+            flag_end: flags.end as u32,
+        }
+    }
+
+    /// The chunk flags that this tile's rows of `a` wait for; none if they are all this rank's own.
+    pub fn flags(&self) -> Range<usize> {
+        self.flag_begin as usize..self.flag_end as usize
+    }
+}
+
+/// What one rank does in an operation, as data: the pulls in the order in which they are made, and
+/// the tiles in the order in which they become ready.
+///
+/// Chunk flags are numbered by rows, and own rows have none. So the flags that a tile needs, whatever
+/// chunks or shards it straddles, are one range.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    problem: Problem,
+    config: Config,
+    pulls: Vec<Pull>,
+    /// `pulls[by_source[s]]` are the pulls from rank s.
+    by_source: Vec<Range<usize>>,
+    /// The rank whose rows a flag guards.
+    source_of: Vec<usize>,
+    tiles: Vec<Tile>,
+}
+
+impl Plan {
+    /// Plans `problem` as `config` says.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] when a field of `config` is 0, there are more than [`MAX_CHUNKS`] chunks, or the
+    /// table would have more than 2²⁸ tiles.
+    pub fn new(problem: Problem, config: Config) -> Result<Plan> {
+        config.check()?;
+        let tiles = problem
+            .m()
+            .div_ceil(config.tile_m)
+            .saturating_mul(problem.n().div_ceil(config.tile_n));
+        limit("tiles of the output", tiles, 1, 1 << 28)?;
+
+        let chunks: Vec<(usize, Range<usize>)> = (0..problem.world())
+            .filter(|&source| source != problem.rank())
+            .flat_map(|source| {
+                let rows = problem.rows_of(source);
+                chunk_rows(rows, config.chunks, config.tile_m).map(move |rows| (source, rows))
+            })
+            .collect();
+
+        let mut pulls = Vec::with_capacity(chunks.len());
+        let mut by_source = vec![0..0; problem.world()];
+        for source in ring(problem.rank(), problem.world()) {
+            let begin = pulls.len();
+            pulls.extend(
+                chunks
+                    .iter()
+                    .enumerate()
+                    .filter(|(_, (owner, _))| *owner == source)
+                    .map(|(flag, (_, rows))| Pull {
+                        source,
+                        rows: rows.clone(),
+                        flag,
+                    }),
+            );
+            by_source[source] = begin..pulls.len();
+        }
+        let tiles = schedule::tiles(&problem, &config, &pulls);
+        Ok(Plan {
+            problem,
+            config,
+            pulls,
+            by_source,
+            source_of: chunks.into_iter().map(|(source, _)| source).collect(),
+            tiles,
+        })
+    }
+
+    /// The problem that was planned.
+    pub fn problem(&self) -> &Problem {
+        &self.problem
+    }
+
+    /// How it was cut up.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Every pull, in the order in which they are made.
+    pub fn pulls(&self) -> &[Pull] {
+        &self.pulls
+    }
+
+    /// The other ranks, in the order in which their rows are pulled: r + 1, r + 2, … around the ring.
+    pub fn sources(&self) -> impl Iterator<Item = usize> + use<> {
+        ring(self.problem.rank(), self.problem.world())
+    }
+
+    /// The pulls from one rank, in order.
+    pub fn pulls_from(&self, source: usize) -> &[Pull] {
+        &self.pulls[self.by_source[source].clone()]
+    }
+
+    /// The rank whose rows a chunk flag guards.
+    pub fn source_of(&self, flag: usize) -> usize {
+        self.source_of[flag]
+    }
+
+    /// Every tile of the output once, in the order in which they become ready.
+    pub fn tiles(&self) -> &[Tile] {
+        &self.tiles
+    }
+
+    /// The output rows of a tile.
+    pub fn tile_rows(&self, tile: &Tile) -> Range<usize> {
+        extent(tile.m, self.config.tile_m, self.problem.m())
+    }
+
+    /// The output columns of a tile.
+    pub fn tile_columns(&self, tile: &Tile) -> Range<usize> {
+        extent(tile.n, self.config.tile_n, self.problem.n())
+    }
+}
+
+fn extent(index: u32, length: usize, end: usize) -> Range<usize> {
+    let begin = index as usize * length;
+    begin..(begin + length).min(end)
+}
+
+fn ring(rank: usize, world: usize) -> impl Iterator<Item = usize> {
+    (1..world).map(move |step| (rank + step) % world)
+}
+
+/// Cuts `rows` into at most `chunks` equal parts, at boundaries of tiles where that leaves no part
+/// empty, so that few tiles wait for two chunks.
+fn chunk_rows(
+    rows: Range<usize>,
+    chunks: usize,
+    tile_m: usize,
+) -> impl Iterator<Item = Range<usize>> {
+    let cut = move |i: usize| {
+        let even = rows.start + rows.len() * i / chunks;
+        match i {
+            0 => rows.start,
+            _ if i == chunks => rows.end,
+            _ => ((even + tile_m / 2) / tile_m * tile_m).clamp(rows.start, rows.end),
+        }
+    };
+    (0..chunks)
+        .map(move |i| cut(i)..cut(i + 1))
+        .filter(|rows| !rows.is_empty())
+}
+
+fn limit(what: &str, value: usize, min: usize, max: usize) -> Result<()> {
+    if (min..=max).contains(&value) {
+        return Ok(());
+    }
+    Err(Error::Limit {
+        what: what.into(),
+        value,
+        min,
+        max,
+    })
+}

@@ -1,0 +1,7 @@
+//! The atomics of the protocol: std's, or loom's under `--cfg loom`, so that the code that loom
+//! explores is the code that is shipped.
+
+#[cfg(loom)]
+pub use loom::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+#[cfg(not(loom))]
+pub use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};

@@ -1,0 +1,174 @@
+//! Matrices whose rows are spread over the ranks.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use crate::backend::Backend;
+use crate::element::Element;
+use crate::error::{Error, Result};
+use crate::group::Group;
+use crate::protocol::Problem;
+
+/// A row-major [M, K] matrix of which each rank owns some rows.
+///
+/// Every rank has room for the whole matrix, in symmetric memory: its own rows are its input, the others
+/// are filled by an operation that gathers, and are there afterwards.
+///
+/// Every rank must keep it until all ranks have completed the operations that use it; an operation is
+/// complete when [`Group::synchronize`] has returned.
+pub struct ShardedMatrix<B: Backend, T> {
+    // Freed before the group that it belongs to can end.
+    memory: B::Symmetric,
+    group: Group<B>,
+    /// Who owns what; its N is not used.
+    layout: Problem,
+    id: u32,
+    element: PhantomData<T>,
+}
+
+impl<B: Backend, T: Element> ShardedMatrix<B, T> {
+    pub(crate) fn new(group: Group<B>, memory: B::Symmetric, layout: Problem, id: u32) -> Self {
+        ShardedMatrix {
+            memory,
+            group,
+            layout,
+            id,
+            element: PhantomData,
+        }
+    }
+
+    /// [M, K]
+    pub fn shape(&self) -> [usize; 2] {
+        [self.layout.m(), self.layout.k()]
+    }
+
+    /// The rows that this rank owns.
+    pub fn rows(&self) -> Range<usize> {
+        self.rows_of(self.group.rank())
+    }
+
+    /// The rows that `rank` owns.
+    ///
+    /// # Panics
+    /// Unless `rank` is below the group's world size.
+    pub fn rows_of(&self, rank: usize) -> Range<usize> {
+        self.layout.rows_of(rank)
+    }
+
+    /// This rank's own rows, for writing.
+    pub fn shard_mut(&mut self) -> ShardMut<'_, B, T> {
+        ShardMut(self)
+    }
+
+    /// Copies the whole matrix, as this rank has it after an operation, to `values`, row by row.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] unless there are M · K values; the group's failure.
+    pub fn copy_to_host(&mut self, values: &mut [T]) -> Result<()> {
+        let [m, k] = self.shape();
+        self.check_length(
+            "the host copy of a sharded matrix [M * K]",
+            m * k,
+            values.len(),
+        )?;
+        self.group.synchronize()?;
+        let backend = &self.group.inner().backend;
+        backend.read_symmetric(&mut self.memory, 0, bytemuck::cast_slice_mut(values))
+    }
+
+    /// A copy of the whole matrix, as this rank has it after an operation, row by row.
+    ///
+    /// # Errors
+    /// The group's failure.
+    pub fn to_vec(&mut self) -> Result<Vec<T>> {
+        let [m, k] = self.shape();
+        let mut values = vec![T::zeroed(); m * k];
+        self.copy_to_host(&mut values)?;
+        Ok(values)
+    }
+
+    /// Overwrites the rows of the other ranks, as this rank has them, so that a test sees whether a gather
+    /// brings them.
+    ///
+    /// # Errors
+    /// The group's failure.
+    #[doc(hidden)]
+    pub fn poison(&mut self, value: T) -> Result<()> {
+        let [m, k] = self.shape();
+        let own = self.rows();
+        for rows in [0..own.start, own.end..m] {
+            self.write(rows.start, &vec![value; rows.len() * k])?;
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, first_row: usize, values: &[T]) -> Result<()> {
+        let offset = first_row * self.layout.k() * size_of::<T>();
+        self.group.synchronize()?;
+        let backend = &self.group.inner().backend;
+        backend.write_symmetric(&mut self.memory, offset, bytemuck::cast_slice(values))
+    }
+
+    fn check_length(&self, argument: &str, expected: usize, found: usize) -> Result<()> {
+        if expected == found {
+            return Ok(());
+        }
+        Err(Error::Shape {
+            rank: self.group.rank(),
+            argument: argument.into(),
+            expected: vec![expected],
+            found: vec![found],
+        })
+    }
+
+    pub(crate) fn group(&self) -> &Group<B> {
+        &self.group
+    }
+
+    pub(crate) fn memory(&self) -> &B::Symmetric {
+        &self.memory
+    }
+
+    pub(crate) fn layout(&self) -> &Problem {
+        &self.layout
+    }
+
+    pub(crate) fn id(&self) -> u32 {
+        self.id
+    }
+}
+
+impl<B: Backend, T: Element> fmt::Debug for ShardedMatrix<B, T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let [m, k] = self.shape();
+        let rows = self.rows();
+        write!(
+            f,
+            "ShardedMatrix<{}, {}>[{m}, {k}] rows {rows:?}",
+            B::NAME,
+            T::DTYPE
+        )
+    }
+}
+
+/// This rank's own rows of a [`ShardedMatrix`].
+#[derive(Debug)]
+pub struct ShardMut<'a, B: Backend, T: Element>(&'a mut ShardedMatrix<B, T>);
+
+impl<B: Backend, T: Element> ShardMut<'_, B, T> {
+    /// Overwrites the rows with `values`, row by row.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] unless there is one value for each element; the group's failure.
+    pub fn copy_from_host(&mut self, values: &[T]) -> Result<()> {
+        let rows = self.0.rows();
+        let expected = rows.len() * self.0.layout.k();
+        self.0.check_length(
+            "the host copy of a shard [rows * K]",
+            expected,
+            values.len(),
+        )?;
+        self.0.write(rows.start, values)
+    }
+}

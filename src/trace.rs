@@ -1,0 +1,225 @@
+//! What happened when: the timeline of an operation, as a picture and for Perfetto.
+
+use std::ops::Range;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use crate::backend::Backend;
+use crate::error::{Error, Result};
+use crate::group::{Call, Group};
+
+#[cfg(feature = "timeline")]
+mod svg;
+
+/// Nanoseconds of the machine's monotonic clock, which all processes of a host share.
+pub(crate) fn now() -> u64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
+
+/// Who did something.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Lane {
+    /// The copy engine.
+    Copy,
+    /// A worker that multiplies, counted from 0.
+    Worker(usize),
+}
+
+/// What was done.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Work {
+    /// A chunk was pulled.
+    Pull {
+        /// The rank it came from.
+        source: usize,
+        /// Its rows of the gathered matrix.
+        rows: Range<usize>,
+    },
+    /// A worker waited for the rows of a tile.
+    Wait {
+        /// The rank whose rows it waited for.
+        source: usize,
+    },
+    /// A tile was multiplied.
+    Tile {
+        /// The rank whose rows it holds; if it straddles shards, the last one's.
+        source: usize,
+        /// The tile's row.
+        m: u32,
+        /// The tile's column.
+        n: u32,
+    },
+}
+
+/// One thing that was done, from when to when, in nanoseconds of the machine's monotonic clock.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Span {
+    /// Who did it.
+    pub lane: Lane,
+    /// What it was.
+    pub work: Work,
+    /// When it began.
+    pub begin: u64,
+    /// When it ended.
+    pub end: u64,
+}
+
+/// What one rank did in one operation.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Trace {
+    /// The rank.
+    pub rank: usize,
+    /// In order of their beginnings.
+    pub spans: Vec<Span>,
+}
+
+impl Trace {
+    pub(crate) fn new(rank: usize, mut spans: Vec<Span>) -> Trace {
+        spans.sort_by_key(|span| (span.begin, span.lane));
+        Trace { rank, spans }
+    }
+}
+
+/// What all ranks did in one operation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Timeline {
+    /// By rank.
+    pub traces: Vec<Trace>,
+}
+
+impl Timeline {
+    /// Brings the ranks' traces together. Collective; every rank gets the whole.
+    ///
+    /// # Errors
+    /// The group's failure.
+    pub fn collect<B: Backend>(group: &Group<B>, trace: &Trace) -> Result<Timeline> {
+        let bytes = serde_json::to_vec(trace).map_err(|e| Error::System {
+            rank: Some(group.rank()),
+            action: "encode a trace".into(),
+            reason: e.to_string(),
+        })?;
+        let traces = group
+            .gather_bytes(&Call::CollectTraces, &bytes)?
+            .iter()
+            .enumerate()
+            .map(|(rank, bytes)| {
+                serde_json::from_slice(bytes).map_err(|e| Error::Message {
+                    rank,
+                    reason: e.to_string(),
+                })
+            })
+            .collect::<Result<_>>()?;
+        Ok(Timeline { traces })
+    }
+
+    /// Writes the timeline in the Trace Event Format, which <https://ui.perfetto.dev> and chrome://tracing read:
+    /// a process a rank, a thread a lane, times in microseconds from the first span on.
+    ///
+    /// # Errors
+    /// [`Error::System`] if the file can't be written.
+    pub fn write_chrome(&self, path: impl AsRef<Path>) -> Result<()> {
+        let path = path.as_ref();
+        let bytes = serde_json::to_vec(&self.chrome()).map_err(std::io::Error::from);
+        bytes
+            .and_then(|bytes| std::fs::write(path, bytes))
+            .map_err(Error::system(None, format!("write {}", path.display())))
+    }
+
+    fn chrome(&self) -> serde_json::Value {
+        use serde_json::json;
+        let origin = self.origin();
+        let mut events = Vec::new();
+        for trace in &self.traces {
+            let rank = trace.rank;
+            events.push(json!({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": format!("rank {rank}")}}));
+            let mut lanes: Vec<Lane> = trace.spans.iter().map(|span| span.lane).collect();
+            lanes.sort();
+            lanes.dedup();
+            for lane in lanes {
+                let (thread, name) = match lane {
+                    Lane::Copy => (0, "copy engine".to_string()),
+                    Lane::Worker(index) => (index + 1, format!("worker {index}")),
+                };
+                events.push(json!({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}}));
+            }
+            for span in &trace.spans {
+                let thread = match span.lane {
+                    Lane::Copy => 0,
+                    Lane::Worker(index) => index + 1,
+                };
+                let (category, name, args) = match &span.work {
+                    Work::Pull { source, rows } => (
+                        "pull",
+                        format!("pull from {source}"),
+                        json!({"source": source, "first_row": rows.start, "rows": rows.len()}),
+                    ),
+                    Work::Wait { source } => (
+                        "wait",
+                        format!("wait for {source}"),
+                        json!({"source": source}),
+                    ),
+                    Work::Tile { source, m, n } => (
+                        "tile",
+                        format!("tile {m}, {n}"),
+                        json!({"source": source, "m": m, "n": n}),
+                    ),
+                };
+                let micros = |from: u64, to: u64| to.saturating_sub(from) as f64 / 1e3;
+                events.push(json!({
+                    "ph": "X", "cat": category, "name": name, "pid": rank, "tid": thread,
+                    "ts": micros(origin, span.begin), "dur": micros(span.begin, span.end), "args": args,
+                }));
+            }
+        }
+        json!({ "traceEvents": events, "displayTimeUnit": "ms" })
+    }
+
+    /// When the first span of any rank began.
+    fn origin(&self) -> u64 {
+        let begins = self.traces.iter().flat_map(|trace| &trace.spans);
+        begins.map(|span| span.begin).min().unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_chrome_trace_holds_every_span_with_its_rank_lane_and_time() {
+        let span = |lane, work, begin| Span {
+            lane,
+            work,
+            begin,
+            end: begin + 1500,
+        };
+        let pull = Work::Pull {
+            source: 1,
+            rows: 8..16,
+        };
+        let tile = Work::Tile {
+            source: 1,
+            m: 1,
+            n: 2,
+        };
+        let timeline = Timeline {
+            traces: vec![Trace::new(
+                0,
+                vec![
+                    span(Lane::Worker(0), tile, 3000),
+                    span(Lane::Copy, pull, 1000),
+                ],
+            )],
+        };
+        let events = timeline.chrome()["traceEvents"].as_array().unwrap().clone();
+        let spans: Vec<_> = events.iter().filter(|e| e["ph"] == "X").collect();
+        assert_eq!(spans.len(), 2);
+        assert_eq!(spans[0]["name"], "pull from 1");
+        assert_eq!(spans[0]["ts"], 0.0);
+        assert_eq!(spans[0]["dur"], 1.5);
+        assert_eq!(spans[1]["ts"], 2.0);
+        assert_eq!(spans[1]["tid"], 1);
+    }
+}

@@ -1,0 +1,218 @@
+//! The timeline as a picture: a band a rank, its copy engine above its workers, everything in the colour
+//! of the rank whose rows it handles.
+
+use std::path::Path;
+
+use plotters::coord::Shift;
+use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
+
+use super::{Lane, Span, Timeline, Work};
+use crate::error::{Error, Result};
+
+const WIDTH: u32 = 1200;
+const LEFT: i32 = 150;
+const RIGHT: i32 = 24;
+const TOP: i32 = 92;
+const AXIS: i32 = 48;
+const LANE: i32 = 26;
+const LANE_GAP: i32 = 4;
+const BAND_GAP: i32 = 22;
+const INK: RGBColor = RGBColor(38, 44, 52);
+const FAINT: RGBColor = RGBColor(120, 128, 138);
+const GROUND: RGBColor = RGBColor(243, 245, 247);
+const WAITING: RGBColor = RGBColor(208, 213, 219);
+/// Colours that stay apart also for colour-blind eyes (Okabe and Ito), then around again.
+const RANKS: [RGBColor; 7] = [
+    RGBColor(0, 114, 178),
+    RGBColor(230, 159, 0),
+    RGBColor(0, 158, 115),
+    RGBColor(204, 121, 167),
+    RGBColor(86, 180, 233),
+    RGBColor(213, 94, 0),
+    RGBColor(190, 178, 40),
+];
+
+type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+type Drawn = std::result::Result<(), Box<dyn std::error::Error>>;
+
+impl Timeline {
+    /// Draws the timeline: a band a rank, its copy engine above its workers, each chunk and tile in the colour of
+    /// the rank whose rows it holds, and grey where a worker waited.
+    ///
+    /// # Errors
+    /// [`Error::System`] if the file can't be written.
+    pub fn write_svg(&self, path: impl AsRef<Path>, title: &str) -> Result<()> {
+        let path = path.as_ref();
+        self.draw(path, title).map_err(|e| Error::System {
+            rank: None,
+            action: format!("write {}", path.display()),
+            reason: e.to_string(),
+        })
+    }
+
+    fn draw(&self, path: &Path, title: &str) -> Drawn {
+        let bands: Vec<Vec<Lane>> = self
+            .traces
+            .iter()
+            .map(|trace| lanes(&trace.spans))
+            .collect();
+        let height: i32 = bands
+            .iter()
+            .map(|lanes| lanes.len() as i32 * (LANE + LANE_GAP) + BAND_GAP)
+            .sum();
+        let area = SVGBackend::new(path, (WIDTH, (TOP + height + AXIS) as u32)).into_drawing_area();
+        area.fill(&WHITE)?;
+        let scale = Scale::new(self);
+
+        text(&area, title, (LEFT, 20), 20, &INK, HPos::Left)?;
+        self.legend(&area)?;
+        let mut y = TOP;
+        for (trace, lanes) in self.traces.iter().zip(&bands) {
+            let middle = y + lanes.len() as i32 * (LANE + LANE_GAP) / 2;
+            let name = format!("rank {}", trace.rank);
+            text(
+                &area,
+                &name,
+                (14, middle),
+                16,
+                &colour(trace.rank),
+                HPos::Left,
+            )?;
+            for &lane in lanes {
+                let name = match lane {
+                    Lane::Copy => "copies".to_string(),
+                    Lane::Worker(index) => format!("worker {index}"),
+                };
+                text(
+                    &area,
+                    &name,
+                    (LEFT - 8, y + LANE / 2),
+                    12,
+                    &FAINT,
+                    HPos::Right,
+                )?;
+                let ground = [(LEFT, y), (WIDTH as i32 - RIGHT, y + LANE)];
+                area.draw(&Rectangle::new(ground, GROUND.filled()))?;
+                for span in trace.spans.iter().filter(|span| span.lane == lane) {
+                    bar(&area, &scale, span, y)?;
+                }
+                y += LANE + LANE_GAP;
+            }
+            y += BAND_GAP;
+        }
+        scale.draw(&area, y)?;
+        area.present()?;
+        Ok(())
+    }
+
+    fn legend(&self, area: &Area) -> Drawn {
+        let entries = self
+            .traces
+            .iter()
+            .map(|trace| (colour(trace.rank), format!("rows of rank {}", trace.rank)))
+            .take(RANKS.len())
+            .chain([(WAITING, "waiting for rows".to_string())]);
+        let mut x = LEFT;
+        for (colour, label) in entries {
+            area.draw(&Rectangle::new([(x, 46), (x + 14, 60)], colour.filled()))?;
+            text(area, &label, (x + 20, 53), 13, &INK, HPos::Left)?;
+            x += 34 + 7 * label.len() as i32;
+        }
+        let hint =
+            "Each rank begins with its own rows; the others' tiles run as their copies arrive.";
+        text(area, hint, (LEFT, 76), 13, &FAINT, HPos::Left)
+    }
+}
+
+fn lanes(spans: &[Span]) -> Vec<Lane> {
+    let mut lanes: Vec<Lane> = spans.iter().map(|span| span.lane).collect();
+    lanes.sort();
+    lanes.dedup();
+    lanes
+}
+
+fn colour(rank: usize) -> RGBColor {
+    RANKS[rank % RANKS.len()]
+}
+
+fn bar(area: &Area, scale: &Scale, span: &Span, y: i32) -> Drawn {
+    let (fill, inset) = match span.work {
+        Work::Pull { source, .. } => (colour(source), 6),
+        Work::Tile { source, .. } => (colour(source), 0),
+        Work::Wait { .. } => (WAITING, 8),
+    };
+    let (begin, end) = (scale.x(span.begin), scale.x(span.end));
+    if matches!(span.work, Work::Wait { .. }) && end - begin < 2 {
+        return Ok(());
+    }
+    let corners = [(begin, y + inset), (end.max(begin + 1), y + LANE - inset)];
+    area.draw(&Rectangle::new(corners, fill.filled()))?;
+    if end - begin >= 4 {
+        // A light edge tells neighbours apart.
+        let edge = [(begin, y + inset), (begin, y + LANE - inset)];
+        area.draw(&PathElement::new(edge, WHITE.mix(0.8)))?;
+    }
+    Ok(())
+}
+
+fn text(area: &Area, words: &str, at: (i32, i32), size: i32, ink: &RGBColor, side: HPos) -> Drawn {
+    let style = ("sans-serif", size)
+        .into_text_style(area)
+        .color(ink)
+        .pos(Pos::new(side, VPos::Center));
+    area.draw_text(words, &style, at)?;
+    Ok(())
+}
+
+/// From nanoseconds to pixels.
+struct Scale {
+    origin: u64,
+    nanos: u64,
+}
+
+impl Scale {
+    fn new(timeline: &Timeline) -> Scale {
+        let ends = timeline.traces.iter().flat_map(|trace| &trace.spans);
+        let end = ends.map(|span| span.end).max().unwrap_or(1);
+        let origin = timeline.origin();
+        Scale {
+            origin,
+            nanos: end.saturating_sub(origin).max(1),
+        }
+    }
+
+    fn x(&self, time: u64) -> i32 {
+        let width = f64::from(WIDTH as i32 - LEFT - RIGHT);
+        let share = time.saturating_sub(self.origin) as f64 / self.nanos as f64;
+        LEFT + (share * width).round() as i32
+    }
+
+    fn draw(&self, area: &Area, y: i32) -> Drawn {
+        // About eight ticks, at 1, 2 or 5 times a power of ten.
+        let rough = self.nanos as f64 / 8.0;
+        let power = 10f64.powf(rough.log10().floor());
+        let step = [1.0, 2.0, 5.0, 10.0]
+            .map(|factor| factor * power)
+            .into_iter()
+            .find(|&step| step >= rough)
+            .unwrap_or(rough);
+        let (unit, name) = if self.nanos >= 2_000_000 {
+            (1e6, "ms")
+        } else {
+            (1e3, "µs")
+        };
+        let line = [(LEFT, y), (WIDTH as i32 - RIGHT, y)];
+        area.draw(&PathElement::new(line, FAINT))?;
+        let mut tick = 0.0;
+        while tick <= self.nanos as f64 {
+            let x = self.x(self.origin + tick as u64);
+            area.draw(&PathElement::new([(x, y), (x, y + 5)], FAINT))?;
+            let decimals = usize::from(step / unit < 1.0);
+            let label = format!("{:.decimals$} {name}", tick / unit);
+            text(area, &label, (x, y + 16), 12, &FAINT, HPos::Center)?;
+            tick += step;
+        }
+        Ok(())
+    }
+}
