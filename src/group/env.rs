@@ -78,12 +78,18 @@ const LAUNCHERS: [Launcher; 5] = [
     },
 ];
 
+/// As [`describe`], for this process.
+pub(super) fn describe_this_process() -> Result<Described> {
+    let get = |name: &str| std::env::var(name).ok();
+    describe(get, std::os::unix::process::parent_id())
+}
+
 /// Reads the environment through `get`. `parent` is the parent's process id: the launcher's local agent, the
 /// same for all ranks of a job where the environment does not name the job.
 ///
 /// # Errors
 /// [`Error::Environment`] names what is missing, [`Error::EnvironmentValue`] what can't be used.
-pub(super) fn describe(get: impl Fn(&str) -> Option<String>, parent: u32) -> Result<Described> {
+fn describe(get: impl Fn(&str) -> Option<String>, parent: u32) -> Result<Described> {
     let Some(launcher) = LAUNCHERS.iter().find(|l| get(l.rank).is_some()) else {
         return Err(Error::Environment {
             launcher: LAUNCHERS.map(|l| l.name).join(", "),

@@ -2,11 +2,10 @@
 #![allow(unsafe_code)]
 
 use std::ffi::OsString;
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use super::env;
@@ -17,14 +16,15 @@ use crate::protocol::plan::MAX_WORLD;
 const GRACE: Duration = Duration::from_millis(1500);
 const POLL: Duration = Duration::from_millis(5);
 
-/// Whether this process is a rank that [`launch`] started.
+/// Whether a launcher, [`launch`] or any that [`Group::from_env`](crate::Group::from_env) knows, has started
+/// this process as a rank.
 pub fn is_rank() -> bool {
-    std::env::var_os(env::RANK).is_some()
+    env::describe_this_process().is_ok()
 }
 
 /// Starts this program again, `world` times, with this process's arguments; each is a rank that
-/// [`Group::from_env`](crate::Group::from_env) recognises. Forwards their output line by line and
-/// returns when all have ended.
+/// [`Group::from_env`](crate::Group::from_env) recognises. They write where this process writes.
+/// Returns when all have ended.
 ///
 /// ```no_run
 /// # fn main() -> gemmesh::Result<()> {
@@ -105,9 +105,7 @@ impl Launch {
             .env(env::RANK, rank.to_string())
             .env(env::WORLD_SIZE, self.world.to_string())
             .env(env::ADDRESS, address)
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped());
+            .stdin(Stdio::null());
         // SAFETY: between fork and exec only async-signal-safe system calls are made, no allocation.
         unsafe {
             command.pre_exec(move || {
@@ -122,20 +120,12 @@ impl Launch {
                 Ok(())
             });
         }
-        let mut process = command
+        let process = command
             .spawn()
             .map_err(Error::system(rank, "start a process of this program"))?;
-        let mut output = Vec::new();
-        if let Some(stdout) = process.stdout.take() {
-            output.push(forward(rank, stdout, io::stdout)?);
-        }
-        if let Some(stderr) = process.stderr.take() {
-            output.push(forward(rank, stderr, io::stderr)?);
-        }
         Ok(Rank {
             rank,
             process,
-            output,
             ended: None,
         })
     }
@@ -152,30 +142,9 @@ pub(super) fn unique_address() -> String {
     format!("{time:x}.{launch}/{}", std::process::id())
 }
 
-/// Writes whole lines, so that ranks don't cut into one another's.
-fn forward<W: Write + 'static>(
-    rank: usize,
-    from: impl Read + Send + 'static,
-    to: fn() -> W,
-) -> Result<JoinHandle<()>> {
-    std::thread::Builder::new()
-        .name(format!("gemmesh-output-{rank}"))
-        .spawn(move || {
-            let mut lines = BufReader::new(from);
-            let mut line = Vec::new();
-            while lines.read_until(b'\n', &mut line).is_ok_and(|n| n > 0) {
-                // Nobody reads us any more: go on reading, so that the rank does not block.
-                let _ = to().write_all(&line);
-                line.clear();
-            }
-        })
-        .map_err(Error::system(rank, "start a thread"))
-}
-
 struct Rank {
     rank: usize,
     process: Child,
-    output: Vec<JoinHandle<()>>,
     ended: Option<ExitStatus>,
 }
 
@@ -231,10 +200,6 @@ impl Drop for Ranks {
                 // Fails if it has ended meanwhile.
                 let _ = rank.process.kill();
                 let _ = rank.process.wait();
-            }
-            for output in rank.output.drain(..) {
-                // It can't panic; and there is no one to tell.
-                let _ = output.join();
             }
         }
     }

@@ -394,8 +394,7 @@ impl<B: Backend> Builder<B> {
     /// # Errors
     /// As [`Group::from_env`].
     pub fn from_env(self) -> Result<Group<B>> {
-        let get = |name: &str| std::env::var(name).ok();
-        let described = env::describe(get, std::os::unix::process::parent_id())?;
+        let described = env::describe_this_process()?;
         self.connect(described.rank, described.world, &described.address)
     }
 
