@@ -18,7 +18,10 @@ fn main() -> Result<(), Error> {
         multiply(&Builder::<Host>::new().from_communicator(&half)?, &half);
     }
     if world.rank() == 0 {
-        println!("test result: ok. 2 passed; 0 failed; {} ranks", world.size());
+        println!(
+            "test result: ok. 2 passed; 0 failed; {} ranks",
+            world.size()
+        );
     }
     Ok(())
 }

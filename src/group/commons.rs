@@ -1,6 +1,7 @@
 //! What all ranks of a group share beside their matrices: one block of host memory, for whatever backend.
 //!
-//! It holds the first failure, which ranks have left, and what each rank called in its latest operations.
+//! It holds the first failure, which ranks have left, which wait for whom, and what each rank called in its
+//! latest operations.
 //! All of it is atomics over zeroed memory, so any rank may die at any moment and leave it readable.
 #![allow(unsafe_code)]
 
@@ -27,6 +28,8 @@ struct Block {
     fault: [AtomicU8; FAULT_BYTES],
     /// Whether a rank has left in order.
     left: [AtomicU32; MAX_WORLD],
+    /// Whom a rank waits for: 256 · the time in ms when it last looked + 1 + the other rank. For reports only.
+    waits: [AtomicU64; MAX_WORLD],
     posts: [[Post; POSTS]; MAX_WORLD],
 }
 
@@ -40,6 +43,10 @@ struct Post {
 
 fn stamp(epoch: Epoch) -> u64 {
     1 << 32 | u64::from(epoch.raw())
+}
+
+fn now_ms() -> u64 {
+    crate::trace::now() / 1_000_000
 }
 
 /// A collective operation, as far as all ranks must agree on it.
@@ -204,6 +211,29 @@ impl Commons {
         self.block().left[rank].load(Ordering::Acquire) != 0
     }
 
+    /// Notes that this rank waits for `peer`, now. To be called every few milliseconds while it does.
+    pub fn note_wait(&self, peer: usize) {
+        let word = now_ms() << 8 | (peer as u64 + 1);
+        self.block().waits[self.rank].store(word, Ordering::Relaxed);
+    }
+
+    /// Who is to blame for a wait for `peer` that has been in vain: if `peer` itself waits, whom it waits for,
+    /// and so on to a rank that waits for nobody, be it stopped or busy elsewhere. `peer` if all wait in a
+    /// circle. A wait counts if it was noted during the last `fresh`.
+    pub fn culprit(&self, peer: usize, fresh: Duration) -> usize {
+        let mut culprit = peer;
+        for _ in 0..self.world {
+            let word = self.block().waits[culprit].load(Ordering::Relaxed);
+            let age = now_ms().saturating_sub(word >> 8);
+            match (word & 0xff) as usize {
+                0 => return culprit,
+                _ if u128::from(age) > fresh.as_millis() => return culprit,
+                next => culprit = (next - 1).min(self.world - 1),
+            }
+        }
+        peer
+    }
+
     /// Whether this rank may post the operation `epoch`: its slot is not needed by a slower rank any more.
     /// If it is, returns that rank.
     pub fn may_post(&self, epoch: Epoch) -> Result<(), usize> {
@@ -345,6 +375,21 @@ mod tests {
         });
         let seen = ranks[1].fault().unwrap().to_string();
         assert!(seen.contains("has no memory for 1 bytes"), "{seen}");
+    }
+
+    #[test]
+    fn the_rank_that_waits_for_nobody_is_to_blame() {
+        let fresh = Duration::from_secs(60);
+        let ranks = ranks(4);
+        assert_eq!(ranks[0].culprit(1, fresh), 1);
+        ranks[1].note_wait(2);
+        ranks[2].note_wait(3);
+        assert_eq!(ranks[0].culprit(1, fresh), 3);
+        std::thread::sleep(Duration::from_millis(3));
+        let stopped = ranks[0].culprit(1, Duration::ZERO);
+        assert_eq!(stopped, 1, "it has not looked for its flag since");
+        ranks[3].note_wait(1);
+        assert_eq!(ranks[0].culprit(1, fresh), 1, "a circle");
     }
 
     #[test]

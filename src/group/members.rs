@@ -16,9 +16,11 @@ use crate::error::{Error, Result};
 use crate::protocol::Epoch;
 use crate::protocol::flag::{Awaited, Flag, Wait};
 
-/// How much longer the others wait for rank 0's answer than rank 0 waits for the slowest rank, so that
-/// it is rank 0, which knows the culprit, that reports.
+/// How much longer a wait for an intermediary lasts than the intermediary's own, so that it is the
+/// intermediary, which knows the culprit, that reports.
 const GRACE: Duration = Duration::from_millis(500);
+/// A rank that waits says so more often than this, even on a busy machine.
+const FRESH: Duration = Duration::from_millis(250);
 
 /// A call that all ranks make together, as far as they must agree on it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -126,7 +128,9 @@ impl Members {
     pub fn post(&self, epoch: Epoch, operation: Operation) -> Result<()> {
         let begin = Instant::now();
         while let Err(rank) = self.commons.may_post(epoch) {
-            self.pause(begin, rank, || "its earlier operations".into())?;
+            self.pause(begin, Duration::ZERO, rank, || {
+                "its earlier operations".into()
+            })?;
             std::thread::sleep(Duration::from_micros(100));
         }
         self.commons
@@ -134,24 +138,44 @@ impl Members {
             .map_err(|error| self.fail(error))
     }
 
-    /// One look around in a wait for `rank` that began at `begin`.
+    /// One look around in a wait for `rank` that began at `begin`, and may last `grace` longer than the
+    /// timeout.
     ///
     /// # Errors
     /// The group's first failure; or that the deadline has passed, or `rank` has left, which becomes it.
-    fn pause(&self, begin: Instant, rank: usize, what: impl Fn() -> String) -> Result<()> {
+    fn pause(
+        &self,
+        begin: Instant,
+        grace: Duration,
+        rank: usize,
+        what: impl Fn() -> String,
+    ) -> Result<()> {
         if let Some(fault) = self.commons.fault() {
             return Err(fault);
         }
-        let waited = begin.elapsed();
-        if waited >= self.timeout {
-            return Err(self.fail(Error::Timeout {
-                rank,
-                waiting: self.rank,
-                what: what(),
-                waited_ms: waited.as_millis() as u64,
-            }));
+        // A wait for an intermediary of this same rank says nothing about another.
+        if grace.is_zero() {
+            self.commons.note_wait(rank);
+        }
+        if begin.elapsed() >= self.timeout + grace {
+            return Err(self.fail(self.timeout(begin, rank, what())));
         }
         Ok(())
+    }
+
+    /// A wait for `rank` to deliver `what` that began at `begin` has been in vain.
+    fn timeout(&self, begin: Instant, rank: usize, what: String) -> Error {
+        let culprit = self.commons.culprit(rank, FRESH.min(self.timeout / 2));
+        Error::Timeout {
+            rank: culprit,
+            waiting: self.rank,
+            what: if culprit == rank {
+                what
+            } else {
+                format!("what rank {rank} waits for, which therefore did not deliver {what}")
+            },
+            waited_ms: begin.elapsed().as_millis() as u64,
+        }
     }
 
     /// Returns when every rank has called it.
@@ -180,7 +204,7 @@ impl Members {
         let frames = if self.rank == 0 {
             self.collect(&connections, call, mine, fd, begin)?
         } else {
-            let line = self.line(&connections[0], begin, GRACE);
+            let line = self.line(0, &connections[0], begin, GRACE);
             line.send(&mine, fd.as_slice())
                 .map_err(|e| self.wire_failure(0, call, begin, e))?;
             line.receive(MAX_FRAME)
@@ -221,7 +245,7 @@ impl Members {
         }
         for (index, connection) in connections.iter().enumerate() {
             let (part, sent) = self
-                .line(connection, begin, Duration::ZERO)
+                .line(index + 1, connection, begin, Duration::ZERO)
                 .receive(MAX_FRAME)
                 .map_err(|e| self.wire_failure(index + 1, call, begin, e))?;
             parts.push(part);
@@ -229,15 +253,17 @@ impl Members {
         }
         let all = join(&parts);
         for (index, connection) in connections.iter().enumerate() {
-            self.line(connection, begin, GRACE)
+            self.line(index + 1, connection, begin, GRACE)
                 .send(&all, &wire::borrow(&fds))
                 .map_err(|e| self.wire_failure(index + 1, call, begin, e))?;
         }
         Ok((all, fds))
     }
 
+    /// The connection to `rank`.
     fn line<'a>(
         &'a self,
+        rank: usize,
         stream: &'a UnixStream,
         begin: Instant,
         grace: Duration,
@@ -245,7 +271,10 @@ impl Members {
         Line {
             stream,
             deadline: begin + self.timeout + grace,
-            check: || self.commons.fault().map_or(Ok(()), Err),
+            check: move || {
+                self.commons.note_wait(rank);
+                self.commons.fault().map_or(Ok(()), Err)
+            },
         }
     }
 
@@ -259,12 +288,7 @@ impl Members {
         let waiting = self.rank;
         self.fail(match error {
             WireError::Stopped(fault) => fault,
-            WireError::Late => Error::Timeout {
-                rank,
-                waiting,
-                what: format!("its part of {call}"),
-                waited_ms: begin.elapsed().as_millis() as u64,
-            },
+            WireError::Late => self.timeout(begin, rank, format!("its part of {call}")),
             WireError::Closed if self.commons.has_left(rank) => Error::RankLeft {
                 rank,
                 waiting,
@@ -315,21 +339,26 @@ impl Wait for Members {
         }
         let begin = Instant::now();
         let what = || format!("{awaited:?} = {} (it is {})", epoch.raw(), flag.peek());
+        // A chunk is written by this rank's own copy thread, which may still have it to copy, or itself wait
+        // for another rank than the chunk's source: it knows the culprit.
+        let (own, grace) = match awaited {
+            Awaited::Chunk { .. } => (true, GRACE),
+            _ => (false, Duration::ZERO),
+        };
         for turn in 0.. {
             // A rank that left had signalled everything before; so look at the flag after that.
             let left = self.commons.has_left(awaited.peer());
             if flag.reached(epoch) {
                 return Ok(());
             }
-            // A chunk is written by this rank's own copy thread, which may still have it to copy.
-            if left && !matches!(awaited, Awaited::Chunk { .. }) {
+            if left && !own {
                 return Err(self.fail(Error::RankLeft {
                     rank: awaited.peer(),
                     waiting: self.rank,
                     what: what(),
                 }));
             }
-            self.pause(begin, awaited.peer(), what)?;
+            self.pause(begin, grace, awaited.peer(), what)?;
             if turn < YIELDS {
                 std::thread::yield_now();
             } else {

@@ -328,7 +328,7 @@ impl<B: Backend> fmt::Debug for Group<B> {
 }
 
 /// How a group is made, where the defaults don't do.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Builder<B: Backend> {
     timeout: Duration,
     workers: Option<usize>,

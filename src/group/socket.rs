@@ -22,6 +22,7 @@ use super::members::Members;
 use super::wire::{self, Line, WireError};
 use crate::error::{Error, Result};
 use crate::memory::{Mapping, memfd};
+use crate::protocol::plan::MAX_WORLD;
 
 const MAGIC: [u8; 8] = *b"gemmesh\0";
 /// Changes whenever ranks of an older build could not work with ranks of this one.
@@ -122,7 +123,7 @@ pub(super) fn meet_speaking(identity: &Identity, version: u32) -> Result<Members
     ))?;
     if rank == 0 {
         match UnixListener::bind_addr(&address) {
-            Ok(listener) => return Host::new(identity, listener)?.host(),
+            Ok(listener) => return Host::new(identity, listener, version)?.host(),
             // Another process is rank 0. Introduce this one too, so that every rank hears of it.
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
             Err(error) => return Err(Error::system(rank, "listen for the other ranks")(error)),
@@ -252,7 +253,7 @@ struct Guest {
 
 impl Stranger {
     /// Reads what has come, without waiting.
-    fn listen(&mut self) -> Introduced {
+    fn listen(&mut self, version: u32) -> Introduced {
         let mut piece = [0; 1024];
         let ended = loop {
             match self.stream.read(&mut piece) {
@@ -269,7 +270,7 @@ impl Stranger {
         if self.bytes[..known] != MAGIC[..known] {
             return Introduced::Nobody;
         }
-        match self.introduction() {
+        match self.introduction(version) {
             Some(guest) => guest,
             None if ended => Introduced::Nobody,
             None => Introduced::NotYet,
@@ -277,13 +278,13 @@ impl Stranger {
     }
 
     /// The introduction, once it is complete.
-    fn introduction(&mut self) -> Option<Introduced> {
+    fn introduction(&mut self, version: u32) -> Option<Introduced> {
         let words = self.bytes.get(Prefix::BYTES..)?;
         let prefix = Prefix::decode(&self.bytes[..Prefix::BYTES])?;
         if prefix.length as usize > MAX_HELLO {
             return Some(Introduced::Nobody);
         }
-        let hello = if prefix.version == PROTOCOL_VERSION {
+        let hello = if prefix.version == version {
             match serde_json::from_slice(words.get(..prefix.length as usize)?) {
                 Ok(hello) => Some(hello),
                 Err(_) => return Some(Introduced::Nobody),
@@ -307,6 +308,8 @@ impl Stranger {
 struct Host<'a> {
     identity: &'a Identity,
     hello: Hello,
+    /// The protocol version that this rank speaks.
+    version: u32,
     listener: UnixListener,
     strangers: Vec<Stranger>,
     /// By rank; none for rank 0.
@@ -316,13 +319,14 @@ struct Host<'a> {
 }
 
 impl<'a> Host<'a> {
-    fn new(identity: &'a Identity, listener: UnixListener) -> Result<Host<'a>> {
+    fn new(identity: &'a Identity, listener: UnixListener, version: u32) -> Result<Host<'a>> {
         listener
             .set_nonblocking(true)
             .map_err(Error::system(0, "set up a socket"))?;
         Ok(Host {
             identity,
             hello: Hello::new(identity),
+            version,
             listener,
             strangers: Vec::new(),
             guests: (0..identity.world).map(|_| None).collect(),
@@ -393,7 +397,11 @@ impl<'a> Host<'a> {
     /// Tells everybody who has come, or comes soon, that there is no group.
     fn tell_all(&mut self, error: &Error) {
         let deadline = Instant::now() + LINGER;
-        let mut told = vec![false; self.identity.world];
+        // If world sizes differ, it may be rank 0 that is wrong: all that the others count on will come.
+        let guests = self.guests.iter().flatten().chain(&self.rejected);
+        let theirs = guests.filter_map(|guest| Some(guest.hello.as_ref()?.world));
+        let world = theirs.fold(self.identity.world, usize::max);
+        let mut told = vec![false; world.min(MAX_WORLD)];
         told[0] = true;
         loop {
             let seated = self.guests.iter_mut().filter_map(Option::take);
@@ -426,7 +434,7 @@ impl<'a> Host<'a> {
 
         while let Ok((stream, _)) = self.listener.accept() {
             let welcome = require_same_user(&stream).and_then(|()| stream.set_nonblocking(true));
-            if welcome.is_ok() && self.strangers.len() < MAX_STRANGERS {
+            if welcome.is_ok() {
                 self.strangers.push(Stranger {
                     stream,
                     since: Instant::now(),
@@ -435,8 +443,9 @@ impl<'a> Host<'a> {
             }
         }
         let mut introduced = Vec::new();
+        let version = self.version;
         self.strangers
-            .retain_mut(|stranger| match stranger.listen() {
+            .retain_mut(|stranger| match stranger.listen(version) {
                 Introduced::Rank(guest) => {
                     introduced.push(guest);
                     false
@@ -444,10 +453,12 @@ impl<'a> Host<'a> {
                 Introduced::Nobody => false,
                 Introduced::NotYet => stranger.since.elapsed() < INTRODUCTION,
             });
-        for guest in introduced {
-            self.seat(guest)?;
-        }
-        Ok(())
+        // A rank introduces itself as soon as it is connected; so the oldest of a crowd is the least likely one.
+        let crowd = self.strangers.len().saturating_sub(MAX_STRANGERS);
+        self.strangers.drain(..crowd);
+        // Everyone who has come is to be told, also of what is wrong with another.
+        let verdicts = introduced.into_iter().map(|guest| self.seat(guest));
+        verdicts.fold(Ok(()), Result::and)
     }
 
     /// Gives a guest its place, or says why it has none.
@@ -479,7 +490,7 @@ impl<'a> Host<'a> {
         mismatch(
             "protocol version",
             guest.version.to_string(),
-            PROTOCOL_VERSION.to_string(),
+            self.version.to_string(),
         )?;
         let Some(hello) = &guest.hello else {
             return Ok(());

@@ -94,10 +94,20 @@ impl<B: Backend, T: Element> Default for AllGatherMatmul<'_, B, T> {
 }
 
 /// A product that has been planned. It fits every `a` of the same shape and split.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Prepared<'a, B: Backend, T: Element> {
     program: Arc<B::Program>,
     bias: Option<&'a Matrix<B, T>>,
+}
+
+// Derived, it would need a backend that can be cloned.
+impl<B: Backend, T: Element> Clone for Prepared<'_, B, T> {
+    fn clone(&self) -> Self {
+        Prepared {
+            program: self.program.clone(),
+            bias: self.bias,
+        }
+    }
 }
 
 /// `b` and `out`.
@@ -246,6 +256,12 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
                 argument: argument.into(),
             })
         };
+        if problem.rank() != rank {
+            return Err(Error::ForeignArgument {
+                rank,
+                argument: "the prepared product".into(),
+            });
+        }
         shape("a [M, K]", [m, k], a.shape())?;
         let split = |p: &Problem| -> Vec<usize> {
             (0..p.world()).map(|rank| p.rows_of(rank).len()).collect()

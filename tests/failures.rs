@@ -1,0 +1,974 @@
+//! Whatever goes wrong on one rank, every rank is told what it was and who: in time, and nothing is left behind.
+//! With real processes and real signals.
+
+mod support;
+
+use std::io::Write;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixStream};
+use std::time::{Duration, Instant};
+
+use gemmesh::launch::{self, Launch};
+use gemmesh::{
+    AllGatherMatmul, Builder, Error, Group, Host, Matrix, ShardedMatrix, all_gather_matmul, bf16,
+    f16,
+};
+use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
+use support::processes::{Outcome, Rank, group, runs, sockets_of, start};
+
+/// Of groups in which nobody is waited for in vain.
+const TIMEOUT: Duration = Duration::from_secs(5);
+/// Of groups in which somebody is.
+const SHORT: Duration = Duration::from_millis(1000);
+/// What "at the timeout" means on a busy machine: rank 0 reports for the others, half a second later.
+const SLACK: Duration = Duration::from_millis(1500);
+
+/// A small product and its arguments.
+struct Arguments {
+    a: ShardedMatrix<Host, bf16>,
+    b: Matrix<Host, bf16>,
+    out: Matrix<Host, bf16>,
+}
+
+impl Arguments {
+    /// Collective. Every element of the product is K.
+    fn new(group: &Group<Host>, m: usize, n: usize, k: usize) -> Result<Arguments, Error> {
+        let mut a = group.sharded::<bf16>(m, k)?;
+        let rows = vec![bf16::ONE; a.rows().len() * k];
+        a.shard_mut().copy_from_host(&rows)?;
+        Ok(Arguments {
+            a,
+            b: group.upload(&vec![bf16::ONE; n * k], n, k)?,
+            out: group.zeros(m, n)?,
+        })
+    }
+
+    fn run(&mut self) -> Result<(), Error> {
+        all_gather_matmul(&self.a, &self.b, &mut self.out)
+    }
+
+    /// Runs it and looks at the result.
+    fn verify(&mut self) -> Result<(), Error> {
+        self.run()?;
+        let k = bf16::from_f32(self.a.shape()[1] as f32);
+        assert!(self.out.to_vec()?.iter().all(|&x| x == k), "a wrong result");
+        Ok(())
+    }
+}
+
+/// Makes sure that the group does nothing after `result`'s error but repeat it, and returns it.
+#[track_caller]
+fn poisoned(group: &Group<Host>, result: Result<(), Error>) -> Result<String, Error> {
+    let error = result.expect_err("an operation that cannot have worked");
+    let repeated = Error::Poisoned {
+        cause: Box::new(error.cause().clone()),
+    };
+    assert_eq!(group.barrier(), Err(repeated.clone()));
+    assert_eq!(group.sharded::<bf16>(4, 4).unwrap_err(), repeated);
+    assert_eq!(group.synchronize(), Err(repeated));
+    Err(error.cause().clone())
+}
+
+/// The one error that all ranks have.
+#[track_caller]
+fn same_error(outcomes: &[Outcome]) -> &Error {
+    let error = outcomes[0].error();
+    for outcome in outcomes {
+        assert_eq!(outcome.error(), error, "rank {}", outcome.rank);
+    }
+    error
+}
+
+#[track_caller]
+fn assert_call_mismatch(outcomes: &[Outcome], odd: usize, its: &str, others: &str) {
+    match same_error(outcomes) {
+        Error::CallMismatch {
+            rank,
+            theirs,
+            expected,
+            ..
+        } => {
+            assert_eq!((*rank, theirs.as_str()), (odd, its));
+            assert_eq!(expected, others);
+        }
+        other => panic!("{other}"),
+    }
+}
+
+#[track_caller]
+fn assert_timeout_names(outcomes: &[&Outcome], culprit: usize) {
+    for outcome in outcomes {
+        match outcome.error() {
+            Error::Timeout {
+                rank, waited_ms, ..
+            } => {
+                assert_eq!(*rank, culprit, "{}", outcome.error());
+                let waited = Duration::from_millis(*waited_ms);
+                assert!((SHORT..SHORT + SLACK).contains(&waited), "{waited:?}");
+            }
+            other => panic!("rank {}: {other}", outcome.rank),
+        }
+    }
+}
+
+// The rendezvous.
+
+#[test]
+fn a_rank_with_another_world_size_is_named() {
+    let places = [(0, 3), (1, 3), (2, 4)];
+    let ranks = start(test_name!(), &places, |rank| {
+        rank.connect(TIMEOUT).map(|_| "a group".into())
+    });
+    let expected = Error::Mismatch {
+        rank: 2,
+        what: "world size".into(),
+        theirs: "4".into(),
+        expected: "3".into(),
+    };
+    assert_eq!(same_error(&ranks.outcomes()), &expected);
+}
+
+#[test]
+fn rank_0_with_another_world_size_is_named_to_every_rank() {
+    let places = [(0, 2), (1, 4), (2, 4), (3, 4)];
+    let ranks = start(test_name!(), &places, |rank| {
+        rank.connect(TIMEOUT).map(|_| "a group".into())
+    });
+    match same_error(&ranks.outcomes()) {
+        Error::Mismatch {
+            what,
+            theirs,
+            expected,
+            ..
+        } => assert_eq!(
+            (what.as_str(), theirs.as_str(), expected.as_str()),
+            ("world size", "4", "2")
+        ),
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn two_processes_with_one_rank_are_named() {
+    let places = [(0, 3), (1, 3), (1, 3)];
+    let ranks = start(test_name!(), &places, |rank| {
+        rank.connect(TIMEOUT).map(|_| "a group".into())
+    });
+    assert_duplicates(ranks, 1, [1, 2]);
+}
+
+#[test]
+fn two_processes_that_are_both_rank_0_are_named() {
+    let places = [(0, 3), (0, 3), (1, 3)];
+    let ranks = start(test_name!(), &places, |rank| {
+        rank.connect(TIMEOUT).map(|_| "a group".into())
+    });
+    assert_duplicates(ranks, 0, [0, 1]);
+}
+
+#[track_caller]
+fn assert_duplicates(ranks: support::processes::Processes, duplicate: usize, places: [usize; 2]) {
+    let mut expected = places.map(|place| ranks.pid(place).as_raw_nonzero().get() as u32);
+    expected.sort();
+    match same_error(&ranks.outcomes()) {
+        Error::DuplicateRank { rank, pids } => {
+            let mut pids = *pids;
+            pids.sort();
+            assert_eq!((*rank, pids), (duplicate, expected));
+        }
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn a_rank_that_never_comes_is_named_at_the_timeout() {
+    let ranks = start(test_name!(), &[(0, 3), (1, 3)], |rank| {
+        rank.connect(SHORT).map(|_| "a group".into())
+    });
+    assert_missing(&ranks.outcomes(), 2);
+}
+
+#[test]
+fn rank_0_that_never_comes_is_named_at_the_timeout() {
+    let ranks = start(test_name!(), &[(1, 3), (2, 3)], |rank| {
+        rank.connect(SHORT).map(|_| "a group".into())
+    });
+    assert_missing(&ranks.outcomes(), 0);
+}
+
+#[track_caller]
+fn assert_missing(outcomes: &[Outcome], missing: usize) {
+    for outcome in outcomes {
+        match outcome.error() {
+            Error::RanksMissing {
+                ranks, waited_ms, ..
+            } => {
+                assert_eq!(ranks, &[missing]);
+                let waited = Duration::from_millis(*waited_ms);
+                assert!((SHORT..SHORT + SLACK).contains(&waited), "{waited:?}");
+            }
+            other => panic!("{other}"),
+        }
+    }
+}
+
+#[test]
+fn a_rank_of_another_protocol_version_is_named() {
+    let ranks = group(test_name!(), 3, |rank| {
+        let builder = Builder::<Host>::new().timeout(TIMEOUT);
+        let group = match rank.rank {
+            2 => builder.connect_speaking(2, rank.world, &rank.address, 999),
+            _ => builder.connect(rank.rank, rank.world, &rank.address),
+        };
+        group.map(|_| "a group".into())
+    });
+    match same_error(&ranks.outcomes()) {
+        Error::Mismatch {
+            rank, what, theirs, ..
+        } => assert_eq!(
+            (*rank, what.as_str(), theirs.as_str()),
+            (2, "protocol version", "999")
+        ),
+        other => panic!("{other}"),
+    }
+}
+
+/// A group of three whose rank 0 waits; `strangers` come to its socket; then the others do.
+#[track_caller]
+fn group_that_strangers_visit(
+    test: &str,
+    strangers: impl FnOnce(&dyn Fn() -> UnixStream) -> Vec<UnixStream>,
+) {
+    let mut ranks = group(test, 3, |rank| {
+        if rank.rank != 0 {
+            rank.hear();
+        }
+        let group = rank.connect(TIMEOUT)?;
+        Arguments::new(&group, 9, 5, 3)?.verify()?;
+        group.barrier()?;
+        Ok("done".into())
+    });
+    let begin = Instant::now();
+    let name = loop {
+        match sockets_of(&ranks.address).pop() {
+            Some(name) => break name,
+            None => assert!(begin.elapsed() < TIMEOUT, "rank 0 does not listen"),
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    };
+    let address = SocketAddr::from_abstract_name(name).unwrap();
+    let connect = || UnixStream::connect_addr(&address).expect("a connection to rank 0");
+    let visitors = strangers(&connect);
+    ranks.tell(1);
+    ranks.tell(2);
+    for outcome in ranks.outcomes() {
+        assert_eq!(outcome.value(), "done");
+    }
+    drop(visitors);
+}
+
+fn introduction(length: u32, words: &[u8]) -> Vec<u8> {
+    let numbers = [1, 1, length].map(u32::to_le_bytes).concat();
+    [b"gemmesh\0", numbers.as_slice(), words].concat()
+}
+
+#[test]
+fn strangers_on_the_socket_are_no_ranks_and_keep_none_away() {
+    group_that_strangers_visit(test_name!(), |connect| {
+        let messages = [
+            b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n".to_vec(),
+            b"gemmash\0\x01\0\0\0\x01\0\0\0".to_vec(),
+            vec![0; 1 << 16],
+            introduction(u32::MAX, b"{}"),
+            introduction(16, b"this is no JSON!"),
+            // The right words so far, then silence.
+            b"gemm".to_vec(),
+            introduction(100, b"{\"world\":3,"),
+            vec![],
+        ];
+        let mut visitors = Vec::new();
+        for message in &messages {
+            let mut silent = connect();
+            // Rank 0 may hang up before it has read everything.
+            let _ = silent.write_all(message);
+            visitors.push(silent);
+            let mut half_open = connect();
+            let _ = half_open.write_all(message);
+            half_open.shutdown(std::net::Shutdown::Write).unwrap();
+            visitors.push(half_open);
+            let mut gone = connect();
+            let _ = gone.write_all(message);
+        }
+        visitors
+    });
+}
+
+#[test]
+fn a_crowd_of_silent_strangers_keeps_no_rank_away() {
+    group_that_strangers_visit(test_name!(), |connect| {
+        (0..400).map(|_| connect()).collect()
+    });
+}
+
+// Calls that differ.
+
+#[test]
+fn a_sharded_matrix_of_another_shape_on_one_rank_is_named() {
+    let ranks = group(test_name!(), 3, |rank| {
+        let group = rank.connect(TIMEOUT)?;
+        let m = if rank.rank == 1 { 9 } else { 6 };
+        poisoned(&group, group.sharded::<bf16>(m, 4).map(drop))
+    });
+    assert_call_mismatch(
+        &ranks.outcomes(),
+        1,
+        "sharded(rows of each rank = [3, 3, 3], K = 4, bf16)",
+        "sharded(rows of each rank = [2, 2, 2], K = 4, bf16)",
+    );
+}
+
+#[test]
+fn a_sharded_matrix_of_another_type_on_one_rank_is_named() {
+    let ranks = group(test_name!(), 3, |rank| {
+        let group = rank.connect(TIMEOUT)?;
+        let result = match rank.rank {
+            0 => group.sharded::<f16>(6, 4).map(drop),
+            _ => group.sharded::<bf16>(6, 4).map(drop),
+        };
+        poisoned(&group, result)
+    });
+    assert_call_mismatch(
+        &ranks.outcomes(),
+        0,
+        "sharded(rows of each rank = [2, 2, 2], K = 4, f16)",
+        "sharded(rows of each rank = [2, 2, 2], K = 4, bf16)",
+    );
+}
+
+#[test]
+fn a_product_of_another_n_on_one_rank_is_named() {
+    let ranks = group(test_name!(), 3, |rank| {
+        let group = rank.connect(TIMEOUT)?;
+        let n = if rank.rank == 2 { 8 } else { 5 };
+        let mut arguments = Arguments::new(&group, 6, n, 4)?;
+        poisoned(&group, arguments.run())
+    });
+    assert_call_mismatch(
+        &ranks.outcomes(),
+        2,
+        "all_gather_matmul(M = 6, N = 8, K = 4, bf16, sharded matrix 0)",
+        "all_gather_matmul(M = 6, N = 5, K = 4, bf16, sharded matrix 0)",
+    );
+}
+
+#[test]
+fn a_rank_that_gathers_while_the_others_multiply_is_named() {
+    let ranks = group(test_name!(), 3, |rank| {
+        let group = rank.connect(TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+        arguments.verify()?;
+        let result = match rank.rank {
+            1 => AllGatherMatmul::new()
+                .prepare(&arguments.a, 5)?
+                .gather(&arguments.a),
+            _ => arguments.run(),
+        };
+        poisoned(&group, result)
+    });
+    assert_call_mismatch(
+        &ranks.outcomes(),
+        1,
+        "gather(M = 6, K = 4, bf16, sharded matrix 0)",
+        "all_gather_matmul(M = 6, N = 5, K = 4, bf16, sharded matrix 0)",
+    );
+}
+
+#[test]
+fn a_rank_that_multiplies_another_matrix_of_the_same_shape_is_named() {
+    let ranks = group(test_name!(), 3, |rank| {
+        let group = rank.connect(TIMEOUT)?;
+        let mut first = Arguments::new(&group, 6, 5, 4)?;
+        let mut second = Arguments::new(&group, 6, 5, 4)?;
+        first.verify()?;
+        second.verify()?;
+        let result = if rank.rank == 0 {
+            first.run()
+        } else {
+            second.run()
+        };
+        poisoned(&group, result)
+    });
+    assert_call_mismatch(
+        &ranks.outcomes(),
+        0,
+        "all_gather_matmul(M = 6, N = 5, K = 4, bf16, sharded matrix 0)",
+        "all_gather_matmul(M = 6, N = 5, K = 4, bf16, sharded matrix 1)",
+    );
+}
+
+#[test]
+fn a_rank_at_a_barrier_while_the_others_allocate_is_named() {
+    let ranks = group(test_name!(), 3, |rank| {
+        let group = rank.connect(TIMEOUT)?;
+        let result = match rank.rank {
+            1 => group.barrier(),
+            _ => group.sharded::<bf16>(6, 4).map(drop),
+        };
+        poisoned(&group, result)
+    });
+    assert_call_mismatch(
+        &ranks.outcomes(),
+        1,
+        "barrier()",
+        "sharded(rows of each rank = [2, 2, 2], K = 4, bf16)",
+    );
+}
+
+#[test]
+fn a_rank_at_a_barrier_while_the_others_multiply_is_named_at_the_timeout() {
+    let ranks = group(test_name!(), 3, |rank| {
+        let group = rank.connect(SHORT)?;
+        let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+        let result = match rank.rank {
+            1 => group.barrier(),
+            _ => arguments.run(),
+        };
+        poisoned(&group, result)
+    });
+    let outcomes = ranks.outcomes();
+    assert_timeout_names(&outcomes.iter().collect::<Vec<_>>(), 1);
+}
+
+// Memory.
+
+/// Lets this process map `spare` bytes more than now, until the limit is lifted.
+fn limit_memory(spare: u64) -> Rlimit {
+    let before = getrlimit(Resource::As);
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let mapped = status.lines().find_map(|l| l.strip_prefix("VmSize:"));
+    let mapped: u64 = mapped
+        .unwrap()
+        .trim()
+        .trim_end_matches(" kB")
+        .parse()
+        .unwrap();
+    let limit = Rlimit {
+        current: Some(mapped * 1024 + spare),
+        maximum: before.maximum,
+    };
+    setrlimit(Resource::As, limit).unwrap();
+    before
+}
+
+const MIB: u64 = 1 << 20;
+
+/// So that none of them maps memory for its first allocation later.
+fn start_all_threads(group: &Group<Host>) -> Result<(), Error> {
+    Arguments::new(group, 999, 300, 3)?.verify()?;
+    group.barrier()
+}
+
+#[test]
+fn a_rank_without_memory_is_named_and_the_group_goes_on() {
+    let ranks = group(test_name!(), 3, |rank| {
+        let group = rank.connect(TIMEOUT)?;
+        start_all_threads(&group)?;
+        let limit = (rank.rank == 1).then(|| limit_memory(32 * MIB));
+        let error = group.sharded::<bf16>(32 << 10, 1 << 10).unwrap_err();
+        if let Some(limit) = limit {
+            setrlimit(Resource::As, limit).unwrap();
+        }
+        // With the limit lifted, this works: also the call that has failed.
+        group.sharded::<bf16>(32 << 10, 1 << 10)?;
+        Arguments::new(&group, 9, 5, 3)?.verify()?;
+        Err(error)
+    });
+    match same_error(&ranks.outcomes()) {
+        Error::OutOfMemory { rank, bytes, .. } => assert_eq!((*rank, *bytes), (1, 64 << 20)),
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn a_rank_that_cannot_map_its_peers_memory_is_named() {
+    let ranks = group(test_name!(), 3, |rank| {
+        let group = rank.connect(TIMEOUT)?;
+        start_all_threads(&group)?;
+        // Enough for its own memory, not for that of all ranks.
+        let limit = (rank.rank == 1).then(|| limit_memory(150 * MIB));
+        let result = group.sharded::<bf16>(32 << 10, 1 << 10);
+        if let Some(limit) = limit {
+            setrlimit(Resource::As, limit).unwrap();
+        }
+        // The others may have theirs, and learn of it at their next call.
+        let result = result.and_then(|_| Arguments::new(&group, 9, 5, 3)?.run());
+        poisoned(&group, result)
+    });
+    match same_error(&ranks.outcomes()) {
+        Error::OutOfMemory { rank, bytes, .. } => assert_eq!((*rank, *bytes), (1, 64 << 20)),
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn more_memory_than_the_machine_has_is_refused_and_the_group_goes_on() {
+    let ranks = group(test_name!(), 3, |rank| {
+        let group = rank.connect(TIMEOUT)?;
+        let huge = 1 << 24;
+        let error = group.sharded::<bf16>(huge, huge).unwrap_err();
+        let own = group.zeros::<bf16>(huge, huge).unwrap_err();
+        assert!(
+            matches!(own, Error::OutOfMemory { rank: r, .. } if r == rank.rank),
+            "{own}"
+        );
+        Arguments::new(&group, 9, 5, 3)?.verify()?;
+        Err(error)
+    });
+    assert!(matches!(
+        same_error(&ranks.outcomes()),
+        Error::OutOfMemory { bytes, .. } if *bytes == 1 << 49
+    ));
+}
+
+// Ranks that end, stop or stay away.
+
+/// Survivors of a SIGKILL know within this.
+const NOTICED: Duration = Duration::from_millis(1000);
+
+/// Kills rank `victim`, which does not call the operation that the others are in.
+#[track_caller]
+fn kill_while_the_others_wait(test: &str, victim: usize) {
+    let ranks = group(test, 3, |rank| {
+        let group = rank.connect(TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 9, 5, 3)?;
+        arguments.verify()?;
+        rank.say("here");
+        if rank.rank == victim {
+            rank.hear();
+        }
+        poisoned(&group, arguments.run())
+    });
+    ranks.all_heard("here");
+    std::thread::sleep(Duration::from_millis(50));
+    let killed = ranks.signal(victim, Signal::KILL);
+    assert_lost(&ranks.outcomes(), victim, killed);
+}
+
+#[track_caller]
+fn assert_lost(outcomes: &[Outcome], victim: usize, killed: Instant) {
+    for outcome in outcomes {
+        if outcome.rank == victim {
+            outcome.assert_killed();
+            continue;
+        }
+        assert!(
+            matches!(outcome.error(), Error::RankLost { rank, .. } if *rank == victim),
+            "{}",
+            outcome.error()
+        );
+        let noticed = outcome.at - killed;
+        assert!(noticed < NOTICED, "rank {} took {noticed:?}", outcome.rank);
+    }
+}
+
+#[test]
+fn a_rank_killed_while_the_others_wait_for_it_is_named_within_a_second() {
+    kill_while_the_others_wait(test_name!(), 2);
+}
+
+#[test]
+fn rank_0_killed_while_the_others_wait_for_it_is_named_within_a_second() {
+    kill_while_the_others_wait(test_name!(), 0);
+}
+
+#[test]
+fn a_rank_killed_amid_operations_is_named_within_a_second() {
+    let ranks = group(test_name!(), 3, |rank| {
+        let group = rank.connect(TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 99, 50, 30)?;
+        rank.say("here");
+        loop {
+            if let Err(error) = arguments.verify() {
+                return poisoned(&group, Err(error));
+            }
+        }
+    });
+    ranks.all_heard("here");
+    std::thread::sleep(Duration::from_millis(100));
+    let killed = ranks.signal(1, Signal::KILL);
+    assert_lost(&ranks.outcomes(), 1, killed);
+}
+
+#[test]
+fn a_rank_killed_at_a_barrier_is_named_within_a_second() {
+    let ranks = group(test_name!(), 3, |rank| {
+        let group = rank.connect(TIMEOUT)?;
+        rank.say("here");
+        if rank.rank == 1 {
+            rank.hear();
+        }
+        poisoned(&group, group.barrier())
+    });
+    ranks.all_heard("here");
+    let killed = ranks.signal(1, Signal::KILL);
+    assert_lost(&ranks.outcomes(), 1, killed);
+}
+
+#[test]
+fn a_rank_killed_while_all_are_idle_is_named_by_the_next_call() {
+    let mut ranks = group(test_name!(), 3, |rank| {
+        let group = rank.connect(TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 9, 5, 3)?;
+        arguments.verify()?;
+        rank.say("here");
+        rank.hear();
+        poisoned(&group, arguments.run())
+    });
+    ranks.all_heard("here");
+    ranks.signal(1, Signal::KILL);
+    std::thread::sleep(Duration::from_millis(50));
+    let told = Instant::now();
+    ranks.tell(0);
+    ranks.tell(2);
+    assert_lost(&ranks.outcomes(), 1, told);
+}
+
+#[test]
+fn a_rank_killed_at_the_rendezvous_is_named_at_the_latest_by_the_first_call() {
+    let mut ranks = group(test_name!(), 3, |rank| {
+        if rank.rank == 2 {
+            rank.hear();
+        }
+        rank.say("here");
+        let group = rank.connect(SHORT).map_err(|e| e.cause().clone())?;
+        poisoned(&group, group.barrier())
+    });
+    ranks.heard(0, "here");
+    ranks.heard(1, "here");
+    std::thread::sleep(Duration::from_millis(100));
+    ranks.signal(1, Signal::KILL);
+    ranks.tell(2);
+    for outcome in ranks.outcomes() {
+        match outcome.rank {
+            1 => outcome.assert_killed(),
+            _ => assert!(
+                matches!(outcome.error(), Error::RankLost { rank: 1, .. }),
+                "{}",
+                outcome.error()
+            ),
+        }
+    }
+}
+
+/// Stops rank `victim`; the others give up at their timeout; then it goes on.
+#[track_caller]
+fn stop(test: &str, victim: usize, call: fn(&Group<Host>, &mut Arguments) -> Result<(), Error>) {
+    let mut ranks = group(test, 3, |rank| {
+        let group = rank.connect(SHORT)?;
+        let mut arguments = Arguments::new(&group, 9, 5, 3)?;
+        arguments.verify()?;
+        rank.say("here");
+        rank.hear();
+        let outcome = poisoned(&group, call(&group, &mut arguments));
+        rank.say("failed");
+        outcome
+    });
+    ranks.all_heard("here");
+    ranks.signal(victim, Signal::STOP);
+    let others = (0..3).filter(|&rank| rank != victim);
+    for place in others.clone() {
+        ranks.tell(place);
+    }
+    for place in others {
+        ranks.heard(place, "failed");
+    }
+    ranks.signal(victim, Signal::CONT);
+    ranks.tell(victim);
+    assert_timeout_names(&ranks.outcomes().iter().collect::<Vec<_>>(), victim);
+}
+
+#[test]
+fn a_stopped_rank_is_named_at_the_timeout_and_told_when_it_goes_on() {
+    stop(test_name!(), 1, |_, arguments| arguments.run());
+}
+
+#[test]
+fn a_stopped_rank_0_is_named_at_the_timeout_of_a_barrier() {
+    stop(test_name!(), 0, |group, _| group.barrier());
+}
+
+#[test]
+fn a_rank_stopped_amid_operations_is_named_at_the_timeout_and_told_when_it_goes_on() {
+    let ranks = group(test_name!(), 3, |rank| {
+        let group = rank.connect(SHORT)?;
+        let mut arguments = Arguments::new(&group, 99, 50, 30)?;
+        rank.say("here");
+        loop {
+            if let Err(error) = arguments.verify() {
+                rank.say("failed");
+                return poisoned(&group, Err(error));
+            }
+        }
+    });
+    ranks.all_heard("here");
+    std::thread::sleep(Duration::from_millis(100));
+    ranks.signal(1, Signal::STOP);
+    ranks.heard(0, "failed");
+    ranks.heard(2, "failed");
+    ranks.signal(1, Signal::CONT);
+    assert_timeout_names(&ranks.outcomes().iter().collect::<Vec<_>>(), 1);
+}
+
+#[test]
+fn a_rank_that_never_calls_is_named_at_the_timeout() {
+    let mut ranks = group(test_name!(), 3, |rank| {
+        let group = rank.connect(SHORT)?;
+        let mut arguments = Arguments::new(&group, 9, 5, 3)?;
+        arguments.verify()?;
+        if rank.rank == 2 {
+            rank.hear();
+        }
+        let outcome = poisoned(&group, arguments.run());
+        rank.say("failed");
+        outcome
+    });
+    ranks.heard(0, "failed");
+    ranks.heard(1, "failed");
+    ranks.tell(2);
+    assert_timeout_names(&ranks.outcomes().iter().collect::<Vec<_>>(), 2);
+}
+
+#[test]
+fn a_rank_that_never_calls_is_named_also_by_ranks_without_rows_of_their_own() {
+    let error = Builder::<Host>::new()
+        .timeout(SHORT)
+        .workers(3)
+        .threads(4, |group| {
+            let a = group.sharded_rows::<bf16>(&[0, 5, 0, 5], 3)?;
+            let b = group.zeros::<bf16>(5, 3)?;
+            let mut out = group.zeros::<bf16>(10, 5)?;
+            if group.rank() == 1 {
+                std::thread::sleep(SHORT + SLACK);
+            }
+            all_gather_matmul(&a, &b, &mut out)
+        })
+        .unwrap_err();
+    assert!(matches!(error, Error::Timeout { rank: 1, .. }), "{error}");
+}
+
+/// Rank `leaver` drops its group; the others go on to `call`.
+#[track_caller]
+fn leave(test: &str, leaver: usize, call: fn(&Group<Host>, &mut Arguments) -> Result<(), Error>) {
+    let mut ranks = group(test, 3, |rank| {
+        let group = rank.connect(TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 9, 5, 3)?;
+        arguments.verify()?;
+        group.barrier()?;
+        if rank.rank == leaver {
+            drop((arguments, group));
+            rank.say("left");
+            return Ok("left".into());
+        }
+        rank.hear();
+        poisoned(&group, call(&group, &mut arguments))
+    });
+    let left = ranks.heard(leaver, "left");
+    let others = (0..3).filter(|&rank| rank != leaver);
+    for place in others {
+        ranks.tell(place);
+    }
+    for outcome in ranks.outcomes() {
+        if outcome.rank == leaver {
+            assert_eq!(outcome.value(), "left");
+            continue;
+        }
+        assert!(
+            matches!(outcome.error(), Error::RankLeft { rank, .. } if *rank == leaver),
+            "{}",
+            outcome.error()
+        );
+        assert!(outcome.at - left < NOTICED);
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_before_an_operation_is_named() {
+    leave(test_name!(), 2, |_, arguments| arguments.run());
+}
+
+#[test]
+fn rank_0_that_leaves_before_an_operation_is_named() {
+    leave(test_name!(), 0, |_, arguments| arguments.run());
+}
+
+#[test]
+fn a_rank_that_leaves_before_a_barrier_is_named() {
+    leave(test_name!(), 1, |group, _| group.barrier());
+}
+
+#[test]
+fn rank_0_that_leaves_before_a_barrier_is_named() {
+    leave(test_name!(), 0, |group, _| group.barrier());
+}
+
+#[test]
+fn a_rank_that_panics_is_lost_to_the_others() {
+    let ranks = group(test_name!(), 3, |rank| {
+        let group = rank.connect(TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 9, 5, 3)?;
+        arguments.verify()?;
+        if rank.rank == 1 {
+            let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || {
+                let _dropped_by_the_panic = (arguments, group);
+                std::panic::resume_unwind(Box::new("planted"));
+            }));
+            assert!(caught.is_err());
+            return Ok("caught".into());
+        }
+        poisoned(&group, arguments.run())
+    });
+    let outcomes = ranks.outcomes();
+    for survivor in [&outcomes[0], &outcomes[2]] {
+        assert!(
+            // It may have died before the survivor's call or during it.
+            matches!(survivor.error().cause(), Error::RankLost { rank: 1, .. }),
+            "{}",
+            survivor.error()
+        );
+    }
+    assert_eq!(outcomes[1].value(), "caught");
+}
+
+// The launcher. Rank processes inherit the test's environment, so they play the same part.
+
+fn launched(rank: &Rank, test: &str, world: usize) -> Result<String, Error> {
+    assert_eq!(rank.place, 0);
+    Launch::new(world)
+        .args(["--exact", test, "--nocapture", "--test-threads=1"])
+        .run()
+        .map(|()| "all ranks have succeeded".into())
+}
+
+#[test]
+fn launched_ranks_meet_and_their_output_is_forwarded() {
+    let test = test_name!();
+    let ranks = start(test, &[(0, 1)], |me| {
+        if !launch::is_rank() {
+            return launched(me, test, 3);
+        }
+        let group = Group::<Host>::from_env()?;
+        Arguments::new(&group, 9, 5, 3)?.verify()?;
+        me.say(format!("rank {} of {}", group.rank(), group.world_size()));
+        let message = format!("an error message of rank {}\n", group.rank());
+        std::io::stderr().write_all(message.as_bytes()).unwrap();
+        drop(group);
+        std::process::exit(0);
+    });
+    let outcome = &ranks.outcomes()[0];
+    assert_eq!(outcome.value(), "all ranks have succeeded");
+    for rank in 0..3 {
+        assert!(outcome.text.contains(&format!("rank {rank} of 3")));
+        assert!(
+            outcome
+                .text
+                .contains(&format!("an error message of rank {rank}"))
+        );
+    }
+}
+
+#[test]
+fn the_first_launched_rank_that_fails_is_returned_and_the_others_are_killed() {
+    let test = test_name!();
+    let ranks = start(test, &[(0, 1)], |me| {
+        if !launch::is_rank() {
+            return launched(me, test, 3);
+        }
+        let group = Group::<Host>::from_env()?;
+        me.say(format!("pid {}", std::process::id()));
+        group.barrier()?;
+        if group.rank() == 1 {
+            std::process::exit(7);
+        }
+        // The others don't end by themselves.
+        std::thread::sleep(Duration::from_secs(60));
+        std::process::exit(0);
+    });
+    let begin = Instant::now();
+    let outcome = &ranks.outcomes()[0];
+    assert!(begin.elapsed() < Duration::from_secs(5));
+    match outcome.error() {
+        Error::RankFailed { rank, status } => {
+            assert_eq!(*rank, 1);
+            assert!(status.contains('7'), "{status}");
+        }
+        other => panic!("{other}"),
+    }
+    assert_all_ended(&outcome.text, 3);
+}
+
+#[test]
+fn a_launched_rank_that_is_killed_is_returned() {
+    let test = test_name!();
+    let ranks = start(test, &[(0, 1)], |me| {
+        if !launch::is_rank() {
+            return launched(me, test, 3);
+        }
+        let group = Group::<Host>::from_env()?;
+        me.say(format!("pid {}", std::process::id()));
+        group.barrier()?;
+        if group.rank() == 2 {
+            rustix::process::kill_process(rustix::process::getpid(), Signal::KILL).unwrap();
+        }
+        // The others find it lost and fail later, on its account.
+        let failed = group.barrier().is_err();
+        std::thread::sleep(Duration::from_millis(100));
+        std::process::exit(failed.into());
+    });
+    let outcome = &ranks.outcomes()[0];
+    match outcome.error() {
+        Error::RankFailed { rank, status } => {
+            assert_eq!(*rank, 2);
+            assert!(status.contains("signal: 9"), "{status}");
+        }
+        other => panic!("{other}"),
+    }
+    assert_all_ended(&outcome.text, 3);
+}
+
+#[test]
+fn launched_ranks_die_with_their_launcher() {
+    let test = test_name!();
+    let ranks = start(test, &[(0, 1)], |me| {
+        if !launch::is_rank() {
+            return launched(me, test, 3);
+        }
+        let group = Group::<Host>::from_env()?;
+        me.say(format!("pid {}", std::process::id()));
+        group.barrier()?;
+        me.say(format!("rank {} is here", group.rank()));
+        std::thread::sleep(Duration::from_secs(60));
+        std::process::exit(0);
+    });
+    for rank in 0..3 {
+        ranks.heard(0, &format!("rank {rank} is here"));
+    }
+    let killed = ranks.signal(0, Signal::KILL);
+    // Also the ends of their outputs have been waited for here.
+    let outcome = &ranks.outcomes()[0];
+    outcome.assert_killed();
+    assert!(outcome.at - killed < NOTICED);
+    assert_all_ended(&outcome.text, 3);
+}
+
+#[track_caller]
+fn assert_all_ended(text: &str, world: usize) {
+    let pids: Vec<&str> = text
+        .lines()
+        .filter_map(|line| line.split_once("pid "))
+        .map(|(_, pid)| pid.trim())
+        .collect();
+    assert_eq!(pids.len(), world, "{text}");
+    for pid in pids {
+        assert!(!runs(pid), "process {pid} still runs");
+    }
+}

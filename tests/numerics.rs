@@ -1,0 +1,682 @@
+//! Every result is the one that float64 gives, within rounding, whatever the shape, the split, the type, the way it
+//! is cut up, and the order in which rows arrive.
+
+mod support;
+
+use std::time::Duration;
+
+use gemmesh::{
+    AllGatherMatmul, Builder, Config, Element, Error, Group, Host, Matrix, ShardedMatrix,
+    all_gather_matmul, bf16, f16,
+};
+use rand::RngExt;
+use support::numbers::{Reference, bits, nan, normal, rng};
+use support::processes;
+
+/// A product as its ranks see it: the gathered matrix, and what each rank multiplies it with.
+#[derive(Clone, Debug)]
+struct Case {
+    rows: Vec<usize>,
+    n: usize,
+    k: usize,
+    bias: bool,
+    /// The backend's if there is none.
+    config: Option<Config>,
+    workers: usize,
+    seed: u64,
+}
+
+impl Case {
+    /// Rows are split evenly; one worker a rank; no bias.
+    fn even(world: usize, m: usize, n: usize, k: usize) -> Case {
+        let split = |rank| m / world + usize::from(rank < m % world);
+        Case {
+            rows: (0..world).map(split).collect(),
+            n,
+            k,
+            bias: false,
+            config: None,
+            workers: 1,
+            seed: (m * 1_000_003 + n * 1009 + k) as u64,
+        }
+    }
+
+    fn m(&self) -> usize {
+        self.rows.iter().sum()
+    }
+
+    fn a<T: Element>(&self) -> Vec<T> {
+        normal(self.seed, self.m() * self.k)
+    }
+
+    /// Each rank has a weight and a bias of its own.
+    fn b<T: Element>(&self, rank: usize) -> (Vec<T>, Option<Vec<T>>) {
+        let seed = self.seed ^ (rank as u64 + 1) << 40;
+        let bias = self.bias.then(|| normal(!seed, self.n));
+        (normal(seed, self.n * self.k), bias)
+    }
+
+    /// Runs it on threads and checks everything on every rank.
+    #[track_caller]
+    fn verify<T: Element>(&self) {
+        let a = self.a::<T>();
+        let worst = Builder::<Host>::new()
+            .workers(self.workers)
+            .timeout(Duration::from_secs(20))
+            .threads(self.rows.len(), |group| {
+                let (b, bias) = self.b::<T>(group.rank());
+                let worst = self.verify_rank(&group, &a, &b, bias.as_deref());
+                worst
+                    .map_err(|what| Failure(format!("{}, rank {}: {what}", T::DTYPE, group.rank())))
+            });
+        if let Err(Failure(what)) = worst {
+            panic!("{self:?}: {what}");
+        }
+    }
+
+    /// On one rank: the product of given data, its output and the other ranks' rows poisoned before.
+    fn verify_rank<T: Element>(
+        &self,
+        group: &Group<Host>,
+        a: &[T],
+        b: &[T],
+        bias: Option<&[T]>,
+    ) -> Result<f64, String> {
+        let mut placed = Placed::new(group, self, a, b, bias).map_err(|e| e.to_string())?;
+        placed.poison().map_err(|e| e.to_string())?;
+        placed.fused(self.config).map_err(|e| e.to_string())?;
+        let (gathered, out) = placed.read().map_err(|e| e.to_string())?;
+        if bits(&gathered) != bits(a) {
+            return Err("the gathered matrix is not the one that was spread".into());
+        }
+        Reference::new(a, b, bias, self.k).check(&out)
+    }
+}
+
+/// For `threads`, whose errors may also be the library's.
+#[derive(Debug)]
+struct Failure(String);
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Failure {
+        Failure(error.to_string())
+    }
+}
+
+impl From<String> for Failure {
+    fn from(what: String) -> Failure {
+        Failure(what)
+    }
+}
+
+/// A case's matrices in a rank's memory.
+struct Placed<T: Element> {
+    a: ShardedMatrix<Host, T>,
+    b: Matrix<Host, T>,
+    bias: Option<Matrix<Host, T>>,
+    out: Matrix<Host, T>,
+}
+
+impl<T: Element> Placed<T> {
+    fn new(
+        group: &Group<Host>,
+        case: &Case,
+        a: &[T],
+        b: &[T],
+        bias: Option<&[T]>,
+    ) -> Result<Placed<T>, Error> {
+        let mut sharded = group.sharded_rows::<T>(&case.rows, case.k)?;
+        let own = sharded.rows();
+        sharded
+            .shard_mut()
+            .copy_from_host(&a[own.start * case.k..own.end * case.k])?;
+        Ok(Placed {
+            a: sharded,
+            b: group.upload(b, case.n, case.k)?,
+            bias: bias.map(|bias| group.upload(bias, 1, case.n)).transpose()?,
+            out: group.zeros(case.m(), case.n)?,
+        })
+    }
+
+    /// Nothing of an earlier operation, and no zero of a new matrix, can pass for a result.
+    fn poison(&mut self) -> Result<(), Error> {
+        let [m, n] = self.out.shape();
+        self.out.copy_from_host(&vec![nan::<T>(); m * n])?;
+        self.a.poison(nan())
+    }
+
+    fn operation<'a>(
+        bias: &'a Option<Matrix<Host, T>>,
+        config: Option<Config>,
+    ) -> AllGatherMatmul<'a, Host, T> {
+        let operation = AllGatherMatmul::new();
+        let operation = match bias {
+            Some(bias) => operation.bias(bias),
+            None => operation,
+        };
+        match config {
+            Some(config) => operation.config(config),
+            None => operation,
+        }
+    }
+
+    fn fused(&mut self, config: Option<Config>) -> Result<(), Error> {
+        Self::operation(&self.bias, config).run(&self.a, &self.b, &mut self.out)
+    }
+
+    fn gather_then_matmul(&mut self, config: Option<Config>) -> Result<(), Error> {
+        let operation = Self::operation(&self.bias, config);
+        let prepared = operation.prepare(&self.a, self.b.shape()[0])?;
+        prepared.gather(&self.a)?;
+        prepared.matmul(&self.a, &self.b, &mut self.out)
+    }
+
+    fn read(&mut self) -> Result<(Vec<T>, Vec<T>), Error> {
+        Ok((self.a.to_vec()?, self.out.to_vec()?))
+    }
+}
+
+fn config(tile_m: usize, tile_n: usize, tile_k: usize, group_m: usize, chunks: usize) -> Config {
+    Config {
+        tile_m,
+        tile_n,
+        tile_k,
+        group_m,
+        chunks,
+    }
+}
+
+#[test]
+fn the_bound_refuses_what_is_wrong() {
+    let (a, b) = (normal::<bf16>(1, 6 * 40), normal::<bf16>(2, 5 * 40));
+    let reference = Reference::new(&a, &b, None, 40);
+    let exact: Vec<bf16> = a
+        .chunks(40)
+        .flat_map(|row| {
+            b.chunks(40).map(move |weights| {
+                let terms = row.iter().zip(weights);
+                bf16::from_f64(terms.map(|(a, b)| a.to_f64() * b.to_f64()).sum())
+            })
+        })
+        .collect();
+    assert!(reference.check(&exact).unwrap() <= 1.0);
+    for (index, value) in exact.iter().enumerate() {
+        let neighbours = [value.to_bits() + 1, value.to_bits() - 1].map(bf16::from_bits);
+        for wrong in neighbours
+            .into_iter()
+            .chain([bf16::NAN, bf16::INFINITY, -*value])
+        {
+            let mut out = exact.clone();
+            out[index] = wrong;
+            assert!(reference.check(&out).is_err(), "{wrong} for {value}");
+        }
+    }
+}
+
+#[test]
+fn small_and_prime_shapes_of_any_split_are_right() {
+    for world in 1..=5 {
+        for (m, n, k) in [
+            (1, 1, 1),
+            (1, 7, 3),
+            (2, 1, 13),
+            (3, 2, 1),
+            (world, 3, 2),
+            (world + 1, 17, 31),
+            (37, 41, 43),
+        ] {
+            let case = Case::even(world, m, n, k);
+            case.verify::<bf16>();
+            case.verify::<f16>();
+        }
+    }
+}
+
+#[test]
+fn shapes_around_the_default_tile_are_right() {
+    for (m, n, k) in [
+        (127, 255, 511),
+        (128, 256, 512),
+        (129, 257, 513),
+        (129, 255, 1025),
+        (255, 257, 64),
+        (257, 513, 7),
+    ] {
+        Case {
+            workers: 2,
+            ..Case::even(3, m, n, k)
+        }
+        .verify::<bf16>();
+    }
+}
+
+#[test]
+fn shapes_around_any_tile_are_right() {
+    let config = Some(config(16, 24, 20, 2, 3));
+    for m in [15, 16, 17, 31, 33, 64] {
+        for n in [23, 24, 25, 48] {
+            for k in [19, 20, 21, 40] {
+                Case {
+                    config,
+                    ..Case::even(2, m, n, k)
+                }
+                .verify::<f16>();
+            }
+        }
+    }
+}
+
+#[test]
+fn uneven_rows_and_ranks_without_rows_are_right() {
+    let splits: [&[usize]; 8] = [
+        &[0, 5],
+        &[7, 0],
+        &[0, 0, 1],
+        &[1, 0, 0, 0],
+        &[0, 33, 0, 2],
+        &[100, 1, 1, 1],
+        &[5, 16, 17, 15],
+        &[3, 0, 50, 0, 9],
+    ];
+    for (seed, rows) in splits.into_iter().enumerate() {
+        for chunks in [1, 4] {
+            let case = Case {
+                rows: rows.into(),
+                n: 29,
+                k: 23,
+                bias: true,
+                config: Some(config(16, 16, 16, 3, chunks)),
+                workers: 2,
+                seed: seed as u64,
+            };
+            case.verify::<bf16>();
+            case.verify::<f16>();
+        }
+    }
+}
+
+#[test]
+fn random_problems_cut_up_at_random_are_right() {
+    for seed in 0..120 {
+        let mut rng = rng(seed);
+        let world = rng.random_range(1..=6);
+        let row = |rng: &mut rand::rngs::StdRng| match rng.random_range(0..5) {
+            0 => 0,
+            1 => rng.random_range(1..4),
+            _ => rng.random_range(1..40),
+        };
+        let mut rows: Vec<usize> = (0..world).map(|_| row(&mut rng)).collect();
+        rows[rng.random_range(0..world)] += 1;
+        let case = Case {
+            rows,
+            n: rng.random_range(1..70),
+            k: rng.random_range(1..150),
+            bias: rng.random_bool(0.5),
+            config: rng.random_bool(0.8).then(|| {
+                config(
+                    rng.random_range(1..50),
+                    rng.random_range(1..50),
+                    rng.random_range(1..170),
+                    rng.random_range(1..6),
+                    rng.random_range(1..9),
+                )
+            }),
+            workers: rng.random_range(1..=3),
+            seed,
+        };
+        match seed % 2 {
+            0 => case.verify::<bf16>(),
+            _ => case.verify::<f16>(),
+        }
+    }
+}
+
+#[test]
+fn a_bias_is_added_before_the_one_rounding() {
+    // 1 + 2⁻⁸ is half way between two bf16 numbers; with 2⁻⁹ more, it is nearer to the upper. Rounding
+    // twice would lose that.
+    Group::<Host>::threads(2, |group| {
+        let mut a = group.sharded::<bf16>(2, 2)?;
+        a.shard_mut().copy_from_host(&[bf16::ONE, bf16::ONE])?;
+        let small = |exponent| bf16::from_f32(2f32.powi(exponent));
+        let b = group.upload(&[bf16::ONE, small(-8)], 1, 2)?;
+        let bias = group.upload(&[small(-9)], 1, 1)?;
+        let mut out = group.zeros::<bf16>(2, 1)?;
+        AllGatherMatmul::new().bias(&bias).run(&a, &b, &mut out)?;
+        assert_eq!(out.to_vec()?, [bf16::from_f32(1.0 + 2f32.powi(-7)); 2]);
+        Ok::<(), Error>(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn nan_and_infinity_are_exactly_where_the_reference_has_them() {
+    fn verify<T: Element>() {
+        for seed in 0..12 {
+            let case = Case {
+                bias: seed % 2 == 0,
+                config: Some(config(16, 16, 16, 2, 2)),
+                workers: 2,
+                seed,
+                ..Case::even(3, 50, 37, 45)
+            };
+            let mut random = rng(seed);
+            let mut plant = |values: &mut [T], count: usize| {
+                for _ in 0..count {
+                    let specials = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.0];
+                    let special = specials[random.random_range(0..specials.len())];
+                    values[random.random_range(0..values.len())] = T::from_f32(special);
+                }
+            };
+            let mut a = case.a::<T>();
+            plant(&mut a, 8);
+            let mut weights: Vec<_> = (0..3).map(|rank| case.b::<T>(rank)).collect();
+            for (b, bias) in &mut weights {
+                plant(b, 5);
+                if let Some(bias) = bias {
+                    plant(bias, 3);
+                }
+            }
+            Builder::<Host>::new()
+                .workers(case.workers)
+                .threads(3, |group| {
+                    let (b, bias) = &weights[group.rank()];
+                    let worst = case.verify_rank(&group, &a, b, bias.as_deref());
+                    worst.map_err(Failure)
+                })
+                .unwrap_or_else(|Failure(what)| panic!("{} seed {seed}: {what}", T::DTYPE));
+        }
+    }
+    verify::<bf16>();
+    verify::<f16>();
+}
+
+#[test]
+fn sums_beyond_the_largest_number_become_infinite() {
+    // 2 · 32760 = 65520 is the least that f16 rounds to infinity; 2 · 32752 = 65504 is its largest number.
+    Group::<Host>::threads(2, |group| {
+        let mut a = group.sharded::<f16>(4, 2)?;
+        let large = [[1.0, 1.0], [-1.0, -1.0]].concat();
+        a.shard_mut()
+            .copy_from_host(&large.into_iter().map(f16::from_f32).collect::<Vec<_>>())?;
+        let b = [32752.0, 32752.0, 32768.0, 32752.0];
+        let b = group.upload(&b.map(f16::from_f32), 2, 2)?;
+        let mut out = group.zeros::<f16>(4, 2)?;
+        all_gather_matmul(&a, &b, &mut out)?;
+        let row = [f16::MAX, f16::INFINITY];
+        let below = [f16::MIN, f16::NEG_INFINITY];
+        assert_eq!(out.to_vec()?, [row, below, row, below].concat());
+        Ok::<(), Error>(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_hundred_orders_of_arrival_give_the_same_bits_as_gathering_first() {
+    let case = Case {
+        rows: vec![33, 0, 47, 20],
+        n: 50,
+        k: 70,
+        bias: true,
+        config: Some(config(16, 16, 32, 2, 4)),
+        workers: 2,
+        seed: 7,
+    };
+    let a = case.a::<bf16>();
+    // The seed is the whole process's: ranks must change it together. Other tests only become slower.
+    Builder::<Host>::new()
+        .workers(case.workers)
+        .threads(case.rows.len(), |group| {
+            let (b, bias) = case.b::<bf16>(group.rank());
+            let mut placed = Placed::new(&group, &case, &a, &b, bias.as_deref())?;
+            placed.poison()?;
+            placed.gather_then_matmul(case.config)?;
+            let (gathered, expected) = placed.read()?;
+            assert_eq!(bits(&gathered), bits(&a));
+            Reference::new(&a, &b, bias.as_deref(), case.k).check(&expected)?;
+            for seed in 0..100 {
+                group.barrier()?;
+                gemmesh::testing::delay_chunks(Some(seed));
+                placed.poison()?;
+                placed.fused(case.config)?;
+                let (gathered, out) = placed.read()?;
+                assert_eq!(bits(&gathered), bits(&a), "seed {seed}");
+                assert_eq!(bits(&out), bits(&expected), "seed {seed}");
+            }
+            group.barrier()?;
+            gemmesh::testing::delay_chunks(None);
+            Ok::<(), Failure>(())
+        })
+        .unwrap();
+}
+
+#[test]
+fn many_more_ranks_than_cores_with_one_worker_each_are_right() {
+    Case {
+        config: Some(config(8, 16, 16, 2, 2)),
+        ..Case::even(16, 130, 33, 40)
+    }
+    .verify::<bf16>();
+    Case {
+        config: Some(config(8, 8, 16, 2, 2)),
+        ..Case::even(33, 40, 9, 5)
+    }
+    .verify::<f16>();
+}
+
+#[test]
+fn many_more_workers_than_tiles_are_right() {
+    Case {
+        workers: 9,
+        ..Case::even(2, 20, 9, 30)
+    }
+    .verify::<f16>();
+}
+
+#[test]
+fn ranks_as_processes_are_right() {
+    let ranks = processes::group(test_name!(), 4, |me| {
+        let group = me.connect(Duration::from_secs(10))?;
+        let mut worst = 0.0f64;
+        for (rows, bias) in [
+            (vec![30, 31, 0, 29], true),
+            (vec![1, 0, 0, 1], false),
+            (vec![17, 17, 17, 16], true),
+        ] {
+            let case = Case {
+                rows,
+                n: 45,
+                k: 101,
+                bias,
+                config: Some(config(16, 32, 48, 2, 3)),
+                workers: 1,
+                seed: 5,
+            };
+            let found = [
+                verify_on::<bf16>(&case, &group),
+                verify_on::<f16>(&case, &group),
+            ];
+            for found in found {
+                worst = worst.max(found.unwrap_or_else(|what| panic!("{case:?}: {what}")));
+            }
+        }
+        Ok(worst.to_string())
+    });
+    for outcome in ranks.outcomes() {
+        let worst: f64 = outcome.value().parse().unwrap();
+        assert!(worst > 0.0 && worst <= 1.0, "{worst}");
+    }
+}
+
+fn verify_on<T: Element>(case: &Case, group: &Group<Host>) -> Result<f64, String> {
+    let (b, bias) = case.b::<T>(group.rank());
+    case.verify_rank(group, &case.a::<T>(), &b, bias.as_deref())
+}
+
+#[test]
+fn own_rows_may_be_overwritten_after_each_operation() {
+    let case = Case::even(3, 40, 11, 20);
+    Group::<Host>::threads(3, |group| {
+        let (b, _) = case.b::<bf16>(group.rank());
+        let first = case.a::<bf16>();
+        let mut placed = Placed::new(&group, &case, &first, &b, None)?;
+        let own = placed.a.rows();
+        let own = own.start * case.k..own.end * case.k;
+        for seed in 0..50 {
+            let a = normal::<bf16>(seed, case.m() * case.k);
+            placed.a.shard_mut().copy_from_host(&a[own.clone()])?;
+            placed.poison()?;
+            placed.fused(None)?;
+            // At once, while slower ranks may still be at it.
+            placed
+                .a
+                .shard_mut()
+                .copy_from_host(&vec![nan(); own.len()])?;
+            let out = placed.out.to_vec()?;
+            Reference::new(&a, &b, None, case.k).check(&out)?;
+        }
+        Ok::<(), Failure>(())
+    })
+    .unwrap();
+}
+
+// Arguments that don't fit.
+
+#[test]
+fn arguments_of_another_shape_are_refused_with_nothing_done() {
+    Group::<Host>::threads(2, |group| {
+        let case = Case::even(2, 12, 6, 5);
+        let a = case.a::<bf16>();
+        let (b, _) = case.b::<bf16>(group.rank());
+        let mut placed = Placed::new(&group, &case, &a, &b, None)?;
+        placed.poison()?;
+        let untouched = placed.read()?;
+        // Only one rank makes the mistakes; the others must not notice.
+        if group.rank() == 1 {
+            let prepared = AllGatherMatmul::new().prepare(&placed.a, 6)?;
+            let shape = |result: Result<(), Error>, name: &str, must: &[usize], is: &[usize]| {
+                let expected = Error::Shape {
+                    rank: 1,
+                    argument: name.into(),
+                    expected: must.into(),
+                    found: is.into(),
+                };
+                assert_eq!(result, Err(expected));
+                assert_eq!(bits(&placed.out.to_vec()?), bits(&untouched.1));
+                Ok::<(), Error>(())
+            };
+            let mut out = group.zeros::<bf16>(12, 6)?;
+            let other = group.zeros::<bf16>(7, 5)?;
+            let result = prepared.run(&placed.a, &other, &mut out);
+            shape(result, "b [N, K]", &[6, 5], &[7, 5])?;
+            let result = prepared.matmul(&placed.a, &other, &mut out);
+            shape(result, "b [N, K]", &[6, 5], &[7, 5])?;
+            let transposed = group.zeros::<bf16>(5, 6)?;
+            let result = prepared.run(&placed.a, &transposed, &mut out);
+            shape(result, "b [N, K]", &[6, 5], &[5, 6])?;
+            for (rows, columns) in [(11, 6), (12, 7), (6, 12)] {
+                let mut other = group.zeros::<bf16>(rows, columns)?;
+                let result = all_gather_matmul(&placed.a, &placed.b, &mut other);
+                shape(result, "out [M, N]", &[12, 6], &[rows, columns])?;
+            }
+            let bias = group.zeros::<bf16>(6, 1)?;
+            let biased = AllGatherMatmul::new().bias(&bias);
+            let result = biased.run(&placed.a, &placed.b, &mut out);
+            shape(result, "bias [1, N]", &[1, 6], &[6, 1])?;
+
+            let short = vec![bf16::ONE; 11];
+            let result = placed.b.copy_from_host(&short);
+            assert!(matches!(result, Err(Error::Shape { .. })));
+            let result = placed.a.shard_mut().copy_from_host(&short);
+            assert!(matches!(result, Err(Error::Shape { .. })));
+            let result = group.upload(&short, 3, 4);
+            assert!(matches!(result, Err(Error::Shape { .. })));
+            let result = group.sharded_rows::<bf16>(&[12], 5);
+            assert!(matches!(result, Err(Error::Shape { .. })));
+            let chunks = AllGatherMatmul::new().config(config(8, 8, 8, 1, 65));
+            let result = chunks.run(&placed.a, &placed.b, &mut placed.out);
+            assert!(matches!(result, Err(Error::Limit { .. })));
+            assert_eq!(bits(&placed.a.to_vec()?), bits(&untouched.0));
+        }
+        placed.fused(None)?;
+        let (_, out) = placed.read()?;
+        Reference::new(&a, &b, None, case.k).check(&out)?;
+        Ok::<(), Failure>(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_matrix_split_in_another_way_is_refused_by_a_prepared_product() {
+    Group::<Host>::threads(2, |group| {
+        let even = group.sharded::<bf16>(12, 5)?;
+        let uneven = group.sharded_rows::<bf16>(&[4, 8], 5)?;
+        let longer = group.sharded::<bf16>(13, 5)?;
+        let b = group.zeros::<bf16>(6, 5)?;
+        let mut out = group.zeros::<bf16>(12, 6)?;
+        let prepared = AllGatherMatmul::new().prepare(&even, 6)?;
+        for other in [&uneven, &longer] {
+            let result = prepared.run(other, &b, &mut out);
+            assert!(matches!(result, Err(Error::Shape { .. })), "{result:?}");
+            let result = prepared.gather(other);
+            assert!(matches!(result, Err(Error::Shape { .. })), "{result:?}");
+        }
+        prepared.run(&even, &b, &mut out)
+    })
+    .unwrap();
+}
+
+#[test]
+fn arguments_of_another_group_are_refused_with_nothing_done() {
+    Group::<Host>::threads(2, |group| {
+        let foreign = |result: Result<(), Error>, name: &str| {
+            let expected = Error::ForeignArgument {
+                rank: group.rank(),
+                argument: name.into(),
+            };
+            assert_eq!(result, Err(expected));
+        };
+        let address = format!("foreign-{}-{}", std::process::id(), group.rank());
+        let other = Group::<Host>::connect(0, 1, &address)?;
+        let a = group.sharded::<bf16>(12, 5)?;
+        let b = group.zeros::<bf16>(6, 5)?;
+        let mut out = group.zeros::<bf16>(12, 6)?;
+        if group.rank() == 0 {
+            let b2 = other.zeros::<bf16>(6, 5)?;
+            let bias2 = other.zeros::<bf16>(1, 6)?;
+            let mut out2 = other.zeros::<bf16>(12, 6)?;
+            foreign(all_gather_matmul(&a, &b2, &mut out), "b");
+            foreign(all_gather_matmul(&a, &b, &mut out2), "out");
+            let biased = AllGatherMatmul::new().bias(&bias2);
+            foreign(biased.run(&a, &b, &mut out), "bias");
+        }
+        all_gather_matmul(&a, &b, &mut out)
+    })
+    .unwrap();
+}
+
+#[test]
+fn a_product_prepared_on_another_rank_is_refused() {
+    // Ranks can be threads, so one can get hold of another's plan.
+    let handed = std::sync::Mutex::new(None);
+    Group::<Host>::threads(2, |group| {
+        let a = group.sharded::<bf16>(12, 5)?;
+        let b = group.zeros::<bf16>(6, 5)?;
+        let mut out = group.zeros::<bf16>(12, 6)?;
+        let mine = AllGatherMatmul::new().prepare(&a, 6)?;
+        if group.rank() == 0 {
+            *handed.lock().unwrap() = Some(mine.clone());
+        }
+        group.barrier()?;
+        if group.rank() == 1 {
+            let theirs = handed.lock().unwrap().take().unwrap();
+            let result = theirs.run(&a, &b, &mut out);
+            assert!(
+                matches!(result, Err(Error::ForeignArgument { rank: 1, .. })),
+                "{result:?}"
+            );
+        }
+        mine.run(&a, &b, &mut out)
+    })
+    .unwrap();
+}

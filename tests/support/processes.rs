@@ -1,0 +1,443 @@
+//! Ranks as processes: a test starts itself again for each rank, and is told by each how it went.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use gemmesh::{Builder, Error, Group, Host};
+use rustix::process::{Pid, Signal, kill_process};
+
+/// The variables that make a process of the test binary a rank.
+const TEST: &str = "GEMMESH_TEST";
+const PLACE: &str = "GEMMESH_TEST_PLACE";
+const ADDRESS: &str = "GEMMESH_TEST_ADDRESS";
+/// Begins a line that is for the parent.
+const SAY: &str = "@say ";
+const OUTCOME: &str = "@outcome ";
+/// Nothing here lasts longer; what does, hangs.
+const DEADLINE: Duration = Duration::from_secs(20);
+/// A process whose parent was killed ends on its own.
+const LIFE: Duration = Duration::from_secs(60);
+
+/// The name of the test function in which it stands, as the test binary's `--exact` takes it.
+#[macro_export]
+macro_rules! test_name {
+    () => {{
+        fn here() {}
+        let path = std::any::type_name_of_val(&here);
+        let path = path.strip_suffix("::here").unwrap_or(path);
+        path.split_once("::").map_or(path, |(_, name)| name)
+    }};
+}
+
+/// One process, as it sees itself.
+pub struct Rank {
+    /// Where it stands in the list that the test gave.
+    pub place: usize,
+    pub rank: usize,
+    pub world: usize,
+    /// No other test's.
+    pub address: String,
+}
+
+impl Rank {
+    /// The group of all processes of the test.
+    pub fn connect(&self, timeout: Duration) -> Result<Group<Host>, Error> {
+        let builder = Builder::<Host>::new().timeout(timeout);
+        builder.connect(self.rank, self.world, &self.address)
+    }
+
+    /// Tells the parent.
+    pub fn say(&self, what: impl std::fmt::Display) {
+        line(SAY, &what.to_string());
+    }
+
+    /// Waits until the parent says something.
+    pub fn hear(&self) {
+        let mut word = String::new();
+        let bytes = std::io::stdin()
+            .read_line(&mut word)
+            .expect("standard input");
+        assert!(bytes > 0, "the parent is gone");
+    }
+}
+
+/// Writes a line for the parent, in one piece: libtest may have begun one.
+fn line(marker: &str, text: &str) {
+    let line = format!("\n{marker}{text}\n");
+    let mut out = std::io::stdout().lock();
+    out.write_all(line.as_bytes()).expect("standard output");
+    out.flush().expect("standard output");
+}
+
+/// In the test: starts the test again as one process for each (rank, world size) of `places`. In such a process:
+/// plays its part, says how it went, and ends the process.
+pub fn start(
+    test: &str,
+    places: &[(usize, usize)],
+    part: impl FnOnce(&Rank) -> Result<String, Error>,
+) -> Processes {
+    if std::env::var(TEST).as_deref() == Ok(test) {
+        let place: usize = std::env::var(PLACE).unwrap().parse().unwrap();
+        let (rank, world) = places[place];
+        let rank = Rank {
+            place,
+            rank,
+            world,
+            address: std::env::var(ADDRESS).unwrap(),
+        };
+        std::thread::spawn(|| {
+            std::thread::sleep(LIFE);
+            std::process::exit(99);
+        });
+        let outcome = part(&rank);
+        line(OUTCOME, &serde_json::to_string(&outcome).unwrap());
+        std::process::exit(0);
+    }
+    static TESTS: AtomicU32 = AtomicU32::new(0);
+    let address = format!(
+        "test-{}-{}",
+        std::process::id(),
+        TESTS.fetch_add(1, Ordering::Relaxed)
+    );
+    let litter = Litter::now();
+    let processes = places.iter().enumerate();
+    Processes {
+        processes: processes
+            .map(|(place, &(rank, _))| Process::start(test, place, rank, &address))
+            .collect(),
+        address,
+        litter,
+    }
+}
+
+/// As [`start`], with the ranks of one group.
+pub fn group(
+    test: &str,
+    world: usize,
+    part: impl FnOnce(&Rank) -> Result<String, Error>,
+) -> Processes {
+    let places: Vec<_> = (0..world).map(|rank| (rank, world)).collect();
+    start(test, &places, part)
+}
+
+/// The processes of a test, seen by the test. None outlives this value.
+pub struct Processes {
+    pub address: String,
+    processes: Vec<Process>,
+    litter: Litter,
+}
+
+/// How a process ended.
+#[derive(Debug)]
+pub enum Ending {
+    /// Its part returned this.
+    Returned(Result<String, Error>),
+    /// By a signal.
+    Killed(i32),
+}
+
+#[derive(Debug)]
+pub struct Outcome {
+    pub rank: usize,
+    pub ending: Ending,
+    /// When it said so.
+    pub at: Instant,
+    /// All that it and its children wrote.
+    pub text: String,
+}
+
+impl Outcome {
+    #[track_caller]
+    pub fn value(&self) -> &str {
+        match &self.ending {
+            Ending::Returned(Ok(value)) => value,
+            other => panic!("rank {}: {other:?}", self.rank),
+        }
+    }
+
+    /// The error that ended it.
+    #[track_caller]
+    pub fn error(&self) -> &Error {
+        match &self.ending {
+            Ending::Returned(Err(error)) => error,
+            other => panic!("rank {} has no error: {other:?}", self.rank),
+        }
+    }
+
+    #[track_caller]
+    pub fn assert_killed(&self) {
+        assert!(
+            matches!(self.ending, Ending::Killed(9)),
+            "rank {}: {:?}",
+            self.rank,
+            self.ending
+        );
+    }
+}
+
+impl Processes {
+    /// Waits until the process at `place` has said `what`, and returns when that was.
+    #[track_caller]
+    pub fn heard(&self, place: usize, what: &str) -> Instant {
+        let begin = Instant::now();
+        let process = &self.processes[place];
+        let mut heard = process.heard.lock();
+        loop {
+            if let Some((_, at)) = heard.said.iter().find(|(said, _)| said == what) {
+                return *at;
+            }
+            assert!(
+                begin.elapsed() < DEADLINE && heard.open > 0,
+                "process {place} has not said {what:?}:\n{}",
+                heard.text
+            );
+            heard = process.heard.wait(heard);
+        }
+    }
+
+    /// Waits until all processes have said `what`.
+    #[track_caller]
+    pub fn all_heard(&self, what: &str) {
+        for place in 0..self.processes.len() {
+            self.heard(place, what);
+        }
+    }
+
+    /// Everything that the process at `place` has said.
+    pub fn said(&self, place: usize) -> Vec<String> {
+        let heard = self.processes[place].heard.lock();
+        heard.said.iter().map(|(said, _)| said.clone()).collect()
+    }
+
+    /// Lets the process at `place` go on from [`Rank::hear`].
+    pub fn tell(&mut self, place: usize) {
+        let stdin = &mut self.processes[place].stdin;
+        // It fails if the process has ended, which its outcome will tell.
+        let _ = stdin.write_all(b"go on\n").and_then(|()| stdin.flush());
+    }
+
+    /// Sends a signal, and returns when.
+    pub fn signal(&self, place: usize, signal: Signal) -> Instant {
+        kill_process(self.pid(place), signal).expect("a signal");
+        Instant::now()
+    }
+
+    pub fn pid(&self, place: usize) -> Pid {
+        Pid::from_child(&self.processes[place].child)
+    }
+
+    /// Waits until all have ended, and makes sure that they have left nothing behind.
+    #[track_caller]
+    pub fn outcomes(mut self) -> Vec<Outcome> {
+        let deadline = Instant::now() + DEADLINE;
+        let mut outcomes = Vec::new();
+        for place in 0..self.processes.len() {
+            let status = self.processes[place].wait(deadline);
+            let process = &self.processes[place];
+            let heard = process.heard.lock();
+            let Some(status) = status else {
+                panic!("rank {} hangs:\n{}", process.rank, heard.text);
+            };
+            let (ending, at) = heard.ending(status).unwrap_or_else(|| {
+                panic!("rank {} ended with {status}:\n{}", process.rank, heard.text)
+            });
+            outcomes.push(Outcome {
+                rank: process.rank,
+                ending,
+                at,
+                text: heard.text.clone(),
+            });
+        }
+        let pids: Vec<String> = (0..self.processes.len())
+            .map(|place| self.pid(place).to_string())
+            .collect();
+        self.litter.assert_none_added(&self.address, &pids);
+        for outcome in &outcomes {
+            assert!(!outcome.text.contains("panicked"), "{}", outcome.text);
+        }
+        outcomes
+    }
+}
+
+struct Process {
+    rank: usize,
+    child: Child,
+    stdin: ChildStdin,
+    heard: Arc<Ear>,
+    readers: Vec<JoinHandle<()>>,
+}
+
+#[derive(Default)]
+struct Ear {
+    heard: Mutex<Heard>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Heard {
+    said: Vec<(String, Instant)>,
+    outcome: Option<(Result<String, Error>, Instant)>,
+    text: String,
+    /// How many of its outputs are still open.
+    open: usize,
+    closed_at: Option<Instant>,
+}
+
+impl Heard {
+    fn ending(&self, status: ExitStatus) -> Option<(Ending, Instant)> {
+        use std::os::unix::process::ExitStatusExt;
+        if let Some(signal) = status.signal() {
+            return Some((Ending::Killed(signal), self.closed_at?));
+        }
+        let (outcome, at) = self.outcome.clone()?;
+        status.success().then_some((Ending::Returned(outcome), at))
+    }
+}
+
+impl Ear {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Heard> {
+        self.heard.lock().unwrap()
+    }
+
+    fn wait<'a>(
+        &self,
+        heard: std::sync::MutexGuard<'a, Heard>,
+    ) -> std::sync::MutexGuard<'a, Heard> {
+        let slice = Duration::from_millis(100);
+        self.changed.wait_timeout(heard, slice).unwrap().0
+    }
+
+    /// Listens to one output of a process until it ends.
+    fn listen(&self, output: impl Read) {
+        for line in BufReader::new(output).split(b'\n').map_while(Result::ok) {
+            let line = String::from_utf8_lossy(&line).into_owned();
+            let mut heard = self.lock();
+            if let Some(said) = line.strip_prefix(SAY) {
+                heard.said.push((said.into(), Instant::now()));
+            } else if let Some(outcome) = line.strip_prefix(OUTCOME) {
+                let outcome = serde_json::from_str(outcome).expect("an outcome");
+                heard.outcome = Some((outcome, Instant::now()));
+            }
+            heard.text += &line;
+            heard.text.push('\n');
+            self.changed.notify_all();
+        }
+        let mut heard = self.lock();
+        heard.open -= 1;
+        heard.closed_at = Some(Instant::now());
+        self.changed.notify_all();
+    }
+}
+
+impl Process {
+    fn start(test: &str, place: usize, rank: usize, address: &str) -> Process {
+        let mut child = Command::new(std::env::current_exe().expect("this program"))
+            .args(["--exact", test, "--nocapture", "--test-threads=1"])
+            .env(TEST, test)
+            .env(PLACE, place.to_string())
+            .env(ADDRESS, address)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("a process");
+        let heard = Arc::new(Ear::default());
+        heard.lock().open = 2;
+        let (out, err) = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
+        let (first, second) = (heard.clone(), heard.clone());
+        Process {
+            rank,
+            stdin: child.stdin.take().unwrap(),
+            child,
+            heard,
+            readers: vec![
+                std::thread::spawn(move || first.listen(out)),
+                std::thread::spawn(move || second.listen(err)),
+            ],
+        }
+    }
+
+    /// Waits until it has ended and so have its outputs, also those that its children hold.
+    fn wait(&mut self, deadline: Instant) -> Option<ExitStatus> {
+        let mut status = None;
+        while Instant::now() < deadline {
+            status = status.or_else(|| self.child.try_wait().expect("a child"));
+            if status.is_some() && self.readers.iter().all(JoinHandle::is_finished) {
+                return status;
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        None
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        if matches!(self.child.try_wait(), Ok(None)) {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+    }
+}
+
+/// What lies where a killed process could have left something.
+struct Litter {
+    names: Vec<String>,
+}
+
+impl Litter {
+    fn now() -> Litter {
+        let names = ["/dev/shm", "/tmp"].iter().flat_map(|directory| {
+            let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+            entries.map(|entry| entry.path().to_string_lossy().into_owned())
+        });
+        Litter {
+            names: names.collect(),
+        }
+    }
+
+    /// Other programs use these directories too; so a new name counts if it tells of us.
+    #[track_caller]
+    fn assert_none_added(&self, address: &str, pids: &[String]) {
+        let ours = |name: &str| {
+            let name = name.to_lowercase();
+            name.contains("gemmesh")
+                || name.contains(address)
+                || pids.iter().any(|pid| {
+                    name.split(|c: char| !c.is_ascii_digit())
+                        .any(|number| number == pid)
+                })
+        };
+        let added: Vec<String> = Litter::now()
+            .names
+            .into_iter()
+            .filter(|name| !self.names.contains(name) && ours(name))
+            .collect();
+        assert!(added.is_empty(), "left behind: {added:?}");
+        let sockets = sockets_of(address);
+        assert!(sockets.is_empty(), "left behind: {sockets:?}");
+    }
+}
+
+/// The abstract sockets of a group that is met, or was met, at `address`.
+pub fn sockets_of(address: &str) -> Vec<String> {
+    let sockets = fs::read_to_string("/proc/net/unix").expect("the list of sockets");
+    let names = sockets.lines().filter_map(|line| line.split_once('@'));
+    let names = names.map(|(_, name)| name.to_string());
+    names
+        .filter(|name| name.starts_with("gemmesh/") && name.contains(&format!("/{address}/")))
+        .collect()
+}
+
+/// Whether a process runs: it exists, and not only until its parent takes note of its end.
+pub fn runs(pid: &str) -> bool {
+    fs::read_to_string(format!("/proc/{pid}/stat"))
+        .ok()
+        .and_then(|stat| stat.rsplit_once(") ").map(|(_, rest)| rest.to_string()))
+        .is_some_and(|rest| !rest.starts_with(['Z', 'X']))
+}
