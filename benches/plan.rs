@@ -1,0 +1,23 @@
+//! How long planning takes: it stands before the first run of every new shape.
+
+use criterion::{Criterion, criterion_group, criterion_main};
+use gemmesh::protocol::{Config, Plan, Problem};
+
+fn plan(criterion: &mut Criterion) {
+    let config = Config {
+        tile_m: 128,
+        tile_n: 256,
+        tile_k: 64,
+        group_m: 8,
+        chunks: 4,
+    };
+    criterion.bench_function("plan 16384 x 6656 x 16384, 8 ranks", |bencher| {
+        bencher.iter(|| {
+            let problem = Problem::balanced(16384, 6656, 16384, 3, 8)?;
+            Plan::new(problem, config)
+        });
+    });
+}
+
+criterion_group!(benches, plan);
+criterion_main!(benches);

@@ -1,0 +1,324 @@
+//! Loom runs the shipped protocol in the orders that threads and memory may take, on rows that are cells: a missing
+//! ordering or wait is a race that it reports, and a stale row is a wrong value.
+//!
+//! `RUSTFLAGS="--cfg loom" cargo test --release --test loom`
+#![cfg(loom)]
+#![allow(unsafe_code)]
+
+use std::convert::Infallible;
+use std::sync::atomic::{AtomicI32, Ordering};
+
+use gemmesh::Config;
+use gemmesh::protocol::drive::{self, CopyThread};
+use gemmesh::protocol::flag::Wait;
+use gemmesh::protocol::primitive::AtomicUsize;
+use gemmesh::protocol::{Awaited, Epoch, Flag, FlagBlock, Plan, Problem, Pull};
+use loom::cell::UnsafeCell;
+use loom::model::Builder;
+use loom::sync::Arc;
+use loom::sync::mpsc::{Receiver, Sender, channel};
+use loom::thread;
+
+/// Three operations across the wrap.
+const EPOCHS: [Epoch; 3] = [
+    Epoch::from_raw(u32::MAX - 1),
+    Epoch::from_raw(u32::MAX),
+    Epoch::from_raw(0),
+];
+
+/// One row of a rank's memory.
+struct Row(UnsafeCell<u32>);
+
+// SAFETY: loom reports every pair of accesses that the protocol does not order.
+unsafe impl Sync for Row {}
+
+impl Row {
+    fn read(&self) -> u32 {
+        // SAFETY: as above.
+        self.0.with(|value| unsafe { *value })
+    }
+
+    fn write(&self, to: u32) {
+        // SAFETY: as above.
+        self.0.with_mut(|value| unsafe { *value = to });
+    }
+}
+
+/// A rank's symmetric memory.
+struct Rank {
+    ready: Vec<Flag>,
+    done: Vec<Flag>,
+    chunk: Vec<Flag>,
+    rows: Vec<Row>,
+}
+
+/// The receiving end of a channel. Loom's can't be dropped by a thread that unwinds, when a race has been found.
+struct Told<T>(Option<Receiver<T>>);
+
+impl<T> Told<T> {
+    fn channel() -> (Sender<T>, Told<T>) {
+        let (sender, receiver) = channel();
+        (sender, Told(Some(receiver)))
+    }
+
+    fn recv(&self) -> T {
+        self.0.as_ref().unwrap().recv().unwrap()
+    }
+}
+
+impl<T> Drop for Told<T> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            std::mem::forget(self.0.take());
+        }
+    }
+}
+
+/// A group, and its plans by rank.
+struct World {
+    ranks: Vec<Rank>,
+    plans: std::sync::Arc<[Plan]>,
+    /// How many more looks at flags may fail before no new orders are explored. Not loom's: it orders nothing.
+    patience: AtomicI32,
+}
+
+impl World {
+    fn new(plans: &std::sync::Arc<[Plan]>, first: Epoch, patience: i32) -> World {
+        let flags = |count| (0..count).map(|_| Flag::new(first.previous())).collect();
+        let rank = |plan: &Plan| Rank {
+            ready: flags(plans.len()),
+            done: flags(plans.len()),
+            chunk: flags(plan.pulls().len()),
+            rows: (0..plan.problem().m())
+                .map(|_| Row(UnsafeCell::new(0)))
+                .collect(),
+        };
+        World {
+            ranks: plans.iter().map(rank).collect(),
+            plans: plans.clone(),
+            patience: AtomicI32::new(patience),
+        }
+    }
+
+    fn blocks(&self) -> Vec<FlagBlock<'_>> {
+        self.ranks
+            .iter()
+            .map(|rank| FlagBlock {
+                ready: &rank.ready,
+                done: &rank.done,
+                chunk: &rank.chunk,
+            })
+            .collect()
+    }
+
+    /// Overwrites the own rows of `rank` and says so.
+    fn announce(&self, rank: usize, epoch: Epoch) {
+        for row in self.plans[rank].problem().rows_of(rank) {
+            self.ranks[rank].rows[row].write(value(row, epoch));
+        }
+        drive::announce(rank, epoch, &self.blocks());
+    }
+
+    fn await_done(&self, rank: usize, epoch: Epoch) {
+        let Ok(()) = drive::await_done(rank, epoch, &self.blocks(), self);
+    }
+
+    fn gather(&self, rank: usize, epoch: Epoch) {
+        let to = &self.ranks[rank].rows;
+        let mut engine = CopyThread {
+            rank,
+            blocks: &self.blocks(),
+            waiter: self,
+            copy: |pull: &Pull| {
+                for row in pull.rows.clone() {
+                    to[row].write(self.ranks[pull.source].rows[row].read());
+                }
+            },
+        };
+        let Ok(()) = drive::gather(&self.plans[rank], epoch, &mut engine);
+    }
+
+    /// Takes tiles and looks at their rows. Returns how many it has taken.
+    fn multiply(&self, rank: usize, epoch: Epoch, next: &AtomicUsize) -> usize {
+        let Rank { chunk, rows, .. } = &self.ranks[rank];
+        let plan = &self.plans[rank];
+        let mut count = 0;
+        let Ok(()) = drive::multiply(plan, epoch, chunk, next, self, |_, tile| {
+            for row in plan.tile_rows(tile) {
+                assert_eq!(rows[row].read(), value(row, epoch), "row {row}, {epoch:?}");
+            }
+            count += 1;
+        });
+        count
+    }
+
+    /// The life of the copy thread of `rank`, which is told to begin and tells that it has ended.
+    fn copy(&self, rank: usize, begin: &Told<Epoch>, ended: &Sender<()>, operations: usize) {
+        for _ in 0..operations {
+            self.gather(rank, begin.recv());
+            ended.send(()).unwrap();
+        }
+    }
+
+    /// One operation of `rank`, as the host backend does it.
+    fn operate(&self, rank: usize, epoch: Epoch, begin: &Sender<Epoch>, ended: &Told<()>) {
+        self.announce(rank, epoch);
+        begin.send(epoch).unwrap();
+        let tiles = self.multiply(rank, epoch, &AtomicUsize::new(0));
+        assert_eq!(tiles, self.plans[rank].tiles().len());
+        ended.recv();
+        self.await_done(rank, epoch);
+    }
+}
+
+/// Two threads that wait can give way to each other for ever, in ever new orders. After as many failed looks as
+/// its patience an order goes on in the fair way, to its end, and no orders that begin alike are explored.
+impl Wait for World {
+    type Error = Infallible;
+
+    fn wait(&self, flag: &Flag, epoch: Epoch, _: Awaited) -> Result<(), Infallible> {
+        while !flag.reached(epoch) {
+            if self.patience.fetch_sub(1, Ordering::Relaxed) == 0 {
+                loom::skip_branch();
+            }
+            thread::yield_now();
+        }
+        Ok(())
+    }
+}
+
+/// What a row holds in an operation.
+fn value(row: usize, epoch: Epoch) -> u32 {
+    epoch.raw().wrapping_mul(100).wrapping_add(row as u32 + 1)
+}
+
+/// The plans of all ranks, for tiles of two rows.
+fn plans(rows: &[usize], chunks: usize) -> std::sync::Arc<[Plan]> {
+    let config = Config {
+        tile_m: 2,
+        tile_n: 1,
+        tile_k: 1,
+        group_m: 1,
+        chunks,
+    };
+    (0..rows.len())
+        .map(|rank| Plan::new(Problem::with_rows(rows, 1, 1, rank).unwrap(), config).unwrap())
+        .collect()
+}
+
+/// Runs `model` in every order with at most so many preemptions; without a number, with any.
+fn explore(preemptions: Option<usize>, model: impl Fn() + Send + Sync + 'static) {
+    let mut builder = Builder::new();
+    builder.max_branches = 10_000;
+    builder.preemption_bound = preemptions;
+    let orders = std::sync::Arc::new(AtomicI32::new(0));
+    let counted = orders.clone();
+    builder.check(move || {
+        counted.fetch_add(1, Ordering::Relaxed);
+        model();
+    });
+    println!("{} orders", orders.load(Ordering::Relaxed));
+}
+
+/// Two ranks, two chunks a shard, three epochs. The orders are explored from the operation `explored` on.
+fn two_ranks(explored: usize, patience: i32) {
+    // The middle of three tiles straddles the shards: on each rank it needs a chunk and own rows.
+    let plans = plans(&[3, 3], 2);
+    assert!(plans.iter().all(|plan| plan.pulls().len() == 2));
+    explore(Some(1), move || {
+        loom::stop_exploring();
+        let world = Arc::new(World::new(&plans, EPOCHS[0], i32::MAX));
+        let rank = |rank: usize| {
+            let ((begin, begun), (end, ended)) = (Told::channel(), Told::channel());
+            let copied = world.clone();
+            let copier = thread::spawn(move || copied.copy(rank, &begun, &end, EPOCHS.len()));
+            let world = world.clone();
+            move || {
+                for (index, epoch) in EPOCHS.into_iter().enumerate() {
+                    if (rank, index) == (0, explored) {
+                        world.patience.store(patience, Ordering::Relaxed);
+                        loom::explore();
+                    }
+                    world.operate(rank, epoch, &begin, &ended);
+                }
+                copier.join().unwrap();
+            }
+        };
+        let (rank_0, rank_1) = (rank(0), rank(1));
+        let rank_1 = thread::spawn(rank_1);
+        rank_0();
+        rank_1.join().unwrap();
+    });
+}
+
+#[test]
+fn two_ranks_see_each_others_rows_in_the_first_operation() {
+    two_ranks(0, 6);
+}
+
+#[test]
+fn two_ranks_see_each_others_new_rows_in_the_next_operation() {
+    two_ranks(1, 6);
+}
+
+#[test]
+fn two_ranks_see_each_others_new_rows_across_the_wrap() {
+    two_ranks(2, 7);
+}
+
+/// Rank 0 owns all rows, and overwrites them as soon as rank 1, which gathers and multiplies, has pulled them.
+fn one_direction(epochs: &'static [Epoch], preemptions: Option<usize>, patience: i32) {
+    let plans = plans(&[3, 0], 2);
+    assert_eq!(plans[1].pulls().len(), 2);
+    explore(preemptions, move || {
+        let world = Arc::new(World::new(&plans, epochs[0], patience));
+        let ((begin, begun), (end, ended)) = (Told::channel(), Told::channel());
+        let copied = world.clone();
+        let copier = thread::spawn(move || copied.copy(1, &begun, &end, epochs.len()));
+        let multiplied = world.clone();
+        let worker = thread::spawn(move || {
+            for &epoch in epochs {
+                begin.send(epoch).unwrap();
+                assert_eq!(multiplied.multiply(1, epoch, &AtomicUsize::new(0)), 2);
+                ended.recv();
+            }
+        });
+        for &epoch in epochs {
+            world.announce(0, epoch);
+            world.await_done(0, epoch);
+        }
+        copier.join().unwrap();
+        worker.join().unwrap();
+    });
+}
+
+#[test]
+fn rows_are_seen_in_every_order_of_one_operation() {
+    one_direction(&EPOCHS[2..], None, 4);
+}
+
+#[test]
+fn rows_are_not_overwritten_before_they_are_pulled() {
+    one_direction(&EPOCHS, Some(2), 7);
+}
+
+#[test]
+fn workers_share_the_tiles_and_wait_for_both_shards_of_a_tile() {
+    // Rank 0 owns nothing; the middle of three tiles straddles the shards of ranks 1 and 2.
+    let plans = plans(&[0, 3, 3], 1);
+    assert_eq!(plans[0].tiles()[1].flags(), 0..2);
+    explore(None, move || {
+        let epoch = EPOCHS[1];
+        let world = Arc::new(World::new(&plans, epoch, 3));
+        let next = Arc::new(AtomicUsize::new(0));
+        world.announce(1, epoch);
+        world.announce(2, epoch);
+        let copied = world.clone();
+        let copier = thread::spawn(move || copied.gather(0, epoch));
+        let (shared, its_next) = (world.clone(), next.clone());
+        let worker = thread::spawn(move || shared.multiply(0, epoch, &its_next));
+        let tiles = world.multiply(0, epoch, &next) + worker.join().unwrap();
+        assert_eq!(tiles, 3);
+        copier.join().unwrap();
+    });
+}

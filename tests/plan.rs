@@ -1,0 +1,599 @@
+//! What every plan promises, over shapes that are awkward; and that the drivers do what a plan says.
+
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+use std::convert::Infallible;
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use gemmesh::Error;
+use gemmesh::protocol::drive::{self, CopyEngine, CopyThread};
+use gemmesh::protocol::flag::Wait;
+use gemmesh::protocol::plan::{MAX_CHUNKS, MAX_EXTENT, MAX_WORLD, balanced_rows};
+use gemmesh::protocol::primitive::AtomicUsize;
+use gemmesh::protocol::{Awaited, Config, Epoch, Flag, FlagBlock, Plan, Problem, Pull, Tile};
+use proptest::prelude::*;
+use proptest::sample::select;
+
+/// A problem and a configuration, as they are given.
+#[derive(Clone, Debug)]
+struct Case {
+    rows: Vec<usize>,
+    n: usize,
+    rank: usize,
+    config: Config,
+}
+
+impl Case {
+    fn plan(&self) -> Plan {
+        let problem = Problem::with_rows(&self.rows, self.n, 3, self.rank).unwrap();
+        Plan::new(problem, self.config).unwrap()
+    }
+
+    fn m(&self) -> usize {
+        self.rows.iter().sum()
+    }
+
+    /// The rows that `rank` owns.
+    fn rows_of(&self, rank: usize) -> Range<usize> {
+        let begin = self.rows[..rank].iter().sum();
+        begin..begin + self.rows[rank]
+    }
+
+    fn own(&self) -> Range<usize> {
+        self.rows_of(self.rank)
+    }
+}
+
+/// 1, primes, multiples of a tile and their neighbours, anything.
+fn extent(tile: usize, most: usize) -> impl Strategy<Value = usize> {
+    prop_oneof![
+        1 => Just(1),
+        2 => select(vec![2, 3, 5, 7, 13, 31, 61, 127, 251, 509]),
+        4 => (1..=6usize, 0..=2usize).prop_map(move |(tiles, off)| tiles * tile + off - 1),
+        2 => 1..=most,
+    ]
+    .prop_map(move |extent| extent.clamp(1, most))
+}
+
+/// The rows of each rank: balanced, also fewer rows than ranks, or as uneven as can be.
+fn rows(tile_m: usize) -> impl Strategy<Value = Vec<usize>> {
+    let balanced = (extent(tile_m, 600), 1..=MAX_WORLD).prop_map(|(m, w)| balanced_rows(m, w));
+    let shard = prop_oneof![
+        Just(0),
+        Just(1),
+        Just(tile_m - 1),
+        Just(tile_m),
+        Just(tile_m + 1),
+        0..=90usize
+    ];
+    let uneven = prop::collection::vec(shard, 1..=MAX_WORLD).prop_map(|mut rows| {
+        if rows.iter().all(|&count| count == 0) {
+            rows[0] = 1;
+        }
+        rows
+    });
+    prop_oneof![balanced, uneven]
+}
+
+fn case() -> impl Strategy<Value = Case> {
+    let tile = || select(vec![1usize, 2, 3, 7, 8, 16, 37, 64, 128]);
+    let group_m = prop_oneof![
+        4 => 1..=9usize,
+        1 => select(vec![64, 1000, MAX_EXTENT]),
+    ];
+    let chunks = prop_oneof![1..=8usize, 1..=MAX_CHUNKS];
+    (tile(), tile(), group_m, chunks)
+        .prop_flat_map(|(tile_m, tile_n, group_m, chunks)| {
+            let config = Config {
+                tile_m,
+                tile_n,
+                tile_k: 5,
+                group_m,
+                chunks,
+            };
+            (
+                rows(tile_m),
+                extent(tile_n, 5 * tile_n),
+                Just(config),
+                any::<usize>(),
+            )
+        })
+        .prop_map(|(rows, n, config, rank)| Case {
+            rank: rank % rows.len(),
+            rows,
+            n,
+            config,
+        })
+}
+
+/// By row: the positions of the pulls that bring it.
+fn pulls_by_row(case: &Case, plan: &Plan) -> Vec<Vec<usize>> {
+    let mut by_row = vec![Vec::new(); case.m()];
+    for (position, pull) in plan.pulls().iter().enumerate() {
+        for row in pull.rows.clone() {
+            by_row[row].push(position);
+        }
+    }
+    by_row
+}
+
+/// 0 for a tile that is ready at once, else 1 + the position of the last pull that it waits for.
+fn ready(plan: &Plan, tile: &Tile) -> usize {
+    let position = |flag| plan.pulls().iter().position(|pull| pull.flag == flag);
+    tile.flags()
+        .map(|flag| position(flag).unwrap() + 1)
+        .max()
+        .unwrap_or(0)
+}
+
+/// [`ready`] of each entry of the table.
+fn ready_order(plan: &Plan) -> Vec<usize> {
+    let mut by_row = std::collections::HashMap::new();
+    plan.tiles()
+        .iter()
+        .map(|tile| *by_row.entry(tile.m).or_insert_with(|| ready(plan, tile)))
+        .collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: 2000,
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn the_table_is_a_permutation_of_all_tiles(case in case()) {
+        let plan = case.plan();
+        let tiles: Vec<_> = plan.tiles().iter().map(|tile| (tile.m, tile.n)).collect();
+        let distinct: BTreeSet<_> = tiles.iter().copied().collect();
+        let rows = case.m().div_ceil(case.config.tile_m) as u32;
+        let columns = case.n.div_ceil(case.config.tile_n) as u32;
+        prop_assert_eq!(tiles.len(), rows as usize * columns as usize);
+        prop_assert_eq!(distinct.len(), tiles.len());
+        prop_assert!(distinct.iter().all(|&(m, n)| m < rows && n < columns));
+    }
+
+    #[test]
+    fn tiles_cover_the_output_once(case in case()) {
+        let plan = case.plan();
+        let Config { tile_m, tile_n, .. } = case.config;
+        let mut area = 0;
+        for tile in plan.tiles() {
+            let (rows, columns) = (plan.tile_rows(tile), plan.tile_columns(tile));
+            prop_assert_eq!(rows.start, tile.m as usize * tile_m);
+            prop_assert_eq!(columns.start, tile.n as usize * tile_n);
+            prop_assert!(rows.end <= case.m() && rows.len() <= tile_m);
+            prop_assert!(columns.end <= case.n && columns.len() <= tile_n);
+            area += rows.len() * columns.len();
+        }
+        prop_assert_eq!(area, case.m() * case.n);
+    }
+
+    #[test]
+    fn own_tiles_come_first_and_wait_for_nothing(case in case()) {
+        let plan = case.plan();
+        let own = case.own();
+        let is_own = |tile: &Tile| plan.tile_rows(tile).all(|row| own.contains(&row));
+        let count = plan.tiles().iter().filter(|tile| is_own(tile)).count();
+        for (index, tile) in plan.tiles().iter().enumerate() {
+            prop_assert_eq!(is_own(tile), index < count);
+            prop_assert_eq!(tile.flags().is_empty(), index < count);
+        }
+    }
+
+    #[test]
+    fn each_flag_is_written_by_exactly_one_pull(case in case()) {
+        let plan = case.plan();
+        let mut flags: Vec<_> = plan.pulls().iter().map(|pull| pull.flag).collect();
+        flags.sort_unstable();
+        prop_assert_eq!(flags, (0..plan.pulls().len()).collect::<Vec<_>>());
+        for pull in plan.pulls() {
+            prop_assert_eq!(plan.source_of(pull.flag), pull.source);
+        }
+        let written = 0..plan.pulls().len();
+        let awaited = plan.tiles().iter().flat_map(Tile::flags);
+        prop_assert!(awaited.into_iter().all(|flag| written.contains(&flag)));
+    }
+
+    #[test]
+    fn every_remote_row_is_pulled_once_from_its_owner_and_no_own_row_is(case in case()) {
+        let plan = case.plan();
+        let by_row = pulls_by_row(&case, &plan);
+        for source in 0..case.rows.len() {
+            for row in case.rows_of(source) {
+                let from: Vec<_> = by_row[row].iter().map(|&p| plan.pulls()[p].source).collect();
+                let expected = if source == case.rank { vec![] } else { vec![source] };
+                prop_assert_eq!(from, expected, "row {}", row);
+            }
+        }
+    }
+
+    #[test]
+    fn a_tile_waits_for_every_chunk_that_overlaps_it_and_for_no_other(case in case()) {
+        let plan = case.plan();
+        let by_row = pulls_by_row(&case, &plan);
+        for tile in plan.tiles() {
+            let overlapping: BTreeSet<_> = plan
+                .tile_rows(tile)
+                .flat_map(|row| &by_row[row])
+                .map(|&position| plan.pulls()[position].flag)
+                .collect();
+            prop_assert_eq!(tile.flags().collect::<BTreeSet<_>>(), overlapping, "{:?}", tile);
+        }
+    }
+
+    #[test]
+    fn tiles_stand_in_the_order_in_which_their_last_pull_is_made(case in case()) {
+        let plan = case.plan();
+        prop_assert!(ready_order(&plan).is_sorted());
+    }
+
+    #[test]
+    fn grouping_is_kept_inside_what_becomes_ready_together(case in case()) {
+        let plan = case.plan();
+        let ready = ready_order(&plan);
+        let grouped = |tile: &Tile| (tile.m as usize / case.config.group_m, tile.n, tile.m);
+        for (pair, ready) in plan.tiles().windows(2).zip(ready.windows(2)) {
+            prop_assert!(
+                ready[0] != ready[1] || grouped(&pair[0]) < grouped(&pair[1]),
+                "{:?} before {:?}", pair[0], pair[1]
+            );
+        }
+    }
+
+    #[test]
+    fn sources_are_pulled_in_ring_order_and_their_rows_from_the_first_on(case in case()) {
+        let plan = case.plan();
+        let world = case.rows.len();
+        let ring: Vec<_> = (1..world).map(|step| (case.rank + step) % world).collect();
+        prop_assert_eq!(plan.sources().collect::<Vec<_>>(), &ring[..]);
+        let by_source: Vec<Pull> =
+            ring.iter().flat_map(|&source| plan.pulls_from(source)).cloned().collect();
+        prop_assert_eq!(plan.pulls(), by_source);
+        prop_assert!(plan.pulls_from(case.rank).is_empty());
+        for source in 0..world {
+            let pulls = plan.pulls_from(source);
+            prop_assert!(pulls.iter().all(|pull| pull.source == source));
+            prop_assert!(pulls.windows(2).all(|p| p[0].rows.end == p[1].rows.start));
+        }
+    }
+
+    #[test]
+    fn a_shard_is_cut_into_few_even_chunks_between_tiles(case in case()) {
+        let plan = case.plan();
+        let Config { tile_m, chunks, .. } = case.config;
+        for (source, &rows) in case.rows.iter().enumerate() {
+            let pulls = plan.pulls_from(source);
+            prop_assert!(pulls.len() <= chunks);
+            for pull in pulls {
+                prop_assert!(!pull.rows.is_empty());
+                prop_assert!(pull.rows.len() <= rows.div_ceil(chunks) + tile_m);
+            }
+            prop_assert!(pulls.iter().skip(1).all(|pull| pull.rows.start.is_multiple_of(tile_m)));
+        }
+    }
+
+    #[test]
+    fn a_balanced_split_differs_by_at_most_one_row(m in 1..10_000usize, world in 1..=MAX_WORLD) {
+        let rows = balanced_rows(m, world);
+        prop_assert_eq!(rows.len(), world);
+        prop_assert_eq!(rows.iter().sum::<usize>(), m);
+        prop_assert!(rows.is_sorted_by(|longer, shorter| longer >= shorter));
+        prop_assert!(rows[0] - rows[world - 1] <= 1);
+        let problem = Problem::balanced(m, 7, 9, world - 1, world).unwrap();
+        prop_assert_eq!(&problem, &Problem::with_rows(&rows, 7, 9, world - 1).unwrap());
+        let found = (problem.m(), problem.n(), problem.k(), problem.rank(), problem.world());
+        prop_assert_eq!(found, (m, 7, 9, world - 1, world));
+        prop_assert_eq!(problem.rows_of(world - 1), m - rows[world - 1]..m);
+    }
+
+    #[test]
+    fn a_gather_waits_pulls_and_signals_in_the_order_of_the_plan(
+        case in case(),
+        epoch in any::<u32>(),
+    ) {
+        let plan = case.plan();
+        let epoch = Epoch::from_raw(epoch);
+        let mut log = Log::default();
+        let Ok(()) = drive::gather(&plan, epoch, &mut log);
+        let mut expected = Vec::new();
+        if epoch.refreshes() {
+            expected.push(Step::Refresh(epoch.previous()));
+        }
+        for source in plan.sources() {
+            expected.push(Step::WaitReady(source, epoch));
+            for pull in plan.pulls_from(source) {
+                expected.push(Step::Copy(pull.clone()));
+                expected.push(Step::SignalChunk(pull.flag, epoch));
+            }
+            expected.push(Step::SignalDone(source, epoch));
+        }
+        prop_assert_eq!(log.0, expected);
+    }
+
+    #[test]
+    fn a_tile_is_multiplied_once_and_after_all_its_flags(case in case(), epoch in any::<u32>()) {
+        let plan = case.plan();
+        let epoch = Epoch::from_raw(epoch);
+        let flags = flags(plan.pulls().len(), epoch.previous());
+        let waits = Waits::default();
+        let mut tiles = Vec::new();
+        let next = AtomicUsize::new(0);
+        let Ok(()) = drive::multiply(&plan, epoch, &flags, &next, &waits, |index, tile| {
+            tiles.push((index, *tile, waits.0.take()));
+        });
+        prop_assert_eq!(tiles.len(), plan.tiles().len());
+        for (position, (index, tile, waited)) in tiles.into_iter().enumerate() {
+            prop_assert_eq!((index, tile), (position, plan.tiles()[position]));
+            let expected: Vec<_> = tile
+                .flags()
+                .map(|flag| {
+                    let source = plan.source_of(flag);
+                    (&raw const flags[flag], epoch, Awaited::Chunk { source, flag })
+                })
+                .collect();
+            prop_assert_eq!(waited, expected);
+        }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq)]
+enum Step {
+    Refresh(Epoch),
+    WaitReady(usize, Epoch),
+    Copy(Pull),
+    SignalChunk(usize, Epoch),
+    SignalDone(usize, Epoch),
+}
+
+/// A copy engine that writes down what it is told.
+#[derive(Default)]
+struct Log(Vec<Step>);
+
+impl CopyEngine for Log {
+    type Error = Infallible;
+
+    fn refresh(&mut self, epoch: Epoch) -> Result<(), Infallible> {
+        self.0.push(Step::Refresh(epoch));
+        Ok(())
+    }
+
+    fn wait_ready(&mut self, source: usize, epoch: Epoch) -> Result<(), Infallible> {
+        self.0.push(Step::WaitReady(source, epoch));
+        Ok(())
+    }
+
+    fn copy(&mut self, pull: &Pull) -> Result<(), Infallible> {
+        self.0.push(Step::Copy(pull.clone()));
+        Ok(())
+    }
+
+    fn signal_chunk(&mut self, flag: usize, epoch: Epoch) -> Result<(), Infallible> {
+        self.0.push(Step::SignalChunk(flag, epoch));
+        Ok(())
+    }
+
+    fn signal_done(&mut self, source: usize, epoch: Epoch) -> Result<(), Infallible> {
+        self.0.push(Step::SignalDone(source, epoch));
+        Ok(())
+    }
+}
+
+/// Waits for nothing, and writes down for what it should have waited.
+#[derive(Default)]
+struct Waits(RefCell<Vec<(*const Flag, Epoch, Awaited)>>);
+
+impl Wait for Waits {
+    type Error = Infallible;
+
+    fn wait(&self, flag: &Flag, epoch: Epoch, awaited: Awaited) -> Result<(), Infallible> {
+        self.0.borrow_mut().push((flag, epoch, awaited));
+        Ok(())
+    }
+}
+
+fn flags(count: usize, epoch: Epoch) -> Vec<Flag> {
+    (0..count).map(|_| Flag::new(epoch)).collect()
+}
+
+/// The flags of `world` ranks, ready and done and chunk, that hold `epoch`.
+fn blocks(world: usize, chunks: usize, epoch: Epoch) -> Vec<[Vec<Flag>; 3]> {
+    (0..world)
+        .map(|_| [world, world, chunks].map(|count| flags(count, epoch)))
+        .collect()
+}
+
+fn borrowed(blocks: &[[Vec<Flag>; 3]]) -> Vec<FlagBlock<'_>> {
+    blocks
+        .iter()
+        .map(|[ready, done, chunk]| FlagBlock { ready, done, chunk })
+        .collect()
+}
+
+fn values(flags: &[Flag]) -> Vec<u32> {
+    flags.iter().map(Flag::peek).collect()
+}
+
+const CONFIG: Config = Config {
+    tile_m: 2,
+    tile_n: 3,
+    tile_k: 1,
+    group_m: 2,
+    chunks: 2,
+};
+
+#[test]
+fn a_rank_announces_its_rows_to_every_peer_and_waits_for_each_to_have_pulled_them() {
+    let blocks = blocks(4, 0, Epoch::from_raw(u32::MAX));
+    let borrowed = borrowed(&blocks);
+    drive::announce(2, Epoch::from_raw(0), &borrowed);
+    for (peer, [ready, done, _]) in blocks.iter().enumerate() {
+        let announced = if peer == 2 { u32::MAX } else { 0 };
+        assert_eq!(values(ready), [u32::MAX, u32::MAX, announced, u32::MAX]);
+        assert_eq!(values(done), [u32::MAX; 4]);
+    }
+    let waits = Waits::default();
+    let Ok(()) = drive::await_done(2, Epoch::from_raw(0), &borrowed, &waits);
+    let done = |peer| {
+        let flag: *const Flag = &blocks[2][1][peer];
+        (flag, Epoch::from_raw(0), Awaited::Done { peer })
+    };
+    assert_eq!(waits.0.take(), [done(0), done(1), done(3)]);
+}
+
+#[test]
+fn a_copy_thread_waits_for_its_source_and_signals_its_own_chunks_and_its_sources_done() {
+    let plan = Plan::new(Problem::with_rows(&[2, 1, 3], 4, 1, 1).unwrap(), CONFIG).unwrap();
+    let before = Epoch::FIRST.previous();
+    let blocks = blocks(3, plan.pulls().len(), before);
+    let waits = Waits::default();
+    let mut copied = Vec::new();
+    let mut engine = CopyThread {
+        rank: 1,
+        blocks: &borrowed(&blocks),
+        waiter: &waits,
+        copy: |pull: &Pull| {
+            let arrived = values(&blocks[1][2]);
+            assert_eq!(arrived[pull.flag], before.raw(), "signalled too early");
+            copied.push(pull.clone());
+        },
+    };
+    let Ok(()) = drive::gather(&plan, Epoch::FIRST, &mut engine);
+    assert_eq!(copied, plan.pulls());
+    let ready = |source| {
+        let flag: *const Flag = &blocks[1][0][source];
+        (flag, Epoch::FIRST, Awaited::Ready { source })
+    };
+    assert_eq!(waits.0.take(), [ready(2), ready(0)]);
+    for (rank, [ready, done, chunk]) in blocks.iter().enumerate() {
+        assert_eq!(values(ready), [0; 3]);
+        assert_eq!(values(done), if rank == 1 { [0, 0, 0] } else { [0, 1, 0] });
+        let arrived = u32::from(rank == 1);
+        assert_eq!(values(chunk), vec![arrived; plan.pulls().len()]);
+    }
+}
+
+#[test]
+fn a_flag_that_no_plan_used_for_half_the_epochs_is_not_taken_for_arrived() {
+    // A plan with one chunk flag; the second flag is written in the first operation only.
+    let plan = Plan::new(Problem::balanced(2, 1, 1, 0, 2).unwrap(), CONFIG).unwrap();
+    assert_eq!(plan.pulls().len(), 1);
+    let first = Epoch::from_raw(u32::MAX - 5);
+    let blocks = blocks(2, 2, first.previous());
+    blocks[0][2][1].signal(first);
+    let waits = Waits::default();
+    let mut engine = CopyThread {
+        rank: 0,
+        blocks: &borrowed(&blocks),
+        waiter: &waits,
+        copy: |_: &Pull| {},
+    };
+    // Of 2³³ operations those are run that can change the idle flag, and their neighbours.
+    let step = u64::from(Epoch::REFRESH);
+    for refresh in (0..1 << 33).step_by(step as usize) {
+        for operation in refresh..refresh + 2 {
+            let epoch = Epoch::from_raw(operation as u32);
+            let Ok(()) = drive::gather(&plan, epoch, &mut engine);
+            let next = epoch.next();
+            assert!(blocks[0][2][0].reached(epoch));
+            assert!(!blocks[0][2][0].reached(next));
+            assert!(!blocks[0][2][1].reached(next), "operation {operation}");
+        }
+        let before_the_next = Epoch::from_raw((refresh + step - 1) as u32);
+        assert!(!blocks[0][2][1].reached(before_the_next));
+    }
+}
+
+#[test]
+fn what_is_outside_the_limits_is_named() {
+    let problem = |rows: &[usize], n, k, rank| Problem::with_rows(rows, n, k, rank).unwrap_err();
+    let large = MAX_EXTENT + 1;
+    assert_limit(problem(&[], 1, 1, 0), "world size", 0, 1, MAX_WORLD);
+    assert_limit(problem(&[1; 65], 1, 1, 0), "world size", 65, 1, MAX_WORLD);
+    assert_limit(problem(&[1; 4], 1, 1, 4), "rank", 4, 0, 3);
+    assert_limit(problem(&[0; 4], 1, 1, 0), "M", 0, 1, MAX_EXTENT);
+    assert_limit(
+        problem(&[1, MAX_EXTENT], 1, 1, 0),
+        "M",
+        large,
+        1,
+        MAX_EXTENT,
+    );
+    let overflow = problem(&[usize::MAX, 2], 1, 1, 0);
+    assert_limit(overflow, "M", usize::MAX, 1, MAX_EXTENT);
+    assert_limit(problem(&[1], 0, 1, 0), "N", 0, 1, MAX_EXTENT);
+    assert_limit(problem(&[1], large, 1, 0), "N", large, 1, MAX_EXTENT);
+    assert_limit(problem(&[1], 1, 0, 0), "K", 0, 1, MAX_EXTENT);
+    assert_limit(problem(&[1], 1, large, 0), "K", large, 1, MAX_EXTENT);
+
+    let balanced = |m, rank, world| Problem::balanced(m, 1, 1, rank, world).unwrap_err();
+    assert_limit(balanced(1, 0, 0), "world size", 0, 1, MAX_WORLD);
+    assert_limit(balanced(1, 0, 65), "world size", 65, 1, MAX_WORLD);
+    assert_limit(balanced(1, 2, 2), "rank", 2, 0, 1);
+    assert_limit(balanced(0, 0, 2), "M", 0, 1, MAX_EXTENT);
+
+    type Field = (&'static str, fn(&mut Config) -> &mut usize, usize);
+    let fields: [Field; 5] = [
+        ("Config::tile_m", |c| &mut c.tile_m, MAX_EXTENT),
+        ("Config::tile_n", |c| &mut c.tile_n, MAX_EXTENT),
+        ("Config::tile_k", |c| &mut c.tile_k, MAX_EXTENT),
+        ("Config::group_m", |c| &mut c.group_m, MAX_EXTENT),
+        ("Config::chunks", |c| &mut c.chunks, MAX_CHUNKS),
+    ];
+    for (name, field, max) in fields {
+        let plan = |value| {
+            let mut config = CONFIG;
+            *field(&mut config) = value;
+            Plan::new(Problem::balanced(9, 9, 9, 0, 3).unwrap(), config)
+        };
+        for value in [0, max + 1, usize::MAX] {
+            assert_limit(plan(value).unwrap_err(), name, value, 1, max);
+        }
+        assert!(plan(1).is_ok() && plan(max).is_ok(), "{name}");
+    }
+
+    let huge = Problem::balanced(MAX_EXTENT, MAX_EXTENT, 1, 0, 2).unwrap();
+    let tiles = MAX_EXTENT.div_ceil(2) * MAX_EXTENT.div_ceil(3);
+    let error = Plan::new(huge, CONFIG).unwrap_err();
+    assert_limit(error, "tiles of the output", tiles, 1, 1 << 28);
+}
+
+#[track_caller]
+fn assert_limit(error: Error, what: &str, value: usize, min: usize, max: usize) {
+    let what = what.into();
+    assert_eq!(
+        error,
+        Error::Limit {
+            what,
+            value,
+            min,
+            max
+        }
+    );
+}
+
+#[test]
+fn a_large_plan_takes_less_than_a_millisecond() {
+    let config = Config {
+        tile_m: 128,
+        tile_n: 256,
+        tile_k: 64,
+        group_m: 8,
+        chunks: 4,
+    };
+    let best = (0..20)
+        .map(|_| {
+            let problem = Problem::balanced(16384, 6656, 16384, 3, 8).unwrap();
+            let begin = Instant::now();
+            let plan = std::hint::black_box(Plan::new(problem, config).unwrap());
+            let took = begin.elapsed();
+            assert_eq!(plan.tiles().len(), 128 * 26);
+            took
+        })
+        .min()
+        .unwrap();
+    println!("{best:?}");
+    assert!(best < Duration::from_millis(1), "{best:?}");
+}

@@ -1,0 +1,115 @@
+//! That the host backend keeps the protocol, when chunks come late and ranks run ahead.
+
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+
+use gemmesh::{AllGatherMatmul, Builder, Config, Error, Group, Host, all_gather_matmul, bf16};
+
+const CONFIG: Config = Config {
+    tile_m: 4,
+    tile_n: 4,
+    tile_k: 4,
+    group_m: 2,
+    chunks: 3,
+};
+const WORLD: usize = 3;
+const M: usize = 23;
+const K: usize = 2;
+
+/// A number that bf16 holds exactly, another for each row of each operation that is near.
+fn value(row: usize, operation: usize) -> bf16 {
+    bf16::from_f32(((row + 31 * operation) % 251 + 1) as f32)
+}
+
+/// Overwrites the own rows, multiplies them with a matrix of which every product is the row's number, and looks
+/// at every row of the result and of the gathered matrix.
+fn operations(group: &Group<Host>, count: usize) -> Result<(), Error> {
+    let mut a = group.sharded::<bf16>(M, K)?;
+    let b = group.upload(&[bf16::ONE, bf16::ZERO].repeat(5), 5, K)?;
+    let mut out = group.zeros(M, 5)?;
+    for operation in 0..count {
+        let rows: Vec<bf16> = a
+            .rows()
+            .flat_map(|row| [value(row, operation); K])
+            .collect();
+        a.shard_mut().copy_from_host(&rows)?;
+        AllGatherMatmul::new()
+            .config(CONFIG)
+            .run(&a, &b, &mut out)?;
+        for (row, columns) in out.to_vec()?.chunks(5).enumerate() {
+            assert_eq!(columns, [value(row, operation); 5], "operation {operation}");
+        }
+        for (row, columns) in a.to_vec()?.chunks(K).enumerate() {
+            assert_eq!(columns, [value(row, operation); K], "operation {operation}");
+        }
+    }
+    Ok(())
+}
+
+fn group(first_epoch: u32) -> Builder<Host> {
+    gemmesh::testing::delay_chunks(Some(7));
+    Builder::new()
+        .timeout(Duration::from_secs(10))
+        .workers(2)
+        .first_epoch(first_epoch)
+}
+
+#[test]
+fn the_first_operation_waits_for_rows_whatever_its_number() -> Result<(), Error> {
+    for first in [0, 1, 2, 1 << 28, 1 << 31, u32::MAX - 1, u32::MAX] {
+        group(first).threads(WORLD, |group| operations(&group, 1))?;
+    }
+    Ok(())
+}
+
+#[test]
+fn own_rows_are_not_overwritten_before_every_peer_has_pulled_them() -> Result<(), Error> {
+    group(u32::MAX - 30).threads(WORLD, |group| operations(&group, 60))?;
+    Ok(())
+}
+
+#[test]
+fn a_rank_that_is_late_is_named_and_the_group_starts_nothing_more() -> Result<(), Error> {
+    let group = Builder::<Host>::new().timeout(Duration::from_millis(200));
+    group.threads(2, |group| {
+        let a = group.sharded::<bf16>(M, K)?;
+        let b = group.zeros(5, K)?;
+        let mut out = group.zeros(M, 5)?;
+        if group.rank() == 0 {
+            std::thread::sleep(Duration::from_millis(600));
+        }
+        let first = all_gather_matmul(&a, &b, &mut out).unwrap_err();
+        let cause = first.cause().clone();
+        assert!(matches!(cause, Error::Timeout { rank: 0, .. }), "{first}");
+        let cause = Box::new(cause);
+        let second = all_gather_matmul(&a, &b, &mut out);
+        assert_eq!(second, Err(Error::Poisoned { cause }));
+        Ok::<_, Error>(())
+    })?;
+    Ok(())
+}
+
+#[test]
+fn the_failure_of_a_rank_ends_the_waits_of_the_others_at_once() -> Result<(), Error> {
+    let timeout = Duration::from_secs(5);
+    let all_have_failed = Barrier::new(2);
+    let group = Builder::<Host>::new().timeout(timeout);
+    group.threads(2, |group| {
+        let n = 5 + group.rank();
+        let a = group.sharded::<bf16>(M, K)?;
+        let b = group.zeros(n, K)?;
+        let mut out = group.zeros(M, n)?;
+        let begin = Instant::now();
+        let error = all_gather_matmul(&a, &b, &mut out).unwrap_err();
+        let took = begin.elapsed();
+        // A rank that leaves would end the other's wait as well.
+        all_have_failed.wait();
+        assert!(
+            matches!(error.cause(), Error::CallMismatch { .. }),
+            "{error}"
+        );
+        assert!(took < timeout / 2, "{took:?}");
+        Ok::<_, Error>(())
+    })?;
+    Ok(())
+}
