@@ -1,0 +1,132 @@
+/* What the host and the kernels share: the whole contract.
+ *
+ * Plain C, so that bindgen can read it. Every struct is laid out without hidden padding, and each size and offset
+ * that the host relies on is asserted below.
+ *
+ * Operation:   out[M, N] = a[M, K] * b[N, K]^T (+ bias[N]),   f32 accumulation, rounded once.
+ *
+ * Kernel:      extern "C" void <instance>(CUtensorMap a, CUtensorMap b, CUtensorMap out, GemmeshParams params)
+ *              every argument is __grid_constant__; the instances are listed by the symbol `gemmesh_instances`.
+ *
+ * Launch:      grid    min(multiprocessors / cluster, tile_count) * cluster CTAs, one to a multiprocessor
+ *              block   GEMMESH_THREADS
+ *              cluster compiled into the kernel; no launch attribute is needed
+ *              shared  GemmeshInstance.shared_bytes, dynamic; raise
+ *                      CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES to it first
+ *
+ * Tensor maps: rank 2, dimension 0 the contiguous one, element strides 1, interleave none, swizzle 128B, out-of-bounds
+ *              fill zeros. Base addresses and row pitches are multiples of 16 bytes; the sizes are the logical ones, so
+ *              that what a tile reads past an edge is zero and what it writes there is dropped.
+ *
+ *              map   sizes    box                                             L2 promotion
+ *              a     {K, M}   {GEMMESH_TILE_K, tile_m}                        256B
+ *              b     {K, N}   {GEMMESH_TILE_K, tile_n / cluster}              256B
+ *              out   {N, M}   {GEMMESH_STORE_COLUMNS, GEMMESH_STORE_ROWS}     none
+ *
+ *              TMA drops columns in pieces of 16 bytes: where N is no multiple of 8, a row's columns from N to the next
+ *              multiple of 8 are written, with zeros. They are padding, for the pitch is a multiple of 8.
+ */
+#ifndef GEMMESH_ABI_H
+#define GEMMESH_ABI_H
+
+#include <assert.h> /* static_assert */
+#include <stddef.h> /* offsetof */
+#include <stdint.h>
+
+/* Bumped with every change of this file that an older host or kernel would misread. */
+#define GEMMESH_ABI_VERSION 1
+
+/* Columns of `a` and `b` that one pipeline stage holds: 128 bytes, the width of the swizzle. */
+#define GEMMESH_TILE_K 64
+/* Threads of a CTA: a producer warpgroup and two consumer warpgroups. */
+#define GEMMESH_THREADS 384
+
+/* The box of one store: what one warp writes at a time. */
+#define GEMMESH_STORE_ROWS 16
+#define GEMMESH_STORE_COLUMNS 64
+
+#define GEMMESH_BF16 0
+#define GEMMESH_F16 1
+
+#define GEMMESH_FAULT_NONE 0
+#define GEMMESH_FAULT_CLAIMED 1
+#define GEMMESH_FAULT_RECORDED 2
+
+/* One entry of the table that the host computes: what one cluster works on next.
+ *
+ * Clusters take the entries in turn (cluster c of C: entries c, c + C, ...), so the table is in the order in which
+ * tiles become ready, and neighbours in it run at the same time: group them for the L2 cache. */
+typedef struct GemmeshTile {
+    uint32_t m;          /* tile row, in units of tile_m * cluster rows; CTA r of the cluster takes the r-th part */
+    uint32_t n;          /* tile column, in units of tile_n columns */
+    uint32_t flag_begin; /* rows of `a` are there once flags[flag_begin..flag_end) have all reached the epoch; */
+    uint32_t flag_end;   /* an empty range waits for nothing */
+} GemmeshTile;
+
+/* The first wait that ran into its deadline. The host zeroes the record, and may read it once it is marked. */
+typedef struct GemmeshFault {
+    uint32_t state;     /* GEMMESH_FAULT_*; the first to give up claims the record, fills it, then marks it recorded */
+    uint32_t flag;      /* index of the flag that did not arrive */
+    uint32_t expected;  /* the epoch it should have reached */
+    uint32_t seen;      /* the value it had */
+    uint64_t waited_ns; /* how long it was waited for */
+    uint32_t tile;      /* index into the table of the tile that waited */
+    uint32_t cta;       /* CTA that gave up */
+} GemmeshFault;
+
+/* What one CTA did with one table entry; nanoseconds of %globaltimer. Event [entry * cluster + rank in cluster]. */
+typedef struct GemmeshTraceEvent {
+    uint64_t wait_begin; /* the producer turned to this tile */
+    uint64_t wait_end;   /* its flags were there, or were given up */
+    uint64_t load_begin; /* a stage was free and the first load was issued */
+    uint64_t math_begin; /* the first stage had arrived */
+    uint64_t math_end;   /* the accumulators were complete */
+    uint64_t done;       /* the last store was issued */
+    uint32_t sm;         /* %smid */
+    uint32_t tile;       /* index into the table */
+} GemmeshTraceEvent;
+
+/* The problem and everything a kernel may wait for or report to. All pointers are device addresses. */
+typedef struct GemmeshParams {
+    const GemmeshTile *tiles;       /* the table, 16-byte aligned */
+    const volatile uint32_t *flags; /* in this GPU's memory; written by copy streams while the kernel runs */
+    uint32_t *abort;                /* nonzero: stop waiting. Set by the host, or by the first CTA that gives up */
+    GemmeshFault *fault;
+    const void *bias;               /* [n] of the element type, or null */
+    GemmeshTraceEvent *trace;       /* [tile_count * cluster]; filled by the `_trace` instances only */
+    uint64_t deadline_ns;           /* the longest that a single wait may last */
+    uint32_t tile_count;
+    uint32_t epoch;                 /* a flag has arrived when (int32_t)(flag - epoch) >= 0 */
+    uint32_t m;                     /* rows of `a` and `out`; m, n and k are at least 1 */
+    uint32_t n;                     /* rows of `b`, columns of `out` */
+    uint32_t k;                     /* columns of `a` and `b` */
+    uint32_t reserved;              /* zero */
+} GemmeshParams;
+
+/* One kernel of the module. `gemmesh_instances` is a device array of these: its size over sizeof(GemmeshInstance) is
+ * their number. */
+typedef struct GemmeshInstance {
+    char name[64];         /* all_gather_matmul_<element>_<tile_m>x<tile_n>x64_s<stages>_c<cluster>[_trace] */
+    uint32_t element;      /* GEMMESH_BF16 or GEMMESH_F16 */
+    uint32_t tile_m;       /* rows of a CTA's tile */
+    uint32_t tile_n;       /* columns of a CTA's tile */
+    uint32_t stages;       /* depth of the ring of loads */
+    uint32_t cluster;      /* CTAs, along M, that share each load of `b` */
+    uint32_t threads;      /* GEMMESH_THREADS */
+    uint32_t shared_bytes; /* dynamic shared memory: the ring of loads, the boxes of the stores, the barriers */
+    uint32_t trace;        /* nonzero: fills GemmeshParams.trace */
+} GemmeshInstance;
+
+static_assert(sizeof(GemmeshTile) == 16, "a table entry is one 16-byte load");
+static_assert(offsetof(GemmeshTile, flag_begin) == 8, "");
+static_assert(sizeof(GemmeshFault) == 32, "");
+static_assert(offsetof(GemmeshFault, waited_ns) == 16, "");
+static_assert(sizeof(GemmeshTraceEvent) == 56, "");
+static_assert(offsetof(GemmeshTraceEvent, sm) == 48, "");
+static_assert(sizeof(GemmeshParams) == 80, "");
+static_assert(offsetof(GemmeshParams, trace) == 40, "");
+static_assert(offsetof(GemmeshParams, tile_count) == 56, "");
+static_assert(sizeof(GemmeshInstance) == 96, "");
+static_assert(offsetof(GemmeshInstance, element) == 64, "");
+
+#endif

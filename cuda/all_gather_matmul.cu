@@ -1,0 +1,269 @@
+// out[M, N] = a[M, K] * b[N, K]^T (+ bias), while the rows of `a` are still arriving.
+//
+// One persistent kernel. A cluster of one or two CTAs takes entry after entry of the host's table; in each CTA a
+// producer thread waits for the flags of the tile and feeds a ring of stages by TMA, and two consumer warpgroups
+// multiply what arrives and store the tile. Only the producer ever waits for a flag, and the ring keeps filling with
+// the next tile while the consumers store this one.
+//
+// The CTAs of a cluster work on neighbouring rows and the same columns, so they share `b`: each loads its part and
+// multicasts it to both. Every producer waits for the flags itself, because it alone loads its CTA's rows of `a`; what
+// a neighbour loads on its behalf is `b`, which needs no flag.
+#include "abi.h"
+#include "epilogue.cuh"
+#include "flags.cuh"
+#include "pipeline.cuh"
+#include "ptx.cuh"
+#include "schedule.cuh"
+#include "wgmma.cuh"
+
+namespace gemmesh {
+
+constexpr int kWarpgroupThreads = 128;
+constexpr int kConsumers = 2;
+constexpr int kConsumerWarps = kConsumers * kWarpgroupThreads / 32;
+static_assert(GEMMESH_THREADS == (1 + kConsumers) * kWarpgroupThreads);
+
+// Of the 65536 registers of a multiprocessor; the products need most of them.
+constexpr int kProducerRegisters = 40;
+constexpr int kConsumerRegisters = 232;
+static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536);
+
+// Each consumer multiplies 64 rows, the height of a wgmma, by all columns of the tile: of all ways to split a tile in
+// two this one reads the fewest bytes of shared memory for a product.
+constexpr int kConsumerRows = 64;
+constexpr int kTileM = kConsumers * kConsumerRows;
+
+constexpr int kSharedLimit = 232448;  // bytes that a CTA may have on sm_90
+constexpr int kBarrierBytes = 1024;   // with the rounding up of the struct that ends with them
+constexpr int kBoxBytes = sizeof(StoreBox<__half>);
+
+template <class Element_, int TileN, int Stages, int Cluster, bool Trace>
+struct Config {
+    using Element = Element_;
+    static constexpr int kTileN = TileN;
+    static constexpr int kStages = Stages;
+    static constexpr int kCluster = Cluster;
+    static constexpr bool kTrace = Trace;
+
+    static constexpr int kPartN = TileN / Cluster;  // what one CTA loads of the tile's b
+    static_assert(TileN % 16 == 0 && TileN <= 256);
+    static_assert(kPartN % 8 == 0, "a part of b begins on a whole swizzle pattern");
+
+    // A consumer warp gets as many boxes to store through as it can use and as the ring leaves room for.
+    static constexpr int kRingBytes = Stages * (kTileM + TileN) * GEMMESH_TILE_K * static_cast<int>(sizeof(Element));
+    static constexpr int kBoxesUsed = (TileN + GEMMESH_STORE_COLUMNS - 1) / GEMMESH_STORE_COLUMNS;
+    static constexpr int kBoxesFit = (kSharedLimit - kBarrierBytes - kRingBytes) / (kConsumerWarps * kBoxBytes);
+    static constexpr int kBoxes = kBoxesUsed < kBoxesFit ? kBoxesUsed : kBoxesFit;
+    static_assert(kBoxes > 0);
+};
+
+template <class C>
+struct Shared {
+    using Element = typename C::Element;
+    alignas(1024) Element a[C::kStages][kTileM * GEMMESH_TILE_K];
+    alignas(1024) Element b[C::kStages][C::kTileN * GEMMESH_TILE_K];
+    StoreBox<Element> boxes[kConsumerWarps][C::kBoxes];
+    Pipeline<C::kStages, C::kCluster> pipeline;
+};
+
+template <class C>
+constexpr uint32_t shared_bytes() {
+    static_assert(sizeof(Shared<C>) <= kSharedLimit);
+    return sizeof(Shared<C>);
+}
+
+__device__ __forceinline__ uint32_t stages_of(const GemmeshParams& params) {
+    return (params.k + GEMMESH_TILE_K - 1) / GEMMESH_TILE_K;
+}
+
+template <class C>
+__device__ __forceinline__ uint32_t first_row(const GemmeshTile& tile, uint32_t rank) {
+    return (tile.m * C::kCluster + rank) * kTileM;
+}
+
+template <class C>
+__device__ __forceinline__ GemmeshTraceEvent& event_of(const GemmeshParams& params, uint32_t index, uint32_t rank) {
+    return params.trace[index * C::kCluster + rank];
+}
+
+// One thread: waits for each tile's rows and loads them, stage by stage.
+template <class C>
+__device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensorMap& map_b,
+                                        const GemmeshParams& params, Shared<C>& shared, uint32_t rank) {
+    constexpr uint32_t kStageBytes = sizeof(shared.a[0]) + sizeof(shared.b[0]);
+    constexpr uint16_t kEveryCta = (1 << C::kCluster) - 1;
+    const uint32_t stages = stages_of(params);
+    FlagWaiter flags(params);
+    RingPosition<C::kStages> at;
+
+    for (TableWalk walk(params, C::kCluster); walk.valid(); walk.advance()) {
+        // wait for the tile's rows
+        if constexpr (C::kTrace) event_of<C>(params, walk.index(), rank).wait_begin = ptx::globaltimer();
+        flags.wait(walk.tile(), walk.index());
+        if constexpr (C::kTrace) event_of<C>(params, walk.index(), rank).wait_end = ptx::globaltimer();
+
+        const uint32_t row = first_row<C>(walk.tile(), rank);
+        const uint32_t part = rank * C::kPartN;
+        const uint32_t column = walk.tile().n * C::kTileN + part;
+
+        for (uint32_t stage = 0; stage < stages; ++stage) {
+            // wait for the consumers to release the stage
+            shared.pipeline.acquire(at, kStageBytes);
+            if constexpr (C::kTrace) {
+                if (stage == 0) event_of<C>(params, walk.index(), rank).load_begin = ptx::globaltimer();
+            }
+
+            // issue the loads
+            const uint32_t k = stage * GEMMESH_TILE_K;
+            uint64_t* full = &shared.pipeline.full[at.stage];
+            ptx::cp_async_bulk_tensor_2d_load(shared.a[at.stage], &map_a, k, row, full);
+            auto* b = &shared.b[at.stage][part * GEMMESH_TILE_K];
+            if constexpr (C::kCluster == 1) {
+                ptx::cp_async_bulk_tensor_2d_load(b, &map_b, k, column, full);
+            } else {
+                ptx::cp_async_bulk_tensor_2d_load_multicast(b, &map_b, k, column, full, kEveryCta);
+            }
+            at.advance();
+        }
+    }
+}
+
+// One warpgroup: multiplies its rows of each tile and stores them.
+template <class C>
+__device__ __forceinline__ void consume(const CUtensorMap& map_out, const GemmeshParams& params, Shared<C>& shared,
+                                        uint32_t rank, uint32_t consumer) {
+    using Element = typename C::Element;
+    constexpr uint32_t kStepA = operand_step(sizeof(shared.a[0]));
+    constexpr uint32_t kStepB = operand_step(sizeof(shared.b[0]));
+    const uint32_t stages = stages_of(params);
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t warp = threadIdx.x / 32 % 4;
+    const uint32_t own_row = consumer * kConsumerRows;
+    const uint32_t a = operand(&shared.a[0][own_row * GEMMESH_TILE_K]);
+    const uint32_t b = operand(&shared.b[0][0]);
+    const bool tracer = C::kTrace && consumer == 0 && threadIdx.x % kWarpgroupThreads == 0;
+    auto& boxes = shared.boxes[consumer * 4 + warp];
+    Accumulators<Element, C::kTileN> accumulators;
+    RingPosition<C::kStages> at;
+
+    for (TableWalk walk(params, C::kCluster); walk.valid(); walk.advance()) {
+        uint32_t previous = 0;
+        for (uint32_t stage = 0; stage < stages; ++stage) {
+            // wait for the stage's bytes
+            shared.pipeline.wait_full(at);
+            if (tracer && stage == 0) event_of<C>(params, walk.index(), rank).math_begin = ptx::globaltimer();
+
+            // multiply; meanwhile the stage before is finished and can be loaded again
+            accumulators.multiply(a + at.stage * kStepA, b + at.stage * kStepB, stage == 0);
+            if (stage > 0) {
+                accumulators.template wait<1>();
+                shared.pipeline.release(previous, lane);
+            }
+            previous = at.stage;
+            at.advance();
+        }
+        accumulators.template wait<0>();
+        shared.pipeline.release(previous, lane);
+        if (tracer) event_of<C>(params, walk.index(), rank).math_end = ptx::globaltimer();
+
+        // store the tile; the producer is loading the next one
+        const uint32_t row = first_row<C>(walk.tile(), rank) + own_row + warp * GEMMESH_STORE_ROWS;
+        const uint32_t column = walk.tile().n * C::kTileN;
+        if (params.bias != nullptr) add_bias(accumulators, params, column, lane);
+        store_rows(accumulators, &map_out, params.m, row, column, boxes, lane);
+        if (tracer) {
+            GemmeshTraceEvent& event = event_of<C>(params, walk.index(), rank);
+            event.done = ptx::globaltimer();
+            event.sm = ptx::smid();
+            event.tile = walk.index();
+        }
+    }
+
+    // shared memory must outlive the stores that read it
+    if (lane == 0) ptx::cp_async_bulk_wait_group_read<0>();
+}
+
+// Every thread of the cluster has reached this point.
+template <class C>
+__device__ __forceinline__ void meet() {
+    if constexpr (C::kCluster == 1) {
+        __syncthreads();
+    } else {
+        ptx::barrier_cluster_arrive();
+        ptx::barrier_cluster_wait();
+    }
+}
+
+template <class C>
+__device__ __forceinline__ void all_gather_matmul(const CUtensorMap& map_a, const CUtensorMap& map_b,
+                                                  const CUtensorMap& map_out, const GemmeshParams& params) {
+    // The swizzle needs this alignment; with no static shared memory in front of it, it has it.
+    extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+    Shared<C>& shared = *reinterpret_cast<Shared<C>*>(dynamic_shared);
+    const uint32_t warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
+    const uint32_t rank = C::kCluster == 1 ? 0 : ptx::cluster_ctarank();
+
+    if (threadIdx.x == 0) {
+        ptx::prefetch_tensormap(&map_a);
+        ptx::prefetch_tensormap(&map_b);
+        ptx::prefetch_tensormap(&map_out);
+        shared.pipeline.init(kConsumerWarps);
+    }
+    meet<C>();
+
+    if (warpgroup == 0) {
+        ptx::setmaxnreg_dec<kProducerRegisters>();
+        if (threadIdx.x == 0) produce<C>(map_a, map_b, params, shared, rank);
+        __syncwarp();
+    } else {
+        ptx::setmaxnreg_inc<kConsumerRegisters>();
+        consume<C>(map_out, params, shared, rank, warpgroup - 1);
+    }
+
+    // A neighbour may still signal this CTA's barriers: nobody leaves before everybody is done.
+    if constexpr (C::kCluster > 1) meet<C>();
+}
+
+}  // namespace gemmesh
+
+// The instances, with as many stages as shared memory holds beside the boxes. Wide tiles move the fewest bytes for a
+// product; which of the widths is best is a matter of how evenly a problem's tiles share out among the multiprocessors.
+// Narrow tiles are for small problems, and for finer steps while rows arrive.
+//
+// (element, its name, its number in abi.h, tile_n, stages, cluster)
+#define GEMMESH_SHAPES(X, E, e, i) \
+    X(E, e, i, 256, 4, 2)          \
+    X(E, e, i, 224, 4, 2)          \
+    X(E, e, i, 208, 4, 2)          \
+    X(E, e, i, 192, 4, 2)          \
+    X(E, e, i, 128, 6, 2)          \
+    X(E, e, i, 256, 4, 1)          \
+    X(E, e, i, 64, 8, 1)
+
+#define GEMMESH_INSTANCES(X)                             \
+    GEMMESH_SHAPES(X, __nv_bfloat16, bf16, GEMMESH_BF16) \
+    GEMMESH_SHAPES(X, __half, f16, GEMMESH_F16)
+
+#define GEMMESH_KERNEL(E, i, N, S, C, trace, name)                                                         \
+    extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(GEMMESH_THREADS, 1)             \
+        name(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,                 \
+             const __grid_constant__ CUtensorMap out, const __grid_constant__ GemmeshParams params) {      \
+        gemmesh::all_gather_matmul<gemmesh::Config<E, N, S, C, trace>>(a, b, out, params);                 \
+    }
+
+#define GEMMESH_ENTRY(E, i, N, S, C, trace, name)                           \
+    {#name, i, gemmesh::kTileM, N, S, C, GEMMESH_THREADS,                   \
+     gemmesh::shared_bytes<gemmesh::Config<E, N, S, C, trace>>(), trace},
+
+// Every instance comes in two: the plain one, and one that fills the trace.
+#define GEMMESH_KERNELS(E, e, i, N, S, C)                                                   \
+    GEMMESH_KERNEL(E, i, N, S, C, false, all_gather_matmul_##e##_128x##N##x64_s##S##_c##C) \
+    GEMMESH_KERNEL(E, i, N, S, C, true, all_gather_matmul_##e##_128x##N##x64_s##S##_c##C##_trace)
+#define GEMMESH_ENTRIES(E, e, i, N, S, C)                                                  \
+    GEMMESH_ENTRY(E, i, N, S, C, false, all_gather_matmul_##e##_128x##N##x64_s##S##_c##C) \
+    GEMMESH_ENTRY(E, i, N, S, C, true, all_gather_matmul_##e##_128x##N##x64_s##S##_c##C##_trace)
+static_assert(gemmesh::kTileM == 128 && GEMMESH_TILE_K == 64, "the names say so");
+
+GEMMESH_INSTANCES(GEMMESH_KERNELS)
+
+extern "C" __device__ GemmeshInstance gemmesh_instances[] = {GEMMESH_INSTANCES(GEMMESH_ENTRIES)};

@@ -1,0 +1,92 @@
+// From accumulators to the output: add the bias, round once, store.
+#pragma once
+
+#include "abi.h"
+#include "ptx.cuh"
+#include "wgmma.cuh"
+
+namespace gemmesh {
+
+// Where a warp lays out rows for a store: 16 rows of 128 bytes. The tensor map's swizzle exchanges the 16-byte pieces
+// within a row by the row's number modulo eight, which also spares bank conflicts.
+template <class Element>
+struct alignas(1024) StoreBox {
+    static constexpr int kRows = GEMMESH_STORE_ROWS;
+    static constexpr int kColumns = GEMMESH_STORE_COLUMNS;
+    static constexpr int kPiece = 16 / sizeof(Element);  // elements
+    Element elements[kRows * kColumns];
+
+    __device__ Element* piece(uint32_t row, uint32_t index) {
+        return elements + row * kColumns + (index ^ row % 8) * kPiece;
+    }
+};
+
+// Adds bias[column..] to the accumulators of this lane. `column` is the tile's first.
+template <class Element, int N>
+__device__ __forceinline__ void add_bias(Accumulators<Element, N>& accumulators, const GemmeshParams& params,
+                                         uint32_t column, uint32_t lane) {
+    const Element* bias = static_cast<const Element*>(params.bias);
+    column += lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < N / 8; ++i, column += 8) {
+        const float left = column < params.n ? static_cast<float>(bias[column]) : 0.0f;
+        const float right = column + 1 < params.n ? static_cast<float>(bias[column + 1]) : 0.0f;
+        float* d = &accumulators.d[i * 4];
+        d[0] += left;
+        d[1] += right;
+        d[2] += left;
+        d[3] += right;
+    }
+}
+
+// Stores the warp's 16 rows of the accumulators, the first at `row`, box by box. A warp has boxes of its own, so the
+// warps of a warpgroup never wait for each other. The stores are left running: the tensor cores go on with the next
+// tile while TMA still reads the last boxes.
+template <class Element, int N, int Boxes>
+__device__ __forceinline__ void store_rows(const Accumulators<Element, N>& accumulators, const CUtensorMap* out,
+                                           uint32_t rows, uint32_t row, uint32_t column,
+                                           StoreBox<Element> (&boxes)[Boxes], uint32_t lane) {
+    using Box = StoreBox<Element>;
+    constexpr int kSteps = (N + Box::kColumns - 1) / Box::kColumns;
+    if (row >= rows) return;
+
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+        // Where boxes don't divide the tile's width, the last one is moved left and writes some columns again, with
+        // the same values.
+        const int begin = step < kSteps - 1 ? step * Box::kColumns : N - Box::kColumns;
+        Box& box = boxes[step % Boxes];
+
+        // wait until TMA has read what was in the box: for the first one, all of the tile before
+        if (lane == 0) {
+            if (step == 0) {
+                ptx::cp_async_bulk_wait_group_read<0>();
+            } else if (step >= Boxes) {
+                ptx::cp_async_bulk_wait_group_read<Boxes - 1>();
+            }
+        }
+        __syncwarp();
+
+        // round into the box: lanes 0-15 name the rows of the left piece, lanes 16-31 those of the right one
+#pragma unroll
+        for (int pair = 0; pair < Box::kColumns / 16; ++pair) {
+            const float* d = &accumulators.d[(begin / 8 + pair * 2) * 4];
+            const uint32_t upper_left = ptx::cvt_rn_x2<Element>(d[0], d[1]);
+            const uint32_t lower_left = ptx::cvt_rn_x2<Element>(d[2], d[3]);
+            const uint32_t upper_right = ptx::cvt_rn_x2<Element>(d[4], d[5]);
+            const uint32_t lower_right = ptx::cvt_rn_x2<Element>(d[6], d[7]);
+            const uint32_t target = ptx::shared_address(box.piece(lane % 16, pair * 2 + lane / 16));
+            ptx::stmatrix_x4(target, upper_left, lower_left, upper_right, lower_right);
+        }
+
+        // hand the box to TMA
+        ptx::fence_proxy_async_shared_cta();
+        __syncwarp();
+        if (lane == 0) {
+            ptx::cp_async_bulk_tensor_2d_store(out, column + begin, row, box.elements);
+            ptx::cp_async_bulk_commit_group();
+        }
+    }
+}
+
+}  // namespace gemmesh

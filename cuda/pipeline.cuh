@@ -1,0 +1,66 @@
+// The ring of stages between the producer and the consumers.
+#pragma once
+
+#include "ptx.cuh"
+
+namespace gemmesh {
+
+// A place in the ring. The parity changes with every turn: it names the phase of the stage's barriers.
+template <int Stages>
+struct RingPosition {
+    uint32_t stage = 0;
+    uint32_t parity = 0;
+
+    __device__ void advance() {
+        if (++stage == Stages) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// Two barriers a stage. `full` completes when the producer has announced the stage's bytes and all of them are there;
+// `empty` when every consumer warp of every CTA that this CTA writes to has read the stage.
+template <int Stages, int Cluster>
+struct Pipeline {
+    uint64_t full[Stages];
+    uint64_t empty[Stages];
+
+    // One thread; the CTAs of the cluster must meet before anyone uses the barriers.
+    __device__ void init(uint32_t consumer_warps) {
+        for (int stage = 0; stage < Stages; ++stage) {
+            ptx::mbarrier_init(&full[stage], 1);
+            ptx::mbarrier_init(&empty[stage], consumer_warps * Cluster);
+        }
+        ptx::fence_mbarrier_init();
+    }
+
+    // Producer: waits until the stage may be written, here and in the CTAs that share the load, and announces `bytes`
+    // to come. At the start every stage is free, which is the phase before the first: hence the other parity.
+    __device__ void acquire(const RingPosition<Stages>& at, uint32_t bytes) {
+        wait(&empty[at.stage], at.parity ^ 1);
+        ptx::mbarrier_arrive_expect_tx(&full[at.stage], bytes);
+    }
+
+    // Consumer: waits until the stage's bytes are there.
+    __device__ void wait_full(const RingPosition<Stages>& at) { wait(&full[at.stage], at.parity); }
+
+    // Consumer, whole warp: this warp has read the stage. With a shared load every CTA's producer writes here, so
+    // every one of them is told. The products have been waited for, so their reads are over and the arrival has no
+    // memory to order: the narrow default scope will do for a neighbour too.
+    __device__ void release(uint32_t stage, uint32_t lane) {
+        if constexpr (Cluster == 1) {
+            if (lane == 0) ptx::mbarrier_arrive(&empty[stage]);
+        } else {
+            if (lane < Cluster) ptx::mbarrier_arrive_cluster(ptx::mapa(ptx::shared_address(&empty[stage]), lane));
+        }
+    }
+
+private:
+    __device__ static void wait(uint64_t* barrier, uint32_t parity) {
+        while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
+        }
+    }
+};
+
+}  // namespace gemmesh

@@ -1,0 +1,330 @@
+// Every line of inline assembly: one instruction a function, named as the PTX ISA names it.
+#pragma once
+
+#include <cstdint>
+#include <cuda.h>        // CUtensorMap
+#include <cuda_bf16.h>   // __nv_bfloat16
+#include <cuda_fp16.h>   // __half
+#include <type_traits>
+
+namespace gemmesh::ptx {
+
+// Shared memory addresses are 32 bits wide in the instructions that take them.
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- special registers ---------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t cluster_ctarank() {
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ uint32_t smid() {
+    uint32_t sm;
+    asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+    return sm;
+}
+
+__device__ __forceinline__ uint64_t globaltimer() {
+    uint64_t nanoseconds;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(nanoseconds));
+    return nanoseconds;
+}
+
+// ---- global memory, seen by the whole system -----------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t ld_acquire_sys(const volatile uint32_t* address) {
+    uint32_t value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ uint32_t ld_relaxed_sys(const uint32_t* address) {
+    uint32_t value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void st_release_sys(uint32_t* address, uint32_t value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t atom_cas_relaxed_sys(uint32_t* address, uint32_t expected, uint32_t desired) {
+    uint32_t old;
+    asm volatile("atom.relaxed.sys.global.cas.b32 %0, [%1], %2, %3;"
+                 : "=r"(old)
+                 : "l"(address), "r"(expected), "r"(desired)
+                 : "memory");
+    return old;
+}
+
+__device__ __forceinline__ void nanosleep(uint32_t nanoseconds) {
+    asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds));
+}
+
+// ---- ordering between the generic proxy (ld, st, stmatrix) and the async proxy (TMA) -------------------------------
+
+__device__ __forceinline__ void fence_proxy_async() {
+    asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+__device__ __forceinline__ void fence_proxy_async_shared_cta() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- clusters ------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void barrier_cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// The address, in the cluster's shared memory, of what lies at `address` in CTA `rank`.
+__device__ __forceinline__ uint32_t mapa(uint32_t address, uint32_t rank) {
+    uint32_t mapped;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+    return mapped;
+}
+
+// ---- mbarrier ------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void fence_mbarrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// `barrier` as mapa gives it. With a wider scope than the default this becomes a fence for the whole GPU.
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+
+// Waits a time that the hardware chooses; true when the phase of this parity is complete.
+__device__ __forceinline__ bool mbarrier_try_wait_parity(uint64_t* barrier, uint32_t parity) {
+    uint32_t complete;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(complete)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+    return complete != 0;
+}
+
+// ---- the tensor memory accelerator ---------------------------------------------------------------------------------
+
+__device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+__device__ __forceinline__ void cp_async_bulk_tensor_2d_load(
+    void* shared, const CUtensorMap* map, int32_t column, int32_t row, uint64_t* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+            shared_address(shared)),
+        "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier))
+        : "memory");
+}
+
+// Writes to, and signals at, the same offsets in every CTA of the cluster that `ctas` names.
+__device__ __forceinline__ void cp_async_bulk_tensor_2d_load_multicast(
+    void* shared, const CUtensorMap* map, int32_t column, int32_t row, uint64_t* barrier, uint16_t ctas) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(shared)),
+        "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "h"(ctas)
+        : "memory");
+}
+
+__device__ __forceinline__ void cp_async_bulk_tensor_2d_store(
+    const CUtensorMap* map, int32_t column, int32_t row, const void* shared) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
+                 "r"(column), "r"(row), "r"(shared_address(shared))
+                 : "memory");
+}
+
+__device__ __forceinline__ void cp_async_bulk_commit_group() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until at most `Pending` of this thread's groups still have shared memory to read.
+template <int Pending>
+__device__ __forceinline__ void cp_async_bulk_wait_group_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
+}
+
+// ---- registers -----------------------------------------------------------------------------------------------------
+
+template <int Registers>
+__device__ __forceinline__ void setmaxnreg_inc() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+template <int Registers>
+__device__ __forceinline__ void setmaxnreg_dec() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+}
+
+// ---- rounding and storing fragments --------------------------------------------------------------------------------
+
+// Rounds to nearest even; `low` goes to the lower address.
+template <class Element>
+__device__ __forceinline__ uint32_t cvt_rn_x2(float low, float high) {
+    uint32_t packed;
+    if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    } else {
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    }
+    return packed;
+}
+
+// Four 8x8 matrices of 16-bit elements; lanes 8i..8i+7 name the rows of matrix i.
+__device__ __forceinline__ void stmatrix_x4(uint32_t shared, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r0), "r"(r1),
+                 "r"(r2), "r"(r3)
+                 : "memory");
+}
+
+// ---- wgmma ---------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_commit_group() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int Pending>
+__device__ __forceinline__ void wgmma_wait_group() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
+
+// No instruction: what reads `value` later in the program stays below this point.
+__device__ __forceinline__ void pin(float& value) {
+    asm volatile("" : "+f"(value)::"memory");
+}
+
+// d[64, N] = a[64, 16] * b[N, 16]^T + (accumulate ? d : 0), both operands in shared memory, K-major.
+//
+// The thread holds d as N/8 blocks of four: rows r, r, r+8, r+8 and columns c, c+1, c, c+1, where r is
+// 16 * (warp in warpgroup) + lane / 4 and c is 8 * block + 2 * (lane % 4).
+template <class Element, int N>
+__device__ __forceinline__ void wgmma_mma_async(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate);
+
+// The operand lists, eight registers at a time.
+#define GEMMESH_NAMES_0 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define GEMMESH_NAMES_1 "%8, %9, %10, %11, %12, %13, %14, %15"
+#define GEMMESH_NAMES_2 "%16, %17, %18, %19, %20, %21, %22, %23"
+#define GEMMESH_NAMES_3 "%24, %25, %26, %27, %28, %29, %30, %31"
+#define GEMMESH_NAMES_4 "%32, %33, %34, %35, %36, %37, %38, %39"
+#define GEMMESH_NAMES_5 "%40, %41, %42, %43, %44, %45, %46, %47"
+#define GEMMESH_NAMES_6 "%48, %49, %50, %51, %52, %53, %54, %55"
+#define GEMMESH_NAMES_7 "%56, %57, %58, %59, %60, %61, %62, %63"
+#define GEMMESH_NAMES_8 "%64, %65, %66, %67, %68, %69, %70, %71"
+#define GEMMESH_NAMES_9 "%72, %73, %74, %75, %76, %77, %78, %79"
+#define GEMMESH_NAMES_10 "%80, %81, %82, %83, %84, %85, %86, %87"
+#define GEMMESH_NAMES_11 "%88, %89, %90, %91, %92, %93, %94, %95"
+#define GEMMESH_NAMES_12 "%96, %97, %98, %99, %100, %101, %102, %103"
+#define GEMMESH_NAMES_13 "%104, %105, %106, %107, %108, %109, %110, %111"
+#define GEMMESH_NAMES_14 "%112, %113, %114, %115, %116, %117, %118, %119"
+#define GEMMESH_NAMES_15 "%120, %121, %122, %123, %124, %125, %126, %127"
+#define GEMMESH_EIGHT(i) \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+        "+f"(d[i + 7])
+
+#define GEMMESH_NAMES_OF_64 \
+    GEMMESH_NAMES_0 ", " GEMMESH_NAMES_1 ", " GEMMESH_NAMES_2 ", " GEMMESH_NAMES_3
+#define GEMMESH_REGISTERS_OF_64 \
+    GEMMESH_EIGHT(0), GEMMESH_EIGHT(8), GEMMESH_EIGHT(16), GEMMESH_EIGHT(24)
+#define GEMMESH_NAMES_OF_128 \
+    GEMMESH_NAMES_0 ", " GEMMESH_NAMES_1 ", " GEMMESH_NAMES_2 ", " GEMMESH_NAMES_3 ", " \
+    GEMMESH_NAMES_4 ", " GEMMESH_NAMES_5 ", " GEMMESH_NAMES_6 ", " GEMMESH_NAMES_7
+#define GEMMESH_REGISTERS_OF_128 \
+    GEMMESH_EIGHT(0), GEMMESH_EIGHT(8), GEMMESH_EIGHT(16), GEMMESH_EIGHT(24), GEMMESH_EIGHT(32), \
+    GEMMESH_EIGHT(40), GEMMESH_EIGHT(48), GEMMESH_EIGHT(56)
+#define GEMMESH_NAMES_OF_192 \
+    GEMMESH_NAMES_0 ", " GEMMESH_NAMES_1 ", " GEMMESH_NAMES_2 ", " GEMMESH_NAMES_3 ", " \
+    GEMMESH_NAMES_4 ", " GEMMESH_NAMES_5 ", " GEMMESH_NAMES_6 ", " GEMMESH_NAMES_7 ", " \
+    GEMMESH_NAMES_8 ", " GEMMESH_NAMES_9 ", " GEMMESH_NAMES_10 ", " GEMMESH_NAMES_11
+#define GEMMESH_REGISTERS_OF_192 \
+    GEMMESH_EIGHT(0), GEMMESH_EIGHT(8), GEMMESH_EIGHT(16), GEMMESH_EIGHT(24), GEMMESH_EIGHT(32), \
+    GEMMESH_EIGHT(40), GEMMESH_EIGHT(48), GEMMESH_EIGHT(56), GEMMESH_EIGHT(64), GEMMESH_EIGHT(72), \
+    GEMMESH_EIGHT(80), GEMMESH_EIGHT(88)
+#define GEMMESH_NAMES_OF_208 \
+    GEMMESH_NAMES_0 ", " GEMMESH_NAMES_1 ", " GEMMESH_NAMES_2 ", " GEMMESH_NAMES_3 ", " \
+    GEMMESH_NAMES_4 ", " GEMMESH_NAMES_5 ", " GEMMESH_NAMES_6 ", " GEMMESH_NAMES_7 ", " \
+    GEMMESH_NAMES_8 ", " GEMMESH_NAMES_9 ", " GEMMESH_NAMES_10 ", " GEMMESH_NAMES_11 ", " GEMMESH_NAMES_12
+#define GEMMESH_REGISTERS_OF_208 \
+    GEMMESH_EIGHT(0), GEMMESH_EIGHT(8), GEMMESH_EIGHT(16), GEMMESH_EIGHT(24), GEMMESH_EIGHT(32), \
+    GEMMESH_EIGHT(40), GEMMESH_EIGHT(48), GEMMESH_EIGHT(56), GEMMESH_EIGHT(64), GEMMESH_EIGHT(72), \
+    GEMMESH_EIGHT(80), GEMMESH_EIGHT(88), GEMMESH_EIGHT(96)
+#define GEMMESH_NAMES_OF_224 \
+    GEMMESH_NAMES_0 ", " GEMMESH_NAMES_1 ", " GEMMESH_NAMES_2 ", " GEMMESH_NAMES_3 ", " \
+    GEMMESH_NAMES_4 ", " GEMMESH_NAMES_5 ", " GEMMESH_NAMES_6 ", " GEMMESH_NAMES_7 ", " \
+    GEMMESH_NAMES_8 ", " GEMMESH_NAMES_9 ", " GEMMESH_NAMES_10 ", " GEMMESH_NAMES_11 ", " \
+    GEMMESH_NAMES_12 ", " GEMMESH_NAMES_13
+#define GEMMESH_REGISTERS_OF_224 \
+    GEMMESH_EIGHT(0), GEMMESH_EIGHT(8), GEMMESH_EIGHT(16), GEMMESH_EIGHT(24), GEMMESH_EIGHT(32), \
+    GEMMESH_EIGHT(40), GEMMESH_EIGHT(48), GEMMESH_EIGHT(56), GEMMESH_EIGHT(64), GEMMESH_EIGHT(72), \
+    GEMMESH_EIGHT(80), GEMMESH_EIGHT(88), GEMMESH_EIGHT(96), GEMMESH_EIGHT(104)
+#define GEMMESH_NAMES_OF_256 \
+    GEMMESH_NAMES_0 ", " GEMMESH_NAMES_1 ", " GEMMESH_NAMES_2 ", " GEMMESH_NAMES_3 ", " \
+    GEMMESH_NAMES_4 ", " GEMMESH_NAMES_5 ", " GEMMESH_NAMES_6 ", " GEMMESH_NAMES_7 ", " \
+    GEMMESH_NAMES_8 ", " GEMMESH_NAMES_9 ", " GEMMESH_NAMES_10 ", " GEMMESH_NAMES_11 ", " \
+    GEMMESH_NAMES_12 ", " GEMMESH_NAMES_13 ", " GEMMESH_NAMES_14 ", " GEMMESH_NAMES_15
+#define GEMMESH_REGISTERS_OF_256 \
+    GEMMESH_EIGHT(0), GEMMESH_EIGHT(8), GEMMESH_EIGHT(16), GEMMESH_EIGHT(24), GEMMESH_EIGHT(32), \
+    GEMMESH_EIGHT(40), GEMMESH_EIGHT(48), GEMMESH_EIGHT(56), GEMMESH_EIGHT(64), GEMMESH_EIGHT(72), \
+    GEMMESH_EIGHT(80), GEMMESH_EIGHT(88), GEMMESH_EIGHT(96), GEMMESH_EIGHT(104), GEMMESH_EIGHT(112), \
+    GEMMESH_EIGHT(120)
+
+// `a_`, `b_` and `p_` are the numbers of the operands that follow the N/2 accumulators.
+#define GEMMESH_WGMMA(Element, type, N, a_, b_, p_)                                                                  \
+    template <>                                                                                                      \
+    __device__ __forceinline__ void wgmma_mma_async<Element, N>(                                                     \
+        float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {                                                \
+        asm volatile("{\n"                                                                                           \
+                     ".reg .pred p;\n"                                                                               \
+                     "setp.ne.b32 p, %" #p_ ", 0;\n"                                                                 \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type                                 \
+                     " {" GEMMESH_NAMES_OF_##N "}, %" #a_ ", %" #b_ ", p, 1, 1, 0, 0;\n"                             \
+                     "}\n"                                                                                           \
+                     : GEMMESH_REGISTERS_OF_##N                                                                      \
+                     : "l"(a), "l"(b), "r"(static_cast<int32_t>(accumulate)));                                       \
+    }
+
+#define GEMMESH_WGMMA_BOTH(N, a_, b_, p_)               \
+    GEMMESH_WGMMA(__nv_bfloat16, "bf16", N, a_, b_, p_) \
+    GEMMESH_WGMMA(__half, "f16", N, a_, b_, p_)
+
+GEMMESH_WGMMA_BOTH(64, 32, 33, 34)
+GEMMESH_WGMMA_BOTH(128, 64, 65, 66)
+GEMMESH_WGMMA_BOTH(192, 96, 97, 98)
+GEMMESH_WGMMA_BOTH(208, 104, 105, 106)
+GEMMESH_WGMMA_BOTH(224, 112, 113, 114)
+GEMMESH_WGMMA_BOTH(256, 128, 129, 130)
+
+
+}  // namespace gemmesh::ptx
