@@ -8,6 +8,8 @@ fn plan(criterion: &mut Criterion) {
         tile_m: 128,
         tile_n: 256,
         tile_k: 64,
+        stages: 1,
+        cluster: 1,
         group_m: 8,
         chunks: 4,
     };

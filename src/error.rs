@@ -195,6 +195,106 @@ pub enum Error {
         reason: String,
     },
 
+    /// A number or address is not a multiple of what this backend needs.
+    #[error("rank {rank}: {what} is {value}; this backend needs a multiple of {multiple}")]
+    Unaligned {
+        /// The rank that made the call.
+        rank: usize,
+        /// What the number is.
+        what: String,
+        /// The number.
+        value: usize,
+        /// What it must be a multiple of.
+        multiple: usize,
+    },
+
+    /// Ranks on GPUs must be processes: in one process the driver orders the copies of different devices' streams
+    /// behind one another, and a wait in one would block all.
+    #[error(
+        "rank {rank} is a thread: ranks on GPUs must be processes; start them with gemmesh::launch, torchrun or mpirun"
+    )]
+    NeedsProcesses {
+        /// The rank.
+        rank: usize,
+    },
+
+    /// There is no GPU to be used.
+    #[error("rank {rank} finds no GPU: {reason}")]
+    NoGpu {
+        /// The rank.
+        rank: usize,
+        /// What is missing.
+        reason: String,
+    },
+
+    /// The GPU is of a generation that there are no kernels for.
+    #[error(
+        "rank {rank} has {name:?} (compute capability {capability}); the kernels need a Hopper GPU (9.0), such as H100 or H200"
+    )]
+    UnsupportedGpu {
+        /// The rank.
+        rank: usize,
+        /// The GPU.
+        name: String,
+        /// Its compute capability.
+        capability: String,
+    },
+
+    /// A rank's GPU cannot map another's memory.
+    #[error(
+        "rank {rank} cannot map the memory of rank {peer}'s GPU ({reason}); the GPUs must be peers, see nvidia-smi topo -p2p r"
+    )]
+    NoPeerAccess {
+        /// The rank that maps.
+        rank: usize,
+        /// The rank whose memory it is.
+        peer: usize,
+        /// Who refused it.
+        reason: String,
+    },
+
+    /// What one GPU wrote is not what the other read.
+    #[error(
+        "the memory of rank {rank} and rank {peer} does not hold what they write into one another's; do not trust results between these GPUs"
+    )]
+    PeerMemory {
+        /// The rank that read.
+        rank: usize,
+        /// The other.
+        peer: usize,
+    },
+
+    /// There is no kernel for a configuration.
+    #[error("rank {rank}: there is no kernel {asked}; there are {known}")]
+    NoKernel {
+        /// The rank.
+        rank: usize,
+        /// The configuration.
+        asked: String,
+        /// Those there are.
+        known: String,
+    },
+
+    /// An operation was put on a stream that is being captured.
+    #[error(
+        "rank {rank}: operations cannot be captured in a CUDA graph yet, for each has its own epoch; end the capture first"
+    )]
+    Capturing {
+        /// The rank.
+        rank: usize,
+    },
+
+    /// The CUDA driver refused a call.
+    #[error("rank {rank}: {call} failed: {reason}")]
+    Cuda {
+        /// The rank.
+        rank: usize,
+        /// The call.
+        call: String,
+        /// The driver's words.
+        reason: String,
+    },
+
     /// The operating system refused something.
     #[error("{}cannot {action}: {reason}", Who(.rank))]
     System {

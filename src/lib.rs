@@ -33,9 +33,14 @@ pub use {
     sharded::{ShardMut, ShardedMatrix},
 };
 
+#[cfg(all(feature = "cuda", not(loom)))]
+pub use backend::Cuda;
+
 #[cfg(not(loom))]
 #[doc(hidden)]
 pub mod testing {
     //! What only the tests of this library use.
     pub use crate::backend::host_delay_chunks as delay_chunks;
+    #[cfg(feature = "cuda")]
+    pub use crate::backend::{align_streams, cuda_delay_chunks};
 }

@@ -34,12 +34,13 @@ impl<B: Backend, T: Element> Matrix<B, T> {
         [self.rows, self.columns]
     }
 
-    /// Overwrites the matrix with `values`, row by row.
+    /// Overwrites the matrix with `values`, row by row, once the operations before are complete.
     ///
     /// # Errors
     /// [`Error::Shape`] unless there are rows · columns values; the group's failure.
     pub fn copy_from_host(&mut self, values: &[T]) -> Result<()> {
         self.check_length(values.len())?;
+        self.group.synchronize()?;
         let bytes = bytemuck::cast_slice(values);
         self.group.inner().backend.write(&mut self.memory, bytes)
     }
@@ -90,6 +91,14 @@ impl<B: Backend, T: Element> Matrix<B, T> {
 
     pub(crate) fn memory_mut(&mut self) -> &mut B::Buffer {
         &mut self.memory
+    }
+}
+
+impl<B: Backend, T> Drop for Matrix<B, T> {
+    fn drop(&mut self) {
+        // Operations that use it may still run. If they fail, the next call says so.
+        let inner = self.group.inner();
+        let _ = inner.backend.synchronize(&inner.members);
     }
 }
 

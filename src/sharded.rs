@@ -139,6 +139,14 @@ impl<B: Backend, T: Element> ShardedMatrix<B, T> {
     }
 }
 
+impl<B: Backend, T> Drop for ShardedMatrix<B, T> {
+    fn drop(&mut self) {
+        // Operations that use it may still run. If they fail, the next call says so.
+        let inner = self.group.inner();
+        let _ = inner.backend.synchronize(&inner.members);
+    }
+}
+
 impl<B: Backend, T: Element> fmt::Debug for ShardedMatrix<B, T> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         let [m, k] = self.shape();

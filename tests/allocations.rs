@@ -154,6 +154,8 @@ const CONFIG: Config = Config {
     tile_m: 32,
     tile_n: 48,
     tile_k: 40,
+    stages: 1,
+    cluster: 1,
     group_m: 2,
     chunks: 3,
 };

@@ -198,6 +198,8 @@ fn plans(rows: &[usize], chunks: usize) -> std::sync::Arc<[Plan]> {
         tile_m: 2,
         tile_n: 1,
         tile_k: 1,
+        stages: 1,
+        cluster: 1,
         group_m: 1,
         chunks,
     };

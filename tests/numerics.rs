@@ -181,6 +181,8 @@ fn config(tile_m: usize, tile_n: usize, tile_k: usize, group_m: usize, chunks: u
         tile_m,
         tile_n,
         tile_k,
+        stages: 1,
+        cluster: 1,
         group_m,
         chunks,
     }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use gemmesh::Error;
 use gemmesh::protocol::drive::{self, CopyEngine, CopyThread};
 use gemmesh::protocol::flag::Wait;
-use gemmesh::protocol::plan::{MAX_CHUNKS, MAX_EXTENT, MAX_WORLD, balanced_rows};
+use gemmesh::protocol::plan::{MAX_CHUNKS, MAX_CLUSTER, MAX_EXTENT, MAX_WORLD, balanced_rows};
 use gemmesh::protocol::primitive::AtomicUsize;
 use gemmesh::protocol::{Awaited, Config, Epoch, Flag, FlagBlock, Plan, Problem, Pull, Tile};
 use proptest::prelude::*;
@@ -83,17 +83,19 @@ fn case() -> impl Strategy<Value = Case> {
         1 => select(vec![64, 1000, MAX_EXTENT]),
     ];
     let chunks = prop_oneof![1..=8usize, 1..=MAX_CHUNKS];
-    (tile(), tile(), group_m, chunks)
-        .prop_flat_map(|(tile_m, tile_n, group_m, chunks)| {
+    (tile(), tile(), 1..=2usize, group_m, chunks)
+        .prop_flat_map(|(tile_m, tile_n, cluster, group_m, chunks)| {
             let config = Config {
                 tile_m,
                 tile_n,
                 tile_k: 5,
+                stages: 1,
+                cluster,
                 group_m,
                 chunks,
             };
             (
-                rows(tile_m),
+                rows(tile_m * cluster),
                 extent(tile_n, 5 * tile_n),
                 Just(config),
                 any::<usize>(),
@@ -136,6 +138,11 @@ fn ready_order(plan: &Plan) -> Vec<usize> {
         .collect()
 }
 
+/// Rows of one entry of the table: a cluster's tiles stand one above the other.
+fn entry_rows(case: &Case) -> usize {
+    case.config.tile_m * case.config.cluster
+}
+
 proptest! {
     #![proptest_config(ProptestConfig {
         cases: 2000,
@@ -148,7 +155,7 @@ proptest! {
         let plan = case.plan();
         let tiles: Vec<_> = plan.tiles().iter().map(|tile| (tile.m, tile.n)).collect();
         let distinct: BTreeSet<_> = tiles.iter().copied().collect();
-        let rows = case.m().div_ceil(case.config.tile_m) as u32;
+        let rows = case.m().div_ceil(entry_rows(&case)) as u32;
         let columns = case.n.div_ceil(case.config.tile_n) as u32;
         prop_assert_eq!(tiles.len(), rows as usize * columns as usize);
         prop_assert_eq!(distinct.len(), tiles.len());
@@ -158,7 +165,8 @@ proptest! {
     #[test]
     fn tiles_cover_the_output_once(case in case()) {
         let plan = case.plan();
-        let Config { tile_m, tile_n, .. } = case.config;
+        let Config { tile_n, .. } = case.config;
+        let tile_m = entry_rows(&case);
         let mut area = 0;
         for tile in plan.tiles() {
             let (rows, columns) = (plan.tile_rows(tile), plan.tile_columns(tile));
@@ -263,7 +271,8 @@ proptest! {
     #[test]
     fn a_shard_is_cut_into_few_even_chunks_between_tiles(case in case()) {
         let plan = case.plan();
-        let Config { tile_m, chunks, .. } = case.config;
+        let Config { chunks, .. } = case.config;
+        let tile_m = entry_rows(&case);
         for (source, &rows) in case.rows.iter().enumerate() {
             let pulls = plan.pulls_from(source);
             prop_assert!(pulls.len() <= chunks);
@@ -420,6 +429,8 @@ const CONFIG: Config = Config {
     tile_m: 2,
     tile_n: 3,
     tile_k: 1,
+    stages: 1,
+    cluster: 1,
     group_m: 2,
     chunks: 2,
 };
@@ -535,10 +546,12 @@ fn what_is_outside_the_limits_is_named() {
     assert_limit(balanced(0, 0, 2), "M", 0, 1, MAX_EXTENT);
 
     type Field = (&'static str, fn(&mut Config) -> &mut usize, usize);
-    let fields: [Field; 5] = [
+    let fields: [Field; 7] = [
         ("Config::tile_m", |c| &mut c.tile_m, MAX_EXTENT),
         ("Config::tile_n", |c| &mut c.tile_n, MAX_EXTENT),
         ("Config::tile_k", |c| &mut c.tile_k, MAX_EXTENT),
+        ("Config::stages", |c| &mut c.stages, MAX_EXTENT),
+        ("Config::cluster", |c| &mut c.cluster, MAX_CLUSTER),
         ("Config::group_m", |c| &mut c.group_m, MAX_EXTENT),
         ("Config::chunks", |c| &mut c.chunks, MAX_CHUNKS),
     ];
@@ -580,6 +593,8 @@ fn a_large_plan_takes_less_than_a_millisecond() {
         tile_m: 128,
         tile_n: 256,
         tile_k: 64,
+        stages: 1,
+        cluster: 1,
         group_m: 8,
         chunks: 4,
     };

@@ -9,6 +9,8 @@ const CONFIG: Config = Config {
     tile_m: 4,
     tile_n: 4,
     tile_k: 4,
+    stages: 1,
+    cluster: 1,
     group_m: 2,
     chunks: 3,
 };

@@ -95,6 +95,8 @@ impl<T: Element> Item<T> {
             tile_m: random.random_range(1..9),
             tile_n: random.random_range(1..9),
             tile_k: random.random_range(1..32),
+            stages: 1,
+            cluster: 1,
             group_m: random.random_range(1..4),
             chunks: random.random_range(1..6),
         });

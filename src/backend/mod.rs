@@ -1,9 +1,16 @@
 //! Backends: what a rank is, where symmetric memory lies, and who walks the plan.
 
+#[cfg(feature = "cuda")]
+mod cuda;
 mod host;
 
 use std::fmt::Debug;
 
+#[cfg(feature = "cuda")]
+pub use cuda::Cuda;
+#[cfg(feature = "cuda")]
+#[doc(hidden)]
+pub use cuda::{align_streams, delay_chunks as cuda_delay_chunks};
 pub use host::Host;
 #[doc(hidden)]
 pub use host::delay_chunks as host_delay_chunks;
@@ -14,7 +21,7 @@ use crate::group::{Call, Members, Options};
 use crate::protocol::{Config, Epoch, Plan, Problem};
 use crate::trace::Span;
 
-/// A way to run the protocol: [`Host`] on any machine.
+/// A way to run the protocol: [`Host`] on any machine, `Cuda` on NVIDIA GPUs (feature `cuda`).
 ///
 /// Sealed: the protocol's safety rests on its implementations.
 pub trait Backend: sealed::Backend {}
@@ -43,6 +50,13 @@ impl Part {
     }
 }
 
+/// A number that depends on every bit of `seed` (SplitMix64's finaliser).
+pub(crate) fn scatter(seed: u64) -> u64 {
+    let x = (seed ^ seed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ x >> 31
+}
+
 pub(crate) mod sealed {
     use super::*;
 
@@ -63,6 +77,8 @@ pub(crate) mod sealed {
     pub trait Backend: Sized + Send + Sync + 'static {
         /// As in error messages and results.
         const NAME: &'static str;
+        /// K must be a multiple of this.
+        const K_MULTIPLE: usize;
         /// Memory that every rank of the group maps.
         type Symmetric: Send + Sync + Debug;
         /// Memory of this rank's own.
@@ -72,8 +88,13 @@ pub(crate) mod sealed {
 
         /// Collective. Allocates the flags and starts what runs operations.
         fn open(members: &Members, options: &Options) -> Result<Self>;
+        /// The group ends: lets go of the peers' memory, then of its own when no peer maps it any more.
+        fn close(&mut self, members: &Members);
         /// A good way to cut up a problem.
         fn default_config(&self, problem: &Problem) -> Config;
+        /// Whether work can be begun at this moment. Asked before an operation gets its number, so that a refusal on
+        /// one rank leaves all ranks in step.
+        fn admit(&self, members: &Members) -> Result<()>;
         /// Makes a plan ready to run.
         fn prepare(&self, members: &Members, plan: Plan) -> Result<Self::Program>;
         /// The plan of a program.
@@ -86,8 +107,8 @@ pub(crate) mod sealed {
             call: &Call,
             bytes: usize,
         ) -> Result<Self::Symmetric>;
-        /// Zeroed memory of `bytes` bytes.
-        fn buffer(&self, members: &Members, bytes: usize) -> Result<Self::Buffer>;
+        /// Zeroed memory for `rows` rows of `width` bytes.
+        fn buffer(&self, members: &Members, rows: usize, width: usize) -> Result<Self::Buffer>;
 
         /// Copies into this rank's memory, from byte `offset` on. The caller has checked the range.
         fn write_symmetric(
@@ -103,9 +124,9 @@ pub(crate) mod sealed {
             offset: usize,
             to: &mut [u8],
         ) -> Result<()>;
-        /// Copies from the start of a buffer's memory on.
+        /// Copies all rows of a buffer.
         fn write(&self, to: &mut Self::Buffer, from: &[u8]) -> Result<()>;
-        /// Copies from the start of a buffer's memory on.
+        /// Copies all rows of a buffer.
         fn read(&self, from: &Self::Buffer, to: &mut [u8]) -> Result<()>;
 
         /// Runs `part` of operation `epoch`; what happened when goes into `trace`.

@@ -28,6 +28,9 @@ struct Block {
     fault: [AtomicU8; FAULT_BYTES],
     /// Whether a rank has left in order.
     left: [AtomicU32; MAX_WORLD],
+    /// Whether a rank has stopped mapping its peers' memory.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    closed: [AtomicU32; MAX_WORLD],
     /// Whom a rank waits for: 256 · the time in ms when it last looked + 1 + the other rank. For reports only.
     waits: [AtomicU64; MAX_WORLD],
     posts: [[Post; POSTS]; MAX_WORLD],
@@ -209,6 +212,18 @@ impl Commons {
     /// Whether `rank` has left in order.
     pub fn has_left(&self, rank: usize) -> bool {
         self.block().left[rank].load(Ordering::Acquire) != 0
+    }
+
+    /// Says that this rank has stopped mapping its peers' memory.
+    #[cfg(feature = "cuda")]
+    pub fn mark_closed(&self) {
+        self.block().closed[self.rank].store(1, Ordering::Release);
+    }
+
+    /// Whether `rank` has stopped mapping its peers' memory.
+    #[cfg(feature = "cuda")]
+    pub fn is_closed(&self, rank: usize) -> bool {
+        self.block().closed[rank].load(Ordering::Acquire) != 0
     }
 
     /// Notes that this rank waits for `peer`, now. To be called every few milliseconds while it does.

@@ -1,6 +1,6 @@
 //! The ranks of a group as one rank sees them: messages to all, and who is still alive.
 
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -120,6 +120,49 @@ impl Members {
         self.commons.fail(error)
     }
 
+    /// For a thread of a backend that watches over this rank.
+    #[cfg(feature = "cuda")]
+    pub fn witness(&self) -> Witness {
+        Witness {
+            rank: self.rank,
+            timeout: self.timeout,
+            commons: self.commons.clone(),
+        }
+    }
+
+    /// Says that this rank has stopped mapping its peers' memory.
+    #[cfg(feature = "cuda")]
+    pub fn mark_closed(&self) {
+        self.commons.mark_closed();
+    }
+
+    /// Waits until no peer maps this rank's memory any more. False if that can't be known in time.
+    #[cfg(feature = "cuda")]
+    pub fn await_closed(&self) -> bool {
+        // Once the group has failed, nobody has a reason to keep its mappings for long.
+        const AFTER_FAILURE: Duration = Duration::from_secs(2);
+        let begin = Instant::now();
+        loop {
+            let fault = self.commons.fault();
+            let dead = match &fault {
+                Some(Error::RankLost { rank, .. }) => Some(*rank),
+                _ => None,
+            };
+            if (0..self.world).all(|rank| self.commons.is_closed(rank) || Some(rank) == dead) {
+                return true;
+            }
+            let limit = if fault.is_some() {
+                AFTER_FAILURE.min(self.timeout)
+            } else {
+                self.timeout
+            };
+            if begin.elapsed() >= limit {
+                return false;
+            }
+            std::thread::sleep(Duration::from_micros(200));
+        }
+    }
+
     /// Agrees with the other ranks on what operation `epoch` is, without a message.
     ///
     /// # Errors
@@ -181,6 +224,35 @@ impl Members {
     /// Returns when every rank has called it.
     pub fn barrier(&self) -> Result<()> {
         self.all_gather(&Call::Barrier, &[], None).map(drop)
+    }
+
+    /// Exchanges what each rank has made, a message and perhaps a descriptor, or why it could not make it: if one
+    /// could not, all get its error, and the group goes on.
+    pub fn exchange(
+        &self,
+        call: &Call,
+        own: Result<(Vec<u8>, Option<OwnedFd>)>,
+    ) -> Result<Gathered> {
+        let outcome = match &own {
+            Ok(_) => Ok(()),
+            Err(error) => Err(error.clone()),
+        };
+        let (payload, fd) = own.unwrap_or_default();
+        let outcome: std::result::Result<(), Error> = outcome;
+        let outcome = serde_json::to_vec(&outcome).unwrap_or_default();
+        let fd = fd.as_ref().map(AsFd::as_fd);
+        let mut gathered = self.all_gather(call, &join(&[outcome, payload]), fd)?;
+        for (rank, bytes) in gathered.payloads.iter_mut().enumerate() {
+            let parts = split(bytes);
+            let Some([outcome, payload]) = parts.as_deref() else {
+                return Err(self.garbage(rank, "an outcome"));
+            };
+            let outcome: std::result::Result<(), Error> =
+                serde_json::from_slice(outcome).map_err(|_| self.garbage(rank, "an outcome"))?;
+            outcome?;
+            *bytes = payload.to_vec();
+        }
+        Ok(gathered)
     }
 
     /// Sends `payload`, and a descriptor if there is one, to every rank, and returns what all sent.
@@ -313,6 +385,33 @@ impl Members {
     }
 }
 
+/// A share in a rank's right to report failures, for a thread of its backend.
+#[cfg(feature = "cuda")]
+#[derive(Debug)]
+pub struct Witness {
+    pub rank: usize,
+    pub timeout: Duration,
+    commons: Arc<Commons>,
+}
+
+#[cfg(feature = "cuda")]
+impl Witness {
+    /// As [`Members::fail`].
+    pub fn fail(&self, error: Error) -> Error {
+        self.commons.fail(error)
+    }
+
+    /// As [`Members::fault`].
+    pub fn fault(&self) -> Option<Error> {
+        self.commons.fault()
+    }
+
+    /// Whether `rank` has left the group in order.
+    pub fn has_left(&self, rank: usize) -> bool {
+        self.commons.has_left(rank)
+    }
+}
+
 impl Drop for Members {
     fn drop(&mut self) {
         // A rank that unwinds has not completed what it began: its peers must see it as lost.
@@ -338,7 +437,7 @@ impl Wait for Members {
             std::hint::spin_loop();
         }
         let begin = Instant::now();
-        let what = || format!("{awaited:?} = {} (it is {})", epoch.raw(), flag.peek());
+        let what = || awaited.describe(epoch, flag.peek());
         // A chunk is written by this rank's own copy thread, which may still have it to copy, or itself wait
         // for another rank than the chunk's source: it knows the culprit.
         let (own, grace) = match awaited {

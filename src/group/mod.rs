@@ -17,6 +17,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 pub(crate) use commons::{Operation, OperationName};
+#[cfg(feature = "cuda")]
+pub(crate) use members::Witness;
 pub(crate) use members::{Call, Members};
 
 use crate::backend::Backend;
@@ -63,6 +65,12 @@ pub(crate) struct Inner<B: Backend> {
     pub backend: B,
     pub members: Members,
     state: Mutex<State<B>>,
+}
+
+impl<B: Backend> Drop for Inner<B> {
+    fn drop(&mut self) {
+        self.backend.close(&self.members);
+    }
 }
 
 struct State<B: Backend> {
@@ -195,6 +203,14 @@ impl<B: Backend> Group<B> {
         }
         // N is not known yet and does not matter for who owns what.
         let layout = Problem::with_rows(rows, 1, k, members.rank)?;
+        if !k.is_multiple_of(B::K_MULTIPLE) {
+            return Err(Error::Unaligned {
+                rank: members.rank,
+                what: "K".into(),
+                value: k,
+                multiple: B::K_MULTIPLE,
+            });
+        }
         let bytes = self.bytes_of::<T>(layout.m(), k)?;
         let call = Call::Sharded {
             rows: rows.to_vec(),
@@ -214,8 +230,11 @@ impl<B: Backend> Group<B> {
     /// # Errors
     /// [`Error::OutOfMemory`]; [`Error::Limit`] for an empty shape.
     pub fn zeros<T: Element>(&self, rows: usize, columns: usize) -> Result<Matrix<B, T>> {
-        let bytes = self.bytes_of::<T>(rows, columns)?;
-        let memory = self.inner.backend.buffer(&self.inner.members, bytes)?;
+        let width = self.bytes_of::<T>(rows, columns)? / rows;
+        let memory = self
+            .inner
+            .backend
+            .buffer(&self.inner.members, rows, width)?;
         Ok(Matrix::new(self.clone(), memory, rows, columns))
     }
 
@@ -269,6 +288,7 @@ impl<B: Backend> Group<B> {
         if let Some(program) = state.programs.get(&key) {
             return Ok(program.clone());
         }
+        self.inner.backend.admit(&self.inner.members)?;
         let plan = Plan::new(key.0.clone(), config)?;
         let program = Arc::new(self.inner.backend.prepare(&self.inner.members, plan)?);
         if state.programs.len() >= KEPT_PROGRAMS {
@@ -285,6 +305,7 @@ impl<B: Backend> Group<B> {
         run: impl FnOnce(Epoch) -> Result<R>,
     ) -> Result<R> {
         self.inner.members.check()?;
+        self.inner.backend.admit(&self.inner.members)?;
         let mut state = self.state();
         let epoch = state.epoch;
         self.inner.members.post(epoch, operation)?;
@@ -296,6 +317,7 @@ impl<B: Backend> Group<B> {
     /// the last operation.
     pub(crate) fn exclusively<R>(&self, run: impl FnOnce(Epoch) -> Result<R>) -> Result<R> {
         self.inner.members.check()?;
+        self.inner.backend.admit(&self.inner.members)?;
         let state = self.state();
         run(state.epoch.previous())
     }
@@ -332,6 +354,7 @@ impl<B: Backend> fmt::Debug for Group<B> {
 pub struct Builder<B: Backend> {
     timeout: Duration,
     workers: Option<usize>,
+    device: Option<usize>,
     first_epoch: Epoch,
     backend: PhantomData<B>,
 }
@@ -340,6 +363,8 @@ pub struct Builder<B: Backend> {
 #[derive(Clone, Debug)]
 pub struct Options {
     pub(crate) workers: Option<usize>,
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub(crate) device: Option<usize>,
     pub(crate) first_epoch: Epoch,
 }
 
@@ -355,6 +380,7 @@ impl<B: Backend> Builder<B> {
         Builder {
             timeout: DEFAULT_TIMEOUT,
             workers: None,
+            device: None,
             first_epoch: Epoch::FIRST,
             backend: PhantomData,
         }
@@ -374,6 +400,14 @@ impl<B: Backend> Builder<B> {
         self
     }
 
+    /// The GPU of this rank on the CUDA backend, as an ordinal among those visible to this process. If not given,
+    /// the ranks take the visible ones in turn.
+    #[must_use]
+    pub fn device(mut self, ordinal: usize) -> Self {
+        self.device = Some(ordinal);
+        self
+    }
+
     /// The number of the first operation, for tests of what happens when it wraps.
     #[doc(hidden)]
     #[must_use]
@@ -385,6 +419,7 @@ impl<B: Backend> Builder<B> {
     fn options(&self) -> Options {
         Options {
             workers: self.workers,
+            device: self.device,
             first_epoch: self.first_epoch,
         }
     }

@@ -68,6 +68,19 @@ pub enum Awaited {
 }
 
 impl Awaited {
+    /// In words: what should have come, and what was seen instead.
+    pub fn describe(self, epoch: Epoch, seen: u32) -> String {
+        let what = match self {
+            Awaited::Ready { source } => format!("word that rank {source}'s rows are final"),
+            Awaited::Chunk { source, flag } => format!("chunk {flag} (rows of rank {source})"),
+            Awaited::Done { peer } => format!("word that rank {peer} has pulled the rows"),
+        };
+        format!(
+            "the {what}: its flag should be {} and is {seen}",
+            epoch.raw()
+        )
+    }
+
     /// The rank that is at fault if this wait never ends.
     pub fn peer(self) -> usize {
         match self {

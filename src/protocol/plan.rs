@@ -12,6 +12,8 @@ pub const MAX_WORLD: usize = 64;
 pub const MAX_CHUNKS: usize = 64;
 /// The most pulls a plan can hold, and so the chunk flags that a rank keeps.
 pub const MAX_FLAGS: usize = MAX_WORLD * MAX_CHUNKS;
+/// The most CTAs in a cluster.
+pub const MAX_CLUSTER: usize = 16;
 /// The largest extent of a matrix: tile coordinates are 32-bit signed numbers on a GPU.
 pub const MAX_EXTENT: usize = i32::MAX as usize;
 
@@ -113,6 +115,10 @@ pub struct Config {
     pub tile_n: usize,
     /// How much of K is brought close to the arithmetic at a time.
     pub tile_k: usize,
+    /// Stages of a CTA's ring of loads. The host backend has one.
+    pub stages: usize,
+    /// CTAs that share the loads of `b`, each with a tile of its own, one above the other. The host backend has one.
+    pub cluster: usize,
     /// Tile rows that are walked together, column by column, so that a cache holds what they share.
     pub group_m: usize,
     /// Chunks that a shard is pulled in, each with its own flag.
@@ -120,10 +126,17 @@ pub struct Config {
 }
 
 impl Config {
+    /// Rows of one entry of the table.
+    pub(super) fn entry_rows(&self) -> usize {
+        self.tile_m * self.cluster
+    }
+
     fn check(&self) -> Result<()> {
         limit("Config::tile_m", self.tile_m, 1, MAX_EXTENT)?;
         limit("Config::tile_n", self.tile_n, 1, MAX_EXTENT)?;
         limit("Config::tile_k", self.tile_k, 1, MAX_EXTENT)?;
+        limit("Config::stages", self.stages, 1, MAX_EXTENT)?;
+        limit("Config::cluster", self.cluster, 1, MAX_CLUSTER)?;
         limit("Config::group_m", self.group_m, 1, MAX_EXTENT)?;
         limit("Config::chunks", self.chunks, 1, MAX_CHUNKS)
     }
@@ -140,11 +153,11 @@ pub struct Pull {
     pub flag: usize,
 }
 
-/// One tile of the output.
+/// One entry of the table: a tile of the output, or as many, one above the other, as a cluster has CTAs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct Tile {
-    /// The tile's row: output rows from `m * tile_m`.
+    /// The tile's row: output rows from `m * tile_m * cluster`.
     pub m: u32,
     /// The tile's column: output columns from `n * tile_n`.
     pub n: u32,
@@ -182,7 +195,7 @@ pub struct Plan {
     /// `pulls[by_source[s]]` are the pulls from rank s.
     by_source: Vec<Range<usize>>,
     /// The rank whose rows a flag guards.
-    source_of: Vec<usize>,
+    source_of: Arc<[usize]>,
     tiles: Vec<Tile>,
 }
 
@@ -196,7 +209,7 @@ impl Plan {
         config.check()?;
         let tiles = problem
             .m()
-            .div_ceil(config.tile_m)
+            .div_ceil(config.entry_rows())
             .saturating_mul(problem.n().div_ceil(config.tile_n));
         limit("tiles of the output", tiles, 1, 1 << 28)?;
 
@@ -204,7 +217,7 @@ impl Plan {
             .filter(|&source| source != problem.rank())
             .flat_map(|source| {
                 let rows = problem.rows_of(source);
-                chunk_rows(rows, config.chunks, config.tile_m).map(move |rows| (source, rows))
+                chunk_rows(rows, config.chunks, config.entry_rows()).map(move |rows| (source, rows))
             })
             .collect();
 
@@ -266,6 +279,11 @@ impl Plan {
         self.source_of[flag]
     }
 
+    /// The rank whose rows each chunk flag guards, by flag.
+    pub fn sources_of_flags(&self) -> &Arc<[usize]> {
+        &self.source_of
+    }
+
     /// Every tile of the output once, in the order in which they become ready.
     pub fn tiles(&self) -> &[Tile] {
         &self.tiles
@@ -273,7 +291,7 @@ impl Plan {
 
     /// The output rows of a tile.
     pub fn tile_rows(&self, tile: &Tile) -> Range<usize> {
-        extent(tile.m, self.config.tile_m, self.problem.m())
+        extent(tile.m, self.config.entry_rows(), self.problem.m())
     }
 
     /// The output columns of a tile.
@@ -296,14 +314,14 @@ fn ring(rank: usize, world: usize) -> impl Iterator<Item = usize> {
 fn chunk_rows(
     rows: Range<usize>,
     chunks: usize,
-    tile_m: usize,
+    entry_rows: usize,
 ) -> impl Iterator<Item = Range<usize>> {
     let cut = move |i: usize| {
         let even = rows.start + rows.len() * i / chunks;
         match i {
             0 => rows.start,
             _ if i == chunks => rows.end,
-            _ => ((even + tile_m / 2) / tile_m * tile_m).clamp(rows.start, rows.end),
+            _ => ((even + entry_rows / 2) / entry_rows * entry_rows).clamp(rows.start, rows.end),
         }
     };
     (0..chunks)

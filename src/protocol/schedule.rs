@@ -51,10 +51,10 @@ fn tile_rows(problem: &Problem, config: &Config, pulls: &[Pull]) -> Vec<TileRow>
         chunks[pull.flag] = (pull.rows.clone(), position);
     }
     let mut begin = 0;
-    (0..problem.m().div_ceil(config.tile_m))
+    (0..problem.m().div_ceil(config.entry_rows()))
         .map(|m| {
-            let first = m * config.tile_m;
-            let last = (first + config.tile_m).min(problem.m());
+            let first = m * config.entry_rows();
+            let last = (first + config.entry_rows()).min(problem.m());
             while begin < chunks.len() && chunks[begin].0.end <= first {
                 begin += 1;
             }

@@ -17,6 +17,9 @@ const TOP: i32 = 92;
 const AXIS: i32 = 48;
 const LANE: i32 = 26;
 const LANE_GAP: i32 = 4;
+/// Above as many workers, theirs are drawn as thin lines without names: a GPU has more than a hundred.
+const NAMED_WORKERS: usize = 12;
+const THIN_LANE: i32 = 2;
 const BAND_GAP: i32 = 22;
 const INK: RGBColor = RGBColor(38, 44, 52);
 const FAINT: RGBColor = RGBColor(120, 128, 138);
@@ -52,15 +55,12 @@ impl Timeline {
     }
 
     fn draw(&self, path: &Path, title: &str) -> Drawn {
-        let bands: Vec<Vec<Lane>> = self
+        let bands: Vec<Band> = self
             .traces
             .iter()
-            .map(|trace| lanes(&trace.spans))
+            .map(|trace| Band::new(&trace.spans))
             .collect();
-        let height: i32 = bands
-            .iter()
-            .map(|lanes| lanes.len() as i32 * (LANE + LANE_GAP) + BAND_GAP)
-            .sum();
+        let height: i32 = bands.iter().map(|band| band.height() + BAND_GAP).sum();
         let area = SVGBackend::new(path, (WIDTH, (TOP + height + AXIS) as u32)).into_drawing_area();
         area.fill(&WHITE)?;
         let scale = Scale::new(self);
@@ -68,8 +68,8 @@ impl Timeline {
         text(&area, title, (LEFT, 20), 20, &INK, HPos::Left)?;
         self.legend(&area)?;
         let mut y = TOP;
-        for (trace, lanes) in self.traces.iter().zip(&bands) {
-            let middle = y + lanes.len() as i32 * (LANE + LANE_GAP) / 2;
+        for (trace, band) in self.traces.iter().zip(&bands) {
+            let middle = y + band.height() / 2;
             let name = format!("rank {}", trace.rank);
             text(
                 &area,
@@ -79,25 +79,23 @@ impl Timeline {
                 &colour(trace.rank),
                 HPos::Left,
             )?;
-            for &lane in lanes {
+            for (index, &lane) in band.lanes.iter().enumerate() {
+                let (height, gap) = band.size(lane);
                 let name = match lane {
                     Lane::Copy => "copies".to_string(),
-                    Lane::Worker(index) => format!("worker {index}"),
+                    Lane::Worker(index) if !band.thin => format!("worker {index}"),
+                    // The first stands for all.
+                    Lane::Worker(_) if index <= 1 => format!("{} SMs", band.workers()),
+                    Lane::Worker(_) => String::new(),
                 };
-                text(
-                    &area,
-                    &name,
-                    (LEFT - 8, y + LANE / 2),
-                    12,
-                    &FAINT,
-                    HPos::Right,
-                )?;
-                let ground = [(LEFT, y), (WIDTH as i32 - RIGHT, y + LANE)];
+                let named = (LEFT - 8, y + height.max(12) / 2);
+                text(&area, &name, named, 12, &FAINT, HPos::Right)?;
+                let ground = [(LEFT, y), (WIDTH as i32 - RIGHT, y + height)];
                 area.draw(&Rectangle::new(ground, GROUND.filled()))?;
                 for span in trace.spans.iter().filter(|span| span.lane == lane) {
-                    bar(&area, &scale, span, y)?;
+                    bar(&area, &scale, span, y, height)?;
                 }
-                y += LANE + LANE_GAP;
+                y += height + gap;
             }
             y += BAND_GAP;
         }
@@ -125,32 +123,63 @@ impl Timeline {
     }
 }
 
-fn lanes(spans: &[Span]) -> Vec<Lane> {
-    let mut lanes: Vec<Lane> = spans.iter().map(|span| span.lane).collect();
-    lanes.sort();
-    lanes.dedup();
-    lanes
+/// The lanes of one rank, from the top.
+struct Band {
+    lanes: Vec<Lane>,
+    /// Whether its workers are too many for names.
+    thin: bool,
+}
+
+impl Band {
+    fn new(spans: &[Span]) -> Band {
+        let mut lanes: Vec<Lane> = spans.iter().map(|span| span.lane).collect();
+        lanes.sort();
+        lanes.dedup();
+        let mut band = Band { lanes, thin: false };
+        band.thin = band.workers() > NAMED_WORKERS;
+        band
+    }
+
+    fn workers(&self) -> usize {
+        self.lanes
+            .iter()
+            .filter(|lane| **lane != Lane::Copy)
+            .count()
+    }
+
+    /// A lane's height and the gap below it.
+    fn size(&self, lane: Lane) -> (i32, i32) {
+        match lane {
+            Lane::Worker(_) if self.thin => (THIN_LANE, 0),
+            _ => (LANE, LANE_GAP),
+        }
+    }
+
+    fn height(&self) -> i32 {
+        let sizes = self.lanes.iter().map(|&lane| self.size(lane));
+        sizes.map(|(height, gap)| height + gap).sum()
+    }
 }
 
 fn colour(rank: usize) -> RGBColor {
     RANKS[rank % RANKS.len()]
 }
 
-fn bar(area: &Area, scale: &Scale, span: &Span, y: i32) -> Drawn {
+fn bar(area: &Area, scale: &Scale, span: &Span, y: i32, height: i32) -> Drawn {
     let (fill, inset) = match span.work {
-        Work::Pull { source, .. } => (colour(source), 6),
+        Work::Pull { source, .. } => (colour(source), height / 4),
         Work::Tile { source, .. } => (colour(source), 0),
-        Work::Wait { .. } => (WAITING, 8),
+        Work::Wait { .. } => (WAITING, height / 3),
     };
     let (begin, end) = (scale.x(span.begin), scale.x(span.end));
     if matches!(span.work, Work::Wait { .. }) && end - begin < 2 {
         return Ok(());
     }
-    let corners = [(begin, y + inset), (end.max(begin + 1), y + LANE - inset)];
+    let corners = [(begin, y + inset), (end.max(begin + 1), y + height - inset)];
     area.draw(&Rectangle::new(corners, fill.filled()))?;
-    if end - begin >= 4 {
+    if end - begin >= 4 && height == LANE {
         // A light edge tells neighbours apart.
-        let edge = [(begin, y + inset), (begin, y + LANE - inset)];
+        let edge = [(begin, y + inset), (begin, y + height - inset)];
         area.draw(&PathElement::new(edge, WHITE.mix(0.8)))?;
     }
     Ok(())

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::Host;
 use super::crew::Role;
 use super::matmul::{self, Scratch};
-use crate::backend::{Part, sealed};
+use crate::backend::{Part, scatter, sealed};
 use crate::element::{DType, bf16, f16};
 use crate::error::{Error, Result};
 use crate::group::Members;
@@ -232,10 +232,8 @@ pub fn delay_chunks(seed: Option<u64>) {
 fn delay(rank: usize, flag: usize, epoch: Epoch) {
     let seed = DELAY_SEED.load(Ordering::Relaxed);
     if seed != 0 {
-        let mut x = seed ^ (rank as u64) << 48 ^ (flag as u64) << 32 ^ u64::from(epoch.raw());
-        // SplitMix64's finaliser.
-        x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        std::thread::sleep(Duration::from_micros((x >> 32) % 500));
+        let chunk = (rank as u64) << 48 ^ (flag as u64) << 32 ^ u64::from(epoch.raw());
+        let micros = scatter(seed ^ chunk) % 500;
+        std::thread::sleep(Duration::from_micros(micros));
     }
 }

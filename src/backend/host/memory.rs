@@ -1,7 +1,7 @@
 //! Symmetric memory between processes: one anonymous shared memory a rank, mapped by every rank.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 
 use crate::error::{Error, Result};
 use crate::group::{Call, Members};
@@ -31,21 +31,8 @@ impl Symmetric {
             initialise(Mapping::shared(&fd, bytes)?.as_ptr());
             Ok(fd)
         };
-        // A rank without memory must say so in the same exchange in which the others send theirs.
         let own = allocate().map_err(out_of_memory(rank, bytes));
-        let word = serde_json::to_vec(&own.as_ref().err()).unwrap_or_default();
-        let fd = own.as_ref().ok().map(AsFd::as_fd);
-        let gathered = members.all_gather(call, &word, fd)?;
-        for (peer, word) in gathered.payloads.iter().enumerate() {
-            let failure: Option<Error> =
-                serde_json::from_slice(word).map_err(|e| Error::Message {
-                    rank: peer,
-                    reason: e.to_string(),
-                })?;
-            if let Some(error) = failure {
-                return Err(error);
-            }
-        }
+        let gathered = members.exchange(call, own.map(|fd| (Vec::new(), Some(fd))))?;
         if gathered.fds.len() != members.world {
             return Err(members.fail(Error::System {
                 rank: Some(rank),

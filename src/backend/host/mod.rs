@@ -37,6 +37,7 @@ impl Backend for Host {}
 
 impl sealed::Backend for Host {
     const NAME: &'static str = "host";
+    const K_MULTIPLE: usize = 1;
     type Symmetric = Symmetric;
     type Buffer = Mapping;
     type Program = Plan;
@@ -63,15 +64,25 @@ impl sealed::Backend for Host {
         })
     }
 
+    fn close(&mut self, _members: &Members) {
+        // A mapping keeps a peer's memory for as long as it is needed.
+    }
+
     fn default_config(&self, problem: &Problem) -> Config {
         Config {
             tile_m: 128,
             tile_n: 256,
             // As much of K as keeps the widened tiles of both operands in a core's cache.
             tile_k: problem.k().min(512),
+            stages: 1,
+            cluster: 1,
             group_m: 4,
             chunks: 4,
         }
+    }
+
+    fn admit(&self, _members: &Members) -> Result<()> {
+        Ok(())
     }
 
     fn prepare(&self, _members: &Members, plan: Plan) -> Result<Plan> {
@@ -86,7 +97,8 @@ impl sealed::Backend for Host {
         Symmetric::allocate(members, call, bytes, |_| {})
     }
 
-    fn buffer(&self, members: &Members, bytes: usize) -> Result<Mapping> {
+    fn buffer(&self, members: &Members, rows: usize, width: usize) -> Result<Mapping> {
+        let bytes = rows * width;
         Mapping::private(bytes).map_err(memory::out_of_memory(members.rank, bytes))
     }
 

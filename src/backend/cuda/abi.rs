@@ -1,0 +1,171 @@
+//! cuda/abi.h, as bindgen reads it; tests/abi.rs fails when the two differ.
+#![allow(dead_code)]
+
+pub const GEMMESH_ABI_VERSION: u32 = 1;
+pub const GEMMESH_TILE_K: u32 = 64;
+pub const GEMMESH_THREADS: u32 = 384;
+pub const GEMMESH_STORE_ROWS: u32 = 16;
+pub const GEMMESH_STORE_COLUMNS: u32 = 64;
+pub const GEMMESH_BF16: u32 = 0;
+pub const GEMMESH_F16: u32 = 1;
+pub const GEMMESH_FAULT_NONE: u32 = 0;
+pub const GEMMESH_FAULT_CLAIMED: u32 = 1;
+pub const GEMMESH_FAULT_RECORDED: u32 = 2;
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct GemmeshTile {
+    pub m: u32,
+    pub n: u32,
+    pub flag_begin: u32,
+    pub flag_end: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of GemmeshTile"][::core::mem::size_of::<GemmeshTile>() - 16usize];
+    ["Alignment of GemmeshTile"][::core::mem::align_of::<GemmeshTile>() - 4usize];
+    ["Offset of field: GemmeshTile::m"][::core::mem::offset_of!(GemmeshTile, m) - 0usize];
+    ["Offset of field: GemmeshTile::n"][::core::mem::offset_of!(GemmeshTile, n) - 4usize];
+    ["Offset of field: GemmeshTile::flag_begin"]
+        [::core::mem::offset_of!(GemmeshTile, flag_begin) - 8usize];
+    ["Offset of field: GemmeshTile::flag_end"]
+        [::core::mem::offset_of!(GemmeshTile, flag_end) - 12usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct GemmeshFault {
+    pub state: u32,
+    pub flag: u32,
+    pub expected: u32,
+    pub seen: u32,
+    pub waited_ns: u64,
+    pub tile: u32,
+    pub cta: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of GemmeshFault"][::core::mem::size_of::<GemmeshFault>() - 32usize];
+    ["Alignment of GemmeshFault"][::core::mem::align_of::<GemmeshFault>() - 8usize];
+    ["Offset of field: GemmeshFault::state"][::core::mem::offset_of!(GemmeshFault, state) - 0usize];
+    ["Offset of field: GemmeshFault::flag"][::core::mem::offset_of!(GemmeshFault, flag) - 4usize];
+    ["Offset of field: GemmeshFault::expected"]
+        [::core::mem::offset_of!(GemmeshFault, expected) - 8usize];
+    ["Offset of field: GemmeshFault::seen"][::core::mem::offset_of!(GemmeshFault, seen) - 12usize];
+    ["Offset of field: GemmeshFault::waited_ns"]
+        [::core::mem::offset_of!(GemmeshFault, waited_ns) - 16usize];
+    ["Offset of field: GemmeshFault::tile"][::core::mem::offset_of!(GemmeshFault, tile) - 24usize];
+    ["Offset of field: GemmeshFault::cta"][::core::mem::offset_of!(GemmeshFault, cta) - 28usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct GemmeshTraceEvent {
+    pub wait_begin: u64,
+    pub wait_end: u64,
+    pub load_begin: u64,
+    pub math_begin: u64,
+    pub math_end: u64,
+    pub done: u64,
+    pub sm: u32,
+    pub tile: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of GemmeshTraceEvent"][::core::mem::size_of::<GemmeshTraceEvent>() - 56usize];
+    ["Alignment of GemmeshTraceEvent"][::core::mem::align_of::<GemmeshTraceEvent>() - 8usize];
+    ["Offset of field: GemmeshTraceEvent::wait_begin"]
+        [::core::mem::offset_of!(GemmeshTraceEvent, wait_begin) - 0usize];
+    ["Offset of field: GemmeshTraceEvent::wait_end"]
+        [::core::mem::offset_of!(GemmeshTraceEvent, wait_end) - 8usize];
+    ["Offset of field: GemmeshTraceEvent::load_begin"]
+        [::core::mem::offset_of!(GemmeshTraceEvent, load_begin) - 16usize];
+    ["Offset of field: GemmeshTraceEvent::math_begin"]
+        [::core::mem::offset_of!(GemmeshTraceEvent, math_begin) - 24usize];
+    ["Offset of field: GemmeshTraceEvent::math_end"]
+        [::core::mem::offset_of!(GemmeshTraceEvent, math_end) - 32usize];
+    ["Offset of field: GemmeshTraceEvent::done"]
+        [::core::mem::offset_of!(GemmeshTraceEvent, done) - 40usize];
+    ["Offset of field: GemmeshTraceEvent::sm"]
+        [::core::mem::offset_of!(GemmeshTraceEvent, sm) - 48usize];
+    ["Offset of field: GemmeshTraceEvent::tile"]
+        [::core::mem::offset_of!(GemmeshTraceEvent, tile) - 52usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct GemmeshParams {
+    pub tiles: *const GemmeshTile,
+    pub flags: *const u32,
+    pub abort: *mut u32,
+    pub fault: *mut GemmeshFault,
+    pub bias: *const ::core::ffi::c_void,
+    pub trace: *mut GemmeshTraceEvent,
+    pub deadline_ns: u64,
+    pub tile_count: u32,
+    pub epoch: u32,
+    pub m: u32,
+    pub n: u32,
+    pub k: u32,
+    pub reserved: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 80usize];
+    ["Alignment of GemmeshParams"][::core::mem::align_of::<GemmeshParams>() - 8usize];
+    ["Offset of field: GemmeshParams::tiles"]
+        [::core::mem::offset_of!(GemmeshParams, tiles) - 0usize];
+    ["Offset of field: GemmeshParams::flags"]
+        [::core::mem::offset_of!(GemmeshParams, flags) - 8usize];
+    ["Offset of field: GemmeshParams::abort"]
+        [::core::mem::offset_of!(GemmeshParams, abort) - 16usize];
+    ["Offset of field: GemmeshParams::fault"]
+        [::core::mem::offset_of!(GemmeshParams, fault) - 24usize];
+    ["Offset of field: GemmeshParams::bias"]
+        [::core::mem::offset_of!(GemmeshParams, bias) - 32usize];
+    ["Offset of field: GemmeshParams::trace"]
+        [::core::mem::offset_of!(GemmeshParams, trace) - 40usize];
+    ["Offset of field: GemmeshParams::deadline_ns"]
+        [::core::mem::offset_of!(GemmeshParams, deadline_ns) - 48usize];
+    ["Offset of field: GemmeshParams::tile_count"]
+        [::core::mem::offset_of!(GemmeshParams, tile_count) - 56usize];
+    ["Offset of field: GemmeshParams::epoch"]
+        [::core::mem::offset_of!(GemmeshParams, epoch) - 60usize];
+    ["Offset of field: GemmeshParams::m"][::core::mem::offset_of!(GemmeshParams, m) - 64usize];
+    ["Offset of field: GemmeshParams::n"][::core::mem::offset_of!(GemmeshParams, n) - 68usize];
+    ["Offset of field: GemmeshParams::k"][::core::mem::offset_of!(GemmeshParams, k) - 72usize];
+    ["Offset of field: GemmeshParams::reserved"]
+        [::core::mem::offset_of!(GemmeshParams, reserved) - 76usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct GemmeshInstance {
+    pub name: [::core::ffi::c_char; 64usize],
+    pub element: u32,
+    pub tile_m: u32,
+    pub tile_n: u32,
+    pub stages: u32,
+    pub cluster: u32,
+    pub threads: u32,
+    pub shared_bytes: u32,
+    pub trace: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of GemmeshInstance"][::core::mem::size_of::<GemmeshInstance>() - 96usize];
+    ["Alignment of GemmeshInstance"][::core::mem::align_of::<GemmeshInstance>() - 4usize];
+    ["Offset of field: GemmeshInstance::name"]
+        [::core::mem::offset_of!(GemmeshInstance, name) - 0usize];
+    ["Offset of field: GemmeshInstance::element"]
+        [::core::mem::offset_of!(GemmeshInstance, element) - 64usize];
+    ["Offset of field: GemmeshInstance::tile_m"]
+        [::core::mem::offset_of!(GemmeshInstance, tile_m) - 68usize];
+    ["Offset of field: GemmeshInstance::tile_n"]
+        [::core::mem::offset_of!(GemmeshInstance, tile_n) - 72usize];
+    ["Offset of field: GemmeshInstance::stages"]
+        [::core::mem::offset_of!(GemmeshInstance, stages) - 76usize];
+    ["Offset of field: GemmeshInstance::cluster"]
+        [::core::mem::offset_of!(GemmeshInstance, cluster) - 80usize];
+    ["Offset of field: GemmeshInstance::threads"]
+        [::core::mem::offset_of!(GemmeshInstance, threads) - 84usize];
+    ["Offset of field: GemmeshInstance::shared_bytes"]
+        [::core::mem::offset_of!(GemmeshInstance, shared_bytes) - 88usize];
+    ["Offset of field: GemmeshInstance::trace"]
+        [::core::mem::offset_of!(GemmeshInstance, trace) - 92usize];
+};

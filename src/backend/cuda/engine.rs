@@ -1,0 +1,454 @@
+//! Walks a plan with a GPU: a stream copies and writes flags while one kernel multiplies.
+
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use super::abi::{GemmeshFault, GemmeshParams, GemmeshTile, GemmeshTraceEvent};
+use super::driver::{DevicePtr, Event, Layout, Memory, Stream, WordOp};
+use super::kernel::Instance;
+use super::memory::Symmetric;
+use super::tensor_map::{Cache, Matrices};
+use super::{Buffer, Cuda};
+use crate::backend::{Part, sealed};
+use crate::error::{Error, Result};
+use crate::group::Members;
+use crate::protocol::drive::{self, CopyEngine};
+use crate::protocol::plan::MAX_FLAGS;
+use crate::protocol::{Epoch, Plan, Pull};
+use crate::trace::{Lane, Span, Work};
+
+/// A plan with its table on the device.
+#[derive(Debug)]
+pub struct Program {
+    pub plan: Plan,
+    table: Memory,
+    maps: Cache,
+}
+
+impl Program {
+    pub fn new(cuda: &Cuda, plan: Plan) -> Result<Program> {
+        let tiles: Vec<GemmeshTile> = plan
+            .tiles()
+            .iter()
+            .map(|tile| GemmeshTile {
+                m: tile.m,
+                n: tile.n,
+                flag_begin: tile.flags().start as u32,
+                flag_end: tile.flags().end as u32,
+            })
+            .collect();
+        // SAFETY: four words without padding.
+        let bytes: &[u8] = unsafe {
+            std::slice::from_raw_parts(tiles.as_ptr().cast(), size_of_val(tiles.as_slice()))
+        };
+        let mut table = Memory::zeroed(&cuda.device, bytes.len())?;
+        table.write_rows(0, bytes.len(), bytes.len(), bytes)?;
+        Ok(Program {
+            plan,
+            table,
+            maps: Cache::default(),
+        })
+    }
+}
+
+pub fn run(
+    cuda: &Cuda,
+    members: &Members,
+    program: &Program,
+    part: Part,
+    epoch: Epoch,
+    operands: sealed::Operands<Cuda>,
+    trace: Option<&mut Vec<Span>>,
+) -> Result<()> {
+    let begin = || -> Result<()> {
+        cuda.device.bind()?;
+        bound(cuda, members, &program.plan)?;
+        let launch = if part.multiplies() {
+            let traced = trace.is_some();
+            Some(Launch::new(
+                cuda, members, program, part, epoch, &operands, traced,
+            )?)
+        } else {
+            None
+        };
+        let main = cuda.main();
+        enqueue(
+            cuda,
+            members,
+            &program.plan,
+            part,
+            epoch,
+            &operands,
+            &main,
+            launch,
+            trace,
+        )
+    };
+    // The operation has its number: if this rank does not do it, the peers wait for it in vain and must hear.
+    begin().map_err(|error| members.fail(error))
+}
+
+/// Waits until the device's queues have room for another operation. They are bounded, and a driver that waits for room
+/// holds locks that the monitor needs to set the device free.
+fn bound(cuda: &Cuda, members: &Members, plan: &Plan) -> Result<()> {
+    const COMMANDS: usize = 512;
+    const NAP: Duration = Duration::from_micros(20);
+    let commands = 2 * plan.pulls().len() + 3 * members.world + 4;
+    let most = (COMMANDS / commands).clamp(2, 64) as u32;
+    let monitor = &cuda.monitor;
+    while monitor.outstanding() >= most {
+        if let Some(fault) = members.fault() {
+            return Err(fault);
+        }
+        std::thread::sleep(NAP);
+    }
+    Ok(())
+}
+
+#[allow(clippy::too_many_arguments)]
+fn enqueue(
+    cuda: &Cuda,
+    members: &Members,
+    plan: &Plan,
+    part: Part,
+    epoch: Epoch,
+    operands: &sealed::Operands<Cuda>,
+    main: &Stream,
+    launch: Option<Launch>,
+    trace: Option<&mut Vec<Span>>,
+) -> Result<()> {
+    let (rank, world) = (members.rank, members.world);
+    let control = &cuda.control;
+    let monitor = &cuda.monitor;
+    let peers = || (0..world).filter(move |&peer| peer != rank);
+    let mut words = [WordOp::Write(0, 0); 2 * crate::protocol::plan::MAX_WORLD];
+    let mut copies = Copies {
+        cuda,
+        rank,
+        a: operands.a,
+        row_bytes: plan.problem().k() * size_of::<u16>(),
+        stamps: trace.is_some().then(Vec::new),
+    };
+    let mut begun = None;
+    if part.gathers() {
+        monitor.begin(epoch, plan.sources_of_flags());
+        // Own rows final: tell the peers.
+        let mut count = 1;
+        words[0] = WordOp::Write(monitor.started(), epoch.raw());
+        for peer in peers() {
+            words[count] = WordOp::Write(control.ready(peer, rank), epoch.raw());
+            count += 1;
+        }
+        // SAFETY: control blocks live as long as the backend, whose end waits for its streams.
+        unsafe { main.words(&words[..count])? };
+        if trace.is_some() {
+            let event = Event::new(&cuda.device, true)?;
+            event.record(main)?;
+            begun = Some(event);
+        }
+        // All copies are put on their stream before the kernel that waits for them; and none of them begins
+        // before the kernel of the operation before, which is on the main stream, has ended.
+        cuda.copies.wait_for(main, &cuda.begun)?;
+        drive::gather(plan, epoch, &mut copies)?;
+    }
+    if part == Part::Gather {
+        main.wait_for(&cuda.copies, &cuda.gathered)?;
+    }
+    if let Some(launch) = &launch {
+        launch.launch(main)?;
+    }
+    if part.gathers() {
+        // Own rows are free again when every peer has pulled them; then the operation is complete.
+        let mut count = 0;
+        for peer in peers() {
+            words[count] = WordOp::Wait(control.done(rank, peer), epoch.raw());
+            count += 1;
+        }
+        words[count] = WordOp::Write(monitor.completed(), epoch.raw());
+        // SAFETY: as above; the completed word lives as long as the backend.
+        unsafe { main.words(&words[..=count])? };
+    }
+    if let (Some(spans), Some(launch)) = (trace, launch) {
+        cuda.wait_idle(members, main)?;
+        launch.spans(plan, spans)?;
+        if let Some(begun) = begun {
+            copies.spans(plan, &begun, spans)?;
+        }
+    }
+    Ok(())
+}
+
+/// The copy engine: a stream.
+struct Copies<'a> {
+    cuda: &'a Cuda,
+    rank: usize,
+    a: &'a Symmetric,
+    row_bytes: usize,
+    /// Before and after each pull, if somebody wants to know.
+    stamps: Option<Vec<(Pull, Event, Event)>>,
+}
+
+impl Copies<'_> {
+    fn words(&self, operation: WordOp) -> Result<()> {
+        // SAFETY: control blocks live as long as the backend, whose end waits for its streams.
+        unsafe { self.cuda.copies.words(&[operation]) }
+    }
+
+    /// What was pulled when; on the clock of the spans that are there, of which the first begins with the operation.
+    fn spans(self, plan: &Plan, begun: &Event, spans: &mut Vec<Span>) -> Result<()> {
+        let origin = spans.iter().map(|span| span.begin).min().unwrap_or(0);
+        let nanos = |event: &Event| -> Result<u64> {
+            Ok(origin + (event.micros_since(begun)?.max(0.0) * 1e3) as u64)
+        };
+        for (pull, before, after) in self.stamps.unwrap_or_default() {
+            spans.push(Span {
+                lane: Lane::Copy,
+                begin: nanos(&before)?,
+                end: nanos(&after)?,
+                work: Work::Pull {
+                    source: plan.source_of(pull.flag),
+                    rows: pull.rows,
+                },
+            });
+        }
+        Ok(())
+    }
+}
+
+impl CopyEngine for Copies<'_> {
+    type Error = Error;
+
+    fn refresh(&mut self, epoch: Epoch) -> Result<()> {
+        let first = self.cuda.control.chunk(0);
+        // SAFETY: the chunk flags are as many words, which only this stream writes.
+        unsafe { self.cuda.copies.fill(first, epoch.raw(), MAX_FLAGS) }
+    }
+
+    fn wait_ready(&mut self, source: usize, epoch: Epoch) -> Result<()> {
+        let flag = self.cuda.control.ready(self.rank, source);
+        self.words(WordOp::Wait(flag, epoch.raw()))
+    }
+
+    fn copy(&mut self, pull: &Pull) -> Result<()> {
+        delay(&self.cuda.copies, self.rank, pull.flag)?;
+        let stamp = |engine: &Self| -> Result<Event> {
+            let event = Event::new(&engine.cuda.device, true)?;
+            event.record(&engine.cuda.copies)?;
+            Ok(event)
+        };
+        let before = match self.stamps {
+            Some(_) => Some(stamp(self)?),
+            None => None,
+        };
+        let offset = (pull.rows.start * self.row_bytes) as u64;
+        // SAFETY: both ranks' memories hold M rows. The source's rows are final, for the stream has waited
+        // for `ready`, and the source does not write them before `done`. Here, nobody reads the same
+        // rows before this pull's flag is written, and the kernels of earlier operations have ended.
+        unsafe {
+            self.cuda.copies.copy(
+                self.a.own() + offset,
+                self.a.of(pull.source) + offset,
+                pull.rows.len() * self.row_bytes,
+            )?;
+        }
+        if let Some(before) = before {
+            let after = stamp(self)?;
+            self.stamps
+                .get_or_insert_default()
+                .push((pull.clone(), before, after));
+        }
+        Ok(())
+    }
+
+    fn signal_chunk(&mut self, flag: usize, epoch: Epoch) -> Result<()> {
+        self.words(WordOp::Write(self.cuda.control.chunk(flag), epoch.raw()))
+    }
+
+    fn signal_done(&mut self, source: usize, epoch: Epoch) -> Result<()> {
+        let flag = self.cuda.control.done(source, self.rank);
+        self.words(WordOp::Write(flag, epoch.raw()))
+    }
+}
+
+/// One launch of a kernel, with its arguments.
+struct Launch {
+    instance: Instance,
+    maps: super::tensor_map::Maps,
+    params: GemmeshParams,
+    grid: u32,
+    trace: Option<Memory>,
+}
+
+impl Launch {
+    fn new(
+        cuda: &Cuda,
+        members: &Members,
+        program: &Program,
+        part: Part,
+        epoch: Epoch,
+        operands: &sealed::Operands<Cuda>,
+        trace: bool,
+    ) -> Result<Launch> {
+        let plan = &program.plan;
+        let (problem, rank) = (plan.problem(), members.rank);
+        let instance = cuda
+            .kernels
+            .find(rank, operands.dtype, plan.config(), trace)?;
+        let (Some(b), Some(out)) = (operands.b, operands.out.as_deref()) else {
+            return Err(Error::Message {
+                rank,
+                reason: "a product without operands".into(),
+            });
+        };
+        let matrices = Matrices {
+            a: Layout {
+                ptr: operands.a.own(),
+                rows: problem.m(),
+                columns: problem.k(),
+                pitch: problem.k() * size_of::<u16>(),
+            },
+            b: layout(b, problem.n(), problem.k()),
+            out: layout(out, problem.m(), problem.n()),
+        };
+        let entries = plan.tiles().len();
+        let clusters = (cuda.device.multiprocessors as usize / instance.cluster).min(entries);
+        let trace = match trace {
+            true => {
+                let events = entries * instance.cluster;
+                Some(Memory::zeroed(
+                    &cuda.device,
+                    events * size_of::<GemmeshTraceEvent>(),
+                )?)
+            }
+            false => None,
+        };
+        // Where nothing is waited for, the flags are ones that have always arrived.
+        let (flags, epoch) = match part {
+            Part::Fused => (cuda.control.chunk(0), epoch.raw()),
+            _ => (cuda.control.zeros(), 0),
+        };
+        let params = GemmeshParams {
+            tiles: program.table.ptr() as *const GemmeshTile,
+            flags: flags as *const u32,
+            abort: cuda.control.abort() as *mut u32,
+            fault: cuda.monitor.fault() as *mut GemmeshFault,
+            bias: operands.bias.map_or(0, |bias| bias.memory.ptr()) as *const c_void,
+            trace: trace.as_ref().map_or(0, Memory::ptr) as *mut GemmeshTraceEvent,
+            deadline_ns: members.timeout.as_nanos().min(u64::MAX.into()) as u64,
+            tile_count: entries as u32,
+            epoch,
+            m: problem.m() as u32,
+            n: problem.n() as u32,
+            k: problem.k() as u32,
+            reserved: 0,
+        };
+        Ok(Launch {
+            maps: program.maps.get(rank, instance, matrices)?,
+            grid: (clusters * instance.cluster) as u32,
+            instance: instance.clone(),
+            params,
+            trace,
+        })
+    }
+
+    fn launch(&self, stream: &Stream) -> Result<()> {
+        let [a, b, out] = &self.maps;
+        let argument = |value: *const c_void| value.cast_mut();
+        let mut arguments = [
+            argument((&raw const *a).cast()),
+            argument((&raw const *b).cast()),
+            argument((&raw const *out).cast()),
+            argument((&raw const self.params).cast()),
+        ];
+        let instance = &self.instance;
+        // SAFETY: the arguments are what abi.h says. The matrices, the table and the flags are alive until the stream
+        // has passed: matrices by contract of the operation, the rest because freeing device memory waits.
+        unsafe {
+            instance.function.launch(
+                stream,
+                self.grid,
+                instance.threads,
+                instance.shared_bytes,
+                &mut arguments,
+            )
+        }
+    }
+
+    /// What the kernel noted. It has ended.
+    fn spans(&self, plan: &Plan, spans: &mut Vec<Span>) -> Result<()> {
+        let Some(trace) = &self.trace else {
+            return Ok(());
+        };
+        let count = plan.tiles().len() * self.instance.cluster;
+        let mut bytes = vec![0u8; count * size_of::<GemmeshTraceEvent>()];
+        let length = bytes.len();
+        trace.read_rows(0, length, length, &mut bytes)?;
+        for (index, event) in bytes
+            .chunks_exact(size_of::<GemmeshTraceEvent>())
+            .enumerate()
+        {
+            // SAFETY: the kernel wrote events of this layout; any bytes are valid for it.
+            let event = unsafe { event.as_ptr().cast::<GemmeshTraceEvent>().read_unaligned() };
+            let tile = &plan.tiles()[index / self.instance.cluster];
+            let source = tile
+                .flags()
+                .last()
+                .map_or(plan.problem().rank(), |flag| plan.source_of(flag));
+            let lane = Lane::Worker(event.sm as usize);
+            if !tile.flags().is_empty() {
+                spans.push(Span {
+                    lane,
+                    work: Work::Wait { source },
+                    begin: event.wait_begin,
+                    end: event.wait_end,
+                });
+            }
+            spans.push(Span {
+                lane,
+                work: Work::Tile {
+                    source,
+                    m: tile.m,
+                    n: tile.n,
+                },
+                begin: event.load_begin,
+                end: event.done,
+            });
+        }
+        Ok(())
+    }
+}
+
+fn layout(buffer: &Buffer, rows: usize, columns: usize) -> Layout {
+    Layout {
+        ptr: buffer.memory.ptr(),
+        rows,
+        columns,
+        pitch: buffer.pitch,
+    }
+}
+
+/// 0: no delays.
+static DELAY_SEED: AtomicU64 = AtomicU64::new(0);
+
+/// Delays that tests put before the chunks of every rank of this process, to make them arrive in any order.
+#[doc(hidden)]
+pub fn delay_chunks(seed: Option<u64>) {
+    DELAY_SEED.store(seed.map_or(0, |seed| seed | 1 << 63), Ordering::Relaxed);
+}
+
+fn delay(stream: &Stream, rank: usize, flag: usize) -> Result<()> {
+    let seed = DELAY_SEED.load(Ordering::Relaxed);
+    if seed == 0 {
+        return Ok(());
+    }
+    unsafe extern "C" fn sleep(micros: *mut c_void) {
+        std::thread::sleep(Duration::from_micros(micros as u64));
+    }
+    let micros = crate::backend::scatter(seed ^ (rank as u64) << 48 ^ flag as u64) % 500;
+    // SAFETY: the function reads the number that the pointer is, and makes no CUDA call.
+    unsafe { stream.call(sleep, micros as *mut c_void) }
+}
+
+/// Keeps the compiler honest about what a kernel is given.
+const _: () = assert!(size_of::<DevicePtr>() == size_of::<*const c_void>());

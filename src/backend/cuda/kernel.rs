@@ -1,0 +1,167 @@
+//! The kernels, and which one suits a problem.
+
+use std::ffi::CString;
+use std::sync::Arc;
+
+use super::abi::{GEMMESH_BF16, GEMMESH_TILE_K, GemmeshInstance};
+use super::driver::{Device, Function, Module};
+use crate::element::DType;
+use crate::error::{Error, Result};
+use crate::protocol::{Config, Problem};
+
+/// The cubin that build.rs has nvcc make of cuda/; empty on docs.rs.
+static CUBIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/all_gather_matmul.cubin"));
+
+/// One kernel: an element type, a tile shape, and whether it keeps a trace.
+#[derive(Clone, Debug)]
+pub struct Instance {
+    pub function: Function,
+    pub dtype: DType,
+    pub tile_m: usize,
+    pub tile_n: usize,
+    pub stages: usize,
+    /// CTAs that share each load of `b`; one entry of the table is this many tiles tall.
+    pub cluster: usize,
+    pub threads: u32,
+    pub shared_bytes: u32,
+    pub trace: bool,
+}
+
+/// The kernels of the module.
+#[derive(Debug)]
+pub struct Kernels {
+    instances: Vec<Instance>,
+    _module: Module,
+}
+
+impl Kernels {
+    /// Loads every kernel, so that none is loaded at its first launch.
+    pub fn load(device: &Arc<Device>) -> Result<Kernels> {
+        let module = Module::load(device, CUBIN)?;
+        let bytes = module.global(c"gemmesh_instances")?;
+        let instances = bytes
+            .chunks_exact(size_of::<GemmeshInstance>())
+            .map(|entry| {
+                // SAFETY: the module's array holds structs of this layout, which abi.h and abi.rs agree on;
+                // any bytes are valid for it.
+                let entry = unsafe { entry.as_ptr().cast::<GemmeshInstance>().read_unaligned() };
+                let name: Vec<u8> = entry
+                    .name
+                    .iter()
+                    .map(|&c| c as u8)
+                    .take_while(|&c| c != 0)
+                    .collect();
+                let name = CString::new(name).unwrap_or_default();
+                Ok(Instance {
+                    function: module.function(&name, entry.shared_bytes)?,
+                    dtype: if entry.element == GEMMESH_BF16 {
+                        DType::Bf16
+                    } else {
+                        DType::F16
+                    },
+                    tile_m: entry.tile_m as usize,
+                    tile_n: entry.tile_n as usize,
+                    stages: entry.stages as usize,
+                    cluster: entry.cluster as usize,
+                    threads: entry.threads,
+                    shared_bytes: entry.shared_bytes,
+                    trace: entry.trace != 0,
+                })
+            })
+            .collect::<Result<_>>()?;
+        Ok(Kernels {
+            instances,
+            _module: module,
+        })
+    }
+
+    /// The kernel that `config` asks for.
+    ///
+    /// # Errors
+    /// [`Error::NoKernel`] names those there are.
+    pub fn find(
+        &self,
+        rank: usize,
+        dtype: DType,
+        config: &Config,
+        trace: bool,
+    ) -> Result<&Instance> {
+        let matches =
+            |i: &&Instance| (i.dtype, i.trace) == (dtype, trace) && config_of(i, config) == *config;
+        self.instances.iter().find(matches).ok_or_else(|| {
+            let known: Vec<String> = self
+                .instances
+                .iter()
+                .filter(|i| i.dtype == dtype && i.trace == trace)
+                .map(|i| {
+                    format!(
+                        "{}x{}x{GEMMESH_TILE_K} with {} stages and cluster {}",
+                        i.tile_m, i.tile_n, i.stages, i.cluster
+                    )
+                })
+                .collect();
+            Error::NoKernel {
+                rank,
+                asked: format!(
+                    "{}x{}x{} with {} stages and cluster {}",
+                    config.tile_m, config.tile_n, config.tile_k, config.stages, config.cluster
+                ),
+                known: known.join("; "),
+            }
+        })
+    }
+
+    /// The tile shape that should be fastest for a problem.
+    pub fn default_config(&self, multiprocessors: usize, problem: &Problem) -> Config {
+        // Only the shape matters, so one dtype's kernels stand for all.
+        let shapes = self
+            .instances
+            .iter()
+            .filter(|i| i.dtype == DType::Bf16 && !i.trace);
+        let cost = |i: &Instance| {
+            // Rounds that the busiest cluster makes, times what a round takes: as long as the tile is wide,
+            // and longer for the less that narrow tiles and lone CTAs use each byte they load.
+            let tall = problem.m().div_ceil(i.tile_m * i.cluster);
+            let entries = tall * problem.n().div_ceil(i.tile_n);
+            let rounds = entries.div_ceil(multiprocessors / i.cluster);
+            (rounds * i.tile_n) as f64 / efficiency(i)
+        };
+        let base = Config {
+            tile_m: 128,
+            tile_n: 256,
+            tile_k: GEMMESH_TILE_K as usize,
+            stages: 4,
+            cluster: 2,
+            group_m: 8,
+            chunks: 1,
+        };
+        shapes
+            .min_by(|x, y| cost(x).total_cmp(&cost(y)))
+            .map_or(base, |i| config_of(i, &base))
+    }
+}
+
+/// `base` with the instance's shape.
+fn config_of(instance: &Instance, base: &Config) -> Config {
+    Config {
+        tile_m: instance.tile_m,
+        tile_n: instance.tile_n,
+        tile_k: GEMMESH_TILE_K as usize,
+        stages: instance.stages,
+        cluster: instance.cluster,
+        ..*base
+    }
+}
+
+/// How much of the arithmetic rate of the widest tile a tile shape reaches, measured on an H200 at full waves.
+fn efficiency(instance: &Instance) -> f64 {
+    match (instance.tile_n, instance.cluster) {
+        (256.., 2) => 1.0,
+        (224.., 2) => 0.99,
+        (208.., 2) => 0.98,
+        (192.., 2) => 0.97,
+        (128.., 2) => 0.9,
+        (256.., _) => 0.95,
+        _ => 0.5,
+    }
+}

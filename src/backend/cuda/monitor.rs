@@ -1,0 +1,303 @@
+//! The thread that sees when operations on the device get stuck, says why, and sets the device free.
+//!
+//! Kernels have deadlines of their own. Streams have none: a wait for a word lasts until the word is written. So
+//! this thread looks at the oldest operation that is not complete; and once the group has failed, whoever
+//! noticed it, it writes what this rank's kernels and streams wait for, so that they run through.
+
+use std::sync::atomic::{AtomicU32, Ordering, fence};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::abi::{GEMMESH_FAULT_RECORDED, GemmeshFault};
+use super::driver::{Device, DevicePtr, Pinned, Stream, Urgency, WordOp};
+use super::memory::{FlagWords, OwnWords};
+use crate::error::{Error, Result};
+use crate::group::{Members, Witness};
+use crate::protocol::{Awaited, Epoch};
+
+/// How often the thread looks.
+const PERIOD: Duration = Duration::from_millis(2);
+/// How much longer than the kernels' own deadline it waits: they know more.
+const GRACE: Duration = Duration::from_millis(500);
+/// How long an operation must have waited before it is asked whether its peers are still there.
+const LEFT_AFTER: Duration = Duration::from_millis(100);
+/// How many operations are remembered, to say whose rows a flag guards.
+const REMEMBERED: usize = 256;
+
+/// The thread, and what the device reports to it.
+#[derive(Debug)]
+pub struct Monitor {
+    watch: Arc<Watch>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Watch {
+    witness: Witness,
+    world: usize,
+    device: Arc<Device>,
+    /// In the control block, which outlives the thread.
+    own: OwnWords,
+    /// Written by kernels.
+    fault: Pinned<GemmeshFault>,
+    /// The last operation that streams have come to.
+    started: Pinned<u32>,
+    /// The last operation that is complete; written by streams.
+    completed: Pinned<u32>,
+    /// A copy of this rank's flags, for a report.
+    snapshot: Pinned<FlagWords>,
+    /// The last operation that was begun.
+    begun: AtomicU32,
+    /// By epoch, modulo their number: the rank whose rows each flag guards.
+    sources: Mutex<Vec<(u32, Arc<[usize]>)>>,
+    /// For the words that set the device free, behind nothing else.
+    rescue: Stream,
+    closing: Mutex<bool>,
+    closed: Condvar,
+}
+
+// SAFETY: plain words and pointers, for which zero is valid.
+unsafe impl bytemuck::Zeroable for GemmeshFault {}
+
+impl Monitor {
+    pub fn start(
+        device: &Arc<Device>,
+        members: &Members,
+        own: OwnWords,
+        first: Epoch,
+    ) -> Result<Monitor> {
+        let before = first.previous().raw();
+        let watch = Arc::new(Watch {
+            witness: members.witness(),
+            world: members.world,
+            device: device.clone(),
+            own,
+            fault: Pinned::zeroed(device)?,
+            started: Pinned::zeroed(device)?,
+            completed: Pinned::zeroed(device)?,
+            snapshot: Pinned::zeroed(device)?,
+            begun: AtomicU32::new(before),
+            sources: Mutex::new(vec![(0, Arc::new([])); REMEMBERED]),
+            rescue: Stream::new(device, Urgency::Rescue)?,
+            closing: Mutex::new(false),
+            closed: Condvar::new(),
+        });
+        watch.started.write(before);
+        watch.completed.write(before);
+        let thread = std::thread::Builder::new()
+            .name(format!("gemmesh-monitor-{}", members.rank))
+            .spawn({
+                let watch = watch.clone();
+                move || watch.run()
+            })
+            .map_err(Error::system(members.rank, "start a thread"))?;
+        Ok(Monitor {
+            watch,
+            thread: Some(thread),
+        })
+    }
+
+    /// An operation is about to be put on the device; `sources` says whose rows each flag guards.
+    pub fn begin(&self, epoch: Epoch, sources: &Arc<[usize]>) {
+        let mut remembered = lock(&self.watch.sources);
+        remembered[epoch.raw() as usize % REMEMBERED] = (epoch.raw(), sources.clone());
+        drop(remembered);
+        self.watch.begun.store(epoch.raw(), Ordering::Release);
+    }
+
+    /// Operations that were begun and are not complete.
+    pub fn outstanding(&self) -> u32 {
+        let begun = self.watch.begun.load(Ordering::Acquire);
+        begun.wrapping_sub(self.watch.completed.read())
+    }
+
+    /// Where a stream writes that it has come to an operation.
+    pub fn started(&self) -> DevicePtr {
+        self.watch.started.ptr()
+    }
+
+    /// Where a stream writes that an operation is complete.
+    pub fn completed(&self) -> DevicePtr {
+        self.watch.completed.ptr()
+    }
+
+    /// Where a kernel writes that it has given up.
+    pub fn fault(&self) -> DevicePtr {
+        self.watch.fault.ptr()
+    }
+
+    /// Reports what a kernel has written, if it has.
+    pub fn look(&self) {
+        self.watch.look();
+    }
+
+    /// Ends the thread.
+    pub fn stop(&mut self) {
+        *lock(&self.watch.closing) = true;
+        self.watch.closed.notify_all();
+        if let Some(thread) = self.thread.take() {
+            // It can't panic, and there is nothing to do if it did.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Monitor {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    // No code that can panic runs while one is held.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Watch {
+    fn run(&self) {
+        let mut last = self.completed.read();
+        let mut since = Instant::now();
+        let mut closing = lock(&self.closing);
+        while !*closing {
+            closing = self
+                .closed
+                .wait_timeout(closing, PERIOD)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+            let (completed, begun) = (self.completed.read(), self.begun.load(Ordering::Acquire));
+            // What a stream has not come to yet is not late: the caller's own work may be in front of it.
+            if completed == self.started.read() || completed != last {
+                last = completed;
+                since = Instant::now();
+            }
+            self.look();
+            let epoch = Epoch::from_raw(completed).next();
+            if since.elapsed() > self.witness.timeout + GRACE {
+                self.witness.fail(self.diagnose(epoch, since.elapsed()));
+            } else if since.elapsed() > LEFT_AFTER && self.someone_has_left() {
+                self.blame_the_one_who_left(epoch);
+            }
+            if completed != begun && self.witness.fault().is_some() {
+                // What can't be written can't be helped; the device itself has failed then.
+                let _ = self.release(Epoch::from_raw(begun));
+            }
+        }
+    }
+
+    fn someone_has_left(&self) -> bool {
+        (0..self.world).any(|rank| self.witness.has_left(rank))
+    }
+
+    /// If operation `epoch` waits for a rank that has left, it waits in vain.
+    fn blame_the_one_who_left(&self, epoch: Epoch) {
+        let Ok(Some((awaited, seen))) = self.missing(epoch) else {
+            return;
+        };
+        if self.witness.has_left(awaited.peer()) {
+            self.witness.fail(Error::RankLeft {
+                rank: awaited.peer(),
+                waiting: self.witness.rank,
+                what: awaited.describe(epoch, seen),
+            });
+        }
+    }
+
+    fn look(&self) {
+        // SAFETY: the record lives as long as `self`. The kernel marks it after it has filled it; so once the mark is
+        // seen, and the fence passed, the rest is final.
+        let state = unsafe { (&raw const (*self.fault.as_ptr()).state).read_volatile() };
+        if state != GEMMESH_FAULT_RECORDED || self.witness.fault().is_some() {
+            return;
+        }
+        fence(Ordering::Acquire);
+        let fault = self.fault.read();
+        let flag = fault.flag as usize;
+        let epoch = Epoch::from_raw(fault.expected);
+        let waited = Duration::from_nanos(fault.waited_ns);
+        let source = {
+            let sources = lock(&self.sources);
+            let (known, sources) = &sources[fault.expected as usize % REMEMBERED];
+            let source = sources.get(flag).copied();
+            source.filter(|_| *known == fault.expected)
+        };
+        // CTAs wait for all sources at once, the copies for one after the other: the first that is late is to blame.
+        let late = match (self.missing(epoch), source) {
+            (Ok(Some((awaited @ Awaited::Ready { .. }, seen))), _) => Some((awaited, seen)),
+            (_, Some(source)) => Some((Awaited::Chunk { source, flag }, fault.seen)),
+            _ => None,
+        };
+        self.witness.fail(match late {
+            Some((awaited, seen)) => self.late(awaited, epoch, seen, waited),
+            None => self.diagnose(epoch, waited),
+        });
+    }
+
+    fn late(&self, awaited: Awaited, epoch: Epoch, seen: u32, waited: Duration) -> Error {
+        Error::Timeout {
+            rank: awaited.peer(),
+            waiting: self.witness.rank,
+            what: awaited.describe(epoch, seen),
+            waited_ms: waited.as_millis() as u64,
+        }
+    }
+
+    /// Says what operation `epoch` waits for.
+    fn diagnose(&self, epoch: Epoch, waited: Duration) -> Error {
+        let rank = self.witness.rank;
+        let unknown = |reason: String| Error::Timeout {
+            rank,
+            waiting: rank,
+            what: format!("operation {} on its own GPU ({reason})", epoch.raw()),
+            waited_ms: waited.as_millis() as u64,
+        };
+        match self.missing(epoch) {
+            Ok(Some((awaited, seen))) => self.late(awaited, epoch, seen, waited),
+            Ok(None) => unknown("all peers have done their part".into()),
+            Err(error) => unknown(error.to_string()),
+        }
+    }
+
+    /// The first word, in the order in which operation `epoch` waits for them, that has not come; and its value.
+    fn missing(&self, epoch: Epoch) -> Result<Option<(Awaited, u32)>> {
+        let (ready, done) = self.read_flags()?;
+        let rank = self.witness.rank;
+        let ring = || (1..self.world).map(move |step| (rank + step) % self.world);
+        let words = ring().map(|source| (Awaited::Ready { source }, ready[source]));
+        let words = words.chain(ring().map(|peer| (Awaited::Done { peer }, done[peer])));
+        let mut late = words.filter(|(_, seen)| !epoch.reached_by(*seen));
+        Ok(late.next())
+    }
+
+    /// This rank's `ready` and `done`, by peer.
+    fn read_flags(&self) -> Result<(Vec<u32>, Vec<u32>)> {
+        self.device.bind()?;
+        // SAFETY: the control block and the snapshot live as long as this thread, which waits for the copy below
+        // or, if the device does not do it, never reads it.
+        unsafe {
+            let words = size_of::<FlagWords>();
+            self.rescue
+                .copy(self.snapshot.ptr(), self.own.ready, words)?;
+        }
+        let deadline = Instant::now() + GRACE;
+        while !self.rescue.is_idle()? && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        let [ready, done] = self.snapshot.read();
+        Ok((ready[..self.world].to_vec(), done[..self.world].to_vec()))
+    }
+
+    /// Lets this rank's kernels and streams run through. Their results are void: the group has failed.
+    ///
+    /// It is safe that this writes flags that are others' to write: nobody uses what they guard any more.
+    fn release(&self, last: Epoch) -> Result<()> {
+        self.device.bind()?;
+        let mut words = vec![WordOp::Write(self.own.abort, 1)];
+        for peer in 0..self.world as u64 {
+            words.push(WordOp::Write(self.own.ready + 4 * peer, last.raw()));
+            words.push(WordOp::Write(self.own.done + 4 * peer, last.raw()));
+        }
+        // SAFETY: the control block lives as long as this thread.
+        unsafe { self.rescue.words(&words) }
+    }
+}
