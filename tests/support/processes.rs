@@ -15,6 +15,7 @@ use rustix::process::{Pid, Signal, kill_process};
 const TEST: &str = "GEMMESH_TEST";
 const PLACE: &str = "GEMMESH_TEST_PLACE";
 const ADDRESS: &str = "GEMMESH_TEST_ADDRESS";
+const LIFE_SECONDS: &str = "GEMMESH_TEST_LIFE";
 /// Begins a line that is for the parent.
 const SAY: &str = "@say ";
 const OUTCOME: &str = "@outcome ";
@@ -22,6 +23,28 @@ const OUTCOME: &str = "@outcome ";
 const DEADLINE: Duration = Duration::from_secs(20);
 /// A process whose parent was killed ends on its own.
 const LIFE: Duration = Duration::from_secs(60);
+
+/// How processes are started and waited for, where the defaults don't do.
+pub struct Setting<'a> {
+    /// How long they may take.
+    pub deadline: Duration,
+    /// What is in the environment of the process at a place.
+    pub variables: &'a dyn Fn(usize) -> Vec<(&'static str, String)>,
+}
+
+impl Default for Setting<'_> {
+    fn default() -> Self {
+        Setting {
+            deadline: DEADLINE,
+            variables: &|_| Vec::new(),
+        }
+    }
+}
+
+/// Whether this process has been started as a rank of a test.
+pub fn is_rank() -> bool {
+    std::env::var_os(TEST).is_some()
+}
 
 /// The name of the test function in which it stands, as the test binary's `--exact` takes it.
 #[macro_export]
@@ -81,6 +104,16 @@ pub fn start(
     places: &[(usize, usize)],
     part: impl FnOnce(&Rank) -> Result<String, Error>,
 ) -> Processes {
+    start_with(test, places, &Setting::default(), part)
+}
+
+/// As [`start`], with what varies.
+pub fn start_with(
+    test: &str,
+    places: &[(usize, usize)],
+    setting: &Setting,
+    part: impl FnOnce(&Rank) -> Result<String, Error>,
+) -> Processes {
     if std::env::var(TEST).as_deref() == Ok(test) {
         let place: usize = std::env::var(PLACE).unwrap().parse().unwrap();
         let (rank, world) = places[place];
@@ -90,8 +123,9 @@ pub fn start(
             world,
             address: std::env::var(ADDRESS).unwrap(),
         };
-        std::thread::spawn(|| {
-            std::thread::sleep(LIFE);
+        let life = std::env::var(LIFE_SECONDS).unwrap().parse().unwrap();
+        std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_secs(life));
             std::process::exit(99);
         });
         let outcome = part(&rank);
@@ -108,8 +142,9 @@ pub fn start(
     let processes = places.iter().enumerate();
     Processes {
         processes: processes
-            .map(|(place, &(rank, _))| Process::start(test, place, rank, &address))
+            .map(|(place, &(rank, _))| Process::start(test, place, rank, &address, setting))
             .collect(),
+        deadline: setting.deadline,
         address,
         litter,
     }
@@ -129,6 +164,7 @@ pub fn group(
 pub struct Processes {
     pub address: String,
     processes: Vec<Process>,
+    deadline: Duration,
     litter: Litter,
 }
 
@@ -192,7 +228,7 @@ impl Processes {
                 return *at;
             }
             assert!(
-                begin.elapsed() < DEADLINE && heard.open > 0,
+                begin.elapsed() < self.deadline && heard.open > 0,
                 "process {place} has not said {what:?}:\n{}",
                 heard.text
             );
@@ -234,7 +270,7 @@ impl Processes {
     /// Waits until all have ended, and makes sure that they have left nothing behind.
     #[track_caller]
     pub fn outcomes(mut self) -> Vec<Outcome> {
-        let deadline = Instant::now() + DEADLINE;
+        let deadline = Instant::now() + self.deadline;
         let mut outcomes = Vec::new();
         for place in 0..self.processes.len() {
             let status = self.processes[place].wait(deadline);
@@ -335,12 +371,15 @@ impl Ear {
 }
 
 impl Process {
-    fn start(test: &str, place: usize, rank: usize, address: &str) -> Process {
+    fn start(test: &str, place: usize, rank: usize, address: &str, setting: &Setting) -> Process {
+        let life = LIFE.max(3 * setting.deadline);
         let mut child = Command::new(std::env::current_exe().expect("this program"))
             .args(["--exact", test, "--nocapture", "--test-threads=1"])
             .env(TEST, test)
             .env(PLACE, place.to_string())
             .env(ADDRESS, address)
+            .env(LIFE_SECONDS, life.as_secs().to_string())
+            .envs((setting.variables)(place))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

@@ -1,0 +1,1599 @@
+//! What the host backend promises, on GPUs. A rank is a process of its own; several may share a GPU.
+//!
+//! Tests that need a GPU fail if there is none and `GEMMESH_REQUIRE_GPU` is 1; else they say so and pass.
+#![allow(unsafe_code)]
+
+mod support;
+
+use std::sync::{OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::time::{Duration, Instant};
+
+use cudarc::driver::sys;
+use gemmesh::{
+    AllGatherMatmul, Builder, Config, Cuda, Element, Error, Group, Host, Matrix, ShardedMatrix,
+    all_gather_matmul, bf16, f16,
+};
+use rand::RngExt;
+use rand::rngs::StdRng;
+use rustix::process::Signal;
+use support::numbers::{Reference, bits, nan, normal, rng};
+use support::processes::{Outcome, Processes, Rank, Setting, is_rank, start_with};
+
+/// Of groups in which nobody is waited for in vain.
+const TIMEOUT: Duration = Duration::from_secs(20);
+/// Of groups in which somebody is.
+const SHORT: Duration = Duration::from_millis(1500);
+/// Survivors know within this after a kill or after their timeout.
+const NOTICED: Duration = Duration::from_secs(2);
+/// Of the processes of one test.
+const DEADLINE: Duration = Duration::from_secs(90);
+
+/// (tile_n, stages, cluster) of every kernel.
+const SHAPES: [(usize, usize, usize); 7] = [
+    (256, 4, 2),
+    (224, 4, 2),
+    (208, 4, 2),
+    (192, 4, 2),
+    (128, 6, 2),
+    (256, 4, 1),
+    (64, 8, 1),
+];
+
+fn config(shape: usize, group_m: usize, chunks: usize) -> Config {
+    let (tile_n, stages, cluster) = SHAPES[shape % SHAPES.len()];
+    Config {
+        tile_m: 128,
+        tile_n,
+        tile_k: 64,
+        stages,
+        cluster,
+        group_m,
+        chunks,
+    }
+}
+
+// GPUs.
+
+/// How many GPUs this process can have.
+fn devices() -> usize {
+    let names = std::fs::read_dir("/dev").into_iter().flatten().flatten();
+    let there = names
+        .filter(|entry| {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            name.strip_prefix("nvidia").is_some_and(|number| {
+                !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit())
+            })
+        })
+        .count();
+    match std::env::var("CUDA_VISIBLE_DEVICES") {
+        Ok(list) => there.min(list.split(',').filter(|item| !item.is_empty()).count()),
+        Err(_) => there,
+    }
+}
+
+/// Why there is no GPU, if there is none.
+fn absence() -> Option<&'static str> {
+    static REASON: OnceLock<Option<String>> = OnceLock::new();
+    let reason = REASON.get_or_init(|| {
+        if is_rank() || devices() > 0 {
+            return None;
+        }
+        let address = format!("probe-{}", std::process::id());
+        let builder = Builder::<Cuda>::new().timeout(Duration::from_secs(5));
+        builder
+            .connect(0, 1, &address)
+            .err()
+            .map(|error| error.to_string())
+    });
+    reason.as_deref()
+}
+
+fn present() -> bool {
+    let Some(reason) = absence() else {
+        return true;
+    };
+    assert!(
+        std::env::var("GEMMESH_REQUIRE_GPU").as_deref() != Ok("1"),
+        "a GPU is required: {reason}"
+    );
+    eprintln!("no GPU: not run ({reason})");
+    false
+}
+
+/// A test that measures a GPU's memory needs it for itself.
+static TURN: RwLock<()> = RwLock::new(());
+
+/// Leave to use the GPUs, beside other tests; none if there is none.
+fn gpu() -> Option<RwLockReadGuard<'static, ()>> {
+    present().then(|| TURN.read().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// As [`gpu`], beside no other test.
+fn gpu_alone() -> Option<RwLockWriteGuard<'static, ()>> {
+    present().then(|| TURN.write().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// As [`gpu`]; none also if there are fewer than `count`.
+fn gpus(count: usize) -> Option<RwLockReadGuard<'static, ()>> {
+    let leave = gpu()?;
+    if !is_rank() && devices() < count {
+        eprintln!("fewer than {count} GPUs: not run");
+        return None;
+    }
+    Some(leave)
+}
+
+#[track_caller]
+fn driver(result: sys::CUresult) {
+    assert_eq!(result, sys::CUresult::CUDA_SUCCESS);
+}
+
+/// The primary context of a rank's GPU, current on this thread and kept while groups come and go.
+struct Context(sys::CUdevice);
+
+impl Context {
+    fn retain(rank: usize) -> Context {
+        let (mut count, mut device, mut context) = (0, 0, std::ptr::null_mut());
+        // SAFETY: writes the locals.
+        unsafe {
+            driver(sys::cuInit(0));
+            driver(sys::cuDeviceGetCount(&mut count));
+            driver(sys::cuDeviceGet(&mut device, rank as i32 % count));
+            driver(sys::cuDevicePrimaryCtxRetain(&mut context, device));
+            driver(sys::cuCtxSetCurrent(context));
+        }
+        Context(device)
+    }
+
+    fn free_bytes(&self) -> usize {
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: writes the locals.
+        unsafe { driver(sys::cuMemGetInfo_v2(&mut free, &mut total)) };
+        free
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: retained once.
+        unsafe { driver(sys::cuDevicePrimaryCtxRelease_v2(self.0)) };
+    }
+}
+
+// Ranks.
+
+fn ranks(test: &str, world: usize, part: impl FnOnce(&Rank) -> Result<String, Error>) -> Processes {
+    let setting = Setting {
+        deadline: DEADLINE,
+        ..Setting::default()
+    };
+    ranks_with(test, world, &setting, part)
+}
+
+fn ranks_with(
+    test: &str,
+    world: usize,
+    setting: &Setting,
+    part: impl FnOnce(&Rank) -> Result<String, Error>,
+) -> Processes {
+    let places: Vec<_> = (0..world).map(|rank| (rank, world)).collect();
+    start_with(test, &places, setting, part)
+}
+
+fn connect(rank: &Rank, timeout: Duration) -> Result<Group<Cuda>, Error> {
+    let builder = Builder::<Cuda>::new().timeout(timeout);
+    builder.connect(rank.rank, rank.world, &rank.address)
+}
+
+/// The same ranks without a GPU, to keep step.
+fn host_group(rank: &Rank) -> Result<Group<Host>, Error> {
+    let address = format!("{}-host", rank.address);
+    let builder = Builder::<Host>::new().timeout(DEADLINE).workers(1);
+    builder.connect(rank.rank, rank.world, &address)
+}
+
+/// A group whose timeout is shorter than the start of CUDA may take.
+fn connect_short(rank: &Rank) -> Result<(Context, Group<Cuda>), Error> {
+    let context = Context::retain(rank.rank);
+    host_group(rank)?.barrier()?;
+    Ok((context, connect(rank, SHORT)?))
+}
+
+/// All must have done well.
+#[track_caller]
+fn all_done(ranks: Processes) {
+    for outcome in ranks.outcomes() {
+        println!("rank {}: {}", outcome.rank, outcome.value());
+    }
+}
+
+#[track_caller]
+fn same_error(outcomes: &[Outcome]) -> &Error {
+    let error = outcomes[0].error();
+    for outcome in outcomes {
+        assert_eq!(outcome.error(), error, "rank {}", outcome.rank);
+    }
+    error
+}
+
+/// A small product and its arguments.
+struct Arguments {
+    a: ShardedMatrix<Cuda, bf16>,
+    b: Matrix<Cuda, bf16>,
+    out: Matrix<Cuda, bf16>,
+    /// What stands in the rows of rank r is r + this.
+    base: usize,
+}
+
+impl Arguments {
+    /// Collective.
+    fn new(group: &Group<Cuda>, m: usize, n: usize, k: usize) -> Result<Arguments, Error> {
+        let mut arguments = Arguments {
+            a: group.sharded(m, k)?,
+            b: group.upload(&vec![bf16::ONE; n * k], n, k)?,
+            out: group.zeros(m, n)?,
+            base: 0,
+        };
+        arguments.fill(group, 1)?;
+        Ok(arguments)
+    }
+
+    /// Other values, once all is complete.
+    fn fill(&mut self, group: &Group<Cuda>, base: usize) -> Result<(), Error> {
+        group.synchronize()?;
+        self.base = base;
+        let value = bf16::from_f32((base + group.rank()) as f32);
+        let rows = vec![value; self.a.rows().len() * self.a.shape()[1]];
+        self.a.shard_mut().copy_from_host(&rows)
+    }
+
+    fn run(&mut self) -> Result<(), Error> {
+        all_gather_matmul(&self.a, &self.b, &mut self.out)
+    }
+
+    /// Looks at the result of the last run. Small whole numbers are exact in bf16.
+    #[track_caller]
+    fn check(&self, world: usize) -> Result<(), Error> {
+        let [_, k] = self.a.shape();
+        let [_, n] = self.out.shape();
+        let out = self.out.to_vec()?;
+        for rank in 0..world {
+            let expected = bf16::from_f32(((self.base + rank) * k) as f32);
+            let rows = self.a.rows_of(rank);
+            let found = &out[rows.start * n..rows.end * n];
+            assert!(
+                found.iter().all(|&x| x == expected),
+                "wrong rows of rank {rank}: {found:?} and not {expected}"
+            );
+        }
+        Ok(())
+    }
+
+    fn verify(&mut self, group: &Group<Cuda>) -> Result<(), Error> {
+        self.run()?;
+        self.check(group.world_size())
+    }
+}
+
+/// Makes sure that the group does nothing after `result`'s error but repeat it, and returns it.
+#[track_caller]
+fn poisoned(group: &Group<Cuda>, result: Result<(), Error>) -> Result<String, Error> {
+    let error = result.expect_err("an operation that cannot have worked");
+    let repeated = Error::Poisoned {
+        cause: Box::new(error.cause().clone()),
+    };
+    assert_eq!(group.barrier(), Err(repeated.clone()));
+    assert_eq!(group.sharded::<bf16>(4, 8).unwrap_err(), repeated);
+    assert_eq!(group.synchronize(), Err(repeated));
+    Err(error.cause().clone())
+}
+
+// Without a GPU.
+
+#[test]
+fn ranks_as_threads_are_refused() {
+    let error = Group::<Cuda>::threads(2, |_| Ok::<(), Error>(())).unwrap_err();
+    assert!(matches!(error, Error::NeedsProcesses { .. }), "{error}");
+}
+
+#[test]
+fn without_a_driver_every_rank_is_told_which_has_no_gpu() {
+    if !is_rank() && absence().is_none() {
+        println!("there is a GPU: not run");
+        return;
+    }
+    let ranks = ranks(test_name!(), 3, |rank| {
+        let begin = Instant::now();
+        let error = connect(rank, TIMEOUT).unwrap_err();
+        let took = begin.elapsed();
+        assert!(took < Duration::from_secs(5), "{took:?}");
+        Err(error)
+    });
+    match same_error(&ranks.outcomes()) {
+        Error::NoGpu { rank, reason } => {
+            assert!(*rank < 3);
+            assert!(!reason.is_empty());
+        }
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn a_host_rank_among_cuda_ranks_is_named() {
+    let ranks = ranks(test_name!(), 3, |rank| match rank.rank {
+        2 => rank.connect(TIMEOUT).map(|_| "a group".into()),
+        _ => connect(rank, TIMEOUT).map(|_| "a group".into()),
+    });
+    let expected = Error::Mismatch {
+        rank: 2,
+        what: "backend".into(),
+        theirs: "host".into(),
+        expected: "cuda".into(),
+    };
+    assert_eq!(same_error(&ranks.outcomes()), &expected);
+}
+
+// Numbers.
+
+/// A product as its ranks see it.
+#[derive(Clone, Debug)]
+struct Case {
+    rows: Vec<usize>,
+    n: usize,
+    k: usize,
+    bias: bool,
+    config: Option<Config>,
+    seed: u64,
+}
+
+/// Half of the time one of the extents that are likely to break something.
+fn extent(random: &mut StdRng, special: &[usize], most: usize) -> usize {
+    if random.random_bool(0.5) {
+        special[random.random_range(0..special.len())]
+    } else {
+        random.random_range(1..=most)
+    }
+}
+
+impl Case {
+    /// The same on every rank.
+    fn random(random: &mut StdRng, world: usize, index: usize) -> Case {
+        let (m, n, k) = loop {
+            let m = extent(
+                random,
+                &[
+                    1, 2, 3, 7, 64, 97, 127, 128, 129, 131, 251, 255, 256, 257, 383, 385, 509, 511,
+                    512, 513, 640,
+                ],
+                700,
+            );
+            let n = extent(
+                random,
+                &[
+                    1, 2, 7, 8, 9, 31, 63, 64, 65, 127, 128, 129, 191, 193, 207, 208, 209, 223,
+                    225, 255, 256, 257, 416, 449, 511, 513, 600,
+                ],
+                600,
+            );
+            let k = 8 * extent(random, &[1, 2, 7, 8, 9, 15, 16, 17, 24, 32, 33, 64, 65], 87);
+            if m * n * k <= 20_000_000 {
+                break (m, n, k);
+            }
+        };
+        let rows = if random.random_bool(0.5) {
+            // Anywhere, and often the same place twice: a rank without rows.
+            let mut cuts: Vec<usize> = (1..world).map(|_| random.random_range(0..=m)).collect();
+            if world > 2 && random.random_bool(0.3) {
+                cuts[0] = cuts[1];
+            }
+            cuts.extend([0, m]);
+            cuts.sort();
+            cuts.windows(2).map(|ends| ends[1] - ends[0]).collect()
+        } else {
+            let split = |rank| m / world + usize::from(rank < m % world);
+            (0..world).map(split).collect()
+        };
+        // Every kernel in turn, then the default.
+        let shape = index / 2 % (SHAPES.len() + 1);
+        let (group_m, chunks) = (random.random_range(1..=8), random.random_range(1..=5));
+        Case {
+            rows,
+            n,
+            k,
+            bias: random.random_bool(0.5),
+            config: (shape < SHAPES.len()).then(|| config(shape, group_m, chunks)),
+            seed: random.random(),
+        }
+    }
+
+    fn m(&self) -> usize {
+        self.rows.iter().sum()
+    }
+
+    fn a<T: Element>(&self) -> Vec<T> {
+        normal(self.seed, self.m() * self.k)
+    }
+
+    /// Each rank has a weight and a bias of its own.
+    fn b<T: Element>(&self, rank: usize) -> (Vec<T>, Option<Vec<T>>) {
+        let seed = self.seed ^ (rank as u64 + 1) << 40;
+        let bias = self.bias.then(|| normal(!seed, self.n));
+        (normal(seed, self.n * self.k), bias)
+    }
+
+    /// Collective. Checks everything on this rank.
+    fn verify<T: Element>(&self, group: &Group<Cuda>) -> Result<f64, String> {
+        let (b, bias) = self.b::<T>(group.rank());
+        self.verify_values(group, &self.a::<T>(), &b, bias.as_deref())
+    }
+
+    fn verify_values<T: Element>(
+        &self,
+        group: &Group<Cuda>,
+        a: &[T],
+        b: &[T],
+        bias: Option<&[T]>,
+    ) -> Result<f64, String> {
+        let words = |error: Error| error.to_string();
+        let mut placed = Placed::new(group, self, a, b, bias).map_err(words)?;
+        placed.poison().map_err(words)?;
+        placed.fused(self.config).map_err(words)?;
+        let (gathered, out) = placed.read().map_err(words)?;
+        if bits(&gathered) != bits(a) {
+            return Err("the gathered matrix is not the one that was spread".into());
+        }
+        Reference::new(a, b, bias, self.k).check(&out)
+    }
+}
+
+/// A case's matrices in a rank's memory.
+struct Placed<T: Element> {
+    a: ShardedMatrix<Cuda, T>,
+    b: Matrix<Cuda, T>,
+    bias: Option<Matrix<Cuda, T>>,
+    out: Matrix<Cuda, T>,
+}
+
+impl<T: Element> Placed<T> {
+    /// Collective.
+    fn new(
+        group: &Group<Cuda>,
+        case: &Case,
+        a: &[T],
+        b: &[T],
+        bias: Option<&[T]>,
+    ) -> Result<Placed<T>, Error> {
+        let mut sharded = group.sharded_rows::<T>(&case.rows, case.k)?;
+        let own = sharded.rows();
+        sharded
+            .shard_mut()
+            .copy_from_host(&a[own.start * case.k..own.end * case.k])?;
+        Ok(Placed {
+            a: sharded,
+            b: group.upload(b, case.n, case.k)?,
+            bias: bias.map(|bias| group.upload(bias, 1, case.n)).transpose()?,
+            out: group.zeros(case.m(), case.n)?,
+        })
+    }
+
+    /// Nothing of an earlier operation, and no zero of a new matrix, can pass for a result.
+    fn poison(&mut self) -> Result<(), Error> {
+        let [m, n] = self.out.shape();
+        self.a.poison(nan())?;
+        self.out.copy_from_host(&vec![nan::<T>(); m * n])
+    }
+
+    fn operation<'a>(
+        bias: &'a Option<Matrix<Cuda, T>>,
+        config: Option<Config>,
+    ) -> AllGatherMatmul<'a, Cuda, T> {
+        let mut operation = AllGatherMatmul::new();
+        if let Some(bias) = bias {
+            operation = operation.bias(bias);
+        }
+        match config {
+            Some(config) => operation.config(config),
+            None => operation,
+        }
+    }
+
+    fn fused(&mut self, config: Option<Config>) -> Result<(), Error> {
+        Self::operation(&self.bias, config).run(&self.a, &self.b, &mut self.out)
+    }
+
+    fn gather_then_matmul(&mut self, config: Option<Config>) -> Result<(), Error> {
+        let operation = Self::operation(&self.bias, config);
+        let prepared = operation.prepare(&self.a, self.b.shape()[0])?;
+        prepared.gather(&self.a)?;
+        prepared.matmul(&self.a, &self.b, &mut self.out)
+    }
+
+    fn read(&mut self) -> Result<(Vec<T>, Vec<T>), Error> {
+        Ok((self.a.to_vec()?, self.out.to_vec()?))
+    }
+}
+
+#[track_caller]
+fn random_shapes(test: &str, world: usize, count: usize) {
+    let ranks = ranks(test, world, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let mut random = rng(world as u64);
+        let mut worst = 0f64;
+        for index in 0..count {
+            let case = Case::random(&mut random, world, index);
+            let result = if index % 2 == 0 {
+                case.verify::<bf16>(&group)
+            } else {
+                case.verify::<f16>(&group)
+            };
+            match result {
+                Ok(error) => worst = worst.max(error),
+                Err(what) => panic!("rank {}, case {index}, {case:?}: {what}", rank.rank),
+            }
+        }
+        Ok(format!("{count} shapes, worst error {worst:.3} of allowed"))
+    });
+    all_done(ranks);
+}
+
+#[test]
+fn random_shapes_are_right_on_1_rank() {
+    if let Some(_leave) = gpu() {
+        random_shapes(test_name!(), 1, 120);
+    }
+}
+
+#[test]
+fn random_shapes_are_right_on_2_ranks() {
+    if let Some(_leave) = gpu() {
+        random_shapes(test_name!(), 2, 120);
+    }
+}
+
+#[test]
+fn random_shapes_are_right_on_4_ranks() {
+    if let Some(_leave) = gpu() {
+        random_shapes(test_name!(), 4, 120);
+    }
+}
+
+#[test]
+fn random_shapes_are_right_on_8_ranks() {
+    if let Some(_leave) = gpus(8) {
+        random_shapes(test_name!(), 8, 120);
+    }
+}
+
+/// NaN, infinities and, in f16, sums that are too large, with each kernel.
+fn extremes<T: Element>(group: &Group<Cuda>) {
+    for shape in 0..SHAPES.len() {
+        let case = Case {
+            rows: vec![97, 160],
+            n: 131,
+            k: 72,
+            bias: true,
+            config: Some(config(shape, 2, 3)),
+            seed: shape as u64,
+        };
+        let value = |x: f32| T::from_f32(x);
+        let mut a = case.a::<T>();
+        let (mut b, bias) = case.b::<T>(group.rank());
+        let mut bias = bias.unwrap();
+        let k = case.k;
+        a[3 * k + 5] = nan();
+        a[100 * k + 71] = value(f32::INFINITY);
+        a[101 * k] = value(f32::NEG_INFINITY);
+        a[256 * k + 8] = value(f32::INFINITY);
+        a[200 * k..201 * k].fill(value(60000.0));
+        b[7 * k + 71] = T::zeroed();
+        b[130 * k + 8] = value(f32::NEG_INFINITY);
+        b[64 * k + 1] = nan();
+        b[9 * k..10 * k].fill(value(60000.0));
+        bias[2] = value(f32::INFINITY);
+        bias[129] = nan();
+        if let Err(what) = case.verify_values(group, &a, &b, Some(&bias)) {
+            panic!("{}, {case:?}, rank {}: {what}", T::DTYPE, group.rank());
+        }
+    }
+}
+
+#[test]
+fn nan_and_infinity_come_out_where_they_must_and_nowhere_else() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        extremes::<bf16>(&group);
+        extremes::<f16>(&group);
+        Ok("right".into())
+    }));
+}
+
+/// Each kernel's fused product, under delays that differ each time, against the product after the gather.
+#[track_caller]
+fn fused_is_gather_then_matmul(test: &str, world: usize) {
+    let ranks = ranks(test, world, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let mut expected = Vec::new();
+        let mut placed = Vec::new();
+        for shape in 0..SHAPES.len() {
+            let mut rows = vec![150; world];
+            rows[shape % world] = [0, 1, 128, 333][shape % 4];
+            rows[0] += 1;
+            let case = Case {
+                rows,
+                n: 300 + shape,
+                k: 264,
+                bias: shape % 2 == 0,
+                config: Some(config(shape, 1 + shape, 1 + shape % 5)),
+                seed: shape as u64,
+            };
+            let a = case.a::<bf16>();
+            let (b, bias) = case.b::<bf16>(rank.rank);
+            let mut matrices = Placed::new(&group, &case, &a, &b, bias.as_deref())?;
+            matrices.poison()?;
+            matrices.gather_then_matmul(case.config)?;
+            expected.push(matrices.read()?);
+            placed.push((case, matrices));
+        }
+        for seed in 0..100 {
+            gemmesh::testing::cuda_delay_chunks(Some(seed));
+            let shape = seed as usize % SHAPES.len();
+            let (case, matrices) = &mut placed[shape];
+            matrices.poison()?;
+            matrices.fused(case.config)?;
+            let (gathered, out) = matrices.read()?;
+            let (all_rows, product) = &expected[shape];
+            assert_eq!(bits(&gathered), bits(all_rows), "seed {seed}, {case:?}");
+            assert!(bits(&out) == bits(product), "seed {seed}, {case:?}");
+        }
+        gemmesh::testing::cuda_delay_chunks(None);
+        Ok("the same bits 100 times".into())
+    });
+    all_done(ranks);
+}
+
+#[test]
+fn under_random_delays_2_ranks_get_the_bits_of_gather_then_matmul_100_times() {
+    if let Some(_leave) = gpu() {
+        fused_is_gather_then_matmul(test_name!(), 2);
+    }
+}
+
+#[test]
+fn under_random_delays_4_ranks_get_the_bits_of_gather_then_matmul_100_times() {
+    if let Some(_leave) = gpu() {
+        fused_is_gather_then_matmul(test_name!(), 4);
+    }
+}
+
+// Endurance.
+
+/// `count` operations in turn on matrices of the given shapes [m, n, k]: in its first three quarters a thousand at
+/// a time without waiting, then a hundred; other rows each time, and the results compared.
+fn soak(
+    rank: &Rank,
+    address: &str,
+    first_epoch: u32,
+    shapes: &[[usize; 3]],
+    count: usize,
+) -> Result<(), Error> {
+    let builder = Builder::<Cuda>::new().timeout(TIMEOUT);
+    let group = builder
+        .first_epoch(first_epoch)
+        .connect(rank.rank, rank.world, address)?;
+    let mut items = Vec::new();
+    for &[m, n, k] in shapes {
+        items.push(Arguments::new(&group, m, n, k)?);
+    }
+    let (mut done, mut base) = (0, 1);
+    while done < count {
+        let burst = if done < count * 3 / 4 { 1000 } else { 100 };
+        let burst = burst.min(count - done);
+        base = base % 11 + 1;
+        for item in &mut items {
+            item.fill(&group, base)?;
+        }
+        for number in 0..burst {
+            let index = (done + number) % items.len();
+            items[index].run()?;
+        }
+        done += burst;
+        group.synchronize()?;
+        for item in items.iter().take(burst) {
+            item.check(rank.world)?;
+        }
+    }
+    Ok(())
+}
+
+/// With fewer GPUs than ranks each operation waits for time slices, unless `GEMMESH_LONG` is 1.
+fn operations(world: usize, full: usize, shared: usize) -> usize {
+    let long = std::env::var("GEMMESH_LONG").as_deref() == Ok("1");
+    if long || devices() >= world {
+        full
+    } else {
+        shared
+    }
+}
+
+const TINY: [usize; 3] = [16, 16, 8];
+
+#[test]
+fn twenty_thousand_operations_in_a_row_are_right_on_1_rank() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 1, |rank| {
+        let _context = Context::retain(rank.rank);
+        soak(rank, &rank.address, 1, &[TINY], 20_000)?;
+        let mixed = [TINY, [200, 72, 16]];
+        let address = format!("{}-mixed", rank.address);
+        soak(rank, &address, u32::MAX - 10_000, &mixed, 20_000)?;
+        Ok("right".into())
+    }));
+}
+
+#[test]
+fn twenty_thousand_operations_in_a_row_are_right_on_2_ranks() {
+    let Some(_leave) = gpu() else { return };
+    let setting = Setting {
+        deadline: Duration::from_secs(400),
+        ..Setting::default()
+    };
+    all_done(ranks_with(test_name!(), 2, &setting, |rank| {
+        let _context = Context::retain(rank.rank);
+        let count = operations(2, 20_000, 2_000);
+        soak(rank, &rank.address, 1, &[TINY], count)?;
+        Ok(format!("{count} operations"))
+    }));
+}
+
+#[test]
+fn twenty_thousand_operations_on_two_matrices_in_turn_are_right_on_2_ranks() {
+    let Some(_leave) = gpu() else { return };
+    let setting = Setting {
+        deadline: Duration::from_secs(400),
+        ..Setting::default()
+    };
+    all_done(ranks_with(test_name!(), 2, &setting, |rank| {
+        let _context = Context::retain(rank.rank);
+        let count = operations(2, 20_000, 2_000);
+        let first = u32::MAX - count as u32 / 2;
+        soak(rank, &rank.address, first, &[TINY, [301, 72, 16]], count)?;
+        Ok(format!("{count} operations across the wrap of the epoch"))
+    }));
+}
+
+#[test]
+fn operations_across_the_refresh_of_the_flags_are_right() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let _context = Context::retain(rank.rank);
+        for multiple in [0u32, 7, 8] {
+            let first = (multiple << 28).wrapping_sub(150);
+            let address = format!("{}-{multiple}", rank.address);
+            let shapes = [TINY, [301, 72, 16]];
+            soak(rank, &address, first, &shapes, 300)?;
+        }
+        // The operation that refreshes is the first, and waits for its rows as any other.
+        for seed in 0..5 {
+            gemmesh::testing::cuda_delay_chunks(Some(seed));
+            let address = format!("{}-first-{seed}", rank.address);
+            soak(rank, &address, 3 << 28, &[[301, 72, 16]], 1)?;
+        }
+        Ok("right".into())
+    }));
+}
+
+// Errors that leave the group as it was.
+
+#[test]
+fn what_cannot_be_done_is_refused_and_the_group_goes_on() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 20, 24, 16)?;
+        arguments.verify(&group)?;
+        let unaligned = Error::Unaligned {
+            rank: rank.rank,
+            what: "K".into(),
+            value: 12,
+            multiple: 8,
+        };
+        assert_eq!(group.sharded::<bf16>(20, 12).unwrap_err(), unaligned);
+        for wrong in [
+            Config {
+                tile_n: 100,
+                ..config(0, 1, 1)
+            },
+            Config {
+                tile_m: 64,
+                ..config(0, 1, 1)
+            },
+            Config {
+                tile_k: 32,
+                ..config(0, 1, 1)
+            },
+            Config {
+                stages: 3,
+                ..config(0, 1, 1)
+            },
+            Config {
+                cluster: 4,
+                ..config(0, 1, 1)
+            },
+        ] {
+            let operation = AllGatherMatmul::new().config(wrong);
+            let error = operation
+                .run(&arguments.a, &arguments.b, &mut arguments.out)
+                .unwrap_err();
+            match &error {
+                Error::NoKernel { known, .. } => assert!(known.contains("128x256x64"), "{error}"),
+                other => panic!("{other}"),
+            }
+        }
+        let error = group.zeros::<bf16>(1 << 24, 1 << 24).unwrap_err();
+        assert!(matches!(error, Error::OutOfMemory { .. }), "{error}");
+        let error = group.sharded::<bf16>(1 << 24, 1 << 24).unwrap_err();
+        assert!(matches!(error, Error::OutOfMemory { .. }), "{error}");
+        arguments.verify(&group)?;
+        Ok("right".into())
+    }));
+}
+
+#[test]
+fn a_gpu_that_is_not_there_is_named_to_every_rank() {
+    let Some(_leave) = gpu() else { return };
+    let ranks = ranks(test_name!(), 2, |rank| {
+        let mut builder = Builder::<Cuda>::new().timeout(TIMEOUT);
+        if rank.rank == 1 {
+            builder = builder.device(99);
+        }
+        builder
+            .connect(rank.rank, rank.world, &rank.address)
+            .map(|_| "a group".into())
+    });
+    let outcomes = ranks.outcomes();
+    let error = same_error(&outcomes);
+    assert!(matches!(error, Error::NoGpu { rank: 1, .. }), "{error}");
+}
+
+#[track_caller]
+fn check_peers(test: &str, world: usize) {
+    all_done(ranks(test, world, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        group.barrier()?;
+        let begin = Instant::now();
+        group.check_peers()?;
+        let took = begin.elapsed();
+        assert!(took < Duration::from_secs(1), "{took:?}");
+        for _ in 0..20 {
+            group.check_peers()?;
+        }
+        Arguments::new(&group, 20, 24, 16)?.verify(&group)?;
+        Ok(format!("{took:?}"))
+    }));
+}
+
+#[test]
+fn check_peers_finds_2_ranks_well_in_under_a_second() {
+    if let Some(_leave) = gpu() {
+        check_peers(test_name!(), 2);
+    }
+}
+
+#[test]
+fn check_peers_finds_4_ranks_well_in_under_a_second() {
+    if let Some(_leave) = gpu() {
+        check_peers(test_name!(), 4);
+    }
+}
+
+// Ranks that die, stop or stay away.
+
+/// Operations until one fails.
+fn until_failure(
+    rank: &Rank,
+    group: &Group<Cuda>,
+    arguments: &mut Arguments,
+) -> Result<String, Error> {
+    loop {
+        if let Err(error) = arguments.verify(group) {
+            rank.say("failed");
+            return poisoned(group, Err(error));
+        }
+    }
+}
+
+#[track_caller]
+fn assert_lost(ranks: Processes, world: usize, victim: usize, since: Instant) {
+    for place in (0..world).filter(|&place| place != victim) {
+        let took = ranks
+            .heard(place, "failed")
+            .saturating_duration_since(since);
+        assert!(took < NOTICED, "rank {place} took {took:?}");
+    }
+    for outcome in ranks.outcomes() {
+        if outcome.rank == victim {
+            outcome.assert_killed();
+            continue;
+        }
+        assert!(
+            matches!(outcome.error(), Error::RankLost { rank, .. } if *rank == victim),
+            "{}",
+            outcome.error()
+        );
+    }
+}
+
+/// Rank `victim` is killed while it does not call the operation that the others are in.
+#[track_caller]
+fn kill_while_the_others_wait(test: &str, victim: usize) {
+    let ranks = ranks(test, 3, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 300, 24, 16)?;
+        arguments.verify(&group)?;
+        rank.say("here");
+        if rank.rank == victim {
+            rank.hear();
+        }
+        until_failure(rank, &group, &mut arguments)
+    });
+    ranks.all_heard("here");
+    std::thread::sleep(Duration::from_millis(200));
+    let killed = ranks.signal(victim, Signal::KILL);
+    assert_lost(ranks, 3, victim, killed);
+}
+
+#[test]
+fn a_rank_killed_while_the_others_wait_for_it_is_named() {
+    if let Some(_leave) = gpu() {
+        kill_while_the_others_wait(test_name!(), 2);
+    }
+}
+
+#[test]
+fn rank_0_killed_while_the_others_wait_for_it_is_named() {
+    if let Some(_leave) = gpu() {
+        kill_while_the_others_wait(test_name!(), 0);
+    }
+}
+
+#[test]
+fn a_rank_killed_amid_operations_is_named() {
+    let Some(_leave) = gpu() else { return };
+    let ranks = ranks(test_name!(), 3, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 300, 300, 64)?;
+        arguments.verify(&group)?;
+        rank.say("here");
+        until_failure(rank, &group, &mut arguments)
+    });
+    ranks.all_heard("here");
+    std::thread::sleep(Duration::from_millis(200));
+    let killed = ranks.signal(1, Signal::KILL);
+    assert_lost(ranks, 3, 1, killed);
+}
+
+#[test]
+fn a_rank_killed_between_operations_is_named_by_the_next() {
+    let Some(_leave) = gpu() else { return };
+    let mut ranks = ranks(test_name!(), 3, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 20, 24, 16)?;
+        arguments.verify(&group)?;
+        rank.say("here");
+        rank.hear();
+        until_failure(rank, &group, &mut arguments)
+    });
+    ranks.all_heard("here");
+    ranks.signal(1, Signal::KILL);
+    std::thread::sleep(Duration::from_millis(100));
+    let told = Instant::now();
+    ranks.tell(0);
+    ranks.tell(2);
+    assert_lost(ranks, 3, 1, told);
+}
+
+#[track_caller]
+fn assert_timeout_names(error: &Error, culprit: usize) {
+    match error.cause() {
+        Error::Timeout { rank, .. } => assert_eq!(*rank, culprit, "{error}"),
+        other => panic!("{other}"),
+    }
+}
+
+/// All ranks but rank 1 have given up on it; then it goes on, and is told.
+#[track_caller]
+fn assert_stopped_rank_named(mut ranks: Processes, since: Instant) {
+    for place in [0, 2] {
+        let took = ranks
+            .heard(place, "failed")
+            .saturating_duration_since(since);
+        assert!(took < SHORT + NOTICED, "rank {place} took {took:?}");
+    }
+    ranks.signal(1, Signal::CONT);
+    ranks.tell(1);
+    for outcome in ranks.outcomes() {
+        assert_timeout_names(outcome.error(), 1);
+    }
+}
+
+#[test]
+fn a_stopped_rank_is_named_at_the_timeout_and_told_when_it_goes_on() {
+    let Some(_leave) = gpu() else { return };
+    let mut ranks = ranks(test_name!(), 3, |rank| {
+        let (_context, group) = connect_short(rank)?;
+        let mut arguments = Arguments::new(&group, 300, 24, 16)?;
+        arguments.verify(&group)?;
+        rank.say("here");
+        rank.hear();
+        until_failure(rank, &group, &mut arguments)
+    });
+    ranks.all_heard("here");
+    ranks.signal(1, Signal::STOP);
+    let stopped = Instant::now();
+    ranks.tell(0);
+    ranks.tell(2);
+    assert_stopped_rank_named(ranks, stopped);
+}
+
+#[test]
+fn a_rank_stopped_amid_operations_is_named_at_the_timeout_and_told_when_it_goes_on() {
+    let Some(_leave) = gpu() else { return };
+    let ranks = ranks(test_name!(), 3, |rank| {
+        let (_context, group) = connect_short(rank)?;
+        let mut arguments = Arguments::new(&group, 300, 300, 64)?;
+        arguments.verify(&group)?;
+        rank.say("here");
+        until_failure(rank, &group, &mut arguments)
+    });
+    ranks.all_heard("here");
+    std::thread::sleep(Duration::from_millis(200));
+    let stopped = ranks.signal(1, Signal::STOP);
+    assert_stopped_rank_named(ranks, stopped);
+}
+
+/// `count` times: a group gets a right result; then one rank does not call an operation and the others name it;
+/// then all make another group.
+fn starve(rank: &Rank, count: usize) -> Result<String, Error> {
+    let starved = Duration::from_millis(250);
+    let _context = Context::retain(rank.rank);
+    let steps = host_group(rank)?;
+    let mut longest = Duration::ZERO;
+    for number in 0..=count {
+        steps.barrier()?;
+        let address = format!("{}-{number}", rank.address);
+        let builder = Builder::<Cuda>::new().timeout(starved);
+        let group = builder.connect(rank.rank, rank.world, &address)?;
+        let mut arguments = Arguments::new(&group, 300, 72, 16)?;
+        arguments.verify(&group)?;
+        steps.barrier()?;
+        if number == count {
+            break;
+        }
+        let culprit = number % rank.world;
+        let begin = Instant::now();
+        let result = if rank.rank == culprit {
+            steps.barrier()?;
+            arguments.verify(&group)
+        } else {
+            let result = arguments.verify(&group);
+            let took = begin.elapsed();
+            longest = longest.max(took);
+            assert!(took < starved + NOTICED, "round {number}: {took:?}");
+            steps.barrier()?;
+            result
+        };
+        let error = poisoned(&group, result).unwrap_err();
+        match &error {
+            Error::Timeout { rank, .. } => {
+                assert_eq!(*rank, culprit, "round {number}: {error}");
+            }
+            other => panic!("round {number}: {other}"),
+        }
+    }
+    Ok(format!("{count} rounds, the longest wait {longest:?}"))
+}
+
+#[test]
+fn starved_ranks_name_the_culprit_and_work_in_a_new_group_100_times() {
+    let Some(_leave) = gpu() else { return };
+    let setting = Setting {
+        deadline: Duration::from_secs(240),
+        ..Setting::default()
+    };
+    all_done(ranks_with(test_name!(), 3, &setting, |rank| {
+        starve(rank, 100)
+    }));
+}
+
+#[test]
+fn starved_ranks_are_set_free_also_when_all_streams_share_one_connection() {
+    let Some(_leave) = gpu() else { return };
+    let setting = Setting {
+        deadline: DEADLINE,
+        variables: &|_| vec![("CUDA_DEVICE_MAX_CONNECTIONS", "1".into())],
+    };
+    all_done(ranks_with(test_name!(), 2, &setting, |rank| {
+        starve(rank, 4)
+    }));
+}
+
+#[test]
+fn a_rank_that_runs_ahead_of_one_that_does_not_call_fills_no_queue_and_names_it() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let steps = host_group(rank)?;
+        let (_context, group) = connect_short(&Rank {
+            address: format!("{}-cuda", rank.address),
+            ..*rank
+        })?;
+        // 64 chunks a shard: as many entries on the streams as an operation can have.
+        let mut arguments = Arguments::new(&group, 2 * 65 * 128, 16, 8)?;
+        let operation = AllGatherMatmul::new().config(config(6, 1, 64));
+        let mut run = || operation.run(&arguments.a, &arguments.b, &mut arguments.out);
+        run()?;
+        group.synchronize()?;
+        let begin = Instant::now();
+        let mut ahead = 0;
+        let result = if rank.rank == 1 {
+            steps.barrier()?;
+            group.synchronize()
+        } else {
+            let result = loop {
+                match run() {
+                    Ok(()) => ahead += 1,
+                    Err(error) => break Err(error),
+                }
+                assert!(ahead < 10_000, "it does not fail");
+            };
+            let took = begin.elapsed();
+            assert!(took < 2 * SHORT + NOTICED, "{took:?}");
+            steps.barrier()?;
+            result
+        };
+        assert_timeout_names(&poisoned(&group, result).unwrap_err(), 1);
+        Ok(format!("{ahead} operations ahead"))
+    }));
+}
+
+// Whatever the environment is like.
+
+#[test]
+fn the_first_operation_is_right_however_cuda_is_set_up() {
+    let Some(_leave) = gpu() else { return };
+    // The macro names the function that it stands in, which a closure is too.
+    let name = test_name!();
+    let mut combinations = Vec::new();
+    for connections in ["1", "8", "32"] {
+        for blocking in ["0", "1"] {
+            for loading in ["LAZY", "EAGER"] {
+                combinations.push([
+                    ("CUDA_DEVICE_MAX_CONNECTIONS", connections),
+                    ("CUDA_LAUNCH_BLOCKING", blocking),
+                    ("CUDA_MODULE_LOADING", loading),
+                ]);
+            }
+        }
+    }
+    for some in combinations.chunks(3) {
+        let running: Vec<_> = some
+            .iter()
+            .map(|combination| {
+                let variables = |_| combination.map(|(name, value)| (name, value.into())).into();
+                let setting = Setting {
+                    deadline: DEADLINE,
+                    variables: &variables,
+                };
+                let ranks = ranks_with(name, 2, &setting, |rank| {
+                    let group = connect(rank, TIMEOUT)?;
+                    Arguments::new(&group, 301, 72, 16)?.verify(&group)?;
+                    Ok("right".into())
+                });
+                (combination, ranks)
+            })
+            .collect();
+        for (combination, ranks) in running {
+            println!("{combination:?}");
+            all_done(ranks);
+        }
+    }
+}
+
+/// A verified operation and the GPU of each rank.
+fn verify_device(group: &Group<Cuda>) -> Result<String, Error> {
+    group.check_peers()?;
+    let mut arguments = Arguments::new(group, 301, 72, 16)?;
+    for _ in 0..10 {
+        arguments.verify(group)?;
+    }
+    Ok(group.device_name().into())
+}
+
+#[test]
+fn ranks_that_see_one_gpu_each_work() {
+    let Some(_leave) = gpu() else { return };
+    let devices = devices().max(1);
+    let setting = Setting {
+        deadline: DEADLINE,
+        variables: &|place| vec![("CUDA_VISIBLE_DEVICES", (place % devices).to_string())],
+    };
+    all_done(ranks_with(test_name!(), 2, &setting, |rank| {
+        verify_device(&connect(rank, TIMEOUT)?)
+    }));
+}
+
+#[test]
+fn ranks_that_see_all_gpus_work_in_any_order() {
+    let Some(_leave) = gpus(2) else { return };
+    // In a rank it is not used.
+    let world = devices().clamp(2, 4);
+    all_done(ranks(test_name!(), world, |rank| {
+        let forward = connect(rank, TIMEOUT)?;
+        verify_device(&forward)?;
+        drop(forward);
+        let address = format!("{}-reversed", rank.address);
+        let builder = Builder::<Cuda>::new().timeout(TIMEOUT);
+        let reversed = builder
+            .device(rank.world - 1 - rank.rank)
+            .connect(rank.rank, rank.world, &address)?;
+        verify_device(&reversed)
+    }));
+}
+
+// The doors for other stacks.
+
+/// Records what `f` puts on the group's stream, and throws it away.
+fn captured(group: &Group<Cuda>, mode: sys::CUstreamCaptureMode, f: impl FnOnce()) {
+    let stream: sys::CUstream = group.stream().cast();
+    // SAFETY: the stream lives as long as the group.
+    unsafe { driver(sys::cuStreamBeginCapture_v2(stream, mode)) };
+    f();
+    let mut graph = std::ptr::null_mut();
+    // SAFETY: as above; a graph that was made is destroyed once.
+    unsafe {
+        driver(sys::cuStreamEndCapture(stream, &mut graph));
+        driver(sys::cuGraphDestroy(graph));
+    }
+}
+
+const GLOBAL: sys::CUstreamCaptureMode =
+    sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_GLOBAL;
+const RELAXED: sys::CUstreamCaptureMode =
+    sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_RELAXED;
+
+fn refuse_capture(
+    rank: &Rank,
+    group: &Group<Cuda>,
+    mode: sys::CUstreamCaptureMode,
+    arguments: &mut Arguments,
+) {
+    captured(group, mode, || {
+        let refused = Error::Capturing { rank: rank.rank };
+        assert_eq!(arguments.run(), Err(refused));
+    });
+}
+
+#[test]
+fn an_operation_under_capture_is_refused_and_the_group_goes_on() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 301, 72, 16)?;
+        arguments.verify(&group)?;
+        for mode in [RELAXED, GLOBAL] {
+            refuse_capture(rank, &group, mode, &mut arguments);
+            arguments.fill(&group, 3)?;
+            arguments.verify(&group)?;
+        }
+        Ok("right".into())
+    }));
+}
+
+#[test]
+fn the_first_operation_of_a_shape_is_refused_under_capture_as_any_other() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 301, 72, 16)?;
+        refuse_capture(rank, &group, GLOBAL, &mut arguments);
+        arguments.verify(&group)?;
+        Ok("right".into())
+    }));
+}
+
+#[test]
+fn a_capture_on_one_rank_does_not_shift_its_operations_against_the_others() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, Duration::from_secs(5))?;
+        let mut arguments = Arguments::new(&group, 301, 72, 16)?;
+        arguments.verify(&group)?;
+        for base in 2..5 {
+            if rank.rank == 0 {
+                refuse_capture(rank, &group, RELAXED, &mut arguments);
+            }
+            arguments.fill(&group, base)?;
+            arguments.verify(&group)?;
+        }
+        Ok("right".into())
+    }));
+}
+
+#[test]
+fn operations_on_a_stream_of_the_callers_keep_its_order() {
+    const ROUNDS: usize = 20;
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let _context = Context::retain(rank.rank);
+        let group = connect(rank, TIMEOUT)?;
+        let [m, n, k] = [301, 72, 16];
+        let mut arguments = Arguments::new(&group, m, n, k)?;
+        let mut stream = std::ptr::null_mut();
+        let non_blocking = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: writes the local. The stream is destroyed after the group has ended.
+        unsafe {
+            driver(sys::cuStreamCreate(&mut stream, non_blocking));
+            group.set_stream(stream.cast())?;
+        }
+        assert_eq!(group.stream(), stream.cast());
+        let own = arguments.a.rows();
+        let rows: Vec<Vec<bf16>> = (0..ROUNDS)
+            .map(|round| {
+                let value = bf16::from_f32((1 + round % 5 + rank.rank) as f32);
+                vec![value; own.len() * k]
+            })
+            .collect();
+        let mut results = vec![vec![bf16::ZERO; m * n]; ROUNDS];
+        let (out, pitch) = arguments.out.as_device_ptr();
+        assert_eq!(pitch, n * 2);
+        for (rows, result) in rows.iter().zip(&mut results) {
+            let to = arguments.a.as_device_ptr() + (own.start * k * 2) as u64;
+            // SAFETY: the ranges are those of the own rows and of the output; everything is ordered by
+            // the stream, and the host's vectors live until it has been waited for.
+            unsafe {
+                driver(sys::cuMemcpyHtoDAsync_v2(
+                    to,
+                    rows.as_ptr().cast(),
+                    size_of_val(rows.as_slice()),
+                    stream,
+                ));
+                driver(sys::cuMemsetD8Async(out, 0xff, m * n * 2, stream));
+            }
+            arguments.run()?;
+            // SAFETY: as above.
+            unsafe {
+                driver(sys::cuMemcpyDtoHAsync_v2(
+                    result.as_mut_ptr().cast(),
+                    out,
+                    m * n * 2,
+                    stream,
+                ));
+            }
+        }
+        // SAFETY: the stream lives.
+        unsafe { driver(sys::cuStreamSynchronize(stream)) };
+        group.synchronize()?;
+        for (round, result) in results.iter().enumerate() {
+            for owner in 0..rank.world {
+                let expected = bf16::from_f32(((1 + round % 5 + owner) * k) as f32);
+                let rows = arguments.a.rows_of(owner);
+                let found = &result[rows.start * n..rows.end * n];
+                assert!(
+                    found.iter().all(|&x| x == expected),
+                    "round {round}, rows of rank {owner}"
+                );
+            }
+        }
+        drop(arguments);
+        drop(group);
+        // SAFETY: nobody uses the stream any more.
+        unsafe { driver(sys::cuStreamDestroy_v2(stream)) };
+        Ok("in order".into())
+    }));
+}
+
+/// Device memory of the caller's, full of 0x5a.
+struct Foreign {
+    ptr: u64,
+    bytes: usize,
+}
+
+impl Foreign {
+    fn new(bytes: usize) -> Foreign {
+        let mut ptr = 0;
+        // SAFETY: writes the local, then what was allocated.
+        unsafe {
+            driver(sys::cuMemAlloc_v2(&mut ptr, bytes));
+            driver(sys::cuMemsetD8_v2(ptr, 0x5a, bytes));
+            driver(sys::cuCtxSynchronize());
+        }
+        Foreign { ptr, bytes }
+    }
+
+    fn read(&self) -> Vec<u8> {
+        let mut bytes = vec![0; self.bytes];
+        // SAFETY: as many bytes as were allocated.
+        unsafe {
+            driver(sys::cuMemcpyDtoH_v2(
+                bytes.as_mut_ptr().cast(),
+                self.ptr,
+                self.bytes,
+            ));
+        }
+        bytes
+    }
+}
+
+impl Drop for Foreign {
+    fn drop(&mut self) {
+        // SAFETY: allocated once.
+        unsafe { driver(sys::cuMemFree_v2(self.ptr)) };
+    }
+}
+
+#[test]
+fn matrices_in_memory_of_the_callers_work_and_nothing_beside_them_is_written() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let _context = Context::retain(rank.rank);
+        let group = connect(rank, TIMEOUT)?;
+        let case = Case {
+            rows: vec![130, 71],
+            n: 203,
+            k: 72,
+            bias: true,
+            config: None,
+            seed: 5,
+        };
+        let a_values = case.a::<f16>();
+        let (b_values, bias_values) = case.b::<f16>(rank.rank);
+        let bias_values = bias_values.unwrap();
+        let (b_pitch, out_pitch) = (case.k * 2 + 48, (case.n * 2).next_multiple_of(16) + 80);
+        let b_memory = Foreign::new(case.n * b_pitch);
+        let out_memory = Foreign::new(case.m() * out_pitch);
+        let mut placed = Placed::new(&group, &case, &a_values, &b_values, Some(&bias_values))?;
+        // SAFETY: the memory is as large as the matrices, which are dropped before it.
+        let (mut b, mut out) = unsafe {
+            (
+                Matrix::<Cuda, f16>::from_device_ptr(
+                    &group,
+                    b_memory.ptr,
+                    case.n,
+                    case.k,
+                    b_pitch,
+                )?,
+                Matrix::<Cuda, f16>::from_device_ptr(
+                    &group,
+                    out_memory.ptr,
+                    case.m(),
+                    case.n,
+                    out_pitch,
+                )?,
+            )
+        };
+        assert_eq!(b.as_device_ptr(), (b_memory.ptr, b_pitch));
+        assert_eq!(out.shape(), [case.m(), case.n]);
+        b.copy_from_host(&b_values)?;
+        for shape in 0..SHAPES.len() {
+            out.copy_from_host(&vec![nan(); case.m() * case.n])?;
+            placed.a.poison(nan())?;
+            let operation = Placed::operation(&placed.bias, Some(config(shape, 2, 2)));
+            operation.run(&placed.a, &b, &mut out)?;
+            let reference = Reference::new(&a_values, &b_values, Some(&bias_values), case.k);
+            if let Err(what) = reference.check(&out.to_vec()?) {
+                panic!("rank {}, kernel {shape}: {what}", rank.rank);
+            }
+            // What is documented: zeros up to the next multiple of eight elements.
+            let written = (case.n * 2).next_multiple_of(16);
+            let bytes = out_memory.read();
+            for (row, bytes) in bytes.chunks(out_pitch).enumerate() {
+                assert!(
+                    bytes[written..].iter().all(|&byte| byte == 0x5a),
+                    "kernel {shape}, row {row}: written beyond the padding"
+                );
+            }
+            assert!(
+                b_memory
+                    .read()
+                    .chunks(b_pitch)
+                    .all(|row| { row[case.k * 2..].iter().all(|&byte| byte == 0x5a) })
+            );
+        }
+        let refused = |ptr: u64, columns: usize, pitch: usize| {
+            // SAFETY: within the memory if it were made, and never used.
+            unsafe { Matrix::<Cuda, f16>::from_device_ptr(&group, ptr, 2, columns, pitch) }
+                .unwrap_err()
+        };
+        for (ptr, pitch) in [(b_memory.ptr + 2, 160), (b_memory.ptr, 152)] {
+            let error = refused(ptr, 8, pitch);
+            assert!(
+                matches!(error, Error::Unaligned { multiple: 16, .. }),
+                "{error}"
+            );
+        }
+        let error = refused(b_memory.ptr, 81, 160);
+        assert!(matches!(error, Error::Shape { .. }), "{error}");
+        drop((b, out, placed));
+        Ok("right".into())
+    }));
+}
+
+// What remains.
+
+#[test]
+fn a_thousand_groups_leave_the_gpus_memory_as_it_was() {
+    const SPARE: usize = 16 << 20;
+    let Some(_leave) = gpu_alone() else { return };
+    let setting = Setting {
+        deadline: Duration::from_secs(240),
+        ..Setting::default()
+    };
+    all_done(ranks_with(test_name!(), 2, &setting, |rank| {
+        let context = Context::retain(rank.rank);
+        let steps = host_group(rank)?;
+        let group = |world: usize, number: usize| -> Result<(), Error> {
+            let (address, own) = match world {
+                1 => (format!("{}-{}-{number}", rank.address, rank.rank), 0),
+                _ => (format!("{}-{number}", rank.address), rank.rank),
+            };
+            let builder = Builder::<Cuda>::new().timeout(TIMEOUT);
+            // Alone, a rank is rank 0, whose default is another GPU.
+            let group = builder
+                .device(rank.rank % devices().max(1))
+                .connect(own, world, &address)?;
+            Arguments::new(&group, 301, 72, 16)?.verify(&group)
+        };
+        let free = || -> Result<usize, Error> {
+            steps.barrier()?;
+            let free = context.free_bytes();
+            steps.barrier()?;
+            Ok(free)
+        };
+        let mut report = Vec::new();
+        // 1000 groups in all: two processes with 450 of one rank each, at the same time, and 100 of two.
+        for (world, count) in [(2, 100), (1, 450)] {
+            for number in 0..3 {
+                group(world, number)?;
+            }
+            let before = free()?;
+            let begin = Instant::now();
+            for number in 0..count {
+                group(world, 10 + number)?;
+            }
+            let took = begin.elapsed();
+            let after = free()?;
+            assert!(
+                after + SPARE >= before,
+                "{count} groups of {world}: {before} bytes were free, now {after}"
+            );
+            report.push(format!(
+                "{count} groups of {world} in {took:?}, {} bytes gone",
+                before.saturating_sub(after)
+            ));
+        }
+        Ok(report.join("; "))
+    }));
+}
+
+#[test]
+fn matrices_that_come_and_go_in_one_group_leave_the_gpus_memory_as_it_was() {
+    let Some(_leave) = gpu_alone() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let context = Context::retain(rank.rank);
+        let group = connect(rank, TIMEOUT)?;
+        let mut before = None;
+        for number in 0..200 {
+            // 4 MiB of sharded matrix a time.
+            Arguments::new(&group, 2048, 64, 1024)?.run()?;
+            group.synchronize()?;
+            if number == 10 || number == 199 {
+                group.barrier()?;
+                let free = context.free_bytes();
+                group.barrier()?;
+                let first = *before.get_or_insert(free);
+                assert!(free + (32 << 20) >= first, "{first} bytes became {free}");
+            }
+        }
+        Ok("as before".into())
+    }));
+}
