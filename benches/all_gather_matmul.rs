@@ -7,6 +7,9 @@
 //! Launches its ranks itself, unless torchrun, mpirun or srun has.
 
 mod common;
+#[cfg(feature = "cuda")]
+#[path = "common/cuda.rs"]
+mod cuda;
 
 use std::fs::OpenOptions;
 use std::io::{IsTerminal, Write};
@@ -14,12 +17,13 @@ use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
 use clap::{Parser, ValueEnum};
-use common::{Case, Check, Times};
+use common::{Case, Check};
 use gemmesh::{
-    AllGatherMatmul, Backend, Config, Element, Error, Group, Host, Result, bf16, f16, launch,
+    AllGatherMatmul, Backend, Config, Element, Error, Group, Host, Prepared, Result, bf16, f16,
+    launch,
 };
 use indicatif::{ProgressBar, ProgressStyle};
-use serde_json::json;
+use serde_json::{Map, Value, json};
 
 /// Times all_gather_matmul beside its parts and beside perfect overlap.
 #[derive(Parser)]
@@ -30,15 +34,18 @@ struct Args {
     /// Ranks to launch.
     #[arg(long, default_value_t = 4)]
     ranks: usize,
-    /// Rows of the gathered matrix.
-    #[arg(long, default_value_t = 2048)]
-    m: usize,
-    /// Columns of the output, on each rank.
-    #[arg(long, default_value_t = 2048)]
-    n: usize,
-    /// Columns of the gathered matrix.
-    #[arg(long, default_value_t = 2048)]
-    k: usize,
+    /// Rows of the gathered matrix [default: 2048 on the host, 4096 on GPUs].
+    #[arg(long)]
+    m: Option<usize>,
+    /// Columns of the output, on each rank [default: 2048 on the host, 6656 on GPUs].
+    #[arg(long)]
+    n: Option<usize>,
+    /// Columns of the gathered matrix [default: 2048 on the host, 16384 on GPUs].
+    #[arg(long)]
+    k: Option<usize>,
+    /// Runs the nine shapes of a tensor-parallel Llama 3 (8B, 70B, 405B; 4096, 8192 and 16384 rows) instead.
+    #[arg(long, conflicts_with_all = ["m", "n", "k"])]
+    sweep: bool,
     /// Type of the elements.
     #[arg(long, value_enum, default_value_t = DTypeName::Bf16)]
     dtype: DTypeName,
@@ -48,6 +55,12 @@ struct Args {
     /// Columns of a tile.
     #[arg(long)]
     tile_n: Option<usize>,
+    /// Stages of a CTA's ring of loads.
+    #[arg(long)]
+    stages: Option<usize>,
+    /// CTAs that share the loads of b.
+    #[arg(long)]
+    cluster: Option<usize>,
     /// Depth of a step through K.
     #[arg(long)]
     tile_k: Option<usize>,
@@ -66,6 +79,10 @@ struct Args {
     /// Appends the result to this file, one JSON object a run and line.
     #[arg(long)]
     json: Option<PathBuf>,
+    /// Draws a timeline of one fused run into this SVG file, and writes it for Perfetto beside it.
+    #[cfg(feature = "timeline")]
+    #[arg(long)]
+    trace: Option<PathBuf>,
     /// Given by cargo bench.
     #[arg(long, hide = true)]
     bench: bool,
@@ -74,6 +91,8 @@ struct Args {
 #[derive(Clone, Copy, ValueEnum)]
 enum BackendName {
     Host,
+    #[cfg(feature = "cuda")]
+    Cuda,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -82,32 +101,143 @@ enum DTypeName {
     F16,
 }
 
+/// M, N a rank and K of the benchmark's sweep.
+const SWEEP: [[usize; 3]; 9] = [
+    [4096, 1792, 4096],
+    [8192, 1792, 4096],
+    [16384, 1792, 4096],
+    [4096, 3584, 8192],
+    [8192, 3584, 8192],
+    [16384, 3584, 8192],
+    [4096, 6656, 16384],
+    [8192, 6656, 16384],
+    [16384, 6656, 16384],
+];
+
 fn main() -> ExitCode {
     let args = Args::parse();
     let result = match (launch::is_rank(), args.backend, args.dtype) {
         (false, ..) => launch::launch(args.ranks),
         (true, BackendName::Host, DTypeName::Bf16) => run::<Host, bf16>(&args),
         (true, BackendName::Host, DTypeName::F16) => run::<Host, f16>(&args),
+        #[cfg(feature = "cuda")]
+        (true, BackendName::Cuda, DTypeName::Bf16) => run::<gemmesh::Cuda, bf16>(&args),
+        #[cfg(feature = "cuda")]
+        (true, BackendName::Cuda, DTypeName::F16) => run::<gemmesh::Cuda, f16>(&args),
     };
     common::exit(result)
 }
 
-fn run<B: Backend, T: Element>(args: &Args) -> Result<()> {
+/// What is timed on a backend.
+trait Timed: Backend {
+    const DEFAULT_SHAPE: [usize; 3];
+
+    fn time<T: Element>(
+        group: &Group<Self>,
+        prepared: &Prepared<Self, T>,
+        case: &mut Case<Self, T>,
+        args: &Args,
+        progress: impl FnMut(),
+    ) -> Result<Timing>;
+}
+
+struct Timing {
+    rows: Vec<(&'static str, f64)>,
+    /// The rows' names and times in the JSON, and what else belongs there.
+    json: Value,
+    baseline: (&'static str, f64),
+    fused: f64,
+    ideal: f64,
+}
+
+impl Timed for Host {
+    const DEFAULT_SHAPE: [usize; 3] = [2048, 2048, 2048];
+
+    fn time<T: Element>(
+        group: &Group<Host>,
+        prepared: &Prepared<Host, T>,
+        case: &mut Case<Host, T>,
+        args: &Args,
+        progress: impl FnMut(),
+    ) -> Result<Timing> {
+        let times = common::measure(group, prepared, case, args.warmup, args.iters, progress)?;
+        Ok(Timing {
+            rows: times.rows().into(),
+            json: json!({
+                "matmul_us": times.matmul, "gather_us": times.gather,
+                "sequential_us": times.sequential, "fused_us": times.fused, "ideal_us": times.ideal,
+            }),
+            baseline: ("gather then matmul", times.sequential),
+            fused: times.fused,
+            ideal: times.ideal,
+        })
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl Timed for gemmesh::Cuda {
+    const DEFAULT_SHAPE: [usize; 3] = [4096, 6656, 16384];
+
+    fn time<T: Element>(
+        group: &Group<Self>,
+        prepared: &Prepared<Self, T>,
+        case: &mut Case<Self, T>,
+        args: &Args,
+        progress: impl FnMut(),
+    ) -> Result<Timing> {
+        let (warmup, iters) = (args.warmup, args.iters);
+        let times = cuda::measure(group, prepared, case, warmup, iters, progress)?;
+        Ok(Timing {
+            rows: times.rows().into(),
+            json: json!({
+                "cublaslt_us": times.cublaslt, "matmul_us": times.matmul, "nccl_us": times.nccl,
+                "gather_us": times.gather, "nccl_cublaslt_us": times.nccl_cublaslt,
+                "sequential_us": times.sequential, "fused_us": times.fused,
+                "ideal_us": times.ideal, "host_us": times.host,
+                "gpu": group.device_name(), "cuda_driver": group.driver_version()?,
+            }),
+            baseline: ("NCCL + cuBLASLt", times.nccl_cublaslt),
+            fused: times.fused,
+            ideal: times.ideal,
+        })
+    }
+}
+
+fn run<B: Timed, T: Element>(args: &Args) -> Result<()> {
     let group = Group::<B>::from_env()?;
-    let &Args { m, n, k, .. } = args;
-    let mut case = Case::<B, T>::random(&group, m, n, k)?;
+    if args.sweep {
+        for shape in SWEEP {
+            bench::<B, T>(args, &group, shape)?;
+        }
+        return Ok(());
+    }
+    let [m, n, k] = B::DEFAULT_SHAPE;
+    let shape = [
+        args.m.unwrap_or(m),
+        args.n.unwrap_or(n),
+        args.k.unwrap_or(k),
+    ];
+    bench::<B, T>(args, &group, shape)
+}
+
+fn bench<B: Timed, T: Element>(args: &Args, group: &Group<B>, shape: [usize; 3]) -> Result<()> {
+    let [m, n, k] = shape;
+    let mut case = Case::<B, T>::random(group, m, n, k)?;
 
     let default = *AllGatherMatmul::new().prepare(&case.a, n)?.plan().config();
     let config = Config {
         tile_m: args.tile_m.unwrap_or(default.tile_m),
         tile_n: args.tile_n.unwrap_or(default.tile_n),
         tile_k: args.tile_k.unwrap_or(default.tile_k),
+        stages: args.stages.unwrap_or(default.stages),
+        cluster: args.cluster.unwrap_or(default.cluster),
         group_m: args.group_m.unwrap_or(default.group_m),
         chunks: args.chunks.unwrap_or(default.chunks),
     };
     let prepared = AllGatherMatmul::new().config(config).prepare(&case.a, n)?;
 
     case.poison()?;
+    group.barrier()?;
     prepared.run(&case.a, &case.b, &mut case.out)?;
     let check = case.check(rows_to_check(n, k))?;
     if !check.ok() {
@@ -116,14 +246,27 @@ fn run<B: Backend, T: Element>(args: &Args) -> Result<()> {
             reason: format!("a wrong result, not timed: {check:?}"),
         });
     }
-    let check = everywhere(&group, check)?;
+    let check = everywhere(group, check)?;
 
-    let bar = progress(&group, args.warmup + args.iters);
-    let (warmup, iters) = (args.warmup, args.iters);
-    let times = common::measure(&group, &prepared, &mut case, warmup, iters, || bar.inc(1))?;
+    let bar = progress(group, args.warmup + args.iters);
+    let timing = B::time(group, &prepared, &mut case, args, || bar.inc(1))?;
     bar.finish_and_clear();
     if group.rank() == 0 {
-        report::<B, T>(args, &group, &config, &check, &times)?;
+        report::<B, T>(args, group, shape, &config, &check, &timing)?;
+    }
+    #[cfg(feature = "timeline")]
+    if let Some(path) = &args.trace {
+        let trace = prepared.run_traced(&case.a, &case.b, &mut case.out)?;
+        let timeline = gemmesh::trace::Timeline::collect(group, &trace)?;
+        if group.rank() == 0 {
+            let world = group.world_size();
+            let dtype = T::DTYPE;
+            timeline.write_svg(
+                path,
+                &format!("all_gather_matmul, {world} ranks: {m}×{n}×{k} {dtype}"),
+            )?;
+            timeline.write_chrome(path.with_extension("json"))?;
+        }
     }
     group.barrier()
 }
@@ -166,17 +309,17 @@ fn progress<B: Backend>(group: &Group<B>, rounds: usize) -> ProgressBar {
         .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
-fn report<B: Backend, T: Element>(
+fn report<B: Timed, T: Element>(
     args: &Args,
     group: &Group<B>,
+    [m, n, k]: [usize; 3],
     config: &Config,
     check: &Check,
-    times: &Times,
+    timing: &Timing,
 ) -> Result<()> {
-    let &Args { m, n, k, .. } = args;
     let world = group.world_size();
     println!(
-        "all_gather_matmul, {} backend, {world} ranks: M = {m}, N = {n} a rank, K = {k}, {}",
+        "\nall_gather_matmul, {} backend, {world} ranks: M = {m}, N = {n} a rank, K = {k}, {}",
         B::NAME,
         T::DTYPE
     );
@@ -185,27 +328,31 @@ fn report<B: Backend, T: Element>(
         "verified {} elements against float64: worst error {:.2e}, {:.3} of what rounding allows\n",
         check.elements, check.max_abs_err, check.worst
     );
-    println!("{}", common::table(&times.rows()));
-    println!(
-        "\ngather then matmul / fused: {:.3}",
-        times.sequential / times.fused
-    );
-    println!(
-        "fused / ideal:              {:.3}",
-        times.fused / times.ideal
-    );
+    println!("{}", common::table(&timing.rows));
+    let (name, baseline) = timing.baseline;
+    println!("\n{name} / fused: {:.3}", baseline / timing.fused);
+    println!("fused / ideal: {:.3}", timing.fused / timing.ideal);
     let Some(path) = &args.json else {
         return Ok(());
     };
-    let line = json!({
+    let mut line = Map::new();
+    let problem = json!({
         "op": "all_gather_matmul", "backend": B::NAME, "world": world, "m": m, "n": n, "k": k,
-        "dtype": T::DTYPE.to_string(), "matmul_us": times.matmul, "gather_us": times.gather,
-        "sequential_us": times.sequential, "fused_us": times.fused, "ideal_us": times.ideal,
-        "max_rel_err": check.max_rel_err, "max_abs_err": check.max_abs_err, "ok": check.ok(),
-        "commit": commit(),
+        "dtype": T::DTYPE.to_string(), "max_rel_err": check.max_rel_err,
+        "max_abs_err": check.max_abs_err, "ok": check.ok(), "commit": commit(),
+        "config": format!("{config:?}"),
     });
+    for fields in [&problem, &timing.json] {
+        line.extend(
+            fields
+                .as_object()
+                .into_iter()
+                .flatten()
+                .map(|(k, v)| (k.clone(), v.clone())),
+        );
+    }
     let file = OpenOptions::new().create(true).append(true).open(path);
-    file.and_then(|mut file| writeln!(file, "{line}"))
+    file.and_then(|mut file| writeln!(file, "{}", Value::Object(line)))
         .map_err(|e| Error::System {
             rank: Some(group.rank()),
             action: format!("write {}", path.display()),

@@ -85,13 +85,10 @@ pub fn check<T: Element>(a: &[T], b: &[T], out: &[T], n: usize, k: usize, rows: 
                     let sums = (k as f64).sqrt() * 2f64.powi(-23) * magnitude;
                     let allowed = half_ulp::<T>(exact) + sums;
                     check.elements += 1;
-                    // Not `max`, which would pass over a NaN.
-                    if !(error <= check.max_abs_err) {
-                        check.max_abs_err = error;
-                    }
-                    if !(error / allowed <= check.worst) {
-                        check.worst = error / allowed;
-                    }
+                    // `f64::max` would pass over a NaN.
+                    let worse = |x: f64, y: f64| if x.is_nan() || x > y { x } else { y };
+                    check.max_abs_err = worse(error, check.max_abs_err);
+                    check.worst = worse(error / allowed, check.worst);
                     largest = largest.max(exact.abs());
                 }
             }
@@ -235,31 +232,39 @@ pub fn measure<B: Backend, T: Element>(
         }
         progress();
     }
+    let [matmul, gather, sequential, fused, ideal] = medians(group, &samples)?;
+    Ok(Times {
+        matmul,
+        gather,
+        sequential,
+        fused,
+        ideal,
+    })
+}
+
+/// The median of each column, over the runs, of the slowest rank's times. Collective.
+pub fn medians<B: Backend, const N: usize>(
+    group: &Group<B>,
+    samples: &[[f64; N]],
+) -> Result<[f64; N]> {
     let bytes: Vec<u8> = samples
         .as_flattened()
         .iter()
-        .flat_map(|t| t.to_le_bytes())
+        .flat_map(|time| time.to_le_bytes())
         .collect();
     let ranks = group.all_gather_bytes(&bytes)?;
-    let slowest = |sample: usize| {
-        let at = sample * size_of::<f64>()..(sample + 1) * size_of::<f64>();
-        let times = ranks.iter().filter_map(|rank| rank.get(at.clone()));
+    let slowest = |run: usize, column: usize| {
+        let at = (run * N + column) * size_of::<f64>();
+        let times = ranks.iter().filter_map(|rank| rank[at..].first_chunk());
         times
-            .filter_map(|bytes| bytes.try_into().ok().map(f64::from_le_bytes))
+            .map(|bytes| f64::from_le_bytes(*bytes))
             .fold(0.0, f64::max)
     };
-    let median = |variant: usize| {
-        let mut times: Vec<f64> = (0..iterations).map(|i| slowest(5 * i + variant)).collect();
+    Ok(std::array::from_fn(|column| {
+        let mut times: Vec<f64> = (0..samples.len()).map(|run| slowest(run, column)).collect();
         times.sort_by(f64::total_cmp);
         times[times.len() / 2]
-    };
-    Ok(Times {
-        matmul: median(0),
-        gather: median(1),
-        sequential: median(2),
-        fused: median(3),
-        ideal: median(4),
-    })
+    }))
 }
 
 /// Names and times, as a table.
