@@ -256,6 +256,8 @@ fn bench<B: Timed, T: Element>(args: &Args, group: &Group<B>, shape: [usize; 3])
     }
     #[cfg(feature = "timeline")]
     if let Some(path) = &args.trace {
+        // The first run with a trace loads what it needs.
+        prepared.run_traced(&case.a, &case.b, &mut case.out)?;
         let trace = prepared.run_traced(&case.a, &case.b, &mut case.out)?;
         let timeline = gemmesh::trace::Timeline::collect(group, &trace)?;
         if group.rank() == 0 {

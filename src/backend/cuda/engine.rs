@@ -128,6 +128,8 @@ fn enqueue(
         rank,
         a: operands.a,
         row_bytes: plan.problem().k() * size_of::<u16>(),
+        words: [WordOp::Write(0, 0); BATCH],
+        pending: 0,
         stamps: trace.is_some().then(Vec::new),
     };
     let mut begun = None;
@@ -140,6 +142,11 @@ fn enqueue(
             words[count] = WordOp::Write(control.ready(peer, rank), epoch.raw());
             count += 1;
         }
+        if trace.is_some() {
+            // So that the picture shows the device and not the host: everything is on the streams before any rank begins.
+            pause(main, ENQUEUED)?;
+            super::align(cuda, members, main)?;
+        }
         // SAFETY: control blocks live as long as the backend, whose end waits for its streams.
         unsafe { main.words(&words[..count])? };
         if trace.is_some() {
@@ -151,6 +158,7 @@ fn enqueue(
         // before the kernel of the operation before, which is on the main stream, has ended.
         cuda.copies.wait_for(main, &cuda.begun)?;
         drive::gather(plan, epoch, &mut copies)?;
+        copies.flush()?;
     }
     if part == Part::Gather {
         main.wait_for(&cuda.copies, &cuda.gathered)?;
@@ -179,20 +187,41 @@ fn enqueue(
     Ok(())
 }
 
+/// Word operations between two copies: a chunk's flag, `done`, and the next `ready`; more for sources without rows.
+const BATCH: usize = 8;
+/// Longer than it takes to put an operation on the streams.
+const ENQUEUED: Duration = Duration::from_millis(2);
+
 /// The copy engine: a stream.
 struct Copies<'a> {
     cuda: &'a Cuda,
     rank: usize,
     a: &'a Symmetric,
     row_bytes: usize,
+    /// Word operations that are still to be put on the stream: those between two copies go there in one call.
+    words: [WordOp; BATCH],
+    pending: usize,
     /// Before and after each pull, if somebody wants to know.
     stamps: Option<Vec<(Pull, Event, Event)>>,
 }
 
 impl Copies<'_> {
-    fn words(&self, operation: WordOp) -> Result<()> {
-        // SAFETY: control blocks live as long as the backend, whose end waits for its streams.
-        unsafe { self.cuda.copies.words(&[operation]) }
+    fn push(&mut self, operation: WordOp) -> Result<()> {
+        if self.pending == BATCH {
+            self.flush()?;
+        }
+        self.words[self.pending] = operation;
+        self.pending += 1;
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        if self.pending > 0 {
+            // SAFETY: control blocks live as long as the backend, whose end waits for its streams.
+            unsafe { self.cuda.copies.words(&self.words[..self.pending])? };
+            self.pending = 0;
+        }
+        Ok(())
     }
 
     /// What was pulled when; on the clock of the spans that are there, of which the first begins with the operation.
@@ -221,16 +250,18 @@ impl CopyEngine for Copies<'_> {
 
     fn refresh(&mut self, epoch: Epoch) -> Result<()> {
         let first = self.cuda.control.chunk(0);
+        self.flush()?;
         // SAFETY: the chunk flags are as many words, which only this stream writes.
         unsafe { self.cuda.copies.fill(first, epoch.raw(), MAX_FLAGS) }
     }
 
     fn wait_ready(&mut self, source: usize, epoch: Epoch) -> Result<()> {
         let flag = self.cuda.control.ready(self.rank, source);
-        self.words(WordOp::Wait(flag, epoch.raw()))
+        self.push(WordOp::Wait(flag, epoch.raw()))
     }
 
     fn copy(&mut self, pull: &Pull) -> Result<()> {
+        self.flush()?;
         delay(&self.cuda.copies, self.rank, pull.flag)?;
         let stamp = |engine: &Self| -> Result<Event> {
             let event = Event::new(&engine.cuda.device, true)?;
@@ -262,12 +293,12 @@ impl CopyEngine for Copies<'_> {
     }
 
     fn signal_chunk(&mut self, flag: usize, epoch: Epoch) -> Result<()> {
-        self.words(WordOp::Write(self.cuda.control.chunk(flag), epoch.raw()))
+        self.push(WordOp::Write(self.cuda.control.chunk(flag), epoch.raw()))
     }
 
     fn signal_done(&mut self, source: usize, epoch: Epoch) -> Result<()> {
         let flag = self.cuda.control.done(source, self.rank);
-        self.words(WordOp::Write(flag, epoch.raw()))
+        self.push(WordOp::Write(flag, epoch.raw()))
     }
 }
 
@@ -442,10 +473,16 @@ fn delay(stream: &Stream, rank: usize, flag: usize) -> Result<()> {
     if seed == 0 {
         return Ok(());
     }
+    let micros = crate::backend::scatter(seed ^ (rank as u64) << 48 ^ flag as u64) % 500;
+    pause(stream, Duration::from_micros(micros))
+}
+
+/// The stream does nothing for a while.
+fn pause(stream: &Stream, time: Duration) -> Result<()> {
     unsafe extern "C" fn sleep(micros: *mut c_void) {
         std::thread::sleep(Duration::from_micros(micros as u64));
     }
-    let micros = crate::backend::scatter(seed ^ (rank as u64) << 48 ^ flag as u64) % 500;
+    let micros = time.as_micros() as u64;
     // SAFETY: the function reads the number that the pointer is, and makes no CUDA call.
     unsafe { stream.call(sleep, micros as *mut c_void) }
 }

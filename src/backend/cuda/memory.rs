@@ -261,6 +261,7 @@ impl Control {
             abort: self.abort(),
             ready: self.ready(rank, 0),
             done: self.done(rank, 0),
+            aligned: self.aligned(rank, 0),
         }
     }
 
@@ -298,6 +299,8 @@ pub struct OwnWords {
     pub ready: DevicePtr,
     /// By peer.
     pub done: DevicePtr,
+    /// By peer.
+    pub aligned: DevicePtr,
 }
 
 /// `ready` and `done` as they lie in a control block.

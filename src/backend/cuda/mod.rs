@@ -10,7 +10,6 @@ mod monitor;
 mod tensor_map;
 
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -52,8 +51,6 @@ pub struct Cuda {
     gathered: Event,
     /// The main stream before has come to where another took over.
     handed_over: Event,
-    /// How often a benchmark has aligned the ranks.
-    alignments: AtomicU32,
 }
 
 /// Memory of one matrix: rows of whole 16 bytes.
@@ -99,7 +96,6 @@ impl sealed::Backend for Cuda {
                 begun: Event::new(&device, false)?,
                 gathered: Event::new(&device, false)?,
                 handed_over: Event::new(&device, false)?,
-                alignments: AtomicU32::new(0),
                 kernels,
                 control,
                 yard,
@@ -350,16 +346,20 @@ impl Group<Cuda> {
 #[doc(hidden)]
 pub fn align_streams(group: &Group<Cuda>) -> Result<()> {
     let inner = group.inner();
-    let (cuda, rank) = (&inner.backend, inner.members.rank);
-    let count = cuda.alignments.fetch_add(1, Ordering::Relaxed) + 1;
-    let peers = || (0..inner.members.world).filter(move |&peer| peer != rank);
+    align(&inner.backend, &inner.members, &inner.backend.main())
+}
+
+fn align(cuda: &Cuda, members: &Members, stream: &Stream) -> Result<()> {
+    let rank = members.rank;
+    let count = cuda.monitor.align();
+    let peers = || (0..members.world).filter(move |&peer| peer != rank);
     let mut words: Vec<WordOp> = peers()
         .map(|peer| WordOp::Write(cuda.control.aligned(peer, rank), count))
         .collect();
     words.extend(peers().map(|peer| WordOp::Wait(cuda.control.aligned(rank, peer), count)));
     cuda.device.bind()?;
     // SAFETY: control blocks live as long as the backend, whose end waits for its streams.
-    unsafe { cuda.main().words(&words) }
+    unsafe { stream.words(&words) }
 }
 
 /// Bytes that depend on who wrote them for whom.

@@ -49,6 +49,8 @@ struct Watch {
     snapshot: Pinned<FlagWords>,
     /// The last operation that was begun.
     begun: AtomicU32,
+    /// How often the ranks' streams have been aligned.
+    alignments: AtomicU32,
     /// By epoch, modulo their number: the rank whose rows each flag guards.
     sources: Mutex<Vec<(u32, Arc<[usize]>)>>,
     /// For the words that set the device free, behind nothing else.
@@ -78,6 +80,7 @@ impl Monitor {
             completed: Pinned::zeroed(device)?,
             snapshot: Pinned::zeroed(device)?,
             begun: AtomicU32::new(before),
+            alignments: AtomicU32::new(0),
             sources: Mutex::new(vec![(0, Arc::new([])); REMEMBERED]),
             rescue: Stream::new(device, Urgency::Rescue)?,
             closing: Mutex::new(false),
@@ -110,6 +113,11 @@ impl Monitor {
     pub fn outstanding(&self) -> u32 {
         let begun = self.watch.begun.load(Ordering::Acquire);
         begun.wrapping_sub(self.watch.completed.read())
+    }
+
+    /// The number of the next alignment of the ranks' streams.
+    pub fn align(&self) -> u32 {
+        self.watch.alignments.fetch_add(1, Ordering::AcqRel) + 1
     }
 
     /// Where a stream writes that it has come to an operation.
@@ -165,7 +173,7 @@ impl Watch {
                 .wait_timeout(closing, PERIOD)
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
-            let (completed, begun) = (self.completed.read(), self.begun.load(Ordering::Acquire));
+            let completed = self.completed.read();
             // What a stream has not come to yet is not late: the caller's own work may be in front of it.
             if completed == self.started.read() || completed != last {
                 last = completed;
@@ -178,9 +186,9 @@ impl Watch {
             } else if since.elapsed() > LEFT_AFTER && self.someone_has_left() {
                 self.blame_the_one_who_left(epoch);
             }
-            if completed != begun && self.witness.fault().is_some() {
+            if self.witness.fault().is_some() {
                 // What can't be written can't be helped; the device itself has failed then.
-                let _ = self.release(Epoch::from_raw(begun));
+                let _ = self.release();
             }
         }
     }
@@ -290,12 +298,15 @@ impl Watch {
     /// Lets this rank's kernels and streams run through. Their results are void: the group has failed.
     ///
     /// It is safe that this writes flags that are others' to write: nobody uses what they guard any more.
-    fn release(&self, last: Epoch) -> Result<()> {
+    fn release(&self) -> Result<()> {
+        let last = self.begun.load(Ordering::Acquire);
+        let aligned = self.alignments.load(Ordering::Acquire);
         self.device.bind()?;
         let mut words = vec![WordOp::Write(self.own.abort, 1)];
         for peer in 0..self.world as u64 {
-            words.push(WordOp::Write(self.own.ready + 4 * peer, last.raw()));
-            words.push(WordOp::Write(self.own.done + 4 * peer, last.raw()));
+            words.push(WordOp::Write(self.own.ready + 4 * peer, last));
+            words.push(WordOp::Write(self.own.done + 4 * peer, last));
+            words.push(WordOp::Write(self.own.aligned + 4 * peer, aligned));
         }
         // SAFETY: the control block lives as long as this thread.
         unsafe { self.rescue.words(&words) }
