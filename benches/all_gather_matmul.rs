@@ -15,6 +15,7 @@ use std::fs::OpenOptions;
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::{Parser, ValueEnum};
 use common::{Case, Check};
@@ -342,7 +343,7 @@ fn report<B: Timed, T: Element>(
         "op": "all_gather_matmul", "backend": B::NAME, "world": world, "m": m, "n": n, "k": k,
         "dtype": T::DTYPE.to_string(), "max_rel_err": check.max_rel_err,
         "max_abs_err": check.max_abs_err, "ok": check.ok(), "commit": commit(),
-        "config": format!("{config:?}"),
+        "config": format!("{config:?}"), "unix_time": unix_time(),
     });
     for fields in [&problem, &timing.json] {
         line.extend(
@@ -360,6 +361,11 @@ fn report<B: Timed, T: Element>(
             action: format!("write {}", path.display()),
             reason: e.to_string(),
         })
+}
+
+fn unix_time() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.unwrap_or_default().as_secs()
 }
 
 /// The commit of the source that this was built from, with a + if it had changes.

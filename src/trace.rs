@@ -53,7 +53,8 @@ pub enum Work {
     },
 }
 
-/// One thing that was done, from when to when, in nanoseconds of the machine's monotonic clock.
+/// One thing that was done, from when to when, in nanoseconds of a clock that all ranks share: the host's monotonic
+/// clock, or on GPUs, whose clocks differ, the time since the ranks began the operation together.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Span {
     /// Who did it.

@@ -17,7 +17,7 @@ use loom::cell::UnsafeCell;
 use loom::model::Builder;
 use loom::sync::Arc;
 use loom::sync::mpsc::{Receiver, Sender, channel};
-use loom::thread;
+use loom::thread::{self, JoinHandle};
 
 /// Three operations across the wrap.
 const EPOCHS: [Epoch; 3] = [
@@ -50,28 +50,6 @@ struct Rank {
     done: Vec<Flag>,
     chunk: Vec<Flag>,
     rows: Vec<Row>,
-}
-
-/// The receiving end of a channel. Loom's can't be dropped by a thread that unwinds, when a race has been found.
-struct Told<T>(Option<Receiver<T>>);
-
-impl<T> Told<T> {
-    fn channel() -> (Sender<T>, Told<T>) {
-        let (sender, receiver) = channel();
-        (sender, Told(Some(receiver)))
-    }
-
-    fn recv(&self) -> T {
-        self.0.as_ref().unwrap().recv().unwrap()
-    }
-}
-
-impl<T> Drop for Told<T> {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            std::mem::forget(self.0.take());
-        }
-    }
 }
 
 /// A group, and its plans by rank.
@@ -153,20 +131,20 @@ impl World {
     }
 
     /// The life of the copy thread of `rank`, which is told to begin and tells that it has ended.
-    fn copy(&self, rank: usize, begin: &Told<Epoch>, ended: &Sender<()>, operations: usize) {
+    fn copy(&self, rank: usize, begin: &Receiver<Epoch>, ended: &Sender<()>, operations: usize) {
         for _ in 0..operations {
-            self.gather(rank, begin.recv());
+            self.gather(rank, begin.recv().unwrap());
             ended.send(()).unwrap();
         }
     }
 
     /// One operation of `rank`, as the host backend does it.
-    fn operate(&self, rank: usize, epoch: Epoch, begin: &Sender<Epoch>, ended: &Told<()>) {
+    fn operate(&self, rank: usize, epoch: Epoch, begin: &Sender<Epoch>, ended: &Receiver<()>) {
         self.announce(rank, epoch);
         begin.send(epoch).unwrap();
         let tiles = self.multiply(rank, epoch, &AtomicUsize::new(0));
         assert_eq!(tiles, self.plans[rank].tiles().len());
-        ended.recv();
+        ended.recv().unwrap();
         self.await_done(rank, epoch);
     }
 }
@@ -208,6 +186,25 @@ fn plans(rows: &[usize], chunks: usize) -> std::sync::Arc<[Plan]> {
         .collect()
 }
 
+/// What a thread will run. Loom's objects can't be dropped by a thread that never began, when a race has been found.
+struct Pending<F>(Option<F>);
+
+impl<F> Drop for Pending<F> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            std::mem::forget(self.0.take());
+        }
+    }
+}
+
+fn spawn<T: 'static>(run: impl FnOnce() -> T + 'static) -> JoinHandle<T> {
+    let mut pending = Pending(Some(run));
+    thread::spawn(move || {
+        let run = pending.0.take().unwrap();
+        run()
+    })
+}
+
 /// Runs `model` in every order with at most so many preemptions; without a number, with any.
 fn explore(preemptions: Option<usize>, model: impl Fn() + Send + Sync + 'static) {
     let mut builder = Builder::new();
@@ -231,9 +228,9 @@ fn two_ranks(explored: usize, patience: i32) {
         loom::stop_exploring();
         let world = Arc::new(World::new(&plans, EPOCHS[0], i32::MAX));
         let rank = |rank: usize| {
-            let ((begin, begun), (end, ended)) = (Told::channel(), Told::channel());
+            let ((begin, begun), (end, ended)) = (channel(), channel());
             let copied = world.clone();
-            let copier = thread::spawn(move || copied.copy(rank, &begun, &end, EPOCHS.len()));
+            let copier = spawn(move || copied.copy(rank, &begun, &end, EPOCHS.len()));
             let world = world.clone();
             move || {
                 for (index, epoch) in EPOCHS.into_iter().enumerate() {
@@ -247,7 +244,7 @@ fn two_ranks(explored: usize, patience: i32) {
             }
         };
         let (rank_0, rank_1) = (rank(0), rank(1));
-        let rank_1 = thread::spawn(rank_1);
+        let rank_1 = spawn(rank_1);
         rank_0();
         rank_1.join().unwrap();
     });
@@ -274,15 +271,15 @@ fn one_direction(epochs: &'static [Epoch], preemptions: Option<usize>, patience:
     assert_eq!(plans[1].pulls().len(), 2);
     explore(preemptions, move || {
         let world = Arc::new(World::new(&plans, epochs[0], patience));
-        let ((begin, begun), (end, ended)) = (Told::channel(), Told::channel());
+        let ((begin, begun), (end, ended)) = (channel(), channel());
         let copied = world.clone();
-        let copier = thread::spawn(move || copied.copy(1, &begun, &end, epochs.len()));
+        let copier = spawn(move || copied.copy(1, &begun, &end, epochs.len()));
         let multiplied = world.clone();
-        let worker = thread::spawn(move || {
+        let worker = spawn(move || {
             for &epoch in epochs {
                 begin.send(epoch).unwrap();
                 assert_eq!(multiplied.multiply(1, epoch, &AtomicUsize::new(0)), 2);
-                ended.recv();
+                ended.recv().unwrap();
             }
         });
         for &epoch in epochs {
@@ -311,14 +308,14 @@ fn workers_share_the_tiles_and_wait_for_both_shards_of_a_tile() {
     assert_eq!(plans[0].tiles()[1].flags(), 0..2);
     explore(None, move || {
         let epoch = EPOCHS[1];
-        let world = Arc::new(World::new(&plans, epoch, 3));
+        let world = Arc::new(World::new(&plans, epoch, 2));
         let next = Arc::new(AtomicUsize::new(0));
         world.announce(1, epoch);
         world.announce(2, epoch);
         let copied = world.clone();
-        let copier = thread::spawn(move || copied.gather(0, epoch));
+        let copier = spawn(move || copied.gather(0, epoch));
         let (shared, its_next) = (world.clone(), next.clone());
-        let worker = thread::spawn(move || shared.multiply(0, epoch, &its_next));
+        let worker = spawn(move || shared.multiply(0, epoch, &its_next));
         let tiles = world.multiply(0, epoch, &next) + worker.join().unwrap();
         assert_eq!(tiles, 3);
         copier.join().unwrap();

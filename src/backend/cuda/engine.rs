@@ -180,6 +180,12 @@ fn enqueue(
     if let (Some(spans), Some(launch)) = (trace, launch) {
         cuda.wait_idle(members, main)?;
         launch.spans(plan, spans)?;
+        // GPUs' clocks differ by fractions of a millisecond; the ranks began together.
+        let origin = spans.iter().map(|span| span.begin).min().unwrap_or(0);
+        for span in spans.iter_mut() {
+            span.begin -= origin;
+            span.end -= origin;
+        }
         if let Some(begun) = begun {
             copies.spans(plan, &begun, spans)?;
         }
@@ -224,11 +230,10 @@ impl Copies<'_> {
         Ok(())
     }
 
-    /// What was pulled when; on the clock of the spans that are there, of which the first begins with the operation.
+    /// What was pulled when, since `begun`.
     fn spans(self, plan: &Plan, begun: &Event, spans: &mut Vec<Span>) -> Result<()> {
-        let origin = spans.iter().map(|span| span.begin).min().unwrap_or(0);
         let nanos = |event: &Event| -> Result<u64> {
-            Ok(origin + (event.micros_since(begun)?.max(0.0) * 1e3) as u64)
+            Ok((event.micros_since(begun)?.max(0.0) * 1e3) as u64)
         };
         for (pull, before, after) in self.stamps.unwrap_or_default() {
             spans.push(Span {

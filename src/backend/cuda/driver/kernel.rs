@@ -1,0 +1,200 @@
+//! Modules, kernels, and how kernels see matrices.
+
+use std::ffi::{CStr, c_void};
+use std::mem::MaybeUninit;
+use std::sync::Arc;
+
+use cudarc::driver::sys;
+
+use super::{Device, DevicePtr, Stream, check};
+use crate::error::Result;
+
+/// Kernels, loaded from a cubin.
+#[derive(Debug)]
+pub struct Module {
+    device: Arc<Device>,
+    module: sys::CUmodule,
+}
+
+// SAFETY: modules may be used by any thread.
+unsafe impl Send for Module {}
+// SAFETY: the driver's calls are thread-safe.
+unsafe impl Sync for Module {}
+
+/// A kernel of a module that lives as long as the backend.
+#[derive(Clone, Copy, Debug)]
+pub struct Function(sys::CUfunction);
+
+// SAFETY: functions may be used by any thread.
+unsafe impl Send for Function {}
+// SAFETY: they are handles.
+unsafe impl Sync for Function {}
+
+impl Module {
+    pub fn load(device: &Arc<Device>, cubin: &[u8]) -> Result<Module> {
+        device.bind()?;
+        let mut module = std::ptr::null_mut();
+        // SAFETY: writes the local; the image is a whole cubin, which says its own length.
+        unsafe {
+            cuda!(
+                device.rank,
+                cuModuleLoadData(&mut module, cubin.as_ptr().cast())
+            )?
+        };
+        Ok(Module {
+            device: device.clone(),
+            module,
+        })
+    }
+
+    /// The bytes of a variable.
+    pub fn global(&self, name: &CStr) -> Result<Vec<u8>> {
+        self.device.bind()?;
+        let (mut ptr, mut bytes) = (0, 0);
+        // SAFETY: writes the locals, then as many bytes as the variable has.
+        unsafe {
+            cuda!(
+                self.device.rank,
+                cuModuleGetGlobal_v2(&mut ptr, &mut bytes, self.module, name.as_ptr())
+            )?;
+            let mut value = vec![0u8; bytes];
+            cuda!(
+                self.device.rank,
+                cuMemcpyDtoH_v2(value.as_mut_ptr().cast(), ptr, bytes)
+            )?;
+            Ok(value)
+        }
+    }
+
+    /// A kernel, loaded now and not at its first launch, which could wait for what the launch is to release.
+    pub fn function(&self, name: &CStr, shared_bytes: u32) -> Result<Function> {
+        self.device.bind()?;
+        let rank = self.device.rank;
+        use sys::CUfunction_attribute_enum as attr;
+        let mut function = std::ptr::null_mut();
+        // SAFETY: writes the local; the module lives.
+        unsafe {
+            cuda!(
+                rank,
+                cuModuleGetFunction(&mut function, self.module, name.as_ptr())
+            )?;
+            cuda!(
+                rank,
+                cuFuncSetAttribute(
+                    function,
+                    attr::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    shared_bytes as i32
+                )
+            )?;
+            let mut registers = 0;
+            cuda!(
+                rank,
+                cuFuncGetAttribute(&mut registers, attr::CU_FUNC_ATTRIBUTE_NUM_REGS, function)
+            )?;
+        }
+        Ok(Function(function))
+    }
+}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        if self.device.takes_back() {
+            // SAFETY: loaded by this value; its kernels have ended.
+            let _ = unsafe { sys::cuModuleUnload(self.module) };
+        }
+    }
+}
+
+impl Function {
+    /// # Safety
+    /// `arguments` point to values of the kernel's parameters' types; what those point to is as the kernel needs it.
+    pub unsafe fn launch(
+        self,
+        stream: &Stream,
+        grid: u32,
+        block: u32,
+        shared_bytes: u32,
+        arguments: &mut [*mut c_void],
+    ) -> Result<()> {
+        // SAFETY: as this function's; the driver copies the arguments.
+        unsafe {
+            cuda!(
+                stream.device.rank,
+                cuLaunchKernel(
+                    self.0,
+                    grid,
+                    1,
+                    1,
+                    block,
+                    1,
+                    1,
+                    shared_bytes,
+                    stream.stream,
+                    arguments.as_mut_ptr(),
+                    std::ptr::null_mut()
+                )
+            )
+        }
+    }
+}
+
+/// How a kernel's bulk copies see a matrix.
+#[derive(Clone, Copy, Debug)]
+#[repr(transparent)]
+pub struct TensorMap(sys::CUtensorMap);
+
+/// A row-major matrix of 16-bit floats.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layout {
+    pub ptr: DevicePtr,
+    pub rows: usize,
+    pub columns: usize,
+    /// Bytes from row to row, a multiple of 16.
+    pub pitch: usize,
+}
+
+impl TensorMap {
+    /// Boxes of `rows` by `columns` elements, swizzled by 128 bytes; zeros beyond the edges.
+    pub fn new(
+        rank: usize,
+        bf16: bool,
+        matrix: Layout,
+        rows: u32,
+        columns: u32,
+        promote_to_l2: bool,
+    ) -> Result<TensorMap> {
+        use sys::CUtensorMapDataType_enum as Type;
+        use sys::CUtensorMapL2promotion_enum as Promotion;
+        // SAFETY: a plain struct.
+        let mut map: sys::CUtensorMap = unsafe { MaybeUninit::zeroed().assume_init() };
+        // SAFETY: the pointers are to locals of the lengths that rank 2 means.
+        unsafe {
+            cuda!(
+                rank,
+                cuTensorMapEncodeTiled(
+                    &mut map,
+                    if bf16 {
+                        Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                    } else {
+                        Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                    },
+                    2,
+                    matrix.ptr as *mut c_void,
+                    [matrix.columns as u64, matrix.rows as u64].as_ptr(),
+                    [matrix.pitch as u64].as_ptr(),
+                    [columns, rows].as_ptr(),
+                    [1, 1].as_ptr(),
+                    sys::CUtensorMapInterleave_enum::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                    sys::CUtensorMapSwizzle_enum::CU_TENSOR_MAP_SWIZZLE_128B,
+                    if promote_to_l2 {
+                        Promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+                    } else {
+                        Promotion::CU_TENSOR_MAP_L2_PROMOTION_NONE
+                    },
+                    sys::CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+                )
+            )?;
+        }
+        Ok(TensorMap(map))
+    }
+}

@@ -1,0 +1,274 @@
+//! Streams and events.
+
+use std::ffi::c_void;
+use std::mem::MaybeUninit;
+use std::sync::Arc;
+
+use cudarc::driver::sys;
+
+use super::{Device, DevicePtr, check};
+use crate::error::Result;
+
+/// Work that the device does in order. It may be the caller's.
+#[derive(Debug)]
+pub struct Stream {
+    pub(super) device: Arc<Device>,
+    pub(super) stream: sys::CUstream,
+    borrowed: bool,
+}
+
+// SAFETY: streams may be used by any thread.
+unsafe impl Send for Stream {}
+// SAFETY: the driver's calls are thread-safe.
+unsafe impl Sync for Stream {}
+
+/// How urgent a stream's work is. Streams of different urgency share no queue of the device.
+#[derive(Clone, Copy, Debug)]
+pub enum Urgency {
+    Kernels,
+    Copies,
+    Rescue,
+}
+
+/// One word that a stream waits for or writes.
+#[derive(Clone, Copy, Debug)]
+pub enum WordOp {
+    /// Waits until the word has reached the value, cyclically.
+    Wait(DevicePtr, u32),
+    /// Writes the value, after everything before on the stream.
+    Write(DevicePtr, u32),
+}
+
+impl Stream {
+    /// A stream that does not wait for the default stream.
+    pub fn new(device: &Arc<Device>, urgency: Urgency) -> Result<Stream> {
+        device.bind()?;
+        let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
+        let mut stream = std::ptr::null_mut();
+        // SAFETY: writes the locals.
+        unsafe {
+            let (mut least, mut greatest) = (0, 0);
+            cuda!(
+                device.rank,
+                cuCtxGetStreamPriorityRange(&mut least, &mut greatest)
+            )?;
+            // Greater is less.
+            let priority = match urgency {
+                Urgency::Kernels => least,
+                Urgency::Copies => (greatest + 1).min(least),
+                Urgency::Rescue => greatest,
+            };
+            cuda!(
+                device.rank,
+                cuStreamCreateWithPriority(&mut stream, flags, priority)
+            )?;
+        }
+        Ok(Stream {
+            device: device.clone(),
+            stream,
+            borrowed: false,
+        })
+    }
+
+    /// A stream of the caller's.
+    ///
+    /// # Safety
+    /// `stream` is a stream of the device's primary context and outlives the result.
+    pub unsafe fn borrowed(device: &Arc<Device>, stream: *mut c_void) -> Stream {
+        Stream {
+            device: device.clone(),
+            stream: stream.cast(),
+            borrowed: true,
+        }
+    }
+
+    pub fn raw(&self) -> *mut c_void {
+        self.stream.cast()
+    }
+
+    /// Whether everything on the stream is done.
+    pub fn is_idle(&self) -> Result<bool> {
+        self.device.bind()?;
+        // SAFETY: the stream lives.
+        match unsafe { sys::cuStreamQuery(self.stream) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            result => check(self.device.rank, "cuStreamQuery", result).map(|()| true),
+        }
+    }
+
+    /// Whether what is put on the stream is being recorded into a graph.
+    pub fn is_capturing(&self) -> Result<bool> {
+        let mut status = sys::CUstreamCaptureStatus_enum::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: writes the local; the stream lives.
+        unsafe {
+            cuda!(
+                self.device.rank,
+                cuStreamIsCapturing(self.stream, &mut status)
+            )?
+        };
+        Ok(status != sys::CUstreamCaptureStatus_enum::CU_STREAM_CAPTURE_STATUS_NONE)
+    }
+
+    /// # Safety
+    /// Both ranges are allocated, and stay so until the copy is done; nobody reads or writes them in a way that this copy's
+    /// place on the stream does not order.
+    pub unsafe fn copy(&self, to: DevicePtr, from: DevicePtr, bytes: usize) -> Result<()> {
+        // SAFETY: as this function's.
+        unsafe {
+            cuda!(
+                self.device.rank,
+                cuMemcpyDtoDAsync_v2(to, from, bytes, self.stream)
+            )
+        }
+    }
+
+    /// # Safety
+    /// As [`Stream::copy`], for `words` words at `to`.
+    pub unsafe fn fill(&self, to: DevicePtr, value: u32, words: usize) -> Result<()> {
+        // SAFETY: as this function's.
+        unsafe {
+            cuda!(
+                self.device.rank,
+                cuMemsetD32Async(to, value, words, self.stream)
+            )
+        }
+    }
+
+    /// Does word operations in order, in one call.
+    ///
+    /// # Safety
+    /// The words are allocated and stay so until the stream has passed.
+    pub unsafe fn words(&self, operations: &[WordOp]) -> Result<()> {
+        use sys::CUstreamBatchMemOpType_enum as Type;
+        // As many as one call for a full group needs.
+        const MOST: usize = 72;
+        for operations in operations.chunks(MOST) {
+            // SAFETY: a union of plain structs.
+            let mut batch: [sys::CUstreamBatchMemOpParams; MOST] =
+                unsafe { MaybeUninit::zeroed().assume_init() };
+            for (entry, operation) in batch.iter_mut().zip(operations) {
+                match *operation {
+                    WordOp::Wait(address, value) => {
+                        entry.waitValue.operation = Type::CU_STREAM_MEM_OP_WAIT_VALUE_32;
+                        entry.waitValue.address = address;
+                        entry.waitValue.__bindgen_anon_1.value = value;
+                        entry.waitValue.flags =
+                            sys::CUstreamWaitValue_flags_enum::CU_STREAM_WAIT_VALUE_GEQ as u32;
+                    }
+                    WordOp::Write(address, value) => {
+                        entry.writeValue.operation = Type::CU_STREAM_MEM_OP_WRITE_VALUE_32;
+                        entry.writeValue.address = address;
+                        entry.writeValue.__bindgen_anon_1.value = value;
+                    }
+                }
+            }
+            let count = operations.len() as u32;
+            // SAFETY: as this function's; the driver copies the batch.
+            unsafe {
+                cuda!(
+                    self.device.rank,
+                    cuStreamBatchMemOp_v2(self.stream, count, batch.as_mut_ptr(), 0)
+                )?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Everything put on this stream later waits for what is on `other` now. `event` carries the news.
+    pub fn wait_for(&self, other: &Stream, event: &Event) -> Result<()> {
+        self.device.bind()?;
+        // SAFETY: all live; an event may be recorded again once a wait for it has been put on a stream.
+        unsafe {
+            cuda!(self.device.rank, cuEventRecord(event.event, other.stream))?;
+            cuda!(
+                self.device.rank,
+                cuStreamWaitEvent(self.stream, event.event, 0)
+            )
+        }
+    }
+
+    /// Calls `function(data)` on a thread of the driver when the stream has come to it.
+    ///
+    /// # Safety
+    /// `data` may be used by another thread until the stream has passed. The function makes no CUDA call.
+    pub unsafe fn call(
+        &self,
+        function: unsafe extern "C" fn(*mut c_void),
+        data: *mut c_void,
+    ) -> Result<()> {
+        // SAFETY: as this function's.
+        unsafe {
+            cuda!(
+                self.device.rank,
+                cuLaunchHostFunc(self.stream, Some(function), data)
+            )
+        }
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        if !self.borrowed && self.device.takes_back() {
+            // SAFETY: created by this value; what is on it still runs to its end.
+            let _ = unsafe { sys::cuStreamDestroy_v2(self.stream) };
+        }
+    }
+}
+
+/// A place on a stream; with its time, if it was made to take it.
+#[derive(Debug)]
+pub struct Event {
+    device: Arc<Device>,
+    event: sys::CUevent,
+}
+
+// SAFETY: events may be used by any thread.
+unsafe impl Send for Event {}
+// SAFETY: the driver's calls are thread-safe.
+unsafe impl Sync for Event {}
+
+impl Event {
+    pub fn new(device: &Arc<Device>, timed: bool) -> Result<Event> {
+        device.bind()?;
+        use sys::CUevent_flags_enum as flags;
+        let flags = if timed {
+            flags::CU_EVENT_DEFAULT
+        } else {
+            flags::CU_EVENT_DISABLE_TIMING
+        };
+        let mut event = std::ptr::null_mut();
+        // SAFETY: writes the local.
+        unsafe { cuda!(device.rank, cuEventCreate(&mut event, flags as u32))? };
+        Ok(Event {
+            device: device.clone(),
+            event,
+        })
+    }
+
+    pub fn record(&self, stream: &Stream) -> Result<()> {
+        // SAFETY: both live.
+        unsafe { cuda!(self.device.rank, cuEventRecord(self.event, stream.stream)) }
+    }
+
+    /// Microseconds from `earlier` to this. Both were made to take the time and have been passed.
+    pub fn micros_since(&self, earlier: &Event) -> Result<f64> {
+        let mut millis = 0f32;
+        // SAFETY: writes the local; both live.
+        unsafe {
+            cuda!(
+                self.device.rank,
+                cuEventElapsedTime_v2(&mut millis, earlier.event, self.event)
+            )?;
+        }
+        Ok(f64::from(millis) * 1e3)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if self.device.takes_back() {
+            // SAFETY: created by this value.
+            let _ = unsafe { sys::cuEventDestroy_v2(self.event) };
+        }
+    }
+}
