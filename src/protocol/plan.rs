@@ -309,8 +309,8 @@ fn ring(rank: usize, world: usize) -> impl Iterator<Item = usize> {
     (1..world).map(move |step| (rank + step) % world)
 }
 
-/// Cuts `rows` into at most `chunks` equal parts, at boundaries of tiles where that leaves no part
-/// empty, so that few tiles wait for two chunks.
+/// Cuts `rows` into at most `chunks` parts, about equal, at boundaries of tiles, so that few tiles wait for
+/// two chunks; parts that this leaves empty are dropped.
 fn chunk_rows(
     rows: Range<usize>,
     chunks: usize,

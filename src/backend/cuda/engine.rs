@@ -92,7 +92,7 @@ pub fn run(
 /// Waits until the device's queues have room for another operation. They are bounded, and a driver that waits for room
 /// holds locks that the monitor needs to set the device free.
 fn bound(cuda: &Cuda, members: &Members, plan: &Plan) -> Result<()> {
-    const COMMANDS: usize = 512;
+    const COMMANDS: usize = 1024;
     const NAP: Duration = Duration::from_micros(20);
     let commands = 2 * plan.pulls().len() + 3 * members.world + 4;
     let most = (COMMANDS / commands).clamp(2, 64) as u32;
