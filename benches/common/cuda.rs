@@ -383,7 +383,7 @@ pub fn measure<T: Element>(
     let mut samples: Vec<[f64; ROWS]> = Vec::new();
     for round in 0..warmup + iterations {
         let mut times = [0.0; ROWS];
-        for row in 0..ROWS {
+        for (row, time) in times.iter_mut().enumerate() {
             prepare()?;
             record(begin, stream)?;
             let Case { a, b, out, .. } = &mut *case;
@@ -410,7 +410,7 @@ pub fn measure<T: Element>(
                 }
             }
             record(end, stream)?;
-            times[row] = elapsed()?;
+            *time = elapsed()?;
         }
         if round >= warmup {
             samples.push(times);
