@@ -149,27 +149,28 @@ const WORLD: usize = 3;
 const REPEATS: u64 = 100;
 const ROWS: [usize; WORLD] = [45, 0, 70];
 const N: usize = 100;
-const K: usize = 90;
+const K: usize = 900;
 const CONFIG: Config = Config {
     tile_m: 32,
     tile_n: 48,
-    tile_k: 40,
+    tile_k: 400,
     stages: 1,
     cluster: 1,
     group_m: 2,
     chunks: 3,
 };
 
-/// How many products one operation asks the `gemm` crate for. For each, gemm takes a vector of flags, one a panel of rows, and gives it
-/// back before it returns; that is the only thing that is allocated in an operation, and not ours to avoid.
+/// How many products one operation asks the `gemm` crate for. For each, gemm takes a vector of flags, one a panel of
+/// the rows that it thinks the machine's caches hold, and gives it back before it returns; that is the only thing that
+/// is allocated in an operation, and not ours to avoid.
 fn products(prepared: &Prepared<Host, bf16>) -> u64 {
     let plan = prepared.plan();
     let steps = plan.problem().k().div_ceil(plan.config().tile_k);
     (plan.tiles().len() * steps) as u64
 }
 
-/// Far less than any operand of a product.
-const FLAGS: usize = 2048;
+/// Four times what an L3 cache of 105 MiB makes of it, and far less than any operand of a product.
+const FLAGS: usize = 16 << 10;
 
 /// One rank's matrices.
 struct Rank {
