@@ -13,15 +13,15 @@ mod cuda;
 
 use std::fs::OpenOptions;
 use std::io::{IsTerminal, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::{Parser, ValueEnum};
 use common::{Case, Check};
 use gemmesh::{
-    AllGatherMatmul, Backend, Config, Element, Error, Group, Host, Prepared, Result, bf16, f16,
-    launch,
+    AllGatherMatmul, Backend, Config, Element, Error, Group, Host, Prepared, Result, Transport,
+    bf16, f16, launch,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Map, Value, json};
@@ -44,9 +44,15 @@ struct Args {
     /// Columns of the gathered matrix [default: 2048 on the host, 16384 on GPUs].
     #[arg(long)]
     k: Option<usize>,
-    /// Runs the nine shapes of a tensor-parallel Llama 3 (8B, 70B, 405B; 4096, 8192 and 16384 rows) instead.
-    #[arg(long, conflicts_with_all = ["m", "n", "k"])]
-    sweep: bool,
+    /// Runs several shapes of a tensor-parallel Llama 3 instead: large, the nine of 4096, 8192 and 16384 rows by 8B, 70B
+    /// and 405B; or small, the eight of 128 to 1024 rows by 8B and 70B.
+    #[arg(long, value_enum, num_args = 0..=1, default_missing_value = "large", conflicts_with_all = ["m", "n", "k"])]
+    sweep: Option<Sweep>,
+    /// Times every configuration that may be the fastest, and appends the fastest to this file; a program in whose
+    /// environment GEMMESH_TUNED names it uses it.
+    #[cfg(feature = "cuda")]
+    #[arg(long)]
+    tune: Option<PathBuf>,
     /// Type of the elements.
     #[arg(long, value_enum, default_value_t = DTypeName::Bf16)]
     dtype: DTypeName,
@@ -68,9 +74,12 @@ struct Args {
     /// Tile rows that are walked together.
     #[arg(long)]
     group_m: Option<usize>,
-    /// Chunks that a shard is pulled in.
+    /// Chunks that a shard is moved in.
     #[arg(long)]
     chunks: Option<usize>,
+    /// Who moves rows.
+    #[arg(long, value_enum)]
+    transport: Option<TransportName>,
     /// Rounds that count.
     #[arg(long, default_value_t = 20)]
     iters: usize,
@@ -102,8 +111,43 @@ enum DTypeName {
     F16,
 }
 
-/// M, N a rank and K of the benchmark's sweep.
-const SWEEP: [[usize; 3]; 9] = [
+#[derive(Clone, Copy, ValueEnum)]
+enum Sweep {
+    Large,
+    Small,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum TransportName {
+    Pull,
+    Push,
+    Store,
+}
+
+impl From<TransportName> for Transport {
+    fn from(name: TransportName) -> Transport {
+        match name {
+            TransportName::Pull => Transport::Pull,
+            TransportName::Push => Transport::Push,
+            TransportName::Store => Transport::Store,
+        }
+    }
+}
+
+/// M, N a rank and K of the small shapes.
+const SMALL: [[usize; 3]; 8] = [
+    [128, 1792, 4096],
+    [256, 1792, 4096],
+    [512, 1792, 4096],
+    [1024, 1792, 4096],
+    [128, 3584, 8192],
+    [256, 3584, 8192],
+    [512, 3584, 8192],
+    [1024, 3584, 8192],
+];
+
+/// And of the large ones.
+const LARGE: [[usize; 3]; 9] = [
     [4096, 1792, 4096],
     [8192, 1792, 4096],
     [16384, 1792, 4096],
@@ -140,6 +184,15 @@ trait Timed: Backend {
         args: &Args,
         progress: impl FnMut(),
     ) -> Result<Timing>;
+
+    /// Appends the fastest configuration for a shape to a file.
+    #[cfg(feature = "cuda")]
+    fn tune<T: Element>(group: &Group<Self>, _: [usize; 3], _: &Path) -> Result<()> {
+        Err(Error::Message {
+            rank: group.rank(),
+            reason: format!("--tune: the {} backend has nothing to tune", Self::NAME),
+        })
+    }
 }
 
 struct Timing {
@@ -189,12 +242,12 @@ impl Timed for gemmesh::Cuda {
         let (warmup, iters) = (args.warmup, args.iters);
         let times = cuda::measure(group, prepared, case, warmup, iters, progress)?;
         Ok(Timing {
-            rows: times.rows().into(),
+            rows: times.rows(),
             json: json!({
                 "cublaslt_us": times.cublaslt, "matmul_us": times.matmul, "nccl_us": times.nccl,
                 "gather_us": times.gather, "nccl_cublaslt_us": times.nccl_cublaslt,
                 "sequential_us": times.sequential, "fused_us": times.fused,
-                "ideal_us": times.ideal, "host_us": times.host,
+                "graph_us": times.graph, "ideal_us": times.ideal, "host_us": times.host,
                 "gpu": group.device_name(), "cuda_driver": group.driver_version()?,
             }),
             baseline: ("NCCL + cuBLASLt", times.nccl_cublaslt),
@@ -202,23 +255,58 @@ impl Timed for gemmesh::Cuda {
             ideal: times.ideal,
         })
     }
+
+    fn tune<T: Element>(group: &Group<Self>, [m, n, k]: [usize; 3], path: &Path) -> Result<()> {
+        let mut case = Case::<Self, T>::random(group, m, n, k)?;
+        let (config, time) = cuda::fastest(group, &mut case)?;
+        let prepared = AllGatherMatmul::new().config(config).prepare(&case.a, n)?;
+        verify(group, &prepared, &mut case)?;
+        if group.rank() > 0 {
+            return Ok(());
+        }
+        let Config {
+            tile_m,
+            tile_n,
+            tile_k,
+            stages,
+            cluster,
+            group_m,
+            chunks,
+            transport,
+        } = config;
+        let fields = [
+            m, n, k, tile_m, tile_n, tile_k, stages, cluster, group_m, chunks,
+        ];
+        let fields = fields.map(|field| field.to_string()).join("\t");
+        let (gpu, world) = (group.device_name(), group.world_size());
+        let line = format!("{gpu}\t{world}\t{fields}\t{transport:?}\t{time:.1}");
+        println!("{line}");
+        append(path, &line)
+    }
 }
 
 fn run<B: Timed, T: Element>(args: &Args) -> Result<()> {
     let group = Group::<B>::from_env()?;
-    if args.sweep {
-        for shape in SWEEP {
-            bench::<B, T>(args, &group, shape)?;
-        }
-        return Ok(());
-    }
     let [m, n, k] = B::DEFAULT_SHAPE;
-    let shape = [
+    let one = [[
         args.m.unwrap_or(m),
         args.n.unwrap_or(n),
         args.k.unwrap_or(k),
-    ];
-    bench::<B, T>(args, &group, shape)
+    ]];
+    let shapes: &[[usize; 3]] = match args.sweep {
+        Some(Sweep::Large) => &LARGE,
+        Some(Sweep::Small) => &SMALL,
+        None => &one,
+    };
+    for &shape in shapes {
+        #[cfg(feature = "cuda")]
+        if let Some(path) = &args.tune {
+            B::tune::<T>(&group, shape, path)?;
+            continue;
+        }
+        bench::<B, T>(args, &group, shape)?;
+    }
+    Ok(())
 }
 
 fn bench<B: Timed, T: Element>(args: &Args, group: &Group<B>, shape: [usize; 3]) -> Result<()> {
@@ -234,21 +322,11 @@ fn bench<B: Timed, T: Element>(args: &Args, group: &Group<B>, shape: [usize; 3])
         cluster: args.cluster.unwrap_or(default.cluster),
         group_m: args.group_m.unwrap_or(default.group_m),
         chunks: args.chunks.unwrap_or(default.chunks),
+        transport: args.transport.map_or(default.transport, Transport::from),
     };
     let prepared = AllGatherMatmul::new().config(config).prepare(&case.a, n)?;
 
-    case.poison()?;
-    group.barrier()?;
-    prepared.run(&case.a, &case.b, &mut case.out)?;
-    let check = case.check(rows_to_check(n, k))?;
-    if !check.ok() {
-        return Err(Error::Message {
-            rank: group.rank(),
-            reason: format!("a wrong result, not timed: {check:?}"),
-        });
-    }
-    let check = everywhere(group, check)?;
-
+    let check = verify(group, &prepared, &mut case)?;
     let bar = progress(group, args.warmup + args.iters);
     let timing = B::time(group, &prepared, &mut case, args, || bar.inc(1))?;
     bar.finish_and_clear();
@@ -272,6 +350,26 @@ fn bench<B: Timed, T: Element>(args: &Args, group: &Group<B>, shape: [usize; 3])
         }
     }
     group.barrier()
+}
+
+/// Runs a product on poisoned memory and compares it with float64, on every rank.
+fn verify<B: Backend, T: Element>(
+    group: &Group<B>,
+    prepared: &Prepared<B, T>,
+    case: &mut Case<B, T>,
+) -> Result<Check> {
+    let ([n, k], rank) = (case.b.shape(), group.rank());
+    case.poison()?;
+    group.barrier()?;
+    prepared.run(&case.a, &case.b, &mut case.out)?;
+    let check = case.check(rows_to_check(n, k))?;
+    if !check.ok() {
+        return Err(Error::Message {
+            rank,
+            reason: format!("a wrong result, not timed: {check:?}"),
+        });
+    }
+    everywhere(group, check)
 }
 
 /// All rows if that takes seconds, else as many as do.
@@ -354,10 +452,14 @@ fn report<B: Timed, T: Element>(
                 .map(|(k, v)| (k.clone(), v.clone())),
         );
     }
+    append(path, &Value::Object(line).to_string())
+}
+
+fn append(path: &Path, line: &str) -> Result<()> {
     let file = OpenOptions::new().create(true).append(true).open(path);
-    file.and_then(|mut file| writeln!(file, "{}", Value::Object(line)))
+    file.and_then(|mut file| writeln!(file, "{line}"))
         .map_err(|e| Error::System {
-            rank: Some(group.rank()),
+            rank: None,
             action: format!("write {}", path.display()),
             reason: e.to_string(),
         })

@@ -1,7 +1,7 @@
 //! How long planning takes: it stands before the first run of every new shape.
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use gemmesh::protocol::{Config, Plan, Problem};
+use gemmesh::protocol::{Config, Plan, Problem, Transport};
 
 fn plan(criterion: &mut Criterion) {
     let config = Config {
@@ -12,6 +12,7 @@ fn plan(criterion: &mut Criterion) {
         cluster: 1,
         group_m: 8,
         chunks: 4,
+        transport: Transport::Pull,
     };
     criterion.bench_function("plan 16384 x 6656 x 16384, 8 ranks", |bencher| {
         bencher.iter(|| {

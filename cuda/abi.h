@@ -34,7 +34,7 @@
 #include <stdint.h>
 
 /* Bumped with every change of this file that an older host or kernel would misread. */
-#define GEMMESH_ABI_VERSION 1
+#define GEMMESH_ABI_VERSION 2
 
 /* Columns of `a` and `b` that one pipeline stage holds: 128 bytes, the width of the swizzle. */
 #define GEMMESH_TILE_K 64
@@ -47,6 +47,16 @@
 
 #define GEMMESH_BF16 0
 #define GEMMESH_F16 1
+
+/* The most ranks of a group. */
+#define GEMMESH_MAX_WORLD 64
+/* The most chunk flags of a rank. */
+#define GEMMESH_MAX_FLAGS 4096
+/* How many epochs apart all chunk flags are brought up to date, so that no idle one comes to look like the future. */
+#define GEMMESH_REFRESH (1u << 28)
+
+/* GemmeshFault.flag of a wait for `ready`. */
+#define GEMMESH_READY 0xffffffffu
 
 #define GEMMESH_FAULT_NONE 0
 #define GEMMESH_FAULT_CLAIMED 1
@@ -66,13 +76,51 @@ typedef struct GemmeshTile {
 /* The first wait that ran into its deadline. The host zeroes the record, and may read it once it is marked. */
 typedef struct GemmeshFault {
     uint32_t state;     /* GEMMESH_FAULT_*; the first to give up claims the record, fills it, then marks it recorded */
-    uint32_t flag;      /* index of the flag that did not arrive */
+    uint32_t flag;      /* index of the chunk flag that did not arrive, or GEMMESH_READY */
     uint32_t expected;  /* the epoch it should have reached */
     uint32_t seen;      /* the value it had */
     uint64_t waited_ns; /* how long it was waited for */
-    uint32_t tile;      /* index into the table of the tile that waited */
-    uint32_t cta;       /* CTA that gave up */
+    uint32_t peer;      /* the rank whose rows, or whose word, did not come */
+    uint32_t pushed;    /* nonzero: the epoch is one of those that are counted on the device */
 } GemmeshFault;
+
+/* What the peers write into a rank's memory when rows are pushed: flags that hold epochs. */
+typedef struct GemmeshMailbox {
+    uint32_t ready[GEMMESH_MAX_WORLD]; /* by rank: its kernel runs, so what it gathered before may be overwritten */
+    uint32_t chunk[GEMMESH_MAX_FLAGS]; /* its rows have arrived */
+} GemmeshMailbox;
+
+/* The epochs of pushed operations are counted here, so that an operation in a graph has another at each replay. */
+typedef struct GemmeshTurn {
+    uint32_t epoch;   /* of the last operation that every CTA has entered */
+    uint32_t entered; /* CTAs of the next operation that have read it */
+    uint32_t current; /* the epoch of the operation whose rows the copy engine pushes: what it copies into flags */
+    uint32_t go;      /* set by the kernel when every peer is ready, reset by the copy stream that waited for it */
+} GemmeshTurn;
+
+/* What one warp pushes at a time: a piece of a chunk. */
+typedef struct GemmeshPiece {
+    uint64_t offset; /* bytes from the beginning of `a`, the same on every rank; a multiple of 16 */
+    uint32_t bytes;  /* a multiple of 16 */
+    uint32_t peer;   /* whom it is for */
+    uint32_t flag;   /* the peer's chunk flag */
+    uint32_t push;   /* which of this rank's pushes it belongs to */
+    uint32_t pieces; /* how many that has */
+    uint32_t reserved;
+} GemmeshPiece;
+
+/* How rows are pushed. All zero when they are pulled. */
+typedef struct GemmeshExchange {
+    GemmeshTurn *turn;                /* null: rows are pulled, and nothing below is used */
+    GemmeshMailbox *const *mailboxes; /* [world], as this GPU maps them */
+    void *const *rows;                /* [world]: every rank's `a`, as this GPU maps it */
+    const GemmeshPiece *pieces;       /* what the kernel pushes itself; none if the copy engine does */
+    uint32_t *pushed;                 /* by push: its pieces that have been pushed; zero between operations */
+    uint32_t piece_count;
+    uint32_t copies; /* nonzero: the copy engine pushes, and waits for turn->go */
+    uint32_t rank;
+    uint32_t world;
+} GemmeshExchange;
 
 /* What one CTA did with one table entry; nanoseconds of %globaltimer. Event [entry * cluster + rank in cluster]. */
 typedef struct GemmeshTraceEvent {
@@ -89,18 +137,20 @@ typedef struct GemmeshTraceEvent {
 /* The problem and everything a kernel may wait for or report to. All pointers are device addresses. */
 typedef struct GemmeshParams {
     const GemmeshTile *tiles;       /* the table, 16-byte aligned */
-    const volatile uint32_t *flags; /* in this GPU's memory; written by copy streams while the kernel runs */
+    const volatile uint32_t *flags; /* in this GPU's memory; written while the kernel runs */
+    const uint32_t *sources;        /* by flag: the rank whose rows it guards */
     uint32_t *abort;                /* nonzero: stop waiting. Set by the host, or by the first CTA that gives up */
     GemmeshFault *fault;
     const void *bias;               /* [n] of the element type, or null */
     GemmeshTraceEvent *trace;       /* [tile_count * cluster]; filled by the `_trace` instances only */
     uint64_t deadline_ns;           /* the longest that a single wait may last */
     uint32_t tile_count;
-    uint32_t epoch;                 /* a flag has arrived when (int32_t)(flag - epoch) >= 0 */
+    uint32_t epoch;                 /* a flag has arrived when (int32_t)(flag - epoch) >= 0; unused with a turn */
     uint32_t m;                     /* rows of `a` and `out`; m, n and k are at least 1 */
     uint32_t n;                     /* rows of `b`, columns of `out` */
     uint32_t k;                     /* columns of `a` and `b` */
     uint32_t reserved;              /* zero */
+    GemmeshExchange exchange;
 } GemmeshParams;
 
 /* One kernel of the module. `gemmesh_instances` is a device array of these: its size over sizeof(GemmeshInstance) is
@@ -123,9 +173,15 @@ static_assert(sizeof(GemmeshFault) == 32, "");
 static_assert(offsetof(GemmeshFault, waited_ns) == 16, "");
 static_assert(sizeof(GemmeshTraceEvent) == 56, "");
 static_assert(offsetof(GemmeshTraceEvent, sm) == 48, "");
-static_assert(sizeof(GemmeshParams) == 80, "");
-static_assert(offsetof(GemmeshParams, trace) == 40, "");
-static_assert(offsetof(GemmeshParams, tile_count) == 56, "");
+static_assert(sizeof(GemmeshMailbox) == 4 * (GEMMESH_MAX_WORLD + GEMMESH_MAX_FLAGS), "");
+static_assert(sizeof(GemmeshTurn) == 16, "");
+static_assert(sizeof(GemmeshPiece) == 32, "a piece is two 16-byte loads");
+static_assert(sizeof(GemmeshExchange) == 56, "");
+static_assert(offsetof(GemmeshExchange, piece_count) == 40, "");
+static_assert(sizeof(GemmeshParams) == 144, "");
+static_assert(offsetof(GemmeshParams, trace) == 48, "");
+static_assert(offsetof(GemmeshParams, tile_count) == 64, "");
+static_assert(offsetof(GemmeshParams, exchange) == 88, "");
 static_assert(sizeof(GemmeshInstance) == 96, "");
 static_assert(offsetof(GemmeshInstance, element) == 64, "");
 

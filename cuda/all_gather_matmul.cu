@@ -2,8 +2,9 @@
 //
 // One persistent kernel. A cluster of one or two CTAs takes entry after entry of the host's table; in each CTA a
 // producer thread waits for the flags of the tile and feeds a ring of stages by TMA, and two consumer warpgroups
-// multiply what arrives and store the tile. Only the producer ever waits for a flag, and the ring keeps filling with
-// the next tile while the consumers store this one.
+// multiply what arrives and store the tile. Only the producer ever waits for a tile's flags, and the ring keeps filling
+// with the next tile while the consumers store this one. The producer warpgroup's other warps tell the peers that this
+// kernel runs and push rows to them, where rows are pushed and not pulled.
 //
 // The CTAs of a cluster work on neighbouring rows and the same columns, so they share `b`: each loads its part and
 // multicasts it to both. Every producer waits for the flags itself, because it alone loads its CTA's rows of `a`; what
@@ -13,6 +14,7 @@
 #include "flags.cuh"
 #include "pipeline.cuh"
 #include "ptx.cuh"
+#include "push.cuh"
 #include "schedule.cuh"
 #include "wgmma.cuh"
 
@@ -23,10 +25,12 @@ constexpr int kConsumers = 2;
 constexpr int kConsumerWarps = kConsumers * kWarpgroupThreads / 32;
 static_assert(GEMMESH_THREADS == (1 + kConsumers) * kWarpgroupThreads);
 
-// Of the 65536 registers of a multiprocessor; the products need most of them.
-constexpr int kProducerRegisters = 40;
-constexpr int kConsumerRegisters = 232;
-static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 65536);
+// The warpgroups share out what the CTA is launched with: 65536 registers by its threads, in steps of 8. A warpgroup that
+// asks for more than the others have given up waits for ever. The products need most of them.
+constexpr int kLaunchRegisters = 65536 / GEMMESH_THREADS / 8 * 8;
+constexpr int kProducerRegisters = 56;
+constexpr int kConsumerRegisters = 224;
+static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters);
 
 // Each consumer multiplies 64 rows, the height of a wgmma, by all columns of the tile: of all ways to split a tile in
 // two this one reads the fewest bytes of shared memory for a product.
@@ -64,6 +68,7 @@ struct Shared {
     alignas(1024) Element b[C::kStages][C::kTileN * GEMMESH_TILE_K];
     StoreBox<Element> boxes[kConsumerWarps][C::kBoxes];
     Pipeline<C::kStages, C::kCluster> pipeline;
+    uint32_t epoch;
 };
 
 template <class C>
@@ -93,13 +98,13 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensor
     constexpr uint32_t kStageBytes = sizeof(shared.a[0]) + sizeof(shared.b[0]);
     constexpr uint16_t kEveryCta = (1 << C::kCluster) - 1;
     const uint32_t stages = stages_of(params);
-    FlagWaiter flags(params);
+    ChunkFlags flags(params, shared.epoch);
     RingPosition<C::kStages> at;
 
     for (TableWalk walk(params, C::kCluster); walk.valid(); walk.advance()) {
         // wait for the tile's rows
         if constexpr (C::kTrace) event_of<C>(params, walk.index(), rank).wait_begin = ptx::globaltimer();
-        flags.wait(walk.tile(), walk.index());
+        flags.wait(walk.tile());
         if constexpr (C::kTrace) event_of<C>(params, walk.index(), rank).wait_end = ptx::globaltimer();
 
         const uint32_t row = first_row<C>(walk.tile(), rank);
@@ -126,6 +131,16 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensor
             at.advance();
         }
     }
+}
+
+// The warps beside the producer's: tell the peers, and push rows.
+__device__ __forceinline__ void exchange(const GemmeshParams& params, uint32_t epoch) {
+    constexpr uint32_t kMovers = kWarpgroupThreads / 32 - 1;
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t warp = threadIdx.x / 32 - 1;
+    if (params.exchange.turn == nullptr) return;
+    if (blockIdx.x == 0 && warp == 0) announce(params, epoch, lane);
+    push(params, epoch, blockIdx.x + warp * gridDim.x, kMovers * gridDim.x, lane);
 }
 
 // One warpgroup: multiplies its rows of each tile and stores them.
@@ -208,12 +223,14 @@ __device__ __forceinline__ void all_gather_matmul(const CUtensorMap& map_a, cons
         ptx::prefetch_tensormap(&map_b);
         ptx::prefetch_tensormap(&map_out);
         shared.pipeline.init(kConsumerWarps);
+        shared.epoch = enter_turn(params);
     }
     meet<C>();
 
     if (warpgroup == 0) {
         ptx::setmaxnreg_dec<kProducerRegisters>();
         if (threadIdx.x == 0) produce<C>(map_a, map_b, params, shared, rank);
+        if (threadIdx.x >= 32) exchange(params, shared.epoch);
         __syncwarp();
     } else {
         ptx::setmaxnreg_inc<kConsumerRegisters>();

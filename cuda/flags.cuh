@@ -1,4 +1,4 @@
-// Waiting for rows that a copy engine is still bringing, and giving up on them.
+// Waiting for words that others write, and giving up on them.
 #pragma once
 
 #include "abi.h"
@@ -6,22 +6,65 @@
 
 namespace gemmesh {
 
-// The view that one thread, the producer, has of the flags.
+// Epochs wrap around, so they are compared as distances.
+__device__ __forceinline__ bool reached(uint32_t seen, uint32_t epoch) {
+    return static_cast<int32_t>(seen - epoch) >= 0;
+}
+
+// Notes what was waited for in vain, and tells everyone on this GPU to stop waiting.
+__device__ inline void give_up(const GemmeshParams& params, uint32_t flag, uint32_t peer, uint32_t epoch,
+                               uint32_t seen, uint64_t waited) {
+    GemmeshFault* fault = params.fault;
+    const uint32_t old = ptx::atom_cas_relaxed_sys(&fault->state, GEMMESH_FAULT_NONE, GEMMESH_FAULT_CLAIMED);
+    if (old == GEMMESH_FAULT_NONE) {
+        fault->flag = flag;
+        fault->expected = epoch;
+        fault->seen = seen;
+        fault->waited_ns = waited;
+        fault->peer = peer;
+        fault->pushed = params.exchange.turn != nullptr;
+        // The host may be reading: whoever sees the mark sees the record.
+        ptx::st_release_sys(&fault->state, GEMMESH_FAULT_RECORDED);
+    }
+    ptx::st_release_sys(params.abort, 1);
+}
+
+// One thread: returns true when the word has reached the epoch, false when it has been given up.
 //
 // Giving up is for good and never by trap: a thread whose wait passes the deadline records it, sets the abort word and
 // waits for nothing more, so the kernel runs through on whatever bytes are there, no barrier is left hanging, and the
 // context lives. The output is then declared invalid by the record or by the abort word.
-class FlagWaiter {
-public:
-    __device__ explicit FlagWaiter(const GemmeshParams& params) : params_(params) {}
+__device__ inline bool await(const GemmeshParams& params, const volatile uint32_t* word, uint32_t epoch, uint32_t flag,
+                             uint32_t peer) {
+    // Short against the microseconds between two chunks, long enough to keep the other CTAs' polls off the L2 cache.
+    constexpr uint32_t kPollNanoseconds = 64;
+    if (reached(ptx::ld_acquire_sys(word), epoch)) return true;
 
-    // Returns when every flag of the tile has reached the epoch, or has been given up. `index` is the tile's place in
-    // the table.
-    __device__ void wait(const GemmeshTile& tile, uint32_t index) {
+    const uint64_t begin = ptx::globaltimer();
+    while (true) {
+        const uint32_t seen = ptx::ld_acquire_sys(word);
+        if (reached(seen, epoch)) return true;
+        if (ptx::ld_relaxed_sys(params.abort) != 0) return false;
+        const uint64_t waited = ptx::globaltimer() - begin;
+        if (waited > params.deadline_ns) {
+            give_up(params, flag, peer, epoch, seen, waited);
+            return false;
+        }
+        ptx::nanosleep(kPollNanoseconds);
+    }
+}
+
+// The view that one thread, the producer, has of the chunk flags.
+class ChunkFlags {
+public:
+    __device__ ChunkFlags(const GemmeshParams& params, uint32_t epoch) : params_(params), epoch_(epoch) {}
+
+    // Returns when every flag of the tile has reached the epoch, or has been given up.
+    __device__ void wait(const GemmeshTile& tile) {
         // Neighbours in the table mostly wait for the same flags, and an epoch once reached stays reached.
         if (tile.flag_begin == begin_ && tile.flag_end == end_) return;
         for (uint32_t flag = tile.flag_begin; flag < tile.flag_end && waiting_; ++flag) {
-            waiting_ = arrives(flag, index);
+            waiting_ = await(params_, params_.flags + flag, epoch_, flag, params_.sources[flag]);
         }
         begin_ = tile.flag_begin;
         end_ = tile.flag_end;
@@ -31,47 +74,8 @@ public:
     }
 
 private:
-    __device__ bool arrives(uint32_t flag, uint32_t tile) {
-        uint32_t seen = ptx::ld_acquire_sys(params_.flags + flag);
-        if (reached(seen)) return true;
-
-        const uint64_t begin = ptx::globaltimer();
-        while (true) {
-            seen = ptx::ld_acquire_sys(params_.flags + flag);
-            if (reached(seen)) return true;
-            if (ptx::ld_relaxed_sys(params_.abort) != 0) return false;
-            const uint64_t waited = ptx::globaltimer() - begin;
-            if (waited > params_.deadline_ns) {
-                record(flag, seen, waited, tile);
-                return false;
-            }
-            ptx::nanosleep(kPollNanoseconds);
-        }
-    }
-
-    // Epochs wrap around, so they are compared as distances.
-    __device__ bool reached(uint32_t seen) const { return static_cast<int32_t>(seen - params_.epoch) >= 0; }
-
-    __device__ void record(uint32_t flag, uint32_t seen, uint64_t waited, uint32_t tile) {
-        GemmeshFault* fault = params_.fault;
-        const uint32_t old = ptx::atom_cas_relaxed_sys(&fault->state, GEMMESH_FAULT_NONE, GEMMESH_FAULT_CLAIMED);
-        if (old == GEMMESH_FAULT_NONE) {
-            fault->flag = flag;
-            fault->expected = params_.epoch;
-            fault->seen = seen;
-            fault->waited_ns = waited;
-            fault->tile = tile;
-            fault->cta = blockIdx.x;
-            // The host may be reading: whoever sees the mark sees the record.
-            ptx::st_release_sys(&fault->state, GEMMESH_FAULT_RECORDED);
-        }
-        ptx::st_release_sys(params_.abort, 1);
-    }
-
-    // Short against the microseconds between two chunks, long enough to keep the other CTAs' polls off the L2 cache.
-    static constexpr uint32_t kPollNanoseconds = 64;
-
     const GemmeshParams& params_;
+    uint32_t epoch_;
     uint32_t begin_ = 0;  // the last range waited for
     uint32_t end_ = 0;
     bool waiting_ = true;

@@ -275,9 +275,9 @@ pub enum Error {
         known: String,
     },
 
-    /// An operation was put on a stream that is being captured.
+    /// Something that can't be captured in a CUDA graph was put on a stream that is being captured.
     #[error(
-        "rank {rank}: operations cannot be captured in a CUDA graph yet, for each has its own epoch; end the capture first"
+        "rank {rank}: this cannot be captured in a CUDA graph; what can is a run of a product that was prepared before the capture and whose rows are pushed (Config::transport)"
     )]
     Capturing {
         /// The rank.

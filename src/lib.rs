@@ -22,7 +22,7 @@ pub mod trace;
 
 pub use element::{DType, Element, bf16, f16};
 pub use error::{Error, Result};
-pub use protocol::Config;
+pub use protocol::{Config, Transport};
 
 #[cfg(not(loom))]
 pub use {

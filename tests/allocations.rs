@@ -8,7 +8,7 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 
 use gemmesh::{
-    AllGatherMatmul, Builder, Config, Error, Host, Matrix, Prepared, ShardedMatrix,
+    AllGatherMatmul, Builder, Config, Error, Host, Matrix, Prepared, ShardedMatrix, Transport,
     all_gather_matmul, bf16,
 };
 
@@ -158,6 +158,7 @@ const CONFIG: Config = Config {
     cluster: 1,
     group_m: 2,
     chunks: 3,
+    transport: Transport::Pull,
 };
 
 /// How many products one operation asks the `gemm` crate for. For each, gemm takes a vector of flags, one a panel of

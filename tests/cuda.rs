@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
 use gemmesh::{
-    AllGatherMatmul, Builder, Config, Cuda, Element, Error, Group, Host, Matrix, ShardedMatrix,
-    all_gather_matmul, bf16, f16,
+    AllGatherMatmul, Builder, Config, Cuda, Element, Error, Group, Host, Matrix, Prepared,
+    ShardedMatrix, Transport, all_gather_matmul, bf16, f16,
 };
 use rand::RngExt;
 use rand::rngs::StdRng;
@@ -39,6 +39,8 @@ const SHAPES: [(usize, usize, usize); 7] = [
     (64, 8, 1),
 ];
 
+const TRANSPORTS: [Transport; 3] = [Transport::Pull, Transport::Push, Transport::Store];
+
 fn config(shape: usize, group_m: usize, chunks: usize) -> Config {
     let (tile_n, stages, cluster) = SHAPES[shape % SHAPES.len()];
     Config {
@@ -49,6 +51,7 @@ fn config(shape: usize, group_m: usize, chunks: usize) -> Config {
         cluster,
         group_m,
         chunks,
+        transport: TRANSPORTS[shape % TRANSPORTS.len()],
     }
 }
 
@@ -251,6 +254,25 @@ impl Arguments {
         all_gather_matmul(&self.a, &self.b, &mut self.out)
     }
 
+    fn prepare(&self, transport: Transport) -> Result<Prepared<'static, Cuda, bf16>, Error> {
+        let config = Config {
+            transport,
+            ..config(6, 2, 2)
+        };
+        let operation = AllGatherMatmul::new().config(config);
+        operation.prepare(&self.a, self.b.shape()[0])
+    }
+
+    fn run_by(&mut self, transport: Transport) -> Result<(), Error> {
+        self.prepare(transport)?
+            .run(&self.a, &self.b, &mut self.out)
+    }
+
+    fn verify_by(&mut self, group: &Group<Cuda>, transport: Transport) -> Result<(), Error> {
+        self.run_by(transport)?;
+        self.check(group.world_size())
+    }
+
     /// Looks at the result of the last run. Small whole numbers are exact in bf16.
     #[track_caller]
     fn check(&self, world: usize) -> Result<(), Error> {
@@ -395,13 +417,17 @@ impl Case {
         };
         // Every kernel in turn, then the default.
         let shape = index / 2 % (SHAPES.len() + 1);
+        let transport = TRANSPORTS[random.random_range(0..TRANSPORTS.len())];
         let (group_m, chunks) = (random.random_range(1..=8), random.random_range(1..=5));
         Case {
             rows,
             n,
             k,
             bias: random.random_bool(0.5),
-            config: (shape < SHAPES.len()).then(|| config(shape, group_m, chunks)),
+            config: (shape < SHAPES.len()).then(|| Config {
+                transport,
+                ..config(shape, group_m, chunks)
+            }),
             seed: random.random(),
         }
     }
@@ -639,8 +665,12 @@ fn fused_is_gather_then_matmul(test: &str, world: usize) {
             gemmesh::testing::cuda_delay_chunks(Some(seed));
             let shape = seed as usize % SHAPES.len();
             let (case, matrices) = &mut placed[shape];
+            let config = case.config.map(|config| Config {
+                transport: TRANSPORTS[seed as usize / SHAPES.len() % TRANSPORTS.len()],
+                ..config
+            });
             matrices.poison()?;
-            matrices.fused(case.config)?;
+            matrices.fused(config)?;
             let (gathered, out) = matrices.read()?;
             let (all_rows, product) = &expected[shape];
             assert_eq!(bits(&gathered), bits(all_rows), "seed {seed}, {case:?}");
@@ -695,7 +725,12 @@ fn soak(
         }
         for number in 0..burst {
             let index = (done + number) % items.len();
-            items[index].run()?;
+            // Each way follows each other.
+            match (done + number) / items.len() % 10 {
+                0 | 1 => items[index].run()?,
+                way @ (2 | 3 | 8) => items[index].run_by(TRANSPORTS[way % 3])?,
+                way => items[index].run_by(TRANSPORTS[way / 2 % 3])?,
+            }
         }
         done += burst;
         group.synchronize()?;
@@ -1065,7 +1100,8 @@ fn starve(rank: &Rank, count: usize) -> Result<String, Error> {
         let builder = Builder::<Cuda>::new().timeout(starved);
         let group = builder.connect(rank.rank, rank.world, &address)?;
         let mut arguments = Arguments::new(&group, 300, 72, 16)?;
-        arguments.verify(&group)?;
+        let transport = TRANSPORTS[number / rank.world % TRANSPORTS.len()];
+        arguments.verify_by(&group, transport)?;
         steps.barrier()?;
         if number == count {
             break;
@@ -1074,9 +1110,9 @@ fn starve(rank: &Rank, count: usize) -> Result<String, Error> {
         let begin = Instant::now();
         let result = if rank.rank == culprit {
             steps.barrier()?;
-            arguments.verify(&group)
+            arguments.verify_by(&group, transport)
         } else {
-            let result = arguments.verify(&group);
+            let result = arguments.verify_by(&group, transport);
             let took = begin.elapsed();
             longest = longest.max(took);
             assert!(took < starved + NOTICED, "round {number}: {took:?}");
@@ -1114,7 +1150,7 @@ fn starved_ranks_are_set_free_also_when_all_streams_share_one_connection() {
         variables: &|_| vec![("CUDA_DEVICE_MAX_CONNECTIONS", "1".into())],
     };
     all_done(ranks_with(test_name!(), 2, &setting, |rank| {
-        starve(rank, 4)
+        starve(rank, 6)
     }));
 }
 
@@ -1269,17 +1305,18 @@ fn refuse_capture(
 ) {
     captured(group, mode, || {
         let refused = Error::Capturing { rank: rank.rank };
-        assert_eq!(arguments.run(), Err(refused));
+        assert_eq!(arguments.run_by(Transport::Pull), Err(refused));
     });
 }
 
 #[test]
-fn an_operation_under_capture_is_refused_and_the_group_goes_on() {
+fn a_pull_under_capture_is_refused_and_the_group_goes_on() {
     let Some(_leave) = gpu() else { return };
     all_done(ranks(test_name!(), 2, |rank| {
         let group = connect(rank, TIMEOUT)?;
         let mut arguments = Arguments::new(&group, 301, 72, 16)?;
         arguments.verify(&group)?;
+        arguments.verify_by(&group, Transport::Pull)?;
         for mode in [RELAXED, GLOBAL] {
             refuse_capture(rank, &group, mode, &mut arguments);
             arguments.fill(&group, 3)?;
@@ -1290,12 +1327,16 @@ fn an_operation_under_capture_is_refused_and_the_group_goes_on() {
 }
 
 #[test]
-fn the_first_operation_of_a_shape_is_refused_under_capture_as_any_other() {
+fn a_product_that_was_not_prepared_is_refused_under_capture() {
     let Some(_leave) = gpu() else { return };
     all_done(ranks(test_name!(), 2, |rank| {
         let group = connect(rank, TIMEOUT)?;
         let mut arguments = Arguments::new(&group, 301, 72, 16)?;
-        refuse_capture(rank, &group, GLOBAL, &mut arguments);
+        captured(&group, GLOBAL, || {
+            let refused = Error::Capturing { rank: rank.rank };
+            assert_eq!(arguments.run(), Err(refused.clone()));
+            assert_eq!(arguments.run_by(Transport::Store), Err(refused));
+        });
         arguments.verify(&group)?;
         Ok("right".into())
     }));
@@ -1317,6 +1358,140 @@ fn a_capture_on_one_rank_does_not_shift_its_operations_against_the_others() {
         }
         Ok("right".into())
     }));
+}
+
+/// A graph that was captured from the group's stream, ready to run.
+struct Replay {
+    graph: sys::CUgraph,
+    executable: sys::CUgraphExec,
+    stream: sys::CUstream,
+}
+
+impl Replay {
+    fn capture(group: &Group<Cuda>, mode: sys::CUstreamCaptureMode, f: impl FnOnce()) -> Replay {
+        let stream: sys::CUstream = group.stream().cast();
+        let (mut graph, mut executable) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: the stream lives as long as the group; the calls write the locals.
+        unsafe {
+            driver(sys::cuStreamBeginCapture_v2(stream, mode));
+            f();
+            driver(sys::cuStreamEndCapture(stream, &mut graph));
+            driver(sys::cuGraphInstantiateWithFlags(&mut executable, graph, 0));
+        }
+        Replay {
+            graph,
+            executable,
+            stream,
+        }
+    }
+
+    fn launch(&self) {
+        // SAFETY: both live, and so does what was captured.
+        unsafe { driver(sys::cuGraphLaunch(self.executable, self.stream)) };
+    }
+}
+
+impl Drop for Replay {
+    fn drop(&mut self) {
+        // SAFETY: made by `capture`; the last launch has been waited for.
+        unsafe {
+            driver(sys::cuGraphExecDestroy(self.executable));
+            driver(sys::cuGraphDestroy(self.graph));
+        }
+    }
+}
+
+#[test]
+fn a_captured_operation_is_right_in_each_of_1000_replays() {
+    let Some(_leave) = gpu() else { return };
+    let setting = Setting {
+        deadline: Duration::from_secs(200),
+        ..Setting::default()
+    };
+    all_done(ranks_with(test_name!(), 2, &setting, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let count = operations(2, 1000, 200);
+        for (transport, mode) in [(Transport::Push, GLOBAL), (Transport::Store, RELAXED)] {
+            let mut arguments = Arguments::new(&group, 301, 72, 16)?;
+            let prepared = arguments.prepare(transport)?;
+            let replay = Replay::capture(&group, mode, || {
+                let Arguments { a, b, out, .. } = &mut arguments;
+                prepared.run(a, b, out).unwrap();
+            });
+            for turn in 0..count {
+                // Other rows each time; now and then several at once, or another operation in between.
+                arguments.fill(&group, 1 + turn % 11)?;
+                match turn % 50 {
+                    20 => (0..10).for_each(|_| replay.launch()),
+                    30 => arguments.run_by(Transport::Pull)?,
+                    40 => arguments.run_by(transport)?,
+                    _ => {}
+                }
+                replay.launch();
+                group.synchronize()?;
+                arguments.check(rank.world)?;
+            }
+        }
+        Ok(format!("{count} replays of each"))
+    }));
+}
+
+#[test]
+fn a_replay_that_a_rank_does_not_make_ends_at_the_deadline_and_names_it() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let steps = host_group(rank)?;
+        for transport in [Transport::Push, Transport::Store] {
+            let _context = Context::retain(rank.rank);
+            steps.barrier()?;
+            let address = format!("{}-{transport:?}", rank.address);
+            let builder = Builder::<Cuda>::new().timeout(SHORT);
+            let group = builder.connect(rank.rank, rank.world, &address)?;
+            let mut arguments = Arguments::new(&group, 301, 72, 16)?;
+            let prepared = arguments.prepare(transport)?;
+            let replay = Replay::capture(&group, GLOBAL, || {
+                let Arguments { a, b, out, .. } = &mut arguments;
+                prepared.run(a, b, out).unwrap();
+            });
+            replay.launch();
+            group.synchronize()?;
+            arguments.check(rank.world)?;
+            steps.barrier()?;
+            let begin = Instant::now();
+            if rank.rank == 0 {
+                replay.launch();
+            } else {
+                steps.barrier()?;
+            }
+            let result = group.synchronize();
+            let took = begin.elapsed();
+            if rank.rank == 0 {
+                steps.barrier()?;
+                assert!(took < SHORT + NOTICED, "{took:?}");
+            }
+            let error = poisoned(&group, result).unwrap_err();
+            assert_timeout_names(&error, 1);
+        }
+        Ok("named".into())
+    }));
+}
+
+#[test]
+fn ranks_that_cut_pushed_rows_differently_are_told() {
+    let Some(_leave) = gpu() else { return };
+    let ranks = ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 301, 72, 16)?;
+        arguments.run_by(TRANSPORTS[rank.rank])?;
+        group.synchronize()?;
+        Ok("no error".into())
+    });
+    let outcomes = ranks.outcomes();
+    let error = same_error(&outcomes);
+    assert!(
+        matches!(error.cause(), Error::CallMismatch { .. }),
+        "{error}"
+    );
 }
 
 #[test]

@@ -8,11 +8,11 @@
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicI32, Ordering};
 
-use gemmesh::Config;
 use gemmesh::protocol::drive::{self, CopyThread};
 use gemmesh::protocol::flag::Wait;
 use gemmesh::protocol::primitive::AtomicUsize;
 use gemmesh::protocol::{Awaited, Epoch, Flag, FlagBlock, Plan, Problem, Pull};
+use gemmesh::{Config, Transport};
 use loom::cell::UnsafeCell;
 use loom::model::Builder;
 use loom::sync::Arc;
@@ -180,6 +180,7 @@ fn plans(rows: &[usize], chunks: usize) -> std::sync::Arc<[Plan]> {
         cluster: 1,
         group_m: 1,
         chunks,
+        transport: Transport::Pull,
     };
     (0..rows.len())
         .map(|rank| Plan::new(Problem::with_rows(rows, 1, 1, rank).unwrap(), config).unwrap())

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use gemmesh::{
     AllGatherMatmul, Builder, Config, Element, Error, Group, Host, Matrix, ShardedMatrix,
-    all_gather_matmul, bf16, f16,
+    Transport, all_gather_matmul, bf16, f16,
 };
 use rand::RngExt;
 use support::numbers::{Reference, bits, nan, normal, rng};
@@ -185,6 +185,7 @@ fn config(tile_m: usize, tile_n: usize, tile_k: usize, group_m: usize, chunks: u
         cluster: 1,
         group_m,
         chunks,
+        transport: Transport::Pull,
     }
 }
 

@@ -11,7 +11,9 @@ use gemmesh::protocol::drive::{self, CopyEngine, CopyThread};
 use gemmesh::protocol::flag::Wait;
 use gemmesh::protocol::plan::{MAX_CHUNKS, MAX_CLUSTER, MAX_EXTENT, MAX_WORLD, balanced_rows};
 use gemmesh::protocol::primitive::AtomicUsize;
-use gemmesh::protocol::{Awaited, Config, Epoch, Flag, FlagBlock, Plan, Problem, Pull, Tile};
+use gemmesh::protocol::{
+    Awaited, Config, Epoch, Flag, FlagBlock, Plan, Problem, Pull, Push, Tile, Transport,
+};
 use proptest::prelude::*;
 use proptest::sample::select;
 
@@ -93,6 +95,7 @@ fn case() -> impl Strategy<Value = Case> {
                 cluster,
                 group_m,
                 chunks,
+                transport: Transport::Pull,
             };
             (
                 rows(tile_m * cluster),
@@ -285,6 +288,29 @@ proptest! {
     }
 
     #[test]
+    fn what_a_rank_pulls_is_what_the_others_push_to_it(case in case()) {
+        let plan = case.plan();
+        for source in plan.sources() {
+            let owner = Case { rank: source, ..case.clone() };
+            let pushes = owner.plan();
+            // The ring comes to the ranks before this one first: they need its rows first.
+            let world = case.rows.len();
+            let mut peers: Vec<_> = pushes.pushes().iter().map(|push| push.peer).collect();
+            peers.dedup();
+            let steps: Vec<_> = peers.iter().map(|peer| (source + world - peer) % world).collect();
+            prop_assert!(steps.is_sorted_by(|near, far| near < far), "{:?}", steps);
+            let pushed: Vec<Push> =
+                pushes.pushes().iter().filter(|push| push.peer == case.rank).cloned().collect();
+            let pulled: Vec<Push> = plan
+                .pulls_from(source)
+                .iter()
+                .map(|pull| Push { peer: case.rank, rows: pull.rows.clone(), flag: pull.flag })
+                .collect();
+            prop_assert_eq!(pushed, pulled);
+        }
+    }
+
+    #[test]
     fn a_balanced_split_differs_by_at_most_one_row(m in 1..10_000usize, world in 1..=MAX_WORLD) {
         let rows = balanced_rows(m, world);
         prop_assert_eq!(rows.len(), world);
@@ -433,6 +459,7 @@ const CONFIG: Config = Config {
     cluster: 1,
     group_m: 2,
     chunks: 2,
+    transport: Transport::Pull,
 };
 
 #[test]
@@ -597,6 +624,7 @@ fn a_large_plan_takes_less_than_a_millisecond() {
         cluster: 1,
         group_m: 8,
         chunks: 4,
+        transport: Transport::Pull,
     };
     let best = (0..20)
         .map(|_| {

@@ -3,7 +3,9 @@
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use gemmesh::{AllGatherMatmul, Builder, Config, Error, Group, Host, all_gather_matmul, bf16};
+use gemmesh::{
+    AllGatherMatmul, Builder, Config, Error, Group, Host, Transport, all_gather_matmul, bf16,
+};
 
 const CONFIG: Config = Config {
     tile_m: 4,
@@ -13,6 +15,7 @@ const CONFIG: Config = Config {
     cluster: 1,
     group_m: 2,
     chunks: 3,
+    transport: Transport::Pull,
 };
 const WORLD: usize = 3;
 const M: usize = 23;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use gemmesh::{
     AllGatherMatmul, Builder, Config, Element, Error, Group, Host, Matrix, ShardedMatrix,
-    all_gather_matmul, bf16, f16,
+    Transport, all_gather_matmul, bf16, f16,
 };
 use rand::RngExt;
 use rand::rngs::StdRng;
@@ -99,6 +99,7 @@ impl<T: Element> Item<T> {
             cluster: 1,
             group_m: random.random_range(1..4),
             chunks: random.random_range(1..6),
+            transport: Transport::Pull,
         });
         let weights = [random.random_range(1..12), random.random_range(1..12)];
         let weights = weights.into_iter().map(|n| {

@@ -7,7 +7,9 @@ use std::time::Instant;
 use cudarc::cublaslt::{result as lt, sys as lt_sys};
 use cudarc::driver::{result as driver, sys as driver_sys};
 use cudarc::nccl::{result as nccl, sys as nccl_sys};
-use gemmesh::{Cuda, DType, Element, Error, Group, Prepared, Result};
+use gemmesh::{
+    AllGatherMatmul, Config, Cuda, DType, Element, Error, Group, Prepared, Result, Transport,
+};
 
 use crate::common::{self, Case};
 
@@ -29,14 +31,17 @@ pub struct Times {
     pub nccl_cublaslt: f64,
     pub sequential: f64,
     pub fused: f64,
+    /// The same, replayed from a CUDA graph; none where rows are pulled, for that can't be captured.
+    pub graph: Option<f64>,
+    /// cuBLASLt on one stream and plain copies on another, with nothing between them.
     pub ideal: f64,
     /// What one of several fused calls in a row takes on the host, on the slowest rank.
     pub host: f64,
 }
 
 impl Times {
-    pub fn rows(&self) -> [(&'static str, f64); 9] {
-        [
+    pub fn rows(&self) -> Vec<(&'static str, f64)> {
+        let mut rows = vec![
             ("cuBLASLt alone", self.cublaslt),
             ("gemmesh matmul alone", self.matmul),
             ("NCCL gather alone", self.nccl),
@@ -44,9 +49,10 @@ impl Times {
             ("NCCL + cuBLASLt", self.nccl_cublaslt),
             ("gemmesh gather then matmul", self.sequential),
             ("gemmesh fused", self.fused),
-            ("ideal", self.ideal),
-            ("host, a fused call", self.host),
-        ]
+        ];
+        rows.extend(self.graph.map(|graph| ("gemmesh fused, in a graph", graph)));
+        rows.extend([("ideal", self.ideal), ("host, a fused call", self.host)]);
+        rows
     }
 }
 
@@ -283,6 +289,133 @@ impl Drop for Nccl {
     }
 }
 
+/// The starting line of every measurement, and the clock.
+struct Course<'a> {
+    group: &'a Group<Cuda>,
+    stream: driver_sys::CUstream,
+    begin: driver_sys::CUevent,
+    end: driver_sys::CUevent,
+    flush: Scratch,
+}
+
+impl<'a> Course<'a> {
+    fn new(group: &'a Group<Cuda>) -> Result<Course<'a>> {
+        Ok(Course {
+            group,
+            stream: group.stream().cast(),
+            begin: event()?,
+            end: event()?,
+            flush: Scratch::new(FLUSH_BYTES)?,
+        })
+    }
+
+    /// Flushes the L2 cache and aligns the ranks, on the device.
+    fn prepare(&self) -> Result<()> {
+        // SAFETY: the buffer is as long.
+        call!("flush the cache", unsafe {
+            driver::memset_d8_async(self.flush.0, 0, FLUSH_BYTES, self.stream)
+        })?;
+        gemmesh::testing::align_streams(self.group)
+    }
+
+    /// Microseconds on the device from the starting line to the end of what `run` puts on the stream.
+    fn time(&self, run: impl FnOnce() -> Result<()>) -> Result<f64> {
+        self.prepare()?;
+        record(self.begin, self.stream)?;
+        run()?;
+        record(self.end, self.stream)?;
+        self.group.synchronize()?;
+        // SAFETY: both have been recorded, and passed.
+        call!("read the time", unsafe {
+            driver::event::elapsed(self.begin, self.end)
+        })
+        .map(|millis| f64::from(millis) * 1e3)
+    }
+}
+
+impl Drop for Course<'_> {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`; what recorded them has been waited for.
+        unsafe {
+            let _ = driver::event::destroy(self.begin);
+            let _ = driver::event::destroy(self.end);
+        }
+    }
+}
+
+fn event() -> Result<driver_sys::CUevent> {
+    call!(
+        "make an event",
+        driver::event::create(driver_sys::CUevent_flags::CU_EVENT_DEFAULT)
+    )
+}
+
+fn record(event: driver_sys::CUevent, stream: driver_sys::CUstream) -> Result<()> {
+    // SAFETY: both live.
+    call!("record an event", unsafe {
+        driver::event::record(event, stream)
+    })
+}
+
+fn wait(stream: driver_sys::CUstream, event: driver_sys::CUevent) -> Result<()> {
+    // SAFETY: both live.
+    call!("wait for an event", unsafe {
+        driver::stream::wait_event(
+            stream,
+            event,
+            driver_sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT,
+        )
+    })
+}
+
+/// What a stream was told, to be told again.
+struct Graph {
+    graph: driver_sys::CUgraph,
+    executable: driver_sys::CUgraphExec,
+}
+
+impl Graph {
+    fn capture(stream: driver_sys::CUstream, run: impl FnOnce() -> Result<()>) -> Result<Graph> {
+        let mode = driver_sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        let what = "capture a graph";
+        let (mut graph, mut executable) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: the stream lives; the calls write the locals.
+        unsafe {
+            call!(
+                what,
+                driver_sys::cuStreamBeginCapture_v2(stream, mode).result()
+            )?;
+            let done = run();
+            call!(
+                what,
+                driver_sys::cuStreamEndCapture(stream, &mut graph).result()
+            )?;
+            done?;
+            call!(
+                what,
+                driver_sys::cuGraphInstantiateWithFlags(&mut executable, graph, 0).result()
+            )?;
+        }
+        Ok(Graph { graph, executable })
+    }
+
+    fn launch(&self, stream: driver_sys::CUstream) -> Result<()> {
+        // SAFETY: both live; what was captured is alive as long as the benchmark.
+        let result = unsafe { driver_sys::cuGraphLaunch(self.executable, stream) };
+        call!("launch a graph", result.result())
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // SAFETY: made by `capture`; its last launch has been waited for.
+        unsafe {
+            let _ = driver_sys::cuGraphExecDestroy(self.executable);
+            let _ = driver_sys::cuGraphDestroy(self.graph);
+        }
+    }
+}
+
 /// Times all rows, alternating, `iterations` times after `warmup`; `progress` is called after each round.
 pub fn measure<T: Element>(
     group: &Group<Cuda>,
@@ -292,7 +425,7 @@ pub fn measure<T: Element>(
     iterations: usize,
     mut progress: impl FnMut(),
 ) -> Result<Times> {
-    const ROWS: usize = 8;
+    const ROWS: usize = 9;
     let [m, k] = case.a.shape();
     let shard_bytes = case.a.rows().len() * k * size_of::<T>();
     // NCCL gathers equal shards only; where the rows don't divide, each rank sends as many as the longest has.
@@ -301,19 +434,13 @@ pub fn measure<T: Element>(
     let gathered = Scratch::new(longest * group.world_size())?;
     let [m, n] = case.out.shape();
     let out = Scratch::new(m * n.next_multiple_of(8) * size_of::<T>())?;
-    let flush = Scratch::new(FLUSH_BYTES)?;
-    let stream: driver_sys::CUstream = group.stream().cast();
+    let course = Course::new(group)?;
+    let stream = course.stream;
     let side = call!(
         "make a stream",
         driver::stream::create(driver::stream::StreamKind::NonBlocking)
     )?;
-    let event = || {
-        call!(
-            "make an event",
-            driver::event::create(driver_sys::CUevent_flags::CU_EVENT_DEFAULT)
-        )
-    };
-    let (begin, end, joined) = (event()?, event()?, event()?);
+    let joined = event()?;
     let mine = case.a.as_device_ptr() + (case.a.rows().start * k * size_of::<T>()) as u64;
     // SAFETY: both hold a shard.
     call!("copy a shard", unsafe {
@@ -329,88 +456,50 @@ pub fn measure<T: Element>(
     let mut product = Product::new(case, gathered.0, &out)?;
     let nccl = Nccl::new(group)?;
 
-    // Flushes the L2 cache and aligns the ranks, on the device.
-    let prepare = || -> Result<()> {
-        // SAFETY: the buffer is as long.
-        call!("flush the cache", unsafe {
-            driver::memset_d8_async(flush.0, 0, FLUSH_BYTES, stream)
-        })?;
-        gemmesh::testing::align_streams(group)
-    };
-    let record = |event, stream| {
-        // SAFETY: both live.
-        call!("record an event", unsafe {
-            driver::event::record(event, stream)
-        })
-    };
-    let wait = |stream, event| {
-        // SAFETY: both live.
-        call!("wait for an event", unsafe {
-            driver::stream::wait_event(
-                stream,
-                event,
-                driver_sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT,
-            )
-        })
-    };
-    let elapsed = || -> Result<f64> {
-        group.synchronize()?;
-        // SAFETY: both have been recorded, and passed.
-        call!("read the time", unsafe {
-            driver::event::elapsed(begin, end)
-        })
-        .map(|millis| f64::from(millis) * 1e3)
-    };
-
     let mut best = (f64::INFINITY, 0);
     for algorithm in 0..product.algorithms.len() {
         product.chosen = algorithm;
-        let mut times = Vec::new();
         for _ in 0..4 {
-            prepare()?;
-            record(begin, stream)?;
-            product.run(stream)?;
-            record(end, stream)?;
-            times.push(elapsed()?);
-        }
-        let fastest = times.into_iter().fold(f64::INFINITY, f64::min);
-        if fastest < best.0 {
-            best = (fastest, algorithm);
+            let time = course.time(|| product.run(stream))?;
+            if time < best.0 {
+                best = (time, algorithm);
+            }
         }
     }
     product.chosen = best.1;
 
+    let Case { a, b, out, .. } = case;
+    let graph = match prepared.plan().config().transport {
+        Transport::Pull => None,
+        _ => Some(Graph::capture(stream, || prepared.run(a, b, out))?),
+    };
     let mut samples: Vec<[f64; ROWS]> = Vec::new();
     for round in 0..warmup + iterations {
         let mut times = [0.0; ROWS];
         for (row, time) in times.iter_mut().enumerate() {
-            prepare()?;
-            record(begin, stream)?;
-            let Case { a, b, out, .. } = &mut *case;
-            match row {
-                0 => product.run(stream)?,
-                1 => prepared.matmul(a, b, out)?,
-                2 => nccl.gather(shard.0, gathered.0, longest, stream)?,
-                3 => prepared.gather(a)?,
+            *time = course.time(|| match row {
+                0 => product.run(stream),
+                1 => prepared.matmul(a, b, out),
+                2 => nccl.gather(shard.0, gathered.0, longest, stream),
+                3 => prepared.gather(a),
                 4 => {
                     nccl.gather(shard.0, gathered.0, longest, stream)?;
-                    product.run(stream)?;
+                    product.run(stream)
                 }
                 5 => {
                     prepared.gather(a)?;
-                    prepared.matmul(a, b, out)?;
+                    prepared.matmul(a, b, out)
                 }
-                6 => prepared.run(a, b, out)?,
+                6 => prepared.run(a, b, out),
+                7 => graph.as_ref().map_or(Ok(()), |graph| graph.launch(stream)),
                 _ => {
-                    wait(side, begin)?;
+                    wait(side, course.begin)?;
                     product.run(side)?;
                     record(joined, side)?;
-                    prepared.gather(a)?;
-                    wait(stream, joined)?;
+                    prepared.copy(a)?;
+                    wait(stream, joined)
                 }
-            }
-            record(end, stream)?;
-            *time = elapsed()?;
+            })?;
         }
         if round >= warmup {
             samples.push(times);
@@ -420,10 +509,10 @@ pub fn measure<T: Element>(
     // What the host spends on a call, when calls follow one another.
     let mut host = Vec::new();
     for _ in 0..iterations.min(5) {
-        prepare()?;
+        course.prepare()?;
         let begin = Instant::now();
         for _ in 0..CALLS {
-            prepared.run(&case.a, &case.b, &mut case.out)?;
+            prepared.run(a, b, out)?;
         }
         host.push([begin.elapsed().as_secs_f64() * 1e6 / CALLS as f64]);
         group.synchronize()?;
@@ -431,9 +520,7 @@ pub fn measure<T: Element>(
     // SAFETY: made above, used no more: every row has been waited for.
     unsafe {
         let _ = driver::stream::destroy(side);
-        for event in [begin, end, joined] {
-            let _ = driver::event::destroy(event);
-        }
+        let _ = driver::event::destroy(joined);
     }
     let medians = common::medians(group, &samples)?;
     let [
@@ -444,6 +531,7 @@ pub fn measure<T: Element>(
         nccl_cublaslt,
         sequential,
         fused,
+        replayed,
         ideal,
     ] = medians;
     let [host] = common::medians(group, &host)?;
@@ -455,7 +543,72 @@ pub fn measure<T: Element>(
         nccl_cublaslt,
         sequential,
         fused,
+        graph: graph.is_some().then_some(replayed),
         ideal,
         host,
     })
+}
+
+/// (tile_n, stages, cluster) of every kernel.
+const SHAPES: [(usize, usize, usize); 7] = [
+    (256, 4, 2),
+    (224, 4, 2),
+    (208, 4, 2),
+    (192, 4, 2),
+    (128, 6, 2),
+    (256, 4, 1),
+    (64, 8, 1),
+];
+
+/// The fastest configuration for a case, and its median time in microseconds. Collective.
+pub fn fastest<T: Element>(group: &Group<Cuda>, case: &mut Case<Cuda, T>) -> Result<(Config, f64)> {
+    const ROUNDS: usize = 9;
+    /// Longer by this in a first round is reason enough to go on to the next.
+    const HOPELESS: f64 = 1.25;
+    /// Shorter by less than this is no reason to choose another configuration: it is noise.
+    const NOISE: f64 = 0.995;
+    let n = case.b.shape()[0];
+    let course = Course::new(group)?;
+    let default = *AllGatherMatmul::new().prepare(&case.a, n)?.plan().config();
+    let mut time = |config: Config, best: f64| -> Result<f64> {
+        let prepared = AllGatherMatmul::new().config(config).prepare(&case.a, n)?;
+        let mut run = || course.time(|| prepared.run(&case.a, &case.b, &mut case.out));
+        run()?;
+        let [first] = common::medians(group, &[[run()?]])?;
+        if first > HOPELESS * best {
+            return Ok(first);
+        }
+        let samples: Vec<[f64; 1]> = (0..ROUNDS)
+            .map(|_| run().map(|time| [time]))
+            .collect::<Result<_>>()?;
+        let [median] = common::medians(group, &samples)?;
+        Ok(median)
+    };
+    let mut best = (default, time(default, f64::INFINITY)?);
+    let mut ways = vec![(Transport::Store, 64)];
+    for chunks in [1, 2, 4, 8] {
+        ways.extend([Transport::Pull, Transport::Push].map(|transport| (transport, chunks)));
+    }
+    for (transport, chunks) in ways {
+        for (tile_n, stages, cluster) in SHAPES {
+            let config = Config {
+                tile_n,
+                stages,
+                cluster,
+                transport,
+                chunks,
+                ..default
+            };
+            let median = time(config, best.1)?;
+            if group.rank() == 0 {
+                println!(
+                    "{transport:?} in {chunks}, 128x{tile_n} with {stages} stages in clusters of {cluster}: {median:.1} µs"
+                );
+            }
+            if median < NOISE * best.1 {
+                best = (config, median);
+            }
+        }
+    }
+    Ok(best)
 }

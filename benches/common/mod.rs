@@ -10,14 +10,19 @@ use gemmesh::{Backend, Element, Group, Matrix, Prepared, Result, ShardedMatrix};
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::StandardNormal;
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 /// Normally distributed elements, the same for the same seed on every machine.
 pub fn random<T: Element>(count: usize, seed: u64) -> Vec<T> {
-    let mut rng = SmallRng::seed_from_u64(seed);
-    (0..count)
-        .map(|_| T::from_f32(rng.sample(StandardNormal)))
-        .collect()
+    const BLOCK: usize = 1 << 16;
+    let mut values = vec![T::from_f32(0.0); count];
+    let blocks = values.par_chunks_mut(BLOCK).enumerate();
+    blocks.for_each(|(block, values)| {
+        let mut rng = SmallRng::seed_from_u64(seed << 32 | block as u64);
+        values.fill_with(|| T::from_f32(rng.sample(StandardNormal)));
+    });
+    values
 }
 
 /// Up to `count` different rows of `m`, in order: the first, the last, and random ones.
@@ -59,41 +64,52 @@ impl Check {
 /// An element may be off by half an ulp of its type, for the one rounding, and by √K · 2⁻²³ · Σ|a·b| for
 /// the sums in f32.
 pub fn check<T: Element>(a: &[T], b: &[T], out: &[T], n: usize, k: usize, rows: &[usize]) -> Check {
-    const BLOCK: usize = 512;
-    let mut check = Check::default();
-    let mut largest = 0f64;
-    for rows in rows.chunks(BLOCK) {
+    const ROWS: usize = 64;
+    const COLUMNS: usize = 512;
+    // `f64::max` would pass over a NaN.
+    let worse = |x: f64, y: f64| if x.is_nan() || x > y { x } else { y };
+    let blocks: Vec<(&[usize], usize)> = rows
+        .chunks(ROWS)
+        .flat_map(|rows| (0..n).step_by(COLUMNS).map(move |column| (rows, column)))
+        .collect();
+    let checked = blocks.into_par_iter().map(|(rows, first)| {
         let a: Vec<f64> = rows
             .iter()
             .flat_map(|&row| &a[row * k..][..k])
             .map(|x| x.to_f32().into())
             .collect();
-        let abs_a: Vec<f64> = a.iter().map(|x| x.abs()).collect();
-        for columns in (0..n).step_by(BLOCK) {
-            let width = BLOCK.min(n - columns);
-            let b: Vec<f64> = b[columns * k..][..width * k]
-                .iter()
-                .map(|x| x.to_f32().into())
-                .collect();
-            let abs_b: Vec<f64> = b.iter().map(|x| x.abs()).collect();
-            let exact = product(&a, &b, rows.len(), width, k);
-            let magnitude = product(&abs_a, &abs_b, rows.len(), width, k);
-            for (i, &row) in rows.iter().enumerate() {
-                for j in 0..width {
-                    let (exact, magnitude) = (exact[i * width + j], magnitude[i * width + j]);
-                    let error = (f64::from(out[row * n + columns + j].to_f32()) - exact).abs();
-                    let sums = (k as f64).sqrt() * 2f64.powi(-23) * magnitude;
-                    let allowed = half_ulp::<T>(exact) + sums;
-                    check.elements += 1;
-                    // `f64::max` would pass over a NaN.
-                    let worse = |x: f64, y: f64| if x.is_nan() || x > y { x } else { y };
-                    check.max_abs_err = worse(error, check.max_abs_err);
-                    check.worst = worse(error / allowed, check.worst);
-                    largest = largest.max(exact.abs());
-                }
+        let width = COLUMNS.min(n - first);
+        let b: Vec<f64> = b[first * k..][..width * k]
+            .iter()
+            .map(|x| x.to_f32().into())
+            .collect();
+        let absolute = |values: &[f64]| -> Vec<f64> { values.iter().map(|x| x.abs()).collect() };
+        let exact = product(&a, &b, rows.len(), width, k);
+        let magnitude = product(&absolute(&a), &absolute(&b), rows.len(), width, k);
+        let (mut check, mut largest) = (Check::default(), 0f64);
+        for (i, &row) in rows.iter().enumerate() {
+            for j in 0..width {
+                let (exact, magnitude) = (exact[i * width + j], magnitude[i * width + j]);
+                let error = (f64::from(out[row * n + first + j].to_f32()) - exact).abs();
+                let sums = (k as f64).sqrt() * 2f64.powi(-23) * magnitude;
+                let allowed = half_ulp::<T>(exact) + sums;
+                check.elements += 1;
+                check.max_abs_err = worse(error, check.max_abs_err);
+                check.worst = worse(error / allowed, check.worst);
+                largest = largest.max(exact.abs());
             }
         }
-    }
+        (check, largest)
+    });
+    let (mut check, largest) = checked.reduce(Default::default, |(x, one), (y, other)| {
+        let both = Check {
+            elements: x.elements + y.elements,
+            max_abs_err: worse(x.max_abs_err, y.max_abs_err),
+            max_rel_err: 0.0,
+            worst: worse(x.worst, y.worst),
+        };
+        (both, one.max(other))
+    });
     check.max_rel_err = check.max_abs_err / largest;
     check
 }

@@ -38,15 +38,18 @@ pub enum Part {
     /// Both run at once with no order between them: what perfect overlap would take. The output is not
     /// to be used.
     Unordered,
+    /// The rows are copied, with no word to anyone and no regard to what the others do: what the copies alone take.
+    #[cfg(feature = "cuda")]
+    Copies,
 }
 
 impl Part {
     pub fn gathers(self) -> bool {
-        self != Part::Matmul
+        matches!(self, Part::Fused | Part::Gather | Part::Unordered)
     }
 
     pub fn multiplies(self) -> bool {
-        self != Part::Gather
+        matches!(self, Part::Fused | Part::Matmul | Part::Unordered)
     }
 }
 
@@ -77,6 +80,8 @@ pub(crate) mod sealed {
     pub trait Backend: Sized + Send + Sync + 'static {
         /// As in error messages and results.
         const NAME: &'static str;
+        /// Whether rows are pushed where a configuration says so; else they are always pulled.
+        const PUSHES: bool;
         /// K must be a multiple of this.
         const K_MULTIPLE: usize;
         /// Memory that every rank of the group maps.
@@ -91,10 +96,9 @@ pub(crate) mod sealed {
         /// The group ends: lets go of the peers' memory, then of its own when no peer maps it any more.
         fn close(&mut self, members: &Members);
         /// A good way to cut up a problem.
-        fn default_config(&self, problem: &Problem) -> Config;
-        /// Whether work can be begun at this moment. Asked before an operation gets its number, so that a refusal on
-        /// one rank leaves all ranks in step.
-        fn admit(&self, members: &Members) -> Result<()>;
+        fn default_config(&self, problem: &Problem) -> Result<Config>;
+        /// Whether what is begun now is only recorded, to run later and often.
+        fn is_recording(&self, members: &Members) -> Result<bool>;
         /// Makes a plan ready to run.
         fn prepare(&self, members: &Members, plan: Plan) -> Result<Self::Program>;
         /// The plan of a program.

@@ -63,6 +63,8 @@ pub struct Operation {
     pub k: usize,
     /// Which of the group's sharded matrices, counted from 0.
     pub matrix: u32,
+    /// Where rows are pushed, ranks must agree on how they are cut: rows of a table entry, and chunks of a shard.
+    pub pushed: Option<(u32, u32)>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,7 +74,7 @@ pub enum OperationName {
 }
 
 impl Operation {
-    const WORDS: usize = 6;
+    const WORDS: usize = 7;
 
     fn to_words(self) -> [u64; Operation::WORDS] {
         [
@@ -82,13 +84,16 @@ impl Operation {
             self.n as u64,
             self.k as u64,
             self.matrix.into(),
+            self.pushed.map_or(0, |(rows, chunks)| {
+                u64::from(rows) << 32 | u64::from(chunks)
+            }),
         ]
     }
 }
 
 /// Says what a rank posted, in the words of the call.
 fn describe(words: [u64; Operation::WORDS]) -> String {
-    let [name, dtype, m, n, k, matrix] = words;
+    let [name, dtype, m, n, k, matrix, pushed] = words;
     let name = match name {
         w if w == OperationName::AllGatherMatmul as u64 => "all_gather_matmul",
         w if w == OperationName::AllGather as u64 => "gather",
@@ -103,7 +108,13 @@ fn describe(words: [u64; Operation::WORDS]) -> String {
     } else {
         format!(", N = {n}")
     };
-    format!("{name}(M = {m}{n}, K = {k}, {dtype}, sharded matrix {matrix})")
+    let pushed = if pushed == 0 {
+        String::new()
+    } else {
+        let (rows, chunks) = (pushed >> 32, pushed as u32);
+        format!(", pushed in {chunks} chunks of {rows}s of rows")
+    };
+    format!("{name}(M = {m}{n}, K = {k}, {dtype}, sharded matrix {matrix}{pushed})")
 }
 
 /// One rank's view of the block.
@@ -361,6 +372,7 @@ mod tests {
         n: 512,
         k: 64,
         matrix: 2,
+        pushed: None,
     };
 
     #[test]

@@ -78,7 +78,7 @@ struct State<B: Backend> {
     epoch: Epoch,
     /// How many sharded matrices the group has made.
     matrices: u32,
-    programs: HashMap<(Problem, Config), Arc<B::Program>>,
+    programs: HashMap<(Problem, Option<Config>), Arc<B::Program>>,
 }
 
 impl<B: Backend> Group<B> {
@@ -282,13 +282,18 @@ impl<B: Backend> Group<B> {
         problem: Problem,
         config: Option<Config>,
     ) -> Result<Arc<B::Program>> {
-        let config = config.unwrap_or_else(|| self.inner.backend.default_config(&problem));
+        // Without a configuration it is found once.
         let key = (problem, config);
         let mut state = self.state();
         if let Some(program) = state.programs.get(&key) {
             return Ok(program.clone());
         }
-        self.inner.backend.admit(&self.inner.members)?;
+        // What a program needs can't be allocated now.
+        self.refuse_recording()?;
+        let config = match config {
+            Some(config) => config,
+            None => self.inner.backend.default_config(&key.0)?,
+        };
         let plan = Plan::new(key.0.clone(), config)?;
         let program = Arc::new(self.inner.backend.prepare(&self.inner.members, plan)?);
         if state.programs.len() >= KEPT_PROGRAMS {
@@ -305,7 +310,8 @@ impl<B: Backend> Group<B> {
         run: impl FnOnce(Epoch) -> Result<R>,
     ) -> Result<R> {
         self.inner.members.check()?;
-        self.inner.backend.admit(&self.inner.members)?;
+        // Before the operation gets its number, so that a refusal on one rank leaves all ranks in step.
+        self.refuse_recording()?;
         let mut state = self.state();
         let epoch = state.epoch;
         self.inner.members.post(epoch, operation)?;
@@ -313,13 +319,25 @@ impl<B: Backend> Group<B> {
         run(epoch)
     }
 
-    /// Runs something that is no collective operation, but must not overlap with one. It is given the epoch of
-    /// the last operation.
+    /// Runs something that has no number of its own, but must not overlap with what has. It is given the epoch of the
+    /// last operation.
     pub(crate) fn exclusively<R>(&self, run: impl FnOnce(Epoch) -> Result<R>) -> Result<R> {
         self.inner.members.check()?;
-        self.inner.backend.admit(&self.inner.members)?;
         let state = self.state();
         run(state.epoch.previous())
+    }
+
+    /// Whether operations are only recorded at this moment, to run later.
+    pub(crate) fn is_recording(&self) -> Result<bool> {
+        self.inner.backend.is_recording(&self.inner.members)
+    }
+
+    fn refuse_recording(&self) -> Result<()> {
+        if self.is_recording()? {
+            let rank = self.rank();
+            return Err(Error::Capturing { rank });
+        }
+        Ok(())
     }
 
     fn state(&self) -> MutexGuard<'_, State<B>> {

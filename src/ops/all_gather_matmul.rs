@@ -8,7 +8,7 @@ use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::group::{Operation, OperationName};
 use crate::matrix::Matrix;
-use crate::protocol::{Config, Epoch, Plan, Problem};
+use crate::protocol::{Config, Epoch, Plan, Problem, Transport};
 use crate::sharded::ShardedMatrix;
 use crate::trace::{Span, Trace};
 
@@ -185,6 +185,18 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         self.collective(Part::Unordered, a, Some((b, out)), None)
     }
 
+    /// Copies all rows from the other ranks, who must not be writing them. Not collective; for benchmarks.
+    ///
+    /// # Errors
+    /// [`Error::Shape`]; the group's failure.
+    #[cfg(feature = "cuda")]
+    #[doc(hidden)]
+    pub fn copy(&self, a: &ShardedMatrix<B, T>) -> Result<()> {
+        self.check(a, None)?;
+        let group = a.group();
+        group.exclusively(|epoch| self.launch(Part::Copies, epoch, a, None, None))
+    }
+
     fn collective(
         &self,
         part: Part,
@@ -193,7 +205,13 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         self.check(a, product.as_ref().map(|(b, out)| [*b, &**out]))?;
-        let problem = self.plan().problem();
+        let (problem, config) = (self.plan().problem(), self.plan().config());
+        let pushes = part == Part::Fused && B::PUSHES && config.transport != Transport::Pull;
+        if pushes && trace.is_none() && a.group().is_recording()? {
+            // It runs when the graph does, and has no number among those that run now.
+            let group = a.group();
+            return group.exclusively(|epoch| self.launch(part, epoch, a, product, None));
+        }
         let operation = Operation {
             name: match part {
                 Part::Gather => OperationName::AllGather,
@@ -204,6 +222,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
             n: if part == Part::Gather { 0 } else { problem.n() },
             k: problem.k(),
             matrix: a.id(),
+            pushed: pushes.then(|| (config.entry_rows() as u32, config.chunks as u32)),
         };
         a.group().operate(operation, |epoch| {
             self.launch(part, epoch, a, product, trace)

@@ -9,4 +9,4 @@ mod schedule;
 
 pub use epoch::Epoch;
 pub use flag::{Awaited, Flag, FlagBlock};
-pub use plan::{Config, Plan, Problem, Pull, Tile};
+pub use plan::{Config, Plan, Problem, Pull, Push, Tile, Transport};

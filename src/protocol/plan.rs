@@ -106,6 +106,20 @@ pub fn balanced_rows(m: usize, world: usize) -> Vec<usize> {
         .collect()
 }
 
+/// Who moves the rows of another rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Transport {
+    /// The copy engine of the rank that needs them. The only one of the host backend, which does the same whatever is
+    /// chosen. On GPUs it needs none but its own kernel to run; an operation can't be captured in a graph.
+    Pull,
+    /// The copy engine of the rank that owns them: copies start sooner. As all ranks' kernels must run at the same time,
+    /// operations of several groups on the same GPUs must be in the same order on every rank.
+    Push,
+    /// The kernel of the rank that owns them, with stores of warps that have nothing else to do. Without the copy engine's
+    /// start, and slower at full speed: for small shards. Kernels as for [`Transport::Push`].
+    Store,
+}
+
 /// How a problem is cut up. The result depends on it only in the order in which f32 sums are made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Config {
@@ -121,13 +135,15 @@ pub struct Config {
     pub cluster: usize,
     /// Tile rows that are walked together, column by column, so that a cache holds what they share.
     pub group_m: usize,
-    /// Chunks that a shard is pulled in, each with its own flag.
+    /// Chunks that a shard is moved in, each with its own flag.
     pub chunks: usize,
+    /// Who moves them.
+    pub transport: Transport,
 }
 
 impl Config {
     /// Rows of one entry of the table.
-    pub(super) fn entry_rows(&self) -> usize {
+    pub(crate) fn entry_rows(&self) -> usize {
         self.tile_m * self.cluster
     }
 
@@ -150,6 +166,17 @@ pub struct Pull {
     /// The rows, as indices into the gathered matrix, which are the same on every rank.
     pub rows: Range<usize>,
     /// The chunk flag that says that they have arrived.
+    pub flag: usize,
+}
+
+/// One chunk of this rank's own rows, for a peer: the peer's pull, as its owner sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Push {
+    /// The rank that needs the rows.
+    pub peer: usize,
+    /// The rows, as indices into the gathered matrix, which are the same on every rank.
+    pub rows: Range<usize>,
+    /// The peer's chunk flag that says that they have arrived.
     pub flag: usize,
 }
 
@@ -192,6 +219,7 @@ pub struct Plan {
     problem: Problem,
     config: Config,
     pulls: Vec<Pull>,
+    pushes: Vec<Push>,
     /// `pulls[by_source[s]]` are the pulls from rank s.
     by_source: Vec<Range<usize>>,
     /// The rank whose rows a flag guards.
@@ -213,13 +241,15 @@ impl Plan {
             .saturating_mul(problem.n().div_ceil(config.tile_n));
         limit("tiles of the output", tiles, 1, 1 << 28)?;
 
-        let chunks: Vec<(usize, Range<usize>)> = (0..problem.world())
-            .filter(|&source| source != problem.rank())
+        let all: Vec<(usize, Range<usize>)> = (0..problem.world())
             .flat_map(|source| {
                 let rows = problem.rows_of(source);
                 chunk_rows(rows, config.chunks, config.entry_rows()).map(move |rows| (source, rows))
             })
             .collect();
+        let pushes = pushes(&problem, &all);
+        let mut chunks = all;
+        chunks.retain(|(source, _)| *source != problem.rank());
 
         let mut pulls = Vec::with_capacity(chunks.len());
         let mut by_source = vec![0..0; problem.world()];
@@ -243,6 +273,7 @@ impl Plan {
             problem,
             config,
             pulls,
+            pushes,
             by_source,
             source_of: chunks.into_iter().map(|(source, _)| source).collect(),
             tiles,
@@ -262,6 +293,12 @@ impl Plan {
     /// Every pull, in the order in which they are made.
     pub fn pulls(&self) -> &[Pull] {
         &self.pulls
+    }
+
+    /// Every push, in the order in which they are made: those to r - 1 first, for it needs this rank's rows first, then
+    /// those to r - 2, … around the ring.
+    pub fn pushes(&self) -> &[Push] {
+        &self.pushes
     }
 
     /// The other ranks, in the order in which their rows are pulled: r + 1, r + 2, … around the ring.
@@ -307,6 +344,26 @@ fn extent(index: u32, length: usize, end: usize) -> Range<usize> {
 
 fn ring(rank: usize, world: usize) -> impl Iterator<Item = usize> {
     (1..world).map(move |step| (rank + step) % world)
+}
+
+/// The pulls of the peers from this rank, in the order in which the ring comes to them. `chunks` are those of all ranks.
+fn pushes(problem: &Problem, chunks: &[(usize, Range<usize>)]) -> Vec<Push> {
+    let (rank, world) = (problem.rank(), problem.world());
+    let count = |source| chunks.iter().filter(|(owner, _)| *owner == source).count();
+    let before = chunks.iter().take_while(|(owner, _)| *owner < rank).count();
+    let own = &chunks[before..before + count(rank)];
+    let peers = (1..world).map(|step| (rank + world - step) % world);
+    peers
+        .flat_map(|peer| {
+            // A rank numbers the chunks of all others by rows.
+            let first = before - if peer < rank { count(peer) } else { 0 };
+            own.iter().enumerate().map(move |(index, (_, rows))| Push {
+                peer,
+                rows: rows.clone(),
+                flag: first + index,
+            })
+        })
+        .collect()
 }
 
 /// Cuts `rows` into at most `chunks` parts, about equal, at boundaries of tiles, so that few tiles wait for

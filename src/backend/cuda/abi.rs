@@ -1,13 +1,16 @@
 //! cuda/abi.h, as bindgen reads it; tests/abi.rs fails when the two differ.
 #![allow(dead_code)]
-
-pub const GEMMESH_ABI_VERSION: u32 = 1;
+pub const GEMMESH_ABI_VERSION: u32 = 2;
 pub const GEMMESH_TILE_K: u32 = 64;
 pub const GEMMESH_THREADS: u32 = 384;
 pub const GEMMESH_STORE_ROWS: u32 = 16;
 pub const GEMMESH_STORE_COLUMNS: u32 = 64;
 pub const GEMMESH_BF16: u32 = 0;
 pub const GEMMESH_F16: u32 = 1;
+pub const GEMMESH_MAX_WORLD: u32 = 64;
+pub const GEMMESH_MAX_FLAGS: u32 = 4096;
+pub const GEMMESH_REFRESH: u32 = 268435456;
+pub const GEMMESH_READY: u32 = 4294967295;
 pub const GEMMESH_FAULT_NONE: u32 = 0;
 pub const GEMMESH_FAULT_CLAIMED: u32 = 1;
 pub const GEMMESH_FAULT_RECORDED: u32 = 2;
@@ -38,8 +41,8 @@ pub struct GemmeshFault {
     pub expected: u32,
     pub seen: u32,
     pub waited_ns: u64,
-    pub tile: u32,
-    pub cta: u32,
+    pub peer: u32,
+    pub pushed: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -52,8 +55,105 @@ const _: () = {
     ["Offset of field: GemmeshFault::seen"][::core::mem::offset_of!(GemmeshFault, seen) - 12usize];
     ["Offset of field: GemmeshFault::waited_ns"]
         [::core::mem::offset_of!(GemmeshFault, waited_ns) - 16usize];
-    ["Offset of field: GemmeshFault::tile"][::core::mem::offset_of!(GemmeshFault, tile) - 24usize];
-    ["Offset of field: GemmeshFault::cta"][::core::mem::offset_of!(GemmeshFault, cta) - 28usize];
+    ["Offset of field: GemmeshFault::peer"][::core::mem::offset_of!(GemmeshFault, peer) - 24usize];
+    ["Offset of field: GemmeshFault::pushed"]
+        [::core::mem::offset_of!(GemmeshFault, pushed) - 28usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct GemmeshMailbox {
+    pub ready: [u32; 64usize],
+    pub chunk: [u32; 4096usize],
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of GemmeshMailbox"][::core::mem::size_of::<GemmeshMailbox>() - 16640usize];
+    ["Alignment of GemmeshMailbox"][::core::mem::align_of::<GemmeshMailbox>() - 4usize];
+    ["Offset of field: GemmeshMailbox::ready"]
+        [::core::mem::offset_of!(GemmeshMailbox, ready) - 0usize];
+    ["Offset of field: GemmeshMailbox::chunk"]
+        [::core::mem::offset_of!(GemmeshMailbox, chunk) - 256usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct GemmeshTurn {
+    pub epoch: u32,
+    pub entered: u32,
+    pub current: u32,
+    pub go: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of GemmeshTurn"][::core::mem::size_of::<GemmeshTurn>() - 16usize];
+    ["Alignment of GemmeshTurn"][::core::mem::align_of::<GemmeshTurn>() - 4usize];
+    ["Offset of field: GemmeshTurn::epoch"][::core::mem::offset_of!(GemmeshTurn, epoch) - 0usize];
+    ["Offset of field: GemmeshTurn::entered"]
+        [::core::mem::offset_of!(GemmeshTurn, entered) - 4usize];
+    ["Offset of field: GemmeshTurn::current"]
+        [::core::mem::offset_of!(GemmeshTurn, current) - 8usize];
+    ["Offset of field: GemmeshTurn::go"][::core::mem::offset_of!(GemmeshTurn, go) - 12usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct GemmeshPiece {
+    pub offset: u64,
+    pub bytes: u32,
+    pub peer: u32,
+    pub flag: u32,
+    pub push: u32,
+    pub pieces: u32,
+    pub reserved: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of GemmeshPiece"][::core::mem::size_of::<GemmeshPiece>() - 32usize];
+    ["Alignment of GemmeshPiece"][::core::mem::align_of::<GemmeshPiece>() - 8usize];
+    ["Offset of field: GemmeshPiece::offset"]
+        [::core::mem::offset_of!(GemmeshPiece, offset) - 0usize];
+    ["Offset of field: GemmeshPiece::bytes"][::core::mem::offset_of!(GemmeshPiece, bytes) - 8usize];
+    ["Offset of field: GemmeshPiece::peer"][::core::mem::offset_of!(GemmeshPiece, peer) - 12usize];
+    ["Offset of field: GemmeshPiece::flag"][::core::mem::offset_of!(GemmeshPiece, flag) - 16usize];
+    ["Offset of field: GemmeshPiece::push"][::core::mem::offset_of!(GemmeshPiece, push) - 20usize];
+    ["Offset of field: GemmeshPiece::pieces"]
+        [::core::mem::offset_of!(GemmeshPiece, pieces) - 24usize];
+    ["Offset of field: GemmeshPiece::reserved"]
+        [::core::mem::offset_of!(GemmeshPiece, reserved) - 28usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct GemmeshExchange {
+    pub turn: *mut GemmeshTurn,
+    pub mailboxes: *const *mut GemmeshMailbox,
+    pub rows: *const *mut ::core::ffi::c_void,
+    pub pieces: *const GemmeshPiece,
+    pub pushed: *mut u32,
+    pub piece_count: u32,
+    pub copies: u32,
+    pub rank: u32,
+    pub world: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of GemmeshExchange"][::core::mem::size_of::<GemmeshExchange>() - 56usize];
+    ["Alignment of GemmeshExchange"][::core::mem::align_of::<GemmeshExchange>() - 8usize];
+    ["Offset of field: GemmeshExchange::turn"]
+        [::core::mem::offset_of!(GemmeshExchange, turn) - 0usize];
+    ["Offset of field: GemmeshExchange::mailboxes"]
+        [::core::mem::offset_of!(GemmeshExchange, mailboxes) - 8usize];
+    ["Offset of field: GemmeshExchange::rows"]
+        [::core::mem::offset_of!(GemmeshExchange, rows) - 16usize];
+    ["Offset of field: GemmeshExchange::pieces"]
+        [::core::mem::offset_of!(GemmeshExchange, pieces) - 24usize];
+    ["Offset of field: GemmeshExchange::pushed"]
+        [::core::mem::offset_of!(GemmeshExchange, pushed) - 32usize];
+    ["Offset of field: GemmeshExchange::piece_count"]
+        [::core::mem::offset_of!(GemmeshExchange, piece_count) - 40usize];
+    ["Offset of field: GemmeshExchange::copies"]
+        [::core::mem::offset_of!(GemmeshExchange, copies) - 44usize];
+    ["Offset of field: GemmeshExchange::rank"]
+        [::core::mem::offset_of!(GemmeshExchange, rank) - 48usize];
+    ["Offset of field: GemmeshExchange::world"]
+        [::core::mem::offset_of!(GemmeshExchange, world) - 52usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -93,6 +193,7 @@ const _: () = {
 pub struct GemmeshParams {
     pub tiles: *const GemmeshTile,
     pub flags: *const u32,
+    pub sources: *const u32,
     pub abort: *mut u32,
     pub fault: *mut GemmeshFault,
     pub bias: *const ::core::ffi::c_void,
@@ -104,34 +205,39 @@ pub struct GemmeshParams {
     pub n: u32,
     pub k: u32,
     pub reserved: u32,
+    pub exchange: GemmeshExchange,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 80usize];
+    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 144usize];
     ["Alignment of GemmeshParams"][::core::mem::align_of::<GemmeshParams>() - 8usize];
     ["Offset of field: GemmeshParams::tiles"]
         [::core::mem::offset_of!(GemmeshParams, tiles) - 0usize];
     ["Offset of field: GemmeshParams::flags"]
         [::core::mem::offset_of!(GemmeshParams, flags) - 8usize];
+    ["Offset of field: GemmeshParams::sources"]
+        [::core::mem::offset_of!(GemmeshParams, sources) - 16usize];
     ["Offset of field: GemmeshParams::abort"]
-        [::core::mem::offset_of!(GemmeshParams, abort) - 16usize];
+        [::core::mem::offset_of!(GemmeshParams, abort) - 24usize];
     ["Offset of field: GemmeshParams::fault"]
-        [::core::mem::offset_of!(GemmeshParams, fault) - 24usize];
+        [::core::mem::offset_of!(GemmeshParams, fault) - 32usize];
     ["Offset of field: GemmeshParams::bias"]
-        [::core::mem::offset_of!(GemmeshParams, bias) - 32usize];
+        [::core::mem::offset_of!(GemmeshParams, bias) - 40usize];
     ["Offset of field: GemmeshParams::trace"]
-        [::core::mem::offset_of!(GemmeshParams, trace) - 40usize];
+        [::core::mem::offset_of!(GemmeshParams, trace) - 48usize];
     ["Offset of field: GemmeshParams::deadline_ns"]
-        [::core::mem::offset_of!(GemmeshParams, deadline_ns) - 48usize];
+        [::core::mem::offset_of!(GemmeshParams, deadline_ns) - 56usize];
     ["Offset of field: GemmeshParams::tile_count"]
-        [::core::mem::offset_of!(GemmeshParams, tile_count) - 56usize];
+        [::core::mem::offset_of!(GemmeshParams, tile_count) - 64usize];
     ["Offset of field: GemmeshParams::epoch"]
-        [::core::mem::offset_of!(GemmeshParams, epoch) - 60usize];
-    ["Offset of field: GemmeshParams::m"][::core::mem::offset_of!(GemmeshParams, m) - 64usize];
-    ["Offset of field: GemmeshParams::n"][::core::mem::offset_of!(GemmeshParams, n) - 68usize];
-    ["Offset of field: GemmeshParams::k"][::core::mem::offset_of!(GemmeshParams, k) - 72usize];
+        [::core::mem::offset_of!(GemmeshParams, epoch) - 68usize];
+    ["Offset of field: GemmeshParams::m"][::core::mem::offset_of!(GemmeshParams, m) - 72usize];
+    ["Offset of field: GemmeshParams::n"][::core::mem::offset_of!(GemmeshParams, n) - 76usize];
+    ["Offset of field: GemmeshParams::k"][::core::mem::offset_of!(GemmeshParams, k) - 80usize];
     ["Offset of field: GemmeshParams::reserved"]
-        [::core::mem::offset_of!(GemmeshParams, reserved) - 76usize];
+        [::core::mem::offset_of!(GemmeshParams, reserved) - 84usize];
+    ["Offset of field: GemmeshParams::exchange"]
+        [::core::mem::offset_of!(GemmeshParams, exchange) - 88usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

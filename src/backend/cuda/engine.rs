@@ -1,10 +1,14 @@
 //! Walks a plan with a GPU: a stream copies and writes flags while one kernel multiplies.
 
 use std::ffi::c_void;
+use std::mem::offset_of;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::abi::{GemmeshFault, GemmeshParams, GemmeshTile, GemmeshTraceEvent};
+use super::abi::{
+    GemmeshExchange, GemmeshFault, GemmeshMailbox, GemmeshParams, GemmeshPiece, GemmeshTile,
+    GemmeshTraceEvent, GemmeshTurn,
+};
 use super::driver::{DevicePtr, Event, Layout, Memory, Stream, WordOp};
 use super::kernel::Instance;
 use super::memory::Symmetric;
@@ -15,14 +19,21 @@ use crate::error::{Error, Result};
 use crate::group::Members;
 use crate::protocol::drive::{self, CopyEngine};
 use crate::protocol::plan::MAX_FLAGS;
-use crate::protocol::{Epoch, Plan, Pull};
+use crate::protocol::{Epoch, Plan, Pull, Transport};
 use crate::trace::{Lane, Span, Work};
 
-/// A plan with its table on the device.
+/// A plan with its tables on the device.
 #[derive(Debug)]
 pub struct Program {
     pub plan: Plan,
-    table: Memory,
+    tiles: Memory,
+    /// By flag: the rank whose rows it guards.
+    sources: Memory,
+    /// What the kernel pushes, if it does.
+    pieces: Memory,
+    piece_count: u32,
+    /// By push: its pieces that have been pushed.
+    pushed: Memory,
     maps: Cache,
 }
 
@@ -38,19 +49,58 @@ impl Program {
                 flag_end: tile.flags().end as u32,
             })
             .collect();
-        // SAFETY: four words without padding.
-        let bytes: &[u8] = unsafe {
-            std::slice::from_raw_parts(tiles.as_ptr().cast(), size_of_val(tiles.as_slice()))
+        let sources: Vec<u32> = plan.sources_of_flags().iter().map(|&s| s as u32).collect();
+        let pieces = match plan.config().transport {
+            Transport::Store => pieces(&plan, cuda.device.multiprocessors as usize),
+            _ => Vec::new(),
         };
-        let mut table = Memory::zeroed(&cuda.device, bytes.len())?;
-        table.write_rows(0, bytes.len(), bytes.len(), bytes)?;
         Ok(Program {
+            tiles: Memory::holding(&cuda.device, bytemuck::cast_slice(&tiles))?,
+            sources: Memory::holding(&cuda.device, bytemuck::cast_slice(&sources))?,
+            pieces: Memory::holding(&cuda.device, bytemuck::cast_slice(&pieces))?,
+            piece_count: pieces.len() as u32,
+            pushed: Memory::zeroed(&cuda.device, 4 * plan.pushes().len())?,
             plan,
-            table,
             maps: Cache::default(),
         })
     }
 }
+
+/// The pushes, cut so that every warp that pushes has some, and that a fence after each costs little.
+fn pieces(plan: &Plan, multiprocessors: usize) -> Vec<GemmeshPiece> {
+    const MOVERS: usize = 3;
+    const UNIT: usize = 2048;
+    const LARGEST: usize = 4 * UNIT;
+    let row_bytes = plan.problem().k() * size_of::<u16>();
+    let total: usize = plan.pushes().iter().map(|push| push.rows.len()).sum();
+    let share = total * row_bytes / (MOVERS * multiprocessors);
+    let length = share.next_multiple_of(UNIT).clamp(UNIT, LARGEST);
+    let mut pieces = Vec::new();
+    for (index, push) in plan.pushes().iter().enumerate() {
+        let bytes = push.rows.len() * row_bytes;
+        for begin in (0..bytes).step_by(length) {
+            pieces.push(GemmeshPiece {
+                offset: (push.rows.start * row_bytes + begin) as u64,
+                bytes: length.min(bytes - begin) as u32,
+                peer: push.peer as u32,
+                flag: push.flag as u32,
+                push: index as u32,
+                pieces: bytes.div_ceil(length) as u32,
+                reserved: 0,
+            });
+        }
+    }
+    pieces
+}
+
+// SAFETY: plain words without padding, for which any bits are valid.
+unsafe impl bytemuck::Zeroable for GemmeshTile {}
+// SAFETY: as above.
+unsafe impl bytemuck::Pod for GemmeshTile {}
+// SAFETY: as above.
+unsafe impl bytemuck::Zeroable for GemmeshPiece {}
+// SAFETY: as above.
+unsafe impl bytemuck::Pod for GemmeshPiece {}
 
 pub fn run(
     cuda: &Cuda,
@@ -73,6 +123,15 @@ pub fn run(
             None
         };
         let main = cuda.main();
+        if part == Part::Copies {
+            return copy_all(cuda, &program.plan, &operands, &main);
+        }
+        if pushes(&program.plan, part) {
+            let Some(launch) = launch else { return Ok(()) };
+            return enqueue_pushed(
+                cuda, members, program, epoch, &operands, &main, launch, trace,
+            );
+        }
         enqueue(
             cuda,
             members,
@@ -89,12 +148,17 @@ pub fn run(
     begin().map_err(|error| members.fail(error))
 }
 
+/// Whether rows are pushed and not pulled. Only a fused operation has a kernel to say when.
+fn pushes(plan: &Plan, part: Part) -> bool {
+    part == Part::Fused && plan.config().transport != Transport::Pull
+}
+
 /// Waits until the device's queues have room for another operation. They are bounded, and a driver that waits for room
 /// holds locks that the monitor needs to set the device free.
 fn bound(cuda: &Cuda, members: &Members, plan: &Plan) -> Result<()> {
     const COMMANDS: usize = 1024;
     const NAP: Duration = Duration::from_micros(20);
-    let commands = 2 * plan.pulls().len() + 3 * members.world + 4;
+    let commands = 2 * plan.pulls().len().max(plan.pushes().len()) + 3 * members.world + 4;
     let most = (COMMANDS / commands).clamp(2, 64) as u32;
     let monitor = &cuda.monitor;
     while monitor.outstanding() >= most {
@@ -134,7 +198,7 @@ fn enqueue(
     };
     let mut begun = None;
     if part.gathers() {
-        monitor.begin(epoch, plan.sources_of_flags());
+        monitor.begin(epoch);
         // Own rows final: tell the peers.
         let mut count = 1;
         words[0] = WordOp::Write(monitor.started(), epoch.raw());
@@ -180,17 +244,105 @@ fn enqueue(
     if let (Some(spans), Some(launch)) = (trace, launch) {
         cuda.wait_idle(members, main)?;
         launch.spans(plan, spans)?;
-        // GPUs' clocks differ by fractions of a millisecond; the ranks began together.
-        let origin = spans.iter().map(|span| span.begin).min().unwrap_or(0);
-        for span in spans.iter_mut() {
-            span.begin -= origin;
-            span.end -= origin;
-        }
         if let Some(begun) = begun {
             copies.spans(plan, &begun, spans)?;
         }
     }
     Ok(())
+}
+
+/// An operation whose rows their owners push: the kernel tells the peers that it runs, and the copy stream when they do. It
+/// counts its epochs on the device, so what is enqueued here may as well be recorded, to run again and again.
+#[allow(clippy::too_many_arguments)]
+fn enqueue_pushed(
+    cuda: &Cuda,
+    members: &Members,
+    program: &Program,
+    epoch: Epoch,
+    operands: &sealed::Operands<Cuda>,
+    main: &Stream,
+    launch: Launch,
+    trace: Option<&mut Vec<Span>>,
+) -> Result<()> {
+    let (plan, control, monitor) = (&program.plan, &cuda.control, &cuda.monitor);
+    let recorded = main.is_capturing()?;
+    if !recorded {
+        monitor.begin(epoch);
+    }
+    if trace.is_some() {
+        pause(main, ENQUEUED)?;
+        super::align(cuda, members, main)?;
+    }
+    let by_copies = plan.config().transport == Transport::Push;
+    if by_copies {
+        let row_bytes = plan.problem().k() * size_of::<u16>();
+        let turn = control.turn();
+        let go = turn + offset_of!(GemmeshTurn, go) as u64;
+        let current = turn + offset_of!(GemmeshTurn, current) as u64;
+        cuda.copies.wait_for(main, &cuda.begun)?;
+        // SAFETY: control blocks live as long as the backend, whose end waits for its streams; all ranks' memories hold M
+        // rows. The own rows are final, for the copies wait for the main stream; and the peers' may be written, for the
+        // kernel lets the copies go when every peer's kernel has begun. A flag is copied after its rows: nobody reads them
+        // before.
+        unsafe {
+            cuda.copies
+                .words(&[WordOp::Wait(go, 1), WordOp::Write(go, 0)])?;
+            for push in plan.pushes() {
+                delay(&cuda.copies, members.rank, push.flag)?;
+                let offset = (push.rows.start * row_bytes) as u64;
+                cuda.copies.copy(
+                    operands.a.of(push.peer) + offset,
+                    operands.a.own() + offset,
+                    push.rows.len() * row_bytes,
+                )?;
+                let flag = control.pushed(push.peer, push.flag);
+                cuda.copies.copy(flag, current, size_of::<u32>())?;
+            }
+        }
+    }
+    launch.launch(main)?;
+    if by_copies {
+        main.wait_for(&cuda.copies, &cuda.gathered)?;
+    }
+    if !recorded {
+        // The kernel has deadlines for all that it waits for; so the operation counts as begun when it is complete.
+        let words = [monitor.started(), monitor.completed()];
+        // SAFETY: the words live as long as the backend.
+        unsafe { main.words(&words.map(|word| WordOp::Write(word, epoch.raw())))? };
+    }
+    if let Some(spans) = trace {
+        cuda.wait_idle(members, main)?;
+        launch.spans(plan, spans)?;
+    }
+    Ok(())
+}
+
+/// Copies every other rank's rows, in ring order, and nothing else.
+fn copy_all(
+    cuda: &Cuda,
+    plan: &Plan,
+    operands: &sealed::Operands<Cuda>,
+    main: &Stream,
+) -> Result<()> {
+    let (problem, a) = (plan.problem(), operands.a);
+    let row_bytes = problem.k() * size_of::<u16>();
+    cuda.copies.wait_for(main, &cuda.begun)?;
+    for source in plan.sources() {
+        let rows = problem.rows_of(source);
+        if rows.is_empty() {
+            continue;
+        }
+        let offset = (rows.start * row_bytes) as u64;
+        // SAFETY: both ranks' memories hold M rows; the caller has made sure that nobody writes the source's.
+        unsafe {
+            cuda.copies.copy(
+                a.own() + offset,
+                a.of(source) + offset,
+                rows.len() * row_bytes,
+            )?;
+        }
+    }
+    main.wait_for(&cuda.copies, &cuda.gathered)
 }
 
 /// Word operations between two copies: a chunk's flag, `done`, and the next `ready`; more for sources without rows.
@@ -347,8 +499,13 @@ impl Launch {
             b: layout(b, problem.n(), problem.k()),
             out: layout(out, problem.m(), problem.n()),
         };
+        let pushed = pushes(plan, part);
         let entries = plan.tiles().len();
-        let clusters = (cuda.device.multiprocessors as usize / instance.cluster).min(entries);
+        let mut clusters = cuda.device.multiprocessors as usize / instance.cluster;
+        // CTAs without tiles are good for pushing only.
+        if !pushed || program.piece_count == 0 {
+            clusters = clusters.min(entries);
+        }
         let trace = match trace {
             true => {
                 let events = entries * instance.cluster;
@@ -359,15 +516,29 @@ impl Launch {
             }
             false => None,
         };
+        let control = &cuda.control;
         // Where nothing is waited for, the flags are ones that have always arrived.
         let (flags, epoch) = match part {
-            Part::Fused => (cuda.control.chunk(0), epoch.raw()),
-            _ => (cuda.control.zeros(), 0),
+            Part::Fused if pushed => (control.pushed(rank, 0), 0),
+            Part::Fused => (control.chunk(0), epoch.raw()),
+            _ => (control.zeros(), 0),
+        };
+        let exchange = GemmeshExchange {
+            turn: if pushed { control.turn() } else { 0 } as *mut GemmeshTurn,
+            mailboxes: control.mailboxes() as *const *mut GemmeshMailbox,
+            rows: operands.a.addresses() as *const *mut c_void,
+            pieces: program.pieces.ptr() as *const GemmeshPiece,
+            pushed: program.pushed.ptr() as *mut u32,
+            piece_count: program.piece_count,
+            copies: (plan.config().transport == Transport::Push).into(),
+            rank: rank as u32,
+            world: members.world as u32,
         };
         let params = GemmeshParams {
-            tiles: program.table.ptr() as *const GemmeshTile,
+            tiles: program.tiles.ptr() as *const GemmeshTile,
             flags: flags as *const u32,
-            abort: cuda.control.abort() as *mut u32,
+            sources: program.sources.ptr() as *const u32,
+            abort: control.abort() as *mut u32,
             fault: cuda.monitor.fault() as *mut GemmeshFault,
             bias: operands.bias.map_or(0, |bias| bias.memory.ptr()) as *const c_void,
             trace: trace.as_ref().map_or(0, Memory::ptr) as *mut GemmeshTraceEvent,
@@ -378,6 +549,7 @@ impl Launch {
             n: problem.n() as u32,
             k: problem.k() as u32,
             reserved: 0,
+            exchange,
         };
         Ok(Launch {
             maps: program.maps.get(rank, instance, matrices)?,
@@ -450,6 +622,12 @@ impl Launch {
                 begin: event.load_begin,
                 end: event.done,
             });
+        }
+        // GPUs' clocks differ by fractions of a millisecond; the ranks began together.
+        let origin = spans.iter().map(|span| span.begin).min().unwrap_or(0);
+        for span in spans.iter_mut() {
+            span.begin -= origin;
+            span.end -= origin;
         }
         Ok(())
     }

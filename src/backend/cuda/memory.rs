@@ -1,10 +1,14 @@
 //! Symmetric memory between processes: device memory that every rank maps by CUDA IPC.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::mem::offset_of;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
+use super::abi::{
+    GEMMESH_MAX_FLAGS, GEMMESH_MAX_WORLD, GEMMESH_REFRESH, GemmeshMailbox, GemmeshTurn,
+};
 use super::driver::{Device, DevicePtr, Import, Memory};
 use crate::error::{Error, Result};
 use crate::group::{Call, Members};
@@ -28,6 +32,10 @@ pub struct Symmetric {
     own: Option<Memory>,
     /// By rank; none for this one.
     imports: Vec<Option<Import>>,
+    /// On the device: where each rank's memory lies, by rank, as this rank maps it.
+    addresses: Memory,
+    /// Whether each rank has a device to itself.
+    distinct: bool,
     yard: Arc<Yard>,
 }
 
@@ -103,6 +111,7 @@ impl Symmetric {
         let serial = lists.allocations;
         lists.allocations += 1;
         let mut imports = Vec::new();
+        let mut uuids = HashSet::new();
         for (peer, bytes) in gathered.payloads.iter().enumerate() {
             let offer: Offer = serde_json::from_slice(bytes).map_err(|e| {
                 members.fail(Error::Message {
@@ -110,6 +119,7 @@ impl Symmetric {
                     reason: e.to_string(),
                 })
             })?;
+            uuids.insert(offer.uuid);
             for serial in offer.unmapped {
                 let count = lists.counts.entry(serial).or_default();
                 *count += 1;
@@ -132,13 +142,32 @@ impl Symmetric {
                 }
             }
         }
+        let addresses: Vec<u64> = imports
+            .iter()
+            .map(|import| import.as_ref().map_or(own.ptr(), Import::ptr))
+            .collect();
+        let uploaded = Memory::holding(device, bytemuck::cast_slice(&addresses));
+        let addresses = match uploaded {
+            Ok(addresses) => addresses,
+            Err(error) => {
+                lists.kept.insert(serial, own);
+                return Err(members.fail(error));
+            }
+        };
         drop(lists);
         Ok(Symmetric {
             serial,
             own: Some(own),
             imports,
+            addresses,
+            distinct: uuids.len() == members.world,
             yard: yard.clone(),
         })
+    }
+
+    /// Where the table of all ranks' addresses lies on the device.
+    pub fn addresses(&self) -> DevicePtr {
+        self.addresses.ptr()
     }
 
     /// This rank's memory.
@@ -191,11 +220,13 @@ impl Drop for Symmetric {
 #[derive(Debug)]
 pub struct Control {
     memory: Symmetric,
+    /// On the device: where each rank's mailbox lies, by rank.
+    mailboxes: Memory,
 }
 
 /// Where things lie in a rank's control block, in words.
 mod word {
-    use super::{MAX_FLAGS, MAX_WORLD};
+    use super::{GemmeshMailbox, GemmeshTurn, MAX_FLAGS, MAX_WORLD};
     pub const READY: usize = 0;
     pub const DONE: usize = READY + MAX_WORLD;
     pub const CHUNK: usize = DONE + MAX_WORLD;
@@ -205,7 +236,10 @@ mod word {
     pub const ZEROS: usize = ABORT + 64;
     /// `aligned[p]`, written by rank p when its stream has come to a benchmark's starting line.
     pub const ALIGNED: usize = ZEROS + MAX_FLAGS;
-    pub const END: usize = ALIGNED + MAX_WORLD;
+    /// What peers write when rows are pushed; and the count of those operations, a turn each.
+    pub const MAILBOX: usize = ALIGNED + MAX_WORLD;
+    pub const TURN: usize = MAILBOX + size_of::<GemmeshMailbox>() / 4;
+    pub const END: usize = TURN + size_of::<GemmeshTurn>() / 4;
 }
 
 /// The second half of the control block's 2 MiB is for [`super::Group::check_peers`]: a box for each rank.
@@ -221,14 +255,30 @@ impl Control {
         members: &Members,
         first: Epoch,
     ) -> Result<Control> {
-        const { assert!(word::END * 4 <= BOXES) };
+        const {
+            assert!(word::END * 4 <= BOXES);
+            // Both languages count alike.
+            assert!(MAX_WORLD == GEMMESH_MAX_WORLD as usize);
+            assert!(MAX_FLAGS == GEMMESH_MAX_FLAGS as usize);
+            assert!(Epoch::REFRESH == GEMMESH_REFRESH);
+        };
         let call = Call::OpenBackend;
+        let before = first.previous().raw();
         let memory = Symmetric::allocate(device, yard, members, &call, 2 * BOXES, |own| {
-            let flags = vec![first.previous().raw(); word::FLAGS];
-            let bytes = bytemuck::cast_slice(&flags);
+            let mut words = vec![0u32; word::END];
+            words[..word::FLAGS].fill(before);
+            words[word::MAILBOX..word::TURN].fill(before);
+            words[word::TURN + offset_of!(GemmeshTurn, epoch) / 4] = before;
+            let bytes = bytemuck::cast_slice(&words);
             own.write_rows(0, bytes.len(), bytes.len(), bytes)
         })?;
-        Ok(Control { memory })
+        let mailboxes: Vec<u64> = (0..members.world)
+            .map(|rank| Control::at(memory.of(rank), word::MAILBOX))
+            .collect();
+        let device = device.as_ref().map_err(Clone::clone)?;
+        let mailboxes = Memory::holding(device, bytemuck::cast_slice(&mailboxes))
+            .map_err(|error| members.fail(error))?;
+        Ok(Control { memory, mailboxes })
     }
 
     fn at(base: DevicePtr, word: usize) -> DevicePtr {
@@ -255,6 +305,27 @@ impl Control {
         Control::at(self.memory.own(), word::ABORT)
     }
 
+    /// Whether each rank has a device to itself.
+    pub fn distinct_devices(&self) -> bool {
+        self.memory.distinct
+    }
+
+    /// Where the table of all ranks' mailboxes lies on the device.
+    pub fn mailboxes(&self) -> DevicePtr {
+        self.mailboxes.ptr()
+    }
+
+    /// The chunk flag `flag` in the mailbox of `rank`.
+    pub fn pushed(&self, rank: usize, flag: usize) -> DevicePtr {
+        let word = word::MAILBOX + offset_of!(GemmeshMailbox, chunk) / 4 + flag;
+        Control::at(self.memory.of(rank), word)
+    }
+
+    /// This rank's count of the operations whose rows are pushed.
+    pub fn turn(&self) -> DevicePtr {
+        Control::at(self.memory.own(), word::TURN)
+    }
+
     /// What this rank's own streams and kernels wait for.
     pub fn own(&self, rank: usize) -> OwnWords {
         OwnWords {
@@ -262,6 +333,8 @@ impl Control {
             ready: self.ready(rank, 0),
             done: self.done(rank, 0),
             aligned: self.aligned(rank, 0),
+            mailbox: Control::at(self.memory.own(), word::MAILBOX),
+            go: self.turn() + offset_of!(GemmeshTurn, go) as u64,
         }
     }
 
@@ -301,7 +374,14 @@ pub struct OwnWords {
     pub done: DevicePtr,
     /// By peer.
     pub aligned: DevicePtr,
+    /// `ready`, by peer, stands first in it.
+    pub mailbox: DevicePtr,
+    /// What the copy stream waits for before it pushes.
+    pub go: DevicePtr,
 }
 
-/// `ready` and `done` as they lie in a control block.
-pub type FlagWords = [[u32; MAX_WORLD]; 2];
+/// `ready` and `done` as they lie in a control block, and `ready` of the mailbox.
+pub type FlagWords = [FlagLine; 3];
+
+/// A word for each peer.
+pub type FlagLine = [u32; MAX_WORLD];

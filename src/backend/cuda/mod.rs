@@ -4,10 +4,12 @@
 mod abi;
 mod driver;
 mod engine;
+mod forecast;
 mod kernel;
 mod memory;
 mod monitor;
 mod tensor_map;
+mod tuned;
 
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -40,6 +42,7 @@ pub struct Cuda {
     monitor: Monitor,
     device: Arc<Device>,
     kernels: Kernels,
+    tuned: tuned::Table,
     control: Control,
     yard: Arc<Yard>,
     /// Where operations are put; the caller may replace it.
@@ -67,6 +70,7 @@ impl Backend for Cuda {}
 
 impl sealed::Backend for Cuda {
     const NAME: &'static str = "cuda";
+    const PUSHES: bool = true;
     const K_MULTIPLE: usize = 8;
     type Symmetric = Symmetric;
     type Buffer = Buffer;
@@ -96,6 +100,7 @@ impl sealed::Backend for Cuda {
                 begun: Event::new(&device, false)?,
                 gathered: Event::new(&device, false)?,
                 handed_over: Event::new(&device, false)?,
+                tuned: tuned::Table::load(members.rank, &device.name, members.world)?,
                 kernels,
                 control,
                 yard,
@@ -132,17 +137,17 @@ impl sealed::Backend for Cuda {
         }
     }
 
-    fn default_config(&self, problem: &Problem) -> Config {
+    fn default_config(&self, problem: &Problem) -> Result<Config> {
         let multiprocessors = self.device.multiprocessors as usize;
-        self.kernels.default_config(multiprocessors, problem)
+        let distinct = self.control.distinct_devices();
+        let measured = self.tuned.find(problem);
+        self.kernels
+            .default_config(multiprocessors, distinct, problem, measured)
     }
 
-    fn admit(&self, members: &Members) -> Result<()> {
+    fn is_recording(&self, _members: &Members) -> Result<bool> {
         self.device.bind()?;
-        if self.main().is_capturing()? {
-            return Err(Error::Capturing { rank: members.rank });
-        }
-        Ok(())
+        self.main().is_capturing()
     }
 
     fn prepare(&self, members: &Members, plan: Plan) -> Result<Program> {

@@ -9,9 +9,9 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::abi::{GEMMESH_FAULT_RECORDED, GemmeshFault};
+use super::abi::{GEMMESH_FAULT_RECORDED, GEMMESH_READY, GemmeshFault};
 use super::driver::{Device, DevicePtr, Pinned, Stream, Urgency, WordOp};
-use super::memory::{FlagWords, OwnWords};
+use super::memory::{FlagLine, FlagWords, OwnWords};
 use crate::error::{Error, Result};
 use crate::group::{Members, Witness};
 use crate::protocol::{Awaited, Epoch};
@@ -22,8 +22,6 @@ const PERIOD: Duration = Duration::from_millis(2);
 const GRACE: Duration = Duration::from_millis(500);
 /// How long an operation must have waited before it is asked whether its peers are still there.
 const LEFT_AFTER: Duration = Duration::from_millis(100);
-/// How many operations are remembered, to say whose rows a flag guards.
-const REMEMBERED: usize = 256;
 
 /// The thread, and what the device reports to it.
 #[derive(Debug)]
@@ -51,8 +49,6 @@ struct Watch {
     begun: AtomicU32,
     /// How often the ranks' streams have been aligned.
     alignments: AtomicU32,
-    /// By epoch, modulo their number: the rank whose rows each flag guards.
-    sources: Mutex<Vec<(u32, Arc<[usize]>)>>,
     /// For the words that set the device free, behind nothing else.
     rescue: Stream,
     closing: Mutex<bool>,
@@ -81,7 +77,6 @@ impl Monitor {
             snapshot: Pinned::zeroed(device)?,
             begun: AtomicU32::new(before),
             alignments: AtomicU32::new(0),
-            sources: Mutex::new(vec![(0, Arc::new([])); REMEMBERED]),
             rescue: Stream::new(device, Urgency::Rescue)?,
             closing: Mutex::new(false),
             closed: Condvar::new(),
@@ -101,11 +96,8 @@ impl Monitor {
         })
     }
 
-    /// An operation is about to be put on the device; `sources` says whose rows each flag guards.
-    pub fn begin(&self, epoch: Epoch, sources: &Arc<[usize]>) {
-        let mut remembered = lock(&self.watch.sources);
-        remembered[epoch.raw() as usize % REMEMBERED] = (epoch.raw(), sources.clone());
-        drop(remembered);
+    /// An operation is about to be put on the device.
+    pub fn begin(&self, epoch: Epoch) {
         self.watch.begun.store(epoch.raw(), Ordering::Release);
     }
 
@@ -199,7 +191,7 @@ impl Watch {
 
     /// If operation `epoch` waits for a rank that has left, it waits in vain.
     fn blame_the_one_who_left(&self, epoch: Epoch) {
-        let Ok(Some((awaited, seen))) = self.missing(epoch) else {
+        let Ok(Some((awaited, seen))) = self.missing(epoch, false) else {
             return;
         };
         if self.witness.has_left(awaited.peer()) {
@@ -220,25 +212,23 @@ impl Watch {
         }
         fence(Ordering::Acquire);
         let fault = self.fault.read();
-        let flag = fault.flag as usize;
         let epoch = Epoch::from_raw(fault.expected);
         let waited = Duration::from_nanos(fault.waited_ns);
-        let source = {
-            let sources = lock(&self.sources);
-            let (known, sources) = &sources[fault.expected as usize % REMEMBERED];
-            let source = sources.get(flag).copied();
-            source.filter(|_| *known == fault.expected)
+        let source = fault.peer as usize;
+        let noted = match fault.flag {
+            GEMMESH_READY => Awaited::Ready { source },
+            flag => Awaited::Chunk {
+                source,
+                flag: flag as usize,
+            },
         };
-        // CTAs wait for all sources at once, the copies for one after the other: the first that is late is to blame.
-        let late = match (self.missing(epoch), source) {
-            (Ok(Some((awaited @ Awaited::Ready { .. }, seen))), _) => Some((awaited, seen)),
-            (_, Some(source)) => Some((Awaited::Chunk { source, flag }, fault.seen)),
-            _ => None,
+        // Rows that come late may be those of a rank that waits itself, for another's word: the one that has not given
+        // its word is to blame.
+        let late = match self.missing(epoch, fault.pushed != 0) {
+            Ok(Some((awaited @ Awaited::Ready { .. }, seen))) => (awaited, seen),
+            _ => (noted, fault.seen),
         };
-        self.witness.fail(match late {
-            Some((awaited, seen)) => self.late(awaited, epoch, seen, waited),
-            None => self.diagnose(epoch, waited),
-        });
+        self.witness.fail(self.late(late.0, epoch, late.1, waited));
     }
 
     fn late(&self, awaited: Awaited, epoch: Epoch, seen: u32, waited: Duration) -> Error {
@@ -259,7 +249,7 @@ impl Watch {
             what: format!("operation {} on its own GPU ({reason})", epoch.raw()),
             waited_ms: waited.as_millis() as u64,
         };
-        match self.missing(epoch) {
+        match self.missing(epoch, false) {
             Ok(Some((awaited, seen))) => self.late(awaited, epoch, seen, waited),
             Ok(None) => unknown("all peers have done their part".into()),
             Err(error) => unknown(error.to_string()),
@@ -267,32 +257,38 @@ impl Watch {
     }
 
     /// The first word, in the order in which operation `epoch` waits for them, that has not come; and its value.
-    fn missing(&self, epoch: Epoch) -> Result<Option<(Awaited, u32)>> {
-        let (ready, done) = self.read_flags()?;
+    fn missing(&self, epoch: Epoch, pushed: bool) -> Result<Option<(Awaited, u32)>> {
+        let [pulled, done, mailbox] = self.read_flags()?;
         let rank = self.witness.rank;
         let ring = || (1..self.world).map(move |step| (rank + step) % self.world);
+        let ready = if pushed { mailbox } else { pulled };
         let words = ring().map(|source| (Awaited::Ready { source }, ready[source]));
-        let words = words.chain(ring().map(|peer| (Awaited::Done { peer }, done[peer])));
+        let words = words.chain(
+            ring()
+                .filter(|_| !pushed)
+                .map(|peer| (Awaited::Done { peer }, done[peer])),
+        );
         let mut late = words.filter(|(_, seen)| !epoch.reached_by(*seen));
         Ok(late.next())
     }
 
-    /// This rank's `ready` and `done`, by peer.
-    fn read_flags(&self) -> Result<(Vec<u32>, Vec<u32>)> {
+    /// This rank's words, by peer.
+    fn read_flags(&self) -> Result<FlagWords> {
         self.device.bind()?;
-        // SAFETY: the control block and the snapshot live as long as this thread, which waits for the copy below
-        // or, if the device does not do it, never reads it.
+        let snapshot = self.snapshot.ptr();
+        let (first, rest) = (size_of::<[FlagLine; 2]>(), size_of::<FlagLine>());
+        // SAFETY: the control block and the snapshot live as long as this thread, which waits for the copies below
+        // or, if the device does not do them, never reads it.
         unsafe {
-            let words = size_of::<FlagWords>();
+            self.rescue.copy(snapshot, self.own.ready, first)?;
             self.rescue
-                .copy(self.snapshot.ptr(), self.own.ready, words)?;
+                .copy(snapshot + first as u64, self.own.mailbox, rest)?;
         }
         let deadline = Instant::now() + GRACE;
         while !self.rescue.is_idle()? && Instant::now() < deadline {
             std::thread::sleep(Duration::from_micros(100));
         }
-        let [ready, done] = self.snapshot.read();
-        Ok((ready[..self.world].to_vec(), done[..self.world].to_vec()))
+        Ok(self.snapshot.read())
     }
 
     /// Lets this rank's kernels and streams run through. Their results are void: the group has failed.
@@ -302,7 +298,10 @@ impl Watch {
         let last = self.begun.load(Ordering::Acquire);
         let aligned = self.alignments.load(Ordering::Acquire);
         self.device.bind()?;
-        let mut words = vec![WordOp::Write(self.own.abort, 1)];
+        let mut words = vec![
+            WordOp::Write(self.own.abort, 1),
+            WordOp::Write(self.own.go, 1),
+        ];
         for peer in 0..self.world as u64 {
             words.push(WordOp::Write(self.own.ready + 4 * peer, last));
             words.push(WordOp::Write(self.own.done + 4 * peer, last));

@@ -18,7 +18,7 @@ use super::{Backend, Part, sealed};
 use crate::error::{Error, Result};
 use crate::group::{Call, Members, Options};
 use crate::memory::Mapping;
-use crate::protocol::{Config, Epoch, Plan, Problem};
+use crate::protocol::{Config, Epoch, Plan, Problem, Transport};
 use crate::trace::Span;
 
 /// The host's processors and shared memory. A rank is a process or a thread.
@@ -37,6 +37,7 @@ impl Backend for Host {}
 
 impl sealed::Backend for Host {
     const NAME: &'static str = "host";
+    const PUSHES: bool = false;
     const K_MULTIPLE: usize = 1;
     type Symmetric = Symmetric;
     type Buffer = Mapping;
@@ -68,8 +69,8 @@ impl sealed::Backend for Host {
         // A mapping keeps a peer's memory for as long as it is needed.
     }
 
-    fn default_config(&self, problem: &Problem) -> Config {
-        Config {
+    fn default_config(&self, problem: &Problem) -> Result<Config> {
+        Ok(Config {
             tile_m: 128,
             tile_n: 256,
             // As much of K as keeps the widened tiles of both operands in a core's cache.
@@ -78,11 +79,12 @@ impl sealed::Backend for Host {
             cluster: 1,
             group_m: 4,
             chunks: 4,
-        }
+            transport: Transport::Pull,
+        })
     }
 
-    fn admit(&self, _members: &Members) -> Result<()> {
-        Ok(())
+    fn is_recording(&self, _members: &Members) -> Result<bool> {
+        Ok(false)
     }
 
     fn prepare(&self, _members: &Members, plan: Plan) -> Result<Plan> {

@@ -49,6 +49,15 @@ impl Memory {
         Ok(memory)
     }
 
+    /// Memory with these bytes in it.
+    pub fn holding(device: &Arc<Device>, bytes: &[u8]) -> Result<Memory> {
+        let mut memory = Memory::zeroed(device, bytes.len())?;
+        if !bytes.is_empty() {
+            memory.write_rows(0, bytes.len(), bytes.len(), bytes)?;
+        }
+        Ok(memory)
+    }
+
     /// Memory that belongs to the caller.
     ///
     /// # Safety

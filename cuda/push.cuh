@@ -1,0 +1,118 @@
+// Rows that their owner pushes to the peers: by its copy engine, which the kernel tells when to begin, or by warps of
+// the kernel that have nothing else to do.
+//
+// Rank r, epoch e. The kernel begins: what r gathered before has been used. So r says ready[r] = e at every peer. When a
+// peer has said the same here, r's rows are written into its memory, chunk by chunk, each followed by the peer's chunk
+// flag. The peer's tiles wait for their flags, all of them by the kernel's end; so nothing is on its way to a rank whose
+// kernel has ended, and its next kernel may say that it is ready. r's own rows are free when its kernel and its copies
+// have ended: no peer reads them from afar.
+#pragma once
+
+#include "abi.h"
+#include "flags.cuh"
+#include "ptx.cuh"
+
+namespace gemmesh {
+
+// One thread of each CTA, once: the epoch of this operation. The last CTA to ask moves the count on: all have read it.
+__device__ inline uint32_t enter_turn(const GemmeshParams& params) {
+    GemmeshTurn* turn = params.exchange.turn;
+    if (turn == nullptr) return params.epoch;
+    const uint32_t epoch = ptx::ld_relaxed_sys(&turn->epoch) + 1;
+    if (ptx::atom_add_acq_rel_gpu(&turn->entered, 1) + 1 == gridDim.x) {
+        turn->entered = 0;
+        turn->epoch = epoch;
+    }
+    return epoch;
+}
+
+// One warp of one CTA: tells the peers, and the copy engine if it is to push.
+__device__ inline void announce(const GemmeshParams& params, uint32_t epoch, uint32_t lane) {
+    const GemmeshExchange& exchange = params.exchange;
+    GemmeshMailbox* own = exchange.mailboxes[exchange.rank];
+    if (epoch % GEMMESH_REFRESH == 0) {
+        // The peers' flags are theirs to write only once they know that this rank is ready.
+        for (uint32_t flag = lane; flag < GEMMESH_MAX_FLAGS; flag += 32) own->chunk[flag] = epoch - 1;
+        __syncwarp();
+    }
+    for (uint32_t peer = lane; peer < exchange.world; peer += 32) {
+        ptx::st_release_sys(&exchange.mailboxes[peer]->ready[exchange.rank], epoch);
+    }
+    if (exchange.copies == 0) return;
+
+    bool ready = true;
+    for (uint32_t peer = lane; peer < exchange.world; peer += 32) {
+        ready = ready && await(params, &own->ready[peer], epoch, GEMMESH_READY, peer);
+    }
+    if (__all_sync(~0u, ready) && lane == 0) {
+        exchange.turn->current = epoch;
+        ptx::st_release_sys(&exchange.turn->go, 1);
+    }
+}
+
+__device__ __forceinline__ GemmeshPiece load_piece(const GemmeshPiece* at) {
+    union {
+        uint4 words[2];
+        GemmeshPiece piece;
+    } loaded;
+    loaded.words[0] = __ldg(reinterpret_cast<const uint4*>(at));
+    loaded.words[1] = __ldg(reinterpret_cast<const uint4*>(at) + 1);
+    return loaded.piece;
+}
+
+// One warp: copies `bytes` bytes to a peer's memory.
+__device__ __forceinline__ void push_bytes(uint8_t* to, const uint8_t* from, uint32_t bytes, uint32_t lane) {
+    // Loads in flight in a thread: as many as its registers hold.
+    constexpr uint32_t kInFlight = 4;
+    constexpr uint32_t kWarpBytes = 32 * sizeof(uint4);
+    for (uint32_t begin = lane * sizeof(uint4); begin < bytes; begin += kInFlight * kWarpBytes) {
+        uint4 words[kInFlight];
+#pragma unroll
+        for (uint32_t i = 0; i < kInFlight; ++i) {
+            const uint32_t at = begin + i * kWarpBytes;
+            if (at < bytes) words[i] = ptx::ld_global_no_allocate(from + at);
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < kInFlight; ++i) {
+            const uint32_t at = begin + i * kWarpBytes;
+            if (at < bytes) ptx::st_global(to + at, words[i]);
+        }
+    }
+}
+
+// One warp of several: pushes piece after piece, and the flag of a chunk after the last of its pieces.
+__device__ inline void push(const GemmeshParams& params, uint32_t epoch, uint32_t mover, uint32_t movers,
+                            uint32_t lane) {
+    const GemmeshExchange& exchange = params.exchange;
+    uint8_t* const own = static_cast<uint8_t*>(exchange.rows[exchange.rank]);
+    uint32_t ready_peer = exchange.rank;
+    for (uint32_t index = mover; index < exchange.piece_count; index += movers) {
+        const GemmeshPiece piece = load_piece(exchange.pieces + index);
+
+        // wait until the peer's memory may be written
+        if (piece.peer != ready_peer) {
+            bool ready = true;
+            if (lane == 0) {
+                const uint32_t* word = &exchange.mailboxes[exchange.rank]->ready[piece.peer];
+                ready = await(params, word, epoch, GEMMESH_READY, piece.peer);
+            }
+            if (!__all_sync(~0u, ready)) return;
+            ready_peer = piece.peer;
+        }
+
+        push_bytes(static_cast<uint8_t*>(exchange.rows[piece.peer]) + piece.offset, own + piece.offset, piece.bytes, lane);
+        __syncwarp();
+
+        // The fence puts the warp's bytes, wherever they go, before what lane 0 does next. The warp that counts the last
+        // piece has acquired the others' counts, so its release puts all of the chunk before the flag.
+        if (lane == 0) {
+            ptx::fence_acq_rel_sys();
+            if (ptx::atom_add_acq_rel_gpu(&exchange.pushed[piece.push], 1) + 1 == piece.pieces) {
+                exchange.pushed[piece.push] = 0;
+                ptx::st_release_sys(&exchange.mailboxes[piece.peer]->chunk[piece.flag], epoch);
+            }
+        }
+    }
+}
+
+}  // namespace gemmesh
