@@ -28,8 +28,8 @@ static_assert(GEMMESH_THREADS == (1 + kConsumers) * kWarpgroupThreads);
 // The warpgroups share out what the CTA is launched with: 65536 registers by its threads, in steps of 8. A warpgroup that
 // asks for more than the others have given up waits for ever. The products need most of them.
 constexpr int kLaunchRegisters = 65536 / GEMMESH_THREADS / 8 * 8;
-constexpr int kProducerRegisters = 56;
-constexpr int kConsumerRegisters = 224;
+constexpr int kProducerRegisters = 40;
+constexpr int kConsumerRegisters = 232;
 static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters);
 
 // Each consumer multiplies 64 rows, the height of a wgmma, by all columns of the tile: of all ways to split a tile in

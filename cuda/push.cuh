@@ -63,7 +63,7 @@ __device__ __forceinline__ GemmeshPiece load_piece(const GemmeshPiece* at) {
 // One warp: copies `bytes` bytes to a peer's memory.
 __device__ __forceinline__ void push_bytes(uint8_t* to, const uint8_t* from, uint32_t bytes, uint32_t lane) {
     // Loads in flight in a thread: as many as its registers hold.
-    constexpr uint32_t kInFlight = 4;
+    constexpr uint32_t kInFlight = 2;
     constexpr uint32_t kWarpBytes = 32 * sizeof(uint4);
     for (uint32_t begin = lane * sizeof(uint4); begin < bytes; begin += kInFlight * kWarpBytes) {
         uint4 words[kInFlight];

@@ -275,6 +275,17 @@ pub enum Error {
         known: String,
     },
 
+    /// Rows are to be pushed where kernels and copies can't run side by side.
+    #[error(
+        "rank {rank}: Transport::Push needs kernels and copies that run side by side, which {variable} in the environment prevents; unset it, or choose another transport"
+    )]
+    QueuedTogether {
+        /// The rank.
+        rank: usize,
+        /// The variable of the environment.
+        variable: String,
+    },
+
     /// Something that can't be captured in a CUDA graph was put on a stream that is being captured.
     #[error(
         "rank {rank}: this cannot be captured in a CUDA graph; what can is a run of a product that was prepared before the capture and whose rows are pushed (Config::transport)"

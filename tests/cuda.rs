@@ -1089,7 +1089,7 @@ fn a_rank_stopped_amid_operations_is_named_at_the_timeout_and_told_when_it_goes_
 
 /// `count` times: a group gets a right result; then one rank does not call an operation and the others name it;
 /// then all make another group.
-fn starve(rank: &Rank, count: usize) -> Result<String, Error> {
+fn starve(rank: &Rank, count: usize, transports: &[Transport]) -> Result<String, Error> {
     let starved = Duration::from_millis(250);
     let _context = Context::retain(rank.rank);
     let steps = host_group(rank)?;
@@ -1100,7 +1100,7 @@ fn starve(rank: &Rank, count: usize) -> Result<String, Error> {
         let builder = Builder::<Cuda>::new().timeout(starved);
         let group = builder.connect(rank.rank, rank.world, &address)?;
         let mut arguments = Arguments::new(&group, 300, 72, 16)?;
-        let transport = TRANSPORTS[number / rank.world % TRANSPORTS.len()];
+        let transport = transports[number / rank.world % transports.len()];
         arguments.verify_by(&group, transport)?;
         steps.barrier()?;
         if number == count {
@@ -1138,7 +1138,7 @@ fn starved_ranks_name_the_culprit_and_work_in_a_new_group_100_times() {
         ..Setting::default()
     };
     all_done(ranks_with(test_name!(), 3, &setting, |rank| {
-        starve(rank, 100)
+        starve(rank, 100, &TRANSPORTS)
     }));
 }
 
@@ -1150,8 +1150,37 @@ fn starved_ranks_are_set_free_also_when_all_streams_share_one_connection() {
         variables: &|_| vec![("CUDA_DEVICE_MAX_CONNECTIONS", "1".into())],
     };
     all_done(ranks_with(test_name!(), 2, &setting, |rank| {
-        starve(rank, 6)
+        starve(rank, 4, &[Transport::Pull, Transport::Store])
     }));
+}
+
+#[test]
+fn pushes_are_refused_where_copies_and_kernels_share_a_queue() {
+    let Some(_leave) = gpu() else { return };
+    // The macro names the function that it stands in, which a closure is too.
+    let name = test_name!();
+    for variable in ["CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING"] {
+        let setting = Setting {
+            deadline: DEADLINE,
+            variables: &|_| vec![(variable, "1".into())],
+        };
+        all_done(ranks_with(name, 2, &setting, |rank| {
+            let blocking = std::env::var_os("CUDA_LAUNCH_BLOCKING").is_some();
+            let variable = match blocking {
+                true => "CUDA_LAUNCH_BLOCKING",
+                false => "CUDA_DEVICE_MAX_CONNECTIONS=1",
+            };
+            let group = connect(rank, TIMEOUT)?;
+            let mut arguments = Arguments::new(&group, 301, 72, 16)?;
+            let refused = Error::QueuedTogether {
+                rank: rank.rank,
+                variable: variable.into(),
+            };
+            assert_eq!(arguments.run_by(Transport::Push), Err(refused));
+            arguments.verify_by(&group, Transport::Store)?;
+            Ok("right".into())
+        }));
+    }
 }
 
 #[test]

@@ -96,7 +96,7 @@ pub(crate) mod sealed {
         /// The group ends: lets go of the peers' memory, then of its own when no peer maps it any more.
         fn close(&mut self, members: &Members);
         /// A good way to cut up a problem.
-        fn default_config(&self, problem: &Problem) -> Result<Config>;
+        fn default_config(&self, problem: &Problem) -> Config;
         /// Whether what is begun now is only recorded, to run later and often.
         fn is_recording(&self, members: &Members) -> Result<bool>;
         /// Makes a plan ready to run.

@@ -290,10 +290,7 @@ impl<B: Backend> Group<B> {
         }
         // What a program needs can't be allocated now.
         self.refuse_recording()?;
-        let config = match config {
-            Some(config) => config,
-            None => self.inner.backend.default_config(&key.0)?,
-        };
+        let config = config.unwrap_or_else(|| self.inner.backend.default_config(&key.0));
         let plan = Plan::new(key.0.clone(), config)?;
         let program = Arc::new(self.inner.backend.prepare(&self.inner.members, plan)?);
         if state.programs.len() >= KEPT_PROGRAMS {

@@ -110,13 +110,13 @@ pub fn balanced_rows(m: usize, world: usize) -> Vec<usize> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Transport {
     /// The copy engine of the rank that needs them. The only one of the host backend, which does the same whatever is
-    /// chosen. On GPUs it needs none but its own kernel to run; an operation can't be captured in a graph.
+    /// chosen. On GPUs the only one that needs no kernel of another rank to run; an operation can't be captured in a graph.
     Pull,
-    /// The copy engine of the rank that owns them: copies start sooner. As all ranks' kernels must run at the same time,
-    /// operations of several groups on the same GPUs must be in the same order on every rank.
+    /// The copy engine of the rank that owns them. As all ranks' kernels must run at the same time, operations of several
+    /// groups on the same GPUs must be in the same order on every rank.
     Push,
-    /// The kernel of the rank that owns them, with stores of warps that have nothing else to do. Without the copy engine's
-    /// start, and slower at full speed: for small shards. Kernels as for [`Transport::Push`].
+    /// The kernel of the rank that owns them, by stores of warps that have nothing else to do: meant for shards so small
+    /// that a copy engine's start counts. Kernels as for [`Transport::Push`].
     Store,
 }
 

@@ -12,6 +12,7 @@ use super::abi::{
 use super::driver::{DevicePtr, Event, Layout, Memory, Stream, WordOp};
 use super::kernel::Instance;
 use super::memory::Symmetric;
+use super::monitor::OUTSTANDING;
 use super::tensor_map::{Cache, Matrices};
 use super::{Buffer, Cuda};
 use crate::backend::{Part, sealed};
@@ -159,7 +160,7 @@ fn bound(cuda: &Cuda, members: &Members, plan: &Plan) -> Result<()> {
     const COMMANDS: usize = 1024;
     const NAP: Duration = Duration::from_micros(20);
     let commands = 2 * plan.pulls().len().max(plan.pushes().len()) + 3 * members.world + 4;
-    let most = (COMMANDS / commands).clamp(2, 64) as u32;
+    let most = (COMMANDS / commands).clamp(2, OUTSTANDING) as u32;
     let monitor = &cuda.monitor;
     while monitor.outstanding() >= most {
         if let Some(fault) = members.fault() {
@@ -198,7 +199,7 @@ fn enqueue(
     };
     let mut begun = None;
     if part.gathers() {
-        monitor.begin(epoch);
+        monitor.begin(epoch, false);
         // Own rows final: tell the peers.
         let mut count = 1;
         words[0] = WordOp::Write(monitor.started(), epoch.raw());
@@ -267,7 +268,7 @@ fn enqueue_pushed(
     let (plan, control, monitor) = (&program.plan, &cuda.control, &cuda.monitor);
     let recorded = main.is_capturing()?;
     if !recorded {
-        monitor.begin(epoch);
+        monitor.begin(epoch, true);
     }
     if trace.is_some() {
         pause(main, ENQUEUED)?;
@@ -285,8 +286,10 @@ fn enqueue_pushed(
         // kernel lets the copies go when every peer's kernel has begun. A flag is copied after its rows: nobody reads them
         // before.
         unsafe {
-            cuda.copies
-                .words(&[WordOp::Wait(go, 1), WordOp::Write(go, 0)])?;
+            // What the kernel waits for has deadlines. That the kernel runs has one only if the monitor knows that it should.
+            let begins = WordOp::Write(monitor.started(), epoch.raw());
+            let gate = [begins, WordOp::Wait(go, 1), WordOp::Write(go, 0)];
+            cuda.copies.words(&gate[usize::from(recorded)..])?;
             for push in plan.pushes() {
                 delay(&cuda.copies, members.rank, push.flag)?;
                 let offset = (push.rows.start * row_bytes) as u64;
@@ -305,7 +308,6 @@ fn enqueue_pushed(
         main.wait_for(&cuda.copies, &cuda.gathered)?;
     }
     if !recorded {
-        // The kernel has deadlines for all that it waits for; so the operation counts as begun when it is complete.
         let words = [monitor.started(), monitor.completed()];
         // SAFETY: the words live as long as the backend.
         unsafe { main.words(&words.map(|word| WordOp::Write(word, epoch.raw())))? };

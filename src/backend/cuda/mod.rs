@@ -4,7 +4,6 @@
 mod abi;
 mod driver;
 mod engine;
-mod forecast;
 mod kernel;
 mod memory;
 mod monitor;
@@ -29,7 +28,7 @@ use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::group::{Call, Group, Members, Options};
 use crate::matrix::Matrix;
-use crate::protocol::{Config, Epoch, Plan, Problem};
+use crate::protocol::{Config, Epoch, Plan, Problem, Transport};
 use crate::trace::Span;
 
 /// NVIDIA GPUs of the Hopper generation (H100, H200), a process each; several processes may share one.
@@ -43,6 +42,8 @@ pub struct Cuda {
     device: Arc<Device>,
     kernels: Kernels,
     tuned: tuned::Table,
+    /// A variable of the environment that makes streams wait for one another, if there is one.
+    queued_together: Option<&'static str>,
     control: Control,
     yard: Arc<Yard>,
     /// Where operations are put; the caller may replace it.
@@ -100,6 +101,7 @@ impl sealed::Backend for Cuda {
                 begun: Event::new(&device, false)?,
                 gathered: Event::new(&device, false)?,
                 handed_over: Event::new(&device, false)?,
+                queued_together: queued_together(),
                 tuned: tuned::Table::load(members.rank, &device.name, members.world)?,
                 kernels,
                 control,
@@ -137,12 +139,14 @@ impl sealed::Backend for Cuda {
         }
     }
 
-    fn default_config(&self, problem: &Problem) -> Result<Config> {
+    fn default_config(&self, problem: &Problem) -> Config {
         let multiprocessors = self.device.multiprocessors as usize;
-        let distinct = self.control.distinct_devices();
+        // Kernels that wait for one another must be able to run at the same time.
+        let pushes = self.control.distinct_devices() && self.queued_together.is_none();
         let measured = self.tuned.find(problem);
+        let measured = measured.filter(|m| pushes || m.config.transport == Transport::Pull);
         self.kernels
-            .default_config(multiprocessors, distinct, problem, measured)
+            .default_config(multiprocessors, problem, measured)
     }
 
     fn is_recording(&self, _members: &Members) -> Result<bool> {
@@ -151,6 +155,12 @@ impl sealed::Backend for Cuda {
     }
 
     fn prepare(&self, members: &Members, plan: Plan) -> Result<Program> {
+        if let (Transport::Push, Some(variable)) = (plan.config().transport, self.queued_together) {
+            return Err(Error::QueuedTogether {
+                rank: members.rank,
+                variable: variable.into(),
+            });
+        }
         // Whether there is such a kernel does not depend on the dtype.
         let dtype = crate::element::DType::Bf16;
         self.kernels
@@ -210,6 +220,18 @@ impl sealed::Backend for Cuda {
 
     fn synchronize(&self, members: &Members) -> Result<()> {
         self.wait_idle(members, &self.main())
+    }
+}
+
+/// Pushes wait on their stream for a kernel that is launched after them. With one of these the kernel would wait for them.
+fn queued_together() -> Option<&'static str> {
+    let value = |name| std::env::var(name).unwrap_or_default();
+    if value("CUDA_DEVICE_MAX_CONNECTIONS") == "1" {
+        Some("CUDA_DEVICE_MAX_CONNECTIONS=1")
+    } else if !["", "0"].contains(&&*value("CUDA_LAUNCH_BLOCKING")) {
+        Some("CUDA_LAUNCH_BLOCKING")
+    } else {
+        None
     }
 }
 

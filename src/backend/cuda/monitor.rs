@@ -4,7 +4,7 @@
 //! this thread looks at the oldest operation that is not complete; and once the group has failed, whoever
 //! noticed it, it writes what this rank's kernels and streams wait for, so that they run through.
 
-use std::sync::atomic::{AtomicU32, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -22,6 +22,9 @@ const PERIOD: Duration = Duration::from_millis(2);
 const GRACE: Duration = Duration::from_millis(500);
 /// How long an operation must have waited before it is asked whether its peers are still there.
 const LEFT_AFTER: Duration = Duration::from_millis(100);
+
+/// The most operations that are on the device at a time.
+pub const OUTSTANDING: usize = 64;
 
 /// The thread, and what the device reports to it.
 #[derive(Debug)]
@@ -47,6 +50,8 @@ struct Watch {
     snapshot: Pinned<FlagWords>,
     /// The last operation that was begun.
     begun: AtomicU32,
+    /// By epoch, modulo their number: whether the operation's rows are pushed.
+    pushed: [AtomicBool; OUTSTANDING],
     /// How often the ranks' streams have been aligned.
     alignments: AtomicU32,
     /// For the words that set the device free, behind nothing else.
@@ -76,6 +81,7 @@ impl Monitor {
             completed: Pinned::zeroed(device)?,
             snapshot: Pinned::zeroed(device)?,
             begun: AtomicU32::new(before),
+            pushed: [const { AtomicBool::new(false) }; OUTSTANDING],
             alignments: AtomicU32::new(0),
             rescue: Stream::new(device, Urgency::Rescue)?,
             closing: Mutex::new(false),
@@ -96,8 +102,10 @@ impl Monitor {
         })
     }
 
-    /// An operation is about to be put on the device.
-    pub fn begin(&self, epoch: Epoch) {
+    /// An operation is about to be put on the device. `pushed`: not its stream but its kernel waits for the peers.
+    pub fn begin(&self, epoch: Epoch, pushed: bool) {
+        let slot = epoch.raw() as usize % OUTSTANDING;
+        self.watch.pushed[slot].store(pushed, Ordering::Relaxed);
         self.watch.begun.store(epoch.raw(), Ordering::Release);
     }
 
@@ -185,12 +193,19 @@ impl Watch {
         }
     }
 
+    fn is_pushed(&self, epoch: Epoch) -> bool {
+        self.pushed[epoch.raw() as usize % OUTSTANDING].load(Ordering::Relaxed)
+    }
+
     fn someone_has_left(&self) -> bool {
         (0..self.world).any(|rank| self.witness.has_left(rank))
     }
 
     /// If operation `epoch` waits for a rank that has left, it waits in vain.
     fn blame_the_one_who_left(&self, epoch: Epoch) {
+        if self.is_pushed(epoch) {
+            return;
+        }
         let Ok(Some((awaited, seen))) = self.missing(epoch, false) else {
             return;
         };
@@ -249,6 +264,9 @@ impl Watch {
             what: format!("operation {} on its own GPU ({reason})", epoch.raw()),
             waited_ms: waited.as_millis() as u64,
         };
+        if self.is_pushed(epoch) {
+            return unknown("its kernel does not run".into());
+        }
         match self.missing(epoch, false) {
             Ok(Some((awaited, seen))) => self.late(awaited, epoch, seen, waited),
             Ok(None) => unknown("all peers have done their part".into()),

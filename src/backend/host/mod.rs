@@ -69,8 +69,8 @@ impl sealed::Backend for Host {
         // A mapping keeps a peer's memory for as long as it is needed.
     }
 
-    fn default_config(&self, problem: &Problem) -> Result<Config> {
-        Ok(Config {
+    fn default_config(&self, problem: &Problem) -> Config {
+        Config {
             tile_m: 128,
             tile_n: 256,
             // As much of K as keeps the widened tiles of both operands in a core's cache.
@@ -80,7 +80,7 @@ impl sealed::Backend for Host {
             group_m: 4,
             chunks: 4,
             transport: Transport::Pull,
-        })
+        }
     }
 
     fn is_recording(&self, _members: &Members) -> Result<bool> {
