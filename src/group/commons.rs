@@ -181,13 +181,15 @@ impl Commons {
         error
     }
 
+    /// The rank that reported the group's first failure, if there is one.
+    pub fn reporter(&self) -> Option<usize> {
+        (self.block().fault_by.load(Ordering::Relaxed) as usize).checked_sub(1)
+    }
+
     /// The group's first failure. Costs one load as long as there is none.
     pub fn fault(&self) -> Option<Error> {
         let block = self.block();
-        let by = block.fault_by.load(Ordering::Relaxed);
-        if by == 0 {
-            return None;
-        }
+        let by = self.reporter()?;
         // The reporter writes a few hundred bytes; if it was killed in between, that is the failure.
         let deadline = Instant::now() + Duration::from_millis(500);
         loop {
@@ -199,14 +201,14 @@ impl Commons {
                     .collect();
                 return Some(
                     serde_json::from_slice(&bytes).unwrap_or_else(|e| Error::Message {
-                        rank: by as usize - 1,
+                        rank: by,
                         reason: format!("its report of a failure: {e}"),
                     }),
                 );
             }
             if Instant::now() > deadline {
                 return Some(Error::RankLost {
-                    rank: by as usize - 1,
+                    rank: by,
                     noticed_by: self.rank,
                 });
             }

@@ -103,7 +103,7 @@ impl<B: Backend> Group<B> {
     /// Runs `f` as `world` ranks on as many threads, and returns their results by rank.
     ///
     /// # Errors
-    /// The first error that a rank returned. A rank that fails should return: the others then learn of it.
+    /// The error of the rank that failed first. A rank that fails should return: the others then learn of it.
     ///
     /// # Panics
     /// If `f` does on some rank, once all ranks have ended.

@@ -1,7 +1,6 @@
 //! Ranks as threads of one process.
 
 use std::os::unix::net::UnixStream;
-use std::sync::Mutex;
 
 use super::commons::Commons;
 use super::members::Members;
@@ -11,8 +10,8 @@ use crate::error::{Error, Result};
 use crate::memory::{Mapping, memfd};
 use crate::protocol::plan::MAX_WORLD;
 
-/// Runs `f` on `world` threads, each with its rank's group. Returns the results by rank, or the error of the
-/// lowest rank that failed on its own account.
+/// Runs `f` on `world` threads, each with its rank's group. Returns the results by rank, or the error of the rank that
+/// failed first.
 pub(super) fn run<B, T, E, F>(builder: &Builder<B>, world: usize, f: F) -> Result<Vec<T>, E>
 where
     B: Backend,
@@ -31,34 +30,27 @@ where
     let ends = connect(world)?;
     let memory =
         memfd(Commons::BYTES).map_err(Error::system(None, "allocate the group's shared memory"))?;
-    // The failure of one rank makes others fail after it: the first in time is the cause.
-    let first_failure = Mutex::new(None);
-    let results: Vec<Option<T>> = std::thread::scope(|scope| {
+    let commons = |rank| {
+        Mapping::shared(&memory, Commons::BYTES)
+            .map_err(Error::system(rank, "map the group's shared memory"))
+            .map(|memory| Commons::new(memory, rank, world))
+    };
+    // For the last look at what has happened.
+    let group = commons(0)?;
+    let results: Vec<Result<T, E>> = std::thread::scope(|scope| {
         let threads: Vec<_> = ends
             .into_iter()
             .enumerate()
             .map(|(rank, connections)| {
-                let (memory, first_failure, f) = (&memory, &first_failure, &f);
+                let (commons, f) = (&commons, &f);
                 scope.spawn(move || {
-                    let members = Mapping::shared(memory, Commons::BYTES)
-                        .map_err(Error::system(rank, "map the group's shared memory"))
-                        .and_then(|memory| {
-                            let commons = Commons::new(memory, rank, world);
-                            Members::new(rank, builder.timeout, true, commons, world, connections)
-                        });
-                    let result = members
+                    let members = commons(rank).and_then(|commons| {
+                        Members::new(rank, builder.timeout, true, commons, world, connections)
+                    });
+                    members
                         .and_then(|members| Group::open(members, builder))
                         .map_err(E::from)
-                        .and_then(f);
-                    match result {
-                        Ok(value) => Some(value),
-                        Err(error) => {
-                            if let Ok(mut first) = first_failure.lock() {
-                                first.get_or_insert(error);
-                            }
-                            None
-                        }
-                    }
+                        .and_then(f)
                 })
             })
             .collect();
@@ -70,10 +62,28 @@ where
             })
             .collect()
     });
-    let failure = first_failure.into_inner().unwrap_or_default();
-    match failure {
-        Some(error) => Err(error),
-        None => Ok(results.into_iter().flatten().collect()),
+    let mut values = Vec::new();
+    let mut errors = Vec::new();
+    for (rank, result) in results.into_iter().enumerate() {
+        match result {
+            Ok(value) => values.push(value),
+            Err(error) => errors.push((rank, error)),
+        }
+    }
+    // The failure of one rank makes others fail after it. So first comes a rank that left while another waited for it,
+    // then the one that reported the group's failure.
+    let left = match group.fault() {
+        Some(Error::RankLeft { rank, .. }) => Some(rank),
+        _ => None,
+    };
+    let first = [left, group.reporter()]
+        .into_iter()
+        .flatten()
+        .find_map(|rank| errors.iter().position(|(failed, _)| *failed == rank))
+        .unwrap_or(0);
+    match errors.into_iter().nth(first) {
+        Some((_, error)) => Err(error),
+        None => Ok(values),
     }
 }
 
@@ -86,4 +96,48 @@ fn connect(world: usize) -> Result<Vec<Vec<UnixStream>>> {
         ends.push(vec![theirs]);
     }
     Ok(ends)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::backend::Host;
+
+    const LATE: Duration = Duration::from_millis(300);
+
+    #[test]
+    fn a_rank_that_left_for_a_reason_of_its_own_is_the_first_to_fail() {
+        let error = Group::<Host>::threads(
+            3,
+            |group| -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+                if group.rank() == 1 {
+                    drop(group);
+                    std::thread::sleep(LATE);
+                    return Err("its own reason".into());
+                }
+                Ok(group.barrier()?)
+            },
+        );
+        assert_eq!(error.unwrap_err().to_string(), "its own reason");
+    }
+
+    #[test]
+    fn the_rank_that_reports_a_failure_comes_before_those_that_learn_of_it() {
+        let error = Group::<Host>::threads(3, |group| match group.rank() {
+            0 => Ok(()),
+            1 => {
+                let result = group.barrier();
+                std::thread::sleep(LATE);
+                result
+            }
+            _ => loop {
+                group.inner.members.check()?;
+                std::thread::yield_now();
+            },
+        });
+        let error = error.unwrap_err();
+        assert!(matches!(error, Error::RankLeft { rank: 0, .. }), "{error}");
+    }
 }
