@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use gemmesh::protocol::drive::{self, CopyThread};
 use gemmesh::protocol::flag::Wait;
 use gemmesh::protocol::primitive::AtomicUsize;
-use gemmesh::protocol::{Awaited, Epoch, Flag, FlagBlock, Plan, Problem, Pull};
+use gemmesh::protocol::{Awaited, Epoch, Flag, FlagBlock, Plan, Problem, Pull, Push};
 use gemmesh::{Config, Transport};
 use loom::cell::UnsafeCell;
 use loom::model::Builder;
@@ -116,6 +116,16 @@ impl World {
         let Ok(()) = drive::gather(&self.plans[rank], epoch, &mut engine);
     }
 
+    fn push(&self, rank: usize, epoch: Epoch) {
+        let from = &self.ranks[rank].rows;
+        let copy = |push: &Push| {
+            for row in push.rows.clone() {
+                self.ranks[push.peer].rows[row].write(from[row].read());
+            }
+        };
+        let Ok(()) = drive::push(&self.plans[rank], epoch, &self.blocks(), self, copy);
+    }
+
     /// Takes tiles and looks at their rows. Returns how many it has taken.
     fn multiply(&self, rank: usize, epoch: Epoch, next: &AtomicUsize) -> usize {
         let Rank { chunk, rows, .. } = &self.ranks[rank];
@@ -131,22 +141,42 @@ impl World {
     }
 
     /// The life of the copy thread of `rank`, which is told to begin and tells that it has ended.
-    fn copy(&self, rank: usize, begin: &Receiver<Epoch>, ended: &Sender<()>, operations: usize) {
-        for _ in 0..operations {
-            self.gather(rank, begin.recv().unwrap());
+    fn copy(&self, rank: usize, begin: &Receiver<Epoch>, ended: &Sender<()>, ways: &[Way]) {
+        for way in ways {
+            let epoch = begin.recv().unwrap();
+            match way {
+                Way::Pull => self.gather(rank, epoch),
+                Way::Push => self.push(rank, epoch),
+            }
             ended.send(()).unwrap();
         }
     }
 
     /// One operation of `rank`, as the host backend does it.
-    fn operate(&self, rank: usize, epoch: Epoch, begin: &Sender<Epoch>, ended: &Receiver<()>) {
+    fn operate(
+        &self,
+        rank: usize,
+        epoch: Epoch,
+        way: Way,
+        begin: &Sender<Epoch>,
+        ended: &Receiver<()>,
+    ) {
         self.announce(rank, epoch);
         begin.send(epoch).unwrap();
         let tiles = self.multiply(rank, epoch, &AtomicUsize::new(0));
         assert_eq!(tiles, self.plans[rank].tiles().len());
         ended.recv().unwrap();
-        self.await_done(rank, epoch);
+        if way == Way::Pull {
+            self.await_done(rank, epoch);
+        }
     }
+}
+
+/// Who moves rows in an operation.
+#[derive(Clone, Copy, PartialEq)]
+enum Way {
+    Pull,
+    Push,
 }
 
 /// Two threads that wait can give way to each other for ever, in ever new orders. After as many failed looks as
@@ -221,7 +251,7 @@ fn explore(preemptions: Option<usize>, model: impl Fn() + Send + Sync + 'static)
 }
 
 /// Two ranks, two chunks a shard, three epochs. The orders are explored from the operation `explored` on.
-fn two_ranks(explored: usize, patience: i32) {
+fn two_ranks(ways: [Way; 3], explored: usize, patience: i32) {
     // The middle of three tiles straddles the shards: on each rank it needs a chunk and own rows.
     let plans = plans(&[3, 3], 2);
     assert!(plans.iter().all(|plan| plan.pulls().len() == 2));
@@ -231,7 +261,7 @@ fn two_ranks(explored: usize, patience: i32) {
         let rank = |rank: usize| {
             let ((begin, begun), (end, ended)) = (channel(), channel());
             let copied = world.clone();
-            let copier = spawn(move || copied.copy(rank, &begun, &end, EPOCHS.len()));
+            let copier = spawn(move || copied.copy(rank, &begun, &end, &ways));
             let world = world.clone();
             move || {
                 for (index, epoch) in EPOCHS.into_iter().enumerate() {
@@ -239,7 +269,7 @@ fn two_ranks(explored: usize, patience: i32) {
                         world.patience.store(patience, Ordering::Relaxed);
                         loom::explore();
                     }
-                    world.operate(rank, epoch, &begin, &ended);
+                    world.operate(rank, epoch, ways[index], &begin, &ended);
                 }
                 copier.join().unwrap();
             }
@@ -253,17 +283,27 @@ fn two_ranks(explored: usize, patience: i32) {
 
 #[test]
 fn two_ranks_see_each_others_rows_in_the_first_operation() {
-    two_ranks(0, 6);
+    two_ranks([Way::Pull; 3], 0, 6);
 }
 
 #[test]
 fn two_ranks_see_each_others_new_rows_in_the_next_operation() {
-    two_ranks(1, 6);
+    two_ranks([Way::Pull; 3], 1, 6);
 }
 
 #[test]
 fn two_ranks_see_each_others_new_rows_across_the_wrap() {
-    two_ranks(2, 7);
+    two_ranks([Way::Pull; 3], 2, 7);
+}
+
+#[test]
+fn pushed_rows_are_seen_and_not_overwritten_under_tiles() {
+    two_ranks([Way::Push; 3], 1, 6);
+}
+
+#[test]
+fn rows_may_be_pushed_after_pulls_and_pulled_after_pushes() {
+    two_ranks([Way::Pull, Way::Push, Way::Pull], 1, 6);
 }
 
 /// Rank 0 owns all rows, and overwrites them as soon as rank 1, which gathers and multiplies, has pulled them.
@@ -274,7 +314,7 @@ fn one_direction(epochs: &'static [Epoch], preemptions: Option<usize>, patience:
         let world = Arc::new(World::new(&plans, epochs[0], patience));
         let ((begin, begun), (end, ended)) = (channel(), channel());
         let copied = world.clone();
-        let copier = spawn(move || copied.copy(1, &begun, &end, epochs.len()));
+        let copier = spawn(move || copied.copy(1, &begun, &end, &vec![Way::Pull; epochs.len()]));
         let multiplied = world.clone();
         let worker = spawn(move || {
             for &epoch in epochs {

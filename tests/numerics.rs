@@ -176,6 +176,11 @@ impl<T: Element> Placed<T> {
     }
 }
 
+/// Every other one is pushed.
+fn transport(seed: u64) -> Transport {
+    [Transport::Pull, Transport::Push][seed as usize / 2 % 2]
+}
+
 fn config(tile_m: usize, tile_n: usize, tile_k: usize, group_m: usize, chunks: usize) -> Config {
     Config {
         tile_m,
@@ -315,8 +320,9 @@ fn random_problems_cut_up_at_random_are_right() {
             n: rng.random_range(1..70),
             k: rng.random_range(1..150),
             bias: rng.random_bool(0.5),
-            config: rng.random_bool(0.8).then(|| {
-                config(
+            config: rng.random_bool(0.8).then(|| Config {
+                transport: transport(seed),
+                ..config(
                     rng.random_range(1..50),
                     rng.random_range(1..50),
                     rng.random_range(1..170),
@@ -441,7 +447,10 @@ fn a_hundred_orders_of_arrival_give_the_same_bits_as_gathering_first() {
                 group.barrier()?;
                 gemmesh::testing::delay_chunks(Some(seed));
                 placed.poison()?;
-                placed.fused(case.config)?;
+                placed.fused(case.config.map(|config| Config {
+                    transport: transport(seed),
+                    ..config
+                }))?;
                 let (gathered, out) = placed.read()?;
                 assert_eq!(bits(&gathered), bits(&a), "seed {seed}");
                 assert_eq!(bits(&out), bits(&expected), "seed {seed}");

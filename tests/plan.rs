@@ -514,6 +514,36 @@ fn a_copy_thread_waits_for_its_source_and_signals_its_own_chunks_and_its_sources
 }
 
 #[test]
+fn a_push_waits_for_its_peer_and_signals_the_peers_chunk_after_its_rows() {
+    let plan = Plan::new(Problem::with_rows(&[2, 3, 1], 4, 1, 1).unwrap(), CONFIG).unwrap();
+    let before = Epoch::FIRST.previous();
+    let blocks = blocks(3, 4, before);
+    let waits = Waits::default();
+    let mut pushed = Vec::new();
+    let Ok(()) = drive::push(&plan, Epoch::FIRST, &borrowed(&blocks), &waits, |push| {
+        let arrived = values(&blocks[push.peer][2]);
+        assert_eq!(arrived[push.flag], before.raw(), "signalled too early");
+        pushed.push(push.clone());
+    });
+    assert_eq!(pushed, plan.pushes());
+    assert_eq!(
+        pushed.iter().map(|push| push.peer).collect::<Vec<_>>(),
+        [0, 0, 2, 2]
+    );
+    let ready = |peer: usize| {
+        let flag: *const Flag = &blocks[1][0][peer];
+        (flag, Epoch::FIRST, Awaited::Ready { source: peer })
+    };
+    assert_eq!(waits.0.take(), [ready(0), ready(0), ready(2), ready(2)]);
+    // Rank 0 numbers rank 1's chunks first, rank 2 after those of rank 0.
+    let arrived = [[1, 1, 0, 0], [0; 4], [0, 1, 1, 0]];
+    for (rank, [ready, done, chunk]) in blocks.iter().enumerate() {
+        assert_eq!((values(ready), values(done)), (vec![0; 3], vec![0; 3]));
+        assert_eq!(values(chunk), arrived[rank], "rank {rank}");
+    }
+}
+
+#[test]
 fn a_flag_that_no_plan_used_for_half_the_epochs_is_not_taken_for_arrived() {
     // A plan with one chunk flag; the second flag is written in the first operation only.
     let plan = Plan::new(Problem::balanced(2, 1, 1, 0, 2).unwrap(), CONFIG).unwrap();

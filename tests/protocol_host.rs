@@ -28,7 +28,7 @@ fn value(row: usize, operation: usize) -> bf16 {
 
 /// Overwrites the own rows, multiplies them with a matrix of which every product is the row's number, and looks
 /// at every row of the result and of the gathered matrix.
-fn operations(group: &Group<Host>, count: usize) -> Result<(), Error> {
+fn operations(group: &Group<Host>, count: usize, ways: &[Transport]) -> Result<(), Error> {
     let mut a = group.sharded::<bf16>(M, K)?;
     let b = group.upload(&[bf16::ONE, bf16::ZERO].repeat(5), 5, K)?;
     let mut out = group.zeros(M, 5)?;
@@ -39,7 +39,10 @@ fn operations(group: &Group<Host>, count: usize) -> Result<(), Error> {
             .collect();
         a.shard_mut().copy_from_host(&rows)?;
         AllGatherMatmul::new()
-            .config(CONFIG)
+            .config(Config {
+                transport: ways[operation % ways.len()],
+                ..CONFIG
+            })
             .run(&a, &b, &mut out)?;
         for (row, columns) in out.to_vec()?.chunks(5).enumerate() {
             assert_eq!(columns, [value(row, operation); 5], "operation {operation}");
@@ -62,14 +65,56 @@ fn group(first_epoch: u32) -> Builder<Host> {
 #[test]
 fn the_first_operation_waits_for_rows_whatever_its_number() -> Result<(), Error> {
     for first in [0, 1, 2, 1 << 28, 1 << 31, u32::MAX - 1, u32::MAX] {
-        group(first).threads(WORLD, |group| operations(&group, 1))?;
+        for way in [Transport::Pull, Transport::Push] {
+            group(first).threads(WORLD, |group| operations(&group, 1, &[way]))?;
+        }
     }
     Ok(())
 }
 
 #[test]
 fn own_rows_are_not_overwritten_before_every_peer_has_pulled_them() -> Result<(), Error> {
-    group(u32::MAX - 30).threads(WORLD, |group| operations(&group, 60))?;
+    group(u32::MAX - 30).threads(WORLD, |group| operations(&group, 60, &[Transport::Pull]))?;
+    Ok(())
+}
+
+#[test]
+fn gathered_rows_are_not_overwritten_before_their_rank_is_ready() -> Result<(), Error> {
+    group(u32::MAX - 30).threads(WORLD, |group| operations(&group, 60, &[Transport::Push]))?;
+    Ok(())
+}
+
+#[test]
+fn rows_may_move_one_way_now_and_another_then() -> Result<(), Error> {
+    use Transport::{Pull, Push, Store};
+    let ways = [Pull, Push, Push, Pull, Pull, Store, Push];
+    group(u32::MAX - 30).threads(WORLD, |group| operations(&group, 60, &ways))?;
+    Ok(())
+}
+
+#[test]
+fn ranks_that_cut_pushed_rows_differently_are_told() -> Result<(), Error> {
+    Group::<Host>::threads(2, |group| {
+        let a = group.sharded::<bf16>(M, K)?;
+        let b = group.zeros(5, K)?;
+        let mut out = group.zeros(M, 5)?;
+        let config = |chunks, transport| Config {
+            chunks,
+            transport,
+            ..CONFIG
+        };
+        // How rows are pulled is each rank's own affair.
+        let pulled = AllGatherMatmul::new().config(config(1 + group.rank(), Transport::Pull));
+        pulled.run(&a, &b, &mut out)?;
+        let pushed = AllGatherMatmul::new().config(config(1 + group.rank(), Transport::Push));
+        let error = pushed.run(&a, &b, &mut out).and_then(|()| group.barrier());
+        let error = error.unwrap_err();
+        assert!(
+            matches!(error.cause(), Error::CallMismatch { .. }),
+            "{error}"
+        );
+        Ok(())
+    })?;
     Ok(())
 }
 

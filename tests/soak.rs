@@ -61,6 +61,8 @@ fn alone() -> MutexGuard<'static, ()> {
 }
 
 const WORLD: usize = 3;
+/// Stores are pushes here.
+const TRANSPORTS: [Transport; 3] = [Transport::Pull, Transport::Push, Transport::Store];
 /// How many different contents a matrix has in turn, so that rows of an earlier operation are wrong ones.
 const VERSIONS: usize = 3;
 
@@ -99,7 +101,7 @@ impl<T: Element> Item<T> {
             cluster: 1,
             group_m: random.random_range(1..4),
             chunks: random.random_range(1..6),
-            transport: Transport::Pull,
+            transport: TRANSPORTS[random.random_range(0..TRANSPORTS.len())],
         });
         let weights = [random.random_range(1..12), random.random_range(1..12)];
         let weights = weights.into_iter().map(|n| {

@@ -18,7 +18,7 @@ pub use host::delay_chunks as host_delay_chunks;
 use crate::element::DType;
 use crate::error::Result;
 use crate::group::{Call, Members, Options};
-use crate::protocol::{Config, Epoch, Plan, Problem};
+use crate::protocol::{Config, Epoch, Plan, Problem, Transport};
 use crate::trace::Span;
 
 /// A way to run the protocol: [`Host`] on any machine, `Cuda` on NVIDIA GPUs (feature `cuda`).
@@ -46,6 +46,12 @@ pub enum Part {
 impl Part {
     pub fn gathers(self) -> bool {
         matches!(self, Part::Fused | Part::Gather | Part::Unordered)
+    }
+
+    /// Whether this rank pushes its rows instead of pulling the others'. What refreshes flags pulls whatever its plan
+    /// says: no flag of pulls comes to look like the future because rows were pushed for too long.
+    pub fn pushes(self, plan: &Plan, epoch: Epoch) -> bool {
+        self == Part::Fused && plan.config().transport != Transport::Pull && !epoch.refreshes()
     }
 
     pub fn multiplies(self) -> bool {
@@ -80,8 +86,6 @@ pub(crate) mod sealed {
     pub trait Backend: Sized + Send + Sync + 'static {
         /// As in error messages and results.
         const NAME: &'static str;
-        /// Whether rows are pushed where a configuration says so; else they are always pulled.
-        const PUSHES: bool;
         /// K must be a multiple of this.
         const K_MULTIPLE: usize;
         /// Memory that every rank of the group maps.
@@ -148,5 +152,32 @@ pub(crate) mod sealed {
 
         /// Returns when everything that was begun is complete.
         fn synchronize(&self, members: &Members) -> Result<()>;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_operation_that_refreshes_flags_pulls() {
+        for transport in [Transport::Pull, Transport::Push, Transport::Store] {
+            let config = Config {
+                tile_m: 1,
+                tile_n: 1,
+                tile_k: 1,
+                stages: 1,
+                cluster: 1,
+                group_m: 1,
+                chunks: 1,
+                transport,
+            };
+            let problem = Problem::balanced(4, 1, 1, 0, 2).unwrap();
+            let plan = Plan::new(problem, config).unwrap();
+            let pushes = |epoch| Part::Fused.pushes(&plan, Epoch::from_raw(epoch));
+            assert_eq!(pushes(1), transport != Transport::Pull);
+            assert!(!pushes(0) && !pushes(Epoch::REFRESH));
+            assert!(!Part::Gather.pushes(&plan, Epoch::FIRST));
+        }
     }
 }

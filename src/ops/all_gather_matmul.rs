@@ -206,11 +206,11 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     ) -> Result<()> {
         self.check(a, product.as_ref().map(|(b, out)| [*b, &**out]))?;
         let (problem, config) = (self.plan().problem(), self.plan().config());
-        let pushes = part == Part::Fused && B::PUSHES && config.transport != Transport::Pull;
+        let pushes = part == Part::Fused && config.transport != Transport::Pull;
         if pushes && trace.is_none() && a.group().is_recording()? {
-            // It runs when the graph does, and has no number among those that run now.
+            // It runs when the graph does, and has no number among those that run now: any will do.
             let group = a.group();
-            return group.exclusively(|epoch| self.launch(part, epoch, a, product, None));
+            return group.exclusively(|_| self.launch(part, Epoch::FIRST, a, product, None));
         }
         let operation = Operation {
             name: match part {

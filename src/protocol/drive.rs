@@ -5,7 +5,7 @@
 
 use super::epoch::Epoch;
 use super::flag::{Awaited, Flag, FlagBlock, Wait};
-use super::plan::{Plan, Pull, Tile};
+use super::plan::{Plan, Pull, Push, Tile};
 use super::primitive::{AtomicUsize, Ordering};
 
 /// The steps of a gather, as a copy engine does them, one after the other.
@@ -70,7 +70,26 @@ pub fn take<'p>(plan: &'p Plan, next: &AtomicUsize) -> Option<(usize, &'p Tile)>
     plan.tiles().get(index).map(|tile| (index, tile))
 }
 
-/// Says to every peer that this rank's own rows are final.
+/// Writes this rank's rows into every peer's memory, peer by peer in ring order, a flag after each chunk: the gather of the
+/// peers, done by the owner. `copy` moves the bytes of a push.
+pub fn push<W: Wait>(
+    plan: &Plan,
+    epoch: Epoch,
+    blocks: &[FlagBlock],
+    waiter: &W,
+    mut copy: impl FnMut(&Push),
+) -> Result<(), W::Error> {
+    let ready = blocks[plan.problem().rank()].ready;
+    for push in plan.pushes() {
+        let (peer, flag) = (push.peer, push.flag);
+        waiter.wait(&ready[peer], epoch, Awaited::Ready { source: peer })?;
+        copy(push);
+        blocks[peer].chunk[flag].signal(epoch);
+    }
+    Ok(())
+}
+
+/// Says to every peer that this rank's own rows are final, and that those it gathered may be overwritten.
 pub fn announce(rank: usize, epoch: Epoch, blocks: &[FlagBlock]) {
     for (_, block) in peers(rank, blocks) {
         block.ready[rank].signal(epoch);

@@ -37,11 +37,11 @@ impl Flag {
 /// The flags in one rank's symmetric memory. Only that rank polls them.
 #[derive(Clone, Copy, Debug)]
 pub struct FlagBlock<'a> {
-    /// `ready[p]`, written by rank p: p's own rows are final and may be pulled.
+    /// `ready[p]`, written by rank p: p's own rows are final and may be pulled, and its gathered rows may be overwritten.
     pub ready: &'a [Flag],
     /// `done[p]`, written by rank p: p has pulled this rank's rows.
     pub done: &'a [Flag],
-    /// `chunk[f]`, written by this rank's copy engine: pull f of the plan has arrived.
+    /// `chunk[f]`, written by this rank's copy engine, or by the owner's that pushes: pull f of the plan has arrived.
     pub chunk: &'a [Flag],
 }
 
@@ -50,7 +50,7 @@ pub struct FlagBlock<'a> {
 pub enum Awaited {
     /// `ready[source]`
     Ready {
-        /// The rank whose rows are to be pulled.
+        /// The rank whose rows are to be pulled, or that they are to be pushed to.
         source: usize,
     },
     /// `chunk[flag]`
@@ -71,7 +71,7 @@ impl Awaited {
     /// In words: what should have come, and what was seen instead.
     pub fn describe(self, epoch: Epoch, seen: u32) -> String {
         let what = match self {
-            Awaited::Ready { source } => format!("word that rank {source}'s rows are final"),
+            Awaited::Ready { source } => format!("word that rank {source} is ready"),
             Awaited::Chunk { source, flag } => format!("chunk {flag} (rows of rank {source})"),
             Awaited::Done { peer } => format!("word that rank {peer} has pulled the rows"),
         };

@@ -109,14 +109,14 @@ pub fn balanced_rows(m: usize, world: usize) -> Vec<usize> {
 /// Who moves the rows of another rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Transport {
-    /// The copy engine of the rank that needs them. The only one of the host backend, which does the same whatever is
-    /// chosen. On GPUs the only one that needs no kernel of another rank to run; an operation can't be captured in a graph.
+    /// The copy engine of the rank that needs them. On GPUs the only one that needs no kernel of another rank to run; an
+    /// operation can't be captured in a graph.
     Pull,
     /// The copy engine of the rank that owns them. As all ranks' kernels must run at the same time, operations of several
     /// groups on the same GPUs must be in the same order on every rank.
     Push,
     /// The kernel of the rank that owns them, by stores of warps that have nothing else to do: meant for shards so small
-    /// that a copy engine's start counts. Kernels as for [`Transport::Push`].
+    /// that a copy engine's start counts. Kernels as for [`Transport::Push`], which it is on the host backend.
     Store,
 }
 

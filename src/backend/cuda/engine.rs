@@ -127,7 +127,7 @@ pub fn run(
         if part == Part::Copies {
             return copy_all(cuda, &program.plan, &operands, &main);
         }
-        if pushes(&program.plan, part) {
+        if part.pushes(&program.plan, epoch) {
             let Some(launch) = launch else { return Ok(()) };
             return enqueue_pushed(
                 cuda, members, program, epoch, &operands, &main, launch, trace,
@@ -147,11 +147,6 @@ pub fn run(
     };
     // The operation has its number: if this rank does not do it, the peers wait for it in vain and must hear.
     begin().map_err(|error| members.fail(error))
-}
-
-/// Whether rows are pushed and not pulled. Only a fused operation has a kernel to say when.
-fn pushes(plan: &Plan, part: Part) -> bool {
-    part == Part::Fused && plan.config().transport != Transport::Pull
 }
 
 /// Waits until the device's queues have room for another operation. They are bounded, and a driver that waits for room
@@ -501,7 +496,7 @@ impl Launch {
             b: layout(b, problem.n(), problem.k()),
             out: layout(out, problem.m(), problem.n()),
         };
-        let pushed = pushes(plan, part);
+        let pushed = part.pushes(plan, epoch);
         let entries = plan.tiles().len();
         let mut clusters = cuda.device.multiprocessors as usize / instance.cluster;
         // CTAs without tiles are good for pushing only.

@@ -71,7 +71,6 @@ impl Backend for Cuda {}
 
 impl sealed::Backend for Cuda {
     const NAME: &'static str = "cuda";
-    const PUSHES: bool = true;
     const K_MULTIPLE: usize = 8;
     type Symmetric = Symmetric;
     type Buffer = Buffer;

@@ -49,6 +49,7 @@ pub fn run(
         bias: operands.bias.map(|bias| bias.as_ptr().cast_const()),
         out: operands.out.map(|out| out.as_ptr()),
     };
+    let pushes = part.pushes(plan, epoch);
     let recorder = Recorder(trace.map(Mutex::new));
     let row_bytes = plan.problem().k() * size_of::<u16>();
 
@@ -81,6 +82,23 @@ pub fn run(
             copy,
         };
         drive::gather(plan, epoch, &mut engine)
+    };
+
+    let push = || {
+        drive::push(plan, epoch, blocks, members, |push| {
+            delay(push.peer, push.flag, epoch);
+            let offset = push.rows.start * row_bytes;
+            // SAFETY: as above, from the other side. The own rows are the caller's, who waits for this. Nobody reads the
+            // peer's before this push's flag is released, nor tiles of an earlier operation any more, for the peer's
+            // `ready` has been acquired.
+            unsafe {
+                std::ptr::copy_nonoverlapping(
+                    a.own().add(offset),
+                    a.of(push.peer).add(offset),
+                    push.rows.len() * row_bytes,
+                );
+            }
+        })
     };
 
     let next = AtomicUsize::new(0);
@@ -126,6 +144,7 @@ pub fn run(
     let failure = Mutex::new(None);
     host.crew.run(&|role| {
         let result = match role {
+            Role::Copier if pushes => push(),
             Role::Copier if part.gathers() => copy(),
             Role::Worker(worker) if part.multiplies() => multiply(worker),
             _ => Ok(()),
@@ -139,7 +158,8 @@ pub fn run(
     if let Some(error) = failure {
         return Err(error);
     }
-    if part.gathers() {
+    // What was pushed is on its way no more; what is pulled, the peers must say.
+    if part.gathers() && !pushes {
         drive::await_done(rank, epoch, blocks, members)?;
     }
     Ok(())

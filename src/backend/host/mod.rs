@@ -37,7 +37,6 @@ impl Backend for Host {}
 
 impl sealed::Backend for Host {
     const NAME: &'static str = "host";
-    const PUSHES: bool = false;
     const K_MULTIPLE: usize = 1;
     type Symmetric = Symmetric;
     type Buffer = Mapping;
