@@ -16,7 +16,7 @@ use rand::rngs::StdRng;
 use support::numbers::{Reference, bits, nan, normal, rng};
 
 /// What this process holds of the system, as far as it is ours.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Holdings {
     descriptors: usize,
     mappings: usize,
@@ -38,29 +38,48 @@ impl Holdings {
         }
     }
 
-    /// Workers end on their own after their group has gone.
+    /// Looks until it is as expected: workers end on their own after their group has gone, and a thread has no name
+    /// before it has run.
     #[track_caller]
-    fn assert_again(&self) {
+    fn until(as_expected: impl Fn(&Holdings) -> bool) -> Holdings {
         let begin = Instant::now();
         loop {
             let now = Holdings::now();
-            if now == *self {
-                return;
+            if as_expected(&now) {
+                return now;
             }
-            let waited = begin.elapsed();
-            assert!(waited < Duration::from_secs(5), "{self:?} became {now:?}");
+            assert!(begin.elapsed() < Duration::from_secs(5), "{now:?} remain");
             std::thread::sleep(Duration::from_millis(5));
         }
     }
 }
 
-/// Holdings are the whole process's: one test at a time.
-fn alone() -> MutexGuard<'static, ()> {
-    static TURN: Mutex<()> = Mutex::new(());
-    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+/// A test's turn: holdings are the whole process's.
+struct Alone {
+    before: Holdings,
+    _turn: MutexGuard<'static, ()>,
+}
+
+impl Alone {
+    /// Waits for the turn, and for what the test before has left to end.
+    #[track_caller]
+    fn now() -> Alone {
+        static TURN: Mutex<()> = Mutex::new(());
+        Alone {
+            _turn: TURN.lock().unwrap_or_else(PoisonError::into_inner),
+            before: Holdings::until(|now| (now.mappings, now.threads) == (0, 0)),
+        }
+    }
+
+    /// Panics unless nothing is held that was not held before.
+    #[track_caller]
+    fn assert_nothing_is_left(self) {
+        Holdings::until(|now| *now == self.before);
+    }
 }
 
 const WORLD: usize = 3;
+const WORKERS: usize = 2;
 /// Stores are pushes here.
 const TRANSPORTS: [Transport; 3] = [Transport::Pull, Transport::Push, Transport::Store];
 /// How many different contents a matrix has in turn, so that rows of an earlier operation are wrong ones.
@@ -192,13 +211,11 @@ impl<T: Element> Item<T> {
 /// Does `count` random operations, the first of which has number `first_epoch`.
 #[track_caller]
 fn soak(first_epoch: u32, count: usize) {
-    let _alone = alone();
-    let before = Holdings::now();
-    assert_eq!((before.mappings, before.threads), (0, 0));
+    let alone = Alone::now();
     let steady = Mutex::new(None);
     Builder::<Host>::new()
         .first_epoch(first_epoch)
-        .workers(2)
+        .workers(WORKERS)
         .timeout(Duration::from_secs(20))
         .threads(WORLD, |group| {
             let mut random = rng(first_epoch.into());
@@ -212,9 +229,10 @@ fn soak(first_epoch: u32, count: usize) {
                 if number == count / 10 || number == count - 1 {
                     group.barrier()?;
                     if group.rank() == 0 {
-                        let now = Holdings::now();
+                        // Of each rank a watcher, a copier and the workers.
+                        let now = Holdings::until(|now| now.threads == WORLD * (2 + WORKERS));
                         let mut steady = steady.lock().unwrap();
-                        assert_eq!(*steady.get_or_insert(now), Holdings::now());
+                        assert_eq!(*steady.get_or_insert(now), now);
                     }
                     group.barrier()?;
                 }
@@ -237,7 +255,7 @@ fn soak(first_epoch: u32, count: usize) {
             Ok::<(), Error>(())
         })
         .unwrap();
-    before.assert_again();
+    alone.assert_nothing_is_left();
 }
 
 #[test]
@@ -253,7 +271,7 @@ fn random_operations_across_the_refresh_of_the_flags_are_right_and_leak_nothing(
 
 #[test]
 fn the_operation_that_refreshes_the_flags_waits_for_its_rows_as_any_other() {
-    let _alone = alone();
+    let alone = Alone::now();
     for seed in 0..20 {
         gemmesh::testing::delay_chunks(Some(seed));
         Builder::<Host>::new()
@@ -265,13 +283,12 @@ fn the_operation_that_refreshes_the_flags_waits_for_its_rows_as_any_other() {
             .unwrap();
     }
     gemmesh::testing::delay_chunks(None);
+    alone.assert_nothing_is_left();
 }
 
 #[test]
 fn groups_that_have_gone_leave_no_descriptor_mapping_or_thread() {
-    let _alone = alone();
-    let before = Holdings::now();
-    assert_eq!((before.mappings, before.threads), (0, 0));
+    let alone = Alone::now();
     for number in 0..100 {
         let threads =
             |group: Group<Host>| Item::<bf16>::new(&group, number)?.operate(&mut rng(number));
@@ -290,13 +307,12 @@ fn groups_that_have_gone_leave_no_descriptor_mapping_or_thread() {
             }
         });
     }
-    before.assert_again();
+    alone.assert_nothing_is_left();
 }
 
 #[test]
 fn groups_that_have_failed_leave_no_descriptor_mapping_or_thread() {
-    let _alone = alone();
-    let before = Holdings::now();
+    let alone = Alone::now();
     for number in 0..50 {
         let error = Group::<Host>::threads(WORLD, |group| {
             let mut item = Item::<bf16>::new(&group, number)?;
@@ -316,5 +332,5 @@ fn groups_that_have_failed_leave_no_descriptor_mapping_or_thread() {
             _ => assert!(matches!(error, Error::RankLeft { .. }), "{error}"),
         }
     }
-    before.assert_again();
+    alone.assert_nothing_is_left();
 }
