@@ -3,18 +3,23 @@
 
 use std::ffi::OsString;
 use std::io;
-use std::os::unix::process::CommandExt;
+use std::os::fd::OwnedFd;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use super::env;
+use rustix::event::{PollFd, PollFlags};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+use super::{env, wire};
 use crate::error::{Error, Result};
 use crate::protocol::plan::MAX_WORLD;
 
 /// How long the other ranks have to report their own view of a failure before they are killed.
 const GRACE: Duration = Duration::from_millis(1500);
-const POLL: Duration = Duration::from_millis(5);
+/// Nothing but an end wakes the launcher, so the pause between looks can be long.
+const PAUSE: Duration = Duration::from_secs(3600);
 
 /// Whether a launcher, [`launch`] or any that [`Group::from_env`](crate::Group::from_env) knows, has started
 /// this process as a rank.
@@ -88,11 +93,8 @@ impl Launch {
             });
         }
         let address = unique_address();
-        let mut ranks = Ranks(Vec::new());
-        for rank in 0..self.world {
-            ranks.0.push(self.start(rank, &address)?);
-        }
-        ranks.wait()
+        let ranks = (0..self.world).map(|rank| self.start(rank, &address));
+        wait(ranks.collect::<Result<_>>()?)
     }
 
     fn start(&self, rank: usize, address: &str) -> Result<Rank> {
@@ -120,14 +122,23 @@ impl Launch {
                 Ok(())
             });
         }
-        let process = command
+        let mut process = command
             .spawn()
             .map_err(Error::system(rank, "start a process of this program"))?;
-        Ok(Rank {
-            rank,
-            process,
-            ended: None,
-        })
+        match pidfd_open(Pid::from_child(&process), PidfdFlags::empty()) {
+            Ok(end) => Ok(Rank {
+                rank,
+                process,
+                end,
+                ended: None,
+            }),
+            Err(error) => {
+                // Fails if it has ended already.
+                let _ = process.kill();
+                let _ = process.wait();
+                Err(Error::system(rank, "watch its process")(error.into()))
+            }
+        }
     }
 }
 
@@ -142,65 +153,75 @@ pub(super) fn unique_address() -> String {
     format!("{time:x}.{launch}/{}", std::process::id())
 }
 
+/// A process, which does not outlive this value.
 struct Rank {
     rank: usize,
     process: Child,
+    /// Readable once the process has ended.
+    end: OwnedFd,
     ended: Option<ExitStatus>,
 }
 
 impl Rank {
-    fn poll(&mut self) -> Result<Option<ExitStatus>> {
-        if self.ended.is_none() {
-            self.ended = self
-                .process
-                .try_wait()
-                .map_err(Error::system(self.rank, "wait for its process"))?;
+    /// Looks whether it has ended, and says how if it had not at the last look.
+    fn look(&mut self) -> Result<Option<ExitStatus>> {
+        if self.ended.is_some() {
+            return Ok(None);
         }
+        self.ended = self
+            .process
+            .try_wait()
+            .map_err(Error::system(self.rank, "wait for its process"))?;
         Ok(self.ended)
     }
 }
 
-/// The processes; none outlives this value.
-struct Ranks(Vec<Rank>);
-
-impl Ranks {
-    fn wait(mut self) -> Result<()> {
-        let mut failure: Option<(Error, Instant)> = None;
-        loop {
-            let mut running = false;
-            for rank in &mut self.0 {
-                let was_running = rank.ended.is_none();
-                match rank.poll()? {
-                    None => running = true,
-                    Some(status) if was_running && !status.success() && failure.is_none() => {
-                        let error = Error::RankFailed {
-                            rank: rank.rank,
-                            status: status.to_string(),
-                        };
-                        failure = Some((error, Instant::now()));
-                    }
-                    Some(_) => {}
-                }
-            }
-            match &failure {
-                Some((_, since)) if !running || since.elapsed() >= GRACE => break,
-                None if !running => break,
-                _ => std::thread::sleep(POLL),
-            }
+impl Drop for Rank {
+    fn drop(&mut self) {
+        if self.ended.is_none() {
+            // Fails if it has ended meanwhile.
+            let _ = self.process.kill();
+            let _ = self.process.wait();
         }
-        drop(self);
-        failure.map_or(Ok(()), |(error, _)| Err(error))
     }
 }
 
-impl Drop for Ranks {
-    fn drop(&mut self) {
-        for rank in &mut self.0 {
-            if !matches!(rank.poll(), Ok(Some(_))) {
-                // Fails if it has ended meanwhile.
-                let _ = rank.process.kill();
-                let _ = rank.process.wait();
-            }
+/// Waits until all have ended, or one has failed and the others have had time to say what they know of it.
+fn wait(mut ranks: Vec<Rank>) -> Result<()> {
+    let mut failure: Option<(Error, Instant)> = None;
+    loop {
+        let mut failed = Vec::new();
+        for rank in &mut ranks {
+            failed.extend(
+                rank.look()?
+                    .filter(|status| !status.success())
+                    .map(|status| (rank.rank, status)),
+            );
         }
+        // Of those that failed since the last look, one that was killed did not fail on account of another.
+        let first = failed
+            .iter()
+            .find(|(_, status)| status.signal().is_some())
+            .or(failed.first());
+        if let (None, Some((rank, status))) = (&failure, first) {
+            let error = Error::RankFailed {
+                rank: *rank,
+                status: status.to_string(),
+            };
+            failure = Some((error, Instant::now()));
+        }
+        let left = match &failure {
+            Some((_, since)) => GRACE.saturating_sub(since.elapsed()),
+            None => PAUSE,
+        };
+        let running = ranks.iter().filter(|rank| rank.ended.is_none());
+        let mut ends: Vec<PollFd> = running
+            .map(|rank| PollFd::new(&rank.end, PollFlags::IN))
+            .collect();
+        if ends.is_empty() || left.is_zero() {
+            drop(ranks);
+            return failure.map_or(Ok(()), |(error, _)| Err(error));
+        }
+        wire::poll(&mut ends, left).map_err(Error::system(None, "wait for the ranks"))?;
     }
 }
