@@ -5,6 +5,7 @@
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
 use std::ptr::NonNull;
 
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
@@ -96,17 +97,55 @@ pub(crate) fn memfd(bytes: usize) -> io::Result<OwnedFd> {
 }
 
 /// Linux promises more memory than there is and ends processes when they use it; so ask first.
-fn require_available(bytes: usize) -> io::Result<()> {
-    let available = fs::read_to_string("/proc/meminfo")
+pub(crate) fn require_available(bytes: usize) -> io::Result<()> {
+    let machine = fs::read_to_string("/proc/meminfo")
         .ok()
         .and_then(|text| meminfo_bytes(&text, "MemAvailable"));
-    match available {
-        Some(available) if bytes as u64 > available => Err(io::Error::new(
-            io::ErrorKind::OutOfMemory,
-            format!("{available} bytes are available on this machine"),
-        )),
-        _ => Ok(()),
+    let limits = [
+        (machine, "on this machine"),
+        (control_group(), "to this process's control group"),
+    ];
+    for (available, to) in limits {
+        if let Some(available) = available.filter(|&available| bytes as u64 > available) {
+            return Err(io::Error::new(
+                io::ErrorKind::OutOfMemory,
+                format!("{available} bytes are available {to}, where {bytes} are needed in all"),
+            ));
+        }
     }
+    Ok(())
+}
+
+/// What the limits of this process's control group and those around it leave, if there are any. A container's is one.
+fn control_group() -> Option<u64> {
+    let groups = fs::read_to_string("/proc/self/cgroup").ok()?;
+    let path = groups.lines().find_map(|line| line.strip_prefix("0::/"))?;
+    let read = |directory: &Path, name| -> Option<u64> {
+        let text = fs::read_to_string(directory.join(name)).ok()?;
+        // "max" is no limit.
+        text.trim().parse().ok()
+    };
+    let root = Path::new("/sys/fs/cgroup");
+    let directory = root.join(path);
+    directory
+        .ancestors()
+        .take_while(|directory| directory.starts_with(root))
+        .filter_map(|directory| {
+            let limit = read(directory, "memory.max")?;
+            let used = read(directory, "memory.current")?;
+            let cached = fs::read_to_string(directory.join("memory.stat")).ok()?;
+            // Pages of files make room for others, and shared memory is not among these.
+            let cached = |name| stat(&cached, name).unwrap_or(0);
+            let cached = cached("active_file") + cached("inactive_file");
+            Some(limit.saturating_sub(used.saturating_sub(cached)))
+        })
+        .min()
+}
+
+/// A number of a control group's statistics.
+fn stat(text: &str, name: &str) -> Option<u64> {
+    let mut lines = text.lines().filter_map(|line| line.split_once(' '));
+    lines.find(|(key, _)| *key == name)?.1.parse().ok()
 }
 
 fn meminfo_bytes(text: &str, field: &str) -> Option<u64> {
@@ -130,6 +169,13 @@ mod tests {
         let text = "MemTotal:       100 kB\nMemAvailable:   24 kB\n";
         assert_eq!(meminfo_bytes(text, "MemAvailable"), Some(24 * 1024));
         assert_eq!(meminfo_bytes(text, "Missing"), None);
+    }
+
+    #[test]
+    fn a_statistic_is_found_by_its_whole_name() {
+        let text = "anon 1\ninactive_file 20\nactive_file 3\n";
+        assert_eq!(stat(text, "active_file"), Some(3));
+        assert_eq!(stat(text, "file"), None);
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 
 use crate::error::{Error, Result};
 use crate::group::{Call, Members};
-use crate::memory::{Mapping, memfd};
+use crate::memory::{Mapping, memfd, require_available};
 use crate::protocol::plan::{MAX_FLAGS, MAX_WORLD};
 use crate::protocol::{Epoch, Flag, FlagBlock};
 
@@ -26,6 +26,14 @@ impl Symmetric {
         initialise: impl FnOnce(*mut u8),
     ) -> Result<Symmetric> {
         let rank = members.rank;
+        // All ranks take theirs from one machine: nobody begins unless it has room for all.
+        let room = if rank == 0 {
+            require_available(bytes.saturating_mul(members.world))
+        } else {
+            Ok(())
+        };
+        let room = room.map_err(out_of_memory(rank, bytes));
+        members.exchange(call, room.map(|()| (Vec::new(), None)))?;
         let allocate = || -> io::Result<OwnedFd> {
             let fd = memfd(bytes)?;
             initialise(Mapping::shared(&fd, bytes)?.as_ptr());
