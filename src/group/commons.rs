@@ -318,7 +318,7 @@ impl Commons {
         let posted =
             |posts: &[Post; POSTS]| posts[slot].stamp.load(Ordering::Acquire) == stamp(epoch);
         // The majority is known once all have called; a rank that is late is not waited for long.
-        let deadline = Instant::now() + Duration::from_millis(200);
+        let deadline = Instant::now() + Duration::from_secs(1);
         while !self.block().posts[..self.world].iter().all(posted) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
         }

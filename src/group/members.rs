@@ -22,6 +22,9 @@ const GRACE: Duration = Duration::from_millis(500);
 /// A rank that waits says so more often than this, even on a busy machine.
 const FRESH: Duration = Duration::from_millis(250);
 
+/// More than what stands around a rank's message among those of all.
+const OVERHEAD: usize = 4096;
+
 /// A call that all ranks make together, as far as they must agree on it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Call {
@@ -267,6 +270,15 @@ impl Members {
         fd: Option<BorrowedFd>,
     ) -> Result<Gathered> {
         self.check()?;
+        let longest = MAX_FRAME / self.world - OVERHEAD;
+        if payload.len() > longest {
+            return Err(self.fail(Error::Limit {
+                what: format!("bytes that rank {} sends to all", self.rank),
+                value: payload.len(),
+                min: 0,
+                max: longest,
+            }));
+        }
         let connections = self
             .connections
             .lock()

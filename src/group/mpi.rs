@@ -12,7 +12,8 @@ use crate::error::{Error, Result};
 const ADDRESS_BYTES: usize = 64;
 
 impl<B: Backend> Builder<B> {
-    /// Joins the group of the ranks of `communicator`, which must all run on this host. Collective.
+    /// Joins the group of the ranks of `communicator`, which must all run on this host. Collective: rank 0 tells the others
+    /// an address in a broadcast, for which MPI has no deadline. What follows has the builder's.
     ///
     /// # Errors
     /// As [`Builder::connect`].
@@ -28,10 +29,7 @@ impl<B: Backend> Builder<B> {
             .process_at_rank(0)
             .broadcast_into(&mut address[..]);
         let address = String::from_utf8_lossy(&address);
-        let group = self.connect(rank, world, address.trim());
-        // MPI's own operations hang when a rank is missing; so all hear of a failure here.
-        communicator.barrier();
-        group
+        self.connect(rank, world, address.trim())
     }
 
     /// Joins the group of all ranks that mpirun started. MPI must be initialised, and stay so for as

@@ -38,25 +38,28 @@ where
     // For the last look at what has happened.
     let group = commons(0)?;
     let results: Vec<Result<T, E>> = std::thread::scope(|scope| {
-        let threads: Vec<_> = ends
-            .into_iter()
-            .enumerate()
-            .map(|(rank, connections)| {
-                let (commons, f) = (&commons, &f);
-                scope.spawn(move || {
-                    let members = commons(rank).and_then(|commons| {
-                        Members::new(rank, builder.timeout, true, commons, world, connections)
-                    });
-                    members
-                        .and_then(|members| Group::open(members, builder))
-                        .map_err(E::from)
-                        .and_then(f)
-                })
+        let start = |rank, connections| {
+            let (commons, f) = (&commons, &f);
+            std::thread::Builder::new().spawn_scoped(scope, move || {
+                let members = commons(rank).and_then(|commons| {
+                    Members::new(rank, builder.timeout, true, commons, world, connections)
+                });
+                members
+                    .and_then(|members| Group::open(members, builder))
+                    .map_err(E::from)
+                    .and_then(f)
             })
-            .collect();
+        };
+        let started = ends.into_iter().enumerate().map(|(rank, connections)| {
+            start(rank, connections).map_err(|error| {
+                // The others need not wait for it.
+                group.fail(Error::system(rank, "start a thread")(error))
+            })
+        });
+        let threads: Vec<_> = started.collect();
         threads
             .into_iter()
-            .map(|thread| match thread.join() {
+            .map(|thread| match thread?.join() {
                 Ok(result) => result,
                 Err(panic) => std::panic::resume_unwind(panic),
             })

@@ -79,13 +79,15 @@ impl Timeline {
                 &colour(trace.rank),
                 HPos::Left,
             )?;
-            for (index, &lane) in band.lanes.iter().enumerate() {
+            for &lane in &band.lanes {
                 let (height, gap) = band.size(lane);
                 let name = match lane {
                     Lane::Copy => "copies".to_string(),
                     Lane::Worker(index) if !band.thin => format!("worker {index}"),
                     // The first stands for all.
-                    Lane::Worker(_) if index <= 1 => format!("{} SMs", band.workers()),
+                    _ if band.lanes.iter().find(|lane| **lane != Lane::Copy) == Some(&lane) => {
+                        format!("{} workers", band.workers())
+                    }
                     Lane::Worker(_) => String::new(),
                 };
                 let named = (LEFT - 8, y + height.max(12) / 2);
