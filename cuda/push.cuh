@@ -44,7 +44,10 @@ __device__ inline void announce(const GemmeshParams& params, uint32_t epoch, uin
     for (uint32_t peer = lane; peer < exchange.world; peer += 32) {
         ready = ready && await(params, &own->ready[peer], epoch, GEMMESH_READY, peer);
     }
-    if (__all_sync(~0u, ready) && lane == 0) {
+    const bool all_ready = __all_sync(~0u, ready);
+    // A vote orders no memory: what the lanes have acquired comes before what lane 0 releases.
+    __syncwarp();
+    if (all_ready && lane == 0) {
         exchange.turn->current = epoch;
         ptx::st_release_sys(&exchange.turn->go, 1);
     }
@@ -97,6 +100,7 @@ __device__ inline void push(const GemmeshParams& params, uint32_t epoch, uint32_
                 ready = await(params, word, epoch, GEMMESH_READY, piece.peer);
             }
             if (!__all_sync(~0u, ready)) return;
+            __syncwarp();
             ready_peer = piece.peer;
         }
 

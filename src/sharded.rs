@@ -73,8 +73,11 @@ impl<B: Backend, T: Element> ShardedMatrix<B, T> {
             values.len(),
         )?;
         self.group.synchronize()?;
-        let backend = &self.group.inner().backend;
-        backend.read_symmetric(&mut self.memory, 0, bytemuck::cast_slice_mut(values))
+        let inner = self.group.inner();
+        let values = bytemuck::cast_slice_mut(values);
+        inner.backend.read_symmetric(&mut self.memory, 0, values)?;
+        // A peer whose operation has failed meanwhile may have written to the rows of others.
+        inner.members.check()
     }
 
     /// A copy of the whole matrix, as this rank has it after an operation, row by row.

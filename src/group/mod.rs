@@ -32,6 +32,9 @@ use crate::sharded::ShardedMatrix;
 /// How long a rank waits for another before it gives up, unless the builder says otherwise.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// Any longer one is for ever, and still a time that can be added to another.
+const LONGEST_TIMEOUT: Duration = Duration::from_secs(1 << 32);
+
 /// How many prepared plans a group keeps for the short calls.
 const KEPT_PROGRAMS: usize = 64;
 
@@ -79,6 +82,8 @@ struct State<B: Backend> {
     /// How many sharded matrices the group has made.
     matrices: u32,
     programs: HashMap<(Problem, Option<Config>), Arc<B::Program>>,
+    /// What graphs run.
+    recorded: Vec<Arc<B::Program>>,
 }
 
 impl<B: Backend> Group<B> {
@@ -128,6 +133,7 @@ impl<B: Backend> Group<B> {
                     epoch: builder.first_epoch,
                     matrices: 0,
                     programs: HashMap::new(),
+                    recorded: Vec::new(),
                 }),
             }),
         })
@@ -154,7 +160,7 @@ impl<B: Backend> Group<B> {
     /// Sends `bytes` to every rank and returns what each sent, by rank. For small things: it goes through rank 0.
     ///
     /// # Errors
-    /// The group's failure.
+    /// [`Error::Limit`] if a rank sends more than its part of 256 MiB; the group's failure.
     pub fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         self.gather_bytes(&Call::AllGatherBytes, bytes)
     }
@@ -300,6 +306,14 @@ impl<B: Backend> Group<B> {
         Ok(program)
     }
 
+    /// Keeps what a graph runs for as long as the group lives.
+    pub(crate) fn keep_recorded(&self, program: &Arc<B::Program>) {
+        let recorded = &mut self.state().recorded;
+        if !recorded.iter().any(|kept| Arc::ptr_eq(kept, program)) {
+            recorded.push(program.clone());
+        }
+    }
+
     /// Begins a collective operation: no other begins on this rank before `run` returns.
     pub(crate) fn operate<R>(
         &self,
@@ -404,7 +418,7 @@ impl<B: Backend> Builder<B> {
     /// How long a rank waits for another, in any call, before it gives up. [`DEFAULT_TIMEOUT`] if not given.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = timeout;
+        self.timeout = timeout.min(LONGEST_TIMEOUT);
         self
     }
 

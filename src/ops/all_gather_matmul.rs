@@ -210,6 +210,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         if pushes && trace.is_none() && a.group().is_recording()? {
             // It runs when the graph does, and has no number among those that run now: any will do.
             let group = a.group();
+            group.keep_recorded(&self.program);
             return group.exclusively(|_| self.launch(part, Epoch::FIRST, a, product, None));
         }
         let operation = Operation {

@@ -113,7 +113,9 @@ pub enum Transport {
     /// operation can't be captured in a graph.
     Pull,
     /// The copy engine of the rank that owns them. As all ranks' kernels must run at the same time, operations of several
-    /// groups on the same GPUs must be in the same order on every rank.
+    /// groups on the same GPUs, and other kernels that wait for other GPUs such as NCCL's, must be in the same order on
+    /// every rank. When an operation fails, a rank may write to its peers before they are ready: the gathered rows of
+    /// operations before may be lost too.
     Push,
     /// The kernel of the rank that owns them, by stores of warps that have nothing else to do: meant for shards so small
     /// that a copy engine's start counts. Kernels as for [`Transport::Push`], which it is on the host backend.

@@ -145,8 +145,11 @@ pub fn run(
             trace,
         )
     };
-    // The operation has its number: if this rank does not do it, the peers wait for it in vain and must hear.
-    begin().map_err(|error| members.fail(error))
+    begin().map_err(|error| {
+        // If an operation has its number, and this rank does not do it, the peers wait for it in vain and must hear.
+        let numbered = part.gathers() && !matches!(cuda.main().is_capturing(), Ok(true));
+        if numbered { members.fail(error) } else { error }
+    })
 }
 
 /// Waits until the device's queues have room for another operation. They are bounded, and a driver that waits for room
@@ -220,11 +223,12 @@ fn enqueue(
         drive::gather(plan, epoch, &mut copies)?;
         copies.flush()?;
     }
-    if part == Part::Gather {
-        main.wait_for(&cuda.copies, &cuda.gathered)?;
-    }
     if let Some(launch) = &launch {
         launch.launch(main)?;
+    }
+    // The tiles of a fused operation have waited for every copy.
+    if part.gathers() && part != Part::Fused {
+        main.wait_for(&cuda.copies, &cuda.gathered)?;
     }
     if part.gathers() {
         // Own rows are free again when every peer has pulled them; then the operation is complete.
@@ -404,9 +408,13 @@ impl CopyEngine for Copies<'_> {
 
     fn refresh(&mut self, epoch: Epoch) -> Result<()> {
         let first = self.cuda.control.chunk(0);
+        let main = self.cuda.main();
         self.flush()?;
-        // SAFETY: the chunk flags are as many words, which only this stream writes.
-        unsafe { self.cuda.copies.fill(first, epoch.raw(), MAX_FLAGS) }
+        // Ahead of the operation's kernel: a fill may run as one, and find no room beside a kernel that waits for it.
+        // SAFETY: the chunk flags are as many words. The copy stream, which else writes them, has ended what came before,
+        // for the main stream has waited for it, and goes on after this.
+        unsafe { main.fill(first, epoch.raw(), MAX_FLAGS)? };
+        self.cuda.copies.wait_for(&main, &self.cuda.begun)
     }
 
     fn wait_ready(&mut self, source: usize, epoch: Epoch) -> Result<()> {
