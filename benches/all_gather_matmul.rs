@@ -17,8 +17,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use clap::builder::RangedU64ValueParser;
 use clap::{Parser, ValueEnum};
-use common::{Case, Check};
+use common::{Case, Check, Failure};
 use gemmesh::{
     AllGatherMatmul, Backend, Config, Element, Error, Group, Host, Prepared, Result, Transport,
     bf16, f16, launch,
@@ -81,7 +82,7 @@ struct Args {
     #[arg(long, value_enum)]
     transport: Option<TransportName>,
     /// Rounds that count.
-    #[arg(long, default_value_t = 20)]
+    #[arg(long, default_value_t = 20, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     iters: usize,
     /// Rounds before them.
     #[arg(long, default_value_t = 2)]
@@ -162,7 +163,7 @@ const LARGE: [[usize; 3]; 9] = [
 fn main() -> ExitCode {
     let args = Args::parse();
     let result = match (launch::is_rank(), args.backend, args.dtype) {
-        (false, ..) => launch::launch(args.ranks),
+        (false, ..) => launch::launch(args.ranks).map_err(Failure::from),
         (true, BackendName::Host, DTypeName::Bf16) => run::<Host, bf16>(&args),
         (true, BackendName::Host, DTypeName::F16) => run::<Host, f16>(&args),
         #[cfg(feature = "cuda")]
@@ -187,11 +188,8 @@ trait Timed: Backend {
 
     /// Appends the fastest configuration for a shape to a file.
     #[cfg(feature = "cuda")]
-    fn tune<T: Element>(group: &Group<Self>, _: [usize; 3], _: &Path) -> Result<()> {
-        Err(Error::Message {
-            rank: group.rank(),
-            reason: format!("--tune: the {} backend has nothing to tune", Self::NAME),
-        })
+    fn tune<T: Element>(_: &Group<Self>, _: [usize; 3], _: &Path) -> Result<(), Failure> {
+        Err(Failure::Usage("--tune: this backend has nothing to tune"))
     }
 }
 
@@ -220,6 +218,7 @@ impl Timed for Host {
             json: json!({
                 "matmul_us": times.matmul, "gather_us": times.gather,
                 "sequential_us": times.sequential, "fused_us": times.fused, "ideal_us": times.ideal,
+                "fused_to_sequential": times.fused_to_sequential,
             }),
             baseline: ("gather then matmul", times.sequential),
             fused: times.fused,
@@ -256,7 +255,11 @@ impl Timed for gemmesh::Cuda {
         })
     }
 
-    fn tune<T: Element>(group: &Group<Self>, [m, n, k]: [usize; 3], path: &Path) -> Result<()> {
+    fn tune<T: Element>(
+        group: &Group<Self>,
+        [m, n, k]: [usize; 3],
+        path: &Path,
+    ) -> Result<(), Failure> {
         let mut case = Case::<Self, T>::random(group, m, n, k)?;
         let (config, time) = cuda::fastest(group, &mut case)?;
         let prepared = AllGatherMatmul::new().config(config).prepare(&case.a, n)?;
@@ -281,11 +284,11 @@ impl Timed for gemmesh::Cuda {
         let (gpu, world) = (group.device_name(), group.world_size());
         let line = format!("{gpu}\t{world}\t{fields}\t{transport:?}\t{time:.1}");
         println!("{line}");
-        append(path, &line)
+        Ok(append(path, &line)?)
     }
 }
 
-fn run<B: Timed, T: Element>(args: &Args) -> Result<()> {
+fn run<B: Timed, T: Element>(args: &Args) -> Result<(), Failure> {
     let group = Group::<B>::from_env()?;
     let [m, n, k] = B::DEFAULT_SHAPE;
     let one = [[
@@ -309,7 +312,11 @@ fn run<B: Timed, T: Element>(args: &Args) -> Result<()> {
     Ok(())
 }
 
-fn bench<B: Timed, T: Element>(args: &Args, group: &Group<B>, shape: [usize; 3]) -> Result<()> {
+fn bench<B: Timed, T: Element>(
+    args: &Args,
+    group: &Group<B>,
+    shape: [usize; 3],
+) -> Result<(), Failure> {
     let [m, n, k] = shape;
     let mut case = Case::<B, T>::random(group, m, n, k)?;
 
@@ -349,7 +356,7 @@ fn bench<B: Timed, T: Element>(args: &Args, group: &Group<B>, shape: [usize; 3])
             timeline.write_chrome(path.with_extension("json"))?;
         }
     }
-    group.barrier()
+    Ok(group.barrier()?)
 }
 
 /// Runs a product on poisoned memory and compares it with float64, on every rank.
@@ -357,48 +364,23 @@ fn verify<B: Backend, T: Element>(
     group: &Group<B>,
     prepared: &Prepared<B, T>,
     case: &mut Case<B, T>,
-) -> Result<Check> {
-    let ([n, k], rank) = (case.b.shape(), group.rank());
+) -> Result<Check, Failure> {
+    let [n, k] = case.b.shape();
     case.poison()?;
     group.barrier()?;
     prepared.run(&case.a, &case.b, &mut case.out)?;
-    let check = case.check(rows_to_check(n, k))?;
-    if !check.ok() {
-        return Err(Error::Message {
-            rank,
-            reason: format!("a wrong result, not timed: {check:?}"),
-        });
+    let check = case.check(rows_to_check(n, k))?.everywhere(group)?;
+    if check.ok() {
+        Ok(check)
+    } else {
+        Err(Failure::Wrong(check))
     }
-    everywhere(group, check)
 }
 
 /// All rows if that takes seconds, else as many as do.
 fn rows_to_check(n: usize, k: usize) -> usize {
     const PRODUCTS: usize = 1 << 33;
     (PRODUCTS / (n * k)).max(16)
-}
-
-/// The worst of all ranks' checks.
-fn everywhere<B: Backend>(group: &Group<B>, check: Check) -> Result<Check> {
-    let message = |rank, e: serde_json::Error| Error::Message {
-        rank,
-        reason: e.to_string(),
-    };
-    let bytes = serde_json::to_vec(&check).map_err(|e| message(group.rank(), e))?;
-    let mut worst = check;
-    for (rank, bytes) in group.all_gather_bytes(&bytes)?.iter().enumerate() {
-        let other: Check = serde_json::from_slice(bytes).map_err(|e| message(rank, e))?;
-        // A NaN, which JSON has no word for, would not get here.
-        worst.elements += if rank == group.rank() {
-            0
-        } else {
-            other.elements
-        };
-        worst.max_abs_err = worst.max_abs_err.max(other.max_abs_err);
-        worst.max_rel_err = worst.max_rel_err.max(other.max_rel_err);
-        worst.worst = worst.worst.max(other.worst);
-    }
-    Ok(worst)
 }
 
 fn progress<B: Backend>(group: &Group<B>, rounds: usize) -> ProgressBar {
@@ -432,6 +414,9 @@ fn report<B: Timed, T: Element>(
     println!("{}", common::table(&timing.rows));
     let (name, baseline) = timing.baseline;
     println!("\n{name} / fused: {:.3}", baseline / timing.fused);
+    if let Some(ratio) = timing.json["fused_to_sequential"].as_f64() {
+        println!("fused / gather then matmul, median over the rounds: {ratio:.3}");
+    }
     println!("fused / ideal: {:.3}", timing.fused / timing.ideal);
     let Some(path) = &args.json else {
         return Ok(());
@@ -441,7 +426,7 @@ fn report<B: Timed, T: Element>(
         "op": "all_gather_matmul", "backend": B::NAME, "world": world, "m": m, "n": n, "k": k,
         "dtype": T::DTYPE.to_string(), "max_rel_err": check.max_rel_err,
         "max_abs_err": check.max_abs_err, "ok": check.ok(), "commit": commit(),
-        "config": format!("{config:?}"), "unix_time": unix_time(),
+        "config": format!("{config:?}"), "iters": args.iters, "unix_time": unix_time(),
     });
     for fields in [&problem, &timing.json] {
         line.extend(

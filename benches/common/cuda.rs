@@ -522,7 +522,7 @@ pub fn measure<T: Element>(
         let _ = driver::stream::destroy(side);
         let _ = driver::event::destroy(joined);
     }
-    let medians = common::medians(group, &samples)?;
+    let medians = common::medians(&common::slowest(group, &samples)?);
     let [
         cublaslt,
         matmul,
@@ -534,7 +534,7 @@ pub fn measure<T: Element>(
         replayed,
         ideal,
     ] = medians;
-    let [host] = common::medians(group, &host)?;
+    let [host] = common::medians(&common::slowest(group, &host)?);
     Ok(Times {
         cublaslt,
         matmul,
@@ -574,14 +574,14 @@ pub fn fastest<T: Element>(group: &Group<Cuda>, case: &mut Case<Cuda, T>) -> Res
         let prepared = AllGatherMatmul::new().config(config).prepare(&case.a, n)?;
         let mut run = || course.time(|| prepared.run(&case.a, &case.b, &mut case.out));
         run()?;
-        let [first] = common::medians(group, &[[run()?]])?;
+        let [first] = common::medians(&common::slowest(group, &[[run()?]])?);
         if first > HOPELESS * best {
             return Ok(first);
         }
         let samples: Vec<[f64; 1]> = (0..ROUNDS)
             .map(|_| run().map(|time| [time]))
             .collect::<Result<_>>()?;
-        let [median] = common::medians(group, &samples)?;
+        let [median] = common::medians(&common::slowest(group, &samples)?);
         Ok(median)
     };
     let mut best = (default, time(default, f64::INFINITY)?);

@@ -1,17 +1,17 @@
 //! What the benchmark and the quickstart share: random problems, the float64 check, and timing.
 
+use std::fmt::{Display, Formatter};
 use std::process::ExitCode;
 use std::time::Instant;
 
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
 use gemm::Parallelism;
-use gemmesh::{Backend, Element, Group, Matrix, Prepared, Result, ShardedMatrix};
+use gemmesh::{Backend, Element, Error, Group, Matrix, Prepared, Result, ShardedMatrix};
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::StandardNormal;
 use rayon::prelude::*;
-use serde::{Deserialize, Serialize};
 
 /// Normally distributed elements, the same for the same seed on every machine.
 pub fn random<T: Element>(count: usize, seed: u64) -> Vec<T> {
@@ -41,7 +41,7 @@ pub fn sample_rows(m: usize, count: usize, seed: u64) -> Vec<usize> {
 }
 
 /// How far an output is from the float64 product.
-#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Check {
     /// Elements that were compared.
     pub elements: usize,
@@ -57,6 +57,34 @@ impl Check {
     pub fn ok(&self) -> bool {
         self.elements > 0 && self.worst <= 1.0
     }
+
+    /// All ranks' checks in one, on every rank. Collective.
+    pub fn everywhere<B: Backend>(self, group: &Group<B>) -> Result<Check> {
+        let fields = [
+            self.elements as f64,
+            self.max_abs_err,
+            self.max_rel_err,
+            self.worst,
+        ];
+        let ranks = group.all_gather_bytes(fields.map(f64::to_le_bytes).as_flattened())?;
+        let mut all = Check::default();
+        for bytes in ranks {
+            let field = |index: usize| {
+                let bytes = bytes[index * size_of::<f64>()..].first_chunk();
+                bytes.map_or(f64::NAN, |bytes| f64::from_le_bytes(*bytes))
+            };
+            all.elements += field(0) as usize;
+            all.max_abs_err = worse(field(1), all.max_abs_err);
+            all.max_rel_err = worse(field(2), all.max_rel_err);
+            all.worst = worse(field(3), all.worst);
+        }
+        Ok(all)
+    }
+}
+
+/// The larger, or NaN if one is, which `f64::max` would pass over.
+fn worse(x: f64, y: f64) -> f64 {
+    if x.is_nan() || x > y { x } else { y }
 }
 
 /// Compares the given rows of `out` [M, N] with the float64 product of `a` [M, K] and `b` [N, K].
@@ -66,8 +94,6 @@ impl Check {
 pub fn check<T: Element>(a: &[T], b: &[T], out: &[T], n: usize, k: usize, rows: &[usize]) -> Check {
     const ROWS: usize = 64;
     const COLUMNS: usize = 512;
-    // `f64::max` would pass over a NaN.
-    let worse = |x: f64, y: f64| if x.is_nan() || x > y { x } else { y };
     let blocks: Vec<(&[usize], usize)> = rows
         .chunks(ROWS)
         .flat_map(|rows| (0..n).step_by(COLUMNS).map(move |column| (rows, column)))
@@ -200,6 +226,8 @@ pub struct Times {
     pub sequential: f64,
     pub fused: f64,
     pub ideal: f64,
+    /// The median over the rounds of fused / sequential.
+    pub fused_to_sequential: f64,
 }
 
 impl Times {
@@ -214,7 +242,7 @@ impl Times {
     }
 }
 
-/// Times all variants, alternating, `iterations` times after `warmup`; `progress` is called after each round.
+/// Times all variants, alternating, every other round backwards, `iterations` times after `warmup`; `progress` is called after each round.
 pub fn measure<B: Backend, T: Element>(
     group: &Group<B>,
     prepared: &Prepared<B, T>,
@@ -227,7 +255,11 @@ pub fn measure<B: Backend, T: Element>(
     let mut samples: Vec<[f64; 5]> = Vec::new();
     for round in 0..warmup + iterations {
         let mut times = [0.0; 5];
-        for (variant, time) in times.iter_mut().enumerate() {
+        let mut variants: [usize; 5] = std::array::from_fn(|variant| variant);
+        if round % 2 == 1 {
+            variants.reverse();
+        }
+        for variant in variants {
             group.barrier()?;
             let begin = Instant::now();
             match variant {
@@ -241,28 +273,32 @@ pub fn measure<B: Backend, T: Element>(
                 _ => prepared.run_unordered(a, b, out)?,
             }
             group.synchronize()?;
-            *time = begin.elapsed().as_secs_f64() * 1e6;
+            times[variant] = begin.elapsed().as_secs_f64() * 1e6;
         }
         if round >= warmup {
             samples.push(times);
         }
         progress();
     }
-    let [matmul, gather, sequential, fused, ideal] = medians(group, &samples)?;
+    let rounds = slowest(group, &samples)?;
+    let [matmul, gather, sequential, fused, ideal] = medians(&rounds);
+    let ratios: Vec<[f64; 1]> = rounds.iter().map(|times| [times[3] / times[2]]).collect();
+    let [fused_to_sequential] = medians(&ratios);
     Ok(Times {
         matmul,
         gather,
         sequential,
         fused,
         ideal,
+        fused_to_sequential,
     })
 }
 
-/// The median of each column, over the runs, of the slowest rank's times. Collective.
-pub fn medians<B: Backend, const N: usize>(
+/// The times of the slowest rank in each run. Collective.
+pub fn slowest<B: Backend, const N: usize>(
     group: &Group<B>,
     samples: &[[f64; N]],
-) -> Result<[f64; N]> {
+) -> Result<Vec<[f64; N]>> {
     let bytes: Vec<u8> = samples
         .as_flattened()
         .iter()
@@ -276,11 +312,19 @@ pub fn medians<B: Backend, const N: usize>(
             .map(|bytes| f64::from_le_bytes(*bytes))
             .fold(0.0, f64::max)
     };
-    Ok(std::array::from_fn(|column| {
-        let mut times: Vec<f64> = (0..samples.len()).map(|run| slowest(run, column)).collect();
+    let runs = 0..samples.len();
+    Ok(runs
+        .map(|run| std::array::from_fn(|column| slowest(run, column)))
+        .collect())
+}
+
+/// The median of each column over the runs, of which there is one at least.
+pub fn medians<const N: usize>(runs: &[[f64; N]]) -> [f64; N] {
+    std::array::from_fn(|column| {
+        let mut times: Vec<f64> = runs.iter().map(|run| run[column]).collect();
         times.sort_by(f64::total_cmp);
         times[times.len() / 2]
-    }))
+    })
 }
 
 /// Names and times, as a table.
@@ -297,8 +341,35 @@ pub fn table(rows: &[(&str, f64)]) -> Table {
     table
 }
 
+/// Why a run has no figures.
+#[derive(Debug)]
+pub enum Failure {
+    Gemmesh(Error),
+    /// The result was compared with float64.
+    Wrong(Check),
+    /// The arguments ask for what there is not.
+    #[allow(dead_code)]
+    Usage(&'static str),
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Failure {
+        Failure::Gemmesh(error)
+    }
+}
+
+impl Display for Failure {
+    fn fmt(&self, f: &mut Formatter) -> std::fmt::Result {
+        match self {
+            Failure::Gemmesh(error) => error.fmt(f),
+            Failure::Wrong(check) => write!(f, "a wrong result: {check:?}"),
+            Failure::Usage(reason) => f.write_str(reason),
+        }
+    }
+}
+
 /// Ends the program, in an error's own words if there is one.
-pub fn exit(result: Result<()>) -> ExitCode {
+pub fn exit(result: Result<(), Failure>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
