@@ -69,12 +69,14 @@ fn poisoned(group: &Group<Host>, result: Result<(), Error>) -> Result<String, Er
     Err(error.cause().clone())
 }
 
-/// The one error that all ranks have.
+/// The one error that all ranks have, none of which waited for its timeout.
 #[track_caller]
 fn same_error(outcomes: &[Outcome]) -> &Error {
     let error = outcomes[0].error();
     for outcome in outcomes {
         assert_eq!(outcome.error(), error, "rank {}", outcome.rank);
+        let took = outcome.at - outcome.begun;
+        assert!(took < TIMEOUT, "rank {} after {took:?}", outcome.rank);
     }
     error
 }
@@ -530,6 +532,38 @@ fn more_memory_than_the_machine_has_is_refused_and_the_group_goes_on() {
     ));
 }
 
+#[test]
+fn memory_for_one_rank_but_not_for_all_is_refused_before_any_takes_it() {
+    let ranks = group(test_name!(), 3, |rank| {
+        let group = rank.connect(TIMEOUT)?;
+        // Half of what rank 0 sees, in rows of 2 MiB.
+        let seen = group.all_gather_bytes(&available().to_le_bytes())?;
+        let available = usize::from_le_bytes(seen[0][..].try_into().unwrap());
+        let error = group.sharded::<bf16>((available / 2) >> 21, 1 << 20);
+        let error = error.unwrap_err();
+        Arguments::new(&group, 9, 5, 3)?.verify()?;
+        Err(error)
+    });
+    let outcomes = ranks.outcomes();
+    let Error::OutOfMemory { reason, .. } = same_error(&outcomes) else {
+        panic!("{}", outcomes[0].error())
+    };
+    assert!(reason.contains("are needed in all"), "{reason}");
+}
+
+/// What the machine has left, in bytes.
+fn available() -> usize {
+    let memory = std::fs::read_to_string("/proc/meminfo").unwrap();
+    let line = memory.lines().find_map(|l| l.strip_prefix("MemAvailable:"));
+    let kib: usize = line
+        .unwrap()
+        .trim()
+        .trim_end_matches(" kB")
+        .parse()
+        .unwrap();
+    kib << 10
+}
+
 // Ranks that end, stop or stay away.
 
 /// Survivors of a SIGKILL know within this.
@@ -645,6 +679,12 @@ fn a_rank_killed_at_the_rendezvous_is_named_at_the_latest_by_the_first_call() {
     });
     ranks.heard(0, "here");
     ranks.heard(1, "here");
+    let begin = Instant::now();
+    // Rank 0's socket and its end of the connection.
+    while sockets_of(&ranks.address).len() < 2 && begin.elapsed() < TIMEOUT {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    // Time for rank 1 to introduce itself.
     std::thread::sleep(Duration::from_millis(100));
     ranks.signal(1, Signal::KILL);
     ranks.tell(2);
@@ -919,10 +959,8 @@ fn a_launched_rank_that_is_killed_is_returned() {
         if group.rank() == 2 {
             rustix::process::kill_process(rustix::process::getpid(), Signal::KILL).unwrap();
         }
-        // The others find it lost and fail later, on its account.
-        let failed = group.barrier().is_err();
-        std::thread::sleep(Duration::from_millis(100));
-        std::process::exit(failed.into());
+        // The others find it lost and fail at once, on its account.
+        std::process::exit(group.barrier().is_err().into());
     });
     let outcome = &ranks.outcomes()[0];
     match outcome.error() {

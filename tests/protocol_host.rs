@@ -120,13 +120,14 @@ fn ranks_that_cut_pushed_rows_differently_are_told() -> Result<(), Error> {
 
 #[test]
 fn a_rank_that_is_late_is_named_and_the_group_starts_nothing_more() -> Result<(), Error> {
-    let group = Builder::<Host>::new().timeout(Duration::from_millis(200));
+    let group = Builder::<Host>::new().timeout(Duration::from_secs(1));
     group.threads(2, |group| {
         let a = group.sharded::<bf16>(M, K)?;
         let b = group.zeros(5, K)?;
         let mut out = group.zeros(M, 5)?;
-        if group.rank() == 0 {
-            std::thread::sleep(Duration::from_millis(600));
+        // Rank 0 comes when rank 1 has given up.
+        while group.rank() == 0 && group.synchronize().is_ok() {
+            std::thread::sleep(Duration::from_millis(1));
         }
         let first = all_gather_matmul(&a, &b, &mut out).unwrap_err();
         let cause = first.cause().clone();
@@ -137,6 +138,27 @@ fn a_rank_that_is_late_is_named_and_the_group_starts_nothing_more() -> Result<()
         Ok::<_, Error>(())
     })?;
     Ok(())
+}
+
+#[test]
+fn a_group_may_wait_for_ever() -> Result<(), Error> {
+    let group = Builder::<Host>::new().timeout(Duration::MAX);
+    group.threads(WORLD, |group| operations(&group, 2, &[Transport::Pull]))?;
+    Ok(())
+}
+
+#[test]
+fn a_message_too_long_for_all_is_refused_and_its_sender_named() {
+    let error = Group::<Host>::threads(2, |group| {
+        group.all_gather_bytes(&vec![0; group.rank() << 28])
+    });
+    match error.unwrap_err() {
+        Error::Limit { what, value, .. } => {
+            assert_eq!(what, "bytes that rank 1 sends to all");
+            assert_eq!(value, 1 << 28);
+        }
+        other => panic!("{other}"),
+    }
 }
 
 #[test]

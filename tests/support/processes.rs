@@ -181,7 +181,9 @@ pub enum Ending {
 pub struct Outcome {
     pub rank: usize,
     pub ending: Ending,
-    /// When it said so.
+    /// When it was started.
+    pub begun: Instant,
+    /// When it said how it ended.
     pub at: Instant,
     /// All that it and its children wrote.
     pub text: String,
@@ -285,6 +287,7 @@ impl Processes {
             outcomes.push(Outcome {
                 rank: process.rank,
                 ending,
+                begun: process.begun,
                 at,
                 text: heard.text.clone(),
             });
@@ -302,6 +305,7 @@ impl Processes {
 
 struct Process {
     rank: usize,
+    begun: Instant,
     child: Child,
     stdin: ChildStdin,
     heard: Arc<Ear>,
@@ -372,6 +376,7 @@ impl Ear {
 
 impl Process {
     fn start(test: &str, place: usize, rank: usize, address: &str, setting: &Setting) -> Process {
+        let begun = Instant::now();
         let life = LIFE.max(3 * setting.deadline);
         let mut child = Command::new(std::env::current_exe().expect("this program"))
             .args(["--exact", test, "--nocapture", "--test-threads=1"])
@@ -391,6 +396,7 @@ impl Process {
         let (first, second) = (heard.clone(), heard.clone());
         Process {
             rank,
+            begun,
             stdin: child.stdin.take().unwrap(),
             child,
             heard,
