@@ -9,7 +9,9 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Everything that can go wrong. Ranks are numbers from 0 to W - 1.
 ///
-/// A failure of one rank reaches all ranks: each gets the same error, naming the rank at fault.
+/// What one rank does wrong or fails to do in a call that all make reaches all ranks: each gets the same error, naming the
+/// rank at fault, and the group has failed. An argument that this rank alone can judge ([`Error::Shape`], for one) is an
+/// error here only, and the group goes on.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Error {
@@ -123,7 +125,9 @@ pub enum Error {
     },
 
     /// Memory could not be had.
-    #[error("rank {rank} has no memory for {bytes} bytes ({reason})")]
+    #[error(
+        "rank {rank} has no memory for {bytes} bytes ({reason}); use smaller matrices or fewer ranks"
+    )]
     OutOfMemory {
         /// The rank.
         rank: usize,

@@ -8,6 +8,7 @@
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicI32, Ordering};
 
+use gemmesh::protocol::board::{Post, Report};
 use gemmesh::protocol::drive::{self, CopyThread};
 use gemmesh::protocol::flag::Wait;
 use gemmesh::protocol::primitive::AtomicUsize;
@@ -360,5 +361,43 @@ fn workers_share_the_tiles_and_wait_for_both_shards_of_a_tile() {
         let tiles = world.multiply(0, epoch, &next) + worker.join().unwrap();
         assert_eq!(tiles, 3);
         copier.join().unwrap();
+    });
+}
+
+#[test]
+fn of_two_ranks_that_post_different_calls_one_sees_it_whole() {
+    explore(None, || {
+        let posts: Arc<[Post<2>; 2]> = Arc::new([Post::new(), Post::new()]);
+        let words = |rank: usize| [10 + rank as u64, 20 + rank as u64];
+        let post = move |posts: &[Post<2>; 2], rank: usize| {
+            let other = 1 - rank;
+            let seen = posts[rank].post(Epoch::FIRST, words(rank), [(other, &posts[other])]);
+            if let Some(seen) = seen {
+                assert_eq!(seen, (other, words(other)));
+            }
+            seen.is_some()
+        };
+        let theirs = posts.clone();
+        let one = spawn(move || post(&theirs, 1));
+        let zero = post(&posts, 0);
+        assert!(one.join().unwrap() || zero, "both have missed it");
+    });
+}
+
+#[test]
+fn of_two_reports_one_is_read_whole() {
+    explore(None, || {
+        let report: Arc<Report<2>> = Arc::new(Report::new());
+        let write = |rank: usize| {
+            let report = report.clone();
+            spawn(move || report.write(rank, &[rank as u8 + 1; 2]))
+        };
+        let ranks = [write(0), write(1)];
+        if let Some(bytes) = report.read() {
+            assert_eq!(bytes, [report.reporter().unwrap() as u8 + 1; 2]);
+        }
+        let first = ranks.map(|rank| rank.join().unwrap());
+        assert_ne!(first[0], first[1]);
+        assert_eq!(report.reporter(), Some(first[1].into()));
     });
 }

@@ -5,14 +5,15 @@
 //! All of it is atomics over zeroed memory, so any rank may die at any moment and leave it readable.
 #![allow(unsafe_code)]
 
-use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::element::DType;
 use crate::error::{Error, Result};
 use crate::memory::Mapping;
-use crate::protocol::Epoch;
+use crate::protocol::board::{Post, Report};
 use crate::protocol::plan::MAX_WORLD;
+use crate::protocol::{Epoch, Flag};
 
 /// How many operations the fastest rank may be ahead of the slowest.
 const POSTS: usize = 256;
@@ -20,33 +21,20 @@ const FAULT_BYTES: usize = 4096;
 
 #[repr(C)]
 struct Block {
-    /// 0, or 1 + the rank that reports the first failure.
-    fault_by: AtomicU32,
-    /// The length of `fault`, once it is written.
-    fault_len: AtomicU32,
-    /// The failure, as JSON.
-    fault: [AtomicU8; FAULT_BYTES],
-    /// Whether a rank has left in order.
-    left: [AtomicU32; MAX_WORLD],
+    /// The first failure, as JSON.
+    fault: Report<FAULT_BYTES>,
+    /// Whether a rank has left in order: [`YES`] if so.
+    left: [Flag; MAX_WORLD],
     /// Whether a rank has stopped mapping its peers' memory.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    closed: [AtomicU32; MAX_WORLD],
+    closed: [Flag; MAX_WORLD],
     /// Whom a rank waits for: 256 · the time in ms when it last looked + 1 + the other rank. For reports only.
     waits: [AtomicU64; MAX_WORLD],
-    posts: [[Post; POSTS]; MAX_WORLD],
+    posts: [[Post<{ Operation::WORDS }>; POSTS]; MAX_WORLD],
 }
 
-/// What a rank called as one operation.
-#[repr(C)]
-struct Post {
-    /// 0 or [`stamp`] of the epoch; written after the words.
-    stamp: AtomicU64,
-    words: [AtomicU64; Operation::WORDS],
-}
-
-fn stamp(epoch: Epoch) -> u64 {
-    1 << 32 | u64::from(epoch.raw())
-}
+/// What a flag of zeroed memory has not reached.
+const YES: Epoch = Epoch::FIRST;
 
 fn now_ms() -> u64 {
     crate::trace::now() / 1_000_000
@@ -146,7 +134,6 @@ impl Commons {
 
     /// Reports a failure to every rank. Returns the group's first failure: this one, or an earlier.
     pub fn fail(&self, error: Error) -> Error {
-        let block = self.block();
         let mut bytes = serde_json::to_vec(&error).unwrap_or_default();
         if bytes.is_empty() || bytes.len() > FAULT_BYTES {
             let mut reason = error.to_string();
@@ -161,44 +148,25 @@ impl Commons {
             };
             bytes = serde_json::to_vec(&short).unwrap_or_default();
         }
-        let mine = block
-            .fault_by
-            .compare_exchange(
-                0,
-                self.rank as u32 + 1,
-                Ordering::Relaxed,
-                Ordering::Relaxed,
-            )
-            .is_ok();
-        if !mine {
-            return self.fault().unwrap_or(error);
+        if self.block().fault.write(self.rank, &bytes) {
+            error
+        } else {
+            self.fault().unwrap_or(error)
         }
-        for (cell, byte) in block.fault.iter().zip(&bytes) {
-            cell.store(*byte, Ordering::Relaxed);
-        }
-        // Release: whoever sees the length sees the bytes.
-        block.fault_len.store(bytes.len() as u32, Ordering::Release);
-        error
     }
 
     /// The rank that reported the group's first failure, if there is one.
     pub fn reporter(&self) -> Option<usize> {
-        (self.block().fault_by.load(Ordering::Relaxed) as usize).checked_sub(1)
+        self.block().fault.reporter()
     }
 
     /// The group's first failure. Costs one load as long as there is none.
     pub fn fault(&self) -> Option<Error> {
-        let block = self.block();
         let by = self.reporter()?;
         // The reporter writes a few hundred bytes; if it was killed in between, that is the failure.
         let deadline = Instant::now() + Duration::from_millis(500);
         loop {
-            let len = block.fault_len.load(Ordering::Acquire) as usize;
-            if len > 0 {
-                let bytes: Vec<u8> = block.fault[..len.min(FAULT_BYTES)]
-                    .iter()
-                    .map(|cell| cell.load(Ordering::Relaxed))
-                    .collect();
+            if let Some(bytes) = self.block().fault.read() {
                 return Some(
                     serde_json::from_slice(&bytes).unwrap_or_else(|e| Error::Message {
                         rank: by,
@@ -218,25 +186,24 @@ impl Commons {
 
     /// Says that this rank leaves in order: it has completed all it began.
     pub fn leave(&self) {
-        // Release: whoever sees this sees the flags that this rank signalled before.
-        self.block().left[self.rank].store(1, Ordering::Release);
+        self.block().left[self.rank].signal(YES);
     }
 
-    /// Whether `rank` has left in order.
+    /// Whether `rank` has left in order. If so, all flags that it signalled before are seen.
     pub fn has_left(&self, rank: usize) -> bool {
-        self.block().left[rank].load(Ordering::Acquire) != 0
+        self.block().left[rank].reached(YES)
     }
 
     /// Says that this rank has stopped mapping its peers' memory.
     #[cfg(feature = "cuda")]
     pub fn mark_closed(&self) {
-        self.block().closed[self.rank].store(1, Ordering::Release);
+        self.block().closed[self.rank].signal(YES);
     }
 
     /// Whether `rank` has stopped mapping its peers' memory.
     #[cfg(feature = "cuda")]
     pub fn is_closed(&self, rank: usize) -> bool {
-        self.block().closed[rank].load(Ordering::Acquire) != 0
+        self.block().closed[rank].reached(YES)
     }
 
     /// Notes that this rank waits for `peer`, now. To be called every few milliseconds while it does.
@@ -267,43 +234,31 @@ impl Commons {
     pub fn may_post(&self, epoch: Epoch) -> Result<(), usize> {
         // A rank that has posted the operation after the one in the slot no longer compares with the slot.
         let oldest = Epoch::from_raw(epoch.raw().wrapping_sub(POSTS as u32 - 1));
-        let slot = &self.block().posts[self.rank][epoch.raw() as usize % POSTS];
-        if slot.stamp.load(Ordering::Relaxed) == 0 {
+        if self.slot(self.rank, epoch).latest().is_none() {
             return Ok(());
         }
         (0..self.world)
             .find(|&rank| {
-                let slot = &self.block().posts[rank][oldest.raw() as usize % POSTS];
-                let seen = slot.stamp.load(Ordering::Acquire);
-                seen == 0 || !oldest.reached_by(seen as u32)
+                let seen = self.slot(rank, oldest).latest();
+                !seen.is_some_and(|seen| oldest.reached_by(seen.raw()))
             })
             .map_or(Ok(()), Err)
+    }
+
+    fn slot(&self, rank: usize, epoch: Epoch) -> &Post<{ Operation::WORDS }> {
+        &self.block().posts[rank][epoch.raw() as usize % POSTS]
     }
 
     /// Posts what this rank calls as operation `epoch` and compares it with what the others have posted.
     /// Of two ranks that differ, the one that posts later sees it.
     pub fn post(&self, epoch: Epoch, operation: Operation) -> Result<()> {
-        let slot = epoch.raw() as usize % POSTS;
-        let mine = &self.block().posts[self.rank][slot];
         let words = operation.to_words();
-        for (cell, word) in mine.words.iter().zip(words) {
-            cell.store(word, Ordering::Relaxed);
+        let others = (0..self.world).filter(|&rank| rank != self.rank);
+        let others = others.map(|rank| (rank, self.slot(rank, epoch)));
+        match self.slot(self.rank, epoch).post(epoch, words, others) {
+            Some((rank, theirs)) => Err(self.odd_one_out(epoch, rank, theirs, words)),
+            None => Ok(()),
         }
-        mine.stamp.store(stamp(epoch), Ordering::Release);
-        // Store, then load, on every rank: without a sequentially consistent fence in between, two ranks
-        // that post at once could both miss the other's post.
-        fence(Ordering::SeqCst);
-        for rank in (0..self.world).filter(|&rank| rank != self.rank) {
-            let theirs = &self.block().posts[rank][slot];
-            if theirs.stamp.load(Ordering::Acquire) != stamp(epoch) {
-                continue;
-            }
-            let read = std::array::from_fn(|i| theirs.words[i].load(Ordering::Relaxed));
-            if read != words {
-                return Err(self.odd_one_out(epoch, rank, read, words));
-            }
-        }
-        Ok(())
     }
 
     /// Of two ranks that differ, blames the one whose call fewer ranks made.
@@ -314,27 +269,13 @@ impl Commons {
         theirs: [u64; Operation::WORDS],
         mine: [u64; Operation::WORDS],
     ) -> Error {
-        let slot = epoch.raw() as usize % POSTS;
-        let posted =
-            |posts: &[Post; POSTS]| posts[slot].stamp.load(Ordering::Acquire) == stamp(epoch);
+        let posted = || (0..self.world).filter_map(|rank| self.slot(rank, epoch).read(epoch));
         // The majority is known once all have called; a rank that is late is not waited for long.
         let deadline = Instant::now() + Duration::from_secs(1);
-        while !self.block().posts[..self.world].iter().all(posted) && Instant::now() < deadline {
+        while posted().count() < self.world && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
         }
-        let votes = |call: [u64; Operation::WORDS]| {
-            self.block().posts[..self.world]
-                .iter()
-                .filter(|posts| posted(posts))
-                .filter(|posts| {
-                    posts[slot]
-                        .words
-                        .iter()
-                        .zip(call)
-                        .all(|(cell, word)| cell.load(Ordering::Relaxed) == word)
-                })
-                .count()
-        };
+        let votes = |call| posted().filter(|words| *words == call).count();
         let mine_is_odd = match votes(theirs).cmp(&votes(mine)) {
             std::cmp::Ordering::Greater => true,
             std::cmp::Ordering::Less => false,

@@ -22,9 +22,9 @@ const GRACE: Duration = Duration::from_millis(1500);
 const PAUSE: Duration = Duration::from_secs(3600);
 
 /// Whether a launcher, [`launch`] or any that [`Group::from_env`](crate::Group::from_env) knows, has started
-/// this process as a rank.
+/// this process as a rank, be it one that can't be: then `from_env` says why.
 pub fn is_rank() -> bool {
-    env::describe_this_process().is_ok()
+    !matches!(env::describe_this_process(), Err(Error::Environment { .. }))
 }
 
 /// Starts this program again, `world` times, with this process's arguments; each is a rank that

@@ -450,19 +450,20 @@ impl Wait for Members {
         }
         let begin = Instant::now();
         let what = || awaited.describe(epoch, flag.peek());
-        // A chunk is written by this rank's own copy thread, which may still have it to copy, or itself wait
-        // for another rank than the chunk's source: it knows the culprit.
-        let (own, grace) = match awaited {
-            Awaited::Chunk { .. } => (true, GRACE),
-            _ => (false, Duration::ZERO),
+        // A chunk that is pulled is written by this rank's own copy thread, which may itself wait for another rank than the
+        // chunk's source: it knows the culprit.
+        let grace = match awaited {
+            Awaited::Chunk { .. } => GRACE,
+            _ => Duration::ZERO,
         };
         for turn in 0.. {
-            // A rank that left had signalled everything before; so look at the flag after that.
+            // A rank that left had signalled everything before, and for a chunk that is pulled waited for `done`, which
+            // follows the flag; so look at the flag after that.
             let left = self.commons.has_left(awaited.peer());
             if flag.reached(epoch) {
                 return Ok(());
             }
-            if left && !own {
+            if left {
                 return Err(self.fail(Error::RankLeft {
                     rank: awaited.peer(),
                     waiting: self.rank,

@@ -5,9 +5,7 @@
 //! either the group's shared memory or the reason why there is no group. Whoever connects and does not
 //! speak this language, or is another user, is dropped, and listening goes on.
 
-use std::collections::hash_map::DefaultHasher;
 use std::fs;
-use std::hash::{Hash, Hasher};
 use std::io::{self, Read};
 use std::os::fd::OwnedFd;
 use std::os::linux::net::SocketAddrExt;
@@ -15,6 +13,7 @@ use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
+use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use serde::{Deserialize, Serialize};
 
 use super::commons::Commons;
@@ -135,10 +134,23 @@ pub(super) fn meet_speaking(identity: &Identity, version: u32) -> Result<Members
 /// The socket's name: readable, and short enough whatever the address is.
 fn abstract_address(address: &str) -> io::Result<SocketAddr> {
     let uid = rustix::process::getuid().as_raw();
-    let mut hasher = DefaultHasher::new();
-    address.hash(&mut hasher);
+    // FNV-1a: ranks of another build, which is to be told apart by its version, must find the same name.
+    let hash = address
+        .bytes()
+        .fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
+        });
     let readable: String = address.chars().filter(char::is_ascii).take(40).collect();
-    SocketAddr::from_abstract_name(format!("gemmesh/{uid}/{readable}/{:016x}", hasher.finish()))
+    SocketAddr::from_abstract_name(format!("gemmesh/{uid}/{readable}/{hash:016x}"))
+}
+
+/// A connection that does not block, also when it is made: a stopped rank 0 accepts only so many.
+fn connect(address: &SocketAddr) -> io::Result<UnixStream> {
+    let name = address.as_abstract_name().unwrap_or_default();
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    net::connect(&socket, &SocketAddrUnix::new_abstract_name(name)?)?;
+    Ok(socket.into())
 }
 
 /// The part of every rank but 0.
@@ -150,7 +162,7 @@ fn join(identity: &Identity, address: &SocketAddr, version: u32) -> Result<Membe
         waited_ms: begin.elapsed().as_millis() as u64,
     };
     let stream = loop {
-        match UnixStream::connect_addr(address) {
+        match connect(address) {
             Ok(stream) => break stream,
             Err(_) if begin.elapsed() < identity.timeout => std::thread::sleep(RETRY),
             Err(_) => return Err(missing(0)),
@@ -158,9 +170,6 @@ fn join(identity: &Identity, address: &SocketAddr, version: u32) -> Result<Membe
     };
     let system = |action: &str| Error::system(identity.rank, action.to_string());
     require_same_user(&stream).map_err(system("trust the process that listens as rank 0"))?;
-    stream
-        .set_nonblocking(true)
-        .map_err(system("set up a socket"))?;
 
     let hello = serde_json::to_vec(&Hello::new(identity))
         .map_err(io::Error::from)

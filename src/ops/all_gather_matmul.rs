@@ -74,7 +74,8 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     }
 
     /// Prepares the product of matrices like `a` with a weight of `n` rows, to be run many times with no
-    /// allocation and no rendezvous. Not collective.
+    /// allocation and no rendezvous. Not collective. (On the host, the crate that multiplies two tiles allocates a few
+    /// words each time, and frees them.)
     ///
     /// # Errors
     /// [`Error::Limit`] for an `n` or a configuration that can't be; the group's failure.

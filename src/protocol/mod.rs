@@ -1,5 +1,6 @@
 #![doc = include_str!("README.md")]
 
+pub mod board;
 pub mod drive;
 pub mod epoch;
 pub mod flag;

@@ -2,6 +2,6 @@
 //! explores is the code that is shipped.
 
 #[cfg(loom)]
-pub use loom::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+pub use loom::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 #[cfg(not(loom))]
-pub use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+pub use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
