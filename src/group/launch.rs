@@ -18,6 +18,8 @@ use crate::protocol::plan::MAX_WORLD;
 
 /// How long the other ranks have to report their own view of a failure before they are killed.
 const GRACE: Duration = Duration::from_millis(1500);
+/// How much later than a rank that fails on its account the death of a rank may be seen.
+const SETTLED: Duration = Duration::from_millis(200);
 /// Nothing but an end wakes the launcher, so the pause between looks can be long.
 const PAUSE: Duration = Duration::from_secs(3600);
 
@@ -188,40 +190,53 @@ impl Drop for Rank {
 
 /// Waits until all have ended, or one has failed and the others have had time to say what they know of it.
 fn wait(mut ranks: Vec<Rank>) -> Result<()> {
-    let mut failure: Option<(Error, Instant)> = None;
+    let mut failure: Option<Failure> = None;
     loop {
-        let mut failed = Vec::new();
         for rank in &mut ranks {
-            failed.extend(
-                rank.look()?
-                    .filter(|status| !status.success())
-                    .map(|status| (rank.rank, status)),
-            );
-        }
-        // Of those that failed since the last look, one that was killed did not fail on account of another.
-        let first = failed
-            .iter()
-            .find(|(_, status)| status.signal().is_some())
-            .or(failed.first());
-        if let (None, Some((rank, status))) = (&failure, first) {
-            let error = Error::RankFailed {
-                rank: *rank,
-                status: status.to_string(),
+            let Some(status) = rank.look()?.filter(|status| !status.success()) else {
+                continue;
             };
-            failure = Some((error, Instant::now()));
+            if failure.as_ref().is_none_or(|first| first.follows(status)) {
+                failure = Some(Failure {
+                    rank: rank.rank,
+                    status,
+                    since: Instant::now(),
+                });
+            }
         }
-        let left = match &failure {
-            Some((_, since)) => GRACE.saturating_sub(since.elapsed()),
-            None => PAUSE,
-        };
+        let left = failure.as_ref().map_or(PAUSE, |failure| {
+            GRACE.saturating_sub(failure.since.elapsed())
+        });
         let running = ranks.iter().filter(|rank| rank.ended.is_none());
         let mut ends: Vec<PollFd> = running
             .map(|rank| PollFd::new(&rank.end, PollFlags::IN))
             .collect();
         if ends.is_empty() || left.is_zero() {
             drop(ranks);
-            return failure.map_or(Ok(()), |(error, _)| Err(error));
+            return failure.map_or(Ok(()), |failure| {
+                Err(Error::RankFailed {
+                    rank: failure.rank,
+                    status: failure.status.to_string(),
+                })
+            });
         }
         wire::poll(&mut ends, left).map_err(Error::system(None, "wait for the ranks"))?;
+    }
+}
+
+/// How a rank failed.
+struct Failure {
+    rank: usize,
+    status: ExitStatus,
+    since: Instant,
+}
+
+impl Failure {
+    /// Whether it comes of a failure that is seen later. The system closes the connections of a rank that is killed, which
+    /// ends the others, before it tells of its death.
+    fn follows(&self, status: ExitStatus) -> bool {
+        self.status.signal().is_none()
+            && status.signal().is_some()
+            && self.since.elapsed() < SETTLED
     }
 }
