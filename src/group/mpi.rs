@@ -2,7 +2,7 @@
 //! same as without it.
 
 use mpi::topology::SimpleCommunicator;
-use mpi::traits::{Communicator, CommunicatorCollectives, Root};
+use mpi::traits::{Communicator, Root};
 
 use super::{Builder, Group};
 use crate::backend::Backend;
