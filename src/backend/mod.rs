@@ -48,10 +48,15 @@ impl Part {
         matches!(self, Part::Fused | Part::Gather | Part::Unordered)
     }
 
-    /// Whether this rank pushes its rows instead of pulling the others'. What refreshes flags pulls whatever its plan
-    /// says: no flag of pulls comes to look like the future because rows were pushed for too long.
+    /// Whether the plan has rows pushed by their owners instead of pulled.
+    pub fn may_push(self, plan: &Plan) -> bool {
+        self == Part::Fused && plan.config().transport != Transport::Pull
+    }
+
+    /// Whether this rank pushes its rows in an operation. What refreshes flags pulls whatever its plan says: no flag of
+    /// pulls comes to look like the future because rows were pushed for too long.
     pub fn pushes(self, plan: &Plan, epoch: Epoch) -> bool {
-        self == Part::Fused && plan.config().transport != Transport::Pull && !epoch.refreshes()
+        self.may_push(plan) && !epoch.refreshes()
     }
 
     pub fn multiplies(self) -> bool {

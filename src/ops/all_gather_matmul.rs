@@ -8,7 +8,7 @@ use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::group::{Operation, OperationName};
 use crate::matrix::Matrix;
-use crate::protocol::{Config, Epoch, Plan, Problem, Transport};
+use crate::protocol::{Config, Epoch, Plan, Problem};
 use crate::sharded::ShardedMatrix;
 use crate::trace::{Span, Trace};
 
@@ -207,7 +207,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     ) -> Result<()> {
         self.check(a, product.as_ref().map(|(b, out)| [*b, &**out]))?;
         let (problem, config) = (self.plan().problem(), self.plan().config());
-        let pushes = part == Part::Fused && config.transport != Transport::Pull;
+        let pushes = part.may_push(self.plan());
         if pushes && trace.is_none() && a.group().is_recording()? {
             // It runs when the graph does, and has no number among those that run now: any will do.
             let group = a.group();
