@@ -20,6 +20,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use clap::builder::RangedU64ValueParser;
 use clap::{Parser, ValueEnum};
 use common::{Case, Check, Failure};
+#[cfg(feature = "cuda")]
+use gemmesh::testing::Winner;
 use gemmesh::{
     AllGatherMatmul, Backend, Config, Element, Error, Group, Host, Prepared, Result, Transport,
     bf16, f16, launch,
@@ -267,22 +269,16 @@ impl Timed for gemmesh::Cuda {
         if group.rank() > 0 {
             return Ok(());
         }
-        let Config {
-            tile_m,
-            tile_n,
-            tile_k,
-            stages,
-            cluster,
-            group_m,
-            chunks,
-            transport,
-        } = config;
-        let fields = [
-            m, n, k, tile_m, tile_n, tile_k, stages, cluster, group_m, chunks,
-        ];
-        let fields = fields.map(|field| field.to_string()).join("\t");
-        let (gpu, world) = (group.device_name(), group.world_size());
-        let line = format!("{gpu}\t{world}\t{fields}\t{transport:?}\t{time:.1}");
+        let winner = Winner {
+            gpu: group.device_name().into(),
+            world: group.world_size(),
+            m,
+            n,
+            k,
+            config,
+            us: (time * 10.0).round() / 10.0,
+        };
+        let line = json!(winner).to_string();
         println!("{line}");
         Ok(append(path, &line)?)
     }

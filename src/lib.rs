@@ -39,8 +39,8 @@ pub use backend::Cuda;
 #[cfg(not(loom))]
 #[doc(hidden)]
 pub mod testing {
-    //! What only the tests of this library use.
+    //! What only the tests and benchmarks of this library use.
     pub use crate::backend::host_delay_chunks as delay_chunks;
     #[cfg(feature = "cuda")]
-    pub use crate::backend::{align_streams, cuda_delay_chunks};
+    pub use crate::backend::{Winner, align_streams, cuda_delay_chunks};
 }

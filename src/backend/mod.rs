@@ -10,7 +10,7 @@ use std::fmt::Debug;
 pub use cuda::Cuda;
 #[cfg(feature = "cuda")]
 #[doc(hidden)]
-pub use cuda::{align_streams, delay_chunks as cuda_delay_chunks};
+pub use cuda::{Winner, align_streams, delay_chunks as cuda_delay_chunks};
 pub use host::Host;
 #[doc(hidden)]
 pub use host::delay_chunks as host_delay_chunks;

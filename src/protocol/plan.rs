@@ -3,6 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+
 use super::schedule;
 use crate::error::{Error, Result};
 
@@ -107,7 +109,7 @@ pub fn balanced_rows(m: usize, world: usize) -> Vec<usize> {
 }
 
 /// Who moves the rows of another rank.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Transport {
     /// The copy engine of the rank that needs them. On GPUs the only one that needs no kernel of another rank to run; an
     /// operation can't be captured in a graph.
@@ -123,7 +125,7 @@ pub enum Transport {
 }
 
 /// How a problem is cut up. The result depends on it only in the order in which f32 sums are made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Config {
     /// Rows of a tile of the output.
     pub tile_m: usize,

@@ -10,6 +10,9 @@ mod monitor;
 mod tensor_map;
 mod tuned;
 
+#[doc(hidden)]
+pub use tuned::Winner;
+
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};

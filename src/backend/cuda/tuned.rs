@@ -1,15 +1,17 @@
 //! Configurations that were measured to be the fastest: a table that the library carries, and one that a user may name.
 //!
-//! A line is one winner of `all_gather_matmul --tune`, tab-separated; empty lines and those that begin with # are skipped.
+//! A line is one winner of `all_gather_matmul --tune`, as JSON; empty lines and those that begin with # are skipped.
 
 use std::fs;
 use std::path::PathBuf;
 
+use serde::{Deserialize, Serialize};
+
 use crate::error::{Error, Result};
-use crate::protocol::{Config, Problem, Transport};
+use crate::protocol::{Config, Problem};
 
 /// The table that the library carries.
-const SHIPPED: &str = include_str!("tuned.tsv");
+const SHIPPED: &str = include_str!("tuned.jsonl");
 /// The environment variable that names another, whose lines come before the library's.
 pub const VARIABLE: &str = "GEMMESH_TUNED";
 
@@ -23,12 +25,32 @@ pub struct Measured {
 
 /// The lines for this rank's GPU and world size.
 #[derive(Debug)]
-pub struct Table(Vec<Line>);
+pub struct Table(Vec<Winner>);
 
-#[derive(Debug)]
-struct Line {
-    shape: [usize; 3],
-    config: Config,
+/// A line of a table: what was the fastest for a problem.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Winner {
+    /// The driver's name of the GPU.
+    pub gpu: String,
+    /// How many ranks.
+    pub world: usize,
+    /// Rows of the gathered matrix.
+    pub m: usize,
+    /// Columns of the output on each rank.
+    pub n: usize,
+    /// Columns of the gathered matrix.
+    pub k: usize,
+    /// What was the fastest.
+    pub config: Config,
+    /// Its median time in microseconds, for readers.
+    pub us: f64,
+}
+
+impl Winner {
+    fn shape(&self) -> [usize; 3] {
+        [self.m, self.n, self.k]
+    }
 }
 
 impl Table {
@@ -57,9 +79,9 @@ impl Table {
     pub fn find(&self, problem: &Problem) -> Option<Measured> {
         const MOST: f64 = 1.5;
         let wanted = [problem.m(), problem.n(), problem.k()];
-        let distance = |line: &Line| {
-            let ratios = line.shape.iter().zip(wanted);
-            let ratios = ratios.map(|(&have, want)| (have as f64 / want as f64).ln().abs());
+        let distance = |line: &Winner| {
+            let ratios = line.shape().into_iter().zip(wanted);
+            let ratios = ratios.map(|(have, want)| (have as f64 / want as f64).ln().abs());
             let worst = ratios.clone().fold(0.0, f64::max);
             (worst <= MOST.ln()).then(|| ratios.sum::<f64>())
         };
@@ -71,60 +93,23 @@ impl Table {
         let (_, line) = near.min_by(|(x, _), (y, _)| x.total_cmp(y))?;
         Some(Measured {
             config: line.config,
-            exact: line.shape == wanted,
+            exact: line.shape() == wanted,
         })
     }
 }
 
-fn parse(text: &str, gpu: &str, world: usize, lines: &mut Vec<Line>) -> Result<(), String> {
+fn parse(text: &str, gpu: &str, world: usize, lines: &mut Vec<Winner>) -> Result<(), String> {
     for (index, line) in text.lines().enumerate() {
         if line.trim().is_empty() || line.starts_with('#') {
             continue;
         }
-        let wrong = || format!("line {} is not one that --tune writes: {line}", index + 1);
-        let fields: Vec<&str> = line.split('\t').collect();
-        let [name, of, numbers @ .., transport, _us] = &fields[..] else {
-            return Err(wrong());
-        };
-        let numbers: Vec<usize> = numbers
-            .iter()
-            .map(|number| number.parse().map_err(|_| wrong()))
-            .collect::<Result<_, _>>()?;
-        let &[
-            m,
-            n,
-            k,
-            tile_m,
-            tile_n,
-            tile_k,
-            stages,
-            cluster,
-            group_m,
-            chunks,
-        ] = &numbers[..]
-        else {
-            return Err(wrong());
-        };
-        let transport = [Transport::Pull, Transport::Push, Transport::Store]
-            .into_iter()
-            .find(|t| format!("{t:?}") == *transport)
-            .ok_or_else(wrong)?;
-        if *name != gpu || of.parse() != Ok(world) {
-            continue;
+        let winner: Winner = serde_json::from_str(line).map_err(|error| {
+            let number = index + 1;
+            format!("line {number} is not one that --tune writes ({error}): {line}")
+        })?;
+        if (winner.gpu.as_str(), winner.world) == (gpu, world) {
+            lines.push(winner);
         }
-        lines.push(Line {
-            shape: [m, n, k],
-            config: Config {
-                tile_m,
-                tile_n,
-                tile_k,
-                stages,
-                cluster,
-                group_m,
-                chunks,
-                transport,
-            },
-        });
     }
     Ok(())
 }
@@ -133,7 +118,7 @@ fn parse(text: &str, gpu: &str, world: usize, lines: &mut Vec<Line>) -> Result<(
 mod tests {
     use super::*;
 
-    const LINE: &str = "GPU\t4\t4096\t1792\t4096\t128\t224\t64\t4\t2\t8\t2\tPush\t101.5";
+    const LINE: &str = r#"{"gpu":"GPU","world":4,"m":4096,"n":1792,"k":4096,"config":{"tile_m":128,"tile_n":224,"tile_k":64,"stages":4,"cluster":2,"group_m":8,"chunks":2,"transport":"Push"},"us":101.5}"#;
 
     fn table(text: &str, gpu: &str, world: usize) -> Result<Table, String> {
         let mut lines = Vec::new();
@@ -154,8 +139,8 @@ mod tests {
     #[test]
     fn a_problem_finds_its_own_line_or_the_one_most_like_it() {
         let other = LINE
-            .replace("4096\t1792", "5000\t1792")
-            .replace("8\t2\tP", "8\t3\tP");
+            .replace(r#""m":4096"#, r#""m":5000"#)
+            .replace(r#""chunks":2"#, r#""chunks":3"#);
         let table = table(&format!("# head\n\n{LINE}\n{other}\n"), "GPU", 4).unwrap();
         assert_eq!(find(&table, 4096, 1792, 4096), Some((2, true)));
         assert_eq!(find(&table, 4096, 2048, 4096), Some((2, false)));
@@ -176,8 +161,8 @@ mod tests {
     fn a_line_that_makes_no_sense_is_named() {
         for wrong in [
             LINE.replace("Push", "Throw"),
-            LINE.replace("224", "wide"),
-            LINE.replace("GPU\t4\t", "GPU\t"),
+            LINE.replace("224", "\"wide\""),
+            LINE.replace(r#""world":4,"#, ""),
             "nonsense".into(),
         ] {
             let error = table(&format!("{LINE}\n{wrong}"), "GPU", 4).unwrap_err();
