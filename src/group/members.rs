@@ -456,7 +456,8 @@ impl Wait for Members {
             Awaited::Chunk { .. } => GRACE,
             _ => Duration::ZERO,
         };
-        for turn in 0.. {
+        let mut yields = YIELDS;
+        loop {
             // A rank that left had signalled everything before, and for a chunk that is pulled waited for `done`, which
             // follows the flag; so look at the flag after that.
             let left = self.commons.has_left(awaited.peer());
@@ -471,13 +472,13 @@ impl Wait for Members {
                 }));
             }
             self.pause(begin, grace, awaited.peer(), what)?;
-            if turn < YIELDS {
+            if yields > 0 {
+                yields -= 1;
                 std::thread::yield_now();
             } else {
                 std::thread::sleep(NAP);
             }
         }
-        unreachable!("the loop above only returns")
     }
 }
 
