@@ -71,6 +71,9 @@ struct Args {
     /// CTAs that share the loads of b.
     #[arg(long)]
     cluster: Option<usize>,
+    /// CTAs that share a tile, each with a part of K.
+    #[arg(long)]
+    split_k: Option<usize>,
     /// Depth of a step through K.
     #[arg(long)]
     tile_k: Option<usize>,
@@ -80,6 +83,12 @@ struct Args {
     /// Chunks that a shard is moved in.
     #[arg(long)]
     chunks: Option<usize>,
+    /// Chunks that the shard that comes last is moved in.
+    #[arg(long)]
+    last_chunks: Option<usize>,
+    /// Whether the last chunk of all comes in two parts along K.
+    #[arg(long)]
+    cut_last: Option<bool>,
     /// Who moves rows.
     #[arg(long, value_enum)]
     transport: Option<TransportName>,
@@ -323,8 +332,14 @@ fn bench<B: Timed, T: Element>(
         tile_k: args.tile_k.unwrap_or(default.tile_k),
         stages: args.stages.unwrap_or(default.stages),
         cluster: args.cluster.unwrap_or(default.cluster),
+        split_k: args.split_k.unwrap_or(default.split_k),
         group_m: args.group_m.unwrap_or(default.group_m),
         chunks: args.chunks.unwrap_or(default.chunks),
+        last_chunks: args
+            .last_chunks
+            .or(args.chunks)
+            .unwrap_or(default.last_chunks),
+        cut_last: args.cut_last.unwrap_or(default.cut_last),
         transport: args.transport.map_or(default.transport, Transport::from),
     };
     let prepared = AllGatherMatmul::new().config(config).prepare(&case.a, n)?;

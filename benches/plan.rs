@@ -10,8 +10,11 @@ fn plan(criterion: &mut Criterion) {
         tile_k: 64,
         stages: 1,
         cluster: 1,
+        split_k: 1,
         group_m: 8,
         chunks: 4,
+        last_chunks: 4,
+        cut_last: false,
         transport: Transport::Pull,
     };
     criterion.bench_function("plan 16384 x 6656 x 16384, 8 ranks", |bencher| {

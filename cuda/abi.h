@@ -92,10 +92,10 @@ typedef struct GemmeshMailbox {
 
 /* The epochs of pushed operations are counted here, so that an operation in a graph has another at each replay. */
 typedef struct GemmeshTurn {
-    uint32_t epoch;   /* of the last operation that every CTA has entered */
-    uint32_t entered; /* CTAs of the next operation that have read it */
+    uint32_t epoch;   /* of the last operation that has ended */
+    uint32_t left;    /* CTAs of the one that runs whose tiles' rows have all come */
     uint32_t current; /* the epoch of the operation whose rows the copy engine pushes: what it copies into flags */
-    uint32_t go;      /* set by the kernel when every peer is ready, reset by the copy stream that waited for it */
+    uint32_t go;      /* set by the kernel when every peer is ready, reset by the copy stream when it has pushed */
 } GemmeshTurn;
 
 /* What one warp pushes at a time: a piece of a chunk. */
@@ -112,14 +112,16 @@ typedef struct GemmeshPiece {
 /* How rows are pushed. All zero when they are pulled. */
 typedef struct GemmeshExchange {
     GemmeshTurn *turn;                /* null: rows are pulled, and nothing below is used */
-    GemmeshMailbox *const *mailboxes; /* [world], as this GPU maps them */
-    void *const *rows;                /* [world]: every rank's `a`, as this GPU maps it */
     const GemmeshPiece *pieces;       /* what the kernel pushes itself; none if the copy engine does */
     uint32_t *pushed;                 /* by push: its pieces that have been pushed; zero between operations */
+    uint32_t *started;                /* the host's: where GemmeshParams.epoch is written when the kernel has begun, */
+    uint32_t *completed;              /* and when all rows have come; null where nobody is to know */
     uint32_t piece_count;
     uint32_t copies; /* nonzero: the copy engine pushes, and waits for turn->go */
     uint32_t rank;
     uint32_t world;
+    GemmeshMailbox *mailboxes[GEMMESH_MAX_WORLD]; /* by rank, as this GPU maps them */
+    void *rows[GEMMESH_MAX_WORLD];                /* every rank's `a`, likewise */
 } GemmeshExchange;
 
 /* What one CTA did with one table entry; nanoseconds of %globaltimer. Event [entry * cluster + rank in cluster]. */
@@ -145,10 +147,13 @@ typedef struct GemmeshParams {
     GemmeshTraceEvent *trace;       /* [tile_count * cluster]; filled by the `_trace` instances only */
     uint64_t deadline_ns;           /* the longest that a single wait may last */
     uint32_t tile_count;
-    uint32_t epoch;                 /* a flag has arrived when (int32_t)(flag - epoch) >= 0; unused with a turn */
+    uint32_t epoch;                 /* a flag has arrived when (int32_t)(flag - epoch) >= 0; with a turn, when it has
+                                     * reached the turn's, and this one is for the host */
     uint32_t m;                     /* rows of `a` and `out`; m, n and k are at least 1 */
     uint32_t n;                     /* rows of `b`, columns of `out` */
     uint32_t k;                     /* columns of `a` and `b` */
+    uint32_t late_flag;             /* the one flag that tiles which need it wait for only */
+    uint32_t late_step;             /* before this step through K, GEMMESH_TILE_K columns each; none: UINT32_MAX */
     uint32_t reserved;              /* zero */
     GemmeshExchange exchange;
 } GemmeshParams;
@@ -156,12 +161,13 @@ typedef struct GemmeshParams {
 /* One kernel of the module. `gemmesh_instances` is a device array of these: its size over sizeof(GemmeshInstance) is
  * their number. */
 typedef struct GemmeshInstance {
-    char name[64];         /* all_gather_matmul_<element>_<tile_m>x<tile_n>x64_s<stages>_c<cluster>[_trace] */
+    char name[64];         /* all_gather_matmul_<element>_<tile_m>x<tile_n>x64_s<stages>_c<cluster>_k<split>[_trace] */
     uint32_t element;      /* GEMMESH_BF16 or GEMMESH_F16 */
     uint32_t tile_m;       /* rows of a CTA's tile */
     uint32_t tile_n;       /* columns of a CTA's tile */
     uint32_t stages;       /* depth of the ring of loads */
     uint32_t cluster;      /* CTAs, along M, that share each load of `b` */
+    uint32_t split;        /* CTAs that share a tile, each with a part of K */
     uint32_t threads;      /* GEMMESH_THREADS */
     uint32_t shared_bytes; /* dynamic shared memory: the ring of loads, the boxes of the stores, the barriers */
     uint32_t trace;        /* nonzero: fills GemmeshParams.trace */
@@ -176,13 +182,13 @@ static_assert(offsetof(GemmeshTraceEvent, sm) == 48, "");
 static_assert(sizeof(GemmeshMailbox) == 4 * (GEMMESH_MAX_WORLD + GEMMESH_MAX_FLAGS), "");
 static_assert(sizeof(GemmeshTurn) == 16, "");
 static_assert(sizeof(GemmeshPiece) == 32, "a piece is two 16-byte loads");
-static_assert(sizeof(GemmeshExchange) == 56, "");
+static_assert(sizeof(GemmeshExchange) == 56 + 16 * GEMMESH_MAX_WORLD, "");
 static_assert(offsetof(GemmeshExchange, piece_count) == 40, "");
-static_assert(sizeof(GemmeshParams) == 144, "");
+static_assert(sizeof(GemmeshParams) == 96 + sizeof(GemmeshExchange), "");
 static_assert(offsetof(GemmeshParams, trace) == 48, "");
 static_assert(offsetof(GemmeshParams, tile_count) == 64, "");
-static_assert(offsetof(GemmeshParams, exchange) == 88, "");
-static_assert(sizeof(GemmeshInstance) == 96, "");
+static_assert(offsetof(GemmeshParams, exchange) == 96, "");
+static_assert(sizeof(GemmeshInstance) == 100, "");
 static_assert(offsetof(GemmeshInstance, element) == 64, "");
 
 #endif

@@ -8,7 +8,8 @@
 //
 // The CTAs of a cluster work on neighbouring rows and the same columns, so they share `b`: each loads its part and
 // multicasts it to both. Every producer waits for the flags itself, because it alone loads its CTA's rows of `a`; what
-// a neighbour loads on its behalf is `b`, which needs no flag.
+// a neighbour loads on its behalf is `b`, which needs no flag. Or, for problems of too few tiles, they share K: each
+// multiplies its part of it, and the first adds up and stores.
 #include "abi.h"
 #include "epilogue.cuh"
 #include "flags.cuh"
@@ -16,6 +17,7 @@
 #include "ptx.cuh"
 #include "push.cuh"
 #include "schedule.cuh"
+#include "split.cuh"
 #include "wgmma.cuh"
 
 namespace gemmesh {
@@ -41,13 +43,16 @@ constexpr int kSharedLimit = 232448;  // bytes that a CTA may have on sm_90
 constexpr int kBarrierBytes = 1024;   // with the rounding up of the struct that ends with them
 constexpr int kBoxBytes = sizeof(StoreBox<__half>);
 
-template <class Element_, int TileN, int Stages, int Cluster, bool Trace>
+template <class Element_, int TileN, int Stages, int Cluster, int Split, bool Trace>
 struct Config {
     using Element = Element_;
     static constexpr int kTileN = TileN;
     static constexpr int kStages = Stages;
-    static constexpr int kCluster = Cluster;
+    static constexpr int kCluster = Cluster;        // CTAs that share the loads of b, on rows of their own
+    static constexpr int kSplit = Split;            // or: CTAs that share a tile, each with a part of K
+    static constexpr int kCtas = Cluster * Split;   // in a cluster, as the hardware sees it
     static constexpr bool kTrace = Trace;
+    static_assert(Cluster == 1 || Split == 1);
 
     static constexpr int kPartN = TileN / Cluster;  // what one CTA loads of the tile's b
     static_assert(TileN % 16 == 0 && TileN <= 256);
@@ -56,7 +61,9 @@ struct Config {
     // A consumer warp gets as many boxes to store through as it can use and as the ring leaves room for.
     static constexpr int kRingBytes = Stages * (kTileM + TileN) * GEMMESH_TILE_K * static_cast<int>(sizeof(Element));
     static constexpr int kBoxesUsed = (TileN + GEMMESH_STORE_COLUMNS - 1) / GEMMESH_STORE_COLUMNS;
-    static constexpr int kBoxesFit = (kSharedLimit - kBarrierBytes - kRingBytes) / (kConsumerWarps * kBoxBytes);
+    static constexpr int kSumBytes = (Split - 1) * kTileM * TileN * static_cast<int>(sizeof(float));
+    static constexpr int kBoxesFit =
+        (kSharedLimit - kBarrierBytes - kRingBytes - kSumBytes) / (kConsumerWarps * kBoxBytes);
     static constexpr int kBoxes = kBoxesUsed < kBoxesFit ? kBoxesUsed : kBoxesFit;
     static_assert(kBoxes > 0);
 };
@@ -67,6 +74,7 @@ struct Shared {
     alignas(1024) Element a[C::kStages][kTileM * GEMMESH_TILE_K];
     alignas(1024) Element b[C::kStages][C::kTileN * GEMMESH_TILE_K];
     StoreBox<Element> boxes[kConsumerWarps][C::kBoxes];
+    SplitSum<C::kSplit, C::kTileN, kConsumers> sum;
     Pipeline<C::kStages, C::kCluster> pipeline;
     uint32_t epoch;
 };
@@ -77,18 +85,29 @@ constexpr uint32_t shared_bytes() {
     return sizeof(Shared<C>);
 }
 
-__device__ __forceinline__ uint32_t stages_of(const GemmeshParams& params) {
-    return (params.k + GEMMESH_TILE_K - 1) / GEMMESH_TILE_K;
+// The steps through K that a CTA makes.
+struct Steps {
+    uint32_t begin;
+    uint32_t end;
+};
+
+template <class C>
+__device__ __forceinline__ Steps steps_of(const GemmeshParams& params, uint32_t rank) {
+    const uint32_t all = (params.k + GEMMESH_TILE_K - 1) / GEMMESH_TILE_K;
+    if constexpr (C::kSplit == 1) return {0, all};
+    const Steps part{all * rank / C::kSplit, all * (rank + 1) / C::kSplit};
+    // Where K is too short to be shared, a step behind its end, where TMA reads zeros.
+    return part.begin < part.end ? part : Steps{all, all + 1};
 }
 
 template <class C>
 __device__ __forceinline__ uint32_t first_row(const GemmeshTile& tile, uint32_t rank) {
-    return (tile.m * C::kCluster + rank) * kTileM;
+    return (tile.m * C::kCluster + (C::kSplit == 1 ? rank : 0)) * kTileM;
 }
 
 template <class C>
 __device__ __forceinline__ GemmeshTraceEvent& event_of(const GemmeshParams& params, uint32_t index, uint32_t rank) {
-    return params.trace[index * C::kCluster + rank];
+    return params.trace[index * C::kCtas + rank];
 }
 
 // One thread: waits for each tile's rows and loads them, stage by stage.
@@ -97,29 +116,32 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensor
                                         const GemmeshParams& params, Shared<C>& shared, uint32_t rank) {
     constexpr uint32_t kStageBytes = sizeof(shared.a[0]) + sizeof(shared.b[0]);
     constexpr uint16_t kEveryCta = (1 << C::kCluster) - 1;
-    const uint32_t stages = stages_of(params);
+    const Steps steps = steps_of<C>(params, rank);
     ChunkFlags flags(params, shared.epoch);
     RingPosition<C::kStages> at;
 
-    for (TableWalk walk(params, C::kCluster); walk.valid(); walk.advance()) {
+    for (TableWalk walk(params, C::kCtas); walk.valid(); walk.advance()) {
         // wait for the tile's rows
         if constexpr (C::kTrace) event_of<C>(params, walk.index(), rank).wait_begin = ptx::globaltimer();
         flags.wait(walk.tile());
         if constexpr (C::kTrace) event_of<C>(params, walk.index(), rank).wait_end = ptx::globaltimer();
 
         const uint32_t row = first_row<C>(walk.tile(), rank);
-        const uint32_t part = rank * C::kPartN;
+        const uint32_t part = C::kCluster == 1 ? 0 : rank * C::kPartN;
         const uint32_t column = walk.tile().n * C::kTileN + part;
+        const uint32_t late_step = max(flags.late_step(walk.tile()), steps.begin);
 
-        for (uint32_t stage = 0; stage < stages; ++stage) {
+        for (uint32_t step = steps.begin; step < steps.end; ++step) {
+            if (step == late_step) flags.wait_late();
+
             // wait for the consumers to release the stage
             shared.pipeline.acquire(at, kStageBytes);
             if constexpr (C::kTrace) {
-                if (stage == 0) event_of<C>(params, walk.index(), rank).load_begin = ptx::globaltimer();
+                if (step == steps.begin) event_of<C>(params, walk.index(), rank).load_begin = ptx::globaltimer();
             }
 
             // issue the loads
-            const uint32_t k = stage * GEMMESH_TILE_K;
+            const uint32_t k = step * GEMMESH_TILE_K;
             uint64_t* full = &shared.pipeline.full[at.stage];
             ptx::cp_async_bulk_tensor_2d_load(shared.a[at.stage], &map_a, k, row, full);
             auto* b = &shared.b[at.stage][part * GEMMESH_TILE_K];
@@ -150,7 +172,7 @@ __device__ __forceinline__ void consume(const CUtensorMap& map_out, const Gemmes
     using Element = typename C::Element;
     constexpr uint32_t kStepA = operand_step(sizeof(shared.a[0]));
     constexpr uint32_t kStepB = operand_step(sizeof(shared.b[0]));
-    const uint32_t stages = stages_of(params);
+    const Steps steps = steps_of<C>(params, rank);
     const uint32_t lane = threadIdx.x % 32;
     const uint32_t warp = threadIdx.x / 32 % 4;
     const uint32_t own_row = consumer * kConsumerRows;
@@ -161,16 +183,17 @@ __device__ __forceinline__ void consume(const CUtensorMap& map_out, const Gemmes
     Accumulators<Element, C::kTileN> accumulators;
     RingPosition<C::kStages> at;
 
-    for (TableWalk walk(params, C::kCluster); walk.valid(); walk.advance()) {
+    uint32_t turn = 0;
+    for (TableWalk walk(params, C::kCtas); walk.valid(); walk.advance(), ++turn) {
         uint32_t previous = 0;
-        for (uint32_t stage = 0; stage < stages; ++stage) {
+        for (uint32_t step = steps.begin; step < steps.end; ++step) {
             // wait for the stage's bytes
             shared.pipeline.wait_full(at);
-            if (tracer && stage == 0) event_of<C>(params, walk.index(), rank).math_begin = ptx::globaltimer();
+            if (tracer && step == steps.begin) event_of<C>(params, walk.index(), rank).math_begin = ptx::globaltimer();
 
             // multiply; meanwhile the stage before is finished and can be loaded again
-            accumulators.multiply(a + at.stage * kStepA, b + at.stage * kStepB, stage == 0);
-            if (stage > 0) {
+            accumulators.multiply(a + at.stage * kStepA, b + at.stage * kStepB, step == steps.begin);
+            if (step > steps.begin) {
                 accumulators.template wait<1>();
                 shared.pipeline.release(previous, lane);
             }
@@ -182,10 +205,12 @@ __device__ __forceinline__ void consume(const CUtensorMap& map_out, const Gemmes
         if (tracer) event_of<C>(params, walk.index(), rank).math_end = ptx::globaltimer();
 
         // store the tile; the producer is loading the next one
-        const uint32_t row = first_row<C>(walk.tile(), rank) + own_row + warp * GEMMESH_STORE_ROWS;
-        const uint32_t column = walk.tile().n * C::kTileN;
-        if (params.bias != nullptr) add_bias(accumulators, params, column, lane);
-        store_rows(accumulators, &map_out, params.m, row, column, boxes, lane);
+        if (shared.sum.gather(accumulators, turn, rank, consumer)) {
+            const uint32_t row = first_row<C>(walk.tile(), rank) + own_row + warp * GEMMESH_STORE_ROWS;
+            const uint32_t column = walk.tile().n * C::kTileN;
+            if (params.bias != nullptr) add_bias(accumulators, params, column, lane);
+            store_rows(accumulators, &map_out, params.m, row, column, boxes, lane);
+        }
         if (tracer) {
             GemmeshTraceEvent& event = event_of<C>(params, walk.index(), rank);
             event.done = ptx::globaltimer();
@@ -201,7 +226,7 @@ __device__ __forceinline__ void consume(const CUtensorMap& map_out, const Gemmes
 // Every thread of the cluster has reached this point.
 template <class C>
 __device__ __forceinline__ void meet() {
-    if constexpr (C::kCluster == 1) {
+    if constexpr (C::kCtas == 1) {
         __syncthreads();
     } else {
         ptx::barrier_cluster_arrive();
@@ -216,20 +241,25 @@ __device__ __forceinline__ void all_gather_matmul(const CUtensorMap& map_a, cons
     extern __shared__ __align__(1024) uint8_t dynamic_shared[];
     Shared<C>& shared = *reinterpret_cast<Shared<C>*>(dynamic_shared);
     const uint32_t warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
-    const uint32_t rank = C::kCluster == 1 ? 0 : ptx::cluster_ctarank();
+    const uint32_t rank = C::kCtas == 1 ? 0 : __shfl_sync(~0u, ptx::cluster_ctarank(), 0);
 
     if (threadIdx.x == 0) {
         ptx::prefetch_tensormap(&map_a);
         ptx::prefetch_tensormap(&map_b);
         ptx::prefetch_tensormap(&map_out);
         shared.pipeline.init(kConsumerWarps);
+        shared.sum.init();
+        ptx::fence_mbarrier_init();
         shared.epoch = enter_turn(params);
     }
     meet<C>();
 
     if (warpgroup == 0) {
         ptx::setmaxnreg_dec<kProducerRegisters>();
-        if (threadIdx.x == 0) produce<C>(map_a, map_b, params, shared, rank);
+        if (threadIdx.x == 0) {
+            produce<C>(map_a, map_b, params, shared, rank);
+            leave_turn(params, shared.epoch);
+        }
         if (threadIdx.x >= 32) exchange(params, shared.epoch);
         __syncwarp();
     } else {
@@ -238,7 +268,7 @@ __device__ __forceinline__ void all_gather_matmul(const CUtensorMap& map_a, cons
     }
 
     // A neighbour may still signal this CTA's barriers: nobody leaves before everybody is done.
-    if constexpr (C::kCluster > 1) meet<C>();
+    if constexpr (C::kCtas > 1) meet<C>();
 }
 
 }  // namespace gemmesh
@@ -247,38 +277,40 @@ __device__ __forceinline__ void all_gather_matmul(const CUtensorMap& map_a, cons
 // product; which of the widths is best is a matter of how evenly a problem's tiles share out among the multiprocessors.
 // Narrow tiles are for small problems, and for finer steps while rows arrive.
 //
-// (element, its name, its number in abi.h, tile_n, stages, cluster)
+// (element, its name, its number in abi.h, tile_n, stages, cluster, split)
 #define GEMMESH_SHAPES(X, E, e, i) \
-    X(E, e, i, 256, 4, 2)          \
-    X(E, e, i, 224, 4, 2)          \
-    X(E, e, i, 208, 4, 2)          \
-    X(E, e, i, 192, 4, 2)          \
-    X(E, e, i, 128, 6, 2)          \
-    X(E, e, i, 256, 4, 1)          \
-    X(E, e, i, 64, 8, 1)
+    X(E, e, i, 256, 4, 2, 1)       \
+    X(E, e, i, 224, 4, 2, 1)       \
+    X(E, e, i, 208, 4, 2, 1)       \
+    X(E, e, i, 192, 4, 2, 1)       \
+    X(E, e, i, 128, 6, 2, 1)       \
+    X(E, e, i, 256, 4, 1, 1)       \
+    X(E, e, i, 64, 8, 1, 1)        \
+    X(E, e, i, 64, 6, 1, 2)        \
+    X(E, e, i, 64, 4, 1, 4)
 
 #define GEMMESH_INSTANCES(X)                             \
     GEMMESH_SHAPES(X, __nv_bfloat16, bf16, GEMMESH_BF16) \
     GEMMESH_SHAPES(X, __half, f16, GEMMESH_F16)
 
-#define GEMMESH_KERNEL(E, i, N, S, C, trace, name)                                                         \
-    extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(GEMMESH_THREADS, 1)             \
+#define GEMMESH_KERNEL(E, i, N, S, C, P, trace, name)                                                      \
+    extern "C" __global__ void __cluster_dims__(C * P, 1, 1) __launch_bounds__(GEMMESH_THREADS, 1)         \
         name(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,                 \
              const __grid_constant__ CUtensorMap out, const __grid_constant__ GemmeshParams params) {      \
-        gemmesh::all_gather_matmul<gemmesh::Config<E, N, S, C, trace>>(a, b, out, params);                 \
+        gemmesh::all_gather_matmul<gemmesh::Config<E, N, S, C, P, trace>>(a, b, out, params);              \
     }
 
-#define GEMMESH_ENTRY(E, i, N, S, C, trace, name)                           \
-    {#name, i, gemmesh::kTileM, N, S, C, GEMMESH_THREADS,                   \
-     gemmesh::shared_bytes<gemmesh::Config<E, N, S, C, trace>>(), trace},
+#define GEMMESH_ENTRY(E, i, N, S, C, P, trace, name)                        \
+    {#name, i, gemmesh::kTileM, N, S, C, P, GEMMESH_THREADS,                \
+     gemmesh::shared_bytes<gemmesh::Config<E, N, S, C, P, trace>>(), trace},
 
 // Every instance comes in two: the plain one, and one that fills the trace.
-#define GEMMESH_KERNELS(E, e, i, N, S, C)                                                   \
-    GEMMESH_KERNEL(E, i, N, S, C, false, all_gather_matmul_##e##_128x##N##x64_s##S##_c##C) \
-    GEMMESH_KERNEL(E, i, N, S, C, true, all_gather_matmul_##e##_128x##N##x64_s##S##_c##C##_trace)
-#define GEMMESH_ENTRIES(E, e, i, N, S, C)                                                  \
-    GEMMESH_ENTRY(E, i, N, S, C, false, all_gather_matmul_##e##_128x##N##x64_s##S##_c##C) \
-    GEMMESH_ENTRY(E, i, N, S, C, true, all_gather_matmul_##e##_128x##N##x64_s##S##_c##C##_trace)
+#define GEMMESH_KERNELS(E, e, i, N, S, C, P)                                                           \
+    GEMMESH_KERNEL(E, i, N, S, C, P, false, all_gather_matmul_##e##_128x##N##x64_s##S##_c##C##_k##P) \
+    GEMMESH_KERNEL(E, i, N, S, C, P, true, all_gather_matmul_##e##_128x##N##x64_s##S##_c##C##_k##P##_trace)
+#define GEMMESH_ENTRIES(E, e, i, N, S, C, P)                                                          \
+    GEMMESH_ENTRY(E, i, N, S, C, P, false, all_gather_matmul_##e##_128x##N##x64_s##S##_c##C##_k##P) \
+    GEMMESH_ENTRY(E, i, N, S, C, P, true, all_gather_matmul_##e##_128x##N##x64_s##S##_c##C##_k##P##_trace)
 static_assert(gemmesh::kTileM == 128 && GEMMESH_TILE_K == 64, "the names say so");
 
 GEMMESH_INSTANCES(GEMMESH_KERNELS)

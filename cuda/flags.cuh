@@ -59,21 +59,37 @@ class ChunkFlags {
 public:
     __device__ ChunkFlags(const GemmeshParams& params, uint32_t epoch) : params_(params), epoch_(epoch) {}
 
-    // Returns when every flag of the tile has reached the epoch, or has been given up.
+    // Returns when every flag of the tile but a late one has reached the epoch, or has been given up.
     __device__ void wait(const GemmeshTile& tile) {
         // Neighbours in the table mostly wait for the same flags, and an epoch once reached stays reached.
         if (tile.flag_begin == begin_ && tile.flag_end == end_) return;
-        for (uint32_t flag = tile.flag_begin; flag < tile.flag_end && waiting_; ++flag) {
-            waiting_ = await(params_, params_.flags + flag, epoch_, flag, params_.sources[flag]);
+        for (uint32_t flag = tile.flag_begin; flag < tile.flag_end; ++flag) {
+            if (flag != params_.late_flag) wait(flag);
         }
         begin_ = tile.flag_begin;
         end_ = tile.flag_end;
-        // The acquire ordered the rows before this thread's own accesses. The loads that follow are made by the async
-        // proxy, which only this fence puts after them.
+        ptx::fence_proxy_async();
+    }
+
+    // Before which step through K of the tile `wait_late` must be called; a number that no step has if it need not be.
+    __device__ uint32_t late_step(const GemmeshTile& tile) const {
+        const bool needed = tile.flag_begin <= params_.late_flag && params_.late_flag < tile.flag_end;
+        return needed ? params_.late_step : UINT32_MAX;
+    }
+
+    // Returns when the late flag has reached the epoch, or has been given up.
+    __device__ void wait_late() {
+        wait(params_.late_flag);
         ptx::fence_proxy_async();
     }
 
 private:
+    // The acquire orders the rows before this thread's own accesses. The loads that follow are made by the async proxy,
+    // which only a proxy fence puts after them.
+    __device__ void wait(uint32_t flag) {
+        waiting_ = waiting_ && await(params_, params_.flags + flag, epoch_, flag, params_.sources[flag]);
+    }
+
     const GemmeshParams& params_;
     uint32_t epoch_;
     uint32_t begin_ = 0;  // the last range waited for

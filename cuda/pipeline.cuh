@@ -5,6 +5,12 @@
 
 namespace gemmesh {
 
+// Waits until the phase of this parity is complete.
+__device__ __forceinline__ void wait_phase(uint64_t* barrier, uint32_t parity) {
+    while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
+    }
+}
+
 // A place in the ring. The parity changes with every turn: it names the phase of the stage's barriers.
 template <int Stages>
 struct RingPosition {
@@ -26,24 +32,23 @@ struct Pipeline {
     uint64_t full[Stages];
     uint64_t empty[Stages];
 
-    // One thread; the CTAs of the cluster must meet before anyone uses the barriers.
+    // One thread; before a fence for the barriers, and the CTAs of the cluster must meet before anyone uses them.
     __device__ void init(uint32_t consumer_warps) {
         for (int stage = 0; stage < Stages; ++stage) {
             ptx::mbarrier_init(&full[stage], 1);
             ptx::mbarrier_init(&empty[stage], consumer_warps * Cluster);
         }
-        ptx::fence_mbarrier_init();
     }
 
     // Producer: waits until the stage may be written, here and in the CTAs that share the load, and announces `bytes`
     // to come. At the start every stage is free, which is the phase before the first: hence the other parity.
     __device__ void acquire(const RingPosition<Stages>& at, uint32_t bytes) {
-        wait(&empty[at.stage], at.parity ^ 1);
+        wait_phase(&empty[at.stage], at.parity ^ 1);
         ptx::mbarrier_arrive_expect_tx(&full[at.stage], bytes);
     }
 
     // Consumer: waits until the stage's bytes are there.
-    __device__ void wait_full(const RingPosition<Stages>& at) { wait(&full[at.stage], at.parity); }
+    __device__ void wait_full(const RingPosition<Stages>& at) { wait_phase(&full[at.stage], at.parity); }
 
     // Consumer, whole warp: this warp has read the stage. With a shared load every CTA's producer writes here, so
     // every one of them is told. The products have been waited for, so their reads are over and the arrival has no
@@ -56,11 +61,6 @@ struct Pipeline {
         }
     }
 
-private:
-    __device__ static void wait(uint64_t* barrier, uint32_t parity) {
-        while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
-        }
-    }
 };
 
 }  // namespace gemmesh

@@ -48,6 +48,10 @@ __device__ __forceinline__ uint32_t ld_relaxed_sys(const uint32_t* address) {
     return value;
 }
 
+__device__ __forceinline__ void st_relaxed_sys(uint32_t* address, uint32_t value) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ void st_release_sys(uint32_t* address, uint32_t value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
@@ -58,6 +62,12 @@ __device__ __forceinline__ uint32_t atom_cas_relaxed_sys(uint32_t* address, uint
                  : "=r"(old)
                  : "l"(address), "r"(expected), "r"(desired)
                  : "memory");
+    return old;
+}
+
+__device__ __forceinline__ uint32_t atom_add_relaxed_gpu(uint32_t* address, uint32_t value) {
+    uint32_t old;
+    asm volatile("atom.relaxed.gpu.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(address), "r"(value) : "memory");
     return old;
 }
 
@@ -140,6 +150,14 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
+}
+
+// Stores to a neighbour's shared memory, and counts the bytes at a barrier there. Addresses as mapa gives them.
+__device__ __forceinline__ void st_async(uint32_t address, const float4& value, uint32_t barrier) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+        "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
+        : "memory");
 }
 
 // Waits a time that the hardware chooses; true when the phase of this parity is complete.

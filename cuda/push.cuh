@@ -14,16 +14,22 @@
 
 namespace gemmesh {
 
-// One thread of each CTA, once: the epoch of this operation. The last CTA to ask moves the count on: all have read it.
+// One thread of each CTA: the epoch of this operation.
 __device__ inline uint32_t enter_turn(const GemmeshParams& params) {
     GemmeshTurn* turn = params.exchange.turn;
     if (turn == nullptr) return params.epoch;
-    const uint32_t epoch = ptx::ld_relaxed_sys(&turn->epoch) + 1;
-    if (ptx::atom_add_acq_rel_gpu(&turn->entered, 1) + 1 == gridDim.x) {
-        turn->entered = 0;
-        turn->epoch = epoch;
-    }
-    return epoch;
+    return ptx::ld_relaxed_sys(&turn->epoch) + 1;
+}
+
+// One thread of each CTA, when the rows of all its tiles have come, or have been given up. The last to leave moves the
+// count on, for the kernels that follow: all have read it.
+__device__ inline void leave_turn(const GemmeshParams& params, uint32_t epoch) {
+    const GemmeshExchange& exchange = params.exchange;
+    if (exchange.turn == nullptr) return;
+    if (ptx::atom_add_acq_rel_gpu(&exchange.turn->left, 1) + 1 < gridDim.x) return;
+    exchange.turn->left = 0;
+    exchange.turn->epoch = epoch;
+    if (exchange.completed != nullptr) ptx::st_release_sys(exchange.completed, params.epoch);
 }
 
 // One warp of one CTA: tells the peers, and the copy engine if it is to push.
@@ -38,6 +44,8 @@ __device__ inline void announce(const GemmeshParams& params, uint32_t epoch, uin
     for (uint32_t peer = lane; peer < exchange.world; peer += 32) {
         ptx::st_release_sys(&exchange.mailboxes[peer]->ready[exchange.rank], epoch);
     }
+    // To the host, which is far away, only now: a release waits for the stores before it.
+    if (exchange.started != nullptr && lane == 0) ptx::st_release_sys(exchange.started, params.epoch);
     if (exchange.copies == 0) return;
 
     bool ready = true;
@@ -107,13 +115,14 @@ __device__ inline void push(const GemmeshParams& params, uint32_t epoch, uint32_
         push_bytes(static_cast<uint8_t*>(exchange.rows[piece.peer]) + piece.offset, own + piece.offset, piece.bytes, lane);
         __syncwarp();
 
-        // The fence puts the warp's bytes, wherever they go, before what lane 0 does next. The warp that counts the last
-        // piece has acquired the others' counts, so its release puts all of the chunk before the flag.
+        // The first fence puts the warp's bytes, wherever they go, before the count; the second puts all that was counted
+        // before the flag.
         if (lane == 0) {
             ptx::fence_acq_rel_sys();
-            if (ptx::atom_add_acq_rel_gpu(&exchange.pushed[piece.push], 1) + 1 == piece.pieces) {
+            if (ptx::atom_add_relaxed_gpu(&exchange.pushed[piece.push], 1) + 1 == piece.pieces) {
+                ptx::fence_acq_rel_sys();
                 exchange.pushed[piece.push] = 0;
-                ptx::st_release_sys(&exchange.mailboxes[piece.peer]->chunk[piece.flag], epoch);
+                ptx::st_relaxed_sys(&exchange.mailboxes[piece.peer]->chunk[piece.flag], epoch);
             }
         }
     }

@@ -42,5 +42,5 @@ pub mod testing {
     //! What only the tests and benchmarks of this library use.
     pub use crate::backend::host_delay_chunks as delay_chunks;
     #[cfg(feature = "cuda")]
-    pub use crate::backend::{Winner, align_streams, cuda_delay_chunks};
+    pub use crate::backend::{Winner, align_streams, cuda_delay_chunks, with_each_kernel};
 }

@@ -156,8 +156,11 @@ const CONFIG: Config = Config {
     tile_k: 400,
     stages: 1,
     cluster: 1,
+    split_k: 1,
     group_m: 2,
     chunks: 3,
+    last_chunks: 3,
+    cut_last: true,
     transport: Transport::Pull,
 };
 

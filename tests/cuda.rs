@@ -28,29 +28,34 @@ const NOTICED: Duration = Duration::from_secs(2);
 /// Of the processes of one test.
 const DEADLINE: Duration = Duration::from_secs(90);
 
-/// (tile_n, stages, cluster) of every kernel.
-const SHAPES: [(usize, usize, usize); 7] = [
-    (256, 4, 2),
-    (224, 4, 2),
-    (208, 4, 2),
-    (192, 4, 2),
-    (128, 6, 2),
-    (256, 4, 1),
-    (64, 8, 1),
+/// (tile_n, stages, cluster, split_k) of every kernel.
+const SHAPES: [(usize, usize, usize, usize); 9] = [
+    (256, 4, 2, 1),
+    (224, 4, 2, 1),
+    (208, 4, 2, 1),
+    (192, 4, 2, 1),
+    (128, 6, 2, 1),
+    (256, 4, 1, 1),
+    (64, 8, 1, 1),
+    (64, 6, 1, 2),
+    (64, 4, 1, 4),
 ];
 
 const TRANSPORTS: [Transport; 3] = [Transport::Pull, Transport::Push, Transport::Store];
 
 fn config(shape: usize, group_m: usize, chunks: usize) -> Config {
-    let (tile_n, stages, cluster) = SHAPES[shape % SHAPES.len()];
+    let (tile_n, stages, cluster, split_k) = SHAPES[shape % SHAPES.len()];
     Config {
         tile_m: 128,
         tile_n,
         tile_k: 64,
         stages,
         cluster,
+        split_k,
         group_m,
         chunks,
+        last_chunks: chunks,
+        cut_last: chunks.is_multiple_of(2),
         transport: TRANSPORTS[shape % TRANSPORTS.len()],
     }
 }

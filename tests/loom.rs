@@ -209,8 +209,11 @@ fn plans(rows: &[usize], chunks: usize) -> std::sync::Arc<[Plan]> {
         tile_k: 1,
         stages: 1,
         cluster: 1,
+        split_k: 1,
         group_m: 1,
         chunks,
+        last_chunks: chunks,
+        cut_last: false,
         transport: Transport::Pull,
     };
     (0..rows.len())

@@ -188,8 +188,11 @@ fn config(tile_m: usize, tile_n: usize, tile_k: usize, group_m: usize, chunks: u
         tile_k,
         stages: 1,
         cluster: 1,
+        split_k: 1,
         group_m,
         chunks,
+        last_chunks: chunks,
+        cut_last: !chunks.is_multiple_of(2),
         transport: Transport::Pull,
     }
 }

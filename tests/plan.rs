@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 use gemmesh::Error;
 use gemmesh::protocol::drive::{self, CopyEngine, CopyThread};
 use gemmesh::protocol::flag::Wait;
-use gemmesh::protocol::plan::{MAX_CHUNKS, MAX_CLUSTER, MAX_EXTENT, MAX_WORLD, balanced_rows};
+use gemmesh::protocol::plan::{
+    CUT_COLUMNS, MAX_CHUNKS, MAX_CLUSTER, MAX_EXTENT, MAX_WORLD, balanced_rows,
+};
 use gemmesh::protocol::primitive::AtomicUsize;
 use gemmesh::protocol::{
     Awaited, Config, Epoch, Flag, FlagBlock, Plan, Problem, Pull, Push, Tile, Transport,
@@ -22,13 +24,14 @@ use proptest::sample::select;
 struct Case {
     rows: Vec<usize>,
     n: usize,
+    k: usize,
     rank: usize,
     config: Config,
 }
 
 impl Case {
     fn plan(&self) -> Plan {
-        let problem = Problem::with_rows(&self.rows, self.n, 3, self.rank).unwrap();
+        let problem = Problem::with_rows(&self.rows, self.n, self.k, self.rank).unwrap();
         Plan::new(problem, self.config).unwrap()
     }
 
@@ -84,30 +87,38 @@ fn case() -> impl Strategy<Value = Case> {
         4 => 1..=9usize,
         1 => select(vec![64, 1000, MAX_EXTENT]),
     ];
-    let chunks = prop_oneof![1..=8usize, 1..=MAX_CHUNKS];
-    (tile(), tile(), 1..=2usize, group_m, chunks)
-        .prop_flat_map(|(tile_m, tile_n, cluster, group_m, chunks)| {
+    let chunks = || prop_oneof![1..=8usize, 1..=MAX_CHUNKS];
+    let transports = vec![Transport::Pull, Transport::Push, Transport::Store];
+    let moved = (chunks(), chunks(), any::<bool>(), select(transports));
+    (tile(), tile(), 1..=2usize, group_m, moved)
+        .prop_flat_map(|(tile_m, tile_n, cluster, group_m, moved)| {
+            let (chunks, last_chunks, cut_last, transport) = moved;
             let config = Config {
                 tile_m,
                 tile_n,
                 tile_k: 5,
                 stages: 1,
                 cluster,
+                split_k: 1,
                 group_m,
                 chunks,
-                transport: Transport::Pull,
+                last_chunks,
+                cut_last,
+                transport,
             };
             (
                 rows(tile_m * cluster),
                 extent(tile_n, 5 * tile_n),
+                select(vec![1, 64, 65, 128, 129, 1000]),
                 Just(config),
                 any::<usize>(),
             )
         })
-        .prop_map(|(rows, n, config, rank)| Case {
+        .prop_map(|(rows, n, k, config, rank)| Case {
             rank: rank % rows.len(),
             rows,
             n,
+            k,
             config,
         })
 }
@@ -214,11 +225,42 @@ proptest! {
         let by_row = pulls_by_row(&case, &plan);
         for source in 0..case.rows.len() {
             for row in case.rows_of(source) {
-                let from: Vec<_> = by_row[row].iter().map(|&p| plan.pulls()[p].source).collect();
-                let expected = if source == case.rank { vec![] } else { vec![source] };
-                prop_assert_eq!(from, expected, "row {}", row);
+                let pulls = by_row[row].iter().map(|&position| &plan.pulls()[position]);
+                let mut columns = 0;
+                for pull in pulls {
+                    prop_assert_eq!((pull.source, pull.columns.start), (source, columns));
+                    columns = pull.columns.end;
+                }
+                let expected = if source == case.rank { 0 } else { case.k };
+                prop_assert_eq!(columns, expected, "row {}", row);
             }
         }
+    }
+
+    #[test]
+    fn the_last_chunk_of_all_and_no_other_is_cut_along_k_if_that_is_asked_for(case in case()) {
+        let plan = case.plan();
+        let source = (case.rank + case.rows.len() - 1) % case.rows.len();
+        let cut = case.config.cut_last
+            && case.config.transport != Transport::Store
+            && case.k > 128
+            && source != case.rank
+            && !case.rows_of(source).is_empty();
+        prop_assert_eq!(plan.late().is_some(), cut);
+        let (parts, whole): (Vec<_>, Vec<_>) =
+            plan.pulls().iter().partition(|pull| pull.columns.len() < case.k);
+        prop_assert!(whole.iter().all(|pull| pull.columns == (0..case.k)));
+        let Some(late) = plan.late() else {
+            prop_assert!(parts.is_empty());
+            return Ok(());
+        };
+        prop_assert!(late.column.is_multiple_of(CUT_COLUMNS));
+        let last = &plan.pulls()[plan.pulls().len() - 2..];
+        prop_assert_eq!(parts, last.iter().collect::<Vec<_>>());
+        prop_assert_eq!(&last[0].rows, &last[1].rows);
+        prop_assert_eq!(last[0].rows.end, case.rows_of(source).end);
+        prop_assert_eq!((last[1].flag, last[1].columns.start), (late.flag, late.column));
+        prop_assert_eq!(last[0].flag + 1, late.flag);
     }
 
     #[test]
@@ -267,19 +309,28 @@ proptest! {
         for source in 0..world {
             let pulls = plan.pulls_from(source);
             prop_assert!(pulls.iter().all(|pull| pull.source == source));
-            prop_assert!(pulls.windows(2).all(|p| p[0].rows.end == p[1].rows.start));
+            let next = |p: &[Pull]| match p[1].columns.start {
+                0 => p[0].rows.end == p[1].rows.start,
+                column => p[0].rows == p[1].rows && p[0].columns.end == column,
+            };
+            prop_assert!(pulls.windows(2).all(next));
         }
     }
 
     #[test]
     fn a_shard_is_cut_into_few_even_chunks_between_tiles(case in case()) {
         let plan = case.plan();
-        let Config { chunks, .. } = case.config;
         let tile_m = entry_rows(&case);
         for (source, &rows) in case.rows.iter().enumerate() {
-            let pulls = plan.pulls_from(source);
+            let chunks = if (source + 1) % case.rows.len() == case.rank {
+                case.config.last_chunks
+            } else {
+                case.config.chunks
+            };
+            let pulls: Vec<_> =
+                plan.pulls_from(source).iter().filter(|pull| pull.columns.start == 0).collect();
             prop_assert!(pulls.len() <= chunks);
-            for pull in pulls {
+            for pull in &pulls {
                 prop_assert!(!pull.rows.is_empty());
                 prop_assert!(pull.rows.len() <= rows.div_ceil(chunks) + tile_m);
             }
@@ -304,7 +355,12 @@ proptest! {
             let pulled: Vec<Push> = plan
                 .pulls_from(source)
                 .iter()
-                .map(|pull| Push { peer: case.rank, rows: pull.rows.clone(), flag: pull.flag })
+                .map(|pull| Push {
+                    peer: case.rank,
+                    rows: pull.rows.clone(),
+                    columns: pull.columns.clone(),
+                    flag: pull.flag,
+                })
                 .collect();
             prop_assert_eq!(pushed, pulled);
         }
@@ -457,8 +513,11 @@ const CONFIG: Config = Config {
     tile_k: 1,
     stages: 1,
     cluster: 1,
+    split_k: 1,
     group_m: 2,
     chunks: 2,
+    last_chunks: 2,
+    cut_last: false,
     transport: Transport::Pull,
 };
 
@@ -603,14 +662,16 @@ fn what_is_outside_the_limits_is_named() {
     assert_limit(balanced(0, 0, 2), "M", 0, 1, MAX_EXTENT);
 
     type Field = (&'static str, fn(&mut Config) -> &mut usize, usize);
-    let fields: [Field; 7] = [
+    let fields: [Field; 9] = [
         ("Config::tile_m", |c| &mut c.tile_m, MAX_EXTENT),
         ("Config::tile_n", |c| &mut c.tile_n, MAX_EXTENT),
         ("Config::tile_k", |c| &mut c.tile_k, MAX_EXTENT),
         ("Config::stages", |c| &mut c.stages, MAX_EXTENT),
         ("Config::cluster", |c| &mut c.cluster, MAX_CLUSTER),
         ("Config::group_m", |c| &mut c.group_m, MAX_EXTENT),
+        ("Config::split_k", |c| &mut c.split_k, MAX_CLUSTER),
         ("Config::chunks", |c| &mut c.chunks, MAX_CHUNKS),
+        ("Config::last_chunks", |c| &mut c.last_chunks, MAX_CHUNKS),
     ];
     for (name, field, max) in fields {
         let plan = |value| {
@@ -652,8 +713,11 @@ fn a_large_plan_takes_less_than_a_millisecond() {
         tile_k: 64,
         stages: 1,
         cluster: 1,
+        split_k: 1,
         group_m: 8,
         chunks: 4,
+        last_chunks: 4,
+        cut_last: true,
         transport: Transport::Pull,
     };
     let best = (0..20)

@@ -14,8 +14,11 @@ const CONFIG: Config = Config {
     tile_k: 4,
     stages: 1,
     cluster: 1,
+    split_k: 1,
     group_m: 2,
     chunks: 3,
+    last_chunks: 4,
+    cut_last: true,
     transport: Transport::Pull,
 };
 const WORLD: usize = 3;
@@ -95,27 +98,32 @@ fn rows_may_move_one_way_now_and_another_then() -> Result<(), Error> {
 
 #[test]
 fn ranks_that_cut_pushed_rows_differently_are_told() -> Result<(), Error> {
-    Group::<Host>::threads(2, |group| {
-        let a = group.sharded::<bf16>(M, K)?;
-        let b = group.zeros(5, K)?;
-        let mut out = group.zeros(M, 5)?;
-        let config = |chunks, transport| Config {
-            chunks,
-            transport,
-            ..CONFIG
-        };
-        // How rows are pulled is each rank's own affair.
-        let pulled = AllGatherMatmul::new().config(config(1 + group.rank(), Transport::Pull));
-        pulled.run(&a, &b, &mut out)?;
-        let pushed = AllGatherMatmul::new().config(config(1 + group.rank(), Transport::Push));
-        let error = pushed.run(&a, &b, &mut out).and_then(|()| group.barrier());
-        let error = error.unwrap_err();
-        assert!(
-            matches!(error.cause(), Error::CallMismatch { .. }),
-            "{error}"
-        );
-        Ok(())
-    })?;
+    let differences: [fn(&mut Config, usize); 4] = [
+        |config, rank| config.tile_m += rank,
+        |config, rank| config.chunks += rank,
+        |config, rank| config.last_chunks += rank,
+        |config, rank| config.cut_last = rank == 1,
+    ];
+    for differ in differences {
+        Group::<Host>::threads(2, |group| {
+            let a = group.sharded::<bf16>(M, K)?;
+            let b = group.zeros(5, K)?;
+            let mut out = group.zeros(M, 5)?;
+            let mut config = CONFIG;
+            differ(&mut config, group.rank());
+            // How rows are pulled is each rank's own affair.
+            let mut run = |config| AllGatherMatmul::new().config(config).run(&a, &b, &mut out);
+            run(config)?;
+            config.transport = Transport::Push;
+            let error = run(config).and_then(|()| group.barrier());
+            let error = error.unwrap_err();
+            assert!(
+                matches!(error.cause(), Error::CallMismatch { .. }),
+                "{error}"
+            );
+            Ok(())
+        })?;
+    }
     Ok(())
 }
 

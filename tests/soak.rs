@@ -118,8 +118,11 @@ impl<T: Element> Item<T> {
             tile_k: random.random_range(1..32),
             stages: 1,
             cluster: 1,
+            split_k: 1,
             group_m: random.random_range(1..4),
             chunks: random.random_range(1..6),
+            last_chunks: random.random_range(1..6),
+            cut_last: random.random(),
             transport: TRANSPORTS[random.random_range(0..TRANSPORTS.len())],
         });
         let weights = [random.random_range(1..12), random.random_range(1..12)];

@@ -549,17 +549,6 @@ pub fn measure<T: Element>(
     })
 }
 
-/// (tile_n, stages, cluster) of every kernel.
-const SHAPES: [(usize, usize, usize); 7] = [
-    (256, 4, 2),
-    (224, 4, 2),
-    (208, 4, 2),
-    (192, 4, 2),
-    (128, 6, 2),
-    (256, 4, 1),
-    (64, 8, 1),
-];
-
 /// The fastest configuration for a case, and its median time in microseconds. Collective.
 pub fn fastest<T: Element>(group: &Group<Cuda>, case: &mut Case<Cuda, T>) -> Result<(Config, f64)> {
     const ROUNDS: usize = 9;
@@ -585,25 +574,28 @@ pub fn fastest<T: Element>(group: &Group<Cuda>, case: &mut Case<Cuda, T>) -> Res
         Ok(median)
     };
     let mut best = (default, time(default, f64::INFINITY)?);
-    let mut ways = vec![(Transport::Store, 64)];
-    for chunks in [1, 2, 4, 8] {
-        ways.extend([Transport::Pull, Transport::Push].map(|transport| (transport, chunks)));
+    // (transport, chunks, chunks of the last shard, whether the last is cut)
+    let mut ways = vec![(Transport::Store, 64, 64, false)];
+    for (chunks, last_chunks) in [(1, 1), (1, 2), (1, 4), (2, 2), (4, 4)] {
+        for cut_last in [false, true] {
+            ways.extend(
+                [Transport::Pull, Transport::Push]
+                    .map(|transport| (transport, chunks, last_chunks, cut_last)),
+            );
+        }
     }
-    for (transport, chunks) in ways {
-        for (tile_n, stages, cluster) in SHAPES {
-            let config = Config {
-                tile_n,
-                stages,
-                cluster,
-                transport,
-                chunks,
-                ..default
-            };
+    for (transport, chunks, last_chunks, cut_last) in ways {
+        let way = Config {
+            transport,
+            chunks,
+            last_chunks,
+            cut_last,
+            ..default
+        };
+        for config in gemmesh::testing::with_each_kernel(group, &way) {
             let median = time(config, best.1)?;
             if group.rank() == 0 {
-                println!(
-                    "{transport:?} in {chunks}, 128x{tile_n} with {stages} stages in clusters of {cluster}: {median:.1} µs"
-                );
+                println!("{median:.1} µs: {config:?}");
             }
             if median < NOISE * best.1 {
                 best = (config, median);

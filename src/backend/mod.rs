@@ -10,7 +10,7 @@ use std::fmt::Debug;
 pub use cuda::Cuda;
 #[cfg(feature = "cuda")]
 #[doc(hidden)]
-pub use cuda::{Winner, align_streams, delay_chunks as cuda_delay_chunks};
+pub use cuda::{Winner, align_streams, delay_chunks as cuda_delay_chunks, with_each_kernel};
 pub use host::Host;
 #[doc(hidden)]
 pub use host::delay_chunks as host_delay_chunks;
@@ -173,8 +173,11 @@ mod tests {
                 tile_k: 1,
                 stages: 1,
                 cluster: 1,
+                split_k: 1,
                 group_m: 1,
                 chunks: 1,
+                last_chunks: 1,
+                cut_last: false,
                 transport,
             };
             let problem = Problem::balanced(4, 1, 1, 0, 2).unwrap();

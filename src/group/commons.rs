@@ -51,8 +51,33 @@ pub struct Operation {
     pub k: usize,
     /// Which of the group's sharded matrices, counted from 0.
     pub matrix: u32,
-    /// Where rows are pushed, ranks must agree on how they are cut: rows of a table entry, and chunks of a shard.
-    pub pushed: Option<(u32, u32)>,
+    /// Where rows are pushed, ranks must agree on how they are cut.
+    pub pushed: Option<Cuts>,
+}
+
+/// How rows are cut into chunks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cuts {
+    /// Rows of a table entry.
+    pub rows: u32,
+    /// Chunks of a shard, and of the one that comes last.
+    pub chunks: [u8; 2],
+    /// Whether the last chunk is cut along K.
+    pub cut_last: bool,
+}
+
+impl Cuts {
+    /// Never 0, for an entry has rows.
+    fn to_word(self) -> u64 {
+        let [chunks, last] = self.chunks.map(u64::from);
+        u64::from(self.rows) << 32 | chunks << 16 | last << 8 | u64::from(self.cut_last)
+    }
+
+    fn describe(word: u64) -> String {
+        let (rows, [_, chunks, last, cut]) = (word >> 32, (word as u32).to_be_bytes());
+        let cut = if cut == 0 { "" } else { " and a cut along K" };
+        format!("pushed in {chunks} chunks, the last shard in {last}{cut}, of {rows}s of rows")
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,9 +97,7 @@ impl Operation {
             self.n as u64,
             self.k as u64,
             self.matrix.into(),
-            self.pushed.map_or(0, |(rows, chunks)| {
-                u64::from(rows) << 32 | u64::from(chunks)
-            }),
+            self.pushed.map_or(0, Cuts::to_word),
         ]
     }
 }
@@ -99,8 +122,7 @@ fn describe(words: [u64; Operation::WORDS]) -> String {
     let pushed = if pushed == 0 {
         String::new()
     } else {
-        let (rows, chunks) = (pushed >> 32, pushed as u32);
-        format!(", pushed in {chunks} chunks of {rows}s of rows")
+        format!(", {}", Cuts::describe(pushed))
     };
     format!("{name}(M = {m}{n}, K = {k}, {dtype}, sharded matrix {matrix}{pushed})")
 }

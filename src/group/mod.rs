@@ -16,7 +16,7 @@ use std::marker::PhantomData;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-pub(crate) use commons::{Operation, OperationName};
+pub(crate) use commons::{Cuts, Operation, OperationName};
 #[cfg(feature = "cuda")]
 pub(crate) use members::Witness;
 pub(crate) use members::{Call, Members};

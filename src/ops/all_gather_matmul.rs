@@ -6,7 +6,7 @@ use crate::backend::sealed::Operands;
 use crate::backend::{Backend, Part};
 use crate::element::Element;
 use crate::error::{Error, Result};
-use crate::group::{Operation, OperationName};
+use crate::group::{Cuts, Operation, OperationName};
 use crate::matrix::Matrix;
 use crate::protocol::{Config, Epoch, Plan, Problem};
 use crate::sharded::ShardedMatrix;
@@ -224,7 +224,12 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
             n: if part == Part::Gather { 0 } else { problem.n() },
             k: problem.k(),
             matrix: a.id(),
-            pushed: pushes.then(|| (config.entry_rows() as u32, config.chunks as u32)),
+            // The plan's limits have been checked.
+            pushed: pushes.then(|| Cuts {
+                rows: config.entry_rows() as u32,
+                chunks: [config.chunks as u8, config.last_chunks as u8],
+                cut_last: config.cut_last,
+            }),
         };
         a.group().operate(operation, |epoch| {
             self.launch(part, epoch, a, product, trace)

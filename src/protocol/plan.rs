@@ -14,6 +14,8 @@ pub const MAX_WORLD: usize = 64;
 pub const MAX_CHUNKS: usize = 64;
 /// The most pulls a plan can hold, and so the chunk flags that a rank keeps.
 pub const MAX_FLAGS: usize = MAX_WORLD * MAX_CHUNKS;
+/// Chunks are cut along K at multiples of this: between cache lines, and between steps of GPUs' kernels.
+pub const CUT_COLUMNS: usize = 64;
 /// The most CTAs in a cluster.
 pub const MAX_CLUSTER: usize = 16;
 /// The largest extent of a matrix: tile coordinates are 32-bit signed numbers on a GPU.
@@ -137,10 +139,17 @@ pub struct Config {
     pub stages: usize,
     /// CTAs that share the loads of `b`, each with a tile of its own, one above the other. The host backend has one.
     pub cluster: usize,
+    /// CTAs that share a tile, each with a part of K, where there are few tiles. The host backend has one.
+    pub split_k: usize,
     /// Tile rows that are walked together, column by column, so that a cache holds what they share.
     pub group_m: usize,
     /// Chunks that a shard is moved in, each with its own flag.
     pub chunks: usize,
+    /// The same for the shard that comes last in the ring: when it arrives, its tiles are all that is left to do.
+    pub last_chunks: usize,
+    /// Whether the last chunk of all comes in two parts along K, for tiles to begin with the first. Not with
+    /// [`Transport::Store`], whose chunks may be as small as a tile for nothing.
+    pub cut_last: bool,
     /// Who moves them.
     pub transport: Transport,
 }
@@ -157,8 +166,18 @@ impl Config {
         limit("Config::tile_k", self.tile_k, 1, MAX_EXTENT)?;
         limit("Config::stages", self.stages, 1, MAX_EXTENT)?;
         limit("Config::cluster", self.cluster, 1, MAX_CLUSTER)?;
+        limit("Config::split_k", self.split_k, 1, MAX_CLUSTER)?;
         limit("Config::group_m", self.group_m, 1, MAX_EXTENT)?;
-        limit("Config::chunks", self.chunks, 1, MAX_CHUNKS)
+        limit("Config::chunks", self.chunks, 1, MAX_CHUNKS)?;
+        limit("Config::last_chunks", self.last_chunks, 1, MAX_CHUNKS)
+    }
+
+    /// Where the last chunk is cut along K, if it is. Where moving a chunk takes about as long as multiplying it, and
+    /// beginning another copy a little, the first part's products then take as long as moving the second.
+    fn cut(&self, k: usize) -> Option<usize> {
+        let column = (k.div_ceil(CUT_COLUMNS) * 5).div_ceil(8) * CUT_COLUMNS;
+        let cut = self.cut_last && self.transport != Transport::Store && column < k;
+        cut.then_some(column)
     }
 }
 
@@ -169,6 +188,8 @@ pub struct Pull {
     pub source: usize,
     /// The rows, as indices into the gathered matrix, which are the same on every rank.
     pub rows: Range<usize>,
+    /// And their columns: all K, but for the two parts of a chunk that is cut along K.
+    pub columns: Range<usize>,
     /// The chunk flag that says that they have arrived.
     pub flag: usize,
 }
@@ -180,6 +201,8 @@ pub struct Push {
     pub peer: usize,
     /// The rows, as indices into the gathered matrix, which are the same on every rank.
     pub rows: Range<usize>,
+    /// And their columns.
+    pub columns: Range<usize>,
     /// The peer's chunk flag that says that they have arrived.
     pub flag: usize,
 }
@@ -217,7 +240,8 @@ impl Tile {
 /// the tiles in the order in which they become ready.
 ///
 /// Chunk flags are numbered by rows, and own rows have none. So the flags that a tile needs, whatever
-/// chunks or shards it straddles, are one range.
+/// chunks or shards it straddles, are one range. The second part of a chunk that is cut along K has the number after the
+/// first's.
 #[derive(Clone, Debug)]
 pub struct Plan {
     problem: Problem,
@@ -228,7 +252,17 @@ pub struct Plan {
     by_source: Vec<Range<usize>>,
     /// The rank whose rows a flag guards.
     source_of: Arc<[usize]>,
+    late: Option<Late>,
     tiles: Vec<Tile>,
+}
+
+/// The second part of a chunk that is cut along K: what tiles need of it they need late.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Late {
+    /// Its chunk flag.
+    pub flag: usize,
+    /// Its first column, a multiple of [`CUT_COLUMNS`].
+    pub column: usize,
 }
 
 impl Plan {
@@ -245,41 +279,39 @@ impl Plan {
             .saturating_mul(problem.n().div_ceil(config.tile_n));
         limit("tiles of the output", tiles, 1, 1 << 28)?;
 
-        let all: Vec<(usize, Range<usize>)> = (0..problem.world())
-            .flat_map(|source| {
-                let rows = problem.rows_of(source);
-                chunk_rows(rows, config.chunks, config.entry_rows()).map(move |rows| (source, rows))
-            })
-            .collect();
-        let pushes = pushes(&problem, &all);
-        let mut chunks = all;
-        chunks.retain(|(source, _)| *source != problem.rank());
-
-        let mut pulls = Vec::with_capacity(chunks.len());
+        let mut pulls = Vec::new();
         let mut by_source = vec![0..0; problem.world()];
+        let cutter = Cutter::new(&problem, &config);
         for source in ring(problem.rank(), problem.world()) {
             let begin = pulls.len();
-            pulls.extend(
-                chunks
-                    .iter()
-                    .enumerate()
-                    .filter(|(_, (owner, _))| *owner == source)
-                    .map(|(flag, (_, rows))| Pull {
-                        source,
-                        rows: rows.clone(),
-                        flag,
-                    }),
-            );
+            let chunks = cutter.chunks(source, problem.rank());
+            pulls.extend(chunks.map(|(flag, chunk)| Pull {
+                source,
+                rows: chunk.rows,
+                columns: chunk.columns,
+                flag,
+            }));
             by_source[source] = begin..pulls.len();
         }
+        let mut source_of = vec![0; pulls.len()];
+        for pull in &pulls {
+            source_of[pull.flag] = pull.source;
+        }
+        let late = pulls.iter().find(|pull| pull.columns.start > 0);
+        let late = late.map(|pull| Late {
+            flag: pull.flag,
+            column: pull.columns.start,
+        });
         let tiles = schedule::tiles(&problem, &config, &pulls);
+        let pushes = cutter.pushes();
         Ok(Plan {
             problem,
             config,
             pulls,
             pushes,
             by_source,
-            source_of: chunks.into_iter().map(|(source, _)| source).collect(),
+            source_of: source_of.into(),
+            late,
             tiles,
         })
     }
@@ -325,6 +357,11 @@ impl Plan {
         &self.source_of
     }
 
+    /// The one chunk that tiles do not need from their beginning on, if there is one.
+    pub fn late(&self) -> Option<Late> {
+        self.late
+    }
+
     /// Every tile of the output once, in the order in which they become ready.
     pub fn tiles(&self) -> &[Tile] {
         &self.tiles
@@ -350,24 +387,85 @@ fn ring(rank: usize, world: usize) -> impl Iterator<Item = usize> {
     (1..world).map(move |step| (rank + step) % world)
 }
 
-/// The pulls of the peers from this rank, in the order in which the ring comes to them. `chunks` are those of all ranks.
-fn pushes(problem: &Problem, chunks: &[(usize, Range<usize>)]) -> Vec<Push> {
-    let (rank, world) = (problem.rank(), problem.world());
-    let count = |source| chunks.iter().filter(|(owner, _)| *owner == source).count();
-    let before = chunks.iter().take_while(|(owner, _)| *owner < rank).count();
-    let own = &chunks[before..before + count(rank)];
-    let peers = (1..world).map(|step| (rank + world - step) % world);
-    peers
-        .flat_map(|peer| {
-            // A rank numbers the chunks of all others by rows.
-            let first = before - if peer < rank { count(peer) } else { 0 };
-            own.iter().enumerate().map(move |(index, (_, rows))| Push {
-                peer,
-                rows: rows.clone(),
-                flag: first + index,
+/// How a problem is cut into chunks.
+struct Cutter<'a> {
+    problem: &'a Problem,
+    config: &'a Config,
+    /// By source: how many chunks its shard is moved in; to the rank for which it is the last, if not.
+    counts: Vec<[usize; 2]>,
+}
+
+/// A part of a shard that is moved at once.
+struct Chunk {
+    rows: Range<usize>,
+    columns: Range<usize>,
+}
+
+impl<'a> Cutter<'a> {
+    fn new(problem: &'a Problem, config: &'a Config) -> Cutter<'a> {
+        let count = |source, is_last| cut_shard(problem, config, source, is_last).count();
+        let counts = (0..problem.world())
+            .map(|source| [false, true].map(|is_last| count(source, is_last)))
+            .collect();
+        Cutter {
+            problem,
+            config,
+            counts,
+        }
+    }
+
+    /// Whether the shard of `source` is the last that comes to `peer`.
+    fn is_last(&self, source: usize, peer: usize) -> bool {
+        peer == (source + 1) % self.problem.world()
+    }
+
+    /// What the shard of `source` is moved to `peer` in, each with its flag there: a rank numbers the chunks of all
+    /// others by rows.
+    fn chunks(&self, source: usize, peer: usize) -> impl Iterator<Item = (usize, Chunk)> + use<> {
+        let before = (0..source).filter(|&before| before != peer);
+        let count = |source: usize| self.counts[source][usize::from(self.is_last(source, peer))];
+        let first: usize = before.map(count).sum();
+        let is_last = self.is_last(source, peer);
+        let chunks = cut_shard(self.problem, self.config, source, is_last).enumerate();
+        chunks.map(move |(index, chunk)| (first + index, chunk))
+    }
+
+    /// The pulls of the peers from this rank, in the order in which the ring comes to them.
+    fn pushes(&self) -> Vec<Push> {
+        let (rank, world) = (self.problem.rank(), self.problem.world());
+        let peers = (1..world).map(|step| (rank + world - step) % world);
+        peers
+            .flat_map(|peer| {
+                self.chunks(rank, peer).map(move |(flag, chunk)| Push {
+                    peer,
+                    rows: chunk.rows,
+                    columns: chunk.columns,
+                    flag,
+                })
             })
+            .collect()
+    }
+}
+
+fn cut_shard(
+    problem: &Problem,
+    config: &Config,
+    source: usize,
+    is_last: bool,
+) -> impl Iterator<Item = Chunk> + use<> {
+    let (shard, k) = (problem.rows_of(source), problem.k());
+    let (count, cut) = match is_last {
+        true => (config.last_chunks, config.cut(k)),
+        false => (config.chunks, None),
+    };
+    chunk_rows(shard.clone(), count, config.entry_rows()).flat_map(move |rows| {
+        let cut = cut.filter(|_| rows.end == shard.end);
+        let columns = [Some(0..cut.unwrap_or(k)), cut.map(|column| column..k)];
+        columns.into_iter().flatten().map(move |columns| Chunk {
+            rows: rows.clone(),
+            columns,
         })
-        .collect()
+    })
 }
 
 /// Cuts `rows` into at most `chunks` parts, about equal, at boundaries of tiles, so that few tiles wait for

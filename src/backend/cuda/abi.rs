@@ -78,7 +78,7 @@ const _: () = {
 #[derive(Debug, Copy, Clone)]
 pub struct GemmeshTurn {
     pub epoch: u32,
-    pub entered: u32,
+    pub left: u32,
     pub current: u32,
     pub go: u32,
 }
@@ -87,8 +87,7 @@ const _: () = {
     ["Size of GemmeshTurn"][::core::mem::size_of::<GemmeshTurn>() - 16usize];
     ["Alignment of GemmeshTurn"][::core::mem::align_of::<GemmeshTurn>() - 4usize];
     ["Offset of field: GemmeshTurn::epoch"][::core::mem::offset_of!(GemmeshTurn, epoch) - 0usize];
-    ["Offset of field: GemmeshTurn::entered"]
-        [::core::mem::offset_of!(GemmeshTurn, entered) - 4usize];
+    ["Offset of field: GemmeshTurn::left"][::core::mem::offset_of!(GemmeshTurn, left) - 4usize];
     ["Offset of field: GemmeshTurn::current"]
         [::core::mem::offset_of!(GemmeshTurn, current) - 8usize];
     ["Offset of field: GemmeshTurn::go"][::core::mem::offset_of!(GemmeshTurn, go) - 12usize];
@@ -123,29 +122,31 @@ const _: () = {
 #[derive(Debug, Copy, Clone)]
 pub struct GemmeshExchange {
     pub turn: *mut GemmeshTurn,
-    pub mailboxes: *const *mut GemmeshMailbox,
-    pub rows: *const *mut ::core::ffi::c_void,
     pub pieces: *const GemmeshPiece,
     pub pushed: *mut u32,
+    pub started: *mut u32,
+    pub completed: *mut u32,
     pub piece_count: u32,
     pub copies: u32,
     pub rank: u32,
     pub world: u32,
+    pub mailboxes: [*mut GemmeshMailbox; 64usize],
+    pub rows: [*mut ::core::ffi::c_void; 64usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshExchange"][::core::mem::size_of::<GemmeshExchange>() - 56usize];
+    ["Size of GemmeshExchange"][::core::mem::size_of::<GemmeshExchange>() - 1080usize];
     ["Alignment of GemmeshExchange"][::core::mem::align_of::<GemmeshExchange>() - 8usize];
     ["Offset of field: GemmeshExchange::turn"]
         [::core::mem::offset_of!(GemmeshExchange, turn) - 0usize];
-    ["Offset of field: GemmeshExchange::mailboxes"]
-        [::core::mem::offset_of!(GemmeshExchange, mailboxes) - 8usize];
-    ["Offset of field: GemmeshExchange::rows"]
-        [::core::mem::offset_of!(GemmeshExchange, rows) - 16usize];
     ["Offset of field: GemmeshExchange::pieces"]
-        [::core::mem::offset_of!(GemmeshExchange, pieces) - 24usize];
+        [::core::mem::offset_of!(GemmeshExchange, pieces) - 8usize];
     ["Offset of field: GemmeshExchange::pushed"]
-        [::core::mem::offset_of!(GemmeshExchange, pushed) - 32usize];
+        [::core::mem::offset_of!(GemmeshExchange, pushed) - 16usize];
+    ["Offset of field: GemmeshExchange::started"]
+        [::core::mem::offset_of!(GemmeshExchange, started) - 24usize];
+    ["Offset of field: GemmeshExchange::completed"]
+        [::core::mem::offset_of!(GemmeshExchange, completed) - 32usize];
     ["Offset of field: GemmeshExchange::piece_count"]
         [::core::mem::offset_of!(GemmeshExchange, piece_count) - 40usize];
     ["Offset of field: GemmeshExchange::copies"]
@@ -154,6 +155,10 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshExchange, rank) - 48usize];
     ["Offset of field: GemmeshExchange::world"]
         [::core::mem::offset_of!(GemmeshExchange, world) - 52usize];
+    ["Offset of field: GemmeshExchange::mailboxes"]
+        [::core::mem::offset_of!(GemmeshExchange, mailboxes) - 56usize];
+    ["Offset of field: GemmeshExchange::rows"]
+        [::core::mem::offset_of!(GemmeshExchange, rows) - 568usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -204,12 +209,14 @@ pub struct GemmeshParams {
     pub m: u32,
     pub n: u32,
     pub k: u32,
+    pub late_flag: u32,
+    pub late_step: u32,
     pub reserved: u32,
     pub exchange: GemmeshExchange,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 144usize];
+    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 1176usize];
     ["Alignment of GemmeshParams"][::core::mem::align_of::<GemmeshParams>() - 8usize];
     ["Offset of field: GemmeshParams::tiles"]
         [::core::mem::offset_of!(GemmeshParams, tiles) - 0usize];
@@ -234,10 +241,14 @@ const _: () = {
     ["Offset of field: GemmeshParams::m"][::core::mem::offset_of!(GemmeshParams, m) - 72usize];
     ["Offset of field: GemmeshParams::n"][::core::mem::offset_of!(GemmeshParams, n) - 76usize];
     ["Offset of field: GemmeshParams::k"][::core::mem::offset_of!(GemmeshParams, k) - 80usize];
+    ["Offset of field: GemmeshParams::late_flag"]
+        [::core::mem::offset_of!(GemmeshParams, late_flag) - 84usize];
+    ["Offset of field: GemmeshParams::late_step"]
+        [::core::mem::offset_of!(GemmeshParams, late_step) - 88usize];
     ["Offset of field: GemmeshParams::reserved"]
-        [::core::mem::offset_of!(GemmeshParams, reserved) - 84usize];
+        [::core::mem::offset_of!(GemmeshParams, reserved) - 92usize];
     ["Offset of field: GemmeshParams::exchange"]
-        [::core::mem::offset_of!(GemmeshParams, exchange) - 88usize];
+        [::core::mem::offset_of!(GemmeshParams, exchange) - 96usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -248,13 +259,14 @@ pub struct GemmeshInstance {
     pub tile_n: u32,
     pub stages: u32,
     pub cluster: u32,
+    pub split: u32,
     pub threads: u32,
     pub shared_bytes: u32,
     pub trace: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshInstance"][::core::mem::size_of::<GemmeshInstance>() - 96usize];
+    ["Size of GemmeshInstance"][::core::mem::size_of::<GemmeshInstance>() - 100usize];
     ["Alignment of GemmeshInstance"][::core::mem::align_of::<GemmeshInstance>() - 4usize];
     ["Offset of field: GemmeshInstance::name"]
         [::core::mem::offset_of!(GemmeshInstance, name) - 0usize];
@@ -268,10 +280,12 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshInstance, stages) - 76usize];
     ["Offset of field: GemmeshInstance::cluster"]
         [::core::mem::offset_of!(GemmeshInstance, cluster) - 80usize];
+    ["Offset of field: GemmeshInstance::split"]
+        [::core::mem::offset_of!(GemmeshInstance, split) - 84usize];
     ["Offset of field: GemmeshInstance::threads"]
-        [::core::mem::offset_of!(GemmeshInstance, threads) - 84usize];
+        [::core::mem::offset_of!(GemmeshInstance, threads) - 88usize];
     ["Offset of field: GemmeshInstance::shared_bytes"]
-        [::core::mem::offset_of!(GemmeshInstance, shared_bytes) - 88usize];
+        [::core::mem::offset_of!(GemmeshInstance, shared_bytes) - 92usize];
     ["Offset of field: GemmeshInstance::trace"]
-        [::core::mem::offset_of!(GemmeshInstance, trace) - 92usize];
+        [::core::mem::offset_of!(GemmeshInstance, trace) - 96usize];
 };

@@ -2,12 +2,13 @@
 
 use std::ffi::c_void;
 use std::mem::offset_of;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::abi::{
-    GemmeshExchange, GemmeshFault, GemmeshMailbox, GemmeshParams, GemmeshPiece, GemmeshTile,
-    GemmeshTraceEvent, GemmeshTurn,
+    GEMMESH_TILE_K, GemmeshExchange, GemmeshFault, GemmeshMailbox, GemmeshParams, GemmeshPiece,
+    GemmeshTile, GemmeshTraceEvent, GemmeshTurn,
 };
 use super::driver::{DevicePtr, Event, Layout, Memory, Stream, WordOp};
 use super::kernel::Instance;
@@ -19,8 +20,8 @@ use crate::backend::{Part, sealed};
 use crate::error::{Error, Result};
 use crate::group::Members;
 use crate::protocol::drive::{self, CopyEngine};
-use crate::protocol::plan::MAX_FLAGS;
-use crate::protocol::{Epoch, Plan, Pull, Transport};
+use crate::protocol::plan::{CUT_COLUMNS, MAX_FLAGS, MAX_WORLD};
+use crate::protocol::{Epoch, Plan, Pull, Push, Transport};
 use crate::trace::{Lane, Span, Work};
 
 /// A plan with its tables on the device.
@@ -71,7 +72,7 @@ impl Program {
 fn pieces(plan: &Plan, multiprocessors: usize) -> Vec<GemmeshPiece> {
     const MOVERS: usize = 3;
     const UNIT: usize = 2048;
-    const LARGEST: usize = 4 * UNIT;
+    const LARGEST: usize = 8 * UNIT;
     let row_bytes = plan.problem().k() * size_of::<u16>();
     let total: usize = plan.pushes().iter().map(|push| push.rows.len()).sum();
     let share = total * row_bytes / (MOVERS * multiprocessors);
@@ -185,12 +186,12 @@ fn enqueue(
     let control = &cuda.control;
     let monitor = &cuda.monitor;
     let peers = || (0..world).filter(move |&peer| peer != rank);
-    let mut words = [WordOp::Write(0, 0); 2 * crate::protocol::plan::MAX_WORLD];
+    let mut words = [WordOp::Write(0, 0); 2 * MAX_WORLD];
     let mut copies = Copies {
         cuda,
         rank,
         a: operands.a,
-        row_bytes: plan.problem().k() * size_of::<u16>(),
+        plan,
         words: [WordOp::Write(0, 0); BATCH],
         pending: 0,
         stamps: trace.is_some().then(Vec::new),
@@ -245,7 +246,7 @@ fn enqueue(
         cuda.wait_idle(members, main)?;
         launch.spans(plan, spans)?;
         if let Some(begun) = begun {
-            copies.spans(plan, &begun, spans)?;
+            copies.spans(&begun, spans)?;
         }
     }
     Ok(())
@@ -275,7 +276,6 @@ fn enqueue_pushed(
     }
     let by_copies = plan.config().transport == Transport::Push;
     if by_copies {
-        let row_bytes = plan.problem().k() * size_of::<u16>();
         let turn = control.turn();
         let go = turn + offset_of!(GemmeshTurn, go) as u64;
         let current = turn + offset_of!(GemmeshTurn, current) as u64;
@@ -287,35 +287,68 @@ fn enqueue_pushed(
         unsafe {
             // What the kernel waits for has deadlines. That the kernel runs has one only if the monitor knows that it should.
             let begins = WordOp::Write(monitor.started(), epoch.raw());
-            let gate = [begins, WordOp::Wait(go, 1), WordOp::Write(go, 0)];
+            let gate = [begins, WordOp::Wait(go, 1)];
             cuda.copies.words(&gate[usize::from(recorded)..])?;
-            for push in plan.pushes() {
-                delay(&cuda.copies, members.rank, push.flag)?;
-                let offset = (push.rows.start * row_bytes) as u64;
-                cuda.copies.copy(
-                    operands.a.of(push.peer) + offset,
-                    operands.a.own() + offset,
-                    push.rows.len() * row_bytes,
-                )?;
-                let flag = control.pushed(push.peer, push.flag);
-                cuda.copies.copy(flag, current, size_of::<u32>())?;
+            // Two flows at once are slower than one after the other, but for a small one: it fills the gaps between
+            // the others' copies. In a graph, the second branch may begin at any time, and that is slower.
+            let is_late = |push: &Push| push.columns.start > 0 && !recorded;
+            let forks = plan.pushes().iter().any(is_late);
+            if forks {
+                cuda.late_copies.wait_for(&cuda.copies, &cuda.forked)?;
             }
+            for push in plan.pushes() {
+                let stream = match is_late(push) {
+                    true => &cuda.late_copies,
+                    false => &cuda.copies,
+                };
+                delay(stream, members.rank, push.flag)?;
+                let (to, from) = (operands.a.of(push.peer), operands.a.own());
+                copy_part(stream, plan, to, from, &push.rows, &push.columns)?;
+                let flag = control.pushed(push.peer, push.flag);
+                stream.copy(flag, current, size_of::<u32>())?;
+            }
+            if forks {
+                cuda.copies.wait_for(&cuda.late_copies, &cuda.joined)?;
+            }
+            // Before the kernel that sets it next, which waits for these copies.
+            cuda.copies.words(&[WordOp::Write(go, 0)])?;
         }
     }
     launch.launch(main)?;
     if by_copies {
         main.wait_for(&cuda.copies, &cuda.gathered)?;
     }
-    if !recorded {
-        let words = [monitor.started(), monitor.completed()];
-        // SAFETY: the words live as long as the backend.
-        unsafe { main.words(&words.map(|word| WordOp::Write(word, epoch.raw())))? };
-    }
     if let Some(spans) = trace {
         cuda.wait_idle(members, main)?;
         launch.spans(plan, spans)?;
     }
     Ok(())
+}
+
+/// Copies a part of the gathered matrix to the same place of another rank's.
+///
+/// # Safety
+/// Both memories hold M rows; as [`Stream::copy`] for the part.
+unsafe fn copy_part(
+    stream: &Stream,
+    plan: &Plan,
+    to: DevicePtr,
+    from: DevicePtr,
+    rows: &Range<usize>,
+    columns: &Range<usize>,
+) -> Result<()> {
+    let pitch = plan.problem().k() * size_of::<u16>();
+    let offset = (rows.start * pitch + columns.start * size_of::<u16>()) as u64;
+    let (to, from) = (to + offset, from + offset);
+    let width = columns.len() * size_of::<u16>();
+    // SAFETY: as this function's.
+    unsafe {
+        if width == pitch {
+            stream.copy(to, from, rows.len() * pitch)
+        } else {
+            stream.copy_rows(to, from, pitch, width, rows.len())
+        }
+    }
 }
 
 /// Copies every other rank's rows, in ring order, and nothing else.
@@ -356,7 +389,7 @@ struct Copies<'a> {
     cuda: &'a Cuda,
     rank: usize,
     a: &'a Symmetric,
-    row_bytes: usize,
+    plan: &'a Plan,
     /// Word operations that are still to be put on the stream: those between two copies go there in one call.
     words: [WordOp; BATCH],
     pending: usize,
@@ -384,7 +417,7 @@ impl Copies<'_> {
     }
 
     /// What was pulled when, since `begun`.
-    fn spans(self, plan: &Plan, begun: &Event, spans: &mut Vec<Span>) -> Result<()> {
+    fn spans(self, begun: &Event, spans: &mut Vec<Span>) -> Result<()> {
         let nanos = |event: &Event| -> Result<u64> {
             Ok((event.micros_since(begun)?.max(0.0) * 1e3) as u64)
         };
@@ -394,7 +427,7 @@ impl Copies<'_> {
                 begin: nanos(&before)?,
                 end: nanos(&after)?,
                 work: Work::Pull {
-                    source: plan.source_of(pull.flag),
+                    source: pull.source,
                     rows: pull.rows,
                 },
             });
@@ -434,15 +467,18 @@ impl CopyEngine for Copies<'_> {
             Some(_) => Some(stamp(self)?),
             None => None,
         };
-        let offset = (pull.rows.start * self.row_bytes) as u64;
+        let (to, from) = (self.a.own(), self.a.of(pull.source));
         // SAFETY: both ranks' memories hold M rows. The source's rows are final, for the stream has waited
         // for `ready`, and the source does not write them before `done`. Here, nobody reads the same
         // rows before this pull's flag is written, and the kernels of earlier operations have ended.
         unsafe {
-            self.cuda.copies.copy(
-                self.a.own() + offset,
-                self.a.of(pull.source) + offset,
-                pull.rows.len() * self.row_bytes,
+            copy_part(
+                &self.cuda.copies,
+                self.plan,
+                to,
+                from,
+                &pull.rows,
+                &pull.columns,
             )?;
         }
         if let Some(before) = before {
@@ -506,14 +542,15 @@ impl Launch {
         };
         let pushed = part.pushes(plan, epoch);
         let entries = plan.tiles().len();
-        let mut clusters = cuda.device.multiprocessors as usize / instance.cluster;
+        // All of them run at the same time: those that push must not wait for those that wait for pushes.
+        let mut clusters = instance.resident;
         // CTAs without tiles are good for pushing only.
         if !pushed || program.piece_count == 0 {
             clusters = clusters.min(entries);
         }
         let trace = match trace {
             true => {
-                let events = entries * instance.cluster;
+                let events = entries * instance.ctas();
                 Some(Memory::zeroed(
                     &cuda.device,
                     events * size_of::<GemmeshTraceEvent>(),
@@ -524,21 +561,36 @@ impl Launch {
         let control = &cuda.control;
         // Where nothing is waited for, the flags are ones that have always arrived.
         let (flags, epoch) = match part {
-            Part::Fused if pushed => (control.pushed(rank, 0), 0),
+            Part::Fused if pushed => (control.pushed(rank, 0), epoch.raw()),
             Part::Fused => (control.chunk(0), epoch.raw()),
             _ => (control.zeros(), 0),
         };
+        let recorded = cuda.main().is_capturing()?;
+        let report = |word: DevicePtr| if recorded { 0 } else { word } as *mut u32;
+        let mut mailboxes = [std::ptr::null_mut(); MAX_WORLD];
+        let mut rows = [std::ptr::null_mut(); MAX_WORLD];
+        for peer in 0..members.world {
+            mailboxes[peer] = control.mailbox(peer) as *mut GemmeshMailbox;
+            rows[peer] = operands.a.of(peer) as *mut c_void;
+        }
         let exchange = GemmeshExchange {
             turn: if pushed { control.turn() } else { 0 } as *mut GemmeshTurn,
-            mailboxes: control.mailboxes() as *const *mut GemmeshMailbox,
-            rows: operands.a.addresses() as *const *mut c_void,
             pieces: program.pieces.ptr() as *const GemmeshPiece,
             pushed: program.pushed.ptr() as *mut u32,
+            // Where copies push, their stream says so.
+            started: match plan.config().transport {
+                Transport::Store => report(cuda.monitor.started()),
+                _ => std::ptr::null_mut(),
+            },
+            completed: report(cuda.monitor.completed()),
             piece_count: program.piece_count,
             copies: (plan.config().transport == Transport::Push).into(),
             rank: rank as u32,
             world: members.world as u32,
+            mailboxes,
+            rows,
         };
+        let late = plan.late();
         let params = GemmeshParams {
             tiles: program.tiles.ptr() as *const GemmeshTile,
             flags: flags as *const u32,
@@ -553,12 +605,14 @@ impl Launch {
             m: problem.m() as u32,
             n: problem.n() as u32,
             k: problem.k() as u32,
+            late_flag: late.map_or(u32::MAX, |late| late.flag as u32),
+            late_step: late.map_or(u32::MAX, |late| (late.column / CUT_COLUMNS) as u32),
             reserved: 0,
             exchange,
         };
         Ok(Launch {
             maps: program.maps.get(rank, instance, matrices)?,
-            grid: (clusters * instance.cluster) as u32,
+            grid: (clusters * instance.ctas()) as u32,
             instance: instance.clone(),
             params,
             trace,
@@ -593,7 +647,7 @@ impl Launch {
         let Some(trace) = &self.trace else {
             return Ok(());
         };
-        let count = plan.tiles().len() * self.instance.cluster;
+        let count = plan.tiles().len() * self.instance.ctas();
         let mut bytes = vec![0u8; count * size_of::<GemmeshTraceEvent>()];
         let length = bytes.len();
         trace.read_rows(0, length, length, &mut bytes)?;
@@ -603,7 +657,7 @@ impl Launch {
         {
             // SAFETY: the kernel wrote events of this layout; any bytes are valid for it.
             let event = unsafe { event.as_ptr().cast::<GemmeshTraceEvent>().read_unaligned() };
-            let tile = &plan.tiles()[index / self.instance.cluster];
+            let tile = &plan.tiles()[index / self.instance.ctas()];
             let source = tile
                 .flags()
                 .last()
@@ -677,3 +731,5 @@ fn pause(stream: &Stream, time: Duration) -> Result<()> {
 
 /// Keeps the compiler honest about what a kernel is given.
 const _: () = assert!(size_of::<DevicePtr>() == size_of::<*const c_void>());
+/// A cut lies between two steps of a kernel.
+const _: () = assert!(CUT_COLUMNS == GEMMESH_TILE_K as usize);

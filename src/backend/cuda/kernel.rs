@@ -23,9 +23,20 @@ pub struct Instance {
     pub stages: usize,
     /// CTAs that share each load of `b`; one entry of the table is this many tiles tall.
     pub cluster: usize,
+    /// CTAs that share a tile.
+    pub split_k: usize,
+    /// Clusters, as the hardware sees them, that the device holds at a time.
+    pub resident: usize,
     pub threads: u32,
     pub shared_bytes: u32,
     pub trace: bool,
+}
+
+impl Instance {
+    /// CTAs of a cluster.
+    pub fn ctas(&self) -> usize {
+        self.cluster * self.split_k
+    }
 }
 
 /// The kernels of the module.
@@ -53,8 +64,15 @@ impl Kernels {
                     .take_while(|&c| c != 0)
                     .collect();
                 let name = CString::new(name).unwrap_or_default();
+                let function = module.function(&name, entry.shared_bytes)?;
                 Ok(Instance {
-                    function: module.function(&name, entry.shared_bytes)?,
+                    function,
+                    resident: module.resident_clusters(
+                        function,
+                        entry.cluster * entry.split,
+                        entry.threads,
+                        entry.shared_bytes,
+                    )?,
                     dtype: if entry.element == GEMMESH_BF16 {
                         DType::Bf16
                     } else {
@@ -64,6 +82,7 @@ impl Kernels {
                     tile_n: entry.tile_n as usize,
                     stages: entry.stages as usize,
                     cluster: entry.cluster as usize,
+                    split_k: entry.split as usize,
                     threads: entry.threads,
                     shared_bytes: entry.shared_bytes,
                     trace: entry.trace != 0,
@@ -96,31 +115,42 @@ impl Kernels {
                 .filter(|i| i.dtype == dtype && i.trace == trace)
                 .map(|i| {
                     format!(
-                        "{}x{}x{GEMMESH_TILE_K} with {} stages and cluster {}",
-                        i.tile_m, i.tile_n, i.stages, i.cluster
+                        "{}x{}x{GEMMESH_TILE_K} with {} stages, cluster {} and K split by {}",
+                        i.tile_m, i.tile_n, i.stages, i.cluster, i.split_k
                     )
                 })
                 .collect();
             Error::NoKernel {
                 rank,
                 asked: format!(
-                    "{}x{}x{} with {} stages and cluster {}",
-                    config.tile_m, config.tile_n, config.tile_k, config.stages, config.cluster
+                    "{}x{}x{} with {} stages, cluster {} and K split by {}",
+                    config.tile_m,
+                    config.tile_n,
+                    config.tile_k,
+                    config.stages,
+                    config.cluster,
+                    config.split_k
                 ),
                 known: known.join("; "),
             }
         })
     }
 
+    /// An instance of each shape: all dtypes have the same, and so have the instances that trace.
+    fn shapes(&self) -> impl Iterator<Item = &Instance> {
+        let plain = |i: &&Instance| i.dtype == DType::Bf16 && !i.trace;
+        self.instances.iter().filter(plain)
+    }
+
+    /// `base` with each of the shapes.
+    pub fn configs(&self, base: &Config) -> impl Iterator<Item = Config> {
+        self.shapes().map(|instance| config_of(instance, base))
+    }
+
     /// The configuration that should be fastest for a problem: the one that was measured to be, if it was; else the tile
     /// shape of the lowest cost, and what moves the rows as for the most similar problem that was measured. It is the same
     /// on every rank.
-    pub fn default_config(
-        &self,
-        multiprocessors: usize,
-        problem: &Problem,
-        measured: Option<Measured>,
-    ) -> Config {
+    pub fn default_config(&self, problem: &Problem, measured: Option<Measured>) -> Config {
         if let Some(measured) = measured
             && measured.exact
         {
@@ -133,26 +163,24 @@ impl Kernels {
                 tile_k: GEMMESH_TILE_K as usize,
                 stages: 4,
                 cluster: 2,
+                split_k: 1,
                 group_m: 8,
                 chunks: 1,
+                last_chunks: 1,
+                cut_last: false,
                 transport: Transport::Pull,
             },
             |measured| measured.config,
         );
-        // Only the shape matters, so one dtype's kernels stand for all.
-        let shapes = self
-            .instances
-            .iter()
-            .filter(|i| i.dtype == DType::Bf16 && !i.trace);
         let cost = |i: &Instance| {
-            // Rounds that the busiest cluster makes, times what a round takes: as long as the tile is wide,
-            // and longer for the less that narrow tiles and lone CTAs use each byte they load.
+            // Rounds that the busiest cluster makes, times what a round takes: as long as the tile is wide, shared by
+            // those who split it, and longer for the less that narrow tiles and lone CTAs use each byte they load.
             let tall = problem.m().div_ceil(i.tile_m * i.cluster);
             let entries = tall * problem.n().div_ceil(i.tile_n);
-            let rounds = entries.div_ceil(multiprocessors / i.cluster);
-            (rounds * i.tile_n) as f64 / efficiency(i)
+            let rounds = entries.div_ceil(i.resident);
+            (rounds * i.tile_n) as f64 / (i.split_k as f64 * efficiency(i))
         };
-        shapes
+        self.shapes()
             .min_by(|x, y| cost(x).total_cmp(&cost(y)))
             .map_or(base, |i| config_of(i, &base))
     }
@@ -166,19 +194,21 @@ fn config_of(instance: &Instance, base: &Config) -> Config {
         tile_k: GEMMESH_TILE_K as usize,
         stages: instance.stages,
         cluster: instance.cluster,
+        split_k: instance.split_k,
         ..*base
     }
 }
 
 /// How much of the arithmetic rate of the widest tile a tile shape reaches, measured on an H200 at full waves.
 fn efficiency(instance: &Instance) -> f64 {
-    match (instance.tile_n, instance.cluster) {
-        (256.., 2) => 1.0,
-        (224.., 2) => 0.99,
-        (208.., 2) => 0.98,
-        (192.., 2) => 0.97,
-        (128.., 2) => 0.9,
-        (256.., _) => 0.95,
-        _ => 0.5,
+    match (instance.tile_n, instance.cluster, instance.split_k) {
+        (256.., 2, _) => 1.0,
+        (224.., 2, _) => 0.99,
+        (208.., 2, _) => 0.98,
+        (192.., 2, _) => 0.97,
+        (128.., 2, _) => 0.9,
+        (256.., _, _) => 0.95,
+        (_, _, 1) => 0.5,
+        _ => 0.4,
     }
 }

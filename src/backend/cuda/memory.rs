@@ -32,8 +32,6 @@ pub struct Symmetric {
     own: Option<Memory>,
     /// By rank; none for this one.
     imports: Vec<Option<Import>>,
-    /// On the device: where each rank's memory lies, by rank, as this rank maps it.
-    addresses: Memory,
     /// Whether each rank has a device to itself.
     distinct: bool,
     yard: Arc<Yard>,
@@ -142,32 +140,14 @@ impl Symmetric {
                 }
             }
         }
-        let addresses: Vec<u64> = imports
-            .iter()
-            .map(|import| import.as_ref().map_or(own.ptr(), Import::ptr))
-            .collect();
-        let uploaded = Memory::holding(device, bytemuck::cast_slice(&addresses));
-        let addresses = match uploaded {
-            Ok(addresses) => addresses,
-            Err(error) => {
-                lists.kept.insert(serial, own);
-                return Err(members.fail(error));
-            }
-        };
         drop(lists);
         Ok(Symmetric {
             serial,
             own: Some(own),
             imports,
-            addresses,
             distinct: uuids.len() == members.world,
             yard: yard.clone(),
         })
-    }
-
-    /// Where the table of all ranks' addresses lies on the device.
-    pub fn addresses(&self) -> DevicePtr {
-        self.addresses.ptr()
     }
 
     /// This rank's memory.
@@ -220,8 +200,6 @@ impl Drop for Symmetric {
 #[derive(Debug)]
 pub struct Control {
     memory: Symmetric,
-    /// On the device: where each rank's mailbox lies, by rank.
-    mailboxes: Memory,
 }
 
 /// Where things lie in a rank's control block, in words.
@@ -272,13 +250,7 @@ impl Control {
             let bytes = bytemuck::cast_slice(&words);
             own.write_rows(0, bytes.len(), bytes.len(), bytes)
         })?;
-        let mailboxes: Vec<u64> = (0..members.world)
-            .map(|rank| Control::at(memory.of(rank), word::MAILBOX))
-            .collect();
-        let device = device.as_ref().map_err(Clone::clone)?;
-        let mailboxes = Memory::holding(device, bytemuck::cast_slice(&mailboxes))
-            .map_err(|error| members.fail(error))?;
-        Ok(Control { memory, mailboxes })
+        Ok(Control { memory })
     }
 
     fn at(base: DevicePtr, word: usize) -> DevicePtr {
@@ -310,9 +282,9 @@ impl Control {
         self.memory.distinct
     }
 
-    /// Where the table of all ranks' mailboxes lies on the device.
-    pub fn mailboxes(&self) -> DevicePtr {
-        self.mailboxes.ptr()
+    /// The mailbox of `rank`.
+    pub fn mailbox(&self, rank: usize) -> DevicePtr {
+        Control::at(self.memory.of(rank), word::MAILBOX)
     }
 
     /// The chunk flag `flag` in the mailbox of `rank`.

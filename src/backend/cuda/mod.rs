@@ -52,8 +52,14 @@ pub struct Cuda {
     /// Where operations are put; the caller may replace it.
     main: Mutex<Arc<Stream>>,
     copies: Stream,
+    /// For what tiles need late: it may come beside what they need first.
+    late_copies: Stream,
     /// The main stream has come to an operation's copies.
     begun: Event,
+    /// The copies of an operation have begun.
+    forked: Event,
+    /// Those that are needed late are done.
+    joined: Event,
     /// The copies of a gather are done.
     gathered: Event,
     /// The main stream before has come to where another took over.
@@ -100,6 +106,9 @@ impl sealed::Backend for Cuda {
                 monitor: Monitor::start(&device, members, own, options.first_epoch)?,
                 main: Mutex::new(Arc::new(Stream::new(&device, Urgency::Kernels)?)),
                 copies: Stream::new(&device, Urgency::Copies)?,
+                late_copies: Stream::new(&device, Urgency::Copies)?,
+                forked: Event::new(&device, false)?,
+                joined: Event::new(&device, false)?,
                 begun: Event::new(&device, false)?,
                 gathered: Event::new(&device, false)?,
                 handed_over: Event::new(&device, false)?,
@@ -119,8 +128,11 @@ impl sealed::Backend for Cuda {
     fn close(&mut self, members: &Members) {
         // Nothing is freed under a running kernel or copy: if the device does not come to rest, not at all.
         let deadline = Instant::now() + members.timeout + Duration::from_secs(2);
-        let at_rest =
-            || self.copies.is_idle().unwrap_or(true) && self.main().is_idle().unwrap_or(true);
+        let at_rest = || {
+            let main = self.main();
+            let mut streams = [&self.copies, &self.late_copies, &main].into_iter();
+            streams.all(|stream| stream.is_idle().unwrap_or(true))
+        };
         let mut rested = at_rest();
         while !rested && Instant::now() < deadline {
             std::thread::sleep(Duration::from_micros(200));
@@ -142,13 +154,11 @@ impl sealed::Backend for Cuda {
     }
 
     fn default_config(&self, problem: &Problem) -> Config {
-        let multiprocessors = self.device.multiprocessors as usize;
         // Kernels that wait for one another must be able to run at the same time.
         let pushes = self.control.distinct_devices() && self.queued_together.is_none();
         let measured = self.tuned.find(problem);
         let measured = measured.filter(|m| pushes || m.config.transport == Transport::Pull);
-        self.kernels
-            .default_config(multiprocessors, problem, measured)
+        self.kernels.default_config(problem, measured)
     }
 
     fn is_recording(&self, _members: &Members) -> Result<bool> {
@@ -238,21 +248,22 @@ fn queued_together() -> Option<&'static str> {
 }
 
 impl Cuda {
-    /// Does once what the copy stream does in operations, while nothing waits for it: what the driver does at first
+    /// Does once what the copy streams do in operations, while nothing waits for them: what the driver does at first
     /// use may wait for kernels to end.
     fn warm_up(&self, members: &Members) -> Result<()> {
         let scratch = Memory::zeroed(&self.device, 2 * BOX)?;
-        // SAFETY: the scratch holds both boxes and lives until the stream is idle.
-        unsafe {
-            self.copies.fill(scratch.ptr(), 0, BOX / 4)?;
-            self.copies
-                .copy(scratch.ptr() + BOX as u64, scratch.ptr(), BOX)?;
-            self.copies.words(&[
-                WordOp::Write(scratch.ptr(), 1),
-                WordOp::Wait(scratch.ptr(), 1),
-            ])?;
+        let (from, to) = (scratch.ptr(), scratch.ptr() + BOX as u64);
+        for stream in [&self.copies, &self.late_copies] {
+            // SAFETY: the scratch holds both boxes and lives until the stream is idle.
+            unsafe {
+                stream.fill(from, 0, BOX / 4)?;
+                stream.copy(to, from, BOX)?;
+                stream.copy_rows(to, from, BOX / 4, BOX / 8, 4)?;
+                stream.words(&[WordOp::Write(from, 1), WordOp::Wait(from, 1)])?;
+            }
+            self.wait_idle(members, stream)?;
         }
-        self.wait_idle(members, &self.copies)
+        Ok(())
     }
 
     fn main(&self) -> Arc<Stream> {
@@ -366,6 +377,12 @@ impl Group<Cuda> {
         }
         self.barrier()
     }
+}
+
+/// `config` with the tile shape of each kernel there is; for benchmarks.
+#[doc(hidden)]
+pub fn with_each_kernel(group: &Group<Cuda>, config: &Config) -> Vec<Config> {
+    group.inner().backend.kernels.configs(config).collect()
 }
 
 /// Aligns the ranks' streams: what is put on them later begins at the same time. Collective; for benchmarks.

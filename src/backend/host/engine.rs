@@ -1,5 +1,6 @@
 //! Walks a plan with a rank's threads.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -51,24 +52,17 @@ pub fn run(
     };
     let pushes = part.pushes(plan, epoch);
     let recorder = Recorder(trace.map(Mutex::new));
-    let row_bytes = plan.problem().k() * size_of::<u16>();
+    let k = plan.problem().k();
 
     let copy = || {
         let copy = |pull: &Pull| {
             let begin = recorder.begin();
             delay(rank, pull.flag, epoch);
-            let offset = pull.rows.start * row_bytes;
             // SAFETY: both ranks' memories hold M rows of `row_bytes`. The source's rows are final: `ready`
             // has been acquired, and the source does not write them before `done`. Nobody reads the same
             // rows here before this pull's flag is released, and no tile of an earlier operation does any
             // more, because an operation ends after its tiles.
-            unsafe {
-                std::ptr::copy_nonoverlapping(
-                    a.of(pull.source).add(offset),
-                    a.own().add(offset),
-                    pull.rows.len() * row_bytes,
-                );
-            }
+            unsafe { copy_part(a.of(pull.source), a.own(), &pull.rows, &pull.columns, k) };
             let work = Work::Pull {
                 source: pull.source,
                 rows: pull.rows.clone(),
@@ -87,17 +81,10 @@ pub fn run(
     let push = || {
         drive::push(plan, epoch, blocks, members, |push| {
             delay(push.peer, push.flag, epoch);
-            let offset = push.rows.start * row_bytes;
             // SAFETY: as above, from the other side. The own rows are the caller's, who waits for this. Nobody reads the
             // peer's before this push's flag is released, nor tiles of an earlier operation any more, for the peer's
             // `ready` has been acquired.
-            unsafe {
-                std::ptr::copy_nonoverlapping(
-                    a.own().add(offset),
-                    a.of(push.peer).add(offset),
-                    push.rows.len() * row_bytes,
-                );
-            }
+            unsafe { copy_part(a.own(), a.of(push.peer), &push.rows, &push.columns, k) };
         })
     };
 
@@ -163,6 +150,30 @@ pub fn run(
         drive::await_done(rank, epoch, blocks, members)?;
     }
     Ok(())
+}
+
+/// Copies a part of a matrix whose rows have `k` columns to the same place of another.
+///
+/// # Safety
+/// Both hold the part; nobody writes what is read, nor reads or writes what is written.
+unsafe fn copy_part(
+    from: *const u8,
+    to: *mut u8,
+    rows: &Range<usize>,
+    columns: &Range<usize>,
+    k: usize,
+) {
+    let copy = |first: usize, count: usize| {
+        let (offset, bytes) = (first * size_of::<u16>(), count * size_of::<u16>());
+        // SAFETY: as this function's.
+        unsafe { std::ptr::copy_nonoverlapping(from.add(offset), to.add(offset), bytes) };
+    };
+    if columns.len() == k {
+        return copy(rows.start * k, rows.len() * k);
+    }
+    for row in rows.clone() {
+        copy(row * k + columns.start, columns.len());
+    }
 }
 
 /// # Safety

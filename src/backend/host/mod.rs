@@ -76,8 +76,11 @@ impl sealed::Backend for Host {
             tile_k: problem.k().min(512),
             stages: 1,
             cluster: 1,
+            split_k: 1,
             group_m: 4,
             chunks: 4,
+            last_chunks: 4,
+            cut_last: false,
             transport: Transport::Pull,
         }
     }

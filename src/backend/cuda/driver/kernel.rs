@@ -94,6 +94,38 @@ impl Module {
         }
         Ok(Function(function))
     }
+
+    /// How many clusters of `ctas` CTAs of `block` threads the device holds at a time.
+    pub fn resident_clusters(
+        &self,
+        function: Function,
+        ctas: u32,
+        block: u32,
+        shared_bytes: u32,
+    ) -> Result<usize> {
+        self.device.bind()?;
+        let mut clusters = 0;
+        let config = sys::CUlaunchConfig {
+            gridDimX: ctas,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: block,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shared_bytes,
+            hStream: std::ptr::null_mut(),
+            attrs: std::ptr::null_mut(),
+            numAttrs: 0,
+        };
+        // SAFETY: writes the local; the function is of this module, which lives.
+        unsafe {
+            cuda!(
+                self.device.rank,
+                cuOccupancyMaxActiveClusters(&mut clusters, function.0, &config)
+            )?;
+        }
+        Ok(clusters.max(1) as usize)
+    }
 }
 
 impl Drop for Module {

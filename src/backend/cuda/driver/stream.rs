@@ -123,6 +123,38 @@ impl Stream {
     }
 
     /// # Safety
+    /// As [`Stream::copy`], for `rows` rows of `width` bytes that begin `pitch` bytes apart.
+    pub unsafe fn copy_rows(
+        &self,
+        to: DevicePtr,
+        from: DevicePtr,
+        pitch: usize,
+        width: usize,
+        rows: usize,
+    ) -> Result<()> {
+        let copy = sys::CUDA_MEMCPY2D {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            srcHost: std::ptr::null(),
+            srcDevice: from,
+            srcArray: std::ptr::null_mut(),
+            srcPitch: pitch,
+            dstXInBytes: 0,
+            dstY: 0,
+            dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            dstHost: std::ptr::null_mut(),
+            dstDevice: to,
+            dstArray: std::ptr::null_mut(),
+            dstPitch: pitch,
+            WidthInBytes: width,
+            Height: rows,
+        };
+        // SAFETY: as this function's.
+        unsafe { cuda!(self.device.rank, cuMemcpy2DAsync_v2(&copy, self.stream)) }
+    }
+
+    /// # Safety
     /// As [`Stream::copy`], for `words` words at `to`.
     pub unsafe fn fill(&self, to: DevicePtr, value: u32, words: usize) -> Result<()> {
         // SAFETY: as this function's.
