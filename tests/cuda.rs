@@ -1529,6 +1529,48 @@ fn ranks_that_cut_pushed_rows_differently_are_told() {
     );
 }
 
+/// The device has fewer queues than a process may have streams. A push waits for a kernel that is put on the caller's
+/// stream after it: were they in one queue, both would wait for ever.
+#[test]
+fn pushes_do_not_share_a_queue_with_any_stream_of_the_callers() {
+    const STREAMS: usize = 12;
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let _context = Context::retain(rank.rank);
+        let group = connect(rank, TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 301, 72, 264)?;
+        let (mut least, mut greatest) = (0, 0);
+        let mut streams = Vec::new();
+        // SAFETY: writes the locals.
+        unsafe {
+            driver(sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest));
+            for priority in (greatest..=least).flat_map(|priority| [priority; STREAMS]) {
+                let mut stream = std::ptr::null_mut();
+                let non_blocking = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
+                driver(sys::cuStreamCreateWithPriority(
+                    &mut stream,
+                    non_blocking,
+                    priority,
+                ));
+                streams.push(stream);
+            }
+        }
+        for (number, &stream) in streams.iter().enumerate() {
+            // SAFETY: the stream is destroyed after the group has ended.
+            unsafe { group.set_stream(stream.cast())? };
+            arguments.fill(&group, 1 + number % 7)?;
+            arguments.verify_by(&group, Transport::Push)?;
+        }
+        drop(arguments);
+        drop(group);
+        for &stream in &streams {
+            // SAFETY: nobody uses the stream any more.
+            unsafe { driver(sys::cuStreamDestroy_v2(stream)) };
+        }
+        Ok(format!("{} streams", streams.len()))
+    }));
+}
+
 #[test]
 fn operations_on_a_stream_of_the_callers_keep_its_order() {
     const ROUNDS: usize = 20;

@@ -159,7 +159,7 @@ fn bound(cuda: &Cuda, members: &Members, plan: &Plan) -> Result<()> {
     const COMMANDS: usize = 1024;
     const NAP: Duration = Duration::from_micros(20);
     let commands = 2 * plan.pulls().len().max(plan.pushes().len()) + 3 * members.world + 4;
-    let most = (COMMANDS / commands).clamp(2, OUTSTANDING) as u32;
+    let most = (COMMANDS / commands).clamp(1, OUTSTANDING) as u32;
     let monitor = &cuda.monitor;
     while monitor.outstanding() >= most {
         if let Some(fault) = members.fault() {
