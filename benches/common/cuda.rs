@@ -550,88 +550,57 @@ pub fn measure<T: Element>(
 }
 
 /// The fastest configuration for a case, and its median time in microseconds. Collective.
-///
-/// A GPU's clock falls while it works, so that what is measured early looks fast. Hence a second heat, in which the few
-/// that were fastest take turns.
 pub fn fastest<T: Element>(group: &Group<Cuda>, case: &mut Case<Cuda, T>) -> Result<(Config, f64)> {
     const ROUNDS: usize = 9;
-    const FINALISTS: usize = 4;
     /// Longer by this in a first round is reason enough to go on to the next.
     const HOPELESS: f64 = 1.25;
+    /// Shorter by less than this is no reason to choose another configuration: it is noise.
+    const NOISE: f64 = 0.995;
     let n = case.b.shape()[0];
     let course = Course::new(group)?;
     let default = *AllGatherMatmul::new().prepare(&case.a, n)?.plan().config();
-    let prepare = |a, config| AllGatherMatmul::new().config(config).prepare(a, n);
-
-    let mut times: Vec<(Config, f64)> = Vec::new();
-    let mut best = f64::INFINITY;
-    for way in ways(&default) {
-        for config in gemmesh::testing::with_each_kernel(group, &way) {
-            let prepared = prepare(&case.a, config)?;
-            let mut run = || course.time(|| prepared.run(&case.a, &case.b, &mut case.out));
-            run()?;
-            let [mut time] = common::medians(&common::slowest(group, &[[run()?]])?);
-            if time <= HOPELESS * best {
-                let samples: Vec<[f64; 1]> = (0..ROUNDS)
-                    .map(|_| run().map(|time| [time]))
-                    .collect::<Result<_>>()?;
-                [time] = common::medians(&common::slowest(group, &samples)?);
-            }
-            if group.rank() == 0 {
-                println!("{time:.1} µs: {config:?}");
-            }
-            best = best.min(time);
-            times.push((config, time));
+    let mut time = |config: Config, best: f64| -> Result<f64> {
+        let prepared = AllGatherMatmul::new().config(config).prepare(&case.a, n)?;
+        let mut run = || course.time(|| prepared.run(&case.a, &case.b, &mut case.out));
+        run()?;
+        let [first] = common::medians(&common::slowest(group, &[[run()?]])?);
+        if first > HOPELESS * best {
+            return Ok(first);
         }
-    }
-
-    times.sort_by(|x, y| x.1.total_cmp(&y.1));
-    times.truncate(FINALISTS);
-    // What walks the tiles in another order differs little, and is only worth a look for the best.
-    let finalists: Vec<Config> = times
-        .iter()
-        .flat_map(|&(config, _)| [4, 8, 16].map(|group_m| Config { group_m, ..config }))
-        .collect();
-    let prepared = finalists
-        .iter()
-        .map(|&config| prepare(&case.a, config))
-        .collect::<Result<Vec<_>>>()?;
-    let mut samples = vec![Vec::new(); finalists.len()];
-    for _ in 0..ROUNDS {
-        for (prepared, samples) in prepared.iter().zip(&mut samples) {
-            let time = course.time(|| prepared.run(&case.a, &case.b, &mut case.out))?;
-            samples.push([time]);
-        }
-    }
-    let mut winner = (default, f64::INFINITY);
-    for (config, samples) in finalists.into_iter().zip(&samples) {
-        let [time] = common::medians(&common::slowest(group, samples)?);
-        if group.rank() == 0 {
-            println!("{time:.1} µs in turn: {config:?}");
-        }
-        if time < winner.1 {
-            winner = (config, time);
-        }
-    }
-    Ok(winner)
-}
-
-/// The ways in which rows may be moved that may be the fastest.
-fn ways(default: &Config) -> Vec<Config> {
-    let way = |transport, [chunks, last_chunks]: [usize; 2], cut_last| Config {
-        transport,
-        chunks,
-        last_chunks,
-        cut_last,
-        ..*default
+        let samples: Vec<[f64; 1]> = (0..ROUNDS)
+            .map(|_| run().map(|time| [time]))
+            .collect::<Result<_>>()?;
+        let [median] = common::medians(&common::slowest(group, &samples)?);
+        Ok(median)
     };
-    let mut ways = vec![way(Transport::Store, [64, 64], false)];
-    for chunks in [[1, 1], [1, 2], [1, 4], [2, 2], [4, 4]] {
+    let mut best = (default, time(default, f64::INFINITY)?);
+    // (transport, chunks, chunks of the last shard, whether the last is cut)
+    let mut ways = vec![(Transport::Store, 64, 64, false)];
+    for (chunks, last_chunks) in [(1, 1), (1, 2), (1, 4), (2, 2), (4, 4)] {
         for cut_last in [false, true] {
-            for transport in [Transport::Pull, Transport::Push] {
-                ways.push(way(transport, chunks, cut_last));
+            ways.extend(
+                [Transport::Pull, Transport::Push]
+                    .map(|transport| (transport, chunks, last_chunks, cut_last)),
+            );
+        }
+    }
+    for (transport, chunks, last_chunks, cut_last) in ways {
+        let way = Config {
+            transport,
+            chunks,
+            last_chunks,
+            cut_last,
+            ..default
+        };
+        for config in gemmesh::testing::with_each_kernel(group, &way) {
+            let median = time(config, best.1)?;
+            if group.rank() == 0 {
+                println!("{median:.1} µs: {config:?}");
+            }
+            if median < NOISE * best.1 {
+                best = (config, median);
             }
         }
     }
-    ways
+    Ok(best)
 }

@@ -118,7 +118,7 @@ fn parse(text: &str, gpu: &str, world: usize, lines: &mut Vec<Winner>) -> Result
 mod tests {
     use super::*;
 
-    const LINE: &str = r#"{"gpu":"GPU","world":4,"m":4096,"n":1792,"k":4096,"config":{"tile_m":128,"tile_n":224,"tile_k":64,"stages":4,"cluster":2,"group_m":8,"chunks":2,"transport":"Push"},"us":101.5}"#;
+    const LINE: &str = r#"{"gpu":"GPU","world":4,"m":4096,"n":1792,"k":4096,"config":{"tile_m":128,"tile_n":224,"tile_k":64,"stages":4,"cluster":2,"split_k":1,"group_m":8,"chunks":2,"last_chunks":2,"cut_last":true,"transport":"Push"},"us":101.5}"#;
 
     fn table(text: &str, gpu: &str, world: usize) -> Result<Table, String> {
         let mut lines = Vec::new();
