@@ -8,7 +8,8 @@
  * Kernel:      extern "C" void <instance>(CUtensorMap a, CUtensorMap b, CUtensorMap out, GemmeshParams params)
  *              every argument is __grid_constant__; the instances are listed by the symbol `gemmesh_instances`.
  *
- * Launch:      grid    min(multiprocessors / cluster, tile_count) * cluster CTAs, one to a multiprocessor
+ * Launch:      grid    whole clusters of cluster * split CTAs, at most one to a multiprocessor: as many as the device
+ *                      holds at a time, and no more than tile_count unless they have rows to push
  *              block   GEMMESH_THREADS
  *              cluster compiled into the kernel; no launch attribute is needed
  *              shared  GemmeshInstance.shared_bytes, dynamic; raise
@@ -32,9 +33,6 @@
 #include <assert.h> /* static_assert */
 #include <stddef.h> /* offsetof */
 #include <stdint.h>
-
-/* Bumped with every change of this file that an older host or kernel would misread. */
-#define GEMMESH_ABI_VERSION 2
 
 /* Columns of `a` and `b` that one pipeline stage holds: 128 bytes, the width of the swizzle. */
 #define GEMMESH_TILE_K 64
@@ -67,7 +65,8 @@
  * Clusters take the entries in turn (cluster c of C: entries c, c + C, ...), so the table is in the order in which
  * tiles become ready, and neighbours in it run at the same time: group them for the L2 cache. */
 typedef struct GemmeshTile {
-    uint32_t m;          /* tile row, in units of tile_m * cluster rows; CTA r of the cluster takes the r-th part */
+    uint32_t m;          /* tile row, in units of tile_m * cluster rows; CTA r of the cluster takes the r-th part;
+                          * or all of it, and a part of K */
     uint32_t n;          /* tile column, in units of tile_n columns */
     uint32_t flag_begin; /* rows of `a` are there once flags[flag_begin..flag_end) have all reached the epoch; */
     uint32_t flag_end;   /* an empty range waits for nothing */
@@ -92,8 +91,8 @@ typedef struct GemmeshMailbox {
 
 /* The epochs of pushed operations are counted here, so that an operation in a graph has another at each replay. */
 typedef struct GemmeshTurn {
-    uint32_t epoch;   /* of the last operation that has ended */
-    uint32_t left;    /* CTAs of the one that runs whose tiles' rows have all come */
+    uint32_t epoch;   /* of the last operation whose rows have all come */
+    uint32_t left;    /* CTAs of the next one for whose tiles they have */
     uint32_t current; /* the epoch of the operation whose rows the copy engine pushes: what it copies into flags */
     uint32_t go;      /* set by the kernel when every peer is ready, reset by the copy stream when it has pushed */
 } GemmeshTurn;
@@ -109,13 +108,13 @@ typedef struct GemmeshPiece {
     uint32_t reserved;
 } GemmeshPiece;
 
-/* How rows are pushed. All zero when they are pulled. */
+/* How rows are pushed. */
 typedef struct GemmeshExchange {
     GemmeshTurn *turn;                /* null: rows are pulled, and nothing below is used */
     const GemmeshPiece *pieces;       /* what the kernel pushes itself; none if the copy engine does */
     uint32_t *pushed;                 /* by push: its pieces that have been pushed; zero between operations */
-    uint32_t *started;                /* the host's: where GemmeshParams.epoch is written when the kernel has begun, */
-    uint32_t *completed;              /* and when all rows have come; null where nobody is to know */
+    uint32_t *started;                /* the host's: where GemmeshParams.epoch is written when all rows have come, */
+    uint32_t *completed;              /* one after the other; null where somebody else does, or nobody is to know */
     uint32_t piece_count;
     uint32_t copies; /* nonzero: the copy engine pushes, and waits for turn->go */
     uint32_t rank;
@@ -124,7 +123,8 @@ typedef struct GemmeshExchange {
     void *rows[GEMMESH_MAX_WORLD];                /* every rank's `a`, likewise */
 } GemmeshExchange;
 
-/* What one CTA did with one table entry; nanoseconds of %globaltimer. Event [entry * cluster + rank in cluster]. */
+/* What one CTA did with one table entry; nanoseconds of %globaltimer. Event [entry * CTAs of a cluster + rank in
+ * the cluster]. */
 typedef struct GemmeshTraceEvent {
     uint64_t wait_begin; /* the producer turned to this tile */
     uint64_t wait_end;   /* its flags were there, or were given up */
@@ -144,7 +144,7 @@ typedef struct GemmeshParams {
     uint32_t *abort;                /* nonzero: stop waiting. Set by the host, or by the first CTA that gives up */
     GemmeshFault *fault;
     const void *bias;               /* [n] of the element type, or null */
-    GemmeshTraceEvent *trace;       /* [tile_count * cluster]; filled by the `_trace` instances only */
+    GemmeshTraceEvent *trace;       /* [tile_count * CTAs of a cluster]; filled by the `_trace` instances only */
     uint64_t deadline_ns;           /* the longest that a single wait may last */
     uint32_t tile_count;
     uint32_t epoch;                 /* a flag has arrived when (int32_t)(flag - epoch) >= 0; with a turn, when it has
@@ -169,7 +169,7 @@ typedef struct GemmeshInstance {
     uint32_t cluster;      /* CTAs, along M, that share each load of `b` */
     uint32_t split;        /* CTAs that share a tile, each with a part of K */
     uint32_t threads;      /* GEMMESH_THREADS */
-    uint32_t shared_bytes; /* dynamic shared memory: the ring of loads, the boxes of the stores, the barriers */
+    uint32_t shared_bytes; /* dynamic shared memory: the ring of loads, the boxes of the stores, the sums, the barriers */
     uint32_t trace;        /* nonzero: fills GemmeshParams.trace */
 } GemmeshInstance;
 

@@ -1,6 +1,6 @@
 // out[M, N] = a[M, K] * b[N, K]^T (+ bias), while the rows of `a` are still arriving.
 //
-// One persistent kernel. A cluster of one or two CTAs takes entry after entry of the host's table; in each CTA a
+// One persistent kernel. A cluster of one, two or four CTAs takes entry after entry of the host's table; in each CTA a
 // producer thread waits for the flags of the tile and feeds a ring of stages by TMA, and two consumer warpgroups
 // multiply what arrives and store the tile. Only the producer ever waits for a tile's flags, and the ring keeps filling
 // with the next tile while the consumers store this one. The producer warpgroup's other warps tell the peers that this

@@ -60,7 +60,6 @@ struct Pipeline {
             if (lane < Cluster) ptx::mbarrier_arrive_cluster(ptx::mapa(ptx::shared_address(&empty[stage]), lane));
         }
     }
-
 };
 
 }  // namespace gemmesh

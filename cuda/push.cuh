@@ -29,6 +29,7 @@ __device__ inline void leave_turn(const GemmeshParams& params, uint32_t epoch) {
     if (ptx::atom_add_acq_rel_gpu(&exchange.turn->left, 1) + 1 < gridDim.x) return;
     exchange.turn->left = 0;
     exchange.turn->epoch = epoch;
+    if (exchange.started != nullptr) ptx::st_relaxed_sys(exchange.started, params.epoch);
     if (exchange.completed != nullptr) ptx::st_release_sys(exchange.completed, params.epoch);
 }
 
@@ -44,8 +45,6 @@ __device__ inline void announce(const GemmeshParams& params, uint32_t epoch, uin
     for (uint32_t peer = lane; peer < exchange.world; peer += 32) {
         ptx::st_release_sys(&exchange.mailboxes[peer]->ready[exchange.rank], epoch);
     }
-    // To the host, which is far away, only now: a release waits for the stores before it.
-    if (exchange.started != nullptr && lane == 0) ptx::st_release_sys(exchange.started, params.epoch);
     if (exchange.copies == 0) return;
 
     bool ready = true;

@@ -98,24 +98,34 @@ fn rows_may_move_one_way_now_and_another_then() -> Result<(), Error> {
 
 #[test]
 fn ranks_that_cut_pushed_rows_differently_are_told() -> Result<(), Error> {
-    let differences: [fn(&mut Config, usize); 4] = [
+    // Long enough to be cut.
+    const K: usize = 200;
+    let differences: [fn(&mut Config, usize); 5] = [
         |config, rank| config.tile_m += rank,
         |config, rank| config.chunks += rank,
         |config, rank| config.last_chunks += rank,
         |config, rank| config.cut_last = rank == 1,
+        // What is stored is never cut.
+        |config, rank| config.transport = [Transport::Push, Transport::Store][rank],
     ];
     for differ in differences {
         Group::<Host>::threads(2, |group| {
             let a = group.sharded::<bf16>(M, K)?;
             let b = group.zeros(5, K)?;
             let mut out = group.zeros(M, 5)?;
-            let mut config = CONFIG;
-            differ(&mut config, group.rank());
+            let mut pushed = Config {
+                transport: Transport::Push,
+                ..CONFIG
+            };
+            differ(&mut pushed, group.rank());
+            let pulled = Config {
+                transport: Transport::Pull,
+                ..pushed
+            };
             // How rows are pulled is each rank's own affair.
             let mut run = |config| AllGatherMatmul::new().config(config).run(&a, &b, &mut out);
-            run(config)?;
-            config.transport = Transport::Push;
-            let error = run(config).and_then(|()| group.barrier());
+            run(pulled)?;
+            let error = run(pushed).and_then(|()| group.barrier());
             let error = error.unwrap_err();
             assert!(
                 matches!(error.cause(), Error::CallMismatch { .. }),

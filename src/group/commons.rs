@@ -62,7 +62,7 @@ pub struct Cuts {
     pub rows: u32,
     /// Chunks of a shard, and of the one that comes last.
     pub chunks: [u8; 2],
-    /// Whether the last chunk is cut along K.
+    /// Whether the last chunk of all is cut along K.
     pub cut_last: bool,
 }
 

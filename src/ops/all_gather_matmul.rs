@@ -228,7 +228,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
             pushed: pushes.then(|| Cuts {
                 rows: config.entry_rows() as u32,
                 chunks: [config.chunks as u8, config.last_chunks as u8],
-                cut_last: config.cut_last,
+                cut_last: config.cut(problem.k()).is_some(),
             }),
         };
         a.group().operate(operation, |epoch| {

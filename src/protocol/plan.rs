@@ -14,7 +14,7 @@ pub const MAX_WORLD: usize = 64;
 pub const MAX_CHUNKS: usize = 64;
 /// The most pulls a plan can hold, and so the chunk flags that a rank keeps.
 pub const MAX_FLAGS: usize = MAX_WORLD * MAX_CHUNKS;
-/// Chunks are cut along K at multiples of this: between cache lines, and between steps of GPUs' kernels.
+/// Chunks are cut along K at multiples of this: between steps of GPUs' kernels.
 pub const CUT_COLUMNS: usize = 64;
 /// The most CTAs in a cluster.
 pub const MAX_CLUSTER: usize = 16;
@@ -174,7 +174,7 @@ impl Config {
 
     /// Where the last chunk is cut along K, if it is. Where moving a chunk takes about as long as multiplying it, and
     /// beginning another copy a little, the first part's products then take as long as moving the second.
-    fn cut(&self, k: usize) -> Option<usize> {
+    pub(crate) fn cut(&self, k: usize) -> Option<usize> {
         let column = (k.div_ceil(CUT_COLUMNS) * 5).div_ceil(8) * CUT_COLUMNS;
         let cut = self.cut_last && self.transport != Transport::Store && column < k;
         cut.then_some(column)

@@ -1,6 +1,5 @@
 //! cuda/abi.h, as bindgen reads it; tests/abi.rs fails when the two differ.
 #![allow(dead_code)]
-pub const GEMMESH_ABI_VERSION: u32 = 2;
 pub const GEMMESH_TILE_K: u32 = 64;
 pub const GEMMESH_THREADS: u32 = 384;
 pub const GEMMESH_STORE_ROWS: u32 = 16;

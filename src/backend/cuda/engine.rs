@@ -113,25 +113,26 @@ pub fn run(
     operands: sealed::Operands<Cuda>,
     trace: Option<&mut Vec<Span>>,
 ) -> Result<()> {
+    let main = cuda.main();
+    let recorded = cuda.device.bind().and_then(|()| main.is_capturing());
     let begin = || -> Result<()> {
-        cuda.device.bind()?;
+        let recorded = recorded.clone()?;
         bound(cuda, members, &program.plan)?;
         let launch = if part.multiplies() {
             let traced = trace.is_some();
             Some(Launch::new(
-                cuda, members, program, part, epoch, &operands, traced,
+                cuda, members, program, part, epoch, recorded, &operands, traced,
             )?)
         } else {
             None
         };
-        let main = cuda.main();
         if part == Part::Copies {
             return copy_all(cuda, &program.plan, &operands, &main);
         }
         if part.pushes(&program.plan, epoch) {
             let Some(launch) = launch else { return Ok(()) };
             return enqueue_pushed(
-                cuda, members, program, epoch, &operands, &main, launch, trace,
+                cuda, members, program, epoch, recorded, &operands, &main, launch, trace,
             );
         }
         enqueue(
@@ -148,18 +149,24 @@ pub fn run(
     };
     begin().map_err(|error| {
         // If an operation has its number, and this rank does not do it, the peers wait for it in vain and must hear.
-        let numbered = part.gathers() && !matches!(cuda.main().is_capturing(), Ok(true));
+        let numbered = part.gathers() && !matches!(recorded, Ok(true));
         if numbered { members.fail(error) } else { error }
     })
+}
+
+/// The commands that a queue of the device holds.
+pub const COMMANDS: usize = 1024;
+
+/// The most commands that an operation puts on one stream.
+pub fn commands(plan: &Plan) -> usize {
+    2 * plan.pulls().len().max(plan.pushes().len()) + 3 * plan.problem().world() + 4
 }
 
 /// Waits until the device's queues have room for another operation. They are bounded, and a driver that waits for room
 /// holds locks that the monitor needs to set the device free.
 fn bound(cuda: &Cuda, members: &Members, plan: &Plan) -> Result<()> {
-    const COMMANDS: usize = 1024;
     const NAP: Duration = Duration::from_micros(20);
-    let commands = 2 * plan.pulls().len().max(plan.pushes().len()) + 3 * members.world + 4;
-    let most = (COMMANDS / commands).clamp(1, OUTSTANDING) as u32;
+    let most = (COMMANDS / commands(plan)).clamp(1, OUTSTANDING) as u32;
     let monitor = &cuda.monitor;
     while monitor.outstanding() >= most {
         if let Some(fault) = members.fault() {
@@ -260,13 +267,13 @@ fn enqueue_pushed(
     members: &Members,
     program: &Program,
     epoch: Epoch,
+    recorded: bool,
     operands: &sealed::Operands<Cuda>,
     main: &Stream,
     launch: Launch,
     trace: Option<&mut Vec<Span>>,
 ) -> Result<()> {
     let (plan, control, monitor) = (&program.plan, &cuda.control, &cuda.monitor);
-    let recorded = main.is_capturing()?;
     if !recorded {
         monitor.begin(epoch, true);
     }
@@ -510,12 +517,14 @@ struct Launch {
 }
 
 impl Launch {
+    #[allow(clippy::too_many_arguments)]
     fn new(
         cuda: &Cuda,
         members: &Members,
         program: &Program,
         part: Part,
         epoch: Epoch,
+        recorded: bool,
         operands: &sealed::Operands<Cuda>,
         trace: bool,
     ) -> Result<Launch> {
@@ -565,7 +574,6 @@ impl Launch {
             Part::Fused => (control.chunk(0), epoch.raw()),
             _ => (control.zeros(), 0),
         };
-        let recorded = cuda.main().is_capturing()?;
         let report = |word: DevicePtr| if recorded { 0 } else { word } as *mut u32;
         let mut mailboxes = [std::ptr::null_mut(); MAX_WORLD];
         let mut rows = [std::ptr::null_mut(); MAX_WORLD];
@@ -577,7 +585,7 @@ impl Launch {
             turn: if pushed { control.turn() } else { 0 } as *mut GemmeshTurn,
             pieces: program.pieces.ptr() as *const GemmeshPiece,
             pushed: program.pushed.ptr() as *mut u32,
-            // Where copies push, their stream says so.
+            // The kernel's waits have deadlines of their own. Where copies push, their stream says that it should run.
             started: match plan.config().transport {
                 Transport::Store => report(cuda.monitor.started()),
                 _ => std::ptr::null_mut(),

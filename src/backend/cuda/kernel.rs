@@ -150,7 +150,12 @@ impl Kernels {
     /// The configuration that should be fastest for a problem: the one that was measured to be, if it was; else the tile
     /// shape of the lowest cost, and what moves the rows as for the most similar problem that was measured. It is the same
     /// on every rank.
-    pub fn default_config(&self, problem: &Problem, measured: Option<Measured>) -> Config {
+    pub fn default_config(
+        &self,
+        multiprocessors: usize,
+        problem: &Problem,
+        measured: Option<Measured>,
+    ) -> Config {
         if let Some(measured) = measured
             && measured.exact
         {
@@ -177,7 +182,7 @@ impl Kernels {
             // those who split it, and longer for the less that narrow tiles and lone CTAs use each byte they load.
             let tall = problem.m().div_ceil(i.tile_m * i.cluster);
             let entries = tall * problem.n().div_ceil(i.tile_n);
-            let rounds = entries.div_ceil(i.resident);
+            let rounds = entries.div_ceil(multiprocessors / i.ctas());
             (rounds * i.tile_n) as f64 / (i.split_k as f64 * efficiency(i))
         };
         self.shapes()

@@ -161,7 +161,9 @@ impl sealed::Backend for Cuda {
         let pushes = self.control.distinct_devices() && self.queued_together.is_none();
         let measured = self.tuned.find(problem);
         let measured = measured.filter(|m| pushes || m.config.transport == Transport::Pull);
-        self.kernels.default_config(problem, measured)
+        let multiprocessors = self.device.multiprocessors as usize;
+        self.kernels
+            .default_config(multiprocessors, problem, measured)
     }
 
     fn is_recording(&self, _members: &Members) -> Result<bool> {
@@ -174,6 +176,16 @@ impl sealed::Backend for Cuda {
             return Err(Error::QueuedTogether {
                 rank: members.rank,
                 variable: variable.into(),
+            });
+        }
+        // All of a push is on its stream before the kernel that it waits for is launched.
+        let commands = engine::commands(&plan);
+        if plan.config().transport == Transport::Push && commands > engine::COMMANDS {
+            return Err(Error::Limit {
+                what: "commands of a pushed product, two a chunk".into(),
+                value: commands,
+                min: 1,
+                max: engine::COMMANDS,
             });
         }
         // Whether there is such a kernel does not depend on the dtype.

@@ -42,9 +42,9 @@ struct Watch {
     own: OwnWords,
     /// Written by kernels.
     fault: Pinned<GemmeshFault>,
-    /// The last operation that streams have come to.
+    /// The last operation that streams have come to, or whose rows have all come.
     started: Pinned<u32>,
-    /// The last operation that is complete; written by streams.
+    /// The last operation that is complete, or whose rows have all come; written by streams and kernels.
     completed: Pinned<u32>,
     /// A copy of this rank's flags, for a report.
     snapshot: Pinned<FlagWords>,
@@ -120,12 +120,12 @@ impl Monitor {
         self.watch.alignments.fetch_add(1, Ordering::AcqRel) + 1
     }
 
-    /// Where a stream writes that it has come to an operation.
+    /// Where it is written that streams have come to an operation.
     pub fn started(&self) -> DevicePtr {
         self.watch.started.ptr()
     }
 
-    /// Where a stream writes that an operation is complete.
+    /// Where it is written that an operation is complete.
     pub fn completed(&self) -> DevicePtr {
         self.watch.completed.ptr()
     }
