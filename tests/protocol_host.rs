@@ -109,7 +109,8 @@ fn ranks_that_cut_pushed_rows_differently_are_told() -> Result<(), Error> {
         |config, rank| config.transport = [Transport::Push, Transport::Store][rank],
     ];
     for differ in differences {
-        Group::<Host>::threads(2, |group| {
+        let group = Builder::<Host>::new().timeout(Duration::from_secs(2));
+        group.threads(2, |group| {
             let a = group.sharded::<bf16>(M, K)?;
             let b = group.zeros(5, K)?;
             let mut out = group.zeros(M, 5)?;
