@@ -158,6 +158,18 @@ typedef struct GemmeshParams {
     GemmeshExchange exchange;
 } GemmeshParams;
 
+/* For benchmarks: gemmesh_align, one CTA of GEMMESH_MAX_WORLD threads with this argument, ends on all ranks at the same
+ * time, give or take a microsecond. Words of streams would let them go on up to ten apart. */
+typedef struct GemmeshAlignment {
+    uint32_t *words[GEMMESH_MAX_WORLD]; /* by rank, as this GPU maps them: its words, by the rank that writes them */
+    const uint32_t *abort;              /* nonzero: stop waiting */
+    uint64_t deadline_ns;               /* the longest that it waits */
+    uint32_t count;                     /* the number of this alignment: what is written, and waited for */
+    uint32_t rank;
+    uint32_t world;
+    uint32_t reserved;
+} GemmeshAlignment;
+
 /* One kernel of the module. `gemmesh_instances` is a device array of these: its size over sizeof(GemmeshInstance) is
  * their number. */
 typedef struct GemmeshInstance {
@@ -188,6 +200,7 @@ static_assert(sizeof(GemmeshParams) == 96 + sizeof(GemmeshExchange), "");
 static_assert(offsetof(GemmeshParams, trace) == 48, "");
 static_assert(offsetof(GemmeshParams, tile_count) == 64, "");
 static_assert(offsetof(GemmeshParams, exchange) == 96, "");
+static_assert(sizeof(GemmeshAlignment) == 32 + 8 * GEMMESH_MAX_WORLD, "");
 static_assert(sizeof(GemmeshInstance) == 100, "");
 static_assert(offsetof(GemmeshInstance, element) == 64, "");
 

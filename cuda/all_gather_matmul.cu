@@ -11,6 +11,7 @@
 // a neighbour loads on its behalf is `b`, which needs no flag. Or, for problems of too few tiles, they share K: each
 // multiplies its part of it, and the first adds up and stores.
 #include "abi.h"
+#include "align.cuh"
 #include "epilogue.cuh"
 #include "flags.cuh"
 #include "pipeline.cuh"

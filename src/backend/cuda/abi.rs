@@ -251,6 +251,36 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
+pub struct GemmeshAlignment {
+    pub words: [*mut u32; 64usize],
+    pub abort: *const u32,
+    pub deadline_ns: u64,
+    pub count: u32,
+    pub rank: u32,
+    pub world: u32,
+    pub reserved: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of GemmeshAlignment"][::core::mem::size_of::<GemmeshAlignment>() - 544usize];
+    ["Alignment of GemmeshAlignment"][::core::mem::align_of::<GemmeshAlignment>() - 8usize];
+    ["Offset of field: GemmeshAlignment::words"]
+        [::core::mem::offset_of!(GemmeshAlignment, words) - 0usize];
+    ["Offset of field: GemmeshAlignment::abort"]
+        [::core::mem::offset_of!(GemmeshAlignment, abort) - 512usize];
+    ["Offset of field: GemmeshAlignment::deadline_ns"]
+        [::core::mem::offset_of!(GemmeshAlignment, deadline_ns) - 520usize];
+    ["Offset of field: GemmeshAlignment::count"]
+        [::core::mem::offset_of!(GemmeshAlignment, count) - 528usize];
+    ["Offset of field: GemmeshAlignment::rank"]
+        [::core::mem::offset_of!(GemmeshAlignment, rank) - 532usize];
+    ["Offset of field: GemmeshAlignment::world"]
+        [::core::mem::offset_of!(GemmeshAlignment, world) - 536usize];
+    ["Offset of field: GemmeshAlignment::reserved"]
+        [::core::mem::offset_of!(GemmeshAlignment, reserved) - 540usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct GemmeshInstance {
     pub name: [::core::ffi::c_char; 64usize],
     pub element: u32,

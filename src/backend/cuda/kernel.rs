@@ -43,6 +43,8 @@ impl Instance {
 #[derive(Debug)]
 pub struct Kernels {
     instances: Vec<Instance>,
+    /// Ends on all ranks at the same time.
+    pub align: Function,
     _module: Module,
 }
 
@@ -90,6 +92,7 @@ impl Kernels {
             })
             .collect::<Result<_>>()?;
         Ok(Kernels {
+            align: module.function(c"gemmesh_align", 0)?,
             instances,
             _module: module,
         })

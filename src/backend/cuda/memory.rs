@@ -304,7 +304,6 @@ impl Control {
             abort: self.abort(),
             ready: self.ready(rank, 0),
             done: self.done(rank, 0),
-            aligned: self.aligned(rank, 0),
             mailbox: Control::at(self.memory.own(), word::MAILBOX),
             go: self.turn() + offset_of!(GemmeshTurn, go) as u64,
         }
@@ -315,9 +314,9 @@ impl Control {
         Control::at(self.memory.own(), word::ZEROS)
     }
 
-    /// `aligned[by]` in the memory of `rank`.
-    pub fn aligned(&self, rank: usize, by: usize) -> DevicePtr {
-        Control::at(self.memory.of(rank), word::ALIGNED + by)
+    /// `aligned` in the memory of `rank`.
+    pub fn aligned(&self, rank: usize) -> DevicePtr {
+        Control::at(self.memory.of(rank), word::ALIGNED)
     }
 
     /// The box for `by` in the memory of `rank`.
@@ -344,8 +343,6 @@ pub struct OwnWords {
     pub ready: DevicePtr,
     /// By peer.
     pub done: DevicePtr,
-    /// By peer.
-    pub aligned: DevicePtr,
     /// `ready`, by peer, stands first in it.
     pub mailbox: DevicePtr,
     /// What the copy stream waits for before it pushes.

@@ -14,9 +14,11 @@ mod tuned;
 pub use tuned::Winner;
 
 use std::ffi::c_void;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use abi::{GEMMESH_MAX_WORLD, GemmeshAlignment};
 use driver::{Device, Event, Memory, Stream, Urgency, WordOp};
 use engine::Program;
 use kernel::Kernels;
@@ -67,6 +69,8 @@ pub struct Cuda {
     gathered: Event,
     /// The main stream before has come to where another took over.
     handed_over: Event,
+    /// How often the ranks' streams have been aligned.
+    alignments: AtomicU32,
 }
 
 /// Memory of one matrix: rows of whole 16 bytes.
@@ -115,6 +119,7 @@ impl sealed::Backend for Cuda {
                 begun: Event::new(&device, false)?,
                 gathered: Event::new(&device, false)?,
                 handed_over: Event::new(&device, false)?,
+                alignments: AtomicU32::new(0),
                 queued_together: queued_together(),
                 tuned: tuned::Table::load(members.rank, &device.name, members.world)?,
                 kernels,
@@ -411,16 +416,27 @@ pub fn align_streams(group: &Group<Cuda>) -> Result<()> {
 }
 
 fn align(cuda: &Cuda, members: &Members, stream: &Stream) -> Result<()> {
-    let rank = members.rank;
-    let count = cuda.monitor.align();
-    let peers = || (0..members.world).filter(move |&peer| peer != rank);
-    let mut words: Vec<WordOp> = peers()
-        .map(|peer| WordOp::Write(cuda.control.aligned(peer, rank), count))
-        .collect();
-    words.extend(peers().map(|peer| WordOp::Wait(cuda.control.aligned(rank, peer), count)));
+    let control = &cuda.control;
+    let mut words = [std::ptr::null_mut(); GEMMESH_MAX_WORLD as usize];
+    for (rank, words) in words.iter_mut().enumerate().take(members.world) {
+        *words = control.aligned(rank) as *mut u32;
+    }
+    let mut alignment = GemmeshAlignment {
+        words,
+        abort: control.abort() as *const u32,
+        deadline_ns: members.timeout.as_nanos().min(u64::MAX.into()) as u64,
+        count: cuda.alignments.fetch_add(1, Ordering::Relaxed) + 1,
+        rank: members.rank as u32,
+        world: members.world as u32,
+        reserved: 0,
+    };
+    let mut arguments = [(&raw mut alignment).cast()];
     cuda.device.bind()?;
-    // SAFETY: control blocks live as long as the backend, whose end waits for its streams.
-    unsafe { stream.words(&words) }
+    // SAFETY: the argument is what abi.h says; control blocks live as long as the backend, whose end waits for its streams.
+    unsafe {
+        let align = cuda.kernels.align;
+        align.launch(stream, 1, GEMMESH_MAX_WORLD, 0, &mut arguments)
+    }
 }
 
 /// Bytes that depend on who wrote them for whom.

@@ -52,8 +52,6 @@ struct Watch {
     begun: AtomicU32,
     /// By epoch, modulo their number: whether the operation's rows are pushed.
     pushed: [AtomicBool; OUTSTANDING],
-    /// How often the ranks' streams have been aligned.
-    alignments: AtomicU32,
     /// For the words that set the device free, behind nothing else.
     rescue: Stream,
     closing: Mutex<bool>,
@@ -82,7 +80,6 @@ impl Monitor {
             snapshot: Pinned::zeroed(device)?,
             begun: AtomicU32::new(before),
             pushed: [const { AtomicBool::new(false) }; OUTSTANDING],
-            alignments: AtomicU32::new(0),
             rescue: Stream::new(device, Urgency::Rescue)?,
             closing: Mutex::new(false),
             closed: Condvar::new(),
@@ -113,11 +110,6 @@ impl Monitor {
     pub fn outstanding(&self) -> u32 {
         let begun = self.watch.begun.load(Ordering::Acquire);
         begun.wrapping_sub(self.watch.completed.read())
-    }
-
-    /// The number of the next alignment of the ranks' streams.
-    pub fn align(&self) -> u32 {
-        self.watch.alignments.fetch_add(1, Ordering::AcqRel) + 1
     }
 
     /// Where it is written that streams have come to an operation.
@@ -314,7 +306,6 @@ impl Watch {
     /// It is safe that this writes flags that are others' to write: nobody uses what they guard any more.
     fn release(&self) -> Result<()> {
         let last = self.begun.load(Ordering::Acquire);
-        let aligned = self.alignments.load(Ordering::Acquire);
         self.device.bind()?;
         let mut words = vec![
             WordOp::Write(self.own.abort, 1),
@@ -323,7 +314,6 @@ impl Watch {
         for peer in 0..self.world as u64 {
             words.push(WordOp::Write(self.own.ready + 4 * peer, last));
             words.push(WordOp::Write(self.own.done + 4 * peer, last));
-            words.push(WordOp::Write(self.own.aligned + 4 * peer, aligned));
         }
         // SAFETY: the control block lives as long as this thread.
         unsafe { self.rescue.words(&words) }
