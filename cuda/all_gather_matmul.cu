@@ -9,7 +9,7 @@
 // The CTAs of a cluster work on neighbouring rows and the same columns, so they share `b`: each loads its part and
 // multicasts it to both. Every producer waits for the flags itself, because it alone loads its CTA's rows of `a`; what
 // a neighbour loads on its behalf is `b`, which needs no flag. Or, for problems of too few tiles, they share K: each
-// multiplies its part of it, and the first adds up and stores.
+// multiplies its part of it, and then adds up and stores some of the rows.
 #include "abi.h"
 #include "align.cuh"
 #include "epilogue.cuh"
@@ -62,7 +62,7 @@ struct Config {
     // A consumer warp gets as many boxes to store through as it can use and as the ring leaves room for.
     static constexpr int kRingBytes = Stages * (kTileM + TileN) * GEMMESH_TILE_K * static_cast<int>(sizeof(Element));
     static constexpr int kBoxesUsed = (TileN + GEMMESH_STORE_COLUMNS - 1) / GEMMESH_STORE_COLUMNS;
-    static constexpr int kSumBytes = (Split - 1) * kTileM * TileN * static_cast<int>(sizeof(float));
+    static constexpr int kSumBytes = (Split - 1) * kTileM / Split * TileN * static_cast<int>(sizeof(float));
     static constexpr int kBoxesFit =
         (kSharedLimit - kBarrierBytes - kRingBytes - kSumBytes) / (kConsumerWarps * kBoxBytes);
     static constexpr int kBoxes = kBoxesUsed < kBoxesFit ? kBoxesUsed : kBoxesFit;
@@ -75,7 +75,7 @@ struct Shared {
     alignas(1024) Element a[C::kStages][kTileM * GEMMESH_TILE_K];
     alignas(1024) Element b[C::kStages][C::kTileN * GEMMESH_TILE_K];
     StoreBox<Element> boxes[kConsumerWarps][C::kBoxes];
-    SplitSum<C::kSplit, C::kTileN, kConsumers> sum;
+    SplitSum<C::kSplit, C::kTileN, kConsumerWarps> sum;
     Pipeline<C::kStages, C::kCluster> pipeline;
     uint32_t epoch;
 };
@@ -206,7 +206,7 @@ __device__ __forceinline__ void consume(const CUtensorMap& map_out, const Gemmes
         if (tracer) event_of<C>(params, walk.index(), rank).math_end = ptx::globaltimer();
 
         // store the tile; the producer is loading the next one
-        if (shared.sum.gather(accumulators, turn, rank, consumer)) {
+        if (shared.sum.gather(accumulators, turn, rank, consumer * 4 + warp, lane)) {
             const uint32_t row = first_row<C>(walk.tile(), rank) + own_row + warp * GEMMESH_STORE_ROWS;
             const uint32_t column = walk.tile().n * C::kTileN;
             if (params.bias != nullptr) add_bias(accumulators, params, column, lane);
@@ -287,8 +287,10 @@ __device__ __forceinline__ void all_gather_matmul(const CUtensorMap& map_a, cons
     X(E, e, i, 128, 6, 2, 1)       \
     X(E, e, i, 256, 4, 1, 1)       \
     X(E, e, i, 64, 8, 1, 1)        \
-    X(E, e, i, 64, 6, 1, 2)        \
-    X(E, e, i, 64, 4, 1, 4)
+    X(E, e, i, 128, 5, 1, 2)       \
+    X(E, e, i, 128, 5, 1, 4)       \
+    X(E, e, i, 64, 8, 1, 2)        \
+    X(E, e, i, 64, 7, 1, 4)
 
 #define GEMMESH_INSTANCES(X)                             \
     GEMMESH_SHAPES(X, __nv_bfloat16, bf16, GEMMESH_BF16) \

@@ -29,7 +29,7 @@ const NOTICED: Duration = Duration::from_secs(2);
 const DEADLINE: Duration = Duration::from_secs(90);
 
 /// (tile_n, stages, cluster, split_k) of every kernel.
-const SHAPES: [(usize, usize, usize, usize); 9] = [
+const SHAPES: [(usize, usize, usize, usize); 11] = [
     (256, 4, 2, 1),
     (224, 4, 2, 1),
     (208, 4, 2, 1),
@@ -37,8 +37,10 @@ const SHAPES: [(usize, usize, usize, usize); 9] = [
     (128, 6, 2, 1),
     (256, 4, 1, 1),
     (64, 8, 1, 1),
-    (64, 6, 1, 2),
-    (64, 4, 1, 4),
+    (128, 5, 1, 2),
+    (128, 5, 1, 4),
+    (64, 8, 1, 2),
+    (64, 7, 1, 4),
 ];
 
 const TRANSPORTS: [Transport; 3] = [Transport::Pull, Transport::Push, Transport::Store];
