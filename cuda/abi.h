@@ -53,6 +53,11 @@
 /* How many epochs apart all chunk flags are brought up to date, so that no idle one comes to look like the future. */
 #define GEMMESH_REFRESH (1u << 28)
 
+/* Values of the abort word. A kernel has given up: no kernel waits any more; and the group has failed: copies are not held
+ * back either, for nobody uses what they overwrite. */
+#define GEMMESH_GIVEN_UP 1
+#define GEMMESH_GROUP_FAILED 2
+
 /* GemmeshFault.flag of a wait for `ready`. */
 #define GEMMESH_READY 0xffffffffu
 
@@ -141,7 +146,7 @@ typedef struct GemmeshParams {
     const GemmeshTile *tiles;       /* the table, 16-byte aligned */
     const volatile uint32_t *flags; /* in this GPU's memory; written while the kernel runs */
     const uint32_t *sources;        /* by flag: the rank whose rows it guards */
-    uint32_t *abort;                /* nonzero: stop waiting. Set by the host, or by the first CTA that gives up */
+    uint32_t *abort;                /* nonzero: stop waiting. GEMMESH_GROUP_FAILED is the host's to write */
     GemmeshFault *fault;
     const void *bias;               /* [n] of the element type, or null */
     GemmeshTraceEvent *trace;       /* [tile_count * CTAs of a cluster]; filled by the `_trace` instances only */

@@ -9,7 +9,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::abi::{GEMMESH_FAULT_RECORDED, GEMMESH_READY, GemmeshFault};
+use super::abi::{GEMMESH_FAULT_RECORDED, GEMMESH_GROUP_FAILED, GEMMESH_READY, GemmeshFault};
 use super::driver::{Device, DevicePtr, Pinned, Stream, Urgency, WordOp};
 use super::memory::{FlagLine, FlagWords, OwnWords};
 use crate::error::{Error, Result};
@@ -308,7 +308,7 @@ impl Watch {
         let last = self.begun.load(Ordering::Acquire);
         self.device.bind()?;
         let mut words = vec![
-            WordOp::Write(self.own.abort, 1),
+            WordOp::Write(self.own.abort, GEMMESH_GROUP_FAILED),
             WordOp::Write(self.own.go, 1),
         ];
         for peer in 0..self.world as u64 {
