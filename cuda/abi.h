@@ -25,7 +25,8 @@
  *              out   {N, M}   {GEMMESH_STORE_COLUMNS, GEMMESH_STORE_ROWS}     none
  *
  *              TMA drops columns in pieces of 16 bytes: where N is no multiple of 8, a row's columns from N to the next
- *              multiple of 8 are written, with zeros. They are padding, for the pitch is a multiple of 8.
+ *              multiple of 8 are written, with zeros, or NaN where the row of `a` is not finite. They are padding, for
+ *              the pitch is a multiple of 8.
  */
 #ifndef GEMMESH_ABI_H
 #define GEMMESH_ABI_H
@@ -136,7 +137,7 @@ typedef struct GemmeshTraceEvent {
     uint64_t load_begin; /* a stage was free and the first load was issued */
     uint64_t math_begin; /* the first stage had arrived */
     uint64_t math_end;   /* the accumulators were complete */
-    uint64_t done;       /* the last store was issued */
+    uint64_t done;       /* the first warp that stores rows of this CTA's has issued its stores */
     uint32_t sm;         /* %smid */
     uint32_t tile;       /* index into the table */
 } GemmeshTraceEvent;

@@ -179,7 +179,9 @@ __device__ __forceinline__ void consume(const CUtensorMap& map_out, const Gemmes
     const uint32_t own_row = consumer * kConsumerRows;
     const uint32_t a = operand(&shared.a[0][own_row * GEMMESH_TILE_K]);
     const uint32_t b = operand(&shared.b[0][0]);
-    const bool tracer = C::kTrace && consumer == 0 && threadIdx.x % kWarpgroupThreads == 0;
+    // The first warp whose rows this CTA stores.
+    const uint32_t first_warp = C::kSplit == 1 ? 0 : rank * (kConsumerWarps / C::kSplit);
+    const bool tracer = C::kTrace && consumer * 4 + warp == first_warp && lane == 0;
     auto& boxes = shared.boxes[consumer * 4 + warp];
     Accumulators<Element, C::kTileN> accumulators;
     RingPosition<C::kStages> at;

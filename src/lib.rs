@@ -40,7 +40,7 @@ pub use backend::Cuda;
 #[doc(hidden)]
 pub mod testing {
     //! What only the tests and benchmarks of this library use.
-    pub use crate::backend::host_delay_chunks as delay_chunks;
+    pub use crate::backend::delay_chunks;
     #[cfg(feature = "cuda")]
-    pub use crate::backend::{Winner, align_streams, cuda_delay_chunks, with_each_kernel};
+    pub use crate::backend::{Winner, align_streams, with_each_kernel};
 }

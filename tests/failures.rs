@@ -386,6 +386,28 @@ fn a_rank_that_gathers_while_the_others_multiply_is_named() {
 }
 
 #[test]
+fn a_rank_that_traces_while_the_others_do_not_is_named() {
+    let ranks = group(test_name!(), 3, |rank| {
+        let group = rank.connect(TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+        let prepared = AllGatherMatmul::new().prepare(&arguments.a, 5)?;
+        let result = match rank.rank {
+            2 => prepared
+                .run_traced(&arguments.a, &arguments.b, &mut arguments.out)
+                .map(drop),
+            _ => arguments.run(),
+        };
+        poisoned(&group, result)
+    });
+    assert_call_mismatch(
+        &ranks.outcomes(),
+        2,
+        "traced all_gather_matmul(M = 6, N = 5, K = 4, bf16, sharded matrix 0)",
+        "all_gather_matmul(M = 6, N = 5, K = 4, bf16, sharded matrix 0)",
+    );
+}
+
+#[test]
 fn a_rank_that_multiplies_another_matrix_of_the_same_shape_is_named() {
     let ranks = group(test_name!(), 3, |rank| {
         let group = rank.connect(TIMEOUT)?;

@@ -671,9 +671,15 @@ fn arguments_of_another_group_are_refused_with_nothing_done() {
 }
 
 #[test]
-fn a_product_prepared_on_another_rank_is_refused() {
+fn a_product_prepared_on_another_rank_or_in_another_group_is_refused() {
     // Ranks can be threads, so one can get hold of another's plan.
     let handed = std::sync::Mutex::new(None);
+    let refused = |rank| {
+        Err(Error::ForeignArgument {
+            rank,
+            argument: "the prepared product".into(),
+        })
+    };
     Group::<Host>::threads(2, |group| {
         let a = group.sharded::<bf16>(12, 5)?;
         let b = group.zeros::<bf16>(6, 5)?;
@@ -686,11 +692,16 @@ fn a_product_prepared_on_another_rank_is_refused() {
         if group.rank() == 1 {
             let theirs = handed.lock().unwrap().take().unwrap();
             let result = theirs.run(&a, &b, &mut out);
-            assert!(
-                matches!(result, Err(Error::ForeignArgument { rank: 1, .. })),
-                "{result:?}"
-            );
+            assert_eq!(result, refused(1));
         }
+        // A rank of another group has the same number and the same plan.
+        let address = format!("other-{}", std::process::id());
+        let other = Group::<Host>::connect(group.rank(), 2, &address)?;
+        let twin = other.sharded::<bf16>(12, 5)?;
+        let theirs = AllGatherMatmul::new().prepare(&twin, 6)?;
+        assert_eq!(theirs.run(&a, &b, &mut out), refused(group.rank()));
+        assert_eq!(theirs.matmul(&a, &b, &mut out), refused(group.rank()));
+        assert_eq!(theirs.gather(&a), refused(group.rank()));
         mine.run(&a, &b, &mut out)
     })
     .unwrap();

@@ -685,6 +685,15 @@ fn what_is_outside_the_limits_is_named() {
         assert!(plan(1).is_ok() && plan(max).is_ok(), "{name}");
     }
 
+    let config = Config {
+        tile_m: MAX_EXTENT,
+        cluster: 2,
+        ..CONFIG
+    };
+    let error = Plan::new(Problem::balanced(9, 9, 9, 0, 3).unwrap(), config).unwrap_err();
+    let rows = "Config::tile_m · cluster";
+    assert_limit(error, rows, 2 * MAX_EXTENT, 1, MAX_EXTENT);
+
     let huge = Problem::balanced(MAX_EXTENT, MAX_EXTENT, 1, 0, 2).unwrap();
     let tiles = MAX_EXTENT.div_ceil(2) * MAX_EXTENT.div_ceil(3);
     let error = Plan::new(huge, CONFIG).unwrap_err();

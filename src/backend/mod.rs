@@ -5,15 +5,15 @@ mod cuda;
 mod host;
 
 use std::fmt::Debug;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 #[cfg(feature = "cuda")]
 pub use cuda::Cuda;
 #[cfg(feature = "cuda")]
 #[doc(hidden)]
-pub use cuda::{Winner, align_streams, delay_chunks as cuda_delay_chunks, with_each_kernel};
+pub use cuda::{Winner, align_streams, with_each_kernel};
 pub use host::Host;
-#[doc(hidden)]
-pub use host::delay_chunks as host_delay_chunks;
 
 use crate::element::DType;
 use crate::error::Result;
@@ -69,6 +69,22 @@ pub(crate) fn scatter(seed: u64) -> u64 {
     let x = (seed ^ seed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
     x ^ x >> 31
+}
+
+/// 0: no delays.
+static DELAY_SEED: AtomicU64 = AtomicU64::new(0);
+
+/// Delays that tests put before the chunks of every rank of this process, to make them arrive in any order.
+#[doc(hidden)]
+pub fn delay_chunks(seed: Option<u64>) {
+    DELAY_SEED.store(seed.map_or(0, |seed| seed | 1 << 63), Ordering::Relaxed);
+}
+
+/// None to half a millisecond, differently for every chunk of every operation; if a test wants delays.
+fn chunk_delay(rank: usize, flag: usize, epoch: Epoch) -> Option<Duration> {
+    let seed = DELAY_SEED.load(Ordering::Relaxed);
+    let chunk = (rank as u64) << 48 ^ (flag as u64) << 32 ^ u64::from(epoch.raw());
+    (seed != 0).then(|| Duration::from_micros(scatter(seed ^ chunk) % 500))
 }
 
 pub(crate) mod sealed {

@@ -84,6 +84,7 @@ impl Cuts {
 pub enum OperationName {
     AllGatherMatmul,
     AllGather,
+    TracedAllGatherMatmul,
 }
 
 impl Operation {
@@ -108,6 +109,7 @@ fn describe(words: [u64; Operation::WORDS]) -> String {
     let name = match name {
         w if w == OperationName::AllGatherMatmul as u64 => "all_gather_matmul",
         w if w == OperationName::AllGather as u64 => "gather",
+        w if w == OperationName::TracedAllGatherMatmul as u64 => "traced all_gather_matmul",
         _ => "an unknown operation",
     };
     let dtype = [DType::Bf16, DType::F16]

@@ -6,7 +6,7 @@ use crate::backend::sealed::Operands;
 use crate::backend::{Backend, Part};
 use crate::element::Element;
 use crate::error::{Error, Result};
-use crate::group::{Cuts, Operation, OperationName};
+use crate::group::{Cuts, Group, Operation, OperationName};
 use crate::matrix::Matrix;
 use crate::protocol::{Config, Epoch, Plan, Problem};
 use crate::sharded::ShardedMatrix;
@@ -83,6 +83,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         let problem = a.layout().with_n(n)?;
         Ok(Prepared {
             program: a.group().program(problem, self.config)?,
+            group: a.group().clone(),
             bias: self.bias,
         })
     }
@@ -94,10 +95,12 @@ impl<B: Backend, T: Element> Default for AllGatherMatmul<'_, B, T> {
     }
 }
 
-/// A product that has been planned. It fits every `a` of the same shape and split.
+/// A product that has been planned. It fits every `a` of the same group, shape and split.
 #[derive(Debug)]
 pub struct Prepared<'a, B: Backend, T: Element> {
+    // Freed before the group that it belongs to can end.
     program: Arc<B::Program>,
+    group: Group<B>,
     bias: Option<&'a Matrix<B, T>>,
 }
 
@@ -106,6 +109,7 @@ impl<B: Backend, T: Element> Clone for Prepared<'_, B, T> {
     fn clone(&self) -> Self {
         Prepared {
             program: self.program.clone(),
+            group: self.group.clone(),
             bias: self.bias,
         }
     }
@@ -133,7 +137,8 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         self.collective(Part::Fused, a, Some((b, out)), None)
     }
 
-    /// As [`Prepared::run`], and returns what happened when on this rank.
+    /// As [`Prepared::run`], and returns what happened when on this rank. All ranks trace an operation, or none does: those
+    /// that do begin it together.
     ///
     /// # Errors
     /// As [`all_gather_matmul`].
@@ -167,7 +172,10 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         out: &mut Matrix<B, T>,
     ) -> Result<()> {
         self.check(a, Some([b, out]))?;
-        let group = a.group();
+        let group = &self.group;
+        if group.is_recording()? {
+            group.keep_recorded(&self.program);
+        }
         group.exclusively(|epoch| self.launch(Part::Matmul, epoch, a, Some((b, out)), None))
     }
 
@@ -194,8 +202,8 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     #[doc(hidden)]
     pub fn copy(&self, a: &ShardedMatrix<B, T>) -> Result<()> {
         self.check(a, None)?;
-        let group = a.group();
-        group.exclusively(|epoch| self.launch(Part::Copies, epoch, a, None, None))
+        self.group
+            .exclusively(|epoch| self.launch(Part::Copies, epoch, a, None, None))
     }
 
     fn collective(
@@ -208,15 +216,16 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         self.check(a, product.as_ref().map(|(b, out)| [*b, &**out]))?;
         let (problem, config) = (self.plan().problem(), self.plan().config());
         let pushes = part.may_push(self.plan());
-        if pushes && trace.is_none() && a.group().is_recording()? {
+        let group = &self.group;
+        if pushes && trace.is_none() && group.is_recording()? {
             // It runs when the graph does, and has no number among those that run now: any will do.
-            let group = a.group();
             group.keep_recorded(&self.program);
             return group.exclusively(|_| self.launch(part, Epoch::FIRST, a, product, None));
         }
         let operation = Operation {
             name: match part {
                 Part::Gather => OperationName::AllGather,
+                _ if trace.is_some() => OperationName::TracedAllGatherMatmul,
                 _ => OperationName::AllGatherMatmul,
             },
             dtype: T::DTYPE,
@@ -231,7 +240,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
                 cut_last: config.cut(problem.k()).is_some(),
             }),
         };
-        a.group().operate(operation, |epoch| {
+        group.operate(operation, |epoch| {
             self.launch(part, epoch, a, product, trace)
         })
     }
@@ -244,7 +253,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         product: Option<Product<B, T>>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
-        let inner = a.group().inner();
+        let inner = self.group.inner();
         let (b, out) = product.unzip();
         let operands = Operands {
             dtype: T::DTYPE,
@@ -273,8 +282,8 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
                 found: found.into(),
             })
         };
-        let foreign = |argument: &str, matrix: &Matrix<B, T>| {
-            if matrix.group().is_same(a.group()) {
+        let foreign = |argument: &str, group: &Group<B>| {
+            if group.is_same(a.group()) {
                 return Ok(());
             }
             Err(Error::ForeignArgument {
@@ -282,12 +291,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
                 argument: argument.into(),
             })
         };
-        if problem.rank() != rank {
-            return Err(Error::ForeignArgument {
-                rank,
-                argument: "the prepared product".into(),
-            });
-        }
+        foreign("the prepared product", &self.group)?;
         shape("a [M, K]", [m, k], a.shape())?;
         let split = |p: &Problem| -> Vec<usize> {
             (0..p.world()).map(|rank| p.rows_of(rank).len()).collect()
@@ -302,12 +306,12 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
             });
         }
         if let Some([b, out]) = product {
-            foreign("b", b)?;
-            foreign("out", out)?;
+            foreign("b", b.group())?;
+            foreign("out", out.group())?;
             shape("b [N, K]", [n, k], b.shape())?;
             shape("out [M, N]", [m, n], out.shape())?;
             if let Some(bias) = self.bias {
-                foreign("bias", bias)?;
+                foreign("bias", bias.group())?;
                 shape("bias [1, N]", [1, n], bias.shape())?;
             }
         }

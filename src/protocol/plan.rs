@@ -166,6 +166,7 @@ impl Config {
         limit("Config::tile_k", self.tile_k, 1, MAX_EXTENT)?;
         limit("Config::stages", self.stages, 1, MAX_EXTENT)?;
         limit("Config::cluster", self.cluster, 1, MAX_CLUSTER)?;
+        limit("Config::tile_m · cluster", self.entry_rows(), 1, MAX_EXTENT)?;
         limit("Config::split_k", self.split_k, 1, MAX_CLUSTER)?;
         limit("Config::group_m", self.group_m, 1, MAX_EXTENT)?;
         limit("Config::chunks", self.chunks, 1, MAX_CHUNKS)?;
@@ -350,6 +351,12 @@ impl Plan {
     /// The rank whose rows a chunk flag guards.
     pub fn source_of(&self, flag: usize) -> usize {
         self.source_of[flag]
+    }
+
+    /// The rank whose rows a tile holds; if it straddles shards, the last one's.
+    pub fn source_of_tile(&self, tile: &Tile) -> usize {
+        let last = tile.flags().last();
+        last.map_or(self.problem.rank(), |flag| self.source_of(flag))
     }
 
     /// The rank whose rows each chunk flag guards, by flag.

@@ -3,7 +3,6 @@
 use std::ffi::c_void;
 use std::mem::offset_of;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::abi::{
@@ -16,7 +15,7 @@ use super::memory::Symmetric;
 use super::monitor::OUTSTANDING;
 use super::tensor_map::{Cache, Matrices};
 use super::{Buffer, Cuda};
-use crate::backend::{Part, sealed};
+use crate::backend::{Part, chunk_delay, sealed};
 use crate::error::{Error, Result};
 use crate::group::Members;
 use crate::protocol::drive::{self, CopyEngine};
@@ -162,8 +161,8 @@ pub fn commands(plan: &Plan) -> usize {
     2 * plan.pulls().len().max(plan.pushes().len()) + 3 * plan.problem().world() + 4
 }
 
-/// Waits until the device's queues have room for another operation. They are bounded, and a driver that waits for room
-/// holds locks that the monitor needs to set the device free.
+/// Waits until the device's queues have room for another operation. They are bounded, and a driver that waits for room has
+/// no deadline and does not hear of a failure.
 fn bound(cuda: &Cuda, members: &Members, plan: &Plan) -> Result<()> {
     const NAP: Duration = Duration::from_micros(20);
     let most = (COMMANDS / commands(plan)).clamp(1, OUTSTANDING) as u32;
@@ -196,7 +195,9 @@ fn enqueue(
     let mut words = [WordOp::Write(0, 0); 2 * MAX_WORLD];
     let mut copies = Copies {
         cuda,
+        main,
         rank,
+        epoch,
         a: operands.a,
         plan,
         words: [WordOp::Write(0, 0); BATCH],
@@ -220,11 +221,6 @@ fn enqueue(
         }
         // SAFETY: control blocks live as long as the backend, whose end waits for its streams.
         unsafe { main.words(&words[..count])? };
-        if trace.is_some() {
-            let event = Event::new(&cuda.device, true)?;
-            event.record(main)?;
-            begun = Some(event);
-        }
         // All copies are put on their stream before the kernel that waits for them; and none of them begins
         // before the kernel of the operation before, which is on the main stream, has ended.
         cuda.copies.wait_for(main, &cuda.begun)?;
@@ -232,6 +228,11 @@ fn enqueue(
         copies.flush()?;
     }
     if let Some(launch) = &launch {
+        if trace.is_some() {
+            let event = Event::new(&cuda.device, true)?;
+            event.record(main)?;
+            begun = Some(event);
+        }
         launch.launch(main)?;
     }
     // The tiles of a fused operation have waited for every copy.
@@ -308,7 +309,7 @@ fn enqueue_pushed(
                     true => &cuda.late_copies,
                     false => &cuda.copies,
                 };
-                delay(stream, members.rank, push.flag)?;
+                delay(stream, members.rank, push.flag, epoch)?;
                 let (to, from) = (operands.a.of(push.peer), operands.a.own());
                 copy_part(stream, plan, to, from, &push.rows, &push.columns)?;
                 let flag = control.pushed(push.peer, push.flag);
@@ -394,7 +395,10 @@ const ENQUEUED: Duration = Duration::from_millis(2);
 /// The copy engine: a stream.
 struct Copies<'a> {
     cuda: &'a Cuda,
+    /// Where the operation is put.
+    main: &'a Stream,
     rank: usize,
+    epoch: Epoch,
     a: &'a Symmetric,
     plan: &'a Plan,
     /// Word operations that are still to be put on the stream: those between two copies go there in one call.
@@ -448,13 +452,12 @@ impl CopyEngine for Copies<'_> {
 
     fn refresh(&mut self, epoch: Epoch) -> Result<()> {
         let first = self.cuda.control.chunk(0);
-        let main = self.cuda.main();
         self.flush()?;
         // Ahead of the operation's kernel: a fill may run as one, and find no room beside a kernel that waits for it.
         // SAFETY: the chunk flags are as many words. The copy stream, which else writes them, has ended what came before,
         // for the main stream has waited for it, and goes on after this.
-        unsafe { main.fill(first, epoch.raw(), MAX_FLAGS)? };
-        self.cuda.copies.wait_for(&main, &self.cuda.begun)
+        unsafe { self.main.fill(first, epoch.raw(), MAX_FLAGS)? };
+        self.cuda.copies.wait_for(self.main, &self.cuda.begun)
     }
 
     fn wait_ready(&mut self, source: usize, epoch: Epoch) -> Result<()> {
@@ -464,7 +467,7 @@ impl CopyEngine for Copies<'_> {
 
     fn copy(&mut self, pull: &Pull) -> Result<()> {
         self.flush()?;
-        delay(&self.cuda.copies, self.rank, pull.flag)?;
+        delay(&self.cuda.copies, self.rank, pull.flag, self.epoch)?;
         let stamp = |engine: &Self| -> Result<Event> {
             let event = Event::new(&engine.cuda.device, true)?;
             event.record(&engine.cuda.copies)?;
@@ -666,10 +669,7 @@ impl Launch {
             // SAFETY: the kernel wrote events of this layout; any bytes are valid for it.
             let event = unsafe { event.as_ptr().cast::<GemmeshTraceEvent>().read_unaligned() };
             let tile = &plan.tiles()[index / self.instance.ctas()];
-            let source = tile
-                .flags()
-                .last()
-                .map_or(plan.problem().rank(), |flag| plan.source_of(flag));
+            let source = plan.source_of_tile(tile);
             let lane = Lane::Worker(event.sm as usize);
             if !tile.flags().is_empty() {
                 spans.push(Span {
@@ -709,22 +709,8 @@ fn layout(buffer: &Buffer, rows: usize, columns: usize) -> Layout {
     }
 }
 
-/// 0: no delays.
-static DELAY_SEED: AtomicU64 = AtomicU64::new(0);
-
-/// Delays that tests put before the chunks of every rank of this process, to make them arrive in any order.
-#[doc(hidden)]
-pub fn delay_chunks(seed: Option<u64>) {
-    DELAY_SEED.store(seed.map_or(0, |seed| seed | 1 << 63), Ordering::Relaxed);
-}
-
-fn delay(stream: &Stream, rank: usize, flag: usize) -> Result<()> {
-    let seed = DELAY_SEED.load(Ordering::Relaxed);
-    if seed == 0 {
-        return Ok(());
-    }
-    let micros = crate::backend::scatter(seed ^ (rank as u64) << 48 ^ flag as u64) % 500;
-    pause(stream, Duration::from_micros(micros))
+fn delay(stream: &Stream, rank: usize, flag: usize, epoch: Epoch) -> Result<()> {
+    chunk_delay(rank, flag, epoch).map_or(Ok(()), |time| pause(stream, time))
 }
 
 /// The stream does nothing for a while.

@@ -25,9 +25,6 @@ use kernel::Kernels;
 use memory::{BOX, Control, Symmetric, Yard};
 use monitor::Monitor;
 
-#[doc(hidden)]
-pub use engine::delay_chunks;
-
 use super::{Backend, Part, sealed};
 use crate::element::Element;
 use crate::error::{Error, Result};
@@ -97,19 +94,21 @@ impl sealed::Backend for Cuda {
             return Err(members.fail(Error::NeedsProcesses { rank: members.rank }));
         }
         // What fails before the first exchange is told to the others in it.
-        let opened = Device::open(members.rank, options.device);
-        let kernels = opened
-            .as_ref()
-            .map_err(Clone::clone)
-            .and_then(Kernels::load);
-        let device =
-            opened.and_then(|device| kernels.as_ref().map(|_| device).map_err(Clone::clone));
+        let load = || -> Result<(Arc<Device>, Kernels, tuned::Table)> {
+            let device = Device::open(members.rank, options.device)?;
+            let kernels = Kernels::load(&device)?;
+            let tuned = tuned::Table::load(members.rank, &device.name, members.world)?;
+            Ok((device, kernels, tuned))
+        };
+        let loaded = load();
+        let device = loaded.as_ref().map(|(device, ..)| device.clone());
+        let device = device.map_err(Clone::clone);
         let yard = Arc::new(Yard::default());
-        let control = Control::open(&device, &yard, members, options.first_epoch)?;
-        let (device, kernels) = (device?, kernels?);
-        let start = || -> Result<Cuda> {
+        let open = || -> Result<Cuda> {
+            let control = Control::open(&device, &yard, members, options.first_epoch)?;
+            let (device, kernels, tuned) = loaded?;
             let own = control.own(members.rank);
-            Ok(Cuda {
+            let cuda = Cuda {
                 monitor: Monitor::start(&device, members, own, options.first_epoch)?,
                 main: Mutex::new(Arc::new(Stream::new(&device, Urgency::Kernels)?)),
                 copies: Stream::new(&device, Urgency::Copies)?,
@@ -121,16 +120,24 @@ impl sealed::Backend for Cuda {
                 handed_over: Event::new(&device, false)?,
                 alignments: AtomicU32::new(0),
                 queued_together: queued_together(),
-                tuned: tuned::Table::load(members.rank, &device.name, members.world)?,
+                tuned,
                 kernels,
                 control,
-                yard,
-                device: device.clone(),
-            })
+                yard: yard.clone(),
+                device,
+            };
+            cuda.warm_up(members)?;
+            Ok(cuda)
         };
-        let cuda = start().map_err(|e| members.fail(e))?;
-        cuda.warm_up(members).map_err(|e| members.fail(e))?;
-        Ok(cuda)
+        open().map_err(|error| {
+            let error = members.fail(error);
+            // The control block has gone to the yard, and peers may have mapped it.
+            members.mark_closed();
+            if !members.await_closed() {
+                yard.abandon();
+            }
+            error
+        })
     }
 
     fn close(&mut self, members: &Members) {
@@ -323,18 +330,21 @@ impl Group<Cuda> {
     /// They begin after what was put on the stream before.
     ///
     /// # Errors
-    /// [`Error::Cuda`] if the driver refuses.
+    /// [`Error::Cuda`] if the driver refuses; the group's failure.
     ///
     /// # Safety
     /// The stream lives until another takes over or the group has ended.
     pub unsafe fn set_stream(&self, stream: *mut c_void) -> Result<()> {
         let cuda = &self.inner().backend;
-        let mut main = cuda.main.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: as this function's.
         let next = unsafe { Stream::borrowed(&cuda.device, stream) };
-        next.wait_for(&main, &cuda.handed_over)?;
-        *main = Arc::new(next);
-        Ok(())
+        // Not while another thread has put a part of an operation on the stream before.
+        self.exclusively(|_| {
+            let mut main = cuda.main.lock().unwrap_or_else(PoisonError::into_inner);
+            next.wait_for(&main, &cuda.handed_over)?;
+            *main = Arc::new(next);
+            Ok(())
+        })
     }
 
     /// The name of this rank's GPU.
@@ -457,7 +467,8 @@ impl<T: Element> Matrix<Cuda, T> {
     /// # Safety
     /// `ptr` is memory of the group's device of at least `rows * pitch` bytes, which stays allocated until the
     /// operations that use the matrix are complete, and nobody else uses meanwhile. If `columns` is no multiple
-    /// of 8, an operation whose output it is writes zeros into a row's padding up to the next multiple.
+    /// of 8, an operation whose output it is writes into a row's padding up to the next multiple: zeros, or NaN where the
+    /// row of `a` is not finite.
     pub unsafe fn from_device_ptr(
         group: &Group<Cuda>,
         ptr: u64,

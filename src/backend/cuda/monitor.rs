@@ -295,7 +295,13 @@ impl Watch {
                 .copy(snapshot + first as u64, self.own.mailbox, rest)?;
         }
         let deadline = Instant::now() + GRACE;
-        while !self.rescue.is_idle()? && Instant::now() < deadline {
+        while !self.rescue.is_idle()? {
+            if Instant::now() > deadline {
+                return Err(Error::Message {
+                    rank: self.witness.rank,
+                    reason: "its GPU does not copy the flags".into(),
+                });
+            }
             std::thread::sleep(Duration::from_micros(100));
         }
         Ok(self.snapshot.read())

@@ -1,14 +1,13 @@
 //! Walks a plan with a rank's threads.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::AtomicUsize;
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
 
 use super::Host;
 use super::crew::Role;
 use super::matmul::{self, Scratch};
-use crate::backend::{Part, scatter, sealed};
+use crate::backend::{Part, chunk_delay, sealed};
 use crate::element::{DType, bf16, f16};
 use crate::error::{Error, Result};
 use crate::group::Members;
@@ -97,10 +96,7 @@ pub fn run(
         let lane = Lane::Worker(worker);
         let mut idle_since = recorder.begin();
         let mut tile = |_: usize, tile: &Tile| {
-            let source = tile
-                .flags()
-                .last()
-                .map_or(rank, |flag| plan.source_of(flag));
+            let source = plan.source_of_tile(tile);
             if !tile.flags().is_empty() {
                 recorder.end(idle_since, lane, || Work::Wait { source });
             }
@@ -252,19 +248,8 @@ impl Recorder<'_> {
     }
 }
 
-/// 0: no delays.
-static DELAY_SEED: AtomicU64 = AtomicU64::new(0);
-
-pub fn delay_chunks(seed: Option<u64>) {
-    DELAY_SEED.store(seed.map_or(0, |seed| seed | 1 << 63), Ordering::Relaxed);
-}
-
-/// Sleeps for none to half a millisecond, differently for every chunk of every operation.
 fn delay(rank: usize, flag: usize, epoch: Epoch) {
-    let seed = DELAY_SEED.load(Ordering::Relaxed);
-    if seed != 0 {
-        let chunk = (rank as u64) << 48 ^ (flag as u64) << 32 ^ u64::from(epoch.raw());
-        let micros = scatter(seed ^ chunk) % 500;
-        std::thread::sleep(Duration::from_micros(micros));
+    if let Some(time) = chunk_delay(rank, flag, epoch) {
+        std::thread::sleep(time);
     }
 }

@@ -108,13 +108,13 @@ impl sealed::Backend for Host {
 
     fn write_symmetric(&self, to: &mut Symmetric, offset: usize, from: &[u8]) -> Result<()> {
         // SAFETY: the caller has checked the range. `to` is borrowed exclusively, so no operation of this
-        // rank runs; and peers read a rank's memory only during its operations.
+        // rank runs; and peers read or write a rank's memory only during its operations.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.own().add(offset), from.len()) };
         Ok(())
     }
 
     fn read_symmetric(&self, from: &mut Symmetric, offset: usize, to: &mut [u8]) -> Result<()> {
-        // SAFETY: as above; only this rank writes its memory.
+        // SAFETY: as above.
         unsafe { std::ptr::copy_nonoverlapping(from.own().add(offset), to.as_mut_ptr(), to.len()) };
         Ok(())
     }
@@ -147,10 +147,4 @@ impl sealed::Backend for Host {
     fn synchronize(&self, _members: &Members) -> Result<()> {
         Ok(())
     }
-}
-
-/// Delays that tests put before the chunks of every rank of this process, to make them arrive in any order.
-#[doc(hidden)]
-pub fn delay_chunks(seed: Option<u64>) {
-    engine::delay_chunks(seed);
 }
