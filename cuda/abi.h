@@ -100,7 +100,8 @@ typedef struct GemmeshTurn {
     uint32_t epoch;   /* of the last operation whose rows have all come */
     uint32_t left;    /* CTAs of the next one for whose tiles they have */
     uint32_t current; /* the epoch of the operation whose rows the copy engine pushes: what it copies into flags */
-    uint32_t go;      /* set by the kernel when every peer is ready, reset by the copy stream when it has pushed */
+    uint32_t go;      /* set by the kernel when every peer is ready, or when the group has failed; reset by the copy stream
+                       * when it has pushed */
 } GemmeshTurn;
 
 /* What one warp pushes at a time: a piece of a chunk. */

@@ -26,7 +26,7 @@ __device__ inline void give_up(const GemmeshParams& params, uint32_t flag, uint3
         // The host may be reading: whoever sees the mark sees the record.
         ptx::st_release_sys(&fault->state, GEMMESH_FAULT_RECORDED);
     }
-    ptx::st_release_sys(params.abort, GEMMESH_GIVEN_UP);
+    ptx::atom_cas_relaxed_sys(params.abort, 0, GEMMESH_GIVEN_UP);
 }
 
 // One thread: returns true when the word has reached the epoch, false when it has been given up.

@@ -55,10 +55,13 @@ __device__ inline void announce(const GemmeshParams& params, uint32_t epoch, uin
     // A vote orders no memory: what the lanes have acquired comes before what lane 0 releases.
     __syncwarp();
     if (lane != 0) return;
-    if (all_ready) exchange.turn->current = epoch;
-    // The copies of a graph wait at each of its replays, and more of them may be on the stream than the host has counted.
-    const bool failed = ptx::ld_relaxed_sys(params.abort) == GEMMESH_GROUP_FAILED;
-    if (all_ready || failed) ptx::st_release_sys(&exchange.turn->go, 1);
+    if (all_ready) {
+        exchange.turn->current = epoch;
+    } else if (ptx::ld_relaxed_sys(params.abort) != GEMMESH_GROUP_FAILED) {
+        return;
+    }
+    // After a failure too: the copies of a graph wait at each of its replays, and the host does not know how many there are.
+    ptx::st_release_sys(&exchange.turn->go, 1);
 }
 
 __device__ __forceinline__ GemmeshPiece load_piece(const GemmeshPiece* at) {

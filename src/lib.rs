@@ -43,4 +43,5 @@ pub mod testing {
     pub use crate::backend::delay_chunks;
     #[cfg(feature = "cuda")]
     pub use crate::backend::{Winner, align_streams, with_each_kernel};
+    pub use crate::group::KEPT_PROGRAMS;
 }

@@ -110,7 +110,7 @@ fn present() -> bool {
     false
 }
 
-/// A test that measures a GPU's memory needs it for itself.
+/// A test that measures a GPU's memory, or in which ranks soon give up on one another, needs it for itself.
 static TURN: RwLock<()> = RwLock::new(());
 
 /// Leave to use the GPUs, beside other tests; none if there is none.
@@ -1159,59 +1159,33 @@ fn a_rank_stopped_amid_stores_is_named_at_the_timeout_and_told_when_it_goes_on()
     }
 }
 
-/// Rank r comes to an operation r times `step` after rank 0.
-fn one_after_the_other(rank: &Rank, transport: Transport, step: Duration) -> Result<String, Error> {
-    let (_context, group) = connect_short(rank)?;
-    let mut arguments = Arguments::new(&group, 300, 72, 264)?;
-    arguments.verify_by(&group, transport)?;
-    arguments.fill(&group, 5)?;
-    group.barrier()?;
-    std::thread::sleep(step * rank.rank as u32);
-    match arguments
-        .run_by(transport)
-        .and_then(|()| group.synchronize())
-    {
-        Ok(()) => arguments.check(rank.world).map(|()| "right".into()),
-        Err(error) => Err(error),
-    }
-}
-
 #[test]
 fn ranks_that_come_one_after_the_other_are_waited_for_until_the_timeout() {
     let Some(_leave) = gpu() else { return };
-    // The macro names the function that it stands in, which a closure is too.
-    let name = test_name!();
-    for transport in TRANSPORTS {
-        for step in [SHORT * 2 / 5, SHORT * 4 / 5] {
-            let setting = Setting {
-                deadline: DEADLINE,
-                variables: &|_| {
-                    vec![
-                        ("GEMMESH_TEST_TRANSPORT", format!("{transport:?}")),
-                        ("GEMMESH_TEST_STEP", step.as_millis().to_string()),
-                    ]
-                },
-            };
-            let ranks = ranks_with(name, 3, &setting, |rank| {
-                let variable = |name| std::env::var(name).unwrap_or_default();
-                let transport = variable("GEMMESH_TEST_TRANSPORT");
-                let transport = TRANSPORTS
-                    .into_iter()
-                    .find(|known| format!("{known:?}") == transport);
-                let step = variable("GEMMESH_TEST_STEP").parse().expect("milliseconds");
-                one_after_the_other(
-                    rank,
-                    transport.expect("a transport"),
-                    Duration::from_millis(step),
-                )
-            });
-            if 2 * step < SHORT {
-                all_done(ranks);
-            } else {
-                assert_timeout_names(same_error(&ranks.outcomes()), 2);
+    all_done(ranks(test_name!(), 3, |rank| {
+        let _context = Context::retain(rank.rank);
+        let steps = host_group(rank)?;
+        for transport in TRANSPORTS {
+            for last in [SHORT * 4 / 5, SHORT * 8 / 5] {
+                steps.barrier()?;
+                let address = format!("{}-{transport:?}-{last:?}", rank.address);
+                let builder = Builder::<Cuda>::new().timeout(SHORT);
+                let group = builder.connect(rank.rank, rank.world, &address)?;
+                let mut arguments = Arguments::new(&group, 300, 72, 264)?;
+                arguments.verify_by(&group, transport)?;
+                arguments.fill(&group, 5)?;
+                group.barrier()?;
+                std::thread::sleep(last * rank.rank as u32 / 2);
+                let result = arguments.verify_by(&group, transport);
+                if last < SHORT {
+                    result?;
+                } else {
+                    assert_timeout_names(&poisoned(&group, result).unwrap_err(), 2);
+                }
             }
         }
-    }
+        Ok("right in time, named after it".into())
+    }));
 }
 
 /// `count` times: a group gets a right result; then one rank does not call an operation and the others name it;
@@ -1259,7 +1233,7 @@ fn starve(rank: &Rank, count: usize, transports: &[Transport]) -> Result<String,
 
 #[test]
 fn starved_ranks_name_the_culprit_and_work_in_a_new_group_100_times() {
-    let Some(_leave) = gpu() else { return };
+    let Some(_leave) = gpu_alone() else { return };
     let setting = Setting {
         deadline: Duration::from_secs(240),
         ..Setting::default()
@@ -1271,7 +1245,7 @@ fn starved_ranks_name_the_culprit_and_work_in_a_new_group_100_times() {
 
 #[test]
 fn starved_ranks_are_set_free_also_when_all_streams_share_one_connection() {
-    let Some(_leave) = gpu() else { return };
+    let Some(_leave) = gpu_alone() else { return };
     let setting = Setting {
         deadline: DEADLINE,
         variables: &|_| vec![("CUDA_DEVICE_MAX_CONNECTIONS", "1".into())],
@@ -1310,12 +1284,11 @@ fn pushes_are_refused_where_copies_and_kernels_share_a_queue() {
     }
 }
 
-/// Rank 1 does not call what rank 0 puts on its stream, as often as it wants to, and never waits for. Rank 0 is to hear of
-/// that in time, and so is rank 1.
+/// Rank 1 does not call what rank 0 puts on its stream, as much as it wants to. Both are told in time.
 fn run_ahead(
     rank: &Rank,
     m: usize,
-    mut ahead: impl FnMut(&Group<Cuda>, &mut Arguments) -> Result<(), Error>,
+    ahead: impl FnOnce(&Group<Cuda>, &mut Arguments) -> Result<(), Error>,
 ) -> Result<String, Error> {
     let steps = host_group(rank)?;
     let (_context, group) = connect_short(&Rank {
@@ -1325,19 +1298,18 @@ fn run_ahead(
     let mut arguments = Arguments::new(&group, m, 16, 264)?;
     arguments.verify(&group)?;
     let begin = Instant::now();
-    let result = if rank.rank == 1 {
+    if rank.rank == 1 {
         steps.barrier()?;
-        group.synchronize()
-    } else {
-        let result = ahead(&group, &mut arguments).and_then(|()| group.synchronize());
-        let took = begin.elapsed();
-        rank.say(format!("{took:?}"));
-        assert!(took < 2 * SHORT + NOTICED, "{took:?}");
-        steps.barrier()?;
-        result
-    };
+        let result = group.synchronize();
+        assert_timeout_names(&poisoned(&group, result).unwrap_err(), 1);
+        return Ok("told".into());
+    }
+    let result = ahead(&group, &mut arguments).and_then(|()| group.synchronize());
+    let took = begin.elapsed();
+    assert!(took < 2 * SHORT + NOTICED, "{took:?}");
+    steps.barrier()?;
     assert_timeout_names(&poisoned(&group, result).unwrap_err(), 1);
-    Ok("named".into())
+    Ok(format!("told after {took:?}"))
 }
 
 /// More than the queues of a device hold.
@@ -1363,21 +1335,21 @@ fn operations_ahead(test: &str, transport: Transport) {
 }
 
 #[test]
-fn a_rank_that_runs_ahead_with_pulls_fills_no_queue_and_names_who_does_not_call() {
+fn a_rank_that_runs_ahead_with_pulls_names_who_does_not_call() {
     if let Some(_leave) = gpu() {
         operations_ahead(test_name!(), Transport::Pull);
     }
 }
 
 #[test]
-fn a_rank_that_runs_ahead_with_pushes_fills_no_queue_and_names_who_does_not_call() {
+fn a_rank_that_runs_ahead_with_pushes_names_who_does_not_call() {
     if let Some(_leave) = gpu() {
         operations_ahead(test_name!(), Transport::Push);
     }
 }
 
 #[test]
-fn a_rank_that_runs_ahead_with_stores_fills_no_queue_and_names_who_does_not_call() {
+fn a_rank_that_runs_ahead_with_stores_names_who_does_not_call() {
     if let Some(_leave) = gpu() {
         operations_ahead(test_name!(), Transport::Store);
     }
@@ -1391,12 +1363,10 @@ fn work_of_the_callers_ahead(test: &str, transport: Transport) {
             let (ptr, _) = scratch.as_device_ptr();
             arguments.run_by(transport)?;
             for _ in 0..AHEAD {
-                // SAFETY: the scratch lives until the stream has passed, for the group's end waits for it.
+                // SAFETY: the scratch lives until the stream has passed.
                 unsafe { driver(sys::cuMemsetD32Async(ptr, 1, 16, group.stream().cast())) };
             }
-            let result = group.synchronize();
-            drop(scratch);
-            result
+            group.synchronize()
         })
     }));
 }
@@ -1624,8 +1594,6 @@ fn a_capture_on_one_rank_does_not_shift_its_operations_against_the_others() {
 
 #[test]
 fn a_captured_product_without_a_gather_outlives_what_prepared_it() {
-    /// As many as a group keeps for the short calls.
-    const KEPT: usize = 64;
     let Some(_leave) = gpu() else { return };
     all_done(ranks(test_name!(), 1, |rank| {
         let group = connect(rank, TIMEOUT)?;
@@ -1637,7 +1605,7 @@ fn a_captured_product_without_a_gather_outlives_what_prepared_it() {
                 prepared.matmul(a, b, out).unwrap();
             })
         };
-        for n in 1..=KEPT {
+        for n in 1..=gemmesh::testing::KEPT_PROGRAMS {
             AllGatherMatmul::<_, bf16>::new().prepare(&arguments.a, n)?;
         }
         // If its table were free, one of these would come to lie there.
@@ -1686,8 +1654,9 @@ impl Replay {
 
 impl Drop for Replay {
     fn drop(&mut self) {
-        // SAFETY: made by `capture`; the last launch has been waited for.
+        // SAFETY: made by `capture`; the stream lives as long as the group, and the last launch is waited for.
         unsafe {
+            driver(sys::cuStreamSynchronize(self.stream));
             driver(sys::cuGraphExecDestroy(self.executable));
             driver(sys::cuGraphDestroy(self.graph));
         }

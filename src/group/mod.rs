@@ -36,10 +36,11 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(1 << 32);
 
 /// How many prepared plans a group keeps for the short calls.
-const KEPT_PROGRAMS: usize = 64;
+#[doc(hidden)]
+pub const KEPT_PROGRAMS: usize = 64;
 
 /// This rank's membership of a group of ranks, which all make the same collective calls in the same
-/// order. Cheap to clone; the group ends when its last clone and its last matrix are dropped.
+/// order. Cheap to clone; the group ends when its last clone, matrix and prepared product are dropped.
 ///
 /// ```
 /// use gemmesh::{Group, Host, all_gather_matmul, bf16};

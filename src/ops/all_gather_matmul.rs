@@ -95,7 +95,7 @@ impl<B: Backend, T: Element> Default for AllGatherMatmul<'_, B, T> {
     }
 }
 
-/// A product that has been planned. It fits every `a` of the same group, shape and split.
+/// A product that has been planned. It fits every `a` of the same group, shape and split. It keeps the group.
 #[derive(Debug)]
 pub struct Prepared<'a, B: Backend, T: Element> {
     // Freed before the group that it belongs to can end.
@@ -197,7 +197,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// Copies all rows from the other ranks, who must not be writing them. Not collective; for benchmarks.
     ///
     /// # Errors
-    /// [`Error::Shape`]; the group's failure.
+    /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
     #[cfg(feature = "cuda")]
     #[doc(hidden)]
     pub fn copy(&self, a: &ShardedMatrix<B, T>) -> Result<()> {

@@ -290,8 +290,8 @@ fn enqueue_pushed(
         cuda.copies.wait_for(main, &cuda.begun)?;
         // SAFETY: control blocks live as long as the backend, whose end waits for its streams; all ranks' memories hold M
         // rows. The own rows are final, for the copies wait for the main stream; and the peers' may be written, for the
-        // kernel lets the copies go when every peer's kernel has begun. A flag is copied after its rows: nobody reads them
-        // before.
+        // kernel lets the copies go when every peer's kernel has begun, or when the group has failed and nobody uses what
+        // they overwrite. A flag is copied after its rows: nobody reads them before.
         unsafe {
             // What the kernel waits for has deadlines. That the kernel runs has one only if the monitor knows that it should.
             let begins = WordOp::Write(monitor.started(), epoch.raw());

@@ -96,8 +96,16 @@ impl Symmetric {
         };
         let gathered = members
             .exchange(call, offer().map(|bytes| (bytes, None)))
-            // Nobody has read the list; the next offer brings it.
-            .inspect_err(|_| yard.lists().unmapped.extend(&unmapped))?;
+            .inspect_err(|_| {
+                let mut lists = yard.lists();
+                // Nobody has read the list; the next offer brings it.
+                lists.unmapped.extend(&unmapped);
+                // If the exchange broke off, some rank may have its part of it, and map this memory.
+                if let (Some(_), Some(own)) = (members.fault(), own.take()) {
+                    let serial = lists.allocations;
+                    lists.kept.insert(serial, own);
+                }
+            })?;
         let (Ok(device), Some(own)) = (device, own) else {
             // `exchange` has returned the error that this rank offered.
             return Err(members.fail(Error::NoGpu {

@@ -297,9 +297,10 @@ impl Watch {
         let deadline = Instant::now() + GRACE;
         while !self.rescue.is_idle()? {
             if Instant::now() > deadline {
-                return Err(Error::Message {
-                    rank: self.witness.rank,
-                    reason: "its GPU does not copy the flags".into(),
+                return Err(Error::System {
+                    rank: Some(self.witness.rank),
+                    action: "read its flags".into(),
+                    reason: "its GPU does not copy them".into(),
                 });
             }
             std::thread::sleep(Duration::from_micros(100));
