@@ -197,6 +197,10 @@ fn the_failure_of_a_rank_ends_the_waits_of_the_others_at_once() -> Result<(), Er
         let a = group.sharded::<bf16>(M, K)?;
         let b = group.zeros(n, K)?;
         let mut out = group.zeros(M, n)?;
+        if group.rank() == 1 {
+            // Rank 0 waits by then; two that come together both see the mismatch, and neither waits.
+            std::thread::sleep(Duration::from_millis(100));
+        }
         let begin = Instant::now();
         let error = all_gather_matmul(&a, &b, &mut out).unwrap_err();
         let took = begin.elapsed();
