@@ -304,6 +304,20 @@ impl Arguments {
     }
 }
 
+/// A test for each transport, whose `$part` is given the test's name.
+macro_rules! each_transport {
+    ($leave:ident, $part:ident: $($test:ident by $transport:ident,)+) => {
+        $(
+            #[test]
+            fn $test() {
+                if let Some(_leave) = $leave() {
+                    $part(test_name!(), Transport::$transport);
+                }
+            }
+        )+
+    };
+}
+
 /// Makes sure that the group does nothing after `result`'s error but repeat it, and returns it.
 #[track_caller]
 fn poisoned(group: &Group<Cuda>, result: Result<(), Error>) -> Result<String, Error> {
@@ -1038,26 +1052,11 @@ fn kill_amid_operations(test: &str, transport: Transport) {
     assert_lost(ranks, 3, 1, killed);
 }
 
-#[test]
-fn a_rank_killed_amid_pulls_is_named() {
-    if let Some(_leave) = gpu() {
-        kill_amid_operations(test_name!(), Transport::Pull);
-    }
-}
-
-#[test]
-fn a_rank_killed_amid_pushes_is_named() {
-    if let Some(_leave) = gpu() {
-        kill_amid_operations(test_name!(), Transport::Push);
-    }
-}
-
-#[test]
-fn a_rank_killed_amid_stores_is_named() {
-    if let Some(_leave) = gpu() {
-        kill_amid_operations(test_name!(), Transport::Store);
-    }
-}
+each_transport!(gpu, kill_amid_operations:
+    a_rank_killed_amid_pulls_is_named by Pull,
+    a_rank_killed_amid_pushes_is_named by Push,
+    a_rank_killed_amid_stores_is_named by Store,
+);
 
 #[test]
 fn a_rank_killed_between_operations_is_named_by_the_next() {
@@ -1138,26 +1137,11 @@ fn stop_amid_operations(test: &str, transport: Transport) {
     assert_stopped_rank_named(ranks, stopped);
 }
 
-#[test]
-fn a_rank_stopped_amid_pulls_is_named_at_the_timeout_and_told_when_it_goes_on() {
-    if let Some(_leave) = gpu() {
-        stop_amid_operations(test_name!(), Transport::Pull);
-    }
-}
-
-#[test]
-fn a_rank_stopped_amid_pushes_is_named_at_the_timeout_and_told_when_it_goes_on() {
-    if let Some(_leave) = gpu() {
-        stop_amid_operations(test_name!(), Transport::Push);
-    }
-}
-
-#[test]
-fn a_rank_stopped_amid_stores_is_named_at_the_timeout_and_told_when_it_goes_on() {
-    if let Some(_leave) = gpu() {
-        stop_amid_operations(test_name!(), Transport::Store);
-    }
-}
+each_transport!(gpu, stop_amid_operations:
+    a_rank_stopped_amid_pulls_is_named_at_the_timeout_and_told_when_it_goes_on by Pull,
+    a_rank_stopped_amid_pushes_is_named_at_the_timeout_and_told_when_it_goes_on by Push,
+    a_rank_stopped_amid_stores_is_named_at_the_timeout_and_told_when_it_goes_on by Store,
+);
 
 #[test]
 fn ranks_that_come_one_after_the_other_are_waited_for_until_the_timeout() {
@@ -1329,31 +1313,16 @@ fn operations_ahead(test: &str, transport: Transport) {
             for _ in 0..AHEAD {
                 prepared.run(&arguments.a, &arguments.b, &mut arguments.out)?;
             }
-            Ok(())
+            panic!("{AHEAD} calls, and none fails");
         })
     }));
 }
 
-#[test]
-fn a_rank_that_runs_ahead_with_pulls_names_who_does_not_call() {
-    if let Some(_leave) = gpu() {
-        operations_ahead(test_name!(), Transport::Pull);
-    }
-}
-
-#[test]
-fn a_rank_that_runs_ahead_with_pushes_names_who_does_not_call() {
-    if let Some(_leave) = gpu() {
-        operations_ahead(test_name!(), Transport::Push);
-    }
-}
-
-#[test]
-fn a_rank_that_runs_ahead_with_stores_names_who_does_not_call() {
-    if let Some(_leave) = gpu() {
-        operations_ahead(test_name!(), Transport::Store);
-    }
-}
+each_transport!(gpu, operations_ahead:
+    a_rank_that_runs_ahead_with_pulls_names_who_does_not_call by Pull,
+    a_rank_that_runs_ahead_with_pushes_names_who_does_not_call by Push,
+    a_rank_that_runs_ahead_with_stores_names_who_does_not_call by Store,
+);
 
 #[track_caller]
 fn work_of_the_callers_ahead(test: &str, transport: Transport) {
@@ -1371,26 +1340,11 @@ fn work_of_the_callers_ahead(test: &str, transport: Transport) {
     }));
 }
 
-#[test]
-fn a_pull_with_much_work_of_the_callers_behind_it_names_who_does_not_call() {
-    if let Some(_leave) = gpu() {
-        work_of_the_callers_ahead(test_name!(), Transport::Pull);
-    }
-}
-
-#[test]
-fn a_push_with_much_work_of_the_callers_behind_it_names_who_does_not_call() {
-    if let Some(_leave) = gpu() {
-        work_of_the_callers_ahead(test_name!(), Transport::Push);
-    }
-}
-
-#[test]
-fn a_store_with_much_work_of_the_callers_behind_it_names_who_does_not_call() {
-    if let Some(_leave) = gpu() {
-        work_of_the_callers_ahead(test_name!(), Transport::Store);
-    }
-}
+each_transport!(gpu, work_of_the_callers_ahead:
+    a_pull_with_much_work_of_the_callers_behind_it_names_who_does_not_call by Pull,
+    a_push_with_much_work_of_the_callers_behind_it_names_who_does_not_call by Push,
+    a_store_with_much_work_of_the_callers_behind_it_names_who_does_not_call by Store,
+);
 
 /// Where ranks share a GPU with another test, each replay waits for a time slice.
 #[track_caller]
@@ -1410,19 +1364,10 @@ fn replays_ahead(test: &str, transport: Transport) {
     }));
 }
 
-#[test]
-fn many_replays_of_a_push_that_a_rank_does_not_make_name_it() {
-    if let Some(_leave) = gpu_alone() {
-        replays_ahead(test_name!(), Transport::Push);
-    }
-}
-
-#[test]
-fn many_replays_of_a_store_that_a_rank_does_not_make_name_it() {
-    if let Some(_leave) = gpu_alone() {
-        replays_ahead(test_name!(), Transport::Store);
-    }
-}
+each_transport!(gpu_alone, replays_ahead:
+    many_replays_of_a_push_that_a_rank_does_not_make_name_it by Push,
+    many_replays_of_a_store_that_a_rank_does_not_make_name_it by Store,
+);
 
 // Whatever the environment is like.
 
