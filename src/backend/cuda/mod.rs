@@ -7,6 +7,7 @@ mod engine;
 mod kernel;
 mod memory;
 mod monitor;
+mod program;
 mod tensor_map;
 mod tuned;
 
@@ -20,10 +21,10 @@ use std::time::{Duration, Instant};
 
 use abi::{GEMMESH_MAX_WORLD, GemmeshAlignment};
 use driver::{Device, Event, Memory, Stream, Urgency, WordOp};
-use engine::Program;
 use kernel::Kernels;
 use memory::{BOX, Control, Symmetric, Yard};
 use monitor::Monitor;
+use program::Program;
 
 use super::{Backend, Part, sealed};
 use crate::element::Element;

@@ -1,0 +1,302 @@
+//! A plan on the device: its tables, and what a kernel is launched with.
+
+use std::ffi::c_void;
+
+use super::abi::{
+    GEMMESH_TILE_K, GemmeshExchange, GemmeshFault, GemmeshMailbox, GemmeshParams, GemmeshPiece,
+    GemmeshTile, GemmeshTraceEvent, GemmeshTurn,
+};
+use super::driver::{DevicePtr, Layout, Memory, Stream};
+use super::kernel::Instance;
+use super::tensor_map::{Cache, Maps, Matrices};
+use super::{Buffer, Cuda};
+use crate::backend::{Part, sealed};
+use crate::error::{Error, Result};
+use crate::group::Members;
+use crate::protocol::plan::{CUT_COLUMNS, MAX_WORLD};
+use crate::protocol::{Epoch, Plan, Transport};
+use crate::trace::{Lane, Span, Work};
+
+/// A plan with its tables on the device.
+#[derive(Debug)]
+pub struct Program {
+    pub plan: Plan,
+    tiles: Memory,
+    /// By flag: the rank whose rows it guards.
+    sources: Memory,
+    /// What the kernel pushes, if it does.
+    pieces: Memory,
+    piece_count: u32,
+    /// By push: its pieces that have been pushed.
+    pushed: Memory,
+    maps: Cache,
+}
+
+impl Program {
+    pub fn new(cuda: &Cuda, plan: Plan) -> Result<Program> {
+        let tiles: Vec<GemmeshTile> = plan
+            .tiles()
+            .iter()
+            .map(|tile| GemmeshTile {
+                m: tile.m,
+                n: tile.n,
+                flag_begin: tile.flags().start as u32,
+                flag_end: tile.flags().end as u32,
+            })
+            .collect();
+        let sources: Vec<u32> = plan.sources_of_flags().iter().map(|&s| s as u32).collect();
+        let pieces = match plan.config().transport {
+            Transport::Store => pieces(&plan, cuda.device.multiprocessors as usize),
+            _ => Vec::new(),
+        };
+        Ok(Program {
+            tiles: Memory::holding(&cuda.device, bytemuck::cast_slice(&tiles))?,
+            sources: Memory::holding(&cuda.device, bytemuck::cast_slice(&sources))?,
+            pieces: Memory::holding(&cuda.device, bytemuck::cast_slice(&pieces))?,
+            piece_count: pieces.len() as u32,
+            pushed: Memory::zeroed(&cuda.device, 4 * plan.pushes().len())?,
+            plan,
+            maps: Cache::default(),
+        })
+    }
+}
+
+/// The pushes, cut so that every warp that pushes has some, and that a fence after each costs little.
+fn pieces(plan: &Plan, multiprocessors: usize) -> Vec<GemmeshPiece> {
+    const MOVERS: usize = 3;
+    const UNIT: usize = 2048;
+    const LARGEST: usize = 8 * UNIT;
+    let row_bytes = plan.problem().k() * size_of::<u16>();
+    let total: usize = plan.pushes().iter().map(|push| push.rows.len()).sum();
+    let share = total * row_bytes / (MOVERS * multiprocessors);
+    let length = share.next_multiple_of(UNIT).clamp(UNIT, LARGEST);
+    let mut pieces = Vec::new();
+    for (index, push) in plan.pushes().iter().enumerate() {
+        let bytes = push.rows.len() * row_bytes;
+        for begin in (0..bytes).step_by(length) {
+            pieces.push(GemmeshPiece {
+                offset: (push.rows.start * row_bytes + begin) as u64,
+                bytes: length.min(bytes - begin) as u32,
+                peer: push.peer as u32,
+                flag: push.flag as u32,
+                push: index as u32,
+                pieces: bytes.div_ceil(length) as u32,
+                reserved: 0,
+            });
+        }
+    }
+    pieces
+}
+
+// SAFETY: plain words without padding, for which any bits are valid.
+unsafe impl bytemuck::Zeroable for GemmeshTile {}
+// SAFETY: as above.
+unsafe impl bytemuck::Pod for GemmeshTile {}
+// SAFETY: as above.
+unsafe impl bytemuck::Zeroable for GemmeshPiece {}
+// SAFETY: as above.
+unsafe impl bytemuck::Pod for GemmeshPiece {}
+
+/// One launch of a kernel, with its arguments.
+pub struct Launch {
+    instance: Instance,
+    maps: Maps,
+    params: GemmeshParams,
+    grid: u32,
+    trace: Option<Memory>,
+}
+
+impl Launch {
+    #[allow(clippy::too_many_arguments)]
+    pub fn new(
+        cuda: &Cuda,
+        members: &Members,
+        program: &Program,
+        part: Part,
+        epoch: Epoch,
+        recorded: bool,
+        operands: &sealed::Operands<Cuda>,
+        trace: bool,
+    ) -> Result<Launch> {
+        let plan = &program.plan;
+        let (problem, rank) = (plan.problem(), members.rank);
+        let instance = cuda
+            .kernels
+            .find(rank, operands.dtype, plan.config(), trace)?;
+        let (Some(b), Some(out)) = (operands.b, operands.out.as_deref()) else {
+            return Err(Error::Message {
+                rank,
+                reason: "a product without operands".into(),
+            });
+        };
+        let matrices = Matrices {
+            a: Layout {
+                ptr: operands.a.own(),
+                rows: problem.m(),
+                columns: problem.k(),
+                pitch: problem.k() * size_of::<u16>(),
+            },
+            b: layout(b, problem.n(), problem.k()),
+            out: layout(out, problem.m(), problem.n()),
+        };
+        let pushed = part.pushes(plan, epoch);
+        let entries = plan.tiles().len();
+        // All of them run at the same time: those that push must not wait for those that wait for pushes.
+        let mut clusters = instance.resident;
+        // CTAs without tiles are good for pushing only.
+        if !pushed || program.piece_count == 0 {
+            clusters = clusters.min(entries);
+        }
+        let trace = match trace {
+            true => {
+                let events = entries * instance.ctas();
+                Some(Memory::zeroed(
+                    &cuda.device,
+                    events * size_of::<GemmeshTraceEvent>(),
+                )?)
+            }
+            false => None,
+        };
+        let control = &cuda.control;
+        // Where nothing is waited for, the flags are ones that have always arrived.
+        let (flags, epoch) = match part {
+            Part::Fused if pushed => (control.pushed(rank, 0), epoch.raw()),
+            Part::Fused => (control.chunk(0), epoch.raw()),
+            _ => (control.zeros(), 0),
+        };
+        let report = |word: DevicePtr| if recorded { 0 } else { word } as *mut u32;
+        let mut mailboxes = [std::ptr::null_mut(); MAX_WORLD];
+        let mut rows = [std::ptr::null_mut(); MAX_WORLD];
+        for peer in 0..members.world {
+            mailboxes[peer] = control.mailbox(peer) as *mut GemmeshMailbox;
+            rows[peer] = operands.a.of(peer) as *mut c_void;
+        }
+        let exchange = GemmeshExchange {
+            turn: if pushed { control.turn() } else { 0 } as *mut GemmeshTurn,
+            pieces: program.pieces.ptr() as *const GemmeshPiece,
+            pushed: program.pushed.ptr() as *mut u32,
+            // The kernel's waits have deadlines of their own. Where copies push, their stream says that it should run.
+            started: match plan.config().transport {
+                Transport::Store => report(cuda.monitor.started()),
+                _ => std::ptr::null_mut(),
+            },
+            completed: report(cuda.monitor.completed()),
+            piece_count: program.piece_count,
+            copies: (plan.config().transport == Transport::Push).into(),
+            rank: rank as u32,
+            world: members.world as u32,
+            mailboxes,
+            rows,
+        };
+        let late = plan.late();
+        let params = GemmeshParams {
+            tiles: program.tiles.ptr() as *const GemmeshTile,
+            flags: flags as *const u32,
+            sources: program.sources.ptr() as *const u32,
+            abort: control.abort() as *mut u32,
+            fault: cuda.monitor.fault() as *mut GemmeshFault,
+            bias: operands.bias.map_or(0, |bias| bias.memory.ptr()) as *const c_void,
+            trace: trace.as_ref().map_or(0, Memory::ptr) as *mut GemmeshTraceEvent,
+            deadline_ns: members.timeout.as_nanos().min(u64::MAX.into()) as u64,
+            tile_count: entries as u32,
+            epoch,
+            m: problem.m() as u32,
+            n: problem.n() as u32,
+            k: problem.k() as u32,
+            late_flag: late.map_or(u32::MAX, |late| late.flag as u32),
+            late_step: late.map_or(u32::MAX, |late| (late.column / CUT_COLUMNS) as u32),
+            reserved: 0,
+            exchange,
+        };
+        Ok(Launch {
+            maps: program.maps.get(rank, instance, matrices)?,
+            grid: (clusters * instance.ctas()) as u32,
+            instance: instance.clone(),
+            params,
+            trace,
+        })
+    }
+
+    pub fn launch(&self, stream: &Stream) -> Result<()> {
+        let [a, b, out] = &self.maps;
+        let argument = |value: *const c_void| value.cast_mut();
+        let mut arguments = [
+            argument((&raw const *a).cast()),
+            argument((&raw const *b).cast()),
+            argument((&raw const *out).cast()),
+            argument((&raw const self.params).cast()),
+        ];
+        let instance = &self.instance;
+        // SAFETY: the arguments are what abi.h says. The matrices, the table and the flags are alive until the stream
+        // has passed: matrices by contract of the operation, the rest because freeing device memory waits.
+        unsafe {
+            instance.function.launch(
+                stream,
+                self.grid,
+                instance.threads,
+                instance.shared_bytes,
+                &mut arguments,
+            )
+        }
+    }
+
+    /// What the kernel noted. It has ended.
+    pub fn spans(&self, plan: &Plan, spans: &mut Vec<Span>) -> Result<()> {
+        let Some(trace) = &self.trace else {
+            return Ok(());
+        };
+        let count = plan.tiles().len() * self.instance.ctas();
+        let mut bytes = vec![0u8; count * size_of::<GemmeshTraceEvent>()];
+        let length = bytes.len();
+        trace.read_rows(0, length, length, &mut bytes)?;
+        for (index, event) in bytes
+            .chunks_exact(size_of::<GemmeshTraceEvent>())
+            .enumerate()
+        {
+            // SAFETY: the kernel wrote events of this layout; any bytes are valid for it.
+            let event = unsafe { event.as_ptr().cast::<GemmeshTraceEvent>().read_unaligned() };
+            let tile = &plan.tiles()[index / self.instance.ctas()];
+            let source = plan.source_of_tile(tile);
+            let lane = Lane::Worker(event.sm as usize);
+            if !tile.flags().is_empty() {
+                spans.push(Span {
+                    lane,
+                    work: Work::Wait { source },
+                    begin: event.wait_begin,
+                    end: event.wait_end,
+                });
+            }
+            spans.push(Span {
+                lane,
+                work: Work::Tile {
+                    source,
+                    m: tile.m,
+                    n: tile.n,
+                },
+                begin: event.load_begin,
+                end: event.done,
+            });
+        }
+        // GPUs' clocks differ by fractions of a millisecond; the ranks began together.
+        let origin = spans.iter().map(|span| span.begin).min().unwrap_or(0);
+        for span in spans.iter_mut() {
+            span.begin -= origin;
+            span.end -= origin;
+        }
+        Ok(())
+    }
+}
+
+fn layout(buffer: &Buffer, rows: usize, columns: usize) -> Layout {
+    Layout {
+        ptr: buffer.memory.ptr(),
+        rows,
+        columns,
+        pitch: buffer.pitch,
+    }
+}
+
+/// Keeps the compiler honest about what a kernel is given.
+const _: () = assert!(size_of::<DevicePtr>() == size_of::<*const c_void>());
+/// A cut lies between two steps of a kernel.
+const _: () = assert!(CUT_COLUMNS == GEMMESH_TILE_K as usize);
