@@ -98,10 +98,13 @@ typedef struct GemmeshMailbox {
 /* The epochs of pushed operations are counted here, so that an operation in a graph has another at each replay. */
 typedef struct GemmeshTurn {
     uint32_t epoch;   /* of the last operation whose rows have all come */
-    uint32_t left;    /* CTAs of the next one for whose tiles they have */
+    uint32_t entered; /* CTAs of the next one that have begun, */
+    uint32_t taken;   /* pieces that warps of it have taken, and */
+    uint32_t left;    /* its CTAs that have pushed what they took, and for whose tiles all rows have come */
     uint32_t current; /* the epoch of the operation whose rows the copy engine pushes: what it copies into flags */
     uint32_t go;      /* set by the kernel when every peer is ready, or when the group has failed; reset by the copy stream
                        * when it has pushed */
+    uint32_t reserved[2];
 } GemmeshTurn;
 
 /* What one warp pushes at a time: a piece of a chunk. */
@@ -120,8 +123,8 @@ typedef struct GemmeshExchange {
     GemmeshTurn *turn;                /* null: rows are pulled, and nothing below is used */
     const GemmeshPiece *pieces;       /* what the kernel pushes itself; none if the copy engine does */
     uint32_t *pushed;                 /* by push: its pieces that have been pushed; zero between operations */
-    uint32_t *started;                /* the host's: where GemmeshParams.epoch is written when all rows have come, */
-    uint32_t *completed;              /* one after the other; null where somebody else does, or nobody is to know */
+    uint32_t *started;                /* the host's: where GemmeshParams.epoch is written when the kernel runs, and */
+    uint32_t *completed;              /* when all rows have come; null where somebody else does, or nobody is to know */
     uint32_t piece_count;
     uint32_t copies; /* nonzero: the copy engine pushes, and waits for turn->go */
     uint32_t rank;
@@ -199,7 +202,7 @@ static_assert(offsetof(GemmeshFault, waited_ns) == 16, "");
 static_assert(sizeof(GemmeshTraceEvent) == 56, "");
 static_assert(offsetof(GemmeshTraceEvent, sm) == 48, "");
 static_assert(sizeof(GemmeshMailbox) == 4 * (GEMMESH_MAX_WORLD + GEMMESH_MAX_FLAGS), "");
-static_assert(sizeof(GemmeshTurn) == 16, "");
+static_assert(sizeof(GemmeshTurn) == 32, "");
 static_assert(sizeof(GemmeshPiece) == 32, "a piece is two 16-byte loads");
 static_assert(sizeof(GemmeshExchange) == 56 + 16 * GEMMESH_MAX_WORLD, "");
 static_assert(offsetof(GemmeshExchange, piece_count) == 40, "");

@@ -24,6 +24,7 @@
 namespace gemmesh {
 
 constexpr int kWarpgroupThreads = 128;
+constexpr int kLeaveBarrier = 1;  // 0 is __syncthreads()
 constexpr int kConsumers = 2;
 constexpr int kConsumerWarps = kConsumers * kWarpgroupThreads / 32;
 static_assert(GEMMESH_THREADS == (1 + kConsumers) * kWarpgroupThreads);
@@ -77,7 +78,7 @@ struct Shared {
     StoreBox<Element> boxes[kConsumerWarps][C::kBoxes];
     SplitSum<C::kSplit, C::kTileN, kConsumerWarps> sum;
     Pipeline<C::kStages, C::kCluster> pipeline;
-    uint32_t epoch;
+    Entrance entrance;
 };
 
 template <class C>
@@ -118,7 +119,7 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensor
     constexpr uint32_t kStageBytes = sizeof(shared.a[0]) + sizeof(shared.b[0]);
     constexpr uint16_t kEveryCta = (1 << C::kCluster) - 1;
     const Steps steps = steps_of<C>(params, rank);
-    ChunkFlags flags(params, shared.epoch);
+    ChunkFlags flags(params, shared.entrance.epoch);
     RingPosition<C::kStages> at;
 
     for (TableWalk walk(params, C::kCtas); walk.valid(); walk.advance()) {
@@ -157,13 +158,11 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensor
 }
 
 // The warps beside the producer's: tell the peers, and push rows.
-__device__ __forceinline__ void exchange(const GemmeshParams& params, uint32_t epoch) {
-    constexpr uint32_t kMovers = kWarpgroupThreads / 32 - 1;
+__device__ __forceinline__ void exchange(const GemmeshParams& params, const Entrance& entrance) {
     const uint32_t lane = threadIdx.x % 32;
-    const uint32_t warp = threadIdx.x / 32 - 1;
     if (params.exchange.turn == nullptr) return;
-    if (blockIdx.x == 0 && warp == 0) announce(params, epoch, lane);
-    push(params, epoch, blockIdx.x + warp * gridDim.x, kMovers * gridDim.x, lane);
+    if (entrance.first && threadIdx.x / 32 == 1) announce(params, entrance.epoch, lane);
+    push(params, entrance.epoch, lane);
 }
 
 // One warpgroup: multiplies its rows of each tile and stores them.
@@ -253,18 +252,20 @@ __device__ __forceinline__ void all_gather_matmul(const CUtensorMap& map_a, cons
         shared.pipeline.init(kConsumerWarps);
         shared.sum.init();
         ptx::fence_mbarrier_init();
-        shared.epoch = enter_turn(params);
+        shared.entrance = enter_turn(params);
     }
     meet<C>();
 
     if (warpgroup == 0) {
         ptx::setmaxnreg_dec<kProducerRegisters>();
-        if (threadIdx.x == 0) {
-            produce<C>(map_a, map_b, params, shared, rank);
-            leave_turn(params, shared.epoch);
-        }
-        if (threadIdx.x >= 32) exchange(params, shared.epoch);
+        if (threadIdx.x == 0) produce<C>(map_a, map_b, params, shared, rank);
+        if (threadIdx.x >= 32) exchange(params, shared.entrance);
         __syncwarp();
+        if (params.exchange.turn != nullptr) {
+            // the other warps of this warpgroup have pushed what they took
+            ptx::barrier_sync<kLeaveBarrier, kWarpgroupThreads>();
+            if (threadIdx.x == 0) leave_turn(params, shared.entrance.epoch);
+        }
     } else {
         ptx::setmaxnreg_inc<kConsumerRegisters>();
         consume<C>(map_out, params, shared, rank, warpgroup - 1);

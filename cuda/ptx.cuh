@@ -111,6 +111,12 @@ __device__ __forceinline__ void fence_proxy_async_shared_cta() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Meets `Threads` threads of the CTA, whole warps, at barrier `Barrier`.
+template <int Barrier, int Threads>
+__device__ __forceinline__ void barrier_sync() {
+    asm volatile("barrier.sync %0, %1;" ::"n"(Barrier), "n"(Threads) : "memory");
+}
+
 // ---- clusters ------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void barrier_cluster_arrive() {

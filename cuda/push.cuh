@@ -6,6 +6,10 @@
 // flag. The peer's tiles wait for their flags, all of them by the kernel's end; so nothing is on its way to a rank whose
 // kernel has ended, and its next kernel may say that it is ready. r's own rows are free when its kernel and its copies
 // have ended: no peer reads them from afar.
+//
+// Some of a kernel's CTAs may have to wait for a multiprocessor, because another kernel holds it. So no part of this belongs
+// to a certain CTA: whichever comes first tells the peers, and pieces are taken from a counter by those that run. One
+// running CTA is enough for the peers to get all rows; the tiles of those that come late are their own rank's business.
 #pragma once
 
 #include "abi.h"
@@ -14,28 +18,39 @@
 
 namespace gemmesh {
 
-// One thread of each CTA: the epoch of this operation.
-__device__ inline uint32_t enter_turn(const GemmeshParams& params) {
+// An operation as a CTA finds it.
+struct Entrance {
+    uint32_t epoch;
+    bool first;  // whether no CTA has come before this one
+};
+
+// One thread of each CTA.
+__device__ inline Entrance enter_turn(const GemmeshParams& params) {
     GemmeshTurn* turn = params.exchange.turn;
-    if (turn == nullptr) return params.epoch;
-    return ptx::ld_relaxed_sys(&turn->epoch) + 1;
+    if (turn == nullptr) return {params.epoch, false};
+    // two trips to memory at once
+    const uint32_t before = ptx::atom_add_relaxed_gpu(&turn->entered, 1);
+    return {ptx::ld_relaxed_sys(&turn->epoch) + 1, before == 0};
 }
 
-// One thread of each CTA, when the rows of all its tiles have come, or have been given up. The last to leave moves the
-// count on, for the kernels that follow: all have read it.
+// One thread of each CTA, when its warps take no more pieces, and the rows of all its tiles have come; or when they have
+// been given up. The last to leave moves the count on, for the kernels that follow: all have read it.
 __device__ inline void leave_turn(const GemmeshParams& params, uint32_t epoch) {
     const GemmeshExchange& exchange = params.exchange;
     if (exchange.turn == nullptr) return;
     if (ptx::atom_add_acq_rel_gpu(&exchange.turn->left, 1) + 1 < gridDim.x) return;
+    exchange.turn->entered = 0;
+    exchange.turn->taken = 0;
     exchange.turn->left = 0;
     exchange.turn->epoch = epoch;
-    if (exchange.started != nullptr) ptx::st_relaxed_sys(exchange.started, params.epoch);
     if (exchange.completed != nullptr) ptx::st_release_sys(exchange.completed, params.epoch);
 }
 
-// One warp of one CTA: tells the peers, and the copy engine if it is to push.
+// One warp of the first CTA: tells the peers, and the copy engine if it is to push.
 __device__ inline void announce(const GemmeshParams& params, uint32_t epoch, uint32_t lane) {
     const GemmeshExchange& exchange = params.exchange;
+    if (lane == 0 && exchange.started != nullptr) ptx::st_relaxed_sys(exchange.started, params.epoch);
+
     GemmeshMailbox* own = exchange.mailboxes[exchange.rank];
     if (epoch % GEMMESH_REFRESH == 0) {
         // The peers' flags are theirs to write only once they know that this rank is ready.
@@ -94,13 +109,20 @@ __device__ __forceinline__ void push_bytes(uint8_t* to, const uint8_t* from, uin
     }
 }
 
+// One warp: takes the next piece that nobody has taken.
+__device__ __forceinline__ uint32_t take_piece(const GemmeshExchange& exchange, uint32_t lane) {
+    uint32_t index = 0;
+    if (lane == 0) index = ptx::atom_add_relaxed_gpu(&exchange.turn->taken, 1);
+    return __shfl_sync(~0u, index, 0);
+}
+
 // One warp of several: pushes piece after piece, and the flag of a chunk after the last of its pieces.
-__device__ inline void push(const GemmeshParams& params, uint32_t epoch, uint32_t mover, uint32_t movers,
-                            uint32_t lane) {
+__device__ inline void push(const GemmeshParams& params, uint32_t epoch, uint32_t lane) {
     const GemmeshExchange& exchange = params.exchange;
+    if (exchange.piece_count == 0) return;
     uint8_t* const own = static_cast<uint8_t*>(exchange.rows[exchange.rank]);
     uint32_t ready_peer = exchange.rank;
-    for (uint32_t index = mover; index < exchange.piece_count; index += movers) {
+    for (uint32_t index; (index = take_piece(exchange, lane)) < exchange.piece_count;) {
         const GemmeshPiece piece = load_piece(exchange.pieces + index);
 
         // wait until the peer's memory may be written

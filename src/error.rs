@@ -215,11 +215,23 @@ pub enum Error {
     /// Ranks on GPUs must be processes: in one process the driver orders the copies of different devices' streams
     /// behind one another, and a wait in one would block all.
     #[error(
-        "rank {rank} is a thread: ranks on GPUs must be processes; start them with gemmesh::launch, torchrun or mpirun"
+        "rank {rank} is in one process with another rank: ranks on GPUs must be processes of their own; start them with gemmesh::launch, torchrun or mpirun"
     )]
     NeedsProcesses {
         /// The rank.
         rank: usize,
+    },
+
+    /// Two ranks have taken the same GPU, though there is one for each.
+    #[error(
+        "ranks {} and {} use the same GPU, though the ranks see {visible}; give CUDA_VISIBLE_DEVICES the same order on every rank, or choose each rank's GPU with Builder::device",
+        .ranks[0], .ranks[1]
+    )]
+    SharedGpu {
+        /// The two ranks.
+        ranks: [usize; 2],
+        /// How many GPUs the ranks see in all.
+        visible: usize,
     },
 
     /// There is no GPU to be used.
@@ -279,15 +291,17 @@ pub enum Error {
         known: String,
     },
 
-    /// Rows are to be pushed where kernels and copies can't run side by side.
+    /// Streams that must not hold one another up share a queue of the device.
     #[error(
-        "rank {rank}: Transport::Push needs kernels and copies that run side by side, which {variable} in the environment prevents; unset it, or choose another transport"
+        "rank {rank}: {what} needs streams that do not hold one another up, which {cause} prevents; remove the cause, or choose another transport or stream"
     )]
     QueuedTogether {
         /// The rank.
         rank: usize,
-        /// The variable of the environment.
-        variable: String,
+        /// What needs them.
+        what: String,
+        /// What makes them share a queue: a variable of the environment, or a property of the driver.
+        cause: String,
     },
 
     /// Something that can't be captured in a CUDA graph was put on a stream that is being captured.

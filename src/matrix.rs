@@ -9,6 +9,8 @@ use crate::error::{Error, Result};
 use crate::group::Group;
 
 /// A row-major [rows, columns] matrix in this rank's own memory: a weight, a bias (one row) or an output.
+///
+/// It may be dropped at any time, and waits for nothing: operations that use it go on, and the memory is freed after them.
 pub struct Matrix<B: Backend, T> {
     // Freed before the group that it belongs to can end.
     memory: B::Buffer,
@@ -91,14 +93,6 @@ impl<B: Backend, T: Element> Matrix<B, T> {
 
     pub(crate) fn memory_mut(&mut self) -> &mut B::Buffer {
         &mut self.memory
-    }
-}
-
-impl<B: Backend, T> Drop for Matrix<B, T> {
-    fn drop(&mut self) {
-        // Operations that use it may still run. If they fail, the next call says so.
-        let inner = self.group.inner();
-        let _ = inner.backend.synchronize(&inner.members);
     }
 }
 

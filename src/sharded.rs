@@ -15,8 +15,8 @@ use crate::protocol::Problem;
 /// Every rank has room for the whole matrix, in symmetric memory: its own rows are its input, the others
 /// are filled by an operation that gathers, and are there afterwards.
 ///
-/// Every rank must keep it until all ranks have completed the operations that use it; an operation is
-/// complete when [`Group::synchronize`] has returned.
+/// It may be dropped at any time, and waits for nothing: this rank's operations go on, and so do those of the others, who
+/// have mapped its memory. The memory is free for everybody when all ranks have dropped it and their operations have ended.
 pub struct ShardedMatrix<B: Backend, T> {
     // Freed before the group that it belongs to can end.
     memory: B::Symmetric,
@@ -139,14 +139,6 @@ impl<B: Backend, T: Element> ShardedMatrix<B, T> {
 
     pub(crate) fn id(&self) -> u32 {
         self.id
-    }
-}
-
-impl<B: Backend, T> Drop for ShardedMatrix<B, T> {
-    fn drop(&mut self) {
-        // Operations that use it may still run. If they fail, the next call says so.
-        let inner = self.group.inner();
-        let _ = inner.backend.synchronize(&inner.members);
     }
 }
 

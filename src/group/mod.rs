@@ -69,6 +69,9 @@ pub(crate) struct Inner<B: Backend> {
     pub backend: B,
     pub members: Members,
     state: Mutex<State<B>>,
+    /// How many sharded matrices the group has made. Held while one is made, so that two threads of a rank number theirs
+    /// in the order in which the ranks have met for them.
+    matrices: Mutex<u32>,
 }
 
 impl<B: Backend> Drop for Inner<B> {
@@ -80,11 +83,18 @@ impl<B: Backend> Drop for Inner<B> {
 struct State<B: Backend> {
     /// The next operation.
     epoch: Epoch,
-    /// How many sharded matrices the group has made.
-    matrices: u32,
-    programs: HashMap<(Problem, Option<Config>), Arc<B::Program>>,
+    programs: HashMap<(Problem, Option<Config>), Kept<B>>,
+    /// How often a kept program has been asked for.
+    uses: u64,
     /// What graphs run.
     recorded: Vec<Arc<B::Program>>,
+}
+
+/// A program for the short calls.
+struct Kept<B: Backend> {
+    program: Arc<B::Program>,
+    /// The number of its last use.
+    used: u64,
 }
 
 impl<B: Backend> Group<B> {
@@ -132,10 +142,11 @@ impl<B: Backend> Group<B> {
                 members,
                 state: Mutex::new(State {
                     epoch: builder.first_epoch,
-                    matrices: 0,
                     programs: HashMap::new(),
+                    uses: 0,
                     recorded: Vec::new(),
                 }),
+                matrices: Mutex::new(0),
             }),
         })
     }
@@ -224,11 +235,12 @@ impl<B: Backend> Group<B> {
             k,
             dtype: T::DTYPE,
         };
+        let matrices = &self.inner.matrices;
+        let mut matrices = matrices.lock().unwrap_or_else(PoisonError::into_inner);
         let memory = self.inner.backend.symmetric(members, &call, bytes)?;
-        let mut state = self.state();
-        let id = state.matrices;
-        state.matrices += 1;
-        drop(state);
+        let id = *matrices;
+        *matrices += 1;
+        drop(matrices);
         Ok(ShardedMatrix::new(self.clone(), memory, layout, id))
     }
 
@@ -260,7 +272,7 @@ impl<B: Backend> Group<B> {
         Ok(matrix)
     }
 
-    fn bytes_of<T: Element>(&self, rows: usize, columns: usize) -> Result<usize> {
+    pub(crate) fn bytes_of<T: Element>(&self, rows: usize, columns: usize) -> Result<usize> {
         for (what, value) in [("rows", rows), ("columns", columns)] {
             if !(1..=MAX_EXTENT).contains(&value) {
                 return Err(Error::Limit {
@@ -283,7 +295,8 @@ impl<B: Backend> Group<B> {
         Arc::ptr_eq(&self.inner, &other.inner)
     }
 
-    /// The program for a problem: prepared at its first use, kept for the next.
+    /// The program for a problem: prepared at its first use, kept for the next. Of too many, the one that has not been used
+    /// for the longest time goes.
     pub(crate) fn program(
         &self,
         problem: Problem,
@@ -292,18 +305,31 @@ impl<B: Backend> Group<B> {
         // Without a configuration it is found once.
         let key = (problem, config);
         let mut state = self.state();
-        if let Some(program) = state.programs.get(&key) {
-            return Ok(program.clone());
+        state.uses += 1;
+        let used = state.uses;
+        if let Some(kept) = state.programs.get_mut(&key) {
+            kept.used = used;
+            return Ok(kept.program.clone());
         }
         // What a program needs can't be allocated now.
         self.refuse_recording()?;
         let config = config.unwrap_or_else(|| self.inner.backend.default_config(&key.0));
         let plan = Plan::new(key.0.clone(), config)?;
         let program = Arc::new(self.inner.backend.prepare(&self.inner.members, plan)?);
+        let mut evicted = None;
         if state.programs.len() >= KEPT_PROGRAMS {
-            state.programs.clear();
+            let oldest = state.programs.iter().min_by_key(|(_, kept)| kept.used);
+            let oldest = oldest.map(|(key, _)| key.clone());
+            evicted = oldest.and_then(|oldest| state.programs.remove(&oldest));
         }
-        state.programs.insert(key, program.clone());
+        let kept = Kept {
+            program: program.clone(),
+            used,
+        };
+        state.programs.insert(key, kept);
+        drop(state);
+        // Nobody need wait while it goes.
+        drop(evicted);
         Ok(program)
     }
 

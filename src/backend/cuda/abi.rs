@@ -79,19 +79,27 @@ const _: () = {
 #[derive(Debug, Copy, Clone)]
 pub struct GemmeshTurn {
     pub epoch: u32,
+    pub entered: u32,
+    pub taken: u32,
     pub left: u32,
     pub current: u32,
     pub go: u32,
+    pub reserved: [u32; 2usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshTurn"][::core::mem::size_of::<GemmeshTurn>() - 16usize];
+    ["Size of GemmeshTurn"][::core::mem::size_of::<GemmeshTurn>() - 32usize];
     ["Alignment of GemmeshTurn"][::core::mem::align_of::<GemmeshTurn>() - 4usize];
     ["Offset of field: GemmeshTurn::epoch"][::core::mem::offset_of!(GemmeshTurn, epoch) - 0usize];
-    ["Offset of field: GemmeshTurn::left"][::core::mem::offset_of!(GemmeshTurn, left) - 4usize];
+    ["Offset of field: GemmeshTurn::entered"]
+        [::core::mem::offset_of!(GemmeshTurn, entered) - 4usize];
+    ["Offset of field: GemmeshTurn::taken"][::core::mem::offset_of!(GemmeshTurn, taken) - 8usize];
+    ["Offset of field: GemmeshTurn::left"][::core::mem::offset_of!(GemmeshTurn, left) - 12usize];
     ["Offset of field: GemmeshTurn::current"]
-        [::core::mem::offset_of!(GemmeshTurn, current) - 8usize];
-    ["Offset of field: GemmeshTurn::go"][::core::mem::offset_of!(GemmeshTurn, go) - 12usize];
+        [::core::mem::offset_of!(GemmeshTurn, current) - 16usize];
+    ["Offset of field: GemmeshTurn::go"][::core::mem::offset_of!(GemmeshTurn, go) - 20usize];
+    ["Offset of field: GemmeshTurn::reserved"]
+        [::core::mem::offset_of!(GemmeshTurn, reserved) - 24usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

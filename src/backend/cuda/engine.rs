@@ -3,6 +3,7 @@
 use std::ffi::c_void;
 use std::mem::offset_of;
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::Cuda;
@@ -28,8 +29,9 @@ pub fn run(
     operands: sealed::Operands<Cuda>,
     trace: Option<&mut Vec<Span>>,
 ) -> Result<()> {
+    let _bound = cuda.device.bind()?;
     let main = cuda.main();
-    let recorded = cuda.device.bind().and_then(|()| main.is_capturing());
+    let recorded = main.is_capturing();
     let begin = || -> Result<()> {
         let recorded = recorded.clone()?;
         bound(cuda, members, &program.plan)?;
@@ -62,7 +64,22 @@ pub fn run(
             trace,
         )
     };
-    begin().map_err(|error| {
+    let begun = begin();
+    let begun = match recorded {
+        Ok(true) => {
+            cuda.recorded.store(true, Ordering::Relaxed);
+            begun
+        }
+        // Also what was put on the streams before something failed.
+        _ => {
+            let joined = match &begun {
+                Ok(()) => Ok(()),
+                Err(_) => cuda.copies.wait_for(&cuda.late_copies, &cuda.joined),
+            };
+            begun.and(joined).and(cuda.mark())
+        }
+    };
+    begun.map_err(|error| {
         // If an operation has its number, and this rank does not do it, the peers wait for it in vain and must hear.
         let numbered = part.gathers() && !matches!(recorded, Ok(true));
         if numbered { members.fail(error) } else { error }

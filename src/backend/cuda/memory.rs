@@ -1,207 +1,215 @@
-//! Symmetric memory between processes: device memory that every rank maps by CUDA IPC.
+//! Symmetric memory between processes: device memory that every rank maps.
+//!
+//! It is passed on as descriptors of the driver's virtual memory. Unlike a legacy CUDA IPC handle, such a mapping keeps the
+//! memory for as long as it lasts, whatever becomes of the rank that made it; so a rank lets go of its own mappings when
+//! its own work has ended, and asks nobody. When all ranks have, or have died, the memory is the driver's again.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::mem::offset_of;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
 use super::abi::{
     GEMMESH_MAX_FLAGS, GEMMESH_MAX_WORLD, GEMMESH_REFRESH, GemmeshMailbox, GemmeshTurn,
 };
-use super::driver::{Device, DevicePtr, Import, Memory};
+use super::driver::{Device, DevicePtr, Mapping, Region, Uuid};
+use super::reclaim::{Deferred, Reclaimer};
 use crate::error::{Error, Result};
 use crate::group::{Call, Members};
 use crate::protocol::Epoch;
 use crate::protocol::plan::{MAX_FLAGS, MAX_WORLD};
 
-/// What one rank tells the others of an allocation.
-#[derive(Serialize, Deserialize)]
-struct Offer {
-    handle: Vec<u8>,
-    uuid: [u8; 16],
-    /// Allocations that this rank has stopped mapping since its last offer.
-    unmapped: Vec<u32>,
-}
-
 /// The same number of bytes on every rank's device.
 #[derive(Debug)]
 pub struct Symmetric {
-    serial: u32,
-    /// Taken when this is dropped.
-    own: Option<Memory>,
-    /// By rank; none for this one.
-    imports: Vec<Option<Import>>,
-    /// Whether each rank has a device to itself.
-    distinct: bool,
-    yard: Arc<Yard>,
-}
-
-/// Memory that this rank has dropped, until no peer maps it any more: freeing it earlier is undefined.
-///
-/// Ranks tell one another what they have unmapped with their next allocation; the rest is freed at the group's end.
-#[derive(Debug, Default)]
-pub struct Yard(Mutex<Lists>);
-
-#[derive(Debug, Default)]
-struct Lists {
-    allocations: u32,
-    unmapped: Vec<u32>,
-    kept: HashMap<u32, Memory>,
-    /// How many ranks have said that they unmapped an allocation.
-    counts: HashMap<u32, usize>,
-}
-
-impl Yard {
-    fn lists(&self) -> MutexGuard<'_, Lists> {
-        // No code that can panic runs while it is held.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Forgets what it keeps without freeing it: for a group that failed with work still on the device.
-    pub fn abandon(&self) {
-        for (_, memory) in self.lists().kept.drain() {
-            std::mem::forget(memory);
-        }
-    }
+    rank: usize,
+    /// Every rank's memory as this rank has mapped it, by rank.
+    maps: Deferred<Vec<Mapping>>,
 }
 
 impl Symmetric {
-    /// Collective, as `call`. Zeroed, but for what `initialise` writes before another rank can see it.
+    /// Collective, as `call`. Zeroed, but for what `initialise` writes before another rank can see it. Where there is no
+    /// room, all ranks first free what they have dropped, and try once more.
     pub fn allocate(
-        device: &Result<Arc<Device>>,
-        yard: &Arc<Yard>,
+        device: &Arc<Device>,
+        reclaimer: &Arc<Reclaimer>,
         members: &Members,
+        peers: &Peers,
         call: &Call,
         bytes: usize,
-        initialise: impl FnOnce(&mut Memory) -> Result<()>,
+        initialise: impl Fn(&mut Region) -> Result<()>,
     ) -> Result<Symmetric> {
-        let rank = members.rank;
-        let mut own = None;
-        let unmapped = std::mem::take(&mut yard.lists().unmapped);
-        let offer = || -> Result<Vec<u8>> {
-            let device = device.as_ref().map_err(Clone::clone)?;
-            let mut memory = Memory::blocks(device, bytes)?;
-            initialise(&mut memory)?;
-            let offer = Offer {
-                handle: memory.export()?.to_vec(),
-                uuid: device.uuid,
-                unmapped: unmapped.clone(),
+        let attempt = || -> Result<(Mapping, Vec<OwnedFd>)> {
+            let mut own = None;
+            let mut offer = || -> Result<OwnedFd> {
+                let (mut memory, fd) = Mapping::create(device, bytes)?;
+                initialise(memory.region_mut())?;
+                own = Some(memory);
+                Ok(fd)
             };
-            own = Some(memory);
-            serde_json::to_vec(&offer).map_err(|e| Error::Message {
-                rank,
-                reason: e.to_string(),
-            })
+            reclaimer.settle();
+            let gathered = members.exchange(call, offer().map(|fd| (Vec::new(), Some(fd))))?;
+            match own {
+                Some(own) if gathered.fds.len() == members.world => Ok((own, gathered.fds)),
+                _ => Err(members.fail(Error::System {
+                    rank: Some(members.rank),
+                    action: format!("receive {} descriptors", members.world),
+                    reason: format!("{} came; raise the limit on open files", gathered.fds.len()),
+                })),
+            }
         };
-        let gathered = members
-            .exchange(call, offer().map(|bytes| (bytes, None)))
-            .inspect_err(|_| {
-                let mut lists = yard.lists();
-                // Nobody has read the list; the next offer brings it.
-                lists.unmapped.extend(&unmapped);
-                // If the exchange broke off, some rank may have its part of it, and map this memory.
-                if let (Some(_), Some(own)) = (members.fault(), own.take()) {
-                    let serial = lists.allocations;
-                    lists.kept.insert(serial, own);
-                }
-            })?;
-        let (Ok(device), Some(own)) = (device, own) else {
-            // `exchange` has returned the error that this rank offered.
-            return Err(members.fail(Error::NoGpu {
-                rank,
-                reason: "it was lost".into(),
-            }));
+        let (own, fds) = match attempt() {
+            // The same on every rank.
+            Err(Error::OutOfMemory { .. }) => {
+                reclaimer.drain(members.timeout);
+                members.exchange(call, Ok((Vec::new(), None)))?;
+                attempt()?
+            }
+            first => first?,
         };
-        let mut lists = yard.lists();
-        let serial = lists.allocations;
-        lists.allocations += 1;
-        let mut imports = Vec::new();
-        let mut uuids = HashSet::new();
-        for (peer, bytes) in gathered.payloads.iter().enumerate() {
-            let offer: Offer = serde_json::from_slice(bytes).map_err(|e| {
-                members.fail(Error::Message {
-                    rank: peer,
-                    reason: e.to_string(),
-                })
-            })?;
-            uuids.insert(offer.uuid);
-            for serial in offer.unmapped {
-                let count = lists.counts.entry(serial).or_default();
-                *count += 1;
-                if *count == members.world {
-                    lists.counts.remove(&serial);
-                    lists.kept.remove(&serial);
-                }
-            }
-            if peer == rank {
-                imports.push(None);
-                continue;
-            }
-            let handle = offer.handle.try_into().unwrap_or([0; 64]);
-            match import(device, members, peer, &offer.uuid, &handle) {
-                Ok(import) => imports.push(Some(import)),
-                // The others have their maps and go on: they must hear of a failure, and keep what they map.
-                Err(error) => {
-                    lists.kept.insert(serial, own);
-                    return Err(members.fail(error));
-                }
-            }
-        }
-        drop(lists);
+        let mut own = Some(own);
+        let maps = fds.iter().enumerate().map(|(peer, fd)| {
+            let own = own.take_if(|_| peer == members.rank);
+            own.map_or_else(|| peers.import(device, members, peer, fd, bytes), Ok)
+        });
+        // The others have theirs and go on: they must hear of a failure.
+        let maps = maps.collect::<Result<Vec<_>>>();
         Ok(Symmetric {
-            serial,
-            own: Some(own),
-            imports,
-            distinct: uuids.len() == members.world,
-            yard: yard.clone(),
+            rank: members.rank,
+            maps: Deferred::new(maps.map_err(|e| members.fail(e))?, reclaimer),
         })
     }
 
     /// This rank's memory.
     pub fn own(&self) -> DevicePtr {
-        self.own.as_ref().map_or(0, Memory::ptr)
+        self.of(self.rank)
     }
 
-    pub fn own_memory(&mut self) -> Option<&mut Memory> {
-        self.own.as_mut()
+    /// As the host copies from and to it.
+    pub fn own_region(&self) -> &Region {
+        self.maps[self.rank].region()
+    }
+
+    /// As [`Symmetric::own_region`].
+    pub fn own_region_mut(&mut self) -> &mut Region {
+        let rank = self.rank;
+        self.maps[rank].region_mut()
     }
 
     /// The memory of `rank`, as this rank has mapped it.
     pub fn of(&self, rank: usize) -> DevicePtr {
-        self.imports[rank]
-            .as_ref()
-            .map_or_else(|| self.own(), Import::ptr)
+        self.maps[rank].ptr()
     }
 }
 
-fn import(
-    device: &Arc<Device>,
-    members: &Members,
-    peer: usize,
-    uuid: &[u8; 16],
-    handle: &[u8; 64],
-) -> Result<Import> {
-    let refused = |reason: String| Error::NoPeerAccess {
-        rank: members.rank,
-        peer,
-        reason,
-    };
-    if !device.can_access(uuid)? {
-        return Err(refused("the driver says that it cannot".into()));
-    }
-    Import::open(device, handle).map_err(|e| refused(e.to_string()))
+/// What a rank says of itself when the group opens.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Introduction {
+    /// Its process.
+    pid: u32,
+    /// Where that number counts.
+    namespace: String,
+    uuid: Uuid,
+    /// The GPUs that it sees.
+    visible: Vec<Uuid>,
+    /// Whether its GPU was chosen by the caller.
+    chosen: bool,
 }
 
-impl Drop for Symmetric {
-    fn drop(&mut self) {
-        self.imports.clear();
-        let mut lists = self.yard.lists();
-        lists.unmapped.push(self.serial);
-        if let Some(own) = self.own.take() {
-            lists.kept.insert(self.serial, own);
+impl Introduction {
+    fn of(device: &Device, chosen: bool) -> Result<Introduction> {
+        let namespace = std::fs::read_link("/proc/self/ns/pid");
+        Ok(Introduction {
+            pid: std::process::id(),
+            namespace: namespace.map_or(String::new(), |link| link.to_string_lossy().into()),
+            uuid: device.uuid(),
+            visible: device.visible_uuids()?,
+            chosen,
+        })
+    }
+
+    /// Reads what another rank has sent.
+    pub fn parse(bytes: &[u8]) -> Result<Introduction, String> {
+        serde_json::from_slice(bytes).map_err(|error| error.to_string())
+    }
+}
+
+/// The ranks' GPUs.
+#[derive(Debug)]
+pub struct Peers(Vec<Uuid>);
+
+impl Peers {
+    /// Collective. A rank without a device tells the others why.
+    ///
+    /// # Errors
+    /// That of the first rank that has one; [`Error::NeedsProcesses`], [`Error::SharedGpu`].
+    pub fn meet(members: &Members, device: &Result<Arc<Device>>, chosen: bool) -> Result<Peers> {
+        let own = || -> Result<Vec<u8>> {
+            let device = device.as_ref().map_err(Clone::clone)?;
+            let introduction = Introduction::of(device, chosen)?;
+            serde_json::to_vec(&introduction).map_err(|e| Error::Message {
+                rank: members.rank,
+                reason: e.to_string(),
+            })
+        };
+        let own = own().map(|bytes| (bytes, None));
+        let gathered = members.exchange(&Call::OpenBackend, own)?;
+        let introductions = gathered.payloads.iter().enumerate();
+        let introductions = introductions.map(|(rank, bytes)| {
+            Introduction::parse(bytes).map_err(|reason| Error::Message { rank, reason })
+        });
+        let ranks = introductions.collect::<Result<Vec<_>>>();
+        ranks
+            .and_then(|ranks| check(&ranks).map(|()| ranks))
+            .map(|ranks| Peers(ranks.iter().map(|rank| rank.uuid).collect()))
+            .map_err(|error| members.fail(error))
+    }
+
+    /// Whether each rank has a GPU to itself.
+    pub fn are_distinct(&self) -> bool {
+        self.0.iter().collect::<HashSet<_>>().len() == self.0.len()
+    }
+
+    fn import(
+        &self,
+        device: &Arc<Device>,
+        members: &Members,
+        peer: usize,
+        fd: &OwnedFd,
+        bytes: usize,
+    ) -> Result<Mapping> {
+        let refused = |reason: String| Error::NoPeerAccess {
+            rank: members.rank,
+            peer,
+            reason,
+        };
+        if !device.can_access(&self.0[peer])? {
+            return Err(refused("the driver says that it cannot".into()));
+        }
+        Mapping::import(device, fd, bytes).map_err(|e| refused(e.to_string()))
+    }
+}
+
+/// Finds two ranks of one process, or two that share a GPU though there is one for each.
+fn check(ranks: &[Introduction]) -> Result<()> {
+    let visible: HashSet<&Uuid> = ranks.iter().flat_map(|rank| &rank.visible).collect();
+    for (later, rank) in ranks.iter().enumerate() {
+        for (earlier, other) in ranks[..later].iter().enumerate() {
+            if (rank.pid, &rank.namespace) == (other.pid, &other.namespace) {
+                return Err(Error::NeedsProcesses { rank: later });
+            }
+            let by_accident = rank.uuid == other.uuid && !rank.chosen && !other.chosen;
+            if by_accident && visible.len() >= ranks.len() {
+                return Err(Error::SharedGpu {
+                    ranks: [earlier, later],
+                    visible: visible.len(),
+                });
+            }
         }
     }
+    Ok(())
 }
 
 /// Every rank's flags, and this rank's words for its kernels.
@@ -236,9 +244,10 @@ pub const BOX: usize = (1 << 20) / MAX_WORLD;
 impl Control {
     /// Collective. All flags hold the epoch before `first`.
     pub fn open(
-        device: &Result<Arc<Device>>,
-        yard: &Arc<Yard>,
+        device: &Arc<Device>,
+        reclaimer: &Arc<Reclaimer>,
         members: &Members,
+        peers: &Peers,
         first: Epoch,
     ) -> Result<Control> {
         const {
@@ -250,14 +259,17 @@ impl Control {
         };
         let call = Call::OpenBackend;
         let before = first.previous().raw();
-        let memory = Symmetric::allocate(device, yard, members, &call, 2 * BOXES, |own| {
+        let initialise = |own: &mut Region| {
             let mut words = vec![0u32; word::END];
             words[..word::FLAGS].fill(before);
             words[word::MAILBOX..word::TURN].fill(before);
             words[word::TURN + offset_of!(GemmeshTurn, epoch) / 4] = before;
             let bytes = bytemuck::cast_slice(&words);
             own.write_rows(0, bytes.len(), bytes.len(), bytes)
-        })?;
+        };
+        let bytes = 2 * BOXES;
+        let memory =
+            Symmetric::allocate(device, reclaimer, members, peers, &call, bytes, initialise)?;
         Ok(Control { memory })
     }
 
@@ -285,11 +297,6 @@ impl Control {
         Control::at(self.memory.own(), word::ABORT)
     }
 
-    /// Whether each rank has a device to itself.
-    pub fn distinct_devices(&self) -> bool {
-        self.memory.distinct
-    }
-
     /// The mailbox of `rank`.
     pub fn mailbox(&self, rank: usize) -> DevicePtr {
         Control::at(self.memory.of(rank), word::MAILBOX)
@@ -313,7 +320,7 @@ impl Control {
             ready: self.ready(rank, 0),
             done: self.done(rank, 0),
             mailbox: Control::at(self.memory.own(), word::MAILBOX),
-            go: self.turn() + offset_of!(GemmeshTurn, go) as u64,
+            turn: self.turn(),
         }
     }
 
@@ -331,16 +338,6 @@ impl Control {
     pub fn inbox(&self, rank: usize, by: usize) -> DevicePtr {
         self.memory.of(rank) + (BOXES + by * BOX) as u64
     }
-
-    /// Leaves this rank's block allocated for good, because a peer may still map it.
-    pub fn abandon(&mut self) {
-        std::mem::forget(self.memory.own.take());
-    }
-
-    /// Stops mapping the peers' blocks. Nothing uses them any more.
-    pub fn unmap(&mut self) {
-        self.memory.imports.clear();
-    }
 }
 
 /// Addresses in this rank's own control block.
@@ -353,8 +350,8 @@ pub struct OwnWords {
     pub done: DevicePtr,
     /// `ready`, by peer, stands first in it.
     pub mailbox: DevicePtr,
-    /// What the copy stream waits for before it pushes.
-    pub go: DevicePtr,
+    /// The count of the operations whose rows are pushed.
+    pub turn: DevicePtr,
 }
 
 /// `ready` and `done` as they lie in a control block, and `ready` of the mailbox.
@@ -362,3 +359,51 @@ pub type FlagWords = [FlagLine; 3];
 
 /// A word for each peer.
 pub type FlagLine = [u32; MAX_WORLD];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rank(pid: u32, gpu: u8, visible: &[u8], chosen: bool) -> Introduction {
+        Introduction {
+            pid,
+            namespace: "pid:[1]".into(),
+            uuid: [gpu; 16],
+            visible: visible.iter().map(|&gpu| [gpu; 16]).collect(),
+            chosen,
+        }
+    }
+
+    #[test]
+    fn two_ranks_of_one_process_are_told_so() {
+        let ranks = [rank(1, 1, &[1, 2], false), rank(1, 2, &[1, 2], false)];
+        assert_eq!(check(&ranks), Err(Error::NeedsProcesses { rank: 1 }));
+        let mut elsewhere = ranks;
+        elsewhere[1].namespace = "pid:[2]".into();
+        assert_eq!(check(&elsewhere), Ok(()));
+    }
+
+    #[test]
+    fn ranks_that_share_a_gpu_by_accident_are_told_so() {
+        // Rank 0 sees GPUs 1 and 2, rank 1 sees 2 and 1, and each takes the one of its number.
+        let crossed = [rank(1, 1, &[1, 2], false), rank(2, 1, &[2, 1], false)];
+        let shared = Error::SharedGpu {
+            ranks: [0, 1],
+            visible: 2,
+        };
+        assert_eq!(check(&crossed), Err(shared));
+        let chosen = [rank(1, 1, &[1, 2], true), rank(2, 1, &[2, 1], false)];
+        assert_eq!(check(&chosen), Ok(()));
+        let scarce = [rank(1, 1, &[1], false), rank(2, 1, &[1], false)];
+        assert_eq!(check(&scarce), Ok(()));
+    }
+
+    #[test]
+    fn an_introduction_that_makes_no_sense_is_an_error() {
+        for bytes in [&b""[..], b"{}", b"[1,2]", b"{\"pid\":-1}", b"\xff"] {
+            assert!(Introduction::parse(bytes).is_err());
+        }
+        let sent = serde_json::to_vec(&rank(7, 1, &[1, 2], true)).unwrap();
+        assert_eq!(Introduction::parse(&sent).unwrap().visible.len(), 2);
+    }
+}

@@ -8,6 +8,7 @@ mod kernel;
 mod memory;
 mod monitor;
 mod program;
+mod reclaim;
 mod tensor_map;
 mod tuned;
 
@@ -15,16 +16,17 @@ mod tuned;
 pub use tuned::Winner;
 
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use abi::{GEMMESH_MAX_WORLD, GemmeshAlignment};
-use driver::{Device, Event, Memory, Stream, Urgency, WordOp};
+use driver::{Device, Event, Memory, Region, Stream, Urgency, WordOp};
 use kernel::Kernels;
-use memory::{BOX, Control, Symmetric, Yard};
+use memory::{BOX, Control, Peers, Symmetric};
 use monitor::Monitor;
 use program::Program;
+use reclaim::{Deferred, Reclaimer};
 
 use super::{Backend, Part, sealed};
 use crate::element::Element;
@@ -37,10 +39,20 @@ use crate::trace::Span;
 /// NVIDIA GPUs of the Hopper generation (H100, H200), a process each; several processes may share one.
 ///
 /// Operations are put on a stream and return at once; [`Group::synchronize`] waits for them and reports what went
-/// wrong. Until then their matrices must not be dropped, nor written in other ways than on that stream.
+/// wrong. Their matrices may be dropped before: the memory is freed when the operations have ended. Calls that read or
+/// write a matrix from the host wait for them. Who uses its memory by address ([`Matrix::as_device_ptr`]) does so on that
+/// stream, or after [`Group::synchronize`].
 ///
-/// Where it was measured to be faster, rows are pushed: kernels of all ranks then run at the same time, and whatever else
-/// waits for other GPUs must come in the same order on every rank. [`Transport::Pull`] needs no such order.
+/// # Pushed rows and other kernels
+///
+/// Where it was measured to be faster, rows are pushed ([`Transport::Push`], [`Transport::Store`]). A kernel whose rows are
+/// pushed waits for the peers' kernels of the same operation, on the device. So these must be able to run at the same time:
+/// on each GPU, at least one multiprocessor must become free for the kernel without the help of a rank that waits for it.
+/// A kernel that holds *all* multiprocessors of a GPU and itself waits for another GPU (NCCL's when it is given as many
+/// blocks, a kernel of another group of this library, which fills the GPU) must therefore stand in an order with the
+/// operation that is the same on every rank, and that the device knows: both on one stream, or joined by an event. The order
+/// in which the host makes the calls is none, for streams are independent. A kernel that leaves some multiprocessors free
+/// needs no order. What breaks this rule ends at the deadline with an error. [`Transport::Pull`] needs no such order.
 #[derive(Debug)]
 pub struct Cuda {
     /// First: its thread uses what follows.
@@ -48,10 +60,14 @@ pub struct Cuda {
     device: Arc<Device>,
     kernels: Kernels,
     tuned: tuned::Table,
-    /// A variable of the environment that makes streams wait for one another, if there is one.
-    queued_together: Option<&'static str>,
+    /// What makes streams wait for one another, if anything does.
+    queues: Queues,
     control: Control,
-    yard: Arc<Yard>,
+    reclaimer: Arc<Reclaimer>,
+    /// Whether each rank has a GPU to itself.
+    distinct: bool,
+    /// Whether a graph was captured: what it runs is on the main stream, behind no mark.
+    recorded: AtomicBool,
     /// Where operations are put; the caller may replace it.
     main: Mutex<Arc<Stream>>,
     copies: Stream,
@@ -67,6 +83,7 @@ pub struct Cuda {
     gathered: Event,
     /// The main stream before has come to where another took over.
     handed_over: Event,
+    peers: Peers,
     /// How often the ranks' streams have been aligned.
     alignments: AtomicU32,
 }
@@ -74,11 +91,37 @@ pub struct Cuda {
 /// Memory of one matrix: rows of whole 16 bytes.
 #[derive(Debug)]
 pub struct Buffer {
-    memory: Memory,
+    storage: Storage,
     /// Bytes from row to row.
     pitch: usize,
     /// Bytes of a row that are elements.
     width: usize,
+}
+
+#[derive(Debug)]
+enum Storage {
+    Own(Deferred<Memory>),
+    Callers(Region),
+}
+
+impl Buffer {
+    fn region(&self) -> &Region {
+        match &self.storage {
+            Storage::Own(memory) => memory.region(),
+            Storage::Callers(region) => region,
+        }
+    }
+
+    fn region_mut(&mut self) -> &mut Region {
+        match &mut self.storage {
+            Storage::Own(memory) => memory.region_mut(),
+            Storage::Callers(region) => region,
+        }
+    }
+
+    fn ptr(&self) -> u64 {
+        self.region().ptr()
+    }
 }
 
 impl Backend for Cuda {}
@@ -95,22 +138,26 @@ impl sealed::Backend for Cuda {
             return Err(members.fail(Error::NeedsProcesses { rank: members.rank }));
         }
         // What fails before the first exchange is told to the others in it.
-        let load = || -> Result<(Arc<Device>, Kernels, tuned::Table)> {
+        let load = || -> Result<(Arc<Device>, Kernels, tuned::Table, Queues)> {
             let device = Device::open(members.rank, options.device)?;
             let kernels = Kernels::load(&device)?;
-            let tuned = tuned::Table::load(members.rank, &device.name, members.world)?;
-            Ok((device, kernels, tuned))
+            let tuned = tuned::Table::load(members.rank, device.name(), members.world)?;
+            let queues = Queues::found(device.priorities()?);
+            queues.check(members.rank)?;
+            Ok((device, kernels, tuned, queues))
         };
         let loaded = load();
         let device = loaded.as_ref().map(|(device, ..)| device.clone());
         let device = device.map_err(Clone::clone);
-        let yard = Arc::new(Yard::default());
+        let peers = Peers::meet(members, &device, options.device.is_some())?;
         let open = || -> Result<Cuda> {
-            let control = Control::open(&device, &yard, members, options.first_epoch)?;
-            let (device, kernels, tuned) = loaded?;
+            let (device, kernels, tuned, queues) = loaded?;
+            let reclaimer = Reclaimer::new(&device);
+            let first = options.first_epoch;
+            let control = Control::open(&device, &reclaimer, members, &peers, first)?;
             let own = control.own(members.rank);
             let cuda = Cuda {
-                monitor: Monitor::start(&device, members, own, options.first_epoch)?,
+                monitor: Monitor::start(&device, members, own, first)?,
                 main: Mutex::new(Arc::new(Stream::new(&device, Urgency::Kernels)?)),
                 copies: Stream::new(&device, Urgency::Copies)?,
                 late_copies: Stream::new(&device, Urgency::Copies)?,
@@ -120,75 +167,60 @@ impl sealed::Backend for Cuda {
                 gathered: Event::new(&device, false)?,
                 handed_over: Event::new(&device, false)?,
                 alignments: AtomicU32::new(0),
-                queued_together: queued_together(),
+                distinct: peers.are_distinct(),
+                recorded: AtomicBool::new(false),
+                peers,
+                queues,
                 tuned,
                 kernels,
                 control,
-                yard: yard.clone(),
+                reclaimer,
                 device,
             };
             cuda.warm_up(members)?;
             Ok(cuda)
         };
-        open().map_err(|error| {
-            let error = members.fail(error);
-            // The control block has gone to the yard, and peers may have mapped it.
-            members.mark_closed();
-            if !members.await_closed() {
-                yard.abandon();
-            }
-            error
-        })
+        open().map_err(|error| members.fail(error))
     }
 
     fn close(&mut self, members: &Members) {
-        // Nothing is freed under a running kernel or copy: if the device does not come to rest, not at all.
-        let deadline = Instant::now() + members.timeout + Duration::from_secs(2);
-        let at_rest = || {
-            let main = self.main();
-            let mut streams = [&self.copies, &self.late_copies, &main].into_iter();
-            streams.all(|stream| stream.is_idle().unwrap_or(true))
-        };
-        let mut rested = at_rest();
-        while !rested && Instant::now() < deadline {
+        // The operations end by themselves, or the monitor ends them: unless the caller's own work in front of them goes on.
+        let longest = members.timeout + Duration::from_secs(2);
+        let begin = Instant::now();
+        let at_rest = || self.reclaimer.latest().is_none_or(|mark| mark.is_passed());
+        while !at_rest() && begin.elapsed() < longest {
             std::thread::sleep(Duration::from_micros(200));
-            rested = at_rest();
         }
-        self.monitor.stop();
-        if rested {
-            self.control.unmap();
-            members.mark_closed();
+        if !at_rest() {
+            // When the streams come to them, nothing is waited for any more.
+            self.monitor.release();
         }
-        // Memory that a peer still maps must not be freed either.
-        if !rested || !members.await_closed() {
-            self.yard.abandon();
-            self.control.abandon();
-        }
-        if !rested {
-            self.device.abandon();
-        }
+        self.reclaimer.retire(self.monitor.stop());
+        self.reclaimer.drain(Duration::from_secs(1));
     }
 
     fn default_config(&self, problem: &Problem) -> Config {
         // Kernels that wait for one another must be able to run at the same time.
-        let pushes = self.control.distinct_devices() && self.queued_together.is_none();
+        let pushes = self.distinct && self.queues.together.is_none();
         let measured = self.tuned.find(problem);
         let measured = measured.filter(|m| pushes || m.config.transport == Transport::Pull);
-        let multiprocessors = self.device.multiprocessors as usize;
+        let multiprocessors = self.device.multiprocessors();
         self.kernels
             .default_config(multiprocessors, problem, measured)
     }
 
     fn is_recording(&self, _members: &Members) -> Result<bool> {
-        self.device.bind()?;
         self.main().is_capturing()
     }
 
     fn prepare(&self, members: &Members, plan: Plan) -> Result<Program> {
-        if let (Transport::Push, Some(variable)) = (plan.config().transport, self.queued_together) {
+        if plan.config().transport == Transport::Push
+            && let Some(cause) = &self.queues.together
+        {
             return Err(Error::QueuedTogether {
                 rank: members.rank,
-                variable: variable.into(),
+                what: "Transport::Push".into(),
+                cause: cause.clone(),
             });
         }
         // All of a push is on its stream before the kernel that it waits for is launched.
@@ -213,37 +245,39 @@ impl sealed::Backend for Cuda {
     }
 
     fn symmetric(&self, members: &Members, call: &Call, bytes: usize) -> Result<Symmetric> {
-        let device = Ok(self.device.clone());
-        Symmetric::allocate(&device, &self.yard, members, call, bytes, |_| Ok(()))
+        let (device, reclaimer) = (&self.device, &self.reclaimer);
+        Symmetric::allocate(device, reclaimer, members, &self.peers, call, bytes, |_| {
+            Ok(())
+        })
     }
 
-    fn buffer(&self, _members: &Members, rows: usize, width: usize) -> Result<Buffer> {
+    fn buffer(&self, members: &Members, rows: usize, width: usize) -> Result<Buffer> {
         let pitch = width.next_multiple_of(16);
+        let memory = self.own_memory(members, rows * pitch)?;
         Ok(Buffer {
-            memory: Memory::zeroed(&self.device, rows * pitch)?,
+            storage: Storage::Own(Deferred::new(memory, &self.reclaimer)),
             pitch,
             width,
         })
     }
 
     fn write_symmetric(&self, to: &mut Symmetric, offset: usize, from: &[u8]) -> Result<()> {
-        to.own_memory().map_or(Ok(()), |own| {
-            own.write_rows(offset, from.len(), from.len(), from)
-        })
+        let length = from.len();
+        to.own_region_mut().write_rows(offset, length, length, from)
     }
 
     fn read_symmetric(&self, from: &mut Symmetric, offset: usize, to: &mut [u8]) -> Result<()> {
         let length = to.len();
-        from.own_memory()
-            .map_or(Ok(()), |own| own.read_rows(offset, length, length, to))
+        from.own_region().read_rows(offset, length, length, to)
     }
 
     fn write(&self, to: &mut Buffer, from: &[u8]) -> Result<()> {
-        to.memory.write_rows(0, to.pitch, to.width, from)
+        let (pitch, width) = (to.pitch, to.width);
+        to.region_mut().write_rows(0, pitch, width, from)
     }
 
     fn read(&self, from: &Buffer, to: &mut [u8]) -> Result<()> {
-        from.memory.read_rows(0, from.pitch, from.width, to)
+        from.region().read_rows(0, from.pitch, from.width, to)
     }
 
     fn run(
@@ -259,19 +293,83 @@ impl sealed::Backend for Cuda {
     }
 
     fn synchronize(&self, members: &Members) -> Result<()> {
-        self.wait_idle(members, &self.main())
+        let main = self.main();
+        if main.is_capturing()? {
+            return Err(Error::Capturing { rank: members.rank });
+        }
+        if self.recorded.load(Ordering::Relaxed) {
+            self.reclaimer.mark(&main, &self.copies)?;
+        }
+        self.wait_for_operations(members)
     }
 }
 
-/// Pushes wait on their stream for a kernel that is launched after them. With one of these the kernel would wait for them.
-fn queued_together() -> Option<&'static str> {
-    let value = |name| std::env::var(name).unwrap_or_default();
-    if value("CUDA_DEVICE_MAX_CONNECTIONS") == "1" {
-        Some("CUDA_DEVICE_MAX_CONNECTIONS=1")
-    } else if !["", "0"].contains(&&*value("CUDA_LAUNCH_BLOCKING")) {
-        Some("CUDA_LAUNCH_BLOCKING")
-    } else {
-        None
+/// Whether a stream's work can be held up by another's that stands in the same queue of the device: the device has fewer
+/// queues than a process may have streams, but streams of different priority share none.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Queues {
+    /// Why kernels and copies may share one.
+    together: Option<String>,
+    /// Whether all streams of one priority share one.
+    single: bool,
+    /// The least and the greatest priority: lower numbers are higher priorities.
+    priorities: (i32, i32),
+}
+
+impl Queues {
+    fn found(priorities: (i32, i32)) -> Queues {
+        Queues::of(|name| std::env::var(name).unwrap_or_default(), priorities)
+    }
+
+    fn of(variable: impl Fn(&str) -> String, priorities: (i32, i32)) -> Queues {
+        let single = variable("CUDA_DEVICE_MAX_CONNECTIONS") == "1";
+        let (least, greatest) = priorities;
+        let together = if single {
+            Some("CUDA_DEVICE_MAX_CONNECTIONS=1".into())
+        } else if !["", "0"].contains(&&*variable("CUDA_LAUNCH_BLOCKING")) {
+            Some("CUDA_LAUNCH_BLOCKING".into())
+        } else if least - greatest < 2 {
+            let count = least - greatest + 1;
+            Some(format!(
+                "a driver with {count} stream priorities, as under MPS or on a virtual GPU"
+            ))
+        } else {
+            None
+        };
+        Queues {
+            together,
+            single,
+            priorities,
+        }
+    }
+
+    /// What sets the device free after a failure needs a queue that nothing waits in.
+    fn check(&self, rank: usize) -> Result<()> {
+        let (least, greatest) = self.priorities;
+        if self.single && least - greatest < 2 {
+            return Err(Error::QueuedTogether {
+                rank,
+                what: "a group".into(),
+                cause: "CUDA_DEVICE_MAX_CONNECTIONS=1 and a driver without stream priorities"
+                    .into(),
+            });
+        }
+        Ok(())
+    }
+
+    /// Whether a stream of the caller's may be the one that operations are put on.
+    fn check_main(&self, rank: usize, priority: i32) -> Result<()> {
+        let (least, greatest) = self.priorities;
+        // The copies' and the rescuer's.
+        let ours = priority <= (greatest + 1).min(least);
+        if self.single && ours {
+            return Err(Error::QueuedTogether {
+                rank,
+                what: format!("a stream of priority {priority}"),
+                cause: "CUDA_DEVICE_MAX_CONNECTIONS=1".into(),
+            });
+        }
+        Ok(())
     }
 }
 
@@ -279,7 +377,8 @@ impl Cuda {
     /// Does once what the copy streams do in operations, while nothing waits for them: what the driver does at first
     /// use may wait for kernels to end.
     fn warm_up(&self, members: &Members) -> Result<()> {
-        let scratch = Memory::zeroed(&self.device, 2 * BOX)?;
+        let _bound = self.device.bind()?;
+        let scratch = self.scratch(2 * BOX)?;
         let (from, to) = (scratch.ptr(), scratch.ptr() + BOX as u64);
         for stream in [&self.copies, &self.late_copies] {
             // SAFETY: the scratch holds both boxes and lives until the stream is idle.
@@ -301,23 +400,84 @@ impl Cuda {
             .clone()
     }
 
-    /// Waits until everything on `stream` is done. What never ends, the monitor ends.
-    fn wait_idle(&self, members: &Members, stream: &Stream) -> Result<()> {
-        self.device.bind()?;
-        if stream.is_capturing()? {
-            return Err(Error::Capturing { rank: members.rank });
+    /// Memory that is used on this group's streams, and is not freed while they may use it.
+    fn scratch(&self, bytes: usize) -> Result<Deferred<Memory>> {
+        let memory = Memory::zeroed(&self.device, bytes)?;
+        Ok(Deferred::new(memory, &self.reclaimer))
+    }
+
+    /// Memory of a matrix of this rank's own. If there is no room, what was dropped is freed first: by this rank when its
+    /// operations have ended, by others perhaps a moment later.
+    fn own_memory(&self, members: &Members, bytes: usize) -> Result<Memory> {
+        const MOMENT: Duration = Duration::from_millis(250);
+        const NAP: Duration = Duration::from_millis(5);
+        self.reclaimer.settle();
+        let mut memory = Memory::zeroed(&self.device, bytes);
+        if let Err(Error::OutOfMemory { .. }) = memory {
+            self.reclaimer.drain(members.timeout);
+            let begin = Instant::now();
+            while matches!(memory, Err(Error::OutOfMemory { .. })) && begin.elapsed() < MOMENT {
+                std::thread::sleep(NAP);
+                memory = Memory::zeroed(&self.device, bytes);
+            }
         }
+        memory
+    }
+
+    /// Notes where the streams stand, after something has been put on them.
+    fn mark(&self) -> Result<()> {
+        self.reclaimer.mark(&self.main(), &self.copies)
+    }
+
+    /// Waits until what was put on the main stream by this library is done. What never ends, the monitor ends; what the
+    /// caller has put in front of it is not waited for longer than the timeout while nothing else moves.
+    fn wait_for_operations(&self, members: &Members) -> Result<()> {
+        let Some(mark) = self.reclaimer.latest() else {
+            return self.report(members);
+        };
+        self.poll(members, || mark.main_is_passed())?;
+        self.report(members)
+    }
+
+    /// Waits until everything on a stream of this library's own is done.
+    fn wait_idle(&self, members: &Members, stream: &Stream) -> Result<()> {
+        self.poll(members, || stream.is_idle())?;
+        self.report(members)
+    }
+
+    fn report(&self, members: &Members) -> Result<()> {
+        self.monitor.look();
+        members.fault().map_or(Ok(()), Err)
+    }
+
+    fn poll(&self, members: &Members, is_done: impl Fn() -> Result<bool>) -> Result<()> {
         const SPINS: u32 = 1000;
         const NAP: Duration = Duration::from_micros(50);
+        /// More than the monitor waits.
+        const GRACE: Duration = Duration::from_secs(2);
+        let mut progress = (self.monitor.outstanding(), Instant::now());
         let mut turn = 0;
-        while !stream.is_idle().map_err(|e| members.fail(e))? {
+        while !is_done().map_err(|e| members.fail(e))? {
             turn += 1;
             if turn > SPINS {
                 std::thread::sleep(NAP);
             }
+            let outstanding = self.monitor.outstanding();
+            if outstanding != progress.0 {
+                progress = (outstanding, Instant::now());
+            }
+            let waited = progress.1.elapsed();
+            if waited > members.timeout + GRACE {
+                // The group goes on: this rank may ask again.
+                return Err(Error::Timeout {
+                    rank: members.rank,
+                    waiting: members.rank,
+                    what: "the work that its own program has put on the stream before".into(),
+                    waited_ms: waited.as_millis() as u64,
+                });
+            }
         }
-        self.monitor.look();
-        members.fault().map_or(Ok(()), Err)
+        Ok(())
     }
 }
 
@@ -331,7 +491,8 @@ impl Group<Cuda> {
     /// They begin after what was put on the stream before.
     ///
     /// # Errors
-    /// [`Error::Cuda`] if the driver refuses; the group's failure.
+    /// [`Error::QueuedTogether`] for a stream that shares a queue of the device with this library's own, as all of one
+    /// priority do under CUDA_DEVICE_MAX_CONNECTIONS=1; [`Error::Cuda`] if the driver refuses; the group's failure.
     ///
     /// # Safety
     /// The stream lives until another takes over or the group has ended.
@@ -339,6 +500,7 @@ impl Group<Cuda> {
         let cuda = &self.inner().backend;
         // SAFETY: as this function's.
         let next = unsafe { Stream::borrowed(&cuda.device, stream) };
+        cuda.queues.check_main(self.rank(), next.priority()?)?;
         // Not while another thread has put a part of an operation on the stream before.
         self.exclusively(|_| {
             let mut main = cuda.main.lock().unwrap_or_else(PoisonError::into_inner);
@@ -350,7 +512,7 @@ impl Group<Cuda> {
 
     /// The name of this rank's GPU.
     pub fn device_name(&self) -> &str {
-        &self.inner().backend.device.name
+        self.inner().backend.device.name()
     }
 
     /// The version of CUDA that the driver supports, as major · 1000 + minor · 10.
@@ -369,9 +531,10 @@ impl Group<Cuda> {
         let inner = self.inner();
         let (cuda, members) = (&inner.backend, &inner.members);
         let (rank, world) = (members.rank, members.world);
-        let mut scratch = Memory::zeroed(&cuda.device, 2 * BOX)?;
+        let _bound = cuda.device.bind()?;
+        let mut scratch = cuda.scratch(2 * BOX)?;
         // Box p of rank r gets what r expects of p: first written by r itself, for p to read back ...
-        let verify = |scratch: &Memory, from: usize, to: usize, peer: usize| -> Result<()> {
+        let verify = |scratch: &Region, from: usize, to: usize, peer: usize| -> Result<()> {
             let mut seen = vec![0u8; BOX];
             scratch.read_rows(0, BOX, BOX, &mut seen)?;
             if seen == pattern(from, to) {
@@ -387,24 +550,28 @@ impl Group<Cuda> {
         };
         let peers = || (0..world).filter(move |&peer| peer != rank);
         for peer in peers() {
-            scratch.write_rows(0, BOX, BOX, &pattern(rank, peer))?;
+            scratch
+                .region_mut()
+                .write_rows(0, BOX, BOX, &pattern(rank, peer))?;
             copy(cuda.control.inbox(rank, peer), scratch.ptr())?;
         }
         self.barrier()?;
         for peer in peers() {
             copy(scratch.ptr(), cuda.control.inbox(peer, rank))?;
-            verify(&scratch, peer, rank, peer)?;
+            verify(scratch.region(), peer, rank, peer)?;
         }
         self.barrier()?;
         // ... then by p, for r to find.
         for peer in peers() {
-            scratch.write_rows(0, BOX, BOX, &pattern(rank + world, peer))?;
+            scratch
+                .region_mut()
+                .write_rows(0, BOX, BOX, &pattern(rank + world, peer))?;
             copy(cuda.control.inbox(peer, rank), scratch.ptr())?;
         }
         self.barrier()?;
         for peer in peers() {
             copy(scratch.ptr(), cuda.control.inbox(rank, peer))?;
-            verify(&scratch, peer + world, rank, peer)?;
+            verify(scratch.region(), peer + world, rank, peer)?;
         }
         self.barrier()
     }
@@ -442,7 +609,7 @@ fn align(cuda: &Cuda, members: &Members, stream: &Stream) -> Result<()> {
         reserved: 0,
     };
     let mut arguments = [(&raw mut alignment).cast()];
-    cuda.device.bind()?;
+    let _bound = cuda.device.bind()?;
     // SAFETY: the argument is what abi.h says; control blocks live as long as the backend, whose end waits for its streams.
     unsafe {
         let align = cuda.kernels.align;
@@ -459,15 +626,18 @@ fn pattern(from: usize, to: usize) -> Vec<u8> {
 }
 
 impl<T: Element> Matrix<Cuda, T> {
-    /// A matrix in memory of the caller's, such as a tensor of candle, cust or burn: the door for other stacks.
+    /// A matrix in memory of the caller's, such as a tensor of candle, cust or burn, or a part of one (some rows; some
+    /// columns, with the pitch of the whole): the door for other stacks. It is a view: making and dropping it costs
+    /// nothing and waits for nothing.
     ///
     /// # Errors
     /// [`Error::Unaligned`] unless `ptr` and `pitch`, the bytes from row to row, are multiples of 16;
-    /// [`Error::Shape`] if a row is longer than the pitch.
+    /// [`Error::Shape`] if a row is longer than the pitch; [`Error::Limit`] for an empty shape.
     ///
     /// # Safety
-    /// `ptr` is memory of the group's device of at least `rows * pitch` bytes, which stays allocated until the
-    /// operations that use the matrix are complete, and nobody else uses meanwhile. If `columns` is no multiple
+    /// `ptr` is memory of the group's device of at least `(rows - 1) * pitch` bytes and a row, which stays allocated until the
+    /// operations that use the matrix are complete (dropping the matrix does not wait for them), and which nobody else writes
+    /// meanwhile, nor reads if it is an output. If `columns` is no multiple
     /// of 8, an operation whose output it is writes into a row's padding up to the next multiple: zeros, or NaN where the
     /// row of `a` is not finite.
     pub unsafe fn from_device_ptr(
@@ -478,7 +648,7 @@ impl<T: Element> Matrix<Cuda, T> {
         pitch: usize,
     ) -> Result<Matrix<Cuda, T>> {
         let rank = group.rank();
-        let width = columns * size_of::<T>();
+        let width = group.bytes_of::<T>(rows, columns)? / rows;
         for (what, value) in [("device pointer", ptr as usize), ("pitch", pitch)] {
             if !value.is_multiple_of(16) {
                 return Err(Error::Unaligned {
@@ -489,7 +659,7 @@ impl<T: Element> Matrix<Cuda, T> {
                 });
             }
         }
-        if width > pitch {
+        if pitch < width {
             return Err(Error::Shape {
                 rank,
                 argument: "the bytes of a row".into(),
@@ -497,10 +667,11 @@ impl<T: Element> Matrix<Cuda, T> {
                 found: vec![width],
             });
         }
+        let bytes = (rows - 1).saturating_mul(pitch).saturating_add(width);
         // SAFETY: as this function's.
-        let memory = unsafe { Memory::borrowed(&group.inner().backend.device, ptr, rows * pitch) };
+        let region = unsafe { Region::new(&group.inner().backend.device, ptr, bytes) };
         let buffer = Buffer {
-            memory,
+            storage: Storage::Callers(region),
             pitch,
             width,
         };
@@ -510,7 +681,7 @@ impl<T: Element> Matrix<Cuda, T> {
     /// Where the matrix lies on the device, and the bytes from row to row.
     pub fn as_device_ptr(&self) -> (u64, usize) {
         let buffer = self.memory();
-        (buffer.memory.ptr(), buffer.pitch)
+        (buffer.ptr(), buffer.pitch)
     }
 }
 
@@ -518,5 +689,53 @@ impl<T: Element> crate::sharded::ShardedMatrix<Cuda, T> {
     /// Where the whole [M, K] matrix of this rank lies on the device; its rows follow one another without padding.
     pub fn as_device_ptr(&self) -> u64 {
         self.memory().own()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PRIORITIES: (i32, i32) = (0, -5);
+
+    fn queues(variables: &[(&str, &str)], priorities: (i32, i32)) -> Queues {
+        let value = |name: &str| variables.iter().find(|(known, _)| *known == name);
+        Queues::of(
+            |name| value(name).map_or(String::new(), |(_, value)| value.to_string()),
+            priorities,
+        )
+    }
+
+    #[test]
+    fn what_makes_streams_share_a_queue_is_found() {
+        let together = |variables: &[_], priorities| queues(variables, priorities).together;
+        assert_eq!(together(&[], PRIORITIES), None);
+        assert_eq!(together(&[("CUDA_LAUNCH_BLOCKING", "0")], PRIORITIES), None);
+        for variable in ["CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"] {
+            let cause = together(&[(variable, "1")], PRIORITIES).unwrap();
+            assert!(cause.starts_with(variable), "{cause}");
+        }
+        let cause = together(&[], (0, 0)).unwrap();
+        assert!(cause.contains("1 stream priorities"), "{cause}");
+    }
+
+    #[test]
+    fn a_stream_of_the_callers_never_shares_a_queue_with_what_sets_it_free() {
+        let single = queues(&[("CUDA_DEVICE_MAX_CONNECTIONS", "1")], PRIORITIES);
+        assert_eq!(single.check(0), Ok(()));
+        for priority in [-5, -4] {
+            let error = single.check_main(3, priority).unwrap_err();
+            assert!(
+                matches!(error, Error::QueuedTogether { rank: 3, .. }),
+                "{error}"
+            );
+        }
+        for priority in [-3, 0] {
+            assert_eq!(single.check_main(0, priority), Ok(()));
+        }
+        assert_eq!(queues(&[], PRIORITIES).check_main(0, -5), Ok(()));
+        let alike = queues(&[("CUDA_DEVICE_MAX_CONNECTIONS", "1")], (0, 0));
+        assert!(alike.check(0).is_err());
+        assert_eq!(queues(&[], (0, 0)).check(0), Ok(()));
     }
 }

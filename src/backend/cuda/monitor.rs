@@ -4,12 +4,15 @@
 //! this thread looks at the oldest operation that is not complete; and once the group has failed, whoever
 //! noticed it, it writes what this rank's kernels and streams wait for, so that they run through.
 
+use std::mem::offset_of;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::abi::{GEMMESH_FAULT_RECORDED, GEMMESH_GROUP_FAILED, GEMMESH_READY, GemmeshFault};
+use super::abi::{
+    GEMMESH_FAULT_RECORDED, GEMMESH_GROUP_FAILED, GEMMESH_READY, GemmeshFault, GemmeshTurn,
+};
 use super::driver::{Device, DevicePtr, Pinned, Stream, Urgency, WordOp};
 use super::memory::{FlagLine, FlagWords, OwnWords};
 use crate::error::{Error, Result};
@@ -132,8 +135,19 @@ impl Monitor {
         self.watch.look();
     }
 
-    /// Ends the thread.
-    pub fn stop(&mut self) {
+    /// Lets whatever waits on the device run through, now and later.
+    pub fn release(&self) {
+        // What can't be written can't be helped; the device itself has failed then.
+        let _ = self.watch.release();
+    }
+
+    /// Ends the thread. What is returned is used by the device as long as an operation runs.
+    pub fn stop(&mut self) -> impl Send + use<> {
+        self.end();
+        self.watch.clone()
+    }
+
+    fn end(&mut self) {
         *lock(&self.watch.closing) = true;
         self.watch.closed.notify_all();
         if let Some(thread) = self.thread.take() {
@@ -145,7 +159,7 @@ impl Monitor {
 
 impl Drop for Monitor {
     fn drop(&mut self) {
-        self.stop();
+        self.end();
     }
 }
 
@@ -284,7 +298,7 @@ impl Watch {
 
     /// This rank's words, by peer.
     fn read_flags(&self) -> Result<FlagWords> {
-        self.device.bind()?;
+        let _bound = self.device.bind()?;
         let snapshot = self.snapshot.ptr();
         let (first, rest) = (size_of::<[FlagLine; 2]>(), size_of::<FlagLine>());
         // SAFETY: the control block and the snapshot live as long as this thread, which waits for the copies below
@@ -313,10 +327,10 @@ impl Watch {
     /// It is safe that this writes flags that are others' to write: nobody uses what they guard any more.
     fn release(&self) -> Result<()> {
         let last = self.begun.load(Ordering::Acquire);
-        self.device.bind()?;
+        let _bound = self.device.bind()?;
         let mut words = vec![
             WordOp::Write(self.own.abort, GEMMESH_GROUP_FAILED),
-            WordOp::Write(self.own.go, 1),
+            WordOp::Write(self.own.turn + offset_of!(GemmeshTurn, go) as u64, 1),
         ];
         for peer in 0..self.world as u64 {
             words.push(WordOp::Write(self.own.ready + 4 * peer, last));

@@ -8,6 +8,7 @@ use super::abi::{
 };
 use super::driver::{DevicePtr, Layout, Memory, Stream};
 use super::kernel::Instance;
+use super::reclaim::Deferred;
 use super::tensor_map::{Cache, Maps, Matrices};
 use super::{Buffer, Cuda};
 use crate::backend::{Part, sealed};
@@ -21,14 +22,15 @@ use crate::trace::{Lane, Span, Work};
 #[derive(Debug)]
 pub struct Program {
     pub plan: Plan,
-    tiles: Memory,
+    /// All tables, one behind the other.
+    tables: Deferred<Memory>,
     /// By flag: the rank whose rows it guards.
-    sources: Memory,
+    sources: DevicePtr,
     /// What the kernel pushes, if it does.
-    pieces: Memory,
+    pieces: DevicePtr,
     piece_count: u32,
     /// By push: its pieces that have been pushed.
-    pushed: Memory,
+    pushed: DevicePtr,
     maps: Cache,
 }
 
@@ -46,15 +48,28 @@ impl Program {
             .collect();
         let sources: Vec<u32> = plan.sources_of_flags().iter().map(|&s| s as u32).collect();
         let pieces = match plan.config().transport {
-            Transport::Store => pieces(&plan, cuda.device.multiprocessors as usize),
+            Transport::Store => pieces(&plan, cuda.device.multiprocessors()),
             _ => Vec::new(),
         };
+        let pushed = vec![0u32; plan.pushes().len()];
+        // One allocation and one copy, for a new shape may come at any time.
+        let mut bytes = Vec::new();
+        let mut append = |table: &[u8]| {
+            bytes.resize(bytes.len().next_multiple_of(16), 0);
+            bytes.extend(table);
+            (bytes.len() - table.len()) as u64
+        };
+        append(bytemuck::cast_slice(&tiles));
+        let sources = append(bytemuck::cast_slice(&sources));
+        let piece_table = append(bytemuck::cast_slice(&pieces));
+        let pushed = append(bytemuck::cast_slice(&pushed));
+        let tables = Memory::holding(&cuda.device, &bytes)?;
         Ok(Program {
-            tiles: Memory::holding(&cuda.device, bytemuck::cast_slice(&tiles))?,
-            sources: Memory::holding(&cuda.device, bytemuck::cast_slice(&sources))?,
-            pieces: Memory::holding(&cuda.device, bytemuck::cast_slice(&pieces))?,
+            sources: tables.ptr() + sources,
+            pieces: tables.ptr() + piece_table,
             piece_count: pieces.len() as u32,
-            pushed: Memory::zeroed(&cuda.device, 4 * plan.pushes().len())?,
+            pushed: tables.ptr() + pushed,
+            tables: Deferred::new(tables, &cuda.reclaimer),
             plan,
             maps: Cache::default(),
         })
@@ -103,7 +118,7 @@ pub struct Launch {
     maps: Maps,
     params: GemmeshParams,
     grid: u32,
-    trace: Option<Memory>,
+    trace: Option<Deferred<Memory>>,
 }
 
 impl Launch {
@@ -150,10 +165,7 @@ impl Launch {
         let trace = match trace {
             true => {
                 let events = entries * instance.ctas();
-                Some(Memory::zeroed(
-                    &cuda.device,
-                    events * size_of::<GemmeshTraceEvent>(),
-                )?)
+                Some(cuda.scratch(events * size_of::<GemmeshTraceEvent>())?)
             }
             false => None,
         };
@@ -173,8 +185,8 @@ impl Launch {
         }
         let exchange = GemmeshExchange {
             turn: if pushed { control.turn() } else { 0 } as *mut GemmeshTurn,
-            pieces: program.pieces.ptr() as *const GemmeshPiece,
-            pushed: program.pushed.ptr() as *mut u32,
+            pieces: program.pieces as *const GemmeshPiece,
+            pushed: program.pushed as *mut u32,
             // The kernel's waits have deadlines of their own. Where copies push, their stream says that it should run.
             started: match plan.config().transport {
                 Transport::Store => report(cuda.monitor.started()),
@@ -190,13 +202,13 @@ impl Launch {
         };
         let late = plan.late();
         let params = GemmeshParams {
-            tiles: program.tiles.ptr() as *const GemmeshTile,
+            tiles: program.tables.ptr() as *const GemmeshTile,
             flags: flags as *const u32,
-            sources: program.sources.ptr() as *const u32,
+            sources: program.sources as *const u32,
             abort: control.abort() as *mut u32,
             fault: cuda.monitor.fault() as *mut GemmeshFault,
-            bias: operands.bias.map_or(0, |bias| bias.memory.ptr()) as *const c_void,
-            trace: trace.as_ref().map_or(0, Memory::ptr) as *mut GemmeshTraceEvent,
+            bias: operands.bias.map_or(0, |bias| bias.ptr()) as *const c_void,
+            trace: trace.as_ref().map_or(0, |trace| trace.ptr()) as *mut GemmeshTraceEvent,
             deadline_ns: members.timeout.as_nanos().min(u64::MAX.into()) as u64,
             tile_count: entries as u32,
             epoch,
@@ -227,8 +239,8 @@ impl Launch {
             argument((&raw const self.params).cast()),
         ];
         let instance = &self.instance;
-        // SAFETY: the arguments are what abi.h says. The matrices, the table and the flags are alive until the stream
-        // has passed: matrices by contract of the operation, the rest because freeing device memory waits.
+        // SAFETY: the arguments are what abi.h says. The matrices, the tables and the flags are alive until the stream
+        // has passed: a caller's memory by contract of its view, the rest because it is freed after that only.
         unsafe {
             instance.function.launch(
                 stream,
@@ -248,7 +260,7 @@ impl Launch {
         let count = plan.tiles().len() * self.instance.ctas();
         let mut bytes = vec![0u8; count * size_of::<GemmeshTraceEvent>()];
         let length = bytes.len();
-        trace.read_rows(0, length, length, &mut bytes)?;
+        trace.region().read_rows(0, length, length, &mut bytes)?;
         for (index, event) in bytes
             .chunks_exact(size_of::<GemmeshTraceEvent>())
             .enumerate()
@@ -289,7 +301,7 @@ impl Launch {
 
 fn layout(buffer: &Buffer, rows: usize, columns: usize) -> Layout {
     Layout {
-        ptr: buffer.memory.ptr(),
+        ptr: buffer.ptr(),
         rows,
         columns,
         pitch: buffer.pitch,

@@ -6,13 +6,14 @@ use std::sync::Arc;
 
 use cudarc::driver::sys;
 
-use super::{Device, DevicePtr, Stream, check};
+use super::{Device, DevicePtr, Region, Stream, check, lock};
 use crate::error::Result;
 
-/// Kernels, loaded from a cubin.
+/// Kernels, loaded from a cubin once for all groups of the process.
 #[derive(Debug)]
 pub struct Module {
     device: Arc<Device>,
+    /// Unloaded with the GPU.
     module: sys::CUmodule,
 }
 
@@ -31,15 +32,26 @@ unsafe impl Send for Function {}
 unsafe impl Sync for Function {}
 
 impl Module {
-    pub fn load(device: &Arc<Device>, cubin: &[u8]) -> Result<Module> {
-        device.bind()?;
-        let mut module = std::ptr::null_mut();
-        // SAFETY: writes the local; the image is a whole cubin, which says its own length.
-        unsafe {
-            cuda!(
-                device.rank,
-                cuModuleLoadData(&mut module, cubin.as_ptr().cast())
-            )?
+    pub fn load(device: &Arc<Device>, cubin: &'static [u8]) -> Result<Module> {
+        let _bound = device.bind()?;
+        let image = cubin.as_ptr() as usize;
+        // Held while one is loaded, so that it is loaded once.
+        let mut modules = lock(&device.gpu.modules);
+        let known = modules.iter().find(|(known, _)| *known == image);
+        let module = match known {
+            Some((_, module)) => *module,
+            None => {
+                let mut module = std::ptr::null_mut();
+                // SAFETY: writes the local; the image is a whole cubin, which says its own length.
+                unsafe {
+                    cuda!(
+                        device.rank,
+                        cuModuleLoadData(&mut module, cubin.as_ptr().cast())
+                    )?;
+                }
+                modules.push((image, module));
+                module
+            }
         };
         Ok(Module {
             device: device.clone(),
@@ -49,26 +61,25 @@ impl Module {
 
     /// The bytes of a variable.
     pub fn global(&self, name: &CStr) -> Result<Vec<u8>> {
-        self.device.bind()?;
+        let _bound = self.device.bind()?;
         let (mut ptr, mut bytes) = (0, 0);
-        // SAFETY: writes the locals, then as many bytes as the variable has.
+        // SAFETY: writes the locals.
         unsafe {
             cuda!(
                 self.device.rank,
                 cuModuleGetGlobal_v2(&mut ptr, &mut bytes, self.module, name.as_ptr())
             )?;
-            let mut value = vec![0u8; bytes];
-            cuda!(
-                self.device.rank,
-                cuMemcpyDtoH_v2(value.as_mut_ptr().cast(), ptr, bytes)
-            )?;
-            Ok(value)
         }
+        let mut value = vec![0u8; bytes];
+        // SAFETY: the variable lives as long as the module.
+        let region = unsafe { Region::new(&self.device, ptr, bytes) };
+        region.read_rows(0, bytes, bytes, &mut value)?;
+        Ok(value)
     }
 
     /// A kernel, loaded now and not at its first launch, which could wait for what the launch is to release.
     pub fn function(&self, name: &CStr, shared_bytes: u32) -> Result<Function> {
-        self.device.bind()?;
+        let _bound = self.device.bind()?;
         let rank = self.device.rank;
         use sys::CUfunction_attribute_enum as attr;
         let mut function = std::ptr::null_mut();
@@ -103,7 +114,7 @@ impl Module {
         block: u32,
         shared_bytes: u32,
     ) -> Result<usize> {
-        self.device.bind()?;
+        let _bound = self.device.bind()?;
         let mut clusters = 0;
         let config = sys::CUlaunchConfig {
             gridDimX: ctas,
@@ -125,15 +136,6 @@ impl Module {
             )?;
         }
         Ok(clusters.max(1) as usize)
-    }
-}
-
-impl Drop for Module {
-    fn drop(&mut self) {
-        if self.device.takes_back() {
-            // SAFETY: loaded by this value; its kernels have ended.
-            let _ = unsafe { sys::cuModuleUnload(self.module) };
-        }
     }
 }
 

@@ -1,73 +1,35 @@
-//! Memory: the device's, other processes', and the host's that the device can reach.
+//! Memory: a rank's own, what ranks share, and the host's that the device can reach.
+//!
+//! None of it is given back by a call that waits for the device (see [`super::Device`]): a rank's own comes from a pool, and
+//! shared memory is virtual memory, which the driver keeps as long as any process maps it. So nobody needs to know
+//! when the others have let go of it, be it that they dropped it, closed their group, or died.
 
+use std::ffi::c_void;
 use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 
 use cudarc::driver::sys;
 
-use super::{BLOCK, Device, DevicePtr, check};
+use super::{BLOCK, Device, DevicePtr, check, lock};
 use crate::error::{Error, Result};
 
-/// Memory of this rank's own on its device, or memory of a caller's.
+/// A range of the device's memory, which belongs to somebody else.
 #[derive(Debug)]
-pub struct Memory {
+pub struct Region {
     device: Arc<Device>,
     ptr: DevicePtr,
     bytes: usize,
-    borrowed: bool,
 }
 
-impl Memory {
-    /// Zeroed memory in whole blocks, which can be exported.
-    pub fn blocks(device: &Arc<Device>, bytes: usize) -> Result<Memory> {
-        Memory::zeroed(device, bytes.next_multiple_of(BLOCK))
-    }
-
-    /// Zeroed memory.
-    pub fn zeroed(device: &Arc<Device>, bytes: usize) -> Result<Memory> {
-        device.bind()?;
-        let mut ptr = 0;
-        // SAFETY: writes the local.
-        let result = unsafe { sys::cuMemAlloc_v2(&mut ptr, bytes.max(16)) };
-        if result == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
-            return Err(Error::OutOfMemory {
-                rank: device.rank,
-                bytes,
-                reason: format!("{} bytes are free on the GPU", device.free_bytes()?),
-            });
-        }
-        check(device.rank, "cuMemAlloc", result)?;
-        let memory = Memory {
-            device: device.clone(),
-            ptr,
-            bytes: bytes.max(16),
-            borrowed: false,
-        };
-        // SAFETY: the range was just allocated.
-        unsafe { cuda!(device.rank, cuMemsetD8_v2(ptr, 0, memory.bytes))? };
-        device.settle()?;
-        Ok(memory)
-    }
-
-    /// Memory with these bytes in it.
-    pub fn holding(device: &Arc<Device>, bytes: &[u8]) -> Result<Memory> {
-        let mut memory = Memory::zeroed(device, bytes.len())?;
-        if !bytes.is_empty() {
-            memory.write_rows(0, bytes.len(), bytes.len(), bytes)?;
-        }
-        Ok(memory)
-    }
-
-    /// Memory that belongs to the caller.
-    ///
+impl Region {
     /// # Safety
-    /// `bytes` bytes at `ptr` on `device` stay allocated as long as the result lives.
-    pub unsafe fn borrowed(device: &Arc<Device>, ptr: DevicePtr, bytes: usize) -> Memory {
-        Memory {
+    /// `bytes` bytes at `ptr` on `device` stay allocated as long as the result is used.
+    pub unsafe fn new(device: &Arc<Device>, ptr: DevicePtr, bytes: usize) -> Region {
+        Region {
             device: device.clone(),
             ptr,
             bytes,
-            borrowed: true,
         }
     }
 
@@ -83,14 +45,16 @@ impl Memory {
         width: usize,
         from: &[u8],
     ) -> Result<()> {
-        let mut copy = Memory::rows(width, from.len());
+        let Some(mut copy) = self.rows(offset, pitch, width, from.len())? else {
+            return Ok(());
+        };
         copy.srcMemoryType = sys::CUmemorytype_enum::CU_MEMORYTYPE_HOST;
         copy.srcHost = from.as_ptr().cast();
-        copy.srcPitch = width;
+        copy.srcPitch = copy.WidthInBytes;
         copy.dstMemoryType = sys::CUmemorytype_enum::CU_MEMORYTYPE_DEVICE;
         copy.dstDevice = self.ptr + offset as u64;
-        copy.dstPitch = pitch;
-        self.copy(offset, pitch, &copy)
+        copy.dstPitch = pitch.max(copy.WidthInBytes);
+        self.copy(&copy)
     }
 
     /// Copies rows of `width` bytes to the host, from byte `offset` on, `pitch` bytes apart; returns when done.
@@ -101,96 +65,293 @@ impl Memory {
         width: usize,
         to: &mut [u8],
     ) -> Result<()> {
-        let mut copy = Memory::rows(width, to.len());
+        let Some(mut copy) = self.rows(offset, pitch, width, to.len())? else {
+            return Ok(());
+        };
         copy.srcMemoryType = sys::CUmemorytype_enum::CU_MEMORYTYPE_DEVICE;
         copy.srcDevice = self.ptr + offset as u64;
-        copy.srcPitch = pitch;
+        copy.srcPitch = pitch.max(copy.WidthInBytes);
         copy.dstMemoryType = sys::CUmemorytype_enum::CU_MEMORYTYPE_HOST;
         copy.dstHost = to.as_mut_ptr().cast();
-        copy.dstPitch = width;
-        self.copy(offset, pitch, &copy)
+        copy.dstPitch = copy.WidthInBytes;
+        self.copy(&copy)
     }
 
-    fn rows(width: usize, bytes: usize) -> sys::CUDA_MEMCPY2D {
+    /// What `bytes` bytes of the host are, as rows; none if there is nothing to copy.
+    fn rows(
+        &self,
+        offset: usize,
+        pitch: usize,
+        width: usize,
+        bytes: usize,
+    ) -> Result<Option<sys::CUDA_MEMCPY2D>> {
+        let rows = bytes / width.max(1);
+        if rows == 0 {
+            return Ok(None);
+        }
+        let end = offset.saturating_add((rows - 1).saturating_mul(pitch)) + width;
+        if end > self.bytes || width > pitch {
+            return Err(Error::Limit {
+                what: format!("the end of a copy of {rows} rows of {width} bytes"),
+                value: end,
+                min: 0,
+                max: self.bytes,
+            });
+        }
         // SAFETY: a plain struct, for which zero means "from the start" and "not this kind of memory".
         let mut copy: sys::CUDA_MEMCPY2D = unsafe { MaybeUninit::zeroed().assume_init() };
-        copy.WidthInBytes = width;
-        copy.Height = bytes / width.max(1);
-        copy
+        // Rows without padding are one row: pitches have a limit.
+        (copy.WidthInBytes, copy.Height) = match width == pitch {
+            true => (bytes, 1),
+            false => (width, rows),
+        };
+        Ok(Some(copy))
     }
 
-    fn copy(&self, offset: usize, pitch: usize, copy: &sys::CUDA_MEMCPY2D) -> Result<()> {
-        let end = offset + copy.Height.saturating_sub(1) * pitch + copy.WidthInBytes;
-        assert!(
-            end <= self.bytes && copy.WidthInBytes <= pitch,
-            "checked by the caller"
-        );
-        if copy.Height == 0 || copy.WidthInBytes == 0 {
-            return Ok(());
-        }
-        self.device.bind()?;
-        // SAFETY: the device's side lies within this allocation, as asserted; the host's is as long as
-        // the rows, as `rows` computed from its length. The call returns when the bytes have been copied.
-        unsafe { cuda!(self.device.rank, cuMemcpy2DUnaligned_v2(copy))? };
+    fn copy(&self, copy: &sys::CUDA_MEMCPY2D) -> Result<()> {
+        let rank = self.device.rank;
+        let stream = self.device.gpu.host_stream;
+        let bytes = copy.WidthInBytes;
+        let _bound = self.device.bind()?;
+        // SAFETY: the device's side lies within this range, as `rows` has checked; the host's is as long as the rows, as it
+        // computed from its length. The call below returns when the bytes have been copied.
+        let begun = unsafe {
+            match (copy.Height, copy.srcHost.is_null()) {
+                (1, true) => cuda!(
+                    rank,
+                    cuMemcpyDtoHAsync_v2(copy.dstHost, copy.srcDevice, bytes, stream)
+                ),
+                (1, false) => cuda!(
+                    rank,
+                    cuMemcpyHtoDAsync_v2(copy.dstDevice, copy.srcHost, bytes, stream)
+                ),
+                _ => cuda!(rank, cuMemcpy2DAsync_v2(copy, stream)),
+            }
+        };
+        begun.and_then(|()| self.device.settle())
+    }
+
+    /// Sets all bytes to zero.
+    fn clear(&mut self) -> Result<()> {
+        let (rank, stream) = (self.device.rank, self.device.gpu.host_stream);
+        let _bound = self.device.bind()?;
+        // SAFETY: the range is allocated.
+        unsafe { cuda!(rank, cuMemsetD8Async(self.ptr, 0, self.bytes, stream))? };
         self.device.settle()
     }
+}
 
-    /// A handle with which another process maps this memory.
-    pub fn export(&self) -> Result<[u8; 64]> {
-        // SAFETY: writes the local; the memory is an allocation of cuMemAlloc.
-        unsafe {
-            let mut handle = MaybeUninit::<sys::CUipcMemHandle>::zeroed().assume_init();
-            cuda!(self.device.rank, cuIpcGetMemHandle(&mut handle, self.ptr))?;
-            Ok(handle.reserved.map(|byte| byte as u8))
-        }
+/// Memory of this rank's own, from the pool.
+#[derive(Debug)]
+pub struct Memory(Region);
+
+impl Memory {
+    /// Zeroed memory.
+    pub fn zeroed(device: &Arc<Device>, bytes: usize) -> Result<Memory> {
+        let mut memory = Memory::uninitialised(device, bytes)?;
+        memory.0.clear()?;
+        Ok(memory)
+    }
+
+    /// Memory with these bytes in it.
+    pub fn holding(device: &Arc<Device>, bytes: &[u8]) -> Result<Memory> {
+        let mut memory = Memory::uninitialised(device, bytes.len())?;
+        let length = bytes.len();
+        memory.0.write_rows(0, length, length, bytes)?;
+        Ok(memory)
+    }
+
+    fn uninitialised(device: &Arc<Device>, bytes: usize) -> Result<Memory> {
+        let gpu = &device.gpu;
+        let _bound = device.bind()?;
+        let bytes = bytes.max(16);
+        let mut ptr = 0;
+        // SAFETY: writes the local.
+        let result =
+            unsafe { sys::cuMemAllocFromPoolAsync(&mut ptr, bytes, gpu.pool, gpu.host_stream) };
+        refused(device, bytes, "cuMemAllocFromPoolAsync", result)?;
+        let memory = Memory(Region {
+            device: device.clone(),
+            ptr,
+            bytes,
+        });
+        // Before this its stream alone may use it.
+        device.settle()?;
+        Ok(memory)
+    }
+
+    pub fn region(&self) -> &Region {
+        &self.0
+    }
+
+    pub fn region_mut(&mut self) -> &mut Region {
+        &mut self.0
+    }
+
+    pub fn ptr(&self) -> DevicePtr {
+        self.0.ptr
     }
 }
 
 impl Drop for Memory {
+    /// Nothing uses it any more.
     fn drop(&mut self) {
-        if !self.borrowed && self.device.takes_back() {
-            // SAFETY: allocated by this value. The call waits for what the device is doing with it.
-            let _ = unsafe { sys::cuMemFree_v2(self.ptr) };
+        let device = &self.0.device;
+        if let Ok(_bound) = device.bind() {
+            // SAFETY: allocated by this value.
+            let _ = unsafe { sys::cuMemFreeAsync(self.0.ptr, device.gpu.host_stream) };
+            // The pool keeps nothing: at this point the driver has it back.
+            let _ = device.settle();
         }
     }
 }
 
-/// Another process's memory, mapped here.
+/// Memory that several ranks map, each where it likes.
 #[derive(Debug)]
-pub struct Import {
-    device: Arc<Device>,
-    ptr: DevicePtr,
+pub struct Mapping {
+    region: Region,
+    /// What has been reserved of the address space.
+    reserved: usize,
 }
 
-impl Import {
-    /// Maps what `handle` names.
-    pub fn open(device: &Arc<Device>, handle: &[u8; 64]) -> Result<Import> {
-        device.bind()?;
-        let handle = sys::CUipcMemHandle {
-            reserved: handle.map(|byte| byte as std::ffi::c_char),
+impl Mapping {
+    /// Zeroed memory of the device, and a descriptor with which another process maps it.
+    pub fn create(device: &Arc<Device>, bytes: usize) -> Result<(Mapping, OwnedFd)> {
+        let rank = device.rank;
+        let _bound = device.bind()?;
+        // SAFETY: a plain struct, for which zero means "nothing special".
+        let mut properties: sys::CUmemAllocationProp =
+            unsafe { MaybeUninit::zeroed().assume_init() };
+        properties.type_ = sys::CUmemAllocationType_enum::CU_MEM_ALLOCATION_TYPE_PINNED;
+        properties.location = location(device.gpu.device);
+        properties.requestedHandleTypes = HANDLE;
+        let reserved = bytes.max(1).next_multiple_of(BLOCK);
+        let mut handle = 0;
+        // SAFETY: writes the local.
+        let result = unsafe { sys::cuMemCreate(&mut handle, reserved, &properties, 0) };
+        refused(device, bytes, "cuMemCreate", result)?;
+        let handle = Handle(handle);
+        let mut fd = -1;
+        // SAFETY: writes the local, which is what this type of handle is.
+        let fd = unsafe {
+            let to = (&raw mut fd).cast();
+            cuda!(rank, cuMemExportToShareableHandle(to, handle.0, HANDLE, 0))?;
+            OwnedFd::from_raw_fd(fd)
         };
-        let flags = sys::CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+        let mut mapping = Mapping::map(device, &handle, bytes, reserved)?;
+        mapping.region.clear()?;
+        Ok((mapping, fd))
+    }
+
+    /// Maps `bytes` bytes of another process's memory, which it has created with as many.
+    pub fn import(device: &Arc<Device>, fd: &OwnedFd, bytes: usize) -> Result<Mapping> {
+        let _bound = device.bind()?;
+        let mut handle = 0;
+        // SAFETY: writes the local; the descriptor is passed by value in the pointer's place.
+        unsafe {
+            let fd = fd.as_raw_fd() as usize as *mut c_void;
+            cuda!(
+                device.rank,
+                cuMemImportFromShareableHandle(&mut handle, fd, HANDLE)
+            )?;
+        }
+        let reserved = bytes.max(1).next_multiple_of(BLOCK);
+        Mapping::map(device, &Handle(handle), bytes, reserved)
+    }
+
+    /// The mapping keeps the memory: its handle may go.
+    fn map(
+        device: &Arc<Device>,
+        handle: &Handle,
+        bytes: usize,
+        reserved: usize,
+    ) -> Result<Mapping> {
+        let rank = device.rank;
         let mut ptr = 0;
-        // SAFETY: writes the local; the handle came from cuIpcGetMemHandle of another process.
-        unsafe { cuda!(device.rank, cuIpcOpenMemHandle_v2(&mut ptr, handle, flags))? };
-        Ok(Import {
-            device: device.clone(),
-            ptr,
-        })
+        // SAFETY: a new range of the address space; each step is undone if the next one fails.
+        unsafe {
+            cuda!(rank, cuMemAddressReserve(&mut ptr, reserved, 0, 0, 0))?;
+            let mapped = cuda!(rank, cuMemMap(ptr, reserved, 0, handle.0, 0));
+            if mapped.is_err() {
+                let _ = sys::cuMemAddressFree(ptr, reserved);
+            }
+            mapped?;
+        }
+        // From here on dropped if what follows fails.
+        let mapping = Mapping {
+            region: Region {
+                device: device.clone(),
+                ptr,
+                bytes,
+            },
+            reserved,
+        };
+        let access = sys::CUmemAccessDesc {
+            location: location(device.gpu.device),
+            flags: sys::CUmemAccess_flags_enum::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+        };
+        // SAFETY: the range was just mapped.
+        unsafe { cuda!(rank, cuMemSetAccess(ptr, reserved, &access, 1))? };
+        Ok(mapping)
     }
 
     pub fn ptr(&self) -> DevicePtr {
-        self.ptr
+        self.region.ptr
+    }
+
+    pub fn region(&self) -> &Region {
+        &self.region
+    }
+
+    pub fn region_mut(&mut self) -> &mut Region {
+        &mut self.region
     }
 }
 
-impl Drop for Import {
+impl Drop for Mapping {
+    /// Nothing of this rank uses it any more.
     fn drop(&mut self) {
-        if self.device.takes_back() {
-            // SAFETY: opened by this value.
-            let _ = unsafe { sys::cuIpcCloseMemHandle(self.ptr) };
+        if let Ok(_bound) = self.region.device.bind() {
+            // SAFETY: mapped and reserved by this value.
+            unsafe {
+                let _ = sys::cuMemUnmap(self.region.ptr, self.reserved);
+                let _ = sys::cuMemAddressFree(self.region.ptr, self.reserved);
+            }
         }
     }
+}
+
+/// Memory as the driver counts who keeps it.
+struct Handle(sys::CUmemGenericAllocationHandle);
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        // SAFETY: created or imported once.
+        let _ = unsafe { sys::cuMemRelease(self.0) };
+    }
+}
+
+/// Descriptors, which cross processes, containers and users that may receive them, and nobody else.
+const HANDLE: sys::CUmemAllocationHandleType =
+    sys::CUmemAllocationHandleType_enum::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+
+/// A device, as memory's place. The bindings of some CUDA versions have the second field in a union.
+pub(super) fn location(device: sys::CUdevice) -> sys::CUmemLocation {
+    const { assert!(size_of::<sys::CUmemLocation>() == 8) };
+    let kind = sys::CUmemLocationType_enum::CU_MEM_LOCATION_TYPE_DEVICE as i32;
+    // SAFETY: in every version the struct is these two words, and the first one is a value of its enumeration.
+    unsafe { std::mem::transmute::<[i32; 2], sys::CUmemLocation>([kind, device]) }
+}
+
+fn refused(device: &Device, bytes: usize, call: &str, result: sys::CUresult) -> Result<()> {
+    if result == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+        return Err(Error::OutOfMemory {
+            rank: device.rank,
+            bytes,
+            reason: format!("{} bytes are free on the GPU", device.free_bytes()?),
+        });
+    }
+    check(device.rank, call, result)
 }
 
 /// Page-locked host memory that the device can write: one zeroed `T`.
@@ -207,25 +368,35 @@ unsafe impl<T: Copy + Send> Send for Pinned<T> {}
 unsafe impl<T: Copy + Send> Sync for Pinned<T> {}
 
 impl<T: bytemuck::Zeroable + Copy> Pinned<T> {
+    /// Bytes that are taken for any `T`.
+    const PAGE: usize = 4096;
+
     pub fn zeroed(device: &Arc<Device>) -> Result<Pinned<T>> {
-        device.bind()?;
-        let (mut host, mut ptr) = (std::ptr::null_mut(), 0);
-        let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
-        // SAFETY: writes the locals, then the memory that was just allocated.
-        unsafe {
-            cuda!(
-                device.rank,
-                cuMemHostAlloc(&mut host, size_of::<T>(), flags)
-            )?;
-            host.cast::<T>().write(T::zeroed());
-            let found = cuda!(device.rank, cuMemHostGetDevicePointer_v2(&mut ptr, host, 0));
-            let pinned = Pinned {
-                device: device.clone(),
-                host: host.cast(),
-                ptr,
-            };
-            found.map(|()| pinned)
-        }
+        const { assert!(size_of::<T>() <= Self::PAGE) };
+        let rank = device.rank;
+        // A page that another group has left, or a new one.
+        let left = lock(&device.gpu.pages).pop();
+        let (host, ptr) = match left {
+            Some((host, ptr)) => (host as *mut c_void, ptr),
+            None => {
+                let _bound = device.bind()?;
+                let (mut host, mut ptr) = (std::ptr::null_mut(), 0);
+                let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
+                // SAFETY: writes the locals.
+                unsafe {
+                    cuda!(rank, cuMemHostAlloc(&mut host, Self::PAGE, flags))?;
+                    cuda!(rank, cuMemHostGetDevicePointer_v2(&mut ptr, host, 0))?;
+                }
+                (host, ptr)
+            }
+        };
+        // SAFETY: a page that nobody else knows.
+        unsafe { host.cast::<T>().write(T::zeroed()) };
+        Ok(Pinned {
+            device: device.clone(),
+            host: host.cast(),
+            ptr,
+        })
     }
 
     /// The value at this moment.
@@ -252,10 +423,8 @@ impl<T: bytemuck::Zeroable + Copy> Pinned<T> {
 }
 
 impl<T> Drop for Pinned<T> {
+    /// The device does not write it any more. It is kept for the next group: giving it back would wait for the device.
     fn drop(&mut self) {
-        if self.device.takes_back() {
-            // SAFETY: allocated by this value.
-            let _ = unsafe { sys::cuMemFreeHost(self.host.cast()) };
-        }
+        lock(&self.device.gpu.pages).push((self.host as usize, self.ptr));
     }
 }

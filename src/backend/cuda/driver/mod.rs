@@ -4,9 +4,9 @@
 //! rank, the call and the driver's own words.
 
 use std::ffi::CStr;
+use std::marker::PhantomData;
 use std::mem::MaybeUninit;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use cudarc::driver::sys;
 
@@ -15,30 +15,62 @@ use crate::error::{Error, Result};
 /// A pointer to a device's memory.
 pub type DevicePtr = u64;
 
-/// Memory that is exported is taken in whole blocks of this size, so that a peer that maps it sees nothing else.
+/// Memory that other processes map is taken in whole blocks of this size, the granularity of virtual memory on every Hopper
+/// GPU: a peer that maps it sees nothing else.
 pub const BLOCK: usize = 2 << 20;
 
 /// The least compute capability, and the only major one, that the kernels are built for.
 const HOPPER: (i32, i32) = (9, 0);
 
-/// A GPU, through its primary context, which candle, cust and the runtime API use too.
+/// A GPU as one rank uses it. All groups of a process that use the same GPU share what lies behind it.
 #[derive(Debug)]
 pub struct Device {
-    rank: usize,
+    pub rank: usize,
+    gpu: Arc<Gpu>,
+}
+
+/// A GPU, through its primary context, which candle, cust and the runtime API use too.
+///
+/// Some calls of the driver wait until the whole device is idle, and hold up every other call meanwhile: freeing memory
+/// of cuMemAlloc or cuMemHostAlloc, loading and unloading modules. While a stream waits for a peer, such a call would keep
+/// even this library's own threads from setting the stream free. So what needs them is shared by all groups of the process:
+/// it is made when the first one opens, and given back when the last one has ended and nothing of ours is on the device.
+#[derive(Debug)]
+struct Gpu {
     device: sys::CUdevice,
     context: sys::CUcontext,
     /// As the driver calls it.
-    pub name: String,
-    pub uuid: [u8; 16],
-    pub multiprocessors: u32,
-    /// Whether nothing may be given back to the driver any more.
-    abandoned: AtomicBool,
+    name: String,
+    uuid: Uuid,
+    multiprocessors: u32,
+    /// Where memory of a rank's own comes from. What is freed goes back to the driver.
+    pool: sys::CUmemoryPool,
+    /// For allocations and for copies between host and device, each of which is waited for: it never waits for a peer.
+    host_stream: sys::CUstream,
+    /// Pages of the host's memory that no group uses any more.
+    pages: Mutex<Vec<Page>>,
+    /// The kernels, by the address of their image.
+    modules: Mutex<Vec<(usize, sys::CUmodule)>>,
 }
 
-// SAFETY: a context may be used by any thread that makes it current.
-unsafe impl Send for Device {}
+/// A page of the host's memory that the device can write: where it lies for the one and for the other.
+type Page = (usize, DevicePtr);
+
+/// Tells a GPU from any other.
+pub type Uuid = [u8; 16];
+
+// SAFETY: contexts, streams, pools and modules may be used by any thread that makes the context current.
+unsafe impl Send for Gpu {}
 // SAFETY: the driver's calls are thread-safe.
-unsafe impl Sync for Device {}
+unsafe impl Sync for Gpu {}
+
+/// The GPUs that this process uses.
+static GPUS: Mutex<Vec<Weak<Gpu>>> = Mutex::new(Vec::new());
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Lists only, each change of which is one call.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Turns a result of the driver into one of this library.
 fn check(rank: usize, call: &str, result: sys::CUresult) -> Result<()> {
@@ -74,7 +106,7 @@ mod memory;
 mod stream;
 
 pub use kernel::{Function, Layout, Module, TensorMap};
-pub use memory::{Import, Memory, Pinned};
+pub use memory::{Mapping, Memory, Pinned, Region};
 pub use stream::{Event, Stream, Urgency, WordOp};
 
 impl Device {
@@ -88,112 +120,78 @@ impl Device {
         // SAFETY: loading the driver runs its initialisers, which any CUDA program does.
         let library = unsafe { libloading::Library::new("libcuda.so.1") };
         drop(library.map_err(|e| none(format!("the CUDA driver is not installed ({e})")))?);
-        // SAFETY: plain calls; every pointer is to a local of the type that the call writes.
-        unsafe {
-            cuda!(rank, cuInit(0)).map_err(|e| none(e.to_string()))?;
-            let mut count = 0;
-            cuda!(rank, cuDeviceGetCount(&mut count))?;
-            if count < 1 {
-                return Err(none("the driver shows none".into()));
-            }
-            let ordinal = ordinal.unwrap_or(rank % count as usize);
-            if ordinal >= count as usize {
-                return Err(none(format!(
-                    "there is no GPU {ordinal}, {count} are visible"
-                )));
-            }
-            let mut device = 0;
-            cuda!(rank, cuDeviceGet(&mut device, ordinal as i32))?;
-            let attribute = |attribute| -> Result<i32> {
-                let mut value = 0;
-                cuda!(rank, cuDeviceGetAttribute(&mut value, attribute, device))?;
-                Ok(value)
-            };
-            use sys::CUdevice_attribute_enum as attr;
-            let mut name = [0; 128];
-            cuda!(
-                rank,
-                cuDeviceGetName(name.as_mut_ptr(), name.len() as i32, device)
-            )?;
-            let name = CStr::from_ptr(name.as_ptr()).to_string_lossy().into_owned();
-            let capability = (
-                attribute(attr::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
-                attribute(attr::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
-            );
-            // The kernels use instructions that no other generation has.
-            if capability != HOPPER {
-                return Err(Error::UnsupportedGpu {
-                    rank,
-                    name,
-                    capability: format!("{}.{}", capability.0, capability.1),
-                });
-            }
-            let multiprocessors = attribute(attr::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
-            let mut uuid = MaybeUninit::<sys::CUuuid>::zeroed().assume_init();
-            cuda!(rank, cuDeviceGetUuid_v2(&mut uuid, device))?;
-            let mut context = std::ptr::null_mut();
-            cuda!(rank, cuDevicePrimaryCtxRetain(&mut context, device))?;
-            let device = Arc::new(Device {
-                rank,
-                device,
-                context,
-                name,
-                uuid: uuid.bytes.map(|byte| byte as u8),
-                multiprocessors,
-                abandoned: AtomicBool::new(false),
-            });
-            device.bind()?;
-            Ok(device)
+        // SAFETY: a plain call.
+        unsafe { cuda!(rank, cuInit(0)) }.map_err(|e| none(e.to_string()))?;
+        let count = visible(rank)?;
+        if count < 1 {
+            return Err(none("the driver shows none".into()));
         }
+        let ordinal = ordinal.unwrap_or(rank % count);
+        if ordinal >= count {
+            return Err(none(format!(
+                "there is no GPU {ordinal}, {count} are visible"
+            )));
+        }
+        let device = device(rank, ordinal)?;
+        // Held while one is opened, so that it is opened once.
+        let mut gpus = lock(&GPUS);
+        gpus.retain(|gpu| gpu.strong_count() > 0);
+        let known = gpus.iter().filter_map(Weak::upgrade);
+        let known = known.into_iter().find(|gpu| gpu.device == device);
+        let gpu = match known {
+            Some(gpu) => gpu,
+            None => {
+                let gpu = Arc::new(Gpu::open(rank, device)?);
+                gpus.push(Arc::downgrade(&gpu));
+                gpu
+            }
+        };
+        Ok(Arc::new(Device { rank, gpu }))
     }
 
-    /// Makes the context current on this thread.
-    pub fn bind(&self) -> Result<()> {
-        // SAFETY: the context is retained as long as `self` lives.
-        unsafe { cuda!(self.rank, cuCtxSetCurrent(self.context)) }
+    /// The driver's name of the GPU.
+    pub fn name(&self) -> &str {
+        &self.gpu.name
     }
 
-    /// From now on nothing is freed: the device still works on it and does not come to an end, and freeing would
-    /// wait for that.
-    pub fn abandon(&self) {
-        self.abandoned.store(true, Ordering::Relaxed);
+    pub fn uuid(&self) -> Uuid {
+        self.gpu.uuid
     }
 
-    /// Whether what this thread drops may be given back; makes the context current.
-    fn takes_back(&self) -> bool {
-        !self.abandoned.load(Ordering::Relaxed) && self.bind().is_ok()
+    pub fn multiprocessors(&self) -> usize {
+        self.gpu.multiprocessors as usize
     }
 
-    /// Waits for the host's own copies and fills, which the driver may return from early, and which no other stream of this
-    /// library waits for.
-    fn settle(&self) -> Result<()> {
-        // SAFETY: null is the legacy default stream, which those calls use.
-        unsafe { cuda!(self.rank, cuStreamSynchronize(std::ptr::null_mut())) }
+    /// The UUIDs of all GPUs that this process sees.
+    pub fn visible_uuids(&self) -> Result<Vec<Uuid>> {
+        (0..visible(self.rank)?)
+            .map(|ordinal| uuid(self.rank, device(self.rank, ordinal)?))
+            .collect()
+    }
+
+    /// Makes the context current on this thread, as long as the result lives. Then the caller's is current again.
+    pub fn bind(&self) -> Result<Bound<'_>> {
+        self.gpu.bind(self.rank)
     }
 
     /// Whether this device can read and write the memory of the visible device with this UUID; true for one that
-    /// is not visible, which opening its memory will tell.
-    pub fn can_access(&self, uuid: &[u8; 16]) -> Result<bool> {
-        if *uuid == self.uuid {
+    /// is not visible, which mapping its memory will tell.
+    pub fn can_access(&self, other: &Uuid) -> Result<bool> {
+        if *other == self.gpu.uuid {
             return Ok(true);
         }
-        // SAFETY: as in `open`.
-        unsafe {
-            let mut count = 0;
-            cuda!(self.rank, cuDeviceGetCount(&mut count))?;
-            for ordinal in 0..count {
-                let mut other = 0;
-                cuda!(self.rank, cuDeviceGet(&mut other, ordinal))?;
-                let mut found = MaybeUninit::<sys::CUuuid>::zeroed().assume_init();
-                cuda!(self.rank, cuDeviceGetUuid_v2(&mut found, other))?;
-                if found.bytes.map(|byte| byte as u8) == *uuid {
-                    let mut can = 0;
+        for ordinal in 0..visible(self.rank)? {
+            let peer = device(self.rank, ordinal)?;
+            if uuid(self.rank, peer)? == *other {
+                let mut can = 0;
+                // SAFETY: writes the local.
+                unsafe {
                     cuda!(
                         self.rank,
-                        cuDeviceCanAccessPeer(&mut can, self.device, other)
+                        cuDeviceCanAccessPeer(&mut can, self.gpu.device, peer)
                     )?;
-                    return Ok(can != 0);
                 }
+                return Ok(can != 0);
             }
         }
         Ok(true)
@@ -209,17 +207,222 @@ impl Device {
 
     /// Free bytes of the device's memory.
     pub fn free_bytes(&self) -> Result<usize> {
-        self.bind()?;
+        let _bound = self.bind()?;
         let (mut free, mut total) = (0, 0);
         // SAFETY: writes the locals.
         unsafe { cuda!(self.rank, cuMemGetInfo_v2(&mut free, &mut total))? };
         Ok(free)
     }
+
+    /// The least and the greatest priority of streams: lower numbers are higher priorities.
+    pub fn priorities(&self) -> Result<(i32, i32)> {
+        let _bound = self.bind()?;
+        let (mut least, mut greatest) = (0, 0);
+        // SAFETY: writes the locals.
+        unsafe {
+            cuda!(
+                self.rank,
+                cuCtxGetStreamPriorityRange(&mut least, &mut greatest)
+            )?;
+        }
+        Ok((least, greatest))
+    }
+
+    /// Waits for what was put on the host stream.
+    fn settle(&self) -> Result<()> {
+        // SAFETY: the stream lives as long as the GPU.
+        unsafe { cuda!(self.rank, cuStreamSynchronize(self.gpu.host_stream)) }
+    }
 }
 
-impl Drop for Device {
+/// A context that is current on this thread. Capture of streams by the caller, on this thread or another, does not forbid
+/// this library's calls meanwhile: none of them touches a stream that is being captured unless it is to be captured.
+pub struct Bound<'a> {
+    /// Whether the context was put on top of the caller's.
+    pushed: bool,
+    mode: sys::CUstreamCaptureMode,
+    /// Belongs to this thread.
+    _gpu: PhantomData<(&'a Gpu, *const ())>,
+}
+
+impl Drop for Bound<'_> {
     fn drop(&mut self) {
-        // SAFETY: retained once in `open`; whatever lived in the context holds an Arc of this value.
+        // SAFETY: gives back what was replaced, on the same thread; the pointers are to locals. The calls fail in a process
+        // whose driver has ended only.
+        unsafe {
+            let _ = sys::cuThreadExchangeStreamCaptureMode(&mut self.mode);
+            if self.pushed {
+                let mut ours = std::ptr::null_mut();
+                let _ = sys::cuCtxPopCurrent_v2(&mut ours);
+            }
+        }
+    }
+}
+
+impl Gpu {
+    fn open(rank: usize, device: sys::CUdevice) -> Result<Gpu> {
+        let attribute = |attribute| -> Result<i32> {
+            let mut value = 0;
+            // SAFETY: writes the local.
+            unsafe { cuda!(rank, cuDeviceGetAttribute(&mut value, attribute, device))? };
+            Ok(value)
+        };
+        use sys::CUdevice_attribute_enum as attr;
+        let mut name = [0; 128];
+        // SAFETY: writes at most as many bytes as it is told, with a zero behind the name.
+        let name = unsafe {
+            cuda!(
+                rank,
+                cuDeviceGetName(name.as_mut_ptr(), name.len() as i32, device)
+            )?;
+            CStr::from_ptr(name.as_ptr()).to_string_lossy().into_owned()
+        };
+        let capability = (
+            attribute(attr::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            attribute(attr::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        );
+        // The kernels use instructions that no other generation has.
+        if capability != HOPPER {
+            return Err(Error::UnsupportedGpu {
+                rank,
+                name,
+                capability: format!("{}.{}", capability.0, capability.1),
+            });
+        }
+        let shareable = [
+            attr::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+            attr::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+            attr::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED,
+        ];
+        for what in shareable {
+            if attribute(what)? == 0 {
+                return Err(Error::NoGpu {
+                    rank,
+                    reason: format!(
+                        "{name} cannot share memory between processes here ({what:?} is 0)"
+                    ),
+                });
+            }
+        }
+        let multiprocessors = attribute(attr::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
+        let uuid = uuid(rank, device)?;
+        let mut context = std::ptr::null_mut();
+        // SAFETY: writes the local.
+        unsafe { cuda!(rank, cuDevicePrimaryCtxRetain(&mut context, device))? };
+        // From here on given back if what follows fails.
+        let mut gpu = Gpu {
+            device,
+            context,
+            name,
+            uuid,
+            multiprocessors,
+            pool: std::ptr::null_mut(),
+            host_stream: std::ptr::null_mut(),
+            pages: Mutex::default(),
+            modules: Mutex::default(),
+        };
+        gpu.pool = gpu.create_pool(rank)?;
+        gpu.host_stream = gpu.create_host_stream(rank)?;
+        Ok(gpu)
+    }
+
+    fn create_pool(&self, rank: usize) -> Result<sys::CUmemoryPool> {
+        let _bound = self.bind(rank)?;
+        // SAFETY: a plain struct, for which zero means "nothing special".
+        let mut properties: sys::CUmemPoolProps = unsafe { MaybeUninit::zeroed().assume_init() };
+        properties.allocType = sys::CUmemAllocationType_enum::CU_MEM_ALLOCATION_TYPE_PINNED;
+        properties.location = memory::location(self.device);
+        let mut pool = std::ptr::null_mut();
+        // SAFETY: writes the local.
+        unsafe { cuda!(rank, cuMemPoolCreate(&mut pool, &properties))? };
+        Ok(pool)
+    }
+
+    /// Of the priority of those that nothing waits in.
+    fn create_host_stream(&self, rank: usize) -> Result<sys::CUstream> {
+        let _bound = self.bind(rank)?;
+        let (mut least, mut greatest) = (0, 0);
+        let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
+        let mut stream = std::ptr::null_mut();
+        // SAFETY: writes the locals.
+        unsafe {
+            cuda!(rank, cuCtxGetStreamPriorityRange(&mut least, &mut greatest))?;
+            cuda!(
+                rank,
+                cuStreamCreateWithPriority(&mut stream, flags, greatest)
+            )?;
+        }
+        Ok(stream)
+    }
+
+    fn bind(&self, rank: usize) -> Result<Bound<'_>> {
+        let mut current = std::ptr::null_mut();
+        let mut mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: writes the locals; the context is retained as long as `self` lives.
+        unsafe {
+            cuda!(rank, cuCtxGetCurrent(&mut current))?;
+            let pushed = current != self.context;
+            if pushed {
+                cuda!(rank, cuCtxPushCurrent_v2(self.context))?;
+            }
+            let exchanged = cuda!(rank, cuThreadExchangeStreamCaptureMode(&mut mode));
+            if exchanged.is_err() && pushed {
+                let _ = sys::cuCtxPopCurrent_v2(&mut current);
+            }
+            exchanged.map(|()| Bound {
+                pushed,
+                mode,
+                _gpu: PhantomData,
+            })
+        }
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        // Nothing of ours is on the device any more: whatever was holds this value.
+        if let Ok(_bound) = self.bind(0) {
+            // SAFETY: all made by this value, once. What cannot be given back is lost with the context.
+            unsafe {
+                for (_, module) in lock(&self.modules).drain(..) {
+                    let _ = sys::cuModuleUnload(module);
+                }
+                for (host, _) in lock(&self.pages).drain(..) {
+                    let _ = sys::cuMemFreeHost(host as *mut std::ffi::c_void);
+                }
+                if !self.host_stream.is_null() {
+                    let _ = sys::cuStreamDestroy_v2(self.host_stream);
+                }
+                if !self.pool.is_null() {
+                    let _ = sys::cuMemPoolDestroy(self.pool);
+                }
+            }
+        }
+        // SAFETY: retained once in `open`.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
+    }
+}
+
+/// How many GPUs this process sees.
+fn visible(rank: usize) -> Result<usize> {
+    let mut count = 0;
+    // SAFETY: writes the local.
+    unsafe { cuda!(rank, cuDeviceGetCount(&mut count))? };
+    Ok(count.max(0) as usize)
+}
+
+fn device(rank: usize, ordinal: usize) -> Result<sys::CUdevice> {
+    let mut device = 0;
+    // SAFETY: writes the local.
+    unsafe { cuda!(rank, cuDeviceGet(&mut device, ordinal as i32))? };
+    Ok(device)
+}
+
+fn uuid(rank: usize, device: sys::CUdevice) -> Result<Uuid> {
+    let mut uuid = MaybeUninit::<sys::CUuuid>::zeroed();
+    // SAFETY: writes the local, for which zero is valid too.
+    unsafe {
+        cuda!(rank, cuDeviceGetUuid_v2(uuid.as_mut_ptr(), device))?;
+        Ok(uuid.assume_init().bytes.map(|byte| byte as u8))
     }
 }

@@ -42,22 +42,17 @@ pub enum WordOp {
 impl Stream {
     /// A stream that does not wait for the default stream.
     pub fn new(device: &Arc<Device>, urgency: Urgency) -> Result<Stream> {
-        device.bind()?;
+        let (least, greatest) = device.priorities()?;
+        let priority = match urgency {
+            Urgency::Kernels => least,
+            Urgency::Copies => (greatest + 1).min(least),
+            Urgency::Rescue => greatest,
+        };
+        let _bound = device.bind()?;
         let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
         let mut stream = std::ptr::null_mut();
-        // SAFETY: writes the locals.
+        // SAFETY: writes the local.
         unsafe {
-            let (mut least, mut greatest) = (0, 0);
-            cuda!(
-                device.rank,
-                cuCtxGetStreamPriorityRange(&mut least, &mut greatest)
-            )?;
-            // Greater is less.
-            let priority = match urgency {
-                Urgency::Kernels => least,
-                Urgency::Copies => (greatest + 1).min(least),
-                Urgency::Rescue => greatest,
-            };
             cuda!(
                 device.rank,
                 cuStreamCreateWithPriority(&mut stream, flags, priority)
@@ -88,7 +83,7 @@ impl Stream {
 
     /// Whether everything on the stream is done.
     pub fn is_idle(&self) -> Result<bool> {
-        self.device.bind()?;
+        let _bound = self.device.bind()?;
         // SAFETY: the stream lives.
         match unsafe { sys::cuStreamQuery(self.stream) } {
             sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
@@ -96,8 +91,23 @@ impl Stream {
         }
     }
 
+    /// Lower numbers are higher priorities.
+    pub fn priority(&self) -> Result<i32> {
+        let _bound = self.device.bind()?;
+        let mut priority = 0;
+        // SAFETY: writes the local; the stream lives.
+        unsafe {
+            cuda!(
+                self.device.rank,
+                cuStreamGetPriority(self.stream, &mut priority)
+            )?;
+        }
+        Ok(priority)
+    }
+
     /// Whether what is put on the stream is being recorded into a graph.
     pub fn is_capturing(&self) -> Result<bool> {
+        let _bound = self.device.bind()?;
         let mut status = sys::CUstreamCaptureStatus_enum::CU_STREAM_CAPTURE_STATUS_NONE;
         // SAFETY: writes the local; the stream lives.
         unsafe {
@@ -208,7 +218,7 @@ impl Stream {
 
     /// Everything put on this stream later waits for what is on `other` now. `event` carries the news.
     pub fn wait_for(&self, other: &Stream, event: &Event) -> Result<()> {
-        self.device.bind()?;
+        let _bound = self.device.bind()?;
         // SAFETY: all live; an event may be recorded again once a wait for it has been put on a stream.
         unsafe {
             cuda!(self.device.rank, cuEventRecord(event.event, other.stream))?;
@@ -240,7 +250,10 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        if !self.borrowed && self.device.takes_back() {
+        if self.borrowed {
+            return;
+        }
+        if let Ok(_bound) = self.device.bind() {
             // SAFETY: created by this value; what is on it still runs to its end.
             let _ = unsafe { sys::cuStreamDestroy_v2(self.stream) };
         }
@@ -261,7 +274,7 @@ unsafe impl Sync for Event {}
 
 impl Event {
     pub fn new(device: &Arc<Device>, timed: bool) -> Result<Event> {
-        device.bind()?;
+        let _bound = device.bind()?;
         use sys::CUevent_flags_enum as flags;
         let flags = if timed {
             flags::CU_EVENT_DEFAULT
@@ -278,8 +291,19 @@ impl Event {
     }
 
     pub fn record(&self, stream: &Stream) -> Result<()> {
+        let _bound = self.device.bind()?;
         // SAFETY: both live.
         unsafe { cuda!(self.device.rank, cuEventRecord(self.event, stream.stream)) }
+    }
+
+    /// Whether all that was on the stream when this was recorded last is done; true if it never was.
+    pub fn is_done(&self) -> Result<bool> {
+        let _bound = self.device.bind()?;
+        // SAFETY: the event lives.
+        match unsafe { sys::cuEventQuery(self.event) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            result => check(self.device.rank, "cuEventQuery", result).map(|()| true),
+        }
     }
 
     /// Microseconds from `earlier` to this. Both were made to take the time and have been passed.
@@ -298,8 +322,8 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        if self.device.takes_back() {
-            // SAFETY: created by this value.
+        if let Ok(_bound) = self.device.bind() {
+            // SAFETY: created by this value; a stream that still waits for it goes on doing so.
             let _ = unsafe { sys::cuEventDestroy_v2(self.event) };
         }
     }
