@@ -24,9 +24,10 @@ const HOPPER: (i32, i32) = (9, 0);
 /// A GPU, through its primary context, which candle, cust and the runtime API use too.
 #[derive(Debug)]
 pub struct Device {
-    rank: usize,
+    pub rank: usize,
     device: sys::CUdevice,
     context: sys::CUcontext,
+    symbols: symbols::Symbols,
     /// As the driver calls it.
     pub name: String,
     pub uuid: [u8; 16],
@@ -72,6 +73,7 @@ macro_rules! cuda {
 mod kernel;
 mod memory;
 mod stream;
+mod symbols;
 
 pub use kernel::{Function, Layout, Module, TensorMap};
 pub use memory::{Import, Memory, Pinned};
@@ -81,13 +83,15 @@ impl Device {
     /// Opens the GPU with this ordinal among the visible ones; if none is given, the ranks share them in turn.
     ///
     /// # Errors
-    /// [`Error::NoGpu`] without a driver or a GPU; [`Error::UnsupportedGpu`] unless it is a Hopper GPU.
+    /// [`Error::NoGpu`] without a driver or a GPU; [`Error::DriverTooOld`]; [`Error::UnsupportedGpu`] unless it is a Hopper GPU.
     pub fn open(rank: usize, ordinal: Option<usize>) -> Result<Arc<Device>> {
         let none = |reason: String| Error::NoGpu { rank, reason };
-        // cudarc panics if it does not find the library; so look first.
+        // cudarc panics if it does not find the library or a function of it; so look first.
         // SAFETY: loading the driver runs its initialisers, which any CUDA program does.
         let library = unsafe { libloading::Library::new("libcuda.so.1") };
-        drop(library.map_err(|e| none(format!("the CUDA driver is not installed ({e})")))?);
+        let library =
+            library.map_err(|e| none(format!("the CUDA driver is not installed ({e})")))?;
+        let symbols = symbols::Symbols::find(rank, library)?;
         // SAFETY: plain calls; every pointer is to a local of the type that the call writes.
         unsafe {
             cuda!(rank, cuInit(0)).map_err(|e| none(e.to_string()))?;
@@ -137,6 +141,7 @@ impl Device {
                 rank,
                 device,
                 context,
+                symbols,
                 name,
                 uuid: uuid.bytes.map(|byte| byte as u8),
                 multiprocessors,
