@@ -243,6 +243,26 @@ pub enum Error {
         reason: String,
     },
 
+    /// The CUDA driver is older than the functions that this library calls.
+    #[error(
+        "rank {rank}: the CUDA driver has no {function}; install a newer driver, one for CUDA 12.4 at least"
+    )]
+    DriverTooOld {
+        /// The rank.
+        rank: usize,
+        /// The function that it does not have.
+        function: String,
+    },
+
+    /// The program was built without the GPU kernels.
+    #[error(
+        "rank {rank}: this program was built without GPU kernels, as GEMMESH_NO_KERNELS was set; build it with nvcc and without that variable"
+    )]
+    BuiltWithoutKernels {
+        /// The rank.
+        rank: usize,
+    },
+
     /// The GPU is of a generation that there are no kernels for.
     #[error(
         "rank {rank} has {name:?} (compute capability {capability}); the kernels need a Hopper GPU (9.0), such as H100 or H200"

@@ -10,7 +10,7 @@ use crate::element::DType;
 use crate::error::{Error, Result};
 use crate::protocol::{Config, Problem, Transport};
 
-/// The cubin that build.rs has nvcc make of cuda/; empty on docs.rs.
+/// The cubin that build.rs has nvcc make of cuda/; empty if it was told to do without.
 static CUBIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/all_gather_matmul.cubin"));
 
 /// One kernel: an element type, a tile shape, and whether it keeps a trace.
@@ -50,8 +50,11 @@ pub struct Kernels {
 
 impl Kernels {
     /// Loads every kernel, so that none is loaded at its first launch.
+    ///
+    /// # Errors
+    /// [`Error::BuiltWithoutKernels`]; [`Error::Cuda`] if the driver refuses.
     pub fn load(device: &Arc<Device>) -> Result<Kernels> {
-        let module = Module::load(device, CUBIN)?;
+        let module = Module::load(device, embedded(device.rank, CUBIN)?)?;
         let bytes = module.global(c"gemmesh_instances")?;
         let instances = bytes
             .chunks_exact(size_of::<GemmeshInstance>())
@@ -194,6 +197,14 @@ impl Kernels {
     }
 }
 
+/// The cubin, if there is one in this program.
+fn embedded(rank: usize, cubin: &[u8]) -> Result<&[u8]> {
+    if cubin.is_empty() {
+        return Err(Error::BuiltWithoutKernels { rank });
+    }
+    Ok(cubin)
+}
+
 /// `base` with the instance's shape.
 fn config_of(instance: &Instance, base: &Config) -> Config {
     Config {
@@ -221,5 +232,22 @@ fn efficiency(instance: &Instance) -> f64 {
         (128.., _, _) => 0.45,
         (_, _, 1 | 2) => 0.5,
         _ => 0.4,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_that_was_built_without_kernels_says_so() {
+        assert_eq!(embedded(2, b"cubin"), Ok(b"cubin".as_slice()));
+        let error = embedded(2, &[]).unwrap_err();
+        assert_eq!(error, Error::BuiltWithoutKernels { rank: 2 });
+        let words = error.to_string();
+        assert!(
+            words.contains("rank 2") && words.contains("GEMMESH_NO_KERNELS"),
+            "{words}"
+        );
     }
 }

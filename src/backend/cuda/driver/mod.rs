@@ -39,6 +39,7 @@ pub struct Device {
 struct Gpu {
     device: sys::CUdevice,
     context: sys::CUcontext,
+    symbols: Symbols,
     /// As the driver calls it.
     name: String,
     uuid: Uuid,
@@ -104,22 +105,26 @@ macro_rules! cuda {
 mod kernel;
 mod memory;
 mod stream;
+mod symbols;
 
 pub use kernel::{Function, Layout, Module, TensorMap};
 pub use memory::{Mapping, Memory, Pinned, Region};
 pub use stream::{Event, Stream, Urgency, WordOp};
+use symbols::Symbols;
 
 impl Device {
     /// Opens the GPU with this ordinal among the visible ones; if none is given, the ranks share them in turn.
     ///
     /// # Errors
-    /// [`Error::NoGpu`] without a driver or a GPU; [`Error::UnsupportedGpu`] unless it is a Hopper GPU.
+    /// [`Error::NoGpu`] without a driver or a GPU; [`Error::DriverTooOld`]; [`Error::UnsupportedGpu`] unless it is a Hopper GPU.
     pub fn open(rank: usize, ordinal: Option<usize>) -> Result<Arc<Device>> {
         let none = |reason: String| Error::NoGpu { rank, reason };
-        // cudarc panics if it does not find the library; so look first.
+        // cudarc panics if it does not find the library or a function of it; so look first.
         // SAFETY: loading the driver runs its initialisers, which any CUDA program does.
         let library = unsafe { libloading::Library::new("libcuda.so.1") };
-        drop(library.map_err(|e| none(format!("the CUDA driver is not installed ({e})")))?);
+        let library =
+            library.map_err(|e| none(format!("the CUDA driver is not installed ({e})")))?;
+        let symbols = Symbols::find(rank, library)?;
         // SAFETY: a plain call.
         unsafe { cuda!(rank, cuInit(0)) }.map_err(|e| none(e.to_string()))?;
         let count = visible(rank)?;
@@ -141,7 +146,7 @@ impl Device {
         let gpu = match known {
             Some(gpu) => gpu,
             None => {
-                let gpu = Arc::new(Gpu::open(rank, device)?);
+                let gpu = Arc::new(Gpu::open(rank, device, symbols)?);
                 gpus.push(Arc::downgrade(&gpu));
                 gpu
             }
@@ -260,7 +265,7 @@ impl Drop for Bound<'_> {
 }
 
 impl Gpu {
-    fn open(rank: usize, device: sys::CUdevice) -> Result<Gpu> {
+    fn open(rank: usize, device: sys::CUdevice, symbols: Symbols) -> Result<Gpu> {
         let attribute = |attribute| -> Result<i32> {
             let mut value = 0;
             // SAFETY: writes the local.
@@ -313,6 +318,7 @@ impl Gpu {
         let mut gpu = Gpu {
             device,
             context,
+            symbols,
             name,
             uuid,
             multiprocessors,

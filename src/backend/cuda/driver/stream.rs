@@ -309,13 +309,10 @@ impl Event {
     /// Microseconds from `earlier` to this. Both were made to take the time and have been passed.
     pub fn micros_since(&self, earlier: &Event) -> Result<f64> {
         let mut millis = 0f32;
+        let elapsed = self.device.gpu.symbols.event_elapsed_time;
         // SAFETY: writes the local; both live.
-        unsafe {
-            cuda!(
-                self.device.rank,
-                cuEventElapsedTime_v2(&mut millis, earlier.event, self.event)
-            )?;
-        }
+        let result = unsafe { elapsed(&mut millis, earlier.event, self.event) };
+        check(self.device.rank, "cuEventElapsedTime", result)?;
         Ok(f64::from(millis) * 1e3)
     }
 }
