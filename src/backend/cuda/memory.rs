@@ -18,8 +18,8 @@ use super::driver::{Device, DevicePtr, Mapping, Region, Uuid};
 use super::reclaim::{Deferred, Reclaimer};
 use crate::error::{Error, Result};
 use crate::group::{Call, Members};
-use crate::protocol::Epoch;
 use crate::protocol::plan::{MAX_FLAGS, MAX_WORLD};
+use crate::protocol::{Awaited, Epoch};
 
 /// The same number of bytes on every rank's device.
 #[derive(Debug)]
@@ -354,11 +354,47 @@ pub struct OwnWords {
     pub turn: DevicePtr,
 }
 
-/// `ready` and `done` as they lie in a control block, and `ready` of the mailbox.
-pub type FlagWords = [FlagLine; 3];
-
 /// A word for each peer.
 pub type FlagLine = [u32; MAX_WORLD];
+
+/// A rank's own words at one moment.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Snapshot {
+    /// `ready` and `done` as they lie in a control block.
+    pub ready: FlagLine,
+    pub done: FlagLine,
+    /// `ready` of the mailbox.
+    pub mailbox: FlagLine,
+    pub turn: GemmeshTurn,
+}
+
+// SAFETY: plain words, for which zero is valid.
+unsafe impl bytemuck::Zeroable for Snapshot {}
+
+impl Snapshot {
+    /// The epoch of the operation whose rows are being pushed, as the device counts them.
+    pub fn pushed_epoch(&self) -> Epoch {
+        Epoch::from_raw(self.turn.epoch).next()
+    }
+
+    /// The first word, in the order in which an operation waits for them, that has not reached `epoch`; and its value.
+    pub fn missing(
+        &self,
+        rank: usize,
+        world: usize,
+        epoch: Epoch,
+        pushed: bool,
+    ) -> Option<(Awaited, u32)> {
+        let ring = || (1..world).map(move |step| (rank + step) % world);
+        let ready = if pushed { &self.mailbox } else { &self.ready };
+        let words = ring().map(|source| (Awaited::Ready { source }, ready[source]));
+        let done = ring().filter(|_| !pushed);
+        let words = words.chain(done.map(|peer| (Awaited::Done { peer }, self.done[peer])));
+        let mut late = words.filter(|(_, seen)| !epoch.reached_by(*seen));
+        late.next()
+    }
+}
 
 #[cfg(test)]
 mod tests {
@@ -396,6 +432,23 @@ mod tests {
         assert_eq!(check(&chosen), Ok(()));
         let scarce = [rank(1, 1, &[1], false), rank(2, 1, &[1], false)];
         assert_eq!(check(&scarce), Ok(()));
+    }
+
+    #[test]
+    fn what_is_missing_is_found_in_the_order_in_which_it_is_waited_for() {
+        let mut words: Snapshot = bytemuck::Zeroable::zeroed();
+        let epoch = Epoch::from_raw(5);
+        words.ready[..4].fill(5);
+        words.done[..4].fill(5);
+        words.mailbox[..4].copy_from_slice(&[5, 5, 4, 3]);
+        assert_eq!(words.missing(1, 4, epoch, false), None);
+        let pushed = words.missing(1, 4, epoch, true);
+        assert_eq!(pushed, Some((Awaited::Ready { source: 2 }, 4)));
+        words.done[0] = 4;
+        let pulled = words.missing(1, 4, epoch, false);
+        assert_eq!(pulled, Some((Awaited::Done { peer: 0 }, 4)));
+        words.turn.epoch = u32::MAX;
+        assert_eq!(words.pushed_epoch(), Epoch::from_raw(0));
     }
 
     #[test]

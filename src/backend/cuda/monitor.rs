@@ -14,7 +14,7 @@ use super::abi::{
     GEMMESH_FAULT_RECORDED, GEMMESH_GROUP_FAILED, GEMMESH_READY, GemmeshFault, GemmeshTurn,
 };
 use super::driver::{Device, DevicePtr, Pinned, Stream, Urgency, WordOp};
-use super::memory::{FlagLine, FlagWords, OwnWords};
+use super::memory::{FlagLine, OwnWords, Snapshot};
 use crate::error::{Error, Result};
 use crate::group::{Members, Witness};
 use crate::protocol::{Awaited, Epoch};
@@ -49,8 +49,8 @@ struct Watch {
     started: Pinned<u32>,
     /// The last operation that is complete, or whose rows have all come; written by streams and kernels.
     completed: Pinned<u32>,
-    /// A copy of this rank's flags, for a report.
-    snapshot: Pinned<FlagWords>,
+    /// A copy of this rank's words, for a report.
+    snapshot: Pinned<Snapshot>,
     /// The last operation that was begun.
     begun: AtomicU32,
     /// By epoch, modulo their number: whether the operation's rows are pushed.
@@ -209,17 +209,14 @@ impl Watch {
 
     /// If operation `epoch` waits for a rank that has left, it waits in vain.
     fn blame_the_one_who_left(&self, epoch: Epoch) {
-        if self.is_pushed(epoch) {
-            return;
-        }
-        let Ok(Some((awaited, seen))) = self.missing(epoch, false) else {
+        let Ok(Some((awaited, expected, seen))) = self.missing(epoch) else {
             return;
         };
         if self.witness.has_left(awaited.peer()) {
             self.witness.fail(Error::RankLeft {
                 rank: awaited.peer(),
                 waiting: self.witness.rank,
-                what: awaited.describe(epoch, seen),
+                what: awaited.describe(expected, seen),
             });
         }
     }
@@ -245,11 +242,15 @@ impl Watch {
         };
         // Rows that come late may be those of a rank that waits itself, for another's word: the one that has not given
         // its word is to blame.
-        let late = match self.missing(epoch, fault.pushed != 0) {
-            Ok(Some((awaited @ Awaited::Ready { .. }, seen))) => (awaited, seen),
+        let (rank, world) = (self.witness.rank, self.world);
+        let missing = self.read_words().ok();
+        let missing =
+            missing.and_then(|words| words.missing(rank, world, epoch, fault.pushed != 0));
+        let (awaited, seen) = match missing {
+            Some((awaited @ Awaited::Ready { .. }, seen)) => (awaited, seen),
             _ => (noted, fault.seen),
         };
-        self.witness.fail(self.late(late.0, epoch, late.1, waited));
+        self.witness.fail(self.late(awaited, epoch, seen, waited));
     }
 
     fn late(&self, awaited: Awaited, epoch: Epoch, seen: u32, waited: Duration) -> Error {
@@ -270,43 +271,39 @@ impl Watch {
             what: format!("operation {} on its own GPU ({reason})", epoch.raw()),
             waited_ms: waited.as_millis() as u64,
         };
-        if self.is_pushed(epoch) {
-            return unknown("its kernel does not run".into());
-        }
-        match self.missing(epoch, false) {
-            Ok(Some((awaited, seen))) => self.late(awaited, epoch, seen, waited),
+        match self.missing(epoch) {
+            Ok(Some((awaited, expected, seen))) => self.late(awaited, expected, seen, waited),
+            Ok(None) if self.is_pushed(epoch) => {
+                unknown("all peers have begun, and its kernel does not end".into())
+            }
             Ok(None) => unknown("all peers have done their part".into()),
             Err(error) => unknown(error.to_string()),
         }
     }
 
-    /// The first word, in the order in which operation `epoch` waits for them, that has not come; and its value.
-    fn missing(&self, epoch: Epoch, pushed: bool) -> Result<Option<(Awaited, u32)>> {
-        let [pulled, done, mailbox] = self.read_flags()?;
-        let rank = self.witness.rank;
-        let ring = || (1..self.world).map(move |step| (rank + step) % self.world);
-        let ready = if pushed { mailbox } else { pulled };
-        let words = ring().map(|source| (Awaited::Ready { source }, ready[source]));
-        let words = words.chain(
-            ring()
-                .filter(|_| !pushed)
-                .map(|peer| (Awaited::Done { peer }, done[peer])),
-        );
-        let mut late = words.filter(|(_, seen)| !epoch.reached_by(*seen));
-        Ok(late.next())
+    /// The first word that operation `epoch` waits for and that has not come, the epoch that it should have, and its value.
+    fn missing(&self, epoch: Epoch) -> Result<Option<(Awaited, Epoch, u32)>> {
+        let words = self.read_words()?;
+        let pushed = self.is_pushed(epoch);
+        let expected = if pushed { words.pushed_epoch() } else { epoch };
+        let missing = words.missing(self.witness.rank, self.world, expected, pushed);
+        Ok(missing.map(|(awaited, seen)| (awaited, expected, seen)))
     }
 
-    /// This rank's words, by peer.
-    fn read_flags(&self) -> Result<FlagWords> {
+    fn read_words(&self) -> Result<Snapshot> {
         let _bound = self.device.bind()?;
         let snapshot = self.snapshot.ptr();
-        let (first, rest) = (size_of::<[FlagLine; 2]>(), size_of::<FlagLine>());
+        let at = |offset: usize| snapshot + offset as u64;
+        let line = size_of::<FlagLine>();
         // SAFETY: the control block and the snapshot live as long as this thread, which waits for the copies below
         // or, if the device does not do them, never reads it.
         unsafe {
-            self.rescue.copy(snapshot, self.own.ready, first)?;
-            self.rescue
-                .copy(snapshot + first as u64, self.own.mailbox, rest)?;
+            self.rescue.copy(snapshot, self.own.ready, 2 * line)?;
+            let mailbox = at(offset_of!(Snapshot, mailbox));
+            self.rescue.copy(mailbox, self.own.mailbox, line)?;
+            let turn = at(offset_of!(Snapshot, turn));
+            let length = size_of::<GemmeshTurn>();
+            self.rescue.copy(turn, self.own.turn, length)?;
         }
         let deadline = Instant::now() + GRACE;
         while !self.rescue.is_idle()? {

@@ -1,0 +1,601 @@
+//! What else runs in a process or on its GPU: the caller's contexts, captures, streams and kernels, other groups. None of it
+//! disturbs a group or is disturbed by one; what can't work is refused, or ends in time with an error.
+//!
+//! As tests/cuda.rs.
+#![allow(unsafe_code)]
+
+mod support;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use cudarc::driver::sys;
+use gemmesh::{AllGatherMatmul, Builder, Config, Cuda, Error, Group, Transport, bf16};
+use support::gpu::*;
+use support::processes::{Rank, Setting};
+
+// The caller's context.
+
+fn current() -> sys::CUcontext {
+    let mut context = std::ptr::null_mut();
+    // SAFETY: writes the local.
+    unsafe { driver(sys::cuCtxGetCurrent(&mut context)) };
+    context
+}
+
+#[test]
+fn the_callers_context_is_current_after_every_call() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        // None, and that of another GPU if there is one.
+        let other = Context::retain(rank.rank + 1);
+        let others = current();
+        for context in [std::ptr::null_mut(), others] {
+            // SAFETY: retained above.
+            unsafe { driver(sys::cuCtxSetCurrent(context)) };
+            let mut arguments = Arguments::new(&group, 301, 72, 16)?;
+            for transport in TRANSPORTS {
+                arguments.verify_by(&group, transport)?;
+                assert_eq!(current(), context);
+            }
+            group.check_peers()?;
+            group.driver_version()?;
+            group.synchronize()?;
+            group.barrier()?;
+            assert_eq!(current(), context);
+            let address = format!("{}-{}", rank.address, context.is_null());
+            let builder = Builder::<Cuda>::new().timeout(TIMEOUT);
+            let second = builder.connect(rank.rank, rank.world, &address)?;
+            assert_eq!(current(), context);
+            Arguments::new(&second, 301, 72, 16)?.verify(&second)?;
+            drop((arguments, second));
+            assert_eq!(current(), context);
+        }
+        drop(other);
+        Ok("restored".into())
+    }));
+}
+
+#[test]
+fn two_ranks_of_one_process_are_told_to_be_processes() {
+    let Some(_leave) = gpu() else { return };
+    let address = format!("one-process-{}", std::process::id());
+    let connect = |rank: usize| {
+        let builder = Builder::<Cuda>::new().timeout(TIMEOUT);
+        builder.connect(rank, 2, &address).map(drop)
+    };
+    let results = std::thread::scope(|scope| {
+        let ranks = [0, 1].map(|rank| scope.spawn(move || connect(rank)));
+        ranks.map(|rank| rank.join().unwrap())
+    });
+    for result in results {
+        let error = result.unwrap_err();
+        assert!(
+            matches!(error.cause(), Error::NeedsProcesses { .. }),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn ranks_that_see_the_gpus_in_different_orders_are_told_so() {
+    let Some(_leave) = gpus(2) else { return };
+    let setting = Setting {
+        deadline: DEADLINE,
+        variables: &|place| {
+            let order = ["0,1", "1,0"][place];
+            vec![("CUDA_VISIBLE_DEVICES", order.into())]
+        },
+    };
+    let ranks = ranks_with(test_name!(), 2, &setting, |rank| {
+        connect(rank, TIMEOUT).map(|_| "a group".into())
+    });
+    let outcomes = ranks.outcomes();
+    let error = same_error(&outcomes);
+    assert!(
+        matches!(error, Error::SharedGpu { ranks: [0, 1], .. }),
+        "{error}"
+    );
+}
+
+// Captures.
+
+/// A capture of another thread, of the mode that forbids most calls everywhere in the process, as long as `f` runs.
+fn while_another_thread_captures(f: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
+    let context = current() as usize;
+    let (begun, over) = (AtomicBool::new(false), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            let (mut stream, mut graph) = (std::ptr::null_mut(), std::ptr::null_mut());
+            let non_blocking = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
+            // SAFETY: writes the locals; the context is retained by the caller.
+            unsafe {
+                driver(sys::cuCtxSetCurrent(context as sys::CUcontext));
+                driver(sys::cuStreamCreate(&mut stream, non_blocking));
+                driver(sys::cuStreamBeginCapture_v2(stream, GLOBAL));
+                begun.store(true, Ordering::Relaxed);
+                while !over.load(Ordering::Relaxed) {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                // It has not been invalidated.
+                driver(sys::cuStreamEndCapture(stream, &mut graph));
+                driver(sys::cuGraphDestroy(graph));
+                driver(sys::cuStreamDestroy_v2(stream));
+            }
+        });
+        while !begun.load(Ordering::Relaxed) && !thread.is_finished() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let result = f();
+        over.store(true, Ordering::Relaxed);
+        thread.join().unwrap();
+        result
+    })
+}
+
+#[test]
+fn a_capture_of_another_thread_neither_disturbs_nor_is_disturbed() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 301, 72, 16)?;
+        for round in 0..3 {
+            while_another_thread_captures(|| {
+                for transport in TRANSPORTS {
+                    arguments.fill(&group, 1 + round)?;
+                    arguments.verify_by(&group, transport)?;
+                }
+                // Allocations, drops, uploads, shapes that are new.
+                let mut other = Arguments::new(&group, 97 + round, 8 + 8 * round, 24)?;
+                other.verify(&group)?;
+                drop(other);
+                group.synchronize()
+            })?;
+        }
+        while_another_thread_captures(|| {
+            let address = format!("{}-second", rank.address);
+            let builder = Builder::<Cuda>::new().timeout(TIMEOUT);
+            let second = builder.connect(rank.rank, rank.world, &address)?;
+            Arguments::new(&second, 301, 72, 16)?.verify(&second)
+        })?;
+        Ok("right".into())
+    }));
+}
+
+#[test]
+fn matrices_may_be_dropped_and_made_while_their_groups_stream_is_captured() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 301, 72, 264)?;
+        let prepared = arguments.prepare(Transport::Store)?;
+        arguments.verify(&group)?;
+        let other = Arguments::new(&group, 200, 72, 16)?;
+        let replay = Replay::capture(&group, GLOBAL, || {
+            drop(other);
+            let made = group.zeros::<bf16>(100, 100).unwrap();
+            let Arguments { a, b, out, .. } = &mut arguments;
+            prepared.run(a, b, out).unwrap();
+            drop(made);
+            // What would wait for the stream is refused, and is neither idle nor a failure.
+            let refused = Error::Capturing { rank: rank.rank };
+            assert_eq!(group.synchronize(), Err(refused.clone()));
+            assert_eq!(out.to_vec().unwrap_err(), refused);
+        });
+        for base in 1..20 {
+            arguments.fill(&group, base)?;
+            replay.launch();
+            group.synchronize()?;
+            arguments.check(rank.world)?;
+        }
+        Ok("right".into())
+    }));
+}
+
+// The caller's own work on the stream.
+
+#[test]
+fn synchronize_waits_for_operations_and_not_for_what_stands_behind_them() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 301, 72, 16)?;
+        for transport in TRANSPORTS {
+            arguments.verify_by(&group, transport)?;
+            arguments.run_by(transport)?;
+            let hold = Hold::start(1, Some(group.stream().cast()));
+            let begin = Instant::now();
+            group.synchronize()?;
+            arguments.check(rank.world)?;
+            let took = begin.elapsed();
+            assert!(took < Duration::from_secs(5), "{took:?}");
+            group.barrier()?;
+            drop(hold);
+        }
+        Ok("right".into())
+    }));
+}
+
+#[test]
+fn a_group_ends_while_the_caller_keeps_its_stream_busy() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let mut stream = std::ptr::null_mut();
+        let non_blocking = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: writes the local. The stream is destroyed after the group has ended.
+        unsafe {
+            driver(sys::cuStreamCreate(&mut stream, non_blocking));
+            group.set_stream(stream.cast())?;
+        }
+        let mut arguments = Arguments::new(&group, 301, 72, 16)?;
+        arguments.run()?;
+        let hold = Hold::start(1, Some(stream));
+        arguments.check(rank.world)?;
+        group.barrier()?;
+        let begin = Instant::now();
+        drop((arguments, group));
+        let took = begin.elapsed();
+        assert!(took < Duration::from_secs(5), "{took:?}");
+        drop(hold);
+        // SAFETY: nobody uses the stream any more.
+        unsafe { driver(sys::cuStreamDestroy_v2(stream)) };
+        Ok(format!("ended in {took:?}"))
+    }));
+}
+
+#[test]
+fn synchronize_ends_in_time_also_behind_work_of_the_callers_that_does_not() {
+    let Some(_leave) = gpu_alone() else { return };
+    all_done(ranks(test_name!(), 1, |rank| {
+        let (_context, group) = connect_short(rank)?;
+        let mut arguments = Arguments::new(&group, 301, 72, 16)?;
+        let prepared = arguments.prepare(Transport::Pull)?;
+        let hold = Hold::start(1, Some(group.stream().cast()));
+        let Arguments { a, b, out, .. } = &mut arguments;
+        prepared.matmul(a, b, out)?;
+        let begin = Instant::now();
+        let error = group.synchronize().unwrap_err();
+        let took = begin.elapsed();
+        assert!(matches!(error, Error::Timeout { rank: 0, .. }), "{error}");
+        assert!(took < SHORT + 2 * NOTICED, "{took:?}");
+        // The group is as good as before.
+        hold.release();
+        group.synchronize()?;
+        arguments.check(rank.world)?;
+        Ok(format!("told after {took:?}"))
+    }));
+}
+
+// Other kernels and groups on the GPU.
+
+/// Most multiprocessors of rank 0's GPU are held by a kernel that waits for the operation to end on the other rank.
+#[track_caller]
+fn beside_a_foreign_kernel(test: &str, transport: Transport) {
+    const HELD: u32 = 100;
+    all_done(ranks(test, 2, |rank| {
+        let steps = host_group(rank)?;
+        let group = connect(rank, TIMEOUT)?;
+        // More pieces to store than the multiprocessors that are left can take at once.
+        let mut arguments = Arguments::new(&group, 4096, 256, 1024)?;
+        for (round, shape) in [6, 0, 9, 4].into_iter().enumerate() {
+            let config = Config {
+                transport,
+                ..config(shape, 2, 2)
+            };
+            let operation = AllGatherMatmul::new().config(config);
+            let prepared = operation.prepare(&arguments.a, 256)?;
+            // No rank is late.
+            for held in [false, true] {
+                arguments.fill(&group, 1 + round)?;
+                let hold = (held && rank.rank == 0).then(|| Hold::start(HELD, None));
+                std::thread::sleep(Duration::from_millis(50));
+                group.barrier()?;
+                let begin = Instant::now();
+                let Arguments { a, b, out, .. } = &mut arguments;
+                prepared.run(a, b, out)?;
+                if rank.rank == 1 {
+                    group.synchronize()?;
+                    let took = begin.elapsed();
+                    assert!(took < Duration::from_secs(5), "shape {shape}: {took:?}");
+                    arguments.check(rank.world)?;
+                }
+                steps.barrier()?;
+                drop(hold);
+                group.synchronize()?;
+                arguments.check(rank.world)?;
+                group.barrier()?;
+            }
+        }
+        Ok("right".into())
+    }));
+}
+
+each_transport!(gpu_alone, beside_a_foreign_kernel:
+    pulls_end_beside_a_kernel_that_waits_for_them by Pull,
+    pushes_end_beside_a_kernel_that_waits_for_them by Push,
+    stores_end_beside_a_kernel_that_waits_for_them by Store,
+);
+
+/// Rank 0 calls an operation of one group and then one of another, rank 1 the other way round.
+#[track_caller]
+fn two_groups_in_opposite_orders(test: &str, transport: Transport) {
+    all_done(ranks(test, 2, |rank| {
+        let _context = Context::retain(rank.rank);
+        let steps = host_group(rank)?;
+        let open = |name: &str| -> Result<Group<Cuda>, Error> {
+            steps.barrier()?;
+            let address = format!("{}-{name}", rank.address);
+            let builder = Builder::<Cuda>::new().timeout(SHORT);
+            builder.connect(rank.rank, rank.world, &address)
+        };
+        let mut failed = 0;
+        for round in 0..5 {
+            let groups = [
+                open(&format!("first-{round}"))?,
+                open(&format!("second-{round}"))?,
+            ];
+            // More tiles than multiprocessors: each kernel fills the GPU.
+            let mut both = [
+                Arguments::new(&groups[0], 4096, 2048, 64)?,
+                Arguments::new(&groups[1], 4096, 2048, 64)?,
+            ];
+            for (arguments, group) in both.iter_mut().zip(&groups) {
+                arguments.verify_by(group, transport)?;
+            }
+            steps.barrier()?;
+            let begin = Instant::now();
+            let order = if rank.rank == 0 { [0, 1] } else { [1, 0] };
+            let mut results = Vec::new();
+            for index in order {
+                results.push((index, both[index].run_by(transport)));
+            }
+            for (index, result) in results {
+                let result = result.and_then(|()| groups[index].synchronize());
+                match result {
+                    Ok(()) => both[index].check(rank.world)?,
+                    // Each kernel may hold the GPU that the other's peer needs: then both end at the deadline.
+                    Err(error) => {
+                        assert!(transport != Transport::Pull, "{error}");
+                        assert!(matches!(error.cause(), Error::Timeout { .. }), "{error}");
+                        failed += 1;
+                    }
+                }
+            }
+            let took = begin.elapsed();
+            assert!(took < 2 * SHORT + 2 * NOTICED, "{took:?}");
+            steps.barrier()?;
+        }
+        // And nothing is left of it.
+        let group = open("last")?;
+        Arguments::new(&group, 301, 72, 16)?.verify_by(&group, transport)?;
+        Ok(format!("{failed} of 10 operations gave up"))
+    }));
+}
+
+each_transport!(gpu_alone, two_groups_in_opposite_orders:
+    pulls_of_two_groups_in_opposite_orders_are_right by Pull,
+    pushes_of_two_groups_in_opposite_orders_end_in_time by Push,
+    stores_of_two_groups_in_opposite_orders_end_in_time by Store,
+);
+
+// Queues of the device.
+
+/// A stream of each priority.
+fn streams() -> Vec<(i32, sys::CUstream)> {
+    let (mut least, mut greatest) = (0, 0);
+    // SAFETY: writes the locals.
+    unsafe {
+        driver(sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest));
+        let stream = |priority| {
+            let mut stream = std::ptr::null_mut();
+            let non_blocking = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
+            driver(sys::cuStreamCreateWithPriority(
+                &mut stream,
+                non_blocking,
+                priority,
+            ));
+            (priority, stream)
+        };
+        (greatest..=least).map(stream).collect()
+    }
+}
+
+#[test]
+fn a_starved_rank_is_set_free_on_any_stream_that_it_may_use_where_streams_share_queues() {
+    let Some(_leave) = gpu_alone() else { return };
+    let setting = Setting {
+        deadline: DEADLINE,
+        variables: &|_| vec![("CUDA_DEVICE_MAX_CONNECTIONS", "1".into())],
+    };
+    all_done(ranks_with(test_name!(), 2, &setting, |rank| {
+        let _context = Context::retain(rank.rank);
+        let steps = host_group(rank)?;
+        let streams = streams();
+        let greatest = streams[0].0;
+        for &(priority, stream) in &streams {
+            for transport in [Transport::Pull, Transport::Store] {
+                steps.barrier()?;
+                let address = format!("{}-{priority}-{transport:?}", rank.address);
+                let builder = Builder::<Cuda>::new().timeout(SHORT);
+                let group = builder.connect(rank.rank, rank.world, &address)?;
+                // SAFETY: the streams live as long as the process.
+                let set = unsafe { group.set_stream(stream.cast()) };
+                if priority <= greatest + 1 {
+                    let error = set.unwrap_err();
+                    assert!(matches!(error, Error::QueuedTogether { .. }), "{error}");
+                    continue;
+                }
+                set?;
+                let mut arguments = Arguments::new(&group, 301, 72, 264)?;
+                arguments.verify_by(&group, transport)?;
+                steps.barrier()?;
+                let begin = Instant::now();
+                let result = if rank.rank == 1 {
+                    steps.barrier()?;
+                    arguments.verify_by(&group, transport)
+                } else {
+                    let result = arguments.verify_by(&group, transport);
+                    let took = begin.elapsed();
+                    assert!(took < SHORT + NOTICED, "priority {priority}: {took:?}");
+                    steps.barrier()?;
+                    result
+                };
+                assert_timeout_names(&poisoned(&group, result).unwrap_err(), 1);
+            }
+        }
+        Ok("set free".into())
+    }));
+}
+
+#[test]
+fn a_starved_rank_is_set_free_on_any_stream() {
+    let Some(_leave) = gpu_alone() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let _context = Context::retain(rank.rank);
+        let steps = host_group(rank)?;
+        // More than the device has queues, so that some share one.
+        let streams: Vec<_> = (0..6).flat_map(|_| streams()).collect();
+        for (number, &(_, stream)) in streams.iter().enumerate().step_by(5) {
+            steps.barrier()?;
+            let address = format!("{}-{number}", rank.address);
+            let builder = Builder::<Cuda>::new().timeout(Duration::from_millis(500));
+            let group = builder.connect(rank.rank, rank.world, &address)?;
+            // SAFETY: the streams live as long as the process.
+            unsafe { group.set_stream(stream.cast())? };
+            let mut arguments = Arguments::new(&group, 301, 72, 264)?;
+            arguments.verify_by(&group, Transport::Pull)?;
+            steps.barrier()?;
+            let result = if rank.rank == 1 {
+                steps.barrier()?;
+                arguments.verify_by(&group, Transport::Pull)
+            } else {
+                let result = arguments.verify_by(&group, Transport::Pull);
+                steps.barrier()?;
+                result
+            };
+            assert_timeout_names(&poisoned(&group, result).unwrap_err(), 1);
+        }
+        Ok("set free".into())
+    }));
+}
+
+// Ranks that leave, differ or are refused.
+
+/// Within this everybody knows.
+const TOLD: Duration = Duration::from_secs(1);
+
+/// Rank 1 plays `part` instead of calling the operation that the others are in, which must end within a second with an
+/// error that `expected` knows.
+#[track_caller]
+fn told_within_a_second(
+    test: &str,
+    transport: Transport,
+    part: impl FnOnce(&Rank, Group<Cuda>, Arguments) -> Result<String, Error>,
+    expected: fn(&Error) -> bool,
+) {
+    let ranks = ranks(test, 3, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 301, 72, 264)?;
+        arguments.verify_by(&group, transport)?;
+        group.barrier()?;
+        if rank.rank == 1 {
+            return part(rank, group, arguments);
+        }
+        std::thread::sleep(Duration::from_millis(100));
+        let begin = Instant::now();
+        let result = arguments.verify_by(&group, transport);
+        let took = begin.elapsed();
+        assert!(took < TOLD, "told after {took:?}: {result:?}");
+        poisoned(&group, result)
+    });
+    for outcome in ranks.outcomes() {
+        if outcome.rank != 1 {
+            let error = outcome.error().cause();
+            assert!(expected(error), "rank {}: {error}", outcome.rank);
+        }
+    }
+}
+
+#[track_caller]
+fn leave(test: &str, transport: Transport) {
+    told_within_a_second(
+        test,
+        transport,
+        |_, group, arguments| {
+            drop((arguments, group));
+            Ok("left".into())
+        },
+        |error| matches!(error, Error::RankLeft { rank: 1, .. }),
+    );
+}
+
+each_transport!(gpu_alone, leave:
+    a_rank_that_leaves_while_the_others_pull_is_named_within_a_second by Pull,
+    a_rank_that_leaves_while_the_others_push_is_named_within_a_second by Push,
+    a_rank_that_leaves_while_the_others_store_is_named_within_a_second by Store,
+);
+
+#[track_caller]
+fn panic(test: &str, transport: Transport) {
+    told_within_a_second(
+        test,
+        transport,
+        |_, group, arguments| {
+            let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || {
+                let _dropped_by_the_panic = (arguments, group);
+                std::panic::resume_unwind(Box::new("planted"));
+            }));
+            assert!(caught.is_err());
+            Ok("caught".into())
+        },
+        |error| matches!(error, Error::RankPanicked { rank: 1, .. }),
+    );
+}
+
+each_transport!(gpu_alone, panic:
+    a_rank_that_panics_while_the_others_pull_is_named_within_a_second by Pull,
+    a_rank_that_panics_while_the_others_push_is_named_within_a_second by Push,
+    a_rank_that_panics_while_the_others_store_is_named_within_a_second by Store,
+);
+
+#[track_caller]
+fn barrier(test: &str, transport: Transport) {
+    told_within_a_second(
+        test,
+        transport,
+        |_, group, _arguments| poisoned(&group, group.barrier()),
+        |error| matches!(error, Error::CallMismatch { rank: 1, .. }),
+    );
+}
+
+each_transport!(gpu_alone, barrier:
+    a_rank_at_a_barrier_while_the_others_pull_is_named_within_a_second by Pull,
+    a_rank_at_a_barrier_while_the_others_push_is_named_within_a_second by Push,
+    a_rank_at_a_barrier_while_the_others_store_is_named_within_a_second by Store,
+);
+
+#[track_caller]
+fn wrong_argument(test: &str, transport: Transport) {
+    told_within_a_second(
+        test,
+        transport,
+        |_, group, arguments| {
+            let wrong = group.zeros::<bf16>(5, 264)?;
+            let mut out = group.zeros::<bf16>(301, 72)?;
+            let prepared = arguments.prepare(transport)?;
+            let error = prepared.run(&arguments.a, &wrong, &mut out).unwrap_err();
+            assert!(matches!(error, Error::Shape { rank: 1, .. }), "{error}");
+            std::thread::sleep(2 * TOLD);
+            Ok("refused".into())
+        },
+        |error| matches!(error, Error::Shape { rank: 1, argument, .. } if argument.contains("b [N, K]")),
+    );
+}
+
+each_transport!(gpu_alone, wrong_argument:
+    a_wrong_weight_on_one_rank_is_known_to_all_that_pull_within_a_second by Pull,
+    a_wrong_weight_on_one_rank_is_known_to_all_that_push_within_a_second by Push,
+    a_wrong_weight_on_one_rank_is_known_to_all_that_store_within_a_second by Store,
+);
