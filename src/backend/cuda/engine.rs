@@ -245,6 +245,15 @@ fn enqueue_pushed(
                 delay(stream, members.rank, push.flag, epoch)?;
                 let (to, from) = (operands.a.of(push.peer), operands.a.own());
                 copy_part(stream, plan, to, from, &push.rows, &push.columns)?;
+                // Its value is on the device, so that a graph can be replayed; hence a copy, and not a word of the stream.
+                // That the peer's kernel, which is polling it, sees the rows once it sees the flag, no text of CUDA's promises
+                // in these words. What is promised: a copy begins when the one before it on its stream has ended, and
+                // has then been written to where it goes, for whoever is told of that end in any way may read it, on the
+                // peer's GPU too. The flag's copy begins then, both go to the memory of one GPU, and the reader acquires
+                // the flag at system scope: so the rows are there before the flag is. The fence that streams have
+                // (CU_STREAM_MEM_OP_BARRIER) would say it in words; between 4 MiB and their flag it costs 2.3 to 2.5 µs of 16
+                // on two H200s, a tenth of a small product's gather. (Evidence: every verified product here, with random
+                // delays and without, and never one stale row.)
                 let flag = control.pushed(push.peer, push.flag);
                 stream.copy(flag, current, size_of::<u32>())?;
             }
