@@ -215,6 +215,22 @@ fn assert_missing(outcomes: &[Outcome], missing: usize) {
 }
 
 #[test]
+fn two_ranks_of_one_process_meet_as_processes_do() {
+    let address = format!("threads of {}", std::process::id());
+    let rank = |rank| -> Result<(), Error> {
+        let builder = Builder::<Host>::new().timeout(TIMEOUT);
+        let group = builder.connect(rank, 2, &address)?;
+        Arguments::new(&group, 9, 5, 3)?.verify()?;
+        group.barrier()
+    };
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| rank(1));
+        assert_eq!(rank(0), Ok(()));
+        assert_eq!(other.join().unwrap(), Ok(()));
+    });
+}
+
+#[test]
 fn a_rank_of_another_protocol_version_is_named() {
     let ranks = group(test_name!(), 3, |rank| {
         let builder = Builder::<Host>::new().timeout(TIMEOUT);

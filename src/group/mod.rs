@@ -1,7 +1,7 @@
 //! Groups: the ranks that multiply together.
 
 mod commons;
-mod env;
+pub(crate) mod env;
 pub mod launch;
 mod members;
 #[cfg(feature = "mpi")]
@@ -89,10 +89,12 @@ struct State<B: Backend> {
 
 impl<B: Backend> Group<B> {
     /// The group that the launcher of this process describes in the environment: [`launch`], torchrun,
-    /// Open MPI's mpirun, srun, or mpiexec of a PMI implementation.
+    /// Open MPI's mpirun, srun, or mpiexec of a PMI implementation. Of a launcher that started another, as srun does
+    /// mpiexec's agents, the inner one counts.
     ///
     /// # Errors
-    /// [`Error::Environment`] names the variables that are missing; else as [`Group::connect`].
+    /// [`Error::Environment`] names the variables that are missing, [`Error::EnvironmentValue`] one that can't be used; else
+    /// as [`Group::connect`].
     pub fn from_env() -> Result<Group<B>> {
         Builder::new().from_env()
     }
