@@ -190,6 +190,15 @@ pub enum Error {
         status: String,
     },
 
+    /// A rank was to launch ranks.
+    #[error(
+        "this process is a rank, started by {launcher}, and cannot launch ranks; where gemmesh::launch::is_rank() is true, call Group::from_env instead"
+    )]
+    AlreadyRank {
+        /// Who started it.
+        launcher: String,
+    },
+
     /// A message from another rank was not understood.
     #[error("rank {rank} sent what cannot be understood: {reason}")]
     Message {

@@ -14,7 +14,7 @@ use gemmesh::{
     f16,
 };
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
-use support::processes::{Outcome, Rank, group, runs, sockets_of, start};
+use support::processes::{Outcome, Rank, Setting, group, runs, sockets_of, start, start_with};
 
 /// Of groups in which nobody is waited for in vain.
 const TIMEOUT: Duration = Duration::from_secs(5);
@@ -1034,6 +1034,86 @@ fn launched_ranks_die_with_their_launcher() {
     outcome.assert_killed();
     assert!(outcome.at - killed < NOTICED);
     assert_all_ended(&outcome.text, 3);
+}
+
+/// How many processes of this program this one descends from.
+fn generation() -> usize {
+    let program = |pid: &str| std::fs::read_link(format!("/proc/{pid}/exe")).ok();
+    let parent = |pid: &str| {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        let (_, fields) = stat.rsplit_once(')')?;
+        fields.split_whitespace().nth(1).map(str::to_string)
+    };
+    let own = program("self");
+    let ancestors = std::iter::successors(parent("self"), |pid| parent(pid));
+    ancestors.take_while(|pid| program(pid) == own).count()
+}
+
+/// Tries to launch as a rank of some launcher. Were it possible, the ranks would try too: those of a third generation don't.
+fn launch_as_rank(me: &Rank, test: &str) -> Result<String, Error> {
+    if generation() > 2 {
+        me.say("a rank of a rank");
+        std::process::exit(1);
+    }
+    let refused = |result: Result<(), Error>| match result {
+        Err(Error::AlreadyRank { launcher }) => launcher,
+        other => panic!("not refused: {other:?}"),
+    };
+    let simple = refused(launch::launch(2));
+    let builder = Launch::new(2).args(["--exact", test, "--nocapture", "--test-threads=1"]);
+    assert_eq!(refused(builder.run()), simple);
+    me.say(format!("refused: {simple}"));
+    Ok(simple)
+}
+
+#[test]
+fn a_launched_rank_cannot_launch() {
+    let test = test_name!();
+    let ranks = start(test, &[(0, 1)], |me| {
+        if !launch::is_rank() {
+            return launched(me, test, 2);
+        }
+        launch_as_rank(me, test)?;
+        std::process::exit(0);
+    });
+    ranks.heard(0, "refused: gemmesh::launch");
+    let said = ranks.said(0);
+    assert!(!said.contains(&"a rank of a rank".into()), "{said:?}");
+    assert_eq!(ranks.outcomes()[0].value(), "all ranks have succeeded");
+}
+
+#[test]
+fn a_rank_of_another_launcher_cannot_launch() {
+    let test = test_name!();
+    let environments: [&[(&str, &str)]; 3] = [
+        &[
+            ("GEMMESH_RANK", "0"),
+            ("GEMMESH_WORLD_SIZE", "1"),
+            ("GEMMESH_ADDRESS", "by hand"),
+        ],
+        &[
+            ("RANK", "0"),
+            ("WORLD_SIZE", "1"),
+            ("LOCAL_RANK", "0"),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", "29500"),
+        ],
+        &[("PMI_RANK", "0"), ("PMI_SIZE", "1")],
+    ];
+    let variables = |place: usize| {
+        let variables = environments[place].iter();
+        variables.map(|&(k, v)| (k, v.to_string())).collect()
+    };
+    let setting = Setting {
+        variables: &variables,
+        ..Setting::default()
+    };
+    let places = [(0, 1), (1, 1), (2, 1)];
+    let ranks = start_with(test, &places, &setting, |me| launch_as_rank(me, test));
+    let outcomes = ranks.outcomes();
+    let launchers: Vec<&str> = outcomes.iter().map(Outcome::value).collect();
+    let expected = ["gemmesh::launch", "torchrun", "a PMI launcher (mpiexec)"];
+    assert_eq!(launchers, expected);
 }
 
 #[track_caller]

@@ -33,6 +33,9 @@ pub fn is_rank() -> bool {
 /// [`Group::from_env`](crate::Group::from_env) recognises. They write where this process writes.
 /// Returns when all have ended.
 ///
+/// A rank cannot launch, whoever started it: the ranks would launch ranks in turn, without end, or each rank of another
+/// launcher's job a whole job on the same machine. So ask [`is_rank`] first:
+///
 /// ```no_run
 /// # fn main() -> gemmesh::Result<()> {
 /// if !gemmesh::launch::is_rank() {
@@ -44,7 +47,8 @@ pub fn is_rank() -> bool {
 ///
 /// # Errors
 /// [`Error::RankFailed`] for the first rank that fails; the others are killed. If this process is killed,
-/// its ranks are too.
+/// its ranks are too. [`Error::AlreadyRank`] if this process is a rank, or [`Error::EnvironmentValue`] if it is one that can't
+/// be; [`Error::Limit`] unless there are 1 to 64 ranks.
 pub fn launch(world: usize) -> Result<()> {
     Launch::new(world).args(std::env::args_os().skip(1)).run()
 }
@@ -86,6 +90,7 @@ impl Launch {
     /// # Errors
     /// As [`launch`].
     pub fn run(self) -> Result<()> {
+        refuse_rank(env::describe_this_process())?;
         if !(1..=MAX_WORLD).contains(&self.world) {
             return Err(Error::Limit {
                 what: "world size".into(),
@@ -141,6 +146,17 @@ impl Launch {
                 Err(Error::system(rank, "watch its process")(error.into()))
             }
         }
+    }
+}
+
+/// Fails if `this` process is a rank.
+fn refuse_rank(this: Result<env::Described>) -> Result<()> {
+    match this {
+        Ok(described) => Err(Error::AlreadyRank {
+            launcher: described.launcher.into(),
+        }),
+        Err(Error::Environment { .. }) => Ok(()),
+        Err(unusable) => Err(unusable),
     }
 }
 
@@ -238,5 +254,38 @@ impl Failure {
         self.status.signal().is_none()
             && status.signal().is_some()
             && self.since.elapsed() < SETTLED
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_of_any_launcher_is_refused() {
+        let described = env::Described {
+            rank: 0,
+            world: 1,
+            address: "x".into(),
+            launcher: "torchrun",
+        };
+        let refused = refuse_rank(Ok(described)).unwrap_err();
+        assert_eq!(
+            refused,
+            Error::AlreadyRank {
+                launcher: "torchrun".into()
+            }
+        );
+        let nobody = Error::Environment {
+            launcher: String::new(),
+            missing: String::new(),
+        };
+        assert_eq!(refuse_rank(Err(nobody)), Ok(()));
+        let unusable = Error::EnvironmentValue {
+            name: "RANK".into(),
+            value: "-1".into(),
+            reason: String::new(),
+        };
+        assert_eq!(refuse_rank(Err(unusable.clone())), Err(unusable));
     }
 }
