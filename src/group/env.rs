@@ -16,6 +16,13 @@ pub(crate) struct Described {
     pub launcher: &'static str,
 }
 
+impl Described {
+    /// Whether [`super::launch`] has started it.
+    pub fn launched(&self) -> bool {
+        self.launcher == LAUNCHERS[0].name
+    }
+}
+
 /// The variables that [`super::launch`] sets.
 pub(super) const RANK: &str = "GEMMESH_RANK";
 pub(super) const WORLD_SIZE: &str = "GEMMESH_WORLD_SIZE";

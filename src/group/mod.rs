@@ -6,6 +6,7 @@ pub mod launch;
 mod members;
 #[cfg(feature = "mpi")]
 mod mpi;
+mod reports;
 mod socket;
 mod threads;
 mod wire;
@@ -20,6 +21,8 @@ pub(crate) use commons::{Cuts, Operation, OperationName};
 #[cfg(feature = "cuda")]
 pub(crate) use members::Witness;
 pub(crate) use members::{Call, Members};
+
+use reports::Outbox;
 
 use crate::backend::Backend;
 use crate::element::Element;
@@ -462,7 +465,14 @@ impl<B: Backend> Builder<B> {
     /// As [`Group::from_env`].
     pub fn from_env(self) -> Result<Group<B>> {
         let described = env::describe_this_process()?;
-        self.connect(described.rank, described.world, &described.address)
+        let (rank, address) = (described.rank, &described.address);
+        let outbox = described.launched().then(|| Outbox::new(rank, address));
+        let version = socket::PROTOCOL_VERSION;
+        let group = self.meet(rank, described.world, address, version, outbox.clone());
+        if let (Some(outbox), Err(error)) = (outbox, &group) {
+            outbox.tell(rank, error);
+        }
+        group
     }
 
     /// As [`Group::connect`].
@@ -482,6 +492,17 @@ impl<B: Backend> Builder<B> {
         address: &str,
         version: u32,
     ) -> Result<Group<B>> {
+        self.meet(rank, world, address, version, None)
+    }
+
+    fn meet(
+        self,
+        rank: usize,
+        world: usize,
+        address: &str,
+        version: u32,
+        outbox: Option<Outbox>,
+    ) -> Result<Group<B>> {
         // Checks world size and rank.
         Problem::balanced(1, 1, 1, rank, world)?;
         let identity = socket::Identity {
@@ -490,6 +511,7 @@ impl<B: Backend> Builder<B> {
             address: address.into(),
             backend: B::NAME,
             timeout: self.timeout,
+            outbox,
         };
         Group::open(socket::meet_speaking(&identity, version)?, &self)
     }
