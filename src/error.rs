@@ -182,12 +182,23 @@ pub enum Error {
     },
 
     /// A rank process that was launched failed.
-    #[error("rank {rank} failed: {status}")]
+    #[error("rank {rank} failed: {status}{}", Because(.cause))]
     RankFailed {
-        /// The rank that failed first.
+        /// The rank at fault.
         rank: usize,
         /// How it ended.
         status: String,
+        /// The group's first failure, if the ranks had a group that failed.
+        cause: Option<Box<Error>>,
+    },
+
+    /// A rank was to launch ranks.
+    #[error(
+        "this process is a rank, started by {launcher}, and cannot launch ranks; where gemmesh::launch::is_rank() is true, call Group::from_env instead"
+    )]
+    AlreadyRank {
+        /// Who started it.
+        launcher: String,
     },
 
     /// A message from another rank was not understood.
@@ -377,6 +388,48 @@ impl Error {
             other => other,
         }
     }
+
+    /// The ranks at fault, as far as the error names them.
+    pub(crate) fn at_fault(&self) -> Vec<usize> {
+        match self {
+            Error::Poisoned { cause } => cause.at_fault(),
+            Error::RanksMissing { ranks, .. } => ranks.clone(),
+            Error::System { rank, .. } => rank.iter().copied().collect(),
+            Error::Shape { rank, .. }
+            | Error::ForeignArgument { rank, .. }
+            | Error::DuplicateRank { rank, .. }
+            | Error::Mismatch { rank, .. }
+            | Error::CallMismatch { rank, .. }
+            | Error::OutOfMemory { rank, .. }
+            | Error::RankLost { rank, .. }
+            | Error::RankLeft { rank, .. }
+            | Error::Timeout { rank, .. }
+            | Error::RankFailed { rank, .. }
+            | Error::Message { rank, .. }
+            | Error::Unaligned { rank, .. }
+            | Error::NeedsProcesses { rank }
+            | Error::NoGpu { rank, .. }
+            | Error::UnsupportedGpu { rank, .. }
+            | Error::NoPeerAccess { rank, .. }
+            | Error::PeerMemory { rank, .. }
+            | Error::NoKernel { rank, .. }
+            | Error::QueuedTogether { rank, .. }
+            | Error::Capturing { rank }
+            | Error::Cuda { rank, .. } => vec![*rank],
+            _ => Vec::new(),
+        }
+    }
+}
+
+struct Because<'a>(&'a Option<Box<Error>>);
+
+impl fmt::Display for Because<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self.0 {
+            Some(cause) => write!(f, " (its group failed: {cause})"),
+            None => Ok(()),
+        }
+    }
 }
 
 struct Ranks<'a>(&'a [usize], &'static str, &'static str);
@@ -421,6 +474,20 @@ mod tests {
         assert_eq!(
             refused.to_string(),
             "rank 2: cannot map 4096 bytes: Cannot allocate memory"
+        );
+        let left = Error::RankFailed {
+            rank: 1,
+            status: "exit status: 0".into(),
+            cause: Some(Box::new(Error::RankLeft {
+                rank: 1,
+                waiting: 0,
+                what: "barrier()".into(),
+            })),
+        };
+        assert_eq!(
+            left.to_string(),
+            "rank 1 failed: exit status: 0 (its group failed: rank 1 left the group while rank 0 waited for barrier(); \
+             all ranks must make the same calls)"
         );
     }
 

@@ -8,6 +8,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use super::reports::Outbox;
 use crate::element::DType;
 use crate::error::{Error, Result};
 use crate::memory::Mapping;
@@ -135,6 +136,8 @@ pub struct Commons {
     memory: Mapping,
     rank: usize,
     world: usize,
+    /// To a launcher that wants to know of the first failure.
+    outbox: Option<Outbox>,
 }
 
 impl Commons {
@@ -147,6 +150,18 @@ impl Commons {
             memory,
             rank,
             world,
+            outbox: None,
+        }
+    }
+
+    /// Tells the launcher of the group's first failure, before this rank learns of it.
+    pub(super) fn with_outbox(self, outbox: Option<Outbox>) -> Commons {
+        Commons { outbox, ..self }
+    }
+
+    fn tell_launcher(&self, first: &Error) {
+        if let (Some(outbox), Some(by)) = (&self.outbox, self.reporter()) {
+            outbox.tell(by, first);
         }
     }
 
@@ -173,6 +188,7 @@ impl Commons {
             bytes = serde_json::to_vec(&short).unwrap_or_default();
         }
         if self.block().fault.write(self.rank, &bytes) {
+            self.tell_launcher(&error);
             error
         } else {
             self.fault().unwrap_or(error)
@@ -187,22 +203,26 @@ impl Commons {
     /// The group's first failure. Costs one load as long as there is none.
     pub fn fault(&self) -> Option<Error> {
         let by = self.reporter()?;
+        let fault = self.read_fault(by);
+        self.tell_launcher(&fault);
+        Some(fault)
+    }
+
+    fn read_fault(&self, by: usize) -> Error {
         // The reporter writes a few hundred bytes; if it was killed in between, that is the failure.
         let deadline = Instant::now() + Duration::from_millis(500);
         loop {
             if let Some(bytes) = self.block().fault.read() {
-                return Some(
-                    serde_json::from_slice(&bytes).unwrap_or_else(|e| Error::Message {
-                        rank: by,
-                        reason: format!("its report of a failure: {e}"),
-                    }),
-                );
+                return serde_json::from_slice(&bytes).unwrap_or_else(|e| Error::Message {
+                    rank: by,
+                    reason: format!("its report of a failure: {e}"),
+                });
             }
             if Instant::now() > deadline {
-                return Some(Error::RankLost {
+                return Error::RankLost {
                     rank: by,
                     noticed_by: self.rank,
-                });
+                };
             }
             std::thread::yield_now();
         }

@@ -12,15 +12,16 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use rustix::event::{PollFd, PollFlags};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
+use super::reports::{Inbox, Letter};
 use super::{env, wire};
 use crate::error::{Error, Result};
 use crate::protocol::plan::MAX_WORLD;
 
-/// How long the other ranks have to report their own view of a failure before they are killed.
+/// How long the other ranks have, once one has failed, to end by themselves before they are killed.
 const GRACE: Duration = Duration::from_millis(1500);
 /// How much later than a rank that fails on its account the death of a rank may be seen.
 const SETTLED: Duration = Duration::from_millis(200);
-/// Nothing but an end wakes the launcher, so the pause between looks can be long.
+/// Nothing but an end or a letter wakes the launcher, so the pause between looks can be long.
 const PAUSE: Duration = Duration::from_secs(3600);
 
 /// Whether a launcher, [`launch`] or any that [`Group::from_env`](crate::Group::from_env) knows, has started
@@ -30,8 +31,13 @@ pub fn is_rank() -> bool {
 }
 
 /// Starts this program again, `world` times, with this process's arguments; each is a rank that
-/// [`Group::from_env`](crate::Group::from_env) recognises. They write where this process writes.
-/// Returns when all have ended.
+/// [`Group::from_env`](crate::Group::from_env) recognises. Returns when all have ended.
+///
+/// It prints nothing: ranks write where this process writes, and have no input. Once a rank has failed, the others have 1.5
+/// seconds to end by themselves, and are killed then. If this process is killed, its ranks are too.
+///
+/// A rank cannot launch, whoever started it: the ranks would launch ranks in turn, without end, or each rank of another
+/// launcher's job a whole job on the same machine. So ask [`is_rank`] first:
 ///
 /// ```no_run
 /// # fn main() -> gemmesh::Result<()> {
@@ -43,8 +49,11 @@ pub fn is_rank() -> bool {
 /// ```
 ///
 /// # Errors
-/// [`Error::RankFailed`] for the first rank that fails; the others are killed. If this process is killed,
-/// its ranks are too.
+/// [`Error::RankFailed`] if a rank fails, with the rank at fault, how it ended, and the cause as far as the ranks know it:
+/// the rank that is blamed for the failure of the group of [`Group::from_env`](crate::Group::from_env), although others may
+/// have ended before it, and although it may have ended as if it had done all; without such a failure, the first rank that
+/// failed. [`Error::AlreadyRank`] if this process is a rank, or [`Error::EnvironmentValue`] if it is one that can't be;
+/// [`Error::Limit`] unless there are 1 to 64 ranks.
 pub fn launch(world: usize) -> Result<()> {
     Launch::new(world).args(std::env::args_os().skip(1)).run()
 }
@@ -86,6 +95,7 @@ impl Launch {
     /// # Errors
     /// As [`launch`].
     pub fn run(self) -> Result<()> {
+        refuse_rank(env::describe_this_process())?;
         if !(1..=MAX_WORLD).contains(&self.world) {
             return Err(Error::Limit {
                 what: "world size".into(),
@@ -95,8 +105,9 @@ impl Launch {
             });
         }
         let address = unique_address();
+        let inbox = Inbox::new(&address, self.world)?;
         let ranks = (0..self.world).map(|rank| self.start(rank, &address));
-        wait(ranks.collect::<Result<_>>()?)
+        wait(ranks.collect::<Result<_>>()?, inbox)
     }
 
     fn start(&self, rank: usize, address: &str) -> Result<Rank> {
@@ -141,6 +152,17 @@ impl Launch {
                 Err(Error::system(rank, "watch its process")(error.into()))
             }
         }
+    }
+}
+
+/// Fails if `this` process is a rank.
+fn refuse_rank(this: Result<env::Described>) -> Result<()> {
+    match this {
+        Ok(described) => Err(Error::AlreadyRank {
+            launcher: described.launcher.into(),
+        }),
+        Err(Error::Environment { .. }) => Ok(()),
+        Err(unusable) => Err(unusable),
     }
 }
 
@@ -189,7 +211,7 @@ impl Drop for Rank {
 }
 
 /// Waits until all have ended, or one has failed and the others have had time to say what they know of it.
-fn wait(mut ranks: Vec<Rank>) -> Result<()> {
+fn wait(mut ranks: Vec<Rank>, mut inbox: Inbox) -> Result<()> {
     let mut failure: Option<Failure> = None;
     loop {
         for rank in &mut ranks {
@@ -204,23 +226,21 @@ fn wait(mut ranks: Vec<Rank>) -> Result<()> {
                 });
             }
         }
+        // After the look at the ranks: what one has said before its end is here.
+        inbox.read();
         let left = failure.as_ref().map_or(PAUSE, |failure| {
             GRACE.saturating_sub(failure.since.elapsed())
         });
         let running = ranks.iter().filter(|rank| rank.ended.is_none());
-        let mut ends: Vec<PollFd> = running
+        let mut events: Vec<PollFd> = running
             .map(|rank| PollFd::new(&rank.end, PollFlags::IN))
             .collect();
-        if ends.is_empty() || left.is_zero() {
-            drop(ranks);
-            return failure.map_or(Ok(()), |failure| {
-                Err(Error::RankFailed {
-                    rank: failure.rank,
-                    status: failure.status.to_string(),
-                })
-            });
+        if events.is_empty() || left.is_zero() {
+            let ends: Vec<_> = ranks.iter().map(|rank| rank.ended).collect();
+            return failure.map_or(Ok(()), |failure| Err(failure.blame(&ends, inbox.letters())));
         }
-        wire::poll(&mut ends, left).map_err(Error::system(None, "wait for the ranks"))?;
+        events.push(PollFd::new(&inbox, PollFlags::IN));
+        wire::poll(&mut events, left).map_err(Error::system(None, "wait for the ranks"))?;
     }
 }
 
@@ -238,5 +258,165 @@ impl Failure {
         self.status.signal().is_none()
             && status.signal().is_some()
             && self.since.elapsed() < SETTLED
+    }
+
+    /// Says who is at fault: whom the ranks blame, or else the rank of this failure. `ends` are by rank; a rank that
+    /// has none still runs.
+    fn blame(&self, ends: &[Option<ExitStatus>], letters: &[Letter]) -> Error {
+        let done = |rank: usize| ends[rank].is_some_and(|status| status.success());
+        let blamed = letters.iter().find_map(|letter| {
+            let error = letter.error.as_ref()?;
+            let mut at_fault = error.at_fault();
+            at_fault.retain(|rank| *rank < ends.len());
+            if at_fault.is_empty() {
+                at_fault.push(letter.by);
+            }
+            // Of several, one that has failed is likelier than one that still runs, and that than one that has done all.
+            let rank = at_fault.into_iter().min_by_key(|&rank| match ends[rank] {
+                Some(status) if !status.success() => 0,
+                None => 1,
+                Some(_) => 2,
+            })?;
+            // A failure that both could live with is not why the launch has failed.
+            (!done(rank) || !done(letter.rank)).then(|| (rank, error.clone()))
+        });
+        let (rank, cause) = match blamed {
+            Some((rank, error)) => (rank, Some(Box::new(error))),
+            None => (self.rank, None),
+        };
+        let status = match ends[rank] {
+            Some(status) => status.to_string(),
+            None => "still running, and killed".into(),
+        };
+        Error::RankFailed {
+            rank,
+            status,
+            cause,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ended(wait_status: i32) -> Option<ExitStatus> {
+        Some(ExitStatus::from_raw(wait_status))
+    }
+
+    const OK: i32 = 0;
+    const ONE: i32 = 1 << 8;
+    const KILLED: i32 = 9;
+
+    fn letter(rank: usize, error: Error) -> Letter {
+        let error = Some(error);
+        Letter { rank, by: 0, error }
+    }
+
+    fn left(rank: usize) -> Error {
+        Error::RankLeft {
+            rank,
+            waiting: 0,
+            what: "barrier()".into(),
+        }
+    }
+
+    /// Whom the launcher blames if rank 0 was seen to fail first, and for what end and cause.
+    fn blame(ends: &[Option<ExitStatus>], letters: &[Letter]) -> (usize, String, Option<Error>) {
+        let failure = Failure {
+            rank: 0,
+            status: ExitStatus::from_raw(ONE),
+            since: Instant::now(),
+        };
+        match failure.blame(ends, letters) {
+            Error::RankFailed {
+                rank,
+                status,
+                cause,
+            } => (rank, status, cause.map(|cause| *cause)),
+            other => panic!("{other}"),
+        }
+    }
+
+    #[test]
+    fn the_rank_that_the_group_blames_is_named_however_it_ended() {
+        let letters = [letter(0, left(1)), letter(2, left(1))];
+        for (end, words) in [
+            (ended(OK), "exit status: 0"),
+            (ended(ONE), "exit status: 1"),
+            (ended(KILLED), "signal: 9 (SIGKILL)"),
+            (None, "still running, and killed"),
+        ] {
+            let blamed = blame(&[ended(ONE), end, ended(ONE)], &letters);
+            assert_eq!(blamed, (1, words.into(), Some(left(1))));
+        }
+    }
+
+    #[test]
+    fn without_a_group_or_if_all_could_live_with_its_failure_the_first_that_fails_is_named() {
+        let ends = [ended(ONE), ended(OK), ended(OK)];
+        let first = (0, "exit status: 1".to_string(), None);
+        assert_eq!(blame(&ends, &[]), first);
+        assert_eq!(blame(&ends, &[letter(2, left(1))]), first);
+    }
+
+    #[test]
+    fn of_several_missing_ranks_one_that_failed_is_named() {
+        let missing = Error::RanksMissing {
+            ranks: vec![1, 2, 3, 70],
+            address: "job".into(),
+            waited_ms: 1,
+        };
+        let ends = [ended(ONE), ended(OK), None, ended(KILLED)];
+        let (rank, ..) = blame(&ends, &[letter(0, missing.clone())]);
+        assert_eq!(rank, 3);
+        let (rank, ..) = blame(&ends[..3], &[letter(0, missing)]);
+        assert_eq!(rank, 2);
+    }
+
+    #[test]
+    fn an_error_that_names_no_rank_is_that_of_the_rank_that_reported_it() {
+        let error = Error::Limit {
+            what: "bytes".into(),
+            value: 2,
+            min: 0,
+            max: 1,
+        };
+        let error = Some(error);
+        let letter = Letter {
+            rank: 0,
+            by: 2,
+            error,
+        };
+        let (rank, ..) = blame(&[ended(ONE), ended(ONE), ended(ONE)], &[letter]);
+        assert_eq!(rank, 2);
+    }
+
+    #[test]
+    fn a_rank_of_any_launcher_is_refused() {
+        let described = env::Described {
+            rank: 0,
+            world: 1,
+            address: "x".into(),
+            launcher: "torchrun",
+        };
+        let refused = refuse_rank(Ok(described)).unwrap_err();
+        assert_eq!(
+            refused,
+            Error::AlreadyRank {
+                launcher: "torchrun".into()
+            }
+        );
+        let nobody = Error::Environment {
+            launcher: String::new(),
+            missing: String::new(),
+        };
+        assert_eq!(refuse_rank(Err(nobody)), Ok(()));
+        let unusable = Error::EnvironmentValue {
+            name: "RANK".into(),
+            value: "-1".into(),
+            reason: String::new(),
+        };
+        assert_eq!(refuse_rank(Err(unusable.clone())), Err(unusable));
     }
 }

@@ -1,11 +1,12 @@
 //! Groups: the ranks that multiply together.
 
 mod commons;
-mod env;
+pub(crate) mod env;
 pub mod launch;
 mod members;
 #[cfg(feature = "mpi")]
 mod mpi;
+mod reports;
 mod socket;
 mod threads;
 mod wire;
@@ -20,6 +21,8 @@ pub(crate) use commons::{Cuts, Operation, OperationName};
 #[cfg(feature = "cuda")]
 pub(crate) use members::Witness;
 pub(crate) use members::{Call, Members};
+
+use reports::Outbox;
 
 use crate::backend::Backend;
 use crate::element::Element;
@@ -99,10 +102,12 @@ struct Kept<B: Backend> {
 
 impl<B: Backend> Group<B> {
     /// The group that the launcher of this process describes in the environment: [`launch`], torchrun,
-    /// Open MPI's mpirun, srun, or mpiexec of a PMI implementation.
+    /// Open MPI's mpirun, srun, or mpiexec of a PMI implementation. Of a launcher that started another, as srun does
+    /// mpiexec's agents, the inner one counts.
     ///
     /// # Errors
-    /// [`Error::Environment`] names the variables that are missing; else as [`Group::connect`].
+    /// [`Error::Environment`] names the variables that are missing, [`Error::EnvironmentValue`] one that can't be used; else
+    /// as [`Group::connect`].
     pub fn from_env() -> Result<Group<B>> {
         Builder::new().from_env()
     }
@@ -486,7 +491,14 @@ impl<B: Backend> Builder<B> {
     /// As [`Group::from_env`].
     pub fn from_env(self) -> Result<Group<B>> {
         let described = env::describe_this_process()?;
-        self.connect(described.rank, described.world, &described.address)
+        let (rank, address) = (described.rank, &described.address);
+        let outbox = described.launched().then(|| Outbox::new(rank, address));
+        let version = socket::PROTOCOL_VERSION;
+        let group = self.meet(rank, described.world, address, version, outbox.clone());
+        if let (Some(outbox), Err(error)) = (outbox, &group) {
+            outbox.tell(rank, error);
+        }
+        group
     }
 
     /// As [`Group::connect`].
@@ -506,6 +518,17 @@ impl<B: Backend> Builder<B> {
         address: &str,
         version: u32,
     ) -> Result<Group<B>> {
+        self.meet(rank, world, address, version, None)
+    }
+
+    fn meet(
+        self,
+        rank: usize,
+        world: usize,
+        address: &str,
+        version: u32,
+        outbox: Option<Outbox>,
+    ) -> Result<Group<B>> {
         // Checks world size and rank.
         Problem::balanced(1, 1, 1, rank, world)?;
         let identity = socket::Identity {
@@ -514,6 +537,7 @@ impl<B: Backend> Builder<B> {
             address: address.into(),
             backend: B::NAME,
             timeout: self.timeout,
+            outbox,
         };
         Group::open(socket::meet_speaking(&identity, version)?, &self)
     }

@@ -18,6 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use super::commons::Commons;
 use super::members::Members;
+use super::reports::Outbox;
 use super::wire::{self, Line, WireError};
 use crate::error::{Error, Result};
 use crate::memory::{Mapping, memfd};
@@ -48,6 +49,8 @@ pub(super) struct Identity {
     pub address: String,
     pub backend: &'static str,
     pub timeout: Duration,
+    /// To the launcher, if it described this rank.
+    pub outbox: Option<Outbox>,
 }
 
 /// The introduction, after its [`Prefix`].
@@ -132,7 +135,7 @@ pub(super) fn meet_speaking(identity: &Identity, version: u32) -> Result<Members
 }
 
 /// The socket's name: readable, and short enough whatever the address is.
-fn abstract_address(address: &str) -> io::Result<SocketAddr> {
+pub(super) fn abstract_address(address: &str) -> io::Result<SocketAddr> {
     let uid = rustix::process::getuid().as_raw();
     // FNV-1a: ranks of another build, which is to be told apart by its version, must find the same name.
     let hash = address
@@ -220,7 +223,11 @@ fn members(identity: &Identity, memory: Mapping, connections: Vec<UnixStream>) -
         timeout,
         ..
     } = identity;
-    let commons = Commons::new(memory, rank, world);
+    if let Some(outbox) = &identity.outbox {
+        // All ranks are here, whatever became of an earlier group.
+        outbox.withdraw();
+    }
+    let commons = Commons::new(memory, rank, world).with_outbox(identity.outbox.clone());
     Members::new(rank, timeout, false, commons, world, connections)
 }
 

@@ -1,0 +1,302 @@
+//! What launched ranks tell their launcher: why their group has failed.
+//!
+//! How a rank ends does not say why: the failure of one ends the others, often before the one has ended. So each rank tells
+//! the launcher of its group's first failure, before it acts on it itself. It does so in one datagram to an abstract socket
+//! whose name follows from the launch's address: there is nothing to inherit, to pass on or to leave behind, and where
+//! nobody listens nothing happens.
+
+use std::io::IoSliceMut;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Once};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, sockopt};
+use serde::{Deserialize, Serialize};
+
+use super::{socket, wire};
+use crate::error::{Error, Result};
+
+/// The longest letter: an error.
+const MAX_LETTER: usize = 16 << 10;
+/// How long a rank tries to tell a launcher that does not listen, be it stopped.
+const PATIENCE: Duration = Duration::from_millis(200);
+/// How many letters are read at once, whoever sends them.
+const READ: usize = 1024;
+
+/// One rank's word on the group that it is in.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Letter {
+    pub rank: usize,
+    /// The rank that reported the failure to the group.
+    pub by: usize,
+    /// The group's first failure. None if it has met the others anew, and what it said before is void.
+    pub error: Option<Error>,
+}
+
+fn address_of(launch: &str) -> std::io::Result<SocketAddr> {
+    socket::abstract_address(&format!("{launch}/launcher"))
+}
+
+/// Whether this process has told its launcher something that is not void.
+static TOLD: AtomicBool = AtomicBool::new(false);
+
+/// A rank's end, for one group.
+#[derive(Clone, Debug)]
+pub(super) struct Outbox {
+    rank: usize,
+    launch: Arc<str>,
+    once: Arc<Once>,
+}
+
+impl Outbox {
+    /// `launch` is the address that the launcher gave its ranks.
+    pub fn new(rank: usize, launch: &str) -> Outbox {
+        Outbox {
+            rank,
+            launch: launch.into(),
+            once: Arc::new(Once::new()),
+        }
+    }
+
+    /// Tells the launcher why the group has failed, as rank `by` has reported it. Once; returns when it is done, by whatever
+    /// thread. If it can't be told, it goes by how the ranks end.
+    pub fn tell(&self, by: usize, error: &Error) {
+        self.once.call_once(|| {
+            TOLD.store(true, Ordering::Relaxed);
+            self.send(&Letter {
+                rank: self.rank,
+                by,
+                error: Some(error.cause().clone()),
+            });
+        });
+    }
+
+    /// Says that what this process has told of earlier groups is void.
+    pub fn withdraw(&self) {
+        if TOLD.swap(false, Ordering::Relaxed) {
+            self.send(&Letter {
+                rank: self.rank,
+                by: self.rank,
+                error: None,
+            });
+        }
+    }
+
+    fn send(&self, letter: &Letter) {
+        let send = || -> std::io::Result<()> {
+            let bytes = serde_json::to_vec(letter)?;
+            let socket = UnixDatagram::unbound()?;
+            socket.set_nonblocking(true)?;
+            socket.connect_addr(&address_of(&self.launch)?)?;
+            let deadline = Instant::now() + PATIENCE;
+            loop {
+                let left = deadline.saturating_duration_since(Instant::now());
+                match socket.send(&bytes) {
+                    // The launcher's queue is short.
+                    Err(full) if full.kind() == std::io::ErrorKind::WouldBlock => {
+                        if left.is_zero() {
+                            return Err(full);
+                        }
+                        wire::poll(&mut [PollFd::new(&socket, PollFlags::OUT)], left)?;
+                    }
+                    sent => return sent.map(drop),
+                }
+            }
+        };
+        // Without a launcher that listens there is nobody to tell.
+        let _ = send();
+    }
+}
+
+/// The launcher's end.
+#[derive(Debug)]
+pub(super) struct Inbox {
+    socket: UnixDatagram,
+    world: usize,
+    /// At most one a rank, in the order in which they came.
+    letters: Vec<Letter>,
+}
+
+impl Inbox {
+    pub fn new(launch: &str, world: usize) -> Result<Inbox> {
+        let open = || -> std::io::Result<UnixDatagram> {
+            let socket = UnixDatagram::bind_addr(&address_of(launch)?)?;
+            socket.set_nonblocking(true)?;
+            sockopt::set_socket_passcred(&socket, true)?;
+            Ok(socket)
+        };
+        Ok(Inbox {
+            socket: open().map_err(Error::system(None, "listen to the ranks"))?,
+            world,
+            letters: Vec::new(),
+        })
+    }
+
+    /// What the ranks have said.
+    pub fn letters(&self) -> &[Letter] {
+        &self.letters
+    }
+
+    /// Reads what has come, without waiting. Any process can send something: what is no rank's letter is dropped.
+    pub fn read(&mut self) {
+        let mut bytes = vec![0; MAX_LETTER];
+        for _ in 0..READ {
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmCredentials(1))];
+            let mut control = RecvAncillaryBuffer::new(&mut space);
+            let received = rustix::net::recvmsg(
+                &self.socket,
+                &mut [IoSliceMut::new(&mut bytes)],
+                &mut control,
+                RecvFlags::CMSG_CLOEXEC,
+            );
+            let message = match received {
+                Ok(message) => message,
+                Err(rustix::io::Errno::INTR) => continue,
+                // Nothing more.
+                Err(_) => return,
+            };
+            let us = rustix::process::getuid();
+            let is_ours = control.drain().any(|message| {
+                matches!(message, RecvAncillaryMessage::ScmCredentials(who) if who.uid == us)
+            });
+            if is_ours && !message.flags.contains(ReturnFlags::TRUNC) {
+                self.file(&bytes[..message.bytes]);
+            }
+        }
+    }
+
+    fn file(&mut self, bytes: &[u8]) {
+        let Ok(letter) = serde_json::from_slice::<Letter>(bytes) else {
+            return;
+        };
+        if letter.rank.max(letter.by) >= self.world {
+            return;
+        }
+        let known = self.letters.iter().any(|other| other.rank == letter.rank);
+        if letter.error.is_none() {
+            self.letters.retain(|other| other.rank != letter.rank);
+        } else if !known {
+            self.letters.push(letter);
+        }
+    }
+}
+
+impl AsFd for Inbox {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::group::commons::Commons;
+    use crate::group::launch::unique_address;
+    use crate::memory::{Mapping, memfd};
+
+    fn lost(rank: usize) -> Error {
+        Error::RankLost {
+            rank,
+            noticed_by: 0,
+        }
+    }
+
+    fn told(inbox: &mut Inbox) -> Vec<(usize, usize)> {
+        inbox.read();
+        let letters = inbox.letters().iter();
+        letters
+            .map(|letter| (letter.rank, letter.error.as_ref().unwrap().at_fault()[0]))
+            .collect()
+    }
+
+    #[test]
+    fn a_rank_tells_of_a_group_once_and_of_the_next_anew() {
+        let launch = unique_address();
+        let mut inbox = Inbox::new(&launch, 3).unwrap();
+        let first = Outbox::new(2, &launch);
+        first.withdraw();
+        assert_eq!(told(&mut inbox), []);
+        first.tell(0, &lost(1));
+        first.clone().tell(0, &lost(0));
+        assert_eq!(told(&mut inbox), [(2, 1)]);
+        // It tried again without success: the first failure remains the cause.
+        Outbox::new(2, &launch).tell(2, &lost(0));
+        assert_eq!(told(&mut inbox), [(2, 1)]);
+        let second = Outbox::new(2, &launch);
+        second.withdraw();
+        assert_eq!(told(&mut inbox), []);
+        second.tell(0, &lost(0));
+        assert_eq!(told(&mut inbox), [(2, 0)]);
+    }
+
+    #[test]
+    fn a_rank_tells_of_a_failure_that_another_reported_before_it_learns_of_it() {
+        let launch = unique_address();
+        let mut inbox = Inbox::new(&launch, 2).unwrap();
+        let memory = memfd(Commons::BYTES).unwrap();
+        let commons = |rank| {
+            let memory = Mapping::shared(&memory, Commons::BYTES).unwrap();
+            Commons::new(memory, rank, 2)
+        };
+        let silent = commons(0);
+        let rank = commons(1).with_outbox(Some(Outbox::new(1, &launch)));
+        assert_eq!(rank.fault(), None);
+        silent.fail(lost(1));
+        assert_eq!(told(&mut inbox), []);
+        assert_eq!(rank.fault(), Some(lost(1)));
+        assert_eq!(told(&mut inbox), [(1, 1)]);
+    }
+
+    #[test]
+    fn what_is_no_letter_of_a_rank_is_dropped() {
+        let launch = unique_address();
+        let mut inbox = Inbox::new(&launch, 2).unwrap();
+        let sender = UnixDatagram::unbound().unwrap();
+        sender.connect_addr(&address_of(&launch).unwrap()).unwrap();
+        let foreign = Letter {
+            rank: 7,
+            by: 0,
+            error: Some(lost(1)),
+        };
+        let long = Letter {
+            rank: 1,
+            by: 0,
+            error: Some(Error::Message {
+                rank: 0,
+                reason: "x".repeat(MAX_LETTER),
+            }),
+        };
+        for bytes in [
+            vec![],
+            b"{\"rank\":".to_vec(),
+            vec![0xff; 100],
+            serde_json::to_vec(&foreign).unwrap(),
+            serde_json::to_vec(&long).unwrap(),
+        ] {
+            sender.send(&bytes).unwrap();
+        }
+        Outbox::new(1, &launch).tell(0, &lost(0));
+        assert_eq!(told(&mut inbox), [(1, 0)]);
+    }
+
+    #[test]
+    fn a_launcher_that_is_gone_or_does_not_listen_holds_no_rank_up() {
+        let launch = unique_address();
+        let begin = Instant::now();
+        Outbox::new(0, &launch).tell(0, &lost(1));
+        assert!(begin.elapsed() < PATIENCE, "nobody is there");
+        let mut inbox = Inbox::new(&launch, 2).unwrap();
+        let sender = UnixDatagram::unbound().unwrap();
+        sender.connect_addr(&address_of(&launch).unwrap()).unwrap();
+        sender.set_nonblocking(true).unwrap();
+        while sender.send(b"noise").is_ok() {}
+        let begin = Instant::now();
+        Outbox::new(0, &launch).tell(0, &lost(1));
+        assert!((PATIENCE..10 * PATIENCE).contains(&begin.elapsed()));
+        assert_eq!(told(&mut inbox), []);
+    }
+}
