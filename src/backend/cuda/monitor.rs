@@ -175,6 +175,8 @@ impl Watch {
             let epoch = Epoch::from_raw(completed).next();
             if since.elapsed() > self.witness.timeout + GRACE {
                 self.witness.fail(self.diagnose(epoch, since.elapsed()));
+            } else if let Some(error) = self.witness.standing_refusal(epoch, since.elapsed()) {
+                self.witness.fail(error);
             } else if since.elapsed() > LEFT_AFTER && self.someone_has_left() {
                 self.blame_the_one_who_left(epoch);
             }
@@ -202,11 +204,13 @@ impl Watch {
             return;
         };
         if self.witness.has_left(awaited.peer()) {
-            self.witness.fail(Error::RankLeft {
-                rank: awaited.peer(),
-                waiting: self.witness.rank,
-                what: awaited.describe(epoch, seen),
-            });
+            let refusal = self.witness.refusal(awaited.peer(), epoch);
+            self.witness
+                .fail(refusal.unwrap_or_else(|| Error::RankLeft {
+                    rank: awaited.peer(),
+                    waiting: self.witness.rank,
+                    what: self.witness.describe(epoch, awaited, epoch, seen),
+                }));
         }
     }
 
@@ -235,14 +239,27 @@ impl Watch {
             Ok(Some((awaited @ Awaited::Ready { .. }, seen))) => (awaited, seen),
             _ => (noted, fault.seen),
         };
-        self.witness.fail(self.late(late.0, epoch, late.1, waited));
+        // Flags of pushes count operations of their own.
+        let operation = match fault.pushed {
+            0 => epoch,
+            _ => Epoch::from_raw(self.completed.read()).next(),
+        };
+        self.witness
+            .fail(self.late(operation, late.0, epoch, late.1, waited));
     }
 
-    fn late(&self, awaited: Awaited, epoch: Epoch, seen: u32, waited: Duration) -> Error {
+    fn late(
+        &self,
+        operation: Epoch,
+        awaited: Awaited,
+        expected: Epoch,
+        seen: u32,
+        waited: Duration,
+    ) -> Error {
         Error::Timeout {
             rank: awaited.peer(),
             waiting: self.witness.rank,
-            what: awaited.describe(epoch, seen),
+            what: self.witness.describe(operation, awaited, expected, seen),
             waited_ms: waited.as_millis() as u64,
         }
     }
@@ -260,7 +277,7 @@ impl Watch {
             return unknown("its kernel does not run".into());
         }
         match self.missing(epoch, false) {
-            Ok(Some((awaited, seen))) => self.late(awaited, epoch, seen, waited),
+            Ok(Some((awaited, seen))) => self.late(epoch, awaited, epoch, seen, waited),
             Ok(None) => unknown("all peers have done their part".into()),
             Err(error) => unknown(error.to_string()),
         }
