@@ -10,8 +10,9 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// Everything that can go wrong. Ranks are numbers from 0 to W - 1.
 ///
 /// What one rank does wrong or fails to do in a call that all make reaches all ranks: each gets the same error, naming the
-/// rank at fault, and the group has failed. An argument that this rank alone can judge ([`Error::Shape`], for one) is an
-/// error here only, and the group goes on.
+/// rank at fault, and the group has failed. An argument that this rank alone can judge ([`Error::Shape`], for one) is at
+/// first an error here only: nothing has been done, and the rank may make the call with another. If it does not, those who
+/// wait for it in that call get its error half a second later, or at once when it leaves.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Error {
@@ -120,8 +121,8 @@ pub enum Error {
         other: usize,
         /// The call that was expected.
         expected: String,
-        /// The number of the collective operation or of the rendezvous.
-        call: u32,
+        /// The number of the call among those that each rank made together with the others, some of them in several steps.
+        call: u64,
     },
 
     /// Memory could not be had.
@@ -137,7 +138,7 @@ pub enum Error {
         reason: String,
     },
 
-    /// A rank died: its control connection ended without a farewell.
+    /// A rank died: its control connection ended without a farewell, and without a panic that unwinds.
     #[error("rank {rank} died (noticed by rank {noticed_by}); see that rank's own output")]
     RankLost {
         /// The rank that died.
@@ -146,29 +147,36 @@ pub enum Error {
         noticed_by: usize,
     },
 
+    /// A rank panicked, which ended its part in the group.
+    #[error("rank {rank} panicked; see that rank's own output")]
+    RankPanicked {
+        /// The rank.
+        rank: usize,
+    },
+
     /// A rank has left the group, in order, while this rank still waits for it.
     #[error(
-        "rank {rank} left the group while rank {waiting} waited for {what}; all ranks must make the same calls"
+        "rank {rank} left the group while rank {waiting} waited in {what}; all ranks must make the same calls"
     )]
     RankLeft {
         /// The rank that left.
         rank: usize,
         /// The rank that waits.
         waiting: usize,
-        /// What it waits for.
+        /// The call in which it waits; of an operation also what it waits for, and the flag that would say so.
         what: String,
     },
 
     /// A rank did not do its part in time.
     #[error(
-        "rank {waiting} gave up after {waited_ms} ms: rank {rank} did not deliver {what}; see whether it is stopped, slow, or making other calls"
+        "rank {waiting} gave up after {waited_ms} ms in {what}; see whether rank {rank} is stopped, slow, or making other calls"
     )]
     Timeout {
-        /// The rank that is waited for.
+        /// The rank that is waited for, at the end of the chain if it waits itself.
         rank: usize,
         /// The rank that waits.
         waiting: usize,
-        /// What it waits for: with the epoch expected and the value seen, if it is a flag.
+        /// The call in which it waits, and what it waits for; of an operation also the flag that would say so.
         what: String,
         /// For how long it waited.
         waited_ms: u64,
@@ -378,6 +386,22 @@ impl Error {
             rank,
             action,
             reason: error.to_string(),
+        }
+    }
+
+    /// For `map_err`: the error of a rank that was refused `call`, which then names both.
+    pub(crate) fn refused(rank: usize, call: &str) -> impl FnOnce(Error) -> Error {
+        let of_call = format!(" of {call}");
+        move |mut error| {
+            match &mut error {
+                Error::Shape { argument, .. } | Error::ForeignArgument { argument, .. } => {
+                    *argument += &of_call;
+                }
+                Error::Unaligned { what, .. } => *what += &of_call,
+                Error::Limit { what, .. } => *what += &format!("{of_call} on rank {rank}"),
+                _ => {}
+            }
+            error
         }
     }
 

@@ -9,9 +9,10 @@ use std::os::unix::net::{SocketAddr, UnixStream};
 use std::time::{Duration, Instant};
 
 use gemmesh::launch::{self, Launch};
+use gemmesh::trace::{Timeline, Trace};
 use gemmesh::{
-    AllGatherMatmul, Builder, Error, Group, Host, Matrix, ShardedMatrix, all_gather_matmul, bf16,
-    f16,
+    AllGatherMatmul, Builder, Config, Error, Group, Host, Matrix, ShardedMatrix, Transport,
+    all_gather_matmul, bf16, f16,
 };
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 use support::processes::{Outcome, Rank, Setting, group, runs, sockets_of, start, start_with};
@@ -286,7 +287,7 @@ fn group_that_strangers_visit(
 }
 
 fn introduction(length: u32, words: &[u8]) -> Vec<u8> {
-    let numbers = [1, 1, length].map(u32::to_le_bytes).concat();
+    let numbers = [2, 1, length].map(u32::to_le_bytes).concat();
     [b"gemmesh\0", numbers.as_slice(), words].concat()
 }
 
@@ -364,22 +365,6 @@ fn a_sharded_matrix_of_another_type_on_one_rank_is_named() {
 }
 
 #[test]
-fn a_product_of_another_n_on_one_rank_is_named() {
-    let ranks = group(test_name!(), 3, |rank| {
-        let group = rank.connect(TIMEOUT)?;
-        let n = if rank.rank == 2 { 8 } else { 5 };
-        let mut arguments = Arguments::new(&group, 6, n, 4)?;
-        poisoned(&group, arguments.run())
-    });
-    assert_call_mismatch(
-        &ranks.outcomes(),
-        2,
-        "all_gather_matmul(M = 6, N = 8, K = 4, bf16, sharded matrix 0)",
-        "all_gather_matmul(M = 6, N = 5, K = 4, bf16, sharded matrix 0)",
-    );
-}
-
-#[test]
 fn a_rank_that_gathers_while_the_others_multiply_is_named() {
     let ranks = group(test_name!(), 3, |rank| {
         let group = rank.connect(TIMEOUT)?;
@@ -397,7 +382,7 @@ fn a_rank_that_gathers_while_the_others_multiply_is_named() {
         &ranks.outcomes(),
         1,
         "gather(M = 6, K = 4, bf16, sharded matrix 0)",
-        "all_gather_matmul(M = 6, N = 5, K = 4, bf16, sharded matrix 0)",
+        "all_gather_matmul(M = 6, K = 4, bf16, sharded matrix 0)",
     );
 }
 
@@ -418,8 +403,8 @@ fn a_rank_that_traces_while_the_others_do_not_is_named() {
     assert_call_mismatch(
         &ranks.outcomes(),
         2,
-        "traced all_gather_matmul(M = 6, N = 5, K = 4, bf16, sharded matrix 0)",
-        "all_gather_matmul(M = 6, N = 5, K = 4, bf16, sharded matrix 0)",
+        "traced all_gather_matmul(M = 6, K = 4, bf16, sharded matrix 0)",
+        "all_gather_matmul(M = 6, K = 4, bf16, sharded matrix 0)",
     );
 }
 
@@ -441,8 +426,8 @@ fn a_rank_that_multiplies_another_matrix_of_the_same_shape_is_named() {
     assert_call_mismatch(
         &ranks.outcomes(),
         0,
-        "all_gather_matmul(M = 6, N = 5, K = 4, bf16, sharded matrix 0)",
-        "all_gather_matmul(M = 6, N = 5, K = 4, bf16, sharded matrix 1)",
+        "all_gather_matmul(M = 6, K = 4, bf16, sharded matrix 0)",
+        "all_gather_matmul(M = 6, K = 4, bf16, sharded matrix 1)",
     );
 }
 
@@ -465,18 +450,484 @@ fn a_rank_at_a_barrier_while_the_others_allocate_is_named() {
 }
 
 #[test]
-fn a_rank_at_a_barrier_while_the_others_multiply_is_named_at_the_timeout() {
+fn a_rank_at_a_barrier_while_the_others_multiply_is_named_within_a_second() {
     let ranks = group(test_name!(), 3, |rank| {
-        let group = rank.connect(SHORT)?;
+        let group = rank.connect(TIMEOUT)?;
         let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+        rank.say("calls");
         let result = match rank.rank {
             1 => group.barrier(),
             _ => arguments.run(),
         };
         poisoned(&group, result)
     });
+    ranks.all_heard("calls");
+    let begin = Instant::now();
     let outcomes = ranks.outcomes();
-    assert_timeout_names(&outcomes.iter().collect::<Vec<_>>(), 1);
+    assert_call_mismatch(
+        &outcomes,
+        1,
+        "barrier()",
+        "all_gather_matmul(M = 6, K = 4, bf16, sharded matrix 0)",
+    );
+    for outcome in outcomes {
+        assert!(outcome.at.saturating_duration_since(begin) < NOTICED);
+    }
+}
+
+/// Every collective call, in words and as it is made.
+type CollectiveCall = (
+    &'static str,
+    fn(&Group<Host>, &mut Arguments) -> Result<(), Error>,
+);
+
+const COLLECTIVE_CALLS: [CollectiveCall; 7] = [
+    ("barrier()", |group, _| group.barrier()),
+    ("all_gather_bytes()", |group, _| {
+        group.all_gather_bytes(b"word").map(drop)
+    }),
+    (
+        "sharded(rows of each rank = [3, 3], K = 4, bf16)",
+        |group, _| group.sharded::<bf16>(6, 4).map(drop),
+    ),
+    (
+        "sharded(rows of each rank = [3, 2], K = 4, bf16)",
+        |group, _| group.sharded::<bf16>(5, 4).map(drop),
+    ),
+    (
+        "all_gather_matmul(M = 6, K = 4, bf16, sharded matrix 0)",
+        |_, arguments| arguments.run(),
+    ),
+    (
+        "gather(M = 6, K = 4, bf16, sharded matrix 0)",
+        |_, arguments| {
+            let prepared = AllGatherMatmul::new().prepare(&arguments.a, 5)?;
+            prepared.gather(&arguments.a)
+        },
+    ),
+    ("Timeline::collect()", |group, _| {
+        let trace = Trace {
+            rank: group.rank(),
+            spans: Vec::new(),
+        };
+        Timeline::collect(group, &trace).map(drop)
+    }),
+];
+
+#[test]
+fn any_two_calls_that_differ_are_named_within_a_second_whoever_comes_first() {
+    let pairs = COLLECTIVE_CALLS.iter().flat_map(|one| {
+        let others = COLLECTIVE_CALLS.iter().filter(|other| other.0 != one.0);
+        others.map(move |other| [one, other])
+    });
+    for (calls, late) in pairs.flat_map(|calls| [(calls, 0), (calls, 1)]) {
+        let result = Builder::<Host>::new().timeout(TIMEOUT).workers(1).threads(
+            2,
+            |group| -> Result<(), Error> {
+                let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+                let (_, call) = calls[group.rank()];
+                if group.rank() == late {
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+                let begin = Instant::now();
+                let error = call(&group, &mut arguments).unwrap_err();
+                let took = begin.elapsed();
+                assert!(took < NOTICED, "{took:?}");
+                Err(error.cause().clone())
+            },
+        );
+        match result.unwrap_err() {
+            Error::CallMismatch {
+                rank,
+                theirs,
+                other,
+                expected,
+                ..
+            } => {
+                assert_eq!((rank, other), (1, 0));
+                assert_eq!([expected.as_str(), &theirs], calls.map(|(words, _)| *words));
+            }
+            other => panic!("{other}"),
+        }
+    }
+}
+
+#[test]
+fn calls_that_differ_are_named_within_a_second_though_a_rank_makes_none() {
+    let error = Builder::<Host>::new().timeout(TIMEOUT).threads(3, |group| {
+        let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+        let begin = Instant::now();
+        let result = match group.rank() {
+            0 => group.barrier(),
+            1 => arguments.run(),
+            _ => {
+                std::thread::sleep(NOTICED);
+                return group.barrier();
+            }
+        };
+        let took = begin.elapsed();
+        assert!(took < NOTICED, "{took:?}");
+        result
+    });
+    assert!(matches!(
+        error.unwrap_err(),
+        Error::CallMismatch {
+            rank: 1,
+            other: 0,
+            ..
+        }
+    ));
+}
+
+#[test]
+fn calls_are_compared_after_many_operations_and_exchanges() {
+    let error = Builder::<Host>::new()
+        .timeout(TIMEOUT)
+        .workers(1)
+        .threads(2, |group| {
+            let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+            for _ in 0..300 {
+                arguments.run()?;
+                group.barrier()?;
+            }
+            match group.rank() {
+                0 => group.barrier(),
+                _ => arguments.run(),
+            }
+        });
+    match error.unwrap_err() {
+        // Two exchanges open a group, and two make a matrix.
+        Error::CallMismatch { rank, call, .. } => assert_eq!((rank, call), (1, 605)),
+        other => panic!("{other}"),
+    }
+}
+
+// Arguments that one rank alone is refused.
+
+/// How long the others wait at most for a rank that was refused its call.
+const REFUSED: Duration = Duration::from_millis(1000);
+
+/// Rank 1 of 3 makes `refused`, and neither leaves nor calls again, while the others make `call`. All get `expected`.
+#[track_caller]
+fn refuse(
+    expected: Error,
+    call: fn(&Group<Host>, &mut Arguments) -> Result<(), Error>,
+    refused: fn(&Group<Host>, &mut Arguments) -> Result<(), Error>,
+) {
+    let over = std::sync::Barrier::new(3);
+    Builder::<Host>::new()
+        .timeout(TIMEOUT)
+        .workers(1)
+        .threads(3, |group| -> Result<(), Error> {
+            let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+            let begin = Instant::now();
+            let result = match group.rank() {
+                1 => refused(&group, &mut arguments),
+                _ => call(&group, &mut arguments),
+            };
+            let took = begin.elapsed();
+            over.wait();
+            assert_eq!(result, Err(expected.clone()));
+            assert!(took < REFUSED, "{took:?}");
+            let cause = Box::new(expected.clone());
+            assert_eq!(group.barrier(), Err(Error::Poisoned { cause }));
+            Ok(())
+        })
+        .unwrap();
+}
+
+fn shape(argument: &str, expected: [usize; 2], found: [usize; 2]) -> Error {
+    Error::Shape {
+        rank: 1,
+        argument: argument.into(),
+        expected: expected.into(),
+        found: found.into(),
+    }
+}
+
+#[test]
+fn a_wrong_weight_on_one_rank_is_named_to_all() {
+    let expected = shape("b [N, K] of all_gather_matmul", [5, 4], [5, 3]);
+    assert_eq!(
+        expected.to_string(),
+        "rank 1: b [N, K] of all_gather_matmul is [5, 3] and must be [5, 4]"
+    );
+    refuse(
+        expected,
+        |_, arguments| arguments.run(),
+        |group, arguments| {
+            let b = group.zeros(5, 3)?;
+            all_gather_matmul(&arguments.a, &b, &mut arguments.out)
+        },
+    );
+}
+
+#[test]
+fn a_wrong_output_on_one_rank_is_named_to_all() {
+    refuse(
+        shape("out [M, N] of all_gather_matmul", [6, 5], [5, 6]),
+        |_, arguments| arguments.run(),
+        |group, arguments| {
+            let mut out = group.zeros(5, 6)?;
+            all_gather_matmul(&arguments.a, &arguments.b, &mut out)
+        },
+    );
+}
+
+#[test]
+fn a_wrong_bias_on_one_rank_is_named_to_all_also_if_it_is_only_prepared() {
+    refuse(
+        shape("bias [1, N] of all_gather_matmul", [1, 5], [1, 4]),
+        |_, arguments| arguments.run(),
+        |group, arguments| {
+            let bias = group.zeros(1, 4)?;
+            let biased = AllGatherMatmul::new().bias(&bias);
+            biased.prepare(&arguments.a, 5).map(drop)
+        },
+    );
+}
+
+#[test]
+fn a_wrong_matrix_on_one_rank_is_named_to_all() {
+    refuse(
+        shape("a [M, K] of gather", [6, 4], [6, 3]),
+        |group, arguments| {
+            group.sharded::<bf16>(6, 3)?;
+            let prepared = AllGatherMatmul::new().prepare(&arguments.a, 5)?;
+            prepared.gather(&arguments.a)
+        },
+        |group, arguments| {
+            let other = group.sharded::<bf16>(6, 3)?;
+            let prepared = AllGatherMatmul::new().prepare(&arguments.a, 5)?;
+            prepared.gather(&other)
+        },
+    );
+}
+
+#[test]
+fn a_wrong_split_of_a_sharded_matrix_on_one_rank_is_named_to_all() {
+    refuse(
+        Error::Shape {
+            rank: 1,
+            argument: "rows [world size] of sharded".into(),
+            expected: vec![3],
+            found: vec![2],
+        },
+        |group, _| group.sharded::<bf16>(6, 3).map(drop),
+        |group, _| group.sharded_rows::<bf16>(&[3, 3], 3).map(drop),
+    );
+}
+
+#[test]
+fn a_configuration_that_cannot_be_on_one_rank_is_named_to_all() {
+    let expected = Error::Limit {
+        what: "N of all_gather_matmul on rank 1".into(),
+        value: 0,
+        min: 1,
+        max: i32::MAX as usize,
+    };
+    refuse(
+        expected,
+        |_, arguments| arguments.run(),
+        |_, arguments| {
+            let product = AllGatherMatmul::<Host, bf16>::new();
+            product.prepare(&arguments.a, 0).map(drop)
+        },
+    );
+}
+
+#[test]
+fn a_rank_that_leaves_when_it_is_refused_a_call_is_named_with_the_reason() {
+    let calls: [fn(&Group<Host>, &mut Arguments) -> Result<(), Error>; 2] =
+        [|_, arguments| arguments.run(), |group, _| group.barrier()];
+    for call in calls {
+        let begin = Instant::now();
+        let error = Builder::<Host>::new().timeout(TIMEOUT).threads(3, |group| {
+            let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+            if group.rank() != 1 {
+                let result = call(&group, &mut arguments);
+                let expected = shape("b [N, K] of all_gather_matmul", [5, 4], [5, 3]);
+                assert_eq!(result.unwrap_err().cause(), &expected);
+                return Ok(());
+            }
+            let b = group.zeros(5, 3)?;
+            all_gather_matmul(&arguments.a, &b, &mut arguments.out)
+        });
+        assert!(matches!(error, Err(Error::Shape { rank: 1, .. })));
+        assert!(begin.elapsed() < REFUSED);
+    }
+}
+
+#[test]
+fn a_rank_that_corrects_its_call_in_time_has_done_no_harm() {
+    Builder::<Host>::new()
+        .timeout(TIMEOUT)
+        .threads(3, |group| {
+            let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+            for _ in 0..3 {
+                if group.rank() == 1 {
+                    let b = group.zeros(5, 3)?;
+                    all_gather_matmul(&arguments.a, &b, &mut arguments.out).unwrap_err();
+                    std::thread::sleep(Duration::from_millis(200));
+                }
+                arguments.verify()?;
+            }
+            // Longer ago than a refusal stands, but of a call that was made.
+            if group.rank() == 1 {
+                std::thread::sleep(REFUSED);
+            }
+            arguments.verify()?;
+            group.barrier()
+        })
+        .unwrap();
+}
+
+#[test]
+fn a_rank_that_makes_another_call_when_it_is_refused_one_is_named_with_that() {
+    let error = Builder::<Host>::new().timeout(TIMEOUT).threads(2, |group| {
+        let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+        if group.rank() == 0 {
+            return arguments.run();
+        }
+        let b = group.zeros(5, 3)?;
+        all_gather_matmul(&arguments.a, &b, &mut arguments.out).unwrap_err();
+        group.barrier()
+    });
+    assert!(matches!(error, Err(Error::CallMismatch { rank: 1, .. })));
+}
+
+#[test]
+fn a_refusal_is_the_reason_also_where_the_timeout_is_short() {
+    let timeout = Duration::from_millis(200);
+    let error = Builder::<Host>::new().timeout(timeout).threads(2, |group| {
+        let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+        if group.rank() == 0 {
+            return arguments.run();
+        }
+        let b = group.zeros(5, 3)?;
+        let result = all_gather_matmul(&arguments.a, &b, &mut arguments.out);
+        std::thread::sleep(2 * timeout);
+        result
+    });
+    assert!(matches!(error, Err(Error::Shape { rank: 1, .. })));
+}
+
+// The words of what ranks are told.
+
+#[test]
+fn a_rank_that_does_not_come_is_told_of_by_the_call_the_rank_and_the_flag() {
+    type Late = (
+        fn(&Group<Host>, &mut Arguments) -> Result<(), Error>,
+        &'static str,
+    );
+    let calls: [Late; 2] = [
+        (
+            |_, arguments| arguments.run(),
+            "all_gather_matmul(M = 6, K = 4, bf16, sharded matrix 0): rank 0 has not begun it \
+             (flag ready[0] should be 2 and is 1); see whether rank 0 is stopped, slow, or making other calls",
+        ),
+        (
+            |group, _| group.barrier(),
+            "barrier(): rank 0 has not come; see whether rank 0 is stopped, slow, or making other calls",
+        ),
+    ];
+    for (call, what) in calls {
+        let given_up = std::sync::Barrier::new(2);
+        let result = Builder::<Host>::new()
+            .timeout(Duration::from_millis(300))
+            .workers(1)
+            .threads(2, |group| {
+                let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+                arguments.verify()?;
+                let result = match group.rank() {
+                    0 => {
+                        given_up.wait();
+                        Ok(())
+                    }
+                    _ => call(&group, &mut arguments),
+                };
+                if group.rank() == 1 {
+                    given_up.wait();
+                }
+                result
+            });
+        let error = result.unwrap_err();
+        let Error::Timeout { waited_ms, .. } = error else {
+            panic!("{error}")
+        };
+        let expected = format!("rank 1 gave up after {waited_ms} ms in {what}");
+        assert_eq!(error.to_string(), expected);
+    }
+}
+
+#[test]
+fn a_rank_that_holds_up_the_one_that_is_waited_for_is_told_of() {
+    let result = Builder::<Host>::new().timeout(SHORT).threads(3, |group| {
+        if group.rank() == 2 {
+            std::thread::sleep(SHORT + SLACK);
+            return Ok(());
+        }
+        if group.rank() == 0 {
+            // So that rank 1's time is over first, though it waits half a second longer for an intermediary.
+            std::thread::sleep(Duration::from_millis(700));
+        }
+        group.barrier()
+    });
+    let error = result.unwrap_err();
+    let Error::Timeout { waited_ms, .. } = error else {
+        panic!("{error}")
+    };
+    assert_eq!(
+        error.to_string(),
+        format!(
+            "rank 1 gave up after {waited_ms} ms in barrier(): rank 0 has not come, held up by rank 2; \
+             see whether rank 2 is stopped, slow, or making other calls"
+        )
+    );
+}
+
+#[test]
+fn a_rank_that_left_is_told_of_by_the_call_the_rank_and_the_flag() {
+    type Left = (
+        fn(&Group<Host>, &mut Arguments) -> Result<(), Error>,
+        &'static str,
+    );
+    let calls: [Left; 2] = [
+        (
+            |_, arguments| arguments.run(),
+            "all_gather_matmul(M = 6, K = 4, bf16, sharded matrix 0): rank 0 has not begun it \
+             (flag ready[0] should be 2 and is 1)",
+        ),
+        (|group, _| group.barrier(), "barrier()"),
+    ];
+    for (call, what) in calls {
+        let result = Builder::<Host>::new()
+            .timeout(TIMEOUT)
+            .workers(1)
+            .threads(2, |group| {
+                let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+                arguments.verify()?;
+                match group.rank() {
+                    0 => Ok(()),
+                    _ => call(&group, &mut arguments),
+                }
+            });
+        let error = result.unwrap_err();
+        assert!(matches!(error, Error::RankLeft { rank: 0, .. }), "{error}");
+        // A worker that waits for the rows may be the one to see it.
+        let rows =
+            "rank 0 has rows that have not come to rank 1 (flag chunk[0] should be 2 and is 1)";
+        let rows = what
+            .split_once(": ")
+            .map(|(call, _)| format!("{call}: {rows}"));
+        let expected = [Some(what.to_string()), rows].into_iter().flatten().map(|what| {
+            format!("rank 0 left the group while rank 1 waited in {what}; all ranks must make the same calls")
+        });
+        assert!(
+            expected.into_iter().any(|e| e == error.to_string()),
+            "{error}"
+        );
+    }
 }
 
 // Memory.
@@ -879,6 +1330,64 @@ fn rank_0_that_leaves_before_an_operation_is_named() {
     leave(test_name!(), 0, |_, arguments| arguments.run());
 }
 
+fn run_by(transport: Transport, arguments: &mut Arguments) -> Result<(), Error> {
+    let config = Config {
+        transport,
+        ..*AllGatherMatmul::new()
+            .prepare(&arguments.a, 5)?
+            .plan()
+            .config()
+    };
+    AllGatherMatmul::new()
+        .config(config)
+        .run(&arguments.a, &arguments.b, &mut arguments.out)
+}
+
+#[test]
+fn a_rank_that_leaves_before_rows_are_pushed_is_named() {
+    leave(test_name!(), 2, |_, arguments| {
+        run_by(Transport::Push, arguments)
+    });
+}
+
+#[test]
+fn rank_0_that_leaves_before_rows_are_pushed_is_named() {
+    leave(test_name!(), 0, |_, arguments| {
+        run_by(Transport::Push, arguments)
+    });
+}
+
+#[test]
+fn a_rank_that_leaves_before_rows_are_stored_is_named() {
+    leave(test_name!(), 1, |_, arguments| {
+        run_by(Transport::Store, arguments)
+    });
+}
+
+#[test]
+fn a_rank_that_leaves_while_the_others_push_is_named() {
+    for transport in [Transport::Pull, Transport::Push, Transport::Store] {
+        let result = Builder::<Host>::new().timeout(TIMEOUT).threads(3, |group| {
+            let mut arguments = Arguments::new(&group, 9, 5, 3)?;
+            for _ in 0..20 {
+                run_by(transport, &mut arguments)?;
+            }
+            if group.rank() == 1 {
+                return Ok(());
+            }
+            let begin = Instant::now();
+            let result = run_by(transport, &mut arguments);
+            assert!(begin.elapsed() < NOTICED);
+            result
+        });
+        let error = result.unwrap_err();
+        assert!(
+            matches!(error.cause(), Error::RankLeft { rank: 1, .. }),
+            "{transport:?}: {error}"
+        );
+    }
+}
+
 #[test]
 fn a_rank_that_leaves_before_a_barrier_is_named() {
     leave(test_name!(), 1, |group, _| group.barrier());
@@ -890,7 +1399,7 @@ fn rank_0_that_leaves_before_a_barrier_is_named() {
 }
 
 #[test]
-fn a_rank_that_panics_is_lost_to_the_others() {
+fn a_rank_that_panics_is_named_as_that_within_a_second() {
     let ranks = group(test_name!(), 3, |rank| {
         let group = rank.connect(TIMEOUT)?;
         let mut arguments = Arguments::new(&group, 9, 5, 3)?;
@@ -898,6 +1407,7 @@ fn a_rank_that_panics_is_lost_to_the_others() {
         if rank.rank == 1 {
             let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || {
                 let _dropped_by_the_panic = (arguments, group);
+                rank.say("panics");
                 std::panic::resume_unwind(Box::new("planted"));
             }));
             assert!(caught.is_err());
@@ -905,16 +1415,37 @@ fn a_rank_that_panics_is_lost_to_the_others() {
         }
         poisoned(&group, arguments.run())
     });
+    let panicked = ranks.heard(1, "panics");
     let outcomes = ranks.outcomes();
     for survivor in [&outcomes[0], &outcomes[2]] {
-        assert!(
-            // It may have died before the survivor's call or during it.
-            matches!(survivor.error().cause(), Error::RankLost { rank: 1, .. }),
-            "{}",
-            survivor.error()
-        );
+        // It may have panicked before the survivor's call or during it.
+        assert_eq!(survivor.error().cause(), &Error::RankPanicked { rank: 1 });
+        assert!(survivor.at.saturating_duration_since(panicked) < NOTICED);
     }
     assert_eq!(outcomes[1].value(), "caught");
+}
+
+#[test]
+fn a_rank_that_panics_as_a_thread_is_named_to_the_others() {
+    let told = std::sync::Mutex::new(Vec::new());
+    let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        Builder::<Host>::new().timeout(TIMEOUT).threads(3, |group| {
+            let mut arguments = Arguments::new(&group, 9, 5, 3)?;
+            if group.rank() == 0 {
+                std::panic::resume_unwind(Box::new("planted"));
+            }
+            let result = match group.rank() {
+                1 => arguments.run(),
+                _ => group.barrier(),
+            };
+            told.lock().unwrap().push(result.unwrap_err());
+            Ok::<(), Error>(())
+        })
+    }));
+    assert!(caught.is_err());
+    for error in told.into_inner().unwrap() {
+        assert_eq!(error.cause(), &Error::RankPanicked { rank: 0 });
+    }
 }
 
 // The launcher. Rank processes inherit the test's environment, so they play the same part.

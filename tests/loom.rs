@@ -8,7 +8,7 @@
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicI32, Ordering};
 
-use gemmesh::protocol::board::{Post, Report};
+use gemmesh::protocol::board::{Note, Post, Report};
 use gemmesh::protocol::drive::{self, CopyThread};
 use gemmesh::protocol::flag::Wait;
 use gemmesh::protocol::primitive::AtomicUsize;
@@ -374,7 +374,7 @@ fn of_two_ranks_that_post_different_calls_one_sees_it_whole() {
         let words = |rank: usize| [10 + rank as u64, 20 + rank as u64];
         let post = move |posts: &[Post<2>; 2], rank: usize| {
             let other = 1 - rank;
-            let seen = posts[rank].post(Epoch::FIRST, words(rank), [(other, &posts[other])]);
+            let seen = posts[rank].post(1, words(rank), [(other, &posts[other])]);
             if let Some(seen) = seen {
                 assert_eq!(seen, (other, words(other)));
             }
@@ -384,6 +384,27 @@ fn of_two_ranks_that_post_different_calls_one_sees_it_whole() {
         let one = spawn(move || post(&theirs, 1));
         let zero = post(&posts, 0);
         assert!(one.join().unwrap() || zero, "both have missed it");
+    });
+}
+
+#[test]
+fn a_note_is_read_whole_while_the_next_is_written() {
+    explore(None, || {
+        let note: Arc<Note<2>> = Arc::new(Note::new());
+        let written = note.clone();
+        let writer = spawn(move || {
+            for number in [1, 2] {
+                written.write(number, &[number as u8; 2]);
+            }
+        });
+        for number in [1, 2] {
+            if let Some(bytes) = note.read(number) {
+                assert_eq!(bytes, [number as u8; 2]);
+            }
+        }
+        writer.join().unwrap();
+        assert_eq!(note.read(1), None);
+        assert_eq!(note.read(2), Some(vec![2; 2]));
     });
 }
 

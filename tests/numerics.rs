@@ -59,18 +59,28 @@ impl Case {
     /// Runs it on threads and checks everything on every rank.
     #[track_caller]
     fn verify<T: Element>(&self) {
+        self.verify_with::<T>(&vec![self.n; self.rows.len()]);
+    }
+
+    /// As [`Case::verify`], with an N for each rank.
+    #[track_caller]
+    fn verify_with<T: Element>(&self, n: &[usize]) {
         let a = self.a::<T>();
         let worst = Builder::<Host>::new()
             .workers(self.workers)
             .timeout(Duration::from_secs(20))
             .threads(self.rows.len(), |group| {
-                let (b, bias) = self.b::<T>(group.rank());
-                let worst = self.verify_rank(&group, &a, &b, bias.as_deref());
+                let mine = Case {
+                    n: n[group.rank()],
+                    ..self.clone()
+                };
+                let (b, bias) = mine.b::<T>(group.rank());
+                let worst = mine.verify_rank(&group, &a, &b, bias.as_deref());
                 worst
                     .map_err(|what| Failure(format!("{}, rank {}: {what}", T::DTYPE, group.rank())))
             });
         if let Err(Failure(what)) = worst {
-            panic!("{self:?}: {what}");
+            panic!("{self:?}, N of each rank = {n:?}: {what}");
         }
     }
 
@@ -344,6 +354,58 @@ fn random_problems_cut_up_at_random_are_right() {
 }
 
 #[test]
+fn ranks_may_have_different_n_whoever_moves_the_rows() {
+    for seed in 0..60 {
+        let mut rng = rng(seed);
+        let world = rng.random_range(2..=5);
+        let n: Vec<usize> = (0..world).map(|_| rng.random_range(1..70)).collect();
+        let transports = [Transport::Pull, Transport::Push, Transport::Store];
+        let case = Case {
+            bias: rng.random_bool(0.5),
+            config: rng.random_bool(0.8).then(|| Config {
+                transport: transports[seed as usize % 3],
+                ..config(
+                    rng.random_range(1..50),
+                    rng.random_range(1..50),
+                    rng.random_range(1..170),
+                    rng.random_range(1..6),
+                    rng.random_range(1..9),
+                )
+            }),
+            workers: rng.random_range(1..=2),
+            seed,
+            ..Case::even(world, rng.random_range(1..90), 1, rng.random_range(1..150))
+        };
+        case.verify_with::<bf16>(&n);
+    }
+}
+
+#[test]
+fn ranks_may_have_different_n_and_tiles_of_different_columns() {
+    for transport in [Transport::Pull, Transport::Push, Transport::Store] {
+        Builder::<Host>::new()
+            .threads(3, |group| {
+                let rank = group.rank();
+                let case = Case {
+                    n: [3, 70, 31][rank],
+                    config: Some(Config {
+                        transport,
+                        tile_n: [8, 64, 16][rank],
+                        tile_k: [16, 48, 32][rank],
+                        group_m: rank + 1,
+                        ..config(16, 1, 1, 1, 2)
+                    }),
+                    ..Case::even(3, 100, 1, 60)
+                };
+                let (b, bias) = case.b::<f16>(rank);
+                let worst = case.verify_rank(&group, &case.a::<f16>(), &b, bias.as_deref());
+                worst.map_err(Failure)
+            })
+            .unwrap();
+    }
+}
+
+#[test]
 fn a_bias_is_added_before_the_one_rounding() {
     // 1 + 2⁻⁸ is half way between two bf16 numbers; with 2⁻⁹ more, it is nearer to the upper. Rounding
     // twice would lose that.
@@ -583,21 +645,28 @@ fn arguments_of_another_shape_are_refused_with_nothing_done() {
             let mut out = group.zeros::<bf16>(12, 6)?;
             let other = group.zeros::<bf16>(7, 5)?;
             let result = prepared.run(&placed.a, &other, &mut out);
-            shape(result, "b [N, K]", &[6, 5], &[7, 5])?;
+            shape(result, "b [N, K] of all_gather_matmul", &[6, 5], &[7, 5])?;
             let result = prepared.matmul(&placed.a, &other, &mut out);
-            shape(result, "b [N, K]", &[6, 5], &[7, 5])?;
+            shape(result, "b [N, K] of matmul", &[6, 5], &[7, 5])?;
             let transposed = group.zeros::<bf16>(5, 6)?;
             let result = prepared.run(&placed.a, &transposed, &mut out);
-            shape(result, "b [N, K]", &[6, 5], &[5, 6])?;
+            shape(result, "b [N, K] of all_gather_matmul", &[6, 5], &[5, 6])?;
             for (rows, columns) in [(11, 6), (12, 7), (6, 12)] {
                 let mut other = group.zeros::<bf16>(rows, columns)?;
                 let result = all_gather_matmul(&placed.a, &placed.b, &mut other);
-                shape(result, "out [M, N]", &[12, 6], &[rows, columns])?;
+                shape(
+                    result,
+                    "out [M, N] of all_gather_matmul",
+                    &[12, 6],
+                    &[rows, columns],
+                )?;
             }
             let bias = group.zeros::<bf16>(6, 1)?;
             let biased = AllGatherMatmul::new().bias(&bias);
             let result = biased.run(&placed.a, &placed.b, &mut out);
-            shape(result, "bias [1, N]", &[1, 6], &[6, 1])?;
+            shape(result, "bias [1, N] of all_gather_matmul", &[1, 6], &[6, 1])?;
+            let result = biased.prepare(&placed.a, 6).map(drop);
+            shape(result, "bias [1, N] of all_gather_matmul", &[1, 6], &[6, 1])?;
 
             let short = vec![bf16::ONE; 11];
             let result = placed.b.copy_from_host(&short);
@@ -647,7 +716,7 @@ fn arguments_of_another_group_are_refused_with_nothing_done() {
         let foreign = |result: Result<(), Error>, name: &str| {
             let expected = Error::ForeignArgument {
                 rank: group.rank(),
-                argument: name.into(),
+                argument: format!("{name} of all_gather_matmul"),
             };
             assert_eq!(result, Err(expected));
         };
@@ -664,6 +733,7 @@ fn arguments_of_another_group_are_refused_with_nothing_done() {
             foreign(all_gather_matmul(&a, &b, &mut out2), "out");
             let biased = AllGatherMatmul::new().bias(&bias2);
             foreign(biased.run(&a, &b, &mut out), "bias");
+            foreign(biased.prepare(&a, 6).map(drop), "bias");
         }
         all_gather_matmul(&a, &b, &mut out)
     })
@@ -674,12 +744,13 @@ fn arguments_of_another_group_are_refused_with_nothing_done() {
 fn a_product_prepared_on_another_rank_or_in_another_group_is_refused() {
     // Ranks can be threads, so one can get hold of another's plan.
     let handed = std::sync::Mutex::new(None);
-    let refused = |rank| {
+    let refused = |rank, call| {
         Err(Error::ForeignArgument {
             rank,
-            argument: "the prepared product".into(),
+            argument: format!("the prepared product of {call}"),
         })
     };
+    const PRODUCT: &str = "all_gather_matmul";
     Group::<Host>::threads(2, |group| {
         let a = group.sharded::<bf16>(12, 5)?;
         let b = group.zeros::<bf16>(6, 5)?;
@@ -692,16 +763,17 @@ fn a_product_prepared_on_another_rank_or_in_another_group_is_refused() {
         if group.rank() == 1 {
             let theirs = handed.lock().unwrap().take().unwrap();
             let result = theirs.run(&a, &b, &mut out);
-            assert_eq!(result, refused(1));
+            assert_eq!(result, refused(1, PRODUCT));
         }
         // A rank of another group has the same number and the same plan.
         let address = format!("other-{}", std::process::id());
         let other = Group::<Host>::connect(group.rank(), 2, &address)?;
         let twin = other.sharded::<bf16>(12, 5)?;
         let theirs = AllGatherMatmul::new().prepare(&twin, 6)?;
-        assert_eq!(theirs.run(&a, &b, &mut out), refused(group.rank()));
-        assert_eq!(theirs.matmul(&a, &b, &mut out), refused(group.rank()));
-        assert_eq!(theirs.gather(&a), refused(group.rank()));
+        let rank = group.rank();
+        assert_eq!(theirs.run(&a, &b, &mut out), refused(rank, PRODUCT));
+        assert_eq!(theirs.matmul(&a, &b, &mut out), refused(rank, "matmul"));
+        assert_eq!(theirs.gather(&a), refused(rank, "gather"));
         mine.run(&a, &b, &mut out)
     })
     .unwrap();

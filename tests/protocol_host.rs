@@ -193,17 +193,20 @@ fn the_failure_of_a_rank_ends_the_waits_of_the_others_at_once() -> Result<(), Er
     let all_have_failed = Barrier::new(2);
     let group = Builder::<Host>::new().timeout(timeout);
     group.threads(2, |group| {
-        let n = 5 + group.rank();
         let a = group.sharded::<bf16>(M, K)?;
-        let b = group.zeros(n, K)?;
-        let mut out = group.zeros(M, n)?;
+        let b = group.zeros(5, K)?;
+        let mut out = group.zeros(M, 5)?;
+        let prepared = AllGatherMatmul::new().prepare(&a, 5)?;
         if group.rank() == 1 {
             // Rank 0 waits by then; two that come together both see the mismatch, and neither waits.
             std::thread::sleep(Duration::from_millis(100));
         }
         let begin = Instant::now();
-        let error = all_gather_matmul(&a, &b, &mut out).unwrap_err();
-        let took = begin.elapsed();
+        let result = match group.rank() {
+            0 => all_gather_matmul(&a, &b, &mut out),
+            _ => prepared.gather(&a),
+        };
+        let (error, took) = (result.unwrap_err(), begin.elapsed());
         // A rank that leaves would end the other's wait as well.
         all_have_failed.wait();
         assert!(

@@ -1,7 +1,7 @@
 //! What all ranks of a group share beside their matrices: one block of host memory, for whatever backend.
 //!
-//! It holds the first failure, which ranks have left, which wait for whom, and what each rank called in its
-//! latest operations.
+//! It holds the first failure, which ranks have left, which wait for whom, what each rank called last, and why it was
+//! refused a call.
 //! All of it is atomics over zeroed memory, so any rank may die at any moment and leave it readable.
 #![allow(unsafe_code)]
 
@@ -12,13 +12,20 @@ use super::reports::Outbox;
 use crate::element::DType;
 use crate::error::{Error, Result};
 use crate::memory::Mapping;
-use crate::protocol::board::{Post, Report};
+use crate::protocol::board::{Note, Post, Report};
 use crate::protocol::plan::MAX_WORLD;
-use crate::protocol::{Epoch, Flag};
+use crate::protocol::{Awaited, Epoch, Flag};
 
-/// How many operations the fastest rank may be ahead of the slowest.
-const POSTS: usize = 256;
+/// How many calls the fastest rank may be ahead of the slowest.
+const POSTS: u64 = 256;
 const FAULT_BYTES: usize = 4096;
+/// A call in words, whatever the number of ranks; or why it was refused.
+const NOTE_BYTES: usize = 2048;
+
+/// How long a rank that finds that calls differ waits for those who have not called, to know what most have called.
+const LATE_VOTES: Duration = Duration::from_millis(500);
+/// How long a rank that was refused a call has to make it after all, once another waits for it in that call.
+const CORRECTION: Duration = Duration::from_millis(500);
 
 #[repr(C)]
 struct Block {
@@ -31,7 +38,11 @@ struct Block {
     closed: [Flag; MAX_WORLD],
     /// Whom a rank waits for: 256 · the time in ms when it last looked + 1 + the other rank. For reports only.
     waits: [AtomicU64; MAX_WORLD],
-    posts: [[Post<{ Operation::WORDS }>; POSTS]; MAX_WORLD],
+    /// A rank's latest exchange, in words.
+    exchanges: [Note<NOTE_BYTES>; MAX_WORLD],
+    /// Why a rank was last refused a call: when, in ms as 8 bytes, and the error as JSON.
+    refusals: [Note<NOTE_BYTES>; MAX_WORLD],
+    posts: [[Post<WORDS>; POSTS as usize]; MAX_WORLD],
 }
 
 /// What a flag of zeroed memory has not reached.
@@ -41,14 +52,18 @@ fn now_ms() -> u64 {
     crate::trace::now() / 1_000_000
 }
 
-/// A collective operation, as far as all ranks must agree on it.
+/// Words of a post.
+const WORDS: usize = 7;
+
+/// The first word of an exchange; of an operation it is its name.
+const EXCHANGE: u64 = u64::MAX;
+
+/// A collective operation, as far as all ranks must agree on it. N is each rank's own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Operation {
     pub name: OperationName,
     pub dtype: DType,
     pub m: usize,
-    /// 0 where there is no N.
-    pub n: usize,
     pub k: usize,
     /// Which of the group's sharded matrices, counted from 0.
     pub matrix: u32,
@@ -89,14 +104,12 @@ pub enum OperationName {
 }
 
 impl Operation {
-    const WORDS: usize = 7;
-
-    fn to_words(self) -> [u64; Operation::WORDS] {
+    fn to_words(self, epoch: Epoch) -> [u64; WORDS] {
         [
             self.name as u64,
+            epoch.raw().into(),
             self.dtype as u64,
             self.m as u64,
-            self.n as u64,
             self.k as u64,
             self.matrix.into(),
             self.pushed.map_or(0, Cuts::to_word),
@@ -104,9 +117,15 @@ impl Operation {
     }
 }
 
-/// Says what a rank posted, in the words of the call.
-fn describe(words: [u64; Operation::WORDS]) -> String {
-    let [name, dtype, m, n, k, matrix, pushed] = words;
+impl std::fmt::Display for Operation {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.write_str(&describe(self.to_words(Epoch::FIRST)))
+    }
+}
+
+/// Says what operation a rank posted, in the words of the call.
+fn describe(words: [u64; WORDS]) -> String {
+    let [name, _, dtype, m, k, matrix, pushed] = words;
     let name = match name {
         w if w == OperationName::AllGatherMatmul as u64 => "all_gather_matmul",
         w if w == OperationName::AllGather as u64 => "gather",
@@ -117,17 +136,27 @@ fn describe(words: [u64; Operation::WORDS]) -> String {
         .into_iter()
         .find(|d| *d as u64 == dtype)
         .map_or("unknown dtype".into(), |d| d.to_string());
-    let n = if n == 0 {
-        String::new()
-    } else {
-        format!(", N = {n}")
-    };
     let pushed = if pushed == 0 {
         String::new()
     } else {
         format!(", {}", Cuts::describe(pushed))
     };
-    format!("{name}(M = {m}{n}, K = {k}, {dtype}, sharded matrix {matrix}{pushed})")
+    format!("{name}(M = {m}, K = {k}, {dtype}, sharded matrix {matrix}{pushed})")
+}
+
+/// An error as JSON, or if that is longer than `most` bytes, what it says as far as there is room.
+fn encode(error: &Error, rank: usize, most: usize) -> Vec<u8> {
+    let bytes = serde_json::to_vec(error).unwrap_or_default();
+    if (1..=most).contains(&bytes.len()) {
+        return bytes;
+    }
+    let mut reason = error.to_string();
+    let end = (0..=reason.len().min(1000))
+        .rev()
+        .find(|&end| reason.is_char_boundary(end))
+        .unwrap_or(0);
+    reason.truncate(end);
+    serde_json::to_vec(&Error::Message { rank, reason }).unwrap_or_default()
 }
 
 /// One rank's view of the block.
@@ -173,20 +202,7 @@ impl Commons {
 
     /// Reports a failure to every rank. Returns the group's first failure: this one, or an earlier.
     pub fn fail(&self, error: Error) -> Error {
-        let mut bytes = serde_json::to_vec(&error).unwrap_or_default();
-        if bytes.is_empty() || bytes.len() > FAULT_BYTES {
-            let mut reason = error.to_string();
-            let end = (0..=reason.len().min(1000))
-                .rev()
-                .find(|&end| reason.is_char_boundary(end))
-                .unwrap_or(0);
-            reason.truncate(end);
-            let short = Error::Message {
-                rank: self.rank,
-                reason,
-            };
-            bytes = serde_json::to_vec(&short).unwrap_or_default();
-        }
+        let bytes = encode(&error, self.rank, FAULT_BYTES);
         if self.block().fault.write(self.rank, &bytes) {
             self.tell_launcher(&error);
             error
@@ -273,70 +289,151 @@ impl Commons {
         peer
     }
 
-    /// Whether this rank may post the operation `epoch`: its slot is not needed by a slower rank any more.
-    /// If it is, returns that rank.
-    pub fn may_post(&self, epoch: Epoch) -> Result<(), usize> {
-        // A rank that has posted the operation after the one in the slot no longer compares with the slot.
-        let oldest = Epoch::from_raw(epoch.raw().wrapping_sub(POSTS as u32 - 1));
-        if self.slot(self.rank, epoch).latest().is_none() {
+    /// Whether this rank may post its call `number`: the slot is not needed by a slower rank any more. If it is, returns
+    /// that rank.
+    pub fn may_post(&self, number: u64) -> Result<(), usize> {
+        if self.slot(self.rank, number).latest() == 0 {
             return Ok(());
         }
+        // A rank that has posted the call after the one in the slot no longer compares with the slot.
+        let oldest = number - (POSTS - 1);
         (0..self.world)
-            .find(|&rank| {
-                let seen = self.slot(rank, oldest).latest();
-                !seen.is_some_and(|seen| oldest.reached_by(seen.raw()))
-            })
+            .find(|&rank| self.slot(rank, oldest).latest() < oldest)
             .map_or(Ok(()), Err)
     }
 
-    fn slot(&self, rank: usize, epoch: Epoch) -> &Post<{ Operation::WORDS }> {
-        &self.block().posts[rank][epoch.raw() as usize % POSTS]
+    fn slot(&self, rank: usize, number: u64) -> &Post<WORDS> {
+        &self.block().posts[rank][(number % POSTS) as usize]
     }
 
-    /// Posts what this rank calls as operation `epoch` and compares it with what the others have posted.
+    /// Posts that this rank's call `number` is operation `epoch`, and compares it with what the others have posted.
     /// Of two ranks that differ, the one that posts later sees it.
-    pub fn post(&self, epoch: Epoch, operation: Operation) -> Result<()> {
-        let words = operation.to_words();
+    pub fn post_operation(&self, number: u64, epoch: Epoch, operation: Operation) -> Result<()> {
+        self.post(number, operation.to_words(epoch))
+    }
+
+    /// As [`Commons::post_operation`], for an exchange: a number that tells calls apart, and the call in words.
+    pub fn post_exchange(&self, number: u64, call: u64, words: &str) -> Result<()> {
+        self.block().exchanges[self.rank].write(number, words.as_bytes());
+        self.post(number, [EXCHANGE, call, 0, 0, 0, 0, 0])
+    }
+
+    fn post(&self, number: u64, words: [u64; WORDS]) -> Result<()> {
         let others = (0..self.world).filter(|&rank| rank != self.rank);
-        let others = others.map(|rank| (rank, self.slot(rank, epoch)));
-        match self.slot(self.rank, epoch).post(epoch, words, others) {
-            Some((rank, theirs)) => Err(self.odd_one_out(epoch, rank, theirs, words)),
+        let others = others.map(|rank| (rank, self.slot(rank, number)));
+        match self.slot(self.rank, number).post(number, words, others) {
+            Some(_) => Err(self.odd_one_out(number)),
             None => Ok(()),
         }
     }
 
-    /// Of two ranks that differ, blames the one whose call fewer ranks made.
-    fn odd_one_out(
-        &self,
-        epoch: Epoch,
-        rank: usize,
-        theirs: [u64; Operation::WORDS],
-        mine: [u64; Operation::WORDS],
-    ) -> Error {
-        let posted = || (0..self.world).filter_map(|rank| self.slot(rank, epoch).read(epoch));
+    /// Names the rank whose call `number` fewer ranks made. In a tie, the lowest rank is right.
+    fn odd_one_out(&self, number: u64) -> Error {
+        let posted =
+            || (0..self.world).filter_map(|r| Some((r, self.slot(r, number).read(number)?)));
         // The majority is known once all have called; a rank that is late is not waited for long.
-        let deadline = Instant::now() + Duration::from_secs(1);
+        let deadline = Instant::now() + LATE_VOTES;
         while posted().count() < self.world && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
         }
-        let votes = |call| posted().filter(|words| *words == call).count();
-        let mine_is_odd = match votes(theirs).cmp(&votes(mine)) {
-            std::cmp::Ordering::Greater => true,
-            std::cmp::Ordering::Less => false,
-            std::cmp::Ordering::Equal => self.rank > rank,
-        };
-        let ((rank, theirs), (other, expected)) = if mine_is_odd {
-            ((self.rank, mine), (rank, theirs))
-        } else {
-            ((rank, theirs), (self.rank, mine))
-        };
+        let calls: Vec<(usize, [u64; WORDS])> = posted().collect();
+        let votes = |call| calls.iter().filter(|(_, other)| *other == call).count();
+        let most = calls.iter().map(|(_, call)| votes(*call)).max();
+        let right = calls.iter().find(|(_, call)| Some(votes(*call)) == most);
+        let (other, expected) = right.copied().unwrap_or_default();
+        let odd = calls.iter().find(|(_, call)| *call != expected);
+        let (rank, _) = odd.copied().unwrap_or_default();
         Error::CallMismatch {
             rank,
-            theirs: describe(theirs),
+            theirs: self.call(rank, number),
             other,
-            expected: describe(expected),
-            call: epoch.raw(),
+            expected: self.call(other, number),
+            call: number,
         }
+    }
+
+    /// The call `number` of `rank`, in words.
+    fn call(&self, rank: usize, number: u64) -> String {
+        let words = match self.slot(rank, number).read(number) {
+            Some([EXCHANGE, ..]) => self.block().exchanges[rank]
+                .read(number)
+                .map(|words| String::from_utf8_lossy(&words).into_owned()),
+            words => words.map(describe),
+        };
+        words.unwrap_or_else(|| format!("its call {number}"))
+    }
+
+    /// Which of this rank's calls is operation `epoch`, if it is one of the latest.
+    ///
+    /// This rank may post another call meanwhile. Its slot then shows the words of the one or the other, and neither is
+    /// this operation.
+    pub fn number_of(&self, epoch: Epoch) -> Option<u64> {
+        let posts = self.block().posts[self.rank].iter();
+        let mut numbers = posts.map(Post::latest).filter(|&number| number > 0);
+        numbers.find(|&number| {
+            let words = self.slot(self.rank, number).read(number);
+            words.is_some_and(|[name, its, ..]| name != EXCHANGE && its == u64::from(epoch.raw()))
+        })
+    }
+
+    /// What this rank waits for in operation `operation`, in words: the call, what a peer has not done, and its flag, which
+    /// should hold `expected`.
+    pub fn describe(
+        &self,
+        operation: Epoch,
+        awaited: Awaited,
+        expected: Epoch,
+        seen: u32,
+    ) -> String {
+        let call = self.number_of(operation).map_or_else(
+            || "an operation".into(),
+            |number| self.call(self.rank, number),
+        );
+        let what = awaited.describe(self.rank, expected, seen);
+        format!("{call}: rank {} {what}", awaited.peer())
+    }
+
+    /// Notes why this rank was refused a call, which would have been its call `number`. Not from two threads at once.
+    pub fn note_refusal(&self, number: u64, error: &Error) {
+        let mut bytes = now_ms().to_le_bytes().to_vec();
+        bytes.extend(encode(error, self.rank, NOTE_BYTES - bytes.len()));
+        self.block().refusals[self.rank].write(number, &bytes);
+    }
+
+    /// Why `rank` was refused its call `number`, and for how long it has not made that call after all.
+    fn refusal_and_age(&self, rank: usize, number: u64) -> Option<(Error, Duration)> {
+        let bytes = self.block().refusals[rank].read(number)?;
+        if self.slot(rank, number).latest() >= number {
+            return None;
+        }
+        let (noted, error) = bytes.split_first_chunk::<8>()?;
+        let age = now_ms().saturating_sub(u64::from_le_bytes(*noted));
+        let error = serde_json::from_slice(error).ok()?;
+        Some((error, Duration::from_millis(age)))
+    }
+
+    /// Why `rank` was refused its call `number`, if it has not made that call after all.
+    pub fn refusal(&self, rank: usize, number: u64) -> Option<Error> {
+        Some(self.refusal_and_age(rank, number)?.0)
+    }
+
+    /// Why some rank was refused its call `number`, if this rank has waited in that call for `waited`, and the other had
+    /// time to make it after all: half a second, or half the `timeout`.
+    pub fn standing_refusal(
+        &self,
+        number: impl FnOnce() -> Option<u64>,
+        waited: Duration,
+        timeout: Duration,
+    ) -> Option<Error> {
+        let time = CORRECTION.min(timeout / 2);
+        if waited < time {
+            return None;
+        }
+        let number = number()?;
+        let mut refusals = (0..self.world).filter_map(|rank| self.refusal_and_age(rank, number));
+        refusals
+            .find(|(_, age)| *age >= time)
+            .map(|(error, _)| error)
     }
 }
 
@@ -356,7 +453,6 @@ mod tests {
         name: OperationName::AllGatherMatmul,
         dtype: DType::Bf16,
         m: 4096,
-        n: 512,
         k: 64,
         matrix: 2,
         pushed: None,
@@ -406,70 +502,158 @@ mod tests {
         assert_eq!(ranks[0].culprit(1, fresh), 1, "a circle");
     }
 
+    fn post(commons: &Commons, number: u64, operation: Operation) -> Result<()> {
+        commons.post_operation(number, Epoch::FIRST, operation)
+    }
+
+    #[track_caller]
+    fn assert_blamed(result: Result<()>, blamed: usize, right: usize) {
+        match result {
+            Err(Error::CallMismatch { rank, other, .. }) => {
+                assert_eq!((rank, other), (blamed, right));
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
     #[test]
     fn the_rank_that_calls_something_else_is_named() {
         let other = Operation {
-            n: 256,
+            name: OperationName::AllGather,
             ..OPERATION
         };
         let ranks = ranks(3);
-        ranks[2].post(Epoch::FIRST, OPERATION).unwrap();
-        ranks[0].post(Epoch::FIRST, OPERATION).unwrap();
-        let error = ranks[1].post(Epoch::FIRST, other).unwrap_err();
-        let Error::CallMismatch { rank, theirs, .. } = &error else {
-            panic!("{error}")
-        };
-        assert_eq!(*rank, 1);
+        post(&ranks[2], 1, OPERATION).unwrap();
+        post(&ranks[0], 1, OPERATION).unwrap();
         assert_eq!(
-            theirs,
-            "all_gather_matmul(M = 4096, N = 256, K = 64, bf16, sharded matrix 2)"
+            post(&ranks[1], 1, other),
+            Err(Error::CallMismatch {
+                rank: 1,
+                theirs: "gather(M = 4096, K = 64, bf16, sharded matrix 2)".into(),
+                other: 0,
+                expected: "all_gather_matmul(M = 4096, K = 64, bf16, sharded matrix 2)".into(),
+                call: 1,
+            })
         );
     }
 
     #[test]
-    fn the_odd_one_is_named_also_when_it_came_first() {
+    fn the_odd_one_is_named_also_when_it_came_first_and_in_a_tie_the_lowest_is_right() {
         let other = Operation { k: 32, ..OPERATION };
         let ranks = ranks(3);
-        ranks[1].post(Epoch::FIRST, other).unwrap();
-        let error = ranks[0].post(Epoch::FIRST, OPERATION).unwrap_err();
-        assert!(
-            matches!(
-                error,
-                Error::CallMismatch {
-                    rank: 1,
-                    other: 0,
-                    ..
-                }
-            ),
-            "{error}"
+        post(&ranks[1], 1, other).unwrap();
+        // Rank 2 has not called.
+        assert_blamed(post(&ranks[0], 1, OPERATION), 1, 0);
+        assert_blamed(post(&ranks[2], 1, other), 0, 1);
+    }
+
+    #[test]
+    fn exchanges_and_operations_are_one_sequence() {
+        let ranks = ranks(2);
+        ranks[0].post_exchange(1, 7, "barrier()").unwrap();
+        ranks[1].post_exchange(1, 7, "barrier()").unwrap();
+        post(&ranks[0], 2, OPERATION).unwrap();
+        assert_eq!(
+            ranks[1].post_exchange(2, 7, "barrier()"),
+            Err(Error::CallMismatch {
+                rank: 1,
+                theirs: "barrier()".into(),
+                other: 0,
+                expected: "all_gather_matmul(M = 4096, K = 64, bf16, sharded matrix 2)".into(),
+                call: 2,
+            })
         );
+        ranks[0].post_exchange(3, 7, "barrier()").unwrap();
+        assert_blamed(ranks[1].post_exchange(3, 8, "another()"), 1, 0);
     }
 
     #[test]
     fn a_rank_cannot_overwrite_what_a_slower_one_still_needs() {
         let ranks = ranks(2);
-        let mut epoch = Epoch::from_raw(u32::MAX - 9);
-        for _ in 0..POSTS {
-            assert_eq!(ranks[0].may_post(epoch), Ok(()));
-            ranks[0].post(epoch, OPERATION).unwrap();
-            epoch = epoch.next();
+        for number in 1..=POSTS {
+            assert_eq!(ranks[0].may_post(number), Ok(()));
+            post(&ranks[0], number, OPERATION).unwrap();
         }
-        assert_eq!(ranks[0].may_post(epoch), Err(1));
-        let mut slow = Epoch::from_raw(u32::MAX - 9);
-        ranks[1].post(slow, OPERATION).unwrap();
+        assert_eq!(ranks[0].may_post(POSTS + 1), Err(1));
+        post(&ranks[1], 1, OPERATION).unwrap();
+        let too_early = ranks[0].may_post(POSTS + 1);
+        assert_eq!(too_early, Err(1), "the slot after it is needed");
+        for number in 2..=POSTS {
+            post(&ranks[1], number, OPERATION).unwrap();
+            assert_eq!(ranks[0].may_post(POSTS + 1), Ok(()));
+        }
+        // A rank that is ahead is no reason to wait.
+        for number in POSTS + 1..2 * POSTS {
+            assert_eq!(ranks[1].may_post(number), Ok(()));
+            post(&ranks[1], number, OPERATION).unwrap();
+            assert_eq!(ranks[0].may_post(POSTS + 1), Ok(()));
+        }
+        assert_eq!(ranks[1].may_post(2 * POSTS), Err(0));
+    }
+
+    #[test]
+    fn a_refusal_stands_until_its_rank_makes_the_call() {
+        const WAITED: Duration = Duration::from_secs(1);
+        // Half of which a rank has to make its call after all.
+        const TIMEOUT: Duration = Duration::from_millis(20);
+        let ranks = ranks(2);
+        let error = |value| Error::Limit {
+            what: "N".into(),
+            value,
+            min: 1,
+            max: 9,
+        };
+        post(&ranks[1], 1, OPERATION).unwrap();
+        ranks[1].note_refusal(2, &error(10));
+        ranks[1].note_refusal(2, &error(11));
+        assert_eq!(ranks[0].refusal(1, 2), Some(error(11)));
+        assert_eq!(ranks[0].refusal(1, 1), None);
+        assert_eq!(ranks[0].refusal(1, 3), None);
+        assert_eq!(ranks[0].refusal(0, 2), None);
+
+        let standing = |number, waited| ranks[0].standing_refusal(|| Some(number), waited, TIMEOUT);
+        assert_eq!(standing(2, WAITED), None, "it was refused only now");
+        std::thread::sleep(TIMEOUT);
+        assert_eq!(standing(2, WAITED), Some(error(11)));
+        assert_eq!(standing(2, TIMEOUT / 4), None, "nobody has waited long");
+        assert_eq!(standing(1, WAITED), None);
+
+        post(&ranks[1], 2, OPERATION).unwrap();
+        assert_eq!(ranks[0].refusal(1, 2), None);
+        assert_eq!(standing(2, WAITED), None);
+    }
+
+    #[test]
+    fn a_wait_is_described_by_the_call_the_peer_and_the_flag() {
+        let ranks = ranks(2);
+        let epoch = Epoch::from_raw(u32::MAX);
+        ranks[1].post_exchange(1, 7, "barrier()").unwrap();
+        ranks[1].post_operation(2, epoch, OPERATION).unwrap();
+        ranks[1].post_exchange(3, 7, "barrier()").unwrap();
+        let says = |awaited| ranks[1].describe(epoch, awaited, epoch, 17);
+        let call = "all_gather_matmul(M = 4096, K = 64, bf16, sharded matrix 2)";
         assert_eq!(
-            ranks[0].may_post(epoch),
-            Err(1),
-            "the slot after it is needed"
+            says(Awaited::Ready { source: 0 }),
+            format!(
+                "{call}: rank 0 has not begun it (flag ready[0] should be 4294967295 and is 17)"
+            )
         );
-        slow = slow.next();
-        ranks[1].post(slow, OPERATION).unwrap();
-        assert_eq!(ranks[0].may_post(epoch), Ok(()));
-        // A rank that is ahead across the wrap is no reason to wait.
-        for _ in 2..POSTS + 2 {
-            slow = slow.next();
-            ranks[1].post(slow, OPERATION).unwrap();
-        }
-        assert_eq!(ranks[0].may_post(epoch), Ok(()));
+        assert_eq!(
+            says(Awaited::Chunk { source: 0, flag: 3 }),
+            format!(
+                "{call}: rank 0 has rows that have not come to rank 1 (flag chunk[3] should be 4294967295 and is 17)"
+            )
+        );
+        assert_eq!(
+            says(Awaited::Done { peer: 0 }),
+            format!(
+                "{call}: rank 0 has not pulled the rows of rank 1 (flag done[0] should be 4294967295 and is 17)"
+            )
+        );
+        let replayed = ranks[1].describe(epoch.next(), Awaited::Done { peer: 0 }, Epoch::FIRST, 0);
+        assert!(
+            replayed.starts_with("an operation: rank 0 has"),
+            "{replayed}"
+        );
     }
 }

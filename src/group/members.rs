@@ -1,13 +1,13 @@
 //! The ranks of a group as one rank sees them: messages to all, and who is still alive.
 
+use std::cell::OnceCell;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
-use serde::{Deserialize, Serialize};
 
 use super::commons::{Commons, Operation};
 use super::wire::{self, Frame, Line, MAX_FRAME, WireError};
@@ -25,8 +25,8 @@ const FRESH: Duration = Duration::from_millis(250);
 /// More than what stands around a rank's message among those of all.
 const OVERHEAD: usize = 4096;
 
-/// A call that all ranks make together, as far as they must agree on it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// A call in which all ranks exchange messages. Its words are what they must agree on.
+#[derive(Clone, Debug)]
 pub enum Call {
     Barrier,
     AllGatherBytes,
@@ -69,6 +69,8 @@ pub struct Members {
     /// Whether the ranks are threads of one process.
     pub in_process: bool,
     commons: Arc<Commons>,
+    /// The number of this rank's latest collective call. Locked while one is posted or refused.
+    calls: Mutex<u64>,
     /// On rank 0 the connections to 1, 2, …; elsewhere the one to rank 0. Locked for one exchange at a time.
     connections: Mutex<Vec<Arc<UnixStream>>>,
     /// Ends when this is dropped, after the farewell.
@@ -98,6 +100,7 @@ impl Members {
             timeout,
             in_process,
             commons,
+            calls: Mutex::new(0),
             connections: Mutex::new(connections),
             _watcher: watcher,
         })
@@ -121,6 +124,13 @@ impl Members {
     /// Reports a failure to every rank; the group can do nothing more. Returns the first failure.
     pub fn fail(&self, error: Error) -> Error {
         self.commons.fail(error)
+    }
+
+    /// If this thread panics, tells the others that this rank does.
+    pub fn report_panic(&self) {
+        if std::thread::panicking() {
+            self.fail(Error::RankPanicked { rank: self.rank });
+        }
     }
 
     /// For a thread of a backend that watches over this rank.
@@ -166,50 +176,86 @@ impl Members {
         }
     }
 
-    /// Agrees with the other ranks on what operation `epoch` is, without a message.
+    /// Agrees with the other ranks that the next call is operation `epoch`, without a message.
     ///
     /// # Errors
     /// [`Error::CallMismatch`] if another rank called something else; [`Error::Timeout`] if a rank is so
     /// far behind that its calls can't be compared any more.
     pub fn post(&self, epoch: Epoch, operation: Operation) -> Result<()> {
-        let begin = Instant::now();
-        while let Err(rank) = self.commons.may_post(epoch) {
-            self.pause(begin, Duration::ZERO, rank, || {
-                "its earlier operations".into()
-            })?;
-            std::thread::sleep(Duration::from_micros(100));
-        }
-        self.commons
-            .post(epoch, operation)
-            .map_err(|error| self.fail(error))
+        let post = |number| self.commons.post_operation(number, epoch, operation);
+        self.next_call(&|| operation.to_string(), post).map(drop)
     }
 
-    /// One look around in a wait for `rank` that began at `begin`, and may last `grace` longer than the
-    /// timeout.
-    ///
-    /// # Errors
-    /// The group's first failure; or that the deadline has passed, or `rank` has left, which becomes it.
-    fn pause(
+    /// Gives the next number to a call of this rank, which `post` posts, and returns it.
+    fn next_call(
         &self,
-        begin: Instant,
-        grace: Duration,
-        rank: usize,
-        what: impl Fn() -> String,
-    ) -> Result<()> {
-        if let Some(fault) = self.commons.fault() {
-            return Err(fault);
+        words: &dyn Fn() -> String,
+        post: impl FnOnce(u64) -> Result<()>,
+    ) -> Result<u64> {
+        let mut latest = self.calls();
+        let number = *latest + 1;
+        if self.commons.may_post(number).is_err() {
+            self.await_slower_ranks(number, words)?;
         }
-        // A wait for an intermediary of this same rank says nothing about another.
-        if grace.is_zero() {
-            self.commons.note_wait(rank);
-        }
-        if begin.elapsed() >= self.timeout + grace {
-            return Err(self.fail(self.timeout(begin, rank, what())));
+        *latest = number;
+        post(number).map_err(|error| self.fail(error))?;
+        Ok(number)
+    }
+
+    fn calls(&self) -> MutexGuard<'_, u64> {
+        // A panic while it was held has not left it half-changed.
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn await_slower_ranks(&self, number: u64, words: &dyn Fn() -> String) -> Result<()> {
+        let begin = Instant::now();
+        while let Err(rank) = self.commons.may_post(number) {
+            self.pause(&Waiting {
+                begin,
+                grace: Duration::ZERO,
+                rank,
+                call: &|| None,
+                what: &|| format!("{}: rank {rank} is too many calls behind", words()),
+            })?;
+            std::thread::sleep(Duration::from_micros(100));
         }
         Ok(())
     }
 
-    /// A wait for `rank` to deliver `what` that began at `begin` has been in vain.
+    /// Notes why this rank was refused a collective call. It may make the call after all; if it does not, those who wait
+    /// for it in that call get the error.
+    pub fn refuse(&self, error: &Error) {
+        let latest = self.calls();
+        self.commons.note_refusal(*latest + 1, error);
+    }
+
+    /// One look around in a wait.
+    ///
+    /// # Errors
+    /// The group's first failure; or that the deadline has passed, or that a rank was refused the call and does not make it,
+    /// which becomes it.
+    fn pause(&self, waiting: &Waiting) -> Result<()> {
+        if let Some(fault) = self.commons.fault() {
+            return Err(fault);
+        }
+        let waited = waiting.begin.elapsed();
+        // A wait for an intermediary of this same rank says nothing about another.
+        if waiting.grace.is_zero() {
+            self.commons.note_wait(waiting.rank);
+        }
+        let refusal = self
+            .commons
+            .standing_refusal(waiting.call, waited, self.timeout);
+        if let Some(error) = refusal {
+            return Err(self.fail(error));
+        }
+        if waited >= self.timeout + waiting.grace {
+            return Err(self.fail(self.timeout(waiting.begin, waiting.rank, (waiting.what)())));
+        }
+        Ok(())
+    }
+
+    /// A wait for `rank` that began at `begin` has been in vain. `what`: the call, and what `rank` has not done.
     fn timeout(&self, begin: Instant, rank: usize, what: String) -> Error {
         let culprit = self.commons.culprit(rank, FRESH.min(self.timeout / 2));
         Error::Timeout {
@@ -218,10 +264,20 @@ impl Members {
             what: if culprit == rank {
                 what
             } else {
-                format!("what rank {rank} waits for, which therefore did not deliver {what}")
+                format!("{what}, held up by rank {culprit}")
             },
             waited_ms: begin.elapsed().as_millis() as u64,
         }
+    }
+
+    /// `rank` has left while this rank waits for it in its call `number`. `what`: the call, and what `rank` has not done.
+    fn left(&self, rank: usize, number: Option<u64>, what: String) -> Error {
+        let refusal = number.and_then(|number| self.commons.refusal(rank, number));
+        refusal.unwrap_or(Error::RankLeft {
+            rank,
+            waiting: self.rank,
+            what,
+        })
     }
 
     /// Returns when every rank has called it.
@@ -283,42 +339,43 @@ impl Members {
             .connections
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        let mine = encode(call, payload)?;
-        let begin = Instant::now();
-        let frames = if self.rank == 0 {
-            self.collect(&connections, call, mine, fd, begin)?
-        } else {
-            let line = self.line(0, &connections[0], begin, GRACE);
-            line.send(&mine, fd.as_slice())
-                .map_err(|e| self.wire_failure(0, call, begin, e))?;
-            line.receive(MAX_FRAME)
-                .map_err(|e| self.wire_failure(0, call, begin, e))?
+        let words = call.to_string();
+        // What a rank calls is compared before it sends anything. So an exchange is complete only if all made it.
+        let number = self.next_call(&|| words.clone(), |number| {
+            self.commons
+                .post_exchange(number, wire::hash(words.as_bytes()), &words)
+        })?;
+        let exchange = Exchange {
+            words,
+            number,
+            begin: Instant::now(),
         };
-        let (bytes, fds) = frames;
-        let parts = split(&bytes).ok_or_else(|| self.garbage(0, "a list of messages"))?;
-        let mut calls = Vec::new();
-        let mut payloads = Vec::new();
-        for (rank, part) in parts.into_iter().enumerate() {
-            let (call, payload) = decode(part).ok_or_else(|| self.garbage(rank, "a call"))?;
-            calls.push(call);
-            payloads.push(payload.to_vec());
-        }
-        if let Some(error) = odd_one_out(&calls) {
-            return Err(self.fail(error));
-        }
-        Ok(Gathered { payloads, fds })
+        let (bytes, fds) = if self.rank == 0 {
+            self.collect(&connections, &exchange, payload, fd)?
+        } else {
+            let line = self.line(0, &connections[0], &exchange, GRACE);
+            line.send(payload, fd.as_slice())
+                .map_err(|e| self.wire_failure(0, &exchange, e))?;
+            line.receive(MAX_FRAME)
+                .map_err(|e| self.wire_failure(0, &exchange, e))?
+        };
+        let parts = split(&bytes).filter(|parts| parts.len() == self.world);
+        let parts = parts.ok_or_else(|| self.garbage(0, "a list of messages"))?;
+        Ok(Gathered {
+            payloads: parts.into_iter().map(<[u8]>::to_vec).collect(),
+            fds,
+        })
     }
 
     /// Rank 0's part: receives every rank's message, then sends all of them to all.
     fn collect(
         &self,
         connections: &[Arc<UnixStream>],
-        call: &Call,
-        mine: Vec<u8>,
+        exchange: &Exchange,
+        payload: &[u8],
         fd: Option<BorrowedFd>,
-        begin: Instant,
     ) -> Result<Frame> {
-        let mut parts = vec![mine];
+        let mut parts = vec![payload.to_vec()];
         let mut fds = Vec::new();
         if let Some(fd) = fd {
             let own = fd
@@ -329,17 +386,17 @@ impl Members {
         }
         for (index, connection) in connections.iter().enumerate() {
             let (part, sent) = self
-                .line(index + 1, connection, begin, Duration::ZERO)
+                .line(index + 1, connection, exchange, Duration::ZERO)
                 .receive(MAX_FRAME)
-                .map_err(|e| self.wire_failure(index + 1, call, begin, e))?;
+                .map_err(|e| self.wire_failure(index + 1, exchange, e))?;
             parts.push(part);
             fds.extend(sent);
         }
         let all = join(&parts);
         for (index, connection) in connections.iter().enumerate() {
-            self.line(index + 1, connection, begin, GRACE)
+            self.line(index + 1, connection, exchange, GRACE)
                 .send(&all, &wire::borrow(&fds))
-                .map_err(|e| self.wire_failure(index + 1, call, begin, e))?;
+                .map_err(|e| self.wire_failure(index + 1, exchange, e))?;
         }
         Ok((all, fds))
     }
@@ -349,42 +406,43 @@ impl Members {
         &'a self,
         rank: usize,
         stream: &'a UnixStream,
-        begin: Instant,
+        exchange: &'a Exchange,
         grace: Duration,
     ) -> Line<'a, impl Fn() -> Result<(), Error>> {
+        let Exchange { begin, number, .. } = *exchange;
         Line {
             stream,
             deadline: begin + self.timeout + grace,
             check: move || {
                 self.commons.note_wait(rank);
-                self.commons.fault().map_or(Ok(()), Err)
+                let refusal = || {
+                    let waited = begin.elapsed();
+                    self.commons
+                        .standing_refusal(|| Some(number), waited, self.timeout)
+                };
+                self.commons.fault().or_else(refusal).map_or(Ok(()), Err)
             },
         }
     }
 
-    fn wire_failure(
-        &self,
-        rank: usize,
-        call: &Call,
-        begin: Instant,
-        error: WireError<Error>,
-    ) -> Error {
-        let waiting = self.rank;
+    fn wire_failure(&self, rank: usize, exchange: &Exchange, error: WireError<Error>) -> Error {
+        let call = &exchange.words;
         self.fail(match error {
-            WireError::Stopped(fault) => fault,
-            WireError::Late => self.timeout(begin, rank, format!("its part of {call}")),
-            WireError::Closed if self.commons.has_left(rank) => Error::RankLeft {
-                rank,
-                waiting,
-                what: call.to_string(),
-            },
+            WireError::Stopped(error) => error,
+            WireError::Late => {
+                let what = format!("{call}: rank {rank} has not come");
+                self.timeout(exchange.begin, rank, what)
+            }
+            WireError::Closed if self.commons.has_left(rank) => {
+                self.left(rank, Some(exchange.number), call.clone())
+            }
             WireError::Closed => Error::RankLost {
                 rank,
-                noticed_by: waiting,
+                noticed_by: self.rank,
             },
             WireError::Garbage(reason) => Error::Message { rank, reason },
             WireError::Io(error) => {
-                Error::system(waiting, format!("talk to rank {rank} in {call}"))(error)
+                Error::system(self.rank, format!("talk to rank {rank} in {call}"))(error)
             }
         })
     }
@@ -395,6 +453,26 @@ impl Members {
             reason: format!("not {expected}"),
         })
     }
+}
+
+/// A call in which all ranks send something to all.
+struct Exchange {
+    /// The call, in words.
+    words: String,
+    number: u64,
+    begin: Instant,
+}
+
+/// A wait for another rank.
+struct Waiting<'a> {
+    begin: Instant,
+    /// How much longer than the timeout it may last.
+    grace: Duration,
+    rank: usize,
+    /// The number of the call in which this rank waits.
+    call: &'a dyn Fn() -> Option<u64>,
+    /// That call, and what the other rank has not done.
+    what: &'a dyn Fn() -> String,
 }
 
 /// A share in a rank's right to report failures, for a thread of its backend.
@@ -422,11 +500,37 @@ impl Witness {
     pub fn has_left(&self, rank: usize) -> bool {
         self.commons.has_left(rank)
     }
+
+    /// What this rank waits for in operation `operation`, in words, for a report: the call, what a peer has not done, and
+    /// its flag, which should hold `expected`. The two epochs differ where flags count other operations than calls.
+    pub fn describe(
+        &self,
+        operation: Epoch,
+        awaited: Awaited,
+        expected: Epoch,
+        seen: u32,
+    ) -> String {
+        self.commons.describe(operation, awaited, expected, seen)
+    }
+
+    /// Why `rank`, which does not come to operation `epoch`, was refused that call, if it was.
+    pub fn refusal(&self, rank: usize, epoch: Epoch) -> Option<Error> {
+        let number = self.commons.number_of(epoch)?;
+        self.commons.refusal(rank, number)
+    }
+
+    /// Why some rank was refused operation `epoch`, if this rank has waited in that for `waited`, and the other had time to
+    /// make the call after all.
+    pub fn standing_refusal(&self, epoch: Epoch, waited: Duration) -> Option<Error> {
+        let number = || self.commons.number_of(epoch);
+        self.commons.standing_refusal(number, waited, self.timeout)
+    }
 }
 
 impl Drop for Members {
     fn drop(&mut self) {
-        // A rank that unwinds has not completed what it began: its peers must see it as lost.
+        self.report_panic();
+        // A rank that unwinds has not completed what it began: it does not leave in order.
         if !std::thread::panicking() {
             self.commons.leave();
         }
@@ -448,13 +552,20 @@ impl Wait for Members {
             }
             std::hint::spin_loop();
         }
-        let begin = Instant::now();
-        let what = || awaited.describe(epoch, flag.peek());
-        // A chunk that is pulled is written by this rank's own copy thread, which may itself wait for another rank than the
-        // chunk's source: it knows the culprit.
-        let grace = match awaited {
-            Awaited::Chunk { .. } => GRACE,
-            _ => Duration::ZERO,
+        let number = OnceCell::new();
+        let call = || *number.get_or_init(|| self.commons.number_of(epoch));
+        let what = || self.commons.describe(epoch, awaited, epoch, flag.peek());
+        let waiting = Waiting {
+            begin: Instant::now(),
+            // A chunk that is pulled is written by this rank's own copy thread, which may itself wait for another rank than
+            // the chunk's source: it knows the culprit.
+            grace: match awaited {
+                Awaited::Chunk { .. } => GRACE,
+                _ => Duration::ZERO,
+            },
+            rank: awaited.peer(),
+            call: &call,
+            what: &what,
         };
         let mut yields = YIELDS;
         loop {
@@ -465,13 +576,9 @@ impl Wait for Members {
                 return Ok(());
             }
             if left {
-                return Err(self.fail(Error::RankLeft {
-                    rank: awaited.peer(),
-                    waiting: self.rank,
-                    what: what(),
-                }));
+                return Err(self.fail(self.left(awaited.peer(), call(), what())));
             }
-            self.pause(begin, grace, awaited.peer(), what)?;
+            self.pause(&waiting)?;
             if yields > 0 {
                 yields -= 1;
                 std::thread::yield_now();
@@ -479,36 +586,6 @@ impl Wait for Members {
                 std::thread::sleep(NAP);
             }
         }
-    }
-}
-
-/// Names the rank whose call fewer ranks made, if not all made the same.
-fn odd_one_out(calls: &[Call]) -> Option<Error> {
-    let votes = |call: &Call| calls.iter().filter(|other| *other == call).count();
-    let other = (0..calls.len()).max_by_key(|&rank| (votes(&calls[rank]), calls.len() - rank))?;
-    let rank = calls.iter().position(|call| *call != calls[other])?;
-    Some(Error::CallMismatch {
-        rank,
-        theirs: calls[rank].to_string(),
-        other,
-        expected: calls[other].to_string(),
-        call: 0,
-    })
-}
-
-fn encode(call: &Call, payload: &[u8]) -> Result<Vec<u8>> {
-    let call = serde_json::to_vec(call).map_err(|e| Error::System {
-        rank: None,
-        action: "encode a call".into(),
-        reason: e.to_string(),
-    })?;
-    Ok(join(&[call, payload.to_vec()]))
-}
-
-fn decode(bytes: &[u8]) -> Option<(Call, &[u8])> {
-    match split(bytes)?[..] {
-        [call, payload] => Some((serde_json::from_slice(call).ok()?, payload)),
-        _ => None,
     }
 }
 
@@ -609,22 +686,6 @@ fn watch(rank: usize, commons: &Commons, connections: &[Arc<UnixStream>], stoppe
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_minority_is_blamed_and_in_a_tie_rank_0_is_right() {
-        let (a, b) = (Call::Barrier, Call::AllGatherBytes);
-        let blame = |calls: &[&Call]| {
-            let calls: Vec<Call> = calls.iter().map(|call| (*call).clone()).collect();
-            odd_one_out(&calls).map(|error| match error {
-                Error::CallMismatch { rank, other, .. } => (rank, other),
-                other => panic!("{other}"),
-            })
-        };
-        assert_eq!(blame(&[&a, &a, &a]), None);
-        assert_eq!(blame(&[&a, &b, &a]), Some((1, 0)));
-        assert_eq!(blame(&[&b, &a, &a]), Some((0, 1)));
-        assert_eq!(blame(&[&a, &b]), Some((1, 0)));
-    }
 
     #[test]
     fn parts_are_split_as_they_were_joined_and_nonsense_is_not() {

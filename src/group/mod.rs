@@ -43,7 +43,8 @@ const LONGEST_TIMEOUT: Duration = Duration::from_secs(1 << 32);
 pub const KEPT_PROGRAMS: usize = 64;
 
 /// This rank's membership of a group of ranks, which all make the same collective calls in the same
-/// order. Cheap to clone; the group ends when its last clone, matrix and prepared product are dropped.
+/// order: calls of several threads of a rank have no order, unless the program gives them one. Cheap to clone; the group
+/// ends when its last clone, matrix and prepared product are dropped.
 ///
 /// ```
 /// use gemmesh::{Group, Host, all_gather_matmul, bf16};
@@ -79,6 +80,8 @@ pub(crate) struct Inner<B: Backend> {
 
 impl<B: Backend> Drop for Inner<B> {
     fn drop(&mut self) {
+        // Before what may wait for the others, who may be waiting for this rank.
+        self.members.report_panic();
         self.backend.close(&self.members);
     }
 }
@@ -216,6 +219,28 @@ impl<B: Backend> Group<B> {
     ) -> Result<ShardedMatrix<B, T>> {
         let members = &self.inner.members;
         members.check()?;
+        let layout = self.layout(rows, k);
+        let layout = layout.map_err(|error| self.refuse("sharded", error))?;
+        // M and K are within the limits of every matrix.
+        let bytes = self.bytes_of::<T>(layout.m(), k)?;
+        let call = Call::Sharded {
+            rows: rows.to_vec(),
+            k,
+            dtype: T::DTYPE,
+        };
+        let matrices = &self.inner.matrices;
+        // A panic while it was held has not left it half-changed.
+        let mut matrices = matrices.lock().unwrap_or_else(PoisonError::into_inner);
+        let memory = self.inner.backend.symmetric(members, &call, bytes)?;
+        let id = *matrices;
+        *matrices += 1;
+        drop(matrices);
+        Ok(ShardedMatrix::new(self.clone(), memory, layout, id))
+    }
+
+    /// Who owns what of a sharded matrix.
+    fn layout(&self, rows: &[usize], k: usize) -> Result<Problem> {
+        let members = &self.inner.members;
         if rows.len() != members.world {
             return Err(Error::Shape {
                 rank: members.rank,
@@ -234,19 +259,7 @@ impl<B: Backend> Group<B> {
                 multiple: B::K_MULTIPLE,
             });
         }
-        let bytes = self.bytes_of::<T>(layout.m(), k)?;
-        let call = Call::Sharded {
-            rows: rows.to_vec(),
-            k,
-            dtype: T::DTYPE,
-        };
-        let matrices = &self.inner.matrices;
-        let mut matrices = matrices.lock().unwrap_or_else(PoisonError::into_inner);
-        let memory = self.inner.backend.symmetric(members, &call, bytes)?;
-        let id = *matrices;
-        *matrices += 1;
-        drop(matrices);
-        Ok(ShardedMatrix::new(self.clone(), memory, layout, id))
+        Ok(layout)
     }
 
     /// Allocates a [rows, columns] matrix of this rank's own, all zero.
@@ -346,6 +359,14 @@ impl<B: Backend> Group<B> {
         }
     }
 
+    /// Tells those who will wait for this rank in `call` why it was refused that, should it not make it after all. Returns
+    /// the error with the call's name.
+    pub(crate) fn refuse(&self, call: &str, error: Error) -> Error {
+        let error = Error::refused(self.rank(), call)(error);
+        self.inner.members.refuse(&error);
+        error
+    }
+
     /// Begins a collective operation: no other begins on this rank before `run` returns.
     pub(crate) fn operate<R>(
         &self,
@@ -354,7 +375,8 @@ impl<B: Backend> Group<B> {
     ) -> Result<R> {
         self.inner.members.check()?;
         // Before the operation gets its number, so that a refusal on one rank leaves all ranks in step.
-        self.refuse_recording()?;
+        self.refuse_recording()
+            .inspect_err(|error| self.inner.members.refuse(error))?;
         let mut state = self.state();
         let epoch = state.epoch;
         self.inner.members.post(epoch, operation)?;

@@ -26,7 +26,7 @@ use crate::protocol::plan::MAX_WORLD;
 
 const MAGIC: [u8; 8] = *b"gemmesh\0";
 /// Changes whenever ranks of an older build could not work with ranks of this one.
-pub(super) const PROTOCOL_VERSION: u32 = 1;
+pub(super) const PROTOCOL_VERSION: u32 = 2;
 /// The longest introduction: a few numbers and names.
 const MAX_HELLO: usize = 4096;
 /// The longest answer: an error.
@@ -137,12 +137,8 @@ pub(super) fn meet_speaking(identity: &Identity, version: u32) -> Result<Members
 /// The socket's name: readable, and short enough whatever the address is.
 pub(super) fn abstract_address(address: &str) -> io::Result<SocketAddr> {
     let uid = rustix::process::getuid().as_raw();
-    // FNV-1a: ranks of another build, which is to be told apart by its version, must find the same name.
-    let hash = address
-        .bytes()
-        .fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
-            (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
-        });
+    // Ranks of another build, which is to be told apart by its version, must find the same name.
+    let hash = wire::hash(address.as_bytes());
     let readable: String = address.chars().filter(char::is_ascii).take(40).collect();
     SocketAddr::from_abstract_name(format!("gemmesh/{uid}/{readable}/{hash:016x}"))
 }

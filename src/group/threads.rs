@@ -107,6 +107,8 @@ mod tests {
 
     use super::*;
     use crate::backend::Host;
+    use crate::element::bf16;
+    use crate::ops::AllGatherMatmul;
 
     const LATE: Duration = Duration::from_millis(300);
 
@@ -142,5 +144,33 @@ mod tests {
         });
         let error = error.unwrap_err();
         assert!(matches!(error, Error::RankLeft { rank: 0, .. }), "{error}");
+    }
+
+    #[test]
+    fn matrices_that_two_threads_of_a_rank_make_at_once_are_paired_and_numbered_alike() {
+        const EACH: usize = 10;
+        let made = Group::<Host>::threads(2, |group| {
+            let make = || -> Result<Vec<_>> {
+                let matrix = |_| group.sharded::<bf16>(2, 1);
+                (0..EACH).map(matrix).collect()
+            };
+            let mut matrices = std::thread::scope(|scope| {
+                let other = scope.spawn(make);
+                let mut matrices = make()?;
+                matrices.extend(other.join().unwrap()?);
+                Ok::<_, Error>(matrices)
+            })?;
+            matrices.sort_by_key(|matrix| matrix.id());
+            for (number, matrix) in matrices.iter_mut().enumerate() {
+                assert_eq!(matrix.id(), number as u32);
+                let row = bf16::from_f32(number as f32);
+                matrix.shard_mut().copy_from_host(&[row])?;
+                let prepared = AllGatherMatmul::new().prepare(matrix, 1)?;
+                prepared.gather(matrix)?;
+                assert_eq!(matrix.to_vec()?, [row; 2], "paired with another");
+            }
+            Ok::<_, Error>(matrices.len())
+        });
+        assert_eq!(made, Ok(vec![2 * EACH; 2]));
     }
 }

@@ -185,6 +185,13 @@ pub(super) fn pair() -> io::Result<(UnixStream, UnixStream)> {
     Ok((one, two))
 }
 
+/// FNV-1a: the same in every build.
+pub(super) fn hash(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3)
+    })
+}
+
 /// Borrows descriptors for sending.
 pub(super) fn borrow(fds: &[OwnedFd]) -> Vec<BorrowedFd<'_>> {
     fds.iter().map(AsFd::as_fd).collect()

@@ -15,13 +15,14 @@ use crate::trace::{Span, Trace};
 /// `out = gather(a) · bᵀ`: gathers the rows of `a` from every rank while it multiplies them. Collective.
 ///
 /// `a` is [M, K], spread over the ranks by rows; `b` is [N, K], this rank's own, as a linear layer stores its
-/// weight; `out` is [M, N]. Products are summed in f32 and rounded once. Afterwards `a` holds all rows.
+/// weight; `out` is [M, N]. N may be another on each rank. Products are summed in f32 and rounded once. Afterwards `a` holds all rows.
 /// The call may return before the operation is complete; [`Group::synchronize`](crate::Group::synchronize)
 /// waits for it. The host backend's returns when it is.
 ///
 /// # Errors
 /// [`Error::Shape`] or [`Error::ForeignArgument`] for arguments that don't fit together, before anything is
-/// done; [`Error::CallMismatch`] if another rank makes another call; the group's failure.
+/// done: the call may be made again with others, and if it is not, the ranks that wait for this one in it get the error as
+/// the group's failure. [`Error::CallMismatch`] if another rank makes another call; the group's failure.
 pub fn all_gather_matmul<B: Backend, T: Element>(
     a: &ShardedMatrix<B, T>,
     b: &Matrix<B, T>,
@@ -78,12 +79,22 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     /// words each time, and frees them.)
     ///
     /// # Errors
-    /// [`Error::Limit`] for an `n` or a configuration that can't be; the group's failure.
+    /// [`Error::Limit`] for an `n` or a configuration that can't be; [`Error::Shape`] or [`Error::ForeignArgument`] for a
+    /// bias that does not fit; the group's failure. Ranks that wait for this one in the product get the error, as if it
+    /// had been refused that.
     pub fn prepare(&self, a: &ShardedMatrix<B, T>, n: usize) -> Result<Prepared<'a, B, T>> {
-        let problem = a.layout().with_n(n)?;
+        let group = a.group();
+        let prepare = || {
+            let problem = a.layout().with_n(n)?;
+            if let Some(bias) = self.bias {
+                require_same_group("bias", bias.group(), group)?;
+                require_shape(group.rank(), "bias [1, N]", [1, n], bias.shape())?;
+            }
+            group.program(problem, self.config)
+        };
         Ok(Prepared {
-            program: a.group().program(problem, self.config)?,
-            group: a.group().clone(),
+            program: prepare().map_err(|error| group.refuse(PRODUCT, error))?,
+            group: group.clone(),
             bias: self.bias,
         })
     }
@@ -93,6 +104,37 @@ impl<B: Backend, T: Element> Default for AllGatherMatmul<'_, B, T> {
     fn default() -> Self {
         AllGatherMatmul::new()
     }
+}
+
+/// The name of the call.
+const PRODUCT: &str = "all_gather_matmul";
+
+fn require_shape(
+    rank: usize,
+    argument: &str,
+    expected: [usize; 2],
+    found: [usize; 2],
+) -> Result<()> {
+    if expected == found {
+        return Ok(());
+    }
+    Err(Error::Shape {
+        rank,
+        argument: argument.into(),
+        expected: expected.into(),
+        found: found.into(),
+    })
+}
+
+/// `group` is that of the sharded matrix, whose rank makes the call.
+fn require_same_group<B: Backend>(argument: &str, its: &Group<B>, group: &Group<B>) -> Result<()> {
+    if its.is_same(group) {
+        return Ok(());
+    }
+    Err(Error::ForeignArgument {
+        rank: group.rank(),
+        argument: argument.into(),
+    })
 }
 
 /// A product that has been planned. It fits every `a` of the same group, shape and split. It keeps the group.
@@ -171,7 +213,8 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         b: &Matrix<B, T>,
         out: &mut Matrix<B, T>,
     ) -> Result<()> {
-        self.check(a, Some([b, out]))?;
+        self.check(a, Some([b, out]))
+            .map_err(Error::refused(a.group().rank(), "matmul"))?;
         let group = &self.group;
         if group.is_recording()? {
             group.keep_recorded(&self.program);
@@ -213,7 +256,12 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         product: Option<Product<B, T>>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
-        self.check(a, product.as_ref().map(|(b, out)| [*b, &**out]))?;
+        let call = match part {
+            Part::Gather => "gather",
+            _ => PRODUCT,
+        };
+        self.check(a, product.as_ref().map(|(b, out)| [*b, &**out]))
+            .map_err(|error| a.group().refuse(call, error))?;
         let (problem, config) = (self.plan().problem(), self.plan().config());
         let pushes = part.may_push(self.plan());
         let group = &self.group;
@@ -230,7 +278,6 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
             },
             dtype: T::DTYPE,
             m: problem.m(),
-            n: if part == Part::Gather { 0 } else { problem.n() },
             k: problem.k(),
             matrix: a.id(),
             // The plan's limits have been checked.
@@ -266,32 +313,15 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         backend.run(members, &self.program, part, epoch, operands, trace)
     }
 
-    /// Checks every argument against the plan, before anything is done.
+    /// Checks the arguments against the plan, before anything is done. The bias was checked when the plan was made.
     fn check(&self, a: &ShardedMatrix<B, T>, product: Option<[&Matrix<B, T>; 2]>) -> Result<()> {
         let problem = self.plan().problem();
-        let rank = a.group().rank();
+        let group = a.group();
         let (m, n, k) = (problem.m(), problem.n(), problem.k());
-        let shape = |argument: &str, expected: [usize; 2], found: [usize; 2]| {
-            if expected == found {
-                return Ok(());
-            }
-            Err(Error::Shape {
-                rank,
-                argument: argument.into(),
-                expected: expected.into(),
-                found: found.into(),
-            })
+        let shape = |argument: &str, expected, found| {
+            require_shape(group.rank(), argument, expected, found)
         };
-        let foreign = |argument: &str, group: &Group<B>| {
-            if group.is_same(a.group()) {
-                return Ok(());
-            }
-            Err(Error::ForeignArgument {
-                rank,
-                argument: argument.into(),
-            })
-        };
-        foreign("the prepared product", &self.group)?;
+        require_same_group("the prepared product", &self.group, group)?;
         shape("a [M, K]", [m, k], a.shape())?;
         let split = |p: &Problem| -> Vec<usize> {
             (0..p.world()).map(|rank| p.rows_of(rank).len()).collect()
@@ -299,21 +329,17 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         let same_split = (0..problem.world()).all(|r| problem.rows_of(r) == a.rows_of(r));
         if !same_split {
             return Err(Error::Shape {
-                rank,
+                rank: group.rank(),
                 argument: "a (rows of each rank)".into(),
                 expected: split(problem),
                 found: split(a.layout()),
             });
         }
         if let Some([b, out]) = product {
-            foreign("b", b.group())?;
-            foreign("out", out.group())?;
+            require_same_group("b", b.group(), group)?;
+            require_same_group("out", out.group(), group)?;
             shape("b [N, K]", [n, k], b.shape())?;
             shape("out [M, N]", [m, n], out.shape())?;
-            if let Some(bias) = self.bias {
-                foreign("bias", bias.group())?;
-                shape("bias [1, N]", [1, n], bias.shape())?;
-            }
         }
         Ok(())
     }

@@ -1,15 +1,15 @@
-//! What ranks let one another read beside the flags: what each calls, and the group's first failure.
+//! What ranks let one another read beside the flags: what each calls, why it was refused a call, and the group's first
+//! failure.
 //!
 //! Like flags these are atomics over zeroed memory, so any rank may die at any moment and leave them readable.
 
-use super::epoch::Epoch;
 use super::primitive::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
-/// What a rank calls as one operation, in `N` words. One writer.
+/// What a rank calls, in `N` words, and which of its calls that is: they are numbered from 1. One writer.
 #[repr(C)]
 pub struct Post<const N: usize> {
-    /// 0 before the first post, else more than any epoch: 2³² + the epoch.
-    stamp: AtomicU64,
+    /// 0 before the first post.
+    number: AtomicU64,
     words: [AtomicU64; N],
 }
 
@@ -18,46 +18,98 @@ impl<const N: usize> Post<N> {
     #[allow(clippy::new_without_default)]
     pub fn new() -> Post<N> {
         Post {
-            stamp: AtomicU64::new(0),
+            number: AtomicU64::new(0),
             words: std::array::from_fn(|_| AtomicU64::new(0)),
         }
     }
 
-    /// The epoch of the latest post.
+    /// The number of the latest call that was posted here; 0 if none was.
     ///
     /// Acquire: what its rank has read before it posted that, it has read before what the caller does next.
-    pub fn latest(&self) -> Option<Epoch> {
-        let stamp = self.stamp.load(Ordering::Acquire);
-        (stamp != 0).then(|| Epoch::from_raw(stamp as u32))
+    pub fn latest(&self) -> u64 {
+        self.number.load(Ordering::Acquire)
     }
 
-    /// What was posted for `epoch`, if that is the latest post.
-    pub fn read(&self, epoch: Epoch) -> Option<[u64; N]> {
-        (self.latest() == Some(epoch))
+    /// What was posted as call `number`, if that is the latest post.
+    pub fn read(&self, number: u64) -> Option<[u64; N]> {
+        (self.latest() == number)
             .then(|| std::array::from_fn(|word| self.words[word].load(Ordering::Relaxed)))
     }
 
-    /// Posts `words` for `epoch`, and returns the first of `others` that differs. Of two ranks that differ, the one
-    /// that posts later sees it at least.
+    /// Posts `words` as call `number`, and returns the first of `others` that differs. Of two ranks that differ, the
+    /// one that posts later sees it at least.
     pub fn post<'p>(
         &self,
-        epoch: Epoch,
+        number: u64,
         words: [u64; N],
         others: impl IntoIterator<Item = (usize, &'p Post<N>)>,
     ) -> Option<(usize, [u64; N])> {
         for (cell, word) in self.words.iter().zip(words) {
             cell.store(word, Ordering::Relaxed);
         }
-        // Release: whoever sees the stamp sees the words.
-        let stamp = 1 << 32 | u64::from(epoch.raw());
-        self.stamp.store(stamp, Ordering::Release);
+        // Release: whoever sees the number sees the words.
+        self.number.store(number, Ordering::Release);
         // Store, then load, on every rank: without a sequentially consistent fence in between, two ranks
         // that post at once could both miss the other's post.
         fence(Ordering::SeqCst);
         others
             .into_iter()
-            .filter_map(|(rank, post)| Some((rank, post.read(epoch)?)))
+            .filter_map(|(rank, post)| Some((rank, post.read(number)?)))
             .find(|(_, theirs)| *theirs != words)
+    }
+}
+
+/// What a rank has to say about one of its calls, in at most `BYTES` bytes: the latest such note. One writer, which may
+/// write the next while others read, or die while it writes.
+#[repr(C)]
+pub struct Note<const BYTES: usize> {
+    /// Odd while a note is written.
+    version: AtomicU64,
+    /// Of the call.
+    number: AtomicU64,
+    len: AtomicU64,
+    bytes: [AtomicU8; BYTES],
+}
+
+impl<const BYTES: usize> Note<BYTES> {
+    /// A note about no call. The same as zeroed memory.
+    #[allow(clippy::new_without_default)]
+    pub fn new() -> Note<BYTES> {
+        Note {
+            version: AtomicU64::new(0),
+            number: AtomicU64::new(0),
+            len: AtomicU64::new(0),
+            bytes: std::array::from_fn(|_| AtomicU8::new(0)),
+        }
+    }
+
+    /// Notes `bytes`, as many as there is room for, about call `number`, in the place of the note before.
+    pub fn write(&self, number: u64, bytes: &[u8]) {
+        let version = self.version.load(Ordering::Relaxed);
+        self.version.store(version + 1, Ordering::Relaxed);
+        // Whoever sees any of what follows sees the odd version, once it has passed a fence of its own.
+        fence(Ordering::Release);
+        self.number.store(number, Ordering::Relaxed);
+        self.len.store(bytes.len() as u64, Ordering::Relaxed);
+        for (cell, byte) in self.bytes.iter().zip(bytes) {
+            cell.store(*byte, Ordering::Relaxed);
+        }
+        // Release: whoever sees the version sees the note.
+        self.version.store(version + 2, Ordering::Release);
+    }
+
+    /// What was noted about call `number`, if that is the latest note and it is not being written at this moment.
+    pub fn read(&self, number: u64) -> Option<Vec<u8>> {
+        let version = self.version.load(Ordering::Acquire);
+        if version % 2 == 1 || self.number.load(Ordering::Relaxed) != number {
+            return None;
+        }
+        let len = self.len.load(Ordering::Relaxed) as usize;
+        let bytes = self.bytes.iter().take(len);
+        let bytes = bytes.map(|cell| cell.load(Ordering::Relaxed)).collect();
+        // If any of it was of a later note, that note's odd version is seen after this.
+        fence(Ordering::Acquire);
+        (self.version.load(Ordering::Relaxed) == version).then_some(bytes)
     }
 }
 

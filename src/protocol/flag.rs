@@ -68,17 +68,21 @@ pub enum Awaited {
 }
 
 impl Awaited {
-    /// In words: what should have come, and what was seen instead.
-    pub fn describe(self, epoch: Epoch, seen: u32) -> String {
-        let what = match self {
-            Awaited::Ready { source } => format!("word that rank {source} is ready"),
-            Awaited::Chunk { source, flag } => format!("chunk {flag} (rows of rank {source})"),
-            Awaited::Done { peer } => format!("word that rank {peer} has pulled the rows"),
+    /// In words, after the name of [`Awaited::peer`]: what it has not done for `rank`, which waits, and what the flag says.
+    pub fn describe(self, rank: usize, epoch: Epoch, seen: u32) -> String {
+        let (what, flag) = match self {
+            Awaited::Ready { source } => ("has not begun it".into(), format!("ready[{source}]")),
+            Awaited::Chunk { flag, .. } => (
+                format!("has rows that have not come to rank {rank}"),
+                format!("chunk[{flag}]"),
+            ),
+            Awaited::Done { peer } => (
+                format!("has not pulled the rows of rank {rank}"),
+                format!("done[{peer}]"),
+            ),
         };
-        format!(
-            "the {what}: its flag should be {} and is {seen}",
-            epoch.raw()
-        )
+        let expected = epoch.raw();
+        format!("{what} (flag {flag} should be {expected} and is {seen})")
     }
 
     /// The rank that is at fault if this wait never ends.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::abi::{GEMMESH_BF16, GEMMESH_TILE_K, GemmeshInstance};
 use super::driver::{Device, Function, Module};
-use super::tuned::Measured;
+use super::tuned::{Measured, agree};
 use crate::element::DType;
 use crate::error::{Error, Result};
 use crate::protocol::{Config, Problem, Transport};
@@ -154,46 +154,16 @@ impl Kernels {
     }
 
     /// The configuration that should be fastest for a problem: the one that was measured to be, if it was; else the tile
-    /// shape of the lowest cost, and what moves the rows as for the most similar problem that was measured. It is the same
-    /// on every rank.
+    /// shape of the lowest cost, and what moves the rows as for the most similar problem that was measured. Ranks whose
+    /// problems differ in N get configurations that agree.
     pub fn default_config(
         &self,
         multiprocessors: usize,
         problem: &Problem,
         measured: Option<Measured>,
     ) -> Config {
-        if let Some(measured) = measured
-            && measured.exact
-        {
-            return measured.config;
-        }
-        let base = measured.map_or(
-            Config {
-                tile_m: 128,
-                tile_n: 256,
-                tile_k: GEMMESH_TILE_K as usize,
-                stages: 4,
-                cluster: 2,
-                split_k: 1,
-                group_m: 8,
-                chunks: 1,
-                last_chunks: 1,
-                cut_last: false,
-                transport: Transport::Pull,
-            },
-            |measured| measured.config,
-        );
-        let cost = |i: &Instance| {
-            // Rounds that the busiest cluster makes, times what a round takes: as long as the tile is wide, shared by
-            // those who split it, and longer for the less that narrow tiles and lone CTAs use each byte they load.
-            let tall = problem.m().div_ceil(i.tile_m * i.cluster);
-            let entries = tall * problem.n().div_ceil(i.tile_n);
-            let rounds = entries.div_ceil(multiprocessors / i.ctas());
-            (rounds * i.tile_n) as f64 / (i.split_k as f64 * efficiency(i))
-        };
-        self.shapes()
-            .min_by(|x, y| cost(x).total_cmp(&cost(y)))
-            .map_or(base, |i| config_of(i, &base))
+        let configs = |base: &Config| -> Vec<Config> { self.configs(base).collect() };
+        choose(configs, multiprocessors, problem, measured)
     }
 }
 
@@ -203,6 +173,46 @@ fn embedded(rank: usize, cubin: &[u8]) -> Result<&[u8]> {
         return Err(Error::BuiltWithoutKernels { rank });
     }
     Ok(cubin)
+}
+
+/// As [`Kernels::default_config`]. `configs`: a configuration with each of the tile shapes there are.
+fn choose(
+    configs: impl Fn(&Config) -> Vec<Config>,
+    multiprocessors: usize,
+    problem: &Problem,
+    measured: Option<Measured>,
+) -> Config {
+    if let Some(exact) = measured.and_then(|measured| measured.exact) {
+        return exact;
+    }
+    let base = measured.map_or(
+        Config {
+            tile_m: 128,
+            tile_n: 256,
+            tile_k: GEMMESH_TILE_K as usize,
+            stages: 4,
+            cluster: 2,
+            split_k: 1,
+            group_m: 8,
+            chunks: 1,
+            last_chunks: 1,
+            cut_last: false,
+            transport: Transport::Pull,
+        },
+        |measured| measured.alike,
+    );
+    let cost = |c: &Config| {
+        // Rounds that the busiest cluster makes, times what a round takes: as long as the tile is wide, shared by
+        // those who split it, and longer for the less that narrow tiles and lone CTAs use each byte they load.
+        let entries = problem.m().div_ceil(c.entry_rows()) * problem.n().div_ceil(c.tile_n);
+        let rounds = entries.div_ceil(multiprocessors / (c.cluster * c.split_k));
+        (rounds * c.tile_n) as f64 / (c.split_k as f64 * efficiency(c))
+    };
+    let configs = configs(&base).into_iter();
+    configs
+        .filter(|config| agree(config, &base))
+        .min_by(|x, y| cost(x).total_cmp(&cost(y)))
+        .unwrap_or(base)
 }
 
 /// `base` with the instance's shape.
@@ -220,8 +230,8 @@ fn config_of(instance: &Instance, base: &Config) -> Config {
 
 /// How much of the arithmetic rate of the widest tile a tile shape reaches, measured on an H200 at full waves; of those that
 /// share K, so that the fastest of few rows comes out.
-fn efficiency(instance: &Instance) -> f64 {
-    match (instance.tile_n, instance.cluster, instance.split_k) {
+fn efficiency(config: &Config) -> f64 {
+    match (config.tile_n, config.cluster, config.split_k) {
         (256.., 2, _) => 1.0,
         (224.., 2, _) => 0.99,
         (208.., 2, _) => 0.98,
@@ -249,5 +259,80 @@ mod tests {
             words.contains("rank 2") && words.contains("GEMMESH_NO_KERNELS"),
             "{words}"
         );
+    }
+
+    /// Some of the shapes: rows and columns of a tile, and how many CTAs share what.
+    fn configs(base: &Config) -> Vec<Config> {
+        let shape = |tile_n, cluster, split_k| Config {
+            tile_n,
+            cluster,
+            split_k,
+            ..*base
+        };
+        let pairs = [256, 224, 208, 192, 128].map(|tile_n| shape(tile_n, 2, 1));
+        let lone = [shape(64, 1, 2), shape(64, 1, 4), shape(128, 1, 2)];
+        [&pairs[..], &lone].concat()
+    }
+
+    fn alike(transport: Transport, cluster: usize) -> Measured {
+        Measured {
+            alike: Config {
+                tile_m: 128,
+                tile_n: 128,
+                tile_k: GEMMESH_TILE_K as usize,
+                stages: 6,
+                cluster,
+                split_k: 1,
+                group_m: 8,
+                chunks: 2,
+                last_chunks: 3,
+                cut_last: true,
+                transport,
+            },
+            exact: None,
+        }
+    }
+
+    fn chosen(m: usize, n: usize, measured: Option<Measured>) -> Config {
+        let problem = Problem::balanced(m, n, 4096, 0, 4).unwrap();
+        choose(configs, 132, &problem, measured)
+    }
+
+    #[test]
+    fn ranks_whose_n_differ_agree_and_each_has_tiles_of_its_own() {
+        const N: [usize; 6] = [1, 64, 700, 1792, 3584, 20_000];
+        for transport in [Transport::Pull, Transport::Push, Transport::Store] {
+            for cluster in [1, 2] {
+                for m in [64, 1024, 8192] {
+                    let measured = alike(transport, cluster);
+                    let found = N.map(|n| chosen(m, n, Some(measured)));
+                    assert!(found.iter().all(|config| agree(config, &measured.alike)));
+                }
+            }
+        }
+        let tiles = |n| chosen(1024, n, Some(alike(Transport::Push, 2))).tile_n;
+        assert_ne!(tiles(128), tiles(20_000));
+    }
+
+    #[test]
+    fn what_was_measured_for_the_very_problem_is_taken_as_it_is() {
+        let exact = Config {
+            tile_n: 208,
+            ..alike(Transport::Push, 2).alike
+        };
+        let measured = Measured {
+            exact: Some(exact),
+            ..alike(Transport::Push, 2)
+        };
+        assert_eq!(chosen(4096, 1792, Some(measured)), exact);
+    }
+
+    #[test]
+    fn where_nothing_was_measured_rows_are_pulled_by_tiles_of_any_shape() {
+        for (m, n) in [(16, 64), (8192, 1792)] {
+            assert_eq!(chosen(m, n, None).transport, Transport::Pull);
+        }
+        assert_eq!(chosen(16, 64, None).cluster, 1);
+        assert_eq!(chosen(8192, 1792, None).cluster, 2);
     }
 }

@@ -203,7 +203,7 @@ impl sealed::Backend for Cuda {
         // Kernels that wait for one another must be able to run at the same time.
         let pushes = self.distinct && self.queues.together.is_none();
         let measured = self.tuned.find(problem);
-        let measured = measured.filter(|m| pushes || m.config.transport == Transport::Pull);
+        let measured = measured.filter(|m| pushes || m.alike.transport == Transport::Pull);
         let multiprocessors = self.device.multiprocessors();
         self.kernels
             .default_config(multiprocessors, problem, measured)

@@ -189,6 +189,8 @@ impl Watch {
             let epoch = Epoch::from_raw(completed).next();
             if since.elapsed() > self.witness.timeout + GRACE {
                 self.witness.fail(self.diagnose(epoch, since.elapsed()));
+            } else if let Some(error) = self.witness.standing_refusal(epoch, since.elapsed()) {
+                self.witness.fail(error);
             } else if since.elapsed() > LEFT_AFTER && self.someone_has_left() {
                 self.blame_the_one_who_left(epoch);
             }
@@ -213,11 +215,13 @@ impl Watch {
             return;
         };
         if self.witness.has_left(awaited.peer()) {
-            self.witness.fail(Error::RankLeft {
-                rank: awaited.peer(),
-                waiting: self.witness.rank,
-                what: awaited.describe(expected, seen),
-            });
+            let refusal = self.witness.refusal(awaited.peer(), epoch);
+            self.witness
+                .fail(refusal.unwrap_or_else(|| Error::RankLeft {
+                    rank: awaited.peer(),
+                    waiting: self.witness.rank,
+                    what: self.witness.describe(epoch, awaited, expected, seen),
+                }));
         }
     }
 
@@ -250,14 +254,27 @@ impl Watch {
             Some((awaited @ Awaited::Ready { .. }, seen)) => (awaited, seen),
             _ => (noted, fault.seen),
         };
-        self.witness.fail(self.late(awaited, epoch, seen, waited));
+        // Flags of pushes count operations of their own.
+        let operation = match fault.pushed {
+            0 => epoch,
+            _ => Epoch::from_raw(self.completed.read()).next(),
+        };
+        self.witness
+            .fail(self.late(operation, awaited, epoch, seen, waited));
     }
 
-    fn late(&self, awaited: Awaited, epoch: Epoch, seen: u32, waited: Duration) -> Error {
+    fn late(
+        &self,
+        operation: Epoch,
+        awaited: Awaited,
+        expected: Epoch,
+        seen: u32,
+        waited: Duration,
+    ) -> Error {
         Error::Timeout {
             rank: awaited.peer(),
             waiting: self.witness.rank,
-            what: awaited.describe(epoch, seen),
+            what: self.witness.describe(operation, awaited, expected, seen),
             waited_ms: waited.as_millis() as u64,
         }
     }
@@ -272,7 +289,9 @@ impl Watch {
             waited_ms: waited.as_millis() as u64,
         };
         match self.missing(epoch) {
-            Ok(Some((awaited, expected, seen))) => self.late(awaited, expected, seen, waited),
+            Ok(Some((awaited, expected, seen))) => {
+                self.late(epoch, awaited, expected, seen, waited)
+            }
             Ok(None) if self.is_pushed(epoch) => {
                 unknown("all peers have begun, and its kernel does not end".into())
             }

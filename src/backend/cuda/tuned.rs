@@ -8,19 +8,31 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
-use crate::protocol::{Config, Problem};
+use crate::protocol::{Config, Problem, Transport};
 
 /// The table that the library carries.
 const SHIPPED: &str = include_str!("tuned.jsonl");
 /// The environment variable that names another, whose lines come before the library's.
 pub const VARIABLE: &str = "GEMMESH_TUNED";
 
-/// A configuration that was the fastest for a problem.
-#[derive(Clone, Copy, Debug)]
+/// What was the fastest for problems like one.
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Measured {
-    pub config: Config,
-    /// For this very problem, and not only for one like it.
-    pub exact: bool,
+    /// For the problem of the most similar M and K, whatever its N: the same on every rank, so that they agree on who moves
+    /// the rows and how these are cut.
+    pub alike: Config,
+    /// For this very problem, if that was measured and agrees with it.
+    pub exact: Option<Config>,
+}
+
+/// Whether ranks may use the two in one operation. How rows are pulled is each rank's own affair.
+pub fn agree(one: &Config, other: &Config) -> bool {
+    let cuts = |config: &Config| {
+        let chunks = (config.chunks, config.last_chunks, config.cut_last);
+        (config.entry_rows(), chunks)
+    };
+    let pulled = one.transport == Transport::Pull;
+    one.transport == other.transport && (pulled || cuts(one) == cuts(other))
 }
 
 /// The lines for this rank's GPU and world size.
@@ -74,13 +86,12 @@ impl Table {
         Ok(Table(lines))
     }
 
-    /// What was the fastest for this problem; or, if it was not measured, for the one most like it that was. None if
-    /// they differ in an extent by more than a factor of 1.5.
+    /// What was the fastest for the problem whose M and K are most like this one's, and for this one. None if they differ
+    /// in an extent by more than a factor of 1.5.
     pub fn find(&self, problem: &Problem) -> Option<Measured> {
         const MOST: f64 = 1.5;
-        let wanted = [problem.m(), problem.n(), problem.k()];
         let distance = |line: &Winner| {
-            let ratios = line.shape().into_iter().zip(wanted);
+            let ratios = [(line.m, problem.m()), (line.k, problem.k())].into_iter();
             let ratios = ratios.map(|(have, want)| (have as f64 / want as f64).ln().abs());
             let worst = ratios.clone().fold(0.0, f64::max);
             (worst <= MOST.ln()).then(|| ratios.sum::<f64>())
@@ -90,10 +101,15 @@ impl Table {
             .iter()
             .filter_map(|line| Some((distance(line)?, line)));
         // The first of equals: a user's line before the library's.
-        let (_, line) = near.min_by(|(x, _), (y, _)| x.total_cmp(y))?;
+        let (_, nearest) = near.min_by(|(x, _), (y, _)| x.total_cmp(y))?;
+        let alike = nearest.config;
+        let wanted = [problem.m(), problem.n(), problem.k()];
+        let mut exact = self.0.iter().filter(|line| line.shape() == wanted);
         Some(Measured {
-            config: line.config,
-            exact: line.shape() == wanted,
+            alike,
+            exact: exact
+                .find(|line| agree(&line.config, &alike))
+                .map(|line| line.config),
         })
     }
 }
@@ -125,10 +141,18 @@ mod tests {
         parse(text, gpu, world, &mut lines).map(|()| Table(lines))
     }
 
-    fn find(table: &Table, m: usize, n: usize, k: usize) -> Option<(usize, bool)> {
+    /// The chunks of the most similar line, and the width of this problem's own tiles.
+    fn find(table: &Table, m: usize, n: usize, k: usize) -> Option<(usize, Option<usize>)> {
         let problem = Problem::balanced(m, n, k, 0, 4).unwrap();
         let found = table.find(&problem)?;
-        Some((found.config.chunks, found.exact))
+        Some((found.alike.chunks, found.exact.map(|config| config.tile_n)))
+    }
+
+    fn line(m: usize, n: usize, chunks: usize, tile_n: usize) -> String {
+        LINE.replace(r#""m":4096"#, &format!(r#""m":{m}"#))
+            .replace(r#""n":1792"#, &format!(r#""n":{n}"#))
+            .replace(r#""chunks":2"#, &format!(r#""chunks":{chunks}"#))
+            .replace(r#""tile_n":224"#, &format!(r#""tile_n":{tile_n}"#))
     }
 
     #[test]
@@ -138,15 +162,61 @@ mod tests {
 
     #[test]
     fn a_problem_finds_its_own_line_or_the_one_most_like_it() {
-        let other = LINE
-            .replace(r#""m":4096"#, r#""m":5000"#)
-            .replace(r#""chunks":2"#, r#""chunks":3"#);
+        let other = line(5000, 1792, 3, 192);
         let table = table(&format!("# head\n\n{LINE}\n{other}\n"), "GPU", 4).unwrap();
-        assert_eq!(find(&table, 4096, 1792, 4096), Some((2, true)));
-        assert_eq!(find(&table, 4096, 2048, 4096), Some((2, false)));
-        assert_eq!(find(&table, 4900, 1792, 4096), Some((3, false)));
+        assert_eq!(find(&table, 4096, 1792, 4096), Some((2, Some(224))));
+        assert_eq!(find(&table, 4900, 1792, 4096), Some((3, None)));
         assert_eq!(find(&table, 4096, 1792, 8192), None);
         assert_eq!(find(&table, 1024, 1792, 4096), None);
+    }
+
+    #[test]
+    fn ranks_whose_n_differ_find_what_they_must_agree_on_in_one_line() {
+        let lines = [
+            // Like a problem of M = 4500 in N, not in M and K.
+            line(5000, 512, 5, 64),
+            line(4096, 1792, 2, 224),
+            line(4096, 2048, 2, 256),
+            line(4096, 3584, 4, 192),
+        ];
+        let table = table(&lines.join("\n"), "GPU", 4).unwrap();
+        for n in [1, 512, 100_000] {
+            assert_eq!(find(&table, 4096, n, 4096), Some((2, None)), "{n}");
+            assert_eq!(find(&table, 4400, n, 4096), Some((2, None)), "{n}");
+        }
+        assert_eq!(find(&table, 4096, 1792, 4096), Some((2, Some(224))));
+        assert_eq!(find(&table, 4096, 2048, 4096), Some((2, Some(256))));
+        let disagrees = find(&table, 4096, 3584, 4096);
+        assert_eq!(disagrees, Some((2, None)), "it has other chunks");
+    }
+
+    #[test]
+    fn what_is_pulled_needs_no_agreement_and_what_is_pushed_all_of_it() {
+        let pushed = serde_json::from_str::<Winner>(LINE).unwrap().config;
+        let differences: [fn(&mut Config); 5] = [
+            |config| config.tile_m = 64,
+            |config| config.cluster = 1,
+            |config| config.chunks = 3,
+            |config| config.last_chunks = 3,
+            |config| config.cut_last = false,
+        ];
+        for differ in differences {
+            let (mut other, mut pulled) = (pushed, pushed);
+            differ(&mut other);
+            assert!(!agree(&pushed, &other));
+            pulled.transport = Transport::Pull;
+            assert!(!agree(&pushed, &pulled));
+            other.transport = Transport::Pull;
+            assert!(agree(&pulled, &other));
+        }
+        let same_rows = Config {
+            tile_m: 256,
+            tile_n: 64,
+            cluster: 1,
+            split_k: 2,
+            ..pushed
+        };
+        assert!(agree(&pushed, &same_rows));
     }
 
     #[test]
