@@ -245,3 +245,38 @@ mod tests {
         );
     }
 }
+
+#[cfg(fuzzing)]
+pub mod fuzzing {
+    //! The environment that a launcher or somebody else has made.
+    use std::collections::HashMap;
+
+    use super::*;
+
+    /// A variable a line.
+    pub fn parse(data: &[u8]) {
+        let text = String::from_utf8_lossy(data);
+        let variables: HashMap<&str, &str> = text
+            .lines()
+            .filter_map(|line| line.split_once('='))
+            .collect();
+        let get = |name: &str| variables.get(name).map(ToString::to_string);
+        match describe(get, 77) {
+            Ok(described) => assert!(described.rank < described.world),
+            Err(error) => drop(error.to_string()),
+        }
+    }
+
+    /// What each launcher sets.
+    pub fn seeds() -> Vec<Vec<u8>> {
+        let environments = LAUNCHERS.iter().map(|launcher| {
+            let named = launcher.required.iter().chain(launcher.job);
+            let others = named.map(|name| format!("{name}=7\n"));
+            let local = launcher.local_world.map(|name| format!("{name}=4\n"));
+            let ranks = format!("{}=1\n{}=4\n", launcher.rank, launcher.world);
+            let lines: String = others.chain(local).collect();
+            (ranks + &lines).into_bytes()
+        });
+        environments.collect()
+    }
+}

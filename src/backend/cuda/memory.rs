@@ -24,6 +24,12 @@ struct Offer {
     unmapped: Vec<u32>,
 }
 
+impl Offer {
+    fn parse(bytes: &[u8]) -> serde_json::Result<Offer> {
+        serde_json::from_slice(bytes)
+    }
+}
+
 /// The same number of bytes on every rank's device.
 #[derive(Debug)]
 pub struct Symmetric {
@@ -119,7 +125,7 @@ impl Symmetric {
         let mut imports = Vec::new();
         let mut uuids = HashSet::new();
         for (peer, bytes) in gathered.payloads.iter().enumerate() {
-            let offer: Offer = serde_json::from_slice(bytes).map_err(|e| {
+            let offer = Offer::parse(bytes).map_err(|e| {
                 members.fail(Error::Message {
                     rank: peer,
                     reason: e.to_string(),
@@ -362,3 +368,24 @@ pub type FlagWords = [FlagLine; 3];
 
 /// A word for each peer.
 pub type FlagLine = [u32; MAX_WORLD];
+
+#[cfg(fuzzing)]
+pub mod fuzzing {
+    //! What another rank offers.
+    use super::*;
+
+    /// An offer.
+    pub fn parse(data: &[u8]) {
+        let _ = Offer::parse(data);
+    }
+
+    /// As a rank makes it.
+    pub fn seeds() -> Vec<Vec<u8>> {
+        let offer = Offer {
+            handle: (0..64).collect(),
+            uuid: [200; 16],
+            unmapped: vec![0, 1, u32::MAX],
+        };
+        vec![serde_json::to_vec(&offer).unwrap_or_default()]
+    }
+}
