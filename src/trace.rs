@@ -145,14 +145,14 @@ impl Timeline {
             for lane in lanes {
                 let (thread, name) = match lane {
                     Lane::Copy => (0, "copy engine".to_string()),
-                    Lane::Worker(index) => (index + 1, format!("worker {index}")),
+                    Lane::Worker(index) => (index.saturating_add(1), format!("worker {index}")),
                 };
                 events.push(json!({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}}));
             }
             for span in &trace.spans {
                 let thread = match span.lane {
                     Lane::Copy => 0,
-                    Lane::Worker(index) => index + 1,
+                    Lane::Worker(index) => index.saturating_add(1),
                 };
                 let (category, name, args) = match &span.work {
                     Work::Pull { source, rows } => (
@@ -256,7 +256,7 @@ pub mod fuzzing {
             n: 2,
         };
         let works = [pull, Work::Wait { source: 1 }, tile];
-        let lanes = [Lane::Copy, Lane::Worker(0), Lane::Worker(1)];
+        let lanes = [Lane::Copy, Lane::Worker(0), Lane::Worker(usize::MAX)];
         let spans = works.into_iter().zip(lanes).zip(1000..);
         let spans = spans.map(|((work, lane), begin)| Span {
             lane,

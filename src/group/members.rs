@@ -708,7 +708,10 @@ pub mod fuzzing {
             let messages: Vec<_> = outcomes.iter().map(|made| message(call, made)).collect();
             [messages[0].clone(), join(&messages)]
         });
-        frames.map(|frame| sent(&frame)).collect()
+        let frames = frames.map(|frame| sent(&frame));
+        // Headers of what never comes.
+        let huge = [vec![0, 0, 0, 0, 16], sent(&u64::MAX.to_le_bytes())];
+        frames.chain(huge).collect()
     }
 
     /// As [`Line::send`] puts it on the connection, behind the byte for the longest limit.

@@ -200,16 +200,26 @@ pub mod fuzzing {
         }
     }
 
-    /// Lines of the library's own table, and some of small problems.
+    /// Lines of the library's own table, for small problems too; and these with each number out of bounds.
     pub fn seeds() -> Vec<Vec<u8>> {
         let mut lines = Vec::new();
         let _ = super::parse(SHIPPED, GPU, 2, &mut lines);
-        lines.truncate(8);
+        lines.truncate(4);
         let mut seeds = Vec::new();
         for mut line in lines {
             seeds.push(serde_json::to_vec(&line).unwrap_or_default());
             (line.m, line.n, line.k) = (64, 64, 64);
             seeds.push(serde_json::to_vec(&line).unwrap_or_default());
+            let Ok(config) = serde_json::to_value(line.config) else {
+                continue;
+            };
+            for (name, _) in config.as_object().into_iter().flatten() {
+                for number in [0, 1, u64::MAX] {
+                    let mut wrong = serde_json::json!(&line);
+                    wrong["config"][name] = number.into();
+                    seeds.push(wrong.to_string().into_bytes());
+                }
+            }
         }
         seeds
     }
