@@ -36,18 +36,9 @@ fn compile() -> Result<(), String> {
     if NO_KERNELS.iter().any(|name| env::var_os(name).is_some()) {
         return fs::write(&cubin, []).map_err(|e| format!("cannot write {}: {e}", cubin.display()));
     }
-    let nvcc = find()?;
-    let version = version(&nvcc)?;
-    if version < OLDEST {
-        return Err(format!(
-            "{} is release {}.{}; feature cuda needs {}.{} or later",
-            nvcc.display(),
-            version.0,
-            version.1,
-            OLDEST.0,
-            OLDEST.1
-        ));
-    }
+    let nvcc = find().and_then(new_enough).map_err(|reason| {
+        format!("{reason}; to check the crate without kernels, set GEMMESH_NO_KERNELS=1")
+    })?;
     let output = Command::new(&nvcc)
         .args(["-std=c++17", "-O3", "-cubin", "-Xptxas", "-v"])
         .arg("-gencode=arch=compute_90a,code=sm_90a")
@@ -82,10 +73,23 @@ fn find() -> Result<PathBuf, String> {
         .map(|folder| folder.join("nvcc"))
         .find(|nvcc| nvcc.is_file())
         .ok_or_else(|| {
-            "feature cuda needs nvcc: install the CUDA toolkit, or name nvcc in NVCC or its toolkit in CUDA_HOME; \
-             to check the crate without kernels, set GEMMESH_NO_KERNELS=1"
-                .into()
+            "feature cuda needs nvcc: install the CUDA toolkit, or name nvcc in NVCC or its toolkit in CUDA_HOME".into()
         })
+}
+
+fn new_enough(nvcc: PathBuf) -> Result<PathBuf, String> {
+    let version = version(&nvcc)?;
+    if version < OLDEST {
+        return Err(format!(
+            "{} is release {}.{}; feature cuda needs {}.{} or later",
+            nvcc.display(),
+            version.0,
+            version.1,
+            OLDEST.0,
+            OLDEST.1
+        ));
+    }
+    Ok(nvcc)
 }
 
 fn version(nvcc: &Path) -> Result<(u32, u32), String> {

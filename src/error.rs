@@ -427,6 +427,7 @@ impl Error {
             | Error::OutOfMemory { rank, .. }
             | Error::RankLost { rank, .. }
             | Error::RankLeft { rank, .. }
+            | Error::RankPanicked { rank }
             | Error::Timeout { rank, .. }
             | Error::RankFailed { rank, .. }
             | Error::Message { rank, .. }
@@ -438,9 +439,15 @@ impl Error {
             | Error::PeerMemory { rank, .. }
             | Error::NoKernel { rank, .. }
             | Error::QueuedTogether { rank, .. }
+            | Error::DriverTooOld { rank, .. }
+            | Error::BuiltWithoutKernels { rank }
             | Error::Capturing { rank }
             | Error::Cuda { rank, .. } => vec![*rank],
-            _ => Vec::new(),
+            Error::SharedGpu { ranks, .. } => ranks.to_vec(),
+            Error::Limit { .. }
+            | Error::Environment { .. }
+            | Error::EnvironmentValue { .. }
+            | Error::AlreadyRank { .. } => Vec::new(),
         }
     }
 }

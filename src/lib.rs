@@ -45,3 +45,13 @@ pub mod testing {
     pub use crate::backend::{Winner, align_streams, with_each_kernel};
     pub use crate::group::KEPT_PROGRAMS;
 }
+
+#[cfg(fuzzing)]
+pub mod fuzzing {
+    //! What reads bytes that others wrote, for the targets in fuzz/. Each has a `parse`, which must not panic, and `seeds`,
+    //! which the library's own code writes.
+    #[cfg(feature = "cuda")]
+    pub use crate::backend::{peer, winners};
+    pub use crate::group::{environment, frame, introduction, letter};
+    pub use crate::trace::fuzzing as trace;
+}

@@ -81,6 +81,10 @@ impl Trace {
         spans.sort_by_key(|span| (span.begin, span.lane));
         Trace { rank, spans }
     }
+
+    fn parse(bytes: &[u8]) -> serde_json::Result<Trace> {
+        serde_json::from_slice(bytes)
+    }
 }
 
 /// What all ranks did in one operation.
@@ -106,7 +110,7 @@ impl Timeline {
             .iter()
             .enumerate()
             .map(|(rank, bytes)| {
-                serde_json::from_slice(bytes).map_err(|e| Error::Message {
+                Trace::parse(bytes).map_err(|e| Error::Message {
                     rank,
                     reason: e.to_string(),
                 })
@@ -141,14 +145,14 @@ impl Timeline {
             for lane in lanes {
                 let (thread, name) = match lane {
                     Lane::Copy => (0, "copy engine".to_string()),
-                    Lane::Worker(index) => (index + 1, format!("worker {index}")),
+                    Lane::Worker(index) => (index.saturating_add(1), format!("worker {index}")),
                 };
                 events.push(json!({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}}));
             }
             for span in &trace.spans {
                 let thread = match span.lane {
                     Lane::Copy => 0,
-                    Lane::Worker(index) => index + 1,
+                    Lane::Worker(index) => index.saturating_add(1),
                 };
                 let (category, name, args) = match &span.work {
                     Work::Pull { source, rows } => (
@@ -222,5 +226,45 @@ mod tests {
         assert_eq!(spans[0]["dur"], 1.5);
         assert_eq!(spans[1]["ts"], 2.0);
         assert_eq!(spans[1]["tid"], 1);
+    }
+}
+
+#[cfg(fuzzing)]
+pub mod fuzzing {
+    //! The trace of another rank, and what is drawn of it.
+    use super::*;
+
+    /// A trace.
+    pub fn parse(data: &[u8]) {
+        if let Ok(trace) = Trace::parse(data) {
+            let timeline = Timeline {
+                traces: vec![trace],
+            };
+            let _ = timeline.chrome();
+        }
+    }
+
+    /// One with all that there may be in it.
+    pub fn seeds() -> Vec<Vec<u8>> {
+        let pull = Work::Pull {
+            source: 1,
+            rows: 8..16,
+        };
+        let tile = Work::Tile {
+            source: 1,
+            m: 1,
+            n: 2,
+        };
+        let works = [pull, Work::Wait { source: 1 }, tile];
+        let lanes = [Lane::Copy, Lane::Worker(0), Lane::Worker(usize::MAX)];
+        let spans = works.into_iter().zip(lanes).zip(1000..);
+        let spans = spans.map(|((work, lane), begin)| Span {
+            lane,
+            work,
+            begin,
+            end: begin + 1500,
+        });
+        let trace = Trace::new(1, spans.collect());
+        vec![serde_json::to_vec(&trace).unwrap_or_default()]
     }
 }

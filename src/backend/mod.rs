@@ -13,6 +13,8 @@ pub use cuda::Cuda;
 #[cfg(feature = "cuda")]
 #[doc(hidden)]
 pub use cuda::{Winner, align_streams, with_each_kernel};
+#[cfg(all(fuzzing, feature = "cuda"))]
+pub use cuda::{peer, winners};
 pub use host::Host;
 
 use crate::element::DType;

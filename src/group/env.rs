@@ -471,3 +471,45 @@ mod tests {
         }
     }
 }
+
+#[cfg(fuzzing)]
+pub mod fuzzing {
+    //! The environment that a launcher or somebody else has made.
+    use std::collections::HashMap;
+    use std::os::unix::ffi::OsStringExt;
+
+    use super::*;
+
+    /// A variable a line; `stat` is what the system tells of the parent.
+    pub fn parse(data: &[u8]) {
+        let lines = data.split(|&byte| byte == b'\n');
+        let pairs = lines.filter_map(|line| {
+            let equals = line.iter().position(|&byte| byte == b'=')?;
+            Some((&line[..equals], &line[equals + 1..]))
+        });
+        let variables: HashMap<&[u8], &[u8]> = pairs.collect();
+        let get = |name: &str| {
+            let value = variables.get(name.as_bytes())?;
+            Some(OsString::from_vec(value.to_vec()))
+        };
+        let stat = variables.get(&b"stat"[..]).copied().unwrap_or_default();
+        let stat = String::from_utf8_lossy(stat);
+        match describe(get, || parent_name(77, &stat, "pid:[1]")) {
+            Ok(described) => assert!(described.rank < described.world),
+            Err(error) => drop(error.to_string()),
+        }
+    }
+
+    /// What each launcher sets.
+    pub fn seeds() -> Vec<Vec<u8>> {
+        let environments = LAUNCHERS.iter().map(|launcher| {
+            let named = launcher.required.iter().chain(launcher.job);
+            let others = named.map(|name| format!("{name}=7\n"));
+            let local = launcher.local_world.map(|name| format!("{name}=4\n"));
+            let ranks = format!("{}=1\n{}=4\n", launcher.rank, launcher.world);
+            let lines: String = others.chain(local).collect();
+            (ranks + &lines).into_bytes()
+        });
+        environments.collect()
+    }
+}

@@ -302,12 +302,8 @@ impl Members {
         let fd = fd.as_ref().map(AsFd::as_fd);
         let mut gathered = self.all_gather(call, &join(&[outcome, payload]), fd)?;
         for (rank, bytes) in gathered.payloads.iter_mut().enumerate() {
-            let parts = split(bytes);
-            let Some([outcome, payload]) = parts.as_deref() else {
-                return Err(self.garbage(rank, "an outcome"));
-            };
-            let outcome: std::result::Result<(), Error> =
-                serde_json::from_slice(outcome).map_err(|_| self.garbage(rank, "an outcome"))?;
+            let parts = self::outcome(bytes).ok_or_else(|| self.garbage(rank, "an outcome"))?;
+            let (outcome, payload) = parts;
             outcome?;
             *bytes = payload.to_vec();
         }
@@ -610,6 +606,14 @@ fn split(mut bytes: &[u8]) -> Option<Vec<&[u8]>> {
     Some(parts)
 }
 
+/// What a rank sends in an exchange: what it has made, or why it could not.
+fn outcome(bytes: &[u8]) -> Option<(Result<()>, &[u8])> {
+    match split(bytes)?[..] {
+        [outcome, payload] => Some((serde_json::from_slice(outcome).ok()?, payload)),
+        _ => None,
+    }
+}
+
 /// A thread that sees the other ends of the control connections close.
 #[derive(Debug)]
 struct Watcher {
@@ -693,5 +697,70 @@ mod tests {
         assert_eq!(split(&join(&parts)).unwrap(), parts);
         assert_eq!(split(&[1, 2, 3]), None);
         assert_eq!(split(&u64::MAX.to_le_bytes()), None);
+    }
+}
+
+#[cfg(fuzzing)]
+pub mod fuzzing {
+    //! Frames, and the messages of ranks in them.
+    use std::convert::Infallible;
+    use std::io::Write;
+    use std::net::Shutdown;
+
+    use super::*;
+
+    /// The first byte says how long a frame may be; the rest is what the other end of a connection sends.
+    pub fn parse(data: &[u8]) {
+        let Some((limit, sent)) = data.split_first() else {
+            return;
+        };
+        let Ok((mut other, stream)) = wire::pair() else {
+            return;
+        };
+        // What the socket's buffer does not hold is not sent.
+        let _ = other.write(sent);
+        let _ = other.shutdown(Shutdown::Write);
+        let line = Line {
+            stream: &stream,
+            deadline: Instant::now() + Duration::from_secs(1),
+            check: || Ok::<(), Infallible>(()),
+        };
+        let limit = MAX_FRAME >> (limit % 32);
+        while let Ok((frame, _)) = line.receive(limit) {
+            assert!(frame.len() <= limit);
+            let messages = split(&frame).unwrap_or_default();
+            let bytes: usize = messages.iter().map(|message| 8 + message.len()).sum();
+            assert!(bytes == 0 || bytes == frame.len());
+            for message in messages {
+                if let Some((Err(error), _)) = outcome(message) {
+                    let _ = (error.to_string(), error.cause());
+                }
+            }
+        }
+    }
+
+    /// What ranks send in an exchange that all complete, and in one that a rank can't.
+    pub fn seeds() -> Vec<Vec<u8>> {
+        let died = Error::RankLost {
+            rank: 2,
+            noticed_by: 1,
+        };
+        let cause = Box::new(died.clone());
+        let outcomes = [Ok(()), Err(died), Err(Error::Poisoned { cause })];
+        let message = |outcome: &Result<()>| {
+            let outcome = serde_json::to_vec(outcome).unwrap_or_default();
+            join(&[outcome, b"payload".to_vec()])
+        };
+        let messages = outcomes.each_ref().map(message);
+        let frames = [messages[0].clone(), messages[2].clone(), join(&messages)];
+        let frames = frames.into_iter().map(|frame| sent(&frame));
+        // Headers of what never comes.
+        let huge = [vec![0, 0, 0, 0, 16], sent(&u64::MAX.to_le_bytes())];
+        frames.chain(huge).collect()
+    }
+
+    /// As [`Line::send`] puts it on the connection, behind the byte for the longest limit.
+    fn sent(frame: &[u8]) -> Vec<u8> {
+        [&[0], &(frame.len() as u32).to_le_bytes()[..], frame].concat()
     }
 }

@@ -17,6 +17,15 @@ use std::marker::PhantomData;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+#[cfg(fuzzing)]
+pub use env::fuzzing as environment;
+#[cfg(fuzzing)]
+pub use members::fuzzing as frame;
+#[cfg(fuzzing)]
+pub use reports::fuzzing as letter;
+#[cfg(fuzzing)]
+pub use socket::fuzzing as introduction;
+
 pub(crate) use commons::{Cuts, Operation, OperationName};
 #[cfg(feature = "cuda")]
 pub(crate) use members::Witness;

@@ -300,3 +300,41 @@ mod tests {
         assert_eq!(told(&mut inbox), []);
     }
 }
+
+#[cfg(fuzzing)]
+pub mod fuzzing {
+    //! What comes to a launcher's socket.
+    use super::*;
+
+    thread_local! {
+        static INBOX: std::cell::RefCell<Inbox> = {
+            let inbox = Inbox::new(&format!("fuzz-{}", std::process::id()), 4);
+            inbox.expect("an inbox").into()
+        };
+    }
+
+    /// A letter.
+    pub fn parse(data: &[u8]) {
+        INBOX.with_borrow_mut(|inbox| {
+            inbox.file(data);
+            assert!(inbox.letters().len() <= 4);
+        });
+    }
+
+    /// As ranks write it.
+    pub fn seeds() -> Vec<Vec<u8>> {
+        let left = Error::RankLeft {
+            rank: 1,
+            waiting: 0,
+            what: "barrier()".into(),
+        };
+        let letter = |error| Letter {
+            rank: 0,
+            by: 2,
+            error,
+        };
+        let letters = [letter(Some(left)), letter(None)];
+        let bytes = letters.map(|letter| serde_json::to_vec(&letter).unwrap_or_default());
+        bytes.into()
+    }
+}

@@ -547,3 +547,83 @@ fn tell(stream: &UnixStream, verdict: &std::result::Result<(), Error>, fds: &[Ow
         let _ = line.send(&bytes, &wire::borrow(fds));
     }
 }
+
+#[cfg(fuzzing)]
+pub mod fuzzing {
+    //! What comes to a connection on which rank 0 waits for the others.
+    use std::io::Write;
+    use std::net::Shutdown;
+
+    use super::*;
+
+    const IDENTITY: Identity = Identity {
+        rank: 0,
+        world: 4,
+        address: String::new(),
+        backend: "host",
+        timeout: Duration::from_secs(1),
+        outbox: None,
+    };
+
+    thread_local! {
+        static HOST: Host<'static> = {
+            let name = format!("gemmesh/fuzz/{}", std::process::id());
+            let address = SocketAddr::from_abstract_name(name).expect("an address");
+            let listener = UnixListener::bind_addr(&address).expect("a listener");
+            let identity = Box::leak(Box::new(IDENTITY));
+            Host::new(identity, listener, PROTOCOL_VERSION).expect("a host")
+        };
+    }
+
+    /// The first byte says how much of the rest comes first.
+    pub fn parse(data: &[u8]) {
+        let Some((&first, sent)) = data.split_first() else {
+            return;
+        };
+        let Ok((mut other, stream)) = wire::pair() else {
+            return;
+        };
+        let mut stranger = Stranger {
+            stream,
+            since: Instant::now(),
+            bytes: Vec::new(),
+        };
+        let (early, late) = sent.split_at(sent.len().min(first.into()));
+        let _ = other.write(early);
+        if let Introduced::NotYet = stranger.listen(PROTOCOL_VERSION) {
+            let _ = other.write(late);
+            let _ = other.shutdown(Shutdown::Write);
+            if let Introduced::Rank(guest) = stranger.listen(PROTOCOL_VERSION) {
+                judge(&guest);
+            }
+        }
+        assert!(stranger.bytes.len() <= Prefix::BYTES + MAX_HELLO + 1024);
+    }
+
+    fn judge(guest: &Guest) {
+        if let Err(error) = HOST.with(|host| host.judge(guest)) {
+            let _ = error.to_string();
+        }
+    }
+
+    /// The introductions of a rank, of the same on another host, and of one of another version.
+    pub fn seeds() -> Vec<Vec<u8>> {
+        let hello = Hello::new(&IDENTITY);
+        let elsewhere = Hello {
+            boot_id: "another".into(),
+            ..hello.clone()
+        };
+        let versions = [PROTOCOL_VERSION, PROTOCOL_VERSION, PROTOCOL_VERSION + 1];
+        let introductions = versions.into_iter().zip([&hello, &elsewhere, &hello]);
+        let bytes = introductions.map(|(version, hello)| {
+            let words = serde_json::to_vec(hello).unwrap_or_default();
+            let prefix = Prefix {
+                version,
+                rank: 1,
+                length: words.len() as u32,
+            };
+            [&[10], &prefix.encode()[..], &words].concat()
+        });
+        bytes.collect()
+    }
+}

@@ -54,9 +54,10 @@ impl Kernels {
     /// # Errors
     /// [`Error::BuiltWithoutKernels`]; [`Error::Cuda`] if the driver refuses.
     pub fn load(device: &Arc<Device>) -> Result<Kernels> {
-        let module = Module::load(device, embedded(device.rank, CUBIN)?)?;
-        let bytes = module.global(c"gemmesh_instances")?;
-        let instances = bytes
+        let cubin = embedded(device.rank, CUBIN)?;
+        let module = Module::load(device, cubin, c"gemmesh_instances")?;
+        let instances = module
+            .list()
             .chunks_exact(size_of::<GemmeshInstance>())
             .map(|entry| {
                 // SAFETY: the module's array holds structs of this layout, which abi.h and abi.rs agree on;

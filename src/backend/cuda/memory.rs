@@ -460,3 +460,30 @@ mod tests {
         assert_eq!(Introduction::parse(&sent).unwrap().visible.len(), 2);
     }
 }
+
+#[cfg(fuzzing)]
+pub mod fuzzing {
+    //! What another rank says of itself.
+    use super::*;
+
+    /// An introduction; and what several of them, made of parts of the bytes, say together.
+    pub fn parse(data: &[u8]) {
+        let ranks = data.split(|&byte| byte == b'\n');
+        let ranks: Vec<_> = ranks.flat_map(Introduction::parse).collect();
+        let _ = check(&ranks);
+    }
+
+    /// As ranks make it.
+    pub fn seeds() -> Vec<Vec<u8>> {
+        let introduction = |pid, chosen| Introduction {
+            pid,
+            namespace: "pid:[4026531836]".into(),
+            uuid: [200; 16],
+            visible: vec![[200; 16], [7; 16]],
+            chosen,
+        };
+        let ranks = [introduction(7, false), introduction(8, true)];
+        let ranks = ranks.map(|rank| serde_json::to_vec(&rank).unwrap_or_default());
+        vec![ranks[0].clone(), ranks.join(&b'\n')]
+    }
+}

@@ -12,8 +12,12 @@ mod reclaim;
 mod tensor_map;
 mod tuned;
 
+#[cfg(fuzzing)]
+pub use memory::fuzzing as peer;
 #[doc(hidden)]
 pub use tuned::Winner;
+#[cfg(fuzzing)]
+pub use tuned::fuzzing as winners;
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};

@@ -243,3 +243,56 @@ mod tests {
         }
     }
 }
+
+#[cfg(fuzzing)]
+pub mod fuzzing {
+    //! A table of winners that somebody has written, and the plan of what is found in it.
+    use super::*;
+    use crate::protocol::Plan;
+
+    const GPU: &str = "NVIDIA H200";
+
+    /// A table.
+    pub fn parse(data: &[u8]) {
+        let text = String::from_utf8_lossy(data);
+        let mut lines = Vec::new();
+        if let Err(reason) = super::parse(&text, GPU, 2, &mut lines) {
+            assert!(reason.contains("line "));
+        }
+        let table = Table(lines);
+        for (m, n, k) in [(64, 64, 64), (300, 40, 24)] {
+            let Ok(problem) = Problem::balanced(m, n, k, 1, 2) else {
+                continue;
+            };
+            if let Some(found) = table.find(&problem) {
+                for config in [Some(found.alike), found.exact].into_iter().flatten() {
+                    let _ = Plan::new(problem.clone(), config);
+                }
+            }
+        }
+    }
+
+    /// Lines of the library's own table, for small problems too; and these with each number out of bounds.
+    pub fn seeds() -> Vec<Vec<u8>> {
+        let mut lines = Vec::new();
+        let _ = super::parse(SHIPPED, GPU, 2, &mut lines);
+        lines.truncate(4);
+        let mut seeds = Vec::new();
+        for mut line in lines {
+            seeds.push(serde_json::to_vec(&line).unwrap_or_default());
+            (line.m, line.n, line.k) = (64, 64, 64);
+            seeds.push(serde_json::to_vec(&line).unwrap_or_default());
+            let Ok(config) = serde_json::to_value(line.config) else {
+                continue;
+            };
+            for (name, _) in config.as_object().into_iter().flatten() {
+                for number in [0, 1, u64::MAX] {
+                    let mut wrong = serde_json::json!(&line);
+                    wrong["config"][name] = number.into();
+                    seeds.push(wrong.to_string().into_bytes());
+                }
+            }
+        }
+        seeds
+    }
+}

@@ -6,21 +6,54 @@ use std::sync::Arc;
 
 use cudarc::driver::sys;
 
-use super::{Device, DevicePtr, Region, Stream, check, lock};
+use super::{Device, DevicePtr, Stream, check, lock};
 use crate::error::Result;
 
 /// Kernels, loaded from a cubin once for all groups of the process.
 #[derive(Debug)]
 pub struct Module {
     device: Arc<Device>,
-    /// Unloaded with the GPU.
-    module: sys::CUmodule,
+    loaded: Arc<Loaded>,
+}
+
+/// A module of the driver's. Unloaded with the GPU.
+#[derive(Debug)]
+pub(super) struct Loaded {
+    /// Where its image lies, which tells it from others.
+    image: usize,
+    pub module: sys::CUmodule,
+    /// The bytes of its list of kernels.
+    list: Vec<u8>,
 }
 
 // SAFETY: modules may be used by any thread.
-unsafe impl Send for Module {}
+unsafe impl Send for Loaded {}
 // SAFETY: the driver's calls are thread-safe.
-unsafe impl Sync for Module {}
+unsafe impl Sync for Loaded {}
+
+impl Loaded {
+    /// In the current context.
+    fn new(rank: usize, cubin: &'static [u8], list: &CStr) -> Result<Loaded> {
+        let mut module = std::ptr::null_mut();
+        let (mut ptr, mut bytes) = (0, 0);
+        // SAFETY: writes the locals, then as many bytes as the variable has; the image is a whole cubin, which says its own
+        // length. The copy is one of the default stream: the driver has filled the variable before those.
+        unsafe {
+            cuda!(rank, cuModuleLoadData(&mut module, cubin.as_ptr().cast()))?;
+            cuda!(
+                rank,
+                cuModuleGetGlobal_v2(&mut ptr, &mut bytes, module, list.as_ptr())
+            )?;
+            let mut list = vec![0u8; bytes];
+            cuda!(rank, cuMemcpyDtoH_v2(list.as_mut_ptr().cast(), ptr, bytes))?;
+            Ok(Loaded {
+                image: cubin.as_ptr() as usize,
+                module,
+                list,
+            })
+        }
+    }
+}
 
 /// A kernel of a module that lives as long as the backend.
 #[derive(Clone, Copy, Debug)]
@@ -32,49 +65,30 @@ unsafe impl Send for Function {}
 unsafe impl Sync for Function {}
 
 impl Module {
-    pub fn load(device: &Arc<Device>, cubin: &'static [u8]) -> Result<Module> {
+    /// `list` is the variable in which the module lists its kernels.
+    pub fn load(device: &Arc<Device>, cubin: &'static [u8], list: &CStr) -> Result<Module> {
         let _bound = device.bind()?;
         let image = cubin.as_ptr() as usize;
         // Held while one is loaded, so that it is loaded once.
         let mut modules = lock(&device.gpu.modules);
-        let known = modules.iter().find(|(known, _)| *known == image);
-        let module = match known {
-            Some((_, module)) => *module,
+        let known = modules.iter().find(|known| known.image == image);
+        let loaded = match known {
+            Some(known) => known.clone(),
             None => {
-                let mut module = std::ptr::null_mut();
-                // SAFETY: writes the local; the image is a whole cubin, which says its own length.
-                unsafe {
-                    cuda!(
-                        device.rank,
-                        cuModuleLoadData(&mut module, cubin.as_ptr().cast())
-                    )?;
-                }
-                modules.push((image, module));
-                module
+                let loaded = Arc::new(Loaded::new(device.rank, cubin, list)?);
+                modules.push(loaded.clone());
+                loaded
             }
         };
         Ok(Module {
             device: device.clone(),
-            module,
+            loaded,
         })
     }
 
-    /// The bytes of a variable.
-    pub fn global(&self, name: &CStr) -> Result<Vec<u8>> {
-        let _bound = self.device.bind()?;
-        let (mut ptr, mut bytes) = (0, 0);
-        // SAFETY: writes the locals.
-        unsafe {
-            cuda!(
-                self.device.rank,
-                cuModuleGetGlobal_v2(&mut ptr, &mut bytes, self.module, name.as_ptr())
-            )?;
-        }
-        let mut value = vec![0u8; bytes];
-        // SAFETY: the variable lives as long as the module.
-        let region = unsafe { Region::new(&self.device, ptr, bytes) };
-        region.read_rows(0, bytes, bytes, &mut value)?;
-        Ok(value)
+    /// The bytes of the list of kernels.
+    pub fn list(&self) -> &[u8] {
+        &self.loaded.list
     }
 
     /// A kernel, loaded now and not at its first launch, which could wait for what the launch is to release.
@@ -87,7 +101,7 @@ impl Module {
         unsafe {
             cuda!(
                 rank,
-                cuModuleGetFunction(&mut function, self.module, name.as_ptr())
+                cuModuleGetFunction(&mut function, self.loaded.module, name.as_ptr())
             )?;
             cuda!(
                 rank,

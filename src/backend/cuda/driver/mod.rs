@@ -50,8 +50,7 @@ struct Gpu {
     host_stream: sys::CUstream,
     /// Pages of the host's memory that no group uses any more.
     pages: Mutex<Vec<Page>>,
-    /// The kernels, by the address of their image.
-    modules: Mutex<Vec<(usize, sys::CUmodule)>>,
+    modules: Mutex<Vec<Arc<Loaded>>>,
 }
 
 /// A page of the host's memory that the device can write: where it lies for the one and for the other.
@@ -107,6 +106,7 @@ mod memory;
 mod stream;
 mod symbols;
 
+use kernel::Loaded;
 pub use kernel::{Function, Layout, Module, TensorMap};
 pub use memory::{Mapping, Memory, Pinned, Region};
 pub use stream::{Event, Stream, Urgency, WordOp};
@@ -390,8 +390,8 @@ impl Drop for Gpu {
         if let Ok(_bound) = self.bind(0) {
             // SAFETY: all made by this value, once. What cannot be given back is lost with the context.
             unsafe {
-                for (_, module) in lock(&self.modules).drain(..) {
-                    let _ = sys::cuModuleUnload(module);
+                for loaded in lock(&self.modules).drain(..) {
+                    let _ = sys::cuModuleUnload(loaded.module);
                 }
                 for (host, _) in lock(&self.pages).drain(..) {
                     let _ = sys::cuMemFreeHost(host as *mut std::ffi::c_void);
