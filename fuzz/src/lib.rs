@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// What may be allocated at once, whatever the input says ...
 const ALLOWANCE: usize = 1 << 20;
-/// ... and for each byte of the input: a list grows by doubling, and the shortest element in JSON takes two bytes.
-const PER_BYTE: usize = 256;
+/// ... and for each byte of the input: a list grows by doubling, and in JSON a number of eight bytes may take two.
+const PER_BYTE: usize = 16;
 
 /// Bytes that one allocation may take at this moment.
 static LIMIT: AtomicUsize = AtomicUsize::new(usize::MAX);
@@ -17,7 +17,8 @@ struct Bounded;
 
 impl Bounded {
     fn require(bytes: usize) {
-        if bytes > LIMIT.load(Ordering::Relaxed) {
+        // What tells of a panic may take what it needs.
+        if bytes > LIMIT.load(Ordering::Relaxed) && !std::thread::panicking() {
             // What prints also allocates.
             let limit = LIMIT.swap(usize::MAX, Ordering::Relaxed);
             eprintln!("{bytes} bytes are allocated at once, more than {limit}");
