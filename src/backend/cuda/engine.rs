@@ -97,16 +97,12 @@ pub fn commands(plan: &Plan) -> usize {
 /// Waits until the device's queues have room for another operation. They are bounded, and a driver that waits for room has
 /// no deadline and does not hear of a failure.
 fn bound(cuda: &Cuda, members: &Members, plan: &Plan) -> Result<()> {
-    const NAP: Duration = Duration::from_micros(20);
     let most = (COMMANDS / commands(plan)).clamp(1, OUTSTANDING) as u32;
-    let monitor = &cuda.monitor;
-    while monitor.outstanding() >= most {
-        if let Some(fault) = members.fault() {
-            return Err(fault);
-        }
-        std::thread::sleep(NAP);
-    }
-    Ok(())
+    let has_room = || match cuda.monitor.outstanding() < most {
+        true => Ok(true),
+        false => members.fault().map_or(Ok(false), Err),
+    };
+    cuda.poll(members, has_room)
 }
 
 #[allow(clippy::too_many_arguments)]
