@@ -475,12 +475,12 @@ fn a_rank_at_a_barrier_while_the_others_multiply_is_named_within_a_second() {
     }
 }
 
-/// Every collective call, in words and as it is made.
-type CollectiveCall = (
-    &'static str,
-    fn(&Group<Host>, &mut Arguments) -> Result<(), Error>,
-);
+/// A call as a rank makes it.
+type MakeCall = fn(&Group<Host>, &mut Arguments) -> Result<(), Error>;
+/// A call in words, and as it is made.
+type CollectiveCall = (&'static str, MakeCall);
 
+/// Every collective call.
 const COLLECTIVE_CALLS: [CollectiveCall; 7] = [
     ("barrier()", |group, _| group.barrier()),
     ("all_gather_bytes()", |group, _| {
@@ -609,11 +609,7 @@ const REFUSED: Duration = Duration::from_millis(1000);
 
 /// Rank 1 of 3 makes `refused`, and neither leaves nor calls again, while the others make `call`. All get `expected`.
 #[track_caller]
-fn refuse(
-    expected: Error,
-    call: fn(&Group<Host>, &mut Arguments) -> Result<(), Error>,
-    refused: fn(&Group<Host>, &mut Arguments) -> Result<(), Error>,
-) {
+fn refuse(expected: Error, call: MakeCall, refused: MakeCall) {
     let over = std::sync::Barrier::new(3);
     Builder::<Host>::new()
         .timeout(TIMEOUT)
@@ -738,8 +734,7 @@ fn a_configuration_that_cannot_be_on_one_rank_is_named_to_all() {
 
 #[test]
 fn a_rank_that_leaves_when_it_is_refused_a_call_is_named_with_the_reason() {
-    let calls: [fn(&Group<Host>, &mut Arguments) -> Result<(), Error>; 2] =
-        [|_, arguments| arguments.run(), |group, _| group.barrier()];
+    let calls: [MakeCall; 2] = [|_, arguments| arguments.run(), |group, _| group.barrier()];
     for call in calls {
         let begin = Instant::now();
         let error = Builder::<Host>::new().timeout(TIMEOUT).threads(3, |group| {
@@ -816,11 +811,7 @@ fn a_refusal_is_the_reason_also_where_the_timeout_is_short() {
 
 #[test]
 fn a_rank_that_does_not_come_is_told_of_by_the_call_the_rank_and_the_flag() {
-    type Late = (
-        fn(&Group<Host>, &mut Arguments) -> Result<(), Error>,
-        &'static str,
-    );
-    let calls: [Late; 2] = [
+    let calls: [(MakeCall, &str); 2] = [
         (
             |_, arguments| arguments.run(),
             "all_gather_matmul(M = 6, K = 4, bf16, sharded matrix 0): rank 0 has not begun it \
@@ -888,11 +879,7 @@ fn a_rank_that_holds_up_the_one_that_is_waited_for_is_told_of() {
 
 #[test]
 fn a_rank_that_left_is_told_of_by_the_call_the_rank_and_the_flag() {
-    type Left = (
-        fn(&Group<Host>, &mut Arguments) -> Result<(), Error>,
-        &'static str,
-    );
-    let calls: [Left; 2] = [
+    let calls: [(MakeCall, &str); 2] = [
         (
             |_, arguments| arguments.run(),
             "all_gather_matmul(M = 6, K = 4, bf16, sharded matrix 0): rank 0 has not begun it \
@@ -1191,7 +1178,7 @@ fn a_rank_killed_at_the_rendezvous_is_named_at_the_latest_by_the_first_call() {
 
 /// Stops rank `victim`; the others give up at their timeout; then it goes on.
 #[track_caller]
-fn stop(test: &str, victim: usize, call: fn(&Group<Host>, &mut Arguments) -> Result<(), Error>) {
+fn stop(test: &str, victim: usize, call: MakeCall) {
     let mut ranks = group(test, 3, |rank| {
         let group = rank.connect(SHORT)?;
         let mut arguments = Arguments::new(&group, 9, 5, 3)?;
@@ -1287,7 +1274,7 @@ fn a_rank_that_never_calls_is_named_also_by_ranks_without_rows_of_their_own() {
 
 /// Rank `leaver` drops its group; the others go on to `call`.
 #[track_caller]
-fn leave(test: &str, leaver: usize, call: fn(&Group<Host>, &mut Arguments) -> Result<(), Error>) {
+fn leave(test: &str, leaver: usize, call: MakeCall) {
     let mut ranks = group(test, 3, |rank| {
         let group = rank.connect(TIMEOUT)?;
         let mut arguments = Arguments::new(&group, 9, 5, 3)?;
