@@ -325,6 +325,11 @@ impl<'a> Course<'a> {
         run()?;
         record(self.end, self.stream)?;
         self.group.synchronize()?;
+        // Also the peers', which the group knows nothing of.
+        // SAFETY: the event lives.
+        call!("wait for the end", unsafe {
+            driver::event::synchronize(self.end)
+        })?;
         // SAFETY: both have been recorded, and passed.
         call!("read the time", unsafe {
             driver::event::elapsed(self.begin, self.end)
@@ -416,6 +421,20 @@ impl Drop for Graph {
     }
 }
 
+/// Makes the primary context of the rank's GPU, in which everything lies, current for the calls of this file.
+fn bind(group: &Group<Cuda>) -> Result<()> {
+    // SAFETY: a stream of a group that lives; the context does as long.
+    unsafe {
+        let mut context = std::ptr::null_mut();
+        let stream = group.stream().cast();
+        call!(
+            "find the context",
+            driver_sys::cuStreamGetCtx(stream, &mut context).result()
+        )?;
+        call!("bind the context", driver::ctx::set_current(context))
+    }
+}
+
 /// Times all rows, alternating, `iterations` times after `warmup`; `progress` is called after each round.
 pub fn measure<T: Element>(
     group: &Group<Cuda>,
@@ -426,6 +445,7 @@ pub fn measure<T: Element>(
     mut progress: impl FnMut(),
 ) -> Result<Times> {
     const ROWS: usize = 9;
+    bind(group)?;
     let [m, k] = case.a.shape();
     let shard_bytes = case.a.rows().len() * k * size_of::<T>();
     // NCCL gathers equal shards only; where the rows don't divide, each rank sends as many as the longest has.
@@ -557,6 +577,7 @@ pub fn fastest<T: Element>(group: &Group<Cuda>, case: &mut Case<Cuda, T>) -> Res
     /// Shorter by less than this is no reason to choose another configuration: it is noise.
     const NOISE: f64 = 0.995;
     let n = case.b.shape()[0];
+    bind(group)?;
     let course = Course::new(group)?;
     let mut best = AllGatherMatmul::new().prepare(&case.a, n)?;
     let mut best_time = f64::INFINITY;

@@ -382,10 +382,10 @@ impl Cuda {
     /// use may wait for kernels to end.
     fn warm_up(&self, members: &Members) -> Result<()> {
         let _bound = self.device.bind()?;
-        let scratch = self.scratch(2 * BOX)?;
-        let (from, to) = (scratch.ptr(), scratch.ptr() + BOX as u64);
+        // Not memory of the pool, whose words no stream can wait for.
+        let [from, to] = [0, 1].map(|by| self.control.inbox(members.rank, by));
         for stream in [&self.copies, &self.late_copies] {
-            // SAFETY: the scratch holds both boxes and lives until the stream is idle.
+            // SAFETY: two boxes of the control block, which no rank uses before all have met again.
             unsafe {
                 stream.fill(from, 0, BOX / 4)?;
                 stream.copy(to, from, BOX)?;

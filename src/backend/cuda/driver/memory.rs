@@ -45,16 +45,29 @@ impl Region {
         width: usize,
         from: &[u8],
     ) -> Result<()> {
-        let Some(mut copy) = self.rows(offset, pitch, width, from.len())? else {
-            return Ok(());
+        let (length, host) = (from.len(), from.as_ptr().cast());
+        let rows = self.rows(offset, pitch, width, length)?;
+        let (rank, stream) = (self.device.rank, self.device.gpu.host_stream);
+        let device = self.ptr + offset as u64;
+        let _bound = self.device.bind()?;
+        // SAFETY: the device's side lies within this range, as `rows` has checked; the host's is as long. `settle` returns when
+        // the bytes have been copied.
+        let begun = unsafe {
+            match (rows, width == pitch) {
+                (0, _) => return Ok(()),
+                (_, true) => cuda!(rank, cuMemcpyHtoDAsync_v2(device, host, length, stream)),
+                (_, false) => {
+                    let mut copy = plain(width, rows);
+                    copy.srcMemoryType = sys::CUmemorytype_enum::CU_MEMORYTYPE_HOST;
+                    copy.srcHost = host;
+                    copy.srcPitch = width;
+                    copy.dstDevice = device;
+                    copy.dstPitch = pitch;
+                    cuda!(rank, cuMemcpy2DAsync_v2(&copy, stream))
+                }
+            }
         };
-        copy.srcMemoryType = sys::CUmemorytype_enum::CU_MEMORYTYPE_HOST;
-        copy.srcHost = from.as_ptr().cast();
-        copy.srcPitch = copy.WidthInBytes;
-        copy.dstMemoryType = sys::CUmemorytype_enum::CU_MEMORYTYPE_DEVICE;
-        copy.dstDevice = self.ptr + offset as u64;
-        copy.dstPitch = pitch.max(copy.WidthInBytes);
-        self.copy(&copy)
+        begun.and_then(|()| self.device.settle())
     }
 
     /// Copies rows of `width` bytes to the host, from byte `offset` on, `pitch` bytes apart; returns when done.
@@ -65,70 +78,45 @@ impl Region {
         width: usize,
         to: &mut [u8],
     ) -> Result<()> {
-        let Some(mut copy) = self.rows(offset, pitch, width, to.len())? else {
-            return Ok(());
+        let (length, host) = (to.len(), to.as_mut_ptr().cast());
+        let rows = self.rows(offset, pitch, width, length)?;
+        let (rank, stream) = (self.device.rank, self.device.gpu.host_stream);
+        let device = self.ptr + offset as u64;
+        let _bound = self.device.bind()?;
+        // SAFETY: as in `write_rows`.
+        let begun = unsafe {
+            match (rows, width == pitch) {
+                (0, _) => return Ok(()),
+                (_, true) => cuda!(rank, cuMemcpyDtoHAsync_v2(host, device, length, stream)),
+                (_, false) => {
+                    let mut copy = plain(width, rows);
+                    copy.srcDevice = device;
+                    copy.srcPitch = pitch;
+                    copy.dstMemoryType = sys::CUmemorytype_enum::CU_MEMORYTYPE_HOST;
+                    copy.dstHost = host;
+                    copy.dstPitch = width;
+                    cuda!(rank, cuMemcpy2DAsync_v2(&copy, stream))
+                }
+            }
         };
-        copy.srcMemoryType = sys::CUmemorytype_enum::CU_MEMORYTYPE_DEVICE;
-        copy.srcDevice = self.ptr + offset as u64;
-        copy.srcPitch = pitch.max(copy.WidthInBytes);
-        copy.dstMemoryType = sys::CUmemorytype_enum::CU_MEMORYTYPE_HOST;
-        copy.dstHost = to.as_mut_ptr().cast();
-        copy.dstPitch = copy.WidthInBytes;
-        self.copy(&copy)
+        begun.and_then(|()| self.device.settle())
     }
 
-    /// What `bytes` bytes of the host are, as rows; none if there is nothing to copy.
-    fn rows(
-        &self,
-        offset: usize,
-        pitch: usize,
-        width: usize,
-        bytes: usize,
-    ) -> Result<Option<sys::CUDA_MEMCPY2D>> {
+    /// How many rows of `width` bytes `bytes` bytes of the host are.
+    fn rows(&self, offset: usize, pitch: usize, width: usize, bytes: usize) -> Result<usize> {
         let rows = bytes / width.max(1);
-        if rows == 0 {
-            return Ok(None);
-        }
-        let end = offset.saturating_add((rows - 1).saturating_mul(pitch)) + width;
-        if end > self.bytes || width > pitch {
+        let last = rows.saturating_sub(1).saturating_mul(pitch);
+        let end = offset.saturating_add(last).saturating_add(width);
+        let is_within = end <= self.bytes && width <= pitch && rows * width == bytes;
+        if rows > 0 && !is_within {
             return Err(Error::Limit {
-                what: format!("the end of a copy of {rows} rows of {width} bytes"),
+                what: format!("the end of a copy of {bytes} bytes in rows of {width}"),
                 value: end,
                 min: 0,
                 max: self.bytes,
             });
         }
-        // SAFETY: a plain struct, for which zero means "from the start" and "not this kind of memory".
-        let mut copy: sys::CUDA_MEMCPY2D = unsafe { MaybeUninit::zeroed().assume_init() };
-        // Rows without padding are one row: pitches have a limit.
-        (copy.WidthInBytes, copy.Height) = match width == pitch {
-            true => (bytes, 1),
-            false => (width, rows),
-        };
-        Ok(Some(copy))
-    }
-
-    fn copy(&self, copy: &sys::CUDA_MEMCPY2D) -> Result<()> {
-        let rank = self.device.rank;
-        let stream = self.device.gpu.host_stream;
-        let bytes = copy.WidthInBytes;
-        let _bound = self.device.bind()?;
-        // SAFETY: the device's side lies within this range, as `rows` has checked; the host's is as long as the rows, as it
-        // computed from its length. The call below returns when the bytes have been copied.
-        let begun = unsafe {
-            match (copy.Height, copy.srcHost.is_null()) {
-                (1, true) => cuda!(
-                    rank,
-                    cuMemcpyDtoHAsync_v2(copy.dstHost, copy.srcDevice, bytes, stream)
-                ),
-                (1, false) => cuda!(
-                    rank,
-                    cuMemcpyHtoDAsync_v2(copy.dstDevice, copy.srcHost, bytes, stream)
-                ),
-                _ => cuda!(rank, cuMemcpy2DAsync_v2(copy, stream)),
-            }
-        };
-        begun.and_then(|()| self.device.settle())
+        Ok(rows)
     }
 
     /// Sets all bytes to zero.
@@ -138,6 +126,28 @@ impl Region {
         // SAFETY: the range is allocated.
         unsafe { cuda!(rank, cuMemsetD8Async(self.ptr, 0, self.bytes, stream))? };
         self.device.settle()
+    }
+}
+
+/// A copy of `rows` rows of `width` bytes on the device, but for where from and where to.
+pub(super) fn plain(width: usize, rows: usize) -> sys::CUDA_MEMCPY2D {
+    sys::CUDA_MEMCPY2D {
+        srcXInBytes: 0,
+        srcY: 0,
+        srcMemoryType: sys::CUmemorytype_enum::CU_MEMORYTYPE_DEVICE,
+        srcHost: std::ptr::null(),
+        srcDevice: 0,
+        srcArray: std::ptr::null_mut(),
+        srcPitch: width,
+        dstXInBytes: 0,
+        dstY: 0,
+        dstMemoryType: sys::CUmemorytype_enum::CU_MEMORYTYPE_DEVICE,
+        dstHost: std::ptr::null_mut(),
+        dstDevice: 0,
+        dstArray: std::ptr::null_mut(),
+        dstPitch: width,
+        WidthInBytes: width,
+        Height: rows,
     }
 }
 

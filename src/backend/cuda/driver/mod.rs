@@ -31,8 +31,8 @@ pub struct Device {
 
 /// A GPU, through its primary context, which candle, cust and the runtime API use too.
 ///
-/// Some calls of the driver wait until the whole device is idle, and hold up every other call meanwhile: freeing memory
-/// of cuMemAlloc or cuMemHostAlloc, loading and unloading modules. While a stream waits for a peer, such a call would keep
+/// Some calls of the driver wait until the whole device is idle, and most of them hold up every other call meanwhile: freeing
+/// memory of cuMemAlloc or cuMemHostAlloc, loading and unloading modules. While a stream waits for a peer, such a call would keep
 /// even this library's own threads from setting the stream free. So what needs them is shared by all groups of the process:
 /// it is made when the first one opens, and given back when the last one has ended and nothing of ours is on the device.
 #[derive(Debug)]

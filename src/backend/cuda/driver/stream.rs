@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys;
 
+use super::memory::plain;
 use super::{Device, DevicePtr, check};
 use crate::error::Result;
 
@@ -142,24 +143,9 @@ impl Stream {
         width: usize,
         rows: usize,
     ) -> Result<()> {
-        let copy = sys::CUDA_MEMCPY2D {
-            srcXInBytes: 0,
-            srcY: 0,
-            srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
-            srcHost: std::ptr::null(),
-            srcDevice: from,
-            srcArray: std::ptr::null_mut(),
-            srcPitch: pitch,
-            dstXInBytes: 0,
-            dstY: 0,
-            dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
-            dstHost: std::ptr::null_mut(),
-            dstDevice: to,
-            dstArray: std::ptr::null_mut(),
-            dstPitch: pitch,
-            WidthInBytes: width,
-            Height: rows,
-        };
+        let mut copy = plain(width, rows);
+        (copy.srcDevice, copy.srcPitch) = (from, pitch);
+        (copy.dstDevice, copy.dstPitch) = (to, pitch);
         // SAFETY: as this function's.
         unsafe { cuda!(self.device.rank, cuMemcpy2DAsync_v2(&copy, self.stream)) }
     }
