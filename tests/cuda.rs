@@ -120,6 +120,7 @@ fn extremes<T: Element>(group: &Group<Cuda>) {
         let case = Case {
             rows: vec![97, 160],
             n: 131,
+            more: 0,
             k: 72,
             bias: true,
             config: Some(config(shape, 2, 3)),
@@ -172,6 +173,7 @@ fn fused_is_gather_then_matmul(test: &str, world: usize) {
             let case = Case {
                 rows,
                 n: 300 + shape,
+                more: 0,
                 k: 264,
                 bias: shape % 2 == 0,
                 config: Some(config(shape, 1 + shape, 1 + shape % 5)),
@@ -354,7 +356,7 @@ fn what_cannot_be_done_is_refused_and_the_group_goes_on() {
         arguments.verify(&group)?;
         let unaligned = Error::Unaligned {
             rank: rank.rank,
-            what: "K".into(),
+            what: "K of sharded".into(),
             value: 12,
             multiple: 8,
         };
@@ -1260,6 +1262,7 @@ fn matrices_in_memory_of_the_callers_work_and_nothing_beside_them_is_written() {
         let case = Case {
             rows: vec![130, 71],
             n: 203,
+            more: 0,
             k: 72,
             bias: true,
             config: None,

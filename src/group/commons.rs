@@ -33,9 +33,6 @@ struct Block {
     fault: Report<FAULT_BYTES>,
     /// Whether a rank has left in order: [`YES`] if so.
     left: [Flag; MAX_WORLD],
-    /// Whether a rank has stopped mapping its peers' memory.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    closed: [Flag; MAX_WORLD],
     /// Whom a rank waits for: 256 · the time in ms when it last looked + 1 + the other rank. For reports only.
     waits: [AtomicU64; MAX_WORLD],
     /// A rank's latest exchange, in words.
@@ -252,18 +249,6 @@ impl Commons {
     /// Whether `rank` has left in order. If so, all flags that it signalled before are seen.
     pub fn has_left(&self, rank: usize) -> bool {
         self.block().left[rank].reached(YES)
-    }
-
-    /// Says that this rank has stopped mapping its peers' memory.
-    #[cfg(feature = "cuda")]
-    pub fn mark_closed(&self) {
-        self.block().closed[self.rank].signal(YES);
-    }
-
-    /// Whether `rank` has stopped mapping its peers' memory.
-    #[cfg(feature = "cuda")]
-    pub fn is_closed(&self, rank: usize) -> bool {
-        self.block().closed[rank].reached(YES)
     }
 
     /// Notes that this rank waits for `peer`, now. To be called every few milliseconds while it does.

@@ -143,39 +143,6 @@ impl Members {
         }
     }
 
-    /// Says that this rank has stopped mapping its peers' memory.
-    #[cfg(feature = "cuda")]
-    pub fn mark_closed(&self) {
-        self.commons.mark_closed();
-    }
-
-    /// Waits until no peer maps this rank's memory any more. False if that can't be known in time.
-    #[cfg(feature = "cuda")]
-    pub fn await_closed(&self) -> bool {
-        // Once the group has failed, nobody has a reason to keep its mappings for long.
-        const AFTER_FAILURE: Duration = Duration::from_secs(2);
-        let begin = Instant::now();
-        loop {
-            let fault = self.commons.fault();
-            let dead = match &fault {
-                Some(Error::RankLost { rank, .. }) => Some(*rank),
-                _ => None,
-            };
-            if (0..self.world).all(|rank| self.commons.is_closed(rank) || Some(rank) == dead) {
-                return true;
-            }
-            let limit = if fault.is_some() {
-                AFTER_FAILURE.min(self.timeout)
-            } else {
-                self.timeout
-            };
-            if begin.elapsed() >= limit {
-                return false;
-            }
-            std::thread::sleep(Duration::from_micros(200));
-        }
-    }
-
     /// Agrees with the other ranks that the next call is operation `epoch`, without a message.
     ///
     /// # Errors

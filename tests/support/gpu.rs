@@ -453,7 +453,10 @@ macro_rules! each_transport {
 #[derive(Clone, Debug)]
 pub struct Case {
     pub rows: Vec<usize>,
+    /// On rank 0.
     pub n: usize,
+    /// By how much it is more on each next rank.
+    pub more: usize,
     pub k: usize,
     pub bias: bool,
     pub config: Option<Config>,
@@ -514,6 +517,7 @@ impl Case {
         Case {
             rows,
             n,
+            more: [0, 0, 1, 8, 72][random.random_range(0..5)],
             k,
             bias: random.random_bool(0.5),
             config: (shape < SHAPES.len()).then(|| Config {
@@ -528,6 +532,10 @@ impl Case {
         self.rows.iter().sum()
     }
 
+    pub fn n_of(&self, rank: usize) -> usize {
+        self.n + rank * self.more
+    }
+
     pub fn a<T: Element>(&self) -> Vec<T> {
         normal(self.seed, self.m() * self.k)
     }
@@ -535,8 +543,9 @@ impl Case {
     /// Each rank has a weight and a bias of its own.
     pub fn b<T: Element>(&self, rank: usize) -> (Vec<T>, Option<Vec<T>>) {
         let seed = self.seed ^ (rank as u64 + 1) << 40;
-        let bias = self.bias.then(|| normal(!seed, self.n));
-        (normal(seed, self.n * self.k), bias)
+        let n = self.n_of(rank);
+        let bias = self.bias.then(|| normal(!seed, n));
+        (normal(seed, n * self.k), bias)
     }
 
     /// Collective. Checks everything on this rank.
@@ -586,11 +595,12 @@ impl<T: Element> Placed<T> {
         sharded
             .shard_mut()
             .copy_from_host(&a[own.start * case.k..own.end * case.k])?;
+        let n = case.n_of(group.rank());
         Ok(Placed {
             a: sharded,
-            b: group.upload(b, case.n, case.k)?,
-            bias: bias.map(|bias| group.upload(bias, 1, case.n)).transpose()?,
-            out: group.zeros(case.m(), case.n)?,
+            b: group.upload(b, n, case.k)?,
+            bias: bias.map(|bias| group.upload(bias, 1, n)).transpose()?,
+            out: group.zeros(case.m(), n)?,
         })
     }
 

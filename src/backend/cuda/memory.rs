@@ -273,6 +273,11 @@ impl Control {
         Ok(Control { memory })
     }
 
+    /// Leaves the ranks' blocks mapped for good: this rank's device may still write to them.
+    pub fn abandon(&mut self) {
+        self.memory.maps.abandon();
+    }
+
     fn at(base: DevicePtr, word: usize) -> DevicePtr {
         base + 4 * word as u64
     }

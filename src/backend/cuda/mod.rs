@@ -199,7 +199,11 @@ impl sealed::Backend for Cuda {
             // When the streams come to them, nothing is waited for any more.
             self.monitor.release();
         }
-        self.reclaimer.retire(self.monitor.stop());
+        let (arrived, reports) = self.monitor.stop();
+        self.reclaimer.retire(reports);
+        if !arrived {
+            self.control.abandon();
+        }
         self.reclaimer.drain(Duration::from_secs(1));
     }
 

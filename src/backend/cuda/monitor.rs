@@ -141,10 +141,17 @@ impl Monitor {
         let _ = self.watch.release();
     }
 
-    /// Ends the thread. What is returned is used by the device as long as an operation runs.
-    pub fn stop(&mut self) -> impl Send + use<> {
+    /// Ends the thread, and waits until the words that it has sent have arrived: what they are written to may be unmapped
+    /// then. False if that can't be known. What is returned is used by the device as long as an operation runs.
+    pub fn stop(&mut self) -> (bool, impl Send + use<>) {
         self.end();
-        self.watch.clone()
+        let begin = Instant::now();
+        let mut arrived = false;
+        while !arrived && begin.elapsed() < GRACE {
+            // A device that has failed writes nothing any more.
+            arrived = self.watch.rescue.is_idle().unwrap_or(true);
+        }
+        (arrived, self.watch.clone())
     }
 
     fn end(&mut self) {

@@ -173,6 +173,7 @@ impl Kept {
 pub struct Deferred<T: Send + 'static> {
     what: ManuallyDrop<T>,
     reclaimer: Arc<Reclaimer>,
+    abandoned: bool,
 }
 
 impl<T: Send + 'static> Deferred<T> {
@@ -180,7 +181,13 @@ impl<T: Send + 'static> Deferred<T> {
         Deferred {
             what: ManuallyDrop::new(what),
             reclaimer: reclaimer.clone(),
+            abandoned: false,
         }
+    }
+
+    /// Never drops it.
+    pub fn abandon(&mut self) {
+        self.abandoned = true;
     }
 }
 
@@ -200,6 +207,9 @@ impl<T: Send + 'static> DerefMut for Deferred<T> {
 
 impl<T: Send + 'static> Drop for Deferred<T> {
     fn drop(&mut self) {
+        if self.abandoned {
+            return;
+        }
         // SAFETY: taken once, and not used after this.
         let what = unsafe { ManuallyDrop::take(&mut self.what) };
         self.reclaimer.retire(what);

@@ -16,7 +16,7 @@ pub struct Module {
     loaded: Arc<Loaded>,
 }
 
-/// A module of the driver's. Unloaded with the GPU.
+/// A module of the driver's. Unloaded with the context.
 #[derive(Debug)]
 pub(super) struct Loaded {
     /// Where its image lies, which tells it from others.
@@ -70,7 +70,7 @@ impl Module {
         let _bound = device.bind()?;
         let image = cubin.as_ptr() as usize;
         // Held while one is loaded, so that it is loaded once.
-        let mut modules = lock(&device.gpu.modules);
+        let mut modules = lock(&device.gpu.lasting.modules);
         let known = modules.iter().find(|known| known.image == image);
         let loaded = match known {
             Some(known) => known.clone(),

@@ -47,7 +47,7 @@ impl Region {
     ) -> Result<()> {
         let (length, host) = (from.len(), from.as_ptr().cast());
         let rows = self.rows(offset, pitch, width, length)?;
-        let (rank, stream) = (self.device.rank, self.device.gpu.host_stream);
+        let (rank, stream) = (self.device.rank, self.device.gpu.lasting.host_stream);
         let device = self.ptr + offset as u64;
         let _bound = self.device.bind()?;
         // SAFETY: the device's side lies within this range, as `rows` has checked; the host's is as long. `settle` returns when
@@ -80,7 +80,7 @@ impl Region {
     ) -> Result<()> {
         let (length, host) = (to.len(), to.as_mut_ptr().cast());
         let rows = self.rows(offset, pitch, width, length)?;
-        let (rank, stream) = (self.device.rank, self.device.gpu.host_stream);
+        let (rank, stream) = (self.device.rank, self.device.gpu.lasting.host_stream);
         let device = self.ptr + offset as u64;
         let _bound = self.device.bind()?;
         // SAFETY: as in `write_rows`.
@@ -121,7 +121,7 @@ impl Region {
 
     /// Sets all bytes to zero.
     fn clear(&mut self) -> Result<()> {
-        let (rank, stream) = (self.device.rank, self.device.gpu.host_stream);
+        let (rank, stream) = (self.device.rank, self.device.gpu.lasting.host_stream);
         let _bound = self.device.bind()?;
         // SAFETY: the range is allocated.
         unsafe { cuda!(rank, cuMemsetD8Async(self.ptr, 0, self.bytes, stream))? };
@@ -177,8 +177,9 @@ impl Memory {
         let bytes = bytes.max(16);
         let mut ptr = 0;
         // SAFETY: writes the local.
-        let result =
-            unsafe { sys::cuMemAllocFromPoolAsync(&mut ptr, bytes, gpu.pool, gpu.host_stream) };
+        let result = unsafe {
+            sys::cuMemAllocFromPoolAsync(&mut ptr, bytes, gpu.lasting.pool, gpu.lasting.host_stream)
+        };
         refused(device, bytes, "cuMemAllocFromPoolAsync", result)?;
         let memory = Memory(Region {
             device: device.clone(),
@@ -209,7 +210,7 @@ impl Drop for Memory {
         let device = &self.0.device;
         if let Ok(_bound) = device.bind() {
             // SAFETY: allocated by this value.
-            let _ = unsafe { sys::cuMemFreeAsync(self.0.ptr, device.gpu.host_stream) };
+            let _ = unsafe { sys::cuMemFreeAsync(self.0.ptr, device.gpu.lasting.host_stream) };
             // The pool keeps nothing: at this point the driver has it back.
             let _ = device.settle();
         }
@@ -385,7 +386,7 @@ impl<T: bytemuck::Zeroable + Copy> Pinned<T> {
         const { assert!(size_of::<T>() <= Self::PAGE) };
         let rank = device.rank;
         // A page that another group has left, or a new one.
-        let left = lock(&device.gpu.pages).pop();
+        let left = lock(&device.gpu.lasting.pages).pop();
         let (host, ptr) = match left {
             Some((host, ptr)) => (host as *mut c_void, ptr),
             None => {
@@ -435,6 +436,6 @@ impl<T: bytemuck::Zeroable + Copy> Pinned<T> {
 impl<T> Drop for Pinned<T> {
     /// The device does not write it any more. It is kept for the next group: giving it back would wait for the device.
     fn drop(&mut self) {
-        lock(&self.device.gpu.pages).push((self.host as usize, self.ptr));
+        lock(&self.device.gpu.lasting.pages).push((self.host as usize, self.ptr));
     }
 }

@@ -32,9 +32,9 @@ pub struct Device {
 /// A GPU, through its primary context, which candle, cust and the runtime API use too.
 ///
 /// Some calls of the driver wait until the whole device is idle, and most of them hold up every other call meanwhile: freeing
-/// memory of cuMemAlloc or cuMemHostAlloc, loading and unloading modules. While a stream waits for a peer, such a call would keep
-/// even this library's own threads from setting the stream free. So what needs them is shared by all groups of the process:
-/// it is made when the first one opens, and given back when the last one has ended and nothing of ours is on the device.
+/// memory of cuMemAlloc or cuMemHostAlloc, loading and unloading modules. While a stream waits for a peer, such a call would
+/// keep even this library's own threads from setting the stream free. So what needs them is made once for all groups of the
+/// process, and never given back as long as the context lives (see [`Lasting`]).
 #[derive(Debug)]
 struct Gpu {
     device: sys::CUdevice,
@@ -44,6 +44,16 @@ struct Gpu {
     name: String,
     uuid: Uuid,
     multiprocessors: u32,
+    lasting: Lasting,
+}
+
+/// What lives as long as a context. The last group of a process leaves it for the next one, and lets go of the context: if
+/// nobody else uses that, it ends, and all this with it.
+#[derive(Debug)]
+struct Lasting {
+    device: sys::CUdevice,
+    /// The context's number, which no other ever has.
+    context: u64,
     /// Where memory of a rank's own comes from. What is freed goes back to the driver.
     pool: sys::CUmemoryPool,
     /// For allocations and for copies between host and device, each of which is waited for: it never waits for a peer.
@@ -53,19 +63,27 @@ struct Gpu {
     modules: Mutex<Vec<Arc<Loaded>>>,
 }
 
+// SAFETY: streams, pools and modules may be used by any thread that makes their context current.
+unsafe impl Send for Lasting {}
+// SAFETY: the driver's calls are thread-safe.
+unsafe impl Sync for Lasting {}
+
 /// A page of the host's memory that the device can write: where it lies for the one and for the other.
 type Page = (usize, DevicePtr);
 
 /// Tells a GPU from any other.
 pub type Uuid = [u8; 16];
 
-// SAFETY: contexts, streams, pools and modules may be used by any thread that makes the context current.
+// SAFETY: a context may be used by any thread that makes it current.
 unsafe impl Send for Gpu {}
 // SAFETY: the driver's calls are thread-safe.
 unsafe impl Sync for Gpu {}
 
 /// The GPUs that this process uses.
 static GPUS: Mutex<Vec<Weak<Gpu>>> = Mutex::new(Vec::new());
+
+/// What the groups before have left.
+static LEFT: Mutex<Vec<Lasting>> = Mutex::new(Vec::new());
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // Lists only, each change of which is one call.
@@ -175,8 +193,8 @@ impl Device {
     }
 
     /// Makes the context current on this thread, as long as the result lives. Then the caller's is current again.
-    pub fn bind(&self) -> Result<Bound<'_>> {
-        self.gpu.bind(self.rank)
+    pub fn bind(&self) -> Result<Bound> {
+        bind(self.rank, self.gpu.context)
     }
 
     /// Whether this device can read and write the memory of the visible device with this UUID; true for one that
@@ -236,21 +254,21 @@ impl Device {
     /// Waits for what was put on the host stream.
     fn settle(&self) -> Result<()> {
         // SAFETY: the stream lives as long as the GPU.
-        unsafe { cuda!(self.rank, cuStreamSynchronize(self.gpu.host_stream)) }
+        unsafe { cuda!(self.rank, cuStreamSynchronize(self.gpu.lasting.host_stream)) }
     }
 }
 
 /// A context that is current on this thread. Capture of streams by the caller, on this thread or another, does not forbid
 /// this library's calls meanwhile: none of them touches a stream that is being captured unless it is to be captured.
-pub struct Bound<'a> {
+pub struct Bound {
     /// Whether the context was put on top of the caller's.
     pushed: bool,
     mode: sys::CUstreamCaptureMode,
     /// Belongs to this thread.
-    _gpu: PhantomData<(&'a Gpu, *const ())>,
+    _here: PhantomData<*const ()>,
 }
 
-impl Drop for Bound<'_> {
+impl Drop for Bound {
     fn drop(&mut self) {
         // SAFETY: gives back what was replaced, on the same thread; the pointers are to locals. The calls fail in a process
         // whose driver has ended only.
@@ -311,99 +329,126 @@ impl Gpu {
         }
         let multiprocessors = attribute(attr::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
         let uuid = uuid(rank, device)?;
-        let mut context = std::ptr::null_mut();
-        // SAFETY: writes the local.
-        unsafe { cuda!(rank, cuDevicePrimaryCtxRetain(&mut context, device))? };
-        // From here on given back if what follows fails.
-        let mut gpu = Gpu {
+        let context = Retained::new(rank, device)?;
+        let lasting = {
+            let _bound = bind(rank, context.context)?;
+            Lasting::of_current(rank, device)?
+        };
+        Ok(Gpu {
             device,
-            context,
+            context: context.keep(),
             symbols,
             name,
             uuid,
             multiprocessors,
-            pool: std::ptr::null_mut(),
-            host_stream: std::ptr::null_mut(),
-            pages: Mutex::default(),
-            modules: Mutex::default(),
-        };
-        gpu.pool = gpu.create_pool(rank)?;
-        gpu.host_stream = gpu.create_host_stream(rank)?;
-        Ok(gpu)
+            lasting,
+        })
+    }
+}
+
+/// A primary context that is let go if opening the GPU fails.
+struct Retained {
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+}
+
+impl Retained {
+    fn new(rank: usize, device: sys::CUdevice) -> Result<Retained> {
+        let mut context = std::ptr::null_mut();
+        // SAFETY: writes the local.
+        unsafe { cuda!(rank, cuDevicePrimaryCtxRetain(&mut context, device))? };
+        Ok(Retained { device, context })
     }
 
-    fn create_pool(&self, rank: usize) -> Result<sys::CUmemoryPool> {
-        let _bound = self.bind(rank)?;
+    fn keep(self) -> sys::CUcontext {
+        let context = self.context;
+        std::mem::forget(self);
+        context
+    }
+}
+
+impl Drop for Retained {
+    fn drop(&mut self) {
+        // SAFETY: retained once.
+        let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
+    }
+}
+
+impl Lasting {
+    /// What the groups before have left in the current context, or all of it anew.
+    fn of_current(rank: usize, device: sys::CUdevice) -> Result<Lasting> {
+        let mut context = 0;
+        // SAFETY: writes the local; null is the current context.
+        unsafe { cuda!(rank, cuCtxGetId(std::ptr::null_mut(), &mut context))? };
+        let mut left = lock(&LEFT);
+        // What another context of the device had has ended with it.
+        left.retain(|lasting| lasting.device != device || lasting.context == context);
+        if let Some(index) = left.iter().position(|lasting| lasting.context == context) {
+            return Ok(left.swap_remove(index));
+        }
+        drop(left);
         // SAFETY: a plain struct, for which zero means "nothing special".
         let mut properties: sys::CUmemPoolProps = unsafe { MaybeUninit::zeroed().assume_init() };
         properties.allocType = sys::CUmemAllocationType_enum::CU_MEM_ALLOCATION_TYPE_PINNED;
-        properties.location = memory::location(self.device);
-        let mut pool = std::ptr::null_mut();
-        // SAFETY: writes the local.
-        unsafe { cuda!(rank, cuMemPoolCreate(&mut pool, &properties))? };
-        Ok(pool)
-    }
-
-    /// Of the priority of those that nothing waits in.
-    fn create_host_stream(&self, rank: usize) -> Result<sys::CUstream> {
-        let _bound = self.bind(rank)?;
+        properties.location = memory::location(device);
+        let (mut pool, mut host_stream) = (std::ptr::null_mut(), std::ptr::null_mut());
         let (mut least, mut greatest) = (0, 0);
         let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
-        let mut stream = std::ptr::null_mut();
-        // SAFETY: writes the locals.
+        // SAFETY: writes the locals. The stream has the priority of those that nothing waits in.
         unsafe {
             cuda!(rank, cuCtxGetStreamPriorityRange(&mut least, &mut greatest))?;
             cuda!(
                 rank,
-                cuStreamCreateWithPriority(&mut stream, flags, greatest)
+                cuStreamCreateWithPriority(&mut host_stream, flags, greatest)
             )?;
+            cuda!(rank, cuMemPoolCreate(&mut pool, &properties))?;
         }
-        Ok(stream)
+        Ok(Lasting {
+            device,
+            context,
+            pool,
+            host_stream,
+            pages: Mutex::default(),
+            modules: Mutex::default(),
+        })
     }
+}
 
-    fn bind(&self, rank: usize) -> Result<Bound<'_>> {
-        let mut current = std::ptr::null_mut();
-        let mut mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: writes the locals; the context is retained as long as `self` lives.
-        unsafe {
-            cuda!(rank, cuCtxGetCurrent(&mut current))?;
-            let pushed = current != self.context;
-            if pushed {
-                cuda!(rank, cuCtxPushCurrent_v2(self.context))?;
-            }
-            let exchanged = cuda!(rank, cuThreadExchangeStreamCaptureMode(&mut mode));
-            if exchanged.is_err() && pushed {
-                let _ = sys::cuCtxPopCurrent_v2(&mut current);
-            }
-            exchanged.map(|()| Bound {
-                pushed,
-                mode,
-                _gpu: PhantomData,
-            })
+/// Makes a context that is retained current on this thread, as long as the result lives, and allows all calls meanwhile.
+fn bind(rank: usize, context: sys::CUcontext) -> Result<Bound> {
+    let mut current = std::ptr::null_mut();
+    let mut mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_RELAXED;
+    // SAFETY: writes the locals.
+    unsafe {
+        cuda!(rank, cuCtxGetCurrent(&mut current))?;
+        let pushed = current != context;
+        if pushed {
+            cuda!(rank, cuCtxPushCurrent_v2(context))?;
         }
+        let exchanged = cuda!(rank, cuThreadExchangeStreamCaptureMode(&mut mode));
+        if exchanged.is_err() && pushed {
+            let _ = sys::cuCtxPopCurrent_v2(&mut current);
+        }
+        exchanged.map(|()| Bound {
+            pushed,
+            mode,
+            _here: PhantomData,
+        })
     }
 }
 
 impl Drop for Gpu {
     fn drop(&mut self) {
-        // Nothing of ours is on the device any more: whatever was holds this value.
-        if let Ok(_bound) = self.bind(0) {
-            // SAFETY: all made by this value, once. What cannot be given back is lost with the context.
-            unsafe {
-                for loaded in lock(&self.modules).drain(..) {
-                    let _ = sys::cuModuleUnload(loaded.module);
-                }
-                for (host, _) in lock(&self.pages).drain(..) {
-                    let _ = sys::cuMemFreeHost(host as *mut std::ffi::c_void);
-                }
-                if !self.host_stream.is_null() {
-                    let _ = sys::cuStreamDestroy_v2(self.host_stream);
-                }
-                if !self.pool.is_null() {
-                    let _ = sys::cuMemPoolDestroy(self.pool);
-                }
-            }
-        }
+        let none = Lasting {
+            device: self.device,
+            context: 0,
+            pool: std::ptr::null_mut(),
+            host_stream: std::ptr::null_mut(),
+            pages: Mutex::default(),
+            modules: Mutex::default(),
+        };
+        let lasting = std::mem::replace(&mut self.lasting, none);
+        lock(&LEFT).push(lasting);
         // SAFETY: retained once in `open`.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }
