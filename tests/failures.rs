@@ -671,14 +671,14 @@ fn a_wrong_output_on_one_rank_is_named_to_all() {
 }
 
 #[test]
-fn a_wrong_bias_on_one_rank_is_named_to_all_also_if_it_is_only_prepared() {
+fn a_wrong_bias_on_one_rank_is_named_to_all() {
     refuse(
         shape("bias [1, N] of all_gather_matmul", [1, 5], [1, 4]),
         |_, arguments| arguments.run(),
         |group, arguments| {
             let bias = group.zeros(1, 4)?;
             let biased = AllGatherMatmul::new().bias(&bias);
-            biased.prepare(&arguments.a, 5).map(drop)
+            biased.run(&arguments.a, &arguments.b, &mut arguments.out)
         },
     );
 }
@@ -717,7 +717,7 @@ fn a_wrong_split_of_a_sharded_matrix_on_one_rank_is_named_to_all() {
 #[test]
 fn a_configuration_that_cannot_be_on_one_rank_is_named_to_all() {
     let expected = Error::Limit {
-        what: "N of all_gather_matmul on rank 1".into(),
+        what: "Config::tile_n of all_gather_matmul on rank 1".into(),
         value: 0,
         min: 1,
         max: i32::MAX as usize,
@@ -726,10 +726,32 @@ fn a_configuration_that_cannot_be_on_one_rank_is_named_to_all() {
         expected,
         |_, arguments| arguments.run(),
         |_, arguments| {
-            let product = AllGatherMatmul::<Host, bf16>::new();
-            product.prepare(&arguments.a, 0).map(drop)
+            let prepared = AllGatherMatmul::<_, bf16>::new().prepare(&arguments.a, 5)?;
+            let config = gemmesh::Config {
+                tile_n: 0,
+                ..*prepared.plan().config()
+            };
+            let product = AllGatherMatmul::new().config(config);
+            product.run(&arguments.a, &arguments.b, &mut arguments.out)
         },
     );
+}
+
+#[test]
+fn a_rank_that_is_refused_what_it_prepares_and_takes_its_time_has_done_no_harm() {
+    Builder::<Host>::new()
+        .timeout(TIMEOUT)
+        .threads(3, |group| -> Result<(), Error> {
+            let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+            if group.rank() == 1 {
+                let bias = group.zeros::<bf16>(1, 4)?;
+                let biased = AllGatherMatmul::new().bias(&bias);
+                assert!(biased.prepare(&arguments.a, 5).is_err());
+                std::thread::sleep(2 * REFUSED);
+            }
+            arguments.verify()
+        })
+        .unwrap();
 }
 
 #[test]

@@ -71,7 +71,9 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         b: &Matrix<B, T>,
         out: &mut Matrix<B, T>,
     ) -> Result<()> {
-        self.prepare(a, b.shape()[0])?.run(a, b, out)
+        let prepared = self.plan(a, b.shape()[0]);
+        let prepared = prepared.map_err(|error| a.group().refuse(PRODUCT, error))?;
+        prepared.run(a, b, out)
     }
 
     /// Prepares the product of matrices like `a` with a weight of `n` rows, to be run many times with no
@@ -80,20 +82,21 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     ///
     /// # Errors
     /// [`Error::Limit`] for an `n` or a configuration that can't be; [`Error::Shape`] or [`Error::ForeignArgument`] for a
-    /// bias that does not fit; the group's failure. Ranks that wait for this one in the product get the error, as if it
-    /// had been refused that.
+    /// bias that does not fit; the group's failure.
     pub fn prepare(&self, a: &ShardedMatrix<B, T>, n: usize) -> Result<Prepared<'a, B, T>> {
+        let refused = Error::refused(a.group().rank(), PRODUCT);
+        self.plan(a, n).map_err(refused)
+    }
+
+    fn plan(&self, a: &ShardedMatrix<B, T>, n: usize) -> Result<Prepared<'a, B, T>> {
         let group = a.group();
-        let prepare = || {
-            let problem = a.layout().with_n(n)?;
-            if let Some(bias) = self.bias {
-                require_same_group("bias", bias.group(), group)?;
-                require_shape(group.rank(), "bias [1, N]", [1, n], bias.shape())?;
-            }
-            group.program(problem, self.config)
-        };
+        let problem = a.layout().with_n(n)?;
+        if let Some(bias) = self.bias {
+            require_same_group("bias", bias.group(), group)?;
+            require_shape(group.rank(), "bias [1, N]", [1, n], bias.shape())?;
+        }
         Ok(Prepared {
-            program: prepare().map_err(|error| group.refuse(PRODUCT, error))?,
+            program: group.program(problem, self.config)?,
             group: group.clone(),
             bias: self.bias,
         })

@@ -214,9 +214,11 @@ pub fn connect_short(rank: &Rank) -> Result<(Context, Group<Cuda>), Error> {
 /// All must have done well.
 #[track_caller]
 pub fn all_done(ranks: Processes) {
-    for outcome in ranks.outcomes() {
-        println!("rank {}: {}", outcome.rank, outcome.value());
+    let outcomes = ranks.outcomes();
+    for outcome in &outcomes {
+        println!("rank {}: {:?}", outcome.rank, outcome.ending);
     }
+    outcomes.iter().for_each(|outcome| drop(outcome.value()));
 }
 
 #[track_caller]

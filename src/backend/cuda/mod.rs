@@ -191,6 +191,10 @@ impl sealed::Backend for Cuda {
         // The operations end by themselves, or the monitor ends them: unless the caller's own work in front of them goes on.
         let longest = members.timeout + Duration::from_secs(2);
         let begin = Instant::now();
+        if self.recorded.load(Ordering::Relaxed) {
+            // Replays stand behind no mark.
+            let _ = self.mark();
+        }
         let at_rest = || self.reclaimer.latest().is_none_or(|mark| mark.is_passed());
         while !at_rest() && begin.elapsed() < longest {
             std::thread::sleep(Duration::from_micros(200));
