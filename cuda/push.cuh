@@ -39,10 +39,11 @@ __device__ inline void leave_turn(const GemmeshParams& params, uint32_t epoch) {
     const GemmeshExchange& exchange = params.exchange;
     if (exchange.turn == nullptr) return;
     if (ptx::atom_add_acq_rel_gpu(&exchange.turn->left, 1) + 1 < gridDim.x) return;
-    exchange.turn->entered = 0;
     exchange.turn->taken = 0;
     exchange.turn->left = 0;
-    exchange.turn->epoch = epoch;
+    // The host tells by `entered` whether the epoch is that of the operation before.
+    exchange.turn->entered = 0;
+    ptx::st_release_sys(&exchange.turn->epoch, epoch);
     if (exchange.completed != nullptr) ptx::st_release_sys(exchange.completed, params.epoch);
 }
 

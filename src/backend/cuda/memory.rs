@@ -378,9 +378,10 @@ pub struct Snapshot {
 unsafe impl bytemuck::Zeroable for Snapshot {}
 
 impl Snapshot {
-    /// The epoch of the operation whose rows are being pushed, as the device counts them.
-    pub fn pushed_epoch(&self) -> Epoch {
-        Epoch::from_raw(self.turn.epoch).next()
+    /// The epoch of the operation whose rows are being pushed, as the device counts them; none if no kernel is at it.
+    pub fn pushed_epoch(&self) -> Option<Epoch> {
+        let is_running = self.turn.entered > 0;
+        is_running.then(|| Epoch::from_raw(self.turn.epoch).next())
     }
 
     /// The first word, in the order in which an operation waits for them, that has not reached `epoch`; and its value.
@@ -453,7 +454,9 @@ mod tests {
         let pulled = words.missing(1, 4, epoch, false);
         assert_eq!(pulled, Some((Awaited::Done { peer: 0 }, 4)));
         words.turn.epoch = u32::MAX;
-        assert_eq!(words.pushed_epoch(), Epoch::from_raw(0));
+        assert_eq!(words.pushed_epoch(), None);
+        words.turn.entered = 1;
+        assert_eq!(words.pushed_epoch(), Some(Epoch::from_raw(0)));
     }
 
     #[test]

@@ -221,7 +221,10 @@ impl Watch {
         let Ok(Some((awaited, expected, seen))) = self.missing(epoch) else {
             return;
         };
-        if self.witness.has_left(awaited.peer()) {
+        // A rank leaves when its own part is done: this rank's may be ending at this moment, while the words are read.
+        let again = self.missing(epoch);
+        let is_stuck = matches!(again, Ok(Some(again)) if again == (awaited, expected, seen));
+        if is_stuck && self.witness.has_left(awaited.peer()) {
             let refusal = self.witness.refusal(awaited.peer(), epoch);
             self.witness
                 .fail(refusal.unwrap_or_else(|| Error::RankLeft {
@@ -300,7 +303,7 @@ impl Watch {
                 self.late(epoch, awaited, expected, seen, waited)
             }
             Ok(None) if self.is_pushed(epoch) => {
-                unknown("all peers have begun, and its kernel does not end".into())
+                unknown("its kernel does not run, or does not end".into())
             }
             Ok(None) => unknown("all peers have done their part".into()),
             Err(error) => unknown(error.to_string()),
@@ -311,7 +314,15 @@ impl Watch {
     fn missing(&self, epoch: Epoch) -> Result<Option<(Awaited, Epoch, u32)>> {
         let words = self.read_words()?;
         let pushed = self.is_pushed(epoch);
-        let expected = if pushed { words.pushed_epoch() } else { epoch };
+        let expected = match (pushed, words.pushed_epoch()) {
+            (false, _) => epoch,
+            (true, Some(expected)) => expected,
+            // No kernel waits.
+            (true, None) => return Ok(None),
+        };
+        if epoch.reached_by(self.completed.read()) {
+            return Ok(None);
+        }
         let missing = words.missing(self.witness.rank, self.world, expected, pushed);
         Ok(missing.map(|(awaited, seen)| (awaited, expected, seen)))
     }
