@@ -386,15 +386,15 @@ fn a_thousand_groups_leave_the_gpus_memory_as_it_was() {
             let after = free()? >> 20;
             // The first ten may make what stays.
             let before = course[1];
-            println!("{world} ranks a group, MiB free after each ten: {course:?}");
             assert!(
                 after + (SPARE >> 20) >= before,
                 "{count} groups of {world}: {before} MiB were free, now {after}: {course:?}"
             );
             report.push(format!(
-                "{count} groups of {world} in {:?}, {} MiB gone",
+                "{count} groups of {world} in {:?}, {} MiB gone of {:?}",
                 begin.elapsed(),
-                before.saturating_sub(after)
+                before.saturating_sub(after),
+                &course[..course.len().min(6)]
             ));
         }
         Ok(report.join("; "))

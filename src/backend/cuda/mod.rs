@@ -425,7 +425,8 @@ impl Cuda {
         const NAP: Duration = Duration::from_millis(5);
         self.reclaimer.settle();
         let mut memory = Memory::zeroed(&self.device, bytes);
-        if let Err(Error::OutOfMemory { .. }) = memory {
+        let is_refused = matches!(memory, Err(Error::OutOfMemory { .. }));
+        if is_refused && bytes <= self.device.memory()?.1 {
             self.reclaimer.drain(members.timeout);
             let begin = Instant::now();
             while matches!(memory, Err(Error::OutOfMemory { .. })) && begin.elapsed() < MOMENT {

@@ -158,6 +158,10 @@ impl Launch {
         let entries = plan.tiles().len();
         // All of them run at the same time: those that push must not wait for those that wait for pushes.
         let mut clusters = instance.resident;
+        // A copy between ranks that share a GPU may be a kernel of the driver's, and needs some room.
+        if !cuda.distinct {
+            clusters = (clusters * 3 / 4).max(1);
+        }
         // CTAs without tiles are good for pushing only.
         if !pushed || program.piece_count == 0 {
             clusters = clusters.min(entries);

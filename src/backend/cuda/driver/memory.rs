@@ -359,7 +359,7 @@ fn refused(device: &Device, bytes: usize, call: &str, result: sys::CUresult) -> 
         return Err(Error::OutOfMemory {
             rank: device.rank,
             bytes,
-            reason: format!("{} bytes are free on the GPU", device.free_bytes()?),
+            reason: format!("{} bytes are free on the GPU", device.memory()?.0),
         });
     }
     check(device.rank, call, result)

@@ -228,13 +228,13 @@ impl Device {
         Ok(version)
     }
 
-    /// Free bytes of the device's memory.
-    pub fn free_bytes(&self) -> Result<usize> {
+    /// The device's memory in bytes: what is free, and all of it.
+    pub fn memory(&self) -> Result<(usize, usize)> {
         let _bound = self.bind()?;
         let (mut free, mut total) = (0, 0);
         // SAFETY: writes the locals.
         unsafe { cuda!(self.rank, cuMemGetInfo_v2(&mut free, &mut total))? };
-        Ok(free)
+        Ok((free, total))
     }
 
     /// The least and the greatest priority of streams: lower numbers are higher priorities.
