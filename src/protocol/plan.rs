@@ -116,9 +116,8 @@ pub enum Transport {
     /// The copy engine of the rank that needs them. On GPUs the only one that needs no kernel of another rank to run; an
     /// operation can't be captured in a graph.
     Pull,
-    /// The copy engine of the rank that owns them. As all ranks' kernels must run at the same time, operations of several
-    /// groups on the same GPUs, and other kernels that wait for other GPUs such as NCCL's, must be in the same order on
-    /// every rank. When an operation fails, a rank may write to its peers before they are ready: the gathered rows of
+    /// The copy engine of the rank that owns them. Kernels of all ranks must be able to run at the same time: the
+    /// documentation of `Cuda` says what that asks of other kernels on the same GPUs. When an operation fails, a rank may write to its peers before they are ready: the gathered rows of
     /// operations before may be lost too.
     Push,
     /// The kernel of the rank that owns them, by stores of warps that have nothing else to do: meant for shards so small

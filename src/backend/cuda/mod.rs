@@ -1,4 +1,5 @@
-//! The backend of NVIDIA GPUs: a rank is a process with one GPU, symmetric memory is mapped by CUDA IPC.
+//! The backend of NVIDIA GPUs: a rank is a process with one GPU; symmetric memory is virtual memory of CUDA, which processes pass
+//! on to one another as descriptors.
 #![allow(unsafe_code)]
 
 mod abi;
@@ -51,12 +52,12 @@ use crate::trace::Span;
 ///
 /// Where it was measured to be faster, rows are pushed ([`Transport::Push`], [`Transport::Store`]). A kernel whose rows are
 /// pushed waits for the peers' kernels of the same operation, on the device. So these must be able to run at the same time:
-/// on each GPU, at least one multiprocessor must become free for the kernel without the help of a rank that waits for it.
-/// A kernel that holds *all* multiprocessors of a GPU and itself waits for another GPU (NCCL's when it is given as many
-/// blocks, a kernel of another group of this library, which fills the GPU) must therefore stand in an order with the
-/// operation that is the same on every rank, and that the device knows: both on one stream, or joined by an event. The order
-/// in which the host makes the calls is none, for streams are independent. A kernel that leaves some multiprocessors free
-/// needs no order. What breaks this rule ends at the deadline with an error. [`Transport::Pull`] needs no such order.
+/// on each GPU, multiprocessors for at least one cluster of the kernel (one, two or four neighbours) must become free
+/// without the help of a rank that waits for it. A kernel that holds *all* multiprocessors of a GPU and itself waits for
+/// another GPU, such as a kernel of another group of this library, must therefore stand in an order with the operation
+/// that is the same on every rank, and that the device knows: both on one stream, or joined by an event. The order in which
+/// the host makes the calls is none, for streams are independent. A kernel that leaves some multiprocessors free needs no
+/// order. What breaks this rule ends at the deadline with an error. [`Transport::Pull`] needs no such order.
 #[derive(Debug)]
 pub struct Cuda {
     /// First: its thread uses what follows.
