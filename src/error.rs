@@ -517,7 +517,7 @@ mod tests {
         };
         assert_eq!(
             left.to_string(),
-            "rank 1 failed: exit status: 0 (its group failed: rank 1 left the group while rank 0 waited for barrier(); \
+            "rank 1 failed: exit status: 0 (its group failed: rank 1 left the group while rank 0 waited in barrier(); \
              all ranks must make the same calls)"
         );
     }

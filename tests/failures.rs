@@ -1616,7 +1616,8 @@ impl Fault {
             (Fault::ReturnsAnError | Fault::ReturnsEarly, Error::RankLeft { rank, .. }) => {
                 *rank == faulty
             }
-            (Fault::ReturnsAnError | Fault::ReturnsEarly, _) => false,
+            (Fault::Panics, Error::RankPanicked { rank }) => *rank == faulty,
+            (Fault::ReturnsAnError | Fault::ReturnsEarly | Fault::Panics, _) => false,
             (_, Error::RankLost { rank, .. }) => *rank == faulty,
             _ => false,
         }

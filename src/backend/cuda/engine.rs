@@ -74,9 +74,10 @@ pub fn run(
         _ => {
             let joined = match &begun {
                 Ok(()) => Ok(()),
-                Err(_) => cuda.copies.wait_for(&cuda.late_copies, &cuda.joined),
+                Err(_) => cuda.copies().wait_for(cuda.late_copies(), &cuda.joined),
             };
-            begun.and(joined).and(cuda.mark())
+            let marked = cuda.reclaimer.mark();
+            begun.and(joined).and(marked)
         }
     };
     begun.map_err(|error| {
@@ -148,11 +149,11 @@ fn enqueue(
             pause(main, ENQUEUED)?;
             super::align(cuda, members, main)?;
         }
-        // SAFETY: control blocks live as long as the backend, whose end waits for its streams.
+        // SAFETY: control blocks are unmapped when the streams have passed.
         unsafe { main.words(&words[..count])? };
         // All copies are put on their stream before the kernel that waits for them; and none of them begins
         // before the kernel of the operation before, which is on the main stream, has ended.
-        cuda.copies.wait_for(main, &cuda.begun)?;
+        cuda.copies().wait_for(main, &cuda.begun)?;
         drive::gather(plan, epoch, &mut copies)?;
         copies.flush()?;
     }
@@ -166,7 +167,7 @@ fn enqueue(
     }
     // The tiles of a fused operation have waited for every copy.
     if part.gathers() && part != Part::Fused {
-        main.wait_for(&cuda.copies, &cuda.gathered)?;
+        main.wait_for(cuda.copies(), &cuda.gathered)?;
     }
     if part.gathers() {
         // Own rows are free again when every peer has pulled them; then the operation is complete.
@@ -216,8 +217,8 @@ fn enqueue_pushed(
         let turn = control.turn();
         let go = turn + offset_of!(GemmeshTurn, go) as u64;
         let current = turn + offset_of!(GemmeshTurn, current) as u64;
-        cuda.copies.wait_for(main, &cuda.begun)?;
-        // SAFETY: control blocks live as long as the backend, whose end waits for its streams; all ranks' memories hold M
+        cuda.copies().wait_for(main, &cuda.begun)?;
+        // SAFETY: control blocks are unmapped when the streams have passed; all ranks' memories hold M
         // rows. The own rows are final, for the copies wait for the main stream; and the peers' may be written, for the
         // kernel lets the copies go when every peer's kernel has begun, or when the group has failed and nobody uses what
         // they overwrite. A flag is copied after its rows: nobody reads them before.
@@ -225,18 +226,18 @@ fn enqueue_pushed(
             // What the kernel waits for has deadlines. That the kernel runs has one only if the monitor knows that it should.
             let begins = WordOp::Write(monitor.started(), epoch.raw());
             let gate = [begins, WordOp::Wait(go, 1)];
-            cuda.copies.words(&gate[usize::from(recorded)..])?;
+            cuda.copies().words(&gate[usize::from(recorded)..])?;
             // Two flows at once are slower than one after the other, but for a small one: it fills the gaps between
             // the others' copies. In a graph, the second branch may begin at any time, and that is slower.
             let is_late = |push: &Push| push.columns.start > 0 && !recorded;
             let forks = plan.pushes().iter().any(is_late);
             if forks {
-                cuda.late_copies.wait_for(&cuda.copies, &cuda.forked)?;
+                cuda.late_copies().wait_for(cuda.copies(), &cuda.forked)?;
             }
             for push in plan.pushes() {
                 let stream = match is_late(push) {
-                    true => &cuda.late_copies,
-                    false => &cuda.copies,
+                    true => cuda.late_copies(),
+                    false => cuda.copies(),
                 };
                 delay(stream, members.rank, push.flag, epoch)?;
                 let (to, from) = (operands.a.of(push.peer), operands.a.own());
@@ -254,15 +255,15 @@ fn enqueue_pushed(
                 stream.copy(flag, current, size_of::<u32>())?;
             }
             if forks {
-                cuda.copies.wait_for(&cuda.late_copies, &cuda.joined)?;
+                cuda.copies().wait_for(cuda.late_copies(), &cuda.joined)?;
             }
             // Before the kernel that sets it next, which waits for these copies.
-            cuda.copies.words(&[WordOp::Write(go, 0)])?;
+            cuda.copies().words(&[WordOp::Write(go, 0)])?;
         }
     }
     launch.launch(main)?;
     if by_copies {
-        main.wait_for(&cuda.copies, &cuda.gathered)?;
+        main.wait_for(cuda.copies(), &cuda.gathered)?;
     }
     if let Some(spans) = trace {
         cuda.wait_idle(members, main)?;
@@ -306,7 +307,7 @@ fn copy_all(
 ) -> Result<()> {
     let (problem, a) = (plan.problem(), operands.a);
     let row_bytes = problem.k() * size_of::<u16>();
-    cuda.copies.wait_for(main, &cuda.begun)?;
+    cuda.copies().wait_for(main, &cuda.begun)?;
     for source in plan.sources() {
         let rows = problem.rows_of(source);
         if rows.is_empty() {
@@ -315,14 +316,14 @@ fn copy_all(
         let offset = (rows.start * row_bytes) as u64;
         // SAFETY: both ranks' memories hold M rows; the caller has made sure that nobody writes the source's.
         unsafe {
-            cuda.copies.copy(
+            cuda.copies().copy(
                 a.own() + offset,
                 a.of(source) + offset,
                 rows.len() * row_bytes,
             )?;
         }
     }
-    main.wait_for(&cuda.copies, &cuda.gathered)
+    main.wait_for(cuda.copies(), &cuda.gathered)
 }
 
 /// Word operations between two copies: a chunk's flag, `done`, and the next `ready`; more for sources without rows.
@@ -358,8 +359,8 @@ impl Copies<'_> {
 
     fn flush(&mut self) -> Result<()> {
         if self.pending > 0 {
-            // SAFETY: control blocks live as long as the backend, whose end waits for its streams.
-            unsafe { self.cuda.copies.words(&self.words[..self.pending])? };
+            // SAFETY: control blocks are unmapped when the streams have passed.
+            unsafe { self.cuda.copies().words(&self.words[..self.pending])? };
             self.pending = 0;
         }
         Ok(())
@@ -395,7 +396,7 @@ impl CopyEngine for Copies<'_> {
         // SAFETY: the chunk flags are as many words. The copy stream, which else writes them, has ended what came before,
         // for the main stream has waited for it, and goes on after this.
         unsafe { self.main.fill(first, epoch.raw(), MAX_FLAGS)? };
-        self.cuda.copies.wait_for(self.main, &self.cuda.begun)
+        self.cuda.copies().wait_for(self.main, &self.cuda.begun)
     }
 
     fn wait_ready(&mut self, source: usize, epoch: Epoch) -> Result<()> {
@@ -405,10 +406,10 @@ impl CopyEngine for Copies<'_> {
 
     fn copy(&mut self, pull: &Pull) -> Result<()> {
         self.flush()?;
-        delay(&self.cuda.copies, self.rank, pull.flag, self.epoch)?;
+        delay(self.cuda.copies(), self.rank, pull.flag, self.epoch)?;
         let stamp = |engine: &Self| -> Result<Event> {
             let event = Event::new(&engine.cuda.device, true)?;
-            event.record(&engine.cuda.copies)?;
+            event.record(engine.cuda.copies())?;
             Ok(event)
         };
         let before = match self.stamps {
@@ -421,7 +422,7 @@ impl CopyEngine for Copies<'_> {
         // rows before this pull's flag is written, and the kernels of earlier operations have ended.
         unsafe {
             copy_part(
-                &self.cuda.copies,
+                self.cuda.copies(),
                 self.plan,
                 to,
                 from,

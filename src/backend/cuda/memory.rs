@@ -63,7 +63,8 @@ impl Symmetric {
         let (own, fds) = match attempt() {
             // The same on every rank.
             Err(Error::OutOfMemory { .. }) => {
-                reclaimer.drain(members.timeout);
+                // The others wait for this rank meanwhile.
+                reclaimer.drain(members.timeout / 2);
                 members.exchange(call, Ok((Vec::new(), None)))?;
                 attempt()?
             }

@@ -21,12 +21,12 @@ pub use tuned::Winner;
 pub use tuned::fuzzing as winners;
 
 use std::ffi::c_void;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use abi::{GEMMESH_MAX_WORLD, GemmeshAlignment};
-use driver::{Device, Event, Memory, Region, Stream, Urgency, WordOp};
+use driver::{Device, Event, Memory, Region, Stream, WordOp};
 use kernel::Kernels;
 use memory::{BOX, Control, Peers, Symmetric};
 use monitor::Monitor;
@@ -73,11 +73,6 @@ pub struct Cuda {
     distinct: bool,
     /// Whether a graph was captured: what it runs is on the main stream, behind no mark.
     recorded: AtomicBool,
-    /// Where operations are put; the caller may replace it.
-    main: Mutex<Arc<Stream>>,
-    copies: Stream,
-    /// For what tiles need late: it may come beside what they need first.
-    late_copies: Stream,
     /// The main stream has come to an operation's copies.
     begun: Event,
     /// The copies of an operation have begun.
@@ -144,7 +139,7 @@ impl sealed::Backend for Cuda {
         }
         // What fails before the first exchange is told to the others in it.
         let load = || -> Result<(Arc<Device>, Kernels, tuned::Table, Queues)> {
-            let device = Device::open(members.rank, options.device)?;
+            let device = Device::open(members.rank, options.device, members.timeout)?;
             let kernels = Kernels::load(&device)?;
             let tuned = tuned::Table::load(members.rank, device.name(), members.world)?;
             let queues = Queues::found(device.priorities()?);
@@ -157,20 +152,21 @@ impl sealed::Backend for Cuda {
         let peers = Peers::meet(members, &device, options.device.is_some())?;
         let open = || -> Result<Cuda> {
             let (device, kernels, tuned, queues) = loaded?;
-            let reclaimer = Reclaimer::new(&device);
+            let reclaimer = Reclaimer::new(&device)?;
             let first = options.first_epoch;
             let control = Control::open(&device, &reclaimer, members, &peers, first)?;
             let own = control.own(members.rank);
-            let cuda = Cuda {
+            let event = || Event::new(&device, false);
+            let (forked, joined, begun) = (event()?, event()?, event()?);
+            let (gathered, handed_over) = (event()?, event()?);
+            let mut cuda = Cuda {
+                // Nothing fails between its start and the group's end, which waits for what it has put on the device.
                 monitor: Monitor::start(&device, members, own, first)?,
-                main: Mutex::new(Arc::new(Stream::new(&device, Urgency::Kernels)?)),
-                copies: Stream::new(&device, Urgency::Copies)?,
-                late_copies: Stream::new(&device, Urgency::Copies)?,
-                forked: Event::new(&device, false)?,
-                joined: Event::new(&device, false)?,
-                begun: Event::new(&device, false)?,
-                gathered: Event::new(&device, false)?,
-                handed_over: Event::new(&device, false)?,
+                forked,
+                joined,
+                begun,
+                gathered,
+                handed_over,
                 alignments: AtomicU32::new(0),
                 distinct: peers.are_distinct(),
                 recorded: AtomicBool::new(false),
@@ -182,8 +178,13 @@ impl sealed::Backend for Cuda {
                 reclaimer,
                 device,
             };
-            cuda.warm_up(members)?;
-            Ok(cuda)
+            match cuda.warm_up(members) {
+                Ok(()) => Ok(cuda),
+                Err(error) => {
+                    cuda.close(members);
+                    Err(error)
+                }
+            }
         };
         open().map_err(|error| members.fail(error))
     }
@@ -192,24 +193,26 @@ impl sealed::Backend for Cuda {
         // The operations end by themselves, or the monitor ends them: unless the caller's own work in front of them goes on.
         let longest = members.timeout + Duration::from_secs(2);
         let begin = Instant::now();
-        if self.recorded.load(Ordering::Relaxed) {
-            // Replays stand behind no mark.
-            let _ = self.mark();
+        if self.recorded.load(Ordering::Relaxed) && !self.main().is_capturing().unwrap_or(true) {
+            // Replays stand behind no mark. If this fails, the device has.
+            let _ = self.reclaimer.mark();
         }
         let at_rest = || self.reclaimer.latest().is_none_or(|mark| mark.is_passed());
         while !at_rest() && begin.elapsed() < longest {
             std::thread::sleep(Duration::from_micros(200));
         }
         if !at_rest() {
-            // When the streams come to them, nothing is waited for any more.
+            // Operations that have not begun yet then run through without waiting.
             self.monitor.release();
         }
         let (arrived, reports) = self.monitor.stop();
-        self.reclaimer.retire(reports);
-        if !arrived {
+        if arrived {
+            self.reclaimer.retire(reports);
+        } else {
+            std::mem::forget(reports);
             self.control.abandon();
         }
-        self.reclaimer.drain(Duration::from_secs(1));
+        self.reclaimer.drain(Duration::from_millis(200));
     }
 
     fn default_config(&self, problem: &Problem) -> Config {
@@ -306,12 +309,11 @@ impl sealed::Backend for Cuda {
     }
 
     fn synchronize(&self, members: &Members) -> Result<()> {
-        let main = self.main();
-        if main.is_capturing()? {
+        if self.main().is_capturing()? {
             return Err(Error::Capturing { rank: members.rank });
         }
         if self.recorded.load(Ordering::Relaxed) {
-            self.reclaimer.mark(&main, &self.copies)?;
+            self.reclaimer.mark()?;
         }
         self.wait_for_operations(members)
     }
@@ -373,8 +375,8 @@ impl Queues {
     /// Whether a stream of the caller's may be the one that operations are put on.
     fn check_main(&self, rank: usize, priority: i32) -> Result<()> {
         let (least, greatest) = self.priorities;
-        // The copies' and the rescuer's.
-        let ours = priority <= (greatest + 1).min(least);
+        // Those of the rescuer's stream, the copies' and the host's.
+        let ours = priority <= (greatest + 2).min(least);
         if self.single && ours {
             return Err(Error::QueuedTogether {
                 rank,
@@ -393,7 +395,12 @@ impl Cuda {
         let _bound = self.device.bind()?;
         // Not memory of the pool, whose words no stream can wait for.
         let [from, to] = [0, 1].map(|by| self.control.inbox(members.rank, by));
-        for stream in [&self.copies, &self.late_copies] {
+        let Reclaimer {
+            copies,
+            late_copies,
+            ..
+        } = &*self.reclaimer;
+        for stream in [copies, late_copies] {
             // SAFETY: two boxes of the control block, which no rank uses before all have met again.
             unsafe {
                 stream.fill(from, 0, BOX / 4)?;
@@ -407,10 +414,15 @@ impl Cuda {
     }
 
     fn main(&self) -> Arc<Stream> {
-        self.main
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        self.reclaimer.main()
+    }
+
+    fn copies(&self) -> &Stream {
+        &self.reclaimer.copies
+    }
+
+    fn late_copies(&self) -> &Stream {
+        &self.reclaimer.late_copies
     }
 
     /// Memory that is used on this group's streams, and is not freed while they may use it.
@@ -436,11 +448,6 @@ impl Cuda {
             }
         }
         memory
-    }
-
-    /// Notes where the streams stand, after something has been put on them.
-    fn mark(&self) -> Result<()> {
-        self.reclaimer.mark(&self.main(), &self.copies)
     }
 
     /// Waits until what was put on the main stream by this library is done. What never ends, the monitor ends; what the
@@ -517,7 +524,7 @@ impl Group<Cuda> {
         cuda.queues.check_main(self.rank(), next.priority()?)?;
         // Not while another thread has put a part of an operation on the stream before.
         self.exclusively(|_| {
-            let mut main = cuda.main.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut main = cuda.reclaimer.lock_main();
             next.wait_for(&main, &cuda.handed_over)?;
             *main = Arc::new(next);
             Ok(())
@@ -556,7 +563,10 @@ impl Group<Cuda> {
             }
             Err(members.fail(Error::PeerMemory { rank, peer }))
         };
-        let stream = Stream::new(&cuda.device, Urgency::Kernels)?;
+        let stream = cuda.main();
+        if stream.is_capturing()? {
+            return Err(Error::Capturing { rank });
+        }
         let copy = |to: u64, from: u64| -> Result<()> {
             // SAFETY: boxes and the scratch are BOX bytes long; the barriers keep writers and readers apart.
             unsafe { stream.copy(to, from, BOX)? };
@@ -604,7 +614,9 @@ pub fn with_each_kernel(group: &Group<Cuda>, config: &Config) -> Vec<Config> {
 #[doc(hidden)]
 pub fn align_streams(group: &Group<Cuda>) -> Result<()> {
     let inner = group.inner();
-    align(&inner.backend, &inner.members, &inner.backend.main())
+    let cuda = &inner.backend;
+    align(cuda, &inner.members, &cuda.main())?;
+    cuda.reclaimer.mark()
 }
 
 fn align(cuda: &Cuda, members: &Members, stream: &Stream) -> Result<()> {
@@ -624,7 +636,7 @@ fn align(cuda: &Cuda, members: &Members, stream: &Stream) -> Result<()> {
     };
     let mut arguments = [(&raw mut alignment).cast()];
     let _bound = cuda.device.bind()?;
-    // SAFETY: the argument is what abi.h says; control blocks live as long as the backend, whose end waits for its streams.
+    // SAFETY: the argument is what abi.h says; control blocks are unmapped when the streams have passed.
     unsafe {
         let align = cuda.kernels.align;
         align.launch(stream, 1, GEMMESH_MAX_WORLD, 0, &mut arguments)
@@ -737,14 +749,14 @@ mod tests {
     fn a_stream_of_the_callers_never_shares_a_queue_with_what_sets_it_free() {
         let single = queues(&[("CUDA_DEVICE_MAX_CONNECTIONS", "1")], PRIORITIES);
         assert_eq!(single.check(0), Ok(()));
-        for priority in [-5, -4] {
+        for priority in [-5, -4, -3] {
             let error = single.check_main(3, priority).unwrap_err();
             assert!(
                 matches!(error, Error::QueuedTogether { rank: 3, .. }),
                 "{error}"
             );
         }
-        for priority in [-3, 0] {
+        for priority in [-2, 0] {
             assert_eq!(single.check_main(0, priority), Ok(()));
         }
         assert_eq!(queues(&[], PRIORITIES).check_main(0, -5), Ok(()));

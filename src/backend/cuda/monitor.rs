@@ -150,6 +150,7 @@ impl Monitor {
         while !arrived && begin.elapsed() < GRACE {
             // A device that has failed writes nothing any more.
             arrived = self.watch.rescue.is_idle().unwrap_or(true);
+            std::thread::yield_now();
         }
         (arrived, self.watch.clone())
     }
@@ -221,10 +222,13 @@ impl Watch {
         let Ok(Some((awaited, expected, seen))) = self.missing(epoch) else {
             return;
         };
-        // A rank leaves when its own part is done: this rank's may be ending at this moment, while the words are read.
+        // A rank that left had done its part; so look at the words after that. And this rank's own part may be ending at this
+        // moment, while they are read: they must be the same twice.
+        if !self.witness.has_left(awaited.peer()) {
+            return;
+        }
         let again = self.missing(epoch);
-        let is_stuck = matches!(again, Ok(Some(again)) if again == (awaited, expected, seen));
-        if is_stuck && self.witness.has_left(awaited.peer()) {
+        if matches!(again, Ok(Some(again)) if again == (awaited, expected, seen)) {
             let refusal = self.witness.refusal(awaited.peer(), epoch);
             self.witness
                 .fail(refusal.unwrap_or_else(|| Error::RankLeft {

@@ -1,44 +1,57 @@
 //! Deferred frees: what has been dropped while the device may still use it.
 //!
 //! An operation returns before the device has done it, so a matrix, a product's tables or a whole group may be dropped
-//! while they are in use. Whoever drops them waits for nothing: they are kept until everything that was put on the device
-//! before has ended, and then freed, at once where that is so already, else by a thread that lives as long as something is
-//! kept. It outlives the group if need be.
+//! while they are in use. Whoever drops them waits for nothing: they are kept until everything that was put on the group's
+//! streams before has ended, and then freed, at once where that is so already, else by a thread that lives as long as
+//! something is kept. It outlives the group if need be.
 
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::driver::{Device, Event, Stream};
+use super::driver::{Device, Event, Stream, Urgency};
 use crate::error::Result;
 
-/// How often it is looked whether something can be freed: at first, and in the end.
+/// The first pause of the thread, and the longest: each is twice the one before.
 const PAUSES: [Duration; 2] = [Duration::from_micros(500), Duration::from_millis(20)];
 
-/// Where the streams of a group stood after an operation was put on them.
+/// A place on each of some streams.
 #[derive(Debug)]
-pub struct Mark {
-    main: Event,
-    copies: Event,
-}
+pub struct Mark(Vec<Event>);
 
 impl Mark {
-    /// Whether the device has done everything before it. A device that has failed does nothing any more.
-    pub fn is_passed(&self) -> bool {
-        self.main_is_passed().unwrap_or(true) && self.copies.is_done().unwrap_or(true)
+    fn new(device: &Arc<Device>, streams: usize) -> Result<Mark> {
+        let events = (0..streams).map(|_| Event::new(device, false));
+        Ok(Mark(events.collect::<Result<_>>()?))
     }
 
-    /// The same for the main stream alone: the operation is complete, unless it has failed.
+    fn record(&self, streams: &[&Stream]) -> Result<()> {
+        let places = self.0.iter().zip(streams);
+        places.map(|(event, stream)| event.record(stream)).collect()
+    }
+
+    /// Whether the device has done everything before it. A device that has failed does nothing any more.
+    pub fn is_passed(&self) -> bool {
+        let mut events = self.0.iter();
+        events.all(|event| event.is_done().unwrap_or(true))
+    }
+
+    /// The same for the main stream alone: an operation is complete, unless it has failed.
     pub fn main_is_passed(&self) -> Result<bool> {
-        self.main.is_done()
+        self.0.first().map_or(Ok(true), Event::is_done)
     }
 }
 
-/// What one group has dropped.
+/// The streams that use the memory of one group, and what it has dropped.
 #[derive(Debug)]
 pub struct Reclaimer {
     device: Arc<Device>,
+    /// Where operations are put; the caller may replace it.
+    pub main: Mutex<Arc<Stream>>,
+    pub copies: Stream,
+    /// For what tiles need late: it may come beside what they need first.
+    pub late_copies: Stream,
     kept: Arc<Kept>,
 }
 
@@ -47,6 +60,7 @@ struct Kept(Mutex<State>);
 
 #[derive(Default)]
 struct State {
+    /// Where the streams stood after the latest operation.
     latest: Option<Arc<Mark>>,
     entries: Vec<Entry>,
     /// Whether the thread lives.
@@ -64,48 +78,83 @@ impl std::fmt::Debug for State {
     }
 }
 
+impl Drop for State {
+    fn drop(&mut self) {
+        // No thread could be started, and the group has ended: what may still be used is never freed.
+        for entry in self.entries.drain(..) {
+            if !entry.after.is_passed() {
+                std::mem::forget(entry.what);
+            }
+        }
+    }
+}
+
 impl Reclaimer {
-    pub fn new(device: &Arc<Device>) -> Arc<Reclaimer> {
-        Arc::new(Reclaimer {
+    pub fn new(device: &Arc<Device>) -> Result<Arc<Reclaimer>> {
+        Ok(Arc::new(Reclaimer {
             device: device.clone(),
+            main: Mutex::new(Arc::new(Stream::new(device, Urgency::Kernels)?)),
+            copies: Stream::new(device, Urgency::Copies)?,
+            late_copies: Stream::new(device, Urgency::Copies)?,
             kept: Arc::default(),
-        })
+        }))
     }
 
-    /// Notes where the streams stand. What is dropped from now on is kept until they have come there.
-    pub fn mark(&self, main: &Stream, copies: &Stream) -> Result<()> {
-        let mut state = self.kept.lock();
-        // A mark that somebody waits for stays where it is.
-        let reused = state.latest.take().and_then(Arc::into_inner);
+    /// The main stream at this moment.
+    pub fn main(&self) -> Arc<Stream> {
+        self.lock_main().clone()
+    }
+
+    pub fn lock_main(&self) -> MutexGuard<'_, Arc<Stream>> {
+        // Each change is one assignment.
+        self.main.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes where the streams stand, after an operation has been put on them.
+    pub fn mark(&self) -> Result<()> {
+        // Held, so that no other stream takes over in between.
+        let main = self.lock_main();
+        let latest = self.latest();
+        // One that somebody waits for stays where it is: this function and the list hold the others.
+        let reused = latest.filter(|mark| Arc::strong_count(mark) == 2);
         let mark = match reused {
             Some(mark) => mark,
-            None => Mark {
-                main: Event::new(&self.device, false)?,
-                copies: Event::new(&self.device, false)?,
-            },
+            None => Arc::new(Mark::new(&self.device, 2)?),
         };
-        mark.main.record(main)?;
-        mark.copies.record(copies)?;
-        state.latest = Some(Arc::new(mark));
+        mark.record(&[&main, &self.copies])?;
+        self.kept.lock().latest = Some(mark);
         Ok(())
     }
 
-    /// The latest mark, if anything was put on the device yet.
+    /// The mark of the latest operation, if anything was put on the device yet.
     pub fn latest(&self) -> Option<Arc<Mark>> {
         self.kept.lock().latest.clone()
     }
 
-    /// Drops `what` when the device has passed the latest mark.
+    /// A mark behind all that is on the streams now, be it this library's or the caller's: kernels of the caller's, replays of
+    /// graphs. The latest operation's if the main stream is being captured, and what is put there does not run now.
+    fn mark_of_all(&self) -> Option<Arc<Mark>> {
+        let main = self.main();
+        let now = || -> Result<Option<Arc<Mark>>> {
+            if main.is_capturing()? {
+                return Ok(None);
+            }
+            let mark = Mark::new(&self.device, 3)?;
+            mark.record(&[&main, &self.copies, &self.late_copies])?;
+            Ok(Some(Arc::new(mark)))
+        };
+        now().ok().flatten().or_else(|| self.latest())
+    }
+
+    /// Drops `what` when the device has done all that is on the streams now.
     pub fn retire(&self, what: impl Send + 'static) {
-        let mut state = self.kept.lock();
-        let after = state.latest.clone().filter(|mark| !mark.is_passed());
+        let after = self.mark_of_all().filter(|mark| !mark.is_passed());
         let Some(after) = after else {
-            // It may be large, and nobody else need wait for it.
-            drop(state);
             drop(what);
             return;
         };
         let what = Box::new(what);
+        let mut state = self.kept.lock();
         state.entries.push(Entry { after, what });
         if !state.watched {
             let kept = self.kept.clone();
@@ -168,7 +217,7 @@ impl Kept {
     }
 }
 
-/// Something that the device may use until it has passed the mark that is the latest when this is dropped.
+/// Something that the device may use: it is dropped when the device has done all that is on the streams when this is.
 #[derive(Debug)]
 pub struct Deferred<T: Send + 'static> {
     what: ManuallyDrop<T>,

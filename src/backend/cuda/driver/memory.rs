@@ -50,7 +50,8 @@ impl Region {
         let (rank, stream) = (self.device.rank, self.device.gpu.lasting.host_stream);
         let device = self.ptr + offset as u64;
         let _bound = self.device.bind()?;
-        // SAFETY: the device's side lies within this range, as `rows` has checked; the host's is as long. `settle` returns when
+        self.device.settle()?;
+        // SAFETY: the device's side lies within this range, as `rows` has checked; the host's is as long. `finish` returns when
         // the bytes have been copied.
         let begun = unsafe {
             match (rows, width == pitch) {
@@ -67,7 +68,7 @@ impl Region {
                 }
             }
         };
-        begun.and_then(|()| self.device.settle())
+        begun.and_then(|()| self.device.finish())
     }
 
     /// Copies rows of `width` bytes to the host, from byte `offset` on, `pitch` bytes apart; returns when done.
@@ -83,6 +84,7 @@ impl Region {
         let (rank, stream) = (self.device.rank, self.device.gpu.lasting.host_stream);
         let device = self.ptr + offset as u64;
         let _bound = self.device.bind()?;
+        self.device.settle()?;
         // SAFETY: as in `write_rows`.
         let begun = unsafe {
             match (rows, width == pitch) {
@@ -99,7 +101,7 @@ impl Region {
                 }
             }
         };
-        begun.and_then(|()| self.device.settle())
+        begun.and_then(|()| self.device.finish())
     }
 
     /// How many rows of `width` bytes `bytes` bytes of the host are.

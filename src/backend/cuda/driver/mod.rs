@@ -7,6 +7,7 @@ use std::ffi::CStr;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
 
@@ -26,6 +27,8 @@ const HOPPER: (i32, i32) = (9, 0);
 #[derive(Debug)]
 pub struct Device {
     pub rank: usize,
+    /// How long an allocation may take at the most.
+    timeout: Duration,
     gpu: Arc<Gpu>,
 }
 
@@ -44,11 +47,11 @@ struct Gpu {
     name: String,
     uuid: Uuid,
     multiprocessors: u32,
-    lasting: Lasting,
+    lasting: Arc<Lasting>,
 }
 
-/// What lives as long as a context. The last group of a process leaves it for the next one, and lets go of the context: if
-/// nobody else uses that, it ends, and all this with it.
+/// What lives as long as a context. The last group of a process releases the context. If nobody else retains it, the driver
+/// destroys it and these objects; else the next group finds them again.
 #[derive(Debug)]
 struct Lasting {
     device: sys::CUdevice,
@@ -82,8 +85,8 @@ unsafe impl Sync for Gpu {}
 /// The GPUs that this process uses.
 static GPUS: Mutex<Vec<Weak<Gpu>>> = Mutex::new(Vec::new());
 
-/// What the groups before have left.
-static LEFT: Mutex<Vec<Lasting>> = Mutex::new(Vec::new());
+/// What was made in the contexts of this process.
+static LASTING: Mutex<Vec<Arc<Lasting>>> = Mutex::new(Vec::new());
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // Lists only, each change of which is one call.
@@ -135,7 +138,7 @@ impl Device {
     ///
     /// # Errors
     /// [`Error::NoGpu`] without a driver or a GPU; [`Error::DriverTooOld`]; [`Error::UnsupportedGpu`] unless it is a Hopper GPU.
-    pub fn open(rank: usize, ordinal: Option<usize>) -> Result<Arc<Device>> {
+    pub fn open(rank: usize, ordinal: Option<usize>, timeout: Duration) -> Result<Arc<Device>> {
         let none = |reason: String| Error::NoGpu { rank, reason };
         // cudarc panics if it does not find the library or a function of it; so look first.
         // SAFETY: loading the driver runs its initialisers, which any CUDA program does.
@@ -169,7 +172,7 @@ impl Device {
                 gpu
             }
         };
-        Ok(Arc::new(Device { rank, gpu }))
+        Ok(Arc::new(Device { rank, timeout, gpu }))
     }
 
     /// The driver's name of the GPU.
@@ -251,10 +254,40 @@ impl Device {
         Ok((least, greatest))
     }
 
+    /// Waits for copies to or from the caller's memory, which nothing may end before they do. They need no multiprocessor, and
+    /// nothing stands in front of them: [`Device::settle`] has returned before.
+    fn finish(&self) -> Result<()> {
+        // SAFETY: the stream lives as long as the context.
+        unsafe { cuda!(self.rank, cuStreamSynchronize(self.gpu.lasting.host_stream)) }
+    }
+
     /// Waits for what was put on the host stream.
     fn settle(&self) -> Result<()> {
-        // SAFETY: the stream lives as long as the GPU.
-        unsafe { cuda!(self.rank, cuStreamSynchronize(self.gpu.lasting.host_stream)) }
+        const SPINS: u32 = 10_000;
+        const NAP: Duration = Duration::from_micros(20);
+        /// A kernel that waits for a peer, and leaves no room for a fill, gives up in time.
+        const GRACE: Duration = Duration::from_secs(2);
+        let begin = Instant::now();
+        let mut turn = 0;
+        loop {
+            // SAFETY: the stream lives as long as the context.
+            let result = unsafe { sys::cuStreamQuery(self.gpu.lasting.host_stream) };
+            if result != sys::CUresult::CUDA_ERROR_NOT_READY {
+                return check(self.rank, "cuStreamQuery", result);
+            }
+            if begin.elapsed() > self.timeout + GRACE {
+                return Err(Error::Timeout {
+                    rank: self.rank,
+                    waiting: self.rank,
+                    what: "a fill or a free of memory: its GPU is busy".into(),
+                    waited_ms: begin.elapsed().as_millis() as u64,
+                });
+            }
+            turn += 1;
+            if turn > SPINS {
+                std::thread::sleep(NAP);
+            }
+        }
     }
 }
 
@@ -375,18 +408,18 @@ impl Drop for Retained {
 }
 
 impl Lasting {
-    /// What the groups before have left in the current context, or all of it anew.
-    fn of_current(rank: usize, device: sys::CUdevice) -> Result<Lasting> {
+    /// What there is in the current context, made if there is nothing yet.
+    fn of_current(rank: usize, device: sys::CUdevice) -> Result<Arc<Lasting>> {
         let mut context = 0;
         // SAFETY: writes the local; null is the current context.
         unsafe { cuda!(rank, cuCtxGetId(std::ptr::null_mut(), &mut context))? };
-        let mut left = lock(&LEFT);
+        // Held while it is made, so that it is made once.
+        let mut all = lock(&LASTING);
         // What another context of the device had has ended with it.
-        left.retain(|lasting| lasting.device != device || lasting.context == context);
-        if let Some(index) = left.iter().position(|lasting| lasting.context == context) {
-            return Ok(left.swap_remove(index));
+        all.retain(|lasting| lasting.device != device || lasting.context == context);
+        if let Some(known) = all.iter().find(|lasting| lasting.context == context) {
+            return Ok(known.clone());
         }
-        drop(left);
         // SAFETY: a plain struct, for which zero means "nothing special".
         let mut properties: sys::CUmemPoolProps = unsafe { MaybeUninit::zeroed().assume_init() };
         properties.allocType = sys::CUmemAllocationType_enum::CU_MEM_ALLOCATION_TYPE_PINNED;
@@ -394,23 +427,27 @@ impl Lasting {
         let (mut pool, mut host_stream) = (std::ptr::null_mut(), std::ptr::null_mut());
         let (mut least, mut greatest) = (0, 0);
         let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
-        // SAFETY: writes the locals. The stream has the priority of those that nothing waits in.
+        // SAFETY: writes the locals. What is made lasts as long as the context, also if the next step fails.
         unsafe {
+            cuda!(rank, cuMemPoolCreate(&mut pool, &properties))?;
             cuda!(rank, cuCtxGetStreamPriorityRange(&mut least, &mut greatest))?;
+            // Neither that of copies between ranks nor that of the words that set the device free.
+            let priority = (greatest + 2).min(least);
             cuda!(
                 rank,
-                cuStreamCreateWithPriority(&mut host_stream, flags, greatest)
+                cuStreamCreateWithPriority(&mut host_stream, flags, priority)
             )?;
-            cuda!(rank, cuMemPoolCreate(&mut pool, &properties))?;
         }
-        Ok(Lasting {
+        let lasting = Arc::new(Lasting {
             device,
             context,
             pool,
             host_stream,
             pages: Mutex::default(),
             modules: Mutex::default(),
-        })
+        });
+        all.push(lasting.clone());
+        Ok(lasting)
     }
 }
 
@@ -439,16 +476,6 @@ fn bind(rank: usize, context: sys::CUcontext) -> Result<Bound> {
 
 impl Drop for Gpu {
     fn drop(&mut self) {
-        let none = Lasting {
-            device: self.device,
-            context: 0,
-            pool: std::ptr::null_mut(),
-            host_stream: std::ptr::null_mut(),
-            pages: Mutex::default(),
-            modules: Mutex::default(),
-        };
-        let lasting = std::mem::replace(&mut self.lasting, none);
-        lock(&LEFT).push(lasting);
         // SAFETY: retained once in `open`.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }
