@@ -27,8 +27,8 @@ impl Mark {
     }
 
     fn record(&self, streams: &[&Stream]) -> Result<()> {
-        let places = self.0.iter().zip(streams);
-        places.map(|(event, stream)| event.record(stream)).collect()
+        let mut places = self.0.iter().zip(streams);
+        places.try_for_each(|(event, stream)| event.record(stream))
     }
 
     /// Whether the device has done everything before it. A device that has failed does nothing any more.

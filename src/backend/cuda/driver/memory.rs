@@ -211,10 +211,14 @@ impl Drop for Memory {
     fn drop(&mut self) {
         let device = &self.0.device;
         if let Ok(_bound) = device.bind() {
+            let lasting = &device.gpu.lasting;
+            // What cannot be freed is lost: nobody is there to hear of it.
             // SAFETY: allocated by this value.
-            let _ = unsafe { sys::cuMemFreeAsync(self.0.ptr, device.gpu.lasting.host_stream) };
-            // The pool keeps nothing: at this point the driver has it back.
-            let _ = device.settle();
+            let _ = unsafe { sys::cuMemFreeAsync(self.0.ptr, lasting.host_stream) };
+            // A pool gives back what it sees to be free when its stream is synchronized, which a query is not.
+            let _ = device.settle().and_then(|()| device.finish());
+            // SAFETY: the pool lives as long as the context.
+            let _ = unsafe { sys::cuMemPoolTrimTo(lasting.pool, 0) };
         }
     }
 }

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 
 /// Every function of the driver that this folder calls, beside [`EVENT_ELAPSED_TIME`]. A test compares the list with the
 /// calls.
-const CALLED: [&str; 61] = [
+const CALLED: [&str; 62] = [
     "cuCtxGetCurrent",
     "cuCtxGetId",
     "cuCtxGetStreamPriorityRange",
@@ -45,6 +45,7 @@ const CALLED: [&str; 61] = [
     "cuMemImportFromShareableHandle",
     "cuMemMap",
     "cuMemPoolCreate",
+    "cuMemPoolTrimTo",
     "cuMemRelease",
     "cuMemSetAccess",
     "cuMemUnmap",
