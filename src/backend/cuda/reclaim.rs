@@ -13,6 +13,8 @@ use std::time::{Duration, Instant};
 use super::driver::{Device, Event, Stream, Urgency};
 use crate::error::Result;
 
+/// A mark on streams that are idle is passed within this.
+const MOMENT: Duration = Duration::from_micros(50);
 /// The first pause of the thread, and the longest: each is twice the one before.
 const PAUSES: [Duration; 2] = [Duration::from_micros(500), Duration::from_millis(20)];
 
@@ -148,11 +150,18 @@ impl Reclaimer {
 
     /// Drops `what` when the device has done all that is on the streams now.
     pub fn retire(&self, what: impl Send + 'static) {
-        let after = self.mark_of_all().filter(|mark| !mark.is_passed());
-        let Some(after) = after else {
-            drop(what);
+        let Some(after) = self.mark_of_all() else {
             return;
         };
+        // Where no operation is under way, this mark is passed in a moment, and what is dropped is free on return.
+        let is_idle = self.latest().is_none_or(|mark| mark.is_passed());
+        let begin = Instant::now();
+        while is_idle && !after.is_passed() && begin.elapsed() < MOMENT {
+            std::hint::spin_loop();
+        }
+        if after.is_passed() {
+            return;
+        }
         let what = Box::new(what);
         let mut state = self.kept.lock();
         state.entries.push(Entry { after, what });
