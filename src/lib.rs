@@ -1,4 +1,6 @@
 #![doc = include_str!("../README.md")]
+// loom explores the protocol alone.
+#![cfg_attr(loom, allow(dead_code))]
 
 pub mod error;
 pub mod protocol;
