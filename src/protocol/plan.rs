@@ -159,7 +159,7 @@ impl Config {
         self.tile_m * self.cluster
     }
 
-    fn check(&self) -> Result<()> {
+    pub(crate) fn check(&self) -> Result<()> {
         limit("Config::tile_m", self.tile_m, 1, MAX_EXTENT)?;
         limit("Config::tile_n", self.tile_n, 1, MAX_EXTENT)?;
         limit("Config::tile_k", self.tile_k, 1, MAX_EXTENT)?;

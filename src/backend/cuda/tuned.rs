@@ -119,10 +119,12 @@ fn parse(text: &str, gpu: &str, world: usize, lines: &mut Vec<Winner>) -> Result
         if line.trim().is_empty() || line.starts_with('#') {
             continue;
         }
-        let winner: Winner = serde_json::from_str(line).map_err(|error| {
+        let refused = |error: &dyn std::fmt::Display| {
             let number = index + 1;
             format!("line {number} is not one that --tune writes ({error}): {line}")
-        })?;
+        };
+        let winner: Winner = serde_json::from_str(line).map_err(|error| refused(&error))?;
+        winner.config.check().map_err(|error| refused(&error))?;
         if (winner.gpu.as_str(), winner.world) == (gpu, world) {
             lines.push(winner);
         }
@@ -232,6 +234,8 @@ mod tests {
         for wrong in [
             LINE.replace("Push", "Throw"),
             LINE.replace("224", "\"wide\""),
+            LINE.replace("224", "0"),
+            LINE.replace("224", &usize::MAX.to_string()),
             LINE.replace(r#""world":4,"#, ""),
             "nonsense".into(),
         ] {
