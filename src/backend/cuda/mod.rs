@@ -9,6 +9,7 @@ mod kernel;
 mod memory;
 mod monitor;
 mod program;
+mod queues;
 mod reclaim;
 mod tensor_map;
 mod tuned;
@@ -31,6 +32,7 @@ use kernel::Kernels;
 use memory::{BOX, Control, Peers, Symmetric};
 use monitor::Monitor;
 use program::Program;
+use queues::Queues;
 use reclaim::{Deferred, Reclaimer};
 
 use super::{Backend, Part, sealed};
@@ -316,75 +318,6 @@ impl sealed::Backend for Cuda {
             self.reclaimer.mark()?;
         }
         self.wait_for_operations(members)
-    }
-}
-
-/// Whether a stream's work can be held up by another's that stands in the same queue of the device: the device has fewer
-/// queues than a process may have streams, but streams of different priority share none.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Queues {
-    /// Why kernels and copies may share one.
-    together: Option<String>,
-    /// Whether all streams of one priority share one.
-    single: bool,
-    /// The least and the greatest priority: lower numbers are higher priorities.
-    priorities: (i32, i32),
-}
-
-impl Queues {
-    fn found(priorities: (i32, i32)) -> Queues {
-        Queues::of(|name| std::env::var(name).unwrap_or_default(), priorities)
-    }
-
-    fn of(variable: impl Fn(&str) -> String, priorities: (i32, i32)) -> Queues {
-        let single = variable("CUDA_DEVICE_MAX_CONNECTIONS") == "1";
-        let (least, greatest) = priorities;
-        let together = if single {
-            Some("CUDA_DEVICE_MAX_CONNECTIONS=1".into())
-        } else if !["", "0"].contains(&&*variable("CUDA_LAUNCH_BLOCKING")) {
-            Some("CUDA_LAUNCH_BLOCKING".into())
-        } else if least - greatest < 2 {
-            let count = least - greatest + 1;
-            Some(format!(
-                "a driver with {count} stream priorities, as under MPS or on a virtual GPU"
-            ))
-        } else {
-            None
-        };
-        Queues {
-            together,
-            single,
-            priorities,
-        }
-    }
-
-    /// What sets the device free after a failure needs a queue that nothing waits in.
-    fn check(&self, rank: usize) -> Result<()> {
-        let (least, greatest) = self.priorities;
-        if self.single && least - greatest < 2 {
-            return Err(Error::QueuedTogether {
-                rank,
-                what: "a group".into(),
-                cause: "CUDA_DEVICE_MAX_CONNECTIONS=1 and a driver without stream priorities"
-                    .into(),
-            });
-        }
-        Ok(())
-    }
-
-    /// Whether a stream of the caller's may be the one that operations are put on.
-    fn check_main(&self, rank: usize, priority: i32) -> Result<()> {
-        let (least, greatest) = self.priorities;
-        // Those of the rescuer's stream, the copies' and the host's.
-        let ours = priority <= (greatest + 2).min(least);
-        if self.single && ours {
-            return Err(Error::QueuedTogether {
-                rank,
-                what: format!("a stream of priority {priority}"),
-                cause: "CUDA_DEVICE_MAX_CONNECTIONS=1".into(),
-            });
-        }
-        Ok(())
     }
 }
 
@@ -715,53 +648,5 @@ impl<T: Element> crate::sharded::ShardedMatrix<Cuda, T> {
     /// Where the whole [M, K] matrix of this rank lies on the device; its rows follow one another without padding.
     pub fn as_device_ptr(&self) -> u64 {
         self.memory().own()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    const PRIORITIES: (i32, i32) = (0, -5);
-
-    fn queues(variables: &[(&str, &str)], priorities: (i32, i32)) -> Queues {
-        let value = |name: &str| variables.iter().find(|(known, _)| *known == name);
-        Queues::of(
-            |name| value(name).map_or(String::new(), |(_, value)| value.to_string()),
-            priorities,
-        )
-    }
-
-    #[test]
-    fn what_makes_streams_share_a_queue_is_found() {
-        let together = |variables: &[_], priorities| queues(variables, priorities).together;
-        assert_eq!(together(&[], PRIORITIES), None);
-        assert_eq!(together(&[("CUDA_LAUNCH_BLOCKING", "0")], PRIORITIES), None);
-        for variable in ["CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"] {
-            let cause = together(&[(variable, "1")], PRIORITIES).unwrap();
-            assert!(cause.starts_with(variable), "{cause}");
-        }
-        let cause = together(&[], (0, 0)).unwrap();
-        assert!(cause.contains("1 stream priorities"), "{cause}");
-    }
-
-    #[test]
-    fn a_stream_of_the_callers_never_shares_a_queue_with_what_sets_it_free() {
-        let single = queues(&[("CUDA_DEVICE_MAX_CONNECTIONS", "1")], PRIORITIES);
-        assert_eq!(single.check(0), Ok(()));
-        for priority in [-5, -4, -3] {
-            let error = single.check_main(3, priority).unwrap_err();
-            assert!(
-                matches!(error, Error::QueuedTogether { rank: 3, .. }),
-                "{error}"
-            );
-        }
-        for priority in [-2, 0] {
-            assert_eq!(single.check_main(0, priority), Ok(()));
-        }
-        assert_eq!(queues(&[], PRIORITIES).check_main(0, -5), Ok(()));
-        let alike = queues(&[("CUDA_DEVICE_MAX_CONNECTIONS", "1")], (0, 0));
-        assert!(alike.check(0).is_err());
-        assert_eq!(queues(&[], (0, 0)).check(0), Ok(()));
     }
 }

@@ -50,7 +50,7 @@ impl Mark {
 pub struct Reclaimer {
     device: Arc<Device>,
     /// Where operations are put; the caller may replace it.
-    pub main: Mutex<Arc<Stream>>,
+    main: Mutex<Arc<Stream>>,
     pub copies: Stream,
     /// For what tiles need late: it may come beside what they need first.
     pub late_copies: Stream,
