@@ -458,14 +458,14 @@ fn check_peers(test: &str, world: usize) {
 
 #[test]
 fn check_peers_finds_2_ranks_well_in_under_a_second() {
-    if let Some(_leave) = gpu() {
+    if let Some(_leave) = gpu_alone() {
         check_peers(test_name!(), 2);
     }
 }
 
 #[test]
 fn check_peers_finds_4_ranks_well_in_under_a_second() {
-    if let Some(_leave) = gpu() {
+    if let Some(_leave) = gpu_alone() {
         check_peers(test_name!(), 4);
     }
 }

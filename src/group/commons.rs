@@ -385,6 +385,12 @@ impl Commons {
         self.block().refusals[self.rank].write(number, &bytes);
     }
 
+    /// This rank makes its next call, whatever it was refused before. Not from two threads at once.
+    pub fn withdraw_refusal(&self) {
+        // Calls are numbered from 1.
+        self.block().refusals[self.rank].write(0, &[]);
+    }
+
     /// Why `rank` was refused its call `number`, and for how long it has not made that call after all.
     fn refusal_and_age(&self, rank: usize, number: u64) -> Option<(Error, Duration)> {
         let bytes = self.block().refusals[rank].read(number)?;
@@ -606,6 +612,21 @@ mod tests {
         post(&ranks[1], 2, OPERATION).unwrap();
         assert_eq!(ranks[0].refusal(1, 2), None);
         assert_eq!(standing(2, WAITED), None);
+    }
+
+    #[test]
+    fn a_refusal_is_withdrawn_when_its_rank_prepares_the_call() {
+        const WAITED: Duration = Duration::from_secs(1);
+        let ranks = ranks(2);
+        let error = Error::Capturing { rank: 1 };
+        let standing = || ranks[0].standing_refusal(|| Some(1), WAITED, Duration::ZERO);
+        ranks[1].note_refusal(1, &error);
+        assert_eq!(standing(), Some(error.clone()));
+        ranks[1].withdraw_refusal();
+        assert_eq!(ranks[0].refusal(1, 1), None);
+        assert_eq!(standing(), None);
+        ranks[1].note_refusal(1, &error);
+        assert_eq!(standing(), Some(error));
     }
 
     #[test]

@@ -196,6 +196,13 @@ impl Members {
         self.commons.note_refusal(*latest + 1, error);
     }
 
+    /// This rank makes its next collective call after all. It says so when what it does before it is there may take long,
+    /// so that those who wait do not take it for one that was refused and gave up.
+    pub fn withdraw_refusal(&self) {
+        let _latest = self.calls();
+        self.commons.withdraw_refusal();
+    }
+
     /// One look around in a wait.
     ///
     /// # Errors

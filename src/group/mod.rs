@@ -240,6 +240,8 @@ impl<B: Backend> Group<B> {
         let matrices = &self.inner.matrices;
         // A panic while it was held has not left it half-changed.
         let mut matrices = matrices.lock().unwrap_or_else(PoisonError::into_inner);
+        // To make much memory, or to find that it cannot be had, takes longer than a refusal stands.
+        members.withdraw_refusal();
         let memory = self.inner.backend.symmetric(members, &call, bytes)?;
         let id = *matrices;
         *matrices += 1;

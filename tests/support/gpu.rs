@@ -105,7 +105,7 @@ pub fn present() -> bool {
     false
 }
 
-/// A test that measures a GPU's memory, or in which ranks soon give up on one another, needs it for itself.
+/// A test that measures a GPU's memory or a time, or in which ranks soon give up on one another, needs it for itself.
 static TURN: RwLock<()> = RwLock::new(());
 
 /// Leave to use the GPUs, beside other tests; none if there is none.

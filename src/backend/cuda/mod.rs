@@ -372,7 +372,7 @@ impl Cuda {
         self.reclaimer.settle();
         let mut memory = Memory::zeroed(&self.device, bytes);
         let is_refused = matches!(memory, Err(Error::OutOfMemory { .. }));
-        if is_refused && bytes <= self.device.memory()?.1 {
+        if is_refused && bytes <= self.device.bytes() {
             self.reclaimer.drain(members.timeout);
             let begin = Instant::now();
             while matches!(memory, Err(Error::OutOfMemory { .. })) && begin.elapsed() < MOMENT {

@@ -177,6 +177,7 @@ impl Memory {
         let gpu = &device.gpu;
         let _bound = device.bind()?;
         let bytes = bytes.max(16);
+        fits(device, bytes)?;
         let mut ptr = 0;
         // SAFETY: writes the local.
         let result = unsafe {
@@ -235,6 +236,7 @@ impl Mapping {
     /// Zeroed memory of the device, and a descriptor with which another process maps it.
     pub fn create(device: &Arc<Device>, bytes: usize) -> Result<(Mapping, OwnedFd)> {
         let rank = device.rank;
+        fits(device, bytes)?;
         let _bound = device.bind()?;
         // SAFETY: a plain struct, for which zero means "nothing special".
         let mut properties: sys::CUmemAllocationProp =
@@ -360,15 +362,32 @@ pub(super) fn location(device: sys::CUdevice) -> sys::CUmemLocation {
     unsafe { std::mem::transmute::<[i32; 2], sys::CUmemLocation>([kind, device]) }
 }
 
+/// More than the GPU has is not asked for: to find that out may take the driver longer than other ranks wait, and what it
+/// takes on the way others lack.
+fn fits(device: &Device, bytes: usize) -> Result<()> {
+    if bytes > device.bytes() {
+        return Err(out_of_memory(device, bytes)?);
+    }
+    Ok(())
+}
+
 fn refused(device: &Device, bytes: usize, call: &str, result: sys::CUresult) -> Result<()> {
     if result == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
-        return Err(Error::OutOfMemory {
-            rank: device.rank,
-            bytes,
-            reason: format!("{} bytes are free on the GPU", device.memory()?.0),
-        });
+        return Err(out_of_memory(device, bytes)?);
     }
     check(device.rank, call, result)
+}
+
+fn out_of_memory(device: &Device, bytes: usize) -> Result<Error> {
+    Ok(Error::OutOfMemory {
+        rank: device.rank,
+        bytes,
+        reason: format!(
+            "{} of the GPU's {} bytes are free",
+            device.free_bytes()?,
+            device.bytes()
+        ),
+    })
 }
 
 /// Page-locked host memory that the device can write: one zeroed `T`.

@@ -47,6 +47,8 @@ struct Gpu {
     name: String,
     uuid: Uuid,
     multiprocessors: u32,
+    /// Its memory in bytes, free or not.
+    bytes: usize,
     lasting: Arc<Lasting>,
 }
 
@@ -231,13 +233,15 @@ impl Device {
         Ok(version)
     }
 
-    /// The device's memory in bytes: what is free, and all of it.
-    pub fn memory(&self) -> Result<(usize, usize)> {
+    /// The GPU's memory in bytes that is free.
+    pub fn free_bytes(&self) -> Result<usize> {
         let _bound = self.bind()?;
-        let (mut free, mut total) = (0, 0);
-        // SAFETY: writes the locals.
-        unsafe { cuda!(self.rank, cuMemGetInfo_v2(&mut free, &mut total))? };
-        Ok((free, total))
+        Ok(memory(self.rank)?.0)
+    }
+
+    /// The GPU's memory in bytes, free or not.
+    pub fn bytes(&self) -> usize {
+        self.gpu.bytes
     }
 
     /// The least and the greatest priority of streams: lower numbers are higher priorities.
@@ -363,9 +367,9 @@ impl Gpu {
         let multiprocessors = attribute(attr::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32;
         let uuid = uuid(rank, device)?;
         let context = Retained::new(rank, device)?;
-        let lasting = {
+        let (bytes, lasting) = {
             let _bound = bind(rank, context.context)?;
-            Lasting::of_current(rank, device)?
+            (memory(rank)?.1, Lasting::of_current(rank, device)?)
         };
         Ok(Gpu {
             device,
@@ -374,9 +378,18 @@ impl Gpu {
             name,
             uuid,
             multiprocessors,
+            bytes,
             lasting,
         })
     }
+}
+
+/// The bytes of the current context's GPU that are free, and all of them.
+fn memory(rank: usize) -> Result<(usize, usize)> {
+    let (mut free, mut total) = (0, 0);
+    // SAFETY: writes the locals.
+    unsafe { cuda!(rank, cuMemGetInfo_v2(&mut free, &mut total))? };
+    Ok((free, total))
 }
 
 /// A primary context that is let go if opening the GPU fails.
