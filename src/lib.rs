@@ -9,6 +9,8 @@ mod element;
 
 #[cfg(not(loom))]
 mod backend;
+#[cfg(all(feature = "cuda", not(loom)))]
+mod device;
 #[cfg(not(loom))]
 mod group;
 #[cfg(not(loom))]
@@ -17,6 +19,8 @@ mod matrix;
 mod memory;
 #[cfg(not(loom))]
 mod ops;
+#[cfg(not(loom))]
+mod ranks;
 #[cfg(not(loom))]
 mod sharded;
 #[cfg(not(loom))]
@@ -29,9 +33,10 @@ pub use protocol::{Config, Transport};
 #[cfg(not(loom))]
 pub use {
     backend::{Backend, Host},
-    group::{Builder, DEFAULT_TIMEOUT, Group, launch},
+    group::{Builder, DEFAULT_TIMEOUT, Group},
     matrix::Matrix,
     ops::{AllGatherMatmul, Prepared, all_gather_matmul},
+    ranks::launch,
     sharded::{ShardMut, ShardedMatrix},
 };
 
@@ -42,9 +47,11 @@ pub use backend::Cuda;
 #[doc(hidden)]
 pub mod testing {
     //! What only the tests and benchmarks of this library use.
+    #[cfg(feature = "cuda")]
+    pub use crate::backend::Winner;
     pub use crate::backend::delay_chunks;
     #[cfg(feature = "cuda")]
-    pub use crate::backend::{Winner, align_streams, with_each_kernel};
+    pub use crate::device::{align_streams, with_each_kernel};
     pub use crate::group::KEPT_PROGRAMS;
 }
 
@@ -54,6 +61,9 @@ pub mod fuzzing {
     //! which the library's own code writes.
     #[cfg(feature = "cuda")]
     pub use crate::backend::{peer, winners};
-    pub use crate::group::{environment, frame, introduction, letter};
+    pub use crate::ranks::env::fuzzing as environment;
+    pub use crate::ranks::members::fuzzing as frame;
+    pub use crate::ranks::rendezvous::fuzzing as introduction;
+    pub use crate::ranks::reports::fuzzing as letter;
     pub use crate::trace::fuzzing as trace;
 }

@@ -7,6 +7,7 @@ use crate::backend::Backend;
 use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::group::Group;
+use crate::protocol::plan::MAX_EXTENT;
 
 /// A row-major [rows, columns] matrix in this rank's own memory: a weight, a bias (one row) or an output.
 ///
@@ -18,6 +19,52 @@ pub struct Matrix<B: Backend, T> {
     rows: usize,
     columns: usize,
     element: PhantomData<T>,
+}
+
+impl<B: Backend> Group<B> {
+    /// Allocates a [rows, columns] matrix of this rank's own, all zero.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`]; [`Error::Limit`] for an empty shape.
+    pub fn zeros<T: Element>(&self, rows: usize, columns: usize) -> Result<Matrix<B, T>> {
+        let width = bytes_of::<T>(rows, columns)? / rows;
+        let memory = {
+            let inner = self.inner();
+            inner.backend.buffer(&inner.members, rows, width)?
+        };
+        Ok(Matrix::new(self.clone(), memory, rows, columns))
+    }
+
+    /// Allocates a [rows, columns] matrix of this rank's own and copies `values`, row by row, into it.
+    ///
+    /// # Errors
+    /// As [`Group::zeros`]; [`Error::Shape`] unless there are rows · columns values.
+    pub fn upload<T: Element>(
+        &self,
+        values: &[T],
+        rows: usize,
+        columns: usize,
+    ) -> Result<Matrix<B, T>> {
+        let mut matrix = self.zeros(rows, columns)?;
+        matrix.copy_from_host(values)?;
+        Ok(matrix)
+    }
+}
+
+/// The bytes of a [rows, columns] matrix.
+pub(crate) fn bytes_of<T: Element>(rows: usize, columns: usize) -> Result<usize> {
+    for (what, value) in [("rows", rows), ("columns", columns)] {
+        if !(1..=MAX_EXTENT).contains(&value) {
+            return Err(Error::Limit {
+                what: what.into(),
+                value,
+                min: 1,
+                max: MAX_EXTENT,
+            });
+        }
+    }
+    // Two extents below 2³¹ and an element of two bytes stay below 2⁶³.
+    Ok(rows * columns * size_of::<T>())
 }
 
 impl<B: Backend, T: Element> Matrix<B, T> {

@@ -8,7 +8,9 @@ use crate::backend::Backend;
 use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::group::Group;
+use crate::matrix::bytes_of;
 use crate::protocol::Problem;
+use crate::protocol::plan::balanced_rows;
 
 /// A row-major [M, K] matrix of which each rank owns some rows.
 ///
@@ -25,6 +27,66 @@ pub struct ShardedMatrix<B: Backend, T> {
     layout: Problem,
     id: u32,
     element: PhantomData<T>,
+}
+
+impl<B: Backend> Group<B> {
+    /// Allocates a symmetric [m, k] matrix whose rows are split evenly over the ranks. Collective.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] on every rank if it is so on one; [`Error::CallMismatch`] unless all ranks give
+    /// the same shape; the group's failure.
+    pub fn sharded<T: Element>(&self, m: usize, k: usize) -> Result<ShardedMatrix<B, T>> {
+        self.sharded_rows(&balanced_rows(m, self.world_size()), k)
+    }
+
+    /// As [`Group::sharded`], with `rows[r]` rows owned by rank r.
+    ///
+    /// # Errors
+    /// As [`Group::sharded`]; [`Error::Shape`] unless there is one count of rows a rank.
+    pub fn sharded_rows<T: Element>(
+        &self,
+        rows: &[usize],
+        k: usize,
+    ) -> Result<ShardedMatrix<B, T>> {
+        let inner = self.inner();
+        inner.members.check()?;
+        let layout = self.layout(rows, k);
+        let layout = layout.map_err(|error| self.refuse("sharded", error))?;
+        // M and K are within the limits of every matrix.
+        let bytes = bytes_of::<T>(layout.m(), k)?;
+        let dtype = T::DTYPE;
+        let call = format!("sharded(rows of each rank = {rows:?}, K = {k}, {dtype})");
+        let (memory, id) = inner.numbered(|| {
+            // To make much memory, or to find that it cannot be had, takes longer than a refusal stands.
+            inner.members.withdraw_refusal();
+            inner.backend.symmetric(&inner.members, &call, bytes)
+        })?;
+        Ok(ShardedMatrix::new(self.clone(), memory, layout, id))
+    }
+
+    /// Who owns what of a sharded matrix.
+    fn layout(&self, rows: &[usize], k: usize) -> Result<Problem> {
+        let members = &self.inner().members;
+        if rows.len() != members.world {
+            return Err(Error::Shape {
+                rank: members.rank,
+                argument: "rows [world size]".into(),
+                expected: vec![members.world],
+                found: vec![rows.len()],
+            });
+        }
+        // N is not known yet and does not matter for who owns what.
+        let layout = Problem::with_rows(rows, 1, k, members.rank)?;
+        if !k.is_multiple_of(B::K_MULTIPLE) {
+            return Err(Error::Unaligned {
+                rank: members.rank,
+                what: "K".into(),
+                value: k,
+                multiple: B::K_MULTIPLE,
+            });
+        }
+        Ok(layout)
+    }
 }
 
 impl<B: Backend, T: Element> ShardedMatrix<B, T> {

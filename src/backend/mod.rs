@@ -12,16 +12,25 @@ use std::time::Duration;
 pub use cuda::Cuda;
 #[cfg(feature = "cuda")]
 #[doc(hidden)]
-pub use cuda::{Winner, align_streams, with_each_kernel};
+pub use cuda::Winner;
 #[cfg(all(fuzzing, feature = "cuda"))]
 pub use cuda::{peer, winners};
 pub use host::Host;
 
 use crate::element::DType;
 use crate::error::Result;
-use crate::group::{Call, Members, Options};
 use crate::protocol::{Config, Epoch, Plan, Problem, Transport};
-use crate::trace::Span;
+use crate::ranks::members::Members;
+use crate::trace::span::Span;
+
+/// What a backend is told when it is opened.
+#[derive(Clone, Debug)]
+pub struct Options {
+    pub workers: Option<usize>,
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub device: Option<usize>,
+    pub first_epoch: Epoch,
+}
 
 /// A way to run the protocol: [`Host`] on any machine, `Cuda` on NVIDIA GPUs (feature `cuda`).
 ///
@@ -132,12 +141,8 @@ pub(crate) mod sealed {
         fn plan(program: &Self::Program) -> &Plan;
 
         /// Collective, as `call`. Zeroed memory of `bytes` bytes on each rank.
-        fn symmetric(
-            &self,
-            members: &Members,
-            call: &Call,
-            bytes: usize,
-        ) -> Result<Self::Symmetric>;
+        fn symmetric(&self, members: &Members, call: &str, bytes: usize)
+        -> Result<Self::Symmetric>;
         /// Zeroed memory for `rows` rows of `width` bytes.
         fn buffer(&self, members: &Members, rows: usize, width: usize) -> Result<Self::Buffer>;
 

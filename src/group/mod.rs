@@ -1,15 +1,8 @@
 //! Groups: the ranks that multiply together.
 
-mod commons;
-pub(crate) mod env;
-pub mod launch;
-mod members;
 #[cfg(feature = "mpi")]
 mod mpi;
-mod reports;
-mod socket;
 mod threads;
-mod wire;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -17,29 +10,13 @@ use std::marker::PhantomData;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-#[cfg(fuzzing)]
-pub use env::fuzzing as environment;
-#[cfg(fuzzing)]
-pub use members::fuzzing as frame;
-#[cfg(fuzzing)]
-pub use reports::fuzzing as letter;
-#[cfg(fuzzing)]
-pub use socket::fuzzing as introduction;
-
-pub(crate) use commons::{Cuts, Operation, OperationName};
-#[cfg(feature = "cuda")]
-pub(crate) use members::Witness;
-pub(crate) use members::{Call, Members};
-
-use reports::Outbox;
-
-use crate::backend::Backend;
-use crate::element::Element;
+use crate::backend::{Backend, Options};
 use crate::error::{Error, Result};
-use crate::matrix::Matrix;
-use crate::protocol::plan::{MAX_EXTENT, balanced_rows};
 use crate::protocol::{Config, Epoch, Plan, Problem};
-use crate::sharded::ShardedMatrix;
+use crate::ranks::commons::Operation;
+use crate::ranks::members::Members;
+use crate::ranks::reports::Outbox;
+use crate::ranks::{env, rendezvous};
 
 /// How long a rank waits for another before it gives up, unless the builder says otherwise.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -85,6 +62,18 @@ pub(crate) struct Inner<B: Backend> {
     /// How many sharded matrices the group has made. Held while one is made, so that two threads of a rank number theirs
     /// in the order in which the ranks have met for them.
     matrices: Mutex<u32>,
+}
+
+impl<B: Backend> Inner<B> {
+    /// What `make` makes in a collective call, and its number.
+    pub fn numbered<R>(&self, make: impl FnOnce() -> Result<R>) -> Result<(R, u32)> {
+        // A panic while it was held has not left it half-changed.
+        let mut matrices = self.matrices.lock().unwrap_or_else(PoisonError::into_inner);
+        let made = make()?;
+        let number = *matrices;
+        *matrices += 1;
+        Ok((made, number))
+    }
 }
 
 impl<B: Backend> Drop for Inner<B> {
@@ -191,10 +180,10 @@ impl<B: Backend> Group<B> {
     /// # Errors
     /// [`Error::Limit`] if a rank sends more than its part of 256 MiB; the group's failure.
     pub fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        self.gather_bytes(&Call::AllGatherBytes, bytes)
+        self.gather_bytes("all_gather_bytes()", bytes)
     }
 
-    pub(crate) fn gather_bytes(&self, call: &Call, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+    pub(crate) fn gather_bytes(&self, call: &str, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         let gathered = self.inner.members.all_gather(call, bytes, None)?;
         Ok(gathered.payloads)
     }
@@ -206,114 +195,6 @@ impl<B: Backend> Group<B> {
     pub fn synchronize(&self) -> Result<()> {
         self.inner.members.check()?;
         self.inner.backend.synchronize(&self.inner.members)
-    }
-
-    /// Allocates a symmetric [m, k] matrix whose rows are split evenly over the ranks. Collective.
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`] on every rank if it is so on one; [`Error::CallMismatch`] unless all ranks give
-    /// the same shape; the group's failure.
-    pub fn sharded<T: Element>(&self, m: usize, k: usize) -> Result<ShardedMatrix<B, T>> {
-        self.sharded_rows(&balanced_rows(m, self.world_size()), k)
-    }
-
-    /// As [`Group::sharded`], with `rows[r]` rows owned by rank r.
-    ///
-    /// # Errors
-    /// As [`Group::sharded`]; [`Error::Shape`] unless there is one count of rows a rank.
-    pub fn sharded_rows<T: Element>(
-        &self,
-        rows: &[usize],
-        k: usize,
-    ) -> Result<ShardedMatrix<B, T>> {
-        let members = &self.inner.members;
-        members.check()?;
-        let layout = self.layout(rows, k);
-        let layout = layout.map_err(|error| self.refuse("sharded", error))?;
-        // M and K are within the limits of every matrix.
-        let bytes = self.bytes_of::<T>(layout.m(), k)?;
-        let call = Call::Sharded {
-            rows: rows.to_vec(),
-            k,
-            dtype: T::DTYPE,
-        };
-        let matrices = &self.inner.matrices;
-        // A panic while it was held has not left it half-changed.
-        let mut matrices = matrices.lock().unwrap_or_else(PoisonError::into_inner);
-        // To make much memory, or to find that it cannot be had, takes longer than a refusal stands.
-        members.withdraw_refusal();
-        let memory = self.inner.backend.symmetric(members, &call, bytes)?;
-        let id = *matrices;
-        *matrices += 1;
-        drop(matrices);
-        Ok(ShardedMatrix::new(self.clone(), memory, layout, id))
-    }
-
-    /// Who owns what of a sharded matrix.
-    fn layout(&self, rows: &[usize], k: usize) -> Result<Problem> {
-        let members = &self.inner.members;
-        if rows.len() != members.world {
-            return Err(Error::Shape {
-                rank: members.rank,
-                argument: "rows [world size]".into(),
-                expected: vec![members.world],
-                found: vec![rows.len()],
-            });
-        }
-        // N is not known yet and does not matter for who owns what.
-        let layout = Problem::with_rows(rows, 1, k, members.rank)?;
-        if !k.is_multiple_of(B::K_MULTIPLE) {
-            return Err(Error::Unaligned {
-                rank: members.rank,
-                what: "K".into(),
-                value: k,
-                multiple: B::K_MULTIPLE,
-            });
-        }
-        Ok(layout)
-    }
-
-    /// Allocates a [rows, columns] matrix of this rank's own, all zero.
-    ///
-    /// # Errors
-    /// [`Error::OutOfMemory`]; [`Error::Limit`] for an empty shape.
-    pub fn zeros<T: Element>(&self, rows: usize, columns: usize) -> Result<Matrix<B, T>> {
-        let width = self.bytes_of::<T>(rows, columns)? / rows;
-        let memory = self
-            .inner
-            .backend
-            .buffer(&self.inner.members, rows, width)?;
-        Ok(Matrix::new(self.clone(), memory, rows, columns))
-    }
-
-    /// Allocates a [rows, columns] matrix of this rank's own and copies `values`, row by row, into it.
-    ///
-    /// # Errors
-    /// As [`Group::zeros`]; [`Error::Shape`] unless there are rows · columns values.
-    pub fn upload<T: Element>(
-        &self,
-        values: &[T],
-        rows: usize,
-        columns: usize,
-    ) -> Result<Matrix<B, T>> {
-        let mut matrix = self.zeros(rows, columns)?;
-        matrix.copy_from_host(values)?;
-        Ok(matrix)
-    }
-
-    pub(crate) fn bytes_of<T: Element>(&self, rows: usize, columns: usize) -> Result<usize> {
-        for (what, value) in [("rows", rows), ("columns", columns)] {
-            if !(1..=MAX_EXTENT).contains(&value) {
-                return Err(Error::Limit {
-                    what: what.into(),
-                    value,
-                    min: 1,
-                    max: MAX_EXTENT,
-                });
-            }
-        }
-        // Two extents below 2³¹ and an element of two bytes stay below 2⁶³.
-        Ok(rows * columns * size_of::<T>())
     }
 
     pub(crate) fn inner(&self) -> &Inner<B> {
@@ -453,15 +334,6 @@ pub struct Builder<B: Backend> {
     backend: PhantomData<B>,
 }
 
-/// What a backend is told when it is opened.
-#[derive(Clone, Debug)]
-pub struct Options {
-    pub(crate) workers: Option<usize>,
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    pub(crate) device: Option<usize>,
-    pub(crate) first_epoch: Epoch,
-}
-
 impl<B: Backend> Default for Builder<B> {
     fn default() -> Self {
         Builder::new()
@@ -526,7 +398,7 @@ impl<B: Backend> Builder<B> {
         let described = env::describe_this_process()?;
         let (rank, address) = (described.rank, &described.address);
         let outbox = described.launched().then(|| Outbox::new(rank, address));
-        let version = socket::PROTOCOL_VERSION;
+        let version = rendezvous::PROTOCOL_VERSION;
         let group = self.meet(rank, described.world, address, version, outbox.clone());
         if let (Some(outbox), Err(error)) = (outbox, &group) {
             outbox.tell(rank, error);
@@ -539,7 +411,7 @@ impl<B: Backend> Builder<B> {
     /// # Errors
     /// As [`Group::connect`].
     pub fn connect(self, rank: usize, world: usize, address: &str) -> Result<Group<B>> {
-        self.connect_speaking(rank, world, address, socket::PROTOCOL_VERSION)
+        self.connect_speaking(rank, world, address, rendezvous::PROTOCOL_VERSION)
     }
 
     /// As [`Builder::connect`], as a build of another protocol version would, for tests.
@@ -564,7 +436,7 @@ impl<B: Backend> Builder<B> {
     ) -> Result<Group<B>> {
         // Checks world size and rank.
         Problem::balanced(1, 1, 1, rank, world)?;
-        let identity = socket::Identity {
+        let identity = rendezvous::Identity {
             rank,
             world,
             address: address.into(),
@@ -572,7 +444,7 @@ impl<B: Backend> Builder<B> {
             timeout: self.timeout,
             outbox,
         };
-        Group::open(socket::meet_speaking(&identity, version)?, &self)
+        Group::open(rendezvous::meet_speaking(&identity, version)?, &self)
     }
 
     /// As [`Group::threads`].

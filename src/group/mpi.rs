@@ -21,7 +21,7 @@ impl<B: Backend> Builder<B> {
         let (rank, world) = (communicator.rank() as usize, communicator.size() as usize);
         let mut address = [b' '; ADDRESS_BYTES];
         if rank == 0 {
-            let drawn = super::launch::unique_address();
+            let drawn = crate::ranks::launch::unique_address();
             let length = drawn.len().min(ADDRESS_BYTES);
             address[..length].copy_from_slice(&drawn.as_bytes()[..length]);
         }

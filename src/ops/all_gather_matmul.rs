@@ -6,11 +6,13 @@ use crate::backend::sealed::Operands;
 use crate::backend::{Backend, Part};
 use crate::element::Element;
 use crate::error::{Error, Result};
-use crate::group::{Cuts, Group, Operation, OperationName};
+use crate::group::Group;
 use crate::matrix::Matrix;
 use crate::protocol::{Config, Epoch, Plan, Problem};
+use crate::ranks::commons::{Cuts, Operation, OperationName};
 use crate::sharded::ShardedMatrix;
-use crate::trace::{Span, Trace};
+use crate::trace::Trace;
+use crate::trace::span::Span;
 
 /// `out = gather(a) · bᵀ`: gathers the rows of `a` from every rank while it multiplies them. Collective.
 ///

@@ -14,11 +14,11 @@ use super::monitor::OUTSTANDING;
 use super::program::{Launch, Program};
 use crate::backend::{Part, chunk_delay, sealed};
 use crate::error::{Error, Result};
-use crate::group::Members;
 use crate::protocol::drive::{self, CopyEngine};
 use crate::protocol::plan::{MAX_FLAGS, MAX_WORLD};
 use crate::protocol::{Epoch, Plan, Pull, Push, Transport};
-use crate::trace::{Lane, Span, Work};
+use crate::ranks::members::Members;
+use crate::trace::span::{Lane, Span, Work};
 
 pub fn run(
     cuda: &Cuda,

@@ -17,9 +17,9 @@ use super::abi::{
 use super::driver::{Device, DevicePtr, Mapping, Region, Uuid};
 use super::reclaim::{Deferred, Reclaimer};
 use crate::error::{Error, Result};
-use crate::group::{Call, Members};
 use crate::protocol::plan::{MAX_FLAGS, MAX_WORLD};
 use crate::protocol::{Awaited, Epoch};
+use crate::ranks::members::{Members, OPENING};
 
 /// The same number of bytes on every rank's device.
 #[derive(Debug)]
@@ -37,7 +37,7 @@ impl Symmetric {
         reclaimer: &Arc<Reclaimer>,
         members: &Members,
         peers: &Peers,
-        call: &Call,
+        call: &str,
         bytes: usize,
         initialise: impl Fn(&mut Region) -> Result<()>,
     ) -> Result<Symmetric> {
@@ -156,7 +156,7 @@ impl Peers {
             })
         };
         let own = own().map(|bytes| (bytes, None));
-        let gathered = members.exchange(&Call::OpenBackend, own)?;
+        let gathered = members.exchange(OPENING, own)?;
         let introductions = gathered.payloads.iter().enumerate();
         let introductions = introductions.map(|(rank, bytes)| {
             Introduction::parse(bytes).map_err(|reason| Error::Message { rank, reason })
@@ -258,7 +258,6 @@ impl Control {
             assert!(MAX_FLAGS == GEMMESH_MAX_FLAGS as usize);
             assert!(Epoch::REFRESH == GEMMESH_REFRESH);
         };
-        let call = Call::OpenBackend;
         let before = first.previous().raw();
         let initialise = |own: &mut Region| {
             let mut words = vec![0u32; word::END];
@@ -269,8 +268,9 @@ impl Control {
             own.write_rows(0, bytes.len(), bytes.len(), bytes)
         };
         let bytes = 2 * BOXES;
-        let memory =
-            Symmetric::allocate(device, reclaimer, members, peers, &call, bytes, initialise)?;
+        let memory = Symmetric::allocate(
+            device, reclaimer, members, peers, OPENING, bytes, initialise,
+        )?;
         Ok(Control { memory })
     }
 

@@ -35,13 +35,11 @@ use program::Program;
 use queues::Queues;
 use reclaim::{Deferred, Reclaimer};
 
-use super::{Backend, Part, sealed};
-use crate::element::Element;
+use super::{Backend, Options, Part, sealed};
 use crate::error::{Error, Result};
-use crate::group::{Call, Group, Members, Options};
-use crate::matrix::Matrix;
 use crate::protocol::{Config, Epoch, Plan, Problem, Transport};
-use crate::trace::Span;
+use crate::ranks::members::Members;
+use crate::trace::span::Span;
 
 /// NVIDIA GPUs of the Hopper generation (H100, H200), a process each; several processes may share one.
 ///
@@ -123,6 +121,11 @@ impl Buffer {
 
     fn ptr(&self) -> u64 {
         self.region().ptr()
+    }
+
+    /// Where it lies, and the bytes from row to row.
+    pub fn place(&self) -> (u64, usize) {
+        (self.ptr(), self.pitch)
     }
 }
 
@@ -262,7 +265,7 @@ impl sealed::Backend for Cuda {
         &program.plan
     }
 
-    fn symmetric(&self, members: &Members, call: &Call, bytes: usize) -> Result<Symmetric> {
+    fn symmetric(&self, members: &Members, call: &str, bytes: usize) -> Result<Symmetric> {
         let (device, reclaimer) = (&self.device, &self.reclaimer);
         Symmetric::allocate(device, reclaimer, members, &self.peers, call, bytes, |_| {
             Ok(())
@@ -435,58 +438,73 @@ impl Cuda {
     }
 }
 
-impl Group<Cuda> {
-    /// The stream that operations are put on: a CUstream of the device's primary context.
+impl Cuda {
+    /// The stream that operations are put on.
     pub fn stream(&self) -> *mut c_void {
-        self.inner().backend.main().raw()
+        self.main().raw()
     }
 
-    /// Puts later operations on `stream`, a CUstream of the device's primary context, instead of the group's own.
-    /// They begin after what was put on the stream before.
-    ///
-    /// # Errors
-    /// [`Error::QueuedTogether`] for a stream that shares a queue of the device with this library's own, as all of one
-    /// priority do under CUDA_DEVICE_MAX_CONNECTIONS=1; [`Error::Cuda`] if the driver refuses; the group's failure.
+    /// Puts later operations on `stream`. Not while another thread has put a part of an operation on the stream before.
     ///
     /// # Safety
-    /// The stream lives until another takes over or the group has ended.
-    pub unsafe fn set_stream(&self, stream: *mut c_void) -> Result<()> {
-        let cuda = &self.inner().backend;
-        // SAFETY: as this function's.
-        let next = unsafe { Stream::borrowed(&cuda.device, stream) };
-        cuda.queues.check_main(self.rank(), next.priority()?)?;
-        // Not while another thread has put a part of an operation on the stream before.
-        self.exclusively(|_| {
-            let mut main = cuda.reclaimer.lock_main();
-            next.wait_for(&main, &cuda.handed_over)?;
-            *main = Arc::new(next);
-            Ok(())
-        })
+    /// It is a stream of the device's primary context, and lives until another takes over or the group has ended.
+    pub unsafe fn set_stream(&self, stream: Stream) -> Result<()> {
+        let mut main = self.reclaimer.lock_main();
+        stream.wait_for(&main, &self.handed_over)?;
+        *main = Arc::new(stream);
+        Ok(())
     }
 
-    /// The name of this rank's GPU.
-    pub fn device_name(&self) -> &str {
-        self.inner().backend.device.name()
-    }
-
-    /// The version of CUDA that the driver supports, as major · 1000 + minor · 10.
+    /// A stream of the caller's, if operations can be put on it.
     ///
-    /// # Errors
-    /// [`Error::Cuda`] if the driver refuses.
-    pub fn driver_version(&self) -> Result<i32> {
-        self.inner().backend.device.driver_version()
+    /// # Safety
+    /// As [`Cuda::set_stream`].
+    pub unsafe fn borrow_stream(&self, rank: usize, stream: *mut c_void) -> Result<Stream> {
+        // SAFETY: as this function's.
+        let stream = unsafe { Stream::borrowed(&self.device, stream) };
+        self.queues.check_main(rank, stream.priority()?)?;
+        Ok(stream)
+    }
+
+    /// The GPU.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Memory of the caller's as a matrix.
+    ///
+    /// # Safety
+    /// `ptr` is memory of the device of at least `(rows - 1) * pitch + width` bytes, while the buffer is used.
+    pub unsafe fn view(&self, ptr: u64, rows: usize, width: usize, pitch: usize) -> Buffer {
+        let bytes = (rows - 1).saturating_mul(pitch).saturating_add(width);
+        // SAFETY: as this function's.
+        let region = unsafe { Region::new(&self.device, ptr, bytes) };
+        Buffer {
+            storage: Storage::Callers(region),
+            pitch,
+            width,
+        }
+    }
+
+    /// `config` with the tile shape of each kernel there is.
+    pub fn configs(&self, config: &Config) -> Vec<Config> {
+        self.kernels.configs(config).collect()
+    }
+
+    /// What is put on the ranks' streams later begins at the same time. Collective.
+    pub fn align_streams(&self, members: &Members) -> Result<()> {
+        align(self, members, &self.main())?;
+        self.reclaimer.mark()
     }
 
     /// Writes a pattern into every peer's memory, reads every peer's, and verifies both. Collective.
     ///
     /// # Errors
     /// [`Error::PeerMemory`] names a pair that fails; the group's failure.
-    pub fn check_peers(&self) -> Result<()> {
-        let inner = self.inner();
-        let (cuda, members) = (&inner.backend, &inner.members);
+    pub fn check_peers(&self, members: &Members) -> Result<()> {
         let (rank, world) = (members.rank, members.world);
-        let _bound = cuda.device.bind()?;
-        let mut scratch = cuda.scratch(2 * BOX)?;
+        let _bound = self.device.bind()?;
+        let mut scratch = self.scratch(2 * BOX)?;
         // Box p of rank r gets what r expects of p: first written by r itself, for p to read back ...
         let verify = |scratch: &Region, from: usize, to: usize, peer: usize| -> Result<()> {
             let mut seen = vec![0u8; BOX];
@@ -496,60 +514,42 @@ impl Group<Cuda> {
             }
             Err(members.fail(Error::PeerMemory { rank, peer }))
         };
-        let stream = cuda.main();
+        let stream = self.main();
         if stream.is_capturing()? {
             return Err(Error::Capturing { rank });
         }
         let copy = |to: u64, from: u64| -> Result<()> {
             // SAFETY: boxes and the scratch are BOX bytes long; the barriers keep writers and readers apart.
             unsafe { stream.copy(to, from, BOX)? };
-            cuda.wait_idle(members, &stream)
+            self.wait_idle(members, &stream)
         };
         let peers = || (0..world).filter(move |&peer| peer != rank);
         for peer in peers() {
             scratch
                 .region_mut()
                 .write_rows(0, BOX, BOX, &pattern(rank, peer))?;
-            copy(cuda.control.inbox(rank, peer), scratch.ptr())?;
+            copy(self.control.inbox(rank, peer), scratch.ptr())?;
         }
-        self.barrier()?;
+        members.barrier()?;
         for peer in peers() {
-            copy(scratch.ptr(), cuda.control.inbox(peer, rank))?;
+            copy(scratch.ptr(), self.control.inbox(peer, rank))?;
             verify(scratch.region(), peer, rank, peer)?;
         }
-        self.barrier()?;
+        members.barrier()?;
         // ... then by p, for r to find.
         for peer in peers() {
             scratch
                 .region_mut()
                 .write_rows(0, BOX, BOX, &pattern(rank + world, peer))?;
-            copy(cuda.control.inbox(peer, rank), scratch.ptr())?;
+            copy(self.control.inbox(peer, rank), scratch.ptr())?;
         }
-        self.barrier()?;
+        members.barrier()?;
         for peer in peers() {
-            copy(scratch.ptr(), cuda.control.inbox(rank, peer))?;
+            copy(scratch.ptr(), self.control.inbox(rank, peer))?;
             verify(scratch.region(), peer + world, rank, peer)?;
         }
-        self.barrier()
+        members.barrier()
     }
-}
-
-/// `config` with the tile shape of each kernel there is; for benchmarks.
-#[doc(hidden)]
-pub fn with_each_kernel(group: &Group<Cuda>, config: &Config) -> Vec<Config> {
-    group.inner().backend.kernels.configs(config).collect()
-}
-
-/// Aligns the ranks' streams: what is put on them later begins at the same time. Collective; for benchmarks.
-///
-/// # Errors
-/// [`Error::Cuda`] if the driver refuses.
-#[doc(hidden)]
-pub fn align_streams(group: &Group<Cuda>) -> Result<()> {
-    let inner = group.inner();
-    let cuda = &inner.backend;
-    align(cuda, &inner.members, &cuda.main())?;
-    cuda.reclaimer.mark()
 }
 
 fn align(cuda: &Cuda, members: &Members, stream: &Stream) -> Result<()> {
@@ -582,71 +582,4 @@ fn pattern(from: usize, to: usize) -> Vec<u8> {
     (0..BOX as u64 / 8)
         .flat_map(|i| super::scatter(seed ^ i << 8).to_le_bytes())
         .collect()
-}
-
-impl<T: Element> Matrix<Cuda, T> {
-    /// A matrix in memory of the caller's, such as a tensor of candle, cust or burn, or a part of one (some rows; some
-    /// columns, with the pitch of the whole): the door for other stacks. It is a view: making and dropping it costs
-    /// nothing and waits for nothing.
-    ///
-    /// # Errors
-    /// [`Error::Unaligned`] unless `ptr` and `pitch`, the bytes from row to row, are multiples of 16;
-    /// [`Error::Shape`] if a row is longer than the pitch; [`Error::Limit`] for an empty shape.
-    ///
-    /// # Safety
-    /// `ptr` is memory of the group's device of at least `(rows - 1) * pitch` bytes and a row, which stays allocated until the
-    /// operations that use the matrix are complete (dropping the matrix does not wait for them), and which nobody else writes
-    /// meanwhile, nor reads if it is an output. If `columns` is no multiple
-    /// of 8, an operation whose output it is writes into a row's padding up to the next multiple: zeros, or NaN where the
-    /// row of `a` is not finite.
-    pub unsafe fn from_device_ptr(
-        group: &Group<Cuda>,
-        ptr: u64,
-        rows: usize,
-        columns: usize,
-        pitch: usize,
-    ) -> Result<Matrix<Cuda, T>> {
-        let rank = group.rank();
-        let width = group.bytes_of::<T>(rows, columns)? / rows;
-        for (what, value) in [("device pointer", ptr as usize), ("pitch", pitch)] {
-            if !value.is_multiple_of(16) {
-                return Err(Error::Unaligned {
-                    rank,
-                    what: what.into(),
-                    value,
-                    multiple: 16,
-                });
-            }
-        }
-        if pitch < width {
-            return Err(Error::Shape {
-                rank,
-                argument: "the bytes of a row".into(),
-                expected: vec![pitch],
-                found: vec![width],
-            });
-        }
-        let bytes = (rows - 1).saturating_mul(pitch).saturating_add(width);
-        // SAFETY: as this function's.
-        let region = unsafe { Region::new(&group.inner().backend.device, ptr, bytes) };
-        let buffer = Buffer {
-            storage: Storage::Callers(region),
-            pitch,
-            width,
-        };
-        Ok(Matrix::new(group.clone(), buffer, rows, columns))
-    }
-
-    /// Where the matrix lies on the device, and the bytes from row to row.
-    pub fn as_device_ptr(&self) -> (u64, usize) {
-        let buffer = self.memory();
-        (buffer.ptr(), buffer.pitch)
-    }
-}
-
-impl<T: Element> crate::sharded::ShardedMatrix<Cuda, T> {
-    /// Where the whole [M, K] matrix of this rank lies on the device; its rows follow one another without padding.
-    pub fn as_device_ptr(&self) -> u64 {
-        self.memory().own()
-    }
 }

@@ -16,8 +16,8 @@ use super::abi::{
 use super::driver::{Device, DevicePtr, Pinned, Stream, Urgency, WordOp};
 use super::memory::{FlagLine, OwnWords, Snapshot};
 use crate::error::{Error, Result};
-use crate::group::{Members, Witness};
 use crate::protocol::{Awaited, Epoch};
+use crate::ranks::members::{Members, Witness};
 
 /// How often the thread looks.
 const PERIOD: Duration = Duration::from_millis(2);

@@ -13,10 +13,10 @@ use super::tensor_map::{Cache, Maps, Matrices};
 use super::{Buffer, Cuda};
 use crate::backend::{Part, sealed};
 use crate::error::{Error, Result};
-use crate::group::Members;
 use crate::protocol::plan::{CUT_COLUMNS, MAX_WORLD};
 use crate::protocol::{Epoch, Plan, Transport};
-use crate::trace::{Lane, Span, Work};
+use crate::ranks::members::Members;
+use crate::trace::span::{Lane, Span, Work};
 
 /// A plan with its tables on the device.
 #[derive(Debug)]

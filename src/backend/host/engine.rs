@@ -10,11 +10,11 @@ use super::matmul::{self, Scratch};
 use crate::backend::{Part, chunk_delay, sealed};
 use crate::element::{DType, bf16, f16};
 use crate::error::{Error, Result};
-use crate::group::Members;
 use crate::protocol::drive::{self, CopyThread};
 use crate::protocol::plan::MAX_WORLD;
 use crate::protocol::{Epoch, FlagBlock, Plan, Pull, Tile};
-use crate::trace::{Lane, Span, Work, now};
+use crate::ranks::members::Members;
+use crate::trace::span::{Lane, Span, Work, now};
 
 /// Where an operation's matrices lie. Threads share it; the protocol says who may touch which rows when.
 #[derive(Clone, Copy)]

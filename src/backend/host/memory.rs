@@ -4,10 +4,10 @@ use std::io;
 use std::os::fd::OwnedFd;
 
 use crate::error::{Error, Result};
-use crate::group::{Call, Members};
 use crate::memory::{Mapping, memfd, require_available};
 use crate::protocol::plan::{MAX_FLAGS, MAX_WORLD};
 use crate::protocol::{Epoch, Flag, FlagBlock};
+use crate::ranks::members::{Members, OPENING};
 
 /// The same number of bytes on every rank.
 #[derive(Debug)]
@@ -21,7 +21,7 @@ impl Symmetric {
     /// Collective, as `call`. `initialise` writes this rank's memory before another rank can see it.
     pub fn allocate(
         members: &Members,
-        call: &Call,
+        call: &str,
         bytes: usize,
         initialise: impl FnOnce(*mut u8),
     ) -> Result<Symmetric> {
@@ -95,7 +95,7 @@ impl Flags {
     /// Collective. All flags hold the epoch before `first`.
     pub fn open(members: &Members, first: Epoch) -> Result<Flags> {
         let bytes = size_of::<Layout>();
-        let memory = Symmetric::allocate(members, &Call::OpenBackend, bytes, |own| {
+        let memory = Symmetric::allocate(members, OPENING, bytes, |own| {
             for index in 0..bytes / size_of::<Flag>() {
                 // SAFETY: the memory is page-aligned, as long as a Layout, which consists of flags, and not
                 // known to any other rank yet.

@@ -14,12 +14,12 @@ use crew::Crew;
 use matmul::Scratch;
 use memory::{Flags, Symmetric};
 
-use super::{Backend, Part, sealed};
+use super::{Backend, Options, Part, sealed};
 use crate::error::{Error, Result};
-use crate::group::{Call, Members, Options};
 use crate::memory::Mapping;
 use crate::protocol::{Config, Epoch, Plan, Problem, Transport};
-use crate::trace::Span;
+use crate::ranks::members::Members;
+use crate::trace::span::Span;
 
 /// The host's processors and shared memory. A rank is a process or a thread.
 ///
@@ -97,7 +97,7 @@ impl sealed::Backend for Host {
         program
     }
 
-    fn symmetric(&self, members: &Members, call: &Call, bytes: usize) -> Result<Symmetric> {
+    fn symmetric(&self, members: &Members, call: &str, bytes: usize) -> Result<Symmetric> {
         Symmetric::allocate(members, call, bytes, |_| {})
     }
 

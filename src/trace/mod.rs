@@ -1,71 +1,18 @@
 //! What happened when: the timeline of an operation, as a picture and for Perfetto.
 
-use std::ops::Range;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
 use crate::backend::Backend;
 use crate::error::{Error, Result};
-use crate::group::{Call, Group};
+use crate::group::Group;
 
+pub(crate) mod span;
 #[cfg(feature = "timeline")]
 mod svg;
 
-/// Nanoseconds of the machine's monotonic clock, which all processes of a host share.
-pub(crate) fn now() -> u64 {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
-}
-
-/// Who did something.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub enum Lane {
-    /// The copy engine.
-    Copy,
-    /// A worker that multiplies, counted from 0.
-    Worker(usize),
-}
-
-/// What was done.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Work {
-    /// A chunk was pulled.
-    Pull {
-        /// The rank it came from.
-        source: usize,
-        /// Its rows of the gathered matrix.
-        rows: Range<usize>,
-    },
-    /// A worker waited for the rows of a tile.
-    Wait {
-        /// The rank whose rows it waited for.
-        source: usize,
-    },
-    /// A tile was multiplied.
-    Tile {
-        /// The rank whose rows it holds; if it straddles shards, the last one's.
-        source: usize,
-        /// The tile's row.
-        m: u32,
-        /// The tile's column.
-        n: u32,
-    },
-}
-
-/// One thing that was done, from when to when, in nanoseconds of a clock that all ranks share: the host's monotonic
-/// clock, or on GPUs, whose clocks differ, the time since the ranks began the operation together.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Span {
-    /// Who did it.
-    pub lane: Lane,
-    /// What it was.
-    pub work: Work,
-    /// When it began.
-    pub begin: u64,
-    /// When it ended.
-    pub end: u64,
-}
+pub use span::{Lane, Span, Work};
 
 /// What one rank did in one operation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -106,7 +53,7 @@ impl Timeline {
             reason: e.to_string(),
         })?;
         let traces = group
-            .gather_bytes(&Call::CollectTraces, &bytes)?
+            .gather_bytes("Timeline::collect()", &bytes)?
             .iter()
             .enumerate()
             .map(|(rank, bytes)| {

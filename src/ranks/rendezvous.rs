@@ -26,7 +26,7 @@ use crate::protocol::plan::MAX_WORLD;
 
 const MAGIC: [u8; 8] = *b"gemmesh\0";
 /// Changes whenever ranks of an older build could not work with ranks of this one.
-pub(super) const PROTOCOL_VERSION: u32 = 2;
+pub const PROTOCOL_VERSION: u32 = 2;
 /// The longest introduction: a few numbers and names.
 const MAX_HELLO: usize = 4096;
 /// The longest answer: an error.
@@ -43,7 +43,7 @@ const RETRY: Duration = Duration::from_millis(5);
 
 /// Who a process says it is.
 #[derive(Clone, Debug)]
-pub(super) struct Identity {
+pub struct Identity {
     pub rank: usize,
     pub world: usize,
     pub address: String,
@@ -117,9 +117,9 @@ impl Prefix {
 /// # Errors
 /// On every rank that comes, the same: [`Error::RanksMissing`], [`Error::DuplicateRank`] or
 /// [`Error::Mismatch`].
-pub(super) fn meet_speaking(identity: &Identity, version: u32) -> Result<Members> {
+pub fn meet_speaking(identity: &Identity, version: u32) -> Result<Members> {
     let rank = identity.rank;
-    let address = abstract_address(&identity.address).map_err(Error::system(
+    let address = wire::abstract_address(&identity.address).map_err(Error::system(
         rank,
         format!("use the address {:?}", identity.address),
     ))?;
@@ -132,15 +132,6 @@ pub(super) fn meet_speaking(identity: &Identity, version: u32) -> Result<Members
         }
     }
     join(identity, &address, version)
-}
-
-/// The socket's name: readable, and short enough whatever the address is.
-pub(super) fn abstract_address(address: &str) -> io::Result<SocketAddr> {
-    let uid = rustix::process::getuid().as_raw();
-    // Ranks of another build, which is to be told apart by its version, must find the same name.
-    let hash = wire::hash(address.as_bytes());
-    let readable: String = address.chars().filter(char::is_ascii).take(40).collect();
-    SocketAddr::from_abstract_name(format!("gemmesh/{uid}/{readable}/{hash:016x}"))
 }
 
 /// A connection that does not block, also when it is made: a stopped rank 0 accepts only so many.

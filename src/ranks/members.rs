@@ -11,7 +11,6 @@ use rustix::event::{PollFd, PollFlags};
 
 use super::commons::{Commons, Operation};
 use super::wire::{self, Frame, Line, MAX_FRAME, WireError};
-use crate::element::DType;
 use crate::error::{Error, Result};
 use crate::protocol::Epoch;
 use crate::protocol::flag::{Awaited, Flag, Wait};
@@ -22,36 +21,11 @@ const GRACE: Duration = Duration::from_millis(500);
 /// A rank that waits says so more often than this, even on a busy machine.
 const FRESH: Duration = Duration::from_millis(250);
 
+/// The call in which the backends of the ranks open.
+pub const OPENING: &str = "the opening of the backend";
+
 /// More than what stands around a rank's message among those of all.
 const OVERHEAD: usize = 4096;
-
-/// A call in which all ranks exchange messages. Its words are what they must agree on.
-#[derive(Clone, Debug)]
-pub enum Call {
-    Barrier,
-    AllGatherBytes,
-    OpenBackend,
-    Sharded {
-        rows: Vec<usize>,
-        k: usize,
-        dtype: DType,
-    },
-    CollectTraces,
-}
-
-impl std::fmt::Display for Call {
-    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
-        match self {
-            Call::Barrier => f.write_str("barrier()"),
-            Call::AllGatherBytes => f.write_str("all_gather_bytes()"),
-            Call::OpenBackend => f.write_str("the opening of the backend"),
-            Call::Sharded { rows, k, dtype } => {
-                write!(f, "sharded(rows of each rank = {rows:?}, K = {k}, {dtype})")
-            }
-            Call::CollectTraces => f.write_str("Timeline::collect()"),
-        }
-    }
-}
 
 /// What every rank sent, by rank.
 pub struct Gathered {
@@ -256,14 +230,14 @@ impl Members {
 
     /// Returns when every rank has called it.
     pub fn barrier(&self) -> Result<()> {
-        self.all_gather(&Call::Barrier, &[], None).map(drop)
+        self.all_gather("barrier()", &[], None).map(drop)
     }
 
-    /// Exchanges what each rank has made, a message and perhaps a descriptor, or why it could not make it: if one
+    /// Exchanges, in the call that is described by `call`, what each rank has made, a message and perhaps a descriptor, or why it could not make it: if one
     /// could not, all get its error, and the group goes on.
     pub fn exchange(
         &self,
-        call: &Call,
+        call: &str,
         own: Result<(Vec<u8>, Option<OwnedFd>)>,
     ) -> Result<Gathered> {
         let outcome = match &own {
@@ -291,7 +265,7 @@ impl Members {
     /// come within the timeout, is lost or has left.
     pub fn all_gather(
         &self,
-        call: &Call,
+        call: &str,
         payload: &[u8],
         fd: Option<BorrowedFd>,
     ) -> Result<Gathered> {

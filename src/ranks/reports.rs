@@ -17,7 +17,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, sockopt};
 use serde::{Deserialize, Serialize};
 
-use super::{socket, wire};
+use super::wire;
 use crate::error::{Error, Result};
 
 /// The longest letter: an error.
@@ -29,7 +29,7 @@ const READ: usize = 1024;
 
 /// One rank's word on the group that it is in.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Letter {
+pub struct Letter {
     pub rank: usize,
     /// The rank that reported the failure to the group.
     pub by: usize,
@@ -38,7 +38,7 @@ pub(super) struct Letter {
 }
 
 fn address_of(launch: &str) -> std::io::Result<SocketAddr> {
-    socket::abstract_address(&format!("{launch}/launcher"))
+    wire::abstract_address(&format!("{launch}/launcher"))
 }
 
 /// Whether this process has told its launcher something that is not void.
@@ -46,7 +46,7 @@ static TOLD: AtomicBool = AtomicBool::new(false);
 
 /// A rank's end, for one group.
 #[derive(Clone, Debug)]
-pub(super) struct Outbox {
+pub struct Outbox {
     rank: usize,
     launch: Arc<str>,
     once: Arc<Once>,
@@ -114,7 +114,7 @@ impl Outbox {
 
 /// The launcher's end.
 #[derive(Debug)]
-pub(super) struct Inbox {
+pub struct Inbox {
     socket: UnixDatagram,
     world: usize,
     /// At most one a rank, in the order in which they came.
@@ -194,9 +194,9 @@ impl AsFd for Inbox {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::group::commons::Commons;
-    use crate::group::launch::unique_address;
     use crate::memory::{Mapping, memfd};
+    use crate::ranks::commons::Commons;
+    use crate::ranks::launch::unique_address;
 
     fn lost(rank: usize) -> Error {
         Error::RankLost {

@@ -167,7 +167,7 @@ fn refuse_rank(this: Result<env::Described>) -> Result<()> {
 }
 
 /// A name that no other launch has.
-pub(super) fn unique_address() -> String {
+pub fn unique_address() -> String {
     static LAUNCHES: AtomicU32 = AtomicU32::new(0);
     let launch = LAUNCHES.fetch_add(1, Ordering::Relaxed);
     let time = SystemTime::now()

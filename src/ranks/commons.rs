@@ -46,7 +46,7 @@ struct Block {
 const YES: Epoch = Epoch::FIRST;
 
 fn now_ms() -> u64 {
-    crate::trace::now() / 1_000_000
+    crate::trace::span::now() / 1_000_000
 }
 
 /// Words of a post.
@@ -181,7 +181,7 @@ impl Commons {
     }
 
     /// Tells the launcher of the group's first failure, before this rank learns of it.
-    pub(super) fn with_outbox(self, outbox: Option<Outbox>) -> Commons {
+    pub fn with_outbox(self, outbox: Option<Outbox>) -> Commons {
         Commons { outbox, ..self }
     }
 

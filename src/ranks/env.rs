@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 
 /// A rank as a launcher describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Described {
+pub struct Described {
     pub rank: usize,
     pub world: usize,
     /// The same for all ranks of a job, and no other job's.
@@ -24,9 +24,9 @@ impl Described {
 }
 
 /// The variables that [`super::launch`] sets.
-pub(super) const RANK: &str = "GEMMESH_RANK";
-pub(super) const WORLD_SIZE: &str = "GEMMESH_WORLD_SIZE";
-pub(super) const ADDRESS: &str = "GEMMESH_ADDRESS";
+pub const RANK: &str = "GEMMESH_RANK";
+pub const WORLD_SIZE: &str = "GEMMESH_WORLD_SIZE";
+pub const ADDRESS: &str = "GEMMESH_ADDRESS";
 
 struct Launcher {
     name: &'static str,
@@ -102,7 +102,7 @@ const LAUNCHERS: [Launcher; 5] = [
 ];
 
 /// As [`describe`], for this process.
-pub(super) fn describe_this_process() -> Result<Described> {
+pub fn describe_this_process() -> Result<Described> {
     describe(|name| std::env::var_os(name), parent)
 }
 
@@ -135,7 +135,7 @@ fn parent_name(pid: u32, stat: &str, namespace: &str) -> String {
 ///
 /// # Errors
 /// [`Error::Environment`] names what is missing, [`Error::EnvironmentValue`] what can't be used.
-pub(crate) fn describe(
+pub fn describe(
     get: impl Fn(&str) -> Option<OsString>,
     parent: impl FnOnce() -> String,
 ) -> Result<Described> {

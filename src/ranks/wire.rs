@@ -1,9 +1,10 @@
-//! Messages between ranks on control connections: frames of bytes, with descriptors where needed.
+//! Messages between ranks on control connections: frames of bytes, with descriptors where needed; and the names of sockets.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixStream;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixStream};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -15,7 +16,7 @@ use rustix::net::{
 use crate::protocol::plan::MAX_WORLD;
 
 /// No message of an established group is longer: traces are the longest.
-pub(super) const MAX_FRAME: usize = 256 << 20;
+pub const MAX_FRAME: usize = 256 << 20;
 /// How long a wait for the other end lasts before the caller's check is asked again.
 const SLICE: Duration = Duration::from_millis(20);
 /// How much is allocated ahead of what has arrived.
@@ -23,7 +24,7 @@ const PIECE: usize = 1 << 20;
 
 /// Why a frame could not be sent or received.
 #[derive(Debug)]
-pub(super) enum WireError<E> {
+pub enum WireError<E> {
     /// The deadline passed.
     Late,
     /// The other end is closed.
@@ -48,10 +49,10 @@ impl<E> From<io::Error> for WireError<E> {
 }
 
 /// A frame: its bytes, and the descriptors that came with it.
-pub(super) type Frame = (Vec<u8>, Vec<OwnedFd>);
+pub type Frame = (Vec<u8>, Vec<OwnedFd>);
 
 /// One control connection and how long, and how long only, to wait on it.
-pub(super) struct Line<'a, C> {
+pub struct Line<'a, C> {
     /// Non-blocking.
     pub stream: &'a UnixStream,
     pub deadline: Instant,
@@ -166,7 +167,7 @@ const fn ancillary_space() -> usize {
 }
 
 /// Waits until something happens on one of `fds`, or `timeout` has passed.
-pub(super) fn poll(fds: &mut [PollFd], timeout: Duration) -> io::Result<()> {
+pub fn poll(fds: &mut [PollFd], timeout: Duration) -> io::Result<()> {
     let timeout = Timespec {
         tv_sec: timeout.as_secs() as i64,
         tv_nsec: timeout.subsec_nanos().into(),
@@ -178,22 +179,30 @@ pub(super) fn poll(fds: &mut [PollFd], timeout: Duration) -> io::Result<()> {
 }
 
 /// A connected pair of control connections.
-pub(super) fn pair() -> io::Result<(UnixStream, UnixStream)> {
+pub fn pair() -> io::Result<(UnixStream, UnixStream)> {
     let (one, two) = UnixStream::pair()?;
     one.set_nonblocking(true)?;
     two.set_nonblocking(true)?;
     Ok((one, two))
 }
 
+/// The socket's name: readable, and short enough whatever the address is.
+pub fn abstract_address(address: &str) -> io::Result<SocketAddr> {
+    let uid = rustix::process::getuid().as_raw();
+    // Ranks of another build, which is to be told apart by its version, must find the same name.
+    let hash = hash(address.as_bytes());
+    let readable: String = address.chars().filter(char::is_ascii).take(40).collect();
+    SocketAddr::from_abstract_name(format!("gemmesh/{uid}/{readable}/{hash:016x}"))
+}
 /// FNV-1a: the same in every build.
-pub(super) fn hash(bytes: &[u8]) -> u64 {
+pub fn hash(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
         (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3)
     })
 }
 
 /// Borrows descriptors for sending.
-pub(super) fn borrow(fds: &[OwnedFd]) -> Vec<BorrowedFd<'_>> {
+pub fn borrow(fds: &[OwnedFd]) -> Vec<BorrowedFd<'_>> {
     fds.iter().map(AsFd::as_fd).collect()
 }
 

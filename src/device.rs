@@ -1,0 +1,135 @@
+//! What groups and matrices on GPUs have beside: streams and device pointers, on which other CUDA code can stand.
+#![allow(unsafe_code)]
+
+use std::ffi::c_void;
+
+use crate::backend::Cuda;
+use crate::element::Element;
+use crate::error::{Error, Result};
+use crate::group::Group;
+use crate::matrix::{Matrix, bytes_of};
+use crate::protocol::Config;
+use crate::sharded::ShardedMatrix;
+
+impl Group<Cuda> {
+    /// The stream that operations are put on: a CUstream of the device's primary context.
+    pub fn stream(&self) -> *mut c_void {
+        self.inner().backend.stream()
+    }
+
+    /// Puts later operations on `stream`, a CUstream of the device's primary context, instead of the group's own.
+    /// They begin after what was put on the stream before.
+    ///
+    /// # Errors
+    /// [`Error::QueuedTogether`] for a stream that shares a queue of the device with this library's own, as all of one
+    /// priority do under CUDA_DEVICE_MAX_CONNECTIONS=1; [`Error::Cuda`] if the driver refuses; the group's failure.
+    ///
+    /// # Safety
+    /// The stream lives until another takes over or the group has ended.
+    pub unsafe fn set_stream(&self, stream: *mut c_void) -> Result<()> {
+        let cuda = &self.inner().backend;
+        // SAFETY: as this function's.
+        let stream = unsafe { cuda.borrow_stream(self.rank(), stream)? };
+        // SAFETY: likewise.
+        self.exclusively(|_| unsafe { cuda.set_stream(stream) })
+    }
+
+    /// The name of this rank's GPU.
+    pub fn device_name(&self) -> &str {
+        self.inner().backend.device().name()
+    }
+
+    /// The version of CUDA that the driver supports, as major · 1000 + minor · 10.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] if the driver refuses.
+    pub fn driver_version(&self) -> Result<i32> {
+        self.inner().backend.device().driver_version()
+    }
+
+    /// Writes a pattern into every peer's memory, reads every peer's, and verifies both. Collective.
+    ///
+    /// # Errors
+    /// [`Error::PeerMemory`] names a pair that fails; the group's failure.
+    pub fn check_peers(&self) -> Result<()> {
+        let inner = self.inner();
+        inner.backend.check_peers(&inner.members)
+    }
+}
+
+/// `config` with the tile shape of each kernel there is; for benchmarks.
+#[doc(hidden)]
+pub fn with_each_kernel(group: &Group<Cuda>, config: &Config) -> Vec<Config> {
+    group.inner().backend.configs(config)
+}
+
+/// Aligns the ranks' streams: what is put on them later begins at the same time. Collective; for benchmarks.
+///
+/// # Errors
+/// [`Error::Cuda`] if the driver refuses.
+#[doc(hidden)]
+pub fn align_streams(group: &Group<Cuda>) -> Result<()> {
+    let inner = group.inner();
+    inner.backend.align_streams(&inner.members)
+}
+
+impl<T: Element> Matrix<Cuda, T> {
+    /// A matrix in memory of the caller's, such as a tensor of candle, cust or burn, or a part of one (some rows; some
+    /// columns, with the pitch of the whole): the door for other stacks. It is a view: making and dropping it costs
+    /// nothing and waits for nothing.
+    ///
+    /// # Errors
+    /// [`Error::Unaligned`] unless `ptr` and `pitch`, the bytes from row to row, are multiples of 16;
+    /// [`Error::Shape`] if a row is longer than the pitch; [`Error::Limit`] for an empty shape.
+    ///
+    /// # Safety
+    /// `ptr` is memory of the group's device of at least `(rows - 1) * pitch` bytes and a row, which stays allocated until the
+    /// operations that use the matrix are complete (dropping the matrix does not wait for them), and which nobody else writes
+    /// meanwhile, nor reads if it is an output. If `columns` is no multiple
+    /// of 8, an operation whose output it is writes into a row's padding up to the next multiple: zeros, or NaN where the
+    /// row of `a` is not finite.
+    pub unsafe fn from_device_ptr(
+        group: &Group<Cuda>,
+        ptr: u64,
+        rows: usize,
+        columns: usize,
+        pitch: usize,
+    ) -> Result<Matrix<Cuda, T>> {
+        let rank = group.rank();
+        let width = bytes_of::<T>(rows, columns)? / rows;
+        for (what, value) in [("device pointer", ptr as usize), ("pitch", pitch)] {
+            if !value.is_multiple_of(16) {
+                return Err(Error::Unaligned {
+                    rank,
+                    what: what.into(),
+                    value,
+                    multiple: 16,
+                });
+            }
+        }
+        if pitch < width {
+            return Err(Error::Shape {
+                rank,
+                argument: "the bytes of a row".into(),
+                expected: vec![pitch],
+                found: vec![width],
+            });
+        }
+        let cuda = &group.inner().backend;
+        // SAFETY: as this function's.
+        let buffer = unsafe { cuda.view(ptr, rows, width, pitch) };
+        Ok(Matrix::new(group.clone(), buffer, rows, columns))
+    }
+
+    /// Where the matrix lies on the device, and the bytes from row to row.
+    pub fn as_device_ptr(&self) -> (u64, usize) {
+        self.memory().place()
+    }
+}
+
+impl<T: Element> ShardedMatrix<Cuda, T> {
+    /// Where the whole [M, K] matrix of this rank lies on the device; its rows follow one another without padding.
+    pub fn as_device_ptr(&self) -> u64 {
+        self.memory().own()
+    }
+}
