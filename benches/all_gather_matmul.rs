@@ -281,6 +281,8 @@ impl Timed for gemmesh::Cuda {
         let winner = Winner {
             gpu: group.device_name().into(),
             world: group.world_size(),
+            operation: "all_gather_matmul".into(),
+            dtype: T::DTYPE,
             m,
             n,
             k,
@@ -325,7 +327,7 @@ fn bench<B: Timed, T: Element>(
     let [m, n, k] = shape;
     let mut case = Case::<B, T>::random(group, m, n, k)?;
 
-    let default = *AllGatherMatmul::new().prepare(&case.a, n)?.plan().config();
+    let default = AllGatherMatmul::new().prepare(&case.a, n)?.config();
     let config = Config {
         tile_m: args.tile_m.unwrap_or(default.tile_m),
         tile_n: args.tile_n.unwrap_or(default.tile_n),

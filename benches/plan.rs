@@ -1,7 +1,8 @@
 //! How long planning takes: it stands before the first run of every new shape.
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use gemmesh::protocol::{Config, Plan, Problem, Transport};
+use gemmesh::DType;
+use gemmesh::schedule::{Config, Description, Layout, Transport, all_gather};
 
 fn plan(criterion: &mut Criterion) {
     let config = Config {
@@ -19,8 +20,13 @@ fn plan(criterion: &mut Criterion) {
     };
     criterion.bench_function("plan 16384 x 6656 x 16384, 8 ranks", |bencher| {
         bencher.iter(|| {
-            let problem = Problem::balanced(16384, 6656, 16384, 3, 8)?;
-            Plan::new(problem, config)
+            let asked = Description {
+                operation: "all_gather_matmul",
+                dtype: DType::Bf16,
+                layout: Layout::balanced(16384, 16384, 8)?,
+                n: 6656,
+            };
+            all_gather::gather_and_multiply(&asked, 3, config)
         });
     });
 }

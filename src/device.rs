@@ -8,7 +8,7 @@ use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::matrix::{Matrix, bytes_of};
-use crate::protocol::Config;
+use crate::schedule::Config;
 use crate::sharded::ShardedMatrix;
 
 impl Group<Cuda> {

@@ -17,6 +17,15 @@ pub enum DType {
     F16,
 }
 
+impl DType {
+    /// The bytes of an element.
+    pub fn bytes(self) -> usize {
+        match self {
+            DType::Bf16 | DType::F16 => 2,
+        }
+    }
+}
+
 impl fmt::Display for DType {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         f.write_str(match self {

@@ -3,7 +3,7 @@
 #![cfg_attr(loom, allow(dead_code))]
 
 pub mod error;
-pub mod protocol;
+pub mod schedule;
 
 mod element;
 
@@ -28,7 +28,7 @@ pub mod trace;
 
 pub use element::{DType, Element, bf16, f16};
 pub use error::{Error, Result};
-pub use protocol::{Config, Transport};
+pub use schedule::{Config, Transport};
 
 #[cfg(not(loom))]
 pub use {

@@ -7,7 +7,7 @@ use crate::backend::Backend;
 use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::group::Group;
-use crate::protocol::plan::MAX_EXTENT;
+use crate::schedule::layout::MAX_EXTENT;
 
 /// A row-major [rows, columns] matrix in this rank's own memory: a weight, a bias (one row) or an output.
 ///

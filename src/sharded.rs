@@ -5,12 +5,12 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use crate::backend::Backend;
-use crate::element::Element;
+use crate::element::{DType, Element};
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::matrix::bytes_of;
-use crate::protocol::Problem;
-use crate::protocol::plan::balanced_rows;
+use crate::schedule::Layout;
+use crate::schedule::layout::balanced_rows;
 
 /// A row-major [M, K] matrix of which each rank owns some rows.
 ///
@@ -23,8 +23,7 @@ pub struct ShardedMatrix<B: Backend, T> {
     // Freed before the group that it belongs to can end.
     memory: B::Symmetric,
     group: Group<B>,
-    /// Who owns what; its N is not used.
-    layout: Problem,
+    layout: Layout,
     id: u32,
     element: PhantomData<T>,
 }
@@ -50,7 +49,7 @@ impl<B: Backend> Group<B> {
     ) -> Result<ShardedMatrix<B, T>> {
         let inner = self.inner();
         inner.members.check()?;
-        let layout = self.layout(rows, k);
+        let layout = self.layout(rows, k, T::DTYPE);
         let layout = layout.map_err(|error| self.refuse("sharded", error))?;
         // M and K are within the limits of every matrix.
         let bytes = bytes_of::<T>(layout.m(), k)?;
@@ -65,7 +64,7 @@ impl<B: Backend> Group<B> {
     }
 
     /// Who owns what of a sharded matrix.
-    fn layout(&self, rows: &[usize], k: usize) -> Result<Problem> {
+    fn layout(&self, rows: &[usize], k: usize, dtype: DType) -> Result<Layout> {
         let members = &self.inner().members;
         if rows.len() != members.world {
             return Err(Error::Shape {
@@ -75,14 +74,14 @@ impl<B: Backend> Group<B> {
                 found: vec![rows.len()],
             });
         }
-        // N is not known yet and does not matter for who owns what.
-        let layout = Problem::with_rows(rows, 1, k, members.rank)?;
-        if !k.is_multiple_of(B::K_MULTIPLE) {
+        let layout = Layout::new(rows, k)?;
+        let multiple = (B::ROW_ALIGNMENT / dtype.bytes()).max(1);
+        if !k.is_multiple_of(multiple) {
             return Err(Error::Unaligned {
                 rank: members.rank,
                 what: "K".into(),
                 value: k,
-                multiple: B::K_MULTIPLE,
+                multiple,
             });
         }
         Ok(layout)
@@ -90,7 +89,7 @@ impl<B: Backend> Group<B> {
 }
 
 impl<B: Backend, T: Element> ShardedMatrix<B, T> {
-    pub(crate) fn new(group: Group<B>, memory: B::Symmetric, layout: Problem, id: u32) -> Self {
+    pub(crate) fn new(group: Group<B>, memory: B::Symmetric, layout: Layout, id: u32) -> Self {
         ShardedMatrix {
             memory,
             group,
@@ -195,7 +194,7 @@ impl<B: Backend, T: Element> ShardedMatrix<B, T> {
         &self.memory
     }
 
-    pub(crate) fn layout(&self) -> &Problem {
+    pub(crate) fn layout(&self) -> &Layout {
         &self.layout
     }
 

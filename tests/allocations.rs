@@ -168,9 +168,8 @@ const CONFIG: Config = Config {
 /// the rows that it thinks the machine's caches hold, and gives it back before it returns; that is the only thing that
 /// is allocated in an operation, and not ours to avoid.
 fn products(prepared: &Prepared<Host, bf16>) -> u64 {
-    let plan = prepared.plan();
-    let steps = plan.problem().k().div_ceil(plan.config().tile_k);
-    (plan.tiles().len() * steps) as u64
+    let steps = K.div_ceil(prepared.config().tile_k);
+    (prepared.schedule().tiles().len() * steps) as u64
 }
 
 /// Four times what an L3 cache of 105 MiB makes of it, and far less than any operand of a product.

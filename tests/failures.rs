@@ -729,7 +729,7 @@ fn a_configuration_that_cannot_be_on_one_rank_is_named_to_all() {
             let prepared = AllGatherMatmul::<_, bf16>::new().prepare(&arguments.a, 5)?;
             let config = gemmesh::Config {
                 tile_n: 0,
-                ..*prepared.plan().config()
+                ..prepared.config()
             };
             let product = AllGatherMatmul::new().config(config);
             product.run(&arguments.a, &arguments.b, &mut arguments.out)
@@ -1342,10 +1342,7 @@ fn rank_0_that_leaves_before_an_operation_is_named() {
 fn run_by(transport: Transport, arguments: &mut Arguments) -> Result<(), Error> {
     let config = Config {
         transport,
-        ..*AllGatherMatmul::new()
-            .prepare(&arguments.a, 5)?
-            .plan()
-            .config()
+        ..AllGatherMatmul::new().prepare(&arguments.a, 5)?.config()
     };
     AllGatherMatmul::new()
         .config(config)

@@ -8,12 +8,14 @@
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicI32, Ordering};
 
-use gemmesh::protocol::board::{Note, Post, Report};
-use gemmesh::protocol::drive::{self, CopyThread};
-use gemmesh::protocol::flag::Wait;
-use gemmesh::protocol::primitive::AtomicUsize;
-use gemmesh::protocol::{Awaited, Epoch, Flag, FlagBlock, Plan, Problem, Pull, Push};
-use gemmesh::{Config, Transport};
+use gemmesh::schedule::board::{Note, Post, Report};
+use gemmesh::schedule::drive::{self, CopyThread};
+use gemmesh::schedule::flag::Wait;
+use gemmesh::schedule::primitive::AtomicUsize;
+use gemmesh::schedule::{
+    Awaited, Description, Epoch, Flag, FlagBlock, Layout, Schedule, Transfer, all_gather,
+};
+use gemmesh::{Config, DType, Transport};
 use loom::cell::UnsafeCell;
 use loom::model::Builder;
 use loom::sync::Arc;
@@ -53,22 +55,26 @@ struct Rank {
     rows: Vec<Row>,
 }
 
-/// A group, and its plans by rank.
+/// The schedules of an operation by rank: where rows are pulled, and where they are pushed.
+type Plans = std::sync::Arc<[[Schedule; 2]]>;
+
+/// A group, and its schedules.
 struct World {
     ranks: Vec<Rank>,
-    plans: std::sync::Arc<[Plan]>,
+    plans: Plans,
     /// How many more looks at flags may fail before no new orders are explored. Not loom's: it orders nothing.
     patience: AtomicI32,
 }
 
 impl World {
-    fn new(plans: &std::sync::Arc<[Plan]>, first: Epoch, patience: i32) -> World {
+    fn new(plans: &Plans, first: Epoch, patience: i32) -> World {
+        let world = plans.len();
         let flags = |count| (0..count).map(|_| Flag::new(first.previous())).collect();
-        let rank = |plan: &Plan| Rank {
-            ready: flags(plans.len()),
-            done: flags(plans.len()),
-            chunk: flags(plan.pulls().len()),
-            rows: (0..plan.problem().m())
+        let rank = |plans: &[Schedule; 2]| Rank {
+            ready: flags(world),
+            done: flags(world),
+            chunk: flags(plans[0].arrivals().len()),
+            rows: (0..plans[0].layout().m())
                 .map(|_| Row(UnsafeCell::new(0)))
                 .collect(),
         };
@@ -92,48 +98,43 @@ impl World {
 
     /// Overwrites the own rows of `rank` and says so.
     fn announce(&self, rank: usize, epoch: Epoch) {
-        for row in self.plans[rank].problem().rows_of(rank) {
+        for row in self.plan(rank, Way::Pull).layout().rows_of(rank) {
             self.ranks[rank].rows[row].write(value(row, epoch));
         }
         drive::announce(rank, epoch, &self.blocks());
     }
 
-    fn await_done(&self, rank: usize, epoch: Epoch) {
-        let Ok(()) = drive::await_done(rank, epoch, &self.blocks(), self);
+    fn plan(&self, rank: usize, way: Way) -> &Schedule {
+        &self.plans[rank][way as usize]
     }
 
-    fn gather(&self, rank: usize, epoch: Epoch) {
-        let to = &self.ranks[rank].rows;
+    fn complete(&self, rank: usize, epoch: Epoch, way: Way) {
+        let Ok(()) = drive::complete(self.plan(rank, way), epoch, &self.blocks(), self);
+    }
+
+    fn transfer(&self, rank: usize, epoch: Epoch, way: Way) {
         let mut engine = CopyThread {
             rank,
             blocks: &self.blocks(),
             waiter: self,
-            copy: |pull: &Pull| {
-                for row in pull.rows.clone() {
-                    to[row].write(self.ranks[pull.source].rows[row].read());
+            copy: |transfer: &Transfer| {
+                let (from, to) = (&self.ranks[transfer.from], &self.ranks[transfer.to]);
+                for row in transfer.regions[0].rows.clone() {
+                    to.rows[row].write(from.rows[row].read());
                 }
             },
         };
-        let Ok(()) = drive::gather(&self.plans[rank], epoch, &mut engine);
-    }
-
-    fn push(&self, rank: usize, epoch: Epoch) {
-        let from = &self.ranks[rank].rows;
-        let copy = |push: &Push| {
-            for row in push.rows.clone() {
-                self.ranks[push.peer].rows[row].write(from[row].read());
-            }
-        };
-        let Ok(()) = drive::push(&self.plans[rank], epoch, &self.blocks(), self, copy);
+        let plan = self.plan(rank, way);
+        let Ok(()) = drive::transfer(plan, plan.moves(), epoch, &mut engine);
     }
 
     /// Takes tiles and looks at their rows. Returns how many it has taken.
     fn multiply(&self, rank: usize, epoch: Epoch, next: &AtomicUsize) -> usize {
         let Rank { chunk, rows, .. } = &self.ranks[rank];
-        let plan = &self.plans[rank];
+        let plan = self.plan(rank, Way::Pull);
         let mut count = 0;
         let Ok(()) = drive::multiply(plan, epoch, chunk, next, self, |_, tile| {
-            for row in plan.tile_rows(tile) {
+            for row in plan.product().unwrap().rows(tile) {
                 assert_eq!(rows[row].read(), value(row, epoch), "row {row}, {epoch:?}");
             }
             count += 1;
@@ -145,10 +146,7 @@ impl World {
     fn copy(&self, rank: usize, begin: &Receiver<Epoch>, ended: &Sender<()>, ways: &[Way]) {
         for way in ways {
             let epoch = begin.recv().unwrap();
-            match way {
-                Way::Pull => self.gather(rank, epoch),
-                Way::Push => self.push(rank, epoch),
-            }
+            self.transfer(rank, epoch, *way);
             ended.send(()).unwrap();
         }
     }
@@ -165,16 +163,14 @@ impl World {
         self.announce(rank, epoch);
         begin.send(epoch).unwrap();
         let tiles = self.multiply(rank, epoch, &AtomicUsize::new(0));
-        assert_eq!(tiles, self.plans[rank].tiles().len());
+        assert_eq!(tiles, self.plan(rank, way).tiles().len());
         ended.recv().unwrap();
-        if way == Way::Pull {
-            self.await_done(rank, epoch);
-        }
+        self.complete(rank, epoch, way);
     }
 }
 
 /// Who moves rows in an operation.
-#[derive(Clone, Copy, PartialEq)]
+#[derive(Clone, Copy)]
 enum Way {
     Pull,
     Push,
@@ -202,8 +198,8 @@ fn value(row: usize, epoch: Epoch) -> u32 {
 }
 
 /// The plans of all ranks, for tiles of two rows.
-fn plans(rows: &[usize], chunks: usize) -> std::sync::Arc<[Plan]> {
-    let config = Config {
+fn plans(rows: &[usize], chunks: usize) -> Plans {
+    let config = |transport| Config {
         tile_m: 2,
         tile_n: 1,
         tile_k: 1,
@@ -214,10 +210,18 @@ fn plans(rows: &[usize], chunks: usize) -> std::sync::Arc<[Plan]> {
         chunks,
         last_chunks: chunks,
         cut_last: false,
-        transport: Transport::Pull,
+        transport,
     };
+    let asked = Description {
+        operation: "all_gather_matmul",
+        dtype: DType::Bf16,
+        layout: Layout::new(rows, 1).unwrap(),
+        n: 1,
+    };
+    let plan =
+        |rank, transport| all_gather::gather_and_multiply(&asked, rank, config(transport)).unwrap();
     (0..rows.len())
-        .map(|rank| Plan::new(Problem::with_rows(rows, 1, 1, rank).unwrap(), config).unwrap())
+        .map(|rank| [Transport::Pull, Transport::Push].map(|transport| plan(rank, transport)))
         .collect()
 }
 
@@ -258,7 +262,7 @@ fn explore(preemptions: Option<usize>, model: impl Fn() + Send + Sync + 'static)
 fn two_ranks(ways: [Way; 3], explored: usize, patience: i32) {
     // The middle of three tiles straddles the shards: on each rank it needs a chunk and own rows.
     let plans = plans(&[3, 3], 2);
-    assert!(plans.iter().all(|plan| plan.pulls().len() == 2));
+    assert!(plans.iter().all(|plans| plans[0].arrivals().len() == 2));
     explore(Some(1), move || {
         loom::stop_exploring();
         let world = Arc::new(World::new(&plans, EPOCHS[0], i32::MAX));
@@ -313,7 +317,7 @@ fn rows_may_be_pushed_after_pulls_and_pulled_after_pushes() {
 /// Rank 0 owns all rows, and overwrites them as soon as rank 1, which gathers and multiplies, has pulled them.
 fn one_direction(epochs: &'static [Epoch], preemptions: Option<usize>, patience: i32) {
     let plans = plans(&[3, 0], 2);
-    assert_eq!(plans[1].pulls().len(), 2);
+    assert_eq!(plans[1][0].arrivals().len(), 2);
     explore(preemptions, move || {
         let world = Arc::new(World::new(&plans, epochs[0], patience));
         let ((begin, begun), (end, ended)) = (channel(), channel());
@@ -329,7 +333,7 @@ fn one_direction(epochs: &'static [Epoch], preemptions: Option<usize>, patience:
         });
         for &epoch in epochs {
             world.announce(0, epoch);
-            world.await_done(0, epoch);
+            world.complete(0, epoch, Way::Pull);
         }
         copier.join().unwrap();
         worker.join().unwrap();
@@ -350,7 +354,7 @@ fn rows_are_not_overwritten_before_they_are_pulled() {
 fn workers_share_the_tiles_and_wait_for_both_shards_of_a_tile() {
     // Rank 0 owns nothing; the middle of three tiles straddles the shards of ranks 1 and 2.
     let plans = plans(&[0, 3, 3], 1);
-    assert_eq!(plans[0].tiles()[1].flags(), 0..2);
+    assert_eq!(plans[0][0].tiles()[1].flags(), 0..2);
     explore(None, move || {
         let epoch = EPOCHS[1];
         let world = Arc::new(World::new(&plans, epoch, 2));
@@ -358,7 +362,7 @@ fn workers_share_the_tiles_and_wait_for_both_shards_of_a_tile() {
         world.announce(1, epoch);
         world.announce(2, epoch);
         let copied = world.clone();
-        let copier = spawn(move || copied.gather(0, epoch));
+        let copier = spawn(move || copied.transfer(0, epoch, Way::Pull));
         let (shared, its_next) = (world.clone(), next.clone());
         let worker = spawn(move || shared.multiply(0, epoch, &its_next));
         let tiles = world.multiply(0, epoch, &next) + worker.join().unwrap();

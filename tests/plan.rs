@@ -1,4 +1,4 @@
-//! What every plan promises, over shapes that are awkward; and that the drivers do what a plan says.
+//! What every schedule of an all-gather promises, over shapes that are awkward; and that the drivers do what a schedule says.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -6,16 +6,16 @@ use std::convert::Infallible;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use gemmesh::Error;
-use gemmesh::protocol::drive::{self, CopyEngine, CopyThread};
-use gemmesh::protocol::flag::Wait;
-use gemmesh::protocol::plan::{
-    CUT_COLUMNS, MAX_CHUNKS, MAX_CLUSTER, MAX_EXTENT, MAX_WORLD, balanced_rows,
+use gemmesh::schedule::config::{CUT_COLUMNS, MAX_CHUNKS, MAX_CLUSTER};
+use gemmesh::schedule::drive::{self, CopyEngine, CopyThread};
+use gemmesh::schedule::flag::Wait;
+use gemmesh::schedule::layout::{MAX_EXTENT, MAX_WORLD, balanced_rows};
+use gemmesh::schedule::primitive::AtomicUsize;
+use gemmesh::schedule::{
+    Awaited, Config, Description, Epoch, Flag, FlagBlock, Layout, Product, Schedule, Tile,
+    Transfer, Transport, all_gather,
 };
-use gemmesh::protocol::primitive::AtomicUsize;
-use gemmesh::protocol::{
-    Awaited, Config, Epoch, Flag, FlagBlock, Plan, Problem, Pull, Push, Tile, Transport,
-};
+use gemmesh::{DType, Error};
 use proptest::prelude::*;
 use proptest::sample::select;
 
@@ -30,9 +30,17 @@ struct Case {
 }
 
 impl Case {
-    fn plan(&self) -> Plan {
-        let problem = Problem::with_rows(&self.rows, self.n, self.k, self.rank).unwrap();
-        Plan::new(problem, self.config).unwrap()
+    fn plan(&self) -> Schedule {
+        plan(&self.rows, self.n, self.k, self.rank, self.config).unwrap()
+    }
+
+    /// As it would be if rows went by `transport`.
+    fn by(&self, transport: Transport) -> Schedule {
+        let config = Config {
+            transport,
+            ..self.config
+        };
+        plan(&self.rows, self.n, self.k, self.rank, config).unwrap()
     }
 
     fn m(&self) -> usize {
@@ -48,6 +56,52 @@ impl Case {
     fn own(&self) -> Range<usize> {
         self.rows_of(self.rank)
     }
+}
+
+/// The schedule of a rank that gathers and multiplies.
+fn plan(
+    rows: &[usize],
+    n: usize,
+    k: usize,
+    rank: usize,
+    config: Config,
+) -> Result<Schedule, Error> {
+    let asked = Description {
+        operation: "all_gather_matmul",
+        dtype: DType::Bf16,
+        layout: Layout::new(rows, k)?,
+        n,
+    };
+    all_gather::gather_and_multiply(&asked, rank, config)
+}
+
+fn product(schedule: &Schedule) -> &Product {
+    schedule.product().unwrap()
+}
+
+/// The rows of a transfer, which has one region.
+fn rows_of(transfer: &Transfer) -> Range<usize> {
+    assert_eq!(transfer.regions.len(), 1);
+    transfer.regions[0].rows.clone()
+}
+
+/// And its columns.
+fn columns_of(transfer: &Transfer) -> Range<usize> {
+    transfer.regions[0].columns.clone()
+}
+
+/// The other ranks, around the ring.
+fn ring(case: &Case) -> Vec<usize> {
+    let world = case.rows.len();
+    (1..world).map(|step| (case.rank + step) % world).collect()
+}
+
+/// What comes from `source`.
+fn arrivals_from(schedule: &Schedule, source: usize) -> Vec<&Transfer> {
+    let arrivals = schedule.arrivals().iter();
+    arrivals
+        .filter(|arrival| arrival.source == source)
+        .collect()
 }
 
 /// 1, primes, multiples of a tile and their neighbours, anything.
@@ -124,10 +178,10 @@ fn case() -> impl Strategy<Value = Case> {
 }
 
 /// By row: the positions of the pulls that bring it.
-fn pulls_by_row(case: &Case, plan: &Plan) -> Vec<Vec<usize>> {
+fn pulls_by_row(case: &Case, plan: &Schedule) -> Vec<Vec<usize>> {
     let mut by_row = vec![Vec::new(); case.m()];
-    for (position, pull) in plan.pulls().iter().enumerate() {
-        for row in pull.rows.clone() {
+    for (position, pull) in plan.arrivals().iter().enumerate() {
+        for row in rows_of(pull) {
             by_row[row].push(position);
         }
     }
@@ -135,8 +189,8 @@ fn pulls_by_row(case: &Case, plan: &Plan) -> Vec<Vec<usize>> {
 }
 
 /// 0 for a tile that is ready at once, else 1 + the position of the last pull that it waits for.
-fn ready(plan: &Plan, tile: &Tile) -> usize {
-    let position = |flag| plan.pulls().iter().position(|pull| pull.flag == flag);
+fn ready(plan: &Schedule, tile: &Tile) -> usize {
+    let position = |flag| plan.arrivals().iter().position(|pull| pull.flag == flag);
     tile.flags()
         .map(|flag| position(flag).unwrap() + 1)
         .max()
@@ -144,7 +198,7 @@ fn ready(plan: &Plan, tile: &Tile) -> usize {
 }
 
 /// [`ready`] of each entry of the table.
-fn ready_order(plan: &Plan) -> Vec<usize> {
+fn ready_order(plan: &Schedule) -> Vec<usize> {
     let mut by_row = std::collections::HashMap::new();
     plan.tiles()
         .iter()
@@ -183,7 +237,7 @@ proptest! {
         let tile_m = entry_rows(&case);
         let mut area = 0;
         for tile in plan.tiles() {
-            let (rows, columns) = (plan.tile_rows(tile), plan.tile_columns(tile));
+            let (rows, columns) = (product(&plan).rows(tile), product(&plan).columns(tile));
             prop_assert_eq!(rows.start, tile.m as usize * tile_m);
             prop_assert_eq!(columns.start, tile.n as usize * tile_n);
             prop_assert!(rows.end <= case.m() && rows.len() <= tile_m);
@@ -197,7 +251,7 @@ proptest! {
     fn own_tiles_come_first_and_wait_for_nothing(case in case()) {
         let plan = case.plan();
         let own = case.own();
-        let is_own = |tile: &Tile| plan.tile_rows(tile).all(|row| own.contains(&row));
+        let is_own = |tile: &Tile| product(&plan).rows(tile).all(|row| own.contains(&row));
         let count = plan.tiles().iter().filter(|tile| is_own(tile)).count();
         for (index, tile) in plan.tiles().iter().enumerate() {
             prop_assert_eq!(is_own(tile), index < count);
@@ -208,13 +262,13 @@ proptest! {
     #[test]
     fn each_flag_is_written_by_exactly_one_pull(case in case()) {
         let plan = case.plan();
-        let mut flags: Vec<_> = plan.pulls().iter().map(|pull| pull.flag).collect();
+        let mut flags: Vec<_> = plan.arrivals().iter().map(|pull| pull.flag).collect();
         flags.sort_unstable();
-        prop_assert_eq!(flags, (0..plan.pulls().len()).collect::<Vec<_>>());
-        for pull in plan.pulls() {
-            prop_assert_eq!(plan.source_of(pull.flag), pull.source);
+        prop_assert_eq!(flags, (0..plan.arrivals().len()).collect::<Vec<_>>());
+        for pull in plan.arrivals() {
+            prop_assert_eq!(plan.sources()[pull.flag], pull.source);
         }
-        let written = 0..plan.pulls().len();
+        let written = 0..plan.arrivals().len();
         let awaited = plan.tiles().iter().flat_map(Tile::flags);
         prop_assert!(awaited.into_iter().all(|flag| written.contains(&flag)));
     }
@@ -225,11 +279,12 @@ proptest! {
         let by_row = pulls_by_row(&case, &plan);
         for source in 0..case.rows.len() {
             for row in case.rows_of(source) {
-                let pulls = by_row[row].iter().map(|&position| &plan.pulls()[position]);
+                let pulls = by_row[row].iter().map(|&position| &plan.arrivals()[position]);
                 let mut columns = 0;
                 for pull in pulls {
-                    prop_assert_eq!((pull.source, pull.columns.start), (source, columns));
-                    columns = pull.columns.end;
+                    prop_assert_eq!((pull.source, columns_of(pull).start), (source, columns));
+                    prop_assert_eq!((pull.from, pull.to), (source, case.rank));
+                    columns = columns_of(pull).end;
                 }
                 let expected = if source == case.rank { 0 } else { case.k };
                 prop_assert_eq!(columns, expected, "row {}", row);
@@ -246,20 +301,20 @@ proptest! {
             && case.k > 128
             && source != case.rank
             && !case.rows_of(source).is_empty();
-        prop_assert_eq!(plan.late().is_some(), cut);
+        prop_assert_eq!(product(&plan).late.is_some(), cut);
         let (parts, whole): (Vec<_>, Vec<_>) =
-            plan.pulls().iter().partition(|pull| pull.columns.len() < case.k);
-        prop_assert!(whole.iter().all(|pull| pull.columns == (0..case.k)));
-        let Some(late) = plan.late() else {
+            plan.arrivals().iter().partition(|pull| columns_of(pull).len() < case.k);
+        prop_assert!(whole.iter().all(|pull| columns_of(pull) == (0..case.k)));
+        let Some(late) = product(&plan).late else {
             prop_assert!(parts.is_empty());
             return Ok(());
         };
         prop_assert!(late.column.is_multiple_of(CUT_COLUMNS));
-        let last = &plan.pulls()[plan.pulls().len() - 2..];
+        let last = &plan.arrivals()[plan.arrivals().len() - 2..];
         prop_assert_eq!(parts, last.iter().collect::<Vec<_>>());
-        prop_assert_eq!(&last[0].rows, &last[1].rows);
-        prop_assert_eq!(last[0].rows.end, case.rows_of(source).end);
-        prop_assert_eq!((last[1].flag, last[1].columns.start), (late.flag, late.column));
+        prop_assert_eq!(rows_of(&last[0]), rows_of(&last[1]));
+        prop_assert_eq!(rows_of(&last[0]).end, case.rows_of(source).end);
+        prop_assert_eq!((last[1].flag, columns_of(&last[1]).start), (late.flag, late.column));
         prop_assert_eq!(last[0].flag + 1, late.flag);
     }
 
@@ -268,10 +323,10 @@ proptest! {
         let plan = case.plan();
         let by_row = pulls_by_row(&case, &plan);
         for tile in plan.tiles() {
-            let overlapping: BTreeSet<_> = plan
-                .tile_rows(tile)
+            let overlapping: BTreeSet<_> = product(&plan)
+                .rows(tile)
                 .flat_map(|row| &by_row[row])
-                .map(|&position| plan.pulls()[position].flag)
+                .map(|&position| plan.arrivals()[position].flag)
                 .collect();
             prop_assert_eq!(tile.flags().collect::<BTreeSet<_>>(), overlapping, "{:?}", tile);
         }
@@ -297,23 +352,21 @@ proptest! {
     }
 
     #[test]
-    fn sources_are_pulled_in_ring_order_and_their_rows_from_the_first_on(case in case()) {
+    fn rows_come_in_ring_order_and_a_sources_from_the_first_on(case in case()) {
         let plan = case.plan();
-        let world = case.rows.len();
-        let ring: Vec<_> = (1..world).map(|step| (case.rank + step) % world).collect();
-        prop_assert_eq!(plan.sources().collect::<Vec<_>>(), &ring[..]);
-        let by_source: Vec<Pull> =
-            ring.iter().flat_map(|&source| plan.pulls_from(source)).cloned().collect();
-        prop_assert_eq!(plan.pulls(), by_source);
-        prop_assert!(plan.pulls_from(case.rank).is_empty());
-        for source in 0..world {
-            let pulls = plan.pulls_from(source);
-            prop_assert!(pulls.iter().all(|pull| pull.source == source));
-            let next = |p: &[Pull]| match p[1].columns.start {
-                0 => p[0].rows.end == p[1].rows.start,
-                column => p[0].rows == p[1].rows && p[0].columns.end == column,
+        let by_source: Vec<Transfer> = ring(&case)
+            .into_iter()
+            .flat_map(|source| arrivals_from(&plan, source))
+            .cloned()
+            .collect();
+        prop_assert_eq!(plan.arrivals(), by_source);
+        prop_assert!(arrivals_from(&plan, case.rank).is_empty());
+        for source in 0..case.rows.len() {
+            let next = |p: &[&Transfer]| match columns_of(p[1]).start {
+                0 => rows_of(p[0]).end == rows_of(p[1]).start,
+                column => rows_of(p[0]) == rows_of(p[1]) && columns_of(p[0]).end == column,
             };
-            prop_assert!(pulls.windows(2).all(next));
+            prop_assert!(arrivals_from(&plan, source).windows(2).all(next));
         }
     }
 
@@ -328,41 +381,108 @@ proptest! {
                 case.config.chunks
             };
             let pulls: Vec<_> =
-                plan.pulls_from(source).iter().filter(|pull| pull.columns.start == 0).collect();
+                arrivals_from(&plan, source).into_iter().filter(|pull| columns_of(pull).start == 0).collect();
             prop_assert!(pulls.len() <= chunks);
             for pull in &pulls {
-                prop_assert!(!pull.rows.is_empty());
-                prop_assert!(pull.rows.len() <= rows.div_ceil(chunks) + tile_m);
+                prop_assert!(!rows_of(pull).is_empty());
+                prop_assert!(rows_of(pull).len() <= rows.div_ceil(chunks) + tile_m);
             }
-            prop_assert!(pulls.iter().skip(1).all(|pull| pull.rows.start.is_multiple_of(tile_m)));
+            prop_assert!(pulls.iter().skip(1).all(|pull| rows_of(pull).start.is_multiple_of(tile_m)));
         }
     }
 
     #[test]
     fn what_a_rank_pulls_is_what_the_others_push_to_it(case in case()) {
-        let plan = case.plan();
-        for source in plan.sources() {
-            let owner = Case { rank: source, ..case.clone() };
-            let pushes = owner.plan();
+        let plan = case.by(Transport::Pull);
+        prop_assert_eq!(plan.moves().cloned().collect::<Vec<_>>(), plan.arrivals());
+        for source in ring(&case) {
+            let owner = Case { rank: source, ..case.clone() }.by(Transport::Push);
             // The ring comes to the ranks before this one first: they need its rows first.
             let world = case.rows.len();
-            let mut peers: Vec<_> = pushes.pushes().iter().map(|push| push.peer).collect();
+            let mut peers: Vec<_> = owner.moves().map(|push| push.to).collect();
             peers.dedup();
             let steps: Vec<_> = peers.iter().map(|peer| (source + world - peer) % world).collect();
             prop_assert!(steps.is_sorted_by(|near, far| near < far), "{:?}", steps);
-            let pushed: Vec<Push> =
-                pushes.pushes().iter().filter(|push| push.peer == case.rank).cloned().collect();
-            let pulled: Vec<Push> = plan
-                .pulls_from(source)
-                .iter()
-                .map(|pull| Push {
-                    peer: case.rank,
-                    rows: pull.rows.clone(),
-                    columns: pull.columns.clone(),
-                    flag: pull.flag,
-                })
+            let pushed: Vec<Transfer> =
+                owner.moves().filter(|push| push.to == case.rank).cloned().collect();
+            let pulled: Vec<Transfer> = arrivals_from(&plan, source)
+                .into_iter()
+                .map(|pull| Transfer { route: Transport::Push, ..pull.clone() })
                 .collect();
             prop_assert_eq!(pushed, pulled);
+        }
+    }
+
+    #[test]
+    fn who_pulls_from_a_rank_is_waited_for_and_nobody_else(case in case()) {
+        let rows = case.rows[case.rank] > 0;
+        let others: Vec<usize> = (0..case.rows.len()).filter(|&r| rows && r != case.rank).collect();
+        let pulled = case.by(Transport::Pull);
+        prop_assert_eq!(pulled.readers(), others);
+        prop_assert!(case.by(Transport::Push).readers().is_empty());
+        prop_assert!(case.plan().awaits_all(), "every row is some tile's");
+    }
+
+    #[test]
+    fn ranks_agree_on_rows_and_where_these_are_pushed_on_how_they_are_cut(case in case()) {
+        let digest = |case: &Case| case.plan().agreed().unwrap().digest();
+        let with = |change: fn(&mut Case)| {
+            let mut other = case.clone();
+            change(&mut other);
+            digest(&other)
+        };
+        let same = digest(&case);
+        prop_assert_eq!(with(|case| case.n += 1), same);
+        prop_assert_eq!(with(|case| case.rank = 0), same);
+        prop_assert_ne!(with(|case| case.k += 64), same);
+        prop_assert_ne!(with(|case| case.rows[0] += 1), same);
+        if case.rows[1..].iter().any(|&count| count > 0) {
+            let split = with(|case| {
+                let last = case.rows.iter().rposition(|&count| count > 0).unwrap();
+                case.rows[last] -= 1;
+                case.rows[0] += 1;
+            });
+            prop_assert_ne!(split, same, "as many rows, of other ranks");
+        }
+        let pulled = case.config.transport == Transport::Pull;
+        prop_assert_eq!(with(|case| case.config.chunks = case.config.chunks % 64 + 1) == same, pulled);
+        prop_assert_eq!(with(|case| case.config.tile_m += 1) == same, pulled);
+        let other = case.by(if pulled { Transport::Push } else { Transport::Pull });
+        prop_assert_ne!(other.agreed().unwrap().digest(), same);
+    }
+
+    #[test]
+    fn what_is_done_in_part_is_a_part_of_the_whole(case in case()) {
+        let asked = Description {
+            operation: "all_gather_matmul",
+            dtype: DType::Bf16,
+            layout: Layout::new(&case.rows, case.k).unwrap(),
+            n: case.n,
+        };
+        let run = |planner: all_gather::Planner| planner(&asked, case.rank, case.config).unwrap();
+        let places = |schedule: &Schedule| -> BTreeSet<(u32, u32)> {
+            schedule.tiles().iter().map(|tile| (tile.m, tile.n)).collect()
+        };
+        let whole = case.plan();
+        let gather = run(all_gather::gather);
+        let pulled = case.by(Transport::Pull);
+        prop_assert_eq!(gather.arrivals(), pulled.arrivals());
+        prop_assert!(gather.tiles().is_empty() && gather.handshake());
+        prop_assert_eq!(gather.awaits_all(), gather.arrivals().is_empty());
+        let multiply = run(all_gather::multiply);
+        prop_assert_eq!(places(&multiply), places(&whole));
+        prop_assert!(multiply.tiles().iter().all(|tile| tile.flags().is_empty()));
+        prop_assert!(multiply.moves().next().is_none() && multiply.agreed().is_none());
+        let unordered = run(all_gather::gather_beside_multiply);
+        prop_assert_eq!(unordered.arrivals(), gather.arrivals());
+        prop_assert_eq!(places(&unordered), places(&whole));
+        prop_assert!(unordered.tiles().iter().all(|tile| tile.flags().is_empty()));
+        let copy = run(all_gather::copy);
+        prop_assert!(!copy.handshake() && copy.readers().is_empty() && copy.awaits_all());
+        for source in ring(&case) {
+            let moved: Vec<_> = arrivals_from(&copy, source).into_iter().map(rows_of).collect();
+            let shard = case.rows_of(source);
+            prop_assert!(moved == [shard.clone()] || moved.is_empty() && shard.is_empty());
         }
     }
 
@@ -373,11 +493,11 @@ proptest! {
         prop_assert_eq!(rows.iter().sum::<usize>(), m);
         prop_assert!(rows.is_sorted_by(|longer, shorter| longer >= shorter));
         prop_assert!(rows[0] - rows[world - 1] <= 1);
-        let problem = Problem::balanced(m, 7, 9, world - 1, world).unwrap();
-        prop_assert_eq!(&problem, &Problem::with_rows(&rows, 7, 9, world - 1).unwrap());
-        let found = (problem.m(), problem.n(), problem.k(), problem.rank(), problem.world());
-        prop_assert_eq!(found, (m, 7, 9, world - 1, world));
-        prop_assert_eq!(problem.rows_of(world - 1), m - rows[world - 1]..m);
+        let layout = Layout::balanced(m, 9, world).unwrap();
+        prop_assert_eq!(&layout, &Layout::new(&rows, 9).unwrap());
+        prop_assert_eq!((layout.m(), layout.k(), layout.world()), (m, 9, world));
+        prop_assert_eq!(layout.rows_of(world - 1), m - rows[world - 1]..m);
+        prop_assert_eq!(layout.rows(), rows);
     }
 
     #[test]
@@ -385,17 +505,18 @@ proptest! {
         case in case(),
         epoch in any::<u32>(),
     ) {
-        let plan = case.plan();
+        let plan = case.by(Transport::Pull);
         let epoch = Epoch::from_raw(epoch);
         let mut log = Log::default();
-        let Ok(()) = drive::gather(&plan, epoch, &mut log);
+        let Ok(()) = drive::transfer(&plan, plan.moves(), epoch, &mut log);
         let mut expected = Vec::new();
-        if epoch.refreshes() {
-            expected.push(Step::Refresh(epoch.previous()));
-        }
-        for source in plan.sources() {
+        for source in ring(&case) {
+            let arrivals = arrivals_from(&plan, source);
+            if arrivals.is_empty() {
+                continue;
+            }
             expected.push(Step::WaitReady(source, epoch));
-            for pull in plan.pulls_from(source) {
+            for pull in arrivals {
                 expected.push(Step::Copy(pull.clone()));
                 expected.push(Step::SignalChunk(pull.flag, epoch));
             }
@@ -408,7 +529,7 @@ proptest! {
     fn a_tile_is_multiplied_once_and_after_all_its_flags(case in case(), epoch in any::<u32>()) {
         let plan = case.plan();
         let epoch = Epoch::from_raw(epoch);
-        let flags = flags(plan.pulls().len(), epoch.previous());
+        let flags = flags(plan.arrivals().len(), epoch.previous());
         let waits = Waits::default();
         let mut tiles = Vec::new();
         let next = AtomicUsize::new(0);
@@ -421,7 +542,7 @@ proptest! {
             let expected: Vec<_> = tile
                 .flags()
                 .map(|flag| {
-                    let source = plan.source_of(flag);
+                    let source = plan.sources()[flag];
                     (&raw const flags[flag], epoch, Awaited::Chunk { source, flag })
                 })
                 .collect();
@@ -432,9 +553,9 @@ proptest! {
 
 #[derive(Clone, Debug, PartialEq)]
 enum Step {
-    Refresh(Epoch),
     WaitReady(usize, Epoch),
-    Copy(Pull),
+    WaitChunk(usize, Epoch),
+    Copy(Transfer),
     SignalChunk(usize, Epoch),
     SignalDone(usize, Epoch),
 }
@@ -446,23 +567,23 @@ struct Log(Vec<Step>);
 impl CopyEngine for Log {
     type Error = Infallible;
 
-    fn refresh(&mut self, epoch: Epoch) -> Result<(), Infallible> {
-        self.0.push(Step::Refresh(epoch));
-        Ok(())
-    }
-
     fn wait_ready(&mut self, source: usize, epoch: Epoch) -> Result<(), Infallible> {
         self.0.push(Step::WaitReady(source, epoch));
         Ok(())
     }
 
-    fn copy(&mut self, pull: &Pull) -> Result<(), Infallible> {
-        self.0.push(Step::Copy(pull.clone()));
+    fn wait_chunk(&mut self, _: usize, flag: usize, epoch: Epoch) -> Result<(), Infallible> {
+        self.0.push(Step::WaitChunk(flag, epoch));
         Ok(())
     }
 
-    fn signal_chunk(&mut self, flag: usize, epoch: Epoch) -> Result<(), Infallible> {
-        self.0.push(Step::SignalChunk(flag, epoch));
+    fn copy(&mut self, transfer: &Transfer) -> Result<(), Infallible> {
+        self.0.push(Step::Copy(transfer.clone()));
+        Ok(())
+    }
+
+    fn signal_chunk(&mut self, transfer: &Transfer, epoch: Epoch) -> Result<(), Infallible> {
+        self.0.push(Step::SignalChunk(transfer.flag, epoch));
         Ok(())
     }
 
@@ -523,16 +644,19 @@ const CONFIG: Config = Config {
 
 #[test]
 fn a_rank_announces_its_rows_to_every_peer_and_waits_for_each_to_have_pulled_them() {
-    let blocks = blocks(4, 0, Epoch::from_raw(u32::MAX));
+    let blocks = blocks(4, 0, Epoch::from_raw(u32::MAX - 1));
     let borrowed = borrowed(&blocks);
     drive::announce(2, Epoch::from_raw(0), &borrowed);
     for (peer, [ready, done, _]) in blocks.iter().enumerate() {
-        let announced = if peer == 2 { u32::MAX } else { 0 };
-        assert_eq!(values(ready), [u32::MAX, u32::MAX, announced, u32::MAX]);
-        assert_eq!(values(done), [u32::MAX; 4]);
+        let announced = if peer == 2 { u32::MAX - 1 } else { 0 };
+        assert_eq!(values(ready)[2], announced);
+        // Epoch 0 refreshes: what not every operation writes is brought to the epoch before.
+        let refreshed = if peer == 2 { u32::MAX } else { u32::MAX - 1 };
+        assert_eq!(values(done), [refreshed; 4]);
     }
     let waits = Waits::default();
-    let Ok(()) = drive::await_done(2, Epoch::from_raw(0), &borrowed, &waits);
+    let plan = plan(&[1; 4], 4, 1, 2, CONFIG).unwrap();
+    let Ok(()) = drive::complete(&plan, Epoch::from_raw(0), &borrowed, &waits);
     let done = |peer| {
         let flag: *const Flag = &blocks[2][1][peer];
         (flag, Epoch::from_raw(0), Awaited::Done { peer })
@@ -542,23 +666,23 @@ fn a_rank_announces_its_rows_to_every_peer_and_waits_for_each_to_have_pulled_the
 
 #[test]
 fn a_copy_thread_waits_for_its_source_and_signals_its_own_chunks_and_its_sources_done() {
-    let plan = Plan::new(Problem::with_rows(&[2, 1, 3], 4, 1, 1).unwrap(), CONFIG).unwrap();
+    let plan = plan(&[2, 1, 3], 4, 1, 1, CONFIG).unwrap();
     let before = Epoch::FIRST.previous();
-    let blocks = blocks(3, plan.pulls().len(), before);
+    let blocks = blocks(3, plan.arrivals().len(), before);
     let waits = Waits::default();
     let mut copied = Vec::new();
     let mut engine = CopyThread {
         rank: 1,
         blocks: &borrowed(&blocks),
         waiter: &waits,
-        copy: |pull: &Pull| {
+        copy: |pull: &Transfer| {
             let arrived = values(&blocks[1][2]);
             assert_eq!(arrived[pull.flag], before.raw(), "signalled too early");
             copied.push(pull.clone());
         },
     };
-    let Ok(()) = drive::gather(&plan, Epoch::FIRST, &mut engine);
-    assert_eq!(copied, plan.pulls());
+    let Ok(()) = drive::transfer(&plan, plan.moves(), Epoch::FIRST, &mut engine);
+    assert_eq!(copied, plan.arrivals());
     let ready = |source| {
         let flag: *const Flag = &blocks[1][0][source];
         (flag, Epoch::FIRST, Awaited::Ready { source })
@@ -568,32 +692,42 @@ fn a_copy_thread_waits_for_its_source_and_signals_its_own_chunks_and_its_sources
         assert_eq!(values(ready), [0; 3]);
         assert_eq!(values(done), if rank == 1 { [0, 0, 0] } else { [0, 1, 0] });
         let arrived = u32::from(rank == 1);
-        assert_eq!(values(chunk), vec![arrived; plan.pulls().len()]);
+        assert_eq!(values(chunk), vec![arrived; plan.arrivals().len()]);
     }
 }
 
 #[test]
 fn a_push_waits_for_its_peer_and_signals_the_peers_chunk_after_its_rows() {
-    let plan = Plan::new(Problem::with_rows(&[2, 3, 1], 4, 1, 1).unwrap(), CONFIG).unwrap();
+    let config = Config {
+        transport: Transport::Push,
+        ..CONFIG
+    };
+    let plan = plan(&[2, 3, 1], 4, 1, 1, config).unwrap();
     let before = Epoch::FIRST.previous();
     let blocks = blocks(3, 4, before);
     let waits = Waits::default();
     let mut pushed = Vec::new();
-    let Ok(()) = drive::push(&plan, Epoch::FIRST, &borrowed(&blocks), &waits, |push| {
-        let arrived = values(&blocks[push.peer][2]);
-        assert_eq!(arrived[push.flag], before.raw(), "signalled too early");
-        pushed.push(push.clone());
-    });
-    assert_eq!(pushed, plan.pushes());
+    let mut engine = CopyThread {
+        rank: 1,
+        blocks: &borrowed(&blocks),
+        waiter: &waits,
+        copy: |push: &Transfer| {
+            let arrived = values(&blocks[push.to][2]);
+            assert_eq!(arrived[push.flag], before.raw(), "signalled too early");
+            pushed.push(push.clone());
+        },
+    };
+    let Ok(()) = drive::transfer(&plan, plan.moves(), Epoch::FIRST, &mut engine);
+    assert_eq!(pushed, plan.moves().cloned().collect::<Vec<_>>());
     assert_eq!(
-        pushed.iter().map(|push| push.peer).collect::<Vec<_>>(),
+        pushed.iter().map(|push| push.to).collect::<Vec<_>>(),
         [0, 0, 2, 2]
     );
     let ready = |peer: usize| {
         let flag: *const Flag = &blocks[1][0][peer];
         (flag, Epoch::FIRST, Awaited::Ready { source: peer })
     };
-    assert_eq!(waits.0.take(), [ready(0), ready(0), ready(2), ready(2)]);
+    assert_eq!(waits.0.take(), [ready(0), ready(2)]);
     // Rank 0 numbers rank 1's chunks first, rank 2 after those of rank 0.
     let arrived = [[1, 1, 0, 0], [0; 4], [0, 1, 1, 0]];
     for (rank, [ready, done, chunk]) in blocks.iter().enumerate() {
@@ -604,38 +738,42 @@ fn a_push_waits_for_its_peer_and_signals_the_peers_chunk_after_its_rows() {
 
 #[test]
 fn a_flag_that_no_plan_used_for_half_the_epochs_is_not_taken_for_arrived() {
-    // A plan with one chunk flag; the second flag is written in the first operation only.
-    let plan = Plan::new(Problem::balanced(2, 1, 1, 0, 2).unwrap(), CONFIG).unwrap();
-    assert_eq!(plan.pulls().len(), 1);
+    // A plan with one chunk flag; the second flag is written in the first operation only. So is what a peer writes that pulls.
+    let plan = plan(&[1, 1], 1, 1, 0, CONFIG).unwrap();
+    assert_eq!(plan.arrivals().len(), 1);
     let first = Epoch::from_raw(u32::MAX - 5);
     let blocks = blocks(2, 2, first.previous());
     blocks[0][2][1].signal(first);
+    blocks[0][1][1].signal(first);
     let waits = Waits::default();
     let mut engine = CopyThread {
         rank: 0,
         blocks: &borrowed(&blocks),
         waiter: &waits,
-        copy: |_: &Pull| {},
+        copy: |_: &Transfer| {},
     };
     // Of 2³³ operations those are run that can change the idle flag, and their neighbours.
     let step = u64::from(Epoch::REFRESH);
     for refresh in (0..1 << 33).step_by(step as usize) {
         for operation in refresh..refresh + 2 {
             let epoch = Epoch::from_raw(operation as u32);
-            let Ok(()) = drive::gather(&plan, epoch, &mut engine);
+            drive::announce(0, epoch, &borrowed(&blocks));
+            let Ok(()) = drive::transfer(&plan, plan.moves(), epoch, &mut engine);
             let next = epoch.next();
             assert!(blocks[0][2][0].reached(epoch));
             assert!(!blocks[0][2][0].reached(next));
             assert!(!blocks[0][2][1].reached(next), "operation {operation}");
+            assert!(!blocks[0][1][1].reached(next), "operation {operation}");
         }
         let before_the_next = Epoch::from_raw((refresh + step - 1) as u32);
         assert!(!blocks[0][2][1].reached(before_the_next));
+        assert!(!blocks[0][1][1].reached(before_the_next));
     }
 }
 
 #[test]
 fn what_is_outside_the_limits_is_named() {
-    let problem = |rows: &[usize], n, k, rank| Problem::with_rows(rows, n, k, rank).unwrap_err();
+    let problem = |rows: &[usize], n, k, rank| plan(rows, n, k, rank, CONFIG).unwrap_err();
     let large = MAX_EXTENT + 1;
     assert_limit(problem(&[], 1, 1, 0), "world size", 0, 1, MAX_WORLD);
     assert_limit(problem(&[1; 65], 1, 1, 0), "world size", 65, 1, MAX_WORLD);
@@ -655,11 +793,10 @@ fn what_is_outside_the_limits_is_named() {
     assert_limit(problem(&[1], 1, 0, 0), "K", 0, 1, MAX_EXTENT);
     assert_limit(problem(&[1], 1, large, 0), "K", large, 1, MAX_EXTENT);
 
-    let balanced = |m, rank, world| Problem::balanced(m, 1, 1, rank, world).unwrap_err();
-    assert_limit(balanced(1, 0, 0), "world size", 0, 1, MAX_WORLD);
-    assert_limit(balanced(1, 0, 65), "world size", 65, 1, MAX_WORLD);
-    assert_limit(balanced(1, 2, 2), "rank", 2, 0, 1);
-    assert_limit(balanced(0, 0, 2), "M", 0, 1, MAX_EXTENT);
+    let balanced = |m, world| Layout::balanced(m, 1, world).unwrap_err();
+    assert_limit(balanced(1, 0), "world size", 0, 1, MAX_WORLD);
+    assert_limit(balanced(1, 65), "world size", 65, 1, MAX_WORLD);
+    assert_limit(balanced(0, 2), "M", 0, 1, MAX_EXTENT);
 
     type Field = (&'static str, fn(&mut Config) -> &mut usize, usize);
     let fields: [Field; 9] = [
@@ -677,7 +814,7 @@ fn what_is_outside_the_limits_is_named() {
         let plan = |value| {
             let mut config = CONFIG;
             *field(&mut config) = value;
-            Plan::new(Problem::balanced(9, 9, 9, 0, 3).unwrap(), config)
+            plan(&[3; 3], 9, 9, 0, config)
         };
         for value in [0, max + 1, usize::MAX] {
             assert_limit(plan(value).unwrap_err(), name, value, 1, max);
@@ -690,13 +827,13 @@ fn what_is_outside_the_limits_is_named() {
         cluster: 2,
         ..CONFIG
     };
-    let error = Plan::new(Problem::balanced(9, 9, 9, 0, 3).unwrap(), config).unwrap_err();
+    let error = plan(&[3; 3], 9, 9, 0, config).unwrap_err();
     let rows = "Config::tile_m · cluster";
     assert_limit(error, rows, 2 * MAX_EXTENT, 1, MAX_EXTENT);
 
-    let huge = Problem::balanced(MAX_EXTENT, MAX_EXTENT, 1, 0, 2).unwrap();
+    let huge = balanced_rows(MAX_EXTENT, 2);
     let tiles = MAX_EXTENT.div_ceil(2) * MAX_EXTENT.div_ceil(3);
-    let error = Plan::new(huge, CONFIG).unwrap_err();
+    let error = plan(&huge, MAX_EXTENT, 1, 0, CONFIG).unwrap_err();
     assert_limit(error, "tiles of the output", tiles, 1, 1 << 28);
 }
 
@@ -731,9 +868,8 @@ fn a_large_plan_takes_less_than_a_millisecond() {
     };
     let best = (0..20)
         .map(|_| {
-            let problem = Problem::balanced(16384, 6656, 16384, 3, 8).unwrap();
             let begin = Instant::now();
-            let plan = std::hint::black_box(Plan::new(problem, config).unwrap());
+            let plan = std::hint::black_box(plan(&[2048; 8], 6656, 16384, 3, config).unwrap());
             let took = begin.elapsed();
             assert_eq!(plan.tiles().len(), 128 * 26);
             took

@@ -489,7 +489,7 @@ pub fn measure<T: Element>(
     product.chosen = best.1;
 
     let Case { a, b, out, .. } = case;
-    let graph = match prepared.plan().config().transport {
+    let graph = match prepared.config().transport {
         Transport::Pull => None,
         _ => Some(Graph::capture(stream, || prepared.run(a, b, out))?),
     };
@@ -581,7 +581,7 @@ pub fn fastest<T: Element>(group: &Group<Cuda>, case: &mut Case<Cuda, T>) -> Res
     let course = Course::new(group)?;
     let mut best = AllGatherMatmul::new().prepare(&case.a, n)?;
     let mut best_time = f64::INFINITY;
-    let default = *best.plan().config();
+    let default = best.config();
     // (transport, chunks, chunks of the last shard, whether the last is cut)
     let mut ways = vec![(Transport::Store, 64, 64, false)];
     for (chunks, last_chunks) in [(1, 1), (1, 2), (1, 4), (2, 2), (4, 4)] {
@@ -627,5 +627,5 @@ pub fn fastest<T: Element>(group: &Group<Cuda>, case: &mut Case<Cuda, T>) -> Res
             }
         }
     }
-    Ok((*best.plan().config(), best_time))
+    Ok((best.config(), best_time))
 }

@@ -1,4 +1,4 @@
-//! Backends: what a rank is, where symmetric memory lies, and who walks the plan.
+//! Backends: what a rank is, where symmetric memory lies, and who walks schedules.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -17,10 +17,9 @@ pub use cuda::Winner;
 pub use cuda::{peer, winners};
 pub use host::Host;
 
-use crate::element::DType;
 use crate::error::Result;
-use crate::protocol::{Config, Epoch, Plan, Problem, Transport};
 use crate::ranks::members::Members;
+use crate::schedule::{Config, Description, Epoch, Schedule};
 use crate::trace::span::Span;
 
 /// What a backend is told when it is opened.
@@ -36,44 +35,6 @@ pub struct Options {
 ///
 /// Sealed: the protocol's safety rests on its implementations.
 pub trait Backend: sealed::Backend {}
-
-/// Which parts of an operation run, and whether tiles wait for their rows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
-    /// Tiles run as their rows arrive.
-    Fused,
-    /// The rows are pulled; nothing is multiplied.
-    Gather,
-    /// All rows are there; tiles don't wait, nothing is pulled.
-    Matmul,
-    /// Both run at once with no order between them: what perfect overlap would take. The output is not
-    /// to be used.
-    Unordered,
-    /// The rows are copied, with no word to anyone and no regard to what the others do: what the copies alone take.
-    #[cfg(feature = "cuda")]
-    Copies,
-}
-
-impl Part {
-    pub fn gathers(self) -> bool {
-        matches!(self, Part::Fused | Part::Gather | Part::Unordered)
-    }
-
-    /// Whether the plan has rows pushed by their owners instead of pulled.
-    pub fn may_push(self, plan: &Plan) -> bool {
-        self == Part::Fused && plan.config().transport != Transport::Pull
-    }
-
-    /// Whether this rank pushes its rows in an operation. What refreshes flags pulls whatever its plan says: no flag of
-    /// pulls comes to look like the future because rows were pushed for too long.
-    pub fn pushes(self, plan: &Plan, epoch: Epoch) -> bool {
-        self.may_push(plan) && !epoch.refreshes()
-    }
-
-    pub fn multiplies(self) -> bool {
-        matches!(self, Part::Fused | Part::Matmul | Part::Unordered)
-    }
-}
 
 /// A number that depends on every bit of `seed` (SplitMix64's finaliser).
 pub(crate) fn scatter(seed: u64) -> u64 {
@@ -101,44 +62,81 @@ fn chunk_delay(rank: usize, flag: usize, epoch: Epoch) -> Option<Duration> {
 pub(crate) mod sealed {
     use super::*;
 
-    /// What an operation works on. Shapes have been checked against the plan.
-    pub struct Operands<'a, B: Backend> {
-        pub dtype: DType,
-        /// [M, K], symmetric.
-        pub a: &'a B::Symmetric,
-        /// [N, K]
-        pub b: Option<&'a B::Buffer>,
-        /// [N]
-        pub bias: Option<&'a B::Buffer>,
-        /// [M, N]
-        pub out: Option<&'a mut B::Buffer>,
+    /// What a call binds to a number of its schedule. Shapes have been checked.
+    #[derive(Debug)]
+    pub enum Bound<'a, B: Backend> {
+        /// A matrix that the call does without.
+        Nothing,
+        /// The same on every rank.
+        Symmetric(&'a B::Symmetric),
+        /// This rank's own, and only read.
+        Input(&'a B::Buffer),
+        /// This rank's own, and written.
+        Output(&'a mut B::Buffer),
+    }
+
+    impl<'a, B: Backend> Bound<'a, B> {
+        /// Memory that ranks share.
+        pub fn symmetric(&self) -> Option<&'a B::Symmetric> {
+            match self {
+                Bound::Symmetric(memory) => Some(memory),
+                _ => None,
+            }
+        }
+
+        /// Memory that is read, of this rank's own.
+        pub fn input(&self) -> Option<&'a B::Buffer> {
+            match self {
+                Bound::Input(memory) => Some(memory),
+                _ => None,
+            }
+        }
+
+        /// Memory that is written.
+        pub fn output(&self) -> Option<&B::Buffer> {
+            match self {
+                Bound::Output(memory) => Some(memory),
+                _ => None,
+            }
+        }
+    }
+
+    /// A call of a schedule.
+    #[derive(Debug)]
+    pub struct Call<'a, B: Backend> {
+        /// The operation's number; that of the one before for what is no operation.
+        pub epoch: Epoch,
+        /// By number in the schedule.
+        pub matrices: &'a [Bound<'a, B>],
+        /// Where what happened when is noted.
+        pub trace: Option<&'a mut Vec<Span>>,
     }
 
     /// The backend's side of the library.
     pub trait Backend: Sized + Send + Sync + 'static {
         /// As in error messages and results.
         const NAME: &'static str;
-        /// K must be a multiple of this.
-        const K_MULTIPLE: usize;
+        /// The bytes of a row of a matrix that ranks share must be a multiple of this.
+        const ROW_ALIGNMENT: usize;
         /// Memory that every rank of the group maps.
         type Symmetric: Send + Sync + Debug;
         /// Memory of this rank's own.
         type Buffer: Send + Sync + Debug;
-        /// A plan, ready to run.
+        /// A schedule, ready to run.
         type Program: Send + Sync + Debug;
 
         /// Collective. Allocates the flags and starts what runs operations.
         fn open(members: &Members, options: &Options) -> Result<Self>;
         /// The group ends: lets go of the peers' memory, then of its own when no peer maps it any more.
         fn close(&mut self, members: &Members);
-        /// A good way to cut up a problem.
-        fn default_config(&self, problem: &Problem) -> Config;
+        /// A good way to cut up what is asked.
+        fn default_config(&self, asked: &Description) -> Config;
         /// Whether what is begun now is only recorded, to run later and often.
         fn is_recording(&self, members: &Members) -> Result<bool>;
-        /// Makes a plan ready to run.
-        fn prepare(&self, members: &Members, plan: Plan) -> Result<Self::Program>;
-        /// The plan of a program.
-        fn plan(program: &Self::Program) -> &Plan;
+        /// Makes a schedule ready to run.
+        fn prepare(&self, members: &Members, schedule: Schedule) -> Result<Self::Program>;
+        /// The schedule of a program.
+        fn schedule(program: &Self::Program) -> &Schedule;
 
         /// Collective, as `call`. Zeroed memory of `bytes` bytes on each rank.
         fn symmetric(&self, members: &Members, call: &str, bytes: usize)
@@ -165,50 +163,15 @@ pub(crate) mod sealed {
         /// Copies all rows of a buffer.
         fn read(&self, from: &Self::Buffer, to: &mut [u8]) -> Result<()>;
 
-        /// Runs `part` of operation `epoch`; what happened when goes into `trace`.
+        /// Does what the program's schedule says.
         fn run(
             &self,
             members: &Members,
             program: &Self::Program,
-            part: Part,
-            epoch: Epoch,
-            operands: Operands<'_, Self>,
-            trace: Option<&mut Vec<Span>>,
-        ) -> Result<()>
-        where
-            Self: super::Backend;
+            call: Call<'_, Self>,
+        ) -> Result<()>;
 
         /// Returns when everything that was begun is complete.
         fn synchronize(&self, members: &Members) -> Result<()>;
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_operation_that_refreshes_flags_pulls() {
-        for transport in [Transport::Pull, Transport::Push, Transport::Store] {
-            let config = Config {
-                tile_m: 1,
-                tile_n: 1,
-                tile_k: 1,
-                stages: 1,
-                cluster: 1,
-                split_k: 1,
-                group_m: 1,
-                chunks: 1,
-                last_chunks: 1,
-                cut_last: false,
-                transport,
-            };
-            let problem = Problem::balanced(4, 1, 1, 0, 2).unwrap();
-            let plan = Plan::new(problem, config).unwrap();
-            let pushes = |epoch| Part::Fused.pushes(&plan, Epoch::from_raw(epoch));
-            assert_eq!(pushes(1), transport != Transport::Pull);
-            assert!(!pushes(0) && !pushes(Epoch::REFRESH));
-            assert!(!Part::Gather.pushes(&plan, Epoch::FIRST));
-        }
     }
 }

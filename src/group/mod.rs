@@ -12,11 +12,13 @@ use std::time::Duration;
 
 use crate::backend::{Backend, Options};
 use crate::error::{Error, Result};
-use crate::protocol::{Config, Epoch, Plan, Problem};
 use crate::ranks::commons::Operation;
 use crate::ranks::members::Members;
 use crate::ranks::reports::Outbox;
 use crate::ranks::{env, rendezvous};
+use crate::schedule::all_gather::Planner;
+use crate::schedule::layout::{MAX_WORLD, limit};
+use crate::schedule::{Config, Description, Epoch};
 
 /// How long a rank waits for another before it gives up, unless the builder says otherwise.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -87,7 +89,7 @@ impl<B: Backend> Drop for Inner<B> {
 struct State<B: Backend> {
     /// The next operation.
     epoch: Epoch,
-    programs: HashMap<(Problem, Option<Config>), Kept<B>>,
+    programs: HashMap<(Description, Option<Config>), Kept<B>>,
     /// How often a kept program has been asked for.
     uses: u64,
     /// What graphs run.
@@ -102,7 +104,7 @@ struct Kept<B: Backend> {
 }
 
 impl<B: Backend> Group<B> {
-    /// The group that the launcher of this process describes in the environment: [`launch`], torchrun,
+    /// The group that the launcher of this process describes in the environment: [`launch`](crate::launch), torchrun,
     /// Open MPI's mpirun, srun, or mpiexec of a PMI implementation. Of a launcher that started another, as srun does
     /// mpiexec's agents, the inner one counts.
     ///
@@ -205,15 +207,15 @@ impl<B: Backend> Group<B> {
         Arc::ptr_eq(&self.inner, &other.inner)
     }
 
-    /// The program for a problem: prepared at its first use, kept for the next. Of too many, the one that has not been used
-    /// for the longest time goes.
+    /// The program for what is asked: prepared at its first use, kept for the next. Of too many, the one that has not been
+    /// used for the longest time goes. Without a configuration the backend's is taken.
     pub(crate) fn program(
         &self,
-        problem: Problem,
+        planner: Planner,
+        asked: Description,
         config: Option<Config>,
     ) -> Result<Arc<B::Program>> {
-        // Without a configuration it is found once.
-        let key = (problem, config);
+        let key = (asked, config);
         let mut state = self.state();
         state.uses += 1;
         let used = state.uses;
@@ -223,9 +225,12 @@ impl<B: Backend> Group<B> {
         }
         // What a program needs can't be allocated now.
         self.refuse_recording()?;
-        let config = config.unwrap_or_else(|| self.inner.backend.default_config(&key.0));
-        let plan = Plan::new(key.0.clone(), config)?;
-        let program = Arc::new(self.inner.backend.prepare(&self.inner.members, plan)?);
+        let Inner {
+            backend, members, ..
+        } = &*self.inner;
+        let config = config.unwrap_or_else(|| backend.default_config(&key.0));
+        let schedule = planner(&key.0, members.rank, config)?;
+        let program = Arc::new(backend.prepare(members, schedule)?);
         let mut evicted = None;
         if state.programs.len() >= KEPT_PROGRAMS {
             let oldest = state.programs.iter().min_by_key(|(_, kept)| kept.used);
@@ -262,7 +267,7 @@ impl<B: Backend> Group<B> {
     /// Begins a collective operation: no other begins on this rank before `run` returns.
     pub(crate) fn operate<R>(
         &self,
-        operation: Operation,
+        operation: Operation<'_>,
         run: impl FnOnce(Epoch) -> Result<R>,
     ) -> Result<R> {
         self.inner.members.check()?;
@@ -434,8 +439,8 @@ impl<B: Backend> Builder<B> {
         version: u32,
         outbox: Option<Outbox>,
     ) -> Result<Group<B>> {
-        // Checks world size and rank.
-        Problem::balanced(1, 1, 1, rank, world)?;
+        limit("world size", world, 1, MAX_WORLD)?;
+        limit("rank", rank, 0, world - 1)?;
         let identity = rendezvous::Identity {
             rank,
             world,

@@ -6,10 +6,10 @@ use super::{Builder, Group};
 use crate::backend::Backend;
 use crate::error::{Error, Result};
 use crate::memory::{Mapping, memfd};
-use crate::protocol::plan::MAX_WORLD;
 use crate::ranks::commons::Commons;
 use crate::ranks::members::Members;
 use crate::ranks::wire;
+use crate::schedule::layout::MAX_WORLD;
 
 /// Runs `f` on `world` threads, each with its rank's group. Returns the results by rank, or the error of the rank that
 /// failed first.

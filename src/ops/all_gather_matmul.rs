@@ -2,14 +2,16 @@
 
 use std::sync::Arc;
 
-use crate::backend::sealed::Operands;
-use crate::backend::{Backend, Part};
+use crate::backend::Backend;
+use crate::backend::sealed::{self, Bound};
 use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::matrix::Matrix;
-use crate::protocol::{Config, Epoch, Plan, Problem};
-use crate::ranks::commons::{Cuts, Operation, OperationName};
+use crate::ranks::commons::Operation;
+use crate::schedule::all_gather::{self, Planner};
+use crate::schedule::layout::{MAX_EXTENT, limit};
+use crate::schedule::{Config, Description, Epoch, MatrixSpec, Product, Schedule};
 use crate::sharded::ShardedMatrix;
 use crate::trace::Trace;
 use crate::trace::span::Span;
@@ -73,9 +75,13 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         b: &Matrix<B, T>,
         out: &mut Matrix<B, T>,
     ) -> Result<()> {
-        let prepared = self.plan(a, b.shape()[0]);
-        let prepared = prepared.map_err(|error| a.group().refuse(PRODUCT, error))?;
-        prepared.run(a, b, out)
+        let refuse = |error| a.group().refuse(PRODUCT, error);
+        let call = Call {
+            program: &self.program(a, b.shape()[0]).map_err(refuse)?,
+            group: a.group(),
+            bias: self.bias,
+        };
+        call.collective(a, Some((b, out)), None)
     }
 
     /// Prepares the product of matrices like `a` with a weight of `n` rows, to be run many times with no
@@ -86,22 +92,35 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     /// [`Error::Limit`] for an `n` or a configuration that can't be; [`Error::Shape`] or [`Error::ForeignArgument`] for a
     /// bias that does not fit; the group's failure.
     pub fn prepare(&self, a: &ShardedMatrix<B, T>, n: usize) -> Result<Prepared<'a, B, T>> {
-        let refused = Error::refused(a.group().rank(), PRODUCT);
-        self.plan(a, n).map_err(refused)
+        let group = a.group();
+        let prepare = || -> Result<Prepared<'a, B, T>> {
+            let program = self.program(a, n)?;
+            let config = B::schedule(&program)
+                .product()
+                .map(|product| product.config);
+            let kept =
+                |name, planner: Planner| group.program(planner, describe(name, a, n), config);
+            Ok(Prepared {
+                gather: kept(GATHER, all_gather::gather)?,
+                multiply: kept(MULTIPLY, all_gather::multiply)?,
+                program,
+                group: group.clone(),
+                bias: self.bias,
+            })
+        };
+        prepare().map_err(Error::refused(group.rank(), PRODUCT))
     }
 
-    fn plan(&self, a: &ShardedMatrix<B, T>, n: usize) -> Result<Prepared<'a, B, T>> {
+    fn program(&self, a: &ShardedMatrix<B, T>, n: usize) -> Result<Arc<B::Program>> {
         let group = a.group();
-        let problem = a.layout().with_n(n)?;
         if let Some(bias) = self.bias {
+            // Before the shape: what fits no product is refused as that.
+            limit("N", n, 1, MAX_EXTENT)?;
             require_same_group("bias", bias.group(), group)?;
             require_shape(group.rank(), "bias [1, N]", [1, n], bias.shape())?;
         }
-        Ok(Prepared {
-            program: group.program(problem, self.config)?,
-            group: group.clone(),
-            bias: self.bias,
-        })
+        let asked = describe(PRODUCT, a, n);
+        group.program(all_gather::gather_and_multiply, asked, self.config)
     }
 }
 
@@ -111,8 +130,24 @@ impl<B: Backend, T: Element> Default for AllGatherMatmul<'_, B, T> {
     }
 }
 
-/// The name of the call.
+/// The names of calls.
 const PRODUCT: &str = "all_gather_matmul";
+const GATHER: &str = "gather";
+const MULTIPLY: &str = "matmul";
+
+/// What call `operation` is asked to do with `a` and a weight of `n` rows.
+fn describe<B: Backend, T: Element>(
+    operation: &'static str,
+    a: &ShardedMatrix<B, T>,
+    n: usize,
+) -> Description {
+    Description {
+        operation,
+        dtype: T::DTYPE,
+        layout: a.layout().clone(),
+        n,
+    }
+}
 
 fn require_shape(
     rank: usize,
@@ -145,8 +180,10 @@ fn require_same_group<B: Backend>(argument: &str, its: &Group<B>, group: &Group<
 /// A product that has been planned. It fits every `a` of the same group, shape and split. It keeps the group.
 #[derive(Debug)]
 pub struct Prepared<'a, B: Backend, T: Element> {
-    // Freed before the group that it belongs to can end.
+    // Freed before the group that they belong to can end.
     program: Arc<B::Program>,
+    gather: Arc<B::Program>,
+    multiply: Arc<B::Program>,
     group: Group<B>,
     bias: Option<&'a Matrix<B, T>>,
 }
@@ -156,6 +193,8 @@ impl<B: Backend, T: Element> Clone for Prepared<'_, B, T> {
     fn clone(&self) -> Self {
         Prepared {
             program: self.program.clone(),
+            gather: self.gather.clone(),
+            multiply: self.multiply.clone(),
             group: self.group.clone(),
             bias: self.bias,
         }
@@ -163,12 +202,22 @@ impl<B: Backend, T: Element> Clone for Prepared<'_, B, T> {
 }
 
 /// `b` and `out`.
-type Product<'a, B, T> = (&'a Matrix<B, T>, &'a mut Matrix<B, T>);
+type Operands<'a, B, T> = (&'a Matrix<B, T>, &'a mut Matrix<B, T>);
 
 impl<B: Backend, T: Element> Prepared<'_, B, T> {
-    /// The plan: what is pulled and multiplied, and in which order.
-    pub fn plan(&self) -> &Plan {
-        B::plan(&self.program)
+    /// What is moved and multiplied, and in which order.
+    pub fn schedule(&self) -> &Schedule {
+        B::schedule(&self.program)
+    }
+
+    /// How the product is cut up.
+    pub fn config(&self) -> Config {
+        // A product has one.
+        self.product().config
+    }
+
+    fn product(&self) -> &Product {
+        product_of(self.schedule())
     }
 
     /// As [`all_gather_matmul`].
@@ -181,7 +230,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         b: &Matrix<B, T>,
         out: &mut Matrix<B, T>,
     ) -> Result<()> {
-        self.collective(Part::Fused, a, Some((b, out)), None)
+        self.call(&self.program).collective(a, Some((b, out)), None)
     }
 
     /// As [`Prepared::run`], and returns what happened when on this rank. All ranks trace an operation, or none does: those
@@ -196,7 +245,8 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         out: &mut Matrix<B, T>,
     ) -> Result<Trace> {
         let mut spans = Vec::new();
-        self.collective(Part::Fused, a, Some((b, out)), Some(&mut spans))?;
+        let call = self.call(&self.program);
+        call.collective(a, Some((b, out)), Some(&mut spans))?;
         Ok(Trace::new(a.group().rank(), spans))
     }
 
@@ -205,7 +255,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// # Errors
     /// As [`all_gather_matmul`].
     pub fn gather(&self, a: &ShardedMatrix<B, T>) -> Result<()> {
-        self.collective(Part::Gather, a, None, None)
+        self.call(&self.gather).collective(a, None, None)
     }
 
     /// Only multiplies, with the rows of `a` as they are on this rank: gathered before. Not collective.
@@ -218,13 +268,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         b: &Matrix<B, T>,
         out: &mut Matrix<B, T>,
     ) -> Result<()> {
-        self.check(a, Some([b, out]))
-            .map_err(Error::refused(a.group().rank(), "matmul"))?;
-        let group = &self.group;
-        if group.is_recording()? {
-            group.keep_recorded(&self.program);
-        }
-        group.exclusively(|epoch| self.launch(Part::Matmul, epoch, a, Some((b, out)), None))
+        self.call(&self.multiply).alone(a, Some((b, out)))
     }
 
     /// Gathers and multiplies at once with no order between them, which is what perfect overlap would take.
@@ -239,112 +283,152 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         b: &Matrix<B, T>,
         out: &mut Matrix<B, T>,
     ) -> Result<()> {
-        self.collective(Part::Unordered, a, Some((b, out)), None)
+        let planner: Planner = all_gather::gather_beside_multiply;
+        let program = self.variant("unordered all_gather_matmul", planner, a)?;
+        self.call(&program).collective(a, Some((b, out)), None)
     }
 
     /// Copies all rows from the other ranks, who must not be writing them. Not collective; for benchmarks.
     ///
     /// # Errors
     /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
-    #[cfg(feature = "cuda")]
     #[doc(hidden)]
     pub fn copy(&self, a: &ShardedMatrix<B, T>) -> Result<()> {
-        self.check(a, None)?;
-        self.group
-            .exclusively(|epoch| self.launch(Part::Copies, epoch, a, None, None))
+        let program = self.variant("copy", all_gather::copy, a)?;
+        self.call(&program).alone(a, None)
     }
 
+    fn variant(
+        &self,
+        name: &'static str,
+        planner: Planner,
+        a: &ShardedMatrix<B, T>,
+    ) -> Result<Arc<B::Program>> {
+        let asked = describe(name, a, self.product().n);
+        self.group.program(planner, asked, Some(self.config()))
+    }
+
+    fn call<'c>(&'c self, program: &'c Arc<B::Program>) -> Call<'c, B, T> {
+        Call {
+            program,
+            group: &self.group,
+            bias: self.bias,
+        }
+    }
+}
+
+/// The product of a schedule that has one.
+fn product_of(schedule: &Schedule) -> &Product {
+    match schedule.product() {
+        Some(product) => product,
+        None => unreachable!("the planner of a product makes one"),
+    }
+}
+
+/// A program that is about to be run.
+struct Call<'c, B: Backend, T: Element> {
+    program: &'c Arc<B::Program>,
+    /// That it belongs to.
+    group: &'c Group<B>,
+    bias: Option<&'c Matrix<B, T>>,
+}
+
+impl<B: Backend, T: Element> Call<'_, B, T> {
+    fn schedule(&self) -> &Schedule {
+        B::schedule(self.program)
+    }
+
+    /// An operation of all ranks.
     fn collective(
         &self,
-        part: Part,
         a: &ShardedMatrix<B, T>,
-        product: Option<Product<B, T>>,
+        product: Option<Operands<B, T>>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
-        let call = match part {
-            Part::Gather => "gather",
-            _ => PRODUCT,
+        let schedule = self.schedule();
+        let Some(agreed) = schedule.agreed() else {
+            return self.alone(a, product);
         };
         self.check(a, product.as_ref().map(|(b, out)| [*b, &**out]))
-            .map_err(|error| a.group().refuse(call, error))?;
-        let (problem, config) = (self.plan().problem(), self.plan().config());
-        let pushes = part.may_push(self.plan());
-        let group = &self.group;
-        if pushes && trace.is_none() && group.is_recording()? {
+            .map_err(|error| a.group().refuse(agreed.name(), error))?;
+        let group = self.group;
+        // Pulls have their epochs baked in.
+        let can_record = schedule.is_pushed();
+        if can_record && trace.is_none() && group.is_recording()? {
             // It runs when the graph does, and has no number among those that run now: any will do.
-            group.keep_recorded(&self.program);
-            return group.exclusively(|_| self.launch(part, Epoch::FIRST, a, product, None));
+            group.keep_recorded(self.program);
+            return group.exclusively(|_| self.launch(Epoch::FIRST, a, product, None));
         }
         let operation = Operation {
-            name: match part {
-                Part::Gather => OperationName::AllGather,
-                _ if trace.is_some() => OperationName::TracedAllGatherMatmul,
-                _ => OperationName::AllGatherMatmul,
-            },
-            dtype: T::DTYPE,
-            m: problem.m(),
-            k: problem.k(),
-            matrix: a.id(),
-            // The plan's limits have been checked.
-            pushed: pushes.then(|| Cuts {
-                rows: config.entry_rows() as u32,
-                chunks: [config.chunks as u8, config.last_chunks as u8],
-                cut_last: config.cut(problem.k()).is_some(),
-            }),
+            agreed,
+            matrices: &[a.id()],
+            traced: trace.is_some(),
         };
-        group.operate(operation, |epoch| {
-            self.launch(part, epoch, a, product, trace)
-        })
+        group.operate(operation, |epoch| self.launch(epoch, a, product, trace))
+    }
+
+    /// What this rank does by itself.
+    fn alone(&self, a: &ShardedMatrix<B, T>, product: Option<Operands<B, T>>) -> Result<()> {
+        self.check(a, product.as_ref().map(|(b, out)| [*b, &**out]))
+            .map_err(Error::refused(a.group().rank(), MULTIPLY))?;
+        if self.group.is_recording()? {
+            self.group.keep_recorded(self.program);
+        }
+        self.group
+            .exclusively(|epoch| self.launch(epoch, a, product, None))
     }
 
     fn launch(
         &self,
-        part: Part,
         epoch: Epoch,
         a: &ShardedMatrix<B, T>,
-        product: Option<Product<B, T>>,
+        product: Option<Operands<B, T>>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let inner = self.group.inner();
-        let (b, out) = product.unzip();
-        let operands = Operands {
-            dtype: T::DTYPE,
-            a: a.memory(),
-            b: b.map(Matrix::memory),
-            bias: self.bias.map(Matrix::memory),
-            out: out.map(Matrix::memory_mut),
+        let mut matrices = [const { Bound::Nothing }; all_gather::MATRICES];
+        matrices[all_gather::A] = Bound::Symmetric(a.memory());
+        if let Some((b, out)) = product {
+            matrices[all_gather::B] = Bound::Input(b.memory());
+            matrices[all_gather::OUT] = Bound::Output(out.memory_mut());
+        }
+        if let Some(bias) = self.bias {
+            matrices[all_gather::BIAS] = Bound::Input(bias.memory());
+        }
+        let call = sealed::Call {
+            epoch,
+            matrices: &matrices,
+            trace,
         };
-        let (backend, members) = (&inner.backend, &inner.members);
-        backend.run(members, &self.program, part, epoch, operands, trace)
+        inner.backend.run(&inner.members, self.program, call)
     }
 
-    /// Checks the arguments against the plan, before anything is done. The bias was checked when the plan was made.
+    /// Checks the arguments against the schedule, before anything is done. The bias was checked when it was made.
     fn check(&self, a: &ShardedMatrix<B, T>, product: Option<[&Matrix<B, T>; 2]>) -> Result<()> {
-        let problem = self.plan().problem();
+        let [wanted_a, wanted_b, _, wanted_out] = self.schedule().matrices() else {
+            unreachable!("the planner makes four matrices");
+        };
         let group = a.group();
-        let (m, n, k) = (problem.m(), problem.n(), problem.k());
-        let shape = |argument: &str, expected, found| {
+        let shape = |argument: &str, expected: &MatrixSpec, found| {
+            let expected = [expected.rows, expected.columns];
             require_shape(group.rank(), argument, expected, found)
         };
-        require_same_group("the prepared product", &self.group, group)?;
-        shape("a [M, K]", [m, k], a.shape())?;
-        let split = |p: &Problem| -> Vec<usize> {
-            (0..p.world()).map(|rank| p.rows_of(rank).len()).collect()
-        };
-        let same_split = (0..problem.world()).all(|r| problem.rows_of(r) == a.rows_of(r));
-        if !same_split {
+        require_same_group("the prepared product", self.group, group)?;
+        shape("a [M, K]", wanted_a, a.shape())?;
+        let split = self.schedule().layout();
+        if split != a.layout() {
             return Err(Error::Shape {
                 rank: group.rank(),
                 argument: "a (rows of each rank)".into(),
-                expected: split(problem),
-                found: split(a.layout()),
+                expected: split.rows(),
+                found: a.layout().rows(),
             });
         }
         if let Some([b, out]) = product {
             require_same_group("b", b.group(), group)?;
             require_same_group("out", out.group(), group)?;
-            shape("b [N, K]", [n, k], b.shape())?;
-            shape("out [M, N]", [m, n], out.shape())?;
+            shape("b [N, K]", wanted_b, b.shape())?;
+            shape("out [M, N]", wanted_out, out.shape())?;
         }
         Ok(())
     }

@@ -9,12 +9,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::reports::Outbox;
-use crate::element::DType;
 use crate::error::{Error, Result};
 use crate::memory::Mapping;
-use crate::protocol::board::{Note, Post, Report};
-use crate::protocol::plan::MAX_WORLD;
-use crate::protocol::{Awaited, Epoch, Flag};
+use crate::schedule::board::{Note, Post, Report};
+use crate::schedule::layout::MAX_WORLD;
+use crate::schedule::{Agreed, Awaited, Epoch, Flag};
 
 /// How many calls the fastest rank may be ahead of the slowest.
 const POSTS: u64 = 256;
@@ -50,71 +49,60 @@ fn now_ms() -> u64 {
 }
 
 /// Words of a post.
-const WORDS: usize = 7;
+const WORDS: usize = FIXED + TEXT;
+/// Words of a post before its text: what the call is, an operation's epoch, and which matrices it is of.
+const FIXED: usize = 2 + MATRICES / 2;
+/// Words of a post that say in words what ranks must agree on.
+const TEXT: usize = 24;
+/// The most matrices that ranks share in an operation.
+pub const MATRICES: usize = 4;
 
-/// The first word of an exchange; of an operation it is its name.
+/// The first word of an exchange; of an operation it is a digest, which is another.
 const EXCHANGE: u64 = u64::MAX;
+/// In the place of a matrix: none.
+const NO_MATRIX: u32 = u32::MAX;
+/// What the digest of a traced operation differs by.
+const TRACED: u64 = 1 << 63;
 
-/// A collective operation, as far as all ranks must agree on it. N is each rank's own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Operation {
-    pub name: OperationName,
-    pub dtype: DType,
-    pub m: usize,
-    pub k: usize,
-    /// Which of the group's sharded matrices, counted from 0.
-    pub matrix: u32,
-    /// Where rows are pushed, ranks must agree on how they are cut.
-    pub pushed: Option<Cuts>,
+/// A collective operation at a call.
+#[derive(Clone, Copy, Debug)]
+pub struct Operation<'a> {
+    /// What all ranks must agree on, whatever the call binds.
+    pub agreed: &'a Agreed,
+    /// Which of the group's sharded matrices, counted from 0: at most [`MATRICES`].
+    pub matrices: &'a [u32],
+    /// Whether the call is traced, which all are or none.
+    pub traced: bool,
 }
 
-/// How rows are cut into chunks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Cuts {
-    /// Rows of a table entry.
-    pub rows: u32,
-    /// Chunks of a shard, and of the one that comes last.
-    pub chunks: [u8; 2],
-    /// Whether the last chunk of all is cut along K.
-    pub cut_last: bool,
-}
-
-impl Cuts {
-    /// Never 0, for an entry has rows.
-    fn to_word(self) -> u64 {
-        let [chunks, last] = self.chunks.map(u64::from);
-        u64::from(self.rows) << 32 | chunks << 16 | last << 8 | u64::from(self.cut_last)
-    }
-
-    fn describe(word: u64) -> String {
-        let (rows, [_, chunks, last, cut]) = (word >> 32, (word as u32).to_be_bytes());
-        let cut = if cut == 0 { "" } else { " and a cut along K" };
-        format!("pushed in {chunks} chunks, the last shard in {last}{cut}, of {rows}s of rows")
-    }
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OperationName {
-    AllGatherMatmul,
-    AllGather,
-    TracedAllGatherMatmul,
-}
-
-impl Operation {
+impl Operation<'_> {
     fn to_words(self, epoch: Epoch) -> [u64; WORDS] {
-        [
-            self.name as u64,
-            epoch.raw().into(),
-            self.dtype as u64,
-            self.m as u64,
-            self.k as u64,
-            self.matrix.into(),
-            self.pushed.map_or(0, Cuts::to_word),
-        ]
+        let mut words = [0; WORDS];
+        let digest = self.agreed.digest() >> 2;
+        words[0] = match self.traced {
+            true => digest | TRACED,
+            // Never an exchange's.
+            false => digest,
+        };
+        words[1] = epoch.raw().into();
+        let mut matrices = [NO_MATRIX; MATRICES];
+        for (place, number) in matrices.iter_mut().zip(self.matrices) {
+            *place = *number;
+        }
+        for (word, pair) in words[2..].iter_mut().zip(matrices.chunks_exact(2)) {
+            *word = u64::from(pair[0]) << 32 | u64::from(pair[1]);
+        }
+        // As much as there is room for: it is for readers, the digest tells calls apart.
+        let text = [self.agreed.name(), "(", self.agreed.details()];
+        let bytes = text.iter().flat_map(|part| part.bytes()).take(8 * TEXT);
+        for (index, byte) in bytes.enumerate() {
+            words[FIXED + index / 8] |= u64::from(byte) << (8 * (index % 8));
+        }
+        words
     }
 }
 
-impl std::fmt::Display for Operation {
+impl std::fmt::Display for Operation<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
         f.write_str(&describe(self.to_words(Epoch::FIRST)))
     }
@@ -122,23 +110,19 @@ impl std::fmt::Display for Operation {
 
 /// Says what operation a rank posted, in the words of the call.
 fn describe(words: [u64; WORDS]) -> String {
-    let [name, _, dtype, m, k, matrix, pushed] = words;
-    let name = match name {
-        w if w == OperationName::AllGatherMatmul as u64 => "all_gather_matmul",
-        w if w == OperationName::AllGather as u64 => "gather",
-        w if w == OperationName::TracedAllGatherMatmul as u64 => "traced all_gather_matmul",
-        _ => "an unknown operation",
+    let traced = match words[0] & TRACED {
+        0 => "",
+        _ => "traced ",
     };
-    let dtype = [DType::Bf16, DType::F16]
-        .into_iter()
-        .find(|d| *d as u64 == dtype)
-        .map_or("unknown dtype".into(), |d| d.to_string());
-    let pushed = if pushed == 0 {
-        String::new()
-    } else {
-        format!(", {}", Cuts::describe(pushed))
-    };
-    format!("{name}(M = {m}, K = {k}, {dtype}, sharded matrix {matrix}{pushed})")
+    let numbers = words[2..FIXED].iter();
+    let numbers = numbers.flat_map(|word| [(word >> 32) as u32, *word as u32]);
+    let numbers = numbers.filter(|&number| number != NO_MATRIX);
+    let matrices: String = numbers
+        .map(|number| format!(", sharded matrix {number}"))
+        .collect();
+    let text = words[FIXED..].iter().flat_map(|word| word.to_le_bytes());
+    let text: Vec<u8> = text.take_while(|&byte| byte != 0).collect();
+    format!("{traced}{}{matrices})", String::from_utf8_lossy(&text))
 }
 
 /// An error as JSON, or if that is longer than `most` bytes, what it says as far as there is room.
@@ -300,7 +284,9 @@ impl Commons {
     /// As [`Commons::post_operation`], for an exchange: a number that tells calls apart, and the call in words.
     pub fn post_exchange(&self, number: u64, call: u64, words: &str) -> Result<()> {
         self.block().exchanges[self.rank].write(number, words.as_bytes());
-        self.post(number, [EXCHANGE, call, 0, 0, 0, 0, 0])
+        let mut post = [0; WORDS];
+        post[..2].copy_from_slice(&[EXCHANGE, call]);
+        self.post(number, post)
     }
 
     fn post(&self, number: u64, words: [u64; WORDS]) -> Result<()> {
@@ -325,9 +311,9 @@ impl Commons {
         let votes = |call| calls.iter().filter(|(_, other)| *other == call).count();
         let most = calls.iter().map(|(_, call)| votes(*call)).max();
         let right = calls.iter().find(|(_, call)| Some(votes(*call)) == most);
-        let (other, expected) = right.copied().unwrap_or_default();
+        let (other, expected) = right.copied().unwrap_or((0, [0; WORDS]));
         let odd = calls.iter().find(|(_, call)| *call != expected);
-        let (rank, _) = odd.copied().unwrap_or_default();
+        let rank = odd.map_or(0, |(rank, _)| *rank);
         Error::CallMismatch {
             rank,
             theirs: self.call(rank, number),
@@ -440,14 +426,10 @@ mod tests {
             .collect()
     }
 
-    const OPERATION: Operation = Operation {
-        name: OperationName::AllGatherMatmul,
-        dtype: DType::Bf16,
-        m: 4096,
-        k: 64,
-        matrix: 2,
-        pushed: None,
-    };
+    /// A call as ranks must agree on it.
+    fn product(k: usize) -> Agreed {
+        Agreed::new("all_gather_matmul", &format!("M = 4096, K = {k}, bf16"))
+    }
 
     #[test]
     fn the_first_failure_is_everybodys() {
@@ -493,8 +475,16 @@ mod tests {
         assert_eq!(ranks[0].culprit(1, fresh), 1, "a circle");
     }
 
-    fn post(commons: &Commons, number: u64, operation: Operation) -> Result<()> {
-        commons.post_operation(number, Epoch::FIRST, operation)
+    fn operation(agreed: &Agreed) -> Operation<'_> {
+        Operation {
+            agreed,
+            matrices: &[2],
+            traced: false,
+        }
+    }
+
+    fn post(commons: &Commons, number: u64, agreed: &Agreed) -> Result<()> {
+        commons.post_operation(number, Epoch::FIRST, operation(agreed))
     }
 
     #[track_caller]
@@ -509,15 +499,12 @@ mod tests {
 
     #[test]
     fn the_rank_that_calls_something_else_is_named() {
-        let other = Operation {
-            name: OperationName::AllGather,
-            ..OPERATION
-        };
+        let other = Agreed::new("gather", "M = 4096, K = 64, bf16");
         let ranks = ranks(3);
-        post(&ranks[2], 1, OPERATION).unwrap();
-        post(&ranks[0], 1, OPERATION).unwrap();
+        post(&ranks[2], 1, &product(64)).unwrap();
+        post(&ranks[0], 1, &product(64)).unwrap();
         assert_eq!(
-            post(&ranks[1], 1, other),
+            post(&ranks[1], 1, &other),
             Err(Error::CallMismatch {
                 rank: 1,
                 theirs: "gather(M = 4096, K = 64, bf16, sharded matrix 2)".into(),
@@ -529,13 +516,40 @@ mod tests {
     }
 
     #[test]
+    fn traced_calls_and_calls_of_other_matrices_differ_and_a_long_text_is_cut_not_lost() {
+        let ranks = ranks(2);
+        let long = Agreed::new("all_gather_matmul", &"rows, ".repeat(100));
+        let call = operation(&long);
+        ranks[0].post_operation(1, Epoch::FIRST, call).unwrap();
+        let traced = Operation {
+            traced: true,
+            ..call
+        };
+        let other = Operation {
+            matrices: &[0, 7],
+            ..call
+        };
+        for (differs, word) in [
+            (traced, "traced all_gather"),
+            (other, "sharded matrix 0, sharded matrix 7)"),
+        ] {
+            assert!(differs.to_string().contains(word), "{differs}");
+            assert!(differs.to_string().contains("rows, rows"), "{differs}");
+            assert_blamed(ranks[1].post_operation(1, Epoch::FIRST, differs), 1, 0);
+        }
+        // Only the end differs, which has no room in the post.
+        let longer = Agreed::new("all_gather_matmul", &"rows, ".repeat(101));
+        assert_blamed(post(&ranks[1], 1, &longer), 1, 0);
+    }
+
+    #[test]
     fn the_odd_one_is_named_also_when_it_came_first_and_in_a_tie_the_lowest_is_right() {
-        let other = Operation { k: 32, ..OPERATION };
+        let other = product(32);
         let ranks = ranks(3);
-        post(&ranks[1], 1, other).unwrap();
+        post(&ranks[1], 1, &other).unwrap();
         // Rank 2 has not called.
-        assert_blamed(post(&ranks[0], 1, OPERATION), 1, 0);
-        assert_blamed(post(&ranks[2], 1, other), 0, 1);
+        assert_blamed(post(&ranks[0], 1, &product(64)), 1, 0);
+        assert_blamed(post(&ranks[2], 1, &other), 0, 1);
     }
 
     #[test]
@@ -543,7 +557,7 @@ mod tests {
         let ranks = ranks(2);
         ranks[0].post_exchange(1, 7, "barrier()").unwrap();
         ranks[1].post_exchange(1, 7, "barrier()").unwrap();
-        post(&ranks[0], 2, OPERATION).unwrap();
+        post(&ranks[0], 2, &product(64)).unwrap();
         assert_eq!(
             ranks[1].post_exchange(2, 7, "barrier()"),
             Err(Error::CallMismatch {
@@ -563,20 +577,20 @@ mod tests {
         let ranks = ranks(2);
         for number in 1..=POSTS {
             assert_eq!(ranks[0].may_post(number), Ok(()));
-            post(&ranks[0], number, OPERATION).unwrap();
+            post(&ranks[0], number, &product(64)).unwrap();
         }
         assert_eq!(ranks[0].may_post(POSTS + 1), Err(1));
-        post(&ranks[1], 1, OPERATION).unwrap();
+        post(&ranks[1], 1, &product(64)).unwrap();
         let too_early = ranks[0].may_post(POSTS + 1);
         assert_eq!(too_early, Err(1), "the slot after it is needed");
         for number in 2..=POSTS {
-            post(&ranks[1], number, OPERATION).unwrap();
+            post(&ranks[1], number, &product(64)).unwrap();
             assert_eq!(ranks[0].may_post(POSTS + 1), Ok(()));
         }
         // A rank that is ahead is no reason to wait.
         for number in POSTS + 1..2 * POSTS {
             assert_eq!(ranks[1].may_post(number), Ok(()));
-            post(&ranks[1], number, OPERATION).unwrap();
+            post(&ranks[1], number, &product(64)).unwrap();
             assert_eq!(ranks[0].may_post(POSTS + 1), Ok(()));
         }
         assert_eq!(ranks[1].may_post(2 * POSTS), Err(0));
@@ -594,7 +608,7 @@ mod tests {
             min: 1,
             max: 9,
         };
-        post(&ranks[1], 1, OPERATION).unwrap();
+        post(&ranks[1], 1, &product(64)).unwrap();
         ranks[1].note_refusal(2, &error(10));
         ranks[1].note_refusal(2, &error(11));
         assert_eq!(ranks[0].refusal(1, 2), Some(error(11)));
@@ -609,7 +623,7 @@ mod tests {
         assert_eq!(standing(2, TIMEOUT / 4), None, "nobody has waited long");
         assert_eq!(standing(1, WAITED), None);
 
-        post(&ranks[1], 2, OPERATION).unwrap();
+        post(&ranks[1], 2, &product(64)).unwrap();
         assert_eq!(ranks[0].refusal(1, 2), None);
         assert_eq!(standing(2, WAITED), None);
     }
@@ -634,7 +648,10 @@ mod tests {
         let ranks = ranks(2);
         let epoch = Epoch::from_raw(u32::MAX);
         ranks[1].post_exchange(1, 7, "barrier()").unwrap();
-        ranks[1].post_operation(2, epoch, OPERATION).unwrap();
+        let product = product(64);
+        ranks[1]
+            .post_operation(2, epoch, operation(&product))
+            .unwrap();
         ranks[1].post_exchange(3, 7, "barrier()").unwrap();
         let says = |awaited| ranks[1].describe(epoch, awaited, epoch, 17);
         let call = "all_gather_matmul(M = 4096, K = 64, bf16, sharded matrix 2)";

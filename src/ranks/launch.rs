@@ -15,7 +15,7 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use super::reports::{Inbox, Letter};
 use super::{env, wire};
 use crate::error::{Error, Result};
-use crate::protocol::plan::MAX_WORLD;
+use crate::schedule::layout::MAX_WORLD;
 
 /// How long the other ranks have, once one has failed, to end by themselves before they are killed.
 const GRACE: Duration = Duration::from_millis(1500);

@@ -12,8 +12,9 @@ use rustix::event::{PollFd, PollFlags};
 use super::commons::{Commons, Operation};
 use super::wire::{self, Frame, Line, MAX_FRAME, WireError};
 use crate::error::{Error, Result};
-use crate::protocol::Epoch;
-use crate::protocol::flag::{Awaited, Flag, Wait};
+use crate::schedule::Epoch;
+use crate::schedule::agreed::hash;
+use crate::schedule::flag::{Awaited, Flag, Wait};
 
 /// How much longer a wait for an intermediary lasts than the intermediary's own, so that it is the
 /// intermediary, which knows the culprit, that reports.
@@ -122,7 +123,7 @@ impl Members {
     /// # Errors
     /// [`Error::CallMismatch`] if another rank called something else; [`Error::Timeout`] if a rank is so
     /// far behind that its calls can't be compared any more.
-    pub fn post(&self, epoch: Epoch, operation: Operation) -> Result<()> {
+    pub fn post(&self, epoch: Epoch, operation: Operation<'_>) -> Result<()> {
         let post = |number| self.commons.post_operation(number, epoch, operation);
         self.next_call(&|| operation.to_string(), post).map(drop)
     }
@@ -287,7 +288,7 @@ impl Members {
         // What a rank calls is compared before it sends anything. So an exchange is complete only if all made it.
         let number = self.next_call(&|| words.clone(), |number| {
             self.commons
-                .post_exchange(number, wire::hash(words.as_bytes()), &words)
+                .post_exchange(number, hash(words.as_bytes()), &words)
         })?;
         let exchange = Exchange {
             words,

@@ -22,7 +22,7 @@ use super::reports::Outbox;
 use super::wire::{self, Line, WireError};
 use crate::error::{Error, Result};
 use crate::memory::{Mapping, memfd};
-use crate::protocol::plan::MAX_WORLD;
+use crate::schedule::layout::MAX_WORLD;
 
 const MAGIC: [u8; 8] = *b"gemmesh\0";
 /// Changes whenever ranks of an older build could not work with ranks of this one.

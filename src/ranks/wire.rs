@@ -13,7 +13,8 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags,
 };
 
-use crate::protocol::plan::MAX_WORLD;
+use crate::schedule::agreed::hash;
+use crate::schedule::layout::MAX_WORLD;
 
 /// No message of an established group is longer: traces are the longest.
 pub const MAX_FRAME: usize = 256 << 20;
@@ -194,13 +195,6 @@ pub fn abstract_address(address: &str) -> io::Result<SocketAddr> {
     let readable: String = address.chars().filter(char::is_ascii).take(40).collect();
     SocketAddr::from_abstract_name(format!("gemmesh/{uid}/{readable}/{hash:016x}"))
 }
-/// FNV-1a: the same in every build.
-pub fn hash(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3)
-    })
-}
-
 /// Borrows descriptors for sending.
 pub fn borrow(fds: &[OwnedFd]) -> Vec<BorrowedFd<'_>> {
     fds.iter().map(AsFd::as_fd).collect()

@@ -1,68 +1,44 @@
-//! Walks a plan with a GPU: a stream copies and writes flags while one kernel multiplies.
+//! Walks a schedule with a GPU: a stream copies and writes flags while one kernel multiplies.
 
 use std::ffi::c_void;
 use std::mem::offset_of;
-use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::Cuda;
 use super::abi::GemmeshTurn;
-use super::driver::{DevicePtr, Event, Stream, WordOp};
-use super::memory::Symmetric;
+use super::driver::{Event, Stream, WordOp};
 use super::monitor::OUTSTANDING;
-use super::program::{Launch, Program};
-use crate::backend::{Part, chunk_delay, sealed};
+use super::program::{Launch, Place, Program};
+use crate::backend::chunk_delay;
+use crate::backend::sealed::{Bound, Call};
 use crate::error::{Error, Result};
-use crate::protocol::drive::{self, CopyEngine};
-use crate::protocol::plan::{MAX_FLAGS, MAX_WORLD};
-use crate::protocol::{Epoch, Plan, Pull, Push, Transport};
 use crate::ranks::members::Members;
+use crate::schedule::drive::{self, CopyEngine};
+use crate::schedule::{Epoch, Schedule, Transfer, Transport};
+use crate::schedule::{MAX_FLAGS, layout::MAX_WORLD};
 use crate::trace::span::{Lane, Span, Work};
 
-pub fn run(
-    cuda: &Cuda,
-    members: &Members,
-    program: &Program,
-    part: Part,
-    epoch: Epoch,
-    operands: sealed::Operands<Cuda>,
-    trace: Option<&mut Vec<Span>>,
-) -> Result<()> {
+pub fn run(cuda: &Cuda, members: &Members, program: &Program, mut call: Call<Cuda>) -> Result<()> {
     let _bound = cuda.device.bind()?;
     let main = cuda.main();
     let recorded = main.is_capturing();
-    let begin = || -> Result<()> {
-        let recorded = recorded.clone()?;
-        bound(cuda, members, &program.plan)?;
-        let launch = if part.multiplies() {
-            let traced = trace.is_some();
-            Some(Launch::new(
-                cuda, members, program, part, epoch, recorded, &operands, traced,
-            )?)
-        } else {
-            None
-        };
-        if part == Part::Copies {
-            return copy_all(cuda, &program.plan, &operands, &main);
-        }
-        if part.pushes(&program.plan, epoch) {
-            let Some(launch) = launch else { return Ok(()) };
-            return enqueue_pushed(
-                cuda, members, program, epoch, recorded, &operands, &main, launch, trace,
-            );
-        }
-        enqueue(
+    let schedule = &program.schedule;
+    let mut begin = || -> Result<()> {
+        let at = Place {
             cuda,
             members,
-            &program.plan,
-            part,
-            epoch,
-            &operands,
-            &main,
-            launch,
-            trace,
-        )
+            main: &main,
+            recorded: recorded.clone()?,
+        };
+        make_room(&at, schedule)?;
+        let launch = Launch::new(&at, program, &call)?;
+        match launch {
+            Some(launch) if schedule.is_pushed() => {
+                enqueue_pushed(&at, schedule, &mut call, launch)
+            }
+            launch => enqueue(&at, schedule, &mut call, launch),
+        }
     };
     let begun = begin();
     let begun = match recorded {
@@ -82,7 +58,7 @@ pub fn run(
     };
     begun.map_err(|error| {
         // If an operation has its number, and this rank does not do it, the peers wait for it in vain and must hear.
-        let numbered = part.gathers() && !matches!(recorded, Ok(true));
+        let numbered = schedule.handshake() && !matches!(recorded, Ok(true));
         if numbered { members.fail(error) } else { error }
     })
 }
@@ -91,14 +67,15 @@ pub fn run(
 pub const COMMANDS: usize = 1024;
 
 /// The most commands that an operation puts on one stream.
-pub fn commands(plan: &Plan) -> usize {
-    2 * plan.pulls().len().max(plan.pushes().len()) + 3 * plan.problem().world() + 4
+pub fn commands(schedule: &Schedule) -> usize {
+    2 * schedule.moves().count() + 3 * schedule.world() + 4
 }
 
 /// Waits until the device's queues have room for another operation. They are bounded, and a driver that waits for room has
 /// no deadline and does not hear of a failure.
-fn bound(cuda: &Cuda, members: &Members, plan: &Plan) -> Result<()> {
-    let most = (COMMANDS / commands(plan)).clamp(1, OUTSTANDING) as u32;
+fn make_room(at: &Place, schedule: &Schedule) -> Result<()> {
+    let Place { cuda, members, .. } = *at;
+    let most = (COMMANDS / commands(schedule)).clamp(1, OUTSTANDING) as u32;
     let has_room = || match cuda.monitor.outstanding() < most {
         true => Ok(true),
         false => members.fault().map_or(Ok(false), Err),
@@ -106,83 +83,109 @@ fn bound(cuda: &Cuda, members: &Members, plan: &Plan) -> Result<()> {
     cuda.poll(members, has_room)
 }
 
-#[allow(clippy::too_many_arguments)]
+/// Says to every peer that this rank's own rows are final, on the main stream; what refreshes flags does so before. As
+/// [`drive::announce`].
+fn announce(at: &Place, epoch: Epoch, and: Option<WordOp>) -> Result<()> {
+    let Place {
+        cuda,
+        members,
+        main,
+        ..
+    } = *at;
+    let (rank, control) = (members.rank, &cuda.control);
+    if epoch.refreshes() {
+        // Ahead of the operation's kernel: a fill may run as one, and find no room beside a kernel that waits for it.
+        // SAFETY: the flags are as many words. Whoever else writes them has ended what came before, for the main stream
+        // has waited for it, and goes on after this.
+        unsafe {
+            main.fill(control.done(rank, 0), epoch.previous().raw(), members.world)?;
+            main.fill(control.chunk(0), epoch.previous().raw(), MAX_FLAGS)?;
+        }
+    }
+    let mut words = [WordOp::Write(0, 0); MAX_WORLD + 1];
+    let peers = (0..members.world).filter(|&peer| peer != rank);
+    let ready = peers.map(|peer| WordOp::Write(control.ready(peer, rank), epoch.raw()));
+    let mut count = 0;
+    for word in and.into_iter().chain(ready) {
+        words[count] = word;
+        count += 1;
+    }
+    // SAFETY: control blocks are unmapped when the streams have passed.
+    unsafe { main.words(&words[..count]) }
+}
+
+/// What has no kernel that waits for peers: the streams wait.
 fn enqueue(
-    cuda: &Cuda,
-    members: &Members,
-    plan: &Plan,
-    part: Part,
-    epoch: Epoch,
-    operands: &sealed::Operands<Cuda>,
-    main: &Stream,
+    at: &Place,
+    schedule: &Schedule,
+    call: &mut Call<Cuda>,
     launch: Option<Launch>,
-    trace: Option<&mut Vec<Span>>,
 ) -> Result<()> {
-    let (rank, world) = (members.rank, members.world);
-    let control = &cuda.control;
+    let Place {
+        cuda,
+        members,
+        main,
+        ..
+    } = *at;
+    let epoch = call.epoch;
     let monitor = &cuda.monitor;
-    let peers = || (0..world).filter(move |&peer| peer != rank);
-    let mut words = [WordOp::Write(0, 0); 2 * MAX_WORLD];
+    let traced = call.trace.is_some();
     let mut copies = Copies {
         cuda,
-        main,
-        rank,
+        rank: members.rank,
         epoch,
-        a: operands.a,
-        plan,
+        schedule,
+        matrices: call.matrices,
         words: [WordOp::Write(0, 0); BATCH],
         pending: 0,
-        stamps: trace.is_some().then(Vec::new),
+        stamps: traced.then(Vec::new),
     };
     let mut begun = None;
-    if part.gathers() {
+    if schedule.handshake() {
         monitor.begin(epoch, false);
-        // Own rows final: tell the peers.
-        let mut count = 1;
-        words[0] = WordOp::Write(monitor.started(), epoch.raw());
-        for peer in peers() {
-            words[count] = WordOp::Write(control.ready(peer, rank), epoch.raw());
-            count += 1;
-        }
-        if trace.is_some() {
+        if traced {
             // So that the picture shows the device and not the host: everything is on the streams before any rank begins.
             pause(main, ENQUEUED)?;
             super::align(cuda, members, main)?;
         }
-        // SAFETY: control blocks are unmapped when the streams have passed.
-        unsafe { main.words(&words[..count])? };
+        let started = WordOp::Write(monitor.started(), epoch.raw());
+        announce(at, epoch, Some(started))?;
+    }
+    let moves = schedule.moves().next().is_some();
+    if moves {
         // All copies are put on their stream before the kernel that waits for them; and none of them begins
         // before the kernel of the operation before, which is on the main stream, has ended.
         cuda.copies().wait_for(main, &cuda.begun)?;
-        drive::gather(plan, epoch, &mut copies)?;
+        drive::transfer(schedule, schedule.moves(), epoch, &mut copies)?;
         copies.flush()?;
     }
     if let Some(launch) = &launch {
-        if trace.is_some() {
+        if traced {
             let event = Event::new(&cuda.device, true)?;
             event.record(main)?;
             begun = Some(event);
         }
         launch.launch(main)?;
     }
-    // The tiles of a fused operation have waited for every copy.
-    if part.gathers() && part != Part::Fused {
+    // Tiles that wait for all transfers end after them.
+    if moves && !(schedule.handshake() && schedule.awaits_all()) {
         main.wait_for(cuda.copies(), &cuda.gathered)?;
     }
-    if part.gathers() {
+    if schedule.handshake() {
         // Own rows are free again when every peer has pulled them; then the operation is complete.
+        let mut words = [WordOp::Write(0, 0); MAX_WORLD + 1];
         let mut count = 0;
-        for peer in peers() {
-            words[count] = WordOp::Wait(control.done(rank, peer), epoch.raw());
+        for &peer in schedule.readers() {
+            words[count] = WordOp::Wait(cuda.control.done(members.rank, peer), epoch.raw());
             count += 1;
         }
         words[count] = WordOp::Write(monitor.completed(), epoch.raw());
         // SAFETY: as above; the completed word lives as long as the backend.
         unsafe { main.words(&words[..=count])? };
     }
-    if let (Some(spans), Some(launch)) = (trace, launch) {
+    if let (Some(spans), Some(launch)) = (call.trace.as_deref_mut(), launch) {
         cuda.wait_idle(members, main)?;
-        launch.spans(plan, spans)?;
+        launch.spans(schedule, spans)?;
         if let Some(begun) = begun {
             copies.spans(&begun, spans)?;
         }
@@ -192,27 +195,32 @@ fn enqueue(
 
 /// An operation whose rows their owners push: the kernel tells the peers that it runs, and the copy stream when they do. It
 /// counts its epochs on the device, so what is enqueued here may as well be recorded, to run again and again.
-#[allow(clippy::too_many_arguments)]
 fn enqueue_pushed(
-    cuda: &Cuda,
-    members: &Members,
-    program: &Program,
-    epoch: Epoch,
-    recorded: bool,
-    operands: &sealed::Operands<Cuda>,
-    main: &Stream,
+    at: &Place,
+    schedule: &Schedule,
+    call: &mut Call<Cuda>,
     launch: Launch,
-    trace: Option<&mut Vec<Span>>,
 ) -> Result<()> {
-    let (plan, control, monitor) = (&program.plan, &cuda.control, &cuda.monitor);
+    let Place {
+        cuda,
+        members,
+        main,
+        recorded,
+    } = *at;
+    let epoch = call.epoch;
+    let (control, monitor) = (&cuda.control, &cuda.monitor);
     if !recorded {
         monitor.begin(epoch, true);
+        if epoch.refreshes() {
+            // Words that only pulls write, and others read: they too must not come to look like the future.
+            announce(at, epoch, None)?;
+        }
     }
-    if trace.is_some() {
+    if call.trace.is_some() {
         pause(main, ENQUEUED)?;
         super::align(cuda, members, main)?;
     }
-    let by_copies = plan.config().transport == Transport::Push;
+    let by_copies = schedule.uses(Transport::Push);
     if by_copies {
         let turn = control.turn();
         let go = turn + offset_of!(GemmeshTurn, go) as u64;
@@ -229,19 +237,18 @@ fn enqueue_pushed(
             cuda.copies().words(&gate[usize::from(recorded)..])?;
             // Two flows at once are slower than one after the other, but for a small one: it fills the gaps between
             // the others' copies. In a graph, the second branch may begin at any time, and that is slower.
-            let is_late = |push: &Push| push.columns.start > 0 && !recorded;
-            let forks = plan.pushes().iter().any(is_late);
+            let is_late = |push: &Transfer| push.is_late() && !recorded;
+            let forks = schedule.moves().any(is_late);
             if forks {
                 cuda.late_copies().wait_for(cuda.copies(), &cuda.forked)?;
             }
-            for push in plan.pushes() {
+            for push in schedule.moves() {
                 let stream = match is_late(push) {
                     true => cuda.late_copies(),
                     false => cuda.copies(),
                 };
                 delay(stream, members.rank, push.flag, epoch)?;
-                let (to, from) = (operands.a.of(push.peer), operands.a.own());
-                copy_part(stream, plan, to, from, &push.rows, &push.columns)?;
+                copy_regions(stream, schedule, call.matrices, push)?;
                 // Its value is on the device, so that a graph can be replayed; hence a copy, and not a word of the stream.
                 // That the peer's kernel, which is polling it, sees the rows once it sees the flag, no text of CUDA's promises
                 // in these words. What is promised: a copy begins when the one before it on its stream has ended, and
@@ -251,7 +258,7 @@ fn enqueue_pushed(
                 // (CU_STREAM_MEM_OP_BARRIER) would say it in words; between 4 MiB and their flag it costs 2.3 to 2.5 µs of 16
                 // on two H200s, a tenth of a small product's gather. (Evidence: every verified product here, with random
                 // delays and without, and never one stale row.)
-                let flag = control.pushed(push.peer, push.flag);
+                let flag = control.pushed(push.to, push.flag);
                 stream.copy(flag, current, size_of::<u32>())?;
             }
             if forks {
@@ -265,65 +272,42 @@ fn enqueue_pushed(
     if by_copies {
         main.wait_for(cuda.copies(), &cuda.gathered)?;
     }
-    if let Some(spans) = trace {
+    if let Some(spans) = call.trace.as_deref_mut() {
         cuda.wait_idle(members, main)?;
-        launch.spans(plan, spans)?;
+        launch.spans(schedule, spans)?;
     }
     Ok(())
 }
 
-/// Copies a part of the gathered matrix to the same place of another rank's.
+/// Copies the regions of a transfer from the one rank's memory to the same places of the other's.
 ///
 /// # Safety
-/// Both memories hold M rows; as [`Stream::copy`] for the part.
-unsafe fn copy_part(
+/// As [`Stream::copy`] for each region.
+unsafe fn copy_regions(
     stream: &Stream,
-    plan: &Plan,
-    to: DevicePtr,
-    from: DevicePtr,
-    rows: &Range<usize>,
-    columns: &Range<usize>,
+    schedule: &Schedule,
+    matrices: &[Bound<Cuda>],
+    transfer: &Transfer,
 ) -> Result<()> {
-    let pitch = plan.problem().k() * size_of::<u16>();
-    let offset = (rows.start * pitch + columns.start * size_of::<u16>()) as u64;
-    let (to, from) = (to + offset, from + offset);
-    let width = columns.len() * size_of::<u16>();
-    // SAFETY: as this function's.
-    unsafe {
-        if width == pitch {
-            stream.copy(to, from, rows.len() * pitch)
-        } else {
-            stream.copy_rows(to, from, pitch, width, rows.len())
-        }
-    }
-}
-
-/// Copies every other rank's rows, in ring order, and nothing else.
-fn copy_all(
-    cuda: &Cuda,
-    plan: &Plan,
-    operands: &sealed::Operands<Cuda>,
-    main: &Stream,
-) -> Result<()> {
-    let (problem, a) = (plan.problem(), operands.a);
-    let row_bytes = problem.k() * size_of::<u16>();
-    cuda.copies().wait_for(main, &cuda.begun)?;
-    for source in plan.sources() {
-        let rows = problem.rows_of(source);
-        if rows.is_empty() {
+    for region in &transfer.regions {
+        let Some(memory) = matrices[region.matrix].symmetric() else {
             continue;
-        }
-        let offset = (rows.start * row_bytes) as u64;
-        // SAFETY: both ranks' memories hold M rows; the caller has made sure that nobody writes the source's.
+        };
+        let extent = schedule.matrices()[region.matrix].extent_of(region);
+        let offset = extent.offset as u64;
+        let (to, from) = (
+            memory.of(transfer.to) + offset,
+            memory.of(transfer.from) + offset,
+        );
+        // SAFETY: as this function's.
         unsafe {
-            cuda.copies().copy(
-                a.own() + offset,
-                a.of(source) + offset,
-                rows.len() * row_bytes,
-            )?;
+            match extent.contiguous() {
+                Some(bytes) => stream.copy(to, from, bytes)?,
+                None => stream.copy_rows(to, from, extent.pitch, extent.width, extent.rows)?,
+            }
         }
     }
-    main.wait_for(cuda.copies(), &cuda.gathered)
+    Ok(())
 }
 
 /// Word operations between two copies: a chunk's flag, `done`, and the next `ready`; more for sources without rows.
@@ -334,17 +318,15 @@ const ENQUEUED: Duration = Duration::from_millis(2);
 /// The copy engine: a stream.
 struct Copies<'a> {
     cuda: &'a Cuda,
-    /// Where the operation is put.
-    main: &'a Stream,
     rank: usize,
     epoch: Epoch,
-    a: &'a Symmetric,
-    plan: &'a Plan,
+    schedule: &'a Schedule,
+    matrices: &'a [Bound<'a, Cuda>],
     /// Word operations that are still to be put on the stream: those between two copies go there in one call.
     words: [WordOp; BATCH],
     pending: usize,
     /// Before and after each pull, if somebody wants to know.
-    stamps: Option<Vec<(Pull, Event, Event)>>,
+    stamps: Option<Vec<(Transfer, Event, Event)>>,
 }
 
 impl Copies<'_> {
@@ -378,7 +360,7 @@ impl Copies<'_> {
                 end: nanos(&after)?,
                 work: Work::Pull {
                     source: pull.source,
-                    rows: pull.rows,
+                    rows: pull.regions[0].rows.clone(),
                 },
             });
         }
@@ -389,22 +371,16 @@ impl Copies<'_> {
 impl CopyEngine for Copies<'_> {
     type Error = Error;
 
-    fn refresh(&mut self, epoch: Epoch) -> Result<()> {
-        let first = self.cuda.control.chunk(0);
-        self.flush()?;
-        // Ahead of the operation's kernel: a fill may run as one, and find no room beside a kernel that waits for it.
-        // SAFETY: the chunk flags are as many words. The copy stream, which else writes them, has ended what came before,
-        // for the main stream has waited for it, and goes on after this.
-        unsafe { self.main.fill(first, epoch.raw(), MAX_FLAGS)? };
-        self.cuda.copies().wait_for(self.main, &self.cuda.begun)
-    }
-
     fn wait_ready(&mut self, source: usize, epoch: Epoch) -> Result<()> {
         let flag = self.cuda.control.ready(self.rank, source);
         self.push(WordOp::Wait(flag, epoch.raw()))
     }
 
-    fn copy(&mut self, pull: &Pull) -> Result<()> {
+    fn wait_chunk(&mut self, _source: usize, flag: usize, epoch: Epoch) -> Result<()> {
+        self.push(WordOp::Wait(self.cuda.control.chunk(flag), epoch.raw()))
+    }
+
+    fn copy(&mut self, pull: &Transfer) -> Result<()> {
         self.flush()?;
         delay(self.cuda.copies(), self.rank, pull.flag, self.epoch)?;
         let stamp = |engine: &Self| -> Result<Event> {
@@ -416,20 +392,10 @@ impl CopyEngine for Copies<'_> {
             Some(_) => Some(stamp(self)?),
             None => None,
         };
-        let (to, from) = (self.a.own(), self.a.of(pull.source));
-        // SAFETY: both ranks' memories hold M rows. The source's rows are final, for the stream has waited
+        // SAFETY: both ranks' memories hold the matrix. The source's rows are final, for the stream has waited
         // for `ready`, and the source does not write them before `done`. Here, nobody reads the same
         // rows before this pull's flag is written, and the kernels of earlier operations have ended.
-        unsafe {
-            copy_part(
-                self.cuda.copies(),
-                self.plan,
-                to,
-                from,
-                &pull.rows,
-                &pull.columns,
-            )?;
-        }
+        unsafe { copy_regions(self.cuda.copies(), self.schedule, self.matrices, pull)? };
         if let Some(before) = before {
             let after = stamp(self)?;
             self.stamps
@@ -439,8 +405,9 @@ impl CopyEngine for Copies<'_> {
         Ok(())
     }
 
-    fn signal_chunk(&mut self, flag: usize, epoch: Epoch) -> Result<()> {
-        self.push(WordOp::Write(self.cuda.control.chunk(flag), epoch.raw()))
+    fn signal_chunk(&mut self, pull: &Transfer, epoch: Epoch) -> Result<()> {
+        let flag = self.cuda.control.chunk(pull.flag);
+        self.push(WordOp::Write(flag, epoch.raw()))
     }
 
     fn signal_done(&mut self, source: usize, epoch: Epoch) -> Result<()> {

@@ -8,7 +8,7 @@ use super::driver::{Device, Function, Module};
 use super::tuned::{Measured, agree};
 use crate::element::DType;
 use crate::error::{Error, Result};
-use crate::protocol::{Config, Problem, Transport};
+use crate::schedule::{Config, Description, Transport};
 
 /// The cubin that build.rs has nvcc make of cuda/; empty if it was told to do without.
 static CUBIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/all_gather_matmul.cubin"));
@@ -160,11 +160,11 @@ impl Kernels {
     pub fn default_config(
         &self,
         multiprocessors: usize,
-        problem: &Problem,
+        asked: &Description,
         measured: Option<Measured>,
     ) -> Config {
         let configs = |base: &Config| -> Vec<Config> { self.configs(base).collect() };
-        choose(configs, multiprocessors, problem, measured)
+        choose(configs, multiprocessors, asked, measured)
     }
 }
 
@@ -180,7 +180,7 @@ fn embedded(rank: usize, cubin: &[u8]) -> Result<&[u8]> {
 fn choose(
     configs: impl Fn(&Config) -> Vec<Config>,
     multiprocessors: usize,
-    problem: &Problem,
+    asked: &Description,
     measured: Option<Measured>,
 ) -> Config {
     if let Some(exact) = measured.and_then(|measured| measured.exact) {
@@ -205,7 +205,7 @@ fn choose(
     let cost = |c: &Config| {
         // Rounds that the busiest cluster makes, times what a round takes: as long as the tile is wide, shared by
         // those who split it, and longer for the less that narrow tiles and lone CTAs use each byte they load.
-        let entries = problem.m().div_ceil(c.entry_rows()) * problem.n().div_ceil(c.tile_n);
+        let entries = asked.layout.m().div_ceil(c.entry_rows()) * asked.n.div_ceil(c.tile_n);
         let rounds = entries.div_ceil(multiprocessors / (c.cluster * c.split_k));
         (rounds * c.tile_n) as f64 / (c.split_k as f64 * efficiency(c))
     };
@@ -249,6 +249,7 @@ fn efficiency(config: &Config) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::schedule::Layout;
 
     #[test]
     fn a_program_that_was_built_without_kernels_says_so() {
@@ -295,8 +296,13 @@ mod tests {
     }
 
     fn chosen(m: usize, n: usize, measured: Option<Measured>) -> Config {
-        let problem = Problem::balanced(m, n, 4096, 0, 4).unwrap();
-        choose(configs, 132, &problem, measured)
+        let asked = Description {
+            operation: "all_gather_matmul",
+            dtype: DType::Bf16,
+            layout: Layout::balanced(m, 4096, 4).unwrap(),
+            n,
+        };
+        choose(configs, 132, &asked, measured)
     }
 
     #[test]

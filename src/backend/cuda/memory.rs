@@ -17,9 +17,9 @@ use super::abi::{
 use super::driver::{Device, DevicePtr, Mapping, Region, Uuid};
 use super::reclaim::{Deferred, Reclaimer};
 use crate::error::{Error, Result};
-use crate::protocol::plan::{MAX_FLAGS, MAX_WORLD};
-use crate::protocol::{Awaited, Epoch};
 use crate::ranks::members::{Members, OPENING};
+use crate::schedule::{Awaited, Epoch};
+use crate::schedule::{MAX_FLAGS, layout::MAX_WORLD};
 
 /// The same number of bytes on every rank's device.
 #[derive(Debug)]
@@ -227,10 +227,8 @@ mod word {
     pub const CHUNK: usize = DONE + MAX_WORLD;
     pub const FLAGS: usize = CHUNK + MAX_FLAGS;
     pub const ABORT: usize = FLAGS;
-    /// As many words as there are chunk flags, always zero.
-    pub const ZEROS: usize = ABORT + 64;
     /// `aligned[p]`, written by rank p when its stream has come to a benchmark's starting line.
-    pub const ALIGNED: usize = ZEROS + MAX_FLAGS;
+    pub const ALIGNED: usize = ABORT + 64;
     /// What peers write when rows are pushed; and the count of those operations, a turn each.
     pub const MAILBOX: usize = ALIGNED + MAX_WORLD;
     pub const TURN: usize = MAILBOX + size_of::<GemmeshMailbox>() / 4;
@@ -328,11 +326,6 @@ impl Control {
             mailbox: Control::at(self.memory.own(), word::MAILBOX),
             turn: self.turn(),
         }
-    }
-
-    /// Flags that have always reached epoch 0.
-    pub fn zeros(&self) -> DevicePtr {
-        Control::at(self.memory.own(), word::ZEROS)
     }
 
     /// `aligned` in the memory of `rank`.

@@ -35,18 +35,18 @@ use program::Program;
 use queues::Queues;
 use reclaim::{Deferred, Reclaimer};
 
-use super::{Backend, Options, Part, sealed};
+use super::sealed::{self, Call};
+use super::{Backend, Options};
 use crate::error::{Error, Result};
-use crate::protocol::{Config, Epoch, Plan, Problem, Transport};
 use crate::ranks::members::Members;
-use crate::trace::span::Span;
+use crate::schedule::{Config, Description, Schedule, Transport};
 
 /// NVIDIA GPUs of the Hopper generation (H100, H200), a process each; several processes may share one.
 ///
-/// Operations are put on a stream and return at once; [`Group::synchronize`] waits for them and reports what went
+/// Operations are put on a stream and return at once; [`Group::synchronize`](crate::Group::synchronize) waits for them and reports what went
 /// wrong. Their matrices may be dropped before: the memory is freed when the operations have ended. Calls that read or
-/// write a matrix from the host wait for them. Who uses its memory by address ([`Matrix::as_device_ptr`]) does so on that
-/// stream, or after [`Group::synchronize`].
+/// write a matrix from the host wait for them. Who uses its memory by address ([`Matrix::as_device_ptr`](crate::Matrix::as_device_ptr)) does so on that
+/// stream, or after [`Group::synchronize`](crate::Group::synchronize).
 ///
 /// # Pushed rows and other kernels
 ///
@@ -133,7 +133,7 @@ impl Backend for Cuda {}
 
 impl sealed::Backend for Cuda {
     const NAME: &'static str = "cuda";
-    const K_MULTIPLE: usize = 8;
+    const ROW_ALIGNMENT: usize = 16;
     type Symmetric = Symmetric;
     type Buffer = Buffer;
     type Program = Program;
@@ -220,24 +220,23 @@ impl sealed::Backend for Cuda {
         self.reclaimer.drain(Duration::from_millis(200));
     }
 
-    fn default_config(&self, problem: &Problem) -> Config {
+    fn default_config(&self, asked: &Description) -> Config {
         // Kernels that wait for one another must be able to run at the same time.
         let pushes = self.distinct && self.queues.together.is_none();
-        let measured = self.tuned.find(problem);
+        let measured = self.tuned.find(asked);
         let measured = measured.filter(|m| pushes || m.alike.transport == Transport::Pull);
         let multiprocessors = self.device.multiprocessors();
         self.kernels
-            .default_config(multiprocessors, problem, measured)
+            .default_config(multiprocessors, asked, measured)
     }
 
     fn is_recording(&self, _members: &Members) -> Result<bool> {
         self.main().is_capturing()
     }
 
-    fn prepare(&self, members: &Members, plan: Plan) -> Result<Program> {
-        if plan.config().transport == Transport::Push
-            && let Some(cause) = &self.queues.together
-        {
+    fn prepare(&self, members: &Members, schedule: Schedule) -> Result<Program> {
+        let pushes = schedule.uses(Transport::Push);
+        if pushes && let Some(cause) = &self.queues.together {
             return Err(Error::QueuedTogether {
                 rank: members.rank,
                 what: "Transport::Push".into(),
@@ -245,8 +244,8 @@ impl sealed::Backend for Cuda {
             });
         }
         // All of a push is on its stream before the kernel that it waits for is launched.
-        let commands = engine::commands(&plan);
-        if plan.config().transport == Transport::Push && commands > engine::COMMANDS {
+        let commands = engine::commands(&schedule);
+        if pushes && commands > engine::COMMANDS {
             return Err(Error::Limit {
                 what: "commands of a pushed product, two a chunk".into(),
                 value: commands,
@@ -254,15 +253,16 @@ impl sealed::Backend for Cuda {
                 max: engine::COMMANDS,
             });
         }
-        // Whether there is such a kernel does not depend on the dtype.
-        let dtype = crate::element::DType::Bf16;
-        self.kernels
-            .find(members.rank, dtype, plan.config(), false)?;
-        Program::new(self, plan)
+        if let Some(product) = schedule.product() {
+            let dtype = schedule.matrices()[product.out].dtype;
+            self.kernels
+                .find(members.rank, dtype, &product.config, false)?;
+        }
+        Program::new(self, schedule)
     }
 
-    fn plan(program: &Program) -> &Plan {
-        &program.plan
+    fn schedule(program: &Program) -> &Schedule {
+        &program.schedule
     }
 
     fn symmetric(&self, members: &Members, call: &str, bytes: usize) -> Result<Symmetric> {
@@ -301,16 +301,8 @@ impl sealed::Backend for Cuda {
         from.region().read_rows(0, from.pitch, from.width, to)
     }
 
-    fn run(
-        &self,
-        members: &Members,
-        program: &Program,
-        part: Part,
-        epoch: Epoch,
-        operands: sealed::Operands<Cuda>,
-        trace: Option<&mut Vec<Span>>,
-    ) -> Result<()> {
-        engine::run(self, members, program, part, epoch, operands, trace)
+    fn run(&self, members: &Members, program: &Program, call: Call<Cuda>) -> Result<()> {
+        engine::run(self, members, program, call)
     }
 
     fn synchronize(&self, members: &Members) -> Result<()> {

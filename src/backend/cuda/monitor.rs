@@ -16,8 +16,8 @@ use super::abi::{
 use super::driver::{Device, DevicePtr, Pinned, Stream, Urgency, WordOp};
 use super::memory::{FlagLine, OwnWords, Snapshot};
 use crate::error::{Error, Result};
-use crate::protocol::{Awaited, Epoch};
 use crate::ranks::members::{Members, Witness};
+use crate::schedule::{Awaited, Epoch};
 
 /// How often the thread looks.
 const PERIOD: Duration = Duration::from_millis(2);

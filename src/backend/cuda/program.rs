@@ -1,4 +1,4 @@
-//! A plan on the device: its tables, and what a kernel is launched with.
+//! A schedule on the device: its tables, and what a kernel is launched with.
 
 use std::ffi::c_void;
 
@@ -11,17 +11,17 @@ use super::kernel::Instance;
 use super::reclaim::Deferred;
 use super::tensor_map::{Cache, Maps, Matrices};
 use super::{Buffer, Cuda};
-use crate::backend::{Part, sealed};
+use crate::backend::sealed::Call;
 use crate::error::{Error, Result};
-use crate::protocol::plan::{CUT_COLUMNS, MAX_WORLD};
-use crate::protocol::{Epoch, Plan, Transport};
 use crate::ranks::members::Members;
+use crate::schedule::{Schedule, Transfer, Transport};
+use crate::schedule::{config::CUT_COLUMNS, layout::MAX_WORLD};
 use crate::trace::span::{Lane, Span, Work};
 
-/// A plan with its tables on the device.
+/// A schedule with its tables on the device.
 #[derive(Debug)]
 pub struct Program {
-    pub plan: Plan,
+    pub schedule: Schedule,
     /// All tables, one behind the other.
     tables: Deferred<Memory>,
     /// By flag: the rank whose rows it guards.
@@ -35,8 +35,8 @@ pub struct Program {
 }
 
 impl Program {
-    pub fn new(cuda: &Cuda, plan: Plan) -> Result<Program> {
-        let tiles: Vec<GemmeshTile> = plan
+    pub fn new(cuda: &Cuda, schedule: Schedule) -> Result<Program> {
+        let tiles: Vec<GemmeshTile> = schedule
             .tiles()
             .iter()
             .map(|tile| GemmeshTile {
@@ -46,12 +46,13 @@ impl Program {
                 flag_end: tile.flags().end as u32,
             })
             .collect();
-        let sources: Vec<u32> = plan.sources_of_flags().iter().map(|&s| s as u32).collect();
-        let pieces = match plan.config().transport {
-            Transport::Store => pieces(&plan, cuda.device.multiprocessors()),
-            _ => Vec::new(),
-        };
-        let pushed = vec![0u32; plan.pushes().len()];
+        let sources: Vec<u32> = schedule.sources().iter().map(|&s| s as u32).collect();
+        let stored: Vec<&Transfer> = schedule
+            .moves()
+            .filter(|transfer| transfer.route == Transport::Store)
+            .collect();
+        let pieces = pieces(&schedule, &stored, cuda.device.multiprocessors());
+        let pushed = vec![0u32; stored.len()];
         // One allocation and one copy, for a new shape may come at any time.
         let mut bytes = Vec::new();
         let mut append = |table: &[u8]| {
@@ -70,30 +71,37 @@ impl Program {
             piece_count: pieces.len() as u32,
             pushed: tables.ptr() + pushed,
             tables: Deferred::new(tables, &cuda.reclaimer),
-            plan,
+            schedule,
             maps: Cache::default(),
         })
     }
 }
 
-/// The pushes, cut so that every warp that pushes has some, and that a fence after each costs little.
-fn pieces(plan: &Plan, multiprocessors: usize) -> Vec<GemmeshPiece> {
+/// What the kernel stores, cut so that every warp that pushes has some, and that a fence after each costs little.
+fn pieces(schedule: &Schedule, stored: &[&Transfer], multiprocessors: usize) -> Vec<GemmeshPiece> {
     const MOVERS: usize = 3;
     const UNIT: usize = 2048;
     const LARGEST: usize = 8 * UNIT;
-    let row_bytes = plan.problem().k() * size_of::<u16>();
-    let total: usize = plan.pushes().iter().map(|push| push.rows.len()).sum();
-    let share = total * row_bytes / (MOVERS * multiprocessors);
+    // Whole rows, for what is stored is not cut along K.
+    let extents: Vec<(usize, usize)> = stored
+        .iter()
+        .flat_map(|transfer| &transfer.regions)
+        .map(|region| {
+            let extent = schedule.matrices()[region.matrix].extent_of(region);
+            (extent.offset, extent.rows * extent.width)
+        })
+        .collect();
+    let total: usize = extents.iter().map(|(_, bytes)| bytes).sum();
+    let share = total / (MOVERS * multiprocessors);
     let length = share.next_multiple_of(UNIT).clamp(UNIT, LARGEST);
     let mut pieces = Vec::new();
-    for (index, push) in plan.pushes().iter().enumerate() {
-        let bytes = push.rows.len() * row_bytes;
+    for (index, (transfer, &(offset, bytes))) in stored.iter().zip(&extents).enumerate() {
         for begin in (0..bytes).step_by(length) {
             pieces.push(GemmeshPiece {
-                offset: (push.rows.start * row_bytes + begin) as u64,
+                offset: (offset + begin) as u64,
                 bytes: length.min(bytes - begin) as u32,
-                peer: push.peer as u32,
-                flag: push.flag as u32,
+                peer: transfer.to as u32,
+                flag: transfer.flag as u32,
                 push: index as u32,
                 pieces: bytes.div_ceil(length) as u32,
                 reserved: 0,
@@ -112,6 +120,15 @@ unsafe impl bytemuck::Zeroable for GemmeshPiece {}
 // SAFETY: as above.
 unsafe impl bytemuck::Pod for GemmeshPiece {}
 
+/// Where an operation is put.
+pub struct Place<'a> {
+    pub cuda: &'a Cuda,
+    pub members: &'a Members,
+    pub main: &'a Stream,
+    /// It is recorded, to run later and often.
+    pub recorded: bool,
+}
+
 /// One launch of a kernel, with its arguments.
 pub struct Launch {
     instance: Instance,
@@ -122,40 +139,38 @@ pub struct Launch {
 }
 
 impl Launch {
-    #[allow(clippy::too_many_arguments)]
-    pub fn new(
-        cuda: &Cuda,
-        members: &Members,
-        program: &Program,
-        part: Part,
-        epoch: Epoch,
-        recorded: bool,
-        operands: &sealed::Operands<Cuda>,
-        trace: bool,
-    ) -> Result<Launch> {
-        let plan = &program.plan;
-        let (problem, rank) = (plan.problem(), members.rank);
-        let instance = cuda
-            .kernels
-            .find(rank, operands.dtype, plan.config(), trace)?;
-        let (Some(b), Some(out)) = (operands.b, operands.out.as_deref()) else {
+    /// The launch that `call` of `program` needs; none if nothing is multiplied.
+    pub fn new(at: &Place, program: &Program, call: &Call<Cuda>) -> Result<Option<Launch>> {
+        let Place { cuda, members, .. } = *at;
+        let (schedule, rank) = (&program.schedule, members.rank);
+        let Some(product) = schedule.product() else {
+            return Ok(None);
+        };
+        let traced = call.trace.is_some();
+        let dtype = schedule.matrices()[product.out].dtype;
+        let instance = cuda.kernels.find(rank, dtype, &product.config, traced)?;
+        let input = |number: usize| call.matrices[number].input();
+        let a = call.matrices[product.a].symmetric();
+        let out = call.matrices[product.out].output();
+        let (Some(a), Some(b), Some(out)) = (a, input(product.b), out) else {
             return Err(Error::Message {
                 rank,
                 reason: "a product without operands".into(),
             });
         };
+        let bias = input(product.bias);
         let matrices = Matrices {
             a: Layout {
-                ptr: operands.a.own(),
-                rows: problem.m(),
-                columns: problem.k(),
-                pitch: problem.k() * size_of::<u16>(),
+                ptr: a.own(),
+                rows: product.m,
+                columns: product.k,
+                pitch: schedule.matrices()[product.a].row_bytes(),
             },
-            b: layout(b, problem.n(), problem.k()),
-            out: layout(out, problem.m(), problem.n()),
+            b: layout(b, product.n, product.k),
+            out: layout(out, product.m, product.n),
         };
-        let pushed = part.pushes(plan, epoch);
-        let entries = plan.tiles().len();
+        let pushed = schedule.is_pushed();
+        let entries = schedule.tiles().len();
         // All of them run at the same time: those that push must not wait for those that wait for pushes.
         let mut clusters = instance.resident;
         // A copy between ranks that share a GPU may be a kernel of the driver's, and needs some room.
@@ -166,7 +181,7 @@ impl Launch {
         if !pushed || program.piece_count == 0 {
             clusters = clusters.min(entries);
         }
-        let trace = match trace {
+        let trace = match traced {
             true => {
                 let events = entries * instance.ctas();
                 Some(cuda.scratch(events * size_of::<GemmeshTraceEvent>())?)
@@ -174,63 +189,61 @@ impl Launch {
             false => None,
         };
         let control = &cuda.control;
-        // Where nothing is waited for, the flags are ones that have always arrived.
-        let (flags, epoch) = match part {
-            Part::Fused if pushed => (control.pushed(rank, 0), epoch.raw()),
-            Part::Fused => (control.chunk(0), epoch.raw()),
-            _ => (control.zeros(), 0),
+        let flags = match pushed {
+            true => control.pushed(rank, 0),
+            false => control.chunk(0),
         };
-        let report = |word: DevicePtr| if recorded { 0 } else { word } as *mut u32;
+        let report = |word: DevicePtr| if at.recorded { 0 } else { word } as *mut u32;
         let mut mailboxes = [std::ptr::null_mut(); MAX_WORLD];
         let mut rows = [std::ptr::null_mut(); MAX_WORLD];
         for peer in 0..members.world {
             mailboxes[peer] = control.mailbox(peer) as *mut GemmeshMailbox;
-            rows[peer] = operands.a.of(peer) as *mut c_void;
+            rows[peer] = a.of(peer) as *mut c_void;
         }
         let exchange = GemmeshExchange {
             turn: if pushed { control.turn() } else { 0 } as *mut GemmeshTurn,
             pieces: program.pieces as *const GemmeshPiece,
             pushed: program.pushed as *mut u32,
             // The kernel's waits have deadlines of their own. Where copies push, their stream says that it should run.
-            started: match plan.config().transport {
-                Transport::Store => report(cuda.monitor.started()),
-                _ => std::ptr::null_mut(),
+            started: match schedule.uses(Transport::Push) {
+                false => report(cuda.monitor.started()),
+                true => std::ptr::null_mut(),
             },
             completed: report(cuda.monitor.completed()),
             piece_count: program.piece_count,
-            copies: (plan.config().transport == Transport::Push).into(),
+            copies: schedule.uses(Transport::Push).into(),
             rank: rank as u32,
             world: members.world as u32,
             mailboxes,
             rows,
         };
-        let late = plan.late();
+        let late = product.late;
         let params = GemmeshParams {
             tiles: program.tables.ptr() as *const GemmeshTile,
             flags: flags as *const u32,
             sources: program.sources as *const u32,
             abort: control.abort() as *mut u32,
             fault: cuda.monitor.fault() as *mut GemmeshFault,
-            bias: operands.bias.map_or(0, |bias| bias.ptr()) as *const c_void,
+            bias: bias.map_or(0, |bias| bias.ptr()) as *const c_void,
             trace: trace.as_ref().map_or(0, |trace| trace.ptr()) as *mut GemmeshTraceEvent,
             deadline_ns: members.timeout.as_nanos().min(u64::MAX.into()) as u64,
             tile_count: entries as u32,
-            epoch,
-            m: problem.m() as u32,
-            n: problem.n() as u32,
-            k: problem.k() as u32,
+            epoch: call.epoch.raw(),
+            m: product.m as u32,
+            n: product.n as u32,
+            k: product.k as u32,
             late_flag: late.map_or(u32::MAX, |late| late.flag as u32),
             late_step: late.map_or(u32::MAX, |late| (late.column / CUT_COLUMNS) as u32),
             reserved: 0,
             exchange,
         };
-        Ok(Launch {
+        Ok(Some(Launch {
             maps: program.maps.get(rank, instance, matrices)?,
             grid: (clusters * instance.ctas()) as u32,
             instance: instance.clone(),
             params,
             trace,
-        })
+        }))
     }
 
     pub fn launch(&self, stream: &Stream) -> Result<()> {
@@ -257,11 +270,11 @@ impl Launch {
     }
 
     /// What the kernel noted. It has ended.
-    pub fn spans(&self, plan: &Plan, spans: &mut Vec<Span>) -> Result<()> {
+    pub fn spans(&self, schedule: &Schedule, spans: &mut Vec<Span>) -> Result<()> {
         let Some(trace) = &self.trace else {
             return Ok(());
         };
-        let count = plan.tiles().len() * self.instance.ctas();
+        let count = schedule.tiles().len() * self.instance.ctas();
         let mut bytes = vec![0u8; count * size_of::<GemmeshTraceEvent>()];
         let length = bytes.len();
         trace.region().read_rows(0, length, length, &mut bytes)?;
@@ -271,8 +284,8 @@ impl Launch {
         {
             // SAFETY: the kernel wrote events of this layout; any bytes are valid for it.
             let event = unsafe { event.as_ptr().cast::<GemmeshTraceEvent>().read_unaligned() };
-            let tile = &plan.tiles()[index / self.instance.ctas()];
-            let source = plan.source_of_tile(tile);
+            let tile = &schedule.tiles()[index / self.instance.ctas()];
+            let source = schedule.source_of_tile(tile);
             let lane = Lane::Worker(event.sm as usize);
             if !tile.flags().is_empty() {
                 spans.push(Span {

@@ -7,8 +7,9 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use crate::element::DType;
 use crate::error::{Error, Result};
-use crate::protocol::{Config, Problem, Transport};
+use crate::schedule::{Config, Description, Transport};
 
 /// The table that the library carries.
 const SHIPPED: &str = include_str!("tuned.jsonl");
@@ -47,6 +48,10 @@ pub struct Winner {
     pub gpu: String,
     /// How many ranks.
     pub world: usize,
+    /// The name of the call.
+    pub operation: String,
+    /// Of the elements.
+    pub dtype: DType,
     /// Rows of the gathered matrix.
     pub m: usize,
     /// Columns of the output on each rank.
@@ -62,6 +67,11 @@ pub struct Winner {
 impl Winner {
     fn shape(&self) -> [usize; 3] {
         [self.m, self.n, self.k]
+    }
+
+    /// Whether it was measured for such operations: elements that are as wide take as long.
+    fn is_for(&self, asked: &Description) -> bool {
+        self.operation == asked.operation && self.dtype.bytes() == asked.dtype.bytes()
     }
 }
 
@@ -88,23 +98,21 @@ impl Table {
 
     /// What was the fastest for the problem whose M and K are most like this one's, and for this one. None if they differ
     /// in an extent by more than a factor of 1.5.
-    pub fn find(&self, problem: &Problem) -> Option<Measured> {
+    pub fn find(&self, asked: &Description) -> Option<Measured> {
         const MOST: f64 = 1.5;
         let distance = |line: &Winner| {
-            let ratios = [(line.m, problem.m()), (line.k, problem.k())].into_iter();
+            let ratios = [(line.m, asked.layout.m()), (line.k, asked.layout.k())].into_iter();
             let ratios = ratios.map(|(have, want)| (have as f64 / want as f64).ln().abs());
             let worst = ratios.clone().fold(0.0, f64::max);
             (worst <= MOST.ln()).then(|| ratios.sum::<f64>())
         };
-        let near = self
-            .0
-            .iter()
-            .filter_map(|line| Some((distance(line)?, line)));
+        let lines = || self.0.iter().filter(|line| line.is_for(asked));
+        let near = lines().filter_map(|line| Some((distance(line)?, line)));
         // The first of equals: a user's line before the library's.
         let (_, nearest) = near.min_by(|(x, _), (y, _)| x.total_cmp(y))?;
         let alike = nearest.config;
-        let wanted = [problem.m(), problem.n(), problem.k()];
-        let mut exact = self.0.iter().filter(|line| line.shape() == wanted);
+        let wanted = [asked.layout.m(), asked.n, asked.layout.k()];
+        let mut exact = lines().filter(|line| line.shape() == wanted);
         Some(Measured {
             alike,
             exact: exact
@@ -135,8 +143,9 @@ fn parse(text: &str, gpu: &str, world: usize, lines: &mut Vec<Winner>) -> Result
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::schedule::Layout;
 
-    const LINE: &str = r#"{"gpu":"GPU","world":4,"m":4096,"n":1792,"k":4096,"config":{"tile_m":128,"tile_n":224,"tile_k":64,"stages":4,"cluster":2,"split_k":1,"group_m":8,"chunks":2,"last_chunks":2,"cut_last":true,"transport":"Push"},"us":101.5}"#;
+    const LINE: &str = r#"{"gpu":"GPU","world":4,"operation":"all_gather_matmul","dtype":"Bf16","m":4096,"n":1792,"k":4096,"config":{"tile_m":128,"tile_n":224,"tile_k":64,"stages":4,"cluster":2,"split_k":1,"group_m":8,"chunks":2,"last_chunks":2,"cut_last":true,"transport":"Push"},"us":101.5}"#;
 
     fn table(text: &str, gpu: &str, world: usize) -> Result<Table, String> {
         let mut lines = Vec::new();
@@ -145,8 +154,21 @@ mod tests {
 
     /// The chunks of the most similar line, and the width of this problem's own tiles.
     fn find(table: &Table, m: usize, n: usize, k: usize) -> Option<(usize, Option<usize>)> {
-        let problem = Problem::balanced(m, n, k, 0, 4).unwrap();
-        let found = table.find(&problem)?;
+        find_for(table, "all_gather_matmul", DType::F16, [m, n, k])
+    }
+
+    fn find_for(
+        table: &Table,
+        operation: &'static str,
+        dtype: DType,
+        [m, n, k]: [usize; 3],
+    ) -> Option<(usize, Option<usize>)> {
+        let found = table.find(&Description {
+            operation,
+            dtype,
+            layout: Layout::balanced(m, k, 4).unwrap(),
+            n,
+        })?;
         Some((found.alike.chunks, found.exact.map(|config| config.tile_n)))
     }
 
@@ -230,6 +252,14 @@ mod tests {
     }
 
     #[test]
+    fn lines_of_other_operations_are_not_used() {
+        let table = table(LINE, "GPU", 4).unwrap();
+        let find = |operation| find_for(&table, operation, DType::Bf16, [4096, 1792, 4096]);
+        assert_eq!(find("all_gather_matmul"), Some((2, Some(224))));
+        assert_eq!(find("another"), None);
+    }
+
+    #[test]
     fn a_line_that_makes_no_sense_is_named() {
         for wrong in [
             LINE.replace("Push", "Throw"),
@@ -237,6 +267,7 @@ mod tests {
             LINE.replace("224", "0"),
             LINE.replace("224", &usize::MAX.to_string()),
             LINE.replace(r#""world":4,"#, ""),
+            LINE.replace("Bf16", "Int4"),
             "nonsense".into(),
         ] {
             let error = table(&format!("{LINE}\n{wrong}"), "GPU", 4).unwrap_err();
@@ -252,7 +283,7 @@ mod tests {
 pub mod fuzzing {
     //! A table of winners that somebody has written, and the plan of what is found in it.
     use super::*;
-    use crate::protocol::Plan;
+    use crate::schedule::{Layout, all_gather};
 
     const GPU: &str = "NVIDIA H200";
 
@@ -265,12 +296,18 @@ pub mod fuzzing {
         }
         let table = Table(lines);
         for (m, n, k) in [(64, 64, 64), (300, 40, 24)] {
-            let Ok(problem) = Problem::balanced(m, n, k, 1, 2) else {
+            let Ok(layout) = Layout::balanced(m, k, 2) else {
                 continue;
             };
-            if let Some(found) = table.find(&problem) {
+            let asked = Description {
+                operation: "all_gather_matmul",
+                dtype: DType::Bf16,
+                layout,
+                n,
+            };
+            if let Some(found) = table.find(&asked) {
                 for config in [Some(found.alike), found.exact].into_iter().flatten() {
-                    let _ = Plan::new(problem.clone(), config);
+                    let _ = all_gather::gather_and_multiply(&asked, 1, config);
                 }
             }
         }

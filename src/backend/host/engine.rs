@@ -1,72 +1,84 @@
-//! Walks a plan with a rank's threads.
+//! Walks a schedule with a rank's threads.
 
-use std::ops::Range;
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Mutex, PoisonError};
 
 use super::Host;
 use super::crew::Role;
 use super::matmul::{self, Scratch};
-use crate::backend::{Part, chunk_delay, sealed};
+use crate::backend::chunk_delay;
+use crate::backend::sealed::{Bound, Call};
 use crate::element::{DType, bf16, f16};
 use crate::error::{Error, Result};
-use crate::protocol::drive::{self, CopyThread};
-use crate::protocol::plan::MAX_WORLD;
-use crate::protocol::{Epoch, FlagBlock, Plan, Pull, Tile};
 use crate::ranks::members::Members;
+use crate::schedule::drive::{self, CopyThread};
+use crate::schedule::layout::MAX_WORLD;
+use crate::schedule::{Epoch, Extent, FlagBlock, Product, Schedule, Tile, Transfer};
 use crate::trace::span::{Lane, Span, Work, now};
 
-/// Where an operation's matrices lie. Threads share it; the protocol says who may touch which rows when.
+/// Where a product's matrices lie. Threads share it; the protocol says who may touch which rows when.
 #[derive(Clone, Copy)]
 struct Pointers {
     dtype: DType,
-    b: Option<*const u8>,
+    a: *const u8,
+    b: *const u8,
     bias: Option<*const u8>,
-    out: Option<*mut u8>,
+    out: *mut u8,
 }
 
 // SAFETY: the pointers are to memory that `run`'s caller borrows while the threads use it: `b` and `bias`
-// shared and only read, `out` exclusively and written in disjoint tiles.
+// shared and only read, `out` exclusively and written in disjoint tiles; `a` as the protocol says.
 unsafe impl Sync for Pointers {}
 
-pub fn run(
-    host: &Host,
-    members: &Members,
-    plan: &Plan,
-    part: Part,
-    epoch: Epoch,
-    operands: sealed::Operands<Host>,
-    trace: Option<&mut Vec<Span>>,
-) -> Result<()> {
+impl Pointers {
+    fn of(schedule: &Schedule, matrices: &[Bound<Host>]) -> Option<Pointers> {
+        let product = schedule.product()?;
+        let input = |number: usize| Some(matrices[number].input()?.as_ptr().cast_const());
+        Some(Pointers {
+            dtype: schedule.matrices()[product.a].dtype,
+            a: matrices[product.a].symmetric()?.own().cast_const(),
+            b: input(product.b)?,
+            bias: input(product.bias),
+            out: matrices[product.out].output()?.as_ptr(),
+        })
+    }
+}
+
+pub fn run(host: &Host, members: &Members, schedule: &Schedule, call: Call<Host>) -> Result<()> {
+    let Call {
+        epoch,
+        matrices,
+        trace,
+    } = call;
     let rank = members.rank;
     let blocks: [FlagBlock; MAX_WORLD] =
         std::array::from_fn(|rank| host.flags.of(rank.min(members.world - 1)));
     let blocks = &blocks[..members.world];
-    let a = operands.a;
-    let pointers = Pointers {
-        dtype: operands.dtype,
-        b: operands.b.map(|b| b.as_ptr().cast_const()),
-        bias: operands.bias.map(|bias| bias.as_ptr().cast_const()),
-        out: operands.out.map(|out| out.as_ptr()),
-    };
-    let pushes = part.pushes(plan, epoch);
+    let pointers = Pointers::of(schedule, matrices);
     let recorder = Recorder(trace.map(Mutex::new));
-    let k = plan.problem().k();
 
-    let copy = || {
-        let copy = |pull: &Pull| {
+    let transfer = || {
+        let copy = |transfer: &Transfer| {
             let begin = recorder.begin();
-            delay(rank, pull.flag, epoch);
-            // SAFETY: both ranks' memories hold M rows of `row_bytes`. The source's rows are final: `ready`
-            // has been acquired, and the source does not write them before `done`. Nobody reads the same
-            // rows here before this pull's flag is released, and no tile of an earlier operation does any
-            // more, because an operation ends after its tiles.
-            unsafe { copy_part(a.of(pull.source), a.own(), &pull.rows, &pull.columns, k) };
-            let work = Work::Pull {
-                source: pull.source,
-                rows: pull.rows.clone(),
-            };
-            recorder.end(begin, Lane::Copy, || work);
+            delay(transfer.to, transfer.flag, epoch);
+            for region in &transfer.regions {
+                let extent = schedule.matrices()[region.matrix].extent_of(region);
+                let Some(memory) = matrices[region.matrix].symmetric() else {
+                    continue;
+                };
+                // SAFETY: the memories of both ranks hold the matrix. What is read is final: `ready` of a source that is
+                // pulled from has been acquired, and it does not write its rows before `done`; the own rows are the
+                // caller's, who waits for this; and of what is passed on the flags have been acquired. Nobody reads what is
+                // written before this transfer's flag is released, nor do tiles of an operation before any more: this
+                // rank's have ended, and a peer has said `ready` since.
+                unsafe { copy_part(memory.of(transfer.from), memory.of(transfer.to), &extent) };
+            }
+            if transfer.to == rank {
+                recorder.end(begin, Lane::Copy, || Work::Pull {
+                    source: transfer.source,
+                    rows: transfer.regions[0].rows.clone(),
+                });
+            }
         };
         let mut engine = CopyThread {
             rank,
@@ -74,37 +86,27 @@ pub fn run(
             waiter: members,
             copy,
         };
-        drive::gather(plan, epoch, &mut engine)
-    };
-
-    let push = || {
-        drive::push(plan, epoch, blocks, members, |push| {
-            delay(push.peer, push.flag, epoch);
-            // SAFETY: as above, from the other side. The own rows are the caller's, who waits for this. Nobody reads the
-            // peer's before this push's flag is released, nor tiles of an earlier operation any more, for the peer's
-            // `ready` has been acquired.
-            unsafe { copy_part(a.own(), a.of(push.peer), &push.rows, &push.columns, k) };
-        })
+        drive::transfer(schedule, schedule.moves(), epoch, &mut engine)
     };
 
     let next = AtomicUsize::new(0);
-    let multiply = |worker: usize| {
+    let multiply = |worker: usize, product: &Product, pointers: &Pointers| {
         // A panic in a tile leaves nothing in the scratch that the next tile would read.
         let mut scratch = host.scratch[worker]
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         let lane = Lane::Worker(worker);
         let mut idle_since = recorder.begin();
-        let mut tile = |_: usize, tile: &Tile| {
-            let source = plan.source_of_tile(tile);
+        let tile = |_: usize, tile: &Tile| {
+            let source = schedule.source_of_tile(tile);
             if !tile.flags().is_empty() {
                 recorder.end(idle_since, lane, || Work::Wait { source });
             }
             let begin = recorder.begin();
-            // SAFETY: the tile's flags have been acquired, or the caller has made sure of its rows in
-            // another way, or does not use the output (Part::Unordered: racing reads of plain bytes, whose
-            // values nobody looks at). Tiles of the output are disjoint, and taken once each.
-            unsafe { multiply_tile(&mut scratch, plan, tile, a.own(), &pointers) };
+            // SAFETY: the tile's flags have been acquired; if it has none, its rows are this rank's own, or the caller has
+            // made sure of them in another way, or does not use the output (racing reads of plain bytes, whose values
+            // nobody looks at). Tiles of the output are disjoint, and taken once each.
+            unsafe { multiply_tile(&mut scratch, product, tile, pointers) };
             recorder.end(begin, lane, || Work::Tile {
                 source,
                 m: tile.m,
@@ -112,24 +114,19 @@ pub fn run(
             });
             idle_since = recorder.begin();
         };
-        if part == Part::Fused {
-            return drive::multiply(plan, epoch, blocks[rank].chunk, &next, members, tile);
-        }
-        while let Some((index, entry)) = drive::take(plan, &next) {
-            tile(index, entry);
-        }
-        Ok(())
+        drive::multiply(schedule, epoch, blocks[rank].chunk, &next, members, tile)
     };
 
-    if part.gathers() {
+    if schedule.handshake() {
         drive::announce(rank, epoch, blocks);
     }
     let failure = Mutex::new(None);
     host.crew.run(&|role| {
-        let result = match role {
-            Role::Copier if pushes => push(),
-            Role::Copier if part.gathers() => copy(),
-            Role::Worker(worker) if part.multiplies() => multiply(worker),
+        let result = match (role, schedule.product(), &pointers) {
+            (Role::Copier, ..) => transfer(),
+            (Role::Worker(worker), Some(product), Some(pointers)) => {
+                multiply(worker, product, pointers)
+            }
             _ => Ok(()),
         };
         if let Err(error) = result {
@@ -141,52 +138,38 @@ pub fn run(
     if let Some(error) = failure {
         return Err(error);
     }
-    // What was pushed is on its way no more; what is pulled, the peers must say.
-    if part.gathers() && !pushes {
-        drive::await_done(rank, epoch, blocks, members)?;
-    }
-    Ok(())
+    drive::complete(schedule, epoch, blocks, members)
 }
 
-/// Copies a part of a matrix whose rows have `k` columns to the same place of another.
+/// Copies a part of a matrix to the same place of another rank's.
 ///
 /// # Safety
 /// Both hold the part; nobody writes what is read, nor reads or writes what is written.
-unsafe fn copy_part(
-    from: *const u8,
-    to: *mut u8,
-    rows: &Range<usize>,
-    columns: &Range<usize>,
-    k: usize,
-) {
-    let copy = |first: usize, count: usize| {
-        let (offset, bytes) = (first * size_of::<u16>(), count * size_of::<u16>());
+unsafe fn copy_part(from: *const u8, to: *mut u8, extent: &Extent) {
+    let copy = |offset: usize, bytes: usize| {
         // SAFETY: as this function's.
         unsafe { std::ptr::copy_nonoverlapping(from.add(offset), to.add(offset), bytes) };
     };
-    if columns.len() == k {
-        return copy(rows.start * k, rows.len() * k);
+    if let Some(bytes) = extent.contiguous() {
+        return copy(extent.offset, bytes);
     }
-    for row in rows.clone() {
-        copy(row * k + columns.start, columns.len());
+    for row in 0..extent.rows {
+        copy(extent.offset + row * extent.pitch, extent.width);
     }
 }
 
 /// # Safety
-/// `a` is [M, K] of the plan's problem, and the rows of the tile are not written meanwhile; the pointers are to
-/// [N, K], [N] and [M, N] elements of their type, and nobody else touches the tile of the output.
+/// The pointers are to [m, k], [n, k], [n] and [m, n] elements of their type; the rows of the tile are not written meanwhile,
+/// and nobody else touches the tile of the output.
 unsafe fn multiply_tile(
     scratch: &mut Scratch,
-    plan: &Plan,
+    product: &Product,
     tile: &Tile,
-    a: *const u8,
     pointers: &Pointers,
 ) {
-    let (Some(b), Some(out)) = (pointers.b, pointers.out) else {
-        return;
-    };
-    let (rows, columns) = (plan.tile_rows(tile), plan.tile_columns(tile));
-    let (n, k) = (plan.problem().n(), plan.problem().k());
+    let (rows, columns) = (product.rows(tile), product.columns(tile));
+    let Product { n, k, .. } = *product;
+    let Pointers { a, b, out, .. } = *pointers;
     macro_rules! run {
         ($type:ty) => {{
             // SAFETY: as this function's; memory is page-aligned, so every element is aligned, and any bits are
@@ -208,7 +191,7 @@ unsafe fn multiply_tile(
                     k,
                 }
             };
-            matmul::tile(scratch, &matrices, plan.config().tile_k, |row, values| {
+            matmul::tile(scratch, &matrices, product.config.tile_k, |row, values| {
                 let offset = (rows.start + row) * n + columns.start;
                 // SAFETY: as above; the slice is one row of this tile.
                 let to = unsafe {

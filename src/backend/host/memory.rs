@@ -5,9 +5,9 @@ use std::os::fd::OwnedFd;
 
 use crate::error::{Error, Result};
 use crate::memory::{Mapping, memfd, require_available};
-use crate::protocol::plan::{MAX_FLAGS, MAX_WORLD};
-use crate::protocol::{Epoch, Flag, FlagBlock};
 use crate::ranks::members::{Members, OPENING};
+use crate::schedule::{Epoch, Flag, FlagBlock};
+use crate::schedule::{MAX_FLAGS, layout::MAX_WORLD};
 
 /// The same number of bytes on every rank.
 #[derive(Debug)]

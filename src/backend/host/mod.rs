@@ -1,6 +1,6 @@
 //! The backend of every machine: the protocol between processes or threads, on shared memory.
 //!
-//! It is the executable specification of the protocol: the same plan, flags, epochs and errors as on GPUs.
+//! It is the executable specification of the protocol: the same schedule, flags, epochs and errors as on GPUs.
 #![allow(unsafe_code)]
 
 mod crew;
@@ -14,12 +14,12 @@ use crew::Crew;
 use matmul::Scratch;
 use memory::{Flags, Symmetric};
 
-use super::{Backend, Options, Part, sealed};
+use super::sealed::{self, Call};
+use super::{Backend, Options};
 use crate::error::{Error, Result};
 use crate::memory::Mapping;
-use crate::protocol::{Config, Epoch, Plan, Problem, Transport};
 use crate::ranks::members::Members;
-use crate::trace::span::Span;
+use crate::schedule::{Config, Description, Schedule, Transport};
 
 /// The host's processors and shared memory. A rank is a process or a thread.
 ///
@@ -37,10 +37,10 @@ impl Backend for Host {}
 
 impl sealed::Backend for Host {
     const NAME: &'static str = "host";
-    const K_MULTIPLE: usize = 1;
+    const ROW_ALIGNMENT: usize = 1;
     type Symmetric = Symmetric;
     type Buffer = Mapping;
-    type Program = Plan;
+    type Program = Schedule;
 
     fn open(members: &Members, options: &Options) -> Result<Host> {
         let workers = options.workers.unwrap_or_else(|| {
@@ -68,12 +68,12 @@ impl sealed::Backend for Host {
         // A mapping keeps a peer's memory for as long as it is needed.
     }
 
-    fn default_config(&self, problem: &Problem) -> Config {
+    fn default_config(&self, asked: &Description) -> Config {
         Config {
             tile_m: 128,
             tile_n: 256,
             // As much of K as keeps the widened tiles of both operands in a core's cache.
-            tile_k: problem.k().min(512),
+            tile_k: asked.layout.k().min(512),
             stages: 1,
             cluster: 1,
             split_k: 1,
@@ -89,11 +89,11 @@ impl sealed::Backend for Host {
         Ok(false)
     }
 
-    fn prepare(&self, _members: &Members, plan: Plan) -> Result<Plan> {
-        Ok(plan)
+    fn prepare(&self, _members: &Members, schedule: Schedule) -> Result<Schedule> {
+        Ok(schedule)
     }
 
-    fn plan(program: &Plan) -> &Plan {
+    fn schedule(program: &Schedule) -> &Schedule {
         program
     }
 
@@ -132,16 +132,8 @@ impl sealed::Backend for Host {
         Ok(())
     }
 
-    fn run(
-        &self,
-        members: &Members,
-        plan: &Plan,
-        part: Part,
-        epoch: Epoch,
-        operands: sealed::Operands<Host>,
-        trace: Option<&mut Vec<Span>>,
-    ) -> Result<()> {
-        engine::run(self, members, plan, part, epoch, operands, trace)
+    fn run(&self, members: &Members, schedule: &Schedule, call: Call<Host>) -> Result<()> {
+        engine::run(self, members, schedule, call)
     }
 
     fn synchronize(&self, _members: &Members) -> Result<()> {

@@ -1,0 +1,302 @@
+//! The planner of operations that gather the rows of a matrix, and may multiply them with another:
+//! `out[M, N] = gather(a)[M, K] · b[N, K]ᵀ`.
+
+use std::ops::Range;
+
+use super::config::{Config, Transport};
+use super::layout::{Layout, MAX_EXTENT, limit};
+use super::order;
+use super::{Agreed, Description, Late, MatrixSpec, Parts, Product, Region, Schedule, Transfer};
+use crate::error::Result;
+
+/// The numbers of the matrices.
+pub const A: usize = 0;
+/// The weight.
+pub const B: usize = 1;
+/// What is added to each row of the output.
+pub const BIAS: usize = 2;
+/// The output.
+pub const OUT: usize = 3;
+/// How many there are.
+pub const MATRICES: usize = 4;
+
+/// A pure function from what is asked, a rank, and how it is to be cut up, to the rank's schedule.
+///
+/// # Errors
+/// [`Error::Limit`](crate::Error::Limit) when N is out of bounds, a field of the configuration is, or the table would have
+/// more than 2²⁸ tiles.
+pub type Planner = fn(&Description, rank: usize, config: Config) -> Result<Schedule>;
+
+/// Gathers the rows while it multiplies them: a tile waits for its rows.
+pub fn gather_and_multiply(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
+    plan(
+        asked,
+        rank,
+        config,
+        Moves::Chunks,
+        Some(Tiles::AsRowsArrive),
+    )
+}
+
+/// Gathers the rows and multiplies at once, with no order between them: what perfect overlap would take. The output is not
+/// to be used.
+pub fn gather_beside_multiply(
+    asked: &Description,
+    rank: usize,
+    config: Config,
+) -> Result<Schedule> {
+    let config = pulled(config);
+    plan(asked, rank, config, Moves::Chunks, Some(Tiles::AtOnce))
+}
+
+/// Gathers the rows. Each rank pulls them: nothing is launched.
+pub fn gather(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
+    plan(asked, rank, pulled(config), Moves::Chunks, None)
+}
+
+/// Multiplies rows that are there. The other ranks take no part.
+pub fn multiply(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
+    plan(asked, rank, config, Moves::Nothing, Some(Tiles::AtOnce))
+}
+
+/// Copies the other ranks' rows, with no word to anyone.
+pub fn copy(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
+    plan(asked, rank, pulled(config), Moves::Shards, None)
+}
+
+/// What is moved.
+#[derive(Clone, Copy, PartialEq)]
+enum Moves {
+    /// Rows of the others, in chunks, each with its flag.
+    Chunks,
+    /// Rows of the others, a shard at a time, with no word to anyone.
+    Shards,
+    Nothing,
+}
+
+/// What is multiplied.
+#[derive(Clone, Copy, PartialEq)]
+enum Tiles {
+    AsRowsArrive,
+    AtOnce,
+}
+
+fn pulled(config: Config) -> Config {
+    Config {
+        transport: Transport::Pull,
+        ..config
+    }
+}
+
+fn plan(
+    asked: &Description,
+    rank: usize,
+    config: Config,
+    moves: Moves,
+    tiles: Option<Tiles>,
+) -> Result<Schedule> {
+    let (layout, n) = (&asked.layout, asked.n);
+    limit("rank", rank, 0, layout.world() - 1)?;
+    config.check()?;
+    if tiles.is_some() {
+        limit("N", n, 1, MAX_EXTENT)?;
+        let rows = layout.m().div_ceil(config.entry_rows());
+        let count = rows.saturating_mul(n.div_ceil(config.tile_n));
+        limit("tiles of the output", count, 1, 1 << 28)?;
+    }
+    let whole = Config {
+        chunks: 1,
+        last_chunks: 1,
+        cut_last: false,
+        ..config
+    };
+    let cutter = match moves {
+        Moves::Chunks => Some(Cutter::new(layout, &config)),
+        Moves::Shards => Some(Cutter::new(layout, &whole)),
+        Moves::Nothing => None,
+    };
+    let (arrivals, departures) = match &cutter {
+        Some(cutter) => (cutter.arrivals(rank), cutter.departures(rank)),
+        None => Default::default(),
+    };
+    let waits = tiles == Some(Tiles::AsRowsArrive);
+    let late = arrivals.iter().find(|arrival| arrival.is_late());
+    let late = late.filter(|_| waits).map(|arrival| Late {
+        flag: arrival.flag,
+        column: arrival.regions[0].columns.start,
+    });
+    let product = tiles.map(|_| Product {
+        a: A,
+        b: B,
+        bias: BIAS,
+        out: OUT,
+        m: layout.m(),
+        n,
+        k: layout.k(),
+        config,
+        late,
+    });
+    let tiles = match &product {
+        Some(product) => order::tiles(product, A, &arrivals, waits),
+        None => Vec::new(),
+    };
+    let matrix = |rows, columns| MatrixSpec {
+        dtype: asked.dtype,
+        rows,
+        columns,
+    };
+    let (m, k) = (layout.m(), layout.k());
+    Schedule::new(Parts {
+        rank,
+        world: layout.world(),
+        agreed: (moves == Moves::Chunks).then(|| agree(asked, &config)),
+        handshake: moves == Moves::Chunks,
+        layout: layout.clone(),
+        matrices: vec![matrix(m, k), matrix(n, k), matrix(1, n), matrix(m, n)],
+        arrivals,
+        departures,
+        product,
+        tiles,
+    })
+}
+
+/// What the ranks must agree on. How rows are pulled is each rank's own affair.
+fn agree(asked: &Description, config: &Config) -> Agreed {
+    let layout = &asked.layout;
+    let mut details = format!("M = {}, K = {}, {}", layout.m(), layout.k(), asked.dtype);
+    if Layout::balanced(layout.m(), layout.k(), layout.world()).as_ref() != Ok(layout) {
+        details += &format!(", rows of each rank = {:?}", layout.rows());
+    }
+    if config.transport != Transport::Pull {
+        let (chunks, last) = (config.chunks, config.last_chunks);
+        let cut = match config.cut(layout.k()) {
+            Some(_) => " and a cut along K",
+            None => "",
+        };
+        let rows = config.entry_rows();
+        details += &format!(
+            ", pushed in {chunks} chunks, the last shard in {last}{cut}, of {rows}s of rows"
+        );
+    }
+    Agreed::new(asked.operation, &details)
+}
+
+/// The other ranks, in the order in which their rows come: r + 1, r + 2, … around the ring.
+fn ring(rank: usize, world: usize) -> impl Iterator<Item = usize> {
+    (1..world).map(move |step| (rank + step) % world)
+}
+
+/// How rows are cut into chunks.
+struct Cutter<'a> {
+    layout: &'a Layout,
+    config: &'a Config,
+    /// By source: how many chunks its shard is moved in; to the rank for which it is the last, if not.
+    counts: Vec<[usize; 2]>,
+}
+
+/// A part of a shard that is moved at once.
+struct Chunk {
+    rows: Range<usize>,
+    columns: Range<usize>,
+}
+
+impl<'a> Cutter<'a> {
+    fn new(layout: &'a Layout, config: &'a Config) -> Cutter<'a> {
+        let count = |source, is_last| cut_shard(layout, config, source, is_last).count();
+        let counts = (0..layout.world())
+            .map(|source| [false, true].map(|is_last| count(source, is_last)))
+            .collect();
+        Cutter {
+            layout,
+            config,
+            counts,
+        }
+    }
+
+    /// What comes to `rank`, source by source around the ring.
+    fn arrivals(&self, rank: usize) -> Vec<Transfer> {
+        ring(rank, self.layout.world())
+            .flat_map(|source| self.transfers(source, rank))
+            .collect()
+    }
+
+    /// What goes from `rank`: to r - 1 first, for it needs this rank's rows first, then to r - 2, … around the ring.
+    fn departures(&self, rank: usize) -> Vec<Transfer> {
+        let world = self.layout.world();
+        (1..world)
+            .map(|step| (rank + world - step) % world)
+            .flat_map(|peer| self.transfers(rank, peer))
+            .collect()
+    }
+
+    /// Whether the shard of `source` is the last that comes to `peer`.
+    fn is_last(&self, source: usize, peer: usize) -> bool {
+        peer == (source + 1) % self.layout.world()
+    }
+
+    /// What the shard of `source` is moved to `peer` in, each with its flag there: a rank numbers the chunks of all others
+    /// by rows. So the flags that a tile needs, whatever chunks or shards it straddles, are one range. The second part of a
+    /// chunk that is cut along K has the number after the first's.
+    fn transfers(&self, source: usize, peer: usize) -> impl Iterator<Item = Transfer> + use<> {
+        let before = (0..source).filter(|&before| before != peer);
+        let count = |source: usize| self.counts[source][usize::from(self.is_last(source, peer))];
+        let first: usize = before.map(count).sum();
+        let is_last = self.is_last(source, peer);
+        let route = self.config.transport;
+        let chunks = cut_shard(self.layout, self.config, source, is_last).enumerate();
+        chunks.map(move |(index, Chunk { rows, columns })| Transfer {
+            from: source,
+            to: peer,
+            source,
+            regions: vec![Region {
+                matrix: A,
+                rows,
+                columns,
+            }],
+            after: 0..0,
+            flag: first + index,
+            route,
+        })
+    }
+}
+
+fn cut_shard(
+    layout: &Layout,
+    config: &Config,
+    source: usize,
+    is_last: bool,
+) -> impl Iterator<Item = Chunk> + use<> {
+    let (shard, k) = (layout.rows_of(source), layout.k());
+    let (count, cut) = match is_last {
+        true => (config.last_chunks, config.cut(k)),
+        false => (config.chunks, None),
+    };
+    chunk_rows(shard.clone(), count, config.entry_rows()).flat_map(move |rows| {
+        let cut = cut.filter(|_| rows.end == shard.end);
+        let columns = [Some(0..cut.unwrap_or(k)), cut.map(|column| column..k)];
+        columns.into_iter().flatten().map(move |columns| Chunk {
+            rows: rows.clone(),
+            columns,
+        })
+    })
+}
+
+/// Cuts `rows` into at most `chunks` parts, about equal, at boundaries of tiles, so that few tiles wait for
+/// two chunks; parts that this leaves empty are dropped.
+fn chunk_rows(
+    rows: Range<usize>,
+    chunks: usize,
+    entry_rows: usize,
+) -> impl Iterator<Item = Range<usize>> {
+    let cut = move |i: usize| {
+        let even = rows.start + rows.len() * i / chunks;
+        match i {
+            0 => rows.start,
+            _ if i == chunks => rows.end,
+            _ => ((even + entry_rows / 2) / entry_rows * entry_rows).clamp(rows.start, rows.end),
+        }
+    };
+    (0..chunks)
+        .map(move |i| cut(i)..cut(i + 1))
+        .filter(|rows| !rows.is_empty())
+}

@@ -1,0 +1,168 @@
+//! The protocol's steps, in order, for any engine: what is waited for, what is moved, what is signalled.
+//!
+//! An engine says how a step is done (a thread copies and stores, or a stream enqueues); that it is done,
+//! and when, is said here once.
+
+use super::epoch::Epoch;
+use super::flag::{Awaited, Flag, FlagBlock, Wait};
+use super::primitive::{AtomicUsize, Ordering};
+use super::{Schedule, Tile, Transfer, Transport};
+
+/// The steps of a rank's transfers, as a copy engine does them, one after the other.
+pub trait CopyEngine {
+    /// Why a step could not be done.
+    type Error;
+
+    /// Waits until the rows of `peer` are final, and what it gathered before may be overwritten.
+    fn wait_ready(&mut self, peer: usize, epoch: Epoch) -> Result<(), Self::Error>;
+    /// Waits until what this rank passes on has come, from `source`.
+    fn wait_chunk(&mut self, source: usize, flag: usize, epoch: Epoch) -> Result<(), Self::Error>;
+    /// Moves all regions of a transfer.
+    fn copy(&mut self, transfer: &Transfer) -> Result<(), Self::Error>;
+    /// Says in the memory of `transfer.to` that its regions have arrived, after their bytes.
+    fn signal_chunk(&mut self, transfer: &Transfer, epoch: Epoch) -> Result<(), Self::Error>;
+    /// Says to `peer` that this rank has pulled its rows.
+    fn signal_done(&mut self, peer: usize, epoch: Epoch) -> Result<(), Self::Error>;
+}
+
+/// Does what `schedule` has this rank move by the routes that `engine` goes, peer by peer, a flag after each transfer.
+pub fn transfer<'s, E: CopyEngine>(
+    schedule: &'s Schedule,
+    moves: impl Iterator<Item = &'s Transfer>,
+    epoch: Epoch,
+    engine: &mut E,
+) -> Result<(), E::Error> {
+    let mut moves = moves.peekable();
+    let mut before = None;
+    while let Some(transfer) = moves.next() {
+        if !schedule.handshake() {
+            engine.copy(transfer)?;
+            continue;
+        }
+        let towards = (transfer.peer(), transfer.route);
+        if before != Some(towards) {
+            engine.wait_ready(transfer.peer(), epoch)?;
+        }
+        before = Some(towards);
+        for flag in transfer.after.clone() {
+            engine.wait_chunk(schedule.sources()[flag], flag, epoch)?;
+        }
+        engine.copy(transfer)?;
+        engine.signal_chunk(transfer, epoch)?;
+        let goes_on = |next: &&Transfer| (next.peer(), next.route) == towards;
+        if transfer.route == Transport::Pull && moves.peek().is_none_or(|next| !goes_on(next)) {
+            engine.signal_done(transfer.peer(), epoch)?;
+        }
+    }
+    Ok(())
+}
+
+/// Takes tiles from the table until it is empty, each when its flags have arrived.
+///
+/// Any number of workers share `next`. A worker waits only for transfers, never for another worker, so
+/// any number of them, down to one, finishes the table.
+pub fn multiply<W: Wait>(
+    schedule: &Schedule,
+    epoch: Epoch,
+    chunk: &[Flag],
+    next: &AtomicUsize,
+    waiter: &W,
+    mut tile: impl FnMut(usize, &Tile),
+) -> Result<(), W::Error> {
+    while let Some((index, entry)) = take(schedule, next) {
+        for flag in entry.flags() {
+            let source = schedule.sources()[flag];
+            waiter.wait(&chunk[flag], epoch, Awaited::Chunk { source, flag })?;
+        }
+        tile(index, entry);
+    }
+    Ok(())
+}
+
+/// The next entry of the table that no worker has taken.
+fn take<'s>(schedule: &'s Schedule, next: &AtomicUsize) -> Option<(usize, &'s Tile)> {
+    // Relaxed: the counter shares out indices and guards no data.
+    let index = next.fetch_add(1, Ordering::Relaxed);
+    schedule.tiles().get(index).map(|tile| (index, tile))
+}
+
+/// Says to every peer that this rank's own rows are final, and that those it gathered may be overwritten. Before that, an
+/// operation that refreshes brings all flags of this rank that not every operation writes to the epoch before.
+///
+/// Nobody else writes these meanwhile: the operation before has ended, and the others begin when they have heard.
+pub fn announce(rank: usize, epoch: Epoch, blocks: &[FlagBlock]) {
+    if epoch.refreshes() {
+        let own = &blocks[rank];
+        for flag in own.done.iter().chain(own.chunk) {
+            flag.signal(epoch.previous());
+        }
+    }
+    for (peer, block) in blocks.iter().enumerate() {
+        if peer != rank {
+            block.ready[rank].signal(epoch);
+        }
+    }
+}
+
+/// Waits until nothing is under way to this rank or out of its memory: what came has come, also where no tile waited for it,
+/// and those who pull have said that they are done.
+pub fn complete<W: Wait>(
+    schedule: &Schedule,
+    epoch: Epoch,
+    blocks: &[FlagBlock],
+    waiter: &W,
+) -> Result<(), W::Error> {
+    let own = &blocks[schedule.rank()];
+    if !schedule.awaits_all() {
+        for (flag, &source) in schedule.sources().iter().enumerate() {
+            waiter.wait(&own.chunk[flag], epoch, Awaited::Chunk { source, flag })?;
+        }
+    }
+    for &peer in schedule.readers() {
+        waiter.wait(&own.done[peer], epoch, Awaited::Done { peer })?;
+    }
+    Ok(())
+}
+
+/// The copy engine of a backend whose flags are words that the processor can store to.
+pub struct CopyThread<'a, W, C> {
+    /// This rank.
+    pub rank: usize,
+    /// Every rank's flags, by rank.
+    pub blocks: &'a [FlagBlock<'a>],
+    /// How to wait.
+    pub waiter: &'a W,
+    /// Moves the bytes of a transfer.
+    pub copy: C,
+}
+
+impl<W: Wait, C: FnMut(&Transfer)> CopyEngine for CopyThread<'_, W, C> {
+    type Error = W::Error;
+
+    fn wait_ready(&mut self, peer: usize, epoch: Epoch) -> Result<(), W::Error> {
+        let flag = &self.blocks[self.rank].ready[peer];
+        let awaited = Awaited::Ready { source: peer };
+        self.waiter.wait(flag, epoch, awaited)
+    }
+
+    fn wait_chunk(&mut self, source: usize, flag: usize, epoch: Epoch) -> Result<(), W::Error> {
+        let awaited = Awaited::Chunk { source, flag };
+        self.waiter
+            .wait(&self.blocks[self.rank].chunk[flag], epoch, awaited)
+    }
+
+    fn copy(&mut self, transfer: &Transfer) -> Result<(), W::Error> {
+        (self.copy)(transfer);
+        Ok(())
+    }
+
+    fn signal_chunk(&mut self, transfer: &Transfer, epoch: Epoch) -> Result<(), W::Error> {
+        self.blocks[transfer.to].chunk[transfer.flag].signal(epoch);
+        Ok(())
+    }
+
+    fn signal_done(&mut self, peer: usize, epoch: Epoch) -> Result<(), W::Error> {
+        self.blocks[peer].done[self.rank].signal(epoch);
+        Ok(())
+    }
+}

@@ -1,0 +1,97 @@
+//! Who owns which rows of a matrix.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::error::{Error, Result};
+
+/// The most ranks a group can have.
+pub const MAX_WORLD: usize = 64;
+/// The largest extent of a matrix: tile coordinates are 32-bit signed numbers on a GPU.
+pub const MAX_EXTENT: usize = i32::MAX as usize;
+
+/// A matrix of M rows and K columns whose rows are spread over the ranks: rank r owns some that follow one another, behind
+/// those of r - 1; or none.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Layout {
+    /// Rank r owns the rows `offsets[r]..offsets[r + 1]`.
+    offsets: Arc<[usize]>,
+    columns: usize,
+}
+
+impl Layout {
+    /// `m` rows split over `world` ranks as evenly as whole rows allow, the longer shards first.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] when an extent is 0 or above [`MAX_EXTENT`], or `world` is 0 or above [`MAX_WORLD`].
+    pub fn balanced(m: usize, k: usize, world: usize) -> Result<Layout> {
+        limit("world size", world, 1, MAX_WORLD)?;
+        Layout::new(&balanced_rows(m, world), k)
+    }
+
+    /// `rows[r]` rows for rank r; a rank may have none.
+    ///
+    /// # Errors
+    /// As [`Layout::balanced`]; M is the sum of `rows`.
+    pub fn new(rows: &[usize], k: usize) -> Result<Layout> {
+        limit("world size", rows.len(), 1, MAX_WORLD)?;
+        let mut end = 0usize;
+        let mut offsets = vec![0];
+        for &count in rows {
+            end = end.saturating_add(count);
+            offsets.push(end);
+        }
+        limit("M", end, 1, MAX_EXTENT)?;
+        limit("K", k, 1, MAX_EXTENT)?;
+        Ok(Layout {
+            offsets: offsets.into(),
+            columns: k,
+        })
+    }
+
+    /// M, the rows of all ranks together.
+    pub fn m(&self) -> usize {
+        self.offsets[self.world()]
+    }
+
+    /// K, the columns.
+    pub fn k(&self) -> usize {
+        self.columns
+    }
+
+    /// The number of ranks.
+    pub fn world(&self) -> usize {
+        self.offsets.len() - 1
+    }
+
+    /// The rows that `rank` owns.
+    pub fn rows_of(&self, rank: usize) -> Range<usize> {
+        self.offsets[rank]..self.offsets[rank + 1]
+    }
+
+    /// How many rows each rank owns.
+    pub fn rows(&self) -> Vec<usize> {
+        (0..self.world())
+            .map(|rank| self.rows_of(rank).len())
+            .collect()
+    }
+}
+
+/// `m` rows over `world` ranks, as evenly as whole rows allow, the longer shards first.
+pub fn balanced_rows(m: usize, world: usize) -> Vec<usize> {
+    (0..world)
+        .map(|rank| m / world + usize::from(rank < m % world))
+        .collect()
+}
+
+pub(crate) fn limit(what: &str, value: usize, min: usize, max: usize) -> Result<()> {
+    if (min..=max).contains(&value) {
+        return Ok(());
+    }
+    Err(Error::Limit {
+        what: what.into(),
+        value,
+        min,
+        max,
+    })
+}

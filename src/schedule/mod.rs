@@ -1,0 +1,375 @@
+#![doc = include_str!("README.md")]
+
+pub mod agreed;
+pub mod all_gather;
+pub mod board;
+pub mod config;
+pub mod drive;
+pub mod epoch;
+pub mod flag;
+pub mod layout;
+mod order;
+pub mod primitive;
+
+use std::ops::Range;
+use std::sync::Arc;
+
+pub use agreed::Agreed;
+pub use config::{Config, Transport};
+pub use epoch::Epoch;
+pub use flag::{Awaited, Flag, FlagBlock};
+pub use layout::Layout;
+
+use config::{CUT_COLUMNS, MAX_CHUNKS};
+use layout::{MAX_WORLD, limit};
+
+use crate::element::DType;
+use crate::error::Result;
+
+/// The most chunk flags that a rank keeps, and so the most transfers that can come to it.
+pub const MAX_FLAGS: usize = MAX_WORLD * MAX_CHUNKS;
+
+/// What an operation is asked to do. Its planner makes a schedule of it, a rank and a configuration.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Description {
+    /// Which operation: the name of the call.
+    pub operation: &'static str,
+    /// Of all matrices.
+    pub dtype: DType,
+    /// Who owns which rows.
+    pub layout: Layout,
+    /// Columns of the output: each rank's own. 0 where there is none.
+    pub n: usize,
+}
+
+/// What one rank does in an operation, as data. What walks it knows no operation.
+///
+/// Matrices are numbered; a call binds memory to the numbers, and an epoch to the flags.
+#[derive(Clone, Debug)]
+pub struct Schedule {
+    parts: Parts,
+    /// By chunk flag of this rank: the rank whose rows it guards.
+    sources: Arc<[usize]>,
+    /// The ranks that take rows out of this rank's memory, and say so.
+    readers: Vec<usize>,
+    /// Whether tiles wait for every flag, or there is nobody who writes them.
+    awaits_all: bool,
+}
+
+/// What a planner says of an operation.
+#[derive(Clone, Debug)]
+pub struct Parts {
+    /// This rank.
+    pub rank: usize,
+    /// The number of ranks.
+    pub world: usize,
+    /// What all ranks must agree on; none if the others take no part.
+    pub agreed: Option<Agreed>,
+    /// Whether ranks tell one another when rows may be moved and have been. If not, the caller keeps them apart.
+    pub handshake: bool,
+    /// Who owns which rows of the matrix that is spread over the ranks.
+    pub layout: Layout,
+    /// By number.
+    pub matrices: Vec<MatrixSpec>,
+    /// What comes to this rank, whoever moves it, in the order in which it should come.
+    pub arrivals: Vec<Transfer>,
+    /// What goes from this rank, whoever moves it, in the order in which it should go.
+    pub departures: Vec<Transfer>,
+    /// The product that the tiles are of; none if nothing is multiplied.
+    pub product: Option<Product>,
+    /// In the order in which they become ready.
+    pub tiles: Vec<Tile>,
+}
+
+/// What is known of a matrix before a call binds it: its rows follow one another without padding where ranks share it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MatrixSpec {
+    /// Of its elements.
+    pub dtype: DType,
+    /// Its rows.
+    pub rows: usize,
+    /// Its columns.
+    pub columns: usize,
+}
+
+impl MatrixSpec {
+    /// The bytes of a row.
+    pub fn row_bytes(&self) -> usize {
+        self.columns * self.dtype.bytes()
+    }
+
+    /// What a region of it takes, in bytes: where it begins, the length of each row, how many there are.
+    pub fn extent_of(&self, region: &Region) -> Extent {
+        let width = self.dtype.bytes();
+        Extent {
+            offset: region.rows.start * self.row_bytes() + region.columns.start * width,
+            width: region.columns.len() * width,
+            pitch: self.row_bytes(),
+            rows: region.rows.len(),
+        }
+    }
+}
+
+/// A region of a matrix in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// From the matrix's beginning.
+    pub offset: usize,
+    /// Of a row of the region.
+    pub width: usize,
+    /// From row to row.
+    pub pitch: usize,
+    /// How many rows.
+    pub rows: usize,
+}
+
+impl Extent {
+    /// Its one length, if its rows follow one another without a gap.
+    pub fn contiguous(&self) -> Option<usize> {
+        (self.width == self.pitch || self.rows <= 1).then_some(self.width * self.rows)
+    }
+}
+
+/// Rows and columns of a matrix that ranks share: the same place on each of them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Region {
+    /// The matrix's number.
+    pub matrix: usize,
+    /// Its rows.
+    pub rows: Range<usize>,
+    /// Its columns.
+    pub columns: Range<usize>,
+}
+
+/// Regions that are moved at once, from one rank's memory into another's, under one flag.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Transfer {
+    /// The rank whose memory is read.
+    pub from: usize,
+    /// The rank whose memory is written.
+    pub to: usize,
+    /// The rank whose rows they are: `from`, unless that passes on what it got.
+    pub source: usize,
+    /// What is moved.
+    pub regions: Vec<Region>,
+    /// Chunk flags of the rank that moves them, which come first.
+    pub after: Range<usize>,
+    /// The chunk flag of `to` that says that they have arrived.
+    pub flag: usize,
+    /// Who moves them.
+    pub route: Transport,
+}
+
+impl Transfer {
+    /// The other rank, for the one that moves them.
+    pub fn peer(&self) -> usize {
+        match self.route {
+            Transport::Pull => self.from,
+            Transport::Push | Transport::Store => self.to,
+        }
+    }
+
+    /// Whether they are the part of a chunk that tiles need late.
+    pub fn is_late(&self) -> bool {
+        self.regions.iter().any(|region| region.columns.start > 0)
+    }
+}
+
+/// `out[m, n] = a[m, k] · b[n, k]ᵀ + bias[n]`, of matrices by number.
+#[derive(Clone, Debug)]
+pub struct Product {
+    /// `[m, k]`
+    pub a: usize,
+    /// `[n, k]`
+    pub b: usize,
+    /// `[n]`, if the call binds it.
+    pub bias: usize,
+    /// `[m, n]`
+    pub out: usize,
+    /// Rows of the output.
+    pub m: usize,
+    /// Its columns.
+    pub n: usize,
+    /// What is summed over.
+    pub k: usize,
+    /// The shape of the tiles.
+    pub config: Config,
+    /// The one flag that tiles which wait for it need late, if there is one.
+    pub late: Option<Late>,
+}
+
+impl Product {
+    /// The output rows of a tile.
+    pub fn rows(&self, tile: &Tile) -> Range<usize> {
+        extent(tile.m, self.config.entry_rows(), self.m)
+    }
+
+    /// The output columns of a tile.
+    pub fn columns(&self, tile: &Tile) -> Range<usize> {
+        extent(tile.n, self.config.tile_n, self.n)
+    }
+}
+
+fn extent(index: u32, length: usize, end: usize) -> Range<usize> {
+    let begin = index as usize * length;
+    begin..(begin + length).min(end)
+}
+
+/// The second part of a chunk that is cut along K: what tiles need of it they need late.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Late {
+    /// Its chunk flag.
+    pub flag: usize,
+    /// Its first column, a multiple of [`CUT_COLUMNS`].
+    pub column: usize,
+}
+
+/// One entry of the table: a tile of the output, or as many, one above the other, as a cluster has CTAs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct Tile {
+    /// The tile's row: output rows from `m * tile_m * cluster`.
+    pub m: u32,
+    /// The tile's column: output columns from `n * tile_n`.
+    pub n: u32,
+    flag_begin: u32,
+    flag_end: u32,
+}
+
+impl Tile {
+    /// The tile in row `m` and column `n`, whose rows of `a` wait for `flags`. All are below
+    /// [`MAX_EXTENT`](layout::MAX_EXTENT).
+    pub fn new(m: usize, n: usize, flags: Range<usize>) -> Tile {
+        Tile {
+            m: m as u32,
+            n: n as u32,
+            flag_begin: flags.start as u32,
+            flag_end: flags.end as u32,
+        }
+    }
+
+    /// The chunk flags that this tile's rows of `a` wait for; none if they are there from the beginning.
+    pub fn flags(&self) -> Range<usize> {
+        self.flag_begin as usize..self.flag_end as usize
+    }
+}
+
+impl Schedule {
+    /// The schedule of these parts.
+    ///
+    /// # Errors
+    /// [`Error::Limit`](crate::Error::Limit) when more comes to this rank than it has flags for, or there are more than 2²⁸
+    /// tiles.
+    pub fn new(parts: Parts) -> Result<Schedule> {
+        limit("transfers to a rank", parts.arrivals.len(), 0, MAX_FLAGS)?;
+        limit("tiles of the output", parts.tiles.len(), 0, 1 << 28)?;
+        let mut sources = vec![0; parts.arrivals.len()];
+        for arrival in &parts.arrivals {
+            sources[arrival.flag] = arrival.source;
+        }
+        let pulled = parts.departures.iter();
+        let pulled = pulled.filter(|transfer| parts.handshake && transfer.route == Transport::Pull);
+        let mut readers: Vec<usize> = pulled.map(|transfer| transfer.to).collect();
+        readers.sort_unstable();
+        readers.dedup();
+        let mut awaited = vec![false; sources.len()];
+        for tile in &parts.tiles {
+            awaited[tile.flags()].fill(true);
+        }
+        Ok(Schedule {
+            awaits_all: !parts.handshake || awaited.into_iter().all(|flag| flag),
+            sources: sources.into(),
+            readers,
+            parts,
+        })
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.parts.rank
+    }
+
+    /// The number of ranks.
+    pub fn world(&self) -> usize {
+        self.parts.world
+    }
+
+    /// What all ranks must agree on; none if the others take no part.
+    pub fn agreed(&self) -> Option<&Agreed> {
+        self.parts.agreed.as_ref()
+    }
+
+    /// Whether ranks tell one another when rows may be moved and have been. If not, the caller keeps them apart.
+    pub fn handshake(&self) -> bool {
+        self.parts.handshake
+    }
+
+    /// Who owns which rows of the matrix that is spread over the ranks.
+    pub fn layout(&self) -> &Layout {
+        &self.parts.layout
+    }
+
+    /// What is known of the matrices, by number.
+    pub fn matrices(&self) -> &[MatrixSpec] {
+        &self.parts.matrices
+    }
+
+    /// What this rank moves, in this order: what it pulls, then what it pushes.
+    pub fn moves(&self) -> impl Iterator<Item = &Transfer> {
+        let pulls = |transfer: &&Transfer| transfer.route == Transport::Pull;
+        let pulled = self.parts.arrivals.iter().filter(pulls);
+        let pushed = self.parts.departures.iter();
+        pulled.chain(pushed.filter(move |transfer| !pulls(transfer)))
+    }
+
+    /// What comes to this rank, whoever moves it, in the order in which it should come.
+    pub fn arrivals(&self) -> &[Transfer] {
+        &self.parts.arrivals
+    }
+
+    /// The ranks that pull from this rank's memory.
+    pub fn readers(&self) -> &[usize] {
+        &self.readers
+    }
+
+    /// By chunk flag of this rank: the rank whose rows it guards.
+    pub fn sources(&self) -> &Arc<[usize]> {
+        &self.sources
+    }
+
+    /// Whether something comes to this rank, or goes from it, by `route`.
+    pub fn uses(&self, route: Transport) -> bool {
+        let mut all = self.parts.arrivals.iter().chain(&self.parts.departures);
+        all.any(|transfer| transfer.route == route)
+    }
+
+    /// Whether the owners move all rows, and nobody pulls.
+    pub fn is_pushed(&self) -> bool {
+        let pushed = self.uses(Transport::Push) || self.uses(Transport::Store);
+        self.handshake() && pushed && !self.uses(Transport::Pull)
+    }
+
+    /// Whether tiles wait for all that comes to this rank: when they have ended, nothing is under way to it.
+    pub fn awaits_all(&self) -> bool {
+        self.awaits_all
+    }
+
+    /// The product that the tiles are of.
+    pub fn product(&self) -> Option<&Product> {
+        self.parts.product.as_ref()
+    }
+
+    /// Every tile of the output once, in the order in which they become ready.
+    pub fn tiles(&self) -> &[Tile] {
+        &self.parts.tiles
+    }
+
+    /// The rank whose rows a tile waits for; if there are several, the last one's; if there is none, this one.
+    pub fn source_of_tile(&self, tile: &Tile) -> usize {
+        let last = tile.flags().last();
+        last.map_or(self.rank(), |flag| self.sources[flag])
+    }
+}
+
+/// A cut lies between two steps of a kernel, whatever the element's width.
+const _: () = assert!(CUT_COLUMNS.is_power_of_two());
