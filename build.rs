@@ -7,7 +7,7 @@ use std::process::{Command, ExitCode};
 
 /// The first release whose assembler knows all that the kernels use.
 const OLDEST: (u32, u32) = (12, 4);
-const KERNEL: &str = "cuda/all_gather_matmul.cu";
+const KERNEL: &str = "cuda/hopper/all_gather_matmul.cu";
 /// Who sets one of these checks, documents or tests the crate without nvcc, and gets a program that can't use GPUs.
 const NO_KERNELS: [&str; 2] = ["GEMMESH_NO_KERNELS", "DOCS_RS"];
 

@@ -1,7 +1,7 @@
 // The starting line of a benchmark.
 #pragma once
 
-#include "abi.h"
+#include "../abi.h"
 #include "flags.cuh"
 #include "ptx.cuh"
 

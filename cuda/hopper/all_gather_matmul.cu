@@ -10,14 +10,14 @@
 // multicasts it to both. Every producer waits for the flags itself, because it alone loads its CTA's rows of `a`; what
 // a neighbour loads on its behalf is `b`, which needs no flag. Or, for problems of too few tiles, they share K: each
 // multiplies its part of it, and then adds up and stores some of the rows.
-#include "abi.h"
-#include "align.cuh"
+#include "../abi.h"
+#include "../common/align.cuh"
+#include "../common/flags.cuh"
+#include "../common/push.cuh"
+#include "../common/schedule.cuh"
 #include "epilogue.cuh"
-#include "flags.cuh"
 #include "pipeline.cuh"
 #include "ptx.cuh"
-#include "push.cuh"
-#include "schedule.cuh"
 #include "split.cuh"
 #include "wgmma.cuh"
 
