@@ -7,6 +7,7 @@ use std::sync::Arc;
 use cudarc::driver::sys;
 
 use super::{Device, DevicePtr, Stream, check, lock};
+use crate::element::DType;
 use crate::error::Result;
 
 /// Kernels, loaded from a cubin once for all groups of the process.
@@ -205,7 +206,7 @@ impl TensorMap {
     /// Boxes of `rows` by `columns` elements, swizzled by 128 bytes; zeros beyond the edges.
     pub fn new(
         rank: usize,
-        bf16: bool,
+        dtype: DType,
         matrix: Layout,
         rows: u32,
         columns: u32,
@@ -221,10 +222,9 @@ impl TensorMap {
                 rank,
                 cuTensorMapEncodeTiled(
                     &mut map,
-                    if bf16 {
-                        Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                    } else {
-                        Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                    match dtype {
+                        DType::Bf16 => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                        DType::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
                     },
                     2,
                     matrix.ptr as *mut c_void,
