@@ -223,8 +223,7 @@ impl sealed::Backend for Cuda {
         let measured = self.tuned.find(problem);
         let measured = measured.filter(|m| pushes || m.alike.transport == Transport::Pull);
         let multiprocessors = self.device.multiprocessors();
-        self.kernels
-            .default_config(multiprocessors, problem, measured)
+        kernel::default_config(multiprocessors, problem, measured)
     }
 
     fn is_recording(&self, _members: &Members) -> Result<bool> {
@@ -534,10 +533,10 @@ impl Group<Cuda> {
     }
 }
 
-/// `config` with the tile shape of each kernel there is; for benchmarks.
+/// `config` with the tile shape of each kernel there is; for benchmarks and tests.
 #[doc(hidden)]
-pub fn with_each_kernel(group: &Group<Cuda>, config: &Config) -> Vec<Config> {
-    group.inner().backend.kernels.configs(config).collect()
+pub fn with_each_kernel(config: &Config) -> Vec<Config> {
+    kernel::configs(config).collect()
 }
 
 /// Aligns the ranks' streams: what is put on them later begins at the same time. Collective; for benchmarks.

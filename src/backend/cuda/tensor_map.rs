@@ -32,8 +32,8 @@ impl Cache {
             return Ok(maps);
         }
         let dtype = instance.dtype;
-        let (tile_m, tile_n) = (instance.tile_m as u32, instance.tile_n as u32);
-        let b_rows = tile_n / instance.cluster as u32;
+        let tile_m = instance.family.tile_m;
+        let b_rows = instance.shape.tile_n / instance.shape.cluster;
         let maps = [
             TensorMap::new(rank, dtype, matrices.a, tile_m, GEMMESH_TILE_K, true)?,
             TensorMap::new(rank, dtype, matrices.b, b_rows, GEMMESH_TILE_K, true)?,

@@ -1,5 +1,4 @@
-// The starting line of a benchmark.
-#pragma once
+// The starting line of a benchmark: a module of its own.
 
 #include "../abi.h"
 #include "flags.cuh"
