@@ -1,22 +1,38 @@
-//! With feature `cuda`: compiles the kernels in cuda/ with nvcc to a cubin that the crate embeds.
+//! With feature `cuda`: compiles the kernels in cuda/ with nvcc to cubins that the crate embeds, one for each family and dtype.
 
 use std::env;
+use std::fmt::Write;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+
+use kernels::{FAMILIES, Family};
+
+// The library uses the rest of it.
+#[allow(dead_code)]
+#[path = "cuda/kernels.rs"]
+mod kernels;
 
 /// The first release whose assembler knows all that the kernels use.
 const OLDEST: (u32, u32) = (12, 4);
-const KERNEL: &str = "cuda/all_gather_matmul.cu";
 /// Who sets one of these checks, documents or tests the crate without nvcc, and gets a program that can't use GPUs.
 const NO_KERNELS: [&str; 2] = ["GEMMESH_NO_KERNELS", "DOCS_RS"];
+
+/// What nvcc makes one cubin of.
+struct Unit {
+    /// The cubin's, without its ending.
+    name: String,
+    source: PathBuf,
+}
 
 fn main() -> ExitCode {
     println!("cargo:rerun-if-changed=build.rs");
     if env::var_os("CARGO_FEATURE_CUDA").is_none() {
         return ExitCode::SUCCESS;
     }
-    match compile() {
+    match build() {
         Ok(()) => ExitCode::SUCCESS,
         Err(reason) => {
             println!("cargo::error={reason}");
@@ -25,26 +41,103 @@ fn main() -> ExitCode {
     }
 }
 
-fn compile() -> Result<(), String> {
+fn build() -> Result<(), String> {
     for name in ["NVCC", "CUDA_HOME", "PATH"].iter().chain(&NO_KERNELS) {
         println!("cargo:rerun-if-env-changed={name}");
     }
-    // Every file that the kernel includes is in this folder.
+    // Every file that the kernels include is in this folder, and so is their list.
     println!("cargo:rerun-if-changed=cuda");
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set: run cargo")?);
-    let cubin = out.join("all_gather_matmul.cubin");
+    let units = units(&out)?;
     if NO_KERNELS.iter().any(|name| env::var_os(name).is_some()) {
-        return fs::write(&cubin, []).map_err(|e| format!("cannot write {}: {e}", cubin.display()));
+        let empty = |unit: &Unit| write(&out.join(format!("{}.cubin", unit.name)), b"");
+        return units.iter().try_for_each(empty);
     }
     let nvcc = find().and_then(new_enough).map_err(|reason| {
         format!("{reason}; to check the crate without kernels, set GEMMESH_NO_KERNELS=1")
     })?;
-    let output = Command::new(&nvcc)
-        .args(["-std=c++17", "-O3", "-cubin", "-Xptxas", "-v"])
+    let queue = Mutex::new(units.iter());
+    let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let work = || std::iter::from_fn(next).try_for_each(|unit| compile(&nvcc, unit, &out));
+    thread::scope(|scope| {
+        let cores = thread::available_parallelism().map_or(1, usize::from);
+        let workers: Vec<_> = (0..cores.min(units.len()))
+            .map(|_| scope.spawn(work))
+            .collect();
+        let mut ends = workers.into_iter().map(|worker| worker.join());
+        let panicked = |_| Err("a thread that runs nvcc has panicked".into());
+        ends.try_for_each(|end| end.unwrap_or_else(panicked))
+    })
+}
+
+/// The units, those that take the longest first. Writes the sources of the families', and cubins.rs, which embeds their
+/// cubins.
+fn units(out: &Path) -> Result<Vec<Unit>, String> {
+    let mut units = Vec::new();
+    let mut cubins = String::from("[\n");
+    for (index, family) in FAMILIES.iter().enumerate() {
+        family
+            .check()
+            .map_err(|reason| format!("cuda/kernels.rs: {reason}"))?;
+        for dtype in family.dtypes {
+            let name = format!("{}_{dtype}", family.name);
+            let _ = writeln!(
+                cubins,
+                "Cubin {{ family: &FAMILIES[{index}], \
+                 dtype: <crate::element::{dtype} as crate::element::Element>::DTYPE, \
+                 image: include_bytes!(\"{name}.cubin\") }},"
+            );
+            let source = out.join(format!("{name}.cu"));
+            write(&source, source_of(family, dtype).as_bytes())?;
+            units.push(Unit { name, source });
+        }
+    }
+    write(&out.join("cubins.rs"), (cubins + "]\n").as_bytes())?;
+    units.push(Unit {
+        name: "align".into(),
+        source: "cuda/common/align.cu".into(),
+    });
+    Ok(units)
+}
+
+/// The family's kernels for a dtype.
+fn source_of(family: &Family, dtype: &str) -> String {
+    let Family {
+        name,
+        tile_m,
+        tile_k,
+        ..
+    } = family;
+    let mut source = format!(
+        "#include \"cuda/{name}/all_gather_matmul.cuh\"\n\
+         static_assert(gemmesh::kTileM == {tile_m} && GEMMESH_TILE_K == {tile_k}, \"cuda/kernels.rs says so\");\n"
+    );
+    for shape in family.shapes {
+        for trace in [false, true] {
+            let _ = writeln!(
+                source,
+                "GEMMESH_KERNEL({}, {dtype}, {}, {}, {}, {}, {}, {trace}, {})",
+                family.kernel(dtype, shape, trace),
+                shape.tile_n,
+                shape.stages,
+                shape.cluster,
+                shape.split,
+                family.boxes(shape),
+                family.shared_bytes(shape),
+            );
+        }
+    }
+    source
+}
+
+fn compile(nvcc: &Path, unit: &Unit, out: &Path) -> Result<(), String> {
+    let Unit { name, source } = unit;
+    let output = Command::new(nvcc)
+        .args(["-std=c++17", "-O3", "-cubin", "-Xptxas", "-v", "-I."])
         .arg("-gencode=arch=compute_90a,code=sm_90a")
         .arg("-o")
-        .arg(&cubin)
-        .arg(KERNEL)
+        .arg(out.join(format!("{name}.cubin")))
+        .arg(source)
         .output()
         .map_err(|e| format!("cannot run {}: {e}", nvcc.display()))?;
     let report = String::from_utf8_lossy(&output.stderr);
@@ -52,13 +145,16 @@ fn compile() -> Result<(), String> {
         eprintln!("{report}");
         let first = report
             .lines()
-            .find(|l| l.contains("error"))
+            .find(|line| ["error", "fatal"].iter().any(|word| line.contains(word)))
             .unwrap_or("no message");
-        return Err(format!("nvcc cannot compile {KERNEL}: {first}"));
+        return Err(format!("nvcc cannot compile {}: {first}", source.display()));
     }
     // Kept for whoever wants to see registers and spills.
-    let kept = out.join("ptxas.txt");
-    fs::write(&kept, report.as_bytes()).map_err(|e| format!("cannot write {}: {e}", kept.display()))
+    write(&out.join(format!("{name}.ptxas.txt")), report.as_bytes())
+}
+
+fn write(path: &Path, bytes: &[u8]) -> Result<(), String> {
+    fs::write(path, bytes).map_err(|e| format!("cannot write {}: {e}", path.display()))
 }
 
 /// NVCC, else CUDA_HOME's, else the first on PATH.

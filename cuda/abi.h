@@ -5,14 +5,15 @@
  *
  * Operation:   out[M, N] = a[M, K] * b[N, K]^T (+ bias[N]),   f32 accumulation, rounded once.
  *
- * Kernel:      extern "C" void <instance>(CUtensorMap a, CUtensorMap b, CUtensorMap out, GemmeshParams params)
- *              every argument is __grid_constant__; the instances are listed by the symbol `gemmesh_instances`.
+ * Kernel:      extern "C" void <name>(CUtensorMap a, CUtensorMap b, CUtensorMap out, GemmeshParams params)
+ *              every argument is __grid_constant__; kernels.rs lists the kernels, and says what is meant here by their
+ *              tile_m, tile_n, cluster and split.
  *
  * Launch:      grid    whole clusters of cluster * split CTAs, at most one to a multiprocessor: as many as the device
  *                      holds at a time, and no more than tile_count unless they have rows to push
  *              block   GEMMESH_THREADS
  *              cluster compiled into the kernel; no launch attribute is needed
- *              shared  GemmeshInstance.shared_bytes, dynamic; raise
+ *              shared  Family::shared_bytes of kernels.rs, dynamic; raise
  *                      CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES to it first
  *
  * Tensor maps: rank 2, dimension 0 the contiguous one, element strides 1, interleave none, swizzle 128B, out-of-bounds
@@ -43,9 +44,6 @@
 /* The box of one store: what one warp writes at a time. */
 #define GEMMESH_STORE_ROWS 16
 #define GEMMESH_STORE_COLUMNS 64
-
-#define GEMMESH_BF16 0
-#define GEMMESH_F16 1
 
 /* The most ranks of a group. */
 #define GEMMESH_MAX_WORLD 64
@@ -154,7 +152,7 @@ typedef struct GemmeshParams {
     uint32_t *abort;                /* nonzero: stop waiting. GEMMESH_GROUP_FAILED is the host's to write */
     GemmeshFault *fault;
     const void *bias;               /* [n] of the element type, or null */
-    GemmeshTraceEvent *trace;       /* [tile_count * CTAs of a cluster]; filled by the `_trace` instances only */
+    GemmeshTraceEvent *trace;       /* [tile_count * CTAs of a cluster]; filled by the `_trace` kernels only */
     uint64_t deadline_ns;           /* the longest that a single wait may last */
     uint32_t tile_count;
     uint32_t epoch;                 /* a flag has arrived when (int32_t)(flag - epoch) >= 0; with a turn, when it has
@@ -180,21 +178,6 @@ typedef struct GemmeshAlignment {
     uint32_t reserved;
 } GemmeshAlignment;
 
-/* One kernel of the module. `gemmesh_instances` is a device array of these: its size over sizeof(GemmeshInstance) is
- * their number. */
-typedef struct GemmeshInstance {
-    char name[64];         /* all_gather_matmul_<element>_<tile_m>x<tile_n>x64_s<stages>_c<cluster>_k<split>[_trace] */
-    uint32_t element;      /* GEMMESH_BF16 or GEMMESH_F16 */
-    uint32_t tile_m;       /* rows of a CTA's tile */
-    uint32_t tile_n;       /* columns of a CTA's tile */
-    uint32_t stages;       /* depth of the ring of loads */
-    uint32_t cluster;      /* CTAs, along M, that share each load of `b` */
-    uint32_t split;        /* CTAs that share a tile, each with a part of K */
-    uint32_t threads;      /* GEMMESH_THREADS */
-    uint32_t shared_bytes; /* dynamic shared memory: the ring of loads, the boxes of the stores, the sums, the barriers */
-    uint32_t trace;        /* nonzero: fills GemmeshParams.trace */
-} GemmeshInstance;
-
 static_assert(sizeof(GemmeshTile) == 16, "a table entry is one 16-byte load");
 static_assert(offsetof(GemmeshTile, flag_begin) == 8, "");
 static_assert(sizeof(GemmeshFault) == 32, "");
@@ -211,7 +194,5 @@ static_assert(offsetof(GemmeshParams, trace) == 48, "");
 static_assert(offsetof(GemmeshParams, tile_count) == 64, "");
 static_assert(offsetof(GemmeshParams, exchange) == 96, "");
 static_assert(sizeof(GemmeshAlignment) == 32 + 8 * GEMMESH_MAX_WORLD, "");
-static_assert(sizeof(GemmeshInstance) == 100, "");
-static_assert(offsetof(GemmeshInstance, element) == 64, "");
 
 #endif

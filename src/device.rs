@@ -57,10 +57,10 @@ impl Group<Cuda> {
     }
 }
 
-/// `config` with the tile shape of each kernel there is; for benchmarks.
+/// `config` with the tile shape of each kernel there is; for benchmarks and tests.
 #[doc(hidden)]
-pub fn with_each_kernel(group: &Group<Cuda>, config: &Config) -> Vec<Config> {
-    group.inner().backend.configs(config)
+pub fn with_each_kernel(config: &Config) -> Vec<Config> {
+    Cuda::configs(config).collect()
 }
 
 /// Aligns the ranks' streams: what is put on them later begins at the same time. Collective; for benchmarks.

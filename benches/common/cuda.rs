@@ -600,7 +600,7 @@ pub fn fastest<T: Element>(group: &Group<Cuda>, case: &mut Case<Cuda, T>) -> Res
             cut_last,
             ..default
         };
-        for config in gemmesh::testing::with_each_kernel(group, &way) {
+        for config in gemmesh::testing::with_each_kernel(&way) {
             let other = AllGatherMatmul::new().config(config).prepare(&case.a, n)?;
             let mut run = |prepared: &Prepared<Cuda, T>| {
                 course.time(|| prepared.run(&case.a, &case.b, &mut case.out))

@@ -1,9 +1,10 @@
 //! What the tests of the CUDA backend share: leave to use GPUs, ranks, a small product, graphs.
 
-use std::sync::{OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{LazyLock, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
 use cudarc::driver::sys;
+use gemmesh::testing::with_each_kernel;
 use gemmesh::{
     AllGatherMatmul, Builder, Config, Cuda, Element, Error, Group, Host, Matrix, Prepared,
     ShardedMatrix, Transport, all_gather_matmul, bf16,
@@ -23,37 +24,33 @@ pub const NOTICED: Duration = Duration::from_secs(2);
 /// Of the processes of one test.
 pub const DEADLINE: Duration = Duration::from_secs(90);
 
-/// (tile_n, stages, cluster, split_k) of every kernel.
-pub const SHAPES: [(usize, usize, usize, usize); 11] = [
-    (256, 4, 2, 1),
-    (224, 4, 2, 1),
-    (208, 4, 2, 1),
-    (192, 4, 2, 1),
-    (128, 6, 2, 1),
-    (256, 4, 1, 1),
-    (64, 8, 1, 1),
-    (128, 5, 1, 2),
-    (128, 5, 1, 4),
-    (64, 8, 1, 2),
-    (64, 7, 1, 4),
-];
-
 pub const TRANSPORTS: [Transport; 3] = [Transport::Pull, Transport::Push, Transport::Store];
 
+/// A configuration for every kernel.
+pub static SHAPES: LazyLock<Vec<Config>> = LazyLock::new(|| {
+    with_each_kernel(&Config {
+        tile_m: 0,
+        tile_n: 0,
+        tile_k: 0,
+        stages: 0,
+        cluster: 0,
+        split_k: 0,
+        group_m: 1,
+        chunks: 1,
+        last_chunks: 1,
+        cut_last: false,
+        transport: Transport::Pull,
+    })
+});
+
 pub fn config(shape: usize, group_m: usize, chunks: usize) -> Config {
-    let (tile_n, stages, cluster, split_k) = SHAPES[shape % SHAPES.len()];
     Config {
-        tile_m: 128,
-        tile_n,
-        tile_k: 64,
-        stages,
-        cluster,
-        split_k,
         group_m,
         chunks,
         last_chunks: chunks,
         cut_last: chunks.is_multiple_of(2),
         transport: TRANSPORTS[shape % TRANSPORTS.len()],
+        ..SHAPES[shape % SHAPES.len()]
     }
 }
 

@@ -4,8 +4,6 @@ pub const GEMMESH_TILE_K: u32 = 64;
 pub const GEMMESH_THREADS: u32 = 384;
 pub const GEMMESH_STORE_ROWS: u32 = 16;
 pub const GEMMESH_STORE_COLUMNS: u32 = 64;
-pub const GEMMESH_BF16: u32 = 0;
-pub const GEMMESH_F16: u32 = 1;
 pub const GEMMESH_MAX_WORLD: u32 = 64;
 pub const GEMMESH_MAX_FLAGS: u32 = 4096;
 pub const GEMMESH_REFRESH: u32 = 268435456;
@@ -288,43 +286,4 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshAlignment, world) - 536usize];
     ["Offset of field: GemmeshAlignment::reserved"]
         [::core::mem::offset_of!(GemmeshAlignment, reserved) - 540usize];
-};
-#[repr(C)]
-#[derive(Debug, Copy, Clone)]
-pub struct GemmeshInstance {
-    pub name: [::core::ffi::c_char; 64usize],
-    pub element: u32,
-    pub tile_m: u32,
-    pub tile_n: u32,
-    pub stages: u32,
-    pub cluster: u32,
-    pub split: u32,
-    pub threads: u32,
-    pub shared_bytes: u32,
-    pub trace: u32,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of GemmeshInstance"][::core::mem::size_of::<GemmeshInstance>() - 100usize];
-    ["Alignment of GemmeshInstance"][::core::mem::align_of::<GemmeshInstance>() - 4usize];
-    ["Offset of field: GemmeshInstance::name"]
-        [::core::mem::offset_of!(GemmeshInstance, name) - 0usize];
-    ["Offset of field: GemmeshInstance::element"]
-        [::core::mem::offset_of!(GemmeshInstance, element) - 64usize];
-    ["Offset of field: GemmeshInstance::tile_m"]
-        [::core::mem::offset_of!(GemmeshInstance, tile_m) - 68usize];
-    ["Offset of field: GemmeshInstance::tile_n"]
-        [::core::mem::offset_of!(GemmeshInstance, tile_n) - 72usize];
-    ["Offset of field: GemmeshInstance::stages"]
-        [::core::mem::offset_of!(GemmeshInstance, stages) - 76usize];
-    ["Offset of field: GemmeshInstance::cluster"]
-        [::core::mem::offset_of!(GemmeshInstance, cluster) - 80usize];
-    ["Offset of field: GemmeshInstance::split"]
-        [::core::mem::offset_of!(GemmeshInstance, split) - 84usize];
-    ["Offset of field: GemmeshInstance::threads"]
-        [::core::mem::offset_of!(GemmeshInstance, threads) - 88usize];
-    ["Offset of field: GemmeshInstance::shared_bytes"]
-        [::core::mem::offset_of!(GemmeshInstance, shared_bytes) - 92usize];
-    ["Offset of field: GemmeshInstance::trace"]
-        [::core::mem::offset_of!(GemmeshInstance, trace) - 96usize];
 };

@@ -3,103 +3,107 @@
 use std::ffi::CString;
 use std::sync::Arc;
 
-use super::abi::{GEMMESH_BF16, GEMMESH_TILE_K, GemmeshInstance};
+use super::abi::{GEMMESH_THREADS, GEMMESH_TILE_K};
 use super::driver::{Device, Function, Module};
 use super::tuned::{Measured, agree};
 use crate::element::DType;
 use crate::error::{Error, Result};
 use crate::schedule::{Config, Description, Transport};
 
-/// The cubin that build.rs has nvcc make of cuda/; empty if it was told to do without.
-static CUBIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/all_gather_matmul.cubin"));
+// build.rs uses the rest of it.
+#[allow(dead_code)]
+#[path = "../../../cuda/kernels.rs"]
+mod list;
+
+use list::{FAMILIES, Family, Shape};
+
+/// A family's kernels for a dtype, as build.rs has nvcc make them.
+struct Cubin {
+    family: &'static Family,
+    dtype: DType,
+    /// Empty if build.rs was told to do without.
+    image: &'static [u8],
+}
+
+static CUBINS: &[Cubin] = &include!(concat!(env!("OUT_DIR"), "/cubins.rs"));
+static ALIGN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/align.cubin"));
 
 /// One kernel: an element type, a tile shape, and whether it keeps a trace.
 #[derive(Clone, Debug)]
 pub struct Instance {
     pub function: Function,
     pub dtype: DType,
-    pub tile_m: usize,
-    pub tile_n: usize,
-    pub stages: usize,
-    /// CTAs that share each load of `b`; one entry of the table is this many tiles tall.
-    pub cluster: usize,
-    /// CTAs that share a tile.
-    pub split_k: usize,
+    pub family: &'static Family,
+    pub shape: &'static Shape,
     /// Clusters, as the hardware sees them, that the device holds at a time.
     pub resident: usize,
-    pub threads: u32,
     pub shared_bytes: u32,
     pub trace: bool,
 }
 
 impl Instance {
+    fn load(
+        module: &Module,
+        cubin: &Cubin,
+        shape: &'static Shape,
+        trace: bool,
+    ) -> Result<Instance> {
+        let &Cubin { family, dtype, .. } = cubin;
+        let name = CString::new(family.kernel(dtype, shape, trace)).unwrap_or_default();
+        let shared_bytes = family.shared_bytes(shape);
+        let function = module.function(&name, shared_bytes)?;
+        let ctas = shape.cluster * shape.split;
+        let resident = module.resident_clusters(function, ctas, GEMMESH_THREADS, shared_bytes)?;
+        Ok(Instance {
+            function,
+            dtype,
+            family,
+            shape,
+            resident,
+            shared_bytes,
+            trace,
+        })
+    }
+
     /// CTAs of a cluster.
     pub fn ctas(&self) -> usize {
-        self.cluster * self.split_k
+        (self.shape.cluster * self.shape.split) as usize
     }
 }
 
-/// The kernels of the module.
+/// All kernels.
 #[derive(Debug)]
 pub struct Kernels {
     instances: Vec<Instance>,
     /// Ends on all ranks at the same time.
     pub align: Function,
-    _module: Module,
+    _modules: Vec<Module>,
 }
 
 impl Kernels {
-    /// Loads every kernel, so that none is loaded at its first launch.
+    /// Loads every kernel, so that none is loaded at its first launch: what loads one may wait for a kernel that waits.
     ///
     /// # Errors
     /// [`Error::BuiltWithoutKernels`]; [`Error::Cuda`] if the driver refuses.
     pub fn load(device: &Arc<Device>) -> Result<Kernels> {
-        let cubin = embedded(device.rank, CUBIN)?;
-        let module = Module::load(device, cubin, c"gemmesh_instances")?;
-        let instances = module
-            .list()
-            .chunks_exact(size_of::<GemmeshInstance>())
-            .map(|entry| {
-                // SAFETY: the module's array holds structs of this layout, which abi.h and abi.rs agree on;
-                // any bytes are valid for it.
-                let entry = unsafe { entry.as_ptr().cast::<GemmeshInstance>().read_unaligned() };
-                let name: Vec<u8> = entry
-                    .name
-                    .iter()
-                    .map(|&c| c as u8)
-                    .take_while(|&c| c != 0)
-                    .collect();
-                let name = CString::new(name).unwrap_or_default();
-                let function = module.function(&name, entry.shared_bytes)?;
-                Ok(Instance {
-                    function,
-                    resident: module.resident_clusters(
-                        function,
-                        entry.cluster * entry.split,
-                        entry.threads,
-                        entry.shared_bytes,
-                    )?,
-                    dtype: if entry.element == GEMMESH_BF16 {
-                        DType::Bf16
-                    } else {
-                        DType::F16
-                    },
-                    tile_m: entry.tile_m as usize,
-                    tile_n: entry.tile_n as usize,
-                    stages: entry.stages as usize,
-                    cluster: entry.cluster as usize,
-                    split_k: entry.split as usize,
-                    threads: entry.threads,
-                    shared_bytes: entry.shared_bytes,
-                    trace: entry.trace != 0,
-                })
-            })
-            .collect::<Result<_>>()?;
-        Ok(Kernels {
-            align: module.function(c"gemmesh_align", 0)?,
-            instances,
-            _module: module,
-        })
+        let module = |image| Module::load(device, embedded(device.rank, image)?);
+        let align = module(ALIGN)?;
+        let mut kernels = Kernels {
+            instances: Vec::new(),
+            align: align.function(c"gemmesh_align", 0)?,
+            _modules: vec![align],
+        };
+        for cubin in CUBINS {
+            let module = module(cubin.image)?;
+            for shape in cubin.family.shapes {
+                for trace in [false, true] {
+                    let instance = Instance::load(&module, cubin, shape, trace)?;
+                    kernels.instances.push(instance);
+                }
+            }
+            kernels._modules.push(module);
+        }
+        Ok(kernels)
     }
 
     /// The kernel that `config` asks for.
@@ -113,72 +117,63 @@ impl Kernels {
         config: &Config,
         trace: bool,
     ) -> Result<&Instance> {
-        let matches =
-            |i: &&Instance| (i.dtype, i.trace) == (dtype, trace) && config_of(i, config) == *config;
-        self.instances.iter().find(matches).ok_or_else(|| {
-            let known: Vec<String> = self
-                .instances
-                .iter()
-                .filter(|i| i.dtype == dtype && i.trace == trace)
-                .map(|i| {
-                    format!(
-                        "{}x{}x{GEMMESH_TILE_K} with {} stages, cluster {} and K split by {}",
-                        i.tile_m, i.tile_n, i.stages, i.cluster, i.split_k
-                    )
-                })
-                .collect();
+        let same = |i: &&Instance| (i.dtype, i.trace) == (dtype, trace);
+        let with_shape = |i: &Instance| configured(i.family, i.shape, config);
+        let known = self.instances.iter().filter(same);
+        let found = known.clone().find(|i| with_shape(i) == *config);
+        found.ok_or_else(|| {
+            let words = |c: &Config| {
+                format!(
+                    "{}x{}x{} with {} stages, cluster {} and K split by {}",
+                    c.tile_m, c.tile_n, c.tile_k, c.stages, c.cluster, c.split_k
+                )
+            };
+            let known: Vec<String> = known.map(|i| words(&with_shape(i))).collect();
             Error::NoKernel {
                 rank,
-                asked: format!(
-                    "{}x{}x{} with {} stages, cluster {} and K split by {}",
-                    config.tile_m,
-                    config.tile_n,
-                    config.tile_k,
-                    config.stages,
-                    config.cluster,
-                    config.split_k
-                ),
+                asked: words(config),
                 known: known.join("; "),
             }
         })
     }
+}
 
-    /// An instance of each shape: all dtypes have the same, and so have the instances that trace.
-    fn shapes(&self) -> impl Iterator<Item = &Instance> {
-        let plain = |i: &&Instance| i.dtype == DType::Bf16 && !i.trace;
-        self.instances.iter().filter(plain)
-    }
+/// Every shape, which there is for each of its family's dtypes.
+fn shapes() -> impl Iterator<Item = (&'static Family, &'static Shape)> {
+    let of = |family: &'static Family| family.shapes.iter().map(move |shape| (family, shape));
+    FAMILIES.iter().flat_map(of)
+}
 
-    /// `base` with each of the shapes.
-    pub fn configs(&self, base: &Config) -> impl Iterator<Item = Config> {
-        self.shapes().map(|instance| config_of(instance, base))
-    }
+/// `base` with each of the shapes.
+pub fn configs(base: &Config) -> impl Iterator<Item = Config> {
+    shapes().map(|(family, shape)| configured(family, shape, base))
+}
 
-    /// The configuration that should be fastest for a problem: the one that was measured to be, if it was; else the tile
-    /// shape of the lowest cost, and what moves the rows as for the most similar problem that was measured. Ranks whose
-    /// problems differ in N get configurations that agree.
-    pub fn default_config(
-        &self,
-        multiprocessors: usize,
-        asked: &Description,
-        measured: Option<Measured>,
-    ) -> Config {
-        let configs = |base: &Config| -> Vec<Config> { self.configs(base).collect() };
-        choose(configs, multiprocessors, asked, measured)
+/// `base` with a shape.
+fn configured(family: &Family, shape: &Shape, base: &Config) -> Config {
+    Config {
+        tile_m: family.tile_m as usize,
+        tile_n: shape.tile_n as usize,
+        tile_k: family.tile_k as usize,
+        stages: shape.stages as usize,
+        cluster: shape.cluster as usize,
+        split_k: shape.split as usize,
+        ..*base
     }
 }
 
 /// The cubin, if there is one in this program.
-fn embedded(rank: usize, cubin: &[u8]) -> Result<&[u8]> {
+fn embedded(rank: usize, cubin: &'static [u8]) -> Result<&'static [u8]> {
     if cubin.is_empty() {
         return Err(Error::BuiltWithoutKernels { rank });
     }
     Ok(cubin)
 }
 
-/// As [`Kernels::default_config`]. `configs`: a configuration with each of the tile shapes there are.
-fn choose(
-    configs: impl Fn(&Config) -> Vec<Config>,
+/// The configuration that should be fastest for a problem: the one that was measured to be, if it was; else the tile
+/// shape of the lowest cost, and what moves the rows as for the most similar problem that was measured. Ranks whose
+/// problems differ in N get configurations that agree.
+pub fn default_config(
     multiprocessors: usize,
     asked: &Description,
     measured: Option<Measured>,
@@ -202,52 +197,25 @@ fn choose(
         },
         |measured| measured.alike,
     );
-    let cost = |c: &Config| {
+    let cost = |c: &Config, efficiency: f64| {
         // Rounds that the busiest cluster makes, times what a round takes: as long as the tile is wide, shared by
         // those who split it, and longer for the less that narrow tiles and lone CTAs use each byte they load.
         let entries = asked.layout.m().div_ceil(c.entry_rows()) * asked.n.div_ceil(c.tile_n);
         let rounds = entries.div_ceil(multiprocessors / (c.cluster * c.split_k));
-        (rounds * c.tile_n) as f64 / (c.split_k as f64 * efficiency(c))
+        (rounds * c.tile_n) as f64 / (c.split_k as f64 * efficiency)
     };
-    let configs = configs(&base).into_iter();
-    configs
-        .filter(|config| agree(config, &base))
-        .min_by(|x, y| cost(x).total_cmp(&cost(y)))
-        .unwrap_or(base)
-}
-
-/// `base` with the instance's shape.
-fn config_of(instance: &Instance, base: &Config) -> Config {
-    Config {
-        tile_m: instance.tile_m,
-        tile_n: instance.tile_n,
-        tile_k: GEMMESH_TILE_K as usize,
-        stages: instance.stages,
-        cluster: instance.cluster,
-        split_k: instance.split_k,
-        ..*base
-    }
-}
-
-/// How much of the arithmetic rate of the widest tile a tile shape reaches, measured on an H200 at full waves; of those that
-/// share K, so that the fastest of few rows comes out.
-fn efficiency(config: &Config) -> f64 {
-    match (config.tile_n, config.cluster, config.split_k) {
-        (256.., 2, _) => 1.0,
-        (224.., 2, _) => 0.99,
-        (208.., 2, _) => 0.98,
-        (192.., 2, _) => 0.97,
-        (128.., 2, _) => 0.9,
-        (256.., _, _) => 0.95,
-        (128.., _, 2) => 0.52,
-        (128.., _, _) => 0.45,
-        (_, _, 1 | 2) => 0.5,
-        _ => 0.4,
-    }
+    shapes()
+        .map(|(family, shape)| (configured(family, shape, &base), shape.efficiency))
+        .filter(|(config, _)| agree(config, &base))
+        .min_by(|(x, of_x), (y, of_y)| cost(x, *of_x).total_cmp(&cost(y, *of_y)))
+        .map_or(base, |(config, _)| config)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+    use std::path::Path;
+
     use super::*;
     use crate::schedule::Layout;
 
@@ -261,19 +229,6 @@ mod tests {
             words.contains("rank 2") && words.contains("GEMMESH_NO_KERNELS"),
             "{words}"
         );
-    }
-
-    /// Some of the shapes: rows and columns of a tile, and how many CTAs share what.
-    fn configs(base: &Config) -> Vec<Config> {
-        let shape = |tile_n, cluster, split_k| Config {
-            tile_n,
-            cluster,
-            split_k,
-            ..*base
-        };
-        let pairs = [256, 224, 208, 192, 128].map(|tile_n| shape(tile_n, 2, 1));
-        let lone = [shape(64, 1, 2), shape(64, 1, 4), shape(128, 1, 2)];
-        [&pairs[..], &lone].concat()
     }
 
     fn alike(transport: Transport, cluster: usize) -> Measured {
@@ -302,7 +257,7 @@ mod tests {
             layout: Layout::balanced(m, 4096, 4).unwrap(),
             n,
         };
-        choose(configs, 132, &asked, measured)
+        default_config(132, &asked, measured)
     }
 
     #[test]
@@ -341,5 +296,89 @@ mod tests {
         }
         assert_eq!(chosen(16, 64, None).cluster, 1);
         assert_eq!(chosen(8192, 1792, None).cluster, 2);
+    }
+
+    #[test]
+    fn the_shape_of_the_lowest_cost_is_the_default() {
+        let shape = |m, n| {
+            let config = chosen(m, n, None);
+            (config.tile_n, config.cluster, config.split_k)
+        };
+        assert_eq!(shape(16, 64), (64, 1, 4));
+        assert_eq!(shape(1024, 1792), (128, 2, 1));
+        assert_eq!(shape(4096, 1792), (224, 2, 1));
+        assert_eq!(shape(8192, 3584), (256, 2, 1));
+    }
+
+    /// The kernels that build.rs wrote a line for, and the element types of these.
+    fn compiled(cubin: &Cubin) -> Vec<(String, String)> {
+        let source = format!("{}_{}.cu", cubin.family.name, cubin.dtype);
+        let source = fs::read_to_string(Path::new(env!("OUT_DIR")).join(source)).unwrap();
+        let lines = source.lines();
+        let kernels = lines.filter_map(|line| line.strip_prefix("GEMMESH_KERNEL("));
+        let words = kernels.map(|line| {
+            let mut words = line.split(", ").map(String::from);
+            (words.next().unwrap(), words.next().unwrap())
+        });
+        words.collect()
+    }
+
+    #[test]
+    fn the_kernels_that_are_loaded_are_those_that_are_compiled() {
+        for cubin in CUBINS {
+            let &Cubin { family, dtype, .. } = cubin;
+            assert_eq!(family.tile_k, GEMMESH_TILE_K);
+            let both = |shape| [false, true].map(|trace| family.kernel(dtype, shape, trace));
+            let loaded: Vec<String> = family.shapes.iter().flat_map(both).collect();
+            assert_eq!(loaded.len(), 2 * family.shapes.len());
+            let expected = loaded.iter().map(|name| (name.clone(), dtype.to_string()));
+            assert_eq!(compiled(cubin), expected.collect::<Vec<_>>());
+            for name in loaded {
+                // The section of the code; there is none where nvcc was done without.
+                let section = format!(".text.{name}\0").into_bytes();
+                let image = cubin.image;
+                let has = image.windows(section.len()).any(|bytes| bytes == section);
+                assert!(has || image.is_empty(), "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn each_dtype_has_a_kernel_of_each_shape() {
+        let of = |dtype| CUBINS.iter().filter(move |cubin| cubin.dtype == dtype);
+        for dtype in [DType::Bf16, DType::F16] {
+            let shapes: usize = of(dtype).map(|cubin| cubin.family.shapes.len()).sum();
+            assert_eq!(shapes, super::shapes().count());
+        }
+    }
+
+    #[test]
+    fn a_shape_that_cannot_be_is_refused_and_the_error_says_why() {
+        fn check(shapes: Vec<Shape>) -> Result<(), String> {
+            let shapes = shapes.leak();
+            let hopper = FAMILIES[0];
+            Family { shapes, ..hopper }.check()
+        }
+        let refused = |change: fn(&mut Shape), why: &str| {
+            let mut shape = FAMILIES[0].shapes[0];
+            change(&mut shape);
+            let error = check(vec![shape]).unwrap_err();
+            // With the line that it is about.
+            assert!(error.contains(&format!("{shape:?}")), "{error}");
+            assert!(error.contains("hopper") && error.contains(why), "{error}");
+        };
+        refused(|s| s.tile_n = 250, "tile_n is a multiple of 16");
+        refused(|s| s.tile_n = 272, "from 64 to 256");
+        refused(|s| s.stages = 1, "2 stages or more");
+        refused(|s| s.stages = 5, "no room in shared memory");
+        refused(|s| s.cluster = 3, "cluster and split are 1, 2 or 4");
+        refused(|s| s.split = 0, "cluster and split are 1, 2 or 4");
+        refused(|s| s.split = 2, "cluster or split is 1");
+        let narrow = |s: &mut Shape| (s.tile_n, s.cluster) = (80, 4);
+        refused(narrow, "tile_n over cluster is a multiple of 8");
+        refused(|s| s.efficiency = 0.0, "efficiency");
+        let twice = vec![FAMILIES[0].shapes[0]; 2];
+        assert!(check(twice).unwrap_err().contains("twice"));
+        assert!(FAMILIES.iter().all(|family| family.check().is_ok()));
     }
 }

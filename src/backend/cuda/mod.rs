@@ -226,8 +226,7 @@ impl sealed::Backend for Cuda {
         let measured = self.tuned.find(asked);
         let measured = measured.filter(|m| pushes || m.alike.transport == Transport::Pull);
         let multiprocessors = self.device.multiprocessors();
-        self.kernels
-            .default_config(multiprocessors, asked, measured)
+        kernel::default_config(multiprocessors, asked, measured)
     }
 
     fn is_recording(&self, _members: &Members) -> Result<bool> {
@@ -479,8 +478,8 @@ impl Cuda {
     }
 
     /// `config` with the tile shape of each kernel there is.
-    pub fn configs(&self, config: &Config) -> Vec<Config> {
-        self.kernels.configs(config).collect()
+    pub fn configs(config: &Config) -> impl Iterator<Item = Config> {
+        kernel::configs(config)
     }
 
     /// What is put on the ranks' streams later begins at the same time. Collective.

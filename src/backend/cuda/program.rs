@@ -3,8 +3,8 @@
 use std::ffi::c_void;
 
 use super::abi::{
-    GEMMESH_TILE_K, GemmeshExchange, GemmeshFault, GemmeshMailbox, GemmeshParams, GemmeshPiece,
-    GemmeshTile, GemmeshTraceEvent, GemmeshTurn,
+    GEMMESH_THREADS, GEMMESH_TILE_K, GemmeshExchange, GemmeshFault, GemmeshMailbox, GemmeshParams,
+    GemmeshPiece, GemmeshTile, GemmeshTraceEvent, GemmeshTurn,
 };
 use super::driver::{DevicePtr, Layout, Memory, Stream};
 use super::kernel::Instance;
@@ -262,7 +262,7 @@ impl Launch {
             instance.function.launch(
                 stream,
                 self.grid,
-                instance.threads,
+                GEMMESH_THREADS,
                 instance.shared_bytes,
                 &mut arguments,
             )

@@ -5,7 +5,6 @@ use std::sync::{Mutex, PoisonError};
 use super::abi::{GEMMESH_STORE_COLUMNS, GEMMESH_STORE_ROWS, GEMMESH_TILE_K};
 use super::driver::{Layout, TensorMap};
 use super::kernel::Instance;
-use crate::element::DType;
 use crate::error::Result;
 
 /// The three matrices.
@@ -32,15 +31,15 @@ impl Cache {
         {
             return Ok(maps);
         }
-        let bf16 = instance.dtype == DType::Bf16;
-        let (tile_m, tile_n) = (instance.tile_m as u32, instance.tile_n as u32);
-        let b_rows = tile_n / instance.cluster as u32;
+        let dtype = instance.dtype;
+        let tile_m = instance.family.tile_m;
+        let b_rows = instance.shape.tile_n / instance.shape.cluster;
         let maps = [
-            TensorMap::new(rank, bf16, matrices.a, tile_m, GEMMESH_TILE_K, true)?,
-            TensorMap::new(rank, bf16, matrices.b, b_rows, GEMMESH_TILE_K, true)?,
+            TensorMap::new(rank, dtype, matrices.a, tile_m, GEMMESH_TILE_K, true)?,
+            TensorMap::new(rank, dtype, matrices.b, b_rows, GEMMESH_TILE_K, true)?,
             TensorMap::new(
                 rank,
-                bf16,
+                dtype,
                 matrices.out,
                 GEMMESH_STORE_ROWS,
                 GEMMESH_STORE_COLUMNS,

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use cudarc::driver::sys;
 
 use super::{Device, DevicePtr, Stream, check, lock};
+use crate::element::DType;
 use crate::error::Result;
 
 /// Kernels, loaded from a cubin once for all groups of the process.
@@ -21,9 +22,7 @@ pub struct Module {
 pub(super) struct Loaded {
     /// Where its image lies, which tells it from others.
     image: usize,
-    pub module: sys::CUmodule,
-    /// The bytes of its list of kernels.
-    list: Vec<u8>,
+    module: sys::CUmodule,
 }
 
 // SAFETY: modules may be used by any thread.
@@ -33,25 +32,14 @@ unsafe impl Sync for Loaded {}
 
 impl Loaded {
     /// In the current context.
-    fn new(rank: usize, cubin: &'static [u8], list: &CStr) -> Result<Loaded> {
+    fn new(rank: usize, cubin: &'static [u8]) -> Result<Loaded> {
         let mut module = std::ptr::null_mut();
-        let (mut ptr, mut bytes) = (0, 0);
-        // SAFETY: writes the locals, then as many bytes as the variable has; the image is a whole cubin, which says its own
-        // length. The copy is one of the default stream: the driver has filled the variable before those.
-        unsafe {
-            cuda!(rank, cuModuleLoadData(&mut module, cubin.as_ptr().cast()))?;
-            cuda!(
-                rank,
-                cuModuleGetGlobal_v2(&mut ptr, &mut bytes, module, list.as_ptr())
-            )?;
-            let mut list = vec![0u8; bytes];
-            cuda!(rank, cuMemcpyDtoH_v2(list.as_mut_ptr().cast(), ptr, bytes))?;
-            Ok(Loaded {
-                image: cubin.as_ptr() as usize,
-                module,
-                list,
-            })
-        }
+        // SAFETY: writes the local; the image is a whole cubin, which says its own length.
+        unsafe { cuda!(rank, cuModuleLoadData(&mut module, cubin.as_ptr().cast()))? };
+        Ok(Loaded {
+            image: cubin.as_ptr() as usize,
+            module,
+        })
     }
 }
 
@@ -65,8 +53,7 @@ unsafe impl Send for Function {}
 unsafe impl Sync for Function {}
 
 impl Module {
-    /// `list` is the variable in which the module lists its kernels.
-    pub fn load(device: &Arc<Device>, cubin: &'static [u8], list: &CStr) -> Result<Module> {
+    pub fn load(device: &Arc<Device>, cubin: &'static [u8]) -> Result<Module> {
         let _bound = device.bind()?;
         let image = cubin.as_ptr() as usize;
         // Held while one is loaded, so that it is loaded once.
@@ -75,7 +62,7 @@ impl Module {
         let loaded = match known {
             Some(known) => known.clone(),
             None => {
-                let loaded = Arc::new(Loaded::new(device.rank, cubin, list)?);
+                let loaded = Arc::new(Loaded::new(device.rank, cubin)?);
                 modules.push(loaded.clone());
                 loaded
             }
@@ -84,11 +71,6 @@ impl Module {
             device: device.clone(),
             loaded,
         })
-    }
-
-    /// The bytes of the list of kernels.
-    pub fn list(&self) -> &[u8] {
-        &self.loaded.list
     }
 
     /// A kernel, loaded now and not at its first launch, which could wait for what the launch is to release.
@@ -205,7 +187,7 @@ impl TensorMap {
     /// Boxes of `rows` by `columns` elements, swizzled by 128 bytes; zeros beyond the edges.
     pub fn new(
         rank: usize,
-        bf16: bool,
+        dtype: DType,
         matrix: Layout,
         rows: u32,
         columns: u32,
@@ -221,10 +203,9 @@ impl TensorMap {
                 rank,
                 cuTensorMapEncodeTiled(
                     &mut map,
-                    if bf16 {
-                        Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                    } else {
-                        Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                    match dtype {
+                        DType::Bf16 => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                        DType::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
                     },
                     2,
                     matrix.ptr as *mut c_void,

@@ -1,7 +1,7 @@
 // From accumulators to the output: add the bias, round once, store.
 #pragma once
 
-#include "abi.h"
+#include "../abi.h"
 #include "ptx.cuh"
 #include "wgmma.cuh"
 

@@ -1,7 +1,7 @@
 // Waiting for words that others write, and giving up on them.
 #pragma once
 
-#include "abi.h"
+#include "../abi.h"
 #include "ptx.cuh"
 
 namespace gemmesh {

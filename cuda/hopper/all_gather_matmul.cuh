@@ -10,18 +10,23 @@
 // multicasts it to both. Every producer waits for the flags itself, because it alone loads its CTA's rows of `a`; what
 // a neighbour loads on its behalf is `b`, which needs no flag. Or, for problems of too few tiles, they share K: each
 // multiplies its part of it, and then adds up and stores some of the rows.
-#include "abi.h"
-#include "align.cuh"
+#pragma once
+
+#include "../abi.h"
+#include "../common/flags.cuh"
+#include "../common/push.cuh"
+#include "../common/schedule.cuh"
 #include "epilogue.cuh"
-#include "flags.cuh"
 #include "pipeline.cuh"
 #include "ptx.cuh"
-#include "push.cuh"
-#include "schedule.cuh"
 #include "split.cuh"
 #include "wgmma.cuh"
 
 namespace gemmesh {
+
+// The element types, as the list names them.
+using bf16 = __nv_bfloat16;
+using f16 = __half;
 
 constexpr int kWarpgroupThreads = 128;
 constexpr int kLeaveBarrier = 1;  // 0 is __syncthreads()
@@ -41,11 +46,7 @@ static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kCons
 constexpr int kConsumerRows = 64;
 constexpr int kTileM = kConsumers * kConsumerRows;
 
-constexpr int kSharedLimit = 232448;  // bytes that a CTA may have on sm_90
-constexpr int kBarrierBytes = 1024;   // with the rounding up of the struct that ends with them
-constexpr int kBoxBytes = sizeof(StoreBox<__half>);
-
-template <class Element_, int TileN, int Stages, int Cluster, int Split, bool Trace>
+template <class Element_, int TileN, int Stages, int Cluster, int Split, int Boxes, bool Trace>
 struct Config {
     using Element = Element_;
     static constexpr int kTileN = TileN;
@@ -53,21 +54,13 @@ struct Config {
     static constexpr int kCluster = Cluster;        // CTAs that share the loads of b, on rows of their own
     static constexpr int kSplit = Split;            // or: CTAs that share a tile, each with a part of K
     static constexpr int kCtas = Cluster * Split;   // in a cluster, as the hardware sees it
+    static constexpr int kBoxes = Boxes;            // that a consumer warp has to store through
     static constexpr bool kTrace = Trace;
     static_assert(Cluster == 1 || Split == 1);
 
     static constexpr int kPartN = TileN / Cluster;  // what one CTA loads of the tile's b
     static_assert(TileN % 16 == 0 && TileN <= 256);
     static_assert(kPartN % 8 == 0, "a part of b begins on a whole swizzle pattern");
-
-    // A consumer warp gets as many boxes to store through as it can use and as the ring leaves room for.
-    static constexpr int kRingBytes = Stages * (kTileM + TileN) * GEMMESH_TILE_K * static_cast<int>(sizeof(Element));
-    static constexpr int kBoxesUsed = (TileN + GEMMESH_STORE_COLUMNS - 1) / GEMMESH_STORE_COLUMNS;
-    static constexpr int kSumBytes = (Split - 1) * kTileM / Split * TileN * static_cast<int>(sizeof(float));
-    static constexpr int kBoxesFit =
-        (kSharedLimit - kBarrierBytes - kRingBytes - kSumBytes) / (kConsumerWarps * kBoxBytes);
-    static constexpr int kBoxes = kBoxesUsed < kBoxesFit ? kBoxesUsed : kBoxesFit;
-    static_assert(kBoxes > 0);
 };
 
 template <class C>
@@ -80,12 +73,6 @@ struct Shared {
     Pipeline<C::kStages, C::kCluster> pipeline;
     Entrance entrance;
 };
-
-template <class C>
-constexpr uint32_t shared_bytes() {
-    static_assert(sizeof(Shared<C>) <= kSharedLimit);
-    return sizeof(Shared<C>);
-}
 
 // The steps through K that a CTA makes.
 struct Steps {
@@ -277,48 +264,15 @@ __device__ __forceinline__ void all_gather_matmul(const CUtensorMap& map_a, cons
 
 }  // namespace gemmesh
 
-// The instances, with as many stages as shared memory holds beside the boxes. Wide tiles move the fewest bytes for a
-// product; which of the widths is best is a matter of how evenly a problem's tiles share out among the multiprocessors.
-// Narrow tiles are for small problems, and for finer steps while rows arrive.
-//
-// (element, its name, its number in abi.h, tile_n, stages, cluster, split)
-#define GEMMESH_SHAPES(X, E, e, i) \
-    X(E, e, i, 256, 4, 2, 1)       \
-    X(E, e, i, 224, 4, 2, 1)       \
-    X(E, e, i, 208, 4, 2, 1)       \
-    X(E, e, i, 192, 4, 2, 1)       \
-    X(E, e, i, 128, 6, 2, 1)       \
-    X(E, e, i, 256, 4, 1, 1)       \
-    X(E, e, i, 64, 8, 1, 1)        \
-    X(E, e, i, 128, 5, 1, 2)       \
-    X(E, e, i, 128, 5, 1, 4)       \
-    X(E, e, i, 64, 8, 1, 2)        \
-    X(E, e, i, 64, 7, 1, 4)
-
-#define GEMMESH_INSTANCES(X)                             \
-    GEMMESH_SHAPES(X, __nv_bfloat16, bf16, GEMMESH_BF16) \
-    GEMMESH_SHAPES(X, __half, f16, GEMMESH_F16)
-
-#define GEMMESH_KERNEL(E, i, N, S, C, P, trace, name)                                                      \
-    extern "C" __global__ void __cluster_dims__(C * P, 1, 1) __launch_bounds__(GEMMESH_THREADS, 1)         \
-        name(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,                 \
-             const __grid_constant__ CUtensorMap out, const __grid_constant__ GemmeshParams params) {      \
-        gemmesh::all_gather_matmul<gemmesh::Config<E, N, S, C, P, trace>>(a, b, out, params);              \
+// One kernel of the list in cuda/kernels.rs: build.rs writes a source that includes this one and has such a line for each. The
+// list says how much shared memory a kernel is launched with, and how many boxes fit into it.
+#define GEMMESH_KERNEL(name, Element, TileN, Stages, Cluster, Split, Boxes, Trace, shared_bytes)                     \
+    static_assert(sizeof(gemmesh::Shared<gemmesh::Config<gemmesh::Element, TileN, Stages, Cluster, Split, Boxes,     \
+                                                         Trace>>) == shared_bytes,                                  \
+                  #name ": cuda/kernels.rs gives it less shared memory than it uses, or more");                      \
+    extern "C" __global__ void __cluster_dims__(Cluster * Split, 1, 1) __launch_bounds__(GEMMESH_THREADS, 1)         \
+        name(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,                           \
+             const __grid_constant__ CUtensorMap out, const __grid_constant__ GemmeshParams params) {                \
+        using Config = gemmesh::Config<gemmesh::Element, TileN, Stages, Cluster, Split, Boxes, Trace>;               \
+        gemmesh::all_gather_matmul<Config>(a, b, out, params);                                                       \
     }
-
-#define GEMMESH_ENTRY(E, i, N, S, C, P, trace, name)                        \
-    {#name, i, gemmesh::kTileM, N, S, C, P, GEMMESH_THREADS,                \
-     gemmesh::shared_bytes<gemmesh::Config<E, N, S, C, P, trace>>(), trace},
-
-// Every instance comes in two: the plain one, and one that fills the trace.
-#define GEMMESH_KERNELS(E, e, i, N, S, C, P)                                                           \
-    GEMMESH_KERNEL(E, i, N, S, C, P, false, all_gather_matmul_##e##_128x##N##x64_s##S##_c##C##_k##P) \
-    GEMMESH_KERNEL(E, i, N, S, C, P, true, all_gather_matmul_##e##_128x##N##x64_s##S##_c##C##_k##P##_trace)
-#define GEMMESH_ENTRIES(E, e, i, N, S, C, P)                                                          \
-    GEMMESH_ENTRY(E, i, N, S, C, P, false, all_gather_matmul_##e##_128x##N##x64_s##S##_c##C##_k##P) \
-    GEMMESH_ENTRY(E, i, N, S, C, P, true, all_gather_matmul_##e##_128x##N##x64_s##S##_c##C##_k##P##_trace)
-static_assert(gemmesh::kTileM == 128 && GEMMESH_TILE_K == 64, "the names say so");
-
-GEMMESH_INSTANCES(GEMMESH_KERNELS)
-
-extern "C" __device__ GemmeshInstance gemmesh_instances[] = {GEMMESH_INSTANCES(GEMMESH_ENTRIES)};

@@ -1,7 +1,6 @@
-// The starting line of a benchmark.
-#pragma once
+// The starting line of a benchmark: a module of its own.
 
-#include "abi.h"
+#include "../abi.h"
 #include "flags.cuh"
 #include "ptx.cuh"
 

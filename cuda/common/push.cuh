@@ -12,7 +12,7 @@
 // running CTA is enough for the peers to get all rows; the tiles of those that come late are their own rank's business.
 #pragma once
 
-#include "abi.h"
+#include "../abi.h"
 #include "flags.cuh"
 #include "ptx.cuh"
 

@@ -1,7 +1,7 @@
 // Adding up what the CTAs of a cluster that share a tile have each made of their part of K.
 #pragma once
 
-#include "abi.h"
+#include "../abi.h"
 #include "pipeline.cuh"
 #include "ptx.cuh"
 #include "wgmma.cuh"

@@ -1,7 +1,7 @@
 // Which tiles this CTA works on: the host's table, walked.
 #pragma once
 
-#include "abi.h"
+#include "../abi.h"
 
 namespace gemmesh {
 

@@ -1,7 +1,7 @@
 // One warpgroup's share of a stage, multiplied by the tensor cores.
 #pragma once
 
-#include "abi.h"
+#include "../abi.h"
 #include "ptx.cuh"
 
 namespace gemmesh {

@@ -1,0 +1,96 @@
+// The inline assembly that families share: clocks, and memory that the whole system sees. One instruction a function, named
+// as the PTX ISA names it.
+#pragma once
+
+#include <cstdint>
+
+namespace gemmesh::ptx {
+
+// ---- special registers ---------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t smid() {
+    uint32_t sm;
+    asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+    return sm;
+}
+
+__device__ __forceinline__ uint64_t globaltimer() {
+    uint64_t nanoseconds;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(nanoseconds));
+    return nanoseconds;
+}
+
+// ---- global memory, seen by the whole system -----------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t ld_acquire_sys(const volatile uint32_t* address) {
+    uint32_t value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ uint32_t ld_relaxed_sys(const uint32_t* address) {
+    uint32_t value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void st_relaxed_sys(uint32_t* address, uint32_t value) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void st_release_sys(uint32_t* address, uint32_t value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t atom_cas_relaxed_sys(uint32_t* address, uint32_t expected, uint32_t desired) {
+    uint32_t old;
+    asm volatile("atom.relaxed.sys.global.cas.b32 %0, [%1], %2, %3;"
+                 : "=r"(old)
+                 : "l"(address), "r"(expected), "r"(desired)
+                 : "memory");
+    return old;
+}
+
+__device__ __forceinline__ uint32_t atom_add_relaxed_gpu(uint32_t* address, uint32_t value) {
+    uint32_t old;
+    asm volatile("atom.relaxed.gpu.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(address), "r"(value) : "memory");
+    return old;
+}
+
+__device__ __forceinline__ uint32_t atom_add_acq_rel_gpu(uint32_t* address, uint32_t value) {
+    uint32_t old;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(address), "r"(value) : "memory");
+    return old;
+}
+
+__device__ __forceinline__ void fence_acq_rel_sys() {
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+
+// Bytes that are read once: they need no place in the L1 cache.
+__device__ __forceinline__ uint4 ld_global_no_allocate(const void* address) {
+    uint4 value;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(address)
+                 : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void st_global(void* address, const uint4& value) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value.x), "r"(value.y), "r"(value.z),
+                 "r"(value.w)
+                 : "memory");
+}
+
+__device__ __forceinline__ void nanosleep(uint32_t nanoseconds) {
+    asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds));
+}
+
+// ---- ordering between the generic proxy (ld, st, stmatrix) and the async proxy (TMA) -------------------------------
+
+__device__ __forceinline__ void fence_proxy_async() {
+    asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+}  // namespace gemmesh::ptx
