@@ -1,7 +1,7 @@
 //! What else runs in a process or on its GPU: the caller's contexts, captures, streams and kernels, other groups. None of it
 //! disturbs a group or is disturbed by one; what can't work is refused, or ends in time with an error.
 //!
-//! As tests/cuda.rs.
+//! As tests/cuda/main.rs.
 #![allow(unsafe_code)]
 
 mod support;
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use cudarc::driver::sys;
 use gemmesh::{AllGatherMatmul, Builder, Config, Cuda, Error, Group, Transport, bf16};
 use support::gpu::*;
-use support::processes::{Rank, Setting};
+use support::processes::Setting;
 
 // The caller's context.
 
@@ -44,9 +44,7 @@ fn the_callers_context_is_current_after_every_call() {
             group.synchronize()?;
             group.barrier()?;
             assert_eq!(current(), context);
-            let address = format!("{}-{}", rank.address, context.is_null());
-            let builder = Builder::<Cuda>::new().timeout(TIMEOUT);
-            let second = builder.connect(rank.rank, rank.world, &address)?;
+            let second = another_group(rank, context.is_null(), TIMEOUT)?;
             assert_eq!(current(), context);
             Arguments::new(&second, 301, 72, 16)?.verify(&second)?;
             drop((arguments, second));
@@ -107,12 +105,12 @@ fn while_another_thread_captures(f: impl FnOnce() -> Result<(), Error>) -> Resul
     let (begun, over) = (AtomicBool::new(false), AtomicBool::new(false));
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
-            let (mut stream, mut graph) = (std::ptr::null_mut(), std::ptr::null_mut());
-            let non_blocking = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
-            // SAFETY: writes the locals; the context is retained by the caller.
+            let mut graph = std::ptr::null_mut();
+            // SAFETY: the context is retained by the caller.
+            unsafe { driver(sys::cuCtxSetCurrent(context as sys::CUcontext)) };
+            let stream = stream(0);
+            // SAFETY: writes the local; the stream is destroyed once.
             unsafe {
-                driver(sys::cuCtxSetCurrent(context as sys::CUcontext));
-                driver(sys::cuStreamCreate(&mut stream, non_blocking));
                 driver(sys::cuStreamBeginCapture_v2(stream, GLOBAL));
                 begun.store(true, Ordering::Relaxed);
                 while !over.load(Ordering::Relaxed) {
@@ -154,9 +152,7 @@ fn a_capture_of_another_thread_neither_disturbs_nor_is_disturbed() {
             })?;
         }
         while_another_thread_captures(|| {
-            let address = format!("{}-second", rank.address);
-            let builder = Builder::<Cuda>::new().timeout(TIMEOUT);
-            let second = builder.connect(rank.rank, rank.world, &address)?;
+            let second = another_group(rank, "second", TIMEOUT)?;
             Arguments::new(&second, 301, 72, 16)?.verify(&second)
         })?;
         Ok("right".into())
@@ -222,13 +218,9 @@ fn a_group_ends_while_the_caller_keeps_its_stream_busy() {
     let Some(_leave) = gpu() else { return };
     all_done(ranks(test_name!(), 2, |rank| {
         let group = connect(rank, TIMEOUT)?;
-        let mut stream = std::ptr::null_mut();
-        let non_blocking = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
-        // SAFETY: writes the local. The stream is destroyed after the group has ended.
-        unsafe {
-            driver(sys::cuStreamCreate(&mut stream, non_blocking));
-            group.set_stream(stream.cast())?;
-        }
+        let stream = stream(0);
+        // SAFETY: the stream is destroyed after the group has ended.
+        unsafe { group.set_stream(stream.cast())? };
         let mut arguments = Arguments::new(&group, 301, 72, 16)?;
         arguments.run()?;
         let hold = Hold::start(1, Some(stream));
@@ -326,9 +318,7 @@ fn two_groups_in_opposite_orders(test: &str, transport: Transport) {
         let steps = host_group(rank)?;
         let open = |name: &str| -> Result<Group<Cuda>, Error> {
             steps.barrier()?;
-            let address = format!("{}-{name}", rank.address);
-            let builder = Builder::<Cuda>::new().timeout(SHORT);
-            builder.connect(rank.rank, rank.world, &address)
+            another_group(rank, name, SHORT)
         };
         let mut failed = 0;
         for round in 0..5 {
@@ -390,22 +380,8 @@ each_transport!(gpu_alone, two_groups_in_opposite_orders:
 
 /// A stream of each priority.
 fn streams() -> Vec<(i32, sys::CUstream)> {
-    let (mut least, mut greatest) = (0, 0);
-    // SAFETY: writes the locals.
-    unsafe {
-        driver(sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest));
-        let stream = |priority| {
-            let mut stream = std::ptr::null_mut();
-            let non_blocking = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
-            driver(sys::cuStreamCreateWithPriority(
-                &mut stream,
-                non_blocking,
-                priority,
-            ));
-            (priority, stream)
-        };
-        (greatest..=least).map(stream).collect()
-    }
+    let of = |priority| (priority, stream(priority));
+    priorities().map(of).collect()
 }
 
 #[test]
@@ -423,9 +399,7 @@ fn a_starved_rank_is_set_free_on_any_stream_that_it_may_use_where_streams_share_
         for &(priority, stream) in &streams {
             for transport in [Transport::Pull, Transport::Store] {
                 steps.barrier()?;
-                let address = format!("{}-{priority}-{transport:?}", rank.address);
-                let builder = Builder::<Cuda>::new().timeout(SHORT);
-                let group = builder.connect(rank.rank, rank.world, &address)?;
+                let group = another_group(rank, format!("{priority}-{transport:?}"), SHORT)?;
                 // SAFETY: the streams live as long as the process.
                 let set = unsafe { group.set_stream(stream.cast()) };
                 if priority <= greatest + 2 {
@@ -465,9 +439,7 @@ fn a_starved_rank_is_set_free_on_any_stream() {
         let streams: Vec<_> = (0..6).flat_map(|_| streams()).collect();
         for (number, &(_, stream)) in streams.iter().enumerate().step_by(5) {
             steps.barrier()?;
-            let address = format!("{}-{number}", rank.address);
-            let builder = Builder::<Cuda>::new().timeout(Duration::from_millis(500));
-            let group = builder.connect(rank.rank, rank.world, &address)?;
+            let group = another_group(rank, number, Duration::from_millis(500))?;
             // SAFETY: the streams live as long as the process.
             unsafe { group.set_stream(stream.cast())? };
             let mut arguments = Arguments::new(&group, 301, 72, 264)?;
@@ -486,122 +458,3 @@ fn a_starved_rank_is_set_free_on_any_stream() {
         Ok("set free".into())
     }));
 }
-
-// Ranks that leave, differ or are refused.
-
-/// Within this everybody knows.
-const TOLD: Duration = Duration::from_secs(1);
-
-/// Rank 1 plays `part` instead of calling the operation that the others are in, which must end within a second with an
-/// error that `expected` knows.
-#[track_caller]
-fn told_within_a_second(
-    test: &str,
-    transport: Transport,
-    part: impl FnOnce(&Rank, Group<Cuda>, Arguments) -> Result<String, Error>,
-    expected: fn(&Error) -> bool,
-) {
-    let ranks = ranks(test, 3, |rank| {
-        let group = connect(rank, TIMEOUT)?;
-        let mut arguments = Arguments::new(&group, 301, 72, 264)?;
-        arguments.verify_by(&group, transport)?;
-        group.barrier()?;
-        if rank.rank == 1 {
-            return part(rank, group, arguments);
-        }
-        std::thread::sleep(Duration::from_millis(100));
-        let begin = Instant::now();
-        let result = arguments.verify_by(&group, transport);
-        let took = begin.elapsed();
-        assert!(took < TOLD, "told after {took:?}: {result:?}");
-        poisoned(&group, result)
-    });
-    for outcome in ranks.outcomes() {
-        if outcome.rank != 1 {
-            let error = outcome.error().cause();
-            assert!(expected(error), "rank {}: {error}", outcome.rank);
-        }
-    }
-}
-
-#[track_caller]
-fn leave(test: &str, transport: Transport) {
-    told_within_a_second(
-        test,
-        transport,
-        |_, group, arguments| {
-            drop((arguments, group));
-            Ok("left".into())
-        },
-        |error| matches!(error, Error::RankLeft { rank: 1, .. }),
-    );
-}
-
-each_transport!(gpu_alone, leave:
-    a_rank_that_leaves_while_the_others_pull_is_named_within_a_second by Pull,
-    a_rank_that_leaves_while_the_others_push_is_named_within_a_second by Push,
-    a_rank_that_leaves_while_the_others_store_is_named_within_a_second by Store,
-);
-
-#[track_caller]
-fn panic(test: &str, transport: Transport) {
-    told_within_a_second(
-        test,
-        transport,
-        |_, group, arguments| {
-            let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || {
-                let _dropped_by_the_panic = (arguments, group);
-                std::panic::resume_unwind(Box::new("planted"));
-            }));
-            assert!(caught.is_err());
-            Ok("caught".into())
-        },
-        |error| matches!(error, Error::RankPanicked { rank: 1, .. }),
-    );
-}
-
-each_transport!(gpu_alone, panic:
-    a_rank_that_panics_while_the_others_pull_is_named_within_a_second by Pull,
-    a_rank_that_panics_while_the_others_push_is_named_within_a_second by Push,
-    a_rank_that_panics_while_the_others_store_is_named_within_a_second by Store,
-);
-
-#[track_caller]
-fn barrier(test: &str, transport: Transport) {
-    told_within_a_second(
-        test,
-        transport,
-        |_, group, _arguments| poisoned(&group, group.barrier()),
-        |error| matches!(error, Error::CallMismatch { rank: 1, .. }),
-    );
-}
-
-each_transport!(gpu_alone, barrier:
-    a_rank_at_a_barrier_while_the_others_pull_is_named_within_a_second by Pull,
-    a_rank_at_a_barrier_while_the_others_push_is_named_within_a_second by Push,
-    a_rank_at_a_barrier_while_the_others_store_is_named_within_a_second by Store,
-);
-
-#[track_caller]
-fn wrong_argument(test: &str, transport: Transport) {
-    told_within_a_second(
-        test,
-        transport,
-        |_, group, arguments| {
-            let wrong = group.zeros::<bf16>(5, 264)?;
-            let mut out = group.zeros::<bf16>(301, 72)?;
-            let prepared = arguments.prepare(transport)?;
-            let error = prepared.run(&arguments.a, &wrong, &mut out).unwrap_err();
-            assert!(matches!(error, Error::Shape { rank: 1, .. }), "{error}");
-            std::thread::sleep(2 * TOLD);
-            Ok("refused".into())
-        },
-        |error| matches!(error, Error::Shape { rank: 1, argument, .. } if argument.contains("b [N, K]")),
-    );
-}
-
-each_transport!(gpu_alone, wrong_argument:
-    a_wrong_weight_on_one_rank_is_known_to_all_that_pull_within_a_second by Pull,
-    a_wrong_weight_on_one_rank_is_known_to_all_that_push_within_a_second by Push,
-    a_wrong_weight_on_one_rank_is_known_to_all_that_store_within_a_second by Store,
-);

@@ -1,6 +1,6 @@
 //! Memory on GPUs: what has been dropped is free again, whoever dropped it and when, and dropping waits for nothing.
 //!
-//! As tests/cuda.rs.
+//! As tests/cuda/main.rs.
 #![allow(unsafe_code)]
 
 mod support;
@@ -13,6 +13,7 @@ use gemmesh::{
 use rustix::process::Signal;
 use support::gpu::*;
 use support::processes::Rank;
+use support::shared::refusals;
 
 const GIB: usize = 1 << 30;
 
@@ -68,19 +69,8 @@ fn memory_that_all_ranks_have_dropped_can_be_had_again_by_whatever_asks_first() 
 #[test]
 fn more_memory_than_there_is_is_refused_on_every_rank_and_the_group_goes_on() {
     let Some(_leave) = gpu() else { return };
-    all_done(ranks(test_name!(), 2, |rank| {
-        let group = connect(rank, TIMEOUT)?;
-        let m = (300 * GIB) / (2 * COLUMNS);
-        let error = group.sharded::<bf16>(m, COLUMNS).unwrap_err();
-        assert!(matches!(error, Error::OutOfMemory { .. }), "{error}");
-        let error = group.zeros::<bf16>(m, COLUMNS).unwrap_err();
-        assert!(
-            matches!(error, Error::OutOfMemory { rank: r, .. } if r == rank.rank),
-            "{error}"
-        );
-        Arguments::new(&group, 301, 72, 16)?.verify(&group)?;
-        Ok("right".into())
-    }));
+    let m = (300 * GIB) / (2 * COLUMNS);
+    refusals::too_much_memory::<Cuda>(test_name!(), 2, [m, COLUMNS]);
 }
 
 /// Rank 0 calls an operation and drops everything at once, its group too. The others come later.
@@ -319,9 +309,7 @@ fn a_group_that_timed_out_leaves_all_memory_as_it_was() {
         let mut before = None;
         for (number, transport) in TRANSPORTS.into_iter().enumerate() {
             steps.barrier()?;
-            let address = format!("{}-{number}", rank.address);
-            let builder = Builder::<Cuda>::new().timeout(SHORT);
-            let group = builder.connect(rank.rank, rank.world, &address)?;
+            let group = another_group(rank, number, SHORT)?;
             let large: ShardedMatrix<Cuda, bf16> = group.sharded(GIB / COLUMNS, COLUMNS)?;
             let mut arguments = Arguments::new(&group, 301, 72, 16)?;
             arguments.verify_by(&group, transport)?;

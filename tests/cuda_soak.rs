@@ -2,7 +2,7 @@
 //! of owned matrices and views, made and dropped in between; a failure each round, and new groups after it. Every result is
 //! checked, and nothing grows.
 //!
-//! `GEMMESH_SOAK_SECONDS` says how long; twenty if it is not given. As tests/cuda.rs.
+//! `GEMMESH_SOAK_SECONDS` says how long; twenty if it is not given. As tests/cuda/main.rs.
 #![allow(unsafe_code)]
 
 mod support;
@@ -10,7 +10,7 @@ mod support;
 use std::fs;
 use std::time::{Duration, Instant};
 
-use gemmesh::{AllGatherMatmul, Builder, Cuda, Element, Error, Group, Matrix, bf16, f16};
+use gemmesh::{AllGatherMatmul, Cuda, Element, Error, Group, Matrix, bf16, f16};
 use rand::RngExt;
 use rand::rngs::StdRng;
 use support::gpu::*;
@@ -111,8 +111,8 @@ fn verify(group: &Group<Cuda>, case: &Case, kind: u32, is_f16: bool) -> Result<(
         (0, true) => verify_views::<f16>(group, case),
         (1, false) => verify_in_flight::<bf16>(group, case),
         (1, true) => verify_in_flight::<f16>(group, case),
-        (_, false) => case.verify::<bf16>(group).map(drop),
-        (_, true) => case.verify::<f16>(group).map(drop),
+        (_, false) => case.verify::<_, bf16>(group).map(drop),
+        (_, true) => case.verify::<_, f16>(group).map(drop),
     }
 }
 
@@ -136,9 +136,7 @@ fn two_ranks_do_whatever_programs_do_and_nothing_grows() {
         for round in 0..=rounds {
             let open = |name: &str| -> Result<Group<Cuda>, Error> {
                 steps.barrier()?;
-                let address = format!("{}-{round}-{name}", rank.address);
-                let builder = Builder::<Cuda>::new().timeout(SHORT);
-                builder.connect(rank.rank, rank.world, &address)
+                another_group(rank, format!("{round}-{name}"), SHORT)
             };
             let groups = [open("first")?, open("second")?];
             let begin = Instant::now();
@@ -154,7 +152,7 @@ fn two_ranks_do_whatever_programs_do_and_nothing_grows() {
                     break;
                 }
                 for _ in 0..20 {
-                    let case = Case::random(&mut random, rank.world, calls);
+                    let case = random_case(&mut random, rank.world, calls);
                     let group = &groups[random.random_range(0..groups.len())];
                     let (kind, is_f16) = (random.random_range(0..4), random.random_bool(0.5));
                     if let Err(what) = verify(group, &case, kind, is_f16) {

@@ -6,66 +6,44 @@ mod support;
 use std::time::Duration;
 
 use gemmesh::{
-    AllGatherMatmul, Builder, Config, Element, Error, Group, Host, Matrix, ShardedMatrix,
-    Transport, all_gather_matmul, bf16, f16,
+    AllGatherMatmul, Builder, Config, Element, Error, Group, Host, Transport, all_gather_matmul,
+    bf16, f16,
 };
 use rand::RngExt;
 use support::numbers::{Reference, bits, nan, normal, rng};
 use support::processes;
+use support::products::{Case, Placed};
+use support::shared::results;
 
-/// A product as its ranks see it: the gathered matrix, and what each rank multiplies it with.
-#[derive(Clone, Debug)]
-struct Case {
-    rows: Vec<usize>,
-    n: usize,
-    k: usize,
-    bias: bool,
-    /// The backend's if there is none.
-    config: Option<Config>,
-    workers: usize,
-    seed: u64,
+/// Rows are split evenly; one worker a rank; no bias.
+fn even(world: usize, m: usize, n: usize, k: usize) -> Case {
+    let split = |rank| m / world + usize::from(rank < m % world);
+    Case {
+        rows: (0..world).map(split).collect(),
+        n,
+        k,
+        workers: 1,
+        seed: (m * 1_000_003 + n * 1009 + k) as u64,
+        ..Case::default()
+    }
 }
 
-impl Case {
-    /// Rows are split evenly; one worker a rank; no bias.
-    fn even(world: usize, m: usize, n: usize, k: usize) -> Case {
-        let split = |rank| m / world + usize::from(rank < m % world);
-        Case {
-            rows: (0..world).map(split).collect(),
-            n,
-            k,
-            bias: false,
-            config: None,
-            workers: 1,
-            seed: (m * 1_000_003 + n * 1009 + k) as u64,
-        }
-    }
+/// A case on the host, whose ranks are threads.
+trait OnThreads {
+    /// Checks everything on every rank.
+    fn verify_on_threads<T: Element>(&self);
+    /// As [`OnThreads::verify_on_threads`], with an N for each rank.
+    fn verify_with<T: Element>(&self, n: &[usize]);
+}
 
-    fn m(&self) -> usize {
-        self.rows.iter().sum()
-    }
-
-    fn a<T: Element>(&self) -> Vec<T> {
-        normal(self.seed, self.m() * self.k)
-    }
-
-    /// Each rank has a weight and a bias of its own.
-    fn b<T: Element>(&self, rank: usize) -> (Vec<T>, Option<Vec<T>>) {
-        let seed = self.seed ^ (rank as u64 + 1) << 40;
-        let bias = self.bias.then(|| normal(!seed, self.n));
-        (normal(seed, self.n * self.k), bias)
-    }
-
-    /// Runs it on threads and checks everything on every rank.
+impl OnThreads for Case {
     #[track_caller]
-    fn verify<T: Element>(&self) {
+    fn verify_on_threads<T: Element>(&self) {
         self.verify_with::<T>(&vec![self.n; self.rows.len()]);
     }
 
-    /// As [`Case::verify`], with an N for each rank.
     #[track_caller]
     fn verify_with<T: Element>(&self, n: &[usize]) {
-        let a = self.a::<T>();
         let worst = Builder::<Host>::new()
             .workers(self.workers)
             .timeout(Duration::from_secs(20))
@@ -74,32 +52,13 @@ impl Case {
                     n: n[group.rank()],
                     ..self.clone()
                 };
-                let (b, bias) = mine.b::<T>(group.rank());
-                let worst = mine.verify_rank(&group, &a, &b, bias.as_deref());
+                let worst = mine.verify::<_, T>(&group);
                 worst
                     .map_err(|what| Failure(format!("{}, rank {}: {what}", T::DTYPE, group.rank())))
             });
         if let Err(Failure(what)) = worst {
             panic!("{self:?}, N of each rank = {n:?}: {what}");
         }
-    }
-
-    /// On one rank: the product of given data, its output and the other ranks' rows poisoned before.
-    fn verify_rank<T: Element>(
-        &self,
-        group: &Group<Host>,
-        a: &[T],
-        b: &[T],
-        bias: Option<&[T]>,
-    ) -> Result<f64, String> {
-        let mut placed = Placed::new(group, self, a, b, bias).map_err(|e| e.to_string())?;
-        placed.poison().map_err(|e| e.to_string())?;
-        placed.fused(self.config).map_err(|e| e.to_string())?;
-        let (gathered, out) = placed.read().map_err(|e| e.to_string())?;
-        if bits(&gathered) != bits(a) {
-            return Err("the gathered matrix is not the one that was spread".into());
-        }
-        Reference::new(a, b, bias, self.k).check(&out)
     }
 }
 
@@ -116,73 +75,6 @@ impl From<Error> for Failure {
 impl From<String> for Failure {
     fn from(what: String) -> Failure {
         Failure(what)
-    }
-}
-
-/// A case's matrices in a rank's memory.
-struct Placed<T: Element> {
-    a: ShardedMatrix<Host, T>,
-    b: Matrix<Host, T>,
-    bias: Option<Matrix<Host, T>>,
-    out: Matrix<Host, T>,
-}
-
-impl<T: Element> Placed<T> {
-    fn new(
-        group: &Group<Host>,
-        case: &Case,
-        a: &[T],
-        b: &[T],
-        bias: Option<&[T]>,
-    ) -> Result<Placed<T>, Error> {
-        let mut sharded = group.sharded_rows::<T>(&case.rows, case.k)?;
-        let own = sharded.rows();
-        sharded
-            .shard_mut()
-            .copy_from_host(&a[own.start * case.k..own.end * case.k])?;
-        Ok(Placed {
-            a: sharded,
-            b: group.upload(b, case.n, case.k)?,
-            bias: bias.map(|bias| group.upload(bias, 1, case.n)).transpose()?,
-            out: group.zeros(case.m(), case.n)?,
-        })
-    }
-
-    /// Nothing of an earlier operation, and no zero of a new matrix, can pass for a result.
-    fn poison(&mut self) -> Result<(), Error> {
-        let [m, n] = self.out.shape();
-        self.out.copy_from_host(&vec![nan::<T>(); m * n])?;
-        self.a.poison(nan())
-    }
-
-    fn operation<'a>(
-        bias: &'a Option<Matrix<Host, T>>,
-        config: Option<Config>,
-    ) -> AllGatherMatmul<'a, Host, T> {
-        let operation = AllGatherMatmul::new();
-        let operation = match bias {
-            Some(bias) => operation.bias(bias),
-            None => operation,
-        };
-        match config {
-            Some(config) => operation.config(config),
-            None => operation,
-        }
-    }
-
-    fn fused(&mut self, config: Option<Config>) -> Result<(), Error> {
-        Self::operation(&self.bias, config).run(&self.a, &self.b, &mut self.out)
-    }
-
-    fn gather_then_matmul(&mut self, config: Option<Config>) -> Result<(), Error> {
-        let operation = Self::operation(&self.bias, config);
-        let prepared = operation.prepare(&self.a, self.b.shape()[0])?;
-        prepared.gather(&self.a)?;
-        prepared.matmul(&self.a, &self.b, &mut self.out)
-    }
-
-    fn read(&mut self) -> Result<(Vec<T>, Vec<T>), Error> {
-        Ok((self.a.to_vec()?, self.out.to_vec()?))
     }
 }
 
@@ -246,9 +138,9 @@ fn small_and_prime_shapes_of_any_split_are_right() {
             (world + 1, 17, 31),
             (37, 41, 43),
         ] {
-            let case = Case::even(world, m, n, k);
-            case.verify::<bf16>();
-            case.verify::<f16>();
+            let case = even(world, m, n, k);
+            case.verify_on_threads::<bf16>();
+            case.verify_on_threads::<f16>();
         }
     }
 }
@@ -265,9 +157,9 @@ fn shapes_around_the_default_tile_are_right() {
     ] {
         Case {
             workers: 2,
-            ..Case::even(3, m, n, k)
+            ..even(3, m, n, k)
         }
-        .verify::<bf16>();
+        .verify_on_threads::<bf16>();
     }
 }
 
@@ -279,9 +171,9 @@ fn shapes_around_any_tile_are_right() {
             for k in [19, 20, 21, 40] {
                 Case {
                     config,
-                    ..Case::even(2, m, n, k)
+                    ..even(2, m, n, k)
                 }
-                .verify::<f16>();
+                .verify_on_threads::<f16>();
             }
         }
     }
@@ -309,9 +201,10 @@ fn uneven_rows_and_ranks_without_rows_are_right() {
                 config: Some(config(16, 16, 16, 3, chunks)),
                 workers: 2,
                 seed: seed as u64,
+                ..Case::default()
             };
-            case.verify::<bf16>();
-            case.verify::<f16>();
+            case.verify_on_threads::<bf16>();
+            case.verify_on_threads::<f16>();
         }
     }
 }
@@ -345,10 +238,11 @@ fn random_problems_cut_up_at_random_are_right() {
             }),
             workers: rng.random_range(1..=3),
             seed,
+            ..Case::default()
         };
         match seed % 2 {
-            0 => case.verify::<bf16>(),
-            _ => case.verify::<f16>(),
+            0 => case.verify_on_threads::<bf16>(),
+            _ => case.verify_on_threads::<f16>(),
         }
     }
 }
@@ -374,7 +268,7 @@ fn ranks_may_have_different_n_whoever_moves_the_rows() {
             }),
             workers: rng.random_range(1..=2),
             seed,
-            ..Case::even(world, rng.random_range(1..90), 1, rng.random_range(1..150))
+            ..even(world, rng.random_range(1..90), 1, rng.random_range(1..150))
         };
         case.verify_with::<bf16>(&n);
     }
@@ -395,10 +289,10 @@ fn ranks_may_have_different_n_and_tiles_of_different_columns() {
                         group_m: rank + 1,
                         ..config(16, 1, 1, 1, 2)
                     }),
-                    ..Case::even(3, 100, 1, 60)
+                    ..even(3, 100, 1, 60)
                 };
                 let (b, bias) = case.b::<f16>(rank);
-                let worst = case.verify_rank(&group, &case.a::<f16>(), &b, bias.as_deref());
+                let worst = case.verify_values(&group, &case.a::<f16>(), &b, bias.as_deref());
                 worst.map_err(Failure)
             })
             .unwrap();
@@ -432,7 +326,7 @@ fn nan_and_infinity_are_exactly_where_the_reference_has_them() {
                 config: Some(config(16, 16, 16, 2, 2)),
                 workers: 2,
                 seed,
-                ..Case::even(3, 50, 37, 45)
+                ..even(3, 50, 37, 45)
             };
             let mut random = rng(seed);
             let mut plant = |values: &mut [T], count: usize| {
@@ -455,7 +349,7 @@ fn nan_and_infinity_are_exactly_where_the_reference_has_them() {
                 .workers(case.workers)
                 .threads(3, |group| {
                     let (b, bias) = &weights[group.rank()];
-                    let worst = case.verify_rank(&group, &a, b, bias.as_deref());
+                    let worst = case.verify_values(&group, &a, b, bias.as_deref());
                     worst.map_err(Failure)
                 })
                 .unwrap_or_else(|Failure(what)| panic!("{} seed {seed}: {what}", T::DTYPE));
@@ -495,59 +389,32 @@ fn a_hundred_orders_of_arrival_give_the_same_bits_as_gathering_first() {
         config: Some(config(16, 16, 32, 2, 4)),
         workers: 2,
         seed: 7,
+        ..Case::default()
     };
-    let a = case.a::<bf16>();
-    // The seed is the whole process's: ranks must change it together. Other tests only become slower.
-    Builder::<Host>::new()
-        .workers(case.workers)
-        .threads(case.rows.len(), |group| {
-            let (b, bias) = case.b::<bf16>(group.rank());
-            let mut placed = Placed::new(&group, &case, &a, &b, bias.as_deref())?;
-            placed.poison()?;
-            placed.gather_then_matmul(case.config)?;
-            let (gathered, expected) = placed.read()?;
-            assert_eq!(bits(&gathered), bits(&a));
-            Reference::new(&a, &b, bias.as_deref(), case.k).check(&expected)?;
-            for seed in 0..100 {
-                group.barrier()?;
-                gemmesh::testing::delay_chunks(Some(seed));
-                placed.poison()?;
-                placed.fused(case.config.map(|config| Config {
-                    transport: transport(seed),
-                    ..config
-                }))?;
-                let (gathered, out) = placed.read()?;
-                assert_eq!(bits(&gathered), bits(&a), "seed {seed}");
-                assert_eq!(bits(&out), bits(&expected), "seed {seed}");
-            }
-            group.barrier()?;
-            gemmesh::testing::delay_chunks(None);
-            Ok::<(), Failure>(())
-        })
-        .unwrap();
+    results::fused_is_gather_then_matmul::<Host>(test_name!(), 4, &[case]);
 }
 
 #[test]
 fn many_more_ranks_than_cores_with_one_worker_each_are_right() {
     Case {
         config: Some(config(8, 16, 16, 2, 2)),
-        ..Case::even(16, 130, 33, 40)
+        ..even(16, 130, 33, 40)
     }
-    .verify::<bf16>();
+    .verify_on_threads::<bf16>();
     Case {
         config: Some(config(8, 8, 16, 2, 2)),
-        ..Case::even(33, 40, 9, 5)
+        ..even(33, 40, 9, 5)
     }
-    .verify::<f16>();
+    .verify_on_threads::<f16>();
 }
 
 #[test]
 fn many_more_workers_than_tiles_are_right() {
     Case {
         workers: 9,
-        ..Case::even(2, 20, 9, 30)
+        ..even(2, 20, 9, 30)
     }
-    .verify::<f16>();
+    .verify_on_threads::<f16>();
 }
 
 #[test]
@@ -568,10 +435,11 @@ fn ranks_as_processes_are_right() {
                 config: Some(config(16, 32, 48, 2, 3)),
                 workers: 1,
                 seed: 5,
+                ..Case::default()
             };
             let found = [
-                verify_on::<bf16>(&case, &group),
-                verify_on::<f16>(&case, &group),
+                case.verify::<_, bf16>(&group),
+                case.verify::<_, f16>(&group),
             ];
             for found in found {
                 worst = worst.max(found.unwrap_or_else(|what| panic!("{case:?}: {what}")));
@@ -585,14 +453,9 @@ fn ranks_as_processes_are_right() {
     }
 }
 
-fn verify_on<T: Element>(case: &Case, group: &Group<Host>) -> Result<f64, String> {
-    let (b, bias) = case.b::<T>(group.rank());
-    case.verify_rank(group, &case.a::<T>(), &b, bias.as_deref())
-}
-
 #[test]
 fn own_rows_may_be_overwritten_after_each_operation() {
-    let case = Case::even(3, 40, 11, 20);
+    let case = even(3, 40, 11, 20);
     Group::<Host>::threads(3, |group| {
         let (b, _) = case.b::<bf16>(group.rank());
         let first = case.a::<bf16>();
@@ -622,7 +485,7 @@ fn own_rows_may_be_overwritten_after_each_operation() {
 #[test]
 fn arguments_of_another_shape_are_refused_with_nothing_done() {
     Group::<Host>::threads(2, |group| {
-        let case = Case::even(2, 12, 6, 5);
+        let case = even(2, 12, 6, 5);
         let a = case.a::<bf16>();
         let (b, _) = case.b::<bf16>(group.rank());
         let mut placed = Placed::new(&group, &case, &a, &b, None)?;

@@ -1,8 +1,12 @@
-//! What the test files share: ranks as processes, data from seeds, and a reference in float64.
-#![allow(dead_code)] // Each test file uses a part of it.
+//! What the test files share: ranks as processes, data from seeds, a reference in float64, and the tests of what every
+//! backend promises.
+#![allow(dead_code, unused_imports)] // Each test file uses a part of it.
 
 #[cfg(feature = "cuda")]
 #[allow(unsafe_code)] // Calls of the CUDA driver.
 pub mod gpu;
 pub mod numbers;
 pub mod processes;
+pub mod products;
+pub mod shared;
+pub mod tested;

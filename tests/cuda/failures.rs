@@ -1,0 +1,148 @@
+//! Ranks that die, stop, leave or stay away.
+
+use std::time::{Duration, Instant};
+
+use gemmesh::{Cuda, Error, Transport};
+
+use crate::support::gpu::*;
+use crate::support::processes::{Rank, Setting};
+use crate::support::shared::failures;
+use crate::support::tested::MakeCall;
+use crate::{each_transport, test_name, told_within_a_second};
+
+/// An operation that is waited for.
+const PRODUCT: MakeCall<Cuda> = |group, arguments| arguments.verify_by(group, Transport::Pull);
+
+#[test]
+fn a_rank_killed_while_the_others_wait_for_it_is_named() {
+    if let Some(_leave) = gpu() {
+        failures::kill_while_the_others_wait(test_name!(), 2, PRODUCT);
+    }
+}
+
+#[test]
+fn rank_0_killed_while_the_others_wait_for_it_is_named() {
+    if let Some(_leave) = gpu() {
+        failures::kill_while_the_others_wait(test_name!(), 0, PRODUCT);
+    }
+}
+
+each_transport!(gpu, failures::kill_amid_operations::<Cuda>:
+    a_rank_killed_amid_pulls_is_named by Pull,
+    a_rank_killed_amid_pushes_is_named by Push,
+    a_rank_killed_amid_stores_is_named by Store,
+);
+
+#[test]
+fn a_rank_killed_between_operations_is_named_by_the_next() {
+    if let Some(_leave) = gpu() {
+        failures::kill_between_operations::<Cuda>(test_name!());
+    }
+}
+
+#[test]
+fn a_stopped_rank_is_named_at_the_timeout_and_told_when_it_goes_on() {
+    if let Some(_leave) = gpu() {
+        failures::stop_between_operations(test_name!(), 1, PRODUCT);
+    }
+}
+
+each_transport!(gpu, failures::stop_amid_operations::<Cuda>:
+    a_rank_stopped_amid_pulls_is_named_at_the_timeout_and_told_when_it_goes_on by Pull,
+    a_rank_stopped_amid_pushes_is_named_at_the_timeout_and_told_when_it_goes_on by Push,
+    a_rank_stopped_amid_stores_is_named_at_the_timeout_and_told_when_it_goes_on by Store,
+);
+
+told_within_a_second!(Cuda);
+
+#[test]
+fn ranks_that_come_one_after_the_other_are_waited_for_until_the_timeout() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 3, |rank| {
+        let _context = Context::retain(rank.rank);
+        let steps = host_group(rank)?;
+        for transport in TRANSPORTS {
+            for last in [SHORT * 4 / 5, SHORT * 8 / 5] {
+                steps.barrier()?;
+                let group = another_group(rank, format!("{transport:?}-{last:?}"), SHORT)?;
+                let mut arguments = Arguments::new(&group, 300, 72, 264)?;
+                arguments.verify_by(&group, transport)?;
+                arguments.fill(&group, 5)?;
+                group.barrier()?;
+                std::thread::sleep(last * rank.rank as u32 / 2);
+                let result = arguments.verify_by(&group, transport);
+                if last < SHORT {
+                    result?;
+                } else {
+                    assert_timeout_names(&poisoned(&group, result).unwrap_err(), 2);
+                }
+            }
+        }
+        Ok("right in time, named after it".into())
+    }));
+}
+
+/// `count` times: a group gets a right result; then one rank does not call an operation and the others name it;
+/// then all make another group.
+fn starve(rank: &Rank, count: usize, transports: &[Transport]) -> Result<String, Error> {
+    let starved = Duration::from_millis(250);
+    let _context = Context::retain(rank.rank);
+    let steps = host_group(rank)?;
+    let mut longest = Duration::ZERO;
+    for number in 0..=count {
+        steps.barrier()?;
+        let group = another_group(rank, number, starved)?;
+        let mut arguments = Arguments::new(&group, 300, 72, 264)?;
+        let transport = transports[number / rank.world % transports.len()];
+        arguments.verify_by(&group, transport)?;
+        steps.barrier()?;
+        if number == count {
+            break;
+        }
+        let culprit = number % rank.world;
+        let begin = Instant::now();
+        let result = if rank.rank == culprit {
+            steps.barrier()?;
+            arguments.verify_by(&group, transport)
+        } else {
+            let result = arguments.verify_by(&group, transport);
+            let took = begin.elapsed();
+            longest = longest.max(took);
+            assert!(took < starved + NOTICED, "round {number}: {took:?}");
+            steps.barrier()?;
+            result
+        };
+        let error = poisoned(&group, result).unwrap_err();
+        match &error {
+            Error::Timeout { rank, .. } => {
+                assert_eq!(*rank, culprit, "round {number}: {error}");
+            }
+            other => panic!("round {number}: {other}"),
+        }
+    }
+    Ok(format!("{count} rounds, the longest wait {longest:?}"))
+}
+
+#[test]
+fn starved_ranks_name_the_culprit_and_work_in_a_new_group_100_times() {
+    let Some(_leave) = gpu_alone() else { return };
+    let setting = Setting {
+        deadline: Duration::from_secs(240),
+        ..Setting::default()
+    };
+    all_done(ranks_with(test_name!(), 3, &setting, |rank| {
+        starve(rank, 100, &TRANSPORTS)
+    }));
+}
+
+#[test]
+fn starved_ranks_are_set_free_also_when_all_streams_share_one_connection() {
+    let Some(_leave) = gpu_alone() else { return };
+    let setting = Setting {
+        deadline: DEADLINE,
+        variables: &|_| vec![("CUDA_DEVICE_MAX_CONNECTIONS", "1".into())],
+    };
+    all_done(ranks_with(test_name!(), 2, &setting, |rank| {
+        starve(rank, 4, &[Transport::Pull, Transport::Store])
+    }));
+}

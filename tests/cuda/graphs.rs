@@ -1,0 +1,175 @@
+//! Operations under capture, and their replays.
+
+use std::time::{Duration, Instant};
+
+use cudarc::driver::sys;
+use gemmesh::{AllGatherMatmul, Cuda, Error, Group, Transport, bf16};
+
+use crate::support::gpu::*;
+use crate::support::processes::{Rank, Setting};
+use crate::test_name;
+
+fn refuse_capture(
+    rank: &Rank,
+    group: &Group<Cuda>,
+    mode: sys::CUstreamCaptureMode,
+    arguments: &mut Arguments,
+) {
+    captured(group, mode, || {
+        let refused = Error::Capturing { rank: rank.rank };
+        assert_eq!(arguments.run_by(Transport::Pull), Err(refused));
+    });
+}
+
+#[test]
+fn a_pull_under_capture_is_refused_and_the_group_goes_on() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 301, 72, 16)?;
+        arguments.verify(&group)?;
+        arguments.verify_by(&group, Transport::Pull)?;
+        for mode in [RELAXED, GLOBAL] {
+            refuse_capture(rank, &group, mode, &mut arguments);
+            arguments.fill(&group, 3)?;
+            arguments.verify(&group)?;
+        }
+        Ok("right".into())
+    }));
+}
+
+#[test]
+fn a_product_that_was_not_prepared_is_refused_under_capture() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 301, 72, 16)?;
+        captured(&group, GLOBAL, || {
+            let refused = Error::Capturing { rank: rank.rank };
+            assert_eq!(arguments.run(), Err(refused.clone()));
+            assert_eq!(arguments.run_by(Transport::Store), Err(refused));
+        });
+        arguments.verify(&group)?;
+        Ok("right".into())
+    }));
+}
+
+#[test]
+fn a_capture_on_one_rank_does_not_shift_its_operations_against_the_others() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, Duration::from_secs(5))?;
+        let mut arguments = Arguments::new(&group, 301, 72, 16)?;
+        arguments.verify(&group)?;
+        for base in 2..5 {
+            if rank.rank == 0 {
+                refuse_capture(rank, &group, RELAXED, &mut arguments);
+            }
+            arguments.fill(&group, base)?;
+            arguments.verify(&group)?;
+        }
+        Ok("right".into())
+    }));
+}
+
+#[test]
+fn a_captured_product_without_a_gather_outlives_what_prepared_it() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 1, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 301, 72, 264)?;
+        let replay = {
+            let prepared = arguments.prepare(Transport::Pull)?;
+            Replay::capture(&group, GLOBAL, || {
+                let Arguments { a, b, out, .. } = &mut arguments;
+                prepared.matmul(a, b, out).unwrap();
+            })
+        };
+        for n in 1..=gemmesh::testing::KEPT_PROGRAMS {
+            AllGatherMatmul::<_, bf16>::new().prepare(&arguments.a, n)?;
+        }
+        // If its table were free, one of these would come to lie there.
+        let garbage: Vec<_> = (0..1000)
+            .map(|_| group.upload(&[bf16::NAN; 48], 6, 8))
+            .collect::<Result<_, _>>()?;
+        arguments.out.copy_from_host(&vec![bf16::NAN; 301 * 72])?;
+        replay.launch();
+        group.synchronize()?;
+        arguments.check(rank.world)?;
+        drop(garbage);
+        Ok("right".into())
+    }));
+}
+
+#[test]
+fn a_captured_operation_is_right_in_each_of_1000_replays() {
+    let Some(_leave) = gpu() else { return };
+    let setting = Setting {
+        deadline: Duration::from_secs(200),
+        ..Setting::default()
+    };
+    all_done(ranks_with(test_name!(), 2, &setting, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let count = operations(2, 1000, 200);
+        for (transport, mode) in [(Transport::Push, GLOBAL), (Transport::Store, RELAXED)] {
+            let mut arguments = Arguments::new(&group, 301, 72, 264)?;
+            let prepared = arguments.prepare(transport)?;
+            let replay = Replay::capture(&group, mode, || {
+                let Arguments { a, b, out, .. } = &mut arguments;
+                prepared.run(a, b, out).unwrap();
+            });
+            for turn in 0..count {
+                // Other rows each time; now and then several at once, or another operation in between.
+                arguments.fill(&group, 1 + turn % 11)?;
+                match turn % 50 {
+                    20 => (0..10).for_each(|_| replay.launch()),
+                    30 => arguments.run_by(Transport::Pull)?,
+                    40 => arguments.run_by(transport)?,
+                    _ => {}
+                }
+                replay.launch();
+                group.synchronize()?;
+                arguments.check(rank.world)?;
+            }
+        }
+        Ok(format!("{count} replays of each"))
+    }));
+}
+
+#[test]
+fn a_replay_that_a_rank_does_not_make_ends_at_the_deadline_and_names_it() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let steps = host_group(rank)?;
+        for transport in [Transport::Push, Transport::Store] {
+            let _context = Context::retain(rank.rank);
+            steps.barrier()?;
+            let group = another_group(rank, format!("{transport:?}"), SHORT)?;
+            let mut arguments = Arguments::new(&group, 301, 72, 264)?;
+            let prepared = arguments.prepare(transport)?;
+            let replay = Replay::capture(&group, GLOBAL, || {
+                let Arguments { a, b, out, .. } = &mut arguments;
+                prepared.run(a, b, out).unwrap();
+            });
+            replay.launch();
+            group.synchronize()?;
+            arguments.check(rank.world)?;
+            steps.barrier()?;
+            let begin = Instant::now();
+            if rank.rank == 0 {
+                replay.launch();
+            } else {
+                steps.barrier()?;
+            }
+            let result = group.synchronize();
+            let took = begin.elapsed();
+            if rank.rank == 0 {
+                steps.barrier()?;
+                assert!(took < SHORT + NOTICED, "{took:?}");
+            }
+            let error = poisoned(&group, result).unwrap_err();
+            assert_timeout_names(&error, 1);
+        }
+        Ok("named".into())
+    }));
+}

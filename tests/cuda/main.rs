@@ -1,0 +1,17 @@
+//! What the host backend promises, on GPUs. A rank is a process of its own; several may share a GPU.
+//!
+//! Tests that need a GPU fail if there is none and `GEMMESH_REQUIRE_GPU` is 1; else they say so and pass.
+#![allow(unsafe_code)]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod ahead;
+mod epochs;
+mod failures;
+mod graphs;
+mod refusals;
+mod rendezvous;
+mod results;
+mod streams;
+mod views;

@@ -1,0 +1,111 @@
+//! What cannot be done is refused. Only ranks whose calls differ lose their group by it.
+
+use gemmesh::{AllGatherMatmul, Config, Cuda, Error, Transport, bf16};
+
+use crate::support::gpu::*;
+use crate::support::processes::Setting;
+use crate::{exchanges_that_differ, test_name};
+
+#[test]
+fn what_cannot_be_done_is_refused_and_the_group_goes_on() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 20, 24, 16)?;
+        arguments.verify(&group)?;
+        let unaligned = Error::Unaligned {
+            rank: rank.rank,
+            what: "K of sharded".into(),
+            value: 12,
+            multiple: 8,
+        };
+        assert_eq!(group.sharded::<bf16>(20, 12).unwrap_err(), unaligned);
+        for wrong in [
+            Config {
+                tile_n: 100,
+                ..config(0, 1, 1)
+            },
+            Config {
+                tile_m: 64,
+                ..config(0, 1, 1)
+            },
+            Config {
+                tile_k: 32,
+                ..config(0, 1, 1)
+            },
+            Config {
+                stages: 3,
+                ..config(0, 1, 1)
+            },
+            Config {
+                cluster: 4,
+                ..config(0, 1, 1)
+            },
+        ] {
+            let operation = AllGatherMatmul::new().config(wrong);
+            let error = operation
+                .run(&arguments.a, &arguments.b, &mut arguments.out)
+                .unwrap_err();
+            match &error {
+                Error::NoKernel { known, .. } => assert!(known.contains("128x256x64"), "{error}"),
+                other => panic!("{other}"),
+            }
+        }
+        let error = group.zeros::<bf16>(1 << 24, 1 << 24).unwrap_err();
+        assert!(matches!(error, Error::OutOfMemory { .. }), "{error}");
+        let error = group.sharded::<bf16>(1 << 24, 1 << 24).unwrap_err();
+        assert!(matches!(error, Error::OutOfMemory { .. }), "{error}");
+        arguments.verify(&group)?;
+        Ok("right".into())
+    }));
+}
+
+#[test]
+fn pushes_are_refused_where_copies_and_kernels_share_a_queue() {
+    let Some(_leave) = gpu() else { return };
+    // The macro names the function that it stands in, which a closure is too.
+    let name = test_name!();
+    for variable in ["CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING"] {
+        let setting = Setting {
+            deadline: DEADLINE,
+            variables: &|_| vec![(variable, "1".into())],
+        };
+        all_done(ranks_with(name, 2, &setting, |rank| {
+            let blocking = std::env::var_os("CUDA_LAUNCH_BLOCKING").is_some();
+            let cause = match blocking {
+                true => "CUDA_LAUNCH_BLOCKING",
+                false => "CUDA_DEVICE_MAX_CONNECTIONS=1",
+            };
+            let group = connect(rank, TIMEOUT)?;
+            let mut arguments = Arguments::new(&group, 301, 72, 16)?;
+            let refused = Error::QueuedTogether {
+                rank: rank.rank,
+                what: "Transport::Push".into(),
+                cause: cause.into(),
+            };
+            assert_eq!(arguments.run_by(Transport::Push), Err(refused));
+            arguments.verify_by(&group, Transport::Store)?;
+            Ok("right".into())
+        }));
+    }
+}
+
+#[test]
+fn ranks_that_cut_pushed_rows_differently_are_told() {
+    let Some(_leave) = gpu() else { return };
+    let ranks = ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 301, 72, 16)?;
+        arguments.run_by(TRANSPORTS[rank.rank])?;
+        group.synchronize()?;
+        Ok("no error".into())
+    });
+    let outcomes = ranks.outcomes();
+    let error = same_error(&outcomes);
+    assert!(
+        matches!(error.cause(), Error::CallMismatch { .. }),
+        "{error}"
+    );
+}
+
+exchanges_that_differ!(Cuda);

@@ -1,0 +1,181 @@
+//! Every result is the one that float64 gives, within rounding, by each kernel and in each environment.
+
+use gemmesh::{Cuda, Element, Group, bf16, f16};
+
+use crate::support::gpu::*;
+use crate::support::numbers::{nan, rng};
+use crate::support::processes::Setting;
+use crate::support::shared::results;
+use crate::test_name;
+
+#[track_caller]
+fn random_shapes(test: &str, world: usize, count: usize) {
+    let ranks = ranks(test, world, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let mut random = rng(world as u64);
+        let mut worst = 0f64;
+        for index in 0..count {
+            let case = random_case(&mut random, world, index);
+            let result = if index % 2 == 0 {
+                case.verify::<_, bf16>(&group)
+            } else {
+                case.verify::<_, f16>(&group)
+            };
+            match result {
+                Ok(error) => worst = worst.max(error),
+                Err(what) => panic!("rank {}, case {index}, {case:?}: {what}", rank.rank),
+            }
+        }
+        Ok(format!("{count} shapes, worst error {worst:.3} of allowed"))
+    });
+    all_done(ranks);
+}
+
+#[test]
+fn random_shapes_are_right_on_1_rank() {
+    if let Some(_leave) = gpu() {
+        random_shapes(test_name!(), 1, 120);
+    }
+}
+
+#[test]
+fn random_shapes_are_right_on_2_ranks() {
+    if let Some(_leave) = gpu() {
+        random_shapes(test_name!(), 2, 120);
+    }
+}
+
+#[test]
+fn random_shapes_are_right_on_4_ranks() {
+    if let Some(_leave) = gpu() {
+        random_shapes(test_name!(), 4, 120);
+    }
+}
+
+#[test]
+fn random_shapes_are_right_on_8_ranks() {
+    if let Some(_leave) = gpus(8) {
+        random_shapes(test_name!(), 8, 120);
+    }
+}
+
+/// NaN, infinities and, in f16, sums that are too large, with each kernel.
+fn extremes<T: Element>(group: &Group<Cuda>) {
+    for shape in 0..SHAPES.len() {
+        let case = Case {
+            rows: vec![97, 160],
+            n: 131,
+            k: 72,
+            bias: true,
+            config: Some(config(shape, 2, 3)),
+            seed: shape as u64,
+            ..Case::default()
+        };
+        let value = |x: f32| T::from_f32(x);
+        let mut a = case.a::<T>();
+        let (mut b, bias) = case.b::<T>(group.rank());
+        let mut bias = bias.unwrap();
+        let k = case.k;
+        a[3 * k + 5] = nan();
+        a[100 * k + 71] = value(f32::INFINITY);
+        a[101 * k] = value(f32::NEG_INFINITY);
+        a[256 * k + 8] = value(f32::INFINITY);
+        a[200 * k..201 * k].fill(value(60000.0));
+        b[7 * k + 71] = T::zeroed();
+        b[130 * k + 8] = value(f32::NEG_INFINITY);
+        b[64 * k + 1] = nan();
+        b[9 * k..10 * k].fill(value(60000.0));
+        bias[2] = value(f32::INFINITY);
+        bias[129] = nan();
+        if let Err(what) = case.verify_values(group, &a, &b, Some(&bias)) {
+            panic!("{}, {case:?}, rank {}: {what}", T::DTYPE, group.rank());
+        }
+    }
+}
+
+#[test]
+fn nan_and_infinity_come_out_where_they_must_and_nowhere_else() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        extremes::<bf16>(&group);
+        extremes::<f16>(&group);
+        Ok("right".into())
+    }));
+}
+
+/// One product for each kernel.
+#[track_caller]
+fn fused_is_gather_then_matmul(test: &str, world: usize) {
+    let case = |shape: usize| {
+        let mut rows = vec![150; world];
+        rows[shape % world] = [0, 1, 128, 333][shape % 4];
+        rows[0] += 1;
+        Case {
+            rows,
+            n: 300 + shape,
+            k: 264,
+            bias: shape.is_multiple_of(2),
+            config: Some(config(shape, 1 + shape, 1 + shape % 5)),
+            seed: shape as u64,
+            ..Case::default()
+        }
+    };
+    let cases: Vec<Case> = (0..SHAPES.len()).map(case).collect();
+    results::fused_is_gather_then_matmul::<Cuda>(test, world, &cases);
+}
+
+#[test]
+fn under_random_delays_2_ranks_get_the_bits_of_gather_then_matmul_100_times() {
+    if let Some(_leave) = gpu() {
+        fused_is_gather_then_matmul(test_name!(), 2);
+    }
+}
+
+#[test]
+fn under_random_delays_4_ranks_get_the_bits_of_gather_then_matmul_100_times() {
+    if let Some(_leave) = gpu() {
+        fused_is_gather_then_matmul(test_name!(), 4);
+    }
+}
+
+#[test]
+fn the_first_operation_is_right_however_cuda_is_set_up() {
+    let Some(_leave) = gpu() else { return };
+    // The macro names the function that it stands in, which a closure is too.
+    let name = test_name!();
+    let mut combinations = Vec::new();
+    for connections in ["1", "8", "32"] {
+        for blocking in ["0", "1"] {
+            for loading in ["LAZY", "EAGER"] {
+                combinations.push([
+                    ("CUDA_DEVICE_MAX_CONNECTIONS", connections),
+                    ("CUDA_LAUNCH_BLOCKING", blocking),
+                    ("CUDA_MODULE_LOADING", loading),
+                ]);
+            }
+        }
+    }
+    for some in combinations.chunks(3) {
+        let running: Vec<_> = some
+            .iter()
+            .map(|combination| {
+                let variables = |_| combination.map(|(name, value)| (name, value.into())).into();
+                let setting = Setting {
+                    deadline: DEADLINE,
+                    variables: &variables,
+                };
+                let ranks = ranks_with(name, 2, &setting, |rank| {
+                    let group = connect(rank, TIMEOUT)?;
+                    Arguments::new(&group, 301, 72, 16)?.verify(&group)?;
+                    Ok("right".into())
+                });
+                (combination, ranks)
+            })
+            .collect();
+        for (combination, ranks) in running {
+            println!("{combination:?}");
+            all_done(ranks);
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! Operations on streams of the caller's.
+
+use cudarc::driver::sys;
+use gemmesh::{Transport, bf16};
+
+use crate::support::gpu::*;
+use crate::test_name;
+
+/// The device has fewer queues than a process may have streams. A push waits for a kernel that is put on the caller's
+/// stream after it: were they in one queue, both would wait for ever.
+#[test]
+fn pushes_do_not_share_a_queue_with_any_stream_of_the_callers() {
+    const STREAMS: usize = 12;
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let _context = Context::retain(rank.rank);
+        let group = connect(rank, TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 301, 72, 264)?;
+        let all = priorities().flat_map(|priority| [priority; STREAMS]);
+        let streams: Vec<_> = all.map(stream).collect();
+        for (number, &stream) in streams.iter().enumerate() {
+            // SAFETY: the stream is destroyed after the group has ended.
+            unsafe { group.set_stream(stream.cast())? };
+            arguments.fill(&group, 1 + number % 7)?;
+            arguments.verify_by(&group, Transport::Push)?;
+        }
+        drop(arguments);
+        drop(group);
+        for &stream in &streams {
+            // SAFETY: nobody uses the stream any more.
+            unsafe { driver(sys::cuStreamDestroy_v2(stream)) };
+        }
+        Ok(format!("{} streams", streams.len()))
+    }));
+}
+
+#[test]
+fn operations_on_a_stream_of_the_callers_keep_its_order() {
+    const ROUNDS: usize = 20;
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let _context = Context::retain(rank.rank);
+        let group = connect(rank, TIMEOUT)?;
+        let [m, n, k] = [301, 72, 16];
+        let mut arguments = Arguments::new(&group, m, n, k)?;
+        let stream = stream(0);
+        // SAFETY: the stream is destroyed after the group has ended.
+        unsafe { group.set_stream(stream.cast())? };
+        assert_eq!(group.stream(), stream.cast());
+        let own = arguments.a.rows();
+        let rows: Vec<Vec<bf16>> = (0..ROUNDS)
+            .map(|round| {
+                let value = bf16::from_f32((1 + round % 5 + rank.rank) as f32);
+                vec![value; own.len() * k]
+            })
+            .collect();
+        let mut results = vec![vec![bf16::ZERO; m * n]; ROUNDS];
+        let (out, pitch) = arguments.out.as_device_ptr();
+        assert_eq!(pitch, n * 2);
+        for (rows, result) in rows.iter().zip(&mut results) {
+            let to = arguments.a.as_device_ptr() + (own.start * k * 2) as u64;
+            // SAFETY: the ranges are those of the own rows and of the output; everything is ordered by
+            // the stream, and the host's vectors live until it has been waited for.
+            unsafe {
+                driver(sys::cuMemcpyHtoDAsync_v2(
+                    to,
+                    rows.as_ptr().cast(),
+                    size_of_val(rows.as_slice()),
+                    stream,
+                ));
+                driver(sys::cuMemsetD8Async(out, 0xff, m * n * 2, stream));
+            }
+            arguments.run()?;
+            // SAFETY: as above.
+            unsafe {
+                driver(sys::cuMemcpyDtoHAsync_v2(
+                    result.as_mut_ptr().cast(),
+                    out,
+                    m * n * 2,
+                    stream,
+                ));
+            }
+        }
+        // SAFETY: the stream lives.
+        unsafe { driver(sys::cuStreamSynchronize(stream)) };
+        group.synchronize()?;
+        for (round, result) in results.iter().enumerate() {
+            for owner in 0..rank.world {
+                let expected = bf16::from_f32(((1 + round % 5 + owner) * k) as f32);
+                let rows = arguments.a.rows_of(owner);
+                let found = &result[rows.start * n..rows.end * n];
+                assert!(
+                    found.iter().all(|&x| x == expected),
+                    "round {round}, rows of rank {owner}"
+                );
+            }
+        }
+        drop(arguments);
+        drop(group);
+        // SAFETY: nobody uses the stream any more.
+        unsafe { driver(sys::cuStreamDestroy_v2(stream)) };
+        Ok("in order".into())
+    }));
+}

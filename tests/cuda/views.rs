@@ -1,0 +1,95 @@
+//! Matrices in memory of the caller's.
+
+use gemmesh::{Cuda, Error, Matrix, f16};
+
+use crate::support::gpu::*;
+use crate::support::numbers::{Reference, nan};
+use crate::test_name;
+
+#[test]
+fn matrices_in_memory_of_the_callers_work_and_nothing_beside_them_is_written() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let _context = Context::retain(rank.rank);
+        let group = connect(rank, TIMEOUT)?;
+        let case = Case {
+            rows: vec![130, 71],
+            n: 203,
+            k: 72,
+            bias: true,
+            config: None,
+            seed: 5,
+            ..Case::default()
+        };
+        let a_values = case.a::<f16>();
+        let (b_values, bias_values) = case.b::<f16>(rank.rank);
+        let bias_values = bias_values.unwrap();
+        let (b_pitch, out_pitch) = (case.k * 2 + 48, (case.n * 2).next_multiple_of(16) + 80);
+        let b_memory = Foreign::new(case.n * b_pitch);
+        let out_memory = Foreign::new(case.m() * out_pitch);
+        let mut placed = Placed::new(&group, &case, &a_values, &b_values, Some(&bias_values))?;
+        // SAFETY: the memory is as large as the matrices, which are dropped before it.
+        let (mut b, mut out) = unsafe {
+            (
+                Matrix::<Cuda, f16>::from_device_ptr(
+                    &group,
+                    b_memory.ptr,
+                    case.n,
+                    case.k,
+                    b_pitch,
+                )?,
+                Matrix::<Cuda, f16>::from_device_ptr(
+                    &group,
+                    out_memory.ptr,
+                    case.m(),
+                    case.n,
+                    out_pitch,
+                )?,
+            )
+        };
+        assert_eq!(b.as_device_ptr(), (b_memory.ptr, b_pitch));
+        assert_eq!(out.shape(), [case.m(), case.n]);
+        b.copy_from_host(&b_values)?;
+        for shape in 0..SHAPES.len() {
+            out.copy_from_host(&vec![nan(); case.m() * case.n])?;
+            placed.a.poison(nan())?;
+            let operation = Placed::operation(&placed.bias, Some(config(shape, 2, 2)));
+            operation.run(&placed.a, &b, &mut out)?;
+            let reference = Reference::new(&a_values, &b_values, Some(&bias_values), case.k);
+            if let Err(what) = reference.check(&out.to_vec()?) {
+                panic!("rank {}, kernel {shape}: {what}", rank.rank);
+            }
+            // What is documented: zeros up to the next multiple of eight elements.
+            let written = (case.n * 2).next_multiple_of(16);
+            let bytes = out_memory.read();
+            for (row, bytes) in bytes.chunks(out_pitch).enumerate() {
+                assert!(
+                    bytes[written..].iter().all(|&byte| byte == 0x5a),
+                    "kernel {shape}, row {row}: written beyond the padding"
+                );
+            }
+            assert!(
+                b_memory
+                    .read()
+                    .chunks(b_pitch)
+                    .all(|row| { row[case.k * 2..].iter().all(|&byte| byte == 0x5a) })
+            );
+        }
+        let refused = |ptr: u64, columns: usize, pitch: usize| {
+            // SAFETY: within the memory if it were made, and never used.
+            unsafe { Matrix::<Cuda, f16>::from_device_ptr(&group, ptr, 2, columns, pitch) }
+                .unwrap_err()
+        };
+        for (ptr, pitch) in [(b_memory.ptr + 2, 160), (b_memory.ptr, 152)] {
+            let error = refused(ptr, 8, pitch);
+            assert!(
+                matches!(error, Error::Unaligned { multiple: 16, .. }),
+                "{error}"
+            );
+        }
+        let error = refused(b_memory.ptr, 81, 160);
+        assert!(matches!(error, Error::Shape { .. }), "{error}");
+        drop((b, out, placed));
+        Ok("right".into())
+    }));
+}

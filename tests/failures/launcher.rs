@@ -1,0 +1,463 @@
+//! The launcher: which rank it returns, and what it leaves. Rank processes inherit the test's environment, so they play the
+//! same part.
+
+use std::io::Write;
+use std::time::{Duration, Instant};
+
+use gemmesh::launch::{self, Launch};
+use gemmesh::{Builder, Error, Group, Host, bf16};
+use rustix::process::Signal;
+
+use crate::support::processes::{Outcome, Rank, Setting, runs, start, start_with};
+use crate::{Arguments, NOTICED, SHORT, test_name};
+
+fn launched(rank: &Rank, test: &str, world: usize) -> Result<String, Error> {
+    assert_eq!(rank.place, 0);
+    Launch::new(world)
+        .args(["--exact", test, "--nocapture", "--test-threads=1"])
+        .run()
+        .map(|()| "all ranks have succeeded".into())
+}
+
+#[test]
+fn launched_ranks_meet_and_their_output_is_forwarded() {
+    let test = test_name!();
+    let ranks = start(test, &[(0, 1)], |me| {
+        if !launch::is_rank() {
+            return launched(me, test, 3);
+        }
+        let group = Group::<Host>::from_env()?;
+        Arguments::new(&group, 9, 5, 3)?.verify(&group)?;
+        me.say(format!("rank {} of {}", group.rank(), group.world_size()));
+        let message = format!("an error message of rank {}\n", group.rank());
+        std::io::stderr().write_all(message.as_bytes()).unwrap();
+        drop(group);
+        std::process::exit(0);
+    });
+    let outcome = &ranks.outcomes()[0];
+    assert_eq!(outcome.value(), "all ranks have succeeded");
+    for rank in 0..3 {
+        assert!(outcome.text.contains(&format!("rank {rank} of 3")));
+        assert!(
+            outcome
+                .text
+                .contains(&format!("an error message of rank {rank}"))
+        );
+    }
+}
+
+#[test]
+fn the_first_launched_rank_that_fails_is_returned_and_the_others_are_killed() {
+    let test = test_name!();
+    let ranks = start(test, &[(0, 1)], |me| {
+        if !launch::is_rank() {
+            return launched(me, test, 3);
+        }
+        let group = Group::<Host>::from_env()?;
+        me.say(format!("pid {}", std::process::id()));
+        group.barrier()?;
+        if group.rank() == 1 {
+            std::process::exit(7);
+        }
+        // The others don't end by themselves.
+        std::thread::sleep(Duration::from_secs(60));
+        std::process::exit(0);
+    });
+    let begin = Instant::now();
+    let outcome = &ranks.outcomes()[0];
+    assert!(begin.elapsed() < Duration::from_secs(5));
+    match outcome.error() {
+        Error::RankFailed { rank, status, .. } => {
+            assert_eq!(*rank, 1);
+            assert!(status.contains('7'), "{status}");
+        }
+        other => panic!("{other}"),
+    }
+    assert_all_ended(&outcome.text, 3);
+}
+
+#[test]
+fn a_launched_rank_that_is_killed_is_returned() {
+    let test = test_name!();
+    let ranks = start(test, &[(0, 1)], |me| {
+        if !launch::is_rank() {
+            return launched(me, test, 3);
+        }
+        let group = Group::<Host>::from_env()?;
+        me.say(format!("pid {}", std::process::id()));
+        group.barrier()?;
+        if group.rank() == 2 {
+            rustix::process::kill_process(rustix::process::getpid(), Signal::KILL).unwrap();
+        }
+        // The others find it lost and fail at once, on its account.
+        std::process::exit(group.barrier().is_err().into());
+    });
+    let outcome = &ranks.outcomes()[0];
+    match outcome.error() {
+        Error::RankFailed { rank, status, .. } => {
+            assert_eq!(*rank, 2);
+            assert!(status.contains("signal: 9"), "{status}");
+        }
+        other => panic!("{other}"),
+    }
+    assert_all_ended(&outcome.text, 3);
+}
+
+#[test]
+fn launched_ranks_die_with_their_launcher() {
+    let test = test_name!();
+    let ranks = start(test, &[(0, 1)], |me| {
+        if !launch::is_rank() {
+            return launched(me, test, 3);
+        }
+        let group = Group::<Host>::from_env()?;
+        me.say(format!("pid {}", std::process::id()));
+        group.barrier()?;
+        me.say(format!("rank {} is here", group.rank()));
+        std::thread::sleep(Duration::from_secs(60));
+        std::process::exit(0);
+    });
+    for rank in 0..3 {
+        ranks.heard(0, &format!("rank {rank} is here"));
+    }
+    let killed = ranks.signal(0, Signal::KILL);
+    // Also the ends of their outputs have been waited for here.
+    let outcome = &ranks.outcomes()[0];
+    outcome.assert_killed();
+    assert!(outcome.at - killed < NOTICED);
+    assert_all_ended(&outcome.text, 3);
+}
+
+/// Says in the environment of launched ranks what they are to do.
+const PART: &str = "GEMMESH_TEST_PART";
+
+/// What is wrong with one of the ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fault {
+    Panics,
+    ExitsWith3,
+    ReturnsAnError,
+    ReturnsEarly,
+    ExitsWith0,
+    IsKilled,
+}
+
+impl Fault {
+    const ALL: [Fault; 6] = [
+        Fault::Panics,
+        Fault::ExitsWith3,
+        Fault::ReturnsAnError,
+        Fault::ReturnsEarly,
+        Fault::ExitsWith0,
+        Fault::IsKilled,
+    ];
+
+    fn status(self) -> &'static str {
+        match self {
+            Fault::Panics => "exit status: 101",
+            Fault::ExitsWith3 => "exit status: 3",
+            Fault::ReturnsAnError => "exit status: 1",
+            Fault::ReturnsEarly | Fault::ExitsWith0 => "exit status: 0",
+            Fault::IsKilled => "signal: 9 (SIGKILL)",
+        }
+    }
+
+    /// Whether `error` is what the other ranks see of it, if `faulty` has it.
+    fn is_seen_as(self, error: &Error, faulty: usize) -> bool {
+        match (self, error) {
+            (Fault::ReturnsAnError | Fault::ReturnsEarly, Error::RankLeft { rank, .. }) => {
+                *rank == faulty
+            }
+            (Fault::Panics, Error::RankPanicked { rank }) => *rank == faulty,
+            (Fault::ReturnsAnError | Fault::ReturnsEarly | Fault::Panics, _) => false,
+            (_, Error::RankLost { rank, .. }) => *rank == faulty,
+            _ => false,
+        }
+    }
+}
+
+/// Ends a launched rank as a `main` that returns `result` would.
+fn end(result: Result<(), Error>) -> ! {
+    std::process::exit(result.is_err().into())
+}
+
+/// Launches three ranks of `test` with each fault, `times` times each, on rank `faulty`, and lists what was returned and is
+/// wrong; in such a rank: plays its part.
+fn faulty(test: &str, faulty: usize, times: usize) -> Result<String, Error> {
+    if !launch::is_rank() {
+        let mut wrong = Vec::new();
+        for fault in Fault::ALL {
+            for time in 0..times {
+                let result = Launch::new(3)
+                    .args(["--exact", test, "--nocapture", "--test-threads=1"])
+                    .env(PART, format!("{fault:?}"))
+                    .run();
+                let right = match &result {
+                    Err(Error::RankFailed {
+                        rank,
+                        status,
+                        cause: Some(cause),
+                    }) => {
+                        (*rank, status.as_str()) == (faulty, fault.status())
+                            && fault.is_seen_as(cause, faulty)
+                    }
+                    _ => false,
+                };
+                if !right {
+                    wrong.push(format!("{fault:?}, time {time}: {result:?}"));
+                }
+            }
+        }
+        return Ok(wrong.join("\n"));
+    }
+    let part = std::env::var(PART).unwrap();
+    let fault = Fault::ALL.into_iter().find(|f| format!("{f:?}") == part);
+    let group = Group::<Host>::from_env()?;
+    let met = group.barrier();
+    if group.rank() != faulty {
+        // The faulty rank may be gone before this one is out of the first.
+        let result = met.and_then(|()| group.barrier());
+        drop(group);
+        end(result);
+    }
+    match fault.unwrap() {
+        Fault::Panics => {
+            let _dropped_by_the_panic = group;
+            std::panic::resume_unwind(Box::new("planted"));
+        }
+        Fault::ExitsWith3 => std::process::exit(3),
+        Fault::ReturnsAnError => {
+            drop(group);
+            end(Err(Error::Capturing { rank: faulty }));
+        }
+        Fault::ReturnsEarly => {
+            drop(group);
+            end(Ok(()));
+        }
+        Fault::ExitsWith0 => std::process::exit(0),
+        Fault::IsKilled => {
+            rustix::process::kill_process(rustix::process::getpid(), Signal::KILL).unwrap();
+            unreachable!("killed");
+        }
+    }
+}
+
+#[test]
+fn the_rank_that_made_the_others_fail_is_returned_with_the_cause_however_it_ends() {
+    let test = test_name!();
+    let ranks = start(test, &[(0, 1)], |_| faulty(test, 1, 12));
+    assert_eq!(ranks.outcomes()[0].value(), "", "wrong");
+}
+
+#[test]
+fn rank_0_that_made_the_others_fail_is_returned_with_the_cause_however_it_ends() {
+    let test = test_name!();
+    let ranks = start(test, &[(0, 1)], |_| faulty(test, 0, 12));
+    assert_eq!(ranks.outcomes()[0].value(), "", "wrong");
+}
+
+/// What the launch of three ranks returns, each of which is `part`. It leaves nothing open, here or in the ranks.
+#[track_caller]
+fn launched_failure(test: &str, part: impl Fn() -> Result<(), Error>) -> Error {
+    let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let ranks = start(test, &[(0, 1)], |me| {
+        if launch::is_rank() {
+            let launchers = std::env::var(PART).unwrap().parse().unwrap();
+            assert!(open() <= launchers, "inherited");
+            end(part());
+        }
+        assert_eq!(me.place, 0);
+        let before = open();
+        let result = Launch::new(3)
+            .args(["--exact", test, "--nocapture", "--test-threads=1"])
+            .env(PART, before.to_string())
+            .run();
+        assert_eq!(open(), before, "left open");
+        result.map(|()| "all ranks have succeeded".into())
+    });
+    ranks.outcomes()[0].error().clone()
+}
+
+#[track_caller]
+fn assert_failed(error: &Error, culprit: usize, its_status: &str) -> Option<Error> {
+    match error {
+        Error::RankFailed {
+            rank,
+            status,
+            cause,
+        } => {
+            assert_eq!((*rank, status.as_str()), (culprit, its_status), "{error}");
+            cause.as_deref().cloned()
+        }
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn launched_ranks_without_a_group_are_judged_by_how_they_end() {
+    let error = launched_failure(test_name!(), || {
+        if std::env::var("GEMMESH_RANK").unwrap() == "1" {
+            std::process::exit(4);
+        }
+        Ok(())
+    });
+    assert_eq!(assert_failed(&error, 1, "exit status: 4"), None);
+}
+
+#[test]
+fn a_launched_rank_that_ends_before_the_others_meet_it_is_returned() {
+    let error = launched_failure(test_name!(), || {
+        if std::env::var("GEMMESH_RANK").unwrap() == "1" {
+            return Ok(());
+        }
+        let builder = Builder::<Host>::new().timeout(SHORT / 2);
+        builder.from_env().map(drop)
+    });
+    let cause = assert_failed(&error, 1, "exit status: 0").expect("a cause");
+    assert!(
+        matches!(&cause, Error::RanksMissing { ranks, .. } if ranks == &[1]),
+        "{cause}"
+    );
+}
+
+#[test]
+fn a_launched_rank_that_never_calls_is_returned_and_killed() {
+    let error = launched_failure(test_name!(), || {
+        let group = Builder::<Host>::new().timeout(SHORT / 2).from_env()?;
+        group.barrier()?;
+        if group.rank() == 2 {
+            std::thread::sleep(Duration::from_secs(60));
+        }
+        group.barrier()
+    });
+    let cause = assert_failed(&error, 2, "still running, and killed").expect("a cause");
+    assert!(matches!(cause, Error::Timeout { rank: 2, .. }), "{cause}");
+}
+
+#[test]
+fn the_failure_of_an_earlier_group_is_not_the_cause() {
+    let error = launched_failure(test_name!(), || {
+        let group = Group::<Host>::from_env()?;
+        let m = if group.rank() == 1 { 9 } else { 6 };
+        group.sharded::<bf16>(m, 4).map(drop).unwrap_err();
+        drop(group);
+        let group = Group::<Host>::from_env()?;
+        let rank = group.rank();
+        group.barrier()?;
+        drop(group);
+        if rank == 2 {
+            std::process::exit(5);
+        }
+        Ok(())
+    });
+    assert_eq!(assert_failed(&error, 2, "exit status: 5"), None);
+}
+
+#[test]
+fn the_failure_of_a_later_group_is_the_cause() {
+    let error = launched_failure(test_name!(), || {
+        let group = Group::<Host>::from_env()?;
+        group.barrier()?;
+        drop(group);
+        let group = Group::<Host>::from_env()?;
+        if group.rank() == 1 {
+            return Ok(());
+        }
+        group.barrier()
+    });
+    let cause = assert_failed(&error, 1, "exit status: 0").expect("a cause");
+    assert!(matches!(cause, Error::RankLeft { rank: 1, .. }), "{cause}");
+}
+
+/// How many processes of this program this one descends from.
+fn generation() -> usize {
+    let program = |pid: &str| std::fs::read_link(format!("/proc/{pid}/exe")).ok();
+    let parent = |pid: &str| {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        let (_, fields) = stat.rsplit_once(')')?;
+        fields.split_whitespace().nth(1).map(str::to_string)
+    };
+    let own = program("self");
+    let ancestors = std::iter::successors(parent("self"), |pid| parent(pid));
+    ancestors.take_while(|pid| program(pid) == own).count()
+}
+
+/// Tries to launch as a rank of some launcher. Were it possible, the ranks would try too: those of a third generation don't.
+fn launch_as_rank(me: &Rank, test: &str) -> Result<String, Error> {
+    if generation() > 2 {
+        me.say("a rank of a rank");
+        std::process::exit(1);
+    }
+    let refused = |result: Result<(), Error>| match result {
+        Err(Error::AlreadyRank { launcher }) => launcher,
+        other => panic!("not refused: {other:?}"),
+    };
+    let simple = refused(launch::launch(2));
+    let builder = Launch::new(2).args(["--exact", test, "--nocapture", "--test-threads=1"]);
+    assert_eq!(refused(builder.run()), simple);
+    me.say(format!("refused: {simple}"));
+    Ok(simple)
+}
+
+#[test]
+fn a_launched_rank_cannot_launch() {
+    let test = test_name!();
+    let ranks = start(test, &[(0, 1)], |me| {
+        if !launch::is_rank() {
+            return launched(me, test, 2);
+        }
+        launch_as_rank(me, test)?;
+        std::process::exit(0);
+    });
+    ranks.heard(0, "refused: gemmesh::launch");
+    let said = ranks.said(0);
+    assert!(!said.contains(&"a rank of a rank".into()), "{said:?}");
+    assert_eq!(ranks.outcomes()[0].value(), "all ranks have succeeded");
+}
+
+#[test]
+fn a_rank_of_another_launcher_cannot_launch() {
+    let test = test_name!();
+    let environments: [&[(&str, &str)]; 3] = [
+        &[
+            ("GEMMESH_RANK", "0"),
+            ("GEMMESH_WORLD_SIZE", "1"),
+            ("GEMMESH_ADDRESS", "by hand"),
+        ],
+        &[
+            ("RANK", "0"),
+            ("WORLD_SIZE", "1"),
+            ("LOCAL_RANK", "0"),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", "29500"),
+        ],
+        &[("PMI_RANK", "0"), ("PMI_SIZE", "1")],
+    ];
+    let variables = |place: usize| {
+        let variables = environments[place].iter();
+        variables.map(|&(k, v)| (k, v.to_string())).collect()
+    };
+    let setting = Setting {
+        variables: &variables,
+        ..Setting::default()
+    };
+    let places = [(0, 1), (1, 1), (2, 1)];
+    let ranks = start_with(test, &places, &setting, |me| launch_as_rank(me, test));
+    let outcomes = ranks.outcomes();
+    let launchers: Vec<&str> = outcomes.iter().map(Outcome::value).collect();
+    let expected = ["gemmesh::launch", "torchrun", "a PMI launcher (mpiexec)"];
+    assert_eq!(launchers, expected);
+}
+
+#[track_caller]
+fn assert_all_ended(text: &str, world: usize) {
+    let pids: Vec<&str> = text
+        .lines()
+        .filter_map(|line| line.split_once("pid "))
+        .map(|(_, pid)| pid.trim())
+        .collect();
+    assert_eq!(pids.len(), world, "{text}");
+    for pid in pids {
+        assert!(!runs(pid), "process {pid} still runs");
+    }
+}

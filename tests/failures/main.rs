@@ -1,0 +1,38 @@
+//! Whatever goes wrong on one rank, every rank is told what it was and who: in time, and nothing is left behind.
+//! With real processes and real signals.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod ends;
+mod launcher;
+mod memory;
+mod mismatches;
+mod refusals;
+mod rendezvous;
+mod words;
+
+use std::time::Duration;
+
+use gemmesh::{Error, Host};
+use support::processes::Outcome;
+use support::products;
+use support::tested::{self, Tested};
+
+type Arguments = products::Arguments<Host>;
+type MakeCall = tested::MakeCall<Host>;
+
+const TIMEOUT: Duration = Host::TIMEOUT;
+const SHORT: Duration = Host::SHORT;
+const SLACK: Duration = Host::SLACK;
+const NOTICED: Duration = Host::NOTICED;
+
+/// The one error that all ranks have, none of which waited for its timeout.
+#[track_caller]
+fn same_error(outcomes: &[Outcome]) -> &Error {
+    for outcome in outcomes {
+        let took = outcome.at - outcome.begun;
+        assert!(took < TIMEOUT, "rank {} after {took:?}", outcome.rank);
+    }
+    tested::same_error(outcomes)
+}

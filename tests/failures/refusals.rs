@@ -1,0 +1,232 @@
+//! Arguments that one rank alone is refused: the others do not wait for it.
+
+use std::time::{Duration, Instant};
+
+use gemmesh::{AllGatherMatmul, Builder, Error, Host, all_gather_matmul, bf16};
+
+use crate::{Arguments, MakeCall, TIMEOUT};
+
+/// How long the others wait at most for a rank that was refused its call.
+const REFUSED: Duration = Duration::from_millis(1000);
+
+/// Rank 1 of 3 makes `refused`, and neither leaves nor calls again, while the others make `call`. All get `expected`.
+#[track_caller]
+fn refuse(expected: Error, call: MakeCall, refused: MakeCall) {
+    let over = std::sync::Barrier::new(3);
+    Builder::<Host>::new()
+        .timeout(TIMEOUT)
+        .workers(1)
+        .threads(3, |group| -> Result<(), Error> {
+            let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+            let begin = Instant::now();
+            let result = match group.rank() {
+                1 => refused(&group, &mut arguments),
+                _ => call(&group, &mut arguments),
+            };
+            let took = begin.elapsed();
+            over.wait();
+            assert_eq!(result, Err(expected.clone()));
+            assert!(took < REFUSED, "{took:?}");
+            let cause = Box::new(expected.clone());
+            assert_eq!(group.barrier(), Err(Error::Poisoned { cause }));
+            Ok(())
+        })
+        .unwrap();
+}
+
+fn shape(argument: &str, expected: [usize; 2], found: [usize; 2]) -> Error {
+    Error::Shape {
+        rank: 1,
+        argument: argument.into(),
+        expected: expected.into(),
+        found: found.into(),
+    }
+}
+
+#[test]
+fn a_wrong_weight_on_one_rank_is_named_to_all() {
+    let expected = shape("b [N, K] of all_gather_matmul", [5, 4], [5, 3]);
+    assert_eq!(
+        expected.to_string(),
+        "rank 1: b [N, K] of all_gather_matmul is [5, 3] and must be [5, 4]"
+    );
+    refuse(
+        expected,
+        |_, arguments| arguments.run(),
+        |group, arguments| {
+            let b = group.zeros(5, 3)?;
+            all_gather_matmul(&arguments.a, &b, &mut arguments.out)
+        },
+    );
+}
+
+#[test]
+fn a_wrong_output_on_one_rank_is_named_to_all() {
+    refuse(
+        shape("out [M, N] of all_gather_matmul", [6, 5], [5, 6]),
+        |_, arguments| arguments.run(),
+        |group, arguments| {
+            let mut out = group.zeros(5, 6)?;
+            all_gather_matmul(&arguments.a, &arguments.b, &mut out)
+        },
+    );
+}
+
+#[test]
+fn a_wrong_bias_on_one_rank_is_named_to_all() {
+    refuse(
+        shape("bias [1, N] of all_gather_matmul", [1, 5], [1, 4]),
+        |_, arguments| arguments.run(),
+        |group, arguments| {
+            let bias = group.zeros(1, 4)?;
+            let biased = AllGatherMatmul::new().bias(&bias);
+            biased.run(&arguments.a, &arguments.b, &mut arguments.out)
+        },
+    );
+}
+
+#[test]
+fn a_wrong_matrix_on_one_rank_is_named_to_all() {
+    refuse(
+        shape("a [M, K] of gather", [6, 4], [6, 3]),
+        |group, arguments| {
+            group.sharded::<bf16>(6, 3)?;
+            let prepared = AllGatherMatmul::new().prepare(&arguments.a, 5)?;
+            prepared.gather(&arguments.a)
+        },
+        |group, arguments| {
+            let other = group.sharded::<bf16>(6, 3)?;
+            let prepared = AllGatherMatmul::new().prepare(&arguments.a, 5)?;
+            prepared.gather(&other)
+        },
+    );
+}
+
+#[test]
+fn a_wrong_split_of_a_sharded_matrix_on_one_rank_is_named_to_all() {
+    refuse(
+        Error::Shape {
+            rank: 1,
+            argument: "rows [world size] of sharded".into(),
+            expected: vec![3],
+            found: vec![2],
+        },
+        |group, _| group.sharded::<bf16>(6, 3).map(drop),
+        |group, _| group.sharded_rows::<bf16>(&[3, 3], 3).map(drop),
+    );
+}
+
+#[test]
+fn a_configuration_that_cannot_be_on_one_rank_is_named_to_all() {
+    let expected = Error::Limit {
+        what: "Config::tile_n of all_gather_matmul on rank 1".into(),
+        value: 0,
+        min: 1,
+        max: i32::MAX as usize,
+    };
+    refuse(
+        expected,
+        |_, arguments| arguments.run(),
+        |_, arguments| {
+            let prepared = AllGatherMatmul::<_, bf16>::new().prepare(&arguments.a, 5)?;
+            let config = gemmesh::Config {
+                tile_n: 0,
+                ..prepared.config()
+            };
+            let product = AllGatherMatmul::new().config(config);
+            product.run(&arguments.a, &arguments.b, &mut arguments.out)
+        },
+    );
+}
+
+#[test]
+fn a_rank_that_is_refused_what_it_prepares_and_takes_its_time_has_done_no_harm() {
+    Builder::<Host>::new()
+        .timeout(TIMEOUT)
+        .threads(3, |group| -> Result<(), Error> {
+            let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+            if group.rank() == 1 {
+                let bias = group.zeros::<bf16>(1, 4)?;
+                let biased = AllGatherMatmul::new().bias(&bias);
+                assert!(biased.prepare(&arguments.a, 5).is_err());
+                std::thread::sleep(2 * REFUSED);
+            }
+            arguments.verify(&group)
+        })
+        .unwrap();
+}
+
+#[test]
+fn a_rank_that_leaves_when_it_is_refused_a_call_is_named_with_the_reason() {
+    let calls: [MakeCall; 2] = [|_, arguments| arguments.run(), |group, _| group.barrier()];
+    for call in calls {
+        let begin = Instant::now();
+        let error = Builder::<Host>::new().timeout(TIMEOUT).threads(3, |group| {
+            let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+            if group.rank() != 1 {
+                let result = call(&group, &mut arguments);
+                let expected = shape("b [N, K] of all_gather_matmul", [5, 4], [5, 3]);
+                assert_eq!(result.unwrap_err().cause(), &expected);
+                return Ok(());
+            }
+            let b = group.zeros(5, 3)?;
+            all_gather_matmul(&arguments.a, &b, &mut arguments.out)
+        });
+        assert!(matches!(error, Err(Error::Shape { rank: 1, .. })));
+        assert!(begin.elapsed() < REFUSED);
+    }
+}
+
+#[test]
+fn a_rank_that_corrects_its_call_in_time_has_done_no_harm() {
+    Builder::<Host>::new()
+        .timeout(TIMEOUT)
+        .threads(3, |group| {
+            let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+            for _ in 0..3 {
+                if group.rank() == 1 {
+                    let b = group.zeros(5, 3)?;
+                    all_gather_matmul(&arguments.a, &b, &mut arguments.out).unwrap_err();
+                    std::thread::sleep(Duration::from_millis(200));
+                }
+                arguments.verify(&group)?;
+            }
+            // Longer ago than a refusal stands, but of a call that was made.
+            if group.rank() == 1 {
+                std::thread::sleep(REFUSED);
+            }
+            arguments.verify(&group)?;
+            group.barrier()
+        })
+        .unwrap();
+}
+
+#[test]
+fn a_rank_that_makes_another_call_when_it_is_refused_one_is_named_with_that() {
+    let error = Builder::<Host>::new().timeout(TIMEOUT).threads(2, |group| {
+        let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+        if group.rank() == 0 {
+            return arguments.run();
+        }
+        let b = group.zeros(5, 3)?;
+        all_gather_matmul(&arguments.a, &b, &mut arguments.out).unwrap_err();
+        group.barrier()
+    });
+    assert!(matches!(error, Err(Error::CallMismatch { rank: 1, .. })));
+}
+
+#[test]
+fn a_refusal_is_the_reason_also_where_the_timeout_is_short() {
+    let timeout = Duration::from_millis(200);
+    let error = Builder::<Host>::new().timeout(timeout).threads(2, |group| {
+        let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+        if group.rank() == 0 {
+            return arguments.run();
+        }
+        let b = group.zeros(5, 3)?;
+        let result = all_gather_matmul(&arguments.a, &b, &mut arguments.out);
+        std::thread::sleep(2 * timeout);
+        result
+    });
+    assert!(matches!(error, Err(Error::Shape { rank: 1, .. })));
+}

@@ -1,0 +1,103 @@
+//! The kernels, and problems that are likely to break one.
+
+use std::sync::LazyLock;
+
+use gemmesh::testing::with_each_kernel;
+use gemmesh::{Config, Transport};
+use rand::RngExt;
+use rand::rngs::StdRng;
+
+use super::{Case, TRANSPORTS};
+
+/// A configuration for every kernel.
+pub static SHAPES: LazyLock<Vec<Config>> = LazyLock::new(|| {
+    with_each_kernel(&Config {
+        tile_m: 0,
+        tile_n: 0,
+        tile_k: 0,
+        stages: 0,
+        cluster: 0,
+        split_k: 0,
+        group_m: 1,
+        chunks: 1,
+        last_chunks: 1,
+        cut_last: false,
+        transport: Transport::Pull,
+    })
+});
+
+pub fn config(shape: usize, group_m: usize, chunks: usize) -> Config {
+    Config {
+        group_m,
+        chunks,
+        last_chunks: chunks,
+        cut_last: chunks.is_multiple_of(2),
+        transport: TRANSPORTS[shape % TRANSPORTS.len()],
+        ..SHAPES[shape % SHAPES.len()]
+    }
+}
+
+/// Half of the time one of the extents that are likely to break something.
+pub fn extent(random: &mut StdRng, special: &[usize], most: usize) -> usize {
+    if random.random_bool(0.5) {
+        special[random.random_range(0..special.len())]
+    } else {
+        random.random_range(1..=most)
+    }
+}
+
+/// The same on every rank.
+pub fn random_case(random: &mut StdRng, world: usize, index: usize) -> Case {
+    let (m, n, k) = loop {
+        let m = extent(
+            random,
+            &[
+                1, 2, 3, 7, 64, 97, 127, 128, 129, 131, 251, 255, 256, 257, 383, 385, 509, 511,
+                512, 513, 640,
+            ],
+            700,
+        );
+        let n = extent(
+            random,
+            &[
+                1, 2, 7, 8, 9, 31, 63, 64, 65, 127, 128, 129, 191, 193, 207, 208, 209, 223, 225,
+                255, 256, 257, 416, 449, 511, 513, 600,
+            ],
+            600,
+        );
+        let k = 8 * extent(random, &[1, 2, 7, 8, 9, 15, 16, 17, 24, 32, 33, 64, 65], 87);
+        if m * n * k <= 20_000_000 {
+            break (m, n, k);
+        }
+    };
+    let rows = if random.random_bool(0.5) {
+        // Anywhere, and often the same place twice: a rank without rows.
+        let mut cuts: Vec<usize> = (1..world).map(|_| random.random_range(0..=m)).collect();
+        if world > 2 && random.random_bool(0.3) {
+            cuts[0] = cuts[1];
+        }
+        cuts.extend([0, m]);
+        cuts.sort();
+        cuts.windows(2).map(|ends| ends[1] - ends[0]).collect()
+    } else {
+        let split = |rank| m / world + usize::from(rank < m % world);
+        (0..world).map(split).collect()
+    };
+    // Every kernel in turn, then the default.
+    let shape = index / 2 % (SHAPES.len() + 1);
+    let transport = TRANSPORTS[random.random_range(0..TRANSPORTS.len())];
+    let (group_m, chunks) = (random.random_range(1..=8), random.random_range(1..=5));
+    Case {
+        rows,
+        n,
+        more: [0, 0, 1, 8, 72][random.random_range(0..5)],
+        k,
+        bias: random.random_bool(0.5),
+        config: (shape < SHAPES.len()).then(|| Config {
+            transport,
+            ..config(shape, group_m, chunks)
+        }),
+        seed: random.random(),
+        ..Case::default()
+    }
+}

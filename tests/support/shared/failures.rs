@@ -1,0 +1,309 @@
+//! Ranks that die, stop or leave: the others are told who, in time.
+
+use std::time::{Duration, Instant};
+
+use gemmesh::{Error, Group, Transport, bf16};
+use rustix::process::Signal;
+
+use crate::support::processes::{Processes, Rank};
+use crate::support::products::Arguments;
+use crate::support::tested::{
+    MakeCall, Tested, assert_timeout_names, connect, connect_short, poisoned, ranks,
+};
+
+/// A call that must fail does.
+pub fn fails<B: Tested>(
+    rank: &Rank,
+    group: &Group<B>,
+    result: Result<(), Error>,
+) -> Result<String, Error> {
+    assert!(result.is_err(), "an operation that cannot have worked");
+    rank.say("failed");
+    poisoned(group, result)
+}
+
+/// Operations until one fails.
+pub fn until_failure<B: Tested>(
+    rank: &Rank,
+    group: &Group<B>,
+    arguments: &mut Arguments<B>,
+    transport: Transport,
+) -> Result<String, Error> {
+    loop {
+        let result = arguments.verify_by(group, transport);
+        if result.is_err() {
+            return fails(rank, group, result);
+        }
+    }
+}
+
+// Killed.
+
+#[track_caller]
+pub fn assert_lost<B: Tested>(ranks: Processes, world: usize, victim: usize, since: Instant) {
+    for place in (0..world).filter(|&place| place != victim) {
+        let took = ranks
+            .heard(place, "failed")
+            .saturating_duration_since(since);
+        assert!(took < B::NOTICED, "rank {place} took {took:?}");
+    }
+    for outcome in ranks.outcomes() {
+        if outcome.rank == victim {
+            outcome.assert_killed();
+            continue;
+        }
+        assert!(
+            matches!(outcome.error(), Error::RankLost { rank, .. } if *rank == victim),
+            "{}",
+            outcome.error()
+        );
+        let ended = outcome.at.saturating_duration_since(since);
+        assert!(ended < B::ENDED, "rank {} took {ended:?}", outcome.rank);
+    }
+}
+
+/// Rank `victim` is killed while it does not make the call that the others are in.
+#[track_caller]
+pub fn kill_while_the_others_wait<B: Tested>(test: &str, victim: usize, call: MakeCall<B>) {
+    let ranks = ranks::<B>(test, 3, |rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        let mut arguments = Arguments::small(&group)?;
+        arguments.verify(&group)?;
+        rank.say("here");
+        if rank.rank == victim {
+            rank.hear();
+        }
+        fails(rank, &group, call(&group, &mut arguments))
+    });
+    ranks.all_heard("here");
+    std::thread::sleep(Duration::from_millis(200));
+    let killed = ranks.signal(victim, Signal::KILL);
+    assert_lost::<B>(ranks, 3, victim, killed);
+}
+
+/// Rank 1 is killed while all do one operation after the other.
+#[track_caller]
+pub fn kill_amid_operations<B: Tested>(test: &str, transport: Transport) {
+    let ranks = ranks::<B>(test, 3, |rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        let mut arguments = Arguments::larger(&group)?;
+        arguments.verify_by(&group, transport)?;
+        rank.say("here");
+        until_failure(rank, &group, &mut arguments, transport)
+    });
+    ranks.all_heard("here");
+    std::thread::sleep(Duration::from_millis(200));
+    let killed = ranks.signal(1, Signal::KILL);
+    assert_lost::<B>(ranks, 3, 1, killed);
+}
+
+/// Rank 1 is killed while nobody calls anything.
+#[track_caller]
+pub fn kill_between_operations<B: Tested>(test: &str) {
+    let mut ranks = ranks::<B>(test, 3, |rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        let mut arguments = Arguments::small(&group)?;
+        arguments.verify(&group)?;
+        rank.say("here");
+        rank.hear();
+        let result = arguments.verify_by(&group, Transport::Pull);
+        fails(rank, &group, result)
+    });
+    ranks.all_heard("here");
+    ranks.signal(1, Signal::KILL);
+    std::thread::sleep(Duration::from_millis(100));
+    let told = Instant::now();
+    ranks.tell(0);
+    ranks.tell(2);
+    assert_lost::<B>(ranks, 3, 1, told);
+}
+
+// Stopped.
+
+/// All ranks but `victim` have given up on it; then it goes on, and is told.
+#[track_caller]
+fn assert_stopped_rank_named<B: Tested>(mut ranks: Processes, victim: usize, since: Instant) {
+    for place in (0..3).filter(|&place| place != victim) {
+        let took = ranks
+            .heard(place, "failed")
+            .saturating_duration_since(since);
+        assert!(took < B::SHORT + B::SLACK, "rank {place} took {took:?}");
+    }
+    ranks.signal(victim, Signal::CONT);
+    ranks.tell(victim);
+    for outcome in ranks.outcomes() {
+        assert_timeout_names(outcome.error(), victim);
+        assert_waited::<B>(outcome.error());
+    }
+}
+
+/// That a rank gave up at its timeout.
+#[track_caller]
+pub fn assert_waited<B: Tested>(error: &Error) {
+    match error.cause() {
+        Error::Timeout { waited_ms, .. } | Error::RanksMissing { waited_ms, .. } => {
+            let waited = Duration::from_millis(*waited_ms);
+            assert!(B::WAITED.contains(&waited), "{waited:?}");
+        }
+        other => panic!("{other}"),
+    }
+}
+
+/// Rank `victim` is stopped while nobody calls anything.
+#[track_caller]
+pub fn stop_between_operations<B: Tested>(test: &str, victim: usize, call: MakeCall<B>) {
+    let mut ranks = ranks::<B>(test, 3, |rank| {
+        let (_kept, group) = connect_short::<B>(rank)?;
+        let mut arguments = Arguments::small(&group)?;
+        arguments.verify(&group)?;
+        rank.say("here");
+        rank.hear();
+        fails(rank, &group, call(&group, &mut arguments))
+    });
+    ranks.all_heard("here");
+    ranks.signal(victim, Signal::STOP);
+    let stopped = Instant::now();
+    for place in (0..3).filter(|&place| place != victim) {
+        ranks.tell(place);
+    }
+    assert_stopped_rank_named::<B>(ranks, victim, stopped);
+}
+
+/// Rank 1 is stopped while all do one operation after the other.
+#[track_caller]
+pub fn stop_amid_operations<B: Tested>(test: &str, transport: Transport) {
+    let ranks = ranks::<B>(test, 3, |rank| {
+        let (_kept, group) = connect_short::<B>(rank)?;
+        let mut arguments = Arguments::larger(&group)?;
+        arguments.verify_by(&group, transport)?;
+        rank.say("here");
+        until_failure(rank, &group, &mut arguments, transport)
+    });
+    ranks.all_heard("here");
+    std::thread::sleep(Duration::from_millis(200));
+    let stopped = ranks.signal(1, Signal::STOP);
+    assert_stopped_rank_named::<B>(ranks, 1, stopped);
+}
+
+// Elsewhere, while the others are in an operation.
+
+/// Rank 1 plays `part` instead of calling the operation that the others are in, which must end within [`TOLD`] with an
+/// error that `expected` knows.
+#[track_caller]
+fn told_within_a_second<B: Tested>(
+    test: &str,
+    transport: Transport,
+    part: impl FnOnce(&Rank, Group<B>, Arguments<B>) -> Result<String, Error>,
+    expected: fn(&Error) -> bool,
+) {
+    let ranks = ranks::<B>(test, 3, |rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        let mut arguments = Arguments::larger(&group)?;
+        arguments.verify_by(&group, transport)?;
+        group.barrier()?;
+        if rank.rank == 1 {
+            return part(rank, group, arguments);
+        }
+        std::thread::sleep(Duration::from_millis(100));
+        let begin = Instant::now();
+        let result = arguments.verify_by(&group, transport);
+        let took = begin.elapsed();
+        assert!(took < TOLD, "told after {took:?}: {result:?}");
+        poisoned(&group, result)
+    });
+    for outcome in ranks.outcomes() {
+        if outcome.rank != 1 {
+            let error = outcome.error().cause();
+            assert!(expected(error), "rank {}: {error}", outcome.rank);
+        }
+    }
+}
+
+/// Within this everybody knows.
+const TOLD: Duration = Duration::from_secs(1);
+
+#[track_caller]
+pub fn leave<B: Tested>(test: &str, transport: Transport) {
+    told_within_a_second::<B>(
+        test,
+        transport,
+        |_, group, arguments| {
+            drop((arguments, group));
+            Ok("left".into())
+        },
+        |error| matches!(error, Error::RankLeft { rank: 1, .. }),
+    );
+}
+
+#[track_caller]
+pub fn panic<B: Tested>(test: &str, transport: Transport) {
+    told_within_a_second::<B>(
+        test,
+        transport,
+        |_, group, arguments| {
+            let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || {
+                let _dropped_by_the_panic = (arguments, group);
+                std::panic::resume_unwind(Box::new("planted"));
+            }));
+            assert!(caught.is_err());
+            Ok("caught".into())
+        },
+        |error| matches!(error, Error::RankPanicked { rank: 1, .. }),
+    );
+}
+
+#[track_caller]
+pub fn barrier<B: Tested>(test: &str, transport: Transport) {
+    told_within_a_second::<B>(
+        test,
+        transport,
+        |_, group, _arguments| poisoned(&group, group.barrier()),
+        |error| matches!(error, Error::CallMismatch { rank: 1, .. }),
+    );
+}
+
+#[track_caller]
+pub fn wrong_argument<B: Tested>(test: &str, transport: Transport) {
+    told_within_a_second::<B>(
+        test,
+        transport,
+        |_, group, arguments| {
+            let [m, n, k] = B::LARGER;
+            let wrong = group.zeros::<bf16>(5, k)?;
+            let mut out = group.zeros::<bf16>(m, n)?;
+            let prepared = arguments.prepare(transport)?;
+            let error = prepared.run(&arguments.a, &wrong, &mut out).unwrap_err();
+            assert!(matches!(error, Error::Shape { rank: 1, .. }), "{error}");
+            std::thread::sleep(2 * TOLD);
+            Ok("refused".into())
+        },
+        |error| matches!(error, Error::Shape { rank: 1, argument, .. } if argument.contains("b [N, K]")),
+    );
+}
+
+/// What all ranks are told within a second, however rows move.
+#[macro_export]
+macro_rules! told_within_a_second {
+    ($backend:ident) => {
+        $crate::each_transport!($backend::leave_alone, $crate::support::shared::failures::leave::<$backend>:
+            a_rank_that_leaves_while_the_others_pull_is_named_within_a_second by Pull,
+            a_rank_that_leaves_while_the_others_push_is_named_within_a_second by Push,
+            a_rank_that_leaves_while_the_others_store_is_named_within_a_second by Store,
+        );
+        $crate::each_transport!($backend::leave_alone, $crate::support::shared::failures::panic::<$backend>:
+            a_rank_that_panics_while_the_others_pull_is_named_within_a_second by Pull,
+            a_rank_that_panics_while_the_others_push_is_named_within_a_second by Push,
+            a_rank_that_panics_while_the_others_store_is_named_within_a_second by Store,
+        );
+        $crate::each_transport!($backend::leave_alone, $crate::support::shared::failures::barrier::<$backend>:
+            a_rank_at_a_barrier_while_the_others_pull_is_named_within_a_second by Pull,
+            a_rank_at_a_barrier_while_the_others_push_is_named_within_a_second by Push,
+            a_rank_at_a_barrier_while_the_others_store_is_named_within_a_second by Store,
+        );
+        $crate::each_transport!($backend::leave_alone, $crate::support::shared::failures::wrong_argument::<$backend>:
+            a_wrong_weight_on_one_rank_is_known_to_all_that_pull_within_a_second by Pull,
+            a_wrong_weight_on_one_rank_is_known_to_all_that_push_within_a_second by Push,
+            a_wrong_weight_on_one_rank_is_known_to_all_that_store_within_a_second by Store,
+        );
+    };
+}

@@ -1,0 +1,199 @@
+//! A backend as the tests see it that are the same for each: its limits, its groups, and the errors of these.
+
+use std::ops::Range;
+use std::time::Duration;
+
+use gemmesh::{Backend, Builder, Config, Error, Group, Host, ShardedMatrix, bf16};
+
+use super::processes::{Outcome, Processes, Rank, Setting, start_with};
+use super::products::Arguments;
+
+pub trait Tested: Backend {
+    /// Of groups in which nobody is waited for in vain.
+    const TIMEOUT: Duration;
+    /// Of groups in which somebody is.
+    const SHORT: Duration;
+    /// What "at that timeout" means on a busy machine.
+    const SLACK: Duration;
+    /// What a rank that gives up at that timeout says that it has waited.
+    const WAITED: Range<Duration>;
+    /// Survivors know within this after a rank has died, or has left, or has made another call.
+    const NOTICED: Duration;
+    /// Their processes have ended within this.
+    const ENDED: Duration;
+    /// Of the processes of one test.
+    const DEADLINE: Duration;
+    /// [M, N, K] of a product that takes no time.
+    const SMALL: [usize; 3];
+    /// [M, N, K] of a product amid which something can happen.
+    const LARGER: [usize; 3];
+
+    /// Leave to test the backend, beside other tests; none if it is not there.
+    fn leave() -> Option<impl Sized>;
+    /// As [`Tested::leave`], beside no other test that would change how long something takes.
+    fn leave_alone() -> Option<impl Sized>;
+
+    /// What a rank keeps while groups come and go, because it takes longer to make than [`Tested::SHORT`].
+    type Kept;
+    fn keep(rank: &Rank) -> Self::Kept;
+
+    /// A way to cut up a small product with a weight of N rows.
+    fn config(a: &ShardedMatrix<Self, bf16>, n: usize) -> Result<Config, Error>;
+}
+
+impl Tested for Host {
+    const TIMEOUT: Duration = Duration::from_secs(5);
+    const SHORT: Duration = Duration::from_millis(1000);
+    // Rank 0 reports for the others, half a second later.
+    const SLACK: Duration = Duration::from_millis(1500);
+    const WAITED: Range<Duration> = Self::SHORT..Duration::from_millis(2500);
+    const NOTICED: Duration = Duration::from_millis(1000);
+    const ENDED: Duration = Duration::from_millis(1000);
+    const DEADLINE: Duration = Duration::from_secs(20);
+    const SMALL: [usize; 3] = [9, 5, 3];
+    const LARGER: [usize; 3] = [100, 50, 30];
+
+    fn leave() -> Option<impl Sized> {
+        Some(())
+    }
+
+    fn leave_alone() -> Option<impl Sized> {
+        Some(())
+    }
+
+    type Kept = ();
+
+    fn keep(_: &Rank) {}
+
+    fn config(a: &ShardedMatrix<Host, bf16>, n: usize) -> Result<Config, Error> {
+        let prepared = gemmesh::AllGatherMatmul::new().prepare(a, n)?;
+        Ok(prepared.config())
+    }
+}
+
+// Ranks.
+
+/// The ranks of one group.
+pub fn ranks<B: Tested>(
+    test: &str,
+    world: usize,
+    part: impl FnOnce(&Rank) -> Result<String, Error>,
+) -> Processes {
+    let setting = Setting {
+        deadline: B::DEADLINE,
+        ..Setting::default()
+    };
+    ranks_with(test, world, &setting, part)
+}
+
+pub fn ranks_with(
+    test: &str,
+    world: usize,
+    setting: &Setting,
+    part: impl FnOnce(&Rank) -> Result<String, Error>,
+) -> Processes {
+    let places: Vec<_> = (0..world).map(|rank| (rank, world)).collect();
+    start_with(test, &places, setting, part)
+}
+
+/// A group of all ranks. What a rank keeps is there from now on.
+pub fn connect<B: Tested>(rank: &Rank, timeout: Duration) -> Result<Group<B>, Error> {
+    let builder = Builder::<B>::new().timeout(timeout);
+    let group = builder.connect(rank.rank, rank.world, &rank.address)?;
+    std::mem::forget(B::keep(rank));
+    Ok(group)
+}
+
+/// A group in which somebody is waited for in vain.
+pub fn connect_short<B: Tested>(rank: &Rank) -> Result<(B::Kept, Group<B>), Error> {
+    let kept = B::keep(rank);
+    host_group(rank)?.barrier()?;
+    Ok((kept, connect(rank, B::SHORT)?))
+}
+
+/// The same ranks on the host, to keep step.
+pub fn host_group(rank: &Rank) -> Result<Group<Host>, Error> {
+    let address = format!("{}-host", rank.address);
+    let deadline = Duration::from_secs(90);
+    let builder = Builder::<Host>::new().timeout(deadline).workers(1);
+    builder.connect(rank.rank, rank.world, &address)
+}
+
+/// A call as a rank makes it.
+pub type MakeCall<B> = fn(&Group<B>, &mut Arguments<B>) -> Result<(), Error>;
+
+// Results and errors.
+
+/// All must have done well.
+#[track_caller]
+pub fn all_done(ranks: Processes) {
+    let outcomes = ranks.outcomes();
+    for outcome in &outcomes {
+        println!("rank {}: {:?}", outcome.rank, outcome.ending);
+    }
+    for outcome in &outcomes {
+        outcome.value();
+    }
+}
+
+/// The one error that all ranks have.
+#[track_caller]
+pub fn same_error(outcomes: &[Outcome]) -> &Error {
+    let error = outcomes[0].error().cause();
+    for outcome in outcomes {
+        assert_eq!(outcome.error().cause(), error, "rank {}", outcome.rank);
+    }
+    error
+}
+
+#[track_caller]
+pub fn assert_call_mismatch(error: &Error, odd: usize, its: &str, others: &str) {
+    match error {
+        Error::CallMismatch {
+            rank,
+            theirs,
+            expected,
+            ..
+        } => {
+            assert_eq!((*rank, theirs.as_str()), (odd, its));
+            assert_eq!(expected, others);
+        }
+        other => panic!("{other}"),
+    }
+}
+
+/// Makes sure that the group does nothing after `result`'s error but repeat it, and returns it.
+#[track_caller]
+pub fn poisoned<B: Backend>(group: &Group<B>, result: Result<(), Error>) -> Result<String, Error> {
+    let error = result.expect_err("an operation that cannot have worked");
+    let repeated = Error::Poisoned {
+        cause: Box::new(error.cause().clone()),
+    };
+    assert_eq!(group.barrier(), Err(repeated.clone()));
+    assert_eq!(group.sharded::<bf16>(4, 8).unwrap_err(), repeated);
+    assert_eq!(group.synchronize(), Err(repeated));
+    Err(error.cause().clone())
+}
+
+#[track_caller]
+pub fn assert_timeout_names(error: &Error, culprit: usize) {
+    match error.cause() {
+        Error::Timeout { rank, .. } => assert_eq!(*rank, culprit, "{error}"),
+        other => panic!("{other}"),
+    }
+}
+
+/// A test for each transport, whose `$part` is given the test's name. `$leave` says whether the backend is there.
+#[macro_export]
+macro_rules! each_transport {
+    ($leave:path, $part:path: $($test:ident by $transport:ident,)+) => {
+        $(
+            #[test]
+            fn $test() {
+                if let Some(_leave) = $leave() {
+                    $part($crate::test_name!(), gemmesh::Transport::$transport);
+                }
+            }
+        )+
+    };
+}
