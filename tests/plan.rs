@@ -543,7 +543,8 @@ proptest! {
                 .flags()
                 .map(|flag| {
                     let source = plan.sources()[flag];
-                    (&raw const flags[flag], epoch, Awaited::Chunk { source, flag })
+                    let pulled = case.config.transport == Transport::Pull;
+                    (&raw const flags[flag], epoch, Awaited::Chunk { source, flag, pulled })
                 })
                 .collect();
             prop_assert_eq!(waited, expected);
@@ -572,7 +573,7 @@ impl CopyEngine for Log {
         Ok(())
     }
 
-    fn wait_chunk(&mut self, _: usize, flag: usize, epoch: Epoch) -> Result<(), Infallible> {
+    fn wait_chunk(&mut self, flag: usize, epoch: Epoch, _: Awaited) -> Result<(), Infallible> {
         self.0.push(Step::WaitChunk(flag, epoch));
         Ok(())
     }

@@ -662,7 +662,11 @@ mod tests {
             )
         );
         assert_eq!(
-            says(Awaited::Chunk { source: 0, flag: 3 }),
+            says(Awaited::Chunk {
+                source: 0,
+                flag: 3,
+                pulled: false
+            }),
             format!(
                 "{call}: rank 0 has rows that have not come to rank 1 (flag chunk[3] should be 4294967295 and is 17)"
             )

@@ -505,7 +505,7 @@ impl Wait for Members {
             // A chunk that is pulled is written by this rank's own copy thread, which may itself wait for another rank than
             // the chunk's source: it knows the culprit.
             grace: match awaited {
-                Awaited::Chunk { .. } => GRACE,
+                Awaited::Chunk { pulled: true, .. } => GRACE,
                 _ => Duration::ZERO,
             },
             rank: awaited.peer(),

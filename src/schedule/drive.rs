@@ -15,8 +15,13 @@ pub trait CopyEngine {
 
     /// Waits until the rows of `peer` are final, and what it gathered before may be overwritten.
     fn wait_ready(&mut self, peer: usize, epoch: Epoch) -> Result<(), Self::Error>;
-    /// Waits until what this rank passes on has come, from `source`.
-    fn wait_chunk(&mut self, source: usize, flag: usize, epoch: Epoch) -> Result<(), Self::Error>;
+    /// Waits until what this rank passes on has come, as its flag says.
+    fn wait_chunk(
+        &mut self,
+        flag: usize,
+        epoch: Epoch,
+        awaited: Awaited,
+    ) -> Result<(), Self::Error>;
     /// Moves all regions of a transfer.
     fn copy(&mut self, transfer: &Transfer) -> Result<(), Self::Error>;
     /// Says in the memory of `transfer.to` that its regions have arrived, after their bytes.
@@ -45,7 +50,7 @@ pub fn transfer<'s, E: CopyEngine>(
         }
         before = Some(towards);
         for flag in transfer.after.clone() {
-            engine.wait_chunk(schedule.sources()[flag], flag, epoch)?;
+            engine.wait_chunk(flag, epoch, schedule.awaited(flag))?;
         }
         engine.copy(transfer)?;
         engine.signal_chunk(transfer, epoch)?;
@@ -71,8 +76,7 @@ pub fn multiply<W: Wait>(
 ) -> Result<(), W::Error> {
     while let Some((index, entry)) = take(schedule, next) {
         for flag in entry.flags() {
-            let source = schedule.sources()[flag];
-            waiter.wait(&chunk[flag], epoch, Awaited::Chunk { source, flag })?;
+            waiter.wait(&chunk[flag], epoch, schedule.awaited(flag))?;
         }
         tile(index, entry);
     }
@@ -114,8 +118,8 @@ pub fn complete<W: Wait>(
 ) -> Result<(), W::Error> {
     let own = &blocks[schedule.rank()];
     if !schedule.awaits_all() {
-        for (flag, &source) in schedule.sources().iter().enumerate() {
-            waiter.wait(&own.chunk[flag], epoch, Awaited::Chunk { source, flag })?;
+        for flag in 0..schedule.arrivals().len() {
+            waiter.wait(&own.chunk[flag], epoch, schedule.awaited(flag))?;
         }
     }
     for &peer in schedule.readers() {
@@ -145,8 +149,7 @@ impl<W: Wait, C: FnMut(&Transfer)> CopyEngine for CopyThread<'_, W, C> {
         self.waiter.wait(flag, epoch, awaited)
     }
 
-    fn wait_chunk(&mut self, source: usize, flag: usize, epoch: Epoch) -> Result<(), W::Error> {
-        let awaited = Awaited::Chunk { source, flag };
+    fn wait_chunk(&mut self, flag: usize, epoch: Epoch, awaited: Awaited) -> Result<(), W::Error> {
         self.waiter
             .wait(&self.blocks[self.rank].chunk[flag], epoch, awaited)
     }

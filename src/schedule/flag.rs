@@ -55,10 +55,13 @@ pub enum Awaited {
     },
     /// `chunk[flag]`
     Chunk {
-        /// The rank whose rows the chunk holds.
+        /// The rank in whose memory the chunk lies until it is moved.
         source: usize,
-        /// The flag's index in the plan.
+        /// The flag's index in the schedule.
         flag: usize,
+        /// Whether it is this rank that moves it: what waits for it waits for an intermediary, which itself may wait for
+        /// another rank.
+        pulled: bool,
     },
     /// `done[peer]`
     Done {

@@ -50,6 +50,8 @@ pub struct Schedule {
     parts: Parts,
     /// By chunk flag of this rank: the rank whose rows it guards.
     sources: Arc<[usize]>,
+    /// By chunk flag of this rank: what a wait for it is for.
+    awaited: Vec<Awaited>,
     /// The ranks that take rows out of this rank's memory, and say so.
     readers: Vec<usize>,
     /// Whether tiles wait for every flag, or there is nobody who writes them.
@@ -264,8 +266,16 @@ impl Schedule {
         limit("transfers to a rank", parts.arrivals.len(), 0, MAX_FLAGS)?;
         limit("tiles of the output", parts.tiles.len(), 0, 1 << 28)?;
         let mut sources = vec![0; parts.arrivals.len()];
+        let mut waits = vec![Awaited::Ready { source: 0 }; parts.arrivals.len()];
         for arrival in &parts.arrivals {
-            sources[arrival.flag] = arrival.source;
+            let flag = arrival.flag;
+            limit("a transfer's flag", flag, 0, parts.arrivals.len() - 1)?;
+            sources[flag] = arrival.source;
+            waits[flag] = Awaited::Chunk {
+                source: arrival.from,
+                flag,
+                pulled: arrival.route == Transport::Pull,
+            };
         }
         let pulled = parts.departures.iter();
         let pulled = pulled.filter(|transfer| parts.handshake && transfer.route == Transport::Pull);
@@ -279,6 +289,7 @@ impl Schedule {
         Ok(Schedule {
             awaits_all: !parts.handshake || awaited.into_iter().all(|flag| flag),
             sources: sources.into(),
+            awaited: waits,
             readers,
             parts,
         })
@@ -335,6 +346,11 @@ impl Schedule {
     /// By chunk flag of this rank: the rank whose rows it guards.
     pub fn sources(&self) -> &Arc<[usize]> {
         &self.sources
+    }
+
+    /// What a wait for a chunk flag of this rank is for.
+    pub fn awaited(&self, flag: usize) -> Awaited {
+        self.awaited[flag]
     }
 
     /// Whether something comes to this rank, or goes from it, by `route`.

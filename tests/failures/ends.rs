@@ -86,10 +86,11 @@ fn a_stopped_rank_0_is_named_at_the_timeout_of_a_barrier() {
     failures::stop_between_operations(test_name!(), 0, BARRIER);
 }
 
-#[test]
-fn a_rank_stopped_amid_operations_is_named_at_the_timeout_and_told_when_it_goes_on() {
-    failures::stop_amid_operations::<Host>(test_name!(), Transport::Pull);
-}
+each_transport!(Host::leave, failures::stop_amid_operations::<Host>:
+    a_rank_stopped_amid_operations_is_named_at_the_timeout_and_told_when_it_goes_on by Pull,
+    a_rank_stopped_amid_pushes_is_named_at_the_timeout_and_told_when_it_goes_on by Push,
+    a_rank_stopped_amid_stores_is_named_at_the_timeout_and_told_when_it_goes_on by Store,
+);
 
 told_within_a_second!(Host);
 

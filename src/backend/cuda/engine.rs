@@ -15,7 +15,7 @@ use crate::backend::sealed::{Bound, Call};
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
 use crate::schedule::drive::{self, CopyEngine};
-use crate::schedule::{Epoch, Schedule, Transfer, Transport};
+use crate::schedule::{Awaited, Epoch, Schedule, Transfer, Transport};
 use crate::schedule::{MAX_FLAGS, layout::MAX_WORLD};
 use crate::trace::span::{Lane, Span, Work};
 
@@ -376,7 +376,7 @@ impl CopyEngine for Copies<'_> {
         self.push(WordOp::Wait(flag, epoch.raw()))
     }
 
-    fn wait_chunk(&mut self, _source: usize, flag: usize, epoch: Epoch) -> Result<()> {
+    fn wait_chunk(&mut self, flag: usize, epoch: Epoch, _: Awaited) -> Result<()> {
         self.push(WordOp::Wait(self.cuda.control.chunk(flag), epoch.raw()))
     }
 

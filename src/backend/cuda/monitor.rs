@@ -256,6 +256,7 @@ impl Watch {
             flag => Awaited::Chunk {
                 source,
                 flag: flag as usize,
+                pulled: fault.pushed == 0,
             },
         };
         // Rows that come late may be those of a rank that waits itself, for another's word: the one that has not given
