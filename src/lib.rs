@@ -53,6 +53,7 @@ pub mod testing {
     #[cfg(feature = "cuda")]
     pub use crate::device::{align_streams, with_each_kernel};
     pub use crate::group::KEPT_PROGRAMS;
+    pub use crate::ops::run_schedule;
 }
 
 #[cfg(fuzzing)]

@@ -167,7 +167,12 @@ impl<B: Backend, T: Element> ShardedMatrix<B, T> {
         Ok(())
     }
 
-    fn write(&mut self, first_row: usize, values: &[T]) -> Result<()> {
+    /// Overwrites rows from `first_row` on, whoever owns them.
+    ///
+    /// # Errors
+    /// The group's failure.
+    #[doc(hidden)]
+    pub fn write(&mut self, first_row: usize, values: &[T]) -> Result<()> {
         let offset = first_row * self.layout.k() * size_of::<T>();
         self.group.synchronize()?;
         let backend = &self.group.inner().backend;

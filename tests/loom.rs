@@ -5,6 +5,9 @@
 #![cfg(loom)]
 #![allow(unsafe_code)]
 
+#[path = "support/planners.rs"]
+mod planners;
+
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicI32, Ordering};
 
@@ -21,6 +24,7 @@ use loom::model::Builder;
 use loom::sync::Arc;
 use loom::sync::mpsc::{Receiver, Sender, channel};
 use loom::thread::{self, JoinHandle};
+use planners::Asked;
 
 /// Three operations across the wrap.
 const EPOCHS: [Epoch; 3] = [
@@ -52,34 +56,43 @@ struct Rank {
     ready: Vec<Flag>,
     done: Vec<Flag>,
     chunk: Vec<Flag>,
-    rows: Vec<Row>,
+    /// By number of the matrix.
+    rows: Vec<Vec<Row>>,
 }
 
-/// The schedules of an operation by rank: where rows are pulled, and where they are pushed.
-type Plans = std::sync::Arc<[[Schedule; 2]]>;
+/// An operation of all ranks.
+struct Plans {
+    /// By rank: its schedules where rows are pulled, and where they are pushed.
+    schedules: Vec<[Schedule; 2]>,
+    /// By rank: the rows that it owns.
+    owned: Vec<Vec<usize>>,
+    /// How many matrices are moved.
+    matrices: usize,
+}
 
 /// A group, and its schedules.
 struct World {
     ranks: Vec<Rank>,
-    plans: Plans,
+    plans: std::sync::Arc<Plans>,
     /// How many more looks at flags may fail before no new orders are explored. Not loom's: it orders nothing.
     patience: AtomicI32,
 }
 
 impl World {
-    fn new(plans: &Plans, first: Epoch, patience: i32) -> World {
-        let world = plans.len();
+    fn new(plans: &std::sync::Arc<Plans>, first: Epoch, patience: i32) -> World {
+        let world = plans.schedules.len();
         let flags = |count| (0..count).map(|_| Flag::new(first.previous())).collect();
-        let rank = |plans: &[Schedule; 2]| Rank {
+        let rank = |schedules: &[Schedule; 2]| Rank {
             ready: flags(world),
             done: flags(world),
-            chunk: flags(plans[0].arrivals().len()),
-            rows: (0..plans[0].layout().m())
-                .map(|_| Row(UnsafeCell::new(0)))
+            chunk: flags(schedules[0].arrivals().len()),
+            rows: schedules[0].matrices()[..plans.matrices]
+                .iter()
+                .map(|matrix| (0..matrix.rows).map(|_| Row(UnsafeCell::new(0))).collect())
                 .collect(),
         };
         World {
-            ranks: plans.iter().map(rank).collect(),
+            ranks: plans.schedules.iter().map(rank).collect(),
             plans: plans.clone(),
             patience: AtomicI32::new(patience),
         }
@@ -96,16 +109,18 @@ impl World {
             .collect()
     }
 
-    /// Overwrites the own rows of `rank` and says so.
+    /// Overwrites the rows that `rank` owns, in each matrix, and says so.
     fn announce(&self, rank: usize, epoch: Epoch) {
-        for row in self.plan(rank, Way::Pull).layout().rows_of(rank) {
-            self.ranks[rank].rows[row].write(value(row, epoch));
+        for (matrix, rows) in self.ranks[rank].rows.iter().enumerate() {
+            for &row in &self.plans.owned[rank] {
+                rows[row].write(value(matrix, row, epoch));
+            }
         }
         drive::announce(rank, epoch, &self.blocks());
     }
 
     fn plan(&self, rank: usize, way: Way) -> &Schedule {
-        &self.plans[rank][way as usize]
+        &self.plans.schedules[rank][way as usize]
     }
 
     fn complete(&self, rank: usize, epoch: Epoch, way: Way) {
@@ -119,8 +134,11 @@ impl World {
             waiter: self,
             copy: |transfer: &Transfer| {
                 let (from, to) = (&self.ranks[transfer.from], &self.ranks[transfer.to]);
-                for row in transfer.regions[0].rows.clone() {
-                    to.rows[row].write(from.rows[row].read());
+                for region in &transfer.regions {
+                    for row in region.rows.clone() {
+                        let value = from.rows[region.matrix][row].read();
+                        to.rows[region.matrix][row].write(value);
+                    }
                 }
             },
         };
@@ -135,7 +153,10 @@ impl World {
         let mut count = 0;
         let Ok(()) = drive::multiply(plan, epoch, chunk, next, self, |_, tile| {
             for row in plan.product().unwrap().rows(tile) {
-                assert_eq!(rows[row].read(), value(row, epoch), "row {row}, {epoch:?}");
+                for (matrix, rows) in rows.iter().enumerate() {
+                    let found = rows[row].read();
+                    assert_eq!(found, value(matrix, row, epoch), "row {row}, {epoch:?}");
+                }
             }
             count += 1;
         });
@@ -193,24 +214,17 @@ impl Wait for World {
 }
 
 /// What a row holds in an operation.
-fn value(row: usize, epoch: Epoch) -> u32 {
-    epoch.raw().wrapping_mul(100).wrapping_add(row as u32 + 1)
+fn value(matrix: usize, row: usize, epoch: Epoch) -> u32 {
+    let place = 10 * matrix + row + 1;
+    epoch.raw().wrapping_mul(100).wrapping_add(place as u32)
 }
 
 /// The plans of all ranks, for tiles of two rows.
-fn plans(rows: &[usize], chunks: usize) -> Plans {
+fn plans(rows: &[usize], chunks: usize) -> std::sync::Arc<Plans> {
     let config = |transport| Config {
-        tile_m: 2,
-        tile_n: 1,
-        tile_k: 1,
-        stages: 1,
-        cluster: 1,
-        split_k: 1,
-        group_m: 1,
         chunks,
         last_chunks: chunks,
-        cut_last: false,
-        transport,
+        ..by(transport)
     };
     let asked = Description {
         operation: "all_gather_matmul",
@@ -220,7 +234,34 @@ fn plans(rows: &[usize], chunks: usize) -> Plans {
     };
     let plan =
         |rank, transport| all_gather::gather_and_multiply(&asked, rank, config(transport)).unwrap();
-    (0..rows.len())
+    let owned = |rank| asked.layout.rows_of(rank).collect();
+    std::sync::Arc::new(Plans {
+        schedules: both_ways(rows.len(), plan),
+        owned: (0..rows.len()).map(owned).collect(),
+        matrices: 1,
+    })
+}
+
+/// Tiles of two rows.
+fn by(transport: Transport) -> Config {
+    Config {
+        tile_m: 2,
+        tile_n: 1,
+        tile_k: 1,
+        stages: 1,
+        cluster: 1,
+        split_k: 1,
+        group_m: 1,
+        chunks: 1,
+        last_chunks: 1,
+        cut_last: false,
+        transport,
+    }
+}
+
+/// The schedules of `world` ranks, pulled and pushed, as `plan` makes them.
+fn both_ways(world: usize, plan: impl Fn(usize, Transport) -> Schedule) -> Vec<[Schedule; 2]> {
+    (0..world)
         .map(|rank| [Transport::Pull, Transport::Push].map(|transport| plan(rank, transport)))
         .collect()
 }
@@ -262,7 +303,13 @@ fn explore(preemptions: Option<usize>, model: impl Fn() + Send + Sync + 'static)
 fn two_ranks(ways: [Way; 3], explored: usize, patience: i32) {
     // The middle of three tiles straddles the shards: on each rank it needs a chunk and own rows.
     let plans = plans(&[3, 3], 2);
-    assert!(plans.iter().all(|plans| plans[0].arrivals().len() == 2));
+    let arrivals = |plans: &[Schedule; 2]| plans[0].arrivals().len();
+    assert!(plans.schedules.iter().all(|plans| arrivals(plans) == 2));
+    two_ranks_of(plans, ways, explored, patience);
+}
+
+/// As [`two_ranks`], of any operation.
+fn two_ranks_of(plans: std::sync::Arc<Plans>, ways: [Way; 3], explored: usize, patience: i32) {
     explore(Some(1), move || {
         loom::stop_exploring();
         let world = Arc::new(World::new(&plans, EPOCHS[0], i32::MAX));
@@ -314,10 +361,78 @@ fn rows_may_be_pushed_after_pulls_and_pulled_after_pushes() {
     two_ranks([Way::Pull, Way::Push, Way::Pull], 1, 6);
 }
 
+#[test]
+fn rows_that_a_rank_owns_in_two_blocks_are_seen_and_not_overwritten() {
+    const ASKED: Asked = Asked {
+        world: 2,
+        block: 1,
+        k: 1,
+        n: 1,
+    };
+    for way in [Way::Pull, Way::Push] {
+        let plan = |rank, transport| planners::staged(ASKED, 2, rank, by(transport));
+        let plans = Plans {
+            schedules: both_ways(2, plan),
+            owned: vec![vec![0, 2], vec![1, 3]],
+            matrices: 1,
+        };
+        two_ranks_of(plans.into(), [way; 3], 1, 6);
+    }
+}
+
+#[test]
+fn a_matrix_and_its_scales_are_seen_under_one_flag() {
+    const ASKED: Asked = Asked {
+        world: 2,
+        block: 2,
+        k: 1,
+        n: 1,
+    };
+    for way in [Way::Pull, Way::Push] {
+        let plan = |rank, transport| planners::with_scales(ASKED, rank, by(transport));
+        let plans = Plans {
+            schedules: both_ways(2, plan),
+            owned: vec![vec![0, 1], vec![2, 3]],
+            matrices: 2,
+        };
+        two_ranks_of(plans.into(), [way; 3], 1, 6);
+    }
+}
+
+#[test]
+fn rows_that_another_rank_passes_on_are_seen() {
+    const ASKED: Asked = Asked {
+        world: 3,
+        block: 1,
+        k: 1,
+        n: 1,
+    };
+    let plan = |rank, transport| planners::relayed(ASKED, rank, by(transport));
+    let plans = std::sync::Arc::new(Plans {
+        schedules: both_ways(3, plan),
+        owned: vec![vec![0], vec![1], vec![2]],
+        matrices: 1,
+    });
+    explore(Some(2), move || {
+        let epoch = EPOCHS[1];
+        let world = Arc::new(World::new(&plans, epoch, 3));
+        (0..3).for_each(|rank| world.announce(rank, epoch));
+        let copier = |rank| {
+            let world = world.clone();
+            spawn(move || world.transfer(rank, epoch, Way::Push))
+        };
+        let copiers = [copier(0), copier(1), copier(2)];
+        assert_eq!(world.multiply(2, epoch, &AtomicUsize::new(0)), 2);
+        for copier in copiers {
+            copier.join().unwrap();
+        }
+    });
+}
+
 /// Rank 0 owns all rows, and overwrites them as soon as rank 1, which gathers and multiplies, has pulled them.
 fn one_direction(epochs: &'static [Epoch], preemptions: Option<usize>, patience: i32) {
     let plans = plans(&[3, 0], 2);
-    assert_eq!(plans[1][0].arrivals().len(), 2);
+    assert_eq!(plans.schedules[1][0].arrivals().len(), 2);
     explore(preemptions, move || {
         let world = Arc::new(World::new(&plans, epochs[0], patience));
         let ((begin, begun), (end, ended)) = (channel(), channel());
@@ -354,7 +469,7 @@ fn rows_are_not_overwritten_before_they_are_pulled() {
 fn workers_share_the_tiles_and_wait_for_both_shards_of_a_tile() {
     // Rank 0 owns nothing; the middle of three tiles straddles the shards of ranks 1 and 2.
     let plans = plans(&[0, 3, 3], 1);
-    assert_eq!(plans[0][0].tiles()[1].flags(), 0..2);
+    assert_eq!(plans.schedules[0][0].tiles()[1].flags(), 0..2);
     explore(None, move || {
         let epoch = EPOCHS[1];
         let world = Arc::new(World::new(&plans, epoch, 2));

@@ -11,7 +11,7 @@ use crate::matrix::Matrix;
 use crate::ranks::commons::Operation;
 use crate::schedule::all_gather::{self, Planner};
 use crate::schedule::layout::{MAX_EXTENT, limit};
-use crate::schedule::{Config, Description, Epoch, MatrixSpec, Product, Schedule};
+use crate::schedule::{Config, Description, Epoch, Layout, MatrixSpec, Product, Schedule};
 use crate::sharded::ShardedMatrix;
 use crate::trace::Trace;
 use crate::trace::span::Span;
@@ -79,6 +79,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         let call = Call {
             program: &self.program(a, b.shape()[0]).map_err(refuse)?,
             group: a.group(),
+            layout: a.layout(),
             bias: self.bias,
         };
         call.collective(a, Some((b, out)), None)
@@ -105,6 +106,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
                 multiply: kept(MULTIPLY, all_gather::multiply)?,
                 program,
                 group: group.clone(),
+                layout: a.layout().clone(),
                 bias: self.bias,
             })
         };
@@ -185,6 +187,8 @@ pub struct Prepared<'a, B: Backend, T: Element> {
     gather: Arc<B::Program>,
     multiply: Arc<B::Program>,
     group: Group<B>,
+    /// Who owns which rows of `a`.
+    layout: Layout,
     bias: Option<&'a Matrix<B, T>>,
 }
 
@@ -196,6 +200,7 @@ impl<B: Backend, T: Element> Clone for Prepared<'_, B, T> {
             gather: self.gather.clone(),
             multiply: self.multiply.clone(),
             group: self.group.clone(),
+            layout: self.layout.clone(),
             bias: self.bias,
         }
     }
@@ -312,6 +317,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         Call {
             program,
             group: &self.group,
+            layout: &self.layout,
             bias: self.bias,
         }
     }
@@ -330,6 +336,8 @@ struct Call<'c, B: Backend, T: Element> {
     program: &'c Arc<B::Program>,
     /// That it belongs to.
     group: &'c Group<B>,
+    /// Who owns which rows of `a`.
+    layout: &'c Layout,
     bias: Option<&'c Matrix<B, T>>,
 }
 
@@ -415,12 +423,11 @@ impl<B: Backend, T: Element> Call<'_, B, T> {
         };
         require_same_group("the prepared product", self.group, group)?;
         shape("a [M, K]", wanted_a, a.shape())?;
-        let split = self.schedule().layout();
-        if split != a.layout() {
+        if self.layout != a.layout() {
             return Err(Error::Shape {
                 rank: group.rank(),
                 argument: "a (rows of each rank)".into(),
-                expected: split.rows(),
+                expected: self.layout.rows(),
                 found: a.layout().rows(),
             });
         }

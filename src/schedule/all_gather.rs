@@ -151,7 +151,6 @@ fn plan(
         world: layout.world(),
         agreed: (moves == Moves::Chunks).then(|| agree(asked, &config)),
         handshake: moves == Moves::Chunks,
-        layout: layout.clone(),
         matrices: vec![matrix(m, k), matrix(n, k), matrix(1, n), matrix(m, n)],
         arrivals,
         departures,

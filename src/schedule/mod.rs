@@ -8,7 +8,7 @@ pub mod drive;
 pub mod epoch;
 pub mod flag;
 pub mod layout;
-mod order;
+pub mod order;
 pub mod primitive;
 
 use std::ops::Range;
@@ -69,8 +69,6 @@ pub struct Parts {
     pub agreed: Option<Agreed>,
     /// Whether ranks tell one another when rows may be moved and have been. If not, the caller keeps them apart.
     pub handshake: bool,
-    /// Who owns which rows of the matrix that is spread over the ranks.
-    pub layout: Layout,
     /// By number.
     pub matrices: Vec<MatrixSpec>,
     /// What comes to this rank, whoever moves it, in the order in which it should come.
@@ -313,11 +311,6 @@ impl Schedule {
     /// Whether ranks tell one another when rows may be moved and have been. If not, the caller keeps them apart.
     pub fn handshake(&self) -> bool {
         self.parts.handshake
-    }
-
-    /// Who owns which rows of the matrix that is spread over the ranks.
-    pub fn layout(&self) -> &Layout {
-        &self.parts.layout
     }
 
     /// What is known of the matrices, by number.

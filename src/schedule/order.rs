@@ -14,12 +14,7 @@ use super::{Product, Tile, Transfer};
 ///
 /// `matrix` is the one whose rows arrive; its chunk flags are numbered by rows. Without `waits`, tiles stand in this order and
 /// wait for nothing.
-pub(super) fn tiles(
-    product: &Product,
-    matrix: usize,
-    arrivals: &[Transfer],
-    waits: bool,
-) -> Vec<Tile> {
+pub fn tiles(product: &Product, matrix: usize, arrivals: &[Transfer], waits: bool) -> Vec<Tile> {
     let config = &product.config;
     let rows = tile_rows(product, matrix, arrivals);
     let columns = product.n.div_ceil(config.tile_n);

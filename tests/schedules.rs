@@ -1,0 +1,161 @@
+//! That schedules can say what no operation does yet: the host engine does what planners of these tests ask for.
+
+#[path = "support/planners.rs"]
+mod planners;
+
+use gemmesh::schedule::Schedule;
+use gemmesh::testing::{delay_chunks, run_schedule};
+use gemmesh::{Config, Error, Group, Host, ShardedMatrix, Transport, bf16};
+use planners::{Asked, SCALED};
+
+const CONFIG: Config = Config {
+    tile_m: 4,
+    tile_n: 4,
+    tile_k: 4,
+    stages: 1,
+    cluster: 1,
+    split_k: 1,
+    group_m: 2,
+    chunks: 1,
+    last_chunks: 1,
+    cut_last: false,
+    transport: Transport::Pull,
+};
+const ASKED: Asked = Asked {
+    world: 4,
+    block: 3,
+    k: 8,
+    n: 9,
+};
+/// Operations of each test, one after the other, with chunks that come late.
+const OPERATIONS: usize = 40;
+
+/// What stands in row `row` and column `column` of matrix `matrix` in operation `operation`: small numbers, whose products
+/// bf16 and f32 hold exactly.
+fn value(matrix: usize, row: usize, column: usize, operation: usize) -> bf16 {
+    bf16::from_f32(((matrix * 7 + row * 3 + column + operation) % 5) as f32 - 2.0)
+}
+
+fn rows(
+    matrix: usize,
+    rows: std::ops::Range<usize>,
+    columns: usize,
+    operation: usize,
+) -> Vec<bf16> {
+    rows.flat_map(|row| (0..columns).map(move |column| value(matrix, row, column, operation)))
+        .collect()
+}
+
+/// Runs schedules as `plan` makes them on every rank, on matrices of which each rank has written the rows that `owner` gives
+/// it; then sees whether all rows are there and the product is right. `widths`: the columns of the matrices.
+fn check(
+    widths: &[usize],
+    asked: Asked,
+    m: usize,
+    owner: impl Fn(usize) -> usize + Sync,
+    plan: impl Fn(usize) -> Schedule + Sync,
+) {
+    delay_chunks(Some(7));
+    let ranks = Group::<Host>::threads(asked.world, |group| {
+        let rank = group.rank();
+        let new = |&k: &usize| group.sharded::<bf16>(m, k);
+        let mut shared: Vec<ShardedMatrix<Host, bf16>> =
+            widths.iter().map(new).collect::<Result<_, _>>()?;
+        let weight = rows(2, 0..asked.n.max(1), asked.k, 0);
+        let b = group.upload(&weight, asked.n.max(1), asked.k)?;
+        let mut out = group.zeros::<bf16>(m, asked.n.max(1))?;
+        for operation in 0..OPERATIONS {
+            for (number, matrix) in shared.iter_mut().enumerate() {
+                let columns = widths[number];
+                matrix.write(0, &vec![bf16::NAN; m * columns])?;
+                for row in (0..m).filter(|&row| owner(row) == rank) {
+                    matrix.write(row, &rows(number, row..row + 1, columns, operation))?;
+                }
+            }
+            // Nobody writes what a peer has moved already.
+            group.barrier()?;
+            let refs: Vec<_> = shared.iter().collect();
+            let product = (asked.n > 0).then_some((&b, &mut out));
+            run_schedule(&group, plan(rank), &refs, product)?;
+            for (number, matrix) in shared.iter_mut().enumerate() {
+                let expected = rows(number, 0..m, widths[number], operation);
+                assert_eq!(matrix.to_vec()?, expected, "rank {rank}, matrix {number}");
+            }
+            if asked.n > 0 {
+                let a = rows(0, 0..m, asked.k, operation);
+                assert_eq!(
+                    out.to_vec()?,
+                    product_of(&a, &weight, asked.k),
+                    "rank {rank}"
+                );
+            }
+            group.barrier()?;
+        }
+        Ok::<(), Error>(())
+    });
+    ranks.unwrap();
+}
+
+fn product_of(a: &[bf16], b: &[bf16], k: usize) -> Vec<bf16> {
+    let dot = |x: &[bf16], y: &[bf16]| -> f64 {
+        x.iter().zip(y).map(|(x, y)| x.to_f64() * y.to_f64()).sum()
+    };
+    let rows = a.chunks_exact(k);
+    rows.flat_map(|row| {
+        b.chunks_exact(k)
+            .map(move |column| bf16::from_f64(dot(row, column)))
+    })
+    .collect()
+}
+
+fn by(transport: Transport) -> Config {
+    Config {
+        transport,
+        ..CONFIG
+    }
+}
+
+#[test]
+fn rows_that_each_rank_owns_in_several_blocks_are_gathered_stage_by_stage() {
+    for transport in [Transport::Pull, Transport::Push] {
+        for stages in [1, 2, 5] {
+            let plan = |rank| planners::staged(ASKED, stages, rank, by(transport));
+            let m = stages * ASKED.world * ASKED.block;
+            let owner = |row: usize| row / ASKED.block % ASKED.world;
+            check(&[ASKED.k], ASKED, m, owner, plan);
+        }
+    }
+}
+
+#[test]
+fn a_matrix_and_its_scales_arrive_under_one_flag() {
+    for transport in [Transport::Pull, Transport::Push] {
+        let plan = |rank| planners::with_scales(ASKED, rank, by(transport));
+        let m = ASKED.world * ASKED.block;
+        check(
+            &[ASKED.k, ASKED.k / SCALED],
+            ASKED,
+            m,
+            |row| row / ASKED.block,
+            plan,
+        );
+    }
+}
+
+#[test]
+fn rows_that_others_pass_on_arrive_and_are_multiplied() {
+    let plan = |rank| planners::relayed(ASKED, rank, CONFIG);
+    let m = ASKED.world * ASKED.block;
+    check(&[ASKED.k], ASKED, m, |row| row / ASKED.block, plan);
+}
+
+#[test]
+fn an_operation_without_tiles_ends_when_all_that_others_write_has_come() {
+    let asked = Asked { n: 0, ..ASKED };
+    let m = asked.world * asked.block;
+    let owner = |row: usize| row / asked.block;
+    let plan = |rank| planners::relayed(asked, rank, CONFIG);
+    check(&[asked.k], asked, m, owner, plan);
+    let plan = |rank| planners::with_scales(asked, rank, by(Transport::Push));
+    check(&[asked.k, asked.k / SCALED], asked, m, owner, plan);
+}

@@ -1,0 +1,195 @@
+//! Planners of what no operation does yet, so that schedules are seen to be able to say it: rows that each rank owns in several
+//! blocks, a matrix and its scales that arrive together, rows that others pass on.
+
+use std::ops::Range;
+
+use gemmesh::DType;
+use gemmesh::schedule::{
+    Agreed, Config, MatrixSpec, Parts, Product, Region, Schedule, Tile, Transfer, Transport, order,
+};
+
+/// What is gathered, and perhaps multiplied.
+#[derive(Clone, Copy, Debug)]
+pub struct Asked {
+    /// Ranks.
+    pub world: usize,
+    /// Rows of a block: what a rank owns at once.
+    pub block: usize,
+    /// Columns of the matrix that is gathered.
+    pub k: usize,
+    /// Columns of the output; 0 if nothing is multiplied.
+    pub n: usize,
+}
+
+/// The numbers of the matrices: what is gathered, its scales or else the weight, and so on.
+pub const A: usize = 0;
+pub const SCALES: usize = 1;
+pub const B: usize = 2;
+pub const BIAS: usize = 3;
+pub const OUT: usize = 4;
+/// A scale is for as many columns.
+pub const SCALED: usize = 4;
+
+fn matrix(rows: usize, columns: usize) -> MatrixSpec {
+    MatrixSpec {
+        dtype: DType::Bf16,
+        rows,
+        columns,
+    }
+}
+
+fn region(matrix: usize, rows: Range<usize>, columns: usize) -> Region {
+    Region {
+        matrix,
+        rows,
+        columns: 0..columns,
+    }
+}
+
+/// The schedule of transfers; their flags are numbered by rows.
+fn schedule(
+    name: &str,
+    asked: Asked,
+    rank: usize,
+    rows: usize,
+    config: Config,
+    arrivals: Vec<Transfer>,
+    departures: Vec<Transfer>,
+) -> Schedule {
+    let Asked { world, k, n, .. } = asked;
+    let product = (n > 0).then_some(Product {
+        a: A,
+        b: B,
+        bias: BIAS,
+        out: OUT,
+        m: rows,
+        n,
+        k,
+        config,
+        late: None,
+    });
+    let tiles: Vec<Tile> = match &product {
+        Some(product) => order::tiles(product, A, &arrivals, true),
+        None => Vec::new(),
+    };
+    let scales = k.div_ceil(SCALED);
+    Schedule::new(Parts {
+        rank,
+        world,
+        agreed: Some(Agreed::new(name, &format!("{asked:?}"))),
+        handshake: true,
+        matrices: vec![
+            matrix(rows, k),
+            matrix(rows, scales),
+            matrix(n, k),
+            matrix(1, n),
+            matrix(rows, n),
+        ],
+        arrivals,
+        departures,
+        product,
+        tiles,
+    })
+    .unwrap()
+}
+
+/// Rank d of D owns block d of each of `stages` stages: the rows of stage s, rank d begin at (s · D + d) · block. The gather
+/// goes stage by stage over all ranks.
+pub fn staged(asked: Asked, stages: usize, rank: usize, config: Config) -> Schedule {
+    let Asked {
+        world, block, k, ..
+    } = asked;
+    let transfers = |from: &dyn Fn(usize) -> usize, to: &dyn Fn(usize) -> usize| {
+        let steps = (0..stages).flat_map(|stage| (1..world).map(move |step| (stage, step)));
+        steps
+            .map(|(stage, step)| {
+                let (from, to) = (from(step), to(step));
+                let first = (stage * world + from) * block;
+                // Of each stage, `to` keeps its own block.
+                let flag = stage * (world - 1) + from - usize::from(from > to);
+                Transfer {
+                    from,
+                    to,
+                    source: from,
+                    regions: vec![region(A, first..first + block, k)],
+                    after: 0..0,
+                    flag,
+                    route: config.transport,
+                }
+            })
+            .collect()
+    };
+    let arrivals = transfers(&|step| (rank + step) % world, &|_| rank);
+    let departures = transfers(&|_| rank, &|step| (rank + world - step) % world);
+    let rows = stages * world * block;
+    schedule("staged", asked, rank, rows, config, arrivals, departures)
+}
+
+/// Each rank owns a block of a matrix and of its scales. Both arrive under one flag.
+pub fn with_scales(asked: Asked, rank: usize, config: Config) -> Schedule {
+    let Asked {
+        world, block, k, ..
+    } = asked;
+    let transfer = |from: usize, to: usize| {
+        let rows = from * block..(from + 1) * block;
+        Transfer {
+            from,
+            to,
+            source: from,
+            regions: vec![
+                region(A, rows.clone(), k),
+                region(SCALES, rows, k.div_ceil(SCALED)),
+            ],
+            after: 0..0,
+            flag: from - usize::from(from > to),
+            route: config.transport,
+        }
+    };
+    let arrivals = (1..world).map(|step| transfer((rank + step) % world, rank));
+    let departures = (1..world).map(|step| transfer(rank, (rank + world - step) % world));
+    schedule(
+        "with_scales",
+        asked,
+        rank,
+        world * block,
+        config,
+        arrivals.collect(),
+        departures.collect(),
+    )
+}
+
+/// Each rank owns a block, and writes only to the next one of a ring: its own block, then what came from the one before, when
+/// it has come.
+pub fn relayed(asked: Asked, rank: usize, config: Config) -> Schedule {
+    let Asked {
+        world, block, k, ..
+    } = asked;
+    let flag_of = |source: usize, at: usize| source - usize::from(source > at);
+    // What `to` gets from the rank before it, in this order: that one's own block, the block of the one before that, ...
+    let transfers = |to: usize| -> Vec<Transfer> {
+        let from = (to + world - 1) % world;
+        let transfer = |step: usize| {
+            let source = (to + world - step) % world;
+            let come = flag_of(source, from);
+            Transfer {
+                from,
+                to,
+                source,
+                regions: vec![region(A, source * block..(source + 1) * block, k)],
+                after: if source == from { 0..0 } else { come..come + 1 },
+                flag: flag_of(source, to),
+                route: Transport::Push,
+            }
+        };
+        (1..world).map(transfer).collect()
+    };
+    schedule(
+        "relayed",
+        asked,
+        rank,
+        world * block,
+        config,
+        transfers(rank),
+        transfers((rank + 1) % world),
+    )
+}
