@@ -65,6 +65,6 @@ pub mod fuzzing {
     pub use crate::ranks::env::fuzzing as environment;
     pub use crate::ranks::members::fuzzing as frame;
     pub use crate::ranks::rendezvous::fuzzing as introduction;
-    pub use crate::ranks::reports::fuzzing as letter;
+    pub use crate::ranks::reports::fuzzing as report;
     pub use crate::trace::fuzzing as trace;
 }

@@ -12,9 +12,9 @@ use std::time::Duration;
 
 use crate::backend::{Backend, Options};
 use crate::error::{Error, Result};
-use crate::ranks::commons::Operation;
 use crate::ranks::members::Members;
-use crate::ranks::reports::Outbox;
+use crate::ranks::reports::ReportSender;
+use crate::ranks::shared_state::Operation;
 use crate::ranks::{env, rendezvous};
 use crate::schedule::all_gather::Planner;
 use crate::schedule::layout::{MAX_WORLD, limit};
@@ -402,11 +402,13 @@ impl<B: Backend> Builder<B> {
     pub fn from_env(self) -> Result<Group<B>> {
         let described = env::describe_this_process()?;
         let (rank, address) = (described.rank, &described.address);
-        let outbox = described.launched().then(|| Outbox::new(rank, address));
+        let launcher = described
+            .launched()
+            .then(|| ReportSender::new(rank, address));
         let version = rendezvous::PROTOCOL_VERSION;
-        let group = self.meet(rank, described.world, address, version, outbox.clone());
-        if let (Some(outbox), Err(error)) = (outbox, &group) {
-            outbox.tell(rank, error);
+        let group = self.meet(rank, described.world, address, version, launcher.clone());
+        if let (Some(launcher), Err(error)) = (launcher, &group) {
+            launcher.tell(rank, error);
         }
         group
     }
@@ -437,7 +439,7 @@ impl<B: Backend> Builder<B> {
         world: usize,
         address: &str,
         version: u32,
-        outbox: Option<Outbox>,
+        launcher: Option<ReportSender>,
     ) -> Result<Group<B>> {
         limit("world size", world, 1, MAX_WORLD)?;
         limit("rank", rank, 0, world - 1)?;
@@ -447,7 +449,7 @@ impl<B: Backend> Builder<B> {
             address: address.into(),
             backend: B::NAME,
             timeout: self.timeout,
-            outbox,
+            launcher,
         };
         Group::open(rendezvous::meet_speaking(&identity, version)?, &self)
     }

@@ -6,8 +6,8 @@ use super::{Builder, Group};
 use crate::backend::Backend;
 use crate::error::{Error, Result};
 use crate::memory::{Mapping, memfd};
-use crate::ranks::commons::Commons;
 use crate::ranks::members::Members;
+use crate::ranks::shared_state::SharedState;
 use crate::ranks::wire;
 use crate::schedule::layout::MAX_WORLD;
 
@@ -29,21 +29,28 @@ where
         }));
     }
     let ends = connect(world)?;
-    let memory =
-        memfd(Commons::BYTES).map_err(Error::system(None, "allocate the group's shared memory"))?;
-    let commons = |rank| {
-        Mapping::shared(&memory, Commons::BYTES)
+    let memory = memfd(SharedState::BYTES)
+        .map_err(Error::system(None, "allocate the group's shared memory"))?;
+    let shared_state = |rank| {
+        Mapping::shared(&memory, SharedState::BYTES)
             .map_err(Error::system(rank, "map the group's shared memory"))
-            .map(|memory| Commons::new(memory, rank, world))
+            .map(|memory| SharedState::new(memory, rank, world))
     };
     // For the last look at what has happened.
-    let group = commons(0)?;
+    let group = shared_state(0)?;
     let results: Vec<Result<T, E>> = std::thread::scope(|scope| {
         let start = |rank, connections| {
-            let (commons, f) = (&commons, &f);
+            let (shared_state, f) = (&shared_state, &f);
             std::thread::Builder::new().spawn_scoped(scope, move || {
-                let members = commons(rank).and_then(|commons| {
-                    Members::new(rank, builder.timeout, true, commons, world, connections)
+                let members = shared_state(rank).and_then(|shared_state| {
+                    Members::new(
+                        rank,
+                        builder.timeout,
+                        true,
+                        shared_state,
+                        world,
+                        connections,
+                    )
                 });
                 members
                     .and_then(|members| Group::open(members, builder))

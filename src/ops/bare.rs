@@ -8,7 +8,7 @@ use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::matrix::Matrix;
-use crate::ranks::commons::Operation;
+use crate::ranks::shared_state::Operation;
 use crate::schedule::Schedule;
 use crate::sharded::ShardedMatrix;
 

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use rustix::event::{PollFd, PollFlags};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-use super::reports::{Inbox, Letter};
+use super::reports::{FailureReport, ReportReceiver};
 use super::{env, wire};
 use crate::error::{Error, Result};
 use crate::schedule::layout::MAX_WORLD;
@@ -21,7 +21,7 @@ use crate::schedule::layout::MAX_WORLD;
 const GRACE: Duration = Duration::from_millis(1500);
 /// How much later than a rank that fails on its account the death of a rank may be seen.
 const SETTLED: Duration = Duration::from_millis(200);
-/// Nothing but an end or a letter wakes the launcher, so the pause between looks can be long.
+/// Nothing but an end or a report wakes the launcher, so the pause between looks can be long.
 const PAUSE: Duration = Duration::from_secs(3600);
 
 /// Whether a launcher, [`launch`] or any that [`Group::from_env`](crate::Group::from_env) knows, has started
@@ -105,9 +105,9 @@ impl Launch {
             });
         }
         let address = unique_address();
-        let inbox = Inbox::new(&address, self.world)?;
+        let receiver = ReportReceiver::new(&address, self.world)?;
         let ranks = (0..self.world).map(|rank| self.start(rank, &address));
-        wait(ranks.collect::<Result<_>>()?, inbox)
+        wait(ranks.collect::<Result<_>>()?, receiver)
     }
 
     fn start(&self, rank: usize, address: &str) -> Result<Rank> {
@@ -211,7 +211,7 @@ impl Drop for Rank {
 }
 
 /// Waits until all have ended, or one has failed and the others have had time to say what they know of it.
-fn wait(mut ranks: Vec<Rank>, mut inbox: Inbox) -> Result<()> {
+fn wait(mut ranks: Vec<Rank>, mut receiver: ReportReceiver) -> Result<()> {
     let mut failure: Option<Failure> = None;
     loop {
         for rank in &mut ranks {
@@ -227,7 +227,7 @@ fn wait(mut ranks: Vec<Rank>, mut inbox: Inbox) -> Result<()> {
             }
         }
         // After the look at the ranks: what one has said before its end is here.
-        inbox.read();
+        receiver.read();
         let left = failure.as_ref().map_or(PAUSE, |failure| {
             GRACE.saturating_sub(failure.since.elapsed())
         });
@@ -237,9 +237,11 @@ fn wait(mut ranks: Vec<Rank>, mut inbox: Inbox) -> Result<()> {
             .collect();
         if events.is_empty() || left.is_zero() {
             let ends: Vec<_> = ranks.iter().map(|rank| rank.ended).collect();
-            return failure.map_or(Ok(()), |failure| Err(failure.blame(&ends, inbox.letters())));
+            return failure.map_or(Ok(()), |failure| {
+                Err(failure.blame(&ends, receiver.reports()))
+            });
         }
-        events.push(PollFd::new(&inbox, PollFlags::IN));
+        events.push(PollFd::new(&receiver, PollFlags::IN));
         wire::poll(&mut events, left).map_err(Error::system(None, "wait for the ranks"))?;
     }
 }
@@ -262,14 +264,14 @@ impl Failure {
 
     /// Says who is at fault: whom the ranks blame, or else the rank of this failure. `ends` are by rank; a rank that
     /// has none still runs.
-    fn blame(&self, ends: &[Option<ExitStatus>], letters: &[Letter]) -> Error {
+    fn blame(&self, ends: &[Option<ExitStatus>], reports: &[FailureReport]) -> Error {
         let done = |rank: usize| ends[rank].is_some_and(|status| status.success());
-        let blamed = letters.iter().find_map(|letter| {
-            let error = letter.error.as_ref()?;
+        let blamed = reports.iter().find_map(|report| {
+            let error = report.error.as_ref()?;
             let mut at_fault = error.at_fault();
             at_fault.retain(|rank| *rank < ends.len());
             if at_fault.is_empty() {
-                at_fault.push(letter.by);
+                at_fault.push(report.by);
             }
             // Of several, one that has failed is likelier than one that still runs, and that than one that has done all.
             let rank = at_fault.into_iter().min_by_key(|&rank| match ends[rank] {
@@ -278,7 +280,7 @@ impl Failure {
                 Some(_) => 2,
             })?;
             // A failure that both could live with is not why the launch has failed.
-            (!done(rank) || !done(letter.rank)).then(|| (rank, error.clone()))
+            (!done(rank) || !done(report.rank)).then(|| (rank, error.clone()))
         });
         let (rank, cause) = match blamed {
             Some((rank, error)) => (rank, Some(Box::new(error))),
@@ -308,9 +310,9 @@ mod tests {
     const ONE: i32 = 1 << 8;
     const KILLED: i32 = 9;
 
-    fn letter(rank: usize, error: Error) -> Letter {
+    fn report(rank: usize, error: Error) -> FailureReport {
         let error = Some(error);
-        Letter { rank, by: 0, error }
+        FailureReport { rank, by: 0, error }
     }
 
     fn left(rank: usize) -> Error {
@@ -322,13 +324,16 @@ mod tests {
     }
 
     /// Whom the launcher blames if rank 0 was seen to fail first, and for what end and cause.
-    fn blame(ends: &[Option<ExitStatus>], letters: &[Letter]) -> (usize, String, Option<Error>) {
+    fn blame(
+        ends: &[Option<ExitStatus>],
+        reports: &[FailureReport],
+    ) -> (usize, String, Option<Error>) {
         let failure = Failure {
             rank: 0,
             status: ExitStatus::from_raw(ONE),
             since: Instant::now(),
         };
-        match failure.blame(ends, letters) {
+        match failure.blame(ends, reports) {
             Error::RankFailed {
                 rank,
                 status,
@@ -340,14 +345,14 @@ mod tests {
 
     #[test]
     fn the_rank_that_the_group_blames_is_named_however_it_ended() {
-        let letters = [letter(0, left(1)), letter(2, left(1))];
+        let reports = [report(0, left(1)), report(2, left(1))];
         for (end, words) in [
             (ended(OK), "exit status: 0"),
             (ended(ONE), "exit status: 1"),
             (ended(KILLED), "signal: 9 (SIGKILL)"),
             (None, "still running, and killed"),
         ] {
-            let blamed = blame(&[ended(ONE), end, ended(ONE)], &letters);
+            let blamed = blame(&[ended(ONE), end, ended(ONE)], &reports);
             assert_eq!(blamed, (1, words.into(), Some(left(1))));
         }
     }
@@ -357,7 +362,7 @@ mod tests {
         let ends = [ended(ONE), ended(OK), ended(OK)];
         let first = (0, "exit status: 1".to_string(), None);
         assert_eq!(blame(&ends, &[]), first);
-        assert_eq!(blame(&ends, &[letter(2, left(1))]), first);
+        assert_eq!(blame(&ends, &[report(2, left(1))]), first);
     }
 
     #[test]
@@ -368,9 +373,9 @@ mod tests {
             waited_ms: 1,
         };
         let ends = [ended(ONE), ended(OK), None, ended(KILLED)];
-        let (rank, ..) = blame(&ends, &[letter(0, missing.clone())]);
+        let (rank, ..) = blame(&ends, &[report(0, missing.clone())]);
         assert_eq!(rank, 3);
-        let (rank, ..) = blame(&ends[..3], &[letter(0, missing)]);
+        let (rank, ..) = blame(&ends[..3], &[report(0, missing)]);
         assert_eq!(rank, 2);
     }
 
@@ -383,12 +388,12 @@ mod tests {
             max: 1,
         };
         let error = Some(error);
-        let letter = Letter {
+        let report = FailureReport {
             rank: 0,
             by: 2,
             error,
         };
-        let (rank, ..) = blame(&[ended(ONE), ended(ONE), ended(ONE)], &[letter]);
+        let (rank, ..) = blame(&[ended(ONE), ended(ONE), ended(ONE)], &[report]);
         assert_eq!(rank, 2);
     }
 

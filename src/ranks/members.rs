@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::commons::{Commons, Operation};
-use super::wire::{self, Frame, Line, MAX_FRAME, WireError};
+use super::shared_state::{Operation, SharedState};
+use super::wire::{self, Channel, Frame, MAX_FRAME, WireError};
 use crate::error::{Error, Result};
 use crate::schedule::Epoch;
 use crate::schedule::agreed::hash;
@@ -43,7 +43,7 @@ pub struct Members {
     pub timeout: Duration,
     /// Whether the ranks are threads of one process.
     pub in_process: bool,
-    commons: Arc<Commons>,
+    shared: Arc<SharedState>,
     /// The number of this rank's latest collective call. Locked while one is posted or refused.
     calls: Mutex<u64>,
     /// On rank 0 the connections to 1, 2, …; elsewhere the one to rank 0. Locked for one exchange at a time.
@@ -58,14 +58,14 @@ impl Members {
         rank: usize,
         timeout: Duration,
         in_process: bool,
-        commons: Commons,
+        shared: SharedState,
         world: usize,
         connections: Vec<UnixStream>,
     ) -> Result<Members> {
-        let commons = Arc::new(commons);
+        let shared = Arc::new(shared);
         let connections: Vec<_> = connections.into_iter().map(Arc::new).collect();
         let watcher = if world > 1 {
-            Some(Watcher::spawn(rank, commons.clone(), connections.clone())?)
+            Some(Watcher::spawn(rank, shared.clone(), connections.clone())?)
         } else {
             None
         };
@@ -74,7 +74,7 @@ impl Members {
             world,
             timeout,
             in_process,
-            commons,
+            shared,
             calls: Mutex::new(0),
             connections: Mutex::new(connections),
             _watcher: watcher,
@@ -83,7 +83,7 @@ impl Members {
 
     /// Fails if the group has failed.
     pub fn check(&self) -> Result<()> {
-        match self.commons.fault() {
+        match self.shared.fault() {
             None => Ok(()),
             Some(cause) => Err(Error::Poisoned {
                 cause: Box::new(cause),
@@ -93,12 +93,12 @@ impl Members {
 
     /// The group's first failure, if there is one.
     pub fn fault(&self) -> Option<Error> {
-        self.commons.fault()
+        self.shared.fault()
     }
 
     /// Reports a failure to every rank; the group can do nothing more. Returns the first failure.
     pub fn fail(&self, error: Error) -> Error {
-        self.commons.fail(error)
+        self.shared.fail(error)
     }
 
     /// If this thread panics, tells the others that this rank does.
@@ -110,11 +110,11 @@ impl Members {
 
     /// For a thread of a backend that watches over this rank.
     #[cfg(feature = "cuda")]
-    pub fn witness(&self) -> Witness {
-        Witness {
+    pub fn failure_reporter(&self) -> FailureReporter {
+        FailureReporter {
             rank: self.rank,
             timeout: self.timeout,
-            commons: self.commons.clone(),
+            shared: self.shared.clone(),
         }
     }
 
@@ -124,7 +124,7 @@ impl Members {
     /// [`Error::CallMismatch`] if another rank called something else; [`Error::Timeout`] if a rank is so
     /// far behind that its calls can't be compared any more.
     pub fn post(&self, epoch: Epoch, operation: Operation<'_>) -> Result<()> {
-        let post = |number| self.commons.post_operation(number, epoch, operation);
+        let post = |number| self.shared.post_operation(number, epoch, operation);
         self.next_call(&|| operation.to_string(), post).map(drop)
     }
 
@@ -136,7 +136,7 @@ impl Members {
     ) -> Result<u64> {
         let mut latest = self.calls();
         let number = *latest + 1;
-        if self.commons.may_post(number).is_err() {
+        if self.shared.may_post(number).is_err() {
             self.await_slower_ranks(number, words)?;
         }
         *latest = number;
@@ -151,7 +151,7 @@ impl Members {
 
     fn await_slower_ranks(&self, number: u64, words: &dyn Fn() -> String) -> Result<()> {
         let begin = Instant::now();
-        while let Err(rank) = self.commons.may_post(number) {
+        while let Err(rank) = self.shared.may_post(number) {
             self.pause(&Waiting {
                 begin,
                 grace: Duration::ZERO,
@@ -168,14 +168,14 @@ impl Members {
     /// for it in that call get the error.
     pub fn refuse(&self, error: &Error) {
         let latest = self.calls();
-        self.commons.note_refusal(*latest + 1, error);
+        self.shared.note_refusal(*latest + 1, error);
     }
 
     /// This rank makes its next collective call after all. It says so when what it does before it is there may take long,
     /// so that those who wait do not take it for one that was refused and gave up.
     pub fn withdraw_refusal(&self) {
         let _latest = self.calls();
-        self.commons.withdraw_refusal();
+        self.shared.withdraw_refusal();
     }
 
     /// One look around in a wait.
@@ -184,16 +184,16 @@ impl Members {
     /// The group's first failure; or that the deadline has passed, or that a rank was refused the call and does not make it,
     /// which becomes it.
     fn pause(&self, waiting: &Waiting) -> Result<()> {
-        if let Some(fault) = self.commons.fault() {
+        if let Some(fault) = self.shared.fault() {
             return Err(fault);
         }
         let waited = waiting.begin.elapsed();
         // A wait for an intermediary of this same rank says nothing about another.
         if waiting.grace.is_zero() {
-            self.commons.note_wait(waiting.rank);
+            self.shared.note_wait(waiting.rank);
         }
         let refusal = self
-            .commons
+            .shared
             .standing_refusal(waiting.call, waited, self.timeout);
         if let Some(error) = refusal {
             return Err(self.fail(error));
@@ -206,7 +206,7 @@ impl Members {
 
     /// A wait for `rank` that began at `begin` has been in vain. `what`: the call, and what `rank` has not done.
     fn timeout(&self, begin: Instant, rank: usize, what: String) -> Error {
-        let culprit = self.commons.culprit(rank, FRESH.min(self.timeout / 2));
+        let culprit = self.shared.culprit(rank, FRESH.min(self.timeout / 2));
         Error::Timeout {
             rank: culprit,
             waiting: self.rank,
@@ -221,7 +221,7 @@ impl Members {
 
     /// `rank` has left while this rank waits for it in its call `number`. `what`: the call, and what `rank` has not done.
     fn left(&self, rank: usize, number: Option<u64>, what: String) -> Error {
-        let refusal = number.and_then(|number| self.commons.refusal(rank, number));
+        let refusal = number.and_then(|number| self.shared.refusal(rank, number));
         refusal.unwrap_or(Error::RankLeft {
             rank,
             waiting: self.rank,
@@ -287,7 +287,7 @@ impl Members {
         let words = call.to_string();
         // What a rank calls is compared before it sends anything. So an exchange is complete only if all made it.
         let number = self.next_call(&|| words.clone(), |number| {
-            self.commons
+            self.shared
                 .post_exchange(number, hash(words.as_bytes()), &words)
         })?;
         let exchange = Exchange {
@@ -298,10 +298,12 @@ impl Members {
         let (bytes, fds) = if self.rank == 0 {
             self.collect(&connections, &exchange, payload, fd)?
         } else {
-            let line = self.line(0, &connections[0], &exchange, GRACE);
-            line.send(payload, fd.as_slice())
+            let channel = self.channel(0, &connections[0], &exchange, GRACE);
+            channel
+                .send(payload, fd.as_slice())
                 .map_err(|e| self.wire_failure(0, &exchange, e))?;
-            line.receive(MAX_FRAME)
+            channel
+                .receive(MAX_FRAME)
                 .map_err(|e| self.wire_failure(0, &exchange, e))?
         };
         let parts = split(&bytes).filter(|parts| parts.len() == self.world);
@@ -331,7 +333,7 @@ impl Members {
         }
         for (index, connection) in connections.iter().enumerate() {
             let (part, sent) = self
-                .line(index + 1, connection, exchange, Duration::ZERO)
+                .channel(index + 1, connection, exchange, Duration::ZERO)
                 .receive(MAX_FRAME)
                 .map_err(|e| self.wire_failure(index + 1, exchange, e))?;
             parts.push(part);
@@ -339,7 +341,7 @@ impl Members {
         }
         let all = join(&parts);
         for (index, connection) in connections.iter().enumerate() {
-            self.line(index + 1, connection, exchange, GRACE)
+            self.channel(index + 1, connection, exchange, GRACE)
                 .send(&all, &wire::borrow(&fds))
                 .map_err(|e| self.wire_failure(index + 1, exchange, e))?;
         }
@@ -347,25 +349,25 @@ impl Members {
     }
 
     /// The connection to `rank`.
-    fn line<'a>(
+    fn channel<'a>(
         &'a self,
         rank: usize,
         stream: &'a UnixStream,
         exchange: &'a Exchange,
         grace: Duration,
-    ) -> Line<'a, impl Fn() -> Result<(), Error>> {
+    ) -> Channel<'a, impl Fn() -> Result<(), Error>> {
         let Exchange { begin, number, .. } = *exchange;
-        Line {
+        Channel {
             stream,
             deadline: begin + self.timeout + grace,
             check: move || {
-                self.commons.note_wait(rank);
+                self.shared.note_wait(rank);
                 let refusal = || {
                     let waited = begin.elapsed();
-                    self.commons
+                    self.shared
                         .standing_refusal(|| Some(number), waited, self.timeout)
                 };
-                self.commons.fault().or_else(refusal).map_or(Ok(()), Err)
+                self.shared.fault().or_else(refusal).map_or(Ok(()), Err)
             },
         }
     }
@@ -378,7 +380,7 @@ impl Members {
                 let what = format!("{call}: rank {rank} has not come");
                 self.timeout(exchange.begin, rank, what)
             }
-            WireError::Closed if self.commons.has_left(rank) => {
+            WireError::Closed if self.shared.has_left(rank) => {
                 self.left(rank, Some(exchange.number), call.clone())
             }
             WireError::Closed => Error::RankLost {
@@ -423,27 +425,27 @@ struct Waiting<'a> {
 /// A share in a rank's right to report failures, for a thread of its backend.
 #[cfg(feature = "cuda")]
 #[derive(Debug)]
-pub struct Witness {
+pub struct FailureReporter {
     pub rank: usize,
     pub timeout: Duration,
-    commons: Arc<Commons>,
+    shared: Arc<SharedState>,
 }
 
 #[cfg(feature = "cuda")]
-impl Witness {
+impl FailureReporter {
     /// As [`Members::fail`].
     pub fn fail(&self, error: Error) -> Error {
-        self.commons.fail(error)
+        self.shared.fail(error)
     }
 
     /// As [`Members::fault`].
     pub fn fault(&self) -> Option<Error> {
-        self.commons.fault()
+        self.shared.fault()
     }
 
     /// Whether `rank` has left the group in order.
     pub fn has_left(&self, rank: usize) -> bool {
-        self.commons.has_left(rank)
+        self.shared.has_left(rank)
     }
 
     /// What this rank waits for in operation `operation`, in words, for a report: the call, what a peer has not done, and
@@ -455,20 +457,20 @@ impl Witness {
         expected: Epoch,
         seen: u32,
     ) -> String {
-        self.commons.describe(operation, awaited, expected, seen)
+        self.shared.describe(operation, awaited, expected, seen)
     }
 
     /// Why `rank`, which does not come to operation `epoch`, was refused that call, if it was.
     pub fn refusal(&self, rank: usize, epoch: Epoch) -> Option<Error> {
-        let number = self.commons.number_of(epoch)?;
-        self.commons.refusal(rank, number)
+        let number = self.shared.number_of(epoch)?;
+        self.shared.refusal(rank, number)
     }
 
     /// Why some rank was refused operation `epoch`, if this rank has waited in that for `waited`, and the other had time to
     /// make the call after all.
     pub fn standing_refusal(&self, epoch: Epoch, waited: Duration) -> Option<Error> {
-        let number = || self.commons.number_of(epoch);
-        self.commons.standing_refusal(number, waited, self.timeout)
+        let number = || self.shared.number_of(epoch);
+        self.shared.standing_refusal(number, waited, self.timeout)
     }
 }
 
@@ -477,7 +479,7 @@ impl Drop for Members {
         self.report_panic();
         // A rank that unwinds has not completed what it began: it does not leave in order.
         if !std::thread::panicking() {
-            self.commons.leave();
+            self.shared.leave();
         }
     }
 }
@@ -498,8 +500,8 @@ impl Wait for Members {
             std::hint::spin_loop();
         }
         let number = OnceCell::new();
-        let call = || *number.get_or_init(|| self.commons.number_of(epoch));
-        let what = || self.commons.describe(epoch, awaited, epoch, flag.peek());
+        let call = || *number.get_or_init(|| self.shared.number_of(epoch));
+        let what = || self.shared.describe(epoch, awaited, epoch, flag.peek());
         let waiting = Waiting {
             begin: Instant::now(),
             // A chunk that is pulled is written by this rank's own copy thread, which may itself wait for another rank than
@@ -516,7 +518,7 @@ impl Wait for Members {
         loop {
             // A rank that left had signalled everything before, and for a chunk that is pulled waited for `done`, which
             // follows the flag; so look at the flag after that.
-            let left = self.commons.has_left(awaited.peer());
+            let left = self.shared.has_left(awaited.peer());
             if flag.reached(epoch) {
                 return Ok(());
             }
@@ -574,13 +576,13 @@ struct Watcher {
 impl Watcher {
     fn spawn(
         rank: usize,
-        commons: Arc<Commons>,
+        shared: Arc<SharedState>,
         connections: Vec<Arc<UnixStream>>,
     ) -> Result<Watcher> {
         let (stop, stopped) = wire::pair().map_err(Error::system(rank, "open a socket pair"))?;
         let thread = std::thread::Builder::new()
             .name(format!("gemmesh-watch-{rank}"))
-            .spawn(move || watch(rank, &commons, &connections, &stopped))
+            .spawn(move || watch(rank, &shared, &connections, &stopped))
             .map_err(Error::system(rank, "start a thread"))?;
         Ok(Watcher {
             stop: Some(stop),
@@ -599,7 +601,7 @@ impl Drop for Watcher {
     }
 }
 
-fn watch(rank: usize, commons: &Commons, connections: &[Arc<UnixStream>], stopped: &UnixStream) {
+fn watch(rank: usize, shared: &SharedState, connections: &[Arc<UnixStream>], stopped: &UnixStream) {
     // Nothing wakes the thread but an end that closes, so the pause between looks can be long.
     const PAUSE: Duration = Duration::from_secs(3600);
     let peer_of = |index: usize| if rank == 0 { index + 1 } else { 0 };
@@ -626,8 +628,8 @@ fn watch(rank: usize, commons: &Commons, connections: &[Arc<UnixStream>], stoppe
         drop(fds);
         for index in hung_up {
             open.retain(|&other| other != index);
-            if !commons.has_left(peer_of(index)) {
-                commons.fail(Error::RankLost {
+            if !shared.has_left(peer_of(index)) {
+                shared.fail(Error::RankLost {
                     rank: peer_of(index),
                     noticed_by: rank,
                 });
@@ -669,13 +671,13 @@ pub mod fuzzing {
         // What the socket's buffer does not hold is not sent.
         let _ = other.write(sent);
         let _ = other.shutdown(Shutdown::Write);
-        let line = Line {
+        let channel = Channel {
             stream: &stream,
             deadline: Instant::now() + Duration::from_secs(1),
             check: || Ok::<(), Infallible>(()),
         };
         let limit = MAX_FRAME >> (limit % 32);
-        while let Ok((frame, _)) = line.receive(limit) {
+        while let Ok((frame, _)) = channel.receive(limit) {
             assert!(frame.len() <= limit);
             let messages = split(&frame).unwrap_or_default();
             let bytes: usize = messages.iter().map(|message| 8 + message.len()).sum();
@@ -708,7 +710,7 @@ pub mod fuzzing {
         frames.chain(huge).collect()
     }
 
-    /// As [`Line::send`] puts it on the connection, behind the byte for the longest limit.
+    /// As [`Channel::send`] puts it on the connection, behind the byte for the longest limit.
     fn sent(frame: &[u8]) -> Vec<u8> {
         [&[0], &(frame.len() as u32).to_le_bytes()[..], frame].concat()
     }

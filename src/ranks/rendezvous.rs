@@ -16,10 +16,10 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use serde::{Deserialize, Serialize};
 
-use super::commons::Commons;
 use super::members::Members;
-use super::reports::Outbox;
-use super::wire::{self, Line, WireError};
+use super::reports::ReportSender;
+use super::shared_state::SharedState;
+use super::wire::{self, Channel, WireError};
 use crate::error::{Error, Result};
 use crate::memory::{Mapping, memfd};
 use crate::schedule::layout::MAX_WORLD;
@@ -50,7 +50,7 @@ pub struct Identity {
     pub backend: &'static str,
     pub timeout: Duration,
     /// To the launcher, if it described this rank.
-    pub outbox: Option<Outbox>,
+    pub launcher: Option<ReportSender>,
 }
 
 /// The introduction, after its [`Prefix`].
@@ -125,7 +125,7 @@ pub fn meet_speaking(identity: &Identity, version: u32) -> Result<Members> {
     ))?;
     if rank == 0 {
         match UnixListener::bind_addr(&address) {
-            Ok(listener) => return Host::new(identity, listener, version)?.host(),
+            Ok(listener) => return Rendezvous::new(identity, listener, version)?.run(),
             // Another process is rank 0. Introduce this one too, so that every rank hears of it.
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
             Err(error) => return Err(Error::system(rank, "listen for the other ranks")(error)),
@@ -169,15 +169,15 @@ fn join(identity: &Identity, address: &SocketAddr, version: u32) -> Result<Membe
         rank: identity.rank as u32,
         length: hello.len() as u32,
     };
-    let line = Line {
+    let channel = Channel {
         stream: &stream,
         // Rank 0 may have begun later than this rank, and knows better who is missing.
         deadline: Instant::now() + identity.timeout + LINGER,
         check: || Ok::<(), Error>(()),
     };
-    let answer = line
+    let answer = channel
         .send_raw(&[prefix.encode().as_slice(), &hello].concat())
-        .and_then(|()| line.receive(MAX_VERDICT));
+        .and_then(|()| channel.receive(MAX_VERDICT));
     let (verdict, fds) = answer.map_err(|error| match error {
         WireError::Late => missing(0),
         WireError::Closed => Error::RankLost {
@@ -198,8 +198,8 @@ fn join(identity: &Identity, address: &SocketAddr, version: u32) -> Result<Membe
         rank: 0,
         reason: "it sent no shared memory".into(),
     })?;
-    let memory =
-        Mapping::shared(memory, Commons::BYTES).map_err(system("map the group's shared memory"))?;
+    let memory = Mapping::shared(memory, SharedState::BYTES)
+        .map_err(system("map the group's shared memory"))?;
     members(identity, memory, vec![stream])
 }
 
@@ -210,12 +210,13 @@ fn members(identity: &Identity, memory: Mapping, connections: Vec<UnixStream>) -
         timeout,
         ..
     } = identity;
-    if let Some(outbox) = &identity.outbox {
+    if let Some(launcher) = &identity.launcher {
         // All ranks are here, whatever became of an earlier group.
-        outbox.withdraw();
+        launcher.withdraw();
     }
-    let commons = Commons::new(memory, rank, world).with_outbox(identity.outbox.clone());
-    Members::new(rank, timeout, false, commons, world, connections)
+    let shared_state =
+        SharedState::new(memory, rank, world).with_launcher(identity.launcher.clone());
+    Members::new(rank, timeout, false, shared_state, world, connections)
 }
 
 /// A process of another user could otherwise take part by guessing the address.
@@ -308,7 +309,7 @@ impl Stranger {
 }
 
 /// Rank 0 while it waits for the others.
-struct Host<'a> {
+struct Rendezvous<'a> {
     identity: &'a Identity,
     hello: Hello,
     /// The protocol version that this rank speaks.
@@ -321,12 +322,12 @@ struct Host<'a> {
     rejected: Vec<Guest>,
 }
 
-impl<'a> Host<'a> {
-    fn new(identity: &'a Identity, listener: UnixListener, version: u32) -> Result<Host<'a>> {
+impl<'a> Rendezvous<'a> {
+    fn new(identity: &'a Identity, listener: UnixListener, version: u32) -> Result<Rendezvous<'a>> {
         listener
             .set_nonblocking(true)
             .map_err(Error::system(0, "set up a socket"))?;
-        Ok(Host {
+        Ok(Rendezvous {
             identity,
             hello: Hello::new(identity),
             version,
@@ -337,11 +338,12 @@ impl<'a> Host<'a> {
         })
     }
 
-    fn host(mut self) -> Result<Members> {
+    fn run(mut self) -> Result<Members> {
         let outcome = self.receive_all().and_then(|()| {
             let system = |action| Error::system(0, action);
-            let fd = memfd(Commons::BYTES).map_err(system("allocate the group's shared memory"))?;
-            let memory = Mapping::shared(&fd, Commons::BYTES)
+            let fd =
+                memfd(SharedState::BYTES).map_err(system("allocate the group's shared memory"))?;
+            let memory = Mapping::shared(&fd, SharedState::BYTES)
                 .map_err(system("map the group's shared memory"))?;
             Ok((memory, fd))
         });
@@ -529,13 +531,13 @@ impl<'a> Host<'a> {
 
 /// Sends the verdict. A guest that has gone meanwhile is found missing by the first call it should make.
 fn tell(stream: &UnixStream, verdict: &std::result::Result<(), Error>, fds: &[OwnedFd]) {
-    let line = Line {
+    let channel = Channel {
         stream,
         deadline: Instant::now() + LINGER,
         check: || Ok::<(), Error>(()),
     };
     if let Ok(bytes) = serde_json::to_vec(verdict) {
-        let _ = line.send(&bytes, &wire::borrow(fds));
+        let _ = channel.send(&bytes, &wire::borrow(fds));
     }
 }
 
@@ -553,16 +555,16 @@ pub mod fuzzing {
         address: String::new(),
         backend: "host",
         timeout: Duration::from_secs(1),
-        outbox: None,
+        launcher: None,
     };
 
     thread_local! {
-        static HOST: Host<'static> = {
+        static HOST: Rendezvous<'static> = {
             let name = format!("gemmesh/fuzz/{}", std::process::id());
             let address = SocketAddr::from_abstract_name(name).expect("an address");
             let listener = UnixListener::bind_addr(&address).expect("a listener");
             let identity = Box::leak(Box::new(IDENTITY));
-            Host::new(identity, listener, PROTOCOL_VERSION).expect("a host")
+            Rendezvous::new(identity, listener, PROTOCOL_VERSION).expect("a host")
         };
     }
 

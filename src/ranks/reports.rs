@@ -20,16 +20,16 @@ use serde::{Deserialize, Serialize};
 use super::wire;
 use crate::error::{Error, Result};
 
-/// The longest letter: an error.
-const MAX_LETTER: usize = 16 << 10;
+/// The longest report: an error.
+const MAX_REPORT: usize = 16 << 10;
 /// How long a rank tries to tell a launcher that does not listen, be it stopped.
 const PATIENCE: Duration = Duration::from_millis(200);
-/// How many letters are read at once, whoever sends them.
+/// How many reports are read at once, whoever sends them.
 const READ: usize = 1024;
 
 /// One rank's word on the group that it is in.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Letter {
+pub struct FailureReport {
     pub rank: usize,
     /// The rank that reported the failure to the group.
     pub by: usize,
@@ -46,16 +46,16 @@ static TOLD: AtomicBool = AtomicBool::new(false);
 
 /// A rank's end, for one group.
 #[derive(Clone, Debug)]
-pub struct Outbox {
+pub struct ReportSender {
     rank: usize,
     launch: Arc<str>,
     once: Arc<Once>,
 }
 
-impl Outbox {
+impl ReportSender {
     /// `launch` is the address that the launcher gave its ranks.
-    pub fn new(rank: usize, launch: &str) -> Outbox {
-        Outbox {
+    pub fn new(rank: usize, launch: &str) -> ReportSender {
+        ReportSender {
             rank,
             launch: launch.into(),
             once: Arc::new(Once::new()),
@@ -67,7 +67,7 @@ impl Outbox {
     pub fn tell(&self, by: usize, error: &Error) {
         self.once.call_once(|| {
             TOLD.store(true, Ordering::Relaxed);
-            self.send(&Letter {
+            self.send(&FailureReport {
                 rank: self.rank,
                 by,
                 error: Some(error.cause().clone()),
@@ -78,7 +78,7 @@ impl Outbox {
     /// Says that what this process has told of earlier groups is void.
     pub fn withdraw(&self) {
         if TOLD.swap(false, Ordering::Relaxed) {
-            self.send(&Letter {
+            self.send(&FailureReport {
                 rank: self.rank,
                 by: self.rank,
                 error: None,
@@ -86,9 +86,9 @@ impl Outbox {
         }
     }
 
-    fn send(&self, letter: &Letter) {
+    fn send(&self, report: &FailureReport) {
         let send = || -> std::io::Result<()> {
-            let bytes = serde_json::to_vec(letter)?;
+            let bytes = serde_json::to_vec(report)?;
             let socket = UnixDatagram::unbound()?;
             socket.set_nonblocking(true)?;
             socket.connect_addr(&address_of(&self.launch)?)?;
@@ -114,36 +114,36 @@ impl Outbox {
 
 /// The launcher's end.
 #[derive(Debug)]
-pub struct Inbox {
+pub struct ReportReceiver {
     socket: UnixDatagram,
     world: usize,
     /// At most one a rank, in the order in which they came.
-    letters: Vec<Letter>,
+    reports: Vec<FailureReport>,
 }
 
-impl Inbox {
-    pub fn new(launch: &str, world: usize) -> Result<Inbox> {
+impl ReportReceiver {
+    pub fn new(launch: &str, world: usize) -> Result<ReportReceiver> {
         let open = || -> std::io::Result<UnixDatagram> {
             let socket = UnixDatagram::bind_addr(&address_of(launch)?)?;
             socket.set_nonblocking(true)?;
             sockopt::set_socket_passcred(&socket, true)?;
             Ok(socket)
         };
-        Ok(Inbox {
+        Ok(ReportReceiver {
             socket: open().map_err(Error::system(None, "listen to the ranks"))?,
             world,
-            letters: Vec::new(),
+            reports: Vec::new(),
         })
     }
 
     /// What the ranks have said.
-    pub fn letters(&self) -> &[Letter] {
-        &self.letters
+    pub fn reports(&self) -> &[FailureReport] {
+        &self.reports
     }
 
-    /// Reads what has come, without waiting. Any process can send something: what is no rank's letter is dropped.
+    /// Reads what has come, without waiting. Any process can send something: what is no rank's report is dropped.
     pub fn read(&mut self) {
-        let mut bytes = vec![0; MAX_LETTER];
+        let mut bytes = vec![0; MAX_REPORT];
         for _ in 0..READ {
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmCredentials(1))];
             let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -170,22 +170,22 @@ impl Inbox {
     }
 
     fn file(&mut self, bytes: &[u8]) {
-        let Ok(letter) = serde_json::from_slice::<Letter>(bytes) else {
+        let Ok(report) = serde_json::from_slice::<FailureReport>(bytes) else {
             return;
         };
-        if letter.rank.max(letter.by) >= self.world {
+        if report.rank.max(report.by) >= self.world {
             return;
         }
-        let known = self.letters.iter().any(|other| other.rank == letter.rank);
-        if letter.error.is_none() {
-            self.letters.retain(|other| other.rank != letter.rank);
+        let known = self.reports.iter().any(|other| other.rank == report.rank);
+        if report.error.is_none() {
+            self.reports.retain(|other| other.rank != report.rank);
         } else if !known {
-            self.letters.push(letter);
+            self.reports.push(report);
         }
     }
 }
 
-impl AsFd for Inbox {
+impl AsFd for ReportReceiver {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
@@ -195,8 +195,8 @@ impl AsFd for Inbox {
 mod tests {
     use super::*;
     use crate::memory::{Mapping, memfd};
-    use crate::ranks::commons::Commons;
     use crate::ranks::launch::unique_address;
+    use crate::ranks::shared_state::SharedState;
 
     fn lost(rank: usize) -> Error {
         Error::RankLost {
@@ -205,69 +205,69 @@ mod tests {
         }
     }
 
-    fn told(inbox: &mut Inbox) -> Vec<(usize, usize)> {
-        inbox.read();
-        let letters = inbox.letters().iter();
-        letters
-            .map(|letter| (letter.rank, letter.error.as_ref().unwrap().at_fault()[0]))
+    fn told(receiver: &mut ReportReceiver) -> Vec<(usize, usize)> {
+        receiver.read();
+        let reports = receiver.reports().iter();
+        reports
+            .map(|report| (report.rank, report.error.as_ref().unwrap().at_fault()[0]))
             .collect()
     }
 
     #[test]
     fn a_rank_tells_of_a_group_once_and_of_the_next_anew() {
         let launch = unique_address();
-        let mut inbox = Inbox::new(&launch, 3).unwrap();
-        let first = Outbox::new(2, &launch);
+        let mut receiver = ReportReceiver::new(&launch, 3).unwrap();
+        let first = ReportSender::new(2, &launch);
         first.withdraw();
-        assert_eq!(told(&mut inbox), []);
+        assert_eq!(told(&mut receiver), []);
         first.tell(0, &lost(1));
         first.clone().tell(0, &lost(0));
-        assert_eq!(told(&mut inbox), [(2, 1)]);
+        assert_eq!(told(&mut receiver), [(2, 1)]);
         // It tried again without success: the first failure remains the cause.
-        Outbox::new(2, &launch).tell(2, &lost(0));
-        assert_eq!(told(&mut inbox), [(2, 1)]);
-        let second = Outbox::new(2, &launch);
+        ReportSender::new(2, &launch).tell(2, &lost(0));
+        assert_eq!(told(&mut receiver), [(2, 1)]);
+        let second = ReportSender::new(2, &launch);
         second.withdraw();
-        assert_eq!(told(&mut inbox), []);
+        assert_eq!(told(&mut receiver), []);
         second.tell(0, &lost(0));
-        assert_eq!(told(&mut inbox), [(2, 0)]);
+        assert_eq!(told(&mut receiver), [(2, 0)]);
     }
 
     #[test]
     fn a_rank_tells_of_a_failure_that_another_reported_before_it_learns_of_it() {
         let launch = unique_address();
-        let mut inbox = Inbox::new(&launch, 2).unwrap();
-        let memory = memfd(Commons::BYTES).unwrap();
-        let commons = |rank| {
-            let memory = Mapping::shared(&memory, Commons::BYTES).unwrap();
-            Commons::new(memory, rank, 2)
+        let mut receiver = ReportReceiver::new(&launch, 2).unwrap();
+        let memory = memfd(SharedState::BYTES).unwrap();
+        let shared_state = |rank| {
+            let memory = Mapping::shared(&memory, SharedState::BYTES).unwrap();
+            SharedState::new(memory, rank, 2)
         };
-        let silent = commons(0);
-        let rank = commons(1).with_outbox(Some(Outbox::new(1, &launch)));
+        let silent = shared_state(0);
+        let rank = shared_state(1).with_launcher(Some(ReportSender::new(1, &launch)));
         assert_eq!(rank.fault(), None);
         silent.fail(lost(1));
-        assert_eq!(told(&mut inbox), []);
+        assert_eq!(told(&mut receiver), []);
         assert_eq!(rank.fault(), Some(lost(1)));
-        assert_eq!(told(&mut inbox), [(1, 1)]);
+        assert_eq!(told(&mut receiver), [(1, 1)]);
     }
 
     #[test]
     fn what_is_no_letter_of_a_rank_is_dropped() {
         let launch = unique_address();
-        let mut inbox = Inbox::new(&launch, 2).unwrap();
+        let mut receiver = ReportReceiver::new(&launch, 2).unwrap();
         let sender = UnixDatagram::unbound().unwrap();
         sender.connect_addr(&address_of(&launch).unwrap()).unwrap();
-        let foreign = Letter {
+        let foreign = FailureReport {
             rank: 7,
             by: 0,
             error: Some(lost(1)),
         };
-        let long = Letter {
+        let long = FailureReport {
             rank: 1,
             by: 0,
             error: Some(Error::Message {
                 rank: 0,
-                reason: "x".repeat(MAX_LETTER),
+                reason: "x".repeat(MAX_REPORT),
             }),
         };
         for bytes in [
@@ -279,25 +279,25 @@ mod tests {
         ] {
             sender.send(&bytes).unwrap();
         }
-        Outbox::new(1, &launch).tell(0, &lost(0));
-        assert_eq!(told(&mut inbox), [(1, 0)]);
+        ReportSender::new(1, &launch).tell(0, &lost(0));
+        assert_eq!(told(&mut receiver), [(1, 0)]);
     }
 
     #[test]
     fn a_launcher_that_is_gone_or_does_not_listen_holds_no_rank_up() {
         let launch = unique_address();
         let begin = Instant::now();
-        Outbox::new(0, &launch).tell(0, &lost(1));
+        ReportSender::new(0, &launch).tell(0, &lost(1));
         assert!(begin.elapsed() < PATIENCE, "nobody is there");
-        let mut inbox = Inbox::new(&launch, 2).unwrap();
+        let mut receiver = ReportReceiver::new(&launch, 2).unwrap();
         let sender = UnixDatagram::unbound().unwrap();
         sender.connect_addr(&address_of(&launch).unwrap()).unwrap();
         sender.set_nonblocking(true).unwrap();
         while sender.send(b"noise").is_ok() {}
         let begin = Instant::now();
-        Outbox::new(0, &launch).tell(0, &lost(1));
+        ReportSender::new(0, &launch).tell(0, &lost(1));
         assert!((PATIENCE..10 * PATIENCE).contains(&begin.elapsed()));
-        assert_eq!(told(&mut inbox), []);
+        assert_eq!(told(&mut receiver), []);
     }
 }
 
@@ -307,17 +307,17 @@ pub mod fuzzing {
     use super::*;
 
     thread_local! {
-        static INBOX: std::cell::RefCell<Inbox> = {
-            let inbox = Inbox::new(&format!("fuzz-{}", std::process::id()), 4);
-            inbox.expect("an inbox").into()
+        static INBOX: std::cell::RefCell<ReportReceiver> = {
+            let receiver = ReportReceiver::new(&format!("fuzz-{}", std::process::id()), 4);
+            receiver.expect("an receiver").into()
         };
     }
 
-    /// A letter.
+    /// A report.
     pub fn parse(data: &[u8]) {
-        INBOX.with_borrow_mut(|inbox| {
-            inbox.file(data);
-            assert!(inbox.letters().len() <= 4);
+        INBOX.with_borrow_mut(|receiver| {
+            receiver.file(data);
+            assert!(receiver.reports().len() <= 4);
         });
     }
 
@@ -328,13 +328,13 @@ pub mod fuzzing {
             waiting: 0,
             what: "barrier()".into(),
         };
-        let letter = |error| Letter {
+        let report = |error| FailureReport {
             rank: 0,
             by: 2,
             error,
         };
-        let letters = [letter(Some(left)), letter(None)];
-        let bytes = letters.map(|letter| serde_json::to_vec(&letter).unwrap_or_default());
+        let reports = [report(Some(left)), report(None)];
+        let bytes = reports.map(|report| serde_json::to_vec(&report).unwrap_or_default());
         bytes.into()
     }
 }

@@ -53,7 +53,7 @@ impl<E> From<io::Error> for WireError<E> {
 pub type Frame = (Vec<u8>, Vec<OwnedFd>);
 
 /// One control connection and how long, and how long only, to wait on it.
-pub struct Line<'a, C> {
+pub struct Channel<'a, C> {
     /// Non-blocking.
     pub stream: &'a UnixStream,
     pub deadline: Instant,
@@ -61,7 +61,7 @@ pub struct Line<'a, C> {
     pub check: C,
 }
 
-impl<E, C: Fn() -> Result<(), E>> Line<'_, C> {
+impl<E, C: Fn() -> Result<(), E>> Channel<'_, C> {
     /// Sends `payload`, and `fds` with its first byte.
     pub fn send(&self, payload: &[u8], fds: &[BorrowedFd]) -> Result<(), WireError<E>> {
         let length = u32::try_from(payload.len())
@@ -206,8 +206,11 @@ mod tests {
     use std::convert::Infallible;
     use std::io::Write;
 
-    fn line(stream: &UnixStream, ms: u64) -> Line<'_, impl Fn() -> Result<(), Infallible> + use<>> {
-        Line {
+    fn channel(
+        stream: &UnixStream,
+        ms: u64,
+    ) -> Channel<'_, impl Fn() -> Result<(), Infallible> + use<>> {
+        Channel {
             stream,
             deadline: Instant::now() + Duration::from_millis(ms),
             check: || Ok(()),
@@ -219,9 +222,9 @@ mod tests {
         let (one, two) = pair().unwrap();
         let payload: Vec<u8> = (0..3 * PIECE + 17).map(|i| (i % 251) as u8).collect();
         let (received, fds) = std::thread::scope(|scope| {
-            let receiver = scope.spawn(|| line(&two, 10_000).receive(MAX_FRAME).unwrap());
+            let receiver = scope.spawn(|| channel(&two, 10_000).receive(MAX_FRAME).unwrap());
             let fds = [one.as_fd(), two.as_fd()];
-            line(&one, 10_000).send(&payload, &fds).unwrap();
+            channel(&one, 10_000).send(&payload, &fds).unwrap();
             receiver.join().unwrap()
         });
         assert_eq!(received, payload);
@@ -233,7 +236,7 @@ mod tests {
         let (mut one, two) = pair().unwrap();
         one.write_all(&u32::MAX.to_le_bytes()).unwrap();
         assert!(matches!(
-            line(&two, 1000).receive(64),
+            channel(&two, 1000).receive(64),
             Err(WireError::Garbage(_))
         ));
     }
@@ -241,10 +244,13 @@ mod tests {
     #[test]
     fn silence_ends_at_the_deadline_and_a_closed_end_at_once() {
         let (one, two) = pair().unwrap();
-        assert!(matches!(line(&two, 50).receive(64), Err(WireError::Late)));
+        assert!(matches!(
+            channel(&two, 50).receive(64),
+            Err(WireError::Late)
+        ));
         drop(one);
         assert!(matches!(
-            line(&two, 10_000).receive(64),
+            channel(&two, 10_000).receive(64),
             Err(WireError::Closed)
         ));
     }

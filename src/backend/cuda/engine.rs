@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::Cuda;
 use super::abi::GemmeshTurn;
-use super::driver::{Event, Stream, WordOp};
+use super::driver::{Event, Stream, StreamMemOp};
 use super::monitor::OUTSTANDING;
 use super::program::{Launch, Place, Program};
 use crate::backend::chunk_delay;
@@ -85,7 +85,7 @@ fn make_room(at: &Place, schedule: &Schedule) -> Result<()> {
 
 /// Says to every peer that this rank's own rows are final, on the main stream; what refreshes flags does so before. As
 /// [`drive::announce`].
-fn announce(at: &Place, epoch: Epoch, and: Option<WordOp>) -> Result<()> {
+fn announce(at: &Place, epoch: Epoch, and: Option<StreamMemOp>) -> Result<()> {
     let Place {
         cuda,
         members,
@@ -102,9 +102,9 @@ fn announce(at: &Place, epoch: Epoch, and: Option<WordOp>) -> Result<()> {
             main.fill(control.chunk(0), epoch.previous().raw(), MAX_FLAGS)?;
         }
     }
-    let mut words = [WordOp::Write(0, 0); MAX_WORLD + 1];
+    let mut words = [StreamMemOp::Write(0, 0); MAX_WORLD + 1];
     let peers = (0..members.world).filter(|&peer| peer != rank);
-    let ready = peers.map(|peer| WordOp::Write(control.ready(peer, rank), epoch.raw()));
+    let ready = peers.map(|peer| StreamMemOp::Write(control.ready(peer, rank), epoch.raw()));
     let mut count = 0;
     for word in and.into_iter().chain(ready) {
         words[count] = word;
@@ -136,7 +136,7 @@ fn enqueue(
         epoch,
         schedule,
         matrices: call.matrices,
-        words: [WordOp::Write(0, 0); BATCH],
+        words: [StreamMemOp::Write(0, 0); BATCH],
         pending: 0,
         stamps: traced.then(Vec::new),
     };
@@ -148,7 +148,7 @@ fn enqueue(
             pause(main, ENQUEUED)?;
             super::align(cuda, members, main)?;
         }
-        let started = WordOp::Write(monitor.started(), epoch.raw());
+        let started = StreamMemOp::Write(monitor.started(), epoch.raw());
         announce(at, epoch, Some(started))?;
     }
     let moves = schedule.moves().next().is_some();
@@ -173,13 +173,13 @@ fn enqueue(
     }
     if schedule.handshake() {
         // Own rows are free again when every peer has pulled them; then the operation is complete.
-        let mut words = [WordOp::Write(0, 0); MAX_WORLD + 1];
+        let mut words = [StreamMemOp::Write(0, 0); MAX_WORLD + 1];
         let mut count = 0;
         for &peer in schedule.readers() {
-            words[count] = WordOp::Wait(cuda.control.done(members.rank, peer), epoch.raw());
+            words[count] = StreamMemOp::Wait(cuda.control.done(members.rank, peer), epoch.raw());
             count += 1;
         }
-        words[count] = WordOp::Write(monitor.completed(), epoch.raw());
+        words[count] = StreamMemOp::Write(monitor.completed(), epoch.raw());
         // SAFETY: as above; the completed word lives as long as the backend.
         unsafe { main.words(&words[..=count])? };
     }
@@ -232,8 +232,8 @@ fn enqueue_pushed(
         // they overwrite. A flag is copied after its rows: nobody reads them before.
         unsafe {
             // What the kernel waits for has deadlines. That the kernel runs has one only if the monitor knows that it should.
-            let begins = WordOp::Write(monitor.started(), epoch.raw());
-            let gate = [begins, WordOp::Wait(go, 1)];
+            let begins = StreamMemOp::Write(monitor.started(), epoch.raw());
+            let gate = [begins, StreamMemOp::Wait(go, 1)];
             cuda.copies().words(&gate[usize::from(recorded)..])?;
             // Two flows at once are slower than one after the other, but for a small one: it fills the gaps between
             // the others' copies. In a graph, the second branch may begin at any time, and that is slower.
@@ -265,7 +265,7 @@ fn enqueue_pushed(
                 cuda.copies().wait_for(cuda.late_copies(), &cuda.joined)?;
             }
             // Before the kernel that sets it next, which waits for these copies.
-            cuda.copies().words(&[WordOp::Write(go, 0)])?;
+            cuda.copies().words(&[StreamMemOp::Write(go, 0)])?;
         }
     }
     launch.launch(main)?;
@@ -323,14 +323,14 @@ struct Copies<'a> {
     schedule: &'a Schedule,
     matrices: &'a [Bound<'a, Cuda>],
     /// Word operations that are still to be put on the stream: those between two copies go there in one call.
-    words: [WordOp; BATCH],
+    words: [StreamMemOp; BATCH],
     pending: usize,
     /// Before and after each pull, if somebody wants to know.
     stamps: Option<Vec<(Transfer, Event, Event)>>,
 }
 
 impl Copies<'_> {
-    fn push(&mut self, operation: WordOp) -> Result<()> {
+    fn push(&mut self, operation: StreamMemOp) -> Result<()> {
         if self.pending == BATCH {
             self.flush()?;
         }
@@ -373,11 +373,14 @@ impl CopyEngine for Copies<'_> {
 
     fn wait_ready(&mut self, source: usize, epoch: Epoch) -> Result<()> {
         let flag = self.cuda.control.ready(self.rank, source);
-        self.push(WordOp::Wait(flag, epoch.raw()))
+        self.push(StreamMemOp::Wait(flag, epoch.raw()))
     }
 
     fn wait_chunk(&mut self, flag: usize, epoch: Epoch, _: Awaited) -> Result<()> {
-        self.push(WordOp::Wait(self.cuda.control.chunk(flag), epoch.raw()))
+        self.push(StreamMemOp::Wait(
+            self.cuda.control.chunk(flag),
+            epoch.raw(),
+        ))
     }
 
     fn copy(&mut self, pull: &Transfer) -> Result<()> {
@@ -407,12 +410,12 @@ impl CopyEngine for Copies<'_> {
 
     fn signal_chunk(&mut self, pull: &Transfer, epoch: Epoch) -> Result<()> {
         let flag = self.cuda.control.chunk(pull.flag);
-        self.push(WordOp::Write(flag, epoch.raw()))
+        self.push(StreamMemOp::Write(flag, epoch.raw()))
     }
 
     fn signal_done(&mut self, source: usize, epoch: Epoch) -> Result<()> {
         let flag = self.cuda.control.done(source, self.rank);
-        self.push(WordOp::Write(flag, epoch.raw()))
+        self.push(StreamMemOp::Write(flag, epoch.raw()))
     }
 }
 

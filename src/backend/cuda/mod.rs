@@ -27,7 +27,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use abi::{GEMMESH_MAX_WORLD, GemmeshAlignment};
-use driver::{Device, Event, Memory, Region, Stream, WordOp};
+use driver::{Device, Event, Memory, Region, Stream, StreamMemOp};
 use kernel::Kernels;
 use memory::{BOX, Control, Peers, Symmetric};
 use monitor::Monitor;
@@ -333,7 +333,7 @@ impl Cuda {
                 stream.fill(from, 0, BOX / 4)?;
                 stream.copy(to, from, BOX)?;
                 stream.copy_rows(to, from, BOX / 4, BOX / 8, 4)?;
-                stream.words(&[WordOp::Write(from, 1), WordOp::Wait(from, 1)])?;
+                stream.words(&[StreamMemOp::Write(from, 1), StreamMemOp::Wait(from, 1)])?;
             }
             self.wait_idle(members, stream)?;
         }

@@ -13,10 +13,10 @@ use std::time::{Duration, Instant};
 use super::abi::{
     GEMMESH_FAULT_RECORDED, GEMMESH_GROUP_FAILED, GEMMESH_READY, GemmeshFault, GemmeshTurn,
 };
-use super::driver::{Device, DevicePtr, Pinned, Stream, Urgency, WordOp};
+use super::driver::{Device, DevicePtr, Pinned, Priority, Stream, StreamMemOp};
 use super::memory::{FlagLine, OwnWords, Snapshot};
 use crate::error::{Error, Result};
-use crate::ranks::members::{Members, Witness};
+use crate::ranks::members::{FailureReporter, Members};
 use crate::schedule::{Awaited, Epoch};
 
 /// How often the thread looks.
@@ -38,7 +38,7 @@ pub struct Monitor {
 
 #[derive(Debug)]
 struct Watch {
-    witness: Witness,
+    failures: FailureReporter,
     world: usize,
     device: Arc<Device>,
     /// In the control block, which outlives the thread.
@@ -73,7 +73,7 @@ impl Monitor {
     ) -> Result<Monitor> {
         let before = first.previous().raw();
         let watch = Arc::new(Watch {
-            witness: members.witness(),
+            failures: members.failure_reporter(),
             world: members.world,
             device: device.clone(),
             own,
@@ -83,7 +83,7 @@ impl Monitor {
             snapshot: Pinned::zeroed(device)?,
             begun: AtomicU32::new(before),
             pushed: [const { AtomicBool::new(false) }; OUTSTANDING],
-            rescue: Stream::new(device, Urgency::Rescue)?,
+            rescue: Stream::new(device, Priority::Rescue)?,
             closing: Mutex::new(false),
             closed: Condvar::new(),
         });
@@ -195,14 +195,14 @@ impl Watch {
             }
             self.look();
             let epoch = Epoch::from_raw(completed).next();
-            if since.elapsed() > self.witness.timeout + GRACE {
-                self.witness.fail(self.diagnose(epoch, since.elapsed()));
-            } else if let Some(error) = self.witness.standing_refusal(epoch, since.elapsed()) {
-                self.witness.fail(error);
+            if since.elapsed() > self.failures.timeout + GRACE {
+                self.failures.fail(self.diagnose(epoch, since.elapsed()));
+            } else if let Some(error) = self.failures.standing_refusal(epoch, since.elapsed()) {
+                self.failures.fail(error);
             } else if since.elapsed() > LEFT_AFTER && self.someone_has_left() {
                 self.blame_the_one_who_left(epoch);
             }
-            if self.witness.fault().is_some() {
+            if self.failures.fault().is_some() {
                 // What can't be written can't be helped; the device itself has failed then.
                 let _ = self.release();
             }
@@ -214,7 +214,7 @@ impl Watch {
     }
 
     fn someone_has_left(&self) -> bool {
-        (0..self.world).any(|rank| self.witness.has_left(rank))
+        (0..self.world).any(|rank| self.failures.has_left(rank))
     }
 
     /// If operation `epoch` waits for a rank that has left, it waits in vain.
@@ -224,17 +224,17 @@ impl Watch {
         };
         // A rank that left had done its part; so look at the words after that. And this rank's own part may be ending at this
         // moment, while they are read: they must be the same twice.
-        if !self.witness.has_left(awaited.peer()) {
+        if !self.failures.has_left(awaited.peer()) {
             return;
         }
         let again = self.missing(epoch);
         if matches!(again, Ok(Some(again)) if again == (awaited, expected, seen)) {
-            let refusal = self.witness.refusal(awaited.peer(), epoch);
-            self.witness
+            let refusal = self.failures.refusal(awaited.peer(), epoch);
+            self.failures
                 .fail(refusal.unwrap_or_else(|| Error::RankLeft {
                     rank: awaited.peer(),
-                    waiting: self.witness.rank,
-                    what: self.witness.describe(epoch, awaited, expected, seen),
+                    waiting: self.failures.rank,
+                    what: self.failures.describe(epoch, awaited, expected, seen),
                 }));
         }
     }
@@ -243,7 +243,7 @@ impl Watch {
         // SAFETY: the record lives as long as `self`. The kernel marks it after it has filled it; so once the mark is
         // seen, and the fence passed, the rest is final.
         let state = unsafe { (&raw const (*self.fault.as_ptr()).state).read_volatile() };
-        if state != GEMMESH_FAULT_RECORDED || self.witness.fault().is_some() {
+        if state != GEMMESH_FAULT_RECORDED || self.failures.fault().is_some() {
             return;
         }
         fence(Ordering::Acquire);
@@ -261,7 +261,7 @@ impl Watch {
         };
         // Rows that come late may be those of a rank that waits itself, for another's word: the one that has not given
         // its word is to blame.
-        let (rank, world) = (self.witness.rank, self.world);
+        let (rank, world) = (self.failures.rank, self.world);
         let missing = self.read_words().ok();
         let missing =
             missing.and_then(|words| words.missing(rank, world, epoch, fault.pushed != 0));
@@ -274,7 +274,7 @@ impl Watch {
             0 => epoch,
             _ => Epoch::from_raw(self.completed.read()).next(),
         };
-        self.witness
+        self.failures
             .fail(self.late(operation, awaited, epoch, seen, waited));
     }
 
@@ -288,15 +288,15 @@ impl Watch {
     ) -> Error {
         Error::Timeout {
             rank: awaited.peer(),
-            waiting: self.witness.rank,
-            what: self.witness.describe(operation, awaited, expected, seen),
+            waiting: self.failures.rank,
+            what: self.failures.describe(operation, awaited, expected, seen),
             waited_ms: waited.as_millis() as u64,
         }
     }
 
     /// Says what operation `epoch` waits for.
     fn diagnose(&self, epoch: Epoch, waited: Duration) -> Error {
-        let rank = self.witness.rank;
+        let rank = self.failures.rank;
         let unknown = |reason: String| Error::Timeout {
             rank,
             waiting: rank,
@@ -328,7 +328,7 @@ impl Watch {
         if epoch.reached_by(self.completed.read()) {
             return Ok(None);
         }
-        let missing = words.missing(self.witness.rank, self.world, expected, pushed);
+        let missing = words.missing(self.failures.rank, self.world, expected, pushed);
         Ok(missing.map(|(awaited, seen)| (awaited, expected, seen)))
     }
 
@@ -351,7 +351,7 @@ impl Watch {
         while !self.rescue.is_idle()? {
             if Instant::now() > deadline {
                 return Err(Error::System {
-                    rank: Some(self.witness.rank),
+                    rank: Some(self.failures.rank),
                     action: "read its flags".into(),
                     reason: "its GPU does not copy them".into(),
                 });
@@ -368,12 +368,12 @@ impl Watch {
         let last = self.begun.load(Ordering::Acquire);
         let _bound = self.device.bind()?;
         let mut words = vec![
-            WordOp::Write(self.own.abort, GEMMESH_GROUP_FAILED),
-            WordOp::Write(self.own.turn + offset_of!(GemmeshTurn, go) as u64, 1),
+            StreamMemOp::Write(self.own.abort, GEMMESH_GROUP_FAILED),
+            StreamMemOp::Write(self.own.turn + offset_of!(GemmeshTurn, go) as u64, 1),
         ];
         for peer in 0..self.world as u64 {
-            words.push(WordOp::Write(self.own.ready + 4 * peer, last));
-            words.push(WordOp::Write(self.own.done + 4 * peer, last));
+            words.push(StreamMemOp::Write(self.own.ready + 4 * peer, last));
+            words.push(StreamMemOp::Write(self.own.done + 4 * peer, last));
         }
         // SAFETY: the control block lives as long as this thread.
         unsafe { self.rescue.words(&words) }

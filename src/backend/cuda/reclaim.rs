@@ -10,7 +10,7 @@ use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::driver::{Device, Event, Stream, Urgency};
+use super::driver::{Device, Event, Priority, Stream};
 use crate::error::Result;
 
 /// A mark on streams that are idle is passed within this.
@@ -95,9 +95,9 @@ impl Reclaimer {
     pub fn new(device: &Arc<Device>) -> Result<Arc<Reclaimer>> {
         Ok(Arc::new(Reclaimer {
             device: device.clone(),
-            main: Mutex::new(Arc::new(Stream::new(device, Urgency::Kernels)?)),
-            copies: Stream::new(device, Urgency::Copies)?,
-            late_copies: Stream::new(device, Urgency::Copies)?,
+            main: Mutex::new(Arc::new(Stream::new(device, Priority::Kernels)?)),
+            copies: Stream::new(device, Priority::Copies)?,
+            late_copies: Stream::new(device, Priority::Copies)?,
             kept: Arc::default(),
         }))
     }

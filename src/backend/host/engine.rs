@@ -4,8 +4,8 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::{Mutex, PoisonError};
 
 use super::Host;
-use super::crew::Role;
 use super::matmul::{self, Scratch};
+use super::workers::Role;
 use crate::backend::chunk_delay;
 use crate::backend::sealed::{Bound, Call};
 use crate::element::{DType, bf16, f16};
@@ -121,7 +121,7 @@ pub fn run(host: &Host, members: &Members, schedule: &Schedule, call: Call<Host>
         drive::announce(rank, epoch, blocks);
     }
     let failure = Mutex::new(None);
-    host.crew.run(&|role| {
+    host.workers.run(&|role| {
         let result = match (role, schedule.product(), &pointers) {
             (Role::Copier, ..) => transfer(),
             (Role::Worker(worker), Some(product), Some(pointers)) => {

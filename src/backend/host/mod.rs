@@ -3,16 +3,16 @@
 //! It is the executable specification of the protocol: the same schedule, flags, epochs and errors as on GPUs.
 #![allow(unsafe_code)]
 
-mod crew;
 mod engine;
 mod matmul;
 mod memory;
+mod workers;
 
 use std::sync::Mutex;
 
-use crew::Crew;
 use matmul::Scratch;
 use memory::{Flags, Symmetric};
+use workers::Workers;
 
 use super::sealed::{self, Call};
 use super::{Backend, Options};
@@ -28,7 +28,7 @@ use crate::schedule::{Config, Description, Schedule, Transport};
 #[derive(Debug)]
 pub struct Host {
     flags: Flags,
-    crew: Crew,
+    workers: Workers,
     /// By worker.
     scratch: Vec<Mutex<Scratch>>,
 }
@@ -43,24 +43,24 @@ impl sealed::Backend for Host {
     type Program = Schedule;
 
     fn open(members: &Members, options: &Options) -> Result<Host> {
-        let workers = options.workers.unwrap_or_else(|| {
+        let count = options.workers.unwrap_or_else(|| {
             let cores = std::thread::available_parallelism().map_or(1, usize::from);
             (cores / members.world).max(1)
         });
-        if !(1..=1024).contains(&workers) {
+        if !(1..=1024).contains(&count) {
             return Err(members.fail(Error::Limit {
                 what: "workers".into(),
-                value: workers,
+                value: count,
                 min: 1,
                 max: 1024,
             }));
         }
         let flags = Flags::open(members, options.first_epoch)?;
-        let crew = Crew::start(members.rank, workers).map_err(|e| members.fail(e))?;
+        let workers = Workers::start(members.rank, count).map_err(|e| members.fail(e))?;
         Ok(Host {
             flags,
-            crew,
-            scratch: (0..workers).map(|_| Mutex::default()).collect(),
+            workers,
+            scratch: (0..count).map(|_| Mutex::default()).collect(),
         })
     }
 

@@ -132,7 +132,7 @@ mod symbols;
 use kernel::Loaded;
 pub use kernel::{Function, Layout, Module, TensorMap};
 pub use memory::{Mapping, Memory, Pinned, Region};
-pub use stream::{Event, Stream, Urgency, WordOp};
+pub use stream::{Event, Priority, Stream, StreamMemOp};
 use symbols::Symbols;
 
 impl Device {

@@ -23,9 +23,9 @@ unsafe impl Send for Stream {}
 // SAFETY: the driver's calls are thread-safe.
 unsafe impl Sync for Stream {}
 
-/// How urgent a stream's work is. Streams of different urgency share no queue of the device.
+/// How urgent a stream's work is. Streams of different priority share no queue of the device.
 #[derive(Clone, Copy, Debug)]
-pub enum Urgency {
+pub enum Priority {
     Kernels,
     Copies,
     Rescue,
@@ -33,7 +33,7 @@ pub enum Urgency {
 
 /// One word that a stream waits for or writes.
 #[derive(Clone, Copy, Debug)]
-pub enum WordOp {
+pub enum StreamMemOp {
     /// Waits until the word has reached the value, cyclically.
     Wait(DevicePtr, u32),
     /// Writes the value, after everything before on the stream.
@@ -42,12 +42,12 @@ pub enum WordOp {
 
 impl Stream {
     /// A stream that does not wait for the default stream.
-    pub fn new(device: &Arc<Device>, urgency: Urgency) -> Result<Stream> {
+    pub fn new(device: &Arc<Device>, priority: Priority) -> Result<Stream> {
         let (least, greatest) = device.priorities()?;
-        let priority = match urgency {
-            Urgency::Kernels => least,
-            Urgency::Copies => (greatest + 1).min(least),
-            Urgency::Rescue => greatest,
+        let priority = match priority {
+            Priority::Kernels => least,
+            Priority::Copies => (greatest + 1).min(least),
+            Priority::Rescue => greatest,
         };
         let _bound = device.bind()?;
         let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
@@ -166,7 +166,7 @@ impl Stream {
     ///
     /// # Safety
     /// The words are allocated and stay so until the stream has passed.
-    pub unsafe fn words(&self, operations: &[WordOp]) -> Result<()> {
+    pub unsafe fn words(&self, operations: &[StreamMemOp]) -> Result<()> {
         use sys::CUstreamBatchMemOpType_enum as Type;
         // As many as one call for a full group needs.
         const MOST: usize = 72;
@@ -176,14 +176,14 @@ impl Stream {
                 unsafe { MaybeUninit::zeroed().assume_init() };
             for (entry, operation) in batch.iter_mut().zip(operations) {
                 match *operation {
-                    WordOp::Wait(address, value) => {
+                    StreamMemOp::Wait(address, value) => {
                         entry.waitValue.operation = Type::CU_STREAM_MEM_OP_WAIT_VALUE_32;
                         entry.waitValue.address = address;
                         entry.waitValue.__bindgen_anon_1.value = value;
                         entry.waitValue.flags =
                             sys::CUstreamWaitValue_flags_enum::CU_STREAM_WAIT_VALUE_GEQ as u32;
                     }
-                    WordOp::Write(address, value) => {
+                    StreamMemOp::Write(address, value) => {
                         entry.writeValue.operation = Type::CU_STREAM_MEM_OP_WRITE_VALUE_32;
                         entry.writeValue.address = address;
                         entry.writeValue.__bindgen_anon_1.value = value;

@@ -8,7 +8,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use super::reports::Outbox;
+use super::reports::ReportSender;
 use crate::error::{Error, Result};
 use crate::memory::Mapping;
 use crate::schedule::board::{Note, Post, Report};
@@ -142,36 +142,36 @@ fn encode(error: &Error, rank: usize, most: usize) -> Vec<u8> {
 
 /// One rank's view of the block.
 #[derive(Debug)]
-pub struct Commons {
+pub struct SharedState {
     memory: Mapping,
     rank: usize,
     world: usize,
     /// To a launcher that wants to know of the first failure.
-    outbox: Option<Outbox>,
+    launcher: Option<ReportSender>,
 }
 
-impl Commons {
+impl SharedState {
     /// How many bytes of shared memory the block takes.
     pub const BYTES: usize = size_of::<Block>();
 
-    /// `memory` holds [`Commons::BYTES`] bytes that were zero when the first rank mapped them.
-    pub fn new(memory: Mapping, rank: usize, world: usize) -> Commons {
-        Commons {
+    /// `memory` holds [`SharedState::BYTES`] bytes that were zero when the first rank mapped them.
+    pub fn new(memory: Mapping, rank: usize, world: usize) -> SharedState {
+        SharedState {
             memory,
             rank,
             world,
-            outbox: None,
+            launcher: None,
         }
     }
 
     /// Tells the launcher of the group's first failure, before this rank learns of it.
-    pub fn with_outbox(self, outbox: Option<Outbox>) -> Commons {
-        Commons { outbox, ..self }
+    pub fn with_launcher(self, launcher: Option<ReportSender>) -> SharedState {
+        SharedState { launcher, ..self }
     }
 
     fn tell_launcher(&self, first: &Error) {
-        if let (Some(outbox), Some(by)) = (&self.outbox, self.reporter()) {
-            outbox.tell(by, first);
+        if let (Some(launcher), Some(by)) = (&self.launcher, self.reporter()) {
+            launcher.tell(by, first);
         }
     }
 
@@ -281,7 +281,7 @@ impl Commons {
         self.post(number, operation.to_words(epoch))
     }
 
-    /// As [`Commons::post_operation`], for an exchange: a number that tells calls apart, and the call in words.
+    /// As [`SharedState::post_operation`], for an exchange: a number that tells calls apart, and the call in words.
     pub fn post_exchange(&self, number: u64, call: u64, words: &str) -> Result<()> {
         self.block().exchanges[self.rank].write(number, words.as_bytes());
         let mut post = [0; WORDS];
@@ -419,10 +419,16 @@ mod tests {
     use super::*;
     use crate::memory::memfd;
 
-    fn ranks(world: usize) -> Vec<Commons> {
-        let fd = memfd(Commons::BYTES).unwrap();
+    fn ranks(world: usize) -> Vec<SharedState> {
+        let fd = memfd(SharedState::BYTES).unwrap();
         (0..world)
-            .map(|rank| Commons::new(Mapping::shared(&fd, Commons::BYTES).unwrap(), rank, world))
+            .map(|rank| {
+                SharedState::new(
+                    Mapping::shared(&fd, SharedState::BYTES).unwrap(),
+                    rank,
+                    world,
+                )
+            })
             .collect()
     }
 
@@ -483,8 +489,8 @@ mod tests {
         }
     }
 
-    fn post(commons: &Commons, number: u64, agreed: &Agreed) -> Result<()> {
-        commons.post_operation(number, Epoch::FIRST, operation(agreed))
+    fn post(shared_state: &SharedState, number: u64, agreed: &Agreed) -> Result<()> {
+        shared_state.post_operation(number, Epoch::FIRST, operation(agreed))
     }
 
     #[track_caller]

@@ -11,7 +11,7 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::error::{Error, Result};
 
-/// What a thread of the crew is for.
+/// What a thread is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     Copier,
@@ -21,18 +21,18 @@ pub enum Role {
 type Job<'a> = dyn Fn(Role) + Sync + 'a;
 
 /// The threads. Dropping it ends them.
-pub struct Crew {
-    /// Held while a job runs: there is one board.
+pub struct Workers {
+    /// Held while a job runs: there is one slot.
     turn: Mutex<()>,
-    board: Arc<Board>,
+    slot: Arc<JobSlot>,
     copier: Option<JoinHandle<()>>,
     /// Its threads run [`work`] all their life.
     pool: ThreadPool,
 }
 
-/// Where jobs are put up.
+/// The job that all threads do at a time.
 #[derive(Default)]
-struct Board {
+struct JobSlot {
     state: Mutex<State>,
     /// There is a new job, or none will come.
     posted: Condvar,
@@ -51,21 +51,21 @@ struct State {
     closed: bool,
 }
 
-/// A job, borrowed from the caller of [`Crew::run`] until that returns.
+/// A job, borrowed from the caller of [`Workers::run`] until that returns.
 #[derive(Clone, Copy)]
 struct Shared(*const Job<'static>);
 
-// SAFETY: the job is Sync, and [`Crew::run`] keeps it alive as long as a thread may use it.
+// SAFETY: the job is Sync, and [`Workers::run`] keeps it alive as long as a thread may use it.
 unsafe impl Send for Shared {}
 
-impl Crew {
-    pub fn start(rank: usize, workers: usize) -> Result<Crew> {
-        let board = Arc::new(Board::default());
+impl Workers {
+    pub fn start(rank: usize, workers: usize) -> Result<Workers> {
+        let slot = Arc::new(JobSlot::default());
         let copier = std::thread::Builder::new()
             .name(format!("gemmesh-copy-{rank}"))
             .spawn({
-                let board = board.clone();
-                move || work(&board, Role::Copier)
+                let slot = slot.clone();
+                move || work(&slot, Role::Copier)
             })
             .map_err(Error::system(rank, "start a thread"))?;
         let pool = ThreadPoolBuilder::new()
@@ -77,27 +77,28 @@ impl Crew {
                 action: format!("start {workers} workers"),
                 reason: e.to_string(),
             });
-        let crew = Crew {
+        let workers = Workers {
             turn: Mutex::new(()),
-            board: board.clone(),
+            slot: slot.clone(),
             copier: Some(copier),
             pool: match pool {
                 Ok(pool) => pool,
                 Err(error) => {
-                    board.close();
+                    slot.close();
                     return Err(error);
                 }
             },
         };
-        crew.pool
-            .spawn_broadcast(move |context| work(&board, Role::Worker(context.index())));
-        Ok(crew)
+        workers
+            .pool
+            .spawn_broadcast(move |context| work(&slot, Role::Worker(context.index())));
+        Ok(workers)
     }
 
     /// Calls `job` once on each thread, and returns when all calls have.
     pub fn run(&self, job: &Job) {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut state = self.board.lock();
+        let mut state = self.slot.lock();
         // SAFETY: only the lifetime changes. The pointer is used by the threads between here and the end
         // of this function, which waits for all of them, also if they panic.
         state.job = Some(Shared(unsafe {
@@ -105,9 +106,9 @@ impl Crew {
         }));
         state.number += 1;
         state.busy = self.pool.current_num_threads() + 1;
-        self.board.posted.notify_all();
+        self.slot.posted.notify_all();
         while state.busy > 0 {
-            state = wait(&self.board.finished, state);
+            state = wait(&self.slot.finished, state);
         }
         state.job = None;
         if let Some(panic) = state.panic.take() {
@@ -117,9 +118,9 @@ impl Crew {
     }
 }
 
-impl Drop for Crew {
+impl Drop for Workers {
     fn drop(&mut self) {
-        self.board.close();
+        self.slot.close();
         if let Some(copier) = self.copier.take() {
             // Its panics are caught and handed on in `run`.
             let _ = copier.join();
@@ -127,15 +128,15 @@ impl Drop for Crew {
     }
 }
 
-impl fmt::Debug for Crew {
+impl fmt::Debug for Workers {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.debug_struct("Crew")
+        f.debug_struct("Workers")
             .field("workers", &self.pool.current_num_threads())
             .finish()
     }
 }
 
-impl Board {
+impl JobSlot {
     fn lock(&self) -> MutexGuard<'_, State> {
         // No code that can panic runs while it is held.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -154,28 +155,28 @@ fn wait<'a>(condition: &Condvar, state: MutexGuard<'a, State>) -> MutexGuard<'a,
 }
 
 /// A thread's life.
-fn work(board: &Board, role: Role) {
+fn work(slot: &JobSlot, role: Role) {
     let mut done = 0;
-    let mut state = board.lock();
+    let mut state = slot.lock();
     loop {
         if state.closed {
             return;
         }
         let Some(job) = state.job.filter(|_| state.number != done) else {
-            state = wait(&board.posted, state);
+            state = wait(&slot.posted, state);
             continue;
         };
         done = state.number;
         drop(state);
-        // SAFETY: `Crew::run` keeps the job alive until `busy` is 0, and this thread still counts.
+        // SAFETY: `Workers::run` keeps the job alive until `busy` is 0, and this thread still counts.
         let result = catch_unwind(AssertUnwindSafe(|| (unsafe { &*job.0 })(role)));
-        state = board.lock();
+        state = slot.lock();
         if let Err(panic) = result {
             state.panic.get_or_insert(panic);
         }
         state.busy -= 1;
         if state.busy == 0 {
-            board.finished.notify_all();
+            slot.finished.notify_all();
         }
     }
 }
@@ -187,10 +188,10 @@ mod tests {
 
     #[test]
     fn every_thread_does_every_job_once() {
-        let crew = Crew::start(0, 3).unwrap();
+        let workers = Workers::start(0, 3).unwrap();
         let counts: [AtomicUsize; 4] = Default::default();
         for _ in 0..1000 {
-            crew.run(&|role| {
+            workers.run(&|role| {
                 let index = match role {
                     Role::Copier => 3,
                     Role::Worker(index) => index,
@@ -203,10 +204,10 @@ mod tests {
 
     #[test]
     fn a_panic_reaches_the_caller_after_all_have_ended() {
-        let crew = Crew::start(0, 2).unwrap();
+        let workers = Workers::start(0, 2).unwrap();
         let ended = AtomicUsize::new(0);
         let result = catch_unwind(AssertUnwindSafe(|| {
-            crew.run(&|role| {
+            workers.run(&|role| {
                 if role == Role::Worker(1) {
                     panic!("planted");
                 }
@@ -216,7 +217,7 @@ mod tests {
         }));
         assert!(result.is_err());
         assert_eq!(ended.load(Ordering::Relaxed), 2);
-        crew.run(&|_| {
+        workers.run(&|_| {
             ended.fetch_add(1, Ordering::Relaxed);
         });
         assert_eq!(ended.load(Ordering::Relaxed), 5);
