@@ -18,7 +18,7 @@ use super::driver::{Device, DevicePtr, Mapping, Region, Uuid};
 use super::reclaim::{Deferred, Reclaimer};
 use crate::error::{Error, Result};
 use crate::ranks::members::{Members, OPENING};
-use crate::schedule::{Awaited, Epoch};
+use crate::schedule::{Awaited, Epoch, Schedule};
 use crate::schedule::{MAX_FLAGS, layout::MAX_WORLD};
 
 /// The same number of bytes on every rank's device.
@@ -371,6 +371,29 @@ pub struct Snapshot {
 // SAFETY: plain words, for which zero is valid.
 unsafe impl bytemuck::Zeroable for Snapshot {}
 
+/// For whose words an operation waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Waits {
+    /// Its kernel, for `ready` of every peer in the mailbox.
+    Kernel,
+    /// Its streams, for `ready` of the peers that it pulls from, and for `done` of those that pull from this rank: bit r for
+    /// rank r.
+    Streams { ready: u64, done: u64 },
+}
+
+impl Waits {
+    pub fn of(schedule: &Schedule) -> Waits {
+        let ranks = |ranks: &mut dyn Iterator<Item = usize>| ranks.fold(0, |all, r| all | 1 << r);
+        if schedule.is_pushed() {
+            return Waits::Kernel;
+        }
+        Waits::Streams {
+            ready: ranks(&mut schedule.arrivals().iter().map(|arrival| arrival.from)),
+            done: ranks(&mut schedule.readers().iter().copied()),
+        }
+    }
+}
+
 impl Snapshot {
     /// The epoch of the operation whose rows are being pushed, as the device counts them; none if no kernel is at it.
     pub fn pushed_epoch(&self) -> Option<Epoch> {
@@ -384,13 +407,19 @@ impl Snapshot {
         rank: usize,
         world: usize,
         epoch: Epoch,
-        pushed: bool,
+        waits: Waits,
     ) -> Option<(Awaited, u32)> {
-        let ring = || (1..world).map(move |step| (rank + step) % world);
-        let ready = if pushed { &self.mailbox } else { &self.ready };
-        let words = ring().map(|source| (Awaited::Ready { source }, ready[source]));
-        let done = ring().filter(|_| !pushed);
-        let words = words.chain(done.map(|peer| (Awaited::Done { peer }, self.done[peer])));
+        let (words, ready, done) = match waits {
+            Waits::Kernel => (&self.mailbox, u64::MAX, 0),
+            Waits::Streams { ready, done } => (&self.ready, ready, done),
+        };
+        let ring = |among: u64| {
+            let ranks = (1..world).map(move |step| (rank + step) % world);
+            ranks.filter(move |rank| among >> rank & 1 == 1)
+        };
+        let words = ring(ready).map(|source| (Awaited::Ready { source }, words[source]));
+        let done = ring(done).map(|peer| (Awaited::Done { peer }, self.done[peer]));
+        let words = words.chain(done);
         let mut late = words.filter(|(_, seen)| !epoch.reached_by(*seen));
         late.next()
     }
@@ -441,12 +470,19 @@ mod tests {
         words.ready[..4].fill(5);
         words.done[..4].fill(5);
         words.mailbox[..4].copy_from_slice(&[5, 5, 4, 3]);
-        assert_eq!(words.missing(1, 4, epoch, false), None);
-        let pushed = words.missing(1, 4, epoch, true);
+        let streams = |ready, done| Waits::Streams { ready, done };
+        let all = streams(0b1111, 0b1111);
+        assert_eq!(words.missing(1, 4, epoch, all), None);
+        let pushed = words.missing(1, 4, epoch, Waits::Kernel);
         assert_eq!(pushed, Some((Awaited::Ready { source: 2 }, 4)));
         words.done[0] = 4;
-        let pulled = words.missing(1, 4, epoch, false);
+        let pulled = words.missing(1, 4, epoch, all);
         assert_eq!(pulled, Some((Awaited::Done { peer: 0 }, 4)));
+        // Whom nothing is pulled from, and who pulls nothing, is not waited for.
+        words.ready[3] = 4;
+        assert_eq!(words.missing(1, 4, epoch, streams(0b101, 0b1100)), None);
+        let pulled = words.missing(1, 4, epoch, streams(0b1000, 0));
+        assert_eq!(pulled, Some((Awaited::Ready { source: 3 }, 4)));
         words.turn.epoch = u32::MAX;
         assert_eq!(words.pushed_epoch(), None);
         words.turn.entered = 1;

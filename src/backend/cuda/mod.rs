@@ -11,6 +11,7 @@ mod monitor;
 mod program;
 mod queues;
 mod reclaim;
+mod route;
 mod tensor_map;
 mod tuned;
 

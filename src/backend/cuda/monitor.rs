@@ -5,7 +5,7 @@
 //! noticed it, it writes what this rank's kernels and streams wait for, so that they run through.
 
 use std::mem::offset_of;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
+use std::sync::atomic::{AtomicU32, Ordering, fence};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use super::abi::{
     GEMMESH_FAULT_RECORDED, GEMMESH_GROUP_FAILED, GEMMESH_READY, GemmeshFault, GemmeshTurn,
 };
 use super::driver::{Device, DevicePtr, Pinned, Priority, Stream, StreamMemOp};
-use super::memory::{FlagLine, OwnWords, Snapshot};
+use super::memory::{FlagLine, OwnWords, Snapshot, Waits};
 use crate::error::{Error, Result};
 use crate::ranks::members::{FailureReporter, Members};
 use crate::schedule::{Awaited, Epoch};
@@ -53,8 +53,8 @@ struct Watch {
     snapshot: Pinned<Snapshot>,
     /// The last operation that was begun.
     begun: AtomicU32,
-    /// By epoch, modulo their number: whether the operation's rows are pushed.
-    pushed: [AtomicBool; OUTSTANDING],
+    /// By epoch, modulo their number: for whom the operation waits.
+    waits: Mutex<[Waits; OUTSTANDING]>,
     /// For the words that set the device free, behind nothing else.
     rescue: Stream,
     closing: Mutex<bool>,
@@ -82,7 +82,7 @@ impl Monitor {
             completed: Pinned::zeroed(device)?,
             snapshot: Pinned::zeroed(device)?,
             begun: AtomicU32::new(before),
-            pushed: [const { AtomicBool::new(false) }; OUTSTANDING],
+            waits: Mutex::new([Waits::Kernel; OUTSTANDING]),
             rescue: Stream::new(device, Priority::Rescue)?,
             closing: Mutex::new(false),
             closed: Condvar::new(),
@@ -102,10 +102,9 @@ impl Monitor {
         })
     }
 
-    /// An operation is about to be put on the device. `pushed`: not its stream but its kernel waits for the peers.
-    pub fn begin(&self, epoch: Epoch, pushed: bool) {
-        let slot = epoch.raw() as usize % OUTSTANDING;
-        self.watch.pushed[slot].store(pushed, Ordering::Relaxed);
+    /// An operation is about to be put on the device.
+    pub fn begin(&self, epoch: Epoch, waits: Waits) {
+        lock(&self.watch.waits)[epoch.raw() as usize % OUTSTANDING] = waits;
         self.watch.begun.store(epoch.raw(), Ordering::Release);
     }
 
@@ -209,8 +208,8 @@ impl Watch {
         }
     }
 
-    fn is_pushed(&self, epoch: Epoch) -> bool {
-        self.pushed[epoch.raw() as usize % OUTSTANDING].load(Ordering::Relaxed)
+    fn waits_of(&self, epoch: Epoch) -> Waits {
+        lock(&self.waits)[epoch.raw() as usize % OUTSTANDING]
     }
 
     fn someone_has_left(&self) -> bool {
@@ -262,9 +261,12 @@ impl Watch {
         // Rows that come late may be those of a rank that waits itself, for another's word: the one that has not given
         // its word is to blame.
         let (rank, world) = (self.failures.rank, self.world);
+        let waits = match fault.pushed {
+            0 => self.waits_of(epoch),
+            _ => Waits::Kernel,
+        };
         let missing = self.read_words().ok();
-        let missing =
-            missing.and_then(|words| words.missing(rank, world, epoch, fault.pushed != 0));
+        let missing = missing.and_then(|words| words.missing(rank, world, epoch, waits));
         let (awaited, seen) = match missing {
             Some((awaited @ Awaited::Ready { .. }, seen)) => (awaited, seen),
             _ => (noted, fault.seen),
@@ -307,7 +309,7 @@ impl Watch {
             Ok(Some((awaited, expected, seen))) => {
                 self.late(epoch, awaited, expected, seen, waited)
             }
-            Ok(None) if self.is_pushed(epoch) => {
+            Ok(None) if self.waits_of(epoch) == Waits::Kernel => {
                 unknown("its kernel does not run, or does not end".into())
             }
             Ok(None) => unknown("all peers have done their part".into()),
@@ -318,17 +320,17 @@ impl Watch {
     /// The first word that operation `epoch` waits for and that has not come, the epoch that it should have, and its value.
     fn missing(&self, epoch: Epoch) -> Result<Option<(Awaited, Epoch, u32)>> {
         let words = self.read_words()?;
-        let pushed = self.is_pushed(epoch);
-        let expected = match (pushed, words.pushed_epoch()) {
-            (false, _) => epoch,
-            (true, Some(expected)) => expected,
+        let waits = self.waits_of(epoch);
+        let expected = match (waits, words.pushed_epoch()) {
+            (Waits::Streams { .. }, _) => epoch,
+            (Waits::Kernel, Some(expected)) => expected,
             // No kernel waits.
-            (true, None) => return Ok(None),
+            (Waits::Kernel, None) => return Ok(None),
         };
         if epoch.reached_by(self.completed.read()) {
             return Ok(None);
         }
-        let missing = words.missing(self.failures.rank, self.world, expected, pushed);
+        let missing = words.missing(self.failures.rank, self.world, expected, waits);
         Ok(missing.map(|(awaited, seen)| (awaited, expected, seen)))
     }
 

@@ -8,13 +8,15 @@ use super::abi::{
 };
 use super::driver::{DevicePtr, Layout, Memory, Stream};
 use super::kernel::Instance;
+use super::memory::Waits;
 use super::reclaim::Deferred;
+use super::route::store;
 use super::tensor_map::{Cache, Maps, Matrices};
 use super::{Buffer, Cuda};
 use crate::backend::sealed::Call;
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
-use crate::schedule::{Schedule, Transfer, Transport};
+use crate::schedule::{Schedule, Transport};
 use crate::schedule::{config::CUT_COLUMNS, layout::MAX_WORLD};
 use crate::trace::span::{Lane, Span, Work};
 
@@ -22,6 +24,8 @@ use crate::trace::span::{Lane, Span, Work};
 #[derive(Debug)]
 pub struct Program {
     pub schedule: Schedule,
+    /// For whom its operations wait.
+    pub waits: Waits,
     /// All tables, one behind the other.
     tables: Deferred<Memory>,
     /// By flag: the rank whose rows it guards.
@@ -47,12 +51,8 @@ impl Program {
             })
             .collect();
         let sources: Vec<u32> = schedule.sources().iter().map(|&s| s as u32).collect();
-        let stored: Vec<&Transfer> = schedule
-            .moves()
-            .filter(|transfer| transfer.route == Transport::Store)
-            .collect();
-        let pieces = pieces(&schedule, &stored, cuda.device.multiprocessors());
-        let pushed = vec![0u32; stored.len()];
+        let (pieces, stored) = store::pieces(&schedule, cuda.device.multiprocessors());
+        let pushed = vec![0u32; stored];
         // One allocation and one copy, for a new shape may come at any time.
         let mut bytes = Vec::new();
         let mut append = |table: &[u8]| {
@@ -71,44 +71,11 @@ impl Program {
             piece_count: pieces.len() as u32,
             pushed: tables.ptr() + pushed,
             tables: Deferred::new(tables, &cuda.reclaimer),
+            waits: Waits::of(&schedule),
             schedule,
             maps: Cache::default(),
         })
     }
-}
-
-/// What the kernel stores, cut so that every warp that pushes has some, and that a fence after each costs little.
-fn pieces(schedule: &Schedule, stored: &[&Transfer], multiprocessors: usize) -> Vec<GemmeshPiece> {
-    const MOVERS: usize = 3;
-    const UNIT: usize = 2048;
-    const LARGEST: usize = 8 * UNIT;
-    // Whole rows, for what is stored is not cut along K.
-    let extents: Vec<(usize, usize)> = stored
-        .iter()
-        .flat_map(|transfer| &transfer.regions)
-        .map(|region| {
-            let extent = schedule.matrices()[region.matrix].extent_of(region);
-            (extent.offset, extent.rows * extent.width)
-        })
-        .collect();
-    let total: usize = extents.iter().map(|(_, bytes)| bytes).sum();
-    let share = total / (MOVERS * multiprocessors);
-    let length = share.next_multiple_of(UNIT).clamp(UNIT, LARGEST);
-    let mut pieces = Vec::new();
-    for (index, (transfer, &(offset, bytes))) in stored.iter().zip(&extents).enumerate() {
-        for begin in (0..bytes).step_by(length) {
-            pieces.push(GemmeshPiece {
-                offset: (offset + begin) as u64,
-                bytes: length.min(bytes - begin) as u32,
-                peer: transfer.to as u32,
-                flag: transfer.flag as u32,
-                push: index as u32,
-                pieces: bytes.div_ceil(length) as u32,
-                reserved: 0,
-            });
-        }
-    }
-    pieces
 }
 
 // SAFETY: plain words without padding, for which any bits are valid.

@@ -1,0 +1,44 @@
+//! Rows that their owner's kernel stores, by warps that have nothing else to do.
+
+use super::super::abi::GemmeshPiece;
+use crate::schedule::{Schedule, Transfer, Transport};
+
+/// What the kernel stores, cut so that every warp that pushes has some, and that a fence after each costs little.
+///
+/// Returned with the number of transfers that they are of.
+pub fn pieces(schedule: &Schedule, multiprocessors: usize) -> (Vec<GemmeshPiece>, usize) {
+    const MOVERS: usize = 3;
+    const UNIT: usize = 2048;
+    const LARGEST: usize = 8 * UNIT;
+    let stored: Vec<&Transfer> = schedule
+        .moves()
+        .filter(|transfer| transfer.route == Transport::Store)
+        .collect();
+    // Whole rows, for what is stored is not cut along K.
+    let extents: Vec<(usize, usize)> = stored
+        .iter()
+        .flat_map(|transfer| &transfer.regions)
+        .map(|region| {
+            let extent = schedule.matrices()[region.matrix].extent_of(region);
+            (extent.offset, extent.rows * extent.width)
+        })
+        .collect();
+    let total: usize = extents.iter().map(|(_, bytes)| bytes).sum();
+    let share = total / (MOVERS * multiprocessors);
+    let length = share.next_multiple_of(UNIT).clamp(UNIT, LARGEST);
+    let mut pieces = Vec::new();
+    for (index, (transfer, &(offset, bytes))) in stored.iter().zip(&extents).enumerate() {
+        for begin in (0..bytes).step_by(length) {
+            pieces.push(GemmeshPiece {
+                offset: (offset + begin) as u64,
+                bytes: length.min(bytes - begin) as u32,
+                peer: transfer.to as u32,
+                flag: transfer.flag as u32,
+                push: index as u32,
+                pieces: bytes.div_ceil(length) as u32,
+                reserved: 0,
+            });
+        }
+    }
+    (pieces, stored.len())
+}
