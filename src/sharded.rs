@@ -24,6 +24,8 @@ pub struct ShardedMatrix<B: Backend, T> {
     memory: B::Symmetric,
     group: Group<B>,
     layout: Layout,
+    /// Rows that there is room for.
+    capacity: usize,
     id: u32,
     element: PhantomData<T>,
 }
@@ -47,20 +49,56 @@ impl<B: Backend> Group<B> {
         rows: &[usize],
         k: usize,
     ) -> Result<ShardedMatrix<B, T>> {
-        let inner = self.inner();
-        inner.members.check()?;
+        self.inner().members.check()?;
         let layout = self.layout(rows, k, T::DTYPE);
         let layout = layout.map_err(|error| self.refuse("sharded", error))?;
-        // M and K are within the limits of every matrix.
-        let bytes = bytes_of::<T>(layout.m(), k)?;
-        let dtype = T::DTYPE;
-        let call = format!("sharded(rows of each rank = {rows:?}, K = {k}, {dtype})");
+        let m = layout.m();
+        self.allocate(layout, m, &format!("rows of each rank = {rows:?}"))
+    }
+
+    /// Allocates a symmetric matrix with room for `capacity` rows of K = `k` columns, of which each call may use as many as
+    /// [`ShardedMatrix::set_rows`] says: for a program whose M changes from step to step. At first all are used, as by
+    /// [`Group::sharded`]. Collective.
+    ///
+    /// # Errors
+    /// As [`Group::sharded`].
+    pub fn sharded_with_capacity<T: Element>(
+        &self,
+        capacity: usize,
+        k: usize,
+    ) -> Result<ShardedMatrix<B, T>> {
+        self.inner().members.check()?;
+        let rows = balanced_rows(capacity, self.world_size());
+        let layout = self.layout(&rows, k, T::DTYPE);
+        let layout = layout.map_err(|error| self.refuse("sharded_with_capacity", error))?;
+        self.allocate(layout, capacity, &format!("capacity = {capacity}"))
+    }
+
+    /// A matrix with room for `capacity` rows, in a call in which all ranks say `rows`.
+    fn allocate<T: Element>(
+        &self,
+        layout: Layout,
+        capacity: usize,
+        rows: &str,
+    ) -> Result<ShardedMatrix<B, T>> {
+        let inner = self.inner();
+        let (k, dtype) = (layout.k(), T::DTYPE);
+        // The capacity and K are within the limits of every matrix.
+        let bytes = bytes_of::<T>(capacity, k)?;
+        let call = format!("sharded({rows}, K = {k}, {dtype})");
         let (memory, id) = inner.numbered(|| {
             // To make much memory, or to find that it cannot be had, takes longer than a refusal stands.
             inner.members.withdraw_refusal();
             inner.backend.symmetric(&inner.members, &call, bytes)
         })?;
-        Ok(ShardedMatrix::new(self.clone(), memory, layout, id))
+        Ok(ShardedMatrix {
+            memory,
+            group: self.clone(),
+            layout,
+            capacity,
+            id,
+            element: PhantomData,
+        })
     }
 
     /// Who owns what of a sharded matrix.
@@ -89,14 +127,31 @@ impl<B: Backend> Group<B> {
 }
 
 impl<B: Backend, T: Element> ShardedMatrix<B, T> {
-    pub(crate) fn new(group: Group<B>, memory: B::Symmetric, layout: Layout, id: u32) -> Self {
-        ShardedMatrix {
-            memory,
-            group,
-            layout,
-            id,
-            element: PhantomData,
+    /// Gives rank r `rows[r]` rows in what follows: those of rank 0 first, then those of rank 1, … A rank may have none. What
+    /// the matrix held is lost: each rank writes its rows anew. Operations that were begun before keep theirs.
+    ///
+    /// Not collective, and costs no more than a few words; but operations compare it, so all ranks must say the same.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] unless there is one count of rows a rank; [`Error::Limit`] for more rows than the matrix has room
+    /// for, or none at all.
+    pub fn set_rows(&mut self, rows: &[usize]) -> Result<()> {
+        let layout = self.group.layout(rows, self.layout.k(), T::DTYPE)?;
+        if layout.m() > self.capacity {
+            return Err(Error::Limit {
+                what: "M, the rows of a sharded matrix,".into(),
+                value: layout.m(),
+                min: 1,
+                max: self.capacity,
+            });
         }
+        self.layout = layout;
+        Ok(())
+    }
+
+    /// How many rows there is room for.
+    pub fn capacity(&self) -> usize {
+        self.capacity
     }
 
     /// [M, K]

@@ -641,3 +641,13 @@ fn a_product_prepared_on_another_rank_or_in_another_group_is_refused() {
     })
     .unwrap();
 }
+
+#[test]
+fn a_sharded_matrix_serves_any_rows_within_its_capacity() {
+    results::rows_change_within_a_capacity::<Host>(test_name!());
+}
+
+#[test]
+fn ranks_that_give_a_matrix_other_rows_are_told() {
+    results::other_rows_are_a_mismatch::<Host>(test_name!());
+}

@@ -179,3 +179,15 @@ fn the_first_operation_is_right_however_cuda_is_set_up() {
         }
     }
 }
+
+#[test]
+fn a_sharded_matrix_serves_any_rows_within_its_capacity() {
+    let Some(_leave) = gpu() else { return };
+    results::rows_change_within_a_capacity::<Cuda>(test_name!());
+}
+
+#[test]
+fn ranks_that_give_a_matrix_other_rows_are_told() {
+    let Some(_leave) = gpu() else { return };
+    results::other_rows_are_a_mismatch::<Cuda>(test_name!());
+}

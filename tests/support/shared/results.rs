@@ -1,10 +1,10 @@
 //! Every result is the one that it must be.
 
-use gemmesh::{Builder, Config, Error, bf16};
+use gemmesh::{Builder, Config, Error, all_gather_matmul, bf16};
 
 use crate::support::numbers::{Reference, bits};
 use crate::support::products::{Case, Placed, TRANSPORTS};
-use crate::support::tested::{Tested, all_done, ranks};
+use crate::support::tested::{Tested, all_done, assert_call_mismatch, poisoned, ranks, same_error};
 
 /// 100 times: the fused product of one of `cases`, under delays that differ each time, has the bits of the product after
 /// the gather.
@@ -52,4 +52,97 @@ pub fn fused_is_gather_then_matmul<B: Tested>(test: &str, world: usize, cases: &
         Ok::<_, Error>("the same bits 100 times".into())
     });
     all_done(ranks);
+}
+
+/// One matrix, whose rows change from call to call: any number up to its capacity, however they are split.
+#[track_caller]
+pub fn rows_change_within_a_capacity<B: Tested>(test: &str) {
+    const CAPACITY: usize = 300;
+    const K: usize = 72;
+    const SPLITS: [[usize; 3]; 8] = [
+        [100, 100, 100],
+        [1, 0, 0],
+        [0, 0, 2],
+        [128, 0, 129],
+        [7, 150, 30],
+        [0, 300, 0],
+        [1, 1, 1],
+        [43, 42, 42],
+    ];
+    all_done(ranks::<B>(test, 3, |rank| {
+        let builder = Builder::<B>::new().timeout(B::TIMEOUT).workers(1);
+        let group = builder.connect(rank.rank, rank.world, &rank.address)?;
+        let mut a = group.sharded_with_capacity::<bf16>(CAPACITY, K)?;
+        assert_eq!((a.shape(), a.capacity()), ([CAPACITY, K], CAPACITY));
+        for (step, rows) in SPLITS.iter().cycle().take(40).enumerate() {
+            let case = Case {
+                rows: rows.to_vec(),
+                n: 24,
+                k: K,
+                seed: step as u64,
+                ..Case::default()
+            };
+            a.set_rows(rows)?;
+            assert_eq!(a.shape(), [case.m(), K]);
+            let all = case.a::<bf16>();
+            let own = a.rows();
+            a.shard_mut()
+                .copy_from_host(&all[own.start * K..own.end * K])?;
+            a.poison(bf16::NAN)?;
+            let (weight, _) = case.b::<bf16>(rank.rank);
+            let b = group.upload(&weight, case.n, K)?;
+            let mut out = group.zeros(case.m(), case.n)?;
+            // Nobody poisons what a peer has written already.
+            group.barrier()?;
+            all_gather_matmul(&a, &b, &mut out)?;
+            let gathered = a.to_vec()?;
+            assert_eq!(bits(&gathered), bits(&all), "{case:?}");
+            let reference = Reference::new(&all, &weight, None, K);
+            if let Err(what) = reference.check(&out.to_vec()?) {
+                panic!("rank {}, {case:?}: {what}", rank.rank);
+            }
+        }
+        let before = a.shape();
+        let error = a.set_rows(&[300, 0, 1]).unwrap_err();
+        assert!(
+            matches!(
+                error,
+                Error::Limit {
+                    value: 301,
+                    max: CAPACITY,
+                    ..
+                }
+            ),
+            "{error}"
+        );
+        assert!(matches!(a.set_rows(&[0; 3]), Err(Error::Limit { .. })));
+        assert!(matches!(a.set_rows(&[1; 2]), Err(Error::Shape { .. })));
+        assert_eq!(a.shape(), before);
+        Ok("right".into())
+    }));
+}
+
+/// Ranks that give a matrix other rows are told so at their next operation, also where there are as many in all.
+#[track_caller]
+pub fn other_rows_are_a_mismatch<B: Tested>(test: &str) {
+    let ranks = ranks::<B>(test, 3, |rank| {
+        let builder = Builder::<B>::new().timeout(B::TIMEOUT).workers(1);
+        let group = builder.connect(rank.rank, rank.world, &rank.address)?;
+        let mut a = group.sharded_with_capacity::<bf16>(30, 8)?;
+        a.set_rows(match rank.rank {
+            1 => &[3, 4, 5],
+            _ => &[4, 4, 4],
+        })?;
+        let b = group.upload(&[bf16::ONE; 64], 8, 8)?;
+        let mut out = group.zeros(12, 8)?;
+        let result = all_gather_matmul(&a, &b, &mut out);
+        poisoned(&group, result.and_then(|()| group.synchronize()))
+    });
+    let outcomes = ranks.outcomes();
+    assert_call_mismatch(
+        same_error(&outcomes),
+        1,
+        "all_gather_matmul(M = 12, K = 8, bf16, rows of each rank = [3, 4, 5], sharded matrix 0)",
+        "all_gather_matmul(M = 12, K = 8, bf16, sharded matrix 0)",
+    );
 }
