@@ -24,6 +24,8 @@ mod ranks;
 #[cfg(not(loom))]
 mod sharded;
 #[cfg(not(loom))]
+mod span;
+#[cfg(not(loom))]
 pub mod trace;
 
 pub use element::{DType, Element, bf16, f16};

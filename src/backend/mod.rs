@@ -20,7 +20,7 @@ pub use host::Host;
 use crate::error::Result;
 use crate::ranks::members::Members;
 use crate::schedule::{Config, Description, Epoch, Schedule};
-use crate::trace::span::Span;
+use crate::span::Span;
 
 /// What a backend is told when it is opened.
 #[derive(Clone, Debug)]

@@ -26,7 +26,7 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Any longer one is for ever, and still a time that can be added to another.
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(1 << 32);
 
-/// How many prepared plans a group keeps for the short calls.
+/// How many prepared schedules a group keeps for the short calls.
 #[doc(hidden)]
 pub const KEPT_PROGRAMS: usize = 64;
 

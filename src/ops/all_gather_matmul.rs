@@ -13,8 +13,8 @@ use crate::schedule::all_gather::{self, Planner};
 use crate::schedule::layout::{MAX_EXTENT, limit};
 use crate::schedule::{Config, Description, Epoch, Layout, MatrixSpec, Product, Schedule};
 use crate::sharded::ShardedMatrix;
+use crate::span::Span;
 use crate::trace::Trace;
-use crate::trace::span::Span;
 
 /// `out = gather(a) · bᵀ`: gathers the rows of `a` from every rank while it multiplies them. Collective.
 ///
@@ -65,7 +65,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         self
     }
 
-    /// Does it, as [`all_gather_matmul`]. The plan is made at the first call for a shape and kept.
+    /// Does it, as [`all_gather_matmul`]. The schedule is made at the first call for a shape and kept.
     ///
     /// # Errors
     /// As [`all_gather_matmul`], and [`Error::Limit`] for a configuration that can't be.
@@ -96,14 +96,12 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         let group = a.group();
         let prepare = || -> Result<Prepared<'a, B, T>> {
             let program = self.program(a, n)?;
-            let config = B::schedule(&program)
-                .product()
-                .map(|product| product.config);
+            let config = Some(product_of(B::schedule(&program)).config);
             let kept =
-                |name, planner: Planner| group.program(planner, describe(name, a, n), config);
+                |name, planner: Planner, n| group.program(planner, describe(name, a, n), config);
             Ok(Prepared {
-                gather: kept(GATHER, all_gather::gather)?,
-                multiply: kept(MULTIPLY, all_gather::multiply)?,
+                gather: kept(GATHER, all_gather::gather, 0)?,
+                multiply: kept(MULTIPLY, all_gather::multiply, n)?,
                 program,
                 group: group.clone(),
                 layout: a.layout().clone(),
@@ -217,12 +215,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
 
     /// How the product is cut up.
     pub fn config(&self) -> Config {
-        // A product has one.
-        self.product().config
-    }
-
-    fn product(&self) -> &Product {
-        product_of(self.schedule())
+        product_of(self.schedule()).config
     }
 
     /// As [`all_gather_matmul`].
@@ -309,7 +302,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         planner: Planner,
         a: &ShardedMatrix<B, T>,
     ) -> Result<Arc<B::Program>> {
-        let asked = describe(name, a, self.product().n);
+        let asked = describe(name, a, product_of(self.schedule()).n);
         self.group.program(planner, asked, Some(self.config()))
     }
 
@@ -413,16 +406,13 @@ impl<B: Backend, T: Element> Call<'_, B, T> {
 
     /// Checks the arguments against the schedule, before anything is done. The bias was checked when it was made.
     fn check(&self, a: &ShardedMatrix<B, T>, product: Option<[&Matrix<B, T>; 2]>) -> Result<()> {
-        let [wanted_a, wanted_b, _, wanted_out] = self.schedule().matrices() else {
-            unreachable!("the planner makes four matrices");
-        };
         let group = a.group();
-        let shape = |argument: &str, expected: &MatrixSpec, found| {
-            let expected = [expected.rows, expected.columns];
-            require_shape(group.rank(), argument, expected, found)
+        let shape = |argument: &str, number: usize, found| {
+            let MatrixSpec { rows, columns, .. } = self.schedule().matrices()[number];
+            require_shape(group.rank(), argument, [rows, columns], found)
         };
         require_same_group("the prepared product", self.group, group)?;
-        shape("a [M, K]", wanted_a, a.shape())?;
+        shape("a [M, K]", all_gather::A, a.shape())?;
         if self.layout != a.layout() {
             return Err(Error::Shape {
                 rank: group.rank(),
@@ -434,8 +424,8 @@ impl<B: Backend, T: Element> Call<'_, B, T> {
         if let Some([b, out]) = product {
             require_same_group("b", b.group(), group)?;
             require_same_group("out", out.group(), group)?;
-            shape("b [N, K]", wanted_b, b.shape())?;
-            shape("out [M, N]", wanted_out, out.shape())?;
+            shape("b [N, K]", all_gather::B, b.shape())?;
+            shape("out [M, N]", all_gather::OUT, out.shape())?;
         }
         Ok(())
     }

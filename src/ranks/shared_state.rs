@@ -45,7 +45,7 @@ struct Block {
 const YES: Epoch = Epoch::FIRST;
 
 fn now_ms() -> u64 {
-    crate::trace::span::now() / 1_000_000
+    crate::span::now() / 1_000_000
 }
 
 /// Words of a post.

@@ -42,10 +42,10 @@ impl Epoch {
         seen.wrapping_sub(self.0) as i32 >= 0
     }
 
-    /// Whether this operation must first bring every chunk flag of its rank up to the epoch before.
+    /// Whether a rank must first bring up to the epoch before those of its flags that not every operation writes.
     ///
-    /// An operation writes only the flags that its plan uses. One that no plan used for 2³¹ operations
-    /// would look as if it lay in the future; so the flags' writer rewrites them all, long before that.
+    /// An operation writes only the chunk flags that its schedule uses, and `done` only where rows are pulled. A flag that no
+    /// schedule used for 2³¹ operations would look as if it lay in the future; so all are rewritten long before that.
     pub const fn refreshes(self) -> bool {
         self.0.is_multiple_of(Epoch::REFRESH)
     }

@@ -41,7 +41,7 @@ pub struct FlagBlock<'a> {
     pub ready: &'a [Flag],
     /// `done[p]`, written by rank p: p has pulled this rank's rows.
     pub done: &'a [Flag],
-    /// `chunk[f]`, written by this rank's copy engine, or by the owner's that pushes: pull f of the plan has arrived.
+    /// `chunk[f]`, written by this rank's copy engine, or by the owner's that pushes: transfer f of the schedule has arrived.
     pub chunk: &'a [Flag],
 }
 

@@ -7,12 +7,10 @@ use serde::{Deserialize, Serialize};
 use crate::backend::Backend;
 use crate::error::{Error, Result};
 use crate::group::Group;
+pub use crate::span::{Lane, Span, Work};
 
-pub(crate) mod span;
 #[cfg(feature = "timeline")]
 mod svg;
-
-pub use span::{Lane, Span, Work};
 
 /// What one rank did in one operation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::ranks::members::Members;
 use crate::schedule::{Schedule, Transport};
 use crate::schedule::{config::CUT_COLUMNS, layout::MAX_WORLD};
-use crate::trace::span::{Lane, Span, Work};
+use crate::span::{Lane, Span, Work};
 
 /// A schedule with its tables on the device.
 #[derive(Debug)]

@@ -281,7 +281,7 @@ mod tests {
 
 #[cfg(fuzzing)]
 pub mod fuzzing {
-    //! A table of winners that somebody has written, and the plan of what is found in it.
+    //! A table of winners that somebody has written, and the schedule of what is found in it.
     use super::*;
     use crate::schedule::{Layout, all_gather};
 

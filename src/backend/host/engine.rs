@@ -14,7 +14,7 @@ use crate::ranks::members::Members;
 use crate::schedule::drive::{self, CopyThread};
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::{Epoch, Extent, FlagBlock, Product, Schedule, Tile, Transfer};
-use crate::trace::span::{Lane, Span, Work, now};
+use crate::span::{Lane, Span, Work, now};
 
 /// Where a product's matrices lie. Threads share it; the protocol says who may touch which rows when.
 #[derive(Clone, Copy)]

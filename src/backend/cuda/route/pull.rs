@@ -8,7 +8,7 @@ use crate::backend::sealed::{Bound, Call};
 use crate::error::{Error, Result};
 use crate::schedule::drive::{self, CopyEngine};
 use crate::schedule::{Awaited, Epoch, Schedule, Transfer};
-use crate::trace::span::{Lane, Span, Work};
+use crate::span::{Lane, Span, Work};
 
 /// Puts all that this rank pulls on the copy stream, behind what is on the main stream. What is returned knows when each pull
 /// was made, if the call is traced.
