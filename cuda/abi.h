@@ -94,37 +94,37 @@ typedef struct GemmeshMailbox {
 } GemmeshMailbox;
 
 /* The epochs of pushed operations are counted here, so that an operation in a graph has another at each replay. */
-typedef struct GemmeshTurn {
+typedef struct GemmeshPushEpoch {
     uint32_t epoch;   /* of the last operation whose rows have all come */
     uint32_t entered; /* CTAs of the next one that have begun, */
-    uint32_t taken;   /* pieces that warps of it have taken, and */
+    uint32_t taken;   /* tasks that warps of it have taken, and */
     uint32_t left;    /* its CTAs that have pushed what they took, and for whose tiles all rows have come */
     uint32_t current; /* the epoch of the operation whose rows the copy engine pushes: what it copies into flags */
-    uint32_t go;      /* set by the kernel when every peer is ready, or when the group has failed; reset by the copy stream
+    uint32_t gate;    /* set by the kernel when every peer is ready, or when the group has failed; reset by the copy stream
                        * when it has pushed */
     uint32_t reserved[2];
-} GemmeshTurn;
+} GemmeshPushEpoch;
 
-/* What one warp pushes at a time: a piece of a chunk. */
-typedef struct GemmeshPiece {
+/* What one warp pushes at a time: a part of a chunk. */
+typedef struct GemmeshCopyTask {
     uint64_t offset; /* bytes from the beginning of `a`, the same on every rank; a multiple of 16 */
     uint32_t bytes;  /* a multiple of 16 */
     uint32_t peer;   /* whom it is for */
     uint32_t flag;   /* the peer's chunk flag */
     uint32_t push;   /* which of this rank's pushes it belongs to */
-    uint32_t pieces; /* how many that has */
+    uint32_t tasks;  /* how many that has */
     uint32_t reserved;
-} GemmeshPiece;
+} GemmeshCopyTask;
 
 /* How rows are pushed. */
 typedef struct GemmeshExchange {
-    GemmeshTurn *turn;                /* null: rows are pulled, and nothing below is used */
-    const GemmeshPiece *pieces;       /* what the kernel pushes itself; none if the copy engine does */
-    uint32_t *pushed;                 /* by push: its pieces that have been pushed; zero between operations */
+    GemmeshPushEpoch *push_epoch;     /* null: rows are pulled, and nothing below is used */
+    const GemmeshCopyTask *tasks;     /* what the kernel pushes itself; none if the copy engine does */
+    uint32_t *pushed;                 /* by push: its tasks that are done; zero between operations */
     uint32_t *started;                /* the host's: where GemmeshParams.epoch is written when the kernel runs, and */
     uint32_t *completed;              /* when all rows have come; null where somebody else does, or nobody is to know */
-    uint32_t piece_count;
-    uint32_t copies; /* nonzero: the copy engine pushes, and waits for turn->go */
+    uint32_t task_count;
+    uint32_t copies; /* nonzero: the copy engine pushes, and waits for push_epoch->gate */
     uint32_t rank;
     uint32_t world;
     GemmeshMailbox *mailboxes[GEMMESH_MAX_WORLD]; /* by rank, as this GPU maps them */
@@ -155,13 +155,13 @@ typedef struct GemmeshParams {
     GemmeshTraceEvent *trace;       /* [tile_count * CTAs of a cluster]; filled by the `_trace` kernels only */
     uint64_t deadline_ns;           /* the longest that a single wait may last */
     uint32_t tile_count;
-    uint32_t epoch;                 /* a flag has arrived when (int32_t)(flag - epoch) >= 0; with a turn, when it has
-                                     * reached the turn's, and this one is for the host */
+    uint32_t epoch;                 /* a flag has arrived when (int32_t)(flag - epoch) >= 0; where rows are pushed,
+                                     * when it has reached push_epoch->epoch, and this one is for the host */
     uint32_t m;                     /* rows of `a` and `out`; m, n and k are at least 1 */
     uint32_t n;                     /* rows of `b`, columns of `out` */
     uint32_t k;                     /* columns of `a` and `b` */
-    uint32_t late_flag;             /* the one flag that tiles which need it wait for only */
-    uint32_t late_step;             /* before this step through K, GEMMESH_TILE_K columns each; none: UINT32_MAX */
+    uint32_t deferred_flag;         /* the one flag that tiles which need it wait for only */
+    uint32_t deferred_step;         /* before this step through K, GEMMESH_TILE_K columns each; none: UINT32_MAX */
     uint32_t reserved;              /* zero */
     GemmeshExchange exchange;
 } GemmeshParams;
@@ -185,10 +185,10 @@ static_assert(offsetof(GemmeshFault, waited_ns) == 16, "");
 static_assert(sizeof(GemmeshTraceEvent) == 56, "");
 static_assert(offsetof(GemmeshTraceEvent, sm) == 48, "");
 static_assert(sizeof(GemmeshMailbox) == 4 * (GEMMESH_MAX_WORLD + GEMMESH_MAX_FLAGS), "");
-static_assert(sizeof(GemmeshTurn) == 32, "");
-static_assert(sizeof(GemmeshPiece) == 32, "a piece is two 16-byte loads");
+static_assert(sizeof(GemmeshPushEpoch) == 32, "");
+static_assert(sizeof(GemmeshCopyTask) == 32, "a task is two 16-byte loads");
 static_assert(sizeof(GemmeshExchange) == 56 + 16 * GEMMESH_MAX_WORLD, "");
-static_assert(offsetof(GemmeshExchange, piece_count) == 40, "");
+static_assert(offsetof(GemmeshExchange, task_count) == 40, "");
 static_assert(sizeof(GemmeshParams) == 96 + sizeof(GemmeshExchange), "");
 static_assert(offsetof(GemmeshParams, trace) == 48, "");
 static_assert(offsetof(GemmeshParams, tile_count) == 64, "");

@@ -301,11 +301,11 @@ proptest! {
             && case.k > 128
             && source != case.rank
             && !case.rows_of(source).is_empty();
-        prop_assert_eq!(product(&plan).late.is_some(), cut);
+        prop_assert_eq!(product(&plan).deferred.is_some(), cut);
         let (parts, whole): (Vec<_>, Vec<_>) =
             plan.arrivals().iter().partition(|pull| columns_of(pull).len() < case.k);
         prop_assert!(whole.iter().all(|pull| columns_of(pull) == (0..case.k)));
-        let Some(late) = product(&plan).late else {
+        let Some(late) = product(&plan).deferred else {
             prop_assert!(parts.is_empty());
             return Ok(());
         };

@@ -22,7 +22,7 @@ __device__ inline void give_up(const GemmeshParams& params, uint32_t flag, uint3
         fault->seen = seen;
         fault->waited_ns = waited;
         fault->peer = peer;
-        fault->pushed = params.exchange.turn != nullptr;
+        fault->pushed = params.exchange.push_epoch != nullptr;
         // The host may be reading: whoever sees the mark sees the record.
         ptx::st_release_sys(&fault->state, GEMMESH_FAULT_RECORDED);
     }
@@ -59,27 +59,27 @@ class ChunkFlags {
 public:
     __device__ ChunkFlags(const GemmeshParams& params, uint32_t epoch) : params_(params), epoch_(epoch) {}
 
-    // Returns when every flag of the tile but a late one has reached the epoch, or has been given up.
+    // Returns when every flag of the tile but a deferred one has reached the epoch, or has been given up.
     __device__ void wait(const GemmeshTile& tile) {
         // Neighbours in the table mostly wait for the same flags, and an epoch once reached stays reached.
         if (tile.flag_begin == begin_ && tile.flag_end == end_) return;
         for (uint32_t flag = tile.flag_begin; flag < tile.flag_end; ++flag) {
-            if (flag != params_.late_flag) wait(flag);
+            if (flag != params_.deferred_flag) wait(flag);
         }
         begin_ = tile.flag_begin;
         end_ = tile.flag_end;
         ptx::fence_proxy_async();
     }
 
-    // Before which step through K of the tile `wait_late` must be called; a number that no step has if it need not be.
-    __device__ uint32_t late_step(const GemmeshTile& tile) const {
-        const bool needed = tile.flag_begin <= params_.late_flag && params_.late_flag < tile.flag_end;
-        return needed ? params_.late_step : UINT32_MAX;
+    // Before which step through K of the tile `wait_deferred` must be called; a number that no step has if it need not be.
+    __device__ uint32_t deferred_step(const GemmeshTile& tile) const {
+        const bool needed = tile.flag_begin <= params_.deferred_flag && params_.deferred_flag < tile.flag_end;
+        return needed ? params_.deferred_step : UINT32_MAX;
     }
 
-    // Returns when the late flag has reached the epoch, or has been given up.
-    __device__ void wait_late() {
-        wait(params_.late_flag);
+    // Returns when the deferred flag has reached the epoch, or has been given up.
+    __device__ void wait_deferred() {
+        wait(params_.deferred_flag);
         ptx::fence_proxy_async();
     }
 

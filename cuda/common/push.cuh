@@ -8,7 +8,7 @@
 // have ended: no peer reads them from afar.
 //
 // Some of a kernel's CTAs may have to wait for a multiprocessor, because another kernel holds it. So no part of this belongs
-// to a certain CTA: whichever comes first tells the peers, and pieces are taken from a counter by those that run. One
+// to a certain CTA: whichever comes first tells the peers, and tasks are taken from a counter by those that run. One
 // running CTA is enough for the peers to get all rows; the tiles of those that come late are their own rank's business.
 #pragma once
 
@@ -25,25 +25,25 @@ struct Entrance {
 };
 
 // One thread of each CTA.
-__device__ inline Entrance enter_turn(const GemmeshParams& params) {
-    GemmeshTurn* turn = params.exchange.turn;
-    if (turn == nullptr) return {params.epoch, false};
+__device__ inline Entrance enter_push(const GemmeshParams& params) {
+    GemmeshPushEpoch* push_epoch = params.exchange.push_epoch;
+    if (push_epoch == nullptr) return {params.epoch, false};
     // two trips to memory at once
-    const uint32_t before = ptx::atom_add_relaxed_gpu(&turn->entered, 1);
-    return {ptx::ld_relaxed_sys(&turn->epoch) + 1, before == 0};
+    const uint32_t before = ptx::atom_add_relaxed_gpu(&push_epoch->entered, 1);
+    return {ptx::ld_relaxed_sys(&push_epoch->epoch) + 1, before == 0};
 }
 
-// One thread of each CTA, when its warps take no more pieces, and the rows of all its tiles have come; or when they have
+// One thread of each CTA, when its warps take no more tasks, and the rows of all its tiles have come; or when they have
 // been given up. The last to leave moves the count on, for the kernels that follow: all have read it.
-__device__ inline void leave_turn(const GemmeshParams& params, uint32_t epoch) {
+__device__ inline void leave_push(const GemmeshParams& params, uint32_t epoch) {
     const GemmeshExchange& exchange = params.exchange;
-    if (exchange.turn == nullptr) return;
-    if (ptx::atom_add_acq_rel_gpu(&exchange.turn->left, 1) + 1 < gridDim.x) return;
-    exchange.turn->taken = 0;
-    exchange.turn->left = 0;
+    if (exchange.push_epoch == nullptr) return;
+    if (ptx::atom_add_acq_rel_gpu(&exchange.push_epoch->left, 1) + 1 < gridDim.x) return;
+    exchange.push_epoch->taken = 0;
+    exchange.push_epoch->left = 0;
     // The host tells by `entered` whether the epoch is that of the operation before.
-    exchange.turn->entered = 0;
-    ptx::st_release_sys(&exchange.turn->epoch, epoch);
+    exchange.push_epoch->entered = 0;
+    ptx::st_release_sys(&exchange.push_epoch->epoch, epoch);
     if (exchange.completed != nullptr) ptx::st_release_sys(exchange.completed, params.epoch);
 }
 
@@ -72,22 +72,22 @@ __device__ inline void announce(const GemmeshParams& params, uint32_t epoch, uin
     __syncwarp();
     if (lane != 0) return;
     if (all_ready) {
-        exchange.turn->current = epoch;
+        exchange.push_epoch->current = epoch;
     } else if (ptx::ld_relaxed_sys(params.abort) != GEMMESH_GROUP_FAILED) {
         return;
     }
     // After a failure too: the copies of a graph wait at each of its replays, and the host does not know how many there are.
-    ptx::st_release_sys(&exchange.turn->go, 1);
+    ptx::st_release_sys(&exchange.push_epoch->gate, 1);
 }
 
-__device__ __forceinline__ GemmeshPiece load_piece(const GemmeshPiece* at) {
+__device__ __forceinline__ GemmeshCopyTask load_task(const GemmeshCopyTask* at) {
     union {
         uint4 words[2];
-        GemmeshPiece piece;
+        GemmeshCopyTask task;
     } loaded;
     loaded.words[0] = __ldg(reinterpret_cast<const uint4*>(at));
     loaded.words[1] = __ldg(reinterpret_cast<const uint4*>(at) + 1);
-    return loaded.piece;
+    return loaded.task;
 }
 
 // One warp: copies `bytes` bytes to a peer's memory.
@@ -110,45 +110,45 @@ __device__ __forceinline__ void push_bytes(uint8_t* to, const uint8_t* from, uin
     }
 }
 
-// One warp: takes the next piece that nobody has taken.
-__device__ __forceinline__ uint32_t take_piece(const GemmeshExchange& exchange, uint32_t lane) {
+// One warp: takes the next task that nobody has taken.
+__device__ __forceinline__ uint32_t take_task(const GemmeshExchange& exchange, uint32_t lane) {
     uint32_t index = 0;
-    if (lane == 0) index = ptx::atom_add_relaxed_gpu(&exchange.turn->taken, 1);
+    if (lane == 0) index = ptx::atom_add_relaxed_gpu(&exchange.push_epoch->taken, 1);
     return __shfl_sync(~0u, index, 0);
 }
 
-// One warp of several: pushes piece after piece, and the flag of a chunk after the last of its pieces.
+// One warp of several: pushes task after task, and the flag of a chunk after the last of its tasks.
 __device__ inline void push(const GemmeshParams& params, uint32_t epoch, uint32_t lane) {
     const GemmeshExchange& exchange = params.exchange;
-    if (exchange.piece_count == 0) return;
+    if (exchange.task_count == 0) return;
     uint8_t* const own = static_cast<uint8_t*>(exchange.rows[exchange.rank]);
     uint32_t ready_peer = exchange.rank;
-    for (uint32_t index; (index = take_piece(exchange, lane)) < exchange.piece_count;) {
-        const GemmeshPiece piece = load_piece(exchange.pieces + index);
+    for (uint32_t index; (index = take_task(exchange, lane)) < exchange.task_count;) {
+        const GemmeshCopyTask task = load_task(exchange.tasks + index);
 
         // wait until the peer's memory may be written
-        if (piece.peer != ready_peer) {
+        if (task.peer != ready_peer) {
             bool ready = true;
             if (lane == 0) {
-                const uint32_t* word = &exchange.mailboxes[exchange.rank]->ready[piece.peer];
-                ready = await(params, word, epoch, GEMMESH_READY, piece.peer);
+                const uint32_t* word = &exchange.mailboxes[exchange.rank]->ready[task.peer];
+                ready = await(params, word, epoch, GEMMESH_READY, task.peer);
             }
             if (!__all_sync(~0u, ready)) return;
             __syncwarp();
-            ready_peer = piece.peer;
+            ready_peer = task.peer;
         }
 
-        push_bytes(static_cast<uint8_t*>(exchange.rows[piece.peer]) + piece.offset, own + piece.offset, piece.bytes, lane);
+        push_bytes(static_cast<uint8_t*>(exchange.rows[task.peer]) + task.offset, own + task.offset, task.bytes, lane);
         __syncwarp();
 
         // The first fence puts the warp's bytes, wherever they go, before the count; the second puts all that was counted
         // before the flag.
         if (lane == 0) {
             ptx::fence_acq_rel_sys();
-            if (ptx::atom_add_relaxed_gpu(&exchange.pushed[piece.push], 1) + 1 == piece.pieces) {
+            if (ptx::atom_add_relaxed_gpu(&exchange.pushed[task.push], 1) + 1 == task.tasks) {
                 ptx::fence_acq_rel_sys();
-                exchange.pushed[piece.push] = 0;
-                ptx::st_relaxed_sys(&exchange.mailboxes[piece.peer]->chunk[piece.flag], epoch);
+                exchange.pushed[task.push] = 0;
+                ptx::st_relaxed_sys(&exchange.mailboxes[task.peer]->chunk[task.flag], epoch);
             }
         }
     }

@@ -118,10 +118,10 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensor
         const uint32_t row = first_row<C>(walk.tile(), rank);
         const uint32_t part = C::kCluster == 1 ? 0 : rank * C::kPartN;
         const uint32_t column = walk.tile().n * C::kTileN + part;
-        const uint32_t late_step = max(flags.late_step(walk.tile()), steps.begin);
+        const uint32_t deferred_step = max(flags.deferred_step(walk.tile()), steps.begin);
 
         for (uint32_t step = steps.begin; step < steps.end; ++step) {
-            if (step == late_step) flags.wait_late();
+            if (step == deferred_step) flags.wait_deferred();
 
             // wait for the consumers to release the stage
             shared.pipeline.acquire(at, kStageBytes);
@@ -147,7 +147,7 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensor
 // The warps beside the producer's: tell the peers, and push rows.
 __device__ __forceinline__ void exchange(const GemmeshParams& params, const Entrance& entrance) {
     const uint32_t lane = threadIdx.x % 32;
-    if (params.exchange.turn == nullptr) return;
+    if (params.exchange.push_epoch == nullptr) return;
     if (entrance.first && threadIdx.x / 32 == 1) announce(params, entrance.epoch, lane);
     push(params, entrance.epoch, lane);
 }
@@ -239,7 +239,7 @@ __device__ __forceinline__ void all_gather_matmul(const CUtensorMap& map_a, cons
         shared.pipeline.init(kConsumerWarps);
         shared.sum.init();
         ptx::fence_mbarrier_init();
-        shared.entrance = enter_turn(params);
+        shared.entrance = enter_push(params);
     }
     meet<C>();
 
@@ -248,10 +248,10 @@ __device__ __forceinline__ void all_gather_matmul(const CUtensorMap& map_a, cons
         if (threadIdx.x == 0) produce<C>(map_a, map_b, params, shared, rank);
         if (threadIdx.x >= 32) exchange(params, shared.entrance);
         __syncwarp();
-        if (params.exchange.turn != nullptr) {
+        if (params.exchange.push_epoch != nullptr) {
             // the other warps of this warpgroup have pushed what they took
             ptx::barrier_sync<kLeaveBarrier, kWarpgroupThreads>();
-            if (threadIdx.x == 0) leave_turn(params, shared.entrance.epoch);
+            if (threadIdx.x == 0) leave_push(params, shared.entrance.epoch);
         }
     } else {
         ptx::setmaxnreg_inc<kConsumerRegisters>();

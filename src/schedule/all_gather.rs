@@ -6,7 +6,9 @@ use std::ops::Range;
 use super::config::{Config, Transport};
 use super::layout::{Layout, MAX_EXTENT, limit};
 use super::order;
-use super::{Agreed, Description, Late, MatrixSpec, Parts, Product, Region, Schedule, Transfer};
+use super::{
+    Agreed, DeferredChunk, Description, MatrixSpec, Parts, Product, Region, Schedule, Transfer,
+};
 use crate::error::Result;
 
 /// The numbers of the matrices.
@@ -120,8 +122,8 @@ fn plan(
         None => Default::default(),
     };
     let waits = tiles == Some(Tiles::AsRowsArrive);
-    let late = arrivals.iter().find(|arrival| arrival.is_late());
-    let late = late.filter(|_| waits).map(|arrival| Late {
+    let deferred = arrivals.iter().find(|arrival| arrival.is_deferred());
+    let deferred = deferred.filter(|_| waits).map(|arrival| DeferredChunk {
         flag: arrival.flag,
         column: arrival.regions[0].columns.start,
     });
@@ -134,7 +136,7 @@ fn plan(
         n,
         k: layout.k(),
         config,
-        late,
+        deferred,
     });
     let tiles = match &product {
         Some(product) => order::tiles(product, A, &arrivals, waits),

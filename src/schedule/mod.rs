@@ -170,7 +170,7 @@ impl Transfer {
     }
 
     /// Whether they are the part of a chunk that tiles need late.
-    pub fn is_late(&self) -> bool {
+    pub fn is_deferred(&self) -> bool {
         self.regions.iter().any(|region| region.columns.start > 0)
     }
 }
@@ -195,7 +195,7 @@ pub struct Product {
     /// The shape of the tiles.
     pub config: Config,
     /// The one flag that tiles which wait for it need late, if there is one.
-    pub late: Option<Late>,
+    pub deferred: Option<DeferredChunk>,
 }
 
 impl Product {
@@ -217,7 +217,7 @@ fn extent(index: u32, length: usize, end: usize) -> Range<usize> {
 
 /// The second part of a chunk that is cut along K: what tiles need of it they need late.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Late {
+pub struct DeferredChunk {
     /// Its chunk flag.
     pub flag: usize,
     /// Its first column, a multiple of [`CUT_COLUMNS`].

@@ -66,7 +66,7 @@ fn schedule(
         n,
         k,
         config,
-        late: None,
+        deferred: None,
     });
     let tiles: Vec<Tile> = match &product {
         Some(product) => order::tiles(product, A, &arrivals, true),

@@ -75,65 +75,73 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
-pub struct GemmeshTurn {
+pub struct GemmeshPushEpoch {
     pub epoch: u32,
     pub entered: u32,
     pub taken: u32,
     pub left: u32,
     pub current: u32,
-    pub go: u32,
+    pub gate: u32,
     pub reserved: [u32; 2usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshTurn"][::core::mem::size_of::<GemmeshTurn>() - 32usize];
-    ["Alignment of GemmeshTurn"][::core::mem::align_of::<GemmeshTurn>() - 4usize];
-    ["Offset of field: GemmeshTurn::epoch"][::core::mem::offset_of!(GemmeshTurn, epoch) - 0usize];
-    ["Offset of field: GemmeshTurn::entered"]
-        [::core::mem::offset_of!(GemmeshTurn, entered) - 4usize];
-    ["Offset of field: GemmeshTurn::taken"][::core::mem::offset_of!(GemmeshTurn, taken) - 8usize];
-    ["Offset of field: GemmeshTurn::left"][::core::mem::offset_of!(GemmeshTurn, left) - 12usize];
-    ["Offset of field: GemmeshTurn::current"]
-        [::core::mem::offset_of!(GemmeshTurn, current) - 16usize];
-    ["Offset of field: GemmeshTurn::go"][::core::mem::offset_of!(GemmeshTurn, go) - 20usize];
-    ["Offset of field: GemmeshTurn::reserved"]
-        [::core::mem::offset_of!(GemmeshTurn, reserved) - 24usize];
+    ["Size of GemmeshPushEpoch"][::core::mem::size_of::<GemmeshPushEpoch>() - 32usize];
+    ["Alignment of GemmeshPushEpoch"][::core::mem::align_of::<GemmeshPushEpoch>() - 4usize];
+    ["Offset of field: GemmeshPushEpoch::epoch"]
+        [::core::mem::offset_of!(GemmeshPushEpoch, epoch) - 0usize];
+    ["Offset of field: GemmeshPushEpoch::entered"]
+        [::core::mem::offset_of!(GemmeshPushEpoch, entered) - 4usize];
+    ["Offset of field: GemmeshPushEpoch::taken"]
+        [::core::mem::offset_of!(GemmeshPushEpoch, taken) - 8usize];
+    ["Offset of field: GemmeshPushEpoch::left"]
+        [::core::mem::offset_of!(GemmeshPushEpoch, left) - 12usize];
+    ["Offset of field: GemmeshPushEpoch::current"]
+        [::core::mem::offset_of!(GemmeshPushEpoch, current) - 16usize];
+    ["Offset of field: GemmeshPushEpoch::gate"]
+        [::core::mem::offset_of!(GemmeshPushEpoch, gate) - 20usize];
+    ["Offset of field: GemmeshPushEpoch::reserved"]
+        [::core::mem::offset_of!(GemmeshPushEpoch, reserved) - 24usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
-pub struct GemmeshPiece {
+pub struct GemmeshCopyTask {
     pub offset: u64,
     pub bytes: u32,
     pub peer: u32,
     pub flag: u32,
     pub push: u32,
-    pub pieces: u32,
+    pub tasks: u32,
     pub reserved: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshPiece"][::core::mem::size_of::<GemmeshPiece>() - 32usize];
-    ["Alignment of GemmeshPiece"][::core::mem::align_of::<GemmeshPiece>() - 8usize];
-    ["Offset of field: GemmeshPiece::offset"]
-        [::core::mem::offset_of!(GemmeshPiece, offset) - 0usize];
-    ["Offset of field: GemmeshPiece::bytes"][::core::mem::offset_of!(GemmeshPiece, bytes) - 8usize];
-    ["Offset of field: GemmeshPiece::peer"][::core::mem::offset_of!(GemmeshPiece, peer) - 12usize];
-    ["Offset of field: GemmeshPiece::flag"][::core::mem::offset_of!(GemmeshPiece, flag) - 16usize];
-    ["Offset of field: GemmeshPiece::push"][::core::mem::offset_of!(GemmeshPiece, push) - 20usize];
-    ["Offset of field: GemmeshPiece::pieces"]
-        [::core::mem::offset_of!(GemmeshPiece, pieces) - 24usize];
-    ["Offset of field: GemmeshPiece::reserved"]
-        [::core::mem::offset_of!(GemmeshPiece, reserved) - 28usize];
+    ["Size of GemmeshCopyTask"][::core::mem::size_of::<GemmeshCopyTask>() - 32usize];
+    ["Alignment of GemmeshCopyTask"][::core::mem::align_of::<GemmeshCopyTask>() - 8usize];
+    ["Offset of field: GemmeshCopyTask::offset"]
+        [::core::mem::offset_of!(GemmeshCopyTask, offset) - 0usize];
+    ["Offset of field: GemmeshCopyTask::bytes"]
+        [::core::mem::offset_of!(GemmeshCopyTask, bytes) - 8usize];
+    ["Offset of field: GemmeshCopyTask::peer"]
+        [::core::mem::offset_of!(GemmeshCopyTask, peer) - 12usize];
+    ["Offset of field: GemmeshCopyTask::flag"]
+        [::core::mem::offset_of!(GemmeshCopyTask, flag) - 16usize];
+    ["Offset of field: GemmeshCopyTask::push"]
+        [::core::mem::offset_of!(GemmeshCopyTask, push) - 20usize];
+    ["Offset of field: GemmeshCopyTask::tasks"]
+        [::core::mem::offset_of!(GemmeshCopyTask, tasks) - 24usize];
+    ["Offset of field: GemmeshCopyTask::reserved"]
+        [::core::mem::offset_of!(GemmeshCopyTask, reserved) - 28usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct GemmeshExchange {
-    pub turn: *mut GemmeshTurn,
-    pub pieces: *const GemmeshPiece,
+    pub push_epoch: *mut GemmeshPushEpoch,
+    pub tasks: *const GemmeshCopyTask,
     pub pushed: *mut u32,
     pub started: *mut u32,
     pub completed: *mut u32,
-    pub piece_count: u32,
+    pub task_count: u32,
     pub copies: u32,
     pub rank: u32,
     pub world: u32,
@@ -144,18 +152,18 @@ pub struct GemmeshExchange {
 const _: () = {
     ["Size of GemmeshExchange"][::core::mem::size_of::<GemmeshExchange>() - 1080usize];
     ["Alignment of GemmeshExchange"][::core::mem::align_of::<GemmeshExchange>() - 8usize];
-    ["Offset of field: GemmeshExchange::turn"]
-        [::core::mem::offset_of!(GemmeshExchange, turn) - 0usize];
-    ["Offset of field: GemmeshExchange::pieces"]
-        [::core::mem::offset_of!(GemmeshExchange, pieces) - 8usize];
+    ["Offset of field: GemmeshExchange::push_epoch"]
+        [::core::mem::offset_of!(GemmeshExchange, push_epoch) - 0usize];
+    ["Offset of field: GemmeshExchange::tasks"]
+        [::core::mem::offset_of!(GemmeshExchange, tasks) - 8usize];
     ["Offset of field: GemmeshExchange::pushed"]
         [::core::mem::offset_of!(GemmeshExchange, pushed) - 16usize];
     ["Offset of field: GemmeshExchange::started"]
         [::core::mem::offset_of!(GemmeshExchange, started) - 24usize];
     ["Offset of field: GemmeshExchange::completed"]
         [::core::mem::offset_of!(GemmeshExchange, completed) - 32usize];
-    ["Offset of field: GemmeshExchange::piece_count"]
-        [::core::mem::offset_of!(GemmeshExchange, piece_count) - 40usize];
+    ["Offset of field: GemmeshExchange::task_count"]
+        [::core::mem::offset_of!(GemmeshExchange, task_count) - 40usize];
     ["Offset of field: GemmeshExchange::copies"]
         [::core::mem::offset_of!(GemmeshExchange, copies) - 44usize];
     ["Offset of field: GemmeshExchange::rank"]
@@ -216,8 +224,8 @@ pub struct GemmeshParams {
     pub m: u32,
     pub n: u32,
     pub k: u32,
-    pub late_flag: u32,
-    pub late_step: u32,
+    pub deferred_flag: u32,
+    pub deferred_step: u32,
     pub reserved: u32,
     pub exchange: GemmeshExchange,
 }
@@ -248,10 +256,10 @@ const _: () = {
     ["Offset of field: GemmeshParams::m"][::core::mem::offset_of!(GemmeshParams, m) - 72usize];
     ["Offset of field: GemmeshParams::n"][::core::mem::offset_of!(GemmeshParams, n) - 76usize];
     ["Offset of field: GemmeshParams::k"][::core::mem::offset_of!(GemmeshParams, k) - 80usize];
-    ["Offset of field: GemmeshParams::late_flag"]
-        [::core::mem::offset_of!(GemmeshParams, late_flag) - 84usize];
-    ["Offset of field: GemmeshParams::late_step"]
-        [::core::mem::offset_of!(GemmeshParams, late_step) - 88usize];
+    ["Offset of field: GemmeshParams::deferred_flag"]
+        [::core::mem::offset_of!(GemmeshParams, deferred_flag) - 84usize];
+    ["Offset of field: GemmeshParams::deferred_step"]
+        [::core::mem::offset_of!(GemmeshParams, deferred_step) - 88usize];
     ["Offset of field: GemmeshParams::reserved"]
         [::core::mem::offset_of!(GemmeshParams, reserved) - 92usize];
     ["Offset of field: GemmeshParams::exchange"]

@@ -43,7 +43,7 @@ pub fn run(cuda: &Cuda, members: &Members, program: &Program, mut call: Call<Cud
         _ => {
             let joined = match &begun {
                 Ok(()) => Ok(()),
-                Err(_) => cuda.copies().wait_for(cuda.late_copies(), &cuda.joined),
+                Err(_) => cuda.copies().wait_for(cuda.deferred_copies(), &cuda.joined),
             };
             let marked = cuda.reclaimer.mark();
             begun.and(joined).and(marked)

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::abi::{
-    GEMMESH_MAX_FLAGS, GEMMESH_MAX_WORLD, GEMMESH_REFRESH, GemmeshMailbox, GemmeshTurn,
+    GEMMESH_MAX_FLAGS, GEMMESH_MAX_WORLD, GEMMESH_REFRESH, GemmeshMailbox, GemmeshPushEpoch,
 };
 use super::driver::{Device, DevicePtr, Mapping, Region, Uuid};
 use super::reclaim::{Deferred, Reclaimer};
@@ -221,7 +221,7 @@ pub struct Control {
 
 /// Where things lie in a rank's control block, in words.
 mod word {
-    use super::{GemmeshMailbox, GemmeshTurn, MAX_FLAGS, MAX_WORLD};
+    use super::{GemmeshMailbox, GemmeshPushEpoch, MAX_FLAGS, MAX_WORLD};
     pub const READY: usize = 0;
     pub const DONE: usize = READY + MAX_WORLD;
     pub const CHUNK: usize = DONE + MAX_WORLD;
@@ -229,10 +229,10 @@ mod word {
     pub const ABORT: usize = FLAGS;
     /// `aligned[p]`, written by rank p when its stream has come to a benchmark's starting line.
     pub const ALIGNED: usize = ABORT + 64;
-    /// What peers write when rows are pushed; and the count of those operations, a turn each.
+    /// What peers write when rows are pushed; and the count of those operations.
     pub const MAILBOX: usize = ALIGNED + MAX_WORLD;
-    pub const TURN: usize = MAILBOX + size_of::<GemmeshMailbox>() / 4;
-    pub const END: usize = TURN + size_of::<GemmeshTurn>() / 4;
+    pub const PUSH_EPOCH: usize = MAILBOX + size_of::<GemmeshMailbox>() / 4;
+    pub const END: usize = PUSH_EPOCH + size_of::<GemmeshPushEpoch>() / 4;
 }
 
 /// The second half of the control block's 2 MiB is for [`super::Group::check_peers`]: a box for each rank.
@@ -260,8 +260,8 @@ impl Control {
         let initialise = |own: &mut Region| {
             let mut words = vec![0u32; word::END];
             words[..word::FLAGS].fill(before);
-            words[word::MAILBOX..word::TURN].fill(before);
-            words[word::TURN + offset_of!(GemmeshTurn, epoch) / 4] = before;
+            words[word::MAILBOX..word::PUSH_EPOCH].fill(before);
+            words[word::PUSH_EPOCH + offset_of!(GemmeshPushEpoch, epoch) / 4] = before;
             let bytes = bytemuck::cast_slice(&words);
             own.write_rows(0, bytes.len(), bytes.len(), bytes)
         };
@@ -313,8 +313,8 @@ impl Control {
     }
 
     /// This rank's count of the operations whose rows are pushed.
-    pub fn turn(&self) -> DevicePtr {
-        Control::at(self.memory.own(), word::TURN)
+    pub fn push_epoch(&self) -> DevicePtr {
+        Control::at(self.memory.own(), word::PUSH_EPOCH)
     }
 
     /// What this rank's own streams and kernels wait for.
@@ -324,7 +324,7 @@ impl Control {
             ready: self.ready(rank, 0),
             done: self.done(rank, 0),
             mailbox: Control::at(self.memory.own(), word::MAILBOX),
-            turn: self.turn(),
+            push_epoch: self.push_epoch(),
         }
     }
 
@@ -350,7 +350,7 @@ pub struct OwnWords {
     /// `ready`, by peer, stands first in it.
     pub mailbox: DevicePtr,
     /// The count of the operations whose rows are pushed.
-    pub turn: DevicePtr,
+    pub push_epoch: DevicePtr,
 }
 
 /// A word for each peer.
@@ -365,7 +365,7 @@ pub struct Snapshot {
     pub done: FlagLine,
     /// `ready` of the mailbox.
     pub mailbox: FlagLine,
-    pub turn: GemmeshTurn,
+    pub push_epoch: GemmeshPushEpoch,
 }
 
 // SAFETY: plain words, for which zero is valid.
@@ -397,8 +397,8 @@ impl Waits {
 impl Snapshot {
     /// The epoch of the operation whose rows are being pushed, as the device counts them; none if no kernel is at it.
     pub fn pushed_epoch(&self) -> Option<Epoch> {
-        let is_running = self.turn.entered > 0;
-        is_running.then(|| Epoch::from_raw(self.turn.epoch).next())
+        let is_running = self.push_epoch.entered > 0;
+        is_running.then(|| Epoch::from_raw(self.push_epoch.epoch).next())
     }
 
     /// The first word, in the order in which an operation waits for them, that has not reached `epoch`; and its value.
@@ -483,9 +483,9 @@ mod tests {
         assert_eq!(words.missing(1, 4, epoch, streams(0b101, 0b1100)), None);
         let pulled = words.missing(1, 4, epoch, streams(0b1000, 0));
         assert_eq!(pulled, Some((Awaited::Ready { source: 3 }, 4)));
-        words.turn.epoch = u32::MAX;
+        words.push_epoch.epoch = u32::MAX;
         assert_eq!(words.pushed_epoch(), None);
-        words.turn.entered = 1;
+        words.push_epoch.entered = 1;
         assert_eq!(words.pushed_epoch(), Some(Epoch::from_raw(0)));
     }
 

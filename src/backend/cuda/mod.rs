@@ -325,10 +325,10 @@ impl Cuda {
         let [from, to] = [0, 1].map(|by| self.control.inbox(members.rank, by));
         let Reclaimer {
             copies,
-            late_copies,
+            deferred_copies,
             ..
         } = &*self.reclaimer;
-        for stream in [copies, late_copies] {
+        for stream in [copies, deferred_copies] {
             // SAFETY: two boxes of the control block, which no rank uses before all have met again.
             unsafe {
                 stream.fill(from, 0, BOX / 4)?;
@@ -349,8 +349,8 @@ impl Cuda {
         &self.reclaimer.copies
     }
 
-    fn late_copies(&self) -> &Stream {
-        &self.reclaimer.late_copies
+    fn deferred_copies(&self) -> &Stream {
+        &self.reclaimer.deferred_copies
     }
 
     /// Memory that is used on this group's streams, and is not freed while they may use it.

@@ -11,7 +11,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::abi::{
-    GEMMESH_FAULT_RECORDED, GEMMESH_GROUP_FAILED, GEMMESH_READY, GemmeshFault, GemmeshTurn,
+    GEMMESH_FAULT_RECORDED, GEMMESH_GROUP_FAILED, GEMMESH_READY, GemmeshFault, GemmeshPushEpoch,
 };
 use super::driver::{Device, DevicePtr, Pinned, Priority, Stream, StreamMemOp};
 use super::memory::{FlagLine, OwnWords, Snapshot, Waits};
@@ -345,9 +345,9 @@ impl Watch {
             self.rescue.copy(snapshot, self.own.ready, 2 * line)?;
             let mailbox = at(offset_of!(Snapshot, mailbox));
             self.rescue.copy(mailbox, self.own.mailbox, line)?;
-            let turn = at(offset_of!(Snapshot, turn));
-            let length = size_of::<GemmeshTurn>();
-            self.rescue.copy(turn, self.own.turn, length)?;
+            let push_epoch = at(offset_of!(Snapshot, push_epoch));
+            let length = size_of::<GemmeshPushEpoch>();
+            self.rescue.copy(push_epoch, self.own.push_epoch, length)?;
         }
         let deadline = Instant::now() + GRACE;
         while !self.rescue.is_idle()? {
@@ -371,7 +371,10 @@ impl Watch {
         let _bound = self.device.bind()?;
         let mut words = vec![
             StreamMemOp::Write(self.own.abort, GEMMESH_GROUP_FAILED),
-            StreamMemOp::Write(self.own.turn + offset_of!(GemmeshTurn, go) as u64, 1),
+            StreamMemOp::Write(
+                self.own.push_epoch + offset_of!(GemmeshPushEpoch, gate) as u64,
+                1,
+            ),
         ];
         for peer in 0..self.world as u64 {
             words.push(StreamMemOp::Write(self.own.ready + 4 * peer, last));

@@ -3,8 +3,8 @@
 use std::ffi::c_void;
 
 use super::abi::{
-    GEMMESH_THREADS, GEMMESH_TILE_K, GemmeshExchange, GemmeshFault, GemmeshMailbox, GemmeshParams,
-    GemmeshPiece, GemmeshTile, GemmeshTraceEvent, GemmeshTurn,
+    GEMMESH_THREADS, GEMMESH_TILE_K, GemmeshCopyTask, GemmeshExchange, GemmeshFault,
+    GemmeshMailbox, GemmeshParams, GemmeshPushEpoch, GemmeshTile, GemmeshTraceEvent,
 };
 use super::driver::{DevicePtr, Layout, Memory, Stream};
 use super::kernel::Instance;
@@ -31,9 +31,9 @@ pub struct Program {
     /// By flag: the rank whose rows it guards.
     sources: DevicePtr,
     /// What the kernel pushes, if it does.
-    pieces: DevicePtr,
-    piece_count: u32,
-    /// By push: its pieces that have been pushed.
+    tasks: DevicePtr,
+    task_count: u32,
+    /// By push: its tasks that are done.
     pushed: DevicePtr,
     maps: Cache,
 }
@@ -51,7 +51,7 @@ impl Program {
             })
             .collect();
         let sources: Vec<u32> = schedule.sources().iter().map(|&s| s as u32).collect();
-        let (pieces, stored) = store::pieces(&schedule, cuda.device.multiprocessors());
+        let (tasks, stored) = store::tasks(&schedule, cuda.device.multiprocessors());
         let pushed = vec![0u32; stored];
         // One allocation and one copy, for a new shape may come at any time.
         let mut bytes = Vec::new();
@@ -62,13 +62,13 @@ impl Program {
         };
         append(bytemuck::cast_slice(&tiles));
         let sources = append(bytemuck::cast_slice(&sources));
-        let piece_table = append(bytemuck::cast_slice(&pieces));
+        let task_table = append(bytemuck::cast_slice(&tasks));
         let pushed = append(bytemuck::cast_slice(&pushed));
         let tables = Memory::holding(&cuda.device, &bytes)?;
         Ok(Program {
             sources: tables.ptr() + sources,
-            pieces: tables.ptr() + piece_table,
-            piece_count: pieces.len() as u32,
+            tasks: tables.ptr() + task_table,
+            task_count: tasks.len() as u32,
             pushed: tables.ptr() + pushed,
             tables: Deferred::new(tables, &cuda.reclaimer),
             waits: Waits::of(&schedule),
@@ -83,9 +83,9 @@ unsafe impl bytemuck::Zeroable for GemmeshTile {}
 // SAFETY: as above.
 unsafe impl bytemuck::Pod for GemmeshTile {}
 // SAFETY: as above.
-unsafe impl bytemuck::Zeroable for GemmeshPiece {}
+unsafe impl bytemuck::Zeroable for GemmeshCopyTask {}
 // SAFETY: as above.
-unsafe impl bytemuck::Pod for GemmeshPiece {}
+unsafe impl bytemuck::Pod for GemmeshCopyTask {}
 
 /// Where an operation is put.
 pub struct Place<'a> {
@@ -145,7 +145,7 @@ impl Launch {
             clusters = (clusters * 3 / 4).max(1);
         }
         // CTAs without tiles are good for pushing only.
-        if !pushed || program.piece_count == 0 {
+        if !pushed || program.task_count == 0 {
             clusters = clusters.min(entries);
         }
         let trace = match traced {
@@ -168,8 +168,8 @@ impl Launch {
             rows[peer] = a.of(peer) as *mut c_void;
         }
         let exchange = GemmeshExchange {
-            turn: if pushed { control.turn() } else { 0 } as *mut GemmeshTurn,
-            pieces: program.pieces as *const GemmeshPiece,
+            push_epoch: if pushed { control.push_epoch() } else { 0 } as *mut GemmeshPushEpoch,
+            tasks: program.tasks as *const GemmeshCopyTask,
             pushed: program.pushed as *mut u32,
             // The kernel's waits have deadlines of their own. Where copies push, their stream says that it should run.
             started: match schedule.uses(Transport::Push) {
@@ -177,14 +177,14 @@ impl Launch {
                 true => std::ptr::null_mut(),
             },
             completed: report(cuda.monitor.completed()),
-            piece_count: program.piece_count,
+            task_count: program.task_count,
             copies: schedule.uses(Transport::Push).into(),
             rank: rank as u32,
             world: members.world as u32,
             mailboxes,
             rows,
         };
-        let late = product.late;
+        let deferred = product.deferred;
         let params = GemmeshParams {
             tiles: program.tables.ptr() as *const GemmeshTile,
             flags: flags as *const u32,
@@ -199,8 +199,9 @@ impl Launch {
             m: product.m as u32,
             n: product.n as u32,
             k: product.k as u32,
-            late_flag: late.map_or(u32::MAX, |late| late.flag as u32),
-            late_step: late.map_or(u32::MAX, |late| (late.column / CUT_COLUMNS) as u32),
+            deferred_flag: deferred.map_or(u32::MAX, |deferred| deferred.flag as u32),
+            deferred_step: deferred
+                .map_or(u32::MAX, |deferred| (deferred.column / CUT_COLUMNS) as u32),
             reserved: 0,
             exchange,
         };

@@ -53,7 +53,7 @@ pub struct Reclaimer {
     main: Mutex<Arc<Stream>>,
     pub copies: Stream,
     /// For what tiles need late: it may come beside what they need first.
-    pub late_copies: Stream,
+    pub deferred_copies: Stream,
     kept: Arc<Kept>,
 }
 
@@ -97,7 +97,7 @@ impl Reclaimer {
             device: device.clone(),
             main: Mutex::new(Arc::new(Stream::new(device, Priority::Kernels)?)),
             copies: Stream::new(device, Priority::Copies)?,
-            late_copies: Stream::new(device, Priority::Copies)?,
+            deferred_copies: Stream::new(device, Priority::Copies)?,
             kept: Arc::default(),
         }))
     }
@@ -142,7 +142,7 @@ impl Reclaimer {
                 return Ok(None);
             }
             let mark = Mark::new(&self.device, 3)?;
-            mark.record(&[&main, &self.copies, &self.late_copies])?;
+            mark.record(&[&main, &self.copies, &self.deferred_copies])?;
             Ok(Some(Arc::new(mark)))
         };
         now().ok().flatten().or_else(|| self.latest())

@@ -3,7 +3,7 @@
 use std::mem::offset_of;
 
 use super::super::Cuda;
-use super::super::abi::GemmeshTurn;
+use super::super::abi::GemmeshPushEpoch;
 use super::super::driver::StreamMemOp;
 use super::super::program::Place;
 use super::{copy_regions, delay};
@@ -11,7 +11,7 @@ use crate::backend::sealed::Call;
 use crate::error::Result;
 use crate::schedule::{Schedule, Transfer};
 
-/// Puts all that this rank pushes on the copy stream, behind what is on the main stream, before the kernel that lets it go. The
+/// Puts all that this rank pushes on the copy stream, behind what is on the main stream, before the kernel that lets it gate. The
 /// main stream must wait for it behind that.
 pub fn enqueue(at: &Place, schedule: &Schedule, call: &Call<Cuda>) -> Result<()> {
     let Place {
@@ -22,29 +22,30 @@ pub fn enqueue(at: &Place, schedule: &Schedule, call: &Call<Cuda>) -> Result<()>
     } = *at;
     let epoch = call.epoch;
     let (control, monitor) = (&cuda.control, &cuda.monitor);
-    let turn = control.turn();
-    let go = turn + offset_of!(GemmeshTurn, go) as u64;
-    let current = turn + offset_of!(GemmeshTurn, current) as u64;
+    let push_epoch = control.push_epoch();
+    let gate = push_epoch + offset_of!(GemmeshPushEpoch, gate) as u64;
+    let current = push_epoch + offset_of!(GemmeshPushEpoch, current) as u64;
     cuda.copies().wait_for(main, &cuda.begun)?;
     // SAFETY: control blocks are unmapped when the streams have passed; all ranks' memories hold M
     // rows. The own rows are final, for the copies wait for the main stream; and the peers' may be written, for the
-    // kernel lets the copies go when every peer's kernel has begun, or when the group has failed and nobody uses what
+    // kernel lets the copies gate when every peer's kernel has begun, or when the group has failed and nobody uses what
     // they overwrite. A flag is copied after its rows: nobody reads them before.
     unsafe {
         // What the kernel waits for has deadlines. That the kernel runs has one only if the monitor knows that it should.
         let begins = StreamMemOp::Write(monitor.started(), epoch.raw());
-        let gate = [begins, StreamMemOp::Wait(go, 1)];
-        cuda.copies().words(&gate[usize::from(recorded)..])?;
+        let words = [begins, StreamMemOp::Wait(gate, 1)];
+        cuda.copies().words(&words[usize::from(recorded)..])?;
         // Two flows at once are slower than one after the other, but for a small one: it fills the gaps between
         // the others' copies. In a graph, the second branch may begin at any time, and that is slower.
-        let is_late = |push: &Transfer| push.is_late() && !recorded;
-        let forks = schedule.moves().any(is_late);
+        let is_deferred = |push: &Transfer| push.is_deferred() && !recorded;
+        let forks = schedule.moves().any(is_deferred);
         if forks {
-            cuda.late_copies().wait_for(cuda.copies(), &cuda.forked)?;
+            cuda.deferred_copies()
+                .wait_for(cuda.copies(), &cuda.forked)?;
         }
         for push in schedule.moves() {
-            let stream = match is_late(push) {
-                true => cuda.late_copies(),
+            let stream = match is_deferred(push) {
+                true => cuda.deferred_copies(),
                 false => cuda.copies(),
             };
             delay(stream, members.rank, push.flag, epoch)?;
@@ -53,7 +54,7 @@ pub fn enqueue(at: &Place, schedule: &Schedule, call: &Call<Cuda>) -> Result<()>
             // That the peer's kernel, which is polling it, sees the rows once it sees the flag, no text of CUDA's promises
             // in these words. What is promised: a copy begins when the one before it on its stream has ended, and
             // has then been written to where it goes, for whoever is told of that end in any way may read it, on the
-            // peer's GPU too. The flag's copy begins then, both go to the memory of one GPU, and the reader acquires
+            // peer's GPU too. The flag's copy begins then, both gate to the memory of one GPU, and the reader acquires
             // the flag at system scope: so the rows are there before the flag is. The fence that streams have
             // (CU_STREAM_MEM_OP_BARRIER) would say it in words; between 4 MiB and their flag it costs 2.3 to 2.5 µs of 16
             // on two H200s, a tenth of a small product's gather. (Evidence: every verified product here, with random
@@ -62,10 +63,11 @@ pub fn enqueue(at: &Place, schedule: &Schedule, call: &Call<Cuda>) -> Result<()>
             stream.copy(flag, current, size_of::<u32>())?;
         }
         if forks {
-            cuda.copies().wait_for(cuda.late_copies(), &cuda.joined)?;
+            cuda.copies()
+                .wait_for(cuda.deferred_copies(), &cuda.joined)?;
         }
         // Before the kernel that sets it next, which waits for these copies.
-        cuda.copies().words(&[StreamMemOp::Write(go, 0)])?;
+        cuda.copies().words(&[StreamMemOp::Write(gate, 0)])?;
     }
     Ok(())
 }

@@ -1,12 +1,12 @@
 //! Rows that their owner's kernel stores, by warps that have nothing else to do.
 
-use super::super::abi::GemmeshPiece;
+use super::super::abi::GemmeshCopyTask;
 use crate::schedule::{Schedule, Transfer, Transport};
 
 /// What the kernel stores, cut so that every warp that pushes has some, and that a fence after each costs little.
 ///
 /// Returned with the number of transfers that they are of.
-pub fn pieces(schedule: &Schedule, multiprocessors: usize) -> (Vec<GemmeshPiece>, usize) {
+pub fn tasks(schedule: &Schedule, multiprocessors: usize) -> (Vec<GemmeshCopyTask>, usize) {
     const MOVERS: usize = 3;
     const UNIT: usize = 2048;
     const LARGEST: usize = 8 * UNIT;
@@ -26,19 +26,19 @@ pub fn pieces(schedule: &Schedule, multiprocessors: usize) -> (Vec<GemmeshPiece>
     let total: usize = extents.iter().map(|(_, bytes)| bytes).sum();
     let share = total / (MOVERS * multiprocessors);
     let length = share.next_multiple_of(UNIT).clamp(UNIT, LARGEST);
-    let mut pieces = Vec::new();
+    let mut tasks = Vec::new();
     for (index, (transfer, &(offset, bytes))) in stored.iter().zip(&extents).enumerate() {
         for begin in (0..bytes).step_by(length) {
-            pieces.push(GemmeshPiece {
+            tasks.push(GemmeshCopyTask {
                 offset: (offset + begin) as u64,
                 bytes: length.min(bytes - begin) as u32,
                 peer: transfer.to as u32,
                 flag: transfer.flag as u32,
                 push: index as u32,
-                pieces: bytes.div_ceil(length) as u32,
+                tasks: bytes.div_ceil(length) as u32,
                 reserved: 0,
             });
         }
     }
-    (pieces, stored.len())
+    (tasks, stored.len())
 }
