@@ -23,8 +23,8 @@ use common::{Case, Check, Failure};
 #[cfg(feature = "cuda")]
 use gemmesh::testing::Winner;
 use gemmesh::{
-    AllGatherMatmul, Backend, Config, Element, Error, Group, Host, Prepared, Result, Transport,
-    bf16, f16, launch,
+    AllGatherMatmul, Backend, Chunking, Config, Element, Error, Group, Host, Prepared, Result,
+    Route, TileShape, bf16, f16, launch,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Map, Value, json};
@@ -91,7 +91,7 @@ struct Args {
     cut_last: Option<bool>,
     /// Who moves rows.
     #[arg(long, value_enum)]
-    transport: Option<TransportName>,
+    route: Option<RouteName>,
     /// Rounds that count.
     #[arg(long, default_value_t = 20, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     iters: usize,
@@ -130,18 +130,18 @@ enum Sweep {
 }
 
 #[derive(Clone, Copy, ValueEnum)]
-enum TransportName {
+enum RouteName {
     Pull,
     Push,
     Store,
 }
 
-impl From<TransportName> for Transport {
-    fn from(name: TransportName) -> Transport {
+impl From<RouteName> for Route {
+    fn from(name: RouteName) -> Route {
         match name {
-            TransportName::Pull => Transport::Pull,
-            TransportName::Push => Transport::Push,
-            TransportName::Store => Transport::Store,
+            RouteName::Pull => Route::Pull,
+            RouteName::Push => Route::Push,
+            RouteName::Store => Route::Store,
         }
     }
 }
@@ -328,22 +328,25 @@ fn bench<B: Timed, T: Element>(
     let mut case = Case::<B, T>::random(group, m, n, k)?;
 
     let default = AllGatherMatmul::new().prepare(&case.a, n)?.config();
-    let config = Config {
-        tile_m: args.tile_m.unwrap_or(default.tile_m),
-        tile_n: args.tile_n.unwrap_or(default.tile_n),
-        tile_k: args.tile_k.unwrap_or(default.tile_k),
-        stages: args.stages.unwrap_or(default.stages),
-        cluster: args.cluster.unwrap_or(default.cluster),
-        split_k: args.split_k.unwrap_or(default.split_k),
-        group_m: args.group_m.unwrap_or(default.group_m),
-        chunks: args.chunks.unwrap_or(default.chunks),
-        last_chunks: args
-            .last_chunks
-            .or(args.chunks)
-            .unwrap_or(default.last_chunks),
-        cut_last: args.cut_last.unwrap_or(default.cut_last),
-        transport: args.transport.map_or(default.transport, Transport::from),
-    };
+    let config = Config::new(
+        TileShape::new(
+            args.tile_m.unwrap_or(default.tile.m),
+            args.tile_n.unwrap_or(default.tile.n),
+            args.tile_k.unwrap_or(default.tile.k),
+        )
+        .with_stages(args.stages.unwrap_or(default.tile.stages))
+        .with_cluster(args.cluster.unwrap_or(default.tile.cluster))
+        .with_split_k(args.split_k.unwrap_or(default.tile.split_k))
+        .with_group_m(args.group_m.unwrap_or(default.tile.group_m)),
+        Chunking::new(args.chunks.unwrap_or(default.chunking.count))
+            .with_last(
+                args.last_chunks
+                    .or(args.chunks)
+                    .unwrap_or(default.chunking.last),
+            )
+            .with_cut_last(args.cut_last.unwrap_or(default.chunking.cut_last)),
+        args.route.map_or(default.route, Route::from),
+    );
     let prepared = AllGatherMatmul::new().config(config).prepare(&case.a, n)?;
 
     let check = verify(group, &prepared, &mut case)?;

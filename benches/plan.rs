@@ -2,22 +2,14 @@
 
 use criterion::{Criterion, criterion_group, criterion_main};
 use gemmesh::DType;
-use gemmesh::schedule::{Config, Description, Layout, Transport, all_gather};
+use gemmesh::schedule::{Chunking, Config, Description, Layout, Route, TileShape, all_gather};
 
 fn plan(criterion: &mut Criterion) {
-    let config = Config {
-        tile_m: 128,
-        tile_n: 256,
-        tile_k: 64,
-        stages: 1,
-        cluster: 1,
-        split_k: 1,
-        group_m: 8,
-        chunks: 4,
-        last_chunks: 4,
-        cut_last: false,
-        transport: Transport::Pull,
-    };
+    let config = Config::new(
+        TileShape::new(128, 256, 64).with_group_m(8),
+        Chunking::new(4),
+        Route::Pull,
+    );
     criterion.bench_function("plan 16384 x 6656 x 16384, 8 ranks", |bencher| {
         bencher.iter(|| {
             let asked = Description {

@@ -332,7 +332,7 @@ pub enum Error {
 
     /// Streams that must not hold one another up share a queue of the device.
     #[error(
-        "rank {rank}: {what} needs streams that do not hold one another up, which {cause} prevents; remove the cause, or choose another transport or stream"
+        "rank {rank}: {what} needs streams that do not hold one another up, which {cause} prevents; remove the cause, or choose another route or stream"
     )]
     QueuedTogether {
         /// The rank.
@@ -345,7 +345,7 @@ pub enum Error {
 
     /// Something that can't be captured in a CUDA graph was put on a stream that is being captured.
     #[error(
-        "rank {rank}: this cannot be captured in a CUDA graph; what can is a run of a product that was prepared before the capture and whose rows are pushed (Config::transport)"
+        "rank {rank}: this cannot be captured in a CUDA graph; what can is a run of a product that was prepared before the capture and whose rows are pushed (Config::route)"
     )]
     Capturing {
         /// The rank.

@@ -8,8 +8,8 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 
 use gemmesh::{
-    AllGatherMatmul, Builder, Config, Error, Host, Matrix, Prepared, ShardedMatrix, Transport,
-    all_gather_matmul, bf16,
+    AllGatherMatmul, Builder, Chunking, Config, Error, Host, Matrix, Prepared, Route,
+    ShardedMatrix, TileShape, all_gather_matmul, bf16,
 };
 
 /// What one thread has allocated while it was watched.
@@ -150,25 +150,17 @@ const REPEATS: u64 = 100;
 const ROWS: [usize; WORLD] = [45, 0, 70];
 const N: usize = 100;
 const K: usize = 900;
-const CONFIG: Config = Config {
-    tile_m: 32,
-    tile_n: 48,
-    tile_k: 400,
-    stages: 1,
-    cluster: 1,
-    split_k: 1,
-    group_m: 2,
-    chunks: 3,
-    last_chunks: 3,
-    cut_last: true,
-    transport: Transport::Pull,
-};
+const CONFIG: Config = Config::new(
+    TileShape::new(32, 48, 400).with_group_m(2),
+    Chunking::new(3).with_cut_last(true),
+    Route::Pull,
+);
 
 /// How many products one operation asks the `gemm` crate for. For each, gemm takes a vector of flags, one a panel of
 /// the rows that it thinks the machine's caches hold, and gives it back before it returns; that is the only thing that
 /// is allocated in an operation, and not ours to avoid.
 fn products(prepared: &Prepared<Host, bf16>) -> u64 {
-    let steps = K.div_ceil(prepared.config().tile_k);
+    let steps = K.div_ceil(prepared.config().tile.k);
     (prepared.schedule().tiles().len() * steps) as u64
 }
 

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
-use gemmesh::{AllGatherMatmul, Builder, Config, Cuda, Error, Group, Transport, bf16};
+use gemmesh::{AllGatherMatmul, Builder, Cuda, Error, Group, Route, bf16};
 use support::gpu::*;
 use support::processes::Setting;
 
@@ -35,8 +35,8 @@ fn the_callers_context_is_current_after_every_call() {
             // SAFETY: retained above.
             unsafe { driver(sys::cuCtxSetCurrent(context)) };
             let mut arguments = Arguments::new(&group, 301, 72, 16)?;
-            for transport in TRANSPORTS {
-                arguments.verify_by(&group, transport)?;
+            for route in ROUTES {
+                arguments.verify_by(&group, route)?;
                 assert_eq!(current(), context);
             }
             group.check_peers()?;
@@ -140,9 +140,9 @@ fn a_capture_of_another_thread_neither_disturbs_nor_is_disturbed() {
         let mut arguments = Arguments::new(&group, 301, 72, 16)?;
         for round in 0..3 {
             while_another_thread_captures(|| {
-                for transport in TRANSPORTS {
+                for route in ROUTES {
                     arguments.fill(&group, 1 + round)?;
-                    arguments.verify_by(&group, transport)?;
+                    arguments.verify_by(&group, route)?;
                 }
                 // Allocations, drops, uploads, shapes that are new.
                 let mut other = Arguments::new(&group, 97 + round, 8 + 8 * round, 24)?;
@@ -165,7 +165,7 @@ fn matrices_may_be_dropped_and_made_while_their_groups_stream_is_captured() {
     all_done(ranks(test_name!(), 2, |rank| {
         let group = connect(rank, TIMEOUT)?;
         let mut arguments = Arguments::new(&group, 301, 72, 264)?;
-        let prepared = arguments.prepare(Transport::Store)?;
+        let prepared = arguments.prepare(Route::Store)?;
         arguments.verify(&group)?;
         let other = Arguments::new(&group, 200, 72, 16)?;
         let replay = Replay::capture(&group, GLOBAL, || {
@@ -197,9 +197,9 @@ fn synchronize_waits_for_operations_and_not_for_what_stands_behind_them() {
     all_done(ranks(test_name!(), 2, |rank| {
         let group = connect(rank, TIMEOUT)?;
         let mut arguments = Arguments::new(&group, 301, 72, 16)?;
-        for transport in TRANSPORTS {
-            arguments.verify_by(&group, transport)?;
-            arguments.run_by(transport)?;
+        for route in ROUTES {
+            arguments.verify_by(&group, route)?;
+            arguments.run_by(route)?;
             let hold = Hold::start(1, Some(group.stream().cast()));
             let begin = Instant::now();
             group.synchronize()?;
@@ -243,7 +243,7 @@ fn synchronize_ends_in_time_also_behind_work_of_the_callers_that_does_not() {
     all_done(ranks(test_name!(), 1, |rank| {
         let (_context, group) = connect_short(rank)?;
         let mut arguments = Arguments::new(&group, 301, 72, 16)?;
-        let prepared = arguments.prepare(Transport::Pull)?;
+        let prepared = arguments.prepare(Route::Pull)?;
         let hold = Hold::start(1, Some(group.stream().cast()));
         let Arguments { a, b, out, .. } = &mut arguments;
         prepared.matmul(a, b, out)?;
@@ -264,7 +264,7 @@ fn synchronize_ends_in_time_also_behind_work_of_the_callers_that_does_not() {
 
 /// Most multiprocessors of rank 0's GPU are held by a kernel that waits for the operation to end on the other rank.
 #[track_caller]
-fn beside_a_foreign_kernel(test: &str, transport: Transport) {
+fn beside_a_foreign_kernel(test: &str, route: Route) {
     const HELD: u32 = 100;
     all_done(ranks(test, 2, |rank| {
         let steps = host_group(rank)?;
@@ -272,10 +272,7 @@ fn beside_a_foreign_kernel(test: &str, transport: Transport) {
         // More pieces to store than the multiprocessors that are left can take at once.
         let mut arguments = Arguments::new(&group, 4096, 256, 1024)?;
         for (round, shape) in [6, 0, 9, 4].into_iter().enumerate() {
-            let config = Config {
-                transport,
-                ..config(shape, 2, 2)
-            };
+            let config = config(shape, 2, 2).with_route(route);
             let operation = AllGatherMatmul::new().config(config);
             let prepared = operation.prepare(&arguments.a, 256)?;
             // No rank is late.
@@ -304,7 +301,7 @@ fn beside_a_foreign_kernel(test: &str, transport: Transport) {
     }));
 }
 
-each_transport!(gpu_alone, beside_a_foreign_kernel:
+each_route!(gpu_alone, beside_a_foreign_kernel:
     pulls_end_beside_a_kernel_that_waits_for_them by Pull,
     pushes_end_beside_a_kernel_that_waits_for_them by Push,
     stores_end_beside_a_kernel_that_waits_for_them by Store,
@@ -312,7 +309,7 @@ each_transport!(gpu_alone, beside_a_foreign_kernel:
 
 /// Rank 0 calls an operation of one group and then one of another, rank 1 the other way round.
 #[track_caller]
-fn two_groups_in_opposite_orders(test: &str, transport: Transport) {
+fn two_groups_in_opposite_orders(test: &str, route: Route) {
     all_done(ranks(test, 2, |rank| {
         let _context = Context::retain(rank.rank);
         let steps = host_group(rank)?;
@@ -338,14 +335,14 @@ fn two_groups_in_opposite_orders(test: &str, transport: Transport) {
                 Arguments::new(&groups[1], m, n, 64)?,
             ];
             for (arguments, group) in both.iter_mut().zip(&groups) {
-                arguments.verify_by(group, transport)?;
+                arguments.verify_by(group, route)?;
             }
             steps.barrier()?;
             let begin = Instant::now();
             let order = if rank.rank == 0 { [0, 1] } else { [1, 0] };
             let mut results = Vec::new();
             for index in order {
-                results.push((index, both[index].run_by(transport)));
+                results.push((index, both[index].run_by(route)));
             }
             for (index, result) in results {
                 let result = result.and_then(|()| groups[index].synchronize());
@@ -353,7 +350,7 @@ fn two_groups_in_opposite_orders(test: &str, transport: Transport) {
                     Ok(()) => both[index].check(rank.world)?,
                     // Each kernel may hold the GPU that the other's peer needs: then both end at the deadline.
                     Err(error) => {
-                        assert!(transport != Transport::Pull, "{error}");
+                        assert!(route != Route::Pull, "{error}");
                         assert!(matches!(error.cause(), Error::Timeout { .. }), "{error}");
                         failed += 1;
                     }
@@ -365,12 +362,12 @@ fn two_groups_in_opposite_orders(test: &str, transport: Transport) {
         }
         // And nothing is left of it.
         let group = open("last")?;
-        Arguments::new(&group, 301, 72, 16)?.verify_by(&group, transport)?;
+        Arguments::new(&group, 301, 72, 16)?.verify_by(&group, route)?;
         Ok(format!("{failed} of 10 operations gave up"))
     }));
 }
 
-each_transport!(gpu_alone, two_groups_in_opposite_orders:
+each_route!(gpu_alone, two_groups_in_opposite_orders:
     pulls_of_two_groups_in_opposite_orders_are_right by Pull,
     pushes_of_two_groups_in_opposite_orders_end_in_time by Push,
     stores_of_two_groups_in_opposite_orders_end_in_time by Store,
@@ -397,9 +394,9 @@ fn a_starved_rank_is_set_free_on_any_stream_that_it_may_use_where_streams_share_
         let streams = streams();
         let greatest = streams[0].0;
         for &(priority, stream) in &streams {
-            for transport in [Transport::Pull, Transport::Store] {
+            for route in [Route::Pull, Route::Store] {
                 steps.barrier()?;
-                let group = another_group(rank, format!("{priority}-{transport:?}"), SHORT)?;
+                let group = another_group(rank, format!("{priority}-{route:?}"), SHORT)?;
                 // SAFETY: the streams live as long as the process.
                 let set = unsafe { group.set_stream(stream.cast()) };
                 if priority <= greatest + 2 {
@@ -409,14 +406,14 @@ fn a_starved_rank_is_set_free_on_any_stream_that_it_may_use_where_streams_share_
                 }
                 set?;
                 let mut arguments = Arguments::new(&group, 301, 72, 264)?;
-                arguments.verify_by(&group, transport)?;
+                arguments.verify_by(&group, route)?;
                 steps.barrier()?;
                 let begin = Instant::now();
                 let result = if rank.rank == 1 {
                     steps.barrier()?;
-                    arguments.verify_by(&group, transport)
+                    arguments.verify_by(&group, route)
                 } else {
-                    let result = arguments.verify_by(&group, transport);
+                    let result = arguments.verify_by(&group, route);
                     let took = begin.elapsed();
                     assert!(took < SHORT + NOTICED, "priority {priority}: {took:?}");
                     steps.barrier()?;
@@ -443,13 +440,13 @@ fn a_starved_rank_is_set_free_on_any_stream() {
             // SAFETY: the streams live as long as the process.
             unsafe { group.set_stream(stream.cast())? };
             let mut arguments = Arguments::new(&group, 301, 72, 264)?;
-            arguments.verify_by(&group, Transport::Pull)?;
+            arguments.verify_by(&group, Route::Pull)?;
             steps.barrier()?;
             let result = if rank.rank == 1 {
                 steps.barrier()?;
-                arguments.verify_by(&group, Transport::Pull)
+                arguments.verify_by(&group, Route::Pull)
             } else {
-                let result = arguments.verify_by(&group, Transport::Pull);
+                let result = arguments.verify_by(&group, Route::Pull);
                 steps.barrier()?;
                 result
             };

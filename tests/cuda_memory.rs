@@ -7,9 +7,7 @@ mod support;
 
 use std::time::{Duration, Instant};
 
-use gemmesh::{
-    AllGatherMatmul, Builder, Cuda, Error, Group, Matrix, ShardedMatrix, Transport, bf16,
-};
+use gemmesh::{AllGatherMatmul, Builder, Cuda, Error, Group, Matrix, Route, ShardedMatrix, bf16};
 use rustix::process::Signal;
 use support::gpu::*;
 use support::processes::Rank;
@@ -75,16 +73,16 @@ fn more_memory_than_there_is_is_refused_on_every_rank_and_the_group_goes_on() {
 
 /// Rank 0 calls an operation and drops everything at once, its group too. The others come later.
 #[track_caller]
-fn drop_before_the_others_come(test: &str, transport: Transport) {
+fn drop_before_the_others_come(test: &str, route: Route) {
     all_done(ranks(test, 3, |rank| {
         let steps = host_group(rank)?;
         let group = connect(rank, TIMEOUT)?;
         let mut arguments = Arguments::new(&group, 1301, 72, 264)?;
-        arguments.verify_by(&group, transport)?;
+        arguments.verify_by(&group, route)?;
         arguments.fill(&group, 4)?;
         group.barrier()?;
         if rank.rank == 0 {
-            arguments.run_by(transport)?;
+            arguments.run_by(route)?;
             let begin = Instant::now();
             drop(arguments);
             let took = begin.elapsed();
@@ -95,14 +93,14 @@ fn drop_before_the_others_come(test: &str, transport: Transport) {
         } else {
             steps.barrier()?;
             std::thread::sleep(Duration::from_millis(100));
-            arguments.verify_by(&group, transport)?;
+            arguments.verify_by(&group, route)?;
         }
         steps.barrier()?;
         Ok("right".into())
     }));
 }
 
-each_transport!(gpu, drop_before_the_others_come:
+each_route!(gpu, drop_before_the_others_come:
     a_matrix_that_is_dropped_before_the_others_pull_its_rows_gives_them by Pull,
     a_matrix_that_is_dropped_before_its_rows_are_pushed_gives_them by Push,
     a_matrix_that_is_dropped_before_its_rows_are_stored_gives_them by Store,
@@ -307,14 +305,14 @@ fn a_group_that_timed_out_leaves_all_memory_as_it_was() {
         let context = Context::retain(rank.rank);
         let steps = host_group(rank)?;
         let mut before = None;
-        for (number, transport) in TRANSPORTS.into_iter().enumerate() {
+        for (number, route) in ROUTES.into_iter().enumerate() {
             steps.barrier()?;
             let group = another_group(rank, number, SHORT)?;
             let large: ShardedMatrix<Cuda, bf16> = group.sharded(GIB / COLUMNS, COLUMNS)?;
             let mut arguments = Arguments::new(&group, 301, 72, 16)?;
-            arguments.verify_by(&group, transport)?;
+            arguments.verify_by(&group, route)?;
             if rank.rank == 0 {
-                let result = arguments.verify_by(&group, transport);
+                let result = arguments.verify_by(&group, route);
                 assert_timeout_names(&poisoned(&group, result).unwrap_err(), 1);
             }
             steps.barrier()?;

@@ -1,4 +1,4 @@
-//! Two ranks that do for minutes whatever programs do: products of random shapes by every transport, in two groups at once,
+//! Two ranks that do for minutes whatever programs do: products of random shapes by every route, in two groups at once,
 //! of owned matrices and views, made and dropped in between; a failure each round, and new groups after it. Every result is
 //! checked, and nothing grows.
 //!
@@ -168,13 +168,13 @@ fn two_ranks_do_whatever_programs_do_and_nothing_grows() {
             // One rank does not call what the other does; in the other group all goes on.
             let culprit = round as usize % rank.world;
             let mut arguments = Arguments::new(&groups[0], 301, 72, 264)?;
-            let transport = TRANSPORTS[round as usize % TRANSPORTS.len()];
-            arguments.verify_by(&groups[0], transport)?;
+            let route = ROUTES[round as usize % ROUTES.len()];
+            arguments.verify_by(&groups[0], route)?;
             steps.barrier()?;
             if rank.rank == culprit {
                 steps.barrier()?;
             }
-            let result = arguments.verify_by(&groups[0], transport);
+            let result = arguments.verify_by(&groups[0], route);
             if rank.rank != culprit {
                 steps.barrier()?;
             }

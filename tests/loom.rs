@@ -18,7 +18,7 @@ use gemmesh::schedule::primitive::AtomicUsize;
 use gemmesh::schedule::{
     Awaited, Description, Epoch, Flag, FlagBlock, Layout, Schedule, Transfer, all_gather,
 };
-use gemmesh::{Config, DType, Transport};
+use gemmesh::{Chunking, Config, DType, Route, TileShape};
 use loom::cell::UnsafeCell;
 use loom::model::Builder;
 use loom::sync::Arc;
@@ -221,19 +221,14 @@ fn value(matrix: usize, row: usize, epoch: Epoch) -> u32 {
 
 /// The plans of all ranks, for tiles of two rows.
 fn plans(rows: &[usize], chunks: usize) -> std::sync::Arc<Plans> {
-    let config = |transport| Config {
-        chunks,
-        last_chunks: chunks,
-        ..by(transport)
-    };
+    let config = |route| Config::new(TILE, Chunking::new(chunks), route);
     let asked = Description {
         operation: "all_gather_matmul",
         dtype: DType::Bf16,
         layout: Layout::new(rows, 1).unwrap(),
         n: 1,
     };
-    let plan =
-        |rank, transport| all_gather::gather_and_multiply(&asked, rank, config(transport)).unwrap();
+    let plan = |rank, route| all_gather::gather_and_multiply(&asked, rank, config(route)).unwrap();
     let owned = |rank| asked.layout.rows_of(rank).collect();
     std::sync::Arc::new(Plans {
         schedules: both_ways(rows.len(), plan),
@@ -242,27 +237,18 @@ fn plans(rows: &[usize], chunks: usize) -> std::sync::Arc<Plans> {
     })
 }
 
-/// Tiles of two rows.
-fn by(transport: Transport) -> Config {
-    Config {
-        tile_m: 2,
-        tile_n: 1,
-        tile_k: 1,
-        stages: 1,
-        cluster: 1,
-        split_k: 1,
-        group_m: 1,
-        chunks: 1,
-        last_chunks: 1,
-        cut_last: false,
-        transport,
-    }
+/// Of two rows.
+const TILE: TileShape = TileShape::new(2, 1, 1);
+
+/// A chunk a shard.
+fn by(route: Route) -> Config {
+    Config::new(TILE, Chunking::new(1), route)
 }
 
 /// The schedules of `world` ranks, pulled and pushed, as `plan` makes them.
-fn both_ways(world: usize, plan: impl Fn(usize, Transport) -> Schedule) -> Vec<[Schedule; 2]> {
+fn both_ways(world: usize, plan: impl Fn(usize, Route) -> Schedule) -> Vec<[Schedule; 2]> {
     (0..world)
-        .map(|rank| [Transport::Pull, Transport::Push].map(|transport| plan(rank, transport)))
+        .map(|rank| [Route::Pull, Route::Push].map(|route| plan(rank, route)))
         .collect()
 }
 
@@ -370,7 +356,7 @@ fn rows_that_a_rank_owns_in_two_blocks_are_seen_and_not_overwritten() {
         n: 1,
     };
     for way in [Way::Pull, Way::Push] {
-        let plan = |rank, transport| planners::staged(ASKED, 2, rank, by(transport));
+        let plan = |rank, route| planners::staged(ASKED, 2, rank, by(route));
         let plans = Plans {
             schedules: both_ways(2, plan),
             owned: vec![vec![0, 2], vec![1, 3]],
@@ -389,7 +375,7 @@ fn a_matrix_and_its_scales_are_seen_under_one_flag() {
         n: 1,
     };
     for way in [Way::Pull, Way::Push] {
-        let plan = |rank, transport| planners::with_scales(ASKED, rank, by(transport));
+        let plan = |rank, route| planners::with_scales(ASKED, rank, by(route));
         let plans = Plans {
             schedules: both_ways(2, plan),
             owned: vec![vec![0, 1], vec![2, 3]],
@@ -407,7 +393,7 @@ fn rows_that_another_rank_passes_on_are_seen() {
         k: 1,
         n: 1,
     };
-    let plan = |rank, transport| planners::relayed(ASKED, rank, by(transport));
+    let plan = |rank, route| planners::relayed(ASKED, rank, by(route));
     let plans = std::sync::Arc::new(Plans {
         schedules: both_ways(3, plan),
         owned: vec![vec![0], vec![1], vec![2]],

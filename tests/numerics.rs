@@ -6,8 +6,8 @@ mod support;
 use std::time::Duration;
 
 use gemmesh::{
-    AllGatherMatmul, Builder, Config, Element, Error, Group, Host, Transport, all_gather_matmul,
-    bf16, f16,
+    AllGatherMatmul, Builder, Chunking, Config, Element, Error, Group, Host, Route, TileShape,
+    all_gather_matmul, bf16, f16,
 };
 use rand::RngExt;
 use support::numbers::{Reference, bits, nan, normal, rng};
@@ -79,24 +79,16 @@ impl From<String> for Failure {
 }
 
 /// Every other one is pushed.
-fn transport(seed: u64) -> Transport {
-    [Transport::Pull, Transport::Push][seed as usize / 2 % 2]
+fn route(seed: u64) -> Route {
+    [Route::Pull, Route::Push][seed as usize / 2 % 2]
 }
 
 fn config(tile_m: usize, tile_n: usize, tile_k: usize, group_m: usize, chunks: usize) -> Config {
-    Config {
-        tile_m,
-        tile_n,
-        tile_k,
-        stages: 1,
-        cluster: 1,
-        split_k: 1,
-        group_m,
-        chunks,
-        last_chunks: chunks,
-        cut_last: !chunks.is_multiple_of(2),
-        transport: Transport::Pull,
-    }
+    Config::new(
+        TileShape::new(tile_m, tile_n, tile_k).with_group_m(group_m),
+        Chunking::new(chunks).with_cut_last(!chunks.is_multiple_of(2)),
+        Route::Pull,
+    )
 }
 
 #[test]
@@ -226,15 +218,15 @@ fn random_problems_cut_up_at_random_are_right() {
             n: rng.random_range(1..70),
             k: rng.random_range(1..150),
             bias: rng.random_bool(0.5),
-            config: rng.random_bool(0.8).then(|| Config {
-                transport: transport(seed),
-                ..config(
+            config: rng.random_bool(0.8).then(|| {
+                config(
                     rng.random_range(1..50),
                     rng.random_range(1..50),
                     rng.random_range(1..170),
                     rng.random_range(1..6),
                     rng.random_range(1..9),
                 )
+                .with_route(route(seed))
             }),
             workers: rng.random_range(1..=3),
             seed,
@@ -253,18 +245,18 @@ fn ranks_may_have_different_n_whoever_moves_the_rows() {
         let mut rng = rng(seed);
         let world = rng.random_range(2..=5);
         let n: Vec<usize> = (0..world).map(|_| rng.random_range(1..70)).collect();
-        let transports = [Transport::Pull, Transport::Push, Transport::Store];
+        let routes = [Route::Pull, Route::Push, Route::Store];
         let case = Case {
             bias: rng.random_bool(0.5),
-            config: rng.random_bool(0.8).then(|| Config {
-                transport: transports[seed as usize % 3],
-                ..config(
+            config: rng.random_bool(0.8).then(|| {
+                config(
                     rng.random_range(1..50),
                     rng.random_range(1..50),
                     rng.random_range(1..170),
                     rng.random_range(1..6),
                     rng.random_range(1..9),
                 )
+                .with_route(routes[seed as usize % 3])
             }),
             workers: rng.random_range(1..=2),
             seed,
@@ -276,19 +268,16 @@ fn ranks_may_have_different_n_whoever_moves_the_rows() {
 
 #[test]
 fn ranks_may_have_different_n_and_tiles_of_different_columns() {
-    for transport in [Transport::Pull, Transport::Push, Transport::Store] {
+    for route in [Route::Pull, Route::Push, Route::Store] {
         Builder::<Host>::new()
             .threads(3, |group| {
                 let rank = group.rank();
                 let case = Case {
                     n: [3, 70, 31][rank],
-                    config: Some(Config {
-                        transport,
-                        tile_n: [8, 64, 16][rank],
-                        tile_k: [16, 48, 32][rank],
-                        group_m: rank + 1,
-                        ..config(16, 1, 1, 1, 2)
-                    }),
+                    config: Some(
+                        config(16, [8, 64, 16][rank], [16, 48, 32][rank], rank + 1, 2)
+                            .with_route(route),
+                    ),
                     ..even(3, 100, 1, 60)
                 };
                 let (b, bias) = case.b::<f16>(rank);

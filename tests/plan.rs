@@ -12,8 +12,8 @@ use gemmesh::schedule::flag::Wait;
 use gemmesh::schedule::layout::{MAX_EXTENT, MAX_WORLD, balanced_rows};
 use gemmesh::schedule::primitive::AtomicUsize;
 use gemmesh::schedule::{
-    Awaited, Config, Description, Epoch, Flag, FlagBlock, Layout, Product, Schedule, Tile,
-    Transfer, Transport, all_gather,
+    Awaited, Chunking, Config, Description, Epoch, Flag, FlagBlock, Layout, Product, Route,
+    Schedule, Tile, TileShape, Transfer, all_gather,
 };
 use gemmesh::{DType, Error};
 use proptest::prelude::*;
@@ -34,12 +34,9 @@ impl Case {
         plan(&self.rows, self.n, self.k, self.rank, self.config).unwrap()
     }
 
-    /// As it would be if rows went by `transport`.
-    fn by(&self, transport: Transport) -> Schedule {
-        let config = Config {
-            transport,
-            ..self.config
-        };
+    /// As it would be if rows went by `route`.
+    fn by(&self, route: Route) -> Schedule {
+        let config = self.config.with_route(route);
         plan(&self.rows, self.n, self.k, self.rank, config).unwrap()
     }
 
@@ -142,24 +139,20 @@ fn case() -> impl Strategy<Value = Case> {
         1 => select(vec![64, 1000, MAX_EXTENT]),
     ];
     let chunks = || prop_oneof![1..=8usize, 1..=MAX_CHUNKS];
-    let transports = vec![Transport::Pull, Transport::Push, Transport::Store];
-    let moved = (chunks(), chunks(), any::<bool>(), select(transports));
+    let routes = vec![Route::Pull, Route::Push, Route::Store];
+    let moved = (chunks(), chunks(), any::<bool>(), select(routes));
     (tile(), tile(), 1..=2usize, group_m, moved)
         .prop_flat_map(|(tile_m, tile_n, cluster, group_m, moved)| {
-            let (chunks, last_chunks, cut_last, transport) = moved;
-            let config = Config {
-                tile_m,
-                tile_n,
-                tile_k: 5,
-                stages: 1,
-                cluster,
-                split_k: 1,
-                group_m,
-                chunks,
-                last_chunks,
-                cut_last,
-                transport,
-            };
+            let (chunks, last_chunks, cut_last, route) = moved;
+            let config = Config::new(
+                TileShape::new(tile_m, tile_n, 5)
+                    .with_cluster(cluster)
+                    .with_group_m(group_m),
+                Chunking::new(chunks)
+                    .with_last(last_chunks)
+                    .with_cut_last(cut_last),
+                route,
+            );
             (
                 rows(tile_m * cluster),
                 extent(tile_n, 5 * tile_n),
@@ -208,7 +201,7 @@ fn ready_order(plan: &Schedule) -> Vec<usize> {
 
 /// Rows of one entry of the table: a cluster's tiles stand one above the other.
 fn entry_rows(case: &Case) -> usize {
-    case.config.tile_m * case.config.cluster
+    case.config.tile.m * case.config.tile.cluster
 }
 
 proptest! {
@@ -224,7 +217,7 @@ proptest! {
         let tiles: Vec<_> = plan.tiles().iter().map(|tile| (tile.m, tile.n)).collect();
         let distinct: BTreeSet<_> = tiles.iter().copied().collect();
         let rows = case.m().div_ceil(entry_rows(&case)) as u32;
-        let columns = case.n.div_ceil(case.config.tile_n) as u32;
+        let columns = case.n.div_ceil(case.config.tile.n) as u32;
         prop_assert_eq!(tiles.len(), rows as usize * columns as usize);
         prop_assert_eq!(distinct.len(), tiles.len());
         prop_assert!(distinct.iter().all(|&(m, n)| m < rows && n < columns));
@@ -233,7 +226,7 @@ proptest! {
     #[test]
     fn tiles_cover_the_output_once(case in case()) {
         let plan = case.plan();
-        let Config { tile_n, .. } = case.config;
+        let tile_n = case.config.tile.n;
         let tile_m = entry_rows(&case);
         let mut area = 0;
         for tile in plan.tiles() {
@@ -296,8 +289,8 @@ proptest! {
     fn the_last_chunk_of_all_and_no_other_is_cut_along_k_if_that_is_asked_for(case in case()) {
         let plan = case.plan();
         let source = (case.rank + case.rows.len() - 1) % case.rows.len();
-        let cut = case.config.cut_last
-            && case.config.transport != Transport::Store
+        let cut = case.config.chunking.cut_last
+            && case.config.route != Route::Store
             && case.k > 128
             && source != case.rank
             && !case.rows_of(source).is_empty();
@@ -342,7 +335,7 @@ proptest! {
     fn grouping_is_kept_inside_what_becomes_ready_together(case in case()) {
         let plan = case.plan();
         let ready = ready_order(&plan);
-        let grouped = |tile: &Tile| (tile.m as usize / case.config.group_m, tile.n, tile.m);
+        let grouped = |tile: &Tile| (tile.m as usize / case.config.tile.group_m, tile.n, tile.m);
         for (pair, ready) in plan.tiles().windows(2).zip(ready.windows(2)) {
             prop_assert!(
                 ready[0] != ready[1] || grouped(&pair[0]) < grouped(&pair[1]),
@@ -376,9 +369,9 @@ proptest! {
         let tile_m = entry_rows(&case);
         for (source, &rows) in case.rows.iter().enumerate() {
             let chunks = if (source + 1) % case.rows.len() == case.rank {
-                case.config.last_chunks
+                case.config.chunking.last
             } else {
-                case.config.chunks
+                case.config.chunking.count
             };
             let pulls: Vec<_> =
                 arrivals_from(&plan, source).into_iter().filter(|pull| columns_of(pull).start == 0).collect();
@@ -393,10 +386,10 @@ proptest! {
 
     #[test]
     fn what_a_rank_pulls_is_what_the_others_push_to_it(case in case()) {
-        let plan = case.by(Transport::Pull);
+        let plan = case.by(Route::Pull);
         prop_assert_eq!(plan.moves().cloned().collect::<Vec<_>>(), plan.arrivals());
         for source in ring(&case) {
-            let owner = Case { rank: source, ..case.clone() }.by(Transport::Push);
+            let owner = Case { rank: source, ..case.clone() }.by(Route::Push);
             // The ring comes to the ranks before this one first: they need its rows first.
             let world = case.rows.len();
             let mut peers: Vec<_> = owner.moves().map(|push| push.to).collect();
@@ -407,7 +400,7 @@ proptest! {
                 owner.moves().filter(|push| push.to == case.rank).cloned().collect();
             let pulled: Vec<Transfer> = arrivals_from(&plan, source)
                 .into_iter()
-                .map(|pull| Transfer { route: Transport::Push, ..pull.clone() })
+                .map(|pull| Transfer { route: Route::Push, ..pull.clone() })
                 .collect();
             prop_assert_eq!(pushed, pulled);
         }
@@ -417,9 +410,9 @@ proptest! {
     fn who_pulls_from_a_rank_is_waited_for_and_nobody_else(case in case()) {
         let rows = case.rows[case.rank] > 0;
         let others: Vec<usize> = (0..case.rows.len()).filter(|&r| rows && r != case.rank).collect();
-        let pulled = case.by(Transport::Pull);
+        let pulled = case.by(Route::Pull);
         prop_assert_eq!(pulled.readers(), others);
-        prop_assert!(case.by(Transport::Push).readers().is_empty());
+        prop_assert!(case.by(Route::Push).readers().is_empty());
         prop_assert!(case.plan().awaits_all(), "every row is some tile's");
     }
 
@@ -444,10 +437,10 @@ proptest! {
             });
             prop_assert_ne!(split, same, "as many rows, of other ranks");
         }
-        let pulled = case.config.transport == Transport::Pull;
-        prop_assert_eq!(with(|case| case.config.chunks = case.config.chunks % 64 + 1) == same, pulled);
-        prop_assert_eq!(with(|case| case.config.tile_m += 1) == same, pulled);
-        let other = case.by(if pulled { Transport::Push } else { Transport::Pull });
+        let pulled = case.config.route == Route::Pull;
+        prop_assert_eq!(with(|case| case.config.chunking.count = case.config.chunking.count % 64 + 1) == same, pulled);
+        prop_assert_eq!(with(|case| case.config.tile.m += 1) == same, pulled);
+        let other = case.by(if pulled { Route::Push } else { Route::Pull });
         prop_assert_ne!(other.agreed().unwrap().digest(), same);
     }
 
@@ -465,7 +458,7 @@ proptest! {
         };
         let whole = case.plan();
         let gather = run(all_gather::gather);
-        let pulled = case.by(Transport::Pull);
+        let pulled = case.by(Route::Pull);
         prop_assert_eq!(gather.arrivals(), pulled.arrivals());
         prop_assert!(gather.tiles().is_empty() && gather.handshake());
         prop_assert_eq!(gather.awaits_all(), gather.arrivals().is_empty());
@@ -505,7 +498,7 @@ proptest! {
         case in case(),
         epoch in any::<u32>(),
     ) {
-        let plan = case.by(Transport::Pull);
+        let plan = case.by(Route::Pull);
         let epoch = Epoch::from_raw(epoch);
         let mut log = Log::default();
         let Ok(()) = drive::transfer(&plan, plan.moves(), epoch, &mut log);
@@ -543,7 +536,7 @@ proptest! {
                 .flags()
                 .map(|flag| {
                     let source = plan.sources()[flag];
-                    let pulled = case.config.transport == Transport::Pull;
+                    let pulled = case.config.route == Route::Pull;
                     (&raw const flags[flag], epoch, Awaited::Chunk { source, flag, pulled })
                 })
                 .collect();
@@ -629,19 +622,11 @@ fn values(flags: &[Flag]) -> Vec<u32> {
     flags.iter().map(Flag::peek).collect()
 }
 
-const CONFIG: Config = Config {
-    tile_m: 2,
-    tile_n: 3,
-    tile_k: 1,
-    stages: 1,
-    cluster: 1,
-    split_k: 1,
-    group_m: 2,
-    chunks: 2,
-    last_chunks: 2,
-    cut_last: false,
-    transport: Transport::Pull,
-};
+const CONFIG: Config = Config::new(
+    TileShape::new(2, 3, 1).with_group_m(2),
+    Chunking::new(2),
+    Route::Pull,
+);
 
 #[test]
 fn a_rank_announces_its_rows_to_every_peer_and_waits_for_each_to_have_pulled_them() {
@@ -699,10 +684,7 @@ fn a_copy_thread_waits_for_its_source_and_signals_its_own_chunks_and_its_sources
 
 #[test]
 fn a_push_waits_for_its_peer_and_signals_the_peers_chunk_after_its_rows() {
-    let config = Config {
-        transport: Transport::Push,
-        ..CONFIG
-    };
+    let config = CONFIG.with_route(Route::Push);
     let plan = plan(&[2, 3, 1], 4, 1, 1, config).unwrap();
     let before = Epoch::FIRST.previous();
     let blocks = blocks(3, 4, before);
@@ -801,15 +783,23 @@ fn what_is_outside_the_limits_is_named() {
 
     type Field = (&'static str, fn(&mut Config) -> &mut usize, usize);
     let fields: [Field; 9] = [
-        ("Config::tile_m", |c| &mut c.tile_m, MAX_EXTENT),
-        ("Config::tile_n", |c| &mut c.tile_n, MAX_EXTENT),
-        ("Config::tile_k", |c| &mut c.tile_k, MAX_EXTENT),
-        ("Config::stages", |c| &mut c.stages, MAX_EXTENT),
-        ("Config::cluster", |c| &mut c.cluster, MAX_CLUSTER),
-        ("Config::group_m", |c| &mut c.group_m, MAX_EXTENT),
-        ("Config::split_k", |c| &mut c.split_k, MAX_CLUSTER),
-        ("Config::chunks", |c| &mut c.chunks, MAX_CHUNKS),
-        ("Config::last_chunks", |c| &mut c.last_chunks, MAX_CHUNKS),
+        ("Config::tile.m", |c| &mut c.tile.m, MAX_EXTENT),
+        ("Config::tile.n", |c| &mut c.tile.n, MAX_EXTENT),
+        ("Config::tile.k", |c| &mut c.tile.k, MAX_EXTENT),
+        ("Config::tile.stages", |c| &mut c.tile.stages, MAX_EXTENT),
+        ("Config::tile.cluster", |c| &mut c.tile.cluster, MAX_CLUSTER),
+        ("Config::tile.group_m", |c| &mut c.tile.group_m, MAX_EXTENT),
+        ("Config::tile.split_k", |c| &mut c.tile.split_k, MAX_CLUSTER),
+        (
+            "Config::chunking.count",
+            |c| &mut c.chunking.count,
+            MAX_CHUNKS,
+        ),
+        (
+            "Config::chunking.last",
+            |c| &mut c.chunking.last,
+            MAX_CHUNKS,
+        ),
     ];
     for (name, field, max) in fields {
         let plan = |value| {
@@ -823,13 +813,10 @@ fn what_is_outside_the_limits_is_named() {
         assert!(plan(1).is_ok() && plan(max).is_ok(), "{name}");
     }
 
-    let config = Config {
-        tile_m: MAX_EXTENT,
-        cluster: 2,
-        ..CONFIG
-    };
+    let mut config = CONFIG;
+    config.tile = TileShape::new(MAX_EXTENT, 3, 1).with_cluster(2);
     let error = plan(&[3; 3], 9, 9, 0, config).unwrap_err();
-    let rows = "Config::tile_m · cluster";
+    let rows = "Config::tile.m · tile.cluster";
     assert_limit(error, rows, 2 * MAX_EXTENT, 1, MAX_EXTENT);
 
     let huge = balanced_rows(MAX_EXTENT, 2);
@@ -854,19 +841,11 @@ fn assert_limit(error: Error, what: &str, value: usize, min: usize, max: usize) 
 
 #[test]
 fn a_large_plan_takes_less_than_a_millisecond() {
-    let config = Config {
-        tile_m: 128,
-        tile_n: 256,
-        tile_k: 64,
-        stages: 1,
-        cluster: 1,
-        split_k: 1,
-        group_m: 8,
-        chunks: 4,
-        last_chunks: 4,
-        cut_last: true,
-        transport: Transport::Pull,
-    };
+    let config = Config::new(
+        TileShape::new(128, 256, 64).with_group_m(8),
+        Chunking::new(4).with_cut_last(true),
+        Route::Pull,
+    );
     let best = (0..20)
         .map(|_| {
             let begin = Instant::now();

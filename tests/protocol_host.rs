@@ -5,22 +5,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use gemmesh::{
-    AllGatherMatmul, Builder, Config, Error, Group, Host, Transport, all_gather_matmul, bf16,
+    AllGatherMatmul, Builder, Chunking, Config, Error, Group, Host, Route, TileShape,
+    all_gather_matmul, bf16,
 };
 
-const CONFIG: Config = Config {
-    tile_m: 4,
-    tile_n: 4,
-    tile_k: 4,
-    stages: 1,
-    cluster: 1,
-    split_k: 1,
-    group_m: 2,
-    chunks: 3,
-    last_chunks: 4,
-    cut_last: true,
-    transport: Transport::Pull,
-};
+const CONFIG: Config = Config::new(
+    TileShape::new(4, 4, 4).with_group_m(2),
+    Chunking::new(3).with_last(4).with_cut_last(true),
+    Route::Pull,
+);
 const WORLD: usize = 3;
 const M: usize = 23;
 const K: usize = 2;
@@ -32,7 +25,7 @@ fn value(row: usize, operation: usize) -> bf16 {
 
 /// Overwrites the own rows, multiplies them with a matrix of which every product is the row's number, and looks
 /// at every row of the result and of the gathered matrix.
-fn operations(group: &Group<Host>, count: usize, ways: &[Transport]) -> Result<(), Error> {
+fn operations(group: &Group<Host>, count: usize, ways: &[Route]) -> Result<(), Error> {
     let mut a = group.sharded::<bf16>(M, K)?;
     let b = group.upload(&[bf16::ONE, bf16::ZERO].repeat(5), 5, K)?;
     let mut out = group.zeros(M, 5)?;
@@ -43,10 +36,7 @@ fn operations(group: &Group<Host>, count: usize, ways: &[Transport]) -> Result<(
             .collect();
         a.shard_mut().copy_from_host(&rows)?;
         AllGatherMatmul::new()
-            .config(Config {
-                transport: ways[operation % ways.len()],
-                ..CONFIG
-            })
+            .config(CONFIG.with_route(ways[operation % ways.len()]))
             .run(&a, &b, &mut out)?;
         for (row, columns) in out.to_vec()?.chunks(5).enumerate() {
             assert_eq!(columns, [value(row, operation); 5], "operation {operation}");
@@ -69,7 +59,7 @@ fn group(first_epoch: u32) -> Builder<Host> {
 #[test]
 fn the_first_operation_waits_for_rows_whatever_its_number() -> Result<(), Error> {
     for first in [0, 1, 2, 1 << 28, 1 << 31, u32::MAX - 1, u32::MAX] {
-        for way in [Transport::Pull, Transport::Push] {
+        for way in [Route::Pull, Route::Push] {
             group(first).threads(WORLD, |group| operations(&group, 1, &[way]))?;
         }
     }
@@ -78,19 +68,19 @@ fn the_first_operation_waits_for_rows_whatever_its_number() -> Result<(), Error>
 
 #[test]
 fn own_rows_are_not_overwritten_before_every_peer_has_pulled_them() -> Result<(), Error> {
-    group(u32::MAX - 30).threads(WORLD, |group| operations(&group, 60, &[Transport::Pull]))?;
+    group(u32::MAX - 30).threads(WORLD, |group| operations(&group, 60, &[Route::Pull]))?;
     Ok(())
 }
 
 #[test]
 fn gathered_rows_are_not_overwritten_before_their_rank_is_ready() -> Result<(), Error> {
-    group(u32::MAX - 30).threads(WORLD, |group| operations(&group, 60, &[Transport::Push]))?;
+    group(u32::MAX - 30).threads(WORLD, |group| operations(&group, 60, &[Route::Push]))?;
     Ok(())
 }
 
 #[test]
 fn rows_may_move_one_way_now_and_another_then() -> Result<(), Error> {
-    use Transport::{Pull, Push, Store};
+    use Route::{Pull, Push, Store};
     let ways = [Pull, Push, Push, Pull, Pull, Store, Push];
     group(u32::MAX - 30).threads(WORLD, |group| operations(&group, 60, &ways))?;
     Ok(())
@@ -101,12 +91,12 @@ fn ranks_that_cut_pushed_rows_differently_are_told() -> Result<(), Error> {
     // Long enough to be cut.
     const K: usize = 200;
     let differences: [fn(&mut Config, usize); 5] = [
-        |config, rank| config.tile_m += rank,
-        |config, rank| config.chunks += rank,
-        |config, rank| config.last_chunks += rank,
-        |config, rank| config.cut_last = rank == 1,
+        |config, rank| config.tile.m += rank,
+        |config, rank| config.chunking.count += rank,
+        |config, rank| config.chunking.last += rank,
+        |config, rank| config.chunking.cut_last = rank == 1,
         // What is stored is never cut.
-        |config, rank| config.transport = [Transport::Push, Transport::Store][rank],
+        |config, rank| config.route = [Route::Push, Route::Store][rank],
     ];
     for differ in differences {
         let group = Builder::<Host>::new().timeout(Duration::from_secs(2));
@@ -114,15 +104,9 @@ fn ranks_that_cut_pushed_rows_differently_are_told() -> Result<(), Error> {
             let a = group.sharded::<bf16>(M, K)?;
             let b = group.zeros(5, K)?;
             let mut out = group.zeros(M, 5)?;
-            let mut pushed = Config {
-                transport: Transport::Push,
-                ..CONFIG
-            };
+            let mut pushed = CONFIG.with_route(Route::Push);
             differ(&mut pushed, group.rank());
-            let pulled = Config {
-                transport: Transport::Pull,
-                ..pushed
-            };
+            let pulled = pushed.with_route(Route::Pull);
             // How rows are pulled is each rank's own affair.
             let mut run = |config| AllGatherMatmul::new().config(config).run(&a, &b, &mut out);
             run(pulled)?;
@@ -169,7 +153,7 @@ fn a_rank_that_is_late_is_named_and_the_group_starts_nothing_more() -> Result<()
 #[test]
 fn a_group_may_wait_for_ever() -> Result<(), Error> {
     let group = Builder::<Host>::new().timeout(Duration::MAX);
-    group.threads(WORLD, |group| operations(&group, 2, &[Transport::Pull]))?;
+    group.threads(WORLD, |group| operations(&group, 2, &[Route::Pull]))?;
     Ok(())
 }
 

@@ -5,22 +5,14 @@ mod planners;
 
 use gemmesh::schedule::Schedule;
 use gemmesh::testing::{delay_chunks, run_schedule};
-use gemmesh::{Config, Error, Group, Host, ShardedMatrix, Transport, bf16};
+use gemmesh::{Chunking, Config, Error, Group, Host, Route, ShardedMatrix, TileShape, bf16};
 use planners::{Asked, SCALED};
 
-const CONFIG: Config = Config {
-    tile_m: 4,
-    tile_n: 4,
-    tile_k: 4,
-    stages: 1,
-    cluster: 1,
-    split_k: 1,
-    group_m: 2,
-    chunks: 1,
-    last_chunks: 1,
-    cut_last: false,
-    transport: Transport::Pull,
-};
+const CONFIG: Config = Config::new(
+    TileShape::new(4, 4, 4).with_group_m(2),
+    Chunking::new(1),
+    Route::Pull,
+);
 const ASKED: Asked = Asked {
     world: 4,
     block: 3,
@@ -108,18 +100,15 @@ fn product_of(a: &[bf16], b: &[bf16], k: usize) -> Vec<bf16> {
     .collect()
 }
 
-fn by(transport: Transport) -> Config {
-    Config {
-        transport,
-        ..CONFIG
-    }
+fn by(route: Route) -> Config {
+    CONFIG.with_route(route)
 }
 
 #[test]
 fn rows_that_each_rank_owns_in_several_blocks_are_gathered_stage_by_stage() {
-    for transport in [Transport::Pull, Transport::Push] {
+    for route in [Route::Pull, Route::Push] {
         for stages in [1, 2, 5] {
-            let plan = |rank| planners::staged(ASKED, stages, rank, by(transport));
+            let plan = |rank| planners::staged(ASKED, stages, rank, by(route));
             let m = stages * ASKED.world * ASKED.block;
             let owner = |row: usize| row / ASKED.block % ASKED.world;
             check(&[ASKED.k], ASKED, m, owner, plan);
@@ -129,8 +118,8 @@ fn rows_that_each_rank_owns_in_several_blocks_are_gathered_stage_by_stage() {
 
 #[test]
 fn a_matrix_and_its_scales_arrive_under_one_flag() {
-    for transport in [Transport::Pull, Transport::Push] {
-        let plan = |rank| planners::with_scales(ASKED, rank, by(transport));
+    for route in [Route::Pull, Route::Push] {
+        let plan = |rank| planners::with_scales(ASKED, rank, by(route));
         let m = ASKED.world * ASKED.block;
         check(
             &[ASKED.k, ASKED.k / SCALED],
@@ -156,6 +145,6 @@ fn an_operation_without_tiles_ends_when_all_that_others_write_has_come() {
     let owner = |row: usize| row / asked.block;
     let plan = |rank| planners::relayed(asked, rank, CONFIG);
     check(&[asked.k], asked, m, owner, plan);
-    let plan = |rank| planners::with_scales(asked, rank, by(Transport::Push));
+    let plan = |rank| planners::with_scales(asked, rank, by(Route::Push));
     check(&[asked.k, asked.k / SCALED], asked, m, owner, plan);
 }

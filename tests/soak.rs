@@ -8,8 +8,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use gemmesh::{
-    AllGatherMatmul, Builder, Config, Element, Error, Group, Host, Matrix, ShardedMatrix,
-    Transport, all_gather_matmul, bf16, f16,
+    AllGatherMatmul, Builder, Chunking, Config, Element, Error, Group, Host, Matrix, Route,
+    ShardedMatrix, TileShape, all_gather_matmul, bf16, f16,
 };
 use rand::RngExt;
 use rand::rngs::StdRng;
@@ -81,7 +81,7 @@ impl Alone {
 const WORLD: usize = 3;
 const WORKERS: usize = 2;
 /// Stores are pushes here.
-const TRANSPORTS: [Transport; 3] = [Transport::Pull, Transport::Push, Transport::Store];
+const ROUTES: [Route; 3] = [Route::Pull, Route::Push, Route::Store];
 /// How many different contents a matrix has in turn, so that rows of an earlier operation are wrong ones.
 const VERSIONS: usize = 3;
 
@@ -112,18 +112,17 @@ impl<T: Element> Item<T> {
         let mut rows: Vec<usize> = (0..WORLD).map(|_| random.random_range(0..12)).collect();
         rows[random.random_range(0..WORLD)] += 1;
         let m: usize = rows.iter().sum();
-        let config = random.random_bool(0.7).then(|| Config {
-            tile_m: random.random_range(1..9),
-            tile_n: random.random_range(1..9),
-            tile_k: random.random_range(1..32),
-            stages: 1,
-            cluster: 1,
-            split_k: 1,
-            group_m: random.random_range(1..4),
-            chunks: random.random_range(1..6),
-            last_chunks: random.random_range(1..6),
-            cut_last: random.random(),
-            transport: TRANSPORTS[random.random_range(0..TRANSPORTS.len())],
+        let config = random.random_bool(0.7).then(|| {
+            Config::new(
+                TileShape::new(
+                    random.random_range(1..9),
+                    random.random_range(1..9),
+                    random.random_range(1..32),
+                )
+                .with_group_m(random.random_range(1..4)),
+                Chunking::new(random.random_range(1..6)).with_cut_last(random.random()),
+                ROUTES[random.random_range(0..ROUTES.len())],
+            )
         });
         let weights = [random.random_range(1..12), random.random_range(1..12)];
         let weights = weights.into_iter().map(|n| {

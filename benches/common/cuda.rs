@@ -8,7 +8,7 @@ use cudarc::cublaslt::{result as lt, sys as lt_sys};
 use cudarc::driver::{result as driver, sys as driver_sys};
 use cudarc::nccl::{result as nccl, sys as nccl_sys};
 use gemmesh::{
-    AllGatherMatmul, Config, Cuda, DType, Element, Error, Group, Prepared, Result, Transport,
+    AllGatherMatmul, Chunking, Config, Cuda, DType, Element, Error, Group, Prepared, Result, Route,
 };
 
 use crate::common::{self, Case};
@@ -489,8 +489,8 @@ pub fn measure<T: Element>(
     product.chosen = best.1;
 
     let Case { a, b, out, .. } = case;
-    let graph = match prepared.config().transport {
-        Transport::Pull => None,
+    let graph = match prepared.config().route {
+        Route::Pull => None,
         _ => Some(Graph::capture(stream, || prepared.run(a, b, out))?),
     };
     let mut samples: Vec<[f64; ROWS]> = Vec::new();
@@ -582,24 +582,20 @@ pub fn fastest<T: Element>(group: &Group<Cuda>, case: &mut Case<Cuda, T>) -> Res
     let mut best = AllGatherMatmul::new().prepare(&case.a, n)?;
     let mut best_time = f64::INFINITY;
     let default = best.config();
-    // (transport, chunks, chunks of the last shard, whether the last is cut)
-    let mut ways = vec![(Transport::Store, 64, 64, false)];
+    // (route, chunks, chunks of the last shard, whether the last is cut)
+    let mut ways = vec![(Route::Store, 64, 64, false)];
     for (chunks, last_chunks) in [(1, 1), (1, 2), (1, 4), (2, 2), (4, 4)] {
         for cut_last in [false, true] {
             ways.extend(
-                [Transport::Pull, Transport::Push]
-                    .map(|transport| (transport, chunks, last_chunks, cut_last)),
+                [Route::Pull, Route::Push].map(|route| (route, chunks, last_chunks, cut_last)),
             );
         }
     }
-    for (transport, chunks, last_chunks, cut_last) in ways {
-        let way = Config {
-            transport,
-            chunks,
-            last_chunks,
-            cut_last,
-            ..default
-        };
+    for (route, chunks, last_chunks, cut_last) in ways {
+        let chunking = Chunking::new(chunks)
+            .with_last(last_chunks)
+            .with_cut_last(cut_last);
+        let way = Config::new(default.tile, chunking, route);
         for config in gemmesh::testing::with_each_kernel(&way) {
             let other = AllGatherMatmul::new().config(config).prepare(&case.a, n)?;
             let mut run = |prepared: &Prepared<Cuda, T>| {

@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::config::{Config, Transport};
+use super::config::{Chunking, Config, Route};
 use super::layout::{Layout, MAX_EXTENT, limit};
 use super::order;
 use super::{
@@ -84,10 +84,7 @@ enum Tiles {
 }
 
 fn pulled(config: Config) -> Config {
-    Config {
-        transport: Transport::Pull,
-        ..config
-    }
+    config.with_route(Route::Pull)
 }
 
 fn plan(
@@ -103,13 +100,11 @@ fn plan(
     if tiles.is_some() {
         limit("N", n, 1, MAX_EXTENT)?;
         let rows = layout.m().div_ceil(config.entry_rows());
-        let count = rows.saturating_mul(n.div_ceil(config.tile_n));
+        let count = rows.saturating_mul(n.div_ceil(config.tile.n));
         limit("tiles of the output", count, 1, 1 << 28)?;
     }
     let whole = Config {
-        chunks: 1,
-        last_chunks: 1,
-        cut_last: false,
+        chunking: Chunking::new(1),
         ..config
     };
     let cutter = match moves {
@@ -168,8 +163,8 @@ fn agree(asked: &Description, config: &Config) -> Agreed {
     if Layout::balanced(layout.m(), layout.k(), layout.world()).as_ref() != Ok(layout) {
         details += &format!(", rows of each rank = {:?}", layout.rows());
     }
-    if config.transport != Transport::Pull {
-        let (chunks, last) = (config.chunks, config.last_chunks);
+    if config.route != Route::Pull {
+        let (chunks, last) = (config.chunking.count, config.chunking.last);
         let cut = match config.cut(layout.k()) {
             Some(_) => " and a cut along K",
             None => "",
@@ -243,7 +238,7 @@ impl<'a> Cutter<'a> {
         let count = |source: usize| self.counts[source][usize::from(self.is_last(source, peer))];
         let first: usize = before.map(count).sum();
         let is_last = self.is_last(source, peer);
-        let route = self.config.transport;
+        let route = self.config.route;
         let chunks = cut_shard(self.layout, self.config, source, is_last).enumerate();
         chunks.map(move |(index, Chunk { rows, columns })| Transfer {
             from: source,
@@ -269,8 +264,8 @@ fn cut_shard(
 ) -> impl Iterator<Item = Chunk> + use<> {
     let (shard, k) = (layout.rows_of(source), layout.k());
     let (count, cut) = match is_last {
-        true => (config.last_chunks, config.cut(k)),
-        false => (config.chunks, None),
+        true => (config.chunking.last, config.cut(k)),
+        false => (config.chunking.count, None),
     };
     chunk_rows(shard.clone(), count, config.entry_rows()).flat_map(move |rows| {
         let cut = cut.filter(|_| rows.end == shard.end);

@@ -12,30 +12,29 @@ pub const CUT_COLUMNS: usize = 64;
 /// The most CTAs in a cluster.
 pub const MAX_CLUSTER: usize = 16;
 
-/// Who moves the rows of another rank.
+/// How an operation is cut up: the tiles, the chunks, and who moves these. The result depends on it only in the order in which
+/// f32 sums are made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum Transport {
-    /// The copy engine of the rank that needs them. On GPUs the only one that needs no kernel of another rank to run; an
-    /// operation can't be captured in a graph.
-    Pull,
-    /// The copy engine of the rank that owns them. Kernels of all ranks must be able to run at the same time: the
-    /// documentation of `Cuda` says what that asks of other kernels on the same GPUs. When an operation fails, a rank may write to its peers before they are ready: the gathered rows of
-    /// operations before may be lost too.
-    Push,
-    /// The kernel of the rank that owns them, by stores of warps that have nothing else to do: meant for shards so small
-    /// that a copy engine's start counts. Kernels as for [`Transport::Push`], which it is on the host backend.
-    Store,
+#[non_exhaustive]
+pub struct Config {
+    /// What a kernel is made for.
+    pub tile: TileShape,
+    /// How rows are cut.
+    pub chunking: Chunking,
+    /// Who moves them.
+    pub route: Route,
 }
 
-/// How a problem is cut up. The result depends on it only in the order in which f32 sums are made.
+/// The tiles of an output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Config {
+#[non_exhaustive]
+pub struct TileShape {
     /// Rows of a tile of the output.
-    pub tile_m: usize,
+    pub m: usize,
     /// Columns of a tile of the output.
-    pub tile_n: usize,
+    pub n: usize,
     /// How much of K is brought close to the arithmetic at a time.
-    pub tile_k: usize,
+    pub k: usize,
     /// Stages of a CTA's ring of loads. The host backend has one.
     pub stages: usize,
     /// CTAs that share the loads of `b`, each with a tile of its own, one above the other. The host backend has one.
@@ -44,41 +43,148 @@ pub struct Config {
     pub split_k: usize,
     /// Tile rows that are walked together, column by column, so that a cache holds what they share.
     pub group_m: usize,
-    /// Chunks that a shard is moved in, each with its own flag.
-    pub chunks: usize,
+}
+
+/// The chunks that a shard is moved in, each with its own flag.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Chunking {
+    /// How many.
+    pub count: usize,
     /// The same for the shard that comes last in the ring: when it arrives, its tiles are all that is left to do.
-    pub last_chunks: usize,
+    pub last: usize,
     /// Whether the last chunk of all comes in two parts along K, for tiles to begin with the first. Not with
-    /// [`Transport::Store`], whose chunks may be as small as a tile for nothing.
+    /// [`Route::Store`], whose chunks may be as small as a tile for nothing.
     pub cut_last: bool,
-    /// Who moves them.
-    pub transport: Transport,
+}
+
+/// Who moves the rows of another rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Route {
+    /// The copy engine of the rank that needs them. On GPUs the only one that needs no kernel of another rank to run; an
+    /// operation can't be captured in a graph.
+    Pull,
+    /// The copy engine of the rank that owns them. Kernels of all ranks must be able to run at the same time: the
+    /// documentation of `Cuda` says what that asks of other kernels on the same GPUs. When an operation fails, a rank may
+    /// write to its peers before they are ready: the gathered rows of operations before may be lost too.
+    Push,
+    /// The kernel of the rank that owns them, by stores of warps that have nothing else to do: meant for shards so small
+    /// that a copy engine's start counts. Kernels as for [`Route::Push`], which it is on the host backend.
+    Store,
 }
 
 impl Config {
+    /// All of it.
+    pub const fn new(tile: TileShape, chunking: Chunking, route: Route) -> Config {
+        Config {
+            tile,
+            chunking,
+            route,
+        }
+    }
+
+    /// The same by another route.
+    #[must_use]
+    pub const fn with_route(self, route: Route) -> Config {
+        Config { route, ..self }
+    }
+
     /// Rows of one entry of the table.
     pub(crate) fn entry_rows(&self) -> usize {
-        self.tile_m * self.cluster
+        self.tile.m * self.tile.cluster
     }
 
     pub(crate) fn check(&self) -> Result<()> {
-        limit("Config::tile_m", self.tile_m, 1, MAX_EXTENT)?;
-        limit("Config::tile_n", self.tile_n, 1, MAX_EXTENT)?;
-        limit("Config::tile_k", self.tile_k, 1, MAX_EXTENT)?;
-        limit("Config::stages", self.stages, 1, MAX_EXTENT)?;
-        limit("Config::cluster", self.cluster, 1, MAX_CLUSTER)?;
-        limit("Config::tile_m · cluster", self.entry_rows(), 1, MAX_EXTENT)?;
-        limit("Config::split_k", self.split_k, 1, MAX_CLUSTER)?;
-        limit("Config::group_m", self.group_m, 1, MAX_EXTENT)?;
-        limit("Config::chunks", self.chunks, 1, MAX_CHUNKS)?;
-        limit("Config::last_chunks", self.last_chunks, 1, MAX_CHUNKS)
+        let TileShape {
+            m,
+            n,
+            k,
+            stages,
+            cluster,
+            split_k,
+            group_m,
+        } = self.tile;
+        limit("Config::tile.m", m, 1, MAX_EXTENT)?;
+        limit("Config::tile.n", n, 1, MAX_EXTENT)?;
+        limit("Config::tile.k", k, 1, MAX_EXTENT)?;
+        limit("Config::tile.stages", stages, 1, MAX_EXTENT)?;
+        limit("Config::tile.cluster", cluster, 1, MAX_CLUSTER)?;
+        let rows = "Config::tile.m · tile.cluster";
+        limit(rows, self.entry_rows(), 1, MAX_EXTENT)?;
+        limit("Config::tile.split_k", split_k, 1, MAX_CLUSTER)?;
+        limit("Config::tile.group_m", group_m, 1, MAX_EXTENT)?;
+        limit("Config::chunking.count", self.chunking.count, 1, MAX_CHUNKS)?;
+        limit("Config::chunking.last", self.chunking.last, 1, MAX_CHUNKS)
     }
 
     /// Where the last chunk is cut along K, if it is. Where moving a chunk takes about as long as multiplying it, and
     /// beginning another copy a little, the first part's products then take as long as moving the second.
     pub(crate) fn cut(&self, k: usize) -> Option<usize> {
         let column = (k.div_ceil(CUT_COLUMNS) * 5).div_ceil(8) * CUT_COLUMNS;
-        let cut = self.cut_last && self.transport != Transport::Store && column < k;
+        let cut = self.chunking.cut_last && self.route != Route::Store && column < k;
         cut.then_some(column)
+    }
+}
+
+impl TileShape {
+    /// Tiles of `m` rows and `n` columns, of which `k` columns of the operands are brought close at a time: one CTA a tile,
+    /// with one stage, row by row.
+    pub const fn new(m: usize, n: usize, k: usize) -> TileShape {
+        TileShape {
+            m,
+            n,
+            k,
+            stages: 1,
+            cluster: 1,
+            split_k: 1,
+            group_m: 1,
+        }
+    }
+
+    /// With as many stages of loads.
+    #[must_use]
+    pub const fn with_stages(self, stages: usize) -> TileShape {
+        TileShape { stages, ..self }
+    }
+
+    /// With as many CTAs that share the loads of `b`.
+    #[must_use]
+    pub const fn with_cluster(self, cluster: usize) -> TileShape {
+        TileShape { cluster, ..self }
+    }
+
+    /// With as many CTAs that share a tile.
+    #[must_use]
+    pub const fn with_split_k(self, split_k: usize) -> TileShape {
+        TileShape { split_k, ..self }
+    }
+
+    /// With as many tile rows that are walked together.
+    #[must_use]
+    pub const fn with_group_m(self, group_m: usize) -> TileShape {
+        TileShape { group_m, ..self }
+    }
+}
+
+impl Chunking {
+    /// As many chunks a shard, the last one's too.
+    pub const fn new(count: usize) -> Chunking {
+        Chunking {
+            count,
+            last: count,
+            cut_last: false,
+        }
+    }
+
+    /// With as many chunks of the last shard.
+    #[must_use]
+    pub const fn with_last(self, last: usize) -> Chunking {
+        Chunking { last, ..self }
+    }
+
+    /// With the last chunk of all cut along K, or not.
+    #[must_use]
+    pub const fn with_cut_last(self, cut_last: bool) -> Chunking {
+        Chunking { cut_last, ..self }
     }
 }

@@ -6,7 +6,7 @@
 use super::epoch::Epoch;
 use super::flag::{Awaited, Flag, FlagBlock, Wait};
 use super::primitive::{AtomicUsize, Ordering};
-use super::{Schedule, Tile, Transfer, Transport};
+use super::{Route, Schedule, Tile, Transfer};
 
 /// The steps of a rank's transfers, as a copy engine does them, one after the other.
 pub trait CopyEngine {
@@ -55,7 +55,7 @@ pub fn transfer<'s, E: CopyEngine>(
         engine.copy(transfer)?;
         engine.signal_chunk(transfer, epoch)?;
         let goes_on = |next: &&Transfer| (next.peer(), next.route) == towards;
-        if transfer.route == Transport::Pull && moves.peek().is_none_or(|next| !goes_on(next)) {
+        if transfer.route == Route::Pull && moves.peek().is_none_or(|next| !goes_on(next)) {
             engine.signal_done(transfer.peer(), epoch)?;
         }
     }

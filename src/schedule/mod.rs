@@ -15,7 +15,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 pub use agreed::Agreed;
-pub use config::{Config, Transport};
+pub use config::{Chunking, Config, Route, TileShape};
 pub use epoch::Epoch;
 pub use flag::{Awaited, Flag, FlagBlock};
 pub use layout::Layout;
@@ -157,15 +157,15 @@ pub struct Transfer {
     /// The chunk flag of `to` that says that they have arrived.
     pub flag: usize,
     /// Who moves them.
-    pub route: Transport,
+    pub route: Route,
 }
 
 impl Transfer {
     /// The other rank, for the one that moves them.
     pub fn peer(&self) -> usize {
         match self.route {
-            Transport::Pull => self.from,
-            Transport::Push | Transport::Store => self.to,
+            Route::Pull => self.from,
+            Route::Push | Route::Store => self.to,
         }
     }
 
@@ -206,7 +206,7 @@ impl Product {
 
     /// The output columns of a tile.
     pub fn columns(&self, tile: &Tile) -> Range<usize> {
-        extent(tile.n, self.config.tile_n, self.n)
+        extent(tile.n, self.config.tile.n, self.n)
     }
 }
 
@@ -272,11 +272,11 @@ impl Schedule {
             waits[flag] = Awaited::Chunk {
                 source: arrival.from,
                 flag,
-                pulled: arrival.route == Transport::Pull,
+                pulled: arrival.route == Route::Pull,
             };
         }
         let pulled = parts.departures.iter();
-        let pulled = pulled.filter(|transfer| parts.handshake && transfer.route == Transport::Pull);
+        let pulled = pulled.filter(|transfer| parts.handshake && transfer.route == Route::Pull);
         let mut readers: Vec<usize> = pulled.map(|transfer| transfer.to).collect();
         readers.sort_unstable();
         readers.dedup();
@@ -320,7 +320,7 @@ impl Schedule {
 
     /// What this rank moves, in this order: what it pulls, then what it pushes.
     pub fn moves(&self) -> impl Iterator<Item = &Transfer> {
-        let pulls = |transfer: &&Transfer| transfer.route == Transport::Pull;
+        let pulls = |transfer: &&Transfer| transfer.route == Route::Pull;
         let pulled = self.parts.arrivals.iter().filter(pulls);
         let pushed = self.parts.departures.iter();
         pulled.chain(pushed.filter(move |transfer| !pulls(transfer)))
@@ -347,15 +347,15 @@ impl Schedule {
     }
 
     /// Whether something comes to this rank, or goes from it, by `route`.
-    pub fn uses(&self, route: Transport) -> bool {
+    pub fn uses(&self, route: Route) -> bool {
         let mut all = self.parts.arrivals.iter().chain(&self.parts.departures);
         all.any(|transfer| transfer.route == route)
     }
 
     /// Whether the owners move all rows, and nobody pulls.
     pub fn is_pushed(&self) -> bool {
-        let pushed = self.uses(Transport::Push) || self.uses(Transport::Store);
-        self.handshake() && pushed && !self.uses(Transport::Pull)
+        let pushed = self.uses(Route::Push) || self.uses(Route::Store);
+        self.handshake() && pushed && !self.uses(Route::Pull)
     }
 
     /// Whether tiles wait for all that comes to this rank: when they have ended, nothing is under way to it.

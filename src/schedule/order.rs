@@ -17,7 +17,7 @@ use super::{Product, Tile, Transfer};
 pub fn tiles(product: &Product, matrix: usize, arrivals: &[Transfer], waits: bool) -> Vec<Tile> {
     let config = &product.config;
     let rows = tile_rows(product, matrix, arrivals);
-    let columns = product.n.div_ceil(config.tile_n);
+    let columns = product.n.div_ceil(config.tile.n);
 
     // A counting sort: where the tiles begin that become ready with arrival s - 1 (s = 0: at once).
     let mut begin = vec![0; arrivals.len() + 2];
@@ -29,8 +29,8 @@ pub fn tiles(product: &Product, matrix: usize, arrivals: &[Transfer], waits: boo
     }
 
     let mut tiles = vec![Tile::new(0, 0, 0..0); rows.len() * columns];
-    for first in (0..rows.len()).step_by(config.group_m) {
-        let group = first..(first + config.group_m).min(rows.len());
+    for first in (0..rows.len()).step_by(config.tile.group_m) {
+        let group = first..(first + config.tile.group_m).min(rows.len());
         for n in 0..columns {
             for m in group.clone() {
                 let place = &mut begin[rows[m].ready];

@@ -3,9 +3,9 @@
 use std::time::Instant;
 
 use cudarc::driver::sys;
-use gemmesh::{AllGatherMatmul, Config, Cuda, Error, Group, Transport, bf16};
+use gemmesh::{AllGatherMatmul, Cuda, Error, Group, Route, bf16};
 
-use crate::each_transport;
+use crate::each_route;
 use crate::support::gpu::*;
 use crate::support::processes::Rank;
 
@@ -41,14 +41,11 @@ fn run_ahead(
 const AHEAD: usize = 5_000;
 
 #[track_caller]
-fn operations_ahead(test: &str, transport: Transport) {
+fn operations_ahead(test: &str, route: Route) {
     all_done(ranks(test, 2, |rank| {
         // 64 chunks a shard: as many entries on the streams as an operation can have.
         run_ahead(rank, 2 * 65 * 128, |_, arguments| {
-            let config = Config {
-                transport,
-                ..config(6, 1, 64)
-            };
+            let config = config(6, 1, 64).with_route(route);
             let operation = AllGatherMatmul::new().config(config);
             let prepared = operation.prepare(&arguments.a, 16)?;
             for _ in 0..AHEAD {
@@ -59,19 +56,19 @@ fn operations_ahead(test: &str, transport: Transport) {
     }));
 }
 
-each_transport!(gpu, operations_ahead:
+each_route!(gpu, operations_ahead:
     a_rank_that_runs_ahead_with_pulls_names_who_does_not_call by Pull,
     a_rank_that_runs_ahead_with_pushes_names_who_does_not_call by Push,
     a_rank_that_runs_ahead_with_stores_names_who_does_not_call by Store,
 );
 
 #[track_caller]
-fn work_of_the_callers_ahead(test: &str, transport: Transport) {
+fn work_of_the_callers_ahead(test: &str, route: Route) {
     all_done(ranks(test, 2, |rank| {
         run_ahead(rank, 301, |group, arguments| {
             let scratch = group.zeros::<bf16>(16, 16)?;
             let (ptr, _) = scratch.as_device_ptr();
-            arguments.run_by(transport)?;
+            arguments.run_by(route)?;
             for _ in 0..AHEAD {
                 // SAFETY: the scratch lives until the stream has passed.
                 unsafe { driver(sys::cuMemsetD32Async(ptr, 1, 16, group.stream().cast())) };
@@ -81,7 +78,7 @@ fn work_of_the_callers_ahead(test: &str, transport: Transport) {
     }));
 }
 
-each_transport!(gpu, work_of_the_callers_ahead:
+each_route!(gpu, work_of_the_callers_ahead:
     a_pull_with_much_work_of_the_callers_behind_it_names_who_does_not_call by Pull,
     a_push_with_much_work_of_the_callers_behind_it_names_who_does_not_call by Push,
     a_store_with_much_work_of_the_callers_behind_it_names_who_does_not_call by Store,
@@ -89,10 +86,10 @@ each_transport!(gpu, work_of_the_callers_ahead:
 
 /// Where ranks share a GPU with another test, each replay waits for a time slice.
 #[track_caller]
-fn replays_ahead(test: &str, transport: Transport) {
+fn replays_ahead(test: &str, route: Route) {
     all_done(ranks(test, 2, |rank| {
         run_ahead(rank, 301, |group, arguments| {
-            let prepared = arguments.prepare(transport)?;
+            let prepared = arguments.prepare(route)?;
             let replay = Replay::capture(group, GLOBAL, || {
                 let Arguments { a, b, out, .. } = arguments;
                 prepared.run(a, b, out).unwrap();
@@ -105,7 +102,7 @@ fn replays_ahead(test: &str, transport: Transport) {
     }));
 }
 
-each_transport!(gpu_alone, replays_ahead:
+each_route!(gpu_alone, replays_ahead:
     many_replays_of_a_push_that_a_rank_does_not_make_name_it by Push,
     many_replays_of_a_store_that_a_rank_does_not_make_name_it by Store,
 );

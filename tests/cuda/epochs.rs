@@ -38,8 +38,8 @@ fn soak(
             // Each way follows each other.
             match (done + number) / items.len() % 10 {
                 0 | 1 => items[index].run()?,
-                way @ (2 | 3 | 8) => items[index].run_by(TRANSPORTS[way % 3])?,
-                way => items[index].run_by(TRANSPORTS[way / 2 % 3])?,
+                way @ (2 | 3 | 8) => items[index].run_by(ROUTES[way % 3])?,
+                way => items[index].run_by(ROUTES[way / 2 % 3])?,
             }
         }
         done += burst;

@@ -2,16 +2,16 @@
 
 use std::time::{Duration, Instant};
 
-use gemmesh::{Cuda, Error, Transport};
+use gemmesh::{Cuda, Error, Route};
 
 use crate::support::gpu::*;
 use crate::support::processes::{Rank, Setting};
 use crate::support::shared::failures;
 use crate::support::tested::MakeCall;
-use crate::{each_transport, test_name, told_within_a_second};
+use crate::{each_route, test_name, told_within_a_second};
 
 /// An operation that is waited for.
-const PRODUCT: MakeCall<Cuda> = |group, arguments| arguments.verify_by(group, Transport::Pull);
+const PRODUCT: MakeCall<Cuda> = |group, arguments| arguments.verify_by(group, Route::Pull);
 
 #[test]
 fn a_rank_killed_while_the_others_wait_for_it_is_named() {
@@ -27,7 +27,7 @@ fn rank_0_killed_while_the_others_wait_for_it_is_named() {
     }
 }
 
-each_transport!(gpu, failures::kill_amid_operations::<Cuda>:
+each_route!(gpu, failures::kill_amid_operations::<Cuda>:
     a_rank_killed_amid_pulls_is_named by Pull,
     a_rank_killed_amid_pushes_is_named by Push,
     a_rank_killed_amid_stores_is_named by Store,
@@ -47,7 +47,7 @@ fn a_stopped_rank_is_named_at_the_timeout_and_told_when_it_goes_on() {
     }
 }
 
-each_transport!(gpu, failures::stop_amid_operations::<Cuda>:
+each_route!(gpu, failures::stop_amid_operations::<Cuda>:
     a_rank_stopped_amid_pulls_is_named_at_the_timeout_and_told_when_it_goes_on by Pull,
     a_rank_stopped_amid_pushes_is_named_at_the_timeout_and_told_when_it_goes_on by Push,
     a_rank_stopped_amid_stores_is_named_at_the_timeout_and_told_when_it_goes_on by Store,
@@ -61,16 +61,16 @@ fn ranks_that_come_one_after_the_other_are_waited_for_until_the_timeout() {
     all_done(ranks(test_name!(), 3, |rank| {
         let _context = Context::retain(rank.rank);
         let steps = host_group(rank)?;
-        for transport in TRANSPORTS {
+        for route in ROUTES {
             for last in [SHORT * 4 / 5, SHORT * 8 / 5] {
                 steps.barrier()?;
-                let group = another_group(rank, format!("{transport:?}-{last:?}"), SHORT)?;
+                let group = another_group(rank, format!("{route:?}-{last:?}"), SHORT)?;
                 let mut arguments = Arguments::new(&group, 300, 72, 264)?;
-                arguments.verify_by(&group, transport)?;
+                arguments.verify_by(&group, route)?;
                 arguments.fill(&group, 5)?;
                 group.barrier()?;
                 std::thread::sleep(last * rank.rank as u32 / 2);
-                let result = arguments.verify_by(&group, transport);
+                let result = arguments.verify_by(&group, route);
                 if last < SHORT {
                     result?;
                 } else {
@@ -84,7 +84,7 @@ fn ranks_that_come_one_after_the_other_are_waited_for_until_the_timeout() {
 
 /// `count` times: a group gets a right result; then one rank does not call an operation and the others name it;
 /// then all make another group.
-fn starve(rank: &Rank, count: usize, transports: &[Transport]) -> Result<String, Error> {
+fn starve(rank: &Rank, count: usize, routes: &[Route]) -> Result<String, Error> {
     let starved = Duration::from_millis(250);
     let _context = Context::retain(rank.rank);
     let steps = host_group(rank)?;
@@ -93,8 +93,8 @@ fn starve(rank: &Rank, count: usize, transports: &[Transport]) -> Result<String,
         steps.barrier()?;
         let group = another_group(rank, number, starved)?;
         let mut arguments = Arguments::new(&group, 300, 72, 264)?;
-        let transport = transports[number / rank.world % transports.len()];
-        arguments.verify_by(&group, transport)?;
+        let route = routes[number / rank.world % routes.len()];
+        arguments.verify_by(&group, route)?;
         steps.barrier()?;
         if number == count {
             break;
@@ -103,9 +103,9 @@ fn starve(rank: &Rank, count: usize, transports: &[Transport]) -> Result<String,
         let begin = Instant::now();
         let result = if rank.rank == culprit {
             steps.barrier()?;
-            arguments.verify_by(&group, transport)
+            arguments.verify_by(&group, route)
         } else {
-            let result = arguments.verify_by(&group, transport);
+            let result = arguments.verify_by(&group, route);
             let took = begin.elapsed();
             longest = longest.max(took);
             assert!(took < starved + NOTICED, "round {number}: {took:?}");
@@ -131,7 +131,7 @@ fn starved_ranks_name_the_culprit_and_work_in_a_new_group_100_times() {
         ..Setting::default()
     };
     all_done(ranks_with(test_name!(), 3, &setting, |rank| {
-        starve(rank, 100, &TRANSPORTS)
+        starve(rank, 100, &ROUTES)
     }));
 }
 
@@ -143,6 +143,6 @@ fn starved_ranks_are_set_free_also_when_all_streams_share_one_connection() {
         variables: &|_| vec![("CUDA_DEVICE_MAX_CONNECTIONS", "1".into())],
     };
     all_done(ranks_with(test_name!(), 2, &setting, |rank| {
-        starve(rank, 4, &[Transport::Pull, Transport::Store])
+        starve(rank, 4, &[Route::Pull, Route::Store])
     }));
 }

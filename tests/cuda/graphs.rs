@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
-use gemmesh::{AllGatherMatmul, Cuda, Error, Group, Transport, bf16};
+use gemmesh::{AllGatherMatmul, Cuda, Error, Group, Route, bf16};
 
 use crate::support::gpu::*;
 use crate::support::processes::{Rank, Setting};
@@ -17,7 +17,7 @@ fn refuse_capture(
 ) {
     captured(group, mode, || {
         let refused = Error::Capturing { rank: rank.rank };
-        assert_eq!(arguments.run_by(Transport::Pull), Err(refused));
+        assert_eq!(arguments.run_by(Route::Pull), Err(refused));
     });
 }
 
@@ -28,7 +28,7 @@ fn a_pull_under_capture_is_refused_and_the_group_goes_on() {
         let group = connect(rank, TIMEOUT)?;
         let mut arguments = Arguments::new(&group, 301, 72, 16)?;
         arguments.verify(&group)?;
-        arguments.verify_by(&group, Transport::Pull)?;
+        arguments.verify_by(&group, Route::Pull)?;
         for mode in [RELAXED, GLOBAL] {
             refuse_capture(rank, &group, mode, &mut arguments);
             arguments.fill(&group, 3)?;
@@ -47,7 +47,7 @@ fn a_product_that_was_not_prepared_is_refused_under_capture() {
         captured(&group, GLOBAL, || {
             let refused = Error::Capturing { rank: rank.rank };
             assert_eq!(arguments.run(), Err(refused.clone()));
-            assert_eq!(arguments.run_by(Transport::Store), Err(refused));
+            assert_eq!(arguments.run_by(Route::Store), Err(refused));
         });
         arguments.verify(&group)?;
         Ok("right".into())
@@ -79,7 +79,7 @@ fn a_captured_product_without_a_gather_outlives_what_prepared_it() {
         let group = connect(rank, TIMEOUT)?;
         let mut arguments = Arguments::new(&group, 301, 72, 264)?;
         let replay = {
-            let prepared = arguments.prepare(Transport::Pull)?;
+            let prepared = arguments.prepare(Route::Pull)?;
             Replay::capture(&group, GLOBAL, || {
                 let Arguments { a, b, out, .. } = &mut arguments;
                 prepared.matmul(a, b, out).unwrap();
@@ -111,9 +111,9 @@ fn a_captured_operation_is_right_in_each_of_1000_replays() {
     all_done(ranks_with(test_name!(), 2, &setting, |rank| {
         let group = connect(rank, TIMEOUT)?;
         let count = operations(2, 1000, 200);
-        for (transport, mode) in [(Transport::Push, GLOBAL), (Transport::Store, RELAXED)] {
+        for (route, mode) in [(Route::Push, GLOBAL), (Route::Store, RELAXED)] {
             let mut arguments = Arguments::new(&group, 301, 72, 264)?;
-            let prepared = arguments.prepare(transport)?;
+            let prepared = arguments.prepare(route)?;
             let replay = Replay::capture(&group, mode, || {
                 let Arguments { a, b, out, .. } = &mut arguments;
                 prepared.run(a, b, out).unwrap();
@@ -123,8 +123,8 @@ fn a_captured_operation_is_right_in_each_of_1000_replays() {
                 arguments.fill(&group, 1 + turn % 11)?;
                 match turn % 50 {
                     20 => (0..10).for_each(|_| replay.launch()),
-                    30 => arguments.run_by(Transport::Pull)?,
-                    40 => arguments.run_by(transport)?,
+                    30 => arguments.run_by(Route::Pull)?,
+                    40 => arguments.run_by(route)?,
                     _ => {}
                 }
                 replay.launch();
@@ -141,12 +141,12 @@ fn a_replay_that_a_rank_does_not_make_ends_at_the_deadline_and_names_it() {
     let Some(_leave) = gpu() else { return };
     all_done(ranks(test_name!(), 2, |rank| {
         let steps = host_group(rank)?;
-        for transport in [Transport::Push, Transport::Store] {
+        for route in [Route::Push, Route::Store] {
             let _context = Context::retain(rank.rank);
             steps.barrier()?;
-            let group = another_group(rank, format!("{transport:?}"), SHORT)?;
+            let group = another_group(rank, format!("{route:?}"), SHORT)?;
             let mut arguments = Arguments::new(&group, 301, 72, 264)?;
-            let prepared = arguments.prepare(transport)?;
+            let prepared = arguments.prepare(route)?;
             let replay = Replay::capture(&group, GLOBAL, || {
                 let Arguments { a, b, out, .. } = &mut arguments;
                 prepared.run(a, b, out).unwrap();

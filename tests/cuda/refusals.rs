@@ -1,6 +1,6 @@
 //! What cannot be done is refused. Only ranks whose calls differ lose their group by it.
 
-use gemmesh::{AllGatherMatmul, Config, Cuda, Error, Transport, bf16};
+use gemmesh::{AllGatherMatmul, Cuda, Error, Route, TileShape, bf16};
 
 use crate::support::gpu::*;
 use crate::support::processes::Setting;
@@ -20,28 +20,16 @@ fn what_cannot_be_done_is_refused_and_the_group_goes_on() {
             multiple: 8,
         };
         assert_eq!(group.sharded::<bf16>(20, 12).unwrap_err(), unaligned);
-        for wrong in [
-            Config {
-                tile_n: 100,
-                ..config(0, 1, 1)
-            },
-            Config {
-                tile_m: 64,
-                ..config(0, 1, 1)
-            },
-            Config {
-                tile_k: 32,
-                ..config(0, 1, 1)
-            },
-            Config {
-                stages: 3,
-                ..config(0, 1, 1)
-            },
-            Config {
-                cluster: 4,
-                ..config(0, 1, 1)
-            },
-        ] {
+        let changes: [fn(&mut TileShape); 5] = [
+            |tile| tile.n = 100,
+            |tile| tile.m = 64,
+            |tile| tile.k = 32,
+            |tile| tile.stages = 3,
+            |tile| tile.cluster = 4,
+        ];
+        for change in changes {
+            let mut wrong = config(0, 1, 1);
+            change(&mut wrong.tile);
             let operation = AllGatherMatmul::new().config(wrong);
             let error = operation
                 .run(&arguments.a, &arguments.b, &mut arguments.out)
@@ -80,11 +68,11 @@ fn pushes_are_refused_where_copies_and_kernels_share_a_queue() {
             let mut arguments = Arguments::new(&group, 301, 72, 16)?;
             let refused = Error::QueuedTogether {
                 rank: rank.rank,
-                what: "Transport::Push".into(),
+                what: "Route::Push".into(),
                 cause: cause.into(),
             };
-            assert_eq!(arguments.run_by(Transport::Push), Err(refused));
-            arguments.verify_by(&group, Transport::Store)?;
+            assert_eq!(arguments.run_by(Route::Push), Err(refused));
+            arguments.verify_by(&group, Route::Store)?;
             Ok("right".into())
         }));
     }
@@ -96,7 +84,7 @@ fn ranks_that_cut_pushed_rows_differently_are_told() {
     let ranks = ranks(test_name!(), 2, |rank| {
         let group = connect(rank, TIMEOUT)?;
         let mut arguments = Arguments::new(&group, 301, 72, 16)?;
-        arguments.run_by(TRANSPORTS[rank.rank])?;
+        arguments.run_by(ROUTES[rank.rank])?;
         group.synchronize()?;
         Ok("no error".into())
     });

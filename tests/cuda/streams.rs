@@ -1,7 +1,7 @@
 //! Operations on streams of the caller's.
 
 use cudarc::driver::sys;
-use gemmesh::{Transport, bf16};
+use gemmesh::{Route, bf16};
 
 use crate::support::gpu::*;
 use crate::test_name;
@@ -22,7 +22,7 @@ fn pushes_do_not_share_a_queue_with_any_stream_of_the_callers() {
             // SAFETY: the stream is destroyed after the group has ended.
             unsafe { group.set_stream(stream.cast())? };
             arguments.fill(&group, 1 + number % 7)?;
-            arguments.verify_by(&group, Transport::Push)?;
+            arguments.verify_by(&group, Route::Push)?;
         }
         drop(arguments);
         drop(group);

@@ -2,15 +2,15 @@
 
 use std::time::{Duration, Instant};
 
-use gemmesh::{Builder, Error, Host, Transport, all_gather_matmul, bf16};
+use gemmesh::{Builder, Error, Host, Route, all_gather_matmul, bf16};
 use rustix::process::Signal;
 
 use crate::support::processes::sockets_of;
-use crate::support::products::TRANSPORTS;
+use crate::support::products::ROUTES;
 use crate::support::shared::failures;
 use crate::support::tested::{Tested, assert_timeout_names, poisoned, ranks};
 use crate::{
-    Arguments, MakeCall, NOTICED, SHORT, SLACK, TIMEOUT, each_transport, test_name,
+    Arguments, MakeCall, NOTICED, SHORT, SLACK, TIMEOUT, each_route, test_name,
     told_within_a_second,
 };
 
@@ -32,7 +32,7 @@ fn a_rank_killed_at_a_barrier_is_named_within_a_second() {
     failures::kill_while_the_others_wait(test_name!(), 1, BARRIER);
 }
 
-each_transport!(Host::leave, failures::kill_amid_operations::<Host>:
+each_route!(Host::leave, failures::kill_amid_operations::<Host>:
     a_rank_killed_amid_operations_is_named_within_a_second by Pull,
     a_rank_killed_amid_pushes_is_named by Push,
     a_rank_killed_amid_stores_is_named by Store,
@@ -86,7 +86,7 @@ fn a_stopped_rank_0_is_named_at_the_timeout_of_a_barrier() {
     failures::stop_between_operations(test_name!(), 0, BARRIER);
 }
 
-each_transport!(Host::leave, failures::stop_amid_operations::<Host>:
+each_route!(Host::leave, failures::stop_amid_operations::<Host>:
     a_rank_stopped_amid_operations_is_named_at_the_timeout_and_told_when_it_goes_on by Pull,
     a_rank_stopped_amid_pushes_is_named_at_the_timeout_and_told_when_it_goes_on by Push,
     a_rank_stopped_amid_stores_is_named_at_the_timeout_and_told_when_it_goes_on by Store,
@@ -182,44 +182,44 @@ fn rank_0_that_leaves_before_an_operation_is_named() {
 #[test]
 fn a_rank_that_leaves_before_rows_are_pushed_is_named() {
     leave(test_name!(), 2, |_, arguments| {
-        arguments.run_by(Transport::Push)
+        arguments.run_by(Route::Push)
     });
 }
 
 #[test]
 fn rank_0_that_leaves_before_rows_are_pushed_is_named() {
     leave(test_name!(), 0, |_, arguments| {
-        arguments.run_by(Transport::Push)
+        arguments.run_by(Route::Push)
     });
 }
 
 #[test]
 fn a_rank_that_leaves_before_rows_are_stored_is_named() {
     leave(test_name!(), 1, |_, arguments| {
-        arguments.run_by(Transport::Store)
+        arguments.run_by(Route::Store)
     });
 }
 
 #[test]
 fn a_rank_that_leaves_while_the_others_push_is_named() {
-    for transport in TRANSPORTS {
+    for route in ROUTES {
         let result = Builder::<Host>::new().timeout(TIMEOUT).threads(3, |group| {
             let mut arguments = Arguments::new(&group, 9, 5, 3)?;
             for _ in 0..20 {
-                arguments.run_by(transport)?;
+                arguments.run_by(route)?;
             }
             if group.rank() == 1 {
                 return Ok(());
             }
             let begin = Instant::now();
-            let result = arguments.run_by(transport);
+            let result = arguments.run_by(route);
             assert!(begin.elapsed() < NOTICED);
             result
         });
         let error = result.unwrap_err();
         assert!(
             matches!(error.cause(), Error::RankLeft { rank: 1, .. }),
-            "{transport:?}: {error}"
+            "{route:?}: {error}"
         );
     }
 }

@@ -119,7 +119,7 @@ fn a_wrong_split_of_a_sharded_matrix_on_one_rank_is_named_to_all() {
 #[test]
 fn a_configuration_that_cannot_be_on_one_rank_is_named_to_all() {
     let expected = Error::Limit {
-        what: "Config::tile_n of all_gather_matmul on rank 1".into(),
+        what: "Config::tile.n of all_gather_matmul on rank 1".into(),
         value: 0,
         min: 1,
         max: i32::MAX as usize,
@@ -129,10 +129,8 @@ fn a_configuration_that_cannot_be_on_one_rank_is_named_to_all() {
         |_, arguments| arguments.run(),
         |_, arguments| {
             let prepared = AllGatherMatmul::<_, bf16>::new().prepare(&arguments.a, 5)?;
-            let config = gemmesh::Config {
-                tile_n: 0,
-                ..prepared.config()
-            };
+            let mut config = prepared.config();
+            config.tile.n = 0;
             let product = AllGatherMatmul::new().config(config);
             product.run(&arguments.a, &arguments.b, &mut arguments.out)
         },

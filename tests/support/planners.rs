@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use gemmesh::DType;
 use gemmesh::schedule::{
-    Agreed, Config, MatrixSpec, Parts, Product, Region, Schedule, Tile, Transfer, Transport, order,
+    Agreed, Config, MatrixSpec, Parts, Product, Region, Route, Schedule, Tile, Transfer, order,
 };
 
 /// What is gathered, and perhaps multiplied.
@@ -114,7 +114,7 @@ pub fn staged(asked: Asked, stages: usize, rank: usize, config: Config) -> Sched
                     regions: vec![region(A, first..first + block, k)],
                     after: 0..0,
                     flag,
-                    route: config.transport,
+                    route: config.route,
                 }
             })
             .collect()
@@ -142,7 +142,7 @@ pub fn with_scales(asked: Asked, rank: usize, config: Config) -> Schedule {
             ],
             after: 0..0,
             flag: from - usize::from(from > to),
-            route: config.transport,
+            route: config.route,
         }
     };
     let arrivals = (1..world).map(|step| transfer((rank + step) % world, rank));
@@ -178,7 +178,7 @@ pub fn relayed(asked: Asked, rank: usize, config: Config) -> Schedule {
                 regions: vec![region(A, source * block..(source + 1) * block, k)],
                 after: if source == from { 0..0 } else { come..come + 1 },
                 flag: flag_of(source, to),
-                route: Transport::Push,
+                route: Route::Push,
             }
         };
         (1..world).map(transfer).collect()

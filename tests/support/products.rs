@@ -1,14 +1,14 @@
 //! Products as their ranks see them.
 
 use gemmesh::{
-    AllGatherMatmul, Backend, Config, Element, Error, Group, Matrix, Prepared, ShardedMatrix,
-    Transport, all_gather_matmul, bf16,
+    AllGatherMatmul, Backend, Config, Element, Error, Group, Matrix, Prepared, Route,
+    ShardedMatrix, all_gather_matmul, bf16,
 };
 
 use super::numbers::{Reference, bits, nan, normal};
 use super::tested::Tested;
 
-pub const TRANSPORTS: [Transport; 3] = [Transport::Pull, Transport::Push, Transport::Store];
+pub const ROUTES: [Route; 3] = [Route::Pull, Route::Push, Route::Store];
 
 /// A small product and its arguments.
 pub struct Arguments<B: Backend> {
@@ -57,23 +57,19 @@ impl<B: Tested> Arguments<B> {
         all_gather_matmul(&self.a, &self.b, &mut self.out)
     }
 
-    pub fn prepare(&self, transport: Transport) -> Result<Prepared<'static, B, bf16>, Error> {
+    pub fn prepare(&self, route: Route) -> Result<Prepared<'static, B, bf16>, Error> {
         let n = self.b.shape()[0];
-        let config = Config {
-            transport,
-            ..B::config(&self.a, n)?
-        };
+        let config = B::config(&self.a, n)?.with_route(route);
         let operation = AllGatherMatmul::new().config(config);
         operation.prepare(&self.a, n)
     }
 
-    pub fn run_by(&mut self, transport: Transport) -> Result<(), Error> {
-        self.prepare(transport)?
-            .run(&self.a, &self.b, &mut self.out)
+    pub fn run_by(&mut self, route: Route) -> Result<(), Error> {
+        self.prepare(route)?.run(&self.a, &self.b, &mut self.out)
     }
 
-    pub fn verify_by(&mut self, group: &Group<B>, transport: Transport) -> Result<(), Error> {
-        self.run_by(transport)?;
+    pub fn verify_by(&mut self, group: &Group<B>, route: Route) -> Result<(), Error> {
+        self.run_by(route)?;
         self.check(group.world_size())
     }
 

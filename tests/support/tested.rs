@@ -183,15 +183,15 @@ pub fn assert_timeout_names(error: &Error, culprit: usize) {
     }
 }
 
-/// A test for each transport, whose `$part` is given the test's name. `$leave` says whether the backend is there.
+/// A test for each route, whose `$part` is given the test's name. `$leave` says whether the backend is there.
 #[macro_export]
-macro_rules! each_transport {
-    ($leave:path, $part:path: $($test:ident by $transport:ident,)+) => {
+macro_rules! each_route {
+    ($leave:path, $part:path: $($test:ident by $route:ident,)+) => {
         $(
             #[test]
             fn $test() {
                 if let Some(_leave) = $leave() {
-                    $part($crate::test_name!(), gemmesh::Transport::$transport);
+                    $part($crate::test_name!(), gemmesh::Route::$route);
                 }
             }
         )+

@@ -12,7 +12,7 @@ use crate::backend::sealed::Call;
 use crate::error::Result;
 use crate::ranks::members::Members;
 use crate::schedule::layout::MAX_WORLD;
-use crate::schedule::{Schedule, Transport};
+use crate::schedule::{Route, Schedule};
 
 pub fn run(cuda: &Cuda, members: &Members, program: &Program, mut call: Call<Cuda>) -> Result<()> {
     let _bound = cuda.device.bind()?;
@@ -170,7 +170,7 @@ fn enqueue_pushed(
         pause(main, ENQUEUED)?;
         super::align(cuda, members, main)?;
     }
-    let by_copies = schedule.uses(Transport::Push);
+    let by_copies = schedule.uses(Route::Push);
     if by_copies {
         push::enqueue(at, schedule, call)?;
     }

@@ -8,7 +8,7 @@ use super::driver::{Device, Function, Module};
 use super::tuned::{Measured, agree};
 use crate::element::DType;
 use crate::error::{Error, Result};
-use crate::schedule::{Config, Description, Transport};
+use crate::schedule::{Chunking, Config, Description, Route, TileShape};
 
 // build.rs uses the rest of it.
 #[allow(dead_code)]
@@ -125,7 +125,7 @@ impl Kernels {
             let words = |c: &Config| {
                 format!(
                     "{}x{}x{} with {} stages, cluster {} and K split by {}",
-                    c.tile_m, c.tile_n, c.tile_k, c.stages, c.cluster, c.split_k
+                    c.tile.m, c.tile.n, c.tile.k, c.tile.stages, c.tile.cluster, c.tile.split_k
                 )
             };
             let known: Vec<String> = known.map(|i| words(&with_shape(i))).collect();
@@ -151,15 +151,17 @@ pub fn configs(base: &Config) -> impl Iterator<Item = Config> {
 
 /// `base` with a shape.
 fn configured(family: &Family, shape: &Shape, base: &Config) -> Config {
-    Config {
-        tile_m: family.tile_m as usize,
-        tile_n: shape.tile_n as usize,
-        tile_k: family.tile_k as usize,
-        stages: shape.stages as usize,
-        cluster: shape.cluster as usize,
-        split_k: shape.split as usize,
-        ..*base
-    }
+    let tile = TileShape::new(
+        family.tile_m as usize,
+        shape.tile_n as usize,
+        family.tile_k as usize,
+    );
+    let tile = tile
+        .with_stages(shape.stages as usize)
+        .with_cluster(shape.cluster as usize)
+        .with_split_k(shape.split as usize)
+        .with_group_m(base.tile.group_m);
+    Config { tile, ..*base }
 }
 
 /// The cubin, if there is one in this program.
@@ -182,27 +184,22 @@ pub fn default_config(
         return exact;
     }
     let base = measured.map_or(
-        Config {
-            tile_m: 128,
-            tile_n: 256,
-            tile_k: GEMMESH_TILE_K as usize,
-            stages: 4,
-            cluster: 2,
-            split_k: 1,
-            group_m: 8,
-            chunks: 1,
-            last_chunks: 1,
-            cut_last: false,
-            transport: Transport::Pull,
-        },
+        Config::new(
+            TileShape::new(128, 256, GEMMESH_TILE_K as usize)
+                .with_stages(4)
+                .with_cluster(2)
+                .with_group_m(8),
+            Chunking::new(1),
+            Route::Pull,
+        ),
         |measured| measured.alike,
     );
     let cost = |c: &Config, efficiency: f64| {
         // Rounds that the busiest cluster makes, times what a round takes: as long as the tile is wide, shared by
         // those who split it, and longer for the less that narrow tiles and lone CTAs use each byte they load.
-        let entries = asked.layout.m().div_ceil(c.entry_rows()) * asked.n.div_ceil(c.tile_n);
-        let rounds = entries.div_ceil(multiprocessors / (c.cluster * c.split_k));
-        (rounds * c.tile_n) as f64 / (c.split_k as f64 * efficiency)
+        let entries = asked.layout.m().div_ceil(c.entry_rows()) * asked.n.div_ceil(c.tile.n);
+        let rounds = entries.div_ceil(multiprocessors / (c.tile.cluster * c.tile.split_k));
+        (rounds * c.tile.n) as f64 / (c.tile.split_k as f64 * efficiency)
     };
     shapes()
         .map(|(family, shape)| (configured(family, shape, &base), shape.efficiency))
@@ -231,21 +228,16 @@ mod tests {
         );
     }
 
-    fn alike(transport: Transport, cluster: usize) -> Measured {
+    fn alike(route: Route, cluster: usize) -> Measured {
         Measured {
-            alike: Config {
-                tile_m: 128,
-                tile_n: 128,
-                tile_k: GEMMESH_TILE_K as usize,
-                stages: 6,
-                cluster,
-                split_k: 1,
-                group_m: 8,
-                chunks: 2,
-                last_chunks: 3,
-                cut_last: true,
-                transport,
-            },
+            alike: Config::new(
+                TileShape::new(128, 128, GEMMESH_TILE_K as usize)
+                    .with_stages(6)
+                    .with_cluster(cluster)
+                    .with_group_m(8),
+                Chunking::new(2).with_last(3).with_cut_last(true),
+                route,
+            ),
             exact: None,
         }
     }
@@ -263,28 +255,26 @@ mod tests {
     #[test]
     fn ranks_whose_n_differ_agree_and_each_has_tiles_of_its_own() {
         const N: [usize; 6] = [1, 64, 700, 1792, 3584, 20_000];
-        for transport in [Transport::Pull, Transport::Push, Transport::Store] {
+        for route in [Route::Pull, Route::Push, Route::Store] {
             for cluster in [1, 2] {
                 for m in [64, 1024, 8192] {
-                    let measured = alike(transport, cluster);
+                    let measured = alike(route, cluster);
                     let found = N.map(|n| chosen(m, n, Some(measured)));
                     assert!(found.iter().all(|config| agree(config, &measured.alike)));
                 }
             }
         }
-        let tiles = |n| chosen(1024, n, Some(alike(Transport::Push, 2))).tile_n;
+        let tiles = |n| chosen(1024, n, Some(alike(Route::Push, 2))).tile.n;
         assert_ne!(tiles(128), tiles(20_000));
     }
 
     #[test]
     fn what_was_measured_for_the_very_problem_is_taken_as_it_is() {
-        let exact = Config {
-            tile_n: 208,
-            ..alike(Transport::Push, 2).alike
-        };
+        let mut exact = alike(Route::Push, 2).alike;
+        exact.tile.n = 208;
         let measured = Measured {
             exact: Some(exact),
-            ..alike(Transport::Push, 2)
+            ..alike(Route::Push, 2)
         };
         assert_eq!(chosen(4096, 1792, Some(measured)), exact);
     }
@@ -292,17 +282,17 @@ mod tests {
     #[test]
     fn where_nothing_was_measured_rows_are_pulled_by_tiles_of_any_shape() {
         for (m, n) in [(16, 64), (8192, 1792)] {
-            assert_eq!(chosen(m, n, None).transport, Transport::Pull);
+            assert_eq!(chosen(m, n, None).route, Route::Pull);
         }
-        assert_eq!(chosen(16, 64, None).cluster, 1);
-        assert_eq!(chosen(8192, 1792, None).cluster, 2);
+        assert_eq!(chosen(16, 64, None).tile.cluster, 1);
+        assert_eq!(chosen(8192, 1792, None).tile.cluster, 2);
     }
 
     #[test]
     fn the_shape_of_the_lowest_cost_is_the_default() {
         let shape = |m, n| {
             let config = chosen(m, n, None);
-            (config.tile_n, config.cluster, config.split_k)
+            (config.tile.n, config.tile.cluster, config.tile.split_k)
         };
         assert_eq!(shape(16, 64), (64, 1, 4));
         assert_eq!(shape(1024, 1792), (128, 2, 1));

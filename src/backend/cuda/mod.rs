@@ -40,7 +40,7 @@ use super::sealed::{self, Call};
 use super::{Backend, Options};
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
-use crate::schedule::{Config, Description, Schedule, Transport};
+use crate::schedule::{Config, Description, Route, Schedule};
 
 /// NVIDIA GPUs of the Hopper generation (H100, H200), a process each; several processes may share one.
 ///
@@ -51,14 +51,14 @@ use crate::schedule::{Config, Description, Schedule, Transport};
 ///
 /// # Pushed rows and other kernels
 ///
-/// Where it was measured to be faster, rows are pushed ([`Transport::Push`], [`Transport::Store`]). A kernel whose rows are
+/// Where it was measured to be faster, rows are pushed ([`Route::Push`], [`Route::Store`]). A kernel whose rows are
 /// pushed waits for the peers' kernels of the same operation, on the device. So these must be able to run at the same time:
 /// on each GPU, multiprocessors for at least one cluster of the kernel (one, two or four neighbours) must become free
 /// without the help of a rank that waits for it. A kernel that holds *all* multiprocessors of a GPU and itself waits for
 /// another GPU, such as a kernel of another group of this library, must therefore stand in an order with the operation
 /// that is the same on every rank, and that the device knows: both on one stream, or joined by an event. The order in which
 /// the host makes the calls is none, for streams are independent. A kernel that leaves some multiprocessors free needs no
-/// order. What breaks this rule ends at the deadline with an error. [`Transport::Pull`] needs no such order.
+/// order. What breaks this rule ends at the deadline with an error. [`Route::Pull`] needs no such order.
 #[derive(Debug)]
 pub struct Cuda {
     /// First: its thread uses what follows.
@@ -225,7 +225,7 @@ impl sealed::Backend for Cuda {
         // Kernels that wait for one another must be able to run at the same time.
         let pushes = self.distinct && self.queues.together.is_none();
         let measured = self.tuned.find(asked);
-        let measured = measured.filter(|m| pushes || m.alike.transport == Transport::Pull);
+        let measured = measured.filter(|m| pushes || m.alike.route == Route::Pull);
         let multiprocessors = self.device.multiprocessors();
         kernel::default_config(multiprocessors, asked, measured)
     }
@@ -235,11 +235,11 @@ impl sealed::Backend for Cuda {
     }
 
     fn prepare(&self, members: &Members, schedule: Schedule) -> Result<Program> {
-        let pushes = schedule.uses(Transport::Push);
+        let pushes = schedule.uses(Route::Push);
         if pushes && let Some(cause) = &self.queues.together {
             return Err(Error::QueuedTogether {
                 rank: members.rank,
-                what: "Transport::Push".into(),
+                what: "Route::Push".into(),
                 cause: cause.clone(),
             });
         }

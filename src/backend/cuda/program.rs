@@ -16,7 +16,7 @@ use super::{Buffer, Cuda};
 use crate::backend::sealed::Call;
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
-use crate::schedule::{Schedule, Transport};
+use crate::schedule::{Route, Schedule};
 use crate::schedule::{config::CUT_COLUMNS, layout::MAX_WORLD};
 use crate::span::{Lane, Span, Work};
 
@@ -172,13 +172,13 @@ impl Launch {
             tasks: program.tasks as *const GemmeshCopyTask,
             pushed: program.pushed as *mut u32,
             // The kernel's waits have deadlines of their own. Where copies push, their stream says that it should run.
-            started: match schedule.uses(Transport::Push) {
+            started: match schedule.uses(Route::Push) {
                 false => report(cuda.monitor.started()),
                 true => std::ptr::null_mut(),
             },
             completed: report(cuda.monitor.completed()),
             task_count: program.task_count,
-            copies: schedule.uses(Transport::Push).into(),
+            copies: schedule.uses(Route::Push).into(),
             rank: rank as u32,
             world: members.world as u32,
             mailboxes,

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::element::DType;
 use crate::error::{Error, Result};
-use crate::schedule::{Config, Description, Transport};
+use crate::schedule::{Config, Description, Route};
 
 /// The table that the library carries.
 const SHIPPED: &str = include_str!("tuned.jsonl");
@@ -29,11 +29,15 @@ pub struct Measured {
 /// Whether ranks may use the two in one operation. How rows are pulled is each rank's own affair.
 pub fn agree(one: &Config, other: &Config) -> bool {
     let cuts = |config: &Config| {
-        let chunks = (config.chunks, config.last_chunks, config.cut_last);
+        let chunks = (
+            config.chunking.count,
+            config.chunking.last,
+            config.chunking.cut_last,
+        );
         (config.entry_rows(), chunks)
     };
-    let pulled = one.transport == Transport::Pull;
-    one.transport == other.transport && (pulled || cuts(one) == cuts(other))
+    let pulled = one.route == Route::Pull;
+    one.route == other.route && (pulled || cuts(one) == cuts(other))
 }
 
 /// The lines for this rank's GPU and world size.
@@ -143,9 +147,9 @@ fn parse(text: &str, gpu: &str, world: usize, lines: &mut Vec<Winner>) -> Result
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::schedule::Layout;
+    use crate::schedule::{Layout, TileShape};
 
-    const LINE: &str = r#"{"gpu":"GPU","world":4,"operation":"all_gather_matmul","dtype":"Bf16","m":4096,"n":1792,"k":4096,"config":{"tile_m":128,"tile_n":224,"tile_k":64,"stages":4,"cluster":2,"split_k":1,"group_m":8,"chunks":2,"last_chunks":2,"cut_last":true,"transport":"Push"},"us":101.5}"#;
+    const LINE: &str = r#"{"gpu":"GPU","world":4,"operation":"all_gather_matmul","dtype":"Bf16","m":4096,"n":1792,"k":4096,"config":{"tile":{"m":128,"n":224,"k":64,"stages":4,"cluster":2,"split_k":1,"group_m":8},"chunking":{"count":2,"last":2,"cut_last":true},"route":"Push"},"us":101.5}"#;
 
     fn table(text: &str, gpu: &str, world: usize) -> Result<Table, String> {
         let mut lines = Vec::new();
@@ -169,14 +173,17 @@ mod tests {
             layout: Layout::balanced(m, k, 4).unwrap(),
             n,
         })?;
-        Some((found.alike.chunks, found.exact.map(|config| config.tile_n)))
+        Some((
+            found.alike.chunking.count,
+            found.exact.map(|config| config.tile.n),
+        ))
     }
 
     fn line(m: usize, n: usize, chunks: usize, tile_n: usize) -> String {
         LINE.replace(r#""m":4096"#, &format!(r#""m":{m}"#))
             .replace(r#""n":1792"#, &format!(r#""n":{n}"#))
-            .replace(r#""chunks":2"#, &format!(r#""chunks":{chunks}"#))
-            .replace(r#""tile_n":224"#, &format!(r#""tile_n":{tile_n}"#))
+            .replace(r#""count":2"#, &format!(r#""count":{chunks}"#))
+            .replace(r#""n":224"#, &format!(r#""n":{tile_n}"#))
     }
 
     #[test]
@@ -218,26 +225,23 @@ mod tests {
     fn what_is_pulled_needs_no_agreement_and_what_is_pushed_all_of_it() {
         let pushed = serde_json::from_str::<Winner>(LINE).unwrap().config;
         let differences: [fn(&mut Config); 5] = [
-            |config| config.tile_m = 64,
-            |config| config.cluster = 1,
-            |config| config.chunks = 3,
-            |config| config.last_chunks = 3,
-            |config| config.cut_last = false,
+            |config| config.tile.m = 64,
+            |config| config.tile.cluster = 1,
+            |config| config.chunking.count = 3,
+            |config| config.chunking.last = 3,
+            |config| config.chunking.cut_last = false,
         ];
         for differ in differences {
             let (mut other, mut pulled) = (pushed, pushed);
             differ(&mut other);
             assert!(!agree(&pushed, &other));
-            pulled.transport = Transport::Pull;
+            pulled.route = Route::Pull;
             assert!(!agree(&pushed, &pulled));
-            other.transport = Transport::Pull;
+            other.route = Route::Pull;
             assert!(agree(&pulled, &other));
         }
         let same_rows = Config {
-            tile_m: 256,
-            tile_n: 64,
-            cluster: 1,
-            split_k: 2,
+            tile: TileShape::new(256, 64, 64).with_split_k(2),
             ..pushed
         };
         assert!(agree(&pushed, &same_rows));
@@ -326,11 +330,13 @@ pub mod fuzzing {
             let Ok(config) = serde_json::to_value(line.config) else {
                 continue;
             };
-            for (name, _) in config.as_object().into_iter().flatten() {
-                for number in [0, 1, u64::MAX] {
-                    let mut wrong = serde_json::json!(&line);
-                    wrong["config"][name] = number.into();
-                    seeds.push(wrong.to_string().into_bytes());
+            for part in ["tile", "chunking"] {
+                for (name, _) in config[part].as_object().into_iter().flatten() {
+                    for number in [0, 1, u64::MAX] {
+                        let mut wrong = serde_json::json!(&line);
+                        wrong["config"][part][name] = number.into();
+                        seeds.push(wrong.to_string().into_bytes());
+                    }
                 }
             }
         }

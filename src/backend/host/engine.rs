@@ -191,7 +191,7 @@ unsafe fn multiply_tile(
                     k,
                 }
             };
-            matmul::tile(scratch, &matrices, product.config.tile_k, |row, values| {
+            matmul::tile(scratch, &matrices, product.config.tile.k, |row, values| {
                 let offset = (rows.start + row) * n + columns.start;
                 // SAFETY: as above; the slice is one row of this tile.
                 let to = unsafe {

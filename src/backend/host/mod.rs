@@ -19,7 +19,7 @@ use super::{Backend, Options};
 use crate::error::{Error, Result};
 use crate::memory::Mapping;
 use crate::ranks::members::Members;
-use crate::schedule::{Config, Description, Schedule, Transport};
+use crate::schedule::{Chunking, Config, Description, Route, Schedule, TileShape};
 
 /// The host's processors and shared memory. A rank is a process or a thread.
 ///
@@ -69,20 +69,12 @@ impl sealed::Backend for Host {
     }
 
     fn default_config(&self, asked: &Description) -> Config {
-        Config {
-            tile_m: 128,
-            tile_n: 256,
+        Config::new(
             // As much of K as keeps the widened tiles of both operands in a core's cache.
-            tile_k: asked.layout.k().min(512),
-            stages: 1,
-            cluster: 1,
-            split_k: 1,
-            group_m: 4,
-            chunks: 4,
-            last_chunks: 4,
-            cut_last: false,
-            transport: Transport::Pull,
-        }
+            TileShape::new(128, 256, asked.layout.k().min(512)).with_group_m(4),
+            Chunking::new(4),
+            Route::Pull,
+        )
     }
 
     fn is_recording(&self, _members: &Members) -> Result<bool> {

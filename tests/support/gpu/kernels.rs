@@ -3,38 +3,30 @@
 use std::sync::LazyLock;
 
 use gemmesh::testing::with_each_kernel;
-use gemmesh::{Config, Transport};
+use gemmesh::{Chunking, Config, Route, TileShape};
 use rand::RngExt;
 use rand::rngs::StdRng;
 
-use super::{Case, TRANSPORTS};
+use super::{Case, ROUTES};
 
 /// A configuration for every kernel.
 pub static SHAPES: LazyLock<Vec<Config>> = LazyLock::new(|| {
-    with_each_kernel(&Config {
-        tile_m: 0,
-        tile_n: 0,
-        tile_k: 0,
-        stages: 0,
-        cluster: 0,
-        split_k: 0,
-        group_m: 1,
-        chunks: 1,
-        last_chunks: 1,
-        cut_last: false,
-        transport: Transport::Pull,
-    })
+    with_each_kernel(&Config::new(
+        TileShape::new(0, 0, 0)
+            .with_stages(0)
+            .with_cluster(0)
+            .with_split_k(0),
+        Chunking::new(1),
+        Route::Pull,
+    ))
 });
 
 pub fn config(shape: usize, group_m: usize, chunks: usize) -> Config {
-    Config {
-        group_m,
-        chunks,
-        last_chunks: chunks,
-        cut_last: chunks.is_multiple_of(2),
-        transport: TRANSPORTS[shape % TRANSPORTS.len()],
-        ..SHAPES[shape % SHAPES.len()]
-    }
+    Config::new(
+        SHAPES[shape % SHAPES.len()].tile.with_group_m(group_m),
+        Chunking::new(chunks).with_cut_last(chunks.is_multiple_of(2)),
+        ROUTES[shape % ROUTES.len()],
+    )
 }
 
 /// Half of the time one of the extents that are likely to break something.
@@ -85,7 +77,7 @@ pub fn random_case(random: &mut StdRng, world: usize, index: usize) -> Case {
     };
     // Every kernel in turn, then the default.
     let shape = index / 2 % (SHAPES.len() + 1);
-    let transport = TRANSPORTS[random.random_range(0..TRANSPORTS.len())];
+    let route = ROUTES[random.random_range(0..ROUTES.len())];
     let (group_m, chunks) = (random.random_range(1..=8), random.random_range(1..=5));
     Case {
         rows,
@@ -93,10 +85,7 @@ pub fn random_case(random: &mut StdRng, world: usize, index: usize) -> Case {
         more: [0, 0, 1, 8, 72][random.random_range(0..5)],
         k,
         bias: random.random_bool(0.5),
-        config: (shape < SHAPES.len()).then(|| Config {
-            transport,
-            ..config(shape, group_m, chunks)
-        }),
+        config: (shape < SHAPES.len()).then(|| config(shape, group_m, chunks).with_route(route)),
         seed: random.random(),
         ..Case::default()
     }

@@ -15,7 +15,7 @@ pub use driver::*;
 pub use hold::Hold;
 pub use kernels::*;
 
-pub use super::products::{Case, Placed, TRANSPORTS};
+pub use super::products::{Case, Placed, ROUTES};
 pub use super::tested::{
     Tested, all_done, assert_timeout_names, host_group, poisoned, ranks_with, same_error,
 };

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use gemmesh::{Error, Group, Transport, bf16};
+use gemmesh::{Error, Group, Route, bf16};
 use rustix::process::Signal;
 
 use crate::support::processes::{Processes, Rank};
@@ -27,10 +27,10 @@ pub fn until_failure<B: Tested>(
     rank: &Rank,
     group: &Group<B>,
     arguments: &mut Arguments<B>,
-    transport: Transport,
+    route: Route,
 ) -> Result<String, Error> {
     loop {
-        let result = arguments.verify_by(group, transport);
+        let result = arguments.verify_by(group, route);
         if result.is_err() {
             return fails(rank, group, result);
         }
@@ -83,13 +83,13 @@ pub fn kill_while_the_others_wait<B: Tested>(test: &str, victim: usize, call: Ma
 
 /// Rank 1 is killed while all do one operation after the other.
 #[track_caller]
-pub fn kill_amid_operations<B: Tested>(test: &str, transport: Transport) {
+pub fn kill_amid_operations<B: Tested>(test: &str, route: Route) {
     let ranks = ranks::<B>(test, 3, |rank| {
         let group = connect::<B>(rank, B::TIMEOUT)?;
         let mut arguments = Arguments::larger(&group)?;
-        arguments.verify_by(&group, transport)?;
+        arguments.verify_by(&group, route)?;
         rank.say("here");
-        until_failure(rank, &group, &mut arguments, transport)
+        until_failure(rank, &group, &mut arguments, route)
     });
     ranks.all_heard("here");
     std::thread::sleep(Duration::from_millis(200));
@@ -106,7 +106,7 @@ pub fn kill_between_operations<B: Tested>(test: &str) {
         arguments.verify(&group)?;
         rank.say("here");
         rank.hear();
-        let result = arguments.verify_by(&group, Transport::Pull);
+        let result = arguments.verify_by(&group, Route::Pull);
         fails(rank, &group, result)
     });
     ranks.all_heard("here");
@@ -171,13 +171,13 @@ pub fn stop_between_operations<B: Tested>(test: &str, victim: usize, call: MakeC
 
 /// Rank 1 is stopped while all do one operation after the other.
 #[track_caller]
-pub fn stop_amid_operations<B: Tested>(test: &str, transport: Transport) {
+pub fn stop_amid_operations<B: Tested>(test: &str, route: Route) {
     let ranks = ranks::<B>(test, 3, |rank| {
         let (_kept, group) = connect_short::<B>(rank)?;
         let mut arguments = Arguments::larger(&group)?;
-        arguments.verify_by(&group, transport)?;
+        arguments.verify_by(&group, route)?;
         rank.say("here");
-        until_failure(rank, &group, &mut arguments, transport)
+        until_failure(rank, &group, &mut arguments, route)
     });
     ranks.all_heard("here");
     std::thread::sleep(Duration::from_millis(200));
@@ -192,21 +192,21 @@ pub fn stop_amid_operations<B: Tested>(test: &str, transport: Transport) {
 #[track_caller]
 fn told_within_a_second<B: Tested>(
     test: &str,
-    transport: Transport,
+    route: Route,
     part: impl FnOnce(&Rank, Group<B>, Arguments<B>) -> Result<String, Error>,
     expected: fn(&Error) -> bool,
 ) {
     let ranks = ranks::<B>(test, 3, |rank| {
         let group = connect::<B>(rank, B::TIMEOUT)?;
         let mut arguments = Arguments::larger(&group)?;
-        arguments.verify_by(&group, transport)?;
+        arguments.verify_by(&group, route)?;
         group.barrier()?;
         if rank.rank == 1 {
             return part(rank, group, arguments);
         }
         std::thread::sleep(Duration::from_millis(100));
         let begin = Instant::now();
-        let result = arguments.verify_by(&group, transport);
+        let result = arguments.verify_by(&group, route);
         let took = begin.elapsed();
         assert!(took < TOLD, "told after {took:?}: {result:?}");
         poisoned(&group, result)
@@ -223,10 +223,10 @@ fn told_within_a_second<B: Tested>(
 const TOLD: Duration = Duration::from_secs(1);
 
 #[track_caller]
-pub fn leave<B: Tested>(test: &str, transport: Transport) {
+pub fn leave<B: Tested>(test: &str, route: Route) {
     told_within_a_second::<B>(
         test,
-        transport,
+        route,
         |_, group, arguments| {
             drop((arguments, group));
             Ok("left".into())
@@ -236,10 +236,10 @@ pub fn leave<B: Tested>(test: &str, transport: Transport) {
 }
 
 #[track_caller]
-pub fn panic<B: Tested>(test: &str, transport: Transport) {
+pub fn panic<B: Tested>(test: &str, route: Route) {
     told_within_a_second::<B>(
         test,
-        transport,
+        route,
         |_, group, arguments| {
             let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || {
                 let _dropped_by_the_panic = (arguments, group);
@@ -253,25 +253,25 @@ pub fn panic<B: Tested>(test: &str, transport: Transport) {
 }
 
 #[track_caller]
-pub fn barrier<B: Tested>(test: &str, transport: Transport) {
+pub fn barrier<B: Tested>(test: &str, route: Route) {
     told_within_a_second::<B>(
         test,
-        transport,
+        route,
         |_, group, _arguments| poisoned(&group, group.barrier()),
         |error| matches!(error, Error::CallMismatch { rank: 1, .. }),
     );
 }
 
 #[track_caller]
-pub fn wrong_argument<B: Tested>(test: &str, transport: Transport) {
+pub fn wrong_argument<B: Tested>(test: &str, route: Route) {
     told_within_a_second::<B>(
         test,
-        transport,
+        route,
         |_, group, arguments| {
             let [m, n, k] = B::LARGER;
             let wrong = group.zeros::<bf16>(5, k)?;
             let mut out = group.zeros::<bf16>(m, n)?;
-            let prepared = arguments.prepare(transport)?;
+            let prepared = arguments.prepare(route)?;
             let error = prepared.run(&arguments.a, &wrong, &mut out).unwrap_err();
             assert!(matches!(error, Error::Shape { rank: 1, .. }), "{error}");
             std::thread::sleep(2 * TOLD);
@@ -285,22 +285,22 @@ pub fn wrong_argument<B: Tested>(test: &str, transport: Transport) {
 #[macro_export]
 macro_rules! told_within_a_second {
     ($backend:ident) => {
-        $crate::each_transport!($backend::leave_alone, $crate::support::shared::failures::leave::<$backend>:
+        $crate::each_route!($backend::leave_alone, $crate::support::shared::failures::leave::<$backend>:
             a_rank_that_leaves_while_the_others_pull_is_named_within_a_second by Pull,
             a_rank_that_leaves_while_the_others_push_is_named_within_a_second by Push,
             a_rank_that_leaves_while_the_others_store_is_named_within_a_second by Store,
         );
-        $crate::each_transport!($backend::leave_alone, $crate::support::shared::failures::panic::<$backend>:
+        $crate::each_route!($backend::leave_alone, $crate::support::shared::failures::panic::<$backend>:
             a_rank_that_panics_while_the_others_pull_is_named_within_a_second by Pull,
             a_rank_that_panics_while_the_others_push_is_named_within_a_second by Push,
             a_rank_that_panics_while_the_others_store_is_named_within_a_second by Store,
         );
-        $crate::each_transport!($backend::leave_alone, $crate::support::shared::failures::barrier::<$backend>:
+        $crate::each_route!($backend::leave_alone, $crate::support::shared::failures::barrier::<$backend>:
             a_rank_at_a_barrier_while_the_others_pull_is_named_within_a_second by Pull,
             a_rank_at_a_barrier_while_the_others_push_is_named_within_a_second by Push,
             a_rank_at_a_barrier_while_the_others_store_is_named_within_a_second by Store,
         );
-        $crate::each_transport!($backend::leave_alone, $crate::support::shared::failures::wrong_argument::<$backend>:
+        $crate::each_route!($backend::leave_alone, $crate::support::shared::failures::wrong_argument::<$backend>:
             a_wrong_weight_on_one_rank_is_known_to_all_that_pull_within_a_second by Pull,
             a_wrong_weight_on_one_rank_is_known_to_all_that_push_within_a_second by Push,
             a_wrong_weight_on_one_rank_is_known_to_all_that_store_within_a_second by Store,

@@ -3,7 +3,7 @@
 use gemmesh::{Builder, Config, Error, all_gather_matmul, bf16};
 
 use crate::support::numbers::{Reference, bits};
-use crate::support::products::{Case, Placed, TRANSPORTS};
+use crate::support::products::{Case, Placed, ROUTES};
 use crate::support::tested::{Tested, all_done, assert_call_mismatch, poisoned, ranks, same_error};
 
 /// 100 times: the fused product of one of `cases`, under delays that differ each time, has the bits of the product after
@@ -37,9 +37,8 @@ pub fn fused_is_gather_then_matmul<B: Tested>(test: &str, world: usize, cases: &
             gemmesh::testing::delay_chunks(Some(seed));
             let index = seed as usize % cases.len();
             let (case, matrices) = (&cases[index], &mut placed[index]);
-            let config = case.config.map(|config| Config {
-                transport: TRANSPORTS[seed as usize / cases.len() % TRANSPORTS.len()],
-                ..config
+            let config = case.config.map(|config| {
+                config.with_route(ROUTES[seed as usize / cases.len() % ROUTES.len()])
             });
             matrices.poison()?;
             matrices.fused(config)?;

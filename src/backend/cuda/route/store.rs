@@ -1,7 +1,7 @@
 //! Rows that their owner's kernel stores, by warps that have nothing else to do.
 
 use super::super::abi::GemmeshCopyTask;
-use crate::schedule::{Schedule, Transfer, Transport};
+use crate::schedule::{Route, Schedule, Transfer};
 
 /// What the kernel stores, cut so that every warp that pushes has some, and that a fence after each costs little.
 ///
@@ -12,7 +12,7 @@ pub fn tasks(schedule: &Schedule, multiprocessors: usize) -> (Vec<GemmeshCopyTas
     const LARGEST: usize = 8 * UNIT;
     let stored: Vec<&Transfer> = schedule
         .moves()
-        .filter(|transfer| transfer.route == Transport::Store)
+        .filter(|transfer| transfer.route == Route::Store)
         .collect();
     // Whole rows, for what is stored is not cut along K.
     let extents: Vec<(usize, usize)> = stored
