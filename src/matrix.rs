@@ -7,7 +7,7 @@ use crate::backend::Backend;
 use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::group::Group;
-use crate::schedule::layout::MAX_EXTENT;
+use crate::schedule::layout::{MAX_EXTENT, limit};
 
 /// A row-major [rows, columns] matrix in this rank's own memory: a weight, a bias (one row) or an output.
 ///
@@ -53,16 +53,8 @@ impl<B: Backend> Group<B> {
 
 /// The bytes of a [rows, columns] matrix.
 pub(crate) fn bytes_of<T: Element>(rows: usize, columns: usize) -> Result<usize> {
-    for (what, value) in [("rows", rows), ("columns", columns)] {
-        if !(1..=MAX_EXTENT).contains(&value) {
-            return Err(Error::Limit {
-                what: what.into(),
-                value,
-                min: 1,
-                max: MAX_EXTENT,
-            });
-        }
-    }
+    limit("rows", rows, 1, MAX_EXTENT)?;
+    limit("columns", columns, 1, MAX_EXTENT)?;
     // Two extents below 2³¹ and an element of two bytes stay below 2⁶³.
     Ok(rows * columns * size_of::<T>())
 }

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::matrix::bytes_of;
 use crate::schedule::Layout;
-use crate::schedule::layout::balanced_rows;
+use crate::schedule::layout::{balanced_rows, limit};
 
 /// A row-major [M, K] matrix of which each rank owns some rows.
 ///
@@ -130,21 +130,16 @@ impl<B: Backend, T: Element> ShardedMatrix<B, T> {
     /// Gives rank r `rows[r]` rows in what follows: those of rank 0 first, then those of rank 1, … A rank may have none. What
     /// the matrix held is lost: each rank writes its rows anew. Operations that were begun before keep theirs.
     ///
-    /// Not collective, and costs no more than a few words; but operations compare it, so all ranks must say the same.
+    /// Not collective; but operations compare it, so all ranks must say the same. The next operation takes an output of as many
+    /// rows. The first one with a split makes a schedule for it, of which the group keeps some; it cannot be captured.
     ///
     /// # Errors
     /// [`Error::Shape`] unless there is one count of rows a rank; [`Error::Limit`] for more rows than the matrix has room
     /// for, or none at all.
     pub fn set_rows(&mut self, rows: &[usize]) -> Result<()> {
         let layout = self.group.layout(rows, self.layout.k(), T::DTYPE)?;
-        if layout.m() > self.capacity {
-            return Err(Error::Limit {
-                what: "M, the rows of a sharded matrix,".into(),
-                value: layout.m(),
-                min: 1,
-                max: self.capacity,
-            });
-        }
+        let what = "M, the rows of a sharded matrix,";
+        limit(what, layout.m(), 1, self.capacity)?;
         self.layout = layout;
         Ok(())
     }

@@ -1,5 +1,8 @@
 //! What every schedule of an all-gather promises, over shapes that are awkward; and that the drivers do what a schedule says.
 
+#[path = "support/planners.rs"]
+mod planners;
+
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::convert::Infallible;
@@ -12,7 +15,7 @@ use gemmesh::schedule::flag::Wait;
 use gemmesh::schedule::layout::{MAX_EXTENT, MAX_WORLD, balanced_rows};
 use gemmesh::schedule::primitive::AtomicUsize;
 use gemmesh::schedule::{
-    Awaited, Chunking, Config, Description, Epoch, Flag, FlagBlock, Layout, Product, Route,
+    Awaited, Chunking, Config, Description, Epoch, Flag, FlagBlock, Layout, Parts, Product, Route,
     Schedule, Tile, TileShape, Transfer, all_gather,
 };
 use gemmesh::{DType, Error};
@@ -417,6 +420,14 @@ proptest! {
     }
 
     #[test]
+    fn a_rank_alone_goes_by_the_route_that_is_asked_for(m in 1..300usize, route in 0..3usize) {
+        let route = [Route::Pull, Route::Push, Route::Store][route];
+        let alone = plan(&[m], 4, 1, 0, CONFIG.with_route(route)).unwrap();
+        prop_assert_eq!(alone.is_pushed(), route != Route::Pull);
+        prop_assert!(alone.moves().next().is_none() && alone.awaits_all());
+    }
+
+    #[test]
     fn ranks_agree_on_rows_and_where_these_are_pushed_on_how_they_are_cut(case in case()) {
         let digest = |case: &Case| case.plan().agreed().unwrap().digest();
         let with = |change: fn(&mut Case)| {
@@ -751,6 +762,71 @@ fn a_flag_that_no_plan_used_for_half_the_epochs_is_not_taken_for_arrived() {
         let before_the_next = Epoch::from_raw((refresh + step - 1) as u32);
         assert!(!blocks[0][2][1].reached(before_the_next));
         assert!(!blocks[0][1][1].reached(before_the_next));
+    }
+}
+
+#[test]
+fn a_peer_hears_that_its_rows_were_pulled_after_the_last_of_them() {
+    let asked = planners::Asked {
+        world: 3,
+        block: 1,
+        k: 1,
+        n: 0,
+    };
+    let plan = planners::staged(asked, 2, 0, CONFIG);
+    let mut log = Log::default();
+    let Ok(()) = drive::transfer(&plan, plan.moves(), Epoch::FIRST, &mut log);
+    let sources = |step: &Step| match step {
+        Step::Copy(pull) => Some(pull.from),
+        _ => None,
+    };
+    let copied: Vec<usize> = log.0.iter().filter_map(sources).collect();
+    assert_eq!(copied, [1, 2, 1, 2], "stage by stage");
+    for peer in [1, 2] {
+        let done = Step::SignalDone(peer, Epoch::FIRST);
+        let said: Vec<usize> = (0..log.0.len())
+            .filter(|&step| log.0[step] == done)
+            .collect();
+        let last = log.0.iter().rposition(|step| sources(step) == Some(peer));
+        assert!(said.len() == 1 && Some(said[0]) > last, "{:?}", log.0);
+    }
+}
+
+#[test]
+fn what_lies_outside_of_what_it_is_a_part_of_is_refused() {
+    let good = || plan(&[2, 3], 4, 1, 0, CONFIG).unwrap();
+    let parts = |schedule: &Schedule| Parts {
+        rank: schedule.rank(),
+        world: schedule.world(),
+        agreed: schedule.agreed().cloned(),
+        matrices: schedule.matrices().to_vec(),
+        arrivals: schedule.arrivals().to_vec(),
+        departures: Vec::new(),
+        product: schedule.product().cloned(),
+        tiles: schedule.tiles().to_vec(),
+    };
+    assert!(Schedule::new(parts(&good())).is_ok());
+    let changes: [fn(&mut Parts); 11] = [
+        |parts| parts.arrivals[0].flag = 2,
+        |parts| parts.arrivals[0].flag = parts.arrivals[1].flag,
+        |parts| parts.arrivals[0].from = 2,
+        |parts| parts.arrivals[0].regions[0].matrix = 4,
+        |parts| parts.arrivals[0].regions[0].rows.end = 6,
+        |parts| parts.arrivals[0].regions[0].columns.end = 2,
+        |parts| parts.matrices[0].rows -= 1,
+        |parts| parts.product = None,
+        |parts| parts.product.as_mut().unwrap().config.tile.n = 0,
+        |parts| parts.tiles[0] = Tile::new(3, 0, 0..0),
+        |parts| parts.tiles[0] = Tile::new(0, 0, 0..3),
+    ];
+    for (index, change) in changes.into_iter().enumerate() {
+        let mut wrong = parts(&good());
+        change(&mut wrong);
+        let refused = Schedule::new(wrong);
+        assert!(
+            matches!(refused, Err(Error::Limit { .. })),
+            "change {index}"
+        );
     }
 }
 

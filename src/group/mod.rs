@@ -208,7 +208,8 @@ impl<B: Backend> Group<B> {
     }
 
     /// The program for what is asked: prepared at its first use, kept for the next. Of too many, the one that has not been
-    /// used for the longest time goes. Without a configuration the backend's is taken.
+    /// used for the longest time goes. Without a configuration the backend's is taken. The operation's name in `asked` stands for
+    /// its planner.
     pub(crate) fn program(
         &self,
         planner: Planner,

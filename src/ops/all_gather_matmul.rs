@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::Operands;
 use crate::backend::Backend;
 use crate::backend::sealed::{self, Bound};
 use crate::element::Element;
@@ -19,9 +20,9 @@ use crate::trace::Trace;
 /// `out = gather(a) · bᵀ`: gathers the rows of `a` from every rank while it multiplies them. Collective.
 ///
 /// `a` is [M, K], spread over the ranks by rows; `b` is [N, K], this rank's own, as a linear layer stores its
-/// weight; `out` is [M, N]. N may be another on each rank. Products are summed in f32 and rounded once. Afterwards `a` holds all rows.
-/// The call may return before the operation is complete; [`Group::synchronize`](crate::Group::synchronize)
-/// waits for it. The host backend's returns when it is.
+/// weight; `out` is [M, N]. N may be another on each rank. Products are summed in f32 and rounded once. Afterwards `a` holds
+/// all rows. The call may return before the operation is complete;
+/// [`Group::synchronize`](crate::Group::synchronize) waits for it. The host backend's returns when it is.
 ///
 /// # Errors
 /// [`Error::Shape`] or [`Error::ForeignArgument`] for arguments that don't fit together, before anything is
@@ -134,6 +135,7 @@ impl<B: Backend, T: Element> Default for AllGatherMatmul<'_, B, T> {
 const PRODUCT: &str = "all_gather_matmul";
 const GATHER: &str = "gather";
 const MULTIPLY: &str = "matmul";
+const COPY: &str = "copy";
 
 /// What call `operation` is asked to do with `a` and a weight of `n` rows.
 fn describe<B: Backend, T: Element>(
@@ -204,9 +206,6 @@ impl<B: Backend, T: Element> Clone for Prepared<'_, B, T> {
     }
 }
 
-/// `b` and `out`.
-type Operands<'a, B, T> = (&'a Matrix<B, T>, &'a mut Matrix<B, T>);
-
 impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// What is moved and multiplied, and in which order.
     pub fn schedule(&self) -> &Schedule {
@@ -266,7 +265,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         b: &Matrix<B, T>,
         out: &mut Matrix<B, T>,
     ) -> Result<()> {
-        self.call(&self.multiply).alone(a, Some((b, out)))
+        self.call(&self.multiply).alone(MULTIPLY, a, Some((b, out)))
     }
 
     /// Gathers and multiplies at once with no order between them, which is what perfect overlap would take.
@@ -292,8 +291,8 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
     #[doc(hidden)]
     pub fn copy(&self, a: &ShardedMatrix<B, T>) -> Result<()> {
-        let program = self.variant("copy", all_gather::copy, a)?;
-        self.call(&program).alone(a, None)
+        let program = self.variant(COPY, all_gather::copy, a)?;
+        self.call(&program).alone(COPY, a, None)
     }
 
     fn variant(
@@ -348,7 +347,7 @@ impl<B: Backend, T: Element> Call<'_, B, T> {
     ) -> Result<()> {
         let schedule = self.schedule();
         let Some(agreed) = schedule.agreed() else {
-            return self.alone(a, product);
+            return self.alone(PRODUCT, a, product);
         };
         self.check(a, product.as_ref().map(|(b, out)| [*b, &**out]))
             .map_err(|error| a.group().refuse(agreed.name(), error))?;
@@ -368,10 +367,15 @@ impl<B: Backend, T: Element> Call<'_, B, T> {
         group.operate(operation, |epoch| self.launch(epoch, a, product, trace))
     }
 
-    /// What this rank does by itself.
-    fn alone(&self, a: &ShardedMatrix<B, T>, product: Option<Operands<B, T>>) -> Result<()> {
+    /// What this rank does by itself, in the call `name`.
+    fn alone(
+        &self,
+        name: &str,
+        a: &ShardedMatrix<B, T>,
+        product: Option<Operands<B, T>>,
+    ) -> Result<()> {
         self.check(a, product.as_ref().map(|(b, out)| [*b, &**out]))
-            .map_err(Error::refused(a.group().rank(), MULTIPLY))?;
+            .map_err(Error::refused(a.group().rank(), name))?;
         if self.group.is_recording()? {
             self.group.keep_recorded(self.program);
         }

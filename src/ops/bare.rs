@@ -2,51 +2,85 @@
 
 use std::sync::Arc;
 
+use super::Operands;
 use crate::backend::Backend;
 use crate::backend::sealed::{Bound, Call};
 use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::group::Group;
-use crate::matrix::Matrix;
-use crate::ranks::shared_state::Operation;
+use crate::ranks::shared_state::{MATRICES, Operation};
 use crate::schedule::Schedule;
+use crate::schedule::layout::limit;
 use crate::sharded::ShardedMatrix;
-
-/// The weight and the output of a product.
-type Operands<'a, B, T> = (&'a Matrix<B, T>, &'a mut Matrix<B, T>);
 
 /// Does what `schedule` says, with `shared` as its first matrices and `product` as the weight and the output of its product.
 /// Collective.
 ///
 /// # Errors
-/// [`Error::Shape`] for matrices that are not those of the schedule; as any operation.
+/// [`Error::Shape`], [`Error::Limit`] and [`Error::ForeignArgument`] for matrices that are not those of the schedule; as any
+/// operation.
 pub fn run_schedule<B: Backend, T: Element>(
     group: &Group<B>,
     schedule: Schedule,
     shared: &[&ShardedMatrix<B, T>],
     product: Option<Operands<B, T>>,
 ) -> Result<()> {
-    let specs = schedule.matrices().to_vec();
-    let fits = |number: usize, found: [usize; 2]| {
-        let expected = specs.get(number).map(|spec| [spec.rows, spec.columns]);
+    let rank = group.rank();
+    let fits = |number: usize, found: [usize; 2], of: &Group<B>| {
+        let argument = format!("matrix {number} of the schedule");
+        if !of.is_same(group) {
+            return Err(Error::ForeignArgument { rank, argument });
+        }
+        let spec = schedule.matrices().get(number);
+        let spec = spec.filter(|spec| spec.dtype == T::DTYPE);
+        let expected = spec.map(|spec| [spec.rows, spec.columns]);
         if expected == Some(found) {
             return Ok(());
         }
         Err(Error::Shape {
-            rank: group.rank(),
-            argument: format!("matrix {number} of the schedule"),
+            rank,
+            argument,
             expected: expected.unwrap_or_default().into(),
             found: found.into(),
         })
     };
-    let mut matrices: Vec<Bound<B>> = specs.iter().map(|_| Bound::Nothing).collect();
+    let mut matrices: Vec<Bound<B>> = schedule.matrices().iter().map(|_| Bound::Nothing).collect();
+    limit(
+        "shared matrices",
+        shared.len(),
+        0,
+        MATRICES.min(matrices.len()),
+    )?;
     for (number, matrix) in shared.iter().enumerate() {
-        fits(number, matrix.shape())?;
+        fits(number, matrix.shape(), matrix.group())?;
         matrices[number] = Bound::Symmetric(matrix.memory());
     }
+    // What is moved, and what is multiplied, is bound.
+    for region in schedule.moves().flat_map(|moved| &moved.regions) {
+        limit(
+            "a matrix that is moved",
+            region.matrix,
+            0,
+            shared.len().max(1) - 1,
+        )?;
+    }
+    if schedule.product().is_some() != product.is_some() {
+        return Err(Error::Shape {
+            rank,
+            argument: "the operands of the schedule's product".into(),
+            expected: vec![schedule.product().is_some().into()],
+            found: vec![product.is_some().into()],
+        });
+    }
     if let (Some(described), Some((b, out))) = (schedule.product(), product) {
-        fits(described.b, b.shape())?;
-        fits(described.out, out.shape())?;
+        limit(
+            "the matrix that is multiplied",
+            described.a,
+            0,
+            shared.len().max(1) - 1,
+        )?;
+        fits(described.b, b.shape(), b.group())?;
+        fits(described.out, out.shape(), out.group())?;
         matrices[described.b] = Bound::Input(b.memory());
         matrices[described.out] = Bound::Output(out.memory_mut());
     }

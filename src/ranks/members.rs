@@ -234,8 +234,8 @@ impl Members {
         self.all_gather("barrier()", &[], None).map(drop)
     }
 
-    /// Exchanges, in the call that is described by `call`, what each rank has made, a message and perhaps a descriptor, or why it could not make it: if one
-    /// could not, all get its error, and the group goes on.
+    /// Exchanges what each rank has made, a message and perhaps a descriptor, or why it could not make it: if one
+    /// could not, all get its error, and the group goes on. `call`: the call in words.
     pub fn exchange(
         &self,
         call: &str,

@@ -122,7 +122,11 @@ fn describe(words: [u64; WORDS]) -> String {
         .collect();
     let text = words[FIXED..].iter().flat_map(|word| word.to_le_bytes());
     let text: Vec<u8> = text.take_while(|&byte| byte != 0).collect();
-    format!("{traced}{}{matrices})", String::from_utf8_lossy(&text))
+    let more = if text.len() == 8 * TEXT { " …" } else { "" };
+    format!(
+        "{traced}{}{more}{matrices})",
+        String::from_utf8_lossy(&text)
+    )
 }
 
 /// An error as JSON, or if that is longer than `most` bytes, what it says as far as there is room.
@@ -541,6 +545,7 @@ mod tests {
         ] {
             assert!(differs.to_string().contains(word), "{differs}");
             assert!(differs.to_string().contains("rows, rows"), "{differs}");
+            assert!(differs.to_string().contains('…'), "{differs}");
             assert_blamed(ranks[1].post_operation(1, Epoch::FIRST, differs), 1, 0);
         }
         // Only the end differs, which has no room in the post.

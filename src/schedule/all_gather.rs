@@ -11,13 +11,13 @@ use super::{
 };
 use crate::error::Result;
 
-/// The numbers of the matrices.
+/// The number of the matrix that is gathered.
 pub const A: usize = 0;
-/// The weight.
+/// Of the weight.
 pub const B: usize = 1;
-/// What is added to each row of the output.
+/// Of what is added to each row of the output.
 pub const BIAS: usize = 2;
-/// The output.
+/// Of the output.
 pub const OUT: usize = 3;
 /// How many there are.
 pub const MATRICES: usize = 4;
@@ -147,7 +147,6 @@ fn plan(
         rank,
         world: layout.world(),
         agreed: (moves == Moves::Chunks).then(|| agree(asked, &config)),
-        handshake: moves == Moves::Chunks,
         matrices: vec![matrix(m, k), matrix(n, k), matrix(1, n), matrix(m, n)],
         arrivals,
         departures,
@@ -160,9 +159,6 @@ fn plan(
 fn agree(asked: &Description, config: &Config) -> Agreed {
     let layout = &asked.layout;
     let mut details = format!("M = {}, K = {}, {}", layout.m(), layout.k(), asked.dtype);
-    if Layout::balanced(layout.m(), layout.k(), layout.world()).as_ref() != Ok(layout) {
-        details += &format!(", rows of each rank = {:?}", layout.rows());
-    }
     if config.route != Route::Pull {
         let (chunks, last) = (config.chunking.count, config.chunking.last);
         let cut = match config.cut(layout.k()) {
@@ -173,6 +169,10 @@ fn agree(asked: &Description, config: &Config) -> Agreed {
         details += &format!(
             ", pushed in {chunks} chunks, the last shard in {last}{cut}, of {rows}s of rows"
         );
+    }
+    // Last, for it may be long, and there is not always room for all words.
+    if Layout::balanced(layout.m(), layout.k(), layout.world()).as_ref() != Ok(layout) {
+        details += &format!(", rows of each rank = {:?}", layout.rows());
     }
     Agreed::new(asked.operation, &details)
 }

@@ -33,11 +33,10 @@ pub trait CopyEngine {
 /// Does what `schedule` has this rank move by the routes that `engine` goes, peer by peer, a flag after each transfer.
 pub fn transfer<'s, E: CopyEngine>(
     schedule: &'s Schedule,
-    moves: impl Iterator<Item = &'s Transfer>,
+    mut moves: impl Iterator<Item = &'s Transfer> + Clone,
     epoch: Epoch,
     engine: &mut E,
 ) -> Result<(), E::Error> {
-    let mut moves = moves.peekable();
     let mut before = None;
     while let Some(transfer) = moves.next() {
         if !schedule.handshake() {
@@ -54,9 +53,10 @@ pub fn transfer<'s, E: CopyEngine>(
         }
         engine.copy(transfer)?;
         engine.signal_chunk(transfer, epoch)?;
-        let goes_on = |next: &&Transfer| (next.peer(), next.route) == towards;
-        if transfer.route == Route::Pull && moves.peek().is_none_or(|next| !goes_on(next)) {
-            engine.signal_done(transfer.peer(), epoch)?;
+        // The peer may overwrite its rows then: so not before the last pull from it, wherever that stands.
+        let again = |next: &Transfer| (next.from, next.route) == (transfer.from, Route::Pull);
+        if transfer.route == Route::Pull && !moves.clone().any(again) {
+            engine.signal_done(transfer.from, epoch)?;
         }
     }
     Ok(())

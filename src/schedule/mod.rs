@@ -12,7 +12,6 @@ pub mod order;
 pub mod primitive;
 
 use std::ops::Range;
-use std::sync::Arc;
 
 pub use agreed::Agreed;
 pub use config::{Chunking, Config, Route, TileShape};
@@ -20,7 +19,7 @@ pub use epoch::Epoch;
 pub use flag::{Awaited, Flag, FlagBlock};
 pub use layout::Layout;
 
-use config::{CUT_COLUMNS, MAX_CHUNKS};
+use config::MAX_CHUNKS;
 use layout::{MAX_WORLD, limit};
 
 use crate::element::DType;
@@ -49,13 +48,15 @@ pub struct Description {
 pub struct Schedule {
     parts: Parts,
     /// By chunk flag of this rank: the rank whose rows it guards.
-    sources: Arc<[usize]>,
+    sources: Vec<usize>,
     /// By chunk flag of this rank: what a wait for it is for.
     awaited: Vec<Awaited>,
     /// The ranks that take rows out of this rank's memory, and say so.
     readers: Vec<usize>,
     /// Whether tiles wait for every flag, or there is nobody who writes them.
     awaits_all: bool,
+    /// By what routes something comes to this rank, or goes from it.
+    routes: Vec<Route>,
 }
 
 /// What a planner says of an operation.
@@ -65,10 +66,9 @@ pub struct Parts {
     pub rank: usize,
     /// The number of ranks.
     pub world: usize,
-    /// What all ranks must agree on; none if the others take no part.
+    /// What all ranks must agree on. If they do, they tell one another when rows may be moved and have been; if there is
+    /// nothing, the others take no part, or the caller keeps them apart.
     pub agreed: Option<Agreed>,
-    /// Whether ranks tell one another when rows may be moved and have been. If not, the caller keeps them apart.
-    pub handshake: bool,
     /// By number.
     pub matrices: Vec<MatrixSpec>,
     /// What comes to this rank, whoever moves it, in the order in which it should come.
@@ -152,7 +152,7 @@ pub struct Transfer {
     pub source: usize,
     /// What is moved.
     pub regions: Vec<Region>,
-    /// Chunk flags of the rank that moves them, which come first.
+    /// Chunk flags of the rank that moves them: it waits for these first.
     pub after: Range<usize>,
     /// The chunk flag of `to` that says that they have arrived.
     pub flag: usize,
@@ -220,7 +220,7 @@ fn extent(index: u32, length: usize, end: usize) -> Range<usize> {
 pub struct DeferredChunk {
     /// Its chunk flag.
     pub flag: usize,
-    /// Its first column, a multiple of [`CUT_COLUMNS`].
+    /// Its first column, a multiple of [`CUT_COLUMNS`](config::CUT_COLUMNS).
     pub column: usize,
 }
 
@@ -254,20 +254,101 @@ impl Tile {
     }
 }
 
+impl Parts {
+    /// Nothing lies outside of what it is a part of: engines rely on that.
+    fn check(&self) -> Result<()> {
+        let below = |what: &str, value: usize, end: usize| limit(what, value, 0, end.max(1) - 1);
+        let flags = self.arrivals.len();
+        let mut seen = vec![false; flags];
+        for arrival in &self.arrivals {
+            below("a transfer's flag", arrival.flag, flags)?;
+            let twice = std::mem::replace(&mut seen[arrival.flag], true);
+            limit("transfers under one flag", 1 + usize::from(twice), 1, 1)?;
+        }
+        for transfer in self.arrivals.iter().chain(&self.departures) {
+            let ranks = [transfer.from, transfer.to, transfer.source];
+            ranks
+                .iter()
+                .try_for_each(|&rank| below("a rank", rank, self.world))?;
+            below("a transfer's flag", transfer.flag, MAX_FLAGS)?;
+            limit("flags to wait for", transfer.after.end, 0, MAX_FLAGS)?;
+            for Region {
+                matrix,
+                rows,
+                columns,
+            } in &transfer.regions
+            {
+                below("a matrix", *matrix, self.matrices.len())?;
+                let spec = self.matrices[*matrix];
+                limit("rows of a region", rows.end, rows.start, spec.rows)?;
+                limit(
+                    "columns of a region",
+                    columns.end,
+                    columns.start,
+                    spec.columns,
+                )?;
+            }
+        }
+        for transfer in self
+            .departures
+            .iter()
+            .filter(|moved| moved.route != Route::Pull)
+        {
+            limit("flags to wait for", transfer.after.end, 0, flags)?;
+        }
+        let Some(product) = &self.product else {
+            return limit("tiles without a product", self.tiles.len(), 0, 0);
+        };
+        product.config.check()?;
+        let Product { m, n, k, .. } = *product;
+        let extents = [
+            (product.a, m, k),
+            (product.b, n, k),
+            (product.bias, 1, n),
+            (product.out, m, n),
+        ];
+        for (number, rows, columns) in extents {
+            below("a matrix", number, self.matrices.len())?;
+            let spec = self.matrices[number];
+            limit("rows of a product's matrix", spec.rows, rows, rows)?;
+            limit(
+                "columns of a product's matrix",
+                spec.columns,
+                columns,
+                columns,
+            )?;
+        }
+        let rows = m.div_ceil(product.config.entry_rows());
+        let columns = n.div_ceil(product.config.tile.n);
+        for tile in &self.tiles {
+            below("a tile's row", tile.m as usize, rows)?;
+            below("a tile's column", tile.n as usize, columns)?;
+            limit(
+                "a tile's flags",
+                tile.flags().end,
+                tile.flags().start,
+                flags,
+            )?;
+        }
+        Ok(())
+    }
+}
+
 impl Schedule {
     /// The schedule of these parts.
     ///
     /// # Errors
-    /// [`Error::Limit`](crate::Error::Limit) when more comes to this rank than it has flags for, or there are more than 2²⁸
-    /// tiles.
+    /// [`Error::Limit`](crate::Error::Limit) when more comes to this rank than it has flags for, there are more than 2²⁸
+    /// tiles, or something lies outside of what it is a part of.
     pub fn new(parts: Parts) -> Result<Schedule> {
         limit("transfers to a rank", parts.arrivals.len(), 0, MAX_FLAGS)?;
         limit("tiles of the output", parts.tiles.len(), 0, 1 << 28)?;
+        parts.check()?;
+        let handshake = parts.agreed.is_some();
         let mut sources = vec![0; parts.arrivals.len()];
         let mut waits = vec![Awaited::Ready { source: 0 }; parts.arrivals.len()];
         for arrival in &parts.arrivals {
             let flag = arrival.flag;
-            limit("a transfer's flag", flag, 0, parts.arrivals.len() - 1)?;
             sources[flag] = arrival.source;
             waits[flag] = Awaited::Chunk {
                 source: arrival.from,
@@ -276,19 +357,26 @@ impl Schedule {
             };
         }
         let pulled = parts.departures.iter();
-        let pulled = pulled.filter(|transfer| parts.handshake && transfer.route == Route::Pull);
+        let pulled = pulled.filter(|transfer| handshake && transfer.route == Route::Pull);
         let mut readers: Vec<usize> = pulled.map(|transfer| transfer.to).collect();
         readers.sort_unstable();
         readers.dedup();
+        let mut routes = Vec::new();
+        for transfer in parts.arrivals.iter().chain(&parts.departures) {
+            if !routes.contains(&transfer.route) {
+                routes.push(transfer.route);
+            }
+        }
         let mut awaited = vec![false; sources.len()];
         for tile in &parts.tiles {
             awaited[tile.flags()].fill(true);
         }
         Ok(Schedule {
-            awaits_all: !parts.handshake || awaited.into_iter().all(|flag| flag),
-            sources: sources.into(),
+            awaits_all: !handshake || awaited.into_iter().all(|flag| flag),
+            sources,
             awaited: waits,
             readers,
+            routes,
             parts,
         })
     }
@@ -310,7 +398,7 @@ impl Schedule {
 
     /// Whether ranks tell one another when rows may be moved and have been. If not, the caller keeps them apart.
     pub fn handshake(&self) -> bool {
-        self.parts.handshake
+        self.parts.agreed.is_some()
     }
 
     /// What is known of the matrices, by number.
@@ -319,7 +407,7 @@ impl Schedule {
     }
 
     /// What this rank moves, in this order: what it pulls, then what it pushes.
-    pub fn moves(&self) -> impl Iterator<Item = &Transfer> {
+    pub fn moves(&self) -> impl Iterator<Item = &Transfer> + Clone {
         let pulls = |transfer: &&Transfer| transfer.route == Route::Pull;
         let pulled = self.parts.arrivals.iter().filter(pulls);
         let pushed = self.parts.departures.iter();
@@ -337,7 +425,7 @@ impl Schedule {
     }
 
     /// By chunk flag of this rank: the rank whose rows it guards.
-    pub fn sources(&self) -> &Arc<[usize]> {
+    pub fn sources(&self) -> &[usize] {
         &self.sources
     }
 
@@ -348,14 +436,22 @@ impl Schedule {
 
     /// Whether something comes to this rank, or goes from it, by `route`.
     pub fn uses(&self, route: Route) -> bool {
-        let mut all = self.parts.arrivals.iter().chain(&self.parts.departures);
-        all.any(|transfer| transfer.route == route)
+        self.routes.contains(&route)
     }
 
-    /// Whether the owners move all rows, and nobody pulls.
+    /// By what routes something comes to this rank, or goes from it.
+    pub fn routes(&self) -> &[Route] {
+        &self.routes
+    }
+
+    /// Whether the owners move all rows, and nobody pulls; or, where nothing is moved, would.
     pub fn is_pushed(&self) -> bool {
-        let pushed = self.uses(Route::Push) || self.uses(Route::Store);
-        self.handshake() && pushed && !self.uses(Route::Pull)
+        let route = self.product().map(|product| product.config.route);
+        let pushed = match self.routes.is_empty() {
+            true => route.is_some_and(|route| route != Route::Pull),
+            false => !self.uses(Route::Pull),
+        };
+        self.handshake() && pushed
     }
 
     /// Whether tiles wait for all that comes to this rank: when they have ended, nothing is under way to it.
@@ -379,6 +475,3 @@ impl Schedule {
         last.map_or(self.rank(), |flag| self.sources[flag])
     }
 }
-
-/// A cut lies between two steps of a kernel, whatever the element's width.
-const _: () = assert!(CUT_COLUMNS.is_power_of_two());

@@ -1,6 +1,8 @@
 //! Planners of what no operation does yet, so that schedules are seen to be able to say it: rows that each rank owns in several
 //! blocks, a matrix and its scales that arrive together, rows that others pass on.
 
+#![allow(dead_code)] // Each test file uses a part of it.
+
 use std::ops::Range;
 
 use gemmesh::DType;
@@ -77,7 +79,6 @@ fn schedule(
         rank,
         world,
         agreed: Some(Agreed::new(name, &format!("{asked:?}"))),
-        handshake: true,
         matrices: vec![
             matrix(rows, k),
             matrix(rows, scales),

@@ -11,7 +11,7 @@ use super::route::{announce, pause, pull, push};
 use crate::backend::sealed::Call;
 use crate::error::Result;
 use crate::ranks::members::Members;
-use crate::schedule::layout::MAX_WORLD;
+use crate::schedule::layout::{MAX_WORLD, limit};
 use crate::schedule::{Route, Schedule};
 
 pub fn run(cuda: &Cuda, members: &Members, program: &Program, mut call: Call<Cuda>) -> Result<()> {
@@ -56,12 +56,48 @@ pub fn run(cuda: &Cuda, members: &Members, program: &Program, mut call: Call<Cud
     })
 }
 
+/// Refuses what schedules can say and this engine does not do yet.
+///
+/// # Errors
+/// [`Error::Limit`].
+pub fn check(schedule: &Schedule) -> Result<()> {
+    // Kernels wait for flags of pulls, or for those of pushes.
+    let routes = schedule.routes();
+    limit("routes of an operation on GPUs", routes.len(), 0, 1)?;
+    let Some(product) = schedule.product() else {
+        let pushed = routes.iter().filter(|&&route| route != Route::Pull).count();
+        return limit("pushes without a product on GPUs", pushed, 0, 0);
+    };
+    for moved in schedule.moves() {
+        limit("flags to wait for on GPUs", moved.after.len(), 0, 0)?;
+        if moved.route == Route::Store {
+            limit("regions that a kernel stores", moved.regions.len(), 1, 1)?;
+            let region = &moved.regions[0];
+            limit(
+                "the matrix that a kernel stores",
+                region.matrix,
+                product.a,
+                product.a,
+            )?;
+            limit("rows that a kernel stores", region.rows.len(), 1, product.m)?;
+            limit(
+                "columns that a kernel stores",
+                region.columns.len(),
+                product.k,
+                product.k,
+            )?;
+        }
+    }
+    Ok(())
+}
+
 /// The commands that a queue of the device holds.
 pub const COMMANDS: usize = 1024;
 
 /// The most commands that an operation puts on one stream.
 pub fn commands(schedule: &Schedule) -> usize {
-    2 * schedule.moves().count() + 3 * schedule.world() + 4
+    let copies: usize = schedule.moves().map(|moved| moved.regions.len()).sum();
+    copies + schedule.moves().count() + 3 * schedule.world() + 4
 }
 
 /// Waits until the device's queues have room for another operation. They are bounded, and a driver that waits for room has
@@ -130,7 +166,7 @@ fn enqueue(
             count += 1;
         }
         words[count] = StreamMemOp::Write(monitor.completed(), epoch.raw());
-        // SAFETY: as above; the completed word lives as long as the backend.
+        // SAFETY: control blocks are unmapped when the streams have passed; the completed word lives as long as the backend.
         unsafe { main.words(&words[..=count])? };
     }
     if let (Some(spans), Some(launch)) = (call.trace.as_deref_mut(), launch) {

@@ -236,6 +236,7 @@ impl sealed::Backend for Cuda {
 
     fn prepare(&self, members: &Members, schedule: Schedule) -> Result<Program> {
         let pushes = schedule.uses(Route::Push);
+        engine::check(&schedule)?;
         if pushes && let Some(cause) = &self.queues.together {
             return Err(Error::QueuedTogether {
                 rank: members.rank,

@@ -45,7 +45,7 @@ struct Watch {
     own: OwnWords,
     /// Written by kernels.
     fault: Pinned<GemmeshFault>,
-    /// The last operation that streams have come to, or whose rows have all come.
+    /// The last operation that streams have come to, or whose kernel runs.
     started: Pinned<u32>,
     /// The last operation that is complete, or whose rows have all come; written by streams and kernels.
     completed: Pinned<u32>,

@@ -34,7 +34,7 @@ pub fn enqueue<'a>(
     Ok(copies)
 }
 
-/// Word operations between two copies: a chunk's flag, `done`, and the next `ready`; more for sources without rows.
+/// Word operations between two copies: a chunk's flag, `done`, and the next `ready`.
 const BATCH: usize = 8;
 
 /// The copy engine: a stream.

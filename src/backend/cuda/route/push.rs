@@ -11,7 +11,7 @@ use crate::backend::sealed::Call;
 use crate::error::Result;
 use crate::schedule::{Schedule, Transfer};
 
-/// Puts all that this rank pushes on the copy stream, behind what is on the main stream, before the kernel that lets it gate. The
+/// Puts all that this rank pushes on the copy stream, behind what is on the main stream, before the kernel that lets it go. The
 /// main stream must wait for it behind that.
 pub fn enqueue(at: &Place, schedule: &Schedule, call: &Call<Cuda>) -> Result<()> {
     let Place {
@@ -28,7 +28,7 @@ pub fn enqueue(at: &Place, schedule: &Schedule, call: &Call<Cuda>) -> Result<()>
     cuda.copies().wait_for(main, &cuda.begun)?;
     // SAFETY: control blocks are unmapped when the streams have passed; all ranks' memories hold M
     // rows. The own rows are final, for the copies wait for the main stream; and the peers' may be written, for the
-    // kernel lets the copies gate when every peer's kernel has begun, or when the group has failed and nobody uses what
+    // kernel lets the copies go when every peer's kernel has begun, or when the group has failed and nobody uses what
     // they overwrite. A flag is copied after its rows: nobody reads them before.
     unsafe {
         // What the kernel waits for has deadlines. That the kernel runs has one only if the monitor knows that it should.
@@ -54,7 +54,7 @@ pub fn enqueue(at: &Place, schedule: &Schedule, call: &Call<Cuda>) -> Result<()>
             // That the peer's kernel, which is polling it, sees the rows once it sees the flag, no text of CUDA's promises
             // in these words. What is promised: a copy begins when the one before it on its stream has ended, and
             // has then been written to where it goes, for whoever is told of that end in any way may read it, on the
-            // peer's GPU too. The flag's copy begins then, both gate to the memory of one GPU, and the reader acquires
+            // peer's GPU too. The flag's copy begins then, both go to the memory of one GPU, and the reader acquires
             // the flag at system scope: so the rows are there before the flag is. The fence that streams have
             // (CU_STREAM_MEM_OP_BARRIER) would say it in words; between 4 MiB and their flag it costs 2.3 to 2.5 µs of 16
             // on two H200s, a tenth of a small product's gather. (Evidence: every verified product here, with random
