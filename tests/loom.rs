@@ -475,9 +475,9 @@ fn workers_share_the_tiles_and_wait_for_both_shards_of_a_tile() {
 #[test]
 fn of_two_ranks_that_post_different_calls_one_sees_it_whole() {
     explore(None, || {
-        let posts: Arc<[Post<2>; 2]> = Arc::new([Post::new(), Post::new()]);
+        let posts: Arc<[Post<2, 1>; 2]> = Arc::new([Post::new(), Post::new()]);
         let words = |rank: usize| [10 + rank as u64, 20 + rank as u64];
-        let post = move |posts: &[Post<2>; 2], rank: usize| {
+        let post = move |posts: &[Post<2, 1>; 2], rank: usize| {
             let other = 1 - rank;
             let seen = posts[rank].post(1, words(rank), [(other, &posts[other])]);
             if let Some(seen) = seen {

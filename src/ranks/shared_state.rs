@@ -38,7 +38,7 @@ struct Block {
     exchanges: [Note<NOTE_BYTES>; MAX_WORLD],
     /// Why a rank was last refused a call: when, in ms as 8 bytes, and the error as JSON.
     refusals: [Note<NOTE_BYTES>; MAX_WORLD],
-    posts: [[Post<WORDS>; POSTS as usize]; MAX_WORLD],
+    posts: [[Post<WORDS, FIXED>; POSTS as usize]; MAX_WORLD],
 }
 
 /// What a flag of zeroed memory has not reached.
@@ -275,7 +275,7 @@ impl SharedState {
             .map_or(Ok(()), Err)
     }
 
-    fn slot(&self, rank: usize, number: u64) -> &Post<WORDS> {
+    fn slot(&self, rank: usize, number: u64) -> &Post<WORDS, FIXED> {
         &self.block().posts[rank][(number % POSTS) as usize]
     }
 

@@ -6,17 +6,19 @@
 use super::primitive::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
 /// What a rank calls, in `N` words, and which of its calls that is: they are numbered from 1. One writer.
-#[repr(C)]
-pub struct Post<const N: usize> {
+///
+/// The first `KEY` words tell calls apart, the rest is for readers: so those who compare look at one line of the cache.
+#[repr(C, align(64))]
+pub struct Post<const N: usize, const KEY: usize> {
     /// 0 before the first post.
     number: AtomicU64,
     words: [AtomicU64; N],
 }
 
-impl<const N: usize> Post<N> {
+impl<const N: usize, const KEY: usize> Post<N, KEY> {
     /// A post that nothing has been written to. The same as zeroed memory.
     #[allow(clippy::new_without_default)]
-    pub fn new() -> Post<N> {
+    pub fn new() -> Post<N, KEY> {
         Post {
             number: AtomicU64::new(0),
             words: std::array::from_fn(|_| AtomicU64::new(0)),
@@ -32,17 +34,20 @@ impl<const N: usize> Post<N> {
 
     /// What was posted as call `number`, if that is the latest post.
     pub fn read(&self, number: u64) -> Option<[u64; N]> {
-        (self.latest() == number)
-            .then(|| std::array::from_fn(|word| self.words[word].load(Ordering::Relaxed)))
+        (self.latest() == number).then(|| self.first())
     }
 
-    /// Posts `words` as call `number`, and returns the first of `others` that differs. Of two ranks that differ, the
-    /// one that posts later sees it at least.
+    fn first<const COUNT: usize>(&self) -> [u64; COUNT] {
+        std::array::from_fn(|word| self.words[word].load(Ordering::Relaxed))
+    }
+
+    /// Posts `words` as call `number`, and returns the first of `others` whose key differs, with its words. Of two ranks that
+    /// differ, the one that posts later sees it at least.
     pub fn post<'p>(
         &self,
         number: u64,
         words: [u64; N],
-        others: impl IntoIterator<Item = (usize, &'p Post<N>)>,
+        others: impl IntoIterator<Item = (usize, &'p Post<N, KEY>)>,
     ) -> Option<(usize, [u64; N])> {
         for (cell, word) in self.words.iter().zip(words) {
             cell.store(word, Ordering::Relaxed);
@@ -54,8 +59,9 @@ impl<const N: usize> Post<N> {
         fence(Ordering::SeqCst);
         others
             .into_iter()
-            .filter_map(|(rank, post)| Some((rank, post.read(number)?)))
-            .find(|(_, theirs)| *theirs != words)
+            .filter(|(_, post)| post.latest() == number)
+            .find(|(_, post)| post.first::<KEY>() != words[..KEY])
+            .map(|(rank, post)| (rank, post.first()))
     }
 }
 
