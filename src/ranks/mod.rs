@@ -7,4 +7,5 @@ pub mod members;
 pub mod rendezvous;
 pub mod reports;
 pub mod shared_state;
+mod watcher;
 pub mod wire;
