@@ -49,12 +49,12 @@ pub use backend::Cuda;
 #[doc(hidden)]
 pub mod testing {
     //! What only the tests and benchmarks of this library use.
+    pub use crate::backend::KEPT_PROGRAMS;
     #[cfg(feature = "cuda")]
     pub use crate::backend::Winner;
     pub use crate::backend::delay_chunks;
     #[cfg(feature = "cuda")]
     pub use crate::device::{align_streams, with_each_kernel};
-    pub use crate::group::KEPT_PROGRAMS;
     pub use crate::ops::run_schedule;
 }
 

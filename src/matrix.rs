@@ -17,6 +17,8 @@ pub struct Matrix<B: Backend, T> {
     memory: B::Buffer,
     group: Group<B>,
     rows: usize,
+    /// Rows that there is room for.
+    capacity: usize,
     columns: usize,
     element: PhantomData<T>,
 }
@@ -65,6 +67,7 @@ impl<B: Backend, T: Element> Matrix<B, T> {
             memory,
             group,
             rows,
+            capacity: rows,
             columns,
             element: PhantomData,
         }
@@ -73,6 +76,17 @@ impl<B: Backend, T: Element> Matrix<B, T> {
     /// [rows, columns]
     pub fn shape(&self) -> [usize; 2] {
         [self.rows, self.columns]
+    }
+
+    /// Uses the first `rows` of the rows that the matrix was made with in what follows, as [`shape`](Matrix::shape) says then: for an
+    /// output whose M changes from step to step. Operations that were begun before keep theirs.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] for more rows than the matrix was made with, or none.
+    pub fn set_rows(&mut self, rows: usize) -> Result<()> {
+        limit("rows of a matrix", rows, 1, self.capacity)?;
+        self.rows = rows;
+        Ok(())
     }
 
     /// Overwrites the matrix with `values`, row by row, once the operations before are complete.

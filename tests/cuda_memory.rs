@@ -7,7 +7,10 @@ mod support;
 
 use std::time::{Duration, Instant};
 
-use gemmesh::{AllGatherMatmul, Builder, Cuda, Error, Group, Matrix, Route, ShardedMatrix, bf16};
+use gemmesh::{
+    AllGatherMatmul, Builder, Cuda, Error, Group, Matrix, Route, ShardedMatrix, all_gather_matmul,
+    bf16,
+};
 use rustix::process::Signal;
 use support::gpu::*;
 use support::processes::Rank;
@@ -69,6 +72,56 @@ fn more_memory_than_there_is_is_refused_on_every_rank_and_the_group_goes_on() {
     let Some(_leave) = gpu() else { return };
     let m = (300 * GIB) / (2 * COLUMNS);
     refusals::too_much_memory::<Cuda>(test_name!(), 2, [m, COLUMNS]);
+}
+
+/// As in a serving loop: other rows, and another split of them, at every step.
+#[test]
+fn a_call_with_other_rows_takes_at_most_ten_microseconds_more_than_one_with_known_rows() {
+    const CAPACITY: usize = 8192;
+    const N: usize = 1792;
+    const K: usize = 4096;
+    const STEPS: usize = 512;
+    const FLIGHT: usize = 8;
+    let Some(_leave) = gpu_alone() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let mut a = group.sharded_with_capacity::<bf16>(CAPACITY, K)?;
+        let b = group.zeros::<bf16>(N, K)?;
+        let mut out = group.zeros::<bf16>(CAPACITY, N)?;
+        let mut times = [Vec::new(), Vec::new()];
+        for steps in 0..STEPS / FLIGHT {
+            for times in &mut times {
+                // The device's queues are empty, and hold what follows; the ranks begin together.
+                group.synchronize()?;
+                group.barrier()?;
+                for step in steps * FLIGHT..(steps + 1) * FLIGHT {
+                    // Few rows at first, as in decoding, then as many as there is room for.
+                    let most = if step < STEPS / 2 { 64 } else { CAPACITY };
+                    let m = 1 + step * 7919 % most;
+                    let rows = [step % (m + 1), m - step % (m + 1)];
+                    let begin = Instant::now();
+                    a.set_rows(&rows)?;
+                    out.set_rows(m)?;
+                    all_gather_matmul(&a, &b, &mut out)?;
+                    times.push(begin.elapsed().as_secs_f64() * 1e6);
+                }
+            }
+        }
+        group.synchronize()?;
+        // Not those that came before as many programs were kept as there may be.
+        let kept = gemmesh::testing::KEPT_PROGRAMS;
+        let mut words = Vec::new();
+        for steps in [kept..STEPS / 2, STEPS / 2..STEPS] {
+            let [new, known] = [0, 1].map(|which: usize| {
+                let mut times = times[which][steps.clone()].to_vec();
+                times.sort_by(f64::total_cmp);
+                times[times.len() / 2]
+            });
+            words.push(format!("{new:.1} and {known:.1} µs"));
+            assert!(new - known <= 10.0, "{}", words.join("; "));
+        }
+        Ok(words.join("; "))
+    }));
 }
 
 /// Rank 0 calls an operation and drops everything at once, its group too. The others come later.

@@ -31,6 +31,10 @@ pub struct Options {
     pub first_epoch: Epoch,
 }
 
+/// How many programs a group keeps for the short calls.
+#[doc(hidden)]
+pub const KEPT_PROGRAMS: usize = 64;
+
 /// A way to run the protocol: [`Host`] on any machine, `Cuda` on NVIDIA GPUs (feature `cuda`).
 ///
 /// Sealed: the protocol's safety rests on its implementations.

@@ -10,7 +10,7 @@ use std::marker::PhantomData;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::backend::{Backend, Options};
+use crate::backend::{Backend, KEPT_PROGRAMS, Options};
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
 use crate::ranks::reports::ReportSender;
@@ -25,10 +25,6 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Any longer one is for ever, and still a time that can be added to another.
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(1 << 32);
-
-/// How many prepared schedules a group keeps for the short calls.
-#[doc(hidden)]
-pub const KEPT_PROGRAMS: usize = 64;
 
 /// This rank's membership of a group of ranks, which all make the same collective calls in the same
 /// order: calls of several threads of a rank have no order, unless the program gives them one. Cheap to clone; the group

@@ -171,7 +171,7 @@ fn agree(asked: &Description, config: &Config) -> Agreed {
         );
     }
     // Last, for it may be long, and there is not always room for all words.
-    if Layout::balanced(layout.m(), layout.k(), layout.world()).as_ref() != Ok(layout) {
+    if !layout.is_balanced() {
         details += &format!(", rows of each rank = {:?}", layout.rows());
     }
     Agreed::new(asked.operation, &details)

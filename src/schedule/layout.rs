@@ -69,6 +69,13 @@ impl Layout {
         self.offsets[rank]..self.offsets[rank + 1]
     }
 
+    /// Whether the rows are split as by [`Layout::balanced`].
+    pub fn is_balanced(&self) -> bool {
+        let world = self.world();
+        let even = |rank| balanced_rows_of(rank, self.m(), world);
+        (0..world).all(|rank| self.rows_of(rank).len() == even(rank))
+    }
+
     /// How many rows each rank owns.
     pub fn rows(&self) -> Vec<usize> {
         (0..self.world())
@@ -80,8 +87,12 @@ impl Layout {
 /// `m` rows over `world` ranks, as evenly as whole rows allow, the longer shards first.
 pub fn balanced_rows(m: usize, world: usize) -> Vec<usize> {
     (0..world)
-        .map(|rank| m / world + usize::from(rank < m % world))
+        .map(|rank| balanced_rows_of(rank, m, world))
         .collect()
+}
+
+fn balanced_rows_of(rank: usize, m: usize, world: usize) -> usize {
+    m / world + usize::from(rank < m % world)
 }
 
 pub(crate) fn limit(what: &str, value: usize, min: usize, max: usize) -> Result<()> {

@@ -232,8 +232,8 @@ pub struct Tile {
     pub m: u32,
     /// The tile's column: output columns from `n * tile_n`.
     pub n: u32,
-    flag_begin: u32,
-    flag_end: u32,
+    pub(crate) flag_begin: u32,
+    pub(crate) flag_end: u32,
 }
 
 impl Tile {
@@ -252,11 +252,16 @@ impl Tile {
     pub fn flags(&self) -> Range<usize> {
         self.flag_begin as usize..self.flag_end as usize
     }
+
+    /// Whether the two wait for the same.
+    fn waits_like(&self, other: &Tile) -> bool {
+        (self.flag_begin, self.flag_end) == (other.flag_begin, other.flag_end)
+    }
 }
 
 impl Parts {
-    /// Nothing lies outside of what it is a part of: engines rely on that.
-    fn check(&self) -> Result<()> {
+    /// Nothing lies outside of what it is a part of: engines rely on that. Says, by chunk flag, whether tiles wait for it.
+    fn check(&self) -> Result<Vec<bool>> {
         let below = |what: &str, value: usize, end: usize| limit(what, value, 0, end.max(1) - 1);
         let flags = self.arrivals.len();
         let mut seen = vec![false; flags];
@@ -296,8 +301,10 @@ impl Parts {
         {
             limit("flags to wait for", transfer.after.end, 0, flags)?;
         }
+        let mut awaited = vec![false; flags];
         let Some(product) = &self.product else {
-            return limit("tiles without a product", self.tiles.len(), 0, 0);
+            limit("tiles without a product", self.tiles.len(), 0, 0)?;
+            return Ok(awaited);
         };
         product.config.check()?;
         let Product { m, n, k, .. } = *product;
@@ -320,17 +327,19 @@ impl Parts {
         }
         let rows = m.div_ceil(product.config.entry_rows());
         let columns = n.div_ceil(product.config.tile.n);
+        // There may be thousands: of their places, only what lies farthest out is looked at.
+        let (mut m, mut n) = (0, 0);
         for tile in &self.tiles {
-            below("a tile's row", tile.m as usize, rows)?;
-            below("a tile's column", tile.n as usize, columns)?;
-            limit(
-                "a tile's flags",
-                tile.flags().end,
-                tile.flags().start,
-                flags,
-            )?;
+            (m, n) = (m.max(tile.m), n.max(tile.n));
         }
-        Ok(())
+        below("a tile's row", m as usize, rows)?;
+        below("a tile's column", n as usize, columns)?;
+        for tiles in self.tiles.chunk_by(Tile::waits_like) {
+            let Range { start, end } = tiles[0].flags();
+            limit("a tile's flags", end, start, flags)?;
+            awaited[start..end].fill(true);
+        }
+        Ok(awaited)
     }
 }
 
@@ -343,7 +352,7 @@ impl Schedule {
     pub fn new(parts: Parts) -> Result<Schedule> {
         limit("transfers to a rank", parts.arrivals.len(), 0, MAX_FLAGS)?;
         limit("tiles of the output", parts.tiles.len(), 0, 1 << 28)?;
-        parts.check()?;
+        let awaited = parts.check()?;
         let handshake = parts.agreed.is_some();
         let mut sources = vec![0; parts.arrivals.len()];
         let mut waits = vec![Awaited::Ready { source: 0 }; parts.arrivals.len()];
@@ -366,10 +375,6 @@ impl Schedule {
             if !routes.contains(&transfer.route) {
                 routes.push(transfer.route);
             }
-        }
-        let mut awaited = vec![false; sources.len()];
-        for tile in &parts.tiles {
-            awaited[tile.flags()].fill(true);
         }
         Ok(Schedule {
             awaits_all: !handshake || awaited.into_iter().all(|flag| flag),

@@ -1,7 +1,5 @@
 //! The order of the tiles.
 
-use std::ops::Range;
-
 use super::{Product, Tile, Transfer};
 
 /// Every tile of the output, in the order in which they become ready.
@@ -16,28 +14,19 @@ use super::{Product, Tile, Transfer};
 /// wait for nothing.
 pub fn tiles(product: &Product, matrix: usize, arrivals: &[Transfer], waits: bool) -> Vec<Tile> {
     let config = &product.config;
-    let rows = tile_rows(product, matrix, arrivals);
     let columns = product.n.div_ceil(config.tile.n);
-
-    // A counting sort: where the tiles begin that become ready with arrival s - 1 (s = 0: at once).
-    let mut begin = vec![0; arrivals.len() + 2];
-    for row in &rows {
-        begin[row.ready + 1] += columns;
+    let mut rows = tile_rows(product, matrix, arrivals);
+    rows.sort_by_key(|row| row.ready);
+    if !waits {
+        rows.iter_mut()
+            .for_each(|row| row.first = Tile::new(row.first.m as usize, 0, 0..0));
     }
-    for step in 1..begin.len() {
-        begin[step] += begin[step - 1];
-    }
-
-    let mut tiles = vec![Tile::new(0, 0, 0..0); rows.len() * columns];
-    for first in (0..rows.len()).step_by(config.tile.group_m) {
-        let group = first..(first + config.tile.group_m).min(rows.len());
-        for n in 0..columns {
-            for m in group.clone() {
-                let place = &mut begin[rows[m].ready];
-                let flags = if waits { rows[m].flags.clone() } else { 0..0 };
-                tiles[*place] = Tile::new(m, n, flags);
-                *place += 1;
-            }
+    let mut tiles = Vec::with_capacity(rows.len() * columns);
+    // Of each group, the rows that become ready together.
+    let panel = |row: &TileRow| (row.ready, row.first.m as usize / config.tile.group_m);
+    for rows in rows.chunk_by(|x, y| panel(x) == panel(y)) {
+        for n in 0..columns as u32 {
+            tiles.extend(rows.iter().map(|row| Tile { n, ..row.first }));
         }
     }
     tiles
@@ -45,9 +34,9 @@ pub fn tiles(product: &Product, matrix: usize, arrivals: &[Transfer], waits: boo
 
 /// What the tiles of one tile row have in common.
 struct TileRow {
-    /// The flags of the chunks that overlap the row.
-    flags: Range<usize>,
-    /// 0 when there are none, else 1 + the position of the last of them among the arrivals.
+    /// The first of them.
+    first: Tile,
+    /// 0 if it waits for no chunk, else 1 + the position among the arrivals of the last one that it waits for.
     ready: usize,
 }
 
@@ -79,7 +68,10 @@ fn tile_rows(product: &Product, matrix: usize, arrivals: &[Transfer]) -> Vec<Til
                 .map(|(_, position)| position + 1)
                 .max()
                 .unwrap_or(0);
-            TileRow { flags, ready }
+            TileRow {
+                first: Tile::new(m, 0, flags),
+                ready,
+            }
         })
         .collect()
 }

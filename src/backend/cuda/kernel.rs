@@ -204,7 +204,8 @@ pub fn default_config(
     shapes()
         .map(|(family, shape)| (configured(family, shape, &base), shape.efficiency))
         .filter(|(config, _)| agree(config, &base))
-        .min_by(|(x, of_x), (y, of_y)| cost(x, *of_x).total_cmp(&cost(y, *of_y)))
+        .map(|(config, efficiency)| (config, cost(&config, efficiency)))
+        .min_by(|(_, x), (_, y)| x.total_cmp(y))
         .map_or(base, |(config, _)| config)
 }
 

@@ -12,6 +12,7 @@ mod program;
 mod queues;
 mod reclaim;
 mod route;
+mod tables;
 mod tensor_map;
 mod tuned;
 
@@ -35,6 +36,7 @@ use monitor::Monitor;
 use program::Program;
 use queues::Queues;
 use reclaim::{Deferred, Reclaimer};
+use tables::Tables;
 
 use super::sealed::{self, Call};
 use super::{Backend, Options};
@@ -69,6 +71,7 @@ pub struct Cuda {
     /// What makes streams wait for one another, if anything does.
     queues: Queues,
     control: Control,
+    tables: Arc<Tables>,
     reclaimer: Arc<Reclaimer>,
     /// Whether each rank has a GPU to itself.
     distinct: bool,
@@ -159,6 +162,7 @@ impl sealed::Backend for Cuda {
         let open = || -> Result<Cuda> {
             let (device, kernels, tuned, queues) = loaded?;
             let reclaimer = Reclaimer::new(&device)?;
+            let tables = Tables::new(&device, &reclaimer)?;
             let first = options.first_epoch;
             let control = Control::open(&device, &reclaimer, members, &peers, first)?;
             let own = control.own(members.rank);
@@ -181,6 +185,7 @@ impl sealed::Backend for Cuda {
                 tuned,
                 kernels,
                 control,
+                tables,
                 reclaimer,
                 device,
             };
@@ -318,7 +323,7 @@ impl sealed::Backend for Cuda {
 }
 
 impl Cuda {
-    /// Does once what the copy streams do in operations, while nothing waits for them: what the driver does at first
+    /// Does once what the streams do in operations, while nothing waits for them: what the driver does at first
     /// use may wait for kernels to end.
     fn warm_up(&self, members: &Members) -> Result<()> {
         let _bound = self.device.bind()?;
@@ -339,7 +344,8 @@ impl Cuda {
             }
             self.wait_idle(members, stream)?;
         }
-        Ok(())
+        drop(self.tables.hold([&[0]])?);
+        self.wait_idle(members, &self.main())
     }
 
     fn main(&self) -> Arc<Stream> {

@@ -1,6 +1,7 @@
 //! A schedule on the device: its tables, and what a kernel is launched with.
 
 use std::ffi::c_void;
+use std::mem::offset_of;
 
 use super::abi::{
     GEMMESH_THREADS, GEMMESH_TILE_K, GemmeshCopyTask, GemmeshExchange, GemmeshFault,
@@ -11,12 +12,13 @@ use super::kernel::Instance;
 use super::memory::Waits;
 use super::reclaim::Deferred;
 use super::route::store;
+use super::tables::Held;
 use super::tensor_map::{Cache, Maps, Matrices};
 use super::{Buffer, Cuda};
 use crate::backend::sealed::Call;
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
-use crate::schedule::{Route, Schedule};
+use crate::schedule::{Route, Schedule, Tile};
 use crate::schedule::{config::CUT_COLUMNS, layout::MAX_WORLD};
 use crate::span::{Lane, Span, Work};
 
@@ -26,8 +28,9 @@ pub struct Program {
     pub schedule: Schedule,
     /// For whom its operations wait.
     pub waits: Waits,
-    /// All tables, one behind the other.
-    tables: Deferred<Memory>,
+    /// Keeps the tables that follow.
+    _held: Held,
+    tiles: DevicePtr,
     /// By flag: the rank whose rows it guards.
     sources: DevicePtr,
     /// What the kernel pushes, if it does.
@@ -40,37 +43,23 @@ pub struct Program {
 
 impl Program {
     pub fn new(cuda: &Cuda, schedule: Schedule) -> Result<Program> {
-        let tiles: Vec<GemmeshTile> = schedule
-            .tiles()
-            .iter()
-            .map(|tile| GemmeshTile {
-                m: tile.m,
-                n: tile.n,
-                flag_begin: tile.flags().start as u32,
-                flag_end: tile.flags().end as u32,
-            })
-            .collect();
         let sources: Vec<u32> = schedule.sources().iter().map(|&s| s as u32).collect();
         let (tasks, stored) = store::tasks(&schedule, cuda.device.multiprocessors());
         let pushed = vec![0u32; stored];
-        // One allocation and one copy, for a new shape may come at any time.
-        let mut bytes = Vec::new();
-        let mut append = |table: &[u8]| {
-            bytes.resize(bytes.len().next_multiple_of(16), 0);
-            bytes.extend(table);
-            (bytes.len() - table.len()) as u64
-        };
-        append(bytemuck::cast_slice(&tiles));
-        let sources = append(bytemuck::cast_slice(&sources));
-        let task_table = append(bytemuck::cast_slice(&tasks));
-        let pushed = append(bytemuck::cast_slice(&pushed));
-        let tables = Memory::holding(&cuda.device, &bytes)?;
+        let task_count = tasks.len() as u32;
+        let (held, [tiles, sources, tasks, pushed]) = cuda.tables.hold([
+            bytemuck::cast_slice(schedule.tiles()),
+            bytemuck::cast_slice(&sources),
+            bytemuck::cast_slice(&tasks),
+            bytemuck::cast_slice(&pushed),
+        ])?;
         Ok(Program {
-            sources: tables.ptr() + sources,
-            tasks: tables.ptr() + task_table,
-            task_count: tasks.len() as u32,
-            pushed: tables.ptr() + pushed,
-            tables: Deferred::new(tables, &cuda.reclaimer),
+            tiles,
+            sources,
+            tasks,
+            task_count,
+            pushed,
+            _held: held,
             waits: Waits::of(&schedule),
             schedule,
             maps: Cache::default(),
@@ -78,10 +67,19 @@ impl Program {
     }
 }
 
+/// The kernel reads a schedule's tiles as they are.
+const _: () = {
+    assert!(size_of::<Tile>() == size_of::<GemmeshTile>());
+    assert!(offset_of!(Tile, m) == offset_of!(GemmeshTile, m));
+    assert!(offset_of!(Tile, n) == offset_of!(GemmeshTile, n));
+    assert!(offset_of!(Tile, flag_begin) == offset_of!(GemmeshTile, flag_begin));
+    assert!(offset_of!(Tile, flag_end) == offset_of!(GemmeshTile, flag_end));
+};
+
 // SAFETY: plain words without padding, for which any bits are valid.
-unsafe impl bytemuck::Zeroable for GemmeshTile {}
+unsafe impl bytemuck::Zeroable for Tile {}
 // SAFETY: as above.
-unsafe impl bytemuck::Pod for GemmeshTile {}
+unsafe impl bytemuck::Pod for Tile {}
 // SAFETY: as above.
 unsafe impl bytemuck::Zeroable for GemmeshCopyTask {}
 // SAFETY: as above.
@@ -186,7 +184,7 @@ impl Launch {
         };
         let deferred = product.deferred;
         let params = GemmeshParams {
-            tiles: program.tables.ptr() as *const GemmeshTile,
+            tiles: program.tiles as *const GemmeshTile,
             flags: flags as *const u32,
             sources: program.sources as *const u32,
             abort: control.abort() as *mut u32,

@@ -62,8 +62,8 @@ struct Kept(Mutex<State>);
 
 #[derive(Default)]
 struct State {
-    /// Where the streams stood after the latest operation.
-    latest: Option<Arc<Mark>>,
+    /// Where the streams stood after operations: after the latest one last.
+    marks: Vec<Arc<Mark>>,
     entries: Vec<Entry>,
     /// Whether the thread lives.
     watched: bool,
@@ -116,21 +116,20 @@ impl Reclaimer {
     pub fn mark(&self) -> Result<()> {
         // Held, so that no other stream takes over in between.
         let main = self.lock_main();
-        let latest = self.latest();
-        // One that somebody waits for stays where it is: this function and the list hold the others.
-        let reused = latest.filter(|mark| Arc::strong_count(mark) == 2);
-        let mark = match reused {
-            Some(mark) => mark,
+        let State { marks, .. } = &mut *self.kept.lock();
+        // One that somebody else holds stays where it is.
+        let mark = match marks.iter().rposition(|mark| Arc::strong_count(mark) == 1) {
+            Some(unheld) => marks.remove(unheld),
             None => Arc::new(Mark::new(&self.device, 2)?),
         };
         mark.record(&[&main, &self.copies])?;
-        self.kept.lock().latest = Some(mark);
+        marks.push(mark);
         Ok(())
     }
 
     /// The mark of the latest operation, if anything was put on the device yet.
     pub fn latest(&self) -> Option<Arc<Mark>> {
-        self.kept.lock().latest.clone()
+        self.kept.lock().marks.last().cloned()
     }
 
     /// A mark behind all that is on the streams now, be it this library's or the caller's: kernels of the caller's, replays of

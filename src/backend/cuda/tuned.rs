@@ -106,9 +106,9 @@ impl Table {
         const MOST: f64 = 1.5;
         let distance = |line: &Winner| {
             let ratios = [(line.m, asked.layout.m()), (line.k, asked.layout.k())].into_iter();
-            let ratios = ratios.map(|(have, want)| (have as f64 / want as f64).ln().abs());
-            let worst = ratios.clone().fold(0.0, f64::max);
-            (worst <= MOST.ln()).then(|| ratios.sum::<f64>())
+            let ratios = ratios.map(|(have, want)| have.max(want) as f64 / have.min(want) as f64);
+            let worst = ratios.clone().fold(1.0, f64::max);
+            (worst <= MOST).then(|| ratios.product::<f64>())
         };
         let lines = || self.0.iter().filter(|line| line.is_for(asked));
         let near = lines().filter_map(|line| Some((distance(line)?, line)));

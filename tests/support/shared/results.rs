@@ -58,6 +58,7 @@ pub fn fused_is_gather_then_matmul<B: Tested>(test: &str, world: usize, cases: &
 pub fn rows_change_within_a_capacity<B: Tested>(test: &str) {
     const CAPACITY: usize = 300;
     const K: usize = 72;
+    const N: usize = 24;
     const SPLITS: [[usize; 3]; 8] = [
         [100, 100, 100],
         [1, 0, 0],
@@ -73,10 +74,11 @@ pub fn rows_change_within_a_capacity<B: Tested>(test: &str) {
         let group = builder.connect(rank.rank, rank.world, &rank.address)?;
         let mut a = group.sharded_with_capacity::<bf16>(CAPACITY, K)?;
         assert_eq!((a.shape(), a.capacity()), ([CAPACITY, K], CAPACITY));
+        let mut out = group.zeros(CAPACITY, N)?;
         for (step, rows) in SPLITS.iter().cycle().take(40).enumerate() {
             let case = Case {
                 rows: rows.to_vec(),
-                n: 24,
+                n: N,
                 k: K,
                 seed: step as u64,
                 ..Case::default()
@@ -90,7 +92,8 @@ pub fn rows_change_within_a_capacity<B: Tested>(test: &str) {
             a.poison(bf16::NAN)?;
             let (weight, _) = case.b::<bf16>(rank.rank);
             let b = group.upload(&weight, case.n, K)?;
-            let mut out = group.zeros(case.m(), case.n)?;
+            out.set_rows(case.m())?;
+            out.copy_from_host(&vec![bf16::NAN; case.m() * N])?;
             // Nobody poisons what a peer has written already.
             group.barrier()?;
             all_gather_matmul(&a, &b, &mut out)?;
@@ -117,6 +120,15 @@ pub fn rows_change_within_a_capacity<B: Tested>(test: &str) {
         assert!(matches!(a.set_rows(&[0; 3]), Err(Error::Limit { .. })));
         assert!(matches!(a.set_rows(&[1; 2]), Err(Error::Shape { .. })));
         assert_eq!(a.shape(), before);
+        let before = out.shape();
+        for rows in [0, CAPACITY + 1] {
+            let error = out.set_rows(rows).unwrap_err();
+            assert!(
+                matches!(error, Error::Limit { max: CAPACITY, .. }),
+                "{error}"
+            );
+        }
+        assert_eq!(out.shape(), before);
         Ok("right".into())
     }));
 }

@@ -403,15 +403,17 @@ unsafe impl<T: Copy + Send> Send for Pinned<T> {}
 // SAFETY: as above.
 unsafe impl<T: Copy + Send> Sync for Pinned<T> {}
 
-impl<T: bytemuck::Zeroable + Copy> Pinned<T> {
-    /// Bytes that are taken for any `T`.
-    const PAGE: usize = 4096;
+impl<T> Pinned<T> {
+    /// Memory that another group of the process has left may be taken for any type of as many pages.
+    const BYTES: usize = size_of::<T>().next_multiple_of(4096);
+}
 
+impl<T: bytemuck::Zeroable + Copy> Pinned<T> {
     pub fn zeroed(device: &Arc<Device>) -> Result<Pinned<T>> {
-        const { assert!(size_of::<T>() <= Self::PAGE) };
         let rank = device.rank;
-        // A page that another group has left, or a new one.
-        let left = lock(&device.gpu.lasting.pages).pop();
+        let left = lock(&device.gpu.lasting.pages)
+            .get_mut(&Self::BYTES)
+            .and_then(Vec::pop);
         let (host, ptr) = match left {
             Some((host, ptr)) => (host as *mut c_void, ptr),
             None => {
@@ -420,17 +422,18 @@ impl<T: bytemuck::Zeroable + Copy> Pinned<T> {
                 let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
                 // SAFETY: writes the locals.
                 unsafe {
-                    cuda!(rank, cuMemHostAlloc(&mut host, Self::PAGE, flags))?;
+                    cuda!(rank, cuMemHostAlloc(&mut host, Self::BYTES, flags))?;
                     cuda!(rank, cuMemHostGetDevicePointer_v2(&mut ptr, host, 0))?;
                 }
                 (host, ptr)
             }
         };
-        // SAFETY: a page that nobody else knows.
-        unsafe { host.cast::<T>().write(T::zeroed()) };
+        let host = host.cast::<T>();
+        // SAFETY: memory that nobody else knows, for a type for which zeros are valid.
+        unsafe { host.write_bytes(0, 1) };
         Ok(Pinned {
             device: device.clone(),
-            host: host.cast(),
+            host,
             ptr,
         })
     }
@@ -443,7 +446,7 @@ impl<T: bytemuck::Zeroable + Copy> Pinned<T> {
     }
 
     /// Where the value lies on the host.
-    pub fn as_ptr(&self) -> *const T {
+    pub fn as_ptr(&self) -> *mut T {
         self.host
     }
 
@@ -461,6 +464,9 @@ impl<T: bytemuck::Zeroable + Copy> Pinned<T> {
 impl<T> Drop for Pinned<T> {
     /// The device does not write it any more. It is kept for the next group: giving it back would wait for the device.
     fn drop(&mut self) {
-        lock(&self.device.gpu.lasting.pages).push((self.host as usize, self.ptr));
+        lock(&self.device.gpu.lasting.pages)
+            .entry(Self::BYTES)
+            .or_default()
+            .push((self.host as usize, self.ptr));
     }
 }

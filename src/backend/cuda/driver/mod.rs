@@ -3,6 +3,7 @@
 //! Types own what they name and give it back when dropped. Every call that fails becomes an error that names the
 //! rank, the call and the driver's own words.
 
+use std::collections::HashMap;
 use std::ffi::CStr;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
@@ -63,8 +64,8 @@ struct Lasting {
     pool: sys::CUmemoryPool,
     /// For allocations and for copies between host and device, each of which is waited for: it never waits for a peer.
     host_stream: sys::CUstream,
-    /// Pages of the host's memory that no group uses any more.
-    pages: Mutex<Vec<Page>>,
+    /// Pages of the host's memory that no group uses any more, by bytes.
+    pages: Mutex<HashMap<usize, Vec<Pages>>>,
     modules: Mutex<Vec<Arc<Loaded>>>,
 }
 
@@ -73,8 +74,8 @@ unsafe impl Send for Lasting {}
 // SAFETY: the driver's calls are thread-safe.
 unsafe impl Sync for Lasting {}
 
-/// A page of the host's memory that the device can write: where it lies for the one and for the other.
-type Page = (usize, DevicePtr);
+/// Pages of the host's memory that the device can write: where they lie for the one and for the other.
+type Pages = (usize, DevicePtr);
 
 /// Tells a GPU from any other.
 pub type Uuid = [u8; 16];

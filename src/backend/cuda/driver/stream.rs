@@ -134,6 +134,18 @@ impl Stream {
     }
 
     /// # Safety
+    /// As [`Stream::copy`]; `from` is page-locked memory of the host.
+    pub unsafe fn upload(&self, to: DevicePtr, from: *const u8, bytes: usize) -> Result<()> {
+        // SAFETY: as this function's.
+        unsafe {
+            cuda!(
+                self.device.rank,
+                cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, self.stream)
+            )
+        }
+    }
+
+    /// # Safety
     /// As [`Stream::copy`], for `rows` rows of `width` bytes that begin `pitch` bytes apart.
     pub unsafe fn copy_rows(
         &self,

@@ -1,0 +1,164 @@
+//! Memory for the tables of programs, there from the beginning: a new shape allocates nothing, and its tables go to the device
+//! in their turn, on the stream that needs them.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::driver::{Device, DevicePtr, Memory, Pinned};
+use super::reclaim::{Deferred, Mark, Reclaimer};
+use crate::backend::KEPT_PROGRAMS;
+use crate::error::Result;
+
+/// Bytes of a slot: the tables of two thousand tiles. Larger ones get memory of their own.
+const SLOT: usize = 32 << 10;
+/// For the programs that a group keeps, and some that callers keep or that have just been dropped.
+const SLOTS: usize = KEPT_PROGRAMS + 32;
+
+/// What the host writes and the device copies: by slot.
+#[derive(Clone, Copy, Debug)]
+struct Staging(#[allow(dead_code)] [u8; SLOTS * SLOT]);
+
+// SAFETY: plain bytes.
+unsafe impl bytemuck::Zeroable for Staging {}
+
+/// The slots of one group.
+#[derive(Debug)]
+pub struct Tables {
+    memory: Deferred<(Memory, Pinned<Staging>)>,
+    device: Arc<Device>,
+    reclaimer: Arc<Reclaimer>,
+    /// Longest free first.
+    free: Mutex<VecDeque<Free>>,
+}
+
+/// A slot that no program has.
+#[derive(Debug)]
+struct Free {
+    index: usize,
+    /// The device may use it until it has passed this.
+    after: Option<Arc<Mark>>,
+}
+
+/// The tables of one program.
+#[derive(Debug)]
+pub enum Held {
+    Slot(Slot),
+    Own(Deferred<Memory>),
+}
+
+/// A slot that a program has.
+#[derive(Debug)]
+pub struct Slot {
+    tables: Arc<Tables>,
+    index: usize,
+}
+
+impl Tables {
+    pub fn new(device: &Arc<Device>, reclaimer: &Arc<Reclaimer>) -> Result<Arc<Tables>> {
+        let memory = Memory::zeroed(device, SLOTS * SLOT)?;
+        let staging = Pinned::zeroed(device)?;
+        let free = (0..SLOTS).map(|index| Free { index, after: None });
+        Ok(Arc::new(Tables {
+            memory: Deferred::new((memory, staging), reclaimer),
+            device: device.clone(),
+            reclaimer: reclaimer.clone(),
+            free: Mutex::new(free.collect()),
+        }))
+    }
+
+    /// Memory with these tables in it, for what is put on the main stream from now on; and where each of them lies.
+    pub fn hold<const N: usize>(
+        self: &Arc<Tables>,
+        tables: [&[u8]; N],
+    ) -> Result<(Held, [DevicePtr; N])> {
+        let mut length = 0usize;
+        let offsets = tables.map(|table| {
+            let offset = length.next_multiple_of(16);
+            length = offset + table.len();
+            offset
+        });
+        let parts = || offsets.into_iter().zip(tables);
+        let fits = length <= SLOT;
+        let held = match fits.then(|| self.take()).flatten() {
+            Some(index) => self.hold_in(index, parts(), length)?,
+            None => {
+                let mut bytes = vec![0; length];
+                parts().for_each(|(at, table)| bytes[at..at + table.len()].copy_from_slice(table));
+                let memory = Memory::holding(&self.device, &bytes)?;
+                Held::Own(Deferred::new(memory, &self.reclaimer))
+            }
+        };
+        let places = offsets.map(|offset| held.ptr() + offset as u64);
+        Ok((held, places))
+    }
+
+    /// A slot with these tables, each with its offset, of `length` bytes in all.
+    fn hold_in<'a>(
+        self: &Arc<Tables>,
+        index: usize,
+        parts: impl Iterator<Item = (usize, &'a [u8])>,
+        length: usize,
+    ) -> Result<Held> {
+        let slot = Slot {
+            tables: self.clone(),
+            index,
+        };
+        let (_, staging) = &*self.memory;
+        // SAFETY: the slot is this program's, and long enough. Whatever used it before has ended, so nobody reads its
+        // part of the staging memory; that is not written again before the main stream has passed the copy.
+        unsafe {
+            let from = staging.as_ptr().cast::<u8>().add(index * SLOT);
+            for (offset, table) in parts {
+                from.add(offset)
+                    .copy_from_nonoverlapping(table.as_ptr(), table.len());
+            }
+            self.reclaimer.main().upload(slot.ptr(), from, length)?;
+        }
+        Ok(Held::Slot(slot))
+    }
+
+    /// A slot that the device does not use any more.
+    fn take(&self) -> Option<usize> {
+        let mut free = self.lock();
+        if free.front()?.after.is_some() {
+            // The streams pass marks in order: what is asked of one is known of those before it.
+            let is_passed = |at: &usize| free[*at].after.as_ref().is_none_or(|m| m.is_passed());
+            let passed = [free.len() / 2, 0].into_iter().find(is_passed)?;
+            free.range_mut(..=passed).for_each(|free| free.after = None);
+        }
+        free.pop_front().map(|free| free.index)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, VecDeque<Free>> {
+        // Each change is one call.
+        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Held {
+    fn ptr(&self) -> DevicePtr {
+        match self {
+            Held::Slot(slot) => slot.ptr(),
+            Held::Own(memory) => memory.ptr(),
+        }
+    }
+}
+
+impl Slot {
+    fn ptr(&self) -> DevicePtr {
+        let (memory, _) = &*self.tables.memory;
+        memory.ptr() + (self.index * SLOT) as u64
+    }
+}
+
+impl Drop for Slot {
+    /// Every operation is followed by a mark, and what graphs run is kept as long as the group: behind the latest mark, nothing
+    /// uses the slot. A copy of a program that never ran may come later; it is on the same stream as the next one's.
+    fn drop(&mut self) {
+        let mut free = self.tables.lock();
+        // Read while nobody else can push, so that marks stand in their order.
+        let after = self.tables.reclaimer.latest();
+        let index = self.index;
+        free.push_back(Free { index, after });
+    }
+}
