@@ -104,6 +104,7 @@ impl Tables {
             index,
         };
         let (_, staging) = &*self.memory;
+        let _bound = self.device.bind()?;
         // SAFETY: the slot is this program's, and long enough. Whatever used it before has ended, so nobody reads its
         // part of the staging memory; that is not written again before the main stream has passed the copy.
         unsafe {
