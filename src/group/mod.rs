@@ -12,9 +12,9 @@ use std::time::Duration;
 
 use crate::backend::{Backend, KEPT_PROGRAMS, Options};
 use crate::error::{Error, Result};
+use crate::ranks::call::Operation;
 use crate::ranks::members::Members;
 use crate::ranks::reports::ReportSender;
-use crate::ranks::shared_state::Operation;
 use crate::ranks::{env, rendezvous};
 use crate::schedule::all_gather::Planner;
 use crate::schedule::layout::{MAX_WORLD, limit};

@@ -9,7 +9,7 @@ use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::matrix::Matrix;
-use crate::ranks::shared_state::Operation;
+use crate::ranks::call::Operation;
 use crate::schedule::all_gather::{self, Planner};
 use crate::schedule::layout::{MAX_EXTENT, limit};
 use crate::schedule::{Config, Description, Epoch, Layout, MatrixSpec, Product, Schedule};

@@ -8,7 +8,7 @@ use crate::backend::sealed::{Bound, Call};
 use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::group::Group;
-use crate::ranks::shared_state::{MATRICES, Operation};
+use crate::ranks::call::{MATRICES, Operation};
 use crate::schedule::Schedule;
 use crate::schedule::layout::limit;
 use crate::sharded::ShardedMatrix;

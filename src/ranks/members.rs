@@ -6,7 +6,8 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::shared_state::{Operation, SharedState};
+use super::call::Operation;
+use super::shared_state::SharedState;
 use super::watcher::Watcher;
 use super::wire::{self, Channel, Frame, MAX_FRAME, WireError};
 use crate::error::{Error, Result};

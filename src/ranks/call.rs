@@ -1,0 +1,85 @@
+//! A collective call as ranks post it for one another: as words of 64 bits, that are compared and can be read.
+
+use crate::schedule::{Agreed, Epoch};
+
+/// Words of a post.
+pub const WORDS: usize = FIXED + TEXT;
+/// Words of a post before its text: what the call is, an operation's epoch, and which matrices it is of.
+pub const FIXED: usize = 2 + MATRICES / 2;
+/// Words of a post that say in words what ranks must agree on.
+const TEXT: usize = 24;
+/// The most matrices that ranks share in an operation.
+pub const MATRICES: usize = 4;
+
+/// The first word of an exchange; of an operation it is a digest, which is another.
+pub const EXCHANGE: u64 = u64::MAX;
+/// In the place of a matrix: none.
+const NO_MATRIX: u32 = u32::MAX;
+/// What the digest of a traced operation differs by.
+const TRACED: u64 = 1 << 63;
+
+/// A collective operation at a call.
+#[derive(Clone, Copy, Debug)]
+pub struct Operation<'a> {
+    /// What all ranks must agree on, whatever the call binds.
+    pub agreed: &'a Agreed,
+    /// Which of the group's sharded matrices, counted from 0: at most [`MATRICES`].
+    pub matrices: &'a [u32],
+    /// Whether the call is traced, which all are or none.
+    pub traced: bool,
+}
+
+impl Operation<'_> {
+    /// What is posted of it.
+    pub fn to_words(self, epoch: Epoch) -> [u64; WORDS] {
+        let mut words = [0; WORDS];
+        let digest = self.agreed.digest() >> 2;
+        words[0] = match self.traced {
+            true => digest | TRACED,
+            // Never an exchange's.
+            false => digest,
+        };
+        words[1] = epoch.raw().into();
+        let mut matrices = [NO_MATRIX; MATRICES];
+        for (place, number) in matrices.iter_mut().zip(self.matrices) {
+            *place = *number;
+        }
+        for (word, pair) in words[2..].iter_mut().zip(matrices.chunks_exact(2)) {
+            *word = u64::from(pair[0]) << 32 | u64::from(pair[1]);
+        }
+        // As much as there is room for: it is for readers, the digest tells calls apart.
+        let text = [self.agreed.name(), "(", self.agreed.details()];
+        let bytes = text.iter().flat_map(|part| part.bytes()).take(8 * TEXT);
+        for (index, byte) in bytes.enumerate() {
+            words[FIXED + index / 8] |= u64::from(byte) << (8 * (index % 8));
+        }
+        words
+    }
+}
+
+impl std::fmt::Display for Operation<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.write_str(&describe(self.to_words(Epoch::FIRST)))
+    }
+}
+
+/// Says what operation a rank posted, in the words of the call.
+pub fn describe(words: [u64; WORDS]) -> String {
+    let traced = match words[0] & TRACED {
+        0 => "",
+        _ => "traced ",
+    };
+    let numbers = words[2..FIXED].iter();
+    let numbers = numbers.flat_map(|word| [(word >> 32) as u32, *word as u32]);
+    let numbers = numbers.filter(|&number| number != NO_MATRIX);
+    let matrices: String = numbers
+        .map(|number| format!(", sharded matrix {number}"))
+        .collect();
+    let text = words[FIXED..].iter().flat_map(|word| word.to_le_bytes());
+    let text: Vec<u8> = text.take_while(|&byte| byte != 0).collect();
+    let more = if text.len() == 8 * TEXT { " …" } else { "" };
+    format!(
+        "{traced}{}{more}{matrices})",
+        String::from_utf8_lossy(&text)
+    )
+}
