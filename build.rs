@@ -93,10 +93,12 @@ fn units(out: &Path) -> Result<Vec<Unit>, String> {
         }
     }
     write(&out.join("cubins.rs"), (cubins + "]\n").as_bytes())?;
-    units.push(Unit {
-        name: "align".into(),
-        source: "cuda/common/align.cu".into(),
-    });
+    for name in ["align", "reduce"] {
+        units.push(Unit {
+            name: name.into(),
+            source: format!("cuda/common/{name}.cu").into(),
+        });
+    }
     Ok(units)
 }
 

@@ -72,8 +72,9 @@ typedef struct GemmeshTile {
     uint32_t m;          /* tile row, in units of tile_m * cluster rows; CTA r of the cluster takes the r-th part;
                           * or all of it, and a part of K */
     uint32_t n;          /* tile column, in units of tile_n columns */
-    uint32_t flag_begin; /* rows of `a` are there once flags[flag_begin..flag_end) have all reached the epoch; */
-    uint32_t flag_end;   /* an empty range waits for nothing */
+    uint32_t block;      /* 0: a kernel's rows all go to one place */
+    uint16_t flag_begin; /* rows of `a` are there once flags[flag_begin..flag_end) have all reached the epoch; */
+    uint16_t flag_end;   /* an empty range waits for nothing */
 } GemmeshTile;
 
 /* The first wait that ran into its deadline. The host zeroes the record, and may read it once it is marked. */
@@ -166,6 +167,23 @@ typedef struct GemmeshParams {
     GemmeshExchange exchange;
 } GemmeshParams;
 
+/* gemmesh_reduce_<dtype>: rows that are added up in f32, one addend after the other, then the bias; rounded once. Any grid of
+ * CTAs of GEMMESH_REDUCE_THREADS threads.
+ *
+ * Base addresses and pitches are multiples of 16 bytes. */
+#define GEMMESH_REDUCE_THREADS 256
+typedef struct GemmeshReduction {
+    const void *addends[GEMMESH_MAX_WORLD]; /* in their order */
+    const void *bias;                       /* [n] of the element type, or null */
+    void *out;
+    uint64_t addend_pitch; /* bytes from row to row of each addend */
+    uint64_t out_pitch;
+    uint32_t count; /* of addends: 1 at least */
+    uint32_t rows;
+    uint32_t n;
+    uint32_t reserved; /* zero */
+} GemmeshReduction;
+
 /* For benchmarks: gemmesh_align, one CTA of GEMMESH_MAX_WORLD threads with this argument, ends on all ranks at the same
  * time, give or take a microsecond. Words of streams would let them go on up to ten apart. */
 typedef struct GemmeshAlignment {
@@ -179,7 +197,7 @@ typedef struct GemmeshAlignment {
 } GemmeshAlignment;
 
 static_assert(sizeof(GemmeshTile) == 16, "a table entry is one 16-byte load");
-static_assert(offsetof(GemmeshTile, flag_begin) == 8, "");
+static_assert(offsetof(GemmeshTile, flag_begin) == 12, "");
 static_assert(sizeof(GemmeshFault) == 32, "");
 static_assert(offsetof(GemmeshFault, waited_ns) == 16, "");
 static_assert(sizeof(GemmeshTraceEvent) == 56, "");
@@ -193,6 +211,7 @@ static_assert(sizeof(GemmeshParams) == 96 + sizeof(GemmeshExchange), "");
 static_assert(offsetof(GemmeshParams, trace) == 48, "");
 static_assert(offsetof(GemmeshParams, tile_count) == 64, "");
 static_assert(offsetof(GemmeshParams, exchange) == 96, "");
+static_assert(sizeof(GemmeshReduction) == 48 + 8 * GEMMESH_MAX_WORLD, "");
 static_assert(sizeof(GemmeshAlignment) == 32 + 8 * GEMMESH_MAX_WORLD, "");
 
 #endif

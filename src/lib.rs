@@ -37,7 +37,9 @@ pub use {
     backend::{Backend, Host},
     group::{Builder, DEFAULT_TIMEOUT, Group},
     matrix::Matrix,
-    ops::{AllGatherMatmul, Prepared, all_gather_matmul},
+    ops::{
+        AllGatherMatmul, MatmulReduceScatter, Prepared, all_gather_matmul, matmul_reduce_scatter,
+    },
     ranks::launch,
     sharded::{ShardMut, ShardedMatrix},
 };

@@ -27,9 +27,10 @@ impl<B: Backend> Group<B> {
     /// Allocates a [rows, columns] matrix of this rank's own, all zero.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]; [`Error::Limit`] for an empty shape.
+    /// [`Error::OutOfMemory`]; [`Error::Limit`] for no columns. (A rank that owns no rows has an output of none.)
     pub fn zeros<T: Element>(&self, rows: usize, columns: usize) -> Result<Matrix<B, T>> {
-        let width = bytes_of::<T>(rows, columns)? / rows;
+        let width = bytes_of::<T>(1, columns)?;
+        bytes_of::<T>(rows.max(1), columns)?;
         let memory = {
             let inner = self.inner();
             inner.backend.buffer(&inner.members, rows, width)?
@@ -82,9 +83,9 @@ impl<B: Backend, T: Element> Matrix<B, T> {
     /// output whose M changes from step to step. Operations that were begun before keep theirs.
     ///
     /// # Errors
-    /// [`Error::Limit`] for more rows than the matrix was made with, or none.
+    /// [`Error::Limit`] for more rows than the matrix was made with.
     pub fn set_rows(&mut self, rows: usize) -> Result<()> {
-        limit("rows of a matrix", rows, 1, self.capacity)?;
+        limit("rows of a matrix", rows, 0, self.capacity)?;
         self.rows = rows;
         Ok(())
     }

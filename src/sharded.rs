@@ -249,6 +249,10 @@ impl<B: Backend, T: Element> ShardedMatrix<B, T> {
         &self.memory
     }
 
+    pub(crate) fn memory_mut(&mut self) -> &mut B::Symmetric {
+        &mut self.memory
+    }
+
     pub(crate) fn layout(&self) -> &Layout {
         &self.layout
     }

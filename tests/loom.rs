@@ -131,13 +131,15 @@ impl World {
         let mut engine = CopyThread {
             rank,
             blocks: &self.blocks(),
+            produced: &[],
             waiter: self,
             copy: |transfer: &Transfer| {
                 let (from, to) = (&self.ranks[transfer.from], &self.ranks[transfer.to]);
-                for region in &transfer.regions {
-                    for row in region.rows.clone() {
-                        let value = from.rows[region.matrix][row].read();
-                        to.rows[region.matrix][row].write(value);
+                for moved in &transfer.regions {
+                    let rows = moved.from.rows.clone().zip(moved.to.rows.clone());
+                    for (read, written) in rows {
+                        let value = from.rows[moved.from.matrix][read].read();
+                        to.rows[moved.to.matrix][written].write(value);
                     }
                 }
             },
@@ -151,7 +153,7 @@ impl World {
         let Rank { chunk, rows, .. } = &self.ranks[rank];
         let plan = self.plan(rank, Way::Pull);
         let mut count = 0;
-        let Ok(()) = drive::multiply(plan, epoch, chunk, next, self, |_, tile| {
+        let Ok(()) = drive::multiply(plan, epoch, chunk, next, &[], self, |_, tile| {
             for row in plan.product().unwrap().rows(tile) {
                 for (matrix, rows) in rows.iter().enumerate() {
                     let found = rows[row].read();

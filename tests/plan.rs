@@ -82,12 +82,12 @@ fn product(schedule: &Schedule) -> &Product {
 /// The rows of a transfer, which has one region.
 fn rows_of(transfer: &Transfer) -> Range<usize> {
     assert_eq!(transfer.regions.len(), 1);
-    transfer.regions[0].rows.clone()
+    transfer.regions[0].to.rows.clone()
 }
 
 /// And its columns.
 fn columns_of(transfer: &Transfer) -> Range<usize> {
-    transfer.regions[0].columns.clone()
+    transfer.regions[0].to.columns.clone()
 }
 
 /// The other ranks, around the ring.
@@ -537,7 +537,7 @@ proptest! {
         let waits = Waits::default();
         let mut tiles = Vec::new();
         let next = AtomicUsize::new(0);
-        let Ok(()) = drive::multiply(&plan, epoch, &flags, &next, &waits, |index, tile| {
+        let Ok(()) = drive::multiply(&plan, epoch, &flags, &next, &[], &waits, |index, tile| {
             tiles.push((index, *tile, waits.0.take()));
         });
         prop_assert_eq!(tiles.len(), plan.tiles().len());
@@ -560,6 +560,7 @@ proptest! {
 enum Step {
     WaitReady(usize, Epoch),
     WaitChunk(usize, Epoch),
+    WaitProduced(usize, Epoch),
     Copy(Transfer),
     SignalChunk(usize, Epoch),
     SignalDone(usize, Epoch),
@@ -579,6 +580,11 @@ impl CopyEngine for Log {
 
     fn wait_chunk(&mut self, flag: usize, epoch: Epoch, _: Awaited) -> Result<(), Infallible> {
         self.0.push(Step::WaitChunk(flag, epoch));
+        Ok(())
+    }
+
+    fn wait_produced(&mut self, block: usize, epoch: Epoch) -> Result<(), Infallible> {
+        self.0.push(Step::WaitProduced(block, epoch));
         Ok(())
     }
 
@@ -671,6 +677,7 @@ fn a_copy_thread_waits_for_its_source_and_signals_its_own_chunks_and_its_sources
     let mut engine = CopyThread {
         rank: 1,
         blocks: &borrowed(&blocks),
+        produced: &[],
         waiter: &waits,
         copy: |pull: &Transfer| {
             let arrived = values(&blocks[1][2]);
@@ -704,6 +711,7 @@ fn a_push_waits_for_its_peer_and_signals_the_peers_chunk_after_its_rows() {
     let mut engine = CopyThread {
         rank: 1,
         blocks: &borrowed(&blocks),
+        produced: &[],
         waiter: &waits,
         copy: |push: &Transfer| {
             let arrived = values(&blocks[push.to][2]);
@@ -743,6 +751,7 @@ fn a_flag_that_no_plan_used_for_half_the_epochs_is_not_taken_for_arrived() {
     let mut engine = CopyThread {
         rank: 0,
         blocks: &borrowed(&blocks),
+        produced: &[],
         waiter: &waits,
         copy: |_: &Transfer| {},
     };
@@ -804,20 +813,21 @@ fn what_lies_outside_of_what_it_is_a_part_of_is_refused() {
         departures: Vec::new(),
         product: schedule.product().cloned(),
         tiles: schedule.tiles().to_vec(),
+        reduction: None,
     };
     assert!(Schedule::new(parts(&good())).is_ok());
     let changes: [fn(&mut Parts); 11] = [
         |parts| parts.arrivals[0].flag = 2,
         |parts| parts.arrivals[0].flag = parts.arrivals[1].flag,
         |parts| parts.arrivals[0].from = 2,
-        |parts| parts.arrivals[0].regions[0].matrix = 4,
-        |parts| parts.arrivals[0].regions[0].rows.end = 6,
-        |parts| parts.arrivals[0].regions[0].columns.end = 2,
+        |parts| parts.arrivals[0].regions[0].to.matrix = 4,
+        |parts| parts.arrivals[0].regions[0].to.rows.end = 6,
+        |parts| parts.arrivals[0].regions[0].to.columns.end = 2,
         |parts| parts.matrices[0].rows -= 1,
         |parts| parts.product = None,
         |parts| parts.product.as_mut().unwrap().config.tile.n = 0,
-        |parts| parts.tiles[0] = Tile::new(3, 0, 0..0),
-        |parts| parts.tiles[0] = Tile::new(0, 0, 0..3),
+        |parts| parts.tiles[0] = Tile::new(0, 3, 0, 0..0),
+        |parts| parts.tiles[0] = Tile::new(0, 0, 0, 0..3),
     ];
     for (index, change) in changes.into_iter().enumerate() {
         let mut wrong = parts(&good());

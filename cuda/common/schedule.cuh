@@ -32,7 +32,9 @@ private:
     __device__ GemmeshTile load(uint32_t index) const {
         if (index >= count_) return GemmeshTile{};
         const uint4 entry = __ldg(reinterpret_cast<const uint4*>(tiles_) + index);
-        return GemmeshTile{entry.x, entry.y, entry.z, entry.w};
+        const uint16_t flag_begin = entry.w & 0xffff;
+        const uint16_t flag_end = entry.w >> 16;
+        return GemmeshTile{entry.x, entry.y, entry.z, flag_begin, flag_end};
     }
 
     const GemmeshTile* tiles_;

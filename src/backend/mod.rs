@@ -77,6 +77,8 @@ pub(crate) mod sealed {
         Input(&'a B::Buffer),
         /// This rank's own, and written.
         Output(&'a mut B::Buffer),
+        /// This rank's memory of what ranks share, from a byte on: written, and not shared meanwhile.
+        Part(&'a mut B::Symmetric, usize),
     }
 
     impl<'a, B: Backend> Bound<'a, B> {

@@ -18,7 +18,7 @@ use crate::ranks::reports::ReportSender;
 use crate::ranks::{env, rendezvous};
 use crate::schedule::all_gather::Planner;
 use crate::schedule::layout::{MAX_WORLD, limit};
-use crate::schedule::{Config, Description, Epoch};
+use crate::schedule::{Agreed, Config, Description, Epoch};
 
 /// How long a rank waits for another before it gives up, unless the builder says otherwise.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -57,6 +57,8 @@ pub(crate) struct Inner<B: Backend> {
     pub backend: B,
     pub members: Members,
     state: Mutex<State<B>>,
+    /// The memory of partial sums, and its bytes: what the largest operation so far needed. Its next ones use it too.
+    partials: Mutex<Option<(Arc<B::Symmetric>, usize)>>,
     /// How many sharded matrices the group has made. Held while one is made, so that two threads of a rank number theirs
     /// in the order in which the ranks have met for them.
     matrices: Mutex<u32>,
@@ -150,6 +152,7 @@ impl<B: Backend> Group<B> {
                     uses: 0,
                     recorded: Vec::new(),
                 }),
+                partials: Mutex::new(None),
                 matrices: Mutex::new(0),
             }),
         })
@@ -197,6 +200,28 @@ impl<B: Backend> Group<B> {
 
     pub(crate) fn inner(&self) -> &Inner<B> {
         &self.inner
+    }
+
+    /// Symmetric memory of at least `bytes` bytes for partial sums, which operations use one after the other. Ranks that agree on
+    /// the operation need as much: it is collective where there is not as much yet.
+    pub(crate) fn partials(&self, agreed: &Agreed, bytes: usize) -> Result<Arc<B::Symmetric>> {
+        let Inner {
+            backend, members, ..
+        } = &*self.inner;
+        // A panic while it was held has not left it half-changed.
+        let partials = &self.inner.partials;
+        let mut partials = partials.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((memory, room)) = &*partials
+            && *room >= bytes
+        {
+            return Ok(memory.clone());
+        }
+        self.refuse_recording()?;
+        members.withdraw_refusal();
+        let call = format!("{}({})", agreed.name(), agreed.details());
+        let memory = Arc::new(backend.symmetric(members, &call, bytes)?);
+        *partials = Some((memory.clone(), bytes));
+        Ok(memory)
     }
 
     pub(crate) fn is_same(&self, other: &Group<B>) -> bool {

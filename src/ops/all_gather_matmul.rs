@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::Operands;
+use super::{Operands, product_of, require_same_group, require_shape};
 use crate::backend::Backend;
 use crate::backend::sealed::{self, Bound};
 use crate::element::Element;
@@ -12,7 +12,7 @@ use crate::matrix::Matrix;
 use crate::ranks::call::Operation;
 use crate::schedule::all_gather::{self, Planner};
 use crate::schedule::layout::{MAX_EXTENT, limit};
-use crate::schedule::{Config, Description, Epoch, Layout, MatrixSpec, Product, Schedule};
+use crate::schedule::{Config, Description, Epoch, Layout, MatrixSpec, Schedule};
 use crate::sharded::ShardedMatrix;
 use crate::span::Span;
 use crate::trace::Trace;
@@ -151,34 +151,6 @@ fn describe<B: Backend, T: Element>(
     }
 }
 
-fn require_shape(
-    rank: usize,
-    argument: &str,
-    expected: [usize; 2],
-    found: [usize; 2],
-) -> Result<()> {
-    if expected == found {
-        return Ok(());
-    }
-    Err(Error::Shape {
-        rank,
-        argument: argument.into(),
-        expected: expected.into(),
-        found: found.into(),
-    })
-}
-
-/// `group` is that of the sharded matrix, whose rank makes the call.
-fn require_same_group<B: Backend>(argument: &str, its: &Group<B>, group: &Group<B>) -> Result<()> {
-    if its.is_same(group) {
-        return Ok(());
-    }
-    Err(Error::ForeignArgument {
-        rank: group.rank(),
-        argument: argument.into(),
-    })
-}
-
 /// A product that has been planned. It fits every `a` of the same group, shape and split. It keeps the group.
 #[derive(Debug)]
 pub struct Prepared<'a, B: Backend, T: Element> {
@@ -312,14 +284,6 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
             layout: &self.layout,
             bias: self.bias,
         }
-    }
-}
-
-/// The product of a schedule that has one.
-fn product_of(schedule: &Schedule) -> &Product {
-    match schedule.product() {
-        Some(product) => product,
-        None => unreachable!("the planner of a product makes one"),
     }
 }
 

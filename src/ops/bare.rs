@@ -56,13 +56,12 @@ pub fn run_schedule<B: Backend, T: Element>(
         matrices[number] = Bound::Symmetric(matrix.memory());
     }
     // What is moved, and what is multiplied, is bound.
-    for region in schedule.moves().flat_map(|moved| &moved.regions) {
-        limit(
-            "a matrix that is moved",
-            region.matrix,
-            0,
-            shared.len().max(1) - 1,
-        )?;
+    let reductions = usize::from(schedule.reduction().is_some());
+    limit("reductions", reductions, 0, 0)?;
+    let last = shared.len().max(1) - 1;
+    for moved in schedule.moves().flat_map(|transfer| &transfer.regions) {
+        limit("a matrix that is moved", moved.from.matrix, 0, last)?;
+        limit("a matrix that is moved", moved.to.matrix, 0, last)?;
     }
     if schedule.product().is_some() != product.is_some() {
         return Err(Error::Shape {
@@ -73,16 +72,14 @@ pub fn run_schedule<B: Backend, T: Element>(
         });
     }
     if let (Some(described), Some((b, out))) = (schedule.product(), product) {
-        limit(
-            "the matrix that is multiplied",
-            described.a,
-            0,
-            shared.len().max(1) - 1,
-        )?;
+        limit("the matrix that is multiplied", described.a, 0, last)?;
+        limit("blocks of the product", described.blocks.len(), 1, 1)?;
+        let sum = &described.blocks[0].sum;
+        limit("what is added to the product", sum.addends.len(), 0, 0)?;
         fits(described.b, b.shape(), b.group())?;
-        fits(described.out, out.shape(), out.group())?;
+        fits(sum.out, out.shape(), out.group())?;
         matrices[described.b] = Bound::Input(b.memory());
-        matrices[described.out] = Bound::Output(out.memory_mut());
+        matrices[sum.out] = Bound::Output(out.memory_mut());
     }
     let inner = group.inner();
     let agreed = schedule.agreed().cloned();

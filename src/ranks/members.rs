@@ -504,9 +504,9 @@ impl Wait for Members {
         let waiting = Waiting {
             begin: Instant::now(),
             // A chunk that is pulled is written by this rank's own copy thread, which may itself wait for another rank than
-            // the chunk's source: it knows the culprit.
+            // the chunk's source: it knows the culprit. And so do its workers.
             grace: match awaited {
-                Awaited::Chunk { pulled: true, .. } => GRACE,
+                Awaited::Chunk { pulled: true, .. } | Awaited::Produced { .. } => GRACE,
                 _ => Duration::ZERO,
             },
             rank: awaited.peer(),

@@ -7,7 +7,8 @@ use super::config::{Chunking, Config, Route};
 use super::layout::{Layout, MAX_EXTENT, limit};
 use super::order;
 use super::{
-    Agreed, DeferredChunk, Description, MatrixSpec, Parts, Product, Region, Schedule, Transfer,
+    Agreed, Block, DeferredChunk, Description, MatrixSpec, Move, Parts, Product, Region, Schedule,
+    Sum, Transfer,
 };
 use crate::error::Result;
 
@@ -120,18 +121,25 @@ fn plan(
     let deferred = arrivals.iter().find(|arrival| arrival.is_deferred());
     let deferred = deferred.filter(|_| waits).map(|arrival| DeferredChunk {
         flag: arrival.flag,
-        column: arrival.regions[0].columns.start,
+        column: arrival.regions[0].to.columns.start,
     });
     let product = tiles.map(|_| Product {
         a: A,
         b: B,
-        bias: BIAS,
-        out: OUT,
         m: layout.m(),
         n,
         k: layout.k(),
         config,
         deferred,
+        blocks: vec![Block {
+            rows: 0..layout.m(),
+            sum: Sum {
+                out: OUT,
+                first: 0,
+                addends: Vec::new(),
+                bias: Some(BIAS),
+            },
+        }],
     });
     let tiles = match &product {
         Some(product) => order::tiles(product, A, &arrivals, waits),
@@ -152,6 +160,7 @@ fn plan(
         departures,
         product,
         tiles,
+        reduction: None,
     })
 }
 
@@ -178,7 +187,7 @@ fn agree(asked: &Description, config: &Config) -> Agreed {
 }
 
 /// The other ranks, in the order in which their rows come: r + 1, r + 2, … around the ring.
-fn ring(rank: usize, world: usize) -> impl Iterator<Item = usize> {
+pub fn ring(rank: usize, world: usize) -> impl Iterator<Item = usize> {
     (1..world).map(move |step| (rank + step) % world)
 }
 
@@ -244,12 +253,13 @@ impl<'a> Cutter<'a> {
             from: source,
             to: peer,
             source,
-            regions: vec![Region {
+            regions: vec![Move::in_place(Region {
                 matrix: A,
                 rows,
                 columns,
-            }],
+            })],
             after: 0..0,
+            produced: None,
             flag: first + index,
             route,
         })
@@ -279,7 +289,7 @@ fn cut_shard(
 
 /// Cuts `rows` into at most `chunks` parts, about equal, at boundaries of tiles, so that few tiles wait for
 /// two chunks; parts that this leaves empty are dropped.
-fn chunk_rows(
+pub fn chunk_rows(
     rows: Range<usize>,
     chunks: usize,
     entry_rows: usize,

@@ -22,6 +22,8 @@ pub trait CopyEngine {
         epoch: Epoch,
         awaited: Awaited,
     ) -> Result<(), Self::Error>;
+    /// Waits until this rank has made a block of its product.
+    fn wait_produced(&mut self, block: usize, epoch: Epoch) -> Result<(), Self::Error>;
     /// Moves all regions of a transfer.
     fn copy(&mut self, transfer: &Transfer) -> Result<(), Self::Error>;
     /// Says in the memory of `transfer.to` that its regions have arrived, after their bytes.
@@ -51,6 +53,9 @@ pub fn transfer<'s, E: CopyEngine>(
         for flag in transfer.after.clone() {
             engine.wait_chunk(flag, epoch, schedule.awaited(flag))?;
         }
+        if let Some(block) = transfer.produced {
+            engine.wait_produced(block, epoch)?;
+        }
         engine.copy(transfer)?;
         engine.signal_chunk(transfer, epoch)?;
         // The peer may overwrite its rows then: so not before the last pull from it, wherever that stands.
@@ -71,6 +76,7 @@ pub fn multiply<W: Wait>(
     epoch: Epoch,
     chunk: &[Flag],
     next: &AtomicUsize,
+    produced: &[Produced],
     waiter: &W,
     mut tile: impl FnMut(usize, &Tile),
 ) -> Result<(), W::Error> {
@@ -79,8 +85,56 @@ pub fn multiply<W: Wait>(
             waiter.wait(&chunk[flag], epoch, schedule.awaited(flag))?;
         }
         tile(index, entry);
+        if let Some(produced) = produced.get(entry.block as usize) {
+            produced.count(epoch);
+        }
     }
     Ok(())
+}
+
+/// How much of a block of this rank's product is left to do, for its copy engine: other ranks have chunk flags.
+#[derive(Debug)]
+pub struct Produced {
+    /// Tiles in all.
+    tiles: usize,
+    /// Those left.
+    left: AtomicUsize,
+    /// Reached when none are.
+    flag: Flag,
+}
+
+impl Produced {
+    /// By block; nothing for a schedule whose transfers wait for none.
+    pub fn of(schedule: &Schedule) -> Vec<Produced> {
+        let is_awaited = schedule.moves().any(|moved| moved.produced.is_some());
+        let blocks = schedule.product().filter(|_| is_awaited);
+        let mut tiles = vec![0; blocks.map_or(0, |product| product.blocks.len())];
+        for tile in schedule.tiles().iter().filter(|_| is_awaited) {
+            tiles[tile.block as usize] += 1;
+        }
+        let fresh = |tiles| Produced {
+            tiles,
+            left: AtomicUsize::new(tiles),
+            flag: Flag::new(Epoch::FIRST),
+        };
+        tiles.into_iter().map(fresh).collect()
+    }
+
+    /// Before the threads of an operation begin.
+    pub fn begin(&mut self, epoch: Epoch) {
+        self.left = AtomicUsize::new(self.tiles);
+        // A block of no rows is there.
+        let is_there = self.tiles == 0;
+        self.flag = Flag::new(if is_there { epoch } else { epoch.previous() });
+    }
+
+    /// One more tile is done.
+    fn count(&self, epoch: Epoch) {
+        // A worker's stores come before its count, and all counts before the last one's signal.
+        if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.flag.signal(epoch);
+        }
+    }
 }
 
 /// The next entry of the table that no worker has taken.
@@ -134,6 +188,8 @@ pub struct CopyThread<'a, W, C> {
     pub rank: usize,
     /// Every rank's flags, by rank.
     pub blocks: &'a [FlagBlock<'a>],
+    /// By block of this rank's product: what is left of it.
+    pub produced: &'a [Produced],
     /// How to wait.
     pub waiter: &'a W,
     /// Moves the bytes of a transfer.
@@ -152,6 +208,17 @@ impl<W: Wait, C: FnMut(&Transfer)> CopyEngine for CopyThread<'_, W, C> {
     fn wait_chunk(&mut self, flag: usize, epoch: Epoch, awaited: Awaited) -> Result<(), W::Error> {
         self.waiter
             .wait(&self.blocks[self.rank].chunk[flag], epoch, awaited)
+    }
+
+    fn wait_produced(&mut self, block: usize, epoch: Epoch) -> Result<(), W::Error> {
+        self.waiter.wait(
+            &self.produced[block].flag,
+            epoch,
+            Awaited::Produced {
+                rank: self.rank,
+                block,
+            },
+        )
     }
 
     fn copy(&mut self, transfer: &Transfer) -> Result<(), W::Error> {

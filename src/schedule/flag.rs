@@ -63,6 +63,13 @@ pub enum Awaited {
         /// another rank.
         pulled: bool,
     },
+    /// A block of this rank's own product, by its workers.
+    Produced {
+        /// This rank.
+        rank: usize,
+        /// The number of the block.
+        block: usize,
+    },
     /// `done[peer]`
     Done {
         /// The rank that pulls.
@@ -79,6 +86,10 @@ impl Awaited {
                 format!("has rows that have not come to rank {rank}"),
                 format!("chunk[{flag}]"),
             ),
+            Awaited::Produced { block, .. } => (
+                "has not multiplied what it sends".into(),
+                format!("produced[{block}]"),
+            ),
             Awaited::Done { peer } => (
                 format!("has not pulled the rows of rank {rank}"),
                 format!("done[{peer}]"),
@@ -92,6 +103,7 @@ impl Awaited {
     pub fn peer(self) -> usize {
         match self {
             Awaited::Ready { source } | Awaited::Chunk { source, .. } => source,
+            Awaited::Produced { rank, .. } => rank,
             Awaited::Done { peer } => peer,
         }
     }

@@ -10,6 +10,7 @@ pub mod flag;
 pub mod layout;
 pub mod order;
 pub mod primitive;
+pub mod reduce_scatter;
 
 use std::ops::Range;
 
@@ -27,6 +28,9 @@ use crate::error::Result;
 
 /// The most chunk flags that a rank keeps, and so the most transfers that can come to it.
 pub const MAX_FLAGS: usize = MAX_WORLD * MAX_CHUNKS;
+
+/// The most blocks of a product: one for each transfer that it makes, and its own.
+pub const MAX_BLOCKS: usize = MAX_FLAGS + 1;
 
 /// What an operation is asked to do. Its planner makes a schedule of it, a rank and a configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -79,6 +83,8 @@ pub struct Parts {
     pub product: Option<Product>,
     /// In the order in which they become ready.
     pub tiles: Vec<Tile>,
+    /// What is added up at the end.
+    pub reduction: Option<Reduction>,
 }
 
 /// What is known of a matrix before a call binds it: its rows follow one another without padding where ranks share it.
@@ -130,7 +136,7 @@ impl Extent {
     }
 }
 
-/// Rows and columns of a matrix that ranks share: the same place on each of them.
+/// Rows and columns of a matrix that ranks share.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Region {
     /// The matrix's number.
@@ -139,6 +145,25 @@ pub struct Region {
     pub rows: Range<usize>,
     /// Its columns.
     pub columns: Range<usize>,
+}
+
+/// A region of one rank's memory and where it goes in another's: as many rows and columns.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Move {
+    /// What is read.
+    pub from: Region,
+    /// What is written.
+    pub to: Region,
+}
+
+impl Move {
+    /// To the same place.
+    pub fn in_place(region: Region) -> Move {
+        Move {
+            from: region.clone(),
+            to: region,
+        }
+    }
 }
 
 /// Regions that are moved at once, from one rank's memory into another's, under one flag.
@@ -151,9 +176,11 @@ pub struct Transfer {
     /// The rank whose rows they are: `from`, unless that passes on what it got.
     pub source: usize,
     /// What is moved.
-    pub regions: Vec<Region>,
+    pub regions: Vec<Move>,
     /// Chunk flags of the rank that moves them: it waits for these first.
     pub after: Range<usize>,
+    /// A block of the product of the rank that moves them: it waits for that too.
+    pub produced: Option<usize>,
     /// The chunk flag of `to` that says that they have arrived.
     pub flag: usize,
     /// Who moves them.
@@ -171,22 +198,18 @@ impl Transfer {
 
     /// Whether they are the part of a chunk that tiles need late.
     pub fn is_deferred(&self) -> bool {
-        self.regions.iter().any(|region| region.columns.start > 0)
+        self.regions.iter().any(|moved| moved.to.columns.start > 0)
     }
 }
 
-/// `out[m, n] = a[m, k] · b[n, k]ᵀ + bias[n]`, of matrices by number.
+/// `a[m, k] · b[n, k]ᵀ`, of matrices by number, whose rows go to one or several places.
 #[derive(Clone, Debug)]
 pub struct Product {
     /// `[m, k]`
     pub a: usize,
     /// `[n, k]`
     pub b: usize,
-    /// `[n]`, if the call binds it.
-    pub bias: usize,
-    /// `[m, n]`
-    pub out: usize,
-    /// Rows of the output.
+    /// Rows of the product.
     pub m: usize,
     /// Its columns.
     pub n: usize,
@@ -194,19 +217,76 @@ pub struct Product {
     pub k: usize,
     /// The shape of the tiles.
     pub config: Config,
+    /// Its rows, each at most once. Tiles are counted from the first row of a block, and end with it.
+    pub blocks: Vec<Block>,
     /// The one flag that tiles which wait for it need late, if there is one.
     pub deferred: Option<DeferredChunk>,
 }
 
+/// Rows of a product that go to one place.
+#[derive(Clone, Debug)]
+pub struct Block {
+    /// Which.
+    pub rows: Range<usize>,
+    /// Where they go, and what is added.
+    pub sum: Sum,
+}
+
+/// Rows of a matrix, and what they become.
+#[derive(Clone, Debug)]
+pub struct Sum {
+    /// The number of the matrix, of as many columns as the product or, for padding, more.
+    pub out: usize,
+    /// The first of its rows that is written.
+    pub first: usize,
+    /// What is added up in f32, in this order, each of it rounded to the matrix's type before. If nothing is named, it is the
+    /// product, not rounded before.
+    pub addends: Vec<Addend>,
+    /// `[1, n]`, added last if the call binds it. Then the sum is rounded.
+    pub bias: Option<usize>,
+}
+
+/// What is added.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Addend {
+    /// The product that this rank makes.
+    Product,
+    /// Rows of a matrix that ranks share, in this rank's memory.
+    Rows {
+        /// Its number.
+        matrix: usize,
+        /// The first row.
+        first: usize,
+    },
+}
+
+/// Rows that are added up when all that comes to this rank has come. No product of this rank is among the addends.
+#[derive(Clone, Debug)]
+pub struct Reduction {
+    /// How many rows.
+    pub rows: usize,
+    /// How many columns.
+    pub n: usize,
+    /// Where they go, and what is added.
+    pub sum: Sum,
+}
+
 impl Product {
-    /// The output rows of a tile.
+    /// The rows of the product in a tile.
     pub fn rows(&self, tile: &Tile) -> Range<usize> {
-        extent(tile.m, self.config.entry_rows(), self.m)
+        let Range { start, end } = self.block(tile).rows;
+        let rows = extent(tile.m, self.config.entry_rows(), end - start);
+        start + rows.start..start + rows.end
     }
 
-    /// The output columns of a tile.
+    /// Its columns in a tile.
     pub fn columns(&self, tile: &Tile) -> Range<usize> {
         extent(tile.n, self.config.tile.n, self.n)
+    }
+
+    /// The block that a tile is of.
+    pub fn block(&self, tile: &Tile) -> &Block {
+        &self.blocks[tile.block as usize]
     }
 }
 
@@ -228,34 +308,38 @@ pub struct DeferredChunk {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct Tile {
-    /// The tile's row: output rows from `m * tile_m * cluster`.
+    /// The tile's row: rows of the block from `m * tile_m * cluster`.
     pub m: u32,
     /// The tile's column: output columns from `n * tile_n`.
     pub n: u32,
-    pub(crate) flag_begin: u32,
-    pub(crate) flag_end: u32,
+    /// The block of the product that it is of.
+    pub block: u32,
+    pub(crate) flag_begin: u16,
+    pub(crate) flag_end: u16,
 }
 
 impl Tile {
-    /// The tile in row `m` and column `n`, whose rows of `a` wait for `flags`. All are below
-    /// [`MAX_EXTENT`](layout::MAX_EXTENT).
-    pub fn new(m: usize, n: usize, flags: Range<usize>) -> Tile {
+    /// The tile in row `m` of a block and column `n`, both below [`MAX_EXTENT`](layout::MAX_EXTENT), whose operands wait for
+    /// `flags`, which end with [`MAX_FLAGS`] at the most.
+    pub fn new(block: usize, m: usize, n: usize, flags: Range<usize>) -> Tile {
         Tile {
             m: m as u32,
             n: n as u32,
-            flag_begin: flags.start as u32,
-            flag_end: flags.end as u32,
+            block: block as u32,
+            flag_begin: flags.start as u16,
+            flag_end: flags.end as u16,
         }
     }
 
-    /// The chunk flags that this tile's rows of `a` wait for; none if they are there from the beginning.
+    /// The chunk flags that this tile's operands wait for; none if they are there from the beginning.
     pub fn flags(&self) -> Range<usize> {
         self.flag_begin as usize..self.flag_end as usize
     }
 
-    /// Whether the two wait for the same.
-    fn waits_like(&self, other: &Tile) -> bool {
-        (self.flag_begin, self.flag_end) == (other.flag_begin, other.flag_end)
+    /// Whether the two are of one block and wait for the same.
+    fn is_alike(&self, other: &Tile) -> bool {
+        let of = |tile: &Tile| (tile.block, tile.flag_begin, tile.flag_end);
+        of(self) == of(other)
     }
 }
 
@@ -277,29 +361,40 @@ impl Parts {
                 .try_for_each(|&rank| below("a rank", rank, self.world))?;
             below("a transfer's flag", transfer.flag, MAX_FLAGS)?;
             limit("flags to wait for", transfer.after.end, 0, MAX_FLAGS)?;
-            for Region {
-                matrix,
-                rows,
-                columns,
-            } in &transfer.regions
-            {
-                below("a matrix", *matrix, self.matrices.len())?;
-                let spec = self.matrices[*matrix];
-                limit("rows of a region", rows.end, rows.start, spec.rows)?;
-                limit(
-                    "columns of a region",
-                    columns.end,
-                    columns.start,
-                    spec.columns,
-                )?;
+            for Move { from, to } in &transfer.regions {
+                for region in [from, to] {
+                    below("a matrix", region.matrix, self.matrices.len())?;
+                    let spec = self.matrices[region.matrix];
+                    let Region { rows, columns, .. } = region;
+                    limit("rows of a region", rows.end, rows.start, spec.rows)?;
+                    let (begin, end) = (columns.start, columns.end);
+                    limit("columns of a region", end, begin, spec.columns)?;
+                }
+                let lengths = |region: &Region| {
+                    let width = self.matrices[region.matrix].dtype.bytes();
+                    (region.rows.len(), region.columns.len() * width)
+                };
+                let alike = usize::from(lengths(from) == lengths(to));
+                limit("regions of other lengths", 1 - alike, 0, 0)?;
             }
         }
+        let blocks = self.product.as_ref().map_or(0, |p| p.blocks.len());
+        limit("blocks of a product", blocks, 0, MAX_BLOCKS)?;
         for transfer in self
             .departures
             .iter()
             .filter(|moved| moved.route != Route::Pull)
         {
             limit("flags to wait for", transfer.after.end, 0, flags)?;
+            if let Some(block) = transfer.produced {
+                below("a block of the product", block, blocks)?;
+            }
+        }
+        if let Some(Reduction { rows, n, sum }) = &self.reduction {
+            let product = usize::from(sum.addends.contains(&Addend::Product));
+            limit("products that a reduction adds", product, 0, 0)?;
+            limit("what a reduction adds", sum.addends.len(), 1, MAX_WORLD)?;
+            self.check_sum(sum, *rows, *n)?;
         }
         let mut awaited = vec![false; flags];
         let Some(product) = &self.product else {
@@ -308,38 +403,63 @@ impl Parts {
         };
         product.config.check()?;
         let Product { m, n, k, .. } = *product;
-        let extents = [
-            (product.a, m, k),
-            (product.b, n, k),
-            (product.bias, 1, n),
-            (product.out, m, n),
-        ];
-        for (number, rows, columns) in extents {
+        for (number, rows, columns) in [(product.a, m, k), (product.b, n, k)] {
             below("a matrix", number, self.matrices.len())?;
             let spec = self.matrices[number];
             limit("rows of a product's matrix", spec.rows, rows, rows)?;
-            limit(
-                "columns of a product's matrix",
-                spec.columns,
-                columns,
-                columns,
-            )?;
+            let what = "columns of a product's matrix";
+            limit(what, spec.columns, columns, columns)?;
         }
-        let rows = m.div_ceil(product.config.entry_rows());
+        for Block { rows, sum } in &product.blocks {
+            limit("rows of a block", rows.end, rows.start, m)?;
+            let products = sum.addends.iter().filter(|a| **a == Addend::Product);
+            let least = usize::from(!sum.addends.is_empty());
+            limit("products that a block adds", products.count(), least, 1)?;
+            self.check_sum(sum, rows.len(), n)?;
+        }
+        let entry_rows = product.config.entry_rows();
         let columns = n.div_ceil(product.config.tile.n);
-        // There may be thousands: of their places, only what lies farthest out is looked at.
-        let (mut m, mut n) = (0, 0);
-        for tile in &self.tiles {
-            (m, n) = (m.max(tile.m), n.max(tile.n));
-        }
-        below("a tile's row", m as usize, rows)?;
-        below("a tile's column", n as usize, columns)?;
-        for tiles in self.tiles.chunk_by(Tile::waits_like) {
+        // There may be thousands, of few blocks, that wait for few ranges of flags.
+        for tiles in self.tiles.chunk_by(Tile::is_alike) {
+            let Tile { block, .. } = tiles[0];
+            below("a tile's block", block as usize, blocks)?;
+            let rows = product.blocks[block as usize].rows.len();
+            let (mut m, mut n) = (0, 0);
+            for tile in tiles {
+                (m, n) = (m.max(tile.m), n.max(tile.n));
+            }
+            below("a tile's row", m as usize, rows.div_ceil(entry_rows))?;
+            below("a tile's column", n as usize, columns)?;
             let Range { start, end } = tiles[0].flags();
             limit("a tile's flags", end, start, flags)?;
             awaited[start..end].fill(true);
         }
         Ok(awaited)
+    }
+
+    /// The matrices of `rows` rows and `n` columns that become a sum hold them.
+    fn check_sum(&self, sum: &Sum, rows: usize, n: usize) -> Result<()> {
+        let check = |number: usize, first: usize, rows: usize| -> Result<()> {
+            limit("a matrix", number, 0, self.matrices.len().max(1) - 1)?;
+            let spec = self.matrices[number];
+            limit(
+                "rows of a sum's matrix",
+                first.saturating_add(rows),
+                0,
+                spec.rows,
+            )?;
+            limit("columns of a sum's matrix", n, 0, spec.columns)
+        };
+        check(sum.out, sum.first, rows)?;
+        if let Some(bias) = sum.bias {
+            check(bias, 0, 1)?;
+        }
+        for addend in &sum.addends {
+            if let Addend::Rows { matrix, first } = *addend {
+                check(matrix, first, rows)?;
+            }
+        }
+        Ok(())
     }
 }
 
@@ -377,7 +497,9 @@ impl Schedule {
             }
         }
         Ok(Schedule {
-            awaits_all: !handshake || awaited.into_iter().all(|flag| flag),
+            awaits_all: !handshake
+                || parts.reduction.is_some()
+                || awaited.into_iter().all(|flag| flag),
             sources,
             awaited: waits,
             readers,
@@ -467,6 +589,11 @@ impl Schedule {
     /// The product that the tiles are of.
     pub fn product(&self) -> Option<&Product> {
         self.parts.product.as_ref()
+    }
+
+    /// What is added up when all that comes to this rank has come.
+    pub fn reduction(&self) -> Option<&Reduction> {
+        self.parts.reduction.as_ref()
     }
 
     /// Every tile of the output once, in the order in which they become ready.

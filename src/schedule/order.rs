@@ -13,16 +13,20 @@ use super::{Product, Tile, Transfer};
 /// `matrix` is the one whose rows arrive; its chunk flags are numbered by rows. Without `waits`, tiles stand in this order and
 /// wait for nothing.
 pub fn tiles(product: &Product, matrix: usize, arrivals: &[Transfer], waits: bool) -> Vec<Tile> {
-    let config = &product.config;
-    let columns = product.n.div_ceil(config.tile.n);
     let mut rows = tile_rows(product, matrix, arrivals);
     rows.sort_by_key(|row| row.ready);
     if !waits {
         rows.iter_mut()
-            .for_each(|row| row.first = Tile::new(row.first.m as usize, 0, 0..0));
+            .for_each(|row| row.first = Tile::new(0, row.first.m as usize, 0, 0..0));
     }
+    walk(product, &rows)
+}
+
+/// The tiles of these tile rows: of each group, the rows that become ready together, column by column.
+pub fn walk(product: &Product, rows: &[TileRow]) -> Vec<Tile> {
+    let config = &product.config;
+    let columns = product.n.div_ceil(config.tile.n);
     let mut tiles = Vec::with_capacity(rows.len() * columns);
-    // Of each group, the rows that become ready together.
     let panel = |row: &TileRow| (row.ready, row.first.m as usize / config.tile.group_m);
     for rows in rows.chunk_by(|x, y| panel(x) == panel(y)) {
         for n in 0..columns as u32 {
@@ -33,19 +37,21 @@ pub fn tiles(product: &Product, matrix: usize, arrivals: &[Transfer], waits: boo
 }
 
 /// What the tiles of one tile row have in common.
-struct TileRow {
+#[derive(Clone, Copy, Debug)]
+pub struct TileRow {
     /// The first of them.
-    first: Tile,
-    /// 0 if it waits for no chunk, else 1 + the position among the arrivals of the last one that it waits for.
-    ready: usize,
+    pub first: Tile,
+    /// Where it stands among those that become ready at other times: for rows that arrive, 0 if it waits for no chunk, else 1 +
+    /// the position among the arrivals of the last one that it waits for.
+    pub ready: usize,
 }
 
 fn tile_rows(product: &Product, matrix: usize, arrivals: &[Transfer]) -> Vec<TileRow> {
     // Flags are numbered by rows: (rows, position in the order of arrivals) by flag.
     let mut chunks = vec![(0..0, 0); arrivals.len()];
     for (position, arrival) in arrivals.iter().enumerate() {
-        let region = arrival.regions.iter().find(|part| part.matrix == matrix);
-        if let Some(region) = region {
+        let mut regions = arrival.regions.iter().map(|moved| &moved.to);
+        if let Some(region) = regions.find(|region| region.matrix == matrix) {
             chunks[arrival.flag] = (region.rows.clone(), position);
         }
     }
@@ -69,7 +75,7 @@ fn tile_rows(product: &Product, matrix: usize, arrivals: &[Transfer]) -> Vec<Til
                 .max()
                 .unwrap_or(0);
             TileRow {
-                first: Tile::new(m, 0, flags),
+                first: Tile::new(0, m, 0, flags),
                 ready,
             }
         })

@@ -7,7 +7,8 @@ use std::ops::Range;
 
 use gemmesh::DType;
 use gemmesh::schedule::{
-    Agreed, Config, MatrixSpec, Parts, Product, Region, Route, Schedule, Tile, Transfer, order,
+    Agreed, Block, Config, MatrixSpec, Move, Parts, Product, Region, Route, Schedule, Sum, Tile,
+    Transfer, order,
 };
 
 /// What is gathered, and perhaps multiplied.
@@ -40,12 +41,12 @@ fn matrix(rows: usize, columns: usize) -> MatrixSpec {
     }
 }
 
-fn region(matrix: usize, rows: Range<usize>, columns: usize) -> Region {
-    Region {
+fn region(matrix: usize, rows: Range<usize>, columns: usize) -> Move {
+    Move::in_place(Region {
         matrix,
         rows,
         columns: 0..columns,
-    }
+    })
 }
 
 /// The schedule of transfers; their flags are numbered by rows.
@@ -62,13 +63,20 @@ fn schedule(
     let product = (n > 0).then_some(Product {
         a: A,
         b: B,
-        bias: BIAS,
-        out: OUT,
         m: rows,
         n,
         k,
         config,
         deferred: None,
+        blocks: vec![Block {
+            rows: 0..rows,
+            sum: Sum {
+                out: OUT,
+                first: 0,
+                addends: Vec::new(),
+                bias: Some(BIAS),
+            },
+        }],
     });
     let tiles: Vec<Tile> = match &product {
         Some(product) => order::tiles(product, A, &arrivals, true),
@@ -90,6 +98,7 @@ fn schedule(
         departures,
         product,
         tiles,
+        reduction: None,
     })
     .unwrap()
 }
@@ -114,6 +123,7 @@ pub fn staged(asked: Asked, stages: usize, rank: usize, config: Config) -> Sched
                     source: from,
                     regions: vec![region(A, first..first + block, k)],
                     after: 0..0,
+                    produced: None,
                     flag,
                     route: config.route,
                 }
@@ -142,6 +152,7 @@ pub fn with_scales(asked: Asked, rank: usize, config: Config) -> Schedule {
                 region(SCALES, rows, k.div_ceil(SCALED)),
             ],
             after: 0..0,
+            produced: None,
             flag: from - usize::from(from > to),
             route: config.route,
         }
@@ -178,6 +189,7 @@ pub fn relayed(asked: Asked, rank: usize, config: Config) -> Schedule {
                 source,
                 regions: vec![region(A, source * block..(source + 1) * block, k)],
                 after: if source == from { 0..0 } else { come..come + 1 },
+                produced: None,
                 flag: flag_of(source, to),
                 route: Route::Push,
             }

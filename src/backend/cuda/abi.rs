@@ -13,13 +13,15 @@ pub const GEMMESH_READY: u32 = 4294967295;
 pub const GEMMESH_FAULT_NONE: u32 = 0;
 pub const GEMMESH_FAULT_CLAIMED: u32 = 1;
 pub const GEMMESH_FAULT_RECORDED: u32 = 2;
+pub const GEMMESH_REDUCE_THREADS: u32 = 256;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct GemmeshTile {
     pub m: u32,
     pub n: u32,
-    pub flag_begin: u32,
-    pub flag_end: u32,
+    pub block: u32,
+    pub flag_begin: u16,
+    pub flag_end: u16,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -27,10 +29,11 @@ const _: () = {
     ["Alignment of GemmeshTile"][::core::mem::align_of::<GemmeshTile>() - 4usize];
     ["Offset of field: GemmeshTile::m"][::core::mem::offset_of!(GemmeshTile, m) - 0usize];
     ["Offset of field: GemmeshTile::n"][::core::mem::offset_of!(GemmeshTile, n) - 4usize];
+    ["Offset of field: GemmeshTile::block"][::core::mem::offset_of!(GemmeshTile, block) - 8usize];
     ["Offset of field: GemmeshTile::flag_begin"]
-        [::core::mem::offset_of!(GemmeshTile, flag_begin) - 8usize];
+        [::core::mem::offset_of!(GemmeshTile, flag_begin) - 12usize];
     ["Offset of field: GemmeshTile::flag_end"]
-        [::core::mem::offset_of!(GemmeshTile, flag_end) - 12usize];
+        [::core::mem::offset_of!(GemmeshTile, flag_end) - 14usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -264,6 +267,42 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshParams, reserved) - 92usize];
     ["Offset of field: GemmeshParams::exchange"]
         [::core::mem::offset_of!(GemmeshParams, exchange) - 96usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct GemmeshReduction {
+    pub addends: [*const ::core::ffi::c_void; 64usize],
+    pub bias: *const ::core::ffi::c_void,
+    pub out: *mut ::core::ffi::c_void,
+    pub addend_pitch: u64,
+    pub out_pitch: u64,
+    pub count: u32,
+    pub rows: u32,
+    pub n: u32,
+    pub reserved: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of GemmeshReduction"][::core::mem::size_of::<GemmeshReduction>() - 560usize];
+    ["Alignment of GemmeshReduction"][::core::mem::align_of::<GemmeshReduction>() - 8usize];
+    ["Offset of field: GemmeshReduction::addends"]
+        [::core::mem::offset_of!(GemmeshReduction, addends) - 0usize];
+    ["Offset of field: GemmeshReduction::bias"]
+        [::core::mem::offset_of!(GemmeshReduction, bias) - 512usize];
+    ["Offset of field: GemmeshReduction::out"]
+        [::core::mem::offset_of!(GemmeshReduction, out) - 520usize];
+    ["Offset of field: GemmeshReduction::addend_pitch"]
+        [::core::mem::offset_of!(GemmeshReduction, addend_pitch) - 528usize];
+    ["Offset of field: GemmeshReduction::out_pitch"]
+        [::core::mem::offset_of!(GemmeshReduction, out_pitch) - 536usize];
+    ["Offset of field: GemmeshReduction::count"]
+        [::core::mem::offset_of!(GemmeshReduction, count) - 544usize];
+    ["Offset of field: GemmeshReduction::rows"]
+        [::core::mem::offset_of!(GemmeshReduction, rows) - 548usize];
+    ["Offset of field: GemmeshReduction::n"]
+        [::core::mem::offset_of!(GemmeshReduction, n) - 552usize];
+    ["Offset of field: GemmeshReduction::reserved"]
+        [::core::mem::offset_of!(GemmeshReduction, reserved) - 556usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

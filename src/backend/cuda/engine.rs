@@ -6,13 +6,13 @@ use std::time::Duration;
 use super::Cuda;
 use super::driver::{Event, StreamMemOp};
 use super::monitor::OUTSTANDING;
-use super::program::{Launch, Place, Program};
+use super::program::{self, Launch, Place, Program};
 use super::route::{announce, pause, pull, push};
 use crate::backend::sealed::Call;
 use crate::error::Result;
 use crate::ranks::members::Members;
 use crate::schedule::layout::{MAX_WORLD, limit};
-use crate::schedule::{Route, Schedule};
+use crate::schedule::{Block, Move, Route, Schedule};
 
 pub fn run(cuda: &Cuda, members: &Members, program: &Program, mut call: Call<Cuda>) -> Result<()> {
     let _bound = cuda.device.bind()?;
@@ -64,15 +64,50 @@ pub fn check(schedule: &Schedule) -> Result<()> {
     // Kernels wait for flags of pulls, or for those of pushes.
     let routes = schedule.routes();
     limit("routes of an operation on GPUs", routes.len(), 0, 1)?;
+    for moved in schedule.moves() {
+        let produced = usize::from(moved.produced.is_some());
+        limit("transfers that wait for a product on GPUs", produced, 0, 0)?;
+        for Move { from, to } in &moved.regions {
+            let [from, to] = [from, to].map(|region| {
+                let spec = &schedule.matrices()[region.matrix];
+                (
+                    spec.row_bytes(),
+                    spec.extent_of(region).contiguous().is_some(),
+                )
+            });
+            let alike = from.0 == to.0 || (from.1 && to.1);
+            limit(
+                "regions of other pitches on GPUs",
+                usize::from(!alike),
+                0,
+                0,
+            )?;
+        }
+    }
     let Some(product) = schedule.product() else {
         let pushed = routes.iter().filter(|&&route| route != Route::Pull).count();
         return limit("pushes without a product on GPUs", pushed, 0, 0);
     };
+    limit("blocks of a product on GPUs", product.blocks.len(), 1, 1)?;
+    let Block { rows, sum } = &product.blocks[0];
+    limit("rows of a block on GPUs", rows.len(), product.m, product.m)?;
+    limit(
+        "what is added to a product on GPUs",
+        sum.addends.len(),
+        0,
+        0,
+    )?;
     for moved in schedule.moves() {
         limit("flags to wait for on GPUs", moved.after.len(), 0, 0)?;
         if moved.route == Route::Store {
             limit("regions that a kernel stores", moved.regions.len(), 1, 1)?;
-            let region = &moved.regions[0];
+            let Move { from: region, to } = &moved.regions[0];
+            limit(
+                "other places that a kernel stores to",
+                usize::from(region != to),
+                0,
+                0,
+            )?;
             limit(
                 "the matrix that a kernel stores",
                 region.matrix,
@@ -154,8 +189,12 @@ fn enqueue(
         launch.launch(main)?;
     }
     // Tiles that wait for all transfers end after them.
-    if copies.is_some() && !(schedule.handshake() && schedule.awaits_all()) {
+    let awaited = schedule.handshake() && schedule.awaits_all() && schedule.reduction().is_none();
+    if copies.is_some() && !awaited {
         main.wait_for(cuda.copies(), &cuda.gathered)?;
+    }
+    if let Some(reduction) = schedule.reduction() {
+        program::reduce(at, schedule, reduction, call)?;
     }
     if schedule.handshake() {
         // Own rows are free again when every peer has pulled them; then the operation is complete.

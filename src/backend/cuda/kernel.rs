@@ -27,6 +27,7 @@ struct Cubin {
 
 static CUBINS: &[Cubin] = &include!(concat!(env!("OUT_DIR"), "/cubins.rs"));
 static ALIGN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/align.cubin"));
+static REDUCE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/reduce.cubin"));
 
 /// One kernel: an element type, a tile shape, and whether it keeps a trace.
 #[derive(Clone, Debug)]
@@ -77,6 +78,8 @@ pub struct Kernels {
     instances: Vec<Instance>,
     /// Ends on all ranks at the same time.
     pub align: Function,
+    /// By dtype.
+    reduce: [(DType, Function); 2],
     _modules: Vec<Module>,
 }
 
@@ -87,11 +90,15 @@ impl Kernels {
     /// [`Error::BuiltWithoutKernels`]; [`Error::Cuda`] if the driver refuses.
     pub fn load(device: &Arc<Device>) -> Result<Kernels> {
         let module = |image| Module::load(device, embedded(device.rank, image)?);
-        let align = module(ALIGN)?;
+        let (align, reduce) = (module(ALIGN)?, module(REDUCE)?);
         let mut kernels = Kernels {
             instances: Vec::new(),
             align: align.function(c"gemmesh_align", 0)?,
-            _modules: vec![align],
+            reduce: [
+                (DType::Bf16, reduce.function(c"gemmesh_reduce_bf16", 0)?),
+                (DType::F16, reduce.function(c"gemmesh_reduce_f16", 0)?),
+            ],
+            _modules: vec![align, reduce],
         };
         for cubin in CUBINS {
             let module = module(cubin.image)?;
@@ -104,6 +111,14 @@ impl Kernels {
             kernels._modules.push(module);
         }
         Ok(kernels)
+    }
+
+    /// The kernel that adds up rows of a type, which every dtype has.
+    pub fn reduce(&self, dtype: DType) -> Option<Function> {
+        let mut kernels = self.reduce.iter();
+        kernels
+            .find(|(of, _)| *of == dtype)
+            .map(|(_, kernel)| *kernel)
     }
 
     /// The kernel that `config` asks for.

@@ -260,7 +260,7 @@ impl sealed::Backend for Cuda {
             });
         }
         if let Some(product) = schedule.product() {
-            let dtype = schedule.matrices()[product.out].dtype;
+            let dtype = schedule.matrices()[product.a].dtype;
             self.kernels
                 .find(members.rank, dtype, &product.config, false)?;
         }

@@ -3,9 +3,11 @@
 use std::ffi::c_void;
 use std::mem::offset_of;
 
+use super::Cuda;
 use super::abi::{
-    GEMMESH_THREADS, GEMMESH_TILE_K, GemmeshCopyTask, GemmeshExchange, GemmeshFault,
-    GemmeshMailbox, GemmeshParams, GemmeshPushEpoch, GemmeshTile, GemmeshTraceEvent,
+    GEMMESH_REDUCE_THREADS, GEMMESH_THREADS, GEMMESH_TILE_K, GemmeshCopyTask, GemmeshExchange,
+    GemmeshFault, GemmeshMailbox, GemmeshParams, GemmeshPushEpoch, GemmeshReduction, GemmeshTile,
+    GemmeshTraceEvent,
 };
 use super::driver::{DevicePtr, Layout, Memory, Stream};
 use super::kernel::Instance;
@@ -14,11 +16,10 @@ use super::reclaim::Deferred;
 use super::route::store;
 use super::tables::Held;
 use super::tensor_map::{Cache, Maps, Matrices};
-use super::{Buffer, Cuda};
-use crate::backend::sealed::Call;
+use crate::backend::sealed::{Bound, Call};
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
-use crate::schedule::{Route, Schedule, Tile};
+use crate::schedule::{Addend, Product, Reduction, Route, Schedule, Tile};
 use crate::schedule::{config::CUT_COLUMNS, layout::MAX_WORLD};
 use crate::span::{Lane, Span, Work};
 
@@ -72,6 +73,7 @@ const _: () = {
     assert!(size_of::<Tile>() == size_of::<GemmeshTile>());
     assert!(offset_of!(Tile, m) == offset_of!(GemmeshTile, m));
     assert!(offset_of!(Tile, n) == offset_of!(GemmeshTile, n));
+    assert!(offset_of!(Tile, block) == offset_of!(GemmeshTile, block));
     assert!(offset_of!(Tile, flag_begin) == offset_of!(GemmeshTile, flag_begin));
     assert!(offset_of!(Tile, flag_end) == offset_of!(GemmeshTile, flag_end));
 };
@@ -112,28 +114,30 @@ impl Launch {
             return Ok(None);
         };
         let traced = call.trace.is_some();
-        let dtype = schedule.matrices()[product.out].dtype;
+        let dtype = schedule.matrices()[product.a].dtype;
         let instance = cuda.kernels.find(rank, dtype, &product.config, traced)?;
-        let input = |number: usize| call.matrices[number].input();
-        let a = call.matrices[product.a].symmetric();
-        let out = call.matrices[product.out].output();
-        let (Some(a), Some(b), Some(out)) = (a, input(product.b), out) else {
+        // One block: the engine has checked it.
+        let sum = &product.blocks[0].sum;
+        let layout = |number: usize, first: usize, rows: usize, columns: usize| {
+            let (ptr, pitch) = place(schedule, call, number)?;
+            Some(Layout {
+                ptr: ptr + (first * pitch) as u64,
+                rows,
+                columns,
+                pitch,
+            })
+        };
+        let Product { m, n, k, .. } = *product;
+        let a = layout(product.a, 0, m, k);
+        let out = layout(sum.out, sum.first, m, n);
+        let (Some(a), Some(b), Some(out)) = (a, layout(product.b, 0, n, k), out) else {
             return Err(Error::Message {
                 rank,
                 reason: "a product without operands".into(),
             });
         };
-        let bias = input(product.bias);
-        let matrices = Matrices {
-            a: Layout {
-                ptr: a.own(),
-                rows: product.m,
-                columns: product.k,
-                pitch: schedule.matrices()[product.a].row_bytes(),
-            },
-            b: layout(b, product.n, product.k),
-            out: layout(out, product.m, product.n),
-        };
+        let bias = sum.bias.and_then(|bias| place(schedule, call, bias));
+        let matrices = Matrices { a, b, out };
         let pushed = schedule.is_pushed();
         let entries = schedule.tiles().len();
         // All of them run at the same time: those that push must not wait for those that wait for pushes.
@@ -163,7 +167,8 @@ impl Launch {
         let mut rows = [std::ptr::null_mut(); MAX_WORLD];
         for peer in 0..members.world {
             mailboxes[peer] = control.mailbox(peer) as *mut GemmeshMailbox;
-            rows[peer] = a.of(peer) as *mut c_void;
+            let gathered = call.matrices[product.a].symmetric();
+            rows[peer] = gathered.map_or(0, |a| a.of(peer)) as *mut c_void;
         }
         let exchange = GemmeshExchange {
             push_epoch: if pushed { control.push_epoch() } else { 0 } as *mut GemmeshPushEpoch,
@@ -189,7 +194,7 @@ impl Launch {
             sources: program.sources as *const u32,
             abort: control.abort() as *mut u32,
             fault: cuda.monitor.fault() as *mut GemmeshFault,
-            bias: bias.map_or(0, |bias| bias.ptr()) as *const c_void,
+            bias: bias.map_or(0, |(ptr, _)| ptr) as *const c_void,
             trace: trace.as_ref().map_or(0, |trace| trace.ptr()) as *mut GemmeshTraceEvent,
             deadline_ns: members.timeout.as_nanos().min(u64::MAX.into()) as u64,
             tile_count: entries as u32,
@@ -282,14 +287,77 @@ impl Launch {
     }
 }
 
-fn layout(buffer: &Buffer, rows: usize, columns: usize) -> Layout {
-    Layout {
-        ptr: buffer.ptr(),
-        rows,
-        columns,
-        pitch: buffer.pitch,
+/// Where a matrix of a call lies in this rank's memory, and the bytes from row to row; if it is bound.
+fn place(schedule: &Schedule, call: &Call<Cuda>, number: usize) -> Option<(DevicePtr, usize)> {
+    let shared = schedule.matrices()[number].row_bytes();
+    match &call.matrices[number] {
+        Bound::Nothing => None,
+        Bound::Symmetric(memory) => Some((memory.own(), shared)),
+        Bound::Part(memory, offset) => Some((memory.own() + *offset as u64, shared)),
+        Bound::Input(memory) => Some(memory.place()),
+        Bound::Output(memory) => Some(memory.place()),
     }
 }
+
+/// Adds up rows on the main stream, behind what has brought them.
+pub fn reduce(
+    at: &Place,
+    schedule: &Schedule,
+    reduction: &Reduction,
+    call: &Call<Cuda>,
+) -> Result<()> {
+    let Reduction { rows, n, sum } = reduction;
+    let rank = at.members.rank;
+    let lost = || Error::Message {
+        rank,
+        reason: "a sum without operands".into(),
+    };
+    let dtype = schedule.matrices()[sum.out].dtype;
+    let kernel = at.cuda.kernels.reduce(dtype).ok_or_else(lost)?;
+    let (out, out_pitch) = place(schedule, call, sum.out).ok_or_else(lost)?;
+    let bias = sum.bias.and_then(|bias| place(schedule, call, bias));
+    let mut addends = [std::ptr::null(); MAX_WORLD];
+    let mut addend_pitch = 0;
+    for (place_of, addend) in addends.iter_mut().zip(&sum.addends) {
+        let &Addend::Rows { matrix, first } = addend else {
+            return Err(lost());
+        };
+        let (ptr, pitch) = place(schedule, call, matrix).ok_or_else(lost)?;
+        addend_pitch = pitch;
+        *place_of = (ptr + (first * pitch) as u64) as *const c_void;
+    }
+    let mut arguments = GemmeshReduction {
+        addends,
+        bias: bias.map_or(0, |(ptr, _)| ptr) as *const c_void,
+        out: (out + (sum.first * out_pitch) as u64) as *mut c_void,
+        addend_pitch: addend_pitch as u64,
+        out_pitch: out_pitch as u64,
+        count: sum.addends.len() as u32,
+        rows: *rows as u32,
+        n: *n as u32,
+        reserved: 0,
+    };
+    // Enough to fill the device, each with the same number of pieces, about.
+    let pieces = n.div_ceil(16 / dtype.bytes()) * rows;
+    let most = at.cuda.device.multiprocessors() * CTAS;
+    let grid = pieces
+        .div_ceil(GEMMESH_REDUCE_THREADS as usize)
+        .clamp(1, most);
+    let mut arguments = [(&raw mut arguments).cast()];
+    // SAFETY: the argument is what abi.h says. The matrices are alive until the stream has passed: as in `Launch::launch`.
+    unsafe {
+        kernel.launch(
+            at.main,
+            grid as u32,
+            GEMMESH_REDUCE_THREADS,
+            0,
+            &mut arguments,
+        )
+    }
+}
+
+/// CTAs of a reduction that a multiprocessor holds.
+const CTAS: usize = 8;
 
 /// Keeps the compiler honest about what a kernel is given.
 const _: () = assert!(size_of::<DevicePtr>() == size_of::<*const c_void>());

@@ -1,50 +1,54 @@
 //! Walks a schedule with a rank's threads.
 
+use std::ops::Range;
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Mutex, PoisonError};
 
-use super::Host;
-use super::matmul::{self, Scratch};
+use super::sum::{Columns, Places};
 use super::workers::Role;
+use super::{Host, Program, Scratch, matmul};
 use crate::backend::chunk_delay;
 use crate::backend::sealed::{Bound, Call};
 use crate::element::{DType, bf16, f16};
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
 use crate::schedule::drive::{self, CopyThread};
-use crate::schedule::layout::MAX_WORLD;
-use crate::schedule::{Epoch, Extent, FlagBlock, Product, Schedule, Tile, Transfer};
+use crate::schedule::flag::Wait;
+use crate::schedule::layout::{MAX_WORLD, limit};
+use crate::schedule::{
+    Block, Epoch, Extent, FlagBlock, Move, Product, Reduction, Region, Schedule, Tile, Transfer,
+};
 use crate::span::{Lane, Span, Work, now};
 
-/// Where a product's matrices lie. Threads share it; the protocol says who may touch which rows when.
-#[derive(Clone, Copy)]
-struct Pointers {
-    dtype: DType,
-    a: *const u8,
-    b: *const u8,
-    bias: Option<*const u8>,
-    out: *mut u8,
-}
+/// Where the matrices of a call lie. Threads share it; the protocol says who may touch which rows when.
+struct Pointers([*mut u8; MAX_MATRICES]);
 
-// SAFETY: the pointers are to memory that `run`'s caller borrows while the threads use it: `b` and `bias`
-// shared and only read, `out` exclusively and written in disjoint tiles; `a` as the protocol says.
+/// The most matrices of a schedule.
+const MAX_MATRICES: usize = 8;
+
+// SAFETY: the pointers are to memory that `run`'s caller borrows while the threads use it: what is only read shared, what is
+// written exclusively and in disjoint parts; symmetric memory as the protocol says.
 unsafe impl Sync for Pointers {}
 
 impl Pointers {
-    fn of(schedule: &Schedule, matrices: &[Bound<Host>]) -> Option<Pointers> {
-        let product = schedule.product()?;
-        let input = |number: usize| Some(matrices[number].input()?.as_ptr().cast_const());
-        Some(Pointers {
-            dtype: schedule.matrices()[product.a].dtype,
-            a: matrices[product.a].symmetric()?.own().cast_const(),
-            b: input(product.b)?,
-            bias: input(product.bias),
-            out: matrices[product.out].output()?.as_ptr(),
-        })
+    fn of(matrices: &[Bound<Host>]) -> Pointers {
+        let mut places = [std::ptr::null_mut(); MAX_MATRICES];
+        for (place, matrix) in places.iter_mut().zip(matrices) {
+            *place = match matrix {
+                Bound::Nothing => std::ptr::null_mut(),
+                Bound::Symmetric(memory) => memory.own(),
+                Bound::Input(memory) => memory.as_ptr(),
+                Bound::Output(memory) => memory.as_ptr(),
+                // SAFETY: the operation that binds it has checked that it lies within.
+                Bound::Part(memory, offset) => unsafe { memory.own().add(*offset) },
+            };
+        }
+        Pointers(places)
     }
 }
 
-pub fn run(host: &Host, members: &Members, schedule: &Schedule, call: Call<Host>) -> Result<()> {
+pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) -> Result<()> {
+    let schedule = &program.schedule;
     let Call {
         epoch,
         matrices,
@@ -54,35 +58,57 @@ pub fn run(host: &Host, members: &Members, schedule: &Schedule, call: Call<Host>
     let blocks: [FlagBlock; MAX_WORLD] =
         std::array::from_fn(|rank| host.flags.of(rank.min(members.world - 1)));
     let blocks = &blocks[..members.world];
-    let pointers = Pointers::of(schedule, matrices);
+    limit(
+        "matrices of a schedule on the host",
+        matrices.len(),
+        0,
+        MAX_MATRICES,
+    )?;
+    let pointers = &Pointers::of(matrices);
+    let mut produced = program
+        .produced
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner);
+    produced
+        .iter_mut()
+        .for_each(|produced| produced.begin(epoch));
+    let produced = &produced[..];
     let recorder = Recorder(trace.map(Mutex::new));
 
     let transfer = || {
         let copy = |transfer: &Transfer| {
             let begin = recorder.begin();
             delay(transfer.to, transfer.flag, epoch);
-            for region in &transfer.regions {
-                let extent = schedule.matrices()[region.matrix].extent_of(region);
-                let Some(memory) = matrices[region.matrix].symmetric() else {
+            for Move { from, to } in &transfer.regions {
+                let of = |region: &Region| {
+                    let memory = matrices[region.matrix].symmetric()?;
+                    Some((memory, schedule.matrices()[region.matrix].extent_of(region)))
+                };
+                let (Some((source, read)), Some((target, written))) = (of(from), of(to)) else {
                     continue;
                 };
                 // SAFETY: the memories of both ranks hold the matrix. What is read is final: `ready` of a source that is
                 // pulled from has been acquired, and it does not write its rows before `done`; the own rows are the
                 // caller's, who waits for this; and of what is passed on the flags have been acquired. Nobody reads what is
                 // written before this transfer's flag is released, nor do tiles of an operation before any more: this
-                // rank's have ended, and a peer has said `ready` since.
-                unsafe { copy_part(memory.of(transfer.from), memory.of(transfer.to), &extent) };
+                // rank's have ended, and a peer has said `ready` since. What tiles of this rank make, they have made: the
+                // block's count has been acquired.
+                unsafe {
+                    let (source, target) = (source.of(transfer.from), target.of(transfer.to));
+                    copy_part(source, &read, target, &written);
+                }
             }
             if transfer.to == rank {
                 recorder.end(begin, Lane::Copy, || Work::Pull {
                     source: transfer.source,
-                    rows: transfer.regions[0].rows.clone(),
+                    rows: transfer.regions[0].to.rows.clone(),
                 });
             }
         };
         let mut engine = CopyThread {
             rank,
             blocks,
+            produced,
             waiter: members,
             copy,
         };
@@ -90,7 +116,7 @@ pub fn run(host: &Host, members: &Members, schedule: &Schedule, call: Call<Host>
     };
 
     let next = AtomicUsize::new(0);
-    let multiply = |worker: usize, product: &Product, pointers: &Pointers| {
+    let multiply = |worker: usize, product: &Product| {
         // A panic in a tile leaves nothing in the scratch that the next tile would read.
         let mut scratch = host.scratch[worker]
             .lock()
@@ -106,7 +132,7 @@ pub fn run(host: &Host, members: &Members, schedule: &Schedule, call: Call<Host>
             // SAFETY: the tile's flags have been acquired; if it has none, its rows are this rank's own, or the caller has
             // made sure of them in another way, or does not use the output (racing reads of plain bytes, whose values
             // nobody looks at). Tiles of the output are disjoint, and taken once each.
-            unsafe { multiply_tile(&mut scratch, product, tile, pointers) };
+            unsafe { multiply_tile(&mut scratch, schedule, product, tile, &pointers.0) };
             recorder.end(begin, lane, || Work::Tile {
                 source,
                 m: tile.m,
@@ -114,7 +140,25 @@ pub fn run(host: &Host, members: &Members, schedule: &Schedule, call: Call<Host>
             });
             idle_since = recorder.begin();
         };
-        drive::multiply(schedule, epoch, blocks[rank].chunk, &next, members, tile)
+        let chunk = blocks[rank].chunk;
+        drive::multiply(schedule, epoch, chunk, &next, produced, members, tile)
+    };
+    let reduce = |worker: usize, reduction: &Reduction| -> Result<()> {
+        for flag in 0..schedule.arrivals().len() {
+            let awaited = schedule.awaited(flag);
+            members.wait(&blocks[rank].chunk[flag], epoch, awaited)?;
+        }
+        let workers = host.scratch.len();
+        let share = |part: usize| reduction.rows * part / workers;
+        let mut scratch = host.scratch[worker]
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: all that comes has come. Workers make rows of their own.
+        unsafe {
+            let rows = share(worker)..share(worker + 1);
+            add_rows(&mut scratch, schedule, reduction, rows, &pointers.0);
+        }
+        Ok(())
     };
 
     if schedule.handshake() {
@@ -122,12 +166,15 @@ pub fn run(host: &Host, members: &Members, schedule: &Schedule, call: Call<Host>
     }
     let failure = Mutex::new(None);
     host.workers.run(&|role| {
-        let result = match (role, schedule.product(), &pointers) {
-            (Role::Copier, ..) => transfer(),
-            (Role::Worker(worker), Some(product), Some(pointers)) => {
-                multiply(worker, product, pointers)
-            }
-            _ => Ok(()),
+        let work = |worker| {
+            let product = schedule.product();
+            product.map_or(Ok(()), |product| multiply(worker, product))?;
+            let reduction = schedule.reduction();
+            reduction.map_or(Ok(()), |reduction| reduce(worker, reduction))
+        };
+        let result = match role {
+            Role::Copier => transfer(),
+            Role::Worker(worker) => work(worker),
         };
         if let Err(error) = result {
             let mut failure = failure.lock().unwrap_or_else(PoisonError::into_inner);
@@ -141,69 +188,105 @@ pub fn run(host: &Host, members: &Members, schedule: &Schedule, call: Call<Host>
     drive::complete(schedule, epoch, blocks, members)
 }
 
-/// Copies a part of a matrix to the same place of another rank's.
+/// Copies a part of a matrix to a part of another that is as large.
 ///
 /// # Safety
-/// Both hold the part; nobody writes what is read, nor reads or writes what is written.
-unsafe fn copy_part(from: *const u8, to: *mut u8, extent: &Extent) {
-    let copy = |offset: usize, bytes: usize| {
+/// Both matrices hold the part; nobody writes what is read, nor reads or writes what is written.
+unsafe fn copy_part(from: *const u8, read: &Extent, to: *mut u8, written: &Extent) {
+    let copy = |from_offset: usize, to_offset: usize, bytes: usize| {
         // SAFETY: as this function's.
-        unsafe { std::ptr::copy_nonoverlapping(from.add(offset), to.add(offset), bytes) };
+        unsafe { std::ptr::copy_nonoverlapping(from.add(from_offset), to.add(to_offset), bytes) };
     };
-    if let Some(bytes) = extent.contiguous() {
-        return copy(extent.offset, bytes);
+    if let (Some(bytes), Some(_)) = (read.contiguous(), written.contiguous()) {
+        return copy(read.offset, written.offset, bytes);
     }
-    for row in 0..extent.rows {
-        copy(extent.offset + row * extent.pitch, extent.width);
+    for row in 0..read.rows {
+        let [from, to] = [read, written].map(|extent| extent.offset + row * extent.pitch);
+        copy(from, to, read.width);
     }
 }
 
 /// # Safety
-/// The pointers are to [m, k], [n, k], [n] and [m, n] elements of their type; the rows of the tile are not written meanwhile,
-/// and nobody else touches the tile of the output.
+/// The matrices lie at their places, aligned for their type; the rows of the tile are not written meanwhile, nor what is added to
+/// them, and nobody else touches the tile of the output.
 unsafe fn multiply_tile(
     scratch: &mut Scratch,
+    schedule: &Schedule,
     product: &Product,
     tile: &Tile,
-    pointers: &Pointers,
+    places: Places,
 ) {
     let (rows, columns) = (product.rows(tile), product.columns(tile));
-    let Product { n, k, .. } = *product;
-    let Pointers { a, b, out, .. } = *pointers;
+    let Product { a, b, k, .. } = *product;
+    let Block { rows: block, sum } = product.block(tile);
+    let matrices = schedule.matrices();
+    let columns_of_sum = Columns {
+        sum,
+        matrices,
+        places,
+        begin: columns.start,
+        length: columns.len(),
+    };
+    let Scratch {
+        tile: tile_scratch,
+        sum: sum_scratch,
+    } = scratch;
     macro_rules! run {
         ($type:ty) => {{
-            // SAFETY: as this function's; memory is page-aligned, so every element is aligned, and any bits are
-            // a valid float.
-            let matrices = unsafe {
-                let first = rows.start * k;
-                matmul::Operands::<$type> {
-                    a: std::slice::from_raw_parts(a.cast::<$type>().add(first), rows.len() * k),
-                    b: std::slice::from_raw_parts(
-                        b.cast::<$type>().add(columns.start * k),
-                        columns.len() * k,
-                    ),
-                    bias: pointers.bias.map(|bias| {
-                        std::slice::from_raw_parts(
-                            bias.cast::<$type>().add(columns.start),
-                            columns.len(),
-                        )
-                    }),
-                    k,
-                }
+            // SAFETY: as this function's; any bits are a valid float.
+            let operand = |matrix: usize, rows: &Range<usize>| unsafe {
+                let first = places[matrix]
+                    .cast_const()
+                    .cast::<$type>()
+                    .add(rows.start * k);
+                std::slice::from_raw_parts(first, rows.len() * k)
             };
-            matmul::tile(scratch, &matrices, product.config.tile.k, |row, values| {
-                let offset = (rows.start + row) * n + columns.start;
-                // SAFETY: as above; the slice is one row of this tile.
-                let to = unsafe {
-                    std::slice::from_raw_parts_mut(out.cast::<$type>().add(offset), columns.len())
-                };
-                <$type as crate::element::Element>::round(values, to);
+            let operands = matmul::Operands::<$type> {
+                a: operand(a, &rows),
+                b: operand(b, &columns),
+                k,
+            };
+            let tile_k = product.config.tile.k;
+            matmul::tile(tile_scratch, &operands, tile_k, |row, values| {
+                let row = rows.start - block.start + row;
+                // SAFETY: as this function's.
+                unsafe { columns_of_sum.store::<$type>(sum_scratch, row, values) };
             });
         }};
     }
-    match pointers.dtype {
+    match matrices[a].dtype {
         DType::Bf16 => run!(bf16),
         DType::F16 => run!(f16),
+    }
+}
+
+/// Makes some rows of a reduction.
+///
+/// # Safety
+/// As [`multiply_tile`].
+unsafe fn add_rows(
+    scratch: &mut Scratch,
+    schedule: &Schedule,
+    reduction: &Reduction,
+    rows: Range<usize>,
+    places: Places,
+) {
+    let matrices = schedule.matrices();
+    let columns = Columns {
+        sum: &reduction.sum,
+        matrices,
+        places,
+        begin: 0,
+        length: reduction.n,
+    };
+    for row in rows {
+        // SAFETY: as this function's.
+        unsafe {
+            match matrices[reduction.sum.out].dtype {
+                DType::Bf16 => columns.store::<bf16>(&mut scratch.sum, row, &mut []),
+                DType::F16 => columns.store::<f16>(&mut scratch.sum, row, &mut []),
+            }
+        }
     }
 }
 

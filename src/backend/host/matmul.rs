@@ -27,19 +27,17 @@ pub struct Operands<'a, T> {
     pub a: &'a [T],
     /// [columns, k]
     pub b: &'a [T],
-    /// [columns]
-    pub bias: Option<&'a [T]>,
     pub k: usize,
 }
 
-/// `a · bᵀ + bias` in f32, handed to `store` row by row, unrounded. `tile_k` of K is widened at a time.
+/// `a · bᵀ` in f32, handed to `store` row by row, unrounded. `tile_k` of K is widened at a time.
 pub fn tile<T: Element>(
     scratch: &mut Scratch,
     operands: &Operands<T>,
     tile_k: usize,
-    mut store: impl FnMut(usize, &[f32]),
+    mut store: impl FnMut(usize, &mut [f32]),
 ) {
-    let &Operands { a, b, bias, k } = operands;
+    let &Operands { a, b, k } = operands;
     let (rows, columns) = (a.len() / k, b.len() / k);
     let padded = rows.next_multiple_of(LANES);
     let Scratch {
@@ -88,11 +86,6 @@ pub fn tile<T: Element>(
         for (sum, column) in sums_of_row.iter_mut().zip(sums.chunks_exact(padded)) {
             *sum = column[row];
         }
-        if let Some(bias) = bias {
-            for (sum, bias) in sums_of_row.iter_mut().zip(bias) {
-                *sum += bias.to_f32();
-            }
-        }
         store(row, sums_of_row);
     }
 }
@@ -124,7 +117,7 @@ fn widen_transposed<T: Element>(from: &[T], k: usize, begin: usize, padded: usiz
 }
 
 /// The first `length` elements, more memory being taken where there is less.
-fn grown(memory: &mut Vec<f32>, length: usize) -> &mut [f32] {
+pub fn grown(memory: &mut Vec<f32>, length: usize) -> &mut [f32] {
     if memory.len() < length {
         memory.resize(length, 0.0);
     }

@@ -6,11 +6,11 @@
 mod engine;
 mod matmul;
 mod memory;
+mod sum;
 mod workers;
 
 use std::sync::Mutex;
 
-use matmul::Scratch;
 use memory::{Flags, Symmetric};
 use workers::Workers;
 
@@ -19,6 +19,8 @@ use super::{Backend, Options};
 use crate::error::{Error, Result};
 use crate::memory::Mapping;
 use crate::ranks::members::Members;
+use crate::schedule::drive::Produced;
+use crate::schedule::reduce_scatter;
 use crate::schedule::{Chunking, Config, Description, Route, Schedule, TileShape};
 
 /// The host's processors and shared memory. A rank is a process or a thread.
@@ -33,6 +35,21 @@ pub struct Host {
     scratch: Vec<Mutex<Scratch>>,
 }
 
+/// A worker's memory.
+#[derive(Debug, Default)]
+struct Scratch {
+    tile: matmul::Scratch,
+    sum: sum::Scratch,
+}
+
+/// A schedule, and what is left to do of it while it runs.
+#[derive(Debug)]
+pub struct Program {
+    schedule: Schedule,
+    /// By block of the product, if transfers wait for them.
+    produced: Mutex<Vec<Produced>>,
+}
+
 impl Backend for Host {}
 
 impl sealed::Backend for Host {
@@ -40,7 +57,7 @@ impl sealed::Backend for Host {
     const ROW_ALIGNMENT: usize = 1;
     type Symmetric = Symmetric;
     type Buffer = Mapping;
-    type Program = Schedule;
+    type Program = Program;
 
     fn open(members: &Members, options: &Options) -> Result<Host> {
         let count = options.workers.unwrap_or_else(|| {
@@ -73,7 +90,11 @@ impl sealed::Backend for Host {
             // As much of K as keeps the widened tiles of both operands in a core's cache.
             TileShape::new(128, 256, asked.layout.k().min(512)).with_group_m(4),
             Chunking::new(4),
-            Route::Pull,
+            match asked.operation {
+                // Pulled partials would not be moved while others are made.
+                reduce_scatter::NAME => Route::Push,
+                _ => Route::Pull,
+            },
         )
     }
 
@@ -81,12 +102,15 @@ impl sealed::Backend for Host {
         Ok(false)
     }
 
-    fn prepare(&self, _members: &Members, schedule: Schedule) -> Result<Schedule> {
-        Ok(schedule)
+    fn prepare(&self, _members: &Members, schedule: Schedule) -> Result<Program> {
+        Ok(Program {
+            produced: Mutex::new(Produced::of(&schedule)),
+            schedule,
+        })
     }
 
-    fn schedule(program: &Schedule) -> &Schedule {
-        program
+    fn schedule(program: &Program) -> &Schedule {
+        &program.schedule
     }
 
     fn symmetric(&self, members: &Members, call: &str, bytes: usize) -> Result<Symmetric> {
@@ -124,8 +148,8 @@ impl sealed::Backend for Host {
         Ok(())
     }
 
-    fn run(&self, members: &Members, schedule: &Schedule, call: Call<Host>) -> Result<()> {
-        engine::run(self, members, schedule, call)
+    fn run(&self, members: &Members, program: &Program, call: Call<Host>) -> Result<()> {
+        engine::run(self, members, program, call)
     }
 
     fn synchronize(&self, _members: &Members) -> Result<()> {

@@ -2,5 +2,6 @@
 
 pub mod failures;
 pub mod mismatches;
+pub mod reduce_scatter;
 pub mod refusals;
 pub mod results;

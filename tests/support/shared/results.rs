@@ -121,13 +121,11 @@ pub fn rows_change_within_a_capacity<B: Tested>(test: &str) {
         assert!(matches!(a.set_rows(&[1; 2]), Err(Error::Shape { .. })));
         assert_eq!(a.shape(), before);
         let before = out.shape();
-        for rows in [0, CAPACITY + 1] {
-            let error = out.set_rows(rows).unwrap_err();
-            assert!(
-                matches!(error, Error::Limit { max: CAPACITY, .. }),
-                "{error}"
-            );
-        }
+        let error = out.set_rows(CAPACITY + 1).unwrap_err();
+        assert!(
+            matches!(error, Error::Limit { max: CAPACITY, .. }),
+            "{error}"
+        );
         assert_eq!(out.shape(), before);
         Ok("right".into())
     }));

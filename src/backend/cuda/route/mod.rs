@@ -17,7 +17,7 @@ use crate::backend::chunk_delay;
 use crate::backend::sealed::Bound;
 use crate::error::Result;
 use crate::schedule::layout::MAX_WORLD;
-use crate::schedule::{Epoch, MAX_FLAGS, Schedule, Transfer};
+use crate::schedule::{Epoch, MAX_FLAGS, Move, Region, Schedule, Transfer};
 
 /// Says to every peer that this rank's own rows are final, on the main stream; what refreshes flags does so before. As
 /// [`announce`](crate::schedule::drive::announce) of the host.
@@ -60,21 +60,21 @@ unsafe fn copy_regions(
     matrices: &[Bound<Cuda>],
     transfer: &Transfer,
 ) -> Result<()> {
-    for region in &transfer.regions {
-        let Some(memory) = matrices[region.matrix].symmetric() else {
+    for Move { from, to } in &transfer.regions {
+        let place = |region: &Region, rank: usize| {
+            let memory = matrices[region.matrix].symmetric()?;
+            let extent = schedule.matrices()[region.matrix].extent_of(region);
+            Some((memory.of(rank) + extent.offset as u64, extent))
+        };
+        let from = place(from, transfer.from);
+        let (Some((from, extent)), Some((to, written))) = (from, place(to, transfer.to)) else {
             continue;
         };
-        let extent = schedule.matrices()[region.matrix].extent_of(region);
-        let offset = extent.offset as u64;
-        let (to, from) = (
-            memory.of(transfer.to) + offset,
-            memory.of(transfer.from) + offset,
-        );
         // SAFETY: as this function's.
         unsafe {
             match extent.contiguous() {
-                Some(bytes) => stream.copy(to, from, bytes)?,
-                None => stream.copy_rows(to, from, extent.pitch, extent.width, extent.rows)?,
+                Some(bytes) if written.contiguous().is_some() => stream.copy(to, from, bytes)?,
+                _ => stream.copy_rows(to, from, extent.pitch, extent.width, extent.rows)?,
             }
         }
     }

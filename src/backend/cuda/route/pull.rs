@@ -7,6 +7,7 @@ use super::{copy_regions, delay};
 use crate::backend::sealed::{Bound, Call};
 use crate::error::{Error, Result};
 use crate::schedule::drive::{self, CopyEngine};
+use crate::schedule::layout::limit;
 use crate::schedule::{Awaited, Epoch, Schedule, Transfer};
 use crate::span::{Lane, Span, Work};
 
@@ -82,7 +83,7 @@ impl Copies<'_> {
                 end: nanos(&after)?,
                 work: Work::Pull {
                     source: pull.source,
-                    rows: pull.regions[0].rows.clone(),
+                    rows: pull.regions[0].to.rows.clone(),
                 },
             });
         }
@@ -103,6 +104,11 @@ impl CopyEngine for Copies<'_> {
             self.cuda.control.chunk(flag),
             epoch.raw(),
         ))
+    }
+
+    fn wait_produced(&mut self, block: usize, _: Epoch) -> Result<()> {
+        // What a rank pulls, others have made.
+        limit("blocks that a pull waits for", block + 1, 0, 0)
     }
 
     fn copy(&mut self, pull: &Transfer) -> Result<()> {

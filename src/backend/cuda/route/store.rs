@@ -18,7 +18,8 @@ pub fn tasks(schedule: &Schedule, multiprocessors: usize) -> (Vec<GemmeshCopyTas
     let extents: Vec<(usize, usize)> = stored
         .iter()
         .flat_map(|transfer| &transfer.regions)
-        .map(|region| {
+        .map(|moved| {
+            let region = &moved.from;
             let extent = schedule.matrices()[region.matrix].extent_of(region);
             (extent.offset, extent.rows * extent.width)
         })

@@ -1,0 +1,364 @@
+//! Partial sums are added up in the order of the ranks, whoever owns a row and however they come.
+
+use gemmesh::{
+    Builder, Config, Element, Error, Group, MatmulReduceScatter, Matrix, Route, all_gather_matmul,
+    bf16, matmul_reduce_scatter,
+};
+
+use crate::support::numbers::{Reference, bits, nan, normal};
+use crate::support::tested::{Tested, all_done, poisoned, ranks, same_error};
+
+/// The matrices of a product whose K is spread over the ranks.
+#[derive(Clone, Debug)]
+pub struct Case {
+    pub rows: Vec<usize>,
+    pub n: usize,
+    /// On rank 0.
+    pub k: usize,
+    /// By how much it is more on each next rank.
+    pub more: usize,
+    pub bias: bool,
+    pub workers: usize,
+    pub seed: u64,
+}
+
+impl Case {
+    fn m(&self) -> usize {
+        self.rows.iter().sum()
+    }
+
+    fn k_of(&self, rank: usize) -> usize {
+        self.k + rank * self.more
+    }
+
+    /// The part of `a` and of the weight that a rank has.
+    fn operands<T: Element>(&self, rank: usize) -> [Vec<T>; 2] {
+        let k = self.k_of(rank);
+        let seed = self.seed ^ (rank as u64 + 1) << 40;
+        [normal(seed, self.m() * k), normal(!seed, self.n * k)]
+    }
+
+    fn bias<T: Element>(&self) -> Option<Vec<T>> {
+        self.bias.then(|| normal(self.seed ^ 77, self.n))
+    }
+
+    /// Where the rows of `rank` begin.
+    fn first(&self, rank: usize) -> usize {
+        self.rows[..rank].iter().sum()
+    }
+}
+
+/// Sums of `partials` in f32, one after the other, then the bias; rounded once.
+fn plain_sum<T: Element>(partials: &[Vec<T>], bias: Option<&[T]>) -> Vec<T> {
+    let sum = |index: usize| {
+        let mut values = partials.iter().map(|partial| partial[index].to_f32());
+        let first = values.next().unwrap();
+        let sum = values.fold(first, |sum, value| sum + value);
+        let n = bias.map_or(1, <[T]>::len);
+        T::from_f32(bias.map_or(sum, |bias| sum + bias[index % n].to_f32()))
+    };
+    (0..partials[0].len()).map(sum).collect()
+}
+
+/// A case in a rank's memory.
+struct Placed<B: Tested, T: Element> {
+    a: Matrix<B, T>,
+    b: Matrix<B, T>,
+    bias: Option<Matrix<B, T>>,
+    out: Matrix<B, T>,
+}
+
+impl<B: Tested, T: Element> Placed<B, T> {
+    fn new(group: &Group<B>, case: &Case) -> Result<Placed<B, T>, Error> {
+        let rank = group.rank();
+        let [a, b] = case.operands::<T>(rank);
+        let (n, k) = (case.n, case.k_of(rank));
+        let bias = case.bias::<T>();
+        Ok(Placed {
+            a: group.upload(&a, case.m(), k)?,
+            b: group.upload(&b, n, k)?,
+            bias: bias.map(|bias| group.upload(&bias, 1, n)).transpose()?,
+            out: group.zeros(case.rows[rank], n)?,
+        })
+    }
+
+    /// The output of this rank, made anew.
+    fn run(&mut self, case: &Case, config: Option<Config>) -> Result<Vec<T>, Error> {
+        let [rows, n] = self.out.shape();
+        self.out.copy_from_host(&vec![nan::<T>(); rows * n])?;
+        let mut operation = MatmulReduceScatter::new().rows(&case.rows);
+        if let Some(bias) = &self.bias {
+            operation = operation.bias(bias);
+        }
+        if let Some(config) = config {
+            operation = operation.config(config);
+        }
+        operation.run(&self.a, &self.b, &mut self.out)?;
+        self.out.to_vec()
+    }
+}
+
+/// What each rank makes of its part of K, rounded: by itself, with no others.
+fn partials<B: Tested, T: Element>(
+    group: &Group<B>,
+    address: &str,
+    case: &Case,
+    config: Option<Config>,
+) -> Result<Vec<Vec<T>>, Error> {
+    let builder = Builder::<B>::new().timeout(B::TIMEOUT).workers(1);
+    let alone = builder.connect(0, 1, &format!("{address}-alone-{}", group.rank()))?;
+    let rank = group.rank();
+    let [a, b] = case.operands::<T>(rank);
+    let (m, n, k) = (case.m(), case.n, case.k_of(rank));
+    let (placed_a, placed_b) = (alone.upload(&a, m, k)?, alone.upload(&b, n, k)?);
+    let mut out = alone.zeros::<T>(m, n)?;
+    let mut operation = MatmulReduceScatter::new();
+    if let Some(config) = config {
+        operation = operation.config(config);
+    }
+    operation.run(&placed_a, &placed_b, &mut out)?;
+    let partial = out.to_vec()?;
+    if let Err(what) = Reference::new(&a, &b, None, k).check(&partial) {
+        panic!("the partial of rank {rank}, {case:?}: {what}");
+    }
+    let all = group.all_gather_bytes(bytemuck::cast_slice(&partial))?;
+    let value = |bytes: &[u8]| bytemuck::pod_read_unaligned::<T>(bytes);
+    let values = |bytes: &Vec<u8>| bytes.chunks_exact(size_of::<T>()).map(value).collect();
+    Ok(all.iter().map(values).collect())
+}
+
+/// 100 times, under delays that differ each time, by all routes and in several ways to cut it up: the bits of a plain sum of
+/// partials in the order of the ranks. And each is as near to float64 as the documentation says.
+#[track_caller]
+pub fn partials_are_added_in_the_order_of_the_ranks<B: Tested>(
+    test: &str,
+    world: usize,
+    cases: &[Case],
+    configs: &[Option<Config>],
+    routes: &[Route],
+) {
+    all_done(ranks::<B>(test, world, |rank| {
+        let workers = cases.iter().map(|case| case.workers).max();
+        let builder = Builder::<B>::new()
+            .timeout(B::TIMEOUT)
+            .workers(workers.unwrap_or(1));
+        let group = builder.connect(rank.rank, rank.world, &rank.address)?;
+        let mut placed = Vec::new();
+        for (index, case) in cases.iter().enumerate() {
+            let address = format!("{}-{index}", rank.address);
+            let partials = partials::<B, bf16>(&group, &address, case, configs[0])?;
+            let bias = case.bias::<bf16>();
+            let own = case.first(rank.rank) * case.n..case.first(rank.rank + 1) * case.n;
+            let sum = plain_sum(&partials, bias.as_deref());
+            let exact = Exact::new(case, &partials);
+            exact.check(case, &sum);
+            placed.push((Placed::<B, bf16>::new(&group, case)?, sum[own].to_vec()));
+        }
+        for seed in 0..100usize {
+            gemmesh::testing::delay_chunks(Some(seed as u64));
+            let case = seed % cases.len();
+            let (matrices, expected) = &mut placed[case];
+            let turn = seed / cases.len();
+            let route = routes[turn % routes.len()];
+            let config = configs[turn / routes.len() % configs.len()];
+            let config = config.map(|config| config.with_route(route));
+            let found = matrices.run(&cases[case], config)?;
+            assert!(
+                bits(&found) == bits(expected),
+                "seed {seed}, {config:?}, {:?}",
+                cases[case]
+            );
+        }
+        gemmesh::testing::delay_chunks(None);
+        Ok("the same bits 100 times".into())
+    }));
+}
+
+/// The sum in float64, and what the documentation allows each element to be off.
+struct Exact {
+    values: Vec<f64>,
+    allowed: Vec<f64>,
+}
+
+impl Exact {
+    fn new(case: &Case, partials: &[Vec<bf16>]) -> Exact {
+        // Unit roundoffs of bf16 and f32.
+        let (u, v) = (2f64.powi(-8), 2f64.powi(-24));
+        let (m, n, world) = (case.m(), case.n, partials.len());
+        let (mut values, mut allowed) = (vec![0.0f64; m * n], vec![0.0f64; m * n]);
+        let deepest = (0..world).map(|rank| case.k_of(rank)).max().unwrap();
+        for (rank, partial) in partials.iter().enumerate() {
+            let [a, b] = case.operands::<bf16>(rank);
+            let k = case.k_of(rank);
+            for (index, (value, allowed)) in values.iter_mut().zip(&mut allowed).enumerate() {
+                let (row, column) = (index / n, index % n);
+                let rows = a[row * k..][..k].iter().zip(&b[column * k..][..k]);
+                for (x, y) in rows {
+                    let term = f64::from(x.to_f32()) * f64::from(y.to_f32());
+                    *value += term;
+                    *allowed += (deepest + world) as f64 * v * term.abs();
+                }
+                *allowed += u * f64::from(partial[index].to_f32()).abs();
+            }
+        }
+        for (index, (value, allowed)) in values.iter_mut().zip(&mut allowed).enumerate() {
+            let bias = case.bias::<bf16>();
+            *value += bias.map_or(0.0, |bias| bias[index % n].to_f32().into());
+            *allowed += u * value.abs();
+            // What is left out at first order.
+            *allowed *= 1.01;
+        }
+        Exact { values, allowed }
+    }
+
+    #[track_caller]
+    fn check(&self, case: &Case, found: &[bf16]) {
+        for (index, found) in found.iter().enumerate() {
+            let error = (f64::from(found.to_f32()) - self.values[index]).abs();
+            assert!(
+                error <= self.allowed[index],
+                "{case:?}: element {index} is {found} and should be {}",
+                self.values[index]
+            );
+        }
+    }
+}
+
+/// The bits of a row do not depend on who owns it.
+#[track_caller]
+pub fn bits_do_not_depend_on_the_split<B: Tested>(test: &str, splits: &[[usize; 3]]) {
+    all_done(ranks::<B>(test, 3, |rank| {
+        let builder = Builder::<B>::new().timeout(B::TIMEOUT).workers(1);
+        let group = builder.connect(rank.rank, rank.world, &rank.address)?;
+        let mut first: Option<Vec<u8>> = None;
+        for split in splits {
+            let case = Case {
+                rows: split.to_vec(),
+                n: 40,
+                k: 72,
+                more: 8,
+                bias: true,
+                workers: 1,
+                seed: 5,
+            };
+            let own = Placed::<B, bf16>::new(&group, &case)?.run(&case, None)?;
+            let all = group.all_gather_bytes(bytemuck::cast_slice(&own))?.concat();
+            assert_eq!(all.len(), 2 * case.m() * case.n);
+            assert!(*first.get_or_insert(all.clone()) == all, "{split:?}");
+        }
+        Ok("the same".into())
+    }));
+}
+
+/// The output is the next product's input: rows of a sharded matrix.
+#[track_caller]
+pub fn the_output_may_be_the_own_rows_of_a_sharded_matrix<B: Tested>(test: &str) {
+    all_done(ranks::<B>(test, 3, |rank| {
+        let builder = Builder::<B>::new().timeout(B::TIMEOUT).workers(1);
+        let group = builder.connect(rank.rank, rank.world, &rank.address)?;
+        let case = Case {
+            rows: vec![40, 0, 61],
+            n: 48,
+            k: 16,
+            more: 16,
+            bias: false,
+            workers: 1,
+            seed: 9,
+        };
+        let mut placed = Placed::<B, bf16>::new(&group, &case)?;
+        let expected = placed.run(&case, None)?;
+        let all = group
+            .all_gather_bytes(bytemuck::cast_slice(&expected))?
+            .concat();
+        let mut x = group.sharded_rows::<bf16>(&case.rows, case.n)?;
+        let weight = normal::<bf16>(3, 8 * case.n);
+        let b = group.upload(&weight, 8, case.n)?;
+        let mut out = group.zeros(case.m(), 8)?;
+        for _ in 0..10 {
+            x.poison(bf16::NAN)?;
+            group.barrier()?;
+            MatmulReduceScatter::new().run_into(&placed.a, &placed.b, &mut x)?;
+            all_gather_matmul(&x, &b, &mut out)?;
+            let rows = x.to_vec()?;
+            assert!(bytemuck::cast_slice::<bf16, u8>(&rows) == all);
+            if let Err(what) = Reference::new(&rows, &weight, None, case.n).check(&out.to_vec()?) {
+                panic!("rank {}: {what}", rank.rank);
+            }
+        }
+        let wrong = [case.m(), 0, 0];
+        let operation = MatmulReduceScatter::new().rows(&wrong);
+        let error = operation
+            .run_into(&placed.a, &placed.b, &mut x)
+            .unwrap_err();
+        assert!(matches!(error, Error::Shape { .. }), "{error}");
+        Ok("right".into())
+    }));
+}
+
+/// What does not fit is refused, and the group goes on.
+#[track_caller]
+pub fn what_does_not_fit_is_refused<B: Tested>(test: &str) {
+    all_done(ranks::<B>(test, 2, |rank| {
+        let builder = Builder::<B>::new().timeout(B::TIMEOUT).workers(1);
+        let group = builder.connect(rank.rank, rank.world, &rank.address)?;
+        let [m, n, k] = [9, 8, 16];
+        let own = m / 2 + usize::from(rank.rank < m % 2);
+        let a = group.zeros::<bf16>(m, k)?;
+        let b = group.zeros::<bf16>(n, k)?;
+        let mut out = group.zeros::<bf16>(own, n)?;
+        let refused = |result: Result<(), Error>, what: &str| {
+            let error = result.unwrap_err();
+            let said = error.to_string();
+            assert!(matches!(error, Error::Shape { .. }), "{error}");
+            assert!(
+                said.contains(what) && said.contains("matmul_reduce_scatter"),
+                "{said}"
+            );
+        };
+        let narrow = group.zeros::<bf16>(n, k - 1)?;
+        refused(matmul_reduce_scatter(&a, &narrow, &mut out), "b [N, K]");
+        let mut long = group.zeros::<bf16>(own + 1, n)?;
+        refused(
+            matmul_reduce_scatter(&a, &b, &mut long),
+            "out [rows of this rank, N]",
+        );
+        let [few, more] = [vec![m], vec![m, 1]];
+        let few = MatmulReduceScatter::new().rows(&few);
+        refused(few.run(&a, &b, &mut out), "rows [world size]");
+        let more = MatmulReduceScatter::new().rows(&more);
+        refused(more.run(&a, &b, &mut out), "the rows of all ranks [M]");
+        let bias = group.zeros::<bf16>(1, n + 1)?;
+        let biased = MatmulReduceScatter::new().bias(&bias);
+        refused(biased.run(&a, &b, &mut out), "bias [1, N]");
+        matmul_reduce_scatter(&a, &b, &mut out)?;
+        assert!(out.to_vec()?.iter().all(|&x| x == bf16::ZERO));
+        Ok("refused".into())
+    }));
+}
+
+/// A rank whose M or split is another is named.
+#[track_caller]
+pub fn other_rows_are_a_mismatch<B: Tested>(test: &str, theirs: [usize; 2]) {
+    let ranks = ranks::<B>(test, 2, |rank| {
+        let builder = Builder::<B>::new().timeout(B::TIMEOUT).workers(1);
+        let group = builder.connect(rank.rank, rank.world, &rank.address)?;
+        let rows = if rank.rank == 1 { theirs } else { [5, 4] };
+        let a = group.zeros::<bf16>(rows.iter().sum(), 16)?;
+        let b = group.zeros::<bf16>(8, 16)?;
+        let mut out = group.zeros::<bf16>(rows[rank.rank], 8)?;
+        let operation = MatmulReduceScatter::new().rows(&rows);
+        let result = operation.run(&a, &b, &mut out);
+        poisoned(&group, result.and_then(|()| group.synchronize()))
+    });
+    let outcomes = ranks.outcomes();
+    let error = same_error(&outcomes);
+    assert!(
+        matches!(error, Error::CallMismatch { rank: 1, .. }),
+        "{error}"
+    );
+    let words = error.to_string();
+    assert!(
+        words.contains("matmul_reduce_scatter(M = 9, N = 8"),
+        "{words}"
+    );
+}
