@@ -12,11 +12,12 @@ use std::convert::Infallible;
 use std::sync::atomic::{AtomicI32, Ordering};
 
 use gemmesh::schedule::board::{Note, Post, Report};
-use gemmesh::schedule::drive::{self, CopyThread};
+use gemmesh::schedule::drive::{self, CopyThread, Produced};
 use gemmesh::schedule::flag::Wait;
 use gemmesh::schedule::primitive::AtomicUsize;
 use gemmesh::schedule::{
-    Awaited, Description, Epoch, Flag, FlagBlock, Layout, Schedule, Transfer, all_gather,
+    Addend, Awaited, Block, Description, Epoch, Flag, FlagBlock, Layout, Schedule, Transfer,
+    all_gather, reduce_scatter,
 };
 use gemmesh::{Chunking, Config, DType, Route, TileShape};
 use loom::cell::UnsafeCell;
@@ -127,11 +128,11 @@ impl World {
         let Ok(()) = drive::complete(self.plan(rank, way), epoch, &self.blocks(), self);
     }
 
-    fn transfer(&self, rank: usize, epoch: Epoch, way: Way) {
+    fn transfer(&self, rank: usize, epoch: Epoch, way: Way, produced: &[Produced]) {
         let mut engine = CopyThread {
             rank,
             blocks: &self.blocks(),
-            produced: &[],
+            produced,
             waiter: self,
             copy: |transfer: &Transfer| {
                 let (from, to) = (&self.ranks[transfer.from], &self.ranks[transfer.to]);
@@ -165,11 +166,39 @@ impl World {
         count
     }
 
+    /// Makes the partials of the peers' rows, and looks at those that are added to the own.
+    fn multiply_and_add(
+        &self,
+        rank: usize,
+        epoch: Epoch,
+        produced: &[Produced],
+        next: &AtomicUsize,
+    ) {
+        let Rank { chunk, rows, .. } = &self.ranks[rank];
+        let plan = self.plan(rank, Way::Push);
+        let product = plan.product().unwrap();
+        let Ok(()) = drive::multiply(plan, epoch, chunk, next, produced, self, |_, tile| {
+            let Block { rows: block, sum } = product.block(tile);
+            for row in product.rows(tile) {
+                let offset = row - block.start;
+                if sum.addends.is_empty() {
+                    rows[sum.out][sum.first + offset].write(value(rank, row, epoch));
+                }
+                for (from, addend) in sum.addends.iter().enumerate() {
+                    if let Addend::Rows { matrix, first } = addend {
+                        let found = rows[*matrix][first + offset].read();
+                        assert_eq!(found, value(from, row, epoch), "row {row}, {epoch:?}");
+                    }
+                }
+            }
+        });
+    }
+
     /// The life of the copy thread of `rank`, which is told to begin and tells that it has ended.
     fn copy(&self, rank: usize, begin: &Receiver<Epoch>, ended: &Sender<()>, ways: &[Way]) {
         for way in ways {
             let epoch = begin.recv().unwrap();
-            self.transfer(rank, epoch, *way);
+            self.transfer(rank, epoch, *way, &[]);
             ended.send(()).unwrap();
         }
     }
@@ -407,12 +436,113 @@ fn rows_that_another_rank_passes_on_are_seen() {
         (0..3).for_each(|rank| world.announce(rank, epoch));
         let copier = |rank| {
             let world = world.clone();
-            spawn(move || world.transfer(rank, epoch, Way::Push))
+            spawn(move || world.transfer(rank, epoch, Way::Push, &[]))
         };
         let copiers = [copier(0), copier(1), copier(2)];
         assert_eq!(world.multiply(2, epoch, &AtomicUsize::new(0)), 2);
         for copier in copiers {
             copier.join().unwrap();
+        }
+    });
+}
+
+/// The plans of all ranks that add up partials, for tiles of two rows.
+fn sums(rows: &[usize], chunks: usize) -> std::sync::Arc<Plans> {
+    let asked = Description {
+        operation: reduce_scatter::NAME,
+        dtype: DType::Bf16,
+        layout: Layout::new(rows, 1).unwrap(),
+        n: 1,
+    };
+    let config = Config::new(TILE, Chunking::new(chunks), Route::Push);
+    let plan = |rank, _| reduce_scatter::reduce_scatter(&asked, rank, config).unwrap();
+    std::sync::Arc::new(Plans {
+        schedules: both_ways(rows.len(), plan),
+        owned: vec![Vec::new(); rows.len()],
+        matrices: reduce_scatter::MATRICES,
+    })
+}
+
+/// Made ready for an operation.
+fn produced(world: &World, rank: usize, epoch: Epoch) -> Vec<Produced> {
+    let mut produced = Produced::of(world.plan(rank, Way::Push));
+    produced.iter_mut().for_each(|block| block.begin(epoch));
+    produced
+}
+
+/// Two ranks with a tile for each other in so many operations; the orders are explored from the last one on.
+fn two_ranks_add(epochs: &'static [Epoch], patience: i32) {
+    let plans = sums(&[2, 2], 1);
+    explore(Some(1), move || {
+        loom::stop_exploring();
+        let world = Arc::new(World::new(&plans, epochs[0], i32::MAX));
+        let rank = |rank: usize| {
+            let ((begin, begun), (end, ended)) = (channel(), channel());
+            let copied = world.clone();
+            let copier = spawn(move || {
+                for _ in epochs {
+                    let (epoch, produced): (_, std::sync::Arc<Vec<Produced>>) =
+                        begun.recv().unwrap();
+                    copied.transfer(rank, epoch, Way::Push, &produced);
+                    drop(produced);
+                    end.send(()).unwrap();
+                }
+            });
+            let world = world.clone();
+            move || {
+                for (index, &epoch) in epochs.iter().enumerate() {
+                    if (rank, index + 1) == (0, epochs.len()) {
+                        world.patience.store(patience, Ordering::Relaxed);
+                        loom::explore();
+                    }
+                    let produced = std::sync::Arc::new(produced(&world, rank, epoch));
+                    world.announce(rank, epoch);
+                    begin.send((epoch, produced.clone())).unwrap();
+                    world.multiply_and_add(rank, epoch, &produced, &AtomicUsize::new(0));
+                    ended.recv().unwrap();
+                    world.complete(rank, epoch, Way::Push);
+                }
+                copier.join().unwrap();
+            }
+        };
+        let (rank_0, rank_1) = (rank(0), rank(1));
+        let rank_1 = spawn(rank_1);
+        rank_0();
+        rank_1.join().unwrap();
+    });
+}
+
+#[test]
+fn partials_are_there_when_they_are_added() {
+    two_ranks_add(&EPOCHS[..1], 6);
+}
+
+#[test]
+fn slots_are_not_overwritten_before_they_have_been_added() {
+    two_ranks_add(&EPOCHS[1..], 6);
+}
+
+#[test]
+fn a_block_is_sent_when_all_workers_have_made_their_tiles_of_it() {
+    let plans = sums(&[0, 4], 1);
+    explore(Some(2), move || {
+        let epoch = EPOCHS[1];
+        let world = Arc::new(World::new(&plans, epoch, 4));
+        (0..2).for_each(|rank| world.announce(rank, epoch));
+        let produced = std::sync::Arc::new(produced(&world, 0, epoch));
+        let next = std::sync::Arc::new(AtomicUsize::new(0));
+        let copied = (world.clone(), produced.clone());
+        let copier = spawn(move || copied.0.transfer(0, epoch, Way::Push, &copied.1));
+        let other = (world.clone(), produced.clone(), next.clone());
+        let other = spawn(move || other.0.multiply_and_add(0, epoch, &other.1, &other.2));
+        world.multiply_and_add(0, epoch, &produced, &next);
+        other.join().unwrap();
+        copier.join().unwrap();
+        for row in 0..4 {
+            let found = world.ranks[1].rows[reduce_scatter::PARTIALS][row].read();
+            // The acquire of whoever reads them stands for that of its tiles.
+            assert!(world.ranks[1].chunk[0].reached(epoch));
+            assert_eq!(found, value(0, row, epoch));
         }
     });
 }
@@ -465,7 +595,7 @@ fn workers_share_the_tiles_and_wait_for_both_shards_of_a_tile() {
         world.announce(1, epoch);
         world.announce(2, epoch);
         let copied = world.clone();
-        let copier = spawn(move || copied.transfer(0, epoch, Way::Pull));
+        let copier = spawn(move || copied.transfer(0, epoch, Way::Pull, &[]));
         let (shared, its_next) = (world.clone(), next.clone());
         let worker = spawn(move || shared.multiply(0, epoch, &its_next));
         let tiles = world.multiply(0, epoch, &next) + worker.join().unwrap();
