@@ -13,7 +13,7 @@ use rand::RngExt;
 use support::numbers::{Reference, bits, nan, normal, rng};
 use support::processes;
 use support::products::{Case, Placed};
-use support::shared::{reduce_scatter, results};
+use support::shared::results;
 
 /// Rows are split evenly; one worker a rank; no bias.
 fn even(world: usize, m: usize, n: usize, k: usize) -> Case {
@@ -639,70 +639,4 @@ fn a_sharded_matrix_serves_any_rows_within_its_capacity() {
 #[test]
 fn ranks_that_give_a_matrix_other_rows_are_told() {
     results::other_rows_are_a_mismatch::<Host>(test_name!());
-}
-
-/// Ways to cut a reduce-scatter up, by all of which the sums of K are made alike.
-fn reduce_scatter_configs() -> Vec<Option<Config>> {
-    let shapes = [(32, 32), (16, 48), (40, 16)];
-    let chunks = [(1, 1), (2, 3), (3, 2)];
-    let configs = shapes.into_iter().zip(chunks);
-    configs
-        .map(|((m, n), (count, last))| {
-            let tile = TileShape::new(m, n, 64).with_group_m(2);
-            let chunking = Chunking::new(count).with_last(last);
-            Some(Config::new(tile, chunking, Route::Push))
-        })
-        .collect()
-}
-
-#[test]
-fn partials_are_added_in_the_order_of_the_ranks_whatever_comes_first() {
-    let case = |rows: &[usize], n, k, more, bias, workers| reduce_scatter::Case {
-        rows: rows.to_vec(),
-        n,
-        k,
-        more,
-        bias,
-        workers,
-        seed: (n * 1009 + k) as u64,
-    };
-    let cases = [
-        case(&[50, 50, 50], 64, 96, 0, false, 1),
-        case(&[70, 0, 33], 41, 130, 7, true, 2),
-        case(&[0, 0, 90], 5, 33, 64, true, 1),
-        case(&[1, 1, 1], 1, 1, 0, false, 1),
-    ];
-    reduce_scatter::partials_are_added_in_the_order_of_the_ranks::<Host>(
-        test_name!(),
-        3,
-        &cases,
-        &reduce_scatter_configs(),
-        &[Route::Pull, Route::Push, Route::Store],
-    );
-}
-
-#[test]
-fn the_bits_of_a_reduce_scatter_do_not_depend_on_the_split() {
-    let splits = [[40, 40, 40], [120, 0, 0], [0, 1, 119], [37, 50, 33]];
-    reduce_scatter::bits_do_not_depend_on_the_split::<Host>(test_name!(), &splits);
-}
-
-#[test]
-fn the_output_of_a_reduce_scatter_may_be_the_own_rows_of_a_sharded_matrix() {
-    reduce_scatter::the_output_may_be_the_own_rows_of_a_sharded_matrix::<Host>(test_name!());
-}
-
-#[test]
-fn a_reduce_scatter_refuses_what_does_not_fit() {
-    reduce_scatter::what_does_not_fit_is_refused::<Host>(test_name!());
-}
-
-#[test]
-fn another_m_in_a_reduce_scatter_is_a_mismatch() {
-    reduce_scatter::other_rows_are_a_mismatch::<Host>(test_name!(), [5, 5]);
-}
-
-#[test]
-fn another_split_in_a_reduce_scatter_is_a_mismatch() {
-    reduce_scatter::other_rows_are_a_mismatch::<Host>(test_name!(), [6, 3]);
 }

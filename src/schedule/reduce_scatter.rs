@@ -74,7 +74,7 @@ impl Partials {
     }
 
     /// Where a rank's own partial of all rows lies: its first row.
-    fn own(&self) -> usize {
+    pub fn own(&self) -> usize {
         (self.world - 1) * self.slot
     }
 }

@@ -13,6 +13,7 @@ fn case(rows: &[usize], n: usize, k: usize, more: usize, bias: bool) -> Case {
         k,
         more,
         bias,
+        cancels: more == 0 && rows.len() > 2,
         workers: 1,
         seed: (n * 1009 + k) as u64,
     }

@@ -1,0 +1,251 @@
+//! Partial sums go to who owns the rows, and are added in the order of the ranks.
+
+mod support;
+
+use std::ops::Range;
+
+use gemmesh::schedule::reduce_scatter::{self as planner, OUT, PARTIALS, Partials};
+use gemmesh::schedule::{Addend, Description, Layout, Schedule, Transfer};
+use gemmesh::{Chunking, Config, DType, Host, Route, TileShape};
+use proptest::prelude::*;
+use support::shared::reduce_scatter;
+
+/// Ways to cut a reduce-scatter up, by all of which the sums of K are made alike.
+fn reduce_scatter_configs() -> Vec<Option<Config>> {
+    let shapes = [(32, 32), (16, 48), (40, 16)];
+    let chunks = [(1, 1), (2, 3), (3, 2)];
+    let configs = shapes.into_iter().zip(chunks);
+    configs
+        .map(|((m, n), (count, last))| {
+            let tile = TileShape::new(m, n, 64).with_group_m(2);
+            let chunking = Chunking::new(count).with_last(last);
+            Some(Config::new(tile, chunking, Route::Push))
+        })
+        .collect()
+}
+
+#[test]
+fn partials_are_added_in_the_order_of_the_ranks_whatever_comes_first() {
+    let case = |rows: &[usize], n, k, more, bias, workers| reduce_scatter::Case {
+        rows: rows.to_vec(),
+        n,
+        k,
+        more,
+        bias,
+        cancels: more == 0 && rows.len() > 2,
+        workers,
+        seed: (n * 1009 + k) as u64,
+    };
+    let cases = [
+        case(&[50, 50, 50], 64, 96, 0, false, 1),
+        case(&[70, 0, 33], 41, 130, 7, true, 2),
+        case(&[0, 0, 90], 5, 33, 64, true, 1),
+        case(&[1, 1, 1], 1, 1, 0, false, 1),
+    ];
+    reduce_scatter::partials_are_added_in_the_order_of_the_ranks::<Host>(
+        test_name!(),
+        3,
+        &cases,
+        &reduce_scatter_configs(),
+        &[Route::Pull, Route::Push, Route::Store],
+    );
+}
+
+#[test]
+fn the_bits_of_a_reduce_scatter_do_not_depend_on_the_split() {
+    let splits = [[40, 40, 40], [120, 0, 0], [0, 1, 119], [37, 50, 33]];
+    reduce_scatter::bits_do_not_depend_on_the_split::<Host>(test_name!(), &splits);
+}
+
+#[test]
+fn the_output_of_a_reduce_scatter_may_be_the_own_rows_of_a_sharded_matrix() {
+    reduce_scatter::the_output_may_be_the_own_rows_of_a_sharded_matrix::<Host>(test_name!());
+}
+
+#[test]
+fn a_reduce_scatter_refuses_what_does_not_fit() {
+    reduce_scatter::what_does_not_fit_is_refused::<Host>(test_name!());
+}
+
+#[test]
+fn another_m_in_a_reduce_scatter_is_a_mismatch() {
+    reduce_scatter::other_rows_are_a_mismatch::<Host>(test_name!(), [5, 5]);
+}
+
+#[test]
+fn another_split_in_a_reduce_scatter_is_a_mismatch() {
+    reduce_scatter::other_rows_are_a_mismatch::<Host>(test_name!(), [6, 3]);
+}
+
+// Schedules.
+
+#[derive(Clone, Debug)]
+struct Asked {
+    rows: Vec<usize>,
+    n: usize,
+    config: Config,
+}
+
+impl Asked {
+    fn schedules(&self) -> Vec<Schedule> {
+        let asked = self.description();
+        let plan = |rank| planner::reduce_scatter(&asked, rank, self.config).unwrap();
+        (0..self.rows.len()).map(plan).collect()
+    }
+
+    fn description(&self) -> Description {
+        Description {
+            operation: planner::NAME,
+            dtype: DType::Bf16,
+            layout: Layout::new(&self.rows, 3).unwrap(),
+            n: self.n,
+        }
+    }
+
+    fn partials(&self) -> Partials {
+        Partials::of(&self.description())
+    }
+}
+
+fn any_asked(route: &'static [Route]) -> impl Strategy<Value = Asked> {
+    let rows = prop::collection::vec(0usize..40, 1..6)
+        .prop_filter("rows", |rows| rows.iter().sum::<usize>() > 0);
+    let tile = (1usize..9, 1usize..9, 1usize..4, 1usize..4);
+    let chunks = (1usize..5, 1usize..5);
+    let route = prop::sample::select(route);
+    (rows, 1usize..30, tile, chunks, route).prop_map(|(rows, n, tile, chunks, route)| {
+        let (m, tile_n, cluster, group) = tile;
+        let tile = TileShape::new(m, tile_n, 8)
+            .with_cluster(cluster)
+            .with_group_m(group);
+        let chunking = Chunking::new(chunks.0).with_last(chunks.1);
+        Asked {
+            rows,
+            n,
+            config: Config::new(tile, chunking, route),
+        }
+    })
+}
+
+/// The rows of the product that a transfer is of.
+fn sent(transfer: &Transfer, partials: &Partials) -> Range<usize> {
+    let [moved] = &transfer.regions[..] else {
+        panic!("{transfer:?}");
+    };
+    assert_eq!(moved.from.columns, 0..partials.columns());
+    assert_eq!(moved.to.columns, moved.from.columns);
+    let Range { start, end } = moved.from.rows;
+    start - partials.own()..end - partials.own()
+}
+
+proptest! {
+    #[test]
+    fn each_element_is_made_once_and_goes_where_it_belongs(asked in any_asked(&[Route::Push, Route::Store])) {
+        let (schedules, partials) = (asked.schedules(), asked.partials());
+        let layout = asked.description().layout;
+        for (rank, schedule) in schedules.iter().enumerate() {
+            let product = schedule.product().unwrap();
+            let mut made = vec![0; layout.m() * asked.n];
+            for tile in schedule.tiles() {
+                for row in product.rows(tile) {
+                    product.columns(tile).for_each(|column| made[row * asked.n + column] += 1);
+                }
+                // Peers' blocks wait for nothing, so no rank waits for another in a circle.
+                let own = product.block(tile).sum.out == OUT;
+                prop_assert!(own || tile.flags().is_empty());
+            }
+            prop_assert!(made.iter().all(|&times| times == 1));
+            let mine = layout.rows_of(rank);
+            for block in &product.blocks {
+                let own = block.sum.out == OUT;
+                prop_assert_eq!(own, mine.contains(&block.rows.start));
+                prop_assert_eq!(block.sum.bias.is_some(), own);
+                let first = if own { 0 } else { partials.own() + block.rows.start };
+                prop_assert_eq!(block.sum.first, first);
+            }
+            // Own tiles last.
+            let is_own = |block: u32| product.blocks[block as usize].sum.out == OUT;
+            prop_assert!(schedule.tiles().is_sorted_by_key(|tile| is_own(tile.block)));
+        }
+    }
+
+    #[test]
+    fn what_a_rank_sends_is_what_its_owner_adds(asked in any_asked(&[Route::Pull, Route::Push, Route::Store])) {
+        let (schedules, partials) = (asked.schedules(), asked.partials());
+        let layout = asked.description().layout;
+        for (rank, schedule) in schedules.iter().enumerate() {
+            let mine = layout.rows_of(rank);
+            // By row of the slots: who writes it, under which flag.
+            let mut slots = vec![None; partials.own()];
+            for transfer in schedule.arrivals() {
+                let rows = sent(transfer, &partials);
+                prop_assert!(mine.start <= rows.start && rows.end <= mine.end && !rows.is_empty());
+                let sender = &schedules[transfer.from];
+                let departs = |other: &&Transfer| (other.to, other.flag) == (rank, transfer.flag);
+                if asked.config.route != Route::Pull {
+                    let departure = sender.moves().find(departs);
+                    prop_assert_eq!(departure, Some(transfer));
+                    // It waits for the block that makes it.
+                    let block = &sender.product().unwrap().blocks[transfer.produced.unwrap()];
+                    prop_assert_eq!(&block.rows, &rows);
+                    prop_assert_eq!(block.sum.first, transfer.regions[0].from.rows.start);
+                }
+                for (slot, row) in transfer.regions[0].to.rows.clone().zip(rows) {
+                    let before = slots[slot].replace((transfer.from, row, transfer.flag));
+                    prop_assert_eq!(before, None);
+                }
+            }
+            let sum = match (schedule.reduction(), schedule.product()) {
+                (Some(reduction), None) => &reduction.sum,
+                (None, Some(product)) => match product.blocks.iter().find(|b| b.sum.out == OUT) {
+                    Some(block) => &block.sum,
+                    None => continue,
+                },
+                (None, None) => continue,
+                both => panic!("{both:?}"),
+            };
+            prop_assert!(!mine.is_empty());
+            prop_assert_eq!(sum.addends.len(), layout.world());
+            for (from, addend) in sum.addends.iter().enumerate() {
+                match *addend {
+                    Addend::Product => prop_assert_eq!(from, rank),
+                    Addend::Rows { matrix, first } if from == rank => {
+                        prop_assert_eq!((matrix, first), (PARTIALS, partials.own() + mine.start));
+                    }
+                    Addend::Rows { matrix, first } => {
+                        prop_assert_eq!(matrix, PARTIALS);
+                        for row in mine.clone() {
+                            let (sender, of, flag) = slots[first + row - mine.start].unwrap();
+                            prop_assert_eq!((sender, of), (from, row));
+                            // Whoever adds it has waited for it.
+                            let product = schedule.product();
+                            let tiles = schedule.tiles().iter().filter(|tile| {
+                                product.is_some_and(|product| {
+                                    product.block(tile).sum.out == OUT && product.rows(tile).contains(&row)
+                                })
+                            });
+                            for tile in tiles {
+                                prop_assert!(tile.flags().contains(&flag));
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn ranks_agree_but_for_their_parts_of_k(asked in any_asked(&[Route::Pull, Route::Push])) {
+        let schedules = asked.schedules();
+        let other = Description {
+            layout: Layout::new(&asked.rows, 9).unwrap(),
+            ..asked.description()
+        };
+        let other = planner::reduce_scatter(&other, 0, asked.config).unwrap();
+        prop_assert_eq!(other.agreed(), schedules[0].agreed());
+        prop_assert!(schedules.iter().all(|schedule| schedule.agreed() == other.agreed()));
+        let wider = Description { n: asked.n + 1, ..asked.description() };
+        let wider = planner::reduce_scatter(&wider, 0, asked.config).unwrap();
+        prop_assert_ne!(wider.agreed(), other.agreed());
+    }
+}
