@@ -9,8 +9,8 @@
 namespace gemmesh {
 
 // The rows of a tile are shared out among the CTAs, by warps: warp w's are CTA w / kOwn's to add up and to store. What a
-// CTA has made of others' rows it sends to their shared memory. Sums are made in an order that depends on the row alone,
-// so a result does not depend on which CTA is early.
+// CTA has made of others' rows it sends to their shared memory. The parts of K are added in their order, whoever adds them: so
+// a row's bits depend neither on its place in the tile nor on which CTA is early.
 template <int Split, int N, int Warps>
 struct SplitSum {
     static constexpr uint32_t kOwn = Warps / Split;
@@ -51,16 +51,23 @@ struct SplitSum {
 
         if (warp % kOwn == 0 && lane == 0) ptx::mbarrier_arrive_expect_tx(&full, sizeof(parts));
         wait_phase(&full, parity);
-        for (uint32_t other = 0; other < Split - 1; ++other) {
 #pragma unroll
-            for (uint32_t i = 0; i < kPieces; ++i) {
-                const float4 part = parts[other][warp % kOwn][i][lane];
-                float* d = &accumulators.d[4 * i];
-                d[0] += part.x;
-                d[1] += part.y;
-                d[2] += part.z;
-                d[3] += part.w;
+        for (uint32_t i = 0; i < kPieces; ++i) {
+            float* d = &accumulators.d[4 * i];
+            const float4 own = {d[0], d[1], d[2], d[3]};
+            const auto part = [&](uint32_t of) {
+                return of == rank ? own : parts[of < rank ? of : of - 1][warp % kOwn][i][lane];
+            };
+            float4 sum = part(0);
+#pragma unroll
+            for (uint32_t of = 1; of < Split; ++of) {
+                const float4 next = part(of);
+                sum = {sum.x + next.x, sum.y + next.y, sum.z + next.z, sum.w + next.w};
             }
+            d[0] = sum.x;
+            d[1] = sum.y;
+            d[2] = sum.z;
+            d[3] = sum.w;
         }
         // every lane has read
         __syncwarp();

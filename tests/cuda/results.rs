@@ -1,9 +1,9 @@
 //! Every result is the one that float64 gives, within rounding, by each kernel and in each environment.
 
-use gemmesh::{Cuda, Element, Group, bf16, f16};
+use gemmesh::{AllGatherMatmul, Config, Cuda, Element, Error, Group, Route, bf16, f16};
 
 use crate::support::gpu::*;
-use crate::support::numbers::{nan, rng};
+use crate::support::numbers::{bits, nan, normal, rng};
 use crate::support::processes::Setting;
 use crate::support::shared::results;
 use crate::test_name;
@@ -29,6 +29,74 @@ fn random_shapes(test: &str, world: usize, count: usize) {
         Ok(format!("{count} shapes, worst error {worst:.3} of allowed"))
     });
     all_done(ranks);
+}
+
+/// The product of one rank by a kernel.
+fn product_by(
+    group: &Group<Cuda>,
+    config: Config,
+    [a, b]: [&[bf16]; 2],
+    [m, n, k]: [usize; 3],
+) -> Result<Vec<bf16>, Error> {
+    let mut sharded = group.sharded::<bf16>(m, k)?;
+    sharded.shard_mut().copy_from_host(a)?;
+    let weight = group.upload(b, n, k)?;
+    let mut out = group.zeros::<bf16>(m, n)?;
+    out.copy_from_host(&vec![nan(); m * n])?;
+    let operation = AllGatherMatmul::new().config(config);
+    operation.run(&sharded, &weight, &mut out)?;
+    out.to_vec()
+}
+
+#[test]
+fn a_rows_bits_do_not_depend_on_its_place_in_a_tile() {
+    let Some(_leave) = gpu() else { return };
+    const SHAPE: [usize; 3] = [300, 136, 1096];
+    all_done(ranks(test_name!(), 1, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let [m, n, k] = SHAPE;
+        let (mut row, mut b) = (normal::<bf16>(1, k), normal::<bf16>(2, n * k));
+        // What the first of four parts of K adds up to is large, and the third takes it away: another order of the parts shows.
+        let [first, third] = [0, 9 * 64];
+        for column in 0..4 * 64 {
+            row[first + column] *= bf16::from_f32(2f32.powi(20));
+            row[third + column] = -row[first + column];
+            b.chunks_exact_mut(k)
+                .for_each(|b| b[third + column] = b[first + column]);
+        }
+        let a = row.repeat(m);
+        for config in SHAPES.iter() {
+            let config = config.with_route(Route::Pull);
+            let out = product_by(&group, config, [&a, &b], SHAPE)?;
+            for (row, values) in out.chunks_exact(n).enumerate() {
+                assert!(bits(values) == bits(&out[..n]), "row {row}, {config:?}");
+            }
+        }
+        Ok("the same".into())
+    }));
+}
+
+#[test]
+fn the_bits_of_a_product_depend_on_the_parts_of_k_and_not_on_the_tile() {
+    let Some(_leave) = gpu() else { return };
+    const SHAPE: [usize; 3] = [391, 272, 2056];
+    all_done(ranks(test_name!(), 1, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let [m, n, k] = SHAPE;
+        let (a, b) = (normal::<bf16>(3, m * k), normal::<bf16>(4, n * k));
+        let mut by_parts: Vec<(usize, Vec<bf16>)> = Vec::new();
+        for config in SHAPES.iter() {
+            let config = config.with_route(Route::Pull);
+            let out = product_by(&group, config, [&a, &b], SHAPE)?;
+            let parts = config.tile.split_k;
+            match by_parts.iter().find(|(of, _)| *of == parts) {
+                Some((_, same)) => assert!(bits(&out) == bits(same), "{config:?}"),
+                None => by_parts.push((parts, out)),
+            }
+        }
+        assert!(by_parts.len() < SHAPES.len());
+        Ok(format!("{} kernels", SHAPES.len()))
+    }));
 }
 
 #[test]
