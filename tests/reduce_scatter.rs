@@ -24,30 +24,46 @@ fn reduce_scatter_configs() -> Vec<Option<Config>> {
         .collect()
 }
 
-#[test]
-fn partials_are_added_in_the_order_of_the_ranks_whatever_comes_first() {
+fn cases() -> [reduce_scatter::Case; 4] {
     let case = |rows: &[usize], n, k, more, bias, workers| reduce_scatter::Case {
         rows: rows.to_vec(),
         n,
         k,
         more,
         bias,
-        cancels: more == 0 && rows.len() > 2,
+        cancels: more == 0,
         workers,
         seed: (n * 1009 + k) as u64,
     };
-    let cases = [
+    [
         case(&[50, 50, 50], 64, 96, 0, false, 1),
         case(&[70, 0, 33], 41, 130, 7, true, 2),
         case(&[0, 0, 90], 5, 33, 64, true, 1),
         case(&[1, 1, 1], 1, 1, 0, false, 1),
-    ];
+    ]
+}
+
+const ROUTES: [Route; 3] = [Route::Pull, Route::Push, Route::Store];
+
+#[test]
+fn partials_are_added_in_the_order_of_the_ranks_whatever_comes_first() {
     reduce_scatter::partials_are_added_in_the_order_of_the_ranks::<Host>(
         test_name!(),
         3,
-        &cases,
+        &cases(),
         &reduce_scatter_configs(),
-        &[Route::Pull, Route::Push, Route::Store],
+        &ROUTES,
+    );
+}
+
+#[test]
+fn an_all_reduce_gives_all_ranks_the_bits_of_the_sum_in_their_order() {
+    reduce_scatter::all_ranks_get_the_same_bits::<Host>(
+        test_name!(),
+        3,
+        &cases(),
+        &reduce_scatter_configs(),
+        &ROUTES,
     );
 }
 
@@ -231,6 +247,37 @@ proptest! {
                     }
                 }
             }
+        }
+    }
+
+    #[test]
+    fn each_rank_gets_each_sum_from_its_owner_once(asked in any_asked(&[Route::Push, Route::Store])) {
+        let description = Description { operation: planner::ALL_NAME, ..asked.description() };
+        let plan = |rank| planner::all_reduce(&description, rank, asked.config).unwrap();
+        let schedules: Vec<Schedule> = (0..asked.rows.len()).map(plan).collect();
+        let layout = &description.layout;
+        for (rank, schedule) in schedules.iter().enumerate() {
+            let mine = layout.rows_of(rank);
+            let mut got = vec![false; layout.m()];
+            got[mine].fill(true);
+            let is_sum = |transfer: &&Transfer| transfer.regions[0].to.matrix == OUT;
+            for transfer in schedule.arrivals().iter().filter(is_sum) {
+                let sender = &schedules[transfer.from];
+                let departs = |other: &&Transfer| (other.to, other.flag) == (rank, transfer.flag);
+                prop_assert_eq!(sender.moves().find(departs), Some(transfer));
+                let moved = &transfer.regions[0];
+                prop_assert_eq!(&moved.from, &moved.to);
+                // Sent when it is made, to the rows where it was made.
+                let block = &sender.product().unwrap().blocks[transfer.produced.unwrap()];
+                prop_assert_eq!(&block.rows, &moved.from.rows);
+                prop_assert_eq!((block.sum.out, block.sum.first), (OUT, block.rows.start));
+                for row in moved.to.rows.clone() {
+                    prop_assert!(!std::mem::replace(&mut got[row], true));
+                    prop_assert!(layout.rows_of(transfer.from).contains(&row));
+                }
+            }
+            prop_assert!(got.iter().all(|&got| got));
+            prop_assert_eq!(schedule.awaits_all(), asked.rows.len() == 1 || !schedule.arrivals().iter().any(|transfer| is_sum(&transfer)));
         }
     }
 

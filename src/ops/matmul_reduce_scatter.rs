@@ -1,16 +1,15 @@
 //! `out[rows of this rank, N] = Σ_p a_p[rows, K_p] · b_p[N, K_p]ᵀ`: each rank has a part of K, and gets its rows of the sum.
 
+use super::partial_sums::{PartialSums, Which, split};
 use super::{require_same_group, require_shape};
 use crate::backend::Backend;
-use crate::backend::sealed::{Bound, Call};
+use crate::backend::sealed::Bound;
 use crate::element::Element;
 use crate::error::{Error, Result};
-use crate::group::Group;
 use crate::matrix::Matrix;
-use crate::ranks::call::Operation;
-use crate::schedule::layout::{MAX_EXTENT, balanced_rows, limit};
-use crate::schedule::reduce_scatter::{self, MATRICES, NAME, Partials};
-use crate::schedule::{Config, Description, Layout};
+use crate::schedule::layout::balanced_rows;
+use crate::schedule::reduce_scatter::NAME;
+use crate::schedule::{Config, Layout};
 use crate::sharded::ShardedMatrix;
 
 /// `out = Σ a_p · b_pᵀ` over all ranks p, of which each gets its rows. Collective.
@@ -48,8 +47,7 @@ pub fn matmul_reduce_scatter<B: Backend, T: Element>(
 /// [`matmul_reduce_scatter`] with what varies.
 #[derive(Debug)]
 pub struct MatmulReduceScatter<'a, B: Backend, T: Element> {
-    bias: Option<&'a Matrix<B, T>>,
-    config: Option<Config>,
+    sums: PartialSums<'a, B, T>,
     rows: Option<&'a [usize]>,
 }
 
@@ -57,8 +55,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// No bias, an even split, and the backend's configuration for the problem.
     pub fn new() -> Self {
         MatmulReduceScatter {
-            bias: None,
-            config: None,
+            sums: PartialSums::new(),
             rows: None,
         }
     }
@@ -66,7 +63,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// Adds `bias`, [1, N], to each of this rank's rows, in f32 before the last rounding.
     #[must_use]
     pub fn bias(mut self, bias: &'a Matrix<B, T>) -> Self {
-        self.bias = Some(bias);
+        self.sums.bias = Some(bias);
         self
     }
 
@@ -74,7 +71,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// multiplied before any are moved: that needs nothing of other ranks while a kernel runs.
     #[must_use]
     pub fn config(mut self, config: Config) -> Self {
-        self.config = Some(config);
+        self.sums.config = Some(config);
         self
     }
 
@@ -107,7 +104,8 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
             Ok(layout)
         };
         let layout = check().map_err(|error| group.refuse(NAME, error))?;
-        self.call(a, b, layout, Bound::Output(out.memory_mut()))
+        let out = Bound::Output(out.memory_mut());
+        self.sums.run(Which::Own, a, b, layout, out).map(drop)
     }
 
     /// The same into the own rows of a sharded matrix, whose split it has: the next layer's input, with no copy.
@@ -138,81 +136,8 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
             Ok((split(group, &rows, [m, k])?, offset))
         };
         let (layout, offset) = check().map_err(|error| group.refuse(NAME, error))?;
-        self.call(a, b, layout, Bound::Part(out.memory_mut(), offset))
-    }
-
-    /// The output has been checked.
-    fn call(
-        &self,
-        a: &Matrix<B, T>,
-        b: &Matrix<B, T>,
-        layout: Layout,
-        out: Bound<B>,
-    ) -> Result<()> {
-        let group = a.group();
-        let [n, k] = b.shape();
-        let describe = |operation| Description {
-            operation,
-            dtype: T::DTYPE,
-            layout: layout.clone(),
-            n,
-        };
-        let programs = || -> Result<_> {
-            limit("N", n, 1, MAX_EXTENT)?;
-            require_same_group("b", b.group(), group)?;
-            require_shape(group.rank(), "b [N, K]", [n, layout.k()], [n, k])?;
-            if let Some(bias) = self.bias {
-                require_same_group("bias", bias.group(), group)?;
-                require_shape(group.rank(), "bias [1, N]", [1, n], bias.shape())?;
-            }
-            let planner = reduce_scatter::reduce_scatter;
-            let program = group.program(planner, describe(NAME), self.config)?;
-            // Where partials are pulled, they are made before.
-            let multiply = match B::schedule(&program).product() {
-                Some(_) => None,
-                None => {
-                    let planner = reduce_scatter::multiply;
-                    Some(group.program(planner, describe(MULTIPLY), self.config)?)
-                }
-            };
-            Ok((program, multiply))
-        };
-        let (program, multiply) = programs().map_err(|error| group.refuse(NAME, error))?;
-        let Some(agreed) = B::schedule(&program).agreed() else {
-            unreachable!("all ranks take part");
-        };
-        let partials = Partials::of(&describe(NAME));
-        let bytes = partials.rows() * partials.columns() * size_of::<T>();
-        let partials = group.partials(agreed, bytes)?;
-        let mut matrices = [const { Bound::Nothing }; MATRICES];
-        matrices[reduce_scatter::A] = Bound::Input(a.memory());
-        matrices[reduce_scatter::B] = Bound::Input(b.memory());
-        matrices[reduce_scatter::OUT] = out;
-        matrices[reduce_scatter::PARTIALS] = Bound::Symmetric(partials.as_ref());
-        if let Some(bias) = self.bias {
-            matrices[reduce_scatter::BIAS] = Bound::Input(bias.memory());
-        }
-        let operation = Operation {
-            agreed,
-            matrices: &[],
-            traced: false,
-        };
-        group.operate(operation, |epoch| {
-            let inner = group.inner();
-            let run = |program| {
-                let call = Call {
-                    epoch,
-                    matrices: &matrices,
-                    trace: None,
-                };
-                inner.backend.run(&inner.members, program, call)
-            };
-            if let Some(multiply) = &multiply {
-                // The operation has its number: the others wait for this rank.
-                run(multiply).map_err(|error| inner.members.fail(error))?;
-            }
-            run(&program)
-        })
+        let out = Bound::Part(out.memory_mut(), offset);
+        self.sums.run(Which::Own, a, b, layout, out).map(drop)
     }
 }
 
@@ -220,26 +145,4 @@ impl<B: Backend, T: Element> Default for MatmulReduceScatter<'_, B, T> {
     fn default() -> Self {
         MatmulReduceScatter::new()
     }
-}
-
-/// The part of the call that a rank does by itself, where partials are pulled.
-const MULTIPLY: &str = "matmul of matmul_reduce_scatter";
-
-/// `m` rows, of which rank r gets `rows[r]`, of a product over `k`.
-fn split<B: Backend>(group: &Group<B>, rows: &[usize], [m, k]: [usize; 2]) -> Result<Layout> {
-    let shape = |argument: &str, expected: usize, found: usize| {
-        if expected == found {
-            return Ok(());
-        }
-        Err(Error::Shape {
-            rank: group.rank(),
-            argument: argument.into(),
-            expected: vec![expected],
-            found: vec![found],
-        })
-    };
-    shape("rows [world size]", group.world_size(), rows.len())?;
-    let layout = Layout::new(rows, k)?;
-    shape("the rows of all ranks [M]", m, layout.m())?;
-    Ok(layout)
 }

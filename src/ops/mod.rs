@@ -2,10 +2,13 @@
 
 mod all_gather_matmul;
 mod bare;
+mod matmul_all_reduce;
 mod matmul_reduce_scatter;
+mod partial_sums;
 
 pub use all_gather_matmul::{AllGatherMatmul, Prepared, all_gather_matmul};
 pub use bare::run_schedule;
+pub use matmul_all_reduce::{MatmulAllReduce, matmul_all_reduce};
 pub use matmul_reduce_scatter::{MatmulReduceScatter, matmul_reduce_scatter};
 
 use crate::backend::Backend;

@@ -1,5 +1,5 @@
 //! The planner of the product whose partial sums are added up by who owns the rows:
-//! `out[rows of this rank, N] = Σ_p a_p[rows, K_p] · b_p[N, K_p]ᵀ + bias`.
+//! `out[rows of this rank, N] = Σ_p a_p[rows, K_p] · b_p[N, K_p]ᵀ + bias`; and of that whose sums all ranks get.
 //!
 //! Each rank multiplies its part of K for all rows. What it makes of another's rows, a *partial*, goes to a slot in the memory
 //! of that one, which adds up all partials in the order of the ranks, its own among them: so the bits do not depend on who owns a
@@ -79,8 +79,10 @@ impl Partials {
     }
 }
 
-/// The name of the call.
+/// The name of the call whose sums stay with the owners of the rows,
 pub const NAME: &str = "matmul_reduce_scatter";
+/// and of that whose sums all ranks get.
+pub const ALL_NAME: &str = "matmul_all_reduce";
 
 /// Where partials are pushed or stored: multiplies the peers' rows first, each block sent to its owner when it is there, and this
 /// rank's own last, to which is added what has come. Where they are pulled, this stands behind [`multiply`]: takes what the
@@ -90,7 +92,20 @@ pub const NAME: &str = "matmul_reduce_scatter";
 /// [`Error::Limit`](crate::Error::Limit) when N is out of bounds, a field of the configuration is, or there are too many tiles
 /// or blocks.
 pub fn reduce_scatter(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
-    let planner = Plan::new(asked, rank, config)?;
+    let planner = Plan::new(asked, rank, config, Sums::Own)?;
+    match config.route {
+        Route::Pull => reduce(&planner),
+        Route::Push | Route::Store => multiply_and_reduce(&planner),
+    }
+}
+
+/// The same, into a matrix of all rows that ranks share. Where partials are pushed or stored, each part of this rank's rows is sent
+/// on to all others when it is made; where they are pulled, a gather has to follow.
+///
+/// # Errors
+/// As [`reduce_scatter`].
+pub fn all_reduce(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
+    let planner = Plan::new(asked, rank, config, Sums::All)?;
     match config.route {
         Route::Pull => reduce(&planner),
         Route::Push | Route::Store => multiply_and_reduce(&planner),
@@ -118,13 +133,13 @@ fn multiply_and_reduce(planner: &Plan) -> Result<Schedule> {
             blocks.push(Block { rows, sum });
         }
     }
-    let arrivals: Vec<Transfer> = (1..world)
+    let mut arrivals: Vec<Transfer> = (1..world)
         .map(|step| (rank + world - step) % world)
         .flat_map(|peer| {
             let parts = planner.parts(peer, rank).into_iter();
             let before: usize = ring(peer, world)
                 .take_while(|&other| other != rank)
-                .map(|other| planner.parts(peer, other).len())
+                .map(|other| planner.cut(peer, other).count())
                 .sum();
             parts
                 .enumerate()
@@ -136,6 +151,7 @@ fn multiply_and_reduce(planner: &Plan) -> Result<Schedule> {
         // By flag: the rows of this rank that a part is of.
         let mut chunks = vec![0..0; arrivals.len()];
         for arrival in &arrivals {
+            // Of partials: sums come later.
             let first = planner.partials.own();
             let Range { start, end } = arrival.regions[0].from.rows;
             chunks[arrival.flag] = start - first..end - first;
@@ -150,11 +166,21 @@ fn multiply_and_reduce(planner: &Plan) -> Result<Schedule> {
                 .map_or(begin, |last| last + 1);
             begin..end
         };
-        planner.tile_rows(blocks.len(), &own, flags, &mut rows);
-        blocks.push(Block {
-            rows: own,
-            sum: planner.sum(|_| Addend::Product),
-        });
+        for (index, part) in planner.cut_sums(rank).enumerate() {
+            if let Sums::All = planner.sums {
+                let to = |peer| planner.share(rank, peer, index, &part);
+                departures.extend(ring(rank, world).map(to));
+            }
+            planner.tile_rows(blocks.len(), &part, flags, &mut rows);
+            let sum = planner.sum(part.start - own.start, |_| Addend::Product);
+            blocks.push(Block { rows: part, sum });
+        }
+    }
+    if let Sums::All = planner.sums {
+        for peer in ring(rank, world) {
+            let parts = planner.cut_sums(peer).enumerate();
+            arrivals.extend(parts.map(|(index, part)| planner.share(peer, rank, index, &part)));
+        }
     }
     let product = planner.product(A, blocks);
     let tiles = order::walk(&product, &rows);
@@ -166,7 +192,7 @@ fn multiply_and_reduce(planner: &Plan) -> Result<Schedule> {
 /// # Errors
 /// As [`reduce_scatter`].
 pub fn multiply(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
-    let planner = Plan::new(asked, rank, config)?;
+    let planner = Plan::new(asked, rank, config, Sums::Own)?;
     let all = 0..asked.layout.m();
     let mut rows = Vec::new();
     planner.tile_rows(0, &all, |_| 0..0, &mut rows);
@@ -200,7 +226,7 @@ fn reduce(planner: &Plan) -> Result<Schedule> {
     let reduction = (!own.is_empty()).then(|| Reduction {
         rows: own.len(),
         n: asked.n,
-        sum: planner.sum(|_| Addend::Rows { matrix, first }),
+        sum: planner.sum(0, |_| Addend::Rows { matrix, first }),
     });
     let (arrivals, departures) = (arrivals.collect(), departures.collect());
     planner.schedule(true, arrivals, departures, None, reduction)
@@ -212,6 +238,14 @@ struct Plan<'a> {
     rank: usize,
     config: Config,
     partials: Partials,
+    sums: Sums,
+}
+
+/// Who gets the sums of a rank's rows.
+#[derive(Clone, Copy)]
+enum Sums {
+    Own,
+    All,
 }
 
 /// Rows that are sent at once.
@@ -222,7 +256,7 @@ struct Part {
 }
 
 impl Plan<'_> {
-    fn new(asked: &Description, rank: usize, config: Config) -> Result<Plan<'_>> {
+    fn new(asked: &Description, rank: usize, config: Config, sums: Sums) -> Result<Plan<'_>> {
         limit("rank", rank, 0, asked.layout.world() - 1)?;
         config.check()?;
         limit("N", asked.n, 1, MAX_EXTENT)?;
@@ -236,6 +270,7 @@ impl Plan<'_> {
             rank,
             config,
             partials,
+            sums,
         })
     }
 
@@ -315,18 +350,56 @@ impl Plan<'_> {
         }));
     }
 
-    /// All partials of this rank's rows in the order of the ranks, its own where `own` says, and the bias.
-    fn sum(&self, own: impl Fn(usize) -> Addend) -> Sum {
+    /// How the sums of the rows of `owner` are cut: where they go to all, each part when it is made.
+    fn cut_sums(&self, owner: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+        let count = match self.sums {
+            Sums::Own => 1,
+            Sums::All => self.config.chunking.count,
+        };
+        let rows = self.asked.layout.rows_of(owner);
+        chunk_rows_of_block(rows, count, self.config.entry_rows())
+    }
+
+    /// A part of the sums of `owner`, on its way to another rank. Its flags there stand behind those of partials.
+    fn share(&self, owner: usize, to: usize, index: usize, part: &Range<usize>) -> Transfer {
+        let world = self.asked.layout.world();
+        let others = |rank: usize| (0..world).filter(move |&other| other != rank);
+        let partials: usize = others(to).map(|from| self.cut(from, to).count()).sum();
+        let before = others(to).take_while(|&other| other != owner);
+        let before: usize = before.map(|other| self.cut_sums(other).count()).sum();
+        let sent = others(owner).map(|other| self.cut(owner, other).count());
+        Transfer {
+            from: owner,
+            to,
+            source: owner,
+            regions: vec![Move::in_place(Region {
+                matrix: OUT,
+                rows: part.clone(),
+                columns: 0..self.asked.n,
+            })],
+            after: 0..0,
+            produced: Some(sent.sum::<usize>() + index),
+            flag: partials + before + index,
+            route: self.config.route,
+        }
+    }
+
+    /// All partials of this rank's rows from `first` on, in the order of the ranks, its own where `own` says, and the bias.
+    fn sum(&self, first: usize, own: impl Fn(usize) -> Addend) -> Sum {
         let addend = |from: usize| match from == self.rank {
             true => own(from),
             false => Addend::Rows {
                 matrix: PARTIALS,
-                first: self.partials.slot(from, self.rank),
+                first: self.partials.slot(from, self.rank) + first,
             },
+        };
+        let place = match self.sums {
+            Sums::Own => 0,
+            Sums::All => self.asked.layout.rows_of(self.rank).start,
         };
         Sum {
             out: OUT,
-            first: 0,
+            first: place + first,
             addends: (0..self.asked.layout.world()).map(addend).collect(),
             bias: Some(BIAS),
         }
@@ -360,7 +433,10 @@ impl Plan<'_> {
             columns,
         };
         let (m, k, n) = (asked.layout.m(), asked.layout.k(), asked.n);
-        let own = asked.layout.rows_of(self.rank).len();
+        let out = match self.sums {
+            Sums::Own => asked.layout.rows_of(self.rank).len(),
+            Sums::All => m,
+        };
         let (product, tiles) = product.unzip();
         Schedule::new(Parts {
             rank: self.rank,
@@ -370,7 +446,7 @@ impl Plan<'_> {
                 matrix(m, k),
                 matrix(n, k),
                 matrix(1, n),
-                matrix(own, n),
+                matrix(out, n),
                 matrix(partials.rows(), partials.columns),
             ],
             arrivals,

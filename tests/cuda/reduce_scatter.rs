@@ -38,6 +38,22 @@ fn partials_are_added_in_the_order_of_the_ranks_whatever_comes_first() {
 }
 
 #[test]
+fn an_all_reduce_gives_all_ranks_the_bits_of_the_sum_in_their_order() {
+    let Some(_leave) = gpu() else { return };
+    let cases = [
+        case(&[150, 150, 150], 192, 256, 0, false),
+        case(&[170, 0, 233], 40, 130, 7, true),
+    ];
+    reduce_scatter::all_ranks_get_the_same_bits::<Cuda>(
+        test_name!(),
+        3,
+        &cases,
+        &[None],
+        &[Route::Pull],
+    );
+}
+
+#[test]
 fn the_bits_of_a_reduce_scatter_do_not_depend_on_the_split() {
     let Some(_leave) = gpu() else { return };
     let splits = [[140, 140, 140], [420, 0, 0], [0, 1, 419], [137, 150, 133]];

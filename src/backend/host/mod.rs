@@ -92,7 +92,7 @@ impl sealed::Backend for Host {
             Chunking::new(4),
             match asked.operation {
                 // Pulled partials would not be moved while others are made.
-                reduce_scatter::NAME => Route::Push,
+                reduce_scatter::NAME | reduce_scatter::ALL_NAME => Route::Push,
                 _ => Route::Pull,
             },
         )

@@ -1,8 +1,8 @@
 //! Partial sums are added up in the order of the ranks, whoever owns a row and however they come.
 
 use gemmesh::{
-    Builder, Config, Element, Error, Group, MatmulReduceScatter, Matrix, Route, all_gather_matmul,
-    bf16, matmul_reduce_scatter,
+    Builder, Config, Element, Error, Group, MatmulAllReduce, MatmulReduceScatter, Matrix, Route,
+    all_gather_matmul, bf16, matmul_reduce_scatter,
 };
 
 use crate::support::numbers::{Reference, bits, nan, normal};
@@ -174,6 +174,56 @@ pub fn partials_are_added_in_the_order_of_the_ranks<B: Tested>(
             let config = configs[turn / routes.len() % configs.len()];
             let config = config.map(|config| config.with_route(route));
             let found = matrices.run(&cases[case], config)?;
+            assert!(
+                bits(&found) == bits(expected),
+                "seed {seed}, {config:?}, {:?}",
+                cases[case]
+            );
+        }
+        gemmesh::testing::delay_chunks(None);
+        Ok("the same bits 100 times".into())
+    }));
+}
+
+/// 100 times, as [`partials_are_added_in_the_order_of_the_ranks`]: every rank gets the bits of that sum, of all rows.
+#[track_caller]
+pub fn all_ranks_get_the_same_bits<B: Tested>(
+    test: &str,
+    world: usize,
+    cases: &[Case],
+    configs: &[Option<Config>],
+    routes: &[Route],
+) {
+    all_done(ranks::<B>(test, world, |rank| {
+        let builder = Builder::<B>::new().timeout(B::TIMEOUT).workers(2);
+        let group = builder.connect(rank.rank, rank.world, &rank.address)?;
+        let mut placed = Vec::new();
+        for (index, case) in cases.iter().enumerate() {
+            let address = format!("{}-{index}", rank.address);
+            let partials = partials::<B, bf16>(&group, &address, case, configs[0])?;
+            let sum = plain_sum(&partials, case.bias::<bf16>().as_deref());
+            let out = group.sharded_rows::<bf16>(&case.rows, case.n)?;
+            placed.push((Placed::<B, bf16>::new(&group, case)?, out, sum));
+        }
+        for seed in 0..100usize {
+            gemmesh::testing::delay_chunks(Some(seed as u64));
+            let case = seed % cases.len();
+            let (matrices, out, expected) = &mut placed[case];
+            let turn = seed / cases.len();
+            let route = routes[turn % routes.len()];
+            let config = configs[turn / routes.len() % configs.len()];
+            let config = config.map(|config| config.with_route(route));
+            out.write(0, &vec![bf16::NAN; expected.len()])?;
+            group.barrier()?;
+            let mut operation = MatmulAllReduce::new();
+            if let Some(bias) = &matrices.bias {
+                operation = operation.bias(bias);
+            }
+            if let Some(config) = config {
+                operation = operation.config(config);
+            }
+            operation.run(&matrices.a, &matrices.b, out)?;
+            let found = out.to_vec()?;
             assert!(
                 bits(&found) == bits(expected),
                 "seed {seed}, {config:?}, {:?}",

@@ -1,0 +1,116 @@
+//! `out[M, N] = Σ_p a_p[M, K_p] · b_p[N, K_p]ᵀ` on every rank: each rank has a part of K, and gets all of the sum.
+
+use super::partial_sums::{PartialSums, Which, split};
+use super::{require_same_group, require_shape};
+use crate::backend::Backend;
+use crate::backend::sealed::{Bound, Call};
+use crate::element::Element;
+use crate::error::Result;
+use crate::matrix::Matrix;
+use crate::ranks::call::Operation;
+use crate::schedule::all_gather;
+use crate::schedule::reduce_scatter::ALL_NAME;
+use crate::schedule::{Config, Description, Layout};
+use crate::sharded::ShardedMatrix;
+
+/// `out = Σ a_p · b_pᵀ` over all ranks p, on every rank, with the same bits. Collective.
+///
+/// `a` is [M, K_p] and `b` is [N, K_p], this rank's own: its part of K, which may be another on each rank. `out` is [M, N]; who
+/// owns which of its rows says who adds them up. Numbers, memory and errors are those of
+/// [`matmul_reduce_scatter`](crate::matmul_reduce_scatter).
+///
+/// # Errors
+/// As [`matmul_reduce_scatter`](crate::matmul_reduce_scatter).
+pub fn matmul_all_reduce<B: Backend, T: Element>(
+    a: &Matrix<B, T>,
+    b: &Matrix<B, T>,
+    out: &mut ShardedMatrix<B, T>,
+) -> Result<()> {
+    MatmulAllReduce::new().run(a, b, out)
+}
+
+/// [`matmul_all_reduce`] with what varies.
+#[derive(Debug)]
+pub struct MatmulAllReduce<'a, B: Backend, T: Element>(PartialSums<'a, B, T>);
+
+impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
+    /// No bias, and the backend's configuration for the problem.
+    pub fn new() -> Self {
+        MatmulAllReduce(PartialSums::new())
+    }
+
+    /// Adds `bias`, [1, N], to each row, in f32 before the last rounding. Each rank's is added to its own rows of `out`.
+    #[must_use]
+    pub fn bias(mut self, bias: &'a Matrix<B, T>) -> Self {
+        self.0.bias = Some(bias);
+        self
+    }
+
+    /// Cuts the problem up as `config` says. Where partials are pulled ([`Route::Pull`](crate::Route::Pull)), product, sum and
+    /// gather follow one another.
+    #[must_use]
+    pub fn config(mut self, config: Config) -> Self {
+        self.0.config = Some(config);
+        self
+    }
+
+    /// Does it, as [`matmul_all_reduce`]. The schedule is made at the first call for a shape and kept.
+    ///
+    /// # Errors
+    /// As [`matmul_all_reduce`]; [`Error::Limit`](crate::Error::Limit) for a configuration that can't be.
+    pub fn run(
+        &self,
+        a: &Matrix<B, T>,
+        b: &Matrix<B, T>,
+        out: &mut ShardedMatrix<B, T>,
+    ) -> Result<()> {
+        let group = a.group();
+        let ([m, k], [n, _]) = (a.shape(), b.shape());
+        let check = || -> Result<Layout> {
+            require_same_group("out", out.group(), group)?;
+            require_shape(group.rank(), "out [M, N]", [m, n], out.shape())?;
+            split(group, &out.layout().rows(), [m, k])
+        };
+        let layout = check().map_err(|error| group.refuse(ALL_NAME, error))?;
+        let memory = Bound::Symmetric(out.memory());
+        let pulled = self.0.run(Which::All(out.id()), a, b, layout, memory)?;
+        if pulled { self.gather(out) } else { Ok(()) }
+    }
+
+    /// Gathers what each rank has added up.
+    fn gather(&self, out: &ShardedMatrix<B, T>) -> Result<()> {
+        let group = out.group();
+        let asked = Description {
+            operation: "gather of matmul_all_reduce",
+            dtype: T::DTYPE,
+            layout: out.layout().clone(),
+            n: 0,
+        };
+        let program = group.program(all_gather::gather, asked, self.0.config)?;
+        let Some(agreed) = B::schedule(&program).agreed() else {
+            unreachable!("all ranks take part");
+        };
+        let mut matrices = [const { Bound::Nothing }; all_gather::MATRICES];
+        matrices[all_gather::A] = Bound::Symmetric(out.memory());
+        let operation = Operation {
+            agreed,
+            matrices: &[out.id()],
+            traced: false,
+        };
+        group.operate(operation, |epoch| {
+            let inner = group.inner();
+            let call = Call {
+                epoch,
+                matrices: &matrices,
+                trace: None,
+            };
+            inner.backend.run(&inner.members, &program, call)
+        })
+    }
+}
+
+impl<B: Backend, T: Element> Default for MatmulAllReduce<'_, B, T> {
+    fn default() -> Self {
+        MatmulAllReduce::new()
+    }
+}
