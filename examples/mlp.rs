@@ -4,57 +4,148 @@
 //! cargo run --release --example mlp
 //! ```
 //!
-//! `h = relu(gather(x) · upᵀ)` by [`all_gather_matmul`], then `x = Σ h · downᵀ` by [`MatmulReduceScatter`], into the rows of `x`
-//! that this rank owns: the next layer's input, with no copy between.
+//! `h = relu(gather(x) · upᵀ)` by [`all_gather_matmul`](gemmesh::all_gather_matmul), then `x = Σ h · downᵀ` by
+//! [`MatmulReduceScatter`], into the rows of `x` that this rank owns: the next layer's input, with no copy between. Once as
+//! gemmesh does it, and once with each product behind what it needs and before what it sends.
 
-use gemmesh::{Group, Host, MatmulReduceScatter, Result, all_gather_matmul, bf16};
+use std::time::Instant;
+
+use clap::Parser;
+use gemmesh::{
+    AllGatherMatmul, Builder, Group, Host, MatmulReduceScatter, Matrix, Result, Route,
+    ShardedMatrix, bf16,
+};
 
 const RANKS: usize = 4;
 const LAYERS: usize = 3;
 /// Tokens.
-const M: usize = 256;
+const M: usize = 1024;
 /// Features, and those of the hidden layer on each rank.
-const MODEL: usize = 128;
-const HIDDEN: usize = 96;
+const MODEL: usize = 512;
+const HIDDEN: usize = 256;
+
+/// Runs layers of an MLP on four ranks, threads of this process.
+#[derive(Parser)]
+struct Args {
+    /// Gigabytes per second that a rank copies at the most, as if the ranks were on GPUs of their own.
+    #[arg(long, default_value_t = 0.1)]
+    link: f64,
+}
 
 fn main() -> Result<()> {
-    let errors = Group::threads(RANKS, rank)?;
-    let worst = errors.into_iter().fold(0.0, f64::max);
-    println!("{LAYERS} layers on {RANKS} ranks: off by {worst:.4} of their size from float64");
-    assert!(worst < 0.01, "a layer is wrong");
+    let Args { link } = Args::parse();
+    let builder = Builder::<Host>::new().link((link * 1e9) as usize);
+    let ranks = builder.threads(RANKS, rank)?;
+    let worst = |field: fn(&Outcome) -> f64| ranks.iter().map(field).fold(0.0, f64::max);
+    let (error, fused, sequential) = (
+        worst(|rank| rank.error),
+        worst(|rank| rank.fused),
+        worst(|rank| rank.sequential),
+    );
+    println!(
+        "{LAYERS} layers, [{M}, {MODEL}] tokens, {RANKS} ranks of the host, each copying at most {link} GB/s (--link)"
+    );
+    println!("off by {error:.4} of their size from float64");
+    println!(
+        "overlapped {fused:.1} ms, one after the other {sequential:.1} ms: {:.0} % of the time",
+        100.0 * fused / sequential
+    );
+    assert!(error < 0.01, "a layer is wrong");
     Ok(())
 }
 
-/// What each rank does. Returns how far its rows are off.
-fn rank(group: Group<Host>) -> Result<f64> {
-    let mut x = group.sharded::<bf16>(M, MODEL)?;
-    let own = x.rows();
-    let input = random(0, M * MODEL, 1.0);
-    x.shard_mut()
-        .copy_from_host(&input[own.start * MODEL..own.end * MODEL])?;
-    let [up, down] = weights(group.rank());
-    let up = group.upload(&up, HIDDEN, MODEL)?;
-    let down = group.upload(&down, MODEL, HIDDEN)?;
-    let mut hidden = group.zeros::<bf16>(M, HIDDEN)?;
+/// What a rank found.
+struct Outcome {
+    /// How far its rows are off, as a part of their size.
+    error: f64,
+    /// Milliseconds.
+    fused: f64,
+    sequential: f64,
+}
 
-    for _ in 0..LAYERS {
-        all_gather_matmul(&x, &up, &mut hidden)?;
+/// A rank's part of a layer.
+struct Layer {
+    group: Group<Host>,
+    x: ShardedMatrix<Host, bf16>,
+    up: Matrix<Host, bf16>,
+    down: Matrix<Host, bf16>,
+    hidden: Matrix<Host, bf16>,
+}
+
+impl Layer {
+    fn run(&mut self, overlapped: bool) -> Result<()> {
+        let Layer {
+            x,
+            up,
+            down,
+            hidden,
+            ..
+        } = self;
+        let prepared = AllGatherMatmul::new().prepare(x, HIDDEN)?;
+        if overlapped {
+            prepared.run(x, up, hidden)?;
+        } else {
+            prepared.gather(x)?;
+            prepared.matmul(x, up, hidden)?;
+        }
         // A program on GPUs has a kernel for this.
         let mut values = hidden.to_vec()?;
         values.iter_mut().for_each(|x| *x = x.max(bf16::ZERO));
         hidden.copy_from_host(&values)?;
-        MatmulReduceScatter::new().run_into(&hidden, &down, &mut x)?;
+        // Where partials are pulled, all of them are made before.
+        let route = if overlapped { Route::Push } else { Route::Pull };
+        let config = prepared.config().with_route(route);
+        MatmulReduceScatter::new()
+            .config(config)
+            .run_into(hidden, down, x)
     }
 
-    let exact = reference(&input);
-    let found = x.to_vec()?;
+    /// All layers. Returns milliseconds.
+    fn all(&mut self, input: &[bf16], overlapped: bool) -> Result<f64> {
+        self.x.shard_mut().copy_from_host(input)?;
+        self.group.barrier()?;
+        let begin = Instant::now();
+        for _ in 0..LAYERS {
+            self.run(overlapped)?;
+        }
+        self.group.synchronize()?;
+        Ok(begin.elapsed().as_secs_f64() * 1e3)
+    }
+}
+
+/// What each rank does.
+fn rank(group: Group<Host>) -> Result<Outcome> {
+    let [up, down] = weights(group.rank());
+    let mut layer = Layer {
+        x: group.sharded::<bf16>(M, MODEL)?,
+        up: group.upload(&up, HIDDEN, MODEL)?,
+        down: group.upload(&down, MODEL, HIDDEN)?,
+        hidden: group.zeros::<bf16>(M, HIDDEN)?,
+        group,
+    };
+    let own = layer.x.rows();
     let own = own.start * MODEL..own.end * MODEL;
+    let input = random(0, M * MODEL, 1.0);
+    let input = &input[own.clone()];
+
+    layer.all(input, true)?;
+    let found = layer.x.to_vec()?;
     let (mut off, mut size) = (0.0, 0.0);
-    for (found, exact) in found[own.clone()].iter().zip(&exact[own]) {
+    for (found, exact) in found[own].iter().zip(reference(input)) {
         off += (f64::from(found.to_f32()) - exact).powi(2);
         size += exact.powi(2);
     }
-    Ok((off / size).sqrt())
+    let mut median = |overlapped| -> Result<f64> {
+        let times = (0..7).map(|_| layer.all(input, overlapped));
+        let mut times = times.collect::<Result<Vec<f64>>>()?;
+        times.sort_by(f64::total_cmp);
+        Ok(times[times.len() / 2])
+    };
+    Ok(Outcome {
+        error: (off / size).sqrt(),
+        fused: median(true)?,
+        sequential: median(false)?,
+    })
 }
 
 /// A rank's parts of the weights: `[HIDDEN, MODEL]` and `[MODEL, HIDDEN]`.
@@ -72,15 +163,16 @@ fn random(seed: u64, count: usize, scale: f32) -> Vec<bf16> {
         state ^= state << 17;
         (state >> 40) as f32 / (1 << 23) as f32 - 1.0
     };
-    (0..count).map(|_| bf16::from_f32(next() * scale)).collect()
+    let values = (0..count).map(|_| bf16::from_f32(next() * scale));
+    values.collect()
 }
 
-/// All layers in float64, with nothing rounded between them.
+/// All layers of some rows in float64, with nothing rounded between them.
 fn reference(input: &[bf16]) -> Vec<f64> {
     let wide = |values: &[bf16]| -> Vec<f64> { values.iter().map(|x| x.to_f64()).collect() };
     let mut x = wide(input);
     for _ in 0..LAYERS {
-        let mut sum = vec![0.0; M * MODEL];
+        let mut sum = vec![0.0; x.len()];
         for rank in 0..RANKS {
             let [up, down] = weights(rank).map(|weights| wide(&weights));
             let mut hidden = product(&x, &up, MODEL);

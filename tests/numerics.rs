@@ -640,3 +640,34 @@ fn a_sharded_matrix_serves_any_rows_within_its_capacity() {
 fn ranks_that_give_a_matrix_other_rows_are_told() {
     results::other_rows_are_a_mismatch::<Host>(test_name!());
 }
+
+#[test]
+fn copies_keep_to_a_stated_speed_and_bring_the_same() {
+    const SPEED: usize = 100_000_000;
+    let case = even(2, 512, 8, 4096);
+    let took = Builder::<Host>::new()
+        .workers(1)
+        .link(SPEED)
+        .threads(2, |group| {
+            let begin = std::time::Instant::now();
+            case.verify::<_, bf16>(&group).unwrap();
+            Ok::<_, Error>(begin.elapsed())
+        })
+        .unwrap();
+    // Half of the rows come from the other rank.
+    let bytes = 256 * 4096 * 2;
+    let least = Duration::from_secs_f64(bytes as f64 / SPEED as f64);
+    assert!(took.iter().all(|took| *took >= least), "{took:?}");
+    let refused = Builder::<Host>::new().link(0).threads(2, |_| Ok(()));
+    assert!(
+        matches!(
+            &refused,
+            Err(Error::Limit {
+                value: 0,
+                min: 1,
+                ..
+            })
+        ),
+        "{refused:?}"
+    );
+}

@@ -26,6 +26,8 @@ use crate::span::Span;
 #[derive(Clone, Debug)]
 pub struct Options {
     pub workers: Option<usize>,
+    /// Bytes per second of the host's copies, if they are to be that slow.
+    pub link: Option<usize>,
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub device: Option<usize>,
     pub first_epoch: Epoch,

@@ -66,7 +66,9 @@ pub fn check(schedule: &Schedule) -> Result<()> {
     limit("routes of an operation on GPUs", routes.len(), 0, 1)?;
     for moved in schedule.moves() {
         let produced = usize::from(moved.produced.is_some());
-        limit("transfers that wait for a product on GPUs", produced, 0, 0)?;
+        let what =
+            "parts of a product that are sent while others are made (Route::Pull sends none)";
+        limit(what, produced, 0, 0)?;
         for Move { from, to } in &moved.regions {
             let [from, to] = [from, to].map(|region| {
                 let spec = &schedule.matrices()[region.matrix];

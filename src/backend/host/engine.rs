@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use super::sum::{Columns, Places};
 use super::workers::Role;
@@ -14,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::ranks::members::Members;
 use crate::schedule::drive::{self, CopyThread};
 use crate::schedule::flag::Wait;
-use crate::schedule::layout::{MAX_WORLD, limit};
+use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::{
     Block, Epoch, Extent, FlagBlock, Move, Product, Reduction, Region, Schedule, Tile, Transfer,
 };
@@ -24,7 +25,7 @@ use crate::span::{Lane, Span, Work, now};
 struct Pointers([*mut u8; MAX_MATRICES]);
 
 /// The most matrices of a schedule.
-const MAX_MATRICES: usize = 8;
+pub const MAX_MATRICES: usize = 8;
 
 // SAFETY: the pointers are to memory that `run`'s caller borrows while the threads use it: what is only read shared, what is
 // written exclusively and in disjoint parts; symmetric memory as the protocol says.
@@ -58,12 +59,6 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
     let blocks: [FlagBlock; MAX_WORLD] =
         std::array::from_fn(|rank| host.flags.of(rank.min(members.world - 1)));
     let blocks = &blocks[..members.world];
-    limit(
-        "matrices of a schedule on the host",
-        matrices.len(),
-        0,
-        MAX_MATRICES,
-    )?;
     let pointers = &Pointers::of(matrices);
     let mut produced = program
         .produced
@@ -78,6 +73,8 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
     let transfer = || {
         let copy = |transfer: &Transfer| {
             let begin = recorder.begin();
+            let begun = Instant::now();
+            let mut bytes = 0;
             delay(transfer.to, transfer.flag, epoch);
             for Move { from, to } in &transfer.regions {
                 let of = |region: &Region| {
@@ -97,6 +94,11 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
                     let (source, target) = (source.of(transfer.from), target.of(transfer.to));
                     copy_part(source, &read, target, &written);
                 }
+                bytes += read.rows * read.width;
+            }
+            if let Some(rate) = host.link {
+                let time = Duration::from_secs_f64(bytes as f64 / rate as f64);
+                pace(members, begun, time);
             }
             if transfer.to == rank {
                 recorder.end(begin, Lane::Copy, || Work::Pull {
@@ -311,6 +313,17 @@ impl Recorder<'_> {
                 .unwrap_or_else(PoisonError::into_inner)
                 .push(span);
         }
+    }
+}
+
+/// Returns when `time` has passed since `begun`, or the group has failed.
+fn pace(members: &Members, begun: Instant, time: Duration) {
+    const NAP: Duration = Duration::from_millis(5);
+    while let Some(left) = time.checked_sub(begun.elapsed()) {
+        if left.is_zero() || members.fault().is_some() {
+            return;
+        }
+        std::thread::sleep(left.min(NAP));
     }
 }
 

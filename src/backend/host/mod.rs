@@ -20,6 +20,7 @@ use crate::error::{Error, Result};
 use crate::memory::Mapping;
 use crate::ranks::members::Members;
 use crate::schedule::drive::Produced;
+use crate::schedule::layout::limit;
 use crate::schedule::reduce_scatter;
 use crate::schedule::{Chunking, Config, Description, Route, Schedule, TileShape};
 
@@ -31,6 +32,8 @@ use crate::schedule::{Chunking, Config, Description, Route, Schedule, TileShape}
 pub struct Host {
     flags: Flags,
     workers: Workers,
+    /// Bytes per second of copies, if they are held to that.
+    link: Option<usize>,
     /// By worker.
     scratch: Vec<Mutex<Scratch>>,
 }
@@ -72,11 +75,20 @@ impl sealed::Backend for Host {
                 max: 1024,
             }));
         }
+        if options.link == Some(0) {
+            return Err(members.fail(Error::Limit {
+                what: "bytes per second of a link".into(),
+                value: 0,
+                min: 1,
+                max: usize::MAX,
+            }));
+        }
         let flags = Flags::open(members, options.first_epoch)?;
         let workers = Workers::start(members.rank, count).map_err(|e| members.fail(e))?;
         Ok(Host {
             flags,
             workers,
+            link: options.link,
             scratch: (0..count).map(|_| Mutex::default()).collect(),
         })
     }
@@ -103,6 +115,9 @@ impl sealed::Backend for Host {
     }
 
     fn prepare(&self, _members: &Members, schedule: Schedule) -> Result<Program> {
+        let matrices = schedule.matrices().len();
+        let what = "matrices of a schedule on the host";
+        limit(what, matrices, 0, engine::MAX_MATRICES)?;
         Ok(Program {
             produced: Mutex::new(Produced::of(&schedule)),
             schedule,
