@@ -93,6 +93,11 @@ fn another_split_in_a_reduce_scatter_is_a_mismatch() {
     reduce_scatter::other_rows_are_a_mismatch::<Host>(test_name!(), [6, 3]);
 }
 
+#[test]
+fn a_rank_killed_while_the_others_wait_for_its_partials_is_named_within_a_second() {
+    reduce_scatter::kill_while_the_others_wait::<Host>(test_name!(), 1);
+}
+
 // Schedules.
 
 #[derive(Clone, Debug)]

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use gemmesh::trace::{Timeline, Trace};
-use gemmesh::{AllGatherMatmul, Builder, Error, Host, bf16};
+use gemmesh::{AllGatherMatmul, Builder, Error, Host, bf16, matmul_reduce_scatter};
 
 use crate::support::tested::{assert_call_mismatch, poisoned, ranks};
 use crate::{Arguments, MakeCall, NOTICED, TIMEOUT, exchanges_that_differ, same_error, test_name};
@@ -107,7 +107,7 @@ fn a_rank_at_a_barrier_while_the_others_multiply_is_named_within_a_second() {
 type CollectiveCall = (&'static str, MakeCall);
 
 /// Every collective call.
-const COLLECTIVE_CALLS: [CollectiveCall; 7] = [
+const COLLECTIVE_CALLS: [CollectiveCall; 9] = [
     ("barrier()", |group, _| group.barrier()),
     ("all_gather_bytes()", |group, _| {
         group.all_gather_bytes(b"word").map(drop)
@@ -129,6 +129,20 @@ const COLLECTIVE_CALLS: [CollectiveCall; 7] = [
         |_, arguments| {
             let prepared = AllGatherMatmul::new().prepare(&arguments.a, 5)?;
             prepared.gather(&arguments.a)
+        },
+    ),
+    (
+        "matmul_reduce_scatter(M = 6, N = 5, bf16, sent in 4 parts, the last in 4, of 128s of rows)",
+        |group, _| {
+            let (a, b) = (group.zeros::<bf16>(6, 4)?, group.zeros(5, 4)?);
+            matmul_reduce_scatter(&a, &b, &mut group.zeros(3, 5)?)
+        },
+    ),
+    (
+        "matmul_reduce_scatter(M = 6, N = 7, bf16, sent in 4 parts, the last in 4, of 128s of rows)",
+        |group, _| {
+            let (a, b) = (group.zeros::<bf16>(6, 4)?, group.zeros(7, 4)?);
+            matmul_reduce_scatter(&a, &b, &mut group.zeros(3, 7)?)
         },
     ),
     ("Timeline::collect()", |group, _| {

@@ -1,12 +1,16 @@
 //! Partial sums are added up in the order of the ranks, whoever owns a row and however they come.
 
+use std::time::Duration;
+
 use gemmesh::{
     Builder, Config, Element, Error, Group, MatmulAllReduce, MatmulReduceScatter, Matrix, Route,
     all_gather_matmul, bf16, matmul_reduce_scatter,
 };
+use rustix::process::Signal;
 
+use super::failures;
 use crate::support::numbers::{Reference, bits, nan, normal};
-use crate::support::tested::{Tested, all_done, poisoned, ranks, same_error};
+use crate::support::tested::{Tested, all_done, connect, poisoned, ranks, same_error};
 
 /// The matrices of a product whose K is spread over the ranks.
 #[derive(Clone, Debug)]
@@ -424,4 +428,34 @@ pub fn other_rows_are_a_mismatch<B: Tested>(test: &str, theirs: [usize; 2]) {
         words.contains("matmul_reduce_scatter(M = 9, N = 8"),
         "{words}"
     );
+}
+
+/// Rank `victim` is killed while it does not make the call in which the others wait for its partials.
+#[track_caller]
+pub fn kill_while_the_others_wait<B: Tested>(test: &str, victim: usize) {
+    let ranks = ranks::<B>(test, 3, |rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        let case = Case {
+            rows: vec![3, 2, 4],
+            n: 8,
+            k: 16,
+            more: 8,
+            bias: false,
+            cancels: false,
+            workers: 1,
+            seed: 1,
+        };
+        let mut placed = Placed::<B, bf16>::new(&group, &case)?;
+        placed.run(&case, None)?;
+        rank.say("here");
+        if rank.rank == victim {
+            rank.hear();
+        }
+        let result = placed.run(&case, None);
+        failures::fails(rank, &group, result.map(drop))
+    });
+    ranks.all_heard("here");
+    std::thread::sleep(Duration::from_millis(200));
+    let killed = ranks.signal(victim, Signal::KILL);
+    failures::assert_lost::<B>(ranks, 3, victim, killed);
 }
