@@ -70,7 +70,18 @@ fn an_all_reduce_gives_all_ranks_the_bits_of_the_sum_in_their_order() {
 #[test]
 fn the_bits_of_a_reduce_scatter_do_not_depend_on_the_split() {
     let splits = [[40, 40, 40], [120, 0, 0], [0, 1, 119], [37, 50, 33]];
-    reduce_scatter::bits_do_not_depend_on_the_split::<Host>(test_name!(), &splits);
+    let shape = [40, 72];
+    reduce_scatter::bits_do_not_depend_on_the_split::<Host>(test_name!(), &splits, shape, None);
+}
+
+#[test]
+fn nor_do_they_where_tiles_are_deeper_than_the_host_multiplies_at_once() {
+    let splits = [[40, 40, 40], [120, 0, 0], [0, 1, 119], [37, 50, 33]];
+    let tile = TileShape::new(128, 64, 1024);
+    let config = Config::new(tile, Chunking::new(1), Route::Push);
+    let shape = [64, 600];
+    let config = Some(config);
+    reduce_scatter::bits_do_not_depend_on_the_split::<Host>(test_name!(), &splits, shape, config);
 }
 
 #[test]

@@ -166,9 +166,9 @@ pub(crate) mod sealed {
             offset: usize,
             to: &mut [u8],
         ) -> Result<()>;
-        /// Copies all rows of a buffer.
+        /// Copies to a buffer's first rows, as many as `from` has.
         fn write(&self, to: &mut Self::Buffer, from: &[u8]) -> Result<()>;
-        /// Copies all rows of a buffer.
+        /// Copies a buffer's first rows, as many as `to` has room for.
         fn read(&self, from: &Self::Buffer, to: &mut [u8]) -> Result<()>;
 
         /// Does what the program's schedule says.

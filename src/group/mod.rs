@@ -216,8 +216,11 @@ impl<B: Backend> Group<B> {
         {
             return Ok(memory.clone());
         }
-        self.refuse_recording()?;
+        self.refuse_recording()
+            .inspect_err(|error| members.refuse(error))?;
         members.withdraw_refusal();
+        // All ranks are here: what is too small goes first, and leaves its room.
+        *partials = None;
         let call = format!("{}({})", agreed.name(), agreed.details());
         let memory = Arc::new(backend.symmetric(members, &call, bytes)?);
         *partials = Some((memory.clone(), bytes));

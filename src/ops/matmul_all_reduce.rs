@@ -47,7 +47,7 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     }
 
     /// Cuts the problem up as `config` says. Where partials are pulled ([`Route::Pull`](crate::Route::Pull)), product, sum and
-    /// gather follow one another.
+    /// gather follow one another. On GPUs there is no other route for it yet.
     #[must_use]
     pub fn config(mut self, config: Config) -> Self {
         self.0.config = Some(config);
@@ -72,41 +72,53 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
             split(group, &out.layout().rows(), [m, k])
         };
         let layout = check().map_err(|error| group.refuse(ALL_NAME, error))?;
+        let which = Which::All(out.id());
+        let programs = self.0.programs(which, a, b, &layout)?;
+        // Where partials are pulled, each rank has the sums of its own rows then. What gathers them is made before anything is done.
+        let gather = match &programs.multiply {
+            None => None,
+            Some(_) => {
+                let asked = Description {
+                    operation: "gather of matmul_all_reduce",
+                    dtype: T::DTYPE,
+                    layout: out.layout().clone(),
+                    n: 0,
+                };
+                let program = group.program(all_gather::gather, asked, self.0.config);
+                Some(program.map_err(|error| group.refuse(ALL_NAME, error))?)
+            }
+        };
         let memory = Bound::Symmetric(out.memory());
-        let pulled = self.0.run(Which::All(out.id()), a, b, layout, memory)?;
-        if pulled { self.gather(out) } else { Ok(()) }
+        self.0.run(which, &programs, a, b, memory)?;
+        gather.map_or(Ok(()), |program| gather_sums(program.as_ref(), out))
     }
+}
 
-    /// Gathers what each rank has added up.
-    fn gather(&self, out: &ShardedMatrix<B, T>) -> Result<()> {
-        let group = out.group();
-        let asked = Description {
-            operation: "gather of matmul_all_reduce",
-            dtype: T::DTYPE,
-            layout: out.layout().clone(),
-            n: 0,
+/// Gathers what each rank has added up.
+fn gather_sums<B: Backend, T: Element>(
+    program: &B::Program,
+    out: &ShardedMatrix<B, T>,
+) -> Result<()> {
+    let group = out.group();
+    let Some(agreed) = B::schedule(program).agreed() else {
+        unreachable!("all ranks take part");
+    };
+    let mut matrices = [const { Bound::Nothing }; all_gather::MATRICES];
+    matrices[all_gather::A] = Bound::Symmetric(out.memory());
+    let operation = Operation {
+        agreed,
+        matrices: &[out.id()],
+        traced: false,
+    };
+    group.operate(operation, |epoch| {
+        let inner = group.inner();
+        let call = Call {
+            epoch,
+            matrices: &matrices,
+            trace: None,
         };
-        let program = group.program(all_gather::gather, asked, self.0.config)?;
-        let Some(agreed) = B::schedule(&program).agreed() else {
-            unreachable!("all ranks take part");
-        };
-        let mut matrices = [const { Bound::Nothing }; all_gather::MATRICES];
-        matrices[all_gather::A] = Bound::Symmetric(out.memory());
-        let operation = Operation {
-            agreed,
-            matrices: &[out.id()],
-            traced: false,
-        };
-        group.operate(operation, |epoch| {
-            let inner = group.inner();
-            let call = Call {
-                epoch,
-                matrices: &matrices,
-                trace: None,
-            };
-            inner.backend.run(&inner.members, &program, call)
-        })
-    }
+        inner.backend.run(&inner.members, program, call)
+    })
 }
 
 impl<B: Backend, T: Element> Default for MatmulAllReduce<'_, B, T> {

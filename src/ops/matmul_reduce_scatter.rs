@@ -28,9 +28,12 @@ use crate::sharded::ShardedMatrix;
 /// partial, and the last one.
 ///
 /// # Memory
-/// At its first call a group allocates room for partials on each rank, in symmetric memory: (W - 1) · ⌈M / W⌉ · N elements for what
-/// comes, of which N is rounded up to 16 bytes, and M · N for what goes. Later calls use it again, and only one that needs more
-/// allocates anew.
+/// At its first call a group allocates room for partials on each rank, in symmetric memory: for what comes, (W - 1) times as many
+/// rows as the rank has that owns most, and M rows for what goes, each of N elements, rounded up to 16 bytes. Later calls use
+/// it again, and only one that needs more allocates anew. It is free when the group ends.
+///
+/// The call may return before the operation is complete; [`Group::synchronize`](crate::Group::synchronize) waits for it. The host
+/// backend's returns when it is.
 ///
 /// # Errors
 /// [`Error::Shape`] or [`Error::ForeignArgument`] for arguments that don't fit together, before anything is done.
@@ -68,7 +71,8 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     }
 
     /// Cuts the problem up as `config` says. Where partials are pulled ([`Route::Pull`](crate::Route::Pull)), all rows are
-    /// multiplied before any are moved: that needs nothing of other ranks while a kernel runs.
+    /// multiplied before any are moved: that needs nothing of other ranks while a kernel runs. On GPUs there is no other route
+    /// for it yet.
     #[must_use]
     pub fn config(mut self, config: Config) -> Self {
         self.sums.config = Some(config);
@@ -104,11 +108,13 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
             Ok(layout)
         };
         let layout = check().map_err(|error| group.refuse(NAME, error))?;
+        let programs = self.sums.programs(Which::Own, a, b, &layout)?;
         let out = Bound::Output(out.memory_mut());
-        self.sums.run(Which::Own, a, b, layout, out).map(drop)
+        self.sums.run(Which::Own, &programs, a, b, out)
     }
 
-    /// The same into the own rows of a sharded matrix, whose split it has: the next layer's input, with no copy.
+    /// The same into the own rows of a sharded matrix, whose split it has: the next layer's input, with no copy. (On GPUs the rows
+    /// of a sharded matrix are whole 16 bytes.)
     ///
     /// # Errors
     /// As [`MatmulReduceScatter::run`]; [`Error::Shape`] unless `out` is [M, N], or if other rows were asked for.
@@ -136,8 +142,9 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
             Ok((split(group, &rows, [m, k])?, offset))
         };
         let (layout, offset) = check().map_err(|error| group.refuse(NAME, error))?;
+        let programs = self.sums.programs(Which::Own, a, b, &layout)?;
         let out = Bound::Part(out.memory_mut(), offset);
-        self.sums.run(Which::Own, a, b, layout, out).map(drop)
+        self.sums.run(Which::Own, &programs, a, b, out)
     }
 }
 

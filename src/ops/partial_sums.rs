@@ -1,5 +1,7 @@
 //! What products have in common whose K is spread over the ranks.
 
+use std::sync::Arc;
+
 use super::{require_same_group, require_shape};
 use crate::backend::Backend;
 use crate::backend::sealed::{Bound, Call};
@@ -10,7 +12,7 @@ use crate::matrix::Matrix;
 use crate::ranks::call::Operation;
 use crate::schedule::all_gather::Planner;
 use crate::schedule::layout::{MAX_EXTENT, limit};
-use crate::schedule::reduce_scatter::{self, ALL_NAME, MATRICES, NAME, Partials};
+use crate::schedule::reduce_scatter::{self, ALL_NAME, MATRICES, NAME};
 use crate::schedule::{Config, Description, Layout};
 
 /// A product and a sum over all ranks, with what varies.
@@ -38,14 +40,6 @@ impl Which {
         }
     }
 
-    /// The part of the call that a rank does by itself, where partials are pulled.
-    fn multiply(self) -> &'static str {
-        match self {
-            Which::Own => "matmul of matmul_reduce_scatter",
-            Which::All(_) => "matmul of matmul_all_reduce",
-        }
-    }
-
     fn planner(self) -> Planner {
         match self {
             Which::Own => reduce_scatter::reduce_scatter,
@@ -63,15 +57,14 @@ impl<B: Backend, T: Element> PartialSums<'_, B, T> {
         }
     }
 
-    /// Does it, into an output that has been checked. Returns whether partials were pulled: then each rank has its own rows only.
-    pub fn run(
+    /// What it takes.
+    pub fn programs(
         &self,
         which: Which,
         a: &Matrix<B, T>,
         b: &Matrix<B, T>,
-        layout: Layout,
-        out: Bound<B>,
-    ) -> Result<bool> {
+        layout: &Layout,
+    ) -> Result<Programs<B>> {
         let group = a.group();
         let [n, k] = b.shape();
         let describe = |operation| Description {
@@ -88,25 +81,36 @@ impl<B: Backend, T: Element> PartialSums<'_, B, T> {
                 require_same_group("bias", bias.group(), group)?;
                 require_shape(group.rank(), "bias [1, N]", [1, n], bias.shape())?;
             }
-            let program = group.program(which.planner(), describe(which.name()), self.config)?;
-            // Where partials are pulled, they are made before.
-            let multiply = match B::schedule(&program).product() {
+            let sum = group.program(which.planner(), describe(which.name()), self.config)?;
+            let multiply = match B::schedule(&sum).product() {
                 Some(_) => None,
                 None => {
-                    let asked = describe(which.multiply());
+                    let asked = describe(MULTIPLY);
                     Some(group.program(reduce_scatter::multiply, asked, self.config)?)
                 }
             };
-            Ok((program, multiply))
+            Ok(Programs { multiply, sum })
         };
-        let refuse = |error| group.refuse(which.name(), error);
-        let (program, multiply) = programs().map_err(refuse)?;
-        let Some(agreed) = B::schedule(&program).agreed() else {
+        programs().map_err(|error| group.refuse(which.name(), error))
+    }
+
+    /// Does it, into an output that has been checked.
+    pub fn run(
+        &self,
+        which: Which,
+        programs: &Programs<B>,
+        a: &Matrix<B, T>,
+        b: &Matrix<B, T>,
+        out: Bound<B>,
+    ) -> Result<()> {
+        let group = a.group();
+        let Programs { multiply, sum } = programs;
+        let schedule = B::schedule(sum);
+        let Some(agreed) = schedule.agreed() else {
             unreachable!("all ranks take part");
         };
-        let partials = Partials::of(&describe(which.name()));
-        let bytes = partials.rows() * partials.columns() * size_of::<T>();
-        let partials = group.partials(agreed, bytes)?;
+        let partials = schedule.matrices()[reduce_scatter::PARTIALS];
+        let partials = group.partials(agreed, partials.rows * partials.row_bytes())?;
         let mut matrices = [const { Bound::Nothing }; MATRICES];
         matrices[reduce_scatter::A] = Bound::Input(a.memory());
         matrices[reduce_scatter::B] = Bound::Input(b.memory());
@@ -134,15 +138,25 @@ impl<B: Backend, T: Element> PartialSums<'_, B, T> {
                 };
                 inner.backend.run(&inner.members, program, call)
             };
-            if let Some(multiply) = &multiply {
+            if let Some(multiply) = multiply {
                 // The operation has its number: the others wait for this rank.
                 run(multiply).map_err(|error| inner.members.fail(error))?;
             }
-            run(&program)
-        })?;
-        Ok(multiply.is_some())
+            run(sum)
+        })
     }
 }
+
+/// What a sum takes.
+pub struct Programs<B: Backend> {
+    /// Where partials are pulled, they are made before.
+    pub multiply: Option<Arc<B::Program>>,
+    /// The sum; with the product, where partials are pushed or stored.
+    sum: Arc<B::Program>,
+}
+
+/// The part of the call that a rank does by itself.
+const MULTIPLY: &str = "matmul of partials";
 
 /// `m` rows, of which rank r gets `rows[r]`, of a product over `k`.
 pub fn split<B: Backend>(group: &Group<B>, rows: &[usize], [m, k]: [usize; 2]) -> Result<Layout> {

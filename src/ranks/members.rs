@@ -18,6 +18,8 @@ use crate::schedule::flag::{Awaited, Flag, Wait};
 /// How much longer a wait for an intermediary lasts than the intermediary's own, so that it is the
 /// intermediary, which knows the culprit, that reports.
 const GRACE: Duration = Duration::from_millis(500);
+/// Still a time that can be added to another.
+const FOREVER: Duration = Duration::from_secs(1 << 32);
 /// A rank that waits says so more often than this, even on a busy machine.
 const FRESH: Duration = Duration::from_millis(250);
 
@@ -504,9 +506,11 @@ impl Wait for Members {
         let waiting = Waiting {
             begin: Instant::now(),
             // A chunk that is pulled is written by this rank's own copy thread, which may itself wait for another rank than
-            // the chunk's source: it knows the culprit. And so do its workers.
+            // the chunk's source: it knows the culprit. And what this rank's workers make takes as long as it takes: their
+            // waits for others have deadlines.
             grace: match awaited {
-                Awaited::Chunk { pulled: true, .. } | Awaited::Produced { .. } => GRACE,
+                Awaited::Chunk { pulled: true, .. } => GRACE,
+                Awaited::Produced { .. } => FOREVER,
                 _ => Duration::ZERO,
             },
             rank: awaited.peer(),

@@ -51,7 +51,8 @@ pub struct TileShape {
 pub struct Chunking {
     /// How many.
     pub count: usize,
-    /// The same for the shard that comes last in the ring: when it arrives, its tiles are all that is left to do.
+    /// The same for the shard that comes last in the ring: when it arrives, its tiles are all that is left to do. Of partial sums,
+    /// for those that are sent last: when they are made, all that is left to do is to move them.
     pub last: usize,
     /// Whether the last chunk of all comes in two parts along K, for tiles to begin with the first. Not with
     /// [`Route::Store`], whose chunks may be as small as a tile for nothing.

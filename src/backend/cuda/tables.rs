@@ -1,5 +1,5 @@
-//! Memory for the tables of programs, there from the beginning: a new shape allocates nothing, and its tables go to the device
-//! in their turn, on the stream that needs them.
+//! Memory for the tables of programs, there from the beginning: a new shape allocates nothing, unless its tables are large, and
+//! these go to the device in their turn, on the stream that needs them.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -105,8 +105,8 @@ impl Tables {
         };
         let (_, staging) = &*self.memory;
         let _bound = self.device.bind()?;
-        // SAFETY: the slot is this program's, and long enough. Whatever used it before has ended, so nobody reads its
-        // part of the staging memory; that is not written again before the main stream has passed the copy.
+        // SAFETY: the slot is this program's, and long enough. What the device did with it has ended; but for the copy of a
+        // program that never ran, which may now read the new bytes, in front of the copy that brings them.
         unsafe {
             let from = staging.as_ptr().cast::<u8>().add(index * SLOT);
             for (offset, table) in parts {

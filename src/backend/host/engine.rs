@@ -168,6 +168,7 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
     }
     let failure = Mutex::new(None);
     host.workers.run(&|role| {
+        let _guard = ReportsPanic(members);
         let work = |worker| {
             let product = schedule.product();
             product.map_or(Ok(()), |product| multiply(worker, product))?;
@@ -188,6 +189,15 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
         return Err(error);
     }
     drive::complete(schedule, epoch, blocks, members)
+}
+
+/// Tells of a panic of its thread at once: also this rank's other threads may be waiting for what that was to do.
+struct ReportsPanic<'a>(&'a Members);
+
+impl Drop for ReportsPanic<'_> {
+    fn drop(&mut self) {
+        self.0.report_panic();
+    }
 }
 
 /// Copies a part of a matrix to a part of another that is as large.

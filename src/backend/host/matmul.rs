@@ -46,6 +46,8 @@ pub fn tile<T: Element>(
         sums,
         row: sums_of_row,
     } = scratch;
+    // Deeper steps `gemm` cuts itself, where depends on the tile's height and width: then a row's bits would too.
+    let tile_k = tile_k.min(512);
     let sums = grown(sums, columns * padded);
     for begin in (0..k).step_by(tile_k) {
         let depth = tile_k.min(k - begin);

@@ -151,13 +151,13 @@ impl sealed::Backend for Host {
     }
 
     fn write(&self, to: &mut Mapping, from: &[u8]) -> Result<()> {
-        // SAFETY: the caller has checked that the buffer is as long as `from`, and borrows it exclusively.
+        // SAFETY: the caller has checked that the buffer is at least as long as `from`, and borrows it exclusively.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), from.len()) };
         Ok(())
     }
 
     fn read(&self, from: &Mapping, to: &mut [u8]) -> Result<()> {
-        // SAFETY: the caller has checked that the buffer is as long as `to`. Buffers are written through
+        // SAFETY: the caller has checked that the buffer is at least as long as `to`. Buffers are written through
         // exclusive borrows only.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_mut_ptr(), to.len()) };
         Ok(())

@@ -291,7 +291,12 @@ impl Exact {
 
 /// The bits of a row do not depend on who owns it.
 #[track_caller]
-pub fn bits_do_not_depend_on_the_split<B: Tested>(test: &str, splits: &[[usize; 3]]) {
+pub fn bits_do_not_depend_on_the_split<B: Tested>(
+    test: &str,
+    splits: &[[usize; 3]],
+    [n, k]: [usize; 2],
+    config: Option<Config>,
+) {
     all_done(ranks::<B>(test, 3, |rank| {
         let builder = Builder::<B>::new().timeout(B::TIMEOUT).workers(1);
         let group = builder.connect(rank.rank, rank.world, &rank.address)?;
@@ -299,15 +304,15 @@ pub fn bits_do_not_depend_on_the_split<B: Tested>(test: &str, splits: &[[usize; 
         for split in splits {
             let case = Case {
                 rows: split.to_vec(),
-                n: 40,
-                k: 72,
+                n,
+                k,
                 more: 8,
                 bias: true,
                 cancels: false,
                 workers: 1,
                 seed: 5,
             };
-            let own = Placed::<B, bf16>::new(&group, &case)?.run(&case, None)?;
+            let own = Placed::<B, bf16>::new(&group, &case)?.run(&case, config)?;
             let all = group.all_gather_bytes(bytemuck::cast_slice(&own))?.concat();
             assert_eq!(all.len(), 2 * case.m() * case.n);
             assert!(*first.get_or_insert(all.clone()) == all, "{split:?}");
