@@ -28,7 +28,7 @@ struct Args {
     #[arg(long)]
     threads: bool,
     /// Gigabytes per second that a rank copies at the most, as if the ranks were on GPUs of their own.
-    #[arg(long, default_value_t = 2.0)]
+    #[arg(long, default_value_t = 0.5)]
     link: f64,
 }
 
