@@ -18,7 +18,7 @@ use crate::ranks::reports::ReportSender;
 use crate::ranks::{env, rendezvous};
 use crate::schedule::all_gather::Planner;
 use crate::schedule::layout::{MAX_WORLD, limit};
-use crate::schedule::{Agreed, Config, Description, Epoch};
+use crate::schedule::{Config, Description, Epoch, Schedule};
 
 /// How long a rank waits for another before it gives up, unless the builder says otherwise.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -202,9 +202,11 @@ impl<B: Backend> Group<B> {
         &self.inner
     }
 
-    /// Symmetric memory of at least `bytes` bytes for partial sums, which operations use one after the other. Ranks that agree on
-    /// the operation need as much: it is collective where there is not as much yet.
-    pub(crate) fn partials(&self, agreed: &Agreed, bytes: usize) -> Result<Arc<B::Symmetric>> {
+    /// Symmetric memory for matrix `number` of a schedule, in which partial sums lie; operations use it one after the other. Ranks
+    /// that agree on the operation need as much: it is collective where there is not as much yet.
+    pub(crate) fn partials(&self, schedule: &Schedule, number: usize) -> Result<Arc<B::Symmetric>> {
+        let matrix = schedule.matrices()[number];
+        let bytes = matrix.rows * matrix.row_bytes();
         let Inner {
             backend, members, ..
         } = &*self.inner;
@@ -221,7 +223,9 @@ impl<B: Backend> Group<B> {
         members.withdraw_refusal();
         // All ranks are here: what is too small goes first, and leaves its room.
         *partials = None;
-        let call = format!("{}({})", agreed.name(), agreed.details());
+        let call = schedule.agreed().map_or(String::new(), |agreed| {
+            format!("{}({})", agreed.name(), agreed.details())
+        });
         let memory = Arc::new(backend.symmetric(members, &call, bytes)?);
         *partials = Some((memory.clone(), bytes));
         Ok(memory)

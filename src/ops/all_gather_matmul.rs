@@ -4,15 +4,14 @@ use std::sync::Arc;
 
 use super::{Operands, product_of, require_same_group, require_shape};
 use crate::backend::Backend;
-use crate::backend::sealed::{self, Bound};
+use crate::backend::sealed::Bound;
 use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::matrix::Matrix;
-use crate::ranks::call::Operation;
 use crate::schedule::all_gather::{self, Planner};
 use crate::schedule::layout::{MAX_EXTENT, limit};
-use crate::schedule::{Config, Description, Epoch, Layout, MatrixSpec, Schedule};
+use crate::schedule::{Config, Description, Layout, MatrixSpec, Schedule};
 use crate::sharded::ShardedMatrix;
 use crate::span::Span;
 use crate::trace::Trace;
@@ -315,20 +314,7 @@ impl<B: Backend, T: Element> Call<'_, B, T> {
         };
         self.check(a, product.as_ref().map(|(b, out)| [*b, &**out]))
             .map_err(|error| a.group().refuse(agreed.name(), error))?;
-        let group = self.group;
-        // Pulls have their epochs baked in.
-        let can_record = schedule.is_pushed();
-        if can_record && trace.is_none() && group.is_recording()? {
-            // It runs when the graph does, and has no number among those that run now: any will do.
-            group.keep_recorded(self.program);
-            return group.exclusively(|_| self.launch(Epoch::FIRST, a, product, None));
-        }
-        let operation = Operation {
-            agreed,
-            matrices: &[a.id()],
-            traced: trace.is_some(),
-        };
-        group.operate(operation, |epoch| self.launch(epoch, a, product, trace))
+        self.launch(a, product, trace)
     }
 
     /// What this rank does by itself, in the call `name`.
@@ -340,21 +326,15 @@ impl<B: Backend, T: Element> Call<'_, B, T> {
     ) -> Result<()> {
         self.check(a, product.as_ref().map(|(b, out)| [*b, &**out]))
             .map_err(Error::refused(a.group().rank(), name))?;
-        if self.group.is_recording()? {
-            self.group.keep_recorded(self.program);
-        }
-        self.group
-            .exclusively(|epoch| self.launch(epoch, a, product, None))
+        self.launch(a, product, None)
     }
 
     fn launch(
         &self,
-        epoch: Epoch,
         a: &ShardedMatrix<B, T>,
         product: Option<Operands<B, T>>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
-        let inner = self.group.inner();
         let mut matrices = [const { Bound::Nothing }; all_gather::MATRICES];
         matrices[all_gather::A] = Bound::Symmetric(a.memory());
         if let Some((b, out)) = product {
@@ -364,12 +344,8 @@ impl<B: Backend, T: Element> Call<'_, B, T> {
         if let Some(bias) = self.bias {
             matrices[all_gather::BIAS] = Bound::Input(bias.memory());
         }
-        let call = sealed::Call {
-            epoch,
-            matrices: &matrices,
-            trace,
-        };
-        inner.backend.run(&inner.members, self.program, call)
+        let shared = [a.id()];
+        super::run(self.group, None, self.program, &matrices, &shared, trace)
     }
 
     /// Checks the arguments against the schedule, before anything is done. The bias was checked when it was made.

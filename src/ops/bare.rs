@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use super::Operands;
 use crate::backend::Backend;
-use crate::backend::sealed::{Bound, Call};
+use crate::backend::sealed::Bound;
 use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::group::Group;
-use crate::ranks::call::{MATRICES, Operation};
+use crate::ranks::call::MATRICES;
 use crate::schedule::Schedule;
 use crate::schedule::layout::limit;
 use crate::sharded::ShardedMatrix;
@@ -82,24 +82,7 @@ pub fn run_schedule<B: Backend, T: Element>(
         matrices[sum.out] = Bound::Output(out.memory_mut());
     }
     let inner = group.inner();
-    let agreed = schedule.agreed().cloned();
     let program = Arc::new(inner.backend.prepare(&inner.members, schedule)?);
-    let run = |epoch| {
-        let call = Call {
-            epoch,
-            matrices: &matrices,
-            trace: None,
-        };
-        inner.backend.run(&inner.members, &program, call)
-    };
-    let Some(agreed) = agreed else {
-        return group.exclusively(run);
-    };
     let numbers: Vec<u32> = shared.iter().map(|matrix| matrix.id()).collect();
-    let operation = Operation {
-        agreed: &agreed,
-        matrices: &numbers,
-        traced: false,
-    };
-    group.operate(operation, run)
+    super::run(group, None, &program, &matrices, &numbers, None)
 }

@@ -3,11 +3,10 @@
 use super::partial_sums::{PartialSums, Which, split};
 use super::{require_same_group, require_shape};
 use crate::backend::Backend;
-use crate::backend::sealed::{Bound, Call};
+use crate::backend::sealed::Bound;
 use crate::element::Element;
 use crate::error::Result;
 use crate::matrix::Matrix;
-use crate::ranks::call::Operation;
 use crate::schedule::all_gather;
 use crate::schedule::reduce_scatter::ALL_NAME;
 use crate::schedule::{Config, Description, Layout};
@@ -90,35 +89,13 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
         };
         let memory = Bound::Symmetric(out.memory());
         self.0.run(which, &programs, a, b, memory)?;
-        gather.map_or(Ok(()), |program| gather_sums(program.as_ref(), out))
-    }
-}
-
-/// Gathers what each rank has added up.
-fn gather_sums<B: Backend, T: Element>(
-    program: &B::Program,
-    out: &ShardedMatrix<B, T>,
-) -> Result<()> {
-    let group = out.group();
-    let Some(agreed) = B::schedule(program).agreed() else {
-        unreachable!("all ranks take part");
-    };
-    let mut matrices = [const { Bound::Nothing }; all_gather::MATRICES];
-    matrices[all_gather::A] = Bound::Symmetric(out.memory());
-    let operation = Operation {
-        agreed,
-        matrices: &[out.id()],
-        traced: false,
-    };
-    group.operate(operation, |epoch| {
-        let inner = group.inner();
-        let call = Call {
-            epoch,
-            matrices: &matrices,
-            trace: None,
+        let Some(gather) = gather else {
+            return Ok(());
         };
-        inner.backend.run(&inner.members, program, call)
-    })
+        let mut matrices = [const { Bound::Nothing }; all_gather::MATRICES];
+        matrices[all_gather::A] = Bound::Symmetric(out.memory());
+        super::run(group, None, &gather, &matrices, &[out.id()], None)
+    }
 }
 
 impl<B: Backend, T: Element> Default for MatmulAllReduce<'_, B, T> {

@@ -11,14 +11,66 @@ pub use bare::run_schedule;
 pub use matmul_all_reduce::{MatmulAllReduce, matmul_all_reduce};
 pub use matmul_reduce_scatter::{MatmulReduceScatter, matmul_reduce_scatter};
 
+use std::sync::Arc;
+
 use crate::backend::Backend;
+use crate::backend::sealed::{Bound, Call};
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::matrix::Matrix;
-use crate::schedule::{Product, Schedule};
+use crate::ranks::call::Operation;
+use crate::schedule::{Epoch, Product, Schedule};
+use crate::span::Span;
 
 /// The weight and the output of a product.
 type Operands<'a, B, T> = (&'a Matrix<B, T>, &'a mut Matrix<B, T>);
+
+/// Runs `program`, and before it what this rank does by itself, with the same matrices: as an operation of all ranks, if the
+/// schedule says on what they must agree. `shared`: the numbers of the sharded matrices among the matrices.
+fn run<B: Backend>(
+    group: &Group<B>,
+    before: Option<&Arc<B::Program>>,
+    program: &Arc<B::Program>,
+    matrices: &[Bound<B>],
+    shared: &[u32],
+    mut trace: Option<&mut Vec<Span>>,
+) -> Result<()> {
+    let traced = trace.is_some();
+    let inner = group.inner();
+    let mut run = |program: &B::Program, epoch| {
+        let call = Call {
+            epoch,
+            matrices,
+            trace: trace.as_deref_mut(),
+        };
+        inner.backend.run(&inner.members, program, call)
+    };
+    let schedule = B::schedule(program);
+    let Some(agreed) = schedule.agreed() else {
+        if group.is_recording()? {
+            group.keep_recorded(program);
+        }
+        return group.exclusively(|epoch| run(program, epoch));
+    };
+    // Pulls have their epochs baked in.
+    if schedule.is_pushed() && !traced && group.is_recording()? {
+        // It runs when the graph does, and has no number among those that run now: any will do.
+        group.keep_recorded(program);
+        return group.exclusively(|_| run(program, Epoch::FIRST));
+    }
+    let operation = Operation {
+        agreed,
+        matrices: shared,
+        traced,
+    };
+    group.operate(operation, |epoch| {
+        if let Some(before) = before {
+            // The operation has its number: the others wait for this rank.
+            run(before, epoch).map_err(|error| inner.members.fail(error))?;
+        }
+        run(program, epoch)
+    })
+}
 
 /// The product of a schedule that has one.
 fn product_of(schedule: &Schedule) -> &Product {

@@ -4,12 +4,11 @@ use std::sync::Arc;
 
 use super::{require_same_group, require_shape};
 use crate::backend::Backend;
-use crate::backend::sealed::{Bound, Call};
+use crate::backend::sealed::Bound;
 use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::matrix::Matrix;
-use crate::ranks::call::Operation;
 use crate::schedule::all_gather::Planner;
 use crate::schedule::layout::{MAX_EXTENT, limit};
 use crate::schedule::reduce_scatter::{self, ALL_NAME, MATRICES, NAME};
@@ -105,12 +104,7 @@ impl<B: Backend, T: Element> PartialSums<'_, B, T> {
     ) -> Result<()> {
         let group = a.group();
         let Programs { multiply, sum } = programs;
-        let schedule = B::schedule(sum);
-        let Some(agreed) = schedule.agreed() else {
-            unreachable!("all ranks take part");
-        };
-        let partials = schedule.matrices()[reduce_scatter::PARTIALS];
-        let partials = group.partials(agreed, partials.rows * partials.row_bytes())?;
+        let partials = group.partials(B::schedule(sum), reduce_scatter::PARTIALS)?;
         let mut matrices = [const { Bound::Nothing }; MATRICES];
         matrices[reduce_scatter::A] = Bound::Input(a.memory());
         matrices[reduce_scatter::B] = Bound::Input(b.memory());
@@ -123,27 +117,8 @@ impl<B: Backend, T: Element> PartialSums<'_, B, T> {
             Which::Own => None,
             Which::All(id) => Some(id),
         };
-        let operation = Operation {
-            agreed,
-            matrices: shared.as_slice(),
-            traced: false,
-        };
-        group.operate(operation, |epoch| {
-            let inner = group.inner();
-            let run = |program| {
-                let call = Call {
-                    epoch,
-                    matrices: &matrices,
-                    trace: None,
-                };
-                inner.backend.run(&inner.members, program, call)
-            };
-            if let Some(multiply) = multiply {
-                // The operation has its number: the others wait for this rank.
-                run(multiply).map_err(|error| inner.members.fail(error))?;
-            }
-            run(sum)
-        })
+        let shared = shared.as_slice();
+        super::run(group, multiply.as_ref(), sum, &matrices, shared, None)
     }
 }
 
