@@ -15,8 +15,8 @@ use gemmesh::schedule::flag::Wait;
 use gemmesh::schedule::layout::{MAX_EXTENT, MAX_WORLD, balanced_rows};
 use gemmesh::schedule::primitive::AtomicUsize;
 use gemmesh::schedule::{
-    Awaited, Chunking, Config, Description, Epoch, Flag, FlagBlock, Layout, Parts, Product, Route,
-    Schedule, Tile, TileShape, Transfer, all_gather,
+    Addend, Awaited, Chunking, Config, Description, Epoch, Flag, FlagBlock, Layout, MatrixSpec,
+    Parts, Planner, Product, Reduction, Route, Schedule, Tile, TileShape, Transfer, all_gather,
 };
 use gemmesh::{DType, Error};
 use proptest::prelude::*;
@@ -463,7 +463,7 @@ proptest! {
             layout: Layout::new(&case.rows, case.k).unwrap(),
             n: case.n,
         };
-        let run = |planner: all_gather::Planner| planner(&asked, case.rank, case.config).unwrap();
+        let run = |planner: Planner| planner(&asked, case.rank, case.config).unwrap();
         let places = |schedule: &Schedule| -> BTreeSet<(u32, u32)> {
             schedule.tiles().iter().map(|tile| (tile.m, tile.n)).collect()
         };
@@ -816,7 +816,8 @@ fn what_lies_outside_of_what_it_is_a_part_of_is_refused() {
         reduction: None,
     };
     assert!(Schedule::new(parts(&good())).is_ok());
-    let changes: [fn(&mut Parts); 11] = [
+    let changes: [fn(&mut Parts); 23] = [
+        |parts| parts.matrices.clear(),
         |parts| parts.arrivals[0].flag = 2,
         |parts| parts.arrivals[0].flag = parts.arrivals[1].flag,
         |parts| parts.arrivals[0].from = 2,
@@ -828,6 +829,45 @@ fn what_lies_outside_of_what_it_is_a_part_of_is_refused() {
         |parts| parts.product.as_mut().unwrap().config.tile.n = 0,
         |parts| parts.tiles[0] = Tile::new(0, 3, 0, 0..0),
         |parts| parts.tiles[0] = Tile::new(0, 0, 0, 0..3),
+        |parts| parts.tiles[0] = Tile::new(0, 0, 0, 0..1 << 16),
+        |parts| parts.tiles[0] = Tile::new(1, 0, 0, 0..0),
+        |parts| parts.product.as_mut().unwrap().blocks.clear(),
+        |parts| parts.product.as_mut().unwrap().blocks[0].rows.end = 6,
+        |parts| parts.product.as_mut().unwrap().blocks[0].sum.first = 1,
+        |parts| parts.product.as_mut().unwrap().blocks[0].sum.out = 4,
+        |parts| parts.product.as_mut().unwrap().blocks[0].sum.addends = vec![Addend::Product; 2],
+        |parts| {
+            let rows = Addend::Rows {
+                matrix: 3,
+                first: 1,
+            };
+            let sum = &mut parts.product.as_mut().unwrap().blocks[0].sum;
+            sum.addends = vec![Addend::Product, rows];
+        },
+        |parts| {
+            let mut departure = parts.arrivals[0].clone();
+            (departure.route, departure.produced) = (Route::Push, Some(1));
+            parts.departures.push(departure);
+        },
+        |parts| {
+            let mut sum = parts.product.as_ref().unwrap().blocks[0].sum.clone();
+            sum.addends = vec![Addend::Product];
+            let n = parts.matrices[3].columns;
+            parts.reduction = Some(Reduction { rows: 1, n, sum });
+        },
+        |parts| {
+            let mut sum = parts.product.as_ref().unwrap().blocks[0].sum.clone();
+            sum.addends = vec![Addend::Rows {
+                matrix: 3,
+                first: 0,
+            }];
+            let MatrixSpec { rows, columns, .. } = parts.matrices[3];
+            parts.reduction = Some(Reduction {
+                rows: rows + 1,
+                n: columns,
+                sum,
+            });
+        },
     ];
     for (index, change) in changes.into_iter().enumerate() {
         let mut wrong = parts(&good());

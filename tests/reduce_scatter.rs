@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use gemmesh::schedule::reduce_scatter::{self as planner, OUT, PARTIALS, Partials};
 use gemmesh::schedule::{Addend, Description, Layout, Schedule, Transfer};
-use gemmesh::{Chunking, Config, DType, Host, Route, TileShape};
+use gemmesh::{Chunking, Config, DType, Error, Host, Route, TileShape};
 use proptest::prelude::*;
 use support::shared::reduce_scatter;
 
@@ -53,6 +53,28 @@ fn partials_are_added_in_the_order_of_the_ranks_whatever_comes_first() {
         &cases(),
         &reduce_scatter_configs(),
         &ROUTES,
+    );
+}
+
+#[test]
+fn partials_of_8_ranks_are_added_in_the_order_of_the_ranks() {
+    let case = reduce_scatter::Case {
+        rows: vec![9, 0, 17, 1, 33, 8, 8, 20],
+        n: 24,
+        k: 40,
+        cancels: true,
+        workers: 1,
+        seed: 8,
+        ..Default::default()
+    };
+    let configs = reduce_scatter_configs();
+    let (cases, routes) = (&[case], &ROUTES);
+    reduce_scatter::partials_are_added_in_the_order_of_the_ranks::<Host>(
+        test_name!(),
+        8,
+        cases,
+        &configs,
+        routes,
     );
 }
 
@@ -310,5 +332,36 @@ proptest! {
         let wider = Description { n: asked.n + 1, ..asked.description() };
         let wider = planner::reduce_scatter(&wider, 0, asked.config).unwrap();
         prop_assert_ne!(wider.agreed(), other.agreed());
+    }
+}
+
+#[test]
+fn more_chunks_than_a_rank_has_flags_for_are_refused_on_every_rank_by_the_name_of_the_field() {
+    let mut rows = vec![1; 63];
+    rows.push(0);
+    let asked = Asked {
+        rows,
+        n: 1,
+        config: Config::new(TileShape::new(1, 1, 1), Chunking::new(33), Route::Push),
+    };
+    let description = asked.description();
+    for rank in 0..64 {
+        assert!(planner::reduce_scatter(&description, rank, asked.config).is_ok());
+        let refused = planner::all_reduce(&description, rank, asked.config).unwrap_err();
+        assert!(
+            matches!(
+                refused,
+                Error::Limit {
+                    value: 4158,
+                    max: 4096,
+                    ..
+                }
+            ),
+            "{refused}"
+        );
+        assert!(
+            refused.to_string().contains("Config::chunking"),
+            "{refused}"
+        );
     }
 }

@@ -16,9 +16,8 @@ use crate::ranks::call::Operation;
 use crate::ranks::members::Members;
 use crate::ranks::reports::ReportSender;
 use crate::ranks::{env, rendezvous};
-use crate::schedule::all_gather::Planner;
 use crate::schedule::layout::{MAX_WORLD, limit};
-use crate::schedule::{Config, Description, Epoch, Schedule};
+use crate::schedule::{Config, Description, Epoch, Planner, Schedule};
 
 /// How long a rank waits for another before it gives up, unless the builder says otherwise.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);

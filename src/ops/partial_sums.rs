@@ -9,10 +9,9 @@ use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::matrix::Matrix;
-use crate::schedule::all_gather::Planner;
 use crate::schedule::layout::{MAX_EXTENT, limit};
 use crate::schedule::reduce_scatter::{self, ALL_NAME, MATRICES, NAME};
-use crate::schedule::{Config, Description, Layout};
+use crate::schedule::{Config, Description, Layout, Planner};
 
 /// A product and a sum over all ranks, with what varies.
 #[derive(Debug)]

@@ -4,8 +4,8 @@
 use std::ops::Range;
 
 use super::config::{Chunking, Config, Route};
-use super::layout::{Layout, MAX_EXTENT, limit};
-use super::order;
+use super::layout::{Layout, MAX_EXTENT, chunk_rows, limit};
+use super::order::{self, ring};
 use super::{
     Agreed, Block, DeferredChunk, Description, MatrixSpec, Move, Parts, Product, Region, Schedule,
     Sum, Transfer,
@@ -22,13 +22,6 @@ pub const BIAS: usize = 2;
 pub const OUT: usize = 3;
 /// How many there are.
 pub const MATRICES: usize = 4;
-
-/// A pure function from what is asked, a rank, and how it is to be cut up, to the rank's schedule.
-///
-/// # Errors
-/// [`Error::Limit`](crate::Error::Limit) when N is out of bounds, a field of the configuration is, or the table would have
-/// more than 2²⁸ tiles.
-pub type Planner = fn(&Description, rank: usize, config: Config) -> Result<Schedule>;
 
 /// Gathers the rows while it multiplies them: a tile waits for its rows.
 pub fn gather_and_multiply(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
@@ -186,11 +179,6 @@ fn agree(asked: &Description, config: &Config) -> Agreed {
     Agreed::new(asked.operation, &details)
 }
 
-/// The other ranks, in the order in which their rows come: r + 1, r + 2, … around the ring.
-pub fn ring(rank: usize, world: usize) -> impl Iterator<Item = usize> {
-    (1..world).map(move |step| (rank + step) % world)
-}
-
 /// How rows are cut into chunks.
 struct Cutter<'a> {
     layout: &'a Layout,
@@ -285,24 +273,4 @@ fn cut_shard(
             columns,
         })
     })
-}
-
-/// Cuts `rows` into at most `chunks` parts, about equal, at boundaries of tiles, so that few tiles wait for
-/// two chunks; parts that this leaves empty are dropped.
-pub fn chunk_rows(
-    rows: Range<usize>,
-    chunks: usize,
-    entry_rows: usize,
-) -> impl Iterator<Item = Range<usize>> {
-    let cut = move |i: usize| {
-        let even = rows.start + rows.len() * i / chunks;
-        match i {
-            0 => rows.start,
-            _ if i == chunks => rows.end,
-            _ => ((even + entry_rows / 2) / entry_rows * entry_rows).clamp(rows.start, rows.end),
-        }
-    };
-    (0..chunks)
-        .map(move |i| cut(i)..cut(i + 1))
-        .filter(|rows| !rows.is_empty())
 }

@@ -1,4 +1,4 @@
-//! Who owns which rows of a matrix.
+//! Who owns which rows of a matrix, and how rows are cut.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -93,6 +93,26 @@ pub fn balanced_rows(m: usize, world: usize) -> Vec<usize> {
 
 fn balanced_rows_of(rank: usize, m: usize, world: usize) -> usize {
     m / world + usize::from(rank < m % world)
+}
+
+/// Cuts `rows` into at most `chunks` parts, about equal, at boundaries of tiles, so that few tiles wait for
+/// two chunks; parts that this leaves empty are dropped.
+pub fn chunk_rows(
+    rows: Range<usize>,
+    chunks: usize,
+    entry_rows: usize,
+) -> impl Iterator<Item = Range<usize>> {
+    let cut = move |i: usize| {
+        let even = rows.start + rows.len() * i / chunks;
+        match i {
+            0 => rows.start,
+            _ if i == chunks => rows.end,
+            _ => ((even + entry_rows / 2) / entry_rows * entry_rows).clamp(rows.start, rows.end),
+        }
+    };
+    (0..chunks)
+        .map(move |i| cut(i)..cut(i + 1))
+        .filter(|rows| !rows.is_empty())
 }
 
 pub(crate) fn limit(what: &str, value: usize, min: usize, max: usize) -> Result<()> {

@@ -1,4 +1,4 @@
-//! The order of the tiles.
+//! The order of the tiles, and of the ranks.
 
 use super::{Product, Tile, Transfer};
 
@@ -80,4 +80,9 @@ fn tile_rows(product: &Product, matrix: usize, arrivals: &[Transfer]) -> Vec<Til
             }
         })
         .collect()
+}
+
+/// The other ranks, in the order in which their rows come: r + 1, r + 2, … around the ring.
+pub fn ring(rank: usize, world: usize) -> impl Iterator<Item = usize> {
+    (1..world).map(move |step| (rank + step) % world)
 }

@@ -7,13 +7,12 @@
 
 use std::ops::Range;
 
-use super::all_gather::{chunk_rows, ring};
-use super::config::{Config, Route};
-use super::layout::{MAX_EXTENT, limit};
-use super::order::{self, TileRow};
+use super::config::{Chunking, Config, Route};
+use super::layout::{MAX_EXTENT, chunk_rows, limit};
+use super::order::{self, TileRow, ring};
 use super::{
-    Addend, Agreed, Block, Description, MatrixSpec, Move, Parts, Product, Reduction, Region,
-    Schedule, Sum, Tile, Transfer,
+    Addend, Agreed, Block, Description, MAX_FLAGS, MatrixSpec, Move, Parts, Product, Reduction,
+    Region, Schedule, Sum, Tile, Transfer,
 };
 use crate::error::Result;
 
@@ -265,6 +264,15 @@ impl Plan<'_> {
         limit("tiles of the output", tiles, 1, 1 << 28)?;
         let partials = Partials::of(asked);
         limit("rows of all partials", partials.rows(), 1, MAX_EXTENT)?;
+        // Also of the rank to which the most comes: all ranks find the same.
+        let Chunking { count, last, .. } = config.chunking;
+        let shares = match sums {
+            Sums::Own => 0,
+            Sums::All => count,
+        };
+        let flags = (asked.layout.world() - 1) * (count.max(last) + shares);
+        let what = "transfers to a rank, of the chunks that Config::chunking asks for,";
+        limit(what, flags, 0, MAX_FLAGS)?;
         Ok(Plan {
             asked,
             rank,

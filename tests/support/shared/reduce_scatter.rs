@@ -10,10 +10,11 @@ use rustix::process::Signal;
 
 use super::failures;
 use crate::support::numbers::{Reference, bits, nan, normal};
+use crate::support::processes::Rank;
 use crate::support::tested::{Tested, all_done, connect, poisoned, ranks, same_error};
 
 /// The matrices of a product whose K is spread over the ranks.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Case {
     pub rows: Vec<usize>,
     pub n: usize,
@@ -113,6 +114,12 @@ impl<B: Tested, T: Element> Placed<B, T> {
     }
 }
 
+/// The group of all ranks; on the host with so many workers a rank.
+fn group<B: Tested>(rank: &Rank, workers: usize) -> Result<Group<B>, Error> {
+    let builder = Builder::<B>::new().timeout(B::TIMEOUT).workers(workers);
+    builder.connect(rank.rank, rank.world, &rank.address)
+}
+
 /// What each rank makes of its part of K, rounded: by itself, with no others.
 fn partials<B: Tested, T: Element>(
     group: &Group<B>,
@@ -154,10 +161,7 @@ pub fn partials_are_added_in_the_order_of_the_ranks<B: Tested>(
 ) {
     all_done(ranks::<B>(test, world, |rank| {
         let workers = cases.iter().map(|case| case.workers).max();
-        let builder = Builder::<B>::new()
-            .timeout(B::TIMEOUT)
-            .workers(workers.unwrap_or(1));
-        let group = builder.connect(rank.rank, rank.world, &rank.address)?;
+        let group = group::<B>(rank, workers.unwrap_or(1))?;
         let mut placed = Vec::new();
         for (index, case) in cases.iter().enumerate() {
             let address = format!("{}-{index}", rank.address);
@@ -199,8 +203,7 @@ pub fn all_ranks_get_the_same_bits<B: Tested>(
     routes: &[Route],
 ) {
     all_done(ranks::<B>(test, world, |rank| {
-        let builder = Builder::<B>::new().timeout(B::TIMEOUT).workers(2);
-        let group = builder.connect(rank.rank, rank.world, &rank.address)?;
+        let group = group::<B>(rank, 2)?;
         let mut placed = Vec::new();
         for (index, case) in cases.iter().enumerate() {
             let address = format!("{}-{index}", rank.address);
@@ -298,8 +301,7 @@ pub fn bits_do_not_depend_on_the_split<B: Tested>(
     config: Option<Config>,
 ) {
     all_done(ranks::<B>(test, 3, |rank| {
-        let builder = Builder::<B>::new().timeout(B::TIMEOUT).workers(1);
-        let group = builder.connect(rank.rank, rank.world, &rank.address)?;
+        let group = group::<B>(rank, 1)?;
         let mut first: Option<Vec<u8>> = None;
         for split in splits {
             let case = Case {
@@ -308,9 +310,8 @@ pub fn bits_do_not_depend_on_the_split<B: Tested>(
                 k,
                 more: 8,
                 bias: true,
-                cancels: false,
-                workers: 1,
                 seed: 5,
+                ..Case::default()
             };
             let own = Placed::<B, bf16>::new(&group, &case)?.run(&case, config)?;
             let all = group.all_gather_bytes(bytemuck::cast_slice(&own))?.concat();
@@ -325,17 +326,14 @@ pub fn bits_do_not_depend_on_the_split<B: Tested>(
 #[track_caller]
 pub fn the_output_may_be_the_own_rows_of_a_sharded_matrix<B: Tested>(test: &str) {
     all_done(ranks::<B>(test, 3, |rank| {
-        let builder = Builder::<B>::new().timeout(B::TIMEOUT).workers(1);
-        let group = builder.connect(rank.rank, rank.world, &rank.address)?;
+        let group = group::<B>(rank, 1)?;
         let case = Case {
             rows: vec![40, 0, 61],
             n: 48,
             k: 16,
             more: 16,
-            bias: false,
-            cancels: false,
-            workers: 1,
             seed: 9,
+            ..Case::default()
         };
         let mut placed = Placed::<B, bf16>::new(&group, &case)?;
         let expected = placed.run(&case, None)?;
@@ -371,8 +369,7 @@ pub fn the_output_may_be_the_own_rows_of_a_sharded_matrix<B: Tested>(test: &str)
 #[track_caller]
 pub fn what_does_not_fit_is_refused<B: Tested>(test: &str) {
     all_done(ranks::<B>(test, 2, |rank| {
-        let builder = Builder::<B>::new().timeout(B::TIMEOUT).workers(1);
-        let group = builder.connect(rank.rank, rank.world, &rank.address)?;
+        let group = group::<B>(rank, 1)?;
         let [m, n, k] = [9, 8, 16];
         let own = m / 2 + usize::from(rank.rank < m % 2);
         let a = group.zeros::<bf16>(m, k)?;
@@ -412,8 +409,7 @@ pub fn what_does_not_fit_is_refused<B: Tested>(test: &str) {
 #[track_caller]
 pub fn other_rows_are_a_mismatch<B: Tested>(test: &str, theirs: [usize; 2]) {
     let ranks = ranks::<B>(test, 2, |rank| {
-        let builder = Builder::<B>::new().timeout(B::TIMEOUT).workers(1);
-        let group = builder.connect(rank.rank, rank.world, &rank.address)?;
+        let group = group::<B>(rank, 1)?;
         let rows = if rank.rank == 1 { theirs } else { [5, 4] };
         let a = group.zeros::<bf16>(rows.iter().sum(), 16)?;
         let b = group.zeros::<bf16>(8, 16)?;
@@ -445,10 +441,8 @@ pub fn kill_while_the_others_wait<B: Tested>(test: &str, victim: usize) {
             n: 8,
             k: 16,
             more: 8,
-            bias: false,
-            cancels: false,
-            workers: 1,
             seed: 1,
+            ..Case::default()
         };
         let mut placed = Placed::<B, bf16>::new(&group, &case)?;
         placed.run(&case, None)?;

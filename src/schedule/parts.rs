@@ -1,0 +1,422 @@
+//! What a schedule is made of: matrices, transfers, the product and its tiles, sums.
+
+use std::ops::Range;
+
+use super::layout::{MAX_WORLD, limit};
+use super::{Agreed, Config, MAX_BLOCKS, MAX_FLAGS, Route};
+use crate::element::DType;
+use crate::error::{Error, Result};
+
+/// What a planner says of an operation.
+#[derive(Clone, Debug)]
+pub struct Parts {
+    /// This rank.
+    pub rank: usize,
+    /// The number of ranks.
+    pub world: usize,
+    /// What all ranks must agree on. If they do, they tell one another when rows may be moved and have been; if there is
+    /// nothing, the others take no part, or the caller keeps them apart.
+    pub agreed: Option<Agreed>,
+    /// By number.
+    pub matrices: Vec<MatrixSpec>,
+    /// What comes to this rank, whoever moves it, in the order in which it should come.
+    pub arrivals: Vec<Transfer>,
+    /// What goes from this rank, whoever moves it, in the order in which it should go.
+    pub departures: Vec<Transfer>,
+    /// The product that the tiles are of; none if nothing is multiplied.
+    pub product: Option<Product>,
+    /// In the order in which they become ready.
+    pub tiles: Vec<Tile>,
+    /// What is added up at the end.
+    pub reduction: Option<Reduction>,
+}
+
+/// What is known of a matrix before a call binds it: its rows follow one another without padding where ranks share it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MatrixSpec {
+    /// Of its elements.
+    pub dtype: DType,
+    /// Its rows.
+    pub rows: usize,
+    /// Its columns.
+    pub columns: usize,
+}
+
+impl MatrixSpec {
+    /// The bytes of a row.
+    pub fn row_bytes(&self) -> usize {
+        self.columns * self.dtype.bytes()
+    }
+
+    /// What a region of it takes, in bytes: where it begins, the length of each row, how many there are.
+    pub fn extent_of(&self, region: &Region) -> Extent {
+        let width = self.dtype.bytes();
+        Extent {
+            offset: region.rows.start * self.row_bytes() + region.columns.start * width,
+            width: region.columns.len() * width,
+            pitch: self.row_bytes(),
+            rows: region.rows.len(),
+        }
+    }
+}
+
+/// A region of a matrix in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// From the matrix's beginning.
+    pub offset: usize,
+    /// Of a row of the region.
+    pub width: usize,
+    /// From row to row.
+    pub pitch: usize,
+    /// How many rows.
+    pub rows: usize,
+}
+
+impl Extent {
+    /// Its one length, if its rows follow one another without a gap.
+    pub fn contiguous(&self) -> Option<usize> {
+        (self.width == self.pitch || self.rows <= 1).then_some(self.width * self.rows)
+    }
+}
+
+/// Rows and columns of a matrix that ranks share.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Region {
+    /// The matrix's number.
+    pub matrix: usize,
+    /// Its rows.
+    pub rows: Range<usize>,
+    /// Its columns.
+    pub columns: Range<usize>,
+}
+
+/// A region of one rank's memory and where it goes in another's: as many rows and columns.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Move {
+    /// What is read.
+    pub from: Region,
+    /// What is written.
+    pub to: Region,
+}
+
+impl Move {
+    /// To the same place.
+    pub fn in_place(region: Region) -> Move {
+        Move {
+            from: region.clone(),
+            to: region,
+        }
+    }
+}
+
+/// Regions that are moved at once, from one rank's memory into another's, under one flag.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Transfer {
+    /// The rank whose memory is read.
+    pub from: usize,
+    /// The rank whose memory is written.
+    pub to: usize,
+    /// The rank whose rows they are: `from`, unless that passes on what it got.
+    pub source: usize,
+    /// What is moved.
+    pub regions: Vec<Move>,
+    /// Chunk flags of the rank that moves them: it waits for these first.
+    pub after: Range<usize>,
+    /// A block of the product of the rank that moves them: it waits for that too.
+    pub produced: Option<usize>,
+    /// The chunk flag of `to` that says that they have arrived.
+    pub flag: usize,
+    /// Who moves them.
+    pub route: Route,
+}
+
+impl Transfer {
+    /// The other rank, for the one that moves them.
+    pub fn peer(&self) -> usize {
+        match self.route {
+            Route::Pull => self.from,
+            Route::Push | Route::Store => self.to,
+        }
+    }
+
+    /// Whether they are the part of a chunk that tiles need late.
+    pub fn is_deferred(&self) -> bool {
+        self.regions.iter().any(|moved| moved.to.columns.start > 0)
+    }
+}
+
+/// `a[m, k] · b[n, k]ᵀ`, of matrices by number, whose rows go to one or several places.
+#[derive(Clone, Debug)]
+pub struct Product {
+    /// `[m, k]`
+    pub a: usize,
+    /// `[n, k]`
+    pub b: usize,
+    /// Rows of the product.
+    pub m: usize,
+    /// Its columns.
+    pub n: usize,
+    /// What is summed over.
+    pub k: usize,
+    /// The shape of the tiles.
+    pub config: Config,
+    /// Its rows, each at most once. Tiles are counted from the first row of a block, and end with it.
+    pub blocks: Vec<Block>,
+    /// The one flag that tiles which wait for it need late, if there is one.
+    pub deferred: Option<DeferredChunk>,
+}
+
+/// Rows of a product that go to one place.
+#[derive(Clone, Debug)]
+pub struct Block {
+    /// Which.
+    pub rows: Range<usize>,
+    /// Where they go, and what is added.
+    pub sum: Sum,
+}
+
+/// Rows of a matrix, and what they become.
+#[derive(Clone, Debug)]
+pub struct Sum {
+    /// The number of the matrix, of as many columns as the product or, for padding, more.
+    pub out: usize,
+    /// The first of its rows that is written.
+    pub first: usize,
+    /// What is added up in f32, in this order, each of it rounded to the matrix's type before. If nothing is named, it is the
+    /// product, not rounded before.
+    pub addends: Vec<Addend>,
+    /// `[1, n]`, added last if the call binds it. Then the sum is rounded.
+    pub bias: Option<usize>,
+}
+
+/// What is added.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Addend {
+    /// The product that this rank makes.
+    Product,
+    /// Rows of a matrix that ranks share, in this rank's memory.
+    Rows {
+        /// Its number.
+        matrix: usize,
+        /// The first row.
+        first: usize,
+    },
+}
+
+/// Rows that are added up when all that comes to this rank has come. No product of this rank is among the addends.
+#[derive(Clone, Debug)]
+pub struct Reduction {
+    /// How many rows.
+    pub rows: usize,
+    /// How many columns.
+    pub n: usize,
+    /// Where they go, and what is added.
+    pub sum: Sum,
+}
+
+impl Product {
+    /// The rows of the product in a tile.
+    pub fn rows(&self, tile: &Tile) -> Range<usize> {
+        let Range { start, end } = self.block(tile).rows;
+        let rows = extent(tile.m, self.config.entry_rows(), end - start);
+        start + rows.start..start + rows.end
+    }
+
+    /// Its columns in a tile.
+    pub fn columns(&self, tile: &Tile) -> Range<usize> {
+        extent(tile.n, self.config.tile.n, self.n)
+    }
+
+    /// The block that a tile is of.
+    pub fn block(&self, tile: &Tile) -> &Block {
+        &self.blocks[tile.block as usize]
+    }
+}
+
+fn extent(index: u32, length: usize, end: usize) -> Range<usize> {
+    let begin = index as usize * length;
+    begin..(begin + length).min(end)
+}
+
+/// The second part of a chunk that is cut along K: what tiles need of it they need late.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeferredChunk {
+    /// Its chunk flag.
+    pub flag: usize,
+    /// Its first column, a multiple of [`CUT_COLUMNS`](config::CUT_COLUMNS).
+    pub column: usize,
+}
+
+/// One entry of the table: a tile of the output, or as many, one above the other, as a cluster has CTAs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct Tile {
+    /// The tile's row: rows of the block from `m * tile_m * cluster`.
+    pub m: u32,
+    /// The tile's column: output columns from `n * tile_n`.
+    pub n: u32,
+    /// The block of the product that it is of.
+    pub block: u32,
+    pub(crate) flag_begin: u16,
+    pub(crate) flag_end: u16,
+}
+
+impl Tile {
+    /// The tile in row `m` of a block and column `n`, both below [`MAX_EXTENT`](layout::MAX_EXTENT), whose operands wait for
+    /// `flags`, which end with [`MAX_FLAGS`] at the most.
+    pub fn new(block: usize, m: usize, n: usize, flags: Range<usize>) -> Tile {
+        // What is too large stays too large, and is refused.
+        let word = |flag: usize| u16::try_from(flag).unwrap_or(u16::MAX);
+        Tile {
+            m: m as u32,
+            n: n as u32,
+            block: block as u32,
+            flag_begin: word(flags.start),
+            flag_end: word(flags.end),
+        }
+    }
+
+    /// The chunk flags that this tile's operands wait for; none if they are there from the beginning.
+    pub fn flags(&self) -> Range<usize> {
+        self.flag_begin as usize..self.flag_end as usize
+    }
+
+    /// Whether the two are of one block and wait for the same.
+    fn is_alike(&self, other: &Tile) -> bool {
+        let of = |tile: &Tile| (tile.block, tile.flag_begin, tile.flag_end);
+        of(self) == of(other)
+    }
+}
+
+impl Parts {
+    /// Nothing lies outside of what it is a part of: engines rely on that. Says, by chunk flag, whether tiles wait for it.
+    pub(super) fn check(&self) -> Result<Vec<bool>> {
+        let flags = self.arrivals.len();
+        let mut seen = vec![false; flags];
+        for arrival in &self.arrivals {
+            below("a transfer's flag", arrival.flag, flags)?;
+            let twice = std::mem::replace(&mut seen[arrival.flag], true);
+            limit("transfers under one flag", 1 + usize::from(twice), 1, 1)?;
+        }
+        for transfer in self.arrivals.iter().chain(&self.departures) {
+            let ranks = [transfer.from, transfer.to, transfer.source];
+            ranks
+                .iter()
+                .try_for_each(|&rank| below("a rank", rank, self.world))?;
+            below("a transfer's flag", transfer.flag, MAX_FLAGS)?;
+            limit("flags to wait for", transfer.after.end, 0, MAX_FLAGS)?;
+            for Move { from, to } in &transfer.regions {
+                for region in [from, to] {
+                    below("a matrix", region.matrix, self.matrices.len())?;
+                    let spec = self.matrices[region.matrix];
+                    let Region { rows, columns, .. } = region;
+                    limit("rows of a region", rows.end, rows.start, spec.rows)?;
+                    let (begin, end) = (columns.start, columns.end);
+                    limit("columns of a region", end, begin, spec.columns)?;
+                }
+                let lengths = |region: &Region| {
+                    let width = self.matrices[region.matrix].dtype.bytes();
+                    (region.rows.len(), region.columns.len() * width)
+                };
+                let alike = usize::from(lengths(from) == lengths(to));
+                limit("regions of other lengths", 1 - alike, 0, 0)?;
+            }
+        }
+        let blocks = self.product.as_ref().map_or(0, |p| p.blocks.len());
+        limit("blocks of a product", blocks, 0, MAX_BLOCKS)?;
+        for transfer in self
+            .departures
+            .iter()
+            .filter(|moved| moved.route != Route::Pull)
+        {
+            limit("flags to wait for", transfer.after.end, 0, flags)?;
+            if let Some(block) = transfer.produced {
+                below("a block of the product", block, blocks)?;
+            }
+        }
+        if let Some(Reduction { rows, n, sum }) = &self.reduction {
+            let product = usize::from(sum.addends.contains(&Addend::Product));
+            limit("products that a reduction adds", product, 0, 0)?;
+            limit("what a reduction adds", sum.addends.len(), 1, MAX_WORLD)?;
+            self.check_sum(sum, *rows, *n)?;
+        }
+        let mut awaited = vec![false; flags];
+        let Some(product) = &self.product else {
+            limit("tiles without a product", self.tiles.len(), 0, 0)?;
+            return Ok(awaited);
+        };
+        product.config.check()?;
+        let Product { m, n, k, .. } = *product;
+        for (number, rows, columns) in [(product.a, m, k), (product.b, n, k)] {
+            below("a matrix", number, self.matrices.len())?;
+            let spec = self.matrices[number];
+            limit("rows of a product's matrix", spec.rows, rows, rows)?;
+            let what = "columns of a product's matrix";
+            limit(what, spec.columns, columns, columns)?;
+        }
+        for Block { rows, sum } in &product.blocks {
+            limit("rows of a block", rows.end, rows.start, m)?;
+            let products = sum.addends.iter().filter(|a| **a == Addend::Product);
+            let least = usize::from(!sum.addends.is_empty());
+            limit("products that a block adds", products.count(), least, 1)?;
+            self.check_sum(sum, rows.len(), n)?;
+        }
+        let entry_rows = product.config.entry_rows();
+        let columns = n.div_ceil(product.config.tile.n);
+        // There may be thousands, of few blocks, that wait for few ranges of flags.
+        for tiles in self.tiles.chunk_by(Tile::is_alike) {
+            let Tile { block, .. } = tiles[0];
+            below("a tile's block", block as usize, blocks)?;
+            let rows = product.blocks[block as usize].rows.len();
+            let (mut m, mut n) = (0, 0);
+            for tile in tiles {
+                (m, n) = (m.max(tile.m), n.max(tile.n));
+            }
+            below("a tile's row", m as usize, rows.div_ceil(entry_rows))?;
+            below("a tile's column", n as usize, columns)?;
+            let Range { start, end } = tiles[0].flags();
+            limit("a tile's flags", end, start, flags)?;
+            awaited[start..end].fill(true);
+        }
+        Ok(awaited)
+    }
+
+    /// The matrices of `rows` rows and `n` columns that become a sum hold them.
+    fn check_sum(&self, sum: &Sum, rows: usize, n: usize) -> Result<()> {
+        let check = |number: usize, first: usize, rows: usize| -> Result<()> {
+            below("a matrix", number, self.matrices.len())?;
+            let spec = self.matrices[number];
+            limit(
+                "rows of a sum's matrix",
+                first.saturating_add(rows),
+                0,
+                spec.rows,
+            )?;
+            limit("columns of a sum's matrix", n, 0, spec.columns)
+        };
+        check(sum.out, sum.first, rows)?;
+        if let Some(bias) = sum.bias {
+            check(bias, 0, 1)?;
+        }
+        for addend in &sum.addends {
+            if let Addend::Rows { matrix, first } = *addend {
+                check(matrix, first, rows)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// `value` is the number of one of `end` things.
+fn below(what: &str, value: usize, end: usize) -> Result<()> {
+    match value < end {
+        true => Ok(()),
+        false => Err(Error::Limit {
+            what: what.into(),
+            value,
+            min: 0,
+            max: end.saturating_sub(1),
+        }),
+    }
+}
