@@ -244,7 +244,7 @@ fn extent(index: u32, length: usize, end: usize) -> Range<usize> {
 pub struct DeferredChunk {
     /// Its chunk flag.
     pub flag: usize,
-    /// Its first column, a multiple of [`CUT_COLUMNS`](config::CUT_COLUMNS).
+    /// Its first column, a multiple of [`CUT_COLUMNS`](super::config::CUT_COLUMNS).
     pub column: usize,
 }
 
@@ -263,7 +263,7 @@ pub struct Tile {
 }
 
 impl Tile {
-    /// The tile in row `m` of a block and column `n`, both below [`MAX_EXTENT`](layout::MAX_EXTENT), whose operands wait for
+    /// The tile in row `m` of a block and column `n`, both below [`MAX_EXTENT`](super::layout::MAX_EXTENT), whose operands wait for
     /// `flags`, which end with [`MAX_FLAGS`] at the most.
     pub fn new(block: usize, m: usize, n: usize, flags: Range<usize>) -> Tile {
         // What is too large stays too large, and is refused.
