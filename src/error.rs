@@ -4,6 +4,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::schedule::Route;
+
 /// A result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -330,6 +332,21 @@ pub enum Error {
         known: String,
     },
 
+    /// The backend has no such way to move what an operation moves.
+    #[error(
+        "rank {rank}: GPUs cannot do {operation} by Route::{asked:?}; choose Route::{instead:?} (Config::route)"
+    )]
+    NoRoute {
+        /// The rank.
+        rank: usize,
+        /// The name of the call.
+        operation: String,
+        /// What was asked for.
+        asked: Route,
+        /// What there is.
+        instead: Route,
+    },
+
     /// Streams that must not hold one another up share a queue of the device.
     #[error(
         "rank {rank}: {what} needs streams that do not hold one another up, which {cause} prevents; remove the cause, or choose another route or stream"
@@ -438,6 +455,7 @@ impl Error {
             | Error::NoPeerAccess { rank, .. }
             | Error::PeerMemory { rank, .. }
             | Error::NoKernel { rank, .. }
+            | Error::NoRoute { rank, .. }
             | Error::QueuedTogether { rank, .. }
             | Error::DriverTooOld { rank, .. }
             | Error::BuiltWithoutKernels { rank }

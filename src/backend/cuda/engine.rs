@@ -9,10 +9,10 @@ use super::monitor::OUTSTANDING;
 use super::program::{self, Launch, Place, Program};
 use super::route::{announce, pause, pull, push};
 use crate::backend::sealed::Call;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ranks::members::Members;
 use crate::schedule::layout::{MAX_WORLD, limit};
-use crate::schedule::{Block, Move, Route, Schedule};
+use crate::schedule::{Agreed, Block, Move, Route, Schedule};
 
 pub fn run(cuda: &Cuda, members: &Members, program: &Program, mut call: Call<Cuda>) -> Result<()> {
     let _bound = cuda.device.bind()?;
@@ -59,18 +59,24 @@ pub fn run(cuda: &Cuda, members: &Members, program: &Program, mut call: Call<Cud
 /// Refuses what schedules can say and this engine does not do yet.
 ///
 /// # Errors
-/// [`Error::Limit`].
+/// [`Error::NoRoute`]; [`Error::Limit`] for what no operation needs.
 pub fn check(schedule: &Schedule) -> Result<()> {
     // Kernels wait for flags of pulls, or for those of pushes.
     let routes = schedule.routes();
     limit("routes of an operation on GPUs", routes.len(), 0, 1)?;
-    let blocks = schedule
-        .product()
-        .map_or(&[][..], |product| &product.blocks);
-    let adds = blocks.iter().any(|block| !block.sum.addends.is_empty());
-    let sends = schedule.moves().any(|moved| moved.produced.is_some());
-    let what = "sums of partials that are pushed or stored, on GPUs (use Route::Pull)";
-    limit(what, usize::from(adds || sends), 0, 0)?;
+    if let Some(product) = schedule.product() {
+        let mut blocks = product.blocks.iter();
+        let adds = blocks.any(|block| !block.sum.addends.is_empty());
+        let sends = schedule.moves().any(|moved| moved.produced.is_some());
+        if adds || sends {
+            return Err(Error::NoRoute {
+                rank: schedule.rank(),
+                operation: schedule.agreed().map_or("this", Agreed::name).into(),
+                asked: product.config.route,
+                instead: Route::Pull,
+            });
+        }
+    }
     for moved in schedule.moves() {
         for Move { from, to } in &moved.regions {
             let [from, to] = [from, to].map(|region| {
@@ -261,3 +267,43 @@ fn enqueue_pushed(
 
 /// Longer than it takes to put an operation on the streams.
 const ENQUEUED: Duration = Duration::from_millis(2);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::element::DType;
+    use crate::schedule::reduce_scatter::{NAME, multiply, reduce_scatter};
+    use crate::schedule::{Chunking, Config, Description, Layout, TileShape};
+
+    #[test]
+    fn partial_sums_are_pulled_and_an_error_says_so() {
+        let asked = |rows: &[usize]| Description {
+            operation: NAME,
+            dtype: DType::Bf16,
+            layout: Layout::new(rows, 8).unwrap(),
+            n: 12,
+        };
+        let config = Config::new(TileShape::new(4, 8, 8), Chunking::new(2), Route::Pull);
+        for rows in [&[5, 3][..], &[8, 0], &[0, 8], &[8]] {
+            for rank in 0..rows.len() {
+                let plan = |route| reduce_scatter(&asked(rows), rank, config.with_route(route));
+                assert_eq!(check(&plan(Route::Pull).unwrap()), Ok(()));
+                assert_eq!(
+                    check(&multiply(&asked(rows), rank, config).unwrap()),
+                    Ok(())
+                );
+                // A rank of two without rows adds nothing, but sends; one that has them all sends nothing, but adds.
+                let error = check(&plan(Route::Push).unwrap()).unwrap_err();
+                let words = error.to_string();
+                assert!(
+                    matches!(error, Error::NoRoute { rank: of, .. } if of == rank),
+                    "{words}"
+                );
+                assert!(
+                    words.contains(NAME) && words.contains("Route::Pull"),
+                    "{words}"
+                );
+            }
+        }
+    }
+}
