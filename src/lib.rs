@@ -30,7 +30,7 @@ pub mod trace;
 
 pub use element::{DType, Element, bf16, f16};
 pub use error::{Error, Result};
-pub use schedule::{Chunking, Config, Route, TileShape};
+pub use schedule::{Chunking, Config, Numerics, Route, TileShape};
 
 #[cfg(not(loom))]
 pub use {

@@ -642,6 +642,11 @@ fn ranks_that_give_a_matrix_other_rows_are_told() {
 }
 
 #[test]
+fn where_that_is_asked_for_a_row_has_the_bits_that_it_has_in_any_batch() {
+    results::a_row_has_the_bits_that_it_has_in_any_batch::<Host>(test_name!());
+}
+
+#[test]
 fn copies_keep_to_a_stated_speed_and_bring_the_same() {
     const SPEED: usize = 100_000_000;
     let case = even(2, 512, 8, 4096);

@@ -19,7 +19,7 @@ pub use host::Host;
 
 use crate::error::Result;
 use crate::ranks::members::Members;
-use crate::schedule::{Config, Description, Epoch, Schedule};
+use crate::schedule::{Config, Description, Epoch, Numerics, Schedule};
 use crate::span::Span;
 
 /// What a backend is told when it is opened.
@@ -138,7 +138,7 @@ pub(crate) mod sealed {
         /// The group ends: lets go of the peers' memory, then of its own when no peer maps it any more.
         fn close(&mut self, members: &Members);
         /// A good way to cut up what is asked.
-        fn default_config(&self, asked: &Description) -> Config;
+        fn default_config(&self, asked: &Description, numerics: Numerics) -> Config;
         /// Whether what is begun now is only recorded, to run later and often.
         fn is_recording(&self, members: &Members) -> Result<bool>;
         /// Makes a schedule ready to run.

@@ -17,7 +17,7 @@ use crate::ranks::members::Members;
 use crate::ranks::reports::ReportSender;
 use crate::ranks::{env, rendezvous};
 use crate::schedule::layout::{MAX_WORLD, limit};
-use crate::schedule::{Config, Description, Epoch, Planner, Schedule};
+use crate::schedule::{Config, Description, Epoch, Numerics, Planner, Schedule};
 
 /// How long a rank waits for another before it gives up, unless the builder says otherwise.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -55,6 +55,7 @@ pub(crate) struct Inner<B: Backend> {
     // Dropped in this order: the engine may still use the connections to end in step.
     pub backend: B,
     pub members: Members,
+    numerics: Numerics,
     state: Mutex<State<B>>,
     /// The memory of partial sums, and its bytes: what the largest operation so far needed. Its next ones use it too.
     partials: Mutex<Option<(Arc<B::Symmetric>, usize)>>,
@@ -145,6 +146,7 @@ impl<B: Backend> Group<B> {
             inner: Arc::new(Inner {
                 backend,
                 members,
+                numerics: builder.numerics,
                 state: Mutex::new(State {
                     epoch: builder.first_epoch,
                     programs: HashMap::new(),
@@ -254,9 +256,13 @@ impl<B: Backend> Group<B> {
         // What a program needs can't be allocated now.
         self.refuse_recording()?;
         let Inner {
-            backend, members, ..
+            backend,
+            members,
+            numerics,
+            ..
         } = &*self.inner;
-        let config = config.unwrap_or_else(|| backend.default_config(&key.0));
+        let config = config.unwrap_or_else(|| backend.default_config(&key.0, *numerics));
+        config.check_numerics(*numerics)?;
         let schedule = planner(&key.0, members.rank, config)?;
         let program = Arc::new(backend.prepare(members, schedule)?);
         let mut evicted = None;
@@ -364,6 +370,7 @@ pub struct Builder<B: Backend> {
     workers: Option<usize>,
     link: Option<usize>,
     device: Option<usize>,
+    numerics: Numerics,
     first_epoch: Epoch,
     backend: PhantomData<B>,
 }
@@ -382,6 +389,7 @@ impl<B: Backend> Builder<B> {
             workers: None,
             link: None,
             device: None,
+            numerics: Numerics::Fast,
             first_epoch: Epoch::FIRST,
             backend: PhantomData,
         }
@@ -407,6 +415,13 @@ impl<B: Backend> Builder<B> {
     #[must_use]
     pub fn link(mut self, bytes_per_second: usize) -> Self {
         self.link = Some(bytes_per_second);
+        self
+    }
+
+    /// What the bits of products may depend on. [`Numerics::Fast`] if not given.
+    #[must_use]
+    pub fn numerics(mut self, numerics: Numerics) -> Self {
+        self.numerics = numerics;
         self
     }
 

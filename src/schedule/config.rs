@@ -25,6 +25,20 @@ pub struct Config {
     pub route: Route,
 }
 
+/// What the bits of a product may depend on, where the library chooses how it is cut up ([`Builder::numerics`](crate::Builder::numerics)).
+///
+/// Whatever is chosen, they do not depend on who makes a row, who owns it, how it is moved, or what comes first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Numerics {
+    /// On all that the speed does: where there are few tiles, K is cut into parts, which are summed apart and then added. How many
+    /// depends on M, N, K and the number of ranks.
+    #[default]
+    Fast,
+    /// On K, the type of the elements and the device only: K is not cut. A row of a batch has the bits that it has in any other.
+    Invariant,
+}
+
 /// The tiles of an output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
@@ -116,6 +130,19 @@ impl Config {
         limit("Config::tile.group_m", group_m, 1, MAX_EXTENT)?;
         limit("Config::chunking.count", self.chunking.count, 1, MAX_CHUNKS)?;
         limit("Config::chunking.last", self.chunking.last, 1, MAX_CHUNKS)
+    }
+
+    /// Refuses to cut K where the bits must not depend on it.
+    ///
+    /// # Errors
+    /// [`Error::Limit`](crate::Error::Limit).
+    pub(crate) fn check_numerics(&self, numerics: Numerics) -> Result<()> {
+        let most = match numerics {
+            Numerics::Fast => MAX_CLUSTER,
+            Numerics::Invariant => 1,
+        };
+        let what = "Config::tile.split_k, where Numerics::Invariant is asked for,";
+        limit(what, self.tile.split_k, 1, most)
     }
 
     /// Where the last chunk is cut along K, if it is. Where moving a chunk takes about as long as multiplying it, and

@@ -14,7 +14,7 @@ pub mod primitive;
 pub mod reduce_scatter;
 
 pub use agreed::Agreed;
-pub use config::{Chunking, Config, Route, TileShape};
+pub use config::{Chunking, Config, Numerics, Route, TileShape};
 pub use epoch::Epoch;
 pub use flag::{Awaited, Flag, FlagBlock};
 pub use layout::Layout;

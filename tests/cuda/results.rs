@@ -259,3 +259,9 @@ fn ranks_that_give_a_matrix_other_rows_are_told() {
     let Some(_leave) = gpu() else { return };
     results::other_rows_are_a_mismatch::<Cuda>(test_name!());
 }
+
+#[test]
+fn where_that_is_asked_for_a_row_has_the_bits_that_it_has_in_any_batch() {
+    let Some(_leave) = gpu() else { return };
+    results::a_row_has_the_bits_that_it_has_in_any_batch::<Cuda>(test_name!());
+}

@@ -8,7 +8,7 @@ use super::driver::{Device, Function, Module};
 use super::tuned::{Measured, agree};
 use crate::element::DType;
 use crate::error::{Error, Result};
-use crate::schedule::{Chunking, Config, Description, Route, TileShape};
+use crate::schedule::{Chunking, Config, Description, Numerics, Route, TileShape};
 
 // build.rs uses the rest of it.
 #[allow(dead_code)]
@@ -193,9 +193,12 @@ fn embedded(rank: usize, cubin: &'static [u8]) -> Result<&'static [u8]> {
 pub fn default_config(
     multiprocessors: usize,
     asked: &Description,
+    numerics: Numerics,
     measured: Option<Measured>,
 ) -> Config {
-    if let Some(exact) = measured.and_then(|measured| measured.exact) {
+    let is_allowed = |config: &Config| config.check_numerics(numerics).is_ok();
+    let exact = measured.and_then(|measured| measured.exact);
+    if let Some(exact) = exact.filter(is_allowed) {
         return exact;
     }
     let base = measured.map_or(
@@ -218,7 +221,7 @@ pub fn default_config(
     };
     shapes()
         .map(|(family, shape)| (configured(family, shape, &base), shape.efficiency))
-        .filter(|(config, _)| agree(config, &base))
+        .filter(|(config, _)| agree(config, &base) && is_allowed(config))
         .map(|(config, efficiency)| (config, cost(&config, efficiency)))
         .min_by(|(_, x), (_, y)| x.total_cmp(y))
         .map_or(base, |(config, _)| config)
@@ -265,7 +268,29 @@ mod tests {
             layout: Layout::balanced(m, 4096, 4).unwrap(),
             n,
         };
-        default_config(132, &asked, measured)
+        default_config(132, &asked, Numerics::Fast, measured)
+    }
+
+    #[test]
+    fn where_bits_depend_on_k_alone_it_is_cut_for_no_shape() {
+        let mut cut = alike(Route::Push, 1);
+        cut.alike.tile = cut.alike.tile.with_split_k(4);
+        cut.exact = Some(cut.alike);
+        for m in [1, 16, 128, 1000, 8192] {
+            for n in [64, 512, 1792, 20_000] {
+                let asked = Description {
+                    operation: "all_gather_matmul",
+                    dtype: DType::Bf16,
+                    layout: Layout::balanced(m, 4096, 4).unwrap(),
+                    n,
+                };
+                for measured in [None, Some(cut)] {
+                    let of = |numerics| default_config(132, &asked, numerics, measured);
+                    assert_eq!(of(Numerics::Invariant).tile.split_k, 1);
+                    assert!(measured.is_none() || of(Numerics::Fast).tile.split_k == 4);
+                }
+            }
+        }
     }
 
     #[test]

@@ -42,7 +42,7 @@ use super::sealed::{self, Call};
 use super::{Backend, Options};
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
-use crate::schedule::{Config, Description, Route, Schedule};
+use crate::schedule::{Config, Description, Numerics, Route, Schedule};
 
 /// NVIDIA GPUs of the Hopper generation (H100, H200), a process each; several processes may share one.
 ///
@@ -226,13 +226,13 @@ impl sealed::Backend for Cuda {
         self.reclaimer.drain(Duration::from_millis(200));
     }
 
-    fn default_config(&self, asked: &Description) -> Config {
+    fn default_config(&self, asked: &Description, numerics: Numerics) -> Config {
         // Kernels that wait for one another must be able to run at the same time.
         let pushes = self.distinct && self.queues.together.is_none();
         let measured = self.tuned.find(asked);
         let measured = measured.filter(|m| pushes || m.alike.route == Route::Pull);
         let multiprocessors = self.device.multiprocessors();
-        kernel::default_config(multiprocessors, asked, measured)
+        kernel::default_config(multiprocessors, asked, numerics, measured)
     }
 
     fn is_recording(&self, _members: &Members) -> Result<bool> {

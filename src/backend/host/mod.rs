@@ -22,7 +22,7 @@ use crate::ranks::members::Members;
 use crate::schedule::drive::Produced;
 use crate::schedule::layout::limit;
 use crate::schedule::reduce_scatter;
-use crate::schedule::{Chunking, Config, Description, Route, Schedule, TileShape};
+use crate::schedule::{Chunking, Config, Description, Numerics, Route, Schedule, TileShape};
 
 /// The host's processors and shared memory. A rank is a process or a thread.
 ///
@@ -97,7 +97,7 @@ impl sealed::Backend for Host {
         // A mapping keeps a peer's memory for as long as it is needed.
     }
 
-    fn default_config(&self, asked: &Description) -> Config {
+    fn default_config(&self, asked: &Description, _: Numerics) -> Config {
         Config::new(
             // As much of K as keeps the widened tiles of both operands in a core's cache.
             TileShape::new(128, 256, asked.layout.k().min(512)).with_group_m(4),

@@ -1,8 +1,10 @@
 //! Every result is the one that it must be.
 
-use gemmesh::{Builder, Config, Error, all_gather_matmul, bf16};
+use gemmesh::{
+    AllGatherMatmul, Builder, Config, Error, Numerics, all_gather_matmul, bf16, matmul_all_reduce,
+};
 
-use crate::support::numbers::{Reference, bits};
+use crate::support::numbers::{Reference, bits, normal};
 use crate::support::products::{Case, Placed, ROUTES};
 use crate::support::tested::{Tested, all_done, assert_call_mismatch, poisoned, ranks, same_error};
 
@@ -51,6 +53,47 @@ pub fn fused_is_gather_then_matmul<B: Tested>(test: &str, world: usize, cases: &
         Ok::<_, Error>("the same bits 100 times".into())
     });
     all_done(ranks);
+}
+
+/// Where bits may depend on K alone, a row has the same in every batch; and a configuration that cuts K is refused.
+#[track_caller]
+pub fn a_row_has_the_bits_that_it_has_in_any_batch<B: Tested>(test: &str) {
+    const LARGEST: usize = 400;
+    let [n, k] = [24, 1000];
+    all_done(ranks::<B>(test, 2, |rank| {
+        let builder = Builder::<B>::new()
+            .timeout(B::TIMEOUT)
+            .workers(1)
+            .numerics(Numerics::Invariant);
+        let group = builder.connect(rank.rank, rank.world, &rank.address)?;
+        let rows: Vec<bf16> = normal(1, LARGEST * k);
+        let b = group.upload(&normal::<bf16>(2 + rank.rank as u64, n * k), n, k)?;
+        let mut known = None;
+        for m in [LARGEST, 1, 2, 37, 129] {
+            let mut a = group.sharded::<bf16>(m, k)?;
+            let own = a.rows();
+            a.shard_mut()
+                .copy_from_host(&rows[own.start * k..own.end * k])?;
+            let mut out = group.zeros::<bf16>(m, n)?;
+            all_gather_matmul(&a, &b, &mut out)?;
+            let partial = group.upload(&rows[..m * k], m, k)?;
+            let mut sums = group.sharded::<bf16>(m, 2 * n)?;
+            let weight =
+                group.upload(&normal::<bf16>(9 + rank.rank as u64, 2 * n * k), 2 * n, k)?;
+            matmul_all_reduce(&partial, &weight, &mut sums)?;
+            let first = [&out.to_vec()?[..n], &sums.to_vec()?[..2 * n]].concat();
+            let known = known.get_or_insert_with(|| first.clone());
+            assert!(bits(&first) == bits(known), "{m} rows");
+
+            let asked = AllGatherMatmul::<B, bf16>::new().prepare(&a, n)?.config();
+            let config = Config::new(asked.tile.with_split_k(2), asked.chunking, asked.route);
+            let cut = AllGatherMatmul::<B, bf16>::new().config(config);
+            let error = cut.prepare(&a, n).err().map(|error| error.to_string());
+            let words = error.unwrap_or_default();
+            assert!(words.contains("Numerics::Invariant"), "{words:?}");
+        }
+        Ok("the same bits".into())
+    }));
 }
 
 /// One matrix, whose rows change from call to call: any number up to its capacity, however they are split.
