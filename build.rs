@@ -8,7 +8,7 @@ use std::process::{Command, ExitCode};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
-use kernels::{FAMILIES, Family};
+use kernels::{FAMILIES, Family, VARIANTS};
 
 // The library uses the rest of it.
 #[allow(dead_code)]
@@ -111,20 +111,25 @@ fn source_of(family: &Family, dtype: &str) -> String {
         ..
     } = family;
     let mut source = format!(
-        "#include \"cuda/{name}/all_gather_matmul.cuh\"\n\
+        "#include \"cuda/{name}/matmul.cuh\"\n\
          static_assert(gemmesh::kTileM == {tile_m} && GEMMESH_TILE_K == {tile_k}, \"cuda/kernels.rs says so\");\n"
     );
     for shape in family.shapes {
-        for trace in [false, true] {
+        for variant in VARIANTS {
+            let head = match variant.sums {
+                true => "GEMMESH_MATMUL_SUMS",
+                false => "GEMMESH_MATMUL",
+            };
             let _ = writeln!(
                 source,
-                "GEMMESH_KERNEL({}, {dtype}, {}, {}, {}, {}, {}, {trace}, {})",
-                family.kernel(dtype, shape, trace),
+                "{head}({}, {dtype}, {}, {}, {}, {}, {}, {}, {})",
+                family.kernel(dtype, shape, variant),
                 shape.tile_n,
                 shape.stages,
                 shape.cluster,
                 shape.split,
                 family.boxes(shape),
+                variant.trace,
                 family.shared_bytes(shape),
             );
         }

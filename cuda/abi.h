@@ -3,9 +3,14 @@
  * Plain C, so that bindgen can read it. Every struct is laid out without hidden padding, and each size and offset
  * that the host relies on is asserted below.
  *
- * Operation:   out[M, N] = a[M, K] * b[N, K]^T (+ bias[N]),   f32 accumulation, rounded once.
+ * Operation:   out[M, N] = a[M, K] * b[N, K]^T (+ bias[N]),   f32 accumulation, rounded once;
+ *              of a kernel that adds partials: blocks of these rows are partials for others, rounded and not biased, and
+ *              the others are added to what has come from there: GemmeshBlock.
  *
  * Kernel:      extern "C" void <name>(CUtensorMap a, CUtensorMap b, CUtensorMap out, GemmeshParams params)
+ *              or, if it adds partials,
+ *                              <name>(CUtensorMap a, CUtensorMap b, CUtensorMap out, GemmeshParams params,
+ *                                     CUtensorMap stored, CUtensorMap added, GemmeshSums sums)
  *              every argument is __grid_constant__; kernels.rs lists the kernels, and says what is meant here by their
  *              tile_m, tile_n, cluster and split.
  *
@@ -24,6 +29,9 @@
  *              a     {K, M}   {GEMMESH_TILE_K, tile_m}                        256B
  *              b     {K, N}   {GEMMESH_TILE_K, tile_n / cluster}              256B
  *              out   {N, M}   {GEMMESH_STORE_COLUMNS, GEMMESH_STORE_ROWS}     none
+ *
+ *              Where blocks have places of their own, `out` has the rows that are written there and no more; `stored` and
+ *              `added` are both the matrix of partials, with the boxes of `out` and of `a`.
  *
  *              TMA drops columns in pieces of 16 bytes: where N is no multiple of 8, a row's columns from N to the next
  *              multiple of 8 are written, with zeros, or NaN where the row of `a` is not finite. They are padding, for
@@ -72,9 +80,9 @@ typedef struct GemmeshTile {
     uint32_t m;          /* tile row, in units of tile_m * cluster rows; CTA r of the cluster takes the r-th part;
                           * or all of it, and a part of K */
     uint32_t n;          /* tile column, in units of tile_n columns */
-    uint32_t block;      /* 0: a kernel's rows all go to one place */
-    uint16_t flag_begin; /* rows of `a` are there once flags[flag_begin..flag_end) have all reached the epoch; */
-    uint16_t flag_end;   /* an empty range waits for nothing */
+    uint32_t block;      /* of a kernel that adds partials: whose rows m counts; else 0 */
+    uint16_t flag_begin; /* rows of `a`, or what is added, are there once flags[flag_begin..flag_end) have all reached the */
+    uint16_t flag_end;   /* epoch; an empty range waits for nothing */
 } GemmeshTile;
 
 /* The first wait that ran into its deadline. The host zeroes the record, and may read it once it is marked. */
@@ -167,6 +175,31 @@ typedef struct GemmeshParams {
     GemmeshExchange exchange;
 } GemmeshParams;
 
+/* In the table of addends: what the kernel itself makes. */
+#define GEMMESH_PRODUCT 0xffffffffu
+
+/* Rows of the product that go to one place. Tiles are counted from the first of them, and end with the last. */
+typedef struct GemmeshBlock {
+    uint32_t row;          /* the first: row of `a` */
+    uint32_t rows;         /* how many */
+    uint32_t out;          /* where the first goes: row of `out`, or of `stored` if nothing is added. There, where `rows` is no
+                            * multiple of GEMMESH_STORE_ROWS, the rows up to the next are written too */
+    uint32_t addend_begin; /* what is added up, in the order of addends[addend_begin..addend_end), each rounded to the element */
+    uint32_t addend_end;   /* type before; if nothing is, the rows are the product's, without bias */
+    uint32_t reports;      /* of a block that is sent: one for each tile and each warp that stores rows of it; else 0 */
+    uint32_t reserved[2];
+} GemmeshBlock;
+
+/* What a kernel that adds partials needs beside GemmeshParams. All pointers are device addresses. */
+typedef struct GemmeshSums {
+    const GemmeshBlock *blocks; /* by number */
+    const uint32_t *addends;    /* GEMMESH_PRODUCT, or what is added to a block's first row: row of `added` */
+    uint32_t *reports;          /* by block: how many there are; zero between operations */
+    uint32_t *stored;           /* by block: 1 once all are there; reset by the copy stream, which waits for it */
+    uint32_t flag_begin;        /* no tile waits for flags[flag_begin..flag_end), but the kernel does before it ends */
+    uint32_t flag_end;
+} GemmeshSums;
+
 /* gemmesh_reduce_<dtype>: rows that are added up in f32, one addend after the other, then the bias; rounded once. Any grid of
  * CTAs of GEMMESH_REDUCE_THREADS threads.
  *
@@ -211,6 +244,8 @@ static_assert(sizeof(GemmeshParams) == 96 + sizeof(GemmeshExchange), "");
 static_assert(offsetof(GemmeshParams, trace) == 48, "");
 static_assert(offsetof(GemmeshParams, tile_count) == 64, "");
 static_assert(offsetof(GemmeshParams, exchange) == 96, "");
+static_assert(sizeof(GemmeshBlock) == 32, "a block is two 16-byte loads");
+static_assert(sizeof(GemmeshSums) == 40, "");
 static_assert(sizeof(GemmeshReduction) == 48 + 8 * GEMMESH_MAX_WORLD, "");
 static_assert(sizeof(GemmeshAlignment) == 32 + 8 * GEMMESH_MAX_WORLD, "");
 

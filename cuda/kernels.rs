@@ -33,7 +33,7 @@ const HOPPER: [Shape; 11] = [
     shape(  64,      7,       1,     4,       0.40),
 ];
 
-/// Kernels of one source: cuda/NAME/all_gather_matmul.cuh.
+/// Kernels of one source: cuda/NAME/matmul.cuh.
 #[derive(Clone, Copy, Debug)]
 pub struct Family {
     pub name: &'static str,
@@ -47,7 +47,7 @@ pub struct Family {
     pub shapes: &'static [Shape],
 }
 
-/// What one kernel of a family has of its own. Each comes in two: the plain one, and one that fills the trace.
+/// What one kernel of a family has of its own. Each comes in four: see [`Variant`].
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
     /// Columns of a CTA's tile.
@@ -61,6 +61,29 @@ pub struct Shape {
     /// How much of the arithmetic rate of the widest tile it reaches.
     pub efficiency: f64,
 }
+
+/// What else there is to a kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Variant {
+    /// Its rows go to several places, and partials are added to some. Its epilogue takes registers and code that the other does
+    /// not have, and it has more arguments.
+    pub sums: bool,
+    /// It fills the trace, which takes time.
+    pub trace: bool,
+}
+
+/// All that there are.
+pub const VARIANTS: [Variant; 4] = {
+    const fn variant(sums: bool, trace: bool) -> Variant {
+        Variant { sums, trace }
+    }
+    [
+        variant(false, false),
+        variant(false, true),
+        variant(true, false),
+        variant(true, true),
+    ]
+};
 
 const fn shape(tile_n: u32, stages: u32, cluster: u32, split: u32, efficiency: f64) -> Shape {
     Shape {
@@ -79,12 +102,13 @@ const BARRIER_BYTES: u32 = 1024;
 /// What a warp stores at a time: 16 rows of 64 columns.
 const BOX_COLUMNS: u32 = 64;
 const BOX_BYTES: u32 = 16 * BOX_COLUMNS * ELEMENT_BYTES;
-const CONSUMER_WARPS: u32 = 8;
+/// Those that multiply and store, of a CTA.
+pub const CONSUMER_WARPS: u32 = 8;
 const ELEMENT_BYTES: u32 = 2;
 
 impl Family {
     /// The kernel's symbol.
-    pub fn kernel(&self, dtype: impl Display, shape: &Shape, trace: bool) -> String {
+    pub fn kernel(&self, dtype: impl Display, shape: &Shape, variant: Variant) -> String {
         let Family { tile_m, tile_k, .. } = self;
         let Shape {
             tile_n,
@@ -93,9 +117,10 @@ impl Family {
             split,
             ..
         } = shape;
-        let trace = if trace { "_trace" } else { "" };
+        let sums = if variant.sums { "_sums" } else { "" };
+        let trace = if variant.trace { "_trace" } else { "" };
         format!(
-            "all_gather_matmul_{dtype}_{tile_m}x{tile_n}x{tile_k}_s{stages}_c{cluster}_k{split}{trace}"
+            "matmul_{dtype}_{tile_m}x{tile_n}x{tile_k}_s{stages}_c{cluster}_k{split}{sums}{trace}"
         )
     }
 

@@ -16,8 +16,8 @@ use gemmesh::schedule::drive::{self, CopyThread, Produced};
 use gemmesh::schedule::flag::Wait;
 use gemmesh::schedule::primitive::AtomicUsize;
 use gemmesh::schedule::{
-    Addend, Awaited, Block, Description, Epoch, Flag, FlagBlock, Layout, Schedule, Transfer,
-    all_gather, reduce_scatter,
+    Addend, Awaited, Block, Description, Epoch, Flag, FlagBlock, Layout, Planner, Schedule,
+    Transfer, all_gather, reduce_scatter,
 };
 use gemmesh::{Chunking, Config, DType, Route, TileShape};
 use loom::cell::UnsafeCell;
@@ -192,6 +192,23 @@ impl World {
                 }
             }
         });
+    }
+
+    /// Looks at all that is added up at the end.
+    fn add(&self, rank: usize, epoch: Epoch, produced: &[Produced]) {
+        let Rank { chunk, rows, .. } = &self.ranks[rank];
+        let plan = self.plan(rank, Way::Push);
+        let reduction = plan.reduction().unwrap();
+        let Ok(()) = drive::wait_addends(plan, epoch, chunk, produced, self);
+        for (from, addend) in reduction.sum.addends.iter().enumerate() {
+            let Addend::Rows { matrix, first } = *addend else {
+                unreachable!("{addend:?}")
+            };
+            for row in 0..reduction.rows {
+                let found = rows[matrix][first + row].read();
+                assert_eq!(found, value(from, row, epoch), "row {row}, {epoch:?}");
+            }
+        }
     }
 
     /// The life of the copy thread of `rank`, which is told to begin and tells that it has ended.
@@ -447,7 +464,7 @@ fn rows_that_another_rank_passes_on_are_seen() {
 }
 
 /// The plans of all ranks that add up partials, for tiles of two rows.
-fn sums(rows: &[usize], chunks: usize) -> std::sync::Arc<Plans> {
+fn sums(planner: Planner, rows: &[usize], chunks: usize) -> std::sync::Arc<Plans> {
     let asked = Description {
         operation: reduce_scatter::NAME,
         dtype: DType::Bf16,
@@ -455,7 +472,7 @@ fn sums(rows: &[usize], chunks: usize) -> std::sync::Arc<Plans> {
         n: 1,
     };
     let config = Config::new(TILE, Chunking::new(chunks), Route::Push);
-    let plan = |rank, _| reduce_scatter::reduce_scatter(&asked, rank, config).unwrap();
+    let plan = |rank, _| planner(&asked, rank, config).unwrap();
     std::sync::Arc::new(Plans {
         schedules: both_ways(rows.len(), plan),
         owned: vec![Vec::new(); rows.len()],
@@ -472,7 +489,7 @@ fn produced(world: &World, rank: usize, epoch: Epoch) -> Vec<Produced> {
 
 /// Two ranks with a tile for each other in so many operations; the orders are explored from the last one on.
 fn two_ranks_add(epochs: &'static [Epoch], patience: i32) {
-    let plans = sums(&[2, 2], 1);
+    let plans = sums(reduce_scatter::reduce_scatter, &[2, 2], 1);
     explore(Some(1), move || {
         loom::stop_exploring();
         let world = Arc::new(World::new(&plans, epochs[0], i32::MAX));
@@ -524,7 +541,7 @@ fn slots_are_not_overwritten_before_they_have_been_added() {
 
 #[test]
 fn a_block_is_sent_when_all_workers_have_made_their_tiles_of_it() {
-    let plans = sums(&[0, 4], 1);
+    let plans = sums(reduce_scatter::reduce_scatter, &[0, 4], 1);
     explore(Some(2), move || {
         let epoch = EPOCHS[1];
         let world = Arc::new(World::new(&plans, epoch, 4));
@@ -538,12 +555,42 @@ fn a_block_is_sent_when_all_workers_have_made_their_tiles_of_it() {
         world.multiply_and_add(0, epoch, &produced, &next);
         other.join().unwrap();
         copier.join().unwrap();
-        for row in 0..4 {
-            let found = world.ranks[1].rows[reduce_scatter::PARTIALS][row].read();
+        let slot = &world.plan(1, Way::Push).arrivals()[0].regions[0].to;
+        for (row, place) in slot.rows.clone().enumerate() {
+            let found = world.ranks[1].rows[slot.matrix][place].read();
             // The acquire of whoever reads them stands for that of its tiles.
             assert!(world.ranks[1].chunk[0].reached(epoch));
             assert_eq!(found, value(0, row, epoch));
         }
+    });
+}
+
+#[test]
+fn all_partials_are_there_when_a_rank_adds_them_up_itself() {
+    let plans = sums(reduce_scatter::all_reduce, &[2, 2], 1);
+    explore(Some(2), move || {
+        loom::stop_exploring();
+        let epoch = EPOCHS[1];
+        let world = Arc::new(World::new(&plans, epoch, 4));
+        (0..2).for_each(|rank| world.announce(rank, epoch));
+        let of_rank_1 = std::sync::Arc::new(produced(&world, 1, epoch));
+        world.multiply_and_add(1, epoch, &of_rank_1, &AtomicUsize::new(0));
+        loom::explore();
+        let sender = world.clone();
+        let copier = spawn(move || sender.transfer(1, epoch, Way::Push, &of_rank_1));
+        let produced = std::sync::Arc::new(produced(&world, 0, epoch));
+        let next = std::sync::Arc::new(AtomicUsize::new(0));
+        let work = {
+            let (world, produced) = (world.clone(), produced.clone());
+            move || {
+                world.multiply_and_add(0, epoch, &produced, &next);
+                world.add(0, epoch, &produced);
+            }
+        };
+        let other = spawn(work.clone());
+        work();
+        other.join().unwrap();
+        copier.join().unwrap();
     });
 }
 

@@ -5,7 +5,7 @@ mod support;
 use std::ops::Range;
 
 use gemmesh::schedule::reduce_scatter::{self as planner, OUT, PARTIALS, Partials};
-use gemmesh::schedule::{Addend, Description, Layout, Schedule, Transfer};
+use gemmesh::schedule::{Addend, Description, Layout, Schedule, Tile, Transfer};
 use gemmesh::{Chunking, Config, DType, Error, Host, Route, TileShape};
 use proptest::prelude::*;
 use support::shared::reduce_scatter;
@@ -80,10 +80,18 @@ fn partials_of_8_ranks_are_added_in_the_order_of_the_ranks() {
 
 #[test]
 fn an_all_reduce_gives_all_ranks_the_bits_of_the_sum_in_their_order() {
+    // Of few rows, which are exchanged, and of long ones, which are not.
+    let long = cases().map(|case| reduce_scatter::Case {
+        n: (1 << 18) / case.rows.iter().sum::<usize>() + case.n,
+        k: case.k.min(16),
+        ..case
+    });
+    let [first, second, ..] = long;
+    let cases = [&cases()[..], &[first, second]].concat();
     reduce_scatter::all_ranks_get_the_same_bits::<Host>(
         test_name!(),
         3,
-        &cases(),
+        &cases,
         &reduce_scatter_configs(),
         &ROUTES,
     );
@@ -128,7 +136,7 @@ fn another_split_in_a_reduce_scatter_is_a_mismatch() {
 
 #[test]
 fn a_rank_killed_while_the_others_wait_for_its_partials_is_named_within_a_second() {
-    reduce_scatter::kill_while_the_others_wait::<Host>(test_name!(), 1);
+    reduce_scatter::kill_while_the_others_wait::<Host>(test_name!(), 1, None);
 }
 
 // Schedules.
@@ -156,8 +164,17 @@ impl Asked {
         }
     }
 
+    /// All ranks are to have all sums, of rows so long that they are not exchanged.
+    fn all(&self) -> Description {
+        Description {
+            operation: planner::ALL_NAME,
+            n: (1 << 20) / self.rows.iter().sum::<usize>() + self.n,
+            ..self.description()
+        }
+    }
+
     fn partials(&self) -> Partials {
-        Partials::of(&self.description())
+        Partials::of(&self.description(), self.config.route)
     }
 }
 
@@ -181,6 +198,38 @@ fn any_asked(route: &'static [Route]) -> impl Strategy<Value = Asked> {
     })
 }
 
+/// Whether all ranks come to the end where each has one worker, which takes tiles as they stand, and a copy engine that does one
+/// transfer after the other.
+fn all_end(schedules: &[Schedule]) -> bool {
+    let flags = |schedule: &Schedule| vec![false; schedule.arrivals().len()];
+    let mut arrived: Vec<Vec<bool>> = schedules.iter().map(flags).collect();
+    let mut done = vec![(0, 0); schedules.len()];
+    loop {
+        let before = done.clone();
+        for (rank, schedule) in schedules.iter().enumerate() {
+            let (tiles, moves) = &mut done[rank];
+            let left = &schedule.tiles()[*tiles..];
+            let ready = |tile: &&Tile| tile.flags().all(|flag| arrived[rank][flag]);
+            *tiles += left.iter().take_while(ready).count();
+            let left = &schedule.tiles()[*tiles..];
+            for moved in schedule.moves().skip(*moves) {
+                let block = moved.produced.unwrap();
+                if left.iter().any(|tile| tile.block as usize == block) {
+                    break;
+                }
+                arrived[moved.to][moved.flag] = true;
+                *moves += 1;
+            }
+        }
+        if done == before {
+            let mut ends = schedules.iter().zip(&done);
+            return ends.all(|(schedule, &(tiles, moves))| {
+                (tiles, moves) == (schedule.tiles().len(), schedule.moves().count())
+            }) && arrived.iter().flatten().all(|&arrived| arrived);
+        }
+    }
+}
+
 /// The rows of the product that a transfer is of.
 fn sent(transfer: &Transfer, partials: &Partials) -> Range<usize> {
     let [moved] = &transfer.regions[..] else {
@@ -189,7 +238,8 @@ fn sent(transfer: &Transfer, partials: &Partials) -> Range<usize> {
     assert_eq!(moved.from.columns, 0..partials.columns());
     assert_eq!(moved.to.columns, moved.from.columns);
     let Range { start, end } = moved.from.rows;
-    start - partials.own()..end - partials.own()
+    let first = partials.own(transfer.to, 0);
+    start - first..end - first
 }
 
 proptest! {
@@ -214,8 +264,21 @@ proptest! {
                 let own = block.sum.out == OUT;
                 prop_assert_eq!(own, mine.contains(&block.rows.start));
                 prop_assert_eq!(block.sum.bias.is_some(), own);
-                let first = if own { 0 } else { partials.own() + block.rows.start };
+                let owner = (0..layout.world()).find(|&r| layout.rows_of(r).contains(&block.rows.start));
+                let first = if own { 0 } else { partials.own(owner.unwrap(), block.rows.start) };
                 prop_assert_eq!(block.sum.first, first);
+            }
+            // GPUs store 16 rows at a time: those behind the last of a rank's are nobody's.
+            for owner in 0..layout.world() {
+                let end = partials.own(owner, layout.rows_of(owner).end) + 15;
+                let addends = product.blocks.iter().flat_map(|block| &block.sum.addends);
+                for addend in addends {
+                    let Addend::Rows { first, .. } = addend else { continue };
+                    prop_assert!(end <= *first);
+                }
+                let mut next = owner + 1..layout.world();
+                let is_before = next.all(|next| end <= partials.own(next, layout.rows_of(next).start));
+                prop_assert!(is_before);
             }
             // Own tiles last.
             let is_own = |block: u32| product.blocks[block as usize].sum.out == OUT;
@@ -230,7 +293,7 @@ proptest! {
         for (rank, schedule) in schedules.iter().enumerate() {
             let mine = layout.rows_of(rank);
             // By row of the slots: who writes it, under which flag.
-            let mut slots = vec![None; partials.own()];
+            let mut slots = vec![None; partials.rows()];
             for transfer in schedule.arrivals() {
                 let rows = sent(transfer, &partials);
                 prop_assert!(mine.start <= rows.start && rows.end <= mine.end && !rows.is_empty());
@@ -264,7 +327,7 @@ proptest! {
                 match *addend {
                     Addend::Product => prop_assert_eq!(from, rank),
                     Addend::Rows { matrix, first } if from == rank => {
-                        prop_assert_eq!((matrix, first), (PARTIALS, partials.own() + mine.start));
+                        prop_assert_eq!((matrix, first), (PARTIALS, partials.own(rank, mine.start)));
                     }
                     Addend::Rows { matrix, first } => {
                         prop_assert_eq!(matrix, PARTIALS);
@@ -289,8 +352,58 @@ proptest! {
     }
 
     #[test]
-    fn each_rank_gets_each_sum_from_its_owner_once(asked in any_asked(&[Route::Push, Route::Store])) {
+    fn no_rank_waits_in_a_circle(asked in any_asked(&[Route::Push, Route::Store])) {
+        prop_assert!(all_end(&asked.schedules()));
+        let plan = |rank| planner::all_reduce(&asked.all(), rank, asked.config).unwrap();
+        let schedules: Vec<Schedule> = (0..asked.rows.len()).map(plan).collect();
+        prop_assert!(all_end(&schedules));
+    }
+
+    #[test]
+    fn few_rows_are_exchanged_once_and_added_by_every_rank(asked in any_asked(&[Route::Pull, Route::Push, Route::Store])) {
         let description = Description { operation: planner::ALL_NAME, ..asked.description() };
+        prop_assert!(asked.rows.len() == 1 || planner::is_exchanged(&description));
+        let plan = |rank| planner::all_reduce(&description, rank, asked.config).unwrap();
+        let schedules: Vec<Schedule> = (0..asked.rows.len()).map(plan).collect();
+        let (m, world) = (description.layout.m(), asked.rows.len());
+        let partials = Partials::exchanged(&description, asked.config.route);
+        for (rank, schedule) in schedules.iter().enumerate().filter(|_| world > 1) {
+            // By row of the slots: who writes it, and of which row it is.
+            let mut slots = vec![None; partials.rows()];
+            for transfer in schedule.arrivals() {
+                let sender = &schedules[transfer.from];
+                if asked.config.route != Route::Pull {
+                    let departs = |other: &&Transfer| (other.to, other.flag) == (rank, transfer.flag);
+                    prop_assert_eq!(sender.moves().find(departs), Some(transfer));
+                    let block = &sender.product().unwrap().blocks[transfer.produced.unwrap()];
+                    let first = transfer.regions[0].from.rows.start;
+                    prop_assert_eq!((block.sum.out, block.sum.first), (PARTIALS, first));
+                    prop_assert_eq!(block.rows.start, first);
+                }
+                let [moved] = &transfer.regions[..] else { panic!("{transfer:?}") };
+                for (to, from) in moved.to.rows.clone().zip(moved.from.rows.clone()) {
+                    prop_assert_eq!(slots[to].replace((transfer.from, from)), None);
+                }
+            }
+            let reduction = schedule.reduction().unwrap();
+            prop_assert_eq!((reduction.rows, reduction.n, reduction.sum.first), (m, asked.n, 0));
+            prop_assert_eq!(reduction.sum.addends.len(), world);
+            for (from, addend) in reduction.sum.addends.iter().enumerate() {
+                let &Addend::Rows { matrix: PARTIALS, first } = addend else { panic!("{addend:?}") };
+                if from == rank {
+                    prop_assert_eq!(first, 0);
+                    continue;
+                }
+                for row in 0..m {
+                    prop_assert_eq!(slots[first + row], Some((from, row)));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn each_rank_gets_each_sum_from_its_owner_once(asked in any_asked(&[Route::Push, Route::Store])) {
+        let description = asked.all();
         let plan = |rank| planner::all_reduce(&description, rank, asked.config).unwrap();
         let schedules: Vec<Schedule> = (0..asked.rows.len()).map(plan).collect();
         let layout = &description.layout;
@@ -352,7 +465,7 @@ fn more_chunks_than_a_rank_has_flags_for_are_refused_on_every_rank_by_the_name_o
             matches!(
                 refused,
                 Error::Limit {
-                    value: 4158,
+                    value: 6174,
                     max: 4096,
                     ..
                 }

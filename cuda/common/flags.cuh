@@ -71,6 +71,11 @@ public:
         ptx::fence_proxy_async();
     }
 
+    // The same for flags that no tile waits for.
+    __device__ void wait(uint32_t begin, uint32_t end) {
+        for (uint32_t flag = begin; flag < end; ++flag) wait(flag);
+    }
+
     // Before which step through K of the tile `wait_deferred` must be called; a number that no step has if it need not be.
     __device__ uint32_t deferred_step(const GemmeshTile& tile) const {
         const bool needed = tile.flag_begin <= params_.deferred_flag && params_.deferred_flag < tile.flag_end;

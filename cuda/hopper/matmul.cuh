@@ -1,10 +1,14 @@
-// out[M, N] = a[M, K] * b[N, K]^T (+ bias), while the rows of `a` are still arriving.
+// out[M, N] = a[M, K] * b[N, K]^T (+ bias), while the rows of `a` are still arriving; or while what is made of others' rows is
+// on its way to them, and what they have made of this rank's on its way here, to be added.
 //
 // One persistent kernel. A cluster of one, two or four CTAs takes entry after entry of the host's table; in each CTA a
 // producer thread waits for the flags of the tile and feeds a ring of stages by TMA, and two consumer warpgroups
 // multiply what arrives and store the tile. Only the producer ever waits for a tile's flags, and the ring keeps filling
 // with the next tile while the consumers store this one. The producer warpgroup's other warps tell the peers that this
 // kernel runs and push rows to them, where rows are pushed and not pulled.
+//
+// A kernel that adds partials (kSums) has tiles of blocks, which go to places of their own. What is added comes through the
+// same ring behind the tile's operands, and then it is what the producer waits for, not `a`.
 //
 // The CTAs of a cluster work on neighbouring rows and the same columns, so they share `b`: each loads its part and
 // multicasts it to both. Every producer waits for the flags itself, because it alone loads its CTA's rows of `a`; what
@@ -20,6 +24,7 @@
 #include "pipeline.cuh"
 #include "ptx.cuh"
 #include "split.cuh"
+#include "sums.cuh"
 #include "wgmma.cuh"
 
 namespace gemmesh {
@@ -35,18 +40,21 @@ constexpr int kConsumerWarps = kConsumers * kWarpgroupThreads / 32;
 static_assert(GEMMESH_THREADS == (1 + kConsumers) * kWarpgroupThreads);
 
 // The warpgroups share out what the CTA is launched with: 65536 registers by its threads, in steps of 8. A warpgroup that
-// asks for more than the others have given up waits for ever. The products need most of them.
+// asks for more than the others have given up waits for ever. The products need most of them; a producer that also loads what is
+// added needs some more than one that doesn't.
 constexpr int kLaunchRegisters = 65536 / GEMMESH_THREADS / 8 * 8;
-constexpr int kProducerRegisters = 40;
-constexpr int kConsumerRegisters = 232;
-static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= (1 + kConsumers) * kLaunchRegisters);
+template <bool Sums>
+constexpr int kProducerRegisters = Sums ? 56 : 40;
+template <bool Sums>
+constexpr int kConsumerRegisters = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters<Sums>) / kConsumers / 8 * 8;
+static_assert(kConsumerRegisters<false> == 232 && kConsumerRegisters<true> == 224);
 
 // Each consumer multiplies 64 rows, the height of a wgmma, by all columns of the tile: of all ways to split a tile in
 // two this one reads the fewest bytes of shared memory for a product.
 constexpr int kConsumerRows = 64;
 constexpr int kTileM = kConsumers * kConsumerRows;
 
-template <class Element_, int TileN, int Stages, int Cluster, int Split, int Boxes, bool Trace>
+template <class Element_, int TileN, int Stages, int Cluster, int Split, int Boxes, bool Sums, bool Trace>
 struct Config {
     using Element = Element_;
     static constexpr int kTileN = TileN;
@@ -55,6 +63,7 @@ struct Config {
     static constexpr int kSplit = Split;            // or: CTAs that share a tile, each with a part of K
     static constexpr int kCtas = Cluster * Split;   // in a cluster, as the hardware sees it
     static constexpr int kBoxes = Boxes;            // that a consumer warp has to store through
+    static constexpr bool kSums = Sums;             // adds partials
     static constexpr bool kTrace = Trace;
     static_assert(Cluster == 1 || Split == 1);
 
@@ -72,6 +81,13 @@ struct Shared {
     SplitSum<C::kSplit, C::kTileN, kConsumerWarps> sum;
     Pipeline<C::kStages, C::kCluster> pipeline;
     Entrance entrance;
+};
+
+// What a kernel that adds partials is launched with beside the rest; another has nothing of it.
+struct Partials {
+    const CUtensorMap* stored;
+    const CUtensorMap* added;
+    const GemmeshSums* sums;
 };
 
 // The steps through K that a CTA makes.
@@ -102,7 +118,8 @@ __device__ __forceinline__ GemmeshTraceEvent& event_of(const GemmeshParams& para
 // One thread: waits for each tile's rows and loads them, stage by stage.
 template <class C>
 __device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensorMap& map_b,
-                                        const GemmeshParams& params, Shared<C>& shared, uint32_t rank) {
+                                        const GemmeshParams& params, const Partials& partials, Shared<C>& shared,
+                                        uint32_t rank) {
     constexpr uint32_t kStageBytes = sizeof(shared.a[0]) + sizeof(shared.b[0]);
     constexpr uint16_t kEveryCta = (1 << C::kCluster) - 1;
     const Steps steps = steps_of<C>(params, rank);
@@ -110,12 +127,19 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensor
     RingPosition<C::kStages> at;
 
     for (TableWalk walk(params, C::kCtas); walk.valid(); walk.advance()) {
-        // wait for the tile's rows
-        if constexpr (C::kTrace) event_of<C>(params, walk.index(), rank).wait_begin = ptx::globaltimer();
-        flags.wait(walk.tile());
-        if constexpr (C::kTrace) event_of<C>(params, walk.index(), rank).wait_end = ptx::globaltimer();
+        const auto wait_for_flags = [&] {
+            if constexpr (C::kTrace) event_of<C>(params, walk.index(), rank).wait_begin = ptx::globaltimer();
+            flags.wait(walk.tile());
+            if constexpr (C::kTrace) event_of<C>(params, walk.index(), rank).wait_end = ptx::globaltimer();
+        };
+        uint32_t row = first_row<C>(walk.tile(), rank);
+        if constexpr (C::kSums) {
+            row += __ldg(&partials.sums->blocks[walk.tile().block].row);
+        } else {
+            // wait for the tile's rows
+            wait_for_flags();
+        }
 
-        const uint32_t row = first_row<C>(walk.tile(), rank);
         const uint32_t part = C::kCluster == 1 ? 0 : rank * C::kPartN;
         const uint32_t column = walk.tile().n * C::kTileN + part;
         const uint32_t deferred_step = max(flags.deferred_step(walk.tile()), steps.begin);
@@ -141,7 +165,16 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensor
             }
             at.advance();
         }
+
+        if constexpr (C::kSums) {
+            // wait for what is added, while the consumers multiply
+            wait_for_flags();
+            const GemmeshBlock block = load_block(*partials.sums, walk.tile().block);
+            load_addends<C>(*partials.added, *partials.sums, block, shared, at, row - block.row,
+                            walk.tile().n * C::kTileN);
+        }
     }
+    if constexpr (C::kSums) flags.wait(partials.sums->flag_begin, partials.sums->flag_end);
 }
 
 // The warps beside the producer's: tell the peers, and push rows.
@@ -154,8 +187,9 @@ __device__ __forceinline__ void exchange(const GemmeshParams& params, const Entr
 
 // One warpgroup: multiplies its rows of each tile and stores them.
 template <class C>
-__device__ __forceinline__ void consume(const CUtensorMap& map_out, const GemmeshParams& params, Shared<C>& shared,
-                                        uint32_t rank, uint32_t consumer) {
+__device__ __forceinline__ void consume(const CUtensorMap& map_out, const GemmeshParams& params,
+                                        const Partials& partials, Shared<C>& shared, uint32_t rank,
+                                        uint32_t consumer) {
     using Element = typename C::Element;
     constexpr uint32_t kStepA = operand_step(sizeof(shared.a[0]));
     constexpr uint32_t kStepB = operand_step(sizeof(shared.b[0]));
@@ -171,6 +205,7 @@ __device__ __forceinline__ void consume(const CUtensorMap& map_out, const Gemmes
     auto& boxes = shared.boxes[consumer * 4 + warp];
     Accumulators<Element, C::kTileN> accumulators;
     RingPosition<C::kStages> at;
+    Reports reports;
 
     uint32_t turn = 0;
     for (TableWalk walk(params, C::kCtas); walk.valid(); walk.advance(), ++turn) {
@@ -185,6 +220,7 @@ __device__ __forceinline__ void consume(const CUtensorMap& map_out, const Gemmes
             if (step > steps.begin) {
                 accumulators.template wait<1>();
                 shared.pipeline.release(previous, lane);
+                if constexpr (C::kSums) reports.send(*partials.sums, lane);
             }
             previous = at.stage;
             at.advance();
@@ -194,9 +230,23 @@ __device__ __forceinline__ void consume(const CUtensorMap& map_out, const Gemmes
         if (tracer) event_of<C>(params, walk.index(), rank).math_end = ptx::globaltimer();
 
         // store the tile; the producer is loading the next one
-        if (shared.sum.gather(accumulators, turn, rank, consumer * 4 + warp, lane)) {
-            const uint32_t row = first_row<C>(walk.tile(), rank) + own_row + warp * GEMMESH_STORE_ROWS;
-            const uint32_t column = walk.tile().n * C::kTileN;
+        const bool has_rows = shared.sum.gather(accumulators, turn, rank, consumer * 4 + warp, lane);
+        const uint32_t own = own_row + warp * GEMMESH_STORE_ROWS;
+        const uint32_t row = first_row<C>(walk.tile(), rank) + own;
+        const uint32_t column = walk.tile().n * C::kTileN;
+        if constexpr (C::kSums) {
+            // a tile of one step through K has not reported the one before
+            reports.send(*partials.sums, lane);
+            const GemmeshBlock block = load_block(*partials.sums, walk.tile().block);
+            const bool adds = block.addend_begin < block.addend_end;
+            if (adds) add<C>(accumulators, *partials.sums, block, shared, at, has_rows, own, lane);
+            if (has_rows) {
+                const CUtensorMap* target = adds ? &map_out : partials.stored;
+                if (adds && params.bias != nullptr) add_bias(accumulators, params, column, lane);
+                store_rows(accumulators, target, block.out + block.rows, block.out + row, column, boxes, lane);
+                reports.note(block, walk.tile().block);
+            }
+        } else if (has_rows) {
             if (params.bias != nullptr) add_bias(accumulators, params, column, lane);
             store_rows(accumulators, &map_out, params.m, row, column, boxes, lane);
         }
@@ -208,6 +258,7 @@ __device__ __forceinline__ void consume(const CUtensorMap& map_out, const Gemmes
         }
     }
 
+    if constexpr (C::kSums) reports.send(*partials.sums, lane);
     // shared memory must outlive the stores that read it
     if (lane == 0) ptx::cp_async_bulk_wait_group_read<0>();
 }
@@ -224,8 +275,8 @@ __device__ __forceinline__ void meet() {
 }
 
 template <class C>
-__device__ __forceinline__ void all_gather_matmul(const CUtensorMap& map_a, const CUtensorMap& map_b,
-                                                  const CUtensorMap& map_out, const GemmeshParams& params) {
+__device__ __forceinline__ void matmul(const CUtensorMap& map_a, const CUtensorMap& map_b, const CUtensorMap& map_out,
+                                       const GemmeshParams& params, const Partials& partials) {
     // The swizzle needs this alignment; with no static shared memory in front of it, it has it.
     extern __shared__ __align__(1024) uint8_t dynamic_shared[];
     Shared<C>& shared = *reinterpret_cast<Shared<C>*>(dynamic_shared);
@@ -236,6 +287,10 @@ __device__ __forceinline__ void all_gather_matmul(const CUtensorMap& map_a, cons
         ptx::prefetch_tensormap(&map_a);
         ptx::prefetch_tensormap(&map_b);
         ptx::prefetch_tensormap(&map_out);
+        if constexpr (C::kSums) {
+            ptx::prefetch_tensormap(partials.stored);
+            ptx::prefetch_tensormap(partials.added);
+        }
         shared.pipeline.init(kConsumerWarps);
         shared.sum.init();
         ptx::fence_mbarrier_init();
@@ -244,8 +299,8 @@ __device__ __forceinline__ void all_gather_matmul(const CUtensorMap& map_a, cons
     meet<C>();
 
     if (warpgroup == 0) {
-        ptx::setmaxnreg_dec<kProducerRegisters>();
-        if (threadIdx.x == 0) produce<C>(map_a, map_b, params, shared, rank);
+        ptx::setmaxnreg_dec<kProducerRegisters<C::kSums>>();
+        if (threadIdx.x == 0) produce<C>(map_a, map_b, params, partials, shared, rank);
         if (threadIdx.x >= 32) exchange(params, shared.entrance);
         __syncwarp();
         if (params.exchange.push_epoch != nullptr) {
@@ -254,8 +309,8 @@ __device__ __forceinline__ void all_gather_matmul(const CUtensorMap& map_a, cons
             if (threadIdx.x == 0) leave_push(params, shared.entrance.epoch);
         }
     } else {
-        ptx::setmaxnreg_inc<kConsumerRegisters>();
-        consume<C>(map_out, params, shared, rank, warpgroup - 1);
+        ptx::setmaxnreg_inc<kConsumerRegisters<C::kSums>>();
+        consume<C>(map_out, params, partials, shared, rank, warpgroup - 1);
     }
 
     // A neighbour may still signal this CTA's barriers: nobody leaves before everybody is done.
@@ -266,13 +321,33 @@ __device__ __forceinline__ void all_gather_matmul(const CUtensorMap& map_a, cons
 
 // One kernel of the list in cuda/kernels.rs: build.rs writes a source that includes this one and has such a line for each. The
 // list says how much shared memory a kernel is launched with, and how many boxes fit into it.
-#define GEMMESH_KERNEL(name, Element, TileN, Stages, Cluster, Split, Boxes, Trace, shared_bytes)                     \
-    static_assert(sizeof(gemmesh::Shared<gemmesh::Config<gemmesh::Element, TileN, Stages, Cluster, Split, Boxes,     \
-                                                         Trace>>) == shared_bytes,                                  \
+#define GEMMESH_CONFIG(Element, TileN, Stages, Cluster, Split, Boxes, Sums, Trace) \
+    gemmesh::Config<gemmesh::Element, TileN, Stages, Cluster, Split, Boxes, Sums, Trace>
+
+#define GEMMESH_HEAD(name, Cluster, Split)                                                                      \
+    extern "C" __global__ void __cluster_dims__(Cluster * Split, 1, 1) __launch_bounds__(GEMMESH_THREADS, 1) name
+
+#define GEMMESH_MATMUL(name, Element, TileN, Stages, Cluster, Split, Boxes, Trace, shared_bytes)                     \
+    static_assert(sizeof(gemmesh::Shared<GEMMESH_CONFIG(Element, TileN, Stages, Cluster, Split, Boxes, false,        \
+                                                        Trace)>) == shared_bytes,                                   \
                   #name ": cuda/kernels.rs gives it less shared memory than it uses, or more");                      \
-    extern "C" __global__ void __cluster_dims__(Cluster * Split, 1, 1) __launch_bounds__(GEMMESH_THREADS, 1)         \
-        name(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,                           \
-             const __grid_constant__ CUtensorMap out, const __grid_constant__ GemmeshParams params) {                \
-        using Config = gemmesh::Config<gemmesh::Element, TileN, Stages, Cluster, Split, Boxes, Trace>;               \
-        gemmesh::all_gather_matmul<Config>(a, b, out, params);                                                       \
+    GEMMESH_HEAD(name, Cluster, Split)                                                                               \
+    (const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,                                   \
+     const __grid_constant__ CUtensorMap out, const __grid_constant__ GemmeshParams params) {                        \
+        gemmesh::matmul<GEMMESH_CONFIG(Element, TileN, Stages, Cluster, Split, Boxes, false, Trace)>(                \
+            a, b, out, params, gemmesh::Partials{});                                                                 \
+    }
+
+// The same, of one that adds partials.
+#define GEMMESH_MATMUL_SUMS(name, Element, TileN, Stages, Cluster, Split, Boxes, Trace, shared_bytes)                \
+    static_assert(sizeof(gemmesh::Shared<GEMMESH_CONFIG(Element, TileN, Stages, Cluster, Split, Boxes, true,         \
+                                                        Trace)>) == shared_bytes,                                   \
+                  #name ": cuda/kernels.rs gives it less shared memory than it uses, or more");                      \
+    GEMMESH_HEAD(name, Cluster, Split)                                                                               \
+    (const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,                                   \
+     const __grid_constant__ CUtensorMap out, const __grid_constant__ GemmeshParams params,                          \
+     const __grid_constant__ CUtensorMap stored, const __grid_constant__ CUtensorMap added,                          \
+     const __grid_constant__ GemmeshSums sums) {                                                                     \
+        gemmesh::matmul<GEMMESH_CONFIG(Element, TileN, Stages, Cluster, Split, Boxes, true, Trace)>(                 \
+            a, b, out, params, gemmesh::Partials{&stored, &added, &sums});                                           \
     }

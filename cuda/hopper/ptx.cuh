@@ -140,6 +140,12 @@ __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
 }
 
+// Waits until at most `Pending` of this thread's groups still have something to write.
+template <int Pending>
+__device__ __forceinline__ void cp_async_bulk_wait_group() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
 // ---- registers -----------------------------------------------------------------------------------------------------
 
 template <int Registers>
@@ -164,6 +170,16 @@ __device__ __forceinline__ uint32_t cvt_rn_x2(float low, float high) {
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     }
     return packed;
+}
+
+// The other way round.
+template <class Element>
+__device__ __forceinline__ float2 unpack(uint32_t packed) {
+    if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+        return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
+    } else {
+        return __half22float2(*reinterpret_cast<const __half2*>(&packed));
+    }
 }
 
 // Four 8x8 matrices of 16-bit elements; lanes 8i..8i+7 name the rows of matrix i.

@@ -92,6 +92,8 @@ struct State<B: Backend> {
     uses: u64,
     /// What graphs run.
     recorded: Vec<Arc<B::Program>>,
+    /// The partials of operations that are.
+    recorded_partials: Vec<Arc<B::Symmetric>>,
 }
 
 /// A program for the short calls.
@@ -152,6 +154,7 @@ impl<B: Backend> Group<B> {
                     programs: HashMap::new(),
                     uses: 0,
                     recorded: Vec::new(),
+                    recorded_partials: Vec::new(),
                 }),
                 partials: Mutex::new(None),
                 matrices: Mutex::new(0),
@@ -217,6 +220,12 @@ impl<B: Backend> Group<B> {
         if let Some((memory, room)) = &*partials
             && *room >= bytes
         {
+            if self.is_recording()? {
+                let kept = &mut self.state().recorded_partials;
+                if !kept.iter().any(|kept| Arc::ptr_eq(kept, memory)) {
+                    kept.push(memory.clone());
+                }
+            }
             return Ok(memory.clone());
         }
         self.refuse_recording()

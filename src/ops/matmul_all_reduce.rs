@@ -8,15 +8,18 @@ use crate::element::Element;
 use crate::error::Result;
 use crate::matrix::Matrix;
 use crate::schedule::all_gather;
-use crate::schedule::reduce_scatter::ALL_NAME;
+use crate::schedule::reduce_scatter::{ALL_NAME, is_exchanged};
 use crate::schedule::{Config, Description, Layout};
 use crate::sharded::ShardedMatrix;
 
 /// `out = Σ a_p · b_pᵀ` over all ranks p, on every rank, with the same bits. Collective.
 ///
 /// `a` is [M, K_p] and `b` is [N, K_p], this rank's own: its part of K, which may be another on each rank. `out` is [M, N]; who
-/// owns which of its rows says who adds them up. Numbers, memory and errors are those of
-/// [`matmul_reduce_scatter`](crate::matmul_reduce_scatter).
+/// owns which of its rows says who adds them up, and sends the sums on. For few rows (M · N elements in 1 MiB on two ranks, in
+/// 512 KiB on up to four, in 256 KiB on up to eight) all ranks exchange all partials instead, and each adds up all rows.
+///
+/// Numbers and memory are those of [`matmul_reduce_scatter`](crate::matmul_reduce_scatter), whichever way is taken; but where
+/// partials are exchanged, the room on each rank is for W · M rows.
 ///
 /// # Errors
 /// As [`matmul_reduce_scatter`](crate::matmul_reduce_scatter).
@@ -38,7 +41,7 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
         MatmulAllReduce(PartialSums::new())
     }
 
-    /// Adds `bias`, [1, N], to each row, in f32 before the last rounding. Each rank's is added to its own rows of `out`.
+    /// Adds `bias`, [1, N], to each row, in f32 before the last rounding: once, though every rank gives it, and all the same.
     #[must_use]
     pub fn bias(mut self, bias: &'a Matrix<B, T>) -> Self {
         self.0.bias = Some(bias);
@@ -46,7 +49,9 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     }
 
     /// Cuts the problem up as `config` says. Where partials are pulled ([`Route::Pull`](crate::Route::Pull)), product, sum and
-    /// gather follow one another. On GPUs there is no other route for it yet.
+    /// gather follow one another. Where they are pushed ([`Route::Push`](crate::Route::Push)), the chunks are panels, of which
+    /// one is summed while the next is multiplied. GPUs pull unless they are asked to push, and have no
+    /// [`Route::Store`](crate::Route::Store) for it yet.
     #[must_use]
     pub fn config(mut self, config: Config) -> Self {
         self.0.config = Some(config);
@@ -73,19 +78,21 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
         let layout = check().map_err(|error| group.refuse(ALL_NAME, error))?;
         let which = Which::All(out.id());
         let programs = self.0.programs(which, a, b, &layout)?;
-        // Where partials are pulled, each rank has the sums of its own rows then. What gathers them is made before anything is done.
+        let describe = |operation, n| Description {
+            operation,
+            dtype: T::DTYPE,
+            layout: out.layout().clone(),
+            n,
+        };
+        // Where partials are pulled by the owners of rows, each rank has the sums of its own rows then. What gathers them is made
+        // before anything is done.
         let gather = match &programs.multiply {
-            None => None,
-            Some(_) => {
-                let asked = Description {
-                    operation: "gather of matmul_all_reduce",
-                    dtype: T::DTYPE,
-                    layout: out.layout().clone(),
-                    n: 0,
-                };
+            Some(_) if !is_exchanged(&describe(ALL_NAME, n)) => {
+                let asked = describe("gather of matmul_all_reduce", 0);
                 let program = group.program(all_gather::gather, asked, self.0.config);
                 Some(program.map_err(|error| group.refuse(ALL_NAME, error))?)
             }
+            _ => None,
         };
         let memory = Bound::Symmetric(out.memory());
         self.0.run(which, &programs, a, b, memory)?;

@@ -29,8 +29,9 @@ use crate::sharded::ShardedMatrix;
 ///
 /// # Memory
 /// At its first call a group allocates room for partials on each rank, in symmetric memory: for what comes, (W - 1) times as many
-/// rows as the rank has that owns most, and M rows for what goes, each of N elements, rounded up to 16 bytes. Later calls use
-/// it again, and only one that needs more allocates anew. It is free when the group ends.
+/// rows as the rank has that owns most; for what goes, M rows, and where it is pushed 15 more for each rank. Each is of N
+/// elements, rounded up to 16 bytes. Later calls use it again, and only one that needs more allocates anew. It is free when the
+/// group ends.
 ///
 /// The call may return before the operation is complete; [`Group::synchronize`](crate::Group::synchronize) waits for it. The host
 /// backend's returns when it is.
@@ -71,8 +72,9 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     }
 
     /// Cuts the problem up as `config` says. Where partials are pulled ([`Route::Pull`](crate::Route::Pull)), all rows are
-    /// multiplied before any are moved: that needs nothing of other ranks while a kernel runs. On GPUs there is no other route
-    /// for it yet.
+    /// multiplied before any are moved: that needs nothing of other ranks while a kernel runs. Where they are pushed
+    /// ([`Route::Push`](crate::Route::Push)), each block is sent when it is made, and the kernel adds what has come. GPUs pull
+    /// unless they are asked to push, and have no [`Route::Store`](crate::Route::Store) for it yet.
     #[must_use]
     pub fn config(mut self, config: Config) -> Self {
         self.sums.config = Some(config);

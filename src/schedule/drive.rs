@@ -92,6 +92,23 @@ pub fn multiply<W: Wait>(
     Ok(())
 }
 
+/// Waits until all that a reduction adds is there: what comes to this rank, and what it makes itself.
+pub fn wait_addends<W: Wait>(
+    schedule: &Schedule,
+    epoch: Epoch,
+    chunk: &[Flag],
+    produced: &[Produced],
+    waiter: &W,
+) -> Result<(), W::Error> {
+    for (flag, word) in chunk[..schedule.arrivals().len()].iter().enumerate() {
+        waiter.wait(word, epoch, schedule.awaited(flag))?;
+    }
+    for (block, produced) in produced.iter().enumerate() {
+        produced.wait(schedule.rank(), block, epoch, waiter)?;
+    }
+    Ok(())
+}
+
 /// How much of a block of this rank's product is left to do, for its copy engine: other ranks have chunk flags.
 #[derive(Debug)]
 pub struct Produced {
@@ -126,6 +143,17 @@ impl Produced {
         // A block of no rows is there.
         let is_there = self.tiles == 0;
         self.flag = Flag::new(if is_there { epoch } else { epoch.previous() });
+    }
+
+    /// Waits until all tiles of `block`, whose this is, are done.
+    pub fn wait<W: Wait>(
+        &self,
+        rank: usize,
+        block: usize,
+        epoch: Epoch,
+        waiter: &W,
+    ) -> Result<(), W::Error> {
+        waiter.wait(&self.flag, epoch, Awaited::Produced { rank, block })
     }
 
     /// One more tile is done.
@@ -211,14 +239,7 @@ impl<W: Wait, C: FnMut(&Transfer)> CopyEngine for CopyThread<'_, W, C> {
     }
 
     fn wait_produced(&mut self, block: usize, epoch: Epoch) -> Result<(), W::Error> {
-        self.waiter.wait(
-            &self.produced[block].flag,
-            epoch,
-            Awaited::Produced {
-                rank: self.rank,
-                block,
-            },
-        )
+        self.produced[block].wait(self.rank, block, epoch, self.waiter)
     }
 
     fn copy(&mut self, transfer: &Transfer) -> Result<(), W::Error> {

@@ -23,6 +23,8 @@ pub use parts::{
     Tile, Transfer,
 };
 
+use std::ops::Range;
+
 use config::MAX_CHUNKS;
 use layout::{MAX_WORLD, limit};
 
@@ -69,6 +71,8 @@ pub struct Schedule {
     readers: Vec<usize>,
     /// Whether tiles wait for every flag, or there is nobody who writes them.
     awaits_all: bool,
+    /// Chunk flags of this rank: those that no tile waits for are among these.
+    unawaited: Range<usize>,
     /// By what routes something comes to this rank, or goes from it.
     routes: Vec<Route>,
 }
@@ -106,10 +110,14 @@ impl Schedule {
                 routes.push(transfer.route);
             }
         }
+        let first = awaited.iter().position(|flag| !flag);
+        let last = awaited.iter().rposition(|flag| !flag);
+        let unawaited = first
+            .zip(last)
+            .map_or(0..0, |(first, last)| first..last + 1);
         Ok(Schedule {
-            awaits_all: !handshake
-                || parts.reduction.is_some()
-                || awaited.into_iter().all(|flag| flag),
+            awaits_all: !handshake || parts.reduction.is_some() || unawaited.is_empty(),
+            unawaited,
             sources,
             awaited: waits,
             readers,
@@ -194,6 +202,11 @@ impl Schedule {
     /// Whether tiles wait for all that comes to this rank: when they have ended, nothing is under way to it.
     pub fn awaits_all(&self) -> bool {
         self.awaits_all
+    }
+
+    /// Chunk flags of this rank: those that no tile waits for are among these.
+    pub fn unawaited(&self) -> Range<usize> {
+        self.unawaited.clone()
     }
 
     /// The product that the tiles are of.

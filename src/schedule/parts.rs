@@ -204,7 +204,8 @@ pub enum Addend {
     },
 }
 
-/// Rows that are added up when all that comes to this rank has come. No product of this rank is among the addends.
+/// Rows that are added up when all that comes to this rank has come, and the blocks are made that others wait for. What this rank
+/// makes is among the addends as rows of a matrix.
 #[derive(Clone, Debug)]
 pub struct Reduction {
     /// How many rows.

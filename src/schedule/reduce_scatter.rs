@@ -32,34 +32,50 @@ pub const MATRICES: usize = 5;
 /// Rows of partials are as long as a multiple of this: 16 bytes, as copies and loads on GPUs ask for.
 const ALIGNMENT: usize = 16;
 
-/// The partials of one operation: on each rank the slots for those of the others, then its own.
+/// A kernel stores this many rows at a time, and so may write as many less one behind the last of a rank's.
+const STORED_ROWS: usize = 16;
+
+/// The partials of one operation: on each rank its own, then the slots for those of the others.
 #[derive(Clone, Copy, Debug)]
 pub struct Partials {
-    /// Rows of a slot: the most that a rank owns.
+    /// Rows of a slot: the most that come from a rank to another.
     slot: usize,
     world: usize,
     m: usize,
+    /// Rows that nobody uses, behind what a rank makes of the rows of each.
+    gap: usize,
     /// Of a row, with what is padding.
     columns: usize,
 }
 
 impl Partials {
-    /// The same on every rank.
-    pub fn of(asked: &Description) -> Partials {
-        let layout = &asked.layout;
-        let world = layout.world();
-        let rows = (0..world).map(|rank| layout.rows_of(rank).len());
+    /// The same on every rank. Where partials are pulled, those of all rows are made at once, and there are no gaps.
+    pub fn of(asked: &Description, route: Route) -> Partials {
+        let rows = asked.layout.rows().into_iter();
+        Partials::new(asked, route, rows.max().unwrap_or(0))
+    }
+
+    /// Those of operations in which all ranks get all of them.
+    pub fn exchanged(asked: &Description, route: Route) -> Partials {
+        Partials::new(asked, route, asked.layout.m())
+    }
+
+    fn new(asked: &Description, route: Route, slot: usize) -> Partials {
         Partials {
-            slot: rows.max().unwrap_or(0),
-            world,
-            m: layout.m(),
+            slot,
+            world: asked.layout.world(),
+            m: asked.layout.m(),
+            gap: match route {
+                Route::Pull => 0,
+                Route::Push | Route::Store => STORED_ROWS - 1,
+            },
             columns: asked.n.next_multiple_of(ALIGNMENT / asked.dtype.bytes()),
         }
     }
 
     /// All rows.
     pub fn rows(&self) -> usize {
-        (self.world - 1) * self.slot + self.m
+        self.slots() + (self.world - 1) * self.slot
     }
 
     /// The elements of a row.
@@ -67,14 +83,19 @@ impl Partials {
         self.columns
     }
 
-    /// Where what `from` makes of the rows of `to` comes to lie in the memory of `to`: its first row.
-    fn slot(&self, from: usize, to: usize) -> usize {
-        (from - usize::from(from > to)) * self.slot
+    /// The first row of all slots. The own partials before them begin in the same place, whatever the slots are for.
+    fn slots(&self) -> usize {
+        self.m + self.world * self.gap
     }
 
-    /// Where a rank's own partial of all rows lies: its first row.
-    pub fn own(&self) -> usize {
-        (self.world - 1) * self.slot
+    /// Where what `from` makes of the rows of `to` comes to lie in the memory of `to`: its first row.
+    fn slot(&self, from: usize, to: usize) -> usize {
+        self.slots() + (from - usize::from(from > to)) * self.slot
+    }
+
+    /// Where what a rank makes of row `row`, which `owner` owns, lies in its own memory.
+    pub fn own(&self, owner: usize, row: usize) -> usize {
+        owner * self.gap + row
     }
 }
 
@@ -98,12 +119,16 @@ pub fn reduce_scatter(asked: &Description, rank: usize, config: Config) -> Resul
     }
 }
 
-/// The same, into a matrix of all rows that ranks share. Where partials are pushed or stored, each part of this rank's rows is sent
-/// on to all others when it is made; where they are pulled, a gather has to follow.
+/// The same, into a matrix of all rows that ranks share. Where partials are pushed or stored, rows are cut into panels, and each
+/// panel of this rank's rows is sent on to all others when it is made, while the next ones are multiplied; where they are pulled, a
+/// gather has to follow. But where [`is_exchanged`] says so, every rank gets all partials, and adds up all rows itself.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
 pub fn all_reduce(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
+    if is_exchanged(asked) {
+        return exchange(&Plan::new(asked, rank, config, Sums::Everywhere)?);
+    }
     let planner = Plan::new(asked, rank, config, Sums::All)?;
     match config.route {
         Route::Pull => reduce(&planner),
@@ -115,75 +140,135 @@ fn multiply_and_reduce(planner: &Plan) -> Result<Schedule> {
     let &Plan { asked, rank, .. } = planner;
     let layout = &asked.layout;
     let world = layout.world();
-    let mut blocks = Vec::new();
+    let made: Vec<Vec<Piece>> = (0..world).map(|rank| planner.pieces(rank)).collect();
+    let incoming: Vec<Incoming> = (0..world).map(|to| Incoming::of(&made, to)).collect();
     let mut rows = Vec::new();
+    let mut blocks = Vec::new();
     let mut departures = Vec::new();
-    for peer in ring(rank, world) {
-        for part in planner.parts(rank, peer) {
-            departures.push(planner.transfer(rank, peer, &part, Some(blocks.len())));
-            planner.tile_rows(blocks.len(), &part.rows, |_| 0..0, &mut rows);
-            let sum = Sum {
-                out: PARTIALS,
-                first: planner.partials.own() + part.rows.start,
-                addends: Vec::new(),
-                bias: None,
-            };
-            let rows = part.rows;
-            blocks.push(Block { rows, sum });
-        }
-    }
-    let mut arrivals: Vec<Transfer> = (1..world)
-        .map(|step| (rank + world - step) % world)
-        .flat_map(|peer| {
-            let parts = planner.parts(peer, rank).into_iter();
-            let before: usize = ring(peer, world)
-                .take_while(|&other| other != rank)
-                .map(|other| planner.cut(peer, other).count())
-                .sum();
-            parts
-                .enumerate()
-                .map(move |(index, part)| planner.transfer(peer, rank, &part, Some(before + index)))
-        })
-        .collect();
-    let own = layout.rows_of(rank);
-    if !own.is_empty() {
-        // By flag: the rows of this rank that a part is of.
-        let mut chunks = vec![0..0; arrivals.len()];
-        for arrival in &arrivals {
-            // Of partials: sums come later.
-            let first = planner.partials.own();
-            let Range { start, end } = arrival.regions[0].from.rows;
-            chunks[arrival.flag] = start - first..end - first;
-        }
-        // Flags are numbered by first rows: what a tile needs stands before the first that begins behind it.
-        let flags = |tile: &Range<usize>| {
-            let needed = |chunk: &Range<usize>| chunk.start < tile.end && tile.start < chunk.end;
-            let begin = chunks.iter().position(needed).unwrap_or(0);
-            let end = chunks
-                .iter()
-                .rposition(needed)
-                .map_or(begin, |last| last + 1);
-            begin..end
+    for (block, piece) in made[rank].iter().enumerate() {
+        let owner = piece.owner;
+        let sum = if owner == rank {
+            let first = piece.rows.start - layout.rows_of(rank).start;
+            planner.tile_rows(
+                block,
+                &piece.rows,
+                |tile| incoming[rank].flags(tile),
+                &mut rows,
+            );
+            planner.sum(first, |_| Addend::Product)
+        } else {
+            planner.tile_rows(block, &piece.rows, |_| 0..0, &mut rows);
+            planner.own_partials(planner.partials.own(owner, piece.rows.start))
         };
-        for (index, part) in planner.cut_sums(rank).enumerate() {
-            if let Sums::All = planner.sums {
-                let to = |peer| planner.share(rank, peer, index, &part);
-                departures.extend(ring(rank, world).map(to));
+        let is_shared = owner == rank && planner.sums == Sums::All;
+        for peer in ring(rank, world).filter(|&peer| peer == owner || is_shared) {
+            let flag = incoming[peer].flag(rank, block);
+            departures.push(planner.transfer(rank, peer, piece, flag, Some(block)));
+        }
+        let rows = piece.rows.clone();
+        blocks.push(Block { rows, sum });
+    }
+    // In the order in which they are made: at the same time, those of the nearest rank first.
+    let mut arrivals: Vec<(usize, usize, Transfer)> = Vec::new();
+    for step in 1..world {
+        let from = (rank + world - step) % world;
+        for (block, piece) in made[from].iter().enumerate() {
+            let is_shared = piece.owner == from && planner.sums == Sums::All;
+            if piece.owner == rank || is_shared {
+                let flag = incoming[rank].flag(from, block);
+                let transfer = planner.transfer(from, rank, piece, flag, Some(block));
+                arrivals.push((block, step, transfer));
             }
-            planner.tile_rows(blocks.len(), &part, flags, &mut rows);
-            let sum = planner.sum(part.start - own.start, |_| Addend::Product);
-            blocks.push(Block { rows: part, sum });
         }
     }
-    if let Sums::All = planner.sums {
-        for peer in ring(rank, world) {
-            let parts = planner.cut_sums(peer).enumerate();
-            arrivals.extend(parts.map(|(index, part)| planner.share(peer, rank, index, &part)));
-        }
-    }
+    arrivals.sort_by_key(|&(block, step, _)| (block, step));
+    let arrivals = arrivals.into_iter().map(|(_, _, transfer)| transfer);
     let product = planner.product(A, blocks);
     let tiles = order::walk(&product, &rows);
-    planner.schedule(true, arrivals, departures, Some((product, tiles)), None)
+    let product = Some((product, tiles));
+    planner.schedule(true, arrivals.collect(), departures, product, None)
+}
+
+/// Whether ranks that are all to have the sums exchange all partials: for few rows, one exchange takes less than two, though more is
+/// moved. (The limits are those of vLLM's custom all-reduce; its own for two ranks is none, as the same is moved either way, but for
+/// many rows two steps can be hidden.)
+pub fn is_exchanged(asked: &Description) -> bool {
+    let most = match asked.layout.world() {
+        1 => 0,
+        2 => 1 << 20,
+        3..=4 => 512 << 10,
+        5..=8 => 256 << 10,
+        _ => 0,
+    };
+    asked.layout.m() * asked.n * asked.dtype.bytes() <= most
+}
+
+/// All partials go to all ranks, and all ranks add up all rows at the end.
+fn exchange(planner: &Plan) -> Result<Schedule> {
+    let &Plan {
+        asked,
+        rank,
+        config,
+        partials,
+        ..
+    } = planner;
+    let (m, world) = (asked.layout.m(), asked.layout.world());
+    let parts = chunk_rows_of_block(0..m, config.chunking.count, config.entry_rows());
+    let parts: Vec<Range<usize>> = parts.collect();
+    let is_pulled = config.route == Route::Pull;
+    let transfer = |from: usize, to: usize, (index, rows): (usize, &Range<usize>)| {
+        let region = |first: usize| planner.partial(first + rows.start..first + rows.end);
+        Transfer {
+            from,
+            to,
+            source: from,
+            regions: vec![Move {
+                from: region(partials.own(0, 0)),
+                to: region(partials.slot(from, to)),
+            }],
+            after: 0..0,
+            produced: (!is_pulled).then_some(index),
+            flag: (from - usize::from(from > to)) * parts.len() + index,
+            route: config.route,
+        }
+    };
+    let all = || parts.iter().enumerate();
+    let arrivals = ring(rank, world).flat_map(|from| all().map(move |part| (from, part)));
+    let arrivals = arrivals.map(|(from, part)| transfer(from, rank, part));
+    let departures = all().flat_map(|part| ring(rank, world).map(move |to| (to, part)));
+    let departures = departures.map(|(to, part)| transfer(rank, to, part));
+    let (arrivals, departures) = (arrivals.collect(), departures.collect());
+    let product = (!is_pulled).then(|| {
+        let mut rows = Vec::new();
+        let blocks = all().map(|(block, part)| {
+            planner.tile_rows(block, part, |_| 0..0, &mut rows);
+            Block {
+                rows: part.clone(),
+                sum: planner.own_partials(partials.own(0, part.start)),
+            }
+        });
+        let product = planner.product(A, blocks.collect());
+        let tiles = order::walk(&product, &rows);
+        (product, tiles)
+    });
+    let addend = |from: usize| Addend::Rows {
+        matrix: PARTIALS,
+        first: match from == rank {
+            true => partials.own(0, 0),
+            false => partials.slot(from, rank),
+        },
+    };
+    let reduction = Reduction {
+        rows: m,
+        n: asked.n,
+        sum: Sum {
+            out: OUT,
+            first: 0,
+            addends: (0..world).map(addend).collect(),
+            bias: Some(BIAS),
+        },
+    };
+    planner.schedule(true, arrivals, departures, product, Some(reduction))
 }
 
 /// Multiplies all rows; what is made of them stays here. The other ranks take no part.
@@ -195,12 +280,7 @@ pub fn multiply(asked: &Description, rank: usize, config: Config) -> Result<Sche
     let all = 0..asked.layout.m();
     let mut rows = Vec::new();
     planner.tile_rows(0, &all, |_| 0..0, &mut rows);
-    let sum = Sum {
-        out: PARTIALS,
-        first: planner.partials.own(),
-        addends: Vec::new(),
-        bias: None,
-    };
+    let sum = planner.own_partials(planner.partials.own(0, 0));
     let product = planner.product(A, vec![Block { rows: all, sum }]);
     let tiles = order::walk(&product, &rows);
     planner.schedule(false, Vec::new(), Vec::new(), Some((product, tiles)), None)
@@ -208,20 +288,22 @@ pub fn multiply(asked: &Description, rank: usize, config: Config) -> Result<Sche
 
 fn reduce(planner: &Plan) -> Result<Schedule> {
     let &Plan { asked, rank, .. } = planner;
-    let transfers = |from: usize, to: usize| {
-        let parts = planner.parts(from, to);
-        parts.into_iter().map(move |part| (from, to, part))
-    };
-    let transfer = |(from, to, part): (usize, usize, Part)| planner.transfer(from, to, &part, None);
     let world = asked.layout.world();
-    let arrivals = ring(rank, world)
-        .flat_map(|from| transfers(from, rank))
-        .map(transfer);
+    let made: Vec<Vec<Piece>> = (0..world).map(|rank| planner.pieces(rank)).collect();
+    let transfers = |from: usize, to: usize| {
+        let incoming = Incoming::of(&made, to);
+        let pieces = made[from].iter().enumerate();
+        let pieces = pieces.filter(move |(_, piece)| piece.owner == to);
+        pieces.map(move |(number, piece)| {
+            planner.transfer(from, to, piece, incoming.flag(from, number), None)
+        })
+    };
+    let arrivals = ring(rank, world).flat_map(|from| transfers(from, rank));
     let departures = (1..world).map(|step| (rank + world - step) % world);
-    let departures = departures.flat_map(|to| transfers(rank, to)).map(transfer);
+    let departures = departures.flat_map(|to| transfers(rank, to));
     let own = asked.layout.rows_of(rank);
     let matrix = PARTIALS;
-    let first = planner.partials.own() + own.start;
+    let first = planner.partials.own(rank, own.start);
     let reduction = (!own.is_empty()).then(|| Reduction {
         rows: own.len(),
         n: asked.n,
@@ -241,17 +323,75 @@ struct Plan<'a> {
 }
 
 /// Who gets the sums of a rank's rows.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 enum Sums {
+    /// It alone.
     Own,
+    /// All ranks, from it.
     All,
+    /// All ranks, which make them.
+    Everywhere,
 }
 
-/// Rows that are sent at once.
-struct Part {
+/// Rows that a rank makes, and sends, at once: of another rank, a partial; its own, sums.
+struct Piece {
+    owner: usize,
     rows: Range<usize>,
-    /// The flag of their owner that says that they have come.
-    flag: usize,
+}
+
+/// What comes to one rank, by flag: partials are numbered by the first row that they are of, and then by sender, and all sums
+/// behind them.
+struct Incoming {
+    /// The sender, the number of the piece among its own, and the rows.
+    partials: Vec<(usize, usize, Range<usize>)>,
+    sums: Vec<(usize, usize)>,
+}
+
+impl Incoming {
+    /// `made`: by rank.
+    fn of(made: &[Vec<Piece>], to: usize) -> Incoming {
+        let others = || (0..made.len()).filter(|&from| from != to);
+        let pieces = |from: usize| {
+            made[from]
+                .iter()
+                .enumerate()
+                .map(move |piece| (from, piece))
+        };
+        let mut partials: Vec<_> = others()
+            .flat_map(pieces)
+            .filter(|(_, (_, piece))| piece.owner == to)
+            .map(|(from, (number, piece))| (from, number, piece.rows.clone()))
+            .collect();
+        partials.sort_by_key(|(from, _, rows)| (rows.start, *from));
+        let sums = others().flat_map(pieces);
+        let sums = sums.filter(|(from, (_, piece))| piece.owner == *from);
+        Incoming {
+            partials,
+            sums: sums.map(|(from, (number, _))| (from, number)).collect(),
+        }
+    }
+
+    /// The flag of a piece.
+    fn flag(&self, from: usize, number: usize) -> usize {
+        let mut partials = self.partials.iter();
+        let partial = partials.position(|(sender, piece, _)| (*sender, *piece) == (from, number));
+        let mut sums = self.sums.iter();
+        partial.unwrap_or_else(|| {
+            let sum = sums.position(|sum| *sum == (from, number));
+            self.partials.len() + sum.unwrap_or_default()
+        })
+    }
+
+    /// Those of partials of these rows. Between the first and the last there may be others of smaller pieces, which come before
+    /// what the rows need, or with it.
+    fn flags(&self, rows: &Range<usize>) -> Range<usize> {
+        let needed = |(_, _, piece): &(usize, usize, Range<usize>)| {
+            piece.start < rows.end && rows.start < piece.end
+        };
+        let begin = self.partials.iter().position(needed).unwrap_or(0);
+        let last = self.partials.iter().rposition(needed);
+        begin..last.map_or(begin, |last| last + 1)
+    }
 }
 
 impl Plan<'_> {
@@ -262,15 +402,20 @@ impl Plan<'_> {
         let entries = asked.layout.m().div_ceil(config.entry_rows()) + asked.layout.world();
         let tiles = entries.saturating_mul(asked.n.div_ceil(config.tile.n));
         limit("tiles of the output", tiles, 1, 1 << 28)?;
-        let partials = Partials::of(asked);
+        let partials = match sums {
+            Sums::Own | Sums::All => Partials::of(asked, config.route),
+            Sums::Everywhere => Partials::exchanged(asked, config.route),
+        };
         limit("rows of all partials", partials.rows(), 1, MAX_EXTENT)?;
         // Also of the rank to which the most comes: all ranks find the same.
         let Chunking { count, last, .. } = config.chunking;
-        let shares = match sums {
-            Sums::Own => 0,
-            Sums::All => count,
+        let each = match sums {
+            Sums::Own => count.max(last),
+            // Panels of partials, the last of them in parts, and panels of sums.
+            Sums::All => (count - 1 + last) + count,
+            Sums::Everywhere => count,
         };
-        let flags = (asked.layout.world() - 1) * (count.max(last) + shares);
+        let flags = (asked.layout.world() - 1) * each;
         let what = "transfers to a rank, of the chunks that Config::chunking asks for,";
         limit(what, flags, 0, MAX_FLAGS)?;
         Ok(Plan {
@@ -282,59 +427,91 @@ impl Plan<'_> {
         })
     }
 
-    /// How the rows of `to` are cut that `from` sends. Its last peer's are cut finer: when they are there, all that is left to do is
-    /// to move them.
-    fn cut(&self, from: usize, to: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+    /// All that a rank makes, in this order: panel by panel, the peers' rows; and its own rows of a panel when the peers' of the
+    /// next one are made too, for by then what the peers have made of them has come. Where sums stay with the owners, all rows
+    /// are one panel, and peers' rows are cut as the configuration says; the last peer's finer: when they are there, all that is
+    /// left to do is to move them.
+    fn pieces(&self, rank: usize) -> Vec<Piece> {
         let layout = &self.asked.layout;
         let world = layout.world();
-        let is_last = to == (from + world - 1) % world;
-        let chunking = self.config.chunking;
-        let count = if is_last {
-            chunking.last
+        let height = self.config.entry_rows();
+        let Chunking { count, last, .. } = self.config.chunking;
+        let (panels, count) = match self.sums {
+            Sums::All => (count, 1),
+            Sums::Own | Sums::Everywhere => (1, count),
+        };
+        let rows_of = |owner: usize, panel: usize| {
+            let mut panels = chunk_rows_of_block(layout.rows_of(owner), panels, height);
+            panels.nth(panel).unwrap_or(0..0)
+        };
+        let mut pieces = Vec::new();
+        for panel in 0..=panels {
+            for owner in ring(rank, world).filter(|_| panel < panels) {
+                let is_last = owner == (rank + world - 1) % world && panel + 1 == panels;
+                let count = if is_last { last } else { count };
+                let parts = chunk_rows_of_block(rows_of(owner, panel), count, height);
+                pieces.extend(parts.map(|rows| Piece { owner, rows }));
+            }
+            let own = panel.checked_sub(1).map(|before| rows_of(rank, before));
+            if let Some(rows) = own.filter(|rows| !rows.is_empty()) {
+                pieces.push(Piece { owner: rank, rows });
+            }
+        }
+        pieces
+    }
+
+    /// A piece on its way: a partial to its owner, sums to another rank.
+    fn transfer(
+        &self,
+        from: usize,
+        to: usize,
+        piece: &Piece,
+        flag: usize,
+        produced: Option<usize>,
+    ) -> Transfer {
+        let Piece { owner, rows } = piece;
+        let region = |first: usize| self.partial(first..first + rows.len());
+        let moved = if *owner == to {
+            let before = rows.start - self.asked.layout.rows_of(to).start;
+            Move {
+                from: region(self.partials.own(to, rows.start)),
+                to: region(self.partials.slot(from, to) + before),
+            }
         } else {
-            chunking.count
-        };
-        chunk_rows_of_block(layout.rows_of(to), count, self.config.entry_rows())
-    }
-
-    /// What `from` sends to `to`. Flags of a rank are numbered by the first row that they are for, and then by sender.
-    fn parts(&self, from: usize, to: usize) -> Vec<Part> {
-        let world = self.asked.layout.world();
-        let others = (0..world).filter(|&other| other != to);
-        let all: Vec<(usize, usize)> = others
-            .flat_map(|other| self.cut(other, to).map(move |rows| (rows.start, other)))
-            .collect();
-        let number = |start: usize| {
-            let before = all.iter().filter(|&&part| part < (start, from));
-            before.count()
-        };
-        self.cut(from, to)
-            .map(|rows| Part {
-                flag: number(rows.start),
-                rows,
+            Move::in_place(Region {
+                matrix: OUT,
+                rows: rows.clone(),
+                columns: 0..self.asked.n,
             })
-            .collect()
-    }
-
-    fn transfer(&self, from: usize, to: usize, part: &Part, produced: Option<usize>) -> Transfer {
-        let own = self.asked.layout.rows_of(to).start;
-        let region = |first: usize| Region {
-            matrix: PARTIALS,
-            rows: first..first + part.rows.len(),
-            columns: 0..self.partials.columns,
         };
         Transfer {
             from,
             to,
             source: from,
-            regions: vec![Move {
-                from: region(self.partials.own() + part.rows.start),
-                to: region(self.partials.slot(from, to) + part.rows.start - own),
-            }],
+            regions: vec![moved],
             after: 0..0,
             produced,
-            flag: part.flag,
+            flag,
             route: self.config.route,
+        }
+    }
+
+    /// Rows of partials, with their padding.
+    fn partial(&self, rows: Range<usize>) -> Region {
+        Region {
+            matrix: PARTIALS,
+            rows,
+            columns: 0..self.partials.columns,
+        }
+    }
+
+    /// What becomes of rows that this rank makes for others, or pulls together with what those have made: from `first` on.
+    fn own_partials(&self, first: usize) -> Sum {
+        Sum {
+            out: PARTIALS,
+            first,
+            addends: Vec::new(),
+            bias: None,
         }
     }
 
@@ -358,40 +535,6 @@ impl Plan<'_> {
         }));
     }
 
-    /// How the sums of the rows of `owner` are cut: where they go to all, each part when it is made.
-    fn cut_sums(&self, owner: usize) -> impl Iterator<Item = Range<usize>> + use<> {
-        let count = match self.sums {
-            Sums::Own => 1,
-            Sums::All => self.config.chunking.count,
-        };
-        let rows = self.asked.layout.rows_of(owner);
-        chunk_rows_of_block(rows, count, self.config.entry_rows())
-    }
-
-    /// A part of the sums of `owner`, on its way to another rank. Its flags there stand behind those of partials.
-    fn share(&self, owner: usize, to: usize, index: usize, part: &Range<usize>) -> Transfer {
-        let world = self.asked.layout.world();
-        let others = |rank: usize| (0..world).filter(move |&other| other != rank);
-        let partials: usize = others(to).map(|from| self.cut(from, to).count()).sum();
-        let before = others(to).take_while(|&other| other != owner);
-        let before: usize = before.map(|other| self.cut_sums(other).count()).sum();
-        let sent = others(owner).map(|other| self.cut(owner, other).count());
-        Transfer {
-            from: owner,
-            to,
-            source: owner,
-            regions: vec![Move::in_place(Region {
-                matrix: OUT,
-                rows: part.clone(),
-                columns: 0..self.asked.n,
-            })],
-            after: 0..0,
-            produced: Some(sent.sum::<usize>() + index),
-            flag: partials + before + index,
-            route: self.config.route,
-        }
-    }
-
     /// All partials of this rank's rows from `first` on, in the order of the ranks, its own where `own` says, and the bias.
     fn sum(&self, first: usize, own: impl Fn(usize) -> Addend) -> Sum {
         let addend = |from: usize| match from == self.rank {
@@ -403,7 +546,7 @@ impl Plan<'_> {
         };
         let place = match self.sums {
             Sums::Own => 0,
-            Sums::All => self.asked.layout.rows_of(self.rank).start,
+            Sums::All | Sums::Everywhere => self.asked.layout.rows_of(self.rank).start,
         };
         Sum {
             out: OUT,
@@ -443,7 +586,7 @@ impl Plan<'_> {
         let (m, k, n) = (asked.layout.m(), asked.layout.k(), asked.n);
         let out = match self.sums {
             Sums::Own => asked.layout.rows_of(self.rank).len(),
-            Sums::All => m,
+            Sums::All | Sums::Everywhere => m,
         };
         let (product, tiles) = product.unzip();
         Schedule::new(Parts {

@@ -1,9 +1,10 @@
 //! Sums over ranks that each have a part of K.
 
-use gemmesh::{Cuda, Route};
+use gemmesh::{Chunking, Config, Cuda, Route, TileShape, bf16};
 
 use crate::support::gpu::*;
-use crate::support::shared::reduce_scatter::{self, Case};
+use crate::support::numbers::bits;
+use crate::support::shared::reduce_scatter::{self, Case, Placed};
 use crate::test_name;
 
 fn case(rows: &[usize], n: usize, k: usize, more: usize, bias: bool) -> Case {
@@ -19,38 +20,84 @@ fn case(rows: &[usize], n: usize, k: usize, more: usize, bias: bool) -> Case {
     }
 }
 
-#[test]
-fn partials_are_added_in_the_order_of_the_ranks_whatever_comes_first() {
-    let Some(_leave) = gpu() else { return };
-    let cases = [
+const ROUTES: [Route; 2] = [Route::Pull, Route::Push];
+
+/// Kernels of all widths and both cluster sizes, and blocks sent in one part and in several.
+fn configs() -> [Option<Config>; 5] {
+    let config = |n, stages, cluster, chunks, last| {
+        let tile = TileShape::new(128, n, 64)
+            .with_stages(stages)
+            .with_cluster(cluster);
+        let chunking = Chunking::new(chunks).with_last(last);
+        Some(Config::new(tile, chunking, Route::Pull))
+    };
+    [
+        config(256, 4, 2, 1, 2),
+        config(256, 4, 1, 1, 1),
+        config(208, 4, 2, 2, 4),
+        config(128, 6, 2, 1, 3),
+        config(64, 8, 1, 3, 1),
+    ]
+}
+
+/// Those whose CTAs share K: what they add up is of other bits.
+fn split(of: usize) -> [Option<Config>; 2] {
+    [(64, if of == 2 { 8 } else { 7 }), (128, 5)].map(|(n, stages)| {
+        let tile = TileShape::new(128, n, 64)
+            .with_stages(stages)
+            .with_split_k(of);
+        Some(Config::new(tile, Chunking::new(2), Route::Pull))
+    })
+}
+
+/// Rows that end within tiles and within what a warp stores, ranks without rows, columns of no whole tile.
+fn cases() -> [Case; 5] {
+    [
         case(&[150, 150, 150], 192, 256, 0, false),
+        case(&[400, 300, 517], 520, 320, 64, true),
         case(&[170, 0, 233], 41, 130, 7, true),
         case(&[0, 0, 90], 5, 33, 64, true),
         case(&[1, 1, 1], 1, 1, 0, false),
-    ];
-    reduce_scatter::partials_are_added_in_the_order_of_the_ranks::<Cuda>(
-        test_name!(),
-        3,
-        &cases,
-        &[None],
-        &[Route::Pull],
-    );
+    ]
+}
+
+#[test]
+fn partials_are_added_in_the_order_of_the_ranks_whatever_comes_first() {
+    let Some(_leave) = gpu() else { return };
+    for configs in [&configs()[..], &split(2), &split(4)] {
+        reduce_scatter::partials_are_added_in_the_order_of_the_ranks::<Cuda>(
+            test_name!(),
+            3,
+            &cases(),
+            configs,
+            &ROUTES,
+        );
+    }
 }
 
 #[test]
 fn an_all_reduce_gives_all_ranks_the_bits_of_the_sum_in_their_order() {
     let Some(_leave) = gpu() else { return };
-    let cases = [
-        case(&[150, 150, 150], 192, 256, 0, false),
-        case(&[170, 0, 233], 40, 130, 7, true),
-    ];
-    reduce_scatter::all_ranks_get_the_same_bits::<Cuda>(
-        test_name!(),
-        3,
-        &cases,
-        &[None],
-        &[Route::Pull],
-    );
+    // Rows that ranks share are whole 16 bytes. Few are exchanged; of the long ones the owners send the sums on.
+    let cases = cases().map(|case| Case {
+        n: case.n.next_multiple_of(8),
+        ..case
+    });
+    let long = Case {
+        n: 1032,
+        k: 64,
+        ..cases[0].clone()
+    };
+    let cases = [&cases[..], &[long]].concat();
+    for configs in [&configs()[..], &split(4)] {
+        reduce_scatter::all_ranks_get_the_same_bits::<Cuda>(
+            test_name!(),
+            3,
+            &cases,
+            configs,
+            &ROUTES,
+        );
+    }
 }
 
 #[test]
@@ -81,5 +128,44 @@ fn another_m_in_a_reduce_scatter_is_a_mismatch() {
 #[test]
 fn a_rank_killed_while_the_others_wait_for_its_partials_is_named_within_a_second() {
     let Some(_leave) = gpu_alone() else { return };
-    reduce_scatter::kill_while_the_others_wait::<Cuda>(test_name!(), 1);
+    for route in ROUTES {
+        let config = configs()[0].map(|config| config.with_route(route));
+        reduce_scatter::kill_while_the_others_wait::<Cuda>(test_name!(), 1, config);
+    }
+}
+
+#[test]
+fn a_captured_reduce_scatter_gives_the_same_bits_at_each_replay() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let case = case(&[150, 151], 72, 264, 0, true);
+        let mut placed = Placed::<Cuda, bf16>::new(&group, &case)?;
+        let [pulled, pushed] =
+            ROUTES.map(|route| configs()[0].map(|config| config.with_route(route)));
+        let expected = placed.run(&case, pulled)?;
+        placed.run(&case, pushed)?;
+        let replay = Replay::capture(&group, GLOBAL, || placed.enqueue(&case, pushed).unwrap());
+        // It needs more partials than there are: those of the graph stay where they are.
+        let large = Case {
+            rows: vec![300, 310],
+            ..case.clone()
+        };
+        Placed::<Cuda, bf16>::new(&group, &large)?.run(&large, pushed)?;
+        for turn in 0..operations(2, 200, 50) {
+            placed.poison()?;
+            if turn % 7 == 0 {
+                placed.enqueue(&case, if turn % 2 == 0 { pulled } else { pushed })?;
+                placed.poison()?;
+            }
+            replay.launch();
+            group.synchronize()?;
+            assert_eq!(
+                bits(&placed.out.to_vec()?),
+                bits(&expected),
+                "replay {turn}"
+            );
+        }
+        Ok("the same bits".into())
+    }));
 }

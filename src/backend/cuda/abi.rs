@@ -13,6 +13,7 @@ pub const GEMMESH_READY: u32 = 4294967295;
 pub const GEMMESH_FAULT_NONE: u32 = 0;
 pub const GEMMESH_FAULT_CLAIMED: u32 = 1;
 pub const GEMMESH_FAULT_RECORDED: u32 = 2;
+pub const GEMMESH_PRODUCT: u32 = 4294967295;
 pub const GEMMESH_REDUCE_THREADS: u32 = 256;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -267,6 +268,59 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshParams, reserved) - 92usize];
     ["Offset of field: GemmeshParams::exchange"]
         [::core::mem::offset_of!(GemmeshParams, exchange) - 96usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct GemmeshBlock {
+    pub row: u32,
+    pub rows: u32,
+    pub out: u32,
+    pub addend_begin: u32,
+    pub addend_end: u32,
+    pub reports: u32,
+    pub reserved: [u32; 2usize],
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of GemmeshBlock"][::core::mem::size_of::<GemmeshBlock>() - 32usize];
+    ["Alignment of GemmeshBlock"][::core::mem::align_of::<GemmeshBlock>() - 4usize];
+    ["Offset of field: GemmeshBlock::row"][::core::mem::offset_of!(GemmeshBlock, row) - 0usize];
+    ["Offset of field: GemmeshBlock::rows"][::core::mem::offset_of!(GemmeshBlock, rows) - 4usize];
+    ["Offset of field: GemmeshBlock::out"][::core::mem::offset_of!(GemmeshBlock, out) - 8usize];
+    ["Offset of field: GemmeshBlock::addend_begin"]
+        [::core::mem::offset_of!(GemmeshBlock, addend_begin) - 12usize];
+    ["Offset of field: GemmeshBlock::addend_end"]
+        [::core::mem::offset_of!(GemmeshBlock, addend_end) - 16usize];
+    ["Offset of field: GemmeshBlock::reports"]
+        [::core::mem::offset_of!(GemmeshBlock, reports) - 20usize];
+    ["Offset of field: GemmeshBlock::reserved"]
+        [::core::mem::offset_of!(GemmeshBlock, reserved) - 24usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct GemmeshSums {
+    pub blocks: *const GemmeshBlock,
+    pub addends: *const u32,
+    pub reports: *mut u32,
+    pub stored: *mut u32,
+    pub flag_begin: u32,
+    pub flag_end: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of GemmeshSums"][::core::mem::size_of::<GemmeshSums>() - 40usize];
+    ["Alignment of GemmeshSums"][::core::mem::align_of::<GemmeshSums>() - 8usize];
+    ["Offset of field: GemmeshSums::blocks"][::core::mem::offset_of!(GemmeshSums, blocks) - 0usize];
+    ["Offset of field: GemmeshSums::addends"]
+        [::core::mem::offset_of!(GemmeshSums, addends) - 8usize];
+    ["Offset of field: GemmeshSums::reports"]
+        [::core::mem::offset_of!(GemmeshSums, reports) - 16usize];
+    ["Offset of field: GemmeshSums::stored"]
+        [::core::mem::offset_of!(GemmeshSums, stored) - 24usize];
+    ["Offset of field: GemmeshSums::flag_begin"]
+        [::core::mem::offset_of!(GemmeshSums, flag_begin) - 32usize];
+    ["Offset of field: GemmeshSums::flag_end"]
+        [::core::mem::offset_of!(GemmeshSums, flag_end) - 36usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

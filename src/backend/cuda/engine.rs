@@ -8,6 +8,7 @@ use super::driver::{Event, StreamMemOp};
 use super::monitor::OUTSTANDING;
 use super::program::{self, Launch, Place, Program};
 use super::route::{announce, pause, pull, push};
+use super::sums::Places;
 use crate::backend::sealed::Call;
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
@@ -64,18 +65,16 @@ pub fn check(schedule: &Schedule) -> Result<()> {
     // Kernels wait for flags of pulls, or for those of pushes.
     let routes = schedule.routes();
     limit("routes of an operation on GPUs", routes.len(), 0, 1)?;
-    if let Some(product) = schedule.product() {
-        let mut blocks = product.blocks.iter();
-        let adds = blocks.any(|block| !block.sum.addends.is_empty());
-        let sends = schedule.moves().any(|moved| moved.produced.is_some());
-        if adds || sends {
-            return Err(Error::NoRoute {
-                rank: schedule.rank(),
-                operation: schedule.agreed().map_or("this", Agreed::name).into(),
-                asked: product.config.route,
-                instead: Route::Pull,
-            });
-        }
+    let places = Places::of(schedule);
+    if let (Some(product), Some(_)) = (schedule.product(), &places)
+        && routes.contains(&Route::Store)
+    {
+        return Err(Error::NoRoute {
+            rank: schedule.rank(),
+            operation: schedule.agreed().map_or("this", Agreed::name).into(),
+            asked: product.config.route,
+            instead: Route::Push,
+        });
     }
     for moved in schedule.moves() {
         for Move { from, to } in &moved.regions {
@@ -99,6 +98,9 @@ pub fn check(schedule: &Schedule) -> Result<()> {
         let pushed = routes.iter().filter(|&&route| route != Route::Pull).count();
         return limit("pushes without a product on GPUs", pushed, 0, 0);
     };
+    if let Some(places) = places {
+        return places.check(schedule, product);
+    }
     limit("blocks of a product on GPUs", product.blocks.len(), 1, 1)?;
     let Block { rows, .. } = &product.blocks[0];
     limit("rows of a block on GPUs", rows.len(), product.m, product.m)?;
@@ -252,11 +254,15 @@ fn enqueue_pushed(
     }
     let by_copies = schedule.uses(Route::Push);
     if by_copies {
-        push::enqueue(at, schedule, call)?;
+        push::enqueue(at, program, call)?;
     }
     launch.launch(main)?;
     if by_copies {
         main.wait_for(cuda.copies(), &cuda.gathered)?;
+    }
+    // The kernel has waited for what no tile waits for.
+    if let Some(reduction) = schedule.reduction() {
+        program::reduce(at, schedule, reduction, call)?;
     }
     if let Some(spans) = call.trace.as_deref_mut() {
         cuda.wait_idle(members, main)?;
@@ -272,37 +278,42 @@ const ENQUEUED: Duration = Duration::from_millis(2);
 mod tests {
     use super::*;
     use crate::element::DType;
-    use crate::schedule::reduce_scatter::{NAME, multiply, reduce_scatter};
+    use crate::schedule::reduce_scatter::{NAME, all_reduce, multiply, reduce_scatter};
     use crate::schedule::{Chunking, Config, Description, Layout, TileShape};
 
-    #[test]
-    fn partial_sums_are_pulled_and_an_error_says_so() {
-        let asked = |rows: &[usize]| Description {
+    fn asked(rows: &[usize]) -> Description {
+        Description {
             operation: NAME,
             dtype: DType::Bf16,
             layout: Layout::new(rows, 8).unwrap(),
             n: 12,
-        };
-        let config = Config::new(TileShape::new(4, 8, 8), Chunking::new(2), Route::Pull);
-        for rows in [&[5, 3][..], &[8, 0], &[0, 8], &[8]] {
+        }
+    }
+
+    const CONFIG: Config = Config::new(TileShape::new(4, 8, 8), Chunking::new(2), Route::Pull);
+
+    #[test]
+    fn all_schedules_of_partial_sums_run_on_gpus_but_those_whose_partials_are_stored() {
+        for rows in [&[5, 3][..], &[8, 0], &[0, 8], &[8], &[3, 0, 40]] {
+            let asked = asked(rows);
             for rank in 0..rows.len() {
-                let plan = |route| reduce_scatter(&asked(rows), rank, config.with_route(route));
-                assert_eq!(check(&plan(Route::Pull).unwrap()), Ok(()));
-                assert_eq!(
-                    check(&multiply(&asked(rows), rank, config).unwrap()),
-                    Ok(())
-                );
-                // A rank of two without rows adds nothing, but sends; one that has them all sends nothing, but adds.
-                let error = check(&plan(Route::Push).unwrap()).unwrap_err();
-                let words = error.to_string();
-                assert!(
-                    matches!(error, Error::NoRoute { rank: of, .. } if of == rank),
-                    "{words}"
-                );
-                assert!(
-                    words.contains(NAME) && words.contains("Route::Pull"),
-                    "{words}"
-                );
+                assert_eq!(check(&multiply(&asked, rank, CONFIG).unwrap()), Ok(()));
+                for planner in [reduce_scatter, all_reduce] {
+                    let plan = |route| planner(&asked, rank, CONFIG.with_route(route)).unwrap();
+                    assert_eq!(check(&plan(Route::Pull)), Ok(()));
+                    assert_eq!(check(&plan(Route::Push)), Ok(()));
+                    if rows.len() == 1 {
+                        continue;
+                    }
+                    let error = check(&plan(Route::Store)).unwrap_err();
+                    let words = error.to_string();
+                    let of_rank = matches!(error, Error::NoRoute { rank: of, .. } if of == rank);
+                    assert!(of_rank, "{words}");
+                    assert!(
+                        words.contains(NAME) && words.contains("Route::Push"),
+                        "{words}"
+                    );
+                }
             }
         }
     }

@@ -15,7 +15,8 @@ use crate::schedule::{Chunking, Config, Description, Numerics, Route, TileShape}
 #[path = "../../../cuda/kernels.rs"]
 mod list;
 
-use list::{FAMILIES, Family, Shape};
+pub use list::Variant;
+use list::{FAMILIES, Family, Shape, VARIANTS};
 
 /// A family's kernels for a dtype, as build.rs has nvcc make them.
 struct Cubin {
@@ -29,7 +30,7 @@ static CUBINS: &[Cubin] = &include!(concat!(env!("OUT_DIR"), "/cubins.rs"));
 static ALIGN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/align.cubin"));
 static REDUCE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/reduce.cubin"));
 
-/// One kernel: an element type, a tile shape, and whether it keeps a trace.
+/// One kernel: an element type, a tile shape, and a variant of it.
 #[derive(Clone, Debug)]
 pub struct Instance {
     pub function: Function,
@@ -39,7 +40,7 @@ pub struct Instance {
     /// Clusters, as the hardware sees them, that the device holds at a time.
     pub resident: usize,
     pub shared_bytes: u32,
-    pub trace: bool,
+    pub variant: Variant,
 }
 
 impl Instance {
@@ -47,10 +48,10 @@ impl Instance {
         module: &Module,
         cubin: &Cubin,
         shape: &'static Shape,
-        trace: bool,
+        variant: Variant,
     ) -> Result<Instance> {
         let &Cubin { family, dtype, .. } = cubin;
-        let name = CString::new(family.kernel(dtype, shape, trace)).unwrap_or_default();
+        let name = CString::new(family.kernel(dtype, shape, variant)).unwrap_or_default();
         let shared_bytes = family.shared_bytes(shape);
         let function = module.function(&name, shared_bytes)?;
         let ctas = shape.cluster * shape.split;
@@ -62,7 +63,7 @@ impl Instance {
             shape,
             resident,
             shared_bytes,
-            trace,
+            variant,
         })
     }
 
@@ -103,8 +104,8 @@ impl Kernels {
         for cubin in CUBINS {
             let module = module(cubin.image)?;
             for shape in cubin.family.shapes {
-                for trace in [false, true] {
-                    let instance = Instance::load(&module, cubin, shape, trace)?;
+                for variant in VARIANTS {
+                    let instance = Instance::load(&module, cubin, shape, variant)?;
                     kernels.instances.push(instance);
                 }
             }
@@ -130,9 +131,9 @@ impl Kernels {
         rank: usize,
         dtype: DType,
         config: &Config,
-        trace: bool,
+        variant: Variant,
     ) -> Result<&Instance> {
-        let same = |i: &&Instance| (i.dtype, i.trace) == (dtype, trace);
+        let same = |i: &&Instance| (i.dtype, i.variant) == (dtype, variant);
         let with_shape = |i: &Instance| configured(i.family, i.shape, config);
         let known = self.instances.iter().filter(same);
         let found = known.clone().find(|i| with_shape(i) == *config);
@@ -151,6 +152,11 @@ impl Kernels {
             }
         })
     }
+}
+
+/// Warps that store rows of one entry of the table.
+pub fn storing_warps(config: &Config) -> u32 {
+    list::CONSUMER_WARPS * config.tile.cluster as u32
 }
 
 /// Every shape, which there is for each of its family's dtypes.
@@ -346,7 +352,10 @@ mod tests {
         let source = format!("{}_{}.cu", cubin.family.name, cubin.dtype);
         let source = fs::read_to_string(Path::new(env!("OUT_DIR")).join(source)).unwrap();
         let lines = source.lines();
-        let kernels = lines.filter_map(|line| line.strip_prefix("GEMMESH_KERNEL("));
+        let kernels = lines.filter_map(|line| {
+            let plain = line.strip_prefix("GEMMESH_MATMUL(");
+            plain.or_else(|| line.strip_prefix("GEMMESH_MATMUL_SUMS("))
+        });
         let words = kernels.map(|line| {
             let mut words = line.split(", ").map(String::from);
             (words.next().unwrap(), words.next().unwrap())
@@ -359,9 +368,9 @@ mod tests {
         for cubin in CUBINS {
             let &Cubin { family, dtype, .. } = cubin;
             assert_eq!(family.tile_k, GEMMESH_TILE_K);
-            let both = |shape| [false, true].map(|trace| family.kernel(dtype, shape, trace));
-            let loaded: Vec<String> = family.shapes.iter().flat_map(both).collect();
-            assert_eq!(loaded.len(), 2 * family.shapes.len());
+            let all = |shape| VARIANTS.map(|variant| family.kernel(dtype, shape, variant));
+            let loaded: Vec<String> = family.shapes.iter().flat_map(all).collect();
+            assert_eq!(loaded.len(), 4 * family.shapes.len());
             let expected = loaded.iter().map(|name| (name.clone(), dtype.to_string()));
             assert_eq!(compiled(cubin), expected.collect::<Vec<_>>());
             for name in loaded {

@@ -12,6 +12,7 @@ mod program;
 mod queues;
 mod reclaim;
 mod route;
+mod sums;
 mod tables;
 mod tensor_map;
 mod tuned;
@@ -30,12 +31,13 @@ use std::time::{Duration, Instant};
 
 use abi::{GEMMESH_MAX_WORLD, GemmeshAlignment};
 use driver::{Device, Event, Memory, Region, Stream, StreamMemOp};
-use kernel::Kernels;
+use kernel::{Kernels, Variant};
 use memory::{BOX, Control, Peers, Symmetric};
 use monitor::Monitor;
 use program::Program;
 use queues::Queues;
 use reclaim::{Deferred, Reclaimer};
+use sums::Places;
 use tables::Tables;
 
 use super::sealed::{self, Call};
@@ -261,8 +263,12 @@ impl sealed::Backend for Cuda {
         }
         if let Some(product) = schedule.product() {
             let dtype = schedule.matrices()[product.a].dtype;
+            let variant = Variant {
+                sums: Places::of(&schedule).is_some(),
+                trace: false,
+            };
             self.kernels
-                .find(members.rank, dtype, &product.config, false)?;
+                .find(members.rank, dtype, &product.config, variant)?;
         }
         Program::new(self, schedule)
     }

@@ -5,15 +5,16 @@ use std::mem::offset_of;
 
 use super::Cuda;
 use super::abi::{
-    GEMMESH_REDUCE_THREADS, GEMMESH_THREADS, GEMMESH_TILE_K, GemmeshCopyTask, GemmeshExchange,
-    GemmeshFault, GemmeshMailbox, GemmeshParams, GemmeshPushEpoch, GemmeshReduction, GemmeshTile,
-    GemmeshTraceEvent,
+    GEMMESH_REDUCE_THREADS, GEMMESH_THREADS, GEMMESH_TILE_K, GemmeshBlock, GemmeshCopyTask,
+    GemmeshExchange, GemmeshFault, GemmeshMailbox, GemmeshParams, GemmeshPushEpoch,
+    GemmeshReduction, GemmeshSums, GemmeshTile, GemmeshTraceEvent,
 };
 use super::driver::{DevicePtr, Layout, Memory, Stream};
-use super::kernel::Instance;
+use super::kernel::{Instance, Variant};
 use super::memory::Waits;
 use super::reclaim::Deferred;
 use super::route::store;
+use super::sums::{self, Places};
 use super::tables::Held;
 use super::tensor_map::{Cache, Maps, Matrices};
 use crate::backend::sealed::{Bound, Call};
@@ -39,7 +40,19 @@ pub struct Program {
     task_count: u32,
     /// By push: its tasks that are done.
     pushed: DevicePtr,
+    /// Of a product whose blocks go to several places.
+    sums: Option<Sums>,
     maps: Cache,
+}
+
+/// The tables of a kernel that adds partials: as [`GemmeshSums`].
+#[derive(Debug)]
+struct Sums {
+    places: Places,
+    blocks: DevicePtr,
+    addends: DevicePtr,
+    reports: DevicePtr,
+    stored: DevicePtr,
 }
 
 impl Program {
@@ -48,23 +61,57 @@ impl Program {
         let (tasks, stored) = store::tasks(&schedule, cuda.device.multiprocessors());
         let pushed = vec![0u32; stored];
         let task_count = tasks.len() as u32;
-        let (held, [tiles, sources, tasks, pushed]) = cuda.tables.hold([
+        let places = Places::of(&schedule);
+        let (blocks, addends) = places
+            .as_ref()
+            .map_or_else(Default::default, |places| sums::tables(&schedule, places));
+        let none_yet = vec![0u32; blocks.len()];
+        let tables = [
             bytemuck::cast_slice(schedule.tiles()),
             bytemuck::cast_slice(&sources),
             bytemuck::cast_slice(&tasks),
             bytemuck::cast_slice(&pushed),
-        ])?;
+            bytemuck::cast_slice(&blocks),
+            bytemuck::cast_slice(&addends),
+            bytemuck::cast_slice(&none_yet),
+            bytemuck::cast_slice(&none_yet),
+        ];
+        let (held, places_of) = cuda.tables.hold(tables)?;
+        let [
+            tiles,
+            sources,
+            tasks,
+            pushed,
+            blocks,
+            addends,
+            reports,
+            stored,
+        ] = places_of;
+        let sums = places.map(|places| Sums {
+            places,
+            blocks,
+            addends,
+            reports,
+            stored,
+        });
         Ok(Program {
             tiles,
             sources,
             tasks,
             task_count,
             pushed,
+            sums,
             _held: held,
             waits: Waits::of(&schedule),
             schedule,
             maps: Cache::default(),
         })
+    }
+
+    /// The word that says that a block is stored, for the copy stream; of a program that has blocks.
+    pub fn stored(&self, block: usize) -> Option<DevicePtr> {
+        let words = self.sums.as_ref()?.stored;
+        Some(words + (block * size_of::<u32>()) as u64)
     }
 }
 
@@ -101,6 +148,7 @@ pub struct Launch {
     instance: Instance,
     maps: Maps,
     params: GemmeshParams,
+    sums: Option<GemmeshSums>,
     grid: u32,
     trace: Option<Deferred<Memory>>,
 }
@@ -115,9 +163,11 @@ impl Launch {
         };
         let traced = call.trace.is_some();
         let dtype = schedule.matrices()[product.a].dtype;
-        let instance = cuda.kernels.find(rank, dtype, &product.config, traced)?;
-        // One block: the engine has checked it.
-        let sum = &product.blocks[0].sum;
+        let variant = Variant {
+            sums: program.sums.is_some(),
+            trace: traced,
+        };
+        let instance = cuda.kernels.find(rank, dtype, &product.config, variant)?;
         let layout = |number: usize, first: usize, rows: usize, columns: usize| {
             let (ptr, pitch) = place(schedule, call, number)?;
             Some(Layout {
@@ -128,16 +178,37 @@ impl Launch {
             })
         };
         let Product { m, n, k, .. } = *product;
-        let a = layout(product.a, 0, m, k);
-        let out = layout(sum.out, sum.first, m, n);
-        let (Some(a), Some(b), Some(out)) = (a, layout(product.b, 0, n, k), out) else {
+        let (out, partials, bias) = match &program.sums {
+            Some(Sums { places, .. }) => {
+                let out = places.out.as_ref();
+                let out = out.and_then(|(out, rows)| layout(*out, rows.start, rows.len(), n));
+                let partials = places.partials.and_then(|partials| {
+                    let spec = schedule.matrices()[partials];
+                    layout(partials, 0, spec.rows, spec.columns)
+                });
+                // Who has no rows writes partials only, and who is alone has none of them: there are maps for either.
+                (out.or(partials), partials.or(out), places.bias)
+            }
+            None => {
+                // One block: the engine has checked it.
+                let sum = &product.blocks[0].sum;
+                (layout(sum.out, sum.first, m, n), None, sum.bias)
+            }
+        };
+        let (a, b) = (layout(product.a, 0, m, k), layout(product.b, 0, n, k));
+        let (Some(a), Some(b), Some(out)) = (a, b, out) else {
             return Err(Error::Message {
                 rank,
                 reason: "a product without operands".into(),
             });
         };
-        let bias = sum.bias.and_then(|bias| place(schedule, call, bias));
-        let matrices = Matrices { a, b, out };
+        let bias = bias.and_then(|bias| place(schedule, call, bias));
+        let matrices = Matrices {
+            a,
+            b,
+            out,
+            partials,
+        };
         let pushed = schedule.is_pushed();
         let entries = schedule.tiles().len();
         // All of them run at the same time: those that push must not wait for those that wait for pushes.
@@ -208,24 +279,35 @@ impl Launch {
             reserved: 0,
             exchange,
         };
+        let unawaited = schedule.unawaited();
+        let sums = program.sums.as_ref().map(|sums| GemmeshSums {
+            blocks: sums.blocks as *const GemmeshBlock,
+            addends: sums.addends as *const u32,
+            reports: sums.reports as *mut u32,
+            stored: sums.stored as *mut u32,
+            flag_begin: unawaited.start as u32,
+            flag_end: unawaited.end as u32,
+        });
         Ok(Some(Launch {
             maps: program.maps.get(rank, instance, matrices)?,
             grid: (clusters * instance.ctas()) as u32,
             instance: instance.clone(),
             params,
+            sums,
             trace,
         }))
     }
 
     pub fn launch(&self, stream: &Stream) -> Result<()> {
-        let [a, b, out] = &self.maps;
-        let argument = |value: *const c_void| value.cast_mut();
-        let mut arguments = [
-            argument((&raw const *a).cast()),
-            argument((&raw const *b).cast()),
-            argument((&raw const *out).cast()),
-            argument((&raw const self.params).cast()),
-        ];
+        fn argument<T>(value: &T) -> *mut c_void {
+            (&raw const *value).cast_mut().cast()
+        }
+        let Maps { operands, partials } = &self.maps;
+        let [a, b, out] = operands.each_ref().map(argument);
+        let mut arguments = [a, b, out, argument(&self.params)].to_vec();
+        if let (Some([stored, added]), Some(sums)) = (partials, &self.sums) {
+            arguments.extend([argument(stored), argument(added), argument(sums)]);
+        }
         let instance = &self.instance;
         // SAFETY: the arguments are what abi.h says. The matrices, the tables and the flags are alive until the stream
         // has passed: a caller's memory by contract of its view, the rest because it is freed after that only.

@@ -7,16 +7,24 @@ use super::driver::{Layout, TensorMap};
 use super::kernel::Instance;
 use crate::error::Result;
 
-/// The three matrices.
+/// The matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Matrices {
     pub a: Layout,
     pub b: Layout,
     pub out: Layout,
+    /// Of a kernel that adds partials: they.
+    pub partials: Option<Layout>,
 }
 
-/// As the kernel takes them: a, b, out.
-pub type Maps = [TensorMap; 3];
+/// As the kernel takes them.
+#[derive(Clone, Copy, Debug)]
+pub struct Maps {
+    /// a, b, out
+    pub operands: [TensorMap; 3],
+    /// Partials as they are stored, and as they are loaded to be added.
+    pub partials: Option<[TensorMap; 2]>,
+}
 
 /// The maps of the last call.
 #[derive(Debug, Default)]
@@ -34,18 +42,23 @@ impl Cache {
         let dtype = instance.dtype;
         let tile_m = instance.family.tile_m;
         let b_rows = instance.shape.tile_n / instance.shape.cluster;
-        let maps = [
-            TensorMap::new(rank, dtype, matrices.a, tile_m, GEMMESH_TILE_K, true)?,
-            TensorMap::new(rank, dtype, matrices.b, b_rows, GEMMESH_TILE_K, true)?,
-            TensorMap::new(
-                rank,
-                dtype,
-                matrices.out,
-                GEMMESH_STORE_ROWS,
-                GEMMESH_STORE_COLUMNS,
-                false,
-            )?,
-        ];
+        let loaded = |matrix, rows| TensorMap::new(rank, dtype, matrix, rows, GEMMESH_TILE_K, true);
+        let stored = |matrix| {
+            let (rows, columns) = (GEMMESH_STORE_ROWS, GEMMESH_STORE_COLUMNS);
+            TensorMap::new(rank, dtype, matrix, rows, columns, false)
+        };
+        let partials = match matrices.partials {
+            Some(partials) => Some([stored(partials)?, loaded(partials, tile_m)?]),
+            None => None,
+        };
+        let maps = Maps {
+            operands: [
+                loaded(matrices.a, tile_m)?,
+                loaded(matrices.b, b_rows)?,
+                stored(matrices.out)?,
+            ],
+            partials,
+        };
         *last = Some((matrices, maps));
         Ok(maps)
     }

@@ -14,7 +14,6 @@ use crate::element::{DType, bf16, f16};
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
 use crate::schedule::drive::{self, CopyThread};
-use crate::schedule::flag::Wait;
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::{
     Block, Epoch, Extent, FlagBlock, Move, Product, Reduction, Region, Schedule, Tile, Transfer,
@@ -146,16 +145,14 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
         drive::multiply(schedule, epoch, chunk, &next, produced, members, tile)
     };
     let reduce = |worker: usize, reduction: &Reduction| -> Result<()> {
-        for flag in 0..schedule.arrivals().len() {
-            let awaited = schedule.awaited(flag);
-            members.wait(&blocks[rank].chunk[flag], epoch, awaited)?;
-        }
+        let chunk = blocks[rank].chunk;
+        drive::wait_addends(schedule, epoch, chunk, produced, members)?;
         let workers = host.scratch.len();
         let share = |part: usize| reduction.rows * part / workers;
         let mut scratch = host.scratch[worker]
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: all that comes has come. Workers make rows of their own.
+        // SAFETY: all that comes has come, and what this rank makes is made. Workers make rows of their own.
         unsafe {
             let rows = share(worker)..share(worker + 1);
             add_rows(&mut scratch, schedule, reduction, rows, &pointers.0);

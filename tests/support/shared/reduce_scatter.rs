@@ -77,15 +77,15 @@ fn plain_sum<T: Element>(partials: &[Vec<T>], bias: Option<&[T]>) -> Vec<T> {
 }
 
 /// A case in a rank's memory.
-struct Placed<B: Tested, T: Element> {
+pub struct Placed<B: Tested, T: Element> {
     a: Matrix<B, T>,
     b: Matrix<B, T>,
     bias: Option<Matrix<B, T>>,
-    out: Matrix<B, T>,
+    pub out: Matrix<B, T>,
 }
 
 impl<B: Tested, T: Element> Placed<B, T> {
-    fn new(group: &Group<B>, case: &Case) -> Result<Placed<B, T>, Error> {
+    pub fn new(group: &Group<B>, case: &Case) -> Result<Placed<B, T>, Error> {
         let rank = group.rank();
         let [a, b] = case.operands::<T>(rank);
         let (n, k) = (case.n, case.k_of(rank));
@@ -99,9 +99,19 @@ impl<B: Tested, T: Element> Placed<B, T> {
     }
 
     /// The output of this rank, made anew.
-    fn run(&mut self, case: &Case, config: Option<Config>) -> Result<Vec<T>, Error> {
+    pub fn run(&mut self, case: &Case, config: Option<Config>) -> Result<Vec<T>, Error> {
+        self.poison()?;
+        self.enqueue(case, config)?;
+        self.out.to_vec()
+    }
+
+    pub fn poison(&mut self) -> Result<(), Error> {
         let [rows, n] = self.out.shape();
-        self.out.copy_from_host(&vec![nan::<T>(); rows * n])?;
+        self.out.copy_from_host(&vec![nan::<T>(); rows * n])
+    }
+
+    /// The call alone.
+    pub fn enqueue(&mut self, case: &Case, config: Option<Config>) -> Result<(), Error> {
         let mut operation = MatmulReduceScatter::new().rows(&case.rows);
         if let Some(bias) = &self.bias {
             operation = operation.bias(bias);
@@ -109,8 +119,7 @@ impl<B: Tested, T: Element> Placed<B, T> {
         if let Some(config) = config {
             operation = operation.config(config);
         }
-        operation.run(&self.a, &self.b, &mut self.out)?;
-        self.out.to_vec()
+        operation.run(&self.a, &self.b, &mut self.out)
     }
 }
 
@@ -433,7 +442,7 @@ pub fn other_rows_are_a_mismatch<B: Tested>(test: &str, theirs: [usize; 2]) {
 
 /// Rank `victim` is killed while it does not make the call in which the others wait for its partials.
 #[track_caller]
-pub fn kill_while_the_others_wait<B: Tested>(test: &str, victim: usize) {
+pub fn kill_while_the_others_wait<B: Tested>(test: &str, victim: usize, config: Option<Config>) {
     let ranks = ranks::<B>(test, 3, |rank| {
         let group = connect::<B>(rank, B::TIMEOUT)?;
         let case = Case {
@@ -445,12 +454,12 @@ pub fn kill_while_the_others_wait<B: Tested>(test: &str, victim: usize) {
             ..Case::default()
         };
         let mut placed = Placed::<B, bf16>::new(&group, &case)?;
-        placed.run(&case, None)?;
+        placed.run(&case, config)?;
         rank.say("here");
         if rank.rank == victim {
             rank.hear();
         }
-        let result = placed.run(&case, None);
+        let result = placed.run(&case, config);
         failures::fails(rank, &group, result.map(drop))
     });
     ranks.all_heard("here");

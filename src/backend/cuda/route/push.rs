@@ -1,26 +1,27 @@
-//! Rows that their owner's copy stream pushes, when its kernel has heard that every peer's runs.
+//! Rows that their owner's copy stream pushes, when its kernel has heard that every peer's runs; and what the kernel makes for the
+//! peers, block by block, when it has stored it.
 
 use std::mem::offset_of;
 
 use super::super::Cuda;
 use super::super::abi::GemmeshPushEpoch;
 use super::super::driver::StreamMemOp;
-use super::super::program::Place;
+use super::super::program::{Place, Program};
 use super::{copy_regions, delay};
 use crate::backend::sealed::Call;
 use crate::error::Result;
-use crate::schedule::{Schedule, Transfer};
+use crate::schedule::Transfer;
 
 /// Puts all that this rank pushes on the copy stream, behind what is on the main stream, before the kernel that lets it go. The
 /// main stream must wait for it behind that.
-pub fn enqueue(at: &Place, schedule: &Schedule, call: &Call<Cuda>) -> Result<()> {
+pub fn enqueue(at: &Place, program: &Program, call: &Call<Cuda>) -> Result<()> {
     let Place {
         cuda,
         members,
         main,
         recorded,
     } = *at;
-    let epoch = call.epoch;
+    let (schedule, epoch) = (&program.schedule, call.epoch);
     let (control, monitor) = (&cuda.control, &cuda.monitor);
     let push_epoch = control.push_epoch();
     let gate = push_epoch + offset_of!(GemmeshPushEpoch, gate) as u64;
@@ -29,7 +30,8 @@ pub fn enqueue(at: &Place, schedule: &Schedule, call: &Call<Cuda>) -> Result<()>
     // SAFETY: control blocks are unmapped when the streams have passed; all ranks' memories hold M
     // rows. The own rows are final, for the copies wait for the main stream; and the peers' may be written, for the
     // kernel lets the copies go when every peer's kernel has begun, or when the group has failed and nobody uses what
-    // they overwrite. A flag is copied after its rows: nobody reads them before.
+    // they overwrite. What the kernel makes is final, for the copies wait for its word. A flag is copied after its rows:
+    // nobody reads them before.
     unsafe {
         // What the kernel waits for has deadlines. That the kernel runs has one only if the monitor knows that it should.
         let begins = StreamMemOp::Write(monitor.started(), epoch.raw());
@@ -43,7 +45,18 @@ pub fn enqueue(at: &Place, schedule: &Schedule, call: &Call<Cuda>) -> Result<()>
             cuda.deferred_copies()
                 .wait_for(cuda.copies(), &cuda.forked)?;
         }
+        // The last word that was waited for. Its value is the same at each replay of a graph, so it has to be taken back.
+        let mut stored = None;
         for push in schedule.moves() {
+            let word = push.produced.and_then(|block| program.stored(block));
+            if let Some(word) = word.filter(|_| word != stored) {
+                let reset = stored.replace(word).map(|old| StreamMemOp::Write(old, 0));
+                let words: Vec<_> = reset
+                    .into_iter()
+                    .chain([StreamMemOp::Wait(word, 1)])
+                    .collect();
+                cuda.copies().words(&words)?;
+            }
             let stream = match is_deferred(push) {
                 true => cuda.deferred_copies(),
                 false => cuda.copies(),
@@ -66,8 +79,10 @@ pub fn enqueue(at: &Place, schedule: &Schedule, call: &Call<Cuda>) -> Result<()>
             cuda.copies()
                 .wait_for(cuda.deferred_copies(), &cuda.joined)?;
         }
-        // Before the kernel that sets it next, which waits for these copies.
-        cuda.copies().words(&[StreamMemOp::Write(gate, 0)])?;
+        // Before the kernel that sets them next, which waits for these copies.
+        let resets = stored.into_iter().chain([gate]);
+        let resets: Vec<_> = resets.map(|word| StreamMemOp::Write(word, 0)).collect();
+        cuda.copies().words(&resets)?;
     }
     Ok(())
 }
