@@ -3,11 +3,14 @@
 mod support;
 
 use std::ops::Range;
+use std::time::Duration;
 
 use gemmesh::schedule::reduce_scatter::{self as planner, OUT, PARTIALS, Partials};
 use gemmesh::schedule::{Addend, Description, Layout, Schedule, Tile, Transfer};
-use gemmesh::{Chunking, Config, DType, Error, Host, Route, TileShape};
+use gemmesh::{Builder, Chunking, Config, DType, Error, Host, Route, TileShape, bf16, f16};
 use proptest::prelude::*;
+use rand::RngExt;
+use support::numbers::rng;
 use support::shared::reduce_scatter;
 
 /// Ways to cut a reduce-scatter up, by all of which the sums of K are made alike.
@@ -95,6 +98,48 @@ fn an_all_reduce_gives_all_ranks_the_bits_of_the_sum_in_their_order() {
         &reduce_scatter_configs(),
         &ROUTES,
     );
+}
+
+#[test]
+fn random_problems_cut_up_at_random_give_the_bits_of_the_plain_sum() {
+    for seed in 0..90 {
+        let mut rng = rng(seed);
+        let world = rng.random_range(1..=5);
+        let mut rows: Vec<usize> = (0..world)
+            .map(|_| match rng.random_range(0..4) {
+                0 => 0,
+                _ => rng.random_range(1..40),
+            })
+            .collect();
+        rows[rng.random_range(0..world)] += 1;
+        // Some are so wide that they are not exchanged.
+        let wide = rng.random_range(0..10) == 0;
+        let case = reduce_scatter::Case {
+            n: rng.random_range(1..70) + if wide { 15_000 } else { 0 },
+            k: rng.random_range(1..if wide { 4 } else { 150 }),
+            more: rng.random_range(0..if wide { 2 } else { 40 }),
+            bias: rng.random_bool(0.5),
+            workers: rng.random_range(1..=3),
+            rows,
+            seed,
+            ..Default::default()
+        };
+        let config = rng.random_bool(0.8).then(|| {
+            let tile = [50, 50, 170].map(|most| rng.random_range(1..most));
+            let tile = TileShape::new(tile[0], tile[1], tile[2]);
+            let chunking = Chunking::new(rng.random_range(1..5)).with_last(rng.random_range(1..5));
+            Config::new(tile, chunking, ROUTES[seed as usize % 3])
+        });
+        let address = format!("random-{}-{seed}", std::process::id());
+        let verified = Builder::<Host>::new()
+            .workers(case.workers)
+            .timeout(Duration::from_secs(20))
+            .threads(world, |group| match seed % 2 {
+                0 => reduce_scatter::verify::<Host, bf16>(&group, &address, &case, config),
+                _ => reduce_scatter::verify::<Host, f16>(&group, &address, &case, config),
+            });
+        verified.unwrap();
+    }
 }
 
 #[test]

@@ -1,9 +1,10 @@
 //! Sums over ranks that each have a part of K.
 
-use gemmesh::{Chunking, Config, Cuda, Route, TileShape, bf16};
+use gemmesh::{Chunking, Config, Cuda, Route, TileShape, bf16, f16};
+use rand::RngExt;
 
 use crate::support::gpu::*;
-use crate::support::numbers::bits;
+use crate::support::numbers::{bits, rng};
 use crate::support::shared::reduce_scatter::{self, Case, Placed};
 use crate::test_name;
 
@@ -98,6 +99,39 @@ fn an_all_reduce_gives_all_ranks_the_bits_of_the_sum_in_their_order() {
             &ROUTES,
         );
     }
+}
+
+#[test]
+fn random_problems_of_both_types_give_the_bits_of_the_plain_sum() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        for seed in 0..30 {
+            let mut rng = rng(seed);
+            let mut row = || rng.random_range(0..600) * rng.random_range(0..2) + 1;
+            let rows = vec![row(), row()];
+            let case = Case {
+                // Rows that ranks share are whole 16 bytes.
+                n: rng.random_range(1..150) * 8,
+                k: rng.random_range(1..500),
+                more: rng.random_range(0..90),
+                bias: rng.random_bool(0.5),
+                workers: 1,
+                rows,
+                seed,
+                ..Case::default()
+            };
+            let route = ROUTES[seed as usize % 2];
+            let config = configs()[seed as usize % 5].map(|config| config.with_route(route));
+            let config = config.filter(|_| seed % 6 > 0);
+            let address = format!("{}-{seed}", rank.address);
+            match seed / 2 % 2 {
+                0 => reduce_scatter::verify::<Cuda, bf16>(&group, &address, &case, config)?,
+                _ => reduce_scatter::verify::<Cuda, f16>(&group, &address, &case, config)?,
+            }
+        }
+        Ok("the same bits".into())
+    }));
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use gemmesh::{
     Builder, Config, Element, Error, Group, MatmulAllReduce, MatmulReduceScatter, Matrix, Route,
-    all_gather_matmul, bf16, matmul_reduce_scatter,
+    ShardedMatrix, all_gather_matmul, bf16, matmul_reduce_scatter,
 };
 use rustix::process::Signal;
 
@@ -105,6 +105,25 @@ impl<B: Tested, T: Element> Placed<B, T> {
         self.out.to_vec()
     }
 
+    /// The output of all ranks, made anew.
+    fn run_all(
+        &self,
+        config: Option<Config>,
+        out: &mut ShardedMatrix<B, T>,
+    ) -> Result<Vec<T>, Error> {
+        let [m, n] = out.shape();
+        out.write(0, &vec![nan::<T>(); m * n])?;
+        let mut operation = MatmulAllReduce::new();
+        if let Some(bias) = &self.bias {
+            operation = operation.bias(bias);
+        }
+        if let Some(config) = config {
+            operation = operation.config(config);
+        }
+        operation.run(&self.a, &self.b, out)?;
+        out.to_vec()
+    }
+
     pub fn poison(&mut self) -> Result<(), Error> {
         let [rows, n] = self.out.shape();
         self.out.copy_from_host(&vec![nan::<T>(); rows * n])
@@ -156,6 +175,27 @@ fn partials<B: Tested, T: Element>(
     let value = |bytes: &[u8]| bytemuck::pod_read_unaligned::<T>(bytes);
     let values = |bytes: &Vec<u8>| bytes.chunks_exact(size_of::<T>()).map(value).collect();
     Ok(all.iter().map(values).collect())
+}
+
+/// Both operations give the bits of the plain sum of partials, which is as near to float64 as the documentation says.
+#[track_caller]
+pub fn verify<B: Tested, T: Element>(
+    group: &Group<B>,
+    address: &str,
+    case: &Case,
+    config: Option<Config>,
+) -> Result<(), Error> {
+    let partials = partials::<B, T>(group, address, case, config)?;
+    let sum = plain_sum(&partials, case.bias::<T>().as_deref());
+    Exact::new(case, &partials).check(case, &sum);
+    let own = case.first(group.rank()) * case.n..case.first(group.rank() + 1) * case.n;
+    let mut placed = Placed::<B, T>::new(group, case)?;
+    let found = placed.run(case, config)?;
+    assert!(bits(&found) == bits(&sum[own]), "{case:?}, {config:?}");
+    let mut out = group.sharded_rows::<T>(&case.rows, case.n)?;
+    let found = placed.run_all(config, &mut out)?;
+    assert!(bits(&found) == bits(&sum), "{case:?}, {config:?}");
+    Ok(())
 }
 
 /// 100 times, under delays that differ each time, by all routes and in several ways to cut it up: the bits of a plain sum of
@@ -229,17 +269,7 @@ pub fn all_ranks_get_the_same_bits<B: Tested>(
             let route = routes[turn % routes.len()];
             let config = configs[turn / routes.len() % configs.len()];
             let config = config.map(|config| config.with_route(route));
-            out.write(0, &vec![bf16::NAN; expected.len()])?;
-            group.barrier()?;
-            let mut operation = MatmulAllReduce::new();
-            if let Some(bias) = &matrices.bias {
-                operation = operation.bias(bias);
-            }
-            if let Some(config) = config {
-                operation = operation.config(config);
-            }
-            operation.run(&matrices.a, &matrices.b, out)?;
-            let found = out.to_vec()?;
+            let found = matrices.run_all(config, out)?;
             assert!(
                 bits(&found) == bits(expected),
                 "seed {seed}, {config:?}, {:?}",
@@ -258,14 +288,15 @@ struct Exact {
 }
 
 impl Exact {
-    fn new(case: &Case, partials: &[Vec<bf16>]) -> Exact {
-        // Unit roundoffs of bf16 and f32.
-        let (u, v) = (2f64.powi(-8), 2f64.powi(-24));
+    fn new<T: Element>(case: &Case, partials: &[Vec<T>]) -> Exact {
+        // Unit roundoffs of the type and of f32, and what a number too small for the former's may be off.
+        let (u, v) = (2f64.powi(-(T::DIGITS as i32)), 2f64.powi(-24));
+        let tiny = 2f64.powi(T::MIN_EXPONENT as i32 - T::DIGITS as i32);
         let (m, n, world) = (case.m(), case.n, partials.len());
         let (mut values, mut allowed) = (vec![0.0f64; m * n], vec![0.0f64; m * n]);
         let deepest = (0..world).map(|rank| case.k_of(rank)).max().unwrap();
         for (rank, partial) in partials.iter().enumerate() {
-            let [a, b] = case.operands::<bf16>(rank);
+            let [a, b] = case.operands::<T>(rank);
             let k = case.k_of(rank);
             for (index, (value, allowed)) in values.iter_mut().zip(&mut allowed).enumerate() {
                 let (row, column) = (index / n, index % n);
@@ -275,13 +306,15 @@ impl Exact {
                     *value += term;
                     *allowed += (deepest + world) as f64 * v * term.abs();
                 }
-                *allowed += u * f64::from(partial[index].to_f32()).abs();
+                *allowed += (u * f64::from(partial[index].to_f32()).abs()).max(tiny);
             }
         }
+        let bias = case.bias::<T>();
         for (index, (value, allowed)) in values.iter_mut().zip(&mut allowed).enumerate() {
-            let bias = case.bias::<bf16>();
-            *value += bias.map_or(0.0, |bias| bias[index % n].to_f32().into());
-            *allowed += u * value.abs();
+            *value += bias
+                .as_ref()
+                .map_or(0.0, |bias| bias[index % n].to_f32().into());
+            *allowed += (u * value.abs()).max(tiny);
             // What is left out at first order.
             *allowed *= 1.01;
         }
@@ -289,12 +322,13 @@ impl Exact {
     }
 
     #[track_caller]
-    fn check(&self, case: &Case, found: &[bf16]) {
+    fn check<T: Element>(&self, case: &Case, found: &[T]) {
         for (index, found) in found.iter().enumerate() {
             let error = (f64::from(found.to_f32()) - self.values[index]).abs();
             assert!(
                 error <= self.allowed[index],
-                "{case:?}: element {index} is {found} and should be {}",
+                "{case:?}: element {index} is {} and should be {}",
+                found.to_f32(),
                 self.values[index]
             );
         }
