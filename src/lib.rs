@@ -38,8 +38,8 @@ pub use {
     group::{Builder, DEFAULT_TIMEOUT, Group},
     matrix::Matrix,
     ops::{
-        AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, Prepared, all_gather_matmul,
-        matmul_all_reduce, matmul_reduce_scatter,
+        AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, Prepared, PreparedAllReduce,
+        PreparedReduceScatter, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter,
     },
     ranks::launch,
     sharded::{ShardMut, ShardedMatrix},

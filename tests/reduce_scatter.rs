@@ -112,6 +112,14 @@ fn the_output_of_a_reduce_scatter_may_be_the_own_rows_of_a_sharded_matrix() {
 }
 
 #[test]
+fn a_prepared_reduce_scatter_or_all_reduce_gives_the_bits_of_the_plain_one() {
+    let config = reduce_scatter_configs()[1];
+    let pulled = config.map(|config| config.with_route(Route::Pull));
+    let configs = [None, config, pulled];
+    reduce_scatter::a_prepared_call_gives_the_bits_of_the_plain_one::<Host>(test_name!(), &configs);
+}
+
+#[test]
 fn a_reduce_scatter_refuses_what_does_not_fit() {
     reduce_scatter::what_does_not_fit_is_refused::<Host>(test_name!());
 }

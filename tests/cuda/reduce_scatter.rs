@@ -67,6 +67,12 @@ fn the_output_of_a_reduce_scatter_may_be_the_own_rows_of_a_sharded_matrix() {
 }
 
 #[test]
+fn a_prepared_reduce_scatter_or_all_reduce_gives_the_bits_of_the_plain_one() {
+    let Some(_leave) = gpu() else { return };
+    reduce_scatter::a_prepared_call_gives_the_bits_of_the_plain_one::<Cuda>(test_name!(), &[None]);
+}
+
+#[test]
 fn a_reduce_scatter_refuses_what_does_not_fit() {
     let Some(_leave) = gpu() else { return };
     reduce_scatter::what_does_not_fit_is_refused::<Cuda>(test_name!());
