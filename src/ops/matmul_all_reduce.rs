@@ -183,4 +183,41 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
             None,
         )
     }
+
+    /// Only multiplies: partials stay where they are made. Not collective; for benchmarks, after a run.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
+    #[doc(hidden)]
+    pub fn matmul(&self, a: &Matrix<B, T>, b: &Matrix<B, T>) -> Result<()> {
+        self.sums.check(a, b)?;
+        self.sums.matmul(a, b)
+    }
+
+    /// Only adds up the partials that the ranks have made before, and gathers the sums. Collective; for benchmarks, after a run.
+    ///
+    /// # Errors
+    /// As [`matmul_all_reduce`].
+    #[doc(hidden)]
+    pub fn all_reduce(&self, out: &mut ShardedMatrix<B, T>) -> Result<()> {
+        self.sums.check_sharded(out)?;
+        let gather = match &self.gather {
+            Some(gather) => gather.clone(),
+            None => gather_of(self.sums.group(), out, self.config())?,
+        };
+        let sums = Bound::Symmetric(out.memory());
+        self.sums.reduce(sums, &[out.id()])?;
+        self.gather(&gather, out)
+    }
+
+    /// Copies the others' partials of this rank's rows, and their rows of `out`, none of which they may be writing. Not
+    /// collective; for benchmarks, after a run.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
+    #[doc(hidden)]
+    pub fn copy(&self, out: &mut ShardedMatrix<B, T>) -> Result<()> {
+        self.sums.check_sharded(out)?;
+        self.sums.copy(Bound::Symmetric(out.memory()))
+    }
 }

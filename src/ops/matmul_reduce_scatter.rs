@@ -213,4 +213,34 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         let out = Bound::Part(out.memory_mut(), offset);
         self.0.run(a, b, out, &[])
     }
+
+    /// Only multiplies: partials stay where they are made. Not collective; for benchmarks, after a run.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
+    #[doc(hidden)]
+    pub fn matmul(&self, a: &Matrix<B, T>, b: &Matrix<B, T>) -> Result<()> {
+        self.0.check(a, b)?;
+        self.0.matmul(a, b)
+    }
+
+    /// Only adds up the partials that the ranks have made before. Collective; for benchmarks, after a run.
+    ///
+    /// # Errors
+    /// As [`matmul_reduce_scatter`].
+    #[doc(hidden)]
+    pub fn reduce_scatter(&self, out: &mut Matrix<B, T>) -> Result<()> {
+        self.check_out(out)?;
+        self.0.reduce(Bound::Output(out.memory_mut()), &[])
+    }
+
+    /// Copies the others' partials of this rank's rows, which they must not be writing. Not collective; for benchmarks, after a
+    /// run.
+    ///
+    /// # Errors
+    /// The group's failure.
+    #[doc(hidden)]
+    pub fn copy(&self) -> Result<()> {
+        self.0.copy(Bound::Nothing)
+    }
 }

@@ -12,7 +12,7 @@ use crate::group::Group;
 use crate::matrix::Matrix;
 use crate::schedule::layout::{MAX_EXTENT, limit};
 use crate::schedule::reduce_scatter::{self, ALL_NAME, MATRICES, NAME};
-use crate::schedule::{Config, Description, Layout, Planner, Schedule};
+use crate::schedule::{Config, Description, Layout, Planner, Route, Schedule};
 use crate::sharded::ShardedMatrix;
 
 /// What varies of a product and a sum over all ranks.
@@ -73,12 +73,7 @@ impl<'a, B: Backend, T: Element> PartialSums<'a, B, T> {
             require_same_group("bias", bias.group(), group)?;
             require_shape(group.rank(), "bias [1, N]", [1, n], bias.shape())?;
         }
-        let describe = |operation| Description {
-            operation,
-            dtype: T::DTYPE,
-            layout: layout.clone(),
-            n,
-        };
+        let describe = |operation| describe::<T>(operation, &layout, n);
         let asked = describe(which.name());
         let (sum, config) = group.configured_program(which.planner(), asked, self.config)?;
         let multiply = match B::schedule(&sum).product() {
@@ -180,19 +175,69 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
         out: Bound<B>,
         shared: &[u32],
     ) -> Result<()> {
+        let before = self.multiply.as_ref();
+        self.launch(before, &self.sum, Some([a, b]), out, shared)
+    }
+
+    /// Only multiplies: what is made stays here. Not collective.
+    pub fn matmul(&self, a: &Matrix<B, T>, b: &Matrix<B, T>) -> Result<()> {
+        let program = self.part(MULTIPLY, reduce_scatter::multiply)?;
+        self.launch(None, &program, Some([a, b]), Bound::Nothing, &[])
+    }
+
+    /// Only adds up what has been made, and pulls it before.
+    pub fn reduce(&self, out: Bound<B>, shared: &[u32]) -> Result<()> {
+        let asked = describe::<T>(self.which.name(), &self.layout, self.n);
+        let config = Some(self.config.with_route(Route::Pull));
+        let program = self.group.program(self.which.planner(), asked, config)?;
+        self.launch(None, &program, None, out, shared)
+    }
+
+    /// Only copies what a run moves, with no word to anyone. Not collective.
+    pub fn copy(&self, out: Bound<B>) -> Result<()> {
+        let program = match self.which {
+            Which::Own => self.part("copy of partials", reduce_scatter::copy),
+            Which::All => self.part("copy of partials and sums", reduce_scatter::copy_all),
+        };
+        self.launch(None, &program?, None, out, &[])
+    }
+
+    fn part(&self, name: &'static str, planner: Planner) -> Result<Arc<B::Program>> {
+        let asked = describe::<T>(name, &self.layout, self.n);
+        self.group.program(planner, asked, Some(self.config))
+    }
+
+    fn launch(
+        &self,
+        before: Option<&Arc<B::Program>>,
+        program: &Arc<B::Program>,
+        operands: Option<[&Matrix<B, T>; 2]>,
+        out: Bound<B>,
+        shared: &[u32],
+    ) -> Result<()> {
         let partials = self
             .group
             .partials(self.schedule(), reduce_scatter::PARTIALS)?;
         let mut matrices = [const { Bound::Nothing }; MATRICES];
-        matrices[reduce_scatter::A] = Bound::Input(a.memory());
-        matrices[reduce_scatter::B] = Bound::Input(b.memory());
+        if let Some([a, b]) = operands {
+            matrices[reduce_scatter::A] = Bound::Input(a.memory());
+            matrices[reduce_scatter::B] = Bound::Input(b.memory());
+        }
         matrices[reduce_scatter::OUT] = out;
         matrices[reduce_scatter::PARTIALS] = Bound::Symmetric(partials.as_ref());
         if let Some(bias) = self.bias {
             matrices[reduce_scatter::BIAS] = Bound::Input(bias.memory());
         }
-        let (group, before) = (&self.group, self.multiply.as_ref());
-        super::run(group, before, &self.sum, &matrices, shared, None)
+        super::run(&self.group, before, program, &matrices, shared, None)
+    }
+}
+
+fn describe<T: Element>(operation: &'static str, layout: &Layout, n: usize) -> Description {
+    Description {
+        operation,
+        dtype: T::DTYPE,
+        layout: layout.clone(),
+        n,
     }
 }
 

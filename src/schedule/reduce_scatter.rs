@@ -206,19 +206,47 @@ pub fn multiply(asked: &Description, rank: usize, config: Config) -> Result<Sche
     planner.schedule(false, Vec::new(), Vec::new(), Some((product, tiles)), None)
 }
 
+/// Takes what the others have made of this rank's rows, a block of each rank's at a time, with no word to anyone.
+///
+/// # Errors
+/// As [`reduce_scatter`].
+pub fn copy(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
+    let planner = Plan::new(asked, rank, whole(config), Sums::Own)?;
+    let copies = planner.pulls().collect();
+    planner.schedule(false, copies, Vec::new(), None, None)
+}
+
+/// The same, and then the sums of the others' rows.
+///
+/// # Errors
+/// As [`reduce_scatter`].
+pub fn copy_all(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
+    let planner = &Plan::new(asked, rank, whole(config), Sums::All)?;
+    let sums = ring(rank, asked.layout.world()).flat_map(|owner| {
+        let parts = planner.cut_sums(owner).enumerate();
+        parts.map(move |(index, part)| Transfer {
+            produced: None,
+            ..planner.share(owner, rank, index, &part)
+        })
+    });
+    let copies = planner.pulls().chain(sums).collect();
+    planner.schedule(false, copies, Vec::new(), None, None)
+}
+
+/// Pulled in as few parts as there can be.
+fn whole(config: Config) -> Config {
+    Config {
+        chunking: Chunking::new(1),
+        ..config.with_route(Route::Pull)
+    }
+}
+
 fn reduce(planner: &Plan) -> Result<Schedule> {
     let &Plan { asked, rank, .. } = planner;
-    let transfers = |from: usize, to: usize| {
-        let parts = planner.parts(from, to);
-        parts.into_iter().map(move |part| (from, to, part))
-    };
-    let transfer = |(from, to, part): (usize, usize, Part)| planner.transfer(from, to, &part, None);
     let world = asked.layout.world();
-    let arrivals = ring(rank, world)
-        .flat_map(|from| transfers(from, rank))
-        .map(transfer);
-    let departures = (1..world).map(|step| (rank + world - step) % world);
-    let departures = departures.flat_map(|to| transfers(rank, to)).map(transfer);
+    let departures = (1..world)
+        .map(|step| (rank + world - step) % world)
+        .flat_map(|to| planner.pulls_of(rank, to));
     let own = asked.layout.rows_of(rank);
     let matrix = PARTIALS;
     let first = planner.partials.own() + own.start;
@@ -227,7 +255,7 @@ fn reduce(planner: &Plan) -> Result<Schedule> {
         n: asked.n,
         sum: planner.sum(0, |_| Addend::Rows { matrix, first }),
     });
-    let (arrivals, departures) = (arrivals.collect(), departures.collect());
+    let (arrivals, departures) = (planner.pulls().collect(), departures.collect());
     planner.schedule(true, arrivals, departures, None, reduction)
 }
 
@@ -336,6 +364,17 @@ impl Plan<'_> {
             flag: part.flag,
             route: self.config.route,
         }
+    }
+
+    /// What `to` pulls from `from`.
+    fn pulls_of(&self, from: usize, to: usize) -> impl Iterator<Item = Transfer> {
+        let parts = self.parts(from, to).into_iter();
+        parts.map(move |part| self.transfer(from, to, &part, None))
+    }
+
+    /// What this rank pulls.
+    fn pulls(&self) -> impl Iterator<Item = Transfer> {
+        ring(self.rank, self.asked.layout.world()).flat_map(|from| self.pulls_of(from, self.rank))
     }
 
     /// The tile rows of a block, which wait for the flags that `flags` says of the rows that they are of, counted from the
