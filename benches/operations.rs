@@ -1,7 +1,7 @@
 //! Times all_gather_matmul beside its parts and beside perfect overlap.
 //!
 //! ```sh
-//! cargo bench --bench all_gather_matmul -- --ranks 4 --m 2048 --n 2048 --k 2048
+//! cargo bench --bench operations -- --ranks 4 --m 2048 --n 2048 --k 2048
 //! ```
 //!
 //! Launches its ranks itself, unless torchrun, mpirun or srun has.
