@@ -1,15 +1,17 @@
-//! Times all_gather_matmul beside its parts and beside perfect overlap.
+//! Times an operation beside its parts and beside perfect overlap.
 //!
 //! ```sh
-//! cargo bench --bench operations -- --ranks 4 --m 2048 --n 2048 --k 2048
+//! cargo bench --bench operations -- --op all-gather-matmul --ranks 4 --m 2048 --n 2048 --k 2048
 //! ```
 //!
 //! Launches its ranks itself, unless torchrun, mpirun or srun has.
 
 mod common;
 #[cfg(feature = "cuda")]
-#[path = "common/cuda.rs"]
+#[path = "operations/cuda/mod.rs"]
 mod cuda;
+#[path = "operations/sums.rs"]
+mod sums;
 
 use std::fs::OpenOptions;
 use std::io::{IsTerminal, Write};
@@ -19,36 +21,40 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::builder::RangedU64ValueParser;
 use clap::{Parser, ValueEnum};
-use common::{Case, Check, Failure};
-#[cfg(feature = "cuda")]
-use gemmesh::testing::Winner;
+use common::gather::AllGather;
+use common::{Check, Failure, Operation, Row};
 use gemmesh::{
-    AllGatherMatmul, Backend, Chunking, Config, Element, Error, Group, Host, Prepared, Result,
-    Route, TileShape, bf16, f16, launch,
+    Backend, Chunking, Config, Element, Error, Group, Host, Result, Route, TileShape, bf16, f16,
+    launch,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Map, Value, json};
+use sums::{AllReduce, ReduceScatter};
 
-/// Times all_gather_matmul beside its parts and beside perfect overlap.
+/// Times an operation beside its parts and beside perfect overlap.
 #[derive(Parser)]
 struct Args {
+    /// What is timed.
+    #[arg(long, value_enum, default_value_t = Op::AllGatherMatmul)]
+    op: Op,
     /// Where the ranks run.
     #[arg(long, value_enum, default_value_t = BackendName::Host)]
     backend: BackendName,
     /// Ranks to launch.
     #[arg(long, default_value_t = 4)]
     ranks: usize,
-    /// Rows of the gathered matrix [default: 2048 on the host, 4096 on GPUs].
+    /// Rows of all ranks [default: 2048 on the host, 4096 on GPUs].
     #[arg(long)]
     m: Option<usize>,
-    /// Columns of the output, on each rank [default: 2048 on the host, 6656 on GPUs].
+    /// Columns of the output; of all-gather-matmul on each rank [default: 2048 on the host; on GPUs 6656, of sums 16384].
     #[arg(long)]
     n: Option<usize>,
-    /// Columns of the gathered matrix [default: 2048 on the host, 16384 on GPUs].
+    /// What is summed over; of matmul-reduce-scatter and matmul-all-reduce on each rank [default: 2048 on the host; on GPUs
+    /// 16384, of sums 6656].
     #[arg(long)]
     k: Option<usize>,
-    /// Runs several shapes of a tensor-parallel Llama 3 instead: large, the nine of 4096, 8192 and 16384 rows by 8B, 70B
-    /// and 405B; or small, the eight of 128 to 1024 rows by 8B and 70B.
+    /// Runs several shapes of a tensor-parallel Llama 3 instead: large, 4096, 8192 and 16384 rows by 8B, 70B and 405B; or
+    /// small, powers of two up to 1024 rows, of all-gather-matmul from 128 on, by 8B and 70B.
     #[arg(long, value_enum, num_args = 0..=1, default_missing_value = "large", conflicts_with_all = ["m", "n", "k"])]
     sweep: Option<Sweep>,
     /// Times every configuration that may be the fastest, and appends the fastest to this file; a program in whose
@@ -101,13 +107,20 @@ struct Args {
     /// Appends the result to this file, one JSON object a run and line.
     #[arg(long)]
     json: Option<PathBuf>,
-    /// Draws a timeline of one fused run into this SVG file, and writes it for Perfetto beside it.
+    /// Draws a timeline of one fused run of all-gather-matmul into this SVG file, and writes it for Perfetto beside it.
     #[cfg(feature = "timeline")]
     #[arg(long)]
     trace: Option<PathBuf>,
     /// Given by cargo bench.
     #[arg(long, hide = true)]
     bench: bool,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Op {
+    AllGatherMatmul,
+    MatmulReduceScatter,
+    MatmulAllReduce,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -146,257 +159,205 @@ impl From<RouteName> for Route {
     }
 }
 
-/// M, N a rank and K of the small shapes.
-const SMALL: [[usize; 3]; 8] = [
-    [128, 1792, 4096],
-    [256, 1792, 4096],
-    [512, 1792, 4096],
-    [1024, 1792, 4096],
-    [128, 3584, 8192],
-    [256, 3584, 8192],
-    [512, 3584, 8192],
-    [1024, 3584, 8192],
-];
+impl Args {
+    /// M, N and K of each run.
+    fn shapes(&self) -> Vec<[usize; 3]> {
+        /// N and K of the first half of an MLP, on each of the ranks that share it. The second half has them the other way round.
+        const LAYERS: [[usize; 2]; 3] = [[1792, 4096], [3584, 8192], [6656, 16384]];
+        let of = |m: usize, [n, k]: [usize; 2]| match self.op {
+            Op::AllGatherMatmul => [m, n, k],
+            Op::MatmulReduceScatter | Op::MatmulAllReduce => [m, k, n],
+        };
+        let each = |layers: &[[usize; 2]], rows: &[usize]| {
+            let each = layers
+                .iter()
+                .flat_map(|&layer| rows.iter().map(move |&m| of(m, layer)));
+            each.collect()
+        };
+        let smallest = match self.op {
+            Op::AllGatherMatmul => 7,
+            Op::MatmulReduceScatter | Op::MatmulAllReduce => 0,
+        };
+        let small: Vec<usize> = (smallest..=10).map(|exponent| 1 << exponent).collect();
+        match self.sweep {
+            Some(Sweep::Large) => each(&LAYERS, &[4096, 8192, 16384]),
+            Some(Sweep::Small) => each(&LAYERS[..2], &small),
+            None => {
+                let [m, n, k] = match self.backend {
+                    BackendName::Host => [2048; 3],
+                    #[cfg(feature = "cuda")]
+                    BackendName::Cuda => of(4096, LAYERS[2]),
+                };
+                vec![[
+                    self.m.unwrap_or(m),
+                    self.n.unwrap_or(n),
+                    self.k.unwrap_or(k),
+                ]]
+            }
+        }
+    }
 
-/// And of the large ones.
-const LARGE: [[usize; 3]; 9] = [
-    [4096, 1792, 4096],
-    [8192, 1792, 4096],
-    [16384, 1792, 4096],
-    [4096, 3584, 8192],
-    [8192, 3584, 8192],
-    [16384, 3584, 8192],
-    [4096, 6656, 16384],
-    [8192, 6656, 16384],
-    [16384, 6656, 16384],
-];
+    /// What is asked for of a configuration, and the rest as by default.
+    fn config(&self, default: Config) -> Config {
+        let tile = TileShape::new(
+            self.tile_m.unwrap_or(default.tile.m),
+            self.tile_n.unwrap_or(default.tile.n),
+            self.tile_k.unwrap_or(default.tile.k),
+        );
+        let last = self.last_chunks.or(self.chunks);
+        Config::new(
+            tile.with_stages(self.stages.unwrap_or(default.tile.stages))
+                .with_cluster(self.cluster.unwrap_or(default.tile.cluster))
+                .with_split_k(self.split_k.unwrap_or(default.tile.split_k))
+                .with_group_m(self.group_m.unwrap_or(default.tile.group_m)),
+            Chunking::new(self.chunks.unwrap_or(default.chunking.count))
+                .with_last(last.unwrap_or(default.chunking.last))
+                .with_cut_last(self.cut_last.unwrap_or(default.chunking.cut_last)),
+            self.route.map_or(default.route, Route::from),
+        )
+    }
+}
 
 fn main() -> ExitCode {
     let args = Args::parse();
     let result = match (launch::is_rank(), args.backend, args.dtype) {
         (false, ..) => launch::launch(args.ranks).map_err(Failure::from),
-        (true, BackendName::Host, DTypeName::Bf16) => run::<Host, bf16>(&args),
-        (true, BackendName::Host, DTypeName::F16) => run::<Host, f16>(&args),
+        (true, BackendName::Host, DTypeName::Bf16) => run_op::<Host, bf16>(&args),
+        (true, BackendName::Host, DTypeName::F16) => run_op::<Host, f16>(&args),
         #[cfg(feature = "cuda")]
-        (true, BackendName::Cuda, DTypeName::Bf16) => run::<gemmesh::Cuda, bf16>(&args),
+        (true, BackendName::Cuda, DTypeName::Bf16) => run_op::<gemmesh::Cuda, bf16>(&args),
         #[cfg(feature = "cuda")]
-        (true, BackendName::Cuda, DTypeName::F16) => run::<gemmesh::Cuda, f16>(&args),
+        (true, BackendName::Cuda, DTypeName::F16) => run_op::<gemmesh::Cuda, f16>(&args),
     };
     common::exit(result)
 }
 
-/// What is timed on a backend.
-trait Timed: Backend {
-    const DEFAULT_SHAPE: [usize; 3];
-
-    fn time<T: Element>(
-        group: &Group<Self>,
-        prepared: &Prepared<Self, T>,
-        case: &mut Case<Self, T>,
+/// An operation that is timed on a backend.
+trait Timed<B: Backend, T: Element>: Operation<B, T> {
+    fn time(
+        &mut self,
+        group: &Group<B>,
+        prepared: &Self::Prepared,
         args: &Args,
         progress: impl FnMut(),
     ) -> Result<Timing>;
 
     /// Appends the fastest configuration for a shape to a file.
     #[cfg(feature = "cuda")]
-    fn tune<T: Element>(_: &Group<Self>, _: [usize; 3], _: &Path) -> Result<(), Failure> {
+    fn tune(_: &Group<B>, _: [usize; 3], _: &Path) -> Result<(), Failure> {
         Err(Failure::Usage("--tune: this backend has nothing to tune"))
     }
 }
 
+/// What is reported of a run. Times are in microseconds.
 struct Timing {
-    rows: Vec<(&'static str, f64)>,
-    /// The rows' names and times in the JSON, and what else belongs there.
-    json: Value,
-    baseline: (&'static str, f64),
+    rows: Vec<Row>,
+    /// What else belongs in the JSON.
+    more: Value,
+    /// What the operation is compared with, if that can be timed here.
+    baseline: Option<(&'static str, f64)>,
     fused: f64,
     ideal: f64,
+    /// What there is to say of the rows.
+    note: Option<&'static str>,
 }
 
-impl Timed for Host {
-    const DEFAULT_SHAPE: [usize; 3] = [2048, 2048, 2048];
-
-    fn time<T: Element>(
+impl<T: Element, O: Operation<Host, T>> Timed<Host, T> for O {
+    fn time(
+        &mut self,
         group: &Group<Host>,
-        prepared: &Prepared<Host, T>,
-        case: &mut Case<Host, T>,
-        args: &Args,
-        progress: impl FnMut(),
-    ) -> Result<Timing> {
-        let times = common::measure(group, prepared, case, args.warmup, args.iters, progress)?;
-        Ok(Timing {
-            rows: times.rows().into(),
-            json: json!({
-                "matmul_us": times.matmul, "gather_us": times.gather,
-                "sequential_us": times.sequential, "fused_us": times.fused, "ideal_us": times.ideal,
-                "fused_to_sequential": times.fused_to_sequential,
-            }),
-            baseline: ("gather then matmul", times.sequential),
-            fused: times.fused,
-            ideal: times.ideal,
-        })
-    }
-}
-
-#[cfg(feature = "cuda")]
-impl Timed for gemmesh::Cuda {
-    const DEFAULT_SHAPE: [usize; 3] = [4096, 6656, 16384];
-
-    fn time<T: Element>(
-        group: &Group<Self>,
-        prepared: &Prepared<Self, T>,
-        case: &mut Case<Self, T>,
+        prepared: &O::Prepared,
         args: &Args,
         progress: impl FnMut(),
     ) -> Result<Timing> {
         let (warmup, iters) = (args.warmup, args.iters);
-        let times = cuda::measure(group, prepared, case, warmup, iters, progress)?;
+        let times = common::measure(group, self, prepared, warmup, iters, progress)?;
         Ok(Timing {
-            rows: times.rows(),
-            json: json!({
-                "cublaslt_us": times.cublaslt, "matmul_us": times.matmul, "nccl_us": times.nccl,
-                "gather_us": times.gather, "nccl_cublaslt_us": times.nccl_cublaslt,
-                "sequential_us": times.sequential, "fused_us": times.fused,
-                "graph_us": times.graph, "ideal_us": times.ideal, "host_us": times.host,
-                "gpu": group.device_name(), "cuda_driver": group.driver_version()?,
-            }),
-            baseline: ("NCCL + cuBLASLt", times.nccl_cublaslt),
+            more: json!({ "fused_to_sequential": times.fused_to_sequential }),
+            baseline: Some((O::SEQUENTIAL, times.sequential)),
             fused: times.fused,
             ideal: times.ideal,
+            rows: times.rows,
+            note: None,
         })
-    }
-
-    fn tune<T: Element>(
-        group: &Group<Self>,
-        [m, n, k]: [usize; 3],
-        path: &Path,
-    ) -> Result<(), Failure> {
-        let mut case = Case::<Self, T>::random(group, m, n, k)?;
-        let (config, time) = cuda::fastest(group, &mut case)?;
-        let prepared = AllGatherMatmul::new().config(config).prepare(&case.a, n)?;
-        verify(group, &prepared, &mut case)?;
-        if group.rank() > 0 {
-            return Ok(());
-        }
-        let winner = Winner {
-            gpu: group.device_name().into(),
-            world: group.world_size(),
-            operation: "all_gather_matmul".into(),
-            dtype: T::DTYPE,
-            m,
-            n,
-            k,
-            config,
-            us: (time * 10.0).round() / 10.0,
-        };
-        let line = json!(winner).to_string();
-        println!("{line}");
-        Ok(append(path, &line)?)
     }
 }
 
-fn run<B: Timed, T: Element>(args: &Args) -> Result<(), Failure> {
+fn run_op<B: Backend, T: Element>(args: &Args) -> Result<(), Failure>
+where
+    AllGather<B, T>: Timed<B, T>,
+    ReduceScatter<B, T>: Timed<B, T>,
+    AllReduce<B, T>: Timed<B, T>,
+{
+    match args.op {
+        Op::AllGatherMatmul => run::<B, T, AllGather<B, T>>(args),
+        Op::MatmulReduceScatter => run::<B, T, ReduceScatter<B, T>>(args),
+        Op::MatmulAllReduce => run::<B, T, AllReduce<B, T>>(args),
+    }
+}
+
+fn run<B: Backend, T: Element, O: Timed<B, T>>(args: &Args) -> Result<(), Failure> {
     let group = Group::<B>::from_env()?;
-    let [m, n, k] = B::DEFAULT_SHAPE;
-    let one = [[
-        args.m.unwrap_or(m),
-        args.n.unwrap_or(n),
-        args.k.unwrap_or(k),
-    ]];
-    let shapes: &[[usize; 3]] = match args.sweep {
-        Some(Sweep::Large) => &LARGE,
-        Some(Sweep::Small) => &SMALL,
-        None => &one,
-    };
-    for &shape in shapes {
+    for shape in args.shapes() {
         #[cfg(feature = "cuda")]
         if let Some(path) = &args.tune {
-            B::tune::<T>(&group, shape, path)?;
+            O::tune(&group, shape, path)?;
             continue;
         }
-        bench::<B, T>(args, &group, shape)?;
+        bench::<B, T, O>(args, &group, shape)?;
     }
     Ok(())
 }
 
-fn bench<B: Timed, T: Element>(
+fn bench<B: Backend, T: Element, O: Timed<B, T>>(
     args: &Args,
     group: &Group<B>,
     shape: [usize; 3],
 ) -> Result<(), Failure> {
-    let [m, n, k] = shape;
-    let mut case = Case::<B, T>::random(group, m, n, k)?;
-
-    let default = AllGatherMatmul::new().prepare(&case.a, n)?.config();
-    let config = Config::new(
-        TileShape::new(
-            args.tile_m.unwrap_or(default.tile.m),
-            args.tile_n.unwrap_or(default.tile.n),
-            args.tile_k.unwrap_or(default.tile.k),
-        )
-        .with_stages(args.stages.unwrap_or(default.tile.stages))
-        .with_cluster(args.cluster.unwrap_or(default.tile.cluster))
-        .with_split_k(args.split_k.unwrap_or(default.tile.split_k))
-        .with_group_m(args.group_m.unwrap_or(default.tile.group_m)),
-        Chunking::new(args.chunks.unwrap_or(default.chunking.count))
-            .with_last(
-                args.last_chunks
-                    .or(args.chunks)
-                    .unwrap_or(default.chunking.last),
-            )
-            .with_cut_last(args.cut_last.unwrap_or(default.chunking.cut_last)),
-        args.route.map_or(default.route, Route::from),
-    );
-    let prepared = AllGatherMatmul::new().config(config).prepare(&case.a, n)?;
-
-    let check = verify(group, &prepared, &mut case)?;
-    let bar = progress(group, args.warmup + args.iters);
-    let timing = B::time(group, &prepared, &mut case, args, || bar.inc(1))?;
-    bar.finish_and_clear();
-    if group.rank() == 0 {
-        report::<B, T>(args, group, shape, &config, &check, &timing)?;
-    }
+    let mut operation = O::random(group, shape)?;
+    let default = O::config(&operation.prepare(None)?);
+    let config = args.config(default);
+    let prepared = operation.prepare(Some(config))?;
+    let check = verify(group, &mut operation, &prepared)?;
     #[cfg(feature = "timeline")]
     if let Some(path) = &args.trace {
         // The first run with a trace loads what it needs.
-        prepared.run_traced(&case.a, &case.b, &mut case.out)?;
-        let trace = prepared.run_traced(&case.a, &case.b, &mut case.out)?;
+        operation.trace(&prepared)?;
+        let trace = operation.trace(&prepared)?;
         let timeline = gemmesh::trace::Timeline::collect(group, &trace)?;
         if group.rank() == 0 {
-            let world = group.world_size();
-            let dtype = T::DTYPE;
-            timeline.write_svg(
-                path,
-                &format!("all_gather_matmul, {world} ranks: {m}×{n}×{k} {dtype}"),
-            )?;
+            let ([m, n, k], world, dtype) = (shape, group.world_size(), T::DTYPE);
+            let title = format!("{}, {world} ranks: {m}×{n}×{k} {dtype}", O::NAME);
+            timeline.write_svg(path, &title)?;
             timeline.write_chrome(path.with_extension("json"))?;
         }
+    }
+    let bar = progress(group, args.warmup + args.iters);
+    let timing = operation.time(group, &prepared, args, || bar.inc(1))?;
+    bar.finish_and_clear();
+    if group.rank() == 0 {
+        report::<B, T, O>(args, group, shape, &config, &check, &timing)?;
     }
     Ok(group.barrier()?)
 }
 
-/// Runs a product on poisoned memory and compares it with float64, on every rank.
-fn verify<B: Backend, T: Element>(
+/// Runs an operation on poisoned memory and compares it with float64, on every rank.
+fn verify<B: Backend, T: Element, O: Operation<B, T>>(
     group: &Group<B>,
-    prepared: &Prepared<B, T>,
-    case: &mut Case<B, T>,
+    operation: &mut O,
+    prepared: &O::Prepared,
 ) -> Result<Check, Failure> {
-    let [n, k] = case.b.shape();
-    case.poison()?;
+    /// They take seconds.
+    const PRODUCTS: usize = 1 << 33;
+    operation.poison()?;
     group.barrier()?;
-    prepared.run(&case.a, &case.b, &mut case.out)?;
-    let check = case.check(rows_to_check(n, k))?.everywhere(group)?;
+    operation.run(prepared)?;
+    let check = operation.check(PRODUCTS)?.everywhere(group)?;
     if check.ok() {
         Ok(check)
     } else {
         Err(Failure::Wrong(check))
     }
-}
-
-/// All rows if that takes seconds, else as many as do.
-fn rows_to_check(n: usize, k: usize) -> usize {
-    const PRODUCTS: usize = 1 << 33;
-    (PRODUCTS / (n * k)).max(16)
 }
 
 fn progress<B: Backend>(group: &Group<B>, rounds: usize) -> ProgressBar {
@@ -408,18 +369,20 @@ fn progress<B: Backend>(group: &Group<B>, rounds: usize) -> ProgressBar {
         .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
-fn report<B: Timed, T: Element>(
+fn report<B: Backend, T: Element, O: Operation<B, T>>(
     args: &Args,
     group: &Group<B>,
-    [m, n, k]: [usize; 3],
+    shape: [usize; 3],
     config: &Config,
     check: &Check,
     timing: &Timing,
 ) -> Result<()> {
     let world = group.world_size();
     println!(
-        "\nall_gather_matmul, {} backend, {world} ranks: M = {m}, N = {n} a rank, K = {k}, {}",
+        "\n{}, {} backend, {world} ranks: {}, {}",
+        O::NAME,
         B::NAME,
+        O::describe(shape),
         T::DTYPE
     );
     println!("{config:?}");
@@ -428,31 +391,37 @@ fn report<B: Timed, T: Element>(
         check.elements, check.max_abs_err, check.worst
     );
     println!("{}", common::table(&timing.rows));
-    let (name, baseline) = timing.baseline;
-    println!("\n{name} / fused: {:.3}", baseline / timing.fused);
-    if let Some(ratio) = timing.json["fused_to_sequential"].as_f64() {
-        println!("fused / gather then matmul, median over the rounds: {ratio:.3}");
+    if let Some(note) = timing.note {
+        println!("\n{note}");
+    }
+    println!();
+    if let Some((name, baseline)) = timing.baseline {
+        println!("{name} / fused: {:.3}", baseline / timing.fused);
+    }
+    if let Some(ratio) = timing.more["fused_to_sequential"].as_f64() {
+        let sequential = O::SEQUENTIAL;
+        println!("fused / {sequential}, median over the rounds: {ratio:.3}");
     }
     println!("fused / ideal: {:.3}", timing.fused / timing.ideal);
     let Some(path) = &args.json else {
         return Ok(());
     };
-    let mut line = Map::new();
+    let [m, n, k] = shape;
     let problem = json!({
-        "op": "all_gather_matmul", "backend": B::NAME, "world": world, "m": m, "n": n, "k": k,
+        "op": O::NAME, "backend": B::NAME, "world": world, "m": m, "n": n, "k": k,
         "dtype": T::DTYPE.to_string(), "max_rel_err": check.max_rel_err,
         "max_abs_err": check.max_abs_err, "ok": check.ok(), "commit": commit(),
         "config": format!("{config:?}"), "iters": args.iters, "unix_time": unix_time(),
     });
-    for fields in [&problem, &timing.json] {
-        line.extend(
-            fields
-                .as_object()
-                .into_iter()
-                .flatten()
-                .map(|(k, v)| (k.clone(), v.clone())),
-        );
-    }
+    let fields = [&problem, &timing.more]
+        .into_iter()
+        .filter_map(Value::as_object);
+    let fields = fields
+        .flatten()
+        .map(|(key, value)| (key.clone(), value.clone()));
+    let mut line: Map<String, Value> = fields.collect();
+    let rows = timing.rows.iter();
+    line.extend(rows.map(|row| (row.key.clone(), json!(row.time))));
     append(path, &Value::Object(line).to_string())
 }
 

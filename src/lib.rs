@@ -57,7 +57,7 @@ pub mod testing {
     pub use crate::backend::Winner;
     pub use crate::backend::delay_chunks;
     #[cfg(feature = "cuda")]
-    pub use crate::device::{align_streams, with_each_kernel};
+    pub use crate::device::{align_streams, ranks_share_gpus, with_each_kernel};
     pub use crate::ops::run_schedule;
 }
 

@@ -485,6 +485,11 @@ impl Cuda {
         }
     }
 
+    /// Whether each rank has a GPU to itself.
+    pub fn is_distinct(&self) -> bool {
+        self.distinct
+    }
+
     /// `config` with the tile shape of each kernel there is.
     pub fn configs(config: &Config) -> impl Iterator<Item = Config> {
         kernel::configs(config)
