@@ -11,7 +11,8 @@ mod common;
 use std::process::ExitCode;
 
 use clap::Parser;
-use common::{Case, Failure};
+use common::gather::AllGather;
+use common::{Failure, Operation};
 use gemmesh::trace::Timeline;
 use gemmesh::{AllGatherMatmul, Builder, Group, Host, all_gather_matmul, bf16, launch};
 
@@ -48,18 +49,18 @@ fn main() -> ExitCode {
 
 /// What each rank does.
 fn rank(group: Group<Host>, link: f64) -> Result<(), Failure> {
-    let mut case = Case::<_, bf16>::random(&group, M, N, K)?;
+    let mut case = AllGather::<_, bf16>::random(&group, [M, N, K])?;
     case.poison()?;
     all_gather_matmul(&case.a, &case.b, &mut case.out)?;
     group.synchronize()?;
 
     // Every rank checks its own N columns.
-    let check = case.check(M)?.everywhere(&group)?;
+    let check = case.check(usize::MAX)?.everywhere(&group)?;
     if !check.ok() {
         return Err(Failure::Wrong(check));
     }
     let prepared = AllGatherMatmul::new().prepare(&case.a, N)?;
-    let times = common::measure(&group, &prepared, &mut case, 2, 15, || {})?;
+    let times = common::measure(&group, &mut case, &prepared, 2, 15, || {})?;
     let trace = prepared.run_traced(&case.a, &case.b, &mut case.out)?;
     let timeline = Timeline::collect(&group, &trace)?;
 
@@ -75,7 +76,7 @@ fn rank(group: Group<Host>, link: f64) -> Result<(), Failure> {
         "verified: {} elements against float64; the worst error is {:.3} of what rounding allows ({:.2e})\n",
         check.elements, check.worst, check.max_abs_err
     );
-    println!("{}", common::table(&times.rows()[..4]));
+    println!("{}", common::table(&times.rows[..4]));
     println!(
         "fused takes {:.0} % of the time of gather then matmul (median over the rounds)\n",
         100.0 * times.fused_to_sequential

@@ -63,6 +63,12 @@ pub fn with_each_kernel(config: &Config) -> Vec<Config> {
     Cuda::configs(config).collect()
 }
 
+/// Whether some ranks have the same GPU; for benchmarks.
+#[doc(hidden)]
+pub fn ranks_share_gpus(group: &Group<Cuda>) -> bool {
+    !group.inner().backend.is_distinct()
+}
+
 /// Aligns the ranks' streams: what is put on them later begins at the same time. Collective; for benchmarks.
 ///
 /// # Errors

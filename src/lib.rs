@@ -38,8 +38,8 @@ pub use {
     group::{Builder, DEFAULT_TIMEOUT, Group},
     matrix::Matrix,
     ops::{
-        AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, Prepared, all_gather_matmul,
-        matmul_all_reduce, matmul_reduce_scatter,
+        AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, Prepared, PreparedAllReduce,
+        PreparedReduceScatter, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter,
     },
     ranks::launch,
     sharded::{ShardMut, ShardedMatrix},
@@ -57,7 +57,7 @@ pub mod testing {
     pub use crate::backend::Winner;
     pub use crate::backend::delay_chunks;
     #[cfg(feature = "cuda")]
-    pub use crate::device::{align_streams, with_each_kernel};
+    pub use crate::device::{align_streams, ranks_share_gpus, with_each_kernel};
     pub use crate::ops::run_schedule;
 }
 

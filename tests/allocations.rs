@@ -7,9 +7,10 @@ use std::fs;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 
+use gemmesh::schedule::Schedule;
 use gemmesh::{
-    AllGatherMatmul, Builder, Chunking, Config, Error, Host, Matrix, Prepared, Route,
-    ShardedMatrix, TileShape, all_gather_matmul, bf16,
+    AllGatherMatmul, Builder, Chunking, Config, Error, Host, MatmulAllReduce, MatmulReduceScatter,
+    Matrix, Route, ShardedMatrix, TileShape, all_gather_matmul, bf16,
 };
 
 /// What one thread has allocated while it was watched.
@@ -159,9 +160,9 @@ const CONFIG: Config = Config::new(
 /// How many products one operation asks the `gemm` crate for. For each, gemm takes a vector of flags, one a panel of
 /// the rows that it thinks the machine's caches hold, and gives it back before it returns; that is the only thing that
 /// is allocated in an operation, and not ours to avoid.
-fn products(prepared: &Prepared<Host, bf16>) -> u64 {
-    let steps = K.div_ceil(prepared.config().tile.k);
-    (prepared.schedule().tiles().len() * steps) as u64
+fn products(schedule: &Schedule) -> u64 {
+    let tile_k = schedule.product().unwrap().config.tile.k;
+    (schedule.tiles().len() * K.div_ceil(tile_k)) as u64
 }
 
 /// Four times what an L3 cache of 105 MiB makes of it, and far less than any operand of a product.
@@ -173,14 +174,20 @@ struct Rank {
     b: Matrix<Host, bf16>,
     bias: Matrix<Host, bf16>,
     out: Matrix<Host, bf16>,
+    /// This rank's part of K, for all rows,
+    part: Matrix<Host, bf16>,
+    /// its rows of a sum,
+    own: Matrix<Host, bf16>,
+    /// and all of them.
+    all: ShardedMatrix<Host, bf16>,
 }
 
-/// Repeats `call` on every rank and looks at what was allocated on which thread. `prepare` says which product
-/// `call` makes.
+/// Repeats `call` on every rank and looks at what was allocated on which thread. `prepare` makes what `call` is given, and says how
+/// many products it takes.
 #[track_caller]
-fn assert_allocates_nothing(
-    prepare: impl for<'a> Fn(&'a Rank) -> Result<Prepared<'a, Host, bf16>, Error> + Sync,
-    call: impl Fn(&mut Rank) -> Result<(), Error> + Sync,
+fn assert_allocates_nothing<P>(
+    prepare: impl Fn(&Rank) -> Result<(P, u64), Error> + Sync,
+    call: impl Fn(&P, &mut Rank) -> Result<(), Error> + Sync,
 ) {
     // The workers of an earlier group end on their own.
     let begin = std::time::Instant::now();
@@ -197,11 +204,14 @@ fn assert_allocates_nothing(
                 b: group.upload(&vec![bf16::ONE; N * K], N, K)?,
                 bias: group.zeros(1, N)?,
                 out: group.zeros(ROWS.iter().sum(), N)?,
+                part: group.zeros(ROWS.iter().sum(), K)?,
+                own: group.zeros(ROWS[group.rank()], N)?,
+                all: group.sharded_rows(&ROWS, N)?,
             };
+            let (prepared, products) = prepare(&rank)?;
             for _ in 0..3 {
-                call(&mut rank)?;
+                call(&prepared, &mut rank)?;
             }
-            let products = products(&prepare(&rank)?);
             together.wait();
             if group.rank() == 0 {
                 forget();
@@ -210,7 +220,7 @@ fn assert_allocates_nothing(
             together.wait();
             let by_caller = allocations_of(|| {
                 for _ in 0..REPEATS {
-                    call(&mut rank).unwrap();
+                    call(&prepared, &mut rank).unwrap();
                 }
             });
             together.wait();
@@ -265,23 +275,41 @@ fn repeated_operations_allocate_nothing() {
 
     // The short call.
     assert_allocates_nothing(
-        |rank| AllGatherMatmul::new().prepare(&rank.a, N),
-        |rank| all_gather_matmul(&rank.a, &rank.b, &mut rank.out),
+        |rank| {
+            let prepared = AllGatherMatmul::new().prepare(&rank.a, N)?;
+            Ok(((), products(prepared.schedule())))
+        },
+        |(), rank| all_gather_matmul(&rank.a, &rank.b, &mut rank.out),
     );
     // The builder, with everything.
     assert_allocates_nothing(
         |rank| {
-            AllGatherMatmul::new()
-                .config(CONFIG)
-                .bias(&rank.bias)
-                .prepare(&rank.a, N)
+            let operation = AllGatherMatmul::new().config(CONFIG).bias(&rank.bias);
+            let prepared = operation.prepare(&rank.a, N)?;
+            Ok(((), products(prepared.schedule())))
         },
+        |(), rank| {
+            let operation = AllGatherMatmul::new().config(CONFIG).bias(&rank.bias);
+            operation.run(&rank.a, &rank.b, &mut rank.out)
+        },
+    );
+    // Sums that have been prepared.
+    assert_allocates_nothing(
         |rank| {
-            AllGatherMatmul::new().config(CONFIG).bias(&rank.bias).run(
-                &rank.a,
-                &rank.b,
-                &mut rank.out,
-            )
+            let prepared = MatmulReduceScatter::new()
+                .rows(&ROWS)
+                .prepare(&rank.part, N)?;
+            let products = products(prepared.schedule());
+            Ok((prepared, products))
         },
+        |prepared, rank| prepared.run(&rank.part, &rank.b, &mut rank.own),
+    );
+    assert_allocates_nothing(
+        |rank| {
+            let prepared = MatmulAllReduce::new().prepare(&rank.part, &rank.all)?;
+            let products = products(prepared.schedule());
+            Ok((prepared, products))
+        },
+        |prepared, rank| prepared.run(&rank.part, &rank.b, &mut rank.all),
     );
 }

@@ -477,10 +477,6 @@ proptest! {
         prop_assert_eq!(places(&multiply), places(&whole));
         prop_assert!(multiply.tiles().iter().all(|tile| tile.flags().is_empty()));
         prop_assert!(multiply.moves().next().is_none() && multiply.agreed().is_none());
-        let unordered = run(all_gather::gather_beside_multiply);
-        prop_assert_eq!(unordered.arrivals(), gather.arrivals());
-        prop_assert_eq!(places(&unordered), places(&whole));
-        prop_assert!(unordered.tiles().iter().all(|tile| tile.flags().is_empty()));
         let copy = run(all_gather::copy);
         prop_assert!(!copy.handshake() && copy.readers().is_empty() && copy.awaits_all());
         for source in ring(&case) {

@@ -161,7 +161,18 @@ fn nor_do_they_where_tiles_are_deeper_than_the_host_multiplies_at_once() {
 
 #[test]
 fn the_output_of_a_reduce_scatter_may_be_the_own_rows_of_a_sharded_matrix() {
-    reduce_scatter::the_output_may_be_the_own_rows_of_a_sharded_matrix::<Host>(test_name!());
+    reduce_scatter::the_output_may_be_the_own_rows_of_a_sharded_matrix::<Host>(
+        test_name!(),
+        &[None],
+    );
+}
+
+#[test]
+fn a_prepared_reduce_scatter_or_all_reduce_gives_the_bits_of_the_plain_one() {
+    let config = reduce_scatter_configs()[1];
+    let pulled = config.map(|config| config.with_route(Route::Pull));
+    let configs = [None, config, pulled];
+    reduce_scatter::a_prepared_call_gives_the_bits_of_the_plain_one::<Host>(test_name!(), &configs);
 }
 
 #[test]
@@ -474,6 +485,55 @@ proptest! {
             }
             prop_assert!(got.iter().all(|&got| got));
             prop_assert_eq!(schedule.awaits_all(), asked.rows.len() == 1 || !schedule.arrivals().iter().any(|transfer| is_sum(&transfer)));
+        }
+    }
+
+    #[test]
+    fn what_is_copied_is_what_a_sum_moves(asked in any_asked(&[Route::Pull, Route::Push, Route::Store])) {
+        let pulled = asked.config.with_route(Route::Pull);
+        let description = asked.description();
+        let partials = Partials::of(&description, Route::Pull);
+        // By row: who made it, where it lies there, and where it goes here.
+        let moved = |schedule: &Schedule| -> Vec<(usize, usize, usize)> {
+            let rows = |transfer: &Transfer| {
+                let [region] = &transfer.regions[..] else {
+                    panic!("{transfer:?}");
+                };
+                let rows = region.from.rows.clone().zip(region.to.rows.clone());
+                let from = transfer.from;
+                rows.map(move |(source, target)| (from, source, target))
+            };
+            schedule.arrivals().iter().flat_map(rows).collect()
+        };
+        for rank in 0..asked.rows.len() {
+            let sum = planner::reduce_scatter(&description, rank, pulled).unwrap();
+            let copy = planner::copy(&description, rank, asked.config).unwrap();
+            let all = planner::copy_all(&description, rank, asked.config).unwrap();
+            prop_assert_eq!(moved(&copy), moved(&sum));
+            for schedule in [&copy, &all] {
+                prop_assert!(!schedule.handshake() && schedule.tiles().is_empty());
+                prop_assert!(schedule.moves().all(|moved| moved.route == Route::Pull));
+                prop_assert_eq!(schedule.moves().count(), schedule.arrivals().len());
+            }
+            let (first, second): (Vec<_>, Vec<_>) = all
+                .arrivals()
+                .iter()
+                .partition(|transfer| transfer.regions[0].to.matrix == PARTIALS);
+            for transfer in &first {
+                prop_assert!(!sent(transfer, &partials).is_empty());
+            }
+            prop_assert_eq!(first.len(), copy.arrivals().len());
+            // Of each other rank that has rows, all of them, in their places.
+            let mine = description.layout.rows_of(rank);
+            let mut got = vec![false; description.layout.m()];
+            got[mine].fill(true);
+            for transfer in second {
+                let region = &transfer.regions[0];
+                prop_assert_eq!(&region.from, &region.to);
+                prop_assert_eq!(&region.to.rows, &description.layout.rows_of(transfer.from));
+                got[region.to.rows.clone()].fill(true);
+            }
+            prop_assert!(got.iter().all(|&got| got));
         }
     }
 

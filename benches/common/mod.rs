@@ -1,5 +1,9 @@
 //! What the benchmark and the quickstart share: random problems, the float64 check, and timing.
 
+#![allow(dead_code)] // The quickstart uses a part of it.
+
+pub mod gather;
+
 use std::fmt::{Display, Formatter};
 use std::process::ExitCode;
 use std::time::Instant;
@@ -7,7 +11,8 @@ use std::time::Instant;
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
 use gemm::Parallelism;
-use gemmesh::{Backend, Element, Error, Group, Matrix, Prepared, Result, ShardedMatrix};
+use gemmesh::trace::Trace;
+use gemmesh::{Backend, Config, Element, Error, Group, Result};
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::StandardNormal;
@@ -87,11 +92,33 @@ fn worse(x: f64, y: f64) -> f64 {
     if x.is_nan() || x > y { x } else { y }
 }
 
-/// Compares the given rows of `out` [M, N] with the float64 product of `a` [M, K] and `b` [N, K].
-///
-/// An element may be off by half an ulp of its type, for the one rounding, and by √K · 2⁻²³ · Σ|a·b| for
-/// the sums in f32.
-pub fn check<T: Element>(a: &[T], b: &[T], out: &[T], n: usize, k: usize, rows: &[usize]) -> Check {
+/// The rows of an output are those of `a`, [rows, k], times the weight `b`, [N, k]; or, of several such products, the sum.
+pub struct Factors<'a, T> {
+    pub a: &'a [T],
+    pub b: &'a [T],
+    pub k: usize,
+}
+
+/// An element in float64.
+#[derive(Clone, Copy, Default)]
+pub struct Exact {
+    /// What it should be.
+    pub value: f64,
+    /// Σ|a·b| over all that is added up.
+    pub magnitude: f64,
+    /// Σ|product| over the products that are added up.
+    pub products: f64,
+}
+
+/// Compares the given rows of `out`, [rows, N], with the float64 sum of `products`. `allowed`: how far rounding may move an
+/// element.
+pub fn check<T: Element>(
+    products: &[Factors<T>],
+    out: &[T],
+    n: usize,
+    rows: &[usize],
+    allowed: impl Fn(&Exact) -> f64 + Sync,
+) -> Check {
     const ROWS: usize = 64;
     const COLUMNS: usize = 512;
     let blocks: Vec<(&[usize], usize)> = rows
@@ -99,30 +126,37 @@ pub fn check<T: Element>(a: &[T], b: &[T], out: &[T], n: usize, k: usize, rows: 
         .flat_map(|rows| (0..n).step_by(COLUMNS).map(move |column| (rows, column)))
         .collect();
     let checked = blocks.into_par_iter().map(|(rows, first)| {
-        let a: Vec<f64> = rows
-            .iter()
-            .flat_map(|&row| &a[row * k..][..k])
-            .map(|x| x.to_f32().into())
-            .collect();
         let width = COLUMNS.min(n - first);
-        let b: Vec<f64> = b[first * k..][..width * k]
-            .iter()
-            .map(|x| x.to_f32().into())
-            .collect();
-        let absolute = |values: &[f64]| -> Vec<f64> { values.iter().map(|x| x.abs()).collect() };
-        let exact = product(&a, &b, rows.len(), width, k);
-        let magnitude = product(&absolute(&a), &absolute(&b), rows.len(), width, k);
+        let mut exact = vec![Exact::default(); rows.len() * width];
+        for &Factors { a, b, k } in products {
+            let a: Vec<f64> = rows
+                .iter()
+                .flat_map(|&row| &a[row * k..][..k])
+                .map(|x| x.to_f32().into())
+                .collect();
+            let b: Vec<f64> = b[first * k..][..width * k]
+                .iter()
+                .map(|x| x.to_f32().into())
+                .collect();
+            let absolute =
+                |values: &[f64]| -> Vec<f64> { values.iter().map(|x| x.abs()).collect() };
+            let values = product(&a, &b, rows.len(), width, k);
+            let magnitudes = product(&absolute(&a), &absolute(&b), rows.len(), width, k);
+            for ((exact, value), magnitude) in exact.iter_mut().zip(values).zip(magnitudes) {
+                exact.value += value;
+                exact.magnitude += magnitude;
+                exact.products += value.abs();
+            }
+        }
         let (mut check, mut largest) = (Check::default(), 0f64);
         for (i, &row) in rows.iter().enumerate() {
-            for j in 0..width {
-                let (exact, magnitude) = (exact[i * width + j], magnitude[i * width + j]);
-                let error = (f64::from(out[row * n + first + j].to_f32()) - exact).abs();
-                let sums = (k as f64).sqrt() * 2f64.powi(-23) * magnitude;
-                let allowed = half_ulp::<T>(exact) + sums;
+            let found = &out[row * n + first..][..width];
+            for (found, exact) in found.iter().zip(&exact[i * width..]) {
+                let error = (f64::from(found.to_f32()) - exact.value).abs();
                 check.elements += 1;
                 check.max_abs_err = worse(error, check.max_abs_err);
-                check.worst = worse(error / allowed, check.worst);
-                largest = largest.max(exact.abs());
+                check.worst = worse(error / allowed(exact), check.worst);
+                largest = largest.max(exact.value.abs());
             }
         }
         (check, largest)
@@ -136,12 +170,19 @@ pub fn check<T: Element>(a: &[T], b: &[T], out: &[T], n: usize, k: usize, rows: 
         };
         (both, one.max(other))
     });
-    check.max_rel_err = check.max_abs_err / largest;
+    if check.elements > 0 {
+        check.max_rel_err = check.max_abs_err / largest;
+    }
     check
 }
 
+/// How many rows of `n` elements over `k` take about so many products to compare.
+pub fn rows_within(products: usize, n: usize, k: usize) -> usize {
+    (products / (n * k)).max(16)
+}
+
 /// Half the distance between `T`'s neighbours of `x`.
-fn half_ulp<T: Element>(x: f64) -> f64 {
+pub fn half_ulp<T: Element>(x: f64) -> f64 {
     let exponent = x.abs().log2().floor().max(T::MIN_EXPONENT.into());
     2f64.powf(exponent - f64::from(T::DIGITS))
 }
@@ -178,100 +219,97 @@ fn product(a: &[f64], b: &[f64], m: usize, n: usize, k: usize) -> Vec<f64> {
     c
 }
 
-/// The operands of one rank.
-pub struct Case<B: Backend, T: Element> {
-    pub a: ShardedMatrix<B, T>,
-    pub b: Matrix<B, T>,
-    pub out: Matrix<B, T>,
-    weight: Vec<T>,
+/// An operation on random operands, and the parts that are timed beside it.
+pub trait Operation<B: Backend, T: Element>: Sized {
+    /// The name of the call.
+    const NAME: &'static str;
+    /// What it communicates by.
+    const COLLECTIVE: &'static str;
+    /// Its two parts, one after the other.
+    const SEQUENTIAL: &'static str;
+    /// A call that has been planned.
+    type Prepared;
+
+    /// A problem of M, N and K. Collective.
+    fn random(group: &Group<B>, shape: [usize; 3]) -> Result<Self>;
+    /// M, N and K, and which of them are a rank's own.
+    fn describe(shape: [usize; 3]) -> String;
+    /// Plans it; without a configuration by the backend's.
+    fn prepare(&self, config: Option<Config>) -> Result<Self::Prepared>;
+    /// How it is cut up.
+    fn config(prepared: &Self::Prepared) -> Config;
+    /// Does all of it.
+    fn run(&mut self, prepared: &Self::Prepared) -> Result<()>;
+    /// Only multiplies.
+    fn multiply(&mut self, prepared: &Self::Prepared) -> Result<()>;
+    /// Only communicates.
+    fn communicate(&mut self, prepared: &Self::Prepared) -> Result<()>;
+    /// Does one part after the other.
+    fn run_in_sequence(&mut self, prepared: &Self::Prepared) -> Result<()>;
+    /// Does all of it, and says what happened when.
+    fn trace(&mut self, _: &Self::Prepared) -> Result<Trace, Failure> {
+        Err(Failure::Usage("--trace: this operation keeps no trace"))
+    }
+    /// Spoils everything that a run should write.
+    fn poison(&mut self) -> Result<()>;
+    /// Compares rows of this rank's output with float64: all of them, if that takes no more than so many products.
+    fn check(&mut self, products: usize) -> Result<Check>;
 }
 
-impl<B: Backend, T: Element> Case<B, T> {
-    /// A random problem; `n` columns a rank.
-    pub fn random(group: &Group<B>, m: usize, n: usize, k: usize) -> Result<Case<B, T>> {
-        let rank = group.rank() as u64;
-        let mut a = group.sharded::<T>(m, k)?;
-        let count = a.rows().len() * k;
-        a.shard_mut()
-            .copy_from_host(&random::<T>(count, 1 + rank))?;
-        let weight = random::<T>(n * k, 1001 + rank);
-        let b = group.upload(&weight, n, k)?;
-        let out = group.zeros(m, n)?;
-        Ok(Case { a, b, out, weight })
-    }
+/// A row of the tables. Times are in microseconds.
+pub struct Row {
+    pub name: String,
+    /// Its field in the JSON.
+    pub key: String,
+    /// None if it can't be timed here.
+    pub time: Option<f64>,
+}
 
-    /// Spoils everything that a run should write.
-    pub fn poison(&mut self) -> Result<()> {
-        let nan = T::from_f32(f32::NAN);
-        let [m, n] = self.out.shape();
-        self.a.poison(nan)?;
-        self.out.copy_from_host(&vec![nan; m * n])
+impl Row {
+    pub fn new(name: impl Into<String>, key: impl Into<String>, time: Option<f64>) -> Row {
+        let (name, key) = (name.into(), key.into());
+        Row { name, key, time }
     }
+}
 
-    /// Compares up to `rows` rows of the output with float64.
-    pub fn check(&mut self, rows: usize) -> Result<Check> {
-        let [m, n] = self.out.shape();
-        let k = self.a.shape()[1];
-        let rows = sample_rows(m, rows, 7);
-        let (a, out) = (self.a.to_vec()?, self.out.to_vec()?);
-        Ok(check(&a, &self.weight, &out, n, k, &rows))
-    }
+/// The field of the row of a collective.
+pub fn key_of(collective: &str) -> String {
+    collective.replace('-', "_") + "_us"
 }
 
 /// Median times in microseconds, the slowest rank counted in each run.
-#[derive(Clone, Copy, Debug)]
 pub struct Times {
-    pub matmul: f64,
-    pub gather: f64,
+    pub rows: Vec<Row>,
     pub sequential: f64,
     pub fused: f64,
+    /// What perfect overlap would take: the longer of the two parts.
     pub ideal: f64,
     /// The median over the rounds of fused / sequential.
     pub fused_to_sequential: f64,
 }
 
-impl Times {
-    pub fn rows(&self) -> [(&'static str, f64); 5] {
-        [
-            ("matmul alone", self.matmul),
-            ("gather alone", self.gather),
-            ("gather then matmul", self.sequential),
-            ("fused", self.fused),
-            ("ideal", self.ideal),
-        ]
-    }
-}
-
-/// Times all variants, alternating, every other round backwards, `iterations` times after `warmup`; `progress` is called after each round.
-pub fn measure<B: Backend, T: Element>(
+/// Times an operation and its parts, alternating, every other round backwards, `iterations` times after `warmup`; `progress` is
+/// called after each round.
+pub fn measure<B: Backend, T: Element, O: Operation<B, T>>(
     group: &Group<B>,
-    prepared: &Prepared<B, T>,
-    case: &mut Case<B, T>,
+    operation: &mut O,
+    prepared: &O::Prepared,
     warmup: usize,
     iterations: usize,
     mut progress: impl FnMut(),
 ) -> Result<Times> {
-    let Case { a, b, out, .. } = case;
-    let mut samples: Vec<[f64; 5]> = Vec::new();
+    let variants = [O::multiply, O::communicate, O::run_in_sequence, O::run];
+    let mut samples: Vec<[f64; 4]> = Vec::new();
     for round in 0..warmup + iterations {
-        let mut times = [0.0; 5];
-        let mut variants: [usize; 5] = std::array::from_fn(|variant| variant);
+        let mut times = [0.0; 4];
+        let mut order = [0, 1, 2, 3];
         if round % 2 == 1 {
-            variants.reverse();
+            order.reverse();
         }
-        for variant in variants {
+        for variant in order {
             group.barrier()?;
             let begin = Instant::now();
-            match variant {
-                0 => prepared.matmul(a, b, out)?,
-                1 => prepared.gather(a)?,
-                2 => {
-                    prepared.gather(a)?;
-                    prepared.matmul(a, b, out)?;
-                }
-                3 => prepared.run(a, b, out)?,
-                _ => prepared.run_unordered(a, b, out)?,
-            }
+            variants[variant](operation, prepared)?;
             group.synchronize()?;
             times[variant] = begin.elapsed().as_secs_f64() * 1e6;
         }
@@ -281,12 +319,19 @@ pub fn measure<B: Backend, T: Element>(
         progress();
     }
     let rounds = slowest(group, &samples)?;
-    let [matmul, gather, sequential, fused, ideal] = medians(&rounds);
+    let [matmul, collective, sequential, fused] = medians(&rounds);
+    let ideal = matmul.max(collective);
     let ratios: Vec<[f64; 1]> = rounds.iter().map(|times| [times[3] / times[2]]).collect();
     let [fused_to_sequential] = medians(&ratios);
+    let alone = format!("{} alone", O::COLLECTIVE);
     Ok(Times {
-        matmul,
-        gather,
+        rows: vec![
+            Row::new("matmul alone", "matmul_us", Some(matmul)),
+            Row::new(alone, key_of(O::COLLECTIVE), Some(collective)),
+            Row::new(O::SEQUENTIAL, "sequential_us", Some(sequential)),
+            Row::new("fused", "fused_us", Some(fused)),
+            Row::new("ideal", "ideal_us", Some(ideal)),
+        ],
         sequential,
         fused,
         ideal,
@@ -328,12 +373,14 @@ pub fn medians<const N: usize>(runs: &[[f64; N]]) -> [f64; N] {
 }
 
 /// Names and times, as a table.
-pub fn table(rows: &[(&str, f64)]) -> Table {
+pub fn table(rows: &[Row]) -> Table {
     let mut table = Table::new();
     table.load_style(NOTHING);
     table.set_header(["", "median µs"]);
-    for (name, time) in rows {
-        table.add_row([name.to_string(), format!("{time:.0}")]);
+    for Row { name, time, .. } in rows {
+        if let Some(time) = time {
+            table.add_row([name.clone(), format!("{time:.0}")]);
+        }
     }
     if let Some(column) = table.column_mut(1) {
         column.set_cell_alignment(CellAlignment::Right);
@@ -348,7 +395,6 @@ pub enum Failure {
     /// The result was compared with float64.
     Wrong(Check),
     /// The arguments ask for what there is not.
-    #[allow(dead_code)]
     Usage(&'static str),
 }
 

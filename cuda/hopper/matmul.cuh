@@ -220,7 +220,9 @@ __device__ __forceinline__ void consume(const CUtensorMap& map_out, const Gemmes
             if (step > steps.begin) {
                 accumulators.template wait<1>();
                 shared.pipeline.release(previous, lane);
-                if constexpr (C::kSums) reports.send(*partials.sums, lane);
+                if constexpr (C::kSums) {
+                    if (step == steps.begin + Reports::kStep) reports.send(*partials.sums, lane);
+                }
             }
             previous = at.stage;
             at.advance();
@@ -235,7 +237,7 @@ __device__ __forceinline__ void consume(const CUtensorMap& map_out, const Gemmes
         const uint32_t row = first_row<C>(walk.tile(), rank) + own;
         const uint32_t column = walk.tile().n * C::kTileN;
         if constexpr (C::kSums) {
-            // a tile of one step through K has not reported the one before
+            // a tile of few steps through K has not reported the one before
             reports.send(*partials.sums, lane);
             const GemmeshBlock block = load_block(*partials.sums, walk.tile().block);
             const bool adds = block.addend_begin < block.addend_end;

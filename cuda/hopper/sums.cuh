@@ -107,10 +107,12 @@ __device__ __forceinline__ void add(Accumulators<typename C::Element, C::kTileN>
     }
 }
 
-// What one warp has stored of blocks that are sent. It reports a tile when it is through with the next one's first products:
-// by then the stores are over, and waiting for them costs nothing.
+// What one warp has stored of blocks that are sent. It reports a tile when it is through with some of the next one's products:
+// by then the stores are mostly over, and waiting for them takes no time.
 class Reports {
 public:
+    static constexpr uint32_t kStep = 4;  // through K of the next tile, when it is time to report
+
     __device__ void note(const GemmeshBlock& block, uint32_t index) {
         index_ = index;
         all_ = block.reports;
@@ -121,14 +123,14 @@ public:
         if (all_ == 0) return;
         if (lane == 0) {
             // Stores by TMA that have completed are seen by the thread that issued them. Each report comes after its own
-            // stores, the last one after all others, and the word after it.
+            // stores, the last one after all others, and the word, by its release, after it.
             ptx::cp_async_bulk_wait_group<0>();
             if (ptx::atom_add_acq_rel_gpu(&sums.reports[index_], 1) + 1 == all_) {
                 sums.reports[index_] = 0;
-                ptx::fence_acq_rel_sys();
                 ptx::st_release_sys(&sums.stored[index_], 1);
             }
         }
+        __syncwarp();
         all_ = 0;
     }
 

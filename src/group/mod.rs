@@ -99,6 +99,7 @@ struct State<B: Backend> {
 /// A program for the short calls.
 struct Kept<B: Backend> {
     program: Arc<B::Program>,
+    config: Config,
     /// The number of its last use.
     used: u64,
 }
@@ -254,13 +255,24 @@ impl<B: Backend> Group<B> {
         asked: Description,
         config: Option<Config>,
     ) -> Result<Arc<B::Program>> {
+        let (program, _) = self.configured_program(planner, asked, config)?;
+        Ok(program)
+    }
+
+    /// The same, with its configuration.
+    pub(crate) fn configured_program(
+        &self,
+        planner: Planner,
+        asked: Description,
+        config: Option<Config>,
+    ) -> Result<(Arc<B::Program>, Config)> {
         let key = (asked, config);
         let mut state = self.state();
         state.uses += 1;
         let used = state.uses;
         if let Some(kept) = state.programs.get_mut(&key) {
             kept.used = used;
-            return Ok(kept.program.clone());
+            return Ok((kept.program.clone(), kept.config));
         }
         // What a program needs can't be allocated now.
         self.refuse_recording()?;
@@ -282,13 +294,14 @@ impl<B: Backend> Group<B> {
         }
         let kept = Kept {
             program: program.clone(),
+            config,
             used,
         };
         state.programs.insert(key, kept);
         drop(state);
         // Nobody need wait while it goes.
         drop(evicted);
-        Ok(program)
+        Ok((program, config))
     }
 
     /// Keeps what a graph runs for as long as the group lives.

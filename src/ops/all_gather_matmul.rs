@@ -239,41 +239,17 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         self.call(&self.multiply).alone(MULTIPLY, a, Some((b, out)))
     }
 
-    /// Gathers and multiplies at once with no order between them, which is what perfect overlap would take.
-    /// The output is not to be used. Collective; for benchmarks.
-    ///
-    /// # Errors
-    /// As [`all_gather_matmul`].
-    #[doc(hidden)]
-    pub fn run_unordered(
-        &self,
-        a: &ShardedMatrix<B, T>,
-        b: &Matrix<B, T>,
-        out: &mut Matrix<B, T>,
-    ) -> Result<()> {
-        let planner: Planner = all_gather::gather_beside_multiply;
-        let program = self.variant("unordered all_gather_matmul", planner, a)?;
-        self.call(&program).collective(a, Some((b, out)), None)
-    }
-
     /// Copies all rows from the other ranks, who must not be writing them. Not collective; for benchmarks.
     ///
     /// # Errors
     /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
     #[doc(hidden)]
     pub fn copy(&self, a: &ShardedMatrix<B, T>) -> Result<()> {
-        let program = self.variant(COPY, all_gather::copy, a)?;
+        let asked = describe(COPY, a, 0);
+        let program = self
+            .group
+            .program(all_gather::copy, asked, Some(self.config()))?;
         self.call(&program).alone(COPY, a, None)
-    }
-
-    fn variant(
-        &self,
-        name: &'static str,
-        planner: Planner,
-        a: &ShardedMatrix<B, T>,
-    ) -> Result<Arc<B::Program>> {
-        let asked = describe(name, a, product_of(self.schedule()).n);
-        self.group.program(planner, asked, Some(self.config()))
     }
 
     fn call<'c>(&'c self, program: &'c Arc<B::Program>) -> Call<'c, B, T> {

@@ -1,15 +1,18 @@
 //! `out[M, N] = Σ_p a_p[M, K_p] · b_p[N, K_p]ᵀ` on every rank: each rank has a part of K, and gets all of the sum.
 
-use super::partial_sums::{PartialSums, Which, split};
+use std::sync::Arc;
+
+use super::partial_sums::{PartialSums, Planned, Which, split};
 use super::{require_same_group, require_shape};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::Element;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::group::Group;
 use crate::matrix::Matrix;
 use crate::schedule::all_gather;
-use crate::schedule::reduce_scatter::{ALL_NAME, is_exchanged};
-use crate::schedule::{Config, Description, Layout};
+use crate::schedule::reduce_scatter::ALL_NAME;
+use crate::schedule::{Config, Description, Schedule};
 use crate::sharded::ShardedMatrix;
 
 /// `out = Σ a_p · b_pᵀ` over all ranks p, on every rank, with the same bits. Collective.
@@ -19,7 +22,7 @@ use crate::sharded::ShardedMatrix;
 /// 512 KiB on up to four, in 256 KiB on up to eight) all ranks exchange all partials instead, and each adds up all rows.
 ///
 /// Numbers and memory are those of [`matmul_reduce_scatter`](crate::matmul_reduce_scatter), whichever way is taken; but where
-/// partials are exchanged, the room on each rank is for W · M rows.
+/// partials are exchanged, the room for what comes is for (W - 1) · M rows.
 ///
 /// # Errors
 /// As [`matmul_reduce_scatter`](crate::matmul_reduce_scatter).
@@ -61,52 +64,166 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     /// Does it, as [`matmul_all_reduce`]. The schedule is made at the first call for a shape and kept.
     ///
     /// # Errors
-    /// As [`matmul_all_reduce`]; [`Error::Limit`](crate::Error::Limit) for a configuration that can't be.
+    /// As [`matmul_all_reduce`]; [`Error::Limit`] for a configuration that can't be.
     pub fn run(
         &self,
         a: &Matrix<B, T>,
         b: &Matrix<B, T>,
         out: &mut ShardedMatrix<B, T>,
     ) -> Result<()> {
-        let group = a.group();
-        let ([m, k], [n, _]) = (a.shape(), b.shape());
-        let check = || -> Result<Layout> {
-            require_same_group("out", out.group(), group)?;
-            require_shape(group.rank(), "out [M, N]", [m, n], out.shape())?;
-            split(group, &out.layout().rows(), [m, k])
-        };
-        let layout = check().map_err(|error| group.refuse(ALL_NAME, error))?;
-        let which = Which::All(out.id());
-        let programs = self.0.programs(which, a, b, &layout)?;
-        let describe = |operation, n| Description {
-            operation,
-            dtype: T::DTYPE,
-            layout: out.layout().clone(),
-            n,
-        };
-        // Where partials are pulled by the owners of rows, each rank has the sums of its own rows then. What gathers them is made
-        // before anything is done.
-        let gather = match &programs.multiply {
-            Some(_) if !is_exchanged(&describe(ALL_NAME, n)) => {
-                let asked = describe("gather of matmul_all_reduce", 0);
-                let program = group.program(all_gather::gather, asked, self.0.config);
-                Some(program.map_err(|error| group.refuse(ALL_NAME, error))?)
-            }
-            _ => None,
-        };
-        let memory = Bound::Symmetric(out.memory());
-        self.0.run(which, &programs, a, b, memory)?;
-        let Some(gather) = gather else {
-            return Ok(());
-        };
-        let mut matrices = [const { Bound::Nothing }; all_gather::MATRICES];
-        matrices[all_gather::A] = Bound::Symmetric(out.memory());
-        super::run(group, None, &gather, &matrices, &[out.id()], None)
+        let planned = self.plan(a, out);
+        let planned = planned.map_err(|error| a.group().refuse(ALL_NAME, error))?;
+        planned.run(a, b, out)
     }
+
+    /// Prepares the sums for matrices like `a` and outputs like `out`, to be run many times with no planning and no rendezvous on
+    /// the way. Not collective. (The first call that needs more room for partials than the group has allocates it.)
+    ///
+    /// # Errors
+    /// [`Error::Shape`] or [`Error::ForeignArgument`] for an output or a bias that does not fit; [`Error::Limit`] for a
+    /// configuration that can't be; the group's failure.
+    pub fn prepare(
+        &self,
+        a: &Matrix<B, T>,
+        out: &ShardedMatrix<B, T>,
+    ) -> Result<PreparedAllReduce<'a, B, T>> {
+        let planned = self.plan(a, out);
+        planned.map_err(Error::refused(a.group().rank(), ALL_NAME))
+    }
+
+    fn plan(
+        &self,
+        a: &Matrix<B, T>,
+        out: &ShardedMatrix<B, T>,
+    ) -> Result<PreparedAllReduce<'a, B, T>> {
+        let group = a.group();
+        let ([m, k], [_, n]) = (a.shape(), out.shape());
+        require_same_group("out", out.group(), group)?;
+        require_shape(group.rank(), "out [M, N]", [m, n], out.shape())?;
+        let layout = split(group, &out.layout().rows(), [m, k])?;
+        let sums = self.0.plan(Which::All, group, layout, n)?;
+        let gather = match sums.needs_gather() {
+            true => Some(gather_of(group, out, sums.config())?),
+            false => None,
+        };
+        Ok(PreparedAllReduce { gather, sums })
+    }
+}
+
+/// What gathers the sums of all rows, where each rank has those of its own.
+fn gather_of<B: Backend, T: Element>(
+    group: &Group<B>,
+    out: &ShardedMatrix<B, T>,
+    config: Config,
+) -> Result<Arc<B::Program>> {
+    let asked = Description {
+        operation: "gather of matmul_all_reduce",
+        dtype: T::DTYPE,
+        layout: out.layout().clone(),
+        n: 0,
+    };
+    group.program(all_gather::gather, asked, Some(config))
 }
 
 impl<B: Backend, T: Element> Default for MatmulAllReduce<'_, B, T> {
     fn default() -> Self {
         MatmulAllReduce::new()
+    }
+}
+
+/// A product and its sums that have been planned, by [`MatmulAllReduce::prepare`]. They fit every `a`, `b` and output of the same
+/// group, shapes and split. It keeps the group.
+#[derive(Debug)]
+pub struct PreparedAllReduce<'a, B: Backend, T: Element> {
+    // Freed before the group that it belongs to can end.
+    /// Where partials are pulled by the owners of rows, each rank has the sums of its own rows first.
+    gather: Option<Arc<B::Program>>,
+    sums: Planned<'a, B, T>,
+}
+
+impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
+    /// What is moved and added up, and in which order; and what is multiplied, where partials are not pulled. Where they are, a
+    /// gather follows.
+    pub fn schedule(&self) -> &Schedule {
+        self.sums.schedule()
+    }
+
+    /// How it is cut up.
+    pub fn config(&self) -> Config {
+        self.sums.config()
+    }
+
+    /// As [`matmul_all_reduce`]. `a` is [M, K], `b` is [N, K], `out` is [M, N].
+    ///
+    /// # Errors
+    /// As [`matmul_all_reduce`].
+    pub fn run(
+        &self,
+        a: &Matrix<B, T>,
+        b: &Matrix<B, T>,
+        out: &mut ShardedMatrix<B, T>,
+    ) -> Result<()> {
+        let check = || -> Result<()> {
+            self.sums.check(a, b)?;
+            self.sums.check_sharded(out)
+        };
+        check().map_err(|error| a.group().refuse(ALL_NAME, error))?;
+        let sums = Bound::Symmetric(out.memory());
+        self.sums.run(a, b, sums, &[out.id()])?;
+        match &self.gather {
+            Some(gather) => self.gather(gather, out),
+            None => Ok(()),
+        }
+    }
+
+    fn gather(&self, gather: &Arc<B::Program>, out: &ShardedMatrix<B, T>) -> Result<()> {
+        let mut matrices = [const { Bound::Nothing }; all_gather::MATRICES];
+        matrices[all_gather::A] = Bound::Symmetric(out.memory());
+        super::run(
+            self.sums.group(),
+            None,
+            gather,
+            &matrices,
+            &[out.id()],
+            None,
+        )
+    }
+
+    /// Only multiplies: partials stay where they are made. Not collective; for benchmarks, after a run.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
+    #[doc(hidden)]
+    pub fn matmul(&self, a: &Matrix<B, T>, b: &Matrix<B, T>) -> Result<()> {
+        self.sums.check(a, b)?;
+        self.sums.matmul(a, b)
+    }
+
+    /// Only adds up the partials that the ranks have made before, and gathers the sums. Collective; for benchmarks, after a run.
+    ///
+    /// # Errors
+    /// As [`matmul_all_reduce`].
+    #[doc(hidden)]
+    pub fn all_reduce(&self, out: &mut ShardedMatrix<B, T>) -> Result<()> {
+        self.sums.check_sharded(out)?;
+        let gather = match (&self.gather, self.sums.reduces_own_rows()) {
+            (Some(gather), _) => Some(gather.clone()),
+            (None, true) => Some(gather_of(self.sums.group(), out, self.config())?),
+            (None, false) => None,
+        };
+        let sums = Bound::Symmetric(out.memory());
+        self.sums.reduce(sums, &[out.id()])?;
+        gather.map_or(Ok(()), |gather| self.gather(&gather, out))
+    }
+
+    /// Copies the others' partials of this rank's rows, and their rows of `out`, none of which they may be writing. Not
+    /// collective; for benchmarks, after a run.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
+    #[doc(hidden)]
+    pub fn copy(&self, out: &mut ShardedMatrix<B, T>) -> Result<()> {
+        self.sums.check_sharded(out)?;
+        self.sums.copy(Bound::Symmetric(out.memory()))
     }
 }

@@ -1,15 +1,14 @@
 //! `out[rows of this rank, N] = Σ_p a_p[rows, K_p] · b_p[N, K_p]ᵀ`: each rank has a part of K, and gets its rows of the sum.
 
-use super::partial_sums::{PartialSums, Which, split};
+use super::partial_sums::{PartialSums, Planned, Which, split};
 use super::{require_same_group, require_shape};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::matrix::Matrix;
-use crate::schedule::layout::balanced_rows;
 use crate::schedule::reduce_scatter::NAME;
-use crate::schedule::{Config, Layout};
+use crate::schedule::{Config, Layout, Schedule};
 use crate::sharded::ShardedMatrix;
 
 /// `out = Σ a_p · b_pᵀ` over all ranks p, of which each gets its rows. Collective.
@@ -94,25 +93,10 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// As [`matmul_reduce_scatter`]; [`Error::Limit`] for a configuration that can't be; [`Error::Shape`] unless there is one
     /// count of rows a rank, M in all.
     pub fn run(&self, a: &Matrix<B, T>, b: &Matrix<B, T>, out: &mut Matrix<B, T>) -> Result<()> {
-        let group = a.group();
-        let check = || -> Result<Layout> {
-            require_same_group("out", out.group(), group)?;
-            let [m, k] = a.shape();
-            let rows = match self.rows {
-                Some(rows) => rows.to_vec(),
-                None => balanced_rows(m, group.world_size()),
-            };
-            let layout = split(group, &rows, [m, k])?;
-            let own = layout.rows_of(group.rank()).len();
-            let [n, _] = b.shape();
-            let what = "out [rows of this rank, N]";
-            require_shape(group.rank(), what, [own, n], out.shape())?;
-            Ok(layout)
-        };
-        let layout = check().map_err(|error| group.refuse(NAME, error))?;
-        let programs = self.sums.programs(Which::Own, a, b, &layout)?;
-        let out = Bound::Output(out.memory_mut());
-        self.sums.run(Which::Own, &programs, a, b, out)
+        let [n, _] = b.shape();
+        let planned = self.plan(a, n, self.rows);
+        let planned = planned.map_err(|error| a.group().refuse(NAME, error))?;
+        planned.run(a, b, out)
     }
 
     /// The same into the own rows of a sharded matrix, whose split it has: the next layer's input, with no copy. (On GPUs the rows
@@ -127,31 +111,138 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         out: &mut ShardedMatrix<B, T>,
     ) -> Result<()> {
         let group = a.group();
-        let ([m, k], [n, _]) = (a.shape(), b.shape());
-        let check = || -> Result<(Layout, usize)> {
+        let ([m, _], [n, _]) = (a.shape(), b.shape());
+        let plan = || -> Result<PreparedReduceScatter<'a, B, T>> {
             require_same_group("out", out.group(), group)?;
             require_shape(group.rank(), "out [M, N]", [m, n], out.shape())?;
             let rows = out.layout().rows();
-            if let Some(asked) = self.rows.filter(|asked| *asked != rows) {
-                return Err(Error::Shape {
-                    rank: group.rank(),
-                    argument: "out (rows of each rank)".into(),
-                    expected: asked.into(),
-                    found: rows,
-                });
-            }
-            let offset = out.rows().start * n * size_of::<T>();
-            Ok((split(group, &rows, [m, k])?, offset))
+            self.plan(a, n, self.rows.or(Some(&rows)))
         };
-        let (layout, offset) = check().map_err(|error| group.refuse(NAME, error))?;
-        let programs = self.sums.programs(Which::Own, a, b, &layout)?;
-        let out = Bound::Part(out.memory_mut(), offset);
-        self.sums.run(Which::Own, &programs, a, b, out)
+        let planned = plan().map_err(|error| group.refuse(NAME, error))?;
+        planned.run_into(a, b, out)
+    }
+
+    /// Prepares the sum for matrices like `a` and weights of `n` rows, to be run many times with no planning and no rendezvous
+    /// on the way. Not collective. (The first call that needs more room for partials than the group has allocates it.)
+    ///
+    /// # Errors
+    /// [`Error::Limit`] for an `n` or a configuration that can't be; [`Error::Shape`] unless there is one count of rows a rank, M
+    /// in all; [`Error::Shape`] or [`Error::ForeignArgument`] for a bias that does not fit; the group's failure.
+    pub fn prepare(&self, a: &Matrix<B, T>, n: usize) -> Result<PreparedReduceScatter<'a, B, T>> {
+        let planned = self.plan(a, n, self.rows);
+        planned.map_err(Error::refused(a.group().rank(), NAME))
+    }
+
+    fn plan(
+        &self,
+        a: &Matrix<B, T>,
+        n: usize,
+        rows: Option<&[usize]>,
+    ) -> Result<PreparedReduceScatter<'a, B, T>> {
+        let group = a.group();
+        let [m, k] = a.shape();
+        let layout = match rows {
+            Some(rows) => split(group, rows, [m, k])?,
+            None => Layout::balanced(m, k, group.world_size())?,
+        };
+        let planned = self.sums.plan(Which::Own, group, layout, n)?;
+        Ok(PreparedReduceScatter(planned))
     }
 }
 
 impl<B: Backend, T: Element> Default for MatmulReduceScatter<'_, B, T> {
     fn default() -> Self {
         MatmulReduceScatter::new()
+    }
+}
+
+/// A product and its sums that have been planned, by [`MatmulReduceScatter::prepare`]. They fit every `a`, `b` and output of the
+/// same group and shapes. It keeps the group.
+#[derive(Debug)]
+pub struct PreparedReduceScatter<'a, B: Backend, T: Element>(Planned<'a, B, T>);
+
+impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
+    /// What is moved and added up, and in which order; and what is multiplied, where partials are not pulled.
+    pub fn schedule(&self) -> &Schedule {
+        self.0.schedule()
+    }
+
+    /// How it is cut up.
+    pub fn config(&self) -> Config {
+        self.0.config()
+    }
+
+    /// As [`matmul_reduce_scatter`], with the rows of each rank that were asked for. `a` is [M, K], `b` is [N, K], `out` is
+    /// [rows, N].
+    ///
+    /// # Errors
+    /// As [`matmul_reduce_scatter`].
+    pub fn run(&self, a: &Matrix<B, T>, b: &Matrix<B, T>, out: &mut Matrix<B, T>) -> Result<()> {
+        let check = || -> Result<()> {
+            self.0.check(a, b)?;
+            self.check_out(out)
+        };
+        check().map_err(|error| a.group().refuse(NAME, error))?;
+        self.0.run(a, b, Bound::Output(out.memory_mut()), &[])
+    }
+
+    fn check_out(&self, out: &Matrix<B, T>) -> Result<()> {
+        let group = self.0.group();
+        require_same_group("out", out.group(), group)?;
+        let [_, n] = self.0.shape();
+        let shape = [self.0.own_rows().len(), n];
+        let what = "out [rows of this rank, N]";
+        require_shape(group.rank(), what, shape, out.shape())
+    }
+
+    /// The same into the own rows of a sharded matrix, [M, N], as [`MatmulReduceScatter::run_into`].
+    ///
+    /// # Errors
+    /// As [`MatmulReduceScatter::run_into`].
+    pub fn run_into(
+        &self,
+        a: &Matrix<B, T>,
+        b: &Matrix<B, T>,
+        out: &mut ShardedMatrix<B, T>,
+    ) -> Result<()> {
+        let check = || -> Result<()> {
+            self.0.check(a, b)?;
+            self.0.check_sharded(out)
+        };
+        check().map_err(|error| a.group().refuse(NAME, error))?;
+        let [_, n] = self.0.shape();
+        let offset = self.0.own_rows().start * n * size_of::<T>();
+        let out = Bound::Part(out.memory_mut(), offset);
+        self.0.run(a, b, out, &[])
+    }
+
+    /// Only multiplies: partials stay where they are made. Not collective; for benchmarks, after a run.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
+    #[doc(hidden)]
+    pub fn matmul(&self, a: &Matrix<B, T>, b: &Matrix<B, T>) -> Result<()> {
+        self.0.check(a, b)?;
+        self.0.matmul(a, b)
+    }
+
+    /// Only adds up the partials that the ranks have made before. Collective; for benchmarks, after a run.
+    ///
+    /// # Errors
+    /// As [`matmul_reduce_scatter`].
+    #[doc(hidden)]
+    pub fn reduce_scatter(&self, out: &mut Matrix<B, T>) -> Result<()> {
+        self.check_out(out)?;
+        self.0.reduce(Bound::Output(out.memory_mut()), &[])
+    }
+
+    /// Copies the others' partials of this rank's rows, which they must not be writing. Not collective; for benchmarks, after a
+    /// run.
+    ///
+    /// # Errors
+    /// The group's failure.
+    #[doc(hidden)]
+    pub fn copy(&self) -> Result<()> {
+        self.0.copy(Bound::Nothing)
     }
 }

@@ -8,8 +8,10 @@ mod partial_sums;
 
 pub use all_gather_matmul::{AllGatherMatmul, Prepared, all_gather_matmul};
 pub use bare::run_schedule;
-pub use matmul_all_reduce::{MatmulAllReduce, matmul_all_reduce};
-pub use matmul_reduce_scatter::{MatmulReduceScatter, matmul_reduce_scatter};
+pub use matmul_all_reduce::{MatmulAllReduce, PreparedAllReduce, matmul_all_reduce};
+pub use matmul_reduce_scatter::{
+    MatmulReduceScatter, PreparedReduceScatter, matmul_reduce_scatter,
+};
 
 use std::sync::Arc;
 

@@ -1,5 +1,6 @@
 //! What products have in common whose K is spread over the ranks.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::{require_same_group, require_shape};
@@ -11,9 +12,10 @@ use crate::group::Group;
 use crate::matrix::Matrix;
 use crate::schedule::layout::{MAX_EXTENT, limit};
 use crate::schedule::reduce_scatter::{self, ALL_NAME, MATRICES, NAME};
-use crate::schedule::{Config, Description, Layout, Planner};
+use crate::schedule::{Config, Description, Layout, Planner, Route, Schedule};
+use crate::sharded::ShardedMatrix;
 
-/// A product and a sum over all ranks, with what varies.
+/// What varies of a product and a sum over all ranks.
 #[derive(Debug)]
 pub struct PartialSums<'a, B: Backend, T: Element> {
     pub bias: Option<&'a Matrix<B, T>>,
@@ -25,28 +27,31 @@ pub struct PartialSums<'a, B: Backend, T: Element> {
 pub enum Which {
     /// Each rank those of its rows.
     Own,
-    /// All ranks all of them, in this matrix that they share.
-    All(u32),
+    /// All ranks all of them, in a matrix that they share.
+    All,
 }
 
 impl Which {
     /// The name of the call.
-    pub fn name(self) -> &'static str {
+    fn name(self) -> &'static str {
         match self {
             Which::Own => NAME,
-            Which::All(_) => ALL_NAME,
+            Which::All => ALL_NAME,
         }
     }
 
     fn planner(self) -> Planner {
         match self {
             Which::Own => reduce_scatter::reduce_scatter,
-            Which::All(_) => reduce_scatter::all_reduce,
+            Which::All => reduce_scatter::all_reduce,
         }
     }
 }
 
-impl<B: Backend, T: Element> PartialSums<'_, B, T> {
+/// The part of the call that a rank does by itself.
+const MULTIPLY: &str = "matmul of partials";
+
+impl<'a, B: Backend, T: Element> PartialSums<'a, B, T> {
     /// No bias, and the backend's configuration.
     pub fn new() -> Self {
         PartialSums {
@@ -55,82 +60,192 @@ impl<B: Backend, T: Element> PartialSums<'_, B, T> {
         }
     }
 
-    /// What it takes.
-    pub fn programs(
+    /// Plans the sums of products with weights of `n` rows. `layout`: who owns which rows, and this rank's part of K.
+    pub fn plan(
         &self,
         which: Which,
-        a: &Matrix<B, T>,
-        b: &Matrix<B, T>,
-        layout: &Layout,
-    ) -> Result<Programs<B>> {
-        let group = a.group();
-        let [n, k] = b.shape();
-        let describe = |operation| Description {
-            operation,
-            dtype: T::DTYPE,
-            layout: layout.clone(),
-            n,
-        };
-        let programs = || -> Result<_> {
-            limit("N", n, 1, MAX_EXTENT)?;
-            require_same_group("b", b.group(), group)?;
-            require_shape(group.rank(), "b [N, K]", [n, layout.k()], [n, k])?;
-            if let Some(bias) = self.bias {
-                require_same_group("bias", bias.group(), group)?;
-                require_shape(group.rank(), "bias [1, N]", [1, n], bias.shape())?;
+        group: &Group<B>,
+        layout: Layout,
+        n: usize,
+    ) -> Result<Planned<'a, B, T>> {
+        limit("N", n, 1, MAX_EXTENT)?;
+        if let Some(bias) = self.bias {
+            require_same_group("bias", bias.group(), group)?;
+            require_shape(group.rank(), "bias [1, N]", [1, n], bias.shape())?;
+        }
+        let describe = |operation| describe::<T>(operation, &layout, n);
+        let asked = describe(which.name());
+        let (sum, config) = group.configured_program(which.planner(), asked, self.config)?;
+        let multiply = match B::schedule(&sum).product() {
+            Some(_) => None,
+            None => {
+                let asked = describe(MULTIPLY);
+                Some(group.program(reduce_scatter::multiply, asked, Some(config))?)
             }
-            let sum = group.program(which.planner(), describe(which.name()), self.config)?;
-            let multiply = match B::schedule(&sum).product() {
-                Some(_) => None,
-                None => {
-                    let asked = describe(MULTIPLY);
-                    Some(group.program(reduce_scatter::multiply, asked, self.config)?)
-                }
-            };
-            Ok(Programs { multiply, sum })
         };
-        programs().map_err(|error| group.refuse(which.name(), error))
+        Ok(Planned {
+            sum,
+            multiply,
+            group: group.clone(),
+            which,
+            layout,
+            n,
+            config,
+            bias: self.bias,
+        })
+    }
+}
+
+/// Sums that have been planned.
+#[derive(Debug)]
+pub struct Planned<'a, B: Backend, T: Element> {
+    // Freed before the group that they belong to can end.
+    /// The sum; with the product, where partials are pushed or stored.
+    sum: Arc<B::Program>,
+    /// Where partials are pulled, they are made before.
+    multiply: Option<Arc<B::Program>>,
+    group: Group<B>,
+    which: Which,
+    /// Who owns which rows of the sum, and this rank's part of K.
+    layout: Layout,
+    n: usize,
+    config: Config,
+    bias: Option<&'a Matrix<B, T>>,
+}
+
+impl<B: Backend, T: Element> Planned<'_, B, T> {
+    pub fn group(&self) -> &Group<B> {
+        &self.group
     }
 
-    /// Does it, into an output that has been checked.
+    pub fn schedule(&self) -> &Schedule {
+        B::schedule(&self.sum)
+    }
+
+    pub fn config(&self) -> Config {
+        self.config
+    }
+
+    /// Whether what all ranks are to have still has to be gathered.
+    pub fn needs_gather(&self) -> bool {
+        self.multiply.is_some() && self.reduces_own_rows()
+    }
+
+    /// Whether, where partials are pulled, each rank adds up its own rows only, which others are to have too.
+    pub fn reduces_own_rows(&self) -> bool {
+        let asked = describe::<T>(self.which.name(), &self.layout, self.n);
+        matches!(self.which, Which::All) && !reduce_scatter::is_exchanged(&asked)
+    }
+
+    /// [M, N] of the sum.
+    pub fn shape(&self) -> [usize; 2] {
+        [self.layout.m(), self.n]
+    }
+
+    /// The rows of the sum that this rank owns.
+    pub fn own_rows(&self) -> Range<usize> {
+        self.layout.rows_of(self.group.rank())
+    }
+
+    /// Checks the operands, before anything is done. The bias was checked when it was planned.
+    pub fn check(&self, a: &Matrix<B, T>, b: &Matrix<B, T>) -> Result<()> {
+        let group = a.group();
+        let k = self.layout.k();
+        require_same_group("the prepared sum", &self.group, group)?;
+        require_same_group("b", b.group(), group)?;
+        require_shape(group.rank(), "a [M, K]", [self.layout.m(), k], a.shape())?;
+        require_shape(group.rank(), "b [N, K]", [self.n, k], b.shape())
+    }
+
+    /// Checks an output that is a sharded matrix: its rows are split like the sum's.
+    pub fn check_sharded(&self, out: &ShardedMatrix<B, T>) -> Result<()> {
+        let rank = self.group.rank();
+        require_same_group("out", out.group(), &self.group)?;
+        require_shape(rank, "out [M, N]", self.shape(), out.shape())?;
+        if !self.layout.is_split_as(out.layout()) {
+            return Err(Error::Shape {
+                rank,
+                argument: "out (rows of each rank)".into(),
+                expected: self.layout.rows(),
+                found: out.layout().rows(),
+            });
+        }
+        Ok(())
+    }
+
+    /// Does it, with what has been checked. `shared`: the numbers of the sharded matrices that are written.
     pub fn run(
         &self,
-        which: Which,
-        programs: &Programs<B>,
         a: &Matrix<B, T>,
         b: &Matrix<B, T>,
         out: Bound<B>,
+        shared: &[u32],
     ) -> Result<()> {
-        let group = a.group();
-        let Programs { multiply, sum } = programs;
-        let partials = group.partials(B::schedule(sum), reduce_scatter::PARTIALS)?;
+        let before = self.multiply.as_ref();
+        self.launch(before, &self.sum, Some([a, b]), out, shared)
+    }
+
+    /// Only multiplies: what is made stays here. Not collective.
+    pub fn matmul(&self, a: &Matrix<B, T>, b: &Matrix<B, T>) -> Result<()> {
+        let program = self.part(MULTIPLY, reduce_scatter::multiply)?;
+        self.launch(None, &program, Some([a, b]), Bound::Nothing, &[])
+    }
+
+    /// Only adds up what has been made, and pulls it before.
+    pub fn reduce(&self, out: Bound<B>, shared: &[u32]) -> Result<()> {
+        let asked = describe::<T>(self.which.name(), &self.layout, self.n);
+        let config = Some(self.config.with_route(Route::Pull));
+        let program = self.group.program(self.which.planner(), asked, config)?;
+        self.launch(None, &program, None, out, shared)
+    }
+
+    /// Only copies what a run moves, with no word to anyone. Not collective.
+    pub fn copy(&self, out: Bound<B>) -> Result<()> {
+        let program = match self.which {
+            Which::Own => self.part("copy of partials", reduce_scatter::copy),
+            Which::All => self.part("copy of partials and sums", reduce_scatter::copy_all),
+        };
+        self.launch(None, &program?, None, out, &[])
+    }
+
+    fn part(&self, name: &'static str, planner: Planner) -> Result<Arc<B::Program>> {
+        let asked = describe::<T>(name, &self.layout, self.n);
+        self.group.program(planner, asked, Some(self.config))
+    }
+
+    fn launch(
+        &self,
+        before: Option<&Arc<B::Program>>,
+        program: &Arc<B::Program>,
+        operands: Option<[&Matrix<B, T>; 2]>,
+        out: Bound<B>,
+        shared: &[u32],
+    ) -> Result<()> {
+        let partials = self
+            .group
+            .partials(self.schedule(), reduce_scatter::PARTIALS)?;
         let mut matrices = [const { Bound::Nothing }; MATRICES];
-        matrices[reduce_scatter::A] = Bound::Input(a.memory());
-        matrices[reduce_scatter::B] = Bound::Input(b.memory());
+        if let Some([a, b]) = operands {
+            matrices[reduce_scatter::A] = Bound::Input(a.memory());
+            matrices[reduce_scatter::B] = Bound::Input(b.memory());
+        }
         matrices[reduce_scatter::OUT] = out;
         matrices[reduce_scatter::PARTIALS] = Bound::Symmetric(partials.as_ref());
         if let Some(bias) = self.bias {
             matrices[reduce_scatter::BIAS] = Bound::Input(bias.memory());
         }
-        let shared = match which {
-            Which::Own => None,
-            Which::All(id) => Some(id),
-        };
-        let shared = shared.as_slice();
-        super::run(group, multiply.as_ref(), sum, &matrices, shared, None)
+        super::run(&self.group, before, program, &matrices, shared, None)
     }
 }
 
-/// What a sum takes.
-pub struct Programs<B: Backend> {
-    /// Where partials are pulled, they are made before.
-    pub multiply: Option<Arc<B::Program>>,
-    /// The sum; with the product, where partials are pushed or stored.
-    sum: Arc<B::Program>,
+fn describe<T: Element>(operation: &'static str, layout: &Layout, n: usize) -> Description {
+    Description {
+        operation,
+        dtype: T::DTYPE,
+        layout: layout.clone(),
+        n,
+    }
 }
-
-/// The part of the call that a rank does by itself.
-const MULTIPLY: &str = "matmul of partials";
 
 /// `m` rows, of which rank r gets `rows[r]`, of a product over `k`.
 pub fn split<B: Backend>(group: &Group<B>, rows: &[usize], [m, k]: [usize; 2]) -> Result<Layout> {

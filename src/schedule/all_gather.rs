@@ -25,39 +25,22 @@ pub const MATRICES: usize = 4;
 
 /// Gathers the rows while it multiplies them: a tile waits for its rows.
 pub fn gather_and_multiply(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
-    plan(
-        asked,
-        rank,
-        config,
-        Moves::Chunks,
-        Some(Tiles::AsRowsArrive),
-    )
-}
-
-/// Gathers the rows and multiplies at once, with no order between them: what perfect overlap would take. The output is not
-/// to be used.
-pub fn gather_beside_multiply(
-    asked: &Description,
-    rank: usize,
-    config: Config,
-) -> Result<Schedule> {
-    let config = pulled(config);
-    plan(asked, rank, config, Moves::Chunks, Some(Tiles::AtOnce))
+    plan(asked, rank, config, Moves::Chunks, true)
 }
 
 /// Gathers the rows. Each rank pulls them: nothing is launched.
 pub fn gather(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
-    plan(asked, rank, pulled(config), Moves::Chunks, None)
+    plan(asked, rank, pulled(config), Moves::Chunks, false)
 }
 
 /// Multiplies rows that are there. The other ranks take no part.
 pub fn multiply(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
-    plan(asked, rank, config, Moves::Nothing, Some(Tiles::AtOnce))
+    plan(asked, rank, config, Moves::Nothing, true)
 }
 
 /// Copies the other ranks' rows, with no word to anyone.
 pub fn copy(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
-    plan(asked, rank, pulled(config), Moves::Shards, None)
+    plan(asked, rank, pulled(config), Moves::Shards, false)
 }
 
 /// What is moved.
@@ -70,13 +53,6 @@ enum Moves {
     Nothing,
 }
 
-/// What is multiplied.
-#[derive(Clone, Copy, PartialEq)]
-enum Tiles {
-    AsRowsArrive,
-    AtOnce,
-}
-
 fn pulled(config: Config) -> Config {
     config.with_route(Route::Pull)
 }
@@ -86,12 +62,12 @@ fn plan(
     rank: usize,
     config: Config,
     moves: Moves,
-    tiles: Option<Tiles>,
+    multiplies: bool,
 ) -> Result<Schedule> {
     let (layout, n) = (&asked.layout, asked.n);
     limit("rank", rank, 0, layout.world() - 1)?;
     config.check()?;
-    if tiles.is_some() {
+    if multiplies {
         limit("N", n, 1, MAX_EXTENT)?;
         let rows = layout.m().div_ceil(config.entry_rows());
         let count = rows.saturating_mul(n.div_ceil(config.tile.n));
@@ -110,13 +86,12 @@ fn plan(
         Some(cutter) => (cutter.arrivals(rank), cutter.departures(rank)),
         None => Default::default(),
     };
-    let waits = tiles == Some(Tiles::AsRowsArrive);
     let deferred = arrivals.iter().find(|arrival| arrival.is_deferred());
-    let deferred = deferred.filter(|_| waits).map(|arrival| DeferredChunk {
+    let deferred = deferred.map(|arrival| DeferredChunk {
         flag: arrival.flag,
         column: arrival.regions[0].to.columns.start,
     });
-    let product = tiles.map(|_| Product {
+    let product = multiplies.then(|| Product {
         a: A,
         b: B,
         m: layout.m(),
@@ -135,7 +110,7 @@ fn plan(
         }],
     });
     let tiles = match &product {
-        Some(product) => order::tiles(product, A, &arrivals, waits),
+        Some(product) => order::tiles(product, A, &arrivals),
         None => Vec::new(),
     };
     let matrix = |rows, columns| MatrixSpec {

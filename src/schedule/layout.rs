@@ -76,6 +76,11 @@ impl Layout {
         (0..world).all(|rank| self.rows_of(rank).len() == even(rank))
     }
 
+    /// Whether the two have the same rows, and each has the same owner.
+    pub fn is_split_as(&self, other: &Layout) -> bool {
+        self.offsets == other.offsets
+    }
+
     /// How many rows each rank owns.
     pub fn rows(&self) -> Vec<usize> {
         (0..self.world())

@@ -10,15 +10,10 @@ use super::{Product, Tile, Transfer};
 /// tiles of rows that are there first, then each tile after the last arrival that it needs. (The rank pivot of
 /// symm-mem-recipes' `triton_all_gather_matmul.py`, for any split of rows.)
 ///
-/// `matrix` is the one whose rows arrive; its chunk flags are numbered by rows. Without `waits`, tiles stand in this order and
-/// wait for nothing.
-pub fn tiles(product: &Product, matrix: usize, arrivals: &[Transfer], waits: bool) -> Vec<Tile> {
+/// `matrix` is the one whose rows arrive; its chunk flags are numbered by rows.
+pub fn tiles(product: &Product, matrix: usize, arrivals: &[Transfer]) -> Vec<Tile> {
     let mut rows = tile_rows(product, matrix, arrivals);
     rows.sort_by_key(|row| row.ready);
-    if !waits {
-        rows.iter_mut()
-            .for_each(|row| row.first = Tile::new(0, row.first.m as usize, 0, 0..0));
-    }
     walk(product, &rows)
 }
 

@@ -140,7 +140,7 @@ fn multiply_and_reduce(planner: &Plan) -> Result<Schedule> {
     let &Plan { asked, rank, .. } = planner;
     let layout = &asked.layout;
     let world = layout.world();
-    let made: Vec<Vec<Piece>> = (0..world).map(|rank| planner.pieces(rank)).collect();
+    let made = planner.all_pieces();
     let incoming: Vec<Incoming> = (0..world).map(|to| Incoming::of(&made, to)).collect();
     let mut rows = Vec::new();
     let mut blocks = Vec::new();
@@ -286,21 +286,50 @@ pub fn multiply(asked: &Description, rank: usize, config: Config) -> Result<Sche
     planner.schedule(false, Vec::new(), Vec::new(), Some((product, tiles)), None)
 }
 
+/// Takes what the others have made of this rank's rows, a block of each rank's at a time, with no word to anyone.
+///
+/// # Errors
+/// As [`reduce_scatter`].
+pub fn copy(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
+    let planner = Plan::new(asked, rank, whole(config), Sums::Own)?;
+    let copies = planner.pulls(&planner.all_pieces());
+    planner.schedule(false, copies, Vec::new(), None, None)
+}
+
+/// The same, and then the sums of the others' rows.
+///
+/// # Errors
+/// As [`reduce_scatter`].
+pub fn copy_all(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
+    let planner = Plan::new(asked, rank, whole(config), Sums::All)?;
+    let made = planner.all_pieces();
+    let mut copies = planner.pulls(&made);
+    let incoming = Incoming::of(&made, rank);
+    for owner in ring(rank, asked.layout.world()) {
+        let pieces = made[owner].iter().enumerate();
+        let sums = pieces.filter(|(_, piece)| piece.owner == owner);
+        copies.extend(sums.map(|(number, piece)| {
+            planner.transfer(owner, rank, piece, incoming.flag(owner, number), None)
+        }));
+    }
+    planner.schedule(false, copies, Vec::new(), None, None)
+}
+
+/// Pulled in as few parts as there can be.
+fn whole(config: Config) -> Config {
+    Config {
+        chunking: Chunking::new(1),
+        ..config.with_route(Route::Pull)
+    }
+}
+
 fn reduce(planner: &Plan) -> Result<Schedule> {
     let &Plan { asked, rank, .. } = planner;
     let world = asked.layout.world();
-    let made: Vec<Vec<Piece>> = (0..world).map(|rank| planner.pieces(rank)).collect();
-    let transfers = |from: usize, to: usize| {
-        let incoming = Incoming::of(&made, to);
-        let pieces = made[from].iter().enumerate();
-        let pieces = pieces.filter(move |(_, piece)| piece.owner == to);
-        pieces.map(move |(number, piece)| {
-            planner.transfer(from, to, piece, incoming.flag(from, number), None)
-        })
-    };
-    let arrivals = ring(rank, world).flat_map(|from| transfers(from, rank));
-    let departures = (1..world).map(|step| (rank + world - step) % world);
-    let departures = departures.flat_map(|to| transfers(rank, to));
+    let made = planner.all_pieces();
+    let departures = (1..world)
+        .map(|step| (rank + world - step) % world)
+        .flat_map(|to| planner.pulls_of(&made, rank, to));
     let own = asked.layout.rows_of(rank);
     let matrix = PARTIALS;
     let first = planner.partials.own(rank, own.start);
@@ -309,7 +338,7 @@ fn reduce(planner: &Plan) -> Result<Schedule> {
         n: asked.n,
         sum: planner.sum(0, |_| Addend::Rows { matrix, first }),
     });
-    let (arrivals, departures) = (arrivals.collect(), departures.collect());
+    let (arrivals, departures) = (planner.pulls(&made), departures.collect());
     planner.schedule(true, arrivals, departures, None, reduction)
 }
 
@@ -427,6 +456,12 @@ impl Plan<'_> {
         })
     }
 
+    /// What each rank makes.
+    fn all_pieces(&self) -> Vec<Vec<Piece>> {
+        let ranks = 0..self.asked.layout.world();
+        ranks.map(|rank| self.pieces(rank)).collect()
+    }
+
     /// All that a rank makes, in this order: panel by panel, the peers' rows; and its own rows of a panel when the peers' of the
     /// next one are made too, for by then what the peers have made of them has come. Where sums stay with the owners, all rows
     /// are one panel, and peers' rows are cut as the configuration says; the last peer's finer: when they are there, all that is
@@ -440,14 +475,14 @@ impl Plan<'_> {
             Sums::All => (count, 1),
             Sums::Own | Sums::Everywhere => (1, count),
         };
-        let rows_of = |owner: usize, panel: usize| {
-            let mut panels = chunk_rows_of_block(layout.rows_of(owner), panels, height);
-            panels.nth(panel).unwrap_or(0..0)
-        };
+        let panels_of = |owner| chunk_rows_of_block(layout.rows_of(owner), panels, height);
+        let rows_of = |owner, panel| panels_of(owner).nth(panel).unwrap_or(0..0);
+        let last_peer = (rank + world - 1) % world;
+        let last_panel = panels_of(last_peer).count();
         let mut pieces = Vec::new();
         for panel in 0..=panels {
             for owner in ring(rank, world).filter(|_| panel < panels) {
-                let is_last = owner == (rank + world - 1) % world && panel + 1 == panels;
+                let is_last = (owner, panel + 1) == (last_peer, last_panel);
                 let count = if is_last { last } else { count };
                 let parts = chunk_rows_of_block(rows_of(owner, panel), count, height);
                 pieces.extend(parts.map(|rows| Piece { owner, rows }));
@@ -513,6 +548,29 @@ impl Plan<'_> {
             addends: Vec::new(),
             bias: None,
         }
+    }
+
+    /// What `to` pulls from `from` of what the ranks make.
+    fn pulls_of<'p>(
+        &'p self,
+        made: &'p [Vec<Piece>],
+        from: usize,
+        to: usize,
+    ) -> impl Iterator<Item = Transfer> + use<'p> {
+        let incoming = Incoming::of(made, to);
+        let pieces = made[from].iter().enumerate();
+        let pieces = pieces.filter(move |(_, piece)| piece.owner == to);
+        pieces.map(move |(number, piece)| {
+            self.transfer(from, to, piece, incoming.flag(from, number), None)
+        })
+    }
+
+    /// What this rank pulls.
+    fn pulls(&self, made: &[Vec<Piece>]) -> Vec<Transfer> {
+        let peers = ring(self.rank, self.asked.layout.world());
+        peers
+            .flat_map(|from| self.pulls_of(made, from, self.rank))
+            .collect()
     }
 
     /// The tile rows of a block, which wait for the flags that `flags` says of the rows that they are of, counted from the

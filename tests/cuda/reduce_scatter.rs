@@ -1,6 +1,6 @@
 //! Sums over ranks that each have a part of K.
 
-use gemmesh::{Chunking, Config, Cuda, Route, TileShape, bf16, f16};
+use gemmesh::{Builder, Chunking, Config, Cuda, Route, TileShape, bf16, f16};
 use rand::RngExt;
 
 use crate::support::gpu::*;
@@ -24,7 +24,7 @@ fn case(rows: &[usize], n: usize, k: usize, more: usize, bias: bool) -> Case {
 const ROUTES: [Route; 2] = [Route::Pull, Route::Push];
 
 /// Kernels of all widths and both cluster sizes, and blocks sent in one part and in several.
-fn configs() -> [Option<Config>; 5] {
+fn configs() -> [Option<Config>; 7] {
     let config = |n, stages, cluster, chunks, last| {
         let tile = TileShape::new(128, n, 64)
             .with_stages(stages)
@@ -35,10 +35,16 @@ fn configs() -> [Option<Config>; 5] {
     [
         config(256, 4, 2, 1, 2),
         config(256, 4, 1, 1, 1),
+        config(224, 4, 2, 1, 1),
         config(208, 4, 2, 2, 4),
+        config(192, 4, 2, 3, 2),
         config(128, 6, 2, 1, 3),
         config(64, 8, 1, 3, 1),
     ]
+}
+
+fn pushed() -> Option<Config> {
+    configs()[0].map(|config| config.with_route(Route::Push))
 }
 
 /// Those whose CTAs share K: what they add up is of other bits.
@@ -62,43 +68,121 @@ fn cases() -> [Case; 5] {
     ]
 }
 
-#[test]
-fn partials_are_added_in_the_order_of_the_ranks_whatever_comes_first() {
-    let Some(_leave) = gpu() else { return };
-    for configs in [&configs()[..], &split(2), &split(4)] {
-        reduce_scatter::partials_are_added_in_the_order_of_the_ranks::<Cuda>(
-            test_name!(),
-            3,
-            &cases(),
-            configs,
-            &ROUTES,
-        );
-    }
+fn partials_are_added_in_the_order_of_the_ranks(test: &str, configs: &[Option<Config>]) {
+    let (cases, routes) = (&cases(), &ROUTES);
+    reduce_scatter::partials_are_added_in_the_order_of_the_ranks::<Cuda>(
+        test, 3, cases, configs, routes,
+    );
 }
 
 #[test]
-fn an_all_reduce_gives_all_ranks_the_bits_of_the_sum_in_their_order() {
+fn partials_are_added_in_the_order_of_the_ranks_whatever_comes_first() {
     let Some(_leave) = gpu() else { return };
+    partials_are_added_in_the_order_of_the_ranks(test_name!(), &configs());
+}
+
+#[test]
+fn partials_of_k_in_two_parts_are_added_in_the_order_of_the_ranks() {
+    let Some(_leave) = gpu() else { return };
+    partials_are_added_in_the_order_of_the_ranks(test_name!(), &split(2));
+}
+
+#[test]
+fn partials_of_k_in_four_parts_are_added_in_the_order_of_the_ranks() {
+    let Some(_leave) = gpu() else { return };
+    partials_are_added_in_the_order_of_the_ranks(test_name!(), &split(4));
+}
+
+fn all_ranks_get_the_same_bits(test: &str, configs: &[Option<Config>]) {
     // Rows that ranks share are whole 16 bytes. Few are exchanged; of the long ones the owners send the sums on.
     let cases = cases().map(|case| Case {
         n: case.n.next_multiple_of(8),
         ..case
     });
-    let long = Case {
+    let long = |rows: &[usize]| Case {
+        rows: rows.to_vec(),
         n: 1032,
         k: 64,
         ..cases[0].clone()
     };
-    let cases = [&cases[..], &[long]].concat();
-    for configs in [&configs()[..], &split(4)] {
-        reduce_scatter::all_ranks_get_the_same_bits::<Cuda>(
-            test_name!(),
-            3,
-            &cases,
-            configs,
-            &ROUTES,
-        );
-    }
+    let long = [long(&[150, 150, 150]), long(&[300, 0, 177])];
+    let cases = [&cases[..2], &long].concat();
+    reduce_scatter::all_ranks_get_the_same_bits::<Cuda>(test, 3, &cases, configs, &ROUTES);
+}
+
+#[test]
+fn an_all_reduce_gives_all_ranks_the_bits_of_the_sum_in_their_order() {
+    let Some(_leave) = gpu() else { return };
+    all_ranks_get_the_same_bits(test_name!(), &configs());
+}
+
+#[test]
+fn an_all_reduce_of_k_in_four_parts_gives_all_ranks_the_same_bits() {
+    let Some(_leave) = gpu() else { return };
+    all_ranks_get_the_same_bits(test_name!(), &split(4));
+}
+
+#[test]
+fn sums_that_follow_one_another_at_once_are_right() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let cases = [
+            case(&[150, 151], 72, 264, 0, true),
+            case(&[0, 33], 520, 64, 8, false),
+            case(&[640, 512], 1000, 128, 0, false),
+            case(&[1, 0], 8, 8, 0, true),
+        ];
+        let mut expected = Vec::new();
+        for case in &cases {
+            let placed = &mut Placed::<Cuda, bf16>::new(&group, case)?;
+            expected.push(placed.run(case, configs()[0])?);
+        }
+        let mut placed = Vec::new();
+        for turn in 0..40 {
+            placed.push(Placed::<Cuda, bf16>::new(
+                &group,
+                &cases[turn % cases.len()],
+            )?);
+        }
+        for round in 0..5 {
+            for placed in &mut placed {
+                placed.poison()?;
+            }
+            for (turn, placed) in placed.iter_mut().enumerate() {
+                let config = configs()[(turn / 4 + round) % configs().len()];
+                let route = ROUTES[usize::from(turn % 7 > 1)];
+                let config = config.map(|config| config.with_route(route));
+                placed.enqueue(&cases[turn % cases.len()], config)?;
+            }
+            group.synchronize()?;
+            for (turn, placed) in placed.iter().enumerate() {
+                let expected = &expected[turn % cases.len()];
+                assert_eq!(bits(&placed.out.to_vec()?), bits(expected), "{turn}");
+            }
+        }
+        Ok("the same bits".into())
+    }));
+}
+
+#[test]
+fn pushed_sums_are_right_across_the_refresh_of_the_flags() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let builder = Builder::<Cuda>::new().timeout(TIMEOUT);
+        let group =
+            builder
+                .first_epoch((1 << 28) - 6)
+                .connect(rank.rank, rank.world, &rank.address)?;
+        let case = case(&[150, 151], 72, 264, 0, true);
+        let mut placed = Placed::<Cuda, bf16>::new(&group, &case)?;
+        let expected = placed.run(&case, configs()[0])?;
+        for turn in 0..12 {
+            let found = placed.run(&case, pushed())?;
+            assert_eq!(bits(&found), bits(&expected), "{turn}");
+        }
+        Ok("the same bits".into())
+    }));
 }
 
 #[test]
@@ -122,7 +206,7 @@ fn random_problems_of_both_types_give_the_bits_of_the_plain_sum() {
                 ..Case::default()
             };
             let route = ROUTES[seed as usize % 2];
-            let config = configs()[seed as usize % 5].map(|config| config.with_route(route));
+            let config = configs()[seed as usize % 7].map(|config| config.with_route(route));
             let config = config.filter(|_| seed % 6 > 0);
             let address = format!("{}-{seed}", rank.address);
             match seed / 2 % 2 {
@@ -142,9 +226,30 @@ fn the_bits_of_a_reduce_scatter_do_not_depend_on_the_split() {
 }
 
 #[test]
+fn nor_do_those_of_a_pushed_one() {
+    let Some(_leave) = gpu() else { return };
+    let splits = [[140, 140, 140], [420, 0, 0], [0, 1, 419], [137, 150, 133]];
+    let (shape, config) = ([40, 72], pushed());
+    reduce_scatter::bits_do_not_depend_on_the_split::<Cuda>(test_name!(), &splits, shape, config);
+}
+
+#[test]
 fn the_output_of_a_reduce_scatter_may_be_the_own_rows_of_a_sharded_matrix() {
     let Some(_leave) = gpu() else { return };
-    reduce_scatter::the_output_may_be_the_own_rows_of_a_sharded_matrix::<Cuda>(test_name!());
+    let configs = [None, pushed()];
+    reduce_scatter::the_output_may_be_the_own_rows_of_a_sharded_matrix::<Cuda>(
+        test_name!(),
+        &configs,
+    );
+}
+
+#[test]
+fn a_prepared_reduce_scatter_or_all_reduce_gives_the_bits_of_the_plain_one() {
+    let Some(_leave) = gpu() else { return };
+    reduce_scatter::a_prepared_call_gives_the_bits_of_the_plain_one::<Cuda>(
+        test_name!(),
+        &[None, pushed()],
+    );
 }
 
 #[test]
@@ -162,10 +267,13 @@ fn another_m_in_a_reduce_scatter_is_a_mismatch() {
 #[test]
 fn a_rank_killed_while_the_others_wait_for_its_partials_is_named_within_a_second() {
     let Some(_leave) = gpu_alone() else { return };
-    for route in ROUTES {
-        let config = configs()[0].map(|config| config.with_route(route));
-        reduce_scatter::kill_while_the_others_wait::<Cuda>(test_name!(), 1, config);
-    }
+    reduce_scatter::kill_while_the_others_wait::<Cuda>(test_name!(), 1, None);
+}
+
+#[test]
+fn so_is_one_whose_partials_would_be_pushed() {
+    let Some(_leave) = gpu_alone() else { return };
+    reduce_scatter::kill_while_the_others_wait::<Cuda>(test_name!(), 1, pushed());
 }
 
 #[test]
@@ -175,8 +283,7 @@ fn a_captured_reduce_scatter_gives_the_same_bits_at_each_replay() {
         let group = connect(rank, TIMEOUT)?;
         let case = case(&[150, 151], 72, 264, 0, true);
         let mut placed = Placed::<Cuda, bf16>::new(&group, &case)?;
-        let [pulled, pushed] =
-            ROUTES.map(|route| configs()[0].map(|config| config.with_route(route)));
+        let (pulled, pushed) = (configs()[0], pushed());
         let expected = placed.run(&case, pulled)?;
         placed.run(&case, pushed)?;
         let replay = Replay::capture(&group, GLOBAL, || placed.enqueue(&case, pushed).unwrap());

@@ -79,7 +79,7 @@ fn schedule(
         }],
     });
     let tiles: Vec<Tile> = match &product {
-        Some(product) => order::tiles(product, A, &arrivals, true),
+        Some(product) => order::tiles(product, A, &arrivals),
         None => Vec::new(),
     };
     let scales = k.div_ceil(SCALED);

@@ -139,7 +139,9 @@ pub const COMMANDS: usize = 1024;
 /// The most commands that an operation puts on one stream.
 pub fn commands(schedule: &Schedule) -> usize {
     let copies: usize = schedule.moves().map(|moved| moved.regions.len()).sum();
-    copies + schedule.moves().count() + 3 * schedule.world() + 4
+    let mut blocks: Vec<_> = schedule.moves().filter_map(|m| m.produced).collect();
+    blocks.dedup();
+    copies + schedule.moves().count() + blocks.len() + 3 * schedule.world() + 4
 }
 
 /// Waits until the device's queues have room for another operation. They are bounded, and a driver that waits for room has
@@ -257,12 +259,17 @@ fn enqueue_pushed(
         push::enqueue(at, program, call)?;
     }
     launch.launch(main)?;
+    // The kernel has waited for what no tile waits for, and copies only read what is added.
+    if let Some(reduction) = schedule.reduction() {
+        program::reduce(at, schedule, reduction, call)?;
+    }
     if by_copies {
         main.wait_for(cuda.copies(), &cuda.gathered)?;
     }
-    // The kernel has waited for what no tile waits for.
-    if let Some(reduction) = schedule.reduction() {
-        program::reduce(at, schedule, reduction, call)?;
+    if program.has_blocks() && !recorded {
+        let completed = StreamMemOp::Write(monitor.completed(), epoch.raw());
+        // SAFETY: the word lives as long as the backend.
+        unsafe { main.words(&[completed])? };
     }
     if let Some(spans) = call.trace.as_deref_mut() {
         cuda.wait_idle(members, main)?;

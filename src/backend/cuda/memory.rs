@@ -19,7 +19,7 @@ use super::reclaim::{Deferred, Reclaimer};
 use crate::error::{Error, Result};
 use crate::ranks::members::{Members, OPENING};
 use crate::schedule::{Awaited, Epoch, Schedule};
-use crate::schedule::{MAX_FLAGS, layout::MAX_WORLD};
+use crate::schedule::{MAX_BLOCKS, MAX_FLAGS, layout::MAX_WORLD};
 
 /// The same number of bytes on every rank's device.
 #[derive(Debug)]
@@ -221,7 +221,7 @@ pub struct Control {
 
 /// Where things lie in a rank's control block, in words.
 mod word {
-    use super::{GemmeshMailbox, GemmeshPushEpoch, MAX_FLAGS, MAX_WORLD};
+    use super::{GemmeshMailbox, GemmeshPushEpoch, MAX_BLOCKS, MAX_FLAGS, MAX_WORLD};
     pub const READY: usize = 0;
     pub const DONE: usize = READY + MAX_WORLD;
     pub const CHUNK: usize = DONE + MAX_WORLD;
@@ -232,7 +232,9 @@ mod word {
     /// What peers write when rows are pushed; and the count of those operations.
     pub const MAILBOX: usize = ALIGNED + MAX_WORLD;
     pub const PUSH_EPOCH: usize = MAILBOX + size_of::<GemmeshMailbox>() / 4;
-    pub const END: usize = PUSH_EPOCH + size_of::<GemmeshPushEpoch>() / 4;
+    /// By block of a product: what its copy stream waits for before it sends it.
+    pub const STORED: usize = PUSH_EPOCH + size_of::<GemmeshPushEpoch>() / 4;
+    pub const END: usize = STORED + MAX_BLOCKS;
 }
 
 /// The second half of the control block's 2 MiB is for [`super::Group::check_peers`]: a box for each rank.
@@ -317,6 +319,12 @@ impl Control {
         Control::at(self.memory.own(), word::PUSH_EPOCH)
     }
 
+    /// The word that says that a block of this rank's product is stored: 0 between operations. (No stream can wait for a word
+    /// of a pool's memory, where programs have their tables.)
+    pub fn stored(&self, block: usize) -> DevicePtr {
+        Control::at(self.memory.own(), word::STORED + block)
+    }
+
     /// What this rank's own streams and kernels wait for.
     pub fn own(&self, rank: usize) -> OwnWords {
         OwnWords {
@@ -325,6 +333,7 @@ impl Control {
             done: self.done(rank, 0),
             mailbox: Control::at(self.memory.own(), word::MAILBOX),
             push_epoch: self.push_epoch(),
+            stored: self.stored(0),
         }
     }
 
@@ -351,6 +360,8 @@ pub struct OwnWords {
     pub mailbox: DevicePtr,
     /// The count of the operations whose rows are pushed.
     pub push_epoch: DevicePtr,
+    /// By block of a product.
+    pub stored: DevicePtr,
 }
 
 /// A word for each peer.

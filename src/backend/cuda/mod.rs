@@ -63,6 +63,9 @@ use crate::schedule::{Config, Description, Numerics, Route, Schedule};
 /// that is the same on every rank, and that the device knows: both on one stream, or joined by an event. The order in which
 /// the host makes the calls is none, for streams are independent. A kernel that leaves some multiprocessors free needs no
 /// order. What breaks this rule ends at the deadline with an error. [`Route::Pull`] needs no such order.
+///
+/// Where partial sums are pushed, a rank waits for all that the peers' kernels make of its rows: there *any* kernel that holds
+/// multiprocessors and waits for another GPU must stand in such an order.
 #[derive(Debug)]
 pub struct Cuda {
     /// First: its thread uses what follows.
@@ -489,6 +492,11 @@ impl Cuda {
             pitch,
             width,
         }
+    }
+
+    /// Whether each rank has a GPU to itself.
+    pub fn is_distinct(&self) -> bool {
+        self.distinct
     }
 
     /// `config` with the tile shape of each kernel there is.

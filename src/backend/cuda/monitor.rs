@@ -17,7 +17,7 @@ use super::driver::{Device, DevicePtr, Pinned, Priority, Stream, StreamMemOp};
 use super::memory::{FlagLine, OwnWords, Snapshot, Waits};
 use crate::error::{Error, Result};
 use crate::ranks::members::{FailureReporter, Members};
-use crate::schedule::{Awaited, Epoch};
+use crate::schedule::{Awaited, Epoch, MAX_BLOCKS};
 
 /// How often the thread looks.
 const PERIOD: Duration = Duration::from_millis(2);
@@ -381,6 +381,10 @@ impl Watch {
             words.push(StreamMemOp::Write(self.own.done + 4 * peer, last));
         }
         // SAFETY: the control block lives as long as this thread.
-        unsafe { self.rescue.words(&words) }
+        unsafe {
+            self.rescue.words(&words)?;
+            // Of a product whose kernel was not launched.
+            self.rescue.fill(self.own.stored, 1, MAX_BLOCKS)
+        }
     }
 }

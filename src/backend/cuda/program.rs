@@ -52,7 +52,6 @@ struct Sums {
     blocks: DevicePtr,
     addends: DevicePtr,
     reports: DevicePtr,
-    stored: DevicePtr,
 }
 
 impl Program {
@@ -74,25 +73,14 @@ impl Program {
             bytemuck::cast_slice(&blocks),
             bytemuck::cast_slice(&addends),
             bytemuck::cast_slice(&none_yet),
-            bytemuck::cast_slice(&none_yet),
         ];
         let (held, places_of) = cuda.tables.hold(tables)?;
-        let [
-            tiles,
-            sources,
-            tasks,
-            pushed,
-            blocks,
-            addends,
-            reports,
-            stored,
-        ] = places_of;
+        let [tiles, sources, tasks, pushed, blocks, addends, reports] = places_of;
         let sums = places.map(|places| Sums {
             places,
             blocks,
             addends,
             reports,
-            stored,
         });
         Ok(Program {
             tiles,
@@ -108,10 +96,9 @@ impl Program {
         })
     }
 
-    /// The word that says that a block is stored, for the copy stream; of a program that has blocks.
-    pub fn stored(&self, block: usize) -> Option<DevicePtr> {
-        let words = self.sums.as_ref()?.stored;
-        Some(words + (block * size_of::<u32>()) as u64)
+    /// Whether blocks of its product go to several places, and some may be sent.
+    pub fn has_blocks(&self) -> bool {
+        self.sums.is_some()
     }
 }
 
@@ -250,7 +237,11 @@ impl Launch {
                 false => report(cuda.monitor.started()),
                 true => std::ptr::null_mut(),
             },
-            completed: report(cuda.monitor.completed()),
+            // Of a kernel that sends blocks, the stream says it behind the copies.
+            completed: match program.has_blocks() {
+                false => report(cuda.monitor.completed()),
+                true => std::ptr::null_mut(),
+            },
             task_count: program.task_count,
             copies: schedule.uses(Route::Push).into(),
             rank: rank as u32,
@@ -284,7 +275,7 @@ impl Launch {
             blocks: sums.blocks as *const GemmeshBlock,
             addends: sums.addends as *const u32,
             reports: sums.reports as *mut u32,
-            stored: sums.stored as *mut u32,
+            stored: control.stored(0) as *mut u32,
             flag_begin: unawaited.start as u32,
             flag_end: unawaited.end as u32,
         });

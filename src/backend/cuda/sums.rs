@@ -79,6 +79,16 @@ impl Places {
                 }
             }
         }
+        // The copy stream takes the word of a block back when it turns to the next.
+        let mut blocks: Vec<_> = schedule.moves().map(|moved| moved.produced).collect();
+        blocks.dedup();
+        let turns = blocks.len();
+        blocks.sort_unstable();
+        blocks.dedup();
+        others(
+            "transfers of a block apart from one another",
+            turns - blocks.len(),
+        )?;
         for moved in schedule.moves() {
             others("flags to wait for on GPUs", moved.after.len())?;
             let early = moved.route != Route::Push || moved.produced.is_none();

@@ -1,6 +1,6 @@
 //! Configurations that were measured to be the fastest: a table that the library carries, and one that a user may name.
 //!
-//! A line is one winner of `all_gather_matmul --tune`, as JSON; empty lines and those that begin with # are skipped.
+//! A line is one winner of the benchmark's `--tune`, as JSON; empty lines and those that begin with # are skipped.
 
 use std::fs;
 use std::path::PathBuf;
@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::element::DType;
 use crate::error::{Error, Result};
+use crate::schedule::reduce_scatter::{ALL_NAME, NAME};
 use crate::schedule::{Config, Description, Route};
 
 /// The table that the library carries.
@@ -19,8 +20,8 @@ pub const VARIABLE: &str = "GEMMESH_TUNED";
 /// What was the fastest for problems like one.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Measured {
-    /// For the problem of the most similar M and K, whatever its N: the same on every rank, so that they agree on who moves
-    /// the rows and how these are cut.
+    /// For the most similar problem, by the extents that all ranks have alike: so that they agree on who moves the rows and how
+    /// these are cut.
     pub alike: Config,
     /// For this very problem, if that was measured and agrees with it.
     pub exact: Option<Config>,
@@ -40,6 +41,15 @@ pub fn agree(one: &Config, other: &Config) -> bool {
     one.route == other.route && (pulled || cuts(one) == cuts(other))
 }
 
+/// The extents of a problem that all ranks have alike. Where rows are gathered, N is each rank's own; where partials are added up,
+/// K is.
+fn alike(operation: &str, [m, n, k]: [usize; 3]) -> [usize; 2] {
+    match operation {
+        NAME | ALL_NAME => [m, n],
+        _ => [m, k],
+    }
+}
+
 /// The lines for this rank's GPU and world size.
 #[derive(Debug)]
 pub struct Table(Vec<Winner>);
@@ -56,11 +66,11 @@ pub struct Winner {
     pub operation: String,
     /// Of the elements.
     pub dtype: DType,
-    /// Rows of the gathered matrix.
+    /// Rows of all ranks.
     pub m: usize,
     /// Columns of the output on each rank.
     pub n: usize,
-    /// Columns of the gathered matrix.
+    /// What each rank sums over.
     pub k: usize,
     /// What was the fastest.
     pub config: Config,
@@ -100,12 +110,14 @@ impl Table {
         Ok(Table(lines))
     }
 
-    /// What was the fastest for the problem whose M and K are most like this one's, and for this one. None if they differ
-    /// in an extent by more than a factor of 1.5.
+    /// What was the fastest for the problem most like this one, by M and K or, of partial sums, M and N; and for this one. None
+    /// if they differ in such an extent by more than a factor of 1.5.
     pub fn find(&self, asked: &Description) -> Option<Measured> {
         const MOST: f64 = 1.5;
+        let wanted = [asked.layout.m(), asked.n, asked.layout.k()];
         let distance = |line: &Winner| {
-            let ratios = [(line.m, asked.layout.m()), (line.k, asked.layout.k())].into_iter();
+            let [have, want] = [line.shape(), wanted].map(|shape| alike(asked.operation, shape));
+            let ratios = have.into_iter().zip(want);
             let ratios = ratios.map(|(have, want)| have.max(want) as f64 / have.min(want) as f64);
             let worst = ratios.clone().fold(1.0, f64::max);
             (worst <= MOST).then(|| ratios.product::<f64>())
@@ -115,7 +127,6 @@ impl Table {
         // The first of equals: a user's line before the library's.
         let (_, nearest) = near.min_by(|(x, _), (y, _)| x.total_cmp(y))?;
         let alike = nearest.config;
-        let wanted = [asked.layout.m(), asked.n, asked.layout.k()];
         let mut exact = lines().filter(|line| line.shape() == wanted);
         Some(Measured {
             alike,
@@ -222,6 +233,23 @@ mod tests {
     }
 
     #[test]
+    fn ranks_whose_parts_of_k_differ_find_what_they_must_agree_on_in_one_line() {
+        for operation in [NAME, ALL_NAME] {
+            let lines = [line(4096, 1792, 2, 224), line(4096, 512, 5, 64)];
+            let lines = lines.map(|line| line.replace("all_gather_matmul", operation));
+            let table = table(&lines.join("\n"), "GPU", 4).unwrap();
+            let find = |n, k| find_for(&table, operation, DType::Bf16, [4096, n, k]);
+            for k in [1, 512, 100_000] {
+                assert_eq!(find(1792, k), Some((2, None)), "{k}");
+                assert_eq!(find(2000, k), Some((2, None)), "{k}");
+                assert_eq!(find(512, k), Some((5, None)), "{k}");
+                assert_eq!(find(8192, k), None, "{k}");
+            }
+            assert_eq!(find(1792, 4096), Some((2, Some(224))));
+        }
+    }
+
+    #[test]
     fn what_is_pulled_needs_no_agreement_and_what_is_pushed_all_of_it() {
         let pushed = serde_json::from_str::<Winner>(LINE).unwrap().config;
         let differences: [fn(&mut Config); 5] = [
@@ -287,7 +315,8 @@ mod tests {
 pub mod fuzzing {
     //! A table of winners that somebody has written, and the schedule of what is found in it.
     use super::*;
-    use crate::schedule::{Layout, all_gather};
+    use crate::schedule::reduce_scatter::{all_reduce, reduce_scatter};
+    use crate::schedule::{Layout, Planner, all_gather};
 
     const GPU: &str = "NVIDIA H200";
 
@@ -299,19 +328,26 @@ pub mod fuzzing {
             assert!(reason.contains("line "));
         }
         let table = Table(lines);
-        for (m, n, k) in [(64, 64, 64), (300, 40, 24)] {
-            let Ok(layout) = Layout::balanced(m, k, 2) else {
-                continue;
-            };
-            let asked = Description {
-                operation: "all_gather_matmul",
-                dtype: DType::Bf16,
-                layout,
-                n,
-            };
-            if let Some(found) = table.find(&asked) {
-                for config in [Some(found.alike), found.exact].into_iter().flatten() {
-                    let _ = all_gather::gather_and_multiply(&asked, 1, config);
+        let operations: [(&str, Planner); 3] = [
+            ("all_gather_matmul", all_gather::gather_and_multiply),
+            (NAME, reduce_scatter),
+            (ALL_NAME, all_reduce),
+        ];
+        for (operation, planner) in operations {
+            for (m, n, k) in [(64, 64, 64), (300, 40, 24)] {
+                let Ok(layout) = Layout::balanced(m, k, 2) else {
+                    continue;
+                };
+                let asked = Description {
+                    operation,
+                    dtype: DType::Bf16,
+                    layout,
+                    n,
+                };
+                if let Some(found) = table.find(&asked) {
+                    for config in [Some(found.alike), found.exact].into_iter().flatten() {
+                        let _ = planner(&asked, 1, config);
+                    }
                 }
             }
         }
@@ -326,7 +362,10 @@ pub mod fuzzing {
         for mut line in lines {
             seeds.push(serde_json::to_vec(&line).unwrap_or_default());
             (line.m, line.n, line.k) = (64, 64, 64);
-            seeds.push(serde_json::to_vec(&line).unwrap_or_default());
+            for operation in [NAME, ALL_NAME, "all_gather_matmul"] {
+                line.operation = operation.into();
+                seeds.push(serde_json::to_vec(&line).unwrap_or_default());
+            }
             let Ok(config) = serde_json::to_value(line.config) else {
                 continue;
             };

@@ -131,8 +131,7 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
             }
             let begin = recorder.begin();
             // SAFETY: the tile's flags have been acquired; if it has none, its rows are this rank's own, or the caller has
-            // made sure of them in another way, or does not use the output (racing reads of plain bytes, whose values
-            // nobody looks at). Tiles of the output are disjoint, and taken once each.
+            // made sure of them in another way. Tiles of the output are disjoint, and taken once each.
             unsafe { multiply_tile(&mut scratch, schedule, product, tile, &pointers.0) };
             recorder.end(begin, lane, || Work::Tile {
                 source,

@@ -113,33 +113,49 @@ impl<B: Tested, T: Element> Placed<B, T> {
     ) -> Result<Vec<T>, Error> {
         let [m, n] = out.shape();
         out.write(0, &vec![nan::<T>(); m * n])?;
-        let mut operation = MatmulAllReduce::new();
-        if let Some(bias) = &self.bias {
-            operation = operation.bias(bias);
-        }
-        if let Some(config) = config {
-            operation = operation.config(config);
-        }
-        operation.run(&self.a, &self.b, out)?;
+        all_reduce(self.bias.as_ref(), config).run(&self.a, &self.b, out)?;
         out.to_vec()
+    }
+
+    /// The call alone.
+    pub fn enqueue(&mut self, case: &Case, config: Option<Config>) -> Result<(), Error> {
+        let operation = reduce_scatter(case, self.bias.as_ref(), config);
+        operation.run(&self.a, &self.b, &mut self.out)
     }
 
     pub fn poison(&mut self) -> Result<(), Error> {
         let [rows, n] = self.out.shape();
         self.out.copy_from_host(&vec![nan::<T>(); rows * n])
     }
+}
 
-    /// The call alone.
-    pub fn enqueue(&mut self, case: &Case, config: Option<Config>) -> Result<(), Error> {
-        let mut operation = MatmulReduceScatter::new().rows(&case.rows);
-        if let Some(bias) = &self.bias {
-            operation = operation.bias(bias);
-        }
-        if let Some(config) = config {
-            operation = operation.config(config);
-        }
-        operation.run(&self.a, &self.b, &mut self.out)
+fn reduce_scatter<'a, B: Tested, T: Element>(
+    case: &'a Case,
+    bias: Option<&'a Matrix<B, T>>,
+    config: Option<Config>,
+) -> MatmulReduceScatter<'a, B, T> {
+    let mut operation = MatmulReduceScatter::new().rows(&case.rows);
+    if let Some(bias) = bias {
+        operation = operation.bias(bias);
     }
+    if let Some(config) = config {
+        operation = operation.config(config);
+    }
+    operation
+}
+
+fn all_reduce<'a, B: Tested, T: Element>(
+    bias: Option<&'a Matrix<B, T>>,
+    config: Option<Config>,
+) -> MatmulAllReduce<'a, B, T> {
+    let mut operation = MatmulAllReduce::new();
+    if let Some(bias) = bias {
+        operation = operation.bias(bias);
+    }
+    if let Some(config) = config {
+        operation = operation.config(config);
+    }
+    operation
 }
 
 /// The group of all ranks; on the host with so many workers a rank.
@@ -290,8 +306,8 @@ struct Exact {
 impl Exact {
     fn new<T: Element>(case: &Case, partials: &[Vec<T>]) -> Exact {
         // Unit roundoffs of the type and of f32, and what a number too small for the former's may be off.
-        let (u, v) = (2f64.powi(-(T::DIGITS as i32)), 2f64.powi(-24));
-        let tiny = 2f64.powi(T::MIN_EXPONENT as i32 - T::DIGITS as i32);
+        let (u, v) = (2f64.powi(-T::DIGITS), 2f64.powi(-24));
+        let tiny = 2f64.powi(T::MIN_EXPONENT - T::DIGITS);
         let (m, n, world) = (case.m(), case.n, partials.len());
         let (mut values, mut allowed) = (vec![0.0f64; m * n], vec![0.0f64; m * n]);
         let deepest = (0..world).map(|rank| case.k_of(rank)).max().unwrap();
@@ -367,7 +383,10 @@ pub fn bits_do_not_depend_on_the_split<B: Tested>(
 
 /// The output is the next product's input: rows of a sharded matrix.
 #[track_caller]
-pub fn the_output_may_be_the_own_rows_of_a_sharded_matrix<B: Tested>(test: &str) {
+pub fn the_output_may_be_the_own_rows_of_a_sharded_matrix<B: Tested>(
+    test: &str,
+    configs: &[Option<Config>],
+) {
     all_done(ranks::<B>(test, 3, |rank| {
         let group = group::<B>(rank, 1)?;
         let case = Case {
@@ -387,10 +406,11 @@ pub fn the_output_may_be_the_own_rows_of_a_sharded_matrix<B: Tested>(test: &str)
         let weight = normal::<bf16>(3, 8 * case.n);
         let b = group.upload(&weight, 8, case.n)?;
         let mut out = group.zeros(case.m(), 8)?;
-        for _ in 0..10 {
+        for &config in configs.iter().cycle().take(10) {
             x.poison(bf16::NAN)?;
             group.barrier()?;
-            MatmulReduceScatter::new().run_into(&placed.a, &placed.b, &mut x)?;
+            let operation = reduce_scatter(&case, None, config);
+            operation.run_into(&placed.a, &placed.b, &mut x)?;
             all_gather_matmul(&x, &b, &mut out)?;
             let rows = x.to_vec()?;
             assert!(bytemuck::cast_slice::<bf16, u8>(&rows) == all);
@@ -405,6 +425,75 @@ pub fn the_output_may_be_the_own_rows_of_a_sharded_matrix<B: Tested>(test: &str)
             .unwrap_err();
         assert!(matches!(error, Error::Shape { .. }), "{error}");
         Ok("right".into())
+    }));
+}
+
+/// A call that was prepared gives the bits of the plain one each time, and refuses other shapes; then the group goes on.
+#[track_caller]
+pub fn a_prepared_call_gives_the_bits_of_the_plain_one<B: Tested>(
+    test: &str,
+    configs: &[Option<Config>],
+) {
+    all_done(ranks::<B>(test, 3, |rank| {
+        let group = group::<B>(rank, 1)?;
+        let case = Case {
+            rows: vec![40, 0, 61],
+            n: 48,
+            k: 16,
+            more: 16,
+            bias: true,
+            seed: 4,
+            ..Case::default()
+        };
+        let (m, n, k) = (case.m(), case.n, case.k_of(rank.rank));
+        let own = case.first(rank.rank) * n..case.first(rank.rank + 1) * n;
+        let mut placed = Placed::<B, bf16>::new(&group, &case)?;
+        let mut sharded = group.sharded_rows::<bf16>(&case.rows, n)?;
+        let mut other = group.sharded_rows::<bf16>(&[m, 0, 0], n)?;
+        for &config in configs {
+            let expected = placed.run(&case, config)?;
+            let all = group.all_gather_bytes(bytemuck::cast_slice(&expected))?;
+            let Placed { a, b, bias, out } = &mut placed;
+            let scatter = reduce_scatter(&case, bias.as_ref(), config).prepare(a, n)?;
+            let reduce = all_reduce(bias.as_ref(), config).prepare(a, &sharded)?;
+            if let Some(config) = config {
+                assert_eq!([scatter.config(), reduce.config()], [config; 2]);
+            }
+            for _ in 0..3 {
+                out.copy_from_host(&vec![bf16::NAN; own.len()])?;
+                scatter.run(a, b, out)?;
+                assert!(bits(&out.to_vec()?) == bits(&expected), "{config:?}");
+                sharded.write(0, &vec![bf16::NAN; m * n])?;
+                group.barrier()?;
+                scatter.run_into(a, b, &mut sharded)?;
+                let rows = sharded.to_vec()?;
+                assert!(bits(&rows[own.clone()]) == bits(&expected), "{config:?}");
+                reduce.run(a, b, &mut sharded)?;
+                let rows = sharded.to_vec()?;
+                assert!(
+                    bytemuck::cast_slice::<bf16, u8>(&rows) == all.concat(),
+                    "{config:?}"
+                );
+            }
+
+            let refused = |result: Result<(), Error>, what: &str| {
+                let error = result.unwrap_err();
+                assert!(matches!(error, Error::Shape { .. }), "{error}");
+                assert!(error.to_string().contains(what), "{error}");
+            };
+            let tall = group.zeros::<bf16>(m + 1, k)?;
+            refused(scatter.run(&tall, b, out), "a [M, K]");
+            refused(reduce.run(&tall, b, &mut sharded), "a [M, K]");
+            let deep = group.zeros::<bf16>(n, k + 8)?;
+            refused(scatter.run(a, &deep, out), "b [N, K]");
+            refused(reduce.run(a, &deep, &mut sharded), "b [N, K]");
+            let mut long = group.zeros::<bf16>(case.rows[rank.rank] + 1, n)?;
+            refused(scatter.run(a, b, &mut long), "out [rows of this rank, N]");
+            let split = "out (rows of each rank)";
+            refused(scatter.run_into(a, b, &mut other), split);
+            refused(reduce.run(a, b, &mut other), split);
+        }
+        Ok("the same".into())
     }));
 }
 

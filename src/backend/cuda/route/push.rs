@@ -48,7 +48,7 @@ pub fn enqueue(at: &Place, program: &Program, call: &Call<Cuda>) -> Result<()> {
         // The last word that was waited for. Its value is the same at each replay of a graph, so it has to be taken back.
         let mut stored = None;
         for push in schedule.moves() {
-            let word = push.produced.and_then(|block| program.stored(block));
+            let word = push.produced.map(|block| control.stored(block));
             if let Some(word) = word.filter(|_| word != stored) {
                 let reset = stored.replace(word).map(|old| StreamMemOp::Write(old, 0));
                 let words: Vec<_> = reset

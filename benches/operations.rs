@@ -1,0 +1,458 @@
+//! Times an operation beside its parts and beside perfect overlap.
+//!
+//! ```sh
+//! cargo bench --bench operations -- --op all-gather-matmul --ranks 4 --m 2048 --n 2048 --k 2048
+//! ```
+//!
+//! Launches its ranks itself, unless torchrun, mpirun or srun has.
+
+mod common;
+#[cfg(feature = "cuda")]
+#[path = "operations/cuda/mod.rs"]
+mod cuda;
+#[path = "operations/sums.rs"]
+mod sums;
+
+use std::fs::OpenOptions;
+use std::io::{IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use clap::builder::RangedU64ValueParser;
+use clap::{Parser, ValueEnum};
+use common::gather::AllGather;
+use common::{Check, Failure, Operation, Row};
+use gemmesh::{
+    Backend, Chunking, Config, Element, Error, Group, Host, Result, Route, TileShape, bf16, f16,
+    launch,
+};
+use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::{Map, Value, json};
+use sums::{AllReduce, ReduceScatter};
+
+/// Times an operation beside its parts and beside perfect overlap.
+#[derive(Parser)]
+struct Args {
+    /// What is timed.
+    #[arg(long, value_enum, default_value_t = Op::AllGatherMatmul)]
+    op: Op,
+    /// Where the ranks run.
+    #[arg(long, value_enum, default_value_t = BackendName::Host)]
+    backend: BackendName,
+    /// Ranks to launch.
+    #[arg(long, default_value_t = 4)]
+    ranks: usize,
+    /// Rows of all ranks [default: 2048 on the host, 4096 on GPUs].
+    #[arg(long)]
+    m: Option<usize>,
+    /// Columns of the output; of all-gather-matmul on each rank [default: 2048 on the host; on GPUs 6656, of sums 16384].
+    #[arg(long)]
+    n: Option<usize>,
+    /// What is summed over; of matmul-reduce-scatter and matmul-all-reduce on each rank [default: 2048 on the host; on GPUs
+    /// 16384, of sums 6656].
+    #[arg(long)]
+    k: Option<usize>,
+    /// Runs several shapes of a tensor-parallel Llama 3 instead: large, 4096, 8192 and 16384 rows by 8B, 70B and 405B; or
+    /// small, powers of two up to 1024 rows, of all-gather-matmul from 128 on, by 8B and 70B.
+    #[arg(long, value_enum, num_args = 0..=1, default_missing_value = "large", conflicts_with_all = ["m", "n", "k"])]
+    sweep: Option<Sweep>,
+    /// Times every configuration that may be the fastest, and appends the fastest to this file; a program in whose
+    /// environment GEMMESH_TUNED names it uses it.
+    #[cfg(feature = "cuda")]
+    #[arg(long)]
+    tune: Option<PathBuf>,
+    /// Type of the elements.
+    #[arg(long, value_enum, default_value_t = DTypeName::Bf16)]
+    dtype: DTypeName,
+    /// Rows of a tile.
+    #[arg(long)]
+    tile_m: Option<usize>,
+    /// Columns of a tile.
+    #[arg(long)]
+    tile_n: Option<usize>,
+    /// Stages of a CTA's ring of loads.
+    #[arg(long)]
+    stages: Option<usize>,
+    /// CTAs that share the loads of b.
+    #[arg(long)]
+    cluster: Option<usize>,
+    /// CTAs that share a tile, each with a part of K.
+    #[arg(long)]
+    split_k: Option<usize>,
+    /// Depth of a step through K.
+    #[arg(long)]
+    tile_k: Option<usize>,
+    /// Tile rows that are walked together.
+    #[arg(long)]
+    group_m: Option<usize>,
+    /// Chunks that a shard is moved in.
+    #[arg(long)]
+    chunks: Option<usize>,
+    /// Chunks that the shard that comes last is moved in.
+    #[arg(long)]
+    last_chunks: Option<usize>,
+    /// Whether the last chunk of all comes in two parts along K.
+    #[arg(long)]
+    cut_last: Option<bool>,
+    /// Who moves rows.
+    #[arg(long, value_enum)]
+    route: Option<RouteName>,
+    /// Rounds that count.
+    #[arg(long, default_value_t = 20, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
+    iters: usize,
+    /// Rounds before them.
+    #[arg(long, default_value_t = 2)]
+    warmup: usize,
+    /// Appends the result to this file, one JSON object a run and line.
+    #[arg(long)]
+    json: Option<PathBuf>,
+    /// Draws a timeline of one fused run of all-gather-matmul into this SVG file, and writes it for Perfetto beside it.
+    #[cfg(feature = "timeline")]
+    #[arg(long)]
+    trace: Option<PathBuf>,
+    /// Given by cargo bench.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Op {
+    AllGatherMatmul,
+    MatmulReduceScatter,
+    MatmulAllReduce,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum BackendName {
+    Host,
+    #[cfg(feature = "cuda")]
+    Cuda,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum DTypeName {
+    Bf16,
+    F16,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Sweep {
+    Large,
+    Small,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum RouteName {
+    Pull,
+    Push,
+    Store,
+}
+
+impl From<RouteName> for Route {
+    fn from(name: RouteName) -> Route {
+        match name {
+            RouteName::Pull => Route::Pull,
+            RouteName::Push => Route::Push,
+            RouteName::Store => Route::Store,
+        }
+    }
+}
+
+impl Args {
+    /// M, N and K of each run.
+    fn shapes(&self) -> Vec<[usize; 3]> {
+        /// N and K of the first half of an MLP, on each of the ranks that share it. The second half has them the other way round.
+        const LAYERS: [[usize; 2]; 3] = [[1792, 4096], [3584, 8192], [6656, 16384]];
+        let of = |m: usize, [n, k]: [usize; 2]| match self.op {
+            Op::AllGatherMatmul => [m, n, k],
+            Op::MatmulReduceScatter | Op::MatmulAllReduce => [m, k, n],
+        };
+        let each = |layers: &[[usize; 2]], rows: &[usize]| {
+            let each = layers
+                .iter()
+                .flat_map(|&layer| rows.iter().map(move |&m| of(m, layer)));
+            each.collect()
+        };
+        let smallest = match self.op {
+            Op::AllGatherMatmul => 7,
+            Op::MatmulReduceScatter | Op::MatmulAllReduce => 0,
+        };
+        let small: Vec<usize> = (smallest..=10).map(|exponent| 1 << exponent).collect();
+        match self.sweep {
+            Some(Sweep::Large) => each(&LAYERS, &[4096, 8192, 16384]),
+            Some(Sweep::Small) => each(&LAYERS[..2], &small),
+            None => {
+                let [m, n, k] = match self.backend {
+                    BackendName::Host => [2048; 3],
+                    #[cfg(feature = "cuda")]
+                    BackendName::Cuda => of(4096, LAYERS[2]),
+                };
+                vec![[
+                    self.m.unwrap_or(m),
+                    self.n.unwrap_or(n),
+                    self.k.unwrap_or(k),
+                ]]
+            }
+        }
+    }
+
+    /// What is asked for of a configuration, and the rest as by default.
+    fn config(&self, default: Config) -> Config {
+        let tile = TileShape::new(
+            self.tile_m.unwrap_or(default.tile.m),
+            self.tile_n.unwrap_or(default.tile.n),
+            self.tile_k.unwrap_or(default.tile.k),
+        );
+        let last = self.last_chunks.or(self.chunks);
+        Config::new(
+            tile.with_stages(self.stages.unwrap_or(default.tile.stages))
+                .with_cluster(self.cluster.unwrap_or(default.tile.cluster))
+                .with_split_k(self.split_k.unwrap_or(default.tile.split_k))
+                .with_group_m(self.group_m.unwrap_or(default.tile.group_m)),
+            Chunking::new(self.chunks.unwrap_or(default.chunking.count))
+                .with_last(last.unwrap_or(default.chunking.last))
+                .with_cut_last(self.cut_last.unwrap_or(default.chunking.cut_last)),
+            self.route.map_or(default.route, Route::from),
+        )
+    }
+}
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    let result = match (launch::is_rank(), args.backend, args.dtype) {
+        (false, ..) => launch::launch(args.ranks).map_err(Failure::from),
+        (true, BackendName::Host, DTypeName::Bf16) => run_op::<Host, bf16>(&args),
+        (true, BackendName::Host, DTypeName::F16) => run_op::<Host, f16>(&args),
+        #[cfg(feature = "cuda")]
+        (true, BackendName::Cuda, DTypeName::Bf16) => run_op::<gemmesh::Cuda, bf16>(&args),
+        #[cfg(feature = "cuda")]
+        (true, BackendName::Cuda, DTypeName::F16) => run_op::<gemmesh::Cuda, f16>(&args),
+    };
+    common::exit(result)
+}
+
+/// An operation that is timed on a backend.
+trait Timed<B: Backend, T: Element>: Operation<B, T> {
+    fn time(
+        &mut self,
+        group: &Group<B>,
+        prepared: &Self::Prepared,
+        args: &Args,
+        progress: impl FnMut(),
+    ) -> Result<Timing>;
+
+    /// Appends the fastest configuration for a shape to a file.
+    #[cfg(feature = "cuda")]
+    fn tune(_: &Group<B>, _: [usize; 3], _: &Path) -> Result<(), Failure> {
+        Err(Failure::Usage("--tune: this backend has nothing to tune"))
+    }
+}
+
+/// What is reported of a run. Times are in microseconds.
+struct Timing {
+    rows: Vec<Row>,
+    /// What else belongs in the JSON.
+    more: Value,
+    /// What the operation is compared with, if that can be timed here.
+    baseline: Option<(&'static str, f64)>,
+    fused: f64,
+    ideal: f64,
+    /// What there is to say of the rows.
+    note: Option<&'static str>,
+}
+
+impl<T: Element, O: Operation<Host, T>> Timed<Host, T> for O {
+    fn time(
+        &mut self,
+        group: &Group<Host>,
+        prepared: &O::Prepared,
+        args: &Args,
+        progress: impl FnMut(),
+    ) -> Result<Timing> {
+        let (warmup, iters) = (args.warmup, args.iters);
+        let times = common::measure(group, self, prepared, warmup, iters, progress)?;
+        Ok(Timing {
+            more: json!({ "fused_to_sequential": times.fused_to_sequential }),
+            baseline: Some((O::SEQUENTIAL, times.sequential)),
+            fused: times.fused,
+            ideal: times.ideal,
+            rows: times.rows,
+            note: None,
+        })
+    }
+}
+
+fn run_op<B: Backend, T: Element>(args: &Args) -> Result<(), Failure>
+where
+    AllGather<B, T>: Timed<B, T>,
+    ReduceScatter<B, T>: Timed<B, T>,
+    AllReduce<B, T>: Timed<B, T>,
+{
+    match args.op {
+        Op::AllGatherMatmul => run::<B, T, AllGather<B, T>>(args),
+        Op::MatmulReduceScatter => run::<B, T, ReduceScatter<B, T>>(args),
+        Op::MatmulAllReduce => run::<B, T, AllReduce<B, T>>(args),
+    }
+}
+
+fn run<B: Backend, T: Element, O: Timed<B, T>>(args: &Args) -> Result<(), Failure> {
+    let group = Group::<B>::from_env()?;
+    for shape in args.shapes() {
+        #[cfg(feature = "cuda")]
+        if let Some(path) = &args.tune {
+            O::tune(&group, shape, path)?;
+            continue;
+        }
+        bench::<B, T, O>(args, &group, shape)?;
+    }
+    Ok(())
+}
+
+fn bench<B: Backend, T: Element, O: Timed<B, T>>(
+    args: &Args,
+    group: &Group<B>,
+    shape: [usize; 3],
+) -> Result<(), Failure> {
+    let mut operation = O::random(group, shape)?;
+    let default = O::config(&operation.prepare(None)?);
+    let config = args.config(default);
+    let prepared = operation.prepare(Some(config))?;
+    let check = verify(group, &mut operation, &prepared)?;
+    #[cfg(feature = "timeline")]
+    if let Some(path) = &args.trace {
+        // The first run with a trace loads what it needs.
+        operation.trace(&prepared)?;
+        let trace = operation.trace(&prepared)?;
+        let timeline = gemmesh::trace::Timeline::collect(group, &trace)?;
+        if group.rank() == 0 {
+            let ([m, n, k], world, dtype) = (shape, group.world_size(), T::DTYPE);
+            let title = format!("{}, {world} ranks: {m}×{n}×{k} {dtype}", O::NAME);
+            timeline.write_svg(path, &title)?;
+            timeline.write_chrome(path.with_extension("json"))?;
+        }
+    }
+    let bar = progress(group, args.warmup + args.iters);
+    let timing = operation.time(group, &prepared, args, || bar.inc(1))?;
+    bar.finish_and_clear();
+    if group.rank() == 0 {
+        report::<B, T, O>(args, group, shape, &config, &check, &timing)?;
+    }
+    Ok(group.barrier()?)
+}
+
+/// Runs an operation on poisoned memory and compares it with float64, on every rank.
+fn verify<B: Backend, T: Element, O: Operation<B, T>>(
+    group: &Group<B>,
+    operation: &mut O,
+    prepared: &O::Prepared,
+) -> Result<Check, Failure> {
+    /// They take seconds.
+    const PRODUCTS: usize = 1 << 33;
+    operation.poison()?;
+    group.barrier()?;
+    operation.run(prepared)?;
+    let check = operation.check(PRODUCTS)?.everywhere(group)?;
+    if check.ok() {
+        Ok(check)
+    } else {
+        Err(Failure::Wrong(check))
+    }
+}
+
+fn progress<B: Backend>(group: &Group<B>, rounds: usize) -> ProgressBar {
+    if group.rank() > 0 || !std::io::stderr().is_terminal() {
+        return ProgressBar::hidden();
+    }
+    let style = ProgressStyle::with_template("{wide_bar} {pos}/{len} rounds");
+    ProgressBar::new(rounds as u64)
+        .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+}
+
+fn report<B: Backend, T: Element, O: Operation<B, T>>(
+    args: &Args,
+    group: &Group<B>,
+    shape: [usize; 3],
+    config: &Config,
+    check: &Check,
+    timing: &Timing,
+) -> Result<()> {
+    let world = group.world_size();
+    println!(
+        "\n{}, {} backend, {world} ranks: {}, {}",
+        O::NAME,
+        B::NAME,
+        O::describe(shape),
+        T::DTYPE
+    );
+    println!("{config:?}");
+    println!(
+        "verified {} elements against float64: worst error {:.2e}, {:.3} of what rounding allows\n",
+        check.elements, check.max_abs_err, check.worst
+    );
+    println!("{}", common::table(&timing.rows));
+    if let Some(note) = timing.note {
+        println!("\n{note}");
+    }
+    println!();
+    if let Some((name, baseline)) = timing.baseline {
+        println!("{name} / fused: {:.3}", baseline / timing.fused);
+    }
+    if let Some(ratio) = timing.more["fused_to_sequential"].as_f64() {
+        let sequential = O::SEQUENTIAL;
+        println!("fused / {sequential}, median over the rounds: {ratio:.3}");
+    }
+    println!("fused / ideal: {:.3}", timing.fused / timing.ideal);
+    let Some(path) = &args.json else {
+        return Ok(());
+    };
+    let [m, n, k] = shape;
+    let problem = json!({
+        "op": O::NAME, "backend": B::NAME, "world": world, "m": m, "n": n, "k": k,
+        "dtype": T::DTYPE.to_string(), "max_rel_err": check.max_rel_err,
+        "max_abs_err": check.max_abs_err, "ok": check.ok(), "commit": commit(),
+        "config": format!("{config:?}"), "iters": args.iters, "unix_time": unix_time(),
+    });
+    let fields = [&problem, &timing.more]
+        .into_iter()
+        .filter_map(Value::as_object);
+    let fields = fields
+        .flatten()
+        .map(|(key, value)| (key.clone(), value.clone()));
+    let mut line: Map<String, Value> = fields.collect();
+    let rows = timing.rows.iter();
+    line.extend(rows.map(|row| (row.key.clone(), json!(row.time))));
+    append(path, &Value::Object(line).to_string())
+}
+
+fn append(path: &Path, line: &str) -> Result<()> {
+    let file = OpenOptions::new().create(true).append(true).open(path);
+    file.and_then(|mut file| writeln!(file, "{line}"))
+        .map_err(|e| Error::System {
+            rank: None,
+            action: format!("write {}", path.display()),
+            reason: e.to_string(),
+        })
+}
+
+fn unix_time() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.unwrap_or_default().as_secs()
+}
+
+/// The commit of the source that this was built from, with a + if it had changes.
+fn commit() -> String {
+    if let Ok(commit) = std::env::var("GEMMESH_COMMIT") {
+        return commit;
+    }
+    let git = Command::new("git")
+        .args(["describe", "--always", "--abbrev=12", "--dirty=+"])
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .output();
+    match git {
+        Ok(output) if output.status.success() => {
+            String::from_utf8_lossy(&output.stdout).trim().to_string()
+        }
+        _ => "unknown".into(),
+    }
+}

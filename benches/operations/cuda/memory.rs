@@ -1,0 +1,58 @@
+//! Device memory: the benchmark's own, and where matrices lie.
+
+use cudarc::driver::{result as driver, sys as driver_sys};
+use gemmesh::{Cuda, Element, Matrix, Result};
+
+use super::refused;
+
+/// A buffer of this benchmark's own.
+pub struct Scratch(driver_sys::CUdeviceptr);
+
+impl Scratch {
+    pub fn new(bytes: usize) -> Result<Scratch> {
+        // SAFETY: the context of the group's device is current.
+        let memory = unsafe { driver::malloc_sync(bytes) };
+        memory
+            .map(Scratch)
+            .map_err(refused("allocate device memory"))
+    }
+
+    pub fn ptr(&self) -> driver_sys::CUdeviceptr {
+        self.0
+    }
+
+    /// Copies `bytes` bytes, which both hold.
+    ///
+    /// # Safety
+    /// They do; and nobody else uses them meanwhile.
+    pub unsafe fn copy_from(&self, from: driver_sys::CUdeviceptr, bytes: usize) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: as this function's.
+        unsafe { driver::memcpy_dtod_sync(self.0, from, bytes) }.map_err(refused("copy a matrix"))
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `new`; the streams that used it have been waited for.
+        let _ = unsafe { driver::free_sync(self.0) };
+    }
+}
+
+/// Where a matrix lies.
+#[derive(Clone, Copy)]
+pub struct Place {
+    pub ptr: driver_sys::CUdeviceptr,
+    /// Elements from row to row.
+    pub pitch: usize,
+}
+
+impl Place {
+    pub fn of<T: Element>(matrix: &Matrix<Cuda, T>) -> Place {
+        let (ptr, pitch) = matrix.as_device_ptr();
+        let pitch = pitch / size_of::<T>();
+        Place { ptr, pitch }
+    }
+}

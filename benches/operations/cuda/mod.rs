@@ -1,0 +1,423 @@
+//! The rows of the CUDA backend: gemmesh, and its peers NCCL and cuBLASLt.
+#![allow(unsafe_code)]
+
+mod clock;
+mod memory;
+mod peers;
+
+use std::fmt::Debug;
+use std::path::Path;
+use std::time::Instant;
+
+use clock::{Graph, Side, Timer};
+use gemmesh::testing::{Winner, ranks_share_gpus, with_each_kernel};
+use gemmesh::{Chunking, Config, Cuda, Element, Error, Group, Result, Route};
+use memory::{Place, Scratch};
+use peers::{Collective, Communication, Nccl, Product};
+use serde_json::json;
+
+use crate::common::gather::AllGather;
+use crate::common::{self, Failure, Operation, Row};
+use crate::sums::{AllReduce, Operands, ReduceScatter};
+use crate::{Args, Timed, Timing, append, verify};
+
+/// Calls in a row whose time on the host is taken; few enough for the device's queues.
+const CALLS: usize = 12;
+
+/// For `map_err`: the driver, cuBLASLt or NCCL refused `action`.
+fn refused<E: Debug>(action: &str) -> impl FnOnce(E) -> Error {
+    move |reason| Error::System {
+        rank: None,
+        action: action.into(),
+        reason: format!("{reason:?}"),
+    }
+}
+
+/// An operation beside what others do instead.
+pub trait OnGpus<T: Element>: Operation<Cuda, T> {
+    /// What cuBLASLt and NCCL do, with the operands of this one. Collective.
+    fn peers(&mut self, group: &Group<Cuda>, prepared: &Self::Prepared) -> Result<Peers>;
+    /// Copies what a run moves, in no order with anything.
+    fn copy(&mut self, prepared: &Self::Prepared) -> Result<()>;
+    /// How rows may be cut that copies move.
+    fn chunkings() -> Vec<Chunking>;
+}
+
+/// What cuBLASLt and NCCL do of an operation, in memory of the benchmark's own.
+pub struct Peers {
+    product: Product,
+    communication: Communication,
+    /// Where the product goes, if it is not communicated.
+    _out: Option<Scratch>,
+}
+
+impl Peers {
+    fn name(&self) -> &'static str {
+        match self.communication.collective {
+            Collective::Gather => "NCCL + cuBLASLt",
+            Collective::ReduceScatter | Collective::AllReduce => "cuBLASLt + NCCL",
+        }
+    }
+
+    /// Puts one after the other on the stream of `timer`.
+    fn run(&self, nccl: &Nccl, timer: &Timer) -> Result<()> {
+        match self.communication.collective {
+            Collective::Gather => {
+                nccl.run(&self.communication, timer.stream)?;
+                self.product.run(timer.stream)
+            }
+            Collective::ReduceScatter | Collective::AllReduce => {
+                self.product.run(timer.stream)?;
+                nccl.run(&self.communication, timer.stream)
+            }
+        }
+    }
+
+    /// Chooses cuBLASLt's fastest algorithm.
+    fn tune(&mut self, timer: &Timer) -> Result<()> {
+        let mut best = (f64::INFINITY, 0);
+        for algorithm in 0..self.product.algorithms.len() {
+            self.product.chosen = algorithm;
+            for _ in 0..4 {
+                let time = timer.time(|| self.product.run(timer.stream))?;
+                if time < best.0 {
+                    best = (time, algorithm);
+                }
+            }
+        }
+        self.product.chosen = best.1;
+        Ok(())
+    }
+}
+
+impl<T: Element> OnGpus<T> for AllGather<Cuda, T> {
+    fn peers(&mut self, group: &Group<Cuda>, prepared: &Self::Prepared) -> Result<Peers> {
+        let ([m, k], [n, _]) = (self.a.shape(), self.b.shape());
+        let (own, row) = (self.a.rows(), k * size_of::<T>());
+        // NCCL gathers equal shards only; where the rows don't divide, each rank sends as many as the longest has.
+        let (longest, world) = (m.div_ceil(group.world_size()), group.world_size());
+        let shard = Scratch::new(longest * row)?;
+        let gathered = Scratch::new(world * longest * row)?;
+        let pitch = n.next_multiple_of(8);
+        let out = Scratch::new(m * pitch * size_of::<T>())?;
+        // The products of cuBLASLt read what a gather has brought, like gemmesh's own.
+        prepared.gather(&self.a)?;
+        group.synchronize()?;
+        let a = self.a.as_device_ptr();
+        // SAFETY: the one holds a shard, the other M rows, as does `a`, which nobody writes now.
+        unsafe {
+            shard.copy_from(a + (own.start * row) as u64, own.len() * row)?;
+            gathered.copy_from(a, m * row)?;
+        }
+        let a = Place {
+            ptr: gathered.ptr(),
+            pitch: k,
+        };
+        let to = Place {
+            ptr: out.ptr(),
+            pitch,
+        };
+        Ok(Peers {
+            product: Product::new::<T>(a, Place::of(&self.b), to, [m, n, k])?,
+            communication: Communication {
+                collective: Collective::Gather,
+                dtype: T::DTYPE,
+                from: shard,
+                to: gathered,
+                count: longest * k,
+            },
+            _out: Some(out),
+        })
+    }
+
+    fn copy(&mut self, prepared: &Self::Prepared) -> Result<()> {
+        prepared.copy(&self.a)
+    }
+
+    fn chunkings() -> Vec<Chunking> {
+        let counts = [(1, 1), (1, 2), (1, 4), (2, 2), (4, 4)].into_iter();
+        let cut = |(count, last)| {
+            let chunking = Chunking::new(count).with_last(last);
+            [false, true].map(|cut| chunking.with_cut_last(cut))
+        };
+        counts.flat_map(cut).collect()
+    }
+}
+
+impl<T: Element> Operands<Cuda, T> {
+    fn peers(&self, collective: Collective) -> Result<Peers> {
+        let shape = self.shape();
+        let ([m, n, _], world) = (shape, self.group.world_size());
+        // NCCL scatters equal parts only; where the rows don't divide, each rank gets as many as the longest has.
+        let longest = m.div_ceil(world);
+        let count = match collective {
+            Collective::AllReduce => m * n,
+            Collective::Gather | Collective::ReduceScatter => longest * n,
+        };
+        let from = Scratch::new(world * longest * n * size_of::<T>())?;
+        let to = Scratch::new(count * size_of::<T>())?;
+        let partial = Place {
+            ptr: from.ptr(),
+            pitch: n,
+        };
+        let [a, b] = [&self.a, &self.b].map(Place::of);
+        Ok(Peers {
+            product: Product::new::<T>(a, b, partial, shape)?,
+            communication: Communication {
+                collective,
+                dtype: T::DTYPE,
+                from,
+                to,
+                count,
+            },
+            _out: None,
+        })
+    }
+}
+
+/// What is sent last is cut finer: when it is made, all that is left to do is to move it.
+fn chunkings_of_sums() -> Vec<Chunking> {
+    let counts = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (4, 4)].into_iter();
+    counts
+        .map(|(count, last)| Chunking::new(count).with_last(last))
+        .collect()
+}
+
+impl<T: Element> OnGpus<T> for ReduceScatter<Cuda, T> {
+    fn peers(&mut self, _: &Group<Cuda>, _: &Self::Prepared) -> Result<Peers> {
+        self.operands.peers(Collective::ReduceScatter)
+    }
+
+    fn copy(&mut self, prepared: &Self::Prepared) -> Result<()> {
+        prepared.copy()
+    }
+
+    fn chunkings() -> Vec<Chunking> {
+        chunkings_of_sums()
+    }
+}
+
+impl<T: Element> OnGpus<T> for AllReduce<Cuda, T> {
+    fn peers(&mut self, _: &Group<Cuda>, _: &Self::Prepared) -> Result<Peers> {
+        self.operands.peers(Collective::AllReduce)
+    }
+
+    fn copy(&mut self, prepared: &Self::Prepared) -> Result<()> {
+        prepared.copy(&mut self.out)
+    }
+
+    fn chunkings() -> Vec<Chunking> {
+        chunkings_of_sums()
+    }
+}
+
+/// What is timed on the device.
+#[derive(Clone, Copy)]
+enum Variant {
+    Cublaslt,
+    Matmul,
+    Nccl,
+    Collective,
+    Peers,
+    Sequential,
+    Fused,
+    /// The same, replayed from a CUDA graph; where rows are pulled it can't be captured.
+    Graph,
+    /// cuBLASLt on one stream and plain copies on another, with nothing between them.
+    Ideal,
+}
+
+impl Variant {
+    const ALL: [Variant; 9] = [
+        Variant::Cublaslt,
+        Variant::Matmul,
+        Variant::Nccl,
+        Variant::Collective,
+        Variant::Peers,
+        Variant::Sequential,
+        Variant::Fused,
+        Variant::Graph,
+        Variant::Ideal,
+    ];
+
+    fn row<T: Element, O: OnGpus<T>>(self, peers: &Peers, time: Option<f64>) -> Row {
+        let collective = O::COLLECTIVE;
+        let (name, key) = match self {
+            Variant::Cublaslt => ("cuBLASLt alone".into(), "cublaslt_us".into()),
+            Variant::Matmul => ("gemmesh matmul alone".into(), "matmul_us".into()),
+            Variant::Nccl => (format!("NCCL {collective} alone"), "nccl_us".into()),
+            Variant::Collective => (
+                format!("gemmesh {collective} alone"),
+                common::key_of(collective),
+            ),
+            Variant::Peers => (peers.name().into(), "nccl_cublaslt_us".into()),
+            Variant::Sequential => (format!("gemmesh {}", O::SEQUENTIAL), "sequential_us".into()),
+            Variant::Fused => ("gemmesh fused".into(), "fused_us".into()),
+            Variant::Graph => ("gemmesh fused, in a graph".into(), "graph_us".into()),
+            Variant::Ideal => ("ideal".into(), "ideal_us".into()),
+        };
+        Row { name, key, time }
+    }
+}
+
+impl<T: Element, O: OnGpus<T>> Timed<Cuda, T> for O {
+    /// Times all rows, alternating, as often as `args` says; `progress` is called after each round.
+    fn time(
+        &mut self,
+        group: &Group<Cuda>,
+        prepared: &O::Prepared,
+        args: &Args,
+        mut progress: impl FnMut(),
+    ) -> Result<Timing> {
+        clock::bind(group)?;
+        let (timer, side) = (Timer::new(group)?, Side::new()?);
+        let mut peers = self.peers(group, prepared)?;
+        peers.tune(&timer)?;
+        let nccl = match ranks_share_gpus(group) {
+            true => None,
+            false => Some(Nccl::new(group)?),
+        };
+        let graph = match O::config(prepared).route {
+            Route::Pull => None,
+            _ => Some(Graph::capture(timer.stream, || self.run(prepared))?),
+        };
+        let can = |variant| match variant {
+            Variant::Nccl | Variant::Peers => nccl.is_some(),
+            Variant::Graph => graph.is_some(),
+            _ => true,
+        };
+        let mut run = |variant| match variant {
+            Variant::Cublaslt => peers.product.run(timer.stream),
+            Variant::Matmul => self.multiply(prepared),
+            Variant::Nccl => nccl
+                .iter()
+                .try_for_each(|nccl| nccl.run(&peers.communication, timer.stream)),
+            Variant::Collective => self.communicate(prepared),
+            Variant::Peers => nccl.iter().try_for_each(|nccl| peers.run(nccl, &timer)),
+            Variant::Sequential => self.run_in_sequence(prepared),
+            Variant::Fused => self.run(prepared),
+            Variant::Graph => graph
+                .iter()
+                .try_for_each(|graph| graph.launch(timer.stream)),
+            Variant::Ideal => side.run(
+                &timer,
+                |stream| peers.product.run(stream),
+                || self.copy(prepared),
+            ),
+        };
+        let mut samples: Vec<[f64; Variant::ALL.len()]> = Vec::new();
+        for round in 0..args.warmup + args.iters {
+            let mut times = [0.0; Variant::ALL.len()];
+            for variant in Variant::ALL.into_iter().filter(|&variant| can(variant)) {
+                times[variant as usize] = timer.time(|| run(variant))?;
+            }
+            if round >= args.warmup {
+                samples.push(times);
+            }
+            progress();
+        }
+        // What one of several fused calls in a row takes on the host.
+        let mut host = Vec::new();
+        for _ in 0..args.iters.min(5) {
+            timer.prepare()?;
+            let begin = Instant::now();
+            for _ in 0..CALLS {
+                run(Variant::Fused)?;
+            }
+            host.push([begin.elapsed().as_secs_f64() * 1e6 / CALLS as f64]);
+            group.synchronize()?;
+        }
+        let times = common::medians(&common::slowest(group, &samples)?);
+        let [host] = common::medians(&common::slowest(group, &host)?);
+        let time = |variant: Variant| can(variant).then_some(times[variant as usize]);
+        let rows = Variant::ALL.map(|variant| variant.row::<T, O>(&peers, time(variant)));
+        let mut rows = Vec::from(rows);
+        rows.push(Row::new("host, a fused call", "host_us", Some(host)));
+        let shared = "NCCL's rows are left out: it needs a GPU for each rank, and ranks share one.";
+        Ok(Timing {
+            rows,
+            more: json!({ "gpu": group.device_name(), "cuda_driver": group.driver_version()? }),
+            baseline: time(Variant::Peers).map(|time| (peers.name(), time)),
+            fused: times[Variant::Fused as usize],
+            ideal: times[Variant::Ideal as usize],
+            note: nccl.is_none().then_some(shared),
+        })
+    }
+
+    fn tune(group: &Group<Cuda>, shape: [usize; 3], path: &Path) -> Result<(), Failure> {
+        let mut operation = O::random(group, shape)?;
+        let (config, time) = fastest(group, &mut operation)?;
+        let prepared = operation.prepare(Some(config))?;
+        verify(group, &mut operation, &prepared)?;
+        if group.rank() > 0 {
+            return Ok(());
+        }
+        let [m, n, k] = shape;
+        let winner = Winner {
+            gpu: group.device_name().into(),
+            world: group.world_size(),
+            operation: O::NAME.into(),
+            dtype: T::DTYPE,
+            m,
+            n,
+            k,
+            config,
+            us: (time * 10.0).round() / 10.0,
+        };
+        let line = json!(winner).to_string();
+        println!("{line}");
+        Ok(append(path, &line)?)
+    }
+}
+
+/// The fastest configuration of an operation, and its median time in microseconds. Collective.
+fn fastest<T: Element, O: OnGpus<T>>(
+    group: &Group<Cuda>,
+    operation: &mut O,
+) -> Result<(Config, f64)> {
+    const ROUNDS: usize = 9;
+    /// Longer by this in a first round is reason enough to go on to the next.
+    const HOPELESS: f64 = 1.2;
+    /// Shorter by less than this is no reason to choose another configuration: it is noise.
+    const NOISE: f64 = 0.995;
+    clock::bind(group)?;
+    let timer = Timer::new(group)?;
+    let mut best = operation.prepare(None)?;
+    let mut best_time = f64::INFINITY;
+    let tile = O::config(&best).tile;
+    let mut ways = vec![(Route::Store, Chunking::new(64))];
+    for chunking in O::chunkings() {
+        ways.extend([Route::Pull, Route::Push].map(|route| (route, chunking)));
+    }
+    for (route, chunking) in ways {
+        for config in with_each_kernel(&Config::new(tile, chunking, route)) {
+            let other = match operation.prepare(Some(config)) {
+                // Nor for another kernel.
+                Err(Error::NoRoute { .. }) => break,
+                other => other?,
+            };
+            let mut run = |prepared: &O::Prepared| timer.time(|| operation.run(prepared));
+            run(&other)?;
+            // In turn with the best so far: what a GPU loses as it grows warm, both lose.
+            let mut rounds = |count: usize| -> Result<[f64; 2]> {
+                let times: Vec<[f64; 2]> = (0..count)
+                    .map(|_| Ok([run(&best)?, run(&other)?]))
+                    .collect::<Result<_>>()?;
+                Ok(common::medians(&common::slowest(group, &times)?))
+            };
+            let mut times = rounds(1)?;
+            if times[1] < HOPELESS * times[0] {
+                times = rounds(ROUNDS)?;
+                best_time = times[0];
+            }
+            let [champion, challenger] = times;
+            if group.rank() == 0 {
+                println!("{challenger:.1} µs, the best {champion:.1} µs: {config:?}");
+            }
+            if challenger < NOISE * champion {
+                (best, best_time) = (other, challenger);
+            }
+        }
+    }
+    Ok((O::config(&best), best_time))
+}

@@ -1,0 +1,224 @@
+//! What others do of an operation, through cudarc: cuBLASLt the product, NCCL the rest.
+
+use std::ffi::c_void;
+
+use cudarc::cublaslt::{result as lt, sys as lt_sys};
+use cudarc::driver::sys as driver_sys;
+use cudarc::nccl::{result as nccl, sys as nccl_sys};
+use gemmesh::{Cuda, DType, Element, Group, Result};
+
+use super::memory::{Place, Scratch};
+use super::refused;
+
+const WORKSPACE_BYTES: usize = 64 << 20;
+/// Algorithms of cuBLASLt's choice that are tried; the fastest is its row.
+const ALGORITHMS: usize = 8;
+
+/// One product by cuBLASLt: out[M, N] = a[M, K] · b[N, K]ᵀ, row-major, as out' = b' · a' in its column-major eyes.
+pub struct Product {
+    handle: lt_sys::cublasLtHandle_t,
+    desc: lt_sys::cublasLtMatmulDesc_t,
+    layouts: [lt_sys::cublasLtMatrixLayout_t; 3],
+    pub algorithms: Vec<lt_sys::cublasLtMatmulAlgo_t>,
+    /// The one that runs.
+    pub chosen: usize,
+    workspace: Scratch,
+    a: *const c_void,
+    b: *const c_void,
+    out: *mut c_void,
+}
+
+impl Product {
+    /// The memory holds matrices of this shape, and lives as long.
+    pub fn new<T: Element>(
+        a: Place,
+        b: Place,
+        out: Place,
+        [m, n, k]: [usize; 3],
+    ) -> Result<Product> {
+        let kind = match T::DTYPE {
+            DType::F16 => lt_sys::cudaDataType::CUDA_R_16F,
+            _ => lt_sys::cudaDataType::CUDA_R_16BF,
+        };
+        let what = "set up cuBLASLt";
+        // SAFETY: handles are used as they were made; attributes are of the types that they name.
+        unsafe {
+            let handle = lt::create_handle().map_err(refused(what))?;
+            let desc = lt::create_matmul_desc(
+                lt_sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                lt_sys::cudaDataType::CUDA_R_32F,
+            )
+            .map_err(refused(what))?;
+            let transposed = 1i32;
+            lt::set_matmul_desc_attribute(
+                desc,
+                lt_sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA,
+                (&raw const transposed).cast(),
+                size_of::<i32>(),
+            )
+            .map_err(refused(what))?;
+            let layout = |rows: usize, columns: usize, place: Place| {
+                let (rows, columns) = (rows as u64, columns as u64);
+                lt::create_matrix_layout(kind, rows, columns, place.pitch as i64)
+                    .map_err(refused(what))
+            };
+            let layouts = [layout(k, n, b)?, layout(k, m, a)?, layout(n, m, out)?];
+            let workspace = WORKSPACE_BYTES;
+            let preference = lt::create_matmul_pref().map_err(refused(what))?;
+            lt::set_matmul_pref_attribute(
+                preference,
+                lt_sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                (&raw const workspace).cast(),
+                size_of::<usize>(),
+            )
+            .map_err(refused(what))?;
+            let mut found: Vec<lt_sys::cublasLtMatmulHeuristicResult_t> =
+                vec![std::mem::zeroed(); ALGORITHMS];
+            let mut count = 0;
+            let status = lt_sys::cublasLtMatmulAlgoGetHeuristic(
+                handle,
+                desc,
+                layouts[0],
+                layouts[1],
+                layouts[2],
+                layouts[2],
+                preference,
+                ALGORITHMS as i32,
+                found.as_mut_ptr(),
+                &mut count,
+            );
+            status.result().map_err(refused(what))?;
+            lt::destroy_matmul_pref(preference).map_err(refused(what))?;
+            if count == 0 {
+                return Err(refused(what)(format_args!("it knows no algorithm")));
+            }
+            Ok(Product {
+                handle,
+                desc,
+                layouts,
+                algorithms: found[..count as usize].iter().map(|f| f.algo).collect(),
+                chosen: 0,
+                workspace: Scratch::new(WORKSPACE_BYTES)?,
+                a: a.ptr as *const c_void,
+                b: b.ptr as *const c_void,
+                out: out.ptr as *mut c_void,
+            })
+        }
+    }
+
+    pub fn run(&self, stream: driver_sys::CUstream) -> Result<()> {
+        let (one, zero) = (1f32, 0f32);
+        let [b, a, out] = self.layouts;
+        // SAFETY: the matrices are as the layouts say and live as long as the benchmark.
+        let result = unsafe {
+            lt::matmul(
+                self.handle,
+                self.desc,
+                (&raw const one).cast(),
+                (&raw const zero).cast(),
+                self.b,
+                b,
+                self.a,
+                a,
+                self.out,
+                out,
+                self.out,
+                out,
+                &self.algorithms[self.chosen],
+                self.workspace.ptr() as *mut c_void,
+                WORKSPACE_BYTES,
+                stream.cast(),
+            )
+        };
+        result.map_err(refused("multiply with cuBLASLt"))
+    }
+}
+
+impl Drop for Product {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`, used no more.
+        unsafe {
+            for layout in self.layouts {
+                let _ = lt::destroy_matrix_layout(layout);
+            }
+            let _ = lt::destroy_matmul_desc(self.desc);
+            let _ = lt::destroy_handle(self.handle);
+        }
+    }
+}
+
+/// What NCCL does, with parts that are equal on all ranks.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Collective {
+    Gather,
+    ReduceScatter,
+    AllReduce,
+}
+
+/// An operation of NCCL.
+pub struct Communication {
+    pub collective: Collective,
+    pub dtype: DType,
+    pub from: Scratch,
+    pub to: Scratch,
+    /// Elements: of a rank's part, and where all ranks get the same sum, of all.
+    pub count: usize,
+}
+
+/// NCCL's view of the group.
+pub struct Nccl(nccl_sys::ncclComm_t);
+
+impl Nccl {
+    pub fn new(group: &Group<Cuda>) -> Result<Nccl> {
+        let what = "set up NCCL";
+        let mut id = nccl_sys::ncclUniqueId { internal: [0; 128] };
+        if group.rank() == 0 {
+            id = nccl::get_uniqueid().map_err(refused(what))?;
+        }
+        let bytes = group.all_gather_bytes(&id.internal.map(|c| c as u8))?;
+        for (to, from) in id.internal.iter_mut().zip(&bytes[0]) {
+            *to = *from as std::ffi::c_char;
+        }
+        let mut comm = std::ptr::null_mut();
+        let (rank, world) = (group.rank() as i32, group.world_size() as i32);
+        // SAFETY: writes the local; every rank makes the same call.
+        unsafe { nccl::comm_init_rank(&mut comm, world, id, rank) }.map_err(refused(what))?;
+        Ok(Nccl(comm))
+    }
+
+    pub fn run(&self, what: &Communication, stream: driver_sys::CUstream) -> Result<()> {
+        let &Communication {
+            collective, count, ..
+        } = what;
+        let dtype = match what.dtype {
+            DType::F16 => nccl_sys::ncclDataType_t::ncclFloat16,
+            _ => nccl_sys::ncclDataType_t::ncclBfloat16,
+        };
+        let sum = nccl_sys::ncclRedOp_t::ncclSum;
+        let (from, to) = (
+            what.from.ptr() as *const c_void,
+            what.to.ptr() as *mut c_void,
+        );
+        let stream = stream.cast();
+        // SAFETY: the one that holds a part holds `count` elements, the one that holds all parts as many for each rank.
+        let result = unsafe {
+            match collective {
+                Collective::Gather => nccl::all_gather(from, to, count, dtype, self.0, stream),
+                Collective::ReduceScatter => {
+                    nccl::reduce_scatter(from, to, count, dtype, sum, self.0, stream)
+                }
+                Collective::AllReduce => {
+                    nccl::all_reduce(from, to, count, dtype, sum, self.0, stream)
+                }
+            }
+        };
+        result.map(drop).map_err(refused("communicate with NCCL"))
+    }
+}
+
+impl Drop for Nccl {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`, used no more.
+        let _ = unsafe { nccl::comm_destroy(self.0) };
+    }
+}
