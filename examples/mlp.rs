@@ -11,6 +11,7 @@
 use std::time::Instant;
 
 use clap::Parser;
+use gemmesh::trace::{Timeline, Trace};
 use gemmesh::{
     AllGatherMatmul, Builder, Group, Host, MatmulReduceScatter, Matrix, Result, Route,
     ShardedMatrix, bf16,
@@ -50,6 +51,9 @@ fn main() -> Result<()> {
         "overlapped {fused:.1} ms, one after the other {sequential:.1} ms: {:.0} % of the time",
         100.0 * fused / sequential
     );
+    let title = format!("A layer: gather and multiply, relu, multiply and scatter; {RANKS} ranks");
+    ranks[0].timeline.write_svg("mlp.svg", &title)?;
+    println!("wrote mlp.svg, the timeline of a layer");
     assert!(error < 0.01, "a layer is wrong");
     Ok(())
 }
@@ -61,6 +65,8 @@ struct Outcome {
     /// Milliseconds.
     fused: f64,
     sequential: f64,
+    /// Of one layer, overlapped; the same on every rank.
+    timeline: Timeline,
 }
 
 /// A rank's part of a layer.
@@ -88,16 +94,30 @@ impl Layer {
             prepared.gather(x)?;
             prepared.matmul(x, up, hidden)?;
         }
-        // A program on GPUs has a kernel for this.
-        let mut values = hidden.to_vec()?;
-        values.iter_mut().for_each(|x| *x = x.max(bf16::ZERO));
-        hidden.copy_from_host(&values)?;
+        relu(hidden)?;
         // Where partials are pulled, all of them are made before.
         let route = if overlapped { Route::Push } else { Route::Pull };
         let config = prepared.config().with_route(route);
         MatmulReduceScatter::new()
             .config(config)
             .run_into(hidden, down, x)
+    }
+
+    /// The same, overlapped, and what happened when.
+    fn trace(&mut self) -> Result<Trace> {
+        let Layer {
+            x,
+            up,
+            down,
+            hidden,
+            ..
+        } = self;
+        let prepared = AllGatherMatmul::new().prepare(x, HIDDEN)?;
+        let mut trace = prepared.run_traced(x, up, hidden)?;
+        relu(hidden)?;
+        let sum = MatmulReduceScatter::new().prepare(hidden, MODEL)?;
+        trace.extend(sum.run_into_traced(hidden, down, x)?);
+        Ok(trace)
     }
 
     /// All layers. Returns milliseconds.
@@ -111,6 +131,13 @@ impl Layer {
         self.group.synchronize()?;
         Ok(begin.elapsed().as_secs_f64() * 1e3)
     }
+}
+
+/// A program on GPUs has a kernel for this.
+fn relu(hidden: &mut Matrix<Host, bf16>) -> Result<()> {
+    let mut values = hidden.to_vec()?;
+    values.iter_mut().for_each(|x| *x = x.max(bf16::ZERO));
+    hidden.copy_from_host(&values)
 }
 
 /// What each rank does.
@@ -141,10 +168,13 @@ fn rank(group: Group<Host>) -> Result<Outcome> {
         times.sort_by(f64::total_cmp);
         Ok(times[times.len() / 2])
     };
+    let (fused, sequential) = (median(true)?, median(false)?);
+    let trace = layer.trace()?;
     Ok(Outcome {
         error: (off / size).sqrt(),
-        fused: median(true)?,
-        sequential: median(false)?,
+        fused,
+        sequential,
+        timeline: Timeline::collect(&layer.group, &trace)?,
     })
 }
 

@@ -29,12 +29,19 @@ pub enum Work {
         /// Its rows of the gathered matrix.
         rows: Range<usize>,
     },
-    /// A worker waited for the rows of a tile.
+    /// Rows were pushed to another rank.
+    Push {
+        /// The rank they went to.
+        to: usize,
+        /// The rows of its memory, of the matrix that they lie in.
+        rows: Range<usize>,
+    },
+    /// A worker waited for the rows of a tile, or for what is added to them.
     Wait {
         /// The rank whose rows it waited for.
         source: usize,
     },
-    /// A tile was multiplied.
+    /// A tile was multiplied, and what is added to it was added.
     Tile {
         /// The rank whose rows it holds; if it straddles shards, the last one's.
         source: usize,
@@ -42,6 +49,11 @@ pub enum Work {
         m: u32,
         /// The tile's column.
         n: u32,
+    },
+    /// A worker added up what ranks have made of the same rows.
+    Add {
+        /// The rows of the sum.
+        rows: Range<usize>,
     },
 }
 

@@ -7,7 +7,10 @@ use std::time::Duration;
 
 use gemmesh::schedule::reduce_scatter::{self as planner, OUT, PARTIALS, Partials};
 use gemmesh::schedule::{Addend, Description, Layout, Schedule, Tile, Transfer};
-use gemmesh::{Builder, Chunking, Config, DType, Error, Host, Route, TileShape, bf16, f16};
+use gemmesh::trace::Work;
+use gemmesh::{
+    Builder, Chunking, Config, DType, Error, Host, MatmulReduceScatter, Route, TileShape, bf16, f16,
+};
 use proptest::prelude::*;
 use rand::RngExt;
 use support::numbers::rng;
@@ -193,6 +196,47 @@ fn another_split_in_a_reduce_scatter_is_a_mismatch() {
 #[test]
 fn a_rank_killed_while_the_others_wait_for_its_partials_is_named_within_a_second() {
     reduce_scatter::kill_while_the_others_wait::<Host>(test_name!(), 1, None);
+}
+
+#[test]
+fn a_trace_says_for_whom_tiles_are_made_what_is_sent_and_what_is_added() {
+    let rows = [40, 0, 50];
+    let config = |route| Config::new(TileShape::new(16, 16, 8), Chunking::new(2), route);
+    let traced = Builder::<Host>::new().workers(1).threads(3, |group| {
+        let a = group.zeros::<bf16>(90, 8)?;
+        let b = group.zeros::<bf16>(24, 8)?;
+        let rank = group.rank();
+        let mut out = group.zeros::<bf16>(rows[rank], 24)?;
+        for route in [Route::Push, Route::Pull] {
+            let operation = MatmulReduceScatter::new().rows(&rows).config(config(route));
+            let prepared = operation.prepare(&a, 24)?;
+            let spans = prepared.run_traced(&a, &b, &mut out)?.spans;
+            let count = |of: &dyn Fn(&Work) -> bool| {
+                let spans = spans.iter().filter(|span| of(&span.work));
+                spans.count()
+            };
+            let tiles_of = |owner: usize| rows[owner].div_ceil(16) * 24usize.div_ceil(16);
+            for owner in 0..3 {
+                let tiles =
+                    count(&|work| matches!(work, Work::Tile { source, .. } if *source == owner));
+                let sent = count(&|work| matches!(work, Work::Push { to, .. } if *to == owner));
+                let pulled =
+                    count(&|work| matches!(work, Work::Pull { source, .. } if *source == owner));
+                let is_peer = usize::from(owner != rank);
+                let has_rows = |rank: usize| 2 * usize::from(rows[rank] > 0);
+                if route == Route::Push {
+                    assert_eq!(tiles, tiles_of(owner));
+                    assert_eq!((sent, pulled), (is_peer * has_rows(owner), 0));
+                } else {
+                    assert_eq!((sent, pulled), (0, is_peer * has_rows(rank)));
+                }
+            }
+            let added = count(&|work| matches!(work, Work::Add { .. }));
+            assert_eq!(added, usize::from(route == Route::Pull && rows[rank] > 0));
+        }
+        Ok::<_, Error>(())
+    });
+    traced.unwrap();
 }
 
 // Schedules.

@@ -247,9 +247,7 @@ pub trait Operation<B: Backend, T: Element>: Sized {
     /// Does one part after the other.
     fn run_in_sequence(&mut self, prepared: &Self::Prepared) -> Result<()>;
     /// Does all of it, and says what happened when.
-    fn trace(&mut self, _: &Self::Prepared) -> Result<Trace, Failure> {
-        Err(Failure::Usage("--trace: this operation keeps no trace"))
-    }
+    fn trace(&mut self, prepared: &Self::Prepared) -> Result<Trace>;
     /// Spoils everything that a run should write.
     fn poison(&mut self) -> Result<()>;
     /// Compares rows of this rank's output with float64: all of them, if that takes no more than so many products.

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use gemmesh::schedule::Layout;
+use gemmesh::trace::Trace;
 use gemmesh::{
     Backend, Config, Element, Group, MatmulAllReduce, MatmulReduceScatter, Matrix,
     PreparedAllReduce, PreparedReduceScatter, Result, ShardedMatrix,
@@ -112,6 +113,10 @@ impl<B: Backend, T: Element> Operation<B, T> for ReduceScatter<B, T> {
         prepared.run(&self.operands.a, &self.operands.b, &mut self.out)
     }
 
+    fn trace(&mut self, prepared: &Self::Prepared) -> Result<Trace> {
+        prepared.run_traced(&self.operands.a, &self.operands.b, &mut self.out)
+    }
+
     fn multiply(&mut self, prepared: &Self::Prepared) -> Result<()> {
         prepared.matmul(&self.operands.a, &self.operands.b)
     }
@@ -175,6 +180,10 @@ impl<B: Backend, T: Element> Operation<B, T> for AllReduce<B, T> {
 
     fn run(&mut self, prepared: &Self::Prepared) -> Result<()> {
         prepared.run(&self.operands.a, &self.operands.b, &mut self.out)
+    }
+
+    fn trace(&mut self, prepared: &Self::Prepared) -> Result<Trace> {
+        prepared.run_traced(&self.operands.a, &self.operands.b, &mut self.out)
     }
 
     fn multiply(&mut self, prepared: &Self::Prepared) -> Result<()> {

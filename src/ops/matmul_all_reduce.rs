@@ -14,6 +14,8 @@ use crate::schedule::all_gather;
 use crate::schedule::reduce_scatter::ALL_NAME;
 use crate::schedule::{Config, Description, Schedule};
 use crate::sharded::ShardedMatrix;
+use crate::span::Span;
+use crate::trace::Trace;
 
 /// `out = Σ a_p · b_pᵀ` over all ranks p, on every rank, with the same bits. Collective.
 ///
@@ -163,20 +165,52 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
         b: &Matrix<B, T>,
         out: &mut ShardedMatrix<B, T>,
     ) -> Result<()> {
+        self.collective(a, b, out, None)
+    }
+
+    /// As [`PreparedAllReduce::run`], and returns what happened when on this rank. All ranks trace an operation, or none does: those
+    /// that do begin it together. (On GPUs copies are not in it.)
+    ///
+    /// # Errors
+    /// As [`matmul_all_reduce`].
+    pub fn run_traced(
+        &self,
+        a: &Matrix<B, T>,
+        b: &Matrix<B, T>,
+        out: &mut ShardedMatrix<B, T>,
+    ) -> Result<Trace> {
+        let mut spans = Vec::new();
+        self.collective(a, b, out, Some(&mut spans))?;
+        Ok(Trace::new(a.group().rank(), spans))
+    }
+
+    fn collective(
+        &self,
+        a: &Matrix<B, T>,
+        b: &Matrix<B, T>,
+        out: &mut ShardedMatrix<B, T>,
+        mut trace: Option<&mut Vec<Span>>,
+    ) -> Result<()> {
         let check = || -> Result<()> {
             self.sums.check(a, b)?;
             self.sums.check_sharded(out)
         };
         check().map_err(|error| a.group().refuse(ALL_NAME, error))?;
         let sums = Bound::Symmetric(out.memory());
-        self.sums.run(a, b, sums, &[out.id()])?;
+        let shared = [out.id()];
+        self.sums.run(a, b, sums, &shared, trace.as_deref_mut())?;
         match &self.gather {
-            Some(gather) => self.gather(gather, out),
+            Some(gather) => self.gather(gather, out, trace),
             None => Ok(()),
         }
     }
 
-    fn gather(&self, gather: &Arc<B::Program>, out: &ShardedMatrix<B, T>) -> Result<()> {
+    fn gather(
+        &self,
+        gather: &Arc<B::Program>,
+        out: &ShardedMatrix<B, T>,
+        trace: Option<&mut Vec<Span>>,
+    ) -> Result<()> {
         let mut matrices = [const { Bound::Nothing }; all_gather::MATRICES];
         matrices[all_gather::A] = Bound::Symmetric(out.memory());
         super::run(
@@ -185,7 +219,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
             gather,
             &matrices,
             &[out.id()],
-            None,
+            trace,
         )
     }
 
@@ -213,7 +247,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
         };
         let sums = Bound::Symmetric(out.memory());
         self.sums.reduce(sums, &[out.id()])?;
-        gather.map_or(Ok(()), |gather| self.gather(&gather, out))
+        gather.map_or(Ok(()), |gather| self.gather(&gather, out, None))
     }
 
     /// Copies the others' partials of this rank's rows, and their rows of `out`, none of which they may be writing. Not

@@ -10,6 +10,8 @@ use crate::matrix::Matrix;
 use crate::schedule::reduce_scatter::NAME;
 use crate::schedule::{Config, Layout, Schedule};
 use crate::sharded::ShardedMatrix;
+use crate::span::Span;
+use crate::trace::Trace;
 
 /// `out = Σ a_p · b_pᵀ` over all ranks p, of which each gets its rows. Collective.
 ///
@@ -178,12 +180,39 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     /// # Errors
     /// As [`matmul_reduce_scatter`].
     pub fn run(&self, a: &Matrix<B, T>, b: &Matrix<B, T>, out: &mut Matrix<B, T>) -> Result<()> {
+        self.collective(a, b, out, None)
+    }
+
+    /// As [`PreparedReduceScatter::run`], and returns what happened when on this rank. All ranks trace an operation, or none does:
+    /// those that do begin it together. (On GPUs copies are not in it.)
+    ///
+    /// # Errors
+    /// As [`matmul_reduce_scatter`].
+    pub fn run_traced(
+        &self,
+        a: &Matrix<B, T>,
+        b: &Matrix<B, T>,
+        out: &mut Matrix<B, T>,
+    ) -> Result<Trace> {
+        let mut spans = Vec::new();
+        self.collective(a, b, out, Some(&mut spans))?;
+        Ok(Trace::new(a.group().rank(), spans))
+    }
+
+    fn collective(
+        &self,
+        a: &Matrix<B, T>,
+        b: &Matrix<B, T>,
+        out: &mut Matrix<B, T>,
+        trace: Option<&mut Vec<Span>>,
+    ) -> Result<()> {
         let check = || -> Result<()> {
             self.0.check(a, b)?;
             self.check_out(out)
         };
         check().map_err(|error| a.group().refuse(NAME, error))?;
-        self.0.run(a, b, Bound::Output(out.memory_mut()), &[])
+        self.0
+            .run(a, b, Bound::Output(out.memory_mut()), &[], trace)
     }
 
     fn check_out(&self, out: &Matrix<B, T>) -> Result<()> {
@@ -205,6 +234,31 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         b: &Matrix<B, T>,
         out: &mut ShardedMatrix<B, T>,
     ) -> Result<()> {
+        self.collective_into(a, b, out, None)
+    }
+
+    /// As [`PreparedReduceScatter::run_into`], and returns what [`PreparedReduceScatter::run_traced`] does.
+    ///
+    /// # Errors
+    /// As [`MatmulReduceScatter::run_into`].
+    pub fn run_into_traced(
+        &self,
+        a: &Matrix<B, T>,
+        b: &Matrix<B, T>,
+        out: &mut ShardedMatrix<B, T>,
+    ) -> Result<Trace> {
+        let mut spans = Vec::new();
+        self.collective_into(a, b, out, Some(&mut spans))?;
+        Ok(Trace::new(a.group().rank(), spans))
+    }
+
+    fn collective_into(
+        &self,
+        a: &Matrix<B, T>,
+        b: &Matrix<B, T>,
+        out: &mut ShardedMatrix<B, T>,
+        trace: Option<&mut Vec<Span>>,
+    ) -> Result<()> {
         let check = || -> Result<()> {
             self.0.check(a, b)?;
             self.0.check_sharded(out)
@@ -213,7 +267,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         let [_, n] = self.0.shape();
         let offset = self.0.own_rows().start * n * size_of::<T>();
         let out = Bound::Part(out.memory_mut(), offset);
-        self.0.run(a, b, out, &[])
+        self.0.run(a, b, out, &[], trace)
     }
 
     /// Only multiplies: partials stay where they are made. Not collective; for benchmarks, after a run.

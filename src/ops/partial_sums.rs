@@ -14,6 +14,7 @@ use crate::schedule::layout::{MAX_EXTENT, limit};
 use crate::schedule::reduce_scatter::{self, ALL_NAME, MATRICES, NAME};
 use crate::schedule::{Config, Description, Layout, Planner, Route, Schedule};
 use crate::sharded::ShardedMatrix;
+use crate::span::Span;
 
 /// What varies of a product and a sum over all ranks.
 #[derive(Debug)]
@@ -180,15 +181,16 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
         b: &Matrix<B, T>,
         out: Bound<B>,
         shared: &[u32],
+        trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let before = self.multiply.as_ref();
-        self.launch(before, &self.sum, Some([a, b]), out, shared)
+        self.launch(before, &self.sum, Some([a, b]), out, shared, trace)
     }
 
     /// Only multiplies: what is made stays here. Not collective.
     pub fn matmul(&self, a: &Matrix<B, T>, b: &Matrix<B, T>) -> Result<()> {
         let program = self.part(MULTIPLY, reduce_scatter::multiply)?;
-        self.launch(None, &program, Some([a, b]), Bound::Nothing, &[])
+        self.launch(None, &program, Some([a, b]), Bound::Nothing, &[], None)
     }
 
     /// Only adds up what has been made, and pulls it before.
@@ -196,7 +198,7 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
         let asked = describe::<T>(self.which.name(), &self.layout, self.n);
         let config = Some(self.config.with_route(Route::Pull));
         let program = self.group.program(self.which.planner(), asked, config)?;
-        self.launch(None, &program, None, out, shared)
+        self.launch(None, &program, None, out, shared, None)
     }
 
     /// Only copies what a run moves, with no word to anyone. Not collective.
@@ -205,7 +207,7 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
             Which::Own => self.part("copy of partials", reduce_scatter::copy),
             Which::All => self.part("copy of partials and sums", reduce_scatter::copy_all),
         };
-        self.launch(None, &program?, None, out, &[])
+        self.launch(None, &program?, None, out, &[], None)
     }
 
     fn part(&self, name: &'static str, planner: Planner) -> Result<Arc<B::Program>> {
@@ -220,6 +222,7 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
         operands: Option<[&Matrix<B, T>; 2]>,
         out: Bound<B>,
         shared: &[u32],
+        trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let partials = self
             .group
@@ -234,7 +237,7 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
         if let Some(bias) = self.bias {
             matrices[reduce_scatter::BIAS] = Bound::Input(bias.memory());
         }
-        super::run(&self.group, before, program, &matrices, shared, None)
+        super::run(&self.group, before, program, &matrices, shared, trace)
     }
 }
 

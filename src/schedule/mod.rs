@@ -224,6 +224,23 @@ impl Schedule {
         &self.parts.tiles
     }
 
+    /// The rank whose rows a tile holds; if there are several, as [`Schedule::source_of_tile`].
+    pub fn owner_of_tile(&self, tile: &Tile) -> usize {
+        let adds = self.product().map(|product| {
+            let block = product.block(tile);
+            !block.sum.addends.is_empty()
+        });
+        let block = tile.block as usize;
+        let sent = self.parts.departures.iter();
+        let mut sent = sent.filter(|transfer| transfer.produced == Some(block));
+        match (adds, sent.next(), sent.next()) {
+            (Some(true), ..) => self.rank(),
+            // What goes to one rank only is of its rows.
+            (_, Some(transfer), None) => transfer.to,
+            _ => self.source_of_tile(tile),
+        }
+    }
+
     /// The rank whose rows a tile waits for; if there are several, the last one's; if there is none, this one.
     pub fn source_of_tile(&self, tile: &Tile) -> usize {
         let last = tile.flags().last();

@@ -27,6 +27,19 @@ impl Trace {
         Trace { rank, spans }
     }
 
+    /// Adds what the rank did in a next operation. Where the two have clocks of their own, as on GPUs, `next` comes to stand behind
+    /// what is there.
+    pub fn extend(&mut self, next: Trace) {
+        let end = self.spans.iter().map(|span| span.end).max();
+        let begin = next.spans.iter().map(|span| span.begin).min();
+        let shift = end.unwrap_or(0).saturating_sub(begin.unwrap_or(0));
+        self.spans.extend(next.spans.into_iter().map(|span| Span {
+            begin: span.begin + shift,
+            end: span.end + shift,
+            ..span
+        }));
+    }
+
     fn parse(bytes: &[u8]) -> serde_json::Result<Trace> {
         serde_json::from_slice(bytes)
     }
@@ -105,6 +118,11 @@ impl Timeline {
                         format!("pull from {source}"),
                         json!({"source": source, "first_row": rows.start, "rows": rows.len()}),
                     ),
+                    Work::Push { to, rows } => (
+                        "push",
+                        format!("push to {to}"),
+                        json!({"to": to, "first_row": rows.start, "rows": rows.len()}),
+                    ),
                     Work::Wait { source } => (
                         "wait",
                         format!("wait for {source}"),
@@ -114,6 +132,11 @@ impl Timeline {
                         "tile",
                         format!("tile {m}, {n}"),
                         json!({"source": source, "m": m, "n": n}),
+                    ),
+                    Work::Add { rows } => (
+                        "add",
+                        "add".to_string(),
+                        json!({"first_row": rows.start, "rows": rows.len()}),
                     ),
                 };
                 let micros = |from: u64, to: u64| to.saturating_sub(from) as f64 / 1e3;
@@ -200,9 +223,11 @@ pub mod fuzzing {
             m: 1,
             n: 2,
         };
-        let works = [pull, Work::Wait { source: 1 }, tile];
+        let push = Work::Push { to: 0, rows: 0..8 };
+        let add = Work::Add { rows: 0..8 };
+        let works = [pull, push, Work::Wait { source: 1 }, tile, add];
         let lanes = [Lane::Copy, Lane::Worker(0), Lane::Worker(usize::MAX)];
-        let spans = works.into_iter().zip(lanes).zip(1000..);
+        let spans = works.into_iter().zip(lanes.into_iter().cycle()).zip(1000..);
         let spans = spans.map(|((work, lane), begin)| Span {
             lane,
             work,

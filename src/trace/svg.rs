@@ -112,15 +112,17 @@ impl Timeline {
             .iter()
             .map(|trace| (colour(trace.rank), format!("rows of rank {}", trace.rank)))
             .take(RANKS.len())
-            .chain([(WAITING, "waiting for rows".to_string())]);
+            .chain([
+                (WAITING, "waiting".to_string()),
+                (INK, "adding".to_string()),
+            ]);
         let mut x = LEFT;
         for (colour, label) in entries {
             area.draw(&Rectangle::new([(x, 46), (x + 14, 60)], colour.filled()))?;
             text(area, &label, (x + 20, 53), 13, &INK, HPos::Left)?;
             x += 34 + 7 * label.len() as i32;
         }
-        let hint =
-            "Each rank begins with its own rows; the others' tiles run as their copies arrive.";
+        let hint = "A tile has the colour of the rank whose rows it holds; a copy too, or of the rank that it is pushed to.";
         text(area, hint, (LEFT, 76), 13, &FAINT, HPos::Left)
     }
 }
@@ -169,9 +171,10 @@ fn colour(rank: usize) -> RGBColor {
 
 fn bar(area: &Area, scale: &Scale, span: &Span, y: i32, height: i32) -> Drawn {
     let (fill, inset) = match span.work {
-        Work::Pull { source, .. } => (colour(source), height / 4),
+        Work::Pull { source: rank, .. } | Work::Push { to: rank, .. } => (colour(rank), height / 4),
         Work::Tile { source, .. } => (colour(source), 0),
         Work::Wait { .. } => (WAITING, height / 3),
+        Work::Add { .. } => (INK, 0),
     };
     let (begin, end) = (scale.x(span.begin), scale.x(span.end));
     if matches!(span.work, Work::Wait { .. }) && end - begin < 2 {

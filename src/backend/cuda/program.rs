@@ -342,7 +342,7 @@ impl Launch {
             spans.push(Span {
                 lane,
                 work: Work::Tile {
-                    source,
+                    source: schedule.owner_of_tile(tile),
                     m: tile.m,
                     n: tile.n,
                 },

@@ -99,12 +99,19 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
                 let time = Duration::from_secs_f64(bytes as f64 / rate as f64);
                 pace(members, begun, time);
             }
-            if transfer.to == rank {
-                recorder.end(begin, Lane::Copy, || Work::Pull {
-                    source: transfer.source,
-                    rows: transfer.regions[0].to.rows.clone(),
-                });
-            }
+            recorder.end(begin, Lane::Copy, || {
+                let rows = transfer.regions[0].to.rows.clone();
+                match transfer.to == rank {
+                    true => Work::Pull {
+                        source: transfer.source,
+                        rows,
+                    },
+                    false => Work::Push {
+                        to: transfer.to,
+                        rows,
+                    },
+                }
+            });
         };
         let mut engine = CopyThread {
             rank,
@@ -134,7 +141,7 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
             // made sure of them in another way. Tiles of the output are disjoint, and taken once each.
             unsafe { multiply_tile(&mut scratch, schedule, product, tile, &pointers.0) };
             recorder.end(begin, lane, || Work::Tile {
-                source,
+                source: schedule.owner_of_tile(tile),
                 m: tile.m,
                 n: tile.n,
             });
@@ -146,16 +153,18 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
     let reduce = |worker: usize, reduction: &Reduction| -> Result<()> {
         let chunk = blocks[rank].chunk;
         drive::wait_addends(schedule, epoch, chunk, produced, members)?;
+        let begin = recorder.begin();
         let workers = host.scratch.len();
         let share = |part: usize| reduction.rows * part / workers;
+        let rows = share(worker)..share(worker + 1);
         let mut scratch = host.scratch[worker]
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         // SAFETY: all that comes has come, and what this rank makes is made. Workers make rows of their own.
         unsafe {
-            let rows = share(worker)..share(worker + 1);
-            add_rows(&mut scratch, schedule, reduction, rows, &pointers.0);
+            add_rows(&mut scratch, schedule, reduction, rows.clone(), &pointers.0);
         }
+        recorder.end(begin, Lane::Worker(worker), || Work::Add { rows });
         Ok(())
     };
 
