@@ -107,15 +107,15 @@ impl Timeline {
     }
 
     fn legend(&self, area: &Area) -> Drawn {
+        let mut spans = self.traces.iter().flat_map(|trace| &trace.spans);
+        let adds = spans.any(|span| matches!(span.work, Work::Add { .. }));
         let entries = self
             .traces
             .iter()
             .map(|trace| (colour(trace.rank), format!("rows of rank {}", trace.rank)))
             .take(RANKS.len())
-            .chain([
-                (WAITING, "waiting".to_string()),
-                (INK, "adding".to_string()),
-            ]);
+            .chain([(WAITING, "waiting".to_string())])
+            .chain(adds.then(|| (INK, "adding".to_string())));
         let mut x = LEFT;
         for (colour, label) in entries {
             area.draw(&Rectangle::new([(x, 46), (x + 14, 60)], colour.filled()))?;
