@@ -1,9 +1,9 @@
 //! Matrices in memory of the caller's.
 
-use gemmesh::{Cuda, Error, Matrix, f16};
+use gemmesh::{Chunking, Config, Cuda, Error, MatmulReduceScatter, Matrix, Route, TileShape, f16};
 
 use crate::support::gpu::*;
-use crate::support::numbers::{Reference, nan};
+use crate::support::numbers::{Reference, bits, nan, normal};
 use crate::test_name;
 
 #[test]
@@ -90,6 +90,63 @@ fn matrices_in_memory_of_the_callers_work_and_nothing_beside_them_is_written() {
         let error = refused(b_memory.ptr, 81, 160);
         assert!(matches!(error, Error::Shape { .. }), "{error}");
         drop((b, out, placed));
+        Ok("right".into())
+    }));
+}
+
+#[test]
+fn sums_of_matrices_in_memory_of_the_callers_are_right_and_nothing_beside_them_is_written() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let _context = Context::retain(rank.rank);
+        let group = connect(rank, TIMEOUT)?;
+        let rows = [130, 71];
+        let [m, n, k] = [201, 203, 72 + 8 * rank.rank];
+        let seed = 1 + rank.rank as u64;
+        let (a_values, b_values) = (normal::<f16>(seed, m * k), normal::<f16>(!seed, n * k));
+        let (in_pitch, out_pitch) = (k * 2 + 48, (n * 2).next_multiple_of(16) + 80);
+        let [a_memory, b_memory] = [m, n].map(|rows| Foreign::new(rows * in_pitch));
+        let own = rows[rank.rank];
+        let out_memory = Foreign::new(own * out_pitch);
+        let view = |memory: &Foreign, rows, columns, pitch| {
+            // SAFETY: the memory is as large as the matrix, which is dropped before it.
+            unsafe {
+                Matrix::<Cuda, f16>::from_device_ptr(&group, memory.ptr, rows, columns, pitch)
+            }
+        };
+        let mut a = view(&a_memory, m, k, in_pitch)?;
+        let mut b = view(&b_memory, n, k, in_pitch)?;
+        let mut out = view(&out_memory, own, n, out_pitch)?;
+        a.copy_from_host(&a_values)?;
+        b.copy_from_host(&b_values)?;
+        let tile = TileShape::new(128, 128, 64).with_stages(6).with_cluster(2);
+        let config = |route| Config::new(tile, Chunking::new(1), route);
+        let (plain_a, plain_b) = (
+            group.upload(&a_values, m, k)?,
+            group.upload(&b_values, n, k)?,
+        );
+        let mut plain = group.zeros::<f16>(own, n)?;
+        let operation = MatmulReduceScatter::new().rows(&rows);
+        let operation = operation.config(config(Route::Pull));
+        operation.run(&plain_a, &plain_b, &mut plain)?;
+        let expected = plain.to_vec()?;
+        for route in [Route::Pull, Route::Push] {
+            out.copy_from_host(&vec![nan(); own * n])?;
+            let operation = MatmulReduceScatter::new().rows(&rows).config(config(route));
+            operation.run(&a, &b, &mut out)?;
+            assert!(bits(&out.to_vec()?) == bits(&expected), "{route:?}");
+            let written = (n * 2).next_multiple_of(16);
+            let bytes = out_memory.read();
+            for (row, bytes) in bytes.chunks(out_pitch).enumerate() {
+                let padding = &bytes[written..];
+                let untouched = padding.iter().all(|&byte| byte == 0x5a);
+                assert!(
+                    untouched,
+                    "{route:?}, row {row}: written beyond the padding"
+                );
+            }
+        }
+        drop((a, b, out));
         Ok("right".into())
     }));
 }
