@@ -107,7 +107,7 @@ struct Args {
     /// Appends the result to this file, one JSON object a run and line.
     #[arg(long)]
     json: Option<PathBuf>,
-    /// Draws a timeline of one fused run of all-gather-matmul into this SVG file, and writes it for Perfetto beside it.
+    /// Draws a timeline of one fused run into this SVG file, and writes it for Perfetto beside it.
     #[cfg(feature = "timeline")]
     #[arg(long)]
     trace: Option<PathBuf>,

@@ -6,7 +6,7 @@
 //!
 //! `h = relu(gather(x) · upᵀ)` by [`all_gather_matmul`](gemmesh::all_gather_matmul), then `x = Σ h · downᵀ` by
 //! [`MatmulReduceScatter`], into the rows of `x` that this rank owns: the next layer's input, with no copy between. Once as
-//! gemmesh does it, and once with each product behind what it needs and before what it sends.
+//! gemmesh does it, and once with one step after the other.
 
 use std::time::Instant;
 

@@ -26,14 +26,14 @@ pub enum Work {
     Pull {
         /// The rank it came from.
         source: usize,
-        /// Its rows of the gathered matrix.
+        /// Its rows of the matrix that they are gathered in; of partials, rows of the memory that these have.
         rows: Range<usize>,
     },
     /// Rows were pushed to another rank.
     Push {
         /// The rank they went to.
         to: usize,
-        /// The rows of its memory, of the matrix that they lie in.
+        /// Rows of the matrix that they go to there; of partials, rows of the memory that these have.
         rows: Range<usize>,
     },
     /// A worker waited for the rows of a tile, or for what is added to them.
@@ -43,9 +43,10 @@ pub enum Work {
     },
     /// A tile was multiplied, and what is added to it was added.
     Tile {
-        /// The rank whose rows it holds; if it straddles shards, the last one's.
+        /// The rank whose rows it holds; if it straddles shards, the last one's. Of partials that are pulled or exchanged, the rank
+        /// that makes them.
         source: usize,
-        /// The tile's row.
+        /// The tile's row, counted from its block's first.
         m: u32,
         /// The tile's column.
         n: u32,

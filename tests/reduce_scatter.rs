@@ -189,6 +189,11 @@ fn another_m_in_a_reduce_scatter_is_a_mismatch() {
 }
 
 #[test]
+fn a_bias_on_some_ranks_only_is_a_mismatch() {
+    reduce_scatter::a_bias_on_some_ranks_only_is_a_mismatch::<Host>(test_name!());
+}
+
+#[test]
 fn another_split_in_a_reduce_scatter_is_a_mismatch() {
     reduce_scatter::other_rows_are_a_mismatch::<Host>(test_name!(), [6, 3]);
 }

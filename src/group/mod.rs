@@ -417,7 +417,8 @@ impl<B: Backend> Builder<B> {
         }
     }
 
-    /// How long a rank waits for another, in any call, before it gives up. [`DEFAULT_TIMEOUT`] if not given.
+    /// How long a rank waits for another, in any call, before it gives up; what the other multiplies meanwhile, to send it, counts
+    /// too. [`DEFAULT_TIMEOUT`] if not given.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout.min(LONGEST_TIMEOUT);

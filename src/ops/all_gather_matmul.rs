@@ -289,7 +289,7 @@ impl<B: Backend, T: Element> Call<'_, B, T> {
             return self.alone(PRODUCT, a, product);
         };
         self.check(a, product.as_ref().map(|(b, out)| [*b, &**out]))
-            .map_err(|error| a.group().refuse(agreed.name(), error))?;
+            .map_err(|error| self.group.refuse(agreed.name(), error))?;
         self.launch(a, product, trace)
     }
 
@@ -321,7 +321,15 @@ impl<B: Backend, T: Element> Call<'_, B, T> {
             matrices[all_gather::BIAS] = Bound::Input(bias.memory());
         }
         let shared = [a.id()];
-        super::run(self.group, None, self.program, &matrices, &shared, trace)
+        super::run(
+            self.group,
+            None,
+            self.program,
+            &matrices,
+            &shared,
+            false,
+            trace,
+        )
     }
 
     /// Checks the arguments against the schedule, before anything is done. The bias was checked when it was made.

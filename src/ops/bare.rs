@@ -84,5 +84,5 @@ pub fn run_schedule<B: Backend, T: Element>(
     let inner = group.inner();
     let program = Arc::new(inner.backend.prepare(&inner.members, schedule)?);
     let numbers: Vec<u32> = shared.iter().map(|matrix| matrix.id()).collect();
-    super::run(group, None, &program, &matrices, &numbers, None)
+    super::run(group, None, &program, &matrices, &numbers, false, None)
 }

@@ -46,7 +46,7 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
         MatmulAllReduce(PartialSums::new())
     }
 
-    /// Adds `bias`, [1, N], to each row, in f32 before the last rounding: once, though every rank gives it, and all the same.
+    /// Adds `bias`, [1, N], to each row, in f32 before the last rounding. It is added once, and every rank must give the same.
     #[must_use]
     pub fn bias(mut self, bias: &'a Matrix<B, T>) -> Self {
         self.0.bias = Some(bias);
@@ -144,8 +144,8 @@ pub struct PreparedAllReduce<'a, B: Backend, T: Element> {
 }
 
 impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
-    /// What is moved and added up, and in which order; and what is multiplied, where partials are not pulled. Where they are, a
-    /// gather follows.
+    /// What is moved and added up, and in which order; and what is multiplied, where partials are not pulled. Where they are, and
+    /// are not exchanged, a gather follows.
     pub fn schedule(&self) -> &Schedule {
         self.sums.schedule()
     }
@@ -195,7 +195,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
             self.sums.check(a, b)?;
             self.sums.check_sharded(out)
         };
-        check().map_err(|error| a.group().refuse(ALL_NAME, error))?;
+        check().map_err(|error| self.sums.group().refuse(ALL_NAME, error))?;
         let sums = Bound::Symmetric(out.memory());
         let shared = [out.id()];
         self.sums.run(a, b, sums, &shared, trace.as_deref_mut())?;
@@ -219,6 +219,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
             gather,
             &matrices,
             &[out.id()],
+            false,
             trace,
         )
     }

@@ -26,13 +26,30 @@ use crate::trace::Trace;
 ///
 /// With u the unit roundoff of `T` (2⁻⁸ for bf16, 2⁻¹¹ for f16) and v = 2⁻²⁴ that of f32, no element is farther from the exact
 /// sum than (K_max + W) · v · Σ |a| · |b| + u · Σ |p_r| + u · |out|, to first order: the sums in f32, the rounding of each
-/// partial, and the last one.
+/// partial, and the last one; while no partial is too large for `T` (an f16 ends at 65504), nor so small that it loses digits.
 ///
 /// # Memory
 /// At its first call a group allocates room for partials on each rank, in symmetric memory: for what comes, (W - 1) times as many
 /// rows as the rank has that owns most; for what goes, M rows, and where it is pushed 15 more for each rank. Each is of N
 /// elements, rounded up to 16 bytes. Later calls use it again, and only one that needs more allocates anew. It is free when the
 /// group ends.
+///
+/// ```
+/// use gemmesh::{Group, Host, Result, bf16, matmul_reduce_scatter};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let (m, n, k) = (8, 4, 16); // K is this rank's part
+///     let a = group.upload(&vec![bf16::ONE; m * k], m, k)?;
+///     let b = group.upload(&vec![bf16::ONE; n * k], n, k)?;
+///     let mut out = group.zeros::<bf16>(m / 2, n)?;
+///     matmul_reduce_scatter(&a, &b, &mut out)?;
+///     assert_eq!(out.to_vec()?[0].to_f32(), 32.0);
+///     Ok(())
+/// }
+///
+/// Group::threads(2, rank)?;
+/// # Ok::<_, gemmesh::Error>(())
+/// ```
 ///
 /// The call may return before the operation is complete; [`Group::synchronize`](crate::Group::synchronize) waits for it. The host
 /// backend's returns when it is.
@@ -65,7 +82,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         }
     }
 
-    /// Adds `bias`, [1, N], to each of this rank's rows, in f32 before the last rounding.
+    /// Adds `bias`, [1, N], to each of this rank's rows, in f32 before the last rounding. All ranks give one, or none does.
     #[must_use]
     pub fn bias(mut self, bias: &'a Matrix<B, T>) -> Self {
         self.sums.bias = Some(bias);
@@ -210,7 +227,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
             self.0.check(a, b)?;
             self.check_out(out)
         };
-        check().map_err(|error| a.group().refuse(NAME, error))?;
+        check().map_err(|error| self.0.group().refuse(NAME, error))?;
         self.0
             .run(a, b, Bound::Output(out.memory_mut()), &[], trace)
     }
@@ -263,7 +280,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
             self.0.check(a, b)?;
             self.0.check_sharded(out)
         };
-        check().map_err(|error| a.group().refuse(NAME, error))?;
+        check().map_err(|error| self.0.group().refuse(NAME, error))?;
         let [_, n] = self.0.shape();
         let offset = self.0.own_rows().start * n * size_of::<T>();
         let out = Bound::Part(out.memory_mut(), offset);

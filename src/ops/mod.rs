@@ -28,13 +28,15 @@ use crate::span::Span;
 type Operands<'a, B, T> = (&'a Matrix<B, T>, &'a mut Matrix<B, T>);
 
 /// Runs `program`, and before it what this rank does by itself, with the same matrices: as an operation of all ranks, if the
-/// schedule says on what they must agree. `shared`: the numbers of the sharded matrices among the matrices.
+/// schedule says on what they must agree. `shared`: the numbers of the sharded matrices among the matrices; `biased`: whether a
+/// bias is added that all ranks must give.
 fn run<B: Backend>(
     group: &Group<B>,
     before: Option<&Arc<B::Program>>,
     program: &Arc<B::Program>,
     matrices: &[Bound<B>],
     shared: &[u32],
+    biased: bool,
     mut trace: Option<&mut Vec<Span>>,
 ) -> Result<()> {
     let traced = trace.is_some();
@@ -64,6 +66,7 @@ fn run<B: Backend>(
         agreed,
         matrices: shared,
         traced,
+        biased,
     };
     group.operate(operation, |epoch| {
         if let Some(before) = before {
@@ -99,7 +102,7 @@ fn require_shape(
     })
 }
 
-/// `group` is that of the sharded matrix, whose rank makes the call.
+/// `group` is that whose rank makes the call.
 fn require_same_group<B: Backend>(argument: &str, its: &Group<B>, group: &Group<B>) -> Result<()> {
     if its.is_same(group) {
         return Ok(());

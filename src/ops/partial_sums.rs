@@ -132,7 +132,7 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
         self.multiply.is_some() && self.reduces_own_rows()
     }
 
-    /// Whether, where partials are pulled, each rank adds up its own rows only, which others are to have too.
+    /// Whether pulled sums must still be gathered: those of an all-reduce that is not exchanged.
     pub fn reduces_own_rows(&self) -> bool {
         let asked = describe::<T>(self.which.name(), &self.layout, self.n);
         matches!(self.which, Which::All) && !reduce_scatter::is_exchanged(&asked)
@@ -237,7 +237,16 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
         if let Some(bias) = self.bias {
             matrices[reduce_scatter::BIAS] = Bound::Input(bias.memory());
         }
-        super::run(&self.group, before, program, &matrices, shared, trace)
+        let biased = self.bias.is_some();
+        super::run(
+            &self.group,
+            before,
+            program,
+            &matrices,
+            shared,
+            biased,
+            trace,
+        )
     }
 }
 

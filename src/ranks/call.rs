@@ -15,8 +15,10 @@ pub const MATRICES: usize = 4;
 pub const EXCHANGE: u64 = u64::MAX;
 /// In the place of a matrix: none.
 const NO_MATRIX: u32 = u32::MAX;
-/// What the digest of a traced operation differs by.
+/// What the digest of a traced operation differs by,
 const TRACED: u64 = 1 << 63;
+/// and of one that adds a bias.
+const BIASED: u64 = 1 << 62;
 
 /// A collective operation at a call.
 #[derive(Clone, Copy, Debug)]
@@ -27,18 +29,19 @@ pub struct Operation<'a> {
     pub matrices: &'a [u32],
     /// Whether the call is traced, which all are or none.
     pub traced: bool,
+    /// Whether it adds a bias that all ranks give, or none does.
+    pub biased: bool,
 }
 
 impl Operation<'_> {
     /// What is posted of it.
     pub fn to_words(self, epoch: Epoch) -> [u64; WORDS] {
         let mut words = [0; WORDS];
-        let digest = self.agreed.digest() >> 2;
-        words[0] = match self.traced {
-            true => digest | TRACED,
-            // Never an exchange's.
-            false => digest,
-        };
+        // Never an exchange's.
+        words[0] = self.agreed.digest() >> 3;
+        for (is_so, bit) in [(self.traced, TRACED), (self.biased, BIASED)] {
+            words[0] |= if is_so { bit } else { 0 };
+        }
         words[1] = epoch.raw().into();
         let mut matrices = [NO_MATRIX; MATRICES];
         for (place, number) in matrices.iter_mut().zip(self.matrices) {
@@ -65,10 +68,8 @@ impl std::fmt::Display for Operation<'_> {
 
 /// Says what operation a rank posted, in the words of the call.
 pub fn describe(words: [u64; WORDS]) -> String {
-    let traced = match words[0] & TRACED {
-        0 => "",
-        _ => "traced ",
-    };
+    let is = |bit: u64, word| if words[0] & bit == 0 { "" } else { word };
+    let (traced, biased) = (is(TRACED, "traced "), is(BIASED, ", with a bias"));
     let numbers = words[2..FIXED].iter();
     let numbers = numbers.flat_map(|word| [(word >> 32) as u32, *word as u32]);
     let numbers = numbers.filter(|&number| number != NO_MATRIX);
@@ -79,7 +80,7 @@ pub fn describe(words: [u64; WORDS]) -> String {
     let text: Vec<u8> = text.take_while(|&byte| byte != 0).collect();
     let more = if text.len() == 8 * TEXT { " …" } else { "" };
     format!(
-        "{traced}{}{more}{matrices})",
+        "{traced}{}{more}{matrices}{biased})",
         String::from_utf8_lossy(&text)
     )
 }

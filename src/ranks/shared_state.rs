@@ -411,6 +411,7 @@ mod tests {
             agreed,
             matrices: &[2],
             traced: false,
+            biased: false,
         }
     }
 

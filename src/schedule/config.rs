@@ -31,11 +31,13 @@ pub struct Config {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Numerics {
-    /// On all that the speed does: where there are few tiles, K is cut into parts, which are summed apart and then added. How many
+    /// On everything that affects speed: where there are few tiles, K is cut into parts, which are summed apart and then added. How many
     /// depends on M, N, K and the number of ranks.
     #[default]
     Fast,
-    /// On K, the type of the elements and the device only: K is not cut. A row of a batch has the bits that it has in any other.
+    /// On K, the type of the elements and the device only, and for sums on how K is spread over the ranks: no rank cuts its K. A row
+    /// of a batch has the bits that it has in any other. (A configuration that a call gives the host backend still says how deep
+    /// its steps through K are.)
     Invariant,
 }
 
@@ -63,7 +65,7 @@ pub struct TileShape {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Chunking {
-    /// How many.
+    /// How many. Of an all-reduce it is the number of panels.
     pub count: usize,
     /// The same for the shard that comes last in the ring: when it arrives, its tiles are all that is left to do. Of partial sums,
     /// for those that are sent last: when they are made, all that is left to do is to move them.

@@ -46,7 +46,7 @@ pub struct Description {
     pub dtype: DType,
     /// Who owns which rows.
     pub layout: Layout,
-    /// Columns of the output: each rank's own. 0 where there is none.
+    /// Columns of the output: each rank's own where rows are gathered, the same on all where sums are made. 0 where there is none.
     pub n: usize,
 }
 
@@ -224,7 +224,8 @@ impl Schedule {
         &self.parts.tiles
     }
 
-    /// The rank whose rows a tile holds; if there are several, as [`Schedule::source_of_tile`].
+    /// The rank whose rows a tile holds, as far as the schedule says: of partials that are pulled or exchanged, this rank, which
+    /// makes them; of rows of several ranks, as [`Schedule::source_of_tile`].
     pub fn owner_of_tile(&self, tile: &Tile) -> usize {
         let adds = self.product().map(|product| {
             let block = product.block(tile);
@@ -233,10 +234,9 @@ impl Schedule {
         let block = tile.block as usize;
         let sent = self.parts.departures.iter();
         let mut sent = sent.filter(|transfer| transfer.produced == Some(block));
-        match (adds, sent.next(), sent.next()) {
-            (Some(true), ..) => self.rank(),
-            // What goes to one rank only is of its rows.
-            (_, Some(transfer), None) => transfer.to,
+        match (adds, sent.next()) {
+            (Some(true), _) => self.rank(),
+            (_, Some(transfer)) if self.reduction().is_none() => transfer.to,
             _ => self.source_of_tile(tile),
         }
     }

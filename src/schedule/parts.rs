@@ -204,8 +204,8 @@ pub enum Addend {
     },
 }
 
-/// Rows that are added up when all that comes to this rank has come, and the blocks are made that others wait for. What this rank
-/// makes is among the addends as rows of a matrix.
+/// Rows that are added up once everything has arrived and this rank's own blocks are made. What this rank makes is among the addends
+/// as rows of a matrix.
 #[derive(Clone, Debug)]
 pub struct Reduction {
     /// How many rows.

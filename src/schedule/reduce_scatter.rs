@@ -32,8 +32,8 @@ pub const MATRICES: usize = 5;
 /// Rows of partials are as long as a multiple of this: 16 bytes, as copies and loads on GPUs ask for.
 const ALIGNMENT: usize = 16;
 
-/// A kernel stores this many rows at a time, and so may write as many less one behind the last of a rank's.
-const STORED_ROWS: usize = 16;
+/// Kernels store 16 rows at a time, so up to 15 rows past a rank's last are overwritten.
+pub const STORED_ROWS: usize = 16;
 
 /// The partials of one operation: on each rank its own, then the slots for those of the others.
 #[derive(Clone, Copy, Debug)]
@@ -189,9 +189,9 @@ fn multiply_and_reduce(planner: &Plan) -> Result<Schedule> {
     planner.schedule(true, arrivals.collect(), departures, product, None)
 }
 
-/// Whether ranks that are all to have the sums exchange all partials: for few rows, one exchange takes less than two, though more is
-/// moved. (The limits are those of vLLM's custom all-reduce; its own for two ranks is none, as the same is moved either way, but for
-/// many rows two steps can be hidden.)
+/// Whether ranks that are all to have the sums exchange all partials. For few rows, one exchange takes less time than two, though
+/// more is moved. (The limits are those of vLLM's custom all-reduce. It has none for two ranks; here it is 1 MiB, because above that
+/// two steps can be hidden.)
 pub fn is_exchanged(asked: &Description) -> bool {
     let most = match asked.layout.world() {
         1 => 0,
@@ -200,7 +200,8 @@ pub fn is_exchanged(asked: &Description) -> bool {
         5..=8 => 256 << 10,
         _ => 0,
     };
-    asked.layout.m() * asked.n * asked.dtype.bytes() <= most
+    let elements = asked.layout.m().saturating_mul(asked.n);
+    elements.saturating_mul(asked.dtype.bytes()) <= most
 }
 
 /// All partials go to all ranks, and all ranks add up all rows at the end.
@@ -213,7 +214,7 @@ fn exchange(planner: &Plan) -> Result<Schedule> {
         ..
     } = planner;
     let (m, world) = (asked.layout.m(), asked.layout.world());
-    let parts = chunk_rows_of_block(0..m, config.chunking.count, config.entry_rows());
+    let parts = chunk_rows(0..m, config.chunking.count, config.entry_rows());
     let parts: Vec<Range<usize>> = parts.collect();
     let is_pulled = config.route == Route::Pull;
     let transfer = |from: usize, to: usize, (index, rows): (usize, &Range<usize>)| {
@@ -327,9 +328,11 @@ fn reduce(planner: &Plan) -> Result<Schedule> {
     let &Plan { asked, rank, .. } = planner;
     let world = asked.layout.world();
     let made = planner.all_pieces();
-    let departures = (1..world)
-        .map(|step| (rank + world - step) % world)
-        .flat_map(|to| planner.pulls_of(&made, rank, to));
+    let mut departures = Vec::new();
+    for to in (1..world).map(|step| (rank + world - step) % world) {
+        let incoming = Incoming::of(&made, to);
+        departures.extend(planner.pulls_of(&made, &incoming, rank, to));
+    }
     let own = asked.layout.rows_of(rank);
     let matrix = PARTIALS;
     let first = planner.partials.own(rank, own.start);
@@ -338,8 +341,7 @@ fn reduce(planner: &Plan) -> Result<Schedule> {
         n: asked.n,
         sum: planner.sum(0, |_| Addend::Rows { matrix, first }),
     });
-    let (arrivals, departures) = (planner.pulls(&made), departures.collect());
-    planner.schedule(true, arrivals, departures, None, reduction)
+    planner.schedule(true, planner.pulls(&made), departures, None, reduction)
 }
 
 /// What is asked, of one rank.
@@ -407,7 +409,8 @@ impl Incoming {
         let mut sums = self.sums.iter();
         partial.unwrap_or_else(|| {
             let sum = sums.position(|sum| *sum == (from, number));
-            self.partials.len() + sum.unwrap_or_default()
+            // What never comes has no flag: a schedule with that is refused.
+            sum.map_or(usize::MAX, |sum| self.partials.len() + sum)
         })
     }
 
@@ -463,7 +466,7 @@ impl Plan<'_> {
     }
 
     /// All that a rank makes, in this order: panel by panel, the peers' rows; and its own rows of a panel when the peers' of the
-    /// next one are made too, for by then what the peers have made of them has come. Where sums stay with the owners, all rows
+    /// next one are made too, for by then what the peers have made of them has usually come. Where sums stay with the owners, all rows
     /// are one panel, and peers' rows are cut as the configuration says; the last peer's finer: when they are there, all that is
     /// left to do is to move them.
     fn pieces(&self, rank: usize) -> Vec<Piece> {
@@ -551,13 +554,13 @@ impl Plan<'_> {
     }
 
     /// What `to` pulls from `from` of what the ranks make.
-    fn pulls_of<'p>(
-        &'p self,
-        made: &'p [Vec<Piece>],
+    fn pulls_of(
+        &self,
+        made: &[Vec<Piece>],
+        incoming: &Incoming,
         from: usize,
         to: usize,
-    ) -> impl Iterator<Item = Transfer> + use<'p> {
-        let incoming = Incoming::of(made, to);
+    ) -> impl Iterator<Item = Transfer> {
         let pieces = made[from].iter().enumerate();
         let pieces = pieces.filter(move |(_, piece)| piece.owner == to);
         pieces.map(move |(number, piece)| {
@@ -568,9 +571,9 @@ impl Plan<'_> {
     /// What this rank pulls.
     fn pulls(&self, made: &[Vec<Piece>]) -> Vec<Transfer> {
         let peers = ring(self.rank, self.asked.layout.world());
-        peers
-            .flat_map(|from| self.pulls_of(made, from, self.rank))
-            .collect()
+        let incoming = Incoming::of(made, self.rank);
+        let pulls = peers.flat_map(|from| self.pulls_of(made, &incoming, from, self.rank));
+        pulls.collect()
     }
 
     /// The tile rows of a block, which wait for the flags that `flags` says of the rows that they are of, counted from the
@@ -675,7 +678,7 @@ impl Plan<'_> {
         if self.config.route != Route::Pull {
             let (chunks, last) = (self.config.chunking.count, self.config.chunking.last);
             let rows = self.config.entry_rows();
-            details += &format!(", sent in {chunks} parts, the last in {last}, of {rows}s of rows");
+            details += &format!(", {chunks} chunks, last {last}, in multiples of {rows} rows");
         }
         if !layout.is_balanced() {
             details += &format!(", rows of each rank = {:?}", layout.rows());

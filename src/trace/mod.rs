@@ -12,7 +12,7 @@ pub use crate::span::{Lane, Span, Work};
 #[cfg(feature = "timeline")]
 mod svg;
 
-/// What one rank did in one operation.
+/// What one rank did in an operation, or in several.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Trace {
     /// The rank.
@@ -27,17 +27,10 @@ impl Trace {
         Trace { rank, spans }
     }
 
-    /// Adds what the rank did in a next operation. Where the two have clocks of their own, as on GPUs, `next` comes to stand behind
-    /// what is there.
+    /// Adds what the same rank did in a next operation. On the host all operations have one clock; on GPUs each begins at 0, so draw
+    /// them apart.
     pub fn extend(&mut self, next: Trace) {
-        let end = self.spans.iter().map(|span| span.end).max();
-        let begin = next.spans.iter().map(|span| span.begin).min();
-        let shift = end.unwrap_or(0).saturating_sub(begin.unwrap_or(0));
-        self.spans.extend(next.spans.into_iter().map(|span| Span {
-            begin: span.begin + shift,
-            end: span.end + shift,
-            ..span
-        }));
+        self.spans.extend(next.spans);
     }
 
     fn parse(bytes: &[u8]) -> serde_json::Result<Trace> {
@@ -45,7 +38,7 @@ impl Trace {
     }
 }
 
-/// What all ranks did in one operation.
+/// What all ranks did in an operation, or in several.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Timeline {
     /// By rank.

@@ -122,7 +122,7 @@ impl Timeline {
             text(area, &label, (x + 20, 53), 13, &INK, HPos::Left)?;
             x += 34 + 7 * label.len() as i32;
         }
-        let hint = "A tile has the colour of the rank whose rows it holds; a copy too, or of the rank that it is pushed to.";
+        let hint = "Tiles: the colour of the rank that owns the rows. Copies: of the source if pulled, of the receiver if pushed.";
         text(area, hint, (LEFT, 76), 13, &FAINT, HPos::Left)
     }
 }

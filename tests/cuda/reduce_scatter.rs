@@ -265,6 +265,12 @@ fn another_m_in_a_reduce_scatter_is_a_mismatch() {
 }
 
 #[test]
+fn a_bias_on_some_ranks_only_is_a_mismatch() {
+    let Some(_leave) = gpu() else { return };
+    reduce_scatter::a_bias_on_some_ranks_only_is_a_mismatch::<Cuda>(test_name!());
+}
+
+#[test]
 fn a_rank_killed_while_the_others_wait_for_its_partials_is_named_within_a_second() {
     let Some(_leave) = gpu_alone() else { return };
     reduce_scatter::kill_while_the_others_wait::<Cuda>(test_name!(), 1, None);

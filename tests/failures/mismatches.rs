@@ -132,14 +132,14 @@ const COLLECTIVE_CALLS: [CollectiveCall; 9] = [
         },
     ),
     (
-        "matmul_reduce_scatter(M = 6, N = 5, bf16, sent in 4 parts, the last in 4, of 128s of rows)",
+        "matmul_reduce_scatter(M = 6, N = 5, bf16, 4 chunks, last 4, in multiples of 128 rows)",
         |group, _| {
             let (a, b) = (group.zeros::<bf16>(6, 4)?, group.zeros(5, 4)?);
             matmul_reduce_scatter(&a, &b, &mut group.zeros(3, 5)?)
         },
     ),
     (
-        "matmul_reduce_scatter(M = 6, N = 7, bf16, sent in 4 parts, the last in 4, of 128s of rows)",
+        "matmul_reduce_scatter(M = 6, N = 7, bf16, 4 chunks, last 4, in multiples of 128 rows)",
         |group, _| {
             let (a, b) = (group.zeros::<bf16>(6, 4)?, group.zeros(7, 4)?);
             matmul_reduce_scatter(&a, &b, &mut group.zeros(3, 7)?)

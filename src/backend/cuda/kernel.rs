@@ -195,7 +195,7 @@ fn embedded(rank: usize, cubin: &'static [u8]) -> Result<&'static [u8]> {
 
 /// The configuration that should be fastest for a problem: the one that was measured to be, if it was; else the tile
 /// shape of the lowest cost, and what moves the rows as for the most similar problem that was measured. Ranks whose
-/// problems differ in N get configurations that agree.
+/// problems differ in N get configurations that agree, and for sums those that differ in K.
 pub fn default_config(
     multiprocessors: usize,
     asked: &Description,

@@ -2,10 +2,11 @@
 
 use std::ops::Range;
 
-use super::abi::{GEMMESH_PRODUCT, GemmeshBlock};
+use super::abi::{GEMMESH_PRODUCT, GEMMESH_STORE_ROWS, GemmeshBlock};
 use super::kernel::storing_warps;
 use crate::error::Result;
 use crate::schedule::layout::limit;
+use crate::schedule::reduce_scatter::STORED_ROWS;
 use crate::schedule::{Addend, Block, Product, Route, Schedule};
 
 /// Where the rows of all blocks go: what is added up to one matrix, what others are sent to another.
@@ -142,6 +143,8 @@ pub fn tables(schedule: &Schedule, places: &Places) -> (Vec<GemmeshBlock>, Vec<u
     });
     (blocks.collect(), addends)
 }
+
+const _: () = assert!(STORED_ROWS == GEMMESH_STORE_ROWS as usize);
 
 // SAFETY: plain words without padding, for which any bits are valid.
 unsafe impl bytemuck::Zeroable for GemmeshBlock {}

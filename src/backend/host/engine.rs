@@ -152,7 +152,11 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
     };
     let reduce = |worker: usize, reduction: &Reduction| -> Result<()> {
         let chunk = blocks[rank].chunk;
+        let idle_since = recorder.begin();
         drive::wait_addends(schedule, epoch, chunk, produced, members)?;
+        if let Some(&source) = schedule.sources().last() {
+            recorder.end(idle_since, Lane::Worker(worker), || Work::Wait { source });
+        }
         let begin = recorder.begin();
         let workers = host.scratch.len();
         let share = |part: usize| reduction.rows * part / workers;

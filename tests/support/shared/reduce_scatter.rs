@@ -563,6 +563,32 @@ pub fn other_rows_are_a_mismatch<B: Tested>(test: &str, theirs: [usize; 2]) {
     );
 }
 
+/// A rank that gives a bias, where others give none, is named: they would add up other sums.
+#[track_caller]
+pub fn a_bias_on_some_ranks_only_is_a_mismatch<B: Tested>(test: &str) {
+    let ranks = ranks::<B>(test, 2, |rank| {
+        let group = group::<B>(rank, 1)?;
+        let case = Case {
+            rows: vec![5, 4],
+            n: 8,
+            k: 16,
+            bias: rank.rank == 1,
+            seed: 3,
+            ..Case::default()
+        };
+        let mut placed = Placed::<B, bf16>::new(&group, &case)?;
+        let result = placed.run(&case, None);
+        poisoned(&group, result.and_then(|_| group.synchronize()))
+    });
+    let outcomes = ranks.outcomes();
+    let error = same_error(&outcomes);
+    let words = error.to_string();
+    assert!(
+        matches!(error, Error::CallMismatch { .. }) && words.contains("with a bias"),
+        "{words}"
+    );
+}
+
 /// Rank `victim` is killed while it does not make the call in which the others wait for its partials.
 #[track_caller]
 pub fn kill_while_the_others_wait<B: Tested>(test: &str, victim: usize, config: Option<Config>) {
