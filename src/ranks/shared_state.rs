@@ -448,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn traced_calls_and_calls_of_other_matrices_differ_and_a_long_text_is_cut_not_lost() {
+    fn traced_calls_biased_ones_and_those_of_other_matrices_differ_and_a_long_text_is_cut() {
         let ranks = ranks(2);
         let long = Agreed::new("all_gather_matmul", &"rows, ".repeat(100));
         let call = operation(&long);
@@ -457,12 +457,17 @@ mod tests {
             traced: true,
             ..call
         };
+        let biased = Operation {
+            biased: true,
+            ..call
+        };
         let other = Operation {
             matrices: &[0, 7],
             ..call
         };
         for (differs, word) in [
             (traced, "traced all_gather"),
+            (biased, "with a bias)"),
             (other, "sharded matrix 0, sharded matrix 7)"),
         ] {
             assert!(differs.to_string().contains(word), "{differs}");
