@@ -13,8 +13,8 @@ use std::time::Instant;
 use clap::Parser;
 use gemmesh::trace::{Timeline, Trace};
 use gemmesh::{
-    AllGatherMatmul, Builder, Group, Host, MatmulReduceScatter, Matrix, Result, Route,
-    ShardedMatrix, bf16,
+    AllGatherMatmul, Builder, Group, Host, MatmulReduceScatter, Matrix, Prepared,
+    PreparedReduceScatter, Result, Route, ShardedMatrix, bf16,
 };
 
 const RANKS: usize = 4;
@@ -69,54 +69,44 @@ struct Outcome {
     timeline: Timeline,
 }
 
-/// A rank's part of a layer.
+/// A rank's part of a layer, and its two products, prepared once.
 struct Layer {
     group: Group<Host>,
     x: ShardedMatrix<Host, bf16>,
     up: Matrix<Host, bf16>,
     down: Matrix<Host, bf16>,
     hidden: Matrix<Host, bf16>,
+    gather: Prepared<'static, Host, bf16>,
+    /// Where partials are pushed, each block is sent while the next is made;
+    pushed: PreparedReduceScatter<'static, Host, bf16>,
+    /// where they are pulled, all of them are made before.
+    pulled: PreparedReduceScatter<'static, Host, bf16>,
 }
 
 impl Layer {
-    fn run(&mut self, overlapped: bool) -> Result<()> {
-        let Layer {
-            x,
-            up,
-            down,
-            hidden,
-            ..
-        } = self;
-        let prepared = AllGatherMatmul::new().prepare(x, HIDDEN)?;
-        if overlapped {
-            prepared.run(x, up, hidden)?;
-        } else {
-            prepared.gather(x)?;
-            prepared.matmul(x, up, hidden)?;
-        }
-        relu(hidden)?;
-        // Where partials are pulled, all of them are made before.
-        let route = if overlapped { Route::Push } else { Route::Pull };
-        let config = prepared.config().with_route(route);
-        MatmulReduceScatter::new()
-            .config(config)
-            .run_into(hidden, down, x)
+    fn run_overlapped(&mut self) -> Result<()> {
+        self.gather.run(&self.x, &self.up, &mut self.hidden)?;
+        relu(&mut self.hidden)?;
+        self.pushed.run_into(&self.hidden, &self.down, &mut self.x)
     }
 
-    /// The same, overlapped, and what happened when.
-    fn trace(&mut self) -> Result<Trace> {
-        let Layer {
-            x,
-            up,
-            down,
-            hidden,
-            ..
-        } = self;
-        let prepared = AllGatherMatmul::new().prepare(x, HIDDEN)?;
-        let mut trace = prepared.run_traced(x, up, hidden)?;
-        relu(hidden)?;
-        let sum = MatmulReduceScatter::new().prepare(hidden, MODEL)?;
-        trace.extend(sum.run_into_traced(hidden, down, x)?);
+    fn run_in_sequence(&mut self) -> Result<()> {
+        self.gather.gather(&self.x)?;
+        self.gather.matmul(&self.x, &self.up, &mut self.hidden)?;
+        relu(&mut self.hidden)?;
+        self.pulled.run_into(&self.hidden, &self.down, &mut self.x)
+    }
+
+    /// As [`Layer::run_overlapped`], and what happened when.
+    fn run_traced(&mut self) -> Result<Trace> {
+        let mut trace = self
+            .gather
+            .run_traced(&self.x, &self.up, &mut self.hidden)?;
+        relu(&mut self.hidden)?;
+        let sum = self
+            .pushed
+            .run_into_traced(&self.hidden, &self.down, &mut self.x)?;
+        trace.extend(sum);
         Ok(trace)
     }
 
@@ -126,7 +116,10 @@ impl Layer {
         self.group.barrier()?;
         let begin = Instant::now();
         for _ in 0..LAYERS {
-            self.run(overlapped)?;
+            match overlapped {
+                true => self.run_overlapped()?,
+                false => self.run_in_sequence()?,
+            }
         }
         self.group.synchronize()?;
         Ok(begin.elapsed().as_secs_f64() * 1e3)
@@ -143,11 +136,22 @@ fn relu(hidden: &mut Matrix<Host, bf16>) -> Result<()> {
 /// What each rank does.
 fn rank(group: Group<Host>) -> Result<Outcome> {
     let [up, down] = weights(group.rank());
+    let x = group.sharded::<bf16>(M, MODEL)?;
+    let hidden = group.zeros::<bf16>(M, HIDDEN)?;
+    let gather = AllGatherMatmul::new().prepare(&x, HIDDEN)?;
+    let scatter = |route| {
+        let config = gather.config().with_route(route);
+        let sum = MatmulReduceScatter::new().config(config);
+        sum.prepare(&hidden, MODEL)
+    };
     let mut layer = Layer {
-        x: group.sharded::<bf16>(M, MODEL)?,
+        pushed: scatter(Route::Push)?,
+        pulled: scatter(Route::Pull)?,
         up: group.upload(&up, HIDDEN, MODEL)?,
         down: group.upload(&down, MODEL, HIDDEN)?,
-        hidden: group.zeros::<bf16>(M, HIDDEN)?,
+        gather,
+        hidden,
+        x,
         group,
     };
     let own = layer.x.rows();
@@ -155,12 +159,15 @@ fn rank(group: Group<Host>) -> Result<Outcome> {
     let input = random(0, M * MODEL, 1.0);
     let input = &input[own.clone()];
 
-    layer.all(input, true)?;
-    let found = layer.x.to_vec()?;
+    let exact = reference(input);
     let (mut off, mut size) = (0.0, 0.0);
-    for (found, exact) in found[own].iter().zip(reference(input)) {
-        off += (f64::from(found.to_f32()) - exact).powi(2);
-        size += exact.powi(2);
+    for overlapped in [true, false] {
+        layer.all(input, overlapped)?;
+        let found = layer.x.to_vec()?;
+        for (found, exact) in found[own.clone()].iter().zip(&exact) {
+            off += (f64::from(found.to_f32()) - exact).powi(2);
+            size += exact.powi(2);
+        }
     }
     let mut median = |overlapped| -> Result<f64> {
         let times = (0..7).map(|_| layer.all(input, overlapped));
@@ -169,7 +176,7 @@ fn rank(group: Group<Host>) -> Result<Outcome> {
         Ok(times[times.len() / 2])
     };
     let (fused, sequential) = (median(true)?, median(false)?);
-    let trace = layer.trace()?;
+    let trace = layer.run_traced()?;
     Ok(Outcome {
         error: (off / size).sqrt(),
         fused,

@@ -212,10 +212,11 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         b: &Matrix<B, T>,
         out: &mut Matrix<B, T>,
     ) -> Result<Trace> {
-        let mut spans = Vec::new();
         let call = self.call(&self.program);
-        call.collective(a, Some((b, out)), Some(&mut spans))?;
-        Ok(Trace::new(a.group().rank(), spans))
+        let rank = a.group().rank();
+        Trace::of(rank, |spans| {
+            call.collective(a, Some((b, out)), Some(spans))
+        })
     }
 
     /// Only gathers the rows of `a`. Collective.

@@ -179,9 +179,8 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
         b: &Matrix<B, T>,
         out: &mut ShardedMatrix<B, T>,
     ) -> Result<Trace> {
-        let mut spans = Vec::new();
-        self.collective(a, b, out, Some(&mut spans))?;
-        Ok(Trace::new(a.group().rank(), spans))
+        let rank = self.sums.group().rank();
+        Trace::of(rank, |spans| self.collective(a, b, out, Some(spans)))
     }
 
     fn collective(
@@ -191,14 +190,10 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
         out: &mut ShardedMatrix<B, T>,
         mut trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
-        let check = || -> Result<()> {
-            self.sums.check(a, b)?;
-            self.sums.check_sharded(out)
-        };
-        check().map_err(|error| self.sums.group().refuse(ALL_NAME, error))?;
-        let sums = Bound::Symmetric(out.memory());
-        let shared = [out.id()];
-        self.sums.run(a, b, sums, &shared, trace.as_deref_mut())?;
+        let checked = self.sums.check_sharded(out);
+        let (sums, shared) = (Bound::Symmetric(out.memory()), [out.id()]);
+        let first = trace.as_deref_mut();
+        self.sums.run([a, b], checked, sums, &shared, first)?;
         match &self.gather {
             Some(gather) => self.gather(gather, out, trace),
             None => Ok(()),
@@ -241,7 +236,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     #[doc(hidden)]
     pub fn all_reduce(&self, out: &mut ShardedMatrix<B, T>) -> Result<()> {
         self.sums.check_sharded(out)?;
-        let gather = match (&self.gather, self.sums.reduces_own_rows()) {
+        let gather = match (&self.gather, self.sums.reduces_own_rows) {
             (Some(gather), _) => Some(gather.clone()),
             (None, true) => Some(gather_of(self.sums.group(), out, self.config())?),
             (None, false) => None,

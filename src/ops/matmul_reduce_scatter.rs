@@ -211,9 +211,8 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         b: &Matrix<B, T>,
         out: &mut Matrix<B, T>,
     ) -> Result<Trace> {
-        let mut spans = Vec::new();
-        self.collective(a, b, out, Some(&mut spans))?;
-        Ok(Trace::new(a.group().rank(), spans))
+        let rank = self.0.group().rank();
+        Trace::of(rank, |spans| self.collective(a, b, out, Some(spans)))
     }
 
     fn collective(
@@ -223,13 +222,9 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         out: &mut Matrix<B, T>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
-        let check = || -> Result<()> {
-            self.0.check(a, b)?;
-            self.check_out(out)
-        };
-        check().map_err(|error| self.0.group().refuse(NAME, error))?;
-        self.0
-            .run(a, b, Bound::Output(out.memory_mut()), &[], trace)
+        let checked = self.check_out(out);
+        let out = Bound::Output(out.memory_mut());
+        self.0.run([a, b], checked, out, &[], trace)
     }
 
     fn check_out(&self, out: &Matrix<B, T>) -> Result<()> {
@@ -264,9 +259,8 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         b: &Matrix<B, T>,
         out: &mut ShardedMatrix<B, T>,
     ) -> Result<Trace> {
-        let mut spans = Vec::new();
-        self.collective_into(a, b, out, Some(&mut spans))?;
-        Ok(Trace::new(a.group().rank(), spans))
+        let rank = self.0.group().rank();
+        Trace::of(rank, |spans| self.collective_into(a, b, out, Some(spans)))
     }
 
     fn collective_into(
@@ -276,15 +270,11 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         out: &mut ShardedMatrix<B, T>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
-        let check = || -> Result<()> {
-            self.0.check(a, b)?;
-            self.0.check_sharded(out)
-        };
-        check().map_err(|error| self.0.group().refuse(NAME, error))?;
+        let checked = self.0.check_sharded(out);
         let [_, n] = self.0.shape();
         let offset = self.0.own_rows().start * n * size_of::<T>();
         let out = Bound::Part(out.memory_mut(), offset);
-        self.0.run(a, b, out, &[], trace)
+        self.0.run([a, b], checked, out, &[], trace)
     }
 
     /// Only multiplies: partials stay where they are made. Not collective; for benchmarks, after a run.

@@ -84,7 +84,9 @@ impl<'a, B: Backend, T: Element> PartialSums<'a, B, T> {
                 Some(group.program(reduce_scatter::multiply, asked, Some(config))?)
             }
         };
+        let exchanged = reduce_scatter::is_exchanged(&describe(which.name()));
         Ok(Planned {
+            reduces_own_rows: matches!(which, Which::All) && !exchanged,
             sum,
             multiply,
             group: group.clone(),
@@ -107,6 +109,8 @@ pub struct Planned<'a, B: Backend, T: Element> {
     multiply: Option<Arc<B::Program>>,
     group: Group<B>,
     which: Which,
+    /// Pulled sums must still be gathered: those of an all-reduce that is not exchanged.
+    pub reduces_own_rows: bool,
     /// Who owns which rows of the sum, and this rank's part of K.
     layout: Layout,
     n: usize,
@@ -129,13 +133,7 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
 
     /// Whether what all ranks are to have still has to be gathered.
     pub fn needs_gather(&self) -> bool {
-        self.multiply.is_some() && self.reduces_own_rows()
-    }
-
-    /// Whether pulled sums must still be gathered: those of an all-reduce that is not exchanged.
-    pub fn reduces_own_rows(&self) -> bool {
-        let asked = describe::<T>(self.which.name(), &self.layout, self.n);
-        matches!(self.which, Which::All) && !reduce_scatter::is_exchanged(&asked)
+        self.multiply.is_some() && self.reduces_own_rows
     }
 
     /// [M, N] of the sum.
@@ -148,7 +146,7 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
         self.layout.rows_of(self.group.rank())
     }
 
-    /// Checks the operands, before anything is done. The bias was checked when it was planned.
+    /// Checks the operands. The bias was checked when it was planned.
     pub fn check(&self, a: &Matrix<B, T>, b: &Matrix<B, T>) -> Result<()> {
         let group = a.group();
         let k = self.layout.k();
@@ -174,15 +172,18 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
         Ok(())
     }
 
-    /// Does it, with what has been checked. `shared`: the numbers of the sharded matrices that are written.
+    /// Does it, once the operands have been checked too. `checked`: whether `out` fits; `shared`: the numbers of the sharded matrices
+    /// that are written.
     pub fn run(
         &self,
-        a: &Matrix<B, T>,
-        b: &Matrix<B, T>,
+        [a, b]: [&Matrix<B, T>; 2],
+        checked: Result<()>,
         out: Bound<B>,
         shared: &[u32],
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
+        let fits = self.check(a, b).and(checked);
+        fits.map_err(|error| self.group.refuse(self.which.name(), error))?;
         let before = self.multiply.as_ref();
         self.launch(before, &self.sum, Some([a, b]), out, shared, trace)
     }

@@ -22,7 +22,14 @@ pub struct Trace {
 }
 
 impl Trace {
-    pub(crate) fn new(rank: usize, mut spans: Vec<Span>) -> Trace {
+    /// What `run` notes.
+    pub(crate) fn of(rank: usize, run: impl FnOnce(&mut Vec<Span>) -> Result<()>) -> Result<Trace> {
+        let mut spans = Vec::new();
+        run(&mut spans)?;
+        Ok(Trace::new(rank, spans))
+    }
+
+    fn new(rank: usize, mut spans: Vec<Span>) -> Trace {
         spans.sort_by_key(|span| (span.begin, span.lane));
         Trace { rank, spans }
     }

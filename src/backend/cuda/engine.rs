@@ -13,7 +13,7 @@ use crate::backend::sealed::Call;
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
 use crate::schedule::layout::{MAX_WORLD, limit};
-use crate::schedule::{Agreed, Block, Move, Route, Schedule};
+use crate::schedule::{Agreed, Block, Move, Route, Schedule, Transfer};
 
 pub fn run(cuda: &Cuda, members: &Members, program: &Program, mut call: Call<Cuda>) -> Result<()> {
     let _bound = cuda.device.bind()?;
@@ -57,11 +57,12 @@ pub fn run(cuda: &Cuda, members: &Members, program: &Program, mut call: Call<Cud
     })
 }
 
-/// Refuses what schedules can say and this engine does not do yet.
+/// Refuses what schedules can say and this engine does not do yet. Returns where the blocks of its product go, if they do not all
+/// go to one place.
 ///
 /// # Errors
 /// [`Error::NoRoute`]; [`Error::Limit`] for what no operation needs.
-pub fn check(schedule: &Schedule) -> Result<()> {
+pub fn check(schedule: &Schedule) -> Result<Option<Places>> {
     // Kernels wait for flags of pulls, or for those of pushes.
     let routes = schedule.routes();
     limit("routes of an operation on GPUs", routes.len(), 0, 1)?;
@@ -96,10 +97,12 @@ pub fn check(schedule: &Schedule) -> Result<()> {
     }
     let Some(product) = schedule.product() else {
         let pushed = routes.iter().filter(|&&route| route != Route::Pull).count();
-        return limit("pushes without a product on GPUs", pushed, 0, 0);
+        limit("pushes without a product on GPUs", pushed, 0, 0)?;
+        return Ok(None);
     };
     if let Some(places) = places {
-        return places.check(schedule, product);
+        places.check(schedule, product)?;
+        return Ok(Some(places));
     }
     limit("blocks of a product on GPUs", product.blocks.len(), 1, 1)?;
     let Block { rows, .. } = &product.blocks[0];
@@ -130,7 +133,7 @@ pub fn check(schedule: &Schedule) -> Result<()> {
             )?;
         }
     }
-    Ok(())
+    Ok(None)
 }
 
 /// The commands that a queue of the device holds.
@@ -139,9 +142,13 @@ pub const COMMANDS: usize = 1024;
 /// The most commands that an operation puts on one stream.
 pub fn commands(schedule: &Schedule) -> usize {
     let copies: usize = schedule.moves().map(|moved| moved.regions.len()).sum();
-    let mut blocks: Vec<_> = schedule.moves().filter_map(|m| m.produced).collect();
-    blocks.dedup();
-    copies + schedule.moves().count() + blocks.len() + 3 * schedule.world() + 4
+    // The stream waits for a block when it turns to it.
+    let mut last = None;
+    let is_next = |moved: &&Transfer| {
+        moved.produced.is_some() && std::mem::replace(&mut last, moved.produced) != moved.produced
+    };
+    let blocks = schedule.moves().filter(is_next).count();
+    copies + schedule.moves().count() + blocks + 3 * schedule.world() + 4
 }
 
 /// Waits until the device's queues have room for another operation. They are bounded, and a driver that waits for room has
@@ -304,11 +311,11 @@ mod tests {
         for rows in [&[5, 3][..], &[8, 0], &[0, 8], &[8], &[3, 0, 40]] {
             let asked = asked(rows);
             for rank in 0..rows.len() {
-                assert_eq!(check(&multiply(&asked, rank, CONFIG).unwrap()), Ok(()));
+                assert_eq!(check(&multiply(&asked, rank, CONFIG).unwrap()), Ok(None));
                 for planner in [reduce_scatter, all_reduce] {
                     let plan = |route| planner(&asked, rank, CONFIG.with_route(route)).unwrap();
-                    assert_eq!(check(&plan(Route::Pull)), Ok(()));
-                    assert_eq!(check(&plan(Route::Push)), Ok(()));
+                    assert_eq!(check(&plan(Route::Pull)), Ok(None));
+                    assert!(matches!(check(&plan(Route::Push)), Ok(Some(_))));
                     if rows.len() == 1 {
                         continue;
                     }

@@ -37,7 +37,6 @@ use monitor::Monitor;
 use program::Program;
 use queues::Queues;
 use reclaim::{Deferred, Reclaimer};
-use sums::Places;
 use tables::Tables;
 
 use super::sealed::{self, Call};
@@ -246,7 +245,7 @@ impl sealed::Backend for Cuda {
 
     fn prepare(&self, members: &Members, schedule: Schedule) -> Result<Program> {
         let pushes = schedule.uses(Route::Push);
-        engine::check(&schedule)?;
+        let places = engine::check(&schedule)?;
         if pushes && let Some(cause) = &self.queues.together {
             return Err(Error::QueuedTogether {
                 rank: members.rank,
@@ -267,13 +266,13 @@ impl sealed::Backend for Cuda {
         if let Some(product) = schedule.product() {
             let dtype = schedule.matrices()[product.a].dtype;
             let variant = Variant {
-                sums: Places::of(&schedule).is_some(),
+                sums: places.is_some(),
                 trace: false,
             };
             self.kernels
                 .find(members.rank, dtype, &product.config, variant)?;
         }
-        Program::new(self, schedule)
+        Program::new(self, schedule, places)
     }
 
     fn schedule(program: &Program) -> &Schedule {

@@ -55,12 +55,11 @@ struct Sums {
 }
 
 impl Program {
-    pub fn new(cuda: &Cuda, schedule: Schedule) -> Result<Program> {
+    pub fn new(cuda: &Cuda, schedule: Schedule, places: Option<Places>) -> Result<Program> {
         let sources: Vec<u32> = schedule.sources().iter().map(|&s| s as u32).collect();
         let (tasks, stored) = store::tasks(&schedule, cuda.device.multiprocessors());
         let pushed = vec![0u32; stored];
         let task_count = tasks.len() as u32;
-        let places = Places::of(&schedule);
         let (blocks, addends) = places
             .as_ref()
             .map_or_else(Default::default, |places| sums::tables(&schedule, places));
