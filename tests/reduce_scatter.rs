@@ -5,7 +5,8 @@ mod support;
 use std::ops::Range;
 use std::time::Duration;
 
-use gemmesh::schedule::reduce_scatter::{self as planner, OUT, PARTIALS, Partials};
+use gemmesh::schedule::partials::Partials;
+use gemmesh::schedule::reduce_scatter::{self as planner, OUT, PARTIALS};
 use gemmesh::schedule::{Addend, Description, Layout, Schedule, Tile, Transfer};
 use gemmesh::trace::Work;
 use gemmesh::{

@@ -84,7 +84,7 @@ struct Shared {
 };
 
 // What a kernel that adds partials is launched with beside the rest; another has nothing of it.
-struct Partials {
+struct SumArguments {
     const CUtensorMap* stored;
     const CUtensorMap* added;
     const GemmeshSums* sums;
@@ -118,7 +118,7 @@ __device__ __forceinline__ GemmeshTraceEvent& event_of(const GemmeshParams& para
 // One thread: waits for each tile's rows and loads them, stage by stage.
 template <class C>
 __device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensorMap& map_b,
-                                        const GemmeshParams& params, const Partials& partials, Shared<C>& shared,
+                                        const GemmeshParams& params, const SumArguments& partials, Shared<C>& shared,
                                         uint32_t rank) {
     constexpr uint32_t kStageBytes = sizeof(shared.a[0]) + sizeof(shared.b[0]);
     constexpr uint16_t kEveryCta = (1 << C::kCluster) - 1;
@@ -188,7 +188,7 @@ __device__ __forceinline__ void exchange(const GemmeshParams& params, const Entr
 // One warpgroup: multiplies its rows of each tile and stores them.
 template <class C>
 __device__ __forceinline__ void consume(const CUtensorMap& map_out, const GemmeshParams& params,
-                                        const Partials& partials, Shared<C>& shared, uint32_t rank,
+                                        const SumArguments& partials, Shared<C>& shared, uint32_t rank,
                                         uint32_t consumer) {
     using Element = typename C::Element;
     constexpr uint32_t kStepA = operand_step(sizeof(shared.a[0]));
@@ -278,7 +278,7 @@ __device__ __forceinline__ void meet() {
 
 template <class C>
 __device__ __forceinline__ void matmul(const CUtensorMap& map_a, const CUtensorMap& map_b, const CUtensorMap& map_out,
-                                       const GemmeshParams& params, const Partials& partials) {
+                                       const GemmeshParams& params, const SumArguments& partials) {
     // The swizzle needs this alignment; with no static shared memory in front of it, it has it.
     extern __shared__ __align__(1024) uint8_t dynamic_shared[];
     Shared<C>& shared = *reinterpret_cast<Shared<C>*>(dynamic_shared);
@@ -322,34 +322,33 @@ __device__ __forceinline__ void matmul(const CUtensorMap& map_a, const CUtensorM
 }  // namespace gemmesh
 
 // One kernel of the list in cuda/kernels.rs: build.rs writes a source that includes this one and has such a line for each. The
-// list says how much shared memory a kernel is launched with, and how many boxes fit into it.
+// list says how much shared memory a kernel is launched with, and how many boxes fit into it. The configuration's commas make it
+// several arguments of a macro.
 #define GEMMESH_CONFIG(Element, TileN, Stages, Cluster, Split, Boxes, Sums, Trace) \
     gemmesh::Config<gemmesh::Element, TileN, Stages, Cluster, Split, Boxes, Sums, Trace>
 
-#define GEMMESH_HEAD(name, Cluster, Split)                                                                      \
+#define GEMMESH_HEAD(name, Cluster, Split, shared_bytes, ...)                                              \
+    static_assert(sizeof(gemmesh::Shared<__VA_ARGS__>) == shared_bytes,                                    \
+                  #name ": cuda/kernels.rs gives it less shared memory than it uses, or more");            \
     extern "C" __global__ void __cluster_dims__(Cluster * Split, 1, 1) __launch_bounds__(GEMMESH_THREADS, 1) name
 
-#define GEMMESH_MATMUL(name, Element, TileN, Stages, Cluster, Split, Boxes, Trace, shared_bytes)                     \
-    static_assert(sizeof(gemmesh::Shared<GEMMESH_CONFIG(Element, TileN, Stages, Cluster, Split, Boxes, false,        \
-                                                        Trace)>) == shared_bytes,                                   \
-                  #name ": cuda/kernels.rs gives it less shared memory than it uses, or more");                      \
-    GEMMESH_HEAD(name, Cluster, Split)                                                                               \
-    (const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,                                   \
-     const __grid_constant__ CUtensorMap out, const __grid_constant__ GemmeshParams params) {                        \
-        gemmesh::matmul<GEMMESH_CONFIG(Element, TileN, Stages, Cluster, Split, Boxes, false, Trace)>(                \
-            a, b, out, params, gemmesh::Partials{});                                                                 \
+#define GEMMESH_MATMUL(name, Element, TileN, Stages, Cluster, Split, Boxes, Trace, shared_bytes)           \
+    GEMMESH_HEAD(name, Cluster, Split, shared_bytes,                                                       \
+                 GEMMESH_CONFIG(Element, TileN, Stages, Cluster, Split, Boxes, false, Trace))              \
+    (const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,                         \
+     const __grid_constant__ CUtensorMap out, const __grid_constant__ GemmeshParams params) {              \
+        gemmesh::matmul<GEMMESH_CONFIG(Element, TileN, Stages, Cluster, Split, Boxes, false, Trace)>(      \
+            a, b, out, params, gemmesh::SumArguments{});                                                   \
     }
 
 // The same, of one that adds partials.
-#define GEMMESH_MATMUL_SUMS(name, Element, TileN, Stages, Cluster, Split, Boxes, Trace, shared_bytes)                \
-    static_assert(sizeof(gemmesh::Shared<GEMMESH_CONFIG(Element, TileN, Stages, Cluster, Split, Boxes, true,         \
-                                                        Trace)>) == shared_bytes,                                   \
-                  #name ": cuda/kernels.rs gives it less shared memory than it uses, or more");                      \
-    GEMMESH_HEAD(name, Cluster, Split)                                                                               \
-    (const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,                                   \
-     const __grid_constant__ CUtensorMap out, const __grid_constant__ GemmeshParams params,                          \
-     const __grid_constant__ CUtensorMap stored, const __grid_constant__ CUtensorMap added,                          \
-     const __grid_constant__ GemmeshSums sums) {                                                                     \
-        gemmesh::matmul<GEMMESH_CONFIG(Element, TileN, Stages, Cluster, Split, Boxes, true, Trace)>(                 \
-            a, b, out, params, gemmesh::Partials{&stored, &added, &sums});                                           \
+#define GEMMESH_MATMUL_SUMS(name, Element, TileN, Stages, Cluster, Split, Boxes, Trace, shared_bytes)      \
+    GEMMESH_HEAD(name, Cluster, Split, shared_bytes,                                                       \
+                 GEMMESH_CONFIG(Element, TileN, Stages, Cluster, Split, Boxes, true, Trace))               \
+    (const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,                         \
+     const __grid_constant__ CUtensorMap out, const __grid_constant__ GemmeshParams params,                \
+     const __grid_constant__ CUtensorMap stored, const __grid_constant__ CUtensorMap added,                \
+     const __grid_constant__ GemmeshSums sums) {                                                           \
+        gemmesh::matmul<GEMMESH_CONFIG(Element, TileN, Stages, Cluster, Split, Boxes, true, Trace)>(       \
+            a, b, out, params, gemmesh::SumArguments{&stored, &added, &sums});                             \
     }

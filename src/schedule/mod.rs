@@ -9,6 +9,7 @@ pub mod epoch;
 pub mod flag;
 pub mod layout;
 pub mod order;
+pub mod partials;
 mod parts;
 pub mod primitive;
 pub mod reduce_scatter;

@@ -10,6 +10,7 @@ use std::ops::Range;
 use super::config::{Chunking, Config, Route};
 use super::layout::{MAX_EXTENT, chunk_rows, limit};
 use super::order::{self, TileRow, ring};
+use super::partials::{Incoming, Partials, Piece, among_others};
 use super::{
     Addend, Agreed, Block, Description, MAX_FLAGS, MatrixSpec, Move, Parts, Product, Reduction,
     Region, Schedule, Sum, Tile, Transfer,
@@ -28,76 +29,6 @@ pub const OUT: usize = 3;
 pub const PARTIALS: usize = 4;
 /// How many there are.
 pub const MATRICES: usize = 5;
-
-/// Rows of partials are as long as a multiple of this: 16 bytes, as copies and loads on GPUs ask for.
-const ALIGNMENT: usize = 16;
-
-/// Kernels store 16 rows at a time, so up to 15 rows past a rank's last are overwritten.
-pub const STORED_ROWS: usize = 16;
-
-/// The partials of one operation: on each rank its own, then the slots for those of the others.
-#[derive(Clone, Copy, Debug)]
-pub struct Partials {
-    /// Rows of a slot: the most that come from a rank to another.
-    slot: usize,
-    world: usize,
-    m: usize,
-    /// Rows that nobody uses, behind what a rank makes of the rows of each.
-    gap: usize,
-    /// Of a row, with what is padding.
-    columns: usize,
-}
-
-impl Partials {
-    /// The same on every rank. Where partials are pulled, those of all rows are made at once, and there are no gaps.
-    pub fn of(asked: &Description, route: Route) -> Partials {
-        let rows = asked.layout.rows().into_iter();
-        Partials::new(asked, route, rows.max().unwrap_or(0))
-    }
-
-    /// Those of operations in which all ranks get all of them.
-    pub fn exchanged(asked: &Description, route: Route) -> Partials {
-        Partials::new(asked, route, asked.layout.m())
-    }
-
-    fn new(asked: &Description, route: Route, slot: usize) -> Partials {
-        Partials {
-            slot,
-            world: asked.layout.world(),
-            m: asked.layout.m(),
-            gap: match route {
-                Route::Pull => 0,
-                Route::Push | Route::Store => STORED_ROWS - 1,
-            },
-            columns: asked.n.next_multiple_of(ALIGNMENT / asked.dtype.bytes()),
-        }
-    }
-
-    /// All rows.
-    pub fn rows(&self) -> usize {
-        self.slots() + (self.world - 1) * self.slot
-    }
-
-    /// The elements of a row.
-    pub fn columns(&self) -> usize {
-        self.columns
-    }
-
-    /// The first row of all slots. The own partials before them begin in the same place, whatever the slots are for.
-    fn slots(&self) -> usize {
-        self.m + self.world * self.gap
-    }
-
-    /// Where what `from` makes of the rows of `to` comes to lie in the memory of `to`: its first row.
-    fn slot(&self, from: usize, to: usize) -> usize {
-        self.slots() + (from - usize::from(from > to)) * self.slot
-    }
-
-    /// Where what a rank makes of row `row`, which `owner` owns, lies in its own memory.
-    pub fn own(&self, owner: usize, row: usize) -> usize {
-        owner * self.gap + row
-    }
-}
 
 /// The name of the call whose sums stay with the owners of the rows,
 pub const NAME: &str = "matmul_reduce_scatter";
@@ -229,7 +160,7 @@ fn exchange(planner: &Plan) -> Result<Schedule> {
             }],
             after: 0..0,
             produced: (!is_pulled).then_some(index),
-            flag: (from - usize::from(from > to)) * parts.len() + index,
+            flag: among_others(from, to) * parts.len() + index,
             route: config.route,
         }
     };
@@ -364,68 +295,6 @@ enum Sums {
     Everywhere,
 }
 
-/// Rows that a rank makes, and sends, at once: of another rank, a partial; its own, sums.
-struct Piece {
-    owner: usize,
-    rows: Range<usize>,
-}
-
-/// What comes to one rank, by flag: partials are numbered by the first row that they are of, and then by sender, and all sums
-/// behind them.
-struct Incoming {
-    /// The sender, the number of the piece among its own, and the rows.
-    partials: Vec<(usize, usize, Range<usize>)>,
-    sums: Vec<(usize, usize)>,
-}
-
-impl Incoming {
-    /// `made`: by rank.
-    fn of(made: &[Vec<Piece>], to: usize) -> Incoming {
-        let others = || (0..made.len()).filter(|&from| from != to);
-        let pieces = |from: usize| {
-            made[from]
-                .iter()
-                .enumerate()
-                .map(move |piece| (from, piece))
-        };
-        let mut partials: Vec<_> = others()
-            .flat_map(pieces)
-            .filter(|(_, (_, piece))| piece.owner == to)
-            .map(|(from, (number, piece))| (from, number, piece.rows.clone()))
-            .collect();
-        partials.sort_by_key(|(from, _, rows)| (rows.start, *from));
-        let sums = others().flat_map(pieces);
-        let sums = sums.filter(|(from, (_, piece))| piece.owner == *from);
-        Incoming {
-            partials,
-            sums: sums.map(|(from, (number, _))| (from, number)).collect(),
-        }
-    }
-
-    /// The flag of a piece.
-    fn flag(&self, from: usize, number: usize) -> usize {
-        let mut partials = self.partials.iter();
-        let partial = partials.position(|(sender, piece, _)| (*sender, *piece) == (from, number));
-        let mut sums = self.sums.iter();
-        partial.unwrap_or_else(|| {
-            let sum = sums.position(|sum| *sum == (from, number));
-            // What never comes has no flag: a schedule with that is refused.
-            sum.map_or(usize::MAX, |sum| self.partials.len() + sum)
-        })
-    }
-
-    /// Those of partials of these rows. Between the first and the last there may be others of smaller pieces, which come before
-    /// what the rows need, or with it.
-    fn flags(&self, rows: &Range<usize>) -> Range<usize> {
-        let needed = |(_, _, piece): &(usize, usize, Range<usize>)| {
-            piece.start < rows.end && rows.start < piece.end
-        };
-        let begin = self.partials.iter().position(needed).unwrap_or(0);
-        let last = self.partials.iter().rposition(needed);
-        begin..last.map_or(begin, |last| last + 1)
-    }
-}
-
 impl Plan<'_> {
     fn new(asked: &Description, rank: usize, config: Config, sums: Sums) -> Result<Plan<'_>> {
         limit("rank", rank, 0, asked.layout.world() - 1)?;
@@ -539,7 +408,7 @@ impl Plan<'_> {
         Region {
             matrix: PARTIALS,
             rows,
-            columns: 0..self.partials.columns,
+            columns: 0..self.partials.columns(),
         }
     }
 
@@ -659,7 +528,7 @@ impl Plan<'_> {
                 matrix(n, k),
                 matrix(1, n),
                 matrix(out, n),
-                matrix(partials.rows(), partials.columns),
+                matrix(partials.rows(), partials.columns()),
             ],
             arrivals,
             departures,

@@ -3,6 +3,8 @@
 use gemmesh::{Builder, Chunking, Config, Cuda, Route, TileShape, bf16, f16};
 use rand::RngExt;
 
+use gemmesh::testing::with_each_kernel;
+
 use crate::support::gpu::*;
 use crate::support::numbers::{bits, rng};
 use crate::support::shared::reduce_scatter::{self, Case, Placed};
@@ -23,38 +25,28 @@ fn case(rows: &[usize], n: usize, k: usize, more: usize, bias: bool) -> Case {
 
 const ROUTES: [Route; 2] = [Route::Pull, Route::Push];
 
-/// Kernels of all widths and both cluster sizes, and blocks sent in one part and in several.
-fn configs() -> [Option<Config>; 7] {
-    let config = |n, stages, cluster, chunks, last| {
-        let tile = TileShape::new(128, n, 64)
-            .with_stages(stages)
-            .with_cluster(cluster);
-        let chunking = Chunking::new(chunks).with_last(last);
-        Some(Config::new(tile, chunking, Route::Pull))
-    };
-    [
-        config(256, 4, 2, 1, 2),
-        config(256, 4, 1, 1, 1),
-        config(224, 4, 2, 1, 1),
-        config(208, 4, 2, 2, 4),
-        config(192, 4, 2, 3, 2),
-        config(128, 6, 2, 1, 3),
-        config(64, 8, 1, 3, 1),
-    ]
+/// The kernels whose CTAs share K in so many parts: what they add up is of the same bits. Blocks are sent in one part and in
+/// several.
+fn configs_of_split(parts: usize) -> Vec<Option<Config>> {
+    let base = Config::new(TileShape::new(128, 128, 64), Chunking::new(1), Route::Pull);
+    let kernels = with_each_kernel(&base).into_iter();
+    let kernels = kernels.filter(|config| config.tile.split_k == parts);
+    let chunks = [(1, 2), (1, 1), (2, 4), (3, 2), (1, 3), (3, 1)];
+    let chunked = kernels.zip(chunks.into_iter().cycle());
+    let chunked = chunked.map(|(config, (count, last))| {
+        let chunking = Chunking::new(count).with_last(last);
+        Some(Config::new(config.tile, chunking, Route::Pull))
+    });
+    chunked.collect()
+}
+
+/// Those that do not share K.
+fn configs() -> Vec<Option<Config>> {
+    configs_of_split(1)
 }
 
 fn pushed() -> Option<Config> {
     configs()[0].map(|config| config.with_route(Route::Push))
-}
-
-/// Those whose CTAs share K: what they add up is of other bits.
-fn split(of: usize) -> [Option<Config>; 2] {
-    [(64, if of == 2 { 8 } else { 7 }), (128, 5)].map(|(n, stages)| {
-        let tile = TileShape::new(128, n, 64)
-            .with_stages(stages)
-            .with_split_k(of);
-        Some(Config::new(tile, Chunking::new(2), Route::Pull))
-    })
 }
 
 /// Rows that end within tiles and within what a warp stores, ranks without rows, columns of no whole tile.
@@ -84,13 +76,13 @@ fn partials_are_added_in_the_order_of_the_ranks_whatever_comes_first() {
 #[test]
 fn partials_of_k_in_two_parts_are_added_in_the_order_of_the_ranks() {
     let Some(_leave) = gpu() else { return };
-    partials_are_added_in_the_order_of_the_ranks(test_name!(), &split(2));
+    partials_are_added_in_the_order_of_the_ranks(test_name!(), &configs_of_split(2));
 }
 
 #[test]
 fn partials_of_k_in_four_parts_are_added_in_the_order_of_the_ranks() {
     let Some(_leave) = gpu() else { return };
-    partials_are_added_in_the_order_of_the_ranks(test_name!(), &split(4));
+    partials_are_added_in_the_order_of_the_ranks(test_name!(), &configs_of_split(4));
 }
 
 fn all_ranks_get_the_same_bits(test: &str, configs: &[Option<Config>]) {
@@ -119,7 +111,7 @@ fn an_all_reduce_gives_all_ranks_the_bits_of_the_sum_in_their_order() {
 #[test]
 fn an_all_reduce_of_k_in_four_parts_gives_all_ranks_the_same_bits() {
     let Some(_leave) = gpu() else { return };
-    all_ranks_get_the_same_bits(test_name!(), &split(4));
+    all_ranks_get_the_same_bits(test_name!(), &configs_of_split(4));
 }
 
 #[test]
@@ -206,7 +198,8 @@ fn random_problems_of_both_types_give_the_bits_of_the_plain_sum() {
                 ..Case::default()
             };
             let route = ROUTES[seed as usize % 2];
-            let config = configs()[seed as usize % 7].map(|config| config.with_route(route));
+            let config =
+                configs()[seed as usize % configs().len()].map(|config| config.with_route(route));
             let config = config.filter(|_| seed % 6 > 0);
             let address = format!("{}-{seed}", rank.address);
             match seed / 2 % 2 {

@@ -331,4 +331,36 @@ mod tests {
             }
         }
     }
+
+    /// What `push::enqueue` puts on the copy stream: a wait for the gate, a wait for each block, two copies a transfer, and the
+    /// words' reset.
+    fn enqueued(schedule: &Schedule) -> usize {
+        let mut last = None;
+        let mut count = 2;
+        for moved in schedule.moves() {
+            count += usize::from(last != moved.produced) + 2;
+            last = moved.produced;
+        }
+        count
+    }
+
+    #[test]
+    fn the_commands_of_sums_on_eight_ranks_are_all_counted_and_leave_room_for_others() {
+        let asked = Description {
+            n: 16_384,
+            ..asked(&[1024; 8])
+        };
+        for (count, last) in [(1, 1), (1, 4), (2, 2), (4, 8), (8, 8)] {
+            let chunking = Chunking::new(count).with_last(last);
+            let config = Config::new(TileShape::new(128, 256, 64), chunking, Route::Push);
+            for planner in [reduce_scatter, all_reduce] {
+                let schedule = planner(&asked, 3, config).unwrap();
+                let counted = commands(&schedule);
+                assert!(enqueued(&schedule) <= counted && counted <= COMMANDS);
+                if (count, last) == (1, 4) {
+                    assert!(10 * counted <= COMMANDS, "{counted} commands");
+                }
+            }
+        }
+    }
 }

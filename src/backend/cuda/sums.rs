@@ -6,7 +6,7 @@ use super::abi::{GEMMESH_PRODUCT, GEMMESH_STORE_ROWS, GemmeshBlock};
 use super::kernel::storing_warps;
 use crate::error::Result;
 use crate::schedule::layout::limit;
-use crate::schedule::reduce_scatter::STORED_ROWS;
+use crate::schedule::partials::STORED_ROWS;
 use crate::schedule::{Addend, Block, Product, Route, Schedule};
 
 /// Where the rows of all blocks go: what is added up to one matrix, what others are sent to another.

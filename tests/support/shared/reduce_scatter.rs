@@ -30,6 +30,19 @@ pub struct Case {
 }
 
 impl Case {
+    /// Small, for three ranks of which one has no rows.
+    fn of_three(bias: bool) -> Case {
+        Case {
+            rows: vec![40, 0, 61],
+            n: 48,
+            k: 16,
+            more: 16,
+            bias,
+            seed: 9,
+            ..Case::default()
+        }
+    }
+
     fn m(&self) -> usize {
         self.rows.iter().sum()
     }
@@ -389,14 +402,7 @@ pub fn the_output_may_be_the_own_rows_of_a_sharded_matrix<B: Tested>(
 ) {
     all_done(ranks::<B>(test, 3, |rank| {
         let group = group::<B>(rank, 1)?;
-        let case = Case {
-            rows: vec![40, 0, 61],
-            n: 48,
-            k: 16,
-            more: 16,
-            seed: 9,
-            ..Case::default()
-        };
+        let case = Case::of_three(false);
         let mut placed = Placed::<B, bf16>::new(&group, &case)?;
         let expected = placed.run(&case, None)?;
         let all = group
@@ -436,15 +442,7 @@ pub fn a_prepared_call_gives_the_bits_of_the_plain_one<B: Tested>(
 ) {
     all_done(ranks::<B>(test, 3, |rank| {
         let group = group::<B>(rank, 1)?;
-        let case = Case {
-            rows: vec![40, 0, 61],
-            n: 48,
-            k: 16,
-            more: 16,
-            bias: true,
-            seed: 4,
-            ..Case::default()
-        };
+        let case = Case::of_three(true);
         let (m, n, k) = (case.m(), case.n, case.k_of(rank.rank));
         let own = case.first(rank.rank) * n..case.first(rank.rank + 1) * n;
         let mut placed = Placed::<B, bf16>::new(&group, &case)?;
