@@ -9,8 +9,8 @@
  *
  * Kernel:      extern "C" void <name>(CUtensorMap a, CUtensorMap b, CUtensorMap out, GemmeshParams params)
  *              or, if it adds partials,
- *                              <name>(CUtensorMap a, CUtensorMap b, CUtensorMap out, GemmeshParams params,
- *                                     CUtensorMap stored, CUtensorMap added, GemmeshSums sums)
+ *                              <name>(CUtensorMap a, CUtensorMap b, CUtensorMap added, GemmeshParams params,
+ *                                     struct {CUtensorMap maps[2 * GEMMESH_MAX_TARGETS];} targets, GemmeshSums sums)
  *              every argument is __grid_constant__; kernels.rs lists the kernels, and says what is meant here by their
  *              tile_m, tile_n, cluster and split.
  *
@@ -30,8 +30,9 @@
  *              b     {K, N}   {GEMMESH_TILE_K, tile_n / cluster}              256B
  *              out   {N, M}   {GEMMESH_STORE_COLUMNS, GEMMESH_STORE_ROWS}     none
  *
- *              Where blocks have places of their own, `out` has the rows that are written there and no more; `stored` and
- *              `added` are both the matrix of partials, with the boxes of `out` and of `a`.
+ *              `added` is this rank's matrix of partials, with the boxes of `a`. The targets, with the boxes of `out`, are the
+ *              matrices of partials of this rank and of those behind it in the ring; then, from GEMMESH_MAX_TARGETS on, those
+ *              of sums, with the rows that are written there and no more.
  *
  *              TMA drops columns in pieces of 16 bytes: where N is no multiple of 8, a row's columns from N to the next
  *              multiple of 8 are written, with zeros, or NaN where the row of `a` is not finite. They are padding, for
@@ -175,28 +176,45 @@ typedef struct GemmeshParams {
     GemmeshExchange exchange;
 } GemmeshParams;
 
-/* In the table of addends: what the kernel itself makes. */
-#define GEMMESH_PRODUCT 0xffffffffu
+/* The most ranks whose memory a kernel stores tiles to, its own among them. */
+#define GEMMESH_MAX_TARGETS 8
+/* GemmeshStore.flag of rows that nobody waits for, and of those that the copy stream sends. */
+#define GEMMESH_UNTOLD 0xffffffffu
+#define GEMMESH_COPIED 0xfffffffeu
 
-/* Rows of the product that go to one place. Tiles are counted from the first of them, and end with the last. */
+/* One place where the rows of a block are stored. */
+typedef struct GemmeshStore {
+    uint32_t map;  /* number among the targets */
+    uint32_t row;  /* where the block's first row goes. Where the block has no whole number of GEMMESH_STORE_ROWS, and the map
+                    * more rows, the rows up to the next are written too */
+    uint32_t to;   /* the rank whose memory it is */
+    uint32_t flag; /* its chunk flag, written when all of the block is there; or GEMMESH_UNTOLD, or GEMMESH_COPIED */
+} GemmeshStore;
+
+/* Rows of the product that go the same ways. Tiles are counted from the first of them, and end with the last.
+ *
+ * They are stored as partials, rounded; or what is added up is, in the order of the ranks, each rounded before: rows of other
+ * ranks' partials, the product itself, and the others' again; then the bias. */
 typedef struct GemmeshBlock {
-    uint32_t row;          /* the first: row of `a` */
-    uint32_t rows;         /* how many */
-    uint32_t out;          /* where the first goes: row of `out`, or of `stored` if nothing is added. There, where `rows` is no
-                            * multiple of GEMMESH_STORE_ROWS, the rows up to the next are written too */
-    uint32_t addend_begin; /* what is added up, in the order of addends[addend_begin..addend_end), each rounded to the element */
-    uint32_t addend_end;   /* type before; if nothing is, the rows are the product's, without bias */
-    uint32_t reports;      /* of a block that is sent: one for each tile and each warp that stores rows of it; else 0 */
-    uint32_t reserved[2];
+    uint32_t row;         /* the first: row of `a` */
+    uint32_t rows;        /* how many */
+    uint32_t addend;      /* the first of what is added to it: row of `added` */
+    uint32_t addend_step; /* from there to the next */
+    uint16_t addends;     /* how many, */
+    uint16_t before;      /* and how many of them before the product */
+    uint32_t store_begin; /* where they go: stores[store_begin..+stores), GEMMESH_MAX_TARGETS at the most */
+    uint16_t stores;
+    uint16_t sum;         /* nonzero: what is stored is the sum */
+    uint32_t reports;     /* of a block that somebody waits for: one for each tile and each warp that stores rows of it; else 0 */
 } GemmeshBlock;
 
 /* What a kernel that adds partials needs beside GemmeshParams. All pointers are device addresses. */
 typedef struct GemmeshSums {
     const GemmeshBlock *blocks; /* by number */
-    const uint32_t *addends;    /* GEMMESH_PRODUCT, or what is added to a block's first row: row of `added` */
-    uint32_t *reports;          /* by block: how many there are; zero between operations */
-    uint32_t *stored;           /* by block: 1 once all are there; reset by the copy stream, which waits for it */
-    uint32_t flag_begin;        /* no tile waits for flags[flag_begin..flag_end), but the kernel does before it ends */
+    const GemmeshStore *stores;
+    uint32_t *reports;   /* by block: how many there are; zero between operations */
+    uint32_t *stored;    /* by block: 1 once all are there, for the copy stream, which waits for it and resets it */
+    uint32_t flag_begin; /* no tile waits for flags[flag_begin..flag_end), but the kernel does before it ends */
     uint32_t flag_end;
 } GemmeshSums;
 
@@ -245,6 +263,7 @@ static_assert(offsetof(GemmeshParams, trace) == 48, "");
 static_assert(offsetof(GemmeshParams, tile_count) == 64, "");
 static_assert(offsetof(GemmeshParams, exchange) == 96, "");
 static_assert(sizeof(GemmeshBlock) == 32, "a block is two 16-byte loads");
+static_assert(sizeof(GemmeshStore) == 16, "a store is one 16-byte load");
 static_assert(sizeof(GemmeshSums) == 40, "");
 static_assert(sizeof(GemmeshReduction) == 48 + 8 * GEMMESH_MAX_WORLD, "");
 static_assert(sizeof(GemmeshAlignment) == 32 + 8 * GEMMESH_MAX_WORLD, "");

@@ -21,6 +21,7 @@ public:
     __device__ bool valid() const { return index_ < count_; }
     __device__ uint32_t index() const { return index_; }
     __device__ const GemmeshTile& tile() const { return tile_; }
+    __device__ const GemmeshTile& next() const { return next_; }  // block 0 behind the last
 
     __device__ void advance() {
         index_ += stride_;

@@ -39,38 +39,29 @@ __device__ __forceinline__ void add_bias(Accumulators<Element, N>& accumulators,
     }
 }
 
-// Stores the warp's 16 rows of the accumulators, the first at `row`, box by box. A warp has boxes of its own, so the
-// warps of a warpgroup never wait for each other. The stores are left running: the tensor cores go on with the next
-// tile while TMA still reads the last boxes.
-template <class Element, int N, int Boxes>
-__device__ __forceinline__ void store_rows(const Accumulators<Element, N>& accumulators, const CUtensorMap* out,
-                                           uint32_t rows, uint32_t row, uint32_t column,
-                                           StoreBox<Element> (&boxes)[Boxes], uint32_t lane) {
+// The boxes that a warp's rows of a tile take, and where each begins. Where boxes don't divide the tile's width, the last one is
+// moved left and holds some columns again, with the same values.
+template <class Element, int N>
+constexpr int kStoreSteps = (N + StoreBox<Element>::kColumns - 1) / StoreBox<Element>::kColumns;
+
+template <class Element, int N>
+__device__ __forceinline__ constexpr int store_column(int step) {
+    return step < kStoreSteps<Element, N> - 1 ? step * StoreBox<Element>::kColumns : N - StoreBox<Element>::kColumns;
+}
+
+// Stores the warp's 16 rows of the accumulators, box by box, through `stores`: the tensor cores go on with the next tile while TMA
+// still reads the last boxes. A warp has boxes of its own, so the warps of a warpgroup never wait for each other.
+template <class Element, int N, class Stores>
+__device__ __forceinline__ void store_rows(const Accumulators<Element, N>& accumulators, Stores& stores, uint32_t lane) {
     using Box = StoreBox<Element>;
-    constexpr int kSteps = (N + Box::kColumns - 1) / Box::kColumns;
-    if (row >= rows) return;
-
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-        // Where boxes don't divide the tile's width, the last one is moved left and writes some columns again, with
-        // the same values.
-        const int begin = step < kSteps - 1 ? step * Box::kColumns : N - Box::kColumns;
-        Box& box = boxes[step % Boxes];
-
-        // wait until TMA has read what was in the box: for the first one, all of the tile before
-        if (lane == 0) {
-            if (step == 0) {
-                ptx::cp_async_bulk_wait_group_read<0>();
-            } else if (step >= Boxes) {
-                ptx::cp_async_bulk_wait_group_read<Boxes - 1>();
-            }
-        }
-        __syncwarp();
+    for (int step = 0; step < kStoreSteps<Element, N>; ++step) {
+        Box& box = stores.acquire(step);
 
         // round into the box: lanes 0-15 name the rows of the left piece, lanes 16-31 those of the right one
 #pragma unroll
         for (int pair = 0; pair < Box::kColumns / 16; ++pair) {
-            const float* d = &accumulators.d[(begin / 8 + pair * 2) * 4];
+            const float* d = &accumulators.d[(store_column<Element, N>(step) / 8 + pair * 2) * 4];
             const uint32_t upper_left = ptx::cvt_rn_x2<Element>(d[0], d[1]);
             const uint32_t lower_left = ptx::cvt_rn_x2<Element>(d[2], d[3]);
             const uint32_t upper_right = ptx::cvt_rn_x2<Element>(d[4], d[5]);
@@ -82,11 +73,37 @@ __device__ __forceinline__ void store_rows(const Accumulators<Element, N>& accum
         // hand the box to TMA
         ptx::fence_proxy_async_shared_cta();
         __syncwarp();
-        if (lane == 0) {
-            ptx::cp_async_bulk_tensor_2d_store(out, column + begin, row, box.elements);
-            ptx::cp_async_bulk_commit_group();
-        }
+        stores.commit(step);
     }
 }
+
+// A warp that stores its boxes itself, to one matrix. `row` and `column` are the first of its rows and of the tile.
+template <class Element, int N, int Boxes>
+struct OwnStores {
+    const CUtensorMap* out;
+    StoreBox<Element> (&boxes)[Boxes];
+    uint32_t row;
+    uint32_t column;
+    uint32_t lane;
+
+    // Waits until TMA has read what was in the box: for the first one, all of the tile before.
+    __device__ StoreBox<Element>& acquire(int step) {
+        if (lane == 0) {
+            if (step == 0) {
+                ptx::cp_async_bulk_wait_group_read<0>();
+            } else if (step >= Boxes) {
+                ptx::cp_async_bulk_wait_group_read<Boxes - 1>();
+            }
+        }
+        __syncwarp();
+        return boxes[step % Boxes];
+    }
+
+    __device__ void commit(int step) {
+        if (lane != 0) return;
+        ptx::cp_async_bulk_tensor_2d_store(out, column + store_column<Element, N>(step), row, boxes[step % Boxes].elements);
+        ptx::cp_async_bulk_commit_group();
+    }
+};
 
 }  // namespace gemmesh

@@ -83,13 +83,6 @@ struct Shared {
     Entrance entrance;
 };
 
-// What a kernel that adds partials is launched with beside the rest; another has nothing of it.
-struct SumArguments {
-    const CUtensorMap* stored;
-    const CUtensorMap* added;
-    const GemmeshSums* sums;
-};
-
 // The steps through K that a CTA makes.
 struct Steps {
     uint32_t begin;
@@ -125,8 +118,12 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensor
     const Steps steps = steps_of<C>(params, rank);
     ChunkFlags flags(params, shared.entrance.epoch);
     RingPosition<C::kStages> at;
+    GemmeshBlock block;
+    GemmeshBlock next_block;
 
-    for (TableWalk walk(params, C::kCtas); walk.valid(); walk.advance()) {
+    TableWalk walk(params, C::kCtas);
+    if constexpr (C::kSums) next_block = load_block(*partials.sums, walk.tile().block);
+    for (; walk.valid(); walk.advance()) {
         const auto wait_for_flags = [&] {
             if constexpr (C::kTrace) event_of<C>(params, walk.index(), rank).wait_begin = ptx::globaltimer();
             flags.wait(walk.tile());
@@ -134,7 +131,10 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensor
         };
         uint32_t row = first_row<C>(walk.tile(), rank);
         if constexpr (C::kSums) {
-            row += __ldg(&partials.sums->blocks[walk.tile().block].row);
+            // the next tile's is on its way while this one is multiplied
+            block = next_block;
+            next_block = load_block(*partials.sums, walk.next().block);
+            row += block.row;
         } else {
             // wait for the tile's rows
             wait_for_flags();
@@ -169,9 +169,7 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensor
         if constexpr (C::kSums) {
             // wait for what is added, while the consumers multiply
             wait_for_flags();
-            const GemmeshBlock block = load_block(*partials.sums, walk.tile().block);
-            load_addends<C>(*partials.added, *partials.sums, block, shared, at, row - block.row,
-                            walk.tile().n * C::kTileN);
+            load_addends<C>(*partials.added, block, shared, at, row - block.row, walk.tile().n * C::kTileN);
         }
     }
     if constexpr (C::kSums) flags.wait(partials.sums->flag_begin, partials.sums->flag_end);
@@ -187,7 +185,7 @@ __device__ __forceinline__ void exchange(const GemmeshParams& params, const Entr
 
 // One warpgroup: multiplies its rows of each tile and stores them.
 template <class C>
-__device__ __forceinline__ void consume(const CUtensorMap& map_out, const GemmeshParams& params,
+__device__ __forceinline__ void consume(const CUtensorMap* map_out, const GemmeshParams& params,
                                         const SumArguments& partials, Shared<C>& shared, uint32_t rank,
                                         uint32_t consumer) {
     using Element = typename C::Element;
@@ -205,10 +203,16 @@ __device__ __forceinline__ void consume(const CUtensorMap& map_out, const Gemmes
     auto& boxes = shared.boxes[consumer * 4 + warp];
     Accumulators<Element, C::kTileN> accumulators;
     RingPosition<C::kStages> at;
-    Reports reports;
+    PlacedStores<Element, C::kTileN, C::kBoxes> placed(params, partials, shared.entrance.epoch, boxes);
 
     uint32_t turn = 0;
     for (TableWalk walk(params, C::kCtas); walk.valid(); walk.advance(), ++turn) {
+        GemmeshBlock block;
+        if constexpr (C::kSums) {
+            block = load_block(*partials.sums, walk.tile().block);
+            placed.turn_to(block, lane);
+        }
+
         uint32_t previous = 0;
         for (uint32_t step = steps.begin; step < steps.end; ++step) {
             // wait for the stage's bytes
@@ -221,7 +225,7 @@ __device__ __forceinline__ void consume(const CUtensorMap& map_out, const Gemmes
                 accumulators.template wait<1>();
                 shared.pipeline.release(previous, lane);
                 if constexpr (C::kSums) {
-                    if (step == steps.begin + Reports::kStep) reports.send(*partials.sums, lane);
+                    if (step == steps.begin + placed.kReportStep) placed.report(lane);
                 }
             }
             previous = at.stage;
@@ -232,25 +236,24 @@ __device__ __forceinline__ void consume(const CUtensorMap& map_out, const Gemmes
         if (tracer) event_of<C>(params, walk.index(), rank).math_end = ptx::globaltimer();
 
         // store the tile; the producer is loading the next one
-        const bool has_rows = shared.sum.gather(accumulators, turn, rank, consumer * 4 + warp, lane);
+        const bool has_sums = shared.sum.gather(accumulators, turn, rank, consumer * 4 + warp, lane);
         const uint32_t own = own_row + warp * GEMMESH_STORE_ROWS;
         const uint32_t row = first_row<C>(walk.tile(), rank) + own;
         const uint32_t column = walk.tile().n * C::kTileN;
         if constexpr (C::kSums) {
+            const bool has_rows = has_sums && row < block.rows;
             // a tile of few steps through K has not reported the one before
-            reports.send(*partials.sums, lane);
-            const GemmeshBlock block = load_block(*partials.sums, walk.tile().block);
-            const bool adds = block.addend_begin < block.addend_end;
-            if (adds) add<C>(accumulators, *partials.sums, block, shared, at, has_rows, own, lane);
-            if (has_rows) {
-                const CUtensorMap* target = adds ? &map_out : partials.stored;
-                if (adds && params.bias != nullptr) add_bias(accumulators, params, column, lane);
-                store_rows(accumulators, target, block.out + block.rows, block.out + row, column, boxes, lane);
-                reports.note(block, walk.tile().block);
-            }
-        } else if (has_rows) {
+            placed.report(lane);
+            const bool is_sum = block.sum != 0;
+            if (is_sum) add<C>(accumulators, block, shared, at, has_rows, own, lane);
+            if (is_sum && has_rows && params.bias != nullptr) add_bias(accumulators, params, column, lane);
+            placed.await_ready(row, column);
+            if (has_rows) store_rows(accumulators, placed, lane);
+            if (has_sums) placed.note(block, walk.tile().block);
+        } else if (has_sums && row < params.m) {
             if (params.bias != nullptr) add_bias(accumulators, params, column, lane);
-            store_rows(accumulators, &map_out, params.m, row, column, boxes, lane);
+            OwnStores<Element, C::kTileN, C::kBoxes> stores{map_out, boxes, row, column, lane};
+            store_rows(accumulators, stores, lane);
         }
         if (tracer) {
             GemmeshTraceEvent& event = event_of<C>(params, walk.index(), rank);
@@ -260,9 +263,9 @@ __device__ __forceinline__ void consume(const CUtensorMap& map_out, const Gemmes
         }
     }
 
-    if constexpr (C::kSums) reports.send(*partials.sums, lane);
+    if constexpr (C::kSums) placed.report(lane);
     // shared memory must outlive the stores that read it
-    if (lane == 0) ptx::cp_async_bulk_wait_group_read<0>();
+    ptx::cp_async_bulk_wait_group_read<0>();
 }
 
 // Every thread of the cluster has reached this point.
@@ -277,7 +280,7 @@ __device__ __forceinline__ void meet() {
 }
 
 template <class C>
-__device__ __forceinline__ void matmul(const CUtensorMap& map_a, const CUtensorMap& map_b, const CUtensorMap& map_out,
+__device__ __forceinline__ void matmul(const CUtensorMap& map_a, const CUtensorMap& map_b, const CUtensorMap* map_out,
                                        const GemmeshParams& params, const SumArguments& partials) {
     // The swizzle needs this alignment; with no static shared memory in front of it, it has it.
     extern __shared__ __align__(1024) uint8_t dynamic_shared[];
@@ -288,9 +291,8 @@ __device__ __forceinline__ void matmul(const CUtensorMap& map_a, const CUtensorM
     if (threadIdx.x == 0) {
         ptx::prefetch_tensormap(&map_a);
         ptx::prefetch_tensormap(&map_b);
-        ptx::prefetch_tensormap(&map_out);
+        if (map_out != nullptr) ptx::prefetch_tensormap(map_out);
         if constexpr (C::kSums) {
-            ptx::prefetch_tensormap(partials.stored);
             ptx::prefetch_tensormap(partials.added);
         }
         shared.pipeline.init(kConsumerWarps);
@@ -338,7 +340,7 @@ __device__ __forceinline__ void matmul(const CUtensorMap& map_a, const CUtensorM
     (const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,                         \
      const __grid_constant__ CUtensorMap out, const __grid_constant__ GemmeshParams params) {              \
         gemmesh::matmul<GEMMESH_CONFIG(Element, TileN, Stages, Cluster, Split, Boxes, false, Trace)>(      \
-            a, b, out, params, gemmesh::SumArguments{});                                                   \
+            a, b, &out, params, gemmesh::SumArguments{});                                                  \
     }
 
 // The same, of one that adds partials.
@@ -346,9 +348,8 @@ __device__ __forceinline__ void matmul(const CUtensorMap& map_a, const CUtensorM
     GEMMESH_HEAD(name, Cluster, Split, shared_bytes,                                                       \
                  GEMMESH_CONFIG(Element, TileN, Stages, Cluster, Split, Boxes, true, Trace))               \
     (const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,                         \
-     const __grid_constant__ CUtensorMap out, const __grid_constant__ GemmeshParams params,                \
-     const __grid_constant__ CUtensorMap stored, const __grid_constant__ CUtensorMap added,                \
-     const __grid_constant__ GemmeshSums sums) {                                                           \
+     const __grid_constant__ CUtensorMap added, const __grid_constant__ GemmeshParams params,              \
+     const __grid_constant__ gemmesh::Targets targets, const __grid_constant__ GemmeshSums sums) {         \
         gemmesh::matmul<GEMMESH_CONFIG(Element, TileN, Stages, Cluster, Split, Boxes, true, Trace)>(       \
-            a, b, out, params, gemmesh::SumArguments{&stored, &added, &sums});                             \
+            a, b, nullptr, params, gemmesh::SumArguments{&added, &targets, &sums});                        \
     }

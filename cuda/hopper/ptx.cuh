@@ -189,6 +189,13 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t shared, uint32_t r0, uint32
                  : "memory");
 }
 
+__device__ __forceinline__ void ldmatrix_x4(uint32_t shared, uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r0), "=r"(r1), "=r"(r2), "=r"(r3)
+                 : "r"(shared)
+                 : "memory");
+}
+
 // ---- wgmma ---------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void wgmma_fence() {

@@ -1,14 +1,28 @@
-// What is added to the rows of a block, in the order that the host's table says: partial sums of other ranks, which have come
-// meanwhile, and the tile's own product. And telling the copy engine that the rows of a block may be sent.
+// Rows of blocks: partial sums that are stored for other ranks, and sums of what these have stored meanwhile and of the tile's own
+// product. And telling the ranks, or the copy engine, that the rows of a block are there.
 #pragma once
 
 #include "../abi.h"
+#include "../common/flags.cuh"
 #include "../common/ptx.cuh"
+#include "epilogue.cuh"
 #include "pipeline.cuh"
 #include "ptx.cuh"
 #include "wgmma.cuh"
 
 namespace gemmesh {
+
+// Where tiles may be stored.
+struct Targets {
+    CUtensorMap maps[2 * GEMMESH_MAX_TARGETS];
+};
+
+// What a kernel that adds partials is launched with beside the rest; another has nothing of it.
+struct SumArguments {
+    const CUtensorMap* added;
+    const Targets* targets;
+    const GemmeshSums* sums;
+};
 
 __device__ __forceinline__ GemmeshBlock load_block(const GemmeshSums& sums, uint32_t index) {
     union {
@@ -21,8 +35,12 @@ __device__ __forceinline__ GemmeshBlock load_block(const GemmeshSums& sums, uint
     return loaded.block;
 }
 
-// Columns that are added at a time: what one stage of the ring takes in the place of `a`, for it has the same box.
+// Columns that are added at a time, a box: what `a` takes of one stage of the ring, for it has the same shape.
 constexpr uint32_t kSumColumns = GEMMESH_TILE_K;
+
+// Boxes of one addend that a stage takes: another one in the place of `b`, if that is as large.
+template <class C>
+constexpr uint32_t kStageBoxes = C::kTileN >= 2 * kSumColumns ? 2 : 1;
 
 template <int N>
 constexpr uint32_t kSumBoxes = (N + kSumColumns - 1) / kSumColumns;
@@ -30,32 +48,67 @@ constexpr uint32_t kSumBoxes = (N + kSumColumns - 1) / kSumColumns;
 // One thread, the producer: loads what is added to a tile through the ring, behind the tile's operands. `row` is the tile's
 // first, counted from the block's.
 template <class C, class Shared>
-__device__ __forceinline__ void load_addends(const CUtensorMap& map_added, const GemmeshSums& sums,
-                                             const GemmeshBlock& block, Shared& shared,
+__device__ __forceinline__ void load_addends(const CUtensorMap& map_added, const GemmeshBlock& block, Shared& shared,
                                              RingPosition<C::kStages>& at, uint32_t row, uint32_t column) {
-    for (uint32_t box = 0; box < kSumBoxes<C::kTileN>; ++box, column += kSumColumns) {
-        for (uint32_t index = block.addend_begin; index < block.addend_end; ++index) {
-            const uint32_t addend = __ldg(sums.addends + index);
-            if (addend == GEMMESH_PRODUCT) continue;
-            shared.pipeline.acquire(at, sizeof(shared.a[0]));
+    constexpr uint32_t kBytes = sizeof(shared.a[0]);
+    static_assert(kStageBoxes<C> == 1 || sizeof(shared.b[0]) >= kBytes);
+    for (uint32_t box = 0; box < kSumBoxes<C::kTileN>; box += kStageBoxes<C>) {
+        const uint32_t boxes = min(kStageBoxes<C>, kSumBoxes<C::kTileN> - box);
+        const uint32_t left = column + box * kSumColumns;
+        uint32_t first = block.addend + row;
+        for (uint32_t index = 0; index < block.addends; ++index, first += block.addend_step) {
+            shared.pipeline.acquire(at, boxes * kBytes);
             uint64_t* full = &shared.pipeline.full[at.stage];
-            ptx::cp_async_bulk_tensor_2d_load(shared.a[at.stage], &map_added, column, addend + row, full);
+            ptx::cp_async_bulk_tensor_2d_load(shared.a[at.stage], &map_added, left, first, full);
+            if (boxes > 1) {
+                ptx::cp_async_bulk_tensor_2d_load(shared.b[at.stage], &map_added, left + kSumColumns, first, full);
+            }
             at.advance();
         }
     }
 }
 
-// One warp of the consumers: the accumulators of this box and of those behind it become the sums. The ring's stages are passed
-// through also by a warp that has no rows to store. `own_row` is the warp's first in the tile.
+// One warp: adds its rows of a box to the accumulators of the box's columns, the first of which `sum` is.
+template <class Element, uint32_t Groups>
+__device__ __forceinline__ void add_box(float* sum, const Element* box, uint32_t own_row, uint32_t lane) {
+    // As StoreBox: lanes 0-15 name the rows of the left piece, lanes 16-31 those of the right one; the swizzle exchanges a row's
+    // pieces of 16 bytes by the row modulo eight.
+    constexpr uint32_t kPiece = 16 / sizeof(Element);
+    const uint32_t row = own_row + lane % 16;
+    const uint32_t begin = ptx::shared_address(box + row * kSumColumns);
+#pragma unroll
+    for (uint32_t pair = 0; pair < Groups / 2; ++pair) {
+        uint32_t upper_left, lower_left, upper_right, lower_right;
+        const uint32_t piece = (pair * 2 + lane / 16) ^ row % 8;
+        ptx::ldmatrix_x4(begin + piece * kPiece * sizeof(Element), upper_left, lower_left, upper_right, lower_right);
+        const uint32_t words[4] = {upper_left, lower_left, upper_right, lower_right};
+#pragma unroll
+        for (uint32_t i = 0; i < 4; ++i) {
+            const float2 addend = ptx::unpack<Element>(words[i]);
+            sum[pair * 8 + i * 2] += addend.x;
+            sum[pair * 8 + i * 2 + 1] += addend.y;
+        }
+        // What has been read has been added; and no more is read ahead than there are registers for.
+        if (pair % 2 == 1 || pair + 1 == Groups / 2) {
+#pragma unroll
+            for (uint32_t i = 0; i < (pair + 1) * 8; ++i) ptx::pin(sum[i]);
+        }
+    }
+}
+
+// One warp of the consumers: the accumulators of this stage's boxes and of those behind it become the sums. The ring's stages are
+// passed through also by a warp that has no rows to store. `own_row` is the warp's first in the tile.
 template <class C, uint32_t Box = 0, class Shared>
-__device__ __forceinline__ void add(Accumulators<typename C::Element, C::kTileN>& accumulators, const GemmeshSums& sums,
+__device__ __forceinline__ void add(Accumulators<typename C::Element, C::kTileN>& accumulators,
                                     const GemmeshBlock& block, Shared& shared, RingPosition<C::kStages>& at,
                                     bool has_rows, uint32_t own_row, uint32_t lane) {
     using Element = typename C::Element;
     constexpr uint32_t kGroup = 8;  // columns, of which a thread has two in each of two rows
-    constexpr uint32_t kFirst = Box * kSumColumns / kGroup;
+    constexpr uint32_t kGroupsOfBox = kSumColumns / kGroup;
+    constexpr uint32_t kFirst = Box * kGroupsOfBox;
     constexpr uint32_t kLeft = C::kTileN / kGroup - kFirst;
-    constexpr uint32_t kGroups = kLeft < kSumColumns / kGroup ? kLeft : kSumColumns / kGroup;
+    constexpr uint32_t kGroups = kLeft < kStageBoxes<C> * kGroupsOfBox ? kLeft : kStageBoxes<C> * kGroupsOfBox;
+    constexpr uint32_t kOfFirst = kGroups < kGroupsOfBox ? kGroups : kGroupsOfBox;
     // The sums take the place of the product, which is kept rounded, in half of the registers. To -0 any number may be added
     // without a change, zeros of both signs among them.
     float* sum = &accumulators.d[kFirst * 4];
@@ -66,77 +119,139 @@ __device__ __forceinline__ void add(Accumulators<typename C::Element, C::kTileN>
         sum[2 * i] = sum[2 * i + 1] = -0.0f;
     }
 
-    for (uint32_t index = block.addend_begin; index < block.addend_end; ++index) {
-        if (__ldg(sums.addends + index) == GEMMESH_PRODUCT) {
+    for (uint32_t index = 0;; ++index) {
+        if (index == block.before) {
 #pragma unroll
             for (uint32_t i = 0; i < kGroups * 2; ++i) {
                 const float2 rounded = ptx::unpack<Element>(product[i]);
                 sum[2 * i] += rounded.x;
                 sum[2 * i + 1] += rounded.y;
             }
-            continue;
         }
+        if (index == block.addends) break;
 
-        // wait for the box's bytes
+        // wait for the boxes' bytes
         shared.pipeline.wait_full(at);
         if (has_rows) {
-            // Words of two elements. The swizzle exchanges a row's pieces of four by the row modulo eight, which is the same for
-            // the thread's two rows.
-            const uint32_t* words = reinterpret_cast<const uint32_t*>(shared.a[at.stage]);
-            const uint32_t* upper = words + (own_row + lane / 4) * (kSumColumns / 2) + lane % 4;
-            const uint32_t* lower = upper + 8 * (kSumColumns / 2);
-#pragma unroll
-            for (uint32_t group = 0; group < kGroups; ++group) {
-                const uint32_t piece = (group ^ lane / 4) * 4;
-                const float2 above = ptx::unpack<Element>(upper[piece]);
-                const float2 below = ptx::unpack<Element>(lower[piece]);
-                sum[group * 4] += above.x;
-                sum[group * 4 + 1] += above.y;
-                sum[group * 4 + 2] += below.x;
-                sum[group * 4 + 3] += below.y;
+            add_box<Element, kOfFirst>(sum, shared.a[at.stage], own_row, lane);
+            if constexpr (kGroups > kOfFirst) {
+                add_box<Element, kGroups - kOfFirst>(sum + kOfFirst * 4, shared.b[at.stage], own_row, lane);
             }
         }
-        // every lane has read
+        // Every lane has read: what it read has been added. So a neighbour's load of `b`, which comes after the neighbour has
+        // heard of it, does not overtake the reads.
+#pragma unroll
+        for (uint32_t i = 0; i < kGroups * 4; ++i) ptx::pin(sum[i]);
         __syncwarp();
         shared.pipeline.release(at.stage, lane);
         at.advance();
     }
 
-    if constexpr (Box + 1 < kSumBoxes<C::kTileN>) {
-        add<C, Box + 1>(accumulators, sums, block, shared, at, has_rows, own_row, lane);
+    constexpr uint32_t kNext = Box + kStageBoxes<C>;
+    if constexpr (kNext < kSumBoxes<C::kTileN>) {
+        add<C, kNext>(accumulators, block, shared, at, has_rows, own_row, lane);
     }
 }
 
-// What one warp has stored of blocks that are sent. It reports a tile when it is through with some of the next one's products:
-// by then the stores are mostly over, and waiting for them takes no time.
-class Reports {
+// Where one warp stores the rows of a tile: each lane at one place at the most, of its own.
+template <class Element, int N, int Boxes>
+class PlacedStores {
 public:
-    static constexpr uint32_t kStep = 4;  // through K of the next tile, when it is time to report
+    __device__ PlacedStores(const GemmeshParams& params, const SumArguments& partials, uint32_t epoch,
+                            StoreBox<Element> (&boxes)[Boxes])
+        : params_(params), partials_(partials), epoch_(epoch), boxes_(boxes) {}
 
-    __device__ void note(const GemmeshBlock& block, uint32_t index) {
-        index_ = index;
-        all_ = block.reports;
+    // The whole warp: turns to a tile of this block.
+    __device__ void turn_to(const GemmeshBlock& block, uint32_t lane) {
+        is_used_ = lane < block.stores;
+        if (!is_used_) return;
+        const uint4 words = __ldg(reinterpret_cast<const uint4*>(partials_.sums->stores + block.store_begin) + lane);
+        place_ = {words.x, words.y, words.z, words.w};
     }
 
-    // The whole warp.
-    __device__ void send(const GemmeshSums& sums, uint32_t lane) {
-        if (all_ == 0) return;
-        if (lane == 0) {
-            // Stores by TMA that have completed are seen by the thread that issued them. Each report comes after its own
-            // stores, the last one after all others, and the word, by its release, after it.
-            ptx::cp_async_bulk_wait_group<0>();
-            if (ptx::atom_add_acq_rel_gpu(&sums.reports[index_], 1) + 1 == all_) {
-                sums.reports[index_] = 0;
+    // The whole warp, before it stores: returns when the rows of others may be written, or when this has been given up, and
+    // then they are not. `row` is the warp's first in the block, `column` the tile's.
+    __device__ void await_ready(uint32_t row, uint32_t column) {
+        row_ = row;
+        column_ = column;
+        const GemmeshExchange& exchange = params_.exchange;
+        if (!is_used_ || place_.to == exchange.rank) return;
+        // A rank that was ready once is until the kernel ends.
+        const uint32_t bit = 1u << place_.map % GEMMESH_MAX_TARGETS;
+        if ((ready_ & bit) == 0) {
+            const uint32_t* word = &exchange.mailboxes[exchange.rank]->ready[place_.to];
+            is_used_ = await(params_, word, epoch_, GEMMESH_READY, place_.to);
+            if (is_used_) ready_ |= bit;
+        }
+    }
+
+    // As OwnStores.
+    __device__ StoreBox<Element>& acquire(int step) {
+        if (step == 0) {
+            ptx::cp_async_bulk_wait_group_read<0>();
+        } else if (step >= Boxes) {
+            ptx::cp_async_bulk_wait_group_read<Boxes - 1>();
+        }
+        __syncwarp();
+        return boxes_[step % Boxes];
+    }
+
+    __device__ void commit(int step) {
+        if (!is_used_) return;
+        const CUtensorMap* map = &partials_.targets->maps[place_.map];
+        const uint32_t column = column_ + store_column<Element, N>(step);
+        ptx::cp_async_bulk_tensor_2d_store(map, column, place_.row + row_, boxes_[step % Boxes].elements);
+        ptx::cp_async_bulk_commit_group();
+    }
+
+    // The whole warp: what it has stored of this block will be reported.
+    __device__ void note(const GemmeshBlock& block, uint32_t index) {
+        index_ = index;
+        reports_ = block.reports;
+        told_ = is_used_ ? place_ : GemmeshStore{0, 0, 0, GEMMESH_UNTOLD};
+    }
+
+    // The step through K of the next tile at which it is time to report: by then stores to this GPU's memory are over, and
+    // waiting for them takes no time.
+    static constexpr uint32_t kReportStep = 2;
+
+    // The whole warp: reports what has been noted, and tells who waits for the block if that was the last.
+    __device__ void report(uint32_t lane) {
+        if (reports_ == 0) return;
+        // Stores by TMA that have completed are seen by the thread that issued them. Each report comes after the stores of its
+        // warp, the last one after all others, and the words, by their release, after it.
+        ptx::cp_async_bulk_wait_group<0>();
+        __syncwarp();
+        const GemmeshSums& sums = *partials_.sums;
+        bool is_last = false;
+        if (lane == 0) is_last = ptx::atom_add_acq_rel_gpu(&sums.reports[index_], 1) + 1 == reports_;
+        if (__any_sync(~0u, is_last)) {
+            // A vote orders no memory.
+            __syncwarp();
+            if (lane == 0) sums.reports[index_] = 0;
+            if (told_.flag == GEMMESH_COPIED) {
                 ptx::st_release_sys(&sums.stored[index_], 1);
+            } else if (told_.flag != GEMMESH_UNTOLD) {
+                ptx::st_release_sys(&params_.exchange.mailboxes[told_.to]->chunk[told_.flag], epoch_);
             }
         }
         __syncwarp();
-        all_ = 0;
+        reports_ = 0;
     }
 
 private:
+    const GemmeshParams& params_;
+    const SumArguments& partials_;
+    uint32_t epoch_;
+    StoreBox<Element> (&boxes_)[Boxes];
+    uint32_t ready_ = 0;  // by place in the ring: ranks that this lane has found ready
+    GemmeshStore place_{};
+    GemmeshStore told_{};
+    uint32_t row_ = 0;
+    uint32_t column_ = 0;
     uint32_t index_ = 0;
-    uint32_t all_ = 0;  // none: there is nothing to report
+    uint32_t reports_ = 0;  // none: there is nothing to report
+    bool is_used_ = false;
 };
 
 }  // namespace gemmesh

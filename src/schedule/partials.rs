@@ -8,13 +8,14 @@ use super::config::Route;
 /// Rows of partials are as long as a multiple of this: 16 bytes, as copies and loads on GPUs ask for.
 const ALIGNMENT: usize = 16;
 
-/// Kernels store 16 rows at a time, so up to 15 rows past a rank's last are overwritten.
+/// Kernels store 16 rows at a time, so up to 15 rows past a rank's last are overwritten: in the memory of who makes them or,
+/// where kernels store to slots, there.
 pub const STORED_ROWS: usize = 16;
 
 /// The partials of one operation: on each rank its own, then the slots for those of the others.
 #[derive(Clone, Copy, Debug)]
 pub struct Partials {
-    /// Rows of a slot: the most that come from a rank to another.
+    /// Rows of a slot: the most that come from a rank to another, and some that nobody uses.
     slot: usize,
     world: usize,
     m: usize,
@@ -37,14 +38,16 @@ impl Partials {
     }
 
     fn new(asked: &Description, route: Route, slot: usize) -> Partials {
+        let [gap, behind_slot] = match route {
+            Route::Pull => [0, 0],
+            Route::Push => [STORED_ROWS - 1, 0],
+            Route::Store => [STORED_ROWS - 1; 2],
+        };
         Partials {
-            slot,
+            slot: slot + behind_slot,
             world: asked.layout.world(),
             m: asked.layout.m(),
-            gap: match route {
-                Route::Pull => 0,
-                Route::Push | Route::Store => STORED_ROWS - 1,
-            },
+            gap,
             columns: asked.n.next_multiple_of(ALIGNMENT / asked.dtype.bytes()),
         }
     }

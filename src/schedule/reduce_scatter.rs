@@ -455,14 +455,21 @@ impl Plan<'_> {
         all: &mut Vec<TileRow>,
     ) {
         let height = self.config.entry_rows();
-        all.extend((0..rows.len().div_ceil(height)).map(|m| {
+        let mut ready = all.last().map_or(0, |row| row.ready + 1);
+        let mut last = None;
+        for m in 0..rows.len().div_ceil(height) {
             let begin = rows.start + m * height;
             let flags = flags(&(begin..(begin + height).min(rows.end)));
-            TileRow {
-                first: Tile::new(block, m, 0, flags),
-                ready: block,
+            // What has not come yet would hold up the tiles behind: those that wait for other rows are walked apart.
+            if last
+                .replace(flags.end)
+                .is_some_and(|last| last != flags.end)
+            {
+                ready += 1;
             }
-        }));
+            let first = Tile::new(block, m, 0, flags);
+            all.push(TileRow { first, ready });
+        }
     }
 
     /// All partials of this rank's rows from `first` on, in the order of the ranks, its own where `own` says, and the bias.

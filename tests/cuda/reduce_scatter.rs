@@ -23,7 +23,7 @@ fn case(rows: &[usize], n: usize, k: usize, more: usize, bias: bool) -> Case {
     }
 }
 
-const ROUTES: [Route; 2] = [Route::Pull, Route::Push];
+const ROUTES: [Route; 3] = [Route::Pull, Route::Push, Route::Store];
 
 /// The kernels whose CTAs share K in so many parts: what they add up is of the same bits. Blocks are sent in one part and in
 /// several.
@@ -45,9 +45,12 @@ fn configs() -> Vec<Option<Config>> {
     configs_of_split(1)
 }
 
-fn pushed() -> Option<Config> {
-    configs()[0].map(|config| config.with_route(Route::Push))
+/// Blocks of several parts that are sent from the kernel that makes them.
+fn sent_by(route: Route) -> Option<Config> {
+    configs()[0].map(|config| config.with_route(route))
 }
+
+const SENT: [Route; 2] = [Route::Push, Route::Store];
 
 /// Rows that end within tiles and within what a warp stores, ranks without rows, columns of no whole tile.
 fn cases() -> [Case; 5] {
@@ -143,7 +146,7 @@ fn sums_that_follow_one_another_at_once_are_right() {
             }
             for (turn, placed) in placed.iter_mut().enumerate() {
                 let config = configs()[(turn / 4 + round) % configs().len()];
-                let route = ROUTES[usize::from(turn % 7 > 1)];
+                let route = ROUTES[turn % 7 % 3];
                 let config = config.map(|config| config.with_route(route));
                 placed.enqueue(&cases[turn % cases.len()], config)?;
             }
@@ -158,7 +161,7 @@ fn sums_that_follow_one_another_at_once_are_right() {
 }
 
 #[test]
-fn pushed_sums_are_right_across_the_refresh_of_the_flags() {
+fn sums_that_are_sent_are_right_across_the_refresh_of_the_flags() {
     let Some(_leave) = gpu() else { return };
     all_done(ranks(test_name!(), 2, |rank| {
         let builder = Builder::<Cuda>::new().timeout(TIMEOUT);
@@ -170,7 +173,7 @@ fn pushed_sums_are_right_across_the_refresh_of_the_flags() {
         let mut placed = Placed::<Cuda, bf16>::new(&group, &case)?;
         let expected = placed.run(&case, configs()[0])?;
         for turn in 0..12 {
-            let found = placed.run(&case, pushed())?;
+            let found = placed.run(&case, sent_by(SENT[turn / 2 % 2]))?;
             assert_eq!(bits(&found), bits(&expected), "{turn}");
         }
         Ok("the same bits".into())
@@ -197,7 +200,7 @@ fn random_problems_of_both_types_give_the_bits_of_the_plain_sum() {
                 seed,
                 ..Case::default()
             };
-            let route = ROUTES[seed as usize % 2];
+            let route = ROUTES[seed as usize % 3];
             let config =
                 configs()[seed as usize % configs().len()].map(|config| config.with_route(route));
             let config = config.filter(|_| seed % 6 > 0);
@@ -219,17 +222,20 @@ fn the_bits_of_a_reduce_scatter_do_not_depend_on_the_split() {
 }
 
 #[test]
-fn nor_do_those_of_a_pushed_one() {
+fn nor_do_those_of_one_that_is_sent_by_its_kernel() {
     let Some(_leave) = gpu() else { return };
     let splits = [[140, 140, 140], [420, 0, 0], [0, 1, 419], [137, 150, 133]];
-    let (shape, config) = ([40, 72], pushed());
-    reduce_scatter::bits_do_not_depend_on_the_split::<Cuda>(test_name!(), &splits, shape, config);
+    for route in SENT {
+        let config = sent_by(route);
+        let test = test_name!();
+        reduce_scatter::bits_do_not_depend_on_the_split::<Cuda>(test, &splits, [40, 72], config);
+    }
 }
 
 #[test]
 fn the_output_of_a_reduce_scatter_may_be_the_own_rows_of_a_sharded_matrix() {
     let Some(_leave) = gpu() else { return };
-    let configs = [None, pushed()];
+    let configs = [None, sent_by(Route::Push), sent_by(Route::Store)];
     reduce_scatter::the_output_may_be_the_own_rows_of_a_sharded_matrix::<Cuda>(
         test_name!(),
         &configs,
@@ -241,7 +247,7 @@ fn a_prepared_reduce_scatter_or_all_reduce_gives_the_bits_of_the_plain_one() {
     let Some(_leave) = gpu() else { return };
     reduce_scatter::a_prepared_call_gives_the_bits_of_the_plain_one::<Cuda>(
         test_name!(),
-        &[None, pushed()],
+        &[None, sent_by(Route::Push), sent_by(Route::Store)],
     );
 }
 
@@ -272,7 +278,15 @@ fn a_rank_killed_while_the_others_wait_for_its_partials_is_named_within_a_second
 #[test]
 fn so_is_one_whose_partials_would_be_pushed() {
     let Some(_leave) = gpu_alone() else { return };
-    reduce_scatter::kill_while_the_others_wait::<Cuda>(test_name!(), 1, pushed());
+    let config = sent_by(Route::Push);
+    reduce_scatter::kill_while_the_others_wait::<Cuda>(test_name!(), 1, config);
+}
+
+#[test]
+fn so_is_one_whose_partials_would_be_stored() {
+    let Some(_leave) = gpu_alone() else { return };
+    let config = sent_by(Route::Store);
+    reduce_scatter::kill_while_the_others_wait::<Cuda>(test_name!(), 1, config);
 }
 
 #[test]
@@ -282,23 +296,26 @@ fn a_captured_reduce_scatter_gives_the_same_bits_at_each_replay() {
         let group = connect(rank, TIMEOUT)?;
         let case = case(&[150, 151], 72, 264, 0, true);
         let mut placed = Placed::<Cuda, bf16>::new(&group, &case)?;
-        let (pulled, pushed) = (configs()[0], pushed());
-        let expected = placed.run(&case, pulled)?;
-        placed.run(&case, pushed)?;
-        let replay = Replay::capture(&group, GLOBAL, || placed.enqueue(&case, pushed).unwrap());
+        let ways = ROUTES.map(sent_by);
+        let expected = placed.run(&case, ways[0])?;
+        placed.run(&case, ways[1])?;
+        placed.run(&case, ways[2])?;
+        let replays = [ways[1], ways[2]].map(|config| {
+            Replay::capture(&group, GLOBAL, || placed.enqueue(&case, config).unwrap())
+        });
         // It needs more partials than there are: those of the graph stay where they are.
         let large = Case {
             rows: vec![300, 310],
             ..case.clone()
         };
-        Placed::<Cuda, bf16>::new(&group, &large)?.run(&large, pushed)?;
+        Placed::<Cuda, bf16>::new(&group, &large)?.run(&large, ways[1])?;
         for turn in 0..operations(2, 200, 50) {
             placed.poison()?;
             if turn % 7 == 0 {
-                placed.enqueue(&case, if turn % 2 == 0 { pulled } else { pushed })?;
+                placed.enqueue(&case, ways[turn / 7 % 3])?;
                 placed.poison()?;
             }
-            replay.launch();
+            replays[turn % 2].launch();
             group.synchronize()?;
             assert_eq!(
                 bits(&placed.out.to_vec()?),

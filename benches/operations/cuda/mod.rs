@@ -39,8 +39,8 @@ pub trait OnGpus<T: Element>: Operation<Cuda, T> {
     fn peers(&mut self, group: &Group<Cuda>, prepared: &Self::Prepared) -> Result<Peers>;
     /// Copies what a run moves, in no order with anything.
     fn copy(&mut self, prepared: &Self::Prepared) -> Result<()>;
-    /// How rows may be cut that copies move.
-    fn chunkings() -> Vec<Chunking>;
+    /// How rows may be moved.
+    fn ways() -> Vec<(Route, Chunking)>;
 }
 
 /// What cuBLASLt and NCCL do of an operation, in memory of the benchmark's own.
@@ -134,13 +134,16 @@ impl<T: Element> OnGpus<T> for AllGather<Cuda, T> {
         prepared.copy(&self.a)
     }
 
-    fn chunkings() -> Vec<Chunking> {
+    fn ways() -> Vec<(Route, Chunking)> {
         let counts = [(1, 1), (1, 2), (1, 4), (2, 2), (4, 4)].into_iter();
         let cut = |(count, last)| {
             let chunking = Chunking::new(count).with_last(last);
             [false, true].map(|cut| chunking.with_cut_last(cut))
         };
-        counts.flat_map(cut).collect()
+        let copied = counts.flat_map(cut);
+        let copied = copied.flat_map(|cut| [Route::Pull, Route::Push].map(|route| (route, cut)));
+        let stored = (Route::Store, Chunking::new(64));
+        [stored].into_iter().chain(copied).collect()
     }
 }
 
@@ -175,12 +178,14 @@ impl<T: Element> Operands<Cuda, T> {
     }
 }
 
-/// What is sent last is cut finer: when it is made, all that is left to do is to move it.
-fn chunkings_of_sums() -> Vec<Chunking> {
-    let counts = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (4, 4)].into_iter();
-    counts
-        .map(|(count, last)| Chunking::new(count).with_last(last))
-        .collect()
+/// Sums by all routes: what is sent last is cut finer, for when it is made, all that is left to do is to move it.
+fn ways_of_sums(counts: &[(usize, usize)]) -> Vec<(Route, Chunking)> {
+    let cuts = counts
+        .iter()
+        .map(|&(count, last)| Chunking::new(count).with_last(last));
+    let sent = cuts.flat_map(|cut| [Route::Push, Route::Store].map(|route| (route, cut)));
+    let pulled = (Route::Pull, Chunking::new(1));
+    [pulled].into_iter().chain(sent).collect()
 }
 
 impl<T: Element> OnGpus<T> for ReduceScatter<Cuda, T> {
@@ -192,8 +197,8 @@ impl<T: Element> OnGpus<T> for ReduceScatter<Cuda, T> {
         prepared.copy()
     }
 
-    fn chunkings() -> Vec<Chunking> {
-        chunkings_of_sums()
+    fn ways() -> Vec<(Route, Chunking)> {
+        ways_of_sums(&[(1, 1), (1, 2), (1, 3), (1, 4), (1, 8)])
     }
 }
 
@@ -206,8 +211,8 @@ impl<T: Element> OnGpus<T> for AllReduce<Cuda, T> {
         prepared.copy(&mut self.out)
     }
 
-    fn chunkings() -> Vec<Chunking> {
-        chunkings_of_sums()
+    fn ways() -> Vec<(Route, Chunking)> {
+        ways_of_sums(&[(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1)])
     }
 }
 
@@ -385,11 +390,7 @@ fn fastest<T: Element, O: OnGpus<T>>(
     let mut best = operation.prepare(None)?;
     let mut best_time = f64::INFINITY;
     let tile = O::config(&best).tile;
-    let mut ways = vec![(Route::Store, Chunking::new(64))];
-    for chunking in O::chunkings() {
-        ways.extend([Route::Pull, Route::Push].map(|route| (route, chunking)));
-    }
-    for (route, chunking) in ways {
+    for (route, chunking) in O::ways() {
         for config in with_each_kernel(&Config::new(tile, chunking, route)) {
             let other = match operation.prepare(Some(config)) {
                 // Nor for another kernel.

@@ -13,7 +13,9 @@ pub const GEMMESH_READY: u32 = 4294967295;
 pub const GEMMESH_FAULT_NONE: u32 = 0;
 pub const GEMMESH_FAULT_CLAIMED: u32 = 1;
 pub const GEMMESH_FAULT_RECORDED: u32 = 2;
-pub const GEMMESH_PRODUCT: u32 = 4294967295;
+pub const GEMMESH_MAX_TARGETS: u32 = 8;
+pub const GEMMESH_UNTOLD: u32 = 4294967295;
+pub const GEMMESH_COPIED: u32 = 4294967294;
 pub const GEMMESH_REDUCE_THREADS: u32 = 256;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -271,14 +273,34 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
+pub struct GemmeshStore {
+    pub map: u32,
+    pub row: u32,
+    pub to: u32,
+    pub flag: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of GemmeshStore"][::core::mem::size_of::<GemmeshStore>() - 16usize];
+    ["Alignment of GemmeshStore"][::core::mem::align_of::<GemmeshStore>() - 4usize];
+    ["Offset of field: GemmeshStore::map"][::core::mem::offset_of!(GemmeshStore, map) - 0usize];
+    ["Offset of field: GemmeshStore::row"][::core::mem::offset_of!(GemmeshStore, row) - 4usize];
+    ["Offset of field: GemmeshStore::to"][::core::mem::offset_of!(GemmeshStore, to) - 8usize];
+    ["Offset of field: GemmeshStore::flag"][::core::mem::offset_of!(GemmeshStore, flag) - 12usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct GemmeshBlock {
     pub row: u32,
     pub rows: u32,
-    pub out: u32,
-    pub addend_begin: u32,
-    pub addend_end: u32,
+    pub addend: u32,
+    pub addend_step: u32,
+    pub addends: u16,
+    pub before: u16,
+    pub store_begin: u32,
+    pub stores: u16,
+    pub sum: u16,
     pub reports: u32,
-    pub reserved: [u32; 2usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -286,21 +308,27 @@ const _: () = {
     ["Alignment of GemmeshBlock"][::core::mem::align_of::<GemmeshBlock>() - 4usize];
     ["Offset of field: GemmeshBlock::row"][::core::mem::offset_of!(GemmeshBlock, row) - 0usize];
     ["Offset of field: GemmeshBlock::rows"][::core::mem::offset_of!(GemmeshBlock, rows) - 4usize];
-    ["Offset of field: GemmeshBlock::out"][::core::mem::offset_of!(GemmeshBlock, out) - 8usize];
-    ["Offset of field: GemmeshBlock::addend_begin"]
-        [::core::mem::offset_of!(GemmeshBlock, addend_begin) - 12usize];
-    ["Offset of field: GemmeshBlock::addend_end"]
-        [::core::mem::offset_of!(GemmeshBlock, addend_end) - 16usize];
+    ["Offset of field: GemmeshBlock::addend"]
+        [::core::mem::offset_of!(GemmeshBlock, addend) - 8usize];
+    ["Offset of field: GemmeshBlock::addend_step"]
+        [::core::mem::offset_of!(GemmeshBlock, addend_step) - 12usize];
+    ["Offset of field: GemmeshBlock::addends"]
+        [::core::mem::offset_of!(GemmeshBlock, addends) - 16usize];
+    ["Offset of field: GemmeshBlock::before"]
+        [::core::mem::offset_of!(GemmeshBlock, before) - 18usize];
+    ["Offset of field: GemmeshBlock::store_begin"]
+        [::core::mem::offset_of!(GemmeshBlock, store_begin) - 20usize];
+    ["Offset of field: GemmeshBlock::stores"]
+        [::core::mem::offset_of!(GemmeshBlock, stores) - 24usize];
+    ["Offset of field: GemmeshBlock::sum"][::core::mem::offset_of!(GemmeshBlock, sum) - 26usize];
     ["Offset of field: GemmeshBlock::reports"]
-        [::core::mem::offset_of!(GemmeshBlock, reports) - 20usize];
-    ["Offset of field: GemmeshBlock::reserved"]
-        [::core::mem::offset_of!(GemmeshBlock, reserved) - 24usize];
+        [::core::mem::offset_of!(GemmeshBlock, reports) - 28usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct GemmeshSums {
     pub blocks: *const GemmeshBlock,
-    pub addends: *const u32,
+    pub stores: *const GemmeshStore,
     pub reports: *mut u32,
     pub stored: *mut u32,
     pub flag_begin: u32,
@@ -311,8 +339,7 @@ const _: () = {
     ["Size of GemmeshSums"][::core::mem::size_of::<GemmeshSums>() - 40usize];
     ["Alignment of GemmeshSums"][::core::mem::align_of::<GemmeshSums>() - 8usize];
     ["Offset of field: GemmeshSums::blocks"][::core::mem::offset_of!(GemmeshSums, blocks) - 0usize];
-    ["Offset of field: GemmeshSums::addends"]
-        [::core::mem::offset_of!(GemmeshSums, addends) - 8usize];
+    ["Offset of field: GemmeshSums::stores"][::core::mem::offset_of!(GemmeshSums, stores) - 8usize];
     ["Offset of field: GemmeshSums::reports"]
         [::core::mem::offset_of!(GemmeshSums, reports) - 16usize];
     ["Offset of field: GemmeshSums::stored"]

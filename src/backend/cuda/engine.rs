@@ -10,10 +10,10 @@ use super::program::{self, Launch, Place, Program};
 use super::route::{announce, pause, pull, push};
 use super::sums::Places;
 use crate::backend::sealed::Call;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::ranks::members::Members;
 use crate::schedule::layout::{MAX_WORLD, limit};
-use crate::schedule::{Agreed, Block, Move, Route, Schedule, Transfer};
+use crate::schedule::{Block, Move, Route, Schedule, Transfer};
 
 pub fn run(cuda: &Cuda, members: &Members, program: &Program, mut call: Call<Cuda>) -> Result<()> {
     let _bound = cuda.device.bind()?;
@@ -67,16 +67,6 @@ pub fn check(schedule: &Schedule) -> Result<Option<Places>> {
     let routes = schedule.routes();
     limit("routes of an operation on GPUs", routes.len(), 0, 1)?;
     let places = Places::of(schedule);
-    if let (Some(product), Some(_)) = (schedule.product(), &places)
-        && routes.contains(&Route::Store)
-    {
-        return Err(Error::NoRoute {
-            rank: schedule.rank(),
-            operation: schedule.agreed().map_or("this", Agreed::name).into(),
-            asked: product.config.route,
-            instead: Route::Push,
-        });
-    }
     for moved in schedule.moves() {
         for Move { from, to } in &moved.regions {
             let [from, to] = [from, to].map(|region| {
@@ -142,13 +132,13 @@ pub const COMMANDS: usize = 1024;
 /// The most commands that an operation puts on one stream.
 pub fn commands(schedule: &Schedule) -> usize {
     let copies: usize = schedule.moves().map(|moved| moved.regions.len()).sum();
-    // The stream waits for a block when it turns to it.
+    // The stream waits for a block when it turns to it, and takes its word back.
     let mut last = None;
     let is_next = |moved: &&Transfer| {
         moved.produced.is_some() && std::mem::replace(&mut last, moved.produced) != moved.produced
     };
     let blocks = schedule.moves().filter(is_next).count();
-    copies + schedule.moves().count() + blocks + 3 * schedule.world() + 4
+    copies + schedule.moves().count() + 2 * blocks + 3 * schedule.world() + 4
 }
 
 /// Waits until the device's queues have room for another operation. They are bounded, and a driver that waits for room has
@@ -273,7 +263,7 @@ fn enqueue_pushed(
     if by_copies {
         main.wait_for(cuda.copies(), &cuda.gathered)?;
     }
-    if program.has_blocks() && !recorded {
+    if schedule.reduction().is_some() && !recorded {
         let completed = StreamMemOp::Write(monitor.completed(), epoch.raw());
         // SAFETY: the word lives as long as the backend.
         unsafe { main.words(&[completed])? };
@@ -292,6 +282,7 @@ const ENQUEUED: Duration = Duration::from_millis(2);
 mod tests {
     use super::*;
     use crate::element::DType;
+    use crate::error::Error;
     use crate::schedule::reduce_scatter::{NAME, all_reduce, multiply, reduce_scatter};
     use crate::schedule::{Chunking, Config, Description, Layout, TileShape};
 
@@ -307,38 +298,45 @@ mod tests {
     const CONFIG: Config = Config::new(TileShape::new(4, 8, 8), Chunking::new(2), Route::Pull);
 
     #[test]
-    fn all_schedules_of_partial_sums_run_on_gpus_but_those_whose_partials_are_stored() {
-        for rows in [&[5, 3][..], &[8, 0], &[0, 8], &[8], &[3, 0, 40]] {
+    fn all_schedules_of_partial_sums_run_on_gpus() {
+        for rows in [&[5, 3][..], &[8, 0], &[0, 8], &[8], &[3, 0, 40], &[4; 8]] {
             let asked = asked(rows);
             for rank in 0..rows.len() {
                 assert_eq!(check(&multiply(&asked, rank, CONFIG).unwrap()), Ok(None));
                 for planner in [reduce_scatter, all_reduce] {
                     let plan = |route| planner(&asked, rank, CONFIG.with_route(route)).unwrap();
                     assert_eq!(check(&plan(Route::Pull)), Ok(None));
-                    assert!(matches!(check(&plan(Route::Push)), Ok(Some(_))));
-                    if rows.len() == 1 {
-                        continue;
+                    for route in [Route::Push, Route::Store] {
+                        assert!(matches!(check(&plan(route)), Ok(Some(_))));
                     }
-                    let error = check(&plan(Route::Store)).unwrap_err();
-                    let words = error.to_string();
-                    let of_rank = matches!(error, Error::NoRoute { rank: of, .. } if of == rank);
-                    assert!(of_rank, "{words}");
-                    assert!(
-                        words.contains(NAME) && words.contains("Route::Push"),
-                        "{words}"
-                    );
                 }
             }
         }
     }
 
-    /// What `push::enqueue` puts on the copy stream: a wait for the gate, a wait for each block, two copies a transfer, and the
-    /// words' reset.
+    #[test]
+    fn partials_are_stored_to_seven_peers_at_the_most() {
+        let asked = asked(&[4; 9]);
+        for planner in [reduce_scatter, all_reduce] {
+            let plan = |route| planner(&asked, 2, CONFIG.with_route(route)).unwrap();
+            assert!(matches!(check(&plan(Route::Push)), Ok(Some(_))));
+            let error = check(&plan(Route::Store)).unwrap_err();
+            assert!(matches!(error, Error::NoRoute { rank: 2, .. }), "{error}");
+            let words = error.to_string();
+            assert!(
+                words.contains(NAME) && words.contains("Route::Push"),
+                "{words}"
+            );
+        }
+    }
+
+    /// What `push::enqueue` puts on the copy stream: a wait for the gate, a wait for each block, two copies a transfer, and each
+    /// word's reset.
     fn enqueued(schedule: &Schedule) -> usize {
         let mut last = None;
         let mut count = 2;
         for moved in schedule.moves() {
-            count += usize::from(last != moved.produced) + 2;
+            count += 2 * usize::from(last != moved.produced) + 2;
             last = moved.produced;
         }
         count

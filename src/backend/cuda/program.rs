@@ -7,14 +7,14 @@ use super::Cuda;
 use super::abi::{
     GEMMESH_REDUCE_THREADS, GEMMESH_THREADS, GEMMESH_TILE_K, GemmeshBlock, GemmeshCopyTask,
     GemmeshExchange, GemmeshFault, GemmeshMailbox, GemmeshParams, GemmeshPushEpoch,
-    GemmeshReduction, GemmeshSums, GemmeshTile, GemmeshTraceEvent,
+    GemmeshReduction, GemmeshStore, GemmeshSums, GemmeshTile, GemmeshTraceEvent,
 };
 use super::driver::{DevicePtr, Layout, Memory, Stream};
 use super::kernel::{Instance, Variant};
 use super::memory::Waits;
 use super::reclaim::Deferred;
 use super::route::store;
-use super::sums::{self, Places};
+use super::sums::{BlockTables, Places, TARGETS};
 use super::tables::Held;
 use super::tensor_map::{Cache, Maps, Matrices};
 use crate::backend::sealed::{Bound, Call};
@@ -50,7 +50,7 @@ pub struct Program {
 struct Sums {
     places: Places,
     blocks: DevicePtr,
-    addends: DevicePtr,
+    stores: DevicePtr,
     reports: DevicePtr,
 }
 
@@ -60,9 +60,10 @@ impl Program {
         let (tasks, stored) = store::tasks(&schedule, cuda.device.multiprocessors());
         let pushed = vec![0u32; stored];
         let task_count = tasks.len() as u32;
-        let (blocks, addends) = places
-            .as_ref()
-            .map_or_else(Default::default, |places| sums::tables(&schedule, places));
+        let BlockTables { blocks, stores } =
+            places.as_ref().map_or_else(BlockTables::default, |places| {
+                BlockTables::of(&schedule, places)
+            });
         let none_yet = vec![0u32; blocks.len()];
         let tables = [
             bytemuck::cast_slice(schedule.tiles()),
@@ -70,15 +71,15 @@ impl Program {
             bytemuck::cast_slice(&tasks),
             bytemuck::cast_slice(&pushed),
             bytemuck::cast_slice(&blocks),
-            bytemuck::cast_slice(&addends),
+            bytemuck::cast_slice(&stores),
             bytemuck::cast_slice(&none_yet),
         ];
         let (held, places_of) = cuda.tables.hold(tables)?;
-        let [tiles, sources, tasks, pushed, blocks, addends, reports] = places_of;
+        let [tiles, sources, tasks, pushed, blocks, stores, reports] = places_of;
         let sums = places.map(|places| Sums {
             places,
             blocks,
-            addends,
+            stores,
             reports,
         });
         Ok(Program {
@@ -93,11 +94,6 @@ impl Program {
             schedule,
             maps: Cache::default(),
         })
-    }
-
-    /// Whether blocks of its product go to several places, and some may be sent.
-    pub fn has_blocks(&self) -> bool {
-        self.sums.is_some()
     }
 }
 
@@ -154,46 +150,60 @@ impl Launch {
             trace: traced,
         };
         let instance = cuda.kernels.find(rank, dtype, &product.config, variant)?;
-        let layout = |number: usize, first: usize, rows: usize, columns: usize| {
-            let (ptr, pitch) = place(schedule, call, number)?;
-            Some(Layout {
-                ptr: ptr + (first * pitch) as u64,
-                rows,
-                columns,
-                pitch,
-            })
-        };
         let Product { m, n, k, .. } = *product;
-        let (out, partials, bias) = match &program.sums {
+        let lost = || Error::Message {
+            rank,
+            reason: "a product without operands".into(),
+        };
+        let of_own = |number: usize, first: usize, rows: usize, columns: usize| {
+            let (ptr, pitch) = place(schedule, call, number)?;
+            Some(layout(ptr, pitch, first, rows, columns))
+        };
+        let operand = |number, rows| of_own(number, 0, rows, k).ok_or_else(lost);
+        let (a, b) = (operand(product.a, m)?, operand(product.b, n)?);
+        let (third, targets, bias) = match &program.sums {
             Some(Sums { places, .. }) => {
-                let out = places.out.as_ref();
-                let out = out.and_then(|(out, rows)| layout(*out, rows.start, rows.len(), n));
-                let partials = places.partials.and_then(|partials| {
-                    let spec = schedule.matrices()[partials];
-                    layout(partials, 0, spec.rows, spec.columns)
-                });
-                // Who has no rows writes partials only, and who is alone has none of them: there are maps for either.
-                (out.or(partials), partials.or(out), places.bias)
+                // Nobody stores to peers' memory where copies push.
+                let reached = match schedule.uses(Route::Store) {
+                    true => members.world.min(TARGETS),
+                    false => 1,
+                };
+                let mut targets = [None; 2 * TARGETS];
+                let mut add = |kind: usize, number, first, rows, columns| {
+                    targets[kind] = of_own(number, first, rows, columns);
+                    let Some(shared) = call.matrices[number].symmetric() else {
+                        return;
+                    };
+                    let pitch = schedule.matrices()[number].row_bytes();
+                    for distance in 1..reached {
+                        let ptr = shared.of((rank + distance) % members.world);
+                        targets[kind + distance] = Some(layout(ptr, pitch, first, rows, columns));
+                    }
+                };
+                if let Some(number) = places.partials {
+                    let spec = schedule.matrices()[number];
+                    add(0, number, 0, spec.rows, spec.columns);
+                }
+                if let Some((number, rows)) = &places.out {
+                    add(TARGETS, *number, rows.start, rows.len(), n);
+                }
+                // Who is alone adds nothing.
+                let added = targets[0].or(targets[TARGETS]).ok_or_else(lost)?;
+                (added, Some(targets), places.bias)
             }
             None => {
                 // One block: the engine has checked it.
                 let sum = &product.blocks[0].sum;
-                (layout(sum.out, sum.first, m, n), None, sum.bias)
+                let out = of_own(sum.out, sum.first, m, n).ok_or_else(lost)?;
+                (out, None, sum.bias)
             }
-        };
-        let (a, b) = (layout(product.a, 0, m, k), layout(product.b, 0, n, k));
-        let (Some(a), Some(b), Some(out)) = (a, b, out) else {
-            return Err(Error::Message {
-                rank,
-                reason: "a product without operands".into(),
-            });
         };
         let bias = bias.and_then(|bias| place(schedule, call, bias));
         let matrices = Matrices {
             a,
             b,
-            out,
-            partials,
+            third,
+            targets,
         };
         let pushed = schedule.is_pushed();
         let entries = schedule.tiles().len();
@@ -236,10 +246,10 @@ impl Launch {
                 false => report(cuda.monitor.started()),
                 true => std::ptr::null_mut(),
             },
-            // Of a kernel that sends blocks, the stream says it behind the copies.
-            completed: match program.has_blocks() {
-                false => report(cuda.monitor.completed()),
-                true => std::ptr::null_mut(),
+            // What follows a kernel is a part of the operation.
+            completed: match schedule.reduction() {
+                None => report(cuda.monitor.completed()),
+                Some(_) => std::ptr::null_mut(),
             },
             task_count: program.task_count,
             copies: schedule.uses(Route::Push).into(),
@@ -272,7 +282,7 @@ impl Launch {
         let unawaited = schedule.unawaited();
         let sums = program.sums.as_ref().map(|sums| GemmeshSums {
             blocks: sums.blocks as *const GemmeshBlock,
-            addends: sums.addends as *const u32,
+            stores: sums.stores as *const GemmeshStore,
             reports: sums.reports as *mut u32,
             stored: control.stored(0) as *mut u32,
             flag_begin: unawaited.start as u32,
@@ -292,11 +302,11 @@ impl Launch {
         fn argument<T>(value: &T) -> *mut c_void {
             (&raw const *value).cast_mut().cast()
         }
-        let Maps { operands, partials } = &self.maps;
-        let [a, b, out] = operands.each_ref().map(argument);
-        let mut arguments = [a, b, out, argument(&self.params)].to_vec();
-        if let (Some([stored, added]), Some(sums)) = (partials, &self.sums) {
-            arguments.extend([argument(stored), argument(added), argument(sums)]);
+        let Maps { operands, targets } = &self.maps;
+        let [a, b, third] = operands.each_ref().map(argument);
+        let mut arguments = [a, b, third, argument(&self.params)].to_vec();
+        if let (Some(targets), Some(sums)) = (targets, &self.sums) {
+            arguments.extend([argument(targets), argument(sums)]);
         }
         let instance = &self.instance;
         // SAFETY: the arguments are what abi.h says. The matrices, the tables and the flags are alive until the stream
@@ -356,6 +366,16 @@ impl Launch {
             span.end -= origin;
         }
         Ok(())
+    }
+}
+
+/// Rows of a matrix that lies at `ptr`, `pitch` bytes from row to row.
+fn layout(ptr: DevicePtr, pitch: usize, first: usize, rows: usize, columns: usize) -> Layout {
+    Layout {
+        ptr: ptr + (first * pitch) as u64,
+        rows,
+        columns,
+        pitch,
     }
 }
 

@@ -2,12 +2,18 @@
 
 use std::ops::Range;
 
-use super::abi::{GEMMESH_PRODUCT, GEMMESH_STORE_ROWS, GemmeshBlock};
+use super::abi::{
+    GEMMESH_COPIED, GEMMESH_MAX_TARGETS, GEMMESH_STORE_ROWS, GEMMESH_UNTOLD, GemmeshBlock,
+    GemmeshStore,
+};
 use super::kernel::storing_warps;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::schedule::layout::limit;
 use crate::schedule::partials::STORED_ROWS;
-use crate::schedule::{Addend, Block, Product, Route, Schedule};
+use crate::schedule::{Addend, Agreed, Block, Product, Route, Schedule, Sum, Transfer};
+
+/// Places in the ring whose memory a kernel stores tiles to.
+pub const TARGETS: usize = GEMMESH_MAX_TARGETS as usize;
 
 /// Where the rows of all blocks go: what is added up to one matrix, what others are sent to another.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -55,9 +61,17 @@ impl Places {
     /// Refuses what the kernel has no room for.
     ///
     /// # Errors
-    /// [`Error::Limit`](crate::Error::Limit): no operation needs it.
+    /// [`Error::NoRoute`] to ranks too far for stores; [`Error::Limit`] for what no operation needs.
     pub fn check(&self, schedule: &Schedule, product: &Product) -> Result<()> {
         let others = |what: &str, count: usize| limit(what, count, 0, 0);
+        if schedule.uses(Route::Store) && schedule.world() > TARGETS {
+            return Err(Error::NoRoute {
+                rank: schedule.rank(),
+                operation: schedule.agreed().map_or("this", Agreed::name).into(),
+                asked: Route::Store,
+                instead: Route::Push,
+            });
+        }
         let Places {
             out,
             partials,
@@ -73,75 +87,144 @@ impl Places {
             let elsewhere = usize::from(matrix != Some(sum.out));
             others("other matrices that a kernel stores to", elsewhere)?;
             others("other biases", usize::from(bias != sum.bias))?;
+            let is_product = |addend: &&Addend| matches!(addend, Addend::Product);
+            let products = sum.addends.iter().filter(is_product).count();
+            limit("products in a sum on GPUs", products, 0, 1)?;
+            let lacks = !sum.addends.is_empty() && products == 0;
+            others("sums without the product on GPUs", lacks.into())?;
             for addend in &sum.addends {
                 if let Addend::Rows { matrix, .. } = *addend {
                     let elsewhere = usize::from(*partials != Some(matrix));
                     others("other matrices that a kernel adds", elsewhere)?;
                 }
             }
+            let (added, _) = addends(sum);
+            let step = |pair: &[usize]| pair[1].wrapping_sub(pair[0]);
+            let steps = added.windows(2).map(step);
+            let others_step = steps.clone().zip(steps.skip(1)).any(|(x, y)| x != y);
+            others("addends at other distances", others_step.into())?;
         }
-        // The copy stream takes the word of a block back when it turns to the next.
-        let mut blocks: Vec<_> = schedule.moves().map(|moved| moved.produced).collect();
-        blocks.dedup();
-        let turns = blocks.len();
-        blocks.sort_unstable();
-        blocks.dedup();
-        others(
-            "transfers of a block apart from one another",
-            turns - blocks.len(),
-        )?;
         for moved in schedule.moves() {
             others("flags to wait for on GPUs", moved.after.len())?;
-            let early = moved.route != Route::Push || moved.produced.is_none();
-            others(
-                "transfers that do not wait for a block on GPUs",
-                early.into(),
-            )?;
+            let made = moved.produced.filter(|_| moved.route != Route::Pull);
+            let made = made.and_then(|block| product.blocks.get(block));
+            let Some(Block { rows, sum }) = made else {
+                return others("transfers that do not wait for a block on GPUs", 1);
+            };
+            if moved.route == Route::Store {
+                limit("regions that a kernel stores", moved.regions.len(), 1, 1)?;
+                let (from, to) = (&moved.regions[0].from, &moved.regions[0].to);
+                let is_whole = from.matrix == sum.out
+                    && to.matrix == sum.out
+                    && from.rows == (sum.first..sum.first + rows.len())
+                    && from.columns == to.columns
+                    && from.columns.start == 0
+                    && from.columns.end >= product.n;
+                let is_within = sum.addends.is_empty() || to.rows == from.rows;
+                let whole = is_whole && is_within;
+                others("parts of blocks that a kernel stores", (!whole).into())?;
+            }
         }
         Ok(())
     }
 }
 
-/// The kernel's tables: blocks, and what is added to them.
-pub fn tables(schedule: &Schedule, places: &Places) -> (Vec<GemmeshBlock>, Vec<u32>) {
-    let Some(product) = schedule.product() else {
-        return (Vec::new(), Vec::new());
-    };
-    let mut tiles = vec![0u32; product.blocks.len()];
-    for tile in schedule.tiles() {
-        tiles[tile.block as usize] += 1;
-    }
-    let mut is_sent = vec![false; product.blocks.len()];
-    for block in schedule.moves().filter_map(|moved| moved.produced) {
-        is_sent[block] = true;
-    }
-    let first = places.out.as_ref().map_or(0, |(_, rows)| rows.start);
-    let mut addends = Vec::new();
-    let blocks = product.blocks.iter().enumerate();
-    let blocks = blocks.map(|(number, Block { rows, sum })| {
-        let begin = addends.len() as u32;
-        addends.extend(sum.addends.iter().map(|addend| match *addend {
-            Addend::Product => GEMMESH_PRODUCT,
-            Addend::Rows { first, .. } => first as u32,
-        }));
-        let out = match sum.addends.is_empty() {
-            true => sum.first,
-            false => sum.first - first,
+/// The kernel's tables of blocks.
+#[derive(Debug, Default)]
+pub struct BlockTables {
+    pub blocks: Vec<GemmeshBlock>,
+    pub stores: Vec<GemmeshStore>,
+}
+
+impl BlockTables {
+    pub fn of(schedule: &Schedule, places: &Places) -> BlockTables {
+        let mut tables = BlockTables::default();
+        let Some(product) = schedule.product() else {
+            return tables;
         };
-        GemmeshBlock {
+        let mut tiles = vec![0u32; product.blocks.len()];
+        for tile in schedule.tiles() {
+            tiles[tile.block as usize] += 1;
+        }
+        let mut sent: Vec<Vec<&Transfer>> = vec![Vec::new(); product.blocks.len()];
+        for moved in schedule.moves() {
+            if let Some(block) = moved.produced {
+                sent[block].push(moved);
+            }
+        }
+        for ((block, sent), tiles) in product.blocks.iter().zip(sent).zip(tiles) {
+            tables.add(schedule, places, product, block, &sent, tiles);
+        }
+        tables
+    }
+
+    /// Adds a block of `tiles` tiles, which is sent as `sent` says.
+    fn add(
+        &mut self,
+        schedule: &Schedule,
+        places: &Places,
+        product: &Product,
+        Block { rows, sum }: &Block,
+        sent: &[&Transfer],
+        tiles: u32,
+    ) {
+        let is_sum = !sum.addends.is_empty();
+        let (kind, first) = match (&places.out, is_sum) {
+            (Some((_, rows)), true) => (TARGETS, rows.start),
+            _ => (0, 0),
+        };
+        let (rank, world) = (schedule.rank(), schedule.world());
+        let store_begin = self.stores.len();
+        let is_copied = sent.iter().any(|moved| moved.route == Route::Push);
+        // Partials that a peer's memory takes at once need no place in this rank's, if nobody reads them there.
+        if is_sum || is_copied || sent.is_empty() || schedule.reduction().is_some() {
+            self.stores.push(GemmeshStore {
+                map: kind as u32,
+                row: (sum.first - first) as u32,
+                to: rank as u32,
+                flag: if is_copied {
+                    GEMMESH_COPIED
+                } else {
+                    GEMMESH_UNTOLD
+                },
+            });
+        }
+        let stored = sent.iter().filter(|moved| moved.route == Route::Store);
+        self.stores.extend(stored.map(|moved| GemmeshStore {
+            map: (kind + (moved.to + world - rank) % world) as u32,
+            row: (moved.regions[0].to.rows.start - first) as u32,
+            to: moved.to as u32,
+            flag: moved.flag as u32,
+        }));
+        let (addends, before) = addends(sum);
+        let first = addends.first().copied().unwrap_or(0);
+        self.blocks.push(GemmeshBlock {
             row: rows.start as u32,
             rows: rows.len() as u32,
-            out: out as u32,
-            addend_begin: begin,
-            addend_end: addends.len() as u32,
-            reports: match is_sent[number] {
-                true => tiles[number] * storing_warps(&product.config),
-                false => 0,
+            addend: first as u32,
+            addend_step: addends.get(1).map_or(0, |next| next - first) as u32,
+            addends: addends.len() as u16,
+            before: before as u16,
+            store_begin: store_begin as u32,
+            stores: (self.stores.len() - store_begin) as u16,
+            sum: is_sum.into(),
+            reports: match sent.is_empty() {
+                true => 0,
+                false => tiles * storing_warps(&product.config),
             },
-            reserved: [0; 2],
-        }
+        });
+    }
+}
+
+/// The first rows of what is added to a product, and how many of them come before it.
+fn addends(sum: &Sum) -> (Vec<usize>, usize) {
+    let is_product = |addend: &Addend| matches!(addend, Addend::Product);
+    let rows = sum.addends.iter().filter_map(|addend| match *addend {
+        Addend::Product => None,
+        Addend::Rows { first, .. } => Some(first),
     });
-    (blocks.collect(), addends)
+    let before = sum.addends.iter().position(is_product);
+    (rows.collect(), before.unwrap_or(0))
 }
 
 const _: () = assert!(STORED_ROWS == GEMMESH_STORE_ROWS as usize);
@@ -150,3 +233,7 @@ const _: () = assert!(STORED_ROWS == GEMMESH_STORE_ROWS as usize);
 unsafe impl bytemuck::Zeroable for GemmeshBlock {}
 // SAFETY: as above.
 unsafe impl bytemuck::Pod for GemmeshBlock {}
+// SAFETY: as above.
+unsafe impl bytemuck::Zeroable for GemmeshStore {}
+// SAFETY: as above.
+unsafe impl bytemuck::Pod for GemmeshStore {}

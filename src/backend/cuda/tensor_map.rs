@@ -5,6 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use super::abi::{GEMMESH_STORE_COLUMNS, GEMMESH_STORE_ROWS, GEMMESH_TILE_K};
 use super::driver::{Layout, TensorMap};
 use super::kernel::Instance;
+use super::sums::TARGETS;
 use crate::error::Result;
 
 /// The matrices.
@@ -12,18 +13,19 @@ use crate::error::Result;
 pub struct Matrices {
     pub a: Layout,
     pub b: Layout,
-    pub out: Layout,
-    /// Of a kernel that adds partials: they.
-    pub partials: Option<Layout>,
+    /// Where tiles go; of a kernel that adds partials, what is added.
+    pub third: Layout,
+    /// Where the tiles of that kernel go, as it numbers these places.
+    pub targets: Option<[Option<Layout>; 2 * TARGETS]>,
 }
 
 /// As the kernel takes them.
 #[derive(Clone, Copy, Debug)]
 pub struct Maps {
-    /// a, b, out
+    /// a, b, and the third.
     pub operands: [TensorMap; 3],
-    /// Partials as they are stored, and as they are loaded to be added.
-    pub partials: Option<[TensorMap; 2]>,
+    /// Of a kernel that adds partials.
+    pub targets: Option<[TensorMap; 2 * TARGETS]>,
 }
 
 /// The maps of the last call.
@@ -47,17 +49,29 @@ impl Cache {
             let (rows, columns) = (GEMMESH_STORE_ROWS, GEMMESH_STORE_COLUMNS);
             TensorMap::new(rank, dtype, matrix, rows, columns, false)
         };
-        let partials = match matrices.partials {
-            Some(partials) => Some([stored(partials)?, loaded(partials, tile_m)?]),
+        let third = match matrices.targets {
+            Some(_) => loaded(matrices.third, tile_m)?,
+            None => stored(matrices.third)?,
+        };
+        let targets = match matrices.targets {
+            Some(targets) => {
+                let mut maps = [TensorMap::none(); 2 * TARGETS];
+                for (map, target) in maps.iter_mut().zip(targets) {
+                    if let Some(target) = target {
+                        *map = stored(target)?;
+                    }
+                }
+                Some(maps)
+            }
             None => None,
         };
         let maps = Maps {
             operands: [
                 loaded(matrices.a, tile_m)?,
                 loaded(matrices.b, b_rows)?,
-                stored(matrices.out)?,
+                third,
             ],
-            partials,
+            targets,
         };
         *last = Some((matrices, maps));
         Ok(maps)

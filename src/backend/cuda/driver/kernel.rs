@@ -184,6 +184,12 @@ pub struct Layout {
 }
 
 impl TensorMap {
+    /// In the place of one that a kernel does not use.
+    pub fn none() -> TensorMap {
+        // SAFETY: a plain struct.
+        TensorMap(unsafe { MaybeUninit::zeroed().assume_init() })
+    }
+
     /// Boxes of `rows` by `columns` elements, swizzled by 128 bytes; zeros beyond the edges.
     pub fn new(
         rank: usize,
@@ -195,8 +201,7 @@ impl TensorMap {
     ) -> Result<TensorMap> {
         use sys::CUtensorMapDataType_enum as Type;
         use sys::CUtensorMapL2promotion_enum as Promotion;
-        // SAFETY: a plain struct.
-        let mut map: sys::CUtensorMap = unsafe { MaybeUninit::zeroed().assume_init() };
+        let TensorMap(mut map) = TensorMap::none();
         // SAFETY: the pointers are to locals of the lengths that rank 2 means.
         unsafe {
             cuda!(

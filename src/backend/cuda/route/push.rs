@@ -5,7 +5,7 @@ use std::mem::offset_of;
 
 use super::super::Cuda;
 use super::super::abi::GemmeshPushEpoch;
-use super::super::driver::StreamMemOp;
+use super::super::driver::{DevicePtr, StreamMemOp};
 use super::super::program::{Place, Program};
 use super::{copy_regions, delay};
 use crate::backend::sealed::Call;
@@ -45,17 +45,13 @@ pub fn enqueue(at: &Place, program: &Program, call: &Call<Cuda>) -> Result<()> {
             cuda.deferred_copies()
                 .wait_for(cuda.copies(), &cuda.forked)?;
         }
-        // The last word that was waited for. Its value is the same at each replay of a graph, so it has to be taken back.
-        let mut stored = None;
+        // The words that were waited for. Their value is the same at each replay of a graph, so they have to be taken back.
+        let mut stored: Vec<DevicePtr> = Vec::new();
         for push in schedule.moves() {
             let word = push.produced.map(|block| control.stored(block));
-            if let Some(word) = word.filter(|_| word != stored) {
-                let reset = stored.replace(word).map(|old| StreamMemOp::Write(old, 0));
-                let words: Vec<_> = reset
-                    .into_iter()
-                    .chain([StreamMemOp::Wait(word, 1)])
-                    .collect();
-                cuda.copies().words(&words)?;
+            if let Some(word) = word.filter(|word| stored.last() != Some(word)) {
+                cuda.copies().words(&[StreamMemOp::Wait(word, 1)])?;
+                stored.push(word);
             }
             let stream = match is_deferred(push) {
                 true => cuda.deferred_copies(),
@@ -79,9 +75,12 @@ pub fn enqueue(at: &Place, program: &Program, call: &Call<Cuda>) -> Result<()> {
             cuda.copies()
                 .wait_for(cuda.deferred_copies(), &cuda.joined)?;
         }
-        // Before the kernel that sets them next, which waits for these copies.
-        let resets = stored.into_iter().chain([gate]);
-        let resets: Vec<_> = resets.map(|word| StreamMemOp::Write(word, 0)).collect();
+        // Behind all copies, where nobody waits for it, and before the kernel that sets them next, which waits for these copies.
+        stored.push(gate);
+        let resets: Vec<_> = stored
+            .iter()
+            .map(|&word| StreamMemOp::Write(word, 0))
+            .collect();
         cuda.copies().words(&resets)?;
     }
     Ok(())

@@ -12,7 +12,7 @@ pub fn tasks(schedule: &Schedule, multiprocessors: usize) -> (Vec<GemmeshCopyTas
     const LARGEST: usize = 8 * UNIT;
     let stored: Vec<&Transfer> = schedule
         .moves()
-        .filter(|transfer| transfer.route == Route::Store)
+        .filter(|transfer| transfer.route == Route::Store && transfer.produced.is_none())
         .collect();
     // Whole rows, for what is stored is not cut along K.
     let extents: Vec<(usize, usize)> = stored
