@@ -120,6 +120,18 @@ fn multiply_and_reduce(planner: &Plan) -> Result<Schedule> {
     planner.schedule(true, arrivals.collect(), departures, product, None)
 }
 
+/// What a rank makes and sends at once, in this order, where its kernel runs beside the transfers and nothing is exchanged.
+///
+/// # Errors
+/// As the operation's.
+pub fn pieces(asked: &Description, rank: usize, config: Config) -> Result<Vec<Piece>> {
+    let sums = match asked.operation {
+        ALL_NAME => Sums::All,
+        _ => Sums::Own,
+    };
+    Ok(Plan::new(asked, rank, config, sums)?.pieces(rank))
+}
+
 /// Whether ranks that are all to have the sums exchange all partials. For few rows, one exchange takes less time than two, though
 /// more is moved. (The limits are those of vLLM's custom all-reduce. It has none for two ranks; here it is 1 MiB, because above that
 /// two steps can be hidden.)

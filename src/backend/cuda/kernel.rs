@@ -160,7 +160,7 @@ pub fn storing_warps(config: &Config) -> u32 {
 }
 
 /// Every shape, which there is for each of its family's dtypes.
-fn shapes() -> impl Iterator<Item = (&'static Family, &'static Shape)> {
+pub fn shapes() -> impl Iterator<Item = (&'static Family, &'static Shape)> {
     let of = |family: &'static Family| family.shapes.iter().map(move |shape| (family, shape));
     FAMILIES.iter().flat_map(of)
 }
@@ -171,7 +171,7 @@ pub fn configs(base: &Config) -> impl Iterator<Item = Config> {
 }
 
 /// `base` with a shape.
-fn configured(family: &Family, shape: &Shape, base: &Config) -> Config {
+pub fn configured(family: &Family, shape: &Shape, base: &Config) -> Config {
     let tile = TileShape::new(
         family.tile_m as usize,
         shape.tile_n as usize,
@@ -193,6 +193,12 @@ fn embedded(rank: usize, cubin: &'static [u8]) -> Result<&'static [u8]> {
     Ok(cubin)
 }
 
+/// The tiles that are best where there are many.
+pub const WIDEST: TileShape = TileShape::new(128, 256, GEMMESH_TILE_K as usize)
+    .with_stages(4)
+    .with_cluster(2)
+    .with_group_m(8);
+
 /// The configuration that should be fastest for a problem: the one that was measured to be, if it was; else the tile
 /// shape of the lowest cost, and what moves the rows as for the most similar problem that was measured. Ranks whose
 /// problems differ in N get configurations that agree, and for sums those that differ in K.
@@ -208,14 +214,7 @@ pub fn default_config(
         return exact;
     }
     let base = measured.map_or(
-        Config::new(
-            TileShape::new(128, 256, GEMMESH_TILE_K as usize)
-                .with_stages(4)
-                .with_cluster(2)
-                .with_group_m(8),
-            Chunking::new(1),
-            Route::Pull,
-        ),
+        Config::new(WIDEST, Chunking::new(1), Route::Pull),
         |measured| measured.alike,
     );
     let cost = |c: &Config, efficiency: f64| {

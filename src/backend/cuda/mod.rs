@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 mod abi;
+mod choice;
 mod driver;
 mod engine;
 mod kernel;
@@ -37,13 +38,14 @@ use monitor::Monitor;
 use program::Program;
 use queues::Queues;
 use reclaim::{Deferred, Reclaimer};
+use sums::TARGETS;
 use tables::Tables;
 
 use super::sealed::{self, Call};
 use super::{Backend, Options};
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
-use crate::schedule::{Config, Description, Numerics, Route, Schedule};
+use crate::schedule::{Config, Description, Numerics, Route, Schedule, reduce_scatter};
 
 /// NVIDIA GPUs of the Hopper generation (H100, H200), a process each; several processes may share one.
 ///
@@ -236,6 +238,10 @@ impl sealed::Backend for Cuda {
         let measured = self.tuned.find(asked);
         let measured = measured.filter(|m| pushes || m.alike.route == Route::Pull);
         let multiprocessors = self.device.multiprocessors();
+        let is_sum = [reduce_scatter::NAME, reduce_scatter::ALL_NAME].contains(&asked.operation);
+        if is_sum && pushes && measured.is_none() && (2..=TARGETS).contains(&asked.layout.world()) {
+            return choice::of_sums(multiprocessors, asked, numerics);
+        }
         kernel::default_config(multiprocessors, asked, numerics, measured)
     }
 

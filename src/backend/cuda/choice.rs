@@ -1,0 +1,379 @@
+//! How partial sums are made and moved where nothing was measured: of all kernels, routes and parts, those by which a small model
+//! is done first.
+//!
+//! The model knows waves of tiles, when each part of a block has been made and has arrived, and that what waits for it ends later.
+//! It must find the same on every rank, and K may differ between ranks: so it goes by a K that suits N. It sees the operation as
+//! rank 0 does.
+
+use std::ops::Range;
+
+use super::kernel::{WIDEST, configured, shapes};
+use crate::schedule::partials::Piece;
+use crate::schedule::reduce_scatter::{ALL_NAME, is_exchanged, pieces};
+use crate::schedule::{Chunking, Config, Description, Numerics, Route};
+
+/// Microseconds, and what happens in one. Measured on two H200s; benches/NOTES.md has the traces.
+mod rate {
+    /// Operations of a multiprocessor with the widest tiles, two a product.
+    pub const OPERATIONS: f64 = 6.3e6;
+    /// What a tile takes beside its products.
+    pub const TILE: f64 = 0.5;
+    /// What adding to a tile takes.
+    pub const ADD: f64 = 1.2;
+    /// From the end of the last tile until an idle copy engine moves the first byte,
+    pub const COPY_START: f64 = 12.0;
+    /// or one that has moved others until then;
+    pub const COPY_NEXT: f64 = 1.0;
+    /// bytes that it moves to a peer, while kernels run,
+    pub const COPIED: f64 = 300e3;
+    /// and the flag behind them.
+    pub const COPY_FLAG: f64 = 5.0;
+    /// What a kernel's start and end take,
+    pub const KERNEL: f64 = 10.0;
+    /// or that of a kernel with copies beside it.
+    pub const COPIES: f64 = 12.0;
+    /// Bytes that kernels store to a peer,
+    pub const STORED: f64 = 330e3;
+    /// how much of that time multiplies nothing, for loads wait behind stores,
+    pub const STORE_HINDERS: f64 = 0.6;
+    /// and for the flag behind them.
+    pub const STORE_FLAG: f64 = 4.0;
+}
+
+/// The configuration that should be the fastest. The same on every rank.
+pub fn of_sums(multiprocessors: usize, asked: &Description, numerics: Numerics) -> Config {
+    let is_for_all = asked.operation == ALL_NAME;
+    let cuts: &[(Route, usize, usize)] = match is_for_all {
+        true if is_exchanged(asked) => &[(Route::Store, 1, 1)],
+        false => &[
+            (Route::Store, 1, 1),
+            (Route::Store, 1, 2),
+            (Route::Push, 1, 1),
+            (Route::Push, 1, 2),
+            (Route::Push, 1, 4),
+        ],
+        true => &[
+            (Route::Store, 1, 1),
+            (Route::Store, 2, 1),
+            (Route::Store, 4, 1),
+            (Route::Store, 8, 1),
+            (Route::Push, 1, 1),
+            (Route::Push, 2, 1),
+            (Route::Push, 4, 1),
+        ],
+    };
+    let candidates = cuts.iter().flat_map(|&(route, count, last)| {
+        let chunking = Chunking::new(count).with_last(last);
+        let base = Config::new(WIDEST, chunking, route);
+        shapes().map(move |(family, shape)| (configured(family, shape, &base), shape.efficiency))
+    });
+    let depth = (asked.n / 2).clamp(1024, 8192);
+    let whole = Config::new(WIDEST, Chunking::new(1), Route::Push);
+    let mut best = (f64::INFINITY, whole);
+    for (config, efficiency) in candidates {
+        let model = Model::new(multiprocessors, asked, depth, &config, efficiency);
+        // Most are slower without any exchange.
+        if config.check_numerics(numerics).is_err() || model.of_tiles() >= best.0 {
+            continue;
+        }
+        let time = model.time();
+        if time < best.0 {
+            best = (time, config);
+        }
+    }
+    best.1
+}
+
+/// Rank 0's view of the operation: what it makes, and to how many ranks each piece goes.
+fn sent(asked: &Description, config: &Config) -> Option<Vec<(Piece, usize)>> {
+    let world = asked.layout.world();
+    let is_for_all = asked.operation == ALL_NAME;
+    if is_for_all && is_exchanged(asked) {
+        let rows = 0..asked.layout.m();
+        return Some(vec![(Piece { owner: 1, rows }, world - 1)]);
+    }
+    let pieces = pieces(asked, 0, *config).ok()?;
+    let to = |piece: &Piece| match piece.owner {
+        0 if is_for_all => world - 1,
+        0 => 0,
+        _ => 1,
+    };
+    let pieces = pieces.into_iter().map(|piece| (to(&piece), piece));
+    Some(pieces.map(|(to, piece)| (piece, to)).collect())
+}
+
+/// An operation, by one configuration.
+struct Model<'a> {
+    asked: &'a Description,
+    config: &'a Config,
+    /// Tiles that are made at the same time.
+    slots: usize,
+    columns: usize,
+    /// What one takes.
+    of_tile: f64,
+}
+
+impl Model<'_> {
+    /// `depth`: what is summed over.
+    fn new<'a>(
+        multiprocessors: usize,
+        asked: &'a Description,
+        depth: usize,
+        config: &'a Config,
+        efficiency: f64,
+    ) -> Model<'a> {
+        let tile = &config.tile;
+        let operations = (2 * tile.m * tile.n * depth) as f64 / tile.split_k as f64;
+        Model {
+            asked,
+            config,
+            slots: (multiprocessors / (tile.cluster * tile.split_k)).max(1),
+            columns: asked.n.div_ceil(tile.n),
+            of_tile: operations / (rate::OPERATIONS * efficiency) + rate::TILE,
+        }
+    }
+
+    /// Microseconds that all tiles take at least.
+    fn of_tiles(&self) -> f64 {
+        let tiles = self.asked.layout.m().div_ceil(self.config.entry_rows()) * self.columns;
+        tiles.div_ceil(self.slots) as f64 * self.of_tile
+    }
+
+    /// Microseconds from the first product until rank 0 has all it waits for. What it waits for from others comes when others get the
+    /// same from it, for all ranks do the same.
+    fn time(&self) -> f64 {
+        let &Model {
+            asked,
+            config,
+            slots,
+            columns,
+            of_tile,
+        } = self;
+        let Some(sent) = sent(asked, config) else {
+            return f64::INFINITY;
+        };
+        let route = config.route;
+        let bytes = |rows: usize, to: usize| (rows * asked.n * asked.dtype.bytes() * to) as f64;
+        // Rows of a piece, counted from its owner's first.
+        let within = |piece: &Piece| {
+            let first = asked
+                .layout
+                .rows_of(piece.owner)
+                .start
+                .min(piece.rows.start);
+            piece.rows.start - first..piece.rows.end - first
+        };
+        // When others' rows, so counted, arrive there; and the others' of this rank here.
+        let mut arrivals: Vec<(Range<usize>, f64)> = Vec::new();
+        // Clusters take tiles in turn, each when it is done with the one before.
+        let mut clocks = vec![0.0f64; slots];
+        let mut taken = 0;
+        let (mut wire, mut complete) = (0.0f64, 0.0f64);
+        for (piece, to) in &sent {
+            let rows = within(piece);
+            let adds = piece.owner == 0 && asked.layout.world() > 1;
+            arrivals.sort_by_key(|(of, _)| of.start);
+            let mut awaited = arrivals
+                .iter()
+                .filter(|(of, _)| adds && rows.start < of.end)
+                .peekable();
+            let tiles = rows.len().div_ceil(config.entry_rows()) * columns;
+            let moved = bytes(rows.len(), *to) / tiles.max(1) as f64;
+            let (mut latest, mut made) = (0.0f64, 0.0f64);
+            for tile in 1..=tiles {
+                let reached = rows.start + rows.len() * tile / tiles;
+                while let Some((_, at)) = awaited.next_if(|(of, _)| of.start < reached) {
+                    latest = latest.max(*at);
+                }
+                let clock = &mut clocks[taken % slots];
+                taken += 1;
+                *clock += of_tile;
+                if adds {
+                    *clock = clock.max(latest) + rate::ADD;
+                }
+                made = made.max(*clock);
+                if route == Route::Store && *to > 0 {
+                    wire = wire.max(*clock) + moved / rate::STORED;
+                    // The next tile is held up, as all are that are stored at the same time.
+                    *clock += rate::STORE_HINDERS * moved * slots as f64 / rate::STORED;
+                }
+            }
+            complete = complete.max(made);
+            if *to == 0 {
+                continue;
+            }
+            match route {
+                Route::Store => wire += rate::STORE_FLAG,
+                _ => {
+                    wire = (wire + rate::COPY_NEXT).max(made + rate::COPY_START);
+                    wire += bytes(rows.len(), *to) / rate::COPIED + rate::COPY_FLAG * *to as f64;
+                }
+            }
+            complete = complete.max(wire);
+            if piece.owner != 0 {
+                arrivals.push((rows, wire));
+            }
+        }
+        let around = match route {
+            Route::Store => rate::KERNEL,
+            _ => rate::COPIES,
+        };
+        complete + around
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::element::DType;
+    use crate::schedule::Layout;
+    use crate::schedule::reduce_scatter::NAME;
+
+    fn asked(operation: &'static str, rows: &[usize], n: usize, k: usize) -> Description {
+        Description {
+            operation,
+            dtype: DType::Bf16,
+            layout: Layout::new(rows, k).unwrap(),
+            n,
+        }
+    }
+
+    fn chosen(operation: &'static str, m: usize, n: usize) -> Config {
+        let asked = asked(operation, &[m / 2; 2], n, 64);
+        of_sums(132, &asked, Numerics::Fast)
+    }
+
+    /// Operation, M, N, K, route, width of a tile, CTAs that share `b`, and K, chunks and those of the last; and the microseconds that
+    /// two H200s took.
+    type Point = (&'static str, [usize; 3], Route, [u32; 3], [usize; 2], f64);
+
+    #[test]
+    fn the_model_comes_within_a_seventh_of_what_was_measured() {
+        use Route::{Push, Store};
+        const MEASURED: [Point; 24] = [
+            (NAME, [256, 4096, 1792], Store, [64, 1, 2], [1, 1], 25.0),
+            (NAME, [256, 8192, 3584], Store, [128, 1, 2], [1, 1], 53.0),
+            (NAME, [512, 8192, 3584], Store, [128, 2, 1], [1, 1], 67.0),
+            (NAME, [1024, 4096, 1792], Store, [128, 2, 1], [1, 1], 43.0),
+            (NAME, [1024, 4096, 1792], Store, [256, 1, 1], [1, 1], 50.0),
+            (NAME, [1024, 8192, 3584], Store, [256, 2, 1], [1, 1], 109.0),
+            (NAME, [1024, 8192, 3584], Push, [256, 2, 1], [1, 1], 94.0),
+            (NAME, [4096, 4096, 1792], Store, [256, 2, 1], [1, 8], 128.0),
+            (NAME, [4096, 4096, 1792], Push, [256, 2, 1], [1, 2], 105.0),
+            (NAME, [4096, 4096, 1792], Push, [256, 2, 1], [1, 3], 113.0),
+            (NAME, [4096, 4096, 1792], Push, [256, 2, 1], [1, 4], 119.0),
+            (NAME, [8192, 4096, 1792], Push, [256, 2, 1], [1, 2], 187.0),
+            (NAME, [8192, 4096, 1792], Push, [256, 2, 1], [1, 4], 191.0),
+            (NAME, [8192, 4096, 1792], Store, [256, 2, 1], [1, 8], 241.0),
+            (NAME, [16384, 4096, 1792], Push, [256, 2, 1], [1, 4], 354.0),
+            (NAME, [8192, 8192, 3584], Push, [224, 2, 1], [1, 2], 650.0),
+            (NAME, [8192, 8192, 3584], Store, [256, 2, 1], [1, 8], 749.0),
+            (ALL_NAME, [256, 4096, 1792], Store, [64, 1, 2], [1, 1], 31.0),
+            (
+                ALL_NAME,
+                [512, 8192, 3584],
+                Store,
+                [128, 2, 1],
+                [1, 1],
+                79.0,
+            ),
+            (
+                ALL_NAME,
+                [1024, 8192, 3584],
+                Store,
+                [256, 2, 1],
+                [1, 1],
+                131.0,
+            ),
+            (
+                ALL_NAME,
+                [4096, 4096, 1792],
+                Push,
+                [256, 2, 1],
+                [2, 1],
+                163.0,
+            ),
+            (
+                ALL_NAME,
+                [8192, 4096, 1792],
+                Push,
+                [256, 2, 1],
+                [4, 1],
+                285.0,
+            ),
+            (
+                ALL_NAME,
+                [8192, 8192, 3584],
+                Push,
+                [256, 2, 1],
+                [2, 1],
+                758.0,
+            ),
+            (
+                ALL_NAME,
+                [8192, 8192, 3584],
+                Push,
+                [256, 2, 1],
+                [4, 1],
+                729.0,
+            ),
+        ];
+        for (operation, [m, n, k], route, of_shape, [count, last], measured) in MEASURED {
+            let asked = asked(operation, &[m / 2; 2], n, k);
+            let chunking = Chunking::new(count).with_last(last);
+            let base = Config::new(WIDEST, chunking, route);
+            let mut all = shapes();
+            let found = all.find(|(_, s)| [s.tile_n, s.cluster, s.split] == of_shape);
+            let (family, shape) = found.unwrap();
+            let config = configured(family, shape, &base);
+            let time = Model::new(132, &asked, k, &config, shape.efficiency).time();
+            let off = measured / time - 1.0;
+            assert!(
+                off.abs() < 1.0 / 7.0,
+                "{operation} {asked:?} {config:?}: {time} µs, not {measured}"
+            );
+        }
+    }
+
+    #[test]
+    fn few_rows_are_stored_many_copied_and_the_last_block_in_parts() {
+        for operation in [NAME, ALL_NAME] {
+            for (m, n) in [
+                (1, 4096),
+                (16, 8192),
+                (256, 4096),
+                (512, 8192),
+                (1024, 4096),
+            ] {
+                assert_eq!(
+                    chosen(operation, m.max(2), n).route,
+                    Route::Store,
+                    "{m} {n}"
+                );
+            }
+            for (m, n) in [(8192, 4096), (8192, 8192), (16384, 16384)] {
+                let Config {
+                    route, chunking, ..
+                } = chosen(operation, m, n);
+                assert_eq!(route, Route::Push, "{m} {n}");
+                assert!(chunking.count.max(chunking.last) > 1);
+            }
+        }
+    }
+
+    #[test]
+    fn ranks_whose_k_differ_choose_alike_and_where_bits_depend_on_k_alone_nobody_cuts_it() {
+        for operation in [NAME, ALL_NAME] {
+            for m in [1, 64, 700, 5000] {
+                for n in [8, 1000, 8192] {
+                    let of = |k| asked(operation, &[m, 2 * m, 0], n, k);
+                    for numerics in [Numerics::Fast, Numerics::Invariant] {
+                        let [one, other] = [64, 9000].map(|k| of_sums(132, &of(k), numerics));
+                        assert_eq!(one, other);
+                        assert!(numerics == Numerics::Fast || one.tile.split_k == 1);
+                    }
+                }
+            }
+        }
+    }
+}
