@@ -1,99 +1,206 @@
 //! Layers of a tensor-parallel MLP: each rank keeps some rows of `x`, and a part of both weights.
 //!
 //! ```sh
-//! cargo run --release --example mlp
+//! cargo run --release --example mlp                                      # four ranks of the host
+//! cargo run --release --features cuda --example mlp -- --backend cuda   # two GPUs
 //! ```
 //!
 //! `h = relu(gather(x) · upᵀ)` by [`all_gather_matmul`](gemmesh::all_gather_matmul), then `x = Σ h · downᵀ` by
 //! [`MatmulReduceScatter`], into the rows of `x` that this rank owns: the next layer's input, with no copy between. Once as
 //! gemmesh does it, and once with one step after the other.
 
+#[cfg(feature = "cuda")]
+#[allow(unsafe_code)]
+#[path = "mlp/relu.rs"]
+mod relu;
+
 use std::time::Instant;
 
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 use gemmesh::trace::{Timeline, Trace};
 use gemmesh::{
-    AllGatherMatmul, Builder, Group, Host, MatmulReduceScatter, Matrix, Prepared,
+    AllGatherMatmul, Backend, Builder, Group, Host, MatmulReduceScatter, Matrix, Prepared,
     PreparedReduceScatter, Result, Route, ShardedMatrix, bf16,
 };
 
-const RANKS: usize = 4;
 const LAYERS: usize = 3;
-/// Tokens.
-const M: usize = 1024;
-/// Features, and those of the hidden layer on each rank.
-const MODEL: usize = 512;
-const HIDDEN: usize = 256;
+/// Rows of each rank that are compared with float64.
+const CHECKED: usize = 16;
 
-/// Runs layers of an MLP on four ranks, threads of this process.
+/// Runs layers of an MLP: on four ranks of the host, threads of this process, or on two GPUs.
 #[derive(Parser)]
 struct Args {
-    /// Gigabytes per second that a rank copies at the most, as if the ranks were on GPUs of their own.
+    /// Where the ranks run.
+    #[arg(long, value_enum, default_value_t = BackendName::Host)]
+    backend: BackendName,
+    /// Gigabytes per second that a rank of the host copies at the most, as if the ranks were on GPUs of their own.
     #[arg(long, default_value_t = 0.1)]
     link: f64,
 }
 
-fn main() -> Result<()> {
-    let Args { link } = Args::parse();
-    let builder = Builder::<Host>::new().link((link * 1e9) as usize);
-    let ranks = builder.threads(RANKS, rank)?;
-    let worst = |field: fn(&Outcome) -> f64| ranks.iter().map(field).fold(0.0, f64::max);
-    let (error, fused, sequential) = (
-        worst(|rank| rank.error),
-        worst(|rank| rank.fused),
-        worst(|rank| rank.sequential),
-    );
-    println!(
-        "{LAYERS} layers, [{M}, {MODEL}] tokens, {RANKS} ranks of the host, each copying at most {link} GB/s (--link)"
-    );
-    println!("off by {error:.4} of their size from float64");
-    println!(
-        "overlapped {fused:.1} ms, one after the other {sequential:.1} ms: {:.0} % of the time",
-        100.0 * fused / sequential
-    );
-    let title = format!("A layer: gather and multiply, relu, multiply and scatter; {RANKS} ranks");
-    ranks[0].timeline.write_svg("mlp.svg", &title)?;
-    println!("wrote mlp.svg, the timeline of a layer");
-    assert!(error < 0.01, "a layer is wrong");
-    Ok(())
+#[derive(Clone, Copy, ValueEnum)]
+enum BackendName {
+    Host,
+    #[cfg(feature = "cuda")]
+    Cuda,
 }
 
-/// What a rank found.
+fn main() -> Result<()> {
+    let Args { backend, link } = Args::parse();
+    match backend {
+        BackendName::Host => {
+            let builder = Builder::<Host>::new().link((link * 1e9) as usize);
+            let size = Size {
+                m: 1024,
+                model: 512,
+                hidden: 256,
+            };
+            let outcomes = builder.threads(4, |group| Layer::new(group, size)?.compare())?;
+            outcomes[0].report(
+                size,
+                &format!("4 ranks of the host, each copying at most {link} GB/s (--link)"),
+            )
+        }
+        #[cfg(feature = "cuda")]
+        BackendName::Cuda => {
+            if !gemmesh::launch::is_rank() {
+                return gemmesh::launch::launch(2);
+            }
+            let group = Group::<gemmesh::Cuda>::from_env()?;
+            let (rank, world) = (group.rank(), group.world_size());
+            let size = Size {
+                m: 8192,
+                model: 8192,
+                hidden: 28_672 / 8,
+            };
+            let outcome = Layer::new(group, size)?.compare()?;
+            match rank {
+                0 => outcome.report(size, &format!("{world} GPUs")),
+                _ => Ok(()),
+            }
+        }
+    }
+}
+
+/// What the ranks found, the worst of them; the same on every rank.
 struct Outcome {
-    /// How far its rows are off, as a part of their size.
+    /// How far rows are off, as a part of their size.
     error: f64,
     /// Milliseconds.
-    fused: f64,
+    overlapped: f64,
     sequential: f64,
-    /// Of one layer, overlapped; the same on every rank.
+    /// Of one layer, overlapped.
     timeline: Timeline,
 }
 
-/// A rank's part of a layer, and its two products, prepared once.
-struct Layer {
-    group: Group<Host>,
-    x: ShardedMatrix<Host, bf16>,
-    up: Matrix<Host, bf16>,
-    down: Matrix<Host, bf16>,
-    hidden: Matrix<Host, bf16>,
-    gather: Prepared<'static, Host, bf16>,
-    /// Where partials are pushed, each block is sent while the next is made;
-    pushed: PreparedReduceScatter<'static, Host, bf16>,
-    /// where they are pulled, all of them are made before.
-    pulled: PreparedReduceScatter<'static, Host, bf16>,
+impl Outcome {
+    fn report(&self, Size { m, model, hidden }: Size, ranks: &str) -> Result<()> {
+        let Outcome {
+            error,
+            overlapped,
+            sequential,
+            timeline,
+        } = self;
+        println!(
+            "{LAYERS} layers, [{m}, {model}] tokens, {hidden} hidden features a rank, {ranks}"
+        );
+        println!("off by {error:.4} of their size from float64");
+        println!(
+            "overlapped {overlapped:.1} ms, one after the other {sequential:.1} ms: {:.0} % of the time",
+            100.0 * overlapped / sequential
+        );
+        timeline.write_svg(
+            "mlp.svg",
+            "A layer: gather and multiply, relu, multiply and scatter",
+        )?;
+        println!("wrote mlp.svg, the timeline of a layer");
+        assert!(*error < 0.01, "a layer is wrong");
+        Ok(())
+    }
 }
 
-impl Layer {
+/// Tokens, their features, and those of the hidden layer on each rank.
+#[derive(Clone, Copy)]
+struct Size {
+    m: usize,
+    model: usize,
+    hidden: usize,
+}
+
+/// What comes between the two products.
+trait Activation: Backend {
+    /// `max(x, 0)` of each element, in order with the group's operations.
+    fn relu(group: &Group<Self>, hidden: &mut Matrix<Self, bf16>) -> Result<()>;
+}
+
+impl Activation for Host {
+    fn relu(_: &Group<Host>, hidden: &mut Matrix<Host, bf16>) -> Result<()> {
+        let mut values = hidden.to_vec()?;
+        values.iter_mut().for_each(|x| *x = x.max(bf16::ZERO));
+        hidden.copy_from_host(&values)
+    }
+}
+
+/// A rank's part of a layer, and its two products, prepared once.
+struct Layer<B: Activation> {
+    size: Size,
+    group: Group<B>,
+    x: ShardedMatrix<B, bf16>,
+    up: Matrix<B, bf16>,
+    down: Matrix<B, bf16>,
+    hidden: Matrix<B, bf16>,
+    gather: Prepared<'static, B, bf16>,
+    /// Where partials are pushed, each block is sent while the next is made;
+    pushed: PreparedReduceScatter<'static, B, bf16>,
+    /// where they are pulled, all of them are made before.
+    pulled: PreparedReduceScatter<'static, B, bf16>,
+}
+
+impl<B: Activation> Layer<B> {
+    fn new(group: Group<B>, size: Size) -> Result<Layer<B>> {
+        let Size {
+            m,
+            model,
+            hidden: width,
+        } = size;
+        let [up, down] = weights(group.rank(), group.world_size(), size);
+        let x = group.sharded::<bf16>(m, model)?;
+        let hidden = group.zeros::<bf16>(m, width)?;
+        let gather = AllGatherMatmul::new().prepare(&x, width)?;
+        let chosen = MatmulReduceScatter::new().prepare(&hidden, model)?.config();
+        let scatter = |config| {
+            let sum = MatmulReduceScatter::new().config(config);
+            sum.prepare(&hidden, model)
+        };
+        // On the host, and where GPUs are shared, the library pulls unless it is asked to push.
+        let route = if chosen.route == Route::Pull {
+            Route::Push
+        } else {
+            chosen.route
+        };
+        Ok(Layer {
+            size,
+            pushed: scatter(chosen.with_route(route))?,
+            pulled: scatter(chosen.with_route(Route::Pull))?,
+            up: group.upload(&up, width, model)?,
+            down: group.upload(&down, model, width)?,
+            gather,
+            hidden,
+            x,
+            group,
+        })
+    }
+
     fn run_overlapped(&mut self) -> Result<()> {
         self.gather.run(&self.x, &self.up, &mut self.hidden)?;
-        relu(&mut self.hidden)?;
+        B::relu(&self.group, &mut self.hidden)?;
         self.pushed.run_into(&self.hidden, &self.down, &mut self.x)
     }
 
     fn run_in_sequence(&mut self) -> Result<()> {
         self.gather.gather(&self.x)?;
         self.gather.matmul(&self.x, &self.up, &mut self.hidden)?;
-        relu(&mut self.hidden)?;
+        B::relu(&self.group, &mut self.hidden)?;
         self.pulled.run_into(&self.hidden, &self.down, &mut self.x)
     }
 
@@ -102,7 +209,7 @@ impl Layer {
         let mut trace = self
             .gather
             .run_traced(&self.x, &self.up, &mut self.hidden)?;
-        relu(&mut self.hidden)?;
+        B::relu(&self.group, &mut self.hidden)?;
         let sum = self
             .pushed
             .run_into_traced(&self.hidden, &self.down, &mut self.x)?;
@@ -124,71 +231,57 @@ impl Layer {
         self.group.synchronize()?;
         Ok(begin.elapsed().as_secs_f64() * 1e3)
     }
-}
 
-/// A program on GPUs has a kernel for this.
-fn relu(hidden: &mut Matrix<Host, bf16>) -> Result<()> {
-    let mut values = hidden.to_vec()?;
-    values.iter_mut().for_each(|x| *x = x.max(bf16::ZERO));
-    hidden.copy_from_host(&values)
-}
-
-/// What each rank does.
-fn rank(group: Group<Host>) -> Result<Outcome> {
-    let [up, down] = weights(group.rank());
-    let x = group.sharded::<bf16>(M, MODEL)?;
-    let hidden = group.zeros::<bf16>(M, HIDDEN)?;
-    let gather = AllGatherMatmul::new().prepare(&x, HIDDEN)?;
-    let scatter = |route| {
-        let config = gather.config().with_route(route);
-        let sum = MatmulReduceScatter::new().config(config);
-        sum.prepare(&hidden, MODEL)
-    };
-    let mut layer = Layer {
-        pushed: scatter(Route::Push)?,
-        pulled: scatter(Route::Pull)?,
-        up: group.upload(&up, HIDDEN, MODEL)?,
-        down: group.upload(&down, MODEL, HIDDEN)?,
-        gather,
-        hidden,
-        x,
-        group,
-    };
-    let own = layer.x.rows();
-    let own = own.start * MODEL..own.end * MODEL;
-    let input = random(0, M * MODEL, 1.0);
-    let input = &input[own.clone()];
-
-    let exact = reference(input);
-    let (mut off, mut size) = (0.0, 0.0);
-    for overlapped in [true, false] {
-        layer.all(input, overlapped)?;
-        let found = layer.x.to_vec()?;
-        for (found, exact) in found[own.clone()].iter().zip(&exact) {
-            off += (f64::from(found.to_f32()) - exact).powi(2);
-            size += exact.powi(2);
+    /// Both ways: first right, then how long.
+    fn compare(mut self) -> Result<Outcome> {
+        let (own, model) = (self.x.rows(), self.size.model);
+        let input = random(own.start as u64, own.len() * model, 1.0);
+        let checked = 0..own.len().min(CHECKED) * model;
+        let exact = reference(&input[checked.clone()], self.group.world_size(), self.size);
+        let (mut off, mut size) = (0.0, 0.0);
+        for overlapped in [true, false] {
+            self.all(&input, overlapped)?;
+            let found = &self.x.to_vec()?[own.start * model..];
+            for (found, exact) in found[checked.clone()].iter().zip(&exact) {
+                off += (f64::from(found.to_f32()) - exact).powi(2);
+                size += exact.powi(2);
+            }
         }
+        let mut median = |overlapped| -> Result<f64> {
+            let times = (0..7).map(|_| self.all(&input, overlapped));
+            let mut times = times.collect::<Result<Vec<f64>>>()?;
+            times.sort_by(f64::total_cmp);
+            Ok(times[times.len() / 2])
+        };
+        let found = [(off / size).sqrt(), median(true)?, median(false)?];
+        let trace = self.run_traced()?;
+        let all = self
+            .group
+            .all_gather_bytes(&found.map(f64::to_le_bytes).concat())?;
+        let worst = |index: usize| {
+            let value = |rank: &Vec<u8>| {
+                let bytes = rank[8 * index..].first_chunk().copied();
+                f64::from_le_bytes(bytes.unwrap_or_default())
+            };
+            all.iter().map(value).fold(0.0, f64::max)
+        };
+        Ok(Outcome {
+            error: worst(0),
+            overlapped: worst(1),
+            sequential: worst(2),
+            timeline: Timeline::collect(&self.group, &trace)?,
+        })
     }
-    let mut median = |overlapped| -> Result<f64> {
-        let times = (0..7).map(|_| layer.all(input, overlapped));
-        let mut times = times.collect::<Result<Vec<f64>>>()?;
-        times.sort_by(f64::total_cmp);
-        Ok(times[times.len() / 2])
-    };
-    let (fused, sequential) = (median(true)?, median(false)?);
-    let trace = layer.run_traced()?;
-    Ok(Outcome {
-        error: (off / size).sqrt(),
-        fused,
-        sequential,
-        timeline: Timeline::collect(&layer.group, &trace)?,
-    })
 }
 
-/// A rank's parts of the weights: `[HIDDEN, MODEL]` and `[MODEL, HIDDEN]`.
-fn weights(rank: usize) -> [Vec<bf16>; 2] {
+/// A rank's parts of the weights: `[hidden, model]` and `[model, hidden]`, of a size that keeps that of `x`.
+fn weights(rank: usize, world: usize, Size { model, hidden, .. }: Size) -> [Vec<bf16>; 2] {
     let seed = 2 * rank as u64 + 1;
-    [seed, seed + 1].map(|seed| random(seed, HIDDEN * MODEL, 0.1))
+    let scale = |k: usize| (3.0 / k as f32).sqrt();
+    [
+        random(seed << 32, hidden * model, scale(model)),
+        random((seed + 1) << 32, hidden * model, scale(world * hidden)),
+    ]
 }
 
 /// Uniform in `-scale..scale`.
@@ -205,16 +298,18 @@ fn random(seed: u64, count: usize, scale: f32) -> Vec<bf16> {
 }
 
 /// All layers of some rows in float64, with nothing rounded between them.
-fn reference(input: &[bf16]) -> Vec<f64> {
+fn reference(input: &[bf16], world: usize, size: Size) -> Vec<f64> {
     let wide = |values: &[bf16]| -> Vec<f64> { values.iter().map(|x| x.to_f64()).collect() };
+    let all: Vec<_> = (0..world)
+        .map(|rank| weights(rank, world, size).map(|w| wide(&w)))
+        .collect();
     let mut x = wide(input);
     for _ in 0..LAYERS {
         let mut sum = vec![0.0; x.len()];
-        for rank in 0..RANKS {
-            let [up, down] = weights(rank).map(|weights| wide(&weights));
-            let mut hidden = product(&x, &up, MODEL);
+        for [up, down] in &all {
+            let mut hidden = product(&x, up, size.model);
             hidden.iter_mut().for_each(|x| *x = x.max(0.0));
-            let part = product(&hidden, &down, HIDDEN);
+            let part = product(&hidden, down, size.hidden);
             sum.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
         }
         x = sum;

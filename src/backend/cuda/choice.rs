@@ -50,7 +50,6 @@ pub fn of_sums(multiprocessors: usize, asked: &Description, numerics: Numerics) 
             (Route::Store, 1, 2),
             (Route::Push, 1, 1),
             (Route::Push, 1, 2),
-            (Route::Push, 1, 4),
         ],
         true => &[
             (Route::Store, 1, 1),
@@ -98,8 +97,11 @@ fn sent(asked: &Description, config: &Config) -> Option<Vec<(Piece, usize)>> {
         0 => 0,
         _ => 1,
     };
-    let pieces = pieces.into_iter().map(|piece| (to(&piece), piece));
-    Some(pieces.map(|(to, piece)| (piece, to)).collect())
+    let pieces = pieces.into_iter().map(|piece| {
+        let to = to(&piece);
+        (piece, to)
+    });
+    Some(pieces.collect())
 }
 
 /// An operation, by one configuration.
