@@ -458,6 +458,15 @@ proptest! {
     }
 
     #[test]
+    fn tiles_of_own_rows_stand_in_the_order_in_which_what_they_add_comes(asked in any_asked(&[Route::Push, Route::Store])) {
+        for schedule in asked.schedules() {
+            for pair in schedule.tiles().windows(2).filter(|pair| pair[0].block == pair[1].block) {
+                prop_assert!(pair[0].flags().end <= pair[1].flags().end);
+            }
+        }
+    }
+
+    #[test]
     fn no_rank_waits_in_a_circle(asked in any_asked(&[Route::Push, Route::Store])) {
         prop_assert!(all_end(&asked.schedules()));
         let plan = |rank| planner::all_reduce(&asked.all(), rank, asked.config).unwrap();

@@ -85,8 +85,8 @@ pub enum Route {
     /// documentation of `Cuda` says what that asks of other kernels on the same GPUs. When an operation fails, a rank may
     /// write to its peers before they are ready: the gathered rows of operations before may be lost too.
     Push,
-    /// The kernel of the rank that owns them, by stores of warps that have nothing else to do: meant for shards so small
-    /// that a copy engine's start counts. Kernels as for [`Route::Push`], which it is on the host backend.
+    /// The kernel of the rank that owns them, by stores of warps that have nothing else to do, or of partial sums by those that made
+    /// them: meant for shards so small that a copy engine's start counts. Kernels as for [`Route::Push`], which it is on the host backend.
     Store,
 }
 

@@ -34,10 +34,17 @@ impl Trace {
         Trace { rank, spans }
     }
 
-    /// Adds what the same rank did in a next operation. On the host all operations have one clock; on GPUs each begins at 0, so draw
-    /// them apart.
+    /// Adds what the same rank did in a next operation, which began when this one had ended: on the host all operations have one
+    /// clock; on GPUs the trace of each begins at 0, and is put behind the end of what there is.
     pub fn extend(&mut self, next: Trace) {
-        self.spans.extend(next.spans);
+        let end = self.spans.iter().map(|span| span.end).max().unwrap_or(0);
+        let begin = next.spans.iter().map(|span| span.begin).min();
+        let late = end.saturating_sub(begin.unwrap_or(end));
+        self.spans.extend(next.spans.into_iter().map(|span| Span {
+            begin: span.begin + late,
+            end: span.end + late,
+            ..span
+        }));
     }
 
     fn parse(bytes: &[u8]) -> serde_json::Result<Trace> {
@@ -159,6 +166,29 @@ impl Timeline {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_began_at_zero_is_put_behind_what_there_is_and_what_came_later_stays() {
+        let trace = |begin| {
+            let work = Work::Wait { source: 1 };
+            let (lane, end) = (Lane::Copy, begin + 10);
+            Trace::new(
+                0,
+                vec![Span {
+                    lane,
+                    work,
+                    begin,
+                    end,
+                }],
+            )
+        };
+        let mut all = trace(0);
+        all.extend(trace(0));
+        all.extend(trace(50));
+        let begins: Vec<u64> = all.spans.iter().map(|span| span.begin).collect();
+        assert_eq!(begins, [0, 10, 50]);
+        assert_eq!(all.spans[1].end, 20);
+    }
 
     #[test]
     fn the_chrome_trace_holds_every_span_with_its_rank_lane_and_time() {

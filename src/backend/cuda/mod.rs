@@ -56,7 +56,8 @@ use crate::schedule::{Config, Description, Numerics, Route, Schedule, reduce_sca
 ///
 /// # Pushed rows and other kernels
 ///
-/// Where it was measured to be faster, rows are pushed ([`Route::Push`], [`Route::Store`]). A kernel whose rows are
+/// Where it was measured to be faster, rows are pushed ([`Route::Push`], [`Route::Store`]); partial sums are wherever each rank has a
+/// GPU to itself. A kernel whose rows are
 /// pushed waits for the peers' kernels of the same operation, on the device. So these must be able to run at the same time:
 /// on each GPU, multiprocessors for at least one cluster of the kernel (one, two or four neighbours) must become free
 /// without the help of a rank that waits for it. A kernel that holds *all* multiprocessors of a GPU and itself waits for
@@ -65,8 +66,8 @@ use crate::schedule::{Config, Description, Numerics, Route, Schedule, reduce_sca
 /// the host makes the calls is none, for streams are independent. A kernel that leaves some multiprocessors free needs no
 /// order. What breaks this rule ends at the deadline with an error. [`Route::Pull`] needs no such order.
 ///
-/// Where partial sums are pushed, a rank waits for all that the peers' kernels make of its rows: there *any* kernel that holds
-/// multiprocessors and waits for another GPU must stand in such an order.
+/// Where partial sums are pushed or stored, a rank waits for all that the peers' kernels make of its rows: there *any* kernel that holds
+/// multiprocessors and waits for another GPU must stand in such an order. Kernels store partials to seven peers at the most.
 #[derive(Debug)]
 pub struct Cuda {
     /// First: its thread uses what follows.
