@@ -132,7 +132,7 @@ typedef struct GemmeshExchange {
     const GemmeshCopyTask *tasks;     /* what the kernel pushes itself; none if the copy engine does */
     uint32_t *pushed;                 /* by push: its tasks that are done; zero between operations */
     uint32_t *started;                /* the host's: where GemmeshParams.epoch is written when the kernel runs, and */
-    uint32_t *completed;              /* when all rows have come; null where somebody else does, or nobody is to know */
+    uint32_t *completed;              /* when all that it waits for has come; null where somebody else does, or nobody is to know */
     uint32_t task_count;
     uint32_t copies; /* nonzero: the copy engine pushes, and waits for push_epoch->gate */
     uint32_t rank;

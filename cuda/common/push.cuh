@@ -47,6 +47,20 @@ __device__ inline void leave_push(const GemmeshParams& params, uint32_t epoch) {
     if (exchange.completed != nullptr) ptx::st_release_sys(exchange.completed, params.epoch);
 }
 
+// One warp: whether every peer's kernel runs; waits for that.
+__device__ inline bool await_peers(const GemmeshParams& params, uint32_t epoch, uint32_t lane) {
+    const GemmeshExchange& exchange = params.exchange;
+    const GemmeshMailbox* own = exchange.mailboxes[exchange.rank];
+    bool ready = true;
+    for (uint32_t peer = lane; peer < exchange.world; peer += 32) {
+        ready = ready && await(params, &own->ready[peer], epoch, GEMMESH_READY, peer);
+    }
+    const bool all_ready = __all_sync(~0u, ready);
+    // A vote orders no memory: what the lanes have acquired comes before what lane 0 releases.
+    __syncwarp();
+    return all_ready;
+}
+
 // One warp of the first CTA: tells the peers, and the copy engine if it is to push.
 __device__ inline void announce(const GemmeshParams& params, uint32_t epoch, uint32_t lane) {
     const GemmeshExchange& exchange = params.exchange;
@@ -63,13 +77,7 @@ __device__ inline void announce(const GemmeshParams& params, uint32_t epoch, uin
     }
     if (exchange.copies == 0) return;
 
-    bool ready = true;
-    for (uint32_t peer = lane; peer < exchange.world; peer += 32) {
-        ready = ready && await(params, &own->ready[peer], epoch, GEMMESH_READY, peer);
-    }
-    const bool all_ready = __all_sync(~0u, ready);
-    // A vote orders no memory: what the lanes have acquired comes before what lane 0 releases.
-    __syncwarp();
+    const bool all_ready = await_peers(params, epoch, lane);
     if (lane != 0) return;
     if (all_ready) {
         exchange.push_epoch->current = epoch;

@@ -7,8 +7,8 @@
 // with the next tile while the consumers store this one. The producer warpgroup's other warps tell the peers that this
 // kernel runs and push rows to them, where rows are pushed and not pulled.
 //
-// A kernel that adds partials (kSums) has tiles of blocks, which go to places of their own. What is added comes through the
-// same ring behind the tile's operands, and then it is what the producer waits for, not `a`.
+// A kernel that adds partials (kSums) has tiles of blocks, which go to places of their own, on this GPU or on others: sums.cuh.
+// What is added comes through the same ring behind the tile's operands, and then it is what the producer waits for, not `a`.
 //
 // The CTAs of a cluster work on neighbouring rows and the same columns, so they share `b`: each loads its part and
 // multicasts it to both. Every producer waits for the flags itself, because it alone loads its CTA's rows of `a`; what
@@ -175,11 +175,16 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensor
     if constexpr (C::kSums) flags.wait(partials.sums->flag_begin, partials.sums->flag_end);
 }
 
-// The warps beside the producer's: tell the peers, and push rows.
+// The warps beside the producer's: tell the peers, and push rows. Where tiles are stored to peers, the operation is not complete
+// before these are ready.
+template <bool Sums>
 __device__ __forceinline__ void exchange(const GemmeshParams& params, const Entrance& entrance) {
     const uint32_t lane = threadIdx.x % 32;
     if (params.exchange.push_epoch == nullptr) return;
-    if (entrance.first && threadIdx.x / 32 == 1) announce(params, entrance.epoch, lane);
+    if (entrance.first && threadIdx.x / 32 == 1) {
+        announce(params, entrance.epoch, lane);
+        if constexpr (Sums) await_peers(params, entrance.epoch, lane);
+    }
     push(params, entrance.epoch, lane);
 }
 
@@ -305,7 +310,7 @@ __device__ __forceinline__ void matmul(const CUtensorMap& map_a, const CUtensorM
     if (warpgroup == 0) {
         ptx::setmaxnreg_dec<kProducerRegisters<C::kSums>>();
         if (threadIdx.x == 0) produce<C>(map_a, map_b, params, partials, shared, rank);
-        if (threadIdx.x >= 32) exchange(params, shared.entrance);
+        if (threadIdx.x >= 32) exchange<C::kSums>(params, shared.entrance);
         __syncwarp();
         if (params.exchange.push_epoch != nullptr) {
             // the other warps of this warpgroup have pushed what they took

@@ -52,8 +52,7 @@ struct Pipeline {
 
     // Consumer, whole warp: this warp has read the stage. With a shared load every CTA's producer writes here, so
     // every one of them is told. The products have been waited for, so their reads are over and the arrival has no
-    // memory to order; what a warp has read by itself only its own CTA's producer overwrites. So the narrow default scope
-    // will do for a neighbour too.
+    // memory to order; what a warp has read by itself, it has used. So the narrow default scope will do for a neighbour too.
     __device__ void release(uint32_t stage, uint32_t lane) {
         if constexpr (Cluster == 1) {
             if (lane == 0) ptx::mbarrier_arrive(&empty[stage]);

@@ -175,14 +175,18 @@ public:
         row_ = row;
         column_ = column;
         const GemmeshExchange& exchange = params_.exchange;
-        if (!is_used_ || place_.to == exchange.rank) return;
         // A rank that was ready once is until the kernel ends.
         const uint32_t bit = 1u << place_.map % GEMMESH_MAX_TARGETS;
-        if ((ready_ & bit) == 0) {
+        if (is_used_ && place_.to != exchange.rank && (ready_ & bit) == 0) {
             const uint32_t* word = &exchange.mailboxes[exchange.rank]->ready[place_.to];
             is_used_ = await(params_, word, epoch_, GEMMESH_READY, place_.to);
-            if (is_used_) ready_ |= bit;
+            if (is_used_) {
+                ready_ |= bit;
+            } else {
+                given_up_ = true;
+            }
         }
+        __syncwarp();
     }
 
     // As OwnStores.
@@ -204,10 +208,11 @@ public:
         ptx::cp_async_bulk_commit_group();
     }
 
-    // The whole warp: what it has stored of this block will be reported.
+    // The whole warp: what it has stored of this block will be reported; not if it has given up, so that nobody takes the block
+    // for whole.
     __device__ void note(const GemmeshBlock& block, uint32_t index) {
         index_ = index;
-        reports_ = block.reports;
+        reports_ = __any_sync(~0u, given_up_) ? 0 : block.reports;
         told_ = is_used_ ? place_ : GemmeshStore{0, 0, 0, GEMMESH_UNTOLD};
     }
 
@@ -229,9 +234,10 @@ public:
             // A vote orders no memory.
             __syncwarp();
             if (lane == 0) sums.reports[index_] = 0;
+            // Sums of what has not come are not said to be there.
             if (told_.flag == GEMMESH_COPIED) {
                 ptx::st_release_sys(&sums.stored[index_], 1);
-            } else if (told_.flag != GEMMESH_UNTOLD) {
+            } else if (told_.flag != GEMMESH_UNTOLD && ptx::ld_relaxed_sys(params_.abort) == 0) {
                 ptx::st_release_sys(&params_.exchange.mailboxes[told_.to]->chunk[told_.flag], epoch_);
             }
         }
@@ -252,6 +258,7 @@ private:
     uint32_t index_ = 0;
     uint32_t reports_ = 0;  // none: there is nothing to report
     bool is_used_ = false;
+    bool given_up_ = false;
 };
 
 }  // namespace gemmesh

@@ -56,7 +56,8 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     /// Cuts the problem up as `config` says. Where partials are pulled ([`Route::Pull`](crate::Route::Pull)), product, sum and
     /// gather follow one another. Where they are pushed ([`Route::Push`](crate::Route::Push)) or stored by the kernel
     /// ([`Route::Store`](crate::Route::Store), on GPUs to seven peers at the most), the chunks are panels, of which one is summed
-    /// while the next is multiplied. GPUs that ranks do not share store few rows and push many; others pull.
+    /// while the next is multiplied. Up to eight ranks with
+    /// GPUs of their own store few rows and push many; others pull.
     #[must_use]
     pub fn config(mut self, config: Config) -> Self {
         self.0.config = Some(config);

@@ -30,8 +30,8 @@ use crate::trace::Trace;
 ///
 /// # Memory
 /// At its first call a group allocates room for partials on each rank, in symmetric memory: for what comes, (W - 1) times as many
-/// rows as the rank has that owns most; for what goes, M rows, and where it is pushed or stored 15 more for each rank, where it is
-/// stored 15 more behind each of what comes, too. Each is of N elements, rounded up to 16 bytes. Later calls use it again, and only one that needs more allocates anew. It is free when the
+/// rows as the rank has that owns most; for what goes, M rows, and where it is pushed or stored 15 more for each rank. Where it is
+/// stored, 15 more rows stand behind what comes from each. A row is of N elements, rounded up to 16 bytes. Later calls use it again, and only one that needs more allocates anew. It is free when the
 /// group ends.
 ///
 /// ```
@@ -93,7 +93,8 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// multiplied before any are moved: that needs nothing of other ranks while a kernel runs. Where they are pushed
     /// ([`Route::Push`](crate::Route::Push)), each block is sent when it is made, and the kernel adds what has come. Where the kernel
     /// stores them ([`Route::Store`](crate::Route::Store), on GPUs to seven peers at the most), each tile goes to its owner at once.
-    /// GPUs that ranks do not share store few rows and push many; others pull.
+    /// Up to eight ranks with
+    /// GPUs of their own store few rows and push many; others pull.
     #[must_use]
     pub fn config(mut self, config: Config) -> Self {
         self.sums.config = Some(config);

@@ -566,7 +566,10 @@ impl Plan<'_> {
         if self.config.route != Route::Pull {
             let (chunks, last) = (self.config.chunking.count, self.config.chunking.last);
             let rows = self.config.entry_rows();
-            details += &format!(", {chunks} chunks, last {last}, in multiples of {rows} rows");
+            let route = self.config.route;
+            details += &format!(
+                ", {chunks} chunks, last {last}, in multiples of {rows} rows, by Route::{route:?}"
+            );
         }
         if !layout.is_balanced() {
             details += &format!(", rows of each rank = {:?}", layout.rows());

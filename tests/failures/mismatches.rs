@@ -3,7 +3,9 @@
 use std::time::{Duration, Instant};
 
 use gemmesh::trace::{Timeline, Trace};
-use gemmesh::{AllGatherMatmul, Builder, Error, Host, bf16, matmul_reduce_scatter};
+use gemmesh::{
+    AllGatherMatmul, Builder, Error, Host, MatmulReduceScatter, Route, bf16, matmul_reduce_scatter,
+};
 
 use crate::support::tested::{assert_call_mismatch, poisoned, ranks};
 use crate::{Arguments, MakeCall, NOTICED, TIMEOUT, exchanges_that_differ, same_error, test_name};
@@ -107,7 +109,7 @@ fn a_rank_at_a_barrier_while_the_others_multiply_is_named_within_a_second() {
 type CollectiveCall = (&'static str, MakeCall);
 
 /// Every collective call.
-const COLLECTIVE_CALLS: [CollectiveCall; 9] = [
+const COLLECTIVE_CALLS: [CollectiveCall; 10] = [
     ("barrier()", |group, _| group.barrier()),
     ("all_gather_bytes()", |group, _| {
         group.all_gather_bytes(b"word").map(drop)
@@ -132,14 +134,23 @@ const COLLECTIVE_CALLS: [CollectiveCall; 9] = [
         },
     ),
     (
-        "matmul_reduce_scatter(M = 6, N = 5, bf16, 4 chunks, last 4, in multiples of 128 rows)",
+        "matmul_reduce_scatter(M = 6, N = 5, bf16, 4 chunks, last 4, in multiples of 128 rows, by Route::Push)",
         |group, _| {
             let (a, b) = (group.zeros::<bf16>(6, 4)?, group.zeros(5, 4)?);
             matmul_reduce_scatter(&a, &b, &mut group.zeros(3, 5)?)
         },
     ),
     (
-        "matmul_reduce_scatter(M = 6, N = 7, bf16, 4 chunks, last 4, in multiples of 128 rows)",
+        "matmul_reduce_scatter(M = 6, N = 5, bf16, 4 chunks, last 4, in multiples of 128 rows, by Route::Store)",
+        |group, _| {
+            let (a, b) = (group.zeros::<bf16>(6, 4)?, group.zeros(5, 4)?);
+            let chosen = MatmulReduceScatter::new().prepare(&a, 5)?.config();
+            let stored = MatmulReduceScatter::new().config(chosen.with_route(Route::Store));
+            stored.run(&a, &b, &mut group.zeros(3, 5)?)
+        },
+    ),
+    (
+        "matmul_reduce_scatter(M = 6, N = 7, bf16, 4 chunks, last 4, in multiples of 128 rows, by Route::Push)",
         |group, _| {
             let (a, b) = (group.zeros::<bf16>(6, 4)?, group.zeros(7, 4)?);
             matmul_reduce_scatter(&a, &b, &mut group.zeros(3, 7)?)

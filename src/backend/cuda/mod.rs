@@ -56,8 +56,8 @@ use crate::schedule::{Config, Description, Numerics, Route, Schedule, reduce_sca
 ///
 /// # Pushed rows and other kernels
 ///
-/// Where it was measured to be faster, rows are pushed ([`Route::Push`], [`Route::Store`]); partial sums are wherever each rank has a
-/// GPU to itself. A kernel whose rows are
+/// Where it was measured to be faster, rows are pushed ([`Route::Push`], [`Route::Store`]); partial sums of
+/// up to eight ranks are wherever each has a GPU to itself. A kernel whose rows are
 /// pushed waits for the peers' kernels of the same operation, on the device. So these must be able to run at the same time:
 /// on each GPU, multiprocessors for at least one cluster of the kernel (one, two or four neighbours) must become free
 /// without the help of a rank that waits for it. A kernel that holds *all* multiprocessors of a GPU and itself waits for
@@ -238,11 +238,11 @@ impl sealed::Backend for Cuda {
         let pushes = self.distinct && self.queues.together.is_none();
         let measured = self.tuned.find(asked);
         let measured = measured.filter(|m| pushes || m.alike.route == Route::Pull);
-        let multiprocessors = self.device.multiprocessors();
         let is_sum = [reduce_scatter::NAME, reduce_scatter::ALL_NAME].contains(&asked.operation);
         if is_sum && pushes && measured.is_none() && (2..=TARGETS).contains(&asked.layout.world()) {
-            return choice::of_sums(multiprocessors, asked, numerics);
+            return choice::of_sums(asked, numerics);
         }
+        let multiprocessors = self.device.multiprocessors();
         kernel::default_config(multiprocessors, asked, numerics, measured)
     }
 
