@@ -9,7 +9,8 @@
 //
 // Some of a kernel's CTAs may have to wait for a multiprocessor, because another kernel holds it. So no part of this belongs
 // to a certain CTA: whichever comes first tells the peers, and tasks are taken from a counter by those that run. One
-// running CTA is enough for the peers to get all rows; the tiles of those that come late are their own rank's business.
+// running CTA is enough for the peers to get all rows; the tiles of those that come late are their own rank's business. (Not so
+// where tiles are partials for the peers: those of a CTA that comes late come late.)
 #pragma once
 
 #include "../abi.h"
