@@ -180,11 +180,7 @@ public:
         if (is_used_ && place_.to != exchange.rank && (ready_ & bit) == 0) {
             const uint32_t* word = &exchange.mailboxes[exchange.rank]->ready[place_.to];
             is_used_ = await(params_, word, epoch_, GEMMESH_READY, place_.to);
-            if (is_used_) {
-                ready_ |= bit;
-            } else {
-                given_up_ = true;
-            }
+            ready_ |= is_used_ ? bit : kGivenUp;
         }
         __syncwarp();
     }
@@ -212,7 +208,7 @@ public:
     // for whole.
     __device__ void note(const GemmeshBlock& block, uint32_t index) {
         index_ = index;
-        reports_ = __any_sync(~0u, given_up_) ? 0 : block.reports;
+        reports_ = __any_sync(~0u, (ready_ & kGivenUp) != 0) ? 0 : block.reports;
         told_ = is_used_ ? place_ : GemmeshStore{0, 0, 0, GEMMESH_UNTOLD};
     }
 
@@ -250,7 +246,8 @@ private:
     const SumArguments& partials_;
     uint32_t epoch_;
     StoreBox<Element> (&boxes_)[Boxes];
-    uint32_t ready_ = 0;  // by place in the ring: ranks that this lane has found ready
+    static constexpr uint32_t kGivenUp = 1u << 31;
+    uint32_t ready_ = 0;  // by place in the ring: ranks that this lane has found ready; or kGivenUp
     GemmeshStore place_{};
     GemmeshStore told_{};
     uint32_t row_ = 0;
@@ -258,7 +255,6 @@ private:
     uint32_t index_ = 0;
     uint32_t reports_ = 0;  // none: there is nothing to report
     bool is_used_ = false;
-    bool given_up_ = false;
 };
 
 }  // namespace gemmesh
