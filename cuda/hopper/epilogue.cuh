@@ -77,6 +77,17 @@ __device__ __forceinline__ void store_rows(const Accumulators<Element, N>& accum
     }
 }
 
+// A thread that stores boxes of a tile, one of `Boxes` after the other, before it has the next one filled: waits until TMA has read
+// what was in it; for the first one, all of the tile before.
+template <int Boxes>
+__device__ __forceinline__ void await_box(int step) {
+    if (step == 0) {
+        ptx::cp_async_bulk_wait_group_read<0>();
+    } else if (step >= Boxes) {
+        ptx::cp_async_bulk_wait_group_read<Boxes - 1>();
+    }
+}
+
 // A warp that stores its boxes itself, to one matrix. `row` and `column` are the first of its rows and of the tile.
 template <class Element, int N, int Boxes>
 struct OwnStores {
@@ -86,15 +97,8 @@ struct OwnStores {
     uint32_t column;
     uint32_t lane;
 
-    // Waits until TMA has read what was in the box: for the first one, all of the tile before.
     __device__ StoreBox<Element>& acquire(int step) {
-        if (lane == 0) {
-            if (step == 0) {
-                ptx::cp_async_bulk_wait_group_read<0>();
-            } else if (step >= Boxes) {
-                ptx::cp_async_bulk_wait_group_read<Boxes - 1>();
-            }
-        }
+        if (lane == 0) await_box<Boxes>(step);
         __syncwarp();
         return boxes[step % Boxes];
     }

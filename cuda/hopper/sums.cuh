@@ -138,10 +138,8 @@ __device__ __forceinline__ void add(Accumulators<typename C::Element, C::kTileN>
                 add_box<Element, kGroups - kOfFirst>(sum + kOfFirst * 4, shared.b[at.stage], own_row, lane);
             }
         }
-        // Every lane has read: what it read has been added. So a neighbour's load of `b`, which comes after the neighbour has
-        // heard of it, does not overtake the reads.
-#pragma unroll
-        for (uint32_t i = 0; i < kGroups * 4; ++i) ptx::pin(sum[i]);
+        // Every lane has read, and added what it read. So a neighbour's load of `b`, which comes after the neighbour has heard of
+        // it, does not overtake the reads.
         __syncwarp();
         shared.pipeline.release(at.stage, lane);
         at.advance();
@@ -187,11 +185,7 @@ public:
 
     // As OwnStores.
     __device__ StoreBox<Element>& acquire(int step) {
-        if (step == 0) {
-            ptx::cp_async_bulk_wait_group_read<0>();
-        } else if (step >= Boxes) {
-            ptx::cp_async_bulk_wait_group_read<Boxes - 1>();
-        }
+        await_box<Boxes>(step);
         __syncwarp();
         return boxes_[step % Boxes];
     }

@@ -229,10 +229,12 @@ impl Model<'_> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::engine;
+    use super::super::sums::TARGETS;
     use super::*;
     use crate::element::DType;
-    use crate::schedule::Layout;
-    use crate::schedule::reduce_scatter::NAME;
+    use crate::schedule::reduce_scatter::{NAME, all_reduce, reduce_scatter};
+    use crate::schedule::{Layout, Planner};
 
     fn asked(operation: &'static str, rows: &[usize], n: usize, k: usize) -> Description {
         Description {
@@ -358,6 +360,33 @@ mod tests {
                 } = chosen(operation, m, n);
                 assert_eq!(route, Route::Push, "{m} {n}");
                 assert!(chunking.count.max(chunking.last) > 1);
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_chosen_can_be_run_by_two_to_eight_ranks_on_each() {
+        for world in 2..=TARGETS {
+            for (m, n) in [
+                (1, 8),
+                (64, 4096),
+                (700, 1000),
+                (4096, 4096),
+                (16_384, 8192),
+            ] {
+                let mut rows = vec![m; world];
+                rows[world / 2] = 0;
+                for (operation, planner) in
+                    [(NAME, reduce_scatter as Planner), (ALL_NAME, all_reduce)]
+                {
+                    let asked = asked(operation, &rows, n, 64);
+                    let config = of_sums(&asked, Numerics::Fast);
+                    for rank in 0..world {
+                        let schedule = planner(&asked, rank, config).unwrap();
+                        engine::check(&schedule).unwrap();
+                        assert!(engine::commands(&schedule) <= engine::COMMANDS, "{asked:?}");
+                    }
+                }
             }
         }
     }

@@ -161,7 +161,7 @@ impl Launch {
         };
         let operand = |number, rows| of_own(number, 0, rows, k).ok_or_else(lost);
         let (a, b) = (operand(product.a, m)?, operand(product.b, n)?);
-        let (third, targets, bias) = match &program.sums {
+        let (out_or_added, targets, bias) = match &program.sums {
             Some(Sums { places, .. }) => {
                 // Nobody stores to peers' memory where copies push.
                 let reached = match schedule.uses(Route::Store) {
@@ -169,15 +169,16 @@ impl Launch {
                     false => 1,
                 };
                 let mut targets = [None; 2 * TARGETS];
-                let mut add = |kind: usize, number, first, rows, columns| {
-                    targets[kind] = of_own(number, first, rows, columns);
+                let mut add = |own_map: usize, number, first, rows, columns| {
+                    targets[own_map] = of_own(number, first, rows, columns);
                     let Some(shared) = call.matrices[number].symmetric() else {
                         return;
                     };
                     let pitch = schedule.matrices()[number].row_bytes();
                     for distance in 1..reached {
                         let ptr = shared.of((rank + distance) % members.world);
-                        targets[kind + distance] = Some(layout(ptr, pitch, first, rows, columns));
+                        targets[own_map + distance] =
+                            Some(layout(ptr, pitch, first, rows, columns));
                     }
                 };
                 if let Some(number) = places.partials {
@@ -202,7 +203,7 @@ impl Launch {
         let matrices = Matrices {
             a,
             b,
-            third,
+            out_or_added,
             targets,
         };
         let pushed = schedule.is_pushed();
@@ -303,8 +304,8 @@ impl Launch {
             (&raw const *value).cast_mut().cast()
         }
         let Maps { operands, targets } = &self.maps;
-        let [a, b, third] = operands.each_ref().map(argument);
-        let mut arguments = [a, b, third, argument(&self.params)].to_vec();
+        let [a, b, out_or_added] = operands.each_ref().map(argument);
+        let mut arguments = [a, b, out_or_added, argument(&self.params)].to_vec();
         if let (Some(targets), Some(sums)) = (targets, &self.sums) {
             arguments.extend([argument(targets), argument(sums)]);
         }

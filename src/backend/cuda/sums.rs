@@ -169,7 +169,8 @@ impl BlockTables {
         tiles: u32,
     ) {
         let is_sum = !sum.addends.is_empty();
-        let (kind, first) = match (&places.out, is_sum) {
+        // The number of this rank's map, and the row of the matrix that is the maps' first.
+        let (own_map, origin) = match (&places.out, is_sum) {
             (Some((_, rows)), true) => (TARGETS, rows.start),
             _ => (0, 0),
         };
@@ -179,8 +180,8 @@ impl BlockTables {
         // Partials that a peer's memory takes at once need no place in this rank's, if nobody reads them there.
         if is_sum || is_copied || sent.is_empty() || schedule.reduction().is_some() {
             self.stores.push(GemmeshStore {
-                map: kind as u32,
-                row: (sum.first - first) as u32,
+                map: own_map as u32,
+                row: (sum.first - origin) as u32,
                 to: rank as u32,
                 flag: if is_copied {
                     GEMMESH_COPIED
@@ -191,8 +192,8 @@ impl BlockTables {
         }
         let stored = sent.iter().filter(|moved| moved.route == Route::Store);
         self.stores.extend(stored.map(|moved| GemmeshStore {
-            map: (kind + (moved.to + world - rank) % world) as u32,
-            row: (moved.regions[0].to.rows.start - first) as u32,
+            map: (own_map + (moved.to + world - rank) % world) as u32,
+            row: (moved.regions[0].to.rows.start - origin) as u32,
             to: moved.to as u32,
             flag: moved.flag as u32,
         }));
@@ -202,7 +203,7 @@ impl BlockTables {
             row: rows.start as u32,
             rows: rows.len() as u32,
             addend: first as u32,
-            addend_step: addends.get(1).map_or(0, |next| next - first) as u32,
+            addend_step: addends.get(1).map_or(0, |next| next.wrapping_sub(first)) as u32,
             addends: addends.len() as u16,
             before: before as u16,
             store_begin: store_begin as u32,

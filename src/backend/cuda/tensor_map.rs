@@ -14,7 +14,7 @@ pub struct Matrices {
     pub a: Layout,
     pub b: Layout,
     /// Where tiles go; of a kernel that adds partials, what is added.
-    pub third: Layout,
+    pub out_or_added: Layout,
     /// Where the tiles of that kernel go, as it numbers these places.
     pub targets: Option<[Option<Layout>; 2 * TARGETS]>,
 }
@@ -22,7 +22,7 @@ pub struct Matrices {
 /// As the kernel takes them.
 #[derive(Clone, Copy, Debug)]
 pub struct Maps {
-    /// a, b, and the third.
+    /// a, b, and where tiles go or what is added.
     pub operands: [TensorMap; 3],
     /// Of a kernel that adds partials.
     pub targets: Option<[TensorMap; 2 * TARGETS]>,
@@ -49,9 +49,9 @@ impl Cache {
             let (rows, columns) = (GEMMESH_STORE_ROWS, GEMMESH_STORE_COLUMNS);
             TensorMap::new(rank, dtype, matrix, rows, columns, false)
         };
-        let third = match matrices.targets {
-            Some(_) => loaded(matrices.third, tile_m)?,
-            None => stored(matrices.third)?,
+        let out_or_added = match matrices.targets {
+            Some(_) => loaded(matrices.out_or_added, tile_m)?,
+            None => stored(matrices.out_or_added)?,
         };
         let targets = match matrices.targets {
             Some(targets) => {
@@ -69,7 +69,7 @@ impl Cache {
             operands: [
                 loaded(matrices.a, tile_m)?,
                 loaded(matrices.b, b_rows)?,
-                third,
+                out_or_added,
             ],
             targets,
         };
