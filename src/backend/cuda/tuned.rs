@@ -2,6 +2,7 @@
 //!
 //! A line is one winner of the benchmark's `--tune`, as JSON; empty lines and those that begin with # are skipped.
 
+use std::ffi::OsString;
 use std::fs;
 use std::path::PathBuf;
 
@@ -14,8 +15,10 @@ use crate::schedule::{Config, Description, Route};
 
 /// The table that the library carries.
 const SHIPPED: &str = include_str!("tuned.jsonl");
-/// The environment variable that names another, whose lines come before the library's.
+/// The environment variable that names another, whose lines come before the library's; or that says [`NONE`].
 pub const VARIABLE: &str = "GEMMESH_TUNED";
+/// No table at all: neither the library's nor another.
+const NONE: &str = "none";
 
 /// What was the fastest for problems like one.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -90,13 +93,21 @@ impl Winner {
 }
 
 impl Table {
-    /// Reads the tables.
+    /// Reads the tables that the environment asks for.
     ///
     /// # Errors
     /// [`Error::System`] if the user's can't be read, or a line of it makes no sense.
     pub fn load(rank: usize, gpu: &str, world: usize) -> Result<Table> {
+        Table::read(std::env::var_os(VARIABLE), rank, gpu, world)
+    }
+
+    /// The same, with the variable's value.
+    fn read(value: Option<OsString>, rank: usize, gpu: &str, world: usize) -> Result<Table> {
         let mut lines = Vec::new();
-        if let Some(path) = std::env::var_os(VARIABLE).map(PathBuf::from) {
+        if value.as_ref().is_some_and(|value| value == NONE) {
+            return Ok(Table(lines));
+        }
+        if let Some(path) = value.map(PathBuf::from) {
             let action = format!("read {} ({VARIABLE})", path.display());
             let text = fs::read_to_string(&path).map_err(Error::system(rank, &action))?;
             parse(&text, gpu, world, &mut lines).map_err(|reason| Error::System {
@@ -200,6 +211,19 @@ mod tests {
     #[test]
     fn the_shipped_table_can_be_read() {
         table(SHIPPED, "", 0).unwrap();
+    }
+
+    #[test]
+    fn the_variable_names_a_table_or_says_that_there_is_none() {
+        let read = |value: Option<&str>| Table::read(value.map(Into::into), 1, "NVIDIA H200", 2);
+        let lines = |value| read(value).unwrap().0.len();
+        assert!(lines(None) > 0);
+        assert_eq!(lines(Some("none")), 0);
+        let error = read(Some("/nowhere/table")).unwrap_err();
+        assert!(
+            matches!(&error, Error::System { rank: Some(1), action, .. } if action.contains("/nowhere/table")),
+            "{error}"
+        );
     }
 
     #[test]
