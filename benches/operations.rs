@@ -12,6 +12,8 @@ mod common;
 mod cuda;
 #[path = "operations/sums.rs"]
 mod sums;
+#[path = "operations/sweep.rs"]
+mod sweep;
 
 use std::fs::OpenOptions;
 use std::io::{IsTerminal, Write};
@@ -30,6 +32,9 @@ use gemmesh::{
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Map, Value, json};
 use sums::{AllReduce, ReduceScatter};
+
+/// Products that are compared with float64. They take seconds.
+const PRODUCTS: usize = 1 << 33;
 
 /// Times an operation beside its parts and beside perfect overlap.
 #[derive(Parser)]
@@ -53,10 +58,21 @@ struct Args {
     /// 16384, of sums 6656].
     #[arg(long)]
     k: Option<usize>,
-    /// Runs several shapes of a tensor-parallel Llama 3 instead: large, 4096, 8192 and 16384 rows by 8B, 70B and 405B; or
-    /// small, powers of two up to 1024 rows, of all-gather-matmul from 128 on, by 8B and 70B.
+    /// Runs several shapes instead. Of a tensor-parallel Llama 3: large, 4096, 8192 and 16384 rows by 8B, 70B and 405B; or
+    /// small, powers of two up to 1024 rows, of all-gather-matmul from 128 on, by 8B and 70B. Or random ones, a line each, with a
+    /// summary.
     #[arg(long, value_enum, num_args = 0..=1, default_missing_value = "large", conflicts_with_all = ["m", "n", "k"])]
     sweep: Option<Sweep>,
+    /// What random shapes are drawn from [default: 1].
+    #[arg(long)]
+    seed: Option<u64>,
+    /// Random shapes [default: 20].
+    #[arg(long, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
+    count: Option<usize>,
+    /// Uses no table of measured winners, neither the library's nor the one that GEMMESH_TUNED names.
+    #[cfg(feature = "cuda")]
+    #[arg(long)]
+    no_table: bool,
     /// Times every configuration that may be the fastest, and appends the fastest to this file; a program in whose
     /// environment GEMMESH_TUNED names it uses it.
     #[cfg(feature = "cuda")]
@@ -140,6 +156,7 @@ enum DTypeName {
 enum Sweep {
     Large,
     Small,
+    Random,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -160,6 +177,18 @@ impl From<RouteName> for Route {
 }
 
 impl Args {
+    /// Refuses what clap can't tell.
+    fn check(&self) -> Result<(), Failure> {
+        let draws = self.seed.is_some() || self.count.is_some();
+        match self.sweep {
+            Some(Sweep::Random) => Ok(()),
+            _ if draws => Err(Failure::Usage(
+                "--seed and --count: only with --sweep random",
+            )),
+            _ => Ok(()),
+        }
+    }
+
     /// M, N and K of each run.
     fn shapes(&self) -> Vec<[usize; 3]> {
         /// N and K of the first half of an MLP, on each of the ranks that share it. The second half has them the other way round.
@@ -182,6 +211,14 @@ impl Args {
         match self.sweep {
             Some(Sweep::Large) => each(&LAYERS, &[4096, 8192, 16384]),
             Some(Sweep::Small) => each(&LAYERS[..2], &small),
+            Some(Sweep::Random) => {
+                let largest = match self.backend {
+                    BackendName::Host => sweep::LARGEST_ON_HOST,
+                    #[cfg(feature = "cuda")]
+                    BackendName::Cuda => sweep::LARGEST,
+                };
+                sweep::draw(self.seed.unwrap_or(1), self.count.unwrap_or(20), largest)
+            }
             None => {
                 let [m, n, k] = match self.backend {
                     BackendName::Host => [2048; 3],
@@ -220,23 +257,44 @@ impl Args {
 
 fn main() -> ExitCode {
     let args = Args::parse();
-    let result = match (launch::is_rank(), args.backend, args.dtype) {
+    #[cfg(feature = "cuda")]
+    if args.no_table {
+        use_no_table();
+    }
+    common::exit(args.check().and_then(|()| launch_or_run(&args)))
+}
+
+/// Tells the library, and the ranks that this process launches.
+#[cfg(feature = "cuda")]
+#[allow(unsafe_code)]
+fn use_no_table() {
+    // SAFETY: this process has no other thread yet.
+    unsafe { std::env::set_var("GEMMESH_TUNED", "none") };
+}
+
+fn launch_or_run(args: &Args) -> Result<(), Failure> {
+    match (launch::is_rank(), args.backend, args.dtype) {
         (false, ..) => launch::launch(args.ranks).map_err(Failure::from),
-        (true, BackendName::Host, DTypeName::Bf16) => run_op::<Host, bf16>(&args),
-        (true, BackendName::Host, DTypeName::F16) => run_op::<Host, f16>(&args),
+        (true, BackendName::Host, DTypeName::Bf16) => run_op::<Host, bf16>(args),
+        (true, BackendName::Host, DTypeName::F16) => run_op::<Host, f16>(args),
         #[cfg(feature = "cuda")]
-        (true, BackendName::Cuda, DTypeName::Bf16) => run_op::<gemmesh::Cuda, bf16>(&args),
+        (true, BackendName::Cuda, DTypeName::Bf16) => run_op::<gemmesh::Cuda, bf16>(args),
         #[cfg(feature = "cuda")]
-        (true, BackendName::Cuda, DTypeName::F16) => run_op::<gemmesh::Cuda, f16>(&args),
-    };
-    common::exit(result)
+        (true, BackendName::Cuda, DTypeName::F16) => run_op::<gemmesh::Cuda, f16>(args),
+    }
 }
 
 /// An operation that is timed on a backend.
 trait Timed<B: Backend, T: Element>: Operation<B, T> {
+    /// What all shapes are timed with, for making it may take seconds.
+    type Instruments;
+
+    /// Makes them. Collective.
+    fn instruments(group: &Group<B>) -> Result<Self::Instruments>;
+
     fn time(
         &mut self,
-        group: &Group<B>,
+        instruments: &Self::Instruments,
         prepared: &Self::Prepared,
         args: &Args,
         progress: impl FnMut(),
@@ -249,7 +307,15 @@ trait Timed<B: Backend, T: Element>: Operation<B, T> {
     }
 }
 
-/// What is reported of a run. Times are in microseconds.
+/// What is reported of a shape.
+struct Run {
+    shape: [usize; 3],
+    config: Config,
+    check: Check,
+    timing: Timing,
+}
+
+/// Its times, in microseconds.
 struct Timing {
     rows: Vec<Row>,
     /// What else belongs in the JSON.
@@ -262,7 +328,30 @@ struct Timing {
     note: Option<&'static str>,
 }
 
+impl Timing {
+    fn get(&self, key: &str) -> Option<f64> {
+        self.rows.iter().find(|row| row.key == key)?.time
+    }
+
+    /// What a line of a sweep shows of it.
+    fn in_short(&self) -> sweep::Times {
+        sweep::Times {
+            alone: self.get("matmul_us").unwrap_or(f64::NAN),
+            cublaslt: self.get("cublaslt_us"),
+            baseline: self.baseline.map(|(_, time)| time),
+            fused: self.fused,
+            ideal: self.ideal,
+        }
+    }
+}
+
 impl<T: Element, O: Operation<Host, T>> Timed<Host, T> for O {
+    type Instruments = Group<Host>;
+
+    fn instruments(group: &Group<Host>) -> Result<Group<Host>> {
+        Ok(group.clone())
+    }
+
     fn time(
         &mut self,
         group: &Group<Host>,
@@ -298,27 +387,108 @@ where
 
 fn run<B: Backend, T: Element, O: Timed<B, T>>(args: &Args) -> Result<(), Failure> {
     let group = Group::<B>::from_env()?;
+    #[cfg(feature = "cuda")]
+    if let Some(path) = &args.tune {
+        let mut shapes = args.shapes().into_iter();
+        return shapes.try_for_each(|shape| O::tune(&group, shape, path));
+    }
+    let instruments = O::instruments(&group)?;
+    match args.sweep {
+        Some(Sweep::Random) => run_random::<B, T, O>(args, &group, &instruments),
+        _ => run_each::<B, T, O>(args, &group, &instruments),
+    }
+}
+
+/// Reports each shape at length.
+fn run_each<B: Backend, T: Element, O: Timed<B, T>>(
+    args: &Args,
+    group: &Group<B>,
+    instruments: &O::Instruments,
+) -> Result<(), Failure> {
     for shape in args.shapes() {
-        #[cfg(feature = "cuda")]
-        if let Some(path) = &args.tune {
-            O::tune(&group, shape, path)?;
-            continue;
+        let bar = progress(group, args.warmup + args.iters, "rounds");
+        let tick = || bar.inc(1);
+        let run = bench::<B, T, O>(args, group, instruments, shape, PRODUCTS, tick)
+            .map_err(|failure| failure.of(O::describe(shape)))?;
+        bar.finish_and_clear();
+        if group.rank() == 0 {
+            report::<B, T, O>(group, &run);
+            record::<B, T, O>(args, group, &run)?;
         }
-        bench::<B, T, O>(args, &group, shape)?;
+        group.barrier()?;
     }
     Ok(())
 }
 
+/// Reports each shape on a line, and what all come to.
+fn run_random<B: Backend, T: Element, O: Timed<B, T>>(
+    args: &Args,
+    group: &Group<B>,
+    instruments: &O::Instruments,
+) -> Result<(), Failure> {
+    /// There are many shapes, and these take a fraction of a second.
+    const PRODUCTS: usize = 1 << 30;
+    let shapes = args.shapes();
+    let bar = progress(group, shapes.len(), "shapes");
+    let (mut lines, mut worst) = (Vec::new(), 0f64);
+    for (index, shape) in shapes.into_iter().enumerate() {
+        let run = bench::<B, T, O>(args, group, instruments, shape, PRODUCTS, || {})
+            .map_err(|failure| failure.of(O::describe(shape)))?;
+        worst = worst.max(run.check.worst);
+        let line = sweep::Line {
+            shape,
+            config: run.config,
+            times: run.timing.in_short(),
+        };
+        if group.rank() == 0 {
+            bar.suspend(|| {
+                if index == 0 {
+                    introduce::<B, T, O>(group, &run.timing);
+                }
+                println!("{}", line.row(index + 1));
+            });
+            record::<B, T, O>(args, group, &run)?;
+        }
+        lines.push(line);
+        bar.inc(1);
+        group.barrier()?;
+    }
+    bar.finish_and_clear();
+    if group.rank() == 0 {
+        println!("\n{}", sweep::table(&sweep::summary(&lines)));
+        println!("\nverified against float64: worst error {worst:.3} of what rounding allows");
+    }
+    Ok(())
+}
+
+/// What stands above the lines of random shapes.
+fn introduce<B: Backend, T: Element, O: Operation<B, T>>(group: &Group<B>, timing: &Timing) {
+    let (world, dtype) = (group.world_size(), T::DTYPE);
+    println!("\n{}, {} backend, {world} ranks, {dtype}", O::NAME, B::NAME);
+    println!("microseconds; alone: the product without communication");
+    if let Some((name, _)) = timing.baseline {
+        println!("baseline: {name}");
+    }
+    if let Some(note) = timing.note {
+        println!("{note}");
+    }
+    println!("\n{}", sweep::head(&timing.in_short()));
+}
+
+/// Verifies a shape, by comparing about so many products or fewer, and times it.
 fn bench<B: Backend, T: Element, O: Timed<B, T>>(
     args: &Args,
     group: &Group<B>,
+    instruments: &O::Instruments,
     shape: [usize; 3],
-) -> Result<(), Failure> {
+    products: usize,
+    progress: impl FnMut(),
+) -> Result<Run, Failure> {
     let mut operation = O::random(group, shape)?;
     let default = O::config(&operation.prepare(None)?);
     let config = args.config(default);
     let prepared = operation.prepare(Some(config))?;
-    let check = verify(group, &mut operation, &prepared)?;
+    let check = verify(group, &mut operation, &prepared, products)?;
     #[cfg(feature = "timeline")]
     if let Some(path) = &args.trace {
         // The first run with a trace loads what it needs.
@@ -332,13 +502,13 @@ fn bench<B: Backend, T: Element, O: Timed<B, T>>(
             timeline.write_chrome(path.with_extension("json"))?;
         }
     }
-    let bar = progress(group, args.warmup + args.iters);
-    let timing = operation.time(group, &prepared, args, || bar.inc(1))?;
-    bar.finish_and_clear();
-    if group.rank() == 0 {
-        report::<B, T, O>(args, group, shape, &config, &check, &timing)?;
-    }
-    Ok(group.barrier()?)
+    let timing = operation.time(instruments, &prepared, args, progress)?;
+    Ok(Run {
+        shape,
+        config,
+        check,
+        timing,
+    })
 }
 
 /// Runs an operation on poisoned memory and compares it with float64, on every rank.
@@ -346,13 +516,12 @@ fn verify<B: Backend, T: Element, O: Operation<B, T>>(
     group: &Group<B>,
     operation: &mut O,
     prepared: &O::Prepared,
+    products: usize,
 ) -> Result<Check, Failure> {
-    /// They take seconds.
-    const PRODUCTS: usize = 1 << 33;
     operation.poison()?;
     group.barrier()?;
     operation.run(prepared)?;
-    let check = operation.check(PRODUCTS)?.everywhere(group)?;
+    let check = operation.check(products)?.everywhere(group)?;
     if check.ok() {
         Ok(check)
     } else {
@@ -360,29 +529,28 @@ fn verify<B: Backend, T: Element, O: Operation<B, T>>(
     }
 }
 
-fn progress<B: Backend>(group: &Group<B>, rounds: usize) -> ProgressBar {
+fn progress<B: Backend>(group: &Group<B>, length: usize, unit: &str) -> ProgressBar {
     if group.rank() > 0 || !std::io::stderr().is_terminal() {
         return ProgressBar::hidden();
     }
-    let style = ProgressStyle::with_template("{wide_bar} {pos}/{len} rounds");
-    ProgressBar::new(rounds as u64)
+    let style = ProgressStyle::with_template(&format!("{{wide_bar}} {{pos}}/{{len}} {unit}"));
+    ProgressBar::new(length as u64)
         .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
-fn report<B: Backend, T: Element, O: Operation<B, T>>(
-    args: &Args,
-    group: &Group<B>,
-    shape: [usize; 3],
-    config: &Config,
-    check: &Check,
-    timing: &Timing,
-) -> Result<()> {
-    let world = group.world_size();
+fn report<B: Backend, T: Element, O: Operation<B, T>>(group: &Group<B>, run: &Run) {
+    let Run {
+        shape,
+        config,
+        check,
+        timing,
+    } = run;
     println!(
-        "\n{}, {} backend, {world} ranks: {}, {}",
+        "\n{}, {} backend, {} ranks: {}, {}",
         O::NAME,
         B::NAME,
-        O::describe(shape),
+        group.world_size(),
+        O::describe(*shape),
         T::DTYPE
     );
     println!("{config:?}");
@@ -403,12 +571,25 @@ fn report<B: Backend, T: Element, O: Operation<B, T>>(
         println!("fused / {sequential}, median over the rounds: {ratio:.3}");
     }
     println!("fused / ideal: {:.3}", timing.fused / timing.ideal);
+}
+
+/// Appends a line to the file of results, if there is one.
+fn record<B: Backend, T: Element, O: Operation<B, T>>(
+    args: &Args,
+    group: &Group<B>,
+    run: &Run,
+) -> Result<()> {
     let Some(path) = &args.json else {
         return Ok(());
     };
-    let [m, n, k] = shape;
+    let Run {
+        shape: [m, n, k],
+        config,
+        check,
+        timing,
+    } = run;
     let problem = json!({
-        "op": O::NAME, "backend": B::NAME, "world": world, "m": m, "n": n, "k": k,
+        "op": O::NAME, "backend": B::NAME, "world": group.world_size(), "m": m, "n": n, "k": k,
         "dtype": T::DTYPE.to_string(), "max_rel_err": check.max_rel_err,
         "max_abs_err": check.max_abs_err, "ok": check.ok(), "commit": commit(),
         "config": format!("{config:?}"), "iters": args.iters, "unix_time": unix_time(),

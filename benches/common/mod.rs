@@ -18,17 +18,24 @@ use rand::{RngExt, SeedableRng};
 use rand_distr::StandardNormal;
 use rayon::prelude::*;
 
-/// Normally distributed elements, the same for the same seed on every machine.
+/// Normally distributed elements, the same for the same seed on every machine. After [`PERIOD`] of them they repeat.
 pub fn random<T: Element>(count: usize, seed: u64) -> Vec<T> {
     const BLOCK: usize = 1 << 16;
-    let mut values = vec![T::from_f32(0.0); count];
-    let blocks = values.par_chunks_mut(BLOCK).enumerate();
+    // Its pages are first touched by all threads.
+    let mut values: Vec<T> = bytemuck::zeroed_vec(count);
+    let (drawn, repeated) = values.split_at_mut(count.min(PERIOD));
+    let blocks = drawn.par_chunks_mut(BLOCK).enumerate();
     blocks.for_each(|(block, values)| {
         let mut rng = SmallRng::seed_from_u64(seed << 32 | block as u64);
         values.fill_with(|| T::from_f32(rng.sample(StandardNormal)));
     });
+    let repeated = repeated.par_chunks_mut(PERIOD);
+    repeated.for_each(|values| values.copy_from_slice(&drawn[..values.len()]));
     values
 }
+
+/// A prime: no two rows of a matrix are equal whose rows are fewer and shorter.
+const PERIOD: usize = (1 << 24) - 3;
 
 /// Up to `count` different rows of `m`, in order: the first, the last, and random ones.
 pub fn sample_rows(m: usize, count: usize, seed: u64) -> Vec<usize> {
@@ -394,6 +401,19 @@ pub enum Failure {
     Wrong(Check),
     /// The arguments ask for what there is not.
     Usage(&'static str),
+    /// One of several problems failed.
+    Of {
+        problem: String,
+        cause: Box<Failure>,
+    },
+}
+
+impl Failure {
+    /// The same, of the problem that is described.
+    pub fn of(self, problem: String) -> Failure {
+        let cause = Box::new(self);
+        Failure::Of { problem, cause }
+    }
 }
 
 impl From<Error> for Failure {
@@ -408,6 +428,7 @@ impl Display for Failure {
             Failure::Gemmesh(error) => error.fmt(f),
             Failure::Wrong(check) => write!(f, "a wrong result: {check:?}"),
             Failure::Usage(reason) => f.write_str(reason),
+            Failure::Of { problem, cause } => write!(f, "{problem}: {cause}"),
         }
     }
 }

@@ -10,8 +10,8 @@ use super::refused;
 const FLUSH_BYTES: usize = 256 << 20;
 
 /// The starting line of every measurement, and the clock.
-pub struct Timer<'a> {
-    group: &'a Group<Cuda>,
+pub struct Timer {
+    pub group: Group<Cuda>,
     pub stream: driver_sys::CUstream,
     /// Where what is timed begins.
     pub begin: driver_sys::CUevent,
@@ -19,10 +19,10 @@ pub struct Timer<'a> {
     flush: Scratch,
 }
 
-impl<'a> Timer<'a> {
-    pub fn new(group: &'a Group<Cuda>) -> Result<Timer<'a>> {
+impl Timer {
+    pub fn new(group: &Group<Cuda>) -> Result<Timer> {
         Ok(Timer {
-            group,
+            group: group.clone(),
             stream: group.stream().cast(),
             begin: event()?,
             end: event()?,
@@ -35,7 +35,7 @@ impl<'a> Timer<'a> {
         // SAFETY: the buffer is as long.
         unsafe { driver::memset_d8_async(self.flush.ptr(), 0, FLUSH_BYTES, self.stream) }
             .map_err(refused("flush the cache"))?;
-        gemmesh::testing::align_streams(self.group)
+        gemmesh::testing::align_streams(&self.group)
     }
 
     /// Microseconds on the device from the starting line to the end of what `run` puts on the stream.
@@ -55,7 +55,7 @@ impl<'a> Timer<'a> {
     }
 }
 
-impl Drop for Timer<'_> {
+impl Drop for Timer {
     fn drop(&mut self) {
         // SAFETY: made by `new`; what recorded them has been waited for.
         unsafe {

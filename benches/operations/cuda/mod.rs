@@ -7,19 +7,20 @@ mod peers;
 
 use std::fmt::Debug;
 use std::path::Path;
+use std::rc::Rc;
 use std::time::Instant;
 
 use clock::{Graph, Side, Timer};
 use gemmesh::testing::{Winner, ranks_share_gpus, with_each_kernel};
 use gemmesh::{Chunking, Config, Cuda, Element, Error, Group, Result, Route};
 use memory::{Place, Scratch};
-use peers::{Collective, Communication, Nccl, Product};
+use peers::{Collective, Communication, CublasLt, Nccl, Product};
 use serde_json::json;
 
 use crate::common::gather::AllGather;
 use crate::common::{self, Failure, Operation, Row};
 use crate::sums::{AllReduce, Operands, ReduceScatter};
-use crate::{Args, Timed, Timing, append, verify};
+use crate::{Args, PRODUCTS, Timed, Timing, append, verify};
 
 /// Calls in a row whose time on the host is taken; few enough for the device's queues.
 const CALLS: usize = 12;
@@ -36,11 +37,36 @@ fn refused<E: Debug>(action: &str) -> impl FnOnce(E) -> Error {
 /// An operation beside what others do instead.
 pub trait OnGpus<T: Element>: Operation<Cuda, T> {
     /// What cuBLASLt and NCCL do, with the operands of this one. Collective.
-    fn peers(&mut self, group: &Group<Cuda>, prepared: &Self::Prepared) -> Result<Peers>;
+    fn peers(&mut self, instruments: &Instruments, prepared: &Self::Prepared) -> Result<Peers>;
     /// Copies what a run moves, in no order with anything.
     fn copy(&mut self, prepared: &Self::Prepared) -> Result<()>;
     /// How rows may be moved.
     fn ways() -> Vec<(Route, Chunking)>;
+}
+
+/// What all shapes are timed with: NCCL alone takes a second to set up.
+pub struct Instruments {
+    timer: Timer,
+    side: Side,
+    cublaslt: Rc<CublasLt>,
+    /// None where ranks share a GPU.
+    nccl: Option<Nccl>,
+}
+
+impl Instruments {
+    fn new(group: &Group<Cuda>) -> Result<Instruments> {
+        clock::bind(group)?;
+        let nccl = match ranks_share_gpus(group) {
+            true => None,
+            false => Some(Nccl::new(group)?),
+        };
+        Ok(Instruments {
+            timer: Timer::new(group)?,
+            side: Side::new()?,
+            cublaslt: Rc::new(CublasLt::new()?),
+            nccl,
+        })
+    }
 }
 
 /// What cuBLASLt and NCCL do of an operation, in memory of the benchmark's own.
@@ -73,25 +99,51 @@ impl Peers {
         }
     }
 
-    /// Chooses cuBLASLt's fastest algorithm.
+    /// Chooses cuBLASLt's fastest algorithm: by medians, for the best of a few runs is luck. Collective.
     fn tune(&mut self, timer: &Timer) -> Result<()> {
-        let mut best = (f64::INFINITY, 0);
-        for algorithm in 0..self.product.algorithms.len() {
-            self.product.chosen = algorithm;
-            for _ in 0..4 {
-                let time = timer.time(|| self.product.run(timer.stream))?;
-                if time < best.0 {
-                    best = (time, algorithm);
-                }
+        /// Runs of each that count; of long products as few as take about so many microseconds together.
+        const ROUNDS: [usize; 2] = [3, 7];
+        const TOGETHER: f64 = 300e3;
+        /// Longer by this when warm is reason enough to try it no more.
+        const HOPELESS: f64 = 1.5;
+        let mut algorithms: Vec<usize> = (0..self.product.algorithms.len()).collect();
+        // The first run loads the kernel.
+        self.times(timer, &algorithms, 1)?;
+        let warm = self.times(timer, &algorithms, 1)?;
+        let fastest = warm.iter().copied().fold(f64::INFINITY, f64::min);
+        algorithms.retain(|&algorithm| warm[algorithm] <= HOPELESS * fastest);
+        let round: f64 = algorithms.iter().map(|&algorithm| warm[algorithm]).sum();
+        let [least, most] = ROUNDS;
+        let rounds = ((TOGETHER / round) as usize).clamp(least, most);
+        let times = self.times(timer, &algorithms, rounds)?;
+        let timed = algorithms.into_iter().zip(times);
+        let best = timed.min_by(|(_, one), (_, other)| one.total_cmp(other));
+        self.product.chosen = best.map_or(0, |(algorithm, _)| algorithm);
+        Ok(())
+    }
+
+    /// The median time of each algorithm, in turn with the others, the slowest rank counted. Collective.
+    fn times(&mut self, timer: &Timer, algorithms: &[usize], rounds: usize) -> Result<Vec<f64>> {
+        let mut samples = Vec::new();
+        for _ in 0..rounds {
+            for &algorithm in algorithms {
+                self.product.chosen = algorithm;
+                samples.push([timer.time(|| self.product.run(timer.stream))?]);
             }
         }
-        self.product.chosen = best.1;
-        Ok(())
+        let samples = common::slowest(&timer.group, &samples)?;
+        let of = |place: usize| samples[place..].iter().step_by(algorithms.len());
+        let median = |place| {
+            let [median] = common::medians(&of(place).copied().collect::<Vec<_>>());
+            median
+        };
+        Ok((0..algorithms.len()).map(median).collect())
     }
 }
 
 impl<T: Element> OnGpus<T> for AllGather<Cuda, T> {
-    fn peers(&mut self, group: &Group<Cuda>, prepared: &Self::Prepared) -> Result<Peers> {
+    fn peers(&mut self, instruments: &Instruments, prepared: &Self::Prepared) -> Result<Peers> {
+        let group = &instruments.timer.group;
         let ([m, k], [n, _]) = (self.a.shape(), self.b.shape());
         let (own, row) = (self.a.rows(), k * size_of::<T>());
         // NCCL gathers equal shards only; where the rows don't divide, each rank sends as many as the longest has.
@@ -113,12 +165,13 @@ impl<T: Element> OnGpus<T> for AllGather<Cuda, T> {
             ptr: gathered.ptr(),
             pitch: k,
         };
+        let b = Place::of(&self.b);
         let to = Place {
             ptr: out.ptr(),
             pitch,
         };
         Ok(Peers {
-            product: Product::new::<T>(a, Place::of(&self.b), to, [m, n, k])?,
+            product: Product::new::<T>(&instruments.cublaslt, a, b, to, [m, n, k])?,
             communication: Communication {
                 collective: Collective::Gather,
                 dtype: T::DTYPE,
@@ -148,7 +201,7 @@ impl<T: Element> OnGpus<T> for AllGather<Cuda, T> {
 }
 
 impl<T: Element> Operands<Cuda, T> {
-    fn peers(&self, collective: Collective) -> Result<Peers> {
+    fn peers(&self, instruments: &Instruments, collective: Collective) -> Result<Peers> {
         let shape = self.shape();
         let ([m, n, _], world) = (shape, self.group.world_size());
         // NCCL scatters equal parts only; where the rows don't divide, each rank gets as many as the longest has.
@@ -165,7 +218,7 @@ impl<T: Element> Operands<Cuda, T> {
         };
         let [a, b] = [&self.a, &self.b].map(Place::of);
         Ok(Peers {
-            product: Product::new::<T>(a, b, partial, shape)?,
+            product: Product::new::<T>(&instruments.cublaslt, a, b, partial, shape)?,
             communication: Communication {
                 collective,
                 dtype: T::DTYPE,
@@ -189,8 +242,8 @@ fn ways_of_sums(counts: &[(usize, usize)]) -> Vec<(Route, Chunking)> {
 }
 
 impl<T: Element> OnGpus<T> for ReduceScatter<Cuda, T> {
-    fn peers(&mut self, _: &Group<Cuda>, _: &Self::Prepared) -> Result<Peers> {
-        self.operands.peers(Collective::ReduceScatter)
+    fn peers(&mut self, instruments: &Instruments, _: &Self::Prepared) -> Result<Peers> {
+        self.operands.peers(instruments, Collective::ReduceScatter)
     }
 
     fn copy(&mut self, prepared: &Self::Prepared) -> Result<()> {
@@ -203,8 +256,8 @@ impl<T: Element> OnGpus<T> for ReduceScatter<Cuda, T> {
 }
 
 impl<T: Element> OnGpus<T> for AllReduce<Cuda, T> {
-    fn peers(&mut self, _: &Group<Cuda>, _: &Self::Prepared) -> Result<Peers> {
-        self.operands.peers(Collective::AllReduce)
+    fn peers(&mut self, instruments: &Instruments, _: &Self::Prepared) -> Result<Peers> {
+        self.operands.peers(instruments, Collective::AllReduce)
     }
 
     fn copy(&mut self, prepared: &Self::Prepared) -> Result<()> {
@@ -266,22 +319,27 @@ impl Variant {
 }
 
 impl<T: Element, O: OnGpus<T>> Timed<Cuda, T> for O {
+    type Instruments = Instruments;
+
+    fn instruments(group: &Group<Cuda>) -> Result<Instruments> {
+        Instruments::new(group)
+    }
+
     /// Times all rows, alternating, as often as `args` says; `progress` is called after each round.
     fn time(
         &mut self,
-        group: &Group<Cuda>,
+        instruments: &Instruments,
         prepared: &O::Prepared,
         args: &Args,
         mut progress: impl FnMut(),
     ) -> Result<Timing> {
+        let Instruments {
+            timer, side, nccl, ..
+        } = instruments;
+        let group = &timer.group;
         clock::bind(group)?;
-        let (timer, side) = (Timer::new(group)?, Side::new()?);
-        let mut peers = self.peers(group, prepared)?;
-        peers.tune(&timer)?;
-        let nccl = match ranks_share_gpus(group) {
-            true => None,
-            false => Some(Nccl::new(group)?),
-        };
+        let mut peers = self.peers(instruments, prepared)?;
+        peers.tune(timer)?;
         let graph = match O::config(prepared).route {
             Route::Pull => None,
             _ => Some(Graph::capture(timer.stream, || self.run(prepared))?),
@@ -298,14 +356,14 @@ impl<T: Element, O: OnGpus<T>> Timed<Cuda, T> for O {
                 .iter()
                 .try_for_each(|nccl| nccl.run(&peers.communication, timer.stream)),
             Variant::Collective => self.communicate(prepared),
-            Variant::Peers => nccl.iter().try_for_each(|nccl| peers.run(nccl, &timer)),
+            Variant::Peers => nccl.iter().try_for_each(|nccl| peers.run(nccl, timer)),
             Variant::Sequential => self.run_in_sequence(prepared),
             Variant::Fused => self.run(prepared),
             Variant::Graph => graph
                 .iter()
                 .try_for_each(|graph| graph.launch(timer.stream)),
             Variant::Ideal => side.run(
-                &timer,
+                timer,
                 |stream| peers.product.run(stream),
                 || self.copy(prepared),
             ),
@@ -353,7 +411,7 @@ impl<T: Element, O: OnGpus<T>> Timed<Cuda, T> for O {
         let mut operation = O::random(group, shape)?;
         let (config, time) = fastest(group, &mut operation)?;
         let prepared = operation.prepare(Some(config))?;
-        verify(group, &mut operation, &prepared)?;
+        verify(group, &mut operation, &prepared, PRODUCTS)?;
         if group.rank() > 0 {
             return Ok(());
         }

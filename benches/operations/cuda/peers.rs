@@ -1,6 +1,7 @@
 //! What others do of an operation, through cudarc: cuBLASLt the product, NCCL the rest.
 
 use std::ffi::c_void;
+use std::rc::Rc;
 
 use cudarc::cublaslt::{result as lt, sys as lt_sys};
 use cudarc::driver::sys as driver_sys;
@@ -12,17 +13,37 @@ use super::refused;
 
 const WORKSPACE_BYTES: usize = 64 << 20;
 /// Algorithms of cuBLASLt's choice that are tried; the fastest is its row.
-const ALGORITHMS: usize = 8;
+const ALGORITHMS: usize = 16;
+
+/// A handle of cuBLASLt, and the memory that its products work in, one after the other.
+pub struct CublasLt {
+    handle: lt_sys::cublasLtHandle_t,
+    workspace: Scratch,
+}
+
+impl CublasLt {
+    pub fn new() -> Result<CublasLt> {
+        let workspace = Scratch::new(WORKSPACE_BYTES)?;
+        let handle = lt::create_handle().map_err(refused("set up cuBLASLt"))?;
+        Ok(CublasLt { handle, workspace })
+    }
+}
+
+impl Drop for CublasLt {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`, used no more: each product keeps it.
+        let _ = unsafe { lt::destroy_handle(self.handle) };
+    }
+}
 
 /// One product by cuBLASLt: out[M, N] = a[M, K] · b[N, K]ᵀ, row-major, as out' = b' · a' in its column-major eyes.
 pub struct Product {
-    handle: lt_sys::cublasLtHandle_t,
+    cublaslt: Rc<CublasLt>,
     desc: lt_sys::cublasLtMatmulDesc_t,
     layouts: [lt_sys::cublasLtMatrixLayout_t; 3],
     pub algorithms: Vec<lt_sys::cublasLtMatmulAlgo_t>,
     /// The one that runs.
     pub chosen: usize,
-    workspace: Scratch,
     a: *const c_void,
     b: *const c_void,
     out: *mut c_void,
@@ -31,6 +52,7 @@ pub struct Product {
 impl Product {
     /// The memory holds matrices of this shape, and lives as long.
     pub fn new<T: Element>(
+        cublaslt: &Rc<CublasLt>,
         a: Place,
         b: Place,
         out: Place,
@@ -43,7 +65,6 @@ impl Product {
         let what = "set up cuBLASLt";
         // SAFETY: handles are used as they were made; attributes are of the types that they name.
         unsafe {
-            let handle = lt::create_handle().map_err(refused(what))?;
             let desc = lt::create_matmul_desc(
                 lt_sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
                 lt_sys::cudaDataType::CUDA_R_32F,
@@ -76,7 +97,7 @@ impl Product {
                 vec![std::mem::zeroed(); ALGORITHMS];
             let mut count = 0;
             let status = lt_sys::cublasLtMatmulAlgoGetHeuristic(
-                handle,
+                cublaslt.handle,
                 desc,
                 layouts[0],
                 layouts[1],
@@ -89,16 +110,17 @@ impl Product {
             );
             status.result().map_err(refused(what))?;
             lt::destroy_matmul_pref(preference).map_err(refused(what))?;
-            if count == 0 {
+            found.truncate(count as usize);
+            found.retain(|found| found.state == lt_sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS);
+            if found.is_empty() {
                 return Err(refused(what)(format_args!("it knows no algorithm")));
             }
             Ok(Product {
-                handle,
+                cublaslt: cublaslt.clone(),
                 desc,
                 layouts,
-                algorithms: found[..count as usize].iter().map(|f| f.algo).collect(),
+                algorithms: found.iter().map(|found| found.algo).collect(),
                 chosen: 0,
-                workspace: Scratch::new(WORKSPACE_BYTES)?,
                 a: a.ptr as *const c_void,
                 b: b.ptr as *const c_void,
                 out: out.ptr as *mut c_void,
@@ -112,7 +134,7 @@ impl Product {
         // SAFETY: the matrices are as the layouts say and live as long as the benchmark.
         let result = unsafe {
             lt::matmul(
-                self.handle,
+                self.cublaslt.handle,
                 self.desc,
                 (&raw const one).cast(),
                 (&raw const zero).cast(),
@@ -125,7 +147,7 @@ impl Product {
                 self.out,
                 out,
                 &self.algorithms[self.chosen],
-                self.workspace.ptr() as *mut c_void,
+                self.cublaslt.workspace.ptr() as *mut c_void,
                 WORKSPACE_BYTES,
                 stream.cast(),
             )
@@ -142,7 +164,6 @@ impl Drop for Product {
                 let _ = lt::destroy_matrix_layout(layout);
             }
             let _ = lt::destroy_matmul_desc(self.desc);
-            let _ = lt::destroy_handle(self.handle);
         }
     }
 }

@@ -1,0 +1,234 @@
+//! Random shapes, a line of a table for each, and a summary of all.
+
+use comfy_table::presets::NOTHING;
+use comfy_table::{CellAlignment, Table};
+use gemmesh::{Config, Route};
+use rand::rngs::SmallRng;
+use rand::{RngExt, SeedableRng};
+
+/// The largest M, N and K that are drawn for GPUs.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub const LARGEST: [usize; 3] = [16384, 28672, 28672];
+/// The same for the host, where products take long.
+pub const LARGEST_ON_HOST: [usize; 3] = [512, 1024, 1024];
+
+/// As many random shapes M, N and K, the same for the same seed: fewer of them are the first of more. Logarithms are uniform. M is
+/// any number from 1 on; N, from 256 on, and K, from 512 on, are multiples of one of four numbers each.
+pub fn draw(seed: u64, count: usize, largest: [usize; 3]) -> Vec<[usize; 3]> {
+    let [m, n, k] = largest;
+    let mut rng = SmallRng::seed_from_u64(seed);
+    let shapes = (0..count).map(|_| {
+        [
+            log_uniform(&mut rng, 1, m),
+            multiple(&mut rng, [8, 64, 128, 256], 256, n),
+            multiple(&mut rng, [64, 128, 256, 512], 512, k),
+        ]
+    });
+    shapes.collect()
+}
+
+/// A multiple of one of `factors`, all of which divide `least` and `most`.
+fn multiple(rng: &mut SmallRng, factors: [usize; 4], least: usize, most: usize) -> usize {
+    let factor = factors[rng.random_range(0..factors.len())];
+    let nearest = (log_uniform(rng, least, most) + factor / 2) / factor;
+    nearest * factor
+}
+
+/// A number whose logarithm is uniform: each stands for what lies between it and the next.
+fn log_uniform(rng: &mut SmallRng, least: usize, most: usize) -> usize {
+    let [low, high] = [least, most + 1].map(|bound| (bound as f64).ln());
+    let logarithm = low + (high - low) * rng.random::<f64>();
+    (logarithm.exp() as usize).clamp(least, most)
+}
+
+/// Times of a shape in microseconds. None is what can't be timed here.
+#[derive(Clone, Copy, Debug)]
+pub struct Times {
+    /// gemmesh's product without its communication.
+    pub alone: f64,
+    pub cublaslt: Option<f64>,
+    /// What the operation is compared with.
+    pub baseline: Option<f64>,
+    pub fused: f64,
+    pub ideal: f64,
+}
+
+impl Times {
+    fn alone_to_cublaslt(&self) -> Option<f64> {
+        self.cublaslt.map(|time| self.alone / time)
+    }
+
+    fn fused_to_baseline(&self) -> Option<f64> {
+        self.baseline.map(|time| self.fused / time)
+    }
+
+    fn fused_to_ideal(&self) -> Option<f64> {
+        Some(self.fused / self.ideal)
+    }
+
+    fn excess(&self) -> f64 {
+        self.fused - self.alone
+    }
+}
+
+/// A shape that has been timed.
+pub struct Line {
+    pub shape: [usize; 3],
+    pub config: Config,
+    pub times: Times,
+}
+
+/// A time or a ratio, if it is there.
+type Value = fn(&Times) -> Option<f64>;
+/// A column of the table: its title, its decimals and its value.
+type Column = (&'static str, usize, Value);
+
+const COLUMNS: [Column; 9] = [
+    ("alone", 1, |times| Some(times.alone)),
+    ("cuBLASLt", 1, |times| times.cublaslt),
+    ("baseline", 1, |times| times.baseline),
+    ("fused", 1, |times| Some(times.fused)),
+    ("ideal", 1, |times| Some(times.ideal)),
+    ("alone/cuBLASLt", 3, Times::alone_to_cublaslt),
+    ("fused/baseline", 3, Times::fused_to_baseline),
+    ("fused-alone", 1, |times| Some(times.excess())),
+    ("fused/ideal", 3, Times::fused_to_ideal),
+];
+
+/// The titles of the columns above lines with such times.
+pub fn head(times: &Times) -> String {
+    let cell = |&(title, ..): &Column| format!("{title:>0$}", width(title));
+    row(["#", "M", "N", "K", "config"], times, cell)
+}
+
+impl Line {
+    /// A row of the table. Shapes are counted from 1.
+    pub fn row(&self, number: usize) -> String {
+        let [m, n, k] = self.shape.map(|extent| extent.to_string());
+        let (number, config) = (number.to_string(), in_short(&self.config));
+        let cell = |&(title, decimals, value): &Column| {
+            let value = value(&self.times).unwrap_or(f64::NAN);
+            format!("{value:>0$.decimals$}", width(title))
+        };
+        row([&number, &m, &n, &k, &config], &self.times, cell)
+    }
+}
+
+fn row(
+    [number, m, n, k, config]: [&str; 5],
+    times: &Times,
+    cell: impl Fn(&Column) -> String,
+) -> String {
+    let there = COLUMNS.iter().filter(|(.., value)| value(times).is_some());
+    let cells: Vec<String> = there.map(cell).collect();
+    let problem = format!("{number:>4} {m:>6} {n:>6} {k:>6}  {config:<29}");
+    format!("{problem} {}", cells.join(" "))
+}
+
+fn width(title: &str) -> usize {
+    title.len().max(9)
+}
+
+/// Route, tile, CTAs of a cluster and that share a tile, chunks of a shard and of the last.
+fn in_short(config: &Config) -> String {
+    let route = match config.route {
+        Route::Pull => "pull",
+        Route::Push => "push",
+        Route::Store => "store",
+    };
+    let (tile, chunking) = (&config.tile, &config.chunking);
+    let cut = if chunking.cut_last { "+cut" } else { "" };
+    format!(
+        "{route} {}×{} c{} s{} {}/{}{cut}",
+        tile.m, tile.n, tile.cluster, tile.split_k, chunking.count, chunking.last
+    )
+}
+
+/// A class of shapes by their M.
+type Class = (&'static str, fn(usize) -> bool);
+
+const CLASSES: [Class; 4] = [
+    ("M <= 64", |m| m <= 64),
+    ("64 < M < 1024", |m| 64 < m && m < 1024),
+    ("M >= 1024", |m| m >= 1024),
+    ("all", |_| true),
+];
+
+/// A row of the summary: a name, and its value for each class.
+type Statistic = (String, [String; CLASSES.len()]);
+
+/// How many shapes there are in each class, and how ratios and differences are spread over them.
+pub fn summary(lines: &[Line]) -> Vec<Statistic> {
+    let classes = CLASSES.map(|(_, holds)| -> Vec<Times> {
+        let lines = lines.iter().filter(|line| holds(line.shape[0]));
+        lines.map(|line| line.times).collect()
+    });
+    let mut rows: Vec<Statistic> = Vec::new();
+    let mut add = |name: String, value: &dyn Fn(&[Times]) -> String| {
+        rows.push((name, classes.each_ref().map(|times| value(times))));
+    };
+    add("shapes".into(), &|times| times.len().to_string());
+    let ratios: [(&str, Value); 3] = [
+        ("alone / cuBLASLt", Times::alone_to_cublaslt),
+        ("fused / baseline", Times::fused_to_baseline),
+        ("fused / ideal", Times::fused_to_ideal),
+    ];
+    let is_there = |ratio: Value| lines.iter().any(|l| ratio(&l.times).is_some());
+    for (name, ratio) in ratios.into_iter().filter(|&(_, ratio)| is_there(ratio)) {
+        let of = |times: &[Times]| -> Vec<f64> { times.iter().filter_map(ratio).collect() };
+        add(format!("{name}, geometric mean"), &|times| {
+            cell(geometric_mean(&of(times)), 3)
+        });
+        for (statistic, share) in [("95th percentile", 0.95), ("worst", 1.0)] {
+            add(format!("{name}, {statistic}"), &|times| {
+                cell(percentile(&of(times), share), 3)
+            });
+        }
+        if name == "fused / baseline" {
+            add(format!("{name} > 1.00"), &|times| {
+                let losses = of(times).into_iter().filter(|&ratio| ratio > 1.0);
+                losses.count().to_string()
+            });
+        }
+    }
+    for (statistic, share) in [("median", 0.5), ("95th percentile", 0.95)] {
+        add(format!("fused - alone, {statistic}, µs"), &|times| {
+            let excess: Vec<f64> = times.iter().map(Times::excess).collect();
+            cell(percentile(&excess, share), 1)
+        });
+    }
+    rows
+}
+
+/// A summary, as a table.
+pub fn table(summary: &[Statistic]) -> Table {
+    let mut table = Table::new();
+    table.load_style(NOTHING);
+    table.set_header([""].into_iter().chain(CLASSES.map(|(name, _)| name)));
+    for (name, values) in summary {
+        table.add_row([name].into_iter().chain(values));
+    }
+    for column in table.column_iter_mut().skip(1) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table
+}
+
+fn cell(value: Option<f64>, decimals: usize) -> String {
+    value.map_or("-".into(), |value| format!("{value:.decimals$}"))
+}
+
+/// The smallest of the values that this share of them, 0.0 to 1.0, does not exceed. None if there are no values.
+pub fn percentile(values: &[f64], share: f64) -> Option<f64> {
+    let mut values = values.to_vec();
+    values.sort_by(f64::total_cmp);
+    let rank = (share * values.len() as f64).ceil() as usize;
+    values.get(rank.saturating_sub(1)).copied()
+}
+
+/// The geometric mean of positive values. None if there are no values.
+pub fn geometric_mean(values: &[f64]) -> Option<f64> {
+    let logarithms: f64 = values.iter().map(|value| value.ln()).sum();
+    let mean = logarithms / values.len() as f64;
+    (!values.is_empty()).then(|| mean.exp())
+}

@@ -1,0 +1,120 @@
+//! The benchmark's random shapes and what it says of them.
+
+#[path = "../benches/operations/sweep.rs"]
+mod sweep;
+
+use gemmesh::{Chunking, Config, Route, TileShape};
+use sweep::{LARGEST, LARGEST_ON_HOST, Line, Times, draw, geometric_mean, percentile, summary};
+
+#[test]
+fn shapes_are_within_bounds_and_multiples() {
+    for largest in [LARGEST, LARGEST_ON_HOST] {
+        for [m, n, k] in draw(7, 5000, largest) {
+            assert!((1..=largest[0]).contains(&m), "{m}");
+            assert!((256..=largest[1]).contains(&n) && n % 8 == 0, "{n}");
+            assert!((512..=largest[2]).contains(&k) && k % 64 == 0, "{k}");
+        }
+    }
+}
+
+#[test]
+fn shapes_are_spread_over_all_sizes_and_ragged_ones_are_among_them() {
+    let shapes = draw(1, 1000, LARGEST);
+    let share = |holds: fn(&[usize; 3]) -> bool| {
+        shapes.iter().filter(|shape| holds(shape)).count() as f64 / 1000.0
+    };
+    let near = |found: f64, expected: f64| (found - expected).abs() < 0.05;
+    // Of 14 powers of two, M is below 64 in 6.
+    assert!(near(share(|[m, ..]| *m < 64), 6.0 / 14.0));
+    assert!(near(share(|[m, ..]| *m >= 1024), 4.0 / 14.0));
+    assert!(near(share(|[_, n, _]| *n < 2679), 0.5));
+    assert!(near(share(|[_, _, k]| *k < 3831), 0.5));
+    assert!(share(|[m, ..]| m % 2 == 1) > 0.3);
+    assert!(share(|[_, n, _]| n % 64 != 0) > 0.1);
+    assert!(share(|[_, _, k]| k % 128 != 0) > 0.05);
+}
+
+#[test]
+fn a_seed_always_draws_the_same_shapes() {
+    let shapes = draw(1, 20, LARGEST);
+    assert_eq!(shapes[..2], [[2633, 384, 1024], [307, 3072, 896]]);
+    assert_eq!(draw(1, 5, LARGEST), shapes[..5]);
+    assert_ne!(draw(2, 20, LARGEST), shapes);
+}
+
+#[test]
+fn percentiles_are_values_and_the_geometric_mean_is_that_of_ratios() {
+    let values: Vec<f64> = (1..=20).rev().map(f64::from).collect();
+    for (share, expected) in [(0.5, 10.0), (0.95, 19.0), (1.0, 20.0)] {
+        assert_eq!(percentile(&values, share), Some(expected), "{share}");
+    }
+    assert_eq!(percentile(&[3.0], 0.95), Some(3.0));
+    assert_eq!(percentile(&[], 0.5), None);
+    let mean = geometric_mean(&[0.5, 2.0, 8.0]).unwrap();
+    assert!((mean - 2.0).abs() < 1e-12, "{mean}");
+    assert_eq!(geometric_mean(&[]), None);
+}
+
+fn line(m: usize, alone: f64, baseline: Option<f64>, fused: f64) -> Line {
+    let config = Config::new(
+        TileShape::new(128, 224, 64).with_cluster(2),
+        Chunking::new(1).with_last(2).with_cut_last(true),
+        Route::Push,
+    );
+    Line {
+        shape: [m, 512, 1024],
+        config,
+        times: Times {
+            alone,
+            cublaslt: None,
+            baseline,
+            fused,
+            ideal: 10.0,
+        },
+    }
+}
+
+#[test]
+fn a_summary_tells_few_rows_from_many_and_counts_what_is_lost() {
+    let lines = [
+        line(64, 8.0, Some(10.0), 20.0),
+        line(65, 9.0, Some(40.0), 10.0),
+        line(1024, 10.0, Some(20.0), 20.0),
+    ];
+    let summary = summary(&lines);
+    let values = |name: &str| {
+        let row = summary.iter().find(|(found, _)| found == name);
+        row.map(|(_, values)| values.each_ref().map(String::as_str))
+    };
+    assert_eq!(values("shapes"), Some(["1", "1", "1", "3"]));
+    assert_eq!(
+        values("fused / baseline > 1.00"),
+        Some(["1", "0", "0", "1"])
+    );
+    assert_eq!(
+        values("fused / baseline, geometric mean"),
+        Some(["2.000", "0.250", "1.000", "0.794"])
+    );
+    assert_eq!(
+        values("fused / baseline, worst"),
+        Some(["2.000", "0.250", "1.000", "2.000"])
+    );
+    assert_eq!(
+        values("fused - alone, median, µs"),
+        Some(["12.0", "1.0", "10.0", "10.0"])
+    );
+    assert_eq!(values("alone / cuBLASLt, worst"), None);
+    assert!(sweep::table(&summary).to_string().contains("M >= 1024"));
+}
+
+#[test]
+fn what_cannot_be_timed_has_no_column_and_the_others_stand_below_their_titles() {
+    for baseline in [None, Some(3.5)] {
+        let line = line(7, 1.5, baseline, 2.0);
+        let (head, row) = (sweep::head(&line.times), line.row(12));
+        assert!(!head.contains("cuBLASLt"));
+        assert_eq!(head.contains("baseline"), baseline.is_some());
+        assert_eq!(head.chars().count(), row.chars().count(), "{head}\n{row}");
+        assert!(row.contains("push 128×224 c2 s1 1/2+cut"), "{row}");
+    }
+}
