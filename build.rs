@@ -104,15 +104,10 @@ fn units(out: &Path) -> Result<Vec<Unit>, String> {
 
 /// The family's kernels for a dtype.
 fn source_of(family: &Family, dtype: &str) -> String {
-    let Family {
-        name,
-        tile_m,
-        tile_k,
-        ..
-    } = family;
+    let Family { name, tile_k, .. } = family;
     let mut source = format!(
         "#include \"cuda/{name}/matmul.cuh\"\n\
-         static_assert(gemmesh::kTileM == {tile_m} && GEMMESH_TILE_K == {tile_k}, \"cuda/kernels.rs says so\");\n"
+         static_assert(GEMMESH_TILE_K == {tile_k}, \"cuda/kernels.rs says so\");\n"
     );
     for shape in family.shapes {
         for variant in VARIANTS {
@@ -122,8 +117,9 @@ fn source_of(family: &Family, dtype: &str) -> String {
             };
             let _ = writeln!(
                 source,
-                "{head}({}, {dtype}, {}, {}, {}, {}, {}, {}, {})",
+                "{head}({}, {dtype}, {}, {}, {}, {}, {}, {}, {}, {})",
                 family.kernel(dtype, shape, variant),
+                shape.tile_m,
                 shape.tile_n,
                 shape.stages,
                 shape.cluster,

@@ -107,7 +107,7 @@ typedef struct GemmeshMailbox {
 typedef struct GemmeshPushEpoch {
     uint32_t epoch;   /* of the last operation whose rows have all come */
     uint32_t entered; /* CTAs of the next one that have begun, */
-    uint32_t taken;   /* tasks that warps of it have taken, and */
+    uint32_t taken;   /* tasks that they have taken, and */
     uint32_t left;    /* its CTAs that have pushed what they took, and for whose tiles all rows have come */
     uint32_t current; /* the epoch of the operation whose rows the copy engine pushes: what it copies into flags */
     uint32_t gate;    /* set by the kernel when every peer is ready, or when the group has failed; reset by the copy stream
@@ -115,22 +115,19 @@ typedef struct GemmeshPushEpoch {
     uint32_t reserved[2];
 } GemmeshPushEpoch;
 
-/* What one warp pushes at a time: a part of a chunk. */
+/* What the warps of a CTA push together: a chunk. */
 typedef struct GemmeshCopyTask {
     uint64_t offset; /* bytes from the beginning of `a`, the same on every rank; a multiple of 16 */
     uint32_t bytes;  /* a multiple of 16 */
     uint32_t peer;   /* whom it is for */
     uint32_t flag;   /* the peer's chunk flag */
-    uint32_t push;   /* which of this rank's pushes it belongs to */
-    uint32_t tasks;  /* how many that has */
-    uint32_t reserved;
+    uint32_t reserved[3];
 } GemmeshCopyTask;
 
 /* How rows are pushed. */
 typedef struct GemmeshExchange {
     GemmeshPushEpoch *push_epoch;     /* null: rows are pulled, and nothing below is used */
     const GemmeshCopyTask *tasks;     /* what the kernel pushes itself; none if the copy engine does */
-    uint32_t *pushed;                 /* by push: its tasks that are done; zero between operations */
     uint32_t *started;                /* the host's: where GemmeshParams.epoch is written when the kernel runs, and */
     uint32_t *completed;              /* when all that it waits for has come; null where somebody else does, or nobody is to know */
     uint32_t task_count;
@@ -256,8 +253,8 @@ static_assert(offsetof(GemmeshTraceEvent, sm) == 48, "");
 static_assert(sizeof(GemmeshMailbox) == 4 * (GEMMESH_MAX_WORLD + GEMMESH_MAX_FLAGS), "");
 static_assert(sizeof(GemmeshPushEpoch) == 32, "");
 static_assert(sizeof(GemmeshCopyTask) == 32, "a task is two 16-byte loads");
-static_assert(sizeof(GemmeshExchange) == 56 + 16 * GEMMESH_MAX_WORLD, "");
-static_assert(offsetof(GemmeshExchange, task_count) == 40, "");
+static_assert(sizeof(GemmeshExchange) == 48 + 16 * GEMMESH_MAX_WORLD, "");
+static_assert(offsetof(GemmeshExchange, task_count) == 32, "");
 static_assert(sizeof(GemmeshParams) == 96 + sizeof(GemmeshExchange), "");
 static_assert(offsetof(GemmeshParams, trace) == 48, "");
 static_assert(offsetof(GemmeshParams, tile_count) == 64, "");

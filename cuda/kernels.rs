@@ -5,7 +5,6 @@ use std::fmt::Display;
 
 pub static FAMILIES: [Family; 1] = [Family {
     name: "hopper",
-    tile_m: 128,
     tile_k: 64,
     dtypes: &["bf16", "f16"],
     shapes: &HOPPER,
@@ -13,32 +12,35 @@ pub static FAMILIES: [Family; 1] = [Family {
 
 /// With as many stages as shared memory holds beside the boxes. Wide tiles move the fewest bytes for a product; which of
 /// the widths is best is a matter of how evenly a problem's tiles share out among the multiprocessors. Narrow tiles are for
-/// small problems, and for finer steps while rows arrive.
-///
-/// The efficiencies were measured on an H200 at full waves; those of shapes that share K are set so that the fastest of few
-/// rows comes out.
+/// small problems, and for finer steps while rows arrive; tiles of 64 rows for few rows, where what counts is how fast `b` is read.
 #[rustfmt::skip]
-const HOPPER: [Shape; 11] = [
-    //  tile_n  stages  cluster  split  efficiency
-    shape( 256,      4,       2,     1,       1.00),
-    shape( 224,      4,       2,     1,       0.99),
-    shape( 208,      4,       2,     1,       0.98),
-    shape( 192,      4,       2,     1,       0.97),
-    shape( 128,      6,       2,     1,       0.90),
-    shape( 256,      4,       1,     1,       0.95),
-    shape(  64,      8,       1,     1,       0.50),
-    shape( 128,      5,       1,     2,       0.52),
-    shape( 128,      5,       1,     4,       0.45),
-    shape(  64,      8,       1,     2,       0.50),
-    shape(  64,      7,       1,     4,       0.40),
+const HOPPER: [Shape; 19] = [
+    //  tile_m  tile_n  stages  cluster  split
+    shape( 128,   256,      4,       2,     1),
+    shape( 128,   224,      4,       2,     1),
+    shape( 128,   208,      4,       2,     1),
+    shape( 128,   192,      4,       2,     1),
+    shape( 128,   128,      6,       2,     1),
+    shape( 128,   256,      4,       1,     1),
+    shape( 128,    64,      8,       1,     1),
+    shape( 128,   192,      4,       1,     2),
+    shape( 128,   128,      5,       1,     2),
+    shape( 128,   128,      5,       1,     4),
+    shape( 128,    64,      8,       1,     2),
+    shape( 128,    64,      7,       1,     4),
+    shape(  64,   128,      8,       1,     1),
+    shape(  64,   128,      8,       1,     2),
+    shape(  64,   128,      7,       1,     4),
+    shape(  64,   128,      7,       1,     8),
+    shape(  64,   256,      5,       1,     1),
+    shape(  64,   256,      4,       1,     2),
+    shape(  64,   256,      4,       1,     4),
 ];
 
 /// Kernels of one source: cuda/NAME/matmul.cuh.
 #[derive(Clone, Copy, Debug)]
 pub struct Family {
     pub name: &'static str,
-    /// Rows of a CTA's tile.
-    pub tile_m: u32,
     /// Columns of `a` and `b` that a stage holds.
     pub tile_k: u32,
     /// The element types, by the names that they have in Rust and in the kernels' source.
@@ -50,6 +52,8 @@ pub struct Family {
 /// What one kernel of a family has of its own. Each comes in four: see [`Variant`].
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
+    /// Rows of a CTA's tile.
+    pub tile_m: u32,
     /// Columns of a CTA's tile.
     pub tile_n: u32,
     /// Depth of the ring of loads.
@@ -58,8 +62,6 @@ pub struct Shape {
     pub cluster: u32,
     /// CTAs that share a tile, each with a part of K.
     pub split: u32,
-    /// How much of the arithmetic rate of the widest tile it reaches.
-    pub efficiency: f64,
 }
 
 /// What else there is to a kernel.
@@ -85,13 +87,13 @@ pub const VARIANTS: [Variant; 4] = {
     ]
 };
 
-const fn shape(tile_n: u32, stages: u32, cluster: u32, split: u32, efficiency: f64) -> Shape {
+const fn shape(tile_m: u32, tile_n: u32, stages: u32, cluster: u32, split: u32) -> Shape {
     Shape {
+        tile_m,
         tile_n,
         stages,
         cluster,
         split,
-        efficiency,
     }
 }
 
@@ -104,13 +106,27 @@ const BOX_COLUMNS: u32 = 64;
 const BOX_BYTES: u32 = 16 * BOX_COLUMNS * ELEMENT_BYTES;
 /// Those that multiply and store, of a CTA.
 pub const CONSUMER_WARPS: u32 = 8;
+/// Two warpgroups of them have 64 rows each; side by side, if the tile has no more.
+const CONSUMERS: u32 = 2;
+const CONSUMER_ROWS: u32 = 64;
 const ELEMENT_BYTES: u32 = 2;
+
+impl Shape {
+    /// Columns of the tile that one of the consumer warpgroups multiplies.
+    fn consumer_n(&self) -> u32 {
+        match self.tile_m {
+            CONSUMER_ROWS => self.tile_n / CONSUMERS,
+            _ => self.tile_n,
+        }
+    }
+}
 
 impl Family {
     /// The kernel's symbol.
     pub fn kernel(&self, dtype: impl Display, shape: &Shape, variant: Variant) -> String {
-        let Family { tile_m, tile_k, .. } = self;
+        let Family { tile_k, .. } = self;
         let Shape {
+            tile_m,
             tile_n,
             stages,
             cluster,
@@ -128,7 +144,7 @@ impl Family {
     pub fn boxes(&self, shape: &Shape) -> u32 {
         let taken = BARRIER_BYTES + self.ring_bytes(shape) + self.sum_bytes(shape);
         let fit = SHARED_LIMIT.saturating_sub(taken) / (CONSUMER_WARPS * BOX_BYTES);
-        fit.min(shape.tile_n.div_ceil(BOX_COLUMNS))
+        fit.min(shape.consumer_n().div_ceil(BOX_COLUMNS))
     }
 
     /// The dynamic shared memory that the kernel is launched with. The kernel's source asserts that it is what it uses.
@@ -138,12 +154,12 @@ impl Family {
     }
 
     fn ring_bytes(&self, shape: &Shape) -> u32 {
-        shape.stages * (self.tile_m + shape.tile_n) * self.tile_k * ELEMENT_BYTES
+        shape.stages * (shape.tile_m + shape.tile_n) * self.tile_k * ELEMENT_BYTES
     }
 
     /// What the CTAs that share a tile send one another.
     fn sum_bytes(&self, shape: &Shape) -> u32 {
-        (shape.split - 1) * self.tile_m / shape.split * shape.tile_n * size_of::<f32>() as u32
+        (shape.split - 1) * shape.tile_m / shape.split * shape.tile_n * size_of::<f32>() as u32
     }
 
     /// Whether there can be such kernels: what their source asserts, and what it takes for granted.
@@ -153,25 +169,28 @@ impl Family {
     pub fn check(&self) -> Result<(), String> {
         for (index, shape) in self.shapes.iter().enumerate() {
             let alike = |other: &Shape| {
-                let key = |s: &Shape| (s.tile_n, s.stages, s.cluster, s.split);
+                let key = |s: &Shape| (s.tile_m, s.tile_n, s.stages, s.cluster, s.split);
                 key(other) == key(shape)
             };
             // Small enough for the sums below.
             let refused = if !(64..=256).contains(&shape.tile_n) || !shape.tile_n.is_multiple_of(16)
             {
                 "tile_n is a multiple of 16 from 64 to 256"
+            } else if ![CONSUMER_ROWS, CONSUMERS * CONSUMER_ROWS].contains(&shape.tile_m) {
+                "tile_m is 64 or 128"
+            } else if shape.tile_m == CONSUMER_ROWS && !shape.tile_n.is_multiple_of(2 * BOX_COLUMNS)
+            {
+                "tile_n of 64 rows is a multiple of 128"
             } else if !(2..=64).contains(&shape.stages) {
                 "a product runs while the next stage is loaded: there are 2 stages or more, 64 at the most"
-            } else if ![1, 2, 4].contains(&shape.cluster) || ![1, 2, 4].contains(&shape.split) {
-                "cluster and split are 1, 2 or 4"
+            } else if ![1, 2, 4].contains(&shape.cluster) || ![1, 2, 4, 8].contains(&shape.split) {
+                "cluster is 1, 2 or 4, and split one of these or 8"
             } else if shape.cluster > 1 && shape.split > 1 {
                 "CTAs share b or K, not both: cluster or split is 1"
             } else if !(shape.tile_n / shape.cluster).is_multiple_of(8) {
                 "tile_n over cluster is a multiple of 8"
             } else if self.boxes(shape) == 0 {
                 "its stages leave no room in shared memory for the boxes of the stores"
-            } else if !(shape.efficiency > 0.0 && shape.efficiency <= 1.0) {
-                "efficiency is above 0, and 1 at the most"
             } else if self.shapes[..index].iter().any(alike) {
                 "it stands in the list twice"
             } else {

@@ -298,6 +298,9 @@ proptest! {
             && source != case.rank
             && !case.rows_of(source).is_empty();
         prop_assert_eq!(product(&plan).deferred.is_some(), cut);
+        if case.config.route == Route::Store {
+            return Ok(());
+        }
         let (parts, whole): (Vec<_>, Vec<_>) =
             plan.arrivals().iter().partition(|pull| columns_of(pull).len() < case.k);
         prop_assert!(whole.iter().all(|pull| columns_of(pull) == (0..case.k)));
@@ -367,23 +370,53 @@ proptest! {
     }
 
     #[test]
-    fn a_shard_is_cut_into_few_even_chunks_between_tiles(case in case()) {
+    fn a_shard_is_copied_in_few_even_chunks_whatever_the_tiles(case in case(), tile_m in 1..300usize) {
+        let case = Case { config: case.config.with_route(Route::Push), ..case };
         let plan = case.plan();
-        let tile_m = entry_rows(&case);
         for (source, &rows) in case.rows.iter().enumerate() {
             let chunks = if (source + 1) % case.rows.len() == case.rank {
                 case.config.chunking.last
             } else {
                 case.config.chunking.count
             };
-            let pulls: Vec<_> =
-                arrivals_from(&plan, source).into_iter().filter(|pull| columns_of(pull).start == 0).collect();
-            prop_assert!(pulls.len() <= chunks);
-            for pull in &pulls {
-                prop_assert!(!rows_of(pull).is_empty());
-                prop_assert!(rows_of(pull).len() <= rows.div_ceil(chunks) + tile_m);
+            let copies: Vec<_> =
+                arrivals_from(&plan, source).into_iter().filter(|copy| columns_of(copy).start == 0).collect();
+            prop_assert!(copies.len() <= chunks);
+            for copy in &copies {
+                prop_assert!(!rows_of(copy).is_empty());
+                prop_assert!(rows_of(copy).len() <= rows.div_ceil(chunks) * 9 / 8 + 1);
             }
-            prop_assert!(pulls.iter().skip(1).all(|pull| rows_of(pull).start.is_multiple_of(tile_m)));
+            let boundary = match rows / chunks {
+                0..16 => 1,
+                16..64 => 2,
+                64..1024 => 8,
+                _ => 128,
+            };
+            prop_assert!(copies.iter().skip(1).all(|copy| rows_of(copy).start.is_multiple_of(boundary)));
+        }
+        let mut other = case.clone();
+        other.config.tile.m = tile_m;
+        let other = other.plan();
+        prop_assert_eq!(other.arrivals(), plan.arrivals());
+    }
+
+    #[test]
+    fn what_is_stored_comes_in_many_pieces_that_lie_in_one_place(case in case()) {
+        let plan = case.by(Route::Store);
+        let most = (128 / (case.rows.len() - 1).max(1)).max(1);
+        for source in ring(&case) {
+            let pieces = arrivals_from(&plan, source);
+            prop_assert!(pieces.len() <= most);
+            let rows = case.rows[source];
+            let bytes = 2 * rows * case.k;
+            prop_assert!(pieces.len() == most || bytes.div_ceil(pieces.len().max(1)) < 64 << 10, "{} pieces", pieces.len());
+            for piece in pieces {
+                let (rows, columns) = (rows_of(piece), columns_of(piece));
+                prop_assert!(!rows.is_empty() && !columns.is_empty());
+                prop_assert!(columns == (0..case.k) || rows.len() == 1);
+                prop_assert!(columns.start.is_multiple_of(CUT_COLUMNS));
+                prop_assert!(columns.len() == case.k || columns.len() >= 448);
+            }
         }
     }
 
@@ -449,8 +482,9 @@ proptest! {
             prop_assert_ne!(split, same, "as many rows, of other ranks");
         }
         let pulled = case.config.route == Route::Pull;
-        prop_assert_eq!(with(|case| case.config.chunking.count = case.config.chunking.count % 64 + 1) == same, pulled);
-        prop_assert_eq!(with(|case| case.config.tile.m += 1) == same, pulled);
+        let copied = case.config.route == Route::Push;
+        prop_assert_eq!(with(|case| case.config.chunking.count = case.config.chunking.count % 64 + 1) != same, copied);
+        prop_assert_eq!(with(|case| case.config.tile.m += 1), same);
         let other = case.by(if pulled { Route::Push } else { Route::Pull });
         prop_assert_ne!(other.agreed().unwrap().digest(), same);
     }
@@ -727,7 +761,7 @@ fn a_push_waits_for_its_peer_and_signals_the_peers_chunk_after_its_rows() {
     };
     assert_eq!(waits.0.take(), [ready(0), ready(2)]);
     // Rank 0 numbers rank 1's chunks first, rank 2 after those of rank 0.
-    let arrived = [[1, 1, 0, 0], [0; 4], [0, 1, 1, 0]];
+    let arrived = [[1, 1, 0, 0], [0; 4], [0, 0, 1, 1]];
     for (rank, [ready, done, chunk]) in blocks.iter().enumerate() {
         assert_eq!((values(ready), values(done)), (vec![0; 3], vec![0; 3]));
         assert_eq!(values(chunk), arrived[rank], "rank {rank}");

@@ -21,7 +21,7 @@ __device__ inline void give_up(const GemmeshParams& params, uint32_t flag, uint3
         fault->expected = epoch;
         fault->seen = seen;
         fault->waited_ns = waited;
-        fault->peer = peer;
+        fault->peer = flag == GEMMESH_READY ? peer : params.sources[flag];
         fault->pushed = params.exchange.push_epoch != nullptr;
         // The host may be reading: whoever sees the mark sees the record.
         ptx::st_release_sys(&fault->state, GEMMESH_FAULT_RECORDED);
@@ -29,22 +29,25 @@ __device__ inline void give_up(const GemmeshParams& params, uint32_t flag, uint3
     ptx::atom_cas_relaxed_sys(params.abort, 0, GEMMESH_GIVEN_UP);
 }
 
-// One thread: returns true when the word has reached the epoch, false when it has been given up.
+// One thread: returns true when the word has reached the epoch, false when it has been given up. `flag` is its chunk flag's number; or
+// GEMMESH_READY, and then `peer` is who writes it.
 //
 // Giving up is for good and never by trap: a thread whose wait passes the deadline records it, sets the abort word and
 // waits for nothing more, so the kernel runs through on whatever bytes are there, no barrier is left hanging, and the
 // context lives. The output is then declared invalid by the record or by the abort word.
 __device__ inline bool await(const GemmeshParams& params, const volatile uint32_t* word, uint32_t epoch, uint32_t flag,
-                             uint32_t peer) {
+                             uint32_t peer = 0) {
     // Short against the microseconds between two chunks, long enough to keep the other CTAs' polls off the L2 cache.
     constexpr uint32_t kPollNanoseconds = 64;
     if (reached(ptx::ld_acquire_sys(word), epoch)) return true;
 
     const uint64_t begin = ptx::globaltimer();
     while (true) {
+        // on its way together with the word
+        const uint32_t aborted = ptx::ld_relaxed_sys(params.abort);
         const uint32_t seen = ptx::ld_acquire_sys(word);
         if (reached(seen, epoch)) return true;
-        if (ptx::ld_relaxed_sys(params.abort) != 0) return false;
+        if (aborted != 0) return false;
         const uint64_t waited = ptx::globaltimer() - begin;
         if (waited > params.deadline_ns) {
             give_up(params, flag, peer, epoch, seen, waited);
@@ -54,26 +57,28 @@ __device__ inline bool await(const GemmeshParams& params, const volatile uint32_
     }
 }
 
-// The view that one thread, the producer, has of the chunk flags.
+// The view that one warp, the producer's, has of the chunk flags.
 class ChunkFlags {
 public:
-    __device__ ChunkFlags(const GemmeshParams& params, uint32_t epoch) : params_(params), epoch_(epoch) {}
+    __device__ ChunkFlags(const GemmeshParams& params, uint32_t lane) : params_(params), lane_(lane) {}
 
-    // Returns when every flag of the tile but a deferred one has reached the epoch, or has been given up.
-    __device__ void wait(const GemmeshTile& tile) {
+    // The whole warp: returns when every flag of the tile but a deferred one has reached the epoch, or has been given up.
+    __device__ void wait(const GemmeshTile& tile, uint32_t epoch) {
         // Neighbours in the table mostly wait for the same flags, and an epoch once reached stays reached.
         if (tile.flag_begin == begin_ && tile.flag_end == end_) return;
-        for (uint32_t flag = tile.flag_begin; flag < tile.flag_end; ++flag) {
-            if (flag != params_.deferred_flag) wait(flag);
-        }
         begin_ = tile.flag_begin;
         end_ = tile.flag_end;
-        ptx::fence_proxy_async();
+        wait(begin_, end_, epoch);
     }
 
-    // The same for flags that no tile waits for.
-    __device__ void wait(uint32_t begin, uint32_t end) {
-        for (uint32_t flag = begin; flag < end; ++flag) wait(flag);
+    // The same for flags that no tile waits for. Each lane waits for some of them: a trip to memory is for 32 flags.
+    __device__ void wait(uint32_t begin, uint32_t end, uint32_t epoch) {
+        for (uint32_t flag = begin + lane_; flag < end; flag += 32) {
+            if (flag != params_.deferred_flag) wait(flag, epoch);
+        }
+        // What the lanes have acquired comes before what one of them does next.
+        __syncwarp();
+        ptx::fence_proxy_async();
     }
 
     // Before which step through K of the tile `wait_deferred` must be called; a number that no step has if it need not be.
@@ -82,21 +87,21 @@ public:
         return needed ? params_.deferred_step : UINT32_MAX;
     }
 
-    // Returns when the deferred flag has reached the epoch, or has been given up.
-    __device__ void wait_deferred() {
-        wait(params_.deferred_flag);
+    // One lane: returns when the deferred flag has reached the epoch, or has been given up.
+    __device__ void wait_deferred(uint32_t epoch) {
+        wait(params_.deferred_flag, epoch);
         ptx::fence_proxy_async();
     }
 
 private:
     // The acquire orders the rows before this thread's own accesses. The loads that follow are made by the async proxy,
     // which only a proxy fence puts after them.
-    __device__ void wait(uint32_t flag) {
-        waiting_ = waiting_ && await(params_, params_.flags + flag, epoch_, flag, params_.sources[flag]);
+    __device__ void wait(uint32_t flag, uint32_t epoch) {
+        waiting_ = waiting_ && await(params_, params_.flags + flag, epoch, flag);
     }
 
     const GemmeshParams& params_;
-    uint32_t epoch_;
+    uint32_t lane_;
     uint32_t begin_ = 0;  // the last range waited for
     uint32_t end_ = 0;
     bool waiting_ = true;

@@ -20,6 +20,30 @@ __device__ __forceinline__ uint64_t globaltimer() {
     return nanoseconds;
 }
 
+// ---- barriers ------------------------------------------------------------------------------------------------------
+
+// Meets `Threads` threads of the CTA, whole warps, at barrier `Barrier`.
+template <int Barrier, int Threads>
+__device__ __forceinline__ void barrier_sync() {
+    asm volatile("barrier.sync %0, %1;" ::"n"(Barrier), "n"(Threads) : "memory");
+}
+
+// The same: whether all of them say so.
+template <int Barrier, int Threads>
+__device__ __forceinline__ bool barrier_red_and(bool says) {
+    uint32_t all;
+    asm volatile("{\n"
+                 ".reg .pred p, q;\n"
+                 "setp.ne.b32 p, %1, 0;\n"
+                 "barrier.red.and.pred q, %2, %3, p;\n"
+                 "selp.b32 %0, 1, 0, q;\n"
+                 "}\n"
+                 : "=r"(all)
+                 : "r"(static_cast<uint32_t>(says)), "n"(Barrier), "n"(Threads)
+                 : "memory");
+    return all != 0;
+}
+
 // ---- global memory, seen by the whole system -----------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t ld_acquire_sys(const volatile uint32_t* address) {

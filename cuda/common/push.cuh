@@ -71,10 +71,12 @@ __device__ inline void announce(const GemmeshParams& params, uint32_t epoch, uin
     if (epoch % GEMMESH_REFRESH == 0) {
         // The peers' flags are theirs to write only once they know that this rank is ready.
         for (uint32_t flag = lane; flag < GEMMESH_MAX_FLAGS; flag += 32) own->chunk[flag] = epoch - 1;
+        ptx::fence_acq_rel_sys();
         __syncwarp();
     }
+    // Nothing else has to come before it: who read what was gathered before are kernels that have ended.
     for (uint32_t peer = lane; peer < exchange.world; peer += 32) {
-        ptx::st_release_sys(&exchange.mailboxes[peer]->ready[exchange.rank], epoch);
+        ptx::st_relaxed_sys(&exchange.mailboxes[peer]->ready[exchange.rank], epoch);
     }
     if (exchange.copies == 0) return;
 
@@ -99,67 +101,74 @@ __device__ __forceinline__ GemmeshCopyTask load_task(const GemmeshCopyTask* at) 
     return loaded.task;
 }
 
-// One warp: copies `bytes` bytes to a peer's memory.
-__device__ __forceinline__ void push_bytes(uint8_t* to, const uint8_t* from, uint32_t bytes, uint32_t lane) {
-    // Loads in flight in a thread: as many as its registers hold.
-    constexpr uint32_t kInFlight = 2;
-    constexpr uint32_t kWarpBytes = 32 * sizeof(uint4);
-    for (uint32_t begin = lane * sizeof(uint4); begin < bytes; begin += kInFlight * kWarpBytes) {
-        uint4 words[kInFlight];
+// A CTA's threads that push: together they take a task at a time.
+struct Pushers {
+    static constexpr uint32_t kThreads = 96;
+    static constexpr int kBarrier = 2;
+    uint32_t index;  // of the task
+
+    // All of them have reached this point.
+    __device__ static void meet() { ptx::barrier_sync<kBarrier, kThreads>(); }
+
+    // The same: whether all of them say so.
+    __device__ static bool meet_all(bool says) { return ptx::barrier_red_and<kBarrier, kThreads>(says); }
+};
+
+// Bytes on their way through the registers of a CTA's pushers, 16 a thread at a time.
+struct Words {
+    static constexpr uint32_t kInFlight = 4;
+    static constexpr uint32_t kStep = Pushers::kThreads * sizeof(uint4);
+    static constexpr uint32_t kBytes = kInFlight * kStep;
+    uint4 words[kInFlight];
+
+    // From `at` on, up to byte `end`. `thread` counts the pushers.
+    __device__ __forceinline__ void load(const uint8_t* from, uint32_t at, uint32_t end, uint32_t thread) {
+        at += thread * sizeof(uint4);
 #pragma unroll
         for (uint32_t i = 0; i < kInFlight; ++i) {
-            const uint32_t at = begin + i * kWarpBytes;
-            if (at < bytes) words[i] = ptx::ld_global_no_allocate(from + at);
-        }
-#pragma unroll
-        for (uint32_t i = 0; i < kInFlight; ++i) {
-            const uint32_t at = begin + i * kWarpBytes;
-            if (at < bytes) ptx::st_global(to + at, words[i]);
+            if (at + i * kStep < end) words[i] = ptx::ld_global_no_allocate(from + at + i * kStep);
         }
     }
-}
 
-// One warp: takes the next task that nobody has taken.
-__device__ __forceinline__ uint32_t take_task(const GemmeshExchange& exchange, uint32_t lane) {
-    uint32_t index = 0;
-    if (lane == 0) index = ptx::atom_add_relaxed_gpu(&exchange.push_epoch->taken, 1);
-    return __shfl_sync(~0u, index, 0);
-}
+    __device__ __forceinline__ void store(uint8_t* to, uint32_t at, uint32_t end, uint32_t thread) const {
+        at += thread * sizeof(uint4);
+#pragma unroll
+        for (uint32_t i = 0; i < kInFlight; ++i) {
+            if (at + i * kStep < end) ptx::st_global(to + at + i * kStep, words[i]);
+        }
+    }
+};
 
-// One warp of several: pushes task after task, and the flag of a chunk after the last of its tasks.
-__device__ inline void push(const GemmeshParams& params, uint32_t epoch, uint32_t lane) {
+// The pushers of a CTA, of whom `thread` is one: push task after task, each with its flag. `epoch` returns the operation's, and may have
+// to wait for it: the first bytes are on their way meanwhile.
+template <class Epoch>
+__device__ __forceinline__ void push(const GemmeshParams& params, Pushers& shared, const Epoch& epoch, uint32_t thread) {
     const GemmeshExchange& exchange = params.exchange;
     if (exchange.task_count == 0) return;
-    uint8_t* const own = static_cast<uint8_t*>(exchange.rows[exchange.rank]);
-    uint32_t ready_peer = exchange.rank;
-    for (uint32_t index; (index = take_task(exchange, lane)) < exchange.task_count;) {
+    while (true) {
+        // take the next task that nobody has taken
+        if (thread == 0) shared.index = ptx::atom_add_relaxed_gpu(&exchange.push_epoch->taken, 1);
+        Pushers::meet();
+        const uint32_t index = shared.index;
+        if (index >= exchange.task_count) return;
         const GemmeshCopyTask task = load_task(exchange.tasks + index);
+        const uint8_t* from = static_cast<const uint8_t*>(exchange.rows[exchange.rank]) + task.offset;
+        uint8_t* to = static_cast<uint8_t*>(exchange.rows[task.peer]) + task.offset;
+        Words words;
+        words.load(from, 0, task.bytes, thread);
 
-        // wait until the peer's memory may be written
-        if (task.peer != ready_peer) {
-            bool ready = true;
-            if (lane == 0) {
-                const uint32_t* word = &exchange.mailboxes[exchange.rank]->ready[task.peer];
-                ready = await(params, word, epoch, GEMMESH_READY, task.peer);
-            }
-            if (!__all_sync(~0u, ready)) return;
-            __syncwarp();
-            ready_peer = task.peer;
+        // Wait until the peer's memory may be written. One who gives up stores nothing, and the flag is not written.
+        const uint32_t* ready = &exchange.mailboxes[exchange.rank]->ready[task.peer];
+        const bool is_ready = await(params, ready, epoch(), GEMMESH_READY, task.peer);
+        if (is_ready) words.store(to, 0, task.bytes, thread);
+        for (uint32_t at = Words::kBytes; is_ready && at < task.bytes; at += Words::kBytes) {
+            words.load(from, at, task.bytes, thread);
+            words.store(to, at, task.bytes, thread);
         }
 
-        push_bytes(static_cast<uint8_t*>(exchange.rows[task.peer]) + task.offset, own + task.offset, task.bytes, lane);
-        __syncwarp();
-
-        // The first fence puts the warp's bytes, wherever they go, before the count; the second puts all that was counted
-        // before the flag.
-        if (lane == 0) {
-            ptx::fence_acq_rel_sys();
-            if (ptx::atom_add_relaxed_gpu(&exchange.pushed[task.push], 1) + 1 == task.tasks) {
-                ptx::fence_acq_rel_sys();
-                exchange.pushed[task.push] = 0;
-                ptx::st_relaxed_sys(&exchange.mailboxes[task.peer]->chunk[task.flag], epoch);
-            }
-        }
+        // The release is cumulative: what the others have stored, and the barrier has shown to this thread, comes before it.
+        const bool is_there = Pushers::meet_all(is_ready);
+        if (thread == 0 && is_there) ptx::st_release_sys(&exchange.mailboxes[task.peer]->chunk[task.flag], epoch());
     }
 }
 

@@ -35,29 +35,30 @@ using f16 = __half;
 
 constexpr int kWarpgroupThreads = 128;
 constexpr int kLeaveBarrier = 1;  // 0 is __syncthreads()
+static_assert(kLeaveBarrier != Pushers::kBarrier);
 constexpr int kConsumers = 2;
 constexpr int kConsumerWarps = kConsumers * kWarpgroupThreads / 32;
 static_assert(GEMMESH_THREADS == (1 + kConsumers) * kWarpgroupThreads);
 
 // The warpgroups share out what the CTA is launched with: 65536 registers by its threads, in steps of 8. A warpgroup that
-// asks for more than the others have given up waits for ever. The products need most of them; a producer that also loads what is
-// added needs some more than one that doesn't.
+// asks for more than the others have given up waits for ever. The products need most of them.
 constexpr int kLaunchRegisters = 65536 / GEMMESH_THREADS / 8 * 8;
-template <bool Sums>
-constexpr int kProducerRegisters = Sums ? 56 : 40;
-template <bool Sums>
-constexpr int kConsumerRegisters = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters<Sums>) / kConsumers / 8 * 8;
-static_assert(kConsumerRegisters<false> == 232 && kConsumerRegisters<true> == 224);
+constexpr int kProducerRegisters = 56;
+constexpr int kConsumerRegisters = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters) / kConsumers / 8 * 8;
+static_assert(kConsumerRegisters == 224);
 
 // Each consumer multiplies 64 rows, the height of a wgmma, by all columns of the tile: of all ways to split a tile in
-// two this one reads the fewest bytes of shared memory for a product.
+// two this one reads the fewest bytes of shared memory for a product. Of a tile that is no higher, each takes half of the columns.
 constexpr int kConsumerRows = 64;
-constexpr int kTileM = kConsumers * kConsumerRows;
 
-template <class Element_, int TileN, int Stages, int Cluster, int Split, int Boxes, bool Sums, bool Trace>
+template <class Element_, int TileM, int TileN, int Stages, int Cluster, int Split, int Boxes, bool Sums, bool Trace>
 struct Config {
     using Element = Element_;
+    static constexpr int kTileM = TileM;
     static constexpr int kTileN = TileN;
+    static constexpr bool kSideBySide = TileM == kConsumerRows;  // consumers, not one above the other
+    static constexpr int kConsumerN = kSideBySide ? TileN / kConsumers : TileN;
+    static_assert(TileM == kConsumerRows || TileM == kConsumers * kConsumerRows);
     static constexpr int kStages = Stages;
     static constexpr int kCluster = Cluster;        // CTAs that share the loads of b, on rows of their own
     static constexpr int kSplit = Split;            // or: CTAs that share a tile, each with a part of K
@@ -75,12 +76,13 @@ struct Config {
 template <class C>
 struct Shared {
     using Element = typename C::Element;
-    alignas(1024) Element a[C::kStages][kTileM * GEMMESH_TILE_K];
+    alignas(1024) Element a[C::kStages][C::kTileM * GEMMESH_TILE_K];
     alignas(1024) Element b[C::kStages][C::kTileN * GEMMESH_TILE_K];
     StoreBox<Element> boxes[kConsumerWarps][C::kBoxes];
-    SplitSum<C::kSplit, C::kTileN, kConsumerWarps> sum;
+    SplitSum<C::kSplit, C::kConsumerN, kConsumerWarps> sum;
     Pipeline<C::kStages, C::kCluster> pipeline;
-    Entrance entrance;
+    Published<Entrance> entrance;
+    Pushers pushers;
 };
 
 // The steps through K that a CTA makes.
@@ -100,7 +102,7 @@ __device__ __forceinline__ Steps steps_of(const GemmeshParams& params, uint32_t 
 
 template <class C>
 __device__ __forceinline__ uint32_t first_row(const GemmeshTile& tile, uint32_t rank) {
-    return (tile.m * C::kCluster + (C::kSplit == 1 ? rank : 0)) * kTileM;
+    return (tile.m * C::kCluster + (C::kSplit == 1 ? rank : 0)) * C::kTileM;
 }
 
 template <class C>
@@ -108,110 +110,125 @@ __device__ __forceinline__ GemmeshTraceEvent& event_of(const GemmeshParams& para
     return params.trace[index * C::kCtas + rank];
 }
 
-// One thread: waits for each tile's rows and loads them, stage by stage.
+// One warp: waits for each tile's rows, and one thread of it loads them, stage by stage.
 template <class C>
 __device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensorMap& map_b,
-                                        const GemmeshParams& params, const SumArguments& partials, Shared<C>& shared,
-                                        uint32_t rank) {
+                                        const GemmeshParams& params, const SumArguments& partials, TableWalk& walk,
+                                        Shared<C>& shared, uint32_t rank) {
     constexpr uint32_t kStageBytes = sizeof(shared.a[0]) + sizeof(shared.b[0]);
     constexpr uint16_t kEveryCta = (1 << C::kCluster) - 1;
     const Steps steps = steps_of<C>(params, rank);
-    ChunkFlags flags(params, shared.entrance.epoch);
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t part = C::kCluster == 1 ? 0 : rank * C::kPartN;
+    ChunkFlags flags(params, lane);
     RingPosition<C::kStages> at;
     GemmeshBlock block;
     GemmeshBlock next_block;
 
-    TableWalk walk(params, C::kCtas);
+    // Waits until the stage is free, and loads `b` into it, whose rows nobody waits for.
+    const auto load_b = [&](const RingPosition<C::kStages>& to, uint32_t step) {
+        shared.pipeline.acquire(to, kStageBytes);
+        auto* b = &shared.b[to.stage][part * GEMMESH_TILE_K];
+        const uint32_t column = walk.tile().n * C::kTileN + part;
+        uint64_t* full = &shared.pipeline.full[to.stage];
+        if constexpr (C::kCluster == 1) {
+            ptx::cp_async_bulk_tensor_2d_load(b, &map_b, step * GEMMESH_TILE_K, column, full);
+        } else {
+            ptx::cp_async_bulk_tensor_2d_load_multicast(b, &map_b, step * GEMMESH_TILE_K, column, full, kEveryCta);
+        }
+    };
+    const auto event = [&]() -> GemmeshTraceEvent& { return event_of<C>(params, walk.index(), rank); };
+
     if constexpr (C::kSums) next_block = load_block(*partials.sums, walk.tile().block);
-    for (; walk.valid(); walk.advance()) {
+    for (bool first = true; walk.valid(); walk.advance(), first = false) {
+        const bool waits = walk.tile().flag_begin < walk.tile().flag_end;
         const auto wait_for_flags = [&] {
-            if constexpr (C::kTrace) event_of<C>(params, walk.index(), rank).wait_begin = ptx::globaltimer();
-            flags.wait(walk.tile());
-            if constexpr (C::kTrace) event_of<C>(params, walk.index(), rank).wait_end = ptx::globaltimer();
+            if (C::kTrace && lane == 0) event().wait_begin = ptx::globaltimer();
+            if (waits) flags.wait(walk.tile(), shared.entrance.get().epoch);
+            if (C::kTrace && lane == 0) event().wait_end = ptx::globaltimer();
         };
         uint32_t row = first_row<C>(walk.tile(), rank);
+        uint32_t ahead = steps.begin;  // the first step whose `b` has not been asked for
         if constexpr (C::kSums) {
             // the next tile's is on its way while this one is multiplied
             block = next_block;
             next_block = load_block(*partials.sums, walk.next().block);
             row += block.row;
         } else {
-            // wait for the tile's rows
+            // wait for the tile's rows; meanwhile the first tile's `b` fills the ring
+            if (first && waits && lane == 0) {
+                const uint32_t end = min(steps.end, steps.begin + C::kStages);
+                for (RingPosition<C::kStages> to = at; ahead < end; ++ahead, to.advance()) load_b(to, ahead);
+            }
             wait_for_flags();
         }
 
-        const uint32_t part = C::kCluster == 1 ? 0 : rank * C::kPartN;
-        const uint32_t column = walk.tile().n * C::kTileN + part;
-        const uint32_t deferred_step = max(flags.deferred_step(walk.tile()), steps.begin);
-
-        for (uint32_t step = steps.begin; step < steps.end; ++step) {
-            if (step == deferred_step) flags.wait_deferred();
-
-            // wait for the consumers to release the stage
-            shared.pipeline.acquire(at, kStageBytes);
-            if constexpr (C::kTrace) {
-                if (step == steps.begin) event_of<C>(params, walk.index(), rank).load_begin = ptx::globaltimer();
+        if (lane == 0) {
+            const uint32_t deferred_step = max(flags.deferred_step(walk.tile()), steps.begin);
+            for (uint32_t step = steps.begin; step < steps.end; ++step) {
+                if (step == deferred_step) flags.wait_deferred(shared.entrance.get().epoch);
+                if (step >= ahead) load_b(at, step);
+                if (C::kTrace && step == steps.begin) event().load_begin = ptx::globaltimer();
+                uint64_t* full = &shared.pipeline.full[at.stage];
+                ptx::cp_async_bulk_tensor_2d_load(shared.a[at.stage], &map_a, step * GEMMESH_TILE_K, row, full);
+                at.advance();
             }
-
-            // issue the loads
-            const uint32_t k = step * GEMMESH_TILE_K;
-            uint64_t* full = &shared.pipeline.full[at.stage];
-            ptx::cp_async_bulk_tensor_2d_load(shared.a[at.stage], &map_a, k, row, full);
-            auto* b = &shared.b[at.stage][part * GEMMESH_TILE_K];
-            if constexpr (C::kCluster == 1) {
-                ptx::cp_async_bulk_tensor_2d_load(b, &map_b, k, column, full);
-            } else {
-                ptx::cp_async_bulk_tensor_2d_load_multicast(b, &map_b, k, column, full, kEveryCta);
-            }
-            at.advance();
         }
 
         if constexpr (C::kSums) {
             // wait for what is added, while the consumers multiply
             wait_for_flags();
-            load_addends<C>(*partials.added, block, shared, at, row - block.row, walk.tile().n * C::kTileN);
+            if (lane == 0) {
+                const uint32_t column = walk.tile().n * C::kTileN;
+                load_addends<C>(*partials.added, block, shared, at, row - block.row, column);
+            }
         }
     }
-    if constexpr (C::kSums) flags.wait(partials.sums->flag_begin, partials.sums->flag_end);
+    if constexpr (C::kSums) {
+        const GemmeshSums& sums = *partials.sums;
+        if (sums.flag_begin < sums.flag_end) flags.wait(sums.flag_begin, sums.flag_end, shared.entrance.get().epoch);
+    }
 }
 
 // The warps beside the producer's: tell the peers, and push rows. Where tiles are stored to peers, the operation is not complete
 // before these are ready.
-template <bool Sums>
-__device__ __forceinline__ void exchange(const GemmeshParams& params, const Entrance& entrance) {
-    const uint32_t lane = threadIdx.x % 32;
+template <class C>
+__device__ __forceinline__ void exchange(const GemmeshParams& params, Shared<C>& shared) {
+    const uint32_t pusher = threadIdx.x - (kWarpgroupThreads - Pushers::kThreads);
     if (params.exchange.push_epoch == nullptr) return;
-    if (entrance.first && threadIdx.x / 32 == 1) {
-        announce(params, entrance.epoch, lane);
-        if constexpr (Sums) await_peers(params, entrance.epoch, lane);
+    const auto epoch = [&] { return shared.entrance.get().epoch; };
+    if (pusher < 32 && shared.entrance.get().first) {
+        announce(params, epoch(), pusher);
+        if constexpr (C::kSums) await_peers(params, epoch(), pusher);
     }
-    push(params, entrance.epoch, lane);
+    push(params, shared.pushers, epoch, pusher);
 }
 
 // One warpgroup: multiplies its rows of each tile and stores them.
 template <class C>
 __device__ __forceinline__ void consume(const CUtensorMap* map_out, const GemmeshParams& params,
-                                        const SumArguments& partials, Shared<C>& shared, uint32_t rank,
-                                        uint32_t consumer) {
+                                        const SumArguments& partials, TableWalk& walk, Shared<C>& shared,
+                                        uint32_t rank, uint32_t consumer) {
     using Element = typename C::Element;
     constexpr uint32_t kStepA = operand_step(sizeof(shared.a[0]));
     constexpr uint32_t kStepB = operand_step(sizeof(shared.b[0]));
     const Steps steps = steps_of<C>(params, rank);
     const uint32_t lane = threadIdx.x % 32;
     const uint32_t warp = threadIdx.x / 32 % 4;
-    const uint32_t own_row = consumer * kConsumerRows;
+    const uint32_t own_row = C::kSideBySide ? 0 : consumer * kConsumerRows;
+    const uint32_t own_column = C::kSideBySide ? consumer * C::kConsumerN : 0;
     const uint32_t a = operand(&shared.a[0][own_row * GEMMESH_TILE_K]);
-    const uint32_t b = operand(&shared.b[0][0]);
+    const uint32_t b = operand(&shared.b[0][own_column * GEMMESH_TILE_K]);
     // The first warp whose rows this CTA stores.
     const uint32_t first_warp = C::kSplit == 1 ? 0 : rank * (kConsumerWarps / C::kSplit);
     const bool tracer = C::kTrace && consumer * 4 + warp == first_warp && lane == 0;
     auto& boxes = shared.boxes[consumer * 4 + warp];
-    Accumulators<Element, C::kTileN> accumulators;
+    Accumulators<Element, C::kConsumerN> accumulators;
     RingPosition<C::kStages> at;
-    PlacedStores<Element, C::kTileN, C::kBoxes> placed(params, partials, shared.entrance.epoch, boxes);
+    PlacedStores<Element, C::kConsumerN, C::kBoxes> placed(params, partials, shared.entrance, boxes);
 
     uint32_t turn = 0;
-    for (TableWalk walk(params, C::kCtas); walk.valid(); walk.advance(), ++turn) {
+    for (; walk.valid(); walk.advance(), ++turn) {
         GemmeshBlock block;
         if constexpr (C::kSums) {
             block = load_block(*partials.sums, walk.tile().block);
@@ -244,20 +261,20 @@ __device__ __forceinline__ void consume(const CUtensorMap* map_out, const Gemmes
         const bool has_sums = shared.sum.gather(accumulators, turn, rank, consumer * 4 + warp, lane);
         const uint32_t own = own_row + warp * GEMMESH_STORE_ROWS;
         const uint32_t row = first_row<C>(walk.tile(), rank) + own;
-        const uint32_t column = walk.tile().n * C::kTileN;
+        const uint32_t column = walk.tile().n * C::kTileN + own_column;
         if constexpr (C::kSums) {
             const bool has_rows = has_sums && row < block.rows;
             // a tile of few steps through K has not reported the one before
             placed.report(lane);
             const bool is_sum = block.sum != 0;
-            if (is_sum) add<C>(accumulators, block, shared, at, has_rows, own, lane);
+            if (is_sum) add<C>(accumulators, block, shared, at, has_rows, consumer, own, lane);
             if (is_sum && has_rows && params.bias != nullptr) add_bias(accumulators, params, column, lane);
             placed.await_ready(row, column);
             if (has_rows) store_rows(accumulators, placed, lane);
             if (has_sums) placed.note(block, walk.tile().block);
         } else if (has_sums && row < params.m) {
             if (params.bias != nullptr) add_bias(accumulators, params, column, lane);
-            OwnStores<Element, C::kTileN, C::kBoxes> stores{map_out, boxes, row, column, lane};
+            OwnStores<Element, C::kConsumerN, C::kBoxes> stores{map_out, boxes, row, column, lane};
             store_rows(accumulators, stores, lane);
         }
         if (tracer) {
@@ -302,24 +319,28 @@ __device__ __forceinline__ void matmul(const CUtensorMap& map_a, const CUtensorM
         }
         shared.pipeline.init(kConsumerWarps);
         shared.sum.init();
+        shared.entrance.init();
         ptx::fence_mbarrier_init();
-        shared.entrance = enter_push(params);
     }
+    // on its way from memory while the CTAs meet
+    TableWalk walk(params, C::kCtas);
     meet<C>();
 
     if (warpgroup == 0) {
-        ptx::setmaxnreg_dec<kProducerRegisters<C::kSums>>();
-        if (threadIdx.x == 0) produce<C>(map_a, map_b, params, partials, shared, rank);
-        if (threadIdx.x >= 32) exchange<C::kSums>(params, shared.entrance);
+        ptx::setmaxnreg_dec<kProducerRegisters>();
+        // Not the producer, whose first loads need not wait for it.
+        if (threadIdx.x == 32) shared.entrance.publish(enter_push(params));
+        if (threadIdx.x < 32) produce<C>(map_a, map_b, params, partials, walk, shared, rank);
+        if (threadIdx.x >= 32) exchange(params, shared);
         __syncwarp();
         if (params.exchange.push_epoch != nullptr) {
             // the other warps of this warpgroup have pushed what they took
             ptx::barrier_sync<kLeaveBarrier, kWarpgroupThreads>();
-            if (threadIdx.x == 0) leave_push(params, shared.entrance.epoch);
+            if (threadIdx.x == 0) leave_push(params, shared.entrance.get().epoch);
         }
     } else {
-        ptx::setmaxnreg_inc<kConsumerRegisters<C::kSums>>();
-        consume<C>(map_out, params, partials, shared, rank, warpgroup - 1);
+        ptx::setmaxnreg_inc<kConsumerRegisters>();
+        consume<C>(map_out, params, partials, walk, shared, rank, warpgroup - 1);
     }
 
     // A neighbour may still signal this CTA's barriers: nobody leaves before everybody is done.
@@ -331,30 +352,30 @@ __device__ __forceinline__ void matmul(const CUtensorMap& map_a, const CUtensorM
 // One kernel of the list in cuda/kernels.rs: build.rs writes a source that includes this one and has such a line for each. The
 // list says how much shared memory a kernel is launched with, and how many boxes fit into it. The configuration's commas make it
 // several arguments of a macro.
-#define GEMMESH_CONFIG(Element, TileN, Stages, Cluster, Split, Boxes, Sums, Trace) \
-    gemmesh::Config<gemmesh::Element, TileN, Stages, Cluster, Split, Boxes, Sums, Trace>
+#define GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, Sums, Trace) \
+    gemmesh::Config<gemmesh::Element, TileM, TileN, Stages, Cluster, Split, Boxes, Sums, Trace>
 
 #define GEMMESH_HEAD(name, Cluster, Split, shared_bytes, ...)                                              \
     static_assert(sizeof(gemmesh::Shared<__VA_ARGS__>) == shared_bytes,                                    \
                   #name ": cuda/kernels.rs gives it less shared memory than it uses, or more");            \
     extern "C" __global__ void __cluster_dims__(Cluster * Split, 1, 1) __launch_bounds__(GEMMESH_THREADS, 1) name
 
-#define GEMMESH_MATMUL(name, Element, TileN, Stages, Cluster, Split, Boxes, Trace, shared_bytes)           \
+#define GEMMESH_MATMUL(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, Trace, shared_bytes)           \
     GEMMESH_HEAD(name, Cluster, Split, shared_bytes,                                                       \
-                 GEMMESH_CONFIG(Element, TileN, Stages, Cluster, Split, Boxes, false, Trace))              \
+                 GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, false, Trace))              \
     (const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,                         \
      const __grid_constant__ CUtensorMap out, const __grid_constant__ GemmeshParams params) {              \
-        gemmesh::matmul<GEMMESH_CONFIG(Element, TileN, Stages, Cluster, Split, Boxes, false, Trace)>(      \
+        gemmesh::matmul<GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, false, Trace)>(      \
             a, b, &out, params, gemmesh::SumArguments{});                                                  \
     }
 
 // The same, of one that adds partials.
-#define GEMMESH_MATMUL_SUMS(name, Element, TileN, Stages, Cluster, Split, Boxes, Trace, shared_bytes)      \
+#define GEMMESH_MATMUL_SUMS(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, Trace, shared_bytes)      \
     GEMMESH_HEAD(name, Cluster, Split, shared_bytes,                                                       \
-                 GEMMESH_CONFIG(Element, TileN, Stages, Cluster, Split, Boxes, true, Trace))               \
+                 GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, true, Trace))               \
     (const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,                         \
      const __grid_constant__ CUtensorMap added, const __grid_constant__ GemmeshParams params,              \
      const __grid_constant__ gemmesh::Targets targets, const __grid_constant__ GemmeshSums sums) {         \
-        gemmesh::matmul<GEMMESH_CONFIG(Element, TileN, Stages, Cluster, Split, Boxes, true, Trace)>(       \
+        gemmesh::matmul<GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, true, Trace)>(       \
             a, b, nullptr, params, gemmesh::SumArguments{&added, &targets, &sums});                        \
     }

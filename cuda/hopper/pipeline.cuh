@@ -11,6 +11,27 @@ __device__ __forceinline__ void wait_phase(uint64_t* barrier, uint32_t parity) {
     }
 }
 
+// What one thread of a CTA finds out once, for all of them.
+template <class T>
+struct Published {
+    T value;
+    uint64_t there;
+
+    // One thread; as Pipeline::init.
+    __device__ void init() { ptx::mbarrier_init(&there, 1); }
+
+    __device__ void publish(const T& found) {
+        value = found;
+        ptx::mbarrier_arrive(&there);
+    }
+
+    // Waits for it.
+    __device__ const T& get() {
+        wait_phase(&there, 0);
+        return value;
+    }
+};
+
 // A place in the ring. The parity changes with every turn: it names the phase of the stage's barriers.
 template <int Stages>
 struct RingPosition {

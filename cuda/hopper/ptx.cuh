@@ -30,12 +30,6 @@ __device__ __forceinline__ uint32_t cluster_ctarank() {
     return rank;
 }
 
-// Meets `Threads` threads of the CTA, whole warps, at barrier `Barrier`.
-template <int Barrier, int Threads>
-__device__ __forceinline__ void barrier_sync() {
-    asm volatile("barrier.sync %0, %1;" ::"n"(Barrier), "n"(Threads) : "memory");
-}
-
 __device__ __forceinline__ void barrier_cluster_arrive() {
     asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }

@@ -40,11 +40,11 @@ struct SplitSum {
             wait_phase(&empty, parity ^ 1);
             const uint32_t barrier = ptx::mapa(ptx::shared_address(&full), owner);
             const uint32_t sender = rank < owner ? rank : rank - 1;
+            const uint32_t to = ptx::mapa(ptx::shared_address(&parts[sender][warp % kOwn][0][lane]), owner);
 #pragma unroll
             for (uint32_t i = 0; i < kPieces; ++i) {
                 const float* d = &accumulators.d[4 * i];
-                const uint32_t to = ptx::mapa(ptx::shared_address(&parts[sender][warp % kOwn][i][lane]), owner);
-                ptx::st_async(to, {d[0], d[1], d[2], d[3]}, barrier);
+                ptx::st_async(to + i * sizeof(parts[0][0][0]), {d[0], d[1], d[2], d[3]}, barrier);
             }
             return false;
         }

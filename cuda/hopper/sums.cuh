@@ -5,6 +5,7 @@
 #include "../abi.h"
 #include "../common/flags.cuh"
 #include "../common/ptx.cuh"
+#include "../common/push.cuh"
 #include "epilogue.cuh"
 #include "pipeline.cuh"
 #include "ptx.cuh"
@@ -38,12 +39,20 @@ __device__ __forceinline__ GemmeshBlock load_block(const GemmeshSums& sums, uint
 // Columns that are added at a time, a box: what `a` takes of one stage of the ring, for it has the same shape.
 constexpr uint32_t kSumColumns = GEMMESH_TILE_K;
 
-// Boxes of one addend that a stage takes: another one in the place of `b`, if that is as large.
+// Boxes of one addend that a stage takes: another one in the place of `b`, if that is as large. Of consumers side by side each has
+// one of them; otherwise they are both's.
 template <class C>
 constexpr uint32_t kStageBoxes = C::kTileN >= 2 * kSumColumns ? 2 : 1;
+template <class C>
+constexpr uint32_t kConsumerBoxes = C::kSideBySide ? 1 : kStageBoxes<C>;
 
-template <int N>
-constexpr uint32_t kSumBoxes = (N + kSumColumns - 1) / kSumColumns;
+// Columns from the first box of a stage to the second.
+template <class C>
+constexpr uint32_t kNextBox = C::kSideBySide ? C::kConsumerN : kSumColumns;
+
+// Boxes of one addend that a consumer adds to a tile.
+template <class C>
+constexpr uint32_t kSumBoxes = (C::kConsumerN + kSumColumns - 1) / kSumColumns;
 
 // One thread, the producer: loads what is added to a tile through the ring, behind the tile's operands. `row` is the tile's
 // first, counted from the block's.
@@ -52,8 +61,9 @@ __device__ __forceinline__ void load_addends(const CUtensorMap& map_added, const
                                              RingPosition<C::kStages>& at, uint32_t row, uint32_t column) {
     constexpr uint32_t kBytes = sizeof(shared.a[0]);
     static_assert(kStageBoxes<C> == 1 || sizeof(shared.b[0]) >= kBytes);
-    for (uint32_t box = 0; box < kSumBoxes<C::kTileN>; box += kStageBoxes<C>) {
-        const uint32_t boxes = min(kStageBoxes<C>, kSumBoxes<C::kTileN> - box);
+    static_assert(kStageBoxes<C> == 2 || !C::kSideBySide);
+    for (uint32_t box = 0; box < kSumBoxes<C>; box += kConsumerBoxes<C>) {
+        const uint32_t boxes = C::kSideBySide ? kStageBoxes<C> : min(kStageBoxes<C>, kSumBoxes<C> - box);
         const uint32_t left = column + box * kSumColumns;
         uint32_t first = block.addend + row;
         for (uint32_t index = 0; index < block.addends; ++index, first += block.addend_step) {
@@ -61,7 +71,7 @@ __device__ __forceinline__ void load_addends(const CUtensorMap& map_added, const
             uint64_t* full = &shared.pipeline.full[at.stage];
             ptx::cp_async_bulk_tensor_2d_load(shared.a[at.stage], &map_added, left, first, full);
             if (boxes > 1) {
-                ptx::cp_async_bulk_tensor_2d_load(shared.b[at.stage], &map_added, left + kSumColumns, first, full);
+                ptx::cp_async_bulk_tensor_2d_load(shared.b[at.stage], &map_added, left + kNextBox<C>, first, full);
             }
             at.advance();
         }
@@ -99,15 +109,16 @@ __device__ __forceinline__ void add_box(float* sum, const Element* box, uint32_t
 // One warp of the consumers: the accumulators of this stage's boxes and of those behind it become the sums. The ring's stages are
 // passed through also by a warp that has no rows to store. `own_row` is the warp's first in the tile.
 template <class C, uint32_t Box = 0, class Shared>
-__device__ __forceinline__ void add(Accumulators<typename C::Element, C::kTileN>& accumulators,
+__device__ __forceinline__ void add(Accumulators<typename C::Element, C::kConsumerN>& accumulators,
                                     const GemmeshBlock& block, Shared& shared, RingPosition<C::kStages>& at,
-                                    bool has_rows, uint32_t own_row, uint32_t lane) {
+                                    bool has_rows, uint32_t consumer, uint32_t own_row, uint32_t lane) {
     using Element = typename C::Element;
     constexpr uint32_t kGroup = 8;  // columns, of which a thread has two in each of two rows
     constexpr uint32_t kGroupsOfBox = kSumColumns / kGroup;
     constexpr uint32_t kFirst = Box * kGroupsOfBox;
-    constexpr uint32_t kLeft = C::kTileN / kGroup - kFirst;
-    constexpr uint32_t kGroups = kLeft < kStageBoxes<C> * kGroupsOfBox ? kLeft : kStageBoxes<C> * kGroupsOfBox;
+    constexpr uint32_t kLeft = C::kConsumerN / kGroup - kFirst;
+    constexpr uint32_t kMost = kConsumerBoxes<C> * kGroupsOfBox;
+    constexpr uint32_t kGroups = kLeft < kMost ? kLeft : kMost;
     constexpr uint32_t kOfFirst = kGroups < kGroupsOfBox ? kGroups : kGroupsOfBox;
     // The sums take the place of the product, which is kept rounded, in half of the registers. To -0 any number may be added
     // without a change, zeros of both signs among them.
@@ -133,7 +144,8 @@ __device__ __forceinline__ void add(Accumulators<typename C::Element, C::kTileN>
         // wait for the boxes' bytes
         shared.pipeline.wait_full(at);
         if (has_rows) {
-            add_box<Element, kOfFirst>(sum, shared.a[at.stage], own_row, lane);
+            const Element* first = C::kSideBySide && consumer > 0 ? shared.b[at.stage] : shared.a[at.stage];
+            add_box<Element, kOfFirst>(sum, first, own_row, lane);
             if constexpr (kGroups > kOfFirst) {
                 add_box<Element, kGroups - kOfFirst>(sum + kOfFirst * 4, shared.b[at.stage], own_row, lane);
             }
@@ -145,9 +157,9 @@ __device__ __forceinline__ void add(Accumulators<typename C::Element, C::kTileN>
         at.advance();
     }
 
-    constexpr uint32_t kNext = Box + kStageBoxes<C>;
-    if constexpr (kNext < kSumBoxes<C::kTileN>) {
-        add<C, kNext>(accumulators, block, shared, at, has_rows, own_row, lane);
+    constexpr uint32_t kNext = Box + kConsumerBoxes<C>;
+    if constexpr (kNext < kSumBoxes<C>) {
+        add<C, kNext>(accumulators, block, shared, at, has_rows, consumer, own_row, lane);
     }
 }
 
@@ -155,9 +167,9 @@ __device__ __forceinline__ void add(Accumulators<typename C::Element, C::kTileN>
 template <class Element, int N, int Boxes>
 class PlacedStores {
 public:
-    __device__ PlacedStores(const GemmeshParams& params, const SumArguments& partials, uint32_t epoch,
+    __device__ PlacedStores(const GemmeshParams& params, const SumArguments& partials, Published<Entrance>& entrance,
                             StoreBox<Element> (&boxes)[Boxes])
-        : params_(params), partials_(partials), epoch_(epoch), boxes_(boxes) {}
+        : params_(params), partials_(partials), entrance_(entrance), boxes_(boxes) {}
 
     // The whole warp: turns to a tile of this block.
     __device__ void turn_to(const GemmeshBlock& block, uint32_t lane) {
@@ -177,7 +189,7 @@ public:
         const uint32_t bit = 1u << place_.map % GEMMESH_MAX_TARGETS;
         if (is_used_ && place_.to != exchange.rank && (ready_ & bit) == 0) {
             const uint32_t* word = &exchange.mailboxes[exchange.rank]->ready[place_.to];
-            is_used_ = await(params_, word, epoch_, GEMMESH_READY, place_.to);
+            is_used_ = await(params_, word, entrance_.get().epoch, GEMMESH_READY, place_.to);
             ready_ |= is_used_ ? bit : kGivenUp;
         }
         __syncwarp();
@@ -228,7 +240,7 @@ public:
             if (told_.flag == GEMMESH_COPIED) {
                 ptx::st_release_sys(&sums.stored[index_], 1);
             } else if (told_.flag != GEMMESH_UNTOLD && ptx::ld_relaxed_sys(params_.abort) == 0) {
-                ptx::st_release_sys(&params_.exchange.mailboxes[told_.to]->chunk[told_.flag], epoch_);
+                ptx::st_release_sys(&params_.exchange.mailboxes[told_.to]->chunk[told_.flag], entrance_.get().epoch);
             }
         }
         __syncwarp();
@@ -238,7 +250,7 @@ public:
 private:
     const GemmeshParams& params_;
     const SumArguments& partials_;
-    uint32_t epoch_;
+    Published<Entrance>& entrance_;
     StoreBox<Element> (&boxes_)[Boxes];
     static constexpr uint32_t kGivenUp = 1u << 31;
     uint32_t ready_ = 0;  // by place in the ring: ranks that this lane has found ready; or kGivenUp

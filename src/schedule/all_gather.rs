@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::config::{Chunking, Config, Route};
+use super::config::{CUT_COLUMNS, Chunking, Config, Route};
 use super::layout::{Layout, MAX_EXTENT, chunk_rows, limit};
 use super::order::{self, ring};
 use super::{
@@ -136,17 +136,17 @@ fn plan(
 fn agree(asked: &Description, config: &Config) -> Agreed {
     let layout = &asked.layout;
     let mut details = format!("M = {}, K = {}, {}", layout.m(), layout.k(), asked.dtype);
-    if config.route != Route::Pull {
-        let (chunks, last) = (config.chunking.count, config.chunking.last);
-        let cut = match config.cut(layout.k()) {
-            Some(_) => " and a cut along K",
-            None => "",
-        };
-        let rows = config.entry_rows();
-        details += &format!(
-            ", pushed in {chunks} chunks, the last shard in {last}{cut}, of {rows}s of rows"
-        );
-    }
+    details += &match (config.route, config.chunking.count, config.chunking.last) {
+        (Route::Pull, ..) => String::new(),
+        (Route::Store, ..) => ", stored".into(),
+        (Route::Push, chunks, last) => {
+            let cut = match config.cut(layout.k()) {
+                Some(_) => " and a cut along K",
+                None => "",
+            };
+            format!(", pushed in {chunks} chunks, the last shard in {last}{cut}")
+        }
+    };
     // Last, for it may be long, and there is not always room for all words.
     if !layout.is_balanced() {
         details += &format!(", rows of each rank = {:?}", layout.rows());
@@ -170,7 +170,7 @@ struct Chunk {
 
 impl<'a> Cutter<'a> {
     fn new(layout: &'a Layout, config: &'a Config) -> Cutter<'a> {
-        let count = |source, is_last| cut_shard(layout, config, source, is_last).count();
+        let count = |source, is_last| cut_shard(layout, config, source, is_last).len();
         let counts = (0..layout.world())
             .map(|source| [false, true].map(|is_last| count(source, is_last)))
             .collect();
@@ -211,41 +211,71 @@ impl<'a> Cutter<'a> {
         let first: usize = before.map(count).sum();
         let is_last = self.is_last(source, peer);
         let route = self.config.route;
-        let chunks = cut_shard(self.layout, self.config, source, is_last).enumerate();
-        chunks.map(move |(index, Chunk { rows, columns })| Transfer {
-            from: source,
-            to: peer,
-            source,
-            regions: vec![Move::in_place(Region {
-                matrix: A,
-                rows,
-                columns,
-            })],
-            after: 0..0,
-            produced: None,
-            flag: first + index,
-            route,
-        })
+        let chunks = cut_shard(self.layout, self.config, source, is_last);
+        chunks
+            .into_iter()
+            .enumerate()
+            .map(move |(index, Chunk { rows, columns })| Transfer {
+                from: source,
+                to: peer,
+                source,
+                regions: vec![Move::in_place(Region {
+                    matrix: A,
+                    rows,
+                    columns,
+                })],
+                after: 0..0,
+                produced: None,
+                flag: first + index,
+                route,
+            })
     }
 }
 
-fn cut_shard(
-    layout: &Layout,
-    config: &Config,
-    source: usize,
-    is_last: bool,
-) -> impl Iterator<Item = Chunk> + use<> {
+fn cut_shard(layout: &Layout, config: &Config, source: usize, is_last: bool) -> Vec<Chunk> {
     let (shard, k) = (layout.rows_of(source), layout.k());
+    if config.route == Route::Store {
+        return stored_parts(shard, k, layout.world());
+    }
     let (count, cut) = match is_last {
         true => (config.chunking.last, config.cut(k)),
         false => (config.chunking.count, None),
     };
-    chunk_rows(shard.clone(), count, config.entry_rows()).flat_map(move |rows| {
+    let chunks = chunk_rows(shard.clone(), count, boundary(shard.len() / count));
+    let chunks = chunks.flat_map(|rows| {
         let cut = cut.filter(|_| rows.end == shard.end);
         let columns = [Some(0..cut.unwrap_or(k)), cut.map(|column| column..k)];
         columns.into_iter().flatten().map(move |columns| Chunk {
             rows: rows.clone(),
             columns,
         })
-    })
+    });
+    chunks.collect()
+}
+
+/// Chunks of so many rows are cut at multiples of this: a power of two, as tiles are high, so that few of these wait for two chunks. It
+/// does not depend on the tiles, for each rank has its own.
+fn boundary(rows: usize) -> usize {
+    const MOST: usize = 128;
+    1 << (rows / 8).clamp(1, MOST).ilog2()
+}
+
+/// What a kernel stores is cut into parts, for as many CTAs: some rows each or, of few rows, a piece of one. Each has its flag, which is
+/// no more to look at than the bytes are to store; where there are many peers, fewer parts are for each.
+fn stored_parts(shard: Range<usize>, k: usize, world: usize) -> Vec<Chunk> {
+    const MOST: usize = 128;
+    const ELEMENTS: usize = 3072;
+    const LEAST_COLUMNS: usize = 512;
+    let count = (shard.len() * k / ELEMENTS).min(MOST / (world - 1).max(1));
+    let count = count.max(1);
+    let pieces = (count / shard.len().max(1)).min(k / LEAST_COLUMNS).max(1);
+    let column =
+        move |piece: usize| (k.div_ceil(CUT_COLUMNS) * piece / pieces * CUT_COLUMNS).min(k);
+    let parts = chunk_rows(shard, count, 1).flat_map(|rows| {
+        (0..pieces).map(move |piece| Chunk {
+            rows: rows.clone(),
+            columns: column(piece)..column(piece + 1),
+        })
+    });
+    parts.collect()
 }

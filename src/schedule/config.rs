@@ -61,7 +61,8 @@ pub struct TileShape {
     pub group_m: usize,
 }
 
-/// The chunks that a shard is moved in, each with its own flag.
+/// The chunks that a shard is copied in, each with its own flag. What kernels store of rows that are gathered is cut much finer, whatever
+/// stands here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Chunking {
@@ -70,8 +71,7 @@ pub struct Chunking {
     /// The same for the shard that comes last in the ring: when it arrives, its tiles are all that is left to do. Of partial sums,
     /// for those that are sent last: when they are made, all that is left to do is to move them.
     pub last: usize,
-    /// Whether the last chunk of all comes in two parts along K, for tiles to begin with the first. Not with
-    /// [`Route::Store`], whose chunks may be as small as a tile for nothing.
+    /// Whether the last chunk of all comes in two parts along K, for tiles to begin with the first.
     pub cut_last: bool,
 }
 

@@ -140,9 +140,10 @@ impl Transfer {
         }
     }
 
-    /// Whether they are the part of a chunk that tiles need late.
+    /// Whether they are the part of a copied chunk that tiles need late.
     pub fn is_deferred(&self) -> bool {
-        self.regions.iter().any(|moved| moved.to.columns.start > 0)
+        let is_behind = |moved: &Move| moved.to.columns.start > 0;
+        self.route != Route::Store && self.regions.iter().any(is_behind)
     }
 }
 

@@ -116,9 +116,7 @@ pub struct GemmeshCopyTask {
     pub bytes: u32,
     pub peer: u32,
     pub flag: u32,
-    pub push: u32,
-    pub tasks: u32,
-    pub reserved: u32,
+    pub reserved: [u32; 3usize],
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -132,19 +130,14 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshCopyTask, peer) - 12usize];
     ["Offset of field: GemmeshCopyTask::flag"]
         [::core::mem::offset_of!(GemmeshCopyTask, flag) - 16usize];
-    ["Offset of field: GemmeshCopyTask::push"]
-        [::core::mem::offset_of!(GemmeshCopyTask, push) - 20usize];
-    ["Offset of field: GemmeshCopyTask::tasks"]
-        [::core::mem::offset_of!(GemmeshCopyTask, tasks) - 24usize];
     ["Offset of field: GemmeshCopyTask::reserved"]
-        [::core::mem::offset_of!(GemmeshCopyTask, reserved) - 28usize];
+        [::core::mem::offset_of!(GemmeshCopyTask, reserved) - 20usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
 pub struct GemmeshExchange {
     pub push_epoch: *mut GemmeshPushEpoch,
     pub tasks: *const GemmeshCopyTask,
-    pub pushed: *mut u32,
     pub started: *mut u32,
     pub completed: *mut u32,
     pub task_count: u32,
@@ -156,30 +149,28 @@ pub struct GemmeshExchange {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshExchange"][::core::mem::size_of::<GemmeshExchange>() - 1080usize];
+    ["Size of GemmeshExchange"][::core::mem::size_of::<GemmeshExchange>() - 1072usize];
     ["Alignment of GemmeshExchange"][::core::mem::align_of::<GemmeshExchange>() - 8usize];
     ["Offset of field: GemmeshExchange::push_epoch"]
         [::core::mem::offset_of!(GemmeshExchange, push_epoch) - 0usize];
     ["Offset of field: GemmeshExchange::tasks"]
         [::core::mem::offset_of!(GemmeshExchange, tasks) - 8usize];
-    ["Offset of field: GemmeshExchange::pushed"]
-        [::core::mem::offset_of!(GemmeshExchange, pushed) - 16usize];
     ["Offset of field: GemmeshExchange::started"]
-        [::core::mem::offset_of!(GemmeshExchange, started) - 24usize];
+        [::core::mem::offset_of!(GemmeshExchange, started) - 16usize];
     ["Offset of field: GemmeshExchange::completed"]
-        [::core::mem::offset_of!(GemmeshExchange, completed) - 32usize];
+        [::core::mem::offset_of!(GemmeshExchange, completed) - 24usize];
     ["Offset of field: GemmeshExchange::task_count"]
-        [::core::mem::offset_of!(GemmeshExchange, task_count) - 40usize];
+        [::core::mem::offset_of!(GemmeshExchange, task_count) - 32usize];
     ["Offset of field: GemmeshExchange::copies"]
-        [::core::mem::offset_of!(GemmeshExchange, copies) - 44usize];
+        [::core::mem::offset_of!(GemmeshExchange, copies) - 36usize];
     ["Offset of field: GemmeshExchange::rank"]
-        [::core::mem::offset_of!(GemmeshExchange, rank) - 48usize];
+        [::core::mem::offset_of!(GemmeshExchange, rank) - 40usize];
     ["Offset of field: GemmeshExchange::world"]
-        [::core::mem::offset_of!(GemmeshExchange, world) - 52usize];
+        [::core::mem::offset_of!(GemmeshExchange, world) - 44usize];
     ["Offset of field: GemmeshExchange::mailboxes"]
-        [::core::mem::offset_of!(GemmeshExchange, mailboxes) - 56usize];
+        [::core::mem::offset_of!(GemmeshExchange, mailboxes) - 48usize];
     ["Offset of field: GemmeshExchange::rows"]
-        [::core::mem::offset_of!(GemmeshExchange, rows) - 568usize];
+        [::core::mem::offset_of!(GemmeshExchange, rows) - 560usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -237,7 +228,7 @@ pub struct GemmeshParams {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 1176usize];
+    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 1168usize];
     ["Alignment of GemmeshParams"][::core::mem::align_of::<GemmeshParams>() - 8usize];
     ["Offset of field: GemmeshParams::tiles"]
         [::core::mem::offset_of!(GemmeshParams, tiles) - 0usize];

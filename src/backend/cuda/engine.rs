@@ -115,11 +115,14 @@ pub fn check(schedule: &Schedule) -> Result<Option<Places>> {
                 product.a,
             )?;
             limit("rows that a kernel stores", region.rows.len(), 1, product.m)?;
+            let spec = &schedule.matrices()[region.matrix];
+            let bytes = spec.extent_of(region).contiguous();
+            let most = u32::MAX as usize;
             limit(
-                "columns that a kernel stores",
-                region.columns.len(),
-                product.k,
-                product.k,
+                "bytes of a piece that a kernel stores",
+                bytes.unwrap_or(usize::MAX),
+                1,
+                most,
             )?;
         }
     }

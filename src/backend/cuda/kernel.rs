@@ -5,10 +5,9 @@ use std::sync::Arc;
 
 use super::abi::{GEMMESH_THREADS, GEMMESH_TILE_K};
 use super::driver::{Device, Function, Module};
-use super::tuned::{Measured, agree};
 use crate::element::DType;
 use crate::error::{Error, Result};
-use crate::schedule::{Chunking, Config, Description, Numerics, Route, TileShape};
+use crate::schedule::{Config, TileShape};
 
 // build.rs uses the rest of it.
 #[allow(dead_code)]
@@ -160,20 +159,20 @@ pub fn storing_warps(config: &Config) -> u32 {
 }
 
 /// Every shape, which there is for each of its family's dtypes.
-pub fn shapes() -> impl Iterator<Item = (&'static Family, &'static Shape)> {
+fn shapes() -> impl Iterator<Item = (&'static Family, &'static Shape)> {
     let of = |family: &'static Family| family.shapes.iter().map(move |shape| (family, shape));
     FAMILIES.iter().flat_map(of)
 }
 
 /// `base` with each of the shapes.
-pub fn configs(base: &Config) -> impl Iterator<Item = Config> {
-    shapes().map(|(family, shape)| configured(family, shape, base))
+pub fn configs(base: Config) -> impl Iterator<Item = Config> {
+    shapes().map(move |(family, shape)| configured(family, shape, &base))
 }
 
 /// `base` with a shape.
-pub fn configured(family: &Family, shape: &Shape, base: &Config) -> Config {
+fn configured(family: &Family, shape: &Shape, base: &Config) -> Config {
     let tile = TileShape::new(
-        family.tile_m as usize,
+        shape.tile_m as usize,
         shape.tile_n as usize,
         family.tile_k as usize,
     );
@@ -199,46 +198,12 @@ pub const WIDEST: TileShape = TileShape::new(128, 256, GEMMESH_TILE_K as usize)
     .with_cluster(2)
     .with_group_m(8);
 
-/// The configuration that should be fastest for a problem: the one that was measured to be, if it was; else the tile
-/// shape of the lowest cost, and what moves the rows as for the most similar problem that was measured. Ranks whose
-/// problems differ in N get configurations that agree, and for sums those that differ in K.
-pub fn default_config(
-    multiprocessors: usize,
-    asked: &Description,
-    numerics: Numerics,
-    measured: Option<Measured>,
-) -> Config {
-    let is_allowed = |config: &Config| config.check_numerics(numerics).is_ok();
-    let exact = measured.and_then(|measured| measured.exact);
-    if let Some(exact) = exact.filter(is_allowed) {
-        return exact;
-    }
-    let base = measured.map_or(
-        Config::new(WIDEST, Chunking::new(1), Route::Pull),
-        |measured| measured.alike,
-    );
-    let cost = |c: &Config, efficiency: f64| {
-        // Rounds that the busiest cluster makes, times what a round takes: as long as the tile is wide, shared by
-        // those who split it, and longer for the less that narrow tiles and lone CTAs use each byte they load.
-        let entries = asked.layout.m().div_ceil(c.entry_rows()) * asked.n.div_ceil(c.tile.n);
-        let rounds = entries.div_ceil(multiprocessors / (c.tile.cluster * c.tile.split_k));
-        (rounds * c.tile.n) as f64 / (c.tile.split_k as f64 * efficiency)
-    };
-    shapes()
-        .map(|(family, shape)| (configured(family, shape, &base), shape.efficiency))
-        .filter(|(config, _)| agree(config, &base) && is_allowed(config))
-        .map(|(config, efficiency)| (config, cost(&config, efficiency)))
-        .min_by(|(_, x), (_, y)| x.total_cmp(y))
-        .map_or(base, |(config, _)| config)
-}
-
 #[cfg(test)]
 mod tests {
     use std::fs;
     use std::path::Path;
 
     use super::*;
-    use crate::schedule::Layout;
 
     #[test]
     fn a_program_that_was_built_without_kernels_says_so() {
@@ -250,100 +215,6 @@ mod tests {
             words.contains("rank 2") && words.contains("GEMMESH_NO_KERNELS"),
             "{words}"
         );
-    }
-
-    fn alike(route: Route, cluster: usize) -> Measured {
-        Measured {
-            alike: Config::new(
-                TileShape::new(128, 128, GEMMESH_TILE_K as usize)
-                    .with_stages(6)
-                    .with_cluster(cluster)
-                    .with_group_m(8),
-                Chunking::new(2).with_last(3).with_cut_last(true),
-                route,
-            ),
-            exact: None,
-        }
-    }
-
-    fn chosen(m: usize, n: usize, measured: Option<Measured>) -> Config {
-        let asked = Description {
-            operation: "all_gather_matmul",
-            dtype: DType::Bf16,
-            layout: Layout::balanced(m, 4096, 4).unwrap(),
-            n,
-        };
-        default_config(132, &asked, Numerics::Fast, measured)
-    }
-
-    #[test]
-    fn where_bits_depend_on_k_alone_it_is_cut_for_no_shape() {
-        let mut cut = alike(Route::Push, 1);
-        cut.alike.tile = cut.alike.tile.with_split_k(4);
-        cut.exact = Some(cut.alike);
-        for m in [1, 16, 128, 1000, 8192] {
-            for n in [64, 512, 1792, 20_000] {
-                let asked = Description {
-                    operation: "all_gather_matmul",
-                    dtype: DType::Bf16,
-                    layout: Layout::balanced(m, 4096, 4).unwrap(),
-                    n,
-                };
-                for measured in [None, Some(cut)] {
-                    let of = |numerics| default_config(132, &asked, numerics, measured);
-                    assert_eq!(of(Numerics::Invariant).tile.split_k, 1);
-                    assert!(measured.is_none() || of(Numerics::Fast).tile.split_k == 4);
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn ranks_whose_n_differ_agree_and_each_has_tiles_of_its_own() {
-        const N: [usize; 6] = [1, 64, 700, 1792, 3584, 20_000];
-        for route in [Route::Pull, Route::Push, Route::Store] {
-            for cluster in [1, 2] {
-                for m in [64, 1024, 8192] {
-                    let measured = alike(route, cluster);
-                    let found = N.map(|n| chosen(m, n, Some(measured)));
-                    assert!(found.iter().all(|config| agree(config, &measured.alike)));
-                }
-            }
-        }
-        let tiles = |n| chosen(1024, n, Some(alike(Route::Push, 2))).tile.n;
-        assert_ne!(tiles(128), tiles(20_000));
-    }
-
-    #[test]
-    fn what_was_measured_for_the_very_problem_is_taken_as_it_is() {
-        let mut exact = alike(Route::Push, 2).alike;
-        exact.tile.n = 208;
-        let measured = Measured {
-            exact: Some(exact),
-            ..alike(Route::Push, 2)
-        };
-        assert_eq!(chosen(4096, 1792, Some(measured)), exact);
-    }
-
-    #[test]
-    fn where_nothing_was_measured_rows_are_pulled_by_tiles_of_any_shape() {
-        for (m, n) in [(16, 64), (8192, 1792)] {
-            assert_eq!(chosen(m, n, None).route, Route::Pull);
-        }
-        assert_eq!(chosen(16, 64, None).tile.cluster, 1);
-        assert_eq!(chosen(8192, 1792, None).tile.cluster, 2);
-    }
-
-    #[test]
-    fn the_shape_of_the_lowest_cost_is_the_default() {
-        let shape = |m, n| {
-            let config = chosen(m, n, None);
-            (config.tile.n, config.tile.cluster, config.tile.split_k)
-        };
-        assert_eq!(shape(16, 64), (64, 1, 4));
-        assert_eq!(shape(1024, 1792), (128, 2, 1));
-        assert_eq!(shape(4096, 1792), (224, 2, 1));
-        assert_eq!(shape(8192, 3584), (256, 2, 1));
     }
 
     /// The kernels that build.rs wrote a line for, and the element types of these.
@@ -410,12 +281,14 @@ mod tests {
         refused(|s| s.tile_n = 272, "from 64 to 256");
         refused(|s| s.stages = 1, "2 stages or more");
         refused(|s| s.stages = 5, "no room in shared memory");
-        refused(|s| s.cluster = 3, "cluster and split are 1, 2 or 4");
-        refused(|s| s.split = 0, "cluster and split are 1, 2 or 4");
+        refused(|s| s.cluster = 3, "cluster is 1, 2 or 4");
+        refused(|s| s.split = 0, "split one of these or 8");
+        refused(|s| s.tile_m = 96, "tile_m is 64 or 128");
+        let flat = |s: &mut Shape| (s.tile_m, s.tile_n) = (64, 192);
+        refused(flat, "tile_n of 64 rows is a multiple of 128");
         refused(|s| s.split = 2, "cluster or split is 1");
         let narrow = |s: &mut Shape| (s.tile_n, s.cluster) = (80, 4);
         refused(narrow, "tile_n over cluster is a multiple of 8");
-        refused(|s| s.efficiency = 0.0, "efficiency");
         let twice = vec![FAMILIES[0].shapes[0]; 2];
         assert!(check(twice).unwrap_err().contains("twice"));
         assert!(FAMILIES.iter().all(|family| family.check().is_ok()));

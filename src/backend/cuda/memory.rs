@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::abi::{
     GEMMESH_MAX_FLAGS, GEMMESH_MAX_WORLD, GEMMESH_REFRESH, GemmeshMailbox, GemmeshPushEpoch,
 };
+use super::cost::Rates;
 use super::driver::{Device, DevicePtr, Mapping, Region, Uuid};
 use super::reclaim::{Deferred, Reclaimer};
 use crate::error::{Error, Result};
@@ -117,10 +118,11 @@ pub struct Introduction {
     visible: Vec<Uuid>,
     /// Whether its GPU was chosen by the caller.
     chosen: bool,
+    rates: Rates,
 }
 
 impl Introduction {
-    fn of(device: &Device, chosen: bool) -> Result<Introduction> {
+    fn of(device: &Device, chosen: bool, rates: Rates) -> Result<Introduction> {
         let namespace = std::fs::read_link("/proc/self/ns/pid");
         Ok(Introduction {
             pid: std::process::id(),
@@ -128,28 +130,39 @@ impl Introduction {
             uuid: device.uuid(),
             visible: device.visible_uuids()?,
             chosen,
+            rates,
         })
     }
 
     /// Reads what another rank has sent.
     pub fn parse(bytes: &[u8]) -> Result<Introduction, String> {
-        serde_json::from_slice(bytes).map_err(|error| error.to_string())
+        let parsed: Result<Introduction, _> = serde_json::from_slice(bytes);
+        let introduction = parsed.map_err(|error| error.to_string())?;
+        introduction.rates.check().map(|()| introduction)
     }
 }
 
 /// The ranks' GPUs.
 #[derive(Debug)]
-pub struct Peers(Vec<Uuid>);
+pub struct Peers {
+    uuids: Vec<Uuid>,
+    /// Rank 0's, by which all ranks go: they must choose alike.
+    pub rates: Rates,
+}
 
 impl Peers {
     /// Collective. A rank without a device tells the others why.
     ///
     /// # Errors
     /// That of the first rank that has one; [`Error::NeedsProcesses`], [`Error::SharedGpu`].
-    pub fn meet(members: &Members, device: &Result<Arc<Device>>, chosen: bool) -> Result<Peers> {
+    pub fn meet(
+        members: &Members,
+        device: Result<(Arc<Device>, Rates)>,
+        chosen: bool,
+    ) -> Result<Peers> {
         let own = || -> Result<Vec<u8>> {
-            let device = device.as_ref().map_err(Clone::clone)?;
-            let introduction = Introduction::of(device, chosen)?;
+            let (device, rates) = device?;
+            let introduction = Introduction::of(&device, chosen, rates)?;
             serde_json::to_vec(&introduction).map_err(|e| Error::Message {
                 rank: members.rank,
                 reason: e.to_string(),
@@ -164,13 +177,16 @@ impl Peers {
         let ranks = introductions.collect::<Result<Vec<_>>>();
         ranks
             .and_then(|ranks| check(&ranks).map(|()| ranks))
-            .map(|ranks| Peers(ranks.iter().map(|rank| rank.uuid).collect()))
+            .map(|ranks| Peers {
+                uuids: ranks.iter().map(|rank| rank.uuid).collect(),
+                rates: ranks[0].rates,
+            })
             .map_err(|error| members.fail(error))
     }
 
     /// Whether each rank has a GPU to itself.
     pub fn are_distinct(&self) -> bool {
-        self.0.iter().collect::<HashSet<_>>().len() == self.0.len()
+        self.uuids.iter().collect::<HashSet<_>>().len() == self.uuids.len()
     }
 
     fn import(
@@ -186,7 +202,7 @@ impl Peers {
             peer,
             reason,
         };
-        if !device.can_access(&self.0[peer])? {
+        if !device.can_access(&self.uuids[peer])? {
             return Err(refused("the driver says that it cannot".into()));
         }
         Mapping::import(device, fd, bytes).map_err(|e| refused(e.to_string()))
@@ -447,6 +463,7 @@ mod tests {
             uuid: [gpu; 16],
             visible: visible.iter().map(|&gpu| [gpu; 16]).collect(),
             chosen,
+            rates: Rates::of(""),
         }
     }
 

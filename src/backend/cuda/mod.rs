@@ -4,6 +4,7 @@
 
 mod abi;
 mod choice;
+mod cost;
 mod driver;
 mod engine;
 mod kernel;
@@ -31,8 +32,9 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use abi::{GEMMESH_MAX_WORLD, GemmeshAlignment};
+use cost::Rates;
 use driver::{Device, Event, Memory, Region, Stream, StreamMemOp};
-use kernel::{Kernels, Variant};
+use kernel::{Kernels, Variant, WIDEST};
 use memory::{BOX, Control, Peers, Symmetric};
 use monitor::Monitor;
 use program::Program;
@@ -45,7 +47,7 @@ use super::sealed::{self, Call};
 use super::{Backend, Options};
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
-use crate::schedule::{Config, Description, Numerics, Route, Schedule, reduce_scatter};
+use crate::schedule::{Chunking, Config, Description, Numerics, Route, Schedule, reduce_scatter};
 
 /// NVIDIA GPUs of the Hopper generation (H100, H200), a process each; several processes may share one.
 ///
@@ -154,20 +156,23 @@ impl sealed::Backend for Cuda {
             return Err(members.fail(Error::NeedsProcesses { rank: members.rank }));
         }
         // What fails before the first exchange is told to the others in it.
-        let load = || -> Result<(Arc<Device>, Kernels, tuned::Table, Queues)> {
+        let load = || -> Result<(Arc<Device>, Rates, Kernels, tuned::Table, Queues)> {
             let device = Device::open(members.rank, options.device, members.timeout)?;
+            let rates = Rates::load(members.rank, device.name())?;
             let kernels = Kernels::load(&device)?;
             let tuned = tuned::Table::load(members.rank, device.name(), members.world)?;
             let queues = Queues::found(device.priorities()?);
             queues.check(members.rank)?;
-            Ok((device, kernels, tuned, queues))
+            Ok((device, rates, kernels, tuned, queues))
         };
         let loaded = load();
-        let device = loaded.as_ref().map(|(device, ..)| device.clone());
+        let device = loaded
+            .as_ref()
+            .map(|(device, rates, ..)| (device.clone(), *rates));
         let device = device.map_err(Clone::clone);
-        let peers = Peers::meet(members, &device, options.device.is_some())?;
+        let peers = Peers::meet(members, device, options.device.is_some())?;
         let open = || -> Result<Cuda> {
-            let (device, kernels, tuned, queues) = loaded?;
+            let (device, _, kernels, tuned, queues) = loaded?;
             let reclaimer = Reclaimer::new(&device)?;
             let tables = Tables::new(&device, &reclaimer)?;
             let first = options.first_epoch;
@@ -238,12 +243,20 @@ impl sealed::Backend for Cuda {
         let pushes = self.distinct && self.queues.together.is_none();
         let measured = self.tuned.find(asked);
         let measured = measured.filter(|m| pushes || m.alike.route == Route::Pull);
-        let is_sum = [reduce_scatter::NAME, reduce_scatter::ALL_NAME].contains(&asked.operation);
-        if is_sum && pushes && measured.is_none() && (2..=TARGETS).contains(&asked.layout.world()) {
-            return choice::of_sums(asked, numerics);
+        let exact = measured.and_then(|measured| measured.exact);
+        if let Some(exact) = exact.filter(|exact| exact.check_numerics(numerics).is_ok()) {
+            return exact;
         }
-        let multiprocessors = self.device.multiprocessors();
-        kernel::default_config(multiprocessors, asked, numerics, measured)
+        let near = measured.map(|measured| measured.alike);
+        let rates = &self.peers.rates;
+        if ![reduce_scatter::NAME, reduce_scatter::ALL_NAME].contains(&asked.operation) {
+            return cost::of_gather(rates, asked, numerics, pushes, near);
+        }
+        if pushes && near.is_none() && (2..=TARGETS).contains(&asked.layout.world()) {
+            return choice::of_sums(rates, asked, numerics);
+        }
+        let base = near.unwrap_or(Config::new(WIDEST, Chunking::new(1), Route::Pull));
+        cost::of_product(rates, asked, numerics, base)
     }
 
     fn is_recording(&self, _members: &Members) -> Result<bool> {
@@ -507,7 +520,7 @@ impl Cuda {
 
     /// `config` with the tile shape of each kernel there is.
     pub fn configs(config: &Config) -> impl Iterator<Item = Config> {
-        kernel::configs(config)
+        kernel::configs(*config)
     }
 
     /// What is put on the ranks' streams later begins at the same time. Collective.

@@ -38,8 +38,6 @@ pub struct Program {
     /// What the kernel pushes, if it does.
     tasks: DevicePtr,
     task_count: u32,
-    /// By push: its tasks that are done.
-    pushed: DevicePtr,
     /// Of a product whose blocks go to several places.
     sums: Option<Sums>,
     maps: Cache,
@@ -57,8 +55,7 @@ struct Sums {
 impl Program {
     pub fn new(cuda: &Cuda, schedule: Schedule, places: Option<Places>) -> Result<Program> {
         let sources: Vec<u32> = schedule.sources().iter().map(|&s| s as u32).collect();
-        let (tasks, stored) = store::tasks(&schedule, cuda.device.multiprocessors());
-        let pushed = vec![0u32; stored];
+        let tasks = store::tasks(&schedule);
         let task_count = tasks.len() as u32;
         let BlockTables { blocks, stores } =
             places.as_ref().map_or_else(BlockTables::default, |places| {
@@ -69,13 +66,12 @@ impl Program {
             bytemuck::cast_slice(schedule.tiles()),
             bytemuck::cast_slice(&sources),
             bytemuck::cast_slice(&tasks),
-            bytemuck::cast_slice(&pushed),
             bytemuck::cast_slice(&blocks),
             bytemuck::cast_slice(&stores),
             bytemuck::cast_slice(&none_yet),
         ];
         let (held, places_of) = cuda.tables.hold(tables)?;
-        let [tiles, sources, tasks, pushed, blocks, stores, reports] = places_of;
+        let [tiles, sources, tasks, blocks, stores, reports] = places_of;
         let sums = places.map(|places| Sums {
             places,
             blocks,
@@ -87,7 +83,6 @@ impl Program {
             sources,
             tasks,
             task_count,
-            pushed,
             sums,
             _held: held,
             waits: Waits::of(&schedule),
@@ -241,7 +236,6 @@ impl Launch {
         let exchange = GemmeshExchange {
             push_epoch: if pushed { control.push_epoch() } else { 0 } as *mut GemmeshPushEpoch,
             tasks: program.tasks as *const GemmeshCopyTask,
-            pushed: program.pushed as *mut u32,
             // The kernel's waits have deadlines of their own. Where copies push, their stream says that it should run.
             started: match schedule.uses(Route::Push) {
                 false => report(cuda.monitor.started()),

@@ -42,7 +42,7 @@ impl Cache {
             return Ok(maps);
         }
         let dtype = instance.dtype;
-        let tile_m = instance.family.tile_m;
+        let tile_m = instance.shape.tile_m;
         let b_rows = instance.shape.tile_n / instance.shape.cluster;
         let loaded = |matrix, rows| TensorMap::new(rank, dtype, matrix, rows, GEMMESH_TILE_K, true);
         let stored = |matrix| {

@@ -32,16 +32,7 @@ pub struct Measured {
 
 /// Whether ranks may use the two in one operation. How rows are pulled is each rank's own affair.
 pub fn agree(one: &Config, other: &Config) -> bool {
-    let cuts = |config: &Config| {
-        let chunks = (
-            config.chunking.count,
-            config.chunking.last,
-            config.chunking.cut_last,
-        );
-        (config.entry_rows(), chunks)
-    };
-    let pulled = one.route == Route::Pull;
-    one.route == other.route && (pulled || cuts(one) == cuts(other))
+    one.route == other.route && (one.route != Route::Push || one.chunking == other.chunking)
 }
 
 /// The extents of a problem that all ranks have alike. Where rows are gathered, N is each rank's own; where partials are added up,
@@ -276,27 +267,26 @@ mod tests {
     #[test]
     fn what_is_pulled_needs_no_agreement_and_what_is_pushed_all_of_it() {
         let pushed = serde_json::from_str::<Winner>(LINE).unwrap().config;
-        let differences: [fn(&mut Config); 5] = [
-            |config| config.tile.m = 64,
-            |config| config.tile.cluster = 1,
+        let differences: [fn(&mut Config); 3] = [
             |config| config.chunking.count = 3,
             |config| config.chunking.last = 3,
             |config| config.chunking.cut_last = false,
         ];
         for differ in differences {
-            let (mut other, mut pulled) = (pushed, pushed);
+            let mut other = pushed;
             differ(&mut other);
             assert!(!agree(&pushed, &other));
-            pulled.route = Route::Pull;
-            assert!(!agree(&pushed, &pulled));
-            other.route = Route::Pull;
-            assert!(agree(&pulled, &other));
+            // Who copies has them; pulls are each rank's own affair, and what is stored is cut by itself.
+            for route in [Route::Pull, Route::Store] {
+                assert!(agree(&pushed.with_route(route), &other.with_route(route)));
+            }
         }
-        let same_rows = Config {
-            tile: TileShape::new(256, 64, 64).with_split_k(2),
+        assert!(!agree(&pushed, &pushed.with_route(Route::Pull)));
+        let other_tiles = Config {
+            tile: TileShape::new(64, 64, 64).with_split_k(2),
             ..pushed
         };
-        assert!(agree(&pushed, &same_rows));
+        assert!(agree(&pushed, &other_tiles));
     }
 
     #[test]
