@@ -26,8 +26,8 @@ use clap::{Parser, ValueEnum};
 use common::gather::AllGather;
 use common::{Check, Failure, Operation, Row};
 use gemmesh::{
-    Backend, Chunking, Config, Element, Error, Group, Host, Result, Route, TileShape, bf16, f16,
-    launch,
+    Backend, Chunking, Config, Element, Error, Explanation, Group, Host, Result, Route, TileShape,
+    bf16, f16, launch,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Map, Value, json};
@@ -310,7 +310,7 @@ trait Timed<B: Backend, T: Element>: Operation<B, T> {
 /// What is reported of a shape.
 struct Run {
     shape: [usize; 3],
-    config: Config,
+    explanation: Explanation,
     check: Check,
     timing: Timing,
 }
@@ -332,15 +332,19 @@ impl Timing {
     fn get(&self, key: &str) -> Option<f64> {
         self.rows.iter().find(|row| row.key == key)?.time
     }
+}
 
+impl Run {
     /// What a line of a sweep shows of it.
     fn in_short(&self) -> sweep::Times {
+        let timing = &self.timing;
         sweep::Times {
-            alone: self.get("matmul_us").unwrap_or(f64::NAN),
-            cublaslt: self.get("cublaslt_us"),
-            baseline: self.baseline.map(|(_, time)| time),
-            fused: self.fused,
-            ideal: self.ideal,
+            alone: timing.get("matmul_us").unwrap_or(f64::NAN),
+            cublaslt: timing.get("cublaslt_us"),
+            baseline: timing.baseline.map(|(_, time)| time),
+            fused: timing.fused,
+            ideal: timing.ideal,
+            predicted: self.explanation.micros(),
         }
     }
 }
@@ -437,13 +441,13 @@ fn run_random<B: Backend, T: Element, O: Timed<B, T>>(
         worst = worst.max(run.check.worst);
         let line = sweep::Line {
             shape,
-            config: run.config,
-            times: run.timing.in_short(),
+            config: run.explanation.config,
+            times: run.in_short(),
         };
         if group.rank() == 0 {
             bar.suspend(|| {
                 if index == 0 {
-                    introduce::<B, T, O>(group, &run.timing);
+                    introduce::<B, T, O>(group, &run);
                 }
                 println!("{}", line.row(index + 1));
             });
@@ -462,7 +466,8 @@ fn run_random<B: Backend, T: Element, O: Timed<B, T>>(
 }
 
 /// What stands above the lines of random shapes.
-fn introduce<B: Backend, T: Element, O: Operation<B, T>>(group: &Group<B>, timing: &Timing) {
+fn introduce<B: Backend, T: Element, O: Operation<B, T>>(group: &Group<B>, run: &Run) {
+    let timing = &run.timing;
     let (world, dtype) = (group.world_size(), T::DTYPE);
     println!("\n{}, {} backend, {world} ranks, {dtype}", O::NAME, B::NAME);
     println!("microseconds; alone: the product without communication");
@@ -472,7 +477,7 @@ fn introduce<B: Backend, T: Element, O: Operation<B, T>>(group: &Group<B>, timin
     if let Some(note) = timing.note {
         println!("{note}");
     }
-    println!("\n{}", sweep::head(&timing.in_short()));
+    println!("\n{}", sweep::head(&run.in_short()));
 }
 
 /// Verifies a shape, by comparing about so many products or fewer, and times it.
@@ -505,7 +510,7 @@ fn bench<B: Backend, T: Element, O: Timed<B, T>>(
     let timing = operation.time(instruments, &prepared, args, progress)?;
     Ok(Run {
         shape,
-        config,
+        explanation: O::explain(&prepared),
         check,
         timing,
     })
@@ -541,7 +546,7 @@ fn progress<B: Backend>(group: &Group<B>, length: usize, unit: &str) -> Progress
 fn report<B: Backend, T: Element, O: Operation<B, T>>(group: &Group<B>, run: &Run) {
     let Run {
         shape,
-        config,
+        explanation,
         check,
         timing,
     } = run;
@@ -553,7 +558,7 @@ fn report<B: Backend, T: Element, O: Operation<B, T>>(group: &Group<B>, run: &Ru
         O::describe(*shape),
         T::DTYPE
     );
-    println!("{config:?}");
+    println!("{explanation}");
     println!(
         "verified {} elements against float64: worst error {:.2e}, {:.3} of what rounding allows\n",
         check.elements, check.max_abs_err, check.worst
@@ -584,7 +589,7 @@ fn record<B: Backend, T: Element, O: Operation<B, T>>(
     };
     let Run {
         shape: [m, n, k],
-        config,
+        explanation,
         check,
         timing,
     } = run;
@@ -592,7 +597,7 @@ fn record<B: Backend, T: Element, O: Operation<B, T>>(
         "op": O::NAME, "backend": B::NAME, "world": group.world_size(), "m": m, "n": n, "k": k,
         "dtype": T::DTYPE.to_string(), "max_rel_err": check.max_rel_err,
         "max_abs_err": check.max_abs_err, "ok": check.ok(), "commit": commit(),
-        "config": format!("{config:?}"), "iters": args.iters, "unix_time": unix_time(),
+        "config": format!("{:?}", explanation.config), "predicted_us": explanation.micros(), "iters": args.iters, "unix_time": unix_time(),
     });
     let fields = [&problem, &timing.more]
         .into_iter()

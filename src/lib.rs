@@ -12,6 +12,8 @@ mod backend;
 #[cfg(all(feature = "cuda", not(loom)))]
 mod device;
 #[cfg(not(loom))]
+mod explanation;
+#[cfg(not(loom))]
 mod group;
 #[cfg(not(loom))]
 mod matrix;
@@ -35,6 +37,7 @@ pub use schedule::{Chunking, Config, Numerics, Route, TileShape};
 #[cfg(not(loom))]
 pub use {
     backend::{Backend, Host},
+    explanation::{Explanation, Prediction},
     group::{Builder, DEFAULT_TIMEOUT, Group},
     matrix::Matrix,
     ops::{

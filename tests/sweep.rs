@@ -70,6 +70,7 @@ fn line(m: usize, alone: f64, baseline: Option<f64>, fused: f64) -> Line {
             baseline,
             fused,
             ideal: 10.0,
+            predicted: None,
         },
     }
 }

@@ -2,7 +2,8 @@
 
 use gemmesh::trace::Trace;
 use gemmesh::{
-    AllGatherMatmul, Backend, Config, Element, Group, Matrix, Prepared, Result, ShardedMatrix,
+    AllGatherMatmul, Backend, Config, Element, Explanation, Group, Matrix, Prepared, Result,
+    ShardedMatrix,
 };
 
 use super::{Check, Factors, Operation, check, half_ulp, random, rows_within, sample_rows};
@@ -46,8 +47,8 @@ impl<B: Backend, T: Element> Operation<B, T> for AllGather<B, T> {
         operation.prepare(&self.a, n)
     }
 
-    fn config(prepared: &Self::Prepared) -> Config {
-        prepared.config()
+    fn explain(prepared: &Self::Prepared) -> Explanation {
+        prepared.explain()
     }
 
     fn run(&mut self, prepared: &Self::Prepared) -> Result<()> {

@@ -12,7 +12,7 @@ use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
 use gemm::Parallelism;
 use gemmesh::trace::Trace;
-use gemmesh::{Backend, Config, Element, Error, Group, Result};
+use gemmesh::{Backend, Config, Element, Error, Explanation, Group, Result};
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::StandardNormal;
@@ -244,7 +244,11 @@ pub trait Operation<B: Backend, T: Element>: Sized {
     /// Plans it; without a configuration by the backend's.
     fn prepare(&self, config: Option<Config>) -> Result<Self::Prepared>;
     /// How it is cut up.
-    fn config(prepared: &Self::Prepared) -> Config;
+    fn config(prepared: &Self::Prepared) -> Config {
+        Self::explain(prepared).config
+    }
+    /// The same, with what that is expected to take.
+    fn explain(prepared: &Self::Prepared) -> Explanation;
     /// Does all of it.
     fn run(&mut self, prepared: &Self::Prepared) -> Result<()>;
     /// Only multiplies.

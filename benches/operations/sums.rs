@@ -5,7 +5,7 @@ use std::ops::Range;
 use gemmesh::schedule::Layout;
 use gemmesh::trace::Trace;
 use gemmesh::{
-    Backend, Config, Element, Group, MatmulAllReduce, MatmulReduceScatter, Matrix,
+    Backend, Config, Element, Explanation, Group, MatmulAllReduce, MatmulReduceScatter, Matrix,
     PreparedAllReduce, PreparedReduceScatter, Result, ShardedMatrix,
 };
 
@@ -105,8 +105,8 @@ impl<B: Backend, T: Element> Operation<B, T> for ReduceScatter<B, T> {
         operation.prepare(&self.operands.a, n)
     }
 
-    fn config(prepared: &Self::Prepared) -> Config {
-        prepared.config()
+    fn explain(prepared: &Self::Prepared) -> Explanation {
+        prepared.explain()
     }
 
     fn run(&mut self, prepared: &Self::Prepared) -> Result<()> {
@@ -174,8 +174,8 @@ impl<B: Backend, T: Element> Operation<B, T> for AllReduce<B, T> {
         operation.prepare(&self.operands.a, &self.out)
     }
 
-    fn config(prepared: &Self::Prepared) -> Config {
-        prepared.config()
+    fn explain(prepared: &Self::Prepared) -> Explanation {
+        prepared.explain()
     }
 
     fn run(&mut self, prepared: &Self::Prepared) -> Result<()> {

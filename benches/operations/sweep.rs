@@ -51,9 +51,16 @@ pub struct Times {
     pub baseline: Option<f64>,
     pub fused: f64,
     pub ideal: f64,
+    /// What `fused` was expected to be.
+    pub predicted: Option<f64>,
 }
 
 impl Times {
+    /// How far the prediction is off, as a part of what it is of.
+    fn misprediction(&self) -> Option<f64> {
+        self.predicted.map(|time| (time / self.fused - 1.0).abs())
+    }
+
     fn alone_to_cublaslt(&self) -> Option<f64> {
         self.cublaslt.map(|time| self.alone / time)
     }
@@ -83,11 +90,12 @@ type Value = fn(&Times) -> Option<f64>;
 /// A column of the table: its title, its decimals and its value.
 type Column = (&'static str, usize, Value);
 
-const COLUMNS: [Column; 9] = [
+const COLUMNS: [Column; 10] = [
     ("alone", 1, |times| Some(times.alone)),
     ("cuBLASLt", 1, |times| times.cublaslt),
     ("baseline", 1, |times| times.baseline),
     ("fused", 1, |times| Some(times.fused)),
+    ("predicted", 1, |times| times.predicted),
     ("ideal", 1, |times| Some(times.ideal)),
     ("alone/cuBLASLt", 3, Times::alone_to_cublaslt),
     ("fused/baseline", 3, Times::fused_to_baseline),
@@ -190,6 +198,12 @@ pub fn summary(lines: &[Line]) -> Vec<Statistic> {
                 losses.count().to_string()
             });
         }
+    }
+    if is_there(Times::misprediction) {
+        add("|predicted / fused - 1|, median".into(), &|times| {
+            let off: Vec<f64> = times.iter().filter_map(Times::misprediction).collect();
+            cell(percentile(&off, 0.5), 3)
+        });
     }
     for (statistic, share) in [("median", 0.5), ("95th percentile", 0.95)] {
         add(format!("fused - alone, {statistic}, µs"), &|times| {

@@ -18,6 +18,7 @@ pub use cuda::{peer, winners};
 pub use host::Host;
 
 use crate::error::Result;
+use crate::explanation::Prediction;
 use crate::ranks::members::Members;
 use crate::schedule::{Config, Description, Epoch, Numerics, Schedule};
 use crate::span::Span;
@@ -139,6 +140,10 @@ pub(crate) mod sealed {
         fn close(&mut self, members: &Members);
         /// A good way to cut up what is asked.
         fn default_config(&self, asked: &Description, numerics: Numerics) -> Config;
+        /// What it is expected to take, cut up like that: parts of it, and at last the whole. Nothing if that is not known.
+        fn predict(&self, _asked: &Description, _config: &Config) -> Vec<Prediction> {
+            Vec::new()
+        }
         /// Whether what is begun now is only recorded, to run later and often.
         fn is_recording(&self, members: &Members) -> Result<bool>;
         /// Makes a schedule ready to run.

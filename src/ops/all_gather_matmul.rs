@@ -7,6 +7,7 @@ use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::Element;
 use crate::error::{Error, Result};
+use crate::explanation::Explanation;
 use crate::group::Group;
 use crate::matrix::Matrix;
 use crate::schedule::all_gather;
@@ -186,6 +187,17 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// How the product is cut up.
     pub fn config(&self) -> Config {
         product_of(self.schedule()).config
+    }
+
+    /// How the product is cut up, and what that is expected to take.
+    pub fn explain(&self) -> Explanation {
+        let asked = Description {
+            operation: PRODUCT,
+            dtype: T::DTYPE,
+            layout: self.layout.clone(),
+            n: product_of(self.schedule()).n,
+        };
+        super::explain(&self.group, &asked, self.config())
     }
 
     /// As [`all_gather_matmul`].

@@ -8,6 +8,7 @@ use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::Element;
 use crate::error::{Error, Result};
+use crate::explanation::Explanation;
 use crate::group::Group;
 use crate::matrix::Matrix;
 use crate::schedule::all_gather;
@@ -154,6 +155,11 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     /// How it is cut up.
     pub fn config(&self) -> Config {
         self.sums.config()
+    }
+
+    /// How it is cut up, and what that is expected to take.
+    pub fn explain(&self) -> Explanation {
+        self.sums.explain()
     }
 
     /// As [`matmul_all_reduce`]. `a` is [M, K], `b` is [N, K], `out` is [M, N].

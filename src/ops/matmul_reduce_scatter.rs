@@ -6,6 +6,7 @@ use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::Element;
 use crate::error::{Error, Result};
+use crate::explanation::Explanation;
 use crate::matrix::Matrix;
 use crate::schedule::reduce_scatter::NAME;
 use crate::schedule::{Config, Layout, Schedule};
@@ -191,6 +192,11 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     /// How it is cut up.
     pub fn config(&self) -> Config {
         self.0.config()
+    }
+
+    /// How it is cut up, and what that is expected to take.
+    pub fn explain(&self) -> Explanation {
+        self.0.explain()
     }
 
     /// As [`matmul_reduce_scatter`], with the rows of each rank that were asked for. `a` is [M, K], `b` is [N, K], `out` is

@@ -18,10 +18,11 @@ use std::sync::Arc;
 use crate::backend::Backend;
 use crate::backend::sealed::{Bound, Call};
 use crate::error::{Error, Result};
+use crate::explanation::Explanation;
 use crate::group::Group;
 use crate::matrix::Matrix;
 use crate::ranks::call::Operation;
-use crate::schedule::{Epoch, Product, Schedule};
+use crate::schedule::{Config, Description, Epoch, Product, Schedule};
 use crate::span::Span;
 
 /// The weight and the output of a product.
@@ -75,6 +76,14 @@ fn run<B: Backend>(
         }
         run(program, epoch)
     })
+}
+
+/// Why `group` cuts up like that what is asked.
+fn explain<B: Backend>(group: &Group<B>, asked: &Description, config: Config) -> Explanation {
+    Explanation {
+        config,
+        predicted: group.inner().backend.predict(asked, &config),
+    }
 }
 
 /// The product of a schedule that has one.

@@ -8,6 +8,7 @@ use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::Element;
 use crate::error::{Error, Result};
+use crate::explanation::Explanation;
 use crate::group::Group;
 use crate::matrix::Matrix;
 use crate::schedule::layout::{MAX_EXTENT, limit};
@@ -129,6 +130,11 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
 
     pub fn config(&self) -> Config {
         self.config
+    }
+
+    pub fn explain(&self) -> Explanation {
+        let asked = describe::<T>(self.which.name(), &self.layout, self.n);
+        super::explain(&self.group, &asked, self.config)
     }
 
     /// Whether what all ranks are to have still has to be gathered.

@@ -157,9 +157,11 @@ fn agree(asked: &Description, config: &Config) -> Agreed {
 /// How rows are cut into chunks.
 struct Cutter<'a> {
     layout: &'a Layout,
-    config: &'a Config,
-    /// By source: how many chunks its shard is moved in; to the rank for which it is the last, if not.
-    counts: Vec<[usize; 2]>,
+    route: Route,
+    /// By source: the chunks that its shard is moved in.
+    chunks: Vec<Vec<Chunk>>,
+    /// Those for the rank for which it is the last, if they are others.
+    last_chunks: Option<Vec<Vec<Chunk>>>,
 }
 
 /// A part of a shard that is moved at once.
@@ -169,22 +171,34 @@ struct Chunk {
 }
 
 impl<'a> Cutter<'a> {
-    fn new(layout: &'a Layout, config: &'a Config) -> Cutter<'a> {
-        let count = |source, is_last| cut_shard(layout, config, source, is_last).len();
-        let counts = (0..layout.world())
-            .map(|source| [false, true].map(|is_last| count(source, is_last)))
-            .collect();
+    fn new(layout: &'a Layout, config: &Config) -> Cutter<'a> {
+        let cut = |is_last| {
+            let sources = 0..layout.world();
+            sources
+                .map(|source| cut_shard(layout, config, source, is_last))
+                .collect()
+        };
+        let Chunking { count, last, .. } = config.chunking;
+        let differs = count != last || config.cut(layout.k()).is_some();
         Cutter {
             layout,
-            config,
-            counts,
+            route: config.route,
+            chunks: cut(false),
+            last_chunks: (differs && config.route != Route::Store).then(|| cut(true)),
         }
+    }
+
+    /// What the shard of `source` is moved to `peer` in.
+    fn chunks_of(&self, source: usize, peer: usize) -> &[Chunk] {
+        let is_last = peer == (source + 1) % self.layout.world();
+        let last_chunks = self.last_chunks.as_ref().filter(|_| is_last);
+        &last_chunks.unwrap_or(&self.chunks)[source]
     }
 
     /// What comes to `rank`, source by source around the ring.
     fn arrivals(&self, rank: usize) -> Vec<Transfer> {
         ring(rank, self.layout.world())
-            .flat_map(|source| self.transfers(source, rank))
+            .flat_map(move |source| self.transfers(source, rank))
             .collect()
     }
 
@@ -193,42 +207,33 @@ impl<'a> Cutter<'a> {
         let world = self.layout.world();
         (1..world)
             .map(|step| (rank + world - step) % world)
-            .flat_map(|peer| self.transfers(rank, peer))
+            .flat_map(move |peer| self.transfers(rank, peer))
             .collect()
     }
 
-    /// Whether the shard of `source` is the last that comes to `peer`.
-    fn is_last(&self, source: usize, peer: usize) -> bool {
-        peer == (source + 1) % self.layout.world()
-    }
-
-    /// What the shard of `source` is moved to `peer` in, each with its flag there: a rank numbers the chunks of all others
+    /// How the shard of `source` is moved to `peer`, each chunk with its flag there: a rank numbers the chunks of all others
     /// by rows. So the flags that a tile needs, whatever chunks or shards it straddles, are one range. The second part of a
     /// chunk that is cut along K has the number after the first's.
-    fn transfers(&self, source: usize, peer: usize) -> impl Iterator<Item = Transfer> + use<> {
+    fn transfers(&self, source: usize, peer: usize) -> impl Iterator<Item = Transfer> {
         let before = (0..source).filter(|&before| before != peer);
-        let count = |source: usize| self.counts[source][usize::from(self.is_last(source, peer))];
-        let first: usize = before.map(count).sum();
-        let is_last = self.is_last(source, peer);
-        let route = self.config.route;
-        let chunks = cut_shard(self.layout, self.config, source, is_last);
-        chunks
-            .into_iter()
-            .enumerate()
-            .map(move |(index, Chunk { rows, columns })| Transfer {
-                from: source,
-                to: peer,
-                source,
-                regions: vec![Move::in_place(Region {
-                    matrix: A,
-                    rows,
-                    columns,
-                })],
-                after: 0..0,
-                produced: None,
-                flag: first + index,
-                route,
-            })
+        let first: usize = before
+            .map(|source| self.chunks_of(source, peer).len())
+            .sum();
+        let chunks = self.chunks_of(source, peer).iter().enumerate();
+        chunks.map(move |(index, Chunk { rows, columns })| Transfer {
+            from: source,
+            to: peer,
+            source,
+            regions: vec![Move::in_place(Region {
+                matrix: A,
+                rows: rows.clone(),
+                columns: columns.clone(),
+            })],
+            after: 0..0,
+            produced: None,
+            flag: first + index,
+            route: self.route,
+        })
     }
 }
 
@@ -263,7 +268,7 @@ fn boundary(rows: usize) -> usize {
 /// What a kernel stores is cut into parts, for as many CTAs: some rows each or, of few rows, a piece of one. Each has its flag, which is
 /// no more to look at than the bytes are to store; where there are many peers, fewer parts are for each.
 fn stored_parts(shard: Range<usize>, k: usize, world: usize) -> Vec<Chunk> {
-    const MOST: usize = 128;
+    const MOST: usize = 64;
     const ELEMENTS: usize = 3072;
     const LEAST_COLUMNS: usize = 512;
     let count = (shard.len() * k / ELEMENTS).min(MOST / (world - 1).max(1));

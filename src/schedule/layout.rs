@@ -107,16 +107,19 @@ pub fn chunk_rows(
     chunks: usize,
     entry_rows: usize,
 ) -> impl Iterator<Item = Range<usize>> {
+    let mut begin = rows.start;
     let cut = move |i: usize| {
         let even = rows.start + rows.len() * i / chunks;
         match i {
-            0 => rows.start,
             _ if i == chunks => rows.end,
             _ => ((even + entry_rows / 2) / entry_rows * entry_rows).clamp(rows.start, rows.end),
         }
     };
-    (0..chunks)
-        .map(move |i| cut(i)..cut(i + 1))
+    (1..=chunks)
+        .map(move |i| {
+            let end = cut(i);
+            std::mem::replace(&mut begin, end)..end
+        })
         .filter(|rows| !rows.is_empty())
 }
 

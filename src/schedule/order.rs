@@ -1,6 +1,6 @@
 //! The order of the tiles, and of the ranks.
 
-use super::{Product, Tile, Transfer};
+use super::{Config, Product, Route, Tile, Transfer};
 
 /// Every tile of the output, in the order in which they become ready.
 ///
@@ -10,11 +10,25 @@ use super::{Product, Tile, Transfer};
 /// tiles of rows that are there first, then each tile after the last arrival that it needs. (The rank pivot of
 /// symm-mem-recipes' `triton_all_gather_matmul.py`, for any split of rows.)
 ///
+/// Not so where a kernel stores rows of few tiles, and `b` is larger than a cache: the rows come in less time than it takes to read
+/// `b` once more for them.
+///
 /// `matrix` is the one whose rows arrive; its chunk flags are numbered by rows.
 pub fn tiles(product: &Product, matrix: usize, arrivals: &[Transfer]) -> Vec<Tile> {
     let mut rows = tile_rows(product, matrix, arrivals);
-    rows.sort_by_key(|row| row.ready);
+    match reads_once(&product.config, [product.m, product.n, product.k]) {
+        true => rows.iter_mut().for_each(|row| row.ready = 0),
+        false => rows.sort_by_key(|row| row.ready),
+    }
     walk(product, &rows)
+}
+
+/// Whether a column of tiles should have all its rows before the next one is begun, in a product of M, N and K.
+pub fn reads_once(config: &Config, [m, n, k]: [usize; 3]) -> bool {
+    /// Elements of `b` that stay in a cache, about.
+    const CACHED: usize = 12 << 20;
+    let has_few_rows = m.div_ceil(config.entry_rows()) <= config.tile.group_m;
+    config.route == Route::Store && has_few_rows && n.saturating_mul(k) > CACHED
 }
 
 /// The tiles of these tile rows: of each group, the rows that become ready together, column by column.

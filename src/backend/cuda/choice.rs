@@ -9,8 +9,9 @@ use std::ops::Range;
 
 use super::cost::{Rates, Tiles};
 use super::kernel::{WIDEST, configs};
+use crate::explanation::Prediction;
 use crate::schedule::partials::Piece;
-use crate::schedule::reduce_scatter::{ALL_NAME, is_exchanged, pieces};
+use crate::schedule::reduce_scatter::{ALL_NAME, NAME, is_exchanged, pieces};
 use crate::schedule::{Chunking, Config, Description, Numerics, Route};
 
 /// Microseconds, and what happens in one. Measured on two H200s; benches/NOTES.md has the traces.
@@ -35,6 +36,27 @@ mod rate {
     pub const STORE_HINDERS: f64 = 0.6;
     /// What the flag behind stores takes.
     pub const STORE_FLAG: f64 = 4.0;
+}
+
+/// Whether partial sums are made and moved.
+pub fn is_sum(asked: &Description) -> bool {
+    [NAME, ALL_NAME].contains(&asked.operation)
+}
+
+/// What an operation takes, cut up like that; only its product, if partials are pulled.
+pub fn predict(rates: &Rates, asked: &Description, config: &Config) -> Vec<Prediction> {
+    let alone = Prediction {
+        what: "matmul alone",
+        micros: Tiles::of(rates, asked, config).alone(),
+    };
+    let whole = || Prediction {
+        what: "fused",
+        micros: Model::new(rates, asked, asked.layout.k(), config).time(),
+    };
+    match config.route {
+        Route::Pull => vec![alone],
+        _ => vec![alone, whole()],
+    }
 }
 
 /// The configuration that should be the fastest. The same on every rank.
@@ -228,7 +250,7 @@ mod tests {
     use super::super::sums::TARGETS;
     use super::*;
     use crate::element::DType;
-    use crate::schedule::reduce_scatter::{NAME, all_reduce, reduce_scatter};
+    use crate::schedule::reduce_scatter::{all_reduce, reduce_scatter};
     use crate::schedule::{Layout, Planner};
 
     fn asked(operation: &'static str, rows: &[usize], n: usize, k: usize) -> Description {

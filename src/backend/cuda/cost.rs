@@ -12,7 +12,8 @@ use serde::{Deserialize, Serialize};
 
 use super::kernel::{WIDEST, configs};
 use crate::error::{Error, Result};
-use crate::schedule::{Chunking, Config, Description, Numerics, Route};
+use crate::explanation::Prediction;
+use crate::schedule::{Chunking, Config, Description, Numerics, Route, order};
 
 /// What a device does in a microsecond, and what takes how many of them. All ranks go by those of rank 0.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -187,6 +188,11 @@ pub struct Tiles<'a> {
 }
 
 impl<'a> Tiles<'a> {
+    pub fn of(rates: &'a Rates, asked: &Description, config: &Config) -> Self {
+        let shape = [asked.layout.m(), asked.n, asked.layout.k()];
+        Tiles::new(rates, config, shape, asked.dtype.bytes())
+    }
+
     pub fn new(rates: &'a Rates, config: &Config, [m, n, k]: [usize; 3], bytes: usize) -> Self {
         let tile = &config.tile;
         let ctas = tile.cluster * tile.split_k;
@@ -227,7 +233,8 @@ impl<'a> Tiles<'a> {
         let step = self.step.max(count * self.step_of_cached);
         // What comes from memory is hidden behind the rest, but where both take about as long.
         let read = count * self.step_of_read;
-        self.steps * (step.powi(4) + read.powi(4)).sqrt().sqrt() + self.beside
+        let (step, read) = (step * step, read * read);
+        self.steps * (step * step + read * read).sqrt().sqrt() + self.beside
     }
 
     /// What all of them take.
@@ -244,6 +251,7 @@ impl<'a> Tiles<'a> {
 }
 
 /// Rows that arrive together.
+#[derive(Clone, Copy)]
 struct Group {
     rows: usize,
     ready: f64,
@@ -310,15 +318,23 @@ impl Free {
 
 /// What a product takes whose rows are gathered meanwhile, as rank 0 sees it.
 pub fn gathered(rates: &Rates, asked: &Description, config: &Config) -> f64 {
-    let layout = &asked.layout;
-    let shape = [layout.m(), asked.n, layout.k()];
-    let tiles = Tiles::new(rates, config, shape, asked.dtype.bytes());
+    let tiles = Tiles::of(rates, asked, config);
+    gathered_by(&tiles, asked, config, &groups(rates, asked, config))
+}
+
+fn gathered_by(tiles: &Tiles, asked: &Description, config: &Config, groups: &[Group]) -> f64 {
+    let (rates, layout) = (tiles.rates, &asked.layout);
+    let around = rates.start + rates.link(config.route).around;
+    if order::reads_once(config, [layout.m(), asked.n, layout.k()]) {
+        let ready = groups.iter().map(|group| group.ready).fold(0.0, f64::max);
+        return around + ready + tiles.all();
+    }
     let full_wave = tiles.wave(tiles.slots.min(tiles.entries));
     // All slots are free at one of two times: some are a tile ahead of the others.
     let (mut early, mut later) = (tiles.slots, 0);
     let (mut early_at, mut later_at) = (0.0f64, 0.0f64);
     let (mut end, mut rows, mut taken) = (0.0f64, 0, 0);
-    for group in groups(rates, asked, config) {
+    for group in groups {
         rows += group.rows;
         // A tile row that two groups share waits for the second.
         let reached = match rows == layout.m() {
@@ -369,7 +385,23 @@ pub fn gathered(rates: &Rates, asked: &Description, config: &Config) -> f64 {
             end = end.max(group.late + rest * full_wave);
         }
     }
-    rates.start + rates.link(config.route).around + end
+    around + end
+}
+
+/// What an operation takes that gathers rows, cut up like that.
+pub fn predict(rates: &Rates, asked: &Description, config: &Config) -> Vec<Prediction> {
+    let arrived = groups(rates, asked, config).into_iter();
+    let arrived = arrived
+        .map(|group| group.ready.max(group.late))
+        .fold(0.0, f64::max);
+    let parts = [
+        ("matmul alone", Tiles::of(rates, asked, config).alone()),
+        ("the last rows' arrival", rates.start + arrived),
+        ("fused", gathered(rates, asked, config)),
+    ];
+    parts
+        .map(|(what, micros)| Prediction { what, micros })
+        .into()
 }
 
 /// How rows should be moved: by what all ranks have alike, so not by N. That counts where the product takes longer than the gather, and
@@ -406,24 +438,34 @@ pub fn of_gather(
         None => moved(rates, asked, pushes),
     };
     let base = Config::new(WIDEST, chunking, route);
-    fastest(base, numerics, |config| gathered(rates, asked, config))
+    let groups = groups(rates, asked, &base);
+    fastest(base, numerics, |config, best| {
+        let tiles = Tiles::of(rates, asked, config);
+        // Most are slower with all rows there.
+        match tiles.alone() < best {
+            true => gathered_by(&tiles, asked, config, &groups),
+            false => f64::INFINITY,
+        }
+    })
 }
 
 /// How a product should be cut up whose rows are moved as in `base`, where that takes as long by all tiles.
 pub fn of_product(rates: &Rates, asked: &Description, numerics: Numerics, base: Config) -> Config {
-    let shape = [asked.layout.m(), asked.n, asked.layout.k()];
-    let bytes = asked.dtype.bytes();
-    fastest(base, numerics, |config| {
-        Tiles::new(rates, config, shape, bytes).alone()
+    fastest(base, numerics, |config, _| {
+        Tiles::of(rates, asked, config).alone()
     })
 }
 
-/// `base` with the shape that takes the shortest time.
-fn fastest(base: Config, numerics: Numerics, time: impl Fn(&Config) -> f64) -> Config {
-    let allowed = configs(base).filter(|config| config.check_numerics(numerics).is_ok());
-    let timed = allowed.map(|config| (time(&config), config));
-    let fastest = timed.min_by(|(x, _), (y, _)| x.total_cmp(y));
-    fastest.map_or(base, |(_, config)| config)
+/// `base` with the shape that takes the shortest time. `time` is told the shortest so far.
+fn fastest(base: Config, numerics: Numerics, time: impl Fn(&Config, f64) -> f64) -> Config {
+    let mut best = (f64::INFINITY, base);
+    for config in configs(base).filter(|config| config.check_numerics(numerics).is_ok()) {
+        let time = time(&config, best.0);
+        if time < best.0 {
+            best = (time, config);
+        }
+    }
+    best.1
 }
 
 #[cfg(test)]
@@ -654,6 +696,18 @@ mod tests {
                 super::super::engine::check(&schedule).unwrap();
             }
         }
+    }
+
+    #[test]
+    fn a_choice_takes_a_few_microseconds() {
+        let begin = std::time::Instant::now();
+        for m in 1..=1000 {
+            std::hint::black_box(chosen(m, 3584, 8192, 8));
+        }
+        let micros = begin.elapsed().as_micros();
+        println!("{micros} ns");
+        // Without optimisation, on a machine that does other things as well.
+        assert!(micros < 200_000, "{micros} ns");
     }
 
     #[test]

@@ -46,8 +46,9 @@ use tables::Tables;
 use super::sealed::{self, Call};
 use super::{Backend, Options};
 use crate::error::{Error, Result};
+use crate::explanation::Prediction;
 use crate::ranks::members::Members;
-use crate::schedule::{Chunking, Config, Description, Numerics, Route, Schedule, reduce_scatter};
+use crate::schedule::{Chunking, Config, Description, Numerics, Route, Schedule};
 
 /// NVIDIA GPUs of the Hopper generation (H100, H200), a process each; several processes may share one.
 ///
@@ -249,7 +250,7 @@ impl sealed::Backend for Cuda {
         }
         let near = measured.map(|measured| measured.alike);
         let rates = &self.peers.rates;
-        if ![reduce_scatter::NAME, reduce_scatter::ALL_NAME].contains(&asked.operation) {
+        if !choice::is_sum(asked) {
             return cost::of_gather(rates, asked, numerics, pushes, near);
         }
         if pushes && near.is_none() && (2..=TARGETS).contains(&asked.layout.world()) {
@@ -257,6 +258,13 @@ impl sealed::Backend for Cuda {
         }
         let base = near.unwrap_or(Config::new(WIDEST, Chunking::new(1), Route::Pull));
         cost::of_product(rates, asked, numerics, base)
+    }
+
+    fn predict(&self, asked: &Description, config: &Config) -> Vec<Prediction> {
+        match choice::is_sum(asked) {
+            true => choice::predict(&self.peers.rates, asked, config),
+            false => cost::predict(&self.peers.rates, asked, config),
+        }
     }
 
     fn is_recording(&self, _members: &Members) -> Result<bool> {
