@@ -30,9 +30,10 @@ pub struct Rates {
     pub cached: f64,
     /// Bytes that come from memory.
     pub read: f64,
-    /// What a tile takes beside its products; a column of 128 of its rows; and adding up 128 rows of 256 columns, where CTAs share K.
-    pub tile: f64,
+    /// What a tile takes beside its products, for each of its columns of 128 rows.
     pub column: f64,
+    /// What CTAs that share K take to wait for one another, and to add up 128 rows of 256 columns.
+    pub join: f64,
     pub split: f64,
     pub pull: Link,
     pub push: Link,
@@ -57,36 +58,43 @@ pub struct Link {
 pub const H200: Rates = Rates {
     multiprocessors: 132,
     start: 7.2,
-    operations: 6.3e6,
-    loaded: 104e3,
-    cached: 9.2e6,
-    read: 3.14e6,
-    tile: 0.03,
-    column: 0.0013,
-    split: 1.37,
+    operations: 6.43e6,
+    loaded: 111e3,
+    cached: 9.47e6,
+    read: 3.91e6,
+    column: 0.0021,
+    join: 0.62,
+    split: 0.67,
     pull: Link {
-        around: 16.2,
+        around: 15.3,
         start: 0.0,
-        bytes: 380e3,
-        chunk: 5.0,
+        bytes: 378e3,
+        chunk: 5.2,
     },
     push: Link {
-        around: 8.2,
-        start: 4.3,
-        bytes: 378e3,
-        chunk: 4.1,
+        around: 8.3,
+        start: 3.9,
+        bytes: 377e3,
+        chunk: 4.2,
     },
     store: Link {
-        around: 6.8,
+        around: 6.7,
         start: 0.0,
         bytes: 313e3,
         chunk: 0.0,
     },
 };
 
-/// As on the H200, but for what one H100 was measured to do otherwise; links could not be.
+/// Fitted likewise on an H100; links could not be measured.
 const H100: Rates = Rates {
-    read: 2.3e6,
+    start: 7.0,
+    operations: 6.52e6,
+    loaded: 113e3,
+    cached: 8.18e6,
+    read: 2.73e6,
+    column: 0.0016,
+    join: 0.47,
+    split: 0.92,
     ..H200
 };
 
@@ -136,8 +144,8 @@ impl Rates {
             loaded,
             cached,
             read,
-            tile,
             column,
+            join,
             split,
             pull,
             push,
@@ -146,7 +154,7 @@ impl Rates {
         let links = [pull, push, store];
         let rates = [operations, loaded, cached, read];
         let rates = rates.into_iter().chain(links.map(|link| link.bytes));
-        let times = [start, tile, column, split].into_iter();
+        let times = [start, column, join, split].into_iter();
         let times = times.chain(links.into_iter().flat_map(|l| [l.around, l.start, l.chunk]));
         let is_rate = |rate: f64| rate.is_finite() && rate > 0.0;
         let is_time = |time: f64| time.is_finite() && time >= 0.0;
@@ -197,10 +205,12 @@ impl<'a> Tiles<'a> {
         let tile = &config.tile;
         let ctas = tile.cluster * tile.split_k;
         // Some multiprocessors have too few neighbours for a large cluster.
-        let slots = match (rates.multiprocessors / ctas).max(1) {
-            slots if ctas > 2 => (slots & !1).max(1),
-            slots => slots,
+        let slots = match (rates.multiprocessors / ctas, ctas) {
+            (slots, ..=2) => slots,
+            (slots, 3..=4) => slots * 10 / 11,
+            (slots, _) => slots * 7 / 8,
         };
+        let slots = slots.max(1);
         let (rows, columns) = (config.entry_rows(), n.div_ceil(tile.n));
         let entries = m.div_ceil(rows) * columns;
         let steps = (k.div_ceil(tile.k) as f64 / tile.split_k as f64).max(1.0);
@@ -211,7 +221,7 @@ impl<'a> Tiles<'a> {
         let products = 2.0 * area * tile.k as f64 / rates.operations;
         let split = match tile.split_k {
             1 => 0.0,
-            _ => rates.split * area / (128.0 * 256.0),
+            _ => rates.join + rates.split * area / (128.0 * 256.0),
         };
         Tiles {
             rates,
@@ -223,7 +233,7 @@ impl<'a> Tiles<'a> {
             step: products.max((tile.m + tile.n) as f64 * of_k / rates.loaded),
             step_of_cached: ctas as f64 * cached / rates.cached,
             step_of_read: read / rates.read,
-            beside: rates.tile + rates.column * area / 128.0 + split,
+            beside: rates.column * area / 128.0 + split,
         }
     }
 
@@ -231,10 +241,9 @@ impl<'a> Tiles<'a> {
     pub fn wave(&self, count: usize) -> f64 {
         let count = count as f64;
         let step = self.step.max(count * self.step_of_cached);
-        // What comes from memory is hidden behind the rest, but where both take about as long.
+        // What comes from memory is hidden behind the rest, the better the less of it there is.
         let read = count * self.step_of_read;
-        let (step, read) = (step * step, read * read);
-        self.steps * (step * step + read * read).sqrt().sqrt() + self.beside
+        self.steps * (step * step + read * read).sqrt() + self.beside
     }
 
     /// What all of them take.
@@ -324,7 +333,10 @@ pub fn gathered(rates: &Rates, asked: &Description, config: &Config) -> f64 {
 
 fn gathered_by(tiles: &Tiles, asked: &Description, config: &Config, groups: &[Group]) -> f64 {
     let (rates, layout) = (tiles.rates, &asked.layout);
-    let around = rates.start + rates.link(config.route).around;
+    let around = match layout.world() {
+        1 => rates.start,
+        _ => rates.start + rates.link(config.route).around,
+    };
     if order::reads_once(config, [layout.m(), asked.n, layout.k()]) {
         let ready = groups.iter().map(|group| group.ready).fold(0.0, f64::max);
         return around + ready + tiles.all();
