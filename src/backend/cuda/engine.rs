@@ -132,16 +132,17 @@ pub fn check(schedule: &Schedule) -> Result<Option<Places>> {
 /// The commands that a queue of the device holds.
 pub const COMMANDS: usize = 1024;
 
-/// The most commands that an operation puts on one stream.
+/// The most commands that an operation puts on one stream. What kernels store is none of them.
 pub fn commands(schedule: &Schedule) -> usize {
-    let copies: usize = schedule.moves().map(|moved| moved.regions.len()).sum();
+    let copied = || schedule.moves().filter(|moved| moved.route != Route::Store);
+    let copies: usize = copied().map(|moved| moved.regions.len()).sum();
     // The stream waits for a block when it turns to it, and takes its word back.
     let mut last = None;
     let is_next = |moved: &&Transfer| {
         moved.produced.is_some() && std::mem::replace(&mut last, moved.produced) != moved.produced
     };
-    let blocks = schedule.moves().filter(is_next).count();
-    copies + schedule.moves().count() + 2 * blocks + 3 * schedule.world() + 4
+    let blocks = copied().filter(is_next).count();
+    copies + copied().count() + 2 * blocks + 3 * schedule.world() + 4
 }
 
 /// Waits until the device's queues have room for another operation. They are bounded, and a driver that waits for room has
@@ -286,6 +287,7 @@ mod tests {
     use super::*;
     use crate::element::DType;
     use crate::error::Error;
+    use crate::schedule::all_gather::gather_and_multiply;
     use crate::schedule::reduce_scatter::{NAME, all_reduce, multiply, reduce_scatter};
     use crate::schedule::{Chunking, Config, Description, Layout, TileShape};
 
@@ -343,6 +345,15 @@ mod tests {
             last = moved.produced;
         }
         count
+    }
+
+    #[test]
+    fn what_a_kernel_stores_takes_no_room_in_the_devices_queues() {
+        for planner in [reduce_scatter, all_reduce, gather_and_multiply] {
+            let schedule = planner(&asked(&[40; 2]), 0, CONFIG.with_route(Route::Store)).unwrap();
+            assert!(schedule.moves().next().is_some());
+            assert_eq!(commands(&schedule), 3 * 2 + 4);
+        }
     }
 
     #[test]

@@ -59,8 +59,8 @@ use crate::schedule::{Chunking, Config, Description, Numerics, Route, Schedule};
 ///
 /// # Pushed rows and other kernels
 ///
-/// Where it was measured to be faster, rows are pushed ([`Route::Push`], [`Route::Store`]); partial sums of
-/// up to eight ranks are wherever each has a GPU to itself. A kernel whose rows are
+/// Wherever each rank has a GPU to itself, rows are pushed ([`Route::Push`], [`Route::Store`]), and so are partial sums of
+/// up to eight ranks. A kernel whose rows are
 /// pushed waits for the peers' kernels of the same operation, on the device. So these must be able to run at the same time:
 /// on each GPU, multiprocessors for at least one cluster of the kernel (one, two or four neighbours) must become free
 /// without the help of a rank that waits for it. A kernel that holds *all* multiprocessors of a GPU and itself waits for

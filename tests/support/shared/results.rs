@@ -1,7 +1,8 @@
 //! Every result is the one that it must be.
 
 use gemmesh::{
-    AllGatherMatmul, Builder, Config, Error, Numerics, all_gather_matmul, bf16, matmul_all_reduce,
+    AllGatherMatmul, Builder, Config, Error, Numerics, Route, all_gather_matmul, bf16,
+    matmul_all_reduce,
 };
 
 use crate::support::numbers::{Reference, bits, normal};
@@ -189,7 +190,10 @@ pub fn other_rows_are_a_mismatch<B: Tested>(test: &str) {
         })?;
         let b = group.upload(&[bf16::ONE; 64], 8, 8)?;
         let mut out = group.zeros(12, 8)?;
-        let result = all_gather_matmul(&a, &b, &mut out);
+        // Who moves the rows by default depends on the GPUs that there are.
+        let chosen = AllGatherMatmul::new().prepare(&a, 8)?.config();
+        let pulled = AllGatherMatmul::new().config(chosen.with_route(Route::Pull));
+        let result = pulled.run(&a, &b, &mut out);
         poisoned(&group, result.and_then(|()| group.synchronize()))
     });
     let outcomes = ranks.outcomes();
