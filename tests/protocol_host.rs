@@ -90,12 +90,11 @@ fn rows_may_move_one_way_now_and_another_then() -> Result<(), Error> {
 fn ranks_that_cut_pushed_rows_differently_are_told() -> Result<(), Error> {
     // Long enough to be cut.
     const K: usize = 200;
-    let differences: [fn(&mut Config, usize); 5] = [
-        |config, rank| config.tile.m += rank,
+    let differences: [fn(&mut Config, usize); 4] = [
         |config, rank| config.chunking.count += rank,
         |config, rank| config.chunking.last += rank,
         |config, rank| config.chunking.cut_last = rank == 1,
-        // What is stored is never cut.
+        // What is stored is cut by itself.
         |config, rank| config.route = [Route::Push, Route::Store][rank],
     ];
     for differ in differences {
@@ -107,9 +106,12 @@ fn ranks_that_cut_pushed_rows_differently_are_told() -> Result<(), Error> {
             let mut pushed = CONFIG.with_route(Route::Push);
             differ(&mut pushed, group.rank());
             let pulled = pushed.with_route(Route::Pull);
-            // How rows are pulled is each rank's own affair.
+            // How rows are pulled is each rank's own affair, and so are tiles.
             let mut run = |config| AllGatherMatmul::new().config(config).run(&a, &b, &mut out);
             run(pulled)?;
+            let mut other_tiles = CONFIG.with_route(Route::Push);
+            other_tiles.tile.m += group.rank();
+            run(other_tiles)?;
             let error = run(pushed).and_then(|()| group.barrier());
             let error = error.unwrap_err();
             assert!(
