@@ -22,8 +22,9 @@ pub struct Rates {
     pub multiprocessors: usize,
     /// From the launch to the first product, and from the last one to the kernel's end.
     pub start: f64,
-    /// Operations of one multiprocessor, two a product.
+    /// Operations of one multiprocessor, two a product; and what each step through K takes beside these.
     pub operations: f64,
+    pub step: f64,
     /// Bytes that one multiprocessor loads.
     pub loaded: f64,
     /// Bytes that all of them load, through the L2 cache.
@@ -57,14 +58,15 @@ pub struct Link {
 /// Fitted to 122 and 74 shapes by all kernels, and to the ways of the 74 on two GPUs: benches/NOTES.md.
 pub const H200: Rates = Rates {
     multiprocessors: 132,
-    start: 7.2,
-    operations: 6.43e6,
-    loaded: 111e3,
-    cached: 9.47e6,
-    read: 3.91e6,
-    column: 0.0021,
-    join: 0.62,
-    split: 0.67,
+    start: 7.1,
+    operations: 7.13e6,
+    step: 0.057,
+    loaded: 110e3,
+    cached: 9.7e6,
+    read: 3.9e6,
+    column: 0.0023,
+    join: 0.71,
+    split: 0.64,
     pull: Link {
         around: 15.3,
         start: 0.0,
@@ -88,7 +90,8 @@ pub const H200: Rates = Rates {
 /// Fitted likewise on an H100; links could not be measured.
 const H100: Rates = Rates {
     start: 7.0,
-    operations: 6.52e6,
+    operations: 6.64e6,
+    step: 0.009,
     loaded: 113e3,
     cached: 8.18e6,
     read: 2.73e6,
@@ -141,6 +144,7 @@ impl Rates {
             multiprocessors,
             start,
             operations,
+            step,
             loaded,
             cached,
             read,
@@ -154,7 +158,7 @@ impl Rates {
         let links = [pull, push, store];
         let rates = [operations, loaded, cached, read];
         let rates = rates.into_iter().chain(links.map(|link| link.bytes));
-        let times = [start, column, join, split].into_iter();
+        let times = [start, step, column, join, split].into_iter();
         let times = times.chain(links.into_iter().flat_map(|l| [l.around, l.start, l.chunk]));
         let is_rate = |rate: f64| rate.is_finite() && rate > 0.0;
         let is_time = |time: f64| time.is_finite() && time >= 0.0;
@@ -218,7 +222,7 @@ impl<'a> Tiles<'a> {
         let of_k = (tile.k * bytes) as f64;
         let cached = (tile.m as f64 + tile.n as f64 / tile.cluster as f64) * of_k;
         let read = ((m + n) * k * bytes) as f64 / (entries as f64 * steps);
-        let products = 2.0 * area * tile.k as f64 / rates.operations;
+        let products = 2.0 * area * tile.k as f64 / rates.operations + rates.step;
         let split = match tile.split_k {
             1 => 0.0,
             _ => rates.join + rates.split * area / (128.0 * 256.0),
