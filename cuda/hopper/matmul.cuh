@@ -1,11 +1,11 @@
 // out[M, N] = a[M, K] * b[N, K]^T (+ bias), while the rows of `a` are still arriving; or while what is made of others' rows is
 // on its way to them, and what they have made of this rank's on its way here, to be added.
 //
-// One persistent kernel. A cluster of one, two or four CTAs takes entry after entry of the host's table; in each CTA a
-// producer thread waits for the flags of the tile and feeds a ring of stages by TMA, and two consumer warpgroups
+// One persistent kernel. A cluster of one to eight CTAs takes entry after entry of the host's table; in each CTA a
+// producer warp waits for the flags of the tile and feeds a ring of stages by TMA, and two consumer warpgroups
 // multiply what arrives and store the tile. Only the producer ever waits for a tile's flags, and the ring keeps filling
-// with the next tile while the consumers store this one. The producer warpgroup's other warps tell the peers that this
-// kernel runs and push rows to them, where rows are pushed and not pulled.
+// with the next tile while the consumers store this one; the first tile's `b` fills it before its flags are there. The producer
+// warpgroup's other warps tell the peers that this kernel runs and push rows to them, where rows are pushed and not pulled.
 //
 // A kernel that adds partials (kSums) has tiles of blocks, which go to places of their own, on this GPU or on others: sums.cuh.
 // What is added comes through the same ring behind the tile's operands, and then it is what the producer waits for, not `a`.

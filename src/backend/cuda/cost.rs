@@ -107,7 +107,7 @@ const STORED_INSTEAD: f64 = 320e3;
 /// A shard of more bytes is copied in two chunks.
 const LARGE_SHARD: f64 = 80e6;
 
-/// The environment variable that names a file with the rates of a device, which the benchmark's `--calibrate` writes.
+/// The environment variable that names a file with the rates of a device: a [`Rates`] as JSON.
 pub const VARIABLE: &str = "GEMMESH_RATES";
 
 impl Rates {

@@ -62,7 +62,7 @@ use crate::schedule::{Chunking, Config, Description, Numerics, Route, Schedule};
 /// Wherever each rank has a GPU to itself, rows are pushed ([`Route::Push`], [`Route::Store`]), and so are partial sums of
 /// up to eight ranks. A kernel whose rows are
 /// pushed waits for the peers' kernels of the same operation, on the device. So these must be able to run at the same time:
-/// on each GPU, multiprocessors for at least one cluster of the kernel (one, two or four neighbours) must become free
+/// on each GPU, multiprocessors for at least one cluster of the kernel (one to eight neighbours) must become free
 /// without the help of a rank that waits for it. A kernel that holds *all* multiprocessors of a GPU and itself waits for
 /// another GPU, such as a kernel of another group of this library, must therefore stand in an order with the operation
 /// that is the same on every rank, and that the device knows: both on one stream, or joined by an event. The order in which
