@@ -143,7 +143,7 @@ typedef struct GemmeshExchange {
 typedef struct GemmeshTraceEvent {
     uint64_t wait_begin; /* the producer turned to this tile */
     uint64_t wait_end;   /* its flags were there, or were given up */
-    uint64_t load_begin; /* a stage was free and the first load was issued */
+    uint64_t load_begin; /* a stage was free and the first load of `a` was issued; of `b` perhaps before */
     uint64_t math_begin; /* the first stage had arrived */
     uint64_t math_end;   /* the accumulators were complete */
     uint64_t done;       /* the first warp that stores rows of this CTA's has issued its stores */

@@ -71,7 +71,7 @@ public:
         wait(begin_, end_, epoch);
     }
 
-    // The same for flags that no tile waits for. Each lane waits for some of them: a trip to memory is for 32 flags.
+    // The same for these flags. Each lane waits for some of them: a trip to memory is for 32 flags.
     __device__ void wait(uint32_t begin, uint32_t end, uint32_t epoch) {
         for (uint32_t flag = begin + lane_; flag < end; flag += 32) {
             if (flag != params_.deferred_flag) wait(flag, epoch);

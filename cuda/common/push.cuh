@@ -71,10 +71,11 @@ __device__ inline void announce(const GemmeshParams& params, uint32_t epoch, uin
     if (epoch % GEMMESH_REFRESH == 0) {
         // The peers' flags are theirs to write only once they know that this rank is ready.
         for (uint32_t flag = lane; flag < GEMMESH_MAX_FLAGS; flag += 32) own->chunk[flag] = epoch - 1;
-        ptx::fence_acq_rel_sys();
         __syncwarp();
+        ptx::fence_acq_rel_sys();
     }
-    // Nothing else has to come before it: who read what was gathered before are kernels that have ended.
+    // Without a release, for all that has to come before it are kernels that have ended: their reads are over, and what they wrote
+    // here is in this GPU's memory.
     for (uint32_t peer = lane; peer < exchange.world; peer += 32) {
         ptx::st_relaxed_sys(&exchange.mailboxes[peer]->ready[exchange.rank], epoch);
     }

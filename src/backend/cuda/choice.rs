@@ -43,7 +43,7 @@ pub fn is_sum(asked: &Description) -> bool {
     [NAME, ALL_NAME].contains(&asked.operation)
 }
 
-/// What an operation takes, cut up like that; only its product, if partials are pulled.
+/// What an operation takes, cut up like that; that is not known if partials are pulled.
 pub fn predict(rates: &Rates, asked: &Description, config: &Config) -> Vec<Prediction> {
     let alone = Prediction {
         what: "matmul alone",
@@ -54,7 +54,7 @@ pub fn predict(rates: &Rates, asked: &Description, config: &Config) -> Vec<Predi
         micros: Model::new(rates, asked, asked.layout.k(), config).time(),
     };
     match config.route {
-        Route::Pull => vec![alone],
+        Route::Pull => Vec::new(),
         _ => vec![alone, whole()],
     }
 }

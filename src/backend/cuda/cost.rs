@@ -3,7 +3,7 @@
 //!
 //! The model knows waves of tiles. In a wave each multiprocessor is held up by its tensor cores, by what it loads, by what all of them
 //! load from the L2 cache, or by what comes from memory. It knows when rows are there, and plays the tiles through in their order.
-//! Times are in microseconds. It is a pure function of what all ranks know alike, and of the rank's own N.
+//! Times are in microseconds. It is a pure function of what all ranks know alike, and of the rank's own N, or of sums K.
 
 use std::fs;
 use std::path::PathBuf;
@@ -104,6 +104,8 @@ const H100: Rates = Rates {
 /// Bytes that are stored rather than copied, for each microsecond that copies take to begin and to be told of. More would come
 /// sooner by stores too, but these hold up products.
 const STORED_INSTEAD: f64 = 320e3;
+/// More than any GPU has.
+const MOST_MULTIPROCESSORS: usize = 4096;
 /// A shard of more bytes is copied in two chunks.
 const LARGE_SHARD: f64 = 80e6;
 
@@ -162,7 +164,10 @@ impl Rates {
         let times = times.chain(links.into_iter().flat_map(|l| [l.around, l.start, l.chunk]));
         let is_rate = |rate: f64| rate.is_finite() && rate > 0.0;
         let is_time = |time: f64| time.is_finite() && time >= 0.0;
-        match multiprocessors > 0 && rates.clone().all(is_rate) && times.clone().all(is_time) {
+        match (1..=MOST_MULTIPROCESSORS).contains(&multiprocessors)
+            && rates.clone().all(is_rate)
+            && times.clone().all(is_time)
+        {
             true => Ok(()),
             false => Err("rates are above 0, and times not below".into()),
         }
@@ -468,7 +473,12 @@ pub fn of_gather(
 /// How a product should be cut up whose rows are moved as in `base`, where that takes as long by all tiles.
 pub fn of_product(rates: &Rates, asked: &Description, numerics: Numerics, base: Config) -> Config {
     fastest(base, numerics, |config, _| {
-        Tiles::of(rates, asked, config).alone()
+        // Pieces that are sent are cut by tiles, and ranks must agree on them, whose K may differ.
+        let agrees = base.route == Route::Pull || config.entry_rows() == base.entry_rows();
+        match agrees {
+            true => Tiles::of(rates, asked, config).alone(),
+            false => f64::INFINITY,
+        }
     })
 }
 
@@ -699,6 +709,18 @@ mod tests {
     }
 
     #[test]
+    fn ranks_that_send_sums_cut_them_alike_whatever_their_k() {
+        for shape in [[128, 256, 2, 1], [64, 128, 1, 4], [128, 128, 1, 2]] {
+            let base = config(shape, Route::Push, 1, false);
+            for k in [64, 1600, 1792, 20_000] {
+                let asked = asked(4096, 4096, k, 2);
+                let config = of_product(&H200, &asked, Numerics::Fast, base);
+                assert_eq!(config.entry_rows(), base.entry_rows(), "{k}");
+            }
+        }
+    }
+
+    #[test]
     fn what_is_chosen_can_be_planned_for_any_rows() {
         for rows in [&[1][..], &[0, 1], &[5, 0, 700], &[4096; 8], &[1; 64]] {
             let layout = Layout::new(rows, 512).unwrap();
@@ -731,7 +753,7 @@ mod tests {
         assert_eq!(H200.check(), Ok(()));
         assert_eq!(H100.check(), Ok(()));
         let refused: [fn(&mut Rates); 5] = [
-            |rates| rates.multiprocessors = 0,
+            |rates| rates.multiprocessors = 1 << 40,
             |rates| rates.read = 0.0,
             |rates| rates.cached = f64::NAN,
             |rates| rates.start = -1.0,

@@ -117,7 +117,7 @@ pub fn check(schedule: &Schedule) -> Result<Option<Places>> {
             limit("rows that a kernel stores", region.rows.len(), 1, product.m)?;
             let spec = &schedule.matrices()[region.matrix];
             let bytes = spec.extent_of(region).contiguous();
-            let most = u32::MAX as usize;
+            let most = 1 << 31;
             limit(
                 "bytes of a piece that a kernel stores",
                 bytes.unwrap_or(usize::MAX),

@@ -119,10 +119,12 @@ pub struct Introduction {
     /// Whether its GPU was chosen by the caller.
     chosen: bool,
     rates: Rates,
+    /// Whether its copies run beside its kernels.
+    pushes: bool,
 }
 
 impl Introduction {
-    fn of(device: &Device, chosen: bool, rates: Rates) -> Result<Introduction> {
+    fn of(device: &Device, chosen: bool, rates: Rates, pushes: bool) -> Result<Introduction> {
         let namespace = std::fs::read_link("/proc/self/ns/pid");
         Ok(Introduction {
             pid: std::process::id(),
@@ -131,6 +133,7 @@ impl Introduction {
             visible: device.visible_uuids()?,
             chosen,
             rates,
+            pushes,
         })
     }
 
@@ -148,6 +151,8 @@ pub struct Peers {
     uuids: Vec<Uuid>,
     /// Rank 0's, by which all ranks go: they must choose alike.
     pub rates: Rates,
+    /// Whether copies run beside kernels on all of them.
+    pub push: bool,
 }
 
 impl Peers {
@@ -157,12 +162,12 @@ impl Peers {
     /// That of the first rank that has one; [`Error::NeedsProcesses`], [`Error::SharedGpu`].
     pub fn meet(
         members: &Members,
-        device: Result<(Arc<Device>, Rates)>,
+        device: Result<(Arc<Device>, Rates, bool)>,
         chosen: bool,
     ) -> Result<Peers> {
         let own = || -> Result<Vec<u8>> {
-            let (device, rates) = device?;
-            let introduction = Introduction::of(&device, chosen, rates)?;
+            let (device, rates, pushes) = device?;
+            let introduction = Introduction::of(&device, chosen, rates, pushes)?;
             serde_json::to_vec(&introduction).map_err(|e| Error::Message {
                 rank: members.rank,
                 reason: e.to_string(),
@@ -180,6 +185,7 @@ impl Peers {
             .map(|ranks| Peers {
                 uuids: ranks.iter().map(|rank| rank.uuid).collect(),
                 rates: ranks[0].rates,
+                push: ranks.iter().all(|rank| rank.pushes),
             })
             .map_err(|error| members.fail(error))
     }
@@ -464,6 +470,7 @@ mod tests {
             visible: visible.iter().map(|&gpu| [gpu; 16]).collect(),
             chosen,
             rates: Rates::of(""),
+            pushes: true,
         }
     }
 
@@ -547,6 +554,8 @@ pub mod fuzzing {
             uuid: [200; 16],
             visible: vec![[200; 16], [7; 16]],
             chosen,
+            rates: Rates::of(""),
+            pushes: chosen,
         };
         let ranks = [introduction(7, false), introduction(8, true)];
         let ranks = ranks.map(|rank| serde_json::to_vec(&rank).unwrap_or_default());

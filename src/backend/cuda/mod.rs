@@ -59,8 +59,8 @@ use crate::schedule::{Chunking, Config, Description, Numerics, Route, Schedule};
 ///
 /// # Pushed rows and other kernels
 ///
-/// Wherever each rank has a GPU to itself, rows are pushed ([`Route::Push`], [`Route::Store`]), and so are partial sums of
-/// up to eight ranks. A kernel whose rows are
+/// Wherever each rank has a GPU to itself, and streams share no queue, rows are pushed ([`Route::Push`], [`Route::Store`]) unless they
+/// were measured to come faster by pulls, and so are partial sums of up to eight ranks. A kernel whose rows are
 /// pushed waits for the peers' kernels of the same operation, on the device. So these must be able to run at the same time:
 /// on each GPU, multiprocessors for at least one cluster of the kernel (one to eight neighbours) must become free
 /// without the help of a rank that waits for it. A kernel that holds *all* multiprocessors of a GPU and itself waits for
@@ -167,9 +167,10 @@ impl sealed::Backend for Cuda {
             Ok((device, rates, kernels, tuned, queues))
         };
         let loaded = load();
-        let device = loaded
-            .as_ref()
-            .map(|(device, rates, ..)| (device.clone(), *rates));
+        let device = loaded.as_ref().map(|(device, rates, .., queues)| {
+            let pushes = queues.together.is_none();
+            (device.clone(), *rates, pushes)
+        });
         let device = device.map_err(Clone::clone);
         let peers = Peers::meet(members, device, options.device.is_some())?;
         let open = || -> Result<Cuda> {
@@ -241,7 +242,7 @@ impl sealed::Backend for Cuda {
 
     fn default_config(&self, asked: &Description, numerics: Numerics) -> Config {
         // Kernels that wait for one another must be able to run at the same time.
-        let pushes = self.distinct && self.queues.together.is_none();
+        let pushes = self.distinct && self.peers.push;
         let measured = self.tuned.find(asked);
         let measured = measured.filter(|m| pushes || m.alike.route == Route::Pull);
         let exact = measured.and_then(|measured| measured.exact);

@@ -129,7 +129,12 @@ impl Table {
         // The first of equals: a user's line before the library's.
         let (_, nearest) = near.min_by(|(x, _), (y, _)| x.total_cmp(y))?;
         let alike = nearest.config;
-        let mut exact = lines().filter(|line| line.shape() == wanted);
+        // What is sent of sums is cut by tiles, on which ranks must agree too.
+        let is_sum = [NAME, ALL_NAME].contains(&asked.operation);
+        let is_cut_alike = |config: &Config| {
+            !is_sum || alike.route == Route::Pull || config.entry_rows() == alike.entry_rows()
+        };
+        let mut exact = lines().filter(|line| line.shape() == wanted && is_cut_alike(&line.config));
         Some(Measured {
             alike,
             exact: exact
