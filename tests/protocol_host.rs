@@ -125,6 +125,22 @@ fn ranks_that_cut_pushed_rows_differently_are_told() -> Result<(), Error> {
 }
 
 #[test]
+fn ranks_that_cut_pushed_rows_no_further_agree_whatever_they_ask_for() -> Result<(), Error> {
+    // Too short to be cut.
+    const K: usize = 64;
+    let group = Builder::<Host>::new().timeout(Duration::from_secs(2));
+    group.threads(2, |group| {
+        let a = group.sharded::<bf16>(M, K)?;
+        let b = group.zeros(5, K)?;
+        let mut out = group.zeros(M, 5)?;
+        let mut config = CONFIG.with_route(Route::Push);
+        config.chunking.cut_last = group.rank() == 1;
+        AllGatherMatmul::new().config(config).run(&a, &b, &mut out)
+    })?;
+    Ok(())
+}
+
+#[test]
 fn a_rank_that_is_late_is_named_and_the_group_starts_nothing_more() -> Result<(), Error> {
     // By rank 1: then rank 0 comes.
     let given_up = AtomicBool::new(false);
