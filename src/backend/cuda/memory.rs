@@ -14,8 +14,8 @@ use serde::{Deserialize, Serialize};
 use super::abi::{
     GEMMESH_MAX_FLAGS, GEMMESH_MAX_WORLD, GEMMESH_REFRESH, GemmeshMailbox, GemmeshPushEpoch,
 };
-use super::cost::Rates;
 use super::driver::{Device, DevicePtr, Mapping, Region, Uuid};
+use super::model::rates::Rates;
 use super::reclaim::{Deferred, Reclaimer};
 use crate::error::{Error, Result};
 use crate::ranks::members::{Members, OPENING};

@@ -3,12 +3,11 @@
 #![allow(unsafe_code)]
 
 mod abi;
-mod choice;
-mod cost;
 mod driver;
 mod engine;
 mod kernel;
 mod memory;
+mod model;
 mod monitor;
 mod program;
 mod queues;
@@ -32,15 +31,14 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use abi::{GEMMESH_MAX_WORLD, GemmeshAlignment};
-use cost::Rates;
 use driver::{Device, Event, Memory, Region, Stream, StreamMemOp};
-use kernel::{Kernels, Variant, WIDEST};
+use kernel::{Kernels, Variant};
 use memory::{BOX, Control, Peers, Symmetric};
+use model::rates::Rates;
 use monitor::Monitor;
 use program::Program;
 use queues::Queues;
 use reclaim::{Deferred, Reclaimer};
-use sums::TARGETS;
 use tables::Tables;
 
 use super::sealed::{self, Call};
@@ -48,7 +46,7 @@ use super::{Backend, Options};
 use crate::error::{Error, Result};
 use crate::explanation::Prediction;
 use crate::ranks::members::Members;
-use crate::schedule::{Chunking, Config, Description, Numerics, Route, Schedule};
+use crate::schedule::{Config, Description, Numerics, Route, Schedule};
 
 /// NVIDIA GPUs of the Hopper generation (H100, H200), a process each; several processes may share one.
 ///
@@ -243,29 +241,12 @@ impl sealed::Backend for Cuda {
     fn default_config(&self, asked: &Description, numerics: Numerics) -> Config {
         // Kernels that wait for one another must be able to run at the same time.
         let pushes = self.distinct && self.peers.push;
-        let measured = self.tuned.find(asked);
-        let measured = measured.filter(|m| pushes || m.alike.route == Route::Pull);
-        let exact = measured.and_then(|measured| measured.exact);
-        if let Some(exact) = exact.filter(|exact| exact.check_numerics(numerics).is_ok()) {
-            return exact;
-        }
-        let near = measured.map(|measured| measured.alike);
-        let rates = &self.peers.rates;
-        if !choice::is_sum(asked) {
-            return cost::of_gather(rates, asked, numerics, pushes, near);
-        }
-        if pushes && near.is_none() && (2..=TARGETS).contains(&asked.layout.world()) {
-            return choice::of_sums(rates, asked, numerics);
-        }
-        let base = near.unwrap_or(Config::new(WIDEST, Chunking::new(1), Route::Pull));
-        cost::of_product(rates, asked, numerics, base)
+        let (rates, measured) = (&self.peers.rates, self.tuned.find(asked));
+        model::choose(rates, asked, numerics, pushes, measured)
     }
 
     fn predict(&self, asked: &Description, config: &Config) -> Vec<Prediction> {
-        match choice::is_sum(asked) {
-            true => choice::predict(&self.peers.rates, asked, config),
-            false => cost::predict(&self.peers.rates, asked, config),
-        }
+        model::predict(&self.peers.rates, asked, config)
     }
 
     fn is_recording(&self, _members: &Members) -> Result<bool> {

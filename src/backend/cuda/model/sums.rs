@@ -7,11 +7,12 @@
 
 use std::ops::Range;
 
-use super::cost::{Rates, Tiles};
-use super::kernel::{WIDEST, configs};
+use super::rates::Rates;
+use super::tiles::Tiles;
+use crate::backend::cuda::kernel::{WIDEST, configs};
 use crate::explanation::Prediction;
 use crate::schedule::partials::Piece;
-use crate::schedule::reduce_scatter::{ALL_NAME, NAME, is_exchanged, pieces};
+use crate::schedule::reduce_scatter::{ALL_NAME, is_exchanged, pieces};
 use crate::schedule::{Chunking, Config, Description, Numerics, Route};
 
 /// Microseconds, and what happens in one. Measured on two H200s; benches/NOTES.md has the traces.
@@ -38,11 +39,6 @@ mod rate {
     pub const STORE_FLAG: f64 = 4.0;
 }
 
-/// Whether partial sums are made and moved.
-pub fn is_sum(asked: &Description) -> bool {
-    [NAME, ALL_NAME].contains(&asked.operation)
-}
-
 /// What an operation takes, cut up like that; that is not known if partials are pulled.
 pub fn predict(rates: &Rates, asked: &Description, config: &Config) -> Vec<Prediction> {
     let alone = Prediction {
@@ -60,7 +56,7 @@ pub fn predict(rates: &Rates, asked: &Description, config: &Config) -> Vec<Predi
 }
 
 /// The configuration that should be the fastest. The same on every rank.
-pub fn of_sums(rates: &Rates, asked: &Description, numerics: Numerics) -> Config {
+pub fn choose(rates: &Rates, asked: &Description, numerics: Numerics) -> Config {
     let is_for_all = asked.operation == ALL_NAME;
     let cuts: &[(Route, usize, usize)] = match is_for_all {
         true if is_exchanged(asked) => &[(Route::Store, 1, 1)],
@@ -245,12 +241,13 @@ impl Model<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::cost::H200;
-    use super::super::engine;
-    use super::super::sums::TARGETS;
+    use super::super::rates::H200;
+    use super::super::testing::config;
     use super::*;
+    use crate::backend::cuda::engine;
+    use crate::backend::cuda::sums::TARGETS;
     use crate::element::DType;
-    use crate::schedule::reduce_scatter::{all_reduce, reduce_scatter};
+    use crate::schedule::reduce_scatter::{NAME, all_reduce, reduce_scatter};
     use crate::schedule::{Layout, Planner};
 
     fn asked(operation: &'static str, rows: &[usize], n: usize, k: usize) -> Description {
@@ -264,7 +261,7 @@ mod tests {
 
     fn chosen(operation: &'static str, m: usize, n: usize) -> Config {
         let asked = asked(operation, &[m / 2; 2], n, 64);
-        of_sums(&H200, &asked, Numerics::Fast)
+        choose(&H200, &asked, Numerics::Fast)
     }
 
     /// Operation, M, N, K, route, width of a tile, CTAs that share `b`, and K, chunks and those of the last; and the microseconds that
@@ -345,12 +342,8 @@ mod tests {
         for (operation, [m, n, k], route, of_shape, [count, last], measured) in MEASURED {
             let asked = asked(operation, &[m / 2; 2], n, k);
             let chunking = Chunking::new(count).with_last(last);
-            let base = Config::new(WIDEST, chunking, route);
-            let is_meant = |c: &Config| {
-                let of = [c.tile.n, c.tile.cluster, c.tile.split_k];
-                c.tile.m == 128 && of == of_shape
-            };
-            let config = configs(base).find(is_meant).unwrap();
+            let [columns, cluster, split_k] = of_shape;
+            let config = config([128, columns, cluster, split_k], route, chunking);
             let time = Model::new(&H200, &asked, k, &config).time();
             let off = measured / time - 1.0;
             assert!(
@@ -398,7 +391,7 @@ mod tests {
                     [(NAME, reduce_scatter as Planner), (ALL_NAME, all_reduce)]
                 {
                     let asked = asked(operation, &rows, n, 64);
-                    let config = of_sums(&H200, &asked, Numerics::Fast);
+                    let config = choose(&H200, &asked, Numerics::Fast);
                     for rank in 0..world {
                         let schedule = planner(&asked, rank, config).unwrap();
                         engine::check(&schedule).unwrap();
@@ -416,7 +409,7 @@ mod tests {
                 for n in [8, 1000, 8192] {
                     let of = |k| asked(operation, &[m, 2 * m, 0], n, k);
                     for numerics in [Numerics::Fast, Numerics::Invariant] {
-                        let [one, other] = [64, 9000].map(|k| of_sums(&H200, &of(k), numerics));
+                        let [one, other] = [64, 9000].map(|k| choose(&H200, &of(k), numerics));
                         assert_eq!(one, other);
                         assert!(numerics == Numerics::Fast || one.tile.split_k == 1);
                     }

@@ -1,0 +1,391 @@
+//! Rows that are gathered: when they are there, and what their product takes that begins with those that are.
+
+use super::fastest;
+use super::rates::{Link, Rates};
+use super::tiles::Tiles;
+use crate::backend::cuda::kernel::WIDEST;
+use crate::explanation::Prediction;
+use crate::schedule::{Chunking, Config, Description, Numerics, Route, order};
+
+/// Bytes that are stored rather than copied, for each microsecond that copies take to begin and to be told of. More would come
+/// sooner by stores too, but these hold up products.
+const STORED_INSTEAD: f64 = 320e3;
+/// A shard of more bytes is copied in two chunks.
+const LARGE_SHARD: f64 = 80e6;
+
+/// Rows that arrive together.
+#[derive(Clone, Copy)]
+struct Group {
+    rows: usize,
+    ready: f64,
+    /// When the rest of their columns is there, if they come in two parts.
+    late: f64,
+}
+
+/// The rows of rank 0, then those that come to it, in their order.
+fn groups(rates: &Rates, asked: &Description, config: &Config) -> Vec<Group> {
+    let layout = &asked.layout;
+    let link = rates.link(config.route);
+    let row = (layout.k() * asked.dtype.bytes()) as f64;
+    let mut groups = vec![Group {
+        rows: layout.rows_of(0).len(),
+        ready: 0.0,
+        late: 0.0,
+    }];
+    let mut clock = link.start;
+    for source in 1..layout.world() {
+        let is_last = source + 1 == layout.world();
+        let count = match (config.route, is_last) {
+            (Route::Store, _) => 1,
+            (_, true) => config.chunking.last,
+            (_, false) => config.chunking.count,
+        };
+        let rows = layout.rows_of(source).len();
+        for chunk in 0..count {
+            let rows = rows * (chunk + 1) / count - rows * chunk / count;
+            let time = rows as f64 * row / link.bytes;
+            let cut = config
+                .cut(layout.k())
+                .filter(|_| is_last && chunk + 1 == count);
+            let first = cut.map_or(1.0, |column| column as f64 / layout.k() as f64);
+            let ready = clock + link.chunk + first * time;
+            clock = match cut {
+                Some(_) => ready + link.chunk + (1.0 - first) * time,
+                None => ready,
+            };
+            let late = if cut.is_some() { clock } else { 0.0 };
+            groups.push(Group { rows, ready, late });
+        }
+    }
+    groups
+}
+
+/// Slots that are free from a time on.
+#[derive(Clone, Copy)]
+struct Free {
+    count: usize,
+    at: f64,
+}
+
+impl Free {
+    /// Both, at about the time that they are free.
+    fn and(self, other: Free) -> Free {
+        let count = self.count + other.count;
+        let at = self.count as f64 * self.at + other.count as f64 * other.at;
+        Free {
+            count,
+            at: at / count.max(1) as f64,
+        }
+    }
+}
+
+/// What a product takes whose rows are gathered meanwhile, as rank 0 sees it.
+fn gathered(rates: &Rates, asked: &Description, config: &Config) -> f64 {
+    let tiles = Tiles::of(rates, asked, config);
+    gathered_by(&tiles, asked, config, &groups(rates, asked, config))
+}
+
+fn gathered_by(tiles: &Tiles, asked: &Description, config: &Config, groups: &[Group]) -> f64 {
+    let (rates, layout) = (tiles.rates, &asked.layout);
+    let around = match layout.world() {
+        1 => rates.start,
+        _ => rates.start + rates.link(config.route).around,
+    };
+    if order::reads_once(config, [layout.m(), asked.n, layout.k()]) {
+        let ready = groups.iter().map(|group| group.ready).fold(0.0, f64::max);
+        return around + ready + tiles.all();
+    }
+    let full_wave = tiles.wave(tiles.slots.min(tiles.entries));
+    // All slots are free at one of two times: some are a tile ahead of the others.
+    let (mut early, mut later) = (tiles.slots, 0);
+    let (mut early_at, mut later_at) = (0.0f64, 0.0f64);
+    let (mut end, mut rows, mut taken) = (0.0f64, 0, 0);
+    for group in groups {
+        rows += group.rows;
+        // A tile row that two groups share waits for the second.
+        let reached = match rows == layout.m() {
+            true => tiles.entries,
+            false => rows / tiles.rows * tiles.columns,
+        };
+        let count = reached - taken;
+        taken = reached;
+        if count == 0 {
+            continue;
+        }
+        (early_at, later_at) = (early_at.max(group.ready), later_at.max(group.ready));
+        let (full, rest) = (count / tiles.slots, count % tiles.slots);
+        early_at += full as f64 * full_wave;
+        later_at += full as f64 * full_wave;
+        if full > 0 {
+            end = end.max(if later > 0 { later_at } else { early_at });
+        }
+        let wave = if full > 0 {
+            full_wave
+        } else {
+            tiles.wave(rest)
+        };
+        let of = |count, at| Free { count, at };
+        let (free, busy) = match rest.checked_sub(early) {
+            None => {
+                let left = of(early - rest, early_at).and(of(later, later_at));
+                (left, of(rest, early_at + wave))
+            }
+            Some(more) => {
+                let first = of(early, early_at + wave);
+                let second = of(more, later_at + wave);
+                end = end.max(if more > 0 { second.at } else { 0.0 });
+                (of(later - more, later_at), first.and(second))
+            }
+        };
+        if busy.count > 0 {
+            end = end.max(busy.at);
+        }
+        let (first, second) = match free.count > 0 && (busy.count == 0 || free.at <= busy.at) {
+            true => (free, busy),
+            false => (busy, free),
+        };
+        (early, early_at) = (first.count, first.at);
+        (later, later_at) = (second.count, second.at);
+        if group.late > 0.0 {
+            let rest = 1.0 - config.cut(layout.k()).unwrap_or(0) as f64 / layout.k() as f64;
+            end = end.max(group.late + rest * full_wave);
+        }
+    }
+    around + end
+}
+
+/// What an operation takes that gathers rows, cut up like that.
+pub fn predict(rates: &Rates, asked: &Description, config: &Config) -> Vec<Prediction> {
+    let arrived = groups(rates, asked, config).into_iter();
+    let arrived = arrived
+        .map(|group| group.ready.max(group.late))
+        .fold(0.0, f64::max);
+    let parts = [
+        ("matmul alone", Tiles::of(rates, asked, config).alone()),
+        ("the last rows' arrival", rates.start + arrived),
+        ("fused", gathered(rates, asked, config)),
+    ];
+    parts
+        .map(|(what, micros)| Prediction { what, micros })
+        .into()
+}
+
+/// How rows should be moved: by what all ranks have alike, so not by N. That counts where the product takes longer than the gather, and
+/// there it matters little how rows come.
+fn moved(rates: &Rates, asked: &Description, pushes: bool) -> (Route, Chunking) {
+    let world = asked.layout.world();
+    let bytes = (asked.layout.m() * asked.layout.k() * asked.dtype.bytes()) as f64;
+    let shard = bytes / world as f64;
+    let Link { start, chunk, .. } = rates.push;
+    let copies_begin = start + world as f64 * chunk;
+    match pushes {
+        false => (Route::Pull, Chunking::new(1)),
+        true if (bytes - shard) / STORED_INSTEAD <= copies_begin => {
+            (Route::Store, Chunking::new(1))
+        }
+        true => {
+            let count = if shard > LARGE_SHARD { 2 } else { 1 };
+            (Route::Push, Chunking::new(count).with_cut_last(true))
+        }
+    }
+}
+
+/// How a gather and its product should be cut up. `pushes`: whether owners may move their rows. `near`: how rows were moved where the
+/// most similar problem was the fastest, if one was measured. Ranks whose problems differ in N get configurations that agree.
+pub fn choose(
+    rates: &Rates,
+    asked: &Description,
+    numerics: Numerics,
+    pushes: bool,
+    near: Option<Config>,
+) -> Config {
+    let (route, chunking) = match near {
+        Some(near) => (near.route, near.chunking),
+        None => moved(rates, asked, pushes),
+    };
+    let base = Config::new(WIDEST, chunking, route);
+    let groups = groups(rates, asked, &base);
+    fastest(base, numerics, |config, best| {
+        let tiles = Tiles::of(rates, asked, config);
+        // Most are slower with all rows there.
+        match tiles.alone() < best {
+            true => gathered_by(&tiles, asked, config, &groups),
+            false => f64::INFINITY,
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::rates::H200;
+    use super::super::testing::config;
+    use super::*;
+    use crate::backend::cuda::engine;
+    use crate::backend::cuda::tuned::agree;
+    use crate::element::DType;
+    use crate::schedule::Layout;
+    use crate::schedule::all_gather::gather_and_multiply;
+
+    fn asked(m: usize, n: usize, k: usize, world: usize) -> Description {
+        Description {
+            operation: "all_gather_matmul",
+            dtype: DType::Bf16,
+            layout: Layout::balanced(m, k, world).unwrap(),
+            n,
+        }
+    }
+
+    /// M, N, K, the route, the chunks, whether the last is cut, the shape, and the microseconds that two H200s took.
+    type Gathered = ([usize; 3], Route, usize, bool, [usize; 4], f64);
+
+    #[rustfmt::skip]
+    const GATHERS: [Gathered; 30] = [
+        ([2048, 512, 28672], Route::Pull, 1, false, [64, 256, 1, 2], 264.9),
+        ([13129, 768, 1600], Route::Pull, 1, false, [128, 128, 2, 1], 110.5),
+        ([11406, 8384, 1536], Route::Pull, 1, false, [128, 192, 2, 1], 414.0),
+        ([9778, 1664, 768], Route::Pull, 1, false, [128, 128, 2, 1], 69.9),
+        ([7347, 8768, 1536], Route::Pull, 1, false, [128, 256, 2, 1], 291.0),
+        ([388, 768, 2240], Route::Push, 1, false, [128, 64, 1, 2], 31.4),
+        ([1565, 480, 512], Route::Push, 1, false, [128, 64, 1, 1], 30.2),
+        ([349, 256, 576], Route::Push, 1, false, [128, 64, 1, 1], 22.1),
+        ([570, 4864, 640], Route::Push, 1, false, [128, 256, 1, 1], 32.1),
+        ([5102, 1664, 3072], Route::Push, 1, false, [128, 192, 2, 1], 112.7),
+        ([161, 768, 3904], Route::Push, 1, true, [128, 64, 1, 4], 32.0),
+        ([786, 7808, 6144], Route::Push, 1, true, [128, 256, 1, 1], 153.0),
+        ([4096, 1792, 4096], Route::Push, 1, true, [128, 224, 2, 1], 86.6),
+        ([13129, 768, 1600], Route::Push, 1, true, [128, 256, 1, 1], 105.0),
+        ([1064, 1328, 576], Route::Push, 1, true, [64, 256, 1, 1], 28.8),
+        ([512, 3584, 8192], Route::Push, 2, false, [128, 128, 2, 1], 85.2),
+        ([2961, 1024, 21504], Route::Push, 2, false, [128, 224, 2, 1], 370.4),
+        ([3413, 2960, 1792], Route::Push, 2, false, [128, 224, 2, 1], 65.3),
+        ([9188, 6528, 17920], Route::Push, 2, false, [128, 128, 2, 1], 3233.2),
+        ([9778, 1664, 768], Route::Push, 2, false, [128, 128, 2, 1], 64.0),
+        ([13540, 1792, 11776], Route::Push, 2, true, [128, 256, 2, 1], 793.2),
+        ([5951, 7336, 14080], Route::Push, 2, true, [128, 224, 2, 1], 1788.7),
+        ([8518, 512, 1024], Route::Push, 2, true, [64, 256, 1, 1], 55.9),
+        ([2961, 1024, 21504], Route::Push, 2, true, [128, 208, 2, 1], 324.4),
+        ([355, 3248, 4096], Route::Push, 2, true, [64, 256, 1, 1], 48.1),
+        ([1924, 304, 1280], Route::Store, 1, false, [128, 64, 1, 1], 25.5),
+        ([32, 24064, 5696], Route::Store, 1, false, [64, 128, 1, 2], 89.9),
+        ([16, 1792, 4096], Route::Store, 1, false, [64, 128, 1, 8], 20.8),
+        ([143, 384, 1024], Route::Store, 1, false, [64, 128, 1, 4], 15.2),
+        ([8518, 512, 1024], Route::Store, 1, false, [128, 128, 2, 1], 51.9),
+    ];
+
+    #[test]
+    fn products_whose_rows_arrive_meanwhile_are_predicted_within_a_fifth() {
+        for (shape, route, count, cut, tile, measured) in GATHERS {
+            let [m, n, k] = shape;
+            let config = config(tile, route, Chunking::new(count).with_cut_last(cut));
+            let time = gathered(&H200, &asked(m, n, k, 2), &config);
+            let off = measured / time - 1.0;
+            assert!(
+                off.abs() < 0.2,
+                "{shape:?} {config:?}: {time} µs, not {measured}"
+            );
+        }
+    }
+
+    fn chosen(m: usize, n: usize, k: usize, world: usize) -> Config {
+        choose(&H200, &asked(m, n, k, world), Numerics::Fast, true, None)
+    }
+
+    #[test]
+    fn few_rows_are_stored_and_read_by_low_tiles_and_many_copied() {
+        for (m, n, k) in [(1, 3584, 8192), (16, 1792, 4096), (64, 8192, 3584)] {
+            let Config { tile, route, .. } = chosen(m, n, k, 2);
+            assert_eq!((tile.m, route), (64, Route::Store), "{m}x{n}x{k}");
+        }
+        for (m, n, k) in [(4096, 1792, 4096), (8192, 3584, 8192), (16_384, 512, 8192)] {
+            let Config {
+                tile,
+                route,
+                chunking,
+            } = chosen(m, n, k, 2);
+            assert_eq!((tile.m, route), (128, Route::Push), "{m}x{n}x{k}");
+            assert!(chunking.cut_last);
+        }
+        assert_eq!(chosen(16_384, 512, 8192, 2).chunking.count, 2);
+    }
+
+    #[test]
+    fn where_owners_may_not_move_rows_these_are_pulled() {
+        let of = |pushes| {
+            choose(
+                &H200,
+                &asked(64, 1792, 4096, 2),
+                Numerics::Fast,
+                pushes,
+                None,
+            )
+        };
+        assert_eq!(of(false).route, Route::Pull);
+        assert_ne!(of(true).route, Route::Pull);
+    }
+
+    #[test]
+    fn ranks_whose_n_differ_agree_and_each_has_tiles_of_its_own() {
+        for world in 1..=8 {
+            for (m, k) in [
+                (1, 512),
+                (64, 4096),
+                (700, 8192),
+                (8192, 1024),
+                (16_384, 28_672),
+            ] {
+                let all = [1, 64, 700, 1792, 3584, 20_000].map(|n| chosen(m, n, k, world));
+                assert!(
+                    all.iter().all(|config| agree(config, &all[0])),
+                    "{m} {k} {world}"
+                );
+            }
+        }
+        let near = Some(config([128, 224, 2, 1], Route::Push, Chunking::new(3)));
+        let with = |n| choose(&H200, &asked(1024, n, 4096, 4), Numerics::Fast, true, near);
+        assert_eq!(
+            (with(128).route, with(128).chunking),
+            (Route::Push, Chunking::new(3))
+        );
+        assert_ne!(with(128).tile, with(20_000).tile);
+    }
+
+    #[test]
+    fn where_bits_depend_on_k_alone_it_is_cut_for_no_shape() {
+        for m in [1, 16, 128, 1000, 8192] {
+            for n in [64, 512, 1792, 20_000] {
+                let asked = asked(m, n, 4096, 4);
+                let config = choose(&H200, &asked, Numerics::Invariant, true, None);
+                assert_eq!(config.tile.split_k, 1);
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_chosen_can_be_planned_for_any_rows() {
+        for rows in [&[1][..], &[0, 1], &[5, 0, 700], &[4096; 8], &[1; 64]] {
+            let layout = Layout::new(rows, 512).unwrap();
+            let asked = Description {
+                layout,
+                ..asked(1, 300, 512, 1)
+            };
+            let config = choose(&H200, &asked, Numerics::Fast, true, None);
+            for rank in 0..rows.len() {
+                let schedule = gather_and_multiply(&asked, rank, config).unwrap();
+                engine::check(&schedule).unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn a_choice_takes_a_few_microseconds() {
+        const CHOICES: usize = 1000;
+        let begin = std::time::Instant::now();
+        for m in 1..=CHOICES {
+            std::hint::black_box(chosen(m, 3584, 8192, 8));
+        }
+        let micros = begin.elapsed().as_secs_f64() * 1e6 / CHOICES as f64;
+        println!("{micros:.1} µs");
+        // Three when optimised. Not so here, on a machine that does other things as well.
+        assert!(micros < 200.0, "{micros:.1} µs");
+    }
+}

@@ -1,0 +1,147 @@
+//! What operations take on GPUs, and so how they should be cut up where nothing was measured.
+//!
+//! The model knows waves of tiles ([`tiles`]): in a wave each multiprocessor is held up by its tensor cores, by what it loads, by what
+//! all of them load from the L2 cache, or by what comes from memory. It knows when rows are there ([`gather`]), or when partial sums
+//! have been made and moved ([`sums`]), and plays the tiles through in their order, by a few rates of the device ([`rates`]). Times are in
+//! microseconds. It is a pure function of what all ranks know alike, and of a rank's own N where rows are gathered: ranks whose N
+//! differ agree on how rows are moved.
+
+mod gather;
+pub mod rates;
+mod sums;
+mod tiles;
+
+use rates::Rates;
+use tiles::Tiles;
+
+use super::kernel::{WIDEST, configs};
+use super::sums::TARGETS;
+use super::tuned::Measured;
+use crate::explanation::Prediction;
+use crate::schedule::reduce_scatter::{ALL_NAME, NAME};
+use crate::schedule::{Chunking, Config, Description, Numerics, Route};
+
+/// How an operation should be cut up: as was measured to be the fastest for this very problem, or else by the model. `pushes`: whether
+/// owners may move their rows.
+pub fn choose(
+    rates: &Rates,
+    asked: &Description,
+    numerics: Numerics,
+    pushes: bool,
+    measured: Option<Measured>,
+) -> Config {
+    let measured = measured.filter(|m| pushes || m.alike.route == Route::Pull);
+    let exact = measured.and_then(|measured| measured.exact);
+    if let Some(exact) = exact.filter(|exact| exact.check_numerics(numerics).is_ok()) {
+        return exact;
+    }
+    let near = measured.map(|measured| measured.alike);
+    if !is_sum(asked) {
+        return gather::choose(rates, asked, numerics, pushes, near);
+    }
+    if pushes && near.is_none() && (2..=TARGETS).contains(&asked.layout.world()) {
+        return sums::choose(rates, asked, numerics);
+    }
+    let base = near.unwrap_or(Config::new(WIDEST, Chunking::new(1), Route::Pull));
+    tiled(rates, asked, numerics, base)
+}
+
+/// What an operation takes, cut up like that: parts of it, and at last the whole. Nothing if that is not known.
+pub fn predict(rates: &Rates, asked: &Description, config: &Config) -> Vec<Prediction> {
+    match is_sum(asked) {
+        true => sums::predict(rates, asked, config),
+        false => gather::predict(rates, asked, config),
+    }
+}
+
+/// Whether partial sums are made and moved.
+fn is_sum(asked: &Description) -> bool {
+    [NAME, ALL_NAME].contains(&asked.operation)
+}
+
+/// How a product should be cut up whose rows are moved as in `base`, where that takes as long by all tiles.
+fn tiled(rates: &Rates, asked: &Description, numerics: Numerics, base: Config) -> Config {
+    fastest(base, numerics, |config, _| {
+        // Pieces that are sent are cut by tiles, and ranks must agree on them, whose K may differ.
+        let agrees = base.route == Route::Pull || config.entry_rows() == base.entry_rows();
+        match agrees {
+            true => Tiles::of(rates, asked, config).alone(),
+            false => f64::INFINITY,
+        }
+    })
+}
+
+/// `base` with the shape that takes the shortest time. `time` is told the shortest so far.
+fn fastest(base: Config, numerics: Numerics, time: impl Fn(&Config, f64) -> f64) -> Config {
+    let mut best = (f64::INFINITY, base);
+    for config in configs(base).filter(|config| config.check_numerics(numerics).is_ok()) {
+        let time = time(&config, best.0);
+        if time < best.0 {
+            best = (time, config);
+        }
+    }
+    best.1
+}
+
+#[cfg(test)]
+mod testing {
+    use super::*;
+
+    /// With the kernel of this shape: rows, columns, CTAs that share `b`, and K.
+    pub fn config(shape: [usize; 4], route: Route, chunking: Chunking) -> Config {
+        let has_shape = |c: &Config| [c.tile.m, c.tile.n, c.tile.cluster, c.tile.split_k] == shape;
+        let mut all = configs(Config::new(WIDEST, chunking, route));
+        all.find(has_shape).unwrap()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::rates::H200;
+    use super::testing::config;
+    use super::*;
+    use crate::element::DType;
+    use crate::schedule::Layout;
+
+    fn asked(operation: &'static str, m: usize, n: usize, k: usize) -> Description {
+        Description {
+            operation,
+            dtype: DType::Bf16,
+            layout: Layout::balanced(m, k, 2).unwrap(),
+            n,
+        }
+    }
+
+    #[test]
+    fn ranks_that_send_sums_cut_them_alike_whatever_their_k() {
+        for shape in [[128, 256, 2, 1], [64, 128, 1, 4], [128, 128, 1, 2]] {
+            let alike = config(shape, Route::Push, Chunking::new(1));
+            let measured = Some(Measured { alike, exact: None });
+            for operation in [NAME, ALL_NAME] {
+                for k in [64, 1600, 1792, 20_000] {
+                    let asked = asked(operation, 4096, 4096, k);
+                    let config = choose(&H200, &asked, Numerics::Fast, true, measured);
+                    assert_eq!(config.entry_rows(), alike.entry_rows(), "{k}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_was_measured_for_the_very_problem_is_taken_unless_it_may_not_be() {
+        let [alike, mut exact] =
+            [Route::Push; 2].map(|route| config([128, 128, 1, 2], route, Chunking::new(2)));
+        exact.tile.group_m += 1;
+        let measured = Some(Measured {
+            alike,
+            exact: Some(exact),
+        });
+        for operation in [NAME, ALL_NAME, "all_gather_matmul"] {
+            let asked = asked(operation, 4096, 1792, 4096);
+            let of = |numerics, pushes| choose(&H200, &asked, numerics, pushes, measured);
+            assert_eq!(of(Numerics::Fast, true), exact);
+            assert_eq!(of(Numerics::Invariant, true).tile.split_k, 1);
+            assert_eq!(of(Numerics::Fast, false).route, Route::Pull);
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! Rates of a device, by which the model reckons.
+
+use std::fs;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::schedule::Route;
+
+/// What a device does in a microsecond, and what takes how many of them. All ranks go by those of rank 0.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Rates {
+    pub multiprocessors: usize,
+    /// From the launch to the first product, and from the last one to the kernel's end.
+    pub start: f64,
+    /// Operations of one multiprocessor, two a product; and what each step through K takes beside these.
+    pub operations: f64,
+    pub step: f64,
+    /// Bytes that one multiprocessor loads.
+    pub loaded: f64,
+    /// Bytes that all of them load, through the L2 cache.
+    pub cached: f64,
+    /// Bytes that come from memory.
+    pub read: f64,
+    /// What a tile takes beside its products, for each of its columns of 128 rows.
+    pub column: f64,
+    /// What CTAs that share K take to wait for one another, and to add up 128 rows of 256 columns.
+    pub join: f64,
+    pub split: f64,
+    pub pull: Link,
+    pub push: Link,
+    pub store: Link,
+}
+
+/// What a route takes.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Link {
+    /// Before the first tile and behind the last one.
+    pub around: f64,
+    /// Until the first byte moves, while own tiles are made.
+    pub start: f64,
+    /// Bytes in a microsecond.
+    pub bytes: f64,
+    /// Between two chunks, with the flag.
+    pub chunk: f64,
+}
+
+/// Fitted to 122 and 74 shapes by all kernels, and to the ways of the 74 on two GPUs: benches/NOTES.md.
+pub const H200: Rates = Rates {
+    multiprocessors: 132,
+    start: 7.1,
+    operations: 7.13e6,
+    step: 0.057,
+    loaded: 110e3,
+    cached: 9.7e6,
+    read: 3.9e6,
+    column: 0.0023,
+    join: 0.71,
+    split: 0.64,
+    pull: Link {
+        around: 15.3,
+        start: 0.0,
+        bytes: 378e3,
+        chunk: 5.2,
+    },
+    push: Link {
+        around: 8.3,
+        start: 3.9,
+        bytes: 377e3,
+        chunk: 4.2,
+    },
+    store: Link {
+        around: 6.7,
+        start: 0.0,
+        bytes: 313e3,
+        chunk: 0.0,
+    },
+};
+
+/// Fitted likewise on an H100; links could not be measured.
+const H100: Rates = Rates {
+    start: 7.0,
+    operations: 6.64e6,
+    step: 0.009,
+    loaded: 113e3,
+    cached: 8.18e6,
+    read: 2.73e6,
+    column: 0.0016,
+    join: 0.47,
+    split: 0.92,
+    ..H200
+};
+
+/// More than any GPU has.
+const MOST_MULTIPROCESSORS: usize = 4096;
+
+/// The environment variable that names a file with the rates of a device: a [`Rates`] as JSON.
+pub const VARIABLE: &str = "GEMMESH_RATES";
+
+impl Rates {
+    /// Those of the file that the environment names, or else those that the library has for devices of this name.
+    ///
+    /// # Errors
+    /// [`Error::System`] if the file can't be read, or what it says makes no sense.
+    pub fn load(rank: usize, gpu: &str) -> Result<Rates> {
+        let Some(path) = std::env::var_os(VARIABLE).map(PathBuf::from) else {
+            return Ok(Rates::of(gpu));
+        };
+        let action = format!("read {} ({VARIABLE})", path.display());
+        let text = fs::read_to_string(&path).map_err(Error::system(rank, &action))?;
+        let parsed: Result<Rates, String> = serde_json::from_str(&text).map_err(|e| e.to_string());
+        let checked = parsed.and_then(|rates| rates.check().map(|()| rates));
+        checked.map_err(|reason| Error::System {
+            rank: Some(rank),
+            action,
+            reason,
+        })
+    }
+
+    /// Those that the library has: measured for an H100 and an H200, and taken for other GPUs of their kind.
+    pub fn of(gpu: &str) -> Rates {
+        match gpu.contains("H100") {
+            true => H100,
+            false => H200,
+        }
+    }
+
+    /// Refuses rates by which nothing can be reckoned, and says which and why.
+    pub fn check(&self) -> Result<(), String> {
+        let Rates {
+            multiprocessors,
+            start,
+            operations,
+            step,
+            loaded,
+            cached,
+            read,
+            column,
+            join,
+            split,
+            pull,
+            push,
+            store,
+        } = *self;
+        if !(1..=MOST_MULTIPROCESSORS).contains(&multiprocessors) {
+            return Err(format!(
+                "multiprocessors is {multiprocessors}: from 1 to {MOST_MULTIPROCESSORS} can be"
+            ));
+        }
+        let rate = |name: &str, value: f64| match value.is_finite() && value > 0.0 {
+            true => Ok(()),
+            false => Err(format!("{name} is {value}: rates are above 0")),
+        };
+        let time = |name: &str, value: f64| match value.is_finite() && value >= 0.0 {
+            true => Ok(()),
+            false => Err(format!("{name} is {value}: no time is below 0")),
+        };
+        time("start", start)?;
+        rate("operations", operations)?;
+        time("step", step)?;
+        rate("loaded", loaded)?;
+        rate("cached", cached)?;
+        rate("read", read)?;
+        time("column", column)?;
+        time("join", join)?;
+        time("split", split)?;
+        for (name, link) in [("pull", pull), ("push", push), ("store", store)] {
+            let Link {
+                around,
+                start,
+                bytes,
+                chunk,
+            } = link;
+            time(&format!("{name}.around"), around)?;
+            time(&format!("{name}.start"), start)?;
+            rate(&format!("{name}.bytes"), bytes)?;
+            time(&format!("{name}.chunk"), chunk)?;
+        }
+        Ok(())
+    }
+
+    pub fn link(&self, route: Route) -> &Link {
+        match route {
+            Route::Pull => &self.pull,
+            Route::Push => &self.push,
+            Route::Store => &self.store,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rates_by_which_nothing_can_be_reckoned_are_refused() {
+        assert_eq!(H200.check(), Ok(()));
+        assert_eq!(H100.check(), Ok(()));
+        type Spoil = fn(&mut Rates);
+        let refused: [(Spoil, &str); 6] = [
+            (|rates| rates.multiprocessors = 0, "multiprocessors is 0"),
+            (|rates| rates.read = 0.0, "read is 0"),
+            (|rates| rates.cached = f64::NAN, "cached is NaN"),
+            (|rates| rates.start = -1.0, "start is -1"),
+            (
+                |rates| rates.store.bytes = f64::INFINITY,
+                "store.bytes is inf",
+            ),
+            (|rates| rates.pull.chunk = -2.0, "pull.chunk is -2"),
+        ];
+        for (spoil, reason) in refused {
+            let mut rates = H200;
+            spoil(&mut rates);
+            let refusal = rates.check().unwrap_err();
+            assert!(refusal.contains(reason), "{refusal}");
+        }
+        let text = serde_json::to_string(&H200).unwrap();
+        assert_eq!(serde_json::from_str::<Rates>(&text).unwrap(), H200);
+    }
+}

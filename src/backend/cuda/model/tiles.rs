@@ -1,0 +1,156 @@
+//! What the tiles of a product take, wave by wave.
+
+use super::rates::Rates;
+use crate::schedule::{Config, Description};
+
+/// The tiles of a product of M rows, N columns and depth K.
+#[derive(Clone, Copy, Debug)]
+pub struct Tiles<'a> {
+    pub rates: &'a Rates,
+    /// Those that are made at the same time, counted by entries of the table.
+    pub slots: usize,
+    /// Rows of an entry.
+    pub rows: usize,
+    /// Entries side by side.
+    pub columns: usize,
+    /// All of them.
+    pub entries: usize,
+    /// Steps through K that a CTA makes.
+    steps: f64,
+    /// What a step takes at least, and each of these entries at a time.
+    step: f64,
+    step_of_cached: f64,
+    step_of_read: f64,
+    /// What an entry takes beside its steps.
+    beside: f64,
+}
+
+impl<'a> Tiles<'a> {
+    pub fn of(rates: &'a Rates, asked: &Description, config: &Config) -> Self {
+        let shape = [asked.layout.m(), asked.n, asked.layout.k()];
+        Tiles::new(rates, config, shape, asked.dtype.bytes())
+    }
+
+    pub fn new(rates: &'a Rates, config: &Config, [m, n, k]: [usize; 3], bytes: usize) -> Self {
+        let tile = &config.tile;
+        let ctas = tile.cluster * tile.split_k;
+        // Some multiprocessors have too few neighbours for a large cluster.
+        let slots = match (rates.multiprocessors / ctas, ctas) {
+            (slots, ..=2) => slots,
+            (slots, 3..=4) => slots * 10 / 11,
+            (slots, _) => slots * 7 / 8,
+        };
+        let slots = slots.max(1);
+        let (rows, columns) = (config.entry_rows(), n.div_ceil(tile.n));
+        let entries = m.div_ceil(rows) * columns;
+        let steps = (k.div_ceil(tile.k) as f64 / tile.split_k as f64).max(1.0);
+        let area = (tile.m * tile.n) as f64;
+        let of_k = (tile.k * bytes) as f64;
+        let cached = (tile.m as f64 + tile.n as f64 / tile.cluster as f64) * of_k;
+        let read = ((m + n) * k * bytes) as f64 / (entries as f64 * steps);
+        let products = 2.0 * area * tile.k as f64 / rates.operations + rates.step;
+        let split = match tile.split_k {
+            1 => 0.0,
+            _ => rates.join + rates.split * area / (128.0 * 256.0),
+        };
+        Tiles {
+            rates,
+            slots,
+            rows,
+            columns,
+            entries,
+            steps,
+            step: products.max((tile.m + tile.n) as f64 * of_k / rates.loaded),
+            step_of_cached: ctas as f64 * cached / rates.cached,
+            step_of_read: read / rates.read,
+            beside: rates.column * area / 128.0 + split,
+        }
+    }
+
+    /// What `count` entries take that are made at the same time.
+    pub fn wave(&self, count: usize) -> f64 {
+        let count = count as f64;
+        let step = self.step.max(count * self.step_of_cached);
+        // What comes from memory is hidden behind the rest, the better the less of it there is.
+        let read = count * self.step_of_read;
+        self.steps * (step * step + read * read).sqrt() + self.beside
+    }
+
+    /// What all of them take.
+    pub fn all(&self) -> f64 {
+        let (full, rest) = (self.entries / self.slots, self.entries % self.slots);
+        let last = if rest > 0 { self.wave(rest) } else { 0.0 };
+        full as f64 * self.wave(self.slots) + last
+    }
+
+    /// From the launch to the end.
+    pub fn alone(&self) -> f64 {
+        self.rates.start + self.all()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::rates::H200;
+    use super::super::testing::config;
+    use super::*;
+    use crate::schedule::{Chunking, Route};
+
+    /// M, N, K, the shape, and the microseconds that an H200 took.
+    type Alone = ([usize; 3], [usize; 4], f64);
+
+    #[rustfmt::skip]
+    const PRODUCTS: [Alone; 38] = [
+        ([177, 4608, 3328], [64, 128, 1, 1], 23.2),
+        ([186, 4248, 25088], [64, 128, 1, 1], 118.2),
+        ([17, 12160, 2560], [64, 128, 1, 2], 27.7),
+        ([143, 384, 1024], [64, 128, 1, 2], 10.2),
+        ([16, 1792, 4096], [64, 128, 1, 4], 14.7),
+        ([143, 384, 1024], [64, 128, 1, 4], 10.0),
+        ([32, 24064, 5696], [64, 128, 1, 8], 93.1),
+        ([67, 320, 1536], [64, 128, 1, 8], 8.3),
+        ([8, 15680, 1792], [64, 256, 1, 1], 24.5),
+        ([65, 16320, 1024], [64, 256, 1, 1], 21.0),
+        ([10, 21632, 9728], [64, 256, 1, 2], 124.2),
+        ([3, 7168, 1024], [64, 256, 1, 2], 12.8),
+        ([1, 5768, 1600], [64, 256, 1, 4], 14.4),
+        ([186, 4248, 25088], [64, 256, 1, 4], 115.0),
+        ([6, 1856, 1024], [128, 64, 1, 1], 11.0),
+        ([1064, 1328, 576], [128, 64, 1, 1], 12.6),
+        ([128, 3584, 8192], [128, 64, 1, 2], 29.1),
+        ([13, 256, 1024], [128, 64, 1, 2], 8.3),
+        ([695, 320, 5184], [128, 64, 1, 4], 16.5),
+        ([42, 392, 512], [128, 64, 1, 4], 9.5),
+        ([238, 2304, 5632], [128, 128, 1, 2], 25.4),
+        ([256, 3584, 8192], [128, 128, 1, 2], 37.3),
+        ([635, 512, 2048], [128, 128, 1, 4], 11.3),
+        ([3697, 256, 15488], [128, 128, 1, 4], 66.5),
+        ([8192, 3584, 8192], [128, 128, 2, 1], 670.3),
+        ([16384, 512, 8192], [128, 128, 2, 1], 192.9),
+        ([960, 1104, 3584], [128, 192, 1, 2], 22.0),
+        ([3108, 15744, 7872], [128, 192, 1, 2], 1218.8),
+        ([2324, 7680, 28416], [128, 192, 2, 1], 1606.6),
+        ([13065, 1024, 2560], [128, 192, 2, 1], 108.9),
+        ([1277, 10816, 2048], [128, 208, 2, 1], 83.0),
+        ([1686, 9344, 896], [128, 208, 2, 1], 48.0),
+        ([1476, 21376, 7744], [128, 224, 2, 1], 650.7),
+        ([1863, 5440, 768], [128, 224, 2, 1], 36.4),
+        ([1476, 21376, 7744], [128, 256, 1, 1], 693.4),
+        ([65, 16320, 1024], [128, 256, 1, 1], 20.8),
+        ([3108, 15744, 7872], [128, 256, 2, 1], 1204.9),
+        ([619, 5632, 28160], [128, 256, 2, 1], 288.0),
+    ];
+
+    #[test]
+    fn products_are_predicted_within_a_fifth_of_what_was_measured() {
+        for (shape, tile, measured) in PRODUCTS {
+            let config = config(tile, Route::Pull, Chunking::new(1));
+            let time = Tiles::new(&H200, &config, shape, 2).alone();
+            let off = measured / time - 1.0;
+            assert!(
+                off.abs() < 0.2,
+                "{shape:?} {tile:?}: {time} µs, not {measured}"
+            );
+        }
+    }
+}
