@@ -96,6 +96,9 @@ struct Args {
     /// CTAs that share a tile, each with a part of K.
     #[arg(long)]
     split_k: Option<usize>,
+    /// Slices of K that are multiplied apart and added through memory.
+    #[arg(long)]
+    k_slices: Option<usize>,
     /// Depth of a step through K.
     #[arg(long)]
     tile_k: Option<usize>,
@@ -246,6 +249,7 @@ impl Args {
             tile.with_stages(self.stages.unwrap_or(default.tile.stages))
                 .with_cluster(self.cluster.unwrap_or(default.tile.cluster))
                 .with_split_k(self.split_k.unwrap_or(default.tile.split_k))
+                .with_k_slices(self.k_slices.unwrap_or(default.tile.k_slices))
                 .with_group_m(self.group_m.unwrap_or(default.tile.group_m)),
             Chunking::new(self.chunks.unwrap_or(default.chunking.count))
                 .with_last(last.unwrap_or(default.chunking.last))

@@ -46,6 +46,9 @@ impl Display for Explanation {
         if tile.split_k > 1 {
             write!(f, "K split by {}, ", tile.split_k)?;
         }
+        if tile.k_slices > 1 {
+            write!(f, "K in {} slices, ", tile.k_slices)?;
+        }
         write!(f, "{} stages; {route:?}", tile.stages)?;
         write!(
             f,

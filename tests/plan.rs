@@ -9,7 +9,7 @@ use std::convert::Infallible;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use gemmesh::schedule::config::{CUT_COLUMNS, MAX_CHUNKS, MAX_CLUSTER};
+use gemmesh::schedule::config::{CUT_COLUMNS, MAX_CHUNKS, MAX_CLUSTER, MAX_SLICES};
 use gemmesh::schedule::drive::{self, CopyEngine, CopyThread};
 use gemmesh::schedule::flag::Wait;
 use gemmesh::schedule::layout::{MAX_EXTENT, MAX_WORLD, balanced_rows};
@@ -947,7 +947,7 @@ fn what_is_outside_the_limits_is_named() {
     assert_limit(balanced(0, 2), "M", 0, 1, MAX_EXTENT);
 
     type Field = (&'static str, fn(&mut Config) -> &mut usize, usize);
-    let fields: [Field; 9] = [
+    let fields: [Field; 10] = [
         ("Config::tile.m", |c| &mut c.tile.m, MAX_EXTENT),
         ("Config::tile.n", |c| &mut c.tile.n, MAX_EXTENT),
         ("Config::tile.k", |c| &mut c.tile.k, MAX_EXTENT),
@@ -955,6 +955,11 @@ fn what_is_outside_the_limits_is_named() {
         ("Config::tile.cluster", |c| &mut c.tile.cluster, MAX_CLUSTER),
         ("Config::tile.group_m", |c| &mut c.tile.group_m, MAX_EXTENT),
         ("Config::tile.split_k", |c| &mut c.tile.split_k, MAX_CLUSTER),
+        (
+            "Config::tile.k_slices",
+            |c| &mut c.tile.k_slices,
+            MAX_SLICES,
+        ),
         (
             "Config::chunking.count",
             |c| &mut c.chunking.count,

@@ -13,7 +13,8 @@
 // The CTAs of a cluster work on neighbouring rows and the same columns, so they share `b`: each loads its part and
 // multicasts it to both. Every producer waits for the flags itself, because it alone loads its CTA's rows of `a`; what
 // a neighbour loads on its behalf is `b`, which needs no flag. Or, for problems of too few tiles, they share K: each
-// multiplies its part of it, and then adds up and stores some of the rows.
+// multiplies its part of it, and then adds up and stores some of the rows. Or entries of the table have a slice of K each, and what
+// they make is added through memory, by the last of a tile's: slices.cuh.
 #pragma once
 
 #include "../abi.h"
@@ -23,6 +24,7 @@
 #include "epilogue.cuh"
 #include "pipeline.cuh"
 #include "ptx.cuh"
+#include "slices.cuh"
 #include "split.cuh"
 #include "sums.cuh"
 #include "wgmma.cuh"
@@ -85,6 +87,9 @@ struct Shared {
     Pushers pushers;
 };
 
+template <class C>
+using Walk = TableWalk<C::kSplit == 1>;
+
 // The steps through K that a CTA makes.
 struct Steps {
     uint32_t begin;
@@ -92,10 +97,12 @@ struct Steps {
 };
 
 template <class C>
-__device__ __forceinline__ Steps steps_of(const GemmeshParams& params, uint32_t rank) {
+__device__ __forceinline__ Steps steps_of(const GemmeshParams& params, uint32_t slice, uint32_t rank) {
     const uint32_t all = (params.k + GEMMESH_TILE_K - 1) / GEMMESH_TILE_K;
-    if constexpr (C::kSplit == 1) return {0, all};
-    const Steps part{all * rank / C::kSplit, all * (rank + 1) / C::kSplit};
+    const uint32_t parts = C::kSplit == 1 ? params.slices : C::kSplit;
+    if (C::kSplit > 1) slice = rank;
+    if (parts == 1) return {0, all};
+    const Steps part{all * slice / parts, all * (slice + 1) / parts};
     // Where K is too short to be shared, a step behind its end, where TMA reads zeros.
     return part.begin < part.end ? part : Steps{all, all + 1};
 }
@@ -113,11 +120,10 @@ __device__ __forceinline__ GemmeshTraceEvent& event_of(const GemmeshParams& para
 // One warp: waits for each tile's rows, and one thread of it loads them, stage by stage.
 template <class C>
 __device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensorMap& map_b,
-                                        const GemmeshParams& params, const SumArguments& partials, TableWalk& walk,
+                                        const GemmeshParams& params, const SumArguments& partials, Walk<C>& walk,
                                         Shared<C>& shared, uint32_t rank) {
     constexpr uint32_t kStageBytes = sizeof(shared.a[0]) + sizeof(shared.b[0]);
     constexpr uint16_t kEveryCta = (1 << C::kCluster) - 1;
-    const Steps steps = steps_of<C>(params, rank);
     const uint32_t lane = threadIdx.x % 32;
     const uint32_t part = C::kCluster == 1 ? 0 : rank * C::kPartN;
     ChunkFlags flags(params, lane);
@@ -141,6 +147,7 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensor
 
     if constexpr (C::kSums) next_block = load_block(*partials.sums, walk.tile().block);
     for (bool first = true; walk.valid(); walk.advance(), first = false) {
+        const Steps steps = steps_of<C>(params, walk.slice(), rank);
         const bool waits = walk.tile().flag_begin < walk.tile().flag_end;
         const auto wait_for_flags = [&] {
             if (C::kTrace && lane == 0) event().wait_begin = ptx::globaltimer();
@@ -207,12 +214,11 @@ __device__ __forceinline__ void exchange(const GemmeshParams& params, Shared<C>&
 // One warpgroup: multiplies its rows of each tile and stores them.
 template <class C>
 __device__ __forceinline__ void consume(const CUtensorMap* map_out, const GemmeshParams& params,
-                                        const SumArguments& partials, TableWalk& walk, Shared<C>& shared,
+                                        const SumArguments& partials, Walk<C>& walk, Shared<C>& shared,
                                         uint32_t rank, uint32_t consumer) {
     using Element = typename C::Element;
     constexpr uint32_t kStepA = operand_step(sizeof(shared.a[0]));
     constexpr uint32_t kStepB = operand_step(sizeof(shared.b[0]));
-    const Steps steps = steps_of<C>(params, rank);
     const uint32_t lane = threadIdx.x % 32;
     const uint32_t warp = threadIdx.x / 32 % 4;
     const uint32_t own_row = C::kSideBySide ? 0 : consumer * kConsumerRows;
@@ -235,6 +241,7 @@ __device__ __forceinline__ void consume(const CUtensorMap* map_out, const Gemmes
             placed.turn_to(block, lane);
         }
 
+        const Steps steps = steps_of<C>(params, walk.slice(), rank);
         uint32_t previous = 0;
         for (uint32_t step = steps.begin; step < steps.end; ++step) {
             // wait for the stage's bytes
@@ -258,9 +265,18 @@ __device__ __forceinline__ void consume(const CUtensorMap* map_out, const Gemmes
         if (tracer) event_of<C>(params, walk.index(), rank).math_end = ptx::globaltimer();
 
         // store the tile; the producer is loading the next one
-        const bool has_sums = shared.sum.gather(accumulators, turn, rank, consumer * 4 + warp, lane);
         const uint32_t own = own_row + warp * GEMMESH_STORE_ROWS;
-        const uint32_t row = first_row<C>(walk.tile(), rank) + own;
+        const auto row_of_warp = [&] { return first_row<C>(walk.tile(), rank) + own; };
+        bool has_sums;
+        if constexpr (C::kSplit == 1) {
+            const bool is_stored = row_of_warp() < (C::kSums ? block.rows : params.m);
+            const uint32_t tile = walk.entry() * C::kCluster + rank;
+            const uint32_t place = tile * kConsumerWarps + consumer * 4 + warp;
+            has_sums = add_slices(accumulators, params, place, walk.slice(), is_stored, lane);
+        } else {
+            has_sums = shared.sum.gather(accumulators, turn, rank, consumer * 4 + warp, lane);
+        }
+        const uint32_t row = row_of_warp();
         const uint32_t column = walk.tile().n * C::kTileN + own_column;
         if constexpr (C::kSums) {
             const bool has_rows = has_sums && row < block.rows;
@@ -323,7 +339,7 @@ __device__ __forceinline__ void matmul(const CUtensorMap& map_a, const CUtensorM
         ptx::fence_mbarrier_init();
     }
     // on its way from memory while the CTAs meet
-    TableWalk walk(params, C::kCtas);
+    Walk<C> walk(params, C::kCtas);
     meet<C>();
 
     if (warpgroup == 0) {

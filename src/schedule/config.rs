@@ -11,6 +11,8 @@ pub const MAX_CHUNKS: usize = 64;
 pub const CUT_COLUMNS: usize = 64;
 /// The most CTAs in a cluster.
 pub const MAX_CLUSTER: usize = 16;
+/// The most slices of K.
+pub const MAX_SLICES: usize = 64;
 
 /// How an operation is cut up: the tiles, the chunks, and who moves these. The result depends on it only in the order in which
 /// f32 sums are made.
@@ -57,6 +59,10 @@ pub struct TileShape {
     pub cluster: usize,
     /// CTAs that share a tile, each with a part of K, where there are few tiles. The host backend has one.
     pub split_k: usize,
+    /// Slices of K that are multiplied apart and added through memory, where tiles are few or leave a part of the device idle. The host
+    /// backend has one.
+    #[serde(default = "one")]
+    pub k_slices: usize,
     /// Tile rows that are walked together, column by column, so that a cache holds what they share.
     pub group_m: usize,
 }
@@ -119,6 +125,7 @@ impl Config {
             stages,
             cluster,
             split_k,
+            k_slices,
             group_m,
         } = self.tile;
         limit("Config::tile.m", m, 1, MAX_EXTENT)?;
@@ -129,6 +136,15 @@ impl Config {
         let rows = "Config::tile.m · tile.cluster";
         limit(rows, self.entry_rows(), 1, MAX_EXTENT)?;
         limit("Config::tile.split_k", split_k, 1, MAX_CLUSTER)?;
+        limit("Config::tile.k_slices", k_slices, 1, MAX_SLICES)?;
+        if k_slices > 1 {
+            limit(
+                "Config::tile.split_k, where k_slices is above 1,",
+                split_k,
+                1,
+                1,
+            )?;
+        }
         limit("Config::tile.group_m", group_m, 1, MAX_EXTENT)?;
         limit("Config::chunking.count", self.chunking.count, 1, MAX_CHUNKS)?;
         limit("Config::chunking.last", self.chunking.last, 1, MAX_CHUNKS)
@@ -139,12 +155,16 @@ impl Config {
     /// # Errors
     /// [`Error::Limit`](crate::Error::Limit).
     pub(crate) fn check_numerics(&self, numerics: Numerics) -> Result<()> {
-        let most = match numerics {
-            Numerics::Fast => MAX_CLUSTER,
-            Numerics::Invariant => 1,
-        };
-        let what = "Config::tile.split_k, where Numerics::Invariant is asked for,";
-        limit(what, self.tile.split_k, 1, most)
+        if numerics == Numerics::Invariant {
+            let TileShape {
+                split_k, k_slices, ..
+            } = self.tile;
+            let what = "Config::tile.split_k, where Numerics::Invariant is asked for,";
+            limit(what, split_k, 1, 1)?;
+            let what = "Config::tile.k_slices, where Numerics::Invariant is asked for,";
+            limit(what, k_slices, 1, 1)?;
+        }
+        Ok(())
     }
 
     /// Where the last chunk is cut along K, if it is. Where moving a chunk takes about as long as multiplying it, and
@@ -167,6 +187,7 @@ impl TileShape {
             stages: 1,
             cluster: 1,
             split_k: 1,
+            k_slices: 1,
             group_m: 1,
         }
     }
@@ -187,6 +208,12 @@ impl TileShape {
     #[must_use]
     pub const fn with_split_k(self, split_k: usize) -> TileShape {
         TileShape { split_k, ..self }
+    }
+
+    /// With as many slices of K.
+    #[must_use]
+    pub const fn with_k_slices(self, k_slices: usize) -> TileShape {
+        TileShape { k_slices, ..self }
     }
 
     /// With as many tile rows that are walked together.
@@ -217,4 +244,9 @@ impl Chunking {
     pub const fn with_cut_last(self, cut_last: bool) -> Chunking {
         Chunking { cut_last, ..self }
     }
+}
+
+/// What configurations that were written down before there were slices have of them.
+fn one() -> usize {
+    1
 }

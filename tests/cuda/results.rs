@@ -88,7 +88,7 @@ fn the_bits_of_a_product_depend_on_the_parts_of_k_and_not_on_the_tile() {
         for config in SHAPES.iter() {
             let config = config.with_route(Route::Pull);
             let out = product_by(&group, config, [&a, &b], SHAPE)?;
-            let parts = config.tile.split_k;
+            let parts = config.tile.split_k * config.tile.k_slices;
             match by_parts.iter().find(|(of, _)| *of == parts) {
                 Some((_, same)) => assert!(bits(&out) == bits(same), "{config:?}"),
                 None => by_parts.push((parts, out)),

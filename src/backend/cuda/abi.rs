@@ -215,6 +215,8 @@ pub struct GemmeshParams {
     pub fault: *mut GemmeshFault,
     pub bias: *const ::core::ffi::c_void,
     pub trace: *mut GemmeshTraceEvent,
+    pub partials: *mut f32,
+    pub arrived: *mut u32,
     pub deadline_ns: u64,
     pub tile_count: u32,
     pub epoch: u32,
@@ -223,12 +225,12 @@ pub struct GemmeshParams {
     pub k: u32,
     pub deferred_flag: u32,
     pub deferred_step: u32,
-    pub reserved: u32,
+    pub slices: u32,
     pub exchange: GemmeshExchange,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 1168usize];
+    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 1184usize];
     ["Alignment of GemmeshParams"][::core::mem::align_of::<GemmeshParams>() - 8usize];
     ["Offset of field: GemmeshParams::tiles"]
         [::core::mem::offset_of!(GemmeshParams, tiles) - 0usize];
@@ -244,23 +246,27 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshParams, bias) - 40usize];
     ["Offset of field: GemmeshParams::trace"]
         [::core::mem::offset_of!(GemmeshParams, trace) - 48usize];
+    ["Offset of field: GemmeshParams::partials"]
+        [::core::mem::offset_of!(GemmeshParams, partials) - 56usize];
+    ["Offset of field: GemmeshParams::arrived"]
+        [::core::mem::offset_of!(GemmeshParams, arrived) - 64usize];
     ["Offset of field: GemmeshParams::deadline_ns"]
-        [::core::mem::offset_of!(GemmeshParams, deadline_ns) - 56usize];
+        [::core::mem::offset_of!(GemmeshParams, deadline_ns) - 72usize];
     ["Offset of field: GemmeshParams::tile_count"]
-        [::core::mem::offset_of!(GemmeshParams, tile_count) - 64usize];
+        [::core::mem::offset_of!(GemmeshParams, tile_count) - 80usize];
     ["Offset of field: GemmeshParams::epoch"]
-        [::core::mem::offset_of!(GemmeshParams, epoch) - 68usize];
-    ["Offset of field: GemmeshParams::m"][::core::mem::offset_of!(GemmeshParams, m) - 72usize];
-    ["Offset of field: GemmeshParams::n"][::core::mem::offset_of!(GemmeshParams, n) - 76usize];
-    ["Offset of field: GemmeshParams::k"][::core::mem::offset_of!(GemmeshParams, k) - 80usize];
+        [::core::mem::offset_of!(GemmeshParams, epoch) - 84usize];
+    ["Offset of field: GemmeshParams::m"][::core::mem::offset_of!(GemmeshParams, m) - 88usize];
+    ["Offset of field: GemmeshParams::n"][::core::mem::offset_of!(GemmeshParams, n) - 92usize];
+    ["Offset of field: GemmeshParams::k"][::core::mem::offset_of!(GemmeshParams, k) - 96usize];
     ["Offset of field: GemmeshParams::deferred_flag"]
-        [::core::mem::offset_of!(GemmeshParams, deferred_flag) - 84usize];
+        [::core::mem::offset_of!(GemmeshParams, deferred_flag) - 100usize];
     ["Offset of field: GemmeshParams::deferred_step"]
-        [::core::mem::offset_of!(GemmeshParams, deferred_step) - 88usize];
-    ["Offset of field: GemmeshParams::reserved"]
-        [::core::mem::offset_of!(GemmeshParams, reserved) - 92usize];
+        [::core::mem::offset_of!(GemmeshParams, deferred_step) - 104usize];
+    ["Offset of field: GemmeshParams::slices"]
+        [::core::mem::offset_of!(GemmeshParams, slices) - 108usize];
     ["Offset of field: GemmeshParams::exchange"]
-        [::core::mem::offset_of!(GemmeshParams, exchange) - 96usize];
+        [::core::mem::offset_of!(GemmeshParams, exchange) - 112usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

@@ -14,7 +14,7 @@ use crate::schedule::{Config, TileShape};
 #[path = "../../../cuda/kernels.rs"]
 mod list;
 
-pub use list::Variant;
+pub use list::{CONSUMER_WARPS, Variant};
 use list::{FAMILIES, Family, Shape, VARIANTS};
 
 /// A family's kernels for a dtype, as build.rs has nvcc make them.
@@ -176,10 +176,16 @@ fn configured(family: &Family, shape: &Shape, base: &Config) -> Config {
         shape.tile_n as usize,
         family.tile_k as usize,
     );
+    // CTAs share K in one way.
+    let slices = match shape.split {
+        1 => base.tile.k_slices,
+        _ => 1,
+    };
     let tile = tile
         .with_stages(shape.stages as usize)
         .with_cluster(shape.cluster as usize)
         .with_split_k(shape.split as usize)
+        .with_k_slices(slices)
         .with_group_m(base.tile.group_m);
     Config { tile, ..*base }
 }

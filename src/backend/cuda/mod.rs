@@ -13,6 +13,7 @@ mod program;
 mod queues;
 mod reclaim;
 mod route;
+mod slices;
 mod sums;
 mod tables;
 mod tensor_map;
@@ -39,6 +40,7 @@ use monitor::Monitor;
 use program::Program;
 use queues::Queues;
 use reclaim::{Deferred, Reclaimer};
+use slices::Workspace;
 use tables::Tables;
 
 use super::sealed::{self, Call};
@@ -80,6 +82,7 @@ pub struct Cuda {
     queues: Queues,
     control: Control,
     tables: Arc<Tables>,
+    workspace: Workspace,
     reclaimer: Arc<Reclaimer>,
     /// Whether each rank has a GPU to itself.
     distinct: bool,
@@ -175,6 +178,7 @@ impl sealed::Backend for Cuda {
             let (device, _, kernels, tuned, queues) = loaded?;
             let reclaimer = Reclaimer::new(&device)?;
             let tables = Tables::new(&device, &reclaimer)?;
+            let workspace = Workspace::new(&device, &reclaimer)?;
             let first = options.first_epoch;
             let control = Control::open(&device, &reclaimer, members, &peers, first)?;
             let own = control.own(members.rank);
@@ -198,6 +202,7 @@ impl sealed::Backend for Cuda {
                 kernels,
                 control,
                 tables,
+                workspace,
                 reclaimer,
                 device,
             };
@@ -274,6 +279,7 @@ impl sealed::Backend for Cuda {
             });
         }
         if let Some(product) = schedule.product() {
+            slices::check(&product.config, schedule.tiles().len())?;
             let dtype = schedule.matrices()[product.a].dtype;
             let variant = Variant {
                 sums: places.is_some(),

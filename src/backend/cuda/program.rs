@@ -202,7 +202,9 @@ impl Launch {
             targets,
         };
         let pushed = schedule.is_pushed();
-        let entries = schedule.tiles().len();
+        let tiles = schedule.tiles().len();
+        let slices = product.config.tile.k_slices;
+        let entries = tiles * slices;
         // All of them run at the same time: those that push must not wait for those that wait for pushes.
         let mut clusters = instance.resident;
         // A copy between ranks that share a GPU may be a kernel of the driver's, and needs some room.
@@ -262,8 +264,10 @@ impl Launch {
             fault: cuda.monitor.fault() as *mut GemmeshFault,
             bias: bias.map_or(0, |(ptr, _)| ptr) as *const c_void,
             trace: trace.as_ref().map_or(0, |trace| trace.ptr()) as *mut GemmeshTraceEvent,
+            partials: cuda.workspace.partials() as *mut f32,
+            arrived: cuda.workspace.arrived() as *mut u32,
             deadline_ns: members.timeout.as_nanos().min(u64::MAX.into()) as u64,
-            tile_count: entries as u32,
+            tile_count: tiles as u32,
             epoch: call.epoch.raw(),
             m: product.m as u32,
             n: product.n as u32,
@@ -271,7 +275,7 @@ impl Launch {
             deferred_flag: deferred.map_or(u32::MAX, |deferred| deferred.flag as u32),
             deferred_step: deferred
                 .map_or(u32::MAX, |deferred| (deferred.column / CUT_COLUMNS) as u32),
-            reserved: 0,
+            slices: slices as u32,
             exchange,
         };
         let unawaited = schedule.unawaited();
@@ -322,7 +326,8 @@ impl Launch {
         let Some(trace) = &self.trace else {
             return Ok(());
         };
-        let count = schedule.tiles().len() * self.instance.ctas();
+        let of_entry = self.params.slices as usize * self.instance.ctas();
+        let count = schedule.tiles().len() * of_entry;
         let mut bytes = vec![0u8; count * size_of::<GemmeshTraceEvent>()];
         let length = bytes.len();
         trace.region().read_rows(0, length, length, &mut bytes)?;
@@ -332,7 +337,7 @@ impl Launch {
         {
             // SAFETY: the kernel wrote events of this layout; any bytes are valid for it.
             let event = unsafe { event.as_ptr().cast::<GemmeshTraceEvent>().read_unaligned() };
-            let tile = &schedule.tiles()[index / self.instance.ctas()];
+            let tile = &schedule.tiles()[index / of_entry];
             let source = schedule.source_of_tile(tile);
             let lane = Lane::Worker(event.sm as usize);
             if !tile.flags().is_empty() {

@@ -9,16 +9,27 @@ use rand::rngs::StdRng;
 
 use super::{Case, ROUTES};
 
-/// A configuration for every kernel.
+/// A configuration for every kernel, and for some with K in slices.
 pub static SHAPES: LazyLock<Vec<Config>> = LazyLock::new(|| {
-    with_each_kernel(&Config::new(
+    let mut shapes = with_each_kernel(&Config::new(
         TileShape::new(0, 0, 0)
             .with_stages(0)
             .with_cluster(0)
             .with_split_k(0),
         Chunking::new(1),
         Route::Pull,
-    ))
+    ));
+    let mut counts = [2, 4, 3, 7].into_iter().cycle();
+    let whole = shapes.iter().filter(|config| config.tile.split_k == 1);
+    let sliced: Vec<Config> = whole
+        .zip(&mut counts)
+        .map(|(config, count)| {
+            let tile = config.tile.with_k_slices(count);
+            Config::new(tile, config.chunking, config.route)
+        })
+        .collect();
+    shapes.extend(sliced);
+    shapes
 });
 
 pub fn config(shape: usize, group_m: usize, chunks: usize) -> Config {

@@ -205,11 +205,10 @@ pub fn choose(
     };
     let base = Config::new(WIDEST, chunking, route);
     let groups = groups(rates, asked, &base);
-    fastest(base, numerics, |config, best| {
-        let tiles = Tiles::of(rates, asked, config);
+    fastest(rates, asked, numerics, base, |tiles, config, best| {
         // Most are slower with all rows there.
         match tiles.alone() < best {
-            true => gathered_by(&tiles, asked, config, &groups),
+            true => gathered_by(tiles, asked, config, &groups),
             false => f64::INFINITY,
         }
     })

@@ -15,6 +15,7 @@ use rates::Rates;
 use tiles::Tiles;
 
 use super::kernel::{WIDEST, configs};
+use super::slices;
 use super::sums::TARGETS;
 use super::tuned::Measured;
 use crate::explanation::Prediction;
@@ -61,27 +62,51 @@ fn is_sum(asked: &Description) -> bool {
 
 /// How a product should be cut up whose rows are moved as in `base`, where that takes as long by all tiles.
 fn tiled(rates: &Rates, asked: &Description, numerics: Numerics, base: Config) -> Config {
-    fastest(base, numerics, |config, _| {
+    fastest(rates, asked, numerics, base, |tiles, config, _| {
         // Pieces that are sent are cut by tiles, and ranks must agree on them, whose K may differ.
         let agrees = base.route == Route::Pull || config.entry_rows() == base.entry_rows();
         match agrees {
-            true => Tiles::of(rates, asked, config).alone(),
+            true => tiles.alone(),
             false => f64::INFINITY,
         }
     })
 }
 
-/// `base` with the shape that takes the shortest time. `time` is told the shortest so far.
-fn fastest(base: Config, numerics: Numerics, time: impl Fn(&Config, f64) -> f64) -> Config {
+/// `base` with the shape, and the slices of K, that take the shortest time. `time` is told the shortest so far.
+fn fastest(
+    rates: &Rates,
+    asked: &Description,
+    numerics: Numerics,
+    base: Config,
+    time: impl Fn(&Tiles, &Config, f64) -> f64,
+) -> Config {
     let mut best = (f64::INFINITY, base);
     for config in configs(base).filter(|config| config.check_numerics(numerics).is_ok()) {
-        let time = time(&config, best.0);
-        if time < best.0 {
-            best = (time, config);
+        let tiles = Tiles::of(rates, asked, &config);
+        let most = match (numerics, config.tile.split_k) {
+            (Numerics::Fast, 1) => MOST_SLICES,
+            _ => 1,
+        };
+        for slices in tiles.slices(most) {
+            let config = Config {
+                tile: config.tile.with_k_slices(slices),
+                ..config
+            };
+            let time = match slices {
+                1 => time(&tiles, &config, best.0),
+                _ if !slices::fit(&config, tiles.entries) => continue,
+                _ => time(&Tiles::of(rates, asked, &config), &config, best.0),
+            };
+            if time < best.0 {
+                best = (time, config);
+            }
         }
     }
     best.1
 }
+
+/// More are not worth what adding them takes.
+const MOST_SLICES: usize = 16;
 
 #[cfg(test)]
 mod testing {

@@ -29,6 +29,10 @@ pub struct Rates {
     /// What CTAs that share K take to wait for one another, and to add up 128 rows of 256 columns.
     pub join: f64,
     pub split: f64,
+    /// What a slice of K takes to be counted; and bytes of its sums that one multiprocessor stores or loads, and all of them.
+    pub slice_join: f64,
+    pub summed: f64,
+    pub summed_cached: f64,
     pub pull: Link,
     pub push: Link,
     pub store: Link,
@@ -60,6 +64,9 @@ pub const H200: Rates = Rates {
     column: 0.0023,
     join: 0.71,
     split: 0.64,
+    slice_join: 1.0,
+    summed: 780e3,
+    summed_cached: 2.5e6,
     pull: Link {
         around: 15.3,
         start: 0.0,
@@ -141,6 +148,9 @@ impl Rates {
             column,
             join,
             split,
+            slice_join,
+            summed,
+            summed_cached,
             pull,
             push,
             store,
@@ -167,6 +177,9 @@ impl Rates {
         time("column", column)?;
         time("join", join)?;
         time("split", split)?;
+        time("slice_join", slice_join)?;
+        rate("summed", summed)?;
+        rate("summed_cached", summed_cached)?;
         for (name, link) in [("pull", pull), ("push", push), ("store", store)] {
             let Link {
                 around,

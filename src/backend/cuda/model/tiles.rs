@@ -3,6 +3,11 @@
 use super::rates::Rates;
 use crate::schedule::{Config, Description};
 
+/// Where there are more waves, the last one matters little.
+const MOST_WAVES: usize = 12;
+/// Steps through K that a slice has at the least.
+const LEAST_STEPS: f64 = 4.0;
+
 /// The tiles of a product of M rows, N columns and depth K.
 #[derive(Clone, Copy, Debug)]
 pub struct Tiles<'a> {
@@ -23,6 +28,18 @@ pub struct Tiles<'a> {
     step_of_read: f64,
     /// What an entry takes beside its steps.
     beside: f64,
+    sums: Sums,
+}
+
+/// What slices of K take to be added.
+#[derive(Clone, Copy, Debug, Default)]
+struct Sums {
+    join: f64,
+    /// An entry at least, and each of these at a time.
+    each: f64,
+    of_cached: f64,
+    /// The last slice of a tile beside that.
+    joined: f64,
 }
 
 impl<'a> Tiles<'a> {
@@ -41,9 +58,11 @@ impl<'a> Tiles<'a> {
             (slots, _) => slots * 7 / 8,
         };
         let slots = slots.max(1);
-        let (rows, columns) = (config.entry_rows(), n.div_ceil(tile.n));
+        // A slice of K is made as a tile is.
+        let (rows, columns) = (config.entry_rows(), n.div_ceil(tile.n) * tile.k_slices);
         let entries = m.div_ceil(rows) * columns;
-        let steps = (k.div_ceil(tile.k) as f64 / tile.split_k as f64).max(1.0);
+        let parts = (tile.split_k * tile.k_slices) as f64;
+        let steps = (k.div_ceil(tile.k) as f64 / parts).max(1.0);
         let area = (tile.m * tile.n) as f64;
         let of_k = (tile.k * bytes) as f64;
         let cached = (tile.m as f64 + tile.n as f64 / tile.cluster as f64) * of_k;
@@ -52,6 +71,19 @@ impl<'a> Tiles<'a> {
         let split = match tile.split_k {
             1 => 0.0,
             _ => rates.join + rates.split * area / (128.0 * 256.0),
+        };
+        // Sums are stored once and loaded once, but by the last slice of a tile's as many as there are.
+        let sums = match tile.k_slices {
+            1 => Sums::default(),
+            slices => {
+                let bytes = area * size_of::<f32>() as f64;
+                Sums {
+                    join: rates.slice_join,
+                    each: 2.0 * bytes / rates.summed,
+                    of_cached: 2.0 * ctas as f64 * bytes / rates.summed_cached,
+                    joined: (slices - 2) as f64 * bytes / rates.summed,
+                }
+            }
         };
         Tiles {
             rates,
@@ -64,6 +96,7 @@ impl<'a> Tiles<'a> {
             step_of_cached: ctas as f64 * cached / rates.cached,
             step_of_read: read / rates.read,
             beside: rates.column * area / 128.0 + split,
+            sums,
         }
     }
 
@@ -73,14 +106,27 @@ impl<'a> Tiles<'a> {
         let step = self.step.max(count * self.step_of_cached);
         // What comes from memory is hidden behind the rest, the better the less of it there is.
         let read = count * self.step_of_read;
-        self.steps * (step * step + read * read).sqrt() + self.beside
+        let sums = self.sums.join + self.sums.each.max(count * self.sums.of_cached);
+        self.steps * (step * step + read * read).sqrt() + self.beside + sums
     }
 
     /// What all of them take.
     pub fn all(&self) -> f64 {
         let (full, rest) = (self.entries / self.slots, self.entries % self.slots);
         let last = if rest > 0 { self.wave(rest) } else { 0.0 };
-        full as f64 * self.wave(self.slots) + last
+        full as f64 * self.wave(self.slots) + last + self.sums.joined
+    }
+
+    /// Into how many slices K may be worth cutting, where it is not cut so far: one, and numbers that fill whole waves.
+    pub fn slices(&self, most: usize) -> impl Iterator<Item = usize> {
+        let most = most.min((self.steps / LEAST_STEPS) as usize);
+        let (slots, entries) = (self.slots, self.entries.max(1));
+        let of_waves = (1..=MOST_WAVES).map(move |waves| waves * slots / entries);
+        let mut last = 1;
+        let sliced = of_waves
+            .take_while(move |&slices| slices <= most)
+            .filter(move |&slices| std::mem::replace(&mut last, slices.max(1)) < slices);
+        std::iter::once(1).chain(sliced)
     }
 
     /// From the launch to the end.
