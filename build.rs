@@ -8,7 +8,7 @@ use std::process::{Command, ExitCode};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
-use kernels::{FAMILIES, Family, VARIANTS};
+use kernels::{FAMILIES, Family};
 
 // The library uses the rest of it.
 #[allow(dead_code)]
@@ -110,7 +110,7 @@ fn source_of(family: &Family, dtype: &str) -> String {
          static_assert(GEMMESH_TILE_K == {tile_k}, \"cuda/kernels.rs says so\");\n"
     );
     for shape in family.shapes {
-        for variant in VARIANTS {
+        for variant in family.variants(shape) {
             let head = match variant.sums {
                 true => "GEMMESH_MATMUL_SUMS",
                 false => "GEMMESH_MATMUL",

@@ -15,7 +15,7 @@
  *              tile_m, tile_n, cluster and split.
  *
  * Launch:      grid    whole clusters of cluster * split CTAs, at most one to a multiprocessor: as many as the device
- *                      holds at a time, and no more than tile_count * slices unless they have rows to push
+ *                      holds at a time, and no more than tile_count unless they have rows to push
  *              block   GEMMESH_THREADS
  *              cluster compiled into the kernel; no launch attribute is needed
  *              shared  Family::shared_bytes of kernels.rs, dynamic; raise
@@ -76,13 +76,13 @@
 /* One entry of the table that the host computes: what one cluster works on next.
  *
  * Clusters take the entries in turn (cluster c of C: entries c, c + C, ...), so the table is in the order in which
- * tiles become ready, and neighbours in it run at the same time: group them for the L2 cache. Where K is cut into slices, an entry
- * is taken once for each, one behind the other: slice s of entry e is what is taken as number e * slices + s. */
+ * tiles become ready, and neighbours in it run at the same time: group them for the L2 cache. Where K is cut into slices, each has an
+ * entry of its own, and those of a tile stand one behind the other. */
 typedef struct GemmeshTile {
     uint32_t m;          /* tile row, in units of tile_m * cluster rows; CTA r of the cluster takes the r-th part;
                           * or all of it, and a part of K */
     uint32_t n;          /* tile column, in units of tile_n columns */
-    uint32_t block;      /* of a kernel that adds partials: whose rows m counts; else 0 */
+    uint32_t block;      /* of a kernel that adds partials: whose rows m counts; of another the slice of K */
     uint16_t flag_begin; /* rows of `a`, or what is added, are there once flags[flag_begin..flag_end) have all reached the */
     uint16_t flag_end;   /* epoch; an empty range waits for nothing */
 } GemmeshTile;
@@ -139,7 +139,7 @@ typedef struct GemmeshExchange {
     void *rows[GEMMESH_MAX_WORLD];                /* every rank's `a`, likewise */
 } GemmeshExchange;
 
-/* What one CTA did with one table entry, or a slice of it; nanoseconds of %globaltimer. Event [number * CTAs of a cluster + rank in
+/* What one CTA did with one table entry; nanoseconds of %globaltimer. Event [entry * CTAs of a cluster + rank in
  * the cluster]. */
 typedef struct GemmeshTraceEvent {
     uint64_t wait_begin; /* the producer turned to this tile */
@@ -149,7 +149,7 @@ typedef struct GemmeshTraceEvent {
     uint64_t math_end;   /* the accumulators were complete */
     uint64_t done;       /* the first warp that stores rows of this CTA's has issued its stores */
     uint32_t sm;         /* %smid */
-    uint32_t tile;       /* the number: of the entry, or of its slice */
+    uint32_t tile;       /* index into the table */
 } GemmeshTraceEvent;
 
 /* The problem and everything a kernel may wait for or report to. All pointers are device addresses. */
@@ -160,12 +160,14 @@ typedef struct GemmeshParams {
     uint32_t *abort;                /* nonzero: stop waiting. GEMMESH_GROUP_FAILED is the host's to write */
     GemmeshFault *fault;
     const void *bias;               /* [n] of the element type, or null */
-    GemmeshTraceEvent *trace;       /* [tile_count * slices * CTAs of a cluster]; filled by the `_trace` kernels only */
-    float *partials;                /* what slices of K have added up: for each tile of a CTA and each slice tile_m * tile_n of them */
-    uint32_t *arrived;              /* for each tile of a CTA and each of its consumer warps: how many slices have stored theirs; zero
-                                     * between operations */
+    void *out;                      /* as the map says, for kernels that store without it: those of exchanged operands */
+    uint64_t out_pitch;             /* bytes from row to row */
+    GemmeshTraceEvent *trace;       /* [tile_count * CTAs of a cluster]; filled by the `_trace` kernels only */
+    float *partials;                /* what slices of K have added up: for each entry and CTA of the cluster tile_m * tile_n of them */
+    uint32_t *arrived;              /* for each entry, CTA of the cluster and consumer warp; that of a tile's first slice counts how many
+                                     * have stored theirs. Zero between operations */
     uint64_t deadline_ns;           /* the longest that a single wait may last */
-    uint32_t tile_count;            /* entries of the table */
+    uint32_t tile_count;
     uint32_t epoch;                 /* a flag has arrived when (int32_t)(flag - epoch) >= 0; where rows are pushed,
                                      * when it has reached push_epoch->epoch, and this one is for the host */
     uint32_t m;                     /* rows of `a` and `out`; m, n and k are at least 1 */
@@ -173,7 +175,7 @@ typedef struct GemmeshParams {
     uint32_t k;                     /* columns of `a` and `b` */
     uint32_t deferred_flag;         /* the one flag that tiles which need it wait for only */
     uint32_t deferred_step;         /* before this step through K, GEMMESH_TILE_K columns each; none: UINT32_MAX */
-    uint32_t slices;                /* of K: at least 1; and 1 where a cluster's CTAs share K */
+    uint32_t slices;                /* of K: at least 1; and 1 where a cluster's CTAs share K, or partials are added */
     GemmeshExchange exchange;
 } GemmeshParams;
 
@@ -259,10 +261,10 @@ static_assert(sizeof(GemmeshPushEpoch) == 32, "");
 static_assert(sizeof(GemmeshCopyTask) == 32, "a task is two 16-byte loads");
 static_assert(sizeof(GemmeshExchange) == 48 + 16 * GEMMESH_MAX_WORLD, "");
 static_assert(offsetof(GemmeshExchange, task_count) == 32, "");
-static_assert(sizeof(GemmeshParams) == 112 + sizeof(GemmeshExchange), "");
-static_assert(offsetof(GemmeshParams, trace) == 48, "");
-static_assert(offsetof(GemmeshParams, tile_count) == 80, "");
-static_assert(offsetof(GemmeshParams, exchange) == 112, "");
+static_assert(sizeof(GemmeshParams) == 128 + sizeof(GemmeshExchange), "");
+static_assert(offsetof(GemmeshParams, trace) == 64, "");
+static_assert(offsetof(GemmeshParams, tile_count) == 96, "");
+static_assert(offsetof(GemmeshParams, exchange) == 128, "");
 static_assert(sizeof(GemmeshBlock) == 32, "a block is two 16-byte loads");
 static_assert(sizeof(GemmeshStore) == 16, "a store is one 16-byte load");
 static_assert(sizeof(GemmeshSums) == 40, "");

@@ -13,13 +13,15 @@ pub static FAMILIES: [Family; 1] = [Family {
 /// With as many stages as shared memory holds beside the boxes. Wide tiles move the fewest bytes for a product; which of
 /// the widths is best is a matter of how evenly a problem's tiles share out among the multiprocessors. Narrow tiles are for
 /// small problems, and for finer steps while rows arrive; tiles of 64 rows for few rows, where what counts is how fast `b` is read.
+/// Those of any other height exchange the operands: for products of a few hundred rows, which tiles of 128 rows do not fit.
 #[rustfmt::skip]
-const HOPPER: [Shape; 19] = [
+const HOPPER: [Shape; 33] = [
     //  tile_m  tile_n  stages  cluster  split
     shape( 128,   256,      4,       2,     1),
     shape( 128,   224,      4,       2,     1),
     shape( 128,   208,      4,       2,     1),
     shape( 128,   192,      4,       2,     1),
+    shape( 128,   160,      5,       2,     1),
     shape( 128,   128,      6,       2,     1),
     shape( 128,   256,      4,       1,     1),
     shape( 128,    64,      8,       1,     1),
@@ -35,6 +37,19 @@ const HOPPER: [Shape; 19] = [
     shape(  64,   256,      5,       1,     1),
     shape(  64,   256,      4,       1,     2),
     shape(  64,   256,      4,       1,     4),
+    shape(  80,   128,      8,       2,     1),
+    shape(  96,   128,      6,       1,     2),
+    shape(  96,   128,      7,       2,     1),
+    shape( 112,   128,      7,       2,     1),
+    shape( 144,   128,      6,       1,     1),
+    shape( 144,   128,      6,       2,     1),
+    shape( 144,   128,      5,       1,     2),
+    shape( 160,   128,      5,       2,     1),
+    shape( 176,   128,      5,       1,     1),
+    shape( 176,   128,      5,       2,     1),
+    shape( 208,   128,      5,       1,     1),
+    shape( 208,   128,      5,       2,     1),
+    shape( 240,   128,      4,       2,     1),
 ];
 
 /// Kernels of one source: cuda/NAME/matmul.cuh.
@@ -49,7 +64,7 @@ pub struct Family {
     pub shapes: &'static [Shape],
 }
 
-/// What one kernel of a family has of its own. Each comes in four: see [`Variant`].
+/// What one kernel of a family has of its own. Each comes in several: see [`Family::variants`].
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
     /// Rows of a CTA's tile.
@@ -74,8 +89,8 @@ pub struct Variant {
     pub trace: bool,
 }
 
-/// All that there are.
-pub const VARIANTS: [Variant; 4] = {
+/// All that there may be.
+const VARIANTS: [Variant; 4] = {
     const fn variant(sums: bool, trace: bool) -> Variant {
         Variant { sums, trace }
     }
@@ -112,11 +127,18 @@ const CONSUMER_ROWS: u32 = 64;
 const ELEMENT_BYTES: u32 = 2;
 
 impl Shape {
-    /// Columns of the tile that one of the consumer warpgroups multiplies.
-    fn consumer_n(&self) -> u32 {
+    /// Whether rows of `b` are the instructions' rows, so that the tile may be of any height.
+    pub fn is_exchanged(&self) -> bool {
+        ![CONSUMER_ROWS, CONSUMERS * CONSUMER_ROWS].contains(&self.tile_m)
+    }
+
+    /// Boxes that each consumer warp can use.
+    fn most_boxes(&self) -> u32 {
         match self.tile_m {
-            CONSUMER_ROWS => self.tile_n / CONSUMERS,
-            _ => self.tile_n,
+            // It lays out rows in one box, and stores them itself.
+            _ if self.is_exchanged() => 1,
+            CONSUMER_ROWS => (self.tile_n / CONSUMERS).div_ceil(BOX_COLUMNS),
+            _ => self.tile_n.div_ceil(BOX_COLUMNS),
         }
     }
 }
@@ -140,11 +162,18 @@ impl Family {
         )
     }
 
+    /// The kernels of a shape. Partials are not added by those that exchange operands.
+    pub fn variants(&self, shape: &Shape) -> impl Iterator<Item = Variant> + use<> {
+        let is_exchanged = shape.is_exchanged();
+        let made = move |variant: &Variant| !(variant.sums && is_exchanged);
+        VARIANTS.into_iter().filter(made)
+    }
+
     /// Boxes that each consumer warp has to store through: as many as it can use and as the ring leaves room for.
     pub fn boxes(&self, shape: &Shape) -> u32 {
         let taken = BARRIER_BYTES + self.ring_bytes(shape) + self.sum_bytes(shape);
         let fit = SHARED_LIMIT.saturating_sub(taken) / (CONSUMER_WARPS * BOX_BYTES);
-        fit.min(shape.consumer_n().div_ceil(BOX_COLUMNS))
+        fit.min(shape.most_boxes())
     }
 
     /// The dynamic shared memory that the kernel is launched with. The kernel's source asserts that it is what it uses.
@@ -176,8 +205,12 @@ impl Family {
             let refused = if !(64..=256).contains(&shape.tile_n) || !shape.tile_n.is_multiple_of(16)
             {
                 "tile_n is a multiple of 16 from 64 to 256"
-            } else if ![CONSUMER_ROWS, CONSUMERS * CONSUMER_ROWS].contains(&shape.tile_m) {
-                "tile_m is 64 or 128"
+            } else if shape.is_exchanged()
+                && !(shape.tile_n == CONSUMERS * CONSUMER_ROWS
+                    && (80..=256).contains(&shape.tile_m)
+                    && shape.tile_m.is_multiple_of(16))
+            {
+                "tile_m is 64 or 128, or a multiple of 16 from 80 to 256 and tile_n 128"
             } else if shape.tile_m == CONSUMER_ROWS && !shape.tile_n.is_multiple_of(2 * BOX_COLUMNS)
             {
                 "tile_n of 64 rows is a multiple of 128"

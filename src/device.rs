@@ -57,10 +57,10 @@ impl Group<Cuda> {
     }
 }
 
-/// `config` with the tile shape of each kernel there is; for benchmarks and tests.
+/// `config` with the tile shape of each kernel there is, or of those that add partials; for benchmarks and tests.
 #[doc(hidden)]
-pub fn with_each_kernel(config: &Config) -> Vec<Config> {
-    Cuda::configs(config).collect()
+pub fn with_each_kernel(config: &Config, sums: bool) -> Vec<Config> {
+    Cuda::configs(config, sums).collect()
 }
 
 /// Whether some ranks have the same GPU; for benchmarks.

@@ -77,6 +77,52 @@ __device__ __forceinline__ void store_rows(const Accumulators<Element, N>& accum
     }
 }
 
+// The warp's 16 columns of an exchanged tile, whose rows are the accumulators' columns: adds the bias, and stores 16 rows at a time,
+// a sector of 32 bytes of each. `row` and `column` are the tile's first and the warp's.
+template <class Element, int N>
+__device__ __forceinline__ void store_columns(Accumulators<Element, N>& accumulators, const GemmeshParams& params,
+                                              StoreBox<Element>& box, uint32_t row, uint32_t column, uint32_t lane) {
+    constexpr uint32_t kColumns = 16;
+    constexpr uint32_t kRows = 16;
+    constexpr uint32_t kPieces = kColumns / StoreBox<Element>::kPiece;  // of a row
+    constexpr uint32_t kTurns = StoreBox<Element>::kRows * StoreBox<Element>::kColumns / (kRows * kColumns);
+    if (params.bias != nullptr) {
+        const Element* bias = static_cast<const Element*>(params.bias);
+        const uint32_t upper = column + lane / 4;
+        const float left = upper < params.n ? static_cast<float>(bias[upper]) : 0.0f;
+        const float right = upper + 8 < params.n ? static_cast<float>(bias[upper + 8]) : 0.0f;
+#pragma unroll
+        for (int i = 0; i < N / 8; ++i) {
+            float* d = &accumulators.d[i * 4];
+            d[0] += left;
+            d[1] += left;
+            d[2] += right;
+            d[3] += right;
+        }
+    }
+    const uint32_t piece = lane % kPieces;
+    const uint32_t own_column = column + piece * StoreBox<Element>::kPiece;
+    uint8_t* out = static_cast<uint8_t*>(params.out) + own_column * sizeof(Element);
+#pragma unroll
+    for (int i = 0; i < N / kRows; ++i) {
+        // lanes 0-7 and 8-15 name the rows of the left and the right piece, the others those eight rows below
+        const float* d = &accumulators.d[i * 8];
+        Element* rows = box.elements + i % kTurns * (kRows * kColumns);
+        Element* target = rows + (lane / 16 * 8 + lane % 8) * kColumns + lane / 8 % 2 * StoreBox<Element>::kPiece;
+        if (i >= int(kTurns)) __syncwarp();
+        ptx::stmatrix_x4_trans(ptx::shared_address(target), ptx::cvt_rn_x2<Element>(d[0], d[1]),
+                               ptx::cvt_rn_x2<Element>(d[2], d[3]), ptx::cvt_rn_x2<Element>(d[4], d[5]),
+                               ptx::cvt_rn_x2<Element>(d[6], d[7]));
+        __syncwarp();
+        const uint32_t own_row = row + i * kRows + lane / kPieces;
+        const uint4 values = *reinterpret_cast<const uint4*>(rows + lane / kPieces * kColumns + piece * StoreBox<Element>::kPiece);
+        // as TMA: a piece that begins within the row is written whole
+        if (own_row < params.m && own_column < params.n) ptx::st_global(out + own_row * params.out_pitch, values);
+    }
+    // the next tile's come after these have been read
+    __syncwarp();
+}
+
 // A thread that stores boxes of a tile, one of `Boxes` after the other, before it has the next one filled: waits until TMA has read
 // what was in it; for the first one, all of the tile before.
 template <int Boxes>

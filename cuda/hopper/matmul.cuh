@@ -51,6 +51,8 @@ static_assert(kConsumerRegisters == 224);
 
 // Each consumer multiplies 64 rows, the height of a wgmma, by all columns of the tile: of all ways to split a tile in
 // two this one reads the fewest bytes of shared memory for a product. Of a tile that is no higher, each takes half of the columns.
+// Or the operands are exchanged, and rows of `b` are the wgmma's rows: then a tile may have any number of rows that a wgmma has of
+// columns, and fits a product of few of them.
 constexpr int kConsumerRows = 64;
 
 template <class Element_, int TileM, int TileN, int Stages, int Cluster, int Split, int Boxes, bool Sums, bool Trace>
@@ -59,14 +61,17 @@ struct Config {
     static constexpr int kTileM = TileM;
     static constexpr int kTileN = TileN;
     static constexpr bool kSideBySide = TileM == kConsumerRows;  // consumers, not one above the other
+    static constexpr bool kExchanged = TileM != kConsumerRows && TileM != kConsumers * kConsumerRows;
     static constexpr int kConsumerN = kSideBySide ? TileN / kConsumers : TileN;
-    static_assert(TileM == kConsumerRows || TileM == kConsumers * kConsumerRows);
+    static constexpr int kColumns = kExchanged ? TileM : kConsumerN;  // of a consumer's accumulators
+    static_assert(!kExchanged || (TileN == kConsumers * kConsumerRows && TileM % 16 == 0 && TileM <= 256 && !Sums));
     static constexpr int kStages = Stages;
     static constexpr int kCluster = Cluster;        // CTAs that share the loads of b, on rows of their own
     static constexpr int kSplit = Split;            // or: CTAs that share a tile, each with a part of K
     static constexpr int kCtas = Cluster * Split;   // in a cluster, as the hardware sees it
     static constexpr int kBoxes = Boxes;            // that a consumer warp has to store through
     static constexpr bool kSums = Sums;             // adds partials
+    static constexpr bool kSliced = Split == 1 && !Sums;  // slices of K may be added through memory
     static constexpr bool kTrace = Trace;
     static_assert(Cluster == 1 || Split == 1);
 
@@ -81,14 +86,11 @@ struct Shared {
     alignas(1024) Element a[C::kStages][C::kTileM * GEMMESH_TILE_K];
     alignas(1024) Element b[C::kStages][C::kTileN * GEMMESH_TILE_K];
     StoreBox<Element> boxes[kConsumerWarps][C::kBoxes];
-    SplitSum<C::kSplit, C::kConsumerN, kConsumerWarps> sum;
+    SplitSum<C::kSplit, C::kColumns, kConsumerWarps> sum;
     Pipeline<C::kStages, C::kCluster> pipeline;
     Published<Entrance> entrance;
     Pushers pushers;
 };
-
-template <class C>
-using Walk = TableWalk<C::kSplit == 1>;
 
 // The steps through K that a CTA makes.
 struct Steps {
@@ -99,10 +101,10 @@ struct Steps {
 template <class C>
 __device__ __forceinline__ Steps steps_of(const GemmeshParams& params, uint32_t slice, uint32_t rank) {
     const uint32_t all = (params.k + GEMMESH_TILE_K - 1) / GEMMESH_TILE_K;
-    const uint32_t parts = C::kSplit == 1 ? params.slices : C::kSplit;
-    if (C::kSplit > 1) slice = rank;
+    const uint32_t parts = C::kSliced ? params.slices : C::kSplit;
     if (parts == 1) return {0, all};
-    const Steps part{all * slice / parts, all * (slice + 1) / parts};
+    const uint32_t own = C::kSliced ? slice : rank;
+    const Steps part{all * own / parts, all * (own + 1) / parts};
     // Where K is too short to be shared, a step behind its end, where TMA reads zeros.
     return part.begin < part.end ? part : Steps{all, all + 1};
 }
@@ -120,7 +122,7 @@ __device__ __forceinline__ GemmeshTraceEvent& event_of(const GemmeshParams& para
 // One warp: waits for each tile's rows, and one thread of it loads them, stage by stage.
 template <class C>
 __device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensorMap& map_b,
-                                        const GemmeshParams& params, const SumArguments& partials, Walk<C>& walk,
+                                        const GemmeshParams& params, const SumArguments& partials, TableWalk& walk,
                                         Shared<C>& shared, uint32_t rank) {
     constexpr uint32_t kStageBytes = sizeof(shared.a[0]) + sizeof(shared.b[0]);
     constexpr uint16_t kEveryCta = (1 << C::kCluster) - 1;
@@ -147,7 +149,7 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensor
 
     if constexpr (C::kSums) next_block = load_block(*partials.sums, walk.tile().block);
     for (bool first = true; walk.valid(); walk.advance(), first = false) {
-        const Steps steps = steps_of<C>(params, walk.slice(), rank);
+        const Steps steps = steps_of<C>(params, walk.tile().block, rank);
         const bool waits = walk.tile().flag_begin < walk.tile().flag_end;
         const auto wait_for_flags = [&] {
             if (C::kTrace && lane == 0) event().wait_begin = ptx::globaltimer();
@@ -214,24 +216,24 @@ __device__ __forceinline__ void exchange(const GemmeshParams& params, Shared<C>&
 // One warpgroup: multiplies its rows of each tile and stores them.
 template <class C>
 __device__ __forceinline__ void consume(const CUtensorMap* map_out, const GemmeshParams& params,
-                                        const SumArguments& partials, Walk<C>& walk, Shared<C>& shared,
+                                        const SumArguments& partials, TableWalk& walk, Shared<C>& shared,
                                         uint32_t rank, uint32_t consumer) {
     using Element = typename C::Element;
     constexpr uint32_t kStepA = operand_step(sizeof(shared.a[0]));
     constexpr uint32_t kStepB = operand_step(sizeof(shared.b[0]));
     const uint32_t lane = threadIdx.x % 32;
     const uint32_t warp = threadIdx.x / 32 % 4;
-    const uint32_t own_row = C::kSideBySide ? 0 : consumer * kConsumerRows;
-    const uint32_t own_column = C::kSideBySide ? consumer * C::kConsumerN : 0;
+    const uint32_t own_row = C::kSideBySide || C::kExchanged ? 0 : consumer * kConsumerRows;
+    const uint32_t own_column = C::kSideBySide ? consumer * C::kConsumerN : C::kExchanged ? consumer * kConsumerRows : 0;
     const uint32_t a = operand(&shared.a[0][own_row * GEMMESH_TILE_K]);
     const uint32_t b = operand(&shared.b[0][own_column * GEMMESH_TILE_K]);
     // The first warp whose rows this CTA stores.
     const uint32_t first_warp = C::kSplit == 1 ? 0 : rank * (kConsumerWarps / C::kSplit);
     const bool tracer = C::kTrace && consumer * 4 + warp == first_warp && lane == 0;
     auto& boxes = shared.boxes[consumer * 4 + warp];
-    Accumulators<Element, C::kConsumerN> accumulators;
+    Accumulators<Element, C::kColumns> accumulators;
     RingPosition<C::kStages> at;
-    PlacedStores<Element, C::kConsumerN, C::kBoxes> placed(params, partials, shared.entrance, boxes);
+    PlacedStores<Element, C::kColumns, C::kBoxes> placed(params, partials, shared.entrance, boxes);
 
     uint32_t turn = 0;
     for (; walk.valid(); walk.advance(), ++turn) {
@@ -241,20 +243,27 @@ __device__ __forceinline__ void consume(const CUtensorMap* map_out, const Gemmes
             placed.turn_to(block, lane);
         }
 
-        const Steps steps = steps_of<C>(params, walk.slice(), rank);
+        const Steps steps = steps_of<C>(params, walk.tile().block, rank);
+        const uint32_t count = steps.end - steps.begin;
         uint32_t previous = 0;
-        for (uint32_t step = steps.begin; step < steps.end; ++step) {
+        for (uint32_t step = 0; step < count; ++step) {
             // wait for the stage's bytes
             shared.pipeline.wait_full(at);
-            if (tracer && step == steps.begin) event_of<C>(params, walk.index(), rank).math_begin = ptx::globaltimer();
+            if (tracer && step == 0) event_of<C>(params, walk.index(), rank).math_begin = ptx::globaltimer();
 
             // multiply; meanwhile the stage before is finished and can be loaded again
-            accumulators.multiply(a + at.stage * kStepA, b + at.stage * kStepB, step == steps.begin);
-            if (step > steps.begin) {
+            const uint32_t stage_a = a + at.stage * kStepA;
+            const uint32_t stage_b = b + at.stage * kStepB;
+            if constexpr (C::kExchanged) {
+                accumulators.multiply(stage_b, stage_a, step == 0);
+            } else {
+                accumulators.multiply(stage_a, stage_b, step == 0);
+            }
+            if (step > 0) {
                 accumulators.template wait<1>();
                 shared.pipeline.release(previous, lane);
                 if constexpr (C::kSums) {
-                    if (step == steps.begin + placed.kReportStep) placed.report(lane);
+                    if (step == placed.kReportStep) placed.report(lane);
                 }
             }
             previous = at.stage;
@@ -265,20 +274,21 @@ __device__ __forceinline__ void consume(const CUtensorMap* map_out, const Gemmes
         if (tracer) event_of<C>(params, walk.index(), rank).math_end = ptx::globaltimer();
 
         // store the tile; the producer is loading the next one
-        const uint32_t own = own_row + warp * GEMMESH_STORE_ROWS;
+        const uint32_t own = C::kExchanged ? 0 : own_row + warp * GEMMESH_STORE_ROWS;
         const auto row_of_warp = [&] { return first_row<C>(walk.tile(), rank) + own; };
         bool has_sums;
-        if constexpr (C::kSplit == 1) {
-            const bool is_stored = row_of_warp() < (C::kSums ? block.rows : params.m);
-            const uint32_t tile = walk.entry() * C::kCluster + rank;
-            const uint32_t place = tile * kConsumerWarps + consumer * 4 + warp;
-            has_sums = add_slices(accumulators, params, place, walk.slice(), is_stored, lane);
+        if constexpr (C::kSliced) {
+            const Slice<C::kCluster * kConsumerWarps> own{walk.index(), walk.tile().block,
+                                                          rank * kConsumerWarps + consumer * 4 + warp};
+            has_sums = own.add(accumulators, params, row_of_warp() < params.m, lane);
         } else {
             has_sums = shared.sum.gather(accumulators, turn, rank, consumer * 4 + warp, lane);
         }
         const uint32_t row = row_of_warp();
         const uint32_t column = walk.tile().n * C::kTileN + own_column;
-        if constexpr (C::kSums) {
+        if constexpr (C::kExchanged) {
+            if (has_sums) store_columns(accumulators, params, boxes[0], row, column + warp * 16, lane);
+        } else if constexpr (C::kSums) {
             const bool has_rows = has_sums && row < block.rows;
             // a tile of few steps through K has not reported the one before
             placed.report(lane);
@@ -339,7 +349,7 @@ __device__ __forceinline__ void matmul(const CUtensorMap& map_a, const CUtensorM
         ptx::fence_mbarrier_init();
     }
     // on its way from memory while the CTAs meet
-    Walk<C> walk(params, C::kCtas);
+    TableWalk walk(params, C::kCtas);
     meet<C>();
 
     if (warpgroup == 0) {

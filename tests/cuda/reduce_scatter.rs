@@ -29,17 +29,8 @@ const ROUTES: [Route; 3] = [Route::Pull, Route::Push, Route::Store];
 /// several.
 fn configs_of_split(parts: usize) -> Vec<Option<Config>> {
     let base = Config::new(TileShape::new(128, 128, 64), Chunking::new(1), Route::Pull);
-    let all = with_each_kernel(&base);
-    let with = |count: usize| {
-        all.iter()
-            .filter(move |config| config.tile.split_k == count)
-    };
-    // Or as many slices of K: the same bits.
-    let sliced = with(1).map(|config| {
-        let tile = config.tile.with_k_slices(parts);
-        Config::new(tile, config.chunking, config.route)
-    });
-    let kernels = with(parts).copied().chain(sliced.filter(|_| parts > 1));
+    let kernels = with_each_kernel(&base, true).into_iter();
+    let kernels = kernels.filter(|config| config.tile.split_k == parts);
     let chunks = [(1, 2), (1, 1), (2, 4), (3, 2), (1, 3), (3, 1)];
     let chunked = kernels.zip(chunks.into_iter().cycle());
     let chunked = chunked.map(|(config, (count, last))| {

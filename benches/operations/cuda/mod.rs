@@ -40,6 +40,8 @@ pub trait OnGpus<T: Element>: Operation<Cuda, T> {
     fn peers(&mut self, instruments: &Instruments, prepared: &Self::Prepared) -> Result<Peers>;
     /// Copies what a run moves, in no order with anything.
     fn copy(&mut self, prepared: &Self::Prepared) -> Result<()>;
+    /// Whether its kernels add partials.
+    const ADDS: bool;
     /// How rows may be moved.
     fn ways() -> Vec<(Route, Chunking)>;
 }
@@ -142,6 +144,8 @@ impl Peers {
 }
 
 impl<T: Element> OnGpus<T> for AllGather<Cuda, T> {
+    const ADDS: bool = false;
+
     fn peers(&mut self, instruments: &Instruments, prepared: &Self::Prepared) -> Result<Peers> {
         let group = &instruments.timer.group;
         let ([m, k], [n, _]) = (self.a.shape(), self.b.shape());
@@ -242,6 +246,8 @@ fn ways_of_sums(counts: &[(usize, usize)]) -> Vec<(Route, Chunking)> {
 }
 
 impl<T: Element> OnGpus<T> for ReduceScatter<Cuda, T> {
+    const ADDS: bool = true;
+
     fn peers(&mut self, instruments: &Instruments, _: &Self::Prepared) -> Result<Peers> {
         self.operands.peers(instruments, Collective::ReduceScatter)
     }
@@ -256,6 +262,8 @@ impl<T: Element> OnGpus<T> for ReduceScatter<Cuda, T> {
 }
 
 impl<T: Element> OnGpus<T> for AllReduce<Cuda, T> {
+    const ADDS: bool = true;
+
     fn peers(&mut self, instruments: &Instruments, _: &Self::Prepared) -> Result<Peers> {
         self.operands.peers(instruments, Collective::AllReduce)
     }
@@ -447,9 +455,9 @@ fn fastest<T: Element, O: OnGpus<T>>(
     let timer = Timer::new(group)?;
     let mut best = operation.prepare(None)?;
     let mut best_time = f64::INFINITY;
-    let tile = O::config(&best).tile;
+    let tile = O::config(&best).tile.with_k_slices(1);
     for (route, chunking) in O::ways() {
-        for config in with_each_kernel(&Config::new(tile, chunking, route)) {
+        for config in with_each_kernel(&Config::new(tile, chunking, route), O::ADDS) {
             let other = match operation.prepare(Some(config)) {
                 // Nor for another kernel.
                 Err(Error::NoRoute { .. }) => break,

@@ -214,6 +214,8 @@ pub struct GemmeshParams {
     pub abort: *mut u32,
     pub fault: *mut GemmeshFault,
     pub bias: *const ::core::ffi::c_void,
+    pub out: *mut ::core::ffi::c_void,
+    pub out_pitch: u64,
     pub trace: *mut GemmeshTraceEvent,
     pub partials: *mut f32,
     pub arrived: *mut u32,
@@ -230,7 +232,7 @@ pub struct GemmeshParams {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 1184usize];
+    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 1200usize];
     ["Alignment of GemmeshParams"][::core::mem::align_of::<GemmeshParams>() - 8usize];
     ["Offset of field: GemmeshParams::tiles"]
         [::core::mem::offset_of!(GemmeshParams, tiles) - 0usize];
@@ -244,29 +246,32 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshParams, fault) - 32usize];
     ["Offset of field: GemmeshParams::bias"]
         [::core::mem::offset_of!(GemmeshParams, bias) - 40usize];
+    ["Offset of field: GemmeshParams::out"][::core::mem::offset_of!(GemmeshParams, out) - 48usize];
+    ["Offset of field: GemmeshParams::out_pitch"]
+        [::core::mem::offset_of!(GemmeshParams, out_pitch) - 56usize];
     ["Offset of field: GemmeshParams::trace"]
-        [::core::mem::offset_of!(GemmeshParams, trace) - 48usize];
+        [::core::mem::offset_of!(GemmeshParams, trace) - 64usize];
     ["Offset of field: GemmeshParams::partials"]
-        [::core::mem::offset_of!(GemmeshParams, partials) - 56usize];
+        [::core::mem::offset_of!(GemmeshParams, partials) - 72usize];
     ["Offset of field: GemmeshParams::arrived"]
-        [::core::mem::offset_of!(GemmeshParams, arrived) - 64usize];
+        [::core::mem::offset_of!(GemmeshParams, arrived) - 80usize];
     ["Offset of field: GemmeshParams::deadline_ns"]
-        [::core::mem::offset_of!(GemmeshParams, deadline_ns) - 72usize];
+        [::core::mem::offset_of!(GemmeshParams, deadline_ns) - 88usize];
     ["Offset of field: GemmeshParams::tile_count"]
-        [::core::mem::offset_of!(GemmeshParams, tile_count) - 80usize];
+        [::core::mem::offset_of!(GemmeshParams, tile_count) - 96usize];
     ["Offset of field: GemmeshParams::epoch"]
-        [::core::mem::offset_of!(GemmeshParams, epoch) - 84usize];
-    ["Offset of field: GemmeshParams::m"][::core::mem::offset_of!(GemmeshParams, m) - 88usize];
-    ["Offset of field: GemmeshParams::n"][::core::mem::offset_of!(GemmeshParams, n) - 92usize];
-    ["Offset of field: GemmeshParams::k"][::core::mem::offset_of!(GemmeshParams, k) - 96usize];
+        [::core::mem::offset_of!(GemmeshParams, epoch) - 100usize];
+    ["Offset of field: GemmeshParams::m"][::core::mem::offset_of!(GemmeshParams, m) - 104usize];
+    ["Offset of field: GemmeshParams::n"][::core::mem::offset_of!(GemmeshParams, n) - 108usize];
+    ["Offset of field: GemmeshParams::k"][::core::mem::offset_of!(GemmeshParams, k) - 112usize];
     ["Offset of field: GemmeshParams::deferred_flag"]
-        [::core::mem::offset_of!(GemmeshParams, deferred_flag) - 100usize];
+        [::core::mem::offset_of!(GemmeshParams, deferred_flag) - 116usize];
     ["Offset of field: GemmeshParams::deferred_step"]
-        [::core::mem::offset_of!(GemmeshParams, deferred_step) - 104usize];
+        [::core::mem::offset_of!(GemmeshParams, deferred_step) - 120usize];
     ["Offset of field: GemmeshParams::slices"]
-        [::core::mem::offset_of!(GemmeshParams, slices) - 108usize];
+        [::core::mem::offset_of!(GemmeshParams, slices) - 124usize];
     ["Offset of field: GemmeshParams::exchange"]
-        [::core::mem::offset_of!(GemmeshParams, exchange) - 112usize];
+        [::core::mem::offset_of!(GemmeshParams, exchange) - 128usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

@@ -15,7 +15,7 @@ use crate::schedule::{Config, TileShape};
 mod list;
 
 pub use list::{CONSUMER_WARPS, Variant};
-use list::{FAMILIES, Family, Shape, VARIANTS};
+use list::{FAMILIES, Family, Shape};
 
 /// A family's kernels for a dtype, as build.rs has nvcc make them.
 struct Cubin {
@@ -103,7 +103,7 @@ impl Kernels {
         for cubin in CUBINS {
             let module = module(cubin.image)?;
             for shape in cubin.family.shapes {
-                for variant in VARIANTS {
+                for variant in cubin.family.variants(shape) {
                     let instance = Instance::load(&module, cubin, shape, variant)?;
                     kernels.instances.push(instance);
                 }
@@ -164,9 +164,14 @@ fn shapes() -> impl Iterator<Item = (&'static Family, &'static Shape)> {
     FAMILIES.iter().flat_map(of)
 }
 
-/// `base` with each of the shapes.
-pub fn configs(base: Config) -> impl Iterator<Item = Config> {
-    shapes().map(move |(family, shape)| configured(family, shape, &base))
+/// `base` with each of the shapes; or, if the kernel is to add partials, of those that do.
+pub fn configs(base: Config, sums: bool) -> impl Iterator<Item = Config> {
+    let has = move |(family, shape): &(&Family, &Shape)| {
+        let mut variants = family.variants(shape);
+        variants.any(|variant| variant.sums == sums)
+    };
+    let configured = move |(family, shape)| configured(family, shape, &base);
+    shapes().filter(has).map(configured)
 }
 
 /// `base` with a shape.
@@ -244,9 +249,13 @@ mod tests {
         for cubin in CUBINS {
             let &Cubin { family, dtype, .. } = cubin;
             assert_eq!(family.tile_k, GEMMESH_TILE_K);
-            let all = |shape| VARIANTS.map(|variant| family.kernel(dtype, shape, variant));
+            let all = |shape| {
+                let variants = family.variants(shape);
+                variants.map(move |variant| family.kernel(dtype, shape, variant))
+            };
             let loaded: Vec<String> = family.shapes.iter().flat_map(all).collect();
-            assert_eq!(loaded.len(), 4 * family.shapes.len());
+            let exchanged = family.shapes.iter().filter(|s| s.is_exchanged()).count();
+            assert_eq!(loaded.len(), 4 * family.shapes.len() - 2 * exchanged);
             let expected = loaded.iter().map(|name| (name.clone(), dtype.to_string()));
             assert_eq!(compiled(cubin), expected.collect::<Vec<_>>());
             for name in loaded {
@@ -290,6 +299,8 @@ mod tests {
         refused(|s| s.cluster = 3, "cluster is 1, 2 or 4");
         refused(|s| s.split = 0, "split one of these or 8");
         refused(|s| s.tile_m = 96, "tile_m is 64 or 128");
+        let odd = |s: &mut Shape| (s.tile_m, s.tile_n) = (88, 128);
+        refused(odd, "a multiple of 16 from 80 to 256");
         let flat = |s: &mut Shape| (s.tile_m, s.tile_n) = (64, 192);
         refused(flat, "tile_n of 64 rows is a multiple of 128");
         refused(|s| s.split = 2, "cluster or split is 1");

@@ -279,7 +279,7 @@ impl sealed::Backend for Cuda {
             });
         }
         if let Some(product) = schedule.product() {
-            slices::check(&product.config, schedule.tiles().len())?;
+            slices::check(&product.config, schedule.tiles().len(), places.is_some())?;
             let dtype = schedule.matrices()[product.a].dtype;
             let variant = Variant {
                 sums: places.is_some(),
@@ -514,9 +514,9 @@ impl Cuda {
         self.distinct
     }
 
-    /// `config` with the tile shape of each kernel there is.
-    pub fn configs(config: &Config) -> impl Iterator<Item = Config> {
-        kernel::configs(*config)
+    /// `config` with the tile shape of each kernel there is; or of those that add partials.
+    pub fn configs(config: &Config, sums: bool) -> impl Iterator<Item = Config> {
+        kernel::configs(*config, sums)
     }
 
     /// What is put on the ranks' streams later begins at the same time. Collective.

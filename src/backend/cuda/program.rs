@@ -1,5 +1,6 @@
 //! A schedule on the device: its tables, and what a kernel is launched with.
 
+use std::borrow::Cow;
 use std::ffi::c_void;
 use std::mem::offset_of;
 
@@ -62,8 +63,9 @@ impl Program {
                 BlockTables::of(&schedule, places)
             });
         let none_yet = vec![0u32; blocks.len()];
+        let entries = entries(&schedule);
         let tables = [
-            bytemuck::cast_slice(schedule.tiles()),
+            bytemuck::cast_slice(&entries),
             bytemuck::cast_slice(&sources),
             bytemuck::cast_slice(&tasks),
             bytemuck::cast_slice(&blocks),
@@ -92,7 +94,7 @@ impl Program {
     }
 }
 
-/// The kernel reads a schedule's tiles as they are.
+/// The kernel reads tiles as they are.
 const _: () = {
     assert!(size_of::<Tile>() == size_of::<GemmeshTile>());
     assert!(offset_of!(Tile, m) == offset_of!(GemmeshTile, m));
@@ -202,9 +204,8 @@ impl Launch {
             targets,
         };
         let pushed = schedule.is_pushed();
-        let tiles = schedule.tiles().len();
         let slices = product.config.tile.k_slices;
-        let entries = tiles * slices;
+        let entries = schedule.tiles().len() * slices;
         // All of them run at the same time: those that push must not wait for those that wait for pushes.
         let mut clusters = instance.resident;
         // A copy between ranks that share a GPU may be a kernel of the driver's, and needs some room.
@@ -263,11 +264,13 @@ impl Launch {
             abort: control.abort() as *mut u32,
             fault: cuda.monitor.fault() as *mut GemmeshFault,
             bias: bias.map_or(0, |(ptr, _)| ptr) as *const c_void,
+            out: out_or_added.ptr as *mut c_void,
+            out_pitch: out_or_added.pitch as u64,
             trace: trace.as_ref().map_or(0, |trace| trace.ptr()) as *mut GemmeshTraceEvent,
             partials: cuda.workspace.partials() as *mut f32,
             arrived: cuda.workspace.arrived() as *mut u32,
             deadline_ns: members.timeout.as_nanos().min(u64::MAX.into()) as u64,
-            tile_count: tiles as u32,
+            tile_count: entries as u32,
             epoch: call.epoch.raw(),
             m: product.m as u32,
             n: product.n as u32,
@@ -303,10 +306,26 @@ impl Launch {
         }
         let Maps { operands, targets } = &self.maps;
         let [a, b, out_or_added] = operands.each_ref().map(argument);
-        let mut arguments = [a, b, out_or_added, argument(&self.params)].to_vec();
-        if let (Some(targets), Some(sums)) = (targets, &self.sums) {
-            arguments.extend([argument(targets), argument(sums)]);
-        }
+        let params = argument(&self.params);
+        let mut with_sums;
+        let mut plain;
+        let arguments: &mut [*mut c_void] = match (targets, &self.sums) {
+            (Some(targets), Some(sums)) => {
+                with_sums = [
+                    a,
+                    b,
+                    out_or_added,
+                    params,
+                    argument(targets),
+                    argument(sums),
+                ];
+                &mut with_sums
+            }
+            _ => {
+                plain = [a, b, out_or_added, params];
+                &mut plain
+            }
+        };
         let instance = &self.instance;
         // SAFETY: the arguments are what abi.h says. The matrices, the tables and the flags are alive until the stream
         // has passed: a caller's memory by contract of its view, the rest because it is freed after that only.
@@ -316,7 +335,7 @@ impl Launch {
                 self.grid,
                 GEMMESH_THREADS,
                 instance.shared_bytes,
-                &mut arguments,
+                arguments,
             )
         }
     }
@@ -367,6 +386,21 @@ impl Launch {
         }
         Ok(())
     }
+}
+
+/// The table: the tiles, each once for every slice of K.
+fn entries(schedule: &Schedule) -> Cow<'_, [Tile]> {
+    let tiles = schedule.tiles();
+    let slices = schedule.product().map_or(1, |p| p.config.tile.k_slices);
+    if slices == 1 {
+        return tiles.into();
+    }
+    let slices = 0..slices as u32;
+    let entries = tiles.iter().flat_map(|tile| {
+        let of = |block| Tile { block, ..*tile };
+        slices.clone().map(of)
+    });
+    entries.collect()
 }
 
 /// Rows of a matrix that lies at `ptr`, `pitch` bytes from row to row.

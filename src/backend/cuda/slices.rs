@@ -36,11 +36,15 @@ impl Workspace {
     }
 }
 
-/// Whether there is room for what slices of so many entries of the table add up.
+/// Whether there is room for what slices of so many entries of the table add up, and a kernel that does it: none that adds partials.
 ///
 /// # Errors
 /// [`Error::Limit`](crate::Error::Limit).
-pub fn check(config: &Config, entries: usize) -> Result<()> {
+pub fn check(config: &Config, entries: usize, adds_partials: bool) -> Result<()> {
+    if adds_partials {
+        let what = "Config::tile.k_slices of partial sums that are sent,";
+        limit(what, config.tile.k_slices, 1, 1)?;
+    }
     limit(
         "bytes that Config::tile.k_slices adds up",
         bytes(config, entries),

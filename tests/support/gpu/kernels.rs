@@ -11,14 +11,15 @@ use super::{Case, ROUTES};
 
 /// A configuration for every kernel, and for some with K in slices.
 pub static SHAPES: LazyLock<Vec<Config>> = LazyLock::new(|| {
-    let mut shapes = with_each_kernel(&Config::new(
+    let base = Config::new(
         TileShape::new(0, 0, 0)
             .with_stages(0)
             .with_cluster(0)
             .with_split_k(0),
         Chunking::new(1),
         Route::Pull,
-    ));
+    );
+    let mut shapes = with_each_kernel(&base, false);
     let mut counts = [2, 4, 3, 7].into_iter().cycle();
     let whole = shapes.iter().filter(|config| config.tile.split_k == 1);
     let sliced: Vec<Config> = whole

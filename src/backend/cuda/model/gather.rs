@@ -88,8 +88,8 @@ fn gathered(rates: &Rates, asked: &Description, config: &Config) -> f64 {
 fn gathered_by(tiles: &Tiles, asked: &Description, config: &Config, groups: &[Group]) -> f64 {
     let (rates, layout) = (tiles.rates, &asked.layout);
     let around = match layout.world() {
-        1 => rates.start,
-        _ => rates.start + rates.link(config.route).around,
+        1 => tiles.start,
+        _ => tiles.start + rates.link(config.route).around,
     };
     if order::reads_once(config, [layout.m(), asked.n, layout.k()]) {
         let ready = groups.iter().map(|group| group.ready).fold(0.0, f64::max);

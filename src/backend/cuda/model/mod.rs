@@ -81,7 +81,8 @@ fn fastest(
     time: impl Fn(&Tiles, &Config, f64) -> f64,
 ) -> Config {
     let mut best = (f64::INFINITY, base);
-    for config in configs(base).filter(|config| config.check_numerics(numerics).is_ok()) {
+    let configs = configs(base, is_sum(asked));
+    for config in configs.filter(|config| config.check_numerics(numerics).is_ok()) {
         let tiles = Tiles::of(rates, asked, &config);
         let most = match (numerics, config.tile.split_k) {
             (Numerics::Fast, 1) => MOST_SLICES,
@@ -115,7 +116,7 @@ mod testing {
     /// With the kernel of this shape: rows, columns, CTAs that share `b`, and K.
     pub fn config(shape: [usize; 4], route: Route, chunking: Chunking) -> Config {
         let has_shape = |c: &Config| [c.tile.m, c.tile.n, c.tile.cluster, c.tile.split_k] == shape;
-        let mut all = configs(Config::new(WIDEST, chunking, route));
+        let mut all = configs(Config::new(WIDEST, chunking, route), false);
         all.find(has_shape).unwrap()
     }
 }

@@ -13,8 +13,10 @@ use crate::schedule::Route;
 #[serde(deny_unknown_fields)]
 pub struct Rates {
     pub multiprocessors: usize,
-    /// From the launch to the first product, and from the last one to the kernel's end.
+    /// From the launch to the first product, and from the last one to the kernel's end; and what CTAs of a cluster take more, for each
+    /// doubling of their number.
     pub start: f64,
+    pub cluster: f64,
     /// Operations of one multiprocessor, two a product; and what each step through K takes beside these.
     pub operations: f64,
     pub step: f64,
@@ -55,18 +57,19 @@ pub struct Link {
 /// Fitted to 122 and 74 shapes by all kernels, and to the ways of the 74 on two GPUs: benches/NOTES.md.
 pub const H200: Rates = Rates {
     multiprocessors: 132,
-    start: 7.1,
-    operations: 7.13e6,
-    step: 0.057,
-    loaded: 110e3,
-    cached: 9.7e6,
-    read: 3.9e6,
-    column: 0.0023,
-    join: 0.71,
-    split: 0.64,
-    slice_join: 1.0,
-    summed: 780e3,
-    summed_cached: 2.5e6,
+    start: 5.41,
+    cluster: 0.70,
+    operations: 7.25e6,
+    step: 0.030,
+    loaded: 104e3,
+    cached: 9.11e6,
+    read: 4.58e6,
+    column: 0.0079,
+    join: 0.46,
+    split: 0.55,
+    slice_join: 0.96,
+    summed: 161e3,
+    summed_cached: 3.94e6,
     pull: Link {
         around: 15.3,
         start: 0.0,
@@ -89,15 +92,19 @@ pub const H200: Rates = Rates {
 
 /// Fitted likewise on an H100; links could not be measured.
 const H100: Rates = Rates {
-    start: 7.0,
-    operations: 6.64e6,
-    step: 0.009,
-    loaded: 113e3,
-    cached: 8.18e6,
-    read: 2.73e6,
-    column: 0.0016,
-    join: 0.47,
-    split: 0.92,
+    start: 5.41,
+    cluster: 0.94,
+    operations: 9.06e6,
+    step: 0.117,
+    loaded: 115e3,
+    cached: 8.19e6,
+    read: 3.08e6,
+    column: 0.0080,
+    join: 0.32,
+    split: 0.97,
+    slice_join: 1.34,
+    summed: 148e3,
+    summed_cached: 4.59e6,
     ..H200
 };
 
@@ -140,6 +147,7 @@ impl Rates {
         let Rates {
             multiprocessors,
             start,
+            cluster,
             operations,
             step,
             loaded,
@@ -169,6 +177,7 @@ impl Rates {
             false => Err(format!("{name} is {value}: no time is below 0")),
         };
         time("start", start)?;
+        time("cluster", cluster)?;
         rate("operations", operations)?;
         time("step", step)?;
         rate("loaded", loaded)?;

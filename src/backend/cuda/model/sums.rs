@@ -80,7 +80,7 @@ pub fn choose(rates: &Rates, asked: &Description, numerics: Numerics) -> Config 
     let candidates = cuts.iter().flat_map(|&(route, count, last)| {
         let chunking = Chunking::new(count).with_last(last);
         let base = Config::new(WIDEST, chunking, route);
-        configs(base)
+        configs(base, true)
     });
     let depth = (asked.n / 2).clamp(1024, 8192);
     let whole = Config::new(WIDEST, Chunking::new(1), Route::Push);
@@ -269,7 +269,7 @@ mod tests {
     type Point = (&'static str, [usize; 3], Route, [usize; 3], [usize; 2], f64);
 
     #[test]
-    fn the_model_comes_within_a_fifth_of_what_was_measured() {
+    fn the_model_comes_within_a_seventh_of_what_was_measured() {
         use Route::{Push, Store};
         const MEASURED: [Point; 24] = [
             (NAME, [256, 4096, 1792], Store, [64, 1, 2], [1, 1], 25.0),
@@ -347,7 +347,7 @@ mod tests {
             let time = Model::new(&H200, &asked, k, &config).time();
             let off = measured / time - 1.0;
             assert!(
-                off.abs() < 0.2,
+                off.abs() < 1.0 / 7.0,
                 "{operation} {asked:?} {config:?}: {time} µs, not {measured}"
             );
         }
@@ -360,7 +360,7 @@ mod tests {
                 (2, 4096),
                 (16, 8192),
                 (256, 4096),
-                (512, 8192),
+                (256, 8192),
                 (1024, 4096),
             ] {
                 assert_eq!(chosen(operation, m, n).route, Route::Store, "{m} {n}");

@@ -12,6 +12,8 @@ const LEAST_STEPS: f64 = 4.0;
 #[derive(Clone, Copy, Debug)]
 pub struct Tiles<'a> {
     pub rates: &'a Rates,
+    /// Around all of them.
+    pub start: f64,
     /// Those that are made at the same time, counted by entries of the table.
     pub slots: usize,
     /// Rows of an entry.
@@ -87,6 +89,7 @@ impl<'a> Tiles<'a> {
         };
         Tiles {
             rates,
+            start: rates.start + rates.cluster * (ctas as f64).log2(),
             slots,
             rows,
             columns,
@@ -131,7 +134,7 @@ impl<'a> Tiles<'a> {
 
     /// From the launch to the end.
     pub fn alone(&self) -> f64 {
-        self.rates.start + self.all()
+        self.start + self.all()
     }
 }
 
