@@ -3,6 +3,8 @@
 
 use std::ops::Range;
 
+use smallvec::smallvec;
+
 use super::config::{CUT_COLUMNS, Chunking, Config, Route};
 use super::layout::{Layout, MAX_EXTENT, chunk_rows, limit};
 use super::order::{self, ring};
@@ -224,7 +226,7 @@ impl<'a> Cutter<'a> {
             from: source,
             to: peer,
             source,
-            regions: vec![Move::in_place(Region {
+            regions: smallvec![Move::in_place(Region {
                 matrix: A,
                 rows: rows.clone(),
                 columns: columns.clone(),

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use smallvec::SmallVec;
+
 use super::layout::{MAX_WORLD, limit};
 use super::{Agreed, Config, MAX_BLOCKS, MAX_FLAGS, Route};
 use crate::element::DType;
@@ -120,7 +122,7 @@ pub struct Transfer {
     /// The rank whose rows they are: `from`, unless that passes on what it got.
     pub source: usize,
     /// What is moved.
-    pub regions: Vec<Move>,
+    pub regions: SmallVec<[Move; 1]>,
     /// Chunk flags of the rank that moves them: it waits for these first.
     pub after: Range<usize>,
     /// A block of the product of the rank that moves them: it waits for that too.

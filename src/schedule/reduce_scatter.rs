@@ -7,6 +7,8 @@
 
 use std::ops::Range;
 
+use smallvec::smallvec;
+
 use super::config::{Chunking, Config, Route};
 use super::layout::{MAX_EXTENT, chunk_rows, limit};
 use super::order::{self, TileRow, ring};
@@ -166,7 +168,7 @@ fn exchange(planner: &Plan) -> Result<Schedule> {
             from,
             to,
             source: from,
-            regions: vec![Move {
+            regions: smallvec![Move {
                 from: region(partials.own(0, 0)),
                 to: region(partials.slot(from, to)),
             }],
@@ -407,7 +409,7 @@ impl Plan<'_> {
             from,
             to,
             source: from,
-            regions: vec![moved],
+            regions: smallvec![moved],
             after: 0..0,
             produced,
             flag,

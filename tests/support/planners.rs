@@ -121,7 +121,7 @@ pub fn staged(asked: Asked, stages: usize, rank: usize, config: Config) -> Sched
                     from,
                     to,
                     source: from,
-                    regions: vec![region(A, first..first + block, k)],
+                    regions: [region(A, first..first + block, k)].into(),
                     after: 0..0,
                     produced: None,
                     flag,
@@ -150,7 +150,8 @@ pub fn with_scales(asked: Asked, rank: usize, config: Config) -> Schedule {
             regions: vec![
                 region(A, rows.clone(), k),
                 region(SCALES, rows, k.div_ceil(SCALED)),
-            ],
+            ]
+            .into(),
             after: 0..0,
             produced: None,
             flag: from - usize::from(from > to),
@@ -187,7 +188,7 @@ pub fn relayed(asked: Asked, rank: usize, config: Config) -> Schedule {
                 from,
                 to,
                 source,
-                regions: vec![region(A, source * block..(source + 1) * block, k)],
+                regions: [region(A, source * block..(source + 1) * block, k)].into(),
                 after: if source == from { 0..0 } else { come..come + 1 },
                 produced: None,
                 flag: flag_of(source, to),

@@ -84,8 +84,10 @@ fn fastest(
     let configs = configs(base, is_sum(asked));
     for config in configs.filter(|config| config.check_numerics(numerics).is_ok()) {
         let tiles = Tiles::of(rates, asked, &config);
+        // Others take longer though they filled all multiprocessors.
+        let may_gain = tiles.start + tiles.filled() < best.0;
         let most = match (numerics, config.tile.split_k) {
-            (Numerics::Fast, 1) => MOST_SLICES,
+            (Numerics::Fast, 1) if may_gain => MOST_SLICES,
             _ => 1,
         };
         for slices in tiles.slices(most) {

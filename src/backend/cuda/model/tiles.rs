@@ -5,6 +5,8 @@ use crate::schedule::{Config, Description};
 
 /// Where there are more waves, the last one matters little.
 const MOST_WAVES: usize = 12;
+/// Slices are worth a look where they take so much less than fewer do.
+const WORTH: f64 = 0.95;
 /// Steps through K that a slice has at the least.
 const LEAST_STEPS: f64 = 4.0;
 
@@ -120,15 +122,29 @@ impl<'a> Tiles<'a> {
         full as f64 * self.wave(self.slots) + last + self.sums.joined
     }
 
+    /// What all of them would take if the last wave were as full as any.
+    pub fn filled(&self) -> f64 {
+        let count = self.slots.min(self.entries);
+        self.entries as f64 / self.slots as f64 * self.wave(count)
+    }
+
     /// Into how many slices K may be worth cutting, where it is not cut so far: one, and numbers that fill whole waves.
     pub fn slices(&self, most: usize) -> impl Iterator<Item = usize> {
         let most = most.min((self.steps / LEAST_STEPS) as usize);
+        let waves = if most > 1 { MOST_WAVES } else { 0 };
         let (slots, entries) = (self.slots, self.entries.max(1));
-        let of_waves = (1..=MOST_WAVES).map(move |waves| waves * slots / entries);
-        let mut last = 1;
-        let sliced = of_waves
-            .take_while(move |&slices| slices <= most)
-            .filter(move |&slices| std::mem::replace(&mut last, slices.max(1)) < slices);
+        // The share of a whole wave that each slice is, times the waves.
+        let mut least = entries.div_ceil(slots) as f64;
+        let sliced = (1..=waves)
+            .map(move |waves| (waves, waves * slots / entries))
+            .take_while(move |&(_, slices)| slices <= most)
+            .filter(move |&(waves, slices)| {
+                let share = waves as f64 / slices as f64;
+                let pays = slices > 1 && share < WORTH * least;
+                least = if pays { share } else { least };
+                pays
+            })
+            .map(|(_, slices)| slices);
         std::iter::once(1).chain(sliced)
     }
 
