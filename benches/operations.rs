@@ -78,6 +78,11 @@ struct Args {
     #[cfg(feature = "cuda")]
     #[arg(long)]
     tune: Option<PathBuf>,
+    /// Time all kernels and ways to move rows on some shapes, in less than a minute, and write the device's rates to a file: with
+    /// GEMMESH_RATES=FILE the library chooses by them.
+    #[cfg(feature = "cuda")]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["tune", "sweep"])]
+    calibrate: Option<PathBuf>,
     /// Type of the elements.
     #[arg(long, value_enum, default_value_t = DTypeName::Bf16)]
     dtype: DTypeName,
@@ -309,6 +314,12 @@ trait Timed<B: Backend, T: Element>: Operation<B, T> {
     fn tune(_: &Group<B>, _: [usize; 3], _: &Path) -> Result<(), Failure> {
         Err(Failure::Usage("--tune: this backend has nothing to tune"))
     }
+
+    /// Writes the device's rates to a file.
+    #[cfg(feature = "cuda")]
+    fn calibrate(_: &Group<B>, _: &Path) -> Result<(), Failure> {
+        Err(Failure::Usage("--calibrate: this backend has no rates"))
+    }
 }
 
 /// What is reported of a shape.
@@ -399,6 +410,10 @@ fn run<B: Backend, T: Element, O: Timed<B, T>>(args: &Args) -> Result<(), Failur
     if let Some(path) = &args.tune {
         let mut shapes = args.shapes().into_iter();
         return shapes.try_for_each(|shape| O::tune(&group, shape, path));
+    }
+    #[cfg(feature = "cuda")]
+    if let Some(path) = &args.calibrate {
+        return O::calibrate(&group, path);
     }
     let instruments = O::instruments(&group)?;
     match args.sweep {

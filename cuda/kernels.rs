@@ -126,10 +126,14 @@ const CONSUMERS: u32 = 2;
 const CONSUMER_ROWS: u32 = 64;
 const ELEMENT_BYTES: u32 = 2;
 
+/// Whether rows of `b` are the instructions' rows, so that tiles may be of such a height.
+pub fn is_exchanged(tile_m: u32) -> bool {
+    ![CONSUMER_ROWS, CONSUMERS * CONSUMER_ROWS].contains(&tile_m)
+}
+
 impl Shape {
-    /// Whether rows of `b` are the instructions' rows, so that the tile may be of any height.
     pub fn is_exchanged(&self) -> bool {
-        ![CONSUMER_ROWS, CONSUMERS * CONSUMER_ROWS].contains(&self.tile_m)
+        is_exchanged(self.tile_m)
     }
 
     /// Boxes that each consumer warp can use.

@@ -3,7 +3,7 @@
 
 use std::ffi::c_void;
 
-use crate::backend::Cuda;
+use crate::backend::{Cuda, Sample};
 use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::group::Group;
@@ -61,6 +61,16 @@ impl Group<Cuda> {
 #[doc(hidden)]
 pub fn with_each_kernel(config: &Config, sums: bool) -> Vec<Config> {
     Cuda::configs(config, sums).collect()
+}
+
+/// Rates of this device, as a file that `GEMMESH_RATES` may name, and the median of how far the model is from the samples; for
+/// benchmarks.
+///
+/// # Errors
+/// [`Error::System`] if they can't be written as JSON.
+#[doc(hidden)]
+pub fn calibrate(group: &Group<Cuda>, samples: &[Sample]) -> Result<(String, f64)> {
+    group.inner().backend.calibrate(group.rank(), samples)
 }
 
 /// Whether some ranks have the same GPU; for benchmarks.

@@ -56,11 +56,11 @@ pub use backend::Cuda;
 pub mod testing {
     //! What only the tests and benchmarks of this library use.
     pub use crate::backend::KEPT_PROGRAMS;
-    #[cfg(feature = "cuda")]
-    pub use crate::backend::Winner;
     pub use crate::backend::delay_chunks;
     #[cfg(feature = "cuda")]
-    pub use crate::device::{align_streams, ranks_share_gpus, with_each_kernel};
+    pub use crate::backend::{Sample, Winner};
+    #[cfg(feature = "cuda")]
+    pub use crate::device::{align_streams, calibrate, ranks_share_gpus, with_each_kernel};
     pub use crate::ops::run_schedule;
 }
 

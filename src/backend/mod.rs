@@ -12,7 +12,7 @@ use std::time::Duration;
 pub use cuda::Cuda;
 #[cfg(feature = "cuda")]
 #[doc(hidden)]
-pub use cuda::Winner;
+pub use cuda::{Sample, Winner};
 #[cfg(all(fuzzing, feature = "cuda"))]
 pub use cuda::{peer, winners};
 pub use host::Host;

@@ -1,6 +1,7 @@
 //! The rows of the CUDA backend: gemmesh, and its peers NCCL and cuBLASLt.
 #![allow(unsafe_code)]
 
+mod calibrate;
 mod clock;
 mod memory;
 mod peers;
@@ -413,6 +414,10 @@ impl<T: Element, O: OnGpus<T>> Timed<Cuda, T> for O {
             ideal: times[Variant::Ideal as usize],
             note: nccl.is_none().then_some(shared),
         })
+    }
+
+    fn calibrate(group: &Group<Cuda>, path: &Path) -> Result<(), Failure> {
+        calibrate::calibrate::<T>(group, path)
     }
 
     fn tune(group: &Group<Cuda>, shape: [usize; 3], path: &Path) -> Result<(), Failure> {

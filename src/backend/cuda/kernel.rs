@@ -158,6 +158,11 @@ pub fn storing_warps(config: &Config) -> u32 {
     list::CONSUMER_WARPS * config.tile.cluster as u32
 }
 
+/// Whether its kernel exchanges the operands.
+pub fn is_exchanged(config: &Config) -> bool {
+    list::is_exchanged(config.tile.m as u32)
+}
+
 /// Every shape, which there is for each of its family's dtypes.
 fn shapes() -> impl Iterator<Item = (&'static Family, &'static Shape)> {
     let of = |family: &'static Family| family.shapes.iter().map(move |shape| (family, shape));

@@ -22,6 +22,8 @@ mod tuned;
 #[cfg(fuzzing)]
 pub use memory::fuzzing as peer;
 #[doc(hidden)]
+pub use model::calibrate::Sample;
+#[doc(hidden)]
 pub use tuned::Winner;
 #[cfg(fuzzing)]
 pub use tuned::fuzzing as winners;
@@ -517,6 +519,24 @@ impl Cuda {
     /// `config` with the tile shape of each kernel there is; or of those that add partials.
     pub fn configs(config: &Config, sums: bool) -> impl Iterator<Item = Config> {
         kernel::configs(*config, sums)
+    }
+
+    /// The rates by which the model comes closest to the samples, as a file that `GEMMESH_RATES` may name, and by how much it is off
+    /// in the median.
+    pub fn calibrate(&self, rank: usize, samples: &[Sample]) -> Result<(String, f64)> {
+        let begin = Rates {
+            multiprocessors: self.device.multiprocessors(),
+            ..Rates::of(self.device.name())
+        };
+        let rates = model::calibrate::fit(&begin, samples);
+        let error = model::calibrate::median_error(&rates, samples);
+        let text = serde_json::to_string_pretty(&rates);
+        let text = text.map_err(|e| Error::System {
+            rank: Some(rank),
+            action: "write rates as JSON".into(),
+            reason: e.to_string(),
+        })?;
+        Ok((text + "\n", error))
     }
 
     /// What is put on the ranks' streams later begins at the same time. Collective.

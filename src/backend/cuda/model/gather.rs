@@ -80,7 +80,7 @@ impl Free {
 }
 
 /// What a product takes whose rows are gathered meanwhile, as rank 0 sees it.
-fn gathered(rates: &Rates, asked: &Description, config: &Config) -> f64 {
+pub fn gathered(rates: &Rates, asked: &Description, config: &Config) -> f64 {
     let tiles = Tiles::of(rates, asked, config);
     gathered_by(&tiles, asked, config, &groups(rates, asked, config))
 }

@@ -6,6 +6,7 @@
 //! microseconds. It is a pure function of what all ranks know alike, and of a rank's own N where rows are gathered: ranks whose N
 //! differ agree on how rows are moved.
 
+pub mod calibrate;
 mod gather;
 pub mod rates;
 mod sums;

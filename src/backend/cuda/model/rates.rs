@@ -26,8 +26,10 @@ pub struct Rates {
     pub cached: f64,
     /// Bytes that come from memory.
     pub read: f64,
-    /// What a tile takes beside its products, for each of its columns of 128 rows.
+    /// What a tile takes beside its products, for each of its columns of 128 rows; and one of exchanged operands, which are stored
+    /// otherwise.
     pub column: f64,
+    pub exchanged_column: f64,
     /// What CTAs that share K take to wait for one another, and to add up 128 rows of 256 columns.
     pub join: f64,
     pub split: f64,
@@ -57,33 +59,34 @@ pub struct Link {
 /// Fitted to 122 and 74 shapes by all kernels, and to the ways of the 74 on two GPUs: benches/NOTES.md.
 pub const H200: Rates = Rates {
     multiprocessors: 132,
-    start: 5.41,
-    cluster: 0.70,
-    operations: 7.25e6,
-    step: 0.030,
-    loaded: 104e3,
-    cached: 9.11e6,
-    read: 4.58e6,
-    column: 0.0079,
-    join: 0.46,
-    split: 0.55,
-    slice_join: 0.96,
-    summed: 161e3,
-    summed_cached: 3.94e6,
+    start: 5.03,
+    cluster: 0.68,
+    operations: 6.65e6,
+    step: 0.001,
+    loaded: 102e3,
+    cached: 9.17e6,
+    read: 4.31e6,
+    column: 0.0073,
+    exchanged_column: 0.0111,
+    join: 0.49,
+    split: 0.79,
+    slice_join: 1.21,
+    summed: 162e3,
+    summed_cached: 4.44e6,
     pull: Link {
-        around: 15.3,
+        around: 17.6,
         start: 0.0,
         bytes: 378e3,
         chunk: 5.2,
     },
     push: Link {
-        around: 8.3,
+        around: 10.6,
         start: 3.9,
         bytes: 377e3,
         chunk: 4.2,
     },
     store: Link {
-        around: 6.7,
+        around: 8.9,
         start: 0.0,
         bytes: 313e3,
         chunk: 0.0,
@@ -91,20 +94,21 @@ pub const H200: Rates = Rates {
 };
 
 /// Fitted likewise on an H100; links could not be measured.
-const H100: Rates = Rates {
-    start: 5.41,
-    cluster: 0.94,
-    operations: 9.06e6,
-    step: 0.117,
-    loaded: 115e3,
-    cached: 8.19e6,
+pub const H100: Rates = Rates {
+    start: 5.44,
+    cluster: 0.98,
+    operations: 7.33e6,
+    step: 0.031,
+    loaded: 106e3,
+    cached: 8.13e6,
     read: 3.08e6,
-    column: 0.0080,
-    join: 0.32,
-    split: 0.97,
-    slice_join: 1.34,
-    summed: 148e3,
-    summed_cached: 4.59e6,
+    column: 0.0061,
+    exchanged_column: 0.0106,
+    join: 0.31,
+    split: 1.19,
+    slice_join: 1.40,
+    summed: 149e3,
+    summed_cached: 4.69e6,
     ..H200
 };
 
@@ -154,6 +158,7 @@ impl Rates {
             cached,
             read,
             column,
+            exchanged_column,
             join,
             split,
             slice_join,
@@ -184,6 +189,7 @@ impl Rates {
         rate("cached", cached)?;
         rate("read", read)?;
         time("column", column)?;
+        time("exchanged_column", exchanged_column)?;
         time("join", join)?;
         time("split", split)?;
         time("slice_join", slice_join)?;

@@ -1,6 +1,7 @@
 //! What the tiles of a product take, wave by wave.
 
 use super::rates::Rates;
+use crate::backend::cuda::kernel;
 use crate::schedule::{Config, Description};
 
 /// Where there are more waves, the last one matters little.
@@ -72,6 +73,10 @@ impl<'a> Tiles<'a> {
         let cached = (tile.m as f64 + tile.n as f64 / tile.cluster as f64) * of_k;
         let read = ((m + n) * k * bytes) as f64 / (entries as f64 * steps);
         let products = 2.0 * area * tile.k as f64 / rates.operations + rates.step;
+        let column = match kernel::is_exchanged(config) {
+            true => rates.exchanged_column,
+            false => rates.column,
+        };
         let split = match tile.split_k {
             1 => 0.0,
             _ => rates.join + rates.split * area / (128.0 * 256.0),
@@ -100,7 +105,7 @@ impl<'a> Tiles<'a> {
             step: products.max((tile.m + tile.n) as f64 * of_k / rates.loaded),
             step_of_cached: ctas as f64 * cached / rates.cached,
             step_of_read: read / rates.read,
-            beside: rates.column * area / 128.0 + split,
+            beside: column * area / 128.0 + split,
             sums,
         }
     }

@@ -1,0 +1,239 @@
+//! Rates of a device, from what was measured on it.
+
+use super::gather::gathered;
+use super::rates::{Link, Rates};
+use super::tiles::Tiles;
+use crate::schedule::{Config, Description};
+
+/// What a configuration of a gather and its product took.
+#[derive(Clone, Debug)]
+pub struct Sample {
+    /// What was asked for.
+    pub asked: Description,
+    /// How it was cut up.
+    pub config: Config,
+    /// Whether rows were gathered; else the product alone, with all rows there.
+    pub gathers: bool,
+    /// Microseconds on the device.
+    pub micros: f64,
+}
+
+impl Sample {
+    /// How far the model is from it: the logarithm of the ratio.
+    fn off(&self, rates: &Rates) -> f64 {
+        let predicted = match self.gathers {
+            true => gathered(rates, &self.asked, &self.config),
+            false => Tiles::of(rates, &self.asked, &self.config).alone(),
+        };
+        (predicted / self.micros).ln()
+    }
+
+    fn is_like(&self, other: &Sample) -> bool {
+        self.asked == other.asked && self.gathers == other.gathers
+    }
+}
+
+/// The rates by which the model comes closest to the samples, beginning with those of a similar device: what no sample tells of stays
+/// as it is. Configurations count the more the faster they are, for it is among these that the model chooses.
+pub fn fit(begin: &Rates, samples: &[Sample]) -> Rates {
+    /// Off by more than this, a sample pulls no harder.
+    const CLOSE: f64 = 0.1;
+    /// How fast weights fall with the time that a sample took more than the best like it.
+    const FALL: f64 = 5.0;
+    /// What keeps rates where they are that hardly matter.
+    const KEEP: f64 = 4e-4;
+    const FIRST_STEP: f64 = 0.3;
+    const LAST_STEP: f64 = 0.004;
+    let weight = |sample: &Sample| {
+        let alike = samples.iter().filter(|other| sample.is_like(other));
+        let best = alike
+            .map(|other| other.micros)
+            .fold(f64::INFINITY, f64::min);
+        (-FALL * (sample.micros / best - 1.0)).exp().max(0.03)
+    };
+    let weights: Vec<f64> = samples.iter().map(weight).collect();
+    let all: f64 = weights.iter().sum();
+    let cost = |rates: &mut Rates| {
+        let pull = |(sample, weight): (&Sample, &f64)| {
+            let off = sample.off(rates).abs();
+            weight * off.min(CLOSE) * (2.0 * off - off.min(CLOSE))
+        };
+        let apart = samples.iter().zip(&weights).map(pull).sum::<f64>() / all;
+        let mut first = *begin;
+        let pairs = fields(rates).into_iter().zip(fields(&mut first));
+        let moved = pairs.filter(|(_, first)| **first > 0.0);
+        let moved = moved.map(|(now, first)| (*now / *first).ln().powi(2));
+        apart + KEEP * moved.sum::<f64>()
+    };
+    let mut rates = *begin;
+    let mut best = cost(&mut rates);
+    let mut step = FIRST_STEP;
+    while step > LAST_STEP {
+        let mut is_better = false;
+        for index in 0..fields(&mut rates).len() {
+            for factor in [1.0 + step, 1.0 / (1.0 + step)] {
+                let mut other = rates;
+                *fields(&mut other)[index] *= factor;
+                let cost = cost(&mut other);
+                if cost < best {
+                    (best, rates, is_better) = (cost, other, true);
+                }
+            }
+        }
+        if !is_better {
+            step *= 0.6;
+        }
+    }
+    rates
+}
+
+/// The median of how far the model is from the samples, as a share of what they took.
+pub fn median_error(rates: &Rates, samples: &[Sample]) -> f64 {
+    let off = samples
+        .iter()
+        .map(|sample| sample.off(rates).exp_m1().abs());
+    let mut off: Vec<f64> = off.collect();
+    off.sort_by(f64::total_cmp);
+    off.get(off.len() / 2).copied().unwrap_or(0.0)
+}
+
+/// All that is fitted.
+fn fields(rates: &mut Rates) -> [&mut f64; 26] {
+    let Rates {
+        multiprocessors: _,
+        start,
+        cluster,
+        operations,
+        step,
+        loaded,
+        cached,
+        read,
+        column,
+        exchanged_column,
+        join,
+        split,
+        slice_join,
+        summed,
+        summed_cached,
+        pull,
+        push,
+        store,
+    } = rates;
+    fn of(link: &mut Link) -> [&mut f64; 4] {
+        let Link {
+            around,
+            start,
+            bytes,
+            chunk,
+        } = link;
+        [around, start, bytes, chunk]
+    }
+    let [pull_around, pull_start, pull_bytes, pull_chunk] = of(pull);
+    let [push_around, push_start, push_bytes, push_chunk] = of(push);
+    let [store_around, store_start, store_bytes, store_chunk] = of(store);
+    [
+        start,
+        cluster,
+        operations,
+        step,
+        loaded,
+        cached,
+        read,
+        column,
+        exchanged_column,
+        join,
+        split,
+        slice_join,
+        summed,
+        summed_cached,
+        pull_around,
+        pull_start,
+        pull_bytes,
+        pull_chunk,
+        push_around,
+        push_start,
+        push_bytes,
+        push_chunk,
+        store_around,
+        store_start,
+        store_bytes,
+        store_chunk,
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::rates::{H100, H200};
+    use super::*;
+    use crate::backend::cuda::kernel::{WIDEST, configs};
+    use crate::element::DType;
+    use crate::schedule::{Chunking, Layout, Route};
+
+    /// What an imagined device takes for each kernel, alone and with rows that arrive.
+    fn samples(device: &Rates, shapes: &[[usize; 3]]) -> Vec<Sample> {
+        let of = |&[m, n, k]: &[usize; 3]| {
+            let asked = Description {
+                operation: "all_gather_matmul",
+                dtype: DType::Bf16,
+                layout: Layout::balanced(m, k, 2).unwrap(),
+                n,
+            };
+            let routes = [Route::Pull, Route::Push, Route::Store];
+            let configs = routes
+                .into_iter()
+                .flat_map(|route| configs(Config::new(WIDEST, Chunking::new(1), route), false));
+            let both = configs.flat_map(|config| [(config, false), (config, true)]);
+            let sample = move |(config, gathers)| {
+                let mut sample = Sample {
+                    asked: asked.clone(),
+                    config,
+                    gathers,
+                    micros: 1.0,
+                };
+                sample.micros = sample.off(device).exp();
+                sample
+            };
+            both.map(sample).collect::<Vec<_>>()
+        };
+        shapes.iter().flat_map(of).collect()
+    }
+
+    const MEASURED: [[usize; 3]; 6] = [
+        [16, 1792, 4096],
+        [200, 8192, 1024],
+        [700, 512, 16_384],
+        [4096, 1792, 4096],
+        [2048, 8192, 512],
+        [8192, 512, 2048],
+    ];
+
+    #[test]
+    fn the_rates_of_another_device_are_found() {
+        let device = Rates {
+            push: Link {
+                around: 14.0,
+                bytes: 150e3,
+                ..H100.push
+            },
+            ..H100
+        };
+        let measured = samples(&device, &MEASURED);
+        let rates = fit(&H200, &measured);
+        assert_eq!(rates.check(), Ok(()));
+        assert!(median_error(&H200, &measured) > 0.05);
+        assert!(median_error(&rates, &measured) < 0.01, "{rates:?}");
+        // And of shapes that it was not told of.
+        let others = samples(&device, &[[64, 3584, 8192], [1024, 3584, 2048]]);
+        let error = median_error(&rates, &others);
+        assert!(error < 0.03, "{error}: {rates:?}");
+    }
+
+    #[test]
+    fn what_no_sample_tells_of_stays_as_it_is() {
+        let mut measured = samples(&H100, &MEASURED[..2]);
+        measured.retain(|sample| !sample.gathers);
+        let rates = fit(&H200, &measured);
+        assert_eq!([rates.pull, rates.push], [H200.pull, H200.push]);
+        assert_eq!(rates.multiprocessors, H200.multiprocessors);
+    }
+}
