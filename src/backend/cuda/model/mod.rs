@@ -81,14 +81,16 @@ fn fastest(
     base: Config,
     time: impl Fn(&Tiles, &Config, f64) -> f64,
 ) -> Config {
+    // Of few rows, CTAs that share K are as fast alone, and faster with rows that arrive.
+    let sliced = numerics == Numerics::Fast && asked.layout.m() > FEW_ROWS;
     let mut best = (f64::INFINITY, base);
     let configs = configs(base, is_sum(asked));
     for config in configs.filter(|config| config.check_numerics(numerics).is_ok()) {
         let tiles = Tiles::of(rates, asked, &config);
         // Others take longer though they filled all multiprocessors.
         let may_gain = tiles.start + tiles.filled() < best.0;
-        let most = match (numerics, config.tile.split_k) {
-            (Numerics::Fast, 1) if may_gain => MOST_SLICES,
+        let most = match config.tile.split_k {
+            1 if sliced && may_gain => MOST_SLICES,
             _ => 1,
         };
         for slices in tiles.slices(most) {
@@ -109,8 +111,10 @@ fn fastest(
     best.1
 }
 
-/// More are not worth what adding them takes.
-const MOST_SLICES: usize = 16;
+/// More slices are not worth what adding them takes.
+const MOST_SLICES: usize = 8;
+/// Those of one low tile.
+const FEW_ROWS: usize = 64;
 
 #[cfg(test)]
 mod testing {
