@@ -98,17 +98,11 @@ fn ranks_that_cut_pushed_rows_differently_are_told() -> Result<(), Error> {
         |config, rank| config.route = [Route::Push, Route::Store][rank],
     ];
     for differ in differences {
-        let group = Builder::<Host>::new().timeout(Duration::from_secs(2));
-        group.threads(2, |group| {
-            let a = group.sharded::<bf16>(M, K)?;
-            let b = group.zeros(5, K)?;
-            let mut out = group.zeros(M, 5)?;
+        two_ranks(K, |group, run| {
             let mut pushed = CONFIG.with_route(Route::Push);
             differ(&mut pushed, group.rank());
-            let pulled = pushed.with_route(Route::Pull);
             // How rows are pulled is each rank's own affair, and so are tiles.
-            let mut run = |config| AllGatherMatmul::new().config(config).run(&a, &b, &mut out);
-            run(pulled)?;
+            run(pushed.with_route(Route::Pull))?;
             let mut other_tiles = CONFIG.with_route(Route::Push);
             other_tiles.tile.m += group.rank();
             run(other_tiles)?;
@@ -128,14 +122,28 @@ fn ranks_that_cut_pushed_rows_differently_are_told() -> Result<(), Error> {
 fn ranks_that_cut_pushed_rows_no_further_agree_whatever_they_ask_for() -> Result<(), Error> {
     // Too short to be cut.
     const K: usize = 64;
-    let group = Builder::<Host>::new().timeout(Duration::from_secs(2));
-    group.threads(2, |group| {
-        let a = group.sharded::<bf16>(M, K)?;
-        let b = group.zeros(5, K)?;
-        let mut out = group.zeros(M, 5)?;
+    two_ranks(K, |group, run| {
         let mut config = CONFIG.with_route(Route::Push);
         config.chunking.cut_last = group.rank() == 1;
-        AllGatherMatmul::new().config(config).run(&a, &b, &mut out)
+        run(config)
+    })
+}
+
+/// What a rank runs its product by.
+type Run<'a> = &'a mut dyn FnMut(Config) -> Result<(), Error>;
+
+/// Two ranks, each with a product of depth `k` that it may run by any configuration.
+fn two_ranks(
+    k: usize,
+    each: impl Fn(&Group<Host>, Run) -> Result<(), Error> + Sync,
+) -> Result<(), Error> {
+    let group = Builder::<Host>::new().timeout(Duration::from_secs(2));
+    group.threads(2, |group| {
+        let a = group.sharded::<bf16>(M, k)?;
+        let b = group.zeros(5, k)?;
+        let mut out = group.zeros(M, 5)?;
+        let mut run = |config| AllGatherMatmul::new().config(config).run(&a, &b, &mut out);
+        each(&group, &mut run)
     })?;
     Ok(())
 }

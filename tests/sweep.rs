@@ -87,23 +87,21 @@ fn a_summary_tells_few_rows_from_many_and_counts_what_is_lost() {
         let row = summary.iter().find(|(found, _)| found == name);
         row.map(|(_, values)| values.each_ref().map(String::as_str))
     };
-    assert_eq!(values("shapes"), Some(["1", "1", "1", "3"]));
-    assert_eq!(
-        values("fused / baseline > 1.00"),
-        Some(["1", "0", "0", "1"])
-    );
-    assert_eq!(
-        values("fused / baseline, geometric mean"),
-        Some(["2.000", "0.250", "1.000", "0.794"])
-    );
-    assert_eq!(
-        values("fused / baseline, worst"),
-        Some(["2.000", "0.250", "1.000", "2.000"])
-    );
-    assert_eq!(
-        values("fused - alone, median, µs"),
-        Some(["12.0", "1.0", "10.0", "10.0"])
-    );
+    for (name, expected) in [
+        ("shapes", ["1", "1", "1", "3"]),
+        ("fused / baseline > 1.00", ["1", "0", "0", "1"]),
+        (
+            "fused / baseline, geometric mean",
+            ["2.000", "0.250", "1.000", "0.794"],
+        ),
+        (
+            "fused / baseline, worst",
+            ["2.000", "0.250", "1.000", "2.000"],
+        ),
+        ("fused - alone, median, µs", ["12.0", "1.0", "10.0", "10.0"]),
+    ] {
+        assert_eq!(values(name), Some(expected), "{name}");
+    }
     assert_eq!(values("alone / cuBLASLt, worst"), None);
     assert!(sweep::table(&summary).to_string().contains("M >= 1024"));
 }
