@@ -37,6 +37,11 @@ pub const NAME: &str = "matmul_reduce_scatter";
 /// and of that whose sums all ranks get.
 pub const ALL_NAME: &str = "matmul_all_reduce";
 
+/// Whether an operation of this name makes partial sums and moves them.
+pub fn is_sum(operation: &str) -> bool {
+    [NAME, ALL_NAME].contains(&operation)
+}
+
 /// Where partials are pushed or stored: multiplies the peers' rows first, each block sent to its owner when it is there, and this
 /// rank's own last, to which is added what has come. Where they are pulled, this stands behind [`multiply`]: takes what the
 /// others have made of this rank's rows, and adds it up; nobody needs a kernel of another rank to run.

@@ -59,8 +59,8 @@ fn bytes(config: &Config, entries: usize) -> usize {
     match config.tile.k_slices {
         1 => 0,
         slices => {
-            let of_entry = config.entry_rows() * config.tile.n * size_of::<f32>();
-            entries.saturating_mul(slices * of_entry)
+            let factors = [config.entry_rows(), config.tile.n, size_of::<f32>(), slices];
+            factors.into_iter().fold(entries, usize::saturating_mul)
         }
     }
 }

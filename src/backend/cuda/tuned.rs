@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::element::DType;
 use crate::error::{Error, Result};
-use crate::schedule::reduce_scatter::{ALL_NAME, NAME};
+use crate::schedule::reduce_scatter::is_sum;
 use crate::schedule::{Config, Description, Route};
 
 /// The table that the library carries.
@@ -38,9 +38,9 @@ pub fn agree(one: &Config, other: &Config) -> bool {
 /// The extents of a problem that all ranks have alike. Where rows are gathered, N is each rank's own; where partials are added up,
 /// K is.
 fn alike(operation: &str, [m, n, k]: [usize; 3]) -> [usize; 2] {
-    match operation {
-        NAME | ALL_NAME => [m, n],
-        _ => [m, k],
+    match is_sum(operation) {
+        true => [m, n],
+        false => [m, k],
     }
 }
 
@@ -130,9 +130,10 @@ impl Table {
         let (_, nearest) = near.min_by(|(x, _), (y, _)| x.total_cmp(y))?;
         let alike = nearest.config;
         // What is sent of sums is cut by tiles, on which ranks must agree too.
-        let is_sum = [NAME, ALL_NAME].contains(&asked.operation);
         let is_cut_alike = |config: &Config| {
-            !is_sum || alike.route == Route::Pull || config.entry_rows() == alike.entry_rows()
+            !is_sum(asked.operation)
+                || alike.route == Route::Pull
+                || config.entry_rows() == alike.entry_rows()
         };
         let mut exact = lines().filter(|line| line.shape() == wanted && is_cut_alike(&line.config));
         Some(Measured {
@@ -165,6 +166,7 @@ fn parse(text: &str, gpu: &str, world: usize, lines: &mut Vec<Winner>) -> Result
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::schedule::reduce_scatter::{ALL_NAME, NAME};
     use crate::schedule::{Layout, TileShape};
 
     const LINE: &str = r#"{"gpu":"GPU","world":4,"operation":"all_gather_matmul","dtype":"Bf16","m":4096,"n":1792,"k":4096,"config":{"tile":{"m":128,"n":224,"k":64,"stages":4,"cluster":2,"split_k":1,"group_m":8},"chunking":{"count":2,"last":2,"cut_last":true},"route":"Push"},"us":101.5}"#;

@@ -102,10 +102,10 @@ impl sealed::Backend for Host {
             // As much of K as keeps the widened tiles of both operands in a core's cache.
             TileShape::new(128, 256, asked.layout.k().min(512)).with_group_m(4),
             Chunking::new(4),
-            match asked.operation {
+            match reduce_scatter::is_sum(asked.operation) {
                 // Pulled partials would not be moved while others are made.
-                reduce_scatter::NAME | reduce_scatter::ALL_NAME => Route::Push,
-                _ => Route::Pull,
+                true => Route::Push,
+                false => Route::Pull,
             },
         )
     }

@@ -97,7 +97,7 @@ pub fn median_error(rates: &Rates, samples: &[Sample]) -> f64 {
     off.get(off.len() / 2).copied().unwrap_or(0.0)
 }
 
-/// All that is fitted.
+/// All that is fitted. What is 0 stays 0: nothing is measured that would tell it from what stands around it.
 fn fields(rates: &mut Rates) -> [&mut f64; 26] {
     let Rates {
         multiprocessors: _,

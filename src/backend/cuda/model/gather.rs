@@ -354,7 +354,7 @@ mod tests {
             for n in [64, 512, 1792, 20_000] {
                 let asked = asked(m, n, 4096, 4);
                 let config = choose(&H200, &asked, Numerics::Invariant, true, None);
-                assert_eq!(config.tile.split_k, 1);
+                assert_eq!([config.tile.split_k, config.tile.k_slices], [1, 1]);
             }
         }
     }
@@ -384,7 +384,7 @@ mod tests {
         }
         let micros = begin.elapsed().as_secs_f64() * 1e6 / CHOICES as f64;
         println!("{micros:.1} µs");
-        // Three when optimised. Not so here, on a machine that does other things as well.
+        // Five to nine when optimised. Not so here, on a machine that does other things as well.
         assert!(micros < 200.0, "{micros:.1} µs");
     }
 }

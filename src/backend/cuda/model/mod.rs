@@ -20,7 +20,7 @@ use super::slices;
 use super::sums::TARGETS;
 use super::tuned::Measured;
 use crate::explanation::Prediction;
-use crate::schedule::reduce_scatter::{ALL_NAME, NAME};
+use crate::schedule::reduce_scatter::is_sum;
 use crate::schedule::{Chunking, Config, Description, Numerics, Route};
 
 /// How an operation should be cut up: as was measured to be the fastest for this very problem, or else by the model. `pushes`: whether
@@ -38,7 +38,7 @@ pub fn choose(
         return exact;
     }
     let near = measured.map(|measured| measured.alike);
-    if !is_sum(asked) {
+    if !is_sum(asked.operation) {
         return gather::choose(rates, asked, numerics, pushes, near);
     }
     if pushes && near.is_none() && (2..=TARGETS).contains(&asked.layout.world()) {
@@ -50,15 +50,10 @@ pub fn choose(
 
 /// What an operation takes, cut up like that: parts of it, and at last the whole. Nothing if that is not known.
 pub fn predict(rates: &Rates, asked: &Description, config: &Config) -> Vec<Prediction> {
-    match is_sum(asked) {
+    match is_sum(asked.operation) {
         true => sums::predict(rates, asked, config),
         false => gather::predict(rates, asked, config),
     }
-}
-
-/// Whether partial sums are made and moved.
-fn is_sum(asked: &Description) -> bool {
-    [NAME, ALL_NAME].contains(&asked.operation)
 }
 
 /// How a product should be cut up whose rows are moved as in `base`, where that takes as long by all tiles.
@@ -81,10 +76,15 @@ fn fastest(
     base: Config,
     time: impl Fn(&Tiles, &Config, f64) -> f64,
 ) -> Config {
-    // Of few rows, CTAs that share K are as fast alone, and faster with rows that arrive.
-    let sliced = numerics == Numerics::Fast && asked.layout.m() > FEW_ROWS;
+    let base = Config {
+        tile: base.tile.with_k_slices(1),
+        ..base
+    };
+    // Of few rows, CTAs that share K are as fast alone, and faster with rows that arrive. Kernels that add partials have no slices.
+    let sliced =
+        numerics == Numerics::Fast && asked.layout.m() > FEW_ROWS && !is_sum(asked.operation);
     let mut best = (f64::INFINITY, base);
-    let configs = configs(base, is_sum(asked));
+    let configs = configs(base, is_sum(asked.operation));
     for config in configs.filter(|config| config.check_numerics(numerics).is_ok()) {
         let tiles = Tiles::of(rates, asked, &config);
         // Others take longer though they filled all multiprocessors.
@@ -135,6 +135,7 @@ mod tests {
     use super::*;
     use crate::element::DType;
     use crate::schedule::Layout;
+    use crate::schedule::reduce_scatter::{ALL_NAME, NAME};
 
     fn asked(operation: &'static str, m: usize, n: usize, k: usize) -> Description {
         Description {
@@ -151,10 +152,15 @@ mod tests {
             let alike = config(shape, Route::Push, Chunking::new(1));
             let measured = Some(Measured { alike, exact: None });
             for operation in [NAME, ALL_NAME] {
-                for k in [64, 1600, 1792, 20_000] {
-                    let asked = asked(operation, 4096, 4096, k);
+                for (m, n, k) in [64, 1600, 1792, 20_000]
+                    .map(|k| (4096, 4096, k))
+                    .into_iter()
+                    .chain([(512, 1792, 7168), (2048, 512, 14_336)])
+                {
+                    let asked = asked(operation, m, n, k);
                     let config = choose(&H200, &asked, Numerics::Fast, true, measured);
                     assert_eq!(config.entry_rows(), alike.entry_rows(), "{k}");
+                    assert_eq!(config.tile.k_slices, 1, "{k}");
                 }
             }
         }
@@ -175,6 +181,21 @@ mod tests {
             assert_eq!(of(Numerics::Fast, true), exact);
             assert_eq!(of(Numerics::Invariant, true).tile.split_k, 1);
             assert_eq!(of(Numerics::Fast, false).route, Route::Pull);
+        }
+    }
+
+    #[test]
+    fn slices_of_a_line_that_is_near_are_not_taken_over() {
+        let mut alike = config([128, 128, 2, 1], Route::Pull, Chunking::new(1));
+        alike.tile = alike.tile.with_k_slices(4);
+        let measured = Some(Measured { alike, exact: None });
+        for numerics in [Numerics::Fast, Numerics::Invariant] {
+            for operation in [NAME, "all_gather_matmul"] {
+                let asked = asked(operation, 4096, 4096, 1024);
+                let config = choose(&H200, &asked, numerics, false, measured);
+                assert_eq!(config.tile.k_slices, 1, "{operation}");
+                assert_eq!(config.check_numerics(numerics), Ok(()));
+            }
         }
     }
 }

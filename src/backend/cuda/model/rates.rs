@@ -56,7 +56,7 @@ pub struct Link {
     pub chunk: f64,
 }
 
-/// Fitted to 122 and 74 shapes by all kernels, and to the ways of the 74 on two GPUs: benches/NOTES.md.
+/// Fitted to 120 shapes by all kernels, and to 400 products of random sweeps on two GPUs; links to 74 shapes: benches/NOTES.md.
 pub const H200: Rates = Rates {
     multiprocessors: 132,
     start: 5.03,
@@ -93,7 +93,7 @@ pub const H200: Rates = Rates {
     },
 };
 
-/// Fitted likewise on an H100; links could not be measured.
+/// Fitted to 92 shapes by all kernels on an H100; links could not be measured.
 pub const H100: Rates = Rates {
     start: 5.44,
     cluster: 0.98,
