@@ -278,9 +278,9 @@ __device__ __forceinline__ void consume(const CUtensorMap* map_out, const Gemmes
         const auto row_of_warp = [&] { return first_row<C>(walk.tile(), rank) + own; };
         bool has_sums;
         if constexpr (C::kSliced) {
-            const Slice<C::kCluster * kConsumerWarps> own{walk.index(), walk.tile().block,
-                                                          rank * kConsumerWarps + consumer * 4 + warp};
-            has_sums = own.add(accumulators, params, row_of_warp() < params.m, lane);
+            const Slice<C::kCluster * kConsumerWarps> slice{walk.index(), walk.tile().block,
+                                                            rank * kConsumerWarps + consumer * 4 + warp};
+            has_sums = slice.add(accumulators, params, row_of_warp() < params.m, lane);
         } else {
             has_sums = shared.sum.gather(accumulators, turn, rank, consumer * 4 + warp, lane);
         }
