@@ -336,7 +336,7 @@ mod tests {
 pub mod fuzzing {
     //! A table of winners that somebody has written, and the schedule of what is found in it.
     use super::*;
-    use crate::schedule::reduce_scatter::{all_reduce, reduce_scatter};
+    use crate::schedule::reduce_scatter::{ALL_NAME, NAME, all_reduce, reduce_scatter};
     use crate::schedule::{Layout, Planner, all_gather};
 
     const GPU: &str = "NVIDIA H200";
