@@ -1,7 +1,7 @@
 //! Rates of a device, from what was measured on it.
 
 use super::gather::gathered;
-use super::rates::{Link, Rates};
+use super::rates::Rates;
 use super::tiles::Tiles;
 use crate::schedule::{Config, Description};
 
@@ -34,7 +34,7 @@ impl Sample {
 }
 
 /// The rates by which the model comes closest to the samples, beginning with those of a similar device: what no sample tells of stays
-/// as it is. Configurations count the more the faster they are, for it is among these that the model chooses.
+/// as it is, and so does what is 0. Configurations count the more the faster they are, for it is among these that the model chooses.
 pub fn fit(begin: &Rates, samples: &[Sample]) -> Rates {
     /// Off by more than this, a sample pulls no harder.
     const CLOSE: f64 = 0.1;
@@ -60,9 +60,10 @@ pub fn fit(begin: &Rates, samples: &[Sample]) -> Rates {
         };
         let apart = samples.iter().zip(&weights).map(pull).sum::<f64>() / all;
         let mut first = *begin;
-        let pairs = fields(rates).into_iter().zip(fields(&mut first));
-        let moved = pairs.filter(|(_, first)| **first > 0.0);
-        let moved = moved.map(|(now, first)| (*now / *first).ln().powi(2));
+        let pairs = rates.fields().into_iter().zip(first.fields());
+        let pairs = pairs.map(|(now, first)| (*now.value, *first.value));
+        let moved = pairs.filter(|(_, first)| *first > 0.0);
+        let moved = moved.map(|(now, first)| (now / first).ln().powi(2));
         apart + KEEP * moved.sum::<f64>()
     };
     let mut rates = *begin;
@@ -70,10 +71,10 @@ pub fn fit(begin: &Rates, samples: &[Sample]) -> Rates {
     let mut step = FIRST_STEP;
     while step > LAST_STEP {
         let mut is_better = false;
-        for index in 0..fields(&mut rates).len() {
+        for index in 0..rates.fields().len() {
             for factor in [1.0 + step, 1.0 / (1.0 + step)] {
                 let mut other = rates;
-                *fields(&mut other)[index] *= factor;
+                *other.fields()[index].value *= factor;
                 let cost = cost(&mut other);
                 if cost < best {
                     (best, rates, is_better) = (cost, other, true);
@@ -97,73 +98,9 @@ pub fn median_error(rates: &Rates, samples: &[Sample]) -> f64 {
     off.get(off.len() / 2).copied().unwrap_or(0.0)
 }
 
-/// All that is fitted. What is 0 stays 0: nothing is measured that would tell it from what stands around it.
-fn fields(rates: &mut Rates) -> [&mut f64; 26] {
-    let Rates {
-        multiprocessors: _,
-        start,
-        cluster,
-        operations,
-        step,
-        loaded,
-        cached,
-        read,
-        column,
-        exchanged_column,
-        join,
-        split,
-        slice_join,
-        summed,
-        summed_cached,
-        pull,
-        push,
-        store,
-    } = rates;
-    fn of(link: &mut Link) -> [&mut f64; 4] {
-        let Link {
-            around,
-            start,
-            bytes,
-            chunk,
-        } = link;
-        [around, start, bytes, chunk]
-    }
-    let [pull_around, pull_start, pull_bytes, pull_chunk] = of(pull);
-    let [push_around, push_start, push_bytes, push_chunk] = of(push);
-    let [store_around, store_start, store_bytes, store_chunk] = of(store);
-    [
-        start,
-        cluster,
-        operations,
-        step,
-        loaded,
-        cached,
-        read,
-        column,
-        exchanged_column,
-        join,
-        split,
-        slice_join,
-        summed,
-        summed_cached,
-        pull_around,
-        pull_start,
-        pull_bytes,
-        pull_chunk,
-        push_around,
-        push_start,
-        push_bytes,
-        push_chunk,
-        store_around,
-        store_start,
-        store_bytes,
-        store_chunk,
-    ]
-}
-
 #[cfg(test)]
 mod tests {
-    use super::super::rates::{H100, H200};
+    use super::super::rates::{H100, H200, Link};
     use super::*;
     use crate::backend::cuda::kernel::{WIDEST, configs};
     use crate::element::DType;

@@ -56,6 +56,22 @@ pub struct Link {
     pub chunk: f64,
 }
 
+/// One number of [`Rates`].
+#[derive(Debug)]
+pub struct Field<'a> {
+    pub name: &'static str,
+    pub kind: Kind,
+    pub value: &'a mut f64,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum Kind {
+    /// In a microsecond: above 0.
+    Rate,
+    /// Microseconds: not below 0.
+    Time,
+}
+
 /// Fitted to 120 shapes by all kernels, and to 400 products of random sweeps on two GPUs; links to 74 shapes: benches/NOTES.md.
 pub const H200: Rates = Rates {
     multiprocessors: 132,
@@ -148,8 +164,35 @@ impl Rates {
 
     /// Refuses rates by which nothing can be reckoned, and says which and why.
     pub fn check(&self) -> Result<(), String> {
+        let count = self.multiprocessors;
+        if !(1..=MOST_MULTIPROCESSORS).contains(&count) {
+            return Err(format!(
+                "multiprocessors is {count}: from 1 to {MOST_MULTIPROCESSORS} can be"
+            ));
+        }
+        for Field { name, kind, value } in { *self }.fields() {
+            match kind {
+                _ if !value.is_finite() => return Err(format!("{name} is {value}")),
+                Kind::Rate if *value <= 0.0 => {
+                    return Err(format!("{name} is {value}: rates are above 0"));
+                }
+                Kind::Time if *value < 0.0 => {
+                    return Err(format!("{name} is {value}: no time is below 0"));
+                }
+                _ => (),
+            }
+        }
+        Ok(())
+    }
+
+    /// All but the number of multiprocessors.
+    pub fn fields(&mut self) -> [Field<'_>; 26] {
+        use Kind::{Rate, Time};
+        fn field<'a>(name: &'static str, kind: Kind, value: &'a mut f64) -> Field<'a> {
+            Field { name, kind, value }
+        }
         let Rates {
-            multiprocessors,
+            multiprocessors: _,
             start,
             cluster,
             operations,
@@ -167,47 +210,35 @@ impl Rates {
             pull,
             push,
             store,
-        } = *self;
-        if !(1..=MOST_MULTIPROCESSORS).contains(&multiprocessors) {
-            return Err(format!(
-                "multiprocessors is {multiprocessors}: from 1 to {MOST_MULTIPROCESSORS} can be"
-            ));
-        }
-        let rate = |name: &str, value: f64| match value.is_finite() && value > 0.0 {
-            true => Ok(()),
-            false => Err(format!("{name} is {value}: rates are above 0")),
-        };
-        let time = |name: &str, value: f64| match value.is_finite() && value >= 0.0 {
-            true => Ok(()),
-            false => Err(format!("{name} is {value}: no time is below 0")),
-        };
-        time("start", start)?;
-        time("cluster", cluster)?;
-        rate("operations", operations)?;
-        time("step", step)?;
-        rate("loaded", loaded)?;
-        rate("cached", cached)?;
-        rate("read", read)?;
-        time("column", column)?;
-        time("exchanged_column", exchanged_column)?;
-        time("join", join)?;
-        time("split", split)?;
-        time("slice_join", slice_join)?;
-        rate("summed", summed)?;
-        rate("summed_cached", summed_cached)?;
-        for (name, link) in [("pull", pull), ("push", push), ("store", store)] {
-            let Link {
-                around,
-                start,
-                bytes,
-                chunk,
-            } = link;
-            time(&format!("{name}.around"), around)?;
-            time(&format!("{name}.start"), start)?;
-            rate(&format!("{name}.bytes"), bytes)?;
-            time(&format!("{name}.chunk"), chunk)?;
-        }
-        Ok(())
+        } = self;
+        [
+            field("start", Time, start),
+            field("cluster", Time, cluster),
+            field("operations", Rate, operations),
+            field("step", Time, step),
+            field("loaded", Rate, loaded),
+            field("cached", Rate, cached),
+            field("read", Rate, read),
+            field("column", Time, column),
+            field("exchanged_column", Time, exchanged_column),
+            field("join", Time, join),
+            field("split", Time, split),
+            field("slice_join", Time, slice_join),
+            field("summed", Rate, summed),
+            field("summed_cached", Rate, summed_cached),
+            field("pull.around", Time, &mut pull.around),
+            field("pull.start", Time, &mut pull.start),
+            field("pull.bytes", Rate, &mut pull.bytes),
+            field("pull.chunk", Time, &mut pull.chunk),
+            field("push.around", Time, &mut push.around),
+            field("push.start", Time, &mut push.start),
+            field("push.bytes", Rate, &mut push.bytes),
+            field("push.chunk", Time, &mut push.chunk),
+            field("store.around", Time, &mut store.around),
+            field("store.start", Time, &mut store.start),
+            field("store.bytes", Rate, &mut store.bytes),
+            field("store.chunk", Time, &mut store.chunk),
+        ]
     }
 
     pub fn link(&self, route: Route) -> &Link {

@@ -30,7 +30,7 @@ mod rate {
     /// What a kernel's start and end take.
     pub const KERNEL: f64 = 10.0;
     /// The same of a kernel with copies beside it.
-    pub const COPIES: f64 = 12.0;
+    pub const COPIES: f64 = 13.0;
     /// Bytes that kernels store to a peer.
     pub const STORED: f64 = 330e3;
     /// The share of the time of stores in which nothing is multiplied, for loads wait behind them.
@@ -271,6 +271,7 @@ mod tests {
     #[test]
     fn the_model_comes_within_a_seventh_of_what_was_measured() {
         use Route::{Push, Store};
+        #[rustfmt::skip]
         const MEASURED: [Point; 24] = [
             (NAME, [256, 4096, 1792], Store, [64, 1, 2], [1, 1], 25.0),
             (NAME, [256, 8192, 3584], Store, [128, 1, 2], [1, 1], 53.0),
@@ -290,54 +291,12 @@ mod tests {
             (NAME, [8192, 8192, 3584], Push, [224, 2, 1], [1, 2], 650.0),
             (NAME, [8192, 8192, 3584], Store, [256, 2, 1], [1, 8], 749.0),
             (ALL_NAME, [256, 4096, 1792], Store, [64, 1, 2], [1, 1], 31.0),
-            (
-                ALL_NAME,
-                [512, 8192, 3584],
-                Store,
-                [128, 2, 1],
-                [1, 1],
-                79.0,
-            ),
-            (
-                ALL_NAME,
-                [1024, 8192, 3584],
-                Store,
-                [256, 2, 1],
-                [1, 1],
-                131.0,
-            ),
-            (
-                ALL_NAME,
-                [4096, 4096, 1792],
-                Push,
-                [256, 2, 1],
-                [2, 1],
-                163.0,
-            ),
-            (
-                ALL_NAME,
-                [8192, 4096, 1792],
-                Push,
-                [256, 2, 1],
-                [4, 1],
-                285.0,
-            ),
-            (
-                ALL_NAME,
-                [8192, 8192, 3584],
-                Push,
-                [256, 2, 1],
-                [2, 1],
-                758.0,
-            ),
-            (
-                ALL_NAME,
-                [8192, 8192, 3584],
-                Push,
-                [256, 2, 1],
-                [4, 1],
-                729.0,
-            ),
+            (ALL_NAME, [512, 8192, 3584], Store, [128, 2, 1], [1, 1], 79.0),
+            (ALL_NAME, [1024, 8192, 3584], Store, [256, 2, 1], [1, 1], 131.0),
+            (ALL_NAME, [4096, 4096, 1792], Push, [256, 2, 1], [2, 1], 163.0),
+            (ALL_NAME, [8192, 4096, 1792], Push, [256, 2, 1], [4, 1], 285.0),
+            (ALL_NAME, [8192, 8192, 3584], Push, [256, 2, 1], [2, 1], 758.0),
+            (ALL_NAME, [8192, 8192, 3584], Push, [256, 2, 1], [4, 1], 729.0),
         ];
         for (operation, [m, n, k], route, of_shape, [count, last], measured) in MEASURED {
             let asked = asked(operation, &[m / 2; 2], n, k);
@@ -360,7 +319,7 @@ mod tests {
                 (2, 4096),
                 (16, 8192),
                 (256, 4096),
-                (256, 8192),
+                (512, 8192),
                 (1024, 4096),
             ] {
                 assert_eq!(chosen(operation, m, n).route, Route::Store, "{m} {n}");
