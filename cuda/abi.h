@@ -107,13 +107,14 @@ typedef struct GemmeshMailbox {
 /* The epochs of pushed operations are counted here, so that an operation in a graph has another at each replay. */
 typedef struct GemmeshPushEpoch {
     uint32_t epoch;   /* of the last operation whose rows have all come */
-    uint32_t entered; /* CTAs of the next one that have begun, */
+    uint32_t entered; /* CTAs of the next one that have begun: written with `epoch` at the end, at once; */
     uint32_t taken;   /* tasks that they have taken, and */
     uint32_t left;    /* its CTAs that have pushed what they took, and for whose tiles all rows have come */
     uint32_t current; /* the epoch of the operation whose rows the copy engine pushes: what it copies into flags */
     uint32_t gate;    /* set by the kernel when every peer is ready, or when the group has failed; reset by the copy stream
                        * when it has pushed */
-    uint32_t reserved[2];
+    uint32_t landed;   /* how many of them exchanged partial sums in landing areas */
+    uint32_t reserved;
 } GemmeshPushEpoch;
 
 /* What the warps of a CTA push together: a chunk. */
@@ -152,6 +153,21 @@ typedef struct GemmeshTraceEvent {
     uint32_t tile;       /* index into the table */
 } GemmeshTraceEvent;
 
+/* The most ranks whose memory a kernel stores tiles to, its own among them. */
+#define GEMMESH_MAX_TARGETS 8
+/* Bytes of a rank's landing area. */
+#define GEMMESH_LANDING_BYTES (8u << 20)
+
+/* How few rows of partial sums are exchanged in landing areas, four elements and two tags a unit of 16 bytes, by the warps that make them, in
+ * tiles of 64 rows. */
+typedef struct GemmeshLanding {
+    void *areas[GEMMESH_MAX_TARGETS];    /* by rank, as this GPU maps them: two halves, each with a share for every rank that writes */
+    uint32_t begin[GEMMESH_MAX_TARGETS]; /* by rank: the first of the rows whose sums it gets, */
+    uint32_t end[GEMMESH_MAX_TARGETS];   /* and the one behind the last. `out` has this rank's */
+    uint32_t share;                      /* of a rank in half an area, in units; 0: nothing is exchanged */
+    uint32_t reserved;
+} GemmeshLanding;
+
 /* The problem and everything a kernel may wait for or report to. All pointers are device addresses. */
 typedef struct GemmeshParams {
     const GemmeshTile *tiles;       /* the table, 16-byte aligned */
@@ -160,7 +176,7 @@ typedef struct GemmeshParams {
     uint32_t *abort;                /* nonzero: stop waiting. GEMMESH_GROUP_FAILED is the host's to write */
     GemmeshFault *fault;
     const void *bias;               /* [n] of the element type, or null */
-    void *out;                      /* as the map says, for kernels that store without it: those of exchanged operands */
+    void *out;                      /* as the map says, for those who store without it: kernels of exchanged operands, and sums in landing areas */
     uint64_t out_pitch;             /* bytes from row to row */
     GemmeshTraceEvent *trace;       /* [tile_count * CTAs of a cluster]; filled by the `_trace` kernels only */
     float *partials;                /* what slices of K have added up: for each entry and CTA of the cluster tile_m * tile_n of them */
@@ -177,10 +193,9 @@ typedef struct GemmeshParams {
     uint32_t deferred_step;         /* before this step through K, GEMMESH_TILE_K columns each; none: UINT32_MAX */
     uint32_t slices;                /* of K: at least 1; and 1 where a cluster's CTAs share K, or partials are added */
     GemmeshExchange exchange;
+    GemmeshLanding landing;
 } GemmeshParams;
 
-/* The most ranks whose memory a kernel stores tiles to, its own among them. */
-#define GEMMESH_MAX_TARGETS 8
 /* GemmeshStore.flag of rows that nobody waits for, and of those that the copy stream sends. */
 #define GEMMESH_UNTOLD 0xffffffffu
 #define GEMMESH_COPIED 0xfffffffeu
@@ -258,10 +273,12 @@ static_assert(sizeof(GemmeshTraceEvent) == 56, "");
 static_assert(offsetof(GemmeshTraceEvent, sm) == 48, "");
 static_assert(sizeof(GemmeshMailbox) == 4 * (GEMMESH_MAX_WORLD + GEMMESH_MAX_FLAGS), "");
 static_assert(sizeof(GemmeshPushEpoch) == 32, "");
+static_assert(offsetof(GemmeshPushEpoch, entered) == 4, "it is written with the word before");
 static_assert(sizeof(GemmeshCopyTask) == 32, "a task is two 16-byte loads");
 static_assert(sizeof(GemmeshExchange) == 48 + 16 * GEMMESH_MAX_WORLD, "");
 static_assert(offsetof(GemmeshExchange, task_count) == 32, "");
-static_assert(sizeof(GemmeshParams) == 128 + sizeof(GemmeshExchange), "");
+static_assert(sizeof(GemmeshLanding) == 8 + 16 * GEMMESH_MAX_TARGETS, "");
+static_assert(sizeof(GemmeshParams) == 128 + sizeof(GemmeshExchange) + sizeof(GemmeshLanding), "");
 static_assert(offsetof(GemmeshParams, trace) == 64, "");
 static_assert(offsetof(GemmeshParams, tile_count) == 96, "");
 static_assert(offsetof(GemmeshParams, exchange) == 128, "");

@@ -853,6 +853,7 @@ fn what_lies_outside_of_what_it_is_a_part_of_is_refused() {
         product: schedule.product().cloned(),
         tiles: schedule.tiles().to_vec(),
         reduction: None,
+        exchanged: false,
     };
     assert!(Schedule::new(parts(&good())).is_ok());
     let changes: [fn(&mut Parts); 23] = [

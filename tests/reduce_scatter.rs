@@ -19,7 +19,8 @@ use support::shared::reduce_scatter;
 
 /// Ways to cut a reduce-scatter up, by all of which the sums of K are made alike.
 fn reduce_scatter_configs() -> Vec<Option<Config>> {
-    let shapes = [(32, 32), (16, 48), (40, 16)];
+    // By tiles of 64 rows few are made at once, and exchanged.
+    let shapes = [(32, 32), (16, 48), (64, 16)];
     let chunks = [(1, 1), (2, 3), (3, 2)];
     let configs = shapes.into_iter().zip(chunks);
     configs
@@ -477,7 +478,7 @@ proptest! {
     #[test]
     fn few_rows_are_exchanged_once_and_added_by_every_rank(asked in any_asked(&[Route::Pull, Route::Push, Route::Store])) {
         let description = Description { operation: planner::ALL_NAME, ..asked.description() };
-        prop_assert!(asked.rows.len() == 1 || planner::is_exchanged(&description));
+        prop_assert!(asked.rows.len() == 1 || planner::is_exchanged(&description, &asked.config));
         let plan = |rank| planner::all_reduce(&description, rank, asked.config).unwrap();
         let schedules: Vec<Schedule> = (0..asked.rows.len()).map(plan).collect();
         let (m, world) = (description.layout.m(), asked.rows.len());
@@ -513,6 +514,49 @@ proptest! {
                     prop_assert_eq!(slots[first + row], Some((from, row)));
                 }
             }
+        }
+    }
+
+    #[test]
+    fn partials_of_few_rows_are_made_at_once_and_go_to_the_owners(
+        asked in any_asked(&[Route::Store]),
+        high in 1usize..3,
+    ) {
+        let m: usize = asked.rows.iter().sum();
+        let tile = TileShape::new(64 / high, asked.config.tile.n, 8).with_cluster(high);
+        let config = Config::new(tile, asked.config.chunking, Route::Store);
+        let description = asked.description();
+        let world = asked.rows.len();
+        prop_assert_eq!(planner::is_exchanged(&description, &config), world > 1);
+        prop_assert!(!planner::is_exchanged(&description, &config.with_route(Route::Push)));
+        let plan = |rank| planner::reduce_scatter(&description, rank, config).unwrap();
+        let schedules: Vec<Schedule> = (0..world).map(plan).collect();
+        prop_assert!(all_end(&schedules));
+        let partials = Partials::of(&description, Route::Store);
+        for (rank, schedule) in schedules.iter().enumerate().filter(|_| world > 1) {
+            let product = schedule.product().unwrap();
+            prop_assert_eq!((product.blocks.len(), product.blocks[0].rows.clone()), (1, 0..m));
+            prop_assert_eq!(schedule.tiles().len(), m.div_ceil(64) * asked.n.div_ceil(tile.n));
+            let mine = description.layout.rows_of(rank);
+            // By rank: the first row of what it has made of this rank's rows.
+            let mut firsts = vec![None; world];
+            firsts[rank] = Some(partials.own(0, mine.start));
+            for transfer in schedule.arrivals() {
+                let departs = |other: &&Transfer| (other.to, other.flag) == (rank, transfer.flag);
+                prop_assert_eq!(schedules[transfer.from].moves().find(departs), Some(transfer));
+                let [moved] = &transfer.regions[..] else { panic!("{transfer:?}") };
+                let made = partials.own(0, mine.start)..partials.own(0, mine.end);
+                prop_assert_eq!(&moved.from.rows, &made);
+                prop_assert_eq!(firsts[transfer.from].replace(moved.to.rows.start), None);
+            }
+            let Some(reduction) = schedule.reduction() else {
+                prop_assert!(mine.is_empty() && schedule.arrivals().is_empty());
+                continue;
+            };
+            prop_assert_eq!((reduction.rows, reduction.n, reduction.sum.first), (mine.len(), asked.n, 0));
+            let addend = |first: Option<usize>| Addend::Rows { matrix: PARTIALS, first: first.unwrap() };
+            let addends: Vec<_> = firsts.into_iter().map(addend).collect();
+            prop_assert_eq!(&reduction.sum.addends, &addends);
         }
     }
 

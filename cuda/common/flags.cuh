@@ -29,24 +29,25 @@ __device__ inline void give_up(const GemmeshParams& params, uint32_t flag, uint3
     ptx::atom_cas_relaxed_sys(params.abort, 0, GEMMESH_GIVEN_UP);
 }
 
-// One thread: returns true when the word has reached the epoch, false when it has been given up. `flag` is its chunk flag's number; or
-// GEMMESH_READY, and then `peer` is who writes it.
+// One thread: returns true when `look` finds what is waited for, false when it has been given up. `look` returns whether it is there, and
+// the value that it saw. `flag` is the number of its chunk flag; or GEMMESH_READY, and then `peer` is who writes it.
 //
 // Giving up is for good and never by trap: a thread whose wait passes the deadline records it, sets the abort word and
 // waits for nothing more, so the kernel runs through on whatever bytes are there, no barrier is left hanging, and the
 // context lives. The output is then declared invalid by the record or by the abort word.
-__device__ inline bool await(const GemmeshParams& params, const volatile uint32_t* word, uint32_t epoch, uint32_t flag,
-                             uint32_t peer = 0) {
+template <class Look>
+__device__ __forceinline__ bool await_look(const GemmeshParams& params, uint32_t epoch, uint32_t flag, uint32_t peer,
+                                           const Look& look) {
     // Short against the microseconds between two chunks, long enough to keep the other CTAs' polls off the L2 cache.
     constexpr uint32_t kPollNanoseconds = 64;
-    if (reached(ptx::ld_acquire_sys(word), epoch)) return true;
+    uint32_t seen;
+    if (look(seen)) return true;
 
     const uint64_t begin = ptx::globaltimer();
     while (true) {
         // on its way together with the word
         const uint32_t aborted = ptx::ld_relaxed_sys(params.abort);
-        const uint32_t seen = ptx::ld_acquire_sys(word);
-        if (reached(seen, epoch)) return true;
+        if (look(seen)) return true;
         if (aborted != 0) return false;
         const uint64_t waited = ptx::globaltimer() - begin;
         if (waited > params.deadline_ns) {
@@ -55,6 +56,15 @@ __device__ inline bool await(const GemmeshParams& params, const volatile uint32_
         }
         ptx::nanosleep(kPollNanoseconds);
     }
+}
+
+// One thread: the same for a word, until it has reached the epoch.
+__device__ inline bool await(const GemmeshParams& params, const volatile uint32_t* word, uint32_t epoch, uint32_t flag,
+                             uint32_t peer = 0) {
+    return await_look(params, epoch, flag, peer, [&](uint32_t& seen) {
+        seen = ptx::ld_acquire_sys(word);
+        return reached(seen, epoch);
+    });
 }
 
 // The view that one warp, the producer's, has of the chunk flags.

@@ -28,7 +28,13 @@ __device__ __forceinline__ void barrier_sync() {
     asm volatile("barrier.sync %0, %1;" ::"n"(Barrier), "n"(Threads) : "memory");
 }
 
-// The same: whether all of them say so.
+// Counts as one of those who meet, and goes on.
+template <int Barrier, int Threads>
+__device__ __forceinline__ void barrier_arrive() {
+    asm volatile("barrier.arrive %0, %1;" ::"n"(Barrier), "n"(Threads) : "memory");
+}
+
+// Meets them: whether all of them say so.
 template <int Barrier, int Threads>
 __device__ __forceinline__ bool barrier_red_and(bool says) {
     uint32_t all;
@@ -64,6 +70,23 @@ __device__ __forceinline__ void st_relaxed_sys(uint32_t* address, uint32_t value
 
 __device__ __forceinline__ void st_release_sys(uint32_t* address, uint32_t value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// Two words side by side, a multiple of 8 bytes, which are written at once.
+__device__ __forceinline__ void st_relaxed_sys_pair(uint32_t* address, uint32_t first, uint32_t second) {
+    const uint64_t both = uint64_t{second} << 32 | first;
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(both) : "memory");
+}
+
+// Two words of 64 bits, each of which is read or written at once.
+__device__ __forceinline__ ulonglong2 ld_relaxed_sys_v2(const ulonglong2* address) {
+    ulonglong2 value;
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(value.x), "=l"(value.y) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void st_relaxed_sys_v2(ulonglong2* address, const ulonglong2& value) {
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(value.x), "l"(value.y) : "memory");
 }
 
 __device__ __forceinline__ uint32_t atom_cas_relaxed_sys(uint32_t* address, uint32_t expected, uint32_t desired) {

@@ -22,30 +22,33 @@ namespace gemmesh {
 // An operation as a CTA finds it.
 struct Entrance {
     uint32_t epoch;
-    bool first;  // whether no CTA has come before this one
+    uint32_t landed;  // how many operations before this one exchanged partial sums in landing areas
+    bool first;       // whether no CTA has come before this one
 };
 
 // One thread of each CTA.
 __device__ inline Entrance enter_push(const GemmeshParams& params) {
     GemmeshPushEpoch* push_epoch = params.exchange.push_epoch;
-    if (push_epoch == nullptr) return {params.epoch, false};
-    // two trips to memory at once
+    if (push_epoch == nullptr) return {params.epoch, 0, false};
+    // three trips to memory at once
     const uint32_t before = ptx::atom_add_relaxed_gpu(&push_epoch->entered, 1);
-    return {ptx::ld_relaxed_sys(&push_epoch->epoch) + 1, before == 0};
+    const uint32_t landed = ptx::ld_relaxed_sys(&push_epoch->landed);
+    return {ptx::ld_relaxed_sys(&push_epoch->epoch) + 1, landed, before == 0};
 }
 
-// One thread of each CTA, when its warps take no more tasks, and the rows of all its tiles have come; or when they have
-// been given up. The last to leave moves the count on, for the kernels that follow: all have read it.
+// One thread of each CTA, when its warps take no more tasks, and the rows of all its tiles, or what is added to these, have come; or
+// when they have been given up. The last to leave moves the count on, for the kernels that follow: all have read it.
 __device__ inline void leave_push(const GemmeshParams& params, uint32_t epoch) {
     const GemmeshExchange& exchange = params.exchange;
     if (exchange.push_epoch == nullptr) return;
     if (ptx::atom_add_acq_rel_gpu(&exchange.push_epoch->left, 1) + 1 < gridDim.x) return;
     exchange.push_epoch->taken = 0;
     exchange.push_epoch->left = 0;
-    // The host tells by `entered` whether the epoch is that of the operation before.
-    exchange.push_epoch->entered = 0;
-    ptx::st_release_sys(&exchange.push_epoch->epoch, epoch);
-    if (exchange.completed != nullptr) ptx::st_release_sys(exchange.completed, params.epoch);
+    if (params.landing.share != 0) exchange.push_epoch->landed += 1;
+    // The host tells by `entered` whether the epoch is that of the operation before: both are written at once. Nothing is released, for what
+    // follows on the device are kernels, and the host reads words only.
+    ptx::st_relaxed_sys_pair(&exchange.push_epoch->epoch, epoch, 0);
+    if (exchange.completed != nullptr) ptx::st_relaxed_sys(exchange.completed, params.epoch);
 }
 
 // One warp: whether every peer's kernel runs; waits for that.

@@ -15,6 +15,9 @@
 // a neighbour loads on its behalf is `b`, which needs no flag. Or, for problems of too few tiles, they share K: each
 // multiplies its part of it, and then adds up and stores some of the rows. Or entries of the table have a slice of K each, and what
 // they make is added through memory, by the last of a tile's: slices.cuh.
+//
+// Where few rows of partial sums are exchanged, the warp that has made rows of a tile sends them, adds what comes, and stores the sums:
+// landing.cuh.
 #pragma once
 
 #include "../abi.h"
@@ -22,6 +25,7 @@
 #include "../common/push.cuh"
 #include "../common/schedule.cuh"
 #include "epilogue.cuh"
+#include "landing.cuh"
 #include "pipeline.cuh"
 #include "ptx.cuh"
 #include "slices.cuh"
@@ -72,6 +76,7 @@ struct Config {
     static constexpr int kBoxes = Boxes;            // that a consumer warp has to store through
     static constexpr bool kSums = Sums;             // adds partials
     static constexpr bool kSliced = Split == 1 && !Sums;  // slices of K may be added through memory
+    static constexpr bool kLands = kSideBySide && !Sums;  // few rows of partial sums may be exchanged as they are made
     static constexpr bool kTrace = Trace;
     static_assert(Cluster == 1 || Split == 1);
 
@@ -199,8 +204,8 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensor
     }
 }
 
-// The warps beside the producer's: tell the peers, and push rows. Where tiles are stored to peers, the operation is not complete
-// before these are ready.
+// The warps beside the producer's: tell the peers, and push rows. Where tiles are stored to peers, or exchanged with them, the operation
+// is not complete before these are ready.
 template <class C>
 __device__ __forceinline__ void exchange(const GemmeshParams& params, Shared<C>& shared) {
     const uint32_t pusher = threadIdx.x - (kWarpgroupThreads - Pushers::kThreads);
@@ -208,7 +213,7 @@ __device__ __forceinline__ void exchange(const GemmeshParams& params, Shared<C>&
     const auto epoch = [&] { return shared.entrance.get().epoch; };
     if (pusher < 32 && shared.entrance.get().first) {
         announce(params, epoch(), pusher);
-        if constexpr (C::kSums) await_peers(params, epoch(), pusher);
+        if (C::kSums || (C::kLands && params.landing.share != 0)) await_peers(params, epoch(), pusher);
     }
     push(params, shared.pushers, epoch, pusher);
 }
@@ -299,9 +304,16 @@ __device__ __forceinline__ void consume(const CUtensorMap* map_out, const Gemmes
             if (has_rows) store_rows(accumulators, placed, lane);
             if (has_sums) placed.note(block, walk.tile().block);
         } else if (has_sums && row < params.m) {
-            if (params.bias != nullptr) add_bias(accumulators, params, column, lane);
-            OwnStores<Element, C::kConsumerN, C::kBoxes> stores{map_out, boxes, row, column, lane};
-            store_rows(accumulators, stores, lane);
+            if (C::kLands && params.landing.share != 0) {
+                const Landing<Element, C::kConsumerN> landing(params, shared.entrance.get(), row, column, lane);
+                landing.exchange(accumulators);
+                if (params.bias != nullptr) add_bias(accumulators, params, column, lane);
+                landing.store(accumulators);
+            } else {
+                if (params.bias != nullptr) add_bias(accumulators, params, column, lane);
+                OwnStores<Element, C::kConsumerN, C::kBoxes> stores{map_out, boxes, row, column, lane};
+                store_rows(accumulators, stores, lane);
+            }
         }
         if (tracer) {
             GemmeshTraceEvent& event = event_of<C>(params, walk.index(), rank);
@@ -312,6 +324,9 @@ __device__ __forceinline__ void consume(const CUtensorMap* map_out, const Gemmes
     }
 
     if constexpr (C::kSums) placed.report(lane);
+    if constexpr (C::kLands) {
+        if (params.landing.share != 0) ptx::barrier_arrive<kLeaveBarrier, GEMMESH_THREADS>();
+    }
     // shared memory must outlive the stores that read it
     ptx::cp_async_bulk_wait_group_read<0>();
 }
@@ -360,8 +375,12 @@ __device__ __forceinline__ void matmul(const CUtensorMap& map_a, const CUtensorM
         if (threadIdx.x >= 32) exchange(params, shared);
         __syncwarp();
         if (params.exchange.push_epoch != nullptr) {
-            // the other warps of this warpgroup have pushed what they took
-            ptx::barrier_sync<kLeaveBarrier, kWarpgroupThreads>();
+            // the other warps of this warpgroup have pushed what they took; and the consumers have got what they exchange
+            if (C::kLands && params.landing.share != 0) {
+                ptx::barrier_sync<kLeaveBarrier, GEMMESH_THREADS>();
+            } else {
+                ptx::barrier_sync<kLeaveBarrier, kWarpgroupThreads>();
+            }
             if (threadIdx.x == 0) leave_push(params, shared.entrance.get().epoch);
         }
     } else {

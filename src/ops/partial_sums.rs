@@ -85,7 +85,7 @@ impl<'a, B: Backend, T: Element> PartialSums<'a, B, T> {
                 Some(group.program(reduce_scatter::multiply, asked, Some(config))?)
             }
         };
-        let exchanged = reduce_scatter::is_exchanged(&describe(which.name()));
+        let exchanged = reduce_scatter::is_exchanged(&describe(which.name()), &config);
         Ok(Planned {
             reduces_own_rows: matches!(which, Which::All) && !exchanged,
             sum,

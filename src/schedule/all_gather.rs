@@ -131,6 +131,7 @@ fn plan(
         product,
         tiles,
         reduction: None,
+        exchanged: false,
     })
 }
 

@@ -220,6 +220,11 @@ impl Schedule {
         self.parts.reduction.as_ref()
     }
 
+    /// Whether all ranks make all rows, tile by tile in the same order, before partials are moved and added.
+    pub fn is_exchanged(&self) -> bool {
+        self.parts.exchanged
+    }
+
     /// Every tile of the output once, in the order in which they become ready.
     pub fn tiles(&self) -> &[Tile] {
         &self.parts.tiles

@@ -31,6 +31,9 @@ pub struct Parts {
     pub tiles: Vec<Tile>,
     /// What is added up at the end.
     pub reduction: Option<Reduction>,
+    /// Whether all ranks make all rows, tile by tile in the same order, before partials are moved and added: then they may as well do
+    /// both tile by tile.
+    pub exchanged: bool,
 }
 
 /// What is known of a matrix before a call binds it: its rows follow one another without padding where ranks share it.

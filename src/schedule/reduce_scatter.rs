@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use smallvec::smallvec;
 
-use super::config::{Chunking, Config, Route};
+use super::config::{Chunking, Config, Route, TileShape};
 use super::layout::{MAX_EXTENT, chunk_rows, limit};
 use super::order::{self, TileRow, ring};
 use super::partials::{Incoming, Partials, Piece, among_others};
@@ -44,13 +44,17 @@ pub fn is_sum(operation: &str) -> bool {
 
 /// Where partials are pushed or stored: multiplies the peers' rows first, each block sent to its owner when it is there, and this
 /// rank's own last, to which is added what has come. Where they are pulled, this stands behind [`multiply`]: takes what the
-/// others have made of this rank's rows, and adds it up; nobody needs a kernel of another rank to run.
+/// others have made of this rank's rows, and adds it up; nobody needs a kernel of another rank to run. But where [`is_exchanged`] says
+/// so, all rows are made at once, and then each rank gets the partials of its own.
 ///
 /// # Errors
 /// [`Error::Limit`](crate::Error::Limit) when N is out of bounds, a field of the configuration is, or there are too many tiles
 /// or blocks.
 pub fn reduce_scatter(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
     let planner = Plan::new(asked, rank, config, Sums::Own)?;
+    if is_exchanged(asked, &config) {
+        return exchange(&planner);
+    }
     match config.route {
         Route::Pull => reduce(&planner),
         Route::Push | Route::Store => multiply_and_reduce(&planner),
@@ -64,7 +68,7 @@ pub fn reduce_scatter(asked: &Description, rank: usize, config: Config) -> Resul
 /// # Errors
 /// As [`reduce_scatter`].
 pub fn all_reduce(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
-    if is_exchanged(asked) {
+    if is_exchanged(asked, &config) {
         return exchange(&Plan::new(asked, rank, config, Sums::Everywhere)?);
     }
     let planner = Plan::new(asked, rank, config, Sums::All)?;
@@ -139,10 +143,14 @@ pub fn pieces(asked: &Description, rank: usize, config: Config) -> Result<Vec<Pi
     Ok(Plan::new(asked, rank, config, sums)?.pieces(rank))
 }
 
-/// Whether ranks that are all to have the sums exchange all partials. For few rows, one exchange takes less time than two, though
-/// more is moved. (The limits are those of vLLM's custom all-reduce. It has none for two ranks; here it is 1 MiB, because above that
-/// two steps can be hidden.)
-pub fn is_exchanged(asked: &Description) -> bool {
+/// Rows of the lowest tiles: no fewer are multiplied at a time.
+pub const LOW_ROWS: usize = 64;
+
+/// Whether each rank makes the partials of all rows at once, then those who are to have the sums get them, and add them up at the end.
+/// For few rows, one exchange takes less time than two, though more is moved; and where the sums stay with the owners, low tiles of all
+/// rows take less than tiles for each rank's. (The limits are those of vLLM's custom all-reduce. It has none for two ranks; here it is
+/// 1 MiB, because above that two steps can be hidden.)
+pub fn is_exchanged(asked: &Description, config: &Config) -> bool {
     let most = match asked.layout.world() {
         1 => 0,
         2 => 1 << 20,
@@ -150,44 +158,62 @@ pub fn is_exchanged(asked: &Description) -> bool {
         5..=8 => 256 << 10,
         _ => 0,
     };
-    let elements = asked.layout.m().saturating_mul(asked.n);
-    elements.saturating_mul(asked.dtype.bytes()) <= most
+    let columns = asked.n.next_multiple_of(PADDED_COLUMNS);
+    let elements = asked.layout.m().saturating_mul(columns);
+    let is_asked = match asked.operation {
+        NAME => config.route == Route::Store && config.entry_rows() == LOW_ROWS,
+        _ => true,
+    };
+    is_asked && elements.saturating_mul(asked.dtype.bytes()) <= most
 }
 
-/// All partials go to all ranks, and all ranks add up all rows at the end.
+/// What kernels send of a row is a multiple of this.
+pub const PADDED_COLUMNS: usize = 16;
+
+/// All rows are multiplied, then their partials go to those who are to have the sums, who add them up at the end.
 fn exchange(planner: &Plan) -> Result<Schedule> {
     let &Plan {
         asked,
         rank,
         config,
         partials,
-        ..
+        sums,
     } = planner;
     let (m, world) = (asked.layout.m(), asked.layout.world());
-    let parts = chunk_rows(0..m, config.chunking.count, config.entry_rows());
-    let parts: Vec<Range<usize>> = parts.collect();
+    let count = match sums {
+        Sums::Everywhere => config.chunking.count,
+        // Parts that owners' rows straddle have no one place to go to.
+        Sums::Own | Sums::All => 1,
+    };
+    let parts: Vec<Range<usize>> = chunk_rows(0..m, count, config.entry_rows()).collect();
     let is_pulled = config.route == Route::Pull;
-    let transfer = |from: usize, to: usize, (index, rows): (usize, &Range<usize>)| {
-        let region = |first: usize| planner.partial(first + rows.start..first + rows.end);
-        Transfer {
+    let rows_for = |to: usize| match sums {
+        Sums::Everywhere => 0..m,
+        Sums::Own | Sums::All => asked.layout.rows_of(to),
+    };
+    let transfer = |from: usize, to: usize, (index, part): (usize, &Range<usize>)| {
+        let wanted = rows_for(to);
+        let rows = part.start.max(wanted.start)..part.end.min(wanted.end);
+        let region = |first: usize| planner.partial(first..first + rows.len());
+        (!rows.is_empty()).then(|| Transfer {
             from,
             to,
             source: from,
             regions: smallvec![Move {
-                from: region(partials.own(0, 0)),
-                to: region(partials.slot(from, to)),
+                from: region(partials.own(0, rows.start)),
+                to: region(partials.slot(from, to) + rows.start - wanted.start),
             }],
             after: 0..0,
             produced: (!is_pulled).then_some(index),
             flag: among_others(from, to) * parts.len() + index,
             route: config.route,
-        }
+        })
     };
     let all = || parts.iter().enumerate();
     let arrivals = ring(rank, world).flat_map(|from| all().map(move |part| (from, part)));
-    let arrivals = arrivals.map(|(from, part)| transfer(from, rank, part));
+    let arrivals = arrivals.filter_map(|(from, part)| transfer(from, rank, part));
     let departures = all().flat_map(|part| ring(rank, world).map(move |to| (to, part)));
-    let departures = departures.map(|(to, part)| transfer(rank, to, part));
+    let departures = departures.filter_map(|(to, part)| transfer(rank, to, part));
     let (arrivals, departures) = (arrivals.collect(), departures.collect());
     let product = (!is_pulled).then(|| {
         let mut rows = Vec::new();
@@ -202,15 +228,16 @@ fn exchange(planner: &Plan) -> Result<Schedule> {
         let tiles = order::walk(&product, &rows);
         (product, tiles)
     });
+    let own = rows_for(rank);
     let addend = |from: usize| Addend::Rows {
         matrix: PARTIALS,
         first: match from == rank {
-            true => partials.own(0, 0),
+            true => partials.own(0, own.start),
             false => partials.slot(from, rank),
         },
     };
-    let reduction = Reduction {
-        rows: m,
+    let reduction = (!own.is_empty()).then(|| Reduction {
+        rows: own.len(),
         n: asked.n,
         sum: Sum {
             out: OUT,
@@ -218,8 +245,8 @@ fn exchange(planner: &Plan) -> Result<Schedule> {
             addends: (0..world).map(addend).collect(),
             bias: Some(BIAS),
         },
-    };
-    planner.schedule(true, arrivals, departures, product, Some(reduction))
+    });
+    planner.schedule(true, arrivals, departures, product, reduction)
 }
 
 /// Multiplies all rows; what is made of them stays here. The other ranks take no part.
@@ -561,6 +588,7 @@ impl Plan<'_> {
             product,
             tiles: tiles.unwrap_or_default(),
             reduction,
+            exchanged: collective && is_exchanged(asked, &self.config),
         })
     }
 
@@ -577,6 +605,11 @@ impl Plan<'_> {
             details += &format!(
                 ", {chunks} chunks, last {last}, in multiples of {rows} rows, by Route::{route:?}"
             );
+        }
+        if self.config.route == Route::Store && is_exchanged(self.asked, &self.config) {
+            // Tiles that wait for the others' of the same place must come in the same order.
+            let TileShape { n, group_m, .. } = self.config.tile;
+            details += &format!(", tiles of {n} columns, {group_m} one above the other");
         }
         if !layout.is_balanced() {
             details += &format!(", rows of each rank = {:?}", layout.rows());

@@ -99,6 +99,7 @@ fn schedule(
         product,
         tiles,
         reduction: None,
+        exchanged: false,
     })
     .unwrap()
 }

@@ -14,6 +14,7 @@ pub const GEMMESH_FAULT_NONE: u32 = 0;
 pub const GEMMESH_FAULT_CLAIMED: u32 = 1;
 pub const GEMMESH_FAULT_RECORDED: u32 = 2;
 pub const GEMMESH_MAX_TARGETS: u32 = 8;
+pub const GEMMESH_LANDING_BYTES: u32 = 8388608;
 pub const GEMMESH_UNTOLD: u32 = 4294967295;
 pub const GEMMESH_COPIED: u32 = 4294967294;
 pub const GEMMESH_REDUCE_THREADS: u32 = 256;
@@ -88,7 +89,8 @@ pub struct GemmeshPushEpoch {
     pub left: u32,
     pub current: u32,
     pub gate: u32,
-    pub reserved: [u32; 2usize],
+    pub landed: u32,
+    pub reserved: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -106,8 +108,10 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshPushEpoch, current) - 16usize];
     ["Offset of field: GemmeshPushEpoch::gate"]
         [::core::mem::offset_of!(GemmeshPushEpoch, gate) - 20usize];
+    ["Offset of field: GemmeshPushEpoch::landed"]
+        [::core::mem::offset_of!(GemmeshPushEpoch, landed) - 24usize];
     ["Offset of field: GemmeshPushEpoch::reserved"]
-        [::core::mem::offset_of!(GemmeshPushEpoch, reserved) - 24usize];
+        [::core::mem::offset_of!(GemmeshPushEpoch, reserved) - 28usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -207,6 +211,30 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
+pub struct GemmeshLanding {
+    pub areas: [*mut ::core::ffi::c_void; 8usize],
+    pub begin: [u32; 8usize],
+    pub end: [u32; 8usize],
+    pub share: u32,
+    pub reserved: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of GemmeshLanding"][::core::mem::size_of::<GemmeshLanding>() - 136usize];
+    ["Alignment of GemmeshLanding"][::core::mem::align_of::<GemmeshLanding>() - 8usize];
+    ["Offset of field: GemmeshLanding::areas"]
+        [::core::mem::offset_of!(GemmeshLanding, areas) - 0usize];
+    ["Offset of field: GemmeshLanding::begin"]
+        [::core::mem::offset_of!(GemmeshLanding, begin) - 64usize];
+    ["Offset of field: GemmeshLanding::end"]
+        [::core::mem::offset_of!(GemmeshLanding, end) - 96usize];
+    ["Offset of field: GemmeshLanding::share"]
+        [::core::mem::offset_of!(GemmeshLanding, share) - 128usize];
+    ["Offset of field: GemmeshLanding::reserved"]
+        [::core::mem::offset_of!(GemmeshLanding, reserved) - 132usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct GemmeshParams {
     pub tiles: *const GemmeshTile,
     pub flags: *const u32,
@@ -229,10 +257,11 @@ pub struct GemmeshParams {
     pub deferred_step: u32,
     pub slices: u32,
     pub exchange: GemmeshExchange,
+    pub landing: GemmeshLanding,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 1200usize];
+    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 1336usize];
     ["Alignment of GemmeshParams"][::core::mem::align_of::<GemmeshParams>() - 8usize];
     ["Offset of field: GemmeshParams::tiles"]
         [::core::mem::offset_of!(GemmeshParams, tiles) - 0usize];
@@ -272,6 +301,8 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshParams, slices) - 124usize];
     ["Offset of field: GemmeshParams::exchange"]
         [::core::mem::offset_of!(GemmeshParams, exchange) - 128usize];
+    ["Offset of field: GemmeshParams::landing"]
+        [::core::mem::offset_of!(GemmeshParams, landing) - 1200usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::Cuda;
 use super::driver::{Event, StreamMemOp};
+use super::landing::Landing;
 use super::monitor::OUTSTANDING;
 use super::program::{self, Launch, Place, Program};
 use super::route::{announce, pause, pull, push};
@@ -57,16 +58,25 @@ pub fn run(cuda: &Cuda, members: &Members, program: &Program, mut call: Call<Cud
     })
 }
 
-/// Refuses what schedules can say and this engine does not do yet. Returns where the blocks of its product go, if they do not all
-/// go to one place.
+/// Where the rows of a product go.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Outputs {
+    /// All to one matrix.
+    One,
+    /// To several places, and what comes from others is added to some.
+    Places(Places),
+    /// As partials to landing areas; their sums to one matrix.
+    Landing(Landing),
+}
+
+/// Refuses what schedules can say and this engine does not do yet. Returns where the rows of its product go.
 ///
 /// # Errors
 /// [`Error::NoRoute`]; [`Error::Limit`] for what no operation needs.
-pub fn check(schedule: &Schedule) -> Result<Option<Places>> {
+pub fn check(schedule: &Schedule) -> Result<Outputs> {
     // Kernels wait for flags of pulls, or for those of pushes.
     let routes = schedule.routes();
     limit("routes of an operation on GPUs", routes.len(), 0, 1)?;
-    let places = Places::of(schedule);
     for moved in schedule.moves() {
         for Move { from, to } in &moved.regions {
             let [from, to] = [from, to].map(|region| {
@@ -88,11 +98,14 @@ pub fn check(schedule: &Schedule) -> Result<Option<Places>> {
     let Some(product) = schedule.product() else {
         let pushed = routes.iter().filter(|&&route| route != Route::Pull).count();
         limit("pushes without a product on GPUs", pushed, 0, 0)?;
-        return Ok(None);
+        return Ok(Outputs::One);
     };
-    if let Some(places) = places {
+    if let Some(landing) = Landing::of(schedule) {
+        return Ok(Outputs::Landing(landing));
+    }
+    if let Some(places) = Places::of(schedule) {
         places.check(schedule, product)?;
-        return Ok(Some(places));
+        return Ok(Outputs::Places(places));
     }
     limit("blocks of a product on GPUs", product.blocks.len(), 1, 1)?;
     let Block { rows, .. } = &product.blocks[0];
@@ -126,7 +139,7 @@ pub fn check(schedule: &Schedule) -> Result<Option<Places>> {
             )?;
         }
     }
-    Ok(None)
+    Ok(Outputs::One)
 }
 
 /// The commands that a queue of the device holds.
@@ -261,13 +274,13 @@ fn enqueue_pushed(
     }
     launch.launch(main)?;
     // The kernel has waited for what no tile waits for, and copies only read what is added.
-    if let Some(reduction) = schedule.reduction() {
+    if let Some(reduction) = program.reduction() {
         program::reduce(at, schedule, reduction, call)?;
     }
     if by_copies {
         main.wait_for(cuda.copies(), &cuda.gathered)?;
     }
-    if schedule.reduction().is_some() && !recorded {
+    if program.reduction().is_some() && !recorded {
         let completed = StreamMemOp::Write(monitor.completed(), epoch.raw());
         // SAFETY: the word lives as long as the backend.
         unsafe { main.words(&[completed])? };
@@ -307,12 +320,15 @@ mod tests {
         for rows in [&[5, 3][..], &[8, 0], &[0, 8], &[8], &[3, 0, 40], &[4; 8]] {
             let asked = asked(rows);
             for rank in 0..rows.len() {
-                assert_eq!(check(&multiply(&asked, rank, CONFIG).unwrap()), Ok(None));
+                assert_eq!(
+                    check(&multiply(&asked, rank, CONFIG).unwrap()),
+                    Ok(Outputs::One)
+                );
                 for planner in [reduce_scatter, all_reduce] {
                     let plan = |route| planner(&asked, rank, CONFIG.with_route(route)).unwrap();
-                    assert_eq!(check(&plan(Route::Pull)), Ok(None));
+                    assert_eq!(check(&plan(Route::Pull)), Ok(Outputs::One));
                     for route in [Route::Push, Route::Store] {
-                        assert!(matches!(check(&plan(route)), Ok(Some(_))));
+                        assert!(matches!(check(&plan(route)), Ok(Outputs::Places(_))));
                     }
                 }
             }
@@ -324,7 +340,7 @@ mod tests {
         let asked = asked(&[4; 9]);
         for planner in [reduce_scatter, all_reduce] {
             let plan = |route| planner(&asked, 2, CONFIG.with_route(route)).unwrap();
-            assert!(matches!(check(&plan(Route::Push)), Ok(Some(_))));
+            assert!(matches!(check(&plan(Route::Push)), Ok(Outputs::Places(_))));
             let error = check(&plan(Route::Store)).unwrap_err();
             assert!(matches!(error, Error::NoRoute { rank: 2, .. }), "{error}");
             let words = error.to_string();

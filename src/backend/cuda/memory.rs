@@ -15,6 +15,7 @@ use super::abi::{
     GEMMESH_MAX_FLAGS, GEMMESH_MAX_WORLD, GEMMESH_REFRESH, GemmeshMailbox, GemmeshPushEpoch,
 };
 use super::driver::{Device, DevicePtr, Mapping, Region, Uuid};
+use super::landing;
 use super::model::rates::Rates;
 use super::reclaim::{Deferred, Reclaimer};
 use crate::error::{Error, Result};
@@ -259,10 +260,12 @@ mod word {
     pub const END: usize = STORED + MAX_BLOCKS;
 }
 
-/// The second half of the control block's 2 MiB is for [`super::Group::check_peers`]: a box for each rank.
+/// The second MiB of the control block is for [`super::Group::check_peers`]: a box for each rank.
 const BOXES: usize = 1 << 20;
 /// Bytes of a box.
 pub const BOX: usize = (1 << 20) / MAX_WORLD;
+/// Behind that is the landing area of partial sums.
+const LANDING: usize = BOXES + MAX_WORLD * BOX;
 
 impl Control {
     /// Collective. All flags hold the epoch before `first`.
@@ -289,7 +292,7 @@ impl Control {
             let bytes = bytemuck::cast_slice(&words);
             own.write_rows(0, bytes.len(), bytes.len(), bytes)
         };
-        let bytes = 2 * BOXES;
+        let bytes = LANDING + landing::BYTES;
         let memory = Symmetric::allocate(
             device, reclaimer, members, peers, OPENING, bytes, initialise,
         )?;
@@ -362,6 +365,11 @@ impl Control {
     /// `aligned` in the memory of `rank`.
     pub fn aligned(&self, rank: usize) -> DevicePtr {
         Control::at(self.memory.of(rank), word::ALIGNED)
+    }
+
+    /// The landing area of `rank`.
+    pub fn landing(&self, rank: usize) -> DevicePtr {
+        self.memory.of(rank) + LANDING as u64
     }
 
     /// The box for `by` in the memory of `rank`.

@@ -6,6 +6,7 @@ mod abi;
 mod driver;
 mod engine;
 mod kernel;
+mod landing;
 mod memory;
 mod model;
 mod monitor;
@@ -35,6 +36,7 @@ use std::time::{Duration, Instant};
 
 use abi::{GEMMESH_MAX_WORLD, GemmeshAlignment};
 use driver::{Device, Event, Memory, Region, Stream, StreamMemOp};
+use engine::Outputs;
 use kernel::{Kernels, Variant};
 use memory::{BOX, Control, Peers, Symmetric};
 use model::rates::Rates;
@@ -264,7 +266,7 @@ impl sealed::Backend for Cuda {
 
     fn prepare(&self, members: &Members, schedule: Schedule) -> Result<Program> {
         let pushes = schedule.uses(Route::Push);
-        let places = engine::check(&schedule)?;
+        let outputs = engine::check(&schedule)?;
         if pushes && let Some(cause) = &self.queues.together {
             return Err(Error::QueuedTogether {
                 rank: members.rank,
@@ -283,16 +285,17 @@ impl sealed::Backend for Cuda {
             });
         }
         if let Some(product) = schedule.product() {
-            slices::check(&product.config, schedule.tiles().len(), places.is_some())?;
+            let adds_partials = matches!(outputs, Outputs::Places(_));
+            slices::check(&product.config, schedule.tiles().len(), adds_partials)?;
             let dtype = schedule.matrices()[product.a].dtype;
             let variant = Variant {
-                sums: places.is_some(),
+                sums: adds_partials,
                 trace: false,
             };
             self.kernels
                 .find(members.rank, dtype, &product.config, variant)?;
         }
-        Program::new(self, schedule, places)
+        Program::new(self, schedule, outputs)
     }
 
     fn schedule(program: &Program) -> &Schedule {

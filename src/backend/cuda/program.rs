@@ -11,7 +11,9 @@ use super::abi::{
     GemmeshReduction, GemmeshStore, GemmeshSums, GemmeshTile, GemmeshTraceEvent,
 };
 use super::driver::{DevicePtr, Layout, Memory, Stream};
+use super::engine::Outputs;
 use super::kernel::{Instance, Variant};
+use super::landing::{self, Landing};
 use super::memory::Waits;
 use super::reclaim::Deferred;
 use super::route::store;
@@ -41,6 +43,8 @@ pub struct Program {
     task_count: u32,
     /// Of a product whose blocks go to several places.
     sums: Option<Sums>,
+    /// Of one whose partials go to landing areas.
+    landing: Option<Landing>,
     maps: Cache,
 }
 
@@ -54,7 +58,12 @@ struct Sums {
 }
 
 impl Program {
-    pub fn new(cuda: &Cuda, schedule: Schedule, places: Option<Places>) -> Result<Program> {
+    pub fn new(cuda: &Cuda, schedule: Schedule, outputs: Outputs) -> Result<Program> {
+        let (places, landing) = match outputs {
+            Outputs::One => (None, None),
+            Outputs::Places(places) => (Some(places), None),
+            Outputs::Landing(landing) => (None, Some(landing)),
+        };
         let sources: Vec<u32> = schedule.sources().iter().map(|&s| s as u32).collect();
         let tasks = store::tasks(&schedule);
         let task_count = tasks.len() as u32;
@@ -86,11 +95,18 @@ impl Program {
             tasks,
             task_count,
             sums,
+            landing,
             _held: held,
             waits: Waits::of(&schedule),
             schedule,
             maps: Cache::default(),
         })
+    }
+
+    /// What is added up behind the kernel: nothing where that does it itself.
+    pub fn reduction(&self) -> Option<&Reduction> {
+        let reduction = self.schedule.reduction();
+        reduction.filter(|_| self.landing.is_none())
     }
 }
 
@@ -191,8 +207,12 @@ impl Launch {
             }
             None => {
                 // One block: the engine has checked it.
-                let sum = &product.blocks[0].sum;
-                let out = of_own(sum.out, sum.first, m, n).ok_or_else(lost)?;
+                let (rows, sum) = match (&program.landing, schedule.reduction()) {
+                    (Some(_), Some(reduction)) => (reduction.rows, &reduction.sum),
+                    // Of partials a rank without rows of its own stores nothing: any matrix will do.
+                    _ => (m, &product.blocks[0].sum),
+                };
+                let out = of_own(sum.out, sum.first, rows, n).ok_or_else(lost)?;
                 (out, None, sum.bias)
             }
         };
@@ -245,7 +265,7 @@ impl Launch {
                 true => std::ptr::null_mut(),
             },
             // What follows a kernel is a part of the operation.
-            completed: match schedule.reduction() {
+            completed: match program.reduction() {
                 None => report(cuda.monitor.completed()),
                 Some(_) => std::ptr::null_mut(),
             },
@@ -280,6 +300,10 @@ impl Launch {
                 .map_or(u32::MAX, |deferred| (deferred.column / CUT_COLUMNS) as u32),
             slices: slices as u32,
             exchange,
+            landing: match &program.landing {
+                Some(landing) => landing.of_call(control),
+                None => landing::NONE,
+            },
         };
         let unawaited = schedule.unawaited();
         let sums = program.sums.as_ref().map(|sums| GemmeshSums {

@@ -84,8 +84,11 @@ fn fastest(
     let sliced =
         numerics == Numerics::Fast && asked.layout.m() > FEW_ROWS && !is_sum(asked.operation);
     let mut best = (f64::INFINITY, base);
-    let configs = configs(base, is_sum(asked.operation));
-    for config in configs.filter(|config| config.check_numerics(numerics).is_ok()) {
+    // Higher ones would be half empty at the least.
+    let highest = 2 * asked.layout.m().max(FEW_ROWS);
+    let configs = configs(base, is_sum(asked.operation))
+        .filter(|config| config.entry_rows() <= highest && config.check_numerics(numerics).is_ok());
+    for config in configs {
         let tiles = Tiles::of(rates, asked, &config);
         // Others take longer though they filled all multiprocessors.
         let may_gain = tiles.start + tiles.filled() < best.0;

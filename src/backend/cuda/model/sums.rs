@@ -10,9 +10,10 @@ use std::ops::Range;
 use super::rates::Rates;
 use super::tiles::Tiles;
 use crate::backend::cuda::kernel::{WIDEST, configs};
+use crate::backend::cuda::landing::can_exchange;
 use crate::explanation::Prediction;
 use crate::schedule::partials::Piece;
-use crate::schedule::reduce_scatter::{ALL_NAME, is_exchanged, pieces};
+use crate::schedule::reduce_scatter::{ALL_NAME, LOW_ROWS, is_exchanged, pieces};
 use crate::schedule::{Chunking, Config, Description, Numerics, Route};
 
 /// Microseconds, and what happens in one. Measured on two H200s; benches/NOTES.md has the traces.
@@ -31,12 +32,16 @@ mod rate {
     pub const KERNEL: f64 = 10.0;
     /// The same of a kernel with copies beside it.
     pub const COPIES: f64 = 13.0;
+    /// What another kernel takes behind it that adds up what has been exchanged.
+    pub const REDUCED: f64 = 4.5;
     /// Bytes that kernels store to a peer.
     pub const STORED: f64 = 330e3;
     /// The share of the time of stores in which nothing is multiplied, for loads wait behind them.
     pub const STORE_HINDERS: f64 = 0.6;
     /// What the flag behind stores takes.
     pub const STORE_FLAG: f64 = 4.0;
+    /// What the start and the end of a kernel take that exchanges partials in landing areas, and a word's way.
+    pub const LANDED: f64 = 15.0;
 }
 
 /// What an operation takes, cut up like that; that is not known if partials are pulled.
@@ -55,11 +60,14 @@ pub fn predict(rates: &Rates, asked: &Description, config: &Config) -> Vec<Predi
     }
 }
 
+/// As good as any where nothing is exchanged.
+const WHOLE: Config = Config::new(WIDEST, Chunking::new(1), Route::Push);
+
 /// The configuration that should be the fastest. The same on every rank.
 pub fn choose(rates: &Rates, asked: &Description, numerics: Numerics) -> Config {
     let is_for_all = asked.operation == ALL_NAME;
     let cuts: &[(Route, usize, usize)] = match is_for_all {
-        true if is_exchanged(asked) => &[(Route::Store, 1, 1)],
+        true if is_exchanged(asked, &WHOLE) => &[(Route::Store, 1, 1)],
         false => &[
             (Route::Store, 1, 1),
             (Route::Store, 1, 2),
@@ -83,15 +91,18 @@ pub fn choose(rates: &Rates, asked: &Description, numerics: Numerics) -> Config 
         configs(base, true)
     });
     let depth = (asked.n / 2).clamp(1024, 8192);
-    let whole = Config::new(WIDEST, Chunking::new(1), Route::Push);
-    let mut best = (f64::INFINITY, whole);
+    // So few rows are made in one tile, and exchanged as fast as can be: where only some kernels can, by one of these.
+    let has_few_rows = asked.layout.m() <= LOW_ROWS;
+    let mut best = ((true, f64::INFINITY), WHOLE);
     for config in candidates {
         let model = Model::new(rates, asked, depth, &config);
+        let is_slow = has_few_rows && !model.lands();
         // Most are slower without any exchange.
-        if config.check_numerics(numerics).is_err() || model.of_tiles() >= best.0 {
+        let least = (is_slow, model.of_tiles());
+        if config.check_numerics(numerics).is_err() || least >= best.0 {
             continue;
         }
-        let time = model.time();
+        let time = (is_slow, model.time());
         if time < best.0 {
             best = (time, config);
         }
@@ -102,12 +113,12 @@ pub fn choose(rates: &Rates, asked: &Description, numerics: Numerics) -> Config 
 /// Rank 0's view of the operation: what it makes, and to how many ranks each piece goes.
 fn sent(asked: &Description, config: &Config) -> Option<Vec<(Piece, usize)>> {
     let world = asked.layout.world();
-    let is_for_all = asked.operation == ALL_NAME;
-    if is_for_all && is_exchanged(asked) {
+    if is_exchanged(asked, config) {
         let rows = 0..asked.layout.m();
         return Some(vec![(Piece { owner: 1, rows }, world - 1)]);
     }
     let pieces = pieces(asked, 0, *config).ok()?;
+    let is_for_all = asked.operation == ALL_NAME;
     let to = |piece: &Piece| match piece.owner {
         0 if is_for_all => world - 1,
         0 => 0,
@@ -156,6 +167,13 @@ impl Model<'_> {
         tiles.div_ceil(self.slots) as f64 * self.of_tile
     }
 
+    /// Whether partials are exchanged in landing areas.
+    fn lands(&self) -> bool {
+        let Model { asked, config, .. } = *self;
+        let shape = [asked.layout.m(), asked.n];
+        is_exchanged(asked, config) && can_exchange(config, shape, asked.layout.world())
+    }
+
     /// Microseconds from the first product until rank 0 has all it waits for. What it waits for from others comes when others get the
     /// same from it, for all ranks do the same.
     fn time(&self) -> f64 {
@@ -166,6 +184,16 @@ impl Model<'_> {
             columns,
             of_tile,
         } = self;
+        if self.lands() {
+            // Each element is sent with as many bytes of tags, to one peer or to all.
+            let [m, n, world] = [asked.layout.m(), asked.n, asked.layout.world()];
+            let elements = match asked.operation {
+                ALL_NAME => m * n * (world - 1),
+                _ => m * n * (world - 1) / world,
+            };
+            let sent = (2 * elements * asked.dtype.bytes()) as f64;
+            return self.of_tiles() + sent / rate::STORED + rate::LANDED;
+        }
         let Some(sent) = sent(asked, config) else {
             return f64::INFINITY;
         };
@@ -232,6 +260,7 @@ impl Model<'_> {
             }
         }
         let around = match route {
+            Route::Store if is_exchanged(asked, config) => rate::KERNEL + rate::REDUCED,
             Route::Store => rate::KERNEL,
             _ => rate::COPIES,
         };

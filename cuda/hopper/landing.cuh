@@ -1,0 +1,180 @@
+// Few rows of partial sums, exchanged by the warps that make them: each warp sends what it has of a tile to the landing areas of those ranks
+// that own the rows, takes what they have made of the same tile, and has the sums. LandingShare says why nobody has to ask first.
+//
+// All ranks have the same tiles in the same order, and each sends its part of a tile before it waits for the others': the first tile
+// that is not done anywhere waits for nobody but those who are about to make it.
+#pragma once
+
+#include "../abi.h"
+#include "../common/flags.cuh"
+#include "../common/ptx.cuh"
+#include "../common/push.cuh"
+#include "ptx.cuh"
+#include "wgmma.cuh"
+
+namespace gemmesh {
+
+// What one rank sends to another's landing area.
+//
+// No flag follows the data: a unit is two words of 64 bits, each with two elements and a tag, and each is written at once, so whoever sees
+// the tag sees the elements. (NCCL's LL protocol.) It takes twice the bytes, and spares a fence and a trip.
+//
+// Nobody says first that an area may be written. Areas come in two halves, used by turns; a kernel ends only when every peer's kernel of
+// the same operation has begun, and so when every peer's kernel of the operation before that used areas, and read the half that the
+// next one writes, has ended. A reader clears what it has read: a word never has the tag of another operation.
+struct LandingShare {
+    ulonglong2* units;
+    uint32_t tag;
+
+    __device__ LandingShare(const GemmeshLanding& landing, const Entrance& entrance, uint32_t to, uint32_t from, uint32_t world)
+        : units(static_cast<ulonglong2*>(landing.areas[to]) + (entrance.landed % 2 * world + from) * landing.share),
+          // not zero, which is what has been cleared
+          tag(entrance.landed * 2 + 1) {}
+
+    __device__ uint64_t tagged(uint32_t elements) const { return uint64_t{tag} << 32 | elements; }
+
+    __device__ bool is_tagged(const ulonglong2& unit) const { return unit.x >> 32 == tag && unit.y >> 32 == tag; }
+};
+
+// One warp's rows of a tile, 16 of them by N columns.
+template <class Element, int N>
+class Landing {
+public:
+    // `row` and `column` are the warp's first.
+    __device__ Landing(const GemmeshParams& params, const Entrance& entrance, uint32_t row, uint32_t column, uint32_t lane)
+        : params_(params),
+          entrance_(entrance),
+          row_(row + lane / 4),
+          column_(column),
+          lane_(lane) {}
+
+    // The whole warp: the accumulators, what this rank has made, become the sums of its own rows. They are added in the order of the
+    // ranks, each rounded before; or this has been given up.
+    __device__ void exchange(Accumulators<Element, N>& accumulators) const {
+        const GemmeshExchange& exchange = params_.exchange;
+        // As sums.cuh: the product is kept rounded, and to -0 any number may be added without a change.
+        uint32_t product[kPairs * 2];
+#pragma unroll
+        for (uint32_t i = 0; i < kPairs * 2; ++i) {
+            product[i] = ptx::cvt_rn_x2<Element>(accumulators.d[2 * i], accumulators.d[2 * i + 1]);
+            accumulators.d[2 * i] = accumulators.d[2 * i + 1] = -0.0f;
+        }
+
+        // send to the next rank first
+        for (uint32_t step = 1; step < exchange.world; ++step) {
+            const uint32_t peer = (exchange.rank + step) % exchange.world;
+#pragma unroll
+            for (uint32_t half = 0; half < 2; ++half) {
+                if (!has_row(peer, half)) continue;
+                const LandingShare share = share_of(peer, exchange.rank);
+                ulonglong2* to = share.units + unit(half);
+#pragma unroll
+                for (uint32_t i = 0; i < kPairs; i += 2) {
+                    if (has_column(i)) {
+                        ptx::st_relaxed_sys_v2(to + i * 2, ulonglong2{share.tagged(product[2 * i + half]), share.tagged(product[2 * i + 2 + half])});
+                    }
+                }
+            }
+        }
+
+        // No lane waits for the others' before all of this warp's are sent: these would wait for them in turn.
+        __syncwarp();
+        for (uint32_t from = 0; from < exchange.world; ++from) {
+#pragma unroll
+            for (uint32_t half = 0; half < 2; ++half) {
+                if (from == exchange.rank) {
+#pragma unroll
+                    for (uint32_t i = 0; i < kPairs; ++i) add(accumulators, i, half, product[2 * i + half]);
+                } else if (has_row(exchange.rank, half)) {
+                    take(accumulators, from, half);
+                }
+            }
+        }
+        __syncwarp();
+    }
+
+    // Stores the sums, rounded, to this rank's rows of the output: a warp's rows may begin above these.
+    __device__ void store(const Accumulators<Element, N>& accumulators) const {
+#pragma unroll
+        for (uint32_t half = 0; half < 2; ++half) {
+            if (!has_row(params_.exchange.rank, half)) continue;
+            const uint32_t row = row_ + half * kRowsApart - params_.landing.begin[params_.exchange.rank];
+            uint8_t* out = static_cast<uint8_t*>(params_.out) + row * params_.out_pitch;
+#pragma unroll
+            for (uint32_t i = 0; i < kPairs; ++i) {
+                // behind a last odd column there is padding
+                const uint32_t column = column_ + i * 8 + lane_ % 4 * 2;
+                const float* d = &accumulators.d[4 * i + 2 * half];
+                if (column < params_.n) {
+                    *reinterpret_cast<uint32_t*>(out + column * sizeof(Element)) = ptx::cvt_rn_x2<Element>(d[0], d[1]);
+                }
+            }
+        }
+    }
+
+private:
+    static constexpr uint32_t kPairs = N / 8;  // of neighbouring columns that a lane has in each of two rows
+    static constexpr uint32_t kRowsApart = 8;  // these two
+
+    // Whether `rank` gets sums of this lane's upper or lower row.
+    __device__ bool has_row(uint32_t rank, uint32_t half) const {
+        const uint32_t row = row_ + half * kRowsApart;
+        return params_.landing.begin[rank] <= row && row < params_.landing.end[rank];
+    }
+
+    // Whether this lane's pairs i and i + 1, and those of its neighbours in the row, have a column of the output among them.
+    __device__ bool has_column(uint32_t i) const { return column_ + i * 8 < params_.n; }
+
+    __device__ LandingShare share_of(uint32_t to, uint32_t from) const {
+        return LandingShare(params_.landing, entrance_, to, from, params_.exchange.world);
+    }
+
+    // The first unit of this lane's row: two neighbours of pair i, two of pair i + 1. Lanes that share a row lie side by side.
+    __device__ uint32_t unit(uint32_t half) const {
+        const uint32_t of_row = (params_.n + 15) / 16 * 4;
+        return (row_ + half * kRowsApart) * of_row + column_ / 4 + lane_ % 4;
+    }
+
+    __device__ static void add(Accumulators<Element, N>& accumulators, uint32_t pair, uint32_t half, uint32_t elements) {
+        const float2 addend = ptx::unpack<Element>(elements);
+        accumulators.d[4 * pair + 2 * half] += addend.x;
+        accumulators.d[4 * pair + 2 * half + 1] += addend.y;
+    }
+
+    // One lane: waits for what `from` has made of a row, clears it, and adds it.
+    __device__ void take(Accumulators<Element, N>& accumulators, uint32_t from, uint32_t half) const {
+        const LandingShare share = share_of(params_.exchange.rank, from);
+        ulonglong2* at = share.units + unit(half);
+        ulonglong2 landed[kPairs / 2];
+        const auto look = [&](uint32_t& seen) {
+#pragma unroll
+            for (uint32_t i = 0; i < kPairs; i += 2) {
+                if (has_column(i)) landed[i / 2] = ptx::ld_relaxed_sys_v2(at + i * 2);
+            }
+            bool all = true;
+#pragma unroll
+            for (uint32_t i = 0; i < kPairs; i += 2) {
+                all = all && (!has_column(i) || share.is_tagged(landed[i / 2]));
+            }
+            seen = entrance_.epoch - !all;
+            return all;
+        };
+        const uint32_t flag = from - (from > params_.exchange.rank);
+        if (!await_look(params_, entrance_.epoch, flag, from, look)) return;
+#pragma unroll
+        for (uint32_t i = 0; i < kPairs; i += 2) {
+            if (!has_column(i)) continue;
+            ptx::st_relaxed_sys_v2(at + i * 2, ulonglong2{});
+            add(accumulators, i, half, static_cast<uint32_t>(landed[i / 2].x));
+            add(accumulators, i + 1, half, static_cast<uint32_t>(landed[i / 2].y));
+        }
+    }
+
+    const GemmeshParams& params_;
+    Entrance entrance_;
+    uint32_t row_;
+    uint32_t column_;
+    uint32_t lane_;
+};
+
+}  // namespace gemmesh

@@ -1,0 +1,173 @@
+//! Few rows of partial sums, which the warps that make them send to the ranks' landing areas, and add up as they come: no kernel follows,
+//! nobody says first that an area may be written, and no flag follows the data. cuda/hopper/landing.cuh says why that is safe.
+
+use std::ops::Range;
+
+use super::abi::{GEMMESH_LANDING_BYTES, GEMMESH_MAX_TARGETS, GemmeshLanding};
+use super::memory::Control;
+use crate::schedule::reduce_scatter::{LOW_ROWS, PADDED_COLUMNS};
+use crate::schedule::{Addend, Config, Reduction, Route, Schedule};
+
+/// Bytes of a rank's area.
+pub const BYTES: usize = GEMMESH_LANDING_BYTES as usize;
+/// Bytes of what is stored at once, with two tags, and how many elements it holds.
+const UNIT: usize = 16;
+const ELEMENTS: usize = 4;
+
+/// By rank, the rows whose sums it gets.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Landing(Vec<Range<usize>>);
+
+impl Landing {
+    /// Of a schedule whose partials are exchanged, by kernels that can do it, if there is room for them: the same on every rank.
+    pub fn of(schedule: &Schedule) -> Option<Landing> {
+        let (product, world) = (schedule.product()?, schedule.world());
+        let [block] = &product.blocks[..] else {
+            return None;
+        };
+        let is_stored = schedule.is_exchanged() && schedule.uses(Route::Store);
+        if !is_stored || !can_exchange(&product.config, [product.m, product.n], world) {
+            return None;
+        }
+        // The rows that these of the partials are of.
+        let before = block.sum.first;
+        let of = |partials: Range<usize>| partials.start - before..partials.end - before;
+        let mut rows = vec![0..0; world];
+        for sent in schedule.moves() {
+            rows[sent.to] = of(sent.regions.first()?.from.rows.clone());
+        }
+        let rank = schedule.rank();
+        if let Some(Reduction { rows: own, sum, .. }) = schedule.reduction() {
+            let &Addend::Rows { first, .. } = sum.addends.get(rank)? else {
+                return None;
+            };
+            rows[rank] = of(first..first + own);
+        }
+        Some(Landing(rows))
+    }
+
+    /// As a kernel takes it.
+    pub fn of_call(&self, control: &Control) -> GemmeshLanding {
+        let mut landing = NONE;
+        for (rank, rows) in self.0.iter().enumerate() {
+            landing.areas[rank] = control.landing(rank) as *mut _;
+            landing.begin[rank] = rows.start as u32;
+            landing.end[rank] = rows.end as u32;
+        }
+        landing.share = share(self.0.len()) as u32;
+        landing
+    }
+}
+
+/// Whether there is room for partials of M rows and N columns, and a kernel that exchanges them.
+pub fn can_exchange(config: &Config, [m, n]: [usize; 2], world: usize) -> bool {
+    let tile = &config.tile;
+    let has_kernel = (tile.m, tile.cluster, tile.k_slices) == (LOW_ROWS, 1, 1);
+    let units = m.saturating_mul(n.next_multiple_of(PADDED_COLUMNS)) / ELEMENTS;
+    has_kernel && world <= GEMMESH_MAX_TARGETS as usize && units <= share(world)
+}
+
+/// What a rank has of half an area, in units.
+fn share(world: usize) -> usize {
+    BYTES / UNIT / 2 / world
+}
+
+/// For kernels of other operations.
+pub const NONE: GemmeshLanding = GemmeshLanding {
+    areas: [std::ptr::null_mut(); GEMMESH_MAX_TARGETS as usize],
+    begin: [0; GEMMESH_MAX_TARGETS as usize],
+    end: [0; GEMMESH_MAX_TARGETS as usize],
+    share: 0,
+    reserved: 0,
+};
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::element::DType;
+    use crate::schedule::reduce_scatter::{ALL_NAME, NAME, all_reduce, reduce_scatter};
+    use crate::schedule::{Chunking, Description, Layout, TileShape};
+
+    fn planned(operation: &'static str, rows: &[usize], n: usize, tile_m: usize) -> Vec<Schedule> {
+        let asked = Description {
+            operation,
+            dtype: DType::Bf16,
+            layout: Layout::new(rows, 512).unwrap(),
+            n,
+        };
+        let tile = TileShape::new(tile_m, 128, 64);
+        let config = Config::new(tile, Chunking::new(1), Route::Store);
+        let planner = match operation {
+            NAME => reduce_scatter,
+            _ => all_reduce,
+        };
+        let ranks = 0..rows.len();
+        ranks
+            .map(|rank| planner(&asked, rank, config).unwrap())
+            .collect()
+    }
+
+    fn landings(operation: &'static str, rows: &[usize], n: usize) -> Vec<Option<Landing>> {
+        let schedules = planned(operation, rows, n, LOW_ROWS);
+        schedules.iter().map(Landing::of).collect()
+    }
+
+    #[test]
+    fn each_rank_gets_its_rows_of_a_reduce_scatter_and_all_of_an_all_reduce() {
+        for rows in [&[5, 3][..], &[0, 1], &[1, 0, 63], &[8; 8]] {
+            let (m, world) = (rows.iter().sum::<usize>(), rows.len());
+            let all = Landing(vec![0..m; world]);
+            assert_eq!(landings(ALL_NAME, rows, 1000), vec![Some(all); world]);
+            let mut end = 0;
+            let own = rows.iter().map(|&count| {
+                end += count;
+                // Nobody sends rows to a rank that has none.
+                if count == 0 { 0..0 } else { end - count..end }
+            });
+            let own = Landing(own.collect());
+            assert_eq!(landings(NAME, rows, 1000), vec![Some(own); world]);
+        }
+    }
+
+    #[test]
+    fn every_reduce_scatter_that_is_exchanged_has_a_landing_area() {
+        for world in 2..=9 {
+            for m in [1, 2, 7, 63, 64] {
+                for n in [1, 8, 1000, 2048, 8184, 8192, 8200, 1 << 19] {
+                    let mut rows = vec![0; world];
+                    rows[world - 1] = m;
+                    for schedule in planned(NAME, &rows, n, LOW_ROWS) {
+                        let is_exchanged = schedule.product().unwrap().blocks.len() == 1
+                            && schedule.moves().all(|moved| moved.produced == Some(0))
+                            && schedule.tiles().iter().all(|tile| tile.flags().is_empty());
+                        let sends_whole = schedule.rank() + 1 < world;
+                        if is_exchanged && schedule.reduction().is_some() {
+                            assert!(Landing::of(&schedule).is_some(), "{world} {m} {n}");
+                        }
+                        let few = m * n.next_multiple_of(16) * 2 <= 256 << 10 && world <= 8;
+                        assert!(!few || Landing::of(&schedule).is_some() || !sends_whole);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_too_large_or_made_by_other_kernels_does_not_land() {
+        for operation in [NAME, ALL_NAME] {
+            for schedule in planned(operation, &[20, 30], 256, 128) {
+                assert_eq!(Landing::of(&schedule), None);
+            }
+            let large = landings(operation, &[32, 32], 16_384);
+            assert_eq!(large, [None, None]);
+        }
+        // Ranks without rows make others' only, in one block: not an exchange, for those wait for blocks.
+        assert_eq!(landings(NAME, &[0, 0, 90], 4096), [None, None, None]);
+        // More rows than one tile has are all sent as they are made, too.
+        assert!(
+            landings(ALL_NAME, &[100, 30], 256)
+                .iter()
+                .all(Option::is_some)
+        );
+    }
+}
