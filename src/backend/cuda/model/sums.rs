@@ -2,8 +2,8 @@
 //! is done first.
 //!
 //! The model knows waves of tiles, when each part of a block has been made and has arrived, and that what waits for it ends later.
-//! It must find the same on every rank, and K may differ between ranks: so it goes by a K that suits N. It sees the operation as
-//! rank 0 does.
+//! What ranks must agree on it must find the same on every rank, and K may differ between ranks: so that goes by a K that suits N, and only
+//! the rest by the rank's own. It sees the operation as rank 0 does.
 
 use std::ops::Range;
 
@@ -63,8 +63,29 @@ pub fn predict(rates: &Rates, asked: &Description, config: &Config) -> Vec<Predi
 /// As good as any where nothing is exchanged.
 const WHOLE: Config = Config::new(WIDEST, Chunking::new(1), Route::Push);
 
-/// The configuration that should be the fastest. The same on every rank.
+/// The configuration that should be the fastest. Ranks whose K differ get configurations that agree.
 pub fn choose(rates: &Rates, asked: &Description, numerics: Numerics) -> Config {
+    let alike = for_any_depth(rates, asked, numerics);
+    let agrees = |config: &Config| match is_exchanged(asked, &alike) {
+        true => {
+            (config.tile.m, config.tile.n, config.tile.cluster)
+                == (alike.tile.m, alike.tile.n, alike.tile.cluster)
+        }
+        false => config.entry_rows() == alike.entry_rows(),
+    };
+    let of_own_depth = |config| {
+        let model = Model::new(rates, asked, asked.layout.k(), &config);
+        (model.time(), config)
+    };
+    let candidates = configs(alike, true);
+    let candidates = candidates.filter(|c| agrees(c) && c.check_numerics(numerics).is_ok());
+    let timed = candidates.map(of_own_depth);
+    let best = timed.min_by(|(one, _), (other, _)| one.total_cmp(other));
+    best.map_or(alike, |(_, config)| config)
+}
+
+/// What the ranks agree on, which does not depend on K: the route, the pieces, and of partials that are exchanged the tiles.
+fn for_any_depth(rates: &Rates, asked: &Description, numerics: Numerics) -> Config {
     let is_for_all = asked.operation == ALL_NAME;
     let cuts: &[(Route, usize, usize)] = match is_for_all {
         true if is_exchanged(asked, &WHOLE) => &[(Route::Store, 1, 1)],
@@ -90,7 +111,7 @@ pub fn choose(rates: &Rates, asked: &Description, numerics: Numerics) -> Config 
         let base = Config::new(WIDEST, chunking, route);
         configs(base, true)
     });
-    let depth = (asked.n / 2).clamp(1024, 8192);
+    let depth = (asked.n / 2).clamp(4096, 8192);
     // So few rows are made in one tile, and exchanged as fast as can be: where only some kernels can, by one of these.
     let has_few_rows = asked.layout.m() <= LOW_ROWS;
     let mut best = ((true, f64::INFINITY), WHOLE);
@@ -342,6 +363,17 @@ mod tests {
     }
 
     #[test]
+    fn each_rank_splits_the_k_that_it_has() {
+        for operation in [NAME, ALL_NAME] {
+            let split = |k| {
+                let asked = asked(operation, &[8; 2], 1024, k);
+                choose(&H200, &asked, Numerics::Fast).tile.split_k
+            };
+            assert!(split(256) < split(12_800));
+        }
+    }
+
+    #[test]
     fn few_rows_are_stored_many_copied_and_the_last_block_in_parts() {
         for operation in [NAME, ALL_NAME] {
             for (m, n) in [
@@ -391,15 +423,24 @@ mod tests {
     }
 
     #[test]
-    fn ranks_whose_k_differ_choose_alike_and_where_bits_depend_on_k_alone_nobody_cuts_it() {
+    fn ranks_whose_k_differ_agree_and_where_bits_depend_on_k_alone_nobody_cuts_it() {
         for operation in [NAME, ALL_NAME] {
             for m in [1, 64, 700, 5000] {
                 for n in [8, 1000, 8192] {
                     let of = |k| asked(operation, &[m, 2 * m, 0], n, k);
                     for numerics in [Numerics::Fast, Numerics::Invariant] {
                         let [one, other] = [64, 9000].map(|k| choose(&H200, &of(k), numerics));
-                        assert_eq!(one, other);
                         assert!(numerics == Numerics::Fast || one.tile.split_k == 1);
+                        let agreed = |config: Config, k| {
+                            let planner = if operation == NAME {
+                                reduce_scatter
+                            } else {
+                                all_reduce
+                            };
+                            let schedule = planner(&of(k), 1, config).unwrap();
+                            schedule.agreed().unwrap().details().to_string()
+                        };
+                        assert_eq!(agreed(one, 64), agreed(other, 9000));
                     }
                 }
             }
