@@ -1,0 +1,336 @@
+//! What planners of partial sums have in common: pieces, their transfers, sums and tiles of one rank.
+
+use std::ops::Range;
+
+use smallvec::smallvec;
+
+use super::exchange::by_owners;
+use super::{B, BIAS, OUT, PARTIALS};
+use crate::error::Result;
+use crate::schedule::config::{Chunking, Config, Route, TileShape};
+use crate::schedule::layout::{MAX_EXTENT, chunk_rows, limit};
+use crate::schedule::order::{TileRow, ring};
+use crate::schedule::partials::{Incoming, Partials, Piece};
+use crate::schedule::{
+    Addend, Agreed, Block, Description, MAX_FLAGS, MatrixSpec, Move, Parts, Product, Reduction,
+    Region, Schedule, Sum, Tile, Transfer,
+};
+
+/// What is asked, of one rank.
+pub(super) struct Plan<'a> {
+    pub(super) asked: &'a Description,
+    pub(super) rank: usize,
+    pub(super) config: Config,
+    pub(super) partials: Partials,
+    pub(super) sums: Sums,
+    /// Whether all rows are made before any partial is moved.
+    pub(super) exchanged: bool,
+}
+
+/// Who gets the sums of a rank's rows.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum Sums {
+    /// It alone.
+    Own,
+    /// All ranks, from it.
+    All,
+    /// All ranks, which make them.
+    Everywhere,
+}
+
+impl Plan<'_> {
+    pub(super) fn new(
+        asked: &Description,
+        rank: usize,
+        config: Config,
+        sums: Sums,
+    ) -> Result<Plan<'_>> {
+        limit("rank", rank, 0, asked.layout.world() - 1)?;
+        config.check()?;
+        limit("N", asked.n, 1, MAX_EXTENT)?;
+        let entries = asked.layout.m().div_ceil(config.entry_rows()) + asked.layout.world();
+        let tiles = entries.saturating_mul(asked.n.div_ceil(config.tile.n));
+        limit("tiles of the output", tiles, 1, 1 << 28)?;
+        let partials = match sums {
+            Sums::Own | Sums::All => Partials::of(asked, config.route),
+            Sums::Everywhere => Partials::exchanged(asked, config.route),
+        };
+        limit("rows of all partials", partials.rows(), 1, MAX_EXTENT)?;
+        // Also of the rank to which the most comes: all ranks find the same.
+        let Chunking { count, last, .. } = config.chunking;
+        let each = match sums {
+            Sums::Own => count.max(last),
+            // Panels of partials, the last of them in parts, and panels of sums.
+            Sums::All => (count - 1 + last) + count,
+            Sums::Everywhere => count,
+        };
+        let flags = (asked.layout.world() - 1) * each;
+        let what = "transfers to a rank, of the chunks that Config::chunking asks for,";
+        limit(what, flags, 0, MAX_FLAGS)?;
+        Ok(Plan {
+            asked,
+            rank,
+            config,
+            partials,
+            sums,
+            exchanged: match sums {
+                Sums::Own => by_owners(asked, &config),
+                Sums::All => false,
+                Sums::Everywhere => true,
+            },
+        })
+    }
+
+    /// What each rank makes.
+    pub(super) fn all_pieces(&self) -> Vec<Vec<Piece>> {
+        let ranks = 0..self.asked.layout.world();
+        ranks.map(|rank| self.pieces(rank)).collect()
+    }
+
+    /// All that a rank makes, in this order: panel by panel, the peers' rows; and its own rows of a panel when the peers' of the
+    /// next one are made too, for by then what the peers have made of them has usually come. Where sums stay with the owners, all rows
+    /// are one panel, and peers' rows are cut as the configuration says; the last peer's finer: when they are there, all that is
+    /// left to do is to move them.
+    pub(super) fn pieces(&self, rank: usize) -> Vec<Piece> {
+        let layout = &self.asked.layout;
+        let world = layout.world();
+        let height = self.config.entry_rows();
+        let Chunking { count, last, .. } = self.config.chunking;
+        let (panels, count) = match self.sums {
+            Sums::All => (count, 1),
+            Sums::Own | Sums::Everywhere => (1, count),
+        };
+        let panels_of = |owner| chunk_rows_of_block(layout.rows_of(owner), panels, height);
+        let rows_of = |owner, panel| panels_of(owner).nth(panel).unwrap_or(0..0);
+        let last_peer = (rank + world - 1) % world;
+        let last_panel = panels_of(last_peer).count();
+        let mut pieces = Vec::new();
+        for panel in 0..=panels {
+            for owner in ring(rank, world).filter(|_| panel < panels) {
+                let is_last = (owner, panel + 1) == (last_peer, last_panel);
+                let count = if is_last { last } else { count };
+                let parts = chunk_rows_of_block(rows_of(owner, panel), count, height);
+                pieces.extend(parts.map(|rows| Piece { owner, rows }));
+            }
+            let own = panel.checked_sub(1).map(|before| rows_of(rank, before));
+            if let Some(rows) = own.filter(|rows| !rows.is_empty()) {
+                pieces.push(Piece { owner: rank, rows });
+            }
+        }
+        pieces
+    }
+
+    /// A piece on its way: a partial to its owner, sums to another rank.
+    pub(super) fn transfer(
+        &self,
+        from: usize,
+        to: usize,
+        piece: &Piece,
+        flag: usize,
+        produced: Option<usize>,
+    ) -> Transfer {
+        let Piece { owner, rows } = piece;
+        let region = |first: usize| self.partial(first..first + rows.len());
+        let moved = if *owner == to {
+            let before = rows.start - self.asked.layout.rows_of(to).start;
+            Move {
+                from: region(self.partials.own(to, rows.start)),
+                to: region(self.partials.slot(from, to) + before),
+            }
+        } else {
+            Move::in_place(Region {
+                matrix: OUT,
+                rows: rows.clone(),
+                columns: 0..self.asked.n,
+            })
+        };
+        Transfer {
+            from,
+            to,
+            source: from,
+            regions: smallvec![moved],
+            after: 0..0,
+            produced,
+            flag,
+            route: self.config.route,
+        }
+    }
+
+    /// Rows of partials, with their padding.
+    pub(super) fn partial(&self, rows: Range<usize>) -> Region {
+        Region {
+            matrix: PARTIALS,
+            rows,
+            columns: 0..self.partials.columns(),
+        }
+    }
+
+    /// What becomes of rows that this rank makes for others, or pulls together with what those have made: from `first` on.
+    pub(super) fn own_partials(&self, first: usize) -> Sum {
+        Sum {
+            out: PARTIALS,
+            first,
+            addends: Vec::new(),
+            bias: None,
+        }
+    }
+
+    /// What `to` pulls from `from` of what the ranks make.
+    pub(super) fn pulls_of(
+        &self,
+        made: &[Vec<Piece>],
+        incoming: &Incoming,
+        from: usize,
+        to: usize,
+    ) -> impl Iterator<Item = Transfer> {
+        let pieces = made[from].iter().enumerate();
+        let pieces = pieces.filter(move |(_, piece)| piece.owner == to);
+        pieces.map(move |(number, piece)| {
+            self.transfer(from, to, piece, incoming.flag(from, number), None)
+        })
+    }
+
+    /// What this rank pulls.
+    pub(super) fn pulls(&self, made: &[Vec<Piece>]) -> Vec<Transfer> {
+        let peers = ring(self.rank, self.asked.layout.world());
+        let incoming = Incoming::of(made, self.rank);
+        let pulls = peers.flat_map(|from| self.pulls_of(made, &incoming, from, self.rank));
+        pulls.collect()
+    }
+
+    /// The tile rows of a block, which wait for the flags that `flags` says of the rows that they are of, counted from the
+    /// block's first.
+    pub(super) fn tile_rows(
+        &self,
+        block: usize,
+        rows: &Range<usize>,
+        flags: impl Fn(&Range<usize>) -> Range<usize>,
+        all: &mut Vec<TileRow>,
+    ) {
+        let height = self.config.entry_rows();
+        let mut ready = all.last().map_or(0, |row| row.ready + 1);
+        let mut last = None;
+        for m in 0..rows.len().div_ceil(height) {
+            let begin = rows.start + m * height;
+            let flags = flags(&(begin..(begin + height).min(rows.end)));
+            // What has not come yet would hold up the tiles behind: those that wait for other rows are walked apart.
+            if last
+                .replace(flags.end)
+                .is_some_and(|last| last != flags.end)
+            {
+                ready += 1;
+            }
+            let first = Tile::new(block, m, 0, flags);
+            all.push(TileRow { first, ready });
+        }
+    }
+
+    /// All partials of this rank's rows from `first` on, in the order of the ranks, its own where `own` says, and the bias.
+    pub(super) fn sum(&self, first: usize, own: impl Fn(usize) -> Addend) -> Sum {
+        let addend = |from: usize| match from == self.rank {
+            true => own(from),
+            false => Addend::Rows {
+                matrix: PARTIALS,
+                first: self.partials.slot(from, self.rank) + first,
+            },
+        };
+        let place = match self.sums {
+            Sums::Own => 0,
+            Sums::All | Sums::Everywhere => self.asked.layout.rows_of(self.rank).start,
+        };
+        Sum {
+            out: OUT,
+            first: place + first,
+            addends: (0..self.asked.layout.world()).map(addend).collect(),
+            bias: Some(BIAS),
+        }
+    }
+
+    pub(super) fn product(&self, a: usize, blocks: Vec<Block>) -> Product {
+        Product {
+            a,
+            b: B,
+            m: self.asked.layout.m(),
+            n: self.asked.n,
+            k: self.asked.layout.k(),
+            config: self.config,
+            deferred: None,
+            blocks,
+        }
+    }
+
+    pub(super) fn schedule(
+        &self,
+        collective: bool,
+        arrivals: Vec<Transfer>,
+        departures: Vec<Transfer>,
+        product: Option<(Product, Vec<Tile>)>,
+        reduction: Option<Reduction>,
+    ) -> Result<Schedule> {
+        let (asked, partials) = (self.asked, self.partials);
+        let matrix = |rows, columns| MatrixSpec {
+            dtype: asked.dtype,
+            rows,
+            columns,
+        };
+        let (m, k, n) = (asked.layout.m(), asked.layout.k(), asked.n);
+        let out = match self.sums {
+            Sums::Own => asked.layout.rows_of(self.rank).len(),
+            Sums::All | Sums::Everywhere => m,
+        };
+        let (product, tiles) = product.unzip();
+        Schedule::new(Parts {
+            rank: self.rank,
+            world: asked.layout.world(),
+            agreed: collective.then(|| self.agree()),
+            matrices: vec![
+                matrix(m, k),
+                matrix(n, k),
+                matrix(1, n),
+                matrix(out, n),
+                matrix(partials.rows(), partials.columns()),
+            ],
+            arrivals,
+            departures,
+            product,
+            tiles: tiles.unwrap_or_default(),
+            reduction,
+            exchanged: collective && self.exchanged,
+        })
+    }
+
+    /// What the ranks must agree on: each has a K of its own. How partials are pulled is each rank's own affair.
+    fn agree(&self) -> Agreed {
+        let Description {
+            layout, n, dtype, ..
+        } = self.asked;
+        let mut details = format!("M = {}, N = {n}, {dtype}", layout.m());
+        if self.config.route != Route::Pull {
+            let (chunks, last) = (self.config.chunking.count, self.config.chunking.last);
+            let rows = self.config.entry_rows();
+            let route = self.config.route;
+            details += &format!(
+                ", {chunks} chunks, last {last}, in multiples of {rows} rows, by Route::{route:?}"
+            );
+        }
+        if self.config.route == Route::Store && self.exchanged {
+            // Tiles that wait for the others' of the same place must come in the same order.
+            let TileShape { n, group_m, .. } = self.config.tile;
+            details += &format!(", tiles of {n} columns, {group_m} one above the other");
+        }
+        if !layout.is_balanced() {
+            details += &format!(", rows of each rank = {:?}", layout.rows());
+        }
+        Agreed::new(self.asked.operation, &details)
+    }
+}
+
+/// As [`chunk_rows`], at boundaries of tiles that begin with the block.
+fn chunk_rows_of_block(
+    rows: Range<usize>,
+    count: usize,
+    entry_rows: usize,
+) -> impl Iterator<Item = Range<usize>> {
+    let parts = chunk_rows(0..rows.len(), count, entry_rows);
+    parts.map(move |part| rows.start + part.start..rows.start + part.end)
+}
