@@ -5,7 +5,8 @@
  *
  * Operation:   out[M, N] = a[M, K] * b[N, K]^T (+ bias[N]),   f32 accumulation, rounded once;
  *              of a kernel that adds partials: blocks of these rows are partials for others, rounded and not biased, and
- *              the others are added to what has come from there: GemmeshBlock.
+ *              the others are added to what has come from there: GemmeshBlock. Or all rows are partials, exchanged as they are made,
+ *              and `out` has the sums of this rank's rows: GemmeshLanding.
  *
  * Kernel:      extern "C" void <name>(CUtensorMap a, CUtensorMap b, CUtensorMap out, GemmeshParams params)
  *              or, if it adds partials,
@@ -113,7 +114,7 @@ typedef struct GemmeshPushEpoch {
     uint32_t current; /* the epoch of the operation whose rows the copy engine pushes: what it copies into flags */
     uint32_t gate;    /* set by the kernel when every peer is ready, or when the group has failed; reset by the copy stream
                        * when it has pushed */
-    uint32_t landed;   /* how many of them exchanged partial sums in landing areas */
+    uint32_t landed;   /* how many pushed operations have exchanged partial sums in landing areas */
     uint32_t reserved;
 } GemmeshPushEpoch;
 

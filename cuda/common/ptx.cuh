@@ -72,7 +72,7 @@ __device__ __forceinline__ void st_release_sys(uint32_t* address, uint32_t value
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// Two words side by side, a multiple of 8 bytes, which are written at once.
+// Two words side by side, at a multiple of 8 bytes, which are written at once.
 __device__ __forceinline__ void st_relaxed_sys_pair(uint32_t* address, uint32_t first, uint32_t second) {
     const uint64_t both = uint64_t{second} << 32 | first;
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(both) : "memory");

@@ -46,7 +46,7 @@ __device__ inline void leave_push(const GemmeshParams& params, uint32_t epoch) {
     exchange.push_epoch->left = 0;
     if (params.landing.share != 0) exchange.push_epoch->landed += 1;
     // The host tells by `entered` whether the epoch is that of the operation before: both are written at once. Nothing is released, for what
-    // follows on the device are kernels, and the host reads words only.
+    // follows on the device comes when this kernel has ended, and the host reads nothing behind these words.
     ptx::st_relaxed_sys_pair(&exchange.push_epoch->epoch, epoch, 0);
     if (exchange.completed != nullptr) ptx::st_relaxed_sys(exchange.completed, params.epoch);
 }

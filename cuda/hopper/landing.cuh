@@ -2,7 +2,7 @@
 // that own the rows, takes what they have made of the same tile, and has the sums. LandingShare says why nobody has to ask first.
 //
 // All ranks have the same tiles in the same order, and each sends its part of a tile before it waits for the others': the first tile
-// that is not done anywhere waits for nobody but those who are about to make it.
+// that is not done everywhere is being made. All CTAs of every rank must run, or will: as of other sums, push.cuh.
 #pragma once
 
 #include "../abi.h"
@@ -129,7 +129,7 @@ private:
         return LandingShare(params_.landing, entrance_, to, from, params_.exchange.world);
     }
 
-    // The first unit of this lane's row: two neighbours of pair i, two of pair i + 1. Lanes that share a row lie side by side.
+    // This lane's first unit of its row; the one of pairs i and i + 1 stands 2 i behind. Lanes that share a row lie side by side.
     __device__ uint32_t unit(uint32_t half) const {
         const uint32_t of_row = (params_.n + 15) / 16 * 4;
         return (row_ + half * kRowsApart) * of_row + column_ / 4 + lane_ % 4;

@@ -220,7 +220,8 @@ impl Schedule {
         self.parts.reduction.as_ref()
     }
 
-    /// Whether all ranks make all rows, tile by tile in the same order, before partials are moved and added.
+    /// Whether all ranks make all rows, by the same tiles in the same order, before partials are stored and added: then an engine may do
+    /// both tile by tile.
     pub fn is_exchanged(&self) -> bool {
         self.parts.exchanged
     }

@@ -31,8 +31,8 @@ pub struct Parts {
     pub tiles: Vec<Tile>,
     /// What is added up at the end.
     pub reduction: Option<Reduction>,
-    /// Whether all ranks make all rows, tile by tile in the same order, before partials are moved and added: then they may as well do
-    /// both tile by tile.
+    /// Whether all ranks make all rows, by the same tiles in the same order, before partials are stored and added: then they may as well
+    /// do both tile by tile.
     pub exchanged: bool,
 }
 

@@ -278,6 +278,8 @@ impl Control {
     ) -> Result<Control> {
         const {
             assert!(word::END * 4 <= BOXES);
+            // Kernels write two of its words at once.
+            assert!(word::PUSH_EPOCH.is_multiple_of(2));
             // Both languages count alike.
             assert!(MAX_WORLD == GEMMESH_MAX_WORLD as usize);
             assert!(MAX_FLAGS == GEMMESH_MAX_FLAGS as usize);

@@ -61,7 +61,7 @@ use crate::schedule::{Config, Description, Numerics, Route, Schedule};
 /// write a matrix from the host wait for them. Who uses its memory by address ([`Matrix::as_device_ptr`](crate::Matrix::as_device_ptr)) does so on that
 /// stream, or after [`Group::synchronize`](crate::Group::synchronize).
 ///
-/// Beside its matrices a group takes about 68 MiB of its GPU, most of it for what slices of K have added up, and the kernels' code.
+/// Beside its matrices a group takes about 76 MiB of its GPU, most of it for what slices of K have added up, and the kernels' code.
 ///
 /// # Pushed rows and other kernels
 ///

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::element::DType;
 use crate::error::{Error, Result};
-use crate::schedule::reduce_scatter::is_sum;
+use crate::schedule::reduce_scatter::{self, is_sum};
 use crate::schedule::{Config, Description, Route};
 
 /// The table that the library carries.
@@ -129,17 +129,15 @@ impl Table {
         // The first of equals: a user's line before the library's.
         let (_, nearest) = near.min_by(|(x, _), (y, _)| x.total_cmp(y))?;
         let alike = nearest.config;
-        // What is sent of sums is cut by tiles, on which ranks must agree too.
-        let is_cut_alike = |config: &Config| {
-            !is_sum(asked.operation)
-                || alike.route == Route::Pull
-                || config.entry_rows() == alike.entry_rows()
+        let agrees = |config: &Config| match is_sum(asked.operation) {
+            true => reduce_scatter::agree(asked, config, &alike),
+            false => agree(config, &alike),
         };
-        let mut exact = lines().filter(|line| line.shape() == wanted && is_cut_alike(&line.config));
+        let mut exact = lines().filter(|line| line.shape() == wanted);
         Some(Measured {
             alike,
             exact: exact
-                .find(|line| agree(&line.config, &alike))
+                .find(|line| agrees(&line.config))
                 .map(|line| line.config),
         })
     }

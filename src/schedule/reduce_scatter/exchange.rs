@@ -1,4 +1,5 @@
-//! Partials of all rows, which go to those who are to have the sums when all have been made.
+//! Partials of all rows, which go to those who are to have the sums once all have been made; or, where ranks have the same tiles, once each
+//! tile has.
 
 use std::ops::Range;
 
@@ -20,13 +21,14 @@ pub const LOW_ROWS: usize = 64;
 pub fn is_exchanged(asked: &Description, config: &Config) -> bool {
     match asked.operation {
         NAME => by_owners(asked, config),
-        _ => by_all(asked),
+        _ => are_few(asked),
     }
 }
 
-/// Where all ranks are to have the sums: for few rows, one exchange takes less time than two, though more is moved. (The limits are
-/// those of vLLM's custom all-reduce. It has none for two ranks; here it is 1 MiB, because above that two steps can be hidden.)
-pub(super) fn by_all(asked: &Description) -> bool {
+/// Whether rows are so few that, where all ranks are to have the sums, one exchange takes less time than two, though more is moved. (The
+/// limits are those of vLLM's custom all-reduce. It has none for two ranks; here it is 1 MiB, because above that two steps can be
+/// hidden.)
+pub(super) fn are_few(asked: &Description) -> bool {
     let most = match asked.layout.world() {
         1 => 0,
         2 => 1 << 20,
@@ -39,9 +41,9 @@ pub(super) fn by_all(asked: &Description) -> bool {
     elements.saturating_mul(asked.dtype.bytes()) <= most
 }
 
-/// Where they stay with the owners: low tiles of all of few rows take less than tiles for each rank's.
+/// Where the sums stay with the owners of the rows: low tiles of all of few rows take less than tiles for each rank's.
 pub(super) fn by_owners(asked: &Description, config: &Config) -> bool {
-    config.route == Route::Store && config.entry_rows() == LOW_ROWS && by_all(asked)
+    config.route == Route::Store && config.entry_rows() == LOW_ROWS && are_few(asked)
 }
 
 /// What kernels send of a row is a multiple of this.

@@ -9,8 +9,9 @@ mod exchange;
 mod plan;
 
 pub use exchange::{LOW_ROWS, PADDED_COLUMNS, is_exchanged};
+pub use plan::agree;
 
-use exchange::{by_all, exchange};
+use exchange::{are_few, exchange};
 use plan::{Plan, Sums};
 
 use super::config::{Chunking, Config, Route};
@@ -68,7 +69,7 @@ pub fn reduce_scatter(asked: &Description, rank: usize, config: Config) -> Resul
 /// # Errors
 /// As [`reduce_scatter`].
 pub fn all_reduce(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
-    if by_all(asked) {
+    if are_few(asked) {
         return exchange(&Plan::new(asked, rank, config, Sums::Everywhere)?);
     }
     let planner = Plan::new(asked, rank, config, Sums::All)?;

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use smallvec::smallvec;
 
-use super::exchange::by_owners;
+use super::exchange::{LOW_ROWS, by_owners, is_exchanged};
 use super::{B, BIAS, OUT, PARTIALS};
 use crate::error::Result;
 use crate::schedule::config::{Chunking, Config, Route, TileShape};
@@ -67,17 +67,18 @@ impl Plan<'_> {
         let flags = (asked.layout.world() - 1) * each;
         let what = "transfers to a rank, of the chunks that Config::chunking asks for,";
         limit(what, flags, 0, MAX_FLAGS)?;
+        let exchanged = match sums {
+            Sums::Own => by_owners(asked, &config),
+            Sums::All => false,
+            Sums::Everywhere => true,
+        };
         Ok(Plan {
             asked,
             rank,
             config,
             partials,
             sums,
-            exchanged: match sums {
-                Sums::Own => by_owners(asked, &config),
-                Sums::All => false,
-                Sums::Everywhere => true,
-            },
+            exchanged,
         })
     }
 
@@ -295,34 +296,51 @@ impl Plan<'_> {
             product,
             tiles: tiles.unwrap_or_default(),
             reduction,
-            exchanged: collective && self.exchanged,
+            exchanged: collective && self.exchanged && is_by_tiles(&self.config),
         })
     }
 
-    /// What the ranks must agree on: each has a K of its own. How partials are pulled is each rank's own affair.
+    /// What the ranks must agree on: each has a K of its own.
     fn agree(&self) -> Agreed {
         let Description {
             layout, n, dtype, ..
         } = self.asked;
         let mut details = format!("M = {}, N = {n}, {dtype}", layout.m());
-        if self.config.route != Route::Pull {
-            let (chunks, last) = (self.config.chunking.count, self.config.chunking.last);
-            let rows = self.config.entry_rows();
-            let route = self.config.route;
-            details += &format!(
-                ", {chunks} chunks, last {last}, in multiples of {rows} rows, by Route::{route:?}"
-            );
-        }
-        if self.config.route == Route::Store && self.exchanged {
-            // Tiles that wait for the others' of the same place must come in the same order.
-            let TileShape { n, group_m, .. } = self.config.tile;
-            details += &format!(", tiles of {n} columns, {group_m} one above the other");
-        }
+        details += &agreed(&self.config, self.exchanged);
         if !layout.is_balanced() {
             details += &format!(", rows of each rank = {:?}", layout.rows());
         }
         Agreed::new(self.asked.operation, &details)
     }
+}
+
+/// What ranks must agree on of a configuration. How partials are pulled is each rank's own affair. `exchanged`: whether all rows are made
+/// before any partial is moved.
+fn agreed(config: &Config, exchanged: bool) -> String {
+    if config.route == Route::Pull {
+        return String::new();
+    }
+    let (chunks, last) = (config.chunking.count, config.chunking.last);
+    let (rows, route) = (config.entry_rows(), config.route);
+    let mut details =
+        format!(", {chunks} chunks, last {last}, in multiples of {rows} rows, by Route::{route:?}");
+    if exchanged && is_by_tiles(config) {
+        // Tiles that wait for the others' of the same place must come in the same order.
+        let TileShape { n, group_m, .. } = config.tile;
+        details += &format!(", tiles of {n} columns, {group_m} one above the other");
+    }
+    details
+}
+
+/// Whether ranks may use the two in one operation of partial sums.
+pub fn agree(asked: &Description, one: &Config, other: &Config) -> bool {
+    let of = |config| agreed(config, is_exchanged(asked, config));
+    of(one) == of(other)
+}
+
+/// Whether what is exchanged may be exchanged tile by tile: ranks have the same tiles.
+fn is_by_tiles(config: &Config) -> bool {
+    config.route == Route::Store && config.entry_rows() == LOW_ROWS
 }
 
 /// As [`chunk_rows`], at boundaries of tiles that begin with the block.

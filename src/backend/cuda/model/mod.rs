@@ -3,8 +3,8 @@
 //! The model knows waves of tiles ([`tiles`]): in a wave each multiprocessor is held up by its tensor cores, by what it loads, by what
 //! all of them load from the L2 cache, or by what comes from memory. It knows when rows are there ([`gather`]), or when partial sums
 //! have been made and moved ([`sums`]), and plays the tiles through in their order, by a few rates of the device ([`rates`]). Times are in
-//! microseconds. It is a pure function of what all ranks know alike, and of a rank's own N where rows are gathered: ranks whose N
-//! differ agree on how rows are moved.
+//! microseconds. It is a pure function of what all ranks know alike, and of a rank's own N where rows are gathered or its K where sums
+//! are made: ranks whose N or K differ agree on what they must.
 
 pub mod calibrate;
 mod gather;
@@ -20,7 +20,7 @@ use super::slices;
 use super::sums::TARGETS;
 use super::tuned::Measured;
 use crate::explanation::Prediction;
-use crate::schedule::reduce_scatter::is_sum;
+use crate::schedule::reduce_scatter::{self, is_sum};
 use crate::schedule::{Chunking, Config, Description, Numerics, Route};
 
 /// How an operation should be cut up: as was measured to be the fastest for this very problem, or else by the model. `pushes`: whether
@@ -60,8 +60,7 @@ pub fn predict(rates: &Rates, asked: &Description, config: &Config) -> Vec<Predi
 fn tiled(rates: &Rates, asked: &Description, numerics: Numerics, base: Config) -> Config {
     fastest(rates, asked, numerics, base, |tiles, config, _| {
         // Pieces that are sent are cut by tiles, and ranks must agree on them, whose K may differ.
-        let agrees = base.route == Route::Pull || config.entry_rows() == base.entry_rows();
-        match agrees {
+        match reduce_scatter::agree(asked, config, &base) {
             true => tiles.alone(),
             false => f64::INFINITY,
         }
@@ -84,8 +83,8 @@ fn fastest(
     let sliced =
         numerics == Numerics::Fast && asked.layout.m() > FEW_ROWS && !is_sum(asked.operation);
     let mut best = (f64::INFINITY, base);
-    // Higher ones would be half empty at the least.
-    let highest = 2 * asked.layout.m().max(FEW_ROWS);
+    // Higher ones would be half empty at the least; but ranks may have to agree with those of `base`.
+    let highest = (2 * asked.layout.m().max(FEW_ROWS)).max(base.entry_rows());
     let configs = configs(base, is_sum(asked.operation))
         .filter(|config| config.entry_rows() <= highest && config.check_numerics(numerics).is_ok());
     for config in configs {
@@ -151,18 +150,22 @@ mod tests {
 
     #[test]
     fn ranks_that_send_sums_cut_them_alike_whatever_their_k() {
-        for shape in [[128, 256, 2, 1], [64, 128, 1, 4], [128, 128, 1, 2]] {
-            let alike = config(shape, Route::Push, Chunking::new(1));
+        let shapes = [[128, 256, 2, 1], [64, 128, 1, 4], [128, 128, 1, 2]];
+        for (shape, route) in shapes
+            .iter()
+            .flat_map(|shape| [(shape, Route::Push), (shape, Route::Store)])
+        {
+            let alike = config(*shape, route, Chunking::new(1));
             let measured = Some(Measured { alike, exact: None });
             for operation in [NAME, ALL_NAME] {
                 for (m, n, k) in [64, 1600, 1792, 20_000]
-                    .map(|k| (4096, 4096, k))
                     .into_iter()
+                    .flat_map(|k| [(48, 6144, k), (120, 2048, k), (4096, 4096, k)])
                     .chain([(512, 1792, 7168), (2048, 512, 14_336)])
                 {
                     let asked = asked(operation, m, n, k);
                     let config = choose(&H200, &asked, Numerics::Fast, true, measured);
-                    assert_eq!(config.entry_rows(), alike.entry_rows(), "{k}");
+                    assert!(reduce_scatter::agree(&asked, &config, &alike), "{asked:?}");
                     assert_eq!(config.tile.k_slices, 1, "{k}");
                 }
             }

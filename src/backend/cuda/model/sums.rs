@@ -13,7 +13,7 @@ use crate::backend::cuda::kernel::{WIDEST, configs};
 use crate::backend::cuda::landing::can_exchange;
 use crate::explanation::Prediction;
 use crate::schedule::partials::Piece;
-use crate::schedule::reduce_scatter::{ALL_NAME, LOW_ROWS, is_exchanged, pieces};
+use crate::schedule::reduce_scatter::{ALL_NAME, LOW_ROWS, agree, is_exchanged, pieces};
 use crate::schedule::{Chunking, Config, Description, Numerics, Route};
 
 /// Microseconds, and what happens in one. Measured on two H200s; benches/NOTES.md has the traces.
@@ -66,19 +66,13 @@ const WHOLE: Config = Config::new(WIDEST, Chunking::new(1), Route::Push);
 /// The configuration that should be the fastest. Ranks whose K differ get configurations that agree.
 pub fn choose(rates: &Rates, asked: &Description, numerics: Numerics) -> Config {
     let alike = for_any_depth(rates, asked, numerics);
-    let agrees = |config: &Config| match is_exchanged(asked, &alike) {
-        true => {
-            (config.tile.m, config.tile.n, config.tile.cluster)
-                == (alike.tile.m, alike.tile.n, alike.tile.cluster)
-        }
-        false => config.entry_rows() == alike.entry_rows(),
-    };
     let of_own_depth = |config| {
         let model = Model::new(rates, asked, asked.layout.k(), &config);
         (model.time(), config)
     };
     let candidates = configs(alike, true);
-    let candidates = candidates.filter(|c| agrees(c) && c.check_numerics(numerics).is_ok());
+    let candidates = candidates
+        .filter(|config| agree(asked, config, &alike) && config.check_numerics(numerics).is_ok());
     let timed = candidates.map(of_own_depth);
     let best = timed.min_by(|(one, _), (other, _)| one.total_cmp(other));
     best.map_or(alike, |(_, config)| config)
