@@ -52,6 +52,18 @@ fn sent_by(route: Route) -> Option<Config> {
 
 const SENT: [Route; 2] = [Route::Push, Route::Store];
 
+/// Few rows, which are exchanged by the warps that make them.
+fn exchanged() -> Option<Config> {
+    let mut low = configs().into_iter().flatten();
+    let low = low.find(|config| (config.tile.m, config.tile.n) == (64, 128));
+    low.map(|config| Config::new(config.tile, Chunking::new(1), Route::Store))
+}
+
+/// All ways to send them.
+fn ways() -> [Option<Config>; 3] {
+    [sent_by(Route::Push), sent_by(Route::Store), exchanged()]
+}
+
 /// Rows that end within tiles and within what a warp stores, ranks without rows, columns of no whole tile.
 fn cases() -> [Case; 5] {
     [
@@ -173,7 +185,7 @@ fn sums_that_are_sent_are_right_across_the_refresh_of_the_flags() {
         let mut placed = Placed::<Cuda, bf16>::new(&group, &case)?;
         let expected = placed.run(&case, configs()[0])?;
         for turn in 0..12 {
-            let found = placed.run(&case, sent_by(SENT[turn / 2 % 2]))?;
+            let found = placed.run(&case, ways()[turn / 2 % 3])?;
             assert_eq!(bits(&found), bits(&expected), "{turn}");
         }
         Ok("the same bits".into())
@@ -290,17 +302,24 @@ fn so_is_one_whose_partials_would_be_stored() {
 }
 
 #[test]
+fn so_is_one_whose_partials_would_be_exchanged() {
+    let Some(_leave) = gpu_alone() else { return };
+    reduce_scatter::kill_while_the_others_wait::<Cuda>(test_name!(), 1, exchanged());
+}
+
+#[test]
 fn a_captured_reduce_scatter_gives_the_same_bits_at_each_replay() {
     let Some(_leave) = gpu() else { return };
     all_done(ranks(test_name!(), 2, |rank| {
         let group = connect(rank, TIMEOUT)?;
         let case = case(&[150, 151], 72, 264, 0, true);
         let mut placed = Placed::<Cuda, bf16>::new(&group, &case)?;
-        let ways = ROUTES.map(sent_by);
-        let expected = placed.run(&case, ways[0])?;
-        placed.run(&case, ways[1])?;
-        placed.run(&case, ways[2])?;
-        let replays = [ways[1], ways[2]].map(|config| {
+        let pulled = sent_by(Route::Pull);
+        let expected = placed.run(&case, pulled)?;
+        for way in ways() {
+            placed.run(&case, way)?;
+        }
+        let replays = ways().map(|config| {
             Replay::capture(&group, GLOBAL, || placed.enqueue(&case, config).unwrap())
         });
         // It needs more partials than there are: those of the graph stay where they are.
@@ -308,14 +327,15 @@ fn a_captured_reduce_scatter_gives_the_same_bits_at_each_replay() {
             rows: vec![300, 310],
             ..case.clone()
         };
-        Placed::<Cuda, bf16>::new(&group, &large)?.run(&large, ways[1])?;
+        Placed::<Cuda, bf16>::new(&group, &large)?.run(&large, ways()[0])?;
         for turn in 0..operations(2, 200, 50) {
             placed.poison()?;
             if turn % 7 == 0 {
-                placed.enqueue(&case, ways[turn / 7 % 3])?;
+                let live = [&[pulled], &ways()[..]].concat();
+                placed.enqueue(&case, live[turn / 7 % live.len()])?;
                 placed.poison()?;
             }
-            replays[turn % 2].launch();
+            replays[turn % replays.len()].launch();
             group.synchronize()?;
             assert_eq!(
                 bits(&placed.out.to_vec()?),
