@@ -67,8 +67,9 @@
 #define GEMMESH_GIVEN_UP 1
 #define GEMMESH_GROUP_FAILED 2
 
-/* GemmeshFault.flag of a wait for `ready`. */
+/* GemmeshFault.flag of a wait for `ready`, and for what lands in a landing area. */
 #define GEMMESH_READY 0xffffffffu
+#define GEMMESH_LANDED 0xfffffffeu
 
 #define GEMMESH_FAULT_NONE 0
 #define GEMMESH_FAULT_CLAIMED 1
@@ -78,22 +79,31 @@
  *
  * Clusters take the entries in turn (cluster c of C: entries c, c + C, ...), so the table is in the order in which
  * tiles become ready, and neighbours in it run at the same time: group them for the L2 cache. Where K is cut into slices, each has an
- * entry of its own, and those of a tile stand one behind the other. */
+ * entry of its own: GemmeshSlice. */
 typedef struct GemmeshTile {
     uint32_t m;          /* tile row, in units of tile_m * cluster rows; CTA r of the cluster takes the r-th part;
                           * or all of it, and a part of K */
     uint32_t n;          /* tile column, in units of tile_n columns */
-    uint32_t block;      /* of a kernel that adds partials: whose rows m counts; of another the slice of K */
+    uint32_t block;      /* of a kernel that adds partials: whose rows m counts */
     uint16_t flag_begin; /* rows of `a`, or what is added, are there once flags[flag_begin..flag_end) have all reached the */
     uint16_t flag_end;   /* epoch; an empty range waits for nothing */
 } GemmeshTile;
 
+/* What an entry makes of its tile, where K is cut. */
+typedef struct GemmeshSlice {
+    uint32_t begin;  /* the first step through K, GEMMESH_TILE_K columns each, */
+    uint32_t end;    /* and the one behind the last; operands behind K are zero. At least one step */
+    uint32_t place;  /* where the tile's first slice leaves what it has added up; the others behind it, in their order */
+    uint16_t number; /* of this slice of the tile's, from 0 */
+    uint16_t count;  /* of the tile's slices; 1: nothing is left anywhere */
+} GemmeshSlice;
+
 /* The first wait that ran into its deadline. The host zeroes the record, and may read it once it is marked. */
 typedef struct GemmeshFault {
     uint32_t state;     /* GEMMESH_FAULT_*; the first to give up claims the record, fills it, then marks it recorded */
-    uint32_t flag;      /* index of the chunk flag that did not arrive, or GEMMESH_READY */
+    uint32_t flag;      /* index of the chunk flag that did not arrive, or GEMMESH_READY, or GEMMESH_LANDED */
     uint32_t expected;  /* the epoch it should have reached */
-    uint32_t seen;      /* the value it had */
+    uint32_t seen;      /* the value it had; nothing of GEMMESH_LANDED */
     uint64_t waited_ns; /* how long it was waited for */
     uint32_t peer;      /* the rank whose rows, or whose word, did not come */
     uint32_t pushed;    /* nonzero: the epoch is one of those that are counted on the device */
@@ -180,8 +190,9 @@ typedef struct GemmeshParams {
     void *out;                      /* as the map says, for those who store without it: kernels of exchanged operands, and sums in landing areas */
     uint64_t out_pitch;             /* bytes from row to row */
     GemmeshTraceEvent *trace;       /* [tile_count * CTAs of a cluster]; filled by the `_trace` kernels only */
-    float *partials;                /* what slices of K have added up: for each entry and CTA of the cluster tile_m * tile_n of them */
-    uint32_t *arrived;              /* for each entry, CTA of the cluster and consumer warp; that of a tile's first slice counts how many
+    const GemmeshSlice *slices;     /* by entry; null where K is not cut, a cluster's CTAs share it, or partials are added */
+    float *partials;                /* what slices of K have added up: for each place and CTA of the cluster tile_m * tile_n of them */
+    uint32_t *arrived;              /* for each place, CTA of the cluster and consumer warp; that of a tile's first slice counts how many
                                      * have stored theirs. Zero between operations */
     uint64_t deadline_ns;           /* the longest that a single wait may last */
     uint32_t tile_count;
@@ -192,7 +203,7 @@ typedef struct GemmeshParams {
     uint32_t k;                     /* columns of `a` and `b` */
     uint32_t deferred_flag;         /* the one flag that tiles which need it wait for only */
     uint32_t deferred_step;         /* before this step through K, GEMMESH_TILE_K columns each; none: UINT32_MAX */
-    uint32_t slices;                /* of K: at least 1; and 1 where a cluster's CTAs share K, or partials are added */
+    uint32_t reserved;
     GemmeshExchange exchange;
     GemmeshLanding landing;
 } GemmeshParams;
@@ -268,6 +279,8 @@ typedef struct GemmeshAlignment {
 
 static_assert(sizeof(GemmeshTile) == 16, "a table entry is one 16-byte load");
 static_assert(offsetof(GemmeshTile, flag_begin) == 12, "");
+static_assert(sizeof(GemmeshSlice) == 16, "a slice is two 8-byte loads");
+static_assert(offsetof(GemmeshSlice, place) == 8, "");
 static_assert(sizeof(GemmeshFault) == 32, "");
 static_assert(offsetof(GemmeshFault, waited_ns) == 16, "");
 static_assert(sizeof(GemmeshTraceEvent) == 56, "");
@@ -279,10 +292,10 @@ static_assert(sizeof(GemmeshCopyTask) == 32, "a task is two 16-byte loads");
 static_assert(sizeof(GemmeshExchange) == 48 + 16 * GEMMESH_MAX_WORLD, "");
 static_assert(offsetof(GemmeshExchange, task_count) == 32, "");
 static_assert(sizeof(GemmeshLanding) == 8 + 16 * GEMMESH_MAX_TARGETS, "");
-static_assert(sizeof(GemmeshParams) == 128 + sizeof(GemmeshExchange) + sizeof(GemmeshLanding), "");
+static_assert(sizeof(GemmeshParams) == 136 + sizeof(GemmeshExchange) + sizeof(GemmeshLanding), "");
 static_assert(offsetof(GemmeshParams, trace) == 64, "");
-static_assert(offsetof(GemmeshParams, tile_count) == 96, "");
-static_assert(offsetof(GemmeshParams, exchange) == 128, "");
+static_assert(offsetof(GemmeshParams, tile_count) == 104, "");
+static_assert(offsetof(GemmeshParams, exchange) == 136, "");
 static_assert(sizeof(GemmeshBlock) == 32, "a block is two 16-byte loads");
 static_assert(sizeof(GemmeshStore) == 16, "a store is one 16-byte load");
 static_assert(sizeof(GemmeshSums) == 40, "");

@@ -49,6 +49,9 @@ impl Display for Explanation {
         if tile.k_slices > 1 {
             write!(f, "K in {} slices, ", tile.k_slices)?;
         }
+        if tile.stream_k {
+            write!(f, "those of the last wave cut along K, ")?;
+        }
         write!(f, "{} stages; {route:?}", tile.stages)?;
         write!(
             f,

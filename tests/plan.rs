@@ -990,6 +990,14 @@ fn what_is_outside_the_limits_is_named() {
     let rows = "Config::tile.m · tile.cluster";
     assert_limit(error, rows, 2 * MAX_EXTENT, 1, MAX_EXTENT);
 
+    let tile = TileShape::new(2, 3, 1).with_stream_k(true);
+    for cut in [tile.with_split_k(2), tile.with_k_slices(2)] {
+        config.tile = cut;
+        let error = plan(&[3; 3], 9, 9, 0, config).unwrap_err();
+        let parts = "Config::tile.split_k · tile.k_slices, where stream_k is set,";
+        assert_limit(error, parts, 2, 1, 1);
+    }
+
     let huge = balanced_rows(MAX_EXTENT, 2);
     let tiles = MAX_EXTENT.div_ceil(2) * MAX_EXTENT.div_ceil(3);
     let error = plan(&huge, MAX_EXTENT, 1, 0, CONFIG).unwrap_err();

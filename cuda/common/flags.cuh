@@ -21,7 +21,7 @@ __device__ inline void give_up(const GemmeshParams& params, uint32_t flag, uint3
         fault->expected = epoch;
         fault->seen = seen;
         fault->waited_ns = waited;
-        fault->peer = flag == GEMMESH_READY ? peer : params.sources[flag];
+        fault->peer = flag == GEMMESH_READY || flag == GEMMESH_LANDED ? peer : params.sources[flag];
         fault->pushed = params.exchange.push_epoch != nullptr;
         // The host may be reading: whoever sees the mark sees the record.
         ptx::st_release_sys(&fault->state, GEMMESH_FAULT_RECORDED);
@@ -30,7 +30,8 @@ __device__ inline void give_up(const GemmeshParams& params, uint32_t flag, uint3
 }
 
 // One thread: returns true when `look` finds what is waited for, false when it has been given up. `look` returns whether it is there, and
-// the value that it saw. `flag` is the number of its chunk flag; or GEMMESH_READY, and then `peer` is who writes it.
+// the value that it saw. `flag` is the number of its chunk flag; or GEMMESH_READY or GEMMESH_LANDED, and then `peer` is
+// who writes it.
 //
 // Giving up is for good and never by trap: a thread whose wait passes the deadline records it, sets the abort word and
 // waits for nothing more, so the kernel runs through on whatever bytes are there, no barrier is left hanging, and the

@@ -156,11 +156,10 @@ private:
             for (uint32_t i = 0; i < kPairs; i += 2) {
                 all = all && (!has_column(i) || share.is_tagged(landed[i / 2]));
             }
-            seen = entrance_.epoch - !all;
+            seen = 0;
             return all;
         };
-        const uint32_t flag = from - (from > params_.exchange.rank);
-        if (!await_look(params_, entrance_.epoch, flag, from, look)) return;
+        if (!await_look(params_, entrance_.epoch, GEMMESH_LANDED, from, look)) return;
 #pragma unroll
         for (uint32_t i = 0; i < kPairs; i += 2) {
             if (!has_column(i)) continue;

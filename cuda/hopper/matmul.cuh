@@ -104,14 +104,18 @@ struct Steps {
 };
 
 template <class C>
-__device__ __forceinline__ Steps steps_of(const GemmeshParams& params, uint32_t slice, uint32_t rank) {
+__device__ __forceinline__ Steps steps_of(const GemmeshParams& params, uint32_t index, uint32_t rank) {
     const uint32_t all = (params.k + GEMMESH_TILE_K - 1) / GEMMESH_TILE_K;
-    const uint32_t parts = C::kSliced ? params.slices : C::kSplit;
-    if (parts == 1) return {0, all};
-    const uint32_t own = C::kSliced ? slice : rank;
-    const Steps part{all * own / parts, all * (own + 1) / parts};
-    // Where K is too short to be shared, a step behind its end, where TMA reads zeros.
-    return part.begin < part.end ? part : Steps{all, all + 1};
+    if constexpr (C::kSplit > 1) {
+        const Steps part{all * rank / C::kSplit, all * (rank + 1) / C::kSplit};
+        // Where K is too short to be shared, a step behind its end, where TMA reads zeros.
+        return part.begin < part.end ? part : Steps{all, all + 1};
+    } else if (C::kSliced && params.slices != nullptr) {
+        const uint2 steps = __ldg(reinterpret_cast<const uint2*>(params.slices + index));
+        return {steps.x, steps.y};
+    } else {
+        return {0, all};
+    }
 }
 
 template <class C>
@@ -154,7 +158,7 @@ __device__ __forceinline__ void produce(const CUtensorMap& map_a, const CUtensor
 
     if constexpr (C::kSums) next_block = load_block(*partials.sums, walk.tile().block);
     for (bool first = true; walk.valid(); walk.advance(), first = false) {
-        const Steps steps = steps_of<C>(params, walk.tile().block, rank);
+        const Steps steps = steps_of<C>(params, walk.index(), rank);
         const bool waits = walk.tile().flag_begin < walk.tile().flag_end;
         const auto wait_for_flags = [&] {
             if (C::kTrace && lane == 0) event().wait_begin = ptx::globaltimer();
@@ -248,7 +252,7 @@ __device__ __forceinline__ void consume(const CUtensorMap* map_out, const Gemmes
             placed.turn_to(block, lane);
         }
 
-        const Steps steps = steps_of<C>(params, walk.tile().block, rank);
+        const Steps steps = steps_of<C>(params, walk.index(), rank);
         const uint32_t count = steps.end - steps.begin;
         uint32_t previous = 0;
         for (uint32_t step = 0; step < count; ++step) {
@@ -283,9 +287,8 @@ __device__ __forceinline__ void consume(const CUtensorMap* map_out, const Gemmes
         const auto row_of_warp = [&] { return first_row<C>(walk.tile(), rank) + own; };
         bool has_sums;
         if constexpr (C::kSliced) {
-            const Slice<C::kCluster * kConsumerWarps> slice{walk.index(), walk.tile().block,
-                                                            rank * kConsumerWarps + consumer * 4 + warp};
-            has_sums = slice.add(accumulators, params, row_of_warp() < params.m, lane);
+            const SliceSum<C::kCluster * kConsumerWarps> sum{walk.index(), rank * kConsumerWarps + consumer * 4 + warp};
+            has_sums = sum.add(accumulators, params, row_of_warp() < params.m, lane);
         } else {
             has_sums = shared.sum.gather(accumulators, turn, rank, consumer * 4 + warp, lane);
         }

@@ -1,4 +1,4 @@
-// Adding up, through memory, what several entries of the table have made of one tile, each of a slice of K.
+// Slices of K: what an entry of the table makes of its tile, and adding up, through memory, what several have made of one.
 #pragma once
 
 #include "../abi.h"
@@ -7,11 +7,10 @@
 
 namespace gemmesh {
 
-// What one warp has of a slice. `Warps`: consumer warps of a cluster.
+// What one warp has of an entry's tile. `Warps`: consumer warps of a cluster.
 template <uint32_t Warps>
-struct Slice {
+struct SliceSum {
     uint32_t index;  // of the entry
-    uint32_t slice;  // of its tile; that of the first slice stands so many entries before it
     uint32_t warp;   // in the cluster
 
     // One warp of the consumers: returns whether it has the sums of its rows, to be stored. Without rows to store, `is_stored`, there
@@ -25,10 +24,14 @@ struct Slice {
         constexpr int kPieces = N / 8;  // of four accumulators
         constexpr int kAtATime = 16;    // as many loads as there are registers for
         constexpr size_t kNext = size_t{Warps} * kPieces * 32;
-        if (params.slices == 1) return true;
+        if (params.slices == nullptr) return true;
+        const uint2 words = __ldg(reinterpret_cast<const uint2*>(params.slices + index) + 1);
+        const uint32_t first = words.x;
+        const uint32_t slice = words.y & 0xffff;
+        const uint32_t count = words.y >> 16;
+        if (count == 1) return true;
 
         // pieces of a warp's lanes lie side by side
-        const uint32_t first = index - slice;
         float4* parts = reinterpret_cast<float4*>(params.partials) + (first * kNext + warp * (kPieces * 32) + lane);
         if (is_stored) {
             float4* own = parts + slice * kNext;
@@ -45,7 +48,7 @@ struct Slice {
         uint32_t before = 0;
         if (lane == 0) before = ptx::atom_add_acq_rel_gpu(arrived, 1);
         __syncwarp();
-        if (__shfl_sync(~0u, before, 0) + 1 < params.slices) return false;
+        if (__shfl_sync(~0u, before, 0) + 1 < count) return false;
         if (lane == 0) *arrived = 0;
         if (!is_stored) return true;
 
@@ -61,7 +64,7 @@ struct Slice {
             }
         }
 #pragma unroll 1
-        for (uint32_t of = 1; of < params.slices; ++of) {
+        for (uint32_t of = 1; of < count; ++of) {
             parts += kNext;
 #pragma unroll
             for (int begin = 0; begin < kPieces; begin += kAtATime) {

@@ -29,7 +29,7 @@ pub struct Config {
 
 /// What the bits of a product may depend on, where the library chooses how it is cut up ([`Builder::numerics`](crate::Builder::numerics)).
 ///
-/// Whatever is chosen, they do not depend on who makes a row, who owns it, how it is moved, or what comes first.
+/// They never depend on what comes first; nor, but for [`Numerics::StreamK`], on who makes a row, who owns it, or how it is moved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Numerics {
@@ -41,6 +41,10 @@ pub enum Numerics {
     /// of a batch has the bits that it has in any other. (A configuration that a call gives the host backend still says how deep
     /// its steps through K are.)
     Invariant,
+    /// As [`Numerics::Fast`], and tiles of one product need not be cut alike ([`TileShape::stream_k`]). What that gives up: rows of `a`
+    /// that are equal may have different products, and a row's bits depend also on who makes it, who owns it, how rows are moved, whether
+    /// they are moved at all, and how many multiprocessors the GPU has. The same call of the same ranks on the same GPUs still has the same bits each time.
+    StreamK,
 }
 
 /// The tiles of an output.
@@ -63,6 +67,10 @@ pub struct TileShape {
     /// backend has one.
     #[serde(default = "one")]
     pub k_slices: usize,
+    /// Stream-K: tiles that would not fill a last wave are cut along K wherever that gives all CTAs the same to do, each elsewhere. Only
+    /// where [`Numerics::StreamK`] is asked for, and rows are gathered. The host backend has no such thing.
+    #[serde(default)]
+    pub stream_k: bool,
     /// Tile rows that are walked together, column by column, so that a cache holds what they share.
     pub group_m: usize,
 }
@@ -126,6 +134,7 @@ impl Config {
             cluster,
             split_k,
             k_slices,
+            stream_k,
             group_m,
         } = self.tile;
         limit("Config::tile.m", m, 1, MAX_EXTENT)?;
@@ -138,12 +147,12 @@ impl Config {
         limit("Config::tile.split_k", split_k, 1, MAX_CLUSTER)?;
         limit("Config::tile.k_slices", k_slices, 1, MAX_SLICES)?;
         if k_slices > 1 {
-            limit(
-                "Config::tile.split_k, where k_slices is above 1,",
-                split_k,
-                1,
-                1,
-            )?;
+            let what = "Config::tile.split_k, where k_slices is above 1,";
+            limit(what, split_k, 1, 1)?;
+        }
+        if stream_k {
+            let what = "Config::tile.split_k · tile.k_slices, where stream_k is set,";
+            limit(what, split_k * k_slices, 1, 1)?;
         }
         limit("Config::tile.group_m", group_m, 1, MAX_EXTENT)?;
         limit("Config::chunking.count", self.chunking.count, 1, MAX_CHUNKS)?;
@@ -163,6 +172,10 @@ impl Config {
             limit(what, split_k, 1, 1)?;
             let what = "Config::tile.k_slices, where Numerics::Invariant is asked for,";
             limit(what, k_slices, 1, 1)?;
+        }
+        if numerics != Numerics::StreamK {
+            let what = "Config::tile.stream_k, where Numerics::StreamK is not asked for,";
+            limit(what, self.tile.stream_k.into(), 0, 0)?;
         }
         Ok(())
     }
@@ -188,6 +201,7 @@ impl TileShape {
             cluster: 1,
             split_k: 1,
             k_slices: 1,
+            stream_k: false,
             group_m: 1,
         }
     }
@@ -214,6 +228,12 @@ impl TileShape {
     #[must_use]
     pub const fn with_k_slices(self, k_slices: usize) -> TileShape {
         TileShape { k_slices, ..self }
+    }
+
+    /// With tiles that are cut along K to fill the last wave, or not.
+    #[must_use]
+    pub const fn with_stream_k(self, stream_k: bool) -> TileShape {
+        TileShape { stream_k, ..self }
     }
 
     /// With as many tile rows that are walked together.

@@ -63,6 +63,11 @@ pub enum Awaited {
         /// another rank.
         pulled: bool,
     },
+    /// Partial sums in this rank's landing area, each word of which says whether it has come.
+    Landed {
+        /// The rank that makes them.
+        source: usize,
+    },
     /// A block of this rank's own product, by its workers.
     Produced {
         /// This rank.
@@ -86,6 +91,12 @@ impl Awaited {
                 format!("has rows that have not come to rank {rank}"),
                 format!("chunk[{flag}]"),
             ),
+            Awaited::Landed { source } => {
+                let epoch = epoch.raw();
+                return format!(
+                    "has partial sums that have not come to rank {rank} (words of landing area {source}, epoch {epoch})"
+                );
+            }
             Awaited::Produced { block, .. } => (
                 "has not multiplied what it sends".into(),
                 format!("produced[{block}]"),
@@ -102,7 +113,9 @@ impl Awaited {
     /// The rank that is at fault if this wait never ends.
     pub fn peer(self) -> usize {
         match self {
-            Awaited::Ready { source } | Awaited::Chunk { source, .. } => source,
+            Awaited::Ready { source }
+            | Awaited::Chunk { source, .. }
+            | Awaited::Landed { source } => source,
             Awaited::Produced { rank, .. } => rank,
             Awaited::Done { peer } => peer,
         }

@@ -10,6 +10,7 @@ pub const GEMMESH_REFRESH: u32 = 268435456;
 pub const GEMMESH_GIVEN_UP: u32 = 1;
 pub const GEMMESH_GROUP_FAILED: u32 = 2;
 pub const GEMMESH_READY: u32 = 4294967295;
+pub const GEMMESH_LANDED: u32 = 4294967294;
 pub const GEMMESH_FAULT_NONE: u32 = 0;
 pub const GEMMESH_FAULT_CLAIMED: u32 = 1;
 pub const GEMMESH_FAULT_RECORDED: u32 = 2;
@@ -38,6 +39,27 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshTile, flag_begin) - 12usize];
     ["Offset of field: GemmeshTile::flag_end"]
         [::core::mem::offset_of!(GemmeshTile, flag_end) - 14usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct GemmeshSlice {
+    pub begin: u32,
+    pub end: u32,
+    pub place: u32,
+    pub number: u16,
+    pub count: u16,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of GemmeshSlice"][::core::mem::size_of::<GemmeshSlice>() - 16usize];
+    ["Alignment of GemmeshSlice"][::core::mem::align_of::<GemmeshSlice>() - 4usize];
+    ["Offset of field: GemmeshSlice::begin"][::core::mem::offset_of!(GemmeshSlice, begin) - 0usize];
+    ["Offset of field: GemmeshSlice::end"][::core::mem::offset_of!(GemmeshSlice, end) - 4usize];
+    ["Offset of field: GemmeshSlice::place"][::core::mem::offset_of!(GemmeshSlice, place) - 8usize];
+    ["Offset of field: GemmeshSlice::number"]
+        [::core::mem::offset_of!(GemmeshSlice, number) - 12usize];
+    ["Offset of field: GemmeshSlice::count"]
+        [::core::mem::offset_of!(GemmeshSlice, count) - 14usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -245,6 +267,7 @@ pub struct GemmeshParams {
     pub out: *mut ::core::ffi::c_void,
     pub out_pitch: u64,
     pub trace: *mut GemmeshTraceEvent,
+    pub slices: *const GemmeshSlice,
     pub partials: *mut f32,
     pub arrived: *mut u32,
     pub deadline_ns: u64,
@@ -255,13 +278,13 @@ pub struct GemmeshParams {
     pub k: u32,
     pub deferred_flag: u32,
     pub deferred_step: u32,
-    pub slices: u32,
+    pub reserved: u32,
     pub exchange: GemmeshExchange,
     pub landing: GemmeshLanding,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 1336usize];
+    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 1344usize];
     ["Alignment of GemmeshParams"][::core::mem::align_of::<GemmeshParams>() - 8usize];
     ["Offset of field: GemmeshParams::tiles"]
         [::core::mem::offset_of!(GemmeshParams, tiles) - 0usize];
@@ -280,29 +303,31 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshParams, out_pitch) - 56usize];
     ["Offset of field: GemmeshParams::trace"]
         [::core::mem::offset_of!(GemmeshParams, trace) - 64usize];
-    ["Offset of field: GemmeshParams::partials"]
-        [::core::mem::offset_of!(GemmeshParams, partials) - 72usize];
-    ["Offset of field: GemmeshParams::arrived"]
-        [::core::mem::offset_of!(GemmeshParams, arrived) - 80usize];
-    ["Offset of field: GemmeshParams::deadline_ns"]
-        [::core::mem::offset_of!(GemmeshParams, deadline_ns) - 88usize];
-    ["Offset of field: GemmeshParams::tile_count"]
-        [::core::mem::offset_of!(GemmeshParams, tile_count) - 96usize];
-    ["Offset of field: GemmeshParams::epoch"]
-        [::core::mem::offset_of!(GemmeshParams, epoch) - 100usize];
-    ["Offset of field: GemmeshParams::m"][::core::mem::offset_of!(GemmeshParams, m) - 104usize];
-    ["Offset of field: GemmeshParams::n"][::core::mem::offset_of!(GemmeshParams, n) - 108usize];
-    ["Offset of field: GemmeshParams::k"][::core::mem::offset_of!(GemmeshParams, k) - 112usize];
-    ["Offset of field: GemmeshParams::deferred_flag"]
-        [::core::mem::offset_of!(GemmeshParams, deferred_flag) - 116usize];
-    ["Offset of field: GemmeshParams::deferred_step"]
-        [::core::mem::offset_of!(GemmeshParams, deferred_step) - 120usize];
     ["Offset of field: GemmeshParams::slices"]
-        [::core::mem::offset_of!(GemmeshParams, slices) - 124usize];
+        [::core::mem::offset_of!(GemmeshParams, slices) - 72usize];
+    ["Offset of field: GemmeshParams::partials"]
+        [::core::mem::offset_of!(GemmeshParams, partials) - 80usize];
+    ["Offset of field: GemmeshParams::arrived"]
+        [::core::mem::offset_of!(GemmeshParams, arrived) - 88usize];
+    ["Offset of field: GemmeshParams::deadline_ns"]
+        [::core::mem::offset_of!(GemmeshParams, deadline_ns) - 96usize];
+    ["Offset of field: GemmeshParams::tile_count"]
+        [::core::mem::offset_of!(GemmeshParams, tile_count) - 104usize];
+    ["Offset of field: GemmeshParams::epoch"]
+        [::core::mem::offset_of!(GemmeshParams, epoch) - 108usize];
+    ["Offset of field: GemmeshParams::m"][::core::mem::offset_of!(GemmeshParams, m) - 112usize];
+    ["Offset of field: GemmeshParams::n"][::core::mem::offset_of!(GemmeshParams, n) - 116usize];
+    ["Offset of field: GemmeshParams::k"][::core::mem::offset_of!(GemmeshParams, k) - 120usize];
+    ["Offset of field: GemmeshParams::deferred_flag"]
+        [::core::mem::offset_of!(GemmeshParams, deferred_flag) - 124usize];
+    ["Offset of field: GemmeshParams::deferred_step"]
+        [::core::mem::offset_of!(GemmeshParams, deferred_step) - 128usize];
+    ["Offset of field: GemmeshParams::reserved"]
+        [::core::mem::offset_of!(GemmeshParams, reserved) - 132usize];
     ["Offset of field: GemmeshParams::exchange"]
-        [::core::mem::offset_of!(GemmeshParams, exchange) - 128usize];
+        [::core::mem::offset_of!(GemmeshParams, exchange) - 136usize];
     ["Offset of field: GemmeshParams::landing"]
-        [::core::mem::offset_of!(GemmeshParams, landing) - 1200usize];
+        [::core::mem::offset_of!(GemmeshParams, landing) - 1208usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

@@ -233,7 +233,7 @@ fn enqueue(
     }
     if let (Some(spans), Some(launch)) = (call.trace.as_deref_mut(), launch) {
         cuda.wait_idle(members, main)?;
-        launch.spans(schedule, spans)?;
+        launch.spans(program, spans)?;
         if let (Some(begun), Some(copies)) = (begun, copies) {
             copies.spans(&begun, spans)?;
         }
@@ -287,7 +287,7 @@ fn enqueue_pushed(
     }
     if let Some(spans) = call.trace.as_deref_mut() {
         cuda.wait_idle(members, main)?;
-        launch.spans(schedule, spans)?;
+        launch.spans(program, spans)?;
     }
     Ok(())
 }

@@ -187,15 +187,16 @@ fn configured(family: &Family, shape: &Shape, base: &Config) -> Config {
         family.tile_k as usize,
     );
     // CTAs share K in one way.
-    let slices = match shape.split {
-        1 => base.tile.k_slices,
-        _ => 1,
+    let (slices, stream_k) = match shape.split {
+        1 => (base.tile.k_slices, base.tile.stream_k),
+        _ => (1, false),
     };
     let tile = tile
         .with_stages(shape.stages as usize)
         .with_cluster(shape.cluster as usize)
         .with_split_k(shape.split as usize)
         .with_k_slices(slices)
+        .with_stream_k(stream_k)
         .with_group_m(base.tile.group_m);
     Config { tile, ..*base }
 }

@@ -68,7 +68,7 @@ impl Landing {
 /// Whether there is room for partials of M rows and N columns, and a kernel that exchanges them.
 pub fn can_exchange(config: &Config, [m, n]: [usize; 2], world: usize) -> bool {
     let tile = &config.tile;
-    let has_kernel = (tile.m, tile.cluster, tile.k_slices) == (LOW_ROWS, 1, 1);
+    let has_kernel = (tile.m, tile.cluster, tile.k_slices) == (LOW_ROWS, 1, 1) && !tile.stream_k;
     let units = m.saturating_mul(n.next_multiple_of(PADDED_COLUMNS)) / ELEMENTS;
     has_kernel && world <= GEMMESH_MAX_TARGETS as usize && units <= share(world)
 }

@@ -37,7 +37,7 @@ use std::time::{Duration, Instant};
 use abi::{GEMMESH_MAX_WORLD, GemmeshAlignment};
 use driver::{Device, Event, Memory, Region, Stream, StreamMemOp};
 use engine::Outputs;
-use kernel::{Kernels, Variant};
+use kernel::{Instance, Kernels, Variant};
 use memory::{BOX, Control, Peers, Symmetric};
 use model::rates::Rates;
 use monitor::Monitor;
@@ -52,6 +52,7 @@ use super::{Backend, Options};
 use crate::error::{Error, Result};
 use crate::explanation::Prediction;
 use crate::ranks::members::Members;
+use crate::schedule::layout::limit;
 use crate::schedule::{Config, Description, Numerics, Route, Schedule};
 
 /// NVIDIA GPUs of the Hopper generation (H100, H200), a process each; several processes may share one.
@@ -284,18 +285,27 @@ impl sealed::Backend for Cuda {
                 max: engine::COMMANDS,
             });
         }
+        let mut slices = Vec::new();
         if let Some(product) = schedule.product() {
             let adds_partials = matches!(outputs, Outputs::Places(_));
-            slices::check(&product.config, schedule.tiles().len(), adds_partials)?;
+            let tile = &product.config.tile;
+            if adds_partials {
+                let what = "Config::tile.k_slices of partial sums that are sent,";
+                limit(what, tile.k_slices, 1, 1)?;
+                let what = "Config::tile.stream_k of partial sums that are sent,";
+                limit(what, tile.stream_k.into(), 0, 0)?;
+            }
             let dtype = schedule.matrices()[product.a].dtype;
             let variant = Variant {
                 sums: adds_partials,
                 trace: false,
             };
-            self.kernels
-                .find(members.rank, dtype, &product.config, variant)?;
+            let config = &product.config;
+            let instance = self.kernels.find(members.rank, dtype, config, variant)?;
+            let tiles = schedule.tiles().len();
+            slices = slices::cut(config, tiles, product.k, self.clusters(instance))?;
         }
-        Program::new(self, schedule, outputs)
+        Program::new(self, schedule, outputs, slices)
     }
 
     fn schedule(program: &Program) -> &Schedule {
@@ -354,6 +364,15 @@ impl sealed::Backend for Cuda {
 }
 
 impl Cuda {
+    /// Clusters of a kernel that run at the same time.
+    fn clusters(&self, instance: &Instance) -> usize {
+        match self.distinct {
+            true => instance.resident,
+            // A copy between ranks that share a GPU may be a kernel of the driver's, and needs some room.
+            false => (instance.resident * 3 / 4).max(1),
+        }
+    }
+
     /// Does once what the streams do in operations, while nothing waits for them: what the driver does at first
     /// use may wait for kernels to end.
     fn warm_up(&self, members: &Members) -> Result<()> {

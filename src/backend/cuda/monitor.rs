@@ -11,7 +11,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::abi::{
-    GEMMESH_FAULT_RECORDED, GEMMESH_GROUP_FAILED, GEMMESH_READY, GemmeshFault, GemmeshPushEpoch,
+    GEMMESH_FAULT_RECORDED, GEMMESH_GROUP_FAILED, GEMMESH_LANDED, GEMMESH_READY, GemmeshFault,
+    GemmeshPushEpoch,
 };
 use super::driver::{Device, DevicePtr, Pinned, Priority, Stream, StreamMemOp};
 use super::memory::{FlagLine, OwnWords, Snapshot, Waits};
@@ -252,6 +253,7 @@ impl Watch {
         let source = fault.peer as usize;
         let noted = match fault.flag {
             GEMMESH_READY => Awaited::Ready { source },
+            GEMMESH_LANDED => Awaited::Landed { source },
             flag => Awaited::Chunk {
                 source,
                 flag: flag as usize,

@@ -1,6 +1,5 @@
 //! A schedule on the device: its tables, and what a kernel is launched with.
 
-use std::borrow::Cow;
 use std::ffi::c_void;
 use std::mem::offset_of;
 
@@ -8,7 +7,7 @@ use super::Cuda;
 use super::abi::{
     GEMMESH_REDUCE_THREADS, GEMMESH_THREADS, GEMMESH_TILE_K, GemmeshBlock, GemmeshCopyTask,
     GemmeshExchange, GemmeshFault, GemmeshMailbox, GemmeshParams, GemmeshPushEpoch,
-    GemmeshReduction, GemmeshStore, GemmeshSums, GemmeshTile, GemmeshTraceEvent,
+    GemmeshReduction, GemmeshSlice, GemmeshStore, GemmeshSums, GemmeshTile, GemmeshTraceEvent,
 };
 use super::driver::{DevicePtr, Layout, Memory, Stream};
 use super::engine::Outputs;
@@ -17,6 +16,7 @@ use super::landing::{self, Landing};
 use super::memory::Waits;
 use super::reclaim::Deferred;
 use super::route::store;
+use super::slices::Entry;
 use super::sums::{BlockTables, Places, TARGETS};
 use super::tables::Held;
 use super::tensor_map::{Cache, Maps, Matrices};
@@ -35,7 +35,10 @@ pub struct Program {
     pub waits: Waits,
     /// Keeps the tables that follow.
     _held: Held,
+    /// Where K is cut: by entry of the kernel's table.
+    entries: Vec<Entry>,
     tiles: DevicePtr,
+    slices: DevicePtr,
     /// By flag: the rank whose rows it guards.
     sources: DevicePtr,
     /// What the kernel pushes, if it does.
@@ -58,7 +61,13 @@ struct Sums {
 }
 
 impl Program {
-    pub fn new(cuda: &Cuda, schedule: Schedule, outputs: Outputs) -> Result<Program> {
+    /// `entries`: of the kernel's table, where K is cut; otherwise none.
+    pub fn new(
+        cuda: &Cuda,
+        schedule: Schedule,
+        outputs: Outputs,
+        entries: Vec<Entry>,
+    ) -> Result<Program> {
         let (places, landing) = match outputs {
             Outputs::One => (None, None),
             Outputs::Places(places) => (Some(places), None),
@@ -72,9 +81,15 @@ impl Program {
                 BlockTables::of(&schedule, places)
             });
         let none_yet = vec![0u32; blocks.len()];
-        let entries = entries(&schedule);
+        let cut: Vec<Tile> = entries.iter().map(|e| schedule.tiles()[e.tile]).collect();
+        let tiles = match entries.is_empty() {
+            true => schedule.tiles(),
+            false => &cut,
+        };
+        let slices: Vec<GemmeshSlice> = entries.iter().map(|entry| entry.slice).collect();
         let tables = [
-            bytemuck::cast_slice(&entries),
+            bytemuck::cast_slice(tiles),
+            bytemuck::cast_slice(&slices),
             bytemuck::cast_slice(&sources),
             bytemuck::cast_slice(&tasks),
             bytemuck::cast_slice(&blocks),
@@ -82,7 +97,7 @@ impl Program {
             bytemuck::cast_slice(&none_yet),
         ];
         let (held, places_of) = cuda.tables.hold(tables)?;
-        let [tiles, sources, tasks, blocks, stores, reports] = places_of;
+        let [tiles, slices, sources, tasks, blocks, stores, reports] = places_of;
         let sums = places.map(|places| Sums {
             places,
             blocks,
@@ -90,7 +105,9 @@ impl Program {
             reports,
         });
         Ok(Program {
+            entries,
             tiles,
+            slices,
             sources,
             tasks,
             task_count,
@@ -101,6 +118,20 @@ impl Program {
             schedule,
             maps: Cache::default(),
         })
+    }
+
+    /// How many entries the kernel's table has.
+    fn entry_count(&self) -> usize {
+        match self.entries.len() {
+            0 => self.schedule.tiles().len(),
+            count => count,
+        }
+    }
+
+    /// The tile of an entry.
+    fn tile_of(&self, entry: usize) -> &Tile {
+        let tile = self.entries.get(entry).map_or(entry, |entry| entry.tile);
+        &self.schedule.tiles()[tile]
     }
 
     /// What is added up behind the kernel: nothing where that does it itself.
@@ -124,6 +155,10 @@ const _: () = {
 unsafe impl bytemuck::Zeroable for Tile {}
 // SAFETY: as above.
 unsafe impl bytemuck::Pod for Tile {}
+// SAFETY: as above.
+unsafe impl bytemuck::Zeroable for GemmeshSlice {}
+// SAFETY: as above.
+unsafe impl bytemuck::Pod for GemmeshSlice {}
 // SAFETY: as above.
 unsafe impl bytemuck::Zeroable for GemmeshCopyTask {}
 // SAFETY: as above.
@@ -224,14 +259,9 @@ impl Launch {
             targets,
         };
         let pushed = schedule.is_pushed();
-        let slices = product.config.tile.k_slices;
-        let entries = schedule.tiles().len() * slices;
+        let entries = program.entry_count();
         // All of them run at the same time: those that push must not wait for those that wait for pushes.
-        let mut clusters = instance.resident;
-        // A copy between ranks that share a GPU may be a kernel of the driver's, and needs some room.
-        if !cuda.distinct {
-            clusters = (clusters * 3 / 4).max(1);
-        }
+        let mut clusters = cuda.clusters(instance);
         // CTAs without tiles are good for pushing only.
         if !pushed || program.task_count == 0 {
             clusters = clusters.min(entries);
@@ -287,6 +317,10 @@ impl Launch {
             out: out_or_added.ptr as *mut c_void,
             out_pitch: out_or_added.pitch as u64,
             trace: trace.as_ref().map_or(0, |trace| trace.ptr()) as *mut GemmeshTraceEvent,
+            slices: match program.entries.is_empty() {
+                true => std::ptr::null(),
+                false => program.slices as *const GemmeshSlice,
+            },
             partials: cuda.workspace.partials() as *mut f32,
             arrived: cuda.workspace.arrived() as *mut u32,
             deadline_ns: members.timeout.as_nanos().min(u64::MAX.into()) as u64,
@@ -298,7 +332,7 @@ impl Launch {
             deferred_flag: deferred.map_or(u32::MAX, |deferred| deferred.flag as u32),
             deferred_step: deferred
                 .map_or(u32::MAX, |deferred| (deferred.column / CUT_COLUMNS) as u32),
-            slices: slices as u32,
+            reserved: 0,
             exchange,
             landing: match &program.landing {
                 Some(landing) => landing.of_call(control),
@@ -365,12 +399,13 @@ impl Launch {
     }
 
     /// What the kernel noted. It has ended.
-    pub fn spans(&self, schedule: &Schedule, spans: &mut Vec<Span>) -> Result<()> {
+    pub fn spans(&self, program: &Program, spans: &mut Vec<Span>) -> Result<()> {
         let Some(trace) = &self.trace else {
             return Ok(());
         };
-        let of_entry = self.params.slices as usize * self.instance.ctas();
-        let count = schedule.tiles().len() * of_entry;
+        let schedule = &program.schedule;
+        let of_entry = self.instance.ctas();
+        let count = program.entry_count() * of_entry;
         let mut bytes = vec![0u8; count * size_of::<GemmeshTraceEvent>()];
         let length = bytes.len();
         trace.region().read_rows(0, length, length, &mut bytes)?;
@@ -380,7 +415,7 @@ impl Launch {
         {
             // SAFETY: the kernel wrote events of this layout; any bytes are valid for it.
             let event = unsafe { event.as_ptr().cast::<GemmeshTraceEvent>().read_unaligned() };
-            let tile = &schedule.tiles()[index / of_entry];
+            let tile = program.tile_of(index / of_entry);
             let source = schedule.source_of_tile(tile);
             let lane = Lane::Worker(event.sm as usize);
             if !tile.flags().is_empty() {
@@ -410,21 +445,6 @@ impl Launch {
         }
         Ok(())
     }
-}
-
-/// The table: the tiles, each once for every slice of K.
-fn entries(schedule: &Schedule) -> Cow<'_, [Tile]> {
-    let tiles = schedule.tiles();
-    let slices = schedule.product().map_or(1, |p| p.config.tile.k_slices);
-    if slices == 1 {
-        return tiles.into();
-    }
-    let slices = 0..slices as u32;
-    let entries = tiles.iter().flat_map(|tile| {
-        let of = |block| Tile { block, ..*tile };
-        slices.clone().map(of)
-    });
-    entries.collect()
 }
 
 /// Rows of a matrix that lies at `ptr`, `pitch` bytes from row to row.

@@ -10,13 +10,14 @@ use crate::support::products::{Case, Placed, ROUTES};
 use crate::support::tested::{Tested, all_done, assert_call_mismatch, poisoned, ranks, same_error};
 
 /// 100 times: the fused product of one of `cases`, under delays that differ each time, has the bits of the product after
-/// the gather.
+/// the gather; where stream-K cuts tiles, of another fused one.
 #[track_caller]
 pub fn fused_is_gather_then_matmul<B: Tested>(test: &str, world: usize, cases: &[Case]) {
     let ranks = ranks::<B>(test, world, |rank| {
         let workers = cases.iter().map(|case| case.workers).max();
         let builder = Builder::<B>::new()
             .timeout(B::TIMEOUT)
+            .numerics(Numerics::StreamK)
             .workers(workers.unwrap_or(0).max(1));
         let group = builder.connect(rank.rank, rank.world, &rank.address)?;
         let mut expected = Vec::new();
@@ -26,7 +27,12 @@ pub fn fused_is_gather_then_matmul<B: Tested>(test: &str, world: usize, cases: &
             let (b, bias) = case.b::<bf16>(rank.rank);
             let mut matrices = Placed::new(&group, case, &a, &b, bias.as_deref())?;
             matrices.poison()?;
-            matrices.gather_then_matmul(case.config)?;
+            // Which tiles stream-K cuts depends on their order, and so on what is waited for.
+            let is_streamed = case.config.is_some_and(|config| config.tile.stream_k);
+            match is_streamed {
+                true => matrices.fused(case.config)?,
+                false => matrices.gather_then_matmul(case.config)?,
+            }
             let (gathered, out) = matrices.read()?;
             assert_eq!(bits(&gathered), bits(&a), "{case:?}");
             let reference = Reference::new(&a, &b, bias.as_deref(), case.k);
@@ -40,8 +46,9 @@ pub fn fused_is_gather_then_matmul<B: Tested>(test: &str, world: usize, cases: &
             gemmesh::testing::delay_chunks(Some(seed));
             let index = seed as usize % cases.len();
             let (case, matrices) = (&cases[index], &mut placed[index]);
-            let config = case.config.map(|config| {
-                config.with_route(ROUTES[seed as usize / cases.len() % ROUTES.len()])
+            let config = case.config.map(|config| match config.tile.stream_k {
+                true => config,
+                false => config.with_route(ROUTES[seed as usize / cases.len() % ROUTES.len()]),
             });
             matrices.poison()?;
             matrices.fused(config)?;
@@ -89,11 +96,16 @@ pub fn a_row_has_the_bits_that_it_has_in_any_batch<B: Tested>(test: &str) {
             }
 
             let asked = AllGatherMatmul::<B, bf16>::new().prepare(&a, n)?.config();
-            let config = Config::new(asked.tile.with_split_k(2), asked.chunking, asked.route);
-            let cut = AllGatherMatmul::<B, bf16>::new().config(config);
-            let error = cut.prepare(&a, n).err().map(|error| error.to_string());
-            let words = error.unwrap_or_default();
-            assert!(words.contains("Numerics::Invariant"), "{words:?}");
+            for (tile, said) in [
+                (asked.tile.with_split_k(2), "Numerics::Invariant"),
+                (asked.tile.with_stream_k(true), "Numerics::StreamK"),
+            ] {
+                let config = Config::new(tile, asked.chunking, asked.route);
+                let cut = AllGatherMatmul::<B, bf16>::new().config(config);
+                let error = cut.prepare(&a, n).err().map(|error| error.to_string());
+                let words = error.unwrap_or_default();
+                assert!(words.contains(said), "{words:?}");
+            }
         }
         Ok("the same bits".into())
     }));

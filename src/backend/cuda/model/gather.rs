@@ -95,6 +95,8 @@ fn gathered_by(tiles: &Tiles, asked: &Description, config: &Config, groups: &[Gr
         let ready = groups.iter().map(|group| group.ready).fold(0.0, f64::max);
         return around + ready + tiles.all();
     }
+    let (streamed, stream) = tiles.streamed();
+    let whole = tiles.entries - streamed;
     let full_wave = tiles.wave(tiles.slots.min(tiles.entries));
     // All slots are free at one of two times: some are a tile ahead of the others.
     let (mut early, mut later) = (tiles.slots, 0);
@@ -107,6 +109,7 @@ fn gathered_by(tiles: &Tiles, asked: &Description, config: &Config, groups: &[Gr
             true => tiles.entries,
             false => rows / tiles.rows * tiles.columns,
         };
+        let reached = reached.min(whole);
         let count = reached - taken;
         taken = reached;
         if count == 0 {
@@ -150,6 +153,21 @@ fn gathered_by(tiles: &Tiles, asked: &Description, config: &Config, groups: &[Gr
             let rest = 1.0 - config.cut(layout.k()).unwrap_or(0) as f64 / layout.k() as f64;
             end = end.max(group.late + rest * full_wave);
         }
+    }
+    if streamed > 0 {
+        let last = groups
+            .iter()
+            .map(|group| group.ready.max(group.late))
+            .fold(0.0, f64::max);
+        let free = Free {
+            count: early,
+            at: early_at,
+        }
+        .and(Free {
+            count: later,
+            at: later_at,
+        });
+        end = end.max(free.at.max(last) + stream);
     }
     around + end
 }

@@ -76,12 +76,12 @@ fn fastest(
     time: impl Fn(&Tiles, &Config, f64) -> f64,
 ) -> Config {
     let base = Config {
-        tile: base.tile.with_k_slices(1),
+        tile: base.tile.with_k_slices(1).with_stream_k(false),
         ..base
     };
     // Of few rows, CTAs that share K are as fast alone, and faster with rows that arrive. Kernels that add partials have no slices.
     let sliced =
-        numerics == Numerics::Fast && asked.layout.m() > FEW_ROWS && !is_sum(asked.operation);
+        numerics != Numerics::Invariant && asked.layout.m() > FEW_ROWS && !is_sum(asked.operation);
     let mut best = (f64::INFINITY, base);
     // Higher ones would be half empty at the least; but ranks may have to agree with those of `base`.
     let highest = (2 * asked.layout.m().max(FEW_ROWS)).max(base.entry_rows());
@@ -91,23 +91,25 @@ fn fastest(
         let tiles = Tiles::of(rates, asked, &config);
         // Others take longer though they filled all multiprocessors.
         let may_gain = tiles.start + tiles.filled() < best.0;
-        let most = match config.tile.split_k {
-            1 if sliced && may_gain => MOST_SLICES,
-            _ => 1,
-        };
-        for slices in tiles.slices(most) {
-            let config = Config {
-                tile: config.tile.with_k_slices(slices),
-                ..config
-            };
-            let time = match slices {
-                1 => time(&tiles, &config, best.0),
-                _ if !slices::fit(&config, tiles.entries) => continue,
-                _ => time(&Tiles::of(rates, asked, &config), &config, best.0),
-            };
+        let sliced = sliced && config.tile.split_k == 1 && may_gain;
+        let mut consider = |tiles: &Tiles, config: Config| {
+            let time = time(tiles, &config, best.0);
             if time < best.0 {
                 best = (time, config);
             }
+        };
+        let with = |tile| Config { tile, ..config };
+        for slices in tiles.slices(if sliced { MOST_SLICES } else { 1 }) {
+            let config = with(config.tile.with_k_slices(slices));
+            match slices {
+                1 => consider(&tiles, config),
+                _ if !slices::fit(&config, tiles.entries) => continue,
+                _ => consider(&Tiles::of(rates, asked, &config), config),
+            }
+        }
+        if sliced && numerics == Numerics::StreamK {
+            let config = with(config.tile.with_stream_k(true));
+            consider(&Tiles::of(rates, asked, &config), config);
         }
     }
     best.1

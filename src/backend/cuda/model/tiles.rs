@@ -2,10 +2,13 @@
 
 use super::rates::Rates;
 use crate::backend::cuda::kernel;
+use crate::backend::cuda::slices::Stream;
 use crate::schedule::{Config, Description};
 
 /// Where there are more waves, the last one matters little.
 const MOST_WAVES: usize = 12;
+/// Bytes of operands that the L2 cache holds while they are used.
+const CACHE: f64 = 40e6;
 /// Slices are worth a look where they take so much less than fewer do.
 const WORTH: f64 = 0.95;
 /// Steps through K that a slice has at the least.
@@ -34,6 +37,10 @@ pub struct Tiles<'a> {
     /// What an entry takes beside its steps.
     beside: f64,
     sums: Sums,
+    /// Of tiles that would not fill a last wave, if stream-K cuts them.
+    stream: Option<Stream>,
+    /// What each of their shares reads from memory in a step, beside the others'.
+    step_of_share: f64,
 }
 
 /// What slices of K take to be added.
@@ -81,8 +88,15 @@ impl<'a> Tiles<'a> {
             1 => 0.0,
             _ => rates.join + rates.split * area / (128.0 * 256.0),
         };
+        let stream = tile
+            .stream_k
+            .then(|| Stream::of(entries, steps as usize, slots));
+        let most_slices = match stream {
+            Some(stream) => stream.shares.div_ceil(stream.streamed.max(1)) + 1,
+            None => tile.k_slices,
+        };
         // Sums are stored once and loaded once, but by the last slice of a tile's as many as there are.
-        let sums = match tile.k_slices {
+        let sums = match most_slices {
             1 => Sums::default(),
             slices => {
                 let bytes = area * size_of::<f32>() as f64;
@@ -107,24 +121,69 @@ impl<'a> Tiles<'a> {
             step_of_read: read / rates.read,
             beside: column * area / 128.0 + split,
             sums,
+            stream,
+            step_of_share: stream.map_or(0.0, |stream| {
+                // A group of tile rows is walked column by column.
+                let high = m.div_ceil(rows).min(tile.group_m) as f64;
+                let wide = (stream.streamed as f64 / high).max(1.0);
+                let loads = [(rows, wide), (tile.n, high)];
+                let loads = loads.map(|(extent, sharers)| (extent as f64 * of_k, sharers));
+                read_by_share(loads, stream.streamed as f64 * steps) / rates.read
+            }),
         }
     }
 
     /// What `count` entries take that are made at the same time.
     pub fn wave(&self, count: usize) -> f64 {
+        let sums = match self.stream {
+            None => self.sums_of(count),
+            Some(_) => 0.0,
+        };
+        self.steps * self.step_of(count, self.step_of_read) + self.beside + sums
+    }
+
+    /// A step of as many entries at the same time, and what each of them reads from memory.
+    fn step_of(&self, count: usize, read: f64) -> f64 {
         let count = count as f64;
         let step = self.step.max(count * self.step_of_cached);
         // What comes from memory is hidden behind the rest, the better the less of it there is.
-        let read = count * self.step_of_read;
-        let sums = self.sums.join + self.sums.each.max(count * self.sums.of_cached);
-        self.steps * (step * step + read * read).sqrt() + self.beside + sums
+        let read = count * read;
+        (step * step + read * read).sqrt()
+    }
+
+    fn sums_of(&self, count: usize) -> f64 {
+        self.sums.join + self.sums.each.max(count as f64 * self.sums.of_cached)
+    }
+
+    /// Entries that stream-K cuts, and what they take, dealt out among all slots.
+    pub fn streamed(&self) -> (usize, f64) {
+        match self.stream {
+            Some(Stream {
+                streamed, shares, ..
+            }) if streamed > 0 => {
+                let steps = self.steps * streamed as f64 / shares as f64;
+                // Most shares lie in two tiles.
+                let beside = 2.0 * (self.beside + self.sums_of(shares)) + self.sums.joined;
+                (
+                    streamed,
+                    steps * self.step_of(shares, self.step_of_share) + beside,
+                )
+            }
+            _ => (0, 0.0),
+        }
     }
 
     /// What all of them take.
     pub fn all(&self) -> f64 {
-        let (full, rest) = (self.entries / self.slots, self.entries % self.slots);
-        let last = if rest > 0 { self.wave(rest) } else { 0.0 };
-        full as f64 * self.wave(self.slots) + last + self.sums.joined
+        let (streamed, last) = self.streamed();
+        let whole = self.entries - streamed;
+        let (full, rest) = (whole / self.slots, whole % self.slots);
+        let last = match rest {
+            0 if self.stream.is_some() => last,
+            0 => self.sums.joined,
+            _ => self.wave(rest) + self.sums.joined,
+        };
+        full as f64 * self.wave(self.slots) + last
     }
 
     /// What all of them would take if the last wave were as full as any.
@@ -157,6 +216,22 @@ impl<'a> Tiles<'a> {
     pub fn alone(&self) -> f64 {
         self.start + self.all()
     }
+}
+
+/// Bytes that a share of stream-K reads from memory in a step. It loads so many of each operand, as do so many tiles of the same; `steps`:
+/// of all these tiles. Shares are at different places along K: of what others have loaded they find what the cache holds of the whole
+/// operand, of the smaller one first.
+fn read_by_share(mut loads: [(f64, f64); 2], steps: f64) -> f64 {
+    let whole = |(load, sharers): (f64, f64)| load * steps / sharers;
+    loads.sort_by(|one, other| whole(*one).total_cmp(&whole(*other)));
+    let mut left = CACHE;
+    let mut read = 0.0;
+    for (load, sharers) in loads {
+        let held = (left / whole((load, sharers))).min(1.0);
+        left -= held * whole((load, sharers));
+        read += load * (1.0 - held + held / sharers);
+    }
+    read
 }
 
 #[cfg(test)]
@@ -219,6 +294,36 @@ mod tests {
             let off = measured / time - 1.0;
             assert!(
                 off.abs() < 0.2,
+                "{shape:?} {tile:?}: {time} µs, not {measured}"
+            );
+        }
+    }
+
+    #[rustfmt::skip]
+    const STREAMED: [Alone; 12] = [
+        ([145, 26368, 16768], [80, 128, 2, 1], 270.7),
+        ([1495, 4608, 22592], [128, 160, 2, 1], 511.4),
+        ([4043, 8704, 5120], [128, 160, 2, 1], 518.0),
+        ([1571, 9056, 5632], [160, 128, 2, 1], 236.8),
+        ([429, 11008, 9216], [144, 128, 1, 1], 147.5),
+        ([1639, 19840, 11520], [208, 128, 2, 1], 1121.8),
+        ([5371, 1792, 15360], [128, 224, 2, 1], 431.9),
+        ([573, 9152, 8960], [96, 128, 2, 1], 155.6),
+        ([9883, 5248, 14976], [128, 160, 2, 1], 2255.1),
+        ([5288, 3072, 19968], [128, 256, 2, 1], 931.8),
+        ([68, 17088, 14848], [128, 256, 1, 1], 148.8),
+        ([2148, 8064, 21632], [128, 192, 2, 1], 1137.8),
+    ];
+
+    #[test]
+    fn so_are_those_whose_last_tiles_stream_k_cuts_within_22_percent() {
+        for (shape, tile, measured) in STREAMED {
+            let mut config = config(tile, Route::Pull, Chunking::new(1));
+            config.tile = config.tile.with_stream_k(true);
+            let time = Tiles::new(&H200, &config, shape, 2).alone();
+            let off = measured / time - 1.0;
+            assert!(
+                off.abs() < 0.22,
                 "{shape:?} {tile:?}: {time} µs, not {measured}"
             );
         }
