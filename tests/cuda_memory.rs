@@ -121,6 +121,12 @@ fn a_call_with_other_rows_takes_no_longer_than_planning_does() {
             words.push(format!("{new:.1} and {known:.1} µs"));
             assert!(new < known + 25.0, "{}", words.join("; "));
         }
+        let kept = mean(|| {
+            let prepared = AllGatherMatmul::<Cuda, bf16>::new().prepare(&a, N);
+            prepared.expect("it has just been called");
+        });
+        words.push(format!("{kept:?} to prepare what is kept"));
+        assert!(kept < Duration::from_micros(8), "{}", words.join("; "));
         Ok(words.join("; "))
     }));
 }
