@@ -206,4 +206,25 @@ mod tests {
             }
         }
     }
+
+    #[test]
+    fn each_kernel_is_chosen_for_some_shape() {
+        // Evenly spread over the logarithms of the extents.
+        let extent = |index: usize, stride: f64, least: f64, most: f64| {
+            let fraction = (index as f64 * stride).fract();
+            (least * (most / least).powf(fraction)) as usize
+        };
+        let mut unused: Vec<Config> =
+            configs(Config::new(WIDEST, Chunking::new(1), Route::Pull), false).collect();
+        for index in 0..4000 {
+            let m = extent(index, 0.819_172_513_396, 1.0, 16384.0);
+            let n = 8 * extent(index, 0.671_043_606_704, 32.0, 3584.0);
+            let k = 64 * extent(index, 0.549_700_477_902, 8.0, 448.0);
+            let asked = asked("all_gather_matmul", m, n, k);
+            let tile = choose(&H200, &asked, Numerics::Fast, true, None).tile;
+            let kernel = tile.with_k_slices(1);
+            unused.retain(|config| config.tile != kernel);
+        }
+        assert_eq!(unused, []);
+    }
 }
