@@ -156,6 +156,26 @@ pub enum Error {
         rank: usize,
     },
 
+    /// A function that a program gave to a call has returned an error, which ended the operation on every rank.
+    #[error("rank {rank}: the function that was given to {call} failed: {reason}")]
+    Callback {
+        /// The rank whose program it is.
+        rank: usize,
+        /// The call.
+        call: String,
+        /// The error, in its own words.
+        reason: String,
+    },
+
+    /// A function that a program gave to a call has called the same group, which waits for it to return.
+    #[error(
+        "rank {rank}: a function that was given to a call of a group makes another call of the same group; return from it first"
+    )]
+    CallInCallback {
+        /// The rank.
+        rank: usize,
+    },
+
     /// A rank has left the group, in order, while this rank still waits for it.
     #[error(
         "rank {rank} left the group while rank {waiting} waited in {what}; all ranks must make the same calls"
@@ -445,6 +465,8 @@ impl Error {
             | Error::RankLost { rank, .. }
             | Error::RankLeft { rank, .. }
             | Error::RankPanicked { rank }
+            | Error::Callback { rank, .. }
+            | Error::CallInCallback { rank }
             | Error::Timeout { rank, .. }
             | Error::RankFailed { rank, .. }
             | Error::Message { rank, .. }

@@ -41,8 +41,9 @@ pub use {
     group::{Builder, DEFAULT_TIMEOUT, Group},
     matrix::Matrix,
     ops::{
-        AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, Prepared, PreparedAllReduce,
-        PreparedReduceScatter, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter,
+        AllGatherAndConsume, AllGatherMatmul, Chunk, Consumed, MatmulAllReduce,
+        MatmulReduceScatter, Prepared, PreparedAllReduce, PreparedReduceScatter,
+        all_gather_and_consume, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter,
     },
     ranks::launch,
     sharded::{ShardMut, ShardedMatrix},

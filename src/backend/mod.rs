@@ -4,6 +4,7 @@
 mod cuda;
 mod host;
 
+use std::ffi::c_void;
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -20,7 +21,7 @@ pub use host::Host;
 use crate::error::Result;
 use crate::explanation::Prediction;
 use crate::ranks::members::Members;
-use crate::schedule::{Config, Description, Epoch, Numerics, Schedule};
+use crate::schedule::{Config, Description, Epoch, Numerics, Schedule, Transfer};
 use crate::span::Span;
 
 /// What a backend is told when it is opened.
@@ -110,8 +111,11 @@ pub(crate) mod sealed {
         }
     }
 
+    /// What a caller does with rows of the first matrix: this rank's own if there is no transfer, or those that a transfer has brought.
+    /// On a backend with streams they are there on a stream, for what is put there from now on; elsewhere they are there.
+    pub type Consumer<'a> = dyn FnMut(Option<&Transfer>, *mut c_void) -> Result<()> + 'a;
+
     /// A call of a schedule.
-    #[derive(Debug)]
     pub struct Call<'a, B: Backend> {
         /// The operation's number; that of the one before for what is no operation.
         pub epoch: Epoch,
@@ -119,6 +123,9 @@ pub(crate) mod sealed {
         pub matrices: &'a [Bound<'a, B>],
         /// Where what happened when is noted.
         pub trace: Option<&'a mut Vec<Span>>,
+        /// Called once with the own rows and then with each arrival, in the schedule's order. Whatever it returns, all that is moved is
+        /// moved; after an error it is not called again.
+        pub consumer: Option<&'a mut Consumer<'a>>,
     }
 
     /// The backend's side of the library.

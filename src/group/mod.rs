@@ -4,6 +4,7 @@
 mod mpi;
 mod threads;
 
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fmt;
 use std::marker::PhantomData;
@@ -94,6 +95,11 @@ struct State<B: Backend> {
     recorded: Vec<Arc<B::Program>>,
     /// The partials of operations that are.
     recorded_partials: Vec<Arc<B::Symmetric>>,
+}
+
+thread_local! {
+    /// The groups in whose operations this thread runs a function of the caller's.
+    static CALLBACKS: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
 
 /// A program for the short calls.
@@ -267,6 +273,7 @@ impl<B: Backend> Group<B> {
         config: Option<Config>,
     ) -> Result<(Arc<B::Program>, Config)> {
         let key = (asked, config);
+        self.refuse_in_callback()?;
         let mut state = self.state();
         state.uses += 1;
         let used = state.uses;
@@ -312,6 +319,23 @@ impl<B: Backend> Group<B> {
         }
     }
 
+    /// Calls a function of the caller's amid an operation. Calls of this group that it makes are refused: they would wait for the operation.
+    pub(crate) fn in_callback<R>(&self, f: impl FnOnce() -> R) -> R {
+        let this = Arc::as_ptr(&self.inner).addr();
+        CALLBACKS.with_borrow_mut(|groups| groups.push(this));
+        let result = f();
+        CALLBACKS.with_borrow_mut(|groups| groups.pop());
+        result
+    }
+
+    fn refuse_in_callback(&self) -> Result<()> {
+        let this = Arc::as_ptr(&self.inner).addr();
+        match CALLBACKS.with_borrow(|groups| groups.contains(&this)) {
+            true => Err(Error::CallInCallback { rank: self.rank() }),
+            false => Ok(()),
+        }
+    }
+
     /// Tells those who will wait for this rank in `call` why it was refused that, should it not make it after all. Returns
     /// the error with the call's name.
     pub(crate) fn refuse(&self, call: &str, error: Error) -> Error {
@@ -327,6 +351,7 @@ impl<B: Backend> Group<B> {
         run: impl FnOnce(Epoch) -> Result<R>,
     ) -> Result<R> {
         self.inner.members.check()?;
+        self.refuse_in_callback()?;
         // Before the operation gets its number, so that a refusal on one rank leaves all ranks in step.
         self.refuse_recording()
             .inspect_err(|error| self.inner.members.refuse(error))?;
@@ -341,6 +366,7 @@ impl<B: Backend> Group<B> {
     /// last operation.
     pub(crate) fn exclusively<R>(&self, run: impl FnOnce(Epoch) -> Result<R>) -> Result<R> {
         self.inner.members.check()?;
+        self.refuse_in_callback()?;
         let state = self.state();
         run(state.epoch.previous())
     }

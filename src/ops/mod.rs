@@ -1,11 +1,13 @@
 //! The operations.
 
+mod all_gather_and_consume;
 mod all_gather_matmul;
 mod bare;
 mod matmul_all_reduce;
 mod matmul_reduce_scatter;
 mod partial_sums;
 
+pub use all_gather_and_consume::{AllGatherAndConsume, Chunk, Consumed, all_gather_and_consume};
 pub use all_gather_matmul::{AllGatherMatmul, Prepared, all_gather_matmul};
 pub use bare::run_schedule;
 pub use matmul_all_reduce::{MatmulAllReduce, PreparedAllReduce, matmul_all_reduce};
@@ -47,6 +49,7 @@ fn run<B: Backend>(
             epoch,
             matrices,
             trace: trace.as_deref_mut(),
+            consumer: None,
         };
         inner.backend.run(&inner.members, program, call)
     };

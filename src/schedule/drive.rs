@@ -109,6 +109,22 @@ pub fn wait_addends<W: Wait>(
     Ok(())
 }
 
+/// Hands on rows as they come: this rank's own first, and then what each transfer brings, in the order in which they are expected.
+pub fn consume<W: Wait>(
+    schedule: &Schedule,
+    epoch: Epoch,
+    chunk: &[Flag],
+    waiter: &W,
+    mut consumer: impl FnMut(Option<&Transfer>) -> Result<(), W::Error>,
+) -> Result<(), W::Error> {
+    consumer(None)?;
+    for arrival in schedule.arrivals() {
+        waiter.wait(&chunk[arrival.flag], epoch, schedule.awaited(arrival.flag))?;
+        consumer(Some(arrival))?;
+    }
+    Ok(())
+}
+
 /// How much of a block of this rank's product is left to do, for its copy engine: other ranks have chunk flags.
 #[derive(Debug)]
 pub struct Produced {

@@ -10,6 +10,7 @@ mod ahead;
 mod epochs;
 mod failures;
 mod graphs;
+mod pipelines;
 mod reduce_scatter;
 mod refusals;
 mod rendezvous;

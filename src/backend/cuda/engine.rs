@@ -10,11 +10,11 @@ use super::monitor::OUTSTANDING;
 use super::program::{self, Launch, Place, Program};
 use super::route::{announce, pause, pull, push};
 use super::sums::Places;
-use crate::backend::sealed::Call;
+use crate::backend::sealed::{Call, Consumer};
 use crate::error::Result;
 use crate::ranks::members::Members;
 use crate::schedule::layout::{MAX_WORLD, limit};
-use crate::schedule::{Block, Move, Route, Schedule, Transfer};
+use crate::schedule::{Block, Epoch, Move, Route, Schedule, Transfer};
 
 pub fn run(cuda: &Cuda, members: &Members, program: &Program, mut call: Call<Cuda>) -> Result<()> {
     let _bound = cuda.device.bind()?;
@@ -200,9 +200,14 @@ fn enqueue(
     // All copies are put on their stream before the kernel that waits for them; and none of them begins
     // before the kernel of the operation before, which is on the main stream, has ended.
     let copies = match schedule.moves().next() {
-        Some(_) => Some(pull::enqueue(at, schedule, call)?),
+        Some(_) => Some(pull::enqueue(at, schedule, call.matrices, epoch, traced)?),
         None => None,
     };
+    if call.consumer.is_some() {
+        // Behind what was put on the main stream before the call, and not behind what it waits for from here on.
+        let mut consumers = cuda.consumers().iter();
+        consumers.try_for_each(|stream| stream.wait_for(main, &cuda.begun))?;
+    }
     if let Some(launch) = &launch {
         if traced {
             let event = Event::new(&cuda.device, true)?;
@@ -231,12 +236,39 @@ fn enqueue(
         // SAFETY: control blocks are unmapped when the streams have passed; the completed word lives as long as the backend.
         unsafe { main.words(&words[..=count])? };
     }
+    if let Some(consumer) = call.consumer.as_mut() {
+        let consumed = consume(at, schedule, epoch, consumer);
+        // Also what was put there before something failed.
+        let mut consumers = cuda.consumers().iter();
+        let joined = consumers.try_for_each(|stream| main.wait_for(stream, &cuda.consumed));
+        consumed.and(joined)?;
+    }
     if let (Some(spans), Some(launch)) = (call.trace.as_deref_mut(), launch) {
         cuda.wait_idle(members, main)?;
         launch.spans(program, spans)?;
         if let (Some(begun), Some(copies)) = (begun, copies) {
             copies.spans(&begun, spans)?;
         }
+    }
+    Ok(())
+}
+
+/// Calls the caller's function for this rank's own rows and for each arrival, as [`drive::consume`](crate::schedule::drive::consume) of the
+/// host, with a stream that waits for the arrival's flag. All copies are on their stream, and what completes the operation is on the main
+/// one: peers wait neither for the function nor for what it puts on the streams. If the operation fails, the copies run through, and so their
+/// flags are written.
+fn consume(at: &Place, schedule: &Schedule, epoch: Epoch, consumer: &mut Consumer) -> Result<()> {
+    let [first, second] = at.cuda.consumers();
+    consumer(None, first.raw())?;
+    for (arrival, stream) in schedule
+        .arrivals()
+        .iter()
+        .zip([second, first].into_iter().cycle())
+    {
+        let flag = at.cuda.control.chunk(arrival.flag);
+        // SAFETY: the control block is unmapped when the streams have passed: the main one waits for this.
+        unsafe { stream.words(&[StreamMemOp::Wait(flag, epoch.raw())])? };
+        consumer(Some(arrival), stream.raw())?;
     }
     Ok(())
 }

@@ -103,6 +103,8 @@ pub struct Cuda {
     joined: Event,
     /// The copies of a gather are done.
     gathered: Event,
+    /// A consumer's stream has done what the caller put there.
+    consumed: Event,
     /// The main stream before has come to where another took over.
     handed_over: Event,
     peers: Peers,
@@ -191,7 +193,7 @@ impl sealed::Backend for Cuda {
             let own = control.own(members.rank);
             let event = || Event::new(&device, false);
             let (forked, joined, begun) = (event()?, event()?, event()?);
-            let (gathered, handed_over) = (event()?, event()?);
+            let (gathered, consumed, handed_over) = (event()?, event()?, event()?);
             let mut cuda = Cuda {
                 // Nothing fails between its start and the group's end, which waits for what it has put on the device.
                 monitor: Monitor::start(&device, members, own, first)?,
@@ -199,6 +201,7 @@ impl sealed::Backend for Cuda {
                 joined,
                 begun,
                 gathered,
+                consumed,
                 handed_over,
                 alignments: AtomicU32::new(0),
                 distinct: peers.are_distinct(),
@@ -404,6 +407,10 @@ impl Cuda {
 
     fn copies(&self) -> &Stream {
         &self.reclaimer.copies
+    }
+
+    fn consumers(&self) -> &[Stream; 2] {
+        &self.reclaimer.consumers
     }
 
     fn deferred_copies(&self) -> &Stream {

@@ -54,6 +54,8 @@ pub struct Reclaimer {
     pub copies: Stream,
     /// For what tiles need late: it may come beside what they need first.
     pub deferred_copies: Stream,
+    /// For what callers do with rows that come, by turns: the end of one kernel beside the beginning of the next.
+    pub consumers: [Stream; 2],
     kept: Arc<Kept>,
 }
 
@@ -98,6 +100,10 @@ impl Reclaimer {
             main: Mutex::new(Arc::new(Stream::new(device, Priority::Kernels)?)),
             copies: Stream::new(device, Priority::Copies)?,
             deferred_copies: Stream::new(device, Priority::Copies)?,
+            consumers: [
+                Stream::new(device, Priority::Kernels)?,
+                Stream::new(device, Priority::Kernels)?,
+            ],
             kept: Arc::default(),
         }))
     }

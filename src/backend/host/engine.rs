@@ -53,6 +53,7 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
         epoch,
         matrices,
         trace,
+        consumer,
     } = call;
     let rank = members.rank;
     let blocks: [FlagBlock; MAX_WORLD] =
@@ -176,7 +177,13 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
         drive::announce(rank, epoch, blocks);
     }
     let failure = Mutex::new(None);
-    host.workers.run(&|role| {
+    let note = |result: Result<()>| {
+        if let Err(error) = result {
+            let mut failure = failure.lock().unwrap_or_else(PoisonError::into_inner);
+            failure.get_or_insert(error);
+        }
+    };
+    let job = |role| {
         let _guard = ReportsPanic(members);
         let work = |worker| {
             let product = schedule.product();
@@ -184,15 +191,20 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
             let reduction = schedule.reduction();
             reduction.map_or(Ok(()), |reduction| reduce(worker, reduction))
         };
-        let result = match role {
+        note(match role {
             Role::Copier => transfer(),
             Role::Worker(worker) => work(worker),
-        };
-        if let Err(error) = result {
-            let mut failure = failure.lock().unwrap_or_else(PoisonError::into_inner);
-            failure.get_or_insert(error);
-        }
-    });
+        });
+    };
+    let consume = || {
+        let chunk = blocks[rank].chunk;
+        note(consumer.map_or(Ok(()), |consumer| {
+            drive::consume(schedule, epoch, chunk, members, |transfer| {
+                consumer(transfer, std::ptr::null_mut())
+            })
+        }));
+    };
+    host.workers.run(&job, consume);
     let failure: Option<Error> = failure.into_inner().unwrap_or_else(PoisonError::into_inner);
     if let Some(error) = failure {
         return Err(error);

@@ -95,8 +95,8 @@ impl Workers {
         Ok(workers)
     }
 
-    /// Calls `job` once on each thread, and returns when all calls have.
-    pub fn run(&self, job: &Job) {
+    /// Calls `job` once on each thread, and `beside` on the caller's, and returns when all calls have.
+    pub fn run(&self, job: &Job, beside: impl FnOnce()) {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let mut state = self.slot.lock();
         // SAFETY: only the lifetime changes. The pointer is used by the threads between here and the end
@@ -107,12 +107,16 @@ impl Workers {
         state.number += 1;
         state.busy = self.pool.current_num_threads() + 1;
         self.slot.posted.notify_all();
+        drop(state);
+        let beside = catch_unwind(AssertUnwindSafe(beside));
+        let mut state = self.slot.lock();
         while state.busy > 0 {
             state = wait(&self.slot.finished, state);
         }
         state.job = None;
-        if let Some(panic) = state.panic.take() {
-            drop(state);
+        let panic = state.panic.take();
+        drop(state);
+        if let Some(panic) = panic.or(beside.err()) {
             resume_unwind(panic);
         }
     }
@@ -191,13 +195,16 @@ mod tests {
         let workers = Workers::start(0, 3).unwrap();
         let counts: [AtomicUsize; 4] = Default::default();
         for _ in 0..1000 {
-            workers.run(&|role| {
-                let index = match role {
-                    Role::Copier => 3,
-                    Role::Worker(index) => index,
-                };
-                counts[index].fetch_add(1, Ordering::Relaxed);
-            });
+            workers.run(
+                &|role| {
+                    let index = match role {
+                        Role::Copier => 3,
+                        Role::Worker(index) => index,
+                    };
+                    counts[index].fetch_add(1, Ordering::Relaxed);
+                },
+                || (),
+            );
         }
         assert!(counts.iter().all(|c| c.load(Ordering::Relaxed) == 1000));
     }
@@ -207,19 +214,28 @@ mod tests {
         let workers = Workers::start(0, 2).unwrap();
         let ended = AtomicUsize::new(0);
         let result = catch_unwind(AssertUnwindSafe(|| {
-            workers.run(&|role| {
-                if role == Role::Worker(1) {
-                    panic!("planted");
-                }
-                std::thread::sleep(std::time::Duration::from_millis(20));
-                ended.fetch_add(1, Ordering::Relaxed);
-            });
+            workers.run(
+                &|role| {
+                    if role == Role::Worker(1) {
+                        panic!("planted");
+                    }
+                    std::thread::sleep(std::time::Duration::from_millis(20));
+                    ended.fetch_add(1, Ordering::Relaxed);
+                },
+                || (),
+            );
         }));
         assert!(result.is_err());
         assert_eq!(ended.load(Ordering::Relaxed), 2);
-        workers.run(&|_| {
+        let each = |_| {
             ended.fetch_add(1, Ordering::Relaxed);
-        });
+        };
+        workers.run(&each, || ());
         assert_eq!(ended.load(Ordering::Relaxed), 5);
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            workers.run(&each, || panic!("planted"))
+        }));
+        assert!(result.is_err());
+        assert_eq!(ended.load(Ordering::Relaxed), 8);
     }
 }

@@ -2,6 +2,7 @@
 
 pub mod failures;
 pub mod mismatches;
+pub mod pipelines;
 pub mod reduce_scatter;
 pub mod refusals;
 pub mod results;

@@ -4,7 +4,7 @@ use super::super::Cuda;
 use super::super::driver::{Event, StreamMemOp};
 use super::super::program::Place;
 use super::{copy_regions, delay};
-use crate::backend::sealed::{Bound, Call};
+use crate::backend::sealed::Bound;
 use crate::error::{Error, Result};
 use crate::schedule::drive::{self, CopyEngine};
 use crate::schedule::layout::limit;
@@ -16,21 +16,23 @@ use crate::span::{Lane, Span, Work};
 pub fn enqueue<'a>(
     at: &Place<'a>,
     schedule: &'a Schedule,
-    call: &Call<'a, Cuda>,
+    matrices: &'a [Bound<'a, Cuda>],
+    epoch: Epoch,
+    is_traced: bool,
 ) -> Result<Copies<'a>> {
     let Place { cuda, members, .. } = *at;
     let mut copies = Copies {
         cuda,
         rank: members.rank,
-        epoch: call.epoch,
+        epoch,
         schedule,
-        matrices: call.matrices,
+        matrices,
         words: [StreamMemOp::Write(0, 0); BATCH],
         pending: 0,
-        stamps: call.trace.is_some().then(Vec::new),
+        stamps: is_traced.then(Vec::new),
     };
     cuda.copies().wait_for(at.main, &cuda.begun)?;
-    drive::transfer(schedule, schedule.moves(), call.epoch, &mut copies)?;
+    drive::transfer(schedule, schedule.moves(), epoch, &mut copies)?;
     copies.flush()?;
     Ok(copies)
 }

@@ -1,0 +1,252 @@
+//! Gathers a matrix, and gives its rows to a function of the caller's, chunk by chunk, as they arrive.
+#![allow(unsafe_code)]
+
+use std::any::Any;
+use std::ffi::c_void;
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+#[cfg(feature = "cuda")]
+use crate::backend::Cuda;
+use crate::backend::sealed::{Bound, Call};
+use crate::backend::{Backend, Host};
+use crate::element::Element;
+use crate::error::{Error, Result};
+use crate::ranks::call::Operation;
+use crate::schedule::config::MAX_CHUNKS;
+use crate::schedule::layout::limit;
+use crate::schedule::{
+    Chunking, Config, Description, Route, Schedule, TileShape, Transfer, all_gather,
+};
+use crate::sharded::ShardedMatrix;
+
+const NAME: &str = "all_gather_and_consume";
+
+/// What the caller's function returns: an error, of any type, ends the operation on every rank.
+pub type Consumed = std::result::Result<(), Box<dyn std::error::Error + Send + Sync>>;
+
+/// Gathers the rows of `a` on every rank, and meanwhile calls `consume` once for each chunk of them: first this rank's own rows, then
+/// the other ranks' in the order in which they are expected, a shard of the next rank in the ring first. Afterwards all rows are there, as after
+/// any gather. Collective.
+///
+/// On the host `consume` is called when a chunk has come, and may read it ([`Chunk::values`]). On GPUs it is called at once, and puts its work
+/// on the chunk's stream, on which the rows will be there: the stream waits for them, and the host never does. Such streams alternate
+/// between two, so that one chunk's kernels begin while the last of another's end; both begin after what was put on the group's
+/// stream before, which goes on when both are done. Other ranks wait for no consumer.
+///
+/// ```
+/// use gemmesh::{Group, Host, all_gather_and_consume, bf16};
+///
+/// Group::<Host>::threads(2, |group| {
+///     let (m, k) = (6, 4);
+///     let mut a = group.sharded::<bf16>(m, k)?;
+///     let own = vec![bf16::from_f32(1.0 + group.rank() as f32); a.rows().len() * k];
+///     a.shard_mut().copy_from_host(&own)?;
+///     let mut sums = vec![0.0; m];
+///     all_gather_and_consume(&a, |chunk| {
+///         for (row, values) in chunk.rows().zip(chunk.values().chunks_exact(k)) {
+///             sums[row] = values.iter().map(|x| x.to_f32()).sum();
+///         }
+///         Ok(())
+///     })?;
+///     assert_eq!(sums, [4.0, 4.0, 4.0, 8.0, 8.0, 8.0]);
+///     Ok::<(), gemmesh::Error>(())
+/// })?;
+/// # Ok::<(), gemmesh::Error>(())
+/// ```
+///
+/// # Errors
+/// On every rank: [`Error::Callback`] if `consume` fails on one; [`Error::RankPanicked`] if it panics there; [`Error::CallMismatch`]
+/// unless all ranks make the same call. [`Error::CallInCallback`] from calls of the same group that `consume` makes. It can't
+/// be captured in a graph. The group's failure.
+///
+/// # Panics
+/// If `consume` does, when what it had put on the streams has been joined with the group's.
+pub fn all_gather_and_consume<B: Backend, T: Element>(
+    a: &ShardedMatrix<B, T>,
+    consume: impl FnMut(Chunk<'_, B, T>) -> Consumed,
+) -> Result<()> {
+    AllGatherAndConsume::new().run(a, consume)
+}
+
+/// [`all_gather_and_consume`] with a number of chunks.
+#[derive(Clone, Copy, Debug)]
+pub struct AllGatherAndConsume {
+    chunks: usize,
+}
+
+impl Default for AllGatherAndConsume {
+    fn default() -> Self {
+        AllGatherAndConsume::new()
+    }
+}
+
+impl AllGatherAndConsume {
+    /// With each shard in one chunk.
+    #[must_use]
+    pub const fn new() -> AllGatherAndConsume {
+        AllGatherAndConsume { chunks: 1 }
+    }
+
+    /// With each other rank's shard in as many chunks, from 1 to 64: smaller ones come sooner, and each costs a copy's start. A rank may
+    /// give another number than its peers.
+    #[must_use]
+    pub const fn chunks(self, chunks: usize) -> AllGatherAndConsume {
+        AllGatherAndConsume { chunks }
+    }
+
+    /// As [`all_gather_and_consume`].
+    ///
+    /// # Errors
+    /// As [`all_gather_and_consume`]; [`Error::Limit`] for a number of chunks that cannot be.
+    ///
+    /// # Panics
+    /// As [`all_gather_and_consume`].
+    pub fn run<B: Backend, T: Element>(
+        &self,
+        a: &ShardedMatrix<B, T>,
+        mut consume: impl FnMut(Chunk<'_, B, T>) -> Consumed,
+    ) -> Result<()> {
+        let group = a.group();
+        let plan = || {
+            limit("chunks of a shard", self.chunks, 1, MAX_CHUNKS)?;
+            let asked = Description {
+                operation: NAME,
+                dtype: T::DTYPE,
+                layout: a.layout().clone(),
+                n: 0,
+            };
+            // Nothing is multiplied.
+            let tile = TileShape::new(1, 1, 1);
+            let config = Config::new(tile, Chunking::new(self.chunks), Route::Pull);
+            group.program(all_gather::gather, asked, Some(config))
+        };
+        let program = plan().map_err(|error| group.refuse(NAME, error))?;
+        let schedule = B::schedule(&program);
+        let Some(agreed) = schedule.agreed() else {
+            unreachable!("ranks agree on what they gather")
+        };
+        let operation = Operation {
+            agreed,
+            matrices: &[a.id()],
+            traced: false,
+            biased: false,
+        };
+        let mut panic = None;
+        let inner = group.inner();
+        let result = group.operate(operation, |epoch| {
+            let mut consumer = |transfer: Option<&Transfer>, stream: *mut c_void| {
+                let Some(chunk) = Chunk::of(a, schedule, transfer, stream) else {
+                    return Ok(());
+                };
+                let called =
+                    group.in_callback(|| catch_unwind(AssertUnwindSafe(|| consume(chunk))));
+                let error = match called {
+                    Ok(Ok(())) => return Ok(()),
+                    Ok(Err(error)) => Error::Callback {
+                        rank: group.rank(),
+                        call: NAME.into(),
+                        reason: error.to_string(),
+                    },
+                    Err(payload) => {
+                        panic = Some(payload);
+                        Error::RankPanicked { rank: group.rank() }
+                    }
+                };
+                Err(inner.members.fail(error))
+            };
+            let call = Call {
+                epoch,
+                matrices: &[Bound::Symmetric(a.memory())],
+                trace: None,
+                consumer: Some(&mut consumer),
+            };
+            inner.backend.run(&inner.members, &program, call)
+        });
+        panic.map_or(result, |payload: Box<dyn Any + Send>| {
+            resume_unwind(payload)
+        })
+    }
+}
+
+/// Rows of a sharded matrix that are there, or will be on a stream.
+#[derive(Debug)]
+pub struct Chunk<'a, B: Backend, T: Element> {
+    a: &'a ShardedMatrix<B, T>,
+    rows: Range<usize>,
+    source: usize,
+    /// Nobody else's for as long as the function runs.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    stream: *mut c_void,
+    element: PhantomData<T>,
+}
+
+impl<'a, B: Backend, T: Element> Chunk<'a, B, T> {
+    /// What `transfer` brings, or the own rows; none if there are none.
+    fn of(
+        a: &'a ShardedMatrix<B, T>,
+        schedule: &Schedule,
+        transfer: Option<&Transfer>,
+        stream: *mut c_void,
+    ) -> Option<Self> {
+        let (rows, source) = match transfer {
+            Some(transfer) => (transfer.regions[0].to.rows.clone(), transfer.source),
+            None => (a.rows(), schedule.rank()),
+        };
+        let element = PhantomData;
+        (!rows.is_empty()).then_some(Chunk {
+            a,
+            rows,
+            source,
+            stream,
+            element,
+        })
+    }
+
+    /// Which rows of the matrix.
+    pub fn rows(&self) -> Range<usize> {
+        self.rows.clone()
+    }
+
+    /// The rank that owns them.
+    pub fn source(&self) -> usize {
+        self.source
+    }
+
+    /// [rows, K]
+    pub fn shape(&self) -> [usize; 2] {
+        [self.rows.len(), self.a.shape()[1]]
+    }
+
+    /// Bytes of the matrix in front of them.
+    fn offset(&self) -> usize {
+        self.rows.start * self.shape()[1] * size_of::<T>()
+    }
+}
+
+impl<T: Element> Chunk<'_, Host, T> {
+    /// The rows, one after the other.
+    pub fn values(&self) -> &[T] {
+        let [rows, k] = self.shape();
+        // SAFETY: the memory holds the matrix, aligned for its type, whose every bit pattern is a value. The own rows are not written while the
+        // operation runs, which borrows the matrix; others' are not once their flag has been acquired, before the next operation.
+        unsafe {
+            let first = self.a.memory().own().add(self.offset());
+            std::slice::from_raw_parts(first.cast_const().cast(), rows * k)
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl<T: Element> Chunk<'_, Cuda, T> {
+    /// Where the first of the rows lies on the device; the others follow it without padding. For reading, on the chunk's stream or behind it.
+    pub fn as_device_ptr(&self) -> u64 {
+        self.a.as_device_ptr() + self.offset() as u64
+    }
+
+    /// A CUstream of the device's primary context on which the rows are there, for what is put on it before the function returns.
+    pub fn stream(&self) -> *mut c_void {
+        self.stream
+    }
+}

@@ -1,0 +1,81 @@
+//! What the caller computes, beside what is moved, on GPUs.
+
+use cudarc::driver::sys;
+use gemmesh::{Chunk, Cuda, bf16};
+
+use crate::support::gpu::*;
+use crate::support::shared::pipelines::{self, Consumes};
+use crate::test_name;
+
+impl Consumes for Cuda {
+    /// Memory, and the bytes of a row.
+    type Sink = (Foreign, usize);
+
+    fn sink(rows: usize, k: usize) -> Self::Sink {
+        let width = k * size_of::<bf16>();
+        (Foreign::new(rows * width), width)
+    }
+
+    fn take((sink, width): &mut Self::Sink, chunk: &Chunk<Cuda, bf16>) {
+        let rows = chunk.rows();
+        // SAFETY: both hold the rows; they are there on the stream, which the group's joins.
+        unsafe {
+            driver(sys::cuMemcpyDtoDAsync_v2(
+                sink.ptr + (rows.start * *width) as u64,
+                chunk.as_device_ptr(),
+                rows.len() * *width,
+                chunk.stream().cast(),
+            ));
+        }
+    }
+
+    fn taken((sink, _): &Self::Sink) -> Vec<bf16> {
+        let bytes = sink.read();
+        let values = bytes.chunks_exact(2);
+        values
+            .map(|pair| bf16::from_le_bytes([pair[0], pair[1]]))
+            .collect()
+    }
+}
+
+#[test]
+fn each_row_is_consumed_once_own_rows_first() {
+    let Some(_leave) = gpu() else { return };
+    pipelines::each_row_is_consumed_once_own_rows_first::<Cuda>(test_name!());
+}
+
+#[test]
+fn a_product_follows_a_consumer_of_the_same_rows() {
+    let Some(_leave) = gpu() else { return };
+    pipelines::a_product_follows_a_consumer_of_the_same_rows::<Cuda>(test_name!());
+}
+
+#[test]
+fn an_error_of_a_consumer_is_every_ranks() {
+    let Some(_leave) = gpu() else { return };
+    pipelines::an_error_of_a_consumer_is_every_ranks::<Cuda>(test_name!());
+}
+
+#[test]
+fn a_panic_of_a_consumer_ends_the_group() {
+    let Some(_leave) = gpu() else { return };
+    pipelines::a_panic_of_a_consumer_ends_the_group::<Cuda>(test_name!());
+}
+
+#[test]
+fn a_consumer_makes_no_calls_of_its_group() {
+    let Some(_leave) = gpu() else { return };
+    pipelines::a_consumer_makes_no_calls_of_its_group::<Cuda>(test_name!());
+}
+
+#[test]
+fn a_consumer_beside_a_product_is_a_mismatch() {
+    let Some(_leave) = gpu() else { return };
+    pipelines::a_consumer_beside_a_product_is_a_mismatch::<Cuda>(test_name!());
+}
+
+#[test]
+fn a_consumer_that_takes_too_long_is_named() {
+    let Some(_leave) = gpu() else { return };
+    pipelines::a_consumer_that_takes_too_long_is_named::<Cuda>(test_name!());
+}

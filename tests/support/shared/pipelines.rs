@@ -1,0 +1,263 @@
+//! Pipelines: what the caller computes, beside what is moved.
+
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::time::{Duration, Instant};
+
+use gemmesh::{
+    AllGatherAndConsume, AllGatherMatmul, Chunk, Error, Group, all_gather_and_consume,
+    all_gather_matmul, bf16,
+};
+
+use crate::support::numbers::{bits, nan, normal};
+use crate::support::processes::Rank;
+use crate::support::tested::{
+    Tested, all_done, assert_call_mismatch, connect, connect_short, poisoned, ranks, same_error,
+};
+
+/// A backend whose chunks the tests consume.
+pub trait Consumes: Tested {
+    /// Where rows of [rows, k] are copied to, each to its place.
+    type Sink;
+    fn sink(rows: usize, k: usize) -> Self::Sink;
+    fn take(sink: &mut Self::Sink, chunk: &Chunk<Self, bf16>);
+    /// The streams have ended.
+    fn taken(sink: &Self::Sink) -> Vec<bf16>;
+}
+
+/// Own rows first, then those of the next ranks in the ring, each row once, and as it was; in any number of chunks, each rank its
+/// own, however late they come.
+#[track_caller]
+pub fn each_row_is_consumed_once_own_rows_first<B: Consumes>(test: &str) {
+    const ROWS: [[usize; 3]; 4] = [[40, 0, 17], [1, 1, 1], [0, 0, 65], [128, 127, 130]];
+    const K: usize = 24;
+    all_done(ranks::<B>(test, 3, |rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        for seed in 0..60 {
+            gemmesh::testing::delay_chunks((seed > 3).then_some(seed));
+            let rows = ROWS[seed as usize % ROWS.len()];
+            let m = rows.iter().sum();
+            let all: Vec<bf16> = normal(seed, m * K);
+            let mut a = group.sharded_rows::<bf16>(&rows, K)?;
+            let own = a.rows();
+            a.shard_mut()
+                .copy_from_host(&all[own.start * K..own.end * K])?;
+            a.poison(nan())?;
+            let mut sink = B::sink(m, K);
+            let mut calls: Vec<(usize, Range<usize>)> = Vec::new();
+            let chunks = 1 + (seed as usize + rank.rank) % 5;
+            AllGatherAndConsume::new().chunks(chunks).run(&a, |chunk| {
+                assert_eq!(chunk.shape(), [chunk.rows().len(), K]);
+                B::take(&mut sink, &chunk);
+                calls.push((chunk.source(), chunk.rows()));
+                Ok(())
+            })?;
+            group.synchronize()?;
+
+            let mut expected = Vec::new();
+            for distance in 0..rank.world {
+                let source = (rank.rank + distance) % rank.world;
+                let of_source = calls.iter().filter(|(from, _)| *from == source);
+                let of_source: Vec<_> = of_source.cloned().collect();
+                let (owned, count) = (a.rows_of(source), of_source.len());
+                let most = if distance == 0 { 1 } else { chunks };
+                assert_eq!(count, most.min(owned.len()), "rows of {source}");
+                let mut next = owned.start;
+                for (_, rows) in &of_source {
+                    assert_eq!(rows.start, next, "rows of {source}");
+                    next = rows.end;
+                }
+                assert_eq!(next, owned.end, "rows of {source}");
+                expected.extend(of_source);
+            }
+            assert_eq!(calls, expected, "seed {seed}");
+            assert_eq!(bits(&B::taken(&sink)), bits(&all), "seed {seed}");
+            assert_eq!(bits(&a.to_vec()?), bits(&all), "seed {seed}");
+        }
+        gemmesh::testing::delay_chunks(None);
+        Ok("60 times".into())
+    }));
+}
+
+/// A gather whose rows are consumed stands among other operations as any other: they follow one another on the same matrix.
+#[track_caller]
+pub fn a_product_follows_a_consumer_of_the_same_rows<B: Consumes>(test: &str) {
+    const K: usize = 16;
+    all_done(ranks::<B>(test, 2, |rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        let mut a = group.sharded::<bf16>(90, K)?;
+        let b = group.upload(&vec![bf16::ONE; 8 * K], 8, K)?;
+        let mut out = group.zeros::<bf16>(90, 8)?;
+        for step in 0..30 {
+            let mine = bf16::from_f32((1 + step % 4 + rank.rank) as f32);
+            let own = a.rows();
+            a.shard_mut().copy_from_host(&vec![mine; own.len() * K])?;
+            let mut sink = B::sink(90, K);
+            all_gather_and_consume(&a, |chunk| {
+                B::take(&mut sink, &chunk);
+                Ok(())
+            })?;
+            all_gather_matmul(&a, &b, &mut out)?;
+            let (product, rows) = (out.to_vec()?, B::taken(&sink));
+            for source in 0..2 {
+                let value = bf16::from_f32((1 + step % 4 + source) as f32);
+                let of = a.rows_of(source);
+                assert!(rows[of.start * K..of.end * K].iter().all(|&x| x == value));
+                let sum = bf16::from_f32(value.to_f32() * K as f32);
+                assert!(product[of.start * 8..of.end * 8].iter().all(|&x| x == sum));
+            }
+        }
+        Ok("30 times".into())
+    }));
+}
+
+/// Operations until one fails.
+fn until_failure<B: Consumes>(
+    group: &Group<B>,
+    mut step: impl FnMut() -> Result<(), Error>,
+) -> Result<String, Error> {
+    let begin = Instant::now();
+    loop {
+        let result = step().and_then(|()| group.synchronize());
+        if result.is_err() {
+            return poisoned(group, result);
+        }
+        assert!(begin.elapsed() < B::TIMEOUT + Duration::from_secs(20));
+    }
+}
+
+/// An error of the function that rank 1 gives, at its second chunk, is every rank's.
+#[track_caller]
+pub fn an_error_of_a_consumer_is_every_ranks<B: Consumes>(test: &str) {
+    let ranks = ranks::<B>(test, 3, |rank: &Rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        let a = group.sharded::<bf16>(30, 8)?;
+        until_failure(&group, || {
+            let mut calls = 0;
+            let result = all_gather_and_consume(&a, |_| {
+                calls += 1;
+                match (rank.rank, calls) {
+                    (1, 2) => Err("no room for the second chunk".into()),
+                    _ => Ok(()),
+                }
+            });
+            assert!(rank.rank != 1 || calls == 2, "{calls} calls");
+            result
+        })
+    });
+    let outcomes = ranks.outcomes();
+    let error = same_error(&outcomes);
+    let expected = Error::Callback {
+        rank: 1,
+        call: "all_gather_and_consume".into(),
+        reason: "no room for the second chunk".into(),
+    };
+    assert_eq!(*error, expected);
+}
+
+/// A panic of the function that rank 0 gives goes on there, and ends the group on every rank.
+#[track_caller]
+pub fn a_panic_of_a_consumer_ends_the_group<B: Consumes>(test: &str) {
+    let ranks = ranks::<B>(test, 2, |rank: &Rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        let a = group.sharded::<bf16>(30, 8)?;
+        if rank.rank == 0 {
+            let panic = catch_unwind(AssertUnwindSafe(|| {
+                // As a panic, without its words.
+                all_gather_and_consume(&a, |_| resume_unwind(Box::new("planted")))
+            }));
+            let payload = panic.expect_err("the panic goes on");
+            assert_eq!(payload.downcast_ref(), Some(&"planted"));
+        }
+        until_failure(&group, || all_gather_and_consume(&a, |_| Ok(())))
+    });
+    let outcomes = ranks.outcomes();
+    assert_eq!(*same_error(&outcomes), Error::RankPanicked { rank: 0 });
+}
+
+/// Calls of the same group that the function makes are refused, for they would wait for it; those of another are not. The
+/// group goes on.
+#[track_caller]
+pub fn a_consumer_makes_no_calls_of_its_group<B: Consumes>(test: &str) {
+    all_done(ranks::<B>(test, 2, |rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        let a = group.sharded::<bf16>(30, 8)?;
+        let b = group.upload(&[bf16::ONE; 64], 8, 8)?;
+        let mut out = group.zeros::<bf16>(30, 8)?;
+        let prepared = AllGatherMatmul::new().prepare(&a, 8)?;
+        for _ in 0..3 {
+            let mut refused = 0;
+            all_gather_and_consume(&a, |_| {
+                for result in [
+                    all_gather_and_consume(&a, |_| Ok(())),
+                    all_gather_matmul(&a, &b, &mut out),
+                    prepared.run(&a, &b, &mut out),
+                    prepared.matmul(&a, &b, &mut out),
+                ] {
+                    let error = result.expect_err("it would wait for itself");
+                    assert_eq!(*error.cause(), Error::CallInCallback { rank: rank.rank });
+                    refused += 1;
+                }
+                Ok(())
+            })?;
+            assert_eq!(refused, 8);
+            all_gather_matmul(&a, &b, &mut out)?;
+            group.synchronize()?;
+        }
+        Ok("refused".into())
+    }));
+}
+
+/// As any call: all ranks make the same.
+#[track_caller]
+pub fn a_consumer_beside_a_product_is_a_mismatch<B: Consumes>(test: &str) {
+    let ranks = ranks::<B>(test, 3, |rank: &Rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        let a = group.sharded::<bf16>(30, 8)?;
+        let b = group.upload(&[bf16::ONE; 64], 8, 8)?;
+        let mut out = group.zeros::<bf16>(30, 8)?;
+        let result = match rank.rank {
+            2 => {
+                let product = AllGatherMatmul::new().prepare(&a, 8)?;
+                let pulled = product.config().with_route(gemmesh::Route::Pull);
+                AllGatherMatmul::new().config(pulled).run(&a, &b, &mut out)
+            }
+            _ => all_gather_and_consume(&a, |_| Ok(())),
+        };
+        poisoned(&group, result.and_then(|()| group.synchronize()))
+    });
+    let outcomes = ranks.outcomes();
+    let details = "M = 30, K = 8, bf16, sharded matrix 0";
+    assert_call_mismatch(
+        same_error(&outcomes),
+        2,
+        &format!("all_gather_matmul({details})"),
+        &format!("all_gather_and_consume({details})"),
+    );
+}
+
+/// A function that does not return keeps its own rank only, until the others wait for that rank's next call.
+#[track_caller]
+pub fn a_consumer_that_takes_too_long_is_named<B: Consumes>(test: &str) {
+    let ranks = ranks::<B>(test, 2, |rank: &Rank| {
+        let (_kept, group) = connect_short::<B>(rank)?;
+        let a = group.sharded::<bf16>(30, 8)?;
+        let mut slow = rank.rank == 1;
+        until_failure(&group, || {
+            all_gather_and_consume(&a, |_| {
+                if std::mem::take(&mut slow) {
+                    std::thread::sleep(B::SHORT + B::SLACK + Duration::from_secs(3));
+                }
+                Ok(())
+            })
+        })
+    });
+    for outcome in ranks.outcomes() {
+        match outcome.error().cause() {
+            Error::Timeout { rank: 1, what, .. } => {
+                assert!(what.contains("all_gather_and_consume"), "{what}");
+            }
+            other => panic!("{other}"),
+        }
+    }
+}
