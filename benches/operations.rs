@@ -146,6 +146,8 @@ struct Args {
 #[derive(Clone, Copy, ValueEnum)]
 enum Op {
     AllGatherMatmul,
+    /// all_gather_and_consume, with cuBLASLt as the consumer.
+    Consume,
     MatmulReduceScatter,
     MatmulAllReduce,
 }
@@ -205,7 +207,7 @@ impl Args {
         /// N and K of the first half of an MLP, on each of the ranks that share it. The second half has them the other way round.
         const LAYERS: [[usize; 2]; 3] = [[1792, 4096], [3584, 8192], [6656, 16384]];
         let of = |m: usize, [n, k]: [usize; 2]| match self.op {
-            Op::AllGatherMatmul => [m, n, k],
+            Op::AllGatherMatmul | Op::Consume => [m, n, k],
             Op::MatmulReduceScatter | Op::MatmulAllReduce => [m, k, n],
         };
         let each = |layers: &[[usize; 2]], rows: &[usize]| {
@@ -215,7 +217,7 @@ impl Args {
             each.collect()
         };
         let smallest = match self.op {
-            Op::AllGatherMatmul => 7,
+            Op::AllGatherMatmul | Op::Consume => 7,
             Op::MatmulReduceScatter | Op::MatmulAllReduce => 0,
         };
         let small: Vec<usize> = (smallest..=10).map(|exponent| 1 << exponent).collect();
@@ -290,6 +292,11 @@ fn launch_or_run(args: &Args) -> Result<(), Failure> {
         (false, ..) => launch::launch(args.ranks).map_err(Failure::from),
         (true, BackendName::Host, DTypeName::Bf16) => run_op::<Host, bf16>(args),
         (true, BackendName::Host, DTypeName::F16) => run_op::<Host, f16>(args),
+        #[cfg(feature = "cuda")]
+        (true, BackendName::Cuda, dtype) if matches!(args.op, Op::Consume) => match dtype {
+            DTypeName::Bf16 => run::<gemmesh::Cuda, bf16, cuda::Consume<bf16>>(args),
+            DTypeName::F16 => run::<gemmesh::Cuda, f16, cuda::Consume<f16>>(args),
+        },
         #[cfg(feature = "cuda")]
         (true, BackendName::Cuda, DTypeName::Bf16) => run_op::<gemmesh::Cuda, bf16>(args),
         #[cfg(feature = "cuda")]
@@ -403,6 +410,9 @@ where
 {
     match args.op {
         Op::AllGatherMatmul => run::<B, T, AllGather<B, T>>(args),
+        Op::Consume => Err(Failure::Usage(
+            "--op consume: its consumer is cuBLASLt, so it needs --backend cuda",
+        )),
         Op::MatmulReduceScatter => run::<B, T, ReduceScatter<B, T>>(args),
         Op::MatmulAllReduce => run::<B, T, AllReduce<B, T>>(args),
     }

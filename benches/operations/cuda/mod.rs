@@ -3,6 +3,7 @@
 
 mod calibrate;
 mod clock;
+mod consume;
 mod memory;
 mod peers;
 
@@ -12,6 +13,7 @@ use std::rc::Rc;
 use std::time::Instant;
 
 use clock::{Graph, Side, Timer};
+pub use consume::Consume;
 use gemmesh::testing::{Winner, ranks_share_gpus, with_each_kernel};
 use gemmesh::{Chunking, Config, Cuda, Element, Error, Group, Result, Route};
 use memory::{Place, Scratch};
@@ -100,47 +102,6 @@ impl Peers {
                 nccl.run(&self.communication, timer.stream)
             }
         }
-    }
-
-    /// Chooses cuBLASLt's fastest algorithm: by medians, for the best of a few runs is luck. Collective.
-    fn tune(&mut self, timer: &Timer) -> Result<()> {
-        /// Runs of each that count; of long products as few as take about so many microseconds together.
-        const ROUNDS: [usize; 2] = [3, 7];
-        const TOGETHER: f64 = 300e3;
-        /// Longer by this when warm is reason enough to try it no more.
-        const HOPELESS: f64 = 1.5;
-        let mut algorithms: Vec<usize> = (0..self.product.algorithms.len()).collect();
-        // The first run loads the kernel.
-        self.times(timer, &algorithms, 1)?;
-        let warm = self.times(timer, &algorithms, 1)?;
-        let fastest = warm.iter().copied().fold(f64::INFINITY, f64::min);
-        algorithms.retain(|&algorithm| warm[algorithm] <= HOPELESS * fastest);
-        let round: f64 = algorithms.iter().map(|&algorithm| warm[algorithm]).sum();
-        let [least, most] = ROUNDS;
-        let rounds = ((TOGETHER / round) as usize).clamp(least, most);
-        let times = self.times(timer, &algorithms, rounds)?;
-        let timed = algorithms.into_iter().zip(times);
-        let best = timed.min_by(|(_, one), (_, other)| one.total_cmp(other));
-        self.product.chosen = best.map_or(0, |(algorithm, _)| algorithm);
-        Ok(())
-    }
-
-    /// The median time of each algorithm, in turn with the others, the slowest rank counted. Collective.
-    fn times(&mut self, timer: &Timer, algorithms: &[usize], rounds: usize) -> Result<Vec<f64>> {
-        let mut samples = Vec::new();
-        for _ in 0..rounds {
-            for &algorithm in algorithms {
-                self.product.chosen = algorithm;
-                samples.push([timer.time(|| self.product.run(timer.stream))?]);
-            }
-        }
-        let samples = common::slowest(&timer.group, &samples)?;
-        let of = |place: usize| samples[place..].iter().step_by(algorithms.len());
-        let median = |place| {
-            let [median] = common::medians(&of(place).copied().collect::<Vec<_>>());
-            median
-        };
-        Ok((0..algorithms.len()).map(median).collect())
     }
 }
 
@@ -348,7 +309,7 @@ impl<T: Element, O: OnGpus<T>> Timed<Cuda, T> for O {
         let group = &timer.group;
         clock::bind(group)?;
         let mut peers = self.peers(instruments, prepared)?;
-        peers.tune(timer)?;
+        peers.product.tune(timer)?;
         let graph = match O::config(prepared).route {
             Route::Pull => None,
             _ => Some(Graph::capture(timer.stream, || self.run(prepared))?),

@@ -8,8 +8,10 @@ use cudarc::driver::sys as driver_sys;
 use cudarc::nccl::{result as nccl, sys as nccl_sys};
 use gemmesh::{Cuda, DType, Element, Group, Result};
 
+use super::clock::Timer;
 use super::memory::{Place, Scratch};
 use super::refused;
+use crate::common;
 
 const WORKSPACE_BYTES: usize = 64 << 20;
 /// Algorithms of cuBLASLt's choice that are tried; the fastest is its row.
@@ -153,6 +155,47 @@ impl Product {
             )
         };
         result.map_err(refused("multiply with cuBLASLt"))
+    }
+
+    /// Chooses the fastest algorithm: by medians, for the best of a few runs is luck. Collective.
+    pub fn tune(&mut self, timer: &Timer) -> Result<()> {
+        /// Runs of each that count; of long products as few as take about so many microseconds together.
+        const ROUNDS: [usize; 2] = [3, 7];
+        const TOGETHER: f64 = 300e3;
+        /// Longer by this when warm is reason enough to try it no more.
+        const HOPELESS: f64 = 1.5;
+        let mut algorithms: Vec<usize> = (0..self.algorithms.len()).collect();
+        // The first run loads the kernel.
+        self.times(timer, &algorithms, 1)?;
+        let warm = self.times(timer, &algorithms, 1)?;
+        let fastest = warm.iter().copied().fold(f64::INFINITY, f64::min);
+        algorithms.retain(|&algorithm| warm[algorithm] <= HOPELESS * fastest);
+        let round: f64 = algorithms.iter().map(|&algorithm| warm[algorithm]).sum();
+        let [least, most] = ROUNDS;
+        let rounds = ((TOGETHER / round) as usize).clamp(least, most);
+        let times = self.times(timer, &algorithms, rounds)?;
+        let timed = algorithms.into_iter().zip(times);
+        let best = timed.min_by(|(_, one), (_, other)| one.total_cmp(other));
+        self.chosen = best.map_or(0, |(algorithm, _)| algorithm);
+        Ok(())
+    }
+
+    /// The median time of each algorithm, in turn with the others, the slowest rank counted. Collective.
+    fn times(&mut self, timer: &Timer, algorithms: &[usize], rounds: usize) -> Result<Vec<f64>> {
+        let mut samples = Vec::new();
+        for _ in 0..rounds {
+            for &algorithm in algorithms {
+                self.chosen = algorithm;
+                samples.push([timer.time(|| self.run(timer.stream))?]);
+            }
+        }
+        let samples = common::slowest(&timer.group, &samples)?;
+        let of = |place: usize| samples[place..].iter().step_by(algorithms.len());
+        let median = |place| {
+            let [median] = common::medians(&of(place).copied().collect::<Vec<_>>());
+            median
+        };
+        Ok((0..algorithms.len()).map(median).collect())
     }
 }
 

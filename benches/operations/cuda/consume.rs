@@ -1,0 +1,151 @@
+//! Rows that are gathered, and multiplied by cuBLASLt as they come.
+
+use std::rc::Rc;
+
+use cudarc::driver::sys::CUstream;
+use gemmesh::trace::Trace;
+use gemmesh::{
+    AllGatherAndConsume, Chunk, Chunking, Config, Cuda, Element, Explanation, Group, Prepared,
+    Result, Route,
+};
+
+use super::clock::Timer;
+use super::memory::Place;
+use super::peers::{CublasLt, Product};
+use super::{Instruments, OnGpus, Peers, refused};
+use crate::common::gather::AllGather;
+use crate::common::{Check, Operation};
+
+/// `out[M, N] = gather(a)[M, K] · b[N, K]ᵀ` by all_gather_and_consume, whose consumer is cuBLASLt.
+pub struct Consume<T: Element> {
+    gather: AllGather<Cuda, T>,
+    /// One for each of the two streams, for its products use the handle's memory.
+    cublaslt: [Rc<CublasLt>; 2],
+    /// In the order of the calls.
+    products: Vec<Product>,
+    /// The group's.
+    stream: CUstream,
+}
+
+impl<T: Element> Consume<T> {
+    /// The product of the chunk that call `index` gets.
+    fn product(&self, index: usize, chunk: &Chunk<Cuda, T>) -> Result<Product> {
+        let ([rows, k], [n, _]) = (chunk.shape(), self.gather.b.shape());
+        let a = Place {
+            ptr: chunk.as_device_ptr(),
+            pitch: k,
+        };
+        let mut out = Place::of(&self.gather.out);
+        out.ptr += (chunk.rows().start * out.pitch * size_of::<T>()) as u64;
+        let cublaslt = &self.cublaslt[index % 2];
+        let b = Place::of(&self.gather.b);
+        Product::new::<T>(cublaslt, a, b, out, [rows, n, k])
+    }
+
+    fn tune(&mut self, timer: &Timer) -> Result<()> {
+        let mut products = self.products.iter_mut();
+        products.try_for_each(|product| product.tune(timer))
+    }
+}
+
+impl<T: Element> Operation<Cuda, T> for Consume<T> {
+    const NAME: &'static str = "all_gather_and_consume";
+    const COLLECTIVE: &'static str = "gather";
+    const SEQUENTIAL: &'static str = "gather, then cuBLASLt by chunks";
+    type Prepared = Prepared<'static, Cuda, T>;
+
+    fn random(group: &Group<Cuda>, shape: [usize; 3]) -> Result<Self> {
+        super::clock::bind(group)?;
+        Ok(Consume {
+            gather: AllGather::random(group, shape)?,
+            cublaslt: [Rc::new(CublasLt::new()?), Rc::new(CublasLt::new()?)],
+            products: Vec::new(),
+            stream: group.stream().cast(),
+        })
+    }
+
+    fn describe(shape: [usize; 3]) -> String {
+        AllGather::<Cuda, T>::describe(shape)
+    }
+
+    /// The product of gemmesh's own beside which it is timed, and the number of chunks.
+    fn prepare(&self, config: Option<Config>) -> Result<Self::Prepared> {
+        let pulled = match config {
+            Some(config) => config,
+            None => {
+                let tile = self.gather.prepare(None)?.config().tile;
+                Config::new(tile, Chunking::new(1), Route::Pull)
+            }
+        };
+        self.gather.prepare(Some(pulled.with_route(Route::Pull)))
+    }
+
+    fn explain(prepared: &Self::Prepared) -> Explanation {
+        prepared.explain()
+    }
+
+    fn run(&mut self, prepared: &Self::Prepared) -> Result<()> {
+        let chunks = prepared.config().chunking.count;
+        let operation = AllGatherAndConsume::new().chunks(chunks);
+        let mut made = 0;
+        if self.products.is_empty() {
+            let mut products = Vec::new();
+            operation.run(&self.gather.a, |chunk| {
+                products.push(self.product(products.len(), &chunk)?);
+                Ok(())
+            })?;
+            self.products = products;
+        }
+        operation.run(&self.gather.a, |chunk| {
+            self.products[made].run(chunk.stream().cast())?;
+            made += 1;
+            Ok(())
+        })
+    }
+
+    fn multiply(&mut self, prepared: &Self::Prepared) -> Result<()> {
+        self.gather.multiply(prepared)
+    }
+
+    fn communicate(&mut self, prepared: &Self::Prepared) -> Result<()> {
+        self.gather.communicate(prepared)
+    }
+
+    fn run_in_sequence(&mut self, prepared: &Self::Prepared) -> Result<()> {
+        self.communicate(prepared)?;
+        let mut products = self.products.iter();
+        products.try_for_each(|product| product.run(self.stream))
+    }
+
+    fn trace(&mut self, _: &Self::Prepared) -> Result<Trace> {
+        Err(refused("trace")("what a consumer does is not traced"))
+    }
+
+    fn poison(&mut self) -> Result<()> {
+        self.gather.poison()
+    }
+
+    fn check(&mut self, products: usize) -> Result<Check> {
+        self.gather.check(products)
+    }
+}
+
+impl<T: Element> OnGpus<T> for Consume<T> {
+    const ADDS: bool = false;
+
+    fn peers(&mut self, instruments: &Instruments, prepared: &Self::Prepared) -> Result<Peers> {
+        let peers = self.gather.peers(instruments, prepared)?;
+        self.tune(&instruments.timer)?;
+        Ok(peers)
+    }
+
+    fn copy(&mut self, prepared: &Self::Prepared) -> Result<()> {
+        self.gather.copy(prepared)
+    }
+
+    fn ways() -> Vec<(Route, Chunking)> {
+        [1, 2, 4]
+            .map(|count| (Route::Pull, Chunking::new(count)))
+            .into()
+    }
+}
