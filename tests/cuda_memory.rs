@@ -8,8 +8,8 @@ mod support;
 use std::time::{Duration, Instant};
 
 use gemmesh::{
-    AllGatherMatmul, Builder, Cuda, Error, Group, Matrix, Route, ShardedMatrix, all_gather_matmul,
-    bf16,
+    AllGatherMatmul, Builder, Cuda, Error, Group, Matrix, Route, ShardedMatrix,
+    all_gather_and_consume, all_gather_matmul, bf16,
 };
 use rustix::process::Signal;
 use support::gpu::*;
@@ -128,6 +128,32 @@ fn a_call_with_other_rows_takes_no_longer_than_planning_does() {
         words.push(format!("{kept:?} to prepare what is kept"));
         assert!(kept < Duration::from_micros(8), "{}", words.join("; "));
         Ok(words.join("; "))
+    }));
+}
+
+/// What a gather with a consumer takes on the host, besides the consumer: 60 µs would be as much as a small gather takes.
+#[test]
+fn a_gather_whose_rows_are_consumed_takes_the_host_microseconds() {
+    const CALLS: u32 = 8;
+    let Some(_leave) = gpu_alone() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let a = group.sharded::<bf16>(1024, 1024)?;
+        let mut times = Vec::new();
+        for _ in 0..60 {
+            // The device's queues are empty, and hold what follows; the ranks begin together.
+            group.synchronize()?;
+            group.barrier()?;
+            let begin = Instant::now();
+            for _ in 0..CALLS {
+                all_gather_and_consume(&a, |_| Ok(()))?;
+            }
+            times.push(begin.elapsed() / CALLS);
+        }
+        times.sort();
+        let median = times[times.len() / 2];
+        assert!(median < Duration::from_micros(60), "{median:?}");
+        Ok(format!("{median:?}"))
     }));
 }
 

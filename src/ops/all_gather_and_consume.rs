@@ -71,29 +71,25 @@ pub fn all_gather_and_consume<B: Backend, T: Element>(
 }
 
 /// [`all_gather_and_consume`] with a number of chunks.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct AllGatherAndConsume {
-    chunks: usize,
-}
-
-impl Default for AllGatherAndConsume {
-    fn default() -> Self {
-        AllGatherAndConsume::new()
-    }
+    chunks: Option<usize>,
 }
 
 impl AllGatherAndConsume {
-    /// With each shard in one chunk.
+    /// With the other rank's shard in two chunks where there are two ranks, and otherwise each in one.
     #[must_use]
     pub const fn new() -> AllGatherAndConsume {
-        AllGatherAndConsume { chunks: 1 }
+        AllGatherAndConsume { chunks: None }
     }
 
     /// With each other rank's shard in as many chunks, from 1 to 64: smaller ones come sooner, and each costs a copy's start. A rank may
     /// give another number than its peers.
     #[must_use]
     pub const fn chunks(self, chunks: usize) -> AllGatherAndConsume {
-        AllGatherAndConsume { chunks }
+        AllGatherAndConsume {
+            chunks: Some(chunks),
+        }
     }
 
     /// As [`all_gather_and_consume`].
@@ -110,7 +106,10 @@ impl AllGatherAndConsume {
     ) -> Result<()> {
         let group = a.group();
         let plan = || {
-            limit("chunks of a shard", self.chunks, 1, MAX_CHUNKS)?;
+            // Of two ranks' only shard that moves, half is consumed while the rest is on its way.
+            let default = if group.world_size() == 2 { 2 } else { 1 };
+            let chunks = self.chunks.unwrap_or(default);
+            limit("chunks of a shard", chunks, 1, MAX_CHUNKS)?;
             let asked = Description {
                 operation: NAME,
                 dtype: T::DTYPE,
@@ -119,7 +118,7 @@ impl AllGatherAndConsume {
             };
             // Nothing is multiplied.
             let tile = TileShape::new(1, 1, 1);
-            let config = Config::new(tile, Chunking::new(self.chunks), Route::Pull);
+            let config = Config::new(tile, Chunking::new(chunks), Route::Pull);
             group.program(all_gather::gather, asked, Some(config))
         };
         let program = plan().map_err(|error| group.refuse(NAME, error))?;

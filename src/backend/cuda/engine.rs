@@ -204,9 +204,12 @@ fn enqueue(
         None => None,
     };
     if call.consumer.is_some() {
-        // Behind what was put on the main stream before the call, and not behind what it waits for from here on.
+        // Behind what was put on the main stream before the call, as the copies, and not behind what it waits for from here on.
+        if copies.is_none() {
+            cuda.begun.record(main)?;
+        }
         let mut consumers = cuda.consumers().iter();
-        consumers.try_for_each(|stream| stream.wait_for(main, &cuda.begun))?;
+        consumers.try_for_each(|stream| stream.wait_until(&cuda.begun))?;
     }
     if let Some(launch) = &launch {
         if traced {

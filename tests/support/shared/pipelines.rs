@@ -200,7 +200,7 @@ pub fn a_consumer_makes_no_calls_of_its_group<B: Consumes>(test: &str) {
                 }
                 Ok(())
             })?;
-            assert_eq!(refused, 8);
+            assert_eq!(refused, 4 * (1 + 2));
             all_gather_matmul(&a, &b, &mut out)?;
             group.synchronize()?;
         }

@@ -216,10 +216,15 @@ impl Stream {
 
     /// Everything put on this stream later waits for what is on `other` now. `event` carries the news.
     pub fn wait_for(&self, other: &Stream, event: &Event) -> Result<()> {
+        event.record(other)?;
+        self.wait_until(event)
+    }
+
+    /// Everything put on this stream later waits for where `event` was recorded last.
+    pub fn wait_until(&self, event: &Event) -> Result<()> {
         let _bound = self.device.bind()?;
-        // SAFETY: all live; an event may be recorded again once a wait for it has been put on a stream.
+        // SAFETY: both live; an event may be recorded again once a wait for it has been put on a stream.
         unsafe {
-            cuda!(self.device.rank, cuEventRecord(event.event, other.stream))?;
             cuda!(
                 self.device.rank,
                 cuStreamWaitEvent(self.stream, event.event, 0)
