@@ -49,7 +49,7 @@ impl<B: Backend> Group<B> {
         rows: &[usize],
         k: usize,
     ) -> Result<ShardedMatrix<B, T>> {
-        self.inner().members.check()?;
+        self.check()?;
         let layout = self.layout(rows, k, T::DTYPE);
         let layout = layout.map_err(|error| self.refuse("sharded", error))?;
         let m = layout.m();
@@ -67,7 +67,7 @@ impl<B: Backend> Group<B> {
         capacity: usize,
         k: usize,
     ) -> Result<ShardedMatrix<B, T>> {
-        self.inner().members.check()?;
+        self.check()?;
         let rows = balanced_rows(capacity, self.world_size());
         let layout = self.layout(&rows, k, T::DTYPE);
         let layout = layout.map_err(|error| self.refuse("sharded_with_capacity", error))?;

@@ -2,7 +2,7 @@
 
 mod support;
 
-use gemmesh::{Chunk, Host, bf16};
+use gemmesh::{Chunk, Host, Matrix, bf16};
 use support::numbers::nan;
 use support::shared::pipelines::{self, Consumes};
 
@@ -16,6 +16,11 @@ impl Consumes for Host {
     fn take((sink, k): &mut Self::Sink, chunk: &Chunk<Host, bf16>) {
         let rows = chunk.rows();
         sink[rows.start * *k..rows.end * *k].copy_from_slice(chunk.values());
+    }
+
+    fn take_by_way_of(sink: &mut Self::Sink, _: Matrix<Host, bf16>, chunk: &Chunk<Host, bf16>) {
+        // Matrices of the host are read and written by calls, which a consumer makes none of.
+        Self::take(sink, chunk);
     }
 
     fn taken((sink, _): &Self::Sink) -> Vec<bf16> {

@@ -184,6 +184,7 @@ impl<B: Backend> Group<B> {
     /// # Errors
     /// The group's failure.
     pub fn barrier(&self) -> Result<()> {
+        self.refuse_in_callback()?;
         self.inner.members.barrier()
     }
 
@@ -196,6 +197,7 @@ impl<B: Backend> Group<B> {
     }
 
     pub(crate) fn gather_bytes(&self, call: &str, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.refuse_in_callback()?;
         let gathered = self.inner.members.all_gather(call, bytes, None)?;
         Ok(gathered.payloads)
     }
@@ -205,7 +207,7 @@ impl<B: Backend> Group<B> {
     /// # Errors
     /// The failure of an operation that had not been reported yet.
     pub fn synchronize(&self) -> Result<()> {
-        self.inner.members.check()?;
+        self.check()?;
         self.inner.backend.synchronize(&self.inner.members)
     }
 
@@ -216,6 +218,7 @@ impl<B: Backend> Group<B> {
     /// Symmetric memory for matrix `number` of a schedule, in which partial sums lie; operations use it one after the other. Ranks
     /// that agree on the operation need as much: it is collective where there is not as much yet.
     pub(crate) fn partials(&self, schedule: &Schedule, number: usize) -> Result<Arc<B::Symmetric>> {
+        self.check()?;
         let matrix = schedule.matrices()[number];
         let bytes = matrix.rows * matrix.row_bytes();
         let Inner {
@@ -328,6 +331,12 @@ impl<B: Backend> Group<B> {
         result
     }
 
+    /// Whether this rank may make a call.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.inner.members.check()?;
+        self.refuse_in_callback()
+    }
+
     fn refuse_in_callback(&self) -> Result<()> {
         let this = Arc::as_ptr(&self.inner).addr();
         match CALLBACKS.with_borrow(|groups| groups.contains(&this)) {
@@ -340,7 +349,10 @@ impl<B: Backend> Group<B> {
     /// the error with the call's name.
     pub(crate) fn refuse(&self, call: &str, error: Error) -> Error {
         let error = Error::refused(self.rank(), call)(error);
-        self.inner.members.refuse(&error);
+        // Nobody waits for a call that stands within another.
+        if !matches!(error.cause(), Error::CallInCallback { .. }) {
+            self.inner.members.refuse(&error);
+        }
         error
     }
 
@@ -350,8 +362,7 @@ impl<B: Backend> Group<B> {
         operation: Operation<'_>,
         run: impl FnOnce(Epoch) -> Result<R>,
     ) -> Result<R> {
-        self.inner.members.check()?;
-        self.refuse_in_callback()?;
+        self.check()?;
         // Before the operation gets its number, so that a refusal on one rank leaves all ranks in step.
         self.refuse_recording()
             .inspect_err(|error| self.inner.members.refuse(error))?;
@@ -365,14 +376,14 @@ impl<B: Backend> Group<B> {
     /// Runs something that has no number of its own, but must not overlap with what has. It is given the epoch of the
     /// last operation.
     pub(crate) fn exclusively<R>(&self, run: impl FnOnce(Epoch) -> Result<R>) -> Result<R> {
-        self.inner.members.check()?;
-        self.refuse_in_callback()?;
+        self.check()?;
         let state = self.state();
         run(state.epoch.previous())
     }
 
     /// Whether operations are only recorded at this moment, to run later.
     pub(crate) fn is_recording(&self) -> Result<bool> {
+        self.refuse_in_callback()?;
         self.inner.backend.is_recording(&self.inner.members)
     }
 

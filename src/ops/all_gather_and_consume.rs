@@ -33,7 +33,8 @@ pub type Consumed = std::result::Result<(), Box<dyn std::error::Error + Send + S
 /// On the host `consume` is called when a chunk has come, and may read it ([`Chunk::values`]). On GPUs it is called at once, and puts its work
 /// on the chunk's stream, on which the rows will be there: the stream waits for them, and the host never does. Such streams alternate
 /// between two, so that one chunk's kernels begin while the last of another's end; both begin after what was put on the group's
-/// stream before, which goes on when both are done. Other ranks wait for no consumer.
+/// stream before, which goes on when both are done. Other ranks wait for no consumer. (It leaves the current CUDA context as it was, and
+/// captures nothing that it does not end.)
 ///
 /// ```
 /// use gemmesh::{Group, Host, all_gather_and_consume, bf16};
@@ -57,9 +58,10 @@ pub type Consumed = std::result::Result<(), Box<dyn std::error::Error + Send + S
 /// ```
 ///
 /// # Errors
-/// On every rank: [`Error::Callback`] if `consume` fails on one; [`Error::RankPanicked`] if it panics there; [`Error::CallMismatch`]
-/// unless all ranks make the same call. [`Error::CallInCallback`] from calls of the same group that `consume` makes. It can't
-/// be captured in a graph. The group's failure.
+/// On every rank, of this call or a later one: [`Error::Callback`] if `consume` fails on one; [`Error::RankPanicked`] if it panics
+/// there. [`Error::CallMismatch`] unless all ranks make the same call. [`Error::Capturing`]: it can't be captured in a graph. The group's
+/// failure. Calls of the same group that `consume` makes, also those that read or write a matrix from the host, return
+/// [`Error::CallInCallback`]; other threads that make such calls wait until it has returned, so it must not wait for them.
 ///
 /// # Panics
 /// If `consume` does, when what it had put on the streams has been joined with the group's.
@@ -139,14 +141,15 @@ impl AllGatherAndConsume {
                 let Some(chunk) = Chunk::of(a, schedule, transfer, stream) else {
                     return Ok(());
                 };
-                let called =
-                    group.in_callback(|| catch_unwind(AssertUnwindSafe(|| consume(chunk))));
+                // The error's words are the caller's code too, and so is its end.
+                let consume = || consume(chunk).map_err(|error| error.to_string());
+                let called = group.in_callback(|| catch_unwind(AssertUnwindSafe(consume)));
                 let error = match called {
                     Ok(Ok(())) => return Ok(()),
-                    Ok(Err(error)) => Error::Callback {
+                    Ok(Err(reason)) => Error::Callback {
                         rank: group.rank(),
                         call: NAME.into(),
-                        reason: error.to_string(),
+                        reason,
                     },
                     Err(payload) => {
                         panic = Some(payload);

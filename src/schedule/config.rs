@@ -68,7 +68,7 @@ pub struct TileShape {
     #[serde(default = "one")]
     pub k_slices: usize,
     /// Stream-K: tiles that would not fill a last wave are cut along K wherever that gives all CTAs the same to do, each elsewhere. Only
-    /// where [`Numerics::StreamK`] is asked for, and rows are gathered. The host backend has no such thing.
+    /// where [`Numerics::StreamK`] is asked for, and not where partial sums are sent. The host backend has no such thing.
     #[serde(default)]
     pub stream_k: bool,
     /// Tile rows that are walked together, column by column, so that a cache holds what they share.

@@ -1,7 +1,7 @@
 //! What the caller computes, beside what is moved, on GPUs.
 
 use cudarc::driver::sys;
-use gemmesh::{Chunk, Cuda, bf16};
+use gemmesh::{Chunk, Cuda, Matrix, bf16};
 
 use crate::support::gpu::*;
 use crate::support::shared::pipelines::{self, Consumes};
@@ -26,6 +26,28 @@ impl Consumes for Cuda {
                 rows.len() * *width,
                 chunk.stream().cast(),
             ));
+        }
+    }
+
+    fn take_by_way_of(
+        (sink, width): &mut Self::Sink,
+        between: Matrix<Cuda, bf16>,
+        chunk: &Chunk<Cuda, bf16>,
+    ) {
+        let (rows, stream) = (chunk.rows(), chunk.stream().cast());
+        let (ptr, pitch) = between.as_device_ptr();
+        assert_eq!(pitch, *width);
+        let bytes = rows.len() * *width;
+        // SAFETY: all hold the rows; they are there on the stream, and the matrix is freed when it has ended.
+        unsafe {
+            driver(sys::cuMemcpyDtoDAsync_v2(
+                ptr,
+                chunk.as_device_ptr(),
+                bytes,
+                stream,
+            ));
+            let to = sink.ptr + (rows.start * *width) as u64;
+            driver(sys::cuMemcpyDtoDAsync_v2(to, ptr, bytes, stream));
         }
     }
 
@@ -78,4 +100,10 @@ fn a_consumer_beside_a_product_is_a_mismatch() {
 fn a_consumer_that_takes_too_long_is_named() {
     let Some(_leave) = gpu() else { return };
     pipelines::a_consumer_that_takes_too_long_is_named::<Cuda>(test_name!());
+}
+
+#[test]
+fn what_a_consumer_drops_outlives_its_use() {
+    let Some(_leave) = gpu() else { return };
+    pipelines::what_a_consumer_drops_outlives_its_use::<Cuda>(test_name!());
 }

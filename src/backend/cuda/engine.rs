@@ -241,10 +241,10 @@ fn enqueue(
     }
     if let Some(consumer) = call.consumer.as_mut() {
         let consumed = consume(at, schedule, epoch, consumer);
-        // Also what was put there before something failed.
-        let mut consumers = cuda.consumers().iter();
-        let joined = consumers.try_for_each(|stream| main.wait_for(stream, &cuda.consumed));
-        consumed.and(joined)?;
+        // Also what was put there before something failed, and on each, whatever comes of the other.
+        let joined = cuda.consumers().each_ref();
+        let [first, second] = joined.map(|stream| main.wait_for(stream, &cuda.consumed));
+        consumed.and(first).and(second)?;
     }
     if let (Some(spans), Some(launch)) = (call.trace.as_deref_mut(), launch) {
         cuda.wait_idle(members, main)?;

@@ -146,8 +146,11 @@ impl Reclaimer {
             if main.is_capturing()? {
                 return Ok(None);
             }
-            let mark = Mark::new(&self.device, 3)?;
-            mark.record(&[&main, &self.copies, &self.deferred_copies])?;
+            // A consumer's may be ahead of the main stream, amid a call.
+            let [first, second] = &self.consumers;
+            let streams = [&main, &self.copies, &self.deferred_copies, first, second];
+            let mark = Mark::new(&self.device, streams.len())?;
+            mark.record(&streams)?;
             Ok(Some(Arc::new(mark)))
         };
         now().ok().flatten().or_else(|| self.latest())
