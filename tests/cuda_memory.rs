@@ -131,7 +131,8 @@ fn a_call_with_other_rows_takes_no_longer_than_planning_does() {
     }));
 }
 
-/// What a gather with a consumer takes on the host, besides the consumer: 60 µs would be as much as a small gather takes.
+/// What a gather with a consumer takes on the host, besides the consumer: 15 µs on one rank of two H200s and 47 on the other. Events or
+/// streams made for each call would take hundreds.
 #[test]
 fn a_gather_whose_rows_are_consumed_takes_the_host_microseconds() {
     const CALLS: u32 = 8;
@@ -152,7 +153,7 @@ fn a_gather_whose_rows_are_consumed_takes_the_host_microseconds() {
         }
         times.sort();
         let median = times[times.len() / 2];
-        assert!(median < Duration::from_micros(60), "{median:?}");
+        assert!(median < Duration::from_micros(150), "{median:?}");
         Ok(format!("{median:?}"))
     }));
 }
