@@ -7,6 +7,7 @@ mod driver;
 mod engine;
 mod kernel;
 mod landing;
+mod limits;
 mod memory;
 mod model;
 mod monitor;
@@ -36,8 +37,8 @@ use std::time::{Duration, Instant};
 
 use abi::{GEMMESH_MAX_WORLD, GemmeshAlignment};
 use driver::{Device, Event, Memory, Region, Stream, StreamMemOp};
-use engine::Outputs;
 use kernel::{Instance, Kernels, Variant};
+use limits::Outputs;
 use memory::{BOX, Control, Peers, Symmetric};
 use model::rates::Rates;
 use monitor::Monitor;
@@ -270,7 +271,7 @@ impl sealed::Backend for Cuda {
 
     fn prepare(&self, members: &Members, schedule: Schedule) -> Result<Program> {
         let pushes = schedule.uses(Route::Push);
-        let outputs = engine::check(&schedule)?;
+        let outputs = limits::check(&schedule)?;
         if pushes && let Some(cause) = &self.queues.together {
             return Err(Error::QueuedTogether {
                 rank: members.rank,
@@ -279,13 +280,13 @@ impl sealed::Backend for Cuda {
             });
         }
         // All of a push is on its stream before the kernel that it waits for is launched.
-        let commands = engine::commands(&schedule);
-        if pushes && commands > engine::COMMANDS {
+        let commands = limits::commands(&schedule);
+        if pushes && commands > limits::COMMANDS {
             return Err(Error::Limit {
                 what: "commands of a pushed product, two a chunk".into(),
                 value: commands,
                 min: 1,
-                max: engine::COMMANDS,
+                max: limits::COMMANDS,
             });
         }
         let mut slices = Vec::new();

@@ -10,9 +10,9 @@ use super::abi::{
     GemmeshReduction, GemmeshSlice, GemmeshStore, GemmeshSums, GemmeshTile, GemmeshTraceEvent,
 };
 use super::driver::{DevicePtr, Layout, Memory, Stream};
-use super::engine::Outputs;
 use super::kernel::{Instance, Variant};
 use super::landing::{self, Landing};
+use super::limits::Outputs;
 use super::memory::Waits;
 use super::reclaim::Deferred;
 use super::route::store;

@@ -237,7 +237,7 @@ mod tests {
     use super::super::rates::H200;
     use super::super::testing::config;
     use super::*;
-    use crate::backend::cuda::engine;
+    use crate::backend::cuda::limits;
     use crate::backend::cuda::tuned::agree;
     use crate::element::DType;
     use crate::schedule::Layout;
@@ -388,7 +388,7 @@ mod tests {
             let config = choose(&H200, &asked, Numerics::Fast, true, None);
             for rank in 0..rows.len() {
                 let schedule = gather_and_multiply(&asked, rank, config).unwrap();
-                engine::check(&schedule).unwrap();
+                limits::check(&schedule).unwrap();
             }
         }
     }

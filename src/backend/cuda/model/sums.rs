@@ -288,7 +288,7 @@ mod tests {
     use super::super::rates::H200;
     use super::super::testing::config;
     use super::*;
-    use crate::backend::cuda::engine;
+    use crate::backend::cuda::limits;
     use crate::backend::cuda::sums::TARGETS;
     use crate::element::DType;
     use crate::schedule::reduce_scatter::{NAME, all_reduce, reduce_scatter};
@@ -408,8 +408,8 @@ mod tests {
                     let config = choose(&H200, &asked, Numerics::Fast);
                     for rank in 0..world {
                         let schedule = planner(&asked, rank, config).unwrap();
-                        engine::check(&schedule).unwrap();
-                        assert!(engine::commands(&schedule) <= engine::COMMANDS, "{asked:?}");
+                        limits::check(&schedule).unwrap();
+                        assert!(limits::commands(&schedule) <= limits::COMMANDS, "{asked:?}");
                     }
                 }
             }
