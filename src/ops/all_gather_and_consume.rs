@@ -3,10 +3,10 @@
 
 use std::any::Any;
 use std::ffi::c_void;
-use std::marker::PhantomData;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
+use super::describe;
 #[cfg(feature = "cuda")]
 use crate::backend::Cuda;
 use crate::backend::sealed::{Bound, Call};
@@ -16,9 +16,7 @@ use crate::error::{Error, Result};
 use crate::ranks::call::Operation;
 use crate::schedule::config::MAX_CHUNKS;
 use crate::schedule::layout::limit;
-use crate::schedule::{
-    Chunking, Config, Description, Route, Schedule, TileShape, Transfer, all_gather,
-};
+use crate::schedule::{Chunking, Config, Route, TileShape, Transfer, all_gather};
 use crate::sharded::ShardedMatrix;
 
 const NAME: &str = "all_gather_and_consume";
@@ -112,12 +110,7 @@ impl AllGatherAndConsume {
             let default = if group.world_size() == 2 { 2 } else { 1 };
             let chunks = self.chunks.unwrap_or(default);
             limit("chunks of a shard", chunks, 1, MAX_CHUNKS)?;
-            let asked = Description {
-                operation: NAME,
-                dtype: T::DTYPE,
-                layout: a.layout().clone(),
-                n: 0,
-            };
+            let asked = describe::<T>(NAME, a.layout(), 0);
             // Nothing is multiplied.
             let tile = TileShape::new(1, 1, 1);
             let config = Config::new(tile, Chunking::new(chunks), Route::Pull);
@@ -138,7 +131,7 @@ impl AllGatherAndConsume {
         let inner = group.inner();
         let result = group.operate(operation, |epoch| {
             let mut consumer = |transfer: Option<&Transfer>, stream: *mut c_void| {
-                let Some(chunk) = Chunk::of(a, schedule, transfer, stream) else {
+                let Some(chunk) = Chunk::of(a, transfer, stream) else {
                     return Ok(());
                 };
                 // The error's words are the caller's code too, and so is its end.
@@ -181,28 +174,24 @@ pub struct Chunk<'a, B: Backend, T: Element> {
     /// Nobody else's for as long as the function runs.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     stream: *mut c_void,
-    element: PhantomData<T>,
 }
 
 impl<'a, B: Backend, T: Element> Chunk<'a, B, T> {
     /// What `transfer` brings, or the own rows; none if there are none.
     fn of(
         a: &'a ShardedMatrix<B, T>,
-        schedule: &Schedule,
         transfer: Option<&Transfer>,
         stream: *mut c_void,
     ) -> Option<Self> {
         let (rows, source) = match transfer {
             Some(transfer) => (transfer.regions[0].to.rows.clone(), transfer.source),
-            None => (a.rows(), schedule.rank()),
+            None => (a.rows(), a.group().rank()),
         };
-        let element = PhantomData;
         (!rows.is_empty()).then_some(Chunk {
             a,
             rows,
             source,
             stream,
-            element,
         })
     }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Operands, product_of, require_same_group, require_shape};
+use super::{Operands, describe, product_of, require_same_group, require_shape};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::Element;
@@ -98,8 +98,9 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         let prepare = || -> Result<Prepared<'a, B, T>> {
             let program = self.program(a, n)?;
             let config = Some(product_of(B::schedule(&program)).config);
-            let kept =
-                |name, planner: Planner, n| group.program(planner, describe(name, a, n), config);
+            let kept = |name, planner: Planner, n| {
+                group.program(planner, describe::<T>(name, a.layout(), n), config)
+            };
             Ok(Prepared {
                 gather: kept(GATHER, all_gather::gather, 0)?,
                 multiply: kept(MULTIPLY, all_gather::multiply, n)?,
@@ -120,7 +121,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
             require_same_group("bias", bias.group(), group)?;
             require_shape(group.rank(), "bias [1, N]", [1, n], bias.shape())?;
         }
-        let asked = describe(PRODUCT, a, n);
+        let asked = describe::<T>(PRODUCT, a.layout(), n);
         group.program(all_gather::gather_and_multiply, asked, self.config)
     }
 }
@@ -136,20 +137,6 @@ const PRODUCT: &str = "all_gather_matmul";
 const GATHER: &str = "gather";
 const MULTIPLY: &str = "matmul";
 const COPY: &str = "copy";
-
-/// What call `operation` is asked to do with `a` and a weight of `n` rows.
-fn describe<B: Backend, T: Element>(
-    operation: &'static str,
-    a: &ShardedMatrix<B, T>,
-    n: usize,
-) -> Description {
-    Description {
-        operation,
-        dtype: T::DTYPE,
-        layout: a.layout().clone(),
-        n,
-    }
-}
 
 /// A product that has been planned. It fits every `a` of the same group, shape and split. It keeps the group.
 #[derive(Debug)]
@@ -258,7 +245,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
     #[doc(hidden)]
     pub fn copy(&self, a: &ShardedMatrix<B, T>) -> Result<()> {
-        let asked = describe(COPY, a, 0);
+        let asked = describe::<T>(COPY, a.layout(), 0);
         let program = self
             .group
             .program(all_gather::copy, asked, Some(self.config()))?;

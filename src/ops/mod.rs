@@ -19,12 +19,13 @@ use std::sync::Arc;
 
 use crate::backend::Backend;
 use crate::backend::sealed::{Bound, Call};
+use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::explanation::Explanation;
 use crate::group::Group;
 use crate::matrix::Matrix;
 use crate::ranks::call::Operation;
-use crate::schedule::{Config, Description, Epoch, Product, Schedule};
+use crate::schedule::{Config, Description, Epoch, Layout, Product, Schedule};
 use crate::span::Span;
 
 /// The weight and the output of a product.
@@ -79,6 +80,16 @@ fn run<B: Backend>(
         }
         run(program, epoch)
     })
+}
+
+/// What call `operation` is asked to do with a matrix of this layout and one of `n` rows.
+fn describe<T: Element>(operation: &'static str, layout: &Layout, n: usize) -> Description {
+    Description {
+        operation,
+        dtype: T::DTYPE,
+        layout: layout.clone(),
+        n,
+    }
 }
 
 /// Why `group` cuts up like that what is asked.

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{require_same_group, require_shape};
+use super::{describe, require_same_group, require_shape};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::Element;
@@ -13,7 +13,7 @@ use crate::group::Group;
 use crate::matrix::Matrix;
 use crate::schedule::layout::{MAX_EXTENT, limit};
 use crate::schedule::reduce_scatter::{self, ALL_NAME, MATRICES, NAME};
-use crate::schedule::{Config, Description, Layout, Planner, Route, Schedule};
+use crate::schedule::{Config, Layout, Planner, Route, Schedule};
 use crate::sharded::ShardedMatrix;
 use crate::span::Span;
 
@@ -254,15 +254,6 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
             biased,
             trace,
         )
-    }
-}
-
-fn describe<T: Element>(operation: &'static str, layout: &Layout, n: usize) -> Description {
-    Description {
-        operation,
-        dtype: T::DTYPE,
-        layout: layout.clone(),
-        n,
     }
 }
 

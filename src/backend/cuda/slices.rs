@@ -116,7 +116,7 @@ fn entry(tile: usize, steps: Range<usize>, place: usize, number: usize, count: u
 #[derive(Clone, Copy, Debug)]
 pub struct Stream {
     /// Tiles that are not cut.
-    pub whole: usize,
+    whole: usize,
     /// Those behind them.
     pub streamed: usize,
     /// Into so many shares.
