@@ -84,7 +84,7 @@ fn units(out: &Path) -> Result<Vec<Unit>, String> {
             let _ = writeln!(
                 cubins,
                 "Cubin {{ family: &FAMILIES[{index}], \
-                 dtype: <crate::element::{dtype} as crate::element::Element>::DTYPE, \
+                 dtype: <crate::element::{dtype} as crate::element::Value>::DTYPE, \
                  image: include_bytes!(\"{name}.cubin\") }},"
             );
             let source = out.join(format!("{name}.cu"));

@@ -4,7 +4,7 @@
 use std::ffi::c_void;
 
 use crate::backend::{Cuda, Sample};
-use crate::element::Element;
+use crate::element::Value;
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::matrix::{Matrix, bytes_of};
@@ -89,7 +89,7 @@ pub fn align_streams(group: &Group<Cuda>) -> Result<()> {
     inner.backend.align_streams(&inner.members)
 }
 
-impl<T: Element> Matrix<Cuda, T> {
+impl<T: Value> Matrix<Cuda, T> {
     /// A matrix in memory of the caller's, such as a tensor of candle, cust or burn, or a part of one (some rows; some
     /// columns, with the pitch of the whole): the door for other stacks. It is a view: making and dropping it costs
     /// nothing and waits for nothing.
@@ -143,7 +143,7 @@ impl<T: Element> Matrix<Cuda, T> {
     }
 }
 
-impl<T: Element> ShardedMatrix<Cuda, T> {
+impl<T: Value> ShardedMatrix<Cuda, T> {
     /// Where the whole [M, K] matrix of this rank lies on the device; its rows follow one another without padding.
     pub fn as_device_ptr(&self) -> u64 {
         self.memory().own()

@@ -15,14 +15,37 @@ pub enum DType {
     Bf16,
     /// IEEE 754 binary16: 5 bits of exponent, 10 of fraction.
     F16,
+    /// IEEE 754 binary32.
+    F32,
+    /// A byte: of fp8, of packed numbers, of anything.
+    U8,
+    /// 16 bits.
+    U16,
+    /// 32 bits.
+    U32,
+    /// 64 bits.
+    U64,
 }
 
 impl DType {
     /// The bytes of an element.
     pub fn bytes(self) -> usize {
         match self {
-            DType::Bf16 | DType::F16 => 2,
+            DType::U8 => 1,
+            DType::Bf16 | DType::F16 | DType::U16 => 2,
+            DType::F32 | DType::U32 => 4,
+            DType::U64 => 8,
         }
+    }
+
+    /// Whether it is that of a [`Float`], whose elements can be added.
+    pub fn is_float(self) -> bool {
+        matches!(self, DType::Bf16 | DType::F16 | DType::F32)
+    }
+
+    /// Whether it is that of an [`Element`], which products are made of.
+    pub fn is_multiplied(self) -> bool {
+        matches!(self, DType::Bf16 | DType::F16)
     }
 }
 
@@ -31,14 +54,23 @@ impl fmt::Display for DType {
         f.write_str(match self {
             DType::Bf16 => "bf16",
             DType::F16 => "f16",
+            DType::F32 => "f32",
+            DType::U8 => "u8",
+            DType::U16 => "u16",
+            DType::U32 => "u32",
+            DType::U64 => "u64",
         })
     }
 }
 
-/// A 16-bit float whose products are summed in f32 and rounded once.
-pub trait Element: Pod + sealed::Sealed + Send + Sync + fmt::Debug + PartialEq {
+/// What a matrix may hold. Ranks can exchange its rows, whatever its bits mean: fp8 as `u8`, for one.
+pub trait Value: Pod + sealed::Sealed + Send + Sync + fmt::Debug + PartialEq {
     /// The type, as a value.
     const DTYPE: DType;
+}
+
+/// A value whose sums are made in f32 and rounded once.
+pub trait Float: Value {
     /// Bits of the fraction, the hidden one included: one ulp at x is 2^(exponent(x) + 1 - DIGITS).
     const DIGITS: i32;
     /// The smallest exponent of a normal number x = m · 2^e, 1 ≤ m < 2.
@@ -54,15 +86,27 @@ pub trait Element: Pod + sealed::Sealed + Send + Sync + fmt::Debug + PartialEq {
     fn round(from: &[f32], to: &mut [Self]);
 }
 
+/// A 16-bit float, whose products are summed in f32 and rounded once.
+pub trait Element: Float {}
+
 mod sealed {
     pub trait Sealed {}
 }
 
-macro_rules! element {
-    ($type:ident, $dtype:ident) => {
+macro_rules! value {
+    ($($type:ident $dtype:ident),*) => {$(
         impl sealed::Sealed for $type {}
-        impl Element for $type {
+        impl Value for $type {
             const DTYPE: DType = DType::$dtype;
+        }
+    )*};
+}
+
+value!(bf16 Bf16, f16 F16, f32 F32, u8 U8, u16 U16, u32 U32, u64 U64);
+
+macro_rules! element {
+    ($type:ident) => {
+        impl Float for $type {
             const DIGITS: i32 = $type::MANTISSA_DIGITS as i32;
             // half counts exponents as C does, for m in [½, 1).
             const MIN_EXPONENT: i32 = $type::MIN_EXP - 1;
@@ -83,8 +127,31 @@ macro_rules! element {
                 to.convert_from_f32_slice(from);
             }
         }
+
+        impl Element for $type {}
     };
 }
 
-element!(bf16, Bf16);
-element!(f16, F16);
+element!(bf16);
+element!(f16);
+
+impl Float for f32 {
+    const DIGITS: i32 = f32::MANTISSA_DIGITS as i32;
+    const MIN_EXPONENT: i32 = f32::MIN_EXP - 1;
+
+    fn from_f32(value: f32) -> f32 {
+        value
+    }
+
+    fn to_f32(self) -> f32 {
+        self
+    }
+
+    fn widen(from: &[f32], to: &mut [f32]) {
+        to.copy_from_slice(from);
+    }
+
+    fn round(from: &[f32], to: &mut [f32]) {
+        to.copy_from_slice(from);
+    }
+}

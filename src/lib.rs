@@ -30,7 +30,7 @@ mod span;
 #[cfg(not(loom))]
 pub mod trace;
 
-pub use element::{DType, Element, bf16, f16};
+pub use element::{DType, Element, Float, Value, bf16, f16};
 pub use error::{Error, Result};
 pub use schedule::{Chunking, Config, Numerics, Route, TileShape};
 

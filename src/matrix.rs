@@ -4,7 +4,7 @@ use std::fmt;
 use std::marker::PhantomData;
 
 use crate::backend::Backend;
-use crate::element::Element;
+use crate::element::Value;
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::schedule::layout::{MAX_EXTENT, limit};
@@ -28,7 +28,7 @@ impl<B: Backend> Group<B> {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`]; [`Error::Limit`] for no columns. (A rank that owns no rows has an output of none.)
-    pub fn zeros<T: Element>(&self, rows: usize, columns: usize) -> Result<Matrix<B, T>> {
+    pub fn zeros<T: Value>(&self, rows: usize, columns: usize) -> Result<Matrix<B, T>> {
         let width = bytes_of::<T>(1, columns)?;
         bytes_of::<T>(rows.max(1), columns)?;
         let memory = {
@@ -42,7 +42,7 @@ impl<B: Backend> Group<B> {
     ///
     /// # Errors
     /// As [`Group::zeros`]; [`Error::Shape`] unless there are rows · columns values.
-    pub fn upload<T: Element>(
+    pub fn upload<T: Value>(
         &self,
         values: &[T],
         rows: usize,
@@ -55,14 +55,14 @@ impl<B: Backend> Group<B> {
 }
 
 /// The bytes of a [rows, columns] matrix.
-pub(crate) fn bytes_of<T: Element>(rows: usize, columns: usize) -> Result<usize> {
+pub(crate) fn bytes_of<T: Value>(rows: usize, columns: usize) -> Result<usize> {
     limit("rows", rows, 1, MAX_EXTENT)?;
     limit("columns", columns, 1, MAX_EXTENT)?;
-    // Two extents below 2³¹ and an element of two bytes stay below 2⁶³.
-    Ok(rows * columns * size_of::<T>())
+    // Two extents below 2³¹ stay below 2⁶²; what is larger than the memory of any machine is too large for this one.
+    Ok((rows * columns).saturating_mul(size_of::<T>()))
 }
 
-impl<B: Backend, T: Element> Matrix<B, T> {
+impl<B: Backend, T: Value> Matrix<B, T> {
     pub(crate) fn new(group: Group<B>, memory: B::Buffer, rows: usize, columns: usize) -> Self {
         Matrix {
             memory,
@@ -150,7 +150,7 @@ impl<B: Backend, T: Element> Matrix<B, T> {
     }
 }
 
-impl<B: Backend, T: Element> fmt::Debug for Matrix<B, T> {
+impl<B: Backend, T: Value> fmt::Debug for Matrix<B, T> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         write!(f, "Matrix<{}, {}>{:?}", B::NAME, T::DTYPE, self.shape())
     }

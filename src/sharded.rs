@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use crate::backend::Backend;
-use crate::element::{DType, Element};
+use crate::element::{DType, Value};
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::matrix::bytes_of;
@@ -36,7 +36,7 @@ impl<B: Backend> Group<B> {
     /// # Errors
     /// [`Error::OutOfMemory`] on every rank if it is so on one; [`Error::CallMismatch`] unless all ranks give
     /// the same shape; the group's failure.
-    pub fn sharded<T: Element>(&self, m: usize, k: usize) -> Result<ShardedMatrix<B, T>> {
+    pub fn sharded<T: Value>(&self, m: usize, k: usize) -> Result<ShardedMatrix<B, T>> {
         self.sharded_rows(&balanced_rows(m, self.world_size()), k)
     }
 
@@ -44,11 +44,7 @@ impl<B: Backend> Group<B> {
     ///
     /// # Errors
     /// As [`Group::sharded`]; [`Error::Shape`] unless there is one count of rows a rank.
-    pub fn sharded_rows<T: Element>(
-        &self,
-        rows: &[usize],
-        k: usize,
-    ) -> Result<ShardedMatrix<B, T>> {
+    pub fn sharded_rows<T: Value>(&self, rows: &[usize], k: usize) -> Result<ShardedMatrix<B, T>> {
         self.check()?;
         let layout = self.layout(rows, k, T::DTYPE);
         let layout = layout.map_err(|error| self.refuse("sharded", error))?;
@@ -62,7 +58,7 @@ impl<B: Backend> Group<B> {
     ///
     /// # Errors
     /// As [`Group::sharded`].
-    pub fn sharded_with_capacity<T: Element>(
+    pub fn sharded_with_capacity<T: Value>(
         &self,
         capacity: usize,
         k: usize,
@@ -75,7 +71,7 @@ impl<B: Backend> Group<B> {
     }
 
     /// A matrix with room for `capacity` rows, in a call in which all ranks say `rows`.
-    fn allocate<T: Element>(
+    fn allocate<T: Value>(
         &self,
         layout: Layout,
         capacity: usize,
@@ -126,7 +122,7 @@ impl<B: Backend> Group<B> {
     }
 }
 
-impl<B: Backend, T: Element> ShardedMatrix<B, T> {
+impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     /// Gives rank r `rows[r]` rows in what follows: those of rank 0 first, then those of rank 1, … A rank may have none. What
     /// the matrix held is lost: each rank writes its rows anew. Operations that were begun before keep theirs.
     ///
@@ -262,7 +258,7 @@ impl<B: Backend, T: Element> ShardedMatrix<B, T> {
     }
 }
 
-impl<B: Backend, T: Element> fmt::Debug for ShardedMatrix<B, T> {
+impl<B: Backend, T: Value> fmt::Debug for ShardedMatrix<B, T> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         let [m, k] = self.shape();
         let rows = self.rows();
@@ -277,9 +273,9 @@ impl<B: Backend, T: Element> fmt::Debug for ShardedMatrix<B, T> {
 
 /// This rank's own rows of a [`ShardedMatrix`].
 #[derive(Debug)]
-pub struct ShardMut<'a, B: Backend, T: Element>(&'a mut ShardedMatrix<B, T>);
+pub struct ShardMut<'a, B: Backend, T: Value>(&'a mut ShardedMatrix<B, T>);
 
-impl<B: Backend, T: Element> ShardMut<'_, B, T> {
+impl<B: Backend, T: Value> ShardMut<'_, B, T> {
     /// Overwrites the rows with `values`, row by row.
     ///
     /// # Errors

@@ -9,6 +9,7 @@ namespace {
 
 __device__ __forceinline__ __nv_bfloat16 round_to(float value, __nv_bfloat16) { return __float2bfloat16_rn(value); }
 __device__ __forceinline__ __half round_to(float value, __half) { return __float2half_rn(value); }
+__device__ __forceinline__ float round_to(float value, float) { return value; }
 
 // As many elements as one load takes.
 template <class Element>
@@ -67,4 +68,9 @@ extern "C" __global__ void __launch_bounds__(GEMMESH_REDUCE_THREADS)
 extern "C" __global__ void __launch_bounds__(GEMMESH_REDUCE_THREADS)
     gemmesh_reduce_f16(const __grid_constant__ GemmeshReduction reduction) {
     reduce<__half>(reduction);
+}
+
+extern "C" __global__ void __launch_bounds__(GEMMESH_REDUCE_THREADS)
+    gemmesh_reduce_f32(const __grid_constant__ GemmeshReduction reduction) {
+    reduce<float>(reduction);
 }

@@ -11,7 +11,7 @@ use super::describe;
 use crate::backend::Cuda;
 use crate::backend::sealed::{Bound, Call};
 use crate::backend::{Backend, Host};
-use crate::element::Element;
+use crate::element::Value;
 use crate::error::{Error, Result};
 use crate::ranks::call::Operation;
 use crate::schedule::config::MAX_CHUNKS;
@@ -63,7 +63,7 @@ pub type Consumed = std::result::Result<(), Box<dyn std::error::Error + Send + S
 ///
 /// # Panics
 /// If `consume` does, when what it had put on the streams has been joined with the group's.
-pub fn all_gather_and_consume<B: Backend, T: Element>(
+pub fn all_gather_and_consume<B: Backend, T: Value>(
     a: &ShardedMatrix<B, T>,
     consume: impl FnMut(Chunk<'_, B, T>) -> Consumed,
 ) -> Result<()> {
@@ -99,7 +99,7 @@ impl AllGatherAndConsume {
     ///
     /// # Panics
     /// As [`all_gather_and_consume`].
-    pub fn run<B: Backend, T: Element>(
+    pub fn run<B: Backend, T: Value>(
         &self,
         a: &ShardedMatrix<B, T>,
         mut consume: impl FnMut(Chunk<'_, B, T>) -> Consumed,
@@ -167,7 +167,7 @@ impl AllGatherAndConsume {
 
 /// Rows of a sharded matrix that are there, or will be on a stream.
 #[derive(Debug)]
-pub struct Chunk<'a, B: Backend, T: Element> {
+pub struct Chunk<'a, B: Backend, T: Value> {
     a: &'a ShardedMatrix<B, T>,
     rows: Range<usize>,
     source: usize,
@@ -176,7 +176,7 @@ pub struct Chunk<'a, B: Backend, T: Element> {
     stream: *mut c_void,
 }
 
-impl<'a, B: Backend, T: Element> Chunk<'a, B, T> {
+impl<'a, B: Backend, T: Value> Chunk<'a, B, T> {
     /// What `transfer` brings, or the own rows; none if there are none.
     fn of(
         a: &'a ShardedMatrix<B, T>,
@@ -216,7 +216,7 @@ impl<'a, B: Backend, T: Element> Chunk<'a, B, T> {
     }
 }
 
-impl<T: Element> Chunk<'_, Host, T> {
+impl<T: Value> Chunk<'_, Host, T> {
     /// The rows, one after the other.
     pub fn values(&self) -> &[T] {
         let [rows, k] = self.shape();
@@ -230,7 +230,7 @@ impl<T: Element> Chunk<'_, Host, T> {
 }
 
 #[cfg(feature = "cuda")]
-impl<T: Element> Chunk<'_, Cuda, T> {
+impl<T: Value> Chunk<'_, Cuda, T> {
     /// Where the first of the rows lies on the device; the others follow it without padding. For reading, on the chunk's stream or behind it.
     pub fn as_device_ptr(&self) -> u64 {
         self.a.as_device_ptr() + self.offset() as u64

@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 use crate::backend::Backend;
 use crate::backend::sealed::{Bound, Call};
-use crate::element::Element;
+use crate::element::Value;
 use crate::error::{Error, Result};
 use crate::explanation::Explanation;
 use crate::group::Group;
@@ -83,7 +83,7 @@ fn run<B: Backend>(
 }
 
 /// What call `operation` is asked to do with a matrix of this layout and one of `n` rows.
-fn describe<T: Element>(operation: &'static str, layout: &Layout, n: usize) -> Description {
+fn describe<T: Value>(operation: &'static str, layout: &Layout, n: usize) -> Description {
     Description {
         operation,
         dtype: T::DTYPE,

@@ -354,6 +354,16 @@ impl Parts {
             return Ok(awaited);
         };
         product.config.check()?;
+        let is_multiplied = self
+            .matrices
+            .get(product.a)
+            .is_none_or(|a| a.dtype.is_multiplied());
+        limit(
+            "bytes that are no 16-bit floats, of a product's matrix,",
+            usize::from(!is_multiplied),
+            0,
+            0,
+        )?;
         let Product { m, n, k, .. } = *product;
         for (number, rows, columns) in [(product.a, m, k), (product.b, n, k)] {
             below("a matrix", number, self.matrices.len())?;
@@ -403,6 +413,13 @@ impl Parts {
             limit("columns of a sum's matrix", n, 0, spec.columns)
         };
         check(sum.out, sum.first, rows)?;
+        let is_float = self.matrices[sum.out].dtype.is_float();
+        limit(
+            "matrices of sums that are no floats",
+            usize::from(!is_float),
+            0,
+            0,
+        )?;
         if let Some(bias) = sum.bias {
             check(bias, 0, 1)?;
         }

@@ -79,7 +79,7 @@ pub struct Kernels {
     /// Ends on all ranks at the same time.
     pub align: Function,
     /// By dtype.
-    reduce: [(DType, Function); 2],
+    reduce: [(DType, Function); 3],
     _modules: Vec<Module>,
 }
 
@@ -97,6 +97,7 @@ impl Kernels {
             reduce: [
                 (DType::Bf16, reduce.function(c"gemmesh_reduce_bf16", 0)?),
                 (DType::F16, reduce.function(c"gemmesh_reduce_f16", 0)?),
+                (DType::F32, reduce.function(c"gemmesh_reduce_f32", 0)?),
             ],
             _modules: vec![align, reduce],
         };
@@ -113,7 +114,7 @@ impl Kernels {
         Ok(kernels)
     }
 
-    /// The kernel that adds up rows of a type, which every dtype has.
+    /// The kernel that adds up rows of a type, which every float has.
     pub fn reduce(&self, dtype: DType) -> Option<Function> {
         let mut kernels = self.reduce.iter();
         kernels

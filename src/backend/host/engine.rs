@@ -290,6 +290,7 @@ unsafe fn multiply_tile(
     match matrices[a].dtype {
         DType::Bf16 => run!(bf16),
         DType::F16 => run!(f16),
+        other => unreachable!("a schedule multiplies no {other}"),
     }
 }
 
@@ -318,6 +319,8 @@ unsafe fn add_rows(
             match matrices[reduction.sum.out].dtype {
                 DType::Bf16 => columns.store::<bf16>(&mut scratch.sum, row, &mut []),
                 DType::F16 => columns.store::<f16>(&mut scratch.sum, row, &mut []),
+                DType::F32 => columns.store::<f32>(&mut scratch.sum, row, &mut []),
+                other => unreachable!("a schedule adds no {other}"),
             }
         }
     }

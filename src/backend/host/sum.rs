@@ -1,7 +1,7 @@
 //! The rows of a sum: what is added to a product, or to what has come, in the order that the schedule says.
 
 use super::matmul::grown;
-use crate::element::Element;
+use crate::element::Float;
 use crate::schedule::{Addend, MatrixSpec, Sum};
 
 /// Where a call's matrices lie, by number; null for those that it does without.
@@ -29,7 +29,7 @@ impl Columns<'_> {
     ///
     /// # Safety
     /// The matrix lies at its place, is of this type and aligned for it; nobody writes the elements meanwhile.
-    unsafe fn row<T: Element>(&self, matrix: usize, row: usize) -> &[T] {
+    unsafe fn row<T: Float>(&self, matrix: usize, row: usize) -> &[T] {
         let offset = row * self.matrices[matrix].columns + self.begin;
         // SAFETY: as this function's; any bits are a valid float.
         unsafe {
@@ -42,7 +42,7 @@ impl Columns<'_> {
     ///
     /// # Safety
     /// As [`Columns::row`] for all addends and the bias; and nobody else touches these columns of the row that is written.
-    pub unsafe fn store<T: Element>(&self, scratch: &mut Scratch, row: usize, product: &mut [f32]) {
+    pub unsafe fn store<T: Float>(&self, scratch: &mut Scratch, row: usize, product: &mut [f32]) {
         let Scratch { total, wide } = scratch;
         let Sum {
             out,

@@ -211,6 +211,11 @@ impl TensorMap {
                     match dtype {
                         DType::Bf16 => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
                         DType::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                        DType::F32 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+                        DType::U8 => Type::CU_TENSOR_MAP_DATA_TYPE_UINT8,
+                        DType::U16 => Type::CU_TENSOR_MAP_DATA_TYPE_UINT16,
+                        DType::U32 => Type::CU_TENSOR_MAP_DATA_TYPE_UINT32,
+                        DType::U64 => Type::CU_TENSOR_MAP_DATA_TYPE_UINT64,
                     },
                     2,
                     matrix.ptr as *mut c_void,
