@@ -255,9 +255,9 @@ typedef struct GemmeshSums {
 #define GEMMESH_REDUCE_THREADS 256
 typedef struct GemmeshReduction {
     const void *addends[GEMMESH_MAX_WORLD]; /* in their order */
+    uint64_t addend_pitches[GEMMESH_MAX_WORLD]; /* of each: bytes from row to row */
     const void *bias;                       /* [n] of the element type, or null */
     void *out;
-    uint64_t addend_pitch; /* bytes from row to row of each addend */
     uint64_t out_pitch;
     uint32_t count; /* of addends: 1 at least */
     uint32_t rows;
@@ -299,7 +299,7 @@ static_assert(offsetof(GemmeshParams, exchange) == 136, "");
 static_assert(sizeof(GemmeshBlock) == 32, "a block is two 16-byte loads");
 static_assert(sizeof(GemmeshStore) == 16, "a store is one 16-byte load");
 static_assert(sizeof(GemmeshSums) == 40, "");
-static_assert(sizeof(GemmeshReduction) == 48 + 8 * GEMMESH_MAX_WORLD, "");
+static_assert(sizeof(GemmeshReduction) == 40 + 16 * GEMMESH_MAX_WORLD, "");
 static_assert(sizeof(GemmeshAlignment) == 32 + 8 * GEMMESH_MAX_WORLD, "");
 
 #endif

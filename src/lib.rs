@@ -41,9 +41,11 @@ pub use {
     group::{Builder, DEFAULT_TIMEOUT, Group},
     matrix::Matrix,
     ops::{
-        AllGatherAndConsume, AllGatherMatmul, Chunk, Consumed, MatmulAllReduce,
+        AllGatherAndConsume, AllGatherMatmul, Block, CallbackResult, Chunk, MatmulAllReduce,
         MatmulReduceScatter, Prepared, PreparedAllReduce, PreparedReduceScatter,
-        all_gather_and_consume, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter,
+        ProduceAndAllToAll, ProduceAndReduceScatter, all_gather, all_gather_and_consume,
+        all_gather_matmul, all_reduce, all_to_all, broadcast, matmul_all_reduce,
+        matmul_reduce_scatter, produce_and_all_to_all, produce_and_reduce_scatter, reduce_scatter,
     },
     ranks::launch,
     sharded::{ShardMut, ShardedMatrix},

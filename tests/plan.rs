@@ -456,8 +456,8 @@ proptest! {
         let rows = case.rows[case.rank] > 0;
         let others: Vec<usize> = (0..case.rows.len()).filter(|&r| rows && r != case.rank).collect();
         let pulled = case.by(Route::Pull);
-        prop_assert_eq!(pulled.readers(), others);
-        prop_assert!(case.by(Route::Push).readers().is_empty());
+        prop_assert_eq!(pulled.movers(), others);
+        prop_assert!(case.by(Route::Push).movers().is_empty());
         prop_assert!(case.plan().awaits_all(), "every row is some tile's");
     }
 
@@ -521,7 +521,7 @@ proptest! {
         prop_assert!(multiply.tiles().iter().all(|tile| tile.flags().is_empty()));
         prop_assert!(multiply.moves().next().is_none() && multiply.agreed().is_none());
         let copy = run(all_gather::copy);
-        prop_assert!(!copy.handshake() && copy.readers().is_empty() && copy.awaits_all());
+        prop_assert!(!copy.handshake() && copy.movers().is_empty() && copy.awaits_all());
         for source in ring(&case) {
             let moved: Vec<_> = arrivals_from(&copy, source).into_iter().map(rows_of).collect();
             let shard = case.rows_of(source);
@@ -852,6 +852,7 @@ fn what_lies_outside_of_what_it_is_a_part_of_is_refused() {
         departures: Vec::new(),
         product: schedule.product().cloned(),
         tiles: schedule.tiles().to_vec(),
+        requests: Vec::new(),
         reduction: None,
         exchanged: false,
     };

@@ -30,15 +30,15 @@ __device__ void reduce(const GemmeshReduction& reduction) {
     for (uint64_t index = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x; index < all; index += stride) {
         const uint64_t row = index / pieces;
         const uint32_t column = index % pieces * Piece::kLength;
-        const auto load = [&](const void* base) {
-            const char* first = static_cast<const char*>(base) + row * reduction.addend_pitch;
+        const auto load = [&](uint32_t addend) {
+            const char* first = static_cast<const char*>(reduction.addends[addend]) + row * reduction.addend_pitches[addend];
             return *reinterpret_cast<const Piece*>(first + column * sizeof(Element));
         };
         float sum[Piece::kLength];
-        const Piece first = load(reduction.addends[0]);
+        const Piece first = load(0);
         for (uint32_t i = 0; i < Piece::kLength; ++i) sum[i] = static_cast<float>(first.elements[i]);
         for (uint32_t addend = 1; addend < reduction.count; ++addend) {
-            const Piece next = load(reduction.addends[addend]);
+            const Piece next = load(addend);
             for (uint32_t i = 0; i < Piece::kLength; ++i) sum[i] += static_cast<float>(next.elements[i]);
         }
         Element* out = reinterpret_cast<Element*>(static_cast<char*>(reduction.out) + row * reduction.out_pitch) + column;

@@ -21,7 +21,7 @@ pub use host::Host;
 use crate::error::Result;
 use crate::explanation::Prediction;
 use crate::ranks::members::Members;
-use crate::schedule::{Config, Description, Epoch, Numerics, Schedule, Transfer};
+use crate::schedule::{Config, Description, Epoch, Numerics, Request, Schedule, Transfer};
 use crate::span::Span;
 
 /// What a backend is told when it is opened.
@@ -115,6 +115,19 @@ pub(crate) mod sealed {
     /// On a backend with streams they are there on a stream, for what is put there from now on; elsewhere they are there.
     pub type Consumer<'a> = dyn FnMut(Option<&Transfer>, *mut c_void) -> Result<()> + 'a;
 
+    /// What a caller does to make rows. On a backend with streams they are there once a stream has done what was put on it; elsewhere when
+    /// the function returns.
+    pub type Producer<'a> = dyn FnMut(&Request, *mut c_void) -> Result<()> + 'a;
+
+    /// What a caller does amid an operation.
+    pub enum Callback<'a> {
+        /// Called once with the own rows and then with each arrival, in the schedule's order. Whatever it returns, all that is moved is
+        /// moved; after an error it is not called again.
+        Consumer(&'a mut Consumer<'a>),
+        /// Called for each request, in the schedule's order. After an error it is not called again, and the operation fails.
+        Producer(&'a mut Producer<'a>),
+    }
+
     /// A call of a schedule.
     pub struct Call<'a, B: Backend> {
         /// The operation's number; that of the one before for what is no operation.
@@ -123,9 +136,8 @@ pub(crate) mod sealed {
         pub matrices: &'a [Bound<'a, B>],
         /// Where what happened when is noted.
         pub trace: Option<&'a mut Vec<Span>>,
-        /// Called once with the own rows and then with each arrival, in the schedule's order. Whatever it returns, all that is moved is
-        /// moved; after an error it is not called again.
-        pub consumer: Option<&'a mut Consumer<'a>>,
+        /// What the caller does beside.
+        pub callback: Option<Callback<'a>>,
     }
 
     /// The backend's side of the library.

@@ -1,18 +1,17 @@
 //! Gathers a matrix, and gives its rows to a function of the caller's, chunk by chunk, as they arrive.
 #![allow(unsafe_code)]
 
-use std::any::Any;
 use std::ffi::c_void;
 use std::ops::Range;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
+use super::callback::{CallbackResult, Callbacks};
 use super::describe;
 #[cfg(feature = "cuda")]
 use crate::backend::Cuda;
-use crate::backend::sealed::{Bound, Call};
+use crate::backend::sealed::{Bound, Call, Callback};
 use crate::backend::{Backend, Host};
 use crate::element::Value;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::ranks::call::Operation;
 use crate::schedule::config::MAX_CHUNKS;
 use crate::schedule::layout::limit;
@@ -20,9 +19,6 @@ use crate::schedule::{Chunking, Config, Route, TileShape, Transfer, all_gather};
 use crate::sharded::ShardedMatrix;
 
 const NAME: &str = "all_gather_and_consume";
-
-/// What the caller's function returns: an error, of any type, ends the operation on every rank.
-pub type Consumed = std::result::Result<(), Box<dyn std::error::Error + Send + Sync>>;
 
 /// Gathers the rows of `a` on every rank, and meanwhile calls `consume` once for each chunk of them: first this rank's own rows, then
 /// the other ranks' in the order in which they are expected, a shard of the next rank in the ring first. Afterwards all rows are there, as after
@@ -65,7 +61,7 @@ pub type Consumed = std::result::Result<(), Box<dyn std::error::Error + Send + S
 /// If `consume` does, when what it had put on the streams has been joined with the group's.
 pub fn all_gather_and_consume<B: Backend, T: Value>(
     a: &ShardedMatrix<B, T>,
-    consume: impl FnMut(Chunk<'_, B, T>) -> Consumed,
+    consume: impl FnMut(Chunk<'_, B, T>) -> CallbackResult,
 ) -> Result<()> {
     AllGatherAndConsume::new().run(a, consume)
 }
@@ -102,7 +98,7 @@ impl AllGatherAndConsume {
     pub fn run<B: Backend, T: Value>(
         &self,
         a: &ShardedMatrix<B, T>,
-        mut consume: impl FnMut(Chunk<'_, B, T>) -> Consumed,
+        mut consume: impl FnMut(Chunk<'_, B, T>) -> CallbackResult,
     ) -> Result<()> {
         let group = a.group();
         let plan = || {
@@ -127,41 +123,24 @@ impl AllGatherAndConsume {
             traced: false,
             biased: false,
         };
-        let mut panic = None;
         let inner = group.inner();
+        let mut callbacks = Callbacks::new(group, NAME);
         let result = group.operate(operation, |epoch| {
-            let mut consumer = |transfer: Option<&Transfer>, stream: *mut c_void| {
-                let Some(chunk) = Chunk::of(a, transfer, stream) else {
-                    return Ok(());
-                };
-                // The error's words are the caller's code too, and so is its end.
-                let consume = || consume(chunk).map_err(|error| error.to_string());
-                let called = group.in_callback(|| catch_unwind(AssertUnwindSafe(consume)));
-                let error = match called {
-                    Ok(Ok(())) => return Ok(()),
-                    Ok(Err(reason)) => Error::Callback {
-                        rank: group.rank(),
-                        call: NAME.into(),
-                        reason,
-                    },
-                    Err(payload) => {
-                        panic = Some(payload);
-                        Error::RankPanicked { rank: group.rank() }
-                    }
-                };
-                Err(inner.members.fail(error))
+            let mut consumer = |transfer: Option<&Transfer>, stream: *mut c_void| match Chunk::of(
+                a, transfer, stream,
+            ) {
+                Some(chunk) => callbacks.call(|| consume(chunk)),
+                None => Ok(()),
             };
             let call = Call {
                 epoch,
                 matrices: &[Bound::Symmetric(a.memory())],
                 trace: None,
-                consumer: Some(&mut consumer),
+                callback: Some(Callback::Consumer(&mut consumer)),
             };
             inner.backend.run(&inner.members, &program, call)
         });
-        panic.map_or(result, |payload: Box<dyn Any + Send>| {
-            resume_unwind(payload)
-        })
+        callbacks.finish(result)
     }
 }
 

@@ -3,16 +3,25 @@
 mod all_gather_and_consume;
 mod all_gather_matmul;
 mod bare;
+mod callback;
+mod collectives;
 mod matmul_all_reduce;
 mod matmul_reduce_scatter;
 mod partial_sums;
+mod produce;
 
-pub use all_gather_and_consume::{AllGatherAndConsume, Chunk, Consumed, all_gather_and_consume};
+pub use all_gather_and_consume::{AllGatherAndConsume, Chunk, all_gather_and_consume};
 pub use all_gather_matmul::{AllGatherMatmul, Prepared, all_gather_matmul};
 pub use bare::run_schedule;
+pub use callback::CallbackResult;
+pub use collectives::{all_gather, all_reduce, all_to_all, broadcast, reduce_scatter};
 pub use matmul_all_reduce::{MatmulAllReduce, PreparedAllReduce, matmul_all_reduce};
 pub use matmul_reduce_scatter::{
     MatmulReduceScatter, PreparedReduceScatter, matmul_reduce_scatter,
+};
+pub use produce::{
+    Block, ProduceAndAllToAll, ProduceAndReduceScatter, produce_and_all_to_all,
+    produce_and_reduce_scatter,
 };
 
 use std::sync::Arc;
@@ -50,7 +59,7 @@ fn run<B: Backend>(
             epoch,
             matrices,
             trace: trace.as_deref_mut(),
-            consumer: None,
+            callback: None,
         };
         inner.backend.run(&inner.members, program, call)
     };

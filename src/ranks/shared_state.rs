@@ -612,7 +612,7 @@ mod tests {
         assert_eq!(
             says(Awaited::Done { peer: 0 }),
             format!(
-                "{call}: rank 0 has not pulled the rows of rank 1 (flag done[0] should be 4294967295 and is 17)"
+                "{call}: rank 0 has not moved all that it takes from rank 1, or brings it (flag done[0] should be 4294967295 and is 17)"
             )
         );
         let replayed = ranks[1].describe(epoch.next(), Awaited::Done { peer: 0 }, Epoch::FIRST, 0);

@@ -130,6 +130,7 @@ fn plan(
         departures,
         product,
         tiles,
+        requests: Vec::new(),
         reduction: None,
         exchanged: false,
     })

@@ -6,7 +6,7 @@
 use super::epoch::Epoch;
 use super::flag::{Awaited, Flag, FlagBlock, Wait};
 use super::primitive::{AtomicUsize, Ordering};
-use super::{Route, Schedule, Tile, Transfer};
+use super::{Request, Schedule, Tile, Transfer};
 
 /// The steps of a rank's transfers, as a copy engine does them, one after the other.
 pub trait CopyEngine {
@@ -22,13 +22,13 @@ pub trait CopyEngine {
         epoch: Epoch,
         awaited: Awaited,
     ) -> Result<(), Self::Error>;
-    /// Waits until this rank has made a block of its product.
+    /// Waits until this rank has made a block of its product, or its caller one.
     fn wait_produced(&mut self, block: usize, epoch: Epoch) -> Result<(), Self::Error>;
     /// Moves all regions of a transfer.
     fn copy(&mut self, transfer: &Transfer) -> Result<(), Self::Error>;
     /// Says in the memory of `transfer.to` that its regions have arrived, after their bytes.
     fn signal_chunk(&mut self, transfer: &Transfer, epoch: Epoch) -> Result<(), Self::Error>;
-    /// Says to `peer` that this rank has pulled its rows.
+    /// Says to `peer` that this rank has moved all that it takes from it, or brings it.
     fn signal_done(&mut self, peer: usize, epoch: Epoch) -> Result<(), Self::Error>;
 }
 
@@ -46,7 +46,8 @@ pub fn transfer<'s, E: CopyEngine>(
             continue;
         }
         let towards = (transfer.peer(), transfer.route);
-        if before != Some(towards) {
+        // What stays within a rank needs nobody's leave.
+        if before != Some(towards) && transfer.from != transfer.to {
             engine.wait_ready(transfer.peer(), epoch)?;
         }
         before = Some(towards);
@@ -58,10 +59,10 @@ pub fn transfer<'s, E: CopyEngine>(
         }
         engine.copy(transfer)?;
         engine.signal_chunk(transfer, epoch)?;
-        // The peer may overwrite its rows then: so not before the last pull from it, wherever that stands.
-        let again = |next: &Transfer| (next.from, next.route) == (transfer.from, Route::Pull);
-        if transfer.route == Route::Pull && !moves.clone().any(again) {
-            engine.signal_done(transfer.from, epoch)?;
+        // The peer may overwrite its rows then: so not before the last transfer of its, wherever that stands.
+        let again = |next: &Transfer| schedule.says_done(next) && next.peer() == transfer.peer();
+        if schedule.says_done(transfer) && !moves.clone().any(again) {
+            engine.signal_done(transfer.peer(), epoch)?;
         }
     }
     Ok(())
@@ -125,10 +126,26 @@ pub fn consume<W: Wait>(
     Ok(())
 }
 
-/// How much of a block of this rank's product is left to do, for its copy engine: other ranks have chunk flags.
+/// Has the caller make block after block of what it is asked for.
+pub fn produce<E>(
+    schedule: &Schedule,
+    epoch: Epoch,
+    produced: &[Produced],
+    mut producer: impl FnMut(&Request) -> Result<(), E>,
+) -> Result<(), E> {
+    for (block, request) in schedule.requests().iter().enumerate() {
+        producer(request)?;
+        if let Some(produced) = produced.get(block) {
+            produced.count(epoch);
+        }
+    }
+    Ok(())
+}
+
+/// How much of a block that this rank makes is left to do, for its copy engine: other ranks have chunk flags.
 #[derive(Debug)]
 pub struct Produced {
-    /// Tiles in all.
+    /// Tiles in all; what the caller makes counts as one.
     tiles: usize,
     /// Those left.
     left: AtomicUsize,
@@ -140,17 +157,27 @@ impl Produced {
     /// By block; nothing for a schedule whose transfers wait for none.
     pub fn of(schedule: &Schedule) -> Vec<Produced> {
         let is_awaited = schedule.moves().any(|moved| moved.produced.is_some());
+        if !schedule.requests().is_empty() {
+            return schedule
+                .requests()
+                .iter()
+                .map(|_| Produced::tiles(1))
+                .collect();
+        }
         let blocks = schedule.product().filter(|_| is_awaited);
         let mut tiles = vec![0; blocks.map_or(0, |product| product.blocks.len())];
         for tile in schedule.tiles().iter().filter(|_| is_awaited) {
             tiles[tile.block as usize] += 1;
         }
-        let fresh = |tiles| Produced {
+        tiles.into_iter().map(Produced::tiles).collect()
+    }
+
+    fn tiles(tiles: usize) -> Produced {
+        Produced {
             tiles,
             left: AtomicUsize::new(tiles),
             flag: Flag::new(Epoch::FIRST),
-        };
-        tiles.into_iter().map(fresh).collect()
+        }
     }
 
     /// Before the threads of an operation begin.
@@ -220,7 +247,7 @@ pub fn complete<W: Wait>(
             waiter.wait(&own.chunk[flag], epoch, schedule.awaited(flag))?;
         }
     }
-    for &peer in schedule.readers() {
+    for &peer in schedule.movers() {
         waiter.wait(&own.done[peer], epoch, Awaited::Done { peer })?;
     }
     Ok(())
@@ -232,7 +259,7 @@ pub struct CopyThread<'a, W, C> {
     pub rank: usize,
     /// Every rank's flags, by rank.
     pub blocks: &'a [FlagBlock<'a>],
-    /// By block of this rank's product: what is left of it.
+    /// By block that this rank makes: what is left of it.
     pub produced: &'a [Produced],
     /// How to wait.
     pub waiter: &'a W,

@@ -39,7 +39,7 @@ impl Flag {
 pub struct FlagBlock<'a> {
     /// `ready[p]`, written by rank p: p's own rows are final and may be pulled, and its gathered rows may be overwritten.
     pub ready: &'a [Flag],
-    /// `done[p]`, written by rank p: p has pulled this rank's rows.
+    /// `done[p]`, written by rank p: p has moved all that it moves itself out of this rank's memory, or into it.
     pub done: &'a [Flag],
     /// `chunk[f]`, written by this rank's copy engine, or by the owner's that pushes: transfer f of the schedule has arrived.
     pub chunk: &'a [Flag],
@@ -68,7 +68,7 @@ pub enum Awaited {
         /// The rank that makes them.
         source: usize,
     },
-    /// A block of this rank's own product, by its workers.
+    /// A block of this rank's own: of its product, or that its caller makes.
     Produced {
         /// This rank.
         rank: usize,
@@ -77,7 +77,7 @@ pub enum Awaited {
     },
     /// `done[peer]`
     Done {
-        /// The rank that pulls.
+        /// The rank that moves them.
         peer: usize,
     },
 }
@@ -98,11 +98,11 @@ impl Awaited {
                 );
             }
             Awaited::Produced { block, .. } => (
-                "has not multiplied what it sends".into(),
+                "has not made what it sends".into(),
                 format!("produced[{block}]"),
             ),
             Awaited::Done { peer } => (
-                format!("has not pulled the rows of rank {rank}"),
+                format!("has not moved all that it takes from rank {rank}, or brings it"),
                 format!("done[{peer}]"),
             ),
         };

@@ -3,6 +3,7 @@
 pub mod agreed;
 pub mod all_gather;
 pub mod board;
+pub mod collectives;
 pub mod config;
 pub mod drive;
 pub mod epoch;
@@ -20,8 +21,8 @@ pub use epoch::Epoch;
 pub use flag::{Awaited, Flag, FlagBlock};
 pub use layout::Layout;
 pub use parts::{
-    Addend, Block, DeferredChunk, Extent, MatrixSpec, Move, Parts, Product, Reduction, Region, Sum,
-    Tile, Transfer,
+    Addend, Block, DeferredChunk, Extent, MatrixSpec, Move, Parts, Product, Reduction, Region,
+    Request, Sum, Tile, Transfer,
 };
 
 use std::ops::Range;
@@ -68,8 +69,8 @@ pub struct Schedule {
     sources: Vec<usize>,
     /// By chunk flag of this rank: what a wait for it is for.
     awaited: Vec<Awaited>,
-    /// The ranks that take rows out of this rank's memory, and say so.
-    readers: Vec<usize>,
+    /// The ranks that move something out of this rank's memory or into it, and say when they have.
+    movers: Vec<usize>,
     /// Whether tiles wait for every flag, or there is nobody who writes them.
     awaits_all: bool,
     /// Chunk flags of this rank: those that no tile waits for are among these.
@@ -100,11 +101,21 @@ impl Schedule {
                 pulled: arrival.route == Route::Pull,
             };
         }
-        let pulled = parts.departures.iter();
-        let pulled = pulled.filter(|transfer| handshake && transfer.route == Route::Pull);
-        let mut readers: Vec<usize> = pulled.map(|transfer| transfer.to).collect();
-        readers.sort_unstable();
-        readers.dedup();
+        let says_done = |moved: &&Transfer| handshake && says_done(&parts, moved);
+        let pulled = parts
+            .departures
+            .iter()
+            .filter(|moved| moved.route == Route::Pull);
+        let pushed = parts
+            .arrivals
+            .iter()
+            .filter(|moved| moved.route != Route::Pull);
+        let pulled = pulled.filter(says_done).map(|transfer| transfer.to);
+        let pushed = pushed.filter(says_done).map(|transfer| transfer.from);
+        let mut movers: Vec<usize> = pulled.chain(pushed).collect();
+        movers.sort_unstable();
+        movers.dedup();
+        movers.retain(|&mover| mover != parts.rank);
         let mut routes = Vec::new();
         for transfer in parts.arrivals.iter().chain(&parts.departures) {
             if !routes.contains(&transfer.route) {
@@ -121,7 +132,7 @@ impl Schedule {
             unawaited,
             sources,
             awaited: waits,
-            readers,
+            movers,
             routes,
             parts,
         })
@@ -165,9 +176,14 @@ impl Schedule {
         &self.parts.arrivals
     }
 
-    /// The ranks that pull from this rank's memory.
-    pub fn readers(&self) -> &[usize] {
-        &self.readers
+    /// The ranks that move something out of this rank's memory or into it, and say when they have.
+    pub fn movers(&self) -> &[usize] {
+        &self.movers
+    }
+
+    /// Whether the rank that makes this transfer tells the other when it was the last.
+    pub fn says_done(&self, transfer: &Transfer) -> bool {
+        says_done(&self.parts, transfer)
     }
 
     /// By chunk flag of this rank: the rank whose rows it guards.
@@ -190,11 +206,13 @@ impl Schedule {
         &self.routes
     }
 
-    /// Whether the owners move all rows, and nobody pulls; or, where nothing is moved, would.
+    /// Whether a kernel multiplies what the owners of rows move to it, and nobody pulls; or, where nothing is moved, would.
     pub fn is_pushed(&self) -> bool {
-        let route = self.product().map(|product| product.config.route);
+        let Some(product) = self.product() else {
+            return false;
+        };
         let pushed = match self.routes.is_empty() {
-            true => route.is_some_and(|route| route != Route::Pull),
+            true => product.config.route != Route::Pull,
             false => !self.uses(Route::Pull),
         };
         self.handshake() && pushed
@@ -213,6 +231,11 @@ impl Schedule {
     /// The product that the tiles are of.
     pub fn product(&self) -> Option<&Product> {
         self.parts.product.as_ref()
+    }
+
+    /// What the caller makes, block by block, in this order.
+    pub fn requests(&self) -> &[Request] {
+        &self.parts.requests
     }
 
     /// What is added up when all that comes to this rank has come.
@@ -253,4 +276,10 @@ impl Schedule {
         let last = tile.flags().last();
         last.map_or(self.rank(), |flag| self.sources[flag])
     }
+}
+
+/// Whoever pulls says when it has, for the rows are their owner's again then. Of what is pushed tiles have waited for the flags; where
+/// nothing is multiplied, who pushes says so too.
+fn says_done(parts: &Parts, moved: &Transfer) -> bool {
+    moved.from != moved.to && (moved.route == Route::Pull || parts.product.is_none())
 }

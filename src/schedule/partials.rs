@@ -37,6 +37,14 @@ impl Partials {
         Partials::new(asked, route, asked.layout.m())
     }
 
+    /// Those of rows that no kernel of this library makes: `own` rows of this rank's own, and slots of `slot` rows.
+    pub fn of_callers(asked: &Description, own: usize, slot: usize) -> Partials {
+        Partials {
+            m: own,
+            ..Partials::new(asked, Route::Pull, slot)
+        }
+    }
+
     fn new(asked: &Description, route: Route, slot: usize) -> Partials {
         let [gap, behind_slot] = match route {
             Route::Pull => [0, 0],

@@ -29,6 +29,8 @@ pub struct Parts {
     pub product: Option<Product>,
     /// In the order in which they become ready.
     pub tiles: Vec<Tile>,
+    /// What the caller makes, in this order.
+    pub requests: Vec<Request>,
     /// What is added up at the end.
     pub reduction: Option<Reduction>,
     /// Whether all ranks make all rows, by the same tiles in the same order, before partials are stored and added: then they may as well
@@ -85,7 +87,7 @@ impl Extent {
     }
 }
 
-/// Rows and columns of a matrix that ranks share.
+/// Rows and columns of a matrix that ranks share; or, in the memory of the rank that moves them, of any.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Region {
     /// The matrix's number.
@@ -128,7 +130,7 @@ pub struct Transfer {
     pub regions: SmallVec<[Move; 1]>,
     /// Chunk flags of the rank that moves them: it waits for these first.
     pub after: Range<usize>,
-    /// A block of the product of the rank that moves them: it waits for that too.
+    /// A block of the product of the rank that moves them, or one that its caller makes: it waits for that too.
     pub produced: Option<usize>,
     /// The chunk flag of `to` that says that they have arrived.
     pub flag: usize,
@@ -208,6 +210,19 @@ pub enum Addend {
         /// The first row.
         first: usize,
     },
+}
+
+/// Rows that the caller makes: a block.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// The rank that gets them.
+    pub owner: usize,
+    /// Which rows, of all that this rank makes.
+    pub rows: Range<usize>,
+    /// Where they are to lie in this rank's memory.
+    pub place: Region,
+    /// Of what this rank keeps, and others' is added to: the chunk flags of that.
+    pub addends: Range<usize>,
 }
 
 /// Rows that are added up once everything has arrived and this rank's own blocks are made. What this rank makes is among the addends
@@ -314,14 +329,8 @@ impl Parts {
             below("a transfer's flag", transfer.flag, MAX_FLAGS)?;
             limit("flags to wait for", transfer.after.end, 0, MAX_FLAGS)?;
             for Move { from, to } in &transfer.regions {
-                for region in [from, to] {
-                    below("a matrix", region.matrix, self.matrices.len())?;
-                    let spec = self.matrices[region.matrix];
-                    let Region { rows, columns, .. } = region;
-                    limit("rows of a region", rows.end, rows.start, spec.rows)?;
-                    let (begin, end) = (columns.start, columns.end);
-                    limit("columns of a region", end, begin, spec.columns)?;
-                }
+                self.check_region(from)?;
+                self.check_region(to)?;
                 let lengths = |region: &Region| {
                     let width = self.matrices[region.matrix].dtype.bytes();
                     (region.rows.len(), region.columns.len() * width)
@@ -331,7 +340,28 @@ impl Parts {
             }
         }
         let blocks = self.product.as_ref().map_or(0, |p| p.blocks.len());
-        limit("blocks of a product", blocks, 0, MAX_BLOCKS)?;
+        let blocks = blocks.max(self.requests.len());
+        limit("blocks that a rank makes", blocks, 0, MAX_BLOCKS)?;
+        if self.product.is_some() {
+            limit(
+                "what a caller makes beside a product",
+                self.requests.len(),
+                0,
+                0,
+            )?;
+        }
+        for Request {
+            owner,
+            rows,
+            place,
+            addends,
+        } in &self.requests
+        {
+            below("a rank", *owner, self.world)?;
+            self.check_region(place)?;
+            limit("rows of a place", place.rows.len(), rows.len(), rows.len())?;
+            limit("flags of addends", addends.end, addends.start, flags)?;
+        }
         for transfer in self
             .departures
             .iter()
@@ -339,7 +369,7 @@ impl Parts {
         {
             limit("flags to wait for", transfer.after.end, 0, flags)?;
             if let Some(block) = transfer.produced {
-                below("a block of the product", block, blocks)?;
+                below("a block that is made", block, blocks)?;
             }
         }
         if let Some(Reduction { rows, n, sum }) = &self.reduction {
@@ -397,6 +427,25 @@ impl Parts {
             awaited[start..end].fill(true);
         }
         Ok(awaited)
+    }
+
+    fn check_region(
+        &self,
+        Region {
+            matrix,
+            rows,
+            columns,
+        }: &Region,
+    ) -> Result<()> {
+        below("a matrix", *matrix, self.matrices.len())?;
+        let spec = self.matrices[*matrix];
+        limit("rows of a region", rows.end, rows.start, spec.rows)?;
+        limit(
+            "columns of a region",
+            columns.end,
+            columns.start,
+            spec.columns,
+        )
     }
 
     /// The matrices of `rows` rows and `n` columns that become a sum hold them.

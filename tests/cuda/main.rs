@@ -7,6 +7,7 @@
 mod support;
 
 mod ahead;
+mod collectives;
 mod epochs;
 mod failures;
 mod graphs;

@@ -1,6 +1,6 @@
 //! Data from seeds, and what a product of it must be.
 
-use gemmesh::Element;
+use gemmesh::{Element, Float};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::StandardNormal;
@@ -10,7 +10,7 @@ pub fn rng(seed: u64) -> StdRng {
 }
 
 /// `count` standard normal numbers, rounded to `T`.
-pub fn normal<T: Element>(seed: u64, count: usize) -> Vec<T> {
+pub fn normal<T: Float>(seed: u64, count: usize) -> Vec<T> {
     rng(seed)
         .sample_iter::<f32, _>(StandardNormal)
         .take(count)
@@ -18,7 +18,7 @@ pub fn normal<T: Element>(seed: u64, count: usize) -> Vec<T> {
         .collect()
 }
 
-pub fn nan<T: Element>() -> T {
+pub fn nan<T: Float>() -> T {
     T::from_f32(f32::NAN)
 }
 

@@ -98,6 +98,7 @@ fn schedule(
         departures,
         product,
         tiles,
+        requests: Vec::new(),
         reduction: None,
         exchanged: false,
     })

@@ -1,7 +1,7 @@
 //! A backend as the tests see it that are the same for each: its limits, its groups, and the errors of these.
 
 use std::ops::Range;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use gemmesh::{Backend, Builder, Config, Error, Group, Host, ShardedMatrix, bf16};
 
@@ -196,4 +196,19 @@ macro_rules! each_route {
             }
         )+
     };
+}
+
+/// Operations until one fails.
+pub fn until_failure<B: Tested>(
+    group: &Group<B>,
+    mut step: impl FnMut() -> Result<(), Error>,
+) -> Result<String, Error> {
+    let begin = Instant::now();
+    loop {
+        let result = step().and_then(|()| group.synchronize());
+        if result.is_err() {
+            return poisoned(group, result);
+        }
+        assert!(begin.elapsed() < B::TIMEOUT + Duration::from_secs(20));
+    }
 }

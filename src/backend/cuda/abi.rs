@@ -411,9 +411,9 @@ const _: () = {
 #[derive(Debug, Copy, Clone)]
 pub struct GemmeshReduction {
     pub addends: [*const ::core::ffi::c_void; 64usize],
+    pub addend_pitches: [u64; 64usize],
     pub bias: *const ::core::ffi::c_void,
     pub out: *mut ::core::ffi::c_void,
-    pub addend_pitch: u64,
     pub out_pitch: u64,
     pub count: u32,
     pub rows: u32,
@@ -422,26 +422,26 @@ pub struct GemmeshReduction {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshReduction"][::core::mem::size_of::<GemmeshReduction>() - 560usize];
+    ["Size of GemmeshReduction"][::core::mem::size_of::<GemmeshReduction>() - 1064usize];
     ["Alignment of GemmeshReduction"][::core::mem::align_of::<GemmeshReduction>() - 8usize];
     ["Offset of field: GemmeshReduction::addends"]
         [::core::mem::offset_of!(GemmeshReduction, addends) - 0usize];
+    ["Offset of field: GemmeshReduction::addend_pitches"]
+        [::core::mem::offset_of!(GemmeshReduction, addend_pitches) - 512usize];
     ["Offset of field: GemmeshReduction::bias"]
-        [::core::mem::offset_of!(GemmeshReduction, bias) - 512usize];
+        [::core::mem::offset_of!(GemmeshReduction, bias) - 1024usize];
     ["Offset of field: GemmeshReduction::out"]
-        [::core::mem::offset_of!(GemmeshReduction, out) - 520usize];
-    ["Offset of field: GemmeshReduction::addend_pitch"]
-        [::core::mem::offset_of!(GemmeshReduction, addend_pitch) - 528usize];
+        [::core::mem::offset_of!(GemmeshReduction, out) - 1032usize];
     ["Offset of field: GemmeshReduction::out_pitch"]
-        [::core::mem::offset_of!(GemmeshReduction, out_pitch) - 536usize];
+        [::core::mem::offset_of!(GemmeshReduction, out_pitch) - 1040usize];
     ["Offset of field: GemmeshReduction::count"]
-        [::core::mem::offset_of!(GemmeshReduction, count) - 544usize];
+        [::core::mem::offset_of!(GemmeshReduction, count) - 1048usize];
     ["Offset of field: GemmeshReduction::rows"]
-        [::core::mem::offset_of!(GemmeshReduction, rows) - 548usize];
+        [::core::mem::offset_of!(GemmeshReduction, rows) - 1052usize];
     ["Offset of field: GemmeshReduction::n"]
-        [::core::mem::offset_of!(GemmeshReduction, n) - 552usize];
+        [::core::mem::offset_of!(GemmeshReduction, n) - 1056usize];
     ["Offset of field: GemmeshReduction::reserved"]
-        [::core::mem::offset_of!(GemmeshReduction, reserved) - 556usize];
+        [::core::mem::offset_of!(GemmeshReduction, reserved) - 1060usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

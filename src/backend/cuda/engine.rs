@@ -4,16 +4,17 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::Cuda;
-use super::driver::{Event, StreamMemOp};
+use smallvec::SmallVec;
+
+use super::driver::{Event, Stream, StreamMemOp};
 use super::limits::{COMMANDS, commands};
 use super::monitor::OUTSTANDING;
 use super::program::{self, Launch, Place, Program};
-use super::route::{announce, pause, pull, push};
-use crate::backend::sealed::{Call, Consumer};
+use super::route::{announce, copies, pause, push};
+use crate::backend::sealed::{Call, Callback, Consumer, Producer};
 use crate::error::Result;
 use crate::ranks::members::Members;
-use crate::schedule::layout::MAX_WORLD;
-use crate::schedule::{Epoch, Route, Schedule};
+use crate::schedule::{Epoch, Request, Route, Schedule};
 
 pub fn run(cuda: &Cuda, members: &Members, program: &Program, mut call: Call<Cuda>) -> Result<()> {
     let _bound = cuda.device.bind()?;
@@ -97,18 +98,34 @@ fn enqueue(
         announce(at, epoch, Some(started))?;
     }
     // All copies are put on their stream before the kernel that waits for them; and none of them begins
-    // before the kernel of the operation before, which is on the main stream, has ended.
-    let copies = match schedule.moves().next() {
-        Some(_) => Some(pull::enqueue(at, schedule, call.matrices, epoch, traced)?),
-        None => None,
-    };
-    if call.consumer.is_some() {
+    // before the kernel of the operation before, which is on the main stream, has ended. Where nothing runs beside them, that is theirs
+    // too: streams take a while to hear of one another.
+    let callback = call.callback.take();
+    let beside = launch.is_some() || callback.is_some();
+    let stream = if beside { cuda.copies() } else { main };
+    if beside {
+        cuda.begun.record(main)?;
+        stream.wait_until(&cuda.begun)?;
+    }
+    if callback.is_some() {
         // Behind what was put on the main stream before the call, as the copies, and not behind what it waits for from here on.
-        if copies.is_none() {
-            cuda.begun.record(main)?;
+        let mut callers = cuda.callers().iter();
+        callers.try_for_each(|stream| stream.wait_until(&cuda.begun))?;
+    }
+    let mut copies = None;
+    let mut consumer = None;
+    let mut made = Ok(());
+    match callback {
+        Some(Callback::Producer(producer)) => made = produce(at, schedule, call, producer),
+        other => {
+            let (matrices, no_maker) = (call.matrices, None);
+            let enqueued =
+                copies::enqueue(at, stream, schedule, matrices, epoch, no_maker, traced)?;
+            copies = Some(enqueued);
+            if let Some(Callback::Consumer(function)) = other {
+                consumer = Some(function);
+            }
         }
-        let mut consumers = cuda.consumers().iter();
-        consumers.try_for_each(|stream| stream.wait_until(&cuda.begun))?;
     }
     if let Some(launch) = &launch {
         if traced {
@@ -119,31 +136,43 @@ fn enqueue(
         launch.launch(main)?;
     }
     // Tiles that wait for all transfers end after them.
-    let awaited = schedule.handshake() && schedule.awaits_all() && schedule.reduction().is_none();
-    if copies.is_some() && !awaited {
+    let awaited = schedule.handshake() && schedule.awaits_all() && launch.is_some();
+    if beside && schedule.moves().next().is_some() && !awaited {
         main.wait_for(cuda.copies(), &cuda.gathered)?;
     }
+    if !schedule.requests().is_empty() {
+        // Also what was put there before something failed.
+        let joined = join_callers(at);
+        made.and(joined)?;
+    }
+    // Own rows are free again, and what peers bring is there, when they say that they are done.
+    let done = schedule.movers().iter();
+    let done = done.map(|&peer| cuda.control.done(members.rank, peer));
+    let mut words: SmallVec<[StreamMemOp; 16]> = done
+        .map(|word| StreamMemOp::Wait(word, epoch.raw()))
+        .collect();
     if let Some(reduction) = schedule.reduction() {
-        program::reduce(at, schedule, reduction, call)?;
+        // What the caller makes has been added as it came.
+        if schedule.requests().is_empty() {
+            if schedule.uses(Route::Push) {
+                // SAFETY: control blocks are unmapped when the streams have passed.
+                unsafe { main.words(&words)? };
+                words.clear();
+            }
+            program::reduce(at, schedule, reduction, 0..reduction.rows, call)?;
+        }
     }
     if schedule.handshake() {
-        // Own rows are free again when every peer has pulled them; then the operation is complete.
-        let mut words = [StreamMemOp::Write(0, 0); MAX_WORLD + 1];
-        let mut count = 0;
-        for &peer in schedule.readers() {
-            words[count] = StreamMemOp::Wait(cuda.control.done(members.rank, peer), epoch.raw());
-            count += 1;
-        }
-        words[count] = StreamMemOp::Write(monitor.completed(), epoch.raw());
-        // SAFETY: control blocks are unmapped when the streams have passed; the completed word lives as long as the backend.
-        unsafe { main.words(&words[..=count])? };
+        // Then the operation is complete.
+        words.push(StreamMemOp::Write(monitor.completed(), epoch.raw()));
+        // SAFETY: as above; the completed word lives as long as the backend.
+        unsafe { main.words(&words)? };
     }
-    if let Some(consumer) = call.consumer.as_mut() {
+    if let Some(consumer) = consumer {
         let consumed = consume(at, schedule, epoch, consumer);
-        // Also what was put there before something failed, and on each, whatever comes of the other.
-        let joined = cuda.consumers().each_ref();
-        let [first, second] = joined.map(|stream| main.wait_for(stream, &cuda.consumed));
-        consumed.and(first).and(second)?;
+        // Also what was put there before something failed.
+        let joined = join_callers(at);
+        consumed.and(joined)?;
     }
     if let (Some(spans), Some(launch)) = (call.trace.as_deref_mut(), launch) {
         cuda.wait_idle(members, main)?;
@@ -155,12 +184,19 @@ fn enqueue(
     Ok(())
 }
 
+/// The main stream goes on when what functions of the caller's have put on theirs is done: on each, whatever comes of the other.
+fn join_callers(at: &Place) -> Result<()> {
+    let streams = at.cuda.callers().each_ref();
+    let [first, second] = streams.map(|stream| at.main.wait_for(stream, &at.cuda.called));
+    first.and(second)
+}
+
 /// Calls the caller's function for this rank's own rows and for each arrival, as [`drive::consume`](crate::schedule::drive::consume) of the
 /// host, with a stream that waits for the arrival's flag. All copies are on their stream, and what completes the operation is on the main
 /// one: peers wait neither for the function nor for what it puts on the streams. If the operation fails, the copies run through, and so their
 /// flags are written.
 fn consume(at: &Place, schedule: &Schedule, epoch: Epoch, consumer: &mut Consumer) -> Result<()> {
-    let [first, second] = at.cuda.consumers();
+    let [first, second] = at.cuda.callers();
     consumer(None, first.raw())?;
     for (arrival, stream) in schedule
         .arrivals()
@@ -171,6 +207,56 @@ fn consume(at: &Place, schedule: &Schedule, epoch: Epoch, consumer: &mut Consume
         // SAFETY: the control block is unmapped when the streams have passed: the main one waits for this.
         unsafe { stream.words(&[StreamMemOp::Wait(flag, epoch.raw())])? };
         consumer(Some(arrival), stream.raw())?;
+    }
+    Ok(())
+}
+
+/// Has the caller's function make block after block, as [`drive::produce`](crate::schedule::drive::produce) of the host, on streams by turns:
+/// the copy stream asks for a block when it comes to it, and what this rank keeps follows. Of that a block is added to what has
+/// come as soon as both are there, while the next is made.
+fn produce(
+    at: &Place,
+    schedule: &Schedule,
+    call: &Call<Cuda>,
+    producer: &mut Producer,
+) -> Result<()> {
+    let Place { cuda, main, .. } = *at;
+    let epoch = call.epoch;
+    let requests = schedule.requests();
+    let callers = cuda.callers();
+    let mut next = 0;
+    let mut make = |block: usize| -> Result<&Stream> {
+        while next <= block {
+            let stream = callers[next % callers.len()].raw();
+            cuda.monitor.calling(|| producer(&requests[next], stream))?;
+            next += 1;
+        }
+        Ok(&callers[block % callers.len()])
+    };
+    copies::enqueue(
+        at,
+        cuda.copies(),
+        schedule,
+        call.matrices,
+        epoch,
+        Some(&mut make),
+        false,
+    )?;
+    let own = |request: &&Request| request.owner == schedule.rank();
+    let first = requests.iter().find(own).map_or(0, |own| own.rows.start);
+    for (block, request) in requests.iter().enumerate() {
+        let made = make(block)?;
+        let Some(reduction) = schedule.reduction().filter(|_| own(&request)) else {
+            continue;
+        };
+        main.wait_for(made, &cuda.produced)?;
+        let addends = request.addends.clone();
+        let words = addends.map(|flag| StreamMemOp::Wait(cuda.control.chunk(flag), epoch.raw()));
+        let words: SmallVec<[StreamMemOp; 16]> = words.collect();
+        // SAFETY: the control block is unmapped when the stream has passed.
+        unsafe { main.words(&words)? };
+        let rows = request.rows.start - first..request.rows.end - first;
+        program::reduce(at, schedule, reduction, rows, call)?;
     }
     Ok(())
 }
@@ -209,7 +295,7 @@ fn enqueue_pushed(
     launch.launch(main)?;
     // The kernel has waited for what no tile waits for, and copies only read what is added.
     if let Some(reduction) = program.reduction() {
-        program::reduce(at, schedule, reduction, call)?;
+        program::reduce(at, schedule, reduction, 0..reduction.rows, call)?;
     }
     if by_copies {
         main.wait_for(cuda.copies(), &cuda.gathered)?;

@@ -20,7 +20,7 @@ use super::model::rates::Rates;
 use super::reclaim::{Deferred, Reclaimer};
 use crate::error::{Error, Result};
 use crate::ranks::members::{Members, OPENING};
-use crate::schedule::{Awaited, Epoch, Schedule};
+use crate::schedule::{Awaited, Epoch, Schedule, Transfer};
 use crate::schedule::{MAX_BLOCKS, MAX_FLAGS, layout::MAX_WORLD};
 
 /// The same number of bytes on every rank's device.
@@ -325,6 +325,11 @@ impl Control {
         Control::at(self.memory.own(), word::CHUNK + flag)
     }
 
+    /// `chunk[flag]` in the memory of `rank`.
+    pub fn chunk_of(&self, rank: usize, flag: usize) -> DevicePtr {
+        Control::at(self.memory.of(rank), word::CHUNK + flag)
+    }
+
     /// The word that makes this rank's kernels stop waiting.
     pub fn abort(&self) -> DevicePtr {
         Control::at(self.memory.own(), word::ABORT)
@@ -358,6 +363,7 @@ impl Control {
             abort: self.abort(),
             ready: self.ready(rank, 0),
             done: self.done(rank, 0),
+            chunk: self.chunk(0),
             mailbox: Control::at(self.memory.own(), word::MAILBOX),
             push_epoch: self.push_epoch(),
             stored: self.stored(0),
@@ -388,6 +394,8 @@ pub struct OwnWords {
     pub ready: DevicePtr,
     /// By peer.
     pub done: DevicePtr,
+    /// By flag.
+    pub chunk: DevicePtr,
     /// `ready`, by peer, stands first in it.
     pub mailbox: DevicePtr,
     /// The count of the operations whose rows are pushed.
@@ -419,8 +427,8 @@ unsafe impl bytemuck::Zeroable for Snapshot {}
 pub enum Waits {
     /// Its kernel, for `ready` of every peer in the mailbox.
     Kernel,
-    /// Its streams, for `ready` of the peers that it pulls from, and for `done` of those that pull from this rank: bit r for
-    /// rank r.
+    /// Its streams, for `ready` of the peers whose memory it moves something from or to, and for `done` of those that do so with this
+    /// rank's: bit r for rank r.
     Streams { ready: u64, done: u64 },
 }
 
@@ -430,9 +438,10 @@ impl Waits {
         if schedule.is_pushed() {
             return Waits::Kernel;
         }
+        let others = schedule.moves().filter(|moved| moved.from != moved.to);
         Waits::Streams {
-            ready: ranks(&mut schedule.arrivals().iter().map(|arrival| arrival.from)),
-            done: ranks(&mut schedule.readers().iter().copied()),
+            ready: ranks(&mut others.map(Transfer::peer)),
+            done: ranks(&mut schedule.movers().iter().copied()),
         }
     }
 }

@@ -104,8 +104,10 @@ pub struct Cuda {
     joined: Event,
     /// The copies of a gather are done.
     gathered: Event,
-    /// A consumer's stream has done what the caller put there.
-    consumed: Event,
+    /// A stream of the caller's functions has made a block.
+    produced: Event,
+    /// It has done all that they put there.
+    called: Event,
     /// The main stream before has come to where another took over.
     handed_over: Event,
     peers: Peers,
@@ -194,7 +196,8 @@ impl sealed::Backend for Cuda {
             let own = control.own(members.rank);
             let event = || Event::new(&device, false);
             let (forked, joined, begun) = (event()?, event()?, event()?);
-            let (gathered, consumed, handed_over) = (event()?, event()?, event()?);
+            let (gathered, handed_over) = (event()?, event()?);
+            let (produced, called) = (event()?, event()?);
             let mut cuda = Cuda {
                 // Nothing fails between its start and the group's end, which waits for what it has put on the device.
                 monitor: Monitor::start(&device, members, own, first)?,
@@ -202,7 +205,8 @@ impl sealed::Backend for Cuda {
                 joined,
                 begun,
                 gathered,
-                consumed,
+                produced,
+                called,
                 handed_over,
                 alignments: AtomicU32::new(0),
                 distinct: peers.are_distinct(),
@@ -270,7 +274,8 @@ impl sealed::Backend for Cuda {
     }
 
     fn prepare(&self, members: &Members, schedule: Schedule) -> Result<Program> {
-        let pushes = schedule.uses(Route::Push);
+        // Without a product no kernel waits for what is pushed.
+        let pushes = schedule.is_pushed() && schedule.uses(Route::Push);
         let outputs = limits::check(&schedule)?;
         if pushes && let Some(cause) = &self.queues.together {
             return Err(Error::QueuedTogether {
@@ -393,7 +398,7 @@ impl Cuda {
             unsafe {
                 stream.fill(from, 0, BOX / 4)?;
                 stream.copy(to, from, BOX)?;
-                stream.copy_rows(to, from, BOX / 4, BOX / 8, 4)?;
+                stream.copy_rows((to, BOX / 4), (from, BOX / 4), BOX / 8, 4)?;
                 stream.words(&[StreamMemOp::Write(from, 1), StreamMemOp::Wait(from, 1)])?;
             }
             self.wait_idle(members, stream)?;
@@ -410,8 +415,9 @@ impl Cuda {
         &self.reclaimer.copies
     }
 
-    fn consumers(&self) -> &[Stream; 2] {
-        &self.reclaimer.consumers
+    /// For functions of the caller's, by turns.
+    fn callers(&self) -> &[Stream; 2] {
+        &self.reclaimer.callers
     }
 
     fn deferred_copies(&self) -> &Stream {

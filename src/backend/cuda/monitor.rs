@@ -5,7 +5,7 @@
 //! noticed it, it writes what this rank's kernels and streams wait for, so that they run through.
 
 use std::mem::offset_of;
-use std::sync::atomic::{AtomicU32, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -18,7 +18,7 @@ use super::driver::{Device, DevicePtr, Pinned, Priority, Stream, StreamMemOp};
 use super::memory::{FlagLine, OwnWords, Snapshot, Waits};
 use crate::error::{Error, Result};
 use crate::ranks::members::{FailureReporter, Members};
-use crate::schedule::{Awaited, Epoch, MAX_BLOCKS};
+use crate::schedule::{Awaited, Epoch, MAX_BLOCKS, MAX_FLAGS};
 
 /// How often the thread looks.
 const PERIOD: Duration = Duration::from_millis(2);
@@ -54,6 +54,8 @@ struct Watch {
     snapshot: Pinned<Snapshot>,
     /// The last operation that was begun.
     begun: AtomicU32,
+    /// A function of the caller's is to put a part of the latest operation on the device.
+    calling: AtomicBool,
     /// By epoch, modulo their number: for whom the operation waits.
     waits: Mutex<[Waits; OUTSTANDING]>,
     /// For the words that set the device free, behind nothing else.
@@ -83,6 +85,7 @@ impl Monitor {
             completed: Pinned::zeroed(device)?,
             snapshot: Pinned::zeroed(device)?,
             begun: AtomicU32::new(before),
+            calling: AtomicBool::new(false),
             waits: Mutex::new([Waits::Kernel; OUTSTANDING]),
             rescue: Stream::new(device, Priority::Rescue)?,
             closing: Mutex::new(false),
@@ -107,6 +110,14 @@ impl Monitor {
     pub fn begin(&self, epoch: Epoch, waits: Waits) {
         lock(&self.watch.waits)[epoch.raw() as usize % OUTSTANDING] = waits;
         self.watch.begun.store(epoch.raw(), Ordering::Release);
+    }
+
+    /// Runs what calls a function of the caller's, without which the operation that was begun last does not go on.
+    pub fn calling<R>(&self, call: impl FnOnce() -> R) -> R {
+        self.watch.calling.store(true, Ordering::Relaxed);
+        let result = call();
+        self.watch.calling.store(false, Ordering::Relaxed);
+        result
     }
 
     /// Operations that were begun and are not complete.
@@ -307,6 +318,10 @@ impl Watch {
             what: format!("operation {} on its own GPU ({reason})", epoch.raw()),
             waited_ms: waited.as_millis() as u64,
         };
+        if self.calling.load(Ordering::Relaxed) && epoch.raw() == self.begun.load(Ordering::Acquire)
+        {
+            return unknown("its caller's function has not returned".into());
+        }
         match self.missing(epoch) {
             Ok(Some((awaited, expected, seen))) => {
                 self.late(epoch, awaited, expected, seen, waited)
@@ -385,6 +400,7 @@ impl Watch {
         // SAFETY: the control block lives as long as this thread.
         unsafe {
             self.rescue.words(&words)?;
+            self.rescue.fill(self.own.chunk, last, MAX_FLAGS)?;
             // Of a product whose kernel was not launched.
             self.rescue.fill(self.own.stored, 1, MAX_BLOCKS)
         }

@@ -2,6 +2,7 @@
 
 use std::ffi::c_void;
 use std::mem::offset_of;
+use std::ops::Range;
 
 use super::Cuda;
 use super::abi::{
@@ -204,7 +205,7 @@ impl Launch {
             reason: "a product without operands".into(),
         };
         let of_own = |number: usize, first: usize, rows: usize, columns: usize| {
-            let (ptr, pitch) = place(schedule, call, number)?;
+            let (ptr, pitch) = place(schedule, call.matrices, number)?;
             Some(layout(ptr, pitch, first, rows, columns))
         };
         let operand = |number, rows| of_own(number, 0, rows, k).ok_or_else(lost);
@@ -251,7 +252,7 @@ impl Launch {
                 (out, None, sum.bias)
             }
         };
-        let bias = bias.and_then(|bias| place(schedule, call, bias));
+        let bias = bias.and_then(|bias| place(schedule, call.matrices, bias));
         let matrices = Matrices {
             a,
             b,
@@ -458,9 +459,13 @@ fn layout(ptr: DevicePtr, pitch: usize, first: usize, rows: usize, columns: usiz
 }
 
 /// Where a matrix of a call lies in this rank's memory, and the bytes from row to row; if it is bound.
-fn place(schedule: &Schedule, call: &Call<Cuda>, number: usize) -> Option<(DevicePtr, usize)> {
+pub fn place(
+    schedule: &Schedule,
+    matrices: &[Bound<Cuda>],
+    number: usize,
+) -> Option<(DevicePtr, usize)> {
     let shared = schedule.matrices()[number].row_bytes();
-    match &call.matrices[number] {
+    match &matrices[number] {
         Bound::Nothing => None,
         Bound::Symmetric(memory) => Some((memory.own(), shared)),
         Bound::Part(memory, offset) => Some((memory.own() + *offset as u64, shared)),
@@ -469,14 +474,15 @@ fn place(schedule: &Schedule, call: &Call<Cuda>, number: usize) -> Option<(Devic
     }
 }
 
-/// Adds up rows on the main stream, behind what has brought them.
+/// Adds up rows of a reduction on the main stream, behind what has brought them.
 pub fn reduce(
     at: &Place,
     schedule: &Schedule,
     reduction: &Reduction,
+    rows: Range<usize>,
     call: &Call<Cuda>,
 ) -> Result<()> {
-    let Reduction { rows, n, sum } = reduction;
+    let Reduction { n, sum, .. } = reduction;
     let rank = at.members.rank;
     let lost = || Error::Message {
         rank,
@@ -484,31 +490,33 @@ pub fn reduce(
     };
     let dtype = schedule.matrices()[sum.out].dtype;
     let kernel = at.cuda.kernels.reduce(dtype).ok_or_else(lost)?;
-    let (out, out_pitch) = place(schedule, call, sum.out).ok_or_else(lost)?;
-    let bias = sum.bias.and_then(|bias| place(schedule, call, bias));
+    let (out, out_pitch) = place(schedule, call.matrices, sum.out).ok_or_else(lost)?;
+    let bias = sum
+        .bias
+        .and_then(|bias| place(schedule, call.matrices, bias));
     let mut addends = [std::ptr::null(); MAX_WORLD];
-    let mut addend_pitch = 0;
-    for (place_of, addend) in addends.iter_mut().zip(&sum.addends) {
+    let mut addend_pitches = [0; MAX_WORLD];
+    for (index, addend) in sum.addends.iter().enumerate() {
         let &Addend::Rows { matrix, first } = addend else {
             return Err(lost());
         };
-        let (ptr, pitch) = place(schedule, call, matrix).ok_or_else(lost)?;
-        addend_pitch = pitch;
-        *place_of = (ptr + (first * pitch) as u64) as *const c_void;
+        let (ptr, pitch) = place(schedule, call.matrices, matrix).ok_or_else(lost)?;
+        addend_pitches[index] = pitch as u64;
+        addends[index] = (ptr + ((first + rows.start) * pitch) as u64) as *const c_void;
     }
     let mut arguments = GemmeshReduction {
         addends,
         bias: bias.map_or(0, |(ptr, _)| ptr) as *const c_void,
-        out: (out + (sum.first * out_pitch) as u64) as *mut c_void,
-        addend_pitch: addend_pitch as u64,
+        out: (out + ((sum.first + rows.start) * out_pitch) as u64) as *mut c_void,
+        addend_pitches,
         out_pitch: out_pitch as u64,
         count: sum.addends.len() as u32,
-        rows: *rows as u32,
+        rows: rows.len() as u32,
         n: *n as u32,
         reserved: 0,
     };
     // Enough to fill the device, each with the same number of pieces, about.
-    let pieces = n.div_ceil(16 / dtype.bytes()) * rows;
+    let pieces = n.div_ceil(16 / dtype.bytes()) * rows.len();
     let most = at.cuda.device.multiprocessors() * CTAS;
     let grid = pieces
         .div_ceil(GEMMESH_REDUCE_THREADS as usize)

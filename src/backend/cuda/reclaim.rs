@@ -55,7 +55,7 @@ pub struct Reclaimer {
     /// For what tiles need late: it may come beside what they need first.
     pub deferred_copies: Stream,
     /// For what callers do with rows that come, by turns: the end of one kernel beside the beginning of the next.
-    pub consumers: [Stream; 2],
+    pub callers: [Stream; 2],
     kept: Arc<Kept>,
 }
 
@@ -100,7 +100,7 @@ impl Reclaimer {
             main: Mutex::new(Arc::new(Stream::new(device, Priority::Kernels)?)),
             copies: Stream::new(device, Priority::Copies)?,
             deferred_copies: Stream::new(device, Priority::Copies)?,
-            consumers: [
+            callers: [
                 Stream::new(device, Priority::Kernels)?,
                 Stream::new(device, Priority::Kernels)?,
             ],
@@ -146,8 +146,8 @@ impl Reclaimer {
             if main.is_capturing()? {
                 return Ok(None);
             }
-            // A consumer's may be ahead of the main stream, amid a call.
-            let [first, second] = &self.consumers;
+            // Those of the caller's functions may be ahead of the main stream, amid a call.
+            let [first, second] = &self.callers;
             let streams = [&main, &self.copies, &self.deferred_copies, first, second];
             let mark = Mark::new(&self.device, streams.len())?;
             mark.record(&streams)?;

@@ -9,7 +9,7 @@ use super::sum::{Columns, Places};
 use super::workers::Role;
 use super::{Host, Program, Scratch, matmul};
 use crate::backend::chunk_delay;
-use crate::backend::sealed::{Bound, Call};
+use crate::backend::sealed::{Bound, Call, Callback};
 use crate::element::{DType, bf16, f16};
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
@@ -53,7 +53,7 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
         epoch,
         matrices,
         trace,
-        consumer,
+        callback,
     } = call;
     let rank = members.rank;
     let blocks: [FlagBlock; MAX_WORLD] =
@@ -77,23 +77,25 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
             let mut bytes = 0;
             delay(transfer.to, transfer.flag, epoch);
             for Move { from, to } in &transfer.regions {
-                let of = |region: &Region| {
-                    let memory = matrices[region.matrix].symmetric()?;
-                    Some((memory, schedule.matrices()[region.matrix].extent_of(region)))
+                // Memory of this rank's own may be no other's.
+                let of = |region: &Region, of: usize| {
+                    let place = match of == rank {
+                        true => pointers.0[region.matrix],
+                        false => matrices[region.matrix].symmetric()?.of(of),
+                    };
+                    Some((place, schedule.matrices()[region.matrix].extent_of(region)))
                 };
-                let (Some((source, read)), Some((target, written))) = (of(from), of(to)) else {
+                let (read, written) = (of(from, transfer.from), of(to, transfer.to));
+                let (Some((source, read)), Some((target, written))) = (read, written) else {
                     continue;
                 };
                 // SAFETY: the memories of both ranks hold the matrix. What is read is final: `ready` of a source that is
                 // pulled from has been acquired, and it does not write its rows before `done`; the own rows are the
                 // caller's, who waits for this; and of what is passed on the flags have been acquired. Nobody reads what is
                 // written before this transfer's flag is released, nor do tiles of an operation before any more: this
-                // rank's have ended, and a peer has said `ready` since. What tiles of this rank make, they have made: the
-                // block's count has been acquired.
-                unsafe {
-                    let (source, target) = (source.of(transfer.from), target.of(transfer.to));
-                    copy_part(source, &read, target, &written);
-                }
+                // rank's have ended, and a peer has said `ready` since. What tiles of this rank make, or its caller, they have
+                // made: the block's count has been acquired.
+                unsafe { copy_part(source, &read, target, &written) };
                 bytes += read.rows * read.width;
             }
             if let Some(rate) = host.link {
@@ -196,15 +198,24 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
             Role::Worker(worker) => work(worker),
         });
     };
-    let consume = || {
+    let beside = || {
         let chunk = blocks[rank].chunk;
-        note(consumer.map_or(Ok(()), |consumer| {
-            drive::consume(schedule, epoch, chunk, members, |transfer| {
-                consumer(transfer, std::ptr::null_mut())
-            })
-        }));
+        let no_stream = std::ptr::null_mut();
+        note(match callback {
+            None => Ok(()),
+            Some(Callback::Consumer(consumer)) => {
+                drive::consume(schedule, epoch, chunk, members, |transfer| {
+                    consumer(transfer, no_stream)
+                })
+            }
+            Some(Callback::Producer(producer)) => {
+                drive::produce(schedule, epoch, produced, |request| {
+                    producer(request, no_stream)
+                })
+            }
+        });
     };
-    host.workers.run(&job, consume);
+    host.workers.run(&job, beside);
     let failure: Option<Error> = failure.into_inner().unwrap_or_else(PoisonError::into_inner);
     if let Some(error) = failure {
         return Err(error);

@@ -295,6 +295,7 @@ impl Plan<'_> {
             departures,
             product,
             tiles: tiles.unwrap_or_default(),
+            requests: Vec::new(),
             reduction,
             exchanged: collective && self.exchanged && is_by_tiles(&self.config),
         })

@@ -1,5 +1,6 @@
 //! Tests of what every backend promises, each written once. A test file lists them for its backend.
 
+pub mod collectives;
 pub mod failures;
 pub mod mismatches;
 pub mod pipelines;

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use gemmesh::{
     AllGatherAndConsume, AllGatherMatmul, Chunk, Error, Group, MatmulReduceScatter, Matrix,
@@ -13,6 +13,7 @@ use crate::support::numbers::{bits, nan, normal};
 use crate::support::processes::Rank;
 use crate::support::tested::{
     Tested, all_done, assert_call_mismatch, connect, connect_short, poisoned, ranks, same_error,
+    until_failure,
 };
 
 /// A backend whose chunks the tests consume.
@@ -115,21 +116,6 @@ pub fn a_product_follows_a_consumer_of_the_same_rows<B: Consumes>(test: &str) {
         }
         Ok("30 times".into())
     }));
-}
-
-/// Operations until one fails.
-fn until_failure<B: Consumes>(
-    group: &Group<B>,
-    mut step: impl FnMut() -> Result<(), Error>,
-) -> Result<String, Error> {
-    let begin = Instant::now();
-    loop {
-        let result = step().and_then(|()| group.synchronize());
-        if result.is_err() {
-            return poisoned(group, result);
-        }
-        assert!(begin.elapsed() < B::TIMEOUT + Duration::from_secs(20));
-    }
 }
 
 /// An error of the function that rank 1 gives, at its second chunk, is every rank's.

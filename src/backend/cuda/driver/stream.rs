@@ -146,18 +146,17 @@ impl Stream {
     }
 
     /// # Safety
-    /// As [`Stream::copy`], for `rows` rows of `width` bytes that begin `pitch` bytes apart.
+    /// As [`Stream::copy`], for `rows` rows of `width` bytes. An address comes with the bytes from row to row.
     pub unsafe fn copy_rows(
         &self,
-        to: DevicePtr,
-        from: DevicePtr,
-        pitch: usize,
+        (to, to_pitch): (DevicePtr, usize),
+        (from, from_pitch): (DevicePtr, usize),
         width: usize,
         rows: usize,
     ) -> Result<()> {
         let mut copy = plain(width, rows);
-        (copy.srcDevice, copy.srcPitch) = (from, pitch);
-        (copy.dstDevice, copy.dstPitch) = (to, pitch);
+        (copy.srcDevice, copy.srcPitch) = (from, from_pitch);
+        (copy.dstDevice, copy.dstPitch) = (to, to_pitch);
         // SAFETY: as this function's.
         unsafe { cuda!(self.device.rank, cuMemcpy2DAsync_v2(&copy, self.stream)) }
     }

@@ -1,9 +1,9 @@
 //! How rows get from one rank to another: a file a route, and here what they share.
 //!
-//! [`pull`]: the rank's copy stream takes them, and writes its own flags. [`push`]: the owner's copy stream brings them, when its
-//! kernel lets it. [`store`]: the owner's kernel brings them itself (cuda/common/push.cuh).
+//! [`copies`]: a stream takes or brings them, which waits for the other rank's word, and writes flags. [`push`]: the owner's copy stream
+//! brings them, when its kernel lets it. [`store`]: the owner's kernel brings them itself (cuda/common/push.cuh).
 
-pub mod pull;
+pub mod copies;
 pub mod push;
 pub mod store;
 
@@ -12,12 +12,12 @@ use std::time::Duration;
 
 use super::Cuda;
 use super::driver::{Stream, StreamMemOp};
-use super::program::Place;
+use super::program::{self, Place};
 use crate::backend::chunk_delay;
 use crate::backend::sealed::Bound;
 use crate::error::Result;
 use crate::schedule::layout::MAX_WORLD;
-use crate::schedule::{Epoch, MAX_FLAGS, Move, Region, Schedule, Transfer};
+use crate::schedule::{Epoch, Extent, MAX_FLAGS, Move, Region, Schedule, Transfer};
 
 /// Says to every peer that this rank's own rows are final, on the main stream; what refreshes flags does so before. As
 /// [`announce`](crate::schedule::drive::announce) of the host.
@@ -50,31 +50,46 @@ pub fn announce(at: &Place, epoch: Epoch, and: Option<StreamMemOp>) -> Result<()
     unsafe { main.words(&words[..count]) }
 }
 
-/// Copies the regions of a transfer from the one rank's memory to the same places of the other's.
+/// Copies the regions of a transfer, in which rank `own` takes part.
 ///
 /// # Safety
 /// As [`Stream::copy`] for each region.
 unsafe fn copy_regions(
     stream: &Stream,
+    own: usize,
     schedule: &Schedule,
     matrices: &[Bound<Cuda>],
     transfer: &Transfer,
 ) -> Result<()> {
     for Move { from, to } in &transfer.regions {
         let place = |region: &Region, rank: usize| {
-            let memory = matrices[region.matrix].symmetric()?;
-            let extent = schedule.matrices()[region.matrix].extent_of(region);
-            Some((memory.of(rank) + extent.offset as u64, extent))
+            let spec = schedule.matrices()[region.matrix];
+            let (base, pitch) = match rank == own {
+                true => program::place(schedule, matrices, region.matrix)?,
+                false => {
+                    let memory = matrices[region.matrix].symmetric()?;
+                    (memory.of(rank), spec.row_bytes())
+                }
+            };
+            let extent = Extent {
+                pitch,
+                offset: region.rows.start * pitch + region.columns.start * spec.dtype.bytes(),
+                ..spec.extent_of(region)
+            };
+            Some((base + extent.offset as u64, extent))
         };
-        let from = place(from, transfer.from);
-        let (Some((from, extent)), Some((to, written))) = (from, place(to, transfer.to)) else {
+        let places = (place(from, transfer.from), place(to, transfer.to));
+        let (Some((from, read)), Some((to, written))) = places else {
             continue;
         };
         // SAFETY: as this function's.
         unsafe {
-            match extent.contiguous() {
-                Some(bytes) if written.contiguous().is_some() => stream.copy(to, from, bytes)?,
-                _ => stream.copy_rows(to, from, extent.pitch, extent.width, extent.rows)?,
+            match (read.contiguous(), written.contiguous()) {
+                (Some(bytes), Some(_)) => stream.copy(to, from, bytes)?,
+                _ => {
+                    let (to, from) = ((to, written.pitch), (from, read.pitch));
+                    stream.copy_rows(to, from, read.width, read.rows)?;
+                }
             }
         }
     }

@@ -58,7 +58,7 @@ pub fn enqueue(at: &Place, program: &Program, call: &Call<Cuda>) -> Result<()> {
                 false => cuda.copies(),
             };
             delay(stream, members.rank, push.flag, epoch)?;
-            copy_regions(stream, schedule, call.matrices, push)?;
+            copy_regions(stream, members.rank, schedule, call.matrices, push)?;
             // Its value is on the device, so that a graph can be replayed; hence a copy, and not a word of the stream.
             // That the peer's kernel, which is polling it, sees the rows once it sees the flag, no text of CUDA's promises
             // in these words. What is promised: a copy begins when the one before it on its stream has ended, and

@@ -1,37 +1,41 @@
-//! Rows that the rank which needs them pulls: copies on a stream, each with its flag behind it.
+//! Rows that a stream pulls, or where no kernel waits for them pushes: copies, each with its flag behind it.
 
 use super::super::Cuda;
-use super::super::driver::{Event, StreamMemOp};
+use super::super::driver::{Event, Stream, StreamMemOp};
 use super::super::program::Place;
 use super::{copy_regions, delay};
 use crate::backend::sealed::Bound;
 use crate::error::{Error, Result};
 use crate::schedule::drive::{self, CopyEngine};
-use crate::schedule::layout::limit;
 use crate::schedule::{Awaited, Epoch, Schedule, Transfer};
 use crate::span::{Lane, Span, Work};
 
-/// Puts all that this rank pulls on the copy stream, behind what is on the main stream. What is returned knows when each pull
-/// was made, if the call is traced.
-pub fn enqueue<'a>(
+/// Has the caller make all blocks up to one. They are there when the stream that is returned has done what is on it.
+pub type Make<'a> = dyn FnMut(usize) -> Result<&'a Stream> + 'a;
+
+/// Puts all that this rank moves on a stream. What is returned knows when each pull was made, if the call is traced.
+pub fn enqueue<'a, 'm>(
     at: &Place<'a>,
+    stream: &'a Stream,
     schedule: &'a Schedule,
     matrices: &'a [Bound<'a, Cuda>],
     epoch: Epoch,
+    make: Option<&'a mut Make<'m>>,
     is_traced: bool,
-) -> Result<Copies<'a>> {
+) -> Result<Copies<'a, 'm>> {
     let Place { cuda, members, .. } = *at;
     let mut copies = Copies {
         cuda,
+        stream,
         rank: members.rank,
         epoch,
         schedule,
         matrices,
+        make,
         words: [StreamMemOp::Write(0, 0); BATCH],
         pending: 0,
         stamps: is_traced.then(Vec::new),
     };
-    cuda.copies().wait_for(at.main, &cuda.begun)?;
     drive::transfer(schedule, schedule.moves(), epoch, &mut copies)?;
     copies.flush()?;
     Ok(copies)
@@ -41,12 +45,15 @@ pub fn enqueue<'a>(
 const BATCH: usize = 8;
 
 /// The copy engine: a stream.
-pub struct Copies<'a> {
+pub struct Copies<'a, 'm> {
     cuda: &'a Cuda,
+    stream: &'a Stream,
     rank: usize,
     epoch: Epoch,
     schedule: &'a Schedule,
     matrices: &'a [Bound<'a, Cuda>],
+    /// What makes the rows, if the caller does.
+    make: Option<&'a mut Make<'m>>,
     /// Word operations that are still to be put on the stream: those between two copies go there in one call.
     words: [StreamMemOp; BATCH],
     pending: usize,
@@ -54,7 +61,7 @@ pub struct Copies<'a> {
     stamps: Option<Vec<(Transfer, Event, Event)>>,
 }
 
-impl Copies<'_> {
+impl Copies<'_, '_> {
     fn push(&mut self, operation: StreamMemOp) -> Result<()> {
         if self.pending == BATCH {
             self.flush()?;
@@ -67,7 +74,7 @@ impl Copies<'_> {
     fn flush(&mut self) -> Result<()> {
         if self.pending > 0 {
             // SAFETY: control blocks are unmapped when the streams have passed.
-            unsafe { self.cuda.copies().words(&self.words[..self.pending])? };
+            unsafe { self.stream.words(&self.words[..self.pending])? };
             self.pending = 0;
         }
         Ok(())
@@ -93,11 +100,11 @@ impl Copies<'_> {
     }
 }
 
-impl CopyEngine for Copies<'_> {
+impl CopyEngine for Copies<'_, '_> {
     type Error = Error;
 
-    fn wait_ready(&mut self, source: usize, epoch: Epoch) -> Result<()> {
-        let flag = self.cuda.control.ready(self.rank, source);
+    fn wait_ready(&mut self, peer: usize, epoch: Epoch) -> Result<()> {
+        let flag = self.cuda.control.ready(self.rank, peer);
         self.push(StreamMemOp::Wait(flag, epoch.raw()))
     }
 
@@ -109,42 +116,56 @@ impl CopyEngine for Copies<'_> {
     }
 
     fn wait_produced(&mut self, block: usize, _: Epoch) -> Result<()> {
-        // What a rank pulls, others have made.
-        limit("blocks that a pull waits for", block + 1, 0, 0)
+        // What is on its way need not wait for the caller.
+        self.flush()?;
+        match &mut self.make {
+            Some(make) => {
+                let made = make(block)?;
+                self.stream.wait_for(made, &self.cuda.produced)
+            }
+            None => Err(Error::Message {
+                rank: self.rank,
+                reason: format!("nobody makes block {block}"),
+            }),
+        }
     }
 
-    fn copy(&mut self, pull: &Transfer) -> Result<()> {
+    fn copy(&mut self, moved: &Transfer) -> Result<()> {
         self.flush()?;
-        delay(self.cuda.copies(), self.rank, pull.flag, self.epoch)?;
+        delay(self.stream, moved.to, moved.flag, self.epoch)?;
         let stamp = |engine: &Self| -> Result<Event> {
             let event = Event::new(&engine.cuda.device, true)?;
-            event.record(engine.cuda.copies())?;
+            event.record(engine.stream)?;
             Ok(event)
         };
         let before = match self.stamps {
             Some(_) => Some(stamp(self)?),
             None => None,
         };
-        // SAFETY: both ranks' memories hold the matrix. The source's rows are final, for the stream has waited
-        // for `ready`, and the source does not write them before `done`. Here, nobody reads the same
-        // rows before this pull's flag is written, and the kernels of earlier operations have ended.
-        unsafe { copy_regions(self.cuda.copies(), self.schedule, self.matrices, pull)? };
+        // SAFETY: both ranks' memories hold the matrix. Another's rows are final, for the stream has waited for `ready`, and it does not
+        // write them before `done`; this rank's are, for the stream has waited for what made them, or for the flag of what it passes
+        // on. Where they go, nobody reads them before the flag is written, and the kernels of earlier operations have ended: this
+        // rank's in front of the stream, a peer's before its `ready`.
+        unsafe {
+            let (schedule, matrices) = (self.schedule, self.matrices);
+            copy_regions(self.stream, self.rank, schedule, matrices, moved)?;
+        }
         if let Some(before) = before {
             let after = stamp(self)?;
             self.stamps
                 .get_or_insert_default()
-                .push((pull.clone(), before, after));
+                .push((moved.clone(), before, after));
         }
         Ok(())
     }
 
-    fn signal_chunk(&mut self, pull: &Transfer, epoch: Epoch) -> Result<()> {
-        let flag = self.cuda.control.chunk(pull.flag);
+    fn signal_chunk(&mut self, moved: &Transfer, epoch: Epoch) -> Result<()> {
+        let flag = self.cuda.control.chunk_of(moved.to, moved.flag);
         self.push(StreamMemOp::Write(flag, epoch.raw()))
     }
 
-    fn signal_done(&mut self, source: usize, epoch: Epoch) -> Result<()> {
-        let flag = self.cuda.control.done(source, self.rank);
+    fn signal_done(&mut self, peer: usize, epoch: Epoch) -> Result<()> {
+        let flag = self.cuda.control.done(peer, self.rank);
         self.push(StreamMemOp::Write(flag, epoch.raw()))
     }
 }

@@ -1,0 +1,57 @@
+//! Functions of the caller's that operations call.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+use crate::backend::Backend;
+use crate::error::{Error, Result};
+use crate::group::Group;
+
+/// What a function of the caller's returns: an error, of any type, ends the operation on every rank.
+pub type CallbackResult = std::result::Result<(), Box<dyn std::error::Error + Send + Sync>>;
+
+/// Calls them amid operation `call` of `group`.
+pub struct Callbacks<'a, B: Backend> {
+    group: &'a Group<B>,
+    call: &'static str,
+    panic: Option<Box<dyn Any + Send>>,
+}
+
+impl<'a, B: Backend> Callbacks<'a, B> {
+    pub fn new(group: &'a Group<B>, call: &'static str) -> Self {
+        Callbacks {
+            group,
+            call,
+            panic: None,
+        }
+    }
+
+    /// Calls `f`. An error or a panic of its is the group's failure.
+    pub fn call(&mut self, f: impl FnOnce() -> CallbackResult) -> Result<()> {
+        let rank = self.group.rank();
+        // The error's words are the caller's code too, and so is its end.
+        let f = || f().map_err(|error| error.to_string());
+        let called = self.group.in_callback(|| catch_unwind(AssertUnwindSafe(f)));
+        let error = match called {
+            Ok(Ok(())) => return Ok(()),
+            Ok(Err(reason)) => Error::Callback {
+                rank,
+                call: self.call.into(),
+                reason,
+            },
+            Err(payload) => {
+                self.panic = Some(payload);
+                Error::RankPanicked { rank }
+            }
+        };
+        Err(self.group.inner().members.fail(error))
+    }
+
+    /// What the operation returns, once nothing is called any more: a panic goes on.
+    pub fn finish(self, result: Result<()>) -> Result<()> {
+        match self.panic {
+            Some(payload) => resume_unwind(payload),
+            None => result,
+        }
+    }
+}

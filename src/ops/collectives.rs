@@ -1,0 +1,211 @@
+//! What is exchanged between products: embeddings, logits, norms, the tokens of experts.
+
+use super::{require_same_group, require_shape};
+use crate::backend::Backend;
+use crate::backend::sealed::Bound;
+use crate::element::{Float, Value};
+use crate::error::Result;
+use crate::group::Group;
+use crate::matrix::Matrix;
+use crate::schedule::collectives::{self, INPUT, MATRICES, OUT, ROOM, chunked};
+use crate::schedule::{Layout, Planner, all_gather as gather};
+use crate::sharded::ShardedMatrix;
+
+/// Gathers the rows of `a` on every rank, in place. Collective.
+///
+/// ```
+/// use gemmesh::{Group, Host, all_gather};
+///
+/// Group::<Host>::threads(2, |group| {
+///     let mut a = group.sharded::<u32>(4, 1)?;
+///     let own = [10, 11].map(|x| x + 2 * group.rank() as u32);
+///     a.shard_mut().copy_from_host(&own)?;
+///     all_gather(&a)?;
+///     assert_eq!(a.to_vec()?, [10, 11, 12, 13]);
+///     Ok::<(), gemmesh::Error>(())
+/// })?;
+/// # Ok::<(), gemmesh::Error>(())
+/// ```
+///
+/// The call may return before it is complete, as every operation: see [`matmul_reduce_scatter`](crate::matmul_reduce_scatter).
+///
+/// # Errors
+/// [`Error::CallMismatch`](crate::Error::CallMismatch) if another rank makes another call; [`Error::Capturing`](crate::Error::Capturing): it
+/// can't be captured in a graph; the group's failure.
+pub fn all_gather<B: Backend, T: Value>(a: &ShardedMatrix<B, T>) -> Result<()> {
+    const NAME: &str = "all_gather";
+    gather_named(NAME, a)
+}
+
+fn gather_named<B: Backend, T: Value>(name: &'static str, a: &ShardedMatrix<B, T>) -> Result<()> {
+    let group = a.group();
+    let asked = super::describe::<T>(name, a.layout(), 0);
+    let program = group.program(gather::gather, asked, Some(chunked(1)));
+    let program = program.map_err(|error| group.refuse(name, error))?;
+    let mut matrices = [const { Bound::Nothing }; gather::MATRICES];
+    matrices[gather::A] = Bound::Symmetric(a.memory());
+    super::run(group, None, &program, &matrices, &[a.id()], false, None)
+}
+
+/// Gives every rank the whole matrix that rank `root` has, in place: its own rows, and those of the others as it has them. Collective.
+///
+/// # Errors
+/// As [`all_gather`]; [`Error::Limit`](crate::Error::Limit) for a root that is no rank.
+pub fn broadcast<B: Backend, T: Value>(a: &mut ShardedMatrix<B, T>, root: usize) -> Result<()> {
+    const NAME: &str = "broadcast";
+    let [m, n] = a.shape();
+    let group = a.group();
+    let world = group.world_size();
+    let layout = || {
+        crate::schedule::layout::limit("the root", root, 0, world - 1)?;
+        let mut rows = vec![0; world];
+        rows[root] = m;
+        Layout::new(&rows, n)
+    };
+    let layout = layout().map_err(|error| group.refuse(NAME, error))?;
+    // Of two ranks, there is nobody to send anything on to meanwhile.
+    let chunks = if world == 2 { 1 } else { 4 };
+    let out = Bound::Symmetric(a.memory());
+    let ids = [a.id()];
+    Exchange {
+        name: NAME,
+        planner: collectives::broadcast,
+        chunks,
+    }
+    .run::<B, T>(group, &layout, Bound::Nothing, out, &ids)
+}
+
+/// `out = the rows of this rank of Σ a_r`, over all ranks r: each has an addend `a`, [M, N], and gets its rows, as many as any other, the
+/// first ranks one more if they can't be split evenly; `out` is [rows, N]. Collective.
+///
+/// Sums are made in f32, in the order of the ranks, and rounded once: they have the same bits each time. Room for what comes is
+/// kept by the group.
+///
+/// # Errors
+/// As [`all_gather`]; [`Error::Shape`](crate::Error::Shape) or [`Error::ForeignArgument`](crate::Error::ForeignArgument) for an output that does not fit;
+/// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+pub fn reduce_scatter<B: Backend, T: Float>(
+    a: &Matrix<B, T>,
+    out: &mut Matrix<B, T>,
+) -> Result<()> {
+    const NAME: &str = "reduce_scatter";
+    let group = a.group();
+    let [m, n] = a.shape();
+    let layout = || {
+        let layout = Layout::balanced(m, n, group.world_size())?;
+        require_same_group("out", out.group(), group)?;
+        let rows = layout.rows_of(group.rank()).len();
+        let what = "out [rows of this rank, N]";
+        require_shape(group.rank(), what, [rows, n], out.shape())?;
+        Ok(layout)
+    };
+    let layout = layout().map_err(|error| group.refuse(NAME, error))?;
+    let (input, out) = (Bound::Input(a.memory()), Bound::Output(out.memory_mut()));
+    Exchange {
+        name: NAME,
+        planner: collectives::reduce_scatter,
+        chunks: 1,
+    }
+    .run::<B, T>(group, &layout, input, out, &[])
+}
+
+/// `out = Σ a_r` over all ranks r, on every rank: each has an addend `a`, [M, N], as is `out`. Collective.
+///
+/// Sums are made as by [`reduce_scatter`], and have the same bits on every rank. Of two ranks, and of few bytes, each rank gets all addends;
+/// otherwise it adds up its rows of `out`, and gathers the others'.
+///
+/// # Errors
+/// As [`reduce_scatter`].
+pub fn all_reduce<B: Backend, T: Float>(
+    a: &Matrix<B, T>,
+    out: &mut ShardedMatrix<B, T>,
+) -> Result<()> {
+    const NAME: &str = "all_reduce";
+    /// Of an addend, where more ranks than two get each whole.
+    const FEW_BYTES: usize = 256 << 10;
+    let group = a.group();
+    let world = group.world_size();
+    let [m, n] = a.shape();
+    let fits = require_same_group("out", out.group(), group)
+        .and_then(|()| require_shape(group.rank(), "out [M, N]", [m, n], out.shape()));
+    fits.map_err(|error| group.refuse(NAME, error))?;
+    let at_once = world <= 2 || m * n * size_of::<T>() <= FEW_BYTES;
+    let planner: Planner = match at_once {
+        true => collectives::all_reduce,
+        false => collectives::reduce_own_rows,
+    };
+    let (input, sums) = (Bound::Input(a.memory()), Bound::Symmetric(out.memory()));
+    Exchange {
+        name: NAME,
+        planner,
+        chunks: 1,
+    }
+    .run::<B, T>(group, out.layout(), input, sums, &[out.id()])?;
+    match at_once {
+        true => Ok(()),
+        false => gather_named("gather of all_reduce", out),
+    }
+}
+
+/// Rank s sends block p of its input to rank p, where it becomes s's rows of `out`, [M, N]: the input `a` is [W · rows, N], of as many rows a block
+/// as this rank owns of `out`. Collective.
+///
+/// # Errors
+/// As [`reduce_scatter`].
+pub fn all_to_all<B: Backend, T: Value>(
+    a: &Matrix<B, T>,
+    out: &mut ShardedMatrix<B, T>,
+) -> Result<()> {
+    const NAME: &str = "all_to_all";
+    let group = a.group();
+    let [_, n] = out.shape();
+    let rows = group.world_size() * out.rows().len();
+    let fits = require_same_group("out", out.group(), group).and_then(|()| {
+        let what = "a [W · rows of this rank, N]";
+        require_shape(group.rank(), what, [rows, n], a.shape())
+    });
+    fits.map_err(|error| group.refuse(NAME, error))?;
+    let (input, moved) = (Bound::Input(a.memory()), Bound::Symmetric(out.memory()));
+    Exchange {
+        name: NAME,
+        planner: collectives::all_to_all,
+        chunks: 1,
+    }
+    .run::<B, T>(group, out.layout(), input, moved, &[out.id()])
+}
+
+/// An operation in which rows are exchanged that are there.
+struct Exchange {
+    name: &'static str,
+    planner: Planner,
+    /// Of each block.
+    chunks: usize,
+}
+
+impl Exchange {
+    /// The columns of `layout` are those of the rows. `shared`: the numbers of the sharded matrices.
+    fn run<B: Backend, T: Value>(
+        &self,
+        group: &Group<B>,
+        layout: &Layout,
+        input: Bound<B>,
+        out: Bound<B>,
+        shared: &[u32],
+    ) -> Result<()> {
+        let asked = super::describe::<T>(self.name, layout, layout.k());
+        let program = group.program(self.planner, asked, Some(chunked(self.chunks)));
+        let program = program.map_err(|error| group.refuse(self.name, error))?;
+        let schedule = B::schedule(&program);
+        let room = match schedule.matrices()[ROOM].rows {
+            0 => None,
+            _ => Some(group.partials(schedule, ROOM)?),
+        };
+        let mut matrices = [const { Bound::Nothing }; MATRICES];
+        matrices[INPUT] = input;
+        matrices[OUT] = out;
+        if let Some(room) = &room {
+            matrices[ROOM] = Bound::Symmetric(room.as_ref());
+        }
+        super::run(group, None, &program, &matrices, shared, false, None)
+    }
+}

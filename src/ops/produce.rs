@@ -1,0 +1,394 @@
+//! Rows that a function of the caller's makes, block by block, each of which is on its way to its owner while the next is made.
+#![allow(unsafe_code)]
+
+use std::ffi::c_void;
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::callback::{CallbackResult, Callbacks};
+use super::{describe, require_shape};
+#[cfg(feature = "cuda")]
+use crate::backend::Cuda;
+use crate::backend::sealed::{Bound, Call, Callback};
+use crate::backend::{Backend, Host};
+use crate::element::{Float, Value};
+use crate::error::{Error, Result};
+use crate::group::Group;
+use crate::matrix::Matrix;
+use crate::ranks::call::Operation;
+use crate::schedule::collectives::{self, MATRICES, OUT, ROOM, chunked};
+use crate::schedule::config::MAX_CHUNKS;
+use crate::schedule::layout::limit;
+use crate::schedule::{Layout, Planner, Request};
+use crate::sharded::ShardedMatrix;
+
+const REDUCE: &str = "produce_and_reduce_scatter";
+const EXCHANGE: &str = "produce_and_all_to_all";
+
+/// `out = the rows of this rank of Σ p_r`, where `produce` makes p_r, [m, N], this rank's addend. Collective.
+///
+/// `produce` is called block by block: first for the rows of the next rank in the ring, then of the one behind it, and at last for this rank's own.
+/// A block is sent to its owner while the next is made. Each rank gets as many rows of the m as any other, the first ones one more if
+/// they can't be split evenly; `out` is [rows, N]. Sums are made in f32, in the order of the ranks, and rounded once, so they have the same
+/// bits each time.
+///
+/// On the host `produce` writes to [`Block::values_mut`] before it returns. On GPUs it puts its work on the block's stream, and returns at
+/// once: the copies wait for the stream, and the host never does. Such streams alternate between two, so that one block's
+/// kernels begin while the last of another's end; both begin after what was put on the group's stream before, which goes on when all
+/// sums are made. (It leaves the current CUDA context as it was, and captures nothing that it does not end.)
+///
+/// ```
+/// use gemmesh::{Group, Host, produce_and_reduce_scatter};
+///
+/// Group::<Host>::threads(2, |group| {
+///     let (m, n) = (4, 3);
+///     let mut out = group.zeros::<f32>(m / 2, n)?;
+///     produce_and_reduce_scatter(m, &mut out, |mut block| {
+///         for (row, values) in block.rows().zip(block.values_mut().chunks_mut(4)) {
+///             values.fill(row as f32);
+///         }
+///         Ok(())
+///     })?;
+///     let first = group.rank() * 2;
+///     assert_eq!(out.to_vec()?[..n], [2.0 * first as f32; 3]);
+///     Ok::<(), gemmesh::Error>(())
+/// })?;
+/// # Ok::<(), gemmesh::Error>(())
+/// ```
+///
+/// # Memory
+/// As [`matmul_reduce_scatter`](crate::matmul_reduce_scatter), whose room it shares.
+///
+/// # Errors
+/// On every rank, of this call or a later one: [`Error::Callback`] if `produce` fails on one; [`Error::RankPanicked`] if it panics
+/// there; [`Error::Timeout`] names a rank whose function does not return. [`Error::CallMismatch`] unless all ranks make the same call.
+/// [`Error::Shape`] for an output that does not fit; [`Error::OutOfMemory`]; [`Error::Capturing`]: it can't be captured in a graph. The
+/// group's failure. Calls of the same group that `produce` makes return [`Error::CallInCallback`]; other threads that make such calls wait until
+/// it has returned, so it must not wait for them.
+///
+/// # Panics
+/// If `produce` does, when what it had put on the streams has been joined with the group's.
+pub fn produce_and_reduce_scatter<B: Backend, T: Float>(
+    m: usize,
+    out: &mut Matrix<B, T>,
+    produce: impl FnMut(Block<'_, B, T>) -> CallbackResult,
+) -> Result<()> {
+    ProduceAndReduceScatter::new().run(m, out, produce)
+}
+
+/// Each rank makes a block of rows for each rank, and gets those that the others make for it. Collective.
+///
+/// `out` is [M, N]: rank r makes as many rows for each rank as it owns of `out`, and those that it makes for rank p become its rows of
+/// `out` on rank p, all M of which are written. `produce` is called as by [`produce_and_reduce_scatter`]; a block's rows count from 0.
+///
+/// # Errors
+/// As [`produce_and_reduce_scatter`].
+///
+/// # Panics
+/// As [`produce_and_reduce_scatter`].
+pub fn produce_and_all_to_all<B: Backend, T: Value>(
+    out: &mut ShardedMatrix<B, T>,
+    produce: impl FnMut(Block<'_, B, T>) -> CallbackResult,
+) -> Result<()> {
+    ProduceAndAllToAll::new().run(out, produce)
+}
+
+/// [`produce_and_reduce_scatter`] with what varies.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ProduceAndReduceScatter<'a> {
+    rows: Option<&'a [usize]>,
+    chunks: Option<usize>,
+}
+
+impl<'a> ProduceAndReduceScatter<'a> {
+    /// An even split; where there are two ranks, each one's rows in two blocks, and otherwise in one.
+    #[must_use]
+    pub const fn new() -> Self {
+        ProduceAndReduceScatter {
+            rows: None,
+            chunks: None,
+        }
+    }
+
+    /// Gives rank r `rows[r]` rows of the sum, those of rank 0 first. A rank may have none.
+    #[must_use]
+    pub const fn rows(self, rows: &'a [usize]) -> Self {
+        ProduceAndReduceScatter {
+            rows: Some(rows),
+            ..self
+        }
+    }
+
+    /// Makes the rows of each rank in as many blocks, from 1 to 64, of multiples of 128 rows: smaller ones are on their way sooner, and
+    /// each costs a copy's start and the caller's kernels another. The same on all ranks.
+    #[must_use]
+    pub const fn chunks(self, chunks: usize) -> Self {
+        ProduceAndReduceScatter {
+            chunks: Some(chunks),
+            ..self
+        }
+    }
+
+    /// As [`produce_and_reduce_scatter`]: `m` rows in all.
+    ///
+    /// # Errors
+    /// As [`produce_and_reduce_scatter`]; [`Error::Limit`] for a number of blocks that cannot be; [`Error::Shape`] unless there is one count
+    /// of rows a rank, m in all.
+    ///
+    /// # Panics
+    /// As [`produce_and_reduce_scatter`].
+    pub fn run<B: Backend, T: Float>(
+        &self,
+        m: usize,
+        out: &mut Matrix<B, T>,
+        produce: impl FnMut(Block<'_, B, T>) -> CallbackResult,
+    ) -> Result<()> {
+        let group = out.group().clone();
+        let [rows, n] = out.shape();
+        let planned = self.layout(&group, m, n).and_then(|layout| {
+            let what = "out [rows of this rank, N]";
+            let own = layout.rows_of(group.rank()).len();
+            require_shape(group.rank(), what, [own, n], [rows, n])?;
+            self.plan::<B, T>(&group, &layout)
+        });
+        let planned = planned.map_err(|error| group.refuse(REDUCE, error))?;
+        planned.run(Bound::Output(out.memory_mut()), &[], produce)
+    }
+
+    /// The same into the own rows of a sharded matrix, [m, N], whose split it has: the next layer's input, with no copy. (On GPUs the rows of a
+    /// sharded matrix are whole 16 bytes.)
+    ///
+    /// # Errors
+    /// As [`ProduceAndReduceScatter::run`]; [`Error::Shape`] if another split was asked for.
+    ///
+    /// # Panics
+    /// As [`produce_and_reduce_scatter`].
+    pub fn run_into<B: Backend, T: Float>(
+        &self,
+        out: &mut ShardedMatrix<B, T>,
+        produce: impl FnMut(Block<'_, B, T>) -> CallbackResult,
+    ) -> Result<()> {
+        let group = out.group().clone();
+        let split = out.layout().rows();
+        let planned = || {
+            if let Some(rows) = self.rows.filter(|&rows| rows != split) {
+                return Err(Error::Shape {
+                    rank: group.rank(),
+                    argument: "out (rows of each rank)".into(),
+                    expected: rows.to_vec(),
+                    found: split.clone(),
+                });
+            }
+            self.plan::<B, T>(&group, out.layout())
+        };
+        let planned = planned().map_err(|error| group.refuse(REDUCE, error))?;
+        let offset = out.rows().start * out.shape()[1] * size_of::<T>();
+        planned.run(Bound::Part(out.memory_mut(), offset), &[], produce)
+    }
+
+    fn layout<B: Backend>(&self, group: &Group<B>, m: usize, n: usize) -> Result<Layout> {
+        match self.rows {
+            Some(rows) => super::partial_sums::split(group, rows, [m, n]),
+            None => Layout::balanced(m, n, group.world_size()),
+        }
+    }
+
+    fn plan<B: Backend, T: Float>(&self, group: &Group<B>, layout: &Layout) -> Result<Planned<B>> {
+        let planner = collectives::produce_and_reduce_scatter;
+        Planned::new::<T>(group, REDUCE, planner, layout, self.chunks)
+    }
+}
+
+/// [`produce_and_all_to_all`] with a number of blocks.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ProduceAndAllToAll {
+    chunks: Option<usize>,
+}
+
+impl ProduceAndAllToAll {
+    /// Where there are two ranks, the rows for each in two blocks, and otherwise in one.
+    #[must_use]
+    pub const fn new() -> Self {
+        ProduceAndAllToAll { chunks: None }
+    }
+
+    /// As [`ProduceAndReduceScatter::chunks`].
+    #[must_use]
+    pub const fn chunks(self, chunks: usize) -> Self {
+        ProduceAndAllToAll {
+            chunks: Some(chunks),
+        }
+    }
+
+    /// As [`produce_and_all_to_all`].
+    ///
+    /// # Errors
+    /// As [`produce_and_all_to_all`]; [`Error::Limit`] for a number of blocks that cannot be.
+    ///
+    /// # Panics
+    /// As [`produce_and_all_to_all`].
+    pub fn run<B: Backend, T: Value>(
+        &self,
+        out: &mut ShardedMatrix<B, T>,
+        produce: impl FnMut(Block<'_, B, T>) -> CallbackResult,
+    ) -> Result<()> {
+        let group = out.group().clone();
+        let planner = collectives::produce_and_all_to_all;
+        let planned = Planned::new::<T>(&group, EXCHANGE, planner, out.layout(), self.chunks);
+        let planned = planned.map_err(|error| group.refuse(EXCHANGE, error))?;
+        planned.run(Bound::Symmetric(out.memory()), &[out.id()], produce)
+    }
+}
+
+/// An operation whose rows the caller makes.
+struct Planned<B: Backend> {
+    // Freed before the group that it belongs to can end.
+    program: Arc<B::Program>,
+    group: Group<B>,
+    call: &'static str,
+}
+
+impl<B: Backend> Planned<B> {
+    /// The columns of `layout` are those of the rows.
+    fn new<T: Value>(
+        group: &Group<B>,
+        call: &'static str,
+        planner: Planner,
+        layout: &Layout,
+        chunks: Option<usize>,
+    ) -> Result<Self> {
+        // Of two ranks, half of what is sent is on its way while the rest is made.
+        let default = if group.world_size() == 2 { 2 } else { 1 };
+        let chunks = chunks.unwrap_or(default);
+        limit("blocks of a rank's rows", chunks, 1, MAX_CHUNKS)?;
+        let asked = describe::<T>(call, layout, layout.k());
+        Ok(Planned {
+            program: group.program(planner, asked, Some(chunked(chunks)))?,
+            group: group.clone(),
+            call,
+        })
+    }
+
+    /// `shared`: the numbers of the sharded matrices that are written on other ranks too.
+    fn run<T: Value>(
+        &self,
+        out: Bound<B>,
+        shared: &[u32],
+        mut produce: impl FnMut(Block<'_, B, T>) -> CallbackResult,
+    ) -> Result<()> {
+        let schedule = B::schedule(&self.program);
+        let Some(agreed) = schedule.agreed() else {
+            unreachable!("ranks agree on what they exchange")
+        };
+        let group = &self.group;
+        let room = group.partials(schedule, ROOM)?;
+        let mut matrices = [const { Bound::Nothing }; MATRICES];
+        matrices[OUT] = out;
+        matrices[ROOM] = Bound::Symmetric(room.as_ref());
+        let inner = group.inner();
+        let mut callbacks = Callbacks::new(group, self.call);
+        let operation = Operation {
+            agreed,
+            matrices: shared,
+            traced: false,
+            biased: false,
+        };
+        let result = group.operate(operation, |epoch| {
+            let mut producer = |request: &Request, stream: *mut c_void| {
+                let Some(memory) = matrices[request.place.matrix].symmetric() else {
+                    unreachable!("what is made lies in symmetric memory")
+                };
+                let block = Block {
+                    memory,
+                    owner: request.owner,
+                    rows: request.rows.clone(),
+                    columns: request.place.columns.len(),
+                    pitch: schedule.matrices()[request.place.matrix].columns,
+                    first: request.place.rows.start,
+                    stream,
+                    element: PhantomData,
+                };
+                callbacks.call(|| produce(block))
+            };
+            let call = Call {
+                epoch,
+                matrices: &matrices,
+                trace: None,
+                callback: Some(Callback::Producer(&mut producer)),
+            };
+            inner.backend.run(&inner.members, &self.program, call)
+        });
+        callbacks.finish(result)
+    }
+}
+
+/// Rows that the caller is to make.
+#[derive(Debug)]
+pub struct Block<'a, B: Backend, T: Value> {
+    memory: &'a B::Symmetric,
+    owner: usize,
+    rows: Range<usize>,
+    columns: usize,
+    pitch: usize,
+    /// The first row's number in the memory.
+    first: usize,
+    /// Nobody else's for as long as the function runs.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    stream: *mut c_void,
+    element: PhantomData<T>,
+}
+
+impl<B: Backend, T: Value> Block<'_, B, T> {
+    /// The rank that gets them.
+    pub fn owner(&self) -> usize {
+        self.owner
+    }
+
+    /// Which rows: of the m of a sum, or of those that this rank makes for `owner`.
+    pub fn rows(&self) -> Range<usize> {
+        self.rows.clone()
+    }
+
+    /// [rows, N]
+    pub fn shape(&self) -> [usize; 2] {
+        [self.rows.len(), self.columns]
+    }
+
+    /// The elements from row to row where they are to lie: N or, so that each row begins with whole 16 bytes, a few more.
+    pub fn pitch(&self) -> usize {
+        self.pitch
+    }
+
+    /// Bytes of the memory in front of them.
+    fn offset(&self) -> usize {
+        self.first * self.pitch * size_of::<T>()
+    }
+}
+
+impl<T: Value> Block<'_, Host, T> {
+    /// Where the rows are to lie, [`Block::pitch`] elements each. What they hold at first is of no meaning.
+    pub fn values_mut(&mut self) -> &mut [T] {
+        let length = self.rows.len() * self.pitch;
+        // SAFETY: the memory holds the rows, aligned for their type, whose every bit pattern is a value. Nobody else touches them until
+        // the function has returned: what is sent has been made before, and peers write elsewhere.
+        unsafe {
+            let first = self.memory.own().add(self.offset());
+            std::slice::from_raw_parts_mut(first.cast(), length)
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl<T: Value> Block<'_, Cuda, T> {
+    /// Where the first of the rows is to lie on the device; each begins [`Block::pitch`] elements behind the one before. For what is put on the
+    /// block's stream, or joined with it.
+    pub fn as_device_ptr(&self) -> u64 {
+        self.memory.own() + self.offset() as u64
+    }
+
+    /// A CUstream of the device's primary context, which the copies of the rows wait for: for what is put on it before the function returns.
+    pub fn stream(&self) -> *mut c_void {
+        self.stream
+    }
+}

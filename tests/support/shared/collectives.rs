@@ -1,0 +1,441 @@
+//! Rows that ranks exchange and add up: what they have, and what the caller makes while it is on its way.
+
+use std::time::Duration;
+
+use bytemuck::Pod;
+use gemmesh::{
+    Block, Error, Float, Group, Matrix, ProduceAndAllToAll, ProduceAndReduceScatter, Value,
+    all_gather, all_reduce, all_to_all, bf16, broadcast, f16, produce_and_all_to_all,
+    produce_and_reduce_scatter, reduce_scatter,
+};
+use rand::RngExt;
+
+use crate::support::numbers::{nan, normal, rng};
+use crate::support::processes::Rank;
+use crate::support::tested::{
+    Tested, all_done, assert_call_mismatch, connect, connect_short, poisoned, ranks, same_error,
+    until_failure,
+};
+
+/// A backend whose blocks the tests make.
+pub trait Produces: Tested {
+    /// The block becomes rows of `from` from `first` on, which hold `values`.
+    fn put<T: Value>(
+        block: &mut Block<Self, T>,
+        from: &Matrix<Self, T>,
+        values: &[T],
+        first: usize,
+    );
+}
+
+fn bytes<T: Pod>(values: &[T]) -> &[u8] {
+    bytemuck::cast_slice(values)
+}
+
+/// Any bits.
+fn random<T: Value>(seed: u64, count: usize) -> Vec<T> {
+    let mut values = vec![T::zeroed(); count];
+    rng(seed).fill(bytemuck::cast_slice_mut::<T, u8>(&mut values));
+    values
+}
+
+/// The sums in f32, in the order of the addends, rounded once.
+fn sums<T: Float>(addends: &[Vec<T>]) -> Vec<T> {
+    let sum = |i: usize| {
+        let first = addends[0][i].to_f32();
+        let rest = addends[1..].iter();
+        T::from_f32(rest.fold(first, |sum, addend| sum + addend[i].to_f32()))
+    };
+    (0..addends[0].len()).map(sum).collect()
+}
+
+/// How often a test goes on with other data, delays and shapes.
+const SEEDS: u64 = 24;
+
+/// Runs `step` with seeds, most of them with delays.
+fn with_delays(mut step: impl FnMut(u64) -> Result<(), Error>) -> Result<String, Error> {
+    for seed in 0..SEEDS {
+        gemmesh::testing::delay_chunks((seed > 3).then_some(seed));
+        step(seed)?;
+    }
+    gemmesh::testing::delay_chunks(None);
+    Ok(format!("{SEEDS} times"))
+}
+
+const ROWS: [[usize; 3]; 4] = [[40, 0, 17], [1, 1, 1], [0, 0, 65], [128, 300, 130]];
+
+/// Each rank gets its rows of the sum of what the ranks make: the peers' rows are asked for first, and its own last, each row once.
+#[track_caller]
+pub fn what_is_produced_is_summed_by_its_owner<B: Produces>(test: &str) {
+    fn step<B: Produces, T: Float>(group: &Group<B>, seed: u64) -> Result<(), Error> {
+        let (rank, world) = (group.rank(), group.world_size());
+        let rows = ROWS[seed as usize % ROWS.len()];
+        let (m, n) = (rows.iter().sum::<usize>(), [8, 13, 24][seed as usize % 3]);
+        let chunks = 1 + seed as usize % 4;
+        let made = |rank: usize| normal::<T>(seed * 8 + rank as u64, m * n);
+        let own = made(rank);
+        let source = group.upload(&own, m, n)?;
+        let mut out = group.upload(&vec![nan::<T>(); rows[rank] * n], rows[rank], n)?;
+        let mut calls = Vec::new();
+        ProduceAndReduceScatter::new()
+            .rows(&rows)
+            .chunks(chunks)
+            .run(m, &mut out, |mut block| {
+                assert_eq!(block.shape(), [block.rows().len(), n]);
+                let first = block.rows().start;
+                B::put(&mut block, &source, &own, first);
+                calls.push((block.owner(), block.rows()));
+                Ok(())
+            })?;
+        let first: usize = rows[..rank].iter().sum();
+        let addends: Vec<Vec<T>> = (0..world).map(made).collect();
+        let expected = &sums(&addends)[first * n..(first + rows[rank]) * n];
+        assert_eq!(bytes(&out.to_vec()?), bytes(expected), "seed {seed}");
+        let mut next = 0;
+        for owner in (1..=world).map(|step| (rank + step) % world) {
+            let mut row = rows[..owner].iter().sum::<usize>();
+            let end = row + rows[owner];
+            while row < end {
+                let (asked, of) = &calls[next];
+                assert_eq!((*asked, of.start), (owner, row), "seed {seed}");
+                (row, next) = (of.end, next + 1);
+            }
+            assert_eq!(row, end, "seed {seed}");
+        }
+        assert_eq!(next, calls.len(), "seed {seed}");
+        Ok(())
+    }
+    all_done(ranks::<B>(test, 3, |rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        with_delays(|seed| match seed % 3 {
+            0 => step::<B, bf16>(&group, seed),
+            1 => step::<B, f16>(&group, seed),
+            _ => step::<B, f32>(&group, seed),
+        })
+    }));
+}
+
+/// The same into a sharded matrix, which the next operation gathers; in as many blocks as the library chooses.
+#[track_caller]
+pub fn what_is_produced_is_the_next_input<B: Produces>(test: &str) {
+    const N: usize = 16;
+    all_done(ranks::<B>(test, 2, |rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        with_delays(|seed| {
+            let m = [512, 301, 2, 1][seed as usize % 4];
+            let made = |rank: usize| normal::<bf16>(seed * 8 + rank as u64, m * N);
+            let own = made(rank.rank);
+            let source = group.upload(&own, m, N)?;
+            let mut out = group.sharded::<bf16>(m, N)?;
+            let poison = vec![nan(); out.rows().len() * N];
+            out.shard_mut().copy_from_host(&poison)?;
+            out.poison(nan())?;
+            ProduceAndReduceScatter::new().run_into(&mut out, |mut block| {
+                let first = block.rows().start;
+                B::put(&mut block, &source, &own, first);
+                Ok(())
+            })?;
+            all_gather(&out)?;
+            let expected = sums(&[made(0), made(1)]);
+            assert_eq!(bytes(&out.to_vec()?), bytes(&expected), "seed {seed}");
+            Ok(())
+        })
+    }));
+}
+
+/// Each rank gets what the others make for it, of any width.
+#[track_caller]
+pub fn what_is_produced_reaches_its_rank<B: Produces>(test: &str) {
+    fn step<B: Produces, T: Value>(group: &Group<B>, seed: u64) -> Result<(), Error> {
+        let (rank, world) = (group.rank(), group.world_size());
+        let rows = ROWS[seed as usize % ROWS.len()];
+        let (m, n) = (rows.iter().sum::<usize>(), 16 * (1 + seed as usize % 3));
+        let made = |rank: usize| random::<T>(seed * 8 + rank as u64, world * rows[rank] * n);
+        let own = made(rank);
+        let source = group.upload(&own, world * rows[rank], n)?;
+        let mut out = group.sharded_rows::<T>(&rows, n)?;
+        let mut owners = Vec::new();
+        ProduceAndAllToAll::new()
+            .chunks(1 + seed as usize % 4)
+            .run(&mut out, |mut block| {
+                let first = block.owner() * rows[rank] + block.rows().start;
+                B::put(&mut block, &source, &own, first);
+                owners.push(block.owner());
+                Ok(())
+            })?;
+        let mut expected = Vec::new();
+        for (from, &rows) in rows.iter().enumerate() {
+            let of = made(from);
+            expected.extend_from_slice(&of[rank * rows * n..(rank + 1) * rows * n]);
+        }
+        assert_eq!(expected.len(), m * n);
+        assert_eq!(bytes(&out.to_vec()?), bytes(&expected), "seed {seed}");
+        owners.dedup();
+        let ring = (1..=world).map(|step| (rank + step) % world);
+        let ring: Vec<usize> = ring.filter(|_| rows[rank] > 0).collect();
+        assert_eq!(owners, ring, "seed {seed}");
+        Ok(())
+    }
+    all_done(ranks::<B>(test, 3, |rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        with_delays(|seed| match seed % 3 {
+            0 => step::<B, u8>(&group, seed),
+            1 => step::<B, bf16>(&group, seed),
+            _ => step::<B, u64>(&group, seed),
+        })
+    }));
+}
+
+/// All collectives, one after the other on the same memory, of `world` ranks.
+#[track_caller]
+pub fn collectives_exchange_what_ranks_have<B: Tested>(test: &str, world: usize) {
+    fn values<B: Tested, T: Value>(group: &Group<B>, seed: u64) -> Result<(), Error> {
+        let (rank, world) = (group.rank(), group.world_size());
+        let rows = (0..world).map(|rank| [40, 0, 17, 301][(seed as usize + rank) % 4]);
+        let mut rows: Vec<usize> = rows.collect();
+        rows[0] = rows[0].max(1);
+        let (m, n) = (rows.iter().sum::<usize>(), 16);
+        let all = random::<T>(seed, m * n);
+        let mut a = group.sharded_rows::<T>(&rows, n)?;
+        let own = a.rows();
+        a.shard_mut()
+            .copy_from_host(&all[own.start * n..own.end * n])?;
+        a.poison(T::zeroed())?;
+        all_gather(&a)?;
+        assert_eq!(bytes(&a.to_vec()?), bytes(&all), "gather, seed {seed}");
+
+        let root = seed as usize % world;
+        let roots = |rank: usize| random::<T>(seed * 8 + rank as u64 + 1, m * n);
+        let whole = roots(rank);
+        a.shard_mut()
+            .copy_from_host(&whole[own.start * n..own.end * n])?;
+        for others in [0..own.start, own.end..m] {
+            a.write(others.start, &whole[others.start * n..others.end * n])?;
+        }
+        broadcast(&mut a, root)?;
+        assert_eq!(
+            bytes(&a.to_vec()?),
+            bytes(&roots(root)),
+            "broadcast from {root}, seed {seed}"
+        );
+
+        let sent = |rank: usize| random::<T>(seed * 8 + rank as u64 + 2, world * rows[rank] * n);
+        let input = sent(rank);
+        let input = group.upload(&input, world * rows[rank], n)?;
+        all_to_all(&input, &mut a)?;
+        let mut expected = Vec::new();
+        for (from, &rows) in rows.iter().enumerate() {
+            let of = sent(from);
+            expected.extend_from_slice(&of[rank * rows * n..(rank + 1) * rows * n]);
+        }
+        assert_eq!(
+            bytes(&a.to_vec()?),
+            bytes(&expected),
+            "all to all, seed {seed}"
+        );
+        Ok(())
+    }
+    fn floats<B: Tested, T: Float>(group: &Group<B>, seed: u64) -> Result<(), Error> {
+        let (rank, world) = (group.rank(), group.world_size());
+        // The last is too large for each rank to get all of it, where there are more than two.
+        let m = [7, 64, 1, 5000][seed as usize % 4];
+        let n = [13, 16, 40][seed as usize % 3];
+        let addend = |rank: usize| normal::<T>(seed * 8 + rank as u64, m * n);
+        let expected = sums(&(0..world).map(addend).collect::<Vec<_>>());
+        let input = group.upload(&addend(rank), m, n)?;
+        let rows = |rank: usize| m / world + usize::from(rank < m % world);
+        let first: usize = (0..rank).map(rows).sum();
+        let mut out = group.upload(&vec![nan::<T>(); rows(rank) * n], rows(rank), n)?;
+        reduce_scatter(&input, &mut out)?;
+        let own = &expected[first * n..(first + rows(rank)) * n];
+        assert_eq!(bytes(&out.to_vec()?), bytes(own), "scatter, seed {seed}");
+
+        // The rows of a sharded matrix are whole 16 bytes.
+        let n = n.next_multiple_of(8);
+        let addend = |rank: usize| normal::<T>(seed * 8 + rank as u64, m * n);
+        let expected = sums(&(0..world).map(addend).collect::<Vec<_>>());
+        let input = group.upload(&addend(rank), m, n)?;
+        let mut all = group.sharded::<T>(m, n)?;
+        let poison = vec![nan(); all.rows().len() * n];
+        all.shard_mut().copy_from_host(&poison)?;
+        all.poison(nan())?;
+        all_reduce(&input, &mut all)?;
+        assert_eq!(
+            bytes(&all.to_vec()?),
+            bytes(&expected),
+            "reduce, seed {seed}"
+        );
+        Ok(())
+    }
+    all_done(ranks::<B>(test, world, |rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        with_delays(|seed| {
+            match seed % 4 {
+                0 => values::<B, u8>(&group, seed)?,
+                1 => values::<B, u16>(&group, seed)?,
+                2 => values::<B, f32>(&group, seed)?,
+                _ => values::<B, u64>(&group, seed)?,
+            }
+            match seed % 3 {
+                0 => floats::<B, bf16>(&group, seed),
+                1 => floats::<B, f16>(&group, seed),
+                _ => floats::<B, f32>(&group, seed),
+            }
+        })
+    }));
+}
+
+/// An error of the function that rank 1 gives, amid what it makes for others, is every rank's.
+#[track_caller]
+pub fn an_error_of_a_producer_is_every_ranks<B: Produces>(test: &str) {
+    let ranks = ranks::<B>(test, 3, |rank: &Rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        let values = vec![bf16::ONE; 30 * 8];
+        let source = group.upload(&values, 30, 8)?;
+        let mut out = group.zeros::<bf16>(10, 8)?;
+        until_failure(&group, || {
+            let mut calls = 0;
+            produce_and_reduce_scatter(30, &mut out, |mut block| {
+                calls += 1;
+                if (rank.rank, calls) == (1, 2) {
+                    return Err("no second block".into());
+                }
+                let first = block.rows().start;
+                B::put(&mut block, &source, &values, first);
+                Ok(())
+            })
+        })
+    });
+    let outcomes = ranks.outcomes();
+    let expected = Error::Callback {
+        rank: 1,
+        call: "produce_and_reduce_scatter".into(),
+        reason: "no second block".into(),
+    };
+    assert_eq!(*same_error(&outcomes), expected);
+}
+
+/// A panic of the function that rank 0 gives goes on there, and ends the group on every rank.
+#[track_caller]
+pub fn a_panic_of_a_producer_ends_the_group<B: Produces>(test: &str) {
+    use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+    let ranks = ranks::<B>(test, 2, |rank: &Rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        let mut out = group.sharded::<u8>(30, 16)?;
+        if rank.rank == 0 {
+            let panic = catch_unwind(AssertUnwindSafe(|| {
+                // As a panic, without its words.
+                produce_and_all_to_all(&mut out, |_| resume_unwind(Box::new("planted")))
+            }));
+            let payload = panic.expect_err("the panic goes on");
+            assert_eq!(payload.downcast_ref(), Some(&"planted"));
+        }
+        until_failure(&group, || produce_and_all_to_all(&mut out, |_| Ok(())))
+    });
+    let outcomes = ranks.outcomes();
+    assert_eq!(*same_error(&outcomes), Error::RankPanicked { rank: 0 });
+}
+
+/// A function that does not return is named by its rank, at the deadline: the others wait for what it makes.
+#[track_caller]
+pub fn a_producer_that_takes_too_long_is_named<B: Produces>(test: &str) {
+    let ranks = ranks::<B>(test, 2, |rank: &Rank| {
+        let (_kept, group) = connect_short::<B>(rank)?;
+        let mut out = group.sharded::<u8>(30, 16)?;
+        until_failure(&group, || {
+            produce_and_all_to_all(&mut out, |_| {
+                if rank.rank == 1 {
+                    std::thread::sleep(B::SHORT + B::SLACK + Duration::from_secs(3));
+                }
+                Ok(())
+            })
+        })
+    });
+    for outcome in ranks.outcomes() {
+        match outcome.error().cause() {
+            Error::Timeout { rank: 1, what, .. } => {
+                // Whoever is the first to say so.
+                let of_call = what.contains("produce_and_all_to_all");
+                let of_function = what.contains("its caller's function has not returned");
+                assert!(of_call || of_function, "{what}");
+            }
+            other => panic!("{other}"),
+        }
+    }
+}
+
+/// Ranks agree on the blocks that are sent.
+#[track_caller]
+pub fn producers_of_other_blocks_are_a_mismatch<B: Produces>(test: &str) {
+    let ranks = ranks::<B>(test, 3, |rank: &Rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        let mut out = group.zeros::<f32>(10, 8)?;
+        let chunks = if rank.rank == 2 { 3 } else { 1 };
+        let produce = ProduceAndReduceScatter::new().chunks(chunks);
+        let result = produce.run(30, &mut out, |_| Ok(()));
+        poisoned(&group, result.and_then(|()| group.synchronize()))
+    });
+    let outcomes = ranks.outcomes();
+    let call = "produce_and_reduce_scatter(M = 30, N = 8, f32";
+    assert_call_mismatch(
+        same_error(&outcomes),
+        2,
+        &format!("{call}, 3 chunks)"),
+        &format!("{call}, 1 chunks)"),
+    );
+}
+
+/// What does not fit is refused by name before anything is done, and the group goes on.
+#[track_caller]
+pub fn what_cannot_be_exchanged_is_refused<B: Produces>(test: &str) {
+    all_done(ranks::<B>(test, 2, |rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        let other = {
+            let address = format!("{}-other", rank.address);
+            let builder = gemmesh::Builder::<B>::new().timeout(B::TIMEOUT);
+            builder.connect(rank.rank, rank.world, &address)?
+        };
+        let mut sharded = group.sharded::<bf16>(8, 8)?;
+        let input = group.zeros::<bf16>(8, 8)?;
+        let mut long = group.zeros::<bf16>(5, 8)?;
+        let mut foreign = other.zeros::<bf16>(4, 8)?;
+        let shape = |result: Result<(), Error>| match result.as_ref().map_err(Error::cause) {
+            Err(Error::Shape { .. }) => {}
+            other => panic!("{other:?}"),
+        };
+        shape(reduce_scatter(&input, &mut long));
+        shape(all_to_all(&long, &mut sharded));
+        shape(all_reduce(&long, &mut sharded));
+        shape(produce_and_reduce_scatter(8, &mut long, |_| Ok(())));
+        let split = ProduceAndReduceScatter::new().rows(&[3, 5]);
+        shape(split.run_into(&mut sharded, |_| Ok(())));
+        let limit = |result: Result<(), Error>| match result.as_ref().map_err(Error::cause) {
+            Err(Error::Limit { .. }) => {}
+            other => panic!("{other:?}"),
+        };
+        limit(broadcast(&mut sharded, 2));
+        let none = ProduceAndReduceScatter::new().chunks(0);
+        limit(none.run_into(&mut sharded, |_| Ok(())));
+        let many = ProduceAndAllToAll::new().chunks(65);
+        limit(many.run(&mut sharded, |_| Ok(())));
+        match reduce_scatter(&input, &mut foreign)
+            .as_ref()
+            .map_err(Error::cause)
+        {
+            Err(Error::ForeignArgument { .. }) => {}
+            other => panic!("{other:?}"),
+        }
+        let mut refused = 0;
+        produce_and_all_to_all(&mut sharded, |_| {
+            let result = group.synchronize();
+            let error = result.expect_err("it would wait for itself");
+            assert_eq!(*error.cause(), Error::CallInCallback { rank: rank.rank });
+            refused += 1;
+            Ok(())
+        })?;
+        assert!(refused > 0);
+        all_gather(&sharded)?;
+        group.synchronize()?;
+        Ok("refused".into())
+    }));
+}
