@@ -149,7 +149,11 @@ enum Op {
     /// all_gather_and_consume, with cuBLASLt as the consumer.
     Consume,
     MatmulReduceScatter,
+    /// produce_and_reduce_scatter, with cuBLASLt as the producer.
+    Produce,
     MatmulAllReduce,
+    /// all_gather, reduce_scatter, all_reduce, all_to_all and broadcast, from a kilobyte a rank on.
+    Collectives,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -208,7 +212,7 @@ impl Args {
         const LAYERS: [[usize; 2]; 3] = [[1792, 4096], [3584, 8192], [6656, 16384]];
         let of = |m: usize, [n, k]: [usize; 2]| match self.op {
             Op::AllGatherMatmul | Op::Consume => [m, n, k],
-            Op::MatmulReduceScatter | Op::MatmulAllReduce => [m, k, n],
+            _ => [m, k, n],
         };
         let each = |layers: &[[usize; 2]], rows: &[usize]| {
             let each = layers
@@ -218,7 +222,7 @@ impl Args {
         };
         let smallest = match self.op {
             Op::AllGatherMatmul | Op::Consume => 7,
-            Op::MatmulReduceScatter | Op::MatmulAllReduce => 0,
+            _ => 0,
         };
         let small: Vec<usize> = (smallest..=10).map(|exponent| 1 << exponent).collect();
         match self.sweep {
@@ -297,6 +301,16 @@ fn launch_or_run(args: &Args) -> Result<(), Failure> {
             DTypeName::Bf16 => run::<gemmesh::Cuda, bf16, cuda::Consume<bf16>>(args),
             DTypeName::F16 => run::<gemmesh::Cuda, f16, cuda::Consume<f16>>(args),
         },
+        #[cfg(feature = "cuda")]
+        (true, BackendName::Cuda, dtype) if matches!(args.op, Op::Produce) => match dtype {
+            DTypeName::Bf16 => run::<gemmesh::Cuda, bf16, cuda::Produce<bf16>>(args),
+            DTypeName::F16 => run::<gemmesh::Cuda, f16, cuda::Produce<f16>>(args),
+        },
+        #[cfg(feature = "cuda")]
+        (true, BackendName::Cuda, _) if matches!(args.op, Op::Collectives) => {
+            let group = Group::<gemmesh::Cuda>::from_env()?;
+            cuda::collectives::run(&group, [args.warmup, args.iters], args.json.as_deref())
+        }
         #[cfg(feature = "cuda")]
         (true, BackendName::Cuda, DTypeName::Bf16) => run_op::<gemmesh::Cuda, bf16>(args),
         #[cfg(feature = "cuda")]
@@ -410,8 +424,8 @@ where
 {
     match args.op {
         Op::AllGatherMatmul => run::<B, T, AllGather<B, T>>(args),
-        Op::Consume => Err(Failure::Usage(
-            "--op consume: its consumer is cuBLASLt, so it needs --backend cuda",
+        Op::Consume | Op::Produce | Op::Collectives => Err(Failure::Usage(
+            "--op consume, produce and collectives: beside cuBLASLt and NCCL, so they need --backend cuda",
         )),
         Op::MatmulReduceScatter => run::<B, T, ReduceScatter<B, T>>(args),
         Op::MatmulAllReduce => run::<B, T, AllReduce<B, T>>(args),

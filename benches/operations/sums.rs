@@ -77,7 +77,7 @@ fn describe([m, n, k]: [usize; 3]) -> String {
 /// Each rank gets its rows of the sum.
 pub struct ReduceScatter<B: Backend, T: Element> {
     pub operands: Operands<B, T>,
-    out: Matrix<B, T>,
+    pub out: Matrix<B, T>,
 }
 
 impl<B: Backend, T: Element> Operation<B, T> for ReduceScatter<B, T> {

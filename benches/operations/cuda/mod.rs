@@ -3,9 +3,11 @@
 
 mod calibrate;
 mod clock;
+pub mod collectives;
 mod consume;
 mod memory;
 mod peers;
+mod produce;
 
 use std::fmt::Debug;
 use std::path::Path;
@@ -18,6 +20,7 @@ use gemmesh::testing::{Winner, ranks_share_gpus, with_each_kernel};
 use gemmesh::{Chunking, Config, Cuda, Element, Error, Group, Result, Route};
 use memory::{Place, Scratch};
 use peers::{Collective, Communication, CublasLt, Nccl, Product};
+pub use produce::Produce;
 use serde_json::json;
 
 use crate::common::gather::AllGather;
@@ -86,7 +89,7 @@ impl Peers {
     fn name(&self) -> &'static str {
         match self.communication.collective {
             Collective::Gather => "NCCL + cuBLASLt",
-            Collective::ReduceScatter | Collective::AllReduce => "cuBLASLt + NCCL",
+            _ => "cuBLASLt + NCCL",
         }
     }
 
@@ -97,7 +100,7 @@ impl Peers {
                 nccl.run(&self.communication, timer.stream)?;
                 self.product.run(timer.stream)
             }
-            Collective::ReduceScatter | Collective::AllReduce => {
+            _ => {
                 self.product.run(timer.stream)?;
                 nccl.run(&self.communication, timer.stream)
             }
@@ -174,7 +177,7 @@ impl<T: Element> Operands<Cuda, T> {
         let longest = m.div_ceil(world);
         let count = match collective {
             Collective::AllReduce => m * n,
-            Collective::Gather | Collective::ReduceScatter => longest * n,
+            _ => longest * n,
         };
         let from = Scratch::new(world * longest * n * size_of::<T>())?;
         let to = Scratch::new(count * size_of::<T>())?;

@@ -217,6 +217,9 @@ pub enum Collective {
     Gather,
     ReduceScatter,
     AllReduce,
+    AllToAll,
+    /// From rank 0.
+    Broadcast,
 }
 
 /// An operation of NCCL.
@@ -225,12 +228,15 @@ pub struct Communication {
     pub dtype: DType,
     pub from: Scratch,
     pub to: Scratch,
-    /// Elements: of a rank's part, and where all ranks get the same sum, of all.
+    /// Elements: of a rank's part, and where all ranks get the same, of all.
     pub count: usize,
 }
 
 /// NCCL's view of the group.
-pub struct Nccl(nccl_sys::ncclComm_t);
+pub struct Nccl {
+    comm: nccl_sys::ncclComm_t,
+    world: usize,
+}
 
 impl Nccl {
     pub fn new(group: &Group<Cuda>) -> Result<Nccl> {
@@ -247,7 +253,10 @@ impl Nccl {
         let (rank, world) = (group.rank() as i32, group.world_size() as i32);
         // SAFETY: writes the local; every rank makes the same call.
         unsafe { nccl::comm_init_rank(&mut comm, world, id, rank) }.map_err(refused(what))?;
-        Ok(Nccl(comm))
+        Ok(Nccl {
+            comm,
+            world: group.world_size(),
+        })
     }
 
     pub fn run(&self, what: &Communication, stream: driver_sys::CUstream) -> Result<()> {
@@ -267,22 +276,55 @@ impl Nccl {
         // SAFETY: the one that holds a part holds `count` elements, the one that holds all parts as many for each rank.
         let result = unsafe {
             match collective {
-                Collective::Gather => nccl::all_gather(from, to, count, dtype, self.0, stream),
+                Collective::Gather => nccl::all_gather(from, to, count, dtype, self.comm, stream),
                 Collective::ReduceScatter => {
-                    nccl::reduce_scatter(from, to, count, dtype, sum, self.0, stream)
+                    nccl::reduce_scatter(from, to, count, dtype, sum, self.comm, stream)
                 }
                 Collective::AllReduce => {
-                    nccl::all_reduce(from, to, count, dtype, sum, self.0, stream)
+                    nccl::all_reduce(from, to, count, dtype, sum, self.comm, stream)
+                }
+                Collective::Broadcast => {
+                    nccl::broadcast(from, to, count, dtype, 0, self.comm, stream)
+                }
+                Collective::AllToAll => {
+                    self.all_to_all([from, to.cast_const()], count, dtype, stream)
                 }
             }
         };
         result.map(drop).map_err(refused("communicate with NCCL"))
+    }
+
+    /// # Safety
+    /// Both hold `count` elements for each rank.
+    unsafe fn all_to_all(
+        &self,
+        [from, to]: [*const c_void; 2],
+        count: usize,
+        dtype: nccl_sys::ncclDataType_t,
+        stream: nccl_sys::cudaStream_t,
+    ) -> std::result::Result<nccl::NcclStatus, nccl::NcclError> {
+        // Of 16 bits.
+        let bytes = 2 * count;
+        nccl::group_start()?;
+        for peer in 0..self.world {
+            let (from, to) = (
+                from.wrapping_byte_add(peer * bytes),
+                to.wrapping_byte_add(peer * bytes),
+            );
+            let rank = peer as i32;
+            // SAFETY: as this function's.
+            unsafe {
+                nccl::send(from, count, dtype, rank, self.comm, stream)?;
+                nccl::recv(to.cast_mut(), count, dtype, rank, self.comm, stream)?;
+            }
+        }
+        nccl::group_end()
     }
 }
 
 impl Drop for Nccl {
     fn drop(&mut self) {
         // SAFETY: made by `new`, used no more.
-        let _ = unsafe { nccl::comm_destroy(self.0) };
+        let _ = unsafe { nccl::comm_destroy(self.comm) };
     }
 }

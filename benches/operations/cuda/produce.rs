@@ -1,0 +1,158 @@
+//! Partial sums that cuBLASLt makes block by block, each sent to its owner while the next is made.
+
+use std::rc::Rc;
+
+use cudarc::driver::sys::CUstream;
+use gemmesh::trace::Trace;
+use gemmesh::{
+    Block, Chunking, Config, Cuda, Element, Explanation, Group, PreparedReduceScatter,
+    ProduceAndReduceScatter, Result, Route,
+};
+
+use super::clock::Timer;
+use super::memory::Place;
+use super::peers::{CublasLt, Product};
+use super::{Instruments, OnGpus, Peers, refused};
+use crate::common::{Check, Operation};
+use crate::sums::{Operands, ReduceScatter};
+
+/// `out[rows of this rank, N] = Σ_p a_p[rows, K_p] · b_p[N, K_p]ᵀ` by produce_and_reduce_scatter, whose producer is cuBLASLt.
+pub struct Produce<T: Element> {
+    sums: ReduceScatter<Cuda, T>,
+    /// One for each of the two streams, for its products use the handle's memory.
+    cublaslt: [Rc<CublasLt>; 2],
+    /// In the order of the calls.
+    products: Vec<Product>,
+    /// The group's.
+    stream: CUstream,
+}
+
+/// The product of a block that is asked for.
+fn product<T: Element>(
+    operands: &Operands<Cuda, T>,
+    cublaslt: &Rc<CublasLt>,
+    block: &Block<Cuda, T>,
+) -> Result<Product> {
+    let ([rows, n], [_, _, k]) = (block.shape(), operands.shape());
+    let mut a = Place::of(&operands.a);
+    a.ptr += (block.rows().start * a.pitch * size_of::<T>()) as u64;
+    let out = Place {
+        ptr: block.as_device_ptr(),
+        pitch: block.pitch(),
+    };
+    Product::new::<T>(cublaslt, a, Place::of(&operands.b), out, [rows, n, k])
+}
+
+impl<T: Element> Produce<T> {
+    fn tune(&mut self, timer: &Timer) -> Result<()> {
+        let mut products = self.products.iter_mut();
+        products.try_for_each(|product| product.tune(timer))
+    }
+}
+
+impl<T: Element> Operation<Cuda, T> for Produce<T> {
+    const NAME: &'static str = "produce_and_reduce_scatter";
+    const COLLECTIVE: &'static str = "reduce-scatter";
+    const SEQUENTIAL: &'static str = "cuBLASLt by blocks, then reduce-scatter";
+    type Prepared = PreparedReduceScatter<'static, Cuda, T>;
+
+    fn random(group: &Group<Cuda>, shape: [usize; 3]) -> Result<Self> {
+        super::clock::bind(group)?;
+        Ok(Produce {
+            sums: ReduceScatter::random(group, shape)?,
+            cublaslt: [Rc::new(CublasLt::new()?), Rc::new(CublasLt::new()?)],
+            products: Vec::new(),
+            stream: group.stream().cast(),
+        })
+    }
+
+    fn describe(shape: [usize; 3]) -> String {
+        ReduceScatter::<Cuda, T>::describe(shape)
+    }
+
+    /// The product of gemmesh's own beside which it is timed, and the number of blocks.
+    fn prepare(&self, config: Option<Config>) -> Result<Self::Prepared> {
+        let pulled = match config {
+            Some(config) => config,
+            None => {
+                let tile = self.sums.prepare(None)?.config().tile;
+                Config::new(tile, Chunking::new(2), Route::Pull)
+            }
+        };
+        self.sums.prepare(Some(pulled.with_route(Route::Pull)))
+    }
+
+    fn explain(prepared: &Self::Prepared) -> Explanation {
+        prepared.explain()
+    }
+
+    fn run(&mut self, prepared: &Self::Prepared) -> Result<()> {
+        let m = self.sums.operands.a.shape()[0];
+        let operation = ProduceAndReduceScatter::new().chunks(prepared.config().chunking.count);
+        let Produce {
+            sums,
+            cublaslt,
+            products,
+            ..
+        } = self;
+        if products.is_empty() {
+            operation.run(m, &mut sums.out, |block| {
+                let cublaslt = &cublaslt[products.len() % 2];
+                products.push(product(&sums.operands, cublaslt, &block)?);
+                Ok(())
+            })?;
+        }
+        let mut made = 0;
+        operation.run(m, &mut sums.out, |block| {
+            products[made].run(block.stream().cast())?;
+            made += 1;
+            Ok(())
+        })
+    }
+
+    fn multiply(&mut self, prepared: &Self::Prepared) -> Result<()> {
+        self.sums.multiply(prepared)
+    }
+
+    fn communicate(&mut self, prepared: &Self::Prepared) -> Result<()> {
+        self.sums.communicate(prepared)
+    }
+
+    fn run_in_sequence(&mut self, prepared: &Self::Prepared) -> Result<()> {
+        let mut products = self.products.iter();
+        products.try_for_each(|product| product.run(self.stream))?;
+        self.communicate(prepared)
+    }
+
+    fn trace(&mut self, _: &Self::Prepared) -> Result<Trace> {
+        Err(refused("trace")("what a producer does is not traced"))
+    }
+
+    fn poison(&mut self) -> Result<()> {
+        self.sums.poison()
+    }
+
+    fn check(&mut self, products: usize) -> Result<Check> {
+        self.sums.check(products)
+    }
+}
+
+impl<T: Element> OnGpus<T> for Produce<T> {
+    const ADDS: bool = false;
+
+    fn peers(&mut self, instruments: &Instruments, prepared: &Self::Prepared) -> Result<Peers> {
+        let peers = self.sums.peers(instruments, prepared)?;
+        self.tune(&instruments.timer)?;
+        Ok(peers)
+    }
+
+    fn copy(&mut self, prepared: &Self::Prepared) -> Result<()> {
+        self.sums.copy(prepared)
+    }
+
+    fn ways() -> Vec<(Route, Chunking)> {
+        [1, 2, 4]
+            .map(|count| (Route::Pull, Chunking::new(count)))
+            .into()
+    }
+}
