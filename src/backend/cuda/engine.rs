@@ -107,16 +107,17 @@ fn enqueue(
         cuda.begun.record(main)?;
         stream.wait_until(&cuda.begun)?;
     }
-    if callback.is_some() {
-        // Behind what was put on the main stream before the call, as the copies, and not behind what it waits for from here on.
-        let mut callers = cuda.callers().iter();
-        callers.try_for_each(|stream| stream.wait_until(&cuda.begun))?;
-    }
     let mut copies = None;
     let mut consumer = None;
     let mut made = Ok(());
     match callback {
-        Some(Callback::Producer(producer)) => made = produce(at, schedule, call, producer),
+        Some(Callback::Producer(producer)) => {
+            let mut callers = Callers::new(cuda);
+            made = produce(at, schedule, call, producer, &mut callers);
+            // Also what was put there before something failed.
+            let joined = callers.join(main);
+            made = made.and(joined);
+        }
         other => {
             let (matrices, no_maker) = (call.matrices, None);
             let enqueued =
@@ -140,11 +141,7 @@ fn enqueue(
     if beside && schedule.moves().next().is_some() && !awaited {
         main.wait_for(cuda.copies(), &cuda.gathered)?;
     }
-    if !schedule.requests().is_empty() {
-        // Also what was put there before something failed.
-        let joined = join_callers(at);
-        made.and(joined)?;
-    }
+    made?;
     // Own rows are free again, and what peers bring is there, when they say that they are done.
     let done = schedule.movers().iter();
     let done = done.map(|&peer| cuda.control.done(members.rank, peer));
@@ -169,9 +166,10 @@ fn enqueue(
         unsafe { main.words(&words)? };
     }
     if let Some(consumer) = consumer {
-        let consumed = consume(at, schedule, epoch, consumer);
+        let mut callers = Callers::new(cuda);
+        let consumed = consume(at, schedule, epoch, consumer, &mut callers);
         // Also what was put there before something failed.
-        let joined = join_callers(at);
+        let joined = callers.join(main);
         consumed.and(joined)?;
     }
     if let (Some(spans), Some(launch)) = (call.trace.as_deref_mut(), launch) {
@@ -184,25 +182,66 @@ fn enqueue(
     Ok(())
 }
 
-/// The main stream goes on when what functions of the caller's have put on theirs is done: on each, whatever comes of the other.
-fn join_callers(at: &Place) -> Result<()> {
-    let streams = at.cuda.callers().each_ref();
-    let [first, second] = streams.map(|stream| at.main.wait_for(stream, &at.cuda.called));
-    first.and(second)
+/// The streams of a caller's function, one for each call. What an earlier call puts on its stream has the higher priority: a device that
+/// is offered kernels of two streams runs them side by side if these are alike, and then nothing of the first is done before all of the
+/// second is. And what the one before the last has put there comes first, so that two run at a time: the second fills what the first leaves.
+/// So the order is the same on all ranks.
+struct Callers<'a> {
+    cuda: &'a Cuda,
+    calls: usize,
+}
+
+impl<'a> Callers<'a> {
+    fn new(cuda: &'a Cuda) -> Self {
+        Callers { cuda, calls: 0 }
+    }
+
+    /// That of call `index`, one of those that there have been.
+    fn of(&self, index: usize) -> &'a Stream {
+        let streams = self.cuda.callers();
+        &streams[index % streams.len()]
+    }
+
+    /// That of the next call, behind what was on the main stream when the operation began.
+    fn next(&mut self) -> Result<&'a Stream> {
+        let (index, levels) = (self.calls, self.cuda.callers().len());
+        self.calls += 1;
+        let stream = self.of(index);
+        if index < levels {
+            stream.wait_until(&self.cuda.begun)?;
+        }
+        if index >= 2 {
+            stream.wait_for(self.of(index - 2), &self.cuda.called)?;
+        }
+        if index > 0 && index % levels == 0 {
+            // From the lowest priority to the highest.
+            stream.wait_for(self.of(index - 1), &self.cuda.called)?;
+        }
+        Ok(stream)
+    }
+
+    /// The main stream goes on when all is done, whatever comes of one.
+    fn join(&self, main: &Stream) -> Result<()> {
+        let last = self.calls.saturating_sub(2)..self.calls;
+        let joined = last.map(|index| main.wait_for(self.of(index), &self.cuda.called));
+        joined.fold(Ok(()), Result::and)
+    }
 }
 
 /// Calls the caller's function for this rank's own rows and for each arrival, as [`drive::consume`](crate::schedule::drive::consume) of the
 /// host, with a stream that waits for the arrival's flag. All copies are on their stream, and what completes the operation is on the main
 /// one: peers wait neither for the function nor for what it puts on the streams. If the operation fails, the copies run through, and so their
 /// flags are written.
-fn consume(at: &Place, schedule: &Schedule, epoch: Epoch, consumer: &mut Consumer) -> Result<()> {
-    let [first, second] = at.cuda.callers();
-    consumer(None, first.raw())?;
-    for (arrival, stream) in schedule
-        .arrivals()
-        .iter()
-        .zip([second, first].into_iter().cycle())
-    {
+fn consume(
+    at: &Place,
+    schedule: &Schedule,
+    epoch: Epoch,
+    consumer: &mut Consumer,
+    callers: &mut Callers,
+) -> Result<()> {
+    consumer(None, callers.next()?.raw())?;
+    for arrival in schedule.arrivals() {
+        let stream = callers.next()?;
         let flag = at.cuda.control.chunk(arrival.flag);
         // SAFETY: the control block is unmapped when the streams have passed: the main one waits for this.
         unsafe { stream.words(&[StreamMemOp::Wait(flag, epoch.raw())])? };
@@ -211,27 +250,26 @@ fn consume(at: &Place, schedule: &Schedule, epoch: Epoch, consumer: &mut Consume
     Ok(())
 }
 
-/// Has the caller's function make block after block, as [`drive::produce`](crate::schedule::drive::produce) of the host, on streams by turns:
-/// the copy stream asks for a block when it comes to it, and what this rank keeps follows. Of that a block is added to what has
+/// Has the caller's function make block after block, as [`drive::produce`](crate::schedule::drive::produce) of the host, on streams of its
+/// calls: the copy stream asks for a block when it comes to it, and what this rank keeps follows. Of that a block is added to what has
 /// come as soon as both are there, while the next is made.
 fn produce(
     at: &Place,
     schedule: &Schedule,
     call: &Call<Cuda>,
     producer: &mut Producer,
+    callers: &mut Callers,
 ) -> Result<()> {
     let Place { cuda, main, .. } = *at;
     let epoch = call.epoch;
     let requests = schedule.requests();
-    let callers = cuda.callers();
-    let mut next = 0;
     let mut make = |block: usize| -> Result<&Stream> {
-        while next <= block {
-            let stream = callers[next % callers.len()].raw();
-            cuda.monitor.calling(|| producer(&requests[next], stream))?;
-            next += 1;
+        while callers.calls <= block {
+            let request = &requests[callers.calls];
+            let stream = callers.next()?.raw();
+            cuda.monitor.calling(|| producer(request, stream))?;
         }
-        Ok(&callers[block % callers.len()])
+        Ok(callers.of(block))
     };
     copies::enqueue(
         at,

@@ -106,7 +106,7 @@ pub struct Cuda {
     gathered: Event,
     /// A stream of the caller's functions has made a block.
     produced: Event,
-    /// It has done all that they put there.
+    /// It has done all that they have put there.
     called: Event,
     /// The main stream before has come to where another took over.
     handed_over: Event,
@@ -415,8 +415,8 @@ impl Cuda {
         &self.reclaimer.copies
     }
 
-    /// For functions of the caller's, by turns.
-    fn callers(&self) -> &[Stream; 2] {
+    /// For functions of the caller's, those of the highest priority first.
+    fn callers(&self) -> &[Stream] {
         &self.reclaimer.callers
     }
 
