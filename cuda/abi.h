@@ -137,6 +137,29 @@ typedef struct GemmeshCopyTask {
     uint32_t reserved[3];
 } GemmeshCopyTask;
 
+/* What one CTA of gemmesh_exchange_<dtype> stores to a rank at a time: rows of one matrix, to rows of another, or parts of them. */
+typedef struct GemmeshSend {
+    uint32_t from_row;
+    uint32_t to_row;
+    uint32_t column; /* bytes from where a row begins, in both; a multiple of 16 */
+    uint32_t width;  /* bytes of each row; a multiple of 16 */
+    uint32_t rows;
+    uint32_t peer; /* whom it is for: GemmeshExchange.rows has the other matrix of each rank */
+    uint32_t flag; /* the peer's chunk flag */
+    uint32_t reserved;
+} GemmeshSend;
+
+/* What the grid stores, and waits for. Any grid of CTAs of GEMMESH_EXCHANGE_THREADS threads, which all run at the same time. */
+#define GEMMESH_EXCHANGE_THREADS 512
+typedef struct GemmeshSends {
+    const GemmeshSend *sends;
+    const void *from;
+    uint64_t from_pitch; /* bytes from row to row */
+    uint64_t to_pitch;
+    uint32_t count; /* of sends */
+    uint32_t flags; /* how many of this rank's chunk flags say that all has come to it */
+} GemmeshSends;
+
 /* How rows are pushed. */
 typedef struct GemmeshExchange {
     GemmeshPushEpoch *push_epoch;     /* null: rows are pulled, and nothing below is used */
@@ -289,6 +312,8 @@ static_assert(sizeof(GemmeshMailbox) == 4 * (GEMMESH_MAX_WORLD + GEMMESH_MAX_FLA
 static_assert(sizeof(GemmeshPushEpoch) == 32, "");
 static_assert(offsetof(GemmeshPushEpoch, entered) == 4, "it is written with the word before");
 static_assert(sizeof(GemmeshCopyTask) == 32, "a task is two 16-byte loads");
+static_assert(sizeof(GemmeshSend) == 32, "a task is two 16-byte loads");
+static_assert(sizeof(GemmeshSends) == 40, "");
 static_assert(sizeof(GemmeshExchange) == 48 + 16 * GEMMESH_MAX_WORLD, "");
 static_assert(offsetof(GemmeshExchange, task_count) == 32, "");
 static_assert(sizeof(GemmeshLanding) == 8 + 16 * GEMMESH_MAX_TARGETS, "");

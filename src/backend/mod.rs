@@ -159,6 +159,11 @@ pub(crate) mod sealed {
         fn close(&mut self, members: &Members);
         /// A good way to cut up what is asked.
         fn default_config(&self, asked: &Description, numerics: Numerics) -> Config;
+        /// Whether rows of so many bytes a rank, which are exchanged and not multiplied, are better stored by a kernel than copied: the same on
+        /// all ranks.
+        fn is_better_stored(&self, _bytes: usize) -> bool {
+            false
+        }
         /// What it is expected to take, cut up like that: parts of it, and at last the whole. Nothing if that is not known.
         fn predict(&self, _asked: &Description, _config: &Config) -> Vec<Prediction> {
             Vec::new()

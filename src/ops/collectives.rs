@@ -7,7 +7,7 @@ use crate::element::{Float, Value};
 use crate::error::Result;
 use crate::group::Group;
 use crate::matrix::Matrix;
-use crate::schedule::collectives::{self, INPUT, MATRICES, OUT, ROOM, chunked};
+use crate::schedule::collectives::{self, INPUT, MATRICES, OUT, ROOM, chunked, stored};
 use crate::schedule::{Layout, Planner, all_gather as gather};
 use crate::sharded::ShardedMatrix;
 
@@ -40,7 +40,11 @@ pub fn all_gather<B: Backend, T: Value>(a: &ShardedMatrix<B, T>) -> Result<()> {
 fn gather_named<B: Backend, T: Value>(name: &'static str, a: &ShardedMatrix<B, T>) -> Result<()> {
     let group = a.group();
     let asked = super::describe::<T>(name, a.layout(), 0);
-    let program = group.program(gather::gather, asked, Some(chunked(1)));
+    let planner: Planner = match is_better_stored::<B, T>(group, a.layout()) {
+        true => gather::gather_stored,
+        false => gather::gather,
+    };
+    let program = group.program(planner, asked, Some(chunked(1)));
     let program = program.map_err(|error| group.refuse(name, error))?;
     let mut matrices = [const { Bound::Nothing }; gather::MATRICES];
     matrices[gather::A] = Bound::Symmetric(a.memory());
@@ -193,7 +197,11 @@ impl Exchange {
         shared: &[u32],
     ) -> Result<()> {
         let asked = super::describe::<T>(self.name, layout, layout.k());
-        let program = group.program(self.planner, asked, Some(chunked(self.chunks)));
+        let config = match is_better_stored::<B, T>(group, layout) {
+            true => stored(),
+            false => chunked(self.chunks),
+        };
+        let program = group.program(self.planner, asked, Some(config));
         let program = program.map_err(|error| group.refuse(self.name, error))?;
         let schedule = B::schedule(&program);
         let room = match schedule.matrices()[ROOM].rows {
@@ -208,4 +216,11 @@ impl Exchange {
         }
         super::run(group, None, &program, &matrices, shared, false, None)
     }
+}
+
+/// Whether a kernel should store the rows of this layout: whole 16 bytes each, and few.
+fn is_better_stored<B: Backend, T: Value>(group: &Group<B>, layout: &Layout) -> bool {
+    let row = layout.k() * size_of::<T>();
+    let bytes = layout.m() / group.world_size() * row;
+    row.is_multiple_of(16) && group.inner().backend.is_better_stored(bytes)
 }

@@ -35,6 +35,17 @@ pub fn gather(asked: &Description, rank: usize, config: Config) -> Result<Schedu
     plan(asked, rank, pulled(config), Moves::Chunks, false)
 }
 
+/// The same by stores of the ranks that own them.
+pub fn gather_stored(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
+    plan(
+        asked,
+        rank,
+        config.with_route(Route::Store),
+        Moves::Chunks,
+        false,
+    )
+}
+
 /// Multiplies rows that are there. The other ranks take no part.
 pub fn multiply(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
     plan(asked, rank, config, Moves::Nothing, true)
@@ -169,9 +180,9 @@ struct Cutter<'a> {
 }
 
 /// A part of a shard that is moved at once.
-struct Chunk {
-    rows: Range<usize>,
-    columns: Range<usize>,
+pub(super) struct Chunk {
+    pub(super) rows: Range<usize>,
+    pub(super) columns: Range<usize>,
 }
 
 impl<'a> Cutter<'a> {
@@ -271,7 +282,7 @@ fn boundary(rows: usize) -> usize {
 
 /// What a kernel stores is cut into parts, for as many CTAs: some rows each or, of few rows, a piece of one. Each has its flag, which is
 /// no more to look at than the bytes are to store; where there are many peers, fewer parts are for each.
-fn stored_parts(shard: Range<usize>, k: usize, world: usize) -> Vec<Chunk> {
+pub(super) fn stored_parts(shard: Range<usize>, k: usize, world: usize) -> Vec<Chunk> {
     const MOST: usize = 64;
     const ELEMENTS: usize = 3072;
     const LEAST_COLUMNS: usize = 512;

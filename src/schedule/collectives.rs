@@ -1,12 +1,14 @@
 //! The planners of what is exchanged, and perhaps added up, but not multiplied: rows that a rank has, or that its caller makes block by
 //! block while those before are on their way.
 //!
-//! Whoever has rows pushes them: no kernel waits for anything, streams do.
+//! Whoever has rows pushes them: no kernel waits for anything, streams do. Or stores them, if they are there and few: by a kernel that waits
+//! for what comes.
 
 use std::ops::Range;
 
 use smallvec::smallvec;
 
+use super::all_gather::{Chunk, stored_parts};
 use super::config::{Chunking, Config, Route, TileShape};
 use super::layout::{MAX_EXTENT, MAX_WORLD, chunk_rows, limit};
 use super::order::ring;
@@ -31,6 +33,11 @@ pub const fn chunked(chunks: usize) -> Config {
     // Nothing is multiplied; chunks are cut at multiples of the tile's rows, as kernels like them.
     let tile = TileShape::new(128, 128, 64);
     Config::new(tile, Chunking::new(chunks), Route::Push)
+}
+
+/// By stores of a kernel, as finely cut as these like.
+pub const fn stored() -> Config {
+    chunked(1).with_route(Route::Store)
 }
 
 /// Each rank gets its rows of the sum of all inputs, [M, N].
@@ -90,8 +97,8 @@ pub fn produce_and_all_to_all(
     Plan::new(asked, rank, config)?.exchange(Blocks::Made)
 }
 
-/// All ranks get the rows of the one that has all in the layout. It sends each other rank a part of them, which that one sends on: so
-/// that no link carries more than a part and the whole.
+/// All ranks get the rows of the one that has all in the layout. It sends each other rank a share of them, which that one sends on: so
+/// each link carries all of them once, about. What is stored goes to each at once.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
@@ -142,17 +149,29 @@ impl<'a> Plan<'a> {
     }
 
     /// The parts of these rows that are made and sent at once.
-    fn cut(&self, rows: Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
+    fn cut(&self, rows: Range<usize>) -> Vec<Chunk> {
+        let n = self.asked.n;
+        if self.config.route == Route::Store {
+            return stored_parts(rows, n, self.world());
+        }
         let height = self.config.entry_rows();
         let parts = chunk_rows(0..rows.len(), self.config.chunking.count, height);
-        parts.map(move |part| rows.start + part.start..rows.start + part.end)
+        let parts = parts.map(|part| Chunk {
+            rows: rows.start + part.start..rows.start + part.end,
+            columns: 0..n,
+        });
+        parts.collect()
     }
 
     fn region(&self, matrix: usize, rows: Range<usize>) -> Region {
+        self.part(matrix, rows, &(0..self.asked.n))
+    }
+
+    fn part(&self, matrix: usize, rows: Range<usize>, columns: &Range<usize>) -> Region {
         Region {
             matrix,
             rows,
-            columns: 0..self.asked.n,
+            columns: columns.clone(),
         }
     }
 
@@ -165,7 +184,7 @@ impl<'a> Plan<'a> {
             after: 0..0,
             produced: None,
             flag,
-            route: Route::Push,
+            route: self.config.route,
         }
     }
 
@@ -180,21 +199,22 @@ impl<'a> Plan<'a> {
         };
         let room = Partials::of_callers(asked, callers, most);
         // What each rank makes: the others' rows first, and its own last.
-        let pieces = |rank: usize| -> Vec<Piece> {
+        let pieces = |rank: usize| -> (Vec<Piece>, Vec<Range<usize>>) {
             let owners = ring(rank, world).chain([rank]);
             let pieces = owners.flat_map(|owner| {
-                let parts = self.cut(layout.rows_of(owner));
-                parts.map(move |rows| Piece { owner, rows })
+                let parts = self.cut(layout.rows_of(owner)).into_iter();
+                parts.map(move |Chunk { rows, columns }| (Piece { owner, rows }, columns))
             });
-            pieces.collect()
+            pieces.unzip()
         };
-        let made: Vec<Vec<Piece>> = (0..world).map(pieces).collect();
+        let (made, columns): (Vec<_>, Vec<_>) = (0..world).map(pieces).unzip();
         let incoming: Vec<Incoming> = (0..world).map(|to| Incoming::of(&made, to)).collect();
         let transfer = |from: usize, number: usize, Piece { owner, rows }: &Piece| {
             let slot = room.slot(from, *owner) + rows.start - layout.rows_of(*owner).start;
+            let columns = &columns[from][number];
             let moved = Move {
-                from: self.region(source, rows.clone()),
-                to: self.region(ROOM, slot..slot + rows.len()),
+                from: self.part(source, rows.clone(), columns),
+                to: self.part(ROOM, slot..slot + rows.len(), columns),
             };
             let flag = incoming[*owner].flag(from, number);
             Transfer {
@@ -250,13 +270,18 @@ impl<'a> Plan<'a> {
         let &Plan { asked, rank, .. } = self;
         let (m, world) = (asked.layout.m(), self.world());
         let room = Partials::of_callers(asked, 0, m);
-        let transfer = |from: usize, to: usize| {
-            let slot = room.slot(from, to);
-            let moved = Move {
-                from: self.region(INPUT, 0..m),
-                to: self.region(ROOM, slot..slot + m),
+        let cut = self.cut(0..m);
+        let transfers = |from: usize, to: usize| {
+            let (slot, before) = (room.slot(from, to), among_others(from, to) * cut.len());
+            let parts = cut.iter().enumerate();
+            let transfer = move |(part, Chunk { rows, columns }): (usize, &Chunk)| {
+                let moved = Move {
+                    from: self.part(INPUT, rows.clone(), columns),
+                    to: self.part(ROOM, slot + rows.start..slot + rows.end, columns),
+                };
+                self.transfer([from, to], moved, before + part)
             };
-            self.transfer([from, to], moved, among_others(from, to))
+            parts.map(transfer).collect::<Vec<_>>()
         };
         let addend = |from: usize| match from == rank {
             true => Addend::Rows {
@@ -269,8 +294,9 @@ impl<'a> Plan<'a> {
             },
         };
         let mut parts = self.parts([m, m], &room);
-        parts.departures = ring(rank, world).map(|to| transfer(rank, to)).collect();
-        parts.arrivals = ring(rank, world).map(|from| transfer(from, rank)).collect();
+        let peers = || ring(rank, world);
+        parts.departures = peers().flat_map(|to| transfers(rank, to)).collect();
+        parts.arrivals = peers().flat_map(|from| transfers(from, rank)).collect();
         parts.reduction = Some(self.reduction(m, 0, addend));
         Schedule::new(parts)
     }
@@ -294,17 +320,17 @@ impl<'a> Plan<'a> {
         // By source, then by row.
         let flag = |from: usize, part: usize, to: usize| {
             let before = (0..from).filter(|&other| blocks == Blocks::Had || other != to);
-            before.map(|other| parts_of(other).count()).sum::<usize>() + part
+            before.map(|other| parts_of(other).len()).sum::<usize>() + part
         };
         let mut requests = Vec::new();
         let mut departures = Vec::new();
         for to in ring(rank, world).chain([rank]) {
             let stays = to == rank && blocks == Blocks::Made;
-            for (part, rows) in parts_of(rank).enumerate() {
+            for (part, Chunk { rows, columns }) in parts_of(rank).into_iter().enumerate() {
                 let first = begin(rank, to) + rows.start - sent.start;
                 let place = match stays {
                     true => self.region(OUT, rows.clone()),
-                    false => self.region(source, first..first + rows.len()),
+                    false => self.part(source, first..first + rows.len(), &columns),
                 };
                 let number = requests.len();
                 if blocks == Blocks::Made {
@@ -318,7 +344,7 @@ impl<'a> Plan<'a> {
                 if !stays {
                     let moved = Move {
                         from: place,
-                        to: self.region(OUT, rows),
+                        to: self.part(OUT, rows, &columns),
                     };
                     departures.push(Transfer {
                         produced: (blocks == Blocks::Made).then_some(number),
@@ -331,11 +357,11 @@ impl<'a> Plan<'a> {
         let senders = senders.chain((blocks == Blocks::Had).then_some(rank));
         let mut arrivals = Vec::new();
         for from in senders {
-            for (part, rows) in parts_of(from).enumerate() {
+            for (part, Chunk { rows, columns }) in parts_of(from).into_iter().enumerate() {
                 let first = begin(from, rank) + rows.start - layout.rows_of(from).start;
                 let moved = Move {
-                    from: self.region(source, first..first + rows.len()),
-                    to: self.region(OUT, rows),
+                    from: self.part(source, first..first + rows.len(), &columns),
+                    to: self.part(OUT, rows, &columns),
                 };
                 arrivals.push(self.transfer([from, rank], moved, flag(from, part, rank)));
             }
@@ -354,32 +380,30 @@ impl<'a> Plan<'a> {
         let root = (0..world)
             .find(|&rank| !layout.rows_of(rank).is_empty())
             .unwrap_or(0);
-        // Each other rank's part, in ring order, chunk by chunk.
-        let shares: Vec<Range<usize>> = match world {
-            1 => Vec::new(),
-            _ => {
-                let share = |number: usize| layout.m() * number / (world - 1);
-                let shares = (0..world - 1).map(|number| share(number)..share(number + 1));
-                shares.collect()
-            }
+        let stored = self.config.route == Route::Store;
+        // Each other rank's share, in ring order, chunk by chunk. What is stored goes to each at once.
+        let count = world - 1;
+        let share = |number: usize| match stored {
+            true => 0..layout.m(),
+            false => layout.m() * number / count..layout.m() * (number + 1) / count,
         };
-        let chunks: Vec<Vec<Range<usize>>> = shares
-            .iter()
-            .map(|rows| self.cut(rows.clone()).collect())
-            .collect();
-        let first = |share: usize| chunks[..share].iter().map(Vec::len).sum::<usize>();
+        let chunks: Vec<Vec<Chunk>> = (0..count).map(|number| self.cut(share(number))).collect();
+        let first = |share: usize| match stored {
+            true => 0,
+            false => chunks[..share].iter().map(Vec::len).sum::<usize>(),
+        };
         let receivers: Vec<usize> = ring(root, world).collect();
         let most = chunks.iter().map(Vec::len).max().unwrap_or(0);
         // All chunks in the order in which they are sent: the first of every share, then the second.
         let mut all = Vec::new();
         for number in 0..most {
             for (share, chunks) in chunks.iter().enumerate() {
-                if let Some(rows) = chunks.get(number) {
-                    all.push((receivers[share], rows, first(share) + number));
+                if let Some(chunk) = chunks.get(number) {
+                    all.push((receivers[share], chunk, first(share) + number));
                 }
             }
         }
-        let transfer = |from: usize, to: usize, rows: &Range<usize>, flag: usize| Transfer {
+        let transfer = |from: usize, to: usize, chunk: &Chunk, flag: usize| Transfer {
             source: root,
             after: match from == root {
                 true => 0..0,
@@ -387,22 +411,23 @@ impl<'a> Plan<'a> {
             },
             ..self.transfer(
                 [from, to],
-                Move::in_place(self.region(OUT, rows.clone())),
+                Move::in_place(self.part(OUT, chunk.rows.clone(), &chunk.columns)),
                 flag,
             )
         };
         let room = Partials::of_callers(asked, 0, 0);
         let mut parts = self.parts([layout.m(); 2], &room);
-        for &(receiver, rows, flag) in &all {
+        for &(receiver, chunk, flag) in &all {
             if rank == root {
-                parts.departures.push(transfer(root, receiver, rows, flag));
-            } else {
-                let from = if receiver == rank { root } else { receiver };
-                parts.arrivals.push(transfer(from, rank, rows, flag));
+                parts.departures.push(transfer(root, receiver, chunk, flag));
+            } else if receiver == rank {
+                parts.arrivals.push(transfer(root, rank, chunk, flag));
+            } else if !stored {
+                parts.arrivals.push(transfer(receiver, rank, chunk, flag));
             }
-            if receiver == rank {
+            if receiver == rank && !stored {
                 let others = ring(rank, world).filter(|&other| other != root);
-                let onward = others.map(|other| transfer(rank, other, rows, flag));
+                let onward = others.map(|other| transfer(rank, other, chunk, flag));
                 parts.departures.extend(onward);
             }
         }
@@ -459,8 +484,11 @@ impl<'a> Plan<'a> {
         let Description {
             layout, n, dtype, ..
         } = self.asked;
-        let chunks = self.config.chunking.count;
-        let mut details = format!("M = {}, N = {n}, {dtype}, {chunks} chunks", layout.m());
+        let mut details = format!("M = {}, N = {n}, {dtype}", layout.m());
+        details += &match self.config.route {
+            Route::Store => ", stored".into(),
+            _ => format!(", {} chunks", self.config.chunking.count),
+        };
         if !layout.is_balanced() {
             details += &format!(", rows of each rank = {:?}", layout.rows());
         }

@@ -206,10 +206,10 @@ impl Schedule {
         &self.routes
     }
 
-    /// Whether a kernel multiplies what the owners of rows move to it, and nobody pulls; or, where nothing is moved, would.
+    /// Whether a kernel waits for what the owners of rows move to it, and nobody pulls; or, where nothing is moved, would.
     pub fn is_pushed(&self) -> bool {
         let Some(product) = self.product() else {
-            return false;
+            return self.handshake() && self.uses(Route::Store);
         };
         let pushed = match self.routes.is_empty() {
             true => product.config.route != Route::Pull,
@@ -278,8 +278,13 @@ impl Schedule {
     }
 }
 
-/// Whoever pulls says when it has, for the rows are their owner's again then. Of what is pushed tiles have waited for the flags; where
-/// nothing is multiplied, who pushes says so too.
+/// Whoever pulls says when it has, for the rows are their owner's again then. Of what is pushed or stored a kernel has waited for the flags; where
+/// there is none, who pushes says so too.
 fn says_done(parts: &Parts, moved: &Transfer) -> bool {
-    moved.from != moved.to && (moved.route == Route::Pull || parts.product.is_none())
+    moved.from != moved.to
+        && match moved.route {
+            Route::Pull => true,
+            Route::Push => parts.product.is_none(),
+            Route::Store => false,
+        }
 }

@@ -14,6 +14,7 @@ pub const GEMMESH_LANDED: u32 = 4294967294;
 pub const GEMMESH_FAULT_NONE: u32 = 0;
 pub const GEMMESH_FAULT_CLAIMED: u32 = 1;
 pub const GEMMESH_FAULT_RECORDED: u32 = 2;
+pub const GEMMESH_EXCHANGE_THREADS: u32 = 512;
 pub const GEMMESH_MAX_TARGETS: u32 = 8;
 pub const GEMMESH_LANDING_BYTES: u32 = 8388608;
 pub const GEMMESH_UNTOLD: u32 = 4294967295;
@@ -158,6 +159,58 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshCopyTask, flag) - 16usize];
     ["Offset of field: GemmeshCopyTask::reserved"]
         [::core::mem::offset_of!(GemmeshCopyTask, reserved) - 20usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct GemmeshSend {
+    pub from_row: u32,
+    pub to_row: u32,
+    pub column: u32,
+    pub width: u32,
+    pub rows: u32,
+    pub peer: u32,
+    pub flag: u32,
+    pub reserved: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of GemmeshSend"][::core::mem::size_of::<GemmeshSend>() - 32usize];
+    ["Alignment of GemmeshSend"][::core::mem::align_of::<GemmeshSend>() - 4usize];
+    ["Offset of field: GemmeshSend::from_row"]
+        [::core::mem::offset_of!(GemmeshSend, from_row) - 0usize];
+    ["Offset of field: GemmeshSend::to_row"][::core::mem::offset_of!(GemmeshSend, to_row) - 4usize];
+    ["Offset of field: GemmeshSend::column"][::core::mem::offset_of!(GemmeshSend, column) - 8usize];
+    ["Offset of field: GemmeshSend::width"][::core::mem::offset_of!(GemmeshSend, width) - 12usize];
+    ["Offset of field: GemmeshSend::rows"][::core::mem::offset_of!(GemmeshSend, rows) - 16usize];
+    ["Offset of field: GemmeshSend::peer"][::core::mem::offset_of!(GemmeshSend, peer) - 20usize];
+    ["Offset of field: GemmeshSend::flag"][::core::mem::offset_of!(GemmeshSend, flag) - 24usize];
+    ["Offset of field: GemmeshSend::reserved"]
+        [::core::mem::offset_of!(GemmeshSend, reserved) - 28usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
+pub struct GemmeshSends {
+    pub sends: *const GemmeshSend,
+    pub from: *const ::core::ffi::c_void,
+    pub from_pitch: u64,
+    pub to_pitch: u64,
+    pub count: u32,
+    pub flags: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of GemmeshSends"][::core::mem::size_of::<GemmeshSends>() - 40usize];
+    ["Alignment of GemmeshSends"][::core::mem::align_of::<GemmeshSends>() - 8usize];
+    ["Offset of field: GemmeshSends::sends"][::core::mem::offset_of!(GemmeshSends, sends) - 0usize];
+    ["Offset of field: GemmeshSends::from"][::core::mem::offset_of!(GemmeshSends, from) - 8usize];
+    ["Offset of field: GemmeshSends::from_pitch"]
+        [::core::mem::offset_of!(GemmeshSends, from_pitch) - 16usize];
+    ["Offset of field: GemmeshSends::to_pitch"]
+        [::core::mem::offset_of!(GemmeshSends, to_pitch) - 24usize];
+    ["Offset of field: GemmeshSends::count"]
+        [::core::mem::offset_of!(GemmeshSends, count) - 32usize];
+    ["Offset of field: GemmeshSends::flags"]
+        [::core::mem::offset_of!(GemmeshSends, flags) - 36usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

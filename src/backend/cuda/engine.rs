@@ -7,6 +7,7 @@ use super::Cuda;
 use smallvec::SmallVec;
 
 use super::driver::{Event, Stream, StreamMemOp};
+use super::exchange;
 use super::limits::{COMMANDS, commands};
 use super::monitor::OUTSTANDING;
 use super::program::{self, Launch, Place, Program};
@@ -32,6 +33,10 @@ pub fn run(cuda: &Cuda, members: &Members, program: &Program, mut call: Call<Cud
         let launch = Launch::new(&at, program, &call)?;
         match launch {
             Some(launch) if schedule.is_pushed() => enqueue_pushed(&at, program, &mut call, launch),
+            None if schedule.is_pushed() => {
+                begin_pushed(&at, program, call.epoch)?;
+                exchange::launch(&at, program, &call)
+            }
             launch => enqueue(&at, program, &mut call, launch),
         }
     };
@@ -299,6 +304,19 @@ fn produce(
     Ok(())
 }
 
+/// The host's part of an operation whose kernel waits for peers.
+fn begin_pushed(at: &Place, program: &Program, epoch: Epoch) -> Result<()> {
+    if at.recorded {
+        return Ok(());
+    }
+    at.cuda.monitor.begin(epoch, program.waits);
+    if epoch.refreshes() {
+        // Words that only pulls write, and others read: they too must not come to look like the future.
+        announce(at, epoch, None)?;
+    }
+    Ok(())
+}
+
 /// An operation whose rows their owners push: the kernel tells the peers that it runs, and the copy stream when they do. It
 /// counts its epochs on the device, so what is enqueued here may as well be recorded, to run again and again.
 fn enqueue_pushed(
@@ -315,13 +333,7 @@ fn enqueue_pushed(
     } = *at;
     let epoch = call.epoch;
     let (schedule, monitor) = (&program.schedule, &cuda.monitor);
-    if !recorded {
-        monitor.begin(epoch, program.waits);
-        if epoch.refreshes() {
-            // Words that only pulls write, and others read: they too must not come to look like the future.
-            announce(at, epoch, None)?;
-        }
-    }
+    begin_pushed(at, program, epoch)?;
     if call.trace.is_some() {
         pause(main, ENQUEUED)?;
         super::align(cuda, members, main)?;

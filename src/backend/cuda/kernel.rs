@@ -27,6 +27,7 @@ struct Cubin {
 
 static CUBINS: &[Cubin] = &include!(concat!(env!("OUT_DIR"), "/cubins.rs"));
 static ALIGN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/align.cubin"));
+static EXCHANGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/exchange.cubin"));
 static REDUCE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/reduce.cubin"));
 
 /// One kernel: an element type, a tile shape, and a variant of it.
@@ -80,6 +81,7 @@ pub struct Kernels {
     pub align: Function,
     /// By dtype.
     reduce: [(DType, Function); 3],
+    exchange: [(DType, Function); 3],
     _modules: Vec<Module>,
 }
 
@@ -90,7 +92,7 @@ impl Kernels {
     /// [`Error::BuiltWithoutKernels`]; [`Error::Cuda`] if the driver refuses.
     pub fn load(device: &Arc<Device>) -> Result<Kernels> {
         let module = |image| Module::load(device, embedded(device.rank, image)?);
-        let (align, reduce) = (module(ALIGN)?, module(REDUCE)?);
+        let (align, exchange, reduce) = (module(ALIGN)?, module(EXCHANGE)?, module(REDUCE)?);
         let mut kernels = Kernels {
             instances: Vec::new(),
             align: align.function(c"gemmesh_align", 0)?,
@@ -99,7 +101,12 @@ impl Kernels {
                 (DType::F16, reduce.function(c"gemmesh_reduce_f16", 0)?),
                 (DType::F32, reduce.function(c"gemmesh_reduce_f32", 0)?),
             ],
-            _modules: vec![align, reduce],
+            exchange: [
+                (DType::Bf16, exchange.function(c"gemmesh_exchange_bf16", 0)?),
+                (DType::F16, exchange.function(c"gemmesh_exchange_f16", 0)?),
+                (DType::F32, exchange.function(c"gemmesh_exchange_f32", 0)?),
+            ],
+            _modules: vec![align, exchange, reduce],
         };
         for cubin in CUBINS {
             let module = module(cubin.image)?;
@@ -120,6 +127,13 @@ impl Kernels {
         kernels
             .find(|(of, _)| *of == dtype)
             .map(|(_, kernel)| *kernel)
+    }
+
+    /// The kernel that exchanges rows, and adds up those of a type if it is a float.
+    pub fn exchange(&self, dtype: DType) -> Function {
+        let mut kernels = self.exchange.iter();
+        let of = kernels.find(|(of, _)| *of == dtype);
+        of.unwrap_or(&self.exchange[0]).1
     }
 
     /// The kernel that `config` asks for.

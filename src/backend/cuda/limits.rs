@@ -1,5 +1,6 @@
 //! What a schedule may ask of this engine, and where its product then goes.
 
+use super::exchange;
 use super::landing::Landing;
 use super::sums::Places;
 use crate::error::Result;
@@ -26,11 +27,7 @@ pub fn check(schedule: &Schedule) -> Result<Outputs> {
     let routes = schedule.routes();
     limit("routes of an operation on GPUs", routes.len(), 0, 1)?;
     let Some(product) = schedule.product() else {
-        let stored = routes
-            .iter()
-            .filter(|&&route| route == Route::Store)
-            .count();
-        limit("rows that a kernel stores, without one,", stored, 0, 0)?;
+        exchange::check(schedule)?;
         return Ok(Outputs::One);
     };
     if let Some(landing) = Landing::of(schedule) {

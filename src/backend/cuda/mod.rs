@@ -5,6 +5,7 @@
 mod abi;
 mod driver;
 mod engine;
+mod exchange;
 mod kernel;
 mod landing;
 mod limits;
@@ -263,6 +264,13 @@ impl sealed::Backend for Cuda {
         let pushes = self.distinct && self.peers.push;
         let (rates, measured) = (&self.peers.rates, self.tuned.find(asked));
         model::choose(rates, asked, numerics, pushes, measured)
+    }
+
+    fn is_better_stored(&self, bytes: usize) -> bool {
+        // Measured on two H200s.
+        const MOST: usize = 16 << 20;
+        // Kernels that wait for one another must be able to run at the same time.
+        self.distinct && self.peers.push && bytes <= MOST
     }
 
     fn predict(&self, asked: &Description, config: &Config) -> Vec<Prediction> {

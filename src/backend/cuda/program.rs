@@ -8,9 +8,11 @@ use super::Cuda;
 use super::abi::{
     GEMMESH_REDUCE_THREADS, GEMMESH_THREADS, GEMMESH_TILE_K, GemmeshBlock, GemmeshCopyTask,
     GemmeshExchange, GemmeshFault, GemmeshMailbox, GemmeshParams, GemmeshPushEpoch,
-    GemmeshReduction, GemmeshSlice, GemmeshStore, GemmeshSums, GemmeshTile, GemmeshTraceEvent,
+    GemmeshReduction, GemmeshSend, GemmeshSlice, GemmeshStore, GemmeshSums, GemmeshTile,
+    GemmeshTraceEvent,
 };
 use super::driver::{DevicePtr, Layout, Memory, Stream};
+use super::exchange;
 use super::kernel::{Instance, Variant};
 use super::landing::{self, Landing};
 use super::limits::Outputs;
@@ -45,6 +47,9 @@ pub struct Program {
     /// What the kernel pushes, if it does.
     tasks: DevicePtr,
     task_count: u32,
+    /// What is stored where nothing is multiplied.
+    sends: DevicePtr,
+    send_count: u32,
     /// Of a product whose blocks go to several places.
     sums: Option<Sums>,
     /// Of one whose partials go to landing areas.
@@ -77,6 +82,8 @@ impl Program {
         let sources: Vec<u32> = schedule.sources().iter().map(|&s| s as u32).collect();
         let tasks = store::tasks(&schedule);
         let task_count = tasks.len() as u32;
+        let sends = exchange::sends(&schedule);
+        let send_count = sends.len() as u32;
         let BlockTables { blocks, stores } =
             places.as_ref().map_or_else(BlockTables::default, |places| {
                 BlockTables::of(&schedule, places)
@@ -93,12 +100,22 @@ impl Program {
             bytemuck::cast_slice(&slices),
             bytemuck::cast_slice(&sources),
             bytemuck::cast_slice(&tasks),
+            bytemuck::cast_slice(&sends),
             bytemuck::cast_slice(&blocks),
             bytemuck::cast_slice(&stores),
             bytemuck::cast_slice(&none_yet),
         ];
         let (held, places_of) = cuda.tables.hold(tables)?;
-        let [tiles, slices, sources, tasks, blocks, stores, reports] = places_of;
+        let [
+            tiles,
+            slices,
+            sources,
+            tasks,
+            sends,
+            blocks,
+            stores,
+            reports,
+        ] = places_of;
         let sums = places.map(|places| Sums {
             places,
             blocks,
@@ -112,6 +129,8 @@ impl Program {
             sources,
             tasks,
             task_count,
+            sends,
+            send_count,
             sums,
             landing,
             _held: held,
@@ -138,7 +157,77 @@ impl Program {
     /// What is added up behind the kernel: nothing where that does it itself.
     pub fn reduction(&self) -> Option<&Reduction> {
         let reduction = self.schedule.reduction();
-        reduction.filter(|_| self.landing.is_none())
+        reduction.filter(|_| self.landing.is_none() && self.send_count == 0)
+    }
+
+    /// What is stored where nothing is multiplied, and how many entries there are.
+    pub fn sends(&self) -> (DevicePtr, u32) {
+        (self.sends, self.send_count)
+    }
+
+    /// What every kernel that may wait for peers is told, and nothing to multiply. `shared`: the number of the matrix that it stores to, if it
+    /// stores rows.
+    pub fn params(&self, at: &Place, call: &Call<Cuda>, shared: usize) -> GemmeshParams {
+        let Place { cuda, members, .. } = *at;
+        let (schedule, control) = (&self.schedule, &cuda.control);
+        let pushed = schedule.is_pushed();
+        let flags = match pushed {
+            true => control.pushed(members.rank, 0),
+            false => control.chunk(0),
+        };
+        let report = |word: DevicePtr| if at.recorded { 0 } else { word } as *mut u32;
+        let mut mailboxes = [std::ptr::null_mut(); MAX_WORLD];
+        let mut rows = [std::ptr::null_mut(); MAX_WORLD];
+        for peer in 0..members.world {
+            mailboxes[peer] = control.mailbox(peer) as *mut GemmeshMailbox;
+            let gathered = call.matrices[shared].symmetric();
+            rows[peer] = gathered.map_or(0, |a| a.of(peer)) as *mut c_void;
+        }
+        let exchange = GemmeshExchange {
+            push_epoch: if pushed { control.push_epoch() } else { 0 } as *mut GemmeshPushEpoch,
+            tasks: self.tasks as *const GemmeshCopyTask,
+            // The kernel's waits have deadlines of their own. Where copies push, their stream says that it should run.
+            started: match schedule.uses(Route::Push) {
+                false => report(cuda.monitor.started()),
+                true => std::ptr::null_mut(),
+            },
+            // What follows a kernel is a part of the operation.
+            completed: match self.reduction() {
+                None => report(cuda.monitor.completed()),
+                Some(_) => std::ptr::null_mut(),
+            },
+            task_count: self.task_count,
+            copies: schedule.uses(Route::Push).into(),
+            rank: members.rank as u32,
+            world: members.world as u32,
+            mailboxes,
+            rows,
+        };
+        GemmeshParams {
+            tiles: std::ptr::null(),
+            flags: flags as *const u32,
+            sources: self.sources as *const u32,
+            abort: control.abort() as *mut u32,
+            fault: cuda.monitor.fault() as *mut GemmeshFault,
+            bias: std::ptr::null(),
+            out: std::ptr::null_mut(),
+            out_pitch: 0,
+            trace: std::ptr::null_mut(),
+            slices: std::ptr::null(),
+            partials: std::ptr::null_mut(),
+            arrived: std::ptr::null_mut(),
+            deadline_ns: members.timeout.as_nanos().min(u64::MAX.into()) as u64,
+            tile_count: 0,
+            epoch: call.epoch.raw(),
+            m: 0,
+            n: 0,
+            k: 0,
+            deferred_flag: u32::MAX,
+            deferred_step: u32::MAX,
+            reserved: 0,
+            exchange,
+            landing: landing::NONE,
+        }
     }
 }
 
@@ -160,6 +249,10 @@ unsafe impl bytemuck::Pod for Tile {}
 unsafe impl bytemuck::Zeroable for GemmeshSlice {}
 // SAFETY: as above.
 unsafe impl bytemuck::Pod for GemmeshSlice {}
+// SAFETY: as above.
+unsafe impl bytemuck::Zeroable for GemmeshSend {}
+// SAFETY: as above.
+unsafe impl bytemuck::Pod for GemmeshSend {}
 // SAFETY: as above.
 unsafe impl bytemuck::Zeroable for GemmeshCopyTask {}
 // SAFETY: as above.
@@ -274,46 +367,9 @@ impl Launch {
             }
             false => None,
         };
-        let control = &cuda.control;
-        let flags = match pushed {
-            true => control.pushed(rank, 0),
-            false => control.chunk(0),
-        };
-        let report = |word: DevicePtr| if at.recorded { 0 } else { word } as *mut u32;
-        let mut mailboxes = [std::ptr::null_mut(); MAX_WORLD];
-        let mut rows = [std::ptr::null_mut(); MAX_WORLD];
-        for peer in 0..members.world {
-            mailboxes[peer] = control.mailbox(peer) as *mut GemmeshMailbox;
-            let gathered = call.matrices[product.a].symmetric();
-            rows[peer] = gathered.map_or(0, |a| a.of(peer)) as *mut c_void;
-        }
-        let exchange = GemmeshExchange {
-            push_epoch: if pushed { control.push_epoch() } else { 0 } as *mut GemmeshPushEpoch,
-            tasks: program.tasks as *const GemmeshCopyTask,
-            // The kernel's waits have deadlines of their own. Where copies push, their stream says that it should run.
-            started: match schedule.uses(Route::Push) {
-                false => report(cuda.monitor.started()),
-                true => std::ptr::null_mut(),
-            },
-            // What follows a kernel is a part of the operation.
-            completed: match program.reduction() {
-                None => report(cuda.monitor.completed()),
-                Some(_) => std::ptr::null_mut(),
-            },
-            task_count: program.task_count,
-            copies: schedule.uses(Route::Push).into(),
-            rank: rank as u32,
-            world: members.world as u32,
-            mailboxes,
-            rows,
-        };
         let deferred = product.deferred;
         let params = GemmeshParams {
             tiles: program.tiles as *const GemmeshTile,
-            flags: flags as *const u32,
-            sources: program.sources as *const u32,
-            abort: control.abort() as *mut u32,
-            fault: cuda.monitor.fault() as *mut GemmeshFault,
             bias: bias.map_or(0, |(ptr, _)| ptr) as *const c_void,
             out: out_or_added.ptr as *mut c_void,
             out_pitch: out_or_added.pitch as u64,
@@ -324,28 +380,25 @@ impl Launch {
             },
             partials: cuda.workspace.partials() as *mut f32,
             arrived: cuda.workspace.arrived() as *mut u32,
-            deadline_ns: members.timeout.as_nanos().min(u64::MAX.into()) as u64,
             tile_count: entries as u32,
-            epoch: call.epoch.raw(),
             m: product.m as u32,
             n: product.n as u32,
             k: product.k as u32,
             deferred_flag: deferred.map_or(u32::MAX, |deferred| deferred.flag as u32),
             deferred_step: deferred
                 .map_or(u32::MAX, |deferred| (deferred.column / CUT_COLUMNS) as u32),
-            reserved: 0,
-            exchange,
             landing: match &program.landing {
-                Some(landing) => landing.of_call(control),
+                Some(landing) => landing.of_call(&cuda.control),
                 None => landing::NONE,
             },
+            ..program.params(at, call, product.a)
         };
         let unawaited = schedule.unawaited();
         let sums = program.sums.as_ref().map(|sums| GemmeshSums {
             blocks: sums.blocks as *const GemmeshBlock,
             stores: sums.stores as *const GemmeshStore,
             reports: sums.reports as *mut u32,
-            stored: control.stored(0) as *mut u32,
+            stored: cuda.control.stored(0) as *mut u32,
             flag_begin: unawaited.start as u32,
             flag_end: unawaited.end as u32,
         });
@@ -474,22 +527,19 @@ pub fn place(
     }
 }
 
-/// Adds up rows of a reduction on the main stream, behind what has brought them.
-pub fn reduce(
+/// What a kernel is told that adds up rows of a reduction.
+pub fn sums(
     at: &Place,
     schedule: &Schedule,
     reduction: &Reduction,
     rows: Range<usize>,
     call: &Call<Cuda>,
-) -> Result<()> {
+) -> Result<GemmeshReduction> {
     let Reduction { n, sum, .. } = reduction;
-    let rank = at.members.rank;
     let lost = || Error::Message {
-        rank,
+        rank: at.members.rank,
         reason: "a sum without operands".into(),
     };
-    let dtype = schedule.matrices()[sum.out].dtype;
-    let kernel = at.cuda.kernels.reduce(dtype).ok_or_else(lost)?;
     let (out, out_pitch) = place(schedule, call.matrices, sum.out).ok_or_else(lost)?;
     let bias = sum
         .bias
@@ -504,24 +554,41 @@ pub fn reduce(
         addend_pitches[index] = pitch as u64;
         addends[index] = (ptr + ((first + rows.start) * pitch) as u64) as *const c_void;
     }
-    let mut arguments = GemmeshReduction {
+    Ok(GemmeshReduction {
         addends,
+        addend_pitches,
         bias: bias.map_or(0, |(ptr, _)| ptr) as *const c_void,
         out: (out + ((sum.first + rows.start) * out_pitch) as u64) as *mut c_void,
-        addend_pitches,
         out_pitch: out_pitch as u64,
         count: sum.addends.len() as u32,
         rows: rows.len() as u32,
         n: *n as u32,
         reserved: 0,
-    };
+    })
+}
+
+/// Adds up rows of a reduction on the main stream, behind what has brought them.
+pub fn reduce(
+    at: &Place,
+    schedule: &Schedule,
+    reduction: &Reduction,
+    rows: Range<usize>,
+    call: &Call<Cuda>,
+) -> Result<()> {
+    let mut sums = sums(at, schedule, reduction, rows, call)?;
+    let dtype = schedule.matrices()[reduction.sum.out].dtype;
+    let kernel = at.cuda.kernels.reduce(dtype);
+    let kernel = kernel.ok_or_else(|| Error::Message {
+        rank: at.members.rank,
+        reason: format!("a sum of {dtype}"),
+    })?;
     // Enough to fill the device, each with the same number of pieces, about.
-    let pieces = n.div_ceil(16 / dtype.bytes()) * rows.len();
+    let pieces = sums.n.div_ceil(16 / dtype.bytes() as u32) as usize * sums.rows as usize;
     let most = at.cuda.device.multiprocessors() * CTAS;
     let grid = pieces
         .div_ceil(GEMMESH_REDUCE_THREADS as usize)
         .clamp(1, most);
-    let mut arguments = [(&raw mut arguments).cast()];
+    let mut arguments = [(&raw mut sums).cast()];
     // SAFETY: the argument is what abi.h says. The matrices are alive until the stream has passed: as in `Launch::launch`.
     unsafe {
         kernel.launch(

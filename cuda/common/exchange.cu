@@ -1,0 +1,99 @@
+// What ranks exchange where nothing is multiplied, of rows so few that a copy engine's start counts: a module of its own.
+//
+// Every CTA tells nothing of its own: the first that comes says that this rank is ready, and when all peers are, each stores its part of
+// what this rank sends, a task after the other, each with the peer's chunk flag behind it. Then it waits for all that comes to this rank, and adds up
+// its part. What push.cuh says of epochs, and of kernels that must be able to run at the same time, holds here; all CTAs of a grid are needed.
+
+#include "../abi.h"
+#include "flags.cuh"
+#include "ptx.cuh"
+#include "push.cuh"
+#include "reduce.cuh"
+
+namespace gemmesh {
+namespace {
+
+__device__ __forceinline__ GemmeshSend load_send(const GemmeshSend* at) {
+    union {
+        uint4 words[2];
+        GemmeshSend send;
+    } loaded;
+    loaded.words[0] = __ldg(reinterpret_cast<const uint4*>(at));
+    loaded.words[1] = __ldg(reinterpret_cast<const uint4*>(at) + 1);
+    return loaded.send;
+}
+
+// The whole CTA stores the rows of a task.
+__device__ void store_rows(const GemmeshParams& params, const GemmeshSends& sends, const GemmeshSend& send) {
+    // Several loads are under way before the first store.
+    constexpr uint32_t kUnroll = 4;
+    const char* from = static_cast<const char*>(sends.from) + send.from_row * sends.from_pitch + send.column;
+    char* to = static_cast<char*>(params.exchange.rows[send.peer]) + send.to_row * sends.to_pitch + send.column;
+    const uint32_t pieces = send.width / 16;
+    const uint64_t all = uint64_t(pieces) * send.rows;
+    const bool dense = sends.from_pitch == send.width && sends.to_pitch == send.width;
+    const auto offset = [&](uint64_t index, uint64_t pitch) {
+        return dense ? index * 16 : index / pieces * pitch + index % pieces * 16;
+    };
+    for (uint64_t begin = threadIdx.x; begin < all; begin += uint64_t(kUnroll) * blockDim.x) {
+        uint4 loaded[kUnroll];
+        for (uint32_t i = 0; i < kUnroll; ++i) {
+            const uint64_t index = begin + uint64_t(i) * blockDim.x;
+            if (index < all) loaded[i] = *reinterpret_cast<const uint4*>(from + offset(index, sends.from_pitch));
+        }
+        for (uint32_t i = 0; i < kUnroll; ++i) {
+            const uint64_t index = begin + uint64_t(i) * blockDim.x;
+            if (index < all) *reinterpret_cast<uint4*>(to + offset(index, sends.to_pitch)) = loaded[i];
+        }
+    }
+}
+
+template <class Element>
+__device__ void exchange(const GemmeshParams& params, const GemmeshSends& sends, const GemmeshReduction& reduction) {
+    __shared__ Entrance entrance;
+    __shared__ bool all_ready;
+    const uint32_t lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) entrance = enter_push(params);
+    __syncthreads();
+    const uint32_t epoch = entrance.epoch;
+    if (threadIdx.x < 32) {
+        if (entrance.first) announce(params, epoch, lane);
+        const bool ready = await_peers(params, epoch, lane);
+        if (lane == 0) all_ready = ready;
+    }
+    __syncthreads();
+    // What has been given up is void, and peers that are not ready may still read what would be overwritten.
+    if (all_ready) {
+        for (uint32_t task = blockIdx.x; task < sends.count; task += gridDim.x) {
+            const GemmeshSend send = load_send(sends.sends + task);
+            store_rows(params, sends, send);
+            // The threads' stores come before the barrier, and so before what one of them releases behind it.
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                ptx::st_release_sys(&params.exchange.mailboxes[send.peer]->chunk[send.flag], epoch);
+            }
+        }
+    }
+    bool waiting = all_ready;
+    for (uint32_t flag = threadIdx.x; flag < sends.flags; flag += blockDim.x) {
+        waiting = waiting && await(params, params.flags + flag, epoch, flag);
+    }
+    // What each thread has acquired comes before what all of them read.
+    __syncthreads();
+    if (reduction.count > 0) reduce<Element>(reduction);
+    if (threadIdx.x == 0) leave_push(params, epoch);
+}
+
+}  // namespace
+}  // namespace gemmesh
+
+#define GEMMESH_EXCHANGE(name, element)                                                                              \
+    extern "C" __global__ void __launch_bounds__(GEMMESH_EXCHANGE_THREADS)                                           \
+        name(const __grid_constant__ GemmeshParams params, const __grid_constant__ GemmeshSends sends,               \
+             const __grid_constant__ GemmeshReduction reduction) {                                                   \
+        gemmesh::exchange<element>(params, sends, reduction);                                                        \
+    }
+
+GEMMESH_EXCHANGE(gemmesh_exchange_bf16, __nv_bfloat16)
+GEMMESH_EXCHANGE(gemmesh_exchange_f16, __half)
+GEMMESH_EXCHANGE(gemmesh_exchange_f32, float)

@@ -1,0 +1,62 @@
+// Adding up what ranks have made of the same rows.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "../abi.h"
+
+namespace gemmesh {
+
+__device__ __forceinline__ __nv_bfloat16 round_to(float value, __nv_bfloat16) { return __float2bfloat16_rn(value); }
+__device__ __forceinline__ __half round_to(float value, __half) { return __float2half_rn(value); }
+__device__ __forceinline__ float round_to(float value, float) { return value; }
+
+// As many elements as one load takes.
+template <class Element>
+struct alignas(16) Piece {
+    static constexpr uint32_t kLength = 16 / sizeof(Element);
+    Element elements[kLength];
+};
+
+// A thread makes piece after piece of a row: what is in its registers is of the same columns, and bits depend on nothing but
+// the order of the addends.
+template <class Element>
+__device__ void reduce(const GemmeshReduction& reduction) {
+    using Piece = Piece<Element>;
+    const uint64_t pieces = (reduction.n + Piece::kLength - 1) / Piece::kLength;
+    const uint64_t all = pieces * reduction.rows;
+    const Element* bias = static_cast<const Element*>(reduction.bias);
+    const uint64_t stride = uint64_t(gridDim.x) * blockDim.x;
+    for (uint64_t index = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x; index < all; index += stride) {
+        const uint64_t row = index / pieces;
+        const uint32_t column = index % pieces * Piece::kLength;
+        const auto load = [&](uint32_t addend) {
+            const char* first = static_cast<const char*>(reduction.addends[addend]) + row * reduction.addend_pitches[addend];
+            return *reinterpret_cast<const Piece*>(first + column * sizeof(Element));
+        };
+        float sum[Piece::kLength];
+        const Piece first = load(0);
+        for (uint32_t i = 0; i < Piece::kLength; ++i) sum[i] = static_cast<float>(first.elements[i]);
+        for (uint32_t addend = 1; addend < reduction.count; ++addend) {
+            const Piece next = load(addend);
+            for (uint32_t i = 0; i < Piece::kLength; ++i) sum[i] += static_cast<float>(next.elements[i]);
+        }
+        Element* out = reinterpret_cast<Element*>(static_cast<char*>(reduction.out) + row * reduction.out_pitch) + column;
+        const uint32_t length = min(Piece::kLength, reduction.n - column);
+        Piece rounded;
+        for (uint32_t i = 0; i < Piece::kLength; ++i) {
+            if (bias != nullptr && i < length) sum[i] += static_cast<float>(bias[column + i]);
+            rounded.elements[i] = round_to(sum[i], Element{});
+        }
+        if (length == Piece::kLength) {
+            *reinterpret_cast<Piece*>(out) = rounded;
+        } else {
+            for (uint32_t i = 0; i < Piece::kLength; ++i) {
+                if (i < length) out[i] = rounded.elements[i];
+            }
+        }
+    }
+}
+
+}  // namespace gemmesh
