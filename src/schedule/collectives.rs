@@ -163,6 +163,22 @@ impl<'a> Plan<'a> {
         parts.collect()
     }
 
+    /// The parts of this rank's own rows: when the last, a quarter, is made, all that is left to do is to add it up.
+    fn cut_own(&self, rows: Range<usize>) -> Vec<Chunk> {
+        let height = self.config.entry_rows();
+        let quarter = (rows.len() / 4).next_multiple_of(height);
+        let last = rows.end.saturating_sub(quarter).max(rows.start);
+        let parts = [rows.start..last, last..rows.end].into_iter();
+        let parts = parts.filter(|rows| !rows.is_empty());
+        let columns = 0..self.asked.n;
+        parts
+            .map(|rows| Chunk {
+                rows,
+                columns: columns.clone(),
+            })
+            .collect()
+    }
+
     fn region(&self, matrix: usize, rows: Range<usize>) -> Region {
         self.part(matrix, rows, &(0..self.asked.n))
     }
@@ -202,8 +218,14 @@ impl<'a> Plan<'a> {
         let pieces = |rank: usize| -> (Vec<Piece>, Vec<Range<usize>>) {
             let owners = ring(rank, world).chain([rank]);
             let pieces = owners.flat_map(|owner| {
-                let parts = self.cut(layout.rows_of(owner)).into_iter();
-                parts.map(move |Chunk { rows, columns }| (Piece { owner, rows }, columns))
+                let rows = layout.rows_of(owner);
+                let parts = match owner == rank {
+                    true => self.cut_own(rows),
+                    false => self.cut(rows),
+                };
+                parts
+                    .into_iter()
+                    .map(move |Chunk { rows, columns }| (Piece { owner, rows }, columns))
             });
             pieces.unzip()
         };

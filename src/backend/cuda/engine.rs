@@ -161,7 +161,7 @@ fn enqueue(
                 unsafe { main.words(&words)? };
                 words.clear();
             }
-            program::reduce(at, schedule, reduction, 0..reduction.rows, call)?;
+            program::reduce(at, main, schedule, reduction, 0..reduction.rows, call)?;
         }
     }
     if schedule.handshake() {
@@ -187,10 +187,10 @@ fn enqueue(
     Ok(())
 }
 
-/// The streams of a caller's function, one for each call. What an earlier call puts on its stream has the higher priority: a device that
-/// is offered kernels of two streams runs them side by side if these are alike, and then nothing of the first is done before all of the
-/// second is. And what the one before the last has put there comes first, so that two run at a time: the second fills what the first leaves.
-/// So the order is the same on all ranks.
+/// The streams of a caller's function, by turns: so what one call puts there begins while the last of what the call before did ends. A
+/// device that may begin with either of two streams begins with any, and a kernel that takes all multiprocessors keeps them to its end. So
+/// the second is told to go by the first, when that has come to what the first call puts there; from then on each stream waits for what it did
+/// before, while the other's work stands first in line. Thus the order is that of the calls, on all ranks.
 struct Callers<'a> {
     cuda: &'a Cuda,
     calls: usize,
@@ -201,34 +201,30 @@ impl<'a> Callers<'a> {
         Callers { cuda, calls: 0 }
     }
 
-    /// That of call `index`, one of those that there have been.
+    /// That of call `index`.
     fn of(&self, index: usize) -> &'a Stream {
-        let streams = self.cuda.callers();
-        &streams[index % streams.len()]
+        &self.cuda.callers()[index % 2]
     }
 
     /// That of the next call, behind what was on the main stream when the operation began.
     fn next(&mut self) -> Result<&'a Stream> {
-        let (index, levels) = (self.calls, self.cuda.callers().len());
+        let stream = self.of(self.calls);
+        match self.calls {
+            0 => {
+                stream.wait_until(&self.cuda.begun)?;
+                self.cuda.turn.record(stream)?;
+            }
+            1 => stream.wait_until(&self.cuda.turn)?,
+            _ => {}
+        }
         self.calls += 1;
-        let stream = self.of(index);
-        if index < levels {
-            stream.wait_until(&self.cuda.begun)?;
-        }
-        if index >= 2 {
-            stream.wait_for(self.of(index - 2), &self.cuda.called)?;
-        }
-        if index > 0 && index % levels == 0 {
-            // From the lowest priority to the highest.
-            stream.wait_for(self.of(index - 1), &self.cuda.called)?;
-        }
         Ok(stream)
     }
 
-    /// The main stream goes on when all is done, whatever comes of one.
+    /// The main stream goes on when all is done, on each of those that were used, whatever comes of the other.
     fn join(&self, main: &Stream) -> Result<()> {
-        let last = self.calls.saturating_sub(2)..self.calls;
-        let joined = last.map(|index| main.wait_for(self.of(index), &self.cuda.called));
+        let used = 0..self.calls.min(2);
+        let joined = used.map(|index| main.wait_for(self.of(index), &self.cuda.called));
         joined.fold(Ok(()), Result::and)
     }
 }
@@ -265,7 +261,7 @@ fn produce(
     producer: &mut Producer,
     callers: &mut Callers,
 ) -> Result<()> {
-    let Place { cuda, main, .. } = *at;
+    let cuda = at.cuda;
     let epoch = call.epoch;
     let requests = schedule.requests();
     let mut make = |block: usize| -> Result<&Stream> {
@@ -292,14 +288,13 @@ fn produce(
         let Some(reduction) = schedule.reduction().filter(|_| own(&request)) else {
             continue;
         };
-        main.wait_for(made, &cuda.produced)?;
         let addends = request.addends.clone();
         let words = addends.map(|flag| StreamMemOp::Wait(cuda.control.chunk(flag), epoch.raw()));
         let words: SmallVec<[StreamMemOp; 16]> = words.collect();
-        // SAFETY: the control block is unmapped when the stream has passed.
-        unsafe { main.words(&words)? };
+        // SAFETY: the control block is unmapped when the streams have passed: the main one waits for this.
+        unsafe { made.words(&words)? };
         let rows = request.rows.start - first..request.rows.end - first;
-        program::reduce(at, schedule, reduction, rows, call)?;
+        program::reduce(at, made, schedule, reduction, rows, call)?;
     }
     Ok(())
 }
@@ -345,7 +340,7 @@ fn enqueue_pushed(
     launch.launch(main)?;
     // The kernel has waited for what no tile waits for, and copies only read what is added.
     if let Some(reduction) = program.reduction() {
-        program::reduce(at, schedule, reduction, 0..reduction.rows, call)?;
+        program::reduce(at, main, schedule, reduction, 0..reduction.rows, call)?;
     }
     if by_copies {
         main.wait_for(cuda.copies(), &cuda.gathered)?;

@@ -107,6 +107,8 @@ pub struct Cuda {
     gathered: Event,
     /// A stream of the caller's functions has made a block.
     produced: Event,
+    /// It has come to what the latest of them puts there.
+    turn: Event,
     /// It has done all that they have put there.
     called: Event,
     /// The main stream before has come to where another took over.
@@ -198,7 +200,7 @@ impl sealed::Backend for Cuda {
             let event = || Event::new(&device, false);
             let (forked, joined, begun) = (event()?, event()?, event()?);
             let (gathered, handed_over) = (event()?, event()?);
-            let (produced, called) = (event()?, event()?);
+            let (produced, turn, called) = (event()?, event()?, event()?);
             let mut cuda = Cuda {
                 // Nothing fails between its start and the group's end, which waits for what it has put on the device.
                 monitor: Monitor::start(&device, members, own, first)?,
@@ -207,6 +209,7 @@ impl sealed::Backend for Cuda {
                 begun,
                 gathered,
                 produced,
+                turn,
                 called,
                 handed_over,
                 alignments: AtomicU32::new(0),
@@ -423,8 +426,8 @@ impl Cuda {
         &self.reclaimer.copies
     }
 
-    /// For functions of the caller's, those of the highest priority first.
-    fn callers(&self) -> &[Stream] {
+    /// For functions of the caller's, by turns.
+    fn callers(&self) -> &[Stream; 2] {
         &self.reclaimer.callers
     }
 

@@ -567,9 +567,10 @@ pub fn sums(
     })
 }
 
-/// Adds up rows of a reduction on the main stream, behind what has brought them.
+/// Adds up rows of a reduction on `stream`, behind what has brought them.
 pub fn reduce(
     at: &Place,
+    stream: &Stream,
     schedule: &Schedule,
     reduction: &Reduction,
     rows: Range<usize>,
@@ -592,7 +593,7 @@ pub fn reduce(
     // SAFETY: the argument is what abi.h says. The matrices are alive until the stream has passed: as in `Launch::launch`.
     unsafe {
         kernel.launch(
-            at.main,
+            stream,
             grid as u32,
             GEMMESH_REDUCE_THREADS,
             0,

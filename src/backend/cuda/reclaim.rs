@@ -55,7 +55,7 @@ pub struct Reclaimer {
     /// For what tiles need late: it may come beside what they need first.
     pub deferred_copies: Stream,
     /// For what callers do with rows that come, by turns: the end of one kernel beside the beginning of the next.
-    pub callers: Vec<Stream>,
+    pub callers: [Stream; 2],
     kept: Arc<Kept>,
 }
 
@@ -100,10 +100,10 @@ impl Reclaimer {
             main: Mutex::new(Arc::new(Stream::new(device, Priority::Kernels)?)),
             copies: Stream::new(device, Priority::Copies)?,
             deferred_copies: Stream::new(device, Priority::Copies)?,
-            callers: [0, 1, 2, 3]
-                .map(|level| Stream::new(device, Priority::Ordered(level)))
-                .into_iter()
-                .collect::<Result<_>>()?,
+            callers: [
+                Stream::new(device, Priority::Kernels)?,
+                Stream::new(device, Priority::Kernels)?,
+            ],
             kept: Arc::default(),
         }))
     }
@@ -147,8 +147,8 @@ impl Reclaimer {
                 return Ok(None);
             }
             // Those of the caller's functions may be ahead of the main stream, amid a call.
-            let own = [&main, &self.copies, &self.deferred_copies];
-            let streams: Vec<&Stream> = own.into_iter().chain(&self.callers).collect();
+            let [first, second] = &self.callers;
+            let streams = [&main, &self.copies, &self.deferred_copies, first, second];
             let mark = Mark::new(&self.device, streams.len())?;
             mark.record(&streams)?;
             Ok(Some(Arc::new(mark)))

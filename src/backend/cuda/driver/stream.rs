@@ -27,8 +27,6 @@ unsafe impl Sync for Stream {}
 #[derive(Clone, Copy, Debug)]
 pub enum Priority {
     Kernels,
-    /// Of kernels too, of which those of the lowest number go first. From the level on that there is not, all are as `Kernels`.
-    Ordered(usize),
     Copies,
     Rescue,
 }
@@ -48,7 +46,6 @@ impl Stream {
         let (least, greatest) = device.priorities()?;
         let priority = match priority {
             Priority::Kernels => least,
-            Priority::Ordered(level) => (greatest + 2 + level as i32).min(least),
             Priority::Copies => (greatest + 1).min(least),
             Priority::Rescue => greatest,
         };
