@@ -9,8 +9,8 @@ use crate::element::{DType, Value};
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::matrix::bytes_of;
-use crate::schedule::Layout;
 use crate::schedule::layout::{balanced_rows, limit};
+use crate::schedule::{Layout, RowOrder};
 
 /// A row-major [M, K] matrix of which each rank owns some rows.
 ///
@@ -50,6 +50,26 @@ impl<B: Backend> Group<B> {
         let layout = layout.map_err(|error| self.refuse("sharded", error))?;
         let m = layout.m();
         self.allocate(layout, m, &format!("rows of each rank = {rows:?}"))
+    }
+
+    /// As [`Group::sharded`], for a gather that goes stage by stage over all ranks: memory holds the first of `stages` blocks of each
+    /// rank's rows, rank after rank, then the second of each: [stages, W, m / (stages · W), k]. (Blocks are as even as whole rows allow.) A
+    /// product of it has its rows in the same places. A shard is written as ever, its blocks one after the other;
+    /// [`ShardedMatrix::blocks_of`] says where they lie.
+    ///
+    /// # Errors
+    /// As [`Group::sharded`]; [`Error::Limit`] unless there are 1 to 64 stages.
+    pub fn sharded_staged<T: Value>(
+        &self,
+        m: usize,
+        k: usize,
+        stages: usize,
+    ) -> Result<ShardedMatrix<B, T>> {
+        self.check()?;
+        let layout = self.layout(&balanced_rows(m, self.world_size()), k, T::DTYPE);
+        let layout = layout.and_then(|layout| layout.staged(stages, RowOrder::ByStage));
+        let layout = layout.map_err(|error| self.refuse("sharded_staged", error))?;
+        self.allocate(layout, m, &format!("M = {m}, {stages} stages"))
     }
 
     /// Allocates a symmetric matrix with room for `capacity` rows of K = `k` columns, of which each call may use as many as
@@ -134,6 +154,7 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     /// for, or none at all.
     pub fn set_rows(&mut self, rows: &[usize]) -> Result<()> {
         let layout = self.group.layout(rows, self.layout.k(), T::DTYPE)?;
+        let layout = layout.staged(self.layout.stages(), self.layout.order())?;
         let what = "M, the rows of a sharded matrix,";
         limit(what, layout.m(), 1, self.capacity)?;
         self.layout = layout;
@@ -155,12 +176,23 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
         self.rows_of(self.group.rank())
     }
 
-    /// The rows that `rank` owns.
+    /// The rows that `rank` owns, counted rank after rank. (In memory too, unless the matrix was made by [`Group::sharded_staged`].)
     ///
     /// # Panics
     /// Unless `rank` is below the group's world size.
     pub fn rows_of(&self, rank: usize) -> Range<usize> {
         self.layout.rows_of(rank)
+    }
+
+    /// Where the rows that `rank` owns lie in the matrix, in their order: one range, or of a staged matrix one a stage; empty ones are left out.
+    ///
+    /// # Panics
+    /// As [`ShardedMatrix::rows_of`].
+    pub fn blocks_of(&self, rank: usize) -> Vec<Range<usize>> {
+        match self.layout.order() {
+            RowOrder::ByRank => Vec::from_iter(Some(self.rows_of(rank)).filter(|r| !r.is_empty())),
+            RowOrder::ByStage => self.layout.blocks_of(rank).collect(),
+        }
     }
 
     /// This rank's own rows, for writing.
@@ -205,10 +237,12 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     /// The group's failure.
     #[doc(hidden)]
     pub fn poison(&mut self, value: T) -> Result<()> {
-        let [m, k] = self.shape();
-        let own = self.rows();
-        for rows in [0..own.start, own.end..m] {
-            self.write(rows.start, &vec![value; rows.len() * k])?;
+        let k = self.layout.k();
+        let own = self.group.rank();
+        for rank in (0..self.layout.world()).filter(|&rank| rank != own) {
+            for rows in self.blocks_of(rank) {
+                self.write(rows.start, &vec![value; rows.len() * k])?;
+            }
         }
         Ok(())
     }
@@ -281,13 +315,19 @@ impl<B: Backend, T: Value> ShardMut<'_, B, T> {
     /// # Errors
     /// [`Error::Shape`] unless there is one value for each element; the group's failure.
     pub fn copy_from_host(&mut self, values: &[T]) -> Result<()> {
-        let rows = self.0.rows();
-        let expected = rows.len() * self.0.layout.k();
+        let k = self.0.layout.k();
+        let expected = self.0.rows().len() * k;
         self.0.check_length(
             "the host copy of a shard [rows * K]",
             expected,
             values.len(),
         )?;
-        self.0.write(rows.start, values)
+        let mut values = values;
+        for rows in self.0.blocks_of(self.0.group.rank()) {
+            let (block, rest) = values.split_at(rows.len() * k);
+            self.0.write(rows.start, block)?;
+            values = rest;
+        }
+        Ok(())
     }
 }

@@ -4,8 +4,10 @@
 use std::ffi::c_void;
 use std::ops::Range;
 
+use smallvec::SmallVec;
+
 use super::callback::{CallbackResult, Callbacks};
-use super::describe;
+use super::{describe, layout_of};
 #[cfg(feature = "cuda")]
 use crate::backend::Cuda;
 use crate::backend::sealed::{Bound, Call, Callback};
@@ -70,13 +72,27 @@ pub fn all_gather_and_consume<B: Backend, T: Value>(
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AllGatherAndConsume {
     chunks: Option<usize>,
+    stages: Option<usize>,
 }
 
 impl AllGatherAndConsume {
     /// With the other rank's shard in two chunks where there are two ranks, and otherwise each in one.
     #[must_use]
     pub const fn new() -> AllGatherAndConsume {
-        AllGatherAndConsume { chunks: None }
+        AllGatherAndConsume {
+            chunks: None,
+            stages: None,
+        }
+    }
+
+    /// Gathers in as many stages, from 1 to 64: of each rank's rows the first of so many blocks, then the second of each. A matrix that was
+    /// made by [`Group::sharded_staged`](crate::Group::sharded_staged) has its own.
+    #[must_use]
+    pub const fn stages(self, stages: usize) -> AllGatherAndConsume {
+        AllGatherAndConsume {
+            stages: Some(stages),
+            ..self
+        }
     }
 
     /// With each other rank's shard in as many chunks, from 1 to 64: smaller ones come sooner, and each costs a copy's start. A rank may
@@ -85,6 +101,7 @@ impl AllGatherAndConsume {
     pub const fn chunks(self, chunks: usize) -> AllGatherAndConsume {
         AllGatherAndConsume {
             chunks: Some(chunks),
+            ..self
         }
     }
 
@@ -106,7 +123,7 @@ impl AllGatherAndConsume {
             let default = if group.world_size() == 2 { 2 } else { 1 };
             let chunks = self.chunks.unwrap_or(default);
             limit("chunks of a shard", chunks, 1, MAX_CHUNKS)?;
-            let asked = describe::<T>(NAME, a.layout(), 0);
+            let asked = describe::<T>(NAME, &layout_of(a, self.stages)?, 0);
             // Nothing is multiplied.
             let tile = TileShape::new(1, 1, 1);
             let config = Config::new(tile, Chunking::new(chunks), Route::Pull);
@@ -125,12 +142,25 @@ impl AllGatherAndConsume {
         };
         let inner = group.inner();
         let mut callbacks = Callbacks::new(group, NAME);
+        let own: SmallVec<[Range<usize>; 1]> = a.blocks_of(group.rank()).into();
         let result = group.operate(operation, |epoch| {
-            let mut consumer = |transfer: Option<&Transfer>, stream: *mut c_void| match Chunk::of(
-                a, transfer, stream,
-            ) {
-                Some(chunk) => callbacks.call(|| consume(chunk)),
-                None => Ok(()),
+            let mut consumer = |transfer: Option<&Transfer>, stream: *mut c_void| {
+                let (source, rows) = match transfer {
+                    Some(transfer) => {
+                        let rows = transfer.regions[0].to.rows.clone();
+                        (transfer.source, SmallVec::from_iter([rows]))
+                    }
+                    None => (group.rank(), own.clone()),
+                };
+                rows.into_iter().try_for_each(|rows| {
+                    let chunk = Chunk {
+                        a,
+                        rows,
+                        source,
+                        stream,
+                    };
+                    callbacks.call(|| consume(chunk))
+                })
             };
             let call = Call {
                 epoch,
@@ -155,25 +185,7 @@ pub struct Chunk<'a, B: Backend, T: Value> {
     stream: *mut c_void,
 }
 
-impl<'a, B: Backend, T: Value> Chunk<'a, B, T> {
-    /// What `transfer` brings, or the own rows; none if there are none.
-    fn of(
-        a: &'a ShardedMatrix<B, T>,
-        transfer: Option<&Transfer>,
-        stream: *mut c_void,
-    ) -> Option<Self> {
-        let (rows, source) = match transfer {
-            Some(transfer) => (transfer.regions[0].to.rows.clone(), transfer.source),
-            None => (a.rows(), a.group().rank()),
-        };
-        (!rows.is_empty()).then_some(Chunk {
-            a,
-            rows,
-            source,
-            stream,
-        })
-    }
-
+impl<B: Backend, T: Value> Chunk<'_, B, T> {
     /// Which rows of the matrix.
     pub fn rows(&self) -> Range<usize> {
         self.rows.clone()

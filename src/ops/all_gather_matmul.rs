@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Operands, describe, product_of, require_same_group, require_shape};
+use super::{Operands, describe, layout_of, product_of, require_same_group, require_shape};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::Element;
@@ -41,6 +41,7 @@ pub fn all_gather_matmul<B: Backend, T: Element>(
 pub struct AllGatherMatmul<'a, B: Backend, T: Element> {
     bias: Option<&'a Matrix<B, T>>,
     config: Option<Config>,
+    stages: Option<usize>,
 }
 
 impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
@@ -49,6 +50,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         AllGatherMatmul {
             bias: None,
             config: None,
+            stages: None,
         }
     }
 
@@ -56,6 +58,14 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     #[must_use]
     pub fn bias(mut self, bias: &'a Matrix<B, T>) -> Self {
         self.bias = Some(bias);
+        self
+    }
+
+    /// Gathers in as many stages, from 1 to 64: of each rank's rows the first of so many blocks, then the second of each. The output has its
+    /// rows in order. A matrix that was made by [`Group::sharded_staged`] has its own.
+    #[must_use]
+    pub fn stages(mut self, stages: usize) -> Self {
+        self.stages = Some(stages);
         self
     }
 
@@ -77,10 +87,16 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         out: &mut Matrix<B, T>,
     ) -> Result<()> {
         let refuse = |error| a.group().refuse(PRODUCT, error);
+        let planned = || {
+            let layout = layout_of(a, self.stages)?;
+            let program = self.program(a, &layout, b.shape()[0])?;
+            Ok((layout, program))
+        };
+        let (layout, program) = planned().map_err(refuse)?;
         let call = Call {
-            program: &self.program(a, b.shape()[0]).map_err(refuse)?,
+            program: &program,
             group: a.group(),
-            layout: a.layout(),
+            layout: &layout,
             bias: self.bias,
         };
         call.collective(a, Some((b, out)), None)
@@ -96,24 +112,30 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     pub fn prepare(&self, a: &ShardedMatrix<B, T>, n: usize) -> Result<Prepared<'a, B, T>> {
         let group = a.group();
         let prepare = || -> Result<Prepared<'a, B, T>> {
-            let program = self.program(a, n)?;
+            let layout = layout_of(a, self.stages)?;
+            let program = self.program(a, &layout, n)?;
             let config = Some(product_of(B::schedule(&program)).config);
             let kept = |name, planner: Planner, n| {
-                group.program(planner, describe::<T>(name, a.layout(), n), config)
+                group.program(planner, describe::<T>(name, &layout, n), config)
             };
             Ok(Prepared {
                 gather: kept(GATHER, all_gather::gather, 0)?,
                 multiply: kept(MULTIPLY, all_gather::multiply, n)?,
                 program,
                 group: group.clone(),
-                layout: a.layout().clone(),
+                layout: layout.clone(),
                 bias: self.bias,
             })
         };
         prepare().map_err(Error::refused(group.rank(), PRODUCT))
     }
 
-    fn program(&self, a: &ShardedMatrix<B, T>, n: usize) -> Result<Arc<B::Program>> {
+    fn program(
+        &self,
+        a: &ShardedMatrix<B, T>,
+        layout: &Layout,
+        n: usize,
+    ) -> Result<Arc<B::Program>> {
         let group = a.group();
         if let Some(bias) = self.bias {
             // Before the shape: what fits no product is refused as that.
@@ -121,7 +143,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
             require_same_group("bias", bias.group(), group)?;
             require_shape(group.rank(), "bias [1, N]", [1, n], bias.shape())?;
         }
-        let asked = describe::<T>(PRODUCT, a.layout(), n);
+        let asked = describe::<T>(PRODUCT, layout, n);
         group.program(all_gather::gather_and_multiply, asked, self.config)
     }
 }
@@ -245,7 +267,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
     #[doc(hidden)]
     pub fn copy(&self, a: &ShardedMatrix<B, T>) -> Result<()> {
-        let asked = describe::<T>(COPY, a.layout(), 0);
+        let asked = describe::<T>(COPY, &self.layout, 0);
         let program = self
             .group
             .program(all_gather::copy, asked, Some(self.config()))?;
@@ -341,7 +363,7 @@ impl<B: Backend, T: Element> Call<'_, B, T> {
         };
         require_same_group("the prepared product", self.group, group)?;
         shape("a [M, K]", all_gather::A, a.shape())?;
-        if self.layout != a.layout() {
+        if !self.layout.is_split_as(a.layout()) {
             return Err(Error::Shape {
                 rank: group.rank(),
                 argument: "a (rows of each rank)".into(),

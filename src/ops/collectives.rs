@@ -1,6 +1,6 @@
 //! What is exchanged between products: embeddings, logits, norms, the tokens of experts.
 
-use super::{require_same_group, require_shape};
+use super::{require_by_rank, require_same_group, require_shape};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::{Float, Value};
@@ -131,6 +131,7 @@ pub fn all_reduce<B: Backend, T: Float>(
     let world = group.world_size();
     let [m, n] = a.shape();
     let fits = require_same_group("out", out.group(), group)
+        .and_then(|()| require_by_rank("out", out))
         .and_then(|()| require_shape(group.rank(), "out [M, N]", [m, n], out.shape()));
     fits.map_err(|error| group.refuse(NAME, error))?;
     let at_once = world <= 2 || m * n * size_of::<T>() <= FEW_BYTES;
@@ -166,6 +167,7 @@ pub fn all_to_all<B: Backend, T: Value>(
     let rows = group.world_size() * out.rows().len();
     let fits = require_same_group("out", out.group(), group).and_then(|()| {
         let what = "a [W · rows of this rank, N]";
+        require_by_rank("out", out)?;
         require_shape(group.rank(), what, [rows, n], a.shape())
     });
     fits.map_err(|error| group.refuse(NAME, error))?;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::partial_sums::{PartialSums, Planned, Which, split};
-use super::{require_same_group, require_shape};
+use super::{require_by_rank, require_same_group, require_shape};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::Element;
@@ -104,6 +104,7 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
         let ([m, k], [_, n]) = (a.shape(), out.shape());
         require_same_group("out", out.group(), group)?;
         require_shape(group.rank(), "out [M, N]", [m, n], out.shape())?;
+        require_by_rank("out", out)?;
         let layout = split(group, &out.layout().rows(), [m, k])?;
         let sums = self.0.plan(Which::All, group, layout, n)?;
         let gather = match sums.needs_gather() {

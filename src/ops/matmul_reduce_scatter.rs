@@ -1,7 +1,7 @@
 //! `out[rows of this rank, N] = Σ_p a_p[rows, K_p] · b_p[N, K_p]ᵀ`: each rank has a part of K, and gets its rows of the sum.
 
 use super::partial_sums::{PartialSums, Planned, Which, split};
-use super::{require_same_group, require_shape};
+use super::{require_by_rank, require_same_group, require_shape};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::Element;
@@ -137,6 +137,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         let plan = || -> Result<PreparedReduceScatter<'a, B, T>> {
             require_same_group("out", out.group(), group)?;
             require_shape(group.rank(), "out [M, N]", [m, n], out.shape())?;
+            require_by_rank("out", out)?;
             let rows = out.layout().rows();
             self.plan(a, n, self.rows.or(Some(&rows)))
         };

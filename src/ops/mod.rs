@@ -34,7 +34,9 @@ use crate::explanation::Explanation;
 use crate::group::Group;
 use crate::matrix::Matrix;
 use crate::ranks::call::Operation;
-use crate::schedule::{Config, Description, Epoch, Layout, Product, Schedule};
+use crate::schedule::layout::limit;
+use crate::schedule::{Config, Description, Epoch, Layout, Product, RowOrder, Schedule};
+use crate::sharded::ShardedMatrix;
 use crate::span::Span;
 
 /// The weight and the output of a product.
@@ -143,4 +145,33 @@ fn require_same_group<B: Backend>(argument: &str, its: &Group<B>, group: &Group<
         rank: group.rank(),
         argument: argument.into(),
     })
+}
+
+/// How the rows of `a` lie and are gathered: in as many stages as a call asks for.
+fn layout_of<B: Backend, T: Value>(
+    a: &ShardedMatrix<B, T>,
+    stages: Option<usize>,
+) -> Result<Layout> {
+    let layout = a.layout().clone();
+    let Some(stages) = stages else {
+        return Ok(layout);
+    };
+    if layout.order() == RowOrder::ByStage {
+        let own = layout.stages();
+        limit("stages of a gather of a staged matrix", stages, own, own)?;
+        return Ok(layout);
+    }
+    layout.staged(stages, RowOrder::ByRank)
+}
+
+/// The rows of `matrix`, which are not gathered but made where they lie, follow one another rank after rank.
+fn require_by_rank<B: Backend, T: Value>(
+    argument: &str,
+    matrix: &ShardedMatrix<B, T>,
+) -> Result<()> {
+    let stages = match matrix.layout().order() {
+        RowOrder::ByRank => 1,
+        RowOrder::ByStage => matrix.layout().stages(),
+    };
+    limit(&format!("stages of {argument}"), stages, 1, 1)
 }

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::callback::{CallbackResult, Callbacks};
-use super::{describe, require_shape};
+use super::{describe, require_by_rank, require_shape};
 #[cfg(feature = "cuda")]
 use crate::backend::Cuda;
 use crate::backend::sealed::{Bound, Call, Callback};
@@ -102,7 +102,7 @@ pub struct ProduceAndReduceScatter<'a> {
 }
 
 impl<'a> ProduceAndReduceScatter<'a> {
-    /// An even split; where there are two ranks, each one's rows in two blocks, and otherwise in one.
+    /// An even split, and the rows of each other rank in one block.
     #[must_use]
     pub const fn new() -> Self {
         ProduceAndReduceScatter {
@@ -120,8 +120,9 @@ impl<'a> ProduceAndReduceScatter<'a> {
         }
     }
 
-    /// Makes the rows of each rank in as many blocks, from 1 to 64, of multiples of 128 rows: smaller ones are on their way sooner, and
-    /// each costs a copy's start and the caller's kernels another. The same on all ranks.
+    /// Makes the rows of each other rank in as many blocks, from 1 to 64, of multiples of 128 rows: smaller ones are on their way sooner, and
+    /// each costs a copy's start, and kernels of fewer rows. The same on all ranks. (This rank's own rows are made in two: the last quarter apart,
+    /// so that little is left to add up when all is made.)
     #[must_use]
     pub const fn chunks(self, chunks: usize) -> Self {
         ProduceAndReduceScatter {
@@ -180,6 +181,7 @@ impl<'a> ProduceAndReduceScatter<'a> {
                     found: split.clone(),
                 });
             }
+            require_by_rank("out", out)?;
             self.plan::<B, T>(&group, out.layout())
         };
         let planned = planned().map_err(|error| group.refuse(REDUCE, error))?;
@@ -207,7 +209,7 @@ pub struct ProduceAndAllToAll {
 }
 
 impl ProduceAndAllToAll {
-    /// Where there are two ranks, the rows for each in two blocks, and otherwise in one.
+    /// The rows for each rank in one block.
     #[must_use]
     pub const fn new() -> Self {
         ProduceAndAllToAll { chunks: None }
@@ -235,7 +237,8 @@ impl ProduceAndAllToAll {
     ) -> Result<()> {
         let group = out.group().clone();
         let planner = collectives::produce_and_all_to_all;
-        let planned = Planned::new::<T>(&group, EXCHANGE, planner, out.layout(), self.chunks);
+        let planned = require_by_rank("out", out)
+            .and_then(|()| Planned::new::<T>(&group, EXCHANGE, planner, out.layout(), self.chunks));
         let planned = planned.map_err(|error| group.refuse(EXCHANGE, error))?;
         planned.run(Bound::Symmetric(out.memory()), &[out.id()], produce)
     }
@@ -258,9 +261,7 @@ impl<B: Backend> Planned<B> {
         layout: &Layout,
         chunks: Option<usize>,
     ) -> Result<Self> {
-        // Of two ranks, half of what is sent is on its way while the rest is made.
-        let default = if group.world_size() == 2 { 2 } else { 1 };
-        let chunks = chunks.unwrap_or(default);
+        let chunks = chunks.unwrap_or(1);
         limit("blocks of a rank's rows", chunks, 1, MAX_CHUNKS)?;
         let asked = describe::<T>(call, layout, layout.k());
         Ok(Planned {

@@ -6,7 +6,7 @@ use std::ops::Range;
 use smallvec::smallvec;
 
 use super::config::{CUT_COLUMNS, Chunking, Config, Route};
-use super::layout::{Layout, MAX_EXTENT, chunk_rows, limit};
+use super::layout::{Layout, MAX_EXTENT, RowOrder, chunk_rows, limit};
 use super::order::{self, ring};
 use super::{
     Agreed, Block, DeferredChunk, Description, MatrixSpec, Move, Parts, Product, Region, Schedule,
@@ -162,6 +162,14 @@ fn agree(asked: &Description, config: &Config) -> Agreed {
             format!(", pushed in {chunks} chunks, the last shard in {last}{cut}")
         }
     };
+    let stages = layout.stages();
+    details += &match (layout.order(), config.route) {
+        (RowOrder::ByStage, _) => format!(", {stages} stages in memory"),
+        (RowOrder::ByRank, Route::Push | Route::Store) if stages > 1 => {
+            format!(", gathered in {stages} stages")
+        }
+        (RowOrder::ByRank, _) => String::new(),
+    };
     // Last, for it may be long, and there is not always room for all words.
     if !layout.is_balanced() {
         details += &format!(", rows of each rank = {:?}", layout.rows());
@@ -179,8 +187,15 @@ struct Cutter<'a> {
     last_chunks: Option<Vec<Vec<Chunk>>>,
 }
 
-/// A part of a shard that is moved at once.
-pub(super) struct Chunk {
+/// What is moved of a shard at once.
+struct Chunk {
+    /// The block of the shard that it is of.
+    stage: usize,
+    part: Part,
+}
+
+/// Rows, or a part of each.
+pub(super) struct Part {
     pub(super) rows: Range<usize>,
     pub(super) columns: Range<usize>,
 }
@@ -210,67 +225,119 @@ impl<'a> Cutter<'a> {
         &last_chunks.unwrap_or(&self.chunks)[source]
     }
 
-    /// What comes to `rank`, source by source around the ring.
+    /// What comes to `rank`: stage by stage, of each source by source around the ring.
     fn arrivals(&self, rank: usize) -> Vec<Transfer> {
-        ring(rank, self.layout.world())
-            .flat_map(move |source| self.transfers(source, rank))
-            .collect()
+        let sources = ring(rank, self.layout.world());
+        self.by_stage(sources.map(|source| (source, rank)))
     }
 
-    /// What goes from `rank`: to r - 1 first, for it needs this rank's rows first, then to r - 2, … around the ring.
+    /// What goes from `rank`, stage by stage: to r - 1 first, for it needs this rank's rows first, then to r - 2, … around the ring.
     fn departures(&self, rank: usize) -> Vec<Transfer> {
         let world = self.layout.world();
-        (1..world)
-            .map(|step| (rank + world - step) % world)
-            .flat_map(move |peer| self.transfers(rank, peer))
+        let peers = (1..world).map(|step| (rank + world - step) % world);
+        self.by_stage(peers.map(|peer| (rank, peer)))
+    }
+
+    fn by_stage(&self, pairs: impl Iterator<Item = (usize, usize)>) -> Vec<Transfer> {
+        let transfers = pairs.flat_map(|(source, peer)| self.transfers(source, peer));
+        if self.layout.stages() == 1 {
+            return transfers.map(|(_, transfer)| transfer).collect();
+        }
+        let mut transfers: Vec<(usize, Transfer)> = transfers.collect();
+        transfers.sort_by_key(|&(stage, _)| stage);
+        transfers
+            .into_iter()
+            .map(|(_, transfer)| transfer)
             .collect()
     }
 
-    /// How the shard of `source` is moved to `peer`, each chunk with its flag there: a rank numbers the chunks of all others
-    /// by rows. So the flags that a tile needs, whatever chunks or shards it straddles, are one range. The second part of a
+    /// How the shard of `source` is moved to `peer`, each chunk with its stage and its flag there: a rank numbers the chunks of all others
+    /// by the places of their rows. So the flags that a tile needs, whatever chunks or shards it straddles, are one range. The second part of a
     /// chunk that is cut along K has the number after the first's.
-    fn transfers(&self, source: usize, peer: usize) -> impl Iterator<Item = Transfer> {
-        let before = (0..source).filter(|&before| before != peer);
-        let first: usize = before
-            .map(|source| self.chunks_of(source, peer).len())
-            .sum();
-        let chunks = self.chunks_of(source, peer).iter().enumerate();
-        chunks.map(move |(index, Chunk { rows, columns })| Transfer {
-            from: source,
-            to: peer,
-            source,
-            regions: smallvec![Move::in_place(Region {
-                matrix: A,
-                rows: rows.clone(),
-                columns: columns.clone(),
-            })],
-            after: 0..0,
-            produced: None,
-            flag: first + index,
-            route: self.route,
+    fn transfers(&self, source: usize, peer: usize) -> impl Iterator<Item = (usize, Transfer)> {
+        let others = (0..self.layout.world()).filter(move |&other| other != peer);
+        let chunks = self.chunks_of(source, peer);
+        // The number of the first chunk of a stage, of those that follow one another.
+        let first_of = move |stage: usize| -> usize {
+            let all = |other: usize| self.chunks_of(other, peer);
+            let of = |other: usize, stage: usize| {
+                all(other)
+                    .iter()
+                    .filter(move |chunk| chunk.stage == stage)
+                    .count()
+            };
+            match self.layout.order() {
+                RowOrder::ByRank => {
+                    let before = others.clone().take_while(|&other| other < source);
+                    before.map(|other| all(other).len()).sum()
+                }
+                RowOrder::ByStage => {
+                    let earlier =
+                        |other| (0..stage).map(move |stage| of(other, stage)).sum::<usize>();
+                    let before = others.clone().take_while(|&other| other < source);
+                    let before: usize = before.map(|other| of(other, stage)).sum();
+                    others.clone().map(earlier).sum::<usize>() + before
+                }
+            }
+        };
+        let by_stage = self.layout.order() == RowOrder::ByStage;
+        let (mut last, mut next) = (None, 0);
+        chunks.iter().map(move |Chunk { stage, part }| {
+            // By rank, all chunks of a shard follow one another.
+            if last.is_none() || (by_stage && last != Some(*stage)) {
+                next = first_of(*stage);
+            }
+            last = Some(*stage);
+            let flag = next;
+            next += 1;
+            let transfer = Transfer {
+                from: source,
+                to: peer,
+                source,
+                regions: smallvec![Move::in_place(Region {
+                    matrix: A,
+                    rows: part.rows.clone(),
+                    columns: part.columns.clone(),
+                })],
+                after: 0..0,
+                produced: None,
+                flag,
+                route: self.route,
+            };
+            (*stage, transfer)
         })
     }
 }
 
+/// Each block of the shard is cut apart, into as many chunks as make, of all together, about what the configuration says, one at least.
 fn cut_shard(layout: &Layout, config: &Config, source: usize, is_last: bool) -> Vec<Chunk> {
-    let (shard, k) = (layout.rows_of(source), layout.k());
-    if config.route == Route::Store {
-        return stored_parts(shard, k, layout.world());
+    let (k, stages) = (layout.k(), layout.stages());
+    let mut all = Vec::new();
+    for stage in 0..stages {
+        let block = layout.block(source, stage);
+        if config.route == Route::Store {
+            let parts = stored_parts(block, k, layout.world()).into_iter();
+            all.extend(parts.map(|part| Chunk { stage, part }));
+            continue;
+        }
+        let (count, cut) = match is_last && stage + 1 == stages {
+            true => (config.chunking.last, config.cut(k)),
+            false => (config.chunking.count, None),
+        };
+        let count = (count / stages).max(1);
+        let end = block.end;
+        let chunks = chunk_rows(block.clone(), count, boundary(block.len() / count));
+        all.extend(chunks.flat_map(|rows| {
+            let cut = cut.filter(|_| rows.end == end);
+            let columns = [Some(0..cut.unwrap_or(k)), cut.map(|column| column..k)];
+            let parts = columns.into_iter().flatten().map(move |columns| Part {
+                rows: rows.clone(),
+                columns,
+            });
+            parts.map(move |part| Chunk { stage, part })
+        }));
     }
-    let (count, cut) = match is_last {
-        true => (config.chunking.last, config.cut(k)),
-        false => (config.chunking.count, None),
-    };
-    let chunks = chunk_rows(shard.clone(), count, boundary(shard.len() / count));
-    let chunks = chunks.flat_map(|rows| {
-        let cut = cut.filter(|_| rows.end == shard.end);
-        let columns = [Some(0..cut.unwrap_or(k)), cut.map(|column| column..k)];
-        columns.into_iter().flatten().map(move |columns| Chunk {
-            rows: rows.clone(),
-            columns,
-        })
-    });
-    chunks.collect()
+    all
 }
 
 /// Chunks of so many rows are cut at multiples of this: a power of two, as tiles are high, so that few of these wait for two chunks. It
@@ -282,7 +349,7 @@ fn boundary(rows: usize) -> usize {
 
 /// What a kernel stores is cut into parts, for as many CTAs: some rows each or, of few rows, a piece of one. Each has its flag, which is
 /// no more to look at than the bytes are to store; where there are many peers, fewer parts are for each.
-pub(super) fn stored_parts(shard: Range<usize>, k: usize, world: usize) -> Vec<Chunk> {
+pub(super) fn stored_parts(shard: Range<usize>, k: usize, world: usize) -> Vec<Part> {
     const MOST: usize = 64;
     const ELEMENTS: usize = 3072;
     const LEAST_COLUMNS: usize = 512;
@@ -292,7 +359,7 @@ pub(super) fn stored_parts(shard: Range<usize>, k: usize, world: usize) -> Vec<C
     let column =
         move |piece: usize| (k.div_ceil(CUT_COLUMNS) * piece / pieces * CUT_COLUMNS).min(k);
     let parts = chunk_rows(shard, count, 1).flat_map(|rows| {
-        (0..pieces).map(move |piece| Chunk {
+        (0..pieces).map(move |piece| Part {
             rows: rows.clone(),
             columns: column(piece)..column(piece + 1),
         })

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use smallvec::smallvec;
 
-use super::all_gather::{Chunk, stored_parts};
+use super::all_gather::{Part, stored_parts};
 use super::config::{Chunking, Config, Route, TileShape};
 use super::layout::{MAX_EXTENT, MAX_WORLD, chunk_rows, limit};
 use super::order::ring;
@@ -149,14 +149,14 @@ impl<'a> Plan<'a> {
     }
 
     /// The parts of these rows that are made and sent at once.
-    fn cut(&self, rows: Range<usize>) -> Vec<Chunk> {
+    fn cut(&self, rows: Range<usize>) -> Vec<Part> {
         let n = self.asked.n;
         if self.config.route == Route::Store {
             return stored_parts(rows, n, self.world());
         }
         let height = self.config.entry_rows();
         let parts = chunk_rows(0..rows.len(), self.config.chunking.count, height);
-        let parts = parts.map(|part| Chunk {
+        let parts = parts.map(|part| Part {
             rows: rows.start + part.start..rows.start + part.end,
             columns: 0..n,
         });
@@ -164,7 +164,7 @@ impl<'a> Plan<'a> {
     }
 
     /// The parts of this rank's own rows: when the last, a quarter, is made, all that is left to do is to add it up.
-    fn cut_own(&self, rows: Range<usize>) -> Vec<Chunk> {
+    fn cut_own(&self, rows: Range<usize>) -> Vec<Part> {
         let height = self.config.entry_rows();
         let quarter = (rows.len() / 4).next_multiple_of(height);
         let last = rows.end.saturating_sub(quarter).max(rows.start);
@@ -172,7 +172,7 @@ impl<'a> Plan<'a> {
         let parts = parts.filter(|rows| !rows.is_empty());
         let columns = 0..self.asked.n;
         parts
-            .map(|rows| Chunk {
+            .map(|rows| Part {
                 rows,
                 columns: columns.clone(),
             })
@@ -225,7 +225,7 @@ impl<'a> Plan<'a> {
                 };
                 parts
                     .into_iter()
-                    .map(move |Chunk { rows, columns }| (Piece { owner, rows }, columns))
+                    .map(move |Part { rows, columns }| (Piece { owner, rows }, columns))
             });
             pieces.unzip()
         };
@@ -296,7 +296,7 @@ impl<'a> Plan<'a> {
         let transfers = |from: usize, to: usize| {
             let (slot, before) = (room.slot(from, to), among_others(from, to) * cut.len());
             let parts = cut.iter().enumerate();
-            let transfer = move |(part, Chunk { rows, columns }): (usize, &Chunk)| {
+            let transfer = move |(part, Part { rows, columns }): (usize, &Part)| {
                 let moved = Move {
                     from: self.part(INPUT, rows.clone(), columns),
                     to: self.part(ROOM, slot + rows.start..slot + rows.end, columns),
@@ -348,7 +348,7 @@ impl<'a> Plan<'a> {
         let mut departures = Vec::new();
         for to in ring(rank, world).chain([rank]) {
             let stays = to == rank && blocks == Blocks::Made;
-            for (part, Chunk { rows, columns }) in parts_of(rank).into_iter().enumerate() {
+            for (part, Part { rows, columns }) in parts_of(rank).into_iter().enumerate() {
                 let first = begin(rank, to) + rows.start - sent.start;
                 let place = match stays {
                     true => self.region(OUT, rows.clone()),
@@ -379,7 +379,7 @@ impl<'a> Plan<'a> {
         let senders = senders.chain((blocks == Blocks::Had).then_some(rank));
         let mut arrivals = Vec::new();
         for from in senders {
-            for (part, Chunk { rows, columns }) in parts_of(from).into_iter().enumerate() {
+            for (part, Part { rows, columns }) in parts_of(from).into_iter().enumerate() {
                 let first = begin(from, rank) + rows.start - layout.rows_of(from).start;
                 let moved = Move {
                     from: self.part(source, first..first + rows.len(), &columns),
@@ -409,7 +409,7 @@ impl<'a> Plan<'a> {
             true => 0..layout.m(),
             false => layout.m() * number / count..layout.m() * (number + 1) / count,
         };
-        let chunks: Vec<Vec<Chunk>> = (0..count).map(|number| self.cut(share(number))).collect();
+        let chunks: Vec<Vec<Part>> = (0..count).map(|number| self.cut(share(number))).collect();
         let first = |share: usize| match stored {
             true => 0,
             false => chunks[..share].iter().map(Vec::len).sum::<usize>(),
@@ -425,7 +425,7 @@ impl<'a> Plan<'a> {
                 }
             }
         }
-        let transfer = |from: usize, to: usize, chunk: &Chunk, flag: usize| Transfer {
+        let transfer = |from: usize, to: usize, chunk: &Part, flag: usize| Transfer {
             source: root,
             after: match from == root {
                 true => 0..0,

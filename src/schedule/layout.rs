@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::config::MAX_CHUNKS;
 use crate::error::{Error, Result};
 
 /// The most ranks a group can have.
@@ -11,12 +12,24 @@ pub const MAX_WORLD: usize = 64;
 pub const MAX_EXTENT: usize = i32::MAX as usize;
 
 /// A matrix of M rows and K columns whose rows are spread over the ranks: rank r owns some that follow one another, behind
-/// those of r - 1; or none.
+/// those of r - 1; or none. They may be cut into stages: a gather goes stage by stage over all ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Layout {
     /// Rank r owns the rows `offsets[r]..offsets[r + 1]`.
     offsets: Arc<[usize]>,
     columns: usize,
+    /// Into how many blocks each rank's rows are cut.
+    stages: usize,
+    order: RowOrder,
+}
+
+/// Where the blocks of the stages lie in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum RowOrder {
+    /// Rank after rank: a row's number is its place.
+    ByRank,
+    /// Stage after stage, of each the ranks' blocks: [stages, ranks, rows, K].
+    ByStage,
 }
 
 impl Layout {
@@ -46,7 +59,57 @@ impl Layout {
         Ok(Layout {
             offsets: offsets.into(),
             columns: k,
+            stages: 1,
+            order: RowOrder::ByRank,
         })
+    }
+
+    /// The same, with each rank's rows cut into `stages` blocks, as evenly as whole rows allow.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] for no stages, or more than [`MAX_CHUNKS`].
+    pub fn staged(self, stages: usize, order: RowOrder) -> Result<Layout> {
+        limit("stages", stages, 1, MAX_CHUNKS)?;
+        Ok(Layout {
+            stages,
+            order,
+            ..self
+        })
+    }
+
+    /// Into how many blocks each rank's rows are cut.
+    pub fn stages(&self) -> usize {
+        self.stages
+    }
+
+    /// Where the blocks lie: of one stage, all the same.
+    pub fn order(&self) -> RowOrder {
+        match self.stages {
+            1 => RowOrder::ByRank,
+            _ => self.order,
+        }
+    }
+
+    /// Where the block of `rank` lies in stage `stage`; perhaps it is empty.
+    pub fn block(&self, rank: usize, stage: usize) -> Range<usize> {
+        let rows = self.rows_of(rank);
+        // What a rank has in the stages before one.
+        let before = |rank: usize, stage: usize| self.rows_of(rank).len() * stage / self.stages;
+        let length = |rank: usize| before(rank, stage + 1) - before(rank, stage);
+        let begin = match self.order() {
+            RowOrder::ByRank => rows.start + before(rank, stage),
+            RowOrder::ByStage => {
+                let earlier = (0..self.world()).map(|other| before(other, stage));
+                earlier.sum::<usize>() + (0..rank).map(length).sum::<usize>()
+            }
+        };
+        begin..begin + length(rank)
+    }
+
+    /// Where the rows of `rank` lie, in their order.
+    pub fn blocks_of(&self, rank: usize) -> impl Iterator<Item = Range<usize>> {
+        let blocks = (0..self.stages).map(move |stage| self.block(rank, stage));
+        blocks.filter(|rows| !rows.is_empty())
     }
 
     /// M, the rows of all ranks together.
@@ -64,7 +127,7 @@ impl Layout {
         self.offsets.len() - 1
     }
 
-    /// The rows that `rank` owns.
+    /// The rows that `rank` owns, by number: where they lie, [`Layout::blocks_of`] says.
     pub fn rows_of(&self, rank: usize) -> Range<usize> {
         self.offsets[rank]..self.offsets[rank + 1]
     }
@@ -76,9 +139,11 @@ impl Layout {
         (0..world).all(|rank| self.rows_of(rank).len() == even(rank))
     }
 
-    /// Whether the two have the same rows, and each has the same owner.
+    /// Whether the two have the same rows in the same places, and each has the same owner.
     pub fn is_split_as(&self, other: &Layout) -> bool {
-        self.offsets == other.offsets
+        let places = |layout: &Layout| (layout.order(), layout.stages);
+        let alike = self.order() == RowOrder::ByRank && other.order() == RowOrder::ByRank;
+        self.offsets == other.offsets && (alike || places(self) == places(other))
     }
 
     /// How many rows each rank owns.

@@ -19,7 +19,7 @@ pub use agreed::Agreed;
 pub use config::{Chunking, Config, Numerics, Route, TileShape};
 pub use epoch::Epoch;
 pub use flag::{Awaited, Flag, FlagBlock};
-pub use layout::Layout;
+pub use layout::{Layout, RowOrder};
 pub use parts::{
     Addend, Block, DeferredChunk, Extent, MatrixSpec, Move, Parts, Product, Reduction, Region,
     Request, Sum, Tile, Transfer,

@@ -74,7 +74,13 @@ impl<T: Element> Operation<Cuda, T> for Consume<T> {
             Some(config) => config,
             None => {
                 let tile = self.gather.prepare(None)?.config().tile;
-                Config::new(tile, Chunking::new(1), Route::Pull)
+                // As the library does.
+                let chunks = if self.gather.a.rows().len() < self.gather.a.shape()[0] / 3 {
+                    1
+                } else {
+                    2
+                };
+                Config::new(tile, Chunking::new(chunks), Route::Pull)
             }
         };
         self.gather.prepare(Some(pulled.with_route(Route::Pull)))

@@ -76,7 +76,7 @@ impl<T: Element> Operation<Cuda, T> for Produce<T> {
             Some(config) => config,
             None => {
                 let tile = self.sums.prepare(None)?.config().tile;
-                Config::new(tile, Chunking::new(2), Route::Pull)
+                Config::new(tile, Chunking::new(1), Route::Pull)
             }
         };
         self.sums.prepare(Some(pulled.with_route(Route::Pull)))
