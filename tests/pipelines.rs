@@ -5,6 +5,7 @@ mod support;
 use gemmesh::{Chunk, Host, Matrix, bf16};
 use support::numbers::nan;
 use support::shared::pipelines::{self, Consumes};
+use support::shared::staged;
 
 impl Consumes for Host {
     type Sink = (Vec<bf16>, usize);
@@ -61,4 +62,24 @@ fn a_consumer_beside_a_product_is_a_mismatch() {
 #[test]
 fn a_consumer_that_takes_too_long_is_named() {
     pipelines::a_consumer_that_takes_too_long_is_named::<Host>(test_name!());
+}
+
+#[test]
+fn products_of_staged_rows_are_right() {
+    staged::products_of_staged_rows_are_right::<Host>(test_name!());
+}
+
+#[test]
+fn staged_rows_are_consumed_by_stage() {
+    staged::staged_rows_are_consumed_by_stage::<Host>(test_name!());
+}
+
+#[test]
+fn what_cannot_be_staged_is_refused() {
+    staged::what_cannot_be_staged_is_refused::<Host>(test_name!());
+}
+
+#[test]
+fn other_stages_are_a_mismatch() {
+    staged::other_stages_are_a_mismatch::<Host>(test_name!());
 }

@@ -16,7 +16,8 @@ use gemmesh::schedule::layout::{MAX_EXTENT, MAX_WORLD, balanced_rows};
 use gemmesh::schedule::primitive::AtomicUsize;
 use gemmesh::schedule::{
     Addend, Awaited, Chunking, Config, Description, Epoch, Flag, FlagBlock, Layout, MatrixSpec,
-    Parts, Planner, Product, Reduction, Route, Schedule, Tile, TileShape, Transfer, all_gather,
+    Parts, Planner, Product, Reduction, Route, RowOrder, Schedule, Tile, TileShape, Transfer,
+    all_gather,
 };
 use gemmesh::{DType, Error};
 use proptest::prelude::*;
@@ -1038,4 +1039,107 @@ fn a_large_plan_takes_less_than_a_millisecond() {
         .unwrap();
     println!("{best:?}");
     assert!(best < Duration::from_millis(1), "{best:?}");
+}
+
+/// Rows that are owned in blocks come stage by stage, each once, under flags that are numbered by their places.
+#[test]
+fn staged_rows_come_stage_by_stage() {
+    let routes = [Route::Pull, Route::Push, Route::Store];
+    for rows in [
+        &[40, 0, 17][..],
+        &[7, 8],
+        &[1, 1, 1, 1],
+        &[300, 299, 301],
+        &[0, 0, 5],
+    ] {
+        for (stages, order) in [1, 2, 3, 8, 64]
+            .into_iter()
+            .flat_map(|stages| [RowOrder::ByRank, RowOrder::ByStage].map(|order| (stages, order)))
+        {
+            let layout = Layout::new(rows, 64)
+                .unwrap()
+                .staged(stages, order)
+                .unwrap();
+            let asked = Description {
+                operation: "all_gather_matmul",
+                dtype: DType::Bf16,
+                layout: layout.clone(),
+                n: 12,
+            };
+            for (route, chunks) in routes.into_iter().flat_map(|r| [1, 4].map(|c| (r, c))) {
+                let tile = TileShape::new(16, 8, 8);
+                let chunking = Chunking::new(chunks).with_cut_last(true);
+                let config = Config::new(tile, chunking, route);
+                for rank in 0..rows.len() {
+                    let plan = |asked: &Description| {
+                        all_gather::gather_and_multiply(asked, rank, config).unwrap()
+                    };
+                    let schedule = plan(&asked);
+                    staged_schedule_is_right(&layout, &schedule, rank);
+                    let flat = Layout::new(rows, 64).unwrap();
+                    if stages == 1 {
+                        let same = plan(&Description {
+                            layout: flat,
+                            ..asked.clone()
+                        });
+                        assert_eq!(schedule.arrivals(), same.arrivals());
+                        assert_eq!(schedule.tiles(), same.tiles());
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn staged_schedule_is_right(layout: &Layout, schedule: &Schedule, rank: usize) {
+    let stage_of = |source: usize, rows: &Range<usize>| {
+        let is_in = |stage: &usize| {
+            let block = layout.block(source, *stage);
+            block.start <= rows.start && rows.end <= block.end
+        };
+        (0..layout.stages())
+            .find(is_in)
+            .expect("a chunk is of one block")
+    };
+    // By place: who brings it, and under which flag.
+    let mut seen = vec![0; layout.m() * layout.k()];
+    let mut before = 0;
+    let mut by_flag = vec![0; schedule.arrivals().len()];
+    for arrival in schedule.arrivals() {
+        let to = &arrival.regions[0].to;
+        assert_eq!(*to, arrival.regions[0].from);
+        let stage = stage_of(arrival.source, &to.rows);
+        assert!(before <= stage, "stage {stage} after {before}");
+        before = stage;
+        by_flag[arrival.flag] = to.rows.start;
+        for row in to.rows.clone() {
+            to.columns
+                .clone()
+                .for_each(|column| seen[row * layout.k() + column] += 1);
+        }
+    }
+    assert!(by_flag.is_sorted(), "flags are numbered by place");
+    for owner in 0..layout.world() {
+        for row in layout.blocks_of(owner).flatten() {
+            let times = &seen[row * layout.k()..(row + 1) * layout.k()];
+            let expected = usize::from(owner != rank);
+            assert!(times.iter().all(|&count| count == expected), "row {row}");
+        }
+    }
+    let all: BTreeSet<usize> = (0..layout.world())
+        .flat_map(|owner| layout.blocks_of(owner).flatten())
+        .collect();
+    assert_eq!(all.len(), layout.m());
+    let product = schedule.product().expect("it multiplies");
+    for tile in schedule.tiles() {
+        let rows = product.rows(tile);
+        for arrival in schedule.arrivals() {
+            let to = &arrival.regions[0].to.rows;
+            let overlaps = to.start < rows.end && rows.start < to.end;
+            assert!(
+                !overlaps || tile.flags().contains(&arrival.flag),
+                "{tile:?}"
+            );
+        }
+    }
 }

@@ -5,6 +5,7 @@ use gemmesh::{Chunk, Cuda, Matrix, bf16};
 
 use crate::support::gpu::*;
 use crate::support::shared::pipelines::{self, Consumes};
+use crate::support::shared::staged;
 use crate::test_name;
 
 impl Consumes for Cuda {
@@ -106,4 +107,28 @@ fn a_consumer_that_takes_too_long_is_named() {
 fn what_a_consumer_drops_outlives_its_use() {
     let Some(_leave) = gpu() else { return };
     pipelines::what_a_consumer_drops_outlives_its_use::<Cuda>(test_name!());
+}
+
+#[test]
+fn products_of_staged_rows_are_right() {
+    let Some(_leave) = gpu() else { return };
+    staged::products_of_staged_rows_are_right::<Cuda>(test_name!());
+}
+
+#[test]
+fn staged_rows_are_consumed_by_stage() {
+    let Some(_leave) = gpu() else { return };
+    staged::staged_rows_are_consumed_by_stage::<Cuda>(test_name!());
+}
+
+#[test]
+fn what_cannot_be_staged_is_refused() {
+    let Some(_leave) = gpu() else { return };
+    staged::what_cannot_be_staged_is_refused::<Cuda>(test_name!());
+}
+
+#[test]
+fn other_stages_are_a_mismatch() {
+    let Some(_leave) = gpu() else { return };
+    staged::other_stages_are_a_mismatch::<Cuda>(test_name!());
 }

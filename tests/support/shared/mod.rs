@@ -7,3 +7,4 @@ pub mod pipelines;
 pub mod reduce_scatter;
 pub mod refusals;
 pub mod results;
+pub mod staged;
