@@ -122,6 +122,9 @@ struct Args {
     /// Whether the last chunk of all comes in two parts along K.
     #[arg(long)]
     cut_last: Option<bool>,
+    /// Stages in which rows are gathered; their matrix is [stages, ranks, M / (stages · ranks), K].
+    #[arg(long, default_value_t = 1)]
+    gather_stages: usize,
     /// Who moves rows.
     #[arg(long, value_enum)]
     route: Option<RouteName>,
@@ -196,6 +199,11 @@ impl From<RouteName> for Route {
 impl Args {
     /// Refuses what clap can't tell.
     fn check(&self) -> Result<(), Failure> {
+        if self.gather_stages != 1 && !matches!(self.op, Op::AllGatherMatmul | Op::Consume) {
+            return Err(Failure::Usage(
+                "--gather-stages: only with --op all-gather-matmul or consume",
+            ));
+        }
         let draws = self.seed.is_some() || self.count.is_some();
         match self.sweep {
             Some(Sweep::Random) => Ok(()),
@@ -540,7 +548,7 @@ fn bench<B: Backend, T: Element, O: Timed<B, T>>(
     products: usize,
     progress: impl FnMut(),
 ) -> Result<Run, Failure> {
-    let mut operation = O::random(group, shape)?;
+    let mut operation = O::random(group, shape, args.gather_stages)?;
     let default = O::config(&operation.prepare(None)?);
     let config = args.config(default);
     let prepared = operation.prepare(Some(config))?;
@@ -646,7 +654,7 @@ fn record<B: Backend, T: Element, O: Operation<B, T>>(
     } = run;
     let problem = json!({
         "op": O::NAME, "backend": B::NAME, "world": group.world_size(), "m": m, "n": n, "k": k,
-        "dtype": T::DTYPE.to_string(), "max_rel_err": check.max_rel_err,
+        "dtype": T::DTYPE.to_string(), "stages": args.gather_stages, "max_rel_err": check.max_rel_err,
         "max_abs_err": check.max_abs_err, "ok": check.ok(), "commit": commit(),
         "config": format!("{:?}", explanation.config), "predicted_us": explanation.micros(), "iters": args.iters, "unix_time": unix_time(),
     });

@@ -49,7 +49,7 @@ fn main() -> ExitCode {
 
 /// What each rank does.
 fn rank(group: Group<Host>, link: f64) -> Result<(), Failure> {
-    let mut case = AllGather::<_, bf16>::random(&group, [M, N, K])?;
+    let mut case = AllGather::<_, bf16>::random(&group, [M, N, K], 1)?;
     case.poison()?;
     all_gather_matmul(&case.a, &case.b, &mut case.out)?;
     group.synchronize()?;

@@ -22,9 +22,9 @@ impl<B: Backend, T: Element> Operation<B, T> for AllGather<B, T> {
     const SEQUENTIAL: &'static str = "gather then matmul";
     type Prepared = Prepared<'static, B, T>;
 
-    fn random(group: &Group<B>, [m, n, k]: [usize; 3]) -> Result<Self> {
+    fn random(group: &Group<B>, [m, n, k]: [usize; 3], stages: usize) -> Result<Self> {
         let rank = group.rank() as u64;
-        let mut a = group.sharded::<T>(m, k)?;
+        let mut a = group.sharded_staged::<T>(m, k, stages)?;
         let count = a.rows().len() * k;
         a.shard_mut()
             .copy_from_host(&random::<T>(count, 1 + rank))?;

@@ -237,8 +237,8 @@ pub trait Operation<B: Backend, T: Element>: Sized {
     /// A call that has been planned.
     type Prepared;
 
-    /// A problem of M, N and K. Collective.
-    fn random(group: &Group<B>, shape: [usize; 3]) -> Result<Self>;
+    /// A problem of M, N and K, whose rows are gathered in so many stages, if they are. Collective.
+    fn random(group: &Group<B>, shape: [usize; 3], stages: usize) -> Result<Self>;
     /// M, N and K, and which of them are a rank's own.
     fn describe(shape: [usize; 3]) -> String;
     /// Plans it; without a configuration by the backend's.

@@ -86,7 +86,7 @@ impl<B: Backend, T: Element> Operation<B, T> for ReduceScatter<B, T> {
     const SEQUENTIAL: &'static str = "matmul then reduce-scatter";
     type Prepared = PreparedReduceScatter<'static, B, T>;
 
-    fn random(group: &Group<B>, shape: [usize; 3]) -> Result<Self> {
+    fn random(group: &Group<B>, shape: [usize; 3], _: usize) -> Result<Self> {
         let operands = Operands::random(group, shape)?;
         let out = group.zeros(operands.own.len(), shape[1])?;
         Ok(ReduceScatter { operands, out })
@@ -155,7 +155,7 @@ impl<B: Backend, T: Element> Operation<B, T> for AllReduce<B, T> {
     const SEQUENTIAL: &'static str = "matmul then all-reduce";
     type Prepared = PreparedAllReduce<'static, B, T>;
 
-    fn random(group: &Group<B>, shape: [usize; 3]) -> Result<Self> {
+    fn random(group: &Group<B>, shape: [usize; 3], _: usize) -> Result<Self> {
         let [m, n, _] = shape;
         let operands = Operands::random(group, shape)?;
         let out = group.sharded(m, n)?;

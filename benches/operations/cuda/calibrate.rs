@@ -54,7 +54,7 @@ pub fn calibrate<T: Element>(group: &Group<Cuda>, path: &Path) -> Result<(), Fai
     let mut samples = Vec::new();
     for shape in SHAPES {
         let begin = samples.len();
-        let mut operation = AllGather::<Cuda, T>::random(group, shape)?;
+        let mut operation = AllGather::<Cuda, T>::random(group, shape, 1)?;
         let default = operation.prepare(None)?.config();
         let with = |config: &Config, slices: usize| {
             let tile = config.tile.with_k_slices(slices);

@@ -54,10 +54,10 @@ impl<T: Element> Operation<Cuda, T> for Consume<T> {
     const SEQUENTIAL: &'static str = "gather, then cuBLASLt by chunks";
     type Prepared = Prepared<'static, Cuda, T>;
 
-    fn random(group: &Group<Cuda>, shape: [usize; 3]) -> Result<Self> {
+    fn random(group: &Group<Cuda>, shape: [usize; 3], stages: usize) -> Result<Self> {
         super::clock::bind(group)?;
         Ok(Consume {
-            gather: AllGather::random(group, shape)?,
+            gather: AllGather::random(group, shape, stages)?,
             cublaslt: [Rc::new(CublasLt::new()?), Rc::new(CublasLt::new()?)],
             products: Vec::new(),
             stream: group.stream().cast(),

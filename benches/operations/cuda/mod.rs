@@ -385,7 +385,7 @@ impl<T: Element, O: OnGpus<T>> Timed<Cuda, T> for O {
     }
 
     fn tune(group: &Group<Cuda>, shape: [usize; 3], path: &Path) -> Result<(), Failure> {
-        let mut operation = O::random(group, shape)?;
+        let mut operation = O::random(group, shape, 1)?;
         let (config, time) = fastest(group, &mut operation)?;
         let prepared = operation.prepare(Some(config))?;
         verify(group, &mut operation, &prepared, PRODUCTS)?;

@@ -56,10 +56,10 @@ impl<T: Element> Operation<Cuda, T> for Produce<T> {
     const SEQUENTIAL: &'static str = "cuBLASLt by blocks, then reduce-scatter";
     type Prepared = PreparedReduceScatter<'static, Cuda, T>;
 
-    fn random(group: &Group<Cuda>, shape: [usize; 3]) -> Result<Self> {
+    fn random(group: &Group<Cuda>, shape: [usize; 3], stages: usize) -> Result<Self> {
         super::clock::bind(group)?;
         Ok(Produce {
-            sums: ReduceScatter::random(group, shape)?,
+            sums: ReduceScatter::random(group, shape, stages)?,
             cublaslt: [Rc::new(CublasLt::new()?), Rc::new(CublasLt::new()?)],
             products: Vec::new(),
             stream: group.stream().cast(),
