@@ -2,6 +2,8 @@
 
 mod support;
 
+use std::time::Duration;
+
 use gemmesh::{Block, Host, Matrix, Value};
 use support::shared::collectives::{self, Produces};
 
@@ -12,6 +14,10 @@ impl Produces for Host {
         for (to, from) in to.zip(values[first * n..(first + rows) * n].chunks(n)) {
             to[..n].copy_from_slice(from);
         }
+    }
+
+    fn linger<T: Value>(_: &Block<Host, T>, time: Duration) {
+        std::thread::sleep(time);
     }
 }
 
@@ -73,4 +79,9 @@ fn collectives_of_three_ranks_exchange_what_they_have() {
 #[test]
 fn collectives_of_four_ranks_exchange_what_they_have() {
     collectives::collectives_exchange_what_ranks_have::<Host>(test_name!(), 4);
+}
+
+#[test]
+fn ranks_out_of_step_lose_time_only() {
+    collectives::ranks_out_of_step_lose_time_only::<Host>(test_name!());
 }

@@ -1,5 +1,8 @@
 //! Rows that ranks exchange and add up, on GPUs.
 
+use std::ffi::c_void;
+use std::time::Duration;
+
 use cudarc::driver::sys;
 use gemmesh::{Block, Cuda, Matrix, Value};
 
@@ -23,6 +26,18 @@ impl Produces for Cuda {
             copy.dstPitch = block.pitch() * size_of::<T>();
             (copy.WidthInBytes, copy.Height) = (n * size_of::<T>(), rows);
             driver(sys::cuMemcpy2DAsync_v2(&copy, block.stream().cast()));
+        }
+    }
+
+    fn linger<T: Value>(block: &Block<Cuda, T>, time: Duration) {
+        unsafe extern "C" fn sleep(micros: *mut c_void) {
+            std::thread::sleep(Duration::from_micros(micros as u64));
+        }
+        let micros = time.as_micros() as u64 as *mut c_void;
+        // SAFETY: the function reads the number that the pointer is, and makes no CUDA call.
+        unsafe {
+            let stream = block.stream().cast();
+            driver(sys::cuLaunchHostFunc(stream, Some(sleep), micros));
         }
     }
 }
@@ -97,4 +112,10 @@ fn collectives_of_three_ranks_exchange_what_they_have() {
 fn collectives_of_four_ranks_exchange_what_they_have() {
     let Some(_leave) = gpu() else { return };
     collectives::collectives_exchange_what_ranks_have::<Cuda>(test_name!(), 4);
+}
+
+#[test]
+fn ranks_out_of_step_lose_time_only() {
+    let Some(_leave) = gpu() else { return };
+    collectives::ranks_out_of_step_lose_time_only::<Cuda>(test_name!());
 }

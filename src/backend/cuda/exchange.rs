@@ -15,7 +15,7 @@ use crate::schedule::{Move, Route, Schedule};
 /// What a kernel stores and loads at once.
 const PIECE: usize = 16;
 /// CTAs of a grid: all of them run at the same time, beside whatever else does.
-const MOST_CTAS: usize = 64;
+const MOST_CTAS: usize = 128;
 
 /// Refuses what the kernel can't store: it goes from one matrix to another, in whole pieces.
 pub fn check(schedule: &Schedule) -> Result<()> {

@@ -1,6 +1,6 @@
 //! Rows that ranks exchange and add up: what they have, and what the caller makes while it is on its way.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytemuck::Pod;
 use gemmesh::{
@@ -26,6 +26,9 @@ pub trait Produces: Tested {
         values: &[T],
         first: usize,
     );
+
+    /// Nothing that is made after this is there for a while.
+    fn linger<T: Value>(block: &Block<Self, T>, time: Duration);
 }
 
 fn bytes<T: Pod>(values: &[T]) -> &[u8] {
@@ -183,6 +186,49 @@ pub fn what_is_produced_reaches_its_rank<B: Produces>(test: &str) {
             1 => step::<B, bf16>(&group, seed),
             _ => step::<B, u64>(&group, seed),
         })
+    }));
+}
+
+/// Where one rank's first block is late, so that its second is made first, and each rank's function is held up for a while now and then, that
+/// costs time: 100 times, the sums are right.
+#[track_caller]
+pub fn ranks_out_of_step_lose_time_only<B: Produces>(test: &str) {
+    const ROUNDS: u64 = 100;
+    const LATE: Duration = Duration::from_millis(3);
+    let (m, n) = (900, 16);
+    all_done(ranks::<B>(test, 3, |rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        let made: Vec<Vec<f32>> = (0..3).map(|rank| normal(rank, m * n)).collect();
+        let expected = sums(&made);
+        let own = &made[rank.rank];
+        let source = group.upload(own, m, n)?;
+        let mut out = group.zeros::<f32>(m / 3, n)?;
+        let mut delays = rng(7 + rank.rank as u64);
+        let begin = Instant::now();
+        for round in 0..ROUNDS {
+            out.copy_from_host(&vec![nan(); m / 3 * n])?;
+            let mut calls = 0;
+            produce_and_reduce_scatter(m, &mut out, |mut block| {
+                if calls == 0 && round % 3 == rank.rank as u64 {
+                    B::linger(&block, LATE);
+                }
+                calls += 1;
+                std::thread::sleep(Duration::from_micros(delays.random_range(0..1500)));
+                let first = block.rows().start;
+                B::put(&mut block, &source, own, first);
+                Ok(())
+            })?;
+            let own = rank.rank * m / 3 * n..(rank.rank + 1) * m / 3 * n;
+            assert_eq!(
+                bytes(&out.to_vec()?),
+                bytes(&expected[own]),
+                "round {round}"
+            );
+        }
+        // What one rank loses no other adds to.
+        let longest = ROUNDS as u32 * (LATE + Duration::from_millis(50));
+        assert!(begin.elapsed() < longest, "{:?}", begin.elapsed());
+        Ok(format!("{ROUNDS} times"))
     }));
 }
 
