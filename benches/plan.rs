@@ -15,6 +15,7 @@ fn plan(criterion: &mut Criterion) {
         criterion.bench_function(&name, |bencher| {
             bencher.iter(|| {
                 let asked = Description {
+                    beside: None,
                     operation: "all_gather_matmul",
                     dtype: DType::Bf16,
                     layout: Layout::balanced(m, k, world)?,

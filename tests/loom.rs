@@ -271,6 +271,7 @@ fn value(matrix: usize, row: usize, epoch: Epoch) -> u32 {
 fn plans(rows: &[usize], chunks: usize) -> std::sync::Arc<Plans> {
     let config = |route| Config::new(TILE, Chunking::new(chunks), route);
     let asked = Description {
+        beside: None,
         operation: "all_gather_matmul",
         dtype: DType::Bf16,
         layout: Layout::new(rows, 1).unwrap(),
@@ -466,6 +467,7 @@ fn rows_that_another_rank_passes_on_are_seen() {
 /// The plans of all ranks that add up partials, for tiles of two rows.
 fn sums(planner: Planner, rows: &[usize], chunks: usize) -> std::sync::Arc<Plans> {
     let asked = Description {
+        beside: None,
         operation: reduce_scatter::NAME,
         dtype: DType::Bf16,
         layout: Layout::new(rows, 1).unwrap(),

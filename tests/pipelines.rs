@@ -83,3 +83,8 @@ fn what_cannot_be_staged_is_refused() {
 fn other_stages_are_a_mismatch() {
     staged::other_stages_are_a_mismatch::<Host>(test_name!());
 }
+
+#[test]
+fn two_matrices_are_consumed_together() {
+    pipelines::two_matrices_are_consumed_together::<Host>(test_name!());
+}

@@ -68,6 +68,7 @@ fn plan(
     config: Config,
 ) -> Result<Schedule, Error> {
     let asked = Description {
+        beside: None,
         operation: "all_gather_matmul",
         dtype: DType::Bf16,
         layout: Layout::new(rows, k)?,
@@ -502,6 +503,7 @@ proptest! {
     #[test]
     fn what_is_done_in_part_is_a_part_of_the_whole(case in case()) {
         let asked = Description {
+ beside: None,
             operation: "all_gather_matmul",
             dtype: DType::Bf16,
             layout: Layout::new(&case.rows, case.k).unwrap(),
@@ -1061,6 +1063,7 @@ fn staged_rows_come_stage_by_stage() {
                 .staged(stages, order)
                 .unwrap();
             let asked = Description {
+                beside: None,
                 operation: "all_gather_matmul",
                 dtype: DType::Bf16,
                 layout: layout.clone(),

@@ -264,6 +264,7 @@ impl Asked {
 
     fn description(&self) -> Description {
         Description {
+            beside: None,
             operation: planner::NAME,
             dtype: DType::Bf16,
             layout: Layout::new(&self.rows, 3).unwrap(),

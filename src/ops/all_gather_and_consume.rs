@@ -7,17 +7,18 @@ use std::ops::Range;
 use smallvec::SmallVec;
 
 use super::callback::{CallbackResult, Callbacks};
-use super::{describe, layout_of};
+use super::{describe, layout_of, require_same_group};
 #[cfg(feature = "cuda")]
 use crate::backend::Cuda;
 use crate::backend::sealed::{Bound, Call, Callback};
 use crate::backend::{Backend, Host};
-use crate::element::Value;
-use crate::error::Result;
+use crate::element::{DType, Value};
+use crate::error::{Error, Result};
 use crate::ranks::call::Operation;
+use crate::schedule::all_gather::{self, A, BESIDE, MATRICES};
 use crate::schedule::config::MAX_CHUNKS;
 use crate::schedule::layout::limit;
-use crate::schedule::{Chunking, Config, Route, TileShape, Transfer, all_gather};
+use crate::schedule::{Chunking, Config, Description, Route, TileShape, Transfer};
 use crate::sharded::ShardedMatrix;
 
 const NAME: &str = "all_gather_and_consume";
@@ -68,7 +69,7 @@ pub fn all_gather_and_consume<B: Backend, T: Value>(
     AllGatherAndConsume::new().run(a, consume)
 }
 
-/// [`all_gather_and_consume`] with a number of chunks.
+/// [`all_gather_and_consume`] with what varies.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AllGatherAndConsume {
     chunks: Option<usize>,
@@ -108,7 +109,7 @@ impl AllGatherAndConsume {
     /// As [`all_gather_and_consume`].
     ///
     /// # Errors
-    /// As [`all_gather_and_consume`]; [`Error::Limit`] for a number of chunks that cannot be.
+    /// As [`all_gather_and_consume`]; [`Error::Limit`] for a number of chunks or stages that cannot be.
     ///
     /// # Panics
     /// As [`all_gather_and_consume`].
@@ -117,13 +118,65 @@ impl AllGatherAndConsume {
         a: &ShardedMatrix<B, T>,
         mut consume: impl FnMut(Chunk<'_, B, T>) -> CallbackResult,
     ) -> Result<()> {
+        self.gather(a, None, |rows| consume(Chunk { a, rows }))
+    }
+
+    /// The same of two matrices whose rows belong together, such as values and their scales: both come under one flag, and the function gets the
+    /// same rows of both, on the same stream.
+    ///
+    /// # Errors
+    /// As [`AllGatherAndConsume::run`]; [`Error::Shape`] or [`Error::ForeignArgument`] unless the rows of `beside` are split like those of `a`.
+    ///
+    /// # Panics
+    /// As [`all_gather_and_consume`].
+    pub fn run_with<B: Backend, T: Value, U: Value>(
+        &self,
+        a: &ShardedMatrix<B, T>,
+        beside: &ShardedMatrix<B, U>,
+        mut consume: impl FnMut(Chunk<'_, B, T>, Chunk<'_, B, U>) -> CallbackResult,
+    ) -> Result<()> {
+        let fits = require_same_group("beside", beside.group(), a.group()).and_then(|()| {
+            match a.layout().is_split_as(beside.layout()) {
+                true => Ok(()),
+                false => Err(Error::Shape {
+                    rank: a.group().rank(),
+                    argument: "beside (rows of each rank)".into(),
+                    expected: a.layout().rows(),
+                    found: beside.layout().rows(),
+                }),
+            }
+        });
+        fits.map_err(|error| a.group().refuse(NAME, error))?;
+        let with = Beside {
+            of: (U::DTYPE, beside.shape()[1]),
+            memory: beside.memory(),
+            id: beside.id(),
+        };
+        self.gather(a, Some(with), |rows| {
+            let of_other = Chunk {
+                a: beside,
+                rows: rows.clone(),
+            };
+            consume(Chunk { a, rows }, of_other)
+        })
+    }
+
+    fn gather<B: Backend, T: Value>(
+        &self,
+        a: &ShardedMatrix<B, T>,
+        beside: Option<Beside<B>>,
+        mut consume: impl FnMut(Rows) -> CallbackResult,
+    ) -> Result<()> {
         let group = a.group();
         let plan = || {
             // Of two ranks' only shard that moves, half is consumed while the rest is on its way.
             let default = if group.world_size() == 2 { 2 } else { 1 };
             let chunks = self.chunks.unwrap_or(default);
             limit("chunks of a shard", chunks, 1, MAX_CHUNKS)?;
-            let asked = describe::<T>(NAME, &layout_of(a, self.stages)?, 0);
+            let asked = Description {
+                beside: beside.as_ref().map(|beside| beside.of),
+                ..describe::<T>(NAME, &layout_of(a, self.stages)?, 0)
+            };
             // Nothing is multiplied.
             let tile = TileShape::new(1, 1, 1);
             let config = Config::new(tile, Chunking::new(chunks), Route::Pull);
@@ -134,9 +187,16 @@ impl AllGatherAndConsume {
         let Some(agreed) = schedule.agreed() else {
             unreachable!("ranks agree on what they gather")
         };
+        let mut matrices = [const { Bound::Nothing }; MATRICES];
+        let mut shared: SmallVec<[u32; 2]> = SmallVec::from_iter([a.id()]);
+        matrices[A] = Bound::Symmetric(a.memory());
+        if let Some(Beside { memory, id, .. }) = &beside {
+            matrices[BESIDE] = Bound::Symmetric(*memory);
+            shared.push(*id);
+        }
         let operation = Operation {
             agreed,
-            matrices: &[a.id()],
+            matrices: &shared,
             traced: false,
             biased: false,
         };
@@ -145,26 +205,25 @@ impl AllGatherAndConsume {
         let own: SmallVec<[Range<usize>; 1]> = a.blocks_of(group.rank()).into();
         let result = group.operate(operation, |epoch| {
             let mut consumer = |transfer: Option<&Transfer>, stream: *mut c_void| {
-                let (source, rows) = match transfer {
+                let (source, blocks) = match transfer {
                     Some(transfer) => {
                         let rows = transfer.regions[0].to.rows.clone();
                         (transfer.source, SmallVec::from_iter([rows]))
                     }
                     None => (group.rank(), own.clone()),
                 };
-                rows.into_iter().try_for_each(|rows| {
-                    let chunk = Chunk {
-                        a,
+                blocks.into_iter().try_for_each(|rows| {
+                    let rows = Rows {
                         rows,
                         source,
                         stream,
                     };
-                    callbacks.call(|| consume(chunk))
+                    callbacks.call(|| consume(rows))
                 })
             };
             let call = Call {
                 epoch,
-                matrices: &[Bound::Symmetric(a.memory())],
+                matrices: &matrices,
                 trace: None,
                 callback: Some(Callback::Consumer(&mut consumer)),
             };
@@ -174,10 +233,17 @@ impl AllGatherAndConsume {
     }
 }
 
-/// Rows of a sharded matrix that are there, or will be on a stream.
-#[derive(Debug)]
-pub struct Chunk<'a, B: Backend, T: Value> {
-    a: &'a ShardedMatrix<B, T>,
+/// A matrix that is gathered with another.
+struct Beside<'a, B: Backend> {
+    /// Its type and columns.
+    of: (DType, usize),
+    memory: &'a B::Symmetric,
+    id: u32,
+}
+
+/// Which rows are there.
+#[derive(Clone, Debug)]
+struct Rows {
     rows: Range<usize>,
     source: usize,
     /// Nobody else's for as long as the function runs.
@@ -185,25 +251,32 @@ pub struct Chunk<'a, B: Backend, T: Value> {
     stream: *mut c_void,
 }
 
+/// Rows of a sharded matrix that are there, or will be on a stream.
+#[derive(Debug)]
+pub struct Chunk<'a, B: Backend, T: Value> {
+    a: &'a ShardedMatrix<B, T>,
+    rows: Rows,
+}
+
 impl<B: Backend, T: Value> Chunk<'_, B, T> {
     /// Which rows of the matrix.
     pub fn rows(&self) -> Range<usize> {
-        self.rows.clone()
+        self.rows.rows.clone()
     }
 
     /// The rank that owns them.
     pub fn source(&self) -> usize {
-        self.source
+        self.rows.source
     }
 
     /// [rows, K]
     pub fn shape(&self) -> [usize; 2] {
-        [self.rows.len(), self.a.shape()[1]]
+        [self.rows.rows.len(), self.a.shape()[1]]
     }
 
     /// Bytes of the matrix in front of them.
     fn offset(&self) -> usize {
-        self.rows.start * self.shape()[1] * size_of::<T>()
+        self.rows.rows.start * self.shape()[1] * size_of::<T>()
     }
 }
 
@@ -229,6 +302,6 @@ impl<T: Value> Chunk<'_, Cuda, T> {
 
     /// A CUstream of the device's primary context on which the rows are there, for what is put on it before the function returns.
     pub fn stream(&self) -> *mut c_void {
-        self.stream
+        self.rows.stream
     }
 }

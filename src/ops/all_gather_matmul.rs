@@ -201,6 +201,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// How the product is cut up, and what that is expected to take.
     pub fn explain(&self) -> Explanation {
         let asked = Description {
+            beside: None,
             operation: PRODUCT,
             dtype: T::DTYPE,
             layout: self.layout.clone(),

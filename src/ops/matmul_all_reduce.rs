@@ -122,6 +122,7 @@ fn gather_of<B: Backend, T: Element>(
     config: Config,
 ) -> Result<Arc<B::Program>> {
     let asked = Description {
+        beside: None,
         operation: "gather of matmul_all_reduce",
         dtype: T::DTYPE,
         layout: out.layout().clone(),

@@ -96,6 +96,7 @@ fn run<B: Backend>(
 /// What call `operation` is asked to do with a matrix of this layout and one of `n` rows.
 fn describe<T: Value>(operation: &'static str, layout: &Layout, n: usize) -> Description {
     Description {
+        beside: None,
         operation,
         dtype: T::DTYPE,
         layout: layout.clone(),

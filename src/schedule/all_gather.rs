@@ -22,8 +22,10 @@ pub const B: usize = 1;
 pub const BIAS: usize = 2;
 /// Of the output.
 pub const OUT: usize = 3;
+/// Of what is gathered beside the first, if anything is.
+pub const BESIDE: usize = 4;
 /// How many there are.
-pub const MATRICES: usize = 4;
+pub const MATRICES: usize = 5;
 
 /// Gathers the rows while it multiplies them: a tile waits for its rows.
 pub fn gather_and_multiply(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
@@ -95,7 +97,7 @@ fn plan(
         Moves::Shards => Some(Cutter::new(layout, &whole)),
         Moves::Nothing => None,
     };
-    let (arrivals, departures) = match &cutter {
+    let (mut arrivals, mut departures) = match &cutter {
         Some(cutter) => (cutter.arrivals(rank), cutter.departures(rank)),
         None => Default::default(),
     };
@@ -132,11 +134,30 @@ fn plan(
         columns,
     };
     let (m, k) = (layout.m(), layout.k());
+    let mut matrices = vec![matrix(m, k), matrix(n, k), matrix(1, n), matrix(m, n)];
+    if let Some((dtype, columns)) = asked.beside {
+        limit("columns", columns, 1, MAX_EXTENT)?;
+        let rows = m;
+        matrices.push(MatrixSpec {
+            dtype,
+            rows,
+            columns,
+        });
+        let also = |transfer: &mut Transfer| {
+            let rows = transfer.regions[0].to.rows.clone();
+            transfer.regions.push(Move::in_place(Region {
+                matrix: BESIDE,
+                rows,
+                columns: 0..columns,
+            }));
+        };
+        arrivals.iter_mut().chain(&mut departures).for_each(also);
+    }
     Schedule::new(Parts {
         rank,
         world: layout.world(),
         agreed: (moves == Moves::Chunks).then(|| agree(asked, &config)),
-        matrices: vec![matrix(m, k), matrix(n, k), matrix(1, n), matrix(m, n)],
+        matrices,
         arrivals,
         departures,
         product,
@@ -162,6 +183,9 @@ fn agree(asked: &Description, config: &Config) -> Agreed {
             format!(", pushed in {chunks} chunks, the last shard in {last}{cut}")
         }
     };
+    if let Some((dtype, columns)) = asked.beside {
+        details += &format!(", with {columns} columns of {dtype}");
+    }
     let stages = layout.stages();
     details += &match (layout.order(), config.route) {
         (RowOrder::ByStage, _) => format!(", {stages} stages in memory"),

@@ -48,6 +48,8 @@ pub struct Description {
     pub dtype: DType,
     /// Who owns which rows.
     pub layout: Layout,
+    /// Type and columns of a matrix whose rows are gathered with those of the first, and split alike.
+    pub beside: Option<(DType, usize)>,
     /// Columns of the output: each rank's own where rows are gathered, the same on all where sums are made. 0 where there is none.
     pub n: usize,
 }

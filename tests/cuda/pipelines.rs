@@ -132,3 +132,9 @@ fn other_stages_are_a_mismatch() {
     let Some(_leave) = gpu() else { return };
     staged::other_stages_are_a_mismatch::<Cuda>(test_name!());
 }
+
+#[test]
+fn two_matrices_are_consumed_together() {
+    let Some(_leave) = gpu() else { return };
+    pipelines::two_matrices_are_consumed_together::<Cuda>(test_name!());
+}

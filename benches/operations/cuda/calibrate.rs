@@ -133,6 +133,7 @@ fn sample<T: Element>(
     let [micros] = common::medians(&common::slowest(group, &times[1..])?);
     let [m, n, k] = shape;
     let asked = Description {
+        beside: None,
         operation: AllGather::<Cuda, T>::NAME,
         dtype: T::DTYPE,
         layout: Layout::balanced(m, k, group.world_size())?,

@@ -96,6 +96,7 @@ mod tests {
 
     fn planned(operation: &'static str, rows: &[usize], n: usize, tile_m: usize) -> Vec<Schedule> {
         let asked = Description {
+            beside: None,
             operation,
             dtype: DType::Bf16,
             layout: Layout::new(rows, 512).unwrap(),

@@ -99,6 +99,7 @@ mod tests {
 
     fn asked(rows: &[usize]) -> Description {
         Description {
+            beside: None,
             operation: NAME,
             dtype: DType::Bf16,
             layout: Layout::new(rows, 8).unwrap(),

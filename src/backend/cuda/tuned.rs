@@ -186,6 +186,7 @@ mod tests {
         [m, n, k]: [usize; 3],
     ) -> Option<(usize, Option<usize>)> {
         let found = table.find(&Description {
+            beside: None,
             operation,
             dtype,
             layout: Layout::balanced(m, k, 4).unwrap(),
@@ -358,6 +359,7 @@ pub mod fuzzing {
                     continue;
                 };
                 let asked = Description {
+                    beside: None,
                     operation,
                     dtype: DType::Bf16,
                     layout,

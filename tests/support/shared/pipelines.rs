@@ -86,6 +86,53 @@ pub fn each_row_is_consumed_once_own_rows_first<B: Consumes>(test: &str) {
     }));
 }
 
+/// Values and their scales come together: the function gets the same rows of both. Only matrices that are split alike go together.
+#[track_caller]
+pub fn two_matrices_are_consumed_together<B: Consumes>(test: &str) {
+    const ROWS: [[usize; 3]; 3] = [[40, 0, 17], [1, 1, 1], [128, 127, 130]];
+    const K: usize = 24;
+    const SCALES: usize = 8;
+    all_done(ranks::<B>(test, 3, |rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        for seed in 0..30 {
+            gemmesh::testing::delay_chunks((seed > 3).then_some(seed));
+            let rows = ROWS[seed as usize % ROWS.len()];
+            let m: usize = rows.iter().sum();
+            let (all, all_scales) = (normal(seed, m * K), normal(seed + 100, m * SCALES));
+            let mut a = group.sharded_rows::<bf16>(&rows, K)?;
+            let mut scales = group.sharded_rows::<bf16>(&rows, SCALES)?;
+            let own = a.rows();
+            a.shard_mut()
+                .copy_from_host(&all[own.start * K..own.end * K])?;
+            scales
+                .shard_mut()
+                .copy_from_host(&all_scales[own.start * SCALES..own.end * SCALES])?;
+            a.poison(nan())?;
+            scales.poison(nan())?;
+            let mut sinks = (B::sink(m, K), B::sink(m, SCALES));
+            let operation = AllGatherAndConsume::new().chunks(1 + seed as usize % 3);
+            operation.run_with(&a, &scales, |values, scales| {
+                assert_eq!(values.rows(), scales.rows());
+                assert_eq!(values.source(), scales.source());
+                B::take(&mut sinks.0, &values);
+                B::take(&mut sinks.1, &scales);
+                Ok(())
+            })?;
+            group.synchronize()?;
+            assert_eq!(bits(&B::taken(&sinks.0)), bits(&all), "seed {seed}");
+            assert_eq!(bits(&B::taken(&sinks.1)), bits(&all_scales), "seed {seed}");
+        }
+        gemmesh::testing::delay_chunks(None);
+        let a = group.sharded::<bf16>(6, 8)?;
+        let other = group.sharded_rows::<bf16>(&[1, 2, 3], 8)?;
+        let result = AllGatherAndConsume::new().run_with(&a, &other, |_, _| Ok(()));
+        let error = result.expect_err("they are split otherwise");
+        assert!(matches!(error.cause(), Error::Shape { .. }), "{error}");
+        group.barrier()?;
+        Ok("30 times".into())
+    }));
+}
+
 /// A gather whose rows are consumed stands among other operations as any other: they follow one another on the same matrix.
 #[track_caller]
 pub fn a_product_follows_a_consumer_of_the_same_rows<B: Consumes>(test: &str) {

@@ -110,6 +110,7 @@ mod tests {
     fn samples(device: &Rates, shapes: &[[usize; 3]]) -> Vec<Sample> {
         let of = |&[m, n, k]: &[usize; 3]| {
             let asked = Description {
+                beside: None,
                 operation: "all_gather_matmul",
                 dtype: DType::Bf16,
                 layout: Layout::balanced(m, k, 2).unwrap(),

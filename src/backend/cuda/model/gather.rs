@@ -245,6 +245,7 @@ mod tests {
 
     fn asked(m: usize, n: usize, k: usize, world: usize) -> Description {
         Description {
+            beside: None,
             operation: "all_gather_matmul",
             dtype: DType::Bf16,
             layout: Layout::balanced(m, k, world).unwrap(),

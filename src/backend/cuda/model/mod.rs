@@ -143,6 +143,7 @@ mod tests {
 
     fn asked(operation: &'static str, m: usize, n: usize, k: usize) -> Description {
         Description {
+            beside: None,
             operation,
             dtype: DType::Bf16,
             layout: Layout::balanced(m, k, 2).unwrap(),

@@ -296,6 +296,7 @@ mod tests {
 
     fn asked(operation: &'static str, rows: &[usize], n: usize, k: usize) -> Description {
         Description {
+            beside: None,
             operation,
             dtype: DType::Bf16,
             layout: Layout::new(rows, k).unwrap(),
