@@ -223,6 +223,6 @@ impl Exchange {
 /// Whether a kernel should store the rows of this layout: whole 16 bytes each, and few.
 fn is_better_stored<B: Backend, T: Value>(group: &Group<B>, layout: &Layout) -> bool {
     let row = layout.k() * size_of::<T>();
-    let bytes = layout.m() / group.world_size() * row;
+    let bytes = layout.m().div_ceil(group.world_size()) * row;
     row.is_multiple_of(16) && group.inner().backend.is_better_stored(bytes)
 }

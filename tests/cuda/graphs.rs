@@ -173,3 +173,44 @@ fn a_replay_that_a_rank_does_not_make_ends_at_the_deadline_and_names_it() {
         Ok("named".into())
     }));
 }
+
+/// Where each rank has a GPU of its own, one kernel exchanges few rows, and counts its epochs on the device; otherwise streams do, and a
+/// capture is refused.
+#[test]
+fn collectives_of_few_rows_are_replayed_beside_live_calls() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let (m, n) = (64, 32);
+        let mut input = group.zeros::<f32>(m, n)?;
+        let mut sums = group.sharded::<f32>(m, n)?;
+        gemmesh::all_reduce(&input, &mut sums)?;
+        group.synchronize()?;
+        if gemmesh::testing::ranks_share_gpus(&group) {
+            captured(&group, GLOBAL, || {
+                let refused = Error::Capturing { rank: rank.rank };
+                assert_eq!(gemmesh::all_reduce(&input, &mut sums), Err(refused));
+            });
+            gemmesh::all_reduce(&input, &mut sums)?;
+            group.synchronize()?;
+            return Ok("refused".into());
+        }
+        let replay = Replay::capture(&group, RELAXED, || {
+            gemmesh::all_reduce(&input, &mut sums).expect("it can be captured");
+        });
+        for round in 0..50 {
+            let mine = (1 + round + 100 * rank.rank) as f32;
+            input.copy_from_host(&vec![mine; m * n])?;
+            let expected = (2 * (1 + round) + 100) as f32;
+            replay.launch();
+            if round % 3 == 0 {
+                gemmesh::all_reduce(&input, &mut sums)?;
+            }
+            assert!(
+                sums.to_vec()?.iter().all(|&sum| sum == expected),
+                "round {round}"
+            );
+        }
+        Ok("50 replays".into())
+    }));
+}
