@@ -85,3 +85,8 @@ fn collectives_of_four_ranks_exchange_what_they_have() {
 fn ranks_out_of_step_lose_time_only() {
     collectives::ranks_out_of_step_lose_time_only::<Host>(test_name!());
 }
+
+#[test]
+fn a_rank_that_sends_nothing_completes() {
+    collectives::a_rank_that_sends_nothing_completes::<Host>(test_name!());
+}

@@ -88,7 +88,7 @@ __device__ void exchange(const GemmeshParams& params, const GemmeshSends& sends,
 }  // namespace gemmesh
 
 #define GEMMESH_EXCHANGE(name, element)                                                                              \
-    extern "C" __global__ void __launch_bounds__(GEMMESH_EXCHANGE_THREADS)                                           \
+    extern "C" __global__ void __launch_bounds__(GEMMESH_EXCHANGE_THREADS, 2)                                        \
         name(const __grid_constant__ GemmeshParams params, const __grid_constant__ GemmeshSends sends,               \
              const __grid_constant__ GemmeshReduction reduction) {                                                   \
         gemmesh::exchange<element>(params, sends, reduction);                                                        \

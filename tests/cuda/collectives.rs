@@ -119,3 +119,9 @@ fn ranks_out_of_step_lose_time_only() {
     let Some(_leave) = gpu() else { return };
     collectives::ranks_out_of_step_lose_time_only::<Cuda>(test_name!());
 }
+
+#[test]
+fn a_rank_that_sends_nothing_completes() {
+    let Some(_leave) = gpu() else { return };
+    collectives::a_rank_that_sends_nothing_completes::<Cuda>(test_name!());
+}

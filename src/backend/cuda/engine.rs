@@ -106,7 +106,8 @@ fn enqueue(
     // before the kernel of the operation before, which is on the main stream, has ended. Where nothing runs beside them, that is theirs
     // too: streams take a while to hear of one another.
     let callback = call.callback.take();
-    let beside = launch.is_some() || callback.is_some();
+    let moves = schedule.moves().next().is_some();
+    let beside = callback.is_some() || (launch.is_some() && moves);
     let stream = if beside { cuda.copies() } else { main };
     if beside {
         cuda.begun.record(main)?;
@@ -143,7 +144,7 @@ fn enqueue(
     }
     // Tiles that wait for all transfers end after them.
     let awaited = schedule.handshake() && schedule.awaits_all() && launch.is_some();
-    if beside && schedule.moves().next().is_some() && !awaited {
+    if beside && moves && !awaited {
         main.wait_for(cuda.copies(), &cuda.gathered)?;
     }
     made?;

@@ -14,7 +14,7 @@ use crate::schedule::{Move, Route, Schedule};
 
 /// What a kernel stores and loads at once.
 const PIECE: usize = 16;
-/// CTAs of a grid: all of them run at the same time, beside whatever else does.
+/// CTAs of a grid, all of which run at the same time: as many fit at least, for a multiprocessor holds two.
 const MOST_CTAS: usize = 128;
 
 /// Refuses what the kernel can't store: it goes from one matrix to another, in whole pieces.
@@ -31,6 +31,8 @@ pub fn check(schedule: &Schedule) -> Result<()> {
             let what = "bytes of a row beyond 16, of what a kernel stores,";
             limit(what, column * bytes % PIECE, 0, 0)?;
         }
+        let what = "bytes of a row of which a kernel stores a part";
+        limit(what, from.columns.end * bytes, 0, u32::MAX as usize)?;
         let shifted = usize::from(from.columns != to.columns);
         limit("other columns that a kernel stores", shifted, 0, 0)?;
     }
@@ -94,7 +96,8 @@ pub fn launch(at: &Place, program: &Program, call: &Call<Cuda>) -> Result<()> {
     let kernel = cuda.kernels.exchange(dtype);
     let pieces = reduction.map_or(0, |r| r.rows * (r.n * dtype.bytes()).div_ceil(PIECE));
     let adders = pieces.div_ceil(GEMMESH_EXCHANGE_THREADS as usize);
-    let grid = adders.max(count as usize).clamp(1, MOST_CTAS);
+    let most = MOST_CTAS.min(2 * cuda.device.multiprocessors());
+    let grid = adders.max(count as usize).clamp(1, most);
     let mut arguments = [
         (&raw mut params).cast(),
         (&raw mut sends).cast(),

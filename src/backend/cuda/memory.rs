@@ -438,9 +438,12 @@ impl Waits {
         if schedule.is_pushed() {
             return Waits::Kernel;
         }
-        let others = schedule.moves().filter(|moved| moved.from != moved.to);
+        let others = || schedule.moves().filter(|moved| moved.from != moved.to);
+        // What is passed on waits for its source, which therefore is to blame before those who wait for it too.
+        let passed_on = others().filter(|moved| !moved.after.is_empty());
+        let sources = passed_on.map(|moved| moved.source);
         Waits::Streams {
-            ready: ranks(&mut others.map(Transfer::peer)),
+            ready: ranks(&mut others().map(Transfer::peer).chain(sources)),
             done: ranks(&mut schedule.movers().iter().copied()),
         }
     }
@@ -480,6 +483,8 @@ impl Snapshot {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::element::DType;
+    use crate::schedule::{Description, Layout, collectives};
 
     fn rank(pid: u32, gpu: u8, visible: &[u8], chosen: bool) -> Introduction {
         Introduction {
@@ -541,6 +546,25 @@ mod tests {
         assert_eq!(words.pushed_epoch(), None);
         words.push_epoch.entered = 1;
         assert_eq!(words.pushed_epoch(), Some(Epoch::from_raw(0)));
+    }
+
+    #[test]
+    fn who_passes_on_waits_for_the_source_too() {
+        let asked = Description {
+            operation: "broadcast",
+            dtype: DType::U8,
+            beside: None,
+            layout: Layout::new(&[512, 0, 0], 16).unwrap(),
+            n: 16,
+        };
+        let waits = |rank| {
+            let schedule = collectives::broadcast(&asked, rank, collectives::chunked(2));
+            Waits::of(&schedule.unwrap())
+        };
+        let streams = |ready, done| Waits::Streams { ready, done };
+        assert_eq!(waits(0), streams(0b110, 0));
+        assert_eq!(waits(1), streams(0b101, 0b101));
+        assert_eq!(waits(2), streams(0b011, 0b011));
     }
 
     #[test]

@@ -156,8 +156,10 @@ impl Program {
 
     /// What is added up behind the kernel: nothing where that does it itself.
     pub fn reduction(&self) -> Option<&Reduction> {
+        // Also where a rank sends nothing, the kernel that exchanges rows adds them up.
+        let is_exchange = self.schedule.product().is_none() && self.schedule.is_pushed();
         let reduction = self.schedule.reduction();
-        reduction.filter(|_| self.landing.is_none() && self.send_count == 0)
+        reduction.filter(|_| self.landing.is_none() && !is_exchange)
     }
 
     /// What is stored where nothing is multiplied, and how many entries there are.

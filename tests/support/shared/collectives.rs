@@ -331,6 +331,27 @@ pub fn collectives_exchange_what_ranks_have<B: Tested>(test: &str, world: usize)
     }));
 }
 
+/// A rank that only adds up, and sends nothing, completes its operations too: many in a row, and no deadline passes afterwards.
+#[track_caller]
+pub fn a_rank_that_sends_nothing_completes<B: Tested>(test: &str) {
+    all_done(ranks::<B>(test, 2, |rank| {
+        let (_kept, group) = connect_short::<B>(rank)?;
+        // Rank 0 owns the only row.
+        let n = 16;
+        let input = group.upload(&vec![1.0f32; n], 1, n)?;
+        let mut out = group.zeros::<f32>(1 - rank.rank, n)?;
+        for _ in 0..100 {
+            reduce_scatter(&input, &mut out)?;
+        }
+        group.synchronize()?;
+        std::thread::sleep(B::SHORT + B::SLACK);
+        group.synchronize()?;
+        assert!(out.to_vec()?.iter().all(|&sum| sum == 2.0));
+        group.barrier()?;
+        Ok("100 times".into())
+    }));
+}
+
 /// An error of the function that rank 1 gives, amid what it makes for others, is every rank's.
 #[track_caller]
 pub fn an_error_of_a_producer_is_every_ranks<B: Produces>(test: &str) {
