@@ -424,7 +424,7 @@ fn a_matrix_and_its_scales_are_seen_under_one_flag() {
         n: 1,
     };
     for way in [Way::Pull, Way::Push] {
-        let plan = |rank, route| planners::with_scales(ASKED, rank, by(route));
+        let plan = |rank, route| planners::with_scales(ASKED, false, rank, by(route));
         let plans = Plans {
             schedules: both_ways(2, plan),
             owned: vec![vec![0, 1], vec![2, 3]],

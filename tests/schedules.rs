@@ -119,7 +119,7 @@ fn rows_that_each_rank_owns_in_several_blocks_are_gathered_stage_by_stage() {
 #[test]
 fn a_matrix_and_its_scales_arrive_under_one_flag() {
     for route in [Route::Pull, Route::Push] {
-        let plan = |rank| planners::with_scales(ASKED, rank, by(route));
+        let plan = |rank| planners::with_scales(ASKED, false, rank, by(route));
         let m = ASKED.world * ASKED.block;
         check(
             &[ASKED.k, ASKED.k / SCALED],
@@ -145,6 +145,21 @@ fn an_operation_without_tiles_ends_when_all_that_others_write_has_come() {
     let owner = |row: usize| row / asked.block;
     let plan = |rank| planners::relayed(asked, rank, CONFIG);
     check(&[asked.k], asked, m, owner, plan);
-    let plan = |rank| planners::with_scales(asked, rank, by(Route::Push));
+    let plan = |rank| planners::with_scales(asked, false, rank, by(Route::Push));
     check(&[asked.k, asked.k / SCALED], asked, m, owner, plan);
+}
+
+#[test]
+fn an_operation_with_tiles_ends_when_what_no_tile_waits_for_has_come_too() {
+    let m = ASKED.world * ASKED.block;
+    for route in [Route::Pull, Route::Push] {
+        let plan = |rank| planners::with_scales(ASKED, true, rank, by(route));
+        check(
+            &[ASKED.k, ASKED.k / SCALED],
+            ASKED,
+            m,
+            |row| row / ASKED.block,
+            plan,
+        );
+    }
 }

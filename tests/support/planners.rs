@@ -138,30 +138,35 @@ pub fn staged(asked: Asked, stages: usize, rank: usize, config: Config) -> Sched
     schedule("staged", asked, rank, rows, config, arrivals, departures)
 }
 
-/// Each rank owns a block of a matrix and of its scales. Both arrive under one flag.
-pub fn with_scales(asked: Asked, rank: usize, config: Config) -> Schedule {
+/// Each rank owns a block of a matrix and of its scales. Both arrive under one flag, or, `apart`, the scales after the matrix
+/// under a flag that no tile waits for.
+pub fn with_scales(asked: Asked, apart: bool, rank: usize, config: Config) -> Schedule {
     let Asked {
         world, block, k, ..
     } = asked;
-    let transfer = |from: usize, to: usize| {
+    let transfers = |from: usize, to: usize| {
         let rows = from * block..(from + 1) * block;
-        Transfer {
+        let values = region(A, rows.clone(), k);
+        let scales = region(SCALES, rows, k.div_ceil(SCALED));
+        let flag = from - usize::from(from > to);
+        let carried = match apart {
+            // The flags of what is multiplied are the last ones, numbered by rows.
+            true => vec![(vec![values], world - 1 + flag), (vec![scales], flag)],
+            false => vec![(vec![values, scales], flag)],
+        };
+        carried.into_iter().map(move |(regions, flag)| Transfer {
             from,
             to,
             source: from,
-            regions: vec![
-                region(A, rows.clone(), k),
-                region(SCALES, rows, k.div_ceil(SCALED)),
-            ]
-            .into(),
+            regions: regions.into(),
             after: 0..0,
             produced: None,
-            flag: from - usize::from(from > to),
+            flag,
             route: config.route,
-        }
+        })
     };
-    let arrivals = (1..world).map(|step| transfer((rank + step) % world, rank));
-    let departures = (1..world).map(|step| transfer(rank, (rank + world - step) % world));
+    let arrivals = (1..world).flat_map(|step| transfers((rank + step) % world, rank));
+    let departures = (1..world).flat_map(|step| transfers(rank, (rank + world - step) % world));
     schedule(
         "with_scales",
         asked,
