@@ -93,7 +93,7 @@ fn units(out: &Path) -> Result<Vec<Unit>, String> {
         }
     }
     write(&out.join("cubins.rs"), (cubins + "]\n").as_bytes())?;
-    for name in ["align", "exchange", "reduce"] {
+    for name in ["align", "count", "exchange", "reduce"] {
         units.push(Unit {
             name: name.into(),
             source: format!("cuda/common/{name}.cu").into(),

@@ -75,11 +75,22 @@ struct Plans {
 struct World {
     ranks: Vec<Rank>,
     plans: std::sync::Arc<Plans>,
+    /// Whether operations are recorded: epochs are those of their values, and flags are gates.
+    gated: bool,
     /// How many more looks at flags may fail before no new orders are explored. Not loom's: it orders nothing.
     patience: AtomicI32,
 }
 
 impl World {
+    /// For recorded operations.
+    fn gated(plans: &std::sync::Arc<Plans>, patience: i32) -> World {
+        let world = World::new(plans, Epoch::OPEN, patience);
+        World {
+            gated: true,
+            ..world
+        }
+    }
+
     fn new(plans: &std::sync::Arc<Plans>, first: Epoch, patience: i32) -> World {
         let world = plans.schedules.len();
         let flags = |count| (0..count).map(|_| Flag::new(first.previous())).collect();
@@ -95,6 +106,7 @@ impl World {
         World {
             ranks: plans.schedules.iter().map(rank).collect(),
             plans: plans.clone(),
+            gated: false,
             patience: AtomicI32::new(patience),
         }
     }
@@ -110,13 +122,18 @@ impl World {
             .collect()
     }
 
-    /// Overwrites the rows that `rank` owns, in each matrix, and says so.
-    fn announce(&self, rank: usize, epoch: Epoch) {
+    /// Overwrites the rows that `rank` owns, in each matrix.
+    fn write(&self, rank: usize, epoch: Epoch) {
         for (matrix, rows) in self.ranks[rank].rows.iter().enumerate() {
             for &row in &self.plans.owned[rank] {
                 rows[row].write(value(matrix, row, epoch));
             }
         }
+    }
+
+    /// The same, and says so.
+    fn announce(&self, rank: usize, epoch: Epoch) {
+        self.write(rank, epoch);
         drive::announce(rank, epoch, &self.blocks());
     }
 
@@ -125,7 +142,11 @@ impl World {
     }
 
     fn complete(&self, rank: usize, epoch: Epoch, way: Way) {
-        let Ok(()) = drive::complete(self.plan(rank, way), epoch, &self.blocks(), self);
+        let (plan, blocks) = (self.plan(rank, way), self.blocks());
+        let Ok(()) = match self.gated {
+            true => drive::complete_by_gates(plan, &blocks, self),
+            false => drive::complete(plan, epoch, &blocks, self),
+        };
     }
 
     fn transfer(&self, rank: usize, epoch: Epoch, way: Way, produced: &[Produced]) {
@@ -146,7 +167,10 @@ impl World {
             },
         };
         let plan = self.plan(rank, way);
-        let Ok(()) = drive::transfer(plan, plan.moves(), epoch, &mut engine);
+        let Ok(()) = match self.gated {
+            true => drive::transfer_by_gates(plan, plan.moves(), &mut engine),
+            false => drive::transfer(plan, plan.moves(), epoch, &mut engine),
+        };
     }
 
     /// Takes tiles and looks at their rows. Returns how many it has taken.
@@ -164,6 +188,22 @@ impl World {
             count += 1;
         });
         count
+    }
+
+    /// Looks at rows as they come.
+    fn consume(&self, rank: usize, epoch: Epoch, way: Way) {
+        let Rank { chunk, rows, .. } = &self.ranks[rank];
+        let look = |arrival: Option<&Transfer>| {
+            for moved in arrival.iter().flat_map(|arrival| &arrival.regions) {
+                for row in moved.to.rows.clone() {
+                    let found = rows[moved.to.matrix][row].read();
+                    let expected = value(moved.to.matrix, row, epoch);
+                    assert_eq!(found, expected, "row {row}, {epoch:?}");
+                }
+            }
+            Ok(())
+        };
+        let Ok(()) = drive::consume(self.plan(rank, way), Epoch::OPEN, chunk, self, look);
     }
 
     /// Makes the partials of the peers' rows, and looks at those that are added to the own.
@@ -229,10 +269,17 @@ impl World {
         begin: &Sender<Epoch>,
         ended: &Receiver<()>,
     ) {
-        self.announce(rank, epoch);
-        begin.send(epoch).unwrap();
-        let tiles = self.multiply(rank, epoch, &AtomicUsize::new(0));
-        assert_eq!(tiles, self.plan(rank, way).tiles().len());
+        if self.gated {
+            self.write(rank, epoch);
+            drive::announce_by_gates(self.plan(rank, way), &self.blocks());
+            begin.send(epoch).unwrap();
+            self.consume(rank, epoch, way);
+        } else {
+            self.announce(rank, epoch);
+            begin.send(epoch).unwrap();
+            let tiles = self.multiply(rank, epoch, &AtomicUsize::new(0));
+            assert_eq!(tiles, self.plan(rank, way).tiles().len());
+        }
         ended.recv().unwrap();
         self.complete(rank, epoch, way);
     }
@@ -345,9 +392,20 @@ fn two_ranks(ways: [Way; 3], explored: usize, patience: i32) {
 
 /// As [`two_ranks`], of any operation.
 fn two_ranks_of(plans: std::sync::Arc<Plans>, ways: [Way; 3], explored: usize, patience: i32) {
+    let world = move || World::new(&plans, EPOCHS[0], i32::MAX);
+    two_ranks_in(world, ways, explored, patience);
+}
+
+/// As [`two_ranks`], of any world.
+fn two_ranks_in(
+    world: impl Fn() -> World + Send + Sync + 'static,
+    ways: [Way; 3],
+    explored: usize,
+    patience: i32,
+) {
     explore(Some(1), move || {
         loom::stop_exploring();
-        let world = Arc::new(World::new(&plans, EPOCHS[0], i32::MAX));
+        let world = Arc::new(world());
         let rank = |rank: usize| {
             let ((begin, begun), (end, ended)) = (channel(), channel());
             let copied = world.clone();
@@ -431,6 +489,31 @@ fn a_matrix_and_its_scales_are_seen_under_one_flag() {
             matrices: 2,
         };
         two_ranks_of(plans.into(), [way; 3], 1, 6);
+    }
+}
+
+#[test]
+fn gates_of_replays_are_closed_before_they_are_opened_again() {
+    const ASKED: Asked = Asked {
+        world: 2,
+        block: 2,
+        k: 1,
+        n: 0,
+    };
+    let plan = |rank, route| planners::with_scales(ASKED, true, rank, by(route));
+    let plans = std::sync::Arc::new(Plans {
+        schedules: both_ways(2, plan),
+        owned: vec![vec![0, 1], vec![2, 3]],
+        matrices: 2,
+    });
+    for ways in [
+        [Way::Pull; 3],
+        [Way::Push; 3],
+        [Way::Pull, Way::Push, Way::Pull],
+    ] {
+        let plans = plans.clone();
+        let world = move || World::gated(&plans, i32::MAX);
+        two_ranks_in(world, ways, 1, 6);
     }
 }
 

@@ -31,7 +31,8 @@ const NAME: &str = "all_gather_and_consume";
 /// on the chunk's stream, on which the rows will be there: the stream waits for them, and the host never does. Such streams alternate
 /// between two, so that one chunk's kernels begin while the last of another's end; both begin after what was put on the group's
 /// stream before, which goes on when both are done. Other ranks wait for no consumer. (It leaves the current CUDA context as it was, and
-/// captures nothing that it does not end.)
+/// captures nothing that it does not end.) Where the operation is captured in a graph, after it has run once, `consume` is called then, and not
+/// when the graph is replayed: what it has put on the streams is.
 ///
 /// ```
 /// use gemmesh::{Group, Host, all_gather_and_consume, bf16};
@@ -56,7 +57,7 @@ const NAME: &str = "all_gather_and_consume";
 ///
 /// # Errors
 /// On every rank, of this call or a later one: [`Error::Callback`] if `consume` fails on one; [`Error::RankPanicked`] if it panics
-/// there. [`Error::CallMismatch`] unless all ranks make the same call. [`Error::Capturing`]: it can't be captured in a graph. The group's
+/// there. [`Error::CallMismatch`] unless all ranks make the same call. [`Error::Capturing`] if it is captured at its first run. The group's
 /// failure. Calls of the same group that `consume` makes, also those that read or write a matrix from the host, return
 /// [`Error::CallInCallback`]; other threads that make such calls wait until it has returned, so it must not wait for them.
 ///
@@ -203,7 +204,7 @@ impl AllGatherAndConsume {
         let inner = group.inner();
         let mut callbacks = Callbacks::new(group, NAME);
         let own: SmallVec<[Range<usize>; 1]> = a.blocks_of(group.rank()).into();
-        let result = group.operate(operation, |epoch| {
+        let result = super::operate(group, None, &program, operation, |epoch| {
             let mut consumer = |transfer: Option<&Transfer>, stream: *mut c_void| {
                 let (source, blocks) = match transfer {
                     Some(transfer) => {

@@ -30,8 +30,8 @@ use crate::sharded::ShardedMatrix;
 /// The call may return before it is complete, as every operation: see [`matmul_reduce_scatter`](crate::matmul_reduce_scatter).
 ///
 /// # Errors
-/// [`Error::CallMismatch`](crate::Error::CallMismatch) if another rank makes another call; [`Error::Capturing`](crate::Error::Capturing): it
-/// can't be captured in a graph; the group's failure.
+/// [`Error::CallMismatch`](crate::Error::CallMismatch) if another rank makes another call; [`Error::Capturing`](crate::Error::Capturing)
+/// if it is captured in a graph at its first run; the group's failure.
 pub fn all_gather<B: Backend, T: Value>(a: &ShardedMatrix<B, T>) -> Result<()> {
     const NAME: &str = "all_gather";
     gather_named(NAME, a)

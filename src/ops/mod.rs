@@ -65,32 +65,50 @@ fn run<B: Backend>(
         };
         inner.backend.run(&inner.members, program, call)
     };
-    let schedule = B::schedule(program);
-    let Some(agreed) = schedule.agreed() else {
+    let Some(agreed) = B::schedule(program).agreed() else {
         if group.is_recording()? {
             group.keep_recorded(program);
         }
         return group.exclusively(|epoch| run(program, epoch));
     };
-    // Pulls have their epochs baked in.
-    if schedule.is_pushed() && !traced && group.is_recording()? {
-        // It runs when the graph does, and has no number among those that run now: any will do.
-        group.keep_recorded(program);
-        return group.exclusively(|_| run(program, Epoch::FIRST));
-    }
     let operation = Operation {
         agreed,
         matrices: shared,
         traced,
         biased,
     };
-    group.operate(operation, |epoch| {
+    operate(group, before, program, operation, |epoch| {
         if let Some(before) = before {
-            // The operation has its number: the others wait for this rank.
-            run(before, epoch).map_err(|error| inner.members.fail(error))?;
+            let failed = |error| match group.is_recording() {
+                Ok(true) => error,
+                // The operation has its number: the others wait for this rank.
+                _ => inner.members.fail(error),
+            };
+            run(before, epoch).map_err(failed)?;
         }
         run(program, epoch)
     })
+}
+
+/// An operation of all ranks, which `run` puts on the device with these programs: at once or, if it is captured, whenever the graph is
+/// launched.
+fn operate<B: Backend>(
+    group: &Group<B>,
+    before: Option<&Arc<B::Program>>,
+    program: &Arc<B::Program>,
+    operation: Operation<'_>,
+    run: impl FnOnce(Epoch) -> Result<()>,
+) -> Result<()> {
+    let schedule = B::schedule(program);
+    // A kernel that waits for what is pulled has its epoch among its arguments.
+    let can_be_recorded = schedule.is_pushed() || schedule.product().is_none();
+    if can_be_recorded && !operation.traced && group.is_recording()? {
+        // It has no number among those that run now: any will do.
+        let programs = before.into_iter().chain([program]);
+        programs.for_each(|program| group.keep_recorded(program));
+        return group.exclusively(|_| run(Epoch::FIRST));
+    }
+    group.operate(operation, run)
 }
 
 /// What call `operation` is asked to do with a matrix of this layout and one of `n` rows.

@@ -36,7 +36,8 @@ const EXCHANGE: &str = "produce_and_all_to_all";
 /// On the host `produce` writes to [`Block::values_mut`] before it returns. On GPUs it puts its work on the block's stream, and returns at
 /// once: the copies wait for the stream, and the host never does. Such streams alternate between two, so that one block's
 /// kernels begin while the last of another's end; both begin after what was put on the group's stream before, which goes on when all
-/// sums are made. (It leaves the current CUDA context as it was, and captures nothing that it does not end.)
+/// sums are made. (It leaves the current CUDA context as it was, and captures nothing that it does not end.) Where the operation is captured in
+/// a graph, after it has run once, `produce` is called then, and not when the graph is replayed: what it has put on the streams is.
 ///
 /// ```
 /// use gemmesh::{Group, Host, produce_and_reduce_scatter};
@@ -63,7 +64,7 @@ const EXCHANGE: &str = "produce_and_all_to_all";
 /// # Errors
 /// On every rank, of this call or a later one: [`Error::Callback`] if `produce` fails on one; [`Error::RankPanicked`] if it panics
 /// there; [`Error::Timeout`] names a rank whose function does not return. [`Error::CallMismatch`] unless all ranks make the same call.
-/// [`Error::Shape`] for an output that does not fit; [`Error::OutOfMemory`]; [`Error::Capturing`]: it can't be captured in a graph. The
+/// [`Error::Shape`] for an output that does not fit; [`Error::OutOfMemory`]; [`Error::Capturing`] if it is captured at its first run. The
 /// group's failure. Calls of the same group that `produce` makes return [`Error::CallInCallback`]; other threads that make such calls wait until
 /// it has returned, so it must not wait for them.
 ///
@@ -295,7 +296,7 @@ impl<B: Backend> Planned<B> {
             traced: false,
             biased: false,
         };
-        let result = group.operate(operation, |epoch| {
+        let result = super::operate(group, None, &self.program, operation, |epoch| {
             let mut producer = |request: &Request, stream: *mut c_void| {
                 let Some(memory) = matrices[request.place.matrix].symmetric() else {
                     unreachable!("what is made lies in symmetric memory")

@@ -32,12 +32,59 @@ pub trait CopyEngine {
     fn signal_done(&mut self, peer: usize, epoch: Epoch) -> Result<(), Self::Error>;
 }
 
+/// A copy engine whose words are gates: see [`transfer_by_gates`].
+pub trait GatedCopyEngine: CopyEngine {
+    /// Notes, for a report, that all is moved: from here on gates are closed that were open.
+    fn all_moved(&mut self) -> Result<(), Self::Error>;
+    /// Closes `ready` of `peer`.
+    fn close_ready(&mut self, peer: usize) -> Result<(), Self::Error>;
+}
+
 /// Does what `schedule` has this rank move by the routes that `engine` goes, peer by peer, a flag after each transfer.
 pub fn transfer<'s, E: CopyEngine>(
+    schedule: &'s Schedule,
+    moves: impl Iterator<Item = &'s Transfer> + Clone,
+    epoch: Epoch,
+    engine: &mut E,
+) -> Result<(), E::Error> {
+    let done = |engine: &mut E, peer| engine.signal_done(peer, epoch);
+    walk(schedule, moves, epoch, engine, done)
+}
+
+/// As [`transfer`], in an operation that is recorded once and done often: what its streams wait for and write is the same each time, so
+/// their words count no epochs. They are gates: a peer opens one, and whoever has waited for it closes it.
+///
+/// A gate is closed before its peer can open it again. `ready` of a peer is opened in its next operation, which begins when all who move
+/// rows from or to it are done with this one; so it is closed before this rank says `done`. To all of them at the end: until then the gates show
+/// who is late.
+pub fn transfer_by_gates<'s, E: GatedCopyEngine>(
+    schedule: &'s Schedule,
+    moves: impl Iterator<Item = &'s Transfer> + Clone,
+    engine: &mut E,
+) -> Result<(), E::Error> {
+    let mut peers = Vec::new();
+    let done = |_: &mut E, peer| {
+        peers.push(peer);
+        Ok(())
+    };
+    walk(schedule, moves, Epoch::OPEN, engine, done)?;
+    engine.all_moved()?;
+    for &peer in &peers {
+        engine.close_ready(peer)?;
+    }
+    for &peer in &peers {
+        engine.signal_done(peer, Epoch::OPEN)?;
+    }
+    Ok(())
+}
+
+/// Moves all, and calls `done` for each peer after the last transfer of its.
+fn walk<'s, E: CopyEngine>(
     schedule: &'s Schedule,
     mut moves: impl Iterator<Item = &'s Transfer> + Clone,
     epoch: Epoch,
     engine: &mut E,
+    mut done: impl FnMut(&mut E, usize) -> Result<(), E::Error>,
 ) -> Result<(), E::Error> {
     let mut before = None;
     while let Some(transfer) = moves.next() {
@@ -62,7 +109,7 @@ pub fn transfer<'s, E: CopyEngine>(
         // The peer may overwrite its rows then: so not before the last transfer of its, wherever that stands.
         let again = |next: &Transfer| schedule.says_done(next) && next.peer() == transfer.peer();
         if schedule.says_done(transfer) && !moves.clone().any(again) {
-            engine.signal_done(transfer.peer(), epoch)?;
+            done(engine, transfer.peer())?;
         }
     }
     Ok(())
@@ -233,6 +280,13 @@ pub fn announce(rank: usize, epoch: Epoch, blocks: &[FlagBlock]) {
     }
 }
 
+/// As [`announce`], by gates: to those who will wait for it, for they are who closes it.
+pub fn announce_by_gates(schedule: &Schedule, gates: &[FlagBlock]) {
+    for &peer in schedule.movers() {
+        gates[peer].ready[schedule.rank()].signal(Epoch::OPEN);
+    }
+}
+
 /// Waits until nothing is under way to this rank or out of its memory: what came has come, also where no tile waited for it,
 /// and those who pull have said that they are done.
 pub fn complete<W: Wait>(
@@ -249,6 +303,25 @@ pub fn complete<W: Wait>(
     }
     for &peer in schedule.movers() {
         waiter.wait(&own.done[peer], epoch, Awaited::Done { peer })?;
+    }
+    Ok(())
+}
+
+/// As [`complete`] of what has no product, by gates; they are closed, for nobody opens one of them before this rank has announced its next
+/// operation. Those of chunks are open, whether they were waited for or not: who brings them has said `done`, or is this rank, whose transfers
+/// have ended.
+pub fn complete_by_gates<W: Wait>(
+    schedule: &Schedule,
+    gates: &[FlagBlock],
+    waiter: &W,
+) -> Result<(), W::Error> {
+    let own = &gates[schedule.rank()];
+    for &peer in schedule.movers() {
+        waiter.wait(&own.done[peer], Epoch::OPEN, Awaited::Done { peer })?;
+        own.done[peer].signal(Epoch::CLOSED);
+    }
+    for arrival in schedule.arrivals() {
+        own.chunk[arrival.flag].signal(Epoch::CLOSED);
     }
     Ok(())
 }
@@ -297,6 +370,17 @@ impl<W: Wait, C: FnMut(&Transfer)> CopyEngine for CopyThread<'_, W, C> {
 
     fn signal_done(&mut self, peer: usize, epoch: Epoch) -> Result<(), W::Error> {
         self.blocks[peer].done[self.rank].signal(epoch);
+        Ok(())
+    }
+}
+
+impl<W: Wait, C: FnMut(&Transfer)> GatedCopyEngine for CopyThread<'_, W, C> {
+    fn all_moved(&mut self) -> Result<(), W::Error> {
+        Ok(())
+    }
+
+    fn close_ready(&mut self, peer: usize) -> Result<(), W::Error> {
+        self.blocks[self.rank].ready[peer].signal(Epoch::CLOSED);
         Ok(())
     }
 }

@@ -12,6 +12,12 @@ impl Epoch {
     /// The first operation of a group.
     pub const FIRST: Epoch = Epoch(1);
 
+    /// What a gate holds that has been opened (see [`drive::transfer_by_gates`](super::drive::transfer_by_gates)): its words know two epochs.
+    pub const OPEN: Epoch = Epoch(1);
+
+    /// What it holds before, and again when it has been passed.
+    pub const CLOSED: Epoch = Epoch(0);
+
     /// How many operations apart two refreshes of the flags are; see [`Epoch::refreshes`].
     pub const REFRESH: u32 = 1 << 28;
 

@@ -12,6 +12,7 @@ mod epochs;
 mod failures;
 mod graphs;
 mod pipelines;
+mod recorded;
 mod reduce_scatter;
 mod refusals;
 mod rendezvous;

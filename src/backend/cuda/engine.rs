@@ -9,9 +9,10 @@ use smallvec::SmallVec;
 use super::driver::{Event, Stream, StreamMemOp};
 use super::exchange;
 use super::limits::{COMMANDS, commands};
+use super::memory::{Signals, close};
 use super::monitor::OUTSTANDING;
 use super::program::{self, Launch, Place, Program};
-use super::route::{announce, copies, pause, push};
+use super::route::{announce, announce_by_gates, copies, pause, push};
 use crate::backend::sealed::{Call, Callback, Consumer, Producer};
 use crate::error::Result;
 use crate::ranks::members::Members;
@@ -44,7 +45,7 @@ pub fn run(cuda: &Cuda, members: &Members, program: &Program, mut call: Call<Cud
     let begun = match recorded {
         Ok(true) => {
             cuda.recorded.store(true, Ordering::Relaxed);
-            begun
+            begun.inspect_err(|_| rejoin(cuda, &main))
         }
         // Also what was put on the streams before something failed.
         _ => {
@@ -61,6 +62,16 @@ pub fn run(cuda: &Cuda, members: &Members, program: &Program, mut call: Call<Cud
         let numbered = schedule.handshake() && !matches!(recorded, Ok(true));
         if numbered { members.fail(error) } else { error }
     })
+}
+
+/// A capture that ends while a stream that it has spread to was not joined ends in an error of its own.
+fn rejoin(cuda: &Cuda, main: &Stream) {
+    for stream in [cuda.copies(), cuda.deferred_copies()] {
+        if matches!(stream.is_capturing(), Ok(true)) {
+            // If this fails too, the first error says why.
+            let _ = main.wait_for(stream, &cuda.joined);
+        }
+    }
 }
 
 /// Waits until the device's queues have room for another operation. They are bounded, and a driver that waits for room has
@@ -86,13 +97,17 @@ fn enqueue(
         cuda,
         members,
         main,
-        ..
+        recorded,
     } = *at;
     let epoch = call.epoch;
     let (schedule, monitor) = (&program.schedule, &cuda.monitor);
+    let signals = at.signals(epoch);
     let traced = call.trace.is_some();
     let mut begun = None;
-    if schedule.handshake() {
+    let gated = schedule.handshake() && recorded;
+    if gated {
+        announce_by_gates(at, program)?;
+    } else if schedule.handshake() {
         monitor.begin(epoch, program.waits);
         if traced {
             // So that the picture shows the device and not the host: everything is on the streams before any rank begins.
@@ -119,7 +134,7 @@ fn enqueue(
     match callback {
         Some(Callback::Producer(producer)) => {
             let mut callers = Callers::new(cuda);
-            made = produce(at, schedule, call, producer, &mut callers);
+            made = produce(at, schedule, call, &signals, producer, &mut callers);
             // Also what was put there before something failed.
             let joined = callers.join(main);
             made = made.and(joined);
@@ -144,16 +159,17 @@ fn enqueue(
     }
     // Tiles that wait for all transfers end after them.
     let awaited = schedule.handshake() && schedule.awaits_all() && launch.is_some();
-    if beside && moves && !awaited {
+    // (What is captured must be joined.)
+    if beside && (moves || recorded) && !awaited {
         main.wait_for(cuda.copies(), &cuda.gathered)?;
     }
     made?;
     // Own rows are free again, and what peers bring is there, when they say that they are done.
-    let done = schedule.movers().iter();
-    let done = done.map(|&peer| cuda.control.done(members.rank, peer));
-    let mut words: SmallVec<[StreamMemOp; 16]> = done
-        .map(|word| StreamMemOp::Wait(word, epoch.raw()))
-        .collect();
+    let done = || {
+        let peers = schedule.movers().iter();
+        peers.map(|&peer| signals.done(members.rank, peer))
+    };
+    let mut words: SmallVec<[StreamMemOp; 16]> = done().map(|word| signals.wait(word)).collect();
     if let Some(reduction) = schedule.reduction() {
         // What the caller makes has been added as it came.
         if schedule.requests().is_empty() {
@@ -167,16 +183,30 @@ fn enqueue(
     }
     if schedule.handshake() {
         // Then the operation is complete.
-        words.push(StreamMemOp::Write(monitor.completed(), epoch.raw()));
-        // SAFETY: as above; the completed word lives as long as the backend.
+        if gated {
+            words.extend(done().chain([cuda.control.moved()]).map(close));
+            words.push(StreamMemOp::Write(monitor.running(), 0));
+        } else {
+            words.push(StreamMemOp::Write(monitor.completed(), epoch.raw()));
+        }
+        // SAFETY: as above; the monitor's words live as long as the backend.
         unsafe { main.words(&words)? };
     }
     if let Some(consumer) = consumer {
         let mut callers = Callers::new(cuda);
-        let consumed = consume(at, schedule, epoch, consumer, &mut callers);
+        let consumed = consume(at, schedule, &signals, consumer, &mut callers);
         // Also what was put there before something failed.
         let joined = callers.join(main);
         consumed.and(joined)?;
+    }
+    if gated {
+        // As complete_by_gates of the host: those who wait for chunks have been joined.
+        let chunks = schedule.arrivals().iter();
+        let chunks = chunks.map(|arrival| close(signals.chunk(members.rank, arrival.flag)));
+        let words: SmallVec<[StreamMemOp; 16]> = chunks.collect();
+        // SAFETY: as above.
+        unsafe { main.words(&words)? };
+        main.wait_for(cuda.deferred_copies(), &cuda.joined)?;
     }
     if let (Some(spans), Some(launch)) = (call.trace.as_deref_mut(), launch) {
         cuda.wait_idle(members, main)?;
@@ -237,16 +267,16 @@ impl<'a> Callers<'a> {
 fn consume(
     at: &Place,
     schedule: &Schedule,
-    epoch: Epoch,
+    signals: &Signals,
     consumer: &mut Consumer,
     callers: &mut Callers,
 ) -> Result<()> {
     consumer(None, callers.next()?.raw())?;
     for arrival in schedule.arrivals() {
         let stream = callers.next()?;
-        let flag = at.cuda.control.chunk(arrival.flag);
+        let flag = signals.chunk(at.members.rank, arrival.flag);
         // SAFETY: the control block is unmapped when the streams have passed: the main one waits for this.
-        unsafe { stream.words(&[StreamMemOp::Wait(flag, epoch.raw())])? };
+        unsafe { stream.words(&[signals.wait(flag)])? };
         consumer(Some(arrival), stream.raw())?;
     }
     Ok(())
@@ -259,17 +289,21 @@ fn produce(
     at: &Place,
     schedule: &Schedule,
     call: &Call<Cuda>,
+    signals: &Signals,
     producer: &mut Producer,
     callers: &mut Callers,
 ) -> Result<()> {
-    let cuda = at.cuda;
-    let epoch = call.epoch;
+    let Place { cuda, members, .. } = *at;
     let requests = schedule.requests();
     let mut make = |block: usize| -> Result<&Stream> {
         while callers.calls <= block {
             let request = &requests[callers.calls];
             let stream = callers.next()?.raw();
-            cuda.monitor.calling(|| producer(request, stream))?;
+            let mut call = || producer(request, stream);
+            match at.recorded {
+                true => call()?,
+                false => cuda.monitor.calling(call)?,
+            }
         }
         Ok(callers.of(block))
     };
@@ -278,7 +312,7 @@ fn produce(
         cuda.copies(),
         schedule,
         call.matrices,
-        epoch,
+        call.epoch,
         Some(&mut make),
         false,
     )?;
@@ -290,7 +324,7 @@ fn produce(
             continue;
         };
         let addends = request.addends.clone();
-        let words = addends.map(|flag| StreamMemOp::Wait(cuda.control.chunk(flag), epoch.raw()));
+        let words = addends.map(|flag| signals.wait(signals.chunk(members.rank, flag)));
         let words: SmallVec<[StreamMemOp; 16]> = words.collect();
         // SAFETY: the control block is unmapped when the streams have passed: the main one waits for this.
         unsafe { made.words(&words)? };

@@ -27,6 +27,7 @@ struct Cubin {
 
 static CUBINS: &[Cubin] = &include!(concat!(env!("OUT_DIR"), "/cubins.rs"));
 static ALIGN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/align.cubin"));
+static COUNT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/count.cubin"));
 static EXCHANGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/exchange.cubin"));
 static REDUCE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/reduce.cubin"));
 
@@ -79,6 +80,8 @@ pub struct Kernels {
     instances: Vec<Instance>,
     /// Ends on all ranks at the same time.
     pub align: Function,
+    /// Counts replays.
+    pub count: Function,
     /// By dtype.
     reduce: [(DType, Function); 3],
     exchange: [(DType, Function); 3],
@@ -92,10 +95,12 @@ impl Kernels {
     /// [`Error::BuiltWithoutKernels`]; [`Error::Cuda`] if the driver refuses.
     pub fn load(device: &Arc<Device>) -> Result<Kernels> {
         let module = |image| Module::load(device, embedded(device.rank, image)?);
-        let (align, exchange, reduce) = (module(ALIGN)?, module(EXCHANGE)?, module(REDUCE)?);
+        let (align, count) = (module(ALIGN)?, module(COUNT)?);
+        let (exchange, reduce) = (module(EXCHANGE)?, module(REDUCE)?);
         let mut kernels = Kernels {
             instances: Vec::new(),
             align: align.function(c"gemmesh_align", 0)?,
+            count: count.function(c"gemmesh_count", 0)?,
             reduce: [
                 (DType::Bf16, reduce.function(c"gemmesh_reduce_bf16", 0)?),
                 (DType::F16, reduce.function(c"gemmesh_reduce_f16", 0)?),
@@ -106,7 +111,7 @@ impl Kernels {
                 (DType::F16, exchange.function(c"gemmesh_exchange_f16", 0)?),
                 (DType::F32, exchange.function(c"gemmesh_exchange_f32", 0)?),
             ],
-            _modules: vec![align, exchange, reduce],
+            _modules: vec![align, count, exchange, reduce],
         };
         for cubin in CUBINS {
             let module = module(cubin.image)?;

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::abi::{
     GEMMESH_MAX_FLAGS, GEMMESH_MAX_WORLD, GEMMESH_REFRESH, GemmeshMailbox, GemmeshPushEpoch,
 };
-use super::driver::{Device, DevicePtr, Mapping, Region, Uuid};
+use super::driver::{Device, DevicePtr, Mapping, Region, StreamMemOp, Uuid};
 use super::landing;
 use super::model::rates::Rates;
 use super::reclaim::{Deferred, Reclaimer};
@@ -257,7 +257,13 @@ mod word {
     pub const PUSH_EPOCH: usize = MAILBOX + size_of::<GemmeshMailbox>() / 4;
     /// By block of a product: what its copy stream waits for before it sends it.
     pub const STORED: usize = PUSH_EPOCH + size_of::<GemmeshPushEpoch>() / 4;
-    pub const END: usize = STORED + MAX_BLOCKS;
+    /// As READY to CHUNK, but gates: of operations that are recorded. Closed between them, by value 0.
+    pub const GATES: usize = STORED + MAX_BLOCKS;
+    /// Whether a recorded operation has moved all that this rank moves.
+    pub const MOVED: usize = GATES + FLAGS;
+    /// How many of them have begun.
+    pub const REPLAYS: usize = MOVED + 1;
+    pub const END: usize = REPLAYS + 1;
 }
 
 /// The second MiB of the control block is for [`super::Group::check_peers`]: a box for each rank.
@@ -310,24 +316,32 @@ impl Control {
         base + 4 * word as u64
     }
 
-    /// `ready[by]` in the memory of `rank`.
-    pub fn ready(&self, rank: usize, by: usize) -> DevicePtr {
-        Control::at(self.memory.of(rank), word::READY + by)
+    /// What streams wait for and write in operation `epoch`.
+    pub fn flags(&self, epoch: Epoch) -> Signals<'_> {
+        Signals {
+            memory: &self.memory,
+            first: 0,
+            epoch,
+        }
     }
 
-    /// `done[by]` in the memory of `rank`.
-    pub fn done(&self, rank: usize, by: usize) -> DevicePtr {
-        Control::at(self.memory.of(rank), word::DONE + by)
+    /// The same where the operation is recorded.
+    pub fn gates(&self) -> Signals<'_> {
+        Signals {
+            memory: &self.memory,
+            first: word::GATES,
+            epoch: Epoch::OPEN,
+        }
     }
 
-    /// This rank's `chunk[flag]`.
-    pub fn chunk(&self, flag: usize) -> DevicePtr {
-        Control::at(self.memory.own(), word::CHUNK + flag)
+    /// Where a recorded operation notes that this rank has moved all that it moves.
+    pub fn moved(&self) -> DevicePtr {
+        Control::at(self.memory.own(), word::MOVED)
     }
 
-    /// `chunk[flag]` in the memory of `rank`.
-    pub fn chunk_of(&self, rank: usize, flag: usize) -> DevicePtr {
-        Control::at(self.memory.of(rank), word::CHUNK + flag)
+    /// Where recorded operations are counted.
+    pub fn replays(&self) -> DevicePtr {
+        Control::at(self.memory.own(), word::REPLAYS)
     }
 
     /// The word that makes this rank's kernels stop waiting.
@@ -359,11 +373,16 @@ impl Control {
 
     /// What this rank's own streams and kernels wait for.
     pub fn own(&self, rank: usize) -> OwnWords {
+        let lines = |signals: Signals| OwnLines {
+            ready: signals.ready(rank, 0),
+            done: signals.done(rank, 0),
+            chunk: signals.chunk(rank, 0),
+        };
         OwnWords {
             abort: self.abort(),
-            ready: self.ready(rank, 0),
-            done: self.done(rank, 0),
-            chunk: self.chunk(0),
+            flags: lines(self.flags(Epoch::FIRST)),
+            gates: lines(self.gates()),
+            moved: self.moved(),
             mailbox: Control::at(self.memory.own(), word::MAILBOX),
             push_epoch: self.push_epoch(),
             stored: self.stored(0),
@@ -386,22 +405,77 @@ impl Control {
     }
 }
 
+/// The words by which the ranks' streams hear of one another in an operation: flags with epochs, or gates where it is recorded.
+#[derive(Clone, Copy, Debug)]
+pub struct Signals<'a> {
+    memory: &'a Symmetric,
+    /// The word before `ready[0]`.
+    first: usize,
+    /// What is waited for and written.
+    pub epoch: Epoch,
+}
+
+impl Signals<'_> {
+    /// `ready[by]` in the memory of `rank`.
+    pub fn ready(&self, rank: usize, by: usize) -> DevicePtr {
+        self.at(rank, word::READY + by)
+    }
+
+    /// `done[by]` in the memory of `rank`.
+    pub fn done(&self, rank: usize, by: usize) -> DevicePtr {
+        self.at(rank, word::DONE + by)
+    }
+
+    /// `chunk[flag]` in the memory of `rank`.
+    pub fn chunk(&self, rank: usize, flag: usize) -> DevicePtr {
+        self.at(rank, word::CHUNK + flag)
+    }
+
+    fn at(&self, rank: usize, word: usize) -> DevicePtr {
+        Control::at(self.memory.of(rank), self.first + word)
+    }
+
+    /// Waits until `word` has been signalled.
+    pub fn wait(&self, word: DevicePtr) -> StreamMemOp {
+        StreamMemOp::Wait(word, self.epoch.raw())
+    }
+
+    /// Signals `word`.
+    pub fn signal(&self, word: DevicePtr) -> StreamMemOp {
+        StreamMemOp::Write(word, self.epoch.raw())
+    }
+}
+
+/// Closes a gate.
+pub fn close(gate: DevicePtr) -> StreamMemOp {
+    StreamMemOp::Write(gate, Epoch::CLOSED.raw())
+}
+
 /// Addresses in this rank's own control block.
 #[derive(Clone, Copy, Debug)]
 pub struct OwnWords {
     pub abort: DevicePtr,
-    /// By peer; `done` follows.
-    pub ready: DevicePtr,
-    /// By peer.
-    pub done: DevicePtr,
-    /// By flag.
-    pub chunk: DevicePtr,
+    pub flags: OwnLines,
+    pub gates: OwnLines,
+    /// Whether a recorded operation has moved all.
+    pub moved: DevicePtr,
     /// `ready`, by peer, stands first in it.
     pub mailbox: DevicePtr,
     /// The count of the operations whose rows are pushed.
     pub push_epoch: DevicePtr,
     /// By block of a product.
     pub stored: DevicePtr,
+}
+
+/// Addresses of what this rank's streams wait for.
+#[derive(Clone, Copy, Debug)]
+pub struct OwnLines {
+    /// By peer; `done` follows.
+    pub ready: DevicePtr,
+    /// By peer.
+    pub done: DevicePtr,
+    /// By flag.
+    pub chunk: DevicePtr,
 }
 
 /// A word for each peer.
@@ -414,9 +488,15 @@ pub struct Snapshot {
     /// `ready` and `done` as they lie in a control block.
     pub ready: FlagLine,
     pub done: FlagLine,
+    /// The same of the gates.
+    pub gates_ready: FlagLine,
+    pub gates_done: FlagLine,
     /// `ready` of the mailbox.
     pub mailbox: FlagLine,
     pub push_epoch: GemmeshPushEpoch,
+    /// Whether the recorded operation that runs has moved all.
+    pub moved: u32,
+    pub reserved: u32,
 }
 
 // SAFETY: plain words, for which zero is valid.
@@ -430,6 +510,8 @@ pub enum Waits {
     /// Its streams, for `ready` of the peers whose memory it moves something from or to, and for `done` of those that do so with this
     /// rank's: bit r for rank r.
     Streams { ready: u64, done: u64 },
+    /// The same of a recorded operation, for gates.
+    Gates { ready: u64, done: u64 },
 }
 
 impl Waits {
@@ -445,6 +527,14 @@ impl Waits {
         Waits::Streams {
             ready: ranks(&mut others().map(Transfer::peer).chain(sources)),
             done: ranks(&mut schedule.movers().iter().copied()),
+        }
+    }
+
+    /// Of the same operation when it is recorded.
+    pub fn by_gates(self) -> Waits {
+        match self {
+            Waits::Streams { ready, done } => Waits::Gates { ready, done },
+            other => other,
         }
     }
 }
@@ -464,16 +554,21 @@ impl Snapshot {
         epoch: Epoch,
         waits: Waits,
     ) -> Option<(Awaited, u32)> {
-        let (words, ready, done) = match waits {
-            Waits::Kernel => (&self.mailbox, u64::MAX, 0),
-            Waits::Streams { ready, done } => (&self.ready, ready, done),
+        let (words, ready, done_words, done) = match waits {
+            Waits::Kernel => (&self.mailbox, u64::MAX, &self.done, 0),
+            Waits::Streams { ready, done } => (&self.ready, ready, &self.done, done),
+            Waits::Gates { ready, done } => {
+                // Those that it has passed are closed again.
+                let ready = if self.moved == 0 { ready } else { 0 };
+                (&self.gates_ready, ready, &self.gates_done, done)
+            }
         };
         let ring = |among: u64| {
             let ranks = (1..world).map(move |step| (rank + step) % world);
             ranks.filter(move |rank| among >> rank & 1 == 1)
         };
         let words = ring(ready).map(|source| (Awaited::Ready { source }, words[source]));
-        let done = ring(done).map(|peer| (Awaited::Done { peer }, self.done[peer]));
+        let done = ring(done).map(|peer| (Awaited::Done { peer }, done_words[peer]));
         let words = words.chain(done);
         let mut late = words.filter(|(_, seen)| !epoch.reached_by(*seen));
         late.next()
@@ -542,6 +637,19 @@ mod tests {
         assert_eq!(words.missing(1, 4, epoch, streams(0b101, 0b1100)), None);
         let pulled = words.missing(1, 4, epoch, streams(0b1000, 0));
         assert_eq!(pulled, Some((Awaited::Ready { source: 3 }, 4)));
+        // Of gates, those that were passed are closed, once all is moved.
+        let gates = Waits::Gates {
+            ready: 0b101,
+            done: 0b1101,
+        };
+        words.gates_ready[2] = 1;
+        let missing = |words: &Snapshot| words.missing(1, 4, Epoch::OPEN, gates);
+        assert_eq!(missing(&words), Some((Awaited::Ready { source: 0 }, 0)));
+        (words.moved, words.gates_ready[2]) = (1, 0);
+        words.gates_done[2] = 1;
+        assert_eq!(missing(&words), Some((Awaited::Done { peer: 3 }, 0)));
+        words.gates_done[..4].fill(1);
+        assert_eq!(missing(&words), None);
         words.push_epoch.epoch = u32::MAX;
         assert_eq!(words.pushed_epoch(), None);
         words.push_epoch.entered = 1;

@@ -50,6 +50,10 @@ struct Watch {
     started: Pinned<u32>,
     /// The last operation that is complete, or whose rows have all come; written by streams and kernels.
     completed: Pinned<u32>,
+    /// Recorded operations; written by streams and a kernel.
+    replayed: Pinned<Replayed>,
+    /// By the number in `replayed`, less one: what a recorded operation is called, and for whom it waits.
+    recordings: Mutex<Vec<(String, Waits)>>,
     /// A copy of this rank's words, for a report.
     snapshot: Pinned<Snapshot>,
     /// The last operation that was begun.
@@ -67,6 +71,28 @@ struct Watch {
 // SAFETY: plain words and pointers, for which zero is valid.
 unsafe impl bytemuck::Zeroable for GemmeshFault {}
 
+/// How far a rank has come with what was recorded. Streams write the same at each replay, so they can't count.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Replayed {
+    /// The number of the recording that runs; 0 between them.
+    running: u32,
+    /// How many replays have begun, by a kernel that counts them.
+    begun: u32,
+}
+
+// SAFETY: plain words, for which zero is valid.
+unsafe impl bytemuck::Zeroable for Replayed {}
+
+/// An operation that has not ended.
+#[derive(Clone, Copy, Debug)]
+enum Running {
+    /// By its number.
+    Live(Epoch),
+    /// By that of its recording.
+    Replay(u32),
+}
+
 impl Monitor {
     pub fn start(
         device: &Arc<Device>,
@@ -83,6 +109,8 @@ impl Monitor {
             fault: Pinned::zeroed(device)?,
             started: Pinned::zeroed(device)?,
             completed: Pinned::zeroed(device)?,
+            replayed: Pinned::zeroed(device)?,
+            recordings: Mutex::default(),
             snapshot: Pinned::zeroed(device)?,
             begun: AtomicU32::new(before),
             calling: AtomicBool::new(false),
@@ -110,6 +138,29 @@ impl Monitor {
     pub fn begin(&self, epoch: Epoch, waits: Waits) {
         lock(&self.watch.waits)[epoch.raw() as usize % OUTSTANDING] = waits;
         self.watch.begun.store(epoch.raw(), Ordering::Release);
+    }
+
+    /// An operation `name` is being recorded. The number of its recording.
+    pub fn record(&self, name: &str, waits: Waits) -> u32 {
+        let mut recordings = lock(&self.watch.recordings);
+        let known = recordings
+            .iter()
+            .position(|(its, w)| (&**its, *w) == (name, waits));
+        let index = known.unwrap_or_else(|| {
+            recordings.push((name.into(), waits));
+            recordings.len() - 1
+        });
+        index as u32 + 1
+    }
+
+    /// Where streams write the number of the recording that runs, and 0 when it has ended.
+    pub fn running(&self) -> DevicePtr {
+        self.watch.replayed.ptr() + offset_of!(Replayed, running) as u64
+    }
+
+    /// Where the count of replays that have begun is written.
+    pub fn replays(&self) -> DevicePtr {
+        self.watch.replayed.ptr() + offset_of!(Replayed, begun) as u64
     }
 
     /// Runs what calls a function of the caller's, without which the operation that was begun last does not go on.
@@ -189,8 +240,8 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 
 impl Watch {
     fn run(&self) {
-        let mut last = self.completed.read();
-        let mut since = Instant::now();
+        let mut last = (self.completed.read(), self.replayed.read());
+        let mut since = (Instant::now(), Instant::now());
         let mut closing = lock(&self.closing);
         while !*closing {
             closing = self
@@ -200,24 +251,45 @@ impl Watch {
                 .0;
             let completed = self.completed.read();
             // What a stream has not come to yet is not late: the caller's own work may be in front of it.
-            if completed == self.started.read() || completed != last {
-                last = completed;
-                since = Instant::now();
+            if completed == self.started.read() || completed != last.0 {
+                last.0 = completed;
+                since.0 = Instant::now();
+            }
+            let replayed = self.replayed.read();
+            if replayed.running == 0 || replayed != last.1 {
+                last.1 = replayed;
+                since.1 = Instant::now();
             }
             self.look();
-            let epoch = Epoch::from_raw(completed).next();
-            if since.elapsed() > self.failures.timeout + GRACE {
-                self.failures.fail(self.diagnose(epoch, since.elapsed()));
-            } else if let Some(error) = self.failures.standing_refusal(epoch, since.elapsed()) {
-                self.failures.fail(error);
-            } else if since.elapsed() > LEFT_AFTER && self.someone_has_left() {
-                self.blame_the_one_who_left(epoch);
-            }
+            let next = Epoch::from_raw(completed).next();
+            self.judge(Running::Live(next), since.0.elapsed());
+            self.judge(Running::Replay(replayed.running), since.1.elapsed());
             if self.failures.fault().is_some() {
                 // What can't be written can't be helped; the device itself has failed then.
                 let _ = self.release();
             }
         }
+    }
+
+    /// Ends the group if an operation has waited too long, or in vain.
+    fn judge(&self, running: Running, waited: Duration) {
+        let refusal = || match running {
+            Running::Live(epoch) => self.failures.standing_refusal(epoch, waited),
+            Running::Replay(_) => None,
+        };
+        if waited > self.failures.timeout + GRACE {
+            self.failures.fail(self.diagnose(running, waited));
+        } else if let Some(error) = refusal() {
+            self.failures.fail(error);
+        } else if waited > LEFT_AFTER && self.someone_has_left() {
+            self.blame_the_one_who_left(running);
+        }
+    }
+
+    /// The name of a recorded operation, and for whom it waits.
+    fn recording(&self, number: u32) -> Option<(String, Waits)> {
+        let index = (number as usize).checked_sub(1)?;
+        lock(&self.recordings).get(index).cloned()
     }
 
     fn waits_of(&self, epoch: Epoch) -> Waits {
@@ -228,9 +300,9 @@ impl Watch {
         (0..self.world).any(|rank| self.failures.has_left(rank))
     }
 
-    /// If operation `epoch` waits for a rank that has left, it waits in vain.
-    fn blame_the_one_who_left(&self, epoch: Epoch) {
-        let Ok(Some((awaited, expected, seen))) = self.missing(epoch) else {
+    /// If an operation waits for a rank that has left, it waits in vain.
+    fn blame_the_one_who_left(&self, running: Running) {
+        let Ok(Some((awaited, expected, seen))) = self.missing(running) else {
             return;
         };
         // A rank that left had done its part; so look at the words after that. And this rank's own part may be ending at this
@@ -238,14 +310,17 @@ impl Watch {
         if !self.failures.has_left(awaited.peer()) {
             return;
         }
-        let again = self.missing(epoch);
+        let again = self.missing(running);
         if matches!(again, Ok(Some(again)) if again == (awaited, expected, seen)) {
-            let refusal = self.failures.refusal(awaited.peer(), epoch);
+            let refusal = match running {
+                Running::Live(epoch) => self.failures.refusal(awaited.peer(), epoch),
+                Running::Replay(_) => None,
+            };
             self.failures
                 .fail(refusal.unwrap_or_else(|| Error::RankLeft {
                     rank: awaited.peer(),
                     waiting: self.failures.rank,
-                    what: self.failures.describe(epoch, awaited, expected, seen),
+                    what: self.describe(running, awaited, expected, seen),
                 }));
         }
     }
@@ -290,12 +365,12 @@ impl Watch {
             _ => Epoch::from_raw(self.completed.read()).next(),
         };
         self.failures
-            .fail(self.late(operation, awaited, epoch, seen, waited));
+            .fail(self.late(Running::Live(operation), awaited, epoch, seen, waited));
     }
 
     fn late(
         &self,
-        operation: Epoch,
+        running: Running,
         awaited: Awaited,
         expected: Epoch,
         seen: u32,
@@ -304,29 +379,54 @@ impl Watch {
         Error::Timeout {
             rank: awaited.peer(),
             waiting: self.failures.rank,
-            what: self.failures.describe(operation, awaited, expected, seen),
+            what: self.describe(running, awaited, expected, seen),
             waited_ms: waited.as_millis() as u64,
         }
     }
 
-    /// Says what operation `epoch` waits for.
-    fn diagnose(&self, epoch: Epoch, waited: Duration) -> Error {
+    /// What an operation waits for, in words.
+    fn describe(&self, running: Running, awaited: Awaited, expected: Epoch, seen: u32) -> String {
+        match running {
+            Running::Live(epoch) => self.failures.describe(epoch, awaited, expected, seen),
+            Running::Replay(_) => {
+                let what = awaited.describe(self.failures.rank, expected, seen);
+                let call = self.name(running);
+                format!("{call}: rank {} {what}", awaited.peer())
+            }
+        }
+    }
+
+    fn name(&self, running: Running) -> String {
+        match running {
+            Running::Live(epoch) => format!("operation {}", epoch.raw()),
+            Running::Replay(number) => {
+                let recording = self.recording(number);
+                let name = recording.map_or(String::new(), |(name, _)| name);
+                format!("{name} in a graph")
+            }
+        }
+    }
+
+    /// Says what an operation waits for.
+    fn diagnose(&self, running: Running, waited: Duration) -> Error {
         let rank = self.failures.rank;
         let unknown = |reason: String| Error::Timeout {
             rank,
             waiting: rank,
-            what: format!("operation {} on its own GPU ({reason})", epoch.raw()),
+            what: format!("{} on its own GPU ({reason})", self.name(running)),
             waited_ms: waited.as_millis() as u64,
         };
-        if self.calling.load(Ordering::Relaxed) && epoch.raw() == self.begun.load(Ordering::Acquire)
-        {
+        let latest = Epoch::from_raw(self.begun.load(Ordering::Acquire));
+        let is_latest = matches!(running, Running::Live(epoch) if epoch == latest);
+        if is_latest && self.calling.load(Ordering::Relaxed) {
             return unknown("its caller's function has not returned".into());
         }
-        match self.missing(epoch) {
+        let by_kernel = |epoch| self.waits_of(epoch) == Waits::Kernel;
+        match self.missing(running) {
             Ok(Some((awaited, expected, seen))) => {
-                self.late(epoch, awaited, expected, seen, waited)
+                self.late(running, awaited, expected, seen, waited)
             }
-            Ok(None) if self.waits_of(epoch) == Waits::Kernel => {
+            Ok(None) if matches!(running, Running::Live(epoch) if by_kernel(epoch)) => {
                 unknown("its kernel does not run, or does not end".into())
             }
             Ok(None) => unknown("all peers have done their part".into()),
@@ -334,17 +434,30 @@ impl Watch {
         }
     }
 
-    /// The first word that operation `epoch` waits for and that has not come, the epoch that it should have, and its value.
-    fn missing(&self, epoch: Epoch) -> Result<Option<(Awaited, Epoch, u32)>> {
+    /// The first word that an operation waits for and that has not come, the epoch that it should have, and its value.
+    fn missing(&self, running: Running) -> Result<Option<(Awaited, Epoch, u32)>> {
         let words = self.read_words()?;
-        let waits = self.waits_of(epoch);
-        let expected = match (waits, words.pushed_epoch()) {
-            (Waits::Streams { .. }, _) => epoch,
-            (Waits::Kernel, Some(expected)) => expected,
-            // No kernel waits.
-            (Waits::Kernel, None) => return Ok(None),
+        let (waits, expected, has_ended) = match running {
+            Running::Live(epoch) => {
+                let waits = self.waits_of(epoch);
+                let expected = match (waits, words.pushed_epoch()) {
+                    (Waits::Kernel, Some(expected)) => expected,
+                    // No kernel waits.
+                    (Waits::Kernel, None) => return Ok(None),
+                    _ => epoch,
+                };
+                let has_ended = epoch.reached_by(self.completed.read());
+                (waits, expected, has_ended)
+            }
+            Running::Replay(number) => {
+                let Some((_, waits)) = self.recording(number) else {
+                    return Ok(None);
+                };
+                let has_ended = self.replayed.read().running != number;
+                (waits, Epoch::OPEN, has_ended)
+            }
         };
-        if epoch.reached_by(self.completed.read()) {
+        if has_ended {
             return Ok(None);
         }
         let missing = words.missing(self.failures.rank, self.world, expected, waits);
@@ -359,7 +472,11 @@ impl Watch {
         // SAFETY: the control block and the snapshot live as long as this thread, which waits for the copies below
         // or, if the device does not do them, never reads it.
         unsafe {
-            self.rescue.copy(snapshot, self.own.ready, 2 * line)?;
+            self.rescue.copy(snapshot, self.own.flags.ready, 2 * line)?;
+            let gates = at(offset_of!(Snapshot, gates_ready));
+            self.rescue.copy(gates, self.own.gates.ready, 2 * line)?;
+            let moved = at(offset_of!(Snapshot, moved));
+            self.rescue.copy(moved, self.own.moved, size_of::<u32>())?;
             let mailbox = at(offset_of!(Snapshot, mailbox));
             self.rescue.copy(mailbox, self.own.mailbox, line)?;
             let push_epoch = at(offset_of!(Snapshot, push_epoch));
@@ -393,14 +510,20 @@ impl Watch {
                 1,
             ),
         ];
-        for peer in 0..self.world as u64 {
-            words.push(StreamMemOp::Write(self.own.ready + 4 * peer, last));
-            words.push(StreamMemOp::Write(self.own.done + 4 * peer, last));
+        let OwnWords { flags, gates, .. } = &self.own;
+        for (lines, value) in [(flags, last), (gates, Epoch::OPEN.raw())] {
+            for peer in 0..self.world as u64 {
+                words.push(StreamMemOp::Write(lines.ready + 4 * peer, value));
+                words.push(StreamMemOp::Write(lines.done + 4 * peer, value));
+            }
         }
         // SAFETY: the control block lives as long as this thread.
         unsafe {
             self.rescue.words(&words)?;
-            self.rescue.fill(self.own.chunk, last, MAX_FLAGS)?;
+            self.rescue.fill(flags.chunk, last, MAX_FLAGS)?;
+            // What is replayed closes them again: this is done as long as the group lives.
+            self.rescue
+                .fill(gates.chunk, Epoch::OPEN.raw(), MAX_FLAGS)?;
             // Of a product whose kernel was not launched.
             self.rescue.fill(self.own.stored, 1, MAX_BLOCKS)
         }

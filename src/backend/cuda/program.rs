@@ -16,7 +16,7 @@ use super::exchange;
 use super::kernel::{Instance, Variant};
 use super::landing::{self, Landing};
 use super::limits::Outputs;
-use super::memory::Waits;
+use super::memory::{Signals, Waits};
 use super::reclaim::Deferred;
 use super::route::store;
 use super::slices::Entry;
@@ -26,7 +26,7 @@ use super::tensor_map::{Cache, Maps, Matrices};
 use crate::backend::sealed::{Bound, Call};
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
-use crate::schedule::{Addend, Product, Reduction, Route, Schedule, Tile};
+use crate::schedule::{Addend, Epoch, Product, Reduction, Route, Schedule, Tile};
 use crate::schedule::{config::CUT_COLUMNS, layout::MAX_WORLD};
 use crate::span::{Lane, Span, Work};
 
@@ -175,7 +175,7 @@ impl Program {
         let pushed = schedule.is_pushed();
         let flags = match pushed {
             true => control.pushed(members.rank, 0),
-            false => control.chunk(0),
+            false => control.flags(call.epoch).chunk(members.rank, 0),
         };
         let report = |word: DevicePtr| if at.recorded { 0 } else { word } as *mut u32;
         let mut mailboxes = [std::ptr::null_mut(); MAX_WORLD];
@@ -267,6 +267,16 @@ pub struct Place<'a> {
     pub main: &'a Stream,
     /// It is recorded, to run later and often.
     pub recorded: bool,
+}
+
+impl<'a> Place<'a> {
+    /// The words of operation `epoch`, or of one that is recorded.
+    pub fn signals(&self, epoch: Epoch) -> Signals<'a> {
+        match self.recorded {
+            true => self.cuda.control.gates(),
+            false => self.cuda.control.flags(epoch),
+        }
+    }
 }
 
 /// One launch of a kernel, with its arguments.

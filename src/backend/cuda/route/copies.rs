@@ -2,11 +2,12 @@
 
 use super::super::Cuda;
 use super::super::driver::{Event, Stream, StreamMemOp};
+use super::super::memory::{Signals, close};
 use super::super::program::Place;
 use super::{copy_regions, delay};
 use crate::backend::sealed::Bound;
 use crate::error::{Error, Result};
-use crate::schedule::drive::{self, CopyEngine};
+use crate::schedule::drive::{self, CopyEngine, GatedCopyEngine};
 use crate::schedule::{Awaited, Epoch, Schedule, Transfer};
 use crate::span::{Lane, Span, Work};
 
@@ -27,8 +28,8 @@ pub fn enqueue<'a, 'm>(
     let mut copies = Copies {
         cuda,
         stream,
+        signals: at.signals(epoch),
         rank: members.rank,
-        epoch,
         schedule,
         matrices,
         make,
@@ -36,7 +37,10 @@ pub fn enqueue<'a, 'm>(
         pending: 0,
         stamps: is_traced.then(Vec::new),
     };
-    drive::transfer(schedule, schedule.moves(), epoch, &mut copies)?;
+    match at.recorded && schedule.handshake() {
+        true => drive::transfer_by_gates(schedule, schedule.moves(), &mut copies)?,
+        false => drive::transfer(schedule, schedule.moves(), epoch, &mut copies)?,
+    }
     copies.flush()?;
     Ok(copies)
 }
@@ -48,8 +52,8 @@ const BATCH: usize = 8;
 pub struct Copies<'a, 'm> {
     cuda: &'a Cuda,
     stream: &'a Stream,
+    signals: Signals<'a>,
     rank: usize,
-    epoch: Epoch,
     schedule: &'a Schedule,
     matrices: &'a [Bound<'a, Cuda>],
     /// What makes the rows, if the caller does.
@@ -103,16 +107,14 @@ impl Copies<'_, '_> {
 impl CopyEngine for Copies<'_, '_> {
     type Error = Error;
 
-    fn wait_ready(&mut self, peer: usize, epoch: Epoch) -> Result<()> {
-        let flag = self.cuda.control.ready(self.rank, peer);
-        self.push(StreamMemOp::Wait(flag, epoch.raw()))
+    fn wait_ready(&mut self, peer: usize, _: Epoch) -> Result<()> {
+        let flag = self.signals.ready(self.rank, peer);
+        self.push(self.signals.wait(flag))
     }
 
-    fn wait_chunk(&mut self, flag: usize, epoch: Epoch, _: Awaited) -> Result<()> {
-        self.push(StreamMemOp::Wait(
-            self.cuda.control.chunk(flag),
-            epoch.raw(),
-        ))
+    fn wait_chunk(&mut self, flag: usize, _: Epoch, _: Awaited) -> Result<()> {
+        let flag = self.signals.chunk(self.rank, flag);
+        self.push(self.signals.wait(flag))
     }
 
     fn wait_produced(&mut self, block: usize, _: Epoch) -> Result<()> {
@@ -132,7 +134,7 @@ impl CopyEngine for Copies<'_, '_> {
 
     fn copy(&mut self, moved: &Transfer) -> Result<()> {
         self.flush()?;
-        delay(self.stream, moved.to, moved.flag, self.epoch)?;
+        delay(self.stream, moved.to, moved.flag, self.signals.epoch)?;
         let stamp = |engine: &Self| -> Result<Event> {
             let event = Event::new(&engine.cuda.device, true)?;
             event.record(engine.stream)?;
@@ -159,13 +161,23 @@ impl CopyEngine for Copies<'_, '_> {
         Ok(())
     }
 
-    fn signal_chunk(&mut self, moved: &Transfer, epoch: Epoch) -> Result<()> {
-        let flag = self.cuda.control.chunk_of(moved.to, moved.flag);
-        self.push(StreamMemOp::Write(flag, epoch.raw()))
+    fn signal_chunk(&mut self, moved: &Transfer, _: Epoch) -> Result<()> {
+        let flag = self.signals.chunk(moved.to, moved.flag);
+        self.push(self.signals.signal(flag))
     }
 
-    fn signal_done(&mut self, peer: usize, epoch: Epoch) -> Result<()> {
-        let flag = self.cuda.control.done(peer, self.rank);
-        self.push(StreamMemOp::Write(flag, epoch.raw()))
+    fn signal_done(&mut self, peer: usize, _: Epoch) -> Result<()> {
+        let flag = self.signals.done(peer, self.rank);
+        self.push(self.signals.signal(flag))
+    }
+}
+
+impl GatedCopyEngine for Copies<'_, '_> {
+    fn all_moved(&mut self) -> Result<()> {
+        self.push(self.signals.signal(self.cuda.control.moved()))
+    }
+
+    fn close_ready(&mut self, peer: usize) -> Result<()> {
+        self.push(close(self.signals.ready(self.rank, peer)))
     }
 }

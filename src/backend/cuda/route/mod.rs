@@ -10,14 +10,16 @@ pub mod store;
 use std::ffi::c_void;
 use std::time::Duration;
 
+use smallvec::SmallVec;
+
 use super::Cuda;
 use super::driver::{Stream, StreamMemOp};
-use super::program::{self, Place};
+use super::program::{self, Place, Program};
 use crate::backend::chunk_delay;
 use crate::backend::sealed::Bound;
 use crate::error::Result;
 use crate::schedule::layout::MAX_WORLD;
-use crate::schedule::{Epoch, Extent, MAX_FLAGS, Move, Region, Schedule, Transfer};
+use crate::schedule::{Agreed, Epoch, Extent, MAX_FLAGS, Move, Region, Schedule, Transfer};
 
 /// Says to every peer that this rank's own rows are final, on the main stream; what refreshes flags does so before. As
 /// [`announce`](crate::schedule::drive::announce) of the host.
@@ -28,19 +30,20 @@ pub fn announce(at: &Place, epoch: Epoch, and: Option<StreamMemOp>) -> Result<()
         main,
         ..
     } = *at;
-    let (rank, control) = (members.rank, &cuda.control);
+    let (rank, flags) = (members.rank, cuda.control.flags(epoch));
     if epoch.refreshes() {
         // Ahead of the operation's kernel: a fill may run as one, and find no room beside a kernel that waits for it.
         // SAFETY: the flags are as many words. Whoever else writes them has ended what came before, for the main stream
         // has waited for it, and goes on after this.
         unsafe {
-            main.fill(control.done(rank, 0), epoch.previous().raw(), members.world)?;
-            main.fill(control.chunk(0), epoch.previous().raw(), MAX_FLAGS)?;
+            let before = epoch.previous().raw();
+            main.fill(flags.done(rank, 0), before, members.world)?;
+            main.fill(flags.chunk(rank, 0), before, MAX_FLAGS)?;
         }
     }
     let mut words = [StreamMemOp::Write(0, 0); MAX_WORLD + 1];
     let peers = (0..members.world).filter(|&peer| peer != rank);
-    let ready = peers.map(|peer| StreamMemOp::Write(control.ready(peer, rank), epoch.raw()));
+    let ready = peers.map(|peer| flags.signal(flags.ready(peer, rank)));
     let mut count = 0;
     for word in and.into_iter().chain(ready) {
         words[count] = word;
@@ -48,6 +51,35 @@ pub fn announce(at: &Place, epoch: Epoch, and: Option<StreamMemOp>) -> Result<()
     }
     // SAFETY: control blocks are unmapped when the streams have passed.
     unsafe { main.words(&words[..count]) }
+}
+
+/// As [`announce`], of an operation that is recorded: as [`announce_by_gates`](crate::schedule::drive::announce_by_gates) of the host. Beside
+/// it the replay is counted.
+pub fn announce_by_gates(at: &Place, program: &Program) -> Result<()> {
+    let Place {
+        cuda,
+        members,
+        main,
+        ..
+    } = *at;
+    let (schedule, gates) = (&program.schedule, cuda.control.gates());
+    let name = schedule.agreed().map_or("", Agreed::name);
+    let recording = cuda.monitor.record(name, program.waits.by_gates());
+    let mut words: SmallVec<[StreamMemOp; 16]> = SmallVec::new();
+    words.push(StreamMemOp::Write(cuda.monitor.running(), recording));
+    let movers = schedule.movers().iter();
+    words.extend(movers.map(|&peer| gates.signal(gates.ready(peer, members.rank))));
+    let mut arguments = [cuda.control.replays(), cuda.monitor.replays()];
+    let [count, shown] = &mut arguments;
+    let mut arguments = [(&raw mut *count).cast(), (&raw mut *shown).cast()];
+    let (counting, kernel) = (cuda.deferred_copies(), cuda.kernels.count);
+    // SAFETY: control blocks are unmapped when the streams have passed, and the monitor's words live as long as the backend, which waits for
+    // them. The kernel's arguments are two words, which it alone writes; the main stream waits for it.
+    unsafe {
+        main.words(&words)?;
+        counting.wait_for(main, &cuda.forked)?;
+        kernel.launch(counting, 1, 1, 0, &mut arguments)
+    }
 }
 
 /// Copies the regions of a transfer, in which rank `own` takes part.
