@@ -15,6 +15,8 @@ pub(crate) fn now() -> u64 {
 pub enum Lane {
     /// The copy engine.
     Copy,
+    /// The caller's functions, or what they put on one of two streams, counted from 0.
+    Caller(usize),
     /// A worker that multiplies, counted from 0.
     Worker(usize),
 }
@@ -36,9 +38,9 @@ pub enum Work {
         /// Rows of the matrix that they go to there; of partials, rows of the memory that these have.
         rows: Range<usize>,
     },
-    /// A worker waited for the rows of a tile, or for what is added to them.
+    /// The rows of a tile, of a chunk that is consumed, or what is added to them, were waited for.
     Wait {
-        /// The rank whose rows it waited for.
+        /// The rank whose rows they are.
         source: usize,
     },
     /// A tile was multiplied, and what is added to it was added.
@@ -51,7 +53,12 @@ pub enum Work {
         /// The tile's column.
         n: u32,
     },
-    /// A worker added up what ranks have made of the same rows.
+    /// A function of the caller's ran, or on GPUs what it had put on a stream.
+    Call {
+        /// The rank whose rows it consumed, or that gets what it made.
+        rank: usize,
+    },
+    /// A worker, or a kernel, added up what ranks have made of the same rows.
     Add {
         /// The rows of the sum.
         rows: Range<usize>,

@@ -90,3 +90,8 @@ fn ranks_out_of_step_lose_time_only() {
 fn a_rank_that_sends_nothing_completes() {
     collectives::a_rank_that_sends_nothing_completes::<Host>(test_name!());
 }
+
+#[test]
+fn a_trace_shows_blocks_sent_when_they_are_made() {
+    collectives::a_trace_shows_blocks_sent_when_they_are_made::<Host>(test_name!());
+}

@@ -20,6 +20,8 @@ use crate::schedule::config::MAX_CHUNKS;
 use crate::schedule::layout::limit;
 use crate::schedule::{Chunking, Config, Description, Route, TileShape, Transfer};
 use crate::sharded::ShardedMatrix;
+use crate::span::Span;
+use crate::trace::Trace;
 
 const NAME: &str = "all_gather_and_consume";
 
@@ -119,7 +121,25 @@ impl AllGatherAndConsume {
         a: &ShardedMatrix<B, T>,
         mut consume: impl FnMut(Chunk<'_, B, T>) -> CallbackResult,
     ) -> Result<()> {
-        self.gather(a, None, |rows| consume(Chunk { a, rows }))
+        self.gather(a, None, None, |rows| consume(Chunk { a, rows }))
+    }
+
+    /// As [`AllGatherAndConsume::run`], and returns what happened when on this rank: when rows came, when each call of the function
+    /// ran, or on GPUs what it had put on its stream, and what it waited for. All ranks trace an operation, or none does.
+    ///
+    /// # Errors
+    /// As [`AllGatherAndConsume::run`].
+    ///
+    /// # Panics
+    /// As [`all_gather_and_consume`].
+    pub fn run_traced<B: Backend, T: Value>(
+        &self,
+        a: &ShardedMatrix<B, T>,
+        mut consume: impl FnMut(Chunk<'_, B, T>) -> CallbackResult,
+    ) -> Result<Trace> {
+        Trace::of(a.group().rank(), |spans| {
+            self.gather(a, None, Some(spans), |rows| consume(Chunk { a, rows }))
+        })
     }
 
     /// The same of two matrices whose rows belong together, such as values and their scales: both come under one flag, and the function gets the
@@ -153,7 +173,7 @@ impl AllGatherAndConsume {
             memory: beside.memory(),
             id: beside.id(),
         };
-        self.gather(a, Some(with), |rows| {
+        self.gather(a, Some(with), None, |rows| {
             let of_other = Chunk {
                 a: beside,
                 rows: rows.clone(),
@@ -166,6 +186,7 @@ impl AllGatherAndConsume {
         &self,
         a: &ShardedMatrix<B, T>,
         beside: Option<Beside<B>>,
+        trace: Option<&mut Vec<Span>>,
         mut consume: impl FnMut(Rows) -> CallbackResult,
     ) -> Result<()> {
         let group = a.group();
@@ -198,7 +219,7 @@ impl AllGatherAndConsume {
         let operation = Operation {
             agreed,
             matrices: &shared,
-            traced: false,
+            traced: trace.is_some(),
             biased: false,
         };
         let inner = group.inner();
@@ -225,7 +246,7 @@ impl AllGatherAndConsume {
             let call = Call {
                 epoch,
                 matrices: &matrices,
-                trace: None,
+                trace,
                 callback: Some(Callback::Consumer(&mut consumer)),
             };
             inner.backend.run(&inner.members, &program, call)

@@ -22,6 +22,8 @@ use crate::schedule::config::MAX_CHUNKS;
 use crate::schedule::layout::limit;
 use crate::schedule::{Layout, Planner, Request};
 use crate::sharded::ShardedMatrix;
+use crate::span::Span;
+use crate::trace::Trace;
 
 const REDUCE: &str = "produce_and_reduce_scatter";
 const EXCHANGE: &str = "produce_and_all_to_all";
@@ -146,6 +148,34 @@ impl<'a> ProduceAndReduceScatter<'a> {
         out: &mut Matrix<B, T>,
         produce: impl FnMut(Block<'_, B, T>) -> CallbackResult,
     ) -> Result<()> {
+        self.sum(m, out, None, produce)
+    }
+
+    /// As [`ProduceAndReduceScatter::run`], and returns what happened when on this rank: when rows were sent, when each call of the function
+    /// ran, or on GPUs what it had put on its stream, and when they were added up. All ranks trace an operation, or none does.
+    ///
+    /// # Errors
+    /// As [`ProduceAndReduceScatter::run`].
+    ///
+    /// # Panics
+    /// As [`produce_and_reduce_scatter`].
+    pub fn run_traced<B: Backend, T: Float>(
+        &self,
+        m: usize,
+        out: &mut Matrix<B, T>,
+        produce: impl FnMut(Block<'_, B, T>) -> CallbackResult,
+    ) -> Result<Trace> {
+        let rank = out.group().rank();
+        Trace::of(rank, |spans| self.sum(m, out, Some(spans), produce))
+    }
+
+    fn sum<B: Backend, T: Float>(
+        &self,
+        m: usize,
+        out: &mut Matrix<B, T>,
+        trace: Option<&mut Vec<Span>>,
+        produce: impl FnMut(Block<'_, B, T>) -> CallbackResult,
+    ) -> Result<()> {
         let group = out.group().clone();
         let [rows, n] = out.shape();
         let planned = self.layout(&group, m, n).and_then(|layout| {
@@ -155,7 +185,7 @@ impl<'a> ProduceAndReduceScatter<'a> {
             self.plan::<B, T>(&group, &layout)
         });
         let planned = planned.map_err(|error| group.refuse(REDUCE, error))?;
-        planned.run(Bound::Output(out.memory_mut()), &[], produce)
+        planned.run(Bound::Output(out.memory_mut()), &[], trace, produce)
     }
 
     /// The same into the own rows of a sharded matrix, [m, N], whose split it has: the next layer's input, with no copy. (On GPUs the rows of a
@@ -187,7 +217,7 @@ impl<'a> ProduceAndReduceScatter<'a> {
         };
         let planned = planned().map_err(|error| group.refuse(REDUCE, error))?;
         let offset = out.rows().start * out.shape()[1] * size_of::<T>();
-        planned.run(Bound::Part(out.memory_mut(), offset), &[], produce)
+        planned.run(Bound::Part(out.memory_mut(), offset), &[], None, produce)
     }
 
     fn layout<B: Backend>(&self, group: &Group<B>, m: usize, n: usize) -> Result<Layout> {
@@ -241,7 +271,7 @@ impl ProduceAndAllToAll {
         let planned = require_by_rank("out", out)
             .and_then(|()| Planned::new::<T>(&group, EXCHANGE, planner, out.layout(), self.chunks));
         let planned = planned.map_err(|error| group.refuse(EXCHANGE, error))?;
-        planned.run(Bound::Symmetric(out.memory()), &[out.id()], produce)
+        planned.run(Bound::Symmetric(out.memory()), &[out.id()], None, produce)
     }
 }
 
@@ -277,6 +307,7 @@ impl<B: Backend> Planned<B> {
         &self,
         out: Bound<B>,
         shared: &[u32],
+        trace: Option<&mut Vec<Span>>,
         mut produce: impl FnMut(Block<'_, B, T>) -> CallbackResult,
     ) -> Result<()> {
         let schedule = B::schedule(&self.program);
@@ -293,7 +324,7 @@ impl<B: Backend> Planned<B> {
         let operation = Operation {
             agreed,
             matrices: shared,
-            traced: false,
+            traced: trace.is_some(),
             biased: false,
         };
         let result = super::operate(group, None, &self.program, operation, |epoch| {
@@ -316,7 +347,7 @@ impl<B: Backend> Planned<B> {
             let call = Call {
                 epoch,
                 matrices: &matrices,
-                trace: None,
+                trace,
                 callback: Some(Callback::Producer(&mut producer)),
             };
             inner.backend.run(&inner.members, &self.program, call)

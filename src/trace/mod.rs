@@ -108,17 +108,15 @@ impl Timeline {
             lanes.sort();
             lanes.dedup();
             for lane in lanes {
-                let (thread, name) = match lane {
-                    Lane::Copy => (0, "copy engine".to_string()),
-                    Lane::Worker(index) => (index.saturating_add(1), format!("worker {index}")),
+                let thread = thread_of(lane);
+                let name = match lane {
+                    Lane::Copy => "copy engine".to_string(),
+                    Lane::Caller(index) => format!("caller's stream {index}"),
+                    Lane::Worker(index) => format!("worker {index}"),
                 };
                 events.push(json!({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}}));
             }
             for span in &trace.spans {
-                let thread = match span.lane {
-                    Lane::Copy => 0,
-                    Lane::Worker(index) => index.saturating_add(1),
-                };
                 let (category, name, args) = match &span.work {
                     Work::Pull { source, rows } => (
                         "pull",
@@ -140,6 +138,11 @@ impl Timeline {
                         format!("tile {m}, {n}"),
                         json!({"source": source, "m": m, "n": n}),
                     ),
+                    Work::Call { rank } => (
+                        "call",
+                        format!("caller's work, rank {rank}"),
+                        json!({"rank": rank}),
+                    ),
                     Work::Add { rows } => (
                         "add",
                         "add".to_string(),
@@ -148,7 +151,7 @@ impl Timeline {
                 };
                 let micros = |from: u64, to: u64| to.saturating_sub(from) as f64 / 1e3;
                 events.push(json!({
-                    "ph": "X", "cat": category, "name": name, "pid": rank, "tid": thread,
+                    "ph": "X", "cat": category, "name": name, "pid": rank, "tid": thread_of(span.lane),
                     "ts": micros(origin, span.begin), "dur": micros(span.begin, span.end), "args": args,
                 }));
             }
@@ -160,6 +163,15 @@ impl Timeline {
     fn origin(&self) -> u64 {
         let begins = self.traces.iter().flat_map(|trace| &trace.spans);
         begins.map(|span| span.begin).min().unwrap_or(0)
+    }
+}
+
+/// The number of a lane in its process.
+fn thread_of(lane: Lane) -> usize {
+    match lane {
+        Lane::Copy => 0,
+        Lane::Caller(index) => index.saturating_add(1),
+        Lane::Worker(index) => index.saturating_add(3),
     }
 }
 
@@ -223,7 +235,7 @@ mod tests {
         assert_eq!(spans[0]["ts"], 0.0);
         assert_eq!(spans[0]["dur"], 1.5);
         assert_eq!(spans[1]["ts"], 2.0);
-        assert_eq!(spans[1]["tid"], 1);
+        assert_eq!(spans[1]["tid"], 3);
     }
 }
 
@@ -255,8 +267,14 @@ pub mod fuzzing {
         };
         let push = Work::Push { to: 0, rows: 0..8 };
         let add = Work::Add { rows: 0..8 };
-        let works = [pull, push, Work::Wait { source: 1 }, tile, add];
-        let lanes = [Lane::Copy, Lane::Worker(0), Lane::Worker(usize::MAX)];
+        let call = Work::Call { rank: 1 };
+        let works = [pull, push, Work::Wait { source: 1 }, tile, add, call];
+        let lanes = [
+            Lane::Copy,
+            Lane::Caller(1),
+            Lane::Worker(0),
+            Lane::Worker(usize::MAX),
+        ];
         let spans = works.into_iter().zip(lanes.into_iter().cycle()).zip(1000..);
         let spans = spans.map(|((work, lane), begin)| Span {
             lane,

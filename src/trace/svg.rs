@@ -1,5 +1,5 @@
-//! The timeline as a picture: a band a rank, its copy engine above its workers, everything in the colour
-//! of the rank whose rows it handles.
+//! The timeline as a picture: a band a rank, its copy engine above its workers and the streams of its caller, everything in the
+//! colour of the rank whose rows it handles.
 
 use std::path::Path;
 
@@ -83,10 +83,11 @@ impl Timeline {
                 let (height, gap) = band.size(lane);
                 let name = match lane {
                     Lane::Copy => "copies".to_string(),
+                    Lane::Caller(index) => format!("caller's stream {index}"),
                     Lane::Worker(index) if !band.thin => format!("worker {index}"),
                     // The first stands for all.
-                    _ if band.lanes.iter().find(|lane| **lane != Lane::Copy) == Some(&lane) => {
-                        format!("{} workers", band.workers())
+                    Lane::Worker(_) if band.workers().next() == Some(lane) => {
+                        format!("{} workers", band.workers().count())
                     }
                     Lane::Worker(_) => String::new(),
                 };
@@ -122,7 +123,7 @@ impl Timeline {
             text(area, &label, (x + 20, 53), 13, &INK, HPos::Left)?;
             x += 34 + 7 * label.len() as i32;
         }
-        let hint = "Tiles: the colour of the rank that owns the rows. Copies: of the source if pulled, of the receiver if pushed.";
+        let hint = "Tiles, and rows that the caller consumes: the colour of their owner. Copies: of the source if pulled. What is pushed, or made for a rank: of the receiver.";
         text(area, hint, (LEFT, 76), 13, &FAINT, HPos::Left)
     }
 }
@@ -140,15 +141,13 @@ impl Band {
         lanes.sort();
         lanes.dedup();
         let mut band = Band { lanes, thin: false };
-        band.thin = band.workers() > NAMED_WORKERS;
+        band.thin = band.workers().count() > NAMED_WORKERS;
         band
     }
 
-    fn workers(&self) -> usize {
-        self.lanes
-            .iter()
-            .filter(|lane| **lane != Lane::Copy)
-            .count()
+    fn workers(&self) -> impl Iterator<Item = Lane> {
+        let lanes = self.lanes.iter().copied();
+        lanes.filter(|lane| matches!(lane, Lane::Worker(_)))
     }
 
     /// A lane's height and the gap below it.
@@ -172,7 +171,7 @@ fn colour(rank: usize) -> RGBColor {
 fn bar(area: &Area, scale: &Scale, span: &Span, y: i32, height: i32) -> Drawn {
     let (fill, inset) = match span.work {
         Work::Pull { source: rank, .. } | Work::Push { to: rank, .. } => (colour(rank), height / 4),
-        Work::Tile { source, .. } => (colour(source), 0),
+        Work::Tile { source: rank, .. } | Work::Call { rank } => (colour(rank), 0),
         Work::Wait { .. } => (WAITING, height / 3),
         Work::Add { .. } => (INK, 0),
     };

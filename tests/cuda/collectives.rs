@@ -125,3 +125,9 @@ fn a_rank_that_sends_nothing_completes() {
     let Some(_leave) = gpu() else { return };
     collectives::a_rank_that_sends_nothing_completes::<Cuda>(test_name!());
 }
+
+#[test]
+fn a_trace_shows_blocks_sent_when_they_are_made() {
+    let Some(_leave) = gpu() else { return };
+    collectives::a_trace_shows_blocks_sent_when_they_are_made::<Cuda>(test_name!());
+}

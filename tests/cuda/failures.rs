@@ -8,7 +8,7 @@ use crate::support::gpu::*;
 use crate::support::processes::{Rank, Setting};
 use crate::support::shared::failures;
 use crate::support::tested::MakeCall;
-use crate::{each_route, test_name, told_within_a_second};
+use crate::{amid_functions, each_route, test_name, told_within_a_second};
 
 /// An operation that is waited for.
 const PRODUCT: MakeCall<Cuda> = |group, arguments| arguments.verify_by(group, Route::Pull);
@@ -54,6 +54,8 @@ each_route!(gpu, failures::stop_amid_operations::<Cuda>:
 );
 
 told_within_a_second!(Cuda);
+
+amid_functions!(gpu, Cuda);
 
 #[test]
 fn ranks_that_come_one_after_the_other_are_waited_for_until_the_timeout() {

@@ -138,3 +138,9 @@ fn two_matrices_are_consumed_together() {
     let Some(_leave) = gpu() else { return };
     pipelines::two_matrices_are_consumed_together::<Cuda>(test_name!());
 }
+
+#[test]
+fn a_trace_shows_calls_behind_their_rows() {
+    let Some(_leave) = gpu() else { return };
+    pipelines::a_trace_shows_calls_behind_their_rows::<Cuda>(test_name!());
+}

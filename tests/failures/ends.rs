@@ -10,7 +10,7 @@ use crate::support::products::ROUTES;
 use crate::support::shared::failures;
 use crate::support::tested::{Tested, assert_timeout_names, poisoned, ranks};
 use crate::{
-    Arguments, MakeCall, NOTICED, SHORT, SLACK, TIMEOUT, each_route, test_name,
+    Arguments, MakeCall, NOTICED, SHORT, SLACK, TIMEOUT, amid_functions, each_route, test_name,
     told_within_a_second,
 };
 
@@ -93,6 +93,8 @@ each_route!(Host::leave, failures::stop_amid_operations::<Host>:
 );
 
 told_within_a_second!(Host);
+
+amid_functions!(Host::leave, Host);
 
 #[test]
 fn a_rank_that_never_calls_is_named_at_the_timeout() {

@@ -12,7 +12,7 @@ use gemmesh::{
 use super::clock::Timer;
 use super::memory::Place;
 use super::peers::{CublasLt, Product};
-use super::{Instruments, OnGpus, Peers, refused};
+use super::{Instruments, OnGpus, Peers};
 use crate::common::gather::AllGather;
 use crate::common::{Check, Operation};
 
@@ -123,8 +123,13 @@ impl<T: Element> Operation<Cuda, T> for Consume<T> {
         products.try_for_each(|product| product.run(self.stream))
     }
 
-    fn trace(&mut self, _: &Self::Prepared) -> Result<Trace> {
-        Err(refused("trace")("what a consumer does is not traced"))
+    fn trace(&mut self, prepared: &Self::Prepared) -> Result<Trace> {
+        let operation = AllGatherAndConsume::new().chunks(prepared.config().chunking.count);
+        let mut products = self.products.iter();
+        operation.run_traced(&self.gather.a, |chunk| {
+            let product = products.next().ok_or("there is a product for each chunk")?;
+            Ok(product.run(chunk.stream().cast())?)
+        })
     }
 
     fn poison(&mut self) -> Result<()> {

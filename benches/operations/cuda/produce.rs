@@ -12,7 +12,7 @@ use gemmesh::{
 use super::clock::Timer;
 use super::memory::Place;
 use super::peers::{CublasLt, Product};
-use super::{Instruments, OnGpus, Peers, refused};
+use super::{Instruments, OnGpus, Peers};
 use crate::common::{Check, Operation};
 use crate::sums::{Operands, ReduceScatter};
 
@@ -124,8 +124,14 @@ impl<T: Element> Operation<Cuda, T> for Produce<T> {
         self.communicate(prepared)
     }
 
-    fn trace(&mut self, _: &Self::Prepared) -> Result<Trace> {
-        Err(refused("trace")("what a producer does is not traced"))
+    fn trace(&mut self, prepared: &Self::Prepared) -> Result<Trace> {
+        let m = self.sums.operands.a.shape()[0];
+        let operation = ProduceAndReduceScatter::new().chunks(prepared.config().chunking.count);
+        let mut products = self.products.iter();
+        operation.run_traced(m, &mut self.sums.out, |block| {
+            let product = products.next().ok_or("there is a product for each block")?;
+            Ok(product.run(block.stream().cast())?)
+        })
     }
 
     fn poison(&mut self) -> Result<()> {

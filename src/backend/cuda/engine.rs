@@ -6,17 +6,19 @@ use std::time::Duration;
 use super::Cuda;
 use smallvec::SmallVec;
 
-use super::driver::{Event, Stream, StreamMemOp};
+use super::driver::{Stream, StreamMemOp};
 use super::exchange;
 use super::limits::{COMMANDS, commands};
 use super::memory::{Signals, close};
 use super::monitor::OUTSTANDING;
 use super::program::{self, Launch, Place, Program};
 use super::route::{announce, announce_by_gates, copies, pause, push};
+use super::stamps::{Stamps, stamp};
 use crate::backend::sealed::{Call, Callback, Consumer, Producer};
 use crate::error::Result;
 use crate::ranks::members::Members;
 use crate::schedule::{Epoch, Request, Route, Schedule};
+use crate::span::{Lane, Work};
 
 pub fn run(cuda: &Cuda, members: &Members, program: &Program, mut call: Call<Cuda>) -> Result<()> {
     let _bound = cuda.device.bind()?;
@@ -128,22 +130,27 @@ fn enqueue(
         cuda.begun.record(main)?;
         stream.wait_until(&cuda.begun)?;
     }
-    let mut copies = None;
+    // Of a trace without a kernel, whose times then count.
+    if traced && launch.is_none() {
+        begun = Some(stamp(&cuda.device, main)?);
+    }
+    let mut copies = Stamps::new(&cuda.device, false);
+    let mut callers = Callers::new(cuda, traced);
     let mut consumer = None;
     let mut made = Ok(());
     match callback {
         Some(Callback::Producer(producer)) => {
-            let mut callers = Callers::new(cuda);
-            made = produce(at, schedule, call, &signals, producer, &mut callers);
+            let produced = produce(at, schedule, call, &signals, producer, &mut callers);
             // Also what was put there before something failed.
             let joined = callers.join(main);
-            made = made.and(joined);
+            match produced {
+                Ok(stamps) => (copies, made) = (stamps, joined),
+                Err(error) => made = Err(error),
+            }
         }
         other => {
             let (matrices, no_maker) = (call.matrices, None);
-            let enqueued =
-                copies::enqueue(at, stream, schedule, matrices, epoch, no_maker, traced)?;
-            copies = Some(enqueued);
+            copies = copies::enqueue(at, stream, schedule, matrices, epoch, no_maker, traced)?;
             if let Some(Callback::Consumer(function)) = other {
                 consumer = Some(function);
             }
@@ -151,9 +158,7 @@ fn enqueue(
     }
     if let Some(launch) = &launch {
         if traced {
-            let event = Event::new(&cuda.device, true)?;
-            event.record(main)?;
-            begun = Some(event);
+            begun = Some(stamp(&cuda.device, main)?);
         }
         launch.launch(main)?;
     }
@@ -193,7 +198,6 @@ fn enqueue(
         unsafe { main.words(&words)? };
     }
     if let Some(consumer) = consumer {
-        let mut callers = Callers::new(cuda);
         let consumed = consume(at, schedule, &signals, consumer, &mut callers);
         // Also what was put there before something failed.
         let joined = callers.join(main);
@@ -208,12 +212,13 @@ fn enqueue(
         unsafe { main.words(&words)? };
         main.wait_for(cuda.deferred_copies(), &cuda.joined)?;
     }
-    if let (Some(spans), Some(launch)) = (call.trace.as_deref_mut(), launch) {
+    if let (Some(spans), Some(begun)) = (call.trace.as_deref_mut(), begun) {
         cuda.wait_idle(members, main)?;
-        launch.spans(program, spans)?;
-        if let (Some(begun), Some(copies)) = (begun, copies) {
-            copies.spans(&begun, spans)?;
+        if let Some(launch) = launch {
+            launch.spans(program, spans)?;
         }
+        copies.spans(&begun, spans)?;
+        callers.stamps.spans(&begun, spans)?;
     }
     Ok(())
 }
@@ -225,11 +230,16 @@ fn enqueue(
 struct Callers<'a> {
     cuda: &'a Cuda,
     calls: usize,
+    stamps: Stamps,
 }
 
 impl<'a> Callers<'a> {
-    fn new(cuda: &'a Cuda) -> Self {
-        Callers { cuda, calls: 0 }
+    fn new(cuda: &'a Cuda, is_traced: bool) -> Self {
+        Callers {
+            cuda,
+            calls: 0,
+            stamps: Stamps::new(&cuda.device, is_traced),
+        }
     }
 
     /// That of call `index`.
@@ -252,6 +262,20 @@ impl<'a> Callers<'a> {
         Ok(stream)
     }
 
+    /// Puts something on the stream of call `index`.
+    fn put(
+        &mut self,
+        index: usize,
+        work: Work,
+        put: impl FnOnce(&Stream) -> Result<()>,
+    ) -> Result<()> {
+        let stream = self.of(index);
+        let before = self.stamps.now(stream)?;
+        put(stream)?;
+        let lane = Lane::Caller(index % 2);
+        self.stamps.add(lane, before, stream, || work)
+    }
+
     /// The main stream goes on when all is done, on each of those that were used, whatever comes of the other.
     fn join(&self, main: &Stream) -> Result<()> {
         let used = 0..self.calls.min(2);
@@ -271,13 +295,22 @@ fn consume(
     consumer: &mut Consumer,
     callers: &mut Callers,
 ) -> Result<()> {
-    consumer(None, callers.next()?.raw())?;
-    for arrival in schedule.arrivals() {
-        let stream = callers.next()?;
-        let flag = signals.chunk(at.members.rank, arrival.flag);
-        // SAFETY: the control block is unmapped when the streams have passed: the main one waits for this.
-        unsafe { stream.words(&[signals.wait(flag)])? };
-        consumer(Some(arrival), stream.raw())?;
+    let rank = at.members.rank;
+    callers.next()?;
+    callers.put(0, Work::Call { rank }, |stream| {
+        consumer(None, stream.raw())
+    })?;
+    for (index, arrival) in (1..).zip(schedule.arrivals()) {
+        callers.next()?;
+        let source = arrival.source;
+        let flag = signals.chunk(rank, arrival.flag);
+        callers.put(index, Work::Wait { source }, |stream| {
+            // SAFETY: the control block is unmapped when the streams have passed: the main one waits for this.
+            unsafe { stream.words(&[signals.wait(flag)]) }
+        })?;
+        callers.put(index, Work::Call { rank: source }, |stream| {
+            consumer(Some(arrival), stream.raw())
+        })?;
     }
     Ok(())
 }
@@ -292,46 +325,68 @@ fn produce(
     signals: &Signals,
     producer: &mut Producer,
     callers: &mut Callers,
-) -> Result<()> {
+) -> Result<Stamps> {
     let Place { cuda, members, .. } = *at;
     let requests = schedule.requests();
-    let mut make = |block: usize| -> Result<&Stream> {
-        while callers.calls <= block {
-            let request = &requests[callers.calls];
-            let stream = callers.next()?.raw();
-            let mut call = || producer(request, stream);
-            match at.recorded {
-                true => call()?,
-                false => cuda.monitor.calling(call)?,
-            }
-        }
-        Ok(callers.of(block))
-    };
-    copies::enqueue(
+    let mut up_to = |block: usize| make(at, requests, producer, callers, block);
+    let copies = copies::enqueue(
         at,
         cuda.copies(),
         schedule,
         call.matrices,
         call.epoch,
-        Some(&mut make),
-        false,
+        Some(&mut up_to),
+        call.trace.is_some(),
     )?;
     let own = |request: &&Request| request.owner == schedule.rank();
     let first = requests.iter().find(own).map_or(0, |own| own.rows.start);
     for (block, request) in requests.iter().enumerate() {
-        let made = make(block)?;
+        make(at, requests, producer, callers, block)?;
         let Some(reduction) = schedule.reduction().filter(|_| own(&request)) else {
             continue;
         };
         let addends = request.addends.clone();
         let words = addends.map(|flag| signals.wait(signals.chunk(members.rank, flag)));
         let words: SmallVec<[StreamMemOp; 16]> = words.collect();
-        // SAFETY: the control block is unmapped when the streams have passed: the main one waits for this.
-        unsafe { made.words(&words)? };
+        let source = schedule.sources()[request.addends.clone()].last();
+        let source = source.map_or(members.rank, |&source| source);
+        callers.put(block, Work::Wait { source }, |made| {
+            // SAFETY: the control block is unmapped when the streams have passed: the main one waits for this.
+            unsafe { made.words(&words) }
+        })?;
         let rows = request.rows.start - first..request.rows.end - first;
-        program::reduce(at, made, schedule, reduction, rows, call)?;
+        let work = Work::Add { rows: rows.clone() };
+        callers.put(block, work, |made| {
+            program::reduce(at, made, schedule, reduction, rows, call)
+        })?;
     }
-    Ok(())
+    Ok(copies)
+}
+
+/// Has the caller's function make all blocks up to `block`, each once; returns its stream.
+fn make<'a>(
+    at: &Place,
+    requests: &[Request],
+    producer: &mut Producer,
+    callers: &mut Callers<'a>,
+    block: usize,
+) -> Result<&'a Stream> {
+    while callers.calls <= block {
+        let index = callers.calls;
+        let request = &requests[index];
+        callers.next()?;
+        let work = Work::Call {
+            rank: request.owner,
+        };
+        callers.put(index, work, |stream| {
+            let mut call = || producer(request, stream.raw());
+            match at.recorded {
+                true => call(),
+                false => at.cuda.monitor.calling(call),
+            }
+        })?;
+    }
+    Ok(callers.of(block))
 }
 
 /// The host's part of an operation whose kernel waits for peers.

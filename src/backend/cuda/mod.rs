@@ -17,6 +17,7 @@ mod queues;
 mod reclaim;
 mod route;
 mod slices;
+mod stamps;
 mod sums;
 mod tables;
 mod tensor_map;

@@ -204,13 +204,27 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
         note(match callback {
             None => Ok(()),
             Some(Callback::Consumer(consumer)) => {
+                let lane = Lane::Caller(0);
+                let mut idle_since = recorder.begin();
                 drive::consume(schedule, epoch, chunk, members, |transfer| {
-                    consumer(transfer, no_stream)
+                    let source = transfer.map_or(rank, |transfer| transfer.source);
+                    if transfer.is_some() {
+                        recorder.end(idle_since, lane, || Work::Wait { source });
+                    }
+                    let begin = recorder.begin();
+                    let consumed = consumer(transfer, no_stream);
+                    recorder.end(begin, lane, || Work::Call { rank: source });
+                    idle_since = recorder.begin();
+                    consumed
                 })
             }
             Some(Callback::Producer(producer)) => {
                 drive::produce(schedule, epoch, produced, |request| {
-                    producer(request, no_stream)
+                    let begin = recorder.begin();
+                    let produced = producer(request, no_stream);
+                    let rank = request.owner;
+                    recorder.end(begin, Lane::Caller(0), || Work::Call { rank });
+                    produced
                 })
             }
         });

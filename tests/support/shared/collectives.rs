@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use bytemuck::Pod;
+use gemmesh::trace::{Span, Work};
 use gemmesh::{
     Block, Error, Float, Group, Matrix, ProduceAndAllToAll, ProduceAndReduceScatter, Value,
     all_gather, all_reduce, all_to_all, bf16, broadcast, f16, produce_and_all_to_all,
@@ -12,6 +13,7 @@ use rand::RngExt;
 
 use crate::support::numbers::{nan, normal, rng};
 use crate::support::processes::Rank;
+use crate::support::shared::pipelines::{TICK, called};
 use crate::support::tested::{
     Tested, all_done, assert_call_mismatch, connect, connect_short, poisoned, ranks, same_error,
     until_failure,
@@ -115,6 +117,42 @@ pub fn what_is_produced_is_summed_by_its_owner<B: Produces>(test: &str) {
             1 => step::<B, f16>(&group, seed),
             _ => step::<B, f32>(&group, seed),
         })
+    }));
+}
+
+/// A trace shows the peers' blocks made first, and each sent when it was made.
+#[track_caller]
+pub fn a_trace_shows_blocks_sent_when_they_are_made<B: Produces>(test: &str) {
+    let (m, n) = (900, 64);
+    all_done(ranks::<B>(test, 3, |rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        let own = normal::<f32>(rank.rank as u64, m * n);
+        let source = group.upload(&own, m, n)?;
+        let mut out = group.zeros::<f32>(m / 3, n)?;
+        let operation = ProduceAndReduceScatter::new();
+        for seed in 0..10 {
+            gemmesh::testing::delay_chunks(Some(seed));
+            let trace = operation.run_traced(m, &mut out, |mut block| {
+                let first = block.rows().start;
+                B::put(&mut block, &source, &own, first);
+                Ok(())
+            })?;
+            let calls = called(&trace);
+            let mut owners: Vec<usize> = calls.iter().map(|(owner, _)| *owner).collect();
+            owners.dedup();
+            let ring = (1..=3).map(|step| (rank.rank + step) % 3);
+            assert_eq!(owners, ring.collect::<Vec<_>>(), "seed {seed}");
+            for (owner, call) in calls.iter().filter(|(owner, _)| *owner != rank.rank) {
+                let sent =
+                    |span: &&Span| matches!(span.work, Work::Push { to, .. } if to == *owner);
+                let sent: Vec<&Span> = trace.spans.iter().filter(sent).collect();
+                assert_eq!(sent.len(), 1, "seed {seed}, rows of {owner}");
+                let early = call.end.saturating_sub(sent[0].begin);
+                assert!(early < TICK, "seed {seed}: {:?} before {call:?}", sent[0]);
+            }
+        }
+        gemmesh::testing::delay_chunks(None);
+        Ok("10 times".into())
     }));
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use gemmesh::{Error, Group, Route, bf16};
+use gemmesh::{AllGatherAndConsume, Error, Group, Route, bf16, produce_and_reduce_scatter};
 use rustix::process::Signal;
 
 use crate::support::processes::{Processes, Rank};
@@ -183,6 +183,115 @@ pub fn stop_amid_operations<B: Tested>(test: &str, route: Route) {
     std::thread::sleep(Duration::from_millis(200));
     let stopped = ranks.signal(1, Signal::STOP);
     assert_stopped_rank_named::<B>(ranks, 1, stopped);
+}
+
+// Amid a function of the caller's.
+
+/// An operation that calls a function of the caller's, on three ranks: three times at least.
+pub type CallsBack<B> = fn(&Group<B>, &mut dyn FnMut()) -> Result<(), Error>;
+
+/// The rows of each rank are one chunk.
+pub fn consumes<B: Tested>(group: &Group<B>, called: &mut dyn FnMut()) -> Result<(), Error> {
+    let a = group.sharded::<bf16>(30, 8)?;
+    let operation = AllGatherAndConsume::new().chunks(1);
+    operation.run(&a, |_| {
+        called();
+        Ok(())
+    })
+}
+
+pub fn produces<B: Tested>(group: &Group<B>, called: &mut dyn FnMut()) -> Result<(), Error> {
+    let mut out = group.zeros::<bf16>(10, 8)?;
+    produce_and_reduce_scatter(30, &mut out, |_| {
+        called();
+        Ok(())
+    })
+}
+
+/// The second operation of rank 1 goes no further than the call of its function with number `phase`: it says so, and stays there.
+fn stay_in_a_function<B: Tested>(
+    rank: &Rank,
+    group: &Group<B>,
+    operation: CallsBack<B>,
+    phase: usize,
+) -> Result<String, Error> {
+    operation(group, &mut || ())?;
+    group.synchronize()?;
+    loop {
+        let mut calls = 0;
+        let result = operation(group, &mut || {
+            if (rank.rank, calls) == (1, phase) {
+                rank.say("here");
+                std::thread::sleep(Duration::from_secs(600));
+            }
+            calls += 1;
+        });
+        let result = result.and_then(|()| group.synchronize());
+        if result.is_err() {
+            return fails(rank, group, result);
+        }
+    }
+}
+
+/// Rank 1 is killed while its function runs.
+#[track_caller]
+pub fn kill_amid_a_function<B: Tested>(test: &str, operation: CallsBack<B>, phase: usize) {
+    let ranks = ranks::<B>(test, 3, |rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        stay_in_a_function(rank, &group, operation, phase)
+    });
+    ranks.heard(1, "here");
+    let killed = ranks.signal(1, Signal::KILL);
+    assert_lost::<B>(ranks, 3, 1, killed);
+}
+
+/// The function of rank 1 runs for longer than the others wait: by then they have named it.
+#[track_caller]
+pub fn stay_amid_a_function<B: Tested>(test: &str, operation: CallsBack<B>, phase: usize) {
+    let ranks = ranks::<B>(test, 3, |rank| {
+        let (_kept, group) = connect_short::<B>(rank)?;
+        stay_in_a_function(rank, &group, operation, phase)
+    });
+    let since = ranks.heard(1, "here");
+    for place in [0, 2] {
+        let took = ranks
+            .heard(place, "failed")
+            .saturating_duration_since(since);
+        assert!(took < B::SHORT + B::SLACK, "rank {place} took {took:?}");
+    }
+    ranks.signal(1, Signal::KILL);
+    for outcome in ranks.outcomes() {
+        match outcome.rank {
+            1 => outcome.assert_killed(),
+            _ => assert_timeout_names(outcome.error(), 1),
+        }
+    }
+}
+
+/// Tests of these for a backend, which they may have to get leave to use.
+#[macro_export]
+macro_rules! amid_functions {
+    ($leave:expr, $backend:ty) => {
+        $crate::amid_functions!(@ $leave, $backend:
+            a_rank_killed_in_its_first_chunk_is_named kill_amid_a_function consumes 0,
+            a_rank_killed_in_its_last_chunk_is_named kill_amid_a_function consumes 2,
+            a_rank_killed_in_its_first_block_is_named kill_amid_a_function produces 0,
+            a_rank_killed_in_its_second_block_is_named kill_amid_a_function produces 1,
+            a_rank_killed_in_its_own_block_is_named kill_amid_a_function produces 2,
+            a_rank_that_stays_in_its_first_chunk_is_named stay_amid_a_function consumes 0,
+            a_rank_that_stays_in_its_last_chunk_is_named stay_amid_a_function consumes 2,
+            a_rank_that_stays_in_its_first_block_is_named stay_amid_a_function produces 0,
+            a_rank_that_stays_in_its_second_block_is_named stay_amid_a_function produces 1,
+            a_rank_that_stays_in_its_own_block_is_named stay_amid_a_function produces 2,
+        );
+    };
+    (@ $leave:expr, $backend:ty: $($test:ident $what:ident $operation:ident $phase:literal,)*) => {
+        $(#[test]
+        fn $test() {
+            let Some(_leave) = $leave() else { return };
+            failures::$what::<$backend>(test_name!(), failures::$operation::<$backend>, $phase);
+        })*
+    };
 }
 
 // Elsewhere, while the others are in an operation.

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::Duration;
 
+use gemmesh::trace::{Span, Trace, Work};
 use gemmesh::{
     AllGatherAndConsume, AllGatherMatmul, Chunk, Error, Group, MatmulReduceScatter, Matrix,
     all_gather_and_consume, all_gather_matmul, bf16,
@@ -84,6 +85,57 @@ pub fn each_row_is_consumed_once_own_rows_first<B: Consumes>(test: &str) {
         gemmesh::testing::delay_chunks(None);
         Ok("60 times".into())
     }));
+}
+
+/// A trace shows the own rows' call first, each other call when its rows had come, and between them what was waited for.
+#[track_caller]
+pub fn a_trace_shows_calls_behind_their_rows<B: Consumes>(test: &str) {
+    const K: usize = 64;
+    all_done(ranks::<B>(test, 3, |rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        let a = group.sharded::<bf16>(900, K)?;
+        let operation = AllGatherAndConsume::new();
+        for seed in 0..10 {
+            gemmesh::testing::delay_chunks(Some(seed));
+            let mut sink = B::sink(900, K);
+            let trace = operation.run_traced(&a, |chunk| {
+                B::take(&mut sink, &chunk);
+                Ok(())
+            })?;
+            let calls = called(&trace);
+            let sources: Vec<usize> = calls.iter().map(|(source, _)| *source).collect();
+            let ring = (0..3).map(|step| (rank.rank + step) % 3);
+            assert_eq!(sources, ring.collect::<Vec<_>>(), "seed {seed}");
+            for (source, call) in &calls[1..] {
+                let of_source = |span: &&Span| match span.work {
+                    Work::Pull { source: from, .. } | Work::Wait { source: from } => {
+                        from == *source
+                    }
+                    _ => false,
+                };
+                let before: Vec<&Span> = trace.spans.iter().filter(of_source).collect();
+                assert_eq!(before.len(), 2, "seed {seed}, rows of {source}");
+                for span in before {
+                    let late = span.end.saturating_sub(call.begin);
+                    assert!(late < TICK, "seed {seed}: {span:?} after {call:?}");
+                }
+            }
+        }
+        gemmesh::testing::delay_chunks(None);
+        Ok("10 times".into())
+    }));
+}
+
+/// What clocks of devices may be off, in nanoseconds.
+pub const TICK: u64 = 2_000;
+
+/// The calls of the caller's function, and whose rows each had.
+pub fn called(trace: &Trace) -> Vec<(usize, &Span)> {
+    let calls = trace.spans.iter().filter_map(|span| match span.work {
+        Work::Call { rank } => Some((rank, span)),
+        _ => None,
+    });
+    calls.collect()
 }
 
 /// Values and their scales come together: the function gets the same rows of both. Only matrices that are split alike go together.

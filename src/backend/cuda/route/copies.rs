@@ -1,20 +1,21 @@
 //! Rows that a stream pulls, or where no kernel waits for them pushes: copies, each with its flag behind it.
 
 use super::super::Cuda;
-use super::super::driver::{Event, Stream, StreamMemOp};
+use super::super::driver::{Stream, StreamMemOp};
 use super::super::memory::{Signals, close};
 use super::super::program::Place;
+use super::super::stamps::Stamps;
 use super::{copy_regions, delay};
 use crate::backend::sealed::Bound;
 use crate::error::{Error, Result};
 use crate::schedule::drive::{self, CopyEngine, GatedCopyEngine};
 use crate::schedule::{Awaited, Epoch, Schedule, Transfer};
-use crate::span::{Lane, Span, Work};
+use crate::span::{Lane, Work};
 
 /// Has the caller make all blocks up to one. They are there when the stream that is returned has done what is on it.
 pub type Make<'a> = dyn FnMut(usize) -> Result<&'a Stream> + 'a;
 
-/// Puts all that this rank moves on a stream. What is returned knows when each pull was made, if the call is traced.
+/// Puts all that this rank moves on a stream. What is returned knows when each transfer was made, if the call is traced.
 pub fn enqueue<'a, 'm>(
     at: &Place<'a>,
     stream: &'a Stream,
@@ -23,7 +24,7 @@ pub fn enqueue<'a, 'm>(
     epoch: Epoch,
     make: Option<&'a mut Make<'m>>,
     is_traced: bool,
-) -> Result<Copies<'a, 'm>> {
+) -> Result<Stamps> {
     let Place { cuda, members, .. } = *at;
     let mut copies = Copies {
         cuda,
@@ -35,21 +36,21 @@ pub fn enqueue<'a, 'm>(
         make,
         words: [StreamMemOp::Write(0, 0); BATCH],
         pending: 0,
-        stamps: is_traced.then(Vec::new),
+        stamps: Stamps::new(&cuda.device, is_traced),
     };
     match at.recorded && schedule.handshake() {
         true => drive::transfer_by_gates(schedule, schedule.moves(), &mut copies)?,
         false => drive::transfer(schedule, schedule.moves(), epoch, &mut copies)?,
     }
     copies.flush()?;
-    Ok(copies)
+    Ok(copies.stamps)
 }
 
 /// Word operations between two copies: a chunk's flag, `done`, and the next `ready`.
 const BATCH: usize = 8;
 
 /// The copy engine: a stream.
-pub struct Copies<'a, 'm> {
+struct Copies<'a, 'm> {
     cuda: &'a Cuda,
     stream: &'a Stream,
     signals: Signals<'a>,
@@ -61,8 +62,7 @@ pub struct Copies<'a, 'm> {
     /// Word operations that are still to be put on the stream: those between two copies go there in one call.
     words: [StreamMemOp; BATCH],
     pending: usize,
-    /// Before and after each pull, if somebody wants to know.
-    stamps: Option<Vec<(Transfer, Event, Event)>>,
+    stamps: Stamps,
 }
 
 impl Copies<'_, '_> {
@@ -80,25 +80,6 @@ impl Copies<'_, '_> {
             // SAFETY: control blocks are unmapped when the streams have passed.
             unsafe { self.stream.words(&self.words[..self.pending])? };
             self.pending = 0;
-        }
-        Ok(())
-    }
-
-    /// What was pulled when, since `begun`.
-    pub fn spans(self, begun: &Event, spans: &mut Vec<Span>) -> Result<()> {
-        let nanos = |event: &Event| -> Result<u64> {
-            Ok((event.micros_since(begun)?.max(0.0) * 1e3) as u64)
-        };
-        for (pull, before, after) in self.stamps.unwrap_or_default() {
-            spans.push(Span {
-                lane: Lane::Copy,
-                begin: nanos(&before)?,
-                end: nanos(&after)?,
-                work: Work::Pull {
-                    source: pull.source,
-                    rows: pull.regions[0].to.rows.clone(),
-                },
-            });
         }
         Ok(())
     }
@@ -135,15 +116,7 @@ impl CopyEngine for Copies<'_, '_> {
     fn copy(&mut self, moved: &Transfer) -> Result<()> {
         self.flush()?;
         delay(self.stream, moved.to, moved.flag, self.signals.epoch)?;
-        let stamp = |engine: &Self| -> Result<Event> {
-            let event = Event::new(&engine.cuda.device, true)?;
-            event.record(engine.stream)?;
-            Ok(event)
-        };
-        let before = match self.stamps {
-            Some(_) => Some(stamp(self)?),
-            None => None,
-        };
+        let before = self.stamps.now(self.stream)?;
         // SAFETY: both ranks' memories hold the matrix. Another's rows are final, for the stream has waited for `ready`, and it does not
         // write them before `done`; this rank's are, for the stream has waited for what made them, or for the flag of what it passes
         // on. Where they go, nobody reads them before the flag is written, and the kernels of earlier operations have ended: this
@@ -152,13 +125,16 @@ impl CopyEngine for Copies<'_, '_> {
             let (schedule, matrices) = (self.schedule, self.matrices);
             copy_regions(self.stream, self.rank, schedule, matrices, moved)?;
         }
-        if let Some(before) = before {
-            let after = stamp(self)?;
-            self.stamps
-                .get_or_insert_default()
-                .push((moved.clone(), before, after));
-        }
-        Ok(())
+        self.stamps.add(Lane::Copy, before, self.stream, || {
+            let rows = moved.regions[0].to.rows.clone();
+            match moved.to == self.rank {
+                true => Work::Pull {
+                    source: moved.source,
+                    rows,
+                },
+                false => Work::Push { to: moved.to, rows },
+            }
+        })
     }
 
     fn signal_chunk(&mut self, moved: &Transfer, _: Epoch) -> Result<()> {
