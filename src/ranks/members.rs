@@ -207,17 +207,7 @@ impl Members {
 
     /// A wait for `rank` that began at `begin` has been in vain. `what`: the call, and what `rank` has not done.
     fn timeout(&self, begin: Instant, rank: usize, what: String) -> Error {
-        let culprit = self.shared.culprit(rank, FRESH.min(self.timeout / 2));
-        Error::Timeout {
-            rank: culprit,
-            waiting: self.rank,
-            what: if culprit == rank {
-                what
-            } else {
-                format!("{what}, held up by rank {culprit}")
-            },
-            waited_ms: begin.elapsed().as_millis() as u64,
-        }
+        timeout(&self.shared, self.timeout, begin.elapsed(), rank, what)
     }
 
     /// `rank` has left while this rank waits for it in its call `number`. `what`: the call, and what `rank` has not done.
@@ -423,6 +413,27 @@ struct Waiting<'a> {
     what: &'a dyn Fn() -> String,
 }
 
+/// A rank with this `timeout` has waited for `rank` for so long, in vain. `what`: the call, and what `rank` has not done.
+fn timeout(
+    shared: &SharedState,
+    timeout: Duration,
+    waited: Duration,
+    rank: usize,
+    what: String,
+) -> Error {
+    let culprit = shared.culprit(rank, FRESH.min(timeout / 2));
+    Error::Timeout {
+        rank: culprit,
+        waiting: shared.rank(),
+        what: if culprit == rank {
+            what
+        } else {
+            format!("{what}, held up by rank {culprit}")
+        },
+        waited_ms: waited.as_millis() as u64,
+    }
+}
+
 /// A share in a rank's right to report failures, for a thread of its backend.
 #[cfg(feature = "cuda")]
 #[derive(Debug)]
@@ -442,6 +453,16 @@ impl FailureReporter {
     /// As [`Members::fault`].
     pub fn fault(&self) -> Option<Error> {
         self.shared.fault()
+    }
+
+    /// Notes that this rank waits for `peer`. To be called a few times a second while it does.
+    pub fn note_wait(&self, peer: usize) {
+        self.shared.note_wait(peer);
+    }
+
+    /// This rank has waited for `peer` for so long, in vain. `what`: the call, and what `peer` has not done.
+    pub fn timed_out(&self, peer: usize, waited: Duration, what: String) -> Error {
+        timeout(&self.shared, self.timeout, waited, peer, what)
     }
 
     /// Whether `rank` has left the group in order.

@@ -93,6 +93,11 @@ impl SharedState {
         SharedState { launcher, ..self }
     }
 
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
     fn tell_launcher(&self, first: &Error) {
         if let (Some(launcher), Some(by)) = (&self.launcher, self.reporter()) {
             launcher.tell(by, first);

@@ -24,7 +24,7 @@ use crate::schedule::{Awaited, Epoch, MAX_BLOCKS, MAX_FLAGS};
 const PERIOD: Duration = Duration::from_millis(2);
 /// How much longer than the kernels' own deadline it waits: they know more.
 const GRACE: Duration = Duration::from_millis(500);
-/// How long an operation must have waited before it is asked whether its peers are still there.
+/// How long an operation must have waited before it is asked whether its peers are still there, and how often for whom it waits.
 const LEFT_AFTER: Duration = Duration::from_millis(100);
 
 /// The most operations that are on the device at a time.
@@ -62,6 +62,8 @@ struct Watch {
     calling: AtomicBool,
     /// By epoch, modulo their number: for whom the operation waits.
     waits: Mutex<[Waits; OUTSTANDING]>,
+    /// When it was noted last for whom an operation waits.
+    noted: Mutex<Instant>,
     /// For the words that set the device free, behind nothing else.
     rescue: Stream,
     closing: Mutex<bool>,
@@ -115,6 +117,7 @@ impl Monitor {
             begun: AtomicU32::new(before),
             calling: AtomicBool::new(false),
             waits: Mutex::new([Waits::Kernel; OUTSTANDING]),
+            noted: Mutex::new(Instant::now()),
             rescue: Stream::new(device, Priority::Rescue)?,
             closing: Mutex::new(false),
             closed: Condvar::new(),
@@ -281,9 +284,31 @@ impl Watch {
             self.failures.fail(self.diagnose(running, waited));
         } else if let Some(error) = refusal() {
             self.failures.fail(error);
-        } else if waited > LEFT_AFTER && self.someone_has_left() {
-            self.blame_the_one_who_left(running);
+        } else if waited > LEFT_AFTER {
+            self.note(running);
+            if self.someone_has_left() {
+                self.blame_the_one_who_left(running);
+            }
         }
+    }
+
+    /// Notes for whom an operation waits, now and then: who waits for this rank meanwhile names that one in its stead.
+    fn note(&self, running: Running) {
+        let mut noted = lock(&self.noted);
+        if noted.elapsed() < LEFT_AFTER || self.waits_for_its_caller(running) {
+            return;
+        }
+        *noted = Instant::now();
+        if let Ok(Some((awaited, ..))) = self.missing(running) {
+            self.failures.note_wait(awaited.peer());
+        }
+    }
+
+    /// Whether what is missing is what a function of this rank's caller has not put on the device yet.
+    fn waits_for_its_caller(&self, running: Running) -> bool {
+        let latest = Epoch::from_raw(self.begun.load(Ordering::Acquire));
+        let is_latest = matches!(running, Running::Live(epoch) if epoch == latest);
+        is_latest && self.calling.load(Ordering::Relaxed)
     }
 
     /// The name of a recorded operation, and for whom it waits.
@@ -376,12 +401,8 @@ impl Watch {
         seen: u32,
         waited: Duration,
     ) -> Error {
-        Error::Timeout {
-            rank: awaited.peer(),
-            waiting: self.failures.rank,
-            what: self.describe(running, awaited, expected, seen),
-            waited_ms: waited.as_millis() as u64,
-        }
+        let what = self.describe(running, awaited, expected, seen);
+        self.failures.timed_out(awaited.peer(), waited, what)
     }
 
     /// What an operation waits for, in words.
@@ -416,9 +437,7 @@ impl Watch {
             what: format!("{} on its own GPU ({reason})", self.name(running)),
             waited_ms: waited.as_millis() as u64,
         };
-        let latest = Epoch::from_raw(self.begun.load(Ordering::Acquire));
-        let is_latest = matches!(running, Running::Live(epoch) if epoch == latest);
-        if is_latest && self.calling.load(Ordering::Relaxed) {
+        if self.waits_for_its_caller(running) {
             return unknown("its caller's function has not returned".into());
         }
         let by_kernel = |epoch| self.waits_of(epoch) == Waits::Kernel;

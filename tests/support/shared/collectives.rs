@@ -13,7 +13,7 @@ use rand::RngExt;
 
 use crate::support::numbers::{nan, normal, rng};
 use crate::support::processes::Rank;
-use crate::support::shared::pipelines::{TICK, called};
+use crate::support::shared::pipelines::{TICK, assert_in_turn, called};
 use crate::support::tested::{
     Tested, all_done, assert_call_mismatch, connect, connect_short, poisoned, ranks, same_error,
     until_failure,
@@ -138,10 +138,7 @@ pub fn a_trace_shows_blocks_sent_when_they_are_made<B: Produces>(test: &str) {
                 Ok(())
             })?;
             let calls = called(&trace);
-            let mut owners: Vec<usize> = calls.iter().map(|(owner, _)| *owner).collect();
-            owners.dedup();
-            let ring = (1..=3).map(|step| (rank.rank + step) % 3);
-            assert_eq!(owners, ring.collect::<Vec<_>>(), "seed {seed}");
+            assert_in_turn(&calls, [1, 2, 3].map(|step| (rank.rank + step) % 3));
             for (owner, call) in calls.iter().filter(|(owner, _)| *owner != rank.rank) {
                 let sent =
                     |span: &&Span| matches!(span.work, Work::Push { to, .. } if to == *owner);

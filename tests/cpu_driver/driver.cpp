@@ -1,0 +1,807 @@
+// A CUDA driver that runs on the CPU, for tests of what the CUDA backend puts on streams where there is no GPU: libcuda.so.1 for the tests'
+// processes. `run` beside it builds and uses it.
+//
+// There is one GPU, which ranks share. A stream is a thread that does one thing after the other; device memory is the host's, and what
+// processes pass on to one another are memfds. Of capture it keeps the rules that this library can break: what a capture has spread to must be
+// joined; events do not cross its border; a stream that is captured is not asked whether it is idle. A graph's nodes run as soon as those have that
+// they depend on, in any order.
+//
+// It knows the kernels that it needs: reductions, exchanges, alignment, the count of replays, and products whose partials are not added by
+// kernels. It says nothing about speed, nor about what a GPU may reorder.
+
+#include <cuda.h>
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "../../cuda/abi.h"
+
+// The same under the old name, which is what is exported everywhere.
+#undef cuEventElapsedTime
+
+namespace {
+
+using Work = std::function<void()>;
+
+double now_ns() {
+    return std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// What a program did wrong, or what this driver can't.
+CUresult refuse(CUresult result, const char* why, ...) {
+    va_list arguments;
+    va_start(arguments, why);
+    fprintf(stderr, "the CPU's driver: ");
+    vfprintf(stderr, why, arguments);
+    fprintf(stderr, " (%d)\n", static_cast<int>(result));
+    va_end(arguments);
+    return result;
+}
+
+struct Node {
+    Work work;
+    std::vector<int> after;
+};
+
+// Streams that are being captured into one graph.
+struct Capture {
+    CUstream origin;
+    std::vector<Node> nodes;
+    std::vector<CUstream> streams;
+    bool active = true;
+
+    int add(Work work, std::vector<int> after) {
+        nodes.push_back({std::move(work), std::move(after)});
+        return static_cast<int>(nodes.size()) - 1;
+    }
+};
+
+// Of all captures, what streams and events have to do with them, and the list of streams.
+std::mutex capturing;
+
+// A place on a stream that has been recorded.
+struct Place {
+    std::mutex mutex;
+    std::condition_variable passed;
+    bool is_passed = false;
+    double time = 0;
+
+    void pass() {
+        std::lock_guard<std::mutex> lock(mutex);
+        is_passed = true;
+        time = now_ns();
+        passed.notify_all();
+    }
+
+    void wait() {
+        std::unique_lock<std::mutex> lock(mutex);
+        passed.wait(lock, [&] { return is_passed; });
+    }
+
+    bool look() {
+        std::lock_guard<std::mutex> lock(mutex);
+        return is_passed;
+    }
+};
+
+}  // namespace
+
+struct CUstream_st {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<Work> queue;
+    bool busy = false;
+    int priority;
+    std::shared_ptr<Capture> capture;
+    std::vector<int> last;  // nodes of the capture, which the next one comes after
+
+    explicit CUstream_st(int priority) : priority(priority) {
+        std::thread([this] { run(); }).detach();
+    }
+
+    [[noreturn]] void run() {
+        while (true) {
+            std::unique_lock<std::mutex> lock(mutex);
+            changed.wait(lock, [&] { return !queue.empty(); });
+            const Work work = std::move(queue.front());
+            queue.pop_front();
+            busy = true;
+            lock.unlock();
+            work();
+            lock.lock();
+            busy = false;
+            changed.notify_all();
+        }
+    }
+
+    void push(Work work) {
+        std::lock_guard<std::mutex> lock(mutex);
+        queue.push_back(std::move(work));
+        changed.notify_all();
+    }
+
+    bool is_idle() {
+        std::lock_guard<std::mutex> lock(mutex);
+        return queue.empty() && !busy;
+    }
+
+    void wait() {
+        std::unique_lock<std::mutex> lock(mutex);
+        changed.wait(lock, [&] { return queue.empty() && !busy; });
+    }
+};
+
+struct CUevent_st {
+    std::shared_ptr<Place> place;
+    std::shared_ptr<Capture> capture;
+    std::vector<int> last;
+};
+
+struct CUfunc_st {
+    std::string name;
+};
+
+struct CUgraph_st {
+    std::vector<Node> nodes;
+};
+
+struct CUgraphExec_st {
+    std::vector<Node> nodes;
+
+    void run() {
+        std::mutex mutex;
+        std::condition_variable changed;
+        std::vector<bool> done(nodes.size());
+        std::vector<std::thread> threads;
+        for (size_t index = 0; index < nodes.size(); ++index) {
+            threads.emplace_back([&, index] {
+                const Node& node = nodes[index];
+                std::unique_lock<std::mutex> lock(mutex);
+                changed.wait(lock, [&] { return std::all_of(node.after.begin(), node.after.end(), [&](int i) { return done[i]; }); });
+                lock.unlock();
+                node.work();
+                lock.lock();
+                done[index] = true;
+                changed.notify_all();
+            });
+        }
+        for (std::thread& thread : threads) thread.join();
+    }
+};
+
+namespace {
+
+CUresult put(CUstream stream, Work work) {
+    std::unique_lock<std::mutex> lock(capturing);
+    if (stream->capture) {
+        stream->last = {stream->capture->add(std::move(work), stream->last)};
+        return CUDA_SUCCESS;
+    }
+    lock.unlock();
+    stream->push(std::move(work));
+    return CUDA_SUCCESS;
+}
+
+bool is_captured(CUstream stream) {
+    std::lock_guard<std::mutex> lock(capturing);
+    return stream->capture != nullptr;
+}
+
+std::atomic<uint32_t>& word(const volatile void* at) {
+    return *static_cast<std::atomic<uint32_t>*>(const_cast<void*>(at));
+}
+
+void nap() { std::this_thread::sleep_for(std::chrono::microseconds(10)); }
+
+bool has_reached(uint32_t seen, uint32_t expected) { return static_cast<int32_t>(seen - expected) >= 0; }
+
+// Numbers of 16 bits, and of 32.
+
+enum class Kind { bf16, f16, f32 };
+
+Kind kind_of(const std::string& name) {
+    if (name.find("bf16") != std::string::npos) return Kind::bf16;
+    return name.find("f16") != std::string::npos ? Kind::f16 : Kind::f32;
+}
+
+float load(const void* row, uint64_t column, Kind kind) {
+    if (kind == Kind::f32) return static_cast<const float*>(row)[column];
+    const uint16_t bits = static_cast<const uint16_t*>(row)[column];
+    if (kind == Kind::f16) {
+        _Float16 half;
+        memcpy(&half, &bits, sizeof half);
+        return static_cast<float>(half);
+    }
+    const uint32_t wide = uint32_t{bits} << 16;
+    float value;
+    memcpy(&value, &wide, sizeof value);
+    return value;
+}
+
+void store(void* row, uint64_t column, float value, Kind kind) {
+    if (kind == Kind::f32) {
+        static_cast<float*>(row)[column] = value;
+        return;
+    }
+    uint16_t bits;
+    if (kind == Kind::f16) {
+        const _Float16 half = static_cast<_Float16>(value);
+        memcpy(&bits, &half, sizeof bits);
+    } else {
+        uint32_t wide;
+        memcpy(&wide, &value, sizeof wide);
+        // To the nearest, ties to even.
+        bits = value != value ? 0x7fff : static_cast<uint16_t>((wide + 0x7fff + (wide >> 16 & 1)) >> 16);
+    }
+    static_cast<uint16_t*>(row)[column] = bits;
+}
+
+// Kernels.
+
+void reduce(const GemmeshReduction& reduction, Kind kind) {
+    for (uint32_t row = 0; row < reduction.rows; ++row) {
+        for (uint32_t column = 0; column < reduction.n; ++column) {
+            float sum = 0;
+            for (uint32_t i = 0; i < reduction.count; ++i) {
+                const char* addend = static_cast<const char*>(reduction.addends[i]) + row * reduction.addend_pitches[i];
+                sum = i == 0 ? load(addend, column, kind) : sum + load(addend, column, kind);
+            }
+            if (reduction.bias != nullptr) sum += load(reduction.bias, column, kind);
+            store(static_cast<char*>(reduction.out) + row * reduction.out_pitch, column, sum, kind);
+        }
+    }
+}
+
+void align(const GemmeshAlignment& alignment) {
+    for (uint32_t peer = 0; peer < alignment.world; ++peer) word(&alignment.words[peer][alignment.rank]) = alignment.count;
+    const double begin = now_ns();
+    for (uint32_t peer = 0; peer < alignment.world; ++peer) {
+        while (!has_reached(word(&alignment.words[alignment.rank][peer]), alignment.count)) {
+            if (word(alignment.abort) != 0 || now_ns() - begin > alignment.deadline_ns) return;
+            nap();
+        }
+    }
+}
+
+// Whether `flag` has reached `epoch` in time; notes what is missing as kernels do.
+bool await(const GemmeshParams& params, const volatile uint32_t* flag, uint32_t epoch, uint32_t index, uint32_t peer) {
+    const double begin = now_ns();
+    while (true) {
+        const uint32_t seen = word(flag);
+        if (has_reached(seen, epoch)) return true;
+        if (word(params.abort) != 0) return false;
+        const double waited = now_ns() - begin;
+        if (waited > params.deadline_ns) {
+            GemmeshFault& fault = *params.fault;
+            fault.flag = index;
+            fault.expected = epoch;
+            fault.seen = seen;
+            fault.waited_ns = static_cast<uint64_t>(waited);
+            fault.peer = peer;
+            fault.pushed = params.exchange.push_epoch != nullptr;
+            word(&fault.state) = GEMMESH_FAULT_RECORDED;
+            word(params.abort) = GEMMESH_GIVEN_UP;
+            return false;
+        }
+        nap();
+    }
+}
+
+// The part of a kernel that tells its peers of itself and waits for them: cuda/common/push.cuh.
+struct Entrance {
+    uint32_t epoch;
+    bool all_ready;
+};
+
+Entrance enter(const GemmeshParams& params) {
+    const GemmeshExchange& exchange = params.exchange;
+    if (exchange.push_epoch == nullptr) return {params.epoch, true};
+    GemmeshPushEpoch& push_epoch = *exchange.push_epoch;
+    const uint32_t epoch = word(&push_epoch.epoch) + 1;
+    word(&push_epoch.entered) = 1;
+    if (exchange.started != nullptr) word(exchange.started) = params.epoch;
+    GemmeshMailbox& own = *exchange.mailboxes[exchange.rank];
+    if (epoch % GEMMESH_REFRESH == 0) {
+        for (uint32_t& flag : own.chunk) word(&flag) = epoch - 1;
+    }
+    for (uint32_t peer = 0; peer < exchange.world; ++peer) word(&exchange.mailboxes[peer]->ready[exchange.rank]) = epoch;
+    bool all_ready = true;
+    for (uint32_t peer = 0; peer < exchange.world && all_ready; ++peer) {
+        all_ready = await(params, &own.ready[peer], epoch, GEMMESH_READY, peer);
+    }
+    if (exchange.copies != 0 && (all_ready || word(params.abort) == GEMMESH_GROUP_FAILED)) {
+        if (all_ready) word(&push_epoch.current) = epoch;
+        word(&push_epoch.gate) = 1;
+    }
+    return {epoch, all_ready};
+}
+
+void leave(const GemmeshParams& params, uint32_t epoch) {
+    const GemmeshExchange& exchange = params.exchange;
+    if (exchange.push_epoch == nullptr) return;
+    word(&exchange.push_epoch->epoch) = epoch;
+    word(&exchange.push_epoch->entered) = 0;
+    if (exchange.completed != nullptr) word(exchange.completed) = params.epoch;
+}
+
+void exchange(const GemmeshParams& params, const GemmeshSends& sends, const GemmeshReduction& reduction, Kind kind) {
+    const auto [epoch, all_ready] = enter(params);
+    for (uint32_t i = 0; i < sends.count && all_ready; ++i) {
+        const GemmeshSend& send = sends.sends[i];
+        for (uint32_t row = 0; row < send.rows; ++row) {
+            const char* from = static_cast<const char*>(sends.from) + (send.from_row + row) * sends.from_pitch + send.column;
+            char* to = static_cast<char*>(params.exchange.rows[send.peer]) + (send.to_row + row) * sends.to_pitch + send.column;
+            memmove(to, from, send.width);
+        }
+        word(&params.exchange.mailboxes[send.peer]->chunk[send.flag]) = epoch;
+    }
+    bool waiting = all_ready;
+    for (uint32_t flag = 0; flag < sends.flags && waiting; ++flag) {
+        waiting = await(params, params.flags + flag, epoch, flag, params.sources[flag]);
+    }
+    if (reduction.count > 0) reduce(reduction, kind);
+    leave(params, epoch);
+}
+
+struct Matrix {
+    char* rows;
+    uint64_t pitch;
+};
+
+struct Shape {
+    int tile_m, tile_n, cluster, split;
+    bool traced;
+};
+
+void multiply(const Matrix& a, const Matrix& b, const Matrix& out, const GemmeshParams& params, const Shape& shape, Kind kind) {
+    const auto [epoch, all_ready] = enter(params);
+    for (uint32_t i = 0; i < params.exchange.task_count && all_ready; ++i) {
+        const GemmeshCopyTask& task = params.exchange.tasks[i];
+        const char* from = static_cast<const char*>(params.exchange.rows[params.exchange.rank]) + task.offset;
+        memcpy(static_cast<char*>(params.exchange.rows[task.peer]) + task.offset, from, task.bytes);
+        word(&params.exchange.mailboxes[task.peer]->chunk[task.flag]) = epoch;
+    }
+    bool waiting = all_ready;
+    for (uint32_t i = 0; i < params.tile_count && waiting; ++i) {
+        const GemmeshTile& tile = params.tiles[i];
+        const double begin = now_ns();
+        for (uint32_t flag = tile.flag_begin; flag < tile.flag_end && waiting; ++flag) {
+            waiting = await(params, params.flags + flag, epoch, flag, params.sources[flag]);
+        }
+        // The first slice of K does the others' work too: they wait for the same flags.
+        if (!waiting || (params.slices != nullptr && params.slices[i].number != 0)) continue;
+        const uint32_t rows = shape.tile_m * shape.cluster, columns = shape.tile_n;
+        for (uint32_t row = tile.m * rows; row < std::min(params.m, (tile.m + 1) * rows); ++row) {
+            for (uint32_t column = tile.n * columns; column < std::min(params.n, (tile.n + 1) * columns); ++column) {
+                const char *left = a.rows + row * a.pitch, *right = b.rows + column * b.pitch;
+                float sum = 0;
+                for (uint32_t k = 0; k < params.k; ++k) sum += load(left, k, kind) * load(right, k, kind);
+                if (params.bias != nullptr) sum += load(params.bias, column, kind);
+                store(out.rows + row * out.pitch, column, sum, kind);
+            }
+        }
+        for (int cta = 0; shape.traced && cta < shape.cluster * shape.split; ++cta) {
+            const uint64_t from = static_cast<uint64_t>(begin), to = static_cast<uint64_t>(now_ns());
+            params.trace[i * shape.cluster * shape.split + cta] = {from, from, from, from, to, to, 0, i};
+        }
+    }
+    leave(params, epoch);
+}
+
+template <class Argument>
+Argument argument(void** arguments, int index) {
+    return *static_cast<const Argument*>(arguments[index]);
+}
+
+// Copies its arguments, as launches do. Nothing for a kernel that this driver does not know.
+Work work_of(const std::string& name, void** arguments) {
+    const Kind kind = kind_of(name);
+    const auto begins = [&](const char* with) { return name.rfind(with, 0) == 0; };
+    if (name == "gemmesh_count") {
+        auto* count = argument<uint32_t*>(arguments, 0);
+        auto* shown = argument<uint32_t*>(arguments, 1);
+        return [=] { word(shown) = *count += 1; };
+    }
+    if (name == "gemmesh_align") {
+        return [alignment = argument<GemmeshAlignment>(arguments, 0)] { align(alignment); };
+    }
+    if (begins("gemmesh_reduce_")) {
+        return [reduction = argument<GemmeshReduction>(arguments, 0), kind] { reduce(reduction, kind); };
+    }
+    const auto params = [&](int index) { return std::make_shared<GemmeshParams>(argument<GemmeshParams>(arguments, index)); };
+    if (begins("gemmesh_exchange_")) {
+        return [params = params(0), sends = argument<GemmeshSends>(arguments, 1),
+                reduction = argument<GemmeshReduction>(arguments, 2), kind] { exchange(*params, sends, reduction, kind); };
+    }
+    Shape shape{};
+    char dtype[8], rest[32] = "";
+    const int found = sscanf(name.c_str(), "matmul_%7[^_]_%dx%dx64_s%*d_c%d_k%d%31s", dtype, &shape.tile_m, &shape.tile_n,
+                             &shape.cluster, &shape.split, rest);
+    if (found < 5 || strstr(rest, "_sums") != nullptr) return nullptr;
+    shape.traced = strstr(rest, "_trace") != nullptr;
+    return [a = argument<Matrix>(arguments, 0), b = argument<Matrix>(arguments, 1), out = argument<Matrix>(arguments, 2),
+            params = params(3), shape, kind] { multiply(a, b, out, *params, shape, kind); };
+}
+
+// Ordinary memory, with some room behind it, for kernels load whole pieces.
+CUresult allocate(CUdeviceptr* to, size_t bytes) {
+    void* memory;
+    if (posix_memalign(&memory, 4096, bytes + 512) != 0) return CUDA_ERROR_OUT_OF_MEMORY;
+    memset(memory, 0x5a, bytes + 512);
+    *to = reinterpret_cast<CUdeviceptr>(memory);
+    return CUDA_SUCCESS;
+}
+
+char* at(CUdeviceptr address) { return reinterpret_cast<char*>(address); }
+
+// All there have been.
+std::vector<CUstream> streams;
+
+thread_local std::vector<CUcontext> contexts;
+thread_local CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+const auto THE_CONTEXT = reinterpret_cast<CUcontext>(0x1000);
+constexpr size_t DEVICE_BYTES = size_t{1} << 37;
+
+}  // namespace
+
+extern "C" {
+
+// The device and its context.
+
+CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
+CUresult cuDriverGetVersion(int* version) { return *version = 13000, CUDA_SUCCESS; }
+CUresult cuDeviceGetCount(int* count) { return *count = 1, CUDA_SUCCESS; }
+CUresult cuDeviceGet(CUdevice* device, int) { return *device = 0, CUDA_SUCCESS; }
+CUresult cuDeviceGetName(char* name, int length, CUdevice) { return snprintf(name, length, "NVIDIA H200"), CUDA_SUCCESS; }
+CUresult cuDeviceGetUuid(CUuuid* uuid, CUdevice) { return memset(uuid, 7, sizeof *uuid), CUDA_SUCCESS; }
+CUresult cuDeviceTotalMem(size_t* bytes, CUdevice) { return *bytes = DEVICE_BYTES, CUDA_SUCCESS; }
+CUresult cuDeviceCanAccessPeer(int* can, CUdevice, CUdevice) { return *can = 1, CUDA_SUCCESS; }
+
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
+    switch (attribute) {
+        case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *value = 9; break;
+        case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: *value = 0; break;
+        case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: *value = 132; break;
+        default: *value = 1;
+    }
+    return CUDA_SUCCESS;
+}
+
+CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) { return *context = THE_CONTEXT, CUDA_SUCCESS; }
+CUresult cuDevicePrimaryCtxRelease(CUdevice) { return CUDA_SUCCESS; }
+CUresult cuCtxGetId(CUcontext, unsigned long long* id) { return *id = 1, CUDA_SUCCESS; }
+CUresult cuCtxGetStreamPriorityRange(int* least, int* greatest) { return *least = 0, *greatest = -5, CUDA_SUCCESS; }
+CUresult cuCtxPushCurrent(CUcontext context) { return contexts.push_back(context), CUDA_SUCCESS; }
+
+CUresult cuCtxGetCurrent(CUcontext* context) {
+    *context = contexts.empty() ? nullptr : contexts.back();
+    return CUDA_SUCCESS;
+}
+
+CUresult cuCtxSetCurrent(CUcontext context) {
+    if (!contexts.empty()) contexts.pop_back();
+    return cuCtxPushCurrent(context);
+}
+
+CUresult cuCtxPopCurrent(CUcontext* context) {
+    if (contexts.empty()) return CUDA_ERROR_INVALID_CONTEXT;
+    *context = contexts.back();
+    contexts.pop_back();
+    return CUDA_SUCCESS;
+}
+
+CUresult cuCtxSynchronize() {
+    std::unique_lock<std::mutex> lock(capturing);
+    const std::vector<CUstream> all = streams;
+    lock.unlock();
+    for (CUstream stream : all) stream->wait();
+    return CUDA_SUCCESS;
+}
+
+CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* other) { return std::swap(*other, mode), CUDA_SUCCESS; }
+
+CUresult cuGetErrorName(CUresult result, const char** name) {
+    static thread_local char words[32];
+    snprintf(words, sizeof words, "CUDA_ERROR_%d", static_cast<int>(result));
+    return *name = words, CUDA_SUCCESS;
+}
+
+CUresult cuGetErrorString(CUresult, const char** words) { return *words = "of the CPU's driver", CUDA_SUCCESS; }
+
+// Streams and events. What is destroyed may still run: nothing is freed.
+
+CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned, int priority) {
+    std::lock_guard<std::mutex> lock(capturing);
+    streams.push_back(*stream = new CUstream_st(priority));
+    return CUDA_SUCCESS;
+}
+
+CUresult cuStreamDestroy(CUstream) { return CUDA_SUCCESS; }
+CUresult cuStreamGetPriority(CUstream stream, int* priority) { return *priority = stream->priority, CUDA_SUCCESS; }
+
+CUresult cuStreamQuery(CUstream stream) {
+    if (is_captured(stream)) return refuse(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "a stream is asked amid its capture");
+    return stream->is_idle() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+}
+
+CUresult cuStreamSynchronize(CUstream stream) {
+    if (is_captured(stream)) return refuse(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "a stream is waited for amid its capture");
+    return stream->wait(), CUDA_SUCCESS;
+}
+
+CUresult cuEventCreate(CUevent* event, unsigned) { return *event = new CUevent_st, CUDA_SUCCESS; }
+CUresult cuEventDestroy(CUevent) { return CUDA_SUCCESS; }
+
+CUresult cuEventRecord(CUevent event, CUstream stream) {
+    std::lock_guard<std::mutex> lock(capturing);
+    event->capture = stream->capture;
+    event->last = stream->last;
+    if (stream->capture) return CUDA_SUCCESS;
+    event->place = std::make_shared<Place>();
+    stream->push([place = event->place] { place->pass(); });
+    return CUDA_SUCCESS;
+}
+
+CUresult cuEventQuery(CUevent event) {
+    std::lock_guard<std::mutex> lock(capturing);
+    if (event->capture) return refuse(CUDA_ERROR_CAPTURED_EVENT, "an event of a capture is asked");
+    return !event->place || event->place->look() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+}
+
+CUresult cuEventElapsedTime(float* milliseconds, CUevent begin, CUevent end) {
+    return *milliseconds = static_cast<float>((end->place->time - begin->place->time) / 1e6), CUDA_SUCCESS;
+}
+
+CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
+    std::lock_guard<std::mutex> lock(capturing);
+    if (event->capture) {
+        if (!event->capture->active) return refuse(CUDA_ERROR_CAPTURED_EVENT, "a wait for an event of a capture that has ended");
+        if (!stream->capture) {
+            stream->capture = event->capture;
+            stream->capture->streams.push_back(stream);
+            stream->last.clear();
+        }
+        if (stream->capture != event->capture) return refuse(CUDA_ERROR_STREAM_CAPTURE_MERGE, "two captures meet");
+        // Also a stream that does no more than wait has to be joined.
+        std::vector<int> after = stream->last;
+        after.insert(after.end(), event->last.begin(), event->last.end());
+        stream->last = {stream->capture->add([] {}, after)};
+        return CUDA_SUCCESS;
+    }
+    if (stream->capture) return refuse(CUDA_ERROR_STREAM_CAPTURE_ISOLATION, "a capture waits for an event that is not of it");
+    if (event->place) stream->push([place = event->place] { place->wait(); });
+    return CUDA_SUCCESS;
+}
+
+CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void* data) {
+    return put(stream, [=] { function(data); });
+}
+
+CUresult cuStreamBatchMemOp(CUstream stream, unsigned count, CUstreamBatchMemOpParams* operations, unsigned) {
+    const std::vector<CUstreamBatchMemOpParams> all(operations, operations + count);
+    return put(stream, [all] {
+        for (const CUstreamBatchMemOpParams& one : all) {
+            if (one.operation == CU_STREAM_MEM_OP_WRITE_VALUE_32) {
+                word(at(one.writeValue.address)) = one.writeValue.value;
+                continue;
+            }
+            while (!has_reached(word(at(one.waitValue.address)), one.waitValue.value)) nap();
+        }
+    });
+}
+
+// Captures and graphs.
+
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
+    *status = is_captured(stream) ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+    return CUDA_SUCCESS;
+}
+
+CUresult cuStreamBeginCapture(CUstream stream, CUstreamCaptureMode) {
+    std::lock_guard<std::mutex> lock(capturing);
+    if (stream->capture) return refuse(CUDA_ERROR_ILLEGAL_STATE, "a stream is captured already");
+    stream->capture = std::make_shared<Capture>();
+    stream->capture->origin = stream;
+    stream->capture->streams = {stream};
+    stream->last.clear();
+    return CUDA_SUCCESS;
+}
+
+CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph) {
+    std::lock_guard<std::mutex> lock(capturing);
+    *graph = nullptr;
+    const std::shared_ptr<Capture> capture = stream->capture;
+    if (!capture || capture->origin != stream) return refuse(CUDA_ERROR_STREAM_CAPTURE_UNMATCHED, "no capture of this stream");
+    std::set<int> joined;
+    std::vector<int> next = stream->last;
+    while (!next.empty()) {
+        const int node = next.back();
+        next.pop_back();
+        const std::vector<int>& after = capture->nodes[node].after;
+        if (joined.insert(node).second) next.insert(next.end(), after.begin(), after.end());
+    }
+    bool all_joined = true;
+    for (CUstream other : capture->streams) {
+        for (int node : other->last) all_joined = all_joined && joined.count(node) > 0;
+        other->capture = nullptr;
+        other->last.clear();
+    }
+    capture->active = false;
+    if (!all_joined) return refuse(CUDA_ERROR_STREAM_CAPTURE_UNJOINED, "a stream was not joined with its capture");
+    *graph = new CUgraph_st{capture->nodes};
+    return CUDA_SUCCESS;
+}
+
+CUresult cuGraphInstantiate(CUgraphExec* executable, CUgraph graph, unsigned long long) {
+    return *executable = new CUgraphExec_st{graph->nodes}, CUDA_SUCCESS;
+}
+
+CUresult cuGraphLaunch(CUgraphExec executable, CUstream stream) {
+    if (is_captured(stream)) return refuse(CUDA_ERROR_NOT_SUPPORTED, "a graph in a graph");
+    return put(stream, [=] { executable->run(); });
+}
+
+CUresult cuGraphDestroy(CUgraph) { return CUDA_SUCCESS; }
+CUresult cuGraphExecDestroy(CUgraphExec) { return CUDA_SUCCESS; }
+
+// Memory.
+
+CUresult cuMemGetInfo(size_t* free, size_t* total) { return *free = DEVICE_BYTES / 2, *total = DEVICE_BYTES, CUDA_SUCCESS; }
+CUresult cuMemPoolCreate(CUmemoryPool* pool, const CUmemPoolProps*) { return *pool = nullptr, CUDA_SUCCESS; }
+CUresult cuMemPoolTrimTo(CUmemoryPool, size_t) { return CUDA_SUCCESS; }
+CUresult cuMemAlloc(CUdeviceptr* to, size_t bytes) { return allocate(to, bytes); }
+CUresult cuMemFree(CUdeviceptr memory) { return free(at(memory)), CUDA_SUCCESS; }
+CUresult cuMemFreeHost(void* memory) { return free(memory), CUDA_SUCCESS; }
+
+CUresult cuMemAllocFromPoolAsync(CUdeviceptr* to, size_t bytes, CUmemoryPool, CUstream stream) {
+    if (is_captured(stream)) return refuse(CUDA_ERROR_NOT_SUPPORTED, "an allocation in a graph");
+    return allocate(to, bytes);
+}
+
+CUresult cuMemFreeAsync(CUdeviceptr memory, CUstream stream) {
+    return put(stream, [=] { free(at(memory)); });
+}
+
+CUresult cuMemHostAlloc(void** to, size_t bytes, unsigned) {
+    CUdeviceptr memory;
+    const CUresult result = allocate(&memory, bytes);
+    if (result == CUDA_SUCCESS) *to = at(memory);
+    return result;
+}
+
+CUresult cuMemHostGetDevicePointer(CUdeviceptr* to, void* memory, unsigned) {
+    return *to = reinterpret_cast<CUdeviceptr>(memory), CUDA_SUCCESS;
+}
+
+// A handle is a descriptor, plus 1.
+
+CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp*, unsigned long long) {
+    const int fd = memfd_create("gemmesh-device", MFD_CLOEXEC);
+    if (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0) return CUDA_ERROR_OUT_OF_MEMORY;
+    return *handle = fd + 1, CUDA_SUCCESS;
+}
+
+CUresult cuMemExportToShareableHandle(void* to, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType, unsigned long long) {
+    const int fd = fcntl(static_cast<int>(handle - 1), F_DUPFD_CLOEXEC, 3);
+    if (fd < 0) return CUDA_ERROR_INVALID_VALUE;
+    return *static_cast<int*>(to) = fd, CUDA_SUCCESS;
+}
+
+CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, void* from, CUmemAllocationHandleType) {
+    const int fd = fcntl(static_cast<int>(reinterpret_cast<intptr_t>(from)), F_DUPFD_CLOEXEC, 3);
+    if (fd < 0) return CUDA_ERROR_INVALID_VALUE;
+    return *handle = fd + 1, CUDA_SUCCESS;
+}
+
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle) { return close(static_cast<int>(handle - 1)), CUDA_SUCCESS; }
+
+CUresult cuMemAddressReserve(CUdeviceptr* to, size_t bytes, size_t, CUdeviceptr, unsigned long long) {
+    void* memory = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
+    return *to = reinterpret_cast<CUdeviceptr>(memory), CUDA_SUCCESS;
+}
+
+CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes) { return munmap(at(address), bytes), CUDA_SUCCESS; }
+
+CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t, CUmemGenericAllocationHandle handle, unsigned long long) {
+    const int fd = static_cast<int>(handle - 1);
+    void* mapped = mmap(at(address), bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
+    return mapped == MAP_FAILED ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
+CUresult cuMemUnmap(CUdeviceptr address, size_t bytes) {
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+    return mmap(at(address), bytes, PROT_NONE, flags, -1, 0) == MAP_FAILED ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
+CUresult cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) { return CUDA_SUCCESS; }
+
+CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
+    return put(stream, [=] { memmove(at(to), at(from), bytes); });
+}
+
+CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
+    return put(stream, [=] { memcpy(at(to), from, bytes); });
+}
+
+CUresult cuMemcpyDtoHAsync(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
+    return put(stream, [=] { memcpy(to, at(from), bytes); });
+}
+
+CUresult cuMemcpyDtoH(void* to, CUdeviceptr from, size_t bytes) { return memcpy(to, at(from), bytes), CUDA_SUCCESS; }
+CUresult cuMemsetD8(CUdeviceptr to, unsigned char value, size_t bytes) { return memset(at(to), value, bytes), CUDA_SUCCESS; }
+
+CUresult cuMemcpy2DAsync(const CUDA_MEMCPY2D* what, CUstream stream) {
+    return put(stream, [copy = *what] {
+        const bool from_host = copy.srcMemoryType == CU_MEMORYTYPE_HOST, to_host = copy.dstMemoryType == CU_MEMORYTYPE_HOST;
+        const char* from = from_host ? static_cast<const char*>(copy.srcHost) : at(copy.srcDevice);
+        char* to = to_host ? static_cast<char*>(copy.dstHost) : at(copy.dstDevice);
+        for (size_t row = 0; row < copy.Height; ++row) {
+            memcpy(to + row * copy.dstPitch, from + row * copy.srcPitch, copy.WidthInBytes);
+        }
+    });
+}
+
+CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, CUstream stream) {
+    return put(stream, [=] { memset(at(to), value, bytes); });
+}
+
+CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t words, CUstream stream) {
+    return put(stream, [=] {
+        for (size_t index = 0; index < words; ++index) word(at(to) + index * sizeof(uint32_t)) = value;
+    });
+}
+
+// Kernels.
+
+CUresult cuModuleLoadData(CUmodule* module, const void*) { return *module = nullptr, CUDA_SUCCESS; }
+
+CUresult cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }
+
+CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
+    return *function = new CUfunc_st{name}, CUDA_SUCCESS;
+}
+
+CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) { return CUDA_SUCCESS; }
+CUresult cuFuncGetAttribute(int* value, CUfunction_attribute, CUfunction) { return *value = 32, CUDA_SUCCESS; }
+
+CUresult cuOccupancyMaxActiveClusters(int* clusters, CUfunction, const CUlaunchConfig*) {
+    return *clusters = 66, CUDA_SUCCESS;
+}
+
+// Where a matrix lies, as `multiply` reads it.
+CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_t, void* memory, const cuuint64_t*,
+                                const cuuint64_t* pitches, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                                CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+    const Matrix matrix{static_cast<char*>(memory), pitches[0]};
+    memcpy(map, &matrix, sizeof matrix);
+    return CUDA_SUCCESS;
+}
+
+CUresult cuLaunchKernel(CUfunction function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream stream,
+                        void** arguments, void**) {
+    Work work = work_of(function->name, arguments);
+    if (!work) return refuse(CUDA_ERROR_NOT_SUPPORTED, "it does not know %s", function->name.c_str());
+    return put(stream, std::move(work));
+}
+
+}  // extern "C"
