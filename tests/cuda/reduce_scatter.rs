@@ -346,3 +346,29 @@ fn a_captured_reduce_scatter_gives_the_same_bits_at_each_replay() {
         Ok("the same bits".into())
     }));
 }
+
+/// The product first, then a gather of partials by gates, then their sum: no kernel waits for another rank's.
+#[test]
+fn a_captured_reduce_scatter_by_pulls_gives_the_same_bits_at_each_replay() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let case = case(&[150, 151], 72, 264, 0, true);
+        let mut placed = Placed::<Cuda, bf16>::new(&group, &case)?;
+        let pulled = sent_by(Route::Pull);
+        let expected = placed.run(&case, pulled)?;
+        let replay = Replay::capture(&group, GLOBAL, || placed.enqueue(&case, pulled).unwrap());
+        for turn in 0..operations(2, 100, 30) {
+            placed.poison()?;
+            if turn % 7 == 0 {
+                placed.enqueue(&case, pulled)?;
+                placed.poison()?;
+            }
+            replay.launch();
+            group.synchronize()?;
+            let found = placed.out.to_vec()?;
+            assert_eq!(bits(&found), bits(&expected), "replay {turn}");
+        }
+        Ok("the same bits".into())
+    }));
+}
