@@ -3,8 +3,8 @@
 //
 // There is one GPU, which ranks share. A stream is a thread that does one thing after the other; device memory is the host's, and what
 // processes pass on to one another are memfds. Of capture it keeps the rules that this library can break: what a capture has spread to must be
-// joined; events do not cross its border; a stream that is captured is not asked whether it is idle. A graph's nodes run as soon as those have that
-// they depend on, in any order.
+// joined; events do not cross its border; a stream that is captured is not asked whether it is idle. A graph's nodes run one after the other, in any
+// order that their edges allow: so kernels that wait for copies of the same graph find no place here.
 //
 // It knows the kernels that it needs: reductions, exchanges, alignment, the count of replays, and products whose partials are not added by
 // kernels. It says nothing about speed, nor about what a GPU may reorder.
@@ -27,6 +27,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <random>
 #include <set>
 #include <string>
 #include <thread>
@@ -166,25 +167,22 @@ struct CUgraph_st {
 
 struct CUgraphExec_st {
     std::vector<Node> nodes;
+    std::mt19937 random;
 
+    // One after the other, as a GPU may, for which branches that could run at the same time need not: in any order that is one.
     void run() {
-        std::mutex mutex;
-        std::condition_variable changed;
         std::vector<bool> done(nodes.size());
-        std::vector<std::thread> threads;
-        for (size_t index = 0; index < nodes.size(); ++index) {
-            threads.emplace_back([&, index] {
-                const Node& node = nodes[index];
-                std::unique_lock<std::mutex> lock(mutex);
-                changed.wait(lock, [&] { return std::all_of(node.after.begin(), node.after.end(), [&](int i) { return done[i]; }); });
-                lock.unlock();
-                node.work();
-                lock.lock();
-                done[index] = true;
-                changed.notify_all();
-            });
+        for (size_t count = 0; count < nodes.size(); ++count) {
+            std::vector<int> ready;
+            for (size_t index = 0; index < nodes.size(); ++index) {
+                const std::vector<int>& after = nodes[index].after;
+                const bool is_ready = std::all_of(after.begin(), after.end(), [&](int before) { return done[before]; });
+                if (!done[index] && is_ready) ready.push_back(static_cast<int>(index));
+            }
+            const int next = ready[random() % ready.size()];
+            nodes[next].work();
+            done[next] = true;
         }
-        for (std::thread& thread : threads) thread.join();
     }
 };
 
@@ -652,7 +650,7 @@ CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph) {
 }
 
 CUresult cuGraphInstantiate(CUgraphExec* executable, CUgraph graph, unsigned long long) {
-    return *executable = new CUgraphExec_st{graph->nodes}, CUDA_SUCCESS;
+    return *executable = new CUgraphExec_st{graph->nodes, std::mt19937(7)}, CUDA_SUCCESS;
 }
 
 CUresult cuGraphLaunch(CUgraphExec executable, CUstream stream) {

@@ -12,7 +12,8 @@ use super::limits::{COMMANDS, commands};
 use super::memory::{Signals, close};
 use super::monitor::OUTSTANDING;
 use super::program::{self, Launch, Place, Program};
-use super::route::{announce, announce_by_gates, copies, pause, push};
+use super::route::copies::{self, Enqueued};
+use super::route::{announce, announce_by_gates, pause, push};
 use super::stamps::{Stamps, stamp};
 use crate::backend::sealed::{Call, Callback, Consumer, Producer};
 use crate::error::Result;
@@ -134,7 +135,7 @@ fn enqueue(
     if traced && launch.is_none() {
         begun = Some(stamp(&cuda.device, main)?);
     }
-    let mut copies = Stamps::new(&cuda.device, false);
+    let mut copies = None;
     let mut callers = Callers::new(cuda, traced);
     let mut consumer = None;
     let mut made = Ok(());
@@ -144,13 +145,15 @@ fn enqueue(
             // Also what was put there before something failed.
             let joined = callers.join(main);
             match produced {
-                Ok(stamps) => (copies, made) = (stamps, joined),
+                Ok(enqueued) => (copies, made) = (Some(enqueued), joined),
                 Err(error) => made = Err(error),
             }
         }
         other => {
             let (matrices, no_maker) = (call.matrices, None);
-            copies = copies::enqueue(at, stream, schedule, matrices, epoch, no_maker, traced)?;
+            let enqueued =
+                copies::enqueue(at, stream, schedule, matrices, epoch, no_maker, traced)?;
+            copies = Some(enqueued);
             if let Some(Callback::Consumer(function)) = other {
                 consumer = Some(function);
             }
@@ -176,8 +179,8 @@ fn enqueue(
     };
     let mut words: SmallVec<[StreamMemOp; 16]> = done().map(|word| signals.wait(word)).collect();
     if let Some(reduction) = schedule.reduction() {
-        // What the caller makes has been added as it came.
-        if schedule.requests().is_empty() {
+        // What the caller makes has been added as it came, but in a graph.
+        if schedule.requests().is_empty() || recorded {
             if schedule.uses(Route::Push) {
                 // SAFETY: control blocks are unmapped when the streams have passed.
                 unsafe { main.words(&words)? };
@@ -197,16 +200,18 @@ fn enqueue(
         // SAFETY: as above; the monitor's words live as long as the backend.
         unsafe { main.words(&words)? };
     }
-    if let Some(consumer) = consumer {
-        let consumed = consume(at, schedule, &signals, consumer, &mut callers);
+    if let (Some(consumer), Some(copies)) = (consumer, &copies) {
+        let consumed = consume(at, schedule, &signals, copies, consumer, &mut callers);
         // Also what was put there before something failed.
         let joined = callers.join(main);
         consumed.and(joined)?;
     }
     if gated {
-        // As complete_by_gates of the host: those who wait for chunks have been joined.
-        let chunks = schedule.arrivals().iter();
-        let chunks = chunks.map(|arrival| close(signals.chunk(members.rank, arrival.flag)));
+        // As complete_by_gates of the host: those who wait for chunks have been joined. What this rank pulls opens none.
+        let brought = schedule.arrivals().iter();
+        let brought =
+            brought.filter(|arrival| arrival.from != members.rank && arrival.route != Route::Pull);
+        let chunks = brought.map(|arrival| close(signals.chunk(members.rank, arrival.flag)));
         let words: SmallVec<[StreamMemOp; 16]> = chunks.collect();
         // SAFETY: as above.
         unsafe { main.words(&words)? };
@@ -217,7 +222,9 @@ fn enqueue(
         if let Some(launch) = launch {
             launch.spans(program, spans)?;
         }
-        copies.spans(&begun, spans)?;
+        if let Some(copies) = copies {
+            copies.stamps.spans(&begun, spans)?;
+        }
         callers.stamps.spans(&begun, spans)?;
     }
     Ok(())
@@ -292,6 +299,7 @@ fn consume(
     at: &Place,
     schedule: &Schedule,
     signals: &Signals,
+    copies: &Enqueued,
     consumer: &mut Consumer,
     callers: &mut Callers,
 ) -> Result<()> {
@@ -305,6 +313,9 @@ fn consume(
         let source = arrival.source;
         let flag = signals.chunk(rank, arrival.flag);
         callers.put(index, Work::Wait { source }, |stream| {
+            if copies.precedes(arrival.flag, stream)? {
+                return Ok(());
+            }
             // SAFETY: the control block is unmapped when the streams have passed: the main one waits for this.
             unsafe { stream.words(&[signals.wait(flag)]) }
         })?;
@@ -317,7 +328,7 @@ fn consume(
 
 /// Has the caller's function make block after block, as [`drive::produce`](crate::schedule::drive::produce) of the host, on streams of its
 /// calls: the copy stream asks for a block when it comes to it, and what this rank keeps follows. Of that a block is added to what has
-/// come as soon as both are there, while the next is made.
+/// come as soon as both are there, while the next is made; in a graph, at the end.
 fn produce(
     at: &Place,
     schedule: &Schedule,
@@ -325,7 +336,7 @@ fn produce(
     signals: &Signals,
     producer: &mut Producer,
     callers: &mut Callers,
-) -> Result<Stamps> {
+) -> Result<Enqueued> {
     let Place { cuda, members, .. } = *at;
     let requests = schedule.requests();
     let mut up_to = |block: usize| make(at, requests, producer, callers, block);
@@ -342,7 +353,9 @@ fn produce(
     let first = requests.iter().find(own).map_or(0, |own| own.rows.start);
     for (block, request) in requests.iter().enumerate() {
         make(at, requests, producer, callers, block)?;
-        let Some(reduction) = schedule.reduction().filter(|_| own(&request)) else {
+        // (A graph may run its branches one after the other: this one would wait for a peer, which waits for another branch.)
+        let adds = own(&request) && !at.recorded;
+        let Some(reduction) = schedule.reduction().filter(|_| adds) else {
             continue;
         };
         let addends = request.addends.clone();

@@ -1,7 +1,7 @@
 //! Rows that a stream pulls, or where no kernel waits for them pushes: copies, each with its flag behind it.
 
 use super::super::Cuda;
-use super::super::driver::{Stream, StreamMemOp};
+use super::super::driver::{Event, Stream, StreamMemOp};
 use super::super::memory::{Signals, close};
 use super::super::program::Place;
 use super::super::stamps::Stamps;
@@ -15,7 +15,26 @@ use crate::span::{Lane, Work};
 /// Has the caller make all blocks up to one. They are there when the stream that is returned has done what is on it.
 pub type Make<'a> = dyn FnMut(usize) -> Result<&'a Stream> + 'a;
 
-/// Puts all that this rank moves on a stream. What is returned knows when each transfer was made, if the call is traced.
+/// What has been put on the copy stream.
+pub struct Enqueued {
+    /// When each transfer was made, if the call is traced.
+    pub stamps: Stamps,
+    /// By chunk flag of this rank, if the operation is recorded: when this rank has pulled it.
+    pulled: Vec<Option<Event>>,
+}
+
+impl Enqueued {
+    /// What is put on `stream` next comes after the chunk that this rank pulls under `flag`. False if it is not recorded, and so says it by its
+    /// flag.
+    pub fn precedes(&self, flag: usize, stream: &Stream) -> Result<bool> {
+        match self.pulled.get(flag) {
+            Some(Some(event)) => stream.wait_until(event).map(|()| true),
+            _ => Ok(false),
+        }
+    }
+}
+
+/// Puts all that this rank moves on a stream.
 pub fn enqueue<'a, 'm>(
     at: &Place<'a>,
     stream: &'a Stream,
@@ -24,8 +43,9 @@ pub fn enqueue<'a, 'm>(
     epoch: Epoch,
     make: Option<&'a mut Make<'m>>,
     is_traced: bool,
-) -> Result<Stamps> {
+) -> Result<Enqueued> {
     let Place { cuda, members, .. } = *at;
+    let gated = at.recorded && schedule.handshake();
     let mut copies = Copies {
         cuda,
         stream,
@@ -37,13 +57,16 @@ pub fn enqueue<'a, 'm>(
         words: [StreamMemOp::Write(0, 0); BATCH],
         pending: 0,
         stamps: Stamps::new(&cuda.device, is_traced),
+        pulled: Vec::new(),
+        gated,
     };
-    match at.recorded && schedule.handshake() {
+    match gated {
         true => drive::transfer_by_gates(schedule, schedule.moves(), &mut copies)?,
         false => drive::transfer(schedule, schedule.moves(), epoch, &mut copies)?,
     }
     copies.flush()?;
-    Ok(copies.stamps)
+    let Copies { stamps, pulled, .. } = copies;
+    Ok(Enqueued { stamps, pulled })
 }
 
 /// Word operations between two copies: a chunk's flag, `done`, and the next `ready`.
@@ -63,6 +86,10 @@ struct Copies<'a, 'm> {
     words: [StreamMemOp; BATCH],
     pending: usize,
     stamps: Stamps,
+    /// Whether words are gates. A graph may run its branches one after the other, so no branch of it waits by a gate for what another does: by
+    /// chunk flag, where this rank pulls it, the place of which others come after.
+    gated: bool,
+    pulled: Vec<Option<Event>>,
 }
 
 impl Copies<'_, '_> {
@@ -93,7 +120,11 @@ impl CopyEngine for Copies<'_, '_> {
         self.push(self.signals.wait(flag))
     }
 
-    fn wait_chunk(&mut self, flag: usize, _: Epoch, _: Awaited) -> Result<()> {
+    fn wait_chunk(&mut self, flag: usize, _: Epoch, awaited: Awaited) -> Result<()> {
+        // What this rank pulls stands before on this very stream.
+        if self.gated && matches!(awaited, Awaited::Chunk { pulled: true, .. }) {
+            return Ok(());
+        }
         let flag = self.signals.chunk(self.rank, flag);
         self.push(self.signals.wait(flag))
     }
@@ -138,6 +169,14 @@ impl CopyEngine for Copies<'_, '_> {
     }
 
     fn signal_chunk(&mut self, moved: &Transfer, _: Epoch) -> Result<()> {
+        if self.gated && moved.to == self.rank {
+            let event = Event::new(&self.cuda.device, false)?;
+            event.record(self.stream)?;
+            self.pulled
+                .resize_with(self.schedule.arrivals().len(), || None);
+            self.pulled[moved.flag] = Some(event);
+            return Ok(());
+        }
         let flag = self.signals.chunk(moved.to, moved.flag);
         self.push(self.signals.signal(flag))
     }
