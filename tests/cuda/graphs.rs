@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
-use gemmesh::{AllGatherMatmul, Cuda, Error, Group, Route, bf16};
+use gemmesh::{AllGatherMatmul, Cuda, Error, Group, Host, Route, bf16};
 
 use crate::support::gpu::*;
 use crate::support::processes::{Rank, Setting};
@@ -136,6 +136,31 @@ fn a_captured_operation_is_right_in_each_of_1000_replays() {
     }));
 }
 
+/// Rank 0 launches a graph, and rank 1 does not, which both hear at the deadline.
+pub fn miss(
+    rank: &Rank,
+    steps: &Group<Host>,
+    group: &Group<Cuda>,
+    replay: &Replay,
+) -> Result<Error, Error> {
+    steps.barrier()?;
+    let begin = Instant::now();
+    if rank.rank == 0 {
+        replay.launch();
+    } else {
+        steps.barrier()?;
+    }
+    let result = group.synchronize();
+    let took = begin.elapsed();
+    if rank.rank == 0 {
+        steps.barrier()?;
+        assert!(took < SHORT + NOTICED, "{took:?}");
+    }
+    let error = poisoned(group, result).unwrap_err();
+    assert_timeout_names(&error, 1);
+    Ok(error)
+}
+
 #[test]
 fn a_replay_that_a_rank_does_not_make_ends_at_the_deadline_and_names_it() {
     let Some(_leave) = gpu() else { return };
@@ -154,21 +179,7 @@ fn a_replay_that_a_rank_does_not_make_ends_at_the_deadline_and_names_it() {
             replay.launch();
             group.synchronize()?;
             arguments.check(rank.world)?;
-            steps.barrier()?;
-            let begin = Instant::now();
-            if rank.rank == 0 {
-                replay.launch();
-            } else {
-                steps.barrier()?;
-            }
-            let result = group.synchronize();
-            let took = begin.elapsed();
-            if rank.rank == 0 {
-                steps.barrier()?;
-                assert!(took < SHORT + NOTICED, "{took:?}");
-            }
-            let error = poisoned(&group, result).unwrap_err();
-            assert_timeout_names(&error, 1);
+            miss(rank, &steps, &group, &replay)?;
         }
         Ok("named".into())
     }));

@@ -8,6 +8,7 @@ use gemmesh::{
     broadcast, produce_and_all_to_all, reduce_scatter,
 };
 
+use crate::graphs::miss;
 use crate::support::gpu::*;
 use crate::support::numbers::{bits, nan, normal};
 use crate::support::processes::Setting;
@@ -234,22 +235,7 @@ fn a_replay_that_a_rank_does_not_make_ends_at_the_deadline_and_names_it_and_the_
         });
         replay.launch();
         group.synchronize()?;
-        steps.barrier()?;
-        let begin = Instant::now();
-        if rank.rank == 0 {
-            replay.launch();
-        } else {
-            steps.barrier()?;
-        }
-        let result = group.synchronize();
-        let took = begin.elapsed();
-        if rank.rank == 0 {
-            steps.barrier()?;
-            assert!(took < SHORT + NOTICED, "{took:?}");
-        }
-        let error = poisoned(&group, result).unwrap_err();
-        assert_timeout_names(&error, 1);
-        let words = error.to_string();
+        let words = miss(rank, &steps, &group, &replay)?.to_string();
         assert!(
             words.contains("all_gather_and_consume in a graph"),
             "{words}"

@@ -6,10 +6,10 @@ use std::time::Duration;
 use super::Cuda;
 use smallvec::SmallVec;
 
+use super::control::{Signals, close};
 use super::driver::{Stream, StreamMemOp};
 use super::exchange;
 use super::limits::{COMMANDS, commands};
-use super::memory::{Signals, close};
 use super::monitor::OUTSTANDING;
 use super::program::{self, Launch, Place, Program};
 use super::route::copies::{self, Enqueued};

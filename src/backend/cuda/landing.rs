@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use super::abi::{GEMMESH_LANDING_BYTES, GEMMESH_MAX_TARGETS, GemmeshLanding};
-use super::memory::Control;
+use super::control::Control;
 use crate::schedule::reduce_scatter::{LOW_ROWS, PADDED_COLUMNS};
 use crate::schedule::{Addend, Config, Reduction, Schedule};
 

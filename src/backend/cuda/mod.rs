@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 mod abi;
+mod control;
 mod driver;
 mod engine;
 mod exchange;
@@ -38,10 +39,11 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use abi::{GEMMESH_MAX_WORLD, GemmeshAlignment};
+use control::{BOX, Control};
 use driver::{Device, Event, Memory, Region, Stream, StreamMemOp};
 use kernel::{Instance, Kernels, Variant};
 use limits::Outputs;
-use memory::{BOX, Control, Peers, Symmetric};
+use memory::{Peers, Symmetric};
 use model::rates::Rates;
 use monitor::Monitor;
 use program::Program;

@@ -14,8 +14,8 @@ use super::abi::{
     GEMMESH_FAULT_RECORDED, GEMMESH_GROUP_FAILED, GEMMESH_LANDED, GEMMESH_READY, GemmeshFault,
     GemmeshPushEpoch,
 };
+use super::control::{FlagLine, OwnWords, Snapshot, Waits};
 use super::driver::{Device, DevicePtr, Pinned, Priority, Stream, StreamMemOp};
-use super::memory::{FlagLine, OwnWords, Snapshot, Waits};
 use crate::error::{Error, Result};
 use crate::ranks::members::{FailureReporter, Members};
 use crate::schedule::{Awaited, Epoch, MAX_BLOCKS, MAX_FLAGS};

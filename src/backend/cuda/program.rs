@@ -11,12 +11,12 @@ use super::abi::{
     GemmeshReduction, GemmeshSend, GemmeshSlice, GemmeshStore, GemmeshSums, GemmeshTile,
     GemmeshTraceEvent,
 };
+use super::control::{Signals, Waits};
 use super::driver::{DevicePtr, Layout, Memory, Stream};
 use super::exchange;
 use super::kernel::{Instance, Variant};
 use super::landing::{self, Landing};
 use super::limits::Outputs;
-use super::memory::{Signals, Waits};
 use super::reclaim::Deferred;
 use super::route::store;
 use super::slices::Entry;

@@ -1,8 +1,8 @@
 //! Rows that a stream pulls, or where no kernel waits for them pushes: copies, each with its flag behind it.
 
 use super::super::Cuda;
+use super::super::control::{Signals, close};
 use super::super::driver::{Event, Stream, StreamMemOp};
-use super::super::memory::{Signals, close};
 use super::super::program::Place;
 use super::super::stamps::Stamps;
 use super::{copy_regions, delay};
