@@ -114,6 +114,7 @@ struct CUstream_st {
     int priority;
     std::shared_ptr<Capture> capture;
     std::vector<int> last;  // nodes of the capture, which the next one comes after
+    std::mt19937 random{std::random_device{}()};
 
     explicit CUstream_st(int priority) : priority(priority) {
         std::thread([this] { run(); }).detach();
@@ -127,6 +128,8 @@ struct CUstream_st {
             queue.pop_front();
             busy = true;
             lock.unlock();
+            // Streams drift apart.
+            if (random() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 100));
             work();
             lock.lock();
             busy = false;
