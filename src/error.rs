@@ -382,7 +382,7 @@ pub enum Error {
 
     /// Something that can't be captured in a CUDA graph was put on a stream that is being captured.
     #[error(
-        "rank {rank}: this cannot be captured in a CUDA graph; what can are operations that have run before, and among products those whose rows are pushed (Config::route)"
+        "rank {rank}: this cannot be captured in a CUDA graph; what can are operations that have run before, but no all_gather_matmul whose rows are pulled (Config::route)"
     )]
     Capturing {
         /// The rank.

@@ -92,8 +92,8 @@ pub struct Chunking {
 /// Who moves the rows of another rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Route {
-    /// The copy engine of the rank that needs them. On GPUs the only one that needs no kernel of another rank to run; a
-    /// product can't be captured in a graph.
+    /// The copy engine of the rank that needs them. On GPUs the only one that needs no kernel of another rank to run; an
+    /// all_gather_matmul can't be captured in a graph.
     Pull,
     /// The copy engine of the rank that owns them. Kernels of all ranks must be able to run at the same time: the
     /// documentation of `Cuda` says what that asks of other kernels on the same GPUs. When an operation fails, a rank may

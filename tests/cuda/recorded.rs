@@ -14,6 +14,7 @@ use crate::support::numbers::{bits, nan, normal};
 use crate::support::processes::Setting;
 use crate::support::shared::collectives::Produces;
 use crate::support::shared::pipelines::Consumes;
+use crate::support::tested::connect_short;
 use crate::test_name;
 
 /// Longer than most tests: what ranks that share a GPU wait for comes in its turn.
@@ -219,10 +220,11 @@ fn collectives_are_replayed_beside_live_calls(test: &str, world: usize) {
 /// As one of a kernel that waits.
 #[test]
 fn a_replay_that_a_rank_does_not_make_ends_at_the_deadline_and_names_it_and_the_call() {
-    let Some(_leave) = gpu() else { return };
+    let Some(_leave) = gpu_alone() else { return };
     all_done(ranks(test_name!(), 2, |rank| {
         let steps = host_group(rank)?;
         let _context = Context::retain(rank.rank);
+        steps.barrier()?;
         let group = another_group(rank, "gates", SHORT)?;
         let a = group.sharded::<bf16>(30, 8)?;
         all_gather_and_consume(&a, |_| Ok(()))?;
@@ -247,9 +249,9 @@ fn a_replay_that_a_rank_does_not_make_ends_at_the_deadline_and_names_it_and_the_
 /// Replays that follow one another for longer than the timeout make none of them late.
 #[test]
 fn replays_may_take_longer_than_the_timeout_together() {
-    let Some(_leave) = gpu() else { return };
+    let Some(_leave) = gpu_alone() else { return };
     all_done(ranks(test_name!(), 2, |rank| {
-        let group = connect(rank, SHORT)?;
+        let (_kept, group) = connect_short::<Cuda>(rank)?;
         let a = group.sharded::<bf16>(30, 8)?;
         let slow = |group: &Group<Cuda>| {
             all_gather_and_consume(&a, |_| Ok(()))?;
@@ -259,14 +261,39 @@ fn replays_may_take_longer_than_the_timeout_together() {
         let replay = Replay::capture(&group, RELAXED, || {
             all_gather_and_consume(&a, |_| Ok(())).expect("it can be captured");
         });
-        let begin = Instant::now();
-        while begin.elapsed() < 3 * SHORT {
+        // Each round takes a quarter of it.
+        for _ in 0..13 {
             (0..20).for_each(|_| replay.launch());
             if rank.rank == 1 {
                 std::thread::sleep(SHORT / 4);
             }
             group.barrier()?;
         }
+        group.synchronize()?;
+        Ok("in time".into())
+    }));
+}
+
+/// Nor is the rank that waits for all of them: they go on.
+#[test]
+fn many_replays_are_waited_for_as_long_as_they_go_on() {
+    let Some(_leave) = gpu_alone() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let (_kept, group) = connect_short::<Cuda>(rank)?;
+        let mut out = group.sharded::<u8>(30, 16)?;
+        let mut exchange = |time| {
+            produce_and_all_to_all(&mut out, |block| {
+                Cuda::linger(&block, time);
+                Ok(())
+            })
+        };
+        exchange(Duration::ZERO)?;
+        group.synchronize()?;
+        let replay = Replay::capture(&group, RELAXED, || {
+            exchange(SHORT / 10).expect("it can be captured");
+        });
+        // Longer than a rank waits for what does not go on.
+        (0..20).for_each(|_| replay.launch());
         group.synchronize()?;
         Ok("in time".into())
     }));

@@ -289,31 +289,62 @@ pub enum Waits {
     /// Its streams, for `ready` of the peers whose memory it moves something from or to, and for `done` of those that do so with this
     /// rank's: bit r for rank r.
     Streams { ready: u64, done: u64 },
-    /// The same of a recorded operation, for gates.
-    Gates { ready: u64, done: u64 },
+    /// The same of a recorded operation, for gates, which are opened for those who wait for them only; and for `sources` of what it passes
+    /// on, which say `done` here too: they are to blame before those who wait for them as well.
+    Gates { ready: u64, sources: u64, done: u64 },
 }
 
 impl Waits {
     pub fn of(schedule: &Schedule) -> Waits {
-        let ranks = |ranks: &mut dyn Iterator<Item = usize>| ranks.fold(0, |all, r| all | 1 << r);
         if schedule.is_pushed() {
             return Waits::Kernel;
         }
-        let others = || schedule.moves().filter(|moved| moved.from != moved.to);
+        let Masks {
+            ready,
+            sources,
+            done,
+        } = Masks::of(schedule);
         // What is passed on waits for its source, which therefore is to blame before those who wait for it too.
-        let passed_on = others().filter(|moved| !moved.after.is_empty());
-        let sources = passed_on.map(|moved| moved.source);
         Waits::Streams {
-            ready: ranks(&mut others().map(Transfer::peer).chain(sources)),
-            done: ranks(&mut schedule.movers().iter().copied()),
+            ready: ready | sources,
+            done,
         }
     }
 
-    /// Of the same operation when it is recorded.
-    pub fn by_gates(self) -> Waits {
-        match self {
-            Waits::Streams { ready, done } => Waits::Gates { ready, done },
-            other => other,
+    /// Of the same operation when it is recorded, by gates.
+    pub fn by_gates(schedule: &Schedule) -> Waits {
+        let Masks {
+            ready,
+            sources,
+            done,
+        } = Masks::of(schedule);
+        Waits::Gates {
+            ready,
+            sources: sources & done,
+            done,
+        }
+    }
+}
+
+/// Whom streams wait for: bit r for rank r.
+struct Masks {
+    /// Whose memory something is moved from or to.
+    ready: u64,
+    /// Whose rows are passed on.
+    sources: u64,
+    /// Who moves something from or to this rank's.
+    done: u64,
+}
+
+impl Masks {
+    fn of(schedule: &Schedule) -> Masks {
+        let ranks = |ranks: &mut dyn Iterator<Item = usize>| ranks.fold(0, |all, r| all | 1 << r);
+        let others = || schedule.moves().filter(|moved| moved.from != moved.to);
+        let passed_on = others().filter(|moved| !moved.after.is_empty());
+        Masks {
+            ready: ranks(&mut others().map(Transfer::peer)),
+            sources: ranks(&mut passed_on.map(|moved| moved.source)),
+            done: ranks(&mut schedule.movers().iter().copied()),
         }
     }
 }
@@ -333,13 +364,17 @@ impl Snapshot {
         epoch: Epoch,
         waits: Waits,
     ) -> Option<(Awaited, u32)> {
-        let (words, ready, done_words, done) = match waits {
-            Waits::Kernel => (&self.mailbox, u64::MAX, &self.done, 0),
-            Waits::Streams { ready, done } => (&self.ready, ready, &self.done, done),
-            Waits::Gates { ready, done } => {
+        let (words, ready, done_words, sources, done) = match waits {
+            Waits::Kernel => (&self.mailbox, u64::MAX, &self.done, 0, 0),
+            Waits::Streams { ready, done } => (&self.ready, ready, &self.done, 0, done),
+            Waits::Gates {
+                ready,
+                sources,
+                done,
+            } => {
                 // Those that it has passed are closed again.
                 let ready = if self.moved == 0 { ready } else { 0 };
-                (&self.gates_ready, ready, &self.gates_done, done)
+                (&self.gates_ready, ready, &self.gates_done, sources, done)
             }
         };
         let ring = |among: u64| {
@@ -347,7 +382,8 @@ impl Snapshot {
             ranks.filter(move |rank| among >> rank & 1 == 1)
         };
         let words = ring(ready).map(|source| (Awaited::Ready { source }, words[source]));
-        let done = ring(done).map(|peer| (Awaited::Done { peer }, done_words[peer]));
+        let done = ring(sources).chain(ring(done));
+        let done = done.map(|peer| (Awaited::Done { peer }, done_words[peer]));
         let words = words.chain(done);
         let mut late = words.filter(|(_, seen)| !epoch.reached_by(*seen));
         late.next()
@@ -383,6 +419,7 @@ mod tests {
         // Of gates, those that were passed are closed, once all is moved.
         let gates = Waits::Gates {
             ready: 0b101,
+            sources: 0,
             done: 0b1101,
         };
         words.gates_ready[2] = 1;
@@ -391,6 +428,14 @@ mod tests {
         (words.moved, words.gates_ready[2]) = (1, 0);
         words.gates_done[2] = 1;
         assert_eq!(missing(&words), Some((Awaited::Done { peer: 3 }, 0)));
+        // Whose rows are passed on is to blame first.
+        let relayed = Waits::Gates {
+            ready: 0,
+            sources: 0b1,
+            done: 0b1001,
+        };
+        let first = words.missing(1, 4, Epoch::OPEN, relayed);
+        assert_eq!(first, Some((Awaited::Done { peer: 0 }, 0)));
         words.gates_done[..4].fill(1);
         assert_eq!(missing(&words), None);
         words.push_epoch.epoch = u32::MAX;
@@ -408,13 +453,19 @@ mod tests {
             layout: Layout::new(&[512, 0, 0], 16).unwrap(),
             n: 16,
         };
-        let waits = |rank| {
-            let schedule = collectives::broadcast(&asked, rank, collectives::chunked(2));
-            Waits::of(&schedule.unwrap())
-        };
+        let schedule =
+            |rank| collectives::broadcast(&asked, rank, collectives::chunked(2)).unwrap();
+        let waits = |rank| Waits::of(&schedule(rank));
         let streams = |ready, done| Waits::Streams { ready, done };
         assert_eq!(waits(0), streams(0b110, 0));
         assert_eq!(waits(1), streams(0b101, 0b101));
         assert_eq!(waits(2), streams(0b011, 0b011));
+        // Nobody brings anything to rank 0, so it opens no gate.
+        let gates = Waits::Gates {
+            ready: 0b100,
+            sources: 0b1,
+            done: 0b101,
+        };
+        assert_eq!(Waits::by_gates(&schedule(1)), gates);
     }
 }

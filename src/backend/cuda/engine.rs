@@ -192,8 +192,8 @@ fn enqueue(
     if schedule.handshake() {
         // Then the operation is complete.
         if gated {
-            words.extend(done().chain([cuda.control.moved()]).map(close));
             words.push(StreamMemOp::Write(monitor.running(), 0));
+            words.extend(done().chain([cuda.control.moved()]).map(close));
         } else {
             words.push(StreamMemOp::Write(monitor.completed(), epoch.raw()));
         }

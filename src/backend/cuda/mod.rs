@@ -79,7 +79,8 @@ use crate::schedule::{Config, Description, Numerics, Route, Schedule};
 /// another GPU, such as a kernel of another group of this library, must therefore stand in an order with the operation
 /// that is the same on every rank, and that the device knows: both on one stream, or joined by an event. The order in which
 /// the host makes the calls is none, for streams are independent. A kernel that leaves some multiprocessors free needs no
-/// order. What breaks this rule ends at the deadline with an error. [`Route::Pull`] needs no such order.
+/// order. What breaks this rule ends at the deadline with an error. [`Route::Pull`] needs no such order, but in a graph: it may run its branches
+/// one after the other, so operations of several groups must not stand on several of them.
 ///
 /// Where partial sums are pushed or stored, a rank waits for all that the peers' kernels make of its rows: there *any* kernel that holds
 /// multiprocessors and waits for another GPU must stand in such an order. Kernels store partials to seven peers at the most.
@@ -242,14 +243,18 @@ impl sealed::Backend for Cuda {
     fn close(&mut self, members: &Members) {
         // The operations end by themselves, or the monitor ends them: unless the caller's own work in front of them goes on.
         let longest = members.timeout + Duration::from_secs(2);
-        let begin = Instant::now();
         if self.recorded.load(Ordering::Relaxed) && !self.main().is_capturing().unwrap_or(true) {
             // Replays stand behind no mark. If this fails, the device has.
             let _ = self.reclaimer.mark();
         }
         let at_rest = || self.reclaimer.latest().is_none_or(|mark| mark.is_passed());
-        while !at_rest() && begin.elapsed() < longest {
+        let mut progress = (self.monitor.progress(), Instant::now());
+        while !at_rest() && progress.1.elapsed() < longest {
             std::thread::sleep(Duration::from_micros(200));
+            let now = self.monitor.progress();
+            if now != progress.0 {
+                progress = (now, Instant::now());
+            }
         }
         if !at_rest() {
             // Operations that have not begun yet then run through without waiting.
@@ -489,16 +494,16 @@ impl Cuda {
         const NAP: Duration = Duration::from_micros(50);
         /// More than the monitor waits.
         const GRACE: Duration = Duration::from_secs(2);
-        let mut progress = (self.monitor.outstanding(), Instant::now());
+        let mut progress = (self.monitor.progress(), Instant::now());
         let mut turn = 0;
         while !is_done().map_err(|e| members.fail(e))? {
             turn += 1;
             if turn > SPINS {
                 std::thread::sleep(NAP);
             }
-            let outstanding = self.monitor.outstanding();
-            if outstanding != progress.0 {
-                progress = (outstanding, Instant::now());
+            let now = self.monitor.progress();
+            if now != progress.0 {
+                progress = (now, Instant::now());
             }
             let waited = progress.1.elapsed();
             if waited > members.timeout + GRACE {

@@ -174,6 +174,11 @@ impl Monitor {
         result
     }
 
+    /// What changes when operations end, or replays begin.
+    pub fn progress(&self) -> (u32, u32) {
+        (self.outstanding(), self.watch.replayed.read().begun)
+    }
+
     /// Operations that were begun and are not complete.
     pub fn outstanding(&self) -> u32 {
         let begun = self.watch.begun.load(Ordering::Acquire);
@@ -200,7 +205,7 @@ impl Monitor {
         self.watch.look();
     }
 
-    /// Lets whatever waits on the device run through, now and later.
+    /// Lets whatever waits on the device run through, now and later; but replays, which close gates behind themselves, once.
     pub fn release(&self) {
         // What can't be written can't be helped; the device itself has failed then.
         let _ = self.watch.release();

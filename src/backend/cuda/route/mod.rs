@@ -13,6 +13,7 @@ use std::time::Duration;
 use smallvec::SmallVec;
 
 use super::Cuda;
+use super::control::Waits;
 use super::driver::{Stream, StreamMemOp};
 use super::program::{self, Place, Program};
 use crate::backend::chunk_delay;
@@ -64,7 +65,7 @@ pub fn announce_by_gates(at: &Place, program: &Program) -> Result<()> {
     } = *at;
     let (schedule, gates) = (&program.schedule, cuda.control.gates());
     let name = schedule.agreed().map_or("", Agreed::name);
-    let recording = cuda.monitor.record(name, program.waits.by_gates());
+    let recording = cuda.monitor.record(name, Waits::by_gates(schedule));
     let mut words: SmallVec<[StreamMemOp; 16]> = SmallVec::new();
     words.push(StreamMemOp::Write(cuda.monitor.running(), recording));
     let movers = schedule.movers().iter();
