@@ -340,7 +340,7 @@ trait Timed<B: Backend, T: Element>: Operation<B, T> {
         prepared: &Self::Prepared,
         args: &Args,
         progress: impl FnMut(),
-    ) -> Result<Timing>;
+    ) -> Result<Timing, Failure>;
 
     /// Appends the fastest configuration for a shape to a file.
     #[cfg(feature = "cuda")]
@@ -410,7 +410,7 @@ impl<T: Element, O: Operation<Host, T>> Timed<Host, T> for O {
         prepared: &O::Prepared,
         args: &Args,
         progress: impl FnMut(),
-    ) -> Result<Timing> {
+    ) -> Result<Timing, Failure> {
         let (warmup, iters) = (args.warmup, args.iters);
         let times = common::measure(group, self, prepared, warmup, iters, progress)?;
         Ok(Timing {
@@ -552,7 +552,9 @@ fn bench<B: Backend, T: Element, O: Timed<B, T>>(
     let default = O::config(&operation.prepare(None)?);
     let config = args.config(default);
     let prepared = operation.prepare(Some(config))?;
-    let check = verify(group, &mut operation, &prepared, products)?;
+    let check = verify(group, &mut operation, products, |operation| {
+        operation.run(&prepared)
+    })?;
     #[cfg(feature = "timeline")]
     if let Some(path) = &args.trace {
         // The first run with a trace loads what it needs.
@@ -579,12 +581,12 @@ fn bench<B: Backend, T: Element, O: Timed<B, T>>(
 fn verify<B: Backend, T: Element, O: Operation<B, T>>(
     group: &Group<B>,
     operation: &mut O,
-    prepared: &O::Prepared,
     products: usize,
+    run: impl FnOnce(&mut O) -> Result<()>,
 ) -> Result<Check, Failure> {
     operation.poison()?;
     group.barrier()?;
-    operation.run(prepared)?;
+    run(operation)?;
     let check = operation.check(products)?.everywhere(group)?;
     if check.ok() {
         Ok(check)

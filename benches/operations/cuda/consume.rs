@@ -1,6 +1,7 @@
 //! Rows that are gathered, and multiplied by cuBLASLt as they come.
 
 use std::rc::Rc;
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::CUstream;
 use gemmesh::trace::Trace;
@@ -23,6 +24,8 @@ pub struct Consume<T: Element> {
     cublaslt: [Rc<CublasLt>; 2],
     /// In the order of the calls.
     products: Vec<Product>,
+    /// The host's time in them.
+    in_functions: Duration,
     /// The group's.
     stream: CUstream,
 }
@@ -60,6 +63,7 @@ impl<T: Element> Operation<Cuda, T> for Consume<T> {
             gather: AllGather::random(group, shape, stages)?,
             cublaslt: [Rc::new(CublasLt::new()?), Rc::new(CublasLt::new()?)],
             products: Vec::new(),
+            in_functions: Duration::ZERO,
             stream: group.stream().cast(),
         })
     }
@@ -103,8 +107,10 @@ impl<T: Element> Operation<Cuda, T> for Consume<T> {
             self.products = products;
         }
         operation.run(&self.gather.a, |chunk| {
+            let begin = Instant::now();
             self.products[made].run(chunk.stream().cast())?;
             made += 1;
+            self.in_functions += begin.elapsed();
             Ok(())
         })
     }
@@ -158,5 +164,13 @@ impl<T: Element> OnGpus<T> for Consume<T> {
         [1, 2, 4]
             .map(|count| (Route::Pull, Chunking::new(count)))
             .into()
+    }
+
+    fn can_be_captured(_: &Self::Prepared) -> bool {
+        true
+    }
+
+    fn in_functions(&mut self) -> Option<Duration> {
+        Some(std::mem::take(&mut self.in_functions))
     }
 }

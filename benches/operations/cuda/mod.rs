@@ -12,7 +12,7 @@ mod produce;
 use std::fmt::Debug;
 use std::path::Path;
 use std::rc::Rc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use clock::{Graph, Side, Timer};
 pub use consume::Consume;
@@ -50,6 +50,14 @@ pub trait OnGpus<T: Element>: Operation<Cuda, T> {
     const ADDS: bool;
     /// How rows may be moved.
     fn ways() -> Vec<(Route, Chunking)>;
+    /// Whether a run can be captured in a CUDA graph.
+    fn can_be_captured(prepared: &Self::Prepared) -> bool {
+        Self::config(prepared).route != Route::Pull
+    }
+    /// The host's time in functions of the caller's since this was asked last, if it has any.
+    fn in_functions(&mut self) -> Option<Duration> {
+        None
+    }
 }
 
 /// What all shapes are timed with: NCCL alone takes a second to set up.
@@ -252,7 +260,7 @@ enum Variant {
     Peers,
     Sequential,
     Fused,
-    /// The same, replayed from a CUDA graph; where rows are pulled it can't be captured.
+    /// The same, replayed from a CUDA graph, if it can be captured.
     Graph,
     /// cuBLASLt on one stream and plain copies on another, with nothing between them.
     Ideal,
@@ -305,7 +313,7 @@ impl<T: Element, O: OnGpus<T>> Timed<Cuda, T> for O {
         prepared: &O::Prepared,
         args: &Args,
         mut progress: impl FnMut(),
-    ) -> Result<Timing> {
+    ) -> Result<Timing, Failure> {
         let Instruments {
             timer, side, nccl, ..
         } = instruments;
@@ -313,10 +321,12 @@ impl<T: Element, O: OnGpus<T>> Timed<Cuda, T> for O {
         clock::bind(group)?;
         let mut peers = self.peers(instruments, prepared)?;
         peers.product.tune(timer)?;
-        let graph = match O::config(prepared).route {
-            Route::Pull => None,
-            _ => Some(Graph::capture(timer.stream, || self.run(prepared))?),
-        };
+        let mut graph = None;
+        if O::can_be_captured(prepared) {
+            let captured = Graph::capture(timer.stream, || self.run(prepared))?;
+            verify(group, self, PRODUCTS, |_| captured.launch(timer.stream))?;
+            graph = Some(captured);
+        }
         let can = |variant| match variant {
             Variant::Nccl | Variant::Peers => nccl.is_some(),
             Variant::Graph => graph.is_some(),
@@ -354,21 +364,33 @@ impl<T: Element, O: OnGpus<T>> Timed<Cuda, T> for O {
         }
         // What one of several fused calls in a row takes on the host.
         let mut host = Vec::new();
+        let mut has_functions = false;
         for _ in 0..args.iters.min(5) {
             timer.prepare()?;
+            self.in_functions();
             let begin = Instant::now();
             for _ in 0..CALLS {
-                run(Variant::Fused)?;
+                self.run(prepared)?;
             }
-            host.push([begin.elapsed().as_secs_f64() * 1e6 / CALLS as f64]);
+            let took = begin.elapsed();
+            let in_functions = self.in_functions();
+            has_functions = in_functions.is_some();
+            let library = took.saturating_sub(in_functions.unwrap_or_default());
+            host.push([took, library].map(|time| time.as_secs_f64() * 1e6 / CALLS as f64));
             group.synchronize()?;
         }
         let times = common::medians(&common::slowest(group, &samples)?);
-        let [host] = common::medians(&common::slowest(group, &host)?);
+        let [host, library] = common::medians(&common::slowest(group, &host)?);
         let time = |variant: Variant| can(variant).then_some(times[variant as usize]);
         let rows = Variant::ALL.map(|variant| variant.row::<T, O>(&peers, time(variant)));
         let mut rows = Vec::from(rows);
         rows.push(Row::new("host, a fused call", "host_us", Some(host)));
+        let library = has_functions.then_some(library);
+        rows.push(Row::new(
+            "host, without its functions",
+            "host_library_us",
+            library,
+        ));
         let shared = "NCCL's rows are left out: it needs a GPU for each rank, and ranks share one.";
         Ok(Timing {
             rows,
@@ -388,7 +410,9 @@ impl<T: Element, O: OnGpus<T>> Timed<Cuda, T> for O {
         let mut operation = O::random(group, shape, 1)?;
         let (config, time) = fastest(group, &mut operation)?;
         let prepared = operation.prepare(Some(config))?;
-        verify(group, &mut operation, &prepared, PRODUCTS)?;
+        verify(group, &mut operation, PRODUCTS, |operation| {
+            operation.run(&prepared)
+        })?;
         if group.rank() > 0 {
             return Ok(());
         }

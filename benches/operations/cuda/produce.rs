@@ -1,6 +1,7 @@
 //! Partial sums that cuBLASLt makes block by block, each sent to its owner while the next is made.
 
 use std::rc::Rc;
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::CUstream;
 use gemmesh::trace::Trace;
@@ -23,6 +24,8 @@ pub struct Produce<T: Element> {
     cublaslt: [Rc<CublasLt>; 2],
     /// In the order of the calls.
     products: Vec<Product>,
+    /// The host's time in them.
+    in_functions: Duration,
     /// The group's.
     stream: CUstream,
 }
@@ -62,6 +65,7 @@ impl<T: Element> Operation<Cuda, T> for Produce<T> {
             sums: ReduceScatter::random(group, shape, stages)?,
             cublaslt: [Rc::new(CublasLt::new()?), Rc::new(CublasLt::new()?)],
             products: Vec::new(),
+            in_functions: Duration::ZERO,
             stream: group.stream().cast(),
         })
     }
@@ -93,6 +97,7 @@ impl<T: Element> Operation<Cuda, T> for Produce<T> {
             sums,
             cublaslt,
             products,
+            in_functions,
             ..
         } = self;
         if products.is_empty() {
@@ -104,8 +109,10 @@ impl<T: Element> Operation<Cuda, T> for Produce<T> {
         }
         let mut made = 0;
         operation.run(m, &mut sums.out, |block| {
+            let begin = Instant::now();
             products[made].run(block.stream().cast())?;
             made += 1;
+            *in_functions += begin.elapsed();
             Ok(())
         })
     }
@@ -160,5 +167,13 @@ impl<T: Element> OnGpus<T> for Produce<T> {
         [1, 2, 4]
             .map(|count| (Route::Pull, Chunking::new(count)))
             .into()
+    }
+
+    fn can_be_captured(_: &Self::Prepared) -> bool {
+        true
+    }
+
+    fn in_functions(&mut self) -> Option<Duration> {
+        Some(std::mem::take(&mut self.in_functions))
     }
 }

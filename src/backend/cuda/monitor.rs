@@ -181,8 +181,7 @@ impl Monitor {
 
     /// Operations that were begun and are not complete.
     pub fn outstanding(&self) -> u32 {
-        let begun = self.watch.begun.load(Ordering::Acquire);
-        begun.wrapping_sub(self.watch.completed.read())
+        self.watch.outstanding()
     }
 
     /// Where it is written that streams have come to an operation.
@@ -250,6 +249,7 @@ impl Watch {
     fn run(&self) {
         let mut last = (self.completed.read(), self.replayed.read());
         let mut since = (Instant::now(), Instant::now());
+        let mut released = false;
         let mut closing = lock(&self.closing);
         while !*closing {
             closing = self
@@ -272,11 +272,19 @@ impl Watch {
             let next = Epoch::from_raw(completed).next();
             self.judge(Running::Live(next), since.0.elapsed());
             self.judge(Running::Replay(replayed.running), since.1.elapsed());
-            if self.failures.fault().is_some() {
+            // Once, and again for what is on the device: replays close gates behind themselves. (Not always, for each time takes a turn of
+            // the GPU from other processes.)
+            let is_busy = self.outstanding() > 0 || self.replayed.read().running > 0;
+            if self.failures.fault().is_some() && (is_busy || !released) {
                 // What can't be written can't be helped; the device itself has failed then.
-                let _ = self.release();
+                released = self.release().is_ok();
             }
         }
+    }
+
+    fn outstanding(&self) -> u32 {
+        let begun = self.begun.load(Ordering::Acquire);
+        begun.wrapping_sub(self.completed.read())
     }
 
     /// Ends the group if an operation has waited too long, or in vain.
