@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use cudarc::driver::sys;
 use gemmesh::{
     AllGatherAndConsume, Block, Cuda, Error, Group, Matrix, ProduceAndAllToAll,
     ProduceAndReduceScatter, all_gather, all_gather_and_consume, all_reduce, all_to_all, bf16,
@@ -144,6 +145,38 @@ fn blocks_are_made_and_sent_anew_at_each_replay() {
             assert_eq!(brought.to_vec()?, expected, "turn {turn}");
         }
         Ok(format!("{count} replays"))
+    }));
+}
+
+/// A graph has no order but its edges.
+#[test]
+fn blocks_of_a_replay_are_made_in_their_order() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let _context = Context::retain(rank.rank);
+        let last = Foreign::new(size_of::<u32>());
+        let mut out = group.sharded::<u8>(64, 16)?;
+        let operation = ProduceAndAllToAll::new().chunks(2);
+        operation.run(&mut out, |_| Ok(()))?;
+        group.synchronize()?;
+        let mut calls = 0u32;
+        let replay = Replay::capture(&group, RELAXED, || {
+            let exchanged = operation.run(&mut out, |block| {
+                calls += 1;
+                let stream = block.stream().cast();
+                // SAFETY: the word and the stream live.
+                driver(unsafe { sys::cuMemsetD32Async(last.ptr, calls, 1, stream) });
+                Ok(())
+            });
+            exchanged.expect("it can be captured");
+        });
+        for turn in 0..10 {
+            replay.launch();
+            group.synchronize()?;
+            assert_eq!(last.read(), calls.to_ne_bytes(), "turn {turn}");
+        }
+        Ok(format!("the last of {calls}"))
     }));
 }
 

@@ -179,8 +179,8 @@ fn enqueue(
     };
     let mut words: SmallVec<[StreamMemOp; 16]> = done().map(|word| signals.wait(word)).collect();
     if let Some(reduction) = schedule.reduction() {
-        // What the caller makes has been added as it came, but in a graph.
-        if schedule.requests().is_empty() || recorded {
+        // What the caller makes has been added as it came.
+        if schedule.requests().is_empty() {
             if schedule.uses(Route::Push) {
                 // SAFETY: control blocks are unmapped when the streams have passed.
                 unsafe { main.words(&words)? };
@@ -328,7 +328,8 @@ fn consume(
 
 /// Has the caller's function make block after block, as [`drive::produce`](crate::schedule::drive::produce) of the host, on streams of its
 /// calls: the copy stream asks for a block when it comes to it, and what this rank keeps follows. Of that a block is added to what has
-/// come as soon as both are there, while the next is made; in a graph, at the end.
+/// come as soon as both are there, while the next is made: by the stream that made it, or, in a graph, by the main one behind the copies, for
+/// a graph may run its branches one after the other, and a branch that waited for a peer would keep back what that waits for.
 fn produce(
     at: &Place,
     schedule: &Schedule,
@@ -351,11 +352,12 @@ fn produce(
     )?;
     let own = |request: &&Request| request.owner == schedule.rank();
     let first = requests.iter().find(own).map_or(0, |own| own.rows.start);
+    if at.recorded {
+        at.main.wait_for(cuda.copies(), &cuda.gathered)?;
+    }
     for (block, request) in requests.iter().enumerate() {
-        make(at, requests, producer, callers, block)?;
-        // (A graph may run its branches one after the other: this one would wait for a peer, which waits for another branch.)
-        let adds = own(&request) && !at.recorded;
-        let Some(reduction) = schedule.reduction().filter(|_| adds) else {
+        let made = make(at, requests, producer, callers, block)?;
+        let Some(reduction) = schedule.reduction().filter(|_| own(&request)) else {
             continue;
         };
         let addends = request.addends.clone();
@@ -363,15 +365,19 @@ fn produce(
         let words: SmallVec<[StreamMemOp; 16]> = words.collect();
         let source = schedule.sources()[request.addends.clone()].last();
         let source = source.map_or(members.rank, |&source| source);
-        callers.put(block, Work::Wait { source }, |made| {
-            // SAFETY: the control block is unmapped when the streams have passed: the main one waits for this.
-            unsafe { made.words(&words) }
-        })?;
         let rows = request.rows.start - first..request.rows.end - first;
+        // SAFETY: the control block is unmapped when the streams have passed: the main one waits for this.
+        let wait = |stream: &Stream| unsafe { stream.words(&words) };
         let work = Work::Add { rows: rows.clone() };
-        callers.put(block, work, |made| {
-            program::reduce(at, made, schedule, reduction, rows, call)
-        })?;
+        let add = |stream: &Stream| program::reduce(at, stream, schedule, reduction, rows, call);
+        if at.recorded {
+            at.main.wait_for(made, &cuda.called)?;
+            wait(at.main)?;
+            add(at.main)?;
+        } else {
+            callers.put(block, Work::Wait { source }, wait)?;
+            callers.put(block, work, add)?;
+        }
     }
     Ok(copies)
 }
@@ -387,7 +393,11 @@ fn make<'a>(
     while callers.calls <= block {
         let index = callers.calls;
         let request = &requests[index];
-        callers.next()?;
+        let stream = callers.next()?;
+        if at.recorded && index > 0 {
+            // A graph has no order but its edges: it might make first what is sent to nobody.
+            stream.wait_for(callers.of(index - 1), &at.cuda.called)?;
+        }
         let work = Work::Call {
             rank: request.owner,
         };

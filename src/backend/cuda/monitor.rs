@@ -56,6 +56,8 @@ struct Watch {
     recordings: Mutex<Vec<(String, Waits)>>,
     /// A copy of this rank's words, for a report.
     snapshot: Pinned<Snapshot>,
+    /// What sets the device free.
+    satisfying: Pinned<Satisfying>,
     /// The last operation that was begun.
     begun: AtomicU32,
     /// A function of the caller's is to put a part of the latest operation on the device.
@@ -86,6 +88,17 @@ struct Replayed {
 // SAFETY: plain words, for which zero is valid.
 unsafe impl bytemuck::Zeroable for Replayed {}
 
+/// Words that copies bring where streams wait. (Not a fill, which is a kernel: it may have to wait for what it is to set free.)
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct Satisfying {
+    chunks: [u32; MAX_FLAGS],
+    open: [u32; MAX_BLOCKS],
+}
+
+// SAFETY: plain words, for which zero is valid.
+unsafe impl bytemuck::Zeroable for Satisfying {}
+
 /// An operation that has not ended.
 #[derive(Clone, Copy, Debug)]
 enum Running {
@@ -114,6 +127,7 @@ impl Monitor {
             replayed: Pinned::zeroed(device)?,
             recordings: Mutex::default(),
             snapshot: Pinned::zeroed(device)?,
+            satisfying: Pinned::zeroed(device)?,
             begun: AtomicU32::new(before),
             calling: AtomicBool::new(false),
             waits: Mutex::new([Waits::Kernel; OUTSTANDING]),
@@ -549,15 +563,22 @@ impl Watch {
                 words.push(StreamMemOp::Write(lines.done + 4 * peer, value));
             }
         }
-        // SAFETY: the control block lives as long as this thread.
+        const { assert!(MAX_FLAGS <= MAX_BLOCKS) };
+        self.satisfying.write(Satisfying {
+            chunks: [last; MAX_FLAGS],
+            open: [Epoch::OPEN.raw(); MAX_BLOCKS],
+        });
+        let chunks = self.satisfying.ptr() + offset_of!(Satisfying, chunks) as u64;
+        let open = self.satisfying.ptr() + offset_of!(Satisfying, open) as u64;
+        let (flags_bytes, blocks_bytes) = (4 * MAX_FLAGS, 4 * MAX_BLOCKS);
+        // SAFETY: the control block lives as long as this thread, and what is copied until its stream has passed.
         unsafe {
             self.rescue.words(&words)?;
-            self.rescue.fill(flags.chunk, last, MAX_FLAGS)?;
-            // What is replayed closes them again: this is done as long as the group lives.
-            self.rescue
-                .fill(gates.chunk, Epoch::OPEN.raw(), MAX_FLAGS)?;
+            self.rescue.copy(flags.chunk, chunks, flags_bytes)?;
+            // What is replayed closes them again: this is done as long as it goes on.
+            self.rescue.copy(gates.chunk, open, flags_bytes)?;
             // Of a product whose kernel was not launched.
-            self.rescue.fill(self.own.stored, 1, MAX_BLOCKS)
+            self.rescue.copy(self.own.stored, open, blocks_bytes)
         }
     }
 }
