@@ -124,7 +124,7 @@ typedef struct GemmeshPushEpoch {
     uint32_t current; /* the epoch of the operation whose rows the copy engine pushes: what it copies into flags */
     uint32_t gate;    /* set by the kernel when every peer is ready, or when the group has failed; reset by the copy stream
                        * when it has pushed */
-    uint32_t landed;   /* how many pushed operations have exchanged partial sums in landing areas */
+    uint32_t landed;   /* how many pushed operations have used landing areas */
     uint32_t reserved;
 } GemmeshPushEpoch;
 
@@ -146,18 +146,20 @@ typedef struct GemmeshSend {
     uint32_t rows;
     uint32_t peer; /* whom it is for: GemmeshExchange.rows has the other matrix of each rank */
     uint32_t flag; /* the peer's chunk flag */
-    uint32_t reserved;
+    uint32_t landed_row; /* in a landing area: how many rows of what goes from this rank to the peer, or the other way, come before */
 } GemmeshSend;
 
 /* What the grid stores, and waits for. Any grid of CTAs of GEMMESH_EXCHANGE_THREADS threads, which all run at the same time. */
 #define GEMMESH_EXCHANGE_THREADS 512
 typedef struct GemmeshSends {
-    const GemmeshSend *sends;
+    const GemmeshSend *sends; /* behind them, if landing areas are used, what comes: `peer` sends it, and `from_row` means nothing */
     const void *from;
     uint64_t from_pitch; /* bytes from row to row */
     uint64_t to_pitch;
     uint32_t count; /* of sends */
-    uint32_t flags; /* how many of this rank's chunk flags say that all has come to it */
+    uint32_t flags; /* how many of this rank's chunk flags say that all has come to it: one for each thing that comes */
+    uint32_t pieces; /* of 16 bytes, of a whole row */
+    uint32_t reserved;
 } GemmeshSends;
 
 /* How rows are pushed. */
@@ -313,7 +315,7 @@ static_assert(sizeof(GemmeshPushEpoch) == 32, "");
 static_assert(offsetof(GemmeshPushEpoch, entered) == 4, "it is written with the word before");
 static_assert(sizeof(GemmeshCopyTask) == 32, "a task is two 16-byte loads");
 static_assert(sizeof(GemmeshSend) == 32, "a task is two 16-byte loads");
-static_assert(sizeof(GemmeshSends) == 40, "");
+static_assert(sizeof(GemmeshSends) == 48, "");
 static_assert(sizeof(GemmeshExchange) == 48 + 16 * GEMMESH_MAX_WORLD, "");
 static_assert(offsetof(GemmeshExchange, task_count) == 32, "");
 static_assert(sizeof(GemmeshLanding) == 8 + 16 * GEMMESH_MAX_TARGETS, "");

@@ -3,9 +3,12 @@
 // Every CTA tells nothing of its own: the first that comes says that this rank is ready, and when all peers are, each stores its part of
 // what this rank sends, a task after the other, each with the peer's chunk flag behind it. Then it waits for all that comes to this rank, and adds up
 // its part. What push.cuh says of epochs, and of kernels that must be able to run at the same time, holds here; all CTAs of a grid are needed.
+//
+// What fits in landing areas goes there instead, and nobody waits for `ready` before or writes a flag behind: landing.cuh.
 
 #include "../abi.h"
 #include "flags.cuh"
+#include "landing.cuh"
 #include "ptx.cuh"
 #include "push.cuh"
 #include "reduce.cuh"
@@ -48,6 +51,65 @@ __device__ void store_rows(const GemmeshParams& params, const GemmeshSends& send
     }
 }
 
+// The whole CTA sends the rows of a task to the peer's landing area.
+__device__ void land_rows(const GemmeshSends& sends, const GemmeshSend& send, const LandingShare& share) {
+    const char* from = static_cast<const char*>(sends.from) + send.from_row * sends.from_pitch + send.column;
+    const uint32_t pieces = send.width / 16;
+    for (uint64_t index = threadIdx.x; index < uint64_t(pieces) * send.rows; index += blockDim.x) {
+        const uint64_t row = index / pieces;
+        const uint32_t piece = index % pieces;
+        const uint4 data = *reinterpret_cast<const uint4*>(from + row * sends.from_pitch + piece * 16);
+        share.send((send.landed_row + row) * sends.pieces + send.column / 16 + piece, data);
+    }
+}
+
+// The whole CTA puts rows that land where they belong.
+__device__ void take_rows(const GemmeshParams& params, const GemmeshSends& sends, const GemmeshSend& arrival,
+                          const LandingShare& share, uint32_t epoch) {
+    char* to = static_cast<char*>(params.exchange.rows[params.exchange.rank]) + arrival.to_row * sends.to_pitch + arrival.column;
+    const uint32_t pieces = arrival.width / 16;
+    for (uint64_t index = threadIdx.x; index < uint64_t(pieces) * arrival.rows; index += blockDim.x) {
+        const uint64_t row = index / pieces;
+        const uint32_t piece = index % pieces;
+        const uint64_t landed = (arrival.landed_row + row) * sends.pieces + arrival.column / 16 + piece;
+        *reinterpret_cast<uint4*>(to + row * sends.to_pitch + piece * 16) = share.take(params, epoch, arrival.peer, landed);
+    }
+}
+
+// By landing areas.
+template <class Element>
+__device__ void exchange_landing(const GemmeshParams& params, const GemmeshSends& sends, const GemmeshReduction& reduction,
+                                 const Entrance& entrance) {
+    const uint32_t rank = params.exchange.rank;
+    const auto share = [&](uint32_t to, uint32_t from) {
+        return LandingShare(params.landing, entrance, to, from, params.exchange.world);
+    };
+    for (uint32_t task = blockIdx.x; task < sends.count; task += gridDim.x) {
+        const GemmeshSend send = load_send(sends.sends + task);
+        if (send.peer == rank) {
+            store_rows(params, sends, send);
+        } else {
+            land_rows(sends, send, share(send.peer, rank));
+        }
+    }
+    // No lane waits for the others' before all of this warp's are sent: these would wait for them in turn.
+    __syncwarp();
+    if (reduction.count > 0) {
+        // There is an addend of each rank, in their order.
+        reduce<Element>(reduction, [&](uint32_t from, uint64_t row, uint32_t column) {
+            if (from == rank) return load_addend<Element>(reduction, from, row, column);
+            const uint64_t piece = row * sends.pieces + column / Piece<Element>::kLength;
+            const uint4 landed = share(rank, from).take(params, entrance.epoch, from, piece);
+            return *reinterpret_cast<const Piece<Element>*>(&landed);
+        });
+        return;
+    }
+    for (uint32_t index = blockIdx.x; index < sends.flags; index += gridDim.x) {
+        const GemmeshSend arrival = load_send(sends.sends + sends.count + index);
+        if (arrival.peer != rank) take_rows(params, sends, arrival, share(rank, arrival.peer), entrance.epoch);
+    }
+}
+
 template <class Element>
 __device__ void exchange(const GemmeshParams& params, const GemmeshSends& sends, const GemmeshReduction& reduction) {
     __shared__ Entrance entrance;
@@ -56,10 +118,17 @@ __device__ void exchange(const GemmeshParams& params, const GemmeshSends& sends,
     if (threadIdx.x == 0) entrance = enter_push(params);
     __syncthreads();
     const uint32_t epoch = entrance.epoch;
+    const bool lands = params.landing.share != 0;
     if (threadIdx.x < 32) {
         if (entrance.first) announce(params, epoch, lane);
-        const bool ready = await_peers(params, epoch, lane);
+        const bool ready = lands || await_peers(params, epoch, lane);
         if (lane == 0) all_ready = ready;
+    }
+    if (lands) {
+        exchange_landing<Element>(params, sends, reduction, entrance);
+        if (threadIdx.x < 32) await_peers(params, epoch, lane);
+        if (threadIdx.x == 0) leave_push(params, epoch);
+        return;
     }
     __syncthreads();
     // What has been given up is void, and peers that are not ready may still read what would be overwritten.

@@ -22,7 +22,7 @@ namespace gemmesh {
 // An operation as a CTA finds it.
 struct Entrance {
     uint32_t epoch;
-    uint32_t landed;  // how many operations before this one exchanged partial sums in landing areas
+    uint32_t landed;  // how many operations before this one used landing areas
     bool first;       // whether no CTA has come before this one
 };
 

@@ -19,10 +19,17 @@ struct alignas(16) Piece {
     Element elements[kLength];
 };
 
-// A thread makes piece after piece of a row: what is in its registers is of the same columns, and bits depend on nothing but
-// the order of the addends.
+// A piece of an addend in memory.
 template <class Element>
-__device__ void reduce(const GemmeshReduction& reduction) {
+__device__ Piece<Element> load_addend(const GemmeshReduction& reduction, uint32_t addend, uint64_t row, uint32_t column) {
+    const char* first = static_cast<const char*>(reduction.addends[addend]) + row * reduction.addend_pitches[addend];
+    return *reinterpret_cast<const Piece<Element>*>(first + column * sizeof(Element));
+}
+
+// A thread makes piece after piece of a row: what is in its registers is of the same columns, and bits depend on nothing but
+// the order of the addends. `load` returns a piece of an addend: of which, and its row and first column.
+template <class Element, class Load>
+__device__ void reduce(const GemmeshReduction& reduction, const Load& load) {
     using Piece = Piece<Element>;
     const uint64_t pieces = (reduction.n + Piece::kLength - 1) / Piece::kLength;
     const uint64_t all = pieces * reduction.rows;
@@ -31,15 +38,11 @@ __device__ void reduce(const GemmeshReduction& reduction) {
     for (uint64_t index = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x; index < all; index += stride) {
         const uint64_t row = index / pieces;
         const uint32_t column = index % pieces * Piece::kLength;
-        const auto load = [&](uint32_t addend) {
-            const char* first = static_cast<const char*>(reduction.addends[addend]) + row * reduction.addend_pitches[addend];
-            return *reinterpret_cast<const Piece*>(first + column * sizeof(Element));
-        };
         float sum[Piece::kLength];
-        const Piece first = load(0);
+        const Piece first = load(0, row, column);
         for (uint32_t i = 0; i < Piece::kLength; ++i) sum[i] = static_cast<float>(first.elements[i]);
         for (uint32_t addend = 1; addend < reduction.count; ++addend) {
-            const Piece next = load(addend);
+            const Piece next = load(addend, row, column);
             for (uint32_t i = 0; i < Piece::kLength; ++i) sum[i] += static_cast<float>(next.elements[i]);
         }
         Element* out = reinterpret_cast<Element*>(static_cast<char*>(reduction.out) + row * reduction.out_pitch) + column;
@@ -57,6 +60,14 @@ __device__ void reduce(const GemmeshReduction& reduction) {
             }
         }
     }
+}
+
+// The same of addends that are all in memory.
+template <class Element>
+__device__ void reduce(const GemmeshReduction& reduction) {
+    reduce<Element>(reduction, [&](uint32_t addend, uint64_t row, uint32_t column) {
+        return load_addend<Element>(reduction, addend, row, column);
+    });
 }
 
 }  // namespace gemmesh

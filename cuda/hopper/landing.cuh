@@ -7,34 +7,13 @@
 
 #include "../abi.h"
 #include "../common/flags.cuh"
+#include "../common/landing.cuh"
 #include "../common/ptx.cuh"
 #include "../common/push.cuh"
 #include "ptx.cuh"
 #include "wgmma.cuh"
 
 namespace gemmesh {
-
-// What one rank sends to another's landing area.
-//
-// No flag follows the data: a unit is two words of 64 bits, each with two elements and a tag, and each is written at once, so whoever sees
-// the tag sees the elements. (NCCL's LL protocol.) It takes twice the bytes, and spares a fence and a trip.
-//
-// Nobody says first that an area may be written. Areas come in two halves, used by turns; a kernel ends only when every peer's kernel of
-// the same operation has begun, and so when every peer's kernel of the operation before that used areas, and read the half that the
-// next one writes, has ended. A reader clears what it has read: a word never has the tag of another operation.
-struct LandingShare {
-    ulonglong2* units;
-    uint32_t tag;
-
-    __device__ LandingShare(const GemmeshLanding& landing, const Entrance& entrance, uint32_t to, uint32_t from, uint32_t world)
-        : units(static_cast<ulonglong2*>(landing.areas[to]) + (entrance.landed % 2 * world + from) * landing.share),
-          // not zero, which is what has been cleared
-          tag(entrance.landed * 2 + 1) {}
-
-    __device__ uint64_t tagged(uint32_t elements) const { return uint64_t{tag} << 32 | elements; }
-
-    __device__ bool is_tagged(const ulonglong2& unit) const { return unit.x >> 32 == tag && unit.y >> 32 == tag; }
-};
 
 // One warp's rows of a tile, 16 of them by N columns.
 template <class Element, int N>

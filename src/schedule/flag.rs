@@ -63,7 +63,7 @@ pub enum Awaited {
         /// another rank.
         pulled: bool,
     },
-    /// Partial sums in this rank's landing area, each word of which says whether it has come.
+    /// Rows or partial sums in this rank's landing area, each word of which says whether it has come.
     Landed {
         /// The rank that makes them.
         source: usize,
@@ -94,7 +94,7 @@ impl Awaited {
             Awaited::Landed { source } => {
                 let epoch = epoch.raw();
                 return format!(
-                    "has partial sums that have not come to rank {rank} (words of landing area {source}, epoch {epoch})"
+                    "has rows that have not come to rank {rank} (words of landing area {source}, epoch {epoch})"
                 );
             }
             Awaited::Produced { block, .. } => (

@@ -170,7 +170,7 @@ pub struct GemmeshSend {
     pub rows: u32,
     pub peer: u32,
     pub flag: u32,
-    pub reserved: u32,
+    pub landed_row: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -184,8 +184,8 @@ const _: () = {
     ["Offset of field: GemmeshSend::rows"][::core::mem::offset_of!(GemmeshSend, rows) - 16usize];
     ["Offset of field: GemmeshSend::peer"][::core::mem::offset_of!(GemmeshSend, peer) - 20usize];
     ["Offset of field: GemmeshSend::flag"][::core::mem::offset_of!(GemmeshSend, flag) - 24usize];
-    ["Offset of field: GemmeshSend::reserved"]
-        [::core::mem::offset_of!(GemmeshSend, reserved) - 28usize];
+    ["Offset of field: GemmeshSend::landed_row"]
+        [::core::mem::offset_of!(GemmeshSend, landed_row) - 28usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -196,10 +196,12 @@ pub struct GemmeshSends {
     pub to_pitch: u64,
     pub count: u32,
     pub flags: u32,
+    pub pieces: u32,
+    pub reserved: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshSends"][::core::mem::size_of::<GemmeshSends>() - 40usize];
+    ["Size of GemmeshSends"][::core::mem::size_of::<GemmeshSends>() - 48usize];
     ["Alignment of GemmeshSends"][::core::mem::align_of::<GemmeshSends>() - 8usize];
     ["Offset of field: GemmeshSends::sends"][::core::mem::offset_of!(GemmeshSends, sends) - 0usize];
     ["Offset of field: GemmeshSends::from"][::core::mem::offset_of!(GemmeshSends, from) - 8usize];
@@ -211,6 +213,10 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshSends, count) - 32usize];
     ["Offset of field: GemmeshSends::flags"]
         [::core::mem::offset_of!(GemmeshSends, flags) - 36usize];
+    ["Offset of field: GemmeshSends::pieces"]
+        [::core::mem::offset_of!(GemmeshSends, pieces) - 40usize];
+    ["Offset of field: GemmeshSends::reserved"]
+        [::core::mem::offset_of!(GemmeshSends, reserved) - 44usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

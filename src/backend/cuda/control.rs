@@ -49,7 +49,7 @@ mod word {
 const BOXES: usize = 1 << 20;
 /// Bytes of a box.
 pub const BOX: usize = (1 << 20) / MAX_WORLD;
-/// Behind that is the landing area of partial sums.
+/// Behind that is the landing area.
 const LANDING: usize = BOXES + MAX_WORLD * BOX;
 
 impl Control {

@@ -1,5 +1,5 @@
-//! Few rows of partial sums, which the warps that make them send to the ranks' landing areas, and add up as they come: no kernel follows,
-//! nobody says first that an area may be written, and no flag follows the data. cuda/hopper/landing.cuh says why that is safe.
+//! Few rows, which kernels send to the ranks' landing areas: nobody says first that an area may be written, and no flag follows the
+//! data. cuda/common/landing.cuh says why that is safe. Partial sums are sent by the warps that make them, which add up what comes.
 
 use std::ops::Range;
 
@@ -54,15 +54,23 @@ impl Landing {
 
     /// As a kernel takes it.
     pub fn of_call(&self, control: &Control) -> GemmeshLanding {
-        let mut landing = NONE;
+        let mut landing = areas(control, self.0.len());
         for (rank, rows) in self.0.iter().enumerate() {
-            landing.areas[rank] = control.landing(rank) as *mut _;
             landing.begin[rank] = rows.start as u32;
             landing.end[rank] = rows.end as u32;
         }
-        landing.share = share(self.0.len()) as u32;
         landing
     }
+}
+
+/// The areas of all ranks, and nothing of a product.
+pub fn areas(control: &Control, world: usize) -> GemmeshLanding {
+    let mut landing = NONE;
+    for (rank, area) in landing.areas.iter_mut().enumerate().take(world) {
+        *area = control.landing(rank) as *mut _;
+    }
+    landing.share = share(world) as u32;
+    landing
 }
 
 /// Whether there is room for partials of M rows and N columns, and a kernel that exchanges them.
@@ -71,6 +79,16 @@ pub fn can_exchange(config: &Config, [m, n]: [usize; 2], world: usize) -> bool {
     let has_kernel = (tile.m, tile.cluster, tile.k_slices) == (LOW_ROWS, 1, 1) && !tile.stream_k;
     let units = m.saturating_mul(n.next_multiple_of(PADDED_COLUMNS)) / ELEMENTS;
     has_kernel && world <= GEMMESH_MAX_TARGETS as usize && units <= share(world)
+}
+
+/// How many bytes a rank can send to another; none if there are too many ranks.
+pub fn room(world: usize) -> usize {
+    let has_areas = world <= GEMMESH_MAX_TARGETS as usize;
+    if has_areas {
+        share(world) * UNIT / 2
+    } else {
+        0
+    }
 }
 
 /// What a rank has of half an area, in units.

@@ -50,6 +50,8 @@ pub struct Program {
     /// What is stored where nothing is multiplied.
     sends: DevicePtr,
     send_count: u32,
+    /// Whether what is exchanged without a product goes through landing areas.
+    lands: bool,
     /// Of a product whose blocks go to several places.
     sums: Option<Sums>,
     /// Of one whose partials go to landing areas.
@@ -82,8 +84,12 @@ impl Program {
         let sources: Vec<u32> = schedule.sources().iter().map(|&s| s as u32).collect();
         let tasks = store::tasks(&schedule);
         let task_count = tasks.len() as u32;
-        let sends = exchange::sends(&schedule);
+        let mut sends = exchange::sends(&schedule);
         let send_count = sends.len() as u32;
+        let lands = exchange::lands(&schedule);
+        if lands {
+            sends.extend(exchange::arrivals(&schedule));
+        }
         let BlockTables { blocks, stores } =
             places.as_ref().map_or_else(BlockTables::default, |places| {
                 BlockTables::of(&schedule, places)
@@ -131,6 +137,7 @@ impl Program {
             task_count,
             sends,
             send_count,
+            lands,
             sums,
             landing,
             _held: held,
@@ -162,7 +169,7 @@ impl Program {
         reduction.filter(|_| self.landing.is_none() && !is_exchange)
     }
 
-    /// What is stored where nothing is multiplied, and how many entries there are.
+    /// What is stored where nothing is multiplied, and how many entries there are. Behind them stands what comes, if it lands.
     pub fn sends(&self) -> (DevicePtr, u32) {
         (self.sends, self.send_count)
     }
@@ -228,7 +235,10 @@ impl Program {
             deferred_step: u32::MAX,
             reserved: 0,
             exchange,
-            landing: landing::NONE,
+            landing: match self.lands {
+                true => landing::areas(control, members.world),
+                false => landing::NONE,
+            },
         }
     }
 }
