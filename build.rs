@@ -117,7 +117,7 @@ fn source_of(family: &Family, dtype: &str) -> String {
             };
             let _ = writeln!(
                 source,
-                "{head}({}, {dtype}, {}, {}, {}, {}, {}, {}, {}, {})",
+                "{head}({}, {dtype}, {}, {}, {}, {}, {}, {}, {})",
                 family.kernel(dtype, shape, variant),
                 shape.tile_m,
                 shape.tile_n,
@@ -125,7 +125,6 @@ fn source_of(family: &Family, dtype: &str) -> String {
                 shape.cluster,
                 shape.split,
                 family.boxes(shape),
-                variant.trace,
                 family.shared_bytes(shape),
             );
         }

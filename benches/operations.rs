@@ -10,6 +10,8 @@ mod common;
 #[cfg(feature = "cuda")]
 #[path = "operations/cuda/mod.rs"]
 mod cuda;
+#[path = "operations/forms.rs"]
+mod forms;
 #[path = "operations/sums.rs"]
 mod sums;
 #[path = "operations/sweep.rs"]
@@ -128,6 +130,15 @@ struct Args {
     /// Who moves rows.
     #[arg(long, value_enum)]
     route: Option<RouteName>,
+    /// Multiplies with several weights, which have N in these shares: 4,1,1 for Q, K and V.
+    #[arg(long, value_delimiter = ',')]
+    weights: Vec<usize>,
+    /// What follows the product before it is stored.
+    #[arg(long, value_enum, value_delimiter = ',')]
+    epilogue: Vec<forms::Epilogue>,
+    /// How weights lie: [N, K] or [K, N].
+    #[arg(long, value_enum, default_value_t = forms::Layouts::Nk)]
+    b_layout: forms::Layouts,
     /// Rounds that count.
     #[arg(long, default_value_t = 20, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     iters: usize,
@@ -146,8 +157,10 @@ struct Args {
     bench: bool,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Op {
+    /// Each rank's own.
+    Matmul,
     AllGatherMatmul,
     /// all_gather_and_consume, with cuBLASLt as the consumer.
     Consume,
@@ -214,12 +227,18 @@ impl Args {
         }
     }
 
+    /// Whether a product of another form than the plain one is asked for, or one of each rank alone, which is compared with the same.
+    fn has_form(&self) -> bool {
+        let plain = self.weights.is_empty() && self.epilogue.is_empty();
+        self.op == Op::Matmul || !plain || self.b_layout != forms::Layouts::Nk
+    }
+
     /// M, N and K of each run.
     fn shapes(&self) -> Vec<[usize; 3]> {
         /// N and K of the first half of an MLP, on each of the ranks that share it. The second half has them the other way round.
         const LAYERS: [[usize; 2]; 3] = [[1792, 4096], [3584, 8192], [6656, 16384]];
         let of = |m: usize, [n, k]: [usize; 2]| match self.op {
-            Op::AllGatherMatmul | Op::Consume => [m, n, k],
+            Op::Matmul | Op::AllGatherMatmul | Op::Consume => [m, n, k],
             _ => [m, k, n],
         };
         let each = |layers: &[[usize; 2]], rows: &[usize]| {
@@ -302,6 +321,20 @@ fn use_no_table() {
 fn launch_or_run(args: &Args) -> Result<(), Failure> {
     match (launch::is_rank(), args.backend, args.dtype) {
         (false, ..) => launch::launch(args.ranks).map_err(Failure::from),
+        (true, BackendName::Host, DTypeName::Bf16) if args.has_form() => {
+            forms::run::<Host, bf16, forms::Wall>(args)
+        }
+        (true, BackendName::Host, DTypeName::F16) if args.has_form() => {
+            forms::run::<Host, f16, forms::Wall>(args)
+        }
+        #[cfg(feature = "cuda")]
+        (true, BackendName::Cuda, DTypeName::Bf16) if args.has_form() => {
+            forms::run::<gemmesh::Cuda, bf16, cuda::Instruments>(args)
+        }
+        #[cfg(feature = "cuda")]
+        (true, BackendName::Cuda, DTypeName::F16) if args.has_form() => {
+            forms::run::<gemmesh::Cuda, f16, cuda::Instruments>(args)
+        }
         (true, BackendName::Host, DTypeName::Bf16) => run_op::<Host, bf16>(args),
         (true, BackendName::Host, DTypeName::F16) => run_op::<Host, f16>(args),
         #[cfg(feature = "cuda")]
@@ -431,6 +464,7 @@ where
     AllReduce<B, T>: Timed<B, T>,
 {
     match args.op {
+        Op::Matmul => Err(Failure::Usage("--op matmul: is timed as a form")),
         Op::AllGatherMatmul => run::<B, T, AllGather<B, T>>(args),
         Op::Consume | Op::Produce | Op::Collectives => Err(Failure::Usage(
             "--op consume, produce and collectives: beside cuBLASLt and NCCL, so they need --backend cuda",

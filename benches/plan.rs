@@ -16,6 +16,7 @@ fn plan(criterion: &mut Criterion) {
             bencher.iter(|| {
                 let asked = Description {
                     beside: None,
+                    form: Default::default(),
                     operation: "all_gather_matmul",
                     dtype: DType::Bf16,
                     layout: Layout::balanced(m, k, world)?,

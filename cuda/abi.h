@@ -3,12 +3,17 @@
  * Plain C, so that bindgen can read it. Every struct is laid out without hidden padding, and each size and offset
  * that the host relies on is asserted below.
  *
- * Operation:   out[M, N] = a[M, K] * b[N, K]^T (+ bias[N]),   f32 accumulation, rounded once;
- *              of a kernel that adds partials: blocks of these rows are partials for others, rounded and not biased, and
+ * Operation:   out[M, N] = activation(a[M, K] * b[N, K]^T (+ bias[N])) (+ residual[M, N]),   all of it in f32, rounded once or
+ *              stored as it is;
+ *              for each of several weights `b`, which have outputs of their own: GemmeshOutput;
+ *              or of two of them, gate and up, if it is gated:
+ *                 out = activation(a * gate^T (+ bias of gate)) * (a * up^T (+ bias of up)) (+ residual);
+ *              of a kernel that adds partials: blocks of these rows are partials for others, rounded and as they are multiplied, and
  *              the others are added to what has come from there: GemmeshBlock. Or all rows are partials, exchanged as they are made,
- *              and `out` has the sums of this rank's rows: GemmeshLanding.
+ *              and `out` has the sums of this rank's rows: GemmeshLanding. Bias, activation and residual come after the adding.
  *
- * Kernel:      extern "C" void <name>(CUtensorMap a, CUtensorMap b, CUtensorMap out, GemmeshParams params)
+ * Kernel:      extern "C" void <name>(CUtensorMap a, CUtensorMap b, CUtensorMap out, GemmeshParams params,
+ *                              struct {CUtensorMap b[GEMMESH_MAX_WEIGHTS - 1], out[GEMMESH_MAX_WEIGHTS - 1];} more)
  *              or, if it adds partials,
  *                              <name>(CUtensorMap a, CUtensorMap b, CUtensorMap added, GemmeshParams params,
  *                                     struct {CUtensorMap maps[2 * GEMMESH_MAX_TARGETS];} targets, GemmeshSums sums)
@@ -31,13 +36,21 @@
  *              b     {K, N}   {GEMMESH_TILE_K, tile_n / cluster}              256B
  *              out   {N, M}   {GEMMESH_STORE_COLUMNS, GEMMESH_STORE_ROWS}     none
  *
+ *              `more` has the maps of the weights behind the first, and of what is made with them. A gated product has gate's
+ *              as `b` and up's as more.b[0], with boxes of Shape::gate_box of kernels.rs rows. Where `b` is given as [K, N]:
+ *
+ *              b     {N, K}   {64, GEMMESH_TILE_K}                            256B
+ *
+ *              Maps that nothing is loaded or stored with may hold anything: `out` of kernels of exchanged operands, of f32, and of
+ *              gated products where Shape::gate_rows is less than GEMMESH_STORE_COLUMNS.
+ *
  *              `added` is this rank's matrix of partials, with the boxes of `a`. The targets, with the boxes of `out`, are the
  *              matrices of partials of this rank and of those behind it in the ring; then, from GEMMESH_MAX_TARGETS on, those
  *              of sums, with the rows that are written there and no more.
  *
  *              TMA drops columns in pieces of 16 bytes: where N is no multiple of 8, a row's columns from N to the next
- *              multiple of 8 are written, with zeros, or NaN where the row of `a` is not finite. They are padding, for
- *              the pitch is a multiple of 8.
+ *              multiple of 8 are written, with numbers of no meaning: zeros, or NaN where the row of `a` is not finite, and what
+ *              stands behind the residual's. Of f32 the pieces are 4 columns. They are padding, for pitches are multiples too.
  */
 #ifndef GEMMESH_ABI_H
 #define GEMMESH_ABI_H
@@ -54,6 +67,16 @@
 /* The box of one store: what one warp writes at a time. */
 #define GEMMESH_STORE_ROWS 16
 #define GEMMESH_STORE_COLUMNS 64
+
+/* The most weights that one operation multiplies the rows of `a` with. */
+#define GEMMESH_MAX_WEIGHTS 4
+
+/* GemmeshParams.activation. GELU is x * Phi(x), GELU_TANH its approximation by tanh, and SILU x * sigmoid(x). */
+#define GEMMESH_IDENTITY 0
+#define GEMMESH_RELU 1
+#define GEMMESH_GELU 2
+#define GEMMESH_GELU_TANH 3
+#define GEMMESH_SILU 4
 
 /* The most ranks of a group. */
 #define GEMMESH_MAX_WORLD 64
@@ -83,8 +106,8 @@
 typedef struct GemmeshTile {
     uint32_t m;          /* tile row, in units of tile_m * cluster rows; CTA r of the cluster takes the r-th part;
                           * or all of it, and a part of K */
-    uint32_t n;          /* tile column, in units of tile_n columns */
-    uint32_t block;      /* of a kernel that adds partials: whose rows m counts */
+    uint32_t n;          /* tile column, in units of tile_n columns; of tile_n / 2 columns of `out` if the product is gated */
+    uint32_t block;      /* of a kernel that adds partials: whose rows m counts; of another: the number of the weight */
     uint16_t flag_begin; /* rows of `a`, or what is added, are there once flags[flag_begin..flag_end) have all reached the */
     uint16_t flag_end;   /* epoch; an empty range waits for nothing */
 } GemmeshTile;
@@ -204,6 +227,19 @@ typedef struct GemmeshLanding {
     uint32_t reserved;
 } GemmeshLanding;
 
+/* Where the product with one weight goes. Rows are counted as those of `a`, where kernels have only some of them too. Base addresses
+ * and pitches are multiples of 16 bytes, and behind an odd last column of `residual`, as of `out`, there is padding. */
+typedef struct GemmeshOutput {
+    const void *bias;        /* [n] of the element type, or null */
+    void *out;               /* as its map says, for those who store without it: kernels of exchanged operands, sums in landing areas, and
+                              * f32 */
+    uint64_t out_pitch;      /* bytes from row to row */
+    const void *residual;    /* added last, of the element type, or null */
+    uint64_t residual_pitch; /* bytes from row to row */
+    uint32_t n;              /* rows of the weight, columns of `out` */
+    uint32_t reserved;
+} GemmeshOutput;
+
 /* The problem and everything a kernel may wait for or report to. All pointers are device addresses. */
 typedef struct GemmeshParams {
     const GemmeshTile *tiles;       /* the table, 16-byte aligned */
@@ -211,10 +247,7 @@ typedef struct GemmeshParams {
     const uint32_t *sources;        /* by flag: the rank whose rows it guards */
     uint32_t *abort;                /* nonzero: stop waiting. GEMMESH_GROUP_FAILED is the host's to write */
     GemmeshFault *fault;
-    const void *bias;               /* [n] of the element type, or null */
-    void *out;                      /* as the map says, for those who store without it: kernels of exchanged operands, and sums in landing areas */
-    uint64_t out_pitch;             /* bytes from row to row */
-    GemmeshTraceEvent *trace;       /* [tile_count * CTAs of a cluster]; filled by the `_trace` kernels only */
+    GemmeshTraceEvent *trace;       /* [tile_count * CTAs of a cluster], to be filled; or null */
     const GemmeshSlice *slices;     /* by entry; null where K is not cut, a cluster's CTAs share it, or partials are added */
     float *partials;                /* what slices of K have added up: for each place and CTA of the cluster tile_m * tile_n of them */
     uint32_t *arrived;              /* for each place, CTA of the cluster and consumer warp; that of a tile's first slice counts how many
@@ -224,11 +257,15 @@ typedef struct GemmeshParams {
     uint32_t epoch;                 /* a flag has arrived when (int32_t)(flag - epoch) >= 0; where rows are pushed,
                                      * when it has reached push_epoch->epoch, and this one is for the host */
     uint32_t m;                     /* rows of `a` and `out`; m, n and k are at least 1 */
-    uint32_t n;                     /* rows of `b`, columns of `out` */
     uint32_t k;                     /* columns of `a` and `b` */
     uint32_t deferred_flag;         /* the one flag that tiles which need it wait for only */
     uint32_t deferred_step;         /* before this step through K, GEMMESH_TILE_K columns each; none: UINT32_MAX */
-    uint32_t reserved;
+    uint32_t activation;            /* GEMMESH_IDENTITY, ... */
+    uint32_t is_gated;              /* nonzero: outputs[0] is gate's, and all that is stored, and outputs[1] has up's bias. Not of kernels
+                                     * that add partials, nor with landing areas */
+    uint32_t is_f32;                /* nonzero: `out` is of f32, and partials are still of the element type */
+    uint32_t b_is_kn;               /* nonzero: `b` is [K, N] in memory; what a CTA loads of it is a multiple of 64 columns */
+    GemmeshOutput outputs[GEMMESH_MAX_WEIGHTS]; /* by weight */
     GemmeshExchange exchange;
     GemmeshLanding landing;
 } GemmeshParams;
@@ -249,7 +286,8 @@ typedef struct GemmeshStore {
 /* Rows of the product that go the same ways. Tiles are counted from the first of them, and end with the last.
  *
  * They are stored as partials, rounded; or what is added up is, in the order of the ranks, each rounded before: rows of other
- * ranks' partials, the product itself, and the others' again; then the bias. */
+ * ranks' partials, the product itself, and the others' again; then bias, activation and residual follow. Sums of f32 are not stored
+ * in these places but to outputs[0], and nobody waits for them. */
 typedef struct GemmeshBlock {
     uint32_t row;         /* the first: row of `a` */
     uint32_t rows;        /* how many */
@@ -273,8 +311,8 @@ typedef struct GemmeshSums {
     uint32_t flag_end;
 } GemmeshSums;
 
-/* gemmesh_reduce_<dtype>: rows that are added up in f32, one addend after the other, then the bias; rounded once. Any grid of
- * CTAs of GEMMESH_REDUCE_THREADS threads.
+/* gemmesh_reduce_<dtype>: rows that are added up in f32, one addend after the other, then bias, activation and residual; rounded once,
+ * or stored as f32. Any grid of CTAs of GEMMESH_REDUCE_THREADS threads.
  *
  * Base addresses and pitches are multiples of 16 bytes. */
 #define GEMMESH_REDUCE_THREADS 256
@@ -284,10 +322,14 @@ typedef struct GemmeshReduction {
     const void *bias;                       /* [n] of the element type, or null */
     void *out;
     uint64_t out_pitch;
+    const void *residual;    /* of the element type, or null; its rows are those of `out` */
+    uint64_t residual_pitch; /* bytes from row to row */
     uint32_t count; /* of addends: 1 at least */
     uint32_t rows;
     uint32_t n;
-    uint32_t reserved; /* zero */
+    uint32_t activation; /* GEMMESH_IDENTITY, ... */
+    uint32_t is_f32;     /* nonzero: `out` is of f32 */
+    uint32_t reserved;   /* zero */
 } GemmeshReduction;
 
 /* For benchmarks: gemmesh_align, one CTA of GEMMESH_MAX_WORLD threads with this argument, ends on all ranks at the same
@@ -319,14 +361,18 @@ static_assert(sizeof(GemmeshSends) == 48, "");
 static_assert(sizeof(GemmeshExchange) == 48 + 16 * GEMMESH_MAX_WORLD, "");
 static_assert(offsetof(GemmeshExchange, task_count) == 32, "");
 static_assert(sizeof(GemmeshLanding) == 8 + 16 * GEMMESH_MAX_TARGETS, "");
-static_assert(sizeof(GemmeshParams) == 136 + sizeof(GemmeshExchange) + sizeof(GemmeshLanding), "");
-static_assert(offsetof(GemmeshParams, trace) == 64, "");
-static_assert(offsetof(GemmeshParams, tile_count) == 104, "");
-static_assert(offsetof(GemmeshParams, exchange) == 136, "");
+static_assert(sizeof(GemmeshOutput) == 48, "");
+static_assert(offsetof(GemmeshOutput, n) == 40, "");
+static_assert(sizeof(GemmeshParams) == 120 + 48 * GEMMESH_MAX_WEIGHTS + sizeof(GemmeshExchange) + sizeof(GemmeshLanding), "");
+static_assert(offsetof(GemmeshParams, trace) == 40, "");
+static_assert(offsetof(GemmeshParams, tile_count) == 80, "");
+static_assert(offsetof(GemmeshParams, outputs) == 120, "");
+static_assert(offsetof(GemmeshParams, exchange) == 120 + 48 * GEMMESH_MAX_WEIGHTS, "");
 static_assert(sizeof(GemmeshBlock) == 32, "a block is two 16-byte loads");
 static_assert(sizeof(GemmeshStore) == 16, "a store is one 16-byte load");
 static_assert(sizeof(GemmeshSums) == 40, "");
-static_assert(sizeof(GemmeshReduction) == 40 + 16 * GEMMESH_MAX_WORLD, "");
+static_assert(sizeof(GemmeshReduction) == 64 + 16 * GEMMESH_MAX_WORLD, "");
+static_assert(offsetof(GemmeshReduction, count) == 40 + 16 * GEMMESH_MAX_WORLD, "");
 static_assert(sizeof(GemmeshAlignment) == 32 + 8 * GEMMESH_MAX_WORLD, "");
 
 #endif

@@ -85,22 +85,10 @@ pub struct Variant {
     /// Its rows go to several places, and partials are added to some. Its epilogue takes registers and code that the other does
     /// not have, and it has more arguments.
     pub sums: bool,
-    /// It fills the trace, which takes time.
-    pub trace: bool,
 }
 
 /// All that there may be.
-const VARIANTS: [Variant; 4] = {
-    const fn variant(sums: bool, trace: bool) -> Variant {
-        Variant { sums, trace }
-    }
-    [
-        variant(false, false),
-        variant(false, true),
-        variant(true, false),
-        variant(true, true),
-    ]
-};
+const VARIANTS: [Variant; 2] = [Variant { sums: false }, Variant { sums: true }];
 
 const fn shape(tile_m: u32, tile_n: u32, stages: u32, cluster: u32, split: u32) -> Shape {
     Shape {
@@ -119,6 +107,8 @@ const BARRIER_BYTES: u32 = 1024;
 /// What a warp stores at a time: 16 rows of 64 columns.
 const BOX_COLUMNS: u32 = 64;
 const BOX_BYTES: u32 = 16 * BOX_COLUMNS * ELEMENT_BYTES;
+/// Columns of a box of `b` that is given as [K, N].
+pub const KN_COLUMNS: u32 = 64;
 /// Those that multiply and store, of a CTA.
 pub const CONSUMER_WARPS: u32 = 8;
 /// Two warpgroups of them have 64 rows each; side by side, if the tile has no more.
@@ -134,6 +124,30 @@ pub fn is_exchanged(tile_m: u32) -> bool {
 impl Shape {
     pub fn is_exchanged(&self) -> bool {
         is_exchanged(self.tile_m)
+    }
+
+    /// Whether a gated product can use it; if it exchanges operands, without slices of K. Not the narrowest of tiles with many rows, half
+    /// of which is no box of the stores.
+    pub fn is_gated(&self) -> bool {
+        self.tile_m != CONSUMERS * CONSUMER_ROWS || self.tile_n >= 2 * BOX_COLUMNS
+    }
+
+    /// Rows of gate, and then of up, that a gated tile has of `b` by turns.
+    pub fn gate_rows(&self) -> u32 {
+        match self.tile_m == CONSUMERS * CONSUMER_ROWS {
+            true => self.tile_n / 2,
+            false => self.tile_n / 4,
+        }
+    }
+
+    /// Rows of gate, and of up, that are loaded at a time: of the boxes of their maps.
+    pub fn gate_box(&self) -> u32 {
+        self.gate_rows().min(self.tile_n / self.cluster)
+    }
+
+    /// Whether `b` may be given as [K, N]: then each CTA that shares loads has whole boxes of it. A gated product needs besides that [`gate_rows`](Self::gate_rows) is a multiple of 64.
+    pub fn takes_kn(&self) -> bool {
+        (self.tile_n / self.cluster).is_multiple_of(KN_COLUMNS)
     }
 
     /// Boxes that each consumer warp can use.
@@ -160,10 +174,7 @@ impl Family {
             ..
         } = shape;
         let sums = if variant.sums { "_sums" } else { "" };
-        let trace = if variant.trace { "_trace" } else { "" };
-        format!(
-            "matmul_{dtype}_{tile_m}x{tile_n}x{tile_k}_s{stages}_c{cluster}_k{split}{sums}{trace}"
-        )
+        format!("matmul_{dtype}_{tile_m}x{tile_n}x{tile_k}_s{stages}_c{cluster}_k{split}{sums}")
     }
 
     /// The kernels of a shape. Partials are not added by those that exchange operands.
@@ -226,6 +237,8 @@ impl Family {
                 "CTAs share b or K, not both: cluster or split is 1"
             } else if !(shape.tile_n / shape.cluster).is_multiple_of(8) {
                 "tile_n over cluster is a multiple of 8"
+            } else if shape.is_exchanged() && shape.split > 2 {
+                "CTAs that share K share a tile of another height by halves: split is 1 or 2"
             } else if self.boxes(shape) == 0 {
                 "its stages leave no room in shared memory for the boxes of the stores"
             } else if self.shapes[..index].iter().any(alike) {

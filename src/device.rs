@@ -99,11 +99,10 @@ impl<T: Value> Matrix<Cuda, T> {
     /// [`Error::Shape`] if a row is longer than the pitch; [`Error::Limit`] for an empty shape.
     ///
     /// # Safety
-    /// `ptr` is memory of the group's device of at least `(rows - 1) * pitch` bytes and a row, which stays allocated until the
-    /// operations that use the matrix are complete (dropping the matrix does not wait for them), and which nobody else writes
-    /// meanwhile, nor reads if it is an output. If `columns` is no multiple
-    /// of 8, an operation whose output it is writes into a row's padding up to the next multiple: zeros, or NaN where the
-    /// row of `a` is not finite.
+    /// `ptr` is memory of the group's device of at least `(rows - 1) * pitch` bytes and a row, in whole pieces of 16 bytes, which
+    /// stays allocated until the operations that use the matrix are complete (dropping the matrix does not wait for them), and
+    /// which nobody else writes meanwhile, nor reads if it is an output. If a row is no whole number of such pieces, an operation
+    /// whose output it is writes numbers of no meaning into its padding, up to the next.
     pub unsafe fn from_device_ptr(
         group: &Group<Cuda>,
         ptr: u64,

@@ -32,20 +32,21 @@ pub mod trace;
 
 pub use element::{DType, Element, Float, Value, bf16, f16};
 pub use error::{Error, Result};
-pub use schedule::{Chunking, Config, Numerics, Route, TileShape};
+pub use schedule::{Activation, Chunking, Config, Numerics, Route, TileShape, WeightLayout};
 
 #[cfg(not(loom))]
 pub use {
     backend::{Backend, Host},
     explanation::{Explanation, Prediction},
     group::{Builder, DEFAULT_TIMEOUT, Group},
-    matrix::Matrix,
+    matrix::{Matrix, MatrixView, MatrixViewMut},
     ops::{
-        AllGatherAndConsume, AllGatherMatmul, Block, CallbackResult, Chunk, MatmulAllReduce,
-        MatmulReduceScatter, Prepared, PreparedAllReduce, PreparedReduceScatter,
-        ProduceAndAllToAll, ProduceAndReduceScatter, all_gather, all_gather_and_consume,
-        all_gather_matmul, all_reduce, all_to_all, broadcast, matmul_all_reduce,
-        matmul_reduce_scatter, produce_and_all_to_all, produce_and_reduce_scatter, reduce_scatter,
+        AllGatherAndConsume, AllGatherMatmul, Block, CallbackResult, Chunk, Matmul,
+        MatmulAllReduce, MatmulReduceScatter, OutputOf, Outputs, Prepared, PreparedAllReduce,
+        PreparedMatmul, PreparedReduceScatter, ProduceAndAllToAll, ProduceAndReduceScatter,
+        Weights, all_gather, all_gather_and_consume, all_gather_matmul, all_reduce, all_to_all,
+        broadcast, matmul, matmul_all_reduce, matmul_reduce_scatter, produce_and_all_to_all,
+        produce_and_reduce_scatter, reduce_scatter,
     },
     ranks::launch,
     sharded::{ShardMut, ShardedMatrix},

@@ -2,8 +2,10 @@
 
 use std::fmt;
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use crate::backend::Backend;
+use crate::backend::sealed::Bound;
 use crate::element::Value;
 use crate::error::{Error, Result};
 use crate::group::Group;
@@ -145,13 +147,250 @@ impl<B: Backend, T: Value> Matrix<B, T> {
         &self.memory
     }
 
-    pub(crate) fn memory_mut(&mut self) -> &mut B::Buffer {
-        &mut self.memory
+    /// All of it.
+    pub fn view(&self) -> MatrixView<'_, B, T> {
+        MatrixView {
+            memory: &self.memory,
+            group: &self.group,
+            offset: 0,
+            shape: self.shape(),
+            element: PhantomData,
+        }
+    }
+
+    /// All of it, to be written.
+    pub fn view_mut(&mut self) -> MatrixViewMut<'_, B, T> {
+        MatrixViewMut {
+            view: self.view(),
+            exclusive: PhantomData,
+        }
+    }
+
+    /// Some of the rows: [`MatrixView::rows`].
+    ///
+    /// # Errors
+    /// As [`MatrixView::rows`].
+    pub fn rows(&self, rows: Range<usize>) -> Result<MatrixView<'_, B, T>> {
+        self.view().rows(rows)
+    }
+
+    /// Some of the columns: [`MatrixView::columns`].
+    ///
+    /// # Errors
+    /// As [`MatrixView::columns`].
+    pub fn columns(&self, columns: Range<usize>) -> Result<MatrixView<'_, B, T>> {
+        self.view().columns(columns)
     }
 }
 
 impl<B: Backend, T: Value> fmt::Debug for Matrix<B, T> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         write!(f, "Matrix<{}, {}>{:?}", B::NAME, T::DTYPE, self.shape())
+    }
+}
+
+/// A part of a [`Matrix`], as an operand: some of its rows, some of its columns.
+pub struct MatrixView<'a, B: Backend, T> {
+    memory: &'a B::Buffer,
+    group: &'a Group<B>,
+    /// Bytes from the memory's beginning.
+    offset: usize,
+    shape: [usize; 2],
+    element: PhantomData<T>,
+}
+
+// Derived, they would need a backend that can be copied.
+impl<B: Backend, T> Clone for MatrixView<'_, B, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backend, T> Copy for MatrixView<'_, B, T> {}
+
+impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
+    /// [rows, columns]
+    pub fn shape(&self) -> [usize; 2] {
+        self.shape
+    }
+
+    /// Some of the rows.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] for rows that the matrix does not have, or none.
+    pub fn rows(self, rows: Range<usize>) -> Result<Self> {
+        let [all, columns] = self.shape;
+        limit("the end of a view's rows", rows.end, 1, all)?;
+        limit("the first row of a view", rows.start, 0, rows.end - 1)?;
+        Ok(MatrixView {
+            offset: self.offset + rows.start * B::pitch(self.memory),
+            shape: [rows.len(), columns],
+            ..self
+        })
+    }
+
+    /// Some of the columns.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] for columns that the matrix does not have, or none; [`Error::Unaligned`] on GPUs unless the first begins at a
+    /// multiple of 16 bytes.
+    pub fn columns(self, columns: Range<usize>) -> Result<Self> {
+        let [rows, all] = self.shape;
+        limit("the end of a view's columns", columns.end, 1, all)?;
+        limit(
+            "the first column of a view",
+            columns.start,
+            0,
+            columns.end - 1,
+        )?;
+        require_aligned::<B>(
+            self.group,
+            "the first column of a view",
+            columns.start,
+            size_of::<T>(),
+        )?;
+        Ok(MatrixView {
+            offset: self.offset + columns.start * size_of::<T>(),
+            shape: [rows, columns.len()],
+            ..self
+        })
+    }
+
+    pub(crate) fn group(&self) -> &'a Group<B> {
+        self.group
+    }
+
+    /// As something to be read.
+    pub(crate) fn input(&self) -> Bound<'a, B> {
+        Bound::Input(self.memory, self.offset)
+    }
+}
+
+/// Memory is read and written by pieces of so many bytes, which columns of this size begin.
+fn require_aligned<B: Backend>(
+    group: &Group<B>,
+    what: &str,
+    column: usize,
+    size: usize,
+) -> Result<()> {
+    let multiple = (B::ROW_ALIGNMENT / size).max(1);
+    if column.is_multiple_of(multiple) {
+        return Ok(());
+    }
+    let (below, above) = (
+        column / multiple * multiple,
+        column.next_multiple_of(multiple),
+    );
+    Err(Error::Unaligned {
+        rank: group.rank(),
+        what: format!("{what} (the nearest that work are {below} and {above})"),
+        value: column,
+        multiple,
+    })
+}
+
+impl<'a, B: Backend, T: Value> From<&'a Matrix<B, T>> for MatrixView<'a, B, T> {
+    fn from(matrix: &'a Matrix<B, T>) -> Self {
+        matrix.view()
+    }
+}
+
+impl<'a, B: Backend, T: Value> From<&'a mut Matrix<B, T>> for MatrixViewMut<'a, B, T> {
+    fn from(matrix: &'a mut Matrix<B, T>) -> Self {
+        matrix.view_mut()
+    }
+}
+
+impl<B: Backend, T: Value> fmt::Debug for MatrixView<'_, B, T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "MatrixView<{}, {}>{:?}", B::NAME, T::DTYPE, self.shape)
+    }
+}
+
+/// A part of a [`Matrix`], as an output.
+pub struct MatrixViewMut<'a, B: Backend, T> {
+    view: MatrixView<'a, B, T>,
+    exclusive: PhantomData<&'a mut T>,
+}
+
+impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
+    /// [rows, columns]
+    pub fn shape(&self) -> [usize; 2] {
+        self.view.shape
+    }
+
+    /// Some of the rows.
+    ///
+    /// # Errors
+    /// As [`MatrixView::rows`].
+    pub fn rows(self, rows: Range<usize>) -> Result<Self> {
+        let view = self.view.rows(rows)?;
+        Ok(MatrixViewMut { view, ..self })
+    }
+
+    /// Some of the columns.
+    ///
+    /// # Errors
+    /// As [`MatrixView::columns`], and likewise unless the columns end there, or with the matrix's last.
+    pub fn columns(self, columns: Range<usize>) -> Result<Self> {
+        let [_, all] = self.shape();
+        if columns.end < all {
+            let what = "the end of the columns of an output";
+            require_aligned::<B>(self.view.group, what, columns.end, size_of::<T>())?;
+        }
+        let view = self.view.columns(columns)?;
+        Ok(MatrixViewMut { view, ..self })
+    }
+
+    /// Columns side by side, of these widths, which make up the matrix: as of Q, K and V.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] unless the widths make up the columns; as [`MatrixViewMut::columns`].
+    pub fn split_columns<const N: usize>(self, widths: [usize; N]) -> Result<[Self; N]> {
+        let [_, columns] = self.shape();
+        let all = widths
+            .iter()
+            .fold(0, |sum: usize, &n| sum.saturating_add(n));
+        if all != columns {
+            return Err(Error::Shape {
+                rank: self.view.group.rank(),
+                argument: "the widths that columns are split into".into(),
+                expected: vec![columns],
+                found: widths.into(),
+            });
+        }
+        let mut begin = 0;
+        let mut parts = Vec::with_capacity(N);
+        for width in widths {
+            let whole = MatrixViewMut {
+                view: self.view,
+                exclusive: PhantomData,
+            };
+            parts.push(whole.columns(begin..begin + width)?);
+            begin += width;
+        }
+        let parts: std::result::Result<[Self; N], _> = parts.try_into();
+        Ok(parts.unwrap_or_else(|_| unreachable!("there is one for each width")))
+    }
+
+    pub(crate) fn group(&self) -> &'a Group<B> {
+        self.view.group
+    }
+
+    /// As something to be written.
+    pub(crate) fn output(&self) -> Bound<'a, B> {
+        Bound::Output(self.view.memory, self.view.offset)
+    }
+}
+
+impl<B: Backend, T: Value> fmt::Debug for MatrixViewMut<'_, B, T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(
+            f,
+            "MatrixViewMut<{}, {}>{:?}",
+            B::NAME,
+            T::DTYPE,
+            self.shape()
+        )
     }
 }

@@ -218,7 +218,9 @@ impl World {
         let plan = self.plan(rank, Way::Push);
         let product = plan.product().unwrap();
         let Ok(()) = drive::multiply(plan, epoch, chunk, next, produced, self, |_, tile| {
-            let Block { rows: block, sum } = product.block(tile);
+            let Block {
+                rows: block, sum, ..
+            } = product.block(tile);
             for row in product.rows(tile) {
                 let offset = row - block.start;
                 if sum.addends.is_empty() {
@@ -319,6 +321,7 @@ fn plans(rows: &[usize], chunks: usize) -> std::sync::Arc<Plans> {
     let config = |route| Config::new(TILE, Chunking::new(chunks), route);
     let asked = Description {
         beside: None,
+        form: Default::default(),
         operation: "all_gather_matmul",
         dtype: DType::Bf16,
         layout: Layout::new(rows, 1).unwrap(),
@@ -551,6 +554,7 @@ fn rows_that_another_rank_passes_on_are_seen() {
 fn sums(planner: Planner, rows: &[usize], chunks: usize) -> std::sync::Arc<Plans> {
     let asked = Description {
         beside: None,
+        form: Default::default(),
         operation: reduce_scatter::NAME,
         dtype: DType::Bf16,
         layout: Layout::new(rows, 1).unwrap(),

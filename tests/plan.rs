@@ -9,15 +9,16 @@ use std::convert::Infallible;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
+use gemmesh::schedule::all_gather::{MATRICES, OUT};
 use gemmesh::schedule::config::{CUT_COLUMNS, MAX_CHUNKS, MAX_CLUSTER, MAX_SLICES};
 use gemmesh::schedule::drive::{self, CopyEngine, CopyThread};
 use gemmesh::schedule::flag::Wait;
 use gemmesh::schedule::layout::{MAX_EXTENT, MAX_WORLD, balanced_rows};
 use gemmesh::schedule::primitive::AtomicUsize;
 use gemmesh::schedule::{
-    Addend, Awaited, Chunking, Config, Description, Epoch, Flag, FlagBlock, Layout, MatrixSpec,
-    Parts, Planner, Product, Reduction, Route, RowOrder, Schedule, Tile, TileShape, Transfer,
-    all_gather,
+    Addend, Awaited, Chunking, Config, Description, Epoch, Flag, FlagBlock, Layout, MAX_WEIGHTS,
+    MatrixSpec, Parts, Planner, Product, Reduction, Route, RowOrder, Schedule, Tile, TileShape,
+    Transfer, Weight, all_gather,
 };
 use gemmesh::{DType, Error};
 use proptest::prelude::*;
@@ -69,6 +70,7 @@ fn plan(
 ) -> Result<Schedule, Error> {
     let asked = Description {
         beside: None,
+        form: Default::default(),
         operation: "all_gather_matmul",
         dtype: DType::Bf16,
         layout: Layout::new(rows, k)?,
@@ -504,6 +506,7 @@ proptest! {
     fn what_is_done_in_part_is_a_part_of_the_whole(case in case()) {
         let asked = Description {
  beside: None,
+ form: Default::default(),
             operation: "all_gather_matmul",
             dtype: DType::Bf16,
             layout: Layout::new(&case.rows, case.k).unwrap(),
@@ -860,12 +863,12 @@ fn what_lies_outside_of_what_it_is_a_part_of_is_refused() {
         exchanged: false,
     };
     assert!(Schedule::new(parts(&good())).is_ok());
-    let changes: [fn(&mut Parts); 23] = [
+    let changes: [fn(&mut Parts); 31] = [
         |parts| parts.matrices.clear(),
         |parts| parts.arrivals[0].flag = 2,
         |parts| parts.arrivals[0].flag = parts.arrivals[1].flag,
         |parts| parts.arrivals[0].from = 2,
-        |parts| parts.arrivals[0].regions[0].to.matrix = 4,
+        |parts| parts.arrivals[0].regions[0].to.matrix = MATRICES,
         |parts| parts.arrivals[0].regions[0].to.rows.end = 6,
         |parts| parts.arrivals[0].regions[0].to.columns.end = 2,
         |parts| parts.matrices[0].rows -= 1,
@@ -878,15 +881,45 @@ fn what_lies_outside_of_what_it_is_a_part_of_is_refused() {
         |parts| parts.product.as_mut().unwrap().blocks.clear(),
         |parts| parts.product.as_mut().unwrap().blocks[0].rows.end = 6,
         |parts| parts.product.as_mut().unwrap().blocks[0].sum.first = 1,
-        |parts| parts.product.as_mut().unwrap().blocks[0].sum.out = 4,
+        |parts| parts.product.as_mut().unwrap().blocks[0].sum.out = MATRICES,
         |parts| parts.product.as_mut().unwrap().blocks[0].sum.addends = vec![Addend::Product; 2],
         |parts| {
             let rows = Addend::Rows {
-                matrix: 3,
+                matrix: OUT,
                 first: 1,
             };
             let sum = &mut parts.product.as_mut().unwrap().blocks[0].sum;
             sum.addends = vec![Addend::Product, rows];
+        },
+        |parts| parts.product.as_mut().unwrap().blocks[0].weight = 1,
+        |parts| parts.product.as_mut().unwrap().gated = true,
+        |parts| parts.product.as_mut().unwrap().weights.clear(),
+        |parts| {
+            let weights = &mut parts.product.as_mut().unwrap().weights;
+            weights.extend([weights[0]; MAX_WEIGHTS]);
+        },
+        |parts| {
+            let product = parts.product.as_mut().unwrap();
+            let Weight { b, n } = product.weights[0];
+            product.weights.push(Weight { b, n: n + 1 });
+            product.gated = true;
+        },
+        |parts| parts.product.as_mut().unwrap().weights[0].n += 1,
+        |parts| {
+            parts.product.as_mut().unwrap().blocks[0]
+                .sum
+                .bias
+                .as_mut()
+                .unwrap()
+                .first = 1
+        },
+        |parts| {
+            parts.product.as_mut().unwrap().blocks[0]
+                .sum
+                .residual
+                .as_mut()
+                .unwrap()
+                .first = 1
         },
         |parts| {
             let mut departure = parts.arrivals[0].clone();
@@ -896,16 +929,16 @@ fn what_lies_outside_of_what_it_is_a_part_of_is_refused() {
         |parts| {
             let mut sum = parts.product.as_ref().unwrap().blocks[0].sum.clone();
             sum.addends = vec![Addend::Product];
-            let n = parts.matrices[3].columns;
+            let n = parts.matrices[OUT].columns;
             parts.reduction = Some(Reduction { rows: 1, n, sum });
         },
         |parts| {
             let mut sum = parts.product.as_ref().unwrap().blocks[0].sum.clone();
             sum.addends = vec![Addend::Rows {
-                matrix: 3,
+                matrix: OUT,
                 first: 0,
             }];
-            let MatrixSpec { rows, columns, .. } = parts.matrices[3];
+            let MatrixSpec { rows, columns, .. } = parts.matrices[OUT];
             parts.reduction = Some(Reduction {
                 rows: rows + 1,
                 n: columns,
@@ -1064,6 +1097,7 @@ fn staged_rows_come_stage_by_stage() {
                 .unwrap();
             let asked = Description {
                 beside: None,
+                form: Default::default(),
                 operation: "all_gather_matmul",
                 dtype: DType::Bf16,
                 layout: layout.clone(),

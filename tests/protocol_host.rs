@@ -28,7 +28,7 @@ fn value(row: usize, operation: usize) -> bf16 {
 fn operations(group: &Group<Host>, count: usize, ways: &[Route]) -> Result<(), Error> {
     let mut a = group.sharded::<bf16>(M, K)?;
     let b = group.upload(&[bf16::ONE, bf16::ZERO].repeat(5), 5, K)?;
-    let mut out = group.zeros(M, 5)?;
+    let mut out = group.zeros::<bf16>(M, 5)?;
     for operation in 0..count {
         let rows: Vec<bf16> = a
             .rows()
@@ -141,7 +141,7 @@ fn two_ranks(
     group.threads(2, |group| {
         let a = group.sharded::<bf16>(M, k)?;
         let b = group.zeros(5, k)?;
-        let mut out = group.zeros(M, 5)?;
+        let mut out = group.zeros::<bf16>(M, 5)?;
         let mut run = |config| AllGatherMatmul::new().config(config).run(&a, &b, &mut out);
         each(&group, &mut run)
     })?;
@@ -156,7 +156,7 @@ fn a_rank_that_is_late_is_named_and_the_group_starts_nothing_more() -> Result<()
     group.threads(2, |group| {
         let a = group.sharded::<bf16>(M, K)?;
         let b = group.zeros(5, K)?;
-        let mut out = group.zeros(M, 5)?;
+        let mut out = group.zeros::<bf16>(M, 5)?;
         let begin = Instant::now();
         while group.rank() == 0
             && !given_up.load(Ordering::Relaxed)
@@ -205,7 +205,7 @@ fn the_failure_of_a_rank_ends_the_waits_of_the_others_at_once() -> Result<(), Er
     group.threads(2, |group| {
         let a = group.sharded::<bf16>(M, K)?;
         let b = group.zeros(5, K)?;
-        let mut out = group.zeros(M, 5)?;
+        let mut out = group.zeros::<bf16>(M, 5)?;
         let prepared = AllGatherMatmul::new().prepare(&a, 5)?;
         if group.rank() == 1 {
             // Rank 0 waits by then; two that come together both see the mismatch, and neither waits.

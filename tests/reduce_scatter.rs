@@ -265,6 +265,7 @@ impl Asked {
     fn description(&self) -> Description {
         Description {
             beside: None,
+            form: Default::default(),
             operation: planner::NAME,
             dtype: DType::Bf16,
             layout: Layout::new(&self.rows, 3).unwrap(),

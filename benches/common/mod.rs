@@ -5,6 +5,7 @@
 pub mod gather;
 
 use std::fmt::{Display, Formatter};
+use std::ops::Range;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -68,6 +69,13 @@ pub struct Check {
 impl Check {
     pub fn ok(&self) -> bool {
         self.elements > 0 && self.worst <= 1.0
+    }
+
+    /// Counts an element: how far it is off, and that as a share of what rounding allows.
+    pub fn add(&mut self, error: f64, share: f64) {
+        self.elements += 1;
+        self.max_abs_err = worse(error, self.max_abs_err);
+        self.worst = worse(share, self.worst);
     }
 
     /// All ranks' checks in one, on every rank. Collective.
@@ -134,35 +142,13 @@ pub fn check<T: Element>(
         .collect();
     let checked = blocks.into_par_iter().map(|(rows, first)| {
         let width = COLUMNS.min(n - first);
-        let mut exact = vec![Exact::default(); rows.len() * width];
-        for &Factors { a, b, k } in products {
-            let a: Vec<f64> = rows
-                .iter()
-                .flat_map(|&row| &a[row * k..][..k])
-                .map(|x| x.to_f32().into())
-                .collect();
-            let b: Vec<f64> = b[first * k..][..width * k]
-                .iter()
-                .map(|x| x.to_f32().into())
-                .collect();
-            let absolute =
-                |values: &[f64]| -> Vec<f64> { values.iter().map(|x| x.abs()).collect() };
-            let values = product(&a, &b, rows.len(), width, k);
-            let magnitudes = product(&absolute(&a), &absolute(&b), rows.len(), width, k);
-            for ((exact, value), magnitude) in exact.iter_mut().zip(values).zip(magnitudes) {
-                exact.value += value;
-                exact.magnitude += magnitude;
-                exact.products += value.abs();
-            }
-        }
+        let exact = exact(products, rows, first..first + width);
         let (mut check, mut largest) = (Check::default(), 0f64);
         for (i, &row) in rows.iter().enumerate() {
             let found = &out[row * n + first..][..width];
             for (found, exact) in found.iter().zip(&exact[i * width..]) {
                 let error = (f64::from(found.to_f32()) - exact.value).abs();
-                check.elements += 1;
-                check.max_abs_err = worse(error, check.max_abs_err);
-                check.worst = worse(error / allowed(exact), check.worst);
+                check.add(error, error / allowed(exact));
                 largest = largest.max(exact.value.abs());
             }
         }
@@ -181,6 +167,36 @@ pub fn check<T: Element>(
         check.max_rel_err = check.max_abs_err / largest;
     }
     check
+}
+
+/// Some columns of the given rows of the sum of `products`, row after row.
+pub fn exact<T: Element>(
+    products: &[Factors<T>],
+    rows: &[usize],
+    columns: Range<usize>,
+) -> Vec<Exact> {
+    let width = columns.len();
+    let mut exact = vec![Exact::default(); rows.len() * width];
+    for &Factors { a, b, k } in products {
+        let a: Vec<f64> = rows
+            .iter()
+            .flat_map(|&row| &a[row * k..][..k])
+            .map(|x| x.to_f32().into())
+            .collect();
+        let b: Vec<f64> = b[columns.start * k..columns.end * k]
+            .iter()
+            .map(|x| x.to_f32().into())
+            .collect();
+        let absolute = |values: &[f64]| -> Vec<f64> { values.iter().map(|x| x.abs()).collect() };
+        let values = product(&a, &b, rows.len(), width, k);
+        let magnitudes = product(&absolute(&a), &absolute(&b), rows.len(), width, k);
+        for ((exact, value), magnitude) in exact.iter_mut().zip(values).zip(magnitudes) {
+            exact.value += value;
+            exact.magnitude += magnitude;
+            exact.products += value.abs();
+        }
+    }
+    exact
 }
 
 /// How many rows of `n` elements over `k` take about so many products to compare.

@@ -138,7 +138,7 @@ fn width(title: &str) -> usize {
 }
 
 /// Route, tile, CTAs of a cluster, those that share a tile (s) or slices of K (k) or stream-K (sk), chunks of a shard and of the last.
-fn in_short(config: &Config) -> String {
+pub fn in_short(config: &Config) -> String {
     let route = match config.route {
         Route::Pull => "pull",
         Route::Push => "push",

@@ -28,6 +28,12 @@ __device__ __forceinline__ void barrier_sync() {
     asm volatile("barrier.sync %0, %1;" ::"n"(Barrier), "n"(Threads) : "memory");
 }
 
+// The same at a barrier whose number is known only when it runs.
+template <int Threads>
+__device__ __forceinline__ void barrier_sync(uint32_t barrier) {
+    asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "n"(Threads) : "memory");
+}
+
 // Counts as one of those who meet, and goes on.
 template <int Barrier, int Threads>
 __device__ __forceinline__ void barrier_arrive() {
@@ -132,6 +138,31 @@ __device__ __forceinline__ void st_global(void* address, const uint4& value) {
 
 __device__ __forceinline__ void nanosleep(uint32_t nanoseconds) {
     asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds));
+}
+
+// ---- arithmetic ----------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void prefetch_l2(const void* global) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
+
+// NaN if one of them is.
+__device__ __forceinline__ float max_nan(float a, float b) {
+    float value;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(value) : "f"(a), "f"(b));
+    return value;
+}
+
+__device__ __forceinline__ float ex2_approx(float x) {
+    float value;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+    return value;
+}
+
+__device__ __forceinline__ float rcp_approx(float x) {
+    float value;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+    return value;
 }
 
 // ---- ordering between the generic proxy (ld, st, stmatrix) and the async proxy (TMA) -------------------------------

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include "../abi.h"
+#include "activation.cuh"
 
 namespace gemmesh {
 
@@ -26,6 +27,23 @@ __device__ Piece<Element> load_addend(const GemmeshReduction& reduction, uint32_
     return *reinterpret_cast<const Piece<Element>*>(first + column * sizeof(Element));
 }
 
+// Stores the first `length` of N values, 16 bytes at a time where these are all of them.
+template <uint32_t N, class Stored>
+__device__ __forceinline__ void store(const float* values, Stored* out, uint32_t length) {
+    using Piece = Piece<Stored>;
+    for (uint32_t begin = 0; begin < N; begin += Piece::kLength) {
+        Piece rounded;
+        for (uint32_t i = 0; i < Piece::kLength; ++i) rounded.elements[i] = round_to(values[begin + i], Stored{});
+        if (begin + Piece::kLength <= length) {
+            *reinterpret_cast<Piece*>(out + begin) = rounded;
+        } else {
+            for (uint32_t i = 0; i < Piece::kLength; ++i) {
+                if (begin + i < length) out[begin + i] = rounded.elements[i];
+            }
+        }
+    }
+}
+
 // A thread makes piece after piece of a row: what is in its registers is of the same columns, and bits depend on nothing but
 // the order of the addends. `load` returns a piece of an addend: of which, and its row and first column.
 template <class Element, class Load>
@@ -45,19 +63,23 @@ __device__ void reduce(const GemmeshReduction& reduction, const Load& load) {
             const Piece next = load(addend, row, column);
             for (uint32_t i = 0; i < Piece::kLength; ++i) sum[i] += static_cast<float>(next.elements[i]);
         }
-        Element* out = reinterpret_cast<Element*>(static_cast<char*>(reduction.out) + row * reduction.out_pitch) + column;
         const uint32_t length = min(Piece::kLength, reduction.n - column);
-        Piece rounded;
-        for (uint32_t i = 0; i < Piece::kLength; ++i) {
-            if (bias != nullptr && i < length) sum[i] += static_cast<float>(bias[column + i]);
-            rounded.elements[i] = round_to(sum[i], Element{});
-        }
-        if (length == Piece::kLength) {
-            *reinterpret_cast<Piece*>(out) = rounded;
-        } else {
+        if (bias != nullptr) {
             for (uint32_t i = 0; i < Piece::kLength; ++i) {
-                if (i < length) out[i] = rounded.elements[i];
+                if (i < length) sum[i] += static_cast<float>(bias[column + i]);
             }
+        }
+        activate<Piece::kLength>(sum, reduction.activation, reduction.is_f32 != 0);
+        if (reduction.residual != nullptr) {
+            const char* residual = static_cast<const char*>(reduction.residual) + row * reduction.residual_pitch;
+            const Piece last = *reinterpret_cast<const Piece*>(residual + column * sizeof(Element));
+            for (uint32_t i = 0; i < Piece::kLength; ++i) sum[i] += static_cast<float>(last.elements[i]);
+        }
+        char* out = static_cast<char*>(reduction.out) + row * reduction.out_pitch;
+        if (reduction.is_f32 != 0) {
+            store<Piece::kLength>(sum, reinterpret_cast<float*>(out) + column, length);
+        } else {
+            store<Piece::kLength>(sum, reinterpret_cast<Element*>(out) + column, length);
         }
     }
 }

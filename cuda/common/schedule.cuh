@@ -14,25 +14,28 @@ public:
           count_(params.tile_count),
           stride_(gridDim.x / cluster_size),
           index_(blockIdx.x / cluster_size) {
-        tile_ = load(index_);
+        entry_ = load(index_);
         next_ = load(index_ + stride_);
     }
 
     __device__ bool valid() const { return index_ < count_; }
     __device__ uint32_t index() const { return index_; }
-    __device__ const GemmeshTile& tile() const { return tile_; }
-    __device__ const GemmeshTile& next() const { return next_; }  // block 0 behind the last
+    __device__ GemmeshTile tile() const { return tile_of(entry_); }
+    __device__ GemmeshTile next() const { return tile_of(next_); }  // block 0 behind the last
 
     __device__ void advance() {
         index_ += stride_;
-        tile_ = next_;
+        entry_ = next_;
         next_ = load(index_ + stride_);
     }
 
 private:
-    __device__ GemmeshTile load(uint32_t index) const {
-        if (index >= count_) return GemmeshTile{};
-        const uint4 entry = __ldg(reinterpret_cast<const uint4*>(tiles_) + index);
+    __device__ uint4 load(uint32_t index) const {
+        if (index >= count_) return uint4{};
+        return __ldg(reinterpret_cast<const uint4*>(tiles_) + index);
+    }
+
+    __device__ static GemmeshTile tile_of(const uint4& entry) {
         const uint16_t flag_begin = entry.w & 0xffff;
         const uint16_t flag_end = entry.w >> 16;
         return GemmeshTile{entry.x, entry.y, entry.z, flag_begin, flag_end};
@@ -42,8 +45,9 @@ private:
     uint32_t count_;
     uint32_t stride_;
     uint32_t index_;
-    GemmeshTile tile_;
-    GemmeshTile next_;
+    // As they are in memory, in as many registers.
+    uint4 entry_;
+    uint4 next_;
 };
 
 }  // namespace gemmesh

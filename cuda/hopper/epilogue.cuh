@@ -1,18 +1,19 @@
-// From accumulators to the output: add the bias, round once, store.
+// From accumulators to the output: add the bias, apply the activation, multiply gate and up, add the residual, round once, store.
 #pragma once
 
 #include "../abi.h"
+#include "../common/activation.cuh"
 #include "ptx.cuh"
 #include "wgmma.cuh"
 
 namespace gemmesh {
 
-// Where a warp lays out rows for a store: 16 rows of 128 bytes. The tensor map's swizzle exchanges the 16-byte pieces
+// Where a warp lays out rows for a store: 16 rows of 128 bytes, of elements that are stored. The tensor map's swizzle exchanges the 16-byte pieces
 // within a row by the row's number modulo eight, which also spares bank conflicts.
 template <class Element>
 struct alignas(1024) StoreBox {
     static constexpr int kRows = GEMMESH_STORE_ROWS;
-    static constexpr int kColumns = GEMMESH_STORE_COLUMNS;
+    static constexpr int kColumns = GEMMESH_STORE_COLUMNS * 2 / sizeof(Element);
     static constexpr int kPiece = 16 / sizeof(Element);  // elements
     Element elements[kRows * kColumns];
 
@@ -21,21 +22,85 @@ struct alignas(1024) StoreBox {
     }
 };
 
-// Adds bias[column..] to the accumulators of this lane. `column` is the tile's first.
+// Where a warp's 16 rows of a tile lie in `out`: the first row and column. Nothing is read or written outside of the rows from `begin` to
+// `end`, and behind the last column.
+struct WarpPlace {
+    uint32_t row;
+    uint32_t column;
+    uint32_t begin;
+    uint32_t end;
+};
+
+// Where this lane's accumulators lie in `out`: each four of them in two rows, eight apart, and two neighbouring columns, the next
+// four eight columns on.
+struct Place {
+    static constexpr uint32_t kRowsApart = 8;
+    uint32_t row;     // the upper one, of `a`
+    uint32_t column;  // the left one of the first four
+    uint32_t begin;
+    uint32_t end;
+
+    __device__ Place(const WarpPlace& place, uint32_t lane)
+        : row(place.row + lane / 4), column(place.column + lane % 4 * 2), begin(place.begin), end(place.end) {}
+
+    __device__ uint32_t row_of(uint32_t half) const { return row + half * kRowsApart; }
+    __device__ bool has_row(uint32_t half) const { return begin <= row_of(half) && row_of(half) < end; }
+};
+
+// What is added to the columns of a warp's N: loaded while the tensor cores multiply, for a load that is waited for costs more than
+// all additions. Lane 4 j + p keeps the pair of columns p of blocks j, j + 8, ... of eight columns, and hands it to the lanes that have
+// accumulators there. Of a gated tile the first half of the blocks is gate's, and the other up's.
 template <class Element, int N>
-__device__ __forceinline__ void add_bias(Accumulators<Element, N>& accumulators, const GemmeshParams& params,
-                                         uint32_t column, uint32_t lane) {
-    const Element* bias = static_cast<const Element*>(params.bias);
-    column += lane % 4 * 2;
+class ColumnBias {
+public:
+    // `column` is the warp's first, of `output`.
+    __device__ void load(const GemmeshParams& params, const GemmeshOutput& output, bool is_gated, uint32_t column, uint32_t lane) {
+        if (output.bias == nullptr) return;
 #pragma unroll
-    for (int i = 0; i < N / 8; ++i, column += 8) {
-        const float left = column < params.n ? static_cast<float>(bias[column]) : 0.0f;
-        const float right = column + 1 < params.n ? static_cast<float>(bias[column + 1]) : 0.0f;
-        float* d = &accumulators.d[i * 4];
-        d[0] += left;
-        d[1] += right;
-        d[2] += left;
-        d[3] += right;
+        for (uint32_t i = 0; i < kHeld; ++i) {
+            const uint32_t block = lane / 4 + 8 * i;
+            const bool is_up = is_gated && block >= kBlocks / 2;
+            const Element* bias = static_cast<const Element*>(is_up ? params.outputs[1].bias : output.bias);
+            const uint32_t left = column + (is_up ? block - kBlocks / 2 : block) * 8 + lane % 4 * 2;
+            Element pair[2] = {};
+            if (block < kBlocks && left < output.n) pair[0] = bias[left];
+            if (block < kBlocks && left + 1 < output.n) pair[1] = bias[left + 1];
+            memcpy(&held_[i], pair, sizeof pair);
+        }
+    }
+
+    // All lanes of the warp.
+    __device__ void add(float* accumulators, const GemmeshOutput& output, uint32_t lane) const {
+        if (output.bias == nullptr) return;
+#pragma unroll
+        for (uint32_t block = 0; block < kBlocks; ++block) {
+            const uint32_t pair = __shfl_sync(~0u, held_[block / 8], block % 8 * 4 + lane % 4);
+            const float2 bias = ptx::unpack<Element>(pair);
+            float* d = &accumulators[block * 4];
+            d[0] += bias.x;
+            d[1] += bias.y;
+            d[2] += bias.x;
+            d[3] += bias.y;
+        }
+    }
+
+private:
+    static constexpr uint32_t kBlocks = N / 8;
+    static constexpr uint32_t kHeld = (kBlocks + 7) / 8;
+    uint32_t held_[kHeld];
+};
+
+// Brings the residual of a warp's rows of N columns into the L2 cache, while the tensor cores multiply.
+template <class Element, int N>
+__device__ __forceinline__ void prefetch_residual(const GemmeshOutput& output, uint32_t m, uint32_t row, uint32_t column, uint32_t lane) {
+    if (output.residual == nullptr) return;
+    constexpr uint32_t kLine = 128 / sizeof(Element);
+    constexpr uint32_t kLines = (N + kLine - 1) / kLine + 1;
+    for (uint32_t index = lane; index < GEMMESH_STORE_ROWS * kLines; index += 32) {
+        const uint32_t of_row = row + index / kLines;
+        const uint32_t left = column + index % kLines * kLine;
+        if (of_row >= m || left >= output.n) continue;
+        ptx::prefetch_l2(static_cast<const uint8_t*>(output.residual) + of_row * output.residual_pitch + left * sizeof(Element));
     }
 }
 
@@ -49,10 +114,148 @@ __device__ __forceinline__ constexpr int store_column(int step) {
     return step < kStoreSteps<Element, N> - 1 ? step * StoreBox<Element>::kColumns : N - StoreBox<Element>::kColumns;
 }
 
-// Stores the warp's 16 rows of the accumulators, box by box, through `stores`: the tensor cores go on with the next tile while TMA
+// The residual of a warp's rows of N columns, on its way through the boxes that these are stored through afterwards, as many columns at a
+// time as there are boxes: the reverse of `store_rows`. A row of a box is a line of memory, which eight lanes copy.
+template <class Element, int N, int Boxes>
+class Residual {
+public:
+    using Box = StoreBox<Element>;
+
+    __device__ Residual(const GemmeshOutput& output, StoreBox<Element> (&boxes)[Boxes], const WarpPlace& place, uint32_t lane)
+        : output_(output), boxes_(boxes), place_(place), lane_(lane) {}
+
+    // All lanes of the warp: begins to copy. Who has stored from the boxes before may still be reading them.
+    __device__ void begin() {
+        if (output_.residual == nullptr) return;
+        ptx::cp_async_bulk_wait_group_read<0>();
+        __syncwarp();
+        copy<0>();
+    }
+
+    // All lanes of the warp: adds it to the first `n` columns.
+    __device__ void add(float* accumulators, uint32_t n) {
+        if (output_.residual != nullptr) add_from<0>(accumulators, n);
+    }
+
+private:
+    static constexpr int kSteps = kStoreSteps<Element, N>;
+    static constexpr int kLanes = Box::kColumns / Box::kPiece;  // that copy a row
+    static constexpr int kRows = 32 / kLanes;                   // that are copied by an instruction
+
+    template <int First>
+    __device__ void copy() {
+        const uint32_t piece = lane_ % kLanes;
+        uint32_t of_box = lane_ / kLanes;
+        // Anew each time: kept, the addresses would take registers that there are not.
+        ptx::pin(of_box);
+        const uint32_t column = place_.column + piece * Box::kPiece;
+        const uint32_t row = place_.row + of_box;
+        const uint8_t* from = static_cast<const uint8_t*>(output_.residual) + row * output_.residual_pitch + column * sizeof(Element);
+#pragma unroll
+        for (int begin = 0; begin < Box::kRows; begin += kRows, from += kRows * output_.residual_pitch) {
+            const bool has_row = place_.begin <= row + begin && row + begin < place_.end;
+#pragma unroll
+            for (int step = First; step < kSteps && step < First + Boxes; ++step) {
+                const int first = store_column<Element, N>(step);
+                // a piece that begins within the row may be read whole
+                const bool is_there = has_row && column + first < output_.n;
+                ptx::cp_async_16(ptx::shared_address(boxes_[step - First].piece(of_box + begin, piece)),
+                                 from + first * sizeof(Element), is_there);
+            }
+        }
+    }
+
+    template <int First>
+    __device__ void add_from(float* accumulators, uint32_t n) {
+        ptx::cp_async_wait_all();
+        __syncwarp();
+#pragma unroll
+        for (int step = First; step < kSteps && step < First + Boxes; ++step) add_box(accumulators, step, boxes_[step - First], n);
+        __syncwarp();
+        if constexpr (First + Boxes < kSteps) {
+            copy<First + Boxes>();
+            add_from<First + Boxes>(accumulators, n);
+        }
+    }
+
+    __device__ void add_box(float* accumulators, int step, Box& box, uint32_t n) {
+#pragma unroll
+        for (int pair = 0; pair < Box::kColumns / 16; ++pair) {
+            const int first = store_column<Element, N>(step) + pair * 16;
+            uint32_t words[4];
+            const uint32_t source = ptx::shared_address(box.piece(lane_ % 16, pair * 2 + lane_ / 16));
+            ptx::ldmatrix_x4(source, words[0], words[1], words[2], words[3]);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                // a last box that was moved left has columns of the one before
+                if (first + i / 2 * 8 < step * Box::kColumns || first + i / 2 * 8 >= n) continue;
+                const float2 addend = ptx::unpack<Element>(words[i]);
+                float* d = &accumulators[first / 2 + i * 2];
+                d[0] += addend.x;
+                d[1] += addend.y;
+                ptx::pin(d[0]);
+                ptx::pin(d[1]);
+            }
+        }
+    }
+
+    const GemmeshOutput& output_;
+    StoreBox<Element> (&boxes_)[Boxes];
+    const WarpPlace& place_;
+    uint32_t lane_;
+};
+
+// All that comes between the products, or their sums, and rounding. The accumulators are of N columns of one weight; or the first
+// half is gate's and the other up's, if kernels can be gated (Gates) and this one is, and then the first half has what is to be stored.
+template <class Element, bool Gates, int N, int Boxes>
+__device__ __forceinline__ void finish(float* accumulators, const GemmeshParams& params, const GemmeshOutput& output,
+                                       const ColumnBias<Element, N>& bias, StoreBox<Element> (&boxes)[Boxes],
+                                       const WarpPlace& place, uint32_t lane) {
+    constexpr int kHalf = N / 2;     // columns
+    constexpr int kOfHalf = N / 4;  // accumulators
+    float* second = accumulators + kOfHalf;
+    const bool is_gated = Gates && params.is_gated != 0;
+    Residual<Element, N, Boxes> residual(output, boxes, place, lane);
+    residual.begin();
+    bias.add(accumulators, output, lane);
+    activate<kOfHalf>(accumulators, params.activation, params.is_f32 != 0);
+    if (is_gated) {
+#pragma unroll
+        for (int i = 0; i < kOfHalf; ++i) accumulators[i] *= second[i];
+    } else {
+        activate<kOfHalf>(second, params.activation, params.is_f32 != 0);
+    }
+    residual.add(accumulators, is_gated ? kHalf : N);
+}
+
+// Stores N columns of this lane's accumulators without a box, rounded or as they are: a sector of each row is that of four lanes.
+template <class Stored, int N>
+__device__ __forceinline__ void store_directly(const float* accumulators, const GemmeshOutput& output, const Place& place) {
+#pragma unroll
+    for (uint32_t half = 0; half < 2; ++half) {
+        if (!place.has_row(half)) continue;
+        uint8_t* row = static_cast<uint8_t*>(output.out) + place.row_of(half) * output.out_pitch;
+#pragma unroll
+        for (uint32_t i = 0; i < N / 8; ++i) {
+            const uint32_t column = place.column + i * 8;
+            const float* d = &accumulators[4 * i + 2 * half];
+            uint8_t* at = row + column * sizeof(Stored);
+            if constexpr (!std::is_same_v<Stored, float>) {
+                // behind a last odd column there is padding
+                if (column < output.n) *reinterpret_cast<uint32_t*>(at) = ptx::cvt_rn_x2<Stored>(d[0], d[1]);
+            } else if (column + 1 < output.n) {
+                *reinterpret_cast<float2*>(at) = float2{d[0], d[1]};
+            } else if (column < output.n) {
+                *reinterpret_cast<float*>(at) = d[0];
+            }
+        }
+    }
+}
+
+// Stores the warp's 16 rows of N columns of the accumulators, box by box, through `stores`: the tensor cores go on with the next tile while TMA
 // still reads the last boxes. A warp has boxes of its own, so the warps of a warpgroup never wait for each other.
 template <class Element, int N, class Stores>
-__device__ __forceinline__ void store_rows(const Accumulators<Element, N>& accumulators, Stores& stores, uint32_t lane) {
+__device__ __forceinline__ void store_rows(const float* accumulators, Stores& stores, uint32_t lane) {
     using Box = StoreBox<Element>;
 #pragma unroll
     for (int step = 0; step < kStoreSteps<Element, N>; ++step) {
@@ -61,7 +264,7 @@ __device__ __forceinline__ void store_rows(const Accumulators<Element, N>& accum
         // round into the box: lanes 0-15 name the rows of the left piece, lanes 16-31 those of the right one
 #pragma unroll
         for (int pair = 0; pair < Box::kColumns / 16; ++pair) {
-            const float* d = &accumulators.d[(store_column<Element, N>(step) / 8 + pair * 2) * 4];
+            const float* d = &accumulators[(store_column<Element, N>(step) / 8 + pair * 2) * 4];
             const uint32_t upper_left = ptx::cvt_rn_x2<Element>(d[0], d[1]);
             const uint32_t lower_left = ptx::cvt_rn_x2<Element>(d[2], d[3]);
             const uint32_t upper_right = ptx::cvt_rn_x2<Element>(d[4], d[5]);
@@ -77,50 +280,26 @@ __device__ __forceinline__ void store_rows(const Accumulators<Element, N>& accum
     }
 }
 
-// The warp's 16 columns of an exchanged tile, whose rows are the accumulators' columns: adds the bias, and stores 16 rows at a time,
-// a sector of 32 bytes of each. `row` and `column` are the tile's first and the warp's.
-template <class Element, int N>
-__device__ __forceinline__ void store_columns(Accumulators<Element, N>& accumulators, const GemmeshParams& params,
-                                              StoreBox<Element>& box, uint32_t row, uint32_t column, uint32_t lane) {
-    constexpr uint32_t kColumns = 16;
-    constexpr uint32_t kRows = 16;
-    constexpr uint32_t kPieces = kColumns / StoreBox<Element>::kPiece;  // of a row
-    constexpr uint32_t kTurns = StoreBox<Element>::kRows * StoreBox<Element>::kColumns / (kRows * kColumns);
-    if (params.bias != nullptr) {
-        const Element* bias = static_cast<const Element*>(params.bias);
-        const uint32_t upper = column + lane / 4;
-        const float left = upper < params.n ? static_cast<float>(bias[upper]) : 0.0f;
-        const float right = upper + 8 < params.n ? static_cast<float>(bias[upper + 8]) : 0.0f;
+// The same of f32, of which a box holds half as many columns.
+template <int N, class Stores>
+__device__ __forceinline__ void store_f32_rows(const float* accumulators, Stores& stores, uint32_t lane) {
+    using Box = StoreBox<float>;
 #pragma unroll
-        for (int i = 0; i < N / 8; ++i) {
-            float* d = &accumulators.d[i * 4];
-            d[0] += left;
-            d[1] += left;
-            d[2] += right;
-            d[3] += right;
+    for (int step = 0; step < kStoreSteps<float, N>; ++step) {
+        Box& box = stores.acquire(step);
+#pragma unroll
+        for (int block = 0; block < Box::kColumns / 8; ++block) {
+            const float* d = &accumulators[(store_column<float, N>(step) / 8 + block) * 4];
+#pragma unroll
+            for (uint32_t half = 0; half < 2; ++half) {
+                float* to = box.piece(lane / 4 + half * Place::kRowsApart, block * 2 + lane % 4 / 2) + lane % 2 * 2;
+                *reinterpret_cast<float2*>(to) = float2{d[half * 2], d[half * 2 + 1]};
+            }
         }
-    }
-    const uint32_t piece = lane % kPieces;
-    const uint32_t own_column = column + piece * StoreBox<Element>::kPiece;
-    uint8_t* out = static_cast<uint8_t*>(params.out) + own_column * sizeof(Element);
-#pragma unroll
-    for (int i = 0; i < N / kRows; ++i) {
-        // lanes 0-7 and 8-15 name the rows of the left and the right piece, the others those eight rows below
-        const float* d = &accumulators.d[i * 8];
-        Element* rows = box.elements + i % kTurns * (kRows * kColumns);
-        Element* target = rows + (lane / 16 * 8 + lane % 8) * kColumns + lane / 8 % 2 * StoreBox<Element>::kPiece;
-        if (i >= int(kTurns)) __syncwarp();
-        ptx::stmatrix_x4_trans(ptx::shared_address(target), ptx::cvt_rn_x2<Element>(d[0], d[1]),
-                               ptx::cvt_rn_x2<Element>(d[2], d[3]), ptx::cvt_rn_x2<Element>(d[4], d[5]),
-                               ptx::cvt_rn_x2<Element>(d[6], d[7]));
+        ptx::fence_proxy_async_shared_cta();
         __syncwarp();
-        const uint32_t own_row = row + i * kRows + lane / kPieces;
-        const uint4 values = *reinterpret_cast<const uint4*>(rows + lane / kPieces * kColumns + piece * StoreBox<Element>::kPiece);
-        // as TMA: a piece that begins within the row is written whole
-        if (own_row < params.m && own_column < params.n) ptx::st_global(out + own_row * params.out_pitch, values);
+        stores.commit(step);
     }
-    // the next tile's come after these have been read
-    __syncwarp();
 }
 
 // A thread that stores boxes of a tile, one of `Boxes` after the other, before it has the next one filled: waits until TMA has read

@@ -10,6 +10,7 @@
 #include "../common/landing.cuh"
 #include "../common/ptx.cuh"
 #include "../common/push.cuh"
+#include "epilogue.cuh"
 #include "ptx.cuh"
 #include "wgmma.cuh"
 
@@ -20,8 +21,10 @@ template <class Element, int N>
 class Landing {
 public:
     // `row` and `column` are the warp's first.
-    __device__ Landing(const GemmeshParams& params, const Entrance& entrance, uint32_t row, uint32_t column, uint32_t lane)
+    __device__ Landing(const GemmeshParams& params, const GemmeshOutput& output, const Entrance& entrance, uint32_t row,
+                       uint32_t column, uint32_t lane)
         : params_(params),
+          output_(output),
           entrance_(entrance),
           row_(row + lane / 4),
           column_(column),
@@ -72,28 +75,15 @@ public:
         __syncwarp();
     }
 
-    // Stores the sums, rounded, to this rank's rows of the output: a warp's rows may begin above these.
-    __device__ void store(const Accumulators<Element, N>& accumulators) const {
-#pragma unroll
-        for (uint32_t half = 0; half < 2; ++half) {
-            if (!has_row(params_.exchange.rank, half)) continue;
-            const uint32_t row = row_ + half * kRowsApart - params_.landing.begin[params_.exchange.rank];
-            uint8_t* out = static_cast<uint8_t*>(params_.out) + row * params_.out_pitch;
-#pragma unroll
-            for (uint32_t i = 0; i < kPairs; ++i) {
-                // behind a last odd column there is padding
-                const uint32_t column = column_ + i * 8 + lane_ % 4 * 2;
-                const float* d = &accumulators.d[4 * i + 2 * half];
-                if (column < params_.n) {
-                    *reinterpret_cast<uint32_t*>(out + column * sizeof(Element)) = ptx::cvt_rn_x2<Element>(d[0], d[1]);
-                }
-            }
-        }
+    // Where this rank's rows of the sums are: a warp's may begin above these.
+    __device__ WarpPlace place() const {
+        const uint32_t rank = params_.exchange.rank;
+        return {row_ - lane_ / 4, column_, params_.landing.begin[rank], params_.landing.end[rank]};
     }
 
 private:
     static constexpr uint32_t kPairs = N / 8;  // of neighbouring columns that a lane has in each of two rows
-    static constexpr uint32_t kRowsApart = 8;  // these two
+    static constexpr uint32_t kRowsApart = Place::kRowsApart;  // these two
 
     // Whether `rank` gets sums of this lane's upper or lower row.
     __device__ bool has_row(uint32_t rank, uint32_t half) const {
@@ -102,7 +92,7 @@ private:
     }
 
     // Whether this lane's pairs i and i + 1, and those of its neighbours in the row, have a column of the output among them.
-    __device__ bool has_column(uint32_t i) const { return column_ + i * 8 < params_.n; }
+    __device__ bool has_column(uint32_t i) const { return column_ + i * 8 < output_.n; }
 
     __device__ LandingShare share_of(uint32_t to, uint32_t from) const {
         return LandingShare(params_.landing, entrance_, to, from, params_.exchange.world);
@@ -110,7 +100,7 @@ private:
 
     // This lane's first unit of its row; the one of pairs i and i + 1 stands 2 i behind. Lanes that share a row lie side by side.
     __device__ uint32_t unit(uint32_t half) const {
-        const uint32_t of_row = (params_.n + 15) / 16 * 4;
+        const uint32_t of_row = (output_.n + 15) / 16 * 4;
         return (row_ + half * kRowsApart) * of_row + column_ / 4 + lane_ % 4;
     }
 
@@ -149,6 +139,7 @@ private:
     }
 
     const GemmeshParams& params_;
+    const GemmeshOutput& output_;
     Entrance entrance_;
     uint32_t row_;
     uint32_t column_;

@@ -197,6 +197,24 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t shared, uint32_t& r0, uint3
                  : "memory");
 }
 
+// The same, each matrix transposed.
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t shared, uint32_t& r0, uint32_t& r1, uint32_t& r2,
+                                                  uint32_t& r3) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r0), "=r"(r1), "=r"(r2), "=r"(r3)
+                 : "r"(shared)
+                 : "memory");
+}
+
+// ---- cp.async, one thread's copies ---------------------------------------------------------------------------------
+
+// 16 bytes; zeros unless they are there.
+__device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, bool is_there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(is_there ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // ---- wgmma ---------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void wgmma_fence() {
@@ -217,12 +235,17 @@ __device__ __forceinline__ void pin(float& value) {
     asm volatile("" : "+f"(value)::"memory");
 }
 
-// d[64, N] = a[64, 16] * b[N, 16]^T + (accumulate ? d : 0), both operands in shared memory, K-major.
+__device__ __forceinline__ void pin(uint32_t& value) {
+    asm volatile("" : "+r"(value)::"memory");
+}
+
+// d[64, N] = a[64, 16] * b[N, 16]^T + (accumulate ? d : 0), both operands in shared memory, K-major; or, of one that is
+// transposed (1, not 0), with its rows side by side.
 //
 // The thread holds d as N/8 blocks of four: rows r, r, r+8, r+8 and columns c, c+1, c, c+1, where r is
 // 16 * (warp in warpgroup) + lane / 4 and c is 8 * block + 2 * (lane % 4).
 template <class Element, int N>
-__device__ __forceinline__ void wgmma_mma_async(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate);
+struct Wgmma;
 
 // The operand lists, each by that of 16 columns less.
 #define GEMMESH_EIGHT(i) \
@@ -263,37 +286,39 @@ __device__ __forceinline__ void wgmma_mma_async(float (&d)[N / 2], uint64_t a, u
 #define GEMMESH_REGISTERS_OF_240 GEMMESH_REGISTERS_OF_224, GEMMESH_EIGHT(112)
 #define GEMMESH_REGISTERS_OF_256 GEMMESH_REGISTERS_OF_240, GEMMESH_EIGHT(120)
 
-// `a_`, `b_` and `p_` are the numbers of the operands that follow the N/2 accumulators.
-#define GEMMESH_WGMMA(Element, type, N, a_, b_, p_)                                                                  \
+// `a_`, `b_` and `p_` are the numbers of the operands that follow the N/2 accumulators, and the others say what is transposed.
+#define GEMMESH_WGMMA(Element, type, N, a_, b_, p_, trans_a_, trans_b_)                                              \
     template <>                                                                                                      \
-    __device__ __forceinline__ void wgmma_mma_async<Element, N>(                                                     \
-        float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {                                                \
-        asm volatile("{\n"                                                                                           \
-                     ".reg .pred p;\n"                                                                               \
-                     "setp.ne.b32 p, %" #p_ ", 0;\n"                                                                 \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type                                 \
-                     " {" GEMMESH_NAMES_OF_##N "}, %" #a_ ", %" #b_ ", p, 1, 1, 0, 0;\n"                             \
-                     "}\n"                                                                                           \
-                     : GEMMESH_REGISTERS_OF_##N                                                                      \
-                     : "l"(a), "l"(b), "r"(static_cast<int32_t>(accumulate)));                                       \
-    }
+    struct Wgmma<Element, N> {                                                                                       \
+        template <int TransA, int TransB>                                                                            \
+        __device__ __forceinline__ static void mma_async(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) { \
+            asm volatile("{\n"                                                                                       \
+                         ".reg .pred p;\n"                                                                           \
+                         "setp.ne.b32 p, %" #p_ ", 0;\n"                                                             \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type                             \
+                         " {" GEMMESH_NAMES_OF_##N "}, %" #a_ ", %" #b_ ", p, 1, 1, %" #trans_a_ ", %" #trans_b_ ";\n" \
+                         "}\n"                                                                                       \
+                         : GEMMESH_REGISTERS_OF_##N                                                                  \
+                         : "l"(a), "l"(b), "r"(static_cast<int32_t>(accumulate)), "n"(TransA), "n"(TransB));         \
+        }                                                                                                            \
+    };
 
-#define GEMMESH_WGMMA_BOTH(N, a_, b_, p_)               \
-    GEMMESH_WGMMA(__nv_bfloat16, "bf16", N, a_, b_, p_) \
-    GEMMESH_WGMMA(__half, "f16", N, a_, b_, p_)
+#define GEMMESH_WGMMA_BOTH(N, a_, b_, p_, trans_a_, trans_b_)               \
+    GEMMESH_WGMMA(__nv_bfloat16, "bf16", N, a_, b_, p_, trans_a_, trans_b_) \
+    GEMMESH_WGMMA(__half, "f16", N, a_, b_, p_, trans_a_, trans_b_)
 
-GEMMESH_WGMMA_BOTH(64, 32, 33, 34)
-GEMMESH_WGMMA_BOTH(80, 40, 41, 42)
-GEMMESH_WGMMA_BOTH(96, 48, 49, 50)
-GEMMESH_WGMMA_BOTH(112, 56, 57, 58)
-GEMMESH_WGMMA_BOTH(128, 64, 65, 66)
-GEMMESH_WGMMA_BOTH(144, 72, 73, 74)
-GEMMESH_WGMMA_BOTH(160, 80, 81, 82)
-GEMMESH_WGMMA_BOTH(176, 88, 89, 90)
-GEMMESH_WGMMA_BOTH(192, 96, 97, 98)
-GEMMESH_WGMMA_BOTH(208, 104, 105, 106)
-GEMMESH_WGMMA_BOTH(224, 112, 113, 114)
-GEMMESH_WGMMA_BOTH(240, 120, 121, 122)
-GEMMESH_WGMMA_BOTH(256, 128, 129, 130)
+GEMMESH_WGMMA_BOTH(64, 32, 33, 34, 35, 36)
+GEMMESH_WGMMA_BOTH(80, 40, 41, 42, 43, 44)
+GEMMESH_WGMMA_BOTH(96, 48, 49, 50, 51, 52)
+GEMMESH_WGMMA_BOTH(112, 56, 57, 58, 59, 60)
+GEMMESH_WGMMA_BOTH(128, 64, 65, 66, 67, 68)
+GEMMESH_WGMMA_BOTH(144, 72, 73, 74, 75, 76)
+GEMMESH_WGMMA_BOTH(160, 80, 81, 82, 83, 84)
+GEMMESH_WGMMA_BOTH(176, 88, 89, 90, 91, 92)
+GEMMESH_WGMMA_BOTH(192, 96, 97, 98, 99, 100)
+GEMMESH_WGMMA_BOTH(208, 104, 105, 106, 107, 108)
+GEMMESH_WGMMA_BOTH(224, 112, 113, 114, 115, 116)
+GEMMESH_WGMMA_BOTH(240, 120, 121, 122, 123, 124)
+GEMMESH_WGMMA_BOTH(256, 128, 129, 130, 131, 132)
 
 }  // namespace gemmesh::ptx

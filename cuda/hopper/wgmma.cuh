@@ -6,20 +6,33 @@
 
 namespace gemmesh {
 
-// Operands are K-major, their rows 128 bytes long and swizzled by 128 bytes, as TMA leaves them: groups of eight rows
-// follow each other at 1024 bytes, and the leading dimension plays no role. All that is the upper half of a matrix
-// descriptor; the lower half, kept apart because only it varies, holds the address in units of 16 bytes.
+// How an operand lies in shared memory, as TMA leaves it: rows of 128 bytes, swizzled by 128 bytes, of which groups of eight follow
+// each other at 1024 bytes. A row has 64 columns of K; or, if it is K that goes from row to row, 64 of the operand's rows, the next 64
+// of which lie behind all rows of the stage: that distance is the descriptor's leading dimension, which plays no role otherwise.
+//
+// The upper half of a matrix descriptor is the same for all; the lower half, kept apart because it varies, holds the address in units of 16
+// bytes.
+template <bool IsTransposed>
+struct Layout {
+    static constexpr uint32_t kNextBlock = IsTransposed ? GEMMESH_TILE_K * 128 : 0;  // bytes from 64 rows to the next
+    static constexpr uint32_t kAlongK = IsTransposed ? 16 * 128 : 16 * 2;            // bytes from one instruction's K to the next's
+};
+
 __device__ __forceinline__ uint32_t operand(const void* shared) {
+    // What names the CTA of a cluster stands above, where a descriptor has the leading dimension.
+    constexpr uint32_t kOfCta = (1 << 18) - 1;
     // The shuffle tells the compiler that the whole warp has one value, and keeps it from computing it anew each time.
-    return __shfl_sync(~0u, ptx::shared_address(shared) >> 4, 0);
+    return __shfl_sync(~0u, (ptx::shared_address(shared) & kOfCta) >> 4, 0);
 }
 
 __device__ __forceinline__ constexpr uint32_t operand_step(uint32_t bytes) { return bytes >> 4; }
 
+template <bool IsTransposed>
 __device__ __forceinline__ uint64_t descriptor(uint32_t operand) {
     constexpr uint64_t kEightRows = 1024;
     constexpr uint64_t kSwizzle128B = 1;
-    constexpr uint64_t kLayout = (kEightRows >> 4 << 32) | (kSwizzle128B << 62);
+    constexpr uint64_t kNextBlock = Layout<IsTransposed>::kNextBlock;
+    constexpr uint64_t kLayout = (kNextBlock >> 4 << 16) | (kEightRows >> 4 << 32) | (kSwizzle128B << 62);
     return kLayout | operand;
 }
 
@@ -28,15 +41,18 @@ template <class Element, int N>
 struct Accumulators {
     float d[N / 2];
 
-    // Issues the products of one stage, and leaves them running. `a` and `b` are the warpgroup's operands. The first
-    // stage of a tile overwrites, which spares clearing the accumulators.
+    // Issues the products of one stage, and leaves them running. `a` and `b` are the warpgroup's operands, whose layouts may be
+    // transposed. The first stage of a tile overwrites, which spares clearing the accumulators.
+    template <bool TransA = false, bool TransB = false>
     __device__ void multiply(uint32_t a, uint32_t b, bool first) {
         constexpr int kInstructionK = 16;
+        static_assert(sizeof(Element) == 2);
         ptx::wgmma_fence();
 #pragma unroll
         for (int k = 0; k < GEMMESH_TILE_K / kInstructionK; ++k) {
-            const uint32_t along_k = operand_step(k * kInstructionK * sizeof(Element));
-            ptx::wgmma_mma_async<Element, N>(d, descriptor(a + along_k), descriptor(b + along_k), !first || k > 0);
+            const uint64_t k_of_a = descriptor<TransA>(a + operand_step(k * Layout<TransA>::kAlongK));
+            const uint64_t k_of_b = descriptor<TransB>(b + operand_step(k * Layout<TransB>::kAlongK));
+            ptx::Wgmma<Element, N>::template mma_async<TransA, TransB>(d, k_of_a, k_of_b, !first || k > 0);
         }
         ptx::wgmma_commit_group();
     }

@@ -77,10 +77,10 @@ pub(crate) mod sealed {
         Nothing,
         /// The same on every rank.
         Symmetric(&'a B::Symmetric),
-        /// This rank's own, and only read.
-        Input(&'a B::Buffer),
-        /// This rank's own, and written.
-        Output(&'a mut B::Buffer),
+        /// This rank's own from a byte on, and only read.
+        Input(&'a B::Buffer, usize),
+        /// This rank's own from a byte on, and written: by nobody else, nor read.
+        Output(&'a B::Buffer, usize),
         /// This rank's memory of what ranks share, from a byte on: written, and not shared meanwhile.
         Part(&'a mut B::Symmetric, usize),
     }
@@ -90,22 +90,6 @@ pub(crate) mod sealed {
         pub fn symmetric(&self) -> Option<&'a B::Symmetric> {
             match self {
                 Bound::Symmetric(memory) => Some(memory),
-                _ => None,
-            }
-        }
-
-        /// Memory that is read, of this rank's own.
-        pub fn input(&self) -> Option<&'a B::Buffer> {
-            match self {
-                Bound::Input(memory) => Some(memory),
-                _ => None,
-            }
-        }
-
-        /// Memory that is written.
-        pub fn output(&self) -> Option<&B::Buffer> {
-            match self {
-                Bound::Output(memory) => Some(memory),
                 _ => None,
             }
         }
@@ -178,6 +162,8 @@ pub(crate) mod sealed {
         /// Collective, as `call`. Zeroed memory of `bytes` bytes on each rank.
         fn symmetric(&self, members: &Members, call: &str, bytes: usize)
         -> Result<Self::Symmetric>;
+        /// The bytes from row to row of a buffer.
+        fn pitch(of: &Self::Buffer) -> usize;
         /// Zeroed memory for `rows` rows of `width` bytes.
         fn buffer(&self, members: &Members, rows: usize, width: usize) -> Result<Self::Buffer>;
 

@@ -221,6 +221,7 @@ impl AllGatherAndConsume {
             matrices: &shared,
             traced: trace.is_some(),
             biased: false,
+            residual: false,
         };
         let inner = group.inner();
         let mut callbacks = Callbacks::new(group, NAME);

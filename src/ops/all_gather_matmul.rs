@@ -2,17 +2,17 @@
 
 use std::sync::Arc;
 
-use super::{Operands, describe, layout_of, product_of, require_same_group, require_shape};
+use super::operands::{Options, Outputs, Weights};
+use super::{Added, describe, layout_of, product_of, require_same_group, require_shape};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::explanation::Explanation;
 use crate::group::Group;
-use crate::matrix::Matrix;
+use crate::matrix::{Matrix, MatrixView};
 use crate::schedule::all_gather;
-use crate::schedule::layout::{MAX_EXTENT, limit};
-use crate::schedule::{Config, Description, Layout, MatrixSpec, Planner, Schedule};
+use crate::schedule::{Activation, Config, Description, Form, Layout, Schedule, WeightLayout};
 use crate::sharded::ShardedMatrix;
 use crate::span::Span;
 use crate::trace::Trace;
@@ -39,8 +39,7 @@ pub fn all_gather_matmul<B: Backend, T: Element>(
 /// [`all_gather_matmul`] with what varies.
 #[derive(Debug)]
 pub struct AllGatherMatmul<'a, B: Backend, T: Element> {
-    bias: Option<&'a Matrix<B, T>>,
-    config: Option<Config>,
+    options: Options<'a, B, T>,
     stages: Option<usize>,
 }
 
@@ -48,16 +47,45 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     /// No bias, and the backend's configuration for the problem.
     pub fn new() -> Self {
         AllGatherMatmul {
-            bias: None,
-            config: None,
+            options: Options::new(),
             stages: None,
         }
     }
 
-    /// Adds `bias`, [1, N], to every row, in f32 before the one rounding.
+    /// Adds `bias`, [1, N], to every row, in f32 before the one rounding. Of several weights, N is that of all together.
     #[must_use]
-    pub fn bias(mut self, bias: &'a Matrix<B, T>) -> Self {
-        self.bias = Some(bias);
+    pub fn bias(mut self, bias: impl Into<MatrixView<'a, B, T>>) -> Self {
+        self.options.bias = Some(bias.into());
+        self
+    }
+
+    /// Applies a function to each element, in f32 behind the bias and before the one rounding.
+    #[must_use]
+    pub fn activation(mut self, activation: Activation) -> Self {
+        self.options.activation = activation;
+        self
+    }
+
+    /// Multiplies with two weights of N columns, [gate, up], and makes one output of both, as SwiGLU does:
+    /// `activation(a · gateᵀ) * (a · upᵀ)`, in f32 before the one rounding; neither product is written. A bias is [1, 2 N], the gate's
+    /// first.
+    #[must_use]
+    pub fn gated(mut self) -> Self {
+        self.options.gated = true;
+        self
+    }
+
+    /// How weights lie: [N, K], unless this says [K, N].
+    #[must_use]
+    pub fn weight_layout(mut self, layout: WeightLayout) -> Self {
+        self.options.weights = layout;
+        self
+    }
+
+    /// Prepares for outputs of f32. (A call that was not prepared sees what it is given.)
+    #[must_use]
+    pub fn f32_output(mut self) -> Self {
+        self.options.f32_output = true;
         self
     }
 
@@ -72,37 +100,44 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     /// Cuts the problem up as `config` says.
     #[must_use]
     pub fn config(mut self, config: Config) -> Self {
-        self.config = Some(config);
+        self.options.config = Some(config);
         self
     }
 
-    /// Does it, as [`all_gather_matmul`]. The schedule is made at the first call for a shape and kept.
+    /// Does it, as [`all_gather_matmul`]: with one weight and one output, or with several, `[&q, &k, &v]` and
+    /// `[&mut out_q, &mut out_k, &mut out_v]`, whose N may differ. Outputs may be of f32, and parts of a larger matrix
+    /// ([`MatrixViewMut::split_columns`](crate::MatrixViewMut::split_columns)). The schedule is made at the first call for a shape and
+    /// kept.
     ///
     /// # Errors
     /// As [`all_gather_matmul`], and [`Error::Limit`] for a configuration that can't be.
-    pub fn run(
+    pub fn run<'w, 'o>(
         &self,
         a: &ShardedMatrix<B, T>,
-        b: &Matrix<B, T>,
-        out: &mut Matrix<B, T>,
+        weights: impl Into<Weights<'w, B, T>>,
+        outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
-        let refuse = |error| a.group().refuse(PRODUCT, error);
+        let (weights, outputs) = (weights.into(), outputs.into());
+        let group = a.group();
         let planned = || {
             let layout = layout_of(a, self.stages)?;
-            let program = self.program(a, &layout, b.shape()[0])?;
-            Ok((layout, program))
+            let widths = self.options.widths(&weights);
+            let form = self.options.form(&widths, outputs.dtype());
+            let asked = self.describe(group, layout, &widths, form)?;
+            let program = self.program(group, &asked)?;
+            Ok((asked, program))
         };
-        let (layout, program) = planned().map_err(refuse)?;
+        let (asked, program) = planned().map_err(|error| group.refuse(PRODUCT, error))?;
         let call = Call {
             program: &program,
-            group: a.group(),
-            layout: &layout,
-            bias: self.bias,
+            group,
+            asked: &asked,
+            options: &self.options,
         };
-        call.collective(a, Some((b, out)), None)
+        call.collective(a, Some((weights, outputs)), None)
     }
 
-    /// Prepares the product of matrices like `a` with a weight of `n` rows, to be run many times with no
+    /// Prepares the product of matrices like `a` with a weight of N = `n`, to be run many times with no
     /// allocation and no rendezvous. Not collective. (On the host, the crate that multiplies two tiles allocates a few
     /// words each time, and frees them.)
     ///
@@ -110,41 +145,63 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     /// [`Error::Limit`] for an `n` or a configuration that can't be; [`Error::Shape`] or [`Error::ForeignArgument`] for a
     /// bias that does not fit; the group's failure.
     pub fn prepare(&self, a: &ShardedMatrix<B, T>, n: usize) -> Result<Prepared<'a, B, T>> {
+        self.prepare_several(a, &[n])
+    }
+
+    /// The same with several weights, of so many columns each.
+    ///
+    /// # Errors
+    /// As [`AllGatherMatmul::prepare`]; [`Error::Limit`] for more than four.
+    pub fn prepare_several(
+        &self,
+        a: &ShardedMatrix<B, T>,
+        widths: &[usize],
+    ) -> Result<Prepared<'a, B, T>> {
         let group = a.group();
         let prepare = || -> Result<Prepared<'a, B, T>> {
             let layout = layout_of(a, self.stages)?;
-            let program = self.program(a, &layout, n)?;
+            let form = self.options.form(widths, None);
+            let asked = self.describe(group, layout, widths, form)?;
+            let program = self.program(group, &asked)?;
             let config = Some(product_of(B::schedule(&program)).config);
-            let kept = |name, planner: Planner, n| {
-                group.program(planner, describe::<T>(name, &layout, n), config)
+            let gathers = describe::<T>(GATHER, &asked.layout, 0);
+            let multiplies = Description {
+                operation: MULTIPLY,
+                ..asked.clone()
             };
             Ok(Prepared {
-                gather: kept(GATHER, all_gather::gather, 0)?,
-                multiply: kept(MULTIPLY, all_gather::multiply, n)?,
+                gather: group.program(all_gather::gather, gathers, config)?,
+                multiply: group.program(all_gather::multiply, multiplies, config)?,
                 program,
                 group: group.clone(),
-                layout: layout.clone(),
-                bias: self.bias,
+                asked,
+                options: self.options.clone(),
             })
         };
         prepare().map_err(Error::refused(group.rank(), PRODUCT))
     }
 
-    fn program(
+    fn describe(
         &self,
-        a: &ShardedMatrix<B, T>,
-        layout: &Layout,
-        n: usize,
-    ) -> Result<Arc<B::Program>> {
-        let group = a.group();
-        if let Some(bias) = self.bias {
-            // Before the shape: what fits no product is refused as that.
-            limit("N", n, 1, MAX_EXTENT)?;
-            require_same_group("bias", bias.group(), group)?;
-            require_shape(group.rank(), "bias [1, N]", [1, n], bias.shape())?;
-        }
-        let asked = describe::<T>(PRODUCT, layout, n);
-        group.program(all_gather::gather_and_multiply, asked, self.config)
+        group: &Group<B>,
+        layout: Layout,
+        widths: &[usize],
+        form: Form,
+    ) -> Result<Description> {
+        let n = form.n_of(widths);
+        self.options.check(group, &form, n, layout.m())?;
+        Ok(Description {
+            form,
+            ..describe::<T>(PRODUCT, &layout, n)
+        })
+    }
+
+    fn program(&self, group: &Group<B>, asked: &Description) -> Result<Arc<B::Program>> {
+        group.program(
+            all_gather::gather_and_multiply,
+            asked.clone(),
+            self.options.config,
+        )
     }
 }
 
@@ -157,7 +214,7 @@ impl<B: Backend, T: Element> Default for AllGatherMatmul<'_, B, T> {
 /// The names of calls.
 const PRODUCT: &str = "all_gather_matmul";
 const GATHER: &str = "gather";
-const MULTIPLY: &str = "matmul";
+const MULTIPLY: &str = all_gather::LOCAL;
 const COPY: &str = "copy";
 
 /// A product that has been planned. It fits every `a` of the same group, shape and split. It keeps the group.
@@ -168,9 +225,8 @@ pub struct Prepared<'a, B: Backend, T: Element> {
     gather: Arc<B::Program>,
     multiply: Arc<B::Program>,
     group: Group<B>,
-    /// Who owns which rows of `a`.
-    layout: Layout,
-    bias: Option<&'a Matrix<B, T>>,
+    asked: Description,
+    options: Options<'a, B, T>,
 }
 
 // Derived, it would need a backend that can be cloned.
@@ -181,8 +237,8 @@ impl<B: Backend, T: Element> Clone for Prepared<'_, B, T> {
             gather: self.gather.clone(),
             multiply: self.multiply.clone(),
             group: self.group.clone(),
-            layout: self.layout.clone(),
-            bias: self.bias,
+            asked: self.asked.clone(),
+            options: self.options.clone(),
         }
     }
 }
@@ -200,27 +256,21 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
 
     /// How the product is cut up, and what that is expected to take.
     pub fn explain(&self) -> Explanation {
-        let asked = Description {
-            beside: None,
-            operation: PRODUCT,
-            dtype: T::DTYPE,
-            layout: self.layout.clone(),
-            n: product_of(self.schedule()).n,
-        };
-        super::explain(&self.group, &asked, self.config())
+        super::explain(&self.group, &self.asked, self.config())
     }
 
-    /// As [`all_gather_matmul`].
+    /// As [`AllGatherMatmul::run`].
     ///
     /// # Errors
     /// As [`all_gather_matmul`].
-    pub fn run(
+    pub fn run<'w, 'o>(
         &self,
         a: &ShardedMatrix<B, T>,
-        b: &Matrix<B, T>,
-        out: &mut Matrix<B, T>,
+        weights: impl Into<Weights<'w, B, T>>,
+        outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
-        self.call(&self.program).collective(a, Some((b, out)), None)
+        let product = Some((weights.into(), outputs.into()));
+        self.call(&self.program).collective(a, product, None)
     }
 
     /// As [`Prepared::run`], and returns what happened when on this rank. All ranks trace an operation, or none does: those
@@ -228,17 +278,16 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     ///
     /// # Errors
     /// As [`all_gather_matmul`].
-    pub fn run_traced(
+    pub fn run_traced<'w, 'o>(
         &self,
         a: &ShardedMatrix<B, T>,
-        b: &Matrix<B, T>,
-        out: &mut Matrix<B, T>,
+        weights: impl Into<Weights<'w, B, T>>,
+        outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<Trace> {
         let call = self.call(&self.program);
         let rank = a.group().rank();
-        Trace::of(rank, |spans| {
-            call.collective(a, Some((b, out)), Some(spans))
-        })
+        let product = Some((weights.into(), outputs.into()));
+        Trace::of(rank, |spans| call.collective(a, product, Some(spans)))
     }
 
     /// Only gathers the rows of `a`. Collective.
@@ -253,13 +302,14 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     ///
     /// # Errors
     /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
-    pub fn matmul(
+    pub fn matmul<'w, 'o>(
         &self,
         a: &ShardedMatrix<B, T>,
-        b: &Matrix<B, T>,
-        out: &mut Matrix<B, T>,
+        weights: impl Into<Weights<'w, B, T>>,
+        outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
-        self.call(&self.multiply).alone(MULTIPLY, a, Some((b, out)))
+        let product = Some((weights.into(), outputs.into()));
+        self.call(&self.multiply).alone(MULTIPLY, a, product)
     }
 
     /// Copies all rows from the other ranks, who must not be writing them. Not collective; for benchmarks.
@@ -268,7 +318,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
     #[doc(hidden)]
     pub fn copy(&self, a: &ShardedMatrix<B, T>) -> Result<()> {
-        let asked = describe::<T>(COPY, &self.layout, 0);
+        let asked = describe::<T>(COPY, &self.asked.layout, 0);
         let program = self
             .group
             .program(all_gather::copy, asked, Some(self.config()))?;
@@ -279,20 +329,23 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         Call {
             program,
             group: &self.group,
-            layout: &self.layout,
-            bias: self.bias,
+            asked: &self.asked,
+            options: &self.options,
         }
     }
 }
+
+/// The weights and the outputs of a call.
+type Operands<'w, 'o, B, T> = (Weights<'w, B, T>, Outputs<'o, B, T>);
 
 /// A program that is about to be run.
 struct Call<'c, B: Backend, T: Element> {
     program: &'c Arc<B::Program>,
     /// That it belongs to.
     group: &'c Group<B>,
-    /// Who owns which rows of `a`.
-    layout: &'c Layout,
-    bias: Option<&'c Matrix<B, T>>,
+    /// The product that it is of, or that it is a part of.
+    asked: &'c Description,
+    options: &'c Options<'c, B, T>,
 }
 
 impl<B: Backend, T: Element> Call<'_, B, T> {
@@ -304,14 +357,14 @@ impl<B: Backend, T: Element> Call<'_, B, T> {
     fn collective(
         &self,
         a: &ShardedMatrix<B, T>,
-        product: Option<Operands<B, T>>,
+        product: Option<Operands<'_, '_, B, T>>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let schedule = self.schedule();
         let Some(agreed) = schedule.agreed() else {
             return self.alone(PRODUCT, a, product);
         };
-        self.check(a, product.as_ref().map(|(b, out)| [*b, &**out]))
+        self.check(a, product.as_ref())
             .map_err(|error| self.group.refuse(agreed.name(), error))?;
         self.launch(a, product, trace)
     }
@@ -321,9 +374,9 @@ impl<B: Backend, T: Element> Call<'_, B, T> {
         &self,
         name: &str,
         a: &ShardedMatrix<B, T>,
-        product: Option<Operands<B, T>>,
+        product: Option<Operands<'_, '_, B, T>>,
     ) -> Result<()> {
-        self.check(a, product.as_ref().map(|(b, out)| [*b, &**out]))
+        self.check(a, product.as_ref())
             .map_err(Error::refused(a.group().rank(), name))?;
         self.launch(a, product, None)
     }
@@ -331,17 +384,16 @@ impl<B: Backend, T: Element> Call<'_, B, T> {
     fn launch(
         &self,
         a: &ShardedMatrix<B, T>,
-        product: Option<Operands<B, T>>,
+        product: Option<Operands<'_, '_, B, T>>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let mut matrices = [const { Bound::Nothing }; all_gather::MATRICES];
         matrices[all_gather::A] = Bound::Symmetric(a.memory());
-        if let Some((b, out)) = product {
-            matrices[all_gather::B] = Bound::Input(b.memory());
-            matrices[all_gather::OUT] = Bound::Output(out.memory_mut());
-        }
-        if let Some(bias) = self.bias {
-            matrices[all_gather::BIAS] = Bound::Input(bias.memory());
+        self.options
+            .bind(&mut matrices, all_gather::BIAS, all_gather::RESIDUAL);
+        if let Some((weights, outputs)) = product {
+            weights.bind(&mut matrices[all_gather::B..all_gather::OUT]);
+            outputs.bind(&mut matrices[all_gather::OUT..]);
         }
         let shared = [a.id()];
         super::run(
@@ -350,33 +402,37 @@ impl<B: Backend, T: Element> Call<'_, B, T> {
             self.program,
             &matrices,
             &shared,
-            false,
+            Added::default(),
             trace,
         )
     }
 
-    /// Checks the arguments against the schedule, before anything is done. The bias was checked when it was made.
-    fn check(&self, a: &ShardedMatrix<B, T>, product: Option<[&Matrix<B, T>; 2]>) -> Result<()> {
-        let group = a.group();
-        let shape = |argument: &str, number: usize, found| {
-            let MatrixSpec { rows, columns, .. } = self.schedule().matrices()[number];
-            require_shape(group.rank(), argument, [rows, columns], found)
-        };
+    /// Checks the arguments against what was planned, before anything is done. What is added was checked when it was made.
+    fn check(
+        &self,
+        a: &ShardedMatrix<B, T>,
+        product: Option<&Operands<'_, '_, B, T>>,
+    ) -> Result<()> {
+        let (group, layout, form) = (a.group(), &self.asked.layout, &self.asked.form);
         require_same_group("the prepared product", self.group, group)?;
-        shape("a [M, K]", all_gather::A, a.shape())?;
-        if !self.layout.is_split_as(a.layout()) {
+        require_shape(
+            group.rank(),
+            "a [M, K]",
+            [layout.m(), layout.k()],
+            a.shape(),
+        )?;
+        if !layout.is_split_as(a.layout()) {
             return Err(Error::Shape {
                 rank: group.rank(),
                 argument: "a (rows of each rank)".into(),
-                expected: self.layout.rows(),
+                expected: layout.rows(),
                 found: a.layout().rows(),
             });
         }
-        if let Some([b, out]) = product {
-            require_same_group("b", b.group(), group)?;
-            require_same_group("out", out.group(), group)?;
-            shape("b [N, K]", all_gather::B, b.shape())?;
-            shape("out [M, N]", all_gather::OUT, out.shape())?;
+        if let Some((weights, outputs)) = product {
+            let widths = form.columns(self.asked.n)?;
+            weights.check(group, form, &widths, layout.k())?;
+            outputs.check(group, "out [M, N]", form, &widths, layout.m())?;
         }
         Ok(())
     }

@@ -2,16 +2,20 @@
 
 use std::sync::Arc;
 
-use super::Operands;
+use super::Added;
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::group::Group;
+use crate::matrix::Matrix;
 use crate::ranks::call::MATRICES;
 use crate::schedule::Schedule;
 use crate::schedule::layout::limit;
 use crate::sharded::ShardedMatrix;
+
+/// The weight and the output of a product.
+type Operands<'a, B, T> = (&'a Matrix<B, T>, &'a mut Matrix<B, T>);
 
 /// Does what `schedule` says, with `shared` as its first matrices and `product` as the weight and the output of its product.
 /// Collective.
@@ -74,15 +78,25 @@ pub fn run_schedule<B: Backend, T: Element>(
     if let (Some(described), Some((b, out))) = (schedule.product(), product) {
         limit("the matrix that is multiplied", described.a, 0, last)?;
         limit("blocks of the product", described.blocks.len(), 1, 1)?;
+        limit("weights of the product", described.weights.len(), 1, 1)?;
+        let weight = described.weights[0].b;
         let sum = &described.blocks[0].sum;
         limit("what is added to the product", sum.addends.len(), 0, 0)?;
-        fits(described.b, b.shape(), b.group())?;
+        fits(weight, b.shape(), b.group())?;
         fits(sum.out, out.shape(), out.group())?;
-        matrices[described.b] = Bound::Input(b.memory());
-        matrices[sum.out] = Bound::Output(out.memory_mut());
+        matrices[weight] = Bound::Input(b.memory(), 0);
+        matrices[sum.out] = Bound::Output(out.memory(), 0);
     }
     let inner = group.inner();
     let program = Arc::new(inner.backend.prepare(&inner.members, schedule)?);
     let numbers: Vec<u32> = shared.iter().map(|matrix| matrix.id()).collect();
-    super::run(group, None, &program, &matrices, &numbers, false, None)
+    super::run(
+        group,
+        None,
+        &program,
+        &matrices,
+        &numbers,
+        Added::default(),
+        None,
+    )
 }

@@ -1,6 +1,6 @@
 //! What is exchanged between products: embeddings, logits, norms, the tokens of experts.
 
-use super::{require_by_rank, require_same_group, require_shape};
+use super::{Added, require_by_rank, require_same_group, require_shape};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::{Float, Value};
@@ -48,7 +48,15 @@ fn gather_named<B: Backend, T: Value>(name: &'static str, a: &ShardedMatrix<B, T
     let program = program.map_err(|error| group.refuse(name, error))?;
     let mut matrices = [const { Bound::Nothing }; gather::MATRICES];
     matrices[gather::A] = Bound::Symmetric(a.memory());
-    super::run(group, None, &program, &matrices, &[a.id()], false, None)
+    super::run(
+        group,
+        None,
+        &program,
+        &matrices,
+        &[a.id()],
+        Added::default(),
+        None,
+    )
 }
 
 /// Gives every rank the whole matrix that rank `root` has, in place: its own rows, and those of the others as it has them. Collective.
@@ -104,7 +112,7 @@ pub fn reduce_scatter<B: Backend, T: Float>(
         Ok(layout)
     };
     let layout = layout().map_err(|error| group.refuse(NAME, error))?;
-    let (input, out) = (Bound::Input(a.memory()), Bound::Output(out.memory_mut()));
+    let (input, out) = (Bound::Input(a.memory(), 0), Bound::Output(out.memory(), 0));
     Exchange {
         name: NAME,
         planner: collectives::reduce_scatter,
@@ -139,7 +147,7 @@ pub fn all_reduce<B: Backend, T: Float>(
         true => collectives::all_reduce,
         false => collectives::reduce_own_rows,
     };
-    let (input, sums) = (Bound::Input(a.memory()), Bound::Symmetric(out.memory()));
+    let (input, sums) = (Bound::Input(a.memory(), 0), Bound::Symmetric(out.memory()));
     Exchange {
         name: NAME,
         planner,
@@ -171,7 +179,7 @@ pub fn all_to_all<B: Backend, T: Value>(
         require_shape(group.rank(), what, [rows, n], a.shape())
     });
     fits.map_err(|error| group.refuse(NAME, error))?;
-    let (input, moved) = (Bound::Input(a.memory()), Bound::Symmetric(out.memory()));
+    let (input, moved) = (Bound::Input(a.memory(), 0), Bound::Symmetric(out.memory()));
     Exchange {
         name: NAME,
         planner: collectives::all_to_all,
@@ -216,7 +224,15 @@ impl Exchange {
         if let Some(room) = &room {
             matrices[ROOM] = Bound::Symmetric(room.as_ref());
         }
-        super::run(group, None, &program, &matrices, shared, false, None)
+        super::run(
+            group,
+            None,
+            &program,
+            &matrices,
+            shared,
+            Added::default(),
+            None,
+        )
     }
 }
 

@@ -2,18 +2,19 @@
 
 use std::sync::Arc;
 
-use super::partial_sums::{PartialSums, Planned, Which, split};
-use super::{require_by_rank, require_same_group, require_shape};
+use super::operands::Options;
+use super::partial_sums::{Planned, Which, split};
+use super::{Added, require_by_rank, require_same_group, require_shape};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::explanation::Explanation;
 use crate::group::Group;
-use crate::matrix::Matrix;
+use crate::matrix::{Matrix, MatrixView};
 use crate::schedule::all_gather;
 use crate::schedule::reduce_scatter::ALL_NAME;
-use crate::schedule::{Config, Description, Schedule};
+use crate::schedule::{Activation, Config, Description, Form, Schedule, WeightLayout};
 use crate::sharded::ShardedMatrix;
 use crate::span::Span;
 use crate::trace::Trace;
@@ -39,18 +40,39 @@ pub fn matmul_all_reduce<B: Backend, T: Element>(
 
 /// [`matmul_all_reduce`] with what varies.
 #[derive(Debug)]
-pub struct MatmulAllReduce<'a, B: Backend, T: Element>(PartialSums<'a, B, T>);
+pub struct MatmulAllReduce<'a, B: Backend, T: Element>(Options<'a, B, T>);
 
 impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     /// No bias, and the backend's configuration for the problem.
     pub fn new() -> Self {
-        MatmulAllReduce(PartialSums::new())
+        MatmulAllReduce(Options::new())
     }
 
     /// Adds `bias`, [1, N], to each row, in f32 before the last rounding. It is added once, and every rank must give the same.
     #[must_use]
-    pub fn bias(mut self, bias: &'a Matrix<B, T>) -> Self {
-        self.0.bias = Some(bias);
+    pub fn bias(mut self, bias: impl Into<MatrixView<'a, B, T>>) -> Self {
+        self.0.bias = Some(bias.into());
+        self
+    }
+
+    /// Adds `residual`, [M, N], to the sums last, in f32 before the last rounding. Every rank gives the same, and its rows are added once.
+    #[must_use]
+    pub fn residual(mut self, residual: impl Into<MatrixView<'a, B, T>>) -> Self {
+        self.0.residual = Some(residual.into());
+        self
+    }
+
+    /// Applies a function to each sum, in f32 behind the bias: never to a part of it.
+    #[must_use]
+    pub fn activation(mut self, activation: Activation) -> Self {
+        self.0.activation = activation;
+        self
+    }
+
+    /// How weights lie: [N, K], unless this says [K, N].
+    #[must_use]
+    pub fn weight_layout(mut self, layout: WeightLayout) -> Self {
+        self.0.weights = layout;
         self
     }
 
@@ -69,12 +91,13 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     ///
     /// # Errors
     /// As [`matmul_all_reduce`]; [`Error::Limit`] for a configuration that can't be.
-    pub fn run(
+    pub fn run<'m>(
         &self,
-        a: &Matrix<B, T>,
-        b: &Matrix<B, T>,
+        a: impl Into<MatrixView<'m, B, T>>,
+        b: impl Into<MatrixView<'m, B, T>>,
         out: &mut ShardedMatrix<B, T>,
     ) -> Result<()> {
+        let a = a.into();
         let planned = self.plan(a, out);
         let planned = planned.map_err(|error| a.group().refuse(ALL_NAME, error))?;
         planned.run(a, b, out)
@@ -86,18 +109,19 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     /// # Errors
     /// [`Error::Shape`] or [`Error::ForeignArgument`] for an output or a bias that does not fit; [`Error::Limit`] for a
     /// configuration that can't be; the group's failure.
-    pub fn prepare(
+    pub fn prepare<'m>(
         &self,
-        a: &Matrix<B, T>,
+        a: impl Into<MatrixView<'m, B, T>>,
         out: &ShardedMatrix<B, T>,
     ) -> Result<PreparedAllReduce<'a, B, T>> {
+        let a = a.into();
         let planned = self.plan(a, out);
         planned.map_err(Error::refused(a.group().rank(), ALL_NAME))
     }
 
     fn plan(
         &self,
-        a: &Matrix<B, T>,
+        a: MatrixView<B, T>,
         out: &ShardedMatrix<B, T>,
     ) -> Result<PreparedAllReduce<'a, B, T>> {
         let group = a.group();
@@ -106,7 +130,7 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
         require_shape(group.rank(), "out [M, N]", [m, n], out.shape())?;
         require_by_rank("out", out)?;
         let layout = split(group, &out.layout().rows(), [m, k])?;
-        let sums = self.0.plan(Which::All, group, layout, n)?;
+        let sums = Planned::new(&self.0, Which::All, group, layout, n, None)?;
         let gather = match sums.needs_gather() {
             true => Some(gather_of(group, out, sums.config())?),
             false => None,
@@ -127,6 +151,7 @@ fn gather_of<B: Backend, T: Element>(
         dtype: T::DTYPE,
         layout: out.layout().clone(),
         n: 0,
+        form: Form::default(),
     };
     group.program(all_gather::gather, asked, Some(config))
 }
@@ -168,13 +193,13 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     ///
     /// # Errors
     /// As [`matmul_all_reduce`].
-    pub fn run(
+    pub fn run<'m>(
         &self,
-        a: &Matrix<B, T>,
-        b: &Matrix<B, T>,
+        a: impl Into<MatrixView<'m, B, T>>,
+        b: impl Into<MatrixView<'m, B, T>>,
         out: &mut ShardedMatrix<B, T>,
     ) -> Result<()> {
-        self.collective(a, b, out, None)
+        self.collective([a.into(), b.into()], out, None)
     }
 
     /// As [`PreparedAllReduce::run`], and returns what happened when on this rank. All ranks trace an operation, or none does: those
@@ -182,27 +207,27 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     ///
     /// # Errors
     /// As [`matmul_all_reduce`].
-    pub fn run_traced(
+    pub fn run_traced<'m>(
         &self,
-        a: &Matrix<B, T>,
-        b: &Matrix<B, T>,
+        a: impl Into<MatrixView<'m, B, T>>,
+        b: impl Into<MatrixView<'m, B, T>>,
         out: &mut ShardedMatrix<B, T>,
     ) -> Result<Trace> {
         let rank = self.sums.group().rank();
-        Trace::of(rank, |spans| self.collective(a, b, out, Some(spans)))
+        let operands = [a.into(), b.into()];
+        Trace::of(rank, |spans| self.collective(operands, out, Some(spans)))
     }
 
     fn collective(
         &self,
-        a: &Matrix<B, T>,
-        b: &Matrix<B, T>,
+        operands: [MatrixView<B, T>; 2],
         out: &mut ShardedMatrix<B, T>,
         mut trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let checked = self.sums.check_sharded(out);
         let (sums, shared) = (Bound::Symmetric(out.memory()), [out.id()]);
         let first = trace.as_deref_mut();
-        self.sums.run([a, b], checked, sums, &shared, first)?;
+        self.sums.run(operands, checked, sums, &shared, first)?;
         match &self.gather {
             Some(gather) => self.gather(gather, out, trace),
             None => Ok(()),
@@ -223,7 +248,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
             gather,
             &matrices,
             &[out.id()],
-            false,
+            Added::default(),
             trace,
         )
     }
@@ -234,8 +259,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
     #[doc(hidden)]
     pub fn matmul(&self, a: &Matrix<B, T>, b: &Matrix<B, T>) -> Result<()> {
-        self.sums.check(a, b)?;
-        self.sums.matmul(a, b)
+        self.sums.matmul([a.view(), b.view()])
     }
 
     /// Only adds up the partials that the ranks have made before, and gathers the sums. Collective; for benchmarks, after a run.

@@ -1,15 +1,16 @@
 //! `out[rows of this rank, N] = Σ_p a_p[rows, K_p] · b_p[N, K_p]ᵀ`: each rank has a part of K, and gets its rows of the sum.
 
-use super::partial_sums::{PartialSums, Planned, Which, split};
+use super::operands::{Options, Outputs};
+use super::partial_sums::{Planned, Which, split};
 use super::{require_by_rank, require_same_group, require_shape};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
-use crate::element::Element;
+use crate::element::{DType, Element};
 use crate::error::{Error, Result};
 use crate::explanation::Explanation;
-use crate::matrix::Matrix;
+use crate::matrix::{Matrix, MatrixView};
 use crate::schedule::reduce_scatter::NAME;
-use crate::schedule::{Config, Layout, Schedule};
+use crate::schedule::{Activation, Config, Layout, Schedule, WeightLayout};
 use crate::sharded::ShardedMatrix;
 use crate::span::Span;
 use crate::trace::Trace;
@@ -70,7 +71,7 @@ pub fn matmul_reduce_scatter<B: Backend, T: Element>(
 /// [`matmul_reduce_scatter`] with what varies.
 #[derive(Debug)]
 pub struct MatmulReduceScatter<'a, B: Backend, T: Element> {
-    sums: PartialSums<'a, B, T>,
+    options: Options<'a, B, T>,
     rows: Option<&'a [usize]>,
 }
 
@@ -78,15 +79,43 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// No bias, an even split, and the backend's configuration for the problem.
     pub fn new() -> Self {
         MatmulReduceScatter {
-            sums: PartialSums::new(),
+            options: Options::new(),
             rows: None,
         }
     }
 
     /// Adds `bias`, [1, N], to each of this rank's rows, in f32 before the last rounding. All ranks give one, or none does.
     #[must_use]
-    pub fn bias(mut self, bias: &'a Matrix<B, T>) -> Self {
-        self.sums.bias = Some(bias);
+    pub fn bias(mut self, bias: impl Into<MatrixView<'a, B, T>>) -> Self {
+        self.options.bias = Some(bias.into());
+        self
+    }
+
+    /// Adds `residual`, [rows, N], to the sums last, in f32 before the last rounding. All ranks give one, or none does.
+    #[must_use]
+    pub fn residual(mut self, residual: impl Into<MatrixView<'a, B, T>>) -> Self {
+        self.options.residual = Some(residual.into());
+        self
+    }
+
+    /// Applies a function to each sum, in f32 behind the bias: never to a part of it.
+    #[must_use]
+    pub fn activation(mut self, activation: Activation) -> Self {
+        self.options.activation = activation;
+        self
+    }
+
+    /// How weights lie: [N, K], unless this says [K, N].
+    #[must_use]
+    pub fn weight_layout(mut self, layout: WeightLayout) -> Self {
+        self.options.weights = layout;
+        self
+    }
+
+    /// Prepares for an output of f32. (A call that was not prepared sees what it is given.)
+    #[must_use]
+    pub fn f32_output(mut self) -> Self {
+        self.options.f32_output = true;
         self
     }
 
@@ -98,7 +127,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// GPUs of their own store few rows and push many; others pull.
     #[must_use]
     pub fn config(mut self, config: Config) -> Self {
-        self.sums.config = Some(config);
+        self.options.config = Some(config);
         self
     }
 
@@ -114,9 +143,14 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// # Errors
     /// As [`matmul_reduce_scatter`]; [`Error::Limit`] for a configuration that can't be; [`Error::Shape`] unless there is one
     /// count of rows a rank, M in all.
-    pub fn run(&self, a: &Matrix<B, T>, b: &Matrix<B, T>, out: &mut Matrix<B, T>) -> Result<()> {
-        let [n, _] = b.shape();
-        let planned = self.plan(a, n, self.rows);
+    pub fn run<'m, 'o>(
+        &self,
+        a: impl Into<MatrixView<'m, B, T>>,
+        b: impl Into<MatrixView<'m, B, T>>,
+        out: impl Into<Outputs<'o, B, T>>,
+    ) -> Result<()> {
+        let (a, b, out) = (a.into(), b.into(), out.into());
+        let planned = self.plan(a, self.options.n_of(b), self.rows, out.dtype());
         let planned = planned.map_err(|error| a.group().refuse(NAME, error))?;
         planned.run(a, b, out)
     }
@@ -126,41 +160,47 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     ///
     /// # Errors
     /// As [`MatmulReduceScatter::run`]; [`Error::Shape`] unless `out` is [M, N], or if other rows were asked for.
-    pub fn run_into(
+    pub fn run_into<'m>(
         &self,
-        a: &Matrix<B, T>,
-        b: &Matrix<B, T>,
+        a: impl Into<MatrixView<'m, B, T>>,
+        b: impl Into<MatrixView<'m, B, T>>,
         out: &mut ShardedMatrix<B, T>,
     ) -> Result<()> {
-        let group = a.group();
-        let ([m, _], [n, _]) = (a.shape(), b.shape());
+        let (a, b) = (a.into(), b.into());
+        let (group, [m, _], n) = (a.group(), a.shape(), self.options.n_of(b));
         let plan = || -> Result<PreparedReduceScatter<'a, B, T>> {
             require_same_group("out", out.group(), group)?;
             require_shape(group.rank(), "out [M, N]", [m, n], out.shape())?;
             require_by_rank("out", out)?;
             let rows = out.layout().rows();
-            self.plan(a, n, self.rows.or(Some(&rows)))
+            self.plan(a, n, self.rows.or(Some(&rows)), Some(T::DTYPE))
         };
         let planned = plan().map_err(|error| group.refuse(NAME, error))?;
         planned.run_into(a, b, out)
     }
 
-    /// Prepares the sum for matrices like `a` and weights of `n` rows, to be run many times with no planning and no rendezvous
+    /// Prepares the sum for matrices like `a` and weights of N = `n`, to be run many times with no planning and no rendezvous
     /// on the way. Not collective. (The first call that needs more room for partials than the group has allocates it.)
     ///
     /// # Errors
     /// [`Error::Limit`] for an `n` or a configuration that can't be; [`Error::Shape`] unless there is one count of rows a rank, M
     /// in all; [`Error::Shape`] or [`Error::ForeignArgument`] for a bias that does not fit; the group's failure.
-    pub fn prepare(&self, a: &Matrix<B, T>, n: usize) -> Result<PreparedReduceScatter<'a, B, T>> {
-        let planned = self.plan(a, n, self.rows);
+    pub fn prepare<'m>(
+        &self,
+        a: impl Into<MatrixView<'m, B, T>>,
+        n: usize,
+    ) -> Result<PreparedReduceScatter<'a, B, T>> {
+        let a = a.into();
+        let planned = self.plan(a, n, self.rows, None);
         planned.map_err(Error::refused(a.group().rank(), NAME))
     }
 
     fn plan(
         &self,
-        a: &Matrix<B, T>,
+        a: MatrixView<B, T>,
         n: usize,
         rows: Option<&[usize]>,
+        out: Option<DType>,
     ) -> Result<PreparedReduceScatter<'a, B, T>> {
         let group = a.group();
         let [m, k] = a.shape();
@@ -168,7 +208,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
             Some(rows) => split(group, rows, [m, k])?,
             None => Layout::balanced(m, k, group.world_size())?,
         };
-        let planned = self.sums.plan(Which::Own, group, layout, n)?;
+        let planned = Planned::new(&self.options, Which::Own, group, layout, n, out)?;
         Ok(PreparedReduceScatter(planned))
     }
 }
@@ -200,13 +240,17 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         self.0.explain()
     }
 
-    /// As [`matmul_reduce_scatter`], with the rows of each rank that were asked for. `a` is [M, K], `b` is [N, K], `out` is
-    /// [rows, N].
+    /// As [`MatmulReduceScatter::run`]. `a` is [M, K], `b` is [N, K], `out` is [rows, N].
     ///
     /// # Errors
     /// As [`matmul_reduce_scatter`].
-    pub fn run(&self, a: &Matrix<B, T>, b: &Matrix<B, T>, out: &mut Matrix<B, T>) -> Result<()> {
-        self.collective(a, b, out, None)
+    pub fn run<'m, 'o>(
+        &self,
+        a: impl Into<MatrixView<'m, B, T>>,
+        b: impl Into<MatrixView<'m, B, T>>,
+        out: impl Into<Outputs<'o, B, T>>,
+    ) -> Result<()> {
+        self.collective([a.into(), b.into()], out.into(), None)
     }
 
     /// As [`PreparedReduceScatter::run`], and returns what happened when on this rank. All ranks trace an operation, or none does:
@@ -214,68 +258,60 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     ///
     /// # Errors
     /// As [`matmul_reduce_scatter`].
-    pub fn run_traced(
+    pub fn run_traced<'m, 'o>(
         &self,
-        a: &Matrix<B, T>,
-        b: &Matrix<B, T>,
-        out: &mut Matrix<B, T>,
+        a: impl Into<MatrixView<'m, B, T>>,
+        b: impl Into<MatrixView<'m, B, T>>,
+        out: impl Into<Outputs<'o, B, T>>,
     ) -> Result<Trace> {
         let rank = self.0.group().rank();
-        Trace::of(rank, |spans| self.collective(a, b, out, Some(spans)))
+        let (operands, out) = ([a.into(), b.into()], out.into());
+        Trace::of(rank, |spans| self.collective(operands, out, Some(spans)))
     }
 
     fn collective(
         &self,
-        a: &Matrix<B, T>,
-        b: &Matrix<B, T>,
-        out: &mut Matrix<B, T>,
+        operands: [MatrixView<B, T>; 2],
+        out: Outputs<B, T>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
-        let checked = self.check_out(out);
-        let out = Bound::Output(out.memory_mut());
-        self.0.run([a, b], checked, out, &[], trace)
-    }
-
-    fn check_out(&self, out: &Matrix<B, T>) -> Result<()> {
-        let group = self.0.group();
-        require_same_group("out", out.group(), group)?;
-        let [_, n] = self.0.shape();
-        let shape = [self.0.own_rows().len(), n];
-        let what = "out [rows of this rank, N]";
-        require_shape(group.rank(), what, shape, out.shape())
+        let checked = self.0.check_out(&out);
+        self.0.run(operands, checked, out.only(), &[], trace)
     }
 
     /// The same into the own rows of a sharded matrix, [M, N], as [`MatmulReduceScatter::run_into`].
     ///
     /// # Errors
     /// As [`MatmulReduceScatter::run_into`].
-    pub fn run_into(
+    pub fn run_into<'m>(
         &self,
-        a: &Matrix<B, T>,
-        b: &Matrix<B, T>,
+        a: impl Into<MatrixView<'m, B, T>>,
+        b: impl Into<MatrixView<'m, B, T>>,
         out: &mut ShardedMatrix<B, T>,
     ) -> Result<()> {
-        self.collective_into(a, b, out, None)
+        self.collective_into([a.into(), b.into()], out, None)
     }
 
     /// As [`PreparedReduceScatter::run_into`], and returns what [`PreparedReduceScatter::run_traced`] does.
     ///
     /// # Errors
     /// As [`MatmulReduceScatter::run_into`].
-    pub fn run_into_traced(
+    pub fn run_into_traced<'m>(
         &self,
-        a: &Matrix<B, T>,
-        b: &Matrix<B, T>,
+        a: impl Into<MatrixView<'m, B, T>>,
+        b: impl Into<MatrixView<'m, B, T>>,
         out: &mut ShardedMatrix<B, T>,
     ) -> Result<Trace> {
         let rank = self.0.group().rank();
-        Trace::of(rank, |spans| self.collective_into(a, b, out, Some(spans)))
+        let operands = [a.into(), b.into()];
+        Trace::of(rank, |spans| {
+            self.collective_into(operands, out, Some(spans))
+        })
     }
 
     fn collective_into(
         &self,
-        a: &Matrix<B, T>,
-        b: &Matrix<B, T>,
+        operands: [MatrixView<B, T>; 2],
         out: &mut ShardedMatrix<B, T>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
@@ -283,7 +319,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         let [_, n] = self.0.shape();
         let offset = self.0.own_rows().start * n * size_of::<T>();
         let out = Bound::Part(out.memory_mut(), offset);
-        self.0.run([a, b], checked, out, &[], trace)
+        self.0.run(operands, checked, out, &[], trace)
     }
 
     /// Only multiplies: partials stay where they are made. Not collective; for benchmarks, after a run.
@@ -292,8 +328,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
     #[doc(hidden)]
     pub fn matmul(&self, a: &Matrix<B, T>, b: &Matrix<B, T>) -> Result<()> {
-        self.0.check(a, b)?;
-        self.0.matmul(a, b)
+        self.0.matmul([a.view(), b.view()])
     }
 
     /// Only adds up the partials that the ranks have made before. Collective; for benchmarks, after a run.
@@ -302,8 +337,9 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     /// As [`matmul_reduce_scatter`].
     #[doc(hidden)]
     pub fn reduce_scatter(&self, out: &mut Matrix<B, T>) -> Result<()> {
-        self.check_out(out)?;
-        self.0.reduce(Bound::Output(out.memory_mut()), &[])
+        let out = out.into();
+        self.0.check_out(&out)?;
+        self.0.reduce(out.only(), &[])
     }
 
     /// Copies the others' partials of this rank's rows, which they must not be writing. Not collective; for benchmarks, after a

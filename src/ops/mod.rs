@@ -5,8 +5,10 @@ mod all_gather_matmul;
 mod bare;
 mod callback;
 mod collectives;
+mod matmul;
 mod matmul_all_reduce;
 mod matmul_reduce_scatter;
+mod operands;
 mod partial_sums;
 mod produce;
 
@@ -15,10 +17,12 @@ pub use all_gather_matmul::{AllGatherMatmul, Prepared, all_gather_matmul};
 pub use bare::run_schedule;
 pub use callback::CallbackResult;
 pub use collectives::{all_gather, all_reduce, all_to_all, broadcast, reduce_scatter};
+pub use matmul::{Matmul, PreparedMatmul, matmul};
 pub use matmul_all_reduce::{MatmulAllReduce, PreparedAllReduce, matmul_all_reduce};
 pub use matmul_reduce_scatter::{
     MatmulReduceScatter, PreparedReduceScatter, matmul_reduce_scatter,
 };
+pub use operands::{OutputOf, Outputs, Weights};
 pub use produce::{
     Block, ProduceAndAllToAll, ProduceAndReduceScatter, produce_and_all_to_all,
     produce_and_reduce_scatter,
@@ -32,26 +36,28 @@ use crate::element::Value;
 use crate::error::{Error, Result};
 use crate::explanation::Explanation;
 use crate::group::Group;
-use crate::matrix::Matrix;
 use crate::ranks::call::Operation;
 use crate::schedule::layout::limit;
-use crate::schedule::{Config, Description, Epoch, Layout, Product, RowOrder, Schedule};
+use crate::schedule::{Config, Description, Epoch, Form, Layout, Product, RowOrder, Schedule};
 use crate::sharded::ShardedMatrix;
 use crate::span::Span;
 
-/// The weight and the output of a product.
-type Operands<'a, B, T> = (&'a Matrix<B, T>, &'a mut Matrix<B, T>);
+/// What a call adds to sums that all ranks must give, or none.
+#[derive(Clone, Copy, Debug, Default)]
+struct Added {
+    bias: bool,
+    residual: bool,
+}
 
 /// Runs `program`, and before it what this rank does by itself, with the same matrices: as an operation of all ranks, if the
-/// schedule says on what they must agree. `shared`: the numbers of the sharded matrices among the matrices; `biased`: whether a
-/// bias is added that all ranks must give.
+/// schedule says on what they must agree. `shared`: the numbers of the sharded matrices among the matrices.
 fn run<B: Backend>(
     group: &Group<B>,
     before: Option<&Arc<B::Program>>,
     program: &Arc<B::Program>,
     matrices: &[Bound<B>],
     shared: &[u32],
-    biased: bool,
+    added: Added,
     mut trace: Option<&mut Vec<Span>>,
 ) -> Result<()> {
     let traced = trace.is_some();
@@ -75,7 +81,8 @@ fn run<B: Backend>(
         agreed,
         matrices: shared,
         traced,
-        biased,
+        biased: added.bias,
+        residual: added.residual,
     };
     operate(group, before, program, operation, |epoch| {
         if let Some(before) = before {
@@ -119,6 +126,7 @@ fn describe<T: Value>(operation: &'static str, layout: &Layout, n: usize) -> Des
         dtype: T::DTYPE,
         layout: layout.clone(),
         n,
+        form: Form::default(),
     }
 }
 

@@ -3,26 +3,20 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{describe, require_same_group, require_shape};
+use super::operands::{Options, Outputs, Weights};
+use super::{Added, describe, require_same_group, require_shape};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
-use crate::element::Element;
+use crate::element::{DType, Element};
 use crate::error::{Error, Result};
 use crate::explanation::Explanation;
 use crate::group::Group;
-use crate::matrix::Matrix;
+use crate::matrix::MatrixView;
 use crate::schedule::layout::{MAX_EXTENT, limit};
 use crate::schedule::reduce_scatter::{self, ALL_NAME, MATRICES, NAME};
-use crate::schedule::{Config, Layout, Planner, Route, Schedule};
+use crate::schedule::{Config, Description, Layout, Planner, Route, Schedule};
 use crate::sharded::ShardedMatrix;
 use crate::span::Span;
-
-/// What varies of a product and a sum over all ranks.
-#[derive(Debug)]
-pub struct PartialSums<'a, B: Backend, T: Element> {
-    pub bias: Option<&'a Matrix<B, T>>,
-    pub config: Option<Config>,
-}
 
 /// Who gets which sums.
 #[derive(Clone, Copy, Debug)]
@@ -53,31 +47,31 @@ impl Which {
 /// The part of the call that a rank does by itself.
 const MULTIPLY: &str = "matmul of partials";
 
-impl<'a, B: Backend, T: Element> PartialSums<'a, B, T> {
-    /// No bias, and the backend's configuration.
-    pub fn new() -> Self {
-        PartialSums {
-            bias: None,
-            config: None,
-        }
-    }
-
-    /// Plans the sums of products with weights of `n` rows. `layout`: who owns which rows, and this rank's part of K.
-    pub fn plan(
-        &self,
+impl<'a, B: Backend, T: Element> Planned<'a, B, T> {
+    /// Plans the sums of products with weights of N = `n`. `layout`: who owns which rows, and this rank's part of K; `out`: the type of
+    /// the output, if it is known to be another than that of the operands.
+    pub fn new(
+        options: &Options<'a, B, T>,
         which: Which,
         group: &Group<B>,
         layout: Layout,
         n: usize,
+        out: Option<DType>,
     ) -> Result<Planned<'a, B, T>> {
         limit("N", n, 1, MAX_EXTENT)?;
-        if let Some(bias) = self.bias {
-            require_same_group("bias", bias.group(), group)?;
-            require_shape(group.rank(), "bias [1, N]", [1, n], bias.shape())?;
-        }
-        let describe = |operation| describe::<T>(operation, &layout, n);
+        let form = options.form(&[n], out);
+        let rows = match which {
+            Which::Own => layout.rows_of(group.rank()).len(),
+            Which::All => layout.m(),
+        };
+        options.check(group, &form, n, rows)?;
+        let describe = |operation| Description {
+            form: form.clone(),
+            ..describe::<T>(operation, &layout, n)
+        };
         let asked = describe(which.name());
-        let (sum, config) = group.configured_program(which.planner(), asked, self.config)?;
+        let (sum, config) =
+            group.configured_program(which.planner(), asked.clone(), options.config)?;
         let multiply = match B::schedule(&sum).product() {
             Some(_) => None,
             None => {
@@ -85,17 +79,16 @@ impl<'a, B: Backend, T: Element> PartialSums<'a, B, T> {
                 Some(group.program(reduce_scatter::multiply, asked, Some(config))?)
             }
         };
-        let exchanged = reduce_scatter::is_exchanged(&describe(which.name()), &config);
+        let exchanged = reduce_scatter::is_exchanged(&asked, &config);
         Ok(Planned {
             reduces_own_rows: matches!(which, Which::All) && !exchanged,
             sum,
             multiply,
             group: group.clone(),
             which,
-            layout,
-            n,
+            asked,
             config,
-            bias: self.bias,
+            options: options.clone(),
         })
     }
 }
@@ -112,11 +105,10 @@ pub struct Planned<'a, B: Backend, T: Element> {
     which: Which,
     /// Pulled sums must still be gathered: those of an all-reduce that is not exchanged.
     pub reduces_own_rows: bool,
-    /// Who owns which rows of the sum, and this rank's part of K.
-    layout: Layout,
-    n: usize,
+    /// The sum: who owns which of its rows, and this rank's part of K.
+    asked: Description,
     config: Config,
-    bias: Option<&'a Matrix<B, T>>,
+    options: Options<'a, B, T>,
 }
 
 impl<B: Backend, T: Element> Planned<'_, B, T> {
@@ -133,8 +125,7 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
     }
 
     pub fn explain(&self) -> Explanation {
-        let asked = describe::<T>(self.which.name(), &self.layout, self.n);
-        super::explain(&self.group, &asked, self.config)
+        super::explain(&self.group, &self.asked, self.config)
     }
 
     /// Whether what all ranks are to have still has to be gathered.
@@ -144,34 +135,49 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
 
     /// [M, N] of the sum.
     pub fn shape(&self) -> [usize; 2] {
-        [self.layout.m(), self.n]
+        [self.asked.layout.m(), self.asked.n]
     }
 
     /// The rows of the sum that this rank owns.
     pub fn own_rows(&self) -> Range<usize> {
-        self.layout.rows_of(self.group.rank())
+        self.asked.layout.rows_of(self.group.rank())
     }
 
-    /// Checks the operands. The bias was checked when it was planned.
-    pub fn check(&self, a: &Matrix<B, T>, b: &Matrix<B, T>) -> Result<()> {
-        let group = a.group();
-        let k = self.layout.k();
+    /// Checks the operands. What is added was checked when it was planned.
+    pub fn check(&self, [a, b]: [MatrixView<B, T>; 2]) -> Result<()> {
+        let (group, Description { layout, form, .. }) = (a.group(), &self.asked);
         require_same_group("the prepared sum", &self.group, group)?;
-        require_same_group("b", b.group(), group)?;
-        require_shape(group.rank(), "a [M, K]", [self.layout.m(), k], a.shape())?;
-        require_shape(group.rank(), "b [N, K]", [self.n, k], b.shape())
+        let shape = [layout.m(), layout.k()];
+        require_shape(group.rank(), "a [M, K]", shape, a.shape())?;
+        Weights::from(b).check(group, form, &[self.asked.n], layout.k())
+    }
+
+    /// Checks an output of this rank's own.
+    pub fn check_out(&self, out: &Outputs<B, T>) -> Result<()> {
+        let rows = self.own_rows().len();
+        let what = "out [rows of this rank, N]";
+        out.check(&self.group, what, &self.asked.form, &[self.asked.n], rows)
     }
 
     /// Checks an output that is a sharded matrix: its rows are split like the sum's.
     pub fn check_sharded(&self, out: &ShardedMatrix<B, T>) -> Result<()> {
         let rank = self.group.rank();
+        if let Some(dtype) = self.asked.form.out {
+            let argument = format!("bytes of an element of out, of {dtype} as planned,");
+            return Err(Error::Shape {
+                rank,
+                argument,
+                expected: vec![dtype.bytes()],
+                found: vec![size_of::<T>()],
+            });
+        }
         require_same_group("out", out.group(), &self.group)?;
         require_shape(rank, "out [M, N]", self.shape(), out.shape())?;
-        if !self.layout.is_split_as(out.layout()) {
+        if !self.asked.layout.is_split_as(out.layout()) {
             return Err(Error::Shape {
                 rank,
                 argument: "out (rows of each rank)".into(),
-                expected: self.layout.rows(),
+                expected: self.asked.layout.rows(),
                 found: out.layout().rows(),
             });
         }
@@ -182,29 +188,31 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
     /// that are written.
     pub fn run(
         &self,
-        [a, b]: [&Matrix<B, T>; 2],
+        operands: [MatrixView<B, T>; 2],
         checked: Result<()>,
         out: Bound<B>,
         shared: &[u32],
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
-        let fits = self.check(a, b).and(checked);
+        let fits = self.check(operands).and(checked);
         fits.map_err(|error| self.group.refuse(self.which.name(), error))?;
         let before = self.multiply.as_ref();
-        self.launch(before, &self.sum, Some([a, b]), out, shared, trace)
+        self.launch(before, &self.sum, Some(operands), out, shared, trace)
     }
 
     /// Only multiplies: what is made stays here. Not collective.
-    pub fn matmul(&self, a: &Matrix<B, T>, b: &Matrix<B, T>) -> Result<()> {
+    pub fn matmul(&self, operands: [MatrixView<B, T>; 2]) -> Result<()> {
+        self.check(operands)?;
         let program = self.part(MULTIPLY, reduce_scatter::multiply)?;
-        self.launch(None, &program, Some([a, b]), Bound::Nothing, &[], None)
+        self.launch(None, &program, Some(operands), Bound::Nothing, &[], None)
     }
 
     /// Only adds up what has been made, and pulls it before.
     pub fn reduce(&self, out: Bound<B>, shared: &[u32]) -> Result<()> {
-        let asked = describe::<T>(self.which.name(), &self.layout, self.n);
         let config = Some(self.config.with_route(Route::Pull));
-        let program = self.group.program(self.which.planner(), asked, config)?;
+        let program = self
+            .group
+            .program(self.which.planner(), self.asked.clone(), config)?;
         self.launch(None, &program, None, out, shared, None)
     }
 
@@ -218,7 +226,10 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
     }
 
     fn part(&self, name: &'static str, planner: Planner) -> Result<Arc<B::Program>> {
-        let asked = describe::<T>(name, &self.layout, self.n);
+        let asked = Description {
+            operation: name,
+            ..self.asked.clone()
+        };
         self.group.program(planner, asked, Some(self.config))
     }
 
@@ -226,7 +237,7 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
         &self,
         before: Option<&Arc<B::Program>>,
         program: &Arc<B::Program>,
-        operands: Option<[&Matrix<B, T>; 2]>,
+        operands: Option<[MatrixView<B, T>; 2]>,
         out: Bound<B>,
         shared: &[u32],
         trace: Option<&mut Vec<Span>>,
@@ -236,22 +247,27 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
             .partials(self.schedule(), reduce_scatter::PARTIALS)?;
         let mut matrices = [const { Bound::Nothing }; MATRICES];
         if let Some([a, b]) = operands {
-            matrices[reduce_scatter::A] = Bound::Input(a.memory());
-            matrices[reduce_scatter::B] = Bound::Input(b.memory());
+            matrices[reduce_scatter::A] = a.input();
+            matrices[reduce_scatter::B] = b.input();
         }
         matrices[reduce_scatter::OUT] = out;
         matrices[reduce_scatter::PARTIALS] = Bound::Symmetric(partials.as_ref());
-        if let Some(bias) = self.bias {
-            matrices[reduce_scatter::BIAS] = Bound::Input(bias.memory());
-        }
-        let biased = self.bias.is_some();
+        self.options.bind(
+            &mut matrices,
+            reduce_scatter::BIAS,
+            reduce_scatter::RESIDUAL,
+        );
+        let added = Added {
+            bias: self.options.bias.is_some(),
+            residual: self.options.residual.is_some(),
+        };
         super::run(
             &self.group,
             before,
             program,
             &matrices,
             shared,
-            biased,
+            added,
             trace,
         )
     }

@@ -185,7 +185,7 @@ impl<'a> ProduceAndReduceScatter<'a> {
             self.plan::<B, T>(&group, &layout)
         });
         let planned = planned.map_err(|error| group.refuse(REDUCE, error))?;
-        planned.run(Bound::Output(out.memory_mut()), &[], trace, produce)
+        planned.run(Bound::Output(out.memory(), 0), &[], trace, produce)
     }
 
     /// The same into the own rows of a sharded matrix, [m, N], whose split it has: the next layer's input, with no copy. (On GPUs the rows of a
@@ -326,6 +326,7 @@ impl<B: Backend> Planned<B> {
             matrices: shared,
             traced: trace.is_some(),
             biased: false,
+            residual: false,
         };
         let result = super::operate(group, None, &self.program, operation, |epoch| {
             let mut producer = |request: &Request, stream: *mut c_void| {

@@ -17,8 +17,10 @@ pub const EXCHANGE: u64 = u64::MAX;
 const NO_MATRIX: u32 = u32::MAX;
 /// What the digest of a traced operation differs by,
 const TRACED: u64 = 1 << 63;
-/// and of one that adds a bias.
+/// of one that adds a bias,
 const BIASED: u64 = 1 << 62;
+/// and of one that adds rows to its sums.
+const RESIDUAL: u64 = 1 << 61;
 
 /// A collective operation at a call.
 #[derive(Clone, Copy, Debug)]
@@ -31,6 +33,8 @@ pub struct Operation<'a> {
     pub traced: bool,
     /// Whether it adds a bias that all ranks give, or none does.
     pub biased: bool,
+    /// Whether it adds rows to the sums, which likewise all ranks give or none does.
+    pub residual: bool,
 }
 
 impl Operation<'_> {
@@ -38,8 +42,13 @@ impl Operation<'_> {
     pub fn to_words(self, epoch: Epoch) -> [u64; WORDS] {
         let mut words = [0; WORDS];
         // Never an exchange's.
-        words[0] = self.agreed.digest() >> 3;
-        for (is_so, bit) in [(self.traced, TRACED), (self.biased, BIASED)] {
+        words[0] = self.agreed.digest() >> 4;
+        let bits = [
+            (self.traced, TRACED),
+            (self.biased, BIASED),
+            (self.residual, RESIDUAL),
+        ];
+        for (is_so, bit) in bits {
             words[0] |= if is_so { bit } else { 0 };
         }
         words[1] = epoch.raw().into();
@@ -70,6 +79,7 @@ impl std::fmt::Display for Operation<'_> {
 pub fn describe(words: [u64; WORDS]) -> String {
     let is = |bit: u64, word| if words[0] & bit == 0 { "" } else { word };
     let (traced, biased) = (is(TRACED, "traced "), is(BIASED, ", with a bias"));
+    let residual = is(RESIDUAL, ", with a residual");
     let numbers = words[2..FIXED].iter();
     let numbers = numbers.flat_map(|word| [(word >> 32) as u32, *word as u32]);
     let numbers = numbers.filter(|&number| number != NO_MATRIX);
@@ -80,7 +90,7 @@ pub fn describe(words: [u64; WORDS]) -> String {
     let text: Vec<u8> = text.take_while(|&byte| byte != 0).collect();
     let more = if text.len() == 8 * TEXT { " …" } else { "" };
     format!(
-        "{traced}{}{more}{matrices}{biased})",
+        "{traced}{}{more}{matrices}{biased}{residual})",
         String::from_utf8_lossy(&text)
     )
 }

@@ -417,6 +417,7 @@ mod tests {
             matrices: &[2],
             traced: false,
             biased: false,
+            residual: false,
         }
     }
 
@@ -466,6 +467,10 @@ mod tests {
             biased: true,
             ..call
         };
+        let residual = Operation {
+            residual: true,
+            ..call
+        };
         let other = Operation {
             matrices: &[0, 7],
             ..call
@@ -473,6 +478,7 @@ mod tests {
         for (differs, word) in [
             (traced, "traced all_gather"),
             (biased, "with a bias)"),
+            (residual, "with a residual)"),
             (other, "sharded matrix 0, sharded matrix 7)"),
         ] {
             assert!(differs.to_string().contains(word), "{differs}");

@@ -9,23 +9,25 @@ use super::config::{CUT_COLUMNS, Chunking, Config, Route};
 use super::layout::{Layout, MAX_EXTENT, RowOrder, chunk_rows, limit};
 use super::order::{self, ring};
 use super::{
-    Agreed, Block, DeferredChunk, Description, MatrixSpec, Move, Parts, Product, Region, Schedule,
-    Sum, Transfer,
+    Agreed, Bias, Block, DeferredChunk, Description, MAX_WEIGHTS, MatrixSpec, Move, Parts, Product,
+    Region, Residual, Schedule, Sum, Transfer, Weight, WeightLayout, Widths,
 };
 use crate::error::Result;
 
 /// The number of the matrix that is gathered.
 pub const A: usize = 0;
-/// Of the weight.
-pub const B: usize = 1;
-/// Of what is added to each row of the output.
+/// Of what is gathered beside it, if anything is.
+pub const BESIDE: usize = 1;
+/// Of what is added to each row of the outputs: columns for the first weight, then those for the next.
 pub const BIAS: usize = 2;
-/// Of the output.
-pub const OUT: usize = 3;
-/// Of what is gathered beside the first, if anything is.
-pub const BESIDE: usize = 4;
+/// Of what is added to the output, if there is one.
+pub const RESIDUAL: usize = 3;
+/// Of the first weight; the others have the next numbers.
+pub const B: usize = 4;
+/// Of the first weight's output; likewise.
+pub const OUT: usize = B + MAX_WEIGHTS;
 /// How many there are.
-pub const MATRICES: usize = 5;
+pub const MATRICES: usize = OUT + MAX_WEIGHTS;
 
 /// Gathers the rows while it multiplies them: a tile waits for its rows.
 pub fn gather_and_multiply(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
@@ -51,6 +53,14 @@ pub fn gather_stored(asked: &Description, rank: usize, config: Config) -> Result
 /// Multiplies rows that are there. The other ranks take no part.
 pub fn multiply(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
     plan(asked, rank, config, Moves::Nothing, true)
+}
+
+/// The name of a call that is one rank's alone.
+pub const LOCAL: &str = "matmul";
+
+/// Multiplies rows of this rank's own, of which there are no others.
+pub fn multiply_alone(asked: &Description, _rank: usize, config: Config) -> Result<Schedule> {
+    plan(asked, 0, config, Moves::Nothing, true)
 }
 
 /// Copies the other ranks' rows, with no word to anyone.
@@ -79,13 +89,20 @@ fn plan(
     moves: Moves,
     multiplies: bool,
 ) -> Result<Schedule> {
-    let (layout, n) = (&asked.layout, asked.n);
+    let layout = &asked.layout;
     limit("rank", rank, 0, layout.world() - 1)?;
     config.check()?;
+    let mut widths = Widths::new();
     if multiplies {
-        limit("N", n, 1, MAX_EXTENT)?;
+        widths = asked.form.columns(asked.n)?;
+        // Of a gated product gate and up share a tile.
+        let least = asked.form.multiplied(1);
+        limit("Config::tile.n", config.tile.n, least, MAX_EXTENT)?;
         let rows = layout.m().div_ceil(config.entry_rows());
-        let count = rows.saturating_mul(n.div_ceil(config.tile.n));
+        let columns = widths
+            .iter()
+            .map(|&n| asked.form.multiplied(n).div_ceil(config.tile.n));
+        let count = rows.saturating_mul(columns.sum());
         limit("tiles of the output", count, 1, 1 << 28)?;
     }
     let whole = Config {
@@ -106,24 +123,7 @@ fn plan(
         flag: arrival.flag,
         column: arrival.regions[0].to.columns.start,
     });
-    let product = multiplies.then(|| Product {
-        a: A,
-        b: B,
-        m: layout.m(),
-        n,
-        k: layout.k(),
-        config,
-        deferred,
-        blocks: vec![Block {
-            rows: 0..layout.m(),
-            sum: Sum {
-                out: OUT,
-                first: 0,
-                addends: Vec::new(),
-                bias: Some(BIAS),
-            },
-        }],
-    });
+    let product = multiplies.then(|| product(asked, &widths, config, deferred));
     let tiles = match &product {
         Some(product) => order::tiles(product, A, &arrivals),
         None => Vec::new(),
@@ -134,15 +134,33 @@ fn plan(
         columns,
     };
     let (m, k) = (layout.m(), layout.k());
-    let mut matrices = vec![matrix(m, k), matrix(n, k), matrix(1, n), matrix(m, n)];
+    let mut matrices = vec![matrix(0, 0); MATRICES];
+    matrices[A] = matrix(m, k);
+    matrices[BIAS] = matrix(1, asked.form.multiplied(asked.n));
+    matrices[RESIDUAL] = matrix(m, asked.n);
+    for (number, &n) in widths.iter().enumerate() {
+        matrices[OUT + number] = MatrixSpec {
+            dtype: asked.form.out.unwrap_or(asked.dtype),
+            ..matrix(m, n)
+        };
+    }
+    for Weight { b, n } in product
+        .iter()
+        .flat_map(|product| product.weights.iter().copied())
+    {
+        matrices[b] = match asked.form.weights {
+            WeightLayout::Nk => matrix(n, k),
+            WeightLayout::Kn => matrix(k, n),
+        };
+    }
     if let Some((dtype, columns)) = asked.beside {
         limit("columns", columns, 1, MAX_EXTENT)?;
         let rows = m;
-        matrices.push(MatrixSpec {
+        matrices[BESIDE] = MatrixSpec {
             dtype,
             rows,
             columns,
-        });
+        };
         let also = |transfer: &mut Transfer| {
             let rows = transfer.regions[0].to.rows.clone();
             transfer.regions.push(Move::in_place(Region {
@@ -166,6 +184,54 @@ fn plan(
         reduction: None,
         exchanged: false,
     })
+}
+
+/// All rows, by each weight: a block for each output.
+fn product(
+    asked: &Description,
+    widths: &[usize],
+    config: Config,
+    deferred: Option<DeferredChunk>,
+) -> Product {
+    let Description { layout, form, .. } = asked;
+    let rows = 0..layout.m();
+    let blocks = (0..widths.len()).map(|weight| {
+        let begin = widths[..weight].iter().sum();
+        Block {
+            rows: rows.clone(),
+            weight,
+            sum: Sum {
+                out: OUT + weight,
+                first: 0,
+                addends: Vec::new(),
+                bias: Some(Bias {
+                    matrix: BIAS,
+                    first: begin,
+                }),
+                activation: form.activation,
+                residual: (widths.len() == 1).then_some(Residual {
+                    matrix: RESIDUAL,
+                    first: 0,
+                }),
+            },
+        }
+    });
+    let blocks = blocks.collect();
+    let weights = (0..form.weight_count()).map(|number| Weight {
+        b: B + number,
+        n: widths[if form.gated { 0 } else { number }],
+    });
+    Product {
+        a: A,
+        weights: weights.collect(),
+        weight_layout: form.weights,
+        gated: form.gated,
+        m: layout.m(),
+        k: layout.k(),
+        config,
+        deferred,
+        blocks,
+    }
 }
 
 /// What the ranks must agree on. How rows are pulled is each rank's own affair.

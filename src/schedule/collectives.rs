@@ -14,8 +14,8 @@ use super::layout::{MAX_EXTENT, MAX_WORLD, chunk_rows, limit};
 use super::order::ring;
 use super::partials::{Incoming, Partials, Piece, among_others};
 use super::{
-    Addend, Agreed, Description, MatrixSpec, Move, Parts, Reduction, Region, Request, Schedule,
-    Sum, Transfer,
+    Activation, Addend, Agreed, Description, MatrixSpec, Move, Parts, Reduction, Region, Request,
+    Schedule, Sum, Transfer,
 };
 use crate::error::Result;
 
@@ -470,6 +470,8 @@ impl<'a> Plan<'a> {
                 first,
                 addends: (0..self.world()).map(addend).collect(),
                 bias: None,
+                activation: Activation::Identity,
+                residual: None,
             },
         }
     }

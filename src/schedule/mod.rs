@@ -8,6 +8,7 @@ pub mod config;
 pub mod drive;
 pub mod epoch;
 pub mod flag;
+pub mod form;
 pub mod layout;
 pub mod order;
 pub mod partials;
@@ -19,10 +20,11 @@ pub use agreed::Agreed;
 pub use config::{Chunking, Config, Numerics, Route, TileShape};
 pub use epoch::Epoch;
 pub use flag::{Awaited, Flag, FlagBlock};
+pub use form::{Activation, Form, MAX_WEIGHTS, WeightLayout, Widths};
 pub use layout::{Layout, RowOrder};
 pub use parts::{
-    Addend, Block, DeferredChunk, Extent, MatrixSpec, Move, Parts, Product, Reduction, Region,
-    Request, Sum, Tile, Transfer,
+    Addend, Bias, Block, DeferredChunk, Extent, MatrixSpec, Move, Parts, Product, Reduction,
+    Region, Request, Residual, Sum, Tile, Transfer, Weight,
 };
 
 use std::ops::Range;
@@ -50,8 +52,11 @@ pub struct Description {
     pub layout: Layout,
     /// Type and columns of a matrix whose rows are gathered with those of the first, and split alike.
     pub beside: Option<(DType, usize)>,
-    /// Columns of the output: each rank's own where rows are gathered, the same on all where sums are made. 0 where there is none.
+    /// Columns of the output, or of all outputs: each rank's own where rows are gathered, the same on all where sums are made. 0 where
+    /// there is none.
     pub n: usize,
+    /// What the product is, beside its extents.
+    pub form: Form,
 }
 
 /// A pure function from what is asked, a rank, and how it is to be cut up, to the rank's schedule.

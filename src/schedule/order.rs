@@ -16,7 +16,8 @@ use super::{Config, Product, Route, Tile, Transfer};
 /// `matrix` is the one whose rows arrive; its chunk flags are numbered by rows.
 pub fn tiles(product: &Product, matrix: usize, arrivals: &[Transfer]) -> Vec<Tile> {
     let mut rows = tile_rows(product, matrix, arrivals);
-    match reads_once(&product.config, [product.m, product.n, product.k]) {
+    let n = product.weights.iter().map(|weight| weight.n).sum();
+    match reads_once(&product.config, [product.m, n, product.k]) {
         true => rows.iter_mut().for_each(|row| row.ready = 0),
         false => rows.sort_by_key(|row| row.ready),
     }
@@ -31,15 +32,24 @@ pub fn reads_once(config: &Config, [m, n, k]: [usize; 3]) -> bool {
     config.route == Route::Store && has_few_rows && n.saturating_mul(k) > CACHED
 }
 
-/// The tiles of these tile rows: of each group, the rows that become ready together, column by column.
+/// The tiles of these tile rows: of each group, the rows that become ready together, column by column, weight after weight. Of several
+/// weights the rows are of the first one's block, behind which the others' stand.
 pub fn walk(product: &Product, rows: &[TileRow]) -> Vec<Tile> {
     let config = &product.config;
-    let columns = product.n.div_ceil(config.tile.n);
-    let mut tiles = Vec::with_capacity(rows.len() * columns);
+    let count = |weight: usize| product.weights[weight].n.div_ceil(product.tile_columns()) as u32;
+    let columns = || {
+        (0..product.outputs())
+            .flat_map(|weight| (0..count(weight)).map(move |n| (weight as u32, n)))
+    };
+    let mut tiles = Vec::with_capacity(rows.len() * columns().count());
     let panel = |row: &TileRow| (row.ready, row.first.m as usize / config.tile.group_m);
     for rows in rows.chunk_by(|x, y| panel(x) == panel(y)) {
-        for n in 0..columns as u32 {
-            tiles.extend(rows.iter().map(|row| Tile { n, ..row.first }));
+        for (weight, n) in columns() {
+            tiles.extend(rows.iter().map(|row| Tile {
+                n,
+                block: row.first.block + weight,
+                ..row.first
+            }));
         }
     }
     tiles

@@ -5,7 +5,7 @@ use std::ops::Range;
 use smallvec::SmallVec;
 
 use super::layout::{MAX_WORLD, limit};
-use super::{Agreed, Config, MAX_BLOCKS, MAX_FLAGS, Route};
+use super::{Activation, Agreed, Config, MAX_BLOCKS, MAX_FLAGS, MAX_WEIGHTS, Route, WeightLayout};
 use crate::element::DType;
 use crate::error::{Error, Result};
 
@@ -154,17 +154,19 @@ impl Transfer {
     }
 }
 
-/// `a[m, k] · b[n, k]ᵀ`, of matrices by number, whose rows go to one or several places.
+/// `a[m, k] · b[n, k]ᵀ`, of matrices by number, with one or several weights b, whose rows go to one or several places.
 #[derive(Clone, Debug)]
 pub struct Product {
     /// `[m, k]`
     pub a: usize,
-    /// `[n, k]`
-    pub b: usize,
+    /// What it is multiplied with. Of a gated product the gate, and then what the gate's function is multiplied with.
+    pub weights: SmallVec<[Weight; 1]>,
+    /// How these lie.
+    pub weight_layout: WeightLayout,
+    /// Whether the first weight's product is a gate of the second's: the output is the sum's function of the one, times the other.
+    pub gated: bool,
     /// Rows of the product.
     pub m: usize,
-    /// Its columns.
-    pub n: usize,
     /// What is summed over.
     pub k: usize,
     /// The shape of the tiles.
@@ -175,11 +177,22 @@ pub struct Product {
     pub deferred: Option<DeferredChunk>,
 }
 
-/// Rows of a product that go to one place.
+/// A weight of a product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Weight {
+    /// Its matrix, `[n, k]`, or `[k, n]`.
+    pub b: usize,
+    /// Columns of the product with it.
+    pub n: usize,
+}
+
+/// Rows of the product with one weight that go to one place.
 #[derive(Clone, Debug)]
 pub struct Block {
     /// Which.
     pub rows: Range<usize>,
+    /// The number of the weight. Of a gated product, that of the gate.
+    pub weight: usize,
     /// Where they go, and what is added.
     pub sum: Sum,
 }
@@ -194,8 +207,30 @@ pub struct Sum {
     /// What is added up in f32, in this order, each of it rounded to the matrix's type before. If nothing is named, it is the
     /// product, not rounded before.
     pub addends: Vec<Addend>,
-    /// `[1, n]`, added last if the call binds it. Then the sum is rounded.
-    pub bias: Option<usize>,
+    /// Added then, if the call binds it.
+    pub bias: Option<Bias>,
+    /// What becomes of the sum then.
+    pub activation: Activation,
+    /// Added last, if the call binds it. Then the sum is rounded.
+    pub residual: Option<Residual>,
+}
+
+/// Columns of a matrix of one row, which are added to each row of a sum.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bias {
+    /// Its number.
+    pub matrix: usize,
+    /// The first of its columns. Of a gated product these are added to the gate, and as many behind them to what it is multiplied with.
+    pub first: usize,
+}
+
+/// Rows of a matrix of the call's, of the operands' type, which are added to those of a sum.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Residual {
+    /// Its number.
+    pub matrix: usize,
+    /// The first row.
+    pub first: usize,
 }
 
 /// What is added.
@@ -245,9 +280,26 @@ impl Product {
         start + rows.start..start + rows.end
     }
 
-    /// Its columns in a tile.
+    /// The columns of the output in a tile.
     pub fn columns(&self, tile: &Tile) -> Range<usize> {
-        extent(tile.n, self.config.tile.n, self.n)
+        let n = self.weights[self.block(tile).weight].n;
+        extent(tile.n, self.tile_columns(), n)
+    }
+
+    /// Columns of the output that a tile has: of a gated product half of those that are multiplied.
+    pub fn tile_columns(&self) -> usize {
+        self.config.tile.n >> usize::from(self.gated)
+    }
+
+    /// How many outputs there are: one for each weight, or for both of a gated product.
+    pub fn outputs(&self) -> usize {
+        if self.gated { 1 } else { self.weights.len() }
+    }
+
+    /// Columns of all outputs.
+    pub fn n(&self) -> usize {
+        let outputs = &self.weights[..self.outputs()];
+        outputs.iter().map(|weight| weight.n).sum()
     }
 
     /// The block that a tile is of.
@@ -394,28 +446,57 @@ impl Parts {
             0,
             0,
         )?;
-        let Product { m, n, k, .. } = *product;
-        for (number, rows, columns) in [(product.a, m, k), (product.b, n, k)] {
+        let Product { m, k, .. } = *product;
+        limit(
+            "weights of a product",
+            product.weights.len(),
+            1,
+            MAX_WEIGHTS,
+        )?;
+        let others = product
+            .weights
+            .iter()
+            .filter(|b| b.n != product.weights[0].n);
+        let others = others.count() * usize::from(product.gated);
+        limit("weights of other widths than the gate", others, 0, 0)?;
+        let gated = 2 * usize::from(product.gated);
+        limit(
+            "weights of a product with a gate",
+            product.weights.len(),
+            gated,
+            if product.gated { 2 } else { MAX_WEIGHTS },
+        )?;
+        let weights = product
+            .weights
+            .iter()
+            .map(|weight| match product.weight_layout {
+                WeightLayout::Nk => (weight.b, weight.n, k),
+                WeightLayout::Kn => (weight.b, k, weight.n),
+            });
+        for (number, rows, columns) in [(product.a, m, k)].into_iter().chain(weights) {
             below("a matrix", number, self.matrices.len())?;
             let spec = self.matrices[number];
             limit("rows of a product's matrix", spec.rows, rows, rows)?;
             let what = "columns of a product's matrix";
             limit(what, spec.columns, columns, columns)?;
         }
-        for Block { rows, sum } in &product.blocks {
+        for Block { rows, weight, sum } in &product.blocks {
             limit("rows of a block", rows.end, rows.start, m)?;
+            below("a block's weight", *weight, product.outputs())?;
+            let n = product.weights[*weight].n;
             let products = sum.addends.iter().filter(|a| **a == Addend::Product);
             let least = usize::from(!sum.addends.is_empty());
             limit("products that a block adds", products.count(), least, 1)?;
             self.check_sum(sum, rows.len(), n)?;
         }
         let entry_rows = product.config.entry_rows();
-        let columns = n.div_ceil(product.config.tile.n);
         // There may be thousands, of few blocks, that wait for few ranges of flags.
         for tiles in self.tiles.chunk_by(Tile::is_alike) {
             let Tile { block, .. } = tiles[0];
             below("a tile's block", block as usize, blocks)?;
-            let rows = product.blocks[block as usize].rows.len();
+            let Block { rows, weight, .. } = &product.blocks[block as usize];
+            let rows = rows.len();
+            let columns = product.weights[*weight].n.div_ceil(product.tile_columns());
             let (mut m, mut n) = (0, 0);
             for tile in tiles {
                 (m, n) = (m.max(tile.m), n.max(tile.n));
@@ -469,8 +550,15 @@ impl Parts {
             0,
             0,
         )?;
-        if let Some(bias) = sum.bias {
-            check(bias, 0, 1)?;
+        if let Some(Bias { matrix, first }) = sum.bias {
+            check(matrix, 0, 1)?;
+            let spec = self.matrices[matrix];
+            let gated = self.product.as_ref().is_some_and(|product| product.gated);
+            let end = first.saturating_add(n * (1 + usize::from(gated)));
+            limit("columns of a bias", end, 0, spec.columns)?;
+        }
+        if let Some(Residual { matrix, first }) = sum.residual {
+            check(matrix, first, rows)?;
         }
         for addend in &sum.addends {
             if let Addend::Rows { matrix, first } = *addend {

@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <condition_variable>
 #include <cstdarg>
 #include <cstdio>
@@ -258,6 +259,22 @@ void store(void* row, uint64_t column, float value, Kind kind) {
 
 // Kernels.
 
+float function(float x, uint32_t activation) {
+    const auto sigmoid = [](float s) { return 1.0f / (1.0f + std::exp(-s)); };
+    switch (activation) {
+        case GEMMESH_RELU: return x < 0 ? 0 : x;
+        case GEMMESH_GELU: return 0.5f * x * std::erfc(-x * 0.70710678f);
+        case GEMMESH_GELU_TANH: return x * sigmoid(1.5957691f * (x + 0.044715f * x * x * x));
+        case GEMMESH_SILU: return x * sigmoid(x);
+        default: return x;
+    }
+}
+
+// Of a matrix that may not be there, for a sum of f32.
+float addend(const void* rows, uint64_t offset, uint64_t column, Kind kind) {
+    return rows == nullptr ? 0 : load(static_cast<const char*>(rows) + offset, column, kind);
+}
+
 void reduce(const GemmeshReduction& reduction, Kind kind) {
     for (uint32_t row = 0; row < reduction.rows; ++row) {
         for (uint32_t column = 0; column < reduction.n; ++column) {
@@ -266,8 +283,10 @@ void reduce(const GemmeshReduction& reduction, Kind kind) {
                 const char* addend = static_cast<const char*>(reduction.addends[i]) + row * reduction.addend_pitches[i];
                 sum = i == 0 ? load(addend, column, kind) : sum + load(addend, column, kind);
             }
-            if (reduction.bias != nullptr) sum += load(reduction.bias, column, kind);
-            store(static_cast<char*>(reduction.out) + row * reduction.out_pitch, column, sum, kind);
+            sum = function(sum + addend(reduction.bias, 0, column, kind), reduction.activation);
+            sum += addend(reduction.residual, row * reduction.residual_pitch, column, kind);
+            const Kind stored = reduction.is_f32 != 0 ? Kind::f32 : kind;
+            store(static_cast<char*>(reduction.out) + row * reduction.out_pitch, column, sum, stored);
         }
     }
 }
@@ -370,10 +389,25 @@ struct Matrix {
 
 struct Shape {
     int tile_m, tile_n, cluster, split;
-    bool traced;
 };
 
-void multiply(const Matrix& a, const Matrix& b, const Matrix& out, const GemmeshParams& params, const Shape& shape, Kind kind) {
+// What a product is made of, and where it goes, by weight.
+struct Operands {
+    Matrix a, b[GEMMESH_MAX_WEIGHTS], out[GEMMESH_MAX_WEIGHTS];
+};
+
+// An element of the product with one weight, with its bias.
+float element(const Operands& operands, const GemmeshParams& params, uint32_t weight, uint32_t row, uint32_t column, Kind kind) {
+    const Matrix &a = operands.a, &b = operands.b[weight];
+    float sum = 0;
+    for (uint32_t k = 0; k < params.k; ++k) {
+        const float right = params.b_is_kn != 0 ? load(b.rows + k * b.pitch, column, kind) : load(b.rows + column * b.pitch, k, kind);
+        sum += load(a.rows + row * a.pitch, k, kind) * right;
+    }
+    return sum + addend(params.outputs[weight].bias, 0, column, kind);
+}
+
+void multiply(const Operands& operands, const GemmeshParams& params, const Shape& shape, Kind kind) {
     const auto [epoch, all_ready] = enter(params);
     for (uint32_t i = 0; i < params.exchange.task_count && all_ready; ++i) {
         const GemmeshCopyTask& task = params.exchange.tasks[i];
@@ -390,17 +424,19 @@ void multiply(const Matrix& a, const Matrix& b, const Matrix& out, const Gemmesh
         }
         // The first slice of K does the others' work too: they wait for the same flags.
         if (!waiting || (params.slices != nullptr && params.slices[i].number != 0)) continue;
-        const uint32_t rows = shape.tile_m * shape.cluster, columns = shape.tile_n;
+        const bool is_gated = params.is_gated != 0;
+        const uint32_t rows = shape.tile_m * shape.cluster, columns = is_gated ? shape.tile_n / 2 : shape.tile_n;
+        const GemmeshOutput& output = params.outputs[tile.block];
+        const Matrix& out = operands.out[tile.block];
         for (uint32_t row = tile.m * rows; row < std::min(params.m, (tile.m + 1) * rows); ++row) {
-            for (uint32_t column = tile.n * columns; column < std::min(params.n, (tile.n + 1) * columns); ++column) {
-                const char *left = a.rows + row * a.pitch, *right = b.rows + column * b.pitch;
-                float sum = 0;
-                for (uint32_t k = 0; k < params.k; ++k) sum += load(left, k, kind) * load(right, k, kind);
-                if (params.bias != nullptr) sum += load(params.bias, column, kind);
-                store(out.rows + row * out.pitch, column, sum, kind);
+            for (uint32_t column = tile.n * columns; column < std::min(output.n, (tile.n + 1) * columns); ++column) {
+                float sum = function(element(operands, params, tile.block, row, column, kind), params.activation);
+                if (is_gated) sum *= element(operands, params, 1, row, column, kind);
+                sum += addend(output.residual, row * output.residual_pitch, column, kind);
+                store(out.rows + row * out.pitch, column, sum, params.is_f32 != 0 ? Kind::f32 : kind);
             }
         }
-        for (int cta = 0; shape.traced && cta < shape.cluster * shape.split; ++cta) {
+        for (int cta = 0; params.trace != nullptr && cta < shape.cluster * shape.split; ++cta) {
             const uint64_t from = static_cast<uint64_t>(begin), to = static_cast<uint64_t>(now_ns());
             params.trace[i * shape.cluster * shape.split + cta] = {from, from, from, from, to, to, 0, i};
         }
@@ -438,9 +474,13 @@ Work work_of(const std::string& name, void** arguments) {
     const int found = sscanf(name.c_str(), "matmul_%7[^_]_%dx%dx64_s%*d_c%d_k%d%31s", dtype, &shape.tile_m, &shape.tile_n,
                              &shape.cluster, &shape.split, rest);
     if (found < 5 || strstr(rest, "_sums") != nullptr) return nullptr;
-    shape.traced = strstr(rest, "_trace") != nullptr;
-    return [a = argument<Matrix>(arguments, 0), b = argument<Matrix>(arguments, 1), out = argument<Matrix>(arguments, 2),
-            params = params(3), shape, kind] { multiply(a, b, out, *params, shape, kind); };
+    Operands operands{argument<Matrix>(arguments, 0), {argument<Matrix>(arguments, 1)}, {argument<Matrix>(arguments, 2)}};
+    const auto* more = static_cast<const CUtensorMap*>(arguments[4]);
+    for (int weight = 1; weight < GEMMESH_MAX_WEIGHTS; ++weight) {
+        memcpy(&operands.b[weight], &more[weight - 1], sizeof(Matrix));
+        memcpy(&operands.out[weight], &more[GEMMESH_MAX_WEIGHTS - 1 + weight - 1], sizeof(Matrix));
+    }
+    return [operands, params = params(3), shape, kind] { multiply(operands, *params, shape, kind); };
 }
 
 // Ordinary memory, with some room behind it, for kernels load whole pieces.

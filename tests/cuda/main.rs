@@ -10,6 +10,7 @@ mod ahead;
 mod collectives;
 mod epochs;
 mod failures;
+mod forms;
 mod graphs;
 mod pipelines;
 mod recorded;

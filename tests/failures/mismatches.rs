@@ -146,7 +146,7 @@ const COLLECTIVE_CALLS: [CollectiveCall; 10] = [
             let (a, b) = (group.zeros::<bf16>(6, 4)?, group.zeros(5, 4)?);
             let chosen = MatmulReduceScatter::new().prepare(&a, 5)?.config();
             let stored = MatmulReduceScatter::new().config(chosen.with_route(Route::Store));
-            stored.run(&a, &b, &mut group.zeros(3, 5)?)
+            stored.run(&a, &b, &mut group.zeros::<bf16>(3, 5)?)
         },
     ),
     (

@@ -7,8 +7,8 @@ use std::ops::Range;
 
 use gemmesh::DType;
 use gemmesh::schedule::{
-    Agreed, Block, Config, MatrixSpec, Move, Parts, Product, Region, Route, Schedule, Sum, Tile,
-    Transfer, order,
+    Activation, Agreed, Bias, Block, Config, MatrixSpec, Move, Parts, Product, Region, Route,
+    Schedule, Sum, Tile, Transfer, Weight, WeightLayout, order,
 };
 
 /// What is gathered, and perhaps multiplied.
@@ -62,19 +62,26 @@ fn schedule(
     let Asked { world, k, n, .. } = asked;
     let product = (n > 0).then_some(Product {
         a: A,
-        b: B,
+        weights: [Weight { b: B, n }].into_iter().collect(),
+        weight_layout: WeightLayout::Nk,
+        gated: false,
         m: rows,
-        n,
         k,
         config,
         deferred: None,
         blocks: vec![Block {
             rows: 0..rows,
+            weight: 0,
             sum: Sum {
                 out: OUT,
                 first: 0,
                 addends: Vec::new(),
-                bias: Some(BIAS),
+                bias: Some(Bias {
+                    matrix: BIAS,
+                    first: 0,
+                }),
+                activation: Activation::Identity,
+                residual: None,
             },
         }],
     });

@@ -134,6 +134,7 @@ fn sample<T: Element>(
     let [m, n, k] = shape;
     let asked = Description {
         beside: None,
+        form: Default::default(),
         operation: AllGather::<Cuda, T>::NAME,
         dtype: T::DTYPE,
         layout: Layout::balanced(m, k, group.world_size())?,

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use clock::{Graph, Side, Timer};
 pub use consume::Consume;
 use gemmesh::testing::{Winner, ranks_share_gpus, with_each_kernel};
-use gemmesh::{Chunking, Config, Cuda, Element, Error, Group, Result, Route};
+use gemmesh::{Chunking, Config, Cuda, Element, Error, Group, Matrix, Result, Route};
 use memory::{Place, Scratch};
 use peers::{Collective, Communication, CublasLt, Nccl, Product};
 pub use produce::Produce;
@@ -25,6 +25,7 @@ use serde_json::json;
 
 use crate::common::gather::AllGather;
 use crate::common::{self, Failure, Operation, Row};
+use crate::forms::Clock;
 use crate::sums::{AllReduce, Operands, ReduceScatter};
 use crate::{Args, PRODUCTS, Timed, Timing, append, verify};
 
@@ -82,6 +83,40 @@ impl Instruments {
             cublaslt: Rc::new(CublasLt::new()?),
             nccl,
         })
+    }
+}
+
+impl<T: Element> Clock<Cuda, T> for Instruments {
+    fn new(group: &Group<Cuda>) -> Result<Instruments> {
+        Instruments::new(group)
+    }
+
+    fn time(&self, run: impl FnOnce() -> Result<()>) -> Result<f64> {
+        clock::bind(&self.timer.group)?;
+        self.timer.time(run)
+    }
+
+    fn peer<'a>(
+        &'a self,
+        a: &'a Matrix<Cuda, T>,
+        b: &'a Matrix<Cuda, T>,
+    ) -> Result<Option<Box<dyn Fn() -> Result<()> + 'a>>> {
+        clock::bind(&self.timer.group)?;
+        let ([m, k], [n, _]) = (a.shape(), b.shape());
+        let pitch = n.next_multiple_of(8);
+        let out = Scratch::new(m * pitch * size_of::<T>())?;
+        let to = Place {
+            ptr: out.ptr(),
+            pitch,
+        };
+        let places = [a, b].map(Place::of);
+        let [a, b] = places;
+        let mut product = Product::new::<T>(&self.cublaslt, a, b, to, [m, n, k])?;
+        product.tune(&self.timer)?;
+        Ok(Some(Box::new(move || {
+            let _ = &out;
+            product.run(self.timer.stream)
+        })))
     }
 }
 

@@ -4,6 +4,12 @@ pub const GEMMESH_TILE_K: u32 = 64;
 pub const GEMMESH_THREADS: u32 = 384;
 pub const GEMMESH_STORE_ROWS: u32 = 16;
 pub const GEMMESH_STORE_COLUMNS: u32 = 64;
+pub const GEMMESH_MAX_WEIGHTS: u32 = 4;
+pub const GEMMESH_IDENTITY: u32 = 0;
+pub const GEMMESH_RELU: u32 = 1;
+pub const GEMMESH_GELU: u32 = 2;
+pub const GEMMESH_GELU_TANH: u32 = 3;
+pub const GEMMESH_SILU: u32 = 4;
 pub const GEMMESH_MAX_WORLD: u32 = 64;
 pub const GEMMESH_MAX_FLAGS: u32 = 4096;
 pub const GEMMESH_REFRESH: u32 = 268435456;
@@ -316,15 +322,39 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
+pub struct GemmeshOutput {
+    pub bias: *const ::core::ffi::c_void,
+    pub out: *mut ::core::ffi::c_void,
+    pub out_pitch: u64,
+    pub residual: *const ::core::ffi::c_void,
+    pub residual_pitch: u64,
+    pub n: u32,
+    pub reserved: u32,
+}
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of GemmeshOutput"][::core::mem::size_of::<GemmeshOutput>() - 48usize];
+    ["Alignment of GemmeshOutput"][::core::mem::align_of::<GemmeshOutput>() - 8usize];
+    ["Offset of field: GemmeshOutput::bias"][::core::mem::offset_of!(GemmeshOutput, bias) - 0usize];
+    ["Offset of field: GemmeshOutput::out"][::core::mem::offset_of!(GemmeshOutput, out) - 8usize];
+    ["Offset of field: GemmeshOutput::out_pitch"]
+        [::core::mem::offset_of!(GemmeshOutput, out_pitch) - 16usize];
+    ["Offset of field: GemmeshOutput::residual"]
+        [::core::mem::offset_of!(GemmeshOutput, residual) - 24usize];
+    ["Offset of field: GemmeshOutput::residual_pitch"]
+        [::core::mem::offset_of!(GemmeshOutput, residual_pitch) - 32usize];
+    ["Offset of field: GemmeshOutput::n"][::core::mem::offset_of!(GemmeshOutput, n) - 40usize];
+    ["Offset of field: GemmeshOutput::reserved"]
+        [::core::mem::offset_of!(GemmeshOutput, reserved) - 44usize];
+};
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct GemmeshParams {
     pub tiles: *const GemmeshTile,
     pub flags: *const u32,
     pub sources: *const u32,
     pub abort: *mut u32,
     pub fault: *mut GemmeshFault,
-    pub bias: *const ::core::ffi::c_void,
-    pub out: *mut ::core::ffi::c_void,
-    pub out_pitch: u64,
     pub trace: *mut GemmeshTraceEvent,
     pub slices: *const GemmeshSlice,
     pub partials: *mut f32,
@@ -333,17 +363,20 @@ pub struct GemmeshParams {
     pub tile_count: u32,
     pub epoch: u32,
     pub m: u32,
-    pub n: u32,
     pub k: u32,
     pub deferred_flag: u32,
     pub deferred_step: u32,
-    pub reserved: u32,
+    pub activation: u32,
+    pub is_gated: u32,
+    pub is_f32: u32,
+    pub b_is_kn: u32,
+    pub outputs: [GemmeshOutput; 4usize],
     pub exchange: GemmeshExchange,
     pub landing: GemmeshLanding,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 1344usize];
+    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 1520usize];
     ["Alignment of GemmeshParams"][::core::mem::align_of::<GemmeshParams>() - 8usize];
     ["Offset of field: GemmeshParams::tiles"]
         [::core::mem::offset_of!(GemmeshParams, tiles) - 0usize];
@@ -355,38 +388,40 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshParams, abort) - 24usize];
     ["Offset of field: GemmeshParams::fault"]
         [::core::mem::offset_of!(GemmeshParams, fault) - 32usize];
-    ["Offset of field: GemmeshParams::bias"]
-        [::core::mem::offset_of!(GemmeshParams, bias) - 40usize];
-    ["Offset of field: GemmeshParams::out"][::core::mem::offset_of!(GemmeshParams, out) - 48usize];
-    ["Offset of field: GemmeshParams::out_pitch"]
-        [::core::mem::offset_of!(GemmeshParams, out_pitch) - 56usize];
     ["Offset of field: GemmeshParams::trace"]
-        [::core::mem::offset_of!(GemmeshParams, trace) - 64usize];
+        [::core::mem::offset_of!(GemmeshParams, trace) - 40usize];
     ["Offset of field: GemmeshParams::slices"]
-        [::core::mem::offset_of!(GemmeshParams, slices) - 72usize];
+        [::core::mem::offset_of!(GemmeshParams, slices) - 48usize];
     ["Offset of field: GemmeshParams::partials"]
-        [::core::mem::offset_of!(GemmeshParams, partials) - 80usize];
+        [::core::mem::offset_of!(GemmeshParams, partials) - 56usize];
     ["Offset of field: GemmeshParams::arrived"]
-        [::core::mem::offset_of!(GemmeshParams, arrived) - 88usize];
+        [::core::mem::offset_of!(GemmeshParams, arrived) - 64usize];
     ["Offset of field: GemmeshParams::deadline_ns"]
-        [::core::mem::offset_of!(GemmeshParams, deadline_ns) - 96usize];
+        [::core::mem::offset_of!(GemmeshParams, deadline_ns) - 72usize];
     ["Offset of field: GemmeshParams::tile_count"]
-        [::core::mem::offset_of!(GemmeshParams, tile_count) - 104usize];
+        [::core::mem::offset_of!(GemmeshParams, tile_count) - 80usize];
     ["Offset of field: GemmeshParams::epoch"]
-        [::core::mem::offset_of!(GemmeshParams, epoch) - 108usize];
-    ["Offset of field: GemmeshParams::m"][::core::mem::offset_of!(GemmeshParams, m) - 112usize];
-    ["Offset of field: GemmeshParams::n"][::core::mem::offset_of!(GemmeshParams, n) - 116usize];
-    ["Offset of field: GemmeshParams::k"][::core::mem::offset_of!(GemmeshParams, k) - 120usize];
+        [::core::mem::offset_of!(GemmeshParams, epoch) - 84usize];
+    ["Offset of field: GemmeshParams::m"][::core::mem::offset_of!(GemmeshParams, m) - 88usize];
+    ["Offset of field: GemmeshParams::k"][::core::mem::offset_of!(GemmeshParams, k) - 92usize];
     ["Offset of field: GemmeshParams::deferred_flag"]
-        [::core::mem::offset_of!(GemmeshParams, deferred_flag) - 124usize];
+        [::core::mem::offset_of!(GemmeshParams, deferred_flag) - 96usize];
     ["Offset of field: GemmeshParams::deferred_step"]
-        [::core::mem::offset_of!(GemmeshParams, deferred_step) - 128usize];
-    ["Offset of field: GemmeshParams::reserved"]
-        [::core::mem::offset_of!(GemmeshParams, reserved) - 132usize];
+        [::core::mem::offset_of!(GemmeshParams, deferred_step) - 100usize];
+    ["Offset of field: GemmeshParams::activation"]
+        [::core::mem::offset_of!(GemmeshParams, activation) - 104usize];
+    ["Offset of field: GemmeshParams::is_gated"]
+        [::core::mem::offset_of!(GemmeshParams, is_gated) - 108usize];
+    ["Offset of field: GemmeshParams::is_f32"]
+        [::core::mem::offset_of!(GemmeshParams, is_f32) - 112usize];
+    ["Offset of field: GemmeshParams::b_is_kn"]
+        [::core::mem::offset_of!(GemmeshParams, b_is_kn) - 116usize];
+    ["Offset of field: GemmeshParams::outputs"]
+        [::core::mem::offset_of!(GemmeshParams, outputs) - 120usize];
     ["Offset of field: GemmeshParams::exchange"]
-        [::core::mem::offset_of!(GemmeshParams, exchange) - 136usize];
+        [::core::mem::offset_of!(GemmeshParams, exchange) - 312usize];
     ["Offset of field: GemmeshParams::landing"]
-        [::core::mem::offset_of!(GemmeshParams, landing) - 1208usize];
+        [::core::mem::offset_of!(GemmeshParams, landing) - 1384usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -474,14 +509,18 @@ pub struct GemmeshReduction {
     pub bias: *const ::core::ffi::c_void,
     pub out: *mut ::core::ffi::c_void,
     pub out_pitch: u64,
+    pub residual: *const ::core::ffi::c_void,
+    pub residual_pitch: u64,
     pub count: u32,
     pub rows: u32,
     pub n: u32,
+    pub activation: u32,
+    pub is_f32: u32,
     pub reserved: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshReduction"][::core::mem::size_of::<GemmeshReduction>() - 1064usize];
+    ["Size of GemmeshReduction"][::core::mem::size_of::<GemmeshReduction>() - 1088usize];
     ["Alignment of GemmeshReduction"][::core::mem::align_of::<GemmeshReduction>() - 8usize];
     ["Offset of field: GemmeshReduction::addends"]
         [::core::mem::offset_of!(GemmeshReduction, addends) - 0usize];
@@ -493,14 +532,22 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshReduction, out) - 1032usize];
     ["Offset of field: GemmeshReduction::out_pitch"]
         [::core::mem::offset_of!(GemmeshReduction, out_pitch) - 1040usize];
+    ["Offset of field: GemmeshReduction::residual"]
+        [::core::mem::offset_of!(GemmeshReduction, residual) - 1048usize];
+    ["Offset of field: GemmeshReduction::residual_pitch"]
+        [::core::mem::offset_of!(GemmeshReduction, residual_pitch) - 1056usize];
     ["Offset of field: GemmeshReduction::count"]
-        [::core::mem::offset_of!(GemmeshReduction, count) - 1048usize];
+        [::core::mem::offset_of!(GemmeshReduction, count) - 1064usize];
     ["Offset of field: GemmeshReduction::rows"]
-        [::core::mem::offset_of!(GemmeshReduction, rows) - 1052usize];
+        [::core::mem::offset_of!(GemmeshReduction, rows) - 1068usize];
     ["Offset of field: GemmeshReduction::n"]
-        [::core::mem::offset_of!(GemmeshReduction, n) - 1056usize];
+        [::core::mem::offset_of!(GemmeshReduction, n) - 1072usize];
+    ["Offset of field: GemmeshReduction::activation"]
+        [::core::mem::offset_of!(GemmeshReduction, activation) - 1076usize];
+    ["Offset of field: GemmeshReduction::is_f32"]
+        [::core::mem::offset_of!(GemmeshReduction, is_f32) - 1080usize];
     ["Offset of field: GemmeshReduction::reserved"]
-        [::core::mem::offset_of!(GemmeshReduction, reserved) - 1060usize];
+        [::core::mem::offset_of!(GemmeshReduction, reserved) - 1084usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

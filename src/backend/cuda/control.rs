@@ -450,6 +450,7 @@ mod tests {
             operation: "broadcast",
             dtype: DType::U8,
             beside: None,
+            form: Default::default(),
             layout: Layout::new(&[512, 0, 0], 16).unwrap(),
             n: 16,
         };

@@ -4,7 +4,8 @@ use std::ffi::c_void;
 
 use super::Cuda;
 use super::abi::{
-    GEMMESH_EXCHANGE_THREADS, GemmeshParams, GemmeshReduction, GemmeshSend, GemmeshSends,
+    GEMMESH_EXCHANGE_THREADS, GEMMESH_IDENTITY, GemmeshParams, GemmeshReduction, GemmeshSend,
+    GemmeshSends,
 };
 use super::landing;
 use super::program::{self, Place, Program};
@@ -172,9 +173,13 @@ const NOTHING_ADDED: GemmeshReduction = GemmeshReduction {
     bias: std::ptr::null(),
     out: std::ptr::null_mut(),
     out_pitch: 0,
+    residual: std::ptr::null(),
+    residual_pitch: 0,
     count: 0,
     rows: 0,
     n: 0,
+    activation: GEMMESH_IDENTITY,
+    is_f32: 0,
     reserved: 0,
 };
 
@@ -202,6 +207,7 @@ mod tests {
                 dtype: DType::Bf16,
                 layout: Layout::new(&rows, n).unwrap(),
                 beside: None,
+                form: Default::default(),
                 n,
             };
             for (name, planner) in planners {
@@ -258,6 +264,7 @@ mod tests {
             dtype: DType::Bf16,
             layout: Layout::new(&[rows; 4], 4096).unwrap(),
             beside: None,
+            form: Default::default(),
             n: 4096,
         };
         for (rows, expected) in [(16, true), (17, false)] {

@@ -7,7 +7,7 @@ use super::abi::{GEMMESH_THREADS, GEMMESH_TILE_K};
 use super::driver::{Device, Function, Module};
 use crate::element::DType;
 use crate::error::{Error, Result};
-use crate::schedule::{Config, TileShape};
+use crate::schedule::{Config, Form, Product, TileShape, WeightLayout};
 
 // build.rs uses the rest of it.
 #[allow(dead_code)]
@@ -157,12 +157,6 @@ impl Kernels {
         let known = self.instances.iter().filter(same);
         let found = known.clone().find(|i| with_shape(i) == *config);
         found.ok_or_else(|| {
-            let words = |c: &Config| {
-                format!(
-                    "{}x{}x{} with {} stages, cluster {} and K split by {}",
-                    c.tile.m, c.tile.n, c.tile.k, c.tile.stages, c.tile.cluster, c.tile.split_k
-                )
-            };
             let known: Vec<String> = known.map(|i| words(&with_shape(i))).collect();
             Error::NoKernel {
                 rank,
@@ -171,6 +165,47 @@ impl Kernels {
             }
         })
     }
+
+    /// Refuses products that the kernel of their configuration can't make.
+    ///
+    /// # Errors
+    /// [`Error::NoKernel`] names those that can.
+    pub fn check_product(&self, rank: usize, product: &Product) -> Result<()> {
+        let (config, gated, layout) = (&product.config, product.gated, product.weight_layout);
+        let with_shape = |i: &Instance| configured(i.family, i.shape, config);
+        let can = |i: &Instance| multiplies(i.shape, gated, layout);
+        let mut of = self.instances.iter().filter(|i| with_shape(i) == *config);
+        // Their halves would be added up apart.
+        let sliced = config.tile.k_slices > 1 || config.tile.stream_k;
+        let apart = gated && sliced && is_exchanged(config);
+        if of.all(can) && !apart {
+            return Ok(());
+        }
+        let form = match (gated, layout) {
+            (true, WeightLayout::Nk) => "with a gate",
+            (true, WeightLayout::Kn) => "with a gate, of weights [K, N]",
+            (false, _) => "of weights [K, N]",
+        };
+        let slices = if apart { ", in slices of K" } else { "" };
+        let known = self.instances.iter().filter(|i| can(i) && !i.variant.sums);
+        let mut known: Vec<String> = known.map(|i| words(&with_shape(i))).collect();
+        // Each is there for each dtype.
+        known.sort_unstable();
+        known.dedup();
+        Err(Error::NoKernel {
+            rank,
+            asked: format!("{} for a product {form}{slices}", words(config)),
+            known: known.join("; "),
+        })
+    }
+}
+
+fn words(config: &Config) -> String {
+    let tile = &config.tile;
+    format!(
+        "{}x{}x{} with {} stages, cluster {} and K split by {}",
+        tile.m, tile.n, tile.k, tile.stages, tile.cluster, tile.split_k
+    )
 }
 
 /// Warps that store rows of one entry of the table.
@@ -190,13 +225,22 @@ fn shapes() -> impl Iterator<Item = (&'static Family, &'static Shape)> {
 }
 
 /// `base` with each of the shapes; or, if the kernel is to add partials, of those that do.
-pub fn configs(base: Config, sums: bool) -> impl Iterator<Item = Config> {
+pub fn configs(base: Config, sums: bool, form: &Form) -> impl Iterator<Item = Config> + use<> {
+    let (gated, layout) = (form.gated, form.weights);
     let has = move |(family, shape): &(&Family, &Shape)| {
         let mut variants = family.variants(shape);
-        variants.any(|variant| variant.sums == sums)
+        variants.any(|variant| variant.sums == sums) && multiplies(shape, gated, layout)
     };
     let configured = move |(family, shape)| configured(family, shape, &base);
     shapes().filter(has).map(configured)
+}
+
+/// Whether kernels of a shape can make such products.
+fn multiplies(shape: &Shape, gated: bool, layout: WeightLayout) -> bool {
+    let lies = layout == WeightLayout::Nk || shape.takes_kn();
+    // Blocks of 64 columns are one weight's.
+    let apart = !(gated && layout == WeightLayout::Kn) || shape.gate_rows().is_multiple_of(64);
+    lies && apart && (!gated || shape.is_gated())
 }
 
 /// `base` with a shape.
@@ -281,7 +325,7 @@ mod tests {
             };
             let loaded: Vec<String> = family.shapes.iter().flat_map(all).collect();
             let exchanged = family.shapes.iter().filter(|s| s.is_exchanged()).count();
-            assert_eq!(loaded.len(), 4 * family.shapes.len() - 2 * exchanged);
+            assert_eq!(loaded.len(), 2 * family.shapes.len() - exchanged);
             let expected = loaded.iter().map(|name| (name.clone(), dtype.to_string()));
             assert_eq!(compiled(cubin), expected.collect::<Vec<_>>());
             for name in loaded {

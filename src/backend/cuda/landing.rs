@@ -28,7 +28,7 @@ impl Landing {
         let waits = schedule.tiles().iter().any(|tile| !tile.flags().is_empty());
         if !schedule.is_exchanged()
             || waits
-            || !can_exchange(&product.config, [product.m, product.n], world)
+            || !can_exchange(&product.config, [product.m, product.n()], world)
         {
             return None;
         }
@@ -50,6 +50,11 @@ impl Landing {
             rows[rank] = of(first..first + own);
         }
         Some(Landing(rows))
+    }
+
+    /// The first of the rows whose sums `rank` gets.
+    pub fn first_row(&self, rank: usize) -> usize {
+        self.0[rank].start
     }
 
     /// As a kernel takes it.
@@ -115,6 +120,7 @@ mod tests {
     fn planned(operation: &'static str, rows: &[usize], n: usize, tile_m: usize) -> Vec<Schedule> {
         let asked = Description {
             beside: None,
+            form: Default::default(),
             operation,
             dtype: DType::Bf16,
             layout: Layout::new(rows, 512).unwrap(),

@@ -37,9 +37,17 @@ pub fn check(schedule: &Schedule) -> Result<Outputs> {
         places.check(schedule, product)?;
         return Ok(Outputs::Places(places));
     }
-    limit("blocks of a product on GPUs", product.blocks.len(), 1, 1)?;
-    let Block { rows, .. } = &product.blocks[0];
-    limit("rows of a block on GPUs", rows.len(), product.m, product.m)?;
+    let outputs = product.outputs();
+    limit(
+        "blocks of a product on GPUs",
+        product.blocks.len(),
+        outputs,
+        outputs,
+    )?;
+    for (number, Block { rows, weight, .. }) in product.blocks.iter().enumerate() {
+        limit("rows of a block on GPUs", rows.len(), product.m, product.m)?;
+        limit("the weight of a block on GPUs", *weight, number, number)?;
+    }
     for moved in schedule.moves() {
         limit("flags to wait for on GPUs", moved.after.len(), 0, 0)?;
         if moved.route == Route::Store {
@@ -100,6 +108,7 @@ mod tests {
     fn asked(rows: &[usize]) -> Description {
         Description {
             beside: None,
+            form: Default::default(),
             operation: NAME,
             dtype: DType::Bf16,
             layout: Layout::new(rows, 8).unwrap(),

@@ -326,9 +326,9 @@ impl sealed::Backend for Cuda {
             let dtype = schedule.matrices()[product.a].dtype;
             let variant = Variant {
                 sums: adds_partials,
-                trace: false,
             };
             let config = &product.config;
+            self.kernels.check_product(members.rank, product)?;
             let instance = self.kernels.find(members.rank, dtype, config, variant)?;
             let tiles = schedule.tiles().len();
             slices = slices::cut(config, tiles, product.k, self.clusters(instance))?;
@@ -365,6 +365,10 @@ impl sealed::Backend for Cuda {
     fn read_symmetric(&self, from: &mut Symmetric, offset: usize, to: &mut [u8]) -> Result<()> {
         let length = to.len();
         from.own_region().read_rows(offset, length, length, to)
+    }
+
+    fn pitch(of: &Buffer) -> usize {
+        of.pitch
     }
 
     fn write(&self, to: &mut Buffer, from: &[u8]) -> Result<()> {
@@ -575,7 +579,7 @@ impl Cuda {
 
     /// `config` with the tile shape of each kernel there is; or of those that add partials.
     pub fn configs(config: &Config, sums: bool) -> impl Iterator<Item = Config> {
-        kernel::configs(*config, sums)
+        kernel::configs(*config, sums, &Default::default())
     }
 
     /// The rates by which the model comes closest to the samples, as a file that `GEMMESH_RATES` may name, and by how much it is off

@@ -4,10 +4,13 @@ use std::ffi::c_void;
 use std::mem::offset_of;
 use std::ops::Range;
 
+use smallvec::SmallVec;
+
 use super::Cuda;
 use super::abi::{
-    GEMMESH_REDUCE_THREADS, GEMMESH_THREADS, GEMMESH_TILE_K, GemmeshBlock, GemmeshCopyTask,
-    GemmeshExchange, GemmeshFault, GemmeshMailbox, GemmeshParams, GemmeshPushEpoch,
+    GEMMESH_GELU, GEMMESH_GELU_TANH, GEMMESH_IDENTITY, GEMMESH_MAX_WEIGHTS, GEMMESH_REDUCE_THREADS,
+    GEMMESH_RELU, GEMMESH_SILU, GEMMESH_THREADS, GEMMESH_TILE_K, GemmeshBlock, GemmeshCopyTask,
+    GemmeshExchange, GemmeshFault, GemmeshMailbox, GemmeshOutput, GemmeshParams, GemmeshPushEpoch,
     GemmeshReduction, GemmeshSend, GemmeshSlice, GemmeshStore, GemmeshSums, GemmeshTile,
     GemmeshTraceEvent,
 };
@@ -24,9 +27,13 @@ use super::sums::{BlockTables, Places, TARGETS};
 use super::tables::Held;
 use super::tensor_map::{Cache, Maps, Matrices};
 use crate::backend::sealed::{Bound, Call};
+use crate::element::DType;
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
-use crate::schedule::{Addend, Epoch, Product, Reduction, Route, Schedule, Tile};
+use crate::schedule::{
+    Activation, Addend, Bias, Block, Epoch, MAX_WEIGHTS, Reduction, Route, Schedule, Sum, Tile,
+    WeightLayout,
+};
 use crate::schedule::{config::CUT_COLUMNS, layout::MAX_WORLD};
 use crate::span::{Lane, Span, Work};
 
@@ -169,6 +176,32 @@ impl Program {
         reduction.filter(|_| self.landing.is_none() && !is_exchange)
     }
 
+    /// What becomes of sums that the kernel of a product finishes: the number of the weight, a row of `a`, and the sum of which that is
+    /// the first row.
+    fn finished(&self) -> SmallVec<[(usize, usize, &Sum); MAX_WEIGHTS]> {
+        let mut finished = SmallVec::new();
+        let Some(product) = self.schedule.product() else {
+            return finished;
+        };
+        match (&self.landing, &self.sums) {
+            (Some(landing), _) => {
+                let reduction = self.schedule.reduction();
+                let first = landing.first_row(self.schedule.rank());
+                finished.extend(reduction.map(|reduction| (0, first, &reduction.sum)));
+            }
+            (None, Some(_)) => {
+                let adds = |block: &&Block| !block.sum.addends.is_empty();
+                let first = product.blocks.iter().find(adds);
+                finished.extend(first.map(|block| (0, block.rows.start, &block.sum)));
+            }
+            (None, None) => {
+                let blocks = product.blocks.iter();
+                finished.extend(blocks.map(|block| (block.weight, block.rows.start, &block.sum)));
+            }
+        }
+        finished
+    }
+
     /// What is stored where nothing is multiplied, and how many entries there are. Behind them stands what comes, if it lands.
     pub fn sends(&self) -> (DevicePtr, u32) {
         (self.sends, self.send_count)
@@ -218,9 +251,6 @@ impl Program {
             sources: self.sources as *const u32,
             abort: control.abort() as *mut u32,
             fault: cuda.monitor.fault() as *mut GemmeshFault,
-            bias: std::ptr::null(),
-            out: std::ptr::null_mut(),
-            out_pitch: 0,
             trace: std::ptr::null_mut(),
             slices: std::ptr::null(),
             partials: std::ptr::null_mut(),
@@ -229,11 +259,14 @@ impl Program {
             tile_count: 0,
             epoch: call.epoch.raw(),
             m: 0,
-            n: 0,
             k: 0,
             deferred_flag: u32::MAX,
             deferred_step: u32::MAX,
-            reserved: 0,
+            activation: GEMMESH_IDENTITY,
+            is_gated: 0,
+            is_f32: 0,
+            b_is_kn: 0,
+            outputs: [NO_OUTPUT; MAX_WEIGHTS],
             exchange,
             landing: match self.lands {
                 true => landing::areas(control, members.world),
@@ -307,25 +340,30 @@ impl Launch {
         let Some(product) = schedule.product() else {
             return Ok(None);
         };
-        let traced = call.trace.is_some();
         let dtype = schedule.matrices()[product.a].dtype;
         let variant = Variant {
             sums: program.sums.is_some(),
-            trace: traced,
         };
         let instance = cuda.kernels.find(rank, dtype, &product.config, variant)?;
-        let Product { m, n, k, .. } = *product;
+        let m = product.m;
         let lost = || Error::Message {
             rank,
             reason: "a product without operands".into(),
         };
+        let is_f32 = |number: usize| schedule.matrices()[number].dtype == DType::F32;
         let of_own = |number: usize, first: usize, rows: usize, columns: usize| {
             let (ptr, pitch) = place(schedule, call.matrices, number)?;
             Some(layout(ptr, pitch, first, rows, columns))
         };
-        let operand = |number, rows| of_own(number, 0, rows, k).ok_or_else(lost);
-        let (a, b) = (operand(product.a, m)?, operand(product.b, n)?);
-        let (out_or_added, targets, bias) = match &program.sums {
+        let whole = |number: usize| {
+            let spec = &schedule.matrices()[number];
+            of_own(number, 0, spec.rows, spec.columns).ok_or_else(lost)
+        };
+        let a = whole(product.a)?;
+        let weights = product.weights.iter().map(|weight| whole(weight.b));
+        let weights = weights.collect::<Result<SmallVec<[_; MAX_WEIGHTS]>>>()?;
+        // Of partials a rank without rows of its own stores nothing: any matrix will do.
+        let (outputs, targets) = match &program.sums {
             Some(Sums { places, .. }) => {
                 // Nobody stores to peers' memory where copies push.
                 let reached = match schedule.uses(Route::Store) {
@@ -349,31 +387,74 @@ impl Launch {
                     let spec = schedule.matrices()[number];
                     add(0, number, 0, spec.rows, spec.columns);
                 }
-                if let Some((number, rows)) = &places.out {
-                    add(TARGETS, *number, rows.start, rows.len(), n);
+                // Sums of f32 are stored without a map.
+                let out = places.out.as_ref();
+                if let Some((number, rows)) = out.filter(|(number, _)| !is_f32(*number)) {
+                    add(TARGETS, *number, rows.start, rows.len(), product.n());
                 }
                 // Who is alone adds nothing.
-                let added = targets[0].or(targets[TARGETS]).ok_or_else(lost)?;
-                (added, Some(targets), places.bias)
+                let added = targets[0].or(targets[TARGETS]).unwrap_or(a);
+                (SmallVec::from_slice(&[added]), Some(targets))
             }
             None => {
-                // One block: the engine has checked it.
-                let (rows, sum) = match (&program.landing, schedule.reduction()) {
-                    (Some(_), Some(reduction)) => (reduction.rows, &reduction.sum),
-                    // Of partials a rank without rows of its own stores nothing: any matrix will do.
-                    _ => (m, &product.blocks[0].sum),
+                let out = |block: &Block| {
+                    let (rows, sum) = match (&program.landing, schedule.reduction()) {
+                        (Some(_), Some(reduction)) => (reduction.rows, &reduction.sum),
+                        _ => (m, &block.sum),
+                    };
+                    let n = product.weights[block.weight].n;
+                    of_own(sum.out, sum.first, rows, n).ok_or_else(lost)
                 };
-                let out = of_own(sum.out, sum.first, rows, n).ok_or_else(lost)?;
-                (out, None, sum.bias)
+                let outputs = product.blocks.iter().map(out);
+                let outputs = outputs.collect::<Result<SmallVec<[_; MAX_WEIGHTS]>>>()?;
+                (outputs, None)
             }
         };
-        let bias = bias.and_then(|bias| place(schedule, call.matrices, bias));
+        let finished = program.finished();
+        let stores_f32 = finished.iter().any(|(_, _, sum)| is_f32(sum.out));
         let matrices = Matrices {
             a,
-            b,
-            out_or_added,
+            weights,
+            weight_layout: product.weight_layout,
+            gated: product.gated,
+            outputs,
+            stores_f32,
             targets,
         };
+        let mut of_weights = [NO_OUTPUT; MAX_WEIGHTS];
+        for (weight, of_weight) in product.weights.iter().zip(&mut of_weights) {
+            of_weight.n = weight.n as u32;
+        }
+        for &(weight, row, sum) in &finished {
+            let at = |number: usize, first: usize| {
+                let (ptr, pitch) = place(schedule, call.matrices, number)?;
+                // Row 0 of `a` may be none of it.
+                let before = (row as u64)
+                    .wrapping_sub(first as u64)
+                    .wrapping_mul(pitch as u64);
+                Some((ptr.wrapping_sub(before), pitch as u64))
+            };
+            let of_weight = &mut of_weights[weight];
+            if let Some((ptr, pitch)) = at(sum.out, sum.first) {
+                (of_weight.out, of_weight.out_pitch) = (ptr as *mut c_void, pitch);
+            }
+            let residual = sum
+                .residual
+                .and_then(|residual| at(residual.matrix, residual.first));
+            if let Some((ptr, pitch)) = residual {
+                (of_weight.residual, of_weight.residual_pitch) = (ptr as *const c_void, pitch);
+            }
+            if let Some(Bias { matrix, first }) = sum.bias
+                && let Some((ptr, _)) = place(schedule, call.matrices, matrix)
+            {
+                let column =
+                    |column: usize| (ptr + (column * dtype.bytes()) as u64) as *const c_void;
+                of_weight.bias = column(first);
+                if product.gated {
+                    of_weights[1].bias = column(first + product.weights[0].n);
+                }
+            }
+        }
         let pushed = schedule.is_pushed();
         let entries = program.entry_count();
         // All of them run at the same time: those that push must not wait for those that wait for pushes.
@@ -382,7 +463,7 @@ impl Launch {
         if !pushed || program.task_count == 0 {
             clusters = clusters.min(entries);
         }
-        let trace = match traced {
+        let trace = match call.trace.is_some() {
             true => {
                 let events = entries * instance.ctas();
                 Some(cuda.scratch(events * size_of::<GemmeshTraceEvent>())?)
@@ -392,9 +473,6 @@ impl Launch {
         let deferred = product.deferred;
         let params = GemmeshParams {
             tiles: program.tiles as *const GemmeshTile,
-            bias: bias.map_or(0, |(ptr, _)| ptr) as *const c_void,
-            out: out_or_added.ptr as *mut c_void,
-            out_pitch: out_or_added.pitch as u64,
             trace: trace.as_ref().map_or(0, |trace| trace.ptr()) as *mut GemmeshTraceEvent,
             slices: match program.entries.is_empty() {
                 true => std::ptr::null(),
@@ -404,8 +482,14 @@ impl Launch {
             arrived: cuda.workspace.arrived() as *mut u32,
             tile_count: entries as u32,
             m: product.m as u32,
-            n: product.n as u32,
             k: product.k as u32,
+            activation: finished
+                .first()
+                .map_or(GEMMESH_IDENTITY, |(_, _, sum)| function(sum.activation)),
+            is_gated: product.gated.into(),
+            is_f32: stores_f32.into(),
+            b_is_kn: (product.weight_layout == WeightLayout::Kn).into(),
+            outputs: of_weights,
             deferred_flag: deferred.map_or(u32::MAX, |deferred| deferred.flag as u32),
             deferred_step: deferred
                 .map_or(u32::MAX, |deferred| (deferred.column / CUT_COLUMNS) as u32),
@@ -438,7 +522,11 @@ impl Launch {
         fn argument<T>(value: &T) -> *mut c_void {
             (&raw const *value).cast_mut().cast()
         }
-        let Maps { operands, targets } = &self.maps;
+        let Maps {
+            operands,
+            targets,
+            more,
+        } = &self.maps;
         let [a, b, out_or_added] = operands.each_ref().map(argument);
         let params = argument(&self.params);
         let mut with_sums;
@@ -456,7 +544,7 @@ impl Launch {
                 &mut with_sums
             }
             _ => {
-                plain = [a, b, out_or_added, params];
+                plain = [a, b, out_or_added, params, argument(more)];
                 &mut plain
             }
         };
@@ -523,6 +611,28 @@ impl Launch {
     }
 }
 
+/// An activation, as kernels know it.
+fn function(activation: Activation) -> u32 {
+    match activation {
+        Activation::Identity => GEMMESH_IDENTITY,
+        Activation::Relu => GEMMESH_RELU,
+        Activation::Gelu => GEMMESH_GELU,
+        Activation::GeluTanh => GEMMESH_GELU_TANH,
+        Activation::Silu => GEMMESH_SILU,
+    }
+}
+
+/// Of a weight that there is not.
+const NO_OUTPUT: GemmeshOutput = GemmeshOutput {
+    bias: std::ptr::null(),
+    out: std::ptr::null_mut(),
+    out_pitch: 0,
+    residual: std::ptr::null(),
+    residual_pitch: 0,
+    n: 0,
+    reserved: 0,
+};
+
 /// Rows of a matrix that lies at `ptr`, `pitch` bytes from row to row.
 fn layout(ptr: DevicePtr, pitch: usize, first: usize, rows: usize, columns: usize) -> Layout {
     Layout {
@@ -544,8 +654,10 @@ pub fn place(
         Bound::Nothing => None,
         Bound::Symmetric(memory) => Some((memory.own(), shared)),
         Bound::Part(memory, offset) => Some((memory.own() + *offset as u64, shared)),
-        Bound::Input(memory) => Some(memory.place()),
-        Bound::Output(memory) => Some(memory.place()),
+        Bound::Input(memory, offset) | Bound::Output(memory, offset) => {
+            let (ptr, pitch) = memory.place();
+            Some((ptr + *offset as u64, pitch))
+        }
     }
 }
 
@@ -565,7 +677,12 @@ pub fn sums(
     let (out, out_pitch) = place(schedule, call.matrices, sum.out).ok_or_else(lost)?;
     let bias = sum
         .bias
-        .and_then(|bias| place(schedule, call.matrices, bias));
+        .and_then(|bias| place(schedule, call.matrices, bias.matrix));
+    let residual = sum.residual.and_then(|residual| {
+        let (ptr, pitch) = place(schedule, call.matrices, residual.matrix)?;
+        Some((ptr + ((residual.first + rows.start) * pitch) as u64, pitch))
+    });
+    let (residual, residual_pitch) = residual.unwrap_or((0, 0));
     let mut addends = [std::ptr::null(); MAX_WORLD];
     let mut addend_pitches = [0; MAX_WORLD];
     for (index, addend) in sum.addends.iter().enumerate() {
@@ -582,9 +699,13 @@ pub fn sums(
         bias: bias.map_or(0, |(ptr, _)| ptr) as *const c_void,
         out: (out + ((sum.first + rows.start) * out_pitch) as u64) as *mut c_void,
         out_pitch: out_pitch as u64,
+        residual: residual as *const c_void,
+        residual_pitch: residual_pitch as u64,
         count: sum.addends.len() as u32,
         rows: rows.len() as u32,
         n: *n as u32,
+        activation: function(sum.activation),
+        is_f32: (schedule.matrices()[sum.out].dtype == DType::F32).into(),
         reserved: 0,
     })
 }
@@ -599,7 +720,15 @@ pub fn reduce(
     call: &Call<Cuda>,
 ) -> Result<()> {
     let mut sums = sums(at, schedule, reduction, rows, call)?;
-    let dtype = schedule.matrices()[reduction.sum.out].dtype;
+    let addend = reduction
+        .sum
+        .addends
+        .iter()
+        .find_map(|addend| match addend {
+            Addend::Rows { matrix, .. } => Some(*matrix),
+            Addend::Product => None,
+        });
+    let dtype = schedule.matrices()[addend.unwrap_or(reduction.sum.out)].dtype;
     let kernel = at.cuda.kernels.reduce(dtype);
     let kernel = kernel.ok_or_else(|| Error::Message {
         rank: at.members.rank,
@@ -629,5 +758,7 @@ const CTAS: usize = 8;
 
 /// Keeps the compiler honest about what a kernel is given.
 const _: () = assert!(size_of::<DevicePtr>() == size_of::<*const c_void>());
+/// Both languages count alike.
+const _: () = assert!(MAX_WEIGHTS == GEMMESH_MAX_WEIGHTS as usize);
 /// A cut lies between two steps of a kernel.
 const _: () = assert!(CUT_COLUMNS == GEMMESH_TILE_K as usize);

@@ -194,12 +194,13 @@ mod tests {
 
     fn with_slices(count: usize) -> impl Iterator<Item = Config> {
         let base = Config::new(WIDEST.with_k_slices(count), Chunking::new(1), Route::Pull);
-        configs(base, false).filter(move |config| config.tile.k_slices == count)
+        configs(base, false, &Default::default())
+            .filter(move |config| config.tile.k_slices == count)
     }
 
     fn streams() -> impl Iterator<Item = Config> {
         let base = Config::new(WIDEST.with_stream_k(true), Chunking::new(1), Route::Pull);
-        configs(base, false).filter(|config| config.tile.stream_k)
+        configs(base, false, &Default::default()).filter(|config| config.tile.stream_k)
     }
 
     #[test]

@@ -22,8 +22,6 @@ pub struct Places {
     pub out: Option<(usize, Range<usize>)>,
     /// The number of the matrix of partials: those that are stored, and those that are added.
     pub partials: Option<usize>,
-    /// What is added to every sum.
-    pub bias: Option<usize>,
 }
 
 impl Places {
@@ -38,9 +36,8 @@ impl Places {
         let mut places = Places {
             out: None,
             partials: None,
-            bias: None,
         };
-        for Block { rows, sum } in &product.blocks {
+        for Block { rows, sum, .. } in &product.blocks {
             if sum.addends.is_empty() {
                 places.partials = Some(sum.out);
                 continue;
@@ -48,7 +45,6 @@ impl Places {
             let end = sum.first + rows.len();
             let (_, written) = places.out.get_or_insert((sum.out, sum.first..end));
             *written = written.start.min(sum.first)..written.end.max(end);
-            places.bias = sum.bias;
             for addend in &sum.addends {
                 if let Addend::Rows { matrix, .. } = *addend {
                     places.partials = Some(matrix);
@@ -72,21 +68,26 @@ impl Places {
                 instead: Route::Push,
             });
         }
-        let Places {
-            out,
-            partials,
-            bias,
-        } = self;
+        let Places { out, partials } = self;
         let out = out.as_ref().map(|(number, _)| *number);
-        for Block { rows, sum } in &product.blocks {
+        let adds = |block: &&Block| !block.sum.addends.is_empty();
+        let first = product.blocks.iter().find(adds);
+        for block @ Block { rows, sum, weight } in &product.blocks {
             limit("rows of a block on GPUs", rows.len(), 1, product.m)?;
-            let (matrix, bias) = match sum.addends.is_empty() {
-                true => (*partials, None),
-                false => (out, *bias),
+            limit("the weight of a block of partials on GPUs", *weight, 0, 0)?;
+            // What becomes of a sum is one for all, and so is its place behind the rows of `a`.
+            let finished = |block: &Block| {
+                let Block { rows, sum, .. } = block;
+                let behind = |first: usize| first.wrapping_sub(rows.start);
+                let residual = sum.residual.map(|r| (r.matrix, behind(r.first)));
+                (sum.bias, sum.activation, residual, behind(sum.first))
             };
+            let is_sum = !sum.addends.is_empty();
+            let differs = is_sum && first.is_some_and(|first| finished(first) != finished(block));
+            others("sums that are finished in other ways", differs.into())?;
+            let matrix = if is_sum { out } else { *partials };
             let elsewhere = usize::from(matrix != Some(sum.out));
             others("other matrices that a kernel stores to", elsewhere)?;
-            others("other biases", usize::from(bias != sum.bias))?;
             let is_product = |addend: &&Addend| matches!(addend, Addend::Product);
             let products = sum.addends.iter().filter(is_product).count();
             limit("products in a sum on GPUs", products, 0, 1)?;
@@ -108,7 +109,7 @@ impl Places {
             others("flags to wait for on GPUs", moved.after.len())?;
             let made = moved.produced.filter(|_| moved.route != Route::Pull);
             let made = made.and_then(|block| product.blocks.get(block));
-            let Some(Block { rows, sum }) = made else {
+            let Some(Block { rows, sum, .. }) = made else {
                 return others("transfers that do not wait for a block on GPUs", 1);
             };
             if moved.route == Route::Store {
@@ -119,7 +120,7 @@ impl Places {
                     && from.rows == (sum.first..sum.first + rows.len())
                     && from.columns == to.columns
                     && from.columns.start == 0
-                    && from.columns.end >= product.n;
+                    && from.columns.end >= product.n();
                 let is_within = sum.addends.is_empty() || to.rows == from.rows;
                 let whole = is_whole && is_within;
                 others("parts of blocks that a kernel stores", (!whole).into())?;
@@ -164,7 +165,7 @@ impl BlockTables {
         schedule: &Schedule,
         places: &Places,
         product: &Product,
-        Block { rows, sum }: &Block,
+        Block { rows, sum, .. }: &Block,
         sent: &[&Transfer],
         tiles: u32,
     ) {

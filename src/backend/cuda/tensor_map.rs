@@ -2,19 +2,27 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use smallvec::SmallVec;
+
 use super::abi::{GEMMESH_STORE_COLUMNS, GEMMESH_STORE_ROWS, GEMMESH_TILE_K};
 use super::driver::{Layout, TensorMap};
 use super::kernel::Instance;
 use super::sums::TARGETS;
+use crate::element::DType;
 use crate::error::Result;
+use crate::schedule::{MAX_WEIGHTS, WeightLayout};
 
 /// The matrices.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Matrices {
     pub a: Layout,
-    pub b: Layout,
-    /// Where tiles go; of a kernel that adds partials, what is added.
-    pub out_or_added: Layout,
+    pub weights: SmallVec<[Layout; MAX_WEIGHTS]>,
+    pub weight_layout: WeightLayout,
+    pub gated: bool,
+    /// Where tiles go, by weight; of a kernel that adds partials, what is added.
+    pub outputs: SmallVec<[Layout; MAX_WEIGHTS]>,
+    /// Whether what has been finished is stored in f32.
+    pub stores_f32: bool,
     /// Where the tiles of that kernel go, as it numbers these places.
     pub targets: Option<[Option<Layout>; 2 * TARGETS]>,
 }
@@ -24,6 +32,8 @@ pub struct Matrices {
 pub struct Maps {
     /// a, b, and where tiles go or what is added.
     pub operands: [TensorMap; 3],
+    /// Those of the other weights, and where their tiles go.
+    pub more: [[TensorMap; MAX_WEIGHTS - 1]; 2],
     /// Of a kernel that adds partials.
     pub targets: Option<[TensorMap; 2 * TARGETS]>,
 }
@@ -36,23 +46,40 @@ impl Cache {
     /// The maps for these matrices.
     pub fn get(&self, rank: usize, instance: &Instance, matrices: Matrices) -> Result<Maps> {
         let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((known, maps)) = *last
-            && known == matrices
+        if let Some((known, maps)) = &*last
+            && *known == matrices
         {
-            return Ok(maps);
+            return Ok(*maps);
         }
         let dtype = instance.dtype;
-        let tile_m = instance.shape.tile_m;
-        let b_rows = instance.shape.tile_n / instance.shape.cluster;
+        let shape = instance.shape;
+        let tile_m = shape.tile_m;
         let loaded = |matrix, rows| TensorMap::new(rank, dtype, matrix, rows, GEMMESH_TILE_K, true);
-        let stored = |matrix| {
-            let (rows, columns) = (GEMMESH_STORE_ROWS, GEMMESH_STORE_COLUMNS);
-            TensorMap::new(rank, dtype, matrix, rows, columns, false)
+        let weight = |&matrix: &Layout| match (matrices.weight_layout, matrices.gated) {
+            (WeightLayout::Nk, false) => loaded(matrix, shape.tile_n / shape.cluster),
+            (WeightLayout::Nk, true) => loaded(matrix, shape.gate_box()),
+            // The box is as wide as a step through K, but along N.
+            (WeightLayout::Kn, _) => loaded(matrix, GEMMESH_TILE_K),
         };
-        let out_or_added = match matrices.targets {
-            Some(_) => loaded(matrices.out_or_added, tile_m)?,
-            None => stored(matrices.out_or_added)?,
+        let boxes = |matrix, dtype, columns| {
+            TensorMap::new(rank, dtype, matrix, GEMMESH_STORE_ROWS, columns, false)
         };
+        let stored = |matrix| boxes(matrix, dtype, GEMMESH_STORE_COLUMNS);
+        let out_or_added = |&matrix: &Layout| match matrices.targets {
+            Some(_) => loaded(matrix, tile_m),
+            // As many bytes.
+            None if matrices.stores_f32 => boxes(matrix, DType::F32, GEMMESH_STORE_COLUMNS / 2),
+            None => stored(matrix),
+        };
+        let none = || [TensorMap::none(); MAX_WEIGHTS];
+        let (mut weights, mut outputs) = (none(), none());
+        for (map, matrix) in weights.iter_mut().zip(&matrices.weights) {
+            *map = weight(matrix)?;
+        }
+        for (map, matrix) in outputs.iter_mut().zip(&matrices.outputs) {
+            *map = out_or_added(matrix)?;
+        }
+        let ([b, more_b @ ..], [out, more_out @ ..]) = (weights, outputs);
         let targets = match matrices.targets {
             Some(targets) => {
                 let mut maps = [TensorMap::none(); 2 * TARGETS];
@@ -66,11 +93,8 @@ impl Cache {
             None => None,
         };
         let maps = Maps {
-            operands: [
-                loaded(matrices.a, tile_m)?,
-                loaded(matrices.b, b_rows)?,
-                out_or_added,
-            ],
+            operands: [loaded(matrices.a, tile_m)?, b, out],
+            more: [more_b, more_out],
             targets,
         };
         *last = Some((matrices, maps));

@@ -187,6 +187,7 @@ mod tests {
     ) -> Option<(usize, Option<usize>)> {
         let found = table.find(&Description {
             beside: None,
+            form: Default::default(),
             operation,
             dtype,
             layout: Layout::balanced(m, k, 4).unwrap(),
@@ -360,6 +361,7 @@ pub mod fuzzing {
                 };
                 let asked = Description {
                     beside: None,
+                    form: Default::default(),
                     operation,
                     dtype: DType::Bf16,
                     layout,

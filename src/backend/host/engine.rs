@@ -5,43 +5,48 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::sum::{Columns, Places};
+use super::matmul::Weight;
+use super::sum::{Columns, Place, Places};
 use super::workers::Role;
 use super::{Host, Program, Scratch, matmul};
 use crate::backend::chunk_delay;
 use crate::backend::sealed::{Bound, Call, Callback};
-use crate::element::{DType, bf16, f16};
+use crate::element::{DType, Element, bf16, f16};
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
 use crate::schedule::drive::{self, CopyThread};
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::{
-    Block, Epoch, Extent, FlagBlock, Move, Product, Reduction, Region, Schedule, Tile, Transfer,
+    Addend, Block, Epoch, Extent, FlagBlock, MatrixSpec, Move, Product, Reduction, Region,
+    Schedule, Tile, Transfer, WeightLayout,
 };
 use crate::span::{Lane, Span, Work, now};
 
 /// Where the matrices of a call lie. Threads share it; the protocol says who may touch which rows when.
-struct Pointers([*mut u8; MAX_MATRICES]);
+struct Pointers([Place; MAX_MATRICES]);
 
 /// The most matrices of a schedule.
-pub const MAX_MATRICES: usize = 8;
+pub const MAX_MATRICES: usize = 12;
 
 // SAFETY: the pointers are to memory that `run`'s caller borrows while the threads use it: what is only read shared, what is
 // written exclusively and in disjoint parts; symmetric memory as the protocol says.
 unsafe impl Sync for Pointers {}
 
 impl Pointers {
-    fn of(matrices: &[Bound<Host>]) -> Pointers {
-        let mut places = [std::ptr::null_mut(); MAX_MATRICES];
-        for (place, matrix) in places.iter_mut().zip(matrices) {
-            *place = match matrix {
-                Bound::Nothing => std::ptr::null_mut(),
-                Bound::Symmetric(memory) => memory.own(),
-                Bound::Input(memory) => memory.as_ptr(),
-                Bound::Output(memory) => memory.as_ptr(),
-                // SAFETY: the operation that binds it has checked that it lies within.
-                Bound::Part(memory, offset) => unsafe { memory.own().add(*offset) },
+    fn of(matrices: &[Bound<Host>], specs: &[MatrixSpec]) -> Pointers {
+        let mut places = [Place::NOWHERE; MAX_MATRICES];
+        for ((place, matrix), spec) in places.iter_mut().zip(matrices).zip(specs) {
+            let (first, offset, pitch) = match matrix {
+                Bound::Nothing => continue,
+                Bound::Symmetric(memory) => (memory.own(), 0, spec.row_bytes()),
+                Bound::Part(memory, offset) => (memory.own(), *offset, spec.row_bytes()),
+                Bound::Input(memory, offset) | Bound::Output(memory, offset) => {
+                    (memory.memory.as_ptr(), *offset, memory.width)
+                }
             };
+            // SAFETY: the operation that binds it has checked that it lies within.
+            let ptr = unsafe { first.add(offset) };
+            *place = Place { ptr, pitch };
         }
         Pointers(places)
     }
@@ -59,7 +64,7 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
     let blocks: [FlagBlock; MAX_WORLD] =
         std::array::from_fn(|rank| host.flags.of(rank.min(members.world - 1)));
     let blocks = &blocks[..members.world];
-    let pointers = &Pointers::of(matrices);
+    let pointers = &Pointers::of(matrices, schedule.matrices());
     let mut produced = program
         .produced
         .lock()
@@ -80,7 +85,7 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
                 // Memory of this rank's own may be no other's.
                 let of = |region: &Region, of: usize| {
                     let place = match of == rank {
-                        true => pointers.0[region.matrix],
+                        true => pointers.0[region.matrix].ptr,
                         false => matrices[region.matrix].symmetric()?.of(of),
                     };
                     Some((place, schedule.matrices()[region.matrix].extent_of(region)))
@@ -274,10 +279,32 @@ unsafe fn multiply_tile(
     tile: &Tile,
     places: Places,
 ) {
-    let (rows, columns) = (product.rows(tile), product.columns(tile));
-    let Product { a, b, k, .. } = *product;
-    let Block { rows: block, sum } = product.block(tile);
     let matrices = schedule.matrices();
+    // SAFETY: as this function's.
+    unsafe {
+        match matrices[product.a].dtype {
+            DType::Bf16 => multiply_tile_of::<bf16>(scratch, matrices, product, tile, places),
+            DType::F16 => multiply_tile_of::<f16>(scratch, matrices, product, tile, places),
+            other => unreachable!("a schedule multiplies no {other}"),
+        }
+    }
+}
+
+/// # Safety
+/// As [`multiply_tile`], and the operands are of this type.
+unsafe fn multiply_tile_of<T: Element>(
+    scratch: &mut Scratch,
+    matrices: &[MatrixSpec],
+    product: &Product,
+    tile: &Tile,
+    places: Places,
+) {
+    let (rows, columns) = (product.rows(tile), product.columns(tile));
+    let Block {
+        rows: block,
+        weight,
+        sum,
+    } = product.block(tile);
     let columns_of_sum = Columns {
         sum,
         matrices,
@@ -288,35 +315,44 @@ unsafe fn multiply_tile(
     let Scratch {
         tile: tile_scratch,
         sum: sum_scratch,
+        times,
     } = scratch;
-    macro_rules! run {
-        ($type:ty) => {{
-            // SAFETY: as this function's; any bits are a valid float.
-            let operand = |matrix: usize, rows: &Range<usize>| unsafe {
-                let first = places[matrix]
-                    .cast_const()
-                    .cast::<$type>()
-                    .add(rows.start * k);
-                std::slice::from_raw_parts(first, rows.len() * k)
-            };
-            let operands = matmul::Operands::<$type> {
-                a: operand(a, &rows),
-                b: operand(b, &columns),
-                k,
-            };
-            let tile_k = product.config.tile.k;
-            matmul::tile(tile_scratch, &operands, tile_k, |row, values| {
-                let row = rows.start - block.start + row;
-                // SAFETY: as this function's.
-                unsafe { columns_of_sum.store::<$type>(sum_scratch, row, values) };
-            });
-        }};
-    }
-    match matrices[a].dtype {
-        DType::Bf16 => run!(bf16),
-        DType::F16 => run!(f16),
-        other => unreachable!("a schedule multiplies no {other}"),
-    }
+    let operands = |weight: usize| {
+        // SAFETY: as this function's; any bits are a valid float.
+        unsafe {
+            matmul::Operands::<T> {
+                a: places[product.a].part(rows.clone(), 0..product.k),
+                b: match product.weight_layout {
+                    WeightLayout::Nk => Weight::Nk(
+                        places[product.weights[weight].b].part(columns.clone(), 0..product.k),
+                    ),
+                    WeightLayout::Kn => Weight::Kn(
+                        places[product.weights[weight].b].part(0..product.k, columns.clone()),
+                    ),
+                },
+            }
+        }
+    };
+    let tile_k = product.config.tile.k;
+    let width = columns.len();
+    let times = product.gated.then(|| {
+        let times = matmul::grown(times, rows.len() * width);
+        matmul::tile(
+            tile_scratch,
+            &operands(weight + 1),
+            tile_k,
+            |row, values| {
+                times[row * width..][..width].copy_from_slice(values);
+            },
+        );
+        &*times
+    });
+    matmul::tile(tile_scratch, &operands(*weight), tile_k, |row, values| {
+        let times = times.map(|times| &times[row * width..][..width]);
+        let row = rows.start - block.start + row;
+        // SAFETY: as this function's.
+        unsafe { columns_of_sum.store::<T>(sum_scratch, row, values, times) };
+    });
 }
 
 /// Makes some rows of a reduction.
@@ -338,13 +374,22 @@ unsafe fn add_rows(
         begin: 0,
         length: reduction.n,
     };
+    let addend = reduction
+        .sum
+        .addends
+        .iter()
+        .find_map(|addend| match addend {
+            Addend::Rows { matrix, .. } => Some(*matrix),
+            Addend::Product => None,
+        });
+    let dtype = matrices[addend.unwrap_or(reduction.sum.out)].dtype;
     for row in rows {
         // SAFETY: as this function's.
         unsafe {
-            match matrices[reduction.sum.out].dtype {
-                DType::Bf16 => columns.store::<bf16>(&mut scratch.sum, row, &mut []),
-                DType::F16 => columns.store::<f16>(&mut scratch.sum, row, &mut []),
-                DType::F32 => columns.store::<f32>(&mut scratch.sum, row, &mut []),
+            match dtype {
+                DType::Bf16 => columns.store::<bf16>(&mut scratch.sum, row, &mut [], None),
+                DType::F16 => columns.store::<f16>(&mut scratch.sum, row, &mut [], None),
+                DType::F32 => columns.store::<f32>(&mut scratch.sum, row, &mut [], None),
                 other => unreachable!("a schedule adds no {other}"),
             }
         }

@@ -1,7 +1,10 @@
 //! The product of one tile, by the `gemm` crate in f32.
 
+use std::ops::Range;
+
 use gemm::Parallelism;
 
+use super::sum::Rows;
 use crate::element::Element;
 
 /// The rows of a tile are padded to a multiple of this, which every SIMD width divides: `gemm` then takes the
@@ -24,10 +27,16 @@ pub struct Scratch {
 /// What one tile is computed from.
 pub struct Operands<'a, T> {
     /// [rows, k]
-    pub a: &'a [T],
+    pub a: Rows<'a, T>,
+    pub b: Weight<'a, T>,
+}
+
+/// A weight, as it lies.
+pub enum Weight<'a, T> {
     /// [columns, k]
-    pub b: &'a [T],
-    pub k: usize,
+    Nk(Rows<'a, T>),
+    /// [k, columns]
+    Kn(Rows<'a, T>),
 }
 
 /// `a · bᵀ` in f32, handed to `store` row by row, unrounded. `tile_k` of K is widened at a time.
@@ -37,8 +46,12 @@ pub fn tile<T: Element>(
     tile_k: usize,
     mut store: impl FnMut(usize, &mut [f32]),
 ) {
-    let &Operands { a, b, k } = operands;
-    let (rows, columns) = (a.len() / k, b.len() / k);
+    let Operands { a, b } = operands;
+    let (rows, k) = (a.rows, a.columns);
+    let columns = match b {
+        Weight::Nk(b) => b.rows,
+        Weight::Kn(b) => b.columns,
+    };
     let padded = rows.next_multiple_of(LANES);
     let Scratch {
         a: wide_a,
@@ -53,10 +66,19 @@ pub fn tile<T: Element>(
         let depth = tile_k.min(k - begin);
         let wide_a = grown(wide_a, depth * padded);
         let wide_b = grown(wide_b, columns * depth);
-        widen_transposed(a, k, begin, padded, wide_a);
-        for (row, wide) in b.chunks_exact(k).zip(wide_b.chunks_exact_mut(depth)) {
-            T::widen(&row[begin..begin + depth], wide);
-        }
+        let part = begin..begin + depth;
+        widen_transposed(a, begin, padded, wide_a);
+        // where a column of the product, and a step through K, has its next element
+        let (next_column, next_step) = match b {
+            Weight::Nk(b) => {
+                widen_rows(b, 0..columns, part, wide_b);
+                (depth, 1)
+            }
+            Weight::Kn(b) => {
+                widen_rows(b, part, 0..columns, wide_b);
+                (1, columns)
+            }
+        };
         // SAFETY: the operands hold padded · depth and columns · depth elements with these strides, the result
         // padded · columns, and it overlaps neither.
         unsafe {
@@ -72,8 +94,8 @@ pub fn tile<T: Element>(
                 padded as isize,
                 1,
                 wide_b.as_ptr(),
-                depth as isize,
-                1,
+                next_column as isize,
+                next_step as isize,
                 1.0f32,
                 1.0f32,
                 false,
@@ -92,9 +114,22 @@ pub fn tile<T: Element>(
     }
 }
 
-/// Columns from `begin` on of a matrix of `k` columns, as f32, column by column; as many as `to` has room for
+/// A part of a matrix, as f32, row by row.
+fn widen_rows<T: Element>(
+    from: &Rows<T>,
+    rows: Range<usize>,
+    columns: Range<usize>,
+    to: &mut [f32],
+) {
+    let rows = rows.filter_map(|row| from.get(row));
+    for (row, wide) in rows.zip(to.chunks_exact_mut(columns.len())) {
+        T::widen(&row[columns.clone()], wide);
+    }
+}
+
+/// Columns from `begin` on of a matrix, as f32, column by column; as many as `to` has room for
 /// with `padded` elements each, zeros behind the matrix's rows.
-fn widen_transposed<T: Element>(from: &[T], k: usize, begin: usize, padded: usize, to: &mut [f32]) {
+fn widen_transposed<T: Element>(from: &Rows<T>, begin: usize, padded: usize, to: &mut [f32]) {
     // A block of rows is widened as it lies and turned from there, so that both are done in registers.
     const BLOCK: usize = 64;
     let mut block = [[0.0f32; BLOCK]; LANES];
@@ -102,10 +137,9 @@ fn widen_transposed<T: Element>(from: &[T], k: usize, begin: usize, padded: usiz
         for (step, to) in to.chunks_mut(padded * BLOCK).enumerate() {
             let width = to.len() / padded;
             for (lane, wide) in block.iter_mut().enumerate() {
-                let row = (first + lane) * k;
                 let column = begin + step * BLOCK;
-                match from.get(row + column..row + column + width) {
-                    Some(row) => T::widen(row, &mut wide[..width]),
+                match from.get(first + lane) {
+                    Some(row) => T::widen(&row[column..column + width], &mut wide[..width]),
                     None => wide.fill(0.0),
                 }
             }

@@ -43,6 +43,16 @@ pub struct Host {
 struct Scratch {
     tile: matmul::Scratch,
     sum: sum::Scratch,
+    /// What the function of a gate is multiplied with: [rows, columns] of a tile.
+    times: Vec<f32>,
+}
+
+/// A rank's own memory: rows that follow one another.
+#[derive(Debug)]
+pub struct Buffer {
+    memory: Mapping,
+    /// Bytes of a row.
+    width: usize,
 }
 
 /// A schedule, and what is left to do of it while it runs.
@@ -59,7 +69,7 @@ impl sealed::Backend for Host {
     const NAME: &'static str = "host";
     const ROW_ALIGNMENT: usize = 1;
     type Symmetric = Symmetric;
-    type Buffer = Mapping;
+    type Buffer = Buffer;
     type Program = Program;
 
     fn open(members: &Members, options: &Options) -> Result<Host> {
@@ -132,9 +142,15 @@ impl sealed::Backend for Host {
         Symmetric::allocate(members, call, bytes, |_| {})
     }
 
-    fn buffer(&self, members: &Members, rows: usize, width: usize) -> Result<Mapping> {
+    fn buffer(&self, members: &Members, rows: usize, width: usize) -> Result<Buffer> {
         let bytes = rows * width;
-        Mapping::private(bytes).map_err(memory::out_of_memory(members.rank, bytes))
+        let memory = Mapping::private(bytes);
+        let memory = memory.map_err(memory::out_of_memory(members.rank, bytes))?;
+        Ok(Buffer { memory, width })
+    }
+
+    fn pitch(of: &Buffer) -> usize {
+        of.width
     }
 
     fn write_symmetric(&self, to: &mut Symmetric, offset: usize, from: &[u8]) -> Result<()> {
@@ -150,16 +166,16 @@ impl sealed::Backend for Host {
         Ok(())
     }
 
-    fn write(&self, to: &mut Mapping, from: &[u8]) -> Result<()> {
+    fn write(&self, to: &mut Buffer, from: &[u8]) -> Result<()> {
         // SAFETY: the caller has checked that the buffer is at least as long as `from`, and borrows it exclusively.
-        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), from.len()) };
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.memory.as_ptr(), from.len()) };
         Ok(())
     }
 
-    fn read(&self, from: &Mapping, to: &mut [u8]) -> Result<()> {
+    fn read(&self, from: &Buffer, to: &mut [u8]) -> Result<()> {
         // SAFETY: the caller has checked that the buffer is at least as long as `to`. Buffers are written through
         // exclusive borrows only.
-        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_mut_ptr(), to.len()) };
+        unsafe { std::ptr::copy_nonoverlapping(from.memory.as_ptr(), to.as_mut_ptr(), to.len()) };
         Ok(())
     }
 

@@ -6,7 +6,7 @@ use std::ops::Range;
 use smallvec::smallvec;
 
 use super::plan::{Plan, Sums};
-use super::{A, BIAS, NAME, OUT, PARTIALS};
+use super::{A, NAME, PARTIALS};
 use crate::error::Result;
 use crate::schedule::config::{Config, Route};
 use crate::schedule::layout::chunk_rows;
@@ -101,6 +101,7 @@ pub(super) fn exchange(planner: &Plan) -> Result<Schedule> {
             planner.tile_rows(block, part, |_| 0..0, &mut rows);
             Block {
                 rows: part.clone(),
+                weight: 0,
                 sum: planner.own_partials(partials.own(0, part.start)),
             }
         });
@@ -120,10 +121,8 @@ pub(super) fn exchange(planner: &Plan) -> Result<Schedule> {
         rows: own.len(),
         n: asked.n,
         sum: Sum {
-            out: OUT,
-            first: 0,
             addends: (0..world).map(addend).collect(),
-            bias: Some(BIAS),
+            ..planner.finished()
         },
     });
     planner.schedule(true, arrivals, departures, product, reduction)

@@ -30,8 +30,10 @@ pub const BIAS: usize = 2;
 pub const OUT: usize = 3;
 /// Of the partials in symmetric memory.
 pub const PARTIALS: usize = 4;
+/// Of what is added to the sums last: it has the rows of the output.
+pub const RESIDUAL: usize = 5;
 /// How many there are.
-pub const MATRICES: usize = 5;
+pub const MATRICES: usize = 6;
 
 /// The name of the call whose sums stay with the owners of the rows,
 pub const NAME: &str = "matmul_reduce_scatter";
@@ -108,8 +110,11 @@ fn multiply_and_reduce(planner: &Plan) -> Result<Schedule> {
             let flag = incoming[peer].flag(rank, block);
             departures.push(planner.transfer(rank, peer, piece, flag, Some(block)));
         }
-        let rows = piece.rows.clone();
-        blocks.push(Block { rows, sum });
+        blocks.push(Block {
+            rows: piece.rows.clone(),
+            weight: 0,
+            sum,
+        });
     }
     // In the order in which they are made: at the same time, those of the nearest rank first.
     let mut arrivals: Vec<(usize, usize, Transfer)> = Vec::new();
@@ -154,7 +159,14 @@ pub fn multiply(asked: &Description, rank: usize, config: Config) -> Result<Sche
     let mut rows = Vec::new();
     planner.tile_rows(0, &all, |_| 0..0, &mut rows);
     let sum = planner.own_partials(planner.partials.own(0, 0));
-    let product = planner.product(A, vec![Block { rows: all, sum }]);
+    let product = planner.product(
+        A,
+        vec![Block {
+            rows: all,
+            weight: 0,
+            sum,
+        }],
+    );
     let tiles = order::walk(&product, &rows);
     planner.schedule(false, Vec::new(), Vec::new(), Some((product, tiles)), None)
 }

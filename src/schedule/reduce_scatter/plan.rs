@@ -5,15 +5,15 @@ use std::ops::Range;
 use smallvec::smallvec;
 
 use super::exchange::{LOW_ROWS, by_owners, is_exchanged};
-use super::{B, BIAS, OUT, PARTIALS};
+use super::{B, BIAS, OUT, PARTIALS, RESIDUAL};
 use crate::error::Result;
 use crate::schedule::config::{Chunking, Config, Route, TileShape};
 use crate::schedule::layout::{MAX_EXTENT, chunk_rows, limit};
 use crate::schedule::order::{TileRow, ring};
 use crate::schedule::partials::{Incoming, Partials, Piece};
 use crate::schedule::{
-    Addend, Agreed, Block, Description, MAX_FLAGS, MatrixSpec, Move, Parts, Product, Reduction,
-    Region, Schedule, Sum, Tile, Transfer,
+    Activation, Addend, Agreed, Bias, Block, Description, MAX_FLAGS, MatrixSpec, Move, Parts,
+    Product, Reduction, Region, Residual, Schedule, Sum, Tile, Transfer, Weight, WeightLayout,
 };
 
 /// What is asked, of one rank.
@@ -48,6 +48,13 @@ impl Plan<'_> {
         limit("rank", rank, 0, asked.layout.world() - 1)?;
         config.check()?;
         limit("N", asked.n, 1, MAX_EXTENT)?;
+        // What comes behind a gate is no sum of what comes behind the parts of one.
+        limit(
+            "weights of a sum over ranks",
+            asked.form.weight_count(),
+            1,
+            1,
+        )?;
         let entries = asked.layout.m().div_ceil(config.entry_rows()) + asked.layout.world();
         let tiles = entries.saturating_mul(asked.n.div_ceil(config.tile.n));
         limit("tiles of the output", tiles, 1, 1 << 28)?;
@@ -173,6 +180,8 @@ impl Plan<'_> {
             first,
             addends: Vec::new(),
             bias: None,
+            activation: Activation::Identity,
+            residual: None,
         }
     }
 
@@ -239,20 +248,46 @@ impl Plan<'_> {
             Sums::Own => 0,
             Sums::All | Sums::Everywhere => self.asked.layout.rows_of(self.rank).start,
         };
+        let rows = place + first;
+        Sum {
+            first: rows,
+            addends: (0..self.asked.layout.world()).map(addend).collect(),
+            residual: Some(Residual {
+                matrix: RESIDUAL,
+                first: rows,
+            }),
+            ..self.finished()
+        }
+    }
+
+    /// What becomes of a sum of rows from the first of OUT on.
+    pub(super) fn finished(&self) -> Sum {
         Sum {
             out: OUT,
-            first: place + first,
-            addends: (0..self.asked.layout.world()).map(addend).collect(),
-            bias: Some(BIAS),
+            first: 0,
+            addends: Vec::new(),
+            bias: Some(Bias {
+                matrix: BIAS,
+                first: 0,
+            }),
+            activation: self.asked.form.activation,
+            residual: Some(Residual {
+                matrix: RESIDUAL,
+                first: 0,
+            }),
         }
     }
 
     pub(super) fn product(&self, a: usize, blocks: Vec<Block>) -> Product {
         Product {
             a,
-            b: B,
+            weights: smallvec![Weight {
+                b: B,
+                n: self.asked.n,
+            }],
+            weight_layout: self.asked.form.weights,
+            gated: false,
             m: self.asked.layout.m(),
-            n: self.asked.n,
             k: self.asked.layout.k(),
             config: self.config,
             deferred: None,
@@ -286,10 +321,17 @@ impl Plan<'_> {
             agreed: collective.then(|| self.agree()),
             matrices: vec![
                 matrix(m, k),
-                matrix(n, k),
+                match asked.form.weights {
+                    WeightLayout::Nk => matrix(n, k),
+                    WeightLayout::Kn => matrix(k, n),
+                },
                 matrix(1, n),
-                matrix(out, n),
+                MatrixSpec {
+                    dtype: asked.form.out.unwrap_or(asked.dtype),
+                    ..matrix(out, n)
+                },
                 matrix(partials.rows(), partials.columns()),
+                matrix(out, n),
             ],
             arrivals,
             departures,
@@ -307,6 +349,7 @@ impl Plan<'_> {
             layout, n, dtype, ..
         } = self.asked;
         let mut details = format!("M = {}, N = {n}, {dtype}", layout.m());
+        details += &self.asked.form.agreed();
         details += &agreed(&self.config, self.exchanged);
         if !layout.is_balanced() {
             details += &format!(", rows of each rank = {:?}", layout.rows());

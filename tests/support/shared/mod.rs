@@ -2,6 +2,7 @@
 
 pub mod collectives;
 pub mod failures;
+pub mod forms;
 pub mod mismatches;
 pub mod pipelines;
 pub mod reduce_scatter;

@@ -468,6 +468,7 @@ pub fn a_prepared_call_gives_the_bits_of_the_plain_one<B: Tested>(
             let expected = placed.run(&case, config)?;
             let all = group.all_gather_bytes(bytemuck::cast_slice(&expected))?;
             let Placed { a, b, bias, out } = &mut placed;
+            let (a, b) = (&*a, &*b);
             let scatter = reduce_scatter(&case, bias.as_ref(), config).prepare(a, n)?;
             let reduce = all_reduce(bias.as_ref(), config).prepare(a, &sharded)?;
             if let Some(config) = config {
@@ -475,7 +476,7 @@ pub fn a_prepared_call_gives_the_bits_of_the_plain_one<B: Tested>(
             }
             for _ in 0..3 {
                 out.copy_from_host(&vec![bf16::NAN; own.len()])?;
-                scatter.run(a, b, out)?;
+                scatter.run(a, b, &mut *out)?;
                 assert!(bits(&out.to_vec()?) == bits(&expected), "{config:?}");
                 sharded.write(0, &vec![bf16::NAN; m * n])?;
                 group.barrier()?;
@@ -496,10 +497,10 @@ pub fn a_prepared_call_gives_the_bits_of_the_plain_one<B: Tested>(
                 assert!(error.to_string().contains(what), "{error}");
             };
             let tall = group.zeros::<bf16>(m + 1, k)?;
-            refused(scatter.run(&tall, b, out), "a [M, K]");
+            refused(scatter.run(&tall, b, &mut *out), "a [M, K]");
             refused(reduce.run(&tall, b, &mut sharded), "a [M, K]");
             let deep = group.zeros::<bf16>(n, k + 8)?;
-            refused(scatter.run(a, &deep, out), "b [N, K]");
+            refused(scatter.run(a, &deep, &mut *out), "b [N, K]");
             refused(reduce.run(a, &deep, &mut sharded), "b [N, K]");
             let mut long = group.zeros::<bf16>(case.rows[rank.rank] + 1, n)?;
             refused(scatter.run(a, b, &mut long), "out [rows of this rank, N]");

@@ -201,7 +201,7 @@ pub fn other_rows_are_a_mismatch<B: Tested>(test: &str) {
             _ => &[4, 4, 4],
         })?;
         let b = group.upload(&[bf16::ONE; 64], 8, 8)?;
-        let mut out = group.zeros(12, 8)?;
+        let mut out = group.zeros::<bf16>(12, 8)?;
         // Who moves the rows by default depends on the GPUs that there are.
         let chosen = AllGatherMatmul::new().prepare(&a, 8)?.config();
         let pulled = AllGatherMatmul::new().config(chosen.with_route(Route::Pull));

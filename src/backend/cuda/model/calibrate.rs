@@ -111,15 +111,20 @@ mod tests {
         let of = |&[m, n, k]: &[usize; 3]| {
             let asked = Description {
                 beside: None,
+                form: Default::default(),
                 operation: "all_gather_matmul",
                 dtype: DType::Bf16,
                 layout: Layout::balanced(m, k, 2).unwrap(),
                 n,
             };
             let routes = [Route::Pull, Route::Push, Route::Store];
-            let configs = routes
-                .into_iter()
-                .flat_map(|route| configs(Config::new(WIDEST, Chunking::new(1), route), false));
+            let configs = routes.into_iter().flat_map(|route| {
+                configs(
+                    Config::new(WIDEST, Chunking::new(1), route),
+                    false,
+                    &Default::default(),
+                )
+            });
             let both = configs.flat_map(|config| [(config, false), (config, true)]);
             let sample = move |(config, gathers)| {
                 let mut sample = Sample {

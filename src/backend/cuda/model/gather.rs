@@ -91,7 +91,10 @@ fn gathered_by(tiles: &Tiles, asked: &Description, config: &Config, groups: &[Gr
         1 => tiles.start,
         _ => tiles.start + rates.link(config.route).around,
     };
-    if order::reads_once(config, [layout.m(), asked.n, layout.k()]) {
+    if order::reads_once(
+        config,
+        [layout.m(), asked.form.multiplied(asked.n), layout.k()],
+    ) {
         let ready = groups.iter().map(|group| group.ready).fold(0.0, f64::max);
         return around + ready + tiles.all();
     }
@@ -246,6 +249,7 @@ mod tests {
     fn asked(m: usize, n: usize, k: usize, world: usize) -> Description {
         Description {
             beside: None,
+            form: Default::default(),
             operation: "all_gather_matmul",
             dtype: DType::Bf16,
             layout: Layout::balanced(m, k, world).unwrap(),

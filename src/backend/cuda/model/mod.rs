@@ -15,13 +15,13 @@ mod tiles;
 use rates::Rates;
 use tiles::Tiles;
 
-use super::kernel::{WIDEST, configs};
+use super::kernel::{WIDEST, configs, is_exchanged};
 use super::slices;
 use super::sums::TARGETS;
 use super::tuned::Measured;
 use crate::explanation::Prediction;
 use crate::schedule::reduce_scatter::{self, is_sum};
-use crate::schedule::{Chunking, Config, Description, Numerics, Route};
+use crate::schedule::{Chunking, Config, Description, Numerics, Route, WeightLayout};
 
 /// How an operation should be cut up: as was measured to be the fastest for this very problem, or else by the model. `pushes`: whether
 /// owners may move their rows.
@@ -34,7 +34,10 @@ pub fn choose(
 ) -> Config {
     let measured = measured.filter(|m| pushes || m.alike.route == Route::Pull);
     let exact = measured.and_then(|measured| measured.exact);
-    if let Some(exact) = exact.filter(|exact| exact.check_numerics(numerics).is_ok()) {
+    let is_plain =
+        !asked.form.gated && asked.form.weights == WeightLayout::Nk && asked.form.widths.is_empty();
+    let exact = exact.filter(|exact| is_plain && exact.check_numerics(numerics).is_ok());
+    if let Some(exact) = exact {
         return exact;
     }
     let near = measured.map(|measured| measured.alike);
@@ -85,13 +88,16 @@ fn fastest(
     let mut best = (f64::INFINITY, base);
     // Higher ones would be half empty at the least; but ranks may have to agree with those of `base`.
     let highest = (2 * asked.layout.m().max(FEW_ROWS)).max(base.entry_rows());
-    let configs = configs(base, is_sum(asked.operation))
+    let configs = configs(base, is_sum(asked.operation), &asked.form)
         .filter(|config| config.entry_rows() <= highest && config.check_numerics(numerics).is_ok());
     for config in configs {
         let tiles = Tiles::of(rates, asked, &config);
         // Others take longer though they filled all multiprocessors.
         let may_gain = tiles.start + tiles.filled() < best.0;
-        let sliced = sliced && config.tile.split_k == 1 && may_gain;
+        let sliced = sliced
+            && config.tile.split_k == 1
+            && may_gain
+            && !(asked.form.gated && is_exchanged(&config));
         let mut consider = |tiles: &Tiles, config: Config| {
             let time = time(tiles, &config, best.0);
             if time < best.0 {
@@ -127,7 +133,11 @@ mod testing {
     /// With the kernel of this shape: rows, columns, CTAs that share `b`, and K.
     pub fn config(shape: [usize; 4], route: Route, chunking: Chunking) -> Config {
         let has_shape = |c: &Config| [c.tile.m, c.tile.n, c.tile.cluster, c.tile.split_k] == shape;
-        let mut all = configs(Config::new(WIDEST, chunking, route), false);
+        let mut all = configs(
+            Config::new(WIDEST, chunking, route),
+            false,
+            &Default::default(),
+        );
         all.find(has_shape).unwrap()
     }
 }
@@ -144,6 +154,7 @@ mod tests {
     fn asked(operation: &'static str, m: usize, n: usize, k: usize) -> Description {
         Description {
             beside: None,
+            form: Default::default(),
             operation,
             dtype: DType::Bf16,
             layout: Layout::balanced(m, k, 2).unwrap(),
@@ -215,8 +226,12 @@ mod tests {
             let fraction = (index as f64 * stride).fract();
             (least * (most / least).powf(fraction)) as usize
         };
-        let mut unused: Vec<Config> =
-            configs(Config::new(WIDEST, Chunking::new(1), Route::Pull), false).collect();
+        let mut unused: Vec<Config> = configs(
+            Config::new(WIDEST, Chunking::new(1), Route::Pull),
+            false,
+            &Default::default(),
+        )
+        .collect();
         for index in 0..4000 {
             let m = extent(index, 0.819_172_513_396, 1.0, 16384.0);
             let n = 8 * extent(index, 0.671_043_606_704, 32.0, 3584.0);

@@ -14,7 +14,7 @@ use crate::backend::cuda::landing::can_exchange;
 use crate::explanation::Prediction;
 use crate::schedule::partials::Piece;
 use crate::schedule::reduce_scatter::{ALL_NAME, LOW_ROWS, agree, is_exchanged, pieces};
-use crate::schedule::{Chunking, Config, Description, Numerics, Route};
+use crate::schedule::{Chunking, Config, Description, Form, Numerics, Route};
 
 /// Microseconds, and what happens in one. Measured on two H200s; benches/NOTES.md has the traces.
 mod rate {
@@ -70,7 +70,7 @@ pub fn choose(rates: &Rates, asked: &Description, numerics: Numerics) -> Config 
         let model = Model::new(rates, asked, asked.layout.k(), &config);
         (model.time(), config)
     };
-    let candidates = configs(alike, true);
+    let candidates = configs(alike, true, &asked.form);
     let candidates = candidates
         .filter(|config| agree(asked, config, &alike) && config.check_numerics(numerics).is_ok());
     let timed = candidates.map(of_own_depth);
@@ -103,7 +103,8 @@ fn for_any_depth(rates: &Rates, asked: &Description, numerics: Numerics) -> Conf
     let candidates = cuts.iter().flat_map(|&(route, count, last)| {
         let chunking = Chunking::new(count).with_last(last);
         let base = Config::new(WIDEST, chunking, route);
-        configs(base, true)
+        // Nor on how a rank's weight lies.
+        configs(base, true, &Form::default())
     });
     let depth = (asked.n / 2).clamp(4096, 8192);
     // So few rows are made in one tile, and exchanged as fast as can be: where only some kernels can, by one of these.
@@ -297,6 +298,7 @@ mod tests {
     fn asked(operation: &'static str, rows: &[usize], n: usize, k: usize) -> Description {
         Description {
             beside: None,
+            form: Default::default(),
             operation,
             dtype: DType::Bf16,
             layout: Layout::new(rows, k).unwrap(),

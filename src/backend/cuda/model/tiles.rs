@@ -56,7 +56,14 @@ struct Sums {
 
 impl<'a> Tiles<'a> {
     pub fn of(rates: &'a Rates, asked: &Description, config: &Config) -> Self {
-        let shape = [asked.layout.m(), asked.n, asked.layout.k()];
+        // Each weight has tiles of its own.
+        let tile_n = config.tile.n;
+        let padded = |n: &usize| n.next_multiple_of(tile_n);
+        let n = match asked.form.widths.is_empty() {
+            true => asked.form.multiplied(asked.n),
+            false => asked.form.widths.iter().map(padded).sum(),
+        };
+        let shape = [asked.layout.m(), n, asked.layout.k()];
         Tiles::new(rates, config, shape, asked.dtype.bytes())
     }
 

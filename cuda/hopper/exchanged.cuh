@@ -1,0 +1,182 @@
+// The epilogue of tiles whose operands are exchanged: a warp has 16 columns of `out`, and all rows of the tile.
+#pragma once
+
+#include "../abi.h"
+#include "../common/activation.cuh"
+#include "../common/ptx.cuh"
+#include "../common/push.cuh"
+#include "epilogue.cuh"
+#include "ptx.cuh"
+#include "wgmma.cuh"
+
+namespace gemmesh {
+
+// Two warps of a consumer, one of gate and one of up, that meet to multiply what they have. The first of the barriers that they
+// meet at; 0 is __syncthreads().
+constexpr uint32_t kPairBarrier = 3;
+static_assert(kPairBarrier > Pushers::kBarrier);
+
+// One warp's columns of a tile of N rows. This lane's accumulators are each four of them of two columns, eight apart, and two
+// neighbouring rows, the next four eight rows on.
+template <class Element, int N>
+class ExchangedTile {
+public:
+    using Box = StoreBox<Element>;
+
+    // `row` and `column` are the warp's first, of `out`.
+    __device__ ExchangedTile(Accumulators<Element, N>& accumulators, const GemmeshParams& params, const GemmeshOutput& output,
+                             uint32_t row, uint32_t column, uint32_t lane)
+        : d_(accumulators.d), params_(params), output_(output), row_(row), column_(column), lane_(lane) {}
+
+    __device__ void add_bias(const void* of_columns) {
+        if (of_columns == nullptr) return;
+        const Element* bias = static_cast<const Element*>(of_columns);
+        const uint32_t upper = column_ + lane_ / 4;
+        const float left = upper < output_.n ? static_cast<float>(bias[upper]) : 0.0f;
+        const float right = upper + 8 < output_.n ? static_cast<float>(bias[upper + 8]) : 0.0f;
+#pragma unroll
+        for (int i = 0; i < N / 8; ++i) {
+            float* d = &d_[i * 4];
+            d[0] += left;
+            d[1] += left;
+            d[2] += right;
+            d[3] += right;
+        }
+    }
+
+    // The warp of up hands what it has to the warp of gate, lane by lane, which multiplies. They have the same rows and columns, and
+    // share two boxes, used by turns: who fills one again has met, since, the one who has read it.
+    __device__ void give(Box& even, Box& odd, uint32_t barrier) const {
+        meet_by_boxes(even, odd, barrier, [](float4* at, const float* d) { *at = float4{d[0], d[1], d[2], d[3]}; }, true);
+    }
+
+    __device__ void multiply(Box& even, Box& odd, uint32_t barrier) {
+        const auto read = [](const float4* at, float* d) {
+            const float4 up = *at;
+            d[0] *= up.x;
+            d[1] *= up.y;
+            d[2] *= up.z;
+            d[3] *= up.w;
+        };
+        meet_by_boxes(even, odd, barrier, read, false);
+    }
+
+    // Adds the residual: the reverse of `store`.
+    __device__ void add_residual(Box& box) {
+        if (output_.residual == nullptr) return;
+        const uint8_t* residual = static_cast<const uint8_t*>(output_.residual) + piece_column() * sizeof(Element);
+#pragma unroll
+        for (uint32_t begin = 0; begin < N / kRows; begin += kTurns) {
+            // several loads are under way at a time
+            uint4 loaded[kTurns];
+#pragma unroll
+            for (uint32_t i = 0; i < kTurns && begin + i < N / kRows; ++i) {
+                const uint32_t row = piece_row(begin + i);
+                const bool is_there = row < params_.m && piece_column() < output_.n;
+                loaded[i] = is_there ? *reinterpret_cast<const uint4*>(residual + row * output_.residual_pitch) : uint4{};
+            }
+            __syncwarp();
+#pragma unroll
+            for (uint32_t i = 0; i < kTurns && begin + i < N / kRows; ++i) *piece(box, i) = loaded[i];
+            __syncwarp();
+#pragma unroll
+            for (uint32_t i = 0; i < kTurns && begin + i < N / kRows; ++i) {
+                uint32_t words[4];
+                ptx::ldmatrix_x4_trans(matrix_row(box, i), words[0], words[1], words[2], words[3]);
+#pragma unroll
+                for (uint32_t of = 0; of < 4; ++of) {
+                    const float2 addend = ptx::unpack<Element>(words[of]);
+                    float* d = &d_[(begin + i) * 8 + of * 2];
+                    d[0] += addend.x;
+                    d[1] += addend.y;
+                    ptx::pin(d[0]);
+                    ptx::pin(d[1]);
+                }
+            }
+        }
+        __syncwarp();
+    }
+
+    // Stores 16 rows at a time, a sector of 32 bytes of each.
+    __device__ void store(Box& box) const {
+        uint8_t* out = static_cast<uint8_t*>(output_.out) + piece_column() * sizeof(Element);
+#pragma unroll
+        for (int i = 0; i < int(N / kRows); ++i) {
+            const float* d = &d_[i * 8];
+            if (i >= int(kTurns)) __syncwarp();
+            ptx::stmatrix_x4_trans(matrix_row(box, i % kTurns), ptx::cvt_rn_x2<Element>(d[0], d[1]),
+                                   ptx::cvt_rn_x2<Element>(d[2], d[3]), ptx::cvt_rn_x2<Element>(d[4], d[5]),
+                                   ptx::cvt_rn_x2<Element>(d[6], d[7]));
+            __syncwarp();
+            const uint4 values = *piece(box, i % kTurns);
+            // as TMA: a piece that begins within the row is written whole
+            if (piece_row(i) < params_.m && piece_column() < output_.n) {
+                ptx::st_global(out + piece_row(i) * output_.out_pitch, values);
+            }
+        }
+        // the next tile's come after these have been read
+        __syncwarp();
+    }
+
+    // The same of f32, without the box: eight lanes have a sector.
+    __device__ void store_f32() const {
+        const uint32_t left = column_ + lane_ / 4;
+        uint8_t* out = static_cast<uint8_t*>(output_.out) + left * sizeof(float);
+        const bool has_left = left < output_.n;
+        const bool has_right = left + 8 < output_.n;
+#pragma unroll
+        for (uint32_t i = 0; i < N / 4; ++i) {
+            const uint32_t row = row_ + i / 2 * 8 + lane_ % 4 * 2 + i % 2;
+            const float* d = &d_[i / 2 * 4 + i % 2];
+            float* at = reinterpret_cast<float*>(out + row * output_.out_pitch);
+            if (row < params_.m && has_left) at[0] = d[0];
+            if (row < params_.m && has_right) at[8] = d[2];
+        }
+    }
+
+private:
+    static constexpr uint32_t kColumns = 16;
+    static constexpr uint32_t kRows = 16;
+    static constexpr uint32_t kPieces = kColumns / Box::kPiece;                              // of a row
+    static constexpr uint32_t kTurns = Box::kRows * Box::kColumns / (kRows * kColumns);      // 16 rows each that fit in a box
+    static constexpr uint32_t kMetAtATime = sizeof(Box::elements) / (32 * sizeof(float4));  // fours of accumulators
+
+    // What this lane stores and loads of rows: a piece.
+    __device__ uint32_t piece_column() const { return column_ + lane_ % kPieces * Box::kPiece; }
+    __device__ uint32_t piece_row(uint32_t turn) const { return row_ + turn * kRows + lane_ / kPieces; }
+    __device__ uint4* piece(Box& box, uint32_t turn) const {
+        Element* rows = box.elements + turn * (kRows * kColumns);
+        return reinterpret_cast<uint4*>(rows + lane_ / kPieces * kColumns + lane_ % kPieces * Box::kPiece);
+    }
+
+    // Lanes 0-7 and 8-15 name the rows of the left and the right piece, the others those eight rows below.
+    __device__ uint32_t matrix_row(Box& box, uint32_t turn) const {
+        Element* rows = box.elements + turn * (kRows * kColumns);
+        return ptx::shared_address(rows + (lane_ / 16 * 8 + lane_ % 8) * kColumns + lane_ / 8 % 2 * Box::kPiece);
+    }
+
+    template <class Access>
+    __device__ void meet_by_boxes(Box& even, Box& odd, uint32_t barrier, const Access& access, bool gives) const {
+#pragma unroll
+        for (uint32_t begin = 0; begin < N / 8; begin += kMetAtATime) {
+            Box& box = begin / kMetAtATime % 2 == 0 ? even : odd;
+            if (!gives) ptx::barrier_sync<64>(barrier);
+#pragma unroll
+            for (uint32_t i = 0; i < kMetAtATime && begin + i < N / 8; ++i) {
+                access(reinterpret_cast<float4*>(box.elements) + i * 32 + lane_, &d_[(begin + i) * 4]);
+            }
+            if (gives) ptx::barrier_sync<64>(barrier);
+        }
+        // the next tile's come after these have been read
+        ptx::barrier_sync<64>(barrier);
+    }
+
+    float (&d_)[N / 2];
+    const GemmeshParams& params_;
+    const GemmeshOutput& output_;
+    uint32_t row_;
+    uint32_t column_;
+    uint32_t lane_;
+};
+
+}  // namespace gemmesh

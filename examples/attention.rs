@@ -1,0 +1,186 @@
+//! The projections of a tensor-parallel attention block: each rank keeps some tokens, and some of the heads.
+//!
+//! ```sh
+//! cargo run --release --example attention                                      # two ranks of the host
+//! cargo run --release --features cuda --example attention -- --backend cuda   # two GPUs
+//! ```
+//!
+//! `[q, k, v] = gather(x) · [Wq, Wk, Wv]ᵀ` is one call of [`AllGatherMatmul`] with three weights of different widths: one gather, one
+//! kernel, and outputs side by side. Then each rank attends with its own heads, here on the CPU, and `x += Σ heads · Woᵀ` is one call
+//! of [`MatmulReduceScatter`], whose residual is added by the owner of each row.
+
+use clap::{Parser, ValueEnum};
+use gemmesh::{AllGatherMatmul, Backend, Group, Host, MatmulReduceScatter, Result, bf16};
+
+const TOKENS: usize = 96;
+const MODEL: usize = 256;
+/// Of each rank: query heads, two of which share a head of keys and values.
+const HEADS: usize = 4;
+const KV_HEADS: usize = 2;
+const HEAD: usize = 32;
+
+/// Runs the projections of an attention block: on two ranks of the host, threads of this process, or on two GPUs.
+#[derive(Parser)]
+struct Args {
+    /// Where the ranks run.
+    #[arg(long, value_enum, default_value_t = BackendName::Host)]
+    backend: BackendName,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum BackendName {
+    Host,
+    #[cfg(feature = "cuda")]
+    Cuda,
+}
+
+fn main() -> Result<()> {
+    match Args::parse().backend {
+        BackendName::Host => Group::<Host>::threads(2, |group| block(&group)).map(|_| ()),
+        #[cfg(feature = "cuda")]
+        BackendName::Cuda if !gemmesh::launch::is_rank() => gemmesh::launch::launch(2),
+        #[cfg(feature = "cuda")]
+        BackendName::Cuda => block(&Group::<gemmesh::Cuda>::from_env()?),
+    }
+}
+
+/// A rank's part of the block.
+fn block<B: Backend>(group: &Group<B>) -> Result<()> {
+    let [q, kv] = [HEADS * HEAD, KV_HEADS * HEAD];
+    let [wq, wk, wv, wo] = weights(group.rank());
+    let [wq, wk, wv] =
+        [(&wq, q), (&wk, kv), (&wv, kv)].map(|(weight, rows)| group.upload(weight, rows, MODEL));
+    let (wq, wk, wv, wo) = (wq?, wk?, wv?, group.upload(&wo, MODEL, q)?);
+
+    // The own tokens, and again as what is added in the end.
+    let mut x = group.sharded::<bf16>(TOKENS, MODEL)?;
+    let own = x.rows();
+    let tokens = tokens(group.rank(), own.len());
+    x.shard_mut().copy_from_host(&tokens)?;
+    let residual = group.upload(&tokens, own.len(), MODEL)?;
+
+    // Q, K and V of all tokens, for the own heads: columns of one matrix.
+    let mut qkv = group.zeros::<bf16>(TOKENS, q + 2 * kv)?;
+    let parts = qkv.view_mut().split_columns([q, kv, kv])?;
+    AllGatherMatmul::new().run(&x, [&wq, &wk, &wv], parts)?;
+
+    let heads: Vec<bf16> = attend(&wide(&qkv.to_vec()?))
+        .iter()
+        .map(|x| bf16::from_f64(*x))
+        .collect();
+    let heads = group.upload(&heads, TOKENS, q)?;
+
+    // The own rows of x, for the next block.
+    let output = MatmulReduceScatter::new().residual(&residual);
+    output.run_into(&heads, &wo, &mut x)?;
+
+    let found = wide(&x.to_vec()?[own.start * MODEL..own.end * MODEL]);
+    let exact = reference(group.world_size());
+    let exact = &exact[own.start * MODEL..own.end * MODEL];
+    let size = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+    let off =
+        size(&mut found.iter().zip(exact).map(|(x, y)| x - y)) / size(&mut exact.iter().copied());
+    println!(
+        "rank {}: tokens {own:?} are off by {off:.4} of their size from float64",
+        group.rank()
+    );
+    assert!(off < 0.01, "the block is wrong");
+    Ok(())
+}
+
+/// A rank's weights: of queries, keys and values, [heads · head, MODEL], and of the output, [MODEL, heads · head].
+fn weights(rank: usize) -> [Vec<bf16>; 4] {
+    let weight = |number, rows, columns: usize| {
+        random(
+            10 * rank + number,
+            rows * columns,
+            (3.0 / columns as f32).sqrt(),
+        )
+    };
+    let [q, kv] = [HEADS * HEAD, KV_HEADS * HEAD];
+    [
+        weight(1, q, MODEL),
+        weight(2, kv, MODEL),
+        weight(3, kv, MODEL),
+        weight(4, MODEL, q),
+    ]
+}
+
+/// Tokens that a rank owns.
+fn tokens(rank: usize, count: usize) -> Vec<bf16> {
+    random(1000 + rank, count * MODEL, 3f32.sqrt())
+}
+
+/// The whole block in float64, with nothing rounded on the way. Ranks own as many tokens each.
+fn reference(world: usize) -> Vec<f64> {
+    let x: Vec<bf16> = (0..world)
+        .flat_map(|rank| tokens(rank, TOKENS / world))
+        .collect();
+    let x = wide(&x);
+    let mut out = x.clone();
+    for rank in 0..world {
+        let [wq, wk, wv, wo] = weights(rank).map(|weight| wide(&weight));
+        let [q, k, v] = [wq, wk, wv].map(|weight| product(&x, &weight, MODEL));
+        let widths = [HEADS * HEAD, KV_HEADS * HEAD, KV_HEADS * HEAD];
+        let row = |token: usize| {
+            let parts = [&q, &k, &v].into_iter().zip(widths);
+            parts.flat_map(move |(part, width)| part[token * width..][..width].to_vec())
+        };
+        let heads = attend(&(0..TOKENS).flat_map(row).collect::<Vec<_>>());
+        let part = product(&heads, &wo, HEADS * HEAD);
+        out.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
+    }
+    out
+}
+
+/// `a · bᵀ`, over `k`.
+fn product(a: &[f64], b: &[f64], k: usize) -> Vec<f64> {
+    let dot = |x: &[f64], y: &[f64]| x.iter().zip(y).map(|(x, y)| x * y).sum();
+    let rows = a.chunks_exact(k);
+    rows.flat_map(|row| b.chunks_exact(k).map(move |column| dot(row, column)))
+        .collect()
+}
+
+fn wide(values: &[bf16]) -> Vec<f64> {
+    values.iter().map(|x| x.to_f64()).collect()
+}
+
+/// Causal attention of a rank's heads, `softmax(q · kᵀ / √d) · v`: rows are [q, k, v].
+fn attend(qkv: &[f64]) -> Vec<f64> {
+    let [q, kv] = [HEADS * HEAD, KV_HEADS * HEAD];
+    let part = |token: usize, first: usize| &qkv[token * (q + 2 * kv) + first..][..HEAD];
+    let mut out = Vec::with_capacity(TOKENS * q);
+    for token in 0..TOKENS {
+        for head in 0..HEADS {
+            let query = part(token, head * HEAD);
+            let of_kv = head * KV_HEADS / HEADS * HEAD;
+            let score = |other| {
+                let products = part(other, q + of_kv).iter().zip(query).map(|(k, q)| k * q);
+                products.sum::<f64>() / (HEAD as f64).sqrt()
+            };
+            let weights: Vec<f64> = (0..=token).map(|other| score(other).exp()).collect();
+            let sum: f64 = weights.iter().sum();
+            out.extend((0..HEAD).map(|column| {
+                let of_value = q + kv + of_kv;
+                let values = weights.iter().enumerate();
+                values
+                    .map(|(other, weight)| weight / sum * part(other, of_value)[column])
+                    .sum::<f64>()
+            }));
+        }
+    }
+    out
+}
+
+/// Uniform in `-scale..scale`.
+fn random(seed: usize, count: usize, scale: f32) -> Vec<bf16> {
+    let mut state = (seed as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+    };
+    let values = (0..count).map(|_| bf16::from_f32(next() * scale));
+    values.collect()
+}

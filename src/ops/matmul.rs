@@ -1,0 +1,240 @@
+//! `out[M, N] = a[M, K] · b[N, K]ᵀ` on one rank, by the kernels of the other operations: for the layers between them.
+
+use std::sync::Arc;
+
+use super::operands::{Options, Outputs, Weights};
+use super::{Added, describe, product_of, require_same_group, require_shape};
+use crate::backend::Backend;
+use crate::backend::sealed::Bound;
+use crate::element::Element;
+use crate::error::{Error, Result};
+use crate::explanation::Explanation;
+use crate::group::Group;
+use crate::matrix::{Matrix, MatrixView};
+use crate::schedule::all_gather::{self, LOCAL};
+use crate::schedule::{Activation, Config, Description, Form, Layout, Schedule, WeightLayout};
+
+/// `out = a · bᵀ`, on this rank alone.
+///
+/// `a` is [M, K], `b` is [N, K], as a linear layer stores its weight, `out` is [M, N]. Products are summed in f32 and rounded once.
+/// The call may return before the product is complete; [`Group::synchronize`](crate::Group::synchronize) waits for it. It stands in
+/// line with this rank's operations. The host backend's returns when it is.
+///
+/// ```
+/// use gemmesh::{Activation, Group, Host, Matmul, Result, bf16};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let a = group.upload(&[bf16::ONE; 2 * 8], 2, 8)?;
+///     let b = group.upload(&[bf16::NEG_ONE; 4 * 8], 4, 8)?;
+///     let mut out = group.zeros::<bf16>(2, 4)?;
+///     Matmul::new().activation(Activation::Relu).run(&a, &b, &mut out)?;
+///     assert_eq!(out.to_vec()?, [bf16::ZERO; 2 * 4]);
+///     Ok(())
+/// }
+///
+/// Group::threads(1, rank)?;
+/// # Ok::<_, gemmesh::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Shape`] or [`Error::ForeignArgument`] for arguments that don't fit together; the group's failure.
+pub fn matmul<B: Backend, T: Element>(
+    a: &Matrix<B, T>,
+    b: &Matrix<B, T>,
+    out: &mut Matrix<B, T>,
+) -> Result<()> {
+    Matmul::new().run(a, b, out)
+}
+
+/// [`matmul`] with what varies.
+#[derive(Debug)]
+pub struct Matmul<'a, B: Backend, T: Element>(Options<'a, B, T>);
+
+impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
+    /// No bias, and the backend's configuration for the problem.
+    pub fn new() -> Self {
+        Matmul(Options::new())
+    }
+
+    /// As [`AllGatherMatmul::bias`](crate::AllGatherMatmul::bias).
+    #[must_use]
+    pub fn bias(mut self, bias: impl Into<MatrixView<'a, B, T>>) -> Self {
+        self.0.bias = Some(bias.into());
+        self
+    }
+
+    /// As [`AllGatherMatmul::activation`](crate::AllGatherMatmul::activation).
+    #[must_use]
+    pub fn activation(mut self, activation: Activation) -> Self {
+        self.0.activation = activation;
+        self
+    }
+
+    /// Adds `residual`, [M, N], last, in f32 before the one rounding. There is one output then.
+    #[must_use]
+    pub fn residual(mut self, residual: impl Into<MatrixView<'a, B, T>>) -> Self {
+        self.0.residual = Some(residual.into());
+        self
+    }
+
+    /// As [`AllGatherMatmul::gated`](crate::AllGatherMatmul::gated).
+    #[must_use]
+    pub fn gated(mut self) -> Self {
+        self.0.gated = true;
+        self
+    }
+
+    /// How weights lie: [N, K], unless this says [K, N].
+    #[must_use]
+    pub fn weight_layout(mut self, layout: WeightLayout) -> Self {
+        self.0.weights = layout;
+        self
+    }
+
+    /// Prepares for outputs of f32. (A call that was not prepared sees what it is given.)
+    #[must_use]
+    pub fn f32_output(mut self) -> Self {
+        self.0.f32_output = true;
+        self
+    }
+
+    /// Cuts the problem up as `config` says.
+    #[must_use]
+    pub fn config(mut self, config: Config) -> Self {
+        self.0.config = Some(config);
+        self
+    }
+
+    /// Does it, as [`matmul`]: with one weight and one output, or with several, as
+    /// [`AllGatherMatmul::run`](crate::AllGatherMatmul::run).
+    ///
+    /// # Errors
+    /// As [`matmul`], and [`Error::Limit`] for a configuration that can't be.
+    pub fn run<'m, 'o>(
+        &self,
+        a: impl Into<MatrixView<'m, B, T>>,
+        weights: impl Into<Weights<'m, B, T>>,
+        outputs: impl Into<Outputs<'o, B, T>>,
+    ) -> Result<()> {
+        let (a, weights, outputs) = (a.into(), weights.into(), outputs.into());
+        let group = a.group();
+        let widths = self.0.widths(&weights);
+        let form = self.0.form(&widths, outputs.dtype());
+        let planned = self.plan(group, a.shape(), &widths, form);
+        let planned = planned.map_err(Error::refused(group.rank(), LOCAL))?;
+        planned.run(a, weights, outputs)
+    }
+
+    /// Prepares products of an `a` of `m` rows and `k` columns with weights of so many columns each, to be run many times with no
+    /// planning.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] for a shape or a configuration that can't be; [`Error::Shape`] or [`Error::ForeignArgument`] for what is added
+    /// and does not fit; the group's failure.
+    pub fn prepare(
+        &self,
+        group: &Group<B>,
+        [m, k]: [usize; 2],
+        widths: &[usize],
+    ) -> Result<PreparedMatmul<'a, B, T>> {
+        let form = self.0.form(widths, None);
+        let planned = self.plan(group, [m, k], widths, form);
+        planned.map_err(Error::refused(group.rank(), LOCAL))
+    }
+
+    fn plan(
+        &self,
+        group: &Group<B>,
+        [m, k]: [usize; 2],
+        widths: &[usize],
+        form: Form,
+    ) -> Result<PreparedMatmul<'a, B, T>> {
+        let n = form.n_of(widths);
+        self.0.check(group, &form, n, m)?;
+        let asked = Description {
+            form,
+            ..describe::<T>(LOCAL, &Layout::new(&[m], k)?, n)
+        };
+        Ok(PreparedMatmul {
+            program: group.program(all_gather::multiply_alone, asked.clone(), self.0.config)?,
+            group: group.clone(),
+            asked,
+            options: self.0.clone(),
+        })
+    }
+}
+
+impl<B: Backend, T: Element> Default for Matmul<'_, B, T> {
+    fn default() -> Self {
+        Matmul::new()
+    }
+}
+
+/// A product of one rank that has been planned, by [`Matmul::prepare`]. It keeps the group.
+#[derive(Debug)]
+pub struct PreparedMatmul<'a, B: Backend, T: Element> {
+    // Freed before the group that it belongs to can end.
+    program: Arc<B::Program>,
+    group: Group<B>,
+    asked: Description,
+    options: Options<'a, B, T>,
+}
+
+impl<B: Backend, T: Element> PreparedMatmul<'_, B, T> {
+    /// What is multiplied, in which order.
+    pub fn schedule(&self) -> &Schedule {
+        B::schedule(&self.program)
+    }
+
+    /// How it is cut up.
+    pub fn config(&self) -> Config {
+        product_of(self.schedule()).config
+    }
+
+    /// How it is cut up, and what that is expected to take.
+    pub fn explain(&self) -> Explanation {
+        super::explain(&self.group, &self.asked, self.config())
+    }
+
+    /// As [`Matmul::run`].
+    ///
+    /// # Errors
+    /// As [`matmul`].
+    pub fn run<'m, 'o>(
+        &self,
+        a: impl Into<MatrixView<'m, B, T>>,
+        weights: impl Into<Weights<'m, B, T>>,
+        outputs: impl Into<Outputs<'o, B, T>>,
+    ) -> Result<()> {
+        let (a, weights, outputs) = (a.into(), weights.into(), outputs.into());
+        let (group, Description { layout, form, .. }) = (&self.group, &self.asked);
+        let check = || {
+            let widths = form.columns(self.asked.n)?;
+            require_same_group("a", a.group(), group)?;
+            require_shape(
+                group.rank(),
+                "a [M, K]",
+                [layout.m(), layout.k()],
+                a.shape(),
+            )?;
+            weights.check(group, form, &widths, layout.k())?;
+            outputs.check(group, "out [M, N]", form, &widths, layout.m())
+        };
+        check().map_err(Error::refused(group.rank(), LOCAL))?;
+        let mut matrices = [const { Bound::Nothing }; all_gather::MATRICES];
+        matrices[all_gather::A] = a.input();
+        self.options
+            .bind(&mut matrices, all_gather::BIAS, all_gather::RESIDUAL);
+        weights.bind(&mut matrices[all_gather::B..all_gather::OUT]);
+        outputs.bind(&mut matrices[all_gather::OUT..]);
+        super::run(
+            group,
+            None,
+            &self.program,
+            &matrices,
+            &[],
+            Added::default(),
+            None,
+        )
+    }
+}

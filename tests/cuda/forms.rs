@@ -1,0 +1,62 @@
+//! Products of other forms, on GPUs.
+
+use gemmesh::{Config, Cuda, Numerics, Route};
+
+use crate::support::gpu::*;
+use crate::support::shared::forms;
+use crate::test_name;
+
+/// The library's own.
+fn own() -> Vec<Option<Config>> {
+    vec![None]
+}
+
+/// Every kernel, and some with K in slices.
+fn each_kernel() -> Vec<Option<Config>> {
+    SHAPES.iter().copied().map(Some).collect()
+}
+
+#[test]
+fn several_weights_give_the_bits_of_each() {
+    let Some(_leave) = gpu() else { return };
+    forms::several_weights_give_the_bits_of_each::<Cuda>(test_name!(), Numerics::Invariant, own);
+}
+
+#[test]
+fn several_weights_give_the_bits_of_each_by_every_kernel() {
+    let Some(_leave) = gpu() else { return };
+    forms::several_weights_give_the_bits_of_each::<Cuda>(test_name!(), Numerics::Fast, each_kernel);
+}
+
+#[test]
+fn functions_and_gates_are_theirs_in_float64() {
+    let Some(_leave) = gpu() else { return };
+    forms::functions_and_gates_are_theirs_in_float64::<Cuda>(test_name!(), own);
+}
+
+#[test]
+fn functions_and_gates_are_theirs_by_every_kernel() {
+    let Some(_leave) = gpu() else { return };
+    forms::functions_and_gates_are_theirs_in_float64::<Cuda>(test_name!(), each_kernel);
+}
+
+#[test]
+fn parts_of_matrices_are_operands() {
+    let Some(_leave) = gpu() else { return };
+    forms::parts_of_matrices_are_operands::<Cuda>(test_name!());
+}
+
+#[test]
+fn sums_are_finished_by_their_owners() {
+    let Some(_leave) = gpu() else { return };
+    forms::sums_are_finished_by_their_owners::<Cuda>(
+        test_name!(),
+        &[Route::Pull, Route::Push, Route::Store],
+    );
+}
+
+#[test]
+fn forms_that_do_not_fit_are_refused() {
+    let Some(_leave) = gpu() else { return };
+    forms::forms_that_do_not_fit_are_refused::<Cuda>(test_name!());
+}

@@ -1,0 +1,43 @@
+//! Products of other forms, on the host.
+
+mod support;
+
+use gemmesh::{Chunking, Config, Host, Numerics, Route, TileShape};
+use support::shared::forms;
+
+/// The backend's own, and small tiles.
+fn configs() -> Vec<Option<Config>> {
+    let tile = TileShape::new(16, 24, 64);
+    let small = Config::new(tile, Chunking::new(3), Route::Push);
+    vec![None, Some(small)]
+}
+
+#[test]
+fn several_weights_give_the_bits_of_each() {
+    forms::several_weights_give_the_bits_of_each::<Host>(
+        test_name!(),
+        Numerics::Invariant,
+        configs,
+    );
+}
+
+#[test]
+fn functions_and_gates_are_theirs_in_float64() {
+    forms::functions_and_gates_are_theirs_in_float64::<Host>(test_name!(), configs);
+}
+
+#[test]
+fn parts_of_matrices_are_operands() {
+    forms::parts_of_matrices_are_operands::<Host>(test_name!());
+}
+
+#[test]
+fn sums_are_finished_by_their_owners() {
+    let routes = [Route::Pull, Route::Push, Route::Store];
+    forms::sums_are_finished_by_their_owners::<Host>(test_name!(), &routes);
+}
+
+#[test]
+fn forms_that_do_not_fit_are_refused() {
+    forms::forms_that_do_not_fit_are_refused::<Host>(test_name!());
+}
