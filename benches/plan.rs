@@ -1,32 +1,38 @@
 //! How long planning takes: it stands before the first run of every new shape.
 
-use criterion::{Criterion, criterion_group, criterion_main};
-use gemmesh::DType;
+use std::hint::black_box;
+use std::time::Instant;
+
 use gemmesh::schedule::{Chunking, Config, Description, Layout, Route, TileShape, all_gather};
+use gemmesh::{DType, Result};
 
-fn plan(criterion: &mut Criterion) {
+const ROUNDS: usize = 101;
+
+fn main() -> Result<()> {
+    let tile = TileShape::new(128, 256, 64).with_group_m(8);
+    let config = Config::new(tile, Chunking::new(4), Route::Pull);
     for (m, n, k, world) in [(16, 1792, 4096, 2), (16384, 6656, 16384, 8)] {
-        let config = Config::new(
-            TileShape::new(128, 256, 64).with_group_m(8),
-            Chunking::new(4),
-            Route::Pull,
-        );
-        let name = format!("plan {m} x {n} x {k}, {world} ranks");
-        criterion.bench_function(&name, |bencher| {
-            bencher.iter(|| {
-                let asked = Description {
-                    beside: None,
-                    form: Default::default(),
-                    operation: "all_gather_matmul",
-                    dtype: DType::Bf16,
-                    layout: Layout::balanced(m, k, world)?,
-                    n,
-                };
-                all_gather::gather_and_multiply(&asked, 1, config)
-            });
-        });
+        let asked = Description {
+            beside: None,
+            form: Default::default(),
+            operation: "all_gather_matmul",
+            dtype: DType::Bf16,
+            layout: Layout::balanced(m, k, world)?,
+            n,
+        };
+        let mut times = Vec::with_capacity(ROUNDS);
+        for _ in 0..ROUNDS {
+            let began = Instant::now();
+            black_box(all_gather::gather_and_multiply(
+                black_box(&asked),
+                1,
+                config,
+            )?);
+            times.push(began.elapsed());
+        }
+        times.sort_unstable();
+        let [fastest, median] = [times[0], times[ROUNDS / 2]];
+        println!("plan {m}×{n}×{k}, {world} ranks: median {median:.1?}, fastest {fastest:.1?}");
     }
+    Ok(())
 }
-
-criterion_group!(benches, plan);
-criterion_main!(benches);

@@ -11,7 +11,8 @@ use std::time::Instant;
 
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
-use gemm::Parallelism;
+use gemm_common::Parallelism;
+use gemm_f64::gemm::f64::get_gemm_fn;
 use gemmesh::trace::Trace;
 use gemmesh::{Backend, Config, Element, Error, Explanation, Group, Result};
 use rand::rngs::SmallRng;
@@ -215,21 +216,23 @@ pub fn half_ulp<T: Element>(x: f64) -> f64 {
 fn product(a: &[f64], b: &[f64], m: usize, n: usize, k: usize) -> Vec<f64> {
     assert_eq!((a.len(), b.len()), (m * k, n * k));
     let mut c = vec![0.0; m * n];
+    let (n_stride, k_stride) = (n as isize, k as isize);
+    // As cᵀ = b · aᵀ, for these kernels want columns that lie together.
     // SAFETY: the slices are as long as the shapes and strides say.
     unsafe {
-        gemm::gemm(
-            m,
+        get_gemm_fn()(
             n,
+            m,
             k,
             c.as_mut_ptr(),
+            n_stride,
             1,
-            n as isize,
             false,
-            a.as_ptr(),
-            1,
-            k as isize,
             b.as_ptr(),
-            k as isize,
+            1,
+            k_stride,
+            a.as_ptr(),
+            k_stride,
             1,
             1.0,
             1.0,

@@ -1,8 +1,9 @@
-//! The product of one tile, by the `gemm` crate in f32.
+//! The product of one tile, by the `gemm` crate's kernels of f32.
 
 use std::ops::Range;
 
-use gemm::Parallelism;
+use gemm_common::Parallelism;
+use gemm_f32::gemm::f32::get_gemm_fn;
 
 use super::sum::Rows;
 use crate::element::Element;
@@ -82,7 +83,7 @@ pub fn tile<T: Element>(
         // SAFETY: the operands hold padded · depth and columns · depth elements with these strides, the result
         // padded · columns, and it overlaps neither.
         unsafe {
-            gemm::gemm(
+            get_gemm_fn()(
                 padded,
                 columns,
                 depth,
