@@ -28,8 +28,8 @@ use clap::{Parser, ValueEnum};
 use common::gather::AllGather;
 use common::{Check, Failure, Operation, Row};
 use gemmesh::{
-    Backend, Builder, Chunking, Config, Element, Error, Explanation, Group, Host, Numerics, Result,
-    Route, TileShape, bf16, f16, launch,
+    Backend, Chunking, Config, Element, Error, Explanation, Group, Host, Numerics, Result, Route,
+    TileShape, bf16, f16, launch,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Map, Value, json};
@@ -479,7 +479,7 @@ fn run<B: Backend, T: Element, O: Timed<B, T>>(args: &Args) -> Result<(), Failur
         true => Numerics::StreamK,
         false => Numerics::Fast,
     };
-    let group = Builder::<B>::new().numerics(numerics).from_env()?;
+    let group = Group::<B>::builder().numerics(numerics).from_env()?;
     #[cfg(feature = "cuda")]
     if let Some(path) = &args.tune {
         let mut shapes = args.shapes().into_iter();

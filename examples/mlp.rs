@@ -14,8 +14,8 @@ use std::time::Instant;
 use clap::{Parser, ValueEnum};
 use gemmesh::trace::{Timeline, Trace};
 use gemmesh::{
-    Activation, AllGatherMatmul, Backend, Builder, Group, Host, MatmulReduceScatter, Matrix,
-    Prepared, PreparedReduceScatter, Result, Route, ShardedMatrix, bf16,
+    Activation, AllGatherMatmul, Backend, Group, Host, MatmulReduceScatter, Matrix, Prepared,
+    PreparedReduceScatter, Result, Route, ShardedMatrix, bf16,
 };
 
 const LAYERS: usize = 3;
@@ -44,7 +44,7 @@ fn main() -> Result<()> {
     let Args { backend, link } = Args::parse();
     match backend {
         BackendName::Host => {
-            let builder = Builder::<Host>::new().link((link * 1e9) as usize);
+            let builder = Group::<Host>::builder().link((link * 1e9) as usize);
             let size = Size {
                 m: 1024,
                 model: 512,

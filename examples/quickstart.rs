@@ -14,7 +14,7 @@ use clap::Parser;
 use common::gather::AllGather;
 use common::{Failure, Operation};
 use gemmesh::trace::Timeline;
-use gemmesh::{AllGatherMatmul, Builder, Group, Host, all_gather_matmul, bf16, launch};
+use gemmesh::{AllGatherMatmul, Group, Host, all_gather_matmul, bf16, launch};
 
 const RANKS: usize = 4;
 /// out[M, N] = gather(a)[M, K] · b[N, K]ᵀ, N columns on each rank.
@@ -35,7 +35,7 @@ struct Args {
 
 fn main() -> ExitCode {
     let Args { threads, link } = Args::parse();
-    let builder = Builder::<Host>::new().link((link * 1e9) as usize);
+    let builder = Group::<Host>::builder().link((link * 1e9) as usize);
     let rank = |group| rank(group, link);
     let result = if threads {
         builder.threads(RANKS, rank).map(drop)

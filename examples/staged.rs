@@ -12,7 +12,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::{Parser, ValueEnum};
-use gemmesh::{AllGatherMatmul, Backend, Builder, Error, Group, Host, Result, bf16, launch};
+use gemmesh::{AllGatherMatmul, Backend, Error, Group, Host, Result, bf16, launch};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::StandardNormal;
@@ -64,7 +64,7 @@ fn main() -> ExitCode {
 }
 
 fn run<B: Backend>(args: &Args) -> Result<()> {
-    let group = Builder::<B>::new().from_env()?;
+    let group = Group::<B>::builder().from_env()?;
     let &Args { m, n, k, s, .. } = args;
     // The same on every rank: each can check its output.
     let all = normal(1, m * k);

@@ -3,6 +3,8 @@
 #![cfg_attr(loom, allow(dead_code))]
 
 pub mod error;
+// Unstable: for this library's own tests and benchmarks; any release may change it.
+#[doc(hidden)]
 pub mod schedule;
 
 mod element;

@@ -190,6 +190,7 @@ impl<B: Backend, T: Value> fmt::Debug for Matrix<B, T> {
 }
 
 /// A part of a [`Matrix`], as an operand: some of its rows, some of its columns.
+#[must_use = "a view does nothing"]
 pub struct MatrixView<'a, B: Backend, T> {
     memory: &'a B::Buffer,
     group: &'a Group<B>,
@@ -308,6 +309,7 @@ impl<B: Backend, T: Value> fmt::Debug for MatrixView<'_, B, T> {
 }
 
 /// A part of a [`Matrix`], as an output.
+#[must_use = "a view does nothing"]
 pub struct MatrixViewMut<'a, B: Backend, T> {
     view: MatrixView<'a, B, T>,
     exclusive: PhantomData<&'a mut T>,

@@ -176,21 +176,22 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
         self.rows_of(self.group.rank())
     }
 
-    /// The rows that `rank` owns, counted rank after rank. (In memory too, unless the matrix was made by [`Group::sharded_staged`].)
-    ///
-    /// # Panics
-    /// Unless `rank` is below the group's world size.
+    /// The rows that `rank` owns, counted rank after rank: none if the group has no such rank. (In memory too, unless the matrix was made by
+    /// [`Group::sharded_staged`].)
     pub fn rows_of(&self, rank: usize) -> Range<usize> {
-        self.layout.rows_of(rank)
+        let m = self.layout.m();
+        match rank < self.layout.world() {
+            true => self.layout.rows_of(rank),
+            false => m..m,
+        }
     }
 
     /// Where the rows that `rank` owns lie in the matrix, in their order: one range, or of a staged matrix one a stage; empty ones are left out.
-    ///
-    /// # Panics
-    /// As [`ShardedMatrix::rows_of`].
     pub fn blocks_of(&self, rank: usize) -> Vec<Range<usize>> {
+        let rows = self.rows_of(rank);
         match self.layout.order() {
-            RowOrder::ByRank => Vec::from_iter(Some(self.rows_of(rank)).filter(|r| !r.is_empty())),
+            _ if rows.is_empty() => Vec::new(),
+            RowOrder::ByRank => vec![rows],
             RowOrder::ByStage => self.layout.blocks_of(rank).collect(),
         }
     }
@@ -307,21 +308,28 @@ impl<B: Backend, T: Value> fmt::Debug for ShardedMatrix<B, T> {
 
 /// This rank's own rows of a [`ShardedMatrix`].
 #[derive(Debug)]
+#[must_use = "a shard is written by its methods"]
 pub struct ShardMut<'a, B: Backend, T: Value>(&'a mut ShardedMatrix<B, T>);
 
 impl<B: Backend, T: Value> ShardMut<'_, B, T> {
+    /// How many elements the rows have: as many values does [`ShardMut::copy_from_host`] take.
+    pub fn len(&self) -> usize {
+        self.0.rows().len() * self.0.layout.k()
+    }
+
+    /// Whether this rank owns no row.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
     /// Overwrites the rows with `values`, row by row.
     ///
     /// # Errors
     /// [`Error::Shape`] unless there is one value for each element; the group's failure.
     pub fn copy_from_host(&mut self, values: &[T]) -> Result<()> {
         let k = self.0.layout.k();
-        let expected = self.0.rows().len() * k;
-        self.0.check_length(
-            "the host copy of a shard [rows * K]",
-            expected,
-            values.len(),
-        )?;
+        let what = "the host copy of a shard [rows * K]";
+        self.0.check_length(what, self.len(), values.len())?;
         let mut values = values;
         for rows in self.0.blocks_of(self.0.group.rank()) {
             let (block, rest) = values.split_at(rows.len() * k);

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering}
 
 use gemmesh::schedule::Schedule;
 use gemmesh::{
-    AllGatherMatmul, Builder, Chunking, Config, Error, Host, MatmulAllReduce, MatmulReduceScatter,
+    AllGatherMatmul, Chunking, Config, Error, Group, Host, MatmulAllReduce, MatmulReduceScatter,
     Matrix, Route, ShardedMatrix, TileShape, all_gather_matmul, bf16,
 };
 
@@ -196,7 +196,7 @@ fn assert_allocates_nothing<P>(
         std::thread::sleep(std::time::Duration::from_millis(1));
     }
     let together = Barrier::new(WORLD);
-    let found = Builder::<Host>::new()
+    let found = Group::<Host>::builder()
         .workers(1)
         .threads(WORLD, |group| {
             let mut rank = Rank {

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
-use gemmesh::{AllGatherMatmul, Builder, Cuda, Error, Group, Route, bf16};
+use gemmesh::{AllGatherMatmul, Cuda, Error, Group, Route, bf16};
 use support::gpu::*;
 use support::processes::Setting;
 
@@ -60,7 +60,7 @@ fn two_ranks_of_one_process_are_told_to_be_processes() {
     let Some(_leave) = gpu() else { return };
     let address = format!("one-process-{}", std::process::id());
     let connect = |rank: usize| {
-        let builder = Builder::<Cuda>::new().timeout(TIMEOUT);
+        let builder = Group::<Cuda>::builder().timeout(TIMEOUT);
         builder.connect(rank, 2, &address).map(drop)
     };
     let results = std::thread::scope(|scope| {

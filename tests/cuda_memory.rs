@@ -8,8 +8,8 @@ mod support;
 use std::time::{Duration, Instant};
 
 use gemmesh::{
-    AllGatherMatmul, Builder, Cuda, Error, Group, Matrix, Route, ShardedMatrix,
-    all_gather_and_consume, all_gather_matmul, bf16,
+    AllGatherMatmul, Cuda, Error, Group, Matrix, Route, ShardedMatrix, all_gather_and_consume,
+    all_gather_matmul, bf16,
 };
 use rustix::process::Signal;
 use support::gpu::*;
@@ -432,7 +432,7 @@ fn a_thousand_groups_leave_the_gpus_memory_as_it_was() {
                 1 => (format!("{}-{}-{number}", rank.address, rank.rank), 0),
                 _ => (format!("{}-{number}", rank.address), rank.rank),
             };
-            let builder = Builder::<Cuda>::new().timeout(TIMEOUT);
+            let builder = Group::<Cuda>::builder().timeout(TIMEOUT);
             // Alone, a rank is rank 0, whose default is another GPU.
             let group = builder
                 .device(rank.rank % devices().max(1))

@@ -1,6 +1,6 @@
 //! Groups over MPI: run under `mpirun -n 4`, or alone as a group of one.
 
-use gemmesh::{Builder, Error, Group, Host, all_gather_matmul, bf16};
+use gemmesh::{Error, Group, Host, all_gather_matmul, bf16};
 use mpi::topology::{Color, SimpleCommunicator};
 use mpi::traits::Communicator;
 
@@ -10,12 +10,12 @@ fn main() -> Result<(), Error> {
         missing: "an MPI that can be initialised".into(),
     })?;
     let world = universe.world();
-    multiply(&Builder::<Host>::new().from_mpi()?, &world);
+    multiply(&Group::<Host>::builder().from_mpi()?, &world);
 
     // The even and the odd ranks, each as a group of their own.
     let half = world.split_by_color(Color::with_value(world.rank() % 2));
     if let Some(half) = half {
-        multiply(&Builder::<Host>::new().from_communicator(&half)?, &half);
+        multiply(&Group::<Host>::builder().from_communicator(&half)?, &half);
     }
     if world.rank() == 0 {
         println!(

@@ -6,7 +6,7 @@ mod support;
 use std::time::Duration;
 
 use gemmesh::{
-    AllGatherMatmul, Builder, Chunking, Config, Element, Error, Group, Host, Route, TileShape,
+    AllGatherMatmul, Chunking, Config, Element, Error, Group, Host, Route, TileShape,
     all_gather_matmul, bf16, f16,
 };
 use rand::RngExt;
@@ -44,7 +44,7 @@ impl OnThreads for Case {
 
     #[track_caller]
     fn verify_with<T: Element>(&self, n: &[usize]) {
-        let worst = Builder::<Host>::new()
+        let worst = Group::<Host>::builder()
             .workers(self.workers)
             .timeout(Duration::from_secs(20))
             .threads(self.rows.len(), |group| {
@@ -269,7 +269,7 @@ fn ranks_may_have_different_n_whoever_moves_the_rows() {
 #[test]
 fn ranks_may_have_different_n_and_tiles_of_different_columns() {
     for route in [Route::Pull, Route::Push, Route::Store] {
-        Builder::<Host>::new()
+        Group::<Host>::builder()
             .threads(3, |group| {
                 let rank = group.rank();
                 let case = Case {
@@ -334,7 +334,7 @@ fn nan_and_infinity_are_exactly_where_the_reference_has_them() {
                     plant(bias, 3);
                 }
             }
-            Builder::<Host>::new()
+            Group::<Host>::builder()
                 .workers(case.workers)
                 .threads(3, |group| {
                     let (b, bias) = &weights[group.rank()];
@@ -650,7 +650,7 @@ fn where_that_is_asked_for_a_row_has_the_bits_that_it_has_in_any_batch() {
 fn copies_keep_to_a_stated_speed_and_bring_the_same() {
     const SPEED: usize = 100_000_000;
     let case = even(2, 512, 8, 4096);
-    let took = Builder::<Host>::new()
+    let took = Group::<Host>::builder()
         .workers(1)
         .link(SPEED)
         .threads(2, |group| {
@@ -663,7 +663,7 @@ fn copies_keep_to_a_stated_speed_and_bring_the_same() {
     let bytes = 256 * 4096 * 2;
     let least = Duration::from_secs_f64(bytes as f64 / SPEED as f64);
     assert!(took.iter().all(|took| *took >= least), "{took:?}");
-    let refused = Builder::<Host>::new().link(0).threads(2, |_| Ok(()));
+    let refused = Group::<Host>::builder().link(0).threads(2, |_| Ok(()));
     assert!(
         matches!(
             &refused,

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use gemmesh::trace::{Lane, Timeline, Trace};
 use gemmesh::{
-    AllGatherAndConsume, Builder, Chunk, Error, Group, Host, Matrix, ProduceAndReduceScatter, bf16,
+    AllGatherAndConsume, Chunk, Error, Group, Host, Matrix, ProduceAndReduceScatter, bf16,
 };
 use rand::RngExt;
 use support::numbers::{nan, rng};
@@ -117,7 +117,7 @@ fn check_order<F: FnMut(&mut dyn FnMut()) -> Result<Trace, Error>>(
     loses: impl Fn(&Timeline, usize) -> Duration + Sync,
 ) {
     let bytes_per_second = (ROWS * K * size_of::<bf16>()) as f64 / CHUNK.as_secs_f64();
-    let builder = Builder::<Host>::new()
+    let builder = Group::<Host>::builder()
         .workers(1)
         .link(bytes_per_second as usize);
     let ranks = builder.threads(3, |group| {

@@ -50,7 +50,7 @@ fn operations(group: &Group<Host>, count: usize, ways: &[Route]) -> Result<(), E
 
 fn group(first_epoch: u32) -> Builder<Host> {
     gemmesh::testing::delay_chunks(Some(7));
-    Builder::new()
+    Group::builder()
         .timeout(Duration::from_secs(10))
         .workers(2)
         .first_epoch(first_epoch)
@@ -137,7 +137,7 @@ fn two_ranks(
     k: usize,
     each: impl Fn(&Group<Host>, Run) -> Result<(), Error> + Sync,
 ) -> Result<(), Error> {
-    let group = Builder::<Host>::new().timeout(Duration::from_secs(2));
+    let group = Group::<Host>::builder().timeout(Duration::from_secs(2));
     group.threads(2, |group| {
         let a = group.sharded::<bf16>(M, k)?;
         let b = group.zeros(5, k)?;
@@ -152,7 +152,7 @@ fn two_ranks(
 fn a_rank_that_is_late_is_named_and_the_group_starts_nothing_more() -> Result<(), Error> {
     // By rank 1: then rank 0 comes.
     let given_up = AtomicBool::new(false);
-    let group = Builder::<Host>::new().timeout(Duration::from_secs(1));
+    let group = Group::<Host>::builder().timeout(Duration::from_secs(1));
     group.threads(2, |group| {
         let a = group.sharded::<bf16>(M, K)?;
         let b = group.zeros(5, K)?;
@@ -178,7 +178,7 @@ fn a_rank_that_is_late_is_named_and_the_group_starts_nothing_more() -> Result<()
 
 #[test]
 fn a_group_may_wait_for_ever() -> Result<(), Error> {
-    let group = Builder::<Host>::new().timeout(Duration::MAX);
+    let group = Group::<Host>::builder().timeout(Duration::MAX);
     group.threads(WORLD, |group| operations(&group, 2, &[Route::Pull]))?;
     Ok(())
 }
@@ -201,7 +201,7 @@ fn a_message_too_long_for_all_is_refused_and_its_sender_named() {
 fn the_failure_of_a_rank_ends_the_waits_of_the_others_at_once() -> Result<(), Error> {
     let timeout = Duration::from_secs(5);
     let all_have_failed = Barrier::new(2);
-    let group = Builder::<Host>::new().timeout(timeout);
+    let group = Group::<Host>::builder().timeout(timeout);
     group.threads(2, |group| {
         let a = group.sharded::<bf16>(M, K)?;
         let b = group.zeros(5, K)?;

@@ -10,7 +10,7 @@ use gemmesh::schedule::reduce_scatter::{self as planner, OUT, PARTIALS};
 use gemmesh::schedule::{Addend, Description, Layout, Schedule, Tile, Transfer};
 use gemmesh::trace::Work;
 use gemmesh::{
-    Builder, Chunking, Config, DType, Error, Host, MatmulReduceScatter, Route, TileShape, bf16, f16,
+    Chunking, Config, DType, Error, Group, Host, MatmulReduceScatter, Route, TileShape, bf16, f16,
 };
 use proptest::prelude::*;
 use rand::RngExt;
@@ -136,7 +136,7 @@ fn random_problems_cut_up_at_random_give_the_bits_of_the_plain_sum() {
             Config::new(tile, chunking, ROUTES[seed as usize % 3])
         });
         let address = format!("random-{}-{seed}", std::process::id());
-        let verified = Builder::<Host>::new()
+        let verified = Group::<Host>::builder()
             .workers(case.workers)
             .timeout(Duration::from_secs(20))
             .threads(world, |group| match seed % 2 {
@@ -209,7 +209,7 @@ fn a_rank_killed_while_the_others_wait_for_its_partials_is_named_within_a_second
 fn a_trace_says_for_whom_tiles_are_made_what_is_sent_and_what_is_added() {
     let rows = [40, 0, 50];
     let config = |route| Config::new(TileShape::new(16, 16, 8), Chunking::new(2), route);
-    let traced = Builder::<Host>::new().workers(1).threads(3, |group| {
+    let traced = Group::<Host>::builder().workers(1).threads(3, |group| {
         let a = group.zeros::<bf16>(90, 8)?;
         let b = group.zeros::<bf16>(24, 8)?;
         let rank = group.rank();

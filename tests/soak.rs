@@ -8,8 +8,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use gemmesh::{
-    AllGatherMatmul, Builder, Chunking, Config, Element, Error, Group, Host, Matrix, Route,
-    ShardedMatrix, TileShape, all_gather_matmul, bf16, f16,
+    AllGatherMatmul, Chunking, Config, Element, Error, Group, Host, Matrix, Route, ShardedMatrix,
+    TileShape, all_gather_matmul, bf16, f16,
 };
 use rand::RngExt;
 use rand::rngs::StdRng;
@@ -215,7 +215,7 @@ impl<T: Element> Item<T> {
 fn soak(first_epoch: u32, count: usize) {
     let alone = Alone::now();
     let steady = Mutex::new(None);
-    Builder::<Host>::new()
+    Group::<Host>::builder()
         .first_epoch(first_epoch)
         .workers(WORKERS)
         .timeout(Duration::from_secs(20))
@@ -276,7 +276,7 @@ fn the_operation_that_refreshes_the_flags_waits_for_its_rows_as_any_other() {
     let alone = Alone::now();
     for seed in 0..20 {
         gemmesh::testing::delay_chunks(Some(seed));
-        Builder::<Host>::new()
+        Group::<Host>::builder()
             .first_epoch(3 << 28)
             .threads(WORLD, |group| {
                 let mut item = Item::<bf16>::new(&group, seed)?;

@@ -6,7 +6,7 @@ use std::ops::Range;
 use clap::ValueEnum;
 use gemmesh::schedule::Layout;
 use gemmesh::{
-    Activation, AllGatherMatmul, Backend, Builder, Config, Element, Float, Group, Host, Matmul,
+    Activation, AllGatherMatmul, Backend, Config, Element, Float, Group, Host, Matmul,
     MatmulAllReduce, MatmulReduceScatter, Matrix, Prepared, PreparedAllReduce, PreparedMatmul,
     PreparedReduceScatter, Result, ShardedMatrix, WeightLayout,
 };
@@ -576,7 +576,7 @@ const RATIOS: [(&str, usize); 3] = [("/ plain", 1), ("/ calls", 2), ("/ cuBLASLt
 /// Times products of the form that is asked for.
 pub fn run<B: Backend, T: Element, C: Clock<B, T>>(args: &Args) -> Result<(), Failure> {
     check(args)?;
-    let group = Builder::<B>::new().from_env()?;
+    let group = Group::<B>::builder().from_env()?;
     let clock = C::new(&group)?;
     let is_sweep = matches!(args.sweep, Some(Sweep::Random));
     let products = if is_sweep { 1 << 30 } else { PRODUCTS };

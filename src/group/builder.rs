@@ -17,8 +17,9 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Any longer one is for ever, and still a time that can be added to another.
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(1 << 32);
 
-/// How a group is made, where the defaults don't do.
+/// How a group is made, where the defaults don't do: by [`Group::builder`].
 #[derive(Debug)]
+#[must_use = "there is no group before ranks have met"]
 pub struct Builder<B: Backend> {
     pub(super) timeout: Duration,
     workers: Option<usize>,
@@ -29,15 +30,9 @@ pub struct Builder<B: Backend> {
     backend: PhantomData<B>,
 }
 
-impl<B: Backend> Default for Builder<B> {
-    fn default() -> Self {
-        Builder::new()
-    }
-}
-
 impl<B: Backend> Builder<B> {
     /// The defaults.
-    pub fn new() -> Builder<B> {
+    pub(super) fn new() -> Builder<B> {
         Builder {
             timeout: DEFAULT_TIMEOUT,
             workers: None,
@@ -51,14 +46,12 @@ impl<B: Backend> Builder<B> {
 
     /// How long a rank waits for another, in any call, before it gives up; what the other multiplies meanwhile, to send it, counts
     /// too. [`DEFAULT_TIMEOUT`] if not given.
-    #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout.min(LONGEST_TIMEOUT);
         self
     }
 
     /// How many threads a rank multiplies with on the host backend. If not given, the ranks share the cores.
-    #[must_use]
     pub fn workers(mut self, workers: usize) -> Self {
         self.workers = Some(workers);
         self
@@ -67,14 +60,12 @@ impl<B: Backend> Builder<B> {
     /// Makes each rank of the host backend copy no faster than `bytes_per_second`. In one machine's memory a gather costs next to
     /// nothing; between GPUs it does not, and this shows what that changes. Products are as fast as before. Other backends have
     /// links of their own.
-    #[must_use]
     pub fn link(mut self, bytes_per_second: usize) -> Self {
         self.link = Some(bytes_per_second);
         self
     }
 
     /// What the bits of products may depend on. [`Numerics::Fast`] if not given.
-    #[must_use]
     pub fn numerics(mut self, numerics: Numerics) -> Self {
         self.numerics = numerics;
         self
@@ -82,7 +73,6 @@ impl<B: Backend> Builder<B> {
 
     /// The GPU of this rank on the CUDA backend, as an ordinal among those visible to this process. If not given,
     /// the ranks take the visible ones in turn.
-    #[must_use]
     pub fn device(mut self, ordinal: usize) -> Self {
         self.device = Some(ordinal);
         self
@@ -90,7 +80,6 @@ impl<B: Backend> Builder<B> {
 
     /// The number of the first operation, for tests of what happens when it wraps.
     #[doc(hidden)]
-    #[must_use]
     pub fn first_epoch(mut self, epoch: u32) -> Self {
         self.first_epoch = Epoch::from_raw(epoch);
         self

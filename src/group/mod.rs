@@ -103,6 +103,11 @@ struct Kept<B: Backend> {
 }
 
 impl<B: Backend> Group<B> {
+    /// What varies of a group: deadlines, threads of a rank, its GPU.
+    pub fn builder() -> Builder<B> {
+        Builder::new()
+    }
+
     /// The group that the launcher of this process describes in the environment: [`launch`](crate::launch), torchrun,
     /// Open MPI's mpirun, srun, or mpiexec of a PMI implementation. Of a launcher that started another, as srun does
     /// mpiexec's agents, the inner one counts.

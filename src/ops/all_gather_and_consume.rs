@@ -74,6 +74,7 @@ pub fn all_gather_and_consume<B: Backend, T: Value>(
 
 /// [`all_gather_and_consume`] with what varies.
 #[derive(Clone, Copy, Debug, Default)]
+#[must_use = "nothing is done before it is run"]
 pub struct AllGatherAndConsume {
     chunks: Option<usize>,
     stages: Option<usize>,
@@ -81,7 +82,6 @@ pub struct AllGatherAndConsume {
 
 impl AllGatherAndConsume {
     /// With the other rank's shard in two chunks where there are two ranks, and otherwise each in one.
-    #[must_use]
     pub const fn new() -> AllGatherAndConsume {
         AllGatherAndConsume {
             chunks: None,
@@ -91,7 +91,6 @@ impl AllGatherAndConsume {
 
     /// Gathers in as many stages, from 1 to 64: of each rank's rows the first of so many blocks, then the second of each. A matrix that was
     /// made by [`Group::sharded_staged`](crate::Group::sharded_staged) has its own.
-    #[must_use]
     pub const fn stages(self, stages: usize) -> AllGatherAndConsume {
         AllGatherAndConsume {
             stages: Some(stages),
@@ -101,7 +100,6 @@ impl AllGatherAndConsume {
 
     /// With each other rank's shard in as many chunks, from 1 to 64: smaller ones come sooner, and each costs a copy's start. A rank may
     /// give another number than its peers.
-    #[must_use]
     pub const fn chunks(self, chunks: usize) -> AllGatherAndConsume {
         AllGatherAndConsume {
             chunks: Some(chunks),

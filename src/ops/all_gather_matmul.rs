@@ -38,6 +38,7 @@ pub fn all_gather_matmul<B: Backend, T: Element>(
 
 /// [`all_gather_matmul`] with what varies.
 #[derive(Debug)]
+#[must_use = "nothing is done before it is run"]
 pub struct AllGatherMatmul<'a, B: Backend, T: Element> {
     options: Options<'a, B, T>,
     stages: Option<usize>,
@@ -53,14 +54,12 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     }
 
     /// Adds `bias`, [1, N], to every row, in f32 before the one rounding. Of several weights, N is that of all together.
-    #[must_use]
     pub fn bias(mut self, bias: impl Into<MatrixView<'a, B, T>>) -> Self {
         self.options.bias = Some(bias.into());
         self
     }
 
     /// Applies a function to each element, in f32 behind the bias and before the one rounding.
-    #[must_use]
     pub fn activation(mut self, activation: Activation) -> Self {
         self.options.activation = activation;
         self
@@ -69,21 +68,18 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     /// Multiplies with two weights of N columns, [gate, up], and makes one output of both, as SwiGLU does:
     /// `activation(a · gateᵀ) * (a · upᵀ)`, in f32 before the one rounding; neither product is written. A bias is [1, 2 N], the gate's
     /// first.
-    #[must_use]
     pub fn gated(mut self) -> Self {
         self.options.gated = true;
         self
     }
 
     /// How weights lie: [N, K], unless this says [K, N].
-    #[must_use]
     pub fn weight_layout(mut self, layout: WeightLayout) -> Self {
         self.options.weights = layout;
         self
     }
 
     /// Prepares for outputs of f32. (A call that was not prepared sees what it is given.)
-    #[must_use]
     pub fn f32_output(mut self) -> Self {
         self.options.f32_output = true;
         self
@@ -91,14 +87,12 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
 
     /// Gathers in as many stages, from 1 to 64: of each rank's rows the first of so many blocks, then the second of each. The output has its
     /// rows in order. A matrix that was made by [`Group::sharded_staged`] has its own.
-    #[must_use]
     pub fn stages(mut self, stages: usize) -> Self {
         self.stages = Some(stages);
         self
     }
 
     /// Cuts the problem up as `config` says.
-    #[must_use]
     pub fn config(mut self, config: Config) -> Self {
         self.options.config = Some(config);
         self
@@ -219,6 +213,7 @@ const COPY: &str = "copy";
 
 /// A product that has been planned. It fits every `a` of the same group, shape and split. It keeps the group.
 #[derive(Debug)]
+#[must_use = "nothing is done before it is run"]
 pub struct Prepared<'a, B: Backend, T: Element> {
     // Freed before the group that they belong to can end.
     program: Arc<B::Program>,
@@ -245,6 +240,7 @@ impl<B: Backend, T: Element> Clone for Prepared<'_, B, T> {
 
 impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// What is moved and multiplied, and in which order.
+    #[doc(hidden)]
     pub fn schedule(&self) -> &Schedule {
         B::schedule(&self.program)
     }

@@ -48,6 +48,7 @@ pub fn matmul<B: Backend, T: Element>(
 
 /// [`matmul`] with what varies.
 #[derive(Debug)]
+#[must_use = "nothing is done before it is run"]
 pub struct Matmul<'a, B: Backend, T: Element>(Options<'a, B, T>);
 
 impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
@@ -57,49 +58,42 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
     }
 
     /// As [`AllGatherMatmul::bias`](crate::AllGatherMatmul::bias).
-    #[must_use]
     pub fn bias(mut self, bias: impl Into<MatrixView<'a, B, T>>) -> Self {
         self.0.bias = Some(bias.into());
         self
     }
 
     /// As [`AllGatherMatmul::activation`](crate::AllGatherMatmul::activation).
-    #[must_use]
     pub fn activation(mut self, activation: Activation) -> Self {
         self.0.activation = activation;
         self
     }
 
     /// Adds `residual`, [M, N], last, in f32 before the one rounding. There is one output then.
-    #[must_use]
     pub fn residual(mut self, residual: impl Into<MatrixView<'a, B, T>>) -> Self {
         self.0.residual = Some(residual.into());
         self
     }
 
     /// As [`AllGatherMatmul::gated`](crate::AllGatherMatmul::gated).
-    #[must_use]
     pub fn gated(mut self) -> Self {
         self.0.gated = true;
         self
     }
 
     /// How weights lie: [N, K], unless this says [K, N].
-    #[must_use]
     pub fn weight_layout(mut self, layout: WeightLayout) -> Self {
         self.0.weights = layout;
         self
     }
 
     /// Prepares for outputs of f32. (A call that was not prepared sees what it is given.)
-    #[must_use]
     pub fn f32_output(mut self) -> Self {
         self.0.f32_output = true;
         self
     }
 
     /// Cuts the problem up as `config` says.
-    #[must_use]
     pub fn config(mut self, config: Config) -> Self {
         self.0.config = Some(config);
         self
@@ -172,6 +166,7 @@ impl<B: Backend, T: Element> Default for Matmul<'_, B, T> {
 
 /// A product of one rank that has been planned, by [`Matmul::prepare`]. It keeps the group.
 #[derive(Debug)]
+#[must_use = "nothing is done before it is run"]
 pub struct PreparedMatmul<'a, B: Backend, T: Element> {
     // Freed before the group that it belongs to can end.
     program: Arc<B::Program>,
@@ -182,6 +177,7 @@ pub struct PreparedMatmul<'a, B: Backend, T: Element> {
 
 impl<B: Backend, T: Element> PreparedMatmul<'_, B, T> {
     /// What is multiplied, in which order.
+    #[doc(hidden)]
     pub fn schedule(&self) -> &Schedule {
         B::schedule(&self.program)
     }

@@ -40,6 +40,7 @@ pub fn matmul_all_reduce<B: Backend, T: Element>(
 
 /// [`matmul_all_reduce`] with what varies.
 #[derive(Debug)]
+#[must_use = "nothing is done before it is run"]
 pub struct MatmulAllReduce<'a, B: Backend, T: Element>(Options<'a, B, T>);
 
 impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
@@ -49,28 +50,24 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     }
 
     /// Adds `bias`, [1, N], to each row, in f32 before the last rounding. It is added once, and every rank must give the same.
-    #[must_use]
     pub fn bias(mut self, bias: impl Into<MatrixView<'a, B, T>>) -> Self {
         self.0.bias = Some(bias.into());
         self
     }
 
     /// Adds `residual`, [M, N], to the sums last, in f32 before the last rounding. Every rank gives the same, and its rows are added once.
-    #[must_use]
     pub fn residual(mut self, residual: impl Into<MatrixView<'a, B, T>>) -> Self {
         self.0.residual = Some(residual.into());
         self
     }
 
     /// Applies a function to each sum, in f32 behind the bias: never to a part of it.
-    #[must_use]
     pub fn activation(mut self, activation: Activation) -> Self {
         self.0.activation = activation;
         self
     }
 
     /// How weights lie: [N, K], unless this says [K, N].
-    #[must_use]
     pub fn weight_layout(mut self, layout: WeightLayout) -> Self {
         self.0.weights = layout;
         self
@@ -81,7 +78,6 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     /// ([`Route::Store`](crate::Route::Store), on GPUs to seven peers at the most), the chunks are panels, of which one is summed
     /// while the next is multiplied. Up to eight ranks with
     /// GPUs of their own store few rows and push many; others pull.
-    #[must_use]
     pub fn config(mut self, config: Config) -> Self {
         self.0.config = Some(config);
         self
@@ -165,6 +161,7 @@ impl<B: Backend, T: Element> Default for MatmulAllReduce<'_, B, T> {
 /// A product and its sums that have been planned, by [`MatmulAllReduce::prepare`]. They fit every `a`, `b` and output of the same
 /// group, shapes and split. It keeps the group.
 #[derive(Debug)]
+#[must_use = "nothing is done before it is run"]
 pub struct PreparedAllReduce<'a, B: Backend, T: Element> {
     // Freed before the group that it belongs to can end.
     /// Where partials are pulled by the owners of rows, each rank has the sums of its own rows first.
@@ -175,6 +172,7 @@ pub struct PreparedAllReduce<'a, B: Backend, T: Element> {
 impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     /// What is moved and added up, and in which order; and what is multiplied, where partials are not pulled. Where they are, and
     /// are not exchanged, a gather follows.
+    #[doc(hidden)]
     pub fn schedule(&self) -> &Schedule {
         self.sums.schedule()
     }

@@ -70,6 +70,7 @@ pub fn matmul_reduce_scatter<B: Backend, T: Element>(
 
 /// [`matmul_reduce_scatter`] with what varies.
 #[derive(Debug)]
+#[must_use = "nothing is done before it is run"]
 pub struct MatmulReduceScatter<'a, B: Backend, T: Element> {
     options: Options<'a, B, T>,
     rows: Option<&'a [usize]>,
@@ -85,35 +86,30 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     }
 
     /// Adds `bias`, [1, N], to each of this rank's rows, in f32 before the last rounding. All ranks give one, or none does.
-    #[must_use]
     pub fn bias(mut self, bias: impl Into<MatrixView<'a, B, T>>) -> Self {
         self.options.bias = Some(bias.into());
         self
     }
 
     /// Adds `residual`, [rows, N], to the sums last, in f32 before the last rounding. All ranks give one, or none does.
-    #[must_use]
     pub fn residual(mut self, residual: impl Into<MatrixView<'a, B, T>>) -> Self {
         self.options.residual = Some(residual.into());
         self
     }
 
     /// Applies a function to each sum, in f32 behind the bias: never to a part of it.
-    #[must_use]
     pub fn activation(mut self, activation: Activation) -> Self {
         self.options.activation = activation;
         self
     }
 
     /// How weights lie: [N, K], unless this says [K, N].
-    #[must_use]
     pub fn weight_layout(mut self, layout: WeightLayout) -> Self {
         self.options.weights = layout;
         self
     }
 
     /// Prepares for an output of f32. (A call that was not prepared sees what it is given.)
-    #[must_use]
     pub fn f32_output(mut self) -> Self {
         self.options.f32_output = true;
         self
@@ -125,14 +121,12 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// stores them ([`Route::Store`](crate::Route::Store), on GPUs to seven peers at the most), each tile goes to its owner at once.
     /// Up to eight ranks with
     /// GPUs of their own store few rows and push many; others pull.
-    #[must_use]
     pub fn config(mut self, config: Config) -> Self {
         self.options.config = Some(config);
         self
     }
 
     /// Gives rank r `rows[r]` rows of the sum, those of rank 0 first. A rank may have none.
-    #[must_use]
     pub fn rows(mut self, rows: &'a [usize]) -> Self {
         self.rows = Some(rows);
         self
@@ -222,10 +216,12 @@ impl<B: Backend, T: Element> Default for MatmulReduceScatter<'_, B, T> {
 /// A product and its sums that have been planned, by [`MatmulReduceScatter::prepare`]. They fit every `a`, `b` and output of the
 /// same group and shapes. It keeps the group.
 #[derive(Debug)]
+#[must_use = "nothing is done before it is run"]
 pub struct PreparedReduceScatter<'a, B: Backend, T: Element>(Planned<'a, B, T>);
 
 impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     /// What is moved and added up, and in which order; and what is multiplied, where partials are not pulled.
+    #[doc(hidden)]
     pub fn schedule(&self) -> &Schedule {
         self.0.schedule()
     }

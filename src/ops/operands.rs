@@ -112,6 +112,7 @@ impl<B: Backend, T: Element> Clone for Options<'_, B, T> {
 /// What rows are multiplied with: a weight or, for one gather of the rows, up to four. Made from a [`Matrix`], a [`MatrixView`], or an
 /// array of either, or collected from views.
 #[derive(Debug)]
+#[must_use = "operands do nothing"]
 pub struct Weights<'a, B: Backend, T: Value>(SmallVec<[MatrixView<'a, B, T>; MAX_WEIGHTS]>);
 
 impl<'a, B: Backend, T: Value> From<&'a Matrix<B, T>> for Weights<'a, B, T> {
@@ -181,6 +182,7 @@ impl<T: Element> OutputOf<T> for f32 {}
 /// Where products go: a matrix of their operands' type or of f32, or one for each of several weights. Made from a `&mut`
 /// [`Matrix`], a [`MatrixViewMut`], an array of either, or collected from views.
 #[derive(Debug)]
+#[must_use = "operands do nothing"]
 pub struct Outputs<'a, B: Backend, T: Value> {
     all: SmallVec<[Output<'a, B>; MAX_WEIGHTS]>,
     element: PhantomData<T>,

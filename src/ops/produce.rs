@@ -99,6 +99,7 @@ pub fn produce_and_all_to_all<B: Backend, T: Value>(
 
 /// [`produce_and_reduce_scatter`] with what varies.
 #[derive(Clone, Copy, Debug, Default)]
+#[must_use = "nothing is done before it is run"]
 pub struct ProduceAndReduceScatter<'a> {
     rows: Option<&'a [usize]>,
     chunks: Option<usize>,
@@ -106,7 +107,6 @@ pub struct ProduceAndReduceScatter<'a> {
 
 impl<'a> ProduceAndReduceScatter<'a> {
     /// An even split, and the rows of each other rank in one block.
-    #[must_use]
     pub const fn new() -> Self {
         ProduceAndReduceScatter {
             rows: None,
@@ -115,7 +115,6 @@ impl<'a> ProduceAndReduceScatter<'a> {
     }
 
     /// Gives rank r `rows[r]` rows of the sum, those of rank 0 first. A rank may have none.
-    #[must_use]
     pub const fn rows(self, rows: &'a [usize]) -> Self {
         ProduceAndReduceScatter {
             rows: Some(rows),
@@ -126,7 +125,6 @@ impl<'a> ProduceAndReduceScatter<'a> {
     /// Makes the rows of each other rank in as many blocks, from 1 to 64, of multiples of 128 rows: smaller ones are on their way sooner, and
     /// each costs a copy's start, and kernels of fewer rows. The same on all ranks. (This rank's own rows are made in two: the last quarter apart,
     /// so that little is left to add up when all is made.)
-    #[must_use]
     pub const fn chunks(self, chunks: usize) -> Self {
         ProduceAndReduceScatter {
             chunks: Some(chunks),
@@ -235,19 +233,18 @@ impl<'a> ProduceAndReduceScatter<'a> {
 
 /// [`produce_and_all_to_all`] with a number of blocks.
 #[derive(Clone, Copy, Debug, Default)]
+#[must_use = "nothing is done before it is run"]
 pub struct ProduceAndAllToAll {
     chunks: Option<usize>,
 }
 
 impl ProduceAndAllToAll {
     /// The rows for each rank in one block.
-    #[must_use]
     pub const fn new() -> Self {
         ProduceAndAllToAll { chunks: None }
     }
 
     /// As [`ProduceAndReduceScatter::chunks`].
-    #[must_use]
     pub const fn chunks(self, chunks: usize) -> Self {
         ProduceAndAllToAll {
             chunks: Some(chunks),

@@ -55,11 +55,12 @@ pub fn is_rank() -> bool {
 /// failed. [`Error::AlreadyRank`] if this process is a rank, or [`Error::EnvironmentValue`] if it is one that can't be;
 /// [`Error::Limit`] unless there are 1 to 64 ranks.
 pub fn launch(world: usize) -> Result<()> {
-    Launch::new(world).args(std::env::args_os().skip(1)).run()
+    Launch::new(world).run()
 }
 
 /// A launch with other arguments or variables than this process's own.
 #[derive(Debug)]
+#[must_use = "nothing is started before `run`"]
 pub struct Launch {
     world: usize,
     args: Vec<OsString>,
@@ -67,24 +68,22 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// `world` ranks of this program, with no arguments.
+    /// `world` ranks of this program, with the arguments and the environment of this process, as [`launch`] starts them.
     pub fn new(world: usize) -> Launch {
         Launch {
             world,
-            args: Vec::new(),
+            args: std::env::args_os().skip(1).collect(),
             envs: Vec::new(),
         }
     }
 
-    /// Adds arguments for every rank.
-    #[must_use]
+    /// Gives every rank these arguments instead of this process's.
     pub fn args(mut self, args: impl IntoIterator<Item = impl Into<OsString>>) -> Launch {
-        self.args.extend(args.into_iter().map(Into::into));
+        self.args = args.into_iter().map(Into::into).collect();
         self
     }
 
     /// Adds a variable to every rank's environment.
-    #[must_use]
     pub fn env(mut self, name: impl Into<OsString>, value: impl Into<OsString>) -> Launch {
         self.envs.push((name.into(), value.into()));
         self

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use gemmesh::{Builder, Cuda, Error};
+use gemmesh::{Cuda, Error, Group};
 
 use crate::support::gpu::*;
 use crate::support::processes::{Rank, Setting};
@@ -17,7 +17,7 @@ fn soak(
     shapes: &[[usize; 3]],
     count: usize,
 ) -> Result<(), Error> {
-    let builder = Builder::<Cuda>::new().timeout(TIMEOUT);
+    let builder = Group::<Cuda>::builder().timeout(TIMEOUT);
     let group = builder
         .first_epoch(first_epoch)
         .connect(rank.rank, rank.world, address)?;

@@ -1,6 +1,6 @@
 //! Sums over ranks that each have a part of K.
 
-use gemmesh::{Builder, Chunking, Config, Cuda, Route, TileShape, bf16, f16};
+use gemmesh::{Chunking, Config, Cuda, Group, Route, TileShape, bf16, f16};
 use rand::RngExt;
 
 use gemmesh::testing::with_each_kernel;
@@ -176,7 +176,7 @@ fn sums_that_follow_one_another_at_once_are_right() {
 fn sums_that_are_sent_are_right_across_the_refresh_of_the_flags() {
     let Some(_leave) = gpu() else { return };
     all_done(ranks(test_name!(), 2, |rank| {
-        let builder = Builder::<Cuda>::new().timeout(TIMEOUT);
+        let builder = Group::<Cuda>::builder().timeout(TIMEOUT);
         let group =
             builder
                 .first_epoch((1 << 28) - 6)

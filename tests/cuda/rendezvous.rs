@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use gemmesh::{Builder, Cuda, Error, Group};
+use gemmesh::{Cuda, Error, Group};
 
 use crate::support::gpu::*;
 use crate::support::processes::{Setting, is_rank};
@@ -55,7 +55,7 @@ fn a_host_rank_among_cuda_ranks_is_named() {
 fn a_gpu_that_is_not_there_is_named_to_every_rank() {
     let Some(_leave) = gpu() else { return };
     let ranks = ranks(test_name!(), 2, |rank| {
-        let mut builder = Builder::<Cuda>::new().timeout(TIMEOUT);
+        let mut builder = Group::<Cuda>::builder().timeout(TIMEOUT);
         if rank.rank == 1 {
             builder = builder.device(99);
         }
@@ -122,7 +122,7 @@ fn ranks_that_see_all_gpus_work_in_any_order() {
         verify_device(&forward)?;
         drop(forward);
         let address = format!("{}-reversed", rank.address);
-        let builder = Builder::<Cuda>::new().timeout(TIMEOUT);
+        let builder = Group::<Cuda>::builder().timeout(TIMEOUT);
         let reversed = builder
             .device(rank.world - 1 - rank.rank)
             .connect(rank.rank, rank.world, &address)?;

@@ -1,8 +1,8 @@
 //! Every result is the one that float64 gives, within rounding, by each kernel and in each environment.
 
 use gemmesh::{
-    AllGatherMatmul, Builder, Chunking, Config, Cuda, Element, Error, Group, MatmulReduceScatter,
-    Numerics, Route, bf16, f16,
+    AllGatherMatmul, Chunking, Config, Cuda, Element, Error, Group, MatmulReduceScatter, Numerics,
+    Route, bf16, f16,
 };
 
 use crate::support::gpu::*;
@@ -245,7 +245,7 @@ fn stream_k_is_refused_where_nobody_asked_for_it_and_by_sums_that_are_sent() {
     all_done(ranks(test_name!(), 2, |rank| {
         let config = streamed().next().expect("kernels have it");
         let [allowed, plain] = [Numerics::StreamK, Numerics::Fast].map(|numerics| {
-            let builder = Builder::<Cuda>::new().timeout(TIMEOUT).numerics(numerics);
+            let builder = Group::<Cuda>::builder().timeout(TIMEOUT).numerics(numerics);
             let address = format!("{}-{numerics:?}", rank.address);
             builder.connect(rank.rank, rank.world, &address)
         });

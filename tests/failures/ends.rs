@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use gemmesh::{Builder, Error, Host, Route, all_gather_matmul, bf16};
+use gemmesh::{Error, Group, Host, Route, all_gather_matmul, bf16};
 use rustix::process::Signal;
 
 use crate::support::processes::sockets_of;
@@ -120,7 +120,7 @@ fn a_rank_that_never_calls_is_named_at_the_timeout() {
 
 #[test]
 fn a_rank_that_never_calls_is_named_also_by_ranks_without_rows_of_their_own() {
-    let error = Builder::<Host>::new()
+    let error = Group::<Host>::builder()
         .timeout(SHORT)
         .workers(3)
         .threads(4, |group| {
@@ -205,19 +205,21 @@ fn a_rank_that_leaves_before_rows_are_stored_is_named() {
 #[test]
 fn a_rank_that_leaves_while_the_others_push_is_named() {
     for route in ROUTES {
-        let result = Builder::<Host>::new().timeout(TIMEOUT).threads(3, |group| {
-            let mut arguments = Arguments::new(&group, 9, 5, 3)?;
-            for _ in 0..20 {
-                arguments.run_by(route)?;
-            }
-            if group.rank() == 1 {
-                return Ok(());
-            }
-            let begin = Instant::now();
-            let result = arguments.run_by(route);
-            assert!(begin.elapsed() < NOTICED);
-            result
-        });
+        let result = Group::<Host>::builder()
+            .timeout(TIMEOUT)
+            .threads(3, |group| {
+                let mut arguments = Arguments::new(&group, 9, 5, 3)?;
+                for _ in 0..20 {
+                    arguments.run_by(route)?;
+                }
+                if group.rank() == 1 {
+                    return Ok(());
+                }
+                let begin = Instant::now();
+                let result = arguments.run_by(route);
+                assert!(begin.elapsed() < NOTICED);
+                result
+            });
         let error = result.unwrap_err();
         assert!(
             matches!(error.cause(), Error::RankLeft { rank: 1, .. }),
@@ -267,18 +269,20 @@ fn a_rank_that_panics_is_named_as_that_within_a_second() {
 fn a_rank_that_panics_as_a_thread_is_named_to_the_others() {
     let told = std::sync::Mutex::new(Vec::new());
     let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-        Builder::<Host>::new().timeout(TIMEOUT).threads(3, |group| {
-            let mut arguments = Arguments::new(&group, 9, 5, 3)?;
-            if group.rank() == 0 {
-                std::panic::resume_unwind(Box::new("planted"));
-            }
-            let result = match group.rank() {
-                1 => arguments.run(),
-                _ => group.barrier(),
-            };
-            told.lock().unwrap().push(result.unwrap_err());
-            Ok::<(), Error>(())
-        })
+        Group::<Host>::builder()
+            .timeout(TIMEOUT)
+            .threads(3, |group| {
+                let mut arguments = Arguments::new(&group, 9, 5, 3)?;
+                if group.rank() == 0 {
+                    std::panic::resume_unwind(Box::new("planted"));
+                }
+                let result = match group.rank() {
+                    1 => arguments.run(),
+                    _ => group.barrier(),
+                };
+                told.lock().unwrap().push(result.unwrap_err());
+                Ok::<(), Error>(())
+            })
     }));
     assert!(caught.is_err());
     for error in told.into_inner().unwrap() {

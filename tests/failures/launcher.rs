@@ -5,7 +5,7 @@ use std::io::Write;
 use std::time::{Duration, Instant};
 
 use gemmesh::launch::{self, Launch};
-use gemmesh::{Builder, Error, Group, Host, bf16};
+use gemmesh::{Error, Group, Host, bf16};
 use rustix::process::Signal;
 
 use crate::support::processes::{Outcome, Rank, Setting, runs, start, start_with};
@@ -310,7 +310,7 @@ fn a_launched_rank_that_ends_before_the_others_meet_it_is_returned() {
         if std::env::var("GEMMESH_RANK").unwrap() == "1" {
             return Ok(());
         }
-        let builder = Builder::<Host>::new().timeout(SHORT / 2);
+        let builder = Group::<Host>::builder().timeout(SHORT / 2);
         builder.from_env().map(drop)
     });
     let cause = assert_failed(&error, 1, "exit status: 0").expect("a cause");
@@ -323,7 +323,7 @@ fn a_launched_rank_that_ends_before_the_others_meet_it_is_returned() {
 #[test]
 fn a_launched_rank_that_never_calls_is_returned_and_killed() {
     let error = launched_failure(test_name!(), || {
-        let group = Builder::<Host>::new().timeout(SHORT / 2).from_env()?;
+        let group = Group::<Host>::builder().timeout(SHORT / 2).from_env()?;
         group.barrier()?;
         if group.rank() == 2 {
             std::thread::sleep(Duration::from_secs(60));

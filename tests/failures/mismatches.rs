@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use gemmesh::trace::{Timeline, Trace};
 use gemmesh::{
-    AllGatherMatmul, Builder, Error, Host, MatmulReduceScatter, Route, bf16, matmul_reduce_scatter,
+    AllGatherMatmul, Error, Group, Host, MatmulReduceScatter, Route, bf16, matmul_reduce_scatter,
 };
 
 use crate::support::tested::{assert_call_mismatch, poisoned, ranks};
@@ -172,9 +172,10 @@ fn any_two_calls_that_differ_are_named_within_a_second_whoever_comes_first() {
         others.map(move |other| [one, other])
     });
     for (calls, late) in pairs.flat_map(|calls| [(calls, 0), (calls, 1)]) {
-        let result = Builder::<Host>::new().timeout(TIMEOUT).workers(1).threads(
-            2,
-            |group| -> Result<(), Error> {
+        let result = Group::<Host>::builder()
+            .timeout(TIMEOUT)
+            .workers(1)
+            .threads(2, |group| -> Result<(), Error> {
                 let mut arguments = Arguments::new(&group, 6, 5, 4)?;
                 let (_, call) = calls[group.rank()];
                 if group.rank() == late {
@@ -185,8 +186,7 @@ fn any_two_calls_that_differ_are_named_within_a_second_whoever_comes_first() {
                 let took = begin.elapsed();
                 assert!(took < NOTICED, "{took:?}");
                 Err(error.cause().clone())
-            },
-        );
+            });
         match result.unwrap_err() {
             Error::CallMismatch {
                 rank,
@@ -205,21 +205,23 @@ fn any_two_calls_that_differ_are_named_within_a_second_whoever_comes_first() {
 
 #[test]
 fn calls_that_differ_are_named_within_a_second_though_a_rank_makes_none() {
-    let error = Builder::<Host>::new().timeout(TIMEOUT).threads(3, |group| {
-        let mut arguments = Arguments::new(&group, 6, 5, 4)?;
-        let begin = Instant::now();
-        let result = match group.rank() {
-            0 => group.barrier(),
-            1 => arguments.run(),
-            _ => {
-                std::thread::sleep(NOTICED);
-                return group.barrier();
-            }
-        };
-        let took = begin.elapsed();
-        assert!(took < NOTICED, "{took:?}");
-        result
-    });
+    let error = Group::<Host>::builder()
+        .timeout(TIMEOUT)
+        .threads(3, |group| {
+            let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+            let begin = Instant::now();
+            let result = match group.rank() {
+                0 => group.barrier(),
+                1 => arguments.run(),
+                _ => {
+                    std::thread::sleep(NOTICED);
+                    return group.barrier();
+                }
+            };
+            let took = begin.elapsed();
+            assert!(took < NOTICED, "{took:?}");
+            result
+        });
     assert!(matches!(
         error.unwrap_err(),
         Error::CallMismatch {
@@ -232,7 +234,7 @@ fn calls_that_differ_are_named_within_a_second_though_a_rank_makes_none() {
 
 #[test]
 fn calls_are_compared_after_many_operations_and_exchanges() {
-    let error = Builder::<Host>::new()
+    let error = Group::<Host>::builder()
         .timeout(TIMEOUT)
         .workers(1)
         .threads(2, |group| {

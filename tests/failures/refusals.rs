@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use gemmesh::{AllGatherMatmul, Builder, Error, Host, all_gather_matmul, bf16};
+use gemmesh::{AllGatherMatmul, Error, Group, Host, all_gather_matmul, bf16};
 
 use crate::{Arguments, MakeCall, TIMEOUT};
 
@@ -13,7 +13,7 @@ const REFUSED: Duration = Duration::from_millis(1000);
 #[track_caller]
 fn refuse(expected: Error, call: MakeCall, refused: MakeCall) {
     let over = std::sync::Barrier::new(3);
-    Builder::<Host>::new()
+    Group::<Host>::builder()
         .timeout(TIMEOUT)
         .workers(1)
         .threads(3, |group| -> Result<(), Error> {
@@ -139,7 +139,7 @@ fn a_configuration_that_cannot_be_on_one_rank_is_named_to_all() {
 
 #[test]
 fn a_rank_that_is_refused_what_it_prepares_and_takes_its_time_has_done_no_harm() {
-    Builder::<Host>::new()
+    Group::<Host>::builder()
         .timeout(TIMEOUT)
         .threads(3, |group| -> Result<(), Error> {
             let mut arguments = Arguments::new(&group, 6, 5, 4)?;
@@ -159,17 +159,19 @@ fn a_rank_that_leaves_when_it_is_refused_a_call_is_named_with_the_reason() {
     let calls: [MakeCall; 2] = [|_, arguments| arguments.run(), |group, _| group.barrier()];
     for call in calls {
         let begin = Instant::now();
-        let error = Builder::<Host>::new().timeout(TIMEOUT).threads(3, |group| {
-            let mut arguments = Arguments::new(&group, 6, 5, 4)?;
-            if group.rank() != 1 {
-                let result = call(&group, &mut arguments);
-                let expected = shape("b [N, K] of all_gather_matmul", [5, 4], [5, 3]);
-                assert_eq!(result.unwrap_err().cause(), &expected);
-                return Ok(());
-            }
-            let b = group.zeros(5, 3)?;
-            all_gather_matmul(&arguments.a, &b, &mut arguments.out)
-        });
+        let error = Group::<Host>::builder()
+            .timeout(TIMEOUT)
+            .threads(3, |group| {
+                let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+                if group.rank() != 1 {
+                    let result = call(&group, &mut arguments);
+                    let expected = shape("b [N, K] of all_gather_matmul", [5, 4], [5, 3]);
+                    assert_eq!(result.unwrap_err().cause(), &expected);
+                    return Ok(());
+                }
+                let b = group.zeros(5, 3)?;
+                all_gather_matmul(&arguments.a, &b, &mut arguments.out)
+            });
         assert!(matches!(error, Err(Error::Shape { rank: 1, .. })));
         assert!(begin.elapsed() < REFUSED);
     }
@@ -177,7 +179,7 @@ fn a_rank_that_leaves_when_it_is_refused_a_call_is_named_with_the_reason() {
 
 #[test]
 fn a_rank_that_corrects_its_call_in_time_has_done_no_harm() {
-    Builder::<Host>::new()
+    Group::<Host>::builder()
         .timeout(TIMEOUT)
         .threads(3, |group| {
             let mut arguments = Arguments::new(&group, 6, 5, 4)?;
@@ -201,30 +203,34 @@ fn a_rank_that_corrects_its_call_in_time_has_done_no_harm() {
 
 #[test]
 fn a_rank_that_makes_another_call_when_it_is_refused_one_is_named_with_that() {
-    let error = Builder::<Host>::new().timeout(TIMEOUT).threads(2, |group| {
-        let mut arguments = Arguments::new(&group, 6, 5, 4)?;
-        if group.rank() == 0 {
-            return arguments.run();
-        }
-        let b = group.zeros(5, 3)?;
-        all_gather_matmul(&arguments.a, &b, &mut arguments.out).unwrap_err();
-        group.barrier()
-    });
+    let error = Group::<Host>::builder()
+        .timeout(TIMEOUT)
+        .threads(2, |group| {
+            let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+            if group.rank() == 0 {
+                return arguments.run();
+            }
+            let b = group.zeros(5, 3)?;
+            all_gather_matmul(&arguments.a, &b, &mut arguments.out).unwrap_err();
+            group.barrier()
+        });
     assert!(matches!(error, Err(Error::CallMismatch { rank: 1, .. })));
 }
 
 #[test]
 fn a_refusal_is_the_reason_also_where_the_timeout_is_short() {
     let timeout = Duration::from_millis(200);
-    let error = Builder::<Host>::new().timeout(timeout).threads(2, |group| {
-        let mut arguments = Arguments::new(&group, 6, 5, 4)?;
-        if group.rank() == 0 {
-            return arguments.run();
-        }
-        let b = group.zeros(5, 3)?;
-        let result = all_gather_matmul(&arguments.a, &b, &mut arguments.out);
-        std::thread::sleep(2 * timeout);
-        result
-    });
+    let error = Group::<Host>::builder()
+        .timeout(timeout)
+        .threads(2, |group| {
+            let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+            if group.rank() == 0 {
+                return arguments.run();
+            }
+            let b = group.zeros(5, 3)?;
+            let result = all_gather_matmul(&arguments.a, &b, &mut arguments.out);
+            std::thread::sleep(2 * timeout);
+            result
+        });
     assert!(matches!(error, Err(Error::Shape { rank: 1, .. })));
 }

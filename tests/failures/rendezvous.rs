@@ -5,7 +5,7 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixStream};
 use std::time::{Duration, Instant};
 
-use gemmesh::{Builder, Error, Host};
+use gemmesh::{Error, Group, Host};
 
 use crate::support::processes::{Outcome, Processes, sockets_of, start};
 use crate::support::shared::failures::assert_waited;
@@ -112,7 +112,7 @@ fn assert_missing(outcomes: &[Outcome], missing: usize) {
 fn two_ranks_of_one_process_meet_as_processes_do() {
     let address = format!("threads of {}", std::process::id());
     let rank = |rank| -> Result<(), Error> {
-        let builder = Builder::<Host>::new().timeout(TIMEOUT);
+        let builder = Group::<Host>::builder().timeout(TIMEOUT);
         let group = builder.connect(rank, 2, &address)?;
         Arguments::new(&group, 9, 5, 3)?.verify(&group)?;
         group.barrier()
@@ -127,7 +127,7 @@ fn two_ranks_of_one_process_meet_as_processes_do() {
 #[test]
 fn a_rank_of_another_protocol_version_is_named() {
     let ranks = ranks::<Host>(test_name!(), 3, |rank| {
-        let builder = Builder::<Host>::new().timeout(TIMEOUT);
+        let builder = Group::<Host>::builder().timeout(TIMEOUT);
         let group = match rank.rank {
             2 => builder.connect_speaking(2, rank.world, &rank.address, 999),
             _ => builder.connect(rank.rank, rank.world, &rank.address),

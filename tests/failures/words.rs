@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use gemmesh::{Builder, Error, Host};
+use gemmesh::{Error, Group, Host};
 
 use crate::{Arguments, MakeCall, SHORT, SLACK, TIMEOUT};
 
@@ -21,7 +21,7 @@ fn a_rank_that_does_not_come_is_told_of_by_the_call_the_rank_and_the_flag() {
     ];
     for (call, what) in calls {
         let given_up = std::sync::Barrier::new(2);
-        let result = Builder::<Host>::new()
+        let result = Group::<Host>::builder()
             .timeout(Duration::from_millis(300))
             .workers(1)
             .threads(2, |group| {
@@ -50,7 +50,7 @@ fn a_rank_that_does_not_come_is_told_of_by_the_call_the_rank_and_the_flag() {
 
 #[test]
 fn a_rank_that_holds_up_the_one_that_is_waited_for_is_told_of() {
-    let result = Builder::<Host>::new().timeout(SHORT).threads(3, |group| {
+    let result = Group::<Host>::builder().timeout(SHORT).threads(3, |group| {
         if group.rank() == 2 {
             std::thread::sleep(SHORT + SLACK);
             return Ok(());
@@ -85,7 +85,7 @@ fn a_rank_that_left_is_told_of_by_the_call_the_rank_and_the_flag() {
         (|group, _| group.barrier(), "barrier()"),
     ];
     for (call, what) in calls {
-        let result = Builder::<Host>::new()
+        let result = Group::<Host>::builder()
             .timeout(TIMEOUT)
             .workers(1)
             .threads(2, |group| {

@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use gemmesh::{Builder, Error, Group, Host};
+use gemmesh::{Error, Group, Host};
 use rustix::process::{Pid, Signal, kill_process};
 
 /// The variables that make a process of the test binary a rank.
@@ -70,7 +70,7 @@ pub struct Rank {
 impl Rank {
     /// The group of all processes of the test.
     pub fn connect(&self, timeout: Duration) -> Result<Group<Host>, Error> {
-        let builder = Builder::<Host>::new().timeout(timeout);
+        let builder = Group::<Host>::builder().timeout(timeout);
         builder.connect(self.rank, self.world, &self.address)
     }
 

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use gemmesh::{Backend, Builder, Config, Error, Group, Host, ShardedMatrix, bf16};
+use gemmesh::{Backend, Config, Error, Group, Host, ShardedMatrix, bf16};
 
 use super::processes::{Outcome, Processes, Rank, Setting, start_with};
 use super::products::Arguments;
@@ -98,7 +98,7 @@ pub fn ranks_with(
 
 /// A group of all ranks. What a rank keeps is there from now on.
 pub fn connect<B: Tested>(rank: &Rank, timeout: Duration) -> Result<Group<B>, Error> {
-    let builder = Builder::<B>::new().timeout(timeout);
+    let builder = Group::<B>::builder().timeout(timeout);
     let group = builder.connect(rank.rank, rank.world, &rank.address)?;
     std::mem::forget(B::keep(rank));
     Ok(group)
@@ -115,7 +115,7 @@ pub fn connect_short<B: Tested>(rank: &Rank) -> Result<(B::Kept, Group<B>), Erro
 pub fn host_group(rank: &Rank) -> Result<Group<Host>, Error> {
     let address = format!("{}-host", rank.address);
     let deadline = Duration::from_secs(90);
-    let builder = Builder::<Host>::new().timeout(deadline).workers(1);
+    let builder = Group::<Host>::builder().timeout(deadline).workers(1);
     builder.connect(rank.rank, rank.world, &address)
 }
 

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::{OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
-use gemmesh::{Builder, Config, Cuda, Error, Group, ShardedMatrix, bf16};
+use gemmesh::{Config, Cuda, Error, Group, ShardedMatrix, bf16};
 
 pub use driver::*;
 pub use hold::Hold;
@@ -89,7 +89,7 @@ pub fn absence() -> Option<&'static str> {
             return None;
         }
         let address = format!("probe-{}", std::process::id());
-        let builder = Builder::<Cuda>::new().timeout(Duration::from_secs(5));
+        let builder = Group::<Cuda>::builder().timeout(Duration::from_secs(5));
         builder
             .connect(0, 1, &address)
             .err()
@@ -165,7 +165,7 @@ pub fn another_group(
     timeout: Duration,
 ) -> Result<Group<Cuda>, Error> {
     let address = format!("{}-{name}", rank.address);
-    let builder = Builder::<Cuda>::new().timeout(timeout);
+    let builder = Group::<Cuda>::builder().timeout(timeout);
     builder.connect(rank.rank, rank.world, &address)
 }
 

@@ -494,7 +494,7 @@ pub fn what_cannot_be_exchanged_is_refused<B: Produces>(test: &str) {
         let group = connect::<B>(rank, B::TIMEOUT)?;
         let other = {
             let address = format!("{}-other", rank.address);
-            let builder = gemmesh::Builder::<B>::new().timeout(B::TIMEOUT);
+            let builder = Group::<B>::builder().timeout(B::TIMEOUT);
             builder.connect(rank.rank, rank.world, &address)?
         };
         let mut sharded = group.sharded::<bf16>(8, 8)?;

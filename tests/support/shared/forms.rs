@@ -2,9 +2,8 @@
 //! products of one rank alone.
 
 use gemmesh::{
-    Activation, AllGatherMatmul, Backend, Builder, Config, Error, Float, Group, Matmul,
-    MatmulAllReduce, MatmulReduceScatter, Matrix, Numerics, Outputs, Route, TileShape,
-    WeightLayout, bf16,
+    Activation, AllGatherMatmul, Backend, Config, Error, Float, Group, Matmul, MatmulAllReduce,
+    MatmulReduceScatter, Matrix, Numerics, Outputs, Route, TileShape, WeightLayout, bf16,
 };
 
 use crate::support::numbers::{bits, nan, normal};
@@ -150,7 +149,7 @@ fn poisoned<B: Backend, T: Float>(
 }
 
 fn connect<B: Tested>(rank: &Rank, numerics: Numerics) -> Result<Group<B>, Error> {
-    let builder = Builder::<B>::new().timeout(B::TIMEOUT).workers(2);
+    let builder = Group::<B>::builder().timeout(B::TIMEOUT).workers(2);
     let builder = builder.numerics(numerics);
     builder.connect(rank.rank, rank.world, &rank.address)
 }

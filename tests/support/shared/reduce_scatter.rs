@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use gemmesh::{
-    Builder, Config, Element, Error, Group, MatmulAllReduce, MatmulReduceScatter, Matrix, Route,
+    Config, Element, Error, Group, MatmulAllReduce, MatmulReduceScatter, Matrix, Route,
     ShardedMatrix, all_gather_matmul, bf16, matmul_reduce_scatter,
 };
 use rustix::process::Signal;
@@ -173,7 +173,7 @@ fn all_reduce<'a, B: Tested, T: Element>(
 
 /// The group of all ranks; on the host with so many workers a rank.
 fn group<B: Tested>(rank: &Rank, workers: usize) -> Result<Group<B>, Error> {
-    let builder = Builder::<B>::new().timeout(B::TIMEOUT).workers(workers);
+    let builder = Group::<B>::builder().timeout(B::TIMEOUT).workers(workers);
     builder.connect(rank.rank, rank.world, &rank.address)
 }
 
@@ -184,7 +184,7 @@ fn partials<B: Tested, T: Element>(
     case: &Case,
     config: Option<Config>,
 ) -> Result<Vec<Vec<T>>, Error> {
-    let builder = Builder::<B>::new().timeout(B::TIMEOUT).workers(1);
+    let builder = Group::<B>::builder().timeout(B::TIMEOUT).workers(1);
     let alone = builder.connect(0, 1, &format!("{address}-alone-{}", group.rank()))?;
     let rank = group.rank();
     let [a, b] = case.operands::<T>(rank);

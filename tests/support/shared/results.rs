@@ -1,7 +1,7 @@
 //! Every result is the one that it must be.
 
 use gemmesh::{
-    AllGatherMatmul, Builder, Config, Error, Numerics, Route, all_gather_matmul, bf16,
+    AllGatherMatmul, Config, Error, Group, Numerics, Route, all_gather_matmul, bf16,
     matmul_all_reduce,
 };
 
@@ -15,7 +15,7 @@ use crate::support::tested::{Tested, all_done, assert_call_mismatch, poisoned, r
 pub fn fused_is_gather_then_matmul<B: Tested>(test: &str, world: usize, cases: &[Case]) {
     let ranks = ranks::<B>(test, world, |rank| {
         let workers = cases.iter().map(|case| case.workers).max();
-        let builder = Builder::<B>::new()
+        let builder = Group::<B>::builder()
             .timeout(B::TIMEOUT)
             .numerics(Numerics::StreamK)
             .workers(workers.unwrap_or(0).max(1));
@@ -69,7 +69,7 @@ pub fn a_row_has_the_bits_that_it_has_in_any_batch<B: Tested>(test: &str) {
     const LARGEST: usize = 400;
     let [n, k] = [24, 1000];
     all_done(ranks::<B>(test, 2, |rank| {
-        let builder = Builder::<B>::new()
+        let builder = Group::<B>::builder()
             .timeout(B::TIMEOUT)
             .workers(1)
             .numerics(Numerics::Invariant);
@@ -128,7 +128,7 @@ pub fn rows_change_within_a_capacity<B: Tested>(test: &str) {
         [43, 42, 42],
     ];
     all_done(ranks::<B>(test, 3, |rank| {
-        let builder = Builder::<B>::new().timeout(B::TIMEOUT).workers(1);
+        let builder = Group::<B>::builder().timeout(B::TIMEOUT).workers(1);
         let group = builder.connect(rank.rank, rank.world, &rank.address)?;
         let mut a = group.sharded_with_capacity::<bf16>(CAPACITY, K)?;
         assert_eq!((a.shape(), a.capacity()), ([CAPACITY, K], CAPACITY));
@@ -193,7 +193,7 @@ pub fn rows_change_within_a_capacity<B: Tested>(test: &str) {
 #[track_caller]
 pub fn other_rows_are_a_mismatch<B: Tested>(test: &str) {
     let ranks = ranks::<B>(test, 3, |rank| {
-        let builder = Builder::<B>::new().timeout(B::TIMEOUT).workers(1);
+        let builder = Group::<B>::builder().timeout(B::TIMEOUT).workers(1);
         let group = builder.connect(rank.rank, rank.world, &rank.address)?;
         let mut a = group.sharded_with_capacity::<bf16>(30, 8)?;
         a.set_rows(match rank.rank {
