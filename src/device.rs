@@ -1,7 +1,9 @@
 //! What groups and matrices on GPUs have beside: streams and device pointers, on which other CUDA code can stand.
 #![allow(unsafe_code)]
 
+use std::any::Any;
 use std::ffi::c_void;
+use std::sync::Arc;
 
 use crate::backend::{Cuda, Sample};
 use crate::element::Value;
@@ -27,11 +29,74 @@ impl Group<Cuda> {
     /// # Safety
     /// The stream lives until another takes over or the group has ended.
     pub unsafe fn set_stream(&self, stream: *mut c_void) -> Result<()> {
+        // SAFETY: as this function's; there is nothing to keep.
+        unsafe { self.set_stream_of(stream, Arc::new(())) }
+    }
+
+    /// As [`Group::set_stream`], and keeps `owner` as long as the group uses the stream: what would destroy it when dropped, such as an
+    /// `Arc` of cudarc's `CudaStream`.
+    ///
+    /// # Errors
+    /// As [`Group::set_stream`].
+    ///
+    /// # Safety
+    /// The stream lives as long as `owner`.
+    pub unsafe fn set_stream_of(
+        &self,
+        stream: *mut c_void,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<()> {
+        // SAFETY: as this function's.
+        unsafe { self.replace_stream(stream, owner, || Ok(())) }
+    }
+
+    /// The same, if `check` agrees when no operation is under way.
+    ///
+    /// # Safety
+    /// As [`Group::set_stream_of`].
+    pub(crate) unsafe fn replace_stream(
+        &self,
+        stream: *mut c_void,
+        owner: Arc<dyn Any + Send + Sync>,
+        check: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
         let cuda = &self.inner().backend;
         // SAFETY: as this function's.
-        let stream = unsafe { cuda.borrow_stream(self.rank(), stream)? };
-        // SAFETY: likewise.
-        self.exclusively(|_| unsafe { cuda.set_stream(stream) })
+        let stream = unsafe { cuda.borrow_stream(self.rank(), stream, owner)? };
+        self.exclusively(|_| {
+            check()?;
+            // SAFETY: as this function's.
+            unsafe { cuda.set_stream(stream) }
+        })
+    }
+
+    /// Records a CUevent behind all operations so far, for other streams, or the host, to wait for them.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] if the driver refuses; the group's failure.
+    ///
+    /// # Safety
+    /// It is an event of the device's primary context.
+    pub unsafe fn record_event(&self, event: *mut c_void) -> Result<()> {
+        // SAFETY: as this function's.
+        self.exclusively(|_| unsafe { self.inner().backend.main().record(event) })
+    }
+
+    /// Lets all later operations wait, on the device, for where a CUevent was recorded last.
+    ///
+    /// # Errors
+    /// As [`Group::record_event`].
+    ///
+    /// # Safety
+    /// It is an event of a CUDA context of this process.
+    pub unsafe fn wait_for_event(&self, event: *mut c_void) -> Result<()> {
+        // SAFETY: as this function's.
+        self.exclusively(|_| unsafe { self.inner().backend.main().wait(event) })
+    }
+
+    /// This rank's GPU, as an ordinal among those visible to this process.
+    pub fn device_ordinal(&self) -> usize {
+        self.inner().backend.device().ordinal()
     }
 
     /// The name of this rank's GPU.

@@ -11,8 +11,12 @@ mod element;
 
 #[cfg(not(loom))]
 mod backend;
+#[cfg(all(feature = "cudarc", not(loom)))]
+mod cudarc_views;
 #[cfg(all(feature = "cuda", not(loom)))]
 mod device;
+#[cfg(not(loom))]
+pub mod dlpack;
 #[cfg(not(loom))]
 mod explanation;
 #[cfg(not(loom))]
@@ -56,6 +60,8 @@ pub use {
 
 #[cfg(all(feature = "cuda", not(loom)))]
 pub use backend::Cuda;
+#[cfg(all(feature = "cudarc", not(loom)))]
+pub use cudarc_views::{CudarcMatrix, CudarcMatrixMut};
 
 #[cfg(not(loom))]
 #[doc(hidden)]

@@ -224,7 +224,7 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
         limit("the end of a view's rows", rows.end, 1, all)?;
         limit("the first row of a view", rows.start, 0, rows.end - 1)?;
         Ok(MatrixView {
-            offset: self.offset + rows.start * B::pitch(self.memory),
+            offset: self.offset + rows.start * B::place(self.memory).1,
             shape: [rows.len(), columns],
             ..self
         })

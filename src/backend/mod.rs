@@ -4,6 +4,7 @@
 mod cuda;
 mod host;
 
+use std::any::Any;
 use std::ffi::c_void;
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,6 +24,25 @@ use crate::explanation::Prediction;
 use crate::ranks::members::Members;
 use crate::schedule::{Config, Description, Epoch, Numerics, Request, Schedule, Transfer};
 use crate::span::Span;
+
+/// What gives another library's memory back when it is dropped.
+pub struct Owner(#[allow(dead_code)] Box<dyn Any + Send>);
+
+// SAFETY: nobody touches it but to drop it.
+#[allow(unsafe_code)]
+unsafe impl Sync for Owner {}
+
+impl Owner {
+    pub fn new(owner: impl Any + Send) -> Owner {
+        Owner(Box::new(owner))
+    }
+}
+
+impl Debug for Owner {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.write_str("Owner")
+    }
+}
 
 /// What a backend is told when it is opened.
 #[derive(Clone, Debug)]
@@ -162,8 +182,23 @@ pub(crate) mod sealed {
         /// Collective, as `call`. Zeroed memory of `bytes` bytes on each rank.
         fn symmetric(&self, members: &Members, call: &str, bytes: usize)
         -> Result<Self::Symmetric>;
-        /// The bytes from row to row of a buffer.
-        fn pitch(of: &Self::Buffer) -> usize;
+        /// Memory of another library's for `shape[0]` rows of `shape[1]` bytes, `pitch` bytes from row to row. `owner` is dropped when nothing
+        /// uses it any more.
+        ///
+        /// # Safety
+        /// Until then it is there, and nobody else writes it in a way that the order of this rank's operations does not know.
+        #[allow(unsafe_code)]
+        unsafe fn adopt(
+            &self,
+            ptr: u64,
+            shape: [usize; 2],
+            pitch: usize,
+            owner: Owner,
+        ) -> Self::Buffer;
+        /// Where a buffer lies, and the bytes from row to row.
+        fn place(of: &Self::Buffer) -> (u64, usize);
+        /// What DLPack calls the memory: the type of the device, and its number.
+        fn dlpack_device(&self) -> (i32, i32);
         /// Zeroed memory for `rows` rows of `width` bytes.
         fn buffer(&self, members: &Members, rows: usize, width: usize) -> Result<Self::Buffer>;
 

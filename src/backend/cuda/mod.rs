@@ -33,6 +33,7 @@ pub use tuned::Winner;
 #[cfg(fuzzing)]
 pub use tuned::fuzzing as winners;
 
+use std::any::Any;
 use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -53,7 +54,7 @@ use slices::Workspace;
 use tables::Tables;
 
 use super::sealed::{self, Call};
-use super::{Backend, Options};
+use super::{Backend, Options, Owner};
 use crate::error::{Error, Result};
 use crate::explanation::Prediction;
 use crate::ranks::members::Members;
@@ -118,6 +119,8 @@ pub struct Cuda {
     /// The main stream before has come to where another took over.
     handed_over: Event,
     peers: Peers,
+    /// Held by whoever has matrices in memory that the main stream keeps in order.
+    borrows: Arc<()>,
     /// How often the ranks' streams have been aligned.
     alignments: AtomicU32,
 }
@@ -135,21 +138,24 @@ pub struct Buffer {
 #[derive(Debug)]
 enum Storage {
     Own(Deferred<Memory>),
+    /// The caller sees to it that it stays.
     Callers(Region),
+    /// What is dropped with it gives it back.
+    Adopted(Region, #[allow(dead_code)] Deferred<Owner>),
 }
 
 impl Buffer {
     fn region(&self) -> &Region {
         match &self.storage {
             Storage::Own(memory) => memory.region(),
-            Storage::Callers(region) => region,
+            Storage::Callers(region) | Storage::Adopted(region, _) => region,
         }
     }
 
     fn region_mut(&mut self) -> &mut Region {
         match &mut self.storage {
             Storage::Own(memory) => memory.region_mut(),
-            Storage::Callers(region) => region,
+            Storage::Callers(region) | Storage::Adopted(region, _) => region,
         }
     }
 
@@ -216,6 +222,7 @@ impl sealed::Backend for Cuda {
                 turn,
                 called,
                 handed_over,
+                borrows: Arc::new(()),
                 alignments: AtomicU32::new(0),
                 distinct: peers.are_distinct(),
                 recorded: AtomicBool::new(false),
@@ -367,8 +374,33 @@ impl sealed::Backend for Cuda {
         from.own_region().read_rows(offset, length, length, to)
     }
 
-    fn pitch(of: &Buffer) -> usize {
-        of.pitch
+    unsafe fn adopt(
+        &self,
+        ptr: u64,
+        [rows, width]: [usize; 2],
+        pitch: usize,
+        owner: Owner,
+    ) -> Buffer {
+        // SAFETY: as this function's.
+        let buffer = unsafe { self.view(ptr, rows, width, pitch) };
+        Buffer {
+            storage: match buffer.storage {
+                Storage::Callers(region) => {
+                    Storage::Adopted(region, Deferred::new(owner, &self.reclaimer))
+                }
+                other => other,
+            },
+            ..buffer
+        }
+    }
+
+    fn place(of: &Buffer) -> (u64, usize) {
+        of.place()
+    }
+
+    fn dlpack_device(&self) -> (i32, i32) {
+        const CUDA: i32 = 2;
+        (CUDA, self.device.ordinal() as i32)
     }
 
     fn write(&self, to: &mut Buffer, from: &[u8]) -> Result<()> {
@@ -430,7 +462,7 @@ impl Cuda {
         self.wait_idle(members, &self.main())
     }
 
-    fn main(&self) -> Arc<Stream> {
+    pub(crate) fn main(&self) -> Arc<Stream> {
         self.reclaimer.main()
     }
 
@@ -541,13 +573,28 @@ impl Cuda {
         Ok(())
     }
 
+    /// For as long as it is held, no other stream may take over from the main stream unless who says so knows what that means.
+    pub fn borrow_order(&self) -> Arc<()> {
+        self.borrows.clone()
+    }
+
+    /// How many hold that.
+    pub fn borrowed_orders(&self) -> usize {
+        Arc::strong_count(&self.borrows) - 1
+    }
+
     /// A stream of the caller's, if operations can be put on it.
     ///
     /// # Safety
     /// As [`Cuda::set_stream`].
-    pub unsafe fn borrow_stream(&self, rank: usize, stream: *mut c_void) -> Result<Stream> {
+    pub unsafe fn borrow_stream(
+        &self,
+        rank: usize,
+        stream: *mut c_void,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<Stream> {
         // SAFETY: as this function's.
-        let stream = unsafe { Stream::borrowed(&self.device, stream) };
+        let stream = unsafe { Stream::borrowed(&self.device, stream, owner) };
         self.queues.check_main(rank, stream.priority()?)?;
         Ok(stream)
     }

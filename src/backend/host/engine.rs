@@ -41,7 +41,7 @@ impl Pointers {
                 Bound::Symmetric(memory) => (memory.own(), 0, spec.row_bytes()),
                 Bound::Part(memory, offset) => (memory.own(), *offset, spec.row_bytes()),
                 Bound::Input(memory, offset) | Bound::Output(memory, offset) => {
-                    (memory.memory.as_ptr(), *offset, memory.width)
+                    (memory.memory.as_ptr(), *offset, memory.pitch)
                 }
             };
             // SAFETY: the operation that binds it has checked that it lies within.

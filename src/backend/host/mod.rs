@@ -15,7 +15,7 @@ use memory::{Flags, Symmetric};
 use workers::Workers;
 
 use super::sealed::{self, Call};
-use super::{Backend, Options};
+use super::{Backend, Options, Owner};
 use crate::error::{Error, Result};
 use crate::memory::Mapping;
 use crate::ranks::members::Members;
@@ -47,12 +47,40 @@ struct Scratch {
     times: Vec<f32>,
 }
 
-/// A rank's own memory: rows that follow one another.
+/// A rank's own memory of one matrix.
 #[derive(Debug)]
 pub struct Buffer {
-    memory: Mapping,
-    /// Bytes of a row.
+    memory: Memory,
+    /// Bytes from row to row.
+    pitch: usize,
+    /// Bytes of a row that are elements.
     width: usize,
+}
+
+enum Memory {
+    Own(Mapping),
+    /// Another library's: what is dropped with it gives it back.
+    Adopted(*mut u8, #[allow(dead_code)] Owner),
+}
+
+// SAFETY: memory belongs to the process, not to a thread; an owner can be sent.
+unsafe impl Send for Memory {}
+// SAFETY: shared access yields only a raw pointer.
+unsafe impl Sync for Memory {}
+
+impl std::fmt::Debug for Memory {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        write!(f, "Memory at {:p}", self.as_ptr())
+    }
+}
+
+impl Memory {
+    fn as_ptr(&self) -> *mut u8 {
+        match self {
+            Memory::Own(mapping) => mapping.as_ptr(),
+            Memory::Adopted(first, _) => *first,
+        }
+    }
 }
 
 /// A schedule, and what is left to do of it while it runs.
@@ -146,11 +174,28 @@ impl sealed::Backend for Host {
         let bytes = rows * width;
         let memory = Mapping::private(bytes);
         let memory = memory.map_err(memory::out_of_memory(members.rank, bytes))?;
-        Ok(Buffer { memory, width })
+        Ok(Buffer {
+            memory: Memory::Own(memory),
+            pitch: width,
+            width,
+        })
     }
 
-    fn pitch(of: &Buffer) -> usize {
-        of.width
+    unsafe fn adopt(&self, ptr: u64, [_, width]: [usize; 2], pitch: usize, owner: Owner) -> Buffer {
+        Buffer {
+            memory: Memory::Adopted(ptr as *mut u8, owner),
+            pitch,
+            width,
+        }
+    }
+
+    fn place(of: &Buffer) -> (u64, usize) {
+        (of.memory.as_ptr() as u64, of.pitch)
+    }
+
+    fn dlpack_device(&self) -> (i32, i32) {
+        const CPU: i32 = 1;
+        (CPU, 0)
     }
 
     fn write_symmetric(&self, to: &mut Symmetric, offset: usize, from: &[u8]) -> Result<()> {
@@ -167,15 +212,24 @@ impl sealed::Backend for Host {
     }
 
     fn write(&self, to: &mut Buffer, from: &[u8]) -> Result<()> {
-        // SAFETY: the caller has checked that the buffer is at least as long as `from`, and borrows it exclusively.
-        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.memory.as_ptr(), from.len()) };
+        for (index, row) in from.chunks(to.width).enumerate() {
+            // SAFETY: the caller has checked that the buffer has as many rows, and borrows it exclusively.
+            unsafe {
+                let place = to.memory.as_ptr().add(index * to.pitch);
+                std::ptr::copy_nonoverlapping(row.as_ptr(), place, row.len());
+            }
+        }
         Ok(())
     }
 
     fn read(&self, from: &Buffer, to: &mut [u8]) -> Result<()> {
-        // SAFETY: the caller has checked that the buffer is at least as long as `to`. Buffers are written through
-        // exclusive borrows only.
-        unsafe { std::ptr::copy_nonoverlapping(from.memory.as_ptr(), to.as_mut_ptr(), to.len()) };
+        for (index, row) in to.chunks_mut(from.width).enumerate() {
+            // SAFETY: the caller has checked that the buffer has as many rows. Buffers are written through exclusive borrows only.
+            unsafe {
+                let place = from.memory.as_ptr().add(index * from.pitch);
+                std::ptr::copy_nonoverlapping(place, row.as_mut_ptr(), row.len());
+            }
+        }
         Ok(())
     }
 

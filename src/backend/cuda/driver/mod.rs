@@ -4,7 +4,7 @@
 //! rank, the call and the driver's own words.
 
 use std::collections::HashMap;
-use std::ffi::CStr;
+use std::ffi::{CStr, c_void};
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -30,6 +30,7 @@ pub struct Device {
     pub rank: usize,
     /// How long an allocation may take at the most.
     timeout: Duration,
+    ordinal: usize,
     gpu: Arc<Gpu>,
 }
 
@@ -175,7 +176,22 @@ impl Device {
                 gpu
             }
         };
-        Ok(Arc::new(Device { rank, timeout, gpu }))
+        Ok(Arc::new(Device {
+            rank,
+            timeout,
+            ordinal,
+            gpu,
+        }))
+    }
+
+    /// The primary context, a CUcontext.
+    pub fn context(&self) -> *mut c_void {
+        self.gpu.context.cast()
+    }
+
+    /// Among the GPUs that are visible to this process.
+    pub fn ordinal(&self) -> usize {
+        self.ordinal
     }
 
     /// The driver's name of the GPU.

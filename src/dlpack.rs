@@ -1,0 +1,290 @@
+//! Matrices from and for other libraries, with no copy, by [DLPack](https://dmlc.github.io/dlpack/latest/).
+//!
+//! [`Matrix::from_dlpack`] takes the memory of a tensor of PyTorch, JAX, CuPy or any other that speaks DLPack, and
+//! [`Matrix::into_dlpack`] gives a matrix to them. In Python such a tensor is in a capsule named `dltensor`; who takes it out names that
+//! `used_dltensor`.
+//!
+//! DLPack says where memory is, and not when it is written. On GPUs, who gives a tensor here has put what writes it on the group's stream, or
+//! has joined that to the group's stream by an event; and who gets one reads it in that order too, or after
+//! [`Group::synchronize`].
+//!
+//! ```
+//! use gemmesh::{Group, Host, Matmul, Matrix, bf16};
+//!
+//! # #[allow(unsafe_code)]
+//! fn rank(group: Group<Host>) -> gemmesh::Result<()> {
+//!     // As it comes from elsewhere: here from this library.
+//!     let tensor = group.upload(&[bf16::ONE; 4 * 8], 4, 8)?.into_dlpack();
+//!     // SAFETY: a tensor that nobody else uses any more.
+//!     let a = unsafe { Matrix::<Host, bf16>::from_dlpack(&group, tensor)? };
+//!     let b = group.upload(&[bf16::ONE; 2 * 8], 2, 8)?;
+//!     let mut out = group.zeros::<f32>(4, 2)?;
+//!     Matmul::new().run(&a, &b, &mut out)?;
+//!     assert_eq!(out.to_vec()?, [8.0; 4 * 2]);
+//!     Ok(())
+//! }
+//!
+//! Group::threads(1, rank)?;
+//! # Ok::<_, gemmesh::Error>(())
+//! ```
+#![allow(unsafe_code)]
+
+use std::ffi::c_void;
+
+use crate::backend::{Backend, Owner};
+use crate::element::{DType, Value};
+use crate::error::{Error, Result};
+use crate::group::Group;
+use crate::matrix::{Matrix, bytes_of};
+
+/// Where memory is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct DLDevice {
+    /// 1: the host's memory; 2: a CUDA GPU's.
+    pub device_type: i32,
+    /// The GPU's ordinal among those visible to the process.
+    pub device_id: i32,
+}
+
+/// The type of an element.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct DLDataType {
+    /// 1: unsigned integers; 2: IEEE 754 floats; 4: bfloat16.
+    pub code: u8,
+    /// How wide it is.
+    pub bits: u8,
+    /// 1, unless it is a vector.
+    pub lanes: u16,
+}
+
+/// Elements in memory.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct DLTensor {
+    /// Where the memory begins.
+    pub data: *mut c_void,
+    /// Where it is.
+    pub device: DLDevice,
+    /// How many dimensions there are.
+    pub ndim: i32,
+    /// The type of an element.
+    pub dtype: DLDataType,
+    /// The extent of each dimension.
+    pub shape: *mut i64,
+    /// Elements from one to the next along each dimension; null if they follow one another, row by row.
+    pub strides: *mut i64,
+    /// Bytes from the memory's beginning to the first element.
+    pub byte_offset: u64,
+}
+
+/// A tensor, and how its memory is given back: version 0 of the ABI, which all libraries read.
+#[derive(Debug)]
+#[repr(C)]
+pub struct DLManagedTensor {
+    /// The tensor.
+    pub dl_tensor: DLTensor,
+    /// The business of whoever made it.
+    pub manager_ctx: *mut c_void,
+    /// To be called once, by whoever has the tensor last, on any thread.
+    pub deleter: Option<unsafe extern "C" fn(*mut DLManagedTensor)>,
+}
+
+/// A tensor that is given back when this is dropped.
+struct Managed(*mut DLManagedTensor);
+
+// SAFETY: DLPack's deleters may be called on any thread.
+unsafe impl Send for Managed {}
+
+impl Drop for Managed {
+    fn drop(&mut self) {
+        // SAFETY: it is alive: nobody else gives it back.
+        unsafe {
+            if let Some(deleter) = (*self.0).deleter {
+                deleter(self.0);
+            }
+        }
+    }
+}
+
+/// A matrix that another library has.
+#[repr(C)]
+struct Exported<B: Backend, T: Value> {
+    // First: a pointer to it is one to this.
+    tensor: DLManagedTensor,
+    shape: [i64; 2],
+    strides: [i64; 2],
+    _matrix: Matrix<B, T>,
+}
+
+impl<B: Backend, T: Value> Matrix<B, T> {
+    /// A matrix in the memory of a tensor of two dimensions, which is given back when the matrix has been dropped and the operations
+    /// that use it have ended. If the tensor is refused, it is still the caller's.
+    ///
+    /// # Errors
+    /// [`Error::Unsuitable`] for a tensor on another device than the group's, of another type, of other than two dimensions, or whose rows do not
+    /// lie apart by a fixed distance with their elements side by side; [`Error::Unaligned`] on GPUs unless its first element and each row
+    /// begin at a multiple of 16 bytes; [`Error::Limit`] for an empty one.
+    ///
+    /// # Safety
+    /// `tensor` points to a tensor that tells the truth and has not been given back. Until it is, nobody else writes its memory
+    /// while an operation uses it, nor reads it while it is written. On GPUs each row is there in whole pieces of 16 bytes, and if the
+    /// matrix is an output, these are its own: an operation may write behind a row's last element up to the next piece.
+    pub unsafe fn from_dlpack(
+        group: &Group<B>,
+        tensor: *mut DLManagedTensor,
+    ) -> Result<Matrix<B, T>> {
+        let rank = group.rank();
+        // SAFETY: as this function's.
+        let given = unsafe { (*tensor).dl_tensor };
+        let backend = &group.inner().backend;
+        let (device_type, device_id) = backend.dlpack_device();
+        require(
+            rank,
+            "the device",
+            device(given.device),
+            device(DLDevice {
+                device_type,
+                device_id,
+            }),
+        )?;
+        require(rank, "the dtype", dtype(given.dtype), T::DTYPE.to_string())?;
+        require(rank, "the number of dimensions", given.ndim, 2)?;
+        // SAFETY: as this function's: there are two of each.
+        let pair = |of: *const i64| unsafe { [*of, *of.add(1)] };
+        let [rows, columns] = pair(given.shape).map(|extent| usize::try_from(extent).unwrap_or(0));
+        let width = bytes_of::<T>(rows, columns)? / rows;
+        let [next_row, next_column] = match given.strides.is_null() {
+            true => [columns as i64, 1],
+            false => pair(given.strides),
+        };
+        if columns > 1 {
+            require(rank, "the distance of a row's elements", next_column, 1)?;
+        }
+        let alignment = B::ROW_ALIGNMENT.max(align_of::<T>());
+        let pitch = match rows {
+            // Nobody asks for the next.
+            1 => width.next_multiple_of(alignment),
+            _ => usize::try_from(next_row)
+                .unwrap_or(0)
+                .saturating_mul(size_of::<T>()),
+        };
+        if pitch < width {
+            let least = format!("{columns} elements at least");
+            require(
+                rank,
+                "the distance of rows",
+                format!("{next_row} elements"),
+                least,
+            )?;
+        }
+        let ptr = (given.data as u64).wrapping_add(given.byte_offset);
+        for (what, value) in [
+            ("the tensor's first element", ptr as usize),
+            ("the tensor's pitch", pitch),
+        ] {
+            if !value.is_multiple_of(alignment) {
+                return Err(Error::Unaligned {
+                    rank,
+                    what: what.into(),
+                    value,
+                    multiple: alignment,
+                });
+            }
+        }
+        let owner = Owner::new(Managed(tensor));
+        // SAFETY: as this function's.
+        let memory = unsafe { backend.adopt(ptr, [rows, width], pitch, owner) };
+        Ok(Matrix::new(group.clone(), memory, rows, columns))
+    }
+
+    /// Gives the matrix to another library, which calls the tensor's deleter when it needs it no more. The group lives as long. On GPUs
+    /// what operations have put on the group's stream may still be writing it.
+    ///
+    /// The tensor is lost, and its memory with it, unless somebody calls the deleter.
+    #[must_use = "the tensor is lost unless somebody calls its deleter"]
+    pub fn into_dlpack(self) -> *mut DLManagedTensor {
+        unsafe extern "C" fn give_back<B: Backend, T: Value>(tensor: *mut DLManagedTensor) {
+            // SAFETY: made from such a box, of which the tensor is the first field, and given back once.
+            drop(unsafe { Box::from_raw(tensor.cast::<Exported<B, T>>()) });
+        }
+        // A deleter may be called on any thread.
+        fn is_send(_: &impl Send) {}
+        is_send(&self);
+        let (ptr, pitch) = B::place(self.memory());
+        let (device_type, device_id) = self.group().inner().backend.dlpack_device();
+        let mut exported = Box::new(Exported {
+            tensor: DLManagedTensor {
+                dl_tensor: DLTensor {
+                    data: ptr as *mut c_void,
+                    device: DLDevice {
+                        device_type,
+                        device_id,
+                    },
+                    ndim: 2,
+                    dtype: data_type(T::DTYPE),
+                    shape: std::ptr::null_mut(),
+                    strides: std::ptr::null_mut(),
+                    byte_offset: 0,
+                },
+                manager_ctx: std::ptr::null_mut(),
+                deleter: Some(give_back::<B, T>),
+            },
+            shape: self.shape().map(|extent| extent as i64),
+            strides: [(pitch / size_of::<T>()) as i64, 1],
+            _matrix: self,
+        });
+        exported.tensor.dl_tensor.shape = exported.shape.as_mut_ptr();
+        exported.tensor.dl_tensor.strides = exported.strides.as_mut_ptr();
+        Box::into_raw(exported).cast()
+    }
+}
+
+/// What DLPack calls a type.
+fn data_type(dtype: DType) -> DLDataType {
+    const UNSIGNED: u8 = 1;
+    const FLOAT: u8 = 2;
+    const BFLOAT: u8 = 4;
+    let code = match dtype {
+        DType::Bf16 => BFLOAT,
+        DType::F16 | DType::F32 => FLOAT,
+        DType::U8 | DType::U16 | DType::U32 | DType::U64 => UNSIGNED,
+    };
+    DLDataType {
+        code,
+        bits: 8 * dtype.bytes() as u8,
+        lanes: 1,
+    }
+}
+
+/// What this library calls one of DLPack's, if it knows it.
+fn dtype(of: DLDataType) -> String {
+    use DType::{Bf16, F16, F32, U8, U16, U32, U64};
+    let known = [Bf16, F16, F32, U8, U16, U32, U64];
+    match known.into_iter().find(|&dtype| data_type(dtype) == of) {
+        Some(dtype) => dtype.to_string(),
+        None => format!("code {} of {} bits, {} lanes", of.code, of.bits, of.lanes),
+    }
+}
+
+fn device(of: DLDevice) -> String {
+    match of.device_type {
+        1 => "the host".into(),
+        2 => format!("GPU {}", of.device_id),
+        other => format!("DLPack's device type {other}, number {}", of.device_id),
+    }
+}
+
+fn require<V: PartialEq + ToString>(rank: usize, what: &str, found: V, expected: V) -> Result<()> {
+    if found == expected {
+        return Ok(());
+    }
+    Err(Error::Unsuitable {
+        rank,
+        argument: "a DLPack tensor".into(),
+        what: what.into(),
+        expected: expected.to_string(),
+        found: found.to_string(),
+    })
+}
