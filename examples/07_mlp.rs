@@ -7,8 +7,7 @@ use gemmesh::{Activation, AllGatherMatmul, Group, Host, MatmulReduceScatter, Res
 const RANKS: usize = 4;
 const TOKENS: usize = 32;
 const MODEL: usize = 64;
-/// Of each rank.
-const HIDDEN: usize = 24;
+const HIDDEN: usize = 24; // of each rank
 
 fn main() -> Result<()> {
     let off = Group::<Host>::threads(RANKS, rank)?;
@@ -17,18 +16,16 @@ fn main() -> Result<()> {
 }
 
 fn rank(group: Group<Host>) -> Result<f64> {
-    let upload = |seed, m, n| group.upload(&values(seed, 0..m * n), m, n);
     let first = 4 * group.rank();
-    let gate = upload(first + 1, HIDDEN, MODEL)?;
-    let up = upload(first + 2, HIDDEN, MODEL)?;
-    let down = upload(first + 3, MODEL, HIDDEN)?;
+    let upload = |which, m, n| group.upload(&values(first + which, 0..m * n), m, n);
+    let (gate, up) = (upload(1, HIDDEN, MODEL)?, upload(2, HIDDEN, MODEL)?);
+    let down = upload(3, MODEL, HIDDEN)?;
     let mut x = group.sharded::<bf16>(TOKENS, MODEL)?;
     let own = x.rows().start * MODEL..x.rows().end * MODEL;
     x.shard_mut().copy_from_host(&values(0, own.clone()))?;
     let residual = group.upload(&values(0, own.clone()), x.rows().len(), MODEL)?;
     let mut hidden = group.zeros::<bf16>(TOKENS, HIDDEN)?;
 
-    // One gather, one kernel. Neither product is written.
     let gated = AllGatherMatmul::new().gated().activation(Activation::Silu);
     gated.run(&x, [&gate, &up], &mut hidden)?;
     // Into the own rows of x: the next layer's input.
