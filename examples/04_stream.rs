@@ -2,8 +2,6 @@
 //! Run: `cargo run --release --features cuda --example 04_stream`
 #![allow(unsafe_code)]
 
-use std::ops::Range;
-
 use cudarc::driver::{CudaContext, CudaStream, result};
 use gemmesh::{Cuda, Group, all_gather_matmul, bf16, launch};
 
@@ -52,7 +50,7 @@ fn rank(group: Group<Cuda>, stream: &CudaStream) -> Outcome {
     Ok(())
 }
 
-fn values(seed: usize, range: Range<usize>) -> Vec<bf16> {
+fn values(seed: usize, range: std::ops::Range<usize>) -> Vec<bf16> {
     range.map(|i| bf16::from_f64(value(seed, i))).collect()
 }
 

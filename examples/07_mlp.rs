@@ -1,7 +1,5 @@
 //! A gated MLP with its residual, tensor- and sequence-parallel: x + silu(x · gateᵀ) * (x · upᵀ) · downᵀ.
 
-use std::ops::Range;
-
 use gemmesh::{Activation, AllGatherMatmul, Group, Host, MatmulReduceScatter, Result, bf16};
 
 const RANKS: usize = 4;
@@ -52,7 +50,7 @@ fn exact(row: usize, column: usize) -> f64 {
     value(0, row * MODEL + column) + parts.sum::<f64>()
 }
 
-fn values(seed: usize, range: Range<usize>) -> Vec<bf16> {
+fn values(seed: usize, range: std::ops::Range<usize>) -> Vec<bf16> {
     range.map(|i| bf16::from_f64(value(seed, i))).collect()
 }
 
