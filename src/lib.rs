@@ -1,4 +1,69 @@
-#![doc = include_str!("../README.md")]
+//! Matrix products over several GPUs that hide the communication behind the arithmetic: the rows of a sharded matrix are multiplied
+//! while they arrive.
+//!
+//! ```
+//! use gemmesh::{Group, Host, all_gather_matmul, bf16};
+//!
+//! // Four ranks, here as threads. As processes: Group::<Host>::from_env()
+//! Group::<Host>::threads(4, |group| {
+//!     let (m, n, k) = (64, 32, 16);
+//!     let mut a = group.sharded::<bf16>(m, k)?; // [M, K]; this rank owns the rows a.rows()
+//!     let own = vec![bf16::from_f32(0.5); a.rows().len() * k];
+//!     a.shard_mut().copy_from_host(&own)?;
+//!     let b = group.upload(&vec![bf16::ONE; n * k], n, k)?; // [N, K], this rank's columns
+//!     let mut out = group.zeros::<bf16>(m, n)?;
+//!     all_gather_matmul(&a, &b, &mut out)?; // out[M, N] = gather(a) · bᵀ
+//!     assert_eq!(out.to_vec()?[0].to_f32(), 8.0);
+//!     Ok::<_, gemmesh::Error>(())
+//! })?;
+//! # Ok::<_, gemmesh::Error>(())
+//! ```
+//!
+//! # Where to look
+//!
+//! | to | use |
+//! |---|---|
+//! | join the ranks | [`Group::threads`], [`Group::from_env`], [`Group::connect`]; [`Builder`] for time-outs and devices; [`launch`] starts processes |
+//! | make matrices | [`Group::sharded`] (rows spread over the ranks), [`Group::upload`] and [`Group::zeros`] (a rank's own) |
+//! | change M between calls | [`Group::sharded_with_capacity`], [`ShardedMatrix::set_rows`], [`Matrix::set_rows`] |
+//! | use a part of a matrix | [`MatrixView`], [`MatrixViewMut`] |
+//! | multiply what other ranks have | [`all_gather_matmul`], [`AllGatherMatmul`] |
+//! | sum what the ranks have multiplied | [`matmul_reduce_scatter`], [`matmul_all_reduce`], [`MatmulReduceScatter`], [`MatmulAllReduce`] |
+//! | multiply on one rank | [`matmul`], [`Matmul`] |
+//! | exchange rows, without a product | [`all_gather`], [`reduce_scatter`], [`all_reduce`], [`all_to_all`], [`broadcast`] |
+//! | overlap a kernel of your own | [`all_gather_and_consume`], [`produce_and_reduce_scatter`], [`produce_and_all_to_all`] |
+//! | plan once and run often | [`AllGatherMatmul::prepare`] and its like; [`Prepared`] |
+//! | see or say how a product is cut up | [`Prepared::explain`], [`Explanation`], [`Config`], [`Numerics`] |
+//! | see what happened when | [`Prepared::run_traced`], [`trace`] |
+//! | learn what went wrong | [`Error`] |
+//!
+//! An operation in lower case is the short call; the type of the same name has its options: bias, activation, several weights, gates,
+//! residual, weights [K, N], outputs of f32, configuration.
+//!
+//! All ranks make the same collective calls in the same order.
+//!
+//! # Backends
+//!
+//! [`Host`] runs on any machine, on shared memory; a rank is a thread or a process. `Cuda` (feature `cuda`) runs on NVIDIA GPUs of the
+//! Hopper generation; a rank is a process with one GPU, and operations go on a stream and return at once. Both walk the same
+//! schedules ([`schedule`]) and return the same errors.
+//!
+//! On GPUs the kernels of all ranks wait for one another. The documentation of `Cuda` says what that asks of other kernels on the same
+//! GPUs, under *Pushed rows and other kernels*.
+//!
+//! # Features
+//!
+//! | feature | what it adds | what it needs |
+//! |---|---|---|
+//! | `timeline` (default) | draws traces as SVG | |
+//! | `cuda` | the backend `Cuda` | nvcc to build, or `GEMMESH_NO_KERNELS=1` to check; the driver is loaded at run time |
+//! | `mpi` | finds the ranks over an MPI communicator | an MPI library and libclang |
+//! | `bindgen` | compares the kernels' header with its Rust side in the tests | libclang |
+//!
+//! # More
+//!
+//! The repository has a user's guide (`docs/guide.md`), pages on GPUs, tuning, results and the protocol (`docs/`), and examples of a page
+//! each (`examples/`).
 // loom explores the protocol alone.
 #![cfg_attr(loom, allow(dead_code))]
 
@@ -87,4 +152,15 @@ pub mod fuzzing {
     pub use crate::ranks::rendezvous::fuzzing as introduction;
     pub use crate::ranks::reports::fuzzing as report;
     pub use crate::trace::fuzzing as trace;
+}
+
+/// The code in these pages runs as tests.
+#[cfg(all(doctest, not(loom)))]
+mod pages {
+    #[doc = include_str!("../README.md")]
+    mod readme {}
+    #[doc = include_str!("../docs/guide.md")]
+    mod guide {}
+    #[doc = include_str!("../docs/tuning.md")]
+    mod tuning {}
 }

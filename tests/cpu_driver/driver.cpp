@@ -576,6 +576,7 @@ CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned, int priority) {
     return CUDA_SUCCESS;
 }
 
+CUresult cuStreamCreate(CUstream* stream, unsigned flags) { return cuStreamCreateWithPriority(stream, flags, 0); }
 CUresult cuStreamDestroy(CUstream) { return CUDA_SUCCESS; }
 CUresult cuStreamGetPriority(CUstream stream, int* priority) { return *priority = stream->priority, CUDA_SUCCESS; }
 

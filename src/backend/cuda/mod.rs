@@ -63,28 +63,31 @@ use crate::schedule::{Config, Description, Numerics, Route, Schedule};
 
 /// NVIDIA GPUs of the Hopper generation (H100, H200), a process each; several processes may share one.
 ///
-/// Operations are put on a stream and return at once; [`Group::synchronize`](crate::Group::synchronize) waits for them and reports what went
-/// wrong. Their matrices may be dropped before: the memory is freed when the operations have ended. Calls that read or
-/// write a matrix from the host wait for them. Who uses its memory by address ([`Matrix::as_device_ptr`](crate::Matrix::as_device_ptr)) does so on that
-/// stream, or after [`Group::synchronize`](crate::Group::synchronize).
+/// Operations are put on a stream and return at once; [`Group::synchronize`](crate::Group::synchronize) waits for them and reports what
+/// failed. Their matrices may be dropped before: the memory is freed when the operations have ended. Calls that read or
+/// write a matrix from the host wait for the operations before them. A program that uses a matrix by its address
+/// ([`Matrix::as_device_ptr`](crate::Matrix::as_device_ptr)) does so on that stream, or after [`Group::synchronize`](crate::Group::synchronize).
 ///
-/// Beside its matrices a group takes about 76 MiB of its GPU, most of it for what slices of K have added up, and the kernels' code.
+/// Besides its matrices a group takes about 76 MiB of its GPU, most of it workspace for products whose K is cut into slices, and the
+/// kernels' code.
 ///
 /// # Pushed rows and other kernels
 ///
 /// Wherever each rank has a GPU to itself, and streams share no queue, rows are pushed ([`Route::Push`], [`Route::Store`]) unless they
-/// were measured to come faster by pulls, and so are partial sums of up to eight ranks. A kernel whose rows are
-/// pushed waits for the peers' kernels of the same operation, on the device. So these must be able to run at the same time:
-/// on each GPU, multiprocessors for at least one cluster of the kernel (one to eight neighbours) must become free
-/// without the help of a rank that waits for it. A kernel that holds *all* multiprocessors of a GPU and itself waits for
-/// another GPU, such as a kernel of another group of this library, must therefore stand in an order with the operation
-/// that is the same on every rank, and that the device knows: both on one stream, or joined by an event. The order in which
-/// the host makes the calls is none, for streams are independent. A kernel that leaves some multiprocessors free needs no
-/// order. What breaks this rule ends at the deadline with an error. [`Route::Pull`] needs no such order, but in a graph: it may run its branches
-/// one after the other, so operations of several groups must not stand on several of them.
+/// were measured to arrive faster by pulls. So are partial sums of up to eight ranks; kernels store partial sums to seven peers at most. A
+/// kernel whose rows are pushed waits, on the device, for the peers' kernels of the same operation. Then these rules hold:
 ///
-/// Where partial sums are pushed or stored, a rank waits for all that the peers' kernels make of its rows: there *any* kernel that holds
-/// multiprocessors and waits for another GPU must stand in such an order. Kernels store partials to seven peers at the most.
+/// 1. The ranks' kernels must be able to run at the same time: on each GPU, multiprocessors for at least one cluster of the kernel (one to
+///    eight neighbours) must become free without the help of a rank that waits for it.
+/// 2. A kernel that holds *all* multiprocessors of a GPU and itself waits for another GPU must be ordered with the operation, in the same
+///    order on every rank. A kernel of another group of this library is such a kernel. One that leaves some multiprocessors free needs no order.
+/// 3. Where partial sums are pushed or stored, a rank waits for all that the peers' kernels make of its rows. There *any* kernel that holds
+///    multiprocessors and waits for another GPU must be ordered with the operation.
+/// 4. The device must know the order: put both on one stream, or join their streams by an event. The order in which the host makes the
+///    calls does not count, because streams are independent.
+///
+/// An operation that breaks a rule ends at the deadline with an error. [`Route::Pull`] needs no order, except in a graph: a graph may run its
+/// branches one after the other, so operations of several groups must not stand on several of them.
 #[derive(Debug)]
 pub struct Cuda {
     /// First: its thread uses what follows.
