@@ -48,13 +48,13 @@ impl Group<Cuda> {
         unsafe { self.record_event(event.cu_event().cast()) }
     }
 
-    /// Lets all later operations wait, on the device, for where an event of cudarc's was recorded last. The event may be dropped then.
+    /// Lets all later operations wait, on the device, for where an event of cudarc's was recorded last, on any GPU. The event may be dropped
+    /// then.
     ///
     /// # Errors
-    /// As [`Group::record_cudarc_event`].
+    /// [`Error::Cuda`] if the driver refuses; the group's failure.
     pub fn wait_for_cudarc_event(&self, event: &CudaEvent) -> Result<()> {
-        self.require_context("the event", event.context().cu_ctx().cast())?;
-        // SAFETY: as above.
+        // SAFETY: it lives.
         unsafe { self.wait_for_event(event.cu_event().cast()) }
     }
 

@@ -26,6 +26,7 @@
 //! | join the ranks | [`Group::threads`], [`Group::from_env`], [`Group::connect`]; [`Builder`] for time-outs and devices; [`launch`] starts processes |
 //! | make matrices | [`Group::sharded`] (rows spread over the ranks), [`Group::upload`] and [`Group::zeros`] (a rank's own) |
 //! | change M between calls | [`Group::sharded_with_capacity`], [`ShardedMatrix::set_rows`], [`Matrix::set_rows`] |
+//! | use another library's memory | `Matrix::from_device_ptr`, `CudarcMatrix`, [`dlpack`] |
 //! | use a part of a matrix | [`MatrixView`], [`MatrixViewMut`] |
 //! | multiply what other ranks have | [`all_gather_matmul`], [`AllGatherMatmul`] |
 //! | sum what the ranks have multiplied | [`matmul_reduce_scatter`], [`matmul_all_reduce`], [`MatmulReduceScatter`], [`MatmulAllReduce`] |
@@ -46,7 +47,7 @@
 //!
 //! [`Host`] runs on any machine, on shared memory; a rank is a thread or a process. `Cuda` (feature `cuda`) runs on NVIDIA GPUs of the
 //! Hopper generation; a rank is a process with one GPU, and operations go on a stream and return at once. Both walk the same
-//! schedules ([`schedule`]) and return the same errors.
+//! schedules and return the same errors.
 //!
 //! On GPUs the kernels of all ranks wait for one another. The documentation of `Cuda` says what that asks of other kernels on the same
 //! GPUs, under *Pushed rows and other kernels*.
@@ -57,6 +58,7 @@
 //! |---|---|---|
 //! | `timeline` (default) | draws traces as SVG | |
 //! | `cuda` | the backend `Cuda` | nvcc to build, or `GEMMESH_NO_KERNELS=1` to check; the driver is loaded at run time |
+//! | `cudarc` | [`cudarc`](https://docs.rs/cudarc)'s slices, streams and events as matrices' memory: `CudarcMatrix` | as `cuda` |
 //! | `mpi` | finds the ranks over an MPI communicator | an MPI library and libclang |
 //! | `bindgen` | compares the kernels' header with its Rust side in the tests | libclang |
 //!

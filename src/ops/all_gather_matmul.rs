@@ -213,7 +213,6 @@ const COPY: &str = "copy";
 
 /// A product that has been planned. It fits every `a` of the same group, shape and split. It keeps the group.
 #[derive(Debug)]
-#[must_use = "nothing is done before it is run"]
 pub struct Prepared<'a, B: Backend, T: Element> {
     // Freed before the group that they belong to can end.
     program: Arc<B::Program>,

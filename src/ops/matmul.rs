@@ -166,7 +166,6 @@ impl<B: Backend, T: Element> Default for Matmul<'_, B, T> {
 
 /// A product of one rank that has been planned, by [`Matmul::prepare`]. It keeps the group.
 #[derive(Debug)]
-#[must_use = "nothing is done before it is run"]
 pub struct PreparedMatmul<'a, B: Backend, T: Element> {
     // Freed before the group that it belongs to can end.
     program: Arc<B::Program>,

@@ -161,7 +161,6 @@ impl<B: Backend, T: Element> Default for MatmulAllReduce<'_, B, T> {
 /// A product and its sums that have been planned, by [`MatmulAllReduce::prepare`]. They fit every `a`, `b` and output of the same
 /// group, shapes and split. It keeps the group.
 #[derive(Debug)]
-#[must_use = "nothing is done before it is run"]
 pub struct PreparedAllReduce<'a, B: Backend, T: Element> {
     // Freed before the group that it belongs to can end.
     /// Where partials are pulled by the owners of rows, each rank has the sums of its own rows first.

@@ -216,7 +216,6 @@ impl<B: Backend, T: Element> Default for MatmulReduceScatter<'_, B, T> {
 /// A product and its sums that have been planned, by [`MatmulReduceScatter::prepare`]. They fit every `a`, `b` and output of the
 /// same group and shapes. It keeps the group.
 #[derive(Debug)]
-#[must_use = "nothing is done before it is run"]
 pub struct PreparedReduceScatter<'a, B: Backend, T: Element>(Planned<'a, B, T>);
 
 impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {

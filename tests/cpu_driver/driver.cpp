@@ -26,6 +26,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -502,6 +503,19 @@ thread_local CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 const auto THE_CONTEXT = reinterpret_cast<CUcontext>(0x1000);
 constexpr size_t DEVICE_BYTES = size_t{1} << 37;
 
+// Page-locked memory of the host: where it begins, and its bytes.
+std::mutex pinning;
+std::map<const char*, size_t> pinned;
+
+bool is_pinned(const void* memory) {
+    std::lock_guard<std::mutex> lock(pinning);
+    const char* place = static_cast<const char*>(memory);
+    const auto behind = pinned.upper_bound(place);
+    if (behind == pinned.begin()) return false;
+    const auto& [first, bytes] = *std::prev(behind);
+    return place < first + bytes;
+}
+
 }  // namespace
 
 extern "C" {
@@ -712,12 +726,19 @@ CUresult cuMemPoolCreate(CUmemoryPool* pool, const CUmemPoolProps*) { return *po
 CUresult cuMemPoolTrimTo(CUmemoryPool, size_t) { return CUDA_SUCCESS; }
 CUresult cuMemAlloc(CUdeviceptr* to, size_t bytes) { return allocate(to, bytes); }
 CUresult cuMemFree(CUdeviceptr memory) { return free(at(memory)), CUDA_SUCCESS; }
-CUresult cuMemFreeHost(void* memory) { return free(memory), CUDA_SUCCESS; }
+
+CUresult cuMemFreeHost(void* memory) {
+    std::lock_guard<std::mutex> lock(pinning);
+    pinned.erase(static_cast<char*>(memory));
+    return free(memory), CUDA_SUCCESS;
+}
 
 CUresult cuMemAllocFromPoolAsync(CUdeviceptr* to, size_t bytes, CUmemoryPool, CUstream stream) {
     if (is_captured(stream)) return refuse(CUDA_ERROR_NOT_SUPPORTED, "an allocation in a graph");
     return allocate(to, bytes);
 }
+
+CUresult cuMemAllocAsync(CUdeviceptr* to, size_t bytes, CUstream stream) { return cuMemAllocFromPoolAsync(to, bytes, nullptr, stream); }
 
 CUresult cuMemFreeAsync(CUdeviceptr memory, CUstream stream) {
     return put(stream, [=] { free(at(memory)); });
@@ -726,8 +747,11 @@ CUresult cuMemFreeAsync(CUdeviceptr memory, CUstream stream) {
 CUresult cuMemHostAlloc(void** to, size_t bytes, unsigned) {
     CUdeviceptr memory;
     const CUresult result = allocate(&memory, bytes);
-    if (result == CUDA_SUCCESS) *to = at(memory);
-    return result;
+    if (result != CUDA_SUCCESS) return result;
+    *to = at(memory);
+    std::lock_guard<std::mutex> lock(pinning);
+    pinned[at(memory)] = bytes;
+    return CUDA_SUCCESS;
 }
 
 CUresult cuMemHostGetDevicePointer(CUdeviceptr* to, void* memory, unsigned) {
@@ -782,7 +806,10 @@ CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstr
 }
 
 CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
-    return put(stream, [=] { memcpy(at(to), from, bytes); });
+    if (is_pinned(from)) return put(stream, [=] { memcpy(at(to), from, bytes); });
+    // Of other memory of the host a copy is made before the call returns, which may go then.
+    const char* first = static_cast<const char*>(from);
+    return put(stream, [to, values = std::vector<char>(first, first + bytes)] { memcpy(at(to), values.data(), values.size()); });
 }
 
 CUresult cuMemcpyDtoHAsync(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {

@@ -8,6 +8,8 @@ mod support;
 
 mod ahead;
 mod collectives;
+#[cfg(feature = "cudarc")]
+mod doors;
 mod epochs;
 mod failures;
 mod forms;

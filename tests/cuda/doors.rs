@@ -1,0 +1,201 @@
+//! Memory, streams and events of other libraries': cudarc's safe types, and DLPack's tensors.
+
+use std::sync::Arc;
+
+use cudarc::driver::{CudaContext, CudaSlice, CudaStream};
+use gemmesh::{
+    AllGatherMatmul, CudarcMatrix, CudarcMatrixMut, Error, Group, Matmul, Matrix, Result, bf16,
+};
+
+use crate::support::gpu::*;
+use crate::support::numbers::{Reference, nan, normal};
+use crate::test_name;
+
+const M: usize = 72;
+const N: usize = 40;
+const K: usize = 136;
+
+/// What cudarc answers, as an error of a rank.
+fn of_cudarc<T>(result: std::result::Result<T, cudarc::driver::DriverError>) -> Result<T> {
+    result.map_err(|error| Error::Message {
+        rank: 0,
+        reason: error.to_string(),
+    })
+}
+
+fn context(group: &Group<gemmesh::Cuda>) -> Result<Arc<CudaContext>> {
+    of_cudarc(CudaContext::new(group.device_ordinal()))
+}
+
+fn upload(stream: &Arc<CudaStream>, values: &[bf16]) -> Result<CudaSlice<bf16>> {
+    of_cudarc(stream.clone_htod(values))
+}
+
+#[test]
+fn matrices_in_memory_of_cudarcs_are_operands() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let context = context(&group)?;
+        let [stream, other] = [(); 2].map(|()| of_cudarc(context.new_stream()));
+        let (stream, other) = (stream?, other?);
+        group.use_cudarc_stream(&stream)?;
+        let all: Vec<bf16> = normal(1, M * K);
+        let weight: Vec<bf16> = normal(2 + rank.rank as u64, N * K);
+        let mut a = group.sharded::<bf16>(M, K)?;
+        let own = a.rows();
+        a.shard_mut()
+            .copy_from_host(&all[own.start * K..own.end * K])?;
+        // Behind a first row that is not the matrix's.
+        let b = upload(&stream, &[&vec![nan(); K], weight.as_slice()].concat())?;
+        let mut out = upload(&stream, &vec![nan(); M * N])?;
+        let mut alone = upload(&stream, &vec![nan(); N * N])?;
+        {
+            let view = b.slice(K..);
+            let b = CudarcMatrix::new(&group, &view, N, K)?;
+            let mut out = CudarcMatrixMut::new(&group, &mut out, M, N)?;
+            AllGatherMatmul::new().run(&a, &b, &mut out)?;
+            let mut alone = CudarcMatrixMut::new(&group, &mut alone, N, N)?;
+            Matmul::new().run(&b, &b, &mut alone)?;
+        }
+        let found = [&out, &alone].map(|memory| of_cudarc(other.clone_dtoh(memory)));
+        let [out, alone] = found.map(|values| values.unwrap());
+        group.synchronize()?;
+        Reference::new(&all, &weight, None, K).check(&out).unwrap();
+        let reference = Reference::new(&weight, &weight, None, K);
+        reference.check(&alone).unwrap();
+        Ok("verified".into())
+    }));
+}
+
+/// Memory of the library's own, of which cudarc knows no events.
+#[test]
+fn events_of_cudarc_order_the_group_and_other_streams() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 1, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let context = context(&group)?;
+        let other = of_cudarc(context.new_stream())?;
+        let as_slice = |(ptr, _): (u64, usize), count| {
+            // SAFETY: memory of a matrix whose rows follow one another. It is leaked before the matrix goes, and events order who uses it.
+            unsafe { other.upgrade_device_ptr::<bf16>(ptr, count) }
+        };
+        let b = group.zeros::<bf16>(N, K)?;
+        for seed in 0..8 {
+            let weight: Vec<bf16> = normal(seed, N * K);
+            let mut memory = as_slice(b.as_device_ptr(), N * K);
+            of_cudarc(other.memcpy_htod(&weight, &mut memory))?;
+            memory.leak();
+            group.wait_for_cudarc_event(&of_cudarc(other.record_event(None))?)?;
+
+            let mut out = group.upload::<bf16>(&vec![nan(); N * N], N, N)?;
+            Matmul::new().run(&b, &b, &mut out)?;
+
+            let event = of_cudarc(context.new_event(None))?;
+            group.record_cudarc_event(&event)?;
+            of_cudarc(other.wait(&event))?;
+            let memory = as_slice(out.as_device_ptr(), N * N);
+            let found: Vec<bf16> = of_cudarc(other.clone_dtoh(&memory))?;
+            of_cudarc(other.synchronize())?;
+            memory.leak();
+            let reference = Reference::new(&weight, &weight, None, K);
+            reference.check(&found).unwrap();
+        }
+        Ok("verified".into())
+    }));
+}
+
+#[test]
+fn what_of_cudarc_does_not_fit_is_refused() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 1, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let context = context(&group)?;
+        let [stream, other] = [(); 2].map(|()| of_cudarc(context.new_stream()));
+        let (stream, other) = (stream?, other?);
+        group.use_cudarc_stream(&stream)?;
+        let own = upload(&stream, &normal(1, 16 * 16))?;
+        let others = upload(&other, &normal(1, 16 * 16))?;
+        let error = CudarcMatrix::new(&group, &others, 16, 16).unwrap_err();
+        assert!(
+            matches!(&error, Error::Unsuitable { what, .. } if what == "the stream"),
+            "{error}"
+        );
+        let error = CudarcMatrix::new(&group, &own, 16, 15).unwrap_err();
+        assert!(
+            matches!(&error, Error::Shape { expected, found, .. } if (expected[0], found[0]) == (240, 256)),
+            "{error}"
+        );
+        let part = own.slice(1..241);
+        let error = CudarcMatrix::new(&group, &part, 15, 16).unwrap_err();
+        assert!(
+            matches!(error, Error::Unaligned { multiple: 16, .. }),
+            "{error}"
+        );
+        let part = own.slice(..240);
+        let error = CudarcMatrix::new(&group, &part, 20, 12).unwrap_err();
+        assert!(
+            matches!(error, Error::Unaligned { value: 24, .. }),
+            "{error}"
+        );
+        let error = CudarcMatrix::new(&group, &own, 0, 16).unwrap_err();
+        assert!(matches!(error, Error::Limit { .. }), "{error}");
+
+        // While a matrix is in memory that the stream orders, no other stream takes over.
+        let matrix = CudarcMatrix::new(&group, &own, 16, 16)?;
+        let error = group.use_cudarc_stream(&other).unwrap_err();
+        assert!(
+            matches!(&error, Error::Unsuitable { found, .. } if found == "1"),
+            "{error}"
+        );
+        drop(matrix);
+        group.use_cudarc_stream(&other)?;
+        CudarcMatrix::new(&group, &others, 16, 16)?;
+
+        // Streams and events of another GPU's, where there is one.
+        let others = group.device_ordinal() + 1;
+        if others < of_cudarc(CudaContext::device_count())? as usize {
+            let foreign = of_cudarc(CudaContext::new(others))?;
+            let stream = of_cudarc(foreign.new_stream())?;
+            let event = of_cudarc(foreign.new_event(None))?;
+            for error in [
+                group.use_cudarc_stream(&stream).unwrap_err(),
+                group.record_cudarc_event(&event).unwrap_err(),
+            ] {
+                let expected =
+                    matches!(&error, Error::Unsuitable { what, .. } if what == "the context");
+                assert!(expected, "{error}");
+            }
+        }
+        Ok("refused".into())
+    }));
+}
+
+#[test]
+fn tensors_of_dlpack_go_out_and_come_back_on_gpus() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 1, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let values: Vec<bf16> = normal(1, N * K);
+        let tensor = group.upload(&values, N, K)?.into_dlpack();
+        // SAFETY: nobody else uses the tensor.
+        unsafe {
+            let device = (*tensor).dl_tensor.device;
+            let expected = (2, group.device_ordinal() as i32);
+            assert_eq!((device.device_type, device.device_id), expected);
+            (*tensor).dl_tensor.device.device_id += 1;
+            let error = Matrix::<gemmesh::Cuda, bf16>::from_dlpack(&group, tensor).unwrap_err();
+            assert!(matches!(error, Error::Unsuitable { .. }), "{error}");
+            (*tensor).dl_tensor.device.device_id -= 1;
+        }
+        // SAFETY: likewise.
+        let b = unsafe { Matrix::<gemmesh::Cuda, bf16>::from_dlpack(&group, tensor)? };
+        let mut out = group.upload::<bf16>(&vec![nan(); N * N], N, N)?;
+        Matmul::new().run(&b, &b, &mut out)?;
+        // Given back when the product has ended.
+        drop(b);
+        let reference = Reference::new(&values, &values, None, K);
+        reference.check(&out.to_vec()?).unwrap();
+        Ok("verified".into())
+    }));
+}
