@@ -58,7 +58,8 @@
 //! |---|---|---|
 //! | `timeline` (default) | draws traces as SVG | |
 //! | `cuda` | the backend `Cuda` | nvcc to build, or `GEMMESH_NO_KERNELS=1` to check; the driver is loaded at run time |
-//! | `cudarc` | [`cudarc`](https://docs.rs/cudarc)'s slices, streams and events as matrices' memory: `CudarcMatrix` | as `cuda` |
+//! | `cudarc` | cudarc 0.19's slices, streams and events as matrices' memory: `CudarcMatrix` | as `cuda` |
+//! | `cust` | cust 0.3's buffers and streams likewise: `Matrix::from_cust` | as `cuda`, and a toolkit that cust finds (`CUDA_LIBRARY_PATH`) |
 //! | `mpi` | finds the ranks over an MPI communicator | an MPI library and libclang |
 //! | `bindgen` | compares the kernels' header with its Rust side in the tests | libclang |
 //!
@@ -80,6 +81,8 @@ mod element;
 mod backend;
 #[cfg(all(feature = "cudarc", not(loom)))]
 mod cudarc_views;
+#[cfg(all(feature = "cust", not(loom)))]
+mod cust_views;
 #[cfg(all(feature = "cuda", not(loom)))]
 mod device;
 #[cfg(not(loom))]

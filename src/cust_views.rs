@@ -1,0 +1,67 @@
+//! cust's streams and memory, as this library uses them.
+#![allow(unsafe_code)]
+
+use cust::memory::{DeviceCopy, DeviceSlice};
+use cust::stream::Stream;
+
+use crate::backend::Cuda;
+use crate::element::Value;
+use crate::error::{Error, Result};
+use crate::group::Group;
+use crate::matrix::{Matrix, bytes_of};
+
+impl Group<Cuda> {
+    /// Puts later operations on a stream of cust's. They begin after what was put on it before, and what is put on it later waits for them.
+    ///
+    /// # Errors
+    /// As [`Group::set_stream`].
+    ///
+    /// # Safety
+    /// As [`Group::set_stream`]: it is a stream of the GPU's primary context, which cust's `Context::new` gives, and lives until another
+    /// takes over or the group has ended.
+    pub unsafe fn use_cust_stream(&self, stream: &Stream) -> Result<()> {
+        // SAFETY: as this function's.
+        unsafe { self.set_stream(stream.as_inner().cast()) }
+    }
+}
+
+impl<T: Value> Matrix<Cuda, T> {
+    /// [rows, columns], row by row, in memory of cust's: a `DeviceBuffer`, or a part of one. cust knows half's types of an older version
+    /// only, so the memory's elements may be of any type that is as wide as `T`, such as `u16`.
+    ///
+    /// # Errors
+    /// [`Error::Unsuitable`] for elements of another width; [`Error::Shape`] unless there are as many; as [`Matrix::from_device_ptr`].
+    ///
+    /// # Safety
+    /// As [`Matrix::from_device_ptr`]: the memory is of the group's GPU, and neither freed nor used otherwise before the operations that
+    /// use the matrix have ended. (A `DeviceBuffer` does not wait for them when it is dropped.)
+    pub unsafe fn from_cust<D: DeviceCopy>(
+        group: &Group<Cuda>,
+        memory: &DeviceSlice<D>,
+        rows: usize,
+        columns: usize,
+    ) -> Result<Matrix<Cuda, T>> {
+        let rank = group.rank();
+        if size_of::<D>() != size_of::<T>() {
+            return Err(Error::Unsuitable {
+                rank,
+                argument: "the memory of a matrix".into(),
+                what: "an element's width".into(),
+                expected: format!("{} bytes, of {}", size_of::<T>(), T::DTYPE),
+                found: format!("{} bytes", size_of::<D>()),
+            });
+        }
+        let pitch = bytes_of::<T>(rows, columns)? / rows;
+        if memory.len() != rows * columns {
+            return Err(Error::Shape {
+                rank,
+                argument: "the memory of a matrix [rows * columns]".into(),
+                expected: vec![rows * columns],
+                found: vec![memory.len()],
+            });
+        }
+        let ptr = memory.as_device_ptr().as_raw();
+        // SAFETY: as this function's.
+        unsafe { Matrix::from_device_ptr(group, ptr, rows, columns, pitch) }
+    }
+}
