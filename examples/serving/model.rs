@@ -1,0 +1,167 @@
+//! Layers of two products each, and what they must be in float64.
+
+use gemmesh::{
+    Activation, AllGatherMatmul, Backend, Group, MatmulReduceScatter, Matrix, Prepared,
+    PreparedReduceScatter, Result, ShardedMatrix, bf16,
+};
+use rand::rngs::SmallRng;
+use rand::{RngExt, SeedableRng};
+
+/// A rank's part of `x = relu(x · upᵀ) · downᵀ`, once a layer.
+pub struct Model<B: Backend> {
+    group: Group<B>,
+    layers: Vec<Layer<B>>,
+    x: ShardedMatrix<B, bf16>,
+    hidden: Matrix<B, bf16>,
+    width: [usize; 2],
+}
+
+struct Layer<B: Backend> {
+    up: Matrix<B, bf16>,
+    down: Matrix<B, bf16>,
+}
+
+/// The products of all layers, for one M.
+pub struct PreparedLayers<B: Backend> {
+    up: Prepared<'static, B, bf16>,
+    down: PreparedReduceScatter<'static, B, bf16>,
+}
+
+impl<B: Backend> Model<B> {
+    pub fn new(
+        group: &Group<B>,
+        capacity: usize,
+        [model, hidden]: [usize; 2],
+        layers: usize,
+    ) -> Result<Self> {
+        let rank = group.rank();
+        let layer = |number: usize| -> Result<Layer<B>> {
+            let [up, down] = weights(rank, group.world_size(), number, [model, hidden]);
+            Ok(Layer {
+                up: group.upload(&up, hidden, model)?,
+                down: group.upload(&down, model, hidden)?,
+            })
+        };
+        Ok(Model {
+            group: group.clone(),
+            layers: (0..layers).map(layer).collect::<Result<_>>()?,
+            x: group.sharded_with_capacity(capacity, model)?,
+            hidden: group.zeros(capacity, hidden)?,
+            width: [model, hidden],
+        })
+    }
+
+    /// M of what follows, of which each rank owns an even part.
+    pub fn set_tokens(&mut self, tokens: usize) -> Result<()> {
+        let world = self.group.world_size();
+        let rows: Vec<usize> = (0..world)
+            .map(|rank| tokens / world + usize::from(rank < tokens % world))
+            .collect();
+        self.x.set_rows(&rows)?;
+        self.hidden.set_rows(tokens)
+    }
+
+    /// The tokens of a step: this rank's own rows.
+    pub fn take_tokens(&mut self, tokens: usize, step: usize) -> Result<()> {
+        self.set_tokens(tokens)?;
+        self.write_tokens(step)
+    }
+
+    /// The same where M is set already, perhaps to more than the tokens: rows behind them are computed too, and not read.
+    pub fn write_tokens(&mut self, step: usize) -> Result<()> {
+        let [model, _] = self.width;
+        let own = self.x.rows();
+        let all = tokens_of(step, own.end, model);
+        self.x.shard_mut().copy_from_host(&all[own.start * model..])
+    }
+
+    pub fn run(&mut self) -> Result<()> {
+        for layer in &self.layers {
+            let up = AllGatherMatmul::new().activation(Activation::Relu);
+            up.run(&self.x, &layer.up, &mut self.hidden)?;
+            MatmulReduceScatter::new().run_into(&self.hidden, &layer.down, &mut self.x)?;
+        }
+        Ok(())
+    }
+
+    /// The products for M as it is set.
+    pub fn prepare(&self) -> Result<PreparedLayers<B>> {
+        let [model, hidden] = self.width;
+        let up = AllGatherMatmul::new().activation(Activation::Relu);
+        Ok(PreparedLayers {
+            up: up.prepare(&self.x, hidden)?,
+            down: MatmulReduceScatter::new().prepare(&self.hidden, model)?,
+        })
+    }
+
+    pub fn run_prepared(&mut self, layers: &PreparedLayers<B>) -> Result<()> {
+        for layer in &self.layers {
+            layers.up.run(&self.x, &layer.up, &mut self.hidden)?;
+            layers
+                .down
+                .run_into(&self.hidden, &layer.down, &mut self.x)?;
+        }
+        Ok(())
+    }
+
+    /// Compares this rank's own rows with float64.
+    pub fn check(&mut self, step: usize) -> Result<()> {
+        let [model, hidden] = self.width;
+        let own = self.x.rows();
+        let mut exact: Vec<f64> = tokens_of(step, own.end, model)[own.start * model..]
+            .iter()
+            .map(|x| x.to_f64())
+            .collect();
+        let world = self.group.world_size();
+        for number in 0..self.layers.len() {
+            let mut next = vec![0.0; exact.len()];
+            for rank in 0..world {
+                let [up, down] = weights(rank, world, number, self.width);
+                let products = product(&exact, &up, model);
+                let products: Vec<f64> = products.into_iter().map(|x| x.max(0.0)).collect();
+                let part = product(&products, &down, hidden);
+                next.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
+            }
+            exact = next;
+        }
+        let found = &self.x.to_vec()?[own.start * model..own.end * model];
+        let size =
+            |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+        let off = size(&mut found.iter().zip(&exact).map(|(x, y)| x.to_f64() - y));
+        let all = size(&mut exact.iter().copied());
+        assert!(off <= 0.02 * all, "step {step}: off by {off} of {all}");
+        Ok(())
+    }
+}
+
+/// A rank's weights of a layer, of sizes that keep that of `x`.
+fn weights(rank: usize, world: usize, layer: usize, [model, hidden]: [usize; 2]) -> [Vec<bf16>; 2] {
+    let seed = 1 + 2 * (rank + 64 * layer) as u64;
+    let scale = |k: usize| (3.0 / k as f32).sqrt();
+    // Of x ~ N(0, 1), relu(x) has a square of 1/2 on average.
+    let [up, down] = [scale(model), scale(world * hidden) * 2f32.sqrt()];
+    [
+        random(seed, hidden * model, up),
+        random(seed + 1, model * hidden, down),
+    ]
+}
+
+/// The first rows of a step's tokens.
+fn tokens_of(step: usize, rows: usize, model: usize) -> Vec<bf16> {
+    random(1 << 32 | step as u64, rows * model, 3f32.sqrt())
+}
+
+fn random(seed: u64, count: usize, scale: f32) -> Vec<bf16> {
+    let mut random = SmallRng::seed_from_u64(seed);
+    let value = |_| bf16::from_f32(random.random_range(-scale..scale));
+    (0..count).map(value).collect()
+}
+
+/// `a · bᵀ`, over `k`.
+fn product(a: &[f64], b: &[bf16], k: usize) -> Vec<f64> {
+    let b: Vec<f64> = b.iter().map(|x| x.to_f64()).collect();
+    let dot = |x: &[f64], y: &[f64]| x.iter().zip(y).map(|(x, y)| x * y).sum();
+    a.chunks_exact(k)
+        .flat_map(|row| b.chunks_exact(k).map(move |column| dot(row, column)))
+        .collect()
+}
