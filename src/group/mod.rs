@@ -11,6 +11,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use crate::backend::{Backend, KEPT_PROGRAMS};
 use crate::error::{Error, Result};
@@ -192,6 +193,18 @@ impl<B: Backend> Group<B> {
         self.refuse_in_callback()?;
         let gathered = self.inner.members.all_gather(call, bytes, None)?;
         Ok(gathered.payloads)
+    }
+
+    /// How long this rank has waited for each other in operations, by rank, since the group was opened: for it to begin the operation, for
+    /// what it moves, and for it to be done. To be compared before and after; a rank that is late is waited for by all others.
+    ///
+    /// On the host a wait counts if it lasts some microseconds. On GPUs a thread looks at an operation that has waited for 100 ms, and
+    /// then ten times a second: shorter waits, and the rest of longer ones, are not seen. Calls in which ranks meet, such as
+    /// [`Group::barrier`], do not count.
+    ///
+    /// A rank that waits itself may be waited for too, as one that pushes to a late rank first: the late one is who has waited for nobody.
+    pub fn wait_times(&self) -> Vec<Duration> {
+        self.inner.members.wait_times()
     }
 
     /// Returns when all operations of this rank are complete.
