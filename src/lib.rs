@@ -6,6 +6,7 @@ pub mod error;
 pub mod schedule;
 
 mod element;
+mod ranges;
 
 #[cfg(not(loom))]
 mod backend;

@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use crate::backend::{Backend, KEPT_PROGRAMS};
 use crate::error::{Error, Result};
+use crate::ranges::range;
 use crate::ranks::call::Operation;
 use crate::ranks::members::Members;
 use crate::schedule::{Config, Description, Epoch, Numerics, Planner, Schedule};
@@ -213,6 +214,7 @@ impl<B: Backend> Group<B> {
     /// The failure of an operation that had not been reported yet.
     pub fn synchronize(&self) -> Result<()> {
         self.check()?;
+        let _range = range(|| "gemmesh synchronize".into());
         self.inner.backend.synchronize(&self.inner.members)
     }
 
@@ -297,6 +299,7 @@ impl<B: Backend> Group<B> {
             numerics,
             ..
         } = &*self.inner;
+        let _range = range(|| format!("gemmesh prepare {}", key.0.operation));
         let config = config.unwrap_or_else(|| backend.default_config(&key.0, *numerics));
         config.check_numerics(*numerics)?;
         let schedule = planner(&key.0, members.rank, config)?;
