@@ -60,7 +60,8 @@ impl Group<Cuda> {
 impl Cuda {
     /// The release of nvcc that this program's kernels were compiled by, such as "13.0"; none if it was built without kernels.
     pub fn nvcc_release() -> Option<&'static str> {
-        Some(env!("GEMMESH_NVCC_RELEASE")).filter(|release| !release.is_empty())
+        let release = include_str!(concat!(env!("OUT_DIR"), "/nvcc.txt"));
+        Some(release).filter(|release| !release.is_empty())
     }
 }
 

@@ -37,6 +37,7 @@ const TESTS: &[Test] = tests! {
     nothing:
         the_host_backend_is_measured_and_works
         a_person_reads_the_same
+        nobody_need_read_it
         a_broken_environment_is_a_finding
         variables_that_do_nothing_are_named
         a_step_that_fails_is_a_finding_and_the_next_go_on
@@ -44,10 +45,13 @@ const TESTS: &[Test] = tests! {
         a_rank_that_is_alone_does_not_wait_for_ever;
     no_gpu:
         what_is_missing_for_gpus_is_said;
+    cuda:
+        what_is_not_the_driver_is_a_finding;
     cpu_driver:
         two_gpus_are_measured
         what_takes_stores_away_is_named
         rates_that_cannot_be_read_are_a_finding
+        a_driver_without_gpus_is_a_finding
         a_driver_that_hangs_is_a_finding;
 };
 
@@ -73,6 +77,10 @@ fn main() -> ExitCode {
 
 fn nothing() -> bool {
     true
+}
+
+fn cuda() -> bool {
+    cfg!(feature = "cuda")
 }
 
 /// Whether GPUs of the CPU's driver are there.
@@ -195,6 +203,13 @@ fn a_person_reads_the_same() {
     }
 }
 
+fn nobody_need_read_it() {
+    let mut process = start(&["--backend", "host"], &[]);
+    drop(process.stdout.take());
+    let (_, _, code) = end(process);
+    assert_eq!(code, 0);
+}
+
 fn a_broken_environment_is_a_finding() {
     let (report, code) = json(&["--backend", "host"], &[("RANK", "0")]);
     assert_severity(&report, "WORLD_SIZE", "note");
@@ -299,6 +314,30 @@ fn what_is_missing_for_gpus_is_said() {
     }
 }
 
+fn what_is_not_the_driver_is_a_finding() {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let mut paths = maps
+        .lines()
+        .filter_map(|line| line.split_whitespace().nth(5));
+    let libc = paths.find(|path| path.contains("libc.so.6")).unwrap();
+    let folder = std::env::temp_dir().join(format!("gemmesh-doctor-{}", std::process::id()));
+    std::fs::create_dir(&folder).unwrap();
+    for name in ["libcuda.so", "libcuda.so.1"] {
+        std::os::unix::fs::symlink(libc, folder.join(name)).unwrap();
+    }
+    let process = start(
+        &["--json"],
+        &[("LD_LIBRARY_PATH", folder.to_str().unwrap())],
+    );
+    let (said, _, code) = end(process);
+    std::fs::remove_dir_all(&folder).unwrap();
+    assert_eq!(code, 1);
+    let report = serde_json::from_str(&said).unwrap();
+    assert_severity(&report, "it has crashed", "problem");
+    assert_severity(&report, "cuInit", "problem");
+    assert_severity(&report, "the host backend works", "ok");
+}
+
 fn two_gpus_are_measured() {
     let (report, code) = json(&[], &[("CPU_DRIVER_GPUS", "2")]);
     assert_eq!(code, 0, "{report:#}");
@@ -349,6 +388,14 @@ fn rates_that_cannot_be_read_are_a_finding() {
     assert_eq!(code, 1);
     assert_severity(&report, "GEMMESH_RATES names", "problem");
     assert_severity(&report, "GPU 0: ", "problem");
+}
+
+fn a_driver_without_gpus_is_a_finding() {
+    let (report, code) = json(&[], &[("CPU_DRIVER_GPUS", "0")]);
+    assert_eq!(code, 1);
+    assert_eq!(report["cuda"]["driver"], "13.0");
+    assert_severity(&report, "shows no GPU", "problem");
+    assert_severity(&report, "the host backend works", "ok");
 }
 
 fn a_driver_that_hangs_is_a_finding() {

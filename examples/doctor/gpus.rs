@@ -25,6 +25,8 @@ pub struct Inspection {
     driver: String,
     gpus: Vec<Gpu>,
     links: Vec<Link>,
+    /// What could not be asked.
+    failures: Vec<String>,
 }
 
 /// Looks at all that this process sees.
@@ -48,6 +50,19 @@ pub fn look(backend: Backend, timeout: Duration, findings: &mut Vec<Finding>) ->
             return section;
         }
     };
+    for what in inspection.failures {
+        let advice = "See whether nvidia-smi shows it in order, and not in exclusive use by another process. Leave it out with \
+                      CUDA_VISIBLE_DEVICES.";
+        findings.push(Finding::of_gpus(backend, what, advice));
+    }
+    if inspection.gpus.is_empty() {
+        let advice = "See whether CUDA_VISIBLE_DEVICES hides them; in a container, start it with access to GPUs.";
+        findings.push(Finding::of_gpus(
+            backend,
+            "the driver shows no GPU that works",
+            advice,
+        ));
+    }
     section.driver = Some(inspection.driver);
     section.gpus = inspection.gpus;
     section.links = inspection.links;
@@ -170,39 +185,59 @@ fn measure(section: &mut GpuSection, timeout: Duration, findings: &mut Vec<Findi
 }
 
 /// Asks the driver.
+///
+/// # Errors
+/// That there is none, or that it does not start.
 pub fn inspect() -> Result<Inspection, String> {
     // SAFETY: loading the driver runs its initialisers, which any CUDA program does.
     if !unsafe { sys::is_culib_present() } {
         return Err("the CUDA driver (libcuda.so.1) is not installed".into());
     }
-    inspect_gpus().map_err(|error| {
-        let words = error
-            .error_string()
-            .map_or("".into(), |words| words.to_string_lossy());
-        format!("the CUDA driver fails: {error} ({words})")
-    })
-}
-
-fn inspect_gpus() -> Result<Inspection, DriverError> {
-    result::init()?;
+    let fails = |error| format!("the CUDA driver does not start: {}", words(error));
+    result::init().map_err(fails)?;
     let mut version = 0;
     // SAFETY: writes the local.
-    unsafe { sys::cuDriverGetVersion(&mut version) }.result()?;
-    let count = result::device::get_count()?;
-    let gpus: Vec<_> = (0..count as usize)
-        .map(inspect_gpu)
-        .collect::<Result<_, _>>()?;
-    let mut links = Vec::new();
-    for from in 0..count {
-        for to in (0..count).filter(|to| *to != from) {
-            links.push(inspect_link(from, to)?);
+    unsafe { sys::cuDriverGetVersion(&mut version) }
+        .result()
+        .map_err(fails)?;
+    let count = result::device::get_count().map_err(fails)?;
+    let mut inspection = Inspection {
+        driver: format!("{}.{}", version / 1000, version % 1000 / 10),
+        gpus: Vec::new(),
+        links: Vec::new(),
+        failures: Vec::new(),
+    };
+    for ordinal in 0..count as usize {
+        match inspect_gpu(ordinal) {
+            Ok(gpu) => inspection.gpus.push(gpu),
+            Err(error) => {
+                let what = format!("GPU {ordinal} does not answer: {}", words(error));
+                inspection.failures.push(what);
+            }
         }
     }
-    Ok(Inspection {
-        driver: format!("{}.{}", version / 1000, version % 1000 / 10),
-        gpus,
-        links,
-    })
+    for from in 0..count {
+        for to in (0..count).filter(|to| *to != from) {
+            match inspect_link(from, to) {
+                Ok(link) => inspection.links.push(link),
+                Err(error) => {
+                    let what = format!(
+                        "the link from GPU {from} to GPU {to} is unknown: {}",
+                        words(error)
+                    );
+                    inspection.failures.push(what);
+                }
+            }
+        }
+    }
+    Ok(inspection)
+}
+
+/// The driver's own.
+fn words(error: DriverError) -> String {
+    let name = error.error_name().map(|name| name.to_string_lossy());
+    let text = error.error_string().map(|text| text.to_string_lossy());
+    format!("{}: {}", name.unwrap_or_default(), text.unwrap_or_default())
 }
 
 fn inspect_gpu(ordinal: usize) -> Result<Gpu, DriverError> {

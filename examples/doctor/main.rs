@@ -90,7 +90,8 @@ pub fn main() -> ExitCode {
             ),
         });
         if launcher.rank > 0 {
-            findings.iter().for_each(print::to_stderr);
+            let problems = findings.iter().filter(|finding| finding.is_problem());
+            problems.for_each(|finding| print::err(&(print::finding(finding) + "\n")));
             return ExitCode::from(u8::from(failed));
         }
     }
@@ -108,10 +109,10 @@ pub fn main() -> ExitCode {
         cuda,
         findings,
     };
-    match args.json {
+    print::out(&match args.json {
         true => print::json(&report),
         false => print::text(&report),
-    }
+    });
     ExitCode::from(u8::from(report.has_problem()))
 }
 

@@ -1,117 +1,127 @@
 //! The report, as people read it.
 
+use std::fmt::Write as _;
+use std::io::Write as _;
+
 use comfy_table::presets::NOTHING;
 use comfy_table::{ContentArrangement, Table};
 
 use super::report::{
-    Backend, Finding, GpuSection, HostGroup, Machine, Product, Report, Severity, Speed,
+    Backend, Finding, GpuSection, HostGroup, Machine, Measured, Product, Report, Severity, Speed,
 };
 
-pub fn json(report: &Report) {
-    match serde_json::to_string_pretty(report) {
-        Ok(text) => println!("{text}"),
-        Err(error) => eprintln!("error: the report can't be written as JSON: {error}"),
-    }
+/// Adds a line to a text, which never fails.
+macro_rules! line {
+    ($text:expr) => { $text.push('\n') };
+    ($text:expr, $($words:tt)*) => {{
+        let _ = writeln!($text, $($words)*);
+    }};
 }
 
-/// For a rank whose report nobody waits for.
-pub fn to_stderr(finding: &Finding) {
-    if finding.severity == Severity::Problem {
-        eprintln!("{}: {}", finding.about, finding.what);
-    }
+/// Prints a text. That nobody reads it is no failure.
+pub fn out(text: &str) {
+    let _ = std::io::stdout().lock().write_all(text.as_bytes());
 }
 
-pub fn text(report: &Report) {
+/// The same, beside the report.
+pub fn err(text: &str) {
+    let _ = std::io::stderr().lock().write_all(text.as_bytes());
+}
+
+pub fn json(report: &Report) -> String {
+    let text = serde_json::to_string_pretty(report);
+    text.unwrap_or_else(|error| format!("the report can't be written as JSON: {error}")) + "\n"
+}
+
+pub fn text(report: &Report) -> String {
+    let mut text = String::new();
     let backend = match report.backend {
         Backend::Host => "host",
         Backend::Cuda => "cuda",
     };
-    println!(
+    line!(
+        text,
         "gemmesh {}: does backend {backend} work here?",
         report.gemmesh
     );
-    heading("Machine");
-    machine(&report.machine);
+    line!(text, "\nMachine");
+    machine(&mut text, &report.machine);
     if let Some(launcher) = &report.launcher {
-        let name = launcher.name;
-        println!(
-            "rank {} of {}, started by {name}",
-            launcher.rank, launcher.world_size
-        );
+        let (rank, world, name) = (launcher.rank, launcher.world_size, launcher.name);
+        line!(text, "rank {rank} of {world}, started by {name}");
     }
     if !report.variables.is_empty() {
-        heading("Environment");
+        line!(text, "\nEnvironment");
         let rows = report.variables.iter();
-        table(
-            None,
-            rows.map(|v| [v.name.clone(), v.value.clone(), v.effect.into()]),
-        );
+        let rows = rows.map(|v| [v.name.clone(), v.value.clone(), v.effect.into()]);
+        table(&mut text, None, rows);
     }
-    heading("Host backend");
+    line!(text, "\nHost backend");
     match &report.host {
-        Some(group) => host(group),
-        None => println!("it does not work: see below"),
+        Some(group) => host(&mut text, group),
+        None => line!(text, "it does not work: see below"),
     }
-    heading("GPUs");
-    gpus(&report.cuda);
-    heading("Findings");
-    for finding in &report.findings {
-        let severity = match finding.severity {
-            Severity::Ok => "ok",
-            Severity::Note => "note",
-            Severity::Problem => "PROBLEM",
-        };
-        println!("{severity:8}{}: {}", finding.about, finding.what);
-        if let Some(advice) = &finding.advice {
-            println!("{:8}  {advice}", "");
-        }
-    }
+    line!(text, "\nGPUs");
+    gpus(&mut text, &report.cuda);
+    line!(text, "\nFindings");
+    report
+        .findings
+        .iter()
+        .for_each(|finding| line!(text, "{}", self::finding(finding)));
+    text
 }
 
-fn heading(name: &str) {
-    println!("\n{name}");
+/// What was found, and below it what to do.
+pub fn finding(finding: &Finding) -> String {
+    let severity = match finding.severity {
+        Severity::Ok => "ok",
+        Severity::Note => "note",
+        Severity::Problem => "PROBLEM",
+    };
+    let mut text = format!("{severity:8}{}: {}", finding.about, finding.what);
+    if let Some(advice) = &finding.advice {
+        let _ = write!(text, "\n{:10}{advice}", "");
+    }
+    text
 }
 
-fn table<const N: usize>(header: Option<[&str; N]>, rows: impl Iterator<Item = [String; N]>) {
+fn table<const N: usize>(
+    text: &mut String,
+    header: Option<[&str; N]>,
+    rows: impl Iterator<Item = [String; N]>,
+) {
     let mut table = Table::new();
     table.load_style(NOTHING);
     table.set_content_arrangement(ContentArrangement::Disabled);
     if let Some(header) = header {
         table.set_header(header);
     }
-    rows.for_each(|row| {
-        table.add_row(row);
-    });
-    println!("{table}");
+    table.add_rows(rows);
+    line!(text, "{}", table.trim_fmt());
 }
 
-fn machine(machine: &Machine) {
+fn machine(text: &mut String, machine: &Machine) {
     let gib = |bytes: Option<u64>| match bytes {
         Some(bytes) => format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64),
         None => "unknown".into(),
     };
     let limit = |limit: Option<u64>| limit.map_or("unlimited".into(), |limit| limit.to_string());
-    println!(
+    line!(
+        text,
         "{}, {} cores, {} of memory, {} available",
         machine.os,
         machine.cores,
         gib(machine.memory_bytes),
         gib(machine.available_memory_bytes)
     );
-    println!(
-        "memfd {}; open files {}; addresses {}; /dev/shm (of NCCL only) {} free",
+    line!(
+        text,
+        "memfd {}; open files {}; bytes of addresses {}; /dev/shm, of NCCL only, {} free",
         if machine.memfd { "works" } else { "fails" },
         limit(machine.open_files),
         limit(machine.address_space_bytes),
         gib(machine.dev_shm_free_bytes)
     );
-}
-
-fn verified(product: &Product) -> String {
-    format!(
-        "{} elements verified against float64, off by {:.2} of what rounding allows",
-        product.elements, product.worst
-    )
 }
 
 fn latency(speed: &Speed) -> String {
@@ -122,14 +132,18 @@ fn rate(speed: &Speed) -> String {
     format!("{:.1}", speed.gb_per_s)
 }
 
-fn host(group: &HostGroup) {
+fn host(text: &mut String, group: &HostGroup) {
     let HostGroup {
         ranks,
-        product,
+        product: Product { elements, worst },
         copies,
     } = group;
-    println!("{ranks} ranks as threads: {}", verified(product));
-    println!(
+    line!(
+        text,
+        "{ranks} ranks as threads: {elements} elements verified against float64, off by {worst:.2} of what rounding allows"
+    );
+    line!(
+        text,
         "a gather of 16 bytes a rank takes {} µs; of {} MiB a rank, {} GB/s come to each",
         latency(copies),
         copies.bytes >> 20,
@@ -137,15 +151,21 @@ fn host(group: &HostGroup) {
     );
 }
 
-fn gpus(section: &GpuSection) {
+fn gpus(text: &mut String, section: &GpuSection) {
     if !section.compiled {
-        return println!("this program was built without feature cuda");
+        return line!(text, "this program was built without feature cuda");
     }
-    let none = || "none".to_string();
-    println!(
-        "kernels compiled by nvcc {}; the driver supports CUDA {}",
-        section.nvcc.map_or_else(none, str::to_string),
-        section.driver.clone().unwrap_or_else(none)
+    line!(
+        text,
+        "{}; {}",
+        match section.nvcc {
+            Some(release) => format!("kernels compiled by nvcc {release}"),
+            None => "no kernels".into(),
+        },
+        match &section.driver {
+            Some(version) => format!("the driver supports CUDA {version}"),
+            None => "no driver".into(),
+        }
     );
     if section.gpus.is_empty() {
         return;
@@ -163,8 +183,8 @@ fn gpus(section: &GpuSection) {
         "UUID",
     ];
     let gib = |bytes: usize| format!("{:.1}", bytes as f64 / (1u64 << 30) as f64);
-    let yes = |is: bool| if is { "yes" } else { "no" }.to_string();
     let rows = section.gpus.iter().map(|gpu| {
+        let verified = gpu.product.as_ref();
         [
             gpu.ordinal.to_string(),
             gpu.name.clone(),
@@ -173,79 +193,74 @@ fn gpus(section: &GpuSection) {
             gib(gpu.free_memory_bytes),
             gib(gpu.memory_bytes),
             gpu.pci.clone(),
-            yes(gpu.ecc),
-            gpu.product
-                .as_ref()
-                .map_or("-".into(), |product| product.elements.to_string()),
+            if gpu.ecc { "yes" } else { "no" }.into(),
+            verified.map_or("-".into(), |product| product.elements.to_string()),
             gpu.uuid.clone(),
         ]
     });
-    table(Some(header), rows);
-    if section.links.is_empty() {
-        return;
-    }
-    println!(
-        "\nPeer access, row to column: the link's rank of performance (lower is faster), + with native atomics, - for none"
-    );
-    let count = section.gpus.len();
-    matrix(count, |from, to| {
-        let link = section
-            .links
-            .iter()
-            .find(|link| (link.from, link.to) == (from, to));
-        match link {
-            Some(link) if link.access => {
-                format!(
-                    "{}{}",
-                    link.performance_rank,
-                    if link.native_atomics { "+" } else { "" }
-                )
-            }
-            Some(_) => "-".into(),
-            None => String::new(),
-        }
-    });
-    let pair = |x: usize, y: usize| {
-        let gpus = [x.min(y), x.max(y)];
-        let pair = section.pairs.iter().find(|pair| pair.gpus == gpus)?;
-        pair.measured.as_ref()
-    };
-    let measured = |words: &str, of: &dyn Fn(usize, usize) -> Option<String>| {
-        println!("\n{words}");
-        matrix(count, |x, y| {
-            of(x, y).unwrap_or_else(|| if x == y { "" } else { "-" }.into())
+    table(text, Some(header), rows);
+    if !section.links.is_empty() {
+        line!(
+            text,
+            "\nPeer access, row to column: the link's rank of performance (lower is faster), + with native atomics, - for none"
+        );
+        square(text, section, |from, to| {
+            let mut links = section.links.iter();
+            let link = links.find(|link| (link.from, link.to) == (from, to))?;
+            let atomics = if link.native_atomics { "+" } else { "" };
+            link.access
+                .then(|| format!("{}{atomics}", link.performance_rank))
         });
-    };
+    }
     if section.pairs.is_empty() {
         return;
     }
-    measured(
-        "GB/s to each of two GPUs at once, by copy engines (64 MiB a rank)",
-        &|x, y| Some(rate(&pair(x, y)?.copies)),
-    );
-    measured(
-        "µs of a gather of 16 bytes a rank, by copy engines",
-        &|x, y| Some(latency(&pair(x, y)?.copies)),
-    );
-    measured("GB/s by stores of kernels (16 MiB a rank)", &|x, y| {
-        Some(rate(pair(x, y)?.stores.as_ref()?))
-    });
-    measured(
-        "µs of a gather of 16 bytes a rank, by stores of kernels",
-        &|x, y| Some(latency(pair(x, y)?.stores.as_ref()?)),
-    );
+    type Cell = fn(&Measured) -> Option<String>;
+    let measured: [(&str, Cell); 4] = [
+        (
+            "GB/s to each of two GPUs at once, by copy engines (64 MiB a rank)",
+            |measured| Some(rate(&measured.copies)),
+        ),
+        (
+            "µs of a gather of 16 bytes a rank, by copy engines",
+            |measured| Some(latency(&measured.copies)),
+        ),
+        (
+            "GB/s to each of two GPUs at once, by stores of kernels (16 MiB a rank)",
+            |measured| measured.stores.as_ref().map(rate),
+        ),
+        (
+            "µs of a gather of 16 bytes a rank, by stores of kernels",
+            |measured| measured.stores.as_ref().map(latency),
+        ),
+    ];
+    for (words, of) in measured {
+        line!(text, "\n{words}");
+        square(text, section, |x, y| {
+            let gpus = [x.min(y), x.max(y)];
+            let pair = section.pairs.iter().find(|pair| pair.gpus == gpus)?;
+            of(pair.measured.as_ref()?)
+        });
+    }
 }
 
-/// A square of GPUs.
-fn matrix(count: usize, cell: impl Fn(usize, usize) -> String) {
+/// A square of GPUs, with what there is between each two.
+fn square(
+    text: &mut String,
+    section: &GpuSection,
+    between: impl Fn(usize, usize) -> Option<String>,
+) {
+    let gpus = || section.gpus.iter().map(|gpu| gpu.ordinal);
     let mut table = Table::new();
     table.load_style(NOTHING);
     table.set_content_arrangement(ContentArrangement::Disabled);
-    table.set_header(std::iter::once(String::new()).chain((0..count).map(|gpu| gpu.to_string())));
-    for row in 0..count {
-        table.add_row(
-            std::iter::once(row.to_string()).chain((0..count).map(|column| cell(row, column))),
-        );
+    table.set_header(std::iter::once(String::new()).chain(gpus().map(|gpu| gpu.to_string())));
+    for row in gpus() {
+        let cell = |column| match row == column {
+            true => String::new(),
+            false => between(row, column).unwrap_or("-".into()),
+        };
+        table.add_row(std::iter::once(row.to_string()).chain(gpus().map(cell)));
     }
-    println!("{table}");
+    line!(text, "{}", table.trim_fmt());
 }

@@ -23,8 +23,7 @@ pub struct Report {
 
 impl Report {
     pub fn has_problem(&self) -> bool {
-        let mut findings = self.findings.iter();
-        findings.any(|finding| finding.severity == Severity::Problem)
+        self.findings.iter().any(Finding::is_problem)
     }
 }
 
@@ -181,6 +180,10 @@ pub struct Finding {
 }
 
 impl Finding {
+    pub fn is_problem(&self) -> bool {
+        self.severity == Severity::Problem
+    }
+
     pub fn ok(about: &'static str, what: impl Into<String>) -> Finding {
         Finding {
             severity: Severity::Ok,

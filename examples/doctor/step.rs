@@ -1,6 +1,6 @@
 //! Steps that may crash or hang: each is a process of its own, with a deadline.
 
-use std::io::{Read, Write};
+use std::io::{IsTerminal, Read};
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
@@ -10,8 +10,8 @@ use gemmesh::{Builder, Host, launch};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::measure;
 use super::report::{Finding, HostGroup};
+use super::{measure, print};
 
 /// What a process of the doctor's own does.
 #[derive(Clone, Copy, Subcommand)]
@@ -88,50 +88,68 @@ impl Step {
     /// # Errors
     /// Its error in words; or that it has crashed, or did not end in time.
     pub fn run<T: DeserializeOwned>(self, timeout: Duration) -> Result<T, String> {
-        let mut command = Command::new("/proc/self/exe");
-        // It is no rank of a launcher's.
-        launch::variables().for_each(|name| {
-            command.env_remove(name);
-        });
-        let seconds = timeout.as_secs().to_string();
-        let process = command
-            .args(["--timeout", &seconds])
-            .args(self.arguments())
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn();
-        let mut process = process.map_err(|error| format!("can't start a process: {error}"))?;
-        let (said, complained) = (read(process.stdout.take()), read(process.stderr.take()));
-        let status = end(&mut process, timeout)?;
-        // What it has started ends with it.
-        const MOMENT: Duration = Duration::from_secs(1);
-        let said = said.recv_timeout(MOMENT).unwrap_or_default();
-        let outcomes = said
-            .lines()
-            .filter_map(|line| serde_json::from_str(line).ok());
-        let outcomes: Vec<Result<T, String>> = outcomes.collect();
-        let first_error = outcomes.iter().position(Result::is_err).unwrap_or(0);
-        if let Some(outcome) = outcomes.into_iter().nth(first_error) {
-            return outcome;
-        }
-        let complained = complained.recv_timeout(MOMENT).unwrap_or_default();
-        let words: Vec<&str> = complained.lines().filter(|line| !line.is_empty()).collect();
-        let last = words.len().saturating_sub(3);
-        Err(format!(
-            "it has crashed ({status}): {}",
-            words[last..].join("; ")
-        ))
+        let arguments = self.arguments();
+        // All steps of many GPUs take minutes.
+        let is_watched = std::io::stderr().is_terminal();
+        let show = |what: &str| {
+            if is_watched {
+                print::err(&format!("\r\x1b[K{what}"));
+            }
+        };
+        show(&arguments.join(" "));
+        let outcome = run(&arguments, timeout);
+        show("");
+        outcome
     }
+}
+
+/// As [`Step::run`].
+fn run<T: DeserializeOwned>(arguments: &[String], timeout: Duration) -> Result<T, String> {
+    let mut command = Command::new("/proc/self/exe");
+    // It is no rank of a launcher's.
+    launch::variables().for_each(|name| {
+        command.env_remove(name);
+    });
+    let seconds = timeout.as_secs().to_string();
+    let process = command
+        .args(["--timeout", &seconds])
+        .args(arguments)
+        // The last lines say why it has crashed.
+        .env("RUST_BACKTRACE", "0")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn();
+    let mut process = process.map_err(|error| format!("can't start a process: {error}"))?;
+    let (said, complained) = (read(process.stdout.take()), read(process.stderr.take()));
+    let status = end(&mut process, timeout)?;
+    // What it has started ends with it.
+    const MOMENT: Duration = Duration::from_secs(1);
+    let said = said.recv_timeout(MOMENT).unwrap_or_default();
+    let outcomes = said
+        .lines()
+        .filter_map(|line| serde_json::from_str(line).ok());
+    let outcomes: Vec<Result<T, String>> = outcomes.collect();
+    let first_error = outcomes.iter().position(Result::is_err).unwrap_or(0);
+    match outcomes.into_iter().nth(first_error) {
+        // It may have crashed after all.
+        Some(Ok(value)) if status.success() => return Ok(value),
+        Some(Err(error)) => return Err(error),
+        _ => (),
+    }
+    let complained = complained.recv_timeout(MOMENT).unwrap_or_default();
+    let words: Vec<&str> = complained.lines().filter(|line| !line.is_empty()).collect();
+    let last = words.len().saturating_sub(3);
+    Err(format!(
+        "it has crashed ({status}): {}",
+        words[last..].join("; ")
+    ))
 }
 
 /// Says to the doctor how a step went.
 fn say<T: Serialize, E: ToString>(outcome: Result<T, E>) -> ExitCode {
     let outcome = outcome.map_err(|error| error.to_string());
-    let mut line = serde_json::to_vec(&outcome).unwrap_or_default();
-    line.push(b'\n');
-    // Nobody hears if the doctor has gone.
-    let _ = std::io::stdout().lock().write_all(&line);
+    print::out(&(serde_json::to_string(&outcome).unwrap_or_default() + "\n"));
     ExitCode::from(u8::from(outcome.is_err()))
 }
 
