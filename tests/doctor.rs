@@ -355,6 +355,11 @@ fn two_gpus_are_measured() {
     }
     assert_ne!(gpus[0]["uuid"], gpus[1]["uuid"]);
     assert_eq!(cuda["links"].as_array().unwrap().len(), 2);
+    assert_severity(
+        &report,
+        "2 GPUs work by themselves, and 1 of 1 pairs together",
+        "ok",
+    );
     let pairs = cuda["pairs"].as_array().unwrap();
     assert_eq!(pairs.len(), 1);
     let measured = &pairs[0]["measured"];

@@ -177,10 +177,14 @@ fn measure(section: &mut GpuSection, timeout: Duration, findings: &mut Vec<Findi
             "GPUs",
             "one GPU works; there is no other to measure it with",
         )),
-        count => findings.push(Finding::ok(
-            "GPUs",
-            format!("{count} GPUs work by themselves"),
-        )),
+        count => {
+            let pairs = section.pairs.iter();
+            let pairs = pairs.filter(|pair| pair.measured.is_some()).count();
+            let all = section.pairs.len();
+            let what =
+                format!("{count} GPUs work by themselves, and {pairs} of {all} pairs together");
+            findings.push(Finding::ok("GPUs", what));
+        }
     }
 }
 
