@@ -49,13 +49,17 @@ fn build() -> Result<(), String> {
     println!("cargo:rerun-if-changed=cuda");
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set: run cargo")?);
     let units = units(&out)?;
+    // For whoever reports a bug.
+    let release = out.join("nvcc.txt");
     if NO_KERNELS.iter().any(|name| env::var_os(name).is_some()) {
+        write(&release, b"")?;
         let empty = |unit: &Unit| write(&out.join(format!("{}.cubin", unit.name)), b"");
         return units.iter().try_for_each(empty);
     }
-    let nvcc = find().and_then(new_enough).map_err(|reason| {
+    let (nvcc, (major, minor)) = find().and_then(new_enough).map_err(|reason| {
         format!("{reason}; to check the crate without kernels, set GEMMESH_NO_KERNELS=1")
     })?;
+    write(&release, format!("{major}.{minor}").as_bytes())?;
     let queue = Mutex::new(units.iter());
     let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
     let work = || std::iter::from_fn(next).try_for_each(|unit| compile(&nvcc, unit, &out));
@@ -175,7 +179,8 @@ fn find() -> Result<PathBuf, String> {
         })
 }
 
-fn new_enough(nvcc: PathBuf) -> Result<PathBuf, String> {
+/// With its release.
+fn new_enough(nvcc: PathBuf) -> Result<(PathBuf, (u32, u32)), String> {
     let version = version(&nvcc)?;
     if version < OLDEST {
         return Err(format!(
@@ -187,7 +192,7 @@ fn new_enough(nvcc: PathBuf) -> Result<PathBuf, String> {
             OLDEST.1
         ));
     }
-    Ok(nvcc)
+    Ok((nvcc, version))
 }
 
 fn version(nvcc: &Path) -> Result<(u32, u32), String> {

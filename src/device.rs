@@ -122,6 +122,14 @@ impl Group<Cuda> {
     }
 }
 
+impl Cuda {
+    /// The release of nvcc that this program's kernels were compiled by, such as "13.0"; none if it was built without kernels.
+    pub fn nvcc_release() -> Option<&'static str> {
+        let release = include_str!(concat!(env!("OUT_DIR"), "/nvcc.txt"));
+        Some(release).filter(|release| !release.is_empty())
+    }
+}
+
 /// `config` with the tile shape of each kernel there is, or of those that add partials; for benchmarks and tests.
 #[doc(hidden)]
 pub fn with_each_kernel(config: &Config, sums: bool) -> Vec<Config> {

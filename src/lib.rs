@@ -36,6 +36,7 @@
 //! | plan once and run often | [`AllGatherMatmul::prepare`] and its like; [`Prepared`] |
 //! | see or say how a product is cut up | [`Prepared::explain`], [`Explanation`], [`Config`], [`Numerics`] |
 //! | see what happened when | [`Prepared::run_traced`], [`trace`] |
+//! | see who is waited for | [`Group::wait_times`] |
 //! | learn what went wrong | [`Error`] |
 //!
 //! An operation in lower case is the short call; the type of the same name has its options: bias, activation, several weights, gates,
@@ -60,6 +61,7 @@
 //! | `cuda` | the backend `Cuda` | nvcc to build, or `GEMMESH_NO_KERNELS=1` to check; the driver is loaded at run time |
 //! | `cudarc` | cudarc 0.19's slices, streams and events as matrices' memory: `CudarcMatrix` | as `cuda` |
 //! | `cust` | cust 0.3's buffers and streams likewise: `Matrix::from_cust` | as `cuda`, and a toolkit that cust finds (`CUDA_LIBRARY_PATH`) |
+//! | `nvtx` | names operations in NVIDIA's profilers | libclang and a C compiler |
 //! | `mpi` | finds the ranks over an MPI communicator | an MPI library and libclang |
 //! | `bindgen` | compares the kernels' header with its Rust side in the tests | libclang |
 //!
@@ -76,6 +78,7 @@ pub mod error;
 pub mod schedule;
 
 mod element;
+mod ranges;
 
 #[cfg(not(loom))]
 mod backend;

@@ -11,9 +11,11 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use crate::backend::{Backend, KEPT_PROGRAMS};
 use crate::error::{Error, Result};
+use crate::ranges::range;
 use crate::ranks::call::Operation;
 use crate::ranks::members::Members;
 use crate::schedule::{Config, Description, Epoch, Numerics, Planner, Schedule};
@@ -199,12 +201,25 @@ impl<B: Backend> Group<B> {
         Ok(gathered.payloads)
     }
 
+    /// How long this rank has waited for each other in operations, by rank, since the group was opened: for it to begin the operation, for
+    /// what it moves, and for it to be done. To be compared before and after; a rank that is late is waited for by all others.
+    ///
+    /// On the host a wait counts if it lasts some microseconds. On GPUs a thread looks at an operation that has waited for 100 ms, and
+    /// then ten times a second: shorter waits, and the rest of longer ones, are not seen. Calls in which ranks meet, such as
+    /// [`Group::barrier`], do not count.
+    ///
+    /// A rank that waits itself may be waited for too, as one that pushes to a late rank first: the late one is who has waited for nobody.
+    pub fn wait_times(&self) -> Vec<Duration> {
+        self.inner.members.wait_times()
+    }
+
     /// Returns when all operations of this rank are complete.
     ///
     /// # Errors
     /// The failure of an operation that had not been reported yet.
     pub fn synchronize(&self) -> Result<()> {
         self.check()?;
+        let _range = range(|| "gemmesh synchronize".into());
         self.inner.backend.synchronize(&self.inner.members)
     }
 
@@ -289,6 +304,7 @@ impl<B: Backend> Group<B> {
             numerics,
             ..
         } = &*self.inner;
+        let _range = range(|| format!("gemmesh prepare {}", key.0.operation));
         let config = config.unwrap_or_else(|| backend.default_config(&key.0, *numerics));
         config.check_numerics(*numerics)?;
         let schedule = planner(&key.0, members.rank, config)?;

@@ -36,6 +36,7 @@ use crate::element::Value;
 use crate::error::{Error, Result};
 use crate::explanation::Explanation;
 use crate::group::Group;
+use crate::ranges::range;
 use crate::ranks::call::Operation;
 use crate::schedule::layout::limit;
 use crate::schedule::{Config, Description, Epoch, Form, Layout, Product, RowOrder, Schedule};
@@ -75,6 +76,7 @@ fn run<B: Backend>(
         if group.is_recording()? {
             group.keep_recorded(program);
         }
+        let _range = range(|| format!("gemmesh {}", B::schedule(program).name()));
         return group.exclusively(|epoch| run(program, epoch));
     };
     let operation = Operation {
@@ -113,9 +115,13 @@ fn operate<B: Backend>(
         // It has no number among those that run now: any will do.
         let programs = before.into_iter().chain([program]);
         programs.for_each(|program| group.keep_recorded(program));
+        let _range = range(|| format!("gemmesh {}, recorded", schedule.name()));
         return group.exclusively(|_| run(Epoch::FIRST));
     }
-    group.operate(operation, run)
+    group.operate(operation, |epoch| {
+        let _range = range(|| format!("gemmesh {}, epoch {}", schedule.name(), epoch.raw()));
+        run(epoch)
+    })
 }
 
 /// What call `operation` is asked to do with a matrix of this layout and one of `n` rows.

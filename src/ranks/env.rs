@@ -106,6 +106,20 @@ pub fn describe_this_process() -> Result<Described> {
     describe(|name| std::env::var_os(name), parent)
 }
 
+/// Whether some launcher has set a rank in the environment of this process.
+pub fn has_rank() -> bool {
+    recognise(|name| std::env::var_os(name)).is_some()
+}
+
+/// All variables that are read, by launcher; some launchers share some.
+pub fn variables() -> impl Iterator<Item = &'static str> {
+    LAUNCHERS.into_iter().flat_map(|launcher| {
+        let own = [launcher.rank, launcher.world];
+        let own = own.into_iter().chain(launcher.local_world);
+        own.chain(launcher.required.iter().chain(launcher.job).copied())
+    })
+}
+
 /// Names the parent of this process, which is the launcher's agent on this host: the same for all ranks of a job, and no other
 /// job's, be that in another container, or its agent a later process of the same number.
 fn parent() -> String {
@@ -450,13 +464,7 @@ mod tests {
             )
         ) {
             use std::os::unix::ffi::OsStringExt;
-            let names: Vec<&str> = LAUNCHERS
-                .iter()
-                .flat_map(|l| {
-                    let own = [l.rank, l.world].into_iter().chain(l.local_world);
-                    own.chain(l.required.iter().chain(l.job).copied())
-                })
-                .collect();
+            let names: Vec<&str> = variables().collect();
             let get = |name: &str| {
                 let index = names.iter().position(|n| *n == name)?;
                 values[index % values.len()].clone().map(OsString::from_vec)

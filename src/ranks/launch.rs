@@ -30,6 +30,40 @@ pub fn is_rank() -> bool {
     !matches!(env::describe_this_process(), Err(Error::Environment { .. }))
 }
 
+/// What a launcher says of this process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RankEnvironment {
+    /// This process's rank.
+    pub rank: usize,
+    /// The number of ranks.
+    pub world_size: usize,
+    /// The launcher's name.
+    pub launcher: &'static str,
+}
+
+/// What the environment says of this process, as [`Group::from_env`](crate::Group::from_env) reads it; `None` if no launcher has
+/// set a rank.
+///
+/// # Errors
+/// [`Error::Environment`] names the variables that are missing beside the rank, [`Error::EnvironmentValue`] one that can't be used.
+pub fn rank_environment() -> Result<Option<RankEnvironment>> {
+    if !env::has_rank() {
+        return Ok(None);
+    }
+    let described = env::describe_this_process()?;
+    Ok(Some(RankEnvironment {
+        rank: described.rank,
+        world_size: described.world,
+        launcher: described.launcher,
+    }))
+}
+
+/// The environment variables that tell ranks who they are, of all launchers; some are named several times.
+pub fn variables() -> impl Iterator<Item = &'static str> {
+    env::variables()
+}
+
 /// Starts this program again, `world` times, with this process's arguments; each is a rank that
 /// [`Group::from_env`](crate::Group::from_env) recognises. Returns when all have ended.
 ///

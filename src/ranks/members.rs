@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::call::Operation;
 use super::shared_state::SharedState;
+use super::waits::WaitTimes;
 use super::watcher::Watcher;
 use super::wire::{self, Channel, Frame, MAX_FRAME, WireError};
 use crate::error::{Error, Result};
@@ -45,6 +46,7 @@ pub struct Members {
     /// Whether the ranks are threads of one process.
     pub in_process: bool,
     shared: Arc<SharedState>,
+    waits: Arc<WaitTimes>,
     /// The number of this rank's latest collective call. Locked while one is posted or refused.
     calls: Mutex<u64>,
     /// On rank 0 the connections to 1, 2, …; elsewhere the one to rank 0. Locked for one exchange at a time.
@@ -76,6 +78,7 @@ impl Members {
             timeout,
             in_process,
             shared,
+            waits: Arc::new(WaitTimes::new(world)),
             calls: Mutex::new(0),
             connections: Mutex::new(connections),
             _watcher: watcher,
@@ -116,7 +119,13 @@ impl Members {
             rank: self.rank,
             timeout: self.timeout,
             shared: self.shared.clone(),
+            waits: self.waits.clone(),
         }
+    }
+
+    /// How long this rank has waited for each in operations.
+    pub fn wait_times(&self) -> Vec<Duration> {
+        self.waits.all()
     }
 
     /// Agrees with the other ranks that the next call is operation `epoch`, without a message.
@@ -441,6 +450,7 @@ pub struct FailureReporter {
     pub rank: usize,
     pub timeout: Duration,
     shared: Arc<SharedState>,
+    waits: Arc<WaitTimes>,
 }
 
 #[cfg(feature = "cuda")]
@@ -455,9 +465,11 @@ impl FailureReporter {
         self.shared.fault()
     }
 
-    /// Notes that this rank waits for `peer`. To be called a few times a second while it does.
-    pub fn note_wait(&self, peer: usize) {
+    /// Notes that this rank waits for `peer`, and has done so for `time` since it was noted last. To be called a few times a second
+    /// while it does.
+    pub fn note_wait(&self, peer: usize, time: Duration) {
         self.shared.note_wait(peer);
+        self.waits.add(peer, time);
     }
 
     /// This rank has waited for `peer` for so long, in vain. `what`: the call, and what `peer` has not done.
@@ -538,6 +550,8 @@ impl Wait for Members {
             call: &call,
             what: &what,
         };
+        // As above: what this rank does itself, and waits for with another thread, is no wait for another.
+        let _waits = (waiting.grace.is_zero()).then(|| self.waits.begin(waiting.rank));
         let mut yields = YIELDS;
         loop {
             // A rank that left had signalled everything before, and for a chunk that is pulled waited for `done`, which

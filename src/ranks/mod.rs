@@ -8,5 +8,6 @@ pub mod members;
 pub mod rendezvous;
 pub mod reports;
 pub mod shared_state;
+pub mod waits;
 mod watcher;
 pub mod wire;

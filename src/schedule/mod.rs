@@ -213,6 +213,20 @@ impl Schedule {
         &self.routes
     }
 
+    /// The operation, for a profiler: its extents if it has a product, or else what ranks agree on.
+    pub(crate) fn name(&self) -> String {
+        let agreed = self.agreed();
+        let operation = agreed.map_or(all_gather::LOCAL, Agreed::name);
+        match self.product() {
+            Some(product) => {
+                let dtype = self.matrices()[product.a].dtype;
+                let (m, n, k) = (product.m, product.n(), product.k);
+                format!("{operation} {m}x{n}x{k} {dtype}")
+            }
+            None => format!("{operation} {}", agreed.map_or("", Agreed::details)),
+        }
+    }
+
     /// Whether a kernel waits for what the owners of rows move to it, and nobody pulls; or, where nothing is moved, would.
     pub fn is_pushed(&self) -> bool {
         let Some(product) = self.product() else {

@@ -147,6 +147,20 @@ impl Transfer {
         }
     }
 
+    /// For a profiler.
+    pub(crate) fn name(&self) -> String {
+        let rows = self
+            .regions
+            .first()
+            .map_or(0..0, |moved| moved.to.rows.clone());
+        let Range { start, end } = rows;
+        match self.route {
+            Route::Pull => format!("pull rows {start}..{end} from rank {}", self.from),
+            Route::Push => format!("push rows {start}..{end} to rank {}", self.to),
+            Route::Store => format!("store rows {start}..{end} to rank {}", self.to),
+        }
+    }
+
     /// Whether they are the part of a copied chunk that tiles need late.
     pub fn is_deferred(&self) -> bool {
         let is_behind = |moved: &Move| moved.to.columns.start > 0;

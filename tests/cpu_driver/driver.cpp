@@ -1,9 +1,9 @@
 // A CUDA driver that runs on the CPU, for tests of what the CUDA backend puts on streams where there is no GPU: libcuda.so.1 for the tests'
 // processes. `run` beside it builds and uses it.
 //
-// There is one GPU, which ranks share. A stream is a thread that does one thing after the other; device memory is the host's, and what
-// processes pass on to one another are memfds. Of capture it keeps the rules that this library can break: what a capture has spread to must be
-// joined; events do not cross its border; a stream that is captured is not asked whether it is idle. A graph's nodes run one after the other, in any
+// There is one GPU, which ranks share, or as many as CPU_DRIVER_GPUS says. With CPU_DRIVER_HANGS the driver never starts. A stream is a thread
+// that does one thing after the other; device memory is the host's, and what processes pass on to one another are memfds. Of capture it keeps the
+// rules that this library can break: what a capture has spread to must be joined; events do not cross its border; a stream that is captured is not asked whether it is idle. A graph's nodes run one after the other, in any
 // order that their edges allow: so kernels that wait for copies of the same graph find no place here.
 //
 // It knows the kernels that it needs: reductions, exchanges, alignment, the count of replays, and products whose partials are not added by
@@ -522,14 +522,24 @@ extern "C" {
 
 // The device and its context.
 
-CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
+CUresult cuInit(unsigned) {
+    while (getenv("CPU_DRIVER_HANGS") != nullptr) pause();
+    return CUDA_SUCCESS;
+}
 CUresult cuDriverGetVersion(int* version) { return *version = 13000, CUDA_SUCCESS; }
-CUresult cuDeviceGetCount(int* count) { return *count = 1, CUDA_SUCCESS; }
-CUresult cuDeviceGet(CUdevice* device, int) { return *device = 0, CUDA_SUCCESS; }
+CUresult cuDeviceGetCount(int* count) {
+    const char* gpus = getenv("CPU_DRIVER_GPUS");
+    return *count = gpus == nullptr ? 1 : atoi(gpus), CUDA_SUCCESS;
+}
+CUresult cuDeviceGet(CUdevice* device, int ordinal) { return *device = ordinal, CUDA_SUCCESS; }
 CUresult cuDeviceGetName(char* name, int length, CUdevice) { return snprintf(name, length, "NVIDIA H200"), CUDA_SUCCESS; }
-CUresult cuDeviceGetUuid(CUuuid* uuid, CUdevice) { return memset(uuid, 7, sizeof *uuid), CUDA_SUCCESS; }
+CUresult cuDeviceGetUuid(CUuuid* uuid, CUdevice device) { return memset(uuid, 7 + device, sizeof *uuid), CUDA_SUCCESS; }
 CUresult cuDeviceTotalMem(size_t* bytes, CUdevice) { return *bytes = DEVICE_BYTES, CUDA_SUCCESS; }
 CUresult cuDeviceCanAccessPeer(int* can, CUdevice, CUdevice) { return *can = 1, CUDA_SUCCESS; }
+
+CUresult cuDeviceGetP2PAttribute(int* value, CUdevice_P2PAttribute attribute, CUdevice, CUdevice) {
+    return *value = attribute != CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK, CUDA_SUCCESS;
+}
 
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
     switch (attribute) {

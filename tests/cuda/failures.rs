@@ -53,6 +53,12 @@ each_route!(gpu, failures::stop_amid_operations::<Cuda>:
     a_rank_stopped_amid_stores_is_named_at_the_timeout_and_told_when_it_goes_on by Store,
 );
 
+each_route!(gpu, failures::wait_for_a_late_rank::<Cuda>:
+    a_rank_that_pulls_late_is_waited_for_by_name by Pull,
+    a_rank_that_pushes_late_is_waited_for_by_name by Push,
+    a_rank_that_stores_late_is_waited_for_by_name by Store,
+);
+
 told_within_a_second!(Cuda);
 
 amid_functions!(gpu, Cuda);

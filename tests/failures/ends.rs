@@ -92,6 +92,12 @@ each_route!(Host::leave, failures::stop_amid_operations::<Host>:
     a_rank_stopped_amid_stores_is_named_at_the_timeout_and_told_when_it_goes_on by Store,
 );
 
+each_route!(Host::leave, failures::wait_for_a_late_rank::<Host>:
+    a_rank_that_pulls_late_is_waited_for_by_name by Pull,
+    a_rank_that_pushes_late_is_waited_for_by_name by Push,
+    a_rank_that_stores_late_is_waited_for_by_name by Store,
+);
+
 told_within_a_second!(Host);
 
 amid_functions!(Host::leave, Host);

@@ -23,6 +23,8 @@ pub trait Tested: Backend {
     const ENDED: Duration;
     /// Of the processes of one test.
     const DEADLINE: Duration;
+    /// How late a rank is whom the others notice that they wait for.
+    const LATE: Duration;
     /// [M, N, K] of a product that takes no time.
     const SMALL: [usize; 3];
     /// [M, N, K] of a product amid which something can happen.
@@ -50,6 +52,7 @@ impl Tested for Host {
     const NOTICED: Duration = Duration::from_millis(1000);
     const ENDED: Duration = Duration::from_millis(1000);
     const DEADLINE: Duration = Duration::from_secs(20);
+    const LATE: Duration = Duration::from_millis(50);
     const SMALL: [usize; 3] = [9, 5, 3];
     const LARGER: [usize; 3] = [100, 50, 30];
 

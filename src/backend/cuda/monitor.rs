@@ -312,22 +312,24 @@ impl Watch {
         } else if let Some(error) = refusal() {
             self.failures.fail(error);
         } else if waited > LEFT_AFTER {
-            self.note(running);
+            self.note(running, waited);
             if self.someone_has_left() {
                 self.blame_the_one_who_left(running);
             }
         }
     }
 
-    /// Notes for whom an operation waits, now and then: who waits for this rank meanwhile names that one in its stead.
-    fn note(&self, running: Running) {
+    /// Notes for whom an operation waits, which has `waited`, now and then: who waits for this rank meanwhile names that one in its
+    /// stead.
+    fn note(&self, running: Running, waited: Duration) {
         let mut noted = lock(&self.noted);
         if noted.elapsed() < LEFT_AFTER || self.waits_for_its_caller(running) {
             return;
         }
+        let time = noted.elapsed().min(waited);
         *noted = Instant::now();
         if let Ok(Some((awaited, ..))) = self.missing(running) {
-            self.failures.note_wait(awaited.peer());
+            self.failures.note_wait(awaited.peer(), time);
         }
     }
 

@@ -13,6 +13,7 @@ use crate::backend::chunk_delay;
 use crate::backend::sealed::{Bound, Call, Callback};
 use crate::element::{DType, Element, bf16, f16};
 use crate::error::{Error, Result};
+use crate::ranges::range;
 use crate::ranks::members::Members;
 use crate::schedule::drive::{self, CopyThread};
 use crate::schedule::layout::MAX_WORLD;
@@ -77,6 +78,7 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
 
     let transfer = || {
         let copy = |transfer: &Transfer| {
+            let _range = range(|| format!("gemmesh {}", transfer.name()));
             let begin = recorder.begin();
             let begun = Instant::now();
             let mut bytes = 0;

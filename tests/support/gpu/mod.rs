@@ -40,6 +40,7 @@ impl Tested for Cuda {
     // A process gives back its GPU first.
     const ENDED: Duration = Duration::from_secs(90);
     const DEADLINE: Duration = Duration::from_secs(90);
+    const LATE: Duration = Duration::from_millis(400);
     const SMALL: [usize; 3] = [300, 24, 16];
     const LARGER: [usize; 3] = [301, 300, 264];
 

@@ -8,7 +8,7 @@ use rustix::process::Signal;
 use crate::support::processes::{Processes, Rank};
 use crate::support::products::Arguments;
 use crate::support::tested::{
-    MakeCall, Tested, assert_timeout_names, connect, connect_short, poisoned, ranks,
+    MakeCall, Tested, all_done, assert_timeout_names, connect, connect_short, poisoned, ranks,
 };
 
 /// A call that must fail does.
@@ -414,4 +414,45 @@ macro_rules! told_within_a_second {
             a_wrong_weight_on_one_rank_is_known_to_all_that_store_within_a_second by Store,
         );
     };
+}
+
+// Late.
+
+/// Rank 2 comes late to operations. The others have waited for it, and where each takes its rows itself for nobody else as long; it has
+/// waited for nobody.
+pub fn wait_for_a_late_rank<B: Tested>(test: &str, route: Route) {
+    const LATE: usize = 2;
+    const TIMES: u32 = 4;
+    let ranks = ranks::<B>(test, 3, |rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        let mut arguments = Arguments::small(&group)?;
+        arguments.verify_by(&group, route)?;
+        let before = group.wait_times();
+        let begin = Instant::now();
+        for _ in 0..TIMES {
+            group.barrier()?;
+            if rank.rank == LATE {
+                std::thread::sleep(B::LATE);
+            }
+            arguments.verify_by(&group, route)?;
+        }
+        let waited = group.wait_times().into_iter().zip(before);
+        let waited: Vec<Duration> = waited.map(|(after, before)| after - before).collect();
+        let all = format!("rank {}: {waited:?}", rank.rank);
+        assert_eq!(waited.len(), 3, "{all}");
+        assert_eq!(waited[rank.rank], Duration::ZERO, "{all}");
+        let late = B::LATE * TIMES;
+        match rank.rank {
+            LATE => assert!(waited.iter().all(|time| *time < late / 2), "{all}"),
+            other => {
+                let third = waited[1 - other];
+                assert!(waited[LATE] > late / 2, "{all}");
+                // What is pushed may wait behind what its owner pushes to the late one.
+                assert!(route != Route::Pull || waited[LATE] > third, "{all}");
+                assert!(waited[LATE] <= begin.elapsed(), "{all}");
+            }
+        }
+        Ok(all)
+    });
+    all_done(ranks);
 }

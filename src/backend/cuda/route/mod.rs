@@ -19,6 +19,7 @@ use super::program::{self, Place, Program};
 use crate::backend::chunk_delay;
 use crate::backend::sealed::Bound;
 use crate::error::Result;
+use crate::ranges::range;
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::{Agreed, Epoch, Extent, MAX_FLAGS, Move, Region, Schedule, Transfer};
 
@@ -94,6 +95,7 @@ unsafe fn copy_regions(
     matrices: &[Bound<Cuda>],
     transfer: &Transfer,
 ) -> Result<()> {
+    let _range = range(|| format!("gemmesh {}", transfer.name()));
     for Move { from, to } in &transfer.regions {
         let place = |region: &Region, rank: usize| {
             let spec = schedule.matrices()[region.matrix];

@@ -1,0 +1,133 @@
+//! Says whether gemmesh works on this machine, how fast ranks reach one another, and how to mend what does not work.
+//!
+//! ```sh
+//! cargo run --release --example doctor                    # the host backend
+//! cargo run --release --features cuda --example doctor    # and GPUs
+//! cargo run --release --example doctor -- --json          # for a bug report
+//! torchrun --nproc-per-node 4 --no-python target/release/examples/doctor    # and whether the launcher's ranks meet
+//! ```
+//!
+//! What may hang or crash, such as a driver, runs as a process of its own with a deadline: its failure is a finding, and the next
+//! step goes on. [`report::Report`] is what `--json` prints. The exit code is 1 if a problem keeps the backend from working.
+
+#[path = "../../benches/common/mod.rs"]
+mod common;
+mod environment;
+#[cfg(feature = "cuda")]
+mod gpus;
+mod machine;
+mod measure;
+mod print;
+mod report;
+mod step;
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::{Parser, ValueEnum};
+use gemmesh::{Builder, Host};
+
+use report::{Backend, Finding, GpuSection, Report};
+use step::Step;
+
+/// Says whether gemmesh works on this machine, how fast ranks reach one another, and how to mend what does not work.
+#[derive(Parser)]
+#[command(name = "gemmesh-doctor", version)]
+struct Args {
+    /// The backend that must work: the exit code is 1 if it does not. With feature cuda that is cuda unless this says otherwise.
+    #[arg(long, value_enum)]
+    backend: Option<BackendName>,
+    /// Ranks of the host backend.
+    #[arg(long, default_value_t = 2)]
+    ranks: usize,
+    /// Seconds that a step may take.
+    #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(3..=3600))]
+    timeout: u64,
+    /// Print the report as JSON.
+    #[arg(long)]
+    json: bool,
+    #[command(subcommand)]
+    step: Option<Step>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum BackendName {
+    Host,
+    Cuda,
+}
+
+/// Makes the report, or in a process of the doctor's own a step of it.
+pub fn main() -> ExitCode {
+    let args = Args::parse();
+    let timeout = Duration::from_secs(args.timeout);
+    if let Some(step) = args.step {
+        return step.play(timeout);
+    }
+    let backend = match args.backend {
+        Some(BackendName::Host) => Backend::Host,
+        Some(BackendName::Cuda) => Backend::Cuda,
+        None if cfg!(feature = "cuda") => Backend::Cuda,
+        None => Backend::Host,
+    };
+    let mut findings = Vec::new();
+    let launcher = environment::launcher(&mut findings);
+    if let Some(launcher) = &launcher {
+        // Every rank of the launcher's job is a doctor: they meet, and rank 0 goes on.
+        let met = Group::<Host>::builder()
+            .timeout(timeout / 3)
+            .from_env()
+            .and_then(|group| group.barrier());
+        let failed = met.is_err();
+        findings.push(match met {
+            Ok(()) => Finding::ok(
+                "launcher",
+                format!("the {} ranks have met", launcher.world_size),
+            ),
+            Err(error) => Finding::problem(
+                "launcher",
+                error.to_string(),
+                "Start all ranks of the job on this host, or unset the launcher's variables.",
+            ),
+        });
+        if launcher.rank > 0 {
+            let problems = findings.iter().filter(|finding| finding.is_problem());
+            problems.for_each(|finding| print::err(&(print::finding(finding) + "\n")));
+            return ExitCode::from(u8::from(failed));
+        }
+    }
+    let machine = machine::look(backend, args.ranks, &mut findings);
+    let variables = environment::variables(backend, &mut findings);
+    let host = step::host(args.ranks, timeout, &mut findings);
+    let cuda = look_at_gpus(backend, timeout, &mut findings);
+    let report = Report {
+        gemmesh: env!("CARGO_PKG_VERSION"),
+        backend,
+        machine,
+        launcher,
+        variables,
+        host,
+        cuda,
+        findings,
+    };
+    print::out(&match args.json {
+        true => print::json(&report),
+        false => print::text(&report),
+    });
+    ExitCode::from(u8::from(report.has_problem()))
+}
+
+#[cfg(feature = "cuda")]
+fn look_at_gpus(backend: Backend, timeout: Duration, findings: &mut Vec<Finding>) -> GpuSection {
+    gpus::look(backend, timeout, findings)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn look_at_gpus(backend: Backend, _: Duration, findings: &mut Vec<Finding>) -> GpuSection {
+    let what = match machine::nvidia_devices() {
+        0 => "this program was built without feature cuda, and the system shows no NVIDIA GPU",
+        _ => "this program was built without feature cuda: it can't use this machine's NVIDIA GPUs",
+    };
+    let advice = "For GPUs, build with --features cuda, on a machine with nvcc 12.4 or later.";
+    findings.push(Finding::of_gpus(backend, what, advice));
+    GpuSection::default()
+}

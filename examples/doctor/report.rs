@@ -1,0 +1,219 @@
+//! What the doctor has found: all that it prints, as people read it and as JSON.
+
+use serde::{Deserialize, Serialize};
+
+/// The whole report. `--json` prints it, with the names of the fields.
+#[derive(Serialize)]
+pub struct Report {
+    /// The version of the library.
+    pub gemmesh: &'static str,
+    /// The backend that must work.
+    pub backend: Backend,
+    pub machine: Machine,
+    /// What the launcher says of this process, if there is one.
+    pub launcher: Option<Launcher>,
+    /// The variables of the environment that matter, as far as they are set.
+    pub variables: Vec<Variable>,
+    /// A group of the host backend, if it works.
+    pub host: Option<HostGroup>,
+    pub cuda: GpuSection,
+    /// What works, what to know, and what to mend.
+    pub findings: Vec<Finding>,
+}
+
+impl Report {
+    pub fn has_problem(&self) -> bool {
+        self.findings.iter().any(Finding::is_problem)
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Backend {
+    Host,
+    Cuda,
+}
+
+#[derive(Serialize)]
+pub struct Machine {
+    /// The system's name, release and architecture.
+    pub os: String,
+    pub cores: usize,
+    pub memory_bytes: Option<u64>,
+    pub available_memory_bytes: Option<u64>,
+    /// Whether shared memory without a name can be had, which the host backend needs.
+    pub memfd: bool,
+    /// What is free in /dev/shm, which gemmesh does not use, but NCCL does.
+    pub dev_shm_free_bytes: Option<u64>,
+    /// The limit on open files; none if there is no limit.
+    pub open_files: Option<u64>,
+    /// The limit on addresses in bytes; none if there is no limit.
+    pub address_space_bytes: Option<u64>,
+}
+
+#[derive(Serialize)]
+pub struct Launcher {
+    pub name: &'static str,
+    pub rank: usize,
+    pub world_size: usize,
+}
+
+#[derive(Serialize)]
+pub struct Variable {
+    pub name: String,
+    pub value: String,
+    /// What it does to gemmesh.
+    pub effect: &'static str,
+}
+
+#[derive(Serialize, Deserialize)]
+pub struct HostGroup {
+    /// Threads of one process.
+    pub ranks: usize,
+    pub product: Product,
+    pub copies: Speed,
+}
+
+/// A product that was compared with float64.
+#[derive(Serialize, Deserialize)]
+pub struct Product {
+    pub elements: usize,
+    /// The largest error as a share of what rounding allows: right if at most 1.
+    pub worst: f64,
+}
+
+/// How rows of an all-gather come from the other ranks: medians, as the slowest rank sees it, of calls in a row.
+#[derive(Serialize, Deserialize)]
+pub struct Speed {
+    /// Of a call in which each rank has 16 bytes.
+    pub latency_us: f64,
+    /// What comes to a rank in a second, where each has `bytes`, in 10⁹ bytes.
+    pub gb_per_s: f64,
+    pub bytes: usize,
+}
+
+#[derive(Default, Serialize)]
+pub struct GpuSection {
+    /// Whether this program was built with feature cuda.
+    pub compiled: bool,
+    /// The release of nvcc that has compiled the kernels, if there are any.
+    pub nvcc: Option<&'static str>,
+    /// The newest CUDA that the driver supports, if there is a driver.
+    pub driver: Option<String>,
+    pub gpus: Vec<Gpu>,
+    /// From each GPU to each other, as the driver says it.
+    pub links: Vec<Link>,
+    /// Each two GPUs, as measured.
+    pub pairs: Vec<Pair>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub struct Gpu {
+    /// Among those that this process sees.
+    pub ordinal: usize,
+    pub name: String,
+    pub capability: String,
+    /// Whether it is of the generation that the kernels are for.
+    pub hopper: bool,
+    pub multiprocessors: i32,
+    pub memory_bytes: usize,
+    pub free_memory_bytes: usize,
+    pub uuid: String,
+    pub pci: String,
+    pub ecc: bool,
+    /// Whether it is a part of a GPU.
+    pub mig: bool,
+    /// The number of priorities that streams can have.
+    pub stream_priorities: i32,
+    /// A product of one rank on this GPU, if it works.
+    pub product: Option<Product>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub struct Link {
+    pub from: usize,
+    pub to: usize,
+    /// Whether the one can map the other's memory.
+    pub access: bool,
+    /// The driver's rank of the link among all: lower is faster.
+    pub performance_rank: i32,
+    pub native_atomics: bool,
+}
+
+#[derive(Serialize)]
+pub struct Pair {
+    pub gpus: [usize; 2],
+    /// None if they can't work together.
+    pub measured: Option<Measured>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub struct Measured {
+    pub product: Product,
+    /// By copy engines: each GPU pulls.
+    pub copies: Speed,
+    /// By stores of kernels, where these may wait for one another.
+    pub stores: Option<Speed>,
+    /// Why they may not.
+    pub no_stores: Option<String>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Severity {
+    /// It works.
+    Ok,
+    /// It works, and there is something to know.
+    Note,
+    /// It keeps the backend from working.
+    Problem,
+}
+
+#[derive(Serialize)]
+pub struct Finding {
+    pub severity: Severity,
+    /// What it is about.
+    pub about: &'static str,
+    pub what: String,
+    /// What to do, unless it works.
+    pub advice: Option<String>,
+}
+
+impl Finding {
+    pub fn is_problem(&self) -> bool {
+        self.severity == Severity::Problem
+    }
+
+    pub fn ok(about: &'static str, what: impl Into<String>) -> Finding {
+        Finding {
+            severity: Severity::Ok,
+            about,
+            what: what.into(),
+            advice: None,
+        }
+    }
+
+    pub fn note(about: &'static str, what: impl Into<String>, advice: &str) -> Finding {
+        Finding {
+            severity: Severity::Note,
+            about,
+            what: what.into(),
+            advice: Some(advice.into()),
+        }
+    }
+
+    pub fn problem(about: &'static str, what: impl Into<String>, advice: &str) -> Finding {
+        Finding {
+            severity: Severity::Problem,
+            ..Finding::note(about, what, advice)
+        }
+    }
+
+    /// A problem only if GPUs must work.
+    pub fn of_gpus(backend: Backend, what: impl Into<String>, advice: &str) -> Finding {
+        match backend {
+            Backend::Cuda => Finding::problem("GPUs", what, advice),
+            Backend::Host => Finding::note("GPUs", what, advice),
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! Steps that may crash or hang: each is a process of its own, with a deadline.
+
+use std::io::{IsTerminal, Read};
+use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
+use std::sync::mpsc::{self, Receiver};
+use std::time::{Duration, Instant};
+
+use clap::Subcommand;
+use gemmesh::{Builder, Host, launch};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::report::{Finding, HostGroup};
+use super::{measure, print};
+
+/// What a process of the doctor's own does.
+#[derive(Clone, Copy, Subcommand)]
+pub enum Step {
+    /// A group of the host backend, of so many threads.
+    #[command(hide = true)]
+    Host { ranks: usize },
+    /// What the driver says.
+    #[cfg(feature = "cuda")]
+    #[command(hide = true)]
+    Gpus,
+    /// A group of one GPU.
+    #[cfg(feature = "cuda")]
+    #[command(hide = true)]
+    Alone { gpu: usize },
+    /// A group of two GPUs.
+    #[cfg(feature = "cuda")]
+    #[command(hide = true)]
+    Pair { first: usize, second: usize },
+}
+
+impl Step {
+    fn arguments(self) -> Vec<String> {
+        match self {
+            Step::Host { ranks } => vec!["host".into(), ranks.to_string()],
+            #[cfg(feature = "cuda")]
+            Step::Gpus => vec!["gpus".into()],
+            #[cfg(feature = "cuda")]
+            Step::Alone { gpu } => vec!["alone".into(), gpu.to_string()],
+            #[cfg(feature = "cuda")]
+            Step::Pair { first, second } => {
+                vec!["pair".into(), first.to_string(), second.to_string()]
+            }
+        }
+    }
+
+    /// Does it, in the process that is there for it.
+    pub fn play(self, timeout: Duration) -> ExitCode {
+        // A group's own deadline comes first, for its error says more.
+        let wait = timeout / 3;
+        match self {
+            Step::Host { ranks } => {
+                let builder = Group::<Host>::builder().timeout(wait);
+                say(measure::host(builder, ranks))
+            }
+            #[cfg(feature = "cuda")]
+            Step::Gpus => say(super::gpus::inspect()),
+            #[cfg(feature = "cuda")]
+            Step::Alone { gpu } => say(super::gpus::alone(gpu, wait)),
+            #[cfg(feature = "cuda")]
+            Step::Pair { first, second } => match launch::rank_environment() {
+                Ok(Some(environment)) => {
+                    let gpu = [first, second][environment.rank.min(1)];
+                    match super::gpus::pair(gpu, wait) {
+                        Ok(_) if environment.rank > 0 => ExitCode::SUCCESS,
+                        measured => say(measured),
+                    }
+                }
+                _ => {
+                    let timeout = timeout.as_secs().to_string();
+                    let ranks = launch::Launch::new(2).args(["--timeout", &timeout]);
+                    match ranks.args(self.arguments()).run() {
+                        // Rank 0 has said what it has measured.
+                        Ok(()) => ExitCode::SUCCESS,
+                        failed => say(failed),
+                    }
+                }
+            },
+        }
+    }
+
+    /// Has a process do it.
+    ///
+    /// # Errors
+    /// Its error in words; or that it has crashed, or did not end in time.
+    pub fn run<T: DeserializeOwned>(self, timeout: Duration) -> Result<T, String> {
+        let arguments = self.arguments();
+        // All steps of many GPUs take minutes.
+        let is_watched = std::io::stderr().is_terminal();
+        let show = |what: &str| {
+            if is_watched {
+                print::err(&format!("\r\x1b[K{what}"));
+            }
+        };
+        show(&arguments.join(" "));
+        let outcome = run(&arguments, timeout);
+        show("");
+        outcome
+    }
+}
+
+/// As [`Step::run`].
+fn run<T: DeserializeOwned>(arguments: &[String], timeout: Duration) -> Result<T, String> {
+    let mut command = Command::new("/proc/self/exe");
+    // It is no rank of a launcher's.
+    launch::variables().for_each(|name| {
+        command.env_remove(name);
+    });
+    let seconds = timeout.as_secs().to_string();
+    let process = command
+        .args(["--timeout", &seconds])
+        .args(arguments)
+        // The last lines say why it has crashed.
+        .env("RUST_BACKTRACE", "0")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn();
+    let mut process = process.map_err(|error| format!("can't start a process: {error}"))?;
+    let (said, complained) = (read(process.stdout.take()), read(process.stderr.take()));
+    let status = end(&mut process, timeout)?;
+    // What it has started ends with it.
+    const MOMENT: Duration = Duration::from_secs(1);
+    let said = said.recv_timeout(MOMENT).unwrap_or_default();
+    let outcomes = said
+        .lines()
+        .filter_map(|line| serde_json::from_str(line).ok());
+    let outcomes: Vec<Result<T, String>> = outcomes.collect();
+    let first_error = outcomes.iter().position(Result::is_err).unwrap_or(0);
+    match outcomes.into_iter().nth(first_error) {
+        // It may have crashed after all.
+        Some(Ok(value)) if status.success() => return Ok(value),
+        Some(Err(error)) => return Err(error),
+        _ => (),
+    }
+    let complained = complained.recv_timeout(MOMENT).unwrap_or_default();
+    let words: Vec<&str> = complained.lines().filter(|line| !line.is_empty()).collect();
+    let last = words.len().saturating_sub(3);
+    Err(format!(
+        "it has crashed ({status}): {}",
+        words[last..].join("; ")
+    ))
+}
+
+/// Says to the doctor how a step went.
+fn say<T: Serialize, E: ToString>(outcome: Result<T, E>) -> ExitCode {
+    let outcome = outcome.map_err(|error| error.to_string());
+    print::out(&(serde_json::to_string(&outcome).unwrap_or_default() + "\n"));
+    ExitCode::from(u8::from(outcome.is_err()))
+}
+
+/// All that comes, once it has ended.
+fn read(from: Option<impl Read + Send + 'static>) -> Receiver<String> {
+    let (to, received) = mpsc::channel();
+    std::thread::spawn(move || {
+        let mut bytes = Vec::new();
+        if let Some(mut from) = from {
+            // As much as could be read.
+            let _ = from.read_to_end(&mut bytes);
+        }
+        let _ = to.send(String::from_utf8_lossy(&bytes).into_owned());
+    });
+    received
+}
+
+/// Waits for a process, and kills it if it does not end in time.
+fn end(process: &mut Child, timeout: Duration) -> Result<ExitStatus, String> {
+    const NAP: Duration = Duration::from_millis(5);
+    let begin = Instant::now();
+    loop {
+        match process.try_wait() {
+            Ok(Some(status)) => return Ok(status),
+            Ok(None) if begin.elapsed() < timeout => std::thread::sleep(NAP),
+            Ok(None) => {
+                // If a driver does not let it end, nobody waits for it.
+                let _ = process.kill();
+                let seconds = timeout.as_secs();
+                return Err(format!("it did not end within {seconds} s, and was killed"));
+            }
+            Err(error) => return Err(format!("can't wait for a process: {error}")),
+        }
+    }
+}
+
+/// A group of the host backend.
+pub fn host(ranks: usize, timeout: Duration, findings: &mut Vec<Finding>) -> Option<HostGroup> {
+    match (Step::Host { ranks }).run::<HostGroup>(timeout) {
+        Ok(group) => {
+            let what = format!("the host backend works on {ranks} ranks");
+            findings.push(Finding::ok("host", what));
+            Some(group)
+        }
+        Err(error) => {
+            let advice =
+                "The message says what to change. A group needs memfd, Unix sockets and threads.";
+            findings.push(Finding::problem("host", error, advice));
+            None
+        }
+    }
+}
