@@ -308,7 +308,7 @@ fn inspect_link(from: i32, to: i32) -> Result<Link, DriverError> {
 }
 
 fn builder(gpu: usize, wait: Duration) -> Builder<Cuda> {
-    Builder::new().device(gpu).timeout(wait)
+    Group::builder().device(gpu).timeout(wait)
 }
 
 /// A group of one GPU.

@@ -25,7 +25,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
-use gemmesh::{Builder, Host};
+use gemmesh::{Group, Host};
 
 use report::{Backend, Finding, GpuSection, Report};
 use step::Step;

@@ -6,7 +6,7 @@ use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
 
 use clap::Subcommand;
-use gemmesh::{Builder, Host, launch};
+use gemmesh::{Group, Host, launch};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
