@@ -65,6 +65,9 @@
 //! | `mpi` | finds the ranks over an MPI communicator | an MPI library and libclang |
 //! | `bindgen` | compares the kernels' header with its Rust side in the tests | libclang |
 //!
+//! Some types implement serde's traits, for ranks send them to one another. That is no part of the interface: their form may change in any
+//! release.
+//!
 //! # More
 //!
 //! The repository has a user's guide (`docs/guide.md`), pages on GPUs, tuning, results and the protocol (`docs/`), and examples of a page
