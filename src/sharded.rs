@@ -40,6 +40,12 @@ impl<B: Backend> Group<B> {
         self.sharded_rows(&balanced_rows(m, self.world_size()), k)
     }
 
+    /// How many of `m` rows each rank owns if they are split evenly, as [`Group::sharded`] splits them: the first ranks have one more where
+    /// they must. For [`ShardedMatrix::set_rows`].
+    pub fn even_rows(&self, m: usize) -> Vec<usize> {
+        balanced_rows(m, self.world_size())
+    }
+
     /// As [`Group::sharded`], with `rows[r]` rows owned by rank r.
     ///
     /// # Errors

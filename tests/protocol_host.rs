@@ -228,3 +228,28 @@ fn the_failure_of_a_rank_ends_the_waits_of_the_others_at_once() -> Result<(), Er
     })?;
     Ok(())
 }
+
+#[test]
+fn rows_that_are_split_evenly_are_those_of_a_sharded_matrix() {
+    let shapes = [1, 3, 8, 10].map(|m| (m, 4));
+    Group::<Host>::threads(3, |group| {
+        for (m, k) in shapes {
+            let mut a = group.sharded::<bf16>(m, k)?;
+            let rows: Vec<usize> = (0..3).map(|rank| a.rows_of(rank).len()).collect();
+            assert_eq!(rows, group.even_rows(m));
+            assert_eq!(
+                (a.rows_of(3), a.blocks_of(3)),
+                (m..m, Vec::new()),
+                "no such rank"
+            );
+            let own = a.rows();
+            let shard = a.shard_mut();
+            assert_eq!(
+                (shard.len(), shard.is_empty()),
+                (own.len() * k, own.is_empty())
+            );
+        }
+        Ok::<_, gemmesh::Error>(())
+    })
+    .unwrap();
+}

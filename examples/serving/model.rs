@@ -53,11 +53,7 @@ impl<B: Backend> Model<B> {
 
     /// M of what follows, of which each rank owns an even part.
     pub fn set_tokens(&mut self, tokens: usize) -> Result<()> {
-        let world = self.group.world_size();
-        let rows: Vec<usize> = (0..world)
-            .map(|rank| tokens / world + usize::from(rank < tokens % world))
-            .collect();
-        self.x.set_rows(&rows)?;
+        self.x.set_rows(&self.group.even_rows(tokens))?;
         self.hidden.set_rows(tokens)
     }
 
