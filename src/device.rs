@@ -1,7 +1,9 @@
 //! What groups and matrices on GPUs have beside: streams and device pointers, on which other CUDA code can stand.
 #![allow(unsafe_code)]
 
+use std::any::Any;
 use std::ffi::c_void;
+use std::sync::Arc;
 
 use crate::backend::{Cuda, Sample};
 use crate::element::Value;
@@ -27,11 +29,33 @@ impl Group<Cuda> {
     /// # Safety
     /// The stream lives until another takes over or the group has ended.
     pub unsafe fn set_stream(&self, stream: *mut c_void) -> Result<()> {
+        // SAFETY: as this function's; there is nothing to keep.
+        unsafe { self.set_stream_of(stream, Arc::new(())) }
+    }
+
+    /// As [`Group::set_stream`], and keeps `owner` as long as the group uses the stream: what would destroy it when dropped, such as an
+    /// `Arc` of cudarc's `CudaStream`.
+    ///
+    /// # Errors
+    /// As [`Group::set_stream`].
+    ///
+    /// # Safety
+    /// The stream lives as long as `owner`.
+    pub unsafe fn set_stream_of(
+        &self,
+        stream: *mut c_void,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<()> {
         let cuda = &self.inner().backend;
         // SAFETY: as this function's.
-        let stream = unsafe { cuda.borrow_stream(self.rank(), stream)? };
+        let stream = unsafe { cuda.borrow_stream(self.rank(), stream, owner)? };
         // SAFETY: likewise.
         self.exclusively(|_| unsafe { cuda.set_stream(stream) })
+    }
+
+    /// This rank's GPU, as an ordinal among those visible to this process.
+    pub fn device_ordinal(&self) -> usize {
+        self.inner().backend.device().ordinal()
     }
 
     /// The name of this rank's GPU.

@@ -44,6 +44,21 @@ pub enum Error {
         found: Vec<usize>,
     },
 
+    /// An argument of another library's is on another device than the operation needs, of another type, or laid out in another way.
+    #[error("rank {rank}: {what} of {argument} is {found} and must be {expected}")]
+    Unsuitable {
+        /// The rank that made the call.
+        rank: usize,
+        /// The argument.
+        argument: String,
+        /// What does not fit: its device, its dtype, its strides.
+        what: String,
+        /// What it must be.
+        expected: String,
+        /// What it is.
+        found: String,
+    },
+
     /// An argument belongs to another group than the one it is used with.
     #[error("rank {rank}: {argument} was made by another group; make all arguments with one group")]
     ForeignArgument {
@@ -431,7 +446,9 @@ impl Error {
         let of_call = format!(" of {call}");
         move |mut error| {
             match &mut error {
-                Error::Shape { argument, .. } | Error::ForeignArgument { argument, .. } => {
+                Error::Shape { argument, .. }
+                | Error::Unsuitable { argument, .. }
+                | Error::ForeignArgument { argument, .. } => {
                     *argument += &of_call;
                 }
                 Error::Unaligned { what, .. } => *what += &of_call,
@@ -457,6 +474,7 @@ impl Error {
             Error::RanksMissing { ranks, .. } => ranks.clone(),
             Error::System { rank, .. } => rank.iter().copied().collect(),
             Error::Shape { rank, .. }
+            | Error::Unsuitable { rank, .. }
             | Error::ForeignArgument { rank, .. }
             | Error::DuplicateRank { rank, .. }
             | Error::Mismatch { rank, .. }

@@ -337,9 +337,10 @@ impl<B: Backend> Group<B> {
         }
     }
 
-    /// Tells those who will wait for this rank in `call` why it was refused that, should it not make it after all. Returns
-    /// the error with the call's name.
-    pub(crate) fn refuse(&self, call: &str, error: Error) -> Error {
+    /// Tells the ranks that will wait for this one in the collective call `call` why it does not make it: for code that stands on this
+    /// library and refuses arguments before it makes the call. They get `error` half a second later, unless this rank makes the call
+    /// after all. Returns the error with the call's name.
+    pub fn refuse(&self, call: &str, error: Error) -> Error {
         let error = Error::refused(self.rank(), call)(error);
         // Nobody waits for a call that stands within another.
         if !matches!(error.cause(), Error::CallInCallback { .. }) {

@@ -33,6 +33,7 @@ pub use tuned::Winner;
 #[cfg(fuzzing)]
 pub use tuned::fuzzing as winners;
 
+use std::any::Any;
 use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -545,9 +546,14 @@ impl Cuda {
     ///
     /// # Safety
     /// As [`Cuda::set_stream`].
-    pub unsafe fn borrow_stream(&self, rank: usize, stream: *mut c_void) -> Result<Stream> {
+    pub unsafe fn borrow_stream(
+        &self,
+        rank: usize,
+        stream: *mut c_void,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<Stream> {
         // SAFETY: as this function's.
-        let stream = unsafe { Stream::borrowed(&self.device, stream) };
+        let stream = unsafe { Stream::borrowed(&self.device, stream, owner) };
         self.queues.check_main(rank, stream.priority()?)?;
         Ok(stream)
     }

@@ -30,6 +30,7 @@ pub struct Device {
     pub rank: usize,
     /// How long an allocation may take at the most.
     timeout: Duration,
+    ordinal: usize,
     gpu: Arc<Gpu>,
 }
 
@@ -175,7 +176,17 @@ impl Device {
                 gpu
             }
         };
-        Ok(Arc::new(Device { rank, timeout, gpu }))
+        Ok(Arc::new(Device {
+            rank,
+            timeout,
+            ordinal,
+            gpu,
+        }))
+    }
+
+    /// Among the GPUs that are visible to this process.
+    pub fn ordinal(&self) -> usize {
+        self.ordinal
     }
 
     /// The driver's name of the GPU.

@@ -1,5 +1,6 @@
 //! Streams and events.
 
+use std::any::Any;
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
 use std::sync::Arc;
@@ -15,7 +16,8 @@ use crate::error::Result;
 pub struct Stream {
     pub(super) device: Arc<Device>,
     pub(super) stream: sys::CUstream,
-    borrowed: bool,
+    /// Of the caller's stream: what keeps it alive.
+    owner: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 // SAFETY: streams may be used by any thread.
@@ -62,19 +64,23 @@ impl Stream {
         Ok(Stream {
             device: device.clone(),
             stream,
-            borrowed: false,
+            owner: None,
         })
     }
 
     /// A stream of the caller's.
     ///
     /// # Safety
-    /// `stream` is a stream of the device's primary context and outlives the result.
-    pub unsafe fn borrowed(device: &Arc<Device>, stream: *mut c_void) -> Stream {
+    /// `stream` is a stream of the device's primary context, and outlives the result or lives as long as `owner`.
+    pub unsafe fn borrowed(
+        device: &Arc<Device>,
+        stream: *mut c_void,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Stream {
         Stream {
             device: device.clone(),
             stream: stream.cast(),
-            borrowed: true,
+            owner: Some(owner),
         }
     }
 
@@ -252,7 +258,7 @@ impl Stream {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        if self.borrowed {
+        if self.owner.is_some() {
             return;
         }
         if let Ok(_bound) = self.device.bind() {
