@@ -1,6 +1,6 @@
 //! What a layer can't take is refused with gemmesh's errors, on every rank.
 
-use candle_core::{CudaDevice, DType, Device, Module, Tensor};
+use candle_core::{DType, Device, Module, Tensor};
 use gemmesh::Error;
 use gemmesh_candle::{
     ColumnParallelLinear, GatedParallelLinear, Group, Host, QkvParallelLinear, RowParallelLinear,
@@ -18,7 +18,7 @@ const K: usize = 8;
 #[cfg(not(feature = "cuda"))]
 fn a_device_that_is_not_the_groups() -> Result<(), Failure> {
     Group::<Host>::threads(1, |group| {
-        let error = TensorParallel::new(group, &Device::Cuda(CudaDevice), TOKENS);
+        let error = TensorParallel::new(group, &Device::Cuda(candle_core::CudaDevice), TOKENS);
         assert_says(
             error.unwrap_err(),
             "rank 0: the device of a TensorParallel is CUDA and must be the CPU, as the group's backend is Host",

@@ -118,6 +118,8 @@ struct Run {
     /// Behind the prompt and behind each of the tokens but the last, the whole vocabulary's.
     logits: Vec<Vec<f32>>,
     prefill: Duration,
+    /// What of it the layers' products take, with what is exchanged for them.
+    products: Duration,
     /// Of one token.
     decode: Duration,
 }
@@ -223,7 +225,7 @@ impl Timer<'_> {
         mut model: Model<L>,
         given: Option<&[u32]>,
     ) -> Result<Run> {
-        let mut times = [Vec::new(), Vec::new()];
+        let mut times = [Vec::new(), Vec::new(), Vec::new()];
         let (mut tokens, mut logits) = (Vec::new(), Vec::new());
         for run in 0..=self.args.runs {
             model.reset();
@@ -243,18 +245,21 @@ impl Timer<'_> {
                 }
                 Ok(())
             })?;
+            let ((), products) = self.time(|| Ok(model.products(self.prompt)?))?;
             if run > 0 {
                 times[0].push(prefill);
-                times[1].push(decode / self.args.decode.max(1) as u32);
+                times[1].push(products);
+                times[2].push(decode / self.args.decode.max(1) as u32);
             }
         }
-        let [prefill, decode] = times.map(median);
+        let [prefill, products, decode] = times.map(median);
         let logits = logits.iter().map(|logits| self.whole(logits));
         Ok(Run {
             way,
             tokens,
             logits: logits.collect::<Result<_>>()?,
             prefill,
+            products,
             decode,
         })
     }
@@ -267,6 +272,7 @@ impl Timer<'_> {
         let begin = Instant::now();
         let done = f()?;
         self.ranks.synchronize()?;
+        self.device.synchronize()?;
         let nanoseconds = begin.elapsed().as_nanos() as u64;
         let all = self.ranks.all_gather_bytes(&nanoseconds.to_le_bytes())?;
         let all = all
@@ -324,6 +330,7 @@ fn report(args: &Args, world: usize, runs: &[Run]) -> Result<()> {
         "",
         "prefill, ms",
         "tokens/s",
+        "of it products, ms",
         "decode, ms a token",
         "logits off by",
         "tolerance",
@@ -339,6 +346,7 @@ fn report(args: &Args, world: usize, runs: &[Run]) -> Result<()> {
             run.way.to_string(),
             format!("{:.2}", run.prefill.as_secs_f64() * 1e3),
             format!("{:.0}", args.prompt as f64 / run.prefill.as_secs_f64()),
+            format!("{:.2}", run.products.as_secs_f64() * 1e3),
             format!("{:.3}", run.decode.as_secs_f64() * 1e3),
             off.map_or("not checked".into(), |off| format!("{off:.4}")),
             format!("{tolerance:.4}"),

@@ -134,6 +134,21 @@ impl<L: Linears> Model<L> {
             .head(&all.narrow(0, tokens.len() - wanted, wanted)?)
     }
 
+    /// The linear layers alone, each of the same rows: what stands between them is left out.
+    pub fn products(&self, tokens: &[u32]) -> Result<()> {
+        let lie = self.linears.prompt();
+        let own = self.linears.own(tokens.len(), lie)?;
+        let ids = Tensor::new(&tokens[own], self.embedding.device())?;
+        let x = self.embedding.index_select(&ids, 0)?;
+        for layer in 0..self.config.layers {
+            let [heads, ..] = self.linears.qkv(layer, &x, lie)?;
+            self.linears.output(layer, &heads, &x, lie)?;
+            let hidden = self.linears.gate_up(layer, &x, lie)?;
+            self.linears.down(layer, &hidden, &x, lie)?;
+        }
+        Ok(())
+    }
+
     /// Causal attention of this rank's heads: of [tokens, heads · head] each, after what is in the cache.
     fn attend(&mut self, layer: usize, [q, k, v]: [Tensor; 3]) -> Result<Tensor> {
         let head = self.config.head;
@@ -165,10 +180,18 @@ impl<L: Linears> Model<L> {
                     .broadcast_add(&mask)?
                     .reshape(shared)?;
             }
-            let seen = softmax_last_dim(&scores)?.matmul(&v.narrow(1, 0, keys)?)?;
+            let seen = softmax(&scores)?.matmul(&v.narrow(1, 0, keys)?)?;
             blocks.push(seen.reshape((heads, rows, head))?);
         }
         let seen = Tensor::cat(&blocks, 1)?;
         seen.transpose(0, 1)?.contiguous()?.flatten_from(D::Minus2)
+    }
+}
+
+/// Of each row. Candle's kernel adds up in f32, its loop on the CPU in the type of the scores.
+fn softmax(scores: &Tensor) -> Result<Tensor> {
+    match scores.device().is_cpu() {
+        true => softmax_last_dim(&scores.to_dtype(DType::F32)?)?.to_dtype(scores.dtype()),
+        false => softmax_last_dim(scores),
     }
 }

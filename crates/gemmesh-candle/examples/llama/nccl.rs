@@ -3,7 +3,6 @@
 use std::rc::Rc;
 
 use candle_core::backend::BackendStorage;
-use candle_core::cuda::cudarc::driver::DeviceSlice;
 use candle_core::cuda::cudarc::nccl::{Comm, Id, ReduceOp};
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, Device, Error, Layout, Result, Shape, Tensor,
@@ -18,8 +17,14 @@ pub fn all_reduce(
 ) -> Result<impl Fn(Tensor) -> Result<Tensor>> {
     let failed = |error| Error::msg(format!("NCCL: {error:?}"));
     // Rank 0 names the communicator.
-    let id = Id::new().map_err(failed)?;
-    let bytes = id.internal().map(|byte| byte as u8);
+    let bytes = match ranks.rank() {
+        0 => Id::new()
+            .map_err(failed)?
+            .internal()
+            .map(|byte| byte as u8)
+            .to_vec(),
+        _ => Vec::new(),
+    };
     let all = ranks.all_gather_bytes(&bytes)?;
     let mut internal = [0; 128];
     internal
