@@ -35,7 +35,7 @@ impl ColumnParallelLinear {
         .map(Self)
     }
 
-    /// The same of the whole weight, [N, K], and bias, [N], of which this rank takes its part.
+    /// The same of the whole weight, [N, K], and bias, of N, of which this rank takes its part.
     ///
     /// # Errors
     /// As [`ColumnParallelLinear::new`], and unless the ranks can share N evenly.
@@ -201,7 +201,7 @@ impl Module for GatedParallelLinear {
 pub struct RowParallelLinear(Arc<dyn Product>);
 
 impl RowParallelLinear {
-    /// A layer of this rank's columns of the weight, [N, K of this rank], and of the whole bias, [N], which is added once: every rank has
+    /// A layer of this rank's columns of the weight, [N, K of this rank], and of the whole bias, of N, which is added once: every rank has
     /// one, or none does. Collective.
     ///
     /// # Errors

@@ -27,7 +27,7 @@ impl TensorParallel {
     ///
     /// # Errors
     /// [`Error::Unsuitable`] for another device, or one whose stream is each thread's default stream (`Device::new_cuda`);
-    /// [`Error::Limit`] for no capacity; of a GPU as [`Group::stream`]'s.
+    /// [`Error::Limit`] for no capacity.
     pub fn new<B: Device>(
         group: Group<B>,
         device: &CandleDevice,

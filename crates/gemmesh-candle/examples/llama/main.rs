@@ -173,7 +173,7 @@ fn on_cpu(args: &Args, group: Group<Host>) -> Result<Option<(usize, Vec<Run>)>> 
 fn rank(args: &Args, ranks: TensorParallel, device: &Device) -> Result<Option<(usize, Vec<Run>)>> {
     let config = args.size.config();
     let (rank, world) = (ranks.rank(), ranks.world_size());
-    if config.kv_heads % world > 0 {
+    if !config.kv_heads.is_multiple_of(world) {
         let heads = config.kv_heads;
         return Err(
             format!("{heads} heads of keys and values can't be shared by {world} ranks").into(),

@@ -100,7 +100,7 @@ impl OnDevice for bf16 {}
 impl OnDevice for f16 {}
 
 /// The operand that a tensor is.
-pub struct Input<'a, B: Tensors + ?Sized, T> {
+pub struct Input<'a, B: Tensors, T> {
     pub matrix: Matrix<B, T>,
     _reading: B::Reading<'a>,
 }
