@@ -823,7 +823,10 @@ CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void* from, size_t bytes, CUstr
 }
 
 CUresult cuMemcpyDtoHAsync(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
-    return put(stream, [=] { memcpy(to, at(from), bytes); });
+    const CUresult result = put(stream, [=] { memcpy(to, at(from), bytes); });
+    // To other memory of the host a copy is done when the call returns.
+    if (result == CUDA_SUCCESS && !is_captured(stream) && !is_pinned(to)) stream->wait();
+    return result;
 }
 
 CUresult cuMemcpyDtoH(void* to, CUdeviceptr from, size_t bytes) { return memcpy(to, at(from), bytes), CUDA_SUCCESS; }

@@ -1,5 +1,7 @@
 //! Operations on streams of the caller's.
 
+use std::sync::Arc;
+
 use cudarc::driver::sys;
 use gemmesh::{Route, bf16};
 
@@ -100,5 +102,32 @@ fn operations_on_a_stream_of_the_callers_keep_its_order() {
         // SAFETY: nobody uses the stream any more.
         unsafe { driver(sys::cuStreamDestroy_v2(stream)) };
         Ok("in order".into())
+    }));
+}
+
+#[test]
+fn the_owner_of_a_stream_is_kept_until_another_stream_takes_over() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let _context = Context::retain(rank.rank);
+        let group = connect(rank, TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 301, 72, 16)?;
+        let (owners, streams) = ([Arc::new(0), Arc::new(1)], [stream(0), stream(0)]);
+        for (owner, &stream) in owners.iter().zip(&streams) {
+            // SAFETY: the streams are destroyed after the group has ended.
+            unsafe { group.set_stream_of(stream.cast(), owner.clone())? };
+            arguments.verify_by(&group, Route::Push)?;
+        }
+        group.synchronize()?;
+        let held = || owners.each_ref().map(Arc::strong_count);
+        assert_eq!(held(), [1, 2]);
+        drop(arguments);
+        drop(group);
+        assert_eq!(held(), [1, 1]);
+        for &stream in &streams {
+            // SAFETY: nobody uses the stream any more.
+            unsafe { driver(sys::cuStreamDestroy_v2(stream)) };
+        }
+        Ok(String::new())
     }));
 }

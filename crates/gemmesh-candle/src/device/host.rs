@@ -1,0 +1,108 @@
+//! Tensors of the CPU: gemmesh's host backend has memory of its own, so they are copied in and out.
+
+use std::borrow::Cow;
+use std::fmt;
+
+use candle_core::{Device as CandleDevice, Storage, Tensor};
+use gemmesh::{Group, Host, Matrix, Result, ShardedMatrix};
+
+use super::{Half, Input, Rows, Tensors, other_device};
+use crate::failure::Failure;
+
+/// There is one.
+pub struct Cpu;
+
+impl fmt::Debug for Cpu {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str("the CPU")
+    }
+}
+
+impl Tensors for Host {
+    type Place = Cpu;
+    type Reading<'a> = ();
+    type Output<T: Half> = Matrix<Host, T>;
+
+    fn place(group: &Group<Host>, device: &CandleDevice) -> Result<Cpu> {
+        match device {
+            CandleDevice::Cpu => Ok(Cpu),
+            other => Err(other_device(
+                group.rank(),
+                other,
+                "the CPU, as the group's backend is Host",
+            )),
+        }
+    }
+
+    fn enter(_group: &Group<Host>, _place: &Cpu) -> Result<()> {
+        Ok(())
+    }
+
+    fn holds(_place: &Cpu, storage: &Storage) -> bool {
+        matches!(storage, Storage::Cpu(_))
+    }
+
+    fn input<'a, T: Half>(
+        group: &Group<Host>,
+        _place: &'a Cpu,
+        rows: &Rows<'a>,
+    ) -> Result<Input<'a, Host, T>, Failure> {
+        let values = values::<T>(rows)?;
+        let matrix = group.upload(&values, rows.rows, rows.columns)?;
+        Ok(Input {
+            matrix,
+            _reading: (),
+        })
+    }
+
+    fn output<T: Half>(
+        group: &Group<Host>,
+        _place: &Cpu,
+        [rows, columns]: [usize; 2],
+    ) -> Result<Matrix<Host, T>, Failure> {
+        Ok(group.zeros(rows, columns)?)
+    }
+
+    fn matrix<T: Half>(output: &mut Matrix<Host, T>) -> &mut Matrix<Host, T> {
+        output
+    }
+
+    fn finish<T: Half>(_place: &Cpu, output: Matrix<Host, T>) -> Result<Tensor, Failure> {
+        tensor(output.to_vec()?, output.shape())
+    }
+
+    fn put<T: Half>(
+        _place: &Cpu,
+        rows: &Rows<'_>,
+        to: &mut ShardedMatrix<Host, T>,
+    ) -> Result<(), Failure> {
+        Ok(to.shard_mut().copy_from_host(&values::<T>(rows)?)?)
+    }
+
+    fn take<T: Half>(_place: &Cpu, from: &mut ShardedMatrix<Host, T>) -> Result<Tensor, Failure> {
+        let shape = from.shape();
+        tensor(from.to_vec()?, shape)
+    }
+}
+
+/// The elements, row by row.
+fn values<'a, T: Half>(rows: &Rows<'a>) -> Result<Cow<'a, [T]>, Failure> {
+    let Storage::Cpu(storage) = rows.storage else {
+        unreachable!("the storage has been checked");
+    };
+    let all = &storage.as_slice::<T>()?[rows.offset..];
+    if rows.pitch == rows.columns {
+        return Ok(Cow::Borrowed(&all[..rows.rows * rows.columns]));
+    }
+    let row = |row| &all[row * rows.pitch..][..rows.columns];
+    let packed: Vec<&[T]> = (0..rows.rows).map(row).collect();
+    Ok(Cow::Owned(packed.concat()))
+}
+
+fn tensor<T: Half>(values: Vec<T>, [rows, columns]: [usize; 2]) -> Result<Tensor, Failure> {
+    Ok(Tensor::from_vec(
+        values,
+        (rows, columns),
+        &CandleDevice::Cpu,
+    )?)
+}

@@ -1,0 +1,214 @@
+//! What differs between tensors on the CPU and tensors on a GPU.
+
+#[cfg(feature = "cuda")]
+mod cuda;
+mod host;
+
+use std::fmt::Debug;
+
+use candle_core::{DType, Device as CandleDevice, Layout, Storage, Tensor, WithDType};
+use gemmesh::{Backend, Element, Error, Group, Matrix, Result, ShardedMatrix, bf16, f16};
+
+use crate::failure::Failure;
+use crate::ranks::{Pool, Ranks};
+
+/// A backend of gemmesh that works on candle's tensors: `Host` on those of the CPU, `Cuda` (feature `cuda`) on those of a GPU. Sealed.
+pub trait Device: Backend + Tensors {}
+
+impl<B: Backend + Tensors> Device for B {}
+
+/// Candle's tensors as gemmesh's matrices.
+pub trait Tensors: Backend + Debug {
+    /// Where tensors lie and operations run, in candle's terms.
+    type Place: Send + Sync + Debug;
+    /// What notes that a tensor has been read, when it is dropped.
+    type Reading<'a>;
+    /// A tensor that an operation writes.
+    type Output<T: Half>;
+
+    /// That of a device of candle's.
+    fn place(group: &Group<Self>, device: &CandleDevice) -> Result<Self::Place>;
+
+    /// Puts what the group does next behind what candle has begun.
+    fn enter(group: &Group<Self>, place: &Self::Place) -> Result<()>;
+
+    /// Whether the storage lies there.
+    fn holds(place: &Self::Place, storage: &Storage) -> bool;
+
+    /// A tensor as an operand.
+    fn input<'a, T: Half>(
+        group: &Group<Self>,
+        place: &'a Self::Place,
+        rows: &Rows<'a>,
+    ) -> Result<Input<'a, Self, T>, Failure>;
+
+    /// A tensor to be written, all of it.
+    fn output<T: Half>(
+        group: &Group<Self>,
+        place: &Self::Place,
+        shape: [usize; 2],
+    ) -> Result<Self::Output<T>, Failure>;
+
+    /// Where it is written.
+    fn matrix<T: Half>(output: &mut Self::Output<T>) -> &mut Matrix<Self, T>;
+
+    /// The tensor, when what writes it has been begun.
+    fn finish<T: Half>(place: &Self::Place, output: Self::Output<T>) -> Result<Tensor, Failure>;
+
+    /// Copies a tensor to this rank's own rows.
+    fn put<T: Half>(
+        place: &Self::Place,
+        rows: &Rows<'_>,
+        to: &mut ShardedMatrix<Self, T>,
+    ) -> Result<(), Failure>;
+
+    /// Copies all rows to a tensor.
+    fn take<T: Half>(
+        place: &Self::Place,
+        from: &mut ShardedMatrix<Self, T>,
+    ) -> Result<Tensor, Failure>;
+}
+
+/// The types of elements that there are products of: bf16 and f16.
+pub trait Half: Element + WithDType + OnDevice {
+    /// The symmetric matrices of this type.
+    fn pool<B: Device>(ranks: &Ranks<B>) -> &Pool<B, Self>;
+}
+
+impl Half for bf16 {
+    fn pool<B: Device>(ranks: &Ranks<B>) -> &Pool<B, bf16> {
+        &ranks.bf16
+    }
+}
+
+impl Half for f16 {
+    fn pool<B: Device>(ranks: &Ranks<B>) -> &Pool<B, f16> {
+        &ranks.f16
+    }
+}
+
+/// What a type on a GPU must be.
+#[cfg(feature = "cuda")]
+pub trait OnDevice:
+    candle_core::cuda::CudaDType + candle_core::cuda::cudarc::driver::DeviceRepr
+{
+}
+#[cfg(not(feature = "cuda"))]
+pub trait OnDevice {}
+
+impl OnDevice for bf16 {}
+impl OnDevice for f16 {}
+
+/// The operand that a tensor is.
+pub struct Input<'a, B: Tensors, T> {
+    pub matrix: Matrix<B, T>,
+    _reading: B::Reading<'a>,
+}
+
+/// A tensor of the right device, type and shape, as rows of memory. All but `storage` counts elements.
+pub struct Rows<'a> {
+    storage: &'a Storage,
+    rows: usize,
+    columns: usize,
+    offset: usize,
+    /// From row to row: no less than the columns.
+    pitch: usize,
+}
+
+impl<'a> Rows<'a> {
+    /// Checks a tensor that should be [rows, columns], with as many leading dimensions of 1 as it likes.
+    pub fn new<B: Tensors, T: Half>(
+        group: &Group<B>,
+        place: &B::Place,
+        argument: &str,
+        (storage, layout): (&'a Storage, &Layout),
+        shape: [usize; 2],
+    ) -> Result<Rows<'a>> {
+        let rank = group.rank();
+        let unsuitable = |what: &str, found: String, expected: String| Error::Unsuitable {
+            rank,
+            argument: argument.into(),
+            what: what.into(),
+            expected,
+            found,
+        };
+        if !B::holds(place, storage) {
+            let found = match storage {
+                Storage::Cpu(_) => "the CPU",
+                Storage::Cuda(_) => "CUDA, of another GPU or stream",
+                Storage::Metal(_) => "Metal",
+            };
+            let expected = format!("{place:?}, where the group's tensors are");
+            return Err(unsuitable("the device", found.into(), expected));
+        }
+        let expected = <T as WithDType>::DTYPE;
+        if storage.dtype() != expected {
+            let expected = format!("{expected:?}, as of the weight");
+            return Err(unsuitable(
+                "the dtype",
+                format!("{:?}", storage.dtype()),
+                expected,
+            ));
+        }
+        let (dims, strides) = (layout.dims(), layout.stride());
+        let leading = dims.len().saturating_sub(2);
+        if dims[leading..] != shape || dims[..leading].iter().any(|&dim| dim != 1) {
+            return Err(Error::Shape {
+                rank,
+                argument: argument.into(),
+                expected: shape.into(),
+                found: dims.into(),
+            });
+        }
+        let [rows, columns] = shape;
+        // Of one row, or of none, the stride says nothing.
+        let pitch = match rows {
+            0 | 1 => columns,
+            _ => strides[leading],
+        };
+        if pitch < columns || columns > 1 && strides[leading + 1] != 1 {
+            let expected = format!(
+                "[{columns}, 1], or [more, 1], in elements; Tensor::contiguous makes a copy that is"
+            );
+            return Err(unsuitable(
+                "the strides",
+                format!("{:?}", &strides[leading..]),
+                expected,
+            ));
+        }
+        Ok(Rows {
+            storage,
+            rows,
+            columns,
+            offset: layout.start_offset(),
+            pitch,
+        })
+    }
+}
+
+/// The error of a type that there are no products of.
+pub fn no_such_dtype(rank: usize, argument: &str, found: DType) -> Error {
+    Error::Unsuitable {
+        rank,
+        argument: argument.into(),
+        what: "the dtype".into(),
+        expected: "BF16 or F16".into(),
+        found: format!("{found:?}"),
+    }
+}
+
+/// The error of a device that is not the group's.
+fn other_device(rank: usize, found: &CandleDevice, expected: &str) -> Error {
+    let found = match found {
+        CandleDevice::Cpu => "the CPU",
+        CandleDevice::Cuda(_) => "CUDA",
+        CandleDevice::Metal(_) => "Metal",
+    };
+    Error::Unsuitable {
+        rank,
+        argument: "a TensorParallel".into(),
+        what: "the device".into(),
+        expected: expected.into(),
+        found: found.into(),
+    }
+}

@@ -1,0 +1,17 @@
+#![doc = include_str!("../README.md")]
+
+mod device;
+mod error;
+mod failure;
+mod layers;
+mod products;
+mod ranks;
+mod tensor_parallel;
+
+pub use device::Device;
+pub use error::gemmesh_error;
+#[cfg(feature = "cuda")]
+pub use gemmesh::Cuda;
+pub use gemmesh::{Group, Host, launch};
+pub use layers::{ColumnParallelLinear, GatedParallelLinear, QkvParallelLinear, RowParallelLinear};
+pub use tensor_parallel::TensorParallel;

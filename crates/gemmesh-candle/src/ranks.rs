@@ -1,0 +1,307 @@
+//! A rank's group, its device and what its layers share, whatever the backend.
+
+use std::collections::HashMap;
+use std::fmt::Debug;
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use candle_core::{DType, Device as CandleDevice, Tensor};
+use gemmesh::{
+    Error, Group, Result, ShardedMatrix, all_gather, all_reduce, bf16, f16, reduce_scatter,
+};
+
+use crate::device::{Device, Half, Input, Rows, no_such_dtype};
+use crate::failure::Failure;
+use crate::products::{Columns, Product, RowsOfWeight};
+
+/// The ranks of a model. Its symmetric matrices are shared by all layers: their operations follow one another.
+#[derive(Debug)]
+pub struct Ranks<B: Device> {
+    pub bf16: Pool<B, bf16>,
+    pub f16: Pool<B, f16>,
+    place: B::Place,
+    capacity: usize,
+    /// M of the step.
+    tokens: AtomicUsize,
+    pub group: Group<B>,
+}
+
+/// Symmetric matrices by their columns.
+pub type Pool<B, T> = Mutex<HashMap<usize, Symmetric<B, T>>>;
+
+/// A symmetric matrix of as many rows as there may be tokens.
+pub type Symmetric<B, T> = Arc<Mutex<ShardedMatrix<B, T>>>;
+
+/// What a layer is made of, of this rank: weights [N, K] and a bias [N of all together].
+pub struct Parameters {
+    pub weights: Vec<Tensor>,
+    pub bias: Option<Tensor>,
+}
+
+/// What is exchanged between layers.
+#[derive(Clone, Copy)]
+pub enum Collective {
+    AllGather,
+    ReduceScatter,
+    AllReduce,
+}
+
+/// Ranks of any backend.
+pub trait AnyRanks: Send + Sync + Debug {
+    fn rank(&self) -> usize;
+    fn world_size(&self) -> usize;
+    fn capacity(&self) -> usize;
+    fn set_tokens(&self, tokens: usize) -> Result<()>;
+    fn split(&self) -> Vec<usize>;
+    fn barrier(&self) -> Result<()>;
+    fn synchronize(&self) -> Result<()>;
+    fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
+    /// Column-parallel weights of one input; gated if there are a gate and its up projection.
+    fn columns(
+        self: Arc<Self>,
+        parameters: Parameters,
+        gated: bool,
+    ) -> Result<Arc<dyn Product>, Failure>;
+    /// A row-parallel weight.
+    fn rows(self: Arc<Self>, parameters: Parameters) -> Result<Arc<dyn Product>, Failure>;
+    fn exchange(&self, collective: Collective, x: &Tensor) -> Result<Tensor, Failure>;
+}
+
+impl<B: Device> Ranks<B> {
+    pub fn new(group: Group<B>, device: &CandleDevice, capacity: usize) -> Result<Self> {
+        if capacity == 0 {
+            return Err(Error::Limit {
+                what: "the capacity of a TensorParallel".into(),
+                value: capacity,
+                min: 1,
+                max: i32::MAX as usize,
+            });
+        }
+        Ok(Ranks {
+            bf16: Pool::default(),
+            f16: Pool::default(),
+            place: B::place(&group, device)?,
+            capacity,
+            tokens: AtomicUsize::new(capacity),
+            group,
+        })
+    }
+
+    /// M of the step.
+    pub fn tokens(&self) -> usize {
+        self.tokens.load(Ordering::Relaxed)
+    }
+
+    /// How many tokens each rank has, as gemmesh splits rows.
+    pub fn split(&self) -> Vec<usize> {
+        self.group.even_rows(self.tokens())
+    }
+
+    /// Tells the ranks that wait in `call` that this one was refused it.
+    pub fn refuse(&self, call: &'static str) -> impl Fn(Error) -> Failure {
+        move |error| Failure::Gemmesh(self.group.refuse(call, error))
+    }
+
+    /// The symmetric matrix of so many columns. Collective if there is none yet.
+    pub fn symmetric<T: Half>(&self, columns: usize) -> Result<Symmetric<B, T>> {
+        let mut pool = lock(T::pool(self));
+        if let Some(matrix) = pool.get(&columns) {
+            return Ok(matrix.clone());
+        }
+        let matrix = self.group.sharded_with_capacity(self.capacity, columns)?;
+        let matrix = Arc::new(Mutex::new(matrix));
+        pool.insert(columns, matrix.clone());
+        Ok(matrix)
+    }
+
+    /// Checks that a tensor is [rows, columns] of `T`, on this rank's device.
+    pub fn rows<'a, T: Half>(
+        &self,
+        argument: &str,
+        storage: (&'a candle_core::Storage, &candle_core::Layout),
+        shape: [usize; 2],
+    ) -> Result<Rows<'a>> {
+        Rows::new::<B, T>(&self.group, &self.place, argument, storage, shape)
+    }
+
+    pub fn input<'a, T: Half>(&'a self, rows: &Rows<'a>) -> Result<Input<'a, B, T>, Failure> {
+        B::input(&self.group, &self.place, rows)
+    }
+
+    pub fn output<T: Half>(&self, shape: [usize; 2]) -> Result<B::Output<T>, Failure> {
+        B::output(&self.group, &self.place, shape)
+    }
+
+    pub fn finish<T: Half>(&self, output: B::Output<T>) -> Result<Tensor, Failure> {
+        B::finish(&self.place, output)
+    }
+
+    pub fn put<T: Half>(
+        &self,
+        rows: &Rows<'_>,
+        to: &mut ShardedMatrix<B, T>,
+    ) -> Result<(), Failure> {
+        B::put(&self.place, rows, to)
+    }
+
+    pub fn take<T: Half>(&self, from: &mut ShardedMatrix<B, T>) -> Result<Tensor, Failure> {
+        B::take(&self.place, from)
+    }
+
+    /// Puts what the group does next behind what candle has begun.
+    pub fn enter(&self) -> Result<()> {
+        B::enter(&self.group, &self.place)
+    }
+
+    fn exchange_typed<T: Half>(
+        &self,
+        collective: Collective,
+        x: &Tensor,
+    ) -> Result<Tensor, Failure> {
+        let (storage, layout) = x.storage_and_layout();
+        let columns = *layout.dims().last().unwrap_or(&0);
+        let (m, split) = (self.tokens(), self.split());
+        let own = own_of(&split, self.group.rank());
+        let (call, argument, rows) = match collective {
+            Collective::AllGather => ("all_gather", "x [tokens of this rank, N]", own.len()),
+            Collective::ReduceScatter => ("reduce_scatter", "x [tokens, N]", m),
+            Collective::AllReduce => ("all_reduce", "x [tokens, N]", m),
+        };
+        let rows = self.rows::<T>(argument, (&storage, layout), [rows, columns]);
+        let rows = rows.map_err(self.refuse(call))?;
+        self.enter()?;
+        let out = match collective {
+            Collective::AllGather => {
+                let a = self.symmetric::<T>(columns)?;
+                let mut a = lock(&a);
+                a.set_rows(&split)?;
+                self.put(&rows, &mut a)?;
+                all_gather(&a)?;
+                self.take(&mut a)?
+            }
+            Collective::ReduceScatter => {
+                let a = self.input::<T>(&rows)?;
+                let mut out = self.output([own.len(), columns])?;
+                reduce_scatter(&a.matrix, B::matrix(&mut out))?;
+                self.finish(out)?
+            }
+            Collective::AllReduce => {
+                let a = self.input::<T>(&rows)?;
+                let out = self.symmetric::<T>(columns)?;
+                let mut out = lock(&out);
+                out.set_rows(&split)?;
+                all_reduce(&a.matrix, &mut out)?;
+                self.take(&mut out)?
+            }
+        };
+        Ok(with_leading(out, x)?)
+    }
+}
+
+impl<B: Device> AnyRanks for Ranks<B> {
+    fn rank(&self) -> usize {
+        self.group.rank()
+    }
+
+    fn world_size(&self) -> usize {
+        self.group.world_size()
+    }
+
+    fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    fn set_tokens(&self, tokens: usize) -> Result<()> {
+        if !(1..=self.capacity).contains(&tokens) {
+            return Err(Error::Limit {
+                what: "the tokens of a step".into(),
+                value: tokens,
+                min: 1,
+                max: self.capacity,
+            });
+        }
+        self.tokens.store(tokens, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn split(&self) -> Vec<usize> {
+        Ranks::split(self)
+    }
+
+    fn barrier(&self) -> Result<()> {
+        self.group.barrier()
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        self.group.synchronize()
+    }
+
+    fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.group.all_gather_bytes(bytes)
+    }
+
+    fn columns(
+        self: Arc<Self>,
+        parameters: Parameters,
+        gated: bool,
+    ) -> Result<Arc<dyn Product>, Failure> {
+        Ok(match parameters.dtype() {
+            DType::BF16 => Arc::new(Columns::<B, bf16>::new(self, parameters, gated)?),
+            DType::F16 => Arc::new(Columns::<B, f16>::new(self, parameters, gated)?),
+            other => return Err(self.refuse_weight(other)),
+        })
+    }
+
+    fn rows(self: Arc<Self>, parameters: Parameters) -> Result<Arc<dyn Product>, Failure> {
+        Ok(match parameters.dtype() {
+            DType::BF16 => Arc::new(RowsOfWeight::<B, bf16>::new(self, parameters)?),
+            DType::F16 => Arc::new(RowsOfWeight::<B, f16>::new(self, parameters)?),
+            other => return Err(self.refuse_weight(other)),
+        })
+    }
+
+    fn exchange(&self, collective: Collective, x: &Tensor) -> Result<Tensor, Failure> {
+        match x.dtype() {
+            DType::BF16 => self.exchange_typed::<bf16>(collective, x),
+            DType::F16 => self.exchange_typed::<f16>(collective, x),
+            other => Err(self.refuse("a collective")(no_such_dtype(
+                self.group.rank(),
+                "x",
+                other,
+            ))),
+        }
+    }
+}
+
+impl<B: Device> Ranks<B> {
+    fn refuse_weight(&self, dtype: DType) -> Failure {
+        self.refuse(MAKE)(no_such_dtype(self.group.rank(), "weight", dtype))
+    }
+}
+
+/// The collective call in which ranks make one.
+pub const MAKE: &str = "a parallel layer";
+
+impl Parameters {
+    fn dtype(&self) -> DType {
+        self.weights[0].dtype()
+    }
+}
+
+/// The rows of `rank` among those of all.
+pub fn own_of(split: &[usize], rank: usize) -> Range<usize> {
+    let begin = split[..rank].iter().sum();
+    begin..begin + split[rank]
+}
+
+/// With the leading dimensions of 1 that `x` has.
+pub fn with_leading(out: Tensor, x: &Tensor) -> candle_core::Result<Tensor> {
+    let leading = x.rank().saturating_sub(2);
+    (0..leading).try_fold(out, |out, _| out.unsqueeze(0))
+}
+
+/// A panic while it was held has not left it half-changed: each change is one call.
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

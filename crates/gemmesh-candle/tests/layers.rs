@@ -1,0 +1,294 @@
+//! Layers on tensors of the CPU, by ranks that are threads, against candle's own linear layer with the whole weight in f64.
+
+use candle_core::{DType, Device, Module, Tensor};
+use candle_nn::Linear;
+use gemmesh_candle::{
+    ColumnParallelLinear, GatedParallelLinear, Group, Host, QkvParallelLinear, RowParallelLinear,
+    TensorParallel,
+};
+
+type Result<T, E = candle_core::Error> = std::result::Result<T, E>;
+type Failure = Box<dyn std::error::Error + Send + Sync>;
+
+const WORLDS: [usize; 3] = [1, 2, 4];
+const CAPACITY: usize = 24;
+/// Of steps: as many as there is room for, a number that no world shares evenly, one, and again more.
+const TOKENS: [usize; 4] = [CAPACITY, 7, 1, 22];
+/// The unit roundoff of f32.
+const V: f64 = 1.0 / (1 << 24) as f64;
+
+/// A type, and its unit roundoff.
+const DTYPES: [(DType, f64); 2] = [
+    (DType::BF16, 1.0 / (1 << 8) as f64),
+    (DType::F16, 1.0 / (1 << 11) as f64),
+];
+
+#[test]
+fn column_parallel_layers_equal_candles_linear() -> Result<(), Failure> {
+    let (n, k) = (48, 40);
+    for (dtype, u) in DTYPES {
+        let weight = random(1, (n, k), dtype)?;
+        let bias = random(2, n, dtype)?;
+        for bias in [None, Some(bias)] {
+            each(|ranks| {
+                let layer = ColumnParallelLinear::from_whole(ranks, &weight, bias.as_ref())?;
+                for (step, m) in TOKENS.into_iter().enumerate() {
+                    let x = random(10 + step, (m, k), dtype)?;
+                    let exact = Exact::new(&x, &weight, bias.as_ref())?;
+                    let exact = exact.columns(ranks)?;
+                    let own = ranks.set_tokens(m)?;
+                    let own = x.narrow(0, own.start, own.len())?;
+                    exact.check(&layer.forward(&own)?, u)?;
+                    exact.check(&layer.forward(&own.unsqueeze(0)?)?.squeeze(0)?, u)?;
+                    exact.check(&layer.forward_replicated(&x)?, u)?;
+                }
+                Ok(())
+            })?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn queries_keys_and_values_of_different_widths_are_three_tensors_of_one_gather()
+-> Result<(), Failure> {
+    let (widths, k) = ([32, 16, 16], 24);
+    let (dtype, u) = DTYPES[0];
+    let weights = [
+        random(1, (widths[0], k), dtype)?,
+        random(2, (widths[1], k), dtype)?,
+        random(3, (widths[2], k), dtype)?,
+    ];
+    let biases = [
+        random(4, widths[0], dtype)?,
+        random(5, widths[1], dtype)?,
+        random(6, widths[2], dtype)?,
+    ];
+    for with_bias in [false, true] {
+        each(|ranks| {
+            let bias = with_bias.then(|| biases.each_ref());
+            let layer = QkvParallelLinear::from_whole(ranks, weights.each_ref(), bias)?;
+            for (step, m) in TOKENS.into_iter().enumerate() {
+                let x = random(10 + step, (m, k), dtype)?;
+                let own = ranks.set_tokens(m)?;
+                let gathered = layer.forward(&x.narrow(0, own.start, own.len())?)?;
+                let replicated = layer.forward_replicated(&x)?;
+                for part in 0..3 {
+                    let exact = Exact::new(&x, &weights[part], bias.map(|bias| bias[part]))?;
+                    let exact = exact.columns(ranks)?;
+                    exact.check(&gathered[part], u)?;
+                    exact.check(&replicated[part], u)?;
+                }
+            }
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+#[test]
+fn gated_layers_equal_candles_linears_and_silu() -> Result<(), Failure> {
+    let (n, k) = (32, 40);
+    for (dtype, u) in DTYPES {
+        let [gate, up] = [random(1, (n, k), dtype)?, random(2, (n, k), dtype)?];
+        let [gate_bias, up_bias] = [random(3, n, dtype)?, random(4, n, dtype)?];
+        for with_bias in [false, true] {
+            each(|ranks| {
+                let bias = with_bias.then_some([&gate_bias, &up_bias]);
+                let layer = GatedParallelLinear::from_whole(ranks, [&gate, &up], bias)?;
+                for (step, m) in TOKENS.into_iter().enumerate() {
+                    let x = random(10 + step, (m, k), dtype)?;
+                    let [gate_bias, up_bias] = bias.map_or([None; 2], |bias| bias.map(Some));
+                    let gate = Exact::new(&x, &gate, gate_bias)?.columns(ranks)?;
+                    let up = Exact::new(&x, &up, up_bias)?.columns(ranks)?;
+                    let exact = gate.gated(&up)?;
+                    let own = ranks.set_tokens(m)?;
+                    exact.check(&layer.forward(&x.narrow(0, own.start, own.len())?)?, u)?;
+                    exact.check(&layer.forward_replicated(&x)?, u)?;
+                }
+                Ok(())
+            })?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn row_parallel_layers_equal_candles_linear() -> Result<(), Failure> {
+    let (n, k) = (24, 64);
+    for (dtype, u) in DTYPES {
+        let weight = random(1, (n, k), dtype)?;
+        let bias = random(2, n, dtype)?;
+        for bias in [None, Some(bias)] {
+            each(|ranks| {
+                let layer = RowParallelLinear::from_whole(ranks, &weight, bias.as_ref())?;
+                for (step, m) in TOKENS.into_iter().enumerate() {
+                    let x = random(10 + step, (m, k), dtype)?;
+                    let residual = random(20 + step, (m, n), dtype)?;
+                    let own = ranks.set_tokens(m)?;
+                    let part = ranks.shard(&x, 1)?;
+                    let exact = Exact::new(&x, &weight, bias.as_ref())?;
+                    let exact = exact.partials(&x, &weight, ranks.world_size(), u)?;
+                    let added = exact.plus(&residual)?;
+                    let rows = |tensor: &Tensor| tensor.narrow(0, own.start, own.len());
+                    exact.rows(&own)?.check(&layer.forward(&part)?, u)?;
+                    exact.check(&layer.forward_replicated(&part, None)?, u)?;
+                    let sums = layer.forward_residual(&part, &rows(&residual)?)?;
+                    added.rows(&own)?.check(&sums, u)?;
+                    added.check(&layer.forward_replicated(&part, Some(&residual))?, u)?;
+                    // Columns of a larger tensor are operands as they are.
+                    let columns = x.narrow(1, ranks.rank() * part.dim(1)?, part.dim(1)?)?;
+                    exact.rows(&own)?.check(&layer.forward(&columns)?, u)?;
+                }
+                Ok(())
+            })?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn collectives_gather_and_add_up_the_tokens_of_a_step() -> Result<(), Failure> {
+    let n = 16;
+    for (dtype, u) in DTYPES {
+        each(|ranks| {
+            for (step, m) in TOKENS.into_iter().enumerate() {
+                let own = ranks.set_tokens(m)?;
+                let x = random(step, (m, n), dtype)?;
+                let gathered = ranks.all_gather(&x.narrow(0, own.start, own.len())?)?;
+                assert_eq!(wide(&gathered)?, wide(&x)?);
+
+                let addend = |rank: usize| random(100 * (rank + 1) + step, (m, n), dtype);
+                let addends: Vec<Tensor> =
+                    (0..ranks.world_size()).map(addend).collect::<Result<_>>()?;
+                let exact: Vec<Tensor> = addends
+                    .iter()
+                    .map(|x| x.to_dtype(DType::F64))
+                    .collect::<Result<_>>()?;
+                let stacked = Tensor::stack(&exact, 0)?;
+                let exact = Exact {
+                    value: stacked.sum(0)?,
+                    slack: (stacked.abs()?.sum(0)? * (ranks.world_size() as f64 * V))?,
+                };
+                let addend = &addends[ranks.rank()];
+                exact.check(&ranks.all_reduce(addend)?, u)?;
+                exact.rows(&own)?.check(&ranks.reduce_scatter(addend)?, u)?;
+            }
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+/// Runs `f` on each rank of each world.
+fn each(f: impl Fn(&TensorParallel) -> Result<(), Failure> + Sync) -> Result<(), Failure> {
+    for world in WORLDS {
+        Group::<Host>::threads(world, |group| {
+            f(&TensorParallel::new(group, &Device::Cpu, CAPACITY)?)
+        })?;
+    }
+    Ok(())
+}
+
+/// What candle's linear layer says in f64, and by how much a sum in f32 may differ from it before it is rounded.
+#[derive(Clone)]
+struct Exact {
+    value: Tensor,
+    slack: Tensor,
+}
+
+impl Exact {
+    /// `x · weightᵀ + bias`, summed in f32 in any order: K + 1 roundings of no more than the sum of magnitudes.
+    fn new(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Exact> {
+        let f64 = |tensor: &Tensor| tensor.to_dtype(DType::F64);
+        let [x, weight] = [f64(x)?, f64(weight)?];
+        let bias = bias.map(f64).transpose()?;
+        let magnitudes = bias.as_ref().map(Tensor::abs).transpose()?;
+        let magnitudes = Linear::new(weight.abs()?, magnitudes).forward(&x.abs()?)?;
+        let k = weight.dim(1)? as f64;
+        Ok(Exact {
+            value: Linear::new(weight, bias).forward(&x)?,
+            slack: (magnitudes * ((k + 1.0) * V))?,
+        })
+    }
+
+    /// Partial sums of each rank's part of K are rounded to the type, by `u`, before they are added up.
+    fn partials(mut self, x: &Tensor, weight: &Tensor, world: usize, u: f64) -> Result<Exact> {
+        let part = x.dim(1)? / world;
+        for rank in 0..world {
+            let columns = |tensor: &Tensor| tensor.narrow(1, rank * part, part)?.contiguous();
+            let partial = Exact::new(&columns(x)?, &columns(weight)?, None)?;
+            self.slack = (self.slack + (partial.value.abs()? * (u + world as f64 * V))?)?;
+        }
+        Ok(self)
+    }
+
+    fn plus(&self, residual: &Tensor) -> Result<Exact> {
+        let residual = residual.to_dtype(DType::F64)?;
+        let value = (&self.value + residual)?;
+        let slack = (&self.slack + (value.abs()? * V)?)?;
+        Ok(Exact { value, slack })
+    }
+
+    /// `silu(self) * up`: silu's slope is less than 1.1, and it is itself exact to 2⁻¹⁹.
+    fn gated(&self, up: &Exact) -> Result<Exact> {
+        let silu = candle_nn::ops::silu(&self.value)?;
+        let value = (&silu * &up.value)?;
+        let by_gate = (((&self.slack * 1.1)? + (self.value.abs()? * (1.0 / (1 << 19) as f64))?)?
+            * up.value.abs()?)?;
+        let by_up = (silu.abs()? * &up.slack)?;
+        let slack = ((by_gate + by_up)? + (value.abs()? * (2.0 * V))?)?;
+        Ok(Exact { value, slack })
+    }
+
+    /// Those of this rank.
+    fn columns(&self, ranks: &TensorParallel) -> Result<Exact> {
+        Ok(Exact {
+            value: ranks.shard(&self.value, 1)?,
+            slack: ranks.shard(&self.slack, 1)?,
+        })
+    }
+
+    fn rows(&self, rows: &std::ops::Range<usize>) -> Result<Exact> {
+        let rows = |tensor: &Tensor| tensor.narrow(0, rows.start, rows.len());
+        Ok(Exact {
+            value: rows(&self.value)?,
+            slack: rows(&self.slack)?,
+        })
+    }
+
+    /// Every element, after the one rounding by `u`; the first order counts twice for all that is not.
+    fn check(&self, found: &Tensor, u: f64) -> Result<()> {
+        assert_eq!(found.dims(), self.value.dims());
+        let (found, exact, slack) = (wide(found)?, wide(&self.value)?, wide(&self.slack)?);
+        for (element, ((found, exact), slack)) in found.iter().zip(&exact).zip(&slack).enumerate() {
+            // Below 2⁻¹⁴ f16 has fewer digits.
+            let tolerance = 2.0 * slack + u * exact.abs() + u * 2f64.powi(-14);
+            assert!(
+                (found - exact).abs() <= tolerance,
+                "element {element} is {found} and should be {exact} ± {tolerance}"
+            );
+        }
+        Ok(())
+    }
+}
+
+fn wide(tensor: &Tensor) -> Result<Vec<f64>> {
+    tensor.to_dtype(DType::F64)?.flatten_all()?.to_vec1()
+}
+
+/// Uniform in -1..1, the same for the same seed.
+fn random(seed: usize, shape: impl Into<candle_core::Shape>, dtype: DType) -> Result<Tensor> {
+    let mut state = (seed as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+    };
+    let shape = shape.into();
+    let values: Vec<f32> = std::iter::repeat_with(next)
+        .take(shape.elem_count())
+        .collect();
+    Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)
+}

@@ -1,0 +1,210 @@
+//! What a layer can't take is refused with gemmesh's errors, on every rank.
+
+use candle_core::{DType, Device, Module, Tensor};
+use gemmesh::Error;
+use gemmesh_candle::{
+    ColumnParallelLinear, GatedParallelLinear, Group, Host, QkvParallelLinear, RowParallelLinear,
+    TensorParallel, gemmesh_error,
+};
+
+type Result<T, E = candle_core::Error> = std::result::Result<T, E>;
+type Failure = Box<dyn std::error::Error + Send + Sync>;
+
+const TOKENS: usize = 6;
+const N: usize = 16;
+const K: usize = 8;
+
+#[test]
+#[cfg(not(feature = "cuda"))]
+fn a_device_that_is_not_the_groups() -> Result<(), Failure> {
+    Group::<Host>::threads(1, |group| {
+        let error = TensorParallel::new(group, &Device::Cuda(candle_core::CudaDevice), TOKENS);
+        assert_says(
+            error.unwrap_err(),
+            "rank 0: the device of a TensorParallel is CUDA and must be the CPU, as the group's backend is Host",
+        );
+        Ok(())
+    })
+    .map(drop)
+}
+
+#[test]
+fn a_dtype_that_there_are_no_products_of() -> Result<(), Failure> {
+    one(|ranks| {
+        let weight = Tensor::ones((N, K), DType::F64, &Device::Cpu)?;
+        let said = "rank 0: the dtype of weight of a parallel layer is F64 and must be BF16 or F16";
+        assert_says(
+            ColumnParallelLinear::new(ranks, weight.clone(), None).unwrap_err(),
+            said,
+        );
+        assert_says(
+            RowParallelLinear::new(ranks, weight, None).unwrap_err(),
+            said,
+        );
+        let x = Tensor::ones((TOKENS, K), DType::F32, &Device::Cpu)?;
+        let said = "rank 0: the dtype of x of a collective is F32 and must be BF16 or F16";
+        assert_says(ranks.all_gather(&x).unwrap_err(), said);
+        Ok(())
+    })
+}
+
+#[test]
+fn tensors_of_another_dtype_than_the_weights() -> Result<(), Failure> {
+    one(|ranks| {
+        let half = |rows, columns| Tensor::ones((rows, columns), DType::F16, &Device::Cpu);
+        let said = "the dtype of weight [N, K] of a parallel layer is F16 and must be BF16, as of the weight";
+        let mixed = GatedParallelLinear::new(ranks, [ones(N, K)?, half(N, K)?], None);
+        assert_says(mixed.unwrap_err(), said);
+        let bias = Tensor::ones(N, DType::F32, &Device::Cpu)?;
+        let biased = ColumnParallelLinear::new(ranks, ones(N, K)?, Some(bias));
+        assert_says(
+            biased.unwrap_err(),
+            "the dtype of bias [N] of a parallel layer is F32 and must be BF16, as of the weight",
+        );
+        let layer = ColumnParallelLinear::new(ranks, ones(N, K)?, None)?;
+        assert_says(
+            layer.forward(&half(TOKENS, K)?).unwrap_err(),
+            "the dtype of x [tokens of this rank, K] of all_gather_matmul is F16 and must be BF16, as of the weight",
+        );
+        let layer = RowParallelLinear::new(ranks, ones(N, K)?, None)?;
+        assert_says(
+            layer
+                .forward_residual(&ones(TOKENS, K)?, &half(TOKENS, N)?)
+                .unwrap_err(),
+            "the dtype of residual [tokens of this rank, N] of matmul_reduce_scatter is F16 and must be BF16, as of the weight",
+        );
+        Ok(())
+    })
+}
+
+#[test]
+fn rows_that_do_not_lie_one_after_the_other() -> Result<(), Failure> {
+    one(|ranks| {
+        let said = "[8, 1], or [more, 1], in elements; Tensor::contiguous makes a copy that is";
+        let transposed = ones(K, N)?.t()?;
+        assert_says(
+            ColumnParallelLinear::new(ranks, transposed, None).unwrap_err(),
+            said,
+        );
+        let column = ColumnParallelLinear::new(ranks, ones(N, K)?, None)?;
+        let row = RowParallelLinear::new(ranks, ones(N, K)?, None)?;
+        let transposed = ones(K, TOKENS)?.t()?;
+        let repeated = ones(1, K)?.broadcast_as((TOKENS, K))?;
+        for x in [transposed, repeated] {
+            assert_says(column.forward(&x).unwrap_err(), said);
+            assert_says(column.forward_replicated(&x).unwrap_err(), said);
+            assert_says(row.forward(&x).unwrap_err(), said);
+            assert_says(row.forward_replicated(&x, None).unwrap_err(), said);
+            assert_says(ranks.all_gather(&x).unwrap_err(), said);
+            column.forward(&x.contiguous()?)?;
+        }
+        Ok(())
+    })
+}
+
+#[test]
+fn shapes_that_do_not_fit() -> Result<(), Failure> {
+    one(|ranks| {
+        let column = ColumnParallelLinear::new(ranks, ones(N, K)?, None)?;
+        for x in [
+            ones(TOKENS, N)?,
+            ones(TOKENS - 1, K)?,
+            ones(1, K)?.squeeze(0)?,
+            ones(2 * TOKENS, K)?.reshape((2, TOKENS, K))?,
+        ] {
+            let said = format!(
+                "x [tokens of this rank, K] of all_gather_matmul is {:?} and must be [6, 8]",
+                x.dims()
+            );
+            assert_says(column.forward(&x).unwrap_err(), &said);
+        }
+        let row = RowParallelLinear::new(ranks, ones(N, K)?, None)?;
+        let residual = ones(TOKENS, K)?;
+        assert_says(
+            row.forward_residual(&ones(TOKENS, K)?, &residual)
+                .unwrap_err(),
+            "residual [tokens of this rank, N] of matmul_reduce_scatter is [6, 8] and must be [6, 16]",
+        );
+        let weights = [ones(N, K)?, ones(N, N)?, ones(N, K)?];
+        assert_says(
+            QkvParallelLinear::new(ranks, weights, None).unwrap_err(),
+            "weight [N, K] of a parallel layer is [16, 16] and must be [16, 8]",
+        );
+        let flat = ones(1, K)?.squeeze(0)?;
+        assert_says(
+            RowParallelLinear::new(ranks, flat, None).unwrap_err(),
+            "how many dimensions weight [N, K] has of a parallel layer is [1] and must be [2]",
+        );
+        assert_says(
+            ranks.set_tokens(0).unwrap_err(),
+            "the tokens of a step is 0; it must be from 1 to 6",
+        );
+        assert_says(
+            ranks.set_tokens(7).unwrap_err(),
+            "the tokens of a step is 7; it must be from 1 to 6",
+        );
+        Ok(())
+    })
+}
+
+#[test]
+fn a_weight_that_ranks_cannot_share_evenly() -> Result<(), Failure> {
+    Group::<Host>::threads(3, |group| {
+        let ranks = TensorParallel::new(group, &Device::Cpu, TOKENS)?;
+        let error = ColumnParallelLinear::from_whole(&ranks, &ones(N, K)?, None).unwrap_err();
+        assert_says(
+            error,
+            "dimension 0 of a weight that 3 ranks share evenly is [16] and must be [18]",
+        );
+        Ok::<_, Failure>(())
+    })
+    .map(drop)
+}
+
+#[test]
+fn ranks_that_wait_for_a_refused_call_get_its_error() -> Result<(), Failure> {
+    Group::<Host>::threads(2, |group| {
+        let rank = group.rank();
+        let ranks = TensorParallel::new(group, &Device::Cpu, TOKENS)?;
+        let layer = ColumnParallelLinear::new(&ranks, ones(N, K)?, None)?;
+        // Rank 1 has another number of tokens than it should, and does not try again while the other waits.
+        let rows = if rank == 1 { 2 } else { TOKENS / 2 };
+        let begin = std::time::Instant::now();
+        let error = layer.forward(&ones(rows, K)?).unwrap_err();
+        let own = gemmesh_error(&error)
+            .expect("an error of gemmesh's")
+            .cause()
+            .clone();
+        assert!(
+            matches!(&own, Error::Shape { rank: 1, found, .. } if found == &[2, 8]),
+            "{own}"
+        );
+        assert!(begin.elapsed().as_secs() < 5, "waited for the deadline");
+        if rank == 1 {
+            std::thread::sleep(std::time::Duration::from_secs(2));
+        }
+        Ok::<_, Failure>(())
+    })
+    .map(drop)
+}
+
+/// Runs `f` as the only rank.
+fn one(f: impl Fn(&TensorParallel) -> Result<(), Failure> + Sync) -> Result<(), Failure> {
+    Group::<Host>::threads(1, |group| {
+        f(&TensorParallel::new(group, &Device::Cpu, TOKENS)?)
+    })
+    .map(drop)
+}
+
+fn ones(rows: usize, columns: usize) -> Result<Tensor> {
+    Tensor::ones((rows, columns), DType::BF16, &Device::Cpu)
+}
+
+/// An error of gemmesh's, in so many words.
+fn assert_says(error: candle_core::Error, words: &str) {
+    let error = gemmesh_error(&error).unwrap_or_else(|| panic!("not gemmesh's: {error}"));
+    assert!(
+        error.to_string().contains(words),
+        "{error}\nshould say: {words}"
+    );
+}
