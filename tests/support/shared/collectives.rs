@@ -444,9 +444,10 @@ pub fn a_producer_that_takes_too_long_is_named<B: Produces>(test: &str) {
     let ranks = ranks::<B>(test, 2, |rank: &Rank| {
         let (_kept, group) = connect_short::<B>(rank)?;
         let mut out = group.sharded::<u8>(30, 16)?;
+        let mut slow = rank.rank == 1;
         until_failure(&group, || {
             produce_and_all_to_all(&mut out, |_| {
-                if rank.rank == 1 {
+                if std::mem::take(&mut slow) {
                     std::thread::sleep(B::SHORT + B::SLACK + Duration::from_secs(3));
                 }
                 Ok(())
