@@ -97,7 +97,8 @@ pub fn launch(world: usize) -> Result<()> {
 #[must_use = "nothing is started before `run`"]
 pub struct Launch {
     world: usize,
-    args: Vec<OsString>,
+    /// None: this process's.
+    args: Option<Vec<OsString>>,
     envs: Vec<(OsString, OsString)>,
 }
 
@@ -106,14 +107,15 @@ impl Launch {
     pub fn new(world: usize) -> Launch {
         Launch {
             world,
-            args: std::env::args_os().skip(1).collect(),
+            args: None,
             envs: Vec::new(),
         }
     }
 
-    /// Gives every rank these arguments instead of this process's.
+    /// Gives every rank these arguments instead of this process's, behind those of calls of this before.
     pub fn args(mut self, args: impl IntoIterator<Item = impl Into<OsString>>) -> Launch {
-        self.args = args.into_iter().map(Into::into).collect();
+        let given = self.args.get_or_insert_default();
+        given.extend(args.into_iter().map(Into::into));
         self
     }
 
@@ -147,8 +149,10 @@ impl Launch {
         let launcher = rustix::process::getpid();
         // Not current_exe(): the program's file may have been replaced meanwhile.
         let mut command = Command::new("/proc/self/exe");
+        let own = || std::env::args_os().skip(1).collect();
+        let args = self.args.clone().unwrap_or_else(own);
         command
-            .args(&self.args)
+            .args(args)
             .envs(self.envs.iter().map(|(name, value)| (name, value)))
             .env(env::RANK, rank.to_string())
             .env(env::WORLD_SIZE, self.world.to_string())

@@ -11,10 +11,10 @@ use rustix::process::Signal;
 use crate::support::processes::{Outcome, Rank, Setting, runs, start, start_with};
 use crate::{Arguments, NOTICED, SHORT, test_name};
 
-fn launched(rank: &Rank, test: &str, world: usize) -> Result<String, Error> {
+/// This process's arguments name the test.
+fn launched(rank: &Rank, world: usize) -> Result<String, Error> {
     assert_eq!(rank.place, 0);
     Launch::new(world)
-        .args(["--exact", test, "--nocapture", "--test-threads=1"])
         .run()
         .map(|()| "all ranks have succeeded".into())
 }
@@ -24,7 +24,7 @@ fn launched_ranks_meet_and_their_output_is_forwarded() {
     let test = test_name!();
     let ranks = start(test, &[(0, 1)], |me| {
         if !launch::is_rank() {
-            return launched(me, test, 3);
+            return launched(me, 3);
         }
         let group = Group::<Host>::from_env()?;
         Arguments::new(&group, 9, 5, 3)?.verify(&group)?;
@@ -51,7 +51,7 @@ fn the_first_launched_rank_that_fails_is_returned_and_the_others_are_killed() {
     let test = test_name!();
     let ranks = start(test, &[(0, 1)], |me| {
         if !launch::is_rank() {
-            return launched(me, test, 3);
+            return launched(me, 3);
         }
         let group = Group::<Host>::from_env()?;
         me.say(format!("pid {}", std::process::id()));
@@ -81,7 +81,7 @@ fn a_launched_rank_that_is_killed_is_returned() {
     let test = test_name!();
     let ranks = start(test, &[(0, 1)], |me| {
         if !launch::is_rank() {
-            return launched(me, test, 3);
+            return launched(me, 3);
         }
         let group = Group::<Host>::from_env()?;
         me.say(format!("pid {}", std::process::id()));
@@ -108,7 +108,7 @@ fn launched_ranks_die_with_their_launcher() {
     let test = test_name!();
     let ranks = start(test, &[(0, 1)], |me| {
         if !launch::is_rank() {
-            return launched(me, test, 3);
+            return launched(me, 3);
         }
         let group = Group::<Host>::from_env()?;
         me.say(format!("pid {}", std::process::id()));
@@ -189,7 +189,8 @@ fn faulty(test: &str, faulty: usize, times: usize) -> Result<String, Error> {
         for fault in Fault::ALL {
             for time in 0..times {
                 let result = Launch::new(3)
-                    .args(["--exact", test, "--nocapture", "--test-threads=1"])
+                    .args(["--exact", test])
+                    .args(["--nocapture", "--test-threads=1"])
                     .env(PART, format!("{fault:?}"))
                     .run();
                 let right = match &result {
@@ -404,7 +405,7 @@ fn a_launched_rank_cannot_launch() {
     let test = test_name!();
     let ranks = start(test, &[(0, 1)], |me| {
         if !launch::is_rank() {
-            return launched(me, test, 2);
+            return launched(me, 2);
         }
         launch_as_rank(me, test)?;
         std::process::exit(0);
