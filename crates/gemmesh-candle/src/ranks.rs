@@ -81,7 +81,7 @@ impl<B: Device> Ranks<B> {
         Ok(Ranks {
             bf16: Pool::default(),
             f16: Pool::default(),
-            place: B::place(&group, device)?,
+            place: B::place_of(&group, device)?,
             capacity,
             tokens: AtomicUsize::new(capacity),
             group,

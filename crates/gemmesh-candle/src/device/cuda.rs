@@ -70,7 +70,7 @@ impl Tensors for Cuda {
     type Reading<'a> = Option<SyncOnDrop<'a>>;
     type Output<T: Half> = Output<T>;
 
-    fn place(group: &Group<Cuda>, device: &CandleDevice) -> Result<Gpu> {
+    fn place_of(group: &Group<Cuda>, device: &CandleDevice) -> Result<Gpu> {
         let ordinal = group.device_ordinal();
         let expected = format!("the group's GPU, Device::new_cuda_with_stream({ordinal})");
         let CandleDevice::Cuda(cuda) = device else {

@@ -23,7 +23,7 @@ impl Tensors for Host {
     type Reading<'a> = ();
     type Output<T: Half> = Matrix<Host, T>;
 
-    fn place(group: &Group<Host>, device: &CandleDevice) -> Result<Cpu> {
+    fn place_of(group: &Group<Host>, device: &CandleDevice) -> Result<Cpu> {
         match device {
             CandleDevice::Cpu => Ok(Cpu),
             other => Err(other_device(

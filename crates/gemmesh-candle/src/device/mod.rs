@@ -27,7 +27,7 @@ pub trait Tensors: Backend + Debug {
     type Output<T: Half>;
 
     /// That of a device of candle's.
-    fn place(group: &Group<Self>, device: &CandleDevice) -> Result<Self::Place>;
+    fn place_of(group: &Group<Self>, device: &CandleDevice) -> Result<Self::Place>;
 
     /// Puts what the group does next behind what candle has begun.
     fn enter(group: &Group<Self>, place: &Self::Place) -> Result<()>;
