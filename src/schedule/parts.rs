@@ -286,6 +286,18 @@ pub struct Reduction {
     pub sum: Sum,
 }
 
+impl Reduction {
+    /// The type of what is added. The output's may be another.
+    pub(crate) fn dtype(&self, matrices: &[MatrixSpec]) -> DType {
+        let rows = |addend: &Addend| match addend {
+            Addend::Rows { matrix, .. } => Some(*matrix),
+            Addend::Product => None,
+        };
+        let addend = self.sum.addends.iter().find_map(rows);
+        matrices[addend.unwrap_or(self.sum.out)].dtype
+    }
+}
+
 impl Product {
     /// The rows of the product in a tile.
     pub fn rows(&self, tile: &Tile) -> Range<usize> {

@@ -720,15 +720,7 @@ pub fn reduce(
     call: &Call<Cuda>,
 ) -> Result<()> {
     let mut sums = sums(at, schedule, reduction, rows, call)?;
-    let addend = reduction
-        .sum
-        .addends
-        .iter()
-        .find_map(|addend| match addend {
-            Addend::Rows { matrix, .. } => Some(*matrix),
-            Addend::Product => None,
-        });
-    let dtype = schedule.matrices()[addend.unwrap_or(reduction.sum.out)].dtype;
+    let dtype = reduction.dtype(schedule.matrices());
     let kernel = at.cuda.kernels.reduce(dtype);
     let kernel = kernel.ok_or_else(|| Error::Message {
         rank: at.members.rank,

@@ -18,8 +18,8 @@ use crate::ranks::members::Members;
 use crate::schedule::drive::{self, CopyThread};
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::{
-    Addend, Block, Epoch, Extent, FlagBlock, MatrixSpec, Move, Product, Reduction, Region,
-    Schedule, Tile, Transfer, WeightLayout,
+    Block, Epoch, Extent, FlagBlock, MatrixSpec, Move, Product, Reduction, Region, Schedule, Tile,
+    Transfer, WeightLayout,
 };
 use crate::span::{Lane, Span, Work, now};
 
@@ -376,15 +376,7 @@ unsafe fn add_rows(
         begin: 0,
         length: reduction.n,
     };
-    let addend = reduction
-        .sum
-        .addends
-        .iter()
-        .find_map(|addend| match addend {
-            Addend::Rows { matrix, .. } => Some(*matrix),
-            Addend::Product => None,
-        });
-    let dtype = matrices[addend.unwrap_or(reduction.sum.out)].dtype;
+    let dtype = reduction.dtype(matrices);
     for row in rows {
         // SAFETY: as this function's.
         unsafe {
