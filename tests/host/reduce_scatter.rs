@@ -1,10 +1,11 @@
 //! Partial sums go to who owns the rows, and are added in the order of the ranks.
 
-mod support;
-
 use std::ops::Range;
 use std::time::Duration;
 
+use crate::support::numbers::rng;
+use crate::support::shared::reduce_scatter;
+use crate::test_name;
 use gemmesh::schedule::partials::Partials;
 use gemmesh::schedule::reduce_scatter::{self as planner, OUT, PARTIALS};
 use gemmesh::schedule::{Addend, Description, Layout, Schedule, Tile, Transfer};
@@ -14,8 +15,6 @@ use gemmesh::{
 };
 use proptest::prelude::*;
 use rand::RngExt;
-use support::numbers::rng;
-use support::shared::reduce_scatter;
 
 /// Ways to cut a reduce-scatter up, by all of which the sums of K are made alike.
 fn reduce_scatter_configs() -> Vec<Option<Config>> {

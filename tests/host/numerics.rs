@@ -1,19 +1,18 @@
 //! Every result is the one that float64 gives, within rounding, whatever the shape, the split, the type, the way it
 //! is cut up, and the order in which rows arrive.
 
-mod support;
-
 use std::time::Duration;
 
+use crate::support::numbers::{Reference, bits, nan, normal, rng};
+use crate::support::processes;
+use crate::support::products::{Case, Placed};
+use crate::support::shared::results;
+use crate::test_name;
 use gemmesh::{
     AllGatherMatmul, Chunking, Config, Element, Error, Group, Host, Route, TileShape,
     all_gather_matmul, bf16, f16,
 };
 use rand::RngExt;
-use support::numbers::{Reference, bits, nan, normal, rng};
-use support::processes;
-use support::products::{Case, Placed};
-use support::shared::results;
 
 /// Rows are split evenly; one worker a rank; no bias.
 fn even(world: usize, m: usize, n: usize, k: usize) -> Case {

@@ -1,9 +1,8 @@
 //! Products of other forms, on the host.
 
-mod support;
-
+use crate::support::shared::forms;
+use crate::test_name;
 use gemmesh::{Chunking, Config, Host, Numerics, Route, TileShape};
-use support::shared::forms;
 
 /// The backend's own, and small tiles.
 fn configs() -> Vec<Option<Config>> {

@@ -1,11 +1,10 @@
 //! Rows that ranks exchange and add up, on the host.
 
-mod support;
-
 use std::time::Duration;
 
+use crate::support::shared::collectives::{self, Produces};
+use crate::test_name;
 use gemmesh::{Block, Host, Matrix, Value};
-use support::shared::collectives::{self, Produces};
 
 impl Produces for Host {
     fn put<T: Value>(block: &mut Block<Host, T>, _: &Matrix<Host, T>, values: &[T], first: usize) {

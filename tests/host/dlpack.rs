@@ -1,5 +1,4 @@
 //! Tensors of other libraries: what they say is checked, their memory is used as it lies, and given back once.
-#![allow(unsafe_code)]
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicUsize, Ordering};

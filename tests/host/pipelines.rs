@@ -1,17 +1,16 @@
 //! What the caller computes, beside what is moved, on the host.
 
-mod support;
-
 use std::time::Duration;
 
+use crate::support::numbers::{nan, rng};
+use crate::support::shared::pipelines::{self, Consumes, called};
+use crate::support::shared::staged;
+use crate::test_name;
 use gemmesh::trace::{Lane, Timeline, Trace};
 use gemmesh::{
     AllGatherAndConsume, Chunk, Error, Group, Host, Matrix, ProduceAndReduceScatter, bf16,
 };
 use rand::RngExt;
-use support::numbers::{nan, rng};
-use support::shared::pipelines::{self, Consumes, called};
-use support::shared::staged;
 
 impl Consumes for Host {
     type Sink = (Vec<bf16>, usize);

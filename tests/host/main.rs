@@ -1,0 +1,12 @@
+//! What every backend promises, and what the host's alone does, on the host.
+#![allow(unsafe_code)]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod collectives;
+mod dlpack;
+mod forms;
+mod numerics;
+mod pipelines;
+mod reduce_scatter;
