@@ -268,6 +268,8 @@ fn a_replay_that_a_rank_does_not_make_ends_at_the_deadline_and_names_it_and_the_
                 all_gather_and_consume(&a, |_| Ok(())).expect("it can be captured");
             }
         });
+        // One may take longer to capture than the other waits.
+        steps.barrier()?;
         replay.launch();
         group.synchronize()?;
         let words = miss(rank, &steps, &group, &replay)?.to_string();
