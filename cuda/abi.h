@@ -35,14 +35,15 @@
  *              a     {K, M}   {GEMMESH_TILE_K, tile_m}                        256B
  *              b     {K, N}   {GEMMESH_TILE_K, tile_n / cluster}              256B
  *              out   {N, M}   {GEMMESH_STORE_COLUMNS, GEMMESH_STORE_ROWS}     none
+ *               f32  {N, M}   {GEMMESH_STORE_COLUMNS / 2, GEMMESH_STORE_ROWS} none
  *
  *              `more` has the maps of the weights behind the first, and of what is made with them. A gated product has gate's
  *              as `b` and up's as more.b[0], with boxes of Shape::gate_box of kernels.rs rows. Where `b` is given as [K, N]:
  *
  *              b     {N, K}   {64, GEMMESH_TILE_K}                            256B
  *
- *              Maps that nothing is loaded or stored with may hold anything: `out` of kernels of exchanged operands, of f32, and of
- *              gated products where Shape::gate_rows is less than GEMMESH_STORE_COLUMNS.
+ *              Maps that nothing is loaded or stored with may hold anything: `out` of kernels of exchanged operands, of f32 sums, and of
+ *              gated products of the element type where Shape::gate_rows is less than GEMMESH_STORE_COLUMNS.
  *
  *              `added` is this rank's matrix of partials, with the boxes of `a`. The targets, with the boxes of `out`, are the
  *              matrices of partials of this rank and of those behind it in the ring; then, from GEMMESH_MAX_TARGETS on, those
@@ -232,7 +233,7 @@ typedef struct GemmeshLanding {
 typedef struct GemmeshOutput {
     const void *bias;        /* [n] of the element type, or null */
     void *out;               /* as its map says, for those who store without it: kernels of exchanged operands, sums in landing areas, and
-                              * f32 */
+                              * f32 sums */
     uint64_t out_pitch;      /* bytes from row to row */
     const void *residual;    /* added last, of the element type, or null */
     uint64_t residual_pitch; /* bytes from row to row */

@@ -39,8 +39,15 @@
 //! | see who is waited for | [`Group::wait_times`] |
 //! | learn what went wrong | [`Error`] |
 //!
-//! An operation in lower case is the short call; the type of the same name has its options: bias, activation, several weights, gates,
-//! residual, weights [K, N], outputs of f32, configuration.
+//! An operation in lower case is the short call; the type of the same name has its options:
+//!
+//! | | options |
+//! |---|---|
+//! | every product | bias, activation, weights [K, N], configuration |
+//! | [`AllGatherMatmul`] | several weights, gates, outputs of f32 |
+//! | [`MatmulReduceScatter`] | residual, outputs of f32 |
+//! | [`MatmulAllReduce`] | residual |
+//! | [`Matmul`] | all of these |
 //!
 //! All ranks make the same collective calls in the same order.
 //!

@@ -32,7 +32,7 @@ impl<B: Backend> Group<B> {
     /// [`Error::OutOfMemory`]; [`Error::Limit`] for no columns. (A rank that owns no rows has an output of none.)
     pub fn zeros<T: Value>(&self, rows: usize, columns: usize) -> Result<Matrix<B, T>> {
         let width = bytes_of::<T>(1, columns)?;
-        bytes_of::<T>(rows.max(1), columns)?;
+        limit("rows", rows, 0, MAX_EXTENT)?;
         let memory = {
             let inner = self.inner();
             inner.backend.buffer(&inner.members, rows, width)?

@@ -490,7 +490,8 @@ fn in_blocks<T: Element>(
         rows.len() * n
     ];
     for (first, block) in blocks {
-        let width = block.len() / rows.len();
+        // No rows have no columns either.
+        let width = (block.len() / rows.len().max(1)).max(1);
         for (row, values) in block.chunks_exact(width).enumerate() {
             let to = &mut all[row * n + first..][..width];
             to.iter_mut()

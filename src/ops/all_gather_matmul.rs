@@ -142,10 +142,11 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         self.prepare_several(a, &[n])
     }
 
-    /// The same with several weights, of so many columns each.
+    /// The same with several weights, of N in `widths` each. Of a gated product the N of gate and up, which are equal, or just one.
     ///
     /// # Errors
-    /// As [`AllGatherMatmul::prepare`]; [`Error::Limit`] for more than four.
+    /// As [`AllGatherMatmul::prepare`]; [`Error::Limit`] for more than four; of a gated product for N that differ, and [`Error::Shape`]
+    /// for more than two.
     pub fn prepare_several(
         &self,
         a: &ShardedMatrix<B, T>,
@@ -154,6 +155,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         let group = a.group();
         let prepare = || -> Result<Prepared<'a, B, T>> {
             let layout = layout_of(a, self.stages)?;
+            self.options.check_widths(group, widths)?;
             let form = self.options.form(widths, None);
             let asked = self.describe(group, layout, widths, form)?;
             let program = self.program(group, &asked)?;

@@ -119,8 +119,8 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         planned.run(a, weights, outputs)
     }
 
-    /// Prepares products of an `a` of `m` rows and `k` columns with weights of so many columns each, to be run many times with no
-    /// planning.
+    /// Prepares products of an `a` of `m` rows and `k` columns with weights of N in `widths` each, to be run many times with no
+    /// planning. Of a gated product the N of gate and up, which are equal, or just one.
     ///
     /// # Errors
     /// [`Error::Limit`] for a shape or a configuration that can't be; [`Error::Shape`] or [`Error::ForeignArgument`] for what is added
@@ -132,7 +132,8 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         widths: &[usize],
     ) -> Result<PreparedMatmul<'a, B, T>> {
         let form = self.0.form(widths, None);
-        let planned = self.plan(group, [m, k], widths, form);
+        let checked = self.0.check_widths(group, widths);
+        let planned = checked.and_then(|()| self.plan(group, [m, k], widths, form));
         planned.map_err(Error::refused(group.rank(), LOCAL))
     }
 

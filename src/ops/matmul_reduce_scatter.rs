@@ -23,11 +23,11 @@ use crate::trace::Trace;
 ///
 /// # What it computes
 /// A rank's *partial* p_r is a_r · b_rᵀ, summed in f32 and rounded once to `T`. Then s = p_0, s += p_1, … in f32, in the order of the
-/// ranks, the bias last, rounded once. So the bits depend neither on who owns a row nor on what comes first, and are the same
-/// each time.
+/// ranks, then the bias, the activation and the residual, in f32 too; the result is rounded once, unless the output is of f32. So the
+/// bits depend neither on who owns a row nor on what comes first, and are the same each time.
 ///
 /// With u the unit roundoff of `T` (2⁻⁸ for bf16, 2⁻¹¹ for f16) and v = 2⁻²⁴ that of f32, no element is farther from the exact
-/// sum than (K_max + W) · v · Σ |a| · |b| + u · Σ |p_r| + u · |out|, to first order: the sums in f32, the rounding of each
+/// sum, without an activation and a residual, than (K_max + W) · v · Σ |a| · |b| + u · Σ |p_r| + u · |out|, to first order: the sums in f32, the rounding of each
 /// partial, and the last one; while no partial is too large for `T` (an f16 ends at 65504), nor so small that it loses digits.
 ///
 /// # Memory

@@ -56,6 +56,18 @@ impl<'a, B: Backend, T: Element> Options<'a, B, T> {
         }
     }
 
+    /// Refuses widths that gate and up can't have; one may stand for both.
+    pub fn check_widths(&self, group: &Group<B>, widths: &[usize]) -> Result<()> {
+        let [gate, others @ ..] = widths else {
+            return Ok(());
+        };
+        if self.gated && !others.is_empty() {
+            require_count(group, "weights", 2, widths.len())?;
+            limit("N of up, as of the gate,", others[0], *gate, *gate)?;
+        }
+        Ok(())
+    }
+
     /// N of each weight.
     pub fn widths(&self, weights: &Weights<B, T>) -> Widths {
         weights.0.iter().map(|&weight| self.n_of(weight)).collect()

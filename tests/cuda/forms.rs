@@ -31,13 +31,13 @@ fn several_weights_give_the_bits_of_each_by_every_kernel() {
 #[test]
 fn functions_and_gates_are_theirs_in_float64() {
     let Some(_leave) = gpu() else { return };
-    forms::functions_and_gates_are_theirs_in_float64::<Cuda>(test_name!(), own);
+    forms::functions_and_gates_are_theirs_in_float64::<Cuda>(test_name!(), 200, own);
 }
 
 #[test]
 fn functions_and_gates_are_theirs_by_every_kernel() {
     let Some(_leave) = gpu() else { return };
-    forms::functions_and_gates_are_theirs_in_float64::<Cuda>(test_name!(), each_kernel);
+    forms::functions_and_gates_are_theirs_in_float64::<Cuda>(test_name!(), 200, each_kernel);
 }
 
 #[test]

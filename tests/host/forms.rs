@@ -22,7 +22,12 @@ fn several_weights_give_the_bits_of_each() {
 
 #[test]
 fn functions_and_gates_are_theirs_in_float64() {
-    forms::functions_and_gates_are_theirs_in_float64::<Host>(test_name!(), configs);
+    forms::functions_and_gates_are_theirs_in_float64::<Host>(test_name!(), 200, configs);
+}
+
+#[test]
+fn so_are_those_of_an_odd_number_of_columns() {
+    forms::functions_and_gates_are_theirs_in_float64::<Host>(test_name!(), 203, configs);
 }
 
 #[test]

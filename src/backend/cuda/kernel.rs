@@ -170,7 +170,7 @@ impl Kernels {
     ///
     /// # Errors
     /// [`Error::NoKernel`] names those that can.
-    pub fn check_product(&self, rank: usize, product: &Product) -> Result<()> {
+    pub fn check_product(&self, rank: usize, product: &Product, variant: Variant) -> Result<()> {
         let (config, gated, layout) = (&product.config, product.gated, product.weight_layout);
         let with_shape = |i: &Instance| configured(i.family, i.shape, config);
         let can = |i: &Instance| multiplies(i.shape, gated, layout);
@@ -187,7 +187,10 @@ impl Kernels {
             (false, _) => "of weights [K, N]",
         };
         let slices = if apart { ", in slices of K" } else { "" };
-        let known = self.instances.iter().filter(|i| can(i) && !i.variant.sums);
+        let known = self
+            .instances
+            .iter()
+            .filter(|i| can(i) && i.variant == variant);
         let mut known: Vec<String> = known.map(|i| words(&with_shape(i))).collect();
         // Each is there for each dtype.
         known.sort_unstable();

@@ -338,7 +338,7 @@ impl sealed::Backend for Cuda {
                 sums: adds_partials,
             };
             let config = &product.config;
-            self.kernels.check_product(members.rank, product)?;
+            self.kernels.check_product(members.rank, product, variant)?;
             let instance = self.kernels.find(members.rank, dtype, config, variant)?;
             let tiles = schedule.tiles().len();
             slices = slices::cut(config, tiles, product.k, self.clusters(instance))?;
@@ -359,7 +359,7 @@ impl sealed::Backend for Cuda {
 
     fn buffer(&self, members: &Members, rows: usize, width: usize) -> Result<Buffer> {
         let pitch = width.next_multiple_of(16);
-        let memory = self.own_memory(members, rows * pitch)?;
+        let memory = self.own_memory(members, rows.saturating_mul(pitch))?;
         Ok(Buffer {
             storage: Storage::Own(Deferred::new(memory, &self.reclaimer)),
             pitch,

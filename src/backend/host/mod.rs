@@ -171,7 +171,7 @@ impl sealed::Backend for Host {
     }
 
     fn buffer(&self, members: &Members, rows: usize, width: usize) -> Result<Buffer> {
-        let bytes = rows * width;
+        let bytes = rows.saturating_mul(width);
         let memory = Mapping::private(bytes);
         let memory = memory.map_err(memory::out_of_memory(members.rank, bytes))?;
         Ok(Buffer {

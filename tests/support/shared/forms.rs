@@ -261,29 +261,29 @@ pub fn several_weights_give_the_bits_of_each<B: Tested>(
 #[track_caller]
 pub fn functions_and_gates_are_theirs_in_float64<B: Tested>(
     test: &str,
+    n: usize,
     configs: impl Fn() -> Vec<Option<Config>>,
 ) {
-    const N: usize = 200;
     all_done(ranks::<B>(test, 1, |rank| {
         let group = connect::<B>(rank, Numerics::Fast)?;
         let rows: Vec<bf16> = normal(1, M * K);
         let a = group.upload(&rows, M, K)?;
         // Sums of about one.
         let weight = |seed| -> Vec<bf16> {
-            let all = normal::<bf16>(seed, N * K).into_iter();
+            let all = normal::<bf16>(seed, n * K).into_iter();
             all.map(|x| bf16::from_f32(x.to_f32() * 0.06)).collect()
         };
         let (gate, up) = (weight(3), weight(4));
-        let biases: Vec<bf16> = normal(5, 2 * N);
-        let residuals: Vec<bf16> = normal(6, M * N);
-        let [b, b_up] = [&gate, &up].map(|values| group.upload(values, N, K).unwrap());
+        let biases: Vec<bf16> = normal(5, 2 * n);
+        let residuals: Vec<bf16> = normal(6, M * n);
+        let [b, b_up] = [&gate, &up].map(|values| group.upload(values, n, K).unwrap());
         let [kn, kn_up] =
-            [&gate, &up].map(|values| group.upload(&turned(values, K), K, N).unwrap());
-        let bias = group.upload(&biases[..N], 1, N)?;
-        let both = group.upload(&biases, 1, 2 * N)?;
-        let residual = group.upload(&residuals, M, N)?;
-        let of_gate = product(&rows, &gate, Some(&biases[..N]), K);
-        let of_up = product(&rows, &up, Some(&biases[N..]), K);
+            [&gate, &up].map(|values| group.upload(&turned(values, K), K, n).unwrap());
+        let bias = group.upload(&biases[..n], 1, n)?;
+        let both = group.upload(&biases, 1, 2 * n)?;
+        let residual = group.upload(&residuals, M, n)?;
+        let of_gate = product(&rows, &gate, Some(&biases[..n]), K);
+        let of_up = product(&rows, &up, Some(&biases[n..]), K);
         let plus = |number: Number, index: usize| number.plus(residuals[index].to_f32());
         let mut tested = [0; 4];
         for config in configs() {
@@ -307,8 +307,8 @@ pub fn functions_and_gates_are_theirs_in_float64<B: Tested>(
                         .residual(&residual)
                 };
                 let (mut narrow, mut wide) = (
-                    poisoned::<B, bf16>(&group, M, N)?,
-                    poisoned::<B, f32>(&group, M, N)?,
+                    poisoned::<B, bf16>(&group, M, n)?,
+                    poisoned::<B, f32>(&group, M, n)?,
                 );
                 plain().run(&a, &b, &mut narrow)?;
                 check(&what, &to_narrow, &narrow.to_vec()?);
@@ -336,8 +336,8 @@ pub fn functions_and_gates_are_theirs_in_float64<B: Tested>(
                 ] {
                     let gated = || gated().weight_layout(layout);
                     let (mut narrow, mut wide) = (
-                        poisoned::<B, bf16>(&group, M, N)?,
-                        poisoned::<B, f32>(&group, M, N)?,
+                        poisoned::<B, bf16>(&group, M, n)?,
+                        poisoned::<B, f32>(&group, M, n)?,
                     );
                     let result = gated().run(&a, weights, &mut narrow);
                     if config.is_some() && is_elsewhere(&result) {
@@ -360,7 +360,7 @@ pub fn functions_and_gates_are_theirs_in_float64<B: Tested>(
             }
             // [K, N], to odd columns of f32
             let plain = operation().weight_layout(WeightLayout::Kn).bias(&bias);
-            let mut wide = poisoned::<B, f32>(&group, M, N)?;
+            let mut wide = poisoned::<B, f32>(&group, M, n)?;
             let result = plain.run(&a, &kn, &mut wide);
             if config.is_some() && is_elsewhere(&result) {
                 continue;
@@ -600,6 +600,14 @@ pub fn forms_that_do_not_fit_are_refused<B: Tested>(test: &str) {
         limit(two, "residual");
         let five = op().prepare(&group, [m, k], &[n; 5]);
         limit(five.map(drop), "weights of a product");
+        let unequal = op().gated().prepare(&group, [m, k], &[n, n + 8]);
+        limit(unequal.map(drop), "N of up");
+        let three = op().gated().prepare(&group, [m, k], &[n; 3]);
+        shape(three.map(drop), "weights");
+        let rows = group.sharded::<bf16>(m, k)?;
+        let gather = AllGatherMatmul::new().gated();
+        let unequal = gather.prepare_several(&rows, &[n, n + 8]);
+        limit(unequal.map(drop), "N of up");
         let prepared = op().prepare(&group, [m, k], &[n])?;
         let mut wide = group.zeros::<f32>(m, n)?;
         shape(

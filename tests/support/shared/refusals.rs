@@ -17,6 +17,10 @@ pub fn too_much_memory<B: Tested>(test: &str, world: usize, [m, k]: [usize; 2]) 
             matches!(own, Error::OutOfMemory { rank: r, .. } if r == rank.rank),
             "{own}"
         );
+        // As bytes, more than a usize holds: about half a million are left of it.
+        let [m, k] = [2_147_437_309, 1_073_764_994];
+        let own = group.zeros::<u64>(m, k).unwrap_err();
+        assert!(matches!(own, Error::OutOfMemory { .. }), "{own}");
         Arguments::small(&group)?.verify(&group)?;
         Err(error)
     });
