@@ -4,7 +4,10 @@
 use std::fmt;
 use std::sync::Arc;
 
-use cudarc::driver::{CudaEvent, CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, SyncOnDrop};
+use cudarc::driver::{
+    CudaEvent, CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtr, DevicePtrMut, DeviceSlice,
+    SyncOnDrop,
+};
 
 use crate::backend::Cuda;
 use crate::element::{Element, Value};
@@ -13,28 +16,42 @@ use crate::group::Group;
 use crate::matrix::{Matrix, MatrixView, MatrixViewMut, bytes_of};
 use crate::ops::{OutputOf, Outputs, Weights};
 
+/// CU_STREAM_PER_THREAD, which is another stream on each thread.
+const PER_THREAD: usize = 2;
+
+mod memory {
+    /// Memory that is freed in the order of its stream, which it keeps: cudarc's other kinds, and types of others that can say where
+    /// memory is, need not be.
+    pub trait OrderedByItsStream {}
+}
+
+use memory::OrderedByItsStream;
+
+impl<T> OrderedByItsStream for CudaSlice<T> {}
+impl<T> OrderedByItsStream for CudaView<'_, T> {}
+impl<T> OrderedByItsStream for CudaViewMut<'_, T> {}
+
 impl Group<Cuda> {
     /// Puts later operations on a stream of cudarc's, which the group keeps as long as it uses it. They begin after what was put on it
     /// before, and what is put on it later waits for them.
     ///
     /// # Errors
-    /// [`Error::Unsuitable`] for a stream of another context than the GPU's primary one, such as of another GPU, or while there are
-    /// matrices in memory of the stream before ([`CudarcMatrix`]); as [`Group::set_stream`].
+    /// [`Error::Unsuitable`] for a stream of another context than the GPU's primary one, such as of another GPU, for the default stream of each
+    /// thread, or while there are matrices in memory of the stream before ([`CudarcMatrix`]); as [`Group::set_stream`].
     pub fn use_cudarc_stream(&self, stream: &Arc<CudaStream>) -> Result<()> {
         self.require_context("the stream", stream.context().cu_ctx().cast())?;
-        let check = || match self.inner().backend.borrowed_orders() {
-            0 => Ok(()),
-            borrowed => Err(Error::Unsuitable {
+        if stream.cu_stream().addr() == PER_THREAD {
+            return Err(Error::Unsuitable {
                 rank: self.rank(),
-                argument: "the stream before".into(),
-                what: "the number of matrices in its memory".into(),
-                expected: "0".into(),
-                found: borrowed.to_string(),
-            }),
-        };
+                argument: "the stream".into(),
+                what: "the handle".into(),
+                expected: "one stream, whichever thread uses it".into(),
+                found: "CU_STREAM_PER_THREAD".into(),
+            });
+        }
         let owner = Arc::new(stream.clone());
         // SAFETY: it is of the device's primary context, and lives as long as what is kept.
-        unsafe { self.replace_stream(stream.cu_stream().cast(), owner, check) }
+        unsafe { self.set_stream_of(stream.cu_stream().cast(), owner) }
     }
 
     /// Records an event of cudarc's behind all operations so far, for other streams, or the host, to wait for them.
@@ -75,7 +92,7 @@ impl Group<Cuda> {
 
 /// A matrix in memory of cudarc's, which it borrows: made by [`CudarcMatrix::new`] from a `CudaSlice` or a `CudaView`. The memory's stream must be the one
 /// that the group's operations are put on ([`Group::use_cudarc_stream`]): so what cudarc does with the memory afterwards, also
-/// freeing it, comes after them, and nobody on the host waits.
+/// freeing it, comes after them, and nobody on the host waits. When it is dropped it tells cudarc, so that cudarc's other streams wait too.
 ///
 /// ```no_run
 /// # fn multiply(group: gemmesh::Group<gemmesh::Cuda>, a: &cudarc::driver::CudaSlice<gemmesh::bf16>, b: &cudarc::driver::CudaSlice<gemmesh::bf16>,
@@ -107,9 +124,9 @@ impl<'a, T: Value> CudarcMatrix<'a, T> {
     /// [rows, columns], row by row, in memory of as many elements.
     ///
     /// # Errors
-    /// [`Error::Unsuitable`] unless the memory's stream is the group's; [`Error::Shape`] unless it has as many elements;
+    /// [`Error::Unsuitable`] unless the memory's context and stream are the group's; [`Error::Shape`] unless it has as many elements;
     /// [`Error::Unaligned`] unless it and each row begin at a multiple of 16 bytes; [`Error::Limit`] for an empty shape.
-    pub fn new<S: DevicePtr<T>>(
+    pub fn new<S: DevicePtr<T> + OrderedByItsStream>(
         group: &Group<Cuda>,
         memory: &'a S,
         rows: usize,
@@ -136,7 +153,7 @@ impl<'a, T: Value> CudarcMatrixMut<'a, T> {
     ///
     /// # Errors
     /// As [`CudarcMatrix::new`].
-    pub fn new<S: DevicePtrMut<T>>(
+    pub fn new<S: DevicePtrMut<T> + OrderedByItsStream>(
         group: &Group<Cuda>,
         memory: &'a mut S,
         rows: usize,
@@ -178,6 +195,11 @@ fn order_of<T: Value>(
             found: vec![memory.len()],
         });
     }
+    // Default streams of all contexts have one handle.
+    group.require_context(
+        "the memory of a matrix",
+        memory.stream().context().cu_ctx().cast(),
+    )?;
     // No other stream takes over meanwhile.
     group.exclusively(|_| {
         let (own, groups) = (memory.stream().cu_stream().cast(), group.stream());

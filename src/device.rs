@@ -23,6 +23,7 @@ impl Group<Cuda> {
     /// They begin after what was put on the stream before.
     ///
     /// # Errors
+    /// [`Error::Unsuitable`] while there are matrices in memory of cudarc's, which the stream before orders;
     /// [`Error::QueuedTogether`] for a stream that shares a queue of the device with this library's own, as all of one
     /// priority do under CUDA_DEVICE_MAX_CONNECTIONS=1; [`Error::Cuda`] if the driver refuses; the group's failure.
     ///
@@ -46,25 +47,21 @@ impl Group<Cuda> {
         stream: *mut c_void,
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<()> {
-        // SAFETY: as this function's.
-        unsafe { self.replace_stream(stream, owner, || Ok(())) }
-    }
-
-    /// The same, if `check` agrees when no operation is under way.
-    ///
-    /// # Safety
-    /// As [`Group::set_stream_of`].
-    pub(crate) unsafe fn replace_stream(
-        &self,
-        stream: *mut c_void,
-        owner: Arc<dyn Any + Send + Sync>,
-        check: impl FnOnce() -> Result<()>,
-    ) -> Result<()> {
         let cuda = &self.inner().backend;
         // SAFETY: as this function's.
         let stream = unsafe { cuda.borrow_stream(self.rank(), stream, owner)? };
         self.exclusively(|_| {
-            check()?;
+            // What is in memory that the stream before orders may be freed there.
+            let borrowed = cuda.borrowed_orders();
+            if borrowed > 0 {
+                return Err(Error::Unsuitable {
+                    rank: self.rank(),
+                    argument: "the stream before".into(),
+                    what: "the number of matrices in its memory".into(),
+                    expected: "0".into(),
+                    found: borrowed.to_string(),
+                });
+            }
             // SAFETY: as this function's.
             unsafe { cuda.set_stream(stream) }
         })

@@ -43,7 +43,7 @@ impl Batching {
     fn arrive(&mut self) {
         if self.random.random_range(0..6) == 0 {
             self.waiting.push_back(Request {
-                prompt: self.random.random_range(1..=self.capacity / 2),
+                prompt: self.random.random_range(1..=(self.capacity / 2).max(1)),
                 left: self.random.random_range(1..96),
             });
         }
@@ -61,7 +61,8 @@ impl Iterator for Batching {
         }
         let mut tokens = 0;
         while let Some(request) = self.waiting.front() {
-            let fits = tokens + request.prompt <= self.capacity && self.running.len() < RUNNING;
+            let fits = tokens + request.prompt <= self.capacity
+                && self.running.len() < RUNNING.min(self.capacity);
             if !fits {
                 break;
             }

@@ -30,7 +30,8 @@ pub fn run(
     steps: &[Step],
 ) -> Result<Vec<Duration>> {
     let mut graphs = BTreeMap::new();
-    for bucket in BUCKETS {
+    let capacity = model.capacity();
+    for bucket in BUCKETS.into_iter().filter(|&bucket| bucket <= capacity) {
         match capture(group, stream, model, bucket) {
             Err(Error::Capturing { .. }) => return Ok(Vec::new()),
             graph => graphs.insert(bucket, graph?),
@@ -72,10 +73,10 @@ fn capture(
         .begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED)
         .map_err(of_driver())?;
     let captured = model.run();
-    let graph = stream
-        .end_capture(sys::CUgraphInstantiate_flags(0))
-        .map_err(of_driver())?;
+    // It ends in any case; why the step failed comes first.
+    let graph = stream.end_capture(sys::CUgraphInstantiate_flags(0));
     captured?;
+    let graph = graph.map_err(of_driver())?;
     graph.ok_or_else(|| Error::Message {
         rank: group.rank(),
         reason: format!("nothing was captured of a step of {bucket} tokens"),

@@ -51,6 +51,12 @@ impl<B: Backend> Model<B> {
         })
     }
 
+    /// The most tokens of a step.
+    #[cfg(feature = "cudarc")]
+    pub fn capacity(&self) -> usize {
+        self.x.capacity()
+    }
+
     /// M of what follows, of which each rank owns an even part.
     pub fn set_tokens(&mut self, tokens: usize) -> Result<()> {
         self.x.set_rows(&self.group.even_rows(tokens))?;

@@ -55,7 +55,7 @@ impl Gpu {
 
     fn allocate<T: Half>(&self, [rows, columns]: [usize; 2]) -> Result<CudaSlice<T>, Failure> {
         // SAFETY: an operation writes all of it before anybody reads it.
-        Ok(unsafe { self.device.alloc(rows * columns)? })
+        Ok(unsafe { self.device.alloc((rows * columns).max(1))? })
     }
 }
 
