@@ -141,9 +141,24 @@ fn what_of_cudarc_does_not_fit_is_refused() {
         let error = CudarcMatrix::new(&group, &own, 0, 16).unwrap_err();
         assert!(matches!(error, Error::Limit { .. }), "{error}");
 
+        // Another stream on each thread.
+        let each_threads = own.stream().context().per_thread_stream();
+        let error = group.use_cudarc_stream(&each_threads).unwrap_err();
+        assert!(
+            matches!(&error, Error::Unsuitable { what, .. } if what == "the handle"),
+            "{error}"
+        );
+
         // While a matrix is in memory that the stream orders, no other stream takes over.
         let matrix = CudarcMatrix::new(&group, &own, 16, 16)?;
         let error = group.use_cudarc_stream(&other).unwrap_err();
+        assert!(
+            matches!(&error, Error::Unsuitable { found, .. } if found == "1"),
+            "{error}"
+        );
+        let handle = other.cu_stream().cast();
+        // SAFETY: the stream is what is kept.
+        let error = unsafe { group.set_stream_of(handle, Arc::new(other.clone())) }.unwrap_err();
         assert!(
             matches!(&error, Error::Unsuitable { found, .. } if found == "1"),
             "{error}"
