@@ -75,7 +75,8 @@ fn more_memory_than_there_is_is_refused_on_every_rank_and_the_group_goes_on() {
 }
 
 /// As in a serving loop: other rows, and another split of them, at every step. How much longer that takes depends on the
-/// host's cores: 12 µs where calls take 5 for few rows and 14 for thousands, 28 where they take 23; allocating would take hundreds.
+/// host's cores: 12 µs, of calls that take 5 for few rows and 14 for thousands; allocating would take a hundred. On ranks that share a
+/// GPU calls took 22 to 30 µs and other rows 18 to 31 more, so there it may fail.
 #[test]
 fn a_call_with_other_rows_takes_no_longer_than_planning_does() {
     const CAPACITY: usize = 8192;
@@ -119,7 +120,7 @@ fn a_call_with_other_rows_takes_no_longer_than_planning_does() {
                 times[times.len() / 2]
             });
             words.push(format!("{new:.1} and {known:.1} µs"));
-            assert!(new < 2.0 * known + 25.0, "{}", words.join("; "));
+            assert!(new < known + 25.0, "{}", words.join("; "));
         }
         let kept = mean(|| {
             let prepared = AllGatherMatmul::<Cuda, bf16>::new().prepare(&a, N);

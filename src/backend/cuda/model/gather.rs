@@ -177,21 +177,17 @@ fn gathered_by(tiles: &Tiles, asked: &Description, config: &Config, groups: &[Gr
 
 /// What an operation takes that gathers rows, or multiplies those of one rank, cut up like that.
 pub fn predict(rates: &Rates, asked: &Description, config: &Config) -> Vec<Prediction> {
-    let alone = Tiles::of(rates, asked, config).alone();
     let arrived = groups(rates, asked, config).into_iter();
     let arrived = arrived
         .map(|group| group.ready.max(group.late))
         .fold(0.0, f64::max);
     let parts = [
-        ("matmul alone", alone),
+        ("matmul alone", Tiles::of(rates, asked, config).alone()),
         ("the last rows' arrival", rates.start + arrived),
         ("fused", gathered(rates, asked, config)),
     ];
-    let count = if asked.layout.world() == 1 {
-        1
-    } else {
-        parts.len()
-    };
+    // Of one rank no rows arrive.
+    let count = if asked.layout.world() == 1 { 1 } else { 3 };
     let parts = parts.into_iter().take(count);
     parts
         .map(|(what, micros)| Prediction { what, micros })
