@@ -10,6 +10,7 @@ use cudarc::driver::{
 };
 
 use crate::backend::Cuda;
+use crate::device::StreamGuard;
 use crate::element::{Element, Value};
 use crate::error::{Error, Result};
 use crate::group::Group;
@@ -92,7 +93,8 @@ impl Group<Cuda> {
 
 /// A matrix in memory of cudarc's, which it borrows: made by [`CudarcMatrix::new`] from a `CudaSlice` or a `CudaView`. The memory's stream must be the one
 /// that the group's operations are put on ([`Group::use_cudarc_stream`]): so what cudarc does with the memory afterwards, also
-/// freeing it, comes after them, and nobody on the host waits. When it is dropped it tells cudarc, so that cudarc's other streams wait too.
+/// freeing it, comes after them, and nobody on the host waits. When it is dropped it tells cudarc, so that cudarc's other streams wait too: one that
+/// is leaked (`mem::forget`) doesn't, and who then uses the memory on another stream has to wait by an event.
 ///
 /// ```no_run
 /// # fn multiply(group: gemmesh::Group<gemmesh::Cuda>, a: &cudarc::driver::CudaSlice<gemmesh::bf16>, b: &cudarc::driver::CudaSlice<gemmesh::bf16>,
@@ -108,7 +110,7 @@ impl Group<Cuda> {
 /// ```
 pub struct CudarcMatrix<'a, T: Value> {
     matrix: Matrix<Cuda, T>,
-    _order: Arc<()>,
+    _stream: StreamGuard,
     /// Tells cudarc, behind the operations that use it, that it is read.
     _read: SyncOnDrop<'a>,
 }
@@ -116,7 +118,7 @@ pub struct CudarcMatrix<'a, T: Value> {
 /// The same of memory that is written, made by [`CudarcMatrixMut::new`] from a `CudaSlice` or a `CudaViewMut`.
 pub struct CudarcMatrixMut<'a, T: Value> {
     matrix: Matrix<Cuda, T>,
-    _order: Arc<()>,
+    _stream: StreamGuard,
     _written: SyncOnDrop<'a>,
 }
 
@@ -132,12 +134,12 @@ impl<'a, T: Value> CudarcMatrix<'a, T> {
         rows: usize,
         columns: usize,
     ) -> Result<Self> {
-        let order = order_of(group, memory, rows, columns)?;
+        let guard = hold_stream(group, memory, rows, columns)?;
         let (ptr, read) = memory.device_ptr(memory.stream());
         Ok(CudarcMatrix {
             // SAFETY: it is as long as that, borrowed as long as this lives, and behind that the stream orders what is done with it.
             matrix: unsafe { of_memory(group, ptr, rows, columns)? },
-            _order: order,
+            _stream: guard,
             _read: read,
         })
     }
@@ -159,7 +161,7 @@ impl<'a, T: Value> CudarcMatrixMut<'a, T> {
         rows: usize,
         columns: usize,
     ) -> Result<Self> {
-        let order = order_of(group, memory, rows, columns)?;
+        let guard = hold_stream(group, memory, rows, columns)?;
         let stream = memory.stream().clone();
         let (ptr, written) = memory.device_ptr_mut(&stream);
         // SAFETY: the stream that it borrows is the one that the memory keeps, and so lives as long as that is borrowed.
@@ -167,7 +169,7 @@ impl<'a, T: Value> CudarcMatrixMut<'a, T> {
         Ok(CudarcMatrixMut {
             // SAFETY: as in `CudarcMatrix::new`.
             matrix: unsafe { of_memory(group, ptr, rows, columns)? },
-            _order: order,
+            _stream: guard,
             _written: written,
         })
     }
@@ -179,12 +181,12 @@ impl<'a, T: Value> CudarcMatrixMut<'a, T> {
 }
 
 /// Checks memory for a matrix, and keeps the group's operations on its stream as long as what is returned lives.
-fn order_of<T: Value>(
+fn hold_stream<T: Value>(
     group: &Group<Cuda>,
     memory: &impl DeviceSlice<T>,
     rows: usize,
     columns: usize,
-) -> Result<Arc<()>> {
+) -> Result<StreamGuard> {
     let rank = group.rank();
     bytes_of::<T>(rows, columns)?;
     if memory.len() != rows * columns {
@@ -200,11 +202,10 @@ fn order_of<T: Value>(
         "the memory of a matrix",
         memory.stream().context().cu_ctx().cast(),
     )?;
-    // No other stream takes over meanwhile.
     group.exclusively(|_| {
         let (own, groups) = (memory.stream().cu_stream().cast(), group.stream());
         if own == groups {
-            return Ok(group.inner().backend.borrow_order());
+            return Ok(group.guard_stream());
         }
         Err(Error::Unsuitable {
             rank,

@@ -13,6 +13,13 @@ use crate::matrix::{Matrix, bytes_of};
 use crate::schedule::Config;
 use crate::sharded::ShardedMatrix;
 
+/// As long as it lives, a group's operations stay on the stream that they are put on: [`Group::hold_stream_of`] makes it.
+#[derive(Debug)]
+#[must_use = "another stream may take over once it is dropped"]
+pub struct StreamGuard {
+    _guard: Arc<()>,
+}
+
 impl Group<Cuda> {
     /// The stream that operations are put on: a CUstream of the device's primary context.
     pub fn stream(&self) -> *mut c_void {
@@ -23,7 +30,7 @@ impl Group<Cuda> {
     /// They begin after what was put on the stream before.
     ///
     /// # Errors
-    /// [`Error::Unsuitable`] while there are matrices in memory of cudarc's, which the stream before orders;
+    /// [`Error::Unsuitable`] while a [`StreamGuard`] or a matrix in memory of cudarc's holds the stream before;
     /// [`Error::QueuedTogether`] for a stream that shares a queue of the device with this library's own, as all of one
     /// priority do under CUDA_DEVICE_MAX_CONNECTIONS=1; [`Error::Cuda`] if the driver refuses; the group's failure.
     ///
@@ -47,24 +54,62 @@ impl Group<Cuda> {
         stream: *mut c_void,
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<()> {
+        // SAFETY: as this function's.
+        self.exclusively(|_| unsafe { self.take_over(stream, owner) })
+    }
+
+    /// As [`Group::set_stream_of`], unless it is the group's stream already; and as long as what is returned lives, no other takes over:
+    /// for code that gives the group memory which `stream` keeps in order, such as one that is freed there.
+    ///
+    /// # Errors
+    /// As [`Group::set_stream`].
+    ///
+    /// # Safety
+    /// As [`Group::set_stream_of`].
+    pub unsafe fn hold_stream_of(
+        &self,
+        stream: *mut c_void,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<StreamGuard> {
+        self.exclusively(|_| {
+            if self.stream() != stream {
+                // SAFETY: as this function's.
+                unsafe { self.take_over(stream, owner)? };
+            }
+            Ok(self.guard_stream())
+        })
+    }
+
+    /// # Safety
+    /// As [`Group::set_stream_of`].
+    unsafe fn take_over(
+        &self,
+        stream: *mut c_void,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<()> {
         let cuda = &self.inner().backend;
         // SAFETY: as this function's.
         let stream = unsafe { cuda.borrow_stream(self.rank(), stream, owner)? };
-        self.exclusively(|_| {
-            // What is in memory that the stream before orders may be freed there.
-            let borrowed = cuda.borrowed_orders();
-            if borrowed > 0 {
-                return Err(Error::Unsuitable {
-                    rank: self.rank(),
-                    argument: "the stream before".into(),
-                    what: "the number of matrices in its memory".into(),
-                    expected: "0".into(),
-                    found: borrowed.to_string(),
-                });
-            }
-            // SAFETY: as this function's.
-            unsafe { cuda.set_stream(stream) }
-        })
+        // What is in memory that the stream before orders may be freed there.
+        let guards = cuda.stream_guards();
+        if guards > 0 {
+            return Err(Error::Unsuitable {
+                rank: self.rank(),
+                argument: "the stream before".into(),
+                what: "the number of guards and matrices that hold it".into(),
+                expected: "0".into(),
+                found: guards.to_string(),
+            });
+        }
+        // SAFETY: as this function's.
+        unsafe { cuda.set_stream(stream) }
+    }
+
+    /// Within [`Group::exclusively`], lest another stream take over at this moment.
+    pub(crate) fn guard_stream(&self) -> StreamGuard {
+        StreamGuard {
+            _guard: self.inner().backend.guard_stream(),
+        }
     }
 
     /// Records a CUevent behind all operations so far, for other streams, or the host, to wait for them.

@@ -141,10 +141,10 @@ pub use {
     sharded::{ShardMut, ShardedMatrix},
 };
 
-#[cfg(all(feature = "cuda", not(loom)))]
-pub use backend::Cuda;
 #[cfg(all(feature = "cudarc", not(loom)))]
 pub use cudarc_views::{CudarcMatrix, CudarcMatrixMut};
+#[cfg(all(feature = "cuda", not(loom)))]
+pub use {backend::Cuda, device::StreamGuard};
 
 #[cfg(not(loom))]
 #[doc(hidden)]

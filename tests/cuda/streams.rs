@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use cudarc::driver::sys;
-use gemmesh::{Route, bf16};
+use gemmesh::{Error, Route, bf16};
 
 use crate::support::gpu::*;
 use crate::test_name;
@@ -125,6 +125,37 @@ fn the_owner_of_a_stream_is_kept_until_another_stream_takes_over() {
         drop(group);
         assert_eq!(held(), [1, 1]);
         for &stream in &streams {
+            // SAFETY: nobody uses the stream any more.
+            unsafe { driver(sys::cuStreamDestroy_v2(stream)) };
+        }
+        Ok(String::new())
+    }));
+}
+
+#[test]
+fn no_other_stream_takes_over_from_one_that_is_held() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let _context = Context::retain(rank.rank);
+        let group = connect(rank, TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 301, 72, 16)?;
+        let streams = [stream(0), stream(0)];
+        // SAFETY: the streams are destroyed after the group has ended.
+        let hold = |stream| unsafe { group.hold_stream_of(stream, Arc::new(())) };
+        let [first, second] = streams.map(|stream| stream.cast());
+        let guards = [hold(first)?, hold(first)?];
+        assert_eq!(group.stream(), first);
+        for guard in guards {
+            let error = hold(second).unwrap_err();
+            assert!(matches!(error, Error::Unsuitable { .. }), "{error}");
+            assert_eq!(group.stream(), first);
+            drop(guard);
+        }
+        let guard = hold(second)?;
+        assert_eq!(group.stream(), second);
+        arguments.verify_by(&group, Route::Push)?;
+        drop((guard, arguments, group));
+        for stream in streams {
             // SAFETY: nobody uses the stream any more.
             unsafe { driver(sys::cuStreamDestroy_v2(stream)) };
         }

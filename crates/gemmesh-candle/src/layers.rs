@@ -6,7 +6,7 @@ use candle_core::{Module, Result, Tensor};
 
 use crate::failure::Failure;
 use crate::products::Product;
-use crate::ranks::Parameters;
+use crate::ranks::LayerTensors;
 use crate::tensor_parallel::TensorParallel;
 
 /// A linear layer of which each rank has some columns of the output: rows of the weight.
@@ -28,7 +28,7 @@ impl ColumnParallelLinear {
         let weights = vec![weight];
         columns(
             ranks,
-            Parameters { weights, bias },
+            LayerTensors { weights, bias },
             false,
             "ColumnParallelLinear",
         )
@@ -88,7 +88,7 @@ impl QkvParallelLinear {
         let weights = vec![q, k, v];
         columns(
             ranks,
-            Parameters { weights, bias },
+            LayerTensors { weights, bias },
             false,
             "QkvParallelLinear",
         )
@@ -152,7 +152,7 @@ impl GatedParallelLinear {
         let weights = vec![gate, up];
         columns(
             ranks,
-            Parameters { weights, bias },
+            LayerTensors { weights, bias },
             true,
             "GatedParallelLinear",
         )
@@ -208,7 +208,7 @@ impl RowParallelLinear {
     /// As [`ColumnParallelLinear::new`].
     pub fn new(ranks: &TensorParallel, weight: Tensor, bias: Option<Tensor>) -> Result<Self> {
         let weights = vec![weight];
-        let made = ranks.ranks().rows(Parameters { weights, bias });
+        let made = ranks.ranks().rows(LayerTensors { weights, bias });
         made.map(Self).map_err(Failure::of("RowParallelLinear"))
     }
 
@@ -256,11 +256,11 @@ impl Module for RowParallelLinear {
 
 fn columns(
     ranks: &TensorParallel,
-    parameters: Parameters,
+    tensors: LayerTensors,
     gated: bool,
     call: &'static str,
 ) -> Result<Arc<dyn Product>> {
-    let made = ranks.ranks().columns(parameters, gated);
+    let made = ranks.ranks().columns(tensors, gated);
     made.map_err(Failure::of(call))
 }
 

@@ -4,6 +4,7 @@ mod device;
 mod error;
 mod failure;
 mod layers;
+mod parameters;
 mod products;
 mod ranks;
 mod tensor_parallel;

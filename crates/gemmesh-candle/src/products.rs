@@ -1,17 +1,17 @@
 //! Products of candle's tensors with weights that are spread over the ranks, by backend and type.
 
-use std::fmt::{self, Debug};
+use std::fmt::Debug;
 use std::sync::Arc;
 
 use candle_core::Tensor;
 use gemmesh::{
-    Activation, AllGatherMatmul, Error, Matmul, MatmulAllReduce, MatmulReduceScatter, Matrix,
-    Result,
+    Activation, AllGatherMatmul, Error, Matmul, MatmulAllReduce, MatmulReduceScatter, Result,
 };
 
 use crate::device::{Device, Half};
 use crate::failure::Failure;
-use crate::ranks::{MAKE, Parameters, Ranks, Symmetric, lock, own_of, with_leading};
+use crate::parameters::{Parameter, Parameters};
+use crate::ranks::{LayerTensors, MAKE, Ranks, Symmetric, lock, own_of, with_leading};
 
 /// What a layer does, whatever its backend and type.
 pub trait Product: Send + Sync + Debug {
@@ -26,53 +26,11 @@ pub trait Product: Send + Sync + Debug {
     fn replicated(&self, x: &Tensor, residual: Option<&Tensor>) -> Result<Vec<Tensor>, Failure>;
 }
 
-/// A weight or a bias.
-struct Parameter<B: Device, T> {
-    matrix: Matrix<B, T>,
-    /// On GPUs the matrix is a view of its memory.
-    _tensor: Option<Tensor>,
-}
-
-impl<B: Device, T: Half> Parameter<B, T> {
-    fn new(
-        ranks: &Ranks<B>,
-        argument: &str,
-        tensor: Tensor,
-        shape: [usize; 2],
-    ) -> Result<Self, Failure> {
-        let matrix = {
-            let (storage, layout) = tensor.storage_and_layout();
-            let rows = ranks.rows::<T>(argument, (&storage, layout), shape);
-            ranks.input(&rows.map_err(ranks.refuse(MAKE))?)?.matrix
-        };
-        let is_view = !tensor.device().is_cpu();
-        Ok(Parameter {
-            matrix,
-            _tensor: is_view.then_some(tensor),
-        })
-    }
-
-    /// [N], as candle has it.
-    fn bias(ranks: &Ranks<B>, bias: Tensor, n: usize) -> Result<Self, Failure> {
-        let row = match bias.rank() {
-            1 => bias.unsqueeze(0)?,
-            _ => bias,
-        };
-        Parameter::new(ranks, "bias [N]", row, [1, n])
-    }
-}
-
-impl<B: Device, T: Half> Debug for Parameter<B, T> {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        self.matrix.fmt(f)
-    }
-}
-
 /// [N, K] of a weight.
 fn extents<B: Device>(ranks: &Ranks<B>, weight: &Tensor) -> Result<[usize; 2], Failure> {
     match weight.dims() {
         &[n, k] => Ok([n, k]),
-        other => Err(ranks.refuse(MAKE)(Error::Shape {
+        other => Err(Failure::Gemmesh(Error::Shape {
             rank: ranks.group.rank(),
             argument: "how many dimensions weight [N, K] has".into(),
             expected: vec![2],
@@ -84,8 +42,9 @@ fn extents<B: Device>(ranks: &Ranks<B>, weight: &Tensor) -> Result<[usize; 2], F
 /// Weights of which each rank has some columns of the output.
 #[derive(Debug)]
 pub struct Columns<B: Device, T: Half> {
-    weights: Vec<Parameter<B, T>>,
-    bias: Option<Parameter<B, T>>,
+    parameters: Parameters<B, T>,
+    /// N of each output.
+    widths: Vec<usize>,
     /// The weights are a gate and its up projection.
     gated: bool,
     k: usize,
@@ -94,23 +53,30 @@ pub struct Columns<B: Device, T: Half> {
 }
 
 impl<B: Device, T: Half> Columns<B, T> {
-    pub fn new(ranks: Arc<Ranks<B>>, parameters: Parameters, gated: bool) -> Result<Self, Failure> {
-        ranks.enter()?;
-        let [first, k] = extents(&ranks, &parameters.weights[0])?;
-        let mut weights = Vec::new();
-        for weight in parameters.weights {
-            let [n, _] = extents(&ranks, &weight)?;
-            let n = if gated { first } else { n };
-            weights.push(Parameter::new(&ranks, "weight [N, K]", weight, [n, k])?);
-        }
-        let n = weights.iter().map(|weight| weight.matrix.shape()[0]).sum();
-        let bias = parameters.bias;
-        let bias = bias
-            .map(|bias| Parameter::bias(&ranks, bias, n))
-            .transpose()?;
+    pub fn new(ranks: Arc<Ranks<B>>, tensors: LayerTensors, gated: bool) -> Result<Self, Failure> {
+        let prepare = || {
+            let _order = ranks.enter()?;
+            let [first, k] = extents(&ranks, &tensors.weights[0])?;
+            let (mut weights, mut widths) = (Vec::new(), Vec::new());
+            for weight in tensors.weights {
+                let [n, _] = extents(&ranks, &weight)?;
+                let n = if gated { first } else { n };
+                B::check_columns::<T>(&ranks.group, n)?;
+                weights.push(Parameter::new(&ranks, "weight [N, K]", weight, [n, k])?);
+                widths.push(n);
+            }
+            let n = widths.iter().sum();
+            let bias = tensors.bias.map(|bias| Parameter::bias(&ranks, bias, n));
+            let bias = bias.transpose()?;
+            if gated {
+                widths.truncate(1);
+            }
+            Ok((Parameters { weights, bias }, widths, k))
+        };
+        let (parameters, widths, k) = ranks.before(MAKE, prepare)?;
         Ok(Columns {
-            weights,
-            bias,
+            parameters,
+            widths,
             gated,
             k,
             gathered: ranks.symmetric(k)?,
@@ -118,19 +84,10 @@ impl<B: Device, T: Half> Columns<B, T> {
         })
     }
 
-    fn weights(&self) -> gemmesh::Weights<'_, B, T> {
-        let views = self.weights.iter().map(|weight| weight.matrix.view());
-        views.collect()
-    }
-
-    /// Of `m` rows, for each weight or for the gate and its up projection together.
+    /// Of `m` rows.
     fn outputs(&self, m: usize) -> Result<Vec<B::Output<T>>, Failure> {
-        let weights = match self.gated {
-            true => &self.weights[..1],
-            false => &self.weights,
-        };
-        let widths = weights.iter().map(|weight| weight.matrix.shape()[0]);
-        widths.map(|n| self.ranks.output([m, n])).collect()
+        let widths = self.widths.iter();
+        widths.map(|&n| self.ranks.output([m, n])).collect()
     }
 
     fn finish(&self, outputs: Vec<B::Output<T>>, x: &Tensor) -> Result<Vec<Tensor>, Failure> {
@@ -149,47 +106,58 @@ fn views<B: Device, T: Half>(outputs: &mut [B::Output<T>]) -> gemmesh::Outputs<'
 impl<B: Device, T: Half> Product for Columns<B, T> {
     /// `gather(x) · weightᵀ`.
     fn sequence_parallel(&self, x: &Tensor, _: Option<&Tensor>) -> Result<Vec<Tensor>, Failure> {
+        const CALL: &str = "all_gather_matmul";
         let ranks = &*self.ranks;
         let (m, split) = (ranks.tokens(), ranks.split());
         let own = own_of(&split, ranks.group.rank());
+        let held = self.parameters.hold();
         let (storage, layout) = x.storage_and_layout();
-        let shape = [own.len(), self.k];
-        let rows = ranks.rows::<T>("x [tokens of this rank, K]", (&storage, layout), shape);
-        let rows = rows.map_err(ranks.refuse("all_gather_matmul"))?;
-        ranks.enter()?;
-        let mut outputs = self.outputs(m)?;
         let mut gathered = lock(&self.gathered);
-        gathered.set_rows(&split)?;
-        ranks.put(&rows, &mut gathered)?;
+        let prepare = || {
+            let shape = [own.len(), self.k];
+            let rows = ranks.rows::<T>("x [tokens of this rank, K]", (&storage, layout), shape)?;
+            let order = ranks.enter()?;
+            let operands = held.operands(ranks)?;
+            let outputs = self.outputs(m)?;
+            gathered.set_rows(&split)?;
+            ranks.put(&rows, &mut gathered)?;
+            Ok((order, operands, outputs))
+        };
+        let (_order, operands, mut outputs) = ranks.before(CALL, prepare)?;
         let mut product = AllGatherMatmul::new();
-        if let Some(bias) = &self.bias {
-            product = product.bias(&bias.matrix);
+        if let Some(bias) = operands.bias() {
+            product = product.bias(bias);
         }
         if self.gated {
             product = product.gated().activation(Activation::Silu);
         }
-        product.run(&gathered, self.weights(), views::<B, T>(&mut outputs))?;
-        drop(gathered);
+        product.run(&gathered, operands.weights(), views::<B, T>(&mut outputs))?;
         self.finish(outputs, x)
     }
 
     /// `x · weightᵀ`, with no communication.
     fn replicated(&self, x: &Tensor, _: Option<&Tensor>) -> Result<Vec<Tensor>, Failure> {
         let ranks = &*self.ranks;
+        let held = self.parameters.hold();
         let (storage, layout) = x.storage_and_layout();
         let m = rows_of(layout.dims());
         let rows = ranks.rows::<T>("x [tokens, K]", (&storage, layout), [m, self.k])?;
-        ranks.enter()?;
+        let _order = ranks.enter()?;
+        let operands = held.operands(ranks)?;
         let input = ranks.input::<T>(&rows)?;
         let mut outputs = self.outputs(m)?;
         let mut product = Matmul::new();
-        if let Some(bias) = &self.bias {
-            product = product.bias(&bias.matrix);
+        if let Some(bias) = operands.bias() {
+            product = product.bias(bias);
         }
         if self.gated {
             product = product.gated().activation(Activation::Silu);
         }
-        product.run(&input.matrix, self.weights(), views::<B, T>(&mut outputs))?;
+        product.run(
+            &input.matrix,
+            operands.weights(),
+            views::<B, T>(&mut outputs),
+        )?;
         self.finish(outputs, x)
     }
 }
@@ -197,8 +165,7 @@ impl<B: Device, T: Half> Product for Columns<B, T> {
 /// A weight of which each rank has a part of K.
 #[derive(Debug)]
 pub struct RowsOfWeight<B: Device, T: Half> {
-    weight: Parameter<B, T>,
-    bias: Option<Parameter<B, T>>,
+    parameters: Parameters<B, T>,
     n: usize,
     k: usize,
     sums: Symmetric<B, T>,
@@ -206,16 +173,21 @@ pub struct RowsOfWeight<B: Device, T: Half> {
 }
 
 impl<B: Device, T: Half> RowsOfWeight<B, T> {
-    pub fn new(ranks: Arc<Ranks<B>>, parameters: Parameters) -> Result<Self, Failure> {
-        ranks.enter()?;
-        let Parameters { mut weights, bias } = parameters;
-        let weight = weights.remove(0);
-        let [n, k] = extents(&ranks, &weight)?;
+    pub fn new(ranks: Arc<Ranks<B>>, tensors: LayerTensors) -> Result<Self, Failure> {
+        let LayerTensors { mut weights, bias } = tensors;
+        let prepare = || {
+            let _order = ranks.enter()?;
+            let weight = weights.remove(0);
+            let [n, k] = extents(&ranks, &weight)?;
+            B::check_columns::<T>(&ranks.group, n)?;
+            let weights = vec![Parameter::new(&ranks, "weight [N, K]", weight, [n, k])?];
+            let bias = bias.map(|bias| Parameter::bias(&ranks, bias, n));
+            let bias = bias.transpose()?;
+            Ok((Parameters { weights, bias }, n, k))
+        };
+        let (parameters, n, k) = ranks.before(MAKE, prepare)?;
         Ok(RowsOfWeight {
-            weight: Parameter::new(&ranks, "weight [N, K]", weight, [n, k])?,
-            bias: bias
-                .map(|bias| Parameter::bias(&ranks, bias, n))
-                .transpose()?,
+            parameters,
             n,
             k,
             sums: ranks.symmetric(n)?,
@@ -235,35 +207,33 @@ impl<B: Device, T: Half> Product for RowsOfWeight<B, T> {
         let ranks = &*self.ranks;
         let (m, split) = (ranks.tokens(), ranks.split());
         let own = own_of(&split, ranks.group.rank());
+        let held = self.parameters.hold();
         let (storage, layout) = x.storage_and_layout();
-        let rows = ranks.rows::<T>(
-            "x [tokens, K of this rank]",
-            (&storage, layout),
-            [m, self.k],
-        );
-        let rows = rows.map_err(ranks.refuse(CALL))?;
-        let added = residual.map(Tensor::storage_and_layout);
-        let added = added.as_ref().map(|(storage, layout)| {
-            let shape = [own.len(), self.n];
-            ranks.rows::<T>(
-                "residual [tokens of this rank, N]",
-                (storage, layout),
-                shape,
-            )
-        });
-        let added = added.transpose().map_err(ranks.refuse(CALL))?;
-        ranks.enter()?;
-        let input = ranks.input::<T>(&rows)?;
-        let added = added.map(|rows| ranks.input::<T>(&rows)).transpose()?;
-        let mut out = ranks.output::<T>([own.len(), self.n])?;
+        let residual = residual.map(Tensor::storage_and_layout);
+        let prepare = || {
+            let argument = "x [tokens, K of this rank]";
+            let x = ranks.rows::<T>(argument, (&storage, layout), [m, self.k])?;
+            let residual = residual.as_ref().map(|(storage, layout)| {
+                let argument = "residual [tokens of this rank, N]";
+                ranks.rows::<T>(argument, (storage, layout), [own.len(), self.n])
+            });
+            let residual = residual.transpose()?;
+            let order = ranks.enter()?;
+            let operands = held.operands(ranks)?;
+            let x = ranks.input::<T>(&x)?;
+            let residual = residual.map(|rows| ranks.input(&rows)).transpose()?;
+            let out = ranks.output::<T>([own.len(), self.n])?;
+            Ok((order, operands, x, residual, out))
+        };
+        let (_order, operands, input, residual, mut out) = ranks.before(CALL, prepare)?;
         let mut product = MatmulReduceScatter::new().rows(&split);
-        if let Some(bias) = &self.bias {
-            product = product.bias(&bias.matrix);
+        if let Some(bias) = operands.bias() {
+            product = product.bias(bias);
         }
-        if let Some(added) = &added {
-            product = product.residual(&added.matrix);
+        if let Some(residual) = &residual {
+            product = product.residual(&residual.matrix);
         }
-        product.run(&input.matrix, &self.weight.matrix, B::matrix(&mut out))?;
+        product.run(&input.matrix, operands.weight(), B::matrix(&mut out))?;
         Ok(vec![with_leading(ranks.finish(out)?, x)?])
     }
 
@@ -272,32 +242,35 @@ impl<B: Device, T: Half> Product for RowsOfWeight<B, T> {
         const CALL: &str = "matmul_all_reduce";
         let ranks = &*self.ranks;
         let (m, split) = (ranks.tokens(), ranks.split());
+        let held = self.parameters.hold();
         let (storage, layout) = x.storage_and_layout();
-        let rows = ranks.rows::<T>(
-            "x [tokens, K of this rank]",
-            (&storage, layout),
-            [m, self.k],
-        );
-        let rows = rows.map_err(ranks.refuse(CALL))?;
-        let added = residual.map(Tensor::storage_and_layout);
-        let added = added.as_ref().map(|(storage, layout)| {
-            ranks.rows::<T>("residual [tokens, N]", (storage, layout), [m, self.n])
-        });
-        let added = added.transpose().map_err(ranks.refuse(CALL))?;
-        ranks.enter()?;
-        let input = ranks.input::<T>(&rows)?;
-        let added = added.map(|rows| ranks.input::<T>(&rows)).transpose()?;
+        let residual = residual.map(Tensor::storage_and_layout);
         let mut sums = lock(&self.sums);
-        sums.set_rows(&split)?;
+        let prepare = || {
+            let argument = "x [tokens, K of this rank]";
+            let x = ranks.rows::<T>(argument, (&storage, layout), [m, self.k])?;
+            let residual = residual.as_ref().map(|(storage, layout)| {
+                ranks.rows::<T>("residual [tokens, N]", (storage, layout), [m, self.n])
+            });
+            let residual = residual.transpose()?;
+            let order = ranks.enter()?;
+            let operands = held.operands(ranks)?;
+            let x = ranks.input::<T>(&x)?;
+            let residual = residual.map(|rows| ranks.input(&rows)).transpose()?;
+            sums.set_rows(&split)?;
+            let out = ranks.allocate::<T>([m, self.n])?;
+            Ok((order, operands, x, residual, out))
+        };
+        let (_order, operands, input, residual, out) = ranks.before(CALL, prepare)?;
         let mut product = MatmulAllReduce::new();
-        if let Some(bias) = &self.bias {
-            product = product.bias(&bias.matrix);
+        if let Some(bias) = operands.bias() {
+            product = product.bias(bias);
         }
-        if let Some(added) = &added {
-            product = product.residual(&added.matrix);
+        if let Some(residual) = &residual {
+            product = product.residual(&residual.matrix);
         }
-        product.run(&input.matrix, &self.weight.matrix, &mut sums)?;
-        Ok(vec![with_leading(ranks.take(&mut sums)?, x)?])
+        product.run(&input.matrix, operands.weight(), &mut sums)?;
+        Ok(vec![with_leading(ranks.take(&mut sums, out)?, x)?])
     }
 }
 

@@ -34,7 +34,7 @@ pub type Pool<B, T> = Mutex<HashMap<usize, Symmetric<B, T>>>;
 pub type Symmetric<B, T> = Arc<Mutex<ShardedMatrix<B, T>>>;
 
 /// What a layer is made of, of this rank: weights [N, K] and a bias [N of all together].
-pub struct Parameters {
+pub struct LayerTensors {
     pub weights: Vec<Tensor>,
     pub bias: Option<Tensor>,
 }
@@ -60,11 +60,11 @@ pub trait AnyRanks: Send + Sync + Debug {
     /// Column-parallel weights of one input; gated if there are a gate and its up projection.
     fn columns(
         self: Arc<Self>,
-        parameters: Parameters,
+        tensors: LayerTensors,
         gated: bool,
     ) -> Result<Arc<dyn Product>, Failure>;
     /// A row-parallel weight.
-    fn rows(self: Arc<Self>, parameters: Parameters) -> Result<Arc<dyn Product>, Failure>;
+    fn rows(self: Arc<Self>, tensors: LayerTensors) -> Result<Arc<dyn Product>, Failure>;
     fn exchange(&self, collective: Collective, x: &Tensor) -> Result<Tensor, Failure>;
 }
 
@@ -98,9 +98,26 @@ impl<B: Device> Ranks<B> {
         self.group.even_rows(self.tokens())
     }
 
-    /// Tells the ranks that wait in `call` that this one was refused it.
-    pub fn refuse(&self, call: &'static str) -> impl Fn(Error) -> Failure {
-        move |error| Failure::Gemmesh(self.group.refuse(call, error))
+    /// What comes before this rank makes `call`. If it fails, the ranks that wait there are told.
+    pub fn before<R>(
+        &self,
+        call: &'static str,
+        prepare: impl FnOnce() -> Result<R, Failure>,
+    ) -> Result<R, Failure> {
+        prepare().map_err(|failure| match failure {
+            Failure::Gemmesh(error) => Failure::Gemmesh(self.group.refuse(call, error)),
+            Failure::Candle(error) => {
+                self.group.refuse(
+                    call,
+                    Error::System {
+                        rank: Some(self.group.rank()),
+                        action: format!("use tensors of candle's in {call}"),
+                        reason: error.to_string(),
+                    },
+                );
+                Failure::Candle(error)
+            }
+        })
     }
 
     /// The symmetric matrix of so many columns. Collective if there is none yet.
@@ -145,12 +162,20 @@ impl<B: Device> Ranks<B> {
         B::put(&self.place, rows, to)
     }
 
-    pub fn take<T: Half>(&self, from: &mut ShardedMatrix<B, T>) -> Result<Tensor, Failure> {
-        B::take(&self.place, from)
+    pub fn allocate<T: Half>(&self, shape: [usize; 2]) -> Result<B::Memory<T>, Failure> {
+        B::allocate(&self.place, shape)
     }
 
-    /// Puts what the group does next behind what candle has begun.
-    pub fn enter(&self) -> Result<()> {
+    pub fn take<T: Half>(
+        &self,
+        from: &mut ShardedMatrix<B, T>,
+        to: B::Memory<T>,
+    ) -> Result<Tensor, Failure> {
+        B::take(&self.place, from, to)
+    }
+
+    /// Puts what the group does next behind what candle has begun, as long as what is returned lives.
+    pub fn enter(&self) -> Result<B::Order> {
         B::enter(&self.group, &self.place)
     }
 
@@ -168,31 +193,43 @@ impl<B: Device> Ranks<B> {
             Collective::ReduceScatter => ("reduce_scatter", "x [tokens, N]", m),
             Collective::AllReduce => ("all_reduce", "x [tokens, N]", m),
         };
-        let rows = self.rows::<T>(argument, (&storage, layout), [rows, columns]);
-        let rows = rows.map_err(self.refuse(call))?;
-        self.enter()?;
+        let prepare = || {
+            let rows = self.rows::<T>(argument, (&storage, layout), [rows, columns])?;
+            Ok((rows, self.enter()?))
+        };
+        let (rows, _order) = self.before(call, prepare)?;
         let out = match collective {
             Collective::AllGather => {
                 let a = self.symmetric::<T>(columns)?;
                 let mut a = lock(&a);
-                a.set_rows(&split)?;
-                self.put(&rows, &mut a)?;
+                let prepare = || {
+                    a.set_rows(&split)?;
+                    self.put(&rows, &mut a)?;
+                    self.allocate([m, columns])
+                };
+                let all = self.before(call, prepare)?;
                 all_gather(&a)?;
-                self.take(&mut a)?
+                self.take(&mut a, all)?
             }
             Collective::ReduceScatter => {
-                let a = self.input::<T>(&rows)?;
-                let mut out = self.output([own.len(), columns])?;
+                let prepare = || {
+                    let a = self.input::<T>(&rows)?;
+                    Ok((a, self.output([own.len(), columns])?))
+                };
+                let (a, mut out) = self.before(call, prepare)?;
                 reduce_scatter(&a.matrix, B::matrix(&mut out))?;
                 self.finish(out)?
             }
             Collective::AllReduce => {
-                let a = self.input::<T>(&rows)?;
                 let out = self.symmetric::<T>(columns)?;
                 let mut out = lock(&out);
-                out.set_rows(&split)?;
+                let prepare = || {
+                    out.set_rows(&split)?;
+                    Ok((self.input::<T>(&rows)?, self.allocate([m, columns])?))
+                };
+                let (a, sums) = self.before(call, prepare)?;
                 all_reduce(&a.matrix, &mut out)?;
-                self.take(&mut out)?
+                self.take(&mut out, sums)?
             }
         };
         Ok(with_leading(out, x)?)
@@ -243,21 +280,21 @@ impl<B: Device> AnyRanks for Ranks<B> {
 
     fn columns(
         self: Arc<Self>,
-        parameters: Parameters,
+        tensors: LayerTensors,
         gated: bool,
     ) -> Result<Arc<dyn Product>, Failure> {
-        Ok(match parameters.dtype() {
-            DType::BF16 => Arc::new(Columns::<B, bf16>::new(self, parameters, gated)?),
-            DType::F16 => Arc::new(Columns::<B, f16>::new(self, parameters, gated)?),
-            other => return Err(self.refuse_weight(other)),
+        Ok(match tensors.dtype() {
+            DType::BF16 => Arc::new(Columns::<B, bf16>::new(self, tensors, gated)?),
+            DType::F16 => Arc::new(Columns::<B, f16>::new(self, tensors, gated)?),
+            other => return self.refuse_dtype(MAKE, "weight", other),
         })
     }
 
-    fn rows(self: Arc<Self>, parameters: Parameters) -> Result<Arc<dyn Product>, Failure> {
-        Ok(match parameters.dtype() {
-            DType::BF16 => Arc::new(RowsOfWeight::<B, bf16>::new(self, parameters)?),
-            DType::F16 => Arc::new(RowsOfWeight::<B, f16>::new(self, parameters)?),
-            other => return Err(self.refuse_weight(other)),
+    fn rows(self: Arc<Self>, tensors: LayerTensors) -> Result<Arc<dyn Product>, Failure> {
+        Ok(match tensors.dtype() {
+            DType::BF16 => Arc::new(RowsOfWeight::<B, bf16>::new(self, tensors)?),
+            DType::F16 => Arc::new(RowsOfWeight::<B, f16>::new(self, tensors)?),
+            other => return self.refuse_dtype(MAKE, "weight", other),
         })
     }
 
@@ -265,25 +302,28 @@ impl<B: Device> AnyRanks for Ranks<B> {
         match x.dtype() {
             DType::BF16 => self.exchange_typed::<bf16>(collective, x),
             DType::F16 => self.exchange_typed::<f16>(collective, x),
-            other => Err(self.refuse("a collective")(no_such_dtype(
-                self.group.rank(),
-                "x",
-                other,
-            ))),
+            other => self.refuse_dtype("a collective", "x", other),
         }
     }
 }
 
 impl<B: Device> Ranks<B> {
-    fn refuse_weight(&self, dtype: DType) -> Failure {
-        self.refuse(MAKE)(no_such_dtype(self.group.rank(), "weight", dtype))
+    fn refuse_dtype<R>(
+        &self,
+        call: &'static str,
+        argument: &str,
+        dtype: DType,
+    ) -> Result<R, Failure> {
+        self.before(call, || {
+            Err(no_such_dtype(self.group.rank(), argument, dtype).into())
+        })
     }
 }
 
-/// The collective call in which ranks make one.
+/// The collective call in which ranks make a layer.
 pub const MAKE: &str = "a parallel layer";
 
-impl Parameters {
+impl LayerTensors {
     fn dtype(&self) -> DType {
         self.weights[0].dtype()
     }

@@ -4,8 +4,12 @@
 //! kernels are not used, so that a driver without them will do.
 
 use std::ops::Range;
+use std::time::{Duration, Instant};
 
-use candle_core::{Device, Module, Tensor};
+use candle_core::{
+    CpuStorage, CudaStorage, Device, InplaceOp1, Layout, Module, Storage, Tensor,
+    backend::BackendStorage,
+};
 use gemmesh::{Error, bf16};
 use gemmesh_candle::{
     ColumnParallelLinear, Cuda, GatedParallelLinear, Group, QkvParallelLinear, RowParallelLinear,
@@ -22,16 +26,26 @@ const TOKENS: [usize; 3] = [CAPACITY, 7, 33];
 const N: usize = 48;
 const K: usize = 64;
 
-type Test = (&'static str, fn(&TensorParallel, &Device) -> Result<()>);
+type Test = (&'static str, fn(&Rank) -> Result<()>);
 
-const TESTS: [Test; 6] = [
+/// The last one ends the group.
+const TESTS: [Test; 9] = [
     ("column_parallel_layers", column_parallel_layers),
     ("several_weights", several_weights),
     ("gathered_tokens", gathered_tokens),
     ("row_parallel_layers", row_parallel_layers),
     ("sums", sums),
+    ("weights_that_are_replaced", weights_that_are_replaced),
+    ("streams_of_two_models", streams_of_two_models),
     ("refusals", refusals),
+    ("what_one_rank_is_refused", what_one_rank_is_refused),
 ];
+
+struct Rank {
+    group: Group<Cuda>,
+    ranks: TensorParallel,
+    device: Device,
+}
 
 fn main() -> Result<()> {
     if !launch::is_rank() {
@@ -51,22 +65,26 @@ fn main() -> Result<()> {
         TensorParallel::new(group.clone(), &Device::Cpu, 1),
         "is the CPU and must be the group's GPU",
     );
-    let ranks = TensorParallel::new(group, &device, CAPACITY)?;
+    let ranks = TensorParallel::new(group.clone(), &device, CAPACITY)?;
+    let rank = Rank {
+        group,
+        ranks,
+        device,
+    };
     let asked: Vec<String> = std::env::args()
         .skip(1)
         .filter(|name| !name.starts_with('-'))
         .collect();
     for (name, test) in TESTS {
         if asked.is_empty() || asked.iter().any(|asked| name.contains(asked)) {
-            test(&ranks, &device)?;
-            ranks.synchronize()?;
-            println!("rank {}: {name} ... ok", ranks.rank());
+            test(&rank)?;
+            println!("rank {}: {name} ... ok", rank.ranks.rank());
         }
     }
     Ok(())
 }
 
-fn column_parallel_layers(ranks: &TensorParallel, device: &Device) -> Result<()> {
+fn column_parallel_layers(Rank { ranks, device, .. }: &Rank) -> Result<()> {
     let weight = Matrix::random(1 + ranks.rank(), N, K);
     let bias = Matrix::random(3, 1, N);
     let layer = ColumnParallelLinear::new(ranks, weight.on(device)?, Some(bias.row_on(device)?))?;
@@ -92,7 +110,7 @@ fn column_parallel_layers(ranks: &TensorParallel, device: &Device) -> Result<()>
     Ok(())
 }
 
-fn several_weights(ranks: &TensorParallel, device: &Device) -> Result<()> {
+fn several_weights(Rank { ranks, device, .. }: &Rank) -> Result<()> {
     let weights = [N, 16, 24].map(|n| Matrix::random(n + ranks.rank(), n, K));
     let [q, k, v] = weights.each_ref().map(|weight| weight.on(device));
     let qkv = QkvParallelLinear::new(ranks, [q?, k?, v?], None)?;
@@ -115,7 +133,7 @@ fn several_weights(ranks: &TensorParallel, device: &Device) -> Result<()> {
     Ok(())
 }
 
-fn gathered_tokens(ranks: &TensorParallel, device: &Device) -> Result<()> {
+fn gathered_tokens(Rank { ranks, device, .. }: &Rank) -> Result<()> {
     for (step, m) in TOKENS.into_iter().enumerate() {
         let x = Matrix::random(10 + step, m, K);
         let own = ranks.set_tokens(m)?;
@@ -125,7 +143,7 @@ fn gathered_tokens(ranks: &TensorParallel, device: &Device) -> Result<()> {
     Ok(())
 }
 
-fn row_parallel_layers(ranks: &TensorParallel, device: &Device) -> Result<()> {
+fn row_parallel_layers(Rank { ranks, device, .. }: &Rank) -> Result<()> {
     let weight = Matrix::random(1, N, WORLD * K);
     let part = ranks.rank() * K..(ranks.rank() + 1) * K;
     let bias = Matrix::random(3, 1, N);
@@ -149,7 +167,7 @@ fn row_parallel_layers(ranks: &TensorParallel, device: &Device) -> Result<()> {
     Ok(())
 }
 
-fn sums(ranks: &TensorParallel, device: &Device) -> Result<()> {
+fn sums(Rank { ranks, device, .. }: &Rank) -> Result<()> {
     for (step, m) in TOKENS.into_iter().enumerate() {
         let own = ranks.set_tokens(m)?;
         let addends = [0, 1].map(|rank| Matrix::random(100 * rank + step, m, N));
@@ -161,8 +179,69 @@ fn sums(ranks: &TensorParallel, device: &Device) -> Result<()> {
     Ok(())
 }
 
+/// In-place operations may put a tensor elsewhere.
+fn weights_that_are_replaced(Rank { ranks, device, .. }: &Rank) -> Result<()> {
+    struct Replace(Tensor);
+    impl InplaceOp1 for Replace {
+        fn name(&self) -> &'static str {
+            "replace"
+        }
+        fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> candle_core::Result<()> {
+            candle_core::bail!("the tensor is on a GPU")
+        }
+        fn cuda_fwd(&self, replaced: &mut CudaStorage, _: &Layout) -> candle_core::Result<()> {
+            let (storage, layout) = self.0.storage_and_layout();
+            let Storage::Cuda(storage) = &*storage else {
+                candle_core::bail!("the tensor is on the CPU")
+            };
+            *replaced = storage.try_clone(layout)?;
+            Ok(())
+        }
+    }
+    let [before, after] = [1, 2].map(|seed| Matrix::random(seed + ranks.rank(), N, K));
+    let biases = [3, 4].map(|seed| Matrix::random(seed, 1, N));
+    let (weight, bias) = (before.on(device)?, biases[0].row_on(device)?);
+    let layer = ColumnParallelLinear::new(ranks, weight.clone(), Some(bias.clone()))?;
+    let x = Matrix::random(5, CAPACITY, K);
+    let own = ranks.set_tokens(CAPACITY)?;
+    let own = x.rows(own).on(device)?;
+    x.times(&before, Some(&biases[0]))
+        .check(&layer.forward(&own)?)?;
+    weight.inplace_op1(&Replace(after.on(device)?))?;
+    bias.inplace_op1(&Replace(biases[1].row_on(device)?))?;
+    x.times(&after, Some(&biases[1]))
+        .check(&layer.forward(&own)?)
+}
+
+/// A group has one stream at a time: each call goes on its own model's.
+fn streams_of_two_models(rank: &Rank) -> Result<()> {
+    let device = Device::new_cuda_with_stream(rank.group.device_ordinal())?;
+    let other = TensorParallel::new(rank.group.clone(), &device, CAPACITY)?;
+    let models = [(&rank.ranks, &rank.device), (&other, &device)];
+    let weight = Matrix::random(1, N, K);
+    let mut layers = Vec::new();
+    for (ranks, device) in models {
+        ranks.set_tokens(CAPACITY)?;
+        layers.push(ColumnParallelLinear::new(ranks, weight.on(device)?, None)?);
+    }
+    for seed in 10..20 {
+        let x = Matrix::random(seed, CAPACITY, K);
+        let exact = x.times(&weight, None);
+        let mut outputs = Vec::new();
+        for (layer, (ranks, device)) in layers.iter().zip(models) {
+            outputs.push(layer.forward(&x.rows(ranks.tokens()).on(device)?)?);
+            outputs.push(ranks.all_gather(&x.rows(ranks.tokens()).on(device)?)?);
+        }
+        for outputs in outputs.chunks_exact(2) {
+            exact.check(&outputs[0])?;
+            assert_eq!(values(&outputs[1])?, x.values);
+        }
+    }
+    Ok(())
+}
+
 /// Alike on both ranks, so that nobody waits.
-fn refusals(ranks: &TensorParallel, device: &Device) -> Result<()> {
+fn refusals(Rank { ranks, device, .. }: &Rank) -> Result<()> {
     let layer = ColumnParallelLinear::new(ranks, Matrix::random(1, N, K).on(device)?, None)?;
     let own = ranks.set_tokens(CAPACITY)?;
     let x = Matrix::random(2, own.len(), K);
@@ -184,14 +263,43 @@ fn refusals(ranks: &TensorParallel, device: &Device) -> Result<()> {
         ColumnParallelLinear::new(ranks, narrow, None),
         "is 60; this backend needs a multiple of 8",
     );
-    let shifted = Matrix::random(4, own.len() + 1, K)
-        .on(device)?
-        .flatten_all()?;
-    let shifted = shifted
-        .narrow(0, 4, own.len() * K)?
-        .reshape((own.len(), K))?;
+    let odd = Matrix::random(3, N - 4, K).on(device)?;
+    let says = "is 44; this backend needs a multiple of 8";
+    assert_says(ColumnParallelLinear::new(ranks, odd.clone(), None), says);
+    assert_says(RowParallelLinear::new(ranks, odd, None), says);
+    let shifted = shifted(own.len(), device)?;
     assert_says(layer.forward_replicated(&shifted), "device pointer");
     Ok(())
+}
+
+/// The other is told, and does not wait for the timeout.
+fn what_one_rank_is_refused(Rank { ranks, device, .. }: &Rank) -> Result<()> {
+    let layer = RowParallelLinear::new(ranks, Matrix::random(1, N, K).on(device)?, None)?;
+    ranks.set_tokens(CAPACITY)?;
+    let x = match ranks.rank() {
+        1 => shifted(CAPACITY, device)?,
+        _ => Matrix::random(2, CAPACITY, K).on(device)?,
+    };
+    let begin = Instant::now();
+    let refused = layer.forward(&x).and_then(|_| ranks.synchronize());
+    let error = refused.expect_err("it should be refused");
+    let error = gemmesh_error(&error).ok_or("not gemmesh's")?;
+    assert!(
+        matches!(error.cause(), Error::Unaligned { rank: 1, .. }),
+        "{error}"
+    );
+    assert!(begin.elapsed().as_secs() < 5, "waited for the timeout");
+    if ranks.rank() == 1 {
+        // It does not try again while the other waits.
+        std::thread::sleep(Duration::from_secs(2));
+    }
+    Ok(())
+}
+
+/// [rows, K], at an address that is no multiple of 16 bytes.
+fn shifted(rows: usize, device: &Device) -> Result<Tensor> {
+    let larger = Matrix::random(4, rows + 1, K).on(device)?.flatten_all()?;
+    Ok(larger.narrow(0, 4, rows * K)?.reshape((rows, K))?)
 }
 
 /// A matrix of the host's.

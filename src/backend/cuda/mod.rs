@@ -122,8 +122,8 @@ pub struct Cuda {
     /// The main stream before has come to where another took over.
     handed_over: Event,
     peers: Peers,
-    /// Held by whoever has matrices in memory that the main stream keeps in order.
-    borrows: Arc<()>,
+    /// Shared with all who want the main stream to stay what it is.
+    stream_guard: Arc<()>,
     /// How often the ranks' streams have been aligned.
     alignments: AtomicU32,
 }
@@ -225,7 +225,7 @@ impl sealed::Backend for Cuda {
                 turn,
                 called,
                 handed_over,
-                borrows: Arc::new(()),
+                stream_guard: Arc::new(()),
                 alignments: AtomicU32::new(0),
                 distinct: peers.are_distinct(),
                 recorded: AtomicBool::new(false),
@@ -576,14 +576,14 @@ impl Cuda {
         Ok(())
     }
 
-    /// For as long as it is held, no other stream may take over from the main stream unless who says so knows what that means.
-    pub fn borrow_order(&self) -> Arc<()> {
-        self.borrows.clone()
+    /// As long as it is held, no other stream should take over from the main stream.
+    pub fn guard_stream(&self) -> Arc<()> {
+        self.stream_guard.clone()
     }
 
     /// How many hold that.
-    pub fn borrowed_orders(&self) -> usize {
-        Arc::strong_count(&self.borrows) - 1
+    pub fn stream_guards(&self) -> usize {
+        Arc::strong_count(&self.stream_guard) - 1
     }
 
     /// A stream of the caller's, if operations can be put on it.

@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use candle_core::cuda::cudarc::driver::result::memcpy_dtod_async;
 use candle_core::cuda::cudarc::driver::{
-    CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DriverError, SyncOnDrop,
+    CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DriverError, SyncOnDrop, sys,
 };
 use candle_core::cuda::{CudaDevice, CudaStorage};
 use candle_core::op::BackpropOp;
 use candle_core::{Device as CandleDevice, Error as CandleError, Storage, Tensor};
-use gemmesh::{Cuda, Error, Group, Matrix, Result, ShardedMatrix};
+use gemmesh::{Cuda, Error, Group, Matrix, Result, ShardedMatrix, StreamGuard};
 
 use super::{Half, Input, Rows, Tensors, other_device};
 use crate::failure::Failure;
@@ -32,17 +32,46 @@ pub struct Output<T: Half> {
 const PER_THREAD: usize = 2;
 
 impl Gpu {
-    /// Copies `bytes` behind all that is on the stream.
+    /// Copies rows of so many bytes behind all that is on the stream. An address comes with the bytes from row to row.
     ///
     /// # Safety
-    /// Both are memory of the GPU of so many bytes, which stays allocated in the stream's order.
-    unsafe fn copy(&self, to: u64, from: u64, bytes: usize) -> Result<(), Failure> {
-        if bytes == 0 {
+    /// Both are memory of the GPU of so many rows, which stays allocated in the stream's order.
+    unsafe fn copy_rows(
+        &self,
+        (to, to_pitch): (u64, usize),
+        (from, from_pitch): (u64, usize),
+        [rows, width]: [usize; 2],
+    ) -> Result<(), Failure> {
+        if rows == 0 {
             return Ok(());
         }
         self.stream.context().bind_to_thread().map_err(refused)?;
+        let stream = self.stream.cu_stream();
+        if [to_pitch, from_pitch] == [width; 2] {
+            // SAFETY: as this function's.
+            return unsafe { memcpy_dtod_async(to, from, rows * width, stream) }.map_err(refused);
+        }
+        let copy = sys::CUDA_MEMCPY2D {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            srcHost: std::ptr::null(),
+            srcDevice: from,
+            srcArray: std::ptr::null_mut(),
+            srcPitch: from_pitch,
+            dstXInBytes: 0,
+            dstY: 0,
+            dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            dstHost: std::ptr::null_mut(),
+            dstDevice: to,
+            dstArray: std::ptr::null_mut(),
+            dstPitch: to_pitch,
+            WidthInBytes: width,
+            Height: rows,
+        };
         // SAFETY: as this function's.
-        unsafe { memcpy_dtod_async(to, from, bytes, self.stream.cu_stream()) }.map_err(refused)
+        let copied = unsafe { sys::cuMemcpy2DAsync_v2(&copy, stream) };
+        copied.result().map_err(refused)
     }
 
     fn tensor<T: Half>(&self, mut slice: CudaSlice<T>, [rows, columns]: [usize; 2]) -> Tensor {
@@ -51,11 +80,6 @@ impl Gpu {
         let storage = CudaStorage::wrap_cuda_slice(slice, self.device.clone());
         let storage = Storage::Cuda(storage);
         Tensor::from_storage(storage, (rows, columns), BackpropOp::none(), false)
-    }
-
-    fn allocate<T: Half>(&self, [rows, columns]: [usize; 2]) -> Result<CudaSlice<T>, Failure> {
-        // SAFETY: an operation writes all of it before anybody reads it.
-        Ok(unsafe { self.device.alloc((rows * columns).max(1))? })
     }
 }
 
@@ -69,6 +93,8 @@ impl Tensors for Cuda {
     type Place = Gpu;
     type Reading<'a> = Option<SyncOnDrop<'a>>;
     type Output<T: Half> = Output<T>;
+    type Memory<T: Half> = CudaSlice<T>;
+    type Order = StreamGuard;
 
     fn place_of(group: &Group<Cuda>, device: &CandleDevice) -> Result<Gpu> {
         let ordinal = group.device_ordinal();
@@ -99,13 +125,24 @@ impl Tensors for Cuda {
         })
     }
 
-    fn enter(group: &Group<Cuda>, place: &Gpu) -> Result<()> {
+    fn enter(group: &Group<Cuda>, place: &Gpu) -> Result<StreamGuard> {
         let stream = place.stream.cu_stream().cast();
-        if group.stream() == stream {
+        // SAFETY: the stream is destroyed when its last owner is dropped.
+        unsafe { group.hold_stream_of(stream, place.stream.clone()) }
+    }
+
+    /// Rows are read and written in pieces of 16 bytes: what is no whole number of them would reach beyond candle's memory.
+    fn check_columns<T: Half>(group: &Group<Cuda>, columns: usize) -> Result<()> {
+        let multiple = 16 / size_of::<T>();
+        if columns.is_multiple_of(multiple) {
             return Ok(());
         }
-        // SAFETY: the stream is destroyed when its last owner is dropped.
-        unsafe { group.set_stream_of(stream, place.stream.clone()) }
+        Err(Error::Unaligned {
+            rank: group.rank(),
+            what: "the last dimension of a tensor".into(),
+            value: columns,
+            multiple,
+        })
     }
 
     fn holds(place: &Gpu, storage: &Storage) -> bool {
@@ -129,7 +166,7 @@ impl Tensors for Cuda {
                 _reading: None,
             });
         }
-        require_whole_pieces::<T>(group, rows.columns)?;
+        Cuda::check_columns::<T>(group, rows.columns)?;
         let (slice, offset) = slice::<T>(rows)?;
         let (pointer, reading) = slice.device_ptr(&place.stream);
         // SAFETY: candle's layout lies within its storage. Rows are whole pieces of 16 bytes. The tensor is freed in the order of candle's
@@ -154,8 +191,8 @@ impl Tensors for Cuda {
         place: &Gpu,
         [rows, columns]: [usize; 2],
     ) -> Result<Output<T>, Failure> {
-        require_whole_pieces::<T>(group, columns)?;
-        let mut slice = place.allocate::<T>([rows, columns])?;
+        Cuda::check_columns::<T>(group, columns)?;
+        let mut slice = Cuda::allocate::<T>(place, [rows, columns])?;
         let matrix = match rows {
             0 => group.zeros(0, columns)?,
             _ => {
@@ -184,34 +221,34 @@ impl Tensors for Cuda {
     ) -> Result<(), Failure> {
         let (slice, offset) = slice::<T>(rows)?;
         let (from, _reading) = slice.device_ptr(&place.stream);
-        let (from, width) = (from + offset, rows.columns * size_of::<T>());
+        let width = rows.columns * size_of::<T>();
         let pitch = rows.pitch * size_of::<T>();
         let to = to.as_device_ptr() + (to.rows().start * width) as u64;
-        if pitch == width {
-            // SAFETY: the own rows are as many as the tensor's, and free once the stream has done what stands on it.
-            return unsafe { place.copy(to, from, rows.rows * width) };
-        }
-        for row in 0..rows.rows {
-            // SAFETY: likewise, row by row.
-            unsafe {
-                place.copy(
-                    to + (row * width) as u64,
-                    from + (row * pitch) as u64,
-                    width,
-                )?
-            };
-        }
-        Ok(())
+        let extent = [rows.rows, width];
+        // SAFETY: the own rows are as many as the tensor's, and free once the stream has done what stands on it.
+        unsafe { place.copy_rows((to, width), (from + offset, pitch), extent) }
     }
 
-    fn take<T: Half>(place: &Gpu, from: &mut ShardedMatrix<Cuda, T>) -> Result<Tensor, Failure> {
+    fn allocate<T: Half>(
+        place: &Gpu,
+        [rows, columns]: [usize; 2],
+    ) -> Result<CudaSlice<T>, Failure> {
+        // SAFETY: an operation writes all of it before anybody reads it.
+        Ok(unsafe { place.device.alloc((rows * columns).max(1))? })
+    }
+
+    fn take<T: Half>(
+        place: &Gpu,
+        from: &mut ShardedMatrix<Cuda, T>,
+        mut to: CudaSlice<T>,
+    ) -> Result<Tensor, Failure> {
         let [rows, columns] = from.shape();
-        let mut slice = place.allocate::<T>([rows, columns])?;
-        let (to, _) = slice.device_ptr_mut(&place.stream);
-        let bytes = rows * columns * size_of::<T>();
-        // SAFETY: the matrix is so large, and the operations before, on the same stream, have filled it.
-        unsafe { place.copy(to, from.as_device_ptr(), bytes)? };
-        Ok(place.tensor(slice, [rows, columns]))
+        let width = columns * size_of::<T>();
+        let from = from.as_device_ptr();
+        let (pointer, _) = to.device_ptr_mut(&place.stream);
+        // SAFETY: both are so large, and the operations before, on the same stream, have filled the matrix.
+        unsafe { place.copy_rows((pointer, width), (from, width), [rows, width])? };
+        Ok(place.tensor(to, [rows, columns]))
     }
 }
 
@@ -222,20 +259,6 @@ fn slice<'a, T: Half>(rows: &Rows<'a>) -> Result<(&'a CudaSlice<T>, u64), Failur
     };
     let offset = rows.offset * size_of::<T>();
     Ok((storage.as_cuda_slice::<T>()?, offset as u64))
-}
-
-/// Rows are read and written in pieces of 16 bytes: what is no whole number of them would reach beyond candle's memory.
-fn require_whole_pieces<T: Half>(group: &Group<Cuda>, columns: usize) -> Result<()> {
-    let multiple = 16 / size_of::<T>();
-    if columns.is_multiple_of(multiple) {
-        return Ok(());
-    }
-    Err(Error::Unaligned {
-        rank: group.rank(),
-        what: "the last dimension of a tensor".into(),
-        value: columns,
-        multiple,
-    })
 }
 
 fn refused(error: DriverError) -> Failure {

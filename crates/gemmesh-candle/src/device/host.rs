@@ -22,6 +22,8 @@ impl Tensors for Host {
     type Place = Cpu;
     type Reading<'a> = ();
     type Output<T: Half> = Matrix<Host, T>;
+    type Memory<T: Half> = ();
+    type Order = ();
 
     fn place_of(group: &Group<Host>, device: &CandleDevice) -> Result<Cpu> {
         match device {
@@ -35,6 +37,10 @@ impl Tensors for Host {
     }
 
     fn enter(_group: &Group<Host>, _place: &Cpu) -> Result<()> {
+        Ok(())
+    }
+
+    fn check_columns<T: Half>(_group: &Group<Host>, _columns: usize) -> Result<()> {
         Ok(())
     }
 
@@ -79,7 +85,15 @@ impl Tensors for Host {
         Ok(to.shard_mut().copy_from_host(&values::<T>(rows)?)?)
     }
 
-    fn take<T: Half>(_place: &Cpu, from: &mut ShardedMatrix<Host, T>) -> Result<Tensor, Failure> {
+    fn allocate<T: Half>(_place: &Cpu, _shape: [usize; 2]) -> Result<(), Failure> {
+        Ok(())
+    }
+
+    fn take<T: Half>(
+        _place: &Cpu,
+        from: &mut ShardedMatrix<Host, T>,
+        (): (),
+    ) -> Result<Tensor, Failure> {
         let shape = from.shape();
         tensor(from.to_vec()?, shape)
     }

@@ -25,12 +25,19 @@ pub trait Tensors: Backend + Debug {
     type Reading<'a>;
     /// A tensor that an operation writes.
     type Output<T: Half>;
+    /// The memory of a tensor that is to be.
+    type Memory<T: Half>;
+    /// Keeps what the group does on candle's stream, as long as it lives.
+    type Order;
 
     /// That of a device of candle's.
     fn place_of(group: &Group<Self>, device: &CandleDevice) -> Result<Self::Place>;
 
     /// Puts what the group does next behind what candle has begun.
-    fn enter(group: &Group<Self>, place: &Self::Place) -> Result<()>;
+    fn enter(group: &Group<Self>, place: &Self::Place) -> Result<Self::Order>;
+
+    /// Whether there may be rows of so many columns.
+    fn check_columns<T: Half>(group: &Group<Self>, columns: usize) -> Result<()>;
 
     /// Whether the storage lies there.
     fn holds(place: &Self::Place, storage: &Storage) -> bool;
@@ -62,10 +69,17 @@ pub trait Tensors: Backend + Debug {
         to: &mut ShardedMatrix<Self, T>,
     ) -> Result<(), Failure>;
 
-    /// Copies all rows to a tensor.
+    /// Memory for [`Tensors::take`].
+    fn allocate<T: Half>(
+        place: &Self::Place,
+        shape: [usize; 2],
+    ) -> Result<Self::Memory<T>, Failure>;
+
+    /// Copies all rows to a tensor in `to`.
     fn take<T: Half>(
         place: &Self::Place,
         from: &mut ShardedMatrix<Self, T>,
+        to: Self::Memory<T>,
     ) -> Result<Tensor, Failure>;
 }
 
