@@ -8,10 +8,12 @@ mod threads;
 pub use builder::{Builder, DEFAULT_TIMEOUT};
 
 use std::cell::RefCell;
-use std::collections::HashMap;
 use std::fmt;
+use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+
+use lru::LruCache;
 
 use crate::backend::{Backend, KEPT_PROGRAMS};
 use crate::error::{Error, Result};
@@ -82,9 +84,7 @@ impl<B: Backend> Drop for Inner<B> {
 struct State<B: Backend> {
     /// The next operation.
     epoch: Epoch,
-    programs: HashMap<(Description, Option<Config>), Kept<B>>,
-    /// How often a kept program has been asked for.
-    uses: u64,
+    programs: LruCache<(Description, Option<Config>), Kept<B>>,
     /// What graphs run.
     recorded: Vec<Arc<B::Program>>,
     /// The partials of operations that are.
@@ -96,12 +96,12 @@ thread_local! {
     static CALLBACKS: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
 
+const KEPT: NonZeroUsize = NonZeroUsize::new(KEPT_PROGRAMS).expect("some are kept");
+
 /// A program for the short calls.
 struct Kept<B: Backend> {
     program: Arc<B::Program>,
     config: Config,
-    /// The number of its last use.
-    used: u64,
 }
 
 impl<B: Backend> Group<B> {
@@ -157,8 +157,7 @@ impl<B: Backend> Group<B> {
                 numerics: builder.numerics,
                 state: Mutex::new(State {
                     epoch: builder.first_epoch,
-                    programs: HashMap::new(),
-                    uses: 0,
+                    programs: LruCache::new(KEPT),
                     recorded: Vec::new(),
                     recorded_partials: Vec::new(),
                 }),
@@ -290,10 +289,7 @@ impl<B: Backend> Group<B> {
         let key = (asked, config);
         self.refuse_in_callback()?;
         let mut state = self.state();
-        state.uses += 1;
-        let used = state.uses;
-        if let Some(kept) = state.programs.get_mut(&key) {
-            kept.used = used;
+        if let Some(kept) = state.programs.get(&key) {
             return Ok((kept.program.clone(), kept.config));
         }
         // What a program needs can't be allocated now.
@@ -309,18 +305,11 @@ impl<B: Backend> Group<B> {
         config.check_numerics(*numerics)?;
         let schedule = planner(&key.0, members.rank, config)?;
         let program = Arc::new(backend.prepare(members, schedule)?);
-        let mut evicted = None;
-        if state.programs.len() >= KEPT_PROGRAMS {
-            let oldest = state.programs.iter().min_by_key(|(_, kept)| kept.used);
-            let oldest = oldest.map(|(key, _)| key.clone());
-            evicted = oldest.and_then(|oldest| state.programs.remove(&oldest));
-        }
         let kept = Kept {
             program: program.clone(),
             config,
-            used,
         };
-        state.programs.insert(key, kept);
+        let evicted = state.programs.push(key, kept);
         drop(state);
         // Nobody need wait while it goes.
         drop(evicted);

@@ -15,7 +15,9 @@ impl Agreed {
     /// `name`: the call's. `details`: what ranks must agree on, for a reader.
     pub fn new(name: &str, details: &str) -> Agreed {
         Agreed {
-            digest: hash(format!("{name}({details})").as_bytes()),
+            digest: [name, "(", details, ")"]
+                .iter()
+                .fold(OFFSET, |digest, part| absorb(digest, part.as_bytes())),
             name: name.into(),
             details: details.into(),
         }
@@ -39,7 +41,14 @@ impl Agreed {
 
 /// FNV-1a: the same in every build.
 pub fn hash(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+    absorb(OFFSET, bytes)
+}
+
+const OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
+
+/// The hash of what came before and of these bytes.
+fn absorb(hash: u64, bytes: &[u8]) -> u64 {
+    bytes.iter().fold(hash, |hash, byte| {
         (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3)
     })
 }

@@ -68,6 +68,14 @@ impl Instance {
         })
     }
 
+    /// Whether it has the shape that `config` asks for.
+    fn is_asked(&self, config: &Config) -> bool {
+        // Most differ in these.
+        let extents = (self.shape.tile_m as usize, self.shape.tile_n as usize);
+        extents == (config.tile.m, config.tile.n)
+            && configured(self.family, self.shape, config) == *config
+    }
+
     /// CTAs of a cluster.
     pub fn ctas(&self) -> usize {
         (self.shape.cluster * self.shape.split) as usize
@@ -155,7 +163,7 @@ impl Kernels {
         let same = |i: &&Instance| (i.dtype, i.variant) == (dtype, variant);
         let with_shape = |i: &Instance| configured(i.family, i.shape, config);
         let known = self.instances.iter().filter(same);
-        let found = known.clone().find(|i| with_shape(i) == *config);
+        let found = known.clone().find(|i| i.is_asked(config));
         found.ok_or_else(|| {
             let known: Vec<String> = known.map(|i| words(&with_shape(i))).collect();
             Error::NoKernel {
@@ -174,7 +182,7 @@ impl Kernels {
         let (config, gated, layout) = (&product.config, product.gated, product.weight_layout);
         let with_shape = |i: &Instance| configured(i.family, i.shape, config);
         let can = |i: &Instance| multiplies(i.shape, gated, layout);
-        let mut of = self.instances.iter().filter(|i| with_shape(i) == *config);
+        let mut of = self.instances.iter().filter(|i| i.is_asked(config));
         // Their halves would be added up apart.
         let sliced = config.tile.k_slices > 1 || config.tile.stream_k;
         let apart = gated && sliced && is_exchanged(config);

@@ -3,6 +3,7 @@
 use std::ffi::c_void;
 use std::mem::offset_of;
 use std::ops::Range;
+use std::sync::Arc;
 
 use smallvec::SmallVec;
 
@@ -325,7 +326,7 @@ impl<'a> Place<'a> {
 /// One launch of a kernel, with its arguments.
 pub struct Launch {
     instance: Instance,
-    maps: Maps,
+    maps: Arc<Maps>,
     params: GemmeshParams,
     sums: Option<GemmeshSums>,
     grid: u32,
@@ -526,7 +527,7 @@ impl Launch {
             operands,
             targets,
             more,
-        } = &self.maps;
+        } = &*self.maps;
         let [a, b, out_or_added] = operands.each_ref().map(argument);
         let params = argument(&self.params);
         let mut with_sums;

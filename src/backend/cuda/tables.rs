@@ -9,14 +9,43 @@ use super::reclaim::{Deferred, Mark, Reclaimer};
 use crate::backend::KEPT_PROGRAMS;
 use crate::error::Result;
 
-/// Bytes of a slot: the tables of two thousand tiles. Larger ones get memory of their own.
-const SLOT: usize = 32 << 10;
-/// For the programs that a group keeps, and some that callers keep or that have just been dropped.
-const SLOTS: usize = KEPT_PROGRAMS + 32;
+/// Slots of one size.
+struct Class {
+    /// Bytes of a slot.
+    bytes: usize,
+    count: usize,
+}
 
-/// What the host writes and the device copies: by slot.
+/// By size. Tables that are larger, or for which no slot is free, get memory of their own.
+const CLASSES: [Class; 2] = [
+    // The tables of 200 tiles, as of the few rows of a decoding step: so many that callers may prepare products for every M there is.
+    Class {
+        bytes: 4 << 10,
+        count: KEPT_PROGRAMS + 448,
+    },
+    // Those of 1,800: for the programs that a group keeps, and some that callers keep or that have just been dropped.
+    Class {
+        bytes: 32 << 10,
+        count: KEPT_PROGRAMS + 32,
+    },
+];
+
+/// Where the slots of a class begin.
+const fn begin(class: usize) -> usize {
+    let mut begin = 0;
+    let mut before = 0;
+    while before < class {
+        begin += CLASSES[before].bytes * CLASSES[before].count;
+        before += 1;
+    }
+    begin
+}
+
+const BYTES: usize = begin(CLASSES.len());
+
+/// What the host writes and the device copies: as the slots lie.
 #[derive(Clone, Copy, Debug)]
-struct Staging(#[allow(dead_code)] [u8; SLOTS * SLOT]);
+struct Staging(#[allow(dead_code)] [u8; BYTES]);
 
 // SAFETY: plain bytes.
 unsafe impl bytemuck::Zeroable for Staging {}
@@ -27,8 +56,8 @@ pub struct Tables {
     memory: Deferred<(Memory, Pinned<Staging>)>,
     device: Arc<Device>,
     reclaimer: Arc<Reclaimer>,
-    /// Longest free first.
-    free: Mutex<VecDeque<Free>>,
+    /// By class; longest free first.
+    free: [Mutex<VecDeque<Free>>; CLASSES.len()],
 }
 
 /// A slot that no program has.
@@ -50,19 +79,20 @@ pub enum Held {
 #[derive(Debug)]
 pub struct Slot {
     tables: Arc<Tables>,
+    class: usize,
     index: usize,
 }
 
 impl Tables {
     pub fn new(device: &Arc<Device>, reclaimer: &Arc<Reclaimer>) -> Result<Arc<Tables>> {
-        let memory = Memory::zeroed(device, SLOTS * SLOT)?;
+        let memory = Memory::zeroed(device, BYTES)?;
         let staging = Pinned::zeroed(device)?;
-        let free = (0..SLOTS).map(|index| Free { index, after: None });
+        let free = |index| Free { index, after: None };
         Ok(Arc::new(Tables {
             memory: Deferred::new((memory, staging), reclaimer),
             device: device.clone(),
             reclaimer: reclaimer.clone(),
-            free: Mutex::new(free.collect()),
+            free: CLASSES.map(|class| Mutex::new((0..class.count).map(free).collect())),
         }))
     }
 
@@ -78,9 +108,9 @@ impl Tables {
             offset
         });
         let parts = || offsets.into_iter().zip(tables);
-        let fits = length <= SLOT;
-        let held = match fits.then(|| self.take()).flatten() {
-            Some(index) => self.hold_in(index, parts(), length)?,
+        let fitting = (0..CLASSES.len()).filter(|&class| length <= CLASSES[class].bytes);
+        let held = match fitting.filter_map(|class| self.take(class)).next() {
+            Some(slot) => self.hold_in(slot, parts(), length)?,
             None => {
                 let mut bytes = vec![0; length];
                 parts().for_each(|(at, table)| bytes[at..at + table.len()].copy_from_slice(table));
@@ -92,23 +122,19 @@ impl Tables {
         Ok((held, places))
     }
 
-    /// A slot with these tables, each with its offset, of `length` bytes in all.
+    /// The slot with these tables, each with its offset, of `length` bytes in all.
     fn hold_in<'a>(
-        self: &Arc<Tables>,
-        index: usize,
+        &self,
+        slot: Slot,
         parts: impl Iterator<Item = (usize, &'a [u8])>,
         length: usize,
     ) -> Result<Held> {
-        let slot = Slot {
-            tables: self.clone(),
-            index,
-        };
         let (_, staging) = &*self.memory;
         let _bound = self.device.bind()?;
         // SAFETY: the slot is this program's, and long enough. What the device did with it has ended; but for the copy of a
         // program that never ran, which may now read the new bytes, in front of the copy that brings them.
         unsafe {
-            let from = staging.as_ptr().cast::<u8>().add(index * SLOT);
+            let from = staging.as_ptr().cast::<u8>().add(slot.offset());
             for (offset, table) in parts {
                 from.add(offset)
                     .copy_from_nonoverlapping(table.as_ptr(), table.len());
@@ -119,20 +145,26 @@ impl Tables {
     }
 
     /// A slot that the device does not use any more.
-    fn take(&self) -> Option<usize> {
-        let mut free = self.lock();
+    fn take(self: &Arc<Tables>, class: usize) -> Option<Slot> {
+        let mut free = self.lock(class);
         if free.front()?.after.is_some() {
             // The streams pass marks in order: what is asked of one is known of those before it.
             let is_passed = |at: &usize| free[*at].after.as_ref().is_none_or(|m| m.is_passed());
             let passed = [free.len() / 2, 0].into_iter().find(is_passed)?;
             free.range_mut(..=passed).for_each(|free| free.after = None);
         }
-        free.pop_front().map(|free| free.index)
+        let Free { index, .. } = free.pop_front()?;
+        Some(Slot {
+            tables: self.clone(),
+            class,
+            index,
+        })
     }
 
-    fn lock(&self) -> MutexGuard<'_, VecDeque<Free>> {
+    fn lock(&self, class: usize) -> MutexGuard<'_, VecDeque<Free>> {
         // Each change is one call.
-        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+        let free = &self.free[class];
+        free.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -146,9 +178,13 @@ impl Held {
 }
 
 impl Slot {
+    fn offset(&self) -> usize {
+        begin(self.class) + self.index * CLASSES[self.class].bytes
+    }
+
     fn ptr(&self) -> DevicePtr {
         let (memory, _) = &*self.tables.memory;
-        memory.ptr() + (self.index * SLOT) as u64
+        memory.ptr() + self.offset() as u64
     }
 }
 
@@ -156,7 +192,7 @@ impl Drop for Slot {
     /// Every operation is followed by a mark, and what graphs run is kept as long as the group: behind the latest mark, nothing
     /// uses the slot. A copy of a program that never ran may come later; it is on the same stream as the next one's.
     fn drop(&mut self) {
-        let mut free = self.tables.lock();
+        let mut free = self.tables.lock(self.class);
         // Read while nobody else can push, so that marks stand in their order.
         let after = self.tables.reclaimer.latest();
         let index = self.index;

@@ -1,6 +1,6 @@
 //! The tensor maps of an operation, kept as long as its matrices stay where they are.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use smallvec::SmallVec;
 
@@ -28,7 +28,7 @@ pub struct Matrices {
 }
 
 /// As the kernel takes them.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub struct Maps {
     /// a, b, and where tiles go or what is added.
     pub operands: [TensorMap; 3],
@@ -38,18 +38,24 @@ pub struct Maps {
     pub targets: Option<[TensorMap; 2 * TARGETS]>,
 }
 
-/// The maps of the last call.
+/// The maps of the last call. They are thousands of bytes, so that nobody copies them.
 #[derive(Debug, Default)]
-pub struct Cache(Mutex<Option<(Matrices, Maps)>>);
+pub struct Cache(Mutex<Option<Box<Known>>>);
+
+#[derive(Debug)]
+struct Known {
+    matrices: Matrices,
+    maps: Arc<Maps>,
+}
 
 impl Cache {
     /// The maps for these matrices.
-    pub fn get(&self, rank: usize, instance: &Instance, matrices: Matrices) -> Result<Maps> {
+    pub fn get(&self, rank: usize, instance: &Instance, matrices: Matrices) -> Result<Arc<Maps>> {
         let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((known, maps)) = &*last
-            && *known == matrices
+        if let Some(known) = &*last
+            && known.matrices == matrices
         {
-            return Ok(*maps);
+            return Ok(known.maps.clone());
         }
         let dtype = instance.dtype;
         let shape = instance.shape;
@@ -92,12 +98,16 @@ impl Cache {
             }
             None => None,
         };
-        let maps = Maps {
+        let maps = Arc::new(Maps {
             operands: [loaded(matrices.a, tile_m)?, b, out],
             more: [more_b, more_out],
             targets,
+        });
+        let known = Known {
+            matrices,
+            maps: maps.clone(),
         };
-        *last = Some((matrices, maps));
+        *last = Some(Box::new(known));
         Ok(maps)
     }
 }

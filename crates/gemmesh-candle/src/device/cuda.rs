@@ -196,7 +196,9 @@ impl Tensors for Cuda {
         let matrix = match rows {
             0 => group.zeros(0, columns)?,
             _ => {
-                let (pointer, _) = slice.device_ptr_mut(&place.stream);
+                let (pointer, written) = slice.device_ptr_mut(&place.stream);
+                // That is said when it is: by `Gpu::tensor`.
+                std::mem::forget(written);
                 let pitch = columns * size_of::<T>();
                 // SAFETY: the slice has as many elements, which nobody else knows yet, in whole pieces of 16 bytes. It is freed in the
                 // order of candle's stream, which operations stand on.
@@ -245,7 +247,8 @@ impl Tensors for Cuda {
         let [rows, columns] = from.shape();
         let width = columns * size_of::<T>();
         let from = from.as_device_ptr();
-        let (pointer, _) = to.device_ptr_mut(&place.stream);
+        let (pointer, written) = to.device_ptr_mut(&place.stream);
+        std::mem::forget(written);
         // SAFETY: both are so large, and the operations before, on the same stream, have filled the matrix.
         unsafe { place.copy_rows((pointer, width), (from, width), [rows, width])? };
         Ok(place.tensor(to, [rows, columns]))
