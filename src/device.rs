@@ -3,6 +3,7 @@
 
 use std::any::Any;
 use std::ffi::c_void;
+use std::fmt;
 use std::sync::Arc;
 
 use crate::backend::{Cuda, Sample};
@@ -14,10 +15,16 @@ use crate::schedule::Config;
 use crate::sharded::ShardedMatrix;
 
 /// As long as it lives, a group's operations stay on the stream that they are put on: [`Group::hold_stream_of`] makes it.
-#[derive(Debug)]
 #[must_use = "another stream may take over once it is dropped"]
 pub struct StreamGuard {
     _guard: Arc<()>,
+    _owner: Arc<dyn Any + Send + Sync>,
+}
+
+impl fmt::Debug for StreamGuard {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str("StreamGuard")
+    }
 }
 
 impl Group<Cuda> {
@@ -74,9 +81,12 @@ impl Group<Cuda> {
         self.exclusively(|_| {
             if self.stream() != stream {
                 // SAFETY: as this function's.
-                unsafe { self.take_over(stream, owner)? };
+                unsafe { self.take_over(stream, owner.clone())? };
             }
-            Ok(self.guard_stream())
+            Ok(StreamGuard {
+                _owner: owner,
+                ..self.guard_stream()
+            })
         })
     }
 
@@ -96,7 +106,7 @@ impl Group<Cuda> {
             return Err(Error::Unsuitable {
                 rank: self.rank(),
                 argument: "the stream before".into(),
-                what: "the number of guards and matrices that hold it".into(),
+                what: "the number of holders (StreamGuard, CudarcMatrix)".into(),
                 expected: "0".into(),
                 found: guards.to_string(),
             });
@@ -109,6 +119,7 @@ impl Group<Cuda> {
     pub(crate) fn guard_stream(&self) -> StreamGuard {
         StreamGuard {
             _guard: self.inner().backend.guard_stream(),
+            _owner: Arc::new(()),
         }
     }
 

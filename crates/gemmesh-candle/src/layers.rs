@@ -25,10 +25,10 @@ impl ColumnParallelLinear {
     /// [`Error::Unaligned`](gemmesh::Error::Unaligned) on GPUs unless N and K are multiples of 8;
     /// [`Error::OutOfMemory`](gemmesh::Error::OutOfMemory).
     pub fn new(ranks: &TensorParallel, weight: Tensor, bias: Option<Tensor>) -> Result<Self> {
-        let weights = vec![weight];
+        let (weights, biases) = (vec![weight], Vec::from_iter(bias));
         columns(
             ranks,
-            LayerTensors { weights, bias },
+            LayerTensors { weights, biases },
             false,
             "ColumnParallelLinear",
         )
@@ -84,11 +84,11 @@ impl QkvParallelLinear {
         [q, k, v]: [Tensor; 3],
         bias: Option<[Tensor; 3]>,
     ) -> Result<Self> {
-        let bias = bias.map(|bias| Tensor::cat(&bias, 0)).transpose()?;
+        let biases = bias.map_or_else(Vec::new, Vec::from);
         let weights = vec![q, k, v];
         columns(
             ranks,
-            LayerTensors { weights, bias },
+            LayerTensors { weights, biases },
             false,
             "QkvParallelLinear",
         )
@@ -148,11 +148,11 @@ impl GatedParallelLinear {
         [gate, up]: [Tensor; 2],
         bias: Option<[Tensor; 2]>,
     ) -> Result<Self> {
-        let bias = bias.map(|bias| Tensor::cat(&bias, 0)).transpose()?;
+        let biases = bias.map_or_else(Vec::new, Vec::from);
         let weights = vec![gate, up];
         columns(
             ranks,
-            LayerTensors { weights, bias },
+            LayerTensors { weights, biases },
             true,
             "GatedParallelLinear",
         )
@@ -207,8 +207,8 @@ impl RowParallelLinear {
     /// # Errors
     /// As [`ColumnParallelLinear::new`].
     pub fn new(ranks: &TensorParallel, weight: Tensor, bias: Option<Tensor>) -> Result<Self> {
-        let weights = vec![weight];
-        let made = ranks.ranks().rows(LayerTensors { weights, bias });
+        let (weights, biases) = (vec![weight], Vec::from_iter(bias));
+        let made = ranks.ranks().rows(LayerTensors { weights, biases });
         made.map(Self).map_err(Failure::of("RowParallelLinear"))
     }
 

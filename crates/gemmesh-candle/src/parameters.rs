@@ -1,9 +1,8 @@
 //! The weights and the bias of a layer: when it is made, and during a call.
 
 use std::fmt::{self, Debug};
-use std::ops::Deref;
 
-use candle_core::{Layout, Storage, Tensor};
+use candle_core::{Layout, Storage, StorageRef, Tensor};
 use gemmesh::{Matrix, MatrixView};
 
 use crate::device::{Device, Half, Input};
@@ -25,19 +24,17 @@ pub enum Parameter<B: Device, T> {
     Tensor(Tensor, [usize; 2]),
 }
 
-/// The parameters of a layer while nobody changes where they lie.
+/// The parameters of a layer, and what a call of it reads beside, while nobody changes where they lie.
 pub struct Held<'a, B: Device, T> {
     weights: Vec<HeldParameter<'a, B, T>>,
     bias: Option<HeldParameter<'a, B, T>>,
+    inputs: Vec<(StorageRef<'a>, &'a Layout)>,
 }
 
 enum HeldParameter<'a, B: Device, T> {
     Copy(&'a Matrix<B, T>),
-    Tensor(LockedStorage<'a>, &'a Layout, [usize; 2]),
+    Tensor(StorageRef<'a>, &'a Layout, [usize; 2]),
 }
-
-/// A tensor's storage, which candle has locked.
-type LockedStorage<'a> = Box<dyn Deref<Target = Storage> + 'a>;
 
 /// The parameters of a layer as a product takes them.
 pub struct Operands<'a, B: Device, T> {
@@ -51,12 +48,32 @@ enum Operand<'a, B: Device, T> {
 }
 
 impl<B: Device, T: Half> Parameters<B, T> {
-    pub fn hold(&self) -> Held<'_, B, T> {
+    pub fn hold<'a>(&'a self, inputs: &[&'a Tensor]) -> Held<'a, B, T> {
+        let parameters = || self.weights.iter().chain(&self.bias);
+        let tensors = parameters().filter_map(Parameter::tensor);
+        let mut storages = locked(tensors.chain(inputs.iter().copied())).into_iter();
+        let mut held: Vec<_> = parameters()
+            .filter_map(|parameter| parameter.hold(&mut storages))
+            .collect();
+        let bias = self.bias.as_ref().and_then(|_| held.pop());
+        let inputs = inputs.iter().map(|input| input.layout());
         Held {
-            weights: self.weights.iter().map(Parameter::hold).collect(),
-            bias: self.bias.as_ref().map(Parameter::hold),
+            weights: held,
+            bias,
+            inputs: storages.zip(inputs).collect(),
         }
     }
+}
+
+/// Locks the storages of tensors for reading, of which some may share one, as parts of a packed weight do.
+fn locked<'a>(tensors: impl Iterator<Item = &'a Tensor>) -> Vec<StorageRef<'a>> {
+    // Candle's call waits behind who waits to write, and he would wait for this thread if it had locked a storage already.
+    let locks = tensors.map(|tensor| {
+        let (storage, _) = tensor.storage_and_layout();
+        StorageRef::rwlock(&storage)
+    });
+    let locks: Vec<_> = locks.collect();
+    locks.iter().map(|lock| lock.read_recursive()).collect()
 }
 
 impl<B: Device, T: Half> Parameter<B, T> {
@@ -87,18 +104,35 @@ impl<B: Device, T: Half> Parameter<B, T> {
         Parameter::new(ranks, "bias [N]", row, [1, n])
     }
 
-    fn hold(&self) -> HeldParameter<'_, B, T> {
+    /// Where it is read, if that is a tensor.
+    fn tensor(&self) -> Option<&Tensor> {
         match self {
+            Parameter::Copy(_) => None,
+            Parameter::Tensor(tensor, _) => Some(tensor),
+        }
+    }
+
+    /// With the next of the storages, if it is a tensor.
+    fn hold<'a>(
+        &'a self,
+        storages: &mut impl Iterator<Item = StorageRef<'a>>,
+    ) -> Option<HeldParameter<'a, B, T>> {
+        Some(match self {
             Parameter::Copy(matrix) => HeldParameter::Copy(matrix),
             Parameter::Tensor(tensor, shape) => {
-                let (storage, layout) = tensor.storage_and_layout();
-                HeldParameter::Tensor(Box::new(storage), layout, *shape)
+                HeldParameter::Tensor(storages.next()?, tensor.layout(), *shape)
             }
-        }
+        })
     }
 }
 
 impl<B: Device, T: Half> Held<'_, B, T> {
+    /// One of those that the call reads beside, by its place among them.
+    pub fn input(&self, index: usize) -> (&Storage, &Layout) {
+        let (storage, layout) = &self.inputs[index];
+        (storage, layout)
+    }
+
     pub fn operands<'a>(&'a self, ranks: &'a Ranks<B>) -> Result<Operands<'a, B, T>, Failure> {
         let operand = |parameter: &'a HeldParameter<'_, B, T>| parameter.operand(ranks);
         Ok(Operands {

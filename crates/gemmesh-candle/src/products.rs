@@ -39,6 +39,15 @@ fn extents<B: Device>(ranks: &Ranks<B>, weight: &Tensor) -> Result<[usize; 2], F
     }
 }
 
+/// Those of all weights, in one.
+fn bias_of(biases: &[Tensor]) -> Result<Option<Tensor>, Failure> {
+    Ok(match biases {
+        [] => None,
+        [bias] => Some(bias.clone()),
+        several => Some(Tensor::cat(several, 0)?),
+    })
+}
+
 /// Weights of which each rank has some columns of the output.
 #[derive(Debug)]
 pub struct Columns<B: Device, T: Half> {
@@ -66,7 +75,7 @@ impl<B: Device, T: Half> Columns<B, T> {
                 widths.push(n);
             }
             let n = widths.iter().sum();
-            let bias = tensors.bias.map(|bias| Parameter::bias(&ranks, bias, n));
+            let bias = bias_of(&tensors.biases)?.map(|bias| Parameter::bias(&ranks, bias, n));
             let bias = bias.transpose()?;
             if gated {
                 widths.truncate(1);
@@ -108,14 +117,13 @@ impl<B: Device, T: Half> Product for Columns<B, T> {
     fn sequence_parallel(&self, x: &Tensor, _: Option<&Tensor>) -> Result<Vec<Tensor>, Failure> {
         const CALL: &str = "all_gather_matmul";
         let ranks = &*self.ranks;
-        let (m, split) = (ranks.tokens(), ranks.split());
+        let (m, split) = ranks.step();
         let own = own_of(&split, ranks.group.rank());
-        let held = self.parameters.hold();
-        let (storage, layout) = x.storage_and_layout();
+        let held = self.parameters.hold(&[x]);
         let mut gathered = lock(&self.gathered);
         let prepare = || {
             let shape = [own.len(), self.k];
-            let rows = ranks.rows::<T>("x [tokens of this rank, K]", (&storage, layout), shape)?;
+            let rows = ranks.rows::<T>("x [tokens of this rank, K]", held.input(0), shape)?;
             let order = ranks.enter()?;
             let operands = held.operands(ranks)?;
             let outputs = self.outputs(m)?;
@@ -138,10 +146,9 @@ impl<B: Device, T: Half> Product for Columns<B, T> {
     /// `x · weightᵀ`, with no communication.
     fn replicated(&self, x: &Tensor, _: Option<&Tensor>) -> Result<Vec<Tensor>, Failure> {
         let ranks = &*self.ranks;
-        let held = self.parameters.hold();
-        let (storage, layout) = x.storage_and_layout();
-        let m = rows_of(layout.dims());
-        let rows = ranks.rows::<T>("x [tokens, K]", (&storage, layout), [m, self.k])?;
+        let held = self.parameters.hold(&[x]);
+        let m = rows_of(x.dims());
+        let rows = ranks.rows::<T>("x [tokens, K]", held.input(0), [m, self.k])?;
         let _order = ranks.enter()?;
         let operands = held.operands(ranks)?;
         let input = ranks.input::<T>(&rows)?;
@@ -174,14 +181,17 @@ pub struct RowsOfWeight<B: Device, T: Half> {
 
 impl<B: Device, T: Half> RowsOfWeight<B, T> {
     pub fn new(ranks: Arc<Ranks<B>>, tensors: LayerTensors) -> Result<Self, Failure> {
-        let LayerTensors { mut weights, bias } = tensors;
+        let LayerTensors {
+            mut weights,
+            biases,
+        } = tensors;
         let prepare = || {
             let _order = ranks.enter()?;
             let weight = weights.remove(0);
             let [n, k] = extents(&ranks, &weight)?;
             B::check_columns::<T>(&ranks.group, n)?;
             let weights = vec![Parameter::new(&ranks, "weight [N, K]", weight, [n, k])?];
-            let bias = bias.map(|bias| Parameter::bias(&ranks, bias, n));
+            let bias = bias_of(&biases)?.map(|bias| Parameter::bias(&ranks, bias, n));
             let bias = bias.transpose()?;
             Ok((Parameters { weights, bias }, n, k))
         };
@@ -205,17 +215,16 @@ impl<B: Device, T: Half> Product for RowsOfWeight<B, T> {
     ) -> Result<Vec<Tensor>, Failure> {
         const CALL: &str = "matmul_reduce_scatter";
         let ranks = &*self.ranks;
-        let (m, split) = (ranks.tokens(), ranks.split());
+        let (m, split) = ranks.step();
         let own = own_of(&split, ranks.group.rank());
-        let held = self.parameters.hold();
-        let (storage, layout) = x.storage_and_layout();
-        let residual = residual.map(Tensor::storage_and_layout);
+        let inputs: Vec<&Tensor> = [x].into_iter().chain(residual).collect();
+        let held = self.parameters.hold(&inputs);
         let prepare = || {
             let argument = "x [tokens, K of this rank]";
-            let x = ranks.rows::<T>(argument, (&storage, layout), [m, self.k])?;
-            let residual = residual.as_ref().map(|(storage, layout)| {
+            let x = ranks.rows::<T>(argument, held.input(0), [m, self.k])?;
+            let residual = residual.map(|_| {
                 let argument = "residual [tokens of this rank, N]";
-                ranks.rows::<T>(argument, (storage, layout), [own.len(), self.n])
+                ranks.rows::<T>(argument, held.input(1), [own.len(), self.n])
             });
             let residual = residual.transpose()?;
             let order = ranks.enter()?;
@@ -241,17 +250,15 @@ impl<B: Device, T: Half> Product for RowsOfWeight<B, T> {
     fn replicated(&self, x: &Tensor, residual: Option<&Tensor>) -> Result<Vec<Tensor>, Failure> {
         const CALL: &str = "matmul_all_reduce";
         let ranks = &*self.ranks;
-        let (m, split) = (ranks.tokens(), ranks.split());
-        let held = self.parameters.hold();
-        let (storage, layout) = x.storage_and_layout();
-        let residual = residual.map(Tensor::storage_and_layout);
+        let (m, split) = ranks.step();
+        let inputs: Vec<&Tensor> = [x].into_iter().chain(residual).collect();
+        let held = self.parameters.hold(&inputs);
         let mut sums = lock(&self.sums);
         let prepare = || {
             let argument = "x [tokens, K of this rank]";
-            let x = ranks.rows::<T>(argument, (&storage, layout), [m, self.k])?;
-            let residual = residual.as_ref().map(|(storage, layout)| {
-                ranks.rows::<T>("residual [tokens, N]", (storage, layout), [m, self.n])
-            });
+            let x = ranks.rows::<T>(argument, held.input(0), [m, self.k])?;
+            let residual = residual
+                .map(|_| ranks.rows::<T>("residual [tokens, N]", held.input(1), [m, self.n]));
             let residual = residual.transpose()?;
             let order = ranks.enter()?;
             let operands = held.operands(ranks)?;

@@ -33,10 +33,10 @@ pub type Pool<B, T> = Mutex<HashMap<usize, Symmetric<B, T>>>;
 /// A symmetric matrix of as many rows as there may be tokens.
 pub type Symmetric<B, T> = Arc<Mutex<ShardedMatrix<B, T>>>;
 
-/// What a layer is made of, of this rank: weights [N, K] and a bias [N of all together].
+/// What a layer is made of, of this rank: weights [N, K], and a bias [N] of each or none.
 pub struct LayerTensors {
     pub weights: Vec<Tensor>,
-    pub bias: Option<Tensor>,
+    pub biases: Vec<Tensor>,
 }
 
 /// What is exchanged between layers.
@@ -88,14 +88,10 @@ impl<B: Device> Ranks<B> {
         })
     }
 
-    /// M of the step.
-    pub fn tokens(&self) -> usize {
-        self.tokens.load(Ordering::Relaxed)
-    }
-
-    /// How many tokens each rank has, as gemmesh splits rows.
-    pub fn split(&self) -> Vec<usize> {
-        self.group.even_rows(self.tokens())
+    /// M of the step, and how many of these tokens each rank has, as gemmesh splits rows. Both together, for another thread may set M.
+    pub fn step(&self) -> (usize, Vec<usize>) {
+        let m = self.tokens.load(Ordering::Relaxed);
+        (m, self.group.even_rows(m))
     }
 
     /// What comes before this rank makes `call`. If it fails, the ranks that wait there are told.
@@ -186,7 +182,7 @@ impl<B: Device> Ranks<B> {
     ) -> Result<Tensor, Failure> {
         let (storage, layout) = x.storage_and_layout();
         let columns = *layout.dims().last().unwrap_or(&0);
-        let (m, split) = (self.tokens(), self.split());
+        let (m, split) = self.step();
         let own = own_of(&split, self.group.rank());
         let (call, argument, rows) = match collective {
             Collective::AllGather => ("all_gather", "x [tokens of this rank, N]", own.len()),
@@ -263,7 +259,8 @@ impl<B: Device> AnyRanks for Ranks<B> {
     }
 
     fn split(&self) -> Vec<usize> {
-        Ranks::split(self)
+        let (_, split) = self.step();
+        split
     }
 
     fn barrier(&self) -> Result<()> {

@@ -4,6 +4,7 @@
 //! kernels are not used, so that a driver without them will do.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use candle_core::{
@@ -29,13 +30,17 @@ const K: usize = 64;
 type Test = (&'static str, fn(&Rank) -> Result<()>);
 
 /// The last one ends the group.
-const TESTS: [Test; 9] = [
+const TESTS: [Test; 10] = [
     ("column_parallel_layers", column_parallel_layers),
     ("several_weights", several_weights),
     ("gathered_tokens", gathered_tokens),
     ("row_parallel_layers", row_parallel_layers),
     ("sums", sums),
     ("weights_that_are_replaced", weights_that_are_replaced),
+    (
+        "weights_of_one_tensor_that_is_written",
+        weights_of_one_tensor_that_is_written,
+    ),
     ("streams_of_two_models", streams_of_two_models),
     ("refusals", refusals),
     ("what_one_rank_is_refused", what_one_rank_is_refused),
@@ -179,25 +184,27 @@ fn sums(Rank { ranks, device, .. }: &Rank) -> Result<()> {
     Ok(())
 }
 
+/// Puts a copy in place of a tensor.
+struct Replace(Tensor);
+impl InplaceOp1 for Replace {
+    fn name(&self) -> &'static str {
+        "replace"
+    }
+    fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> candle_core::Result<()> {
+        candle_core::bail!("the tensor is on a GPU")
+    }
+    fn cuda_fwd(&self, replaced: &mut CudaStorage, _: &Layout) -> candle_core::Result<()> {
+        let (storage, layout) = self.0.storage_and_layout();
+        let Storage::Cuda(storage) = &*storage else {
+            candle_core::bail!("the tensor is on the CPU")
+        };
+        *replaced = storage.try_clone(layout)?;
+        Ok(())
+    }
+}
+
 /// In-place operations may put a tensor elsewhere.
 fn weights_that_are_replaced(Rank { ranks, device, .. }: &Rank) -> Result<()> {
-    struct Replace(Tensor);
-    impl InplaceOp1 for Replace {
-        fn name(&self) -> &'static str {
-            "replace"
-        }
-        fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> candle_core::Result<()> {
-            candle_core::bail!("the tensor is on a GPU")
-        }
-        fn cuda_fwd(&self, replaced: &mut CudaStorage, _: &Layout) -> candle_core::Result<()> {
-            let (storage, layout) = self.0.storage_and_layout();
-            let Storage::Cuda(storage) = &*storage else {
-                candle_core::bail!("the tensor is on the CPU")
-            };
-            *replaced = storage.try_clone(layout)?;
-            Ok(())
-        }
-    }
     let [before, after] = [1, 2].map(|seed| Matrix::random(seed + ranks.rank(), N, K));
     let biases = [3, 4].map(|seed| Matrix::random(seed, 1, N));
     let (weight, bias) = (before.on(device)?, biases[0].row_on(device)?);
@@ -211,6 +218,43 @@ fn weights_that_are_replaced(Rank { ranks, device, .. }: &Rank) -> Result<()> {
     bias.inplace_op1(&Replace(biases[1].row_on(device)?))?;
     x.times(&after, Some(&biases[1]))
         .check(&layer.forward(&own)?)
+}
+
+/// They share a lock, for which another thread waits between any two of a call's.
+fn weights_of_one_tensor_that_is_written(Rank { ranks, device, .. }: &Rank) -> Result<()> {
+    let widths = [N, 16, 24];
+    let all = Matrix::random(1 + ranks.rank(), widths.iter().sum(), K);
+    let (packed, copy) = (all.on(device)?, all.on(device)?);
+    let mut begin = 0;
+    let [q, k, v] = widths.map(|n| {
+        begin += n;
+        packed.narrow(0, begin - n, n)
+    });
+    let layer = QkvParallelLinear::new(ranks, [q?, k?, v?], None)?;
+    let x = Matrix::random(5, CAPACITY, K);
+    let own = ranks.set_tokens(CAPACITY)?;
+    let own = x.rows(own).on(device)?;
+    let done = AtomicBool::new(false);
+    let outputs = std::thread::scope(|scope| {
+        let writer = scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                packed.inplace_op1(&Replace(copy.clone()))?;
+            }
+            Ok::<_, candle_core::Error>(())
+        });
+        let outputs: Vec<_> = (0..200).map(|_| layer.forward(&own)).collect();
+        done.store(true, Ordering::Relaxed);
+        writer.join().expect("the writer ends")?;
+        outputs.into_iter().collect::<candle_core::Result<Vec<_>>>()
+    })?;
+    for outputs in [&outputs[0], &outputs[199]] {
+        let mut begin = 0;
+        for (n, y) in widths.into_iter().zip(outputs) {
+            x.times(&all.rows(begin..begin + n), None).check(y)?;
+            begin += n;
+        }
+    }
+    Ok(())
 }
 
 /// A group has one stream at a time: each call goes on its own model's.

@@ -18,7 +18,8 @@ struct Class {
 
 /// By size. Tables that are larger, or for which no slot is free, get memory of their own.
 const CLASSES: [Class; 2] = [
-    // The tables of 200 tiles, as of the few rows of a decoding step: so many that callers may prepare products for every M there is.
+    // The tables of 200 tiles, as of the few rows of a decoding step. A gather that is prepared has three programs, so there is room for some 150.
+    // Where these are taken, those that are larger are.
     Class {
         bytes: 4 << 10,
         count: KEPT_PROGRAMS + 448,

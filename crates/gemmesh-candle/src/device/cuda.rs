@@ -245,6 +245,7 @@ impl Tensors for Cuda {
         mut to: CudaSlice<T>,
     ) -> Result<Tensor, Failure> {
         let [rows, columns] = from.shape();
+        assert!(to.len() >= rows * columns, "the memory is of this shape");
         let width = columns * size_of::<T>();
         let from = from.as_device_ptr();
         let (pointer, written) = to.device_ptr_mut(&place.stream);
