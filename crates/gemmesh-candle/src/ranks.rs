@@ -342,3 +342,39 @@ pub fn with_leading(out: Tensor, x: &Tensor) -> candle_core::Result<Tensor> {
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+
+    use gemmesh::Host;
+
+    use super::*;
+
+    #[test]
+    fn m_and_its_split_belong_together_whoever_sets_m_meanwhile() -> Result<()> {
+        const CAPACITY: usize = 64;
+        let rank = |group| {
+            let ranks = Ranks::<Host>::new(group, &CandleDevice::Cpu, CAPACITY)?;
+            let done = AtomicBool::new(false);
+            std::thread::scope(|scope| {
+                let setter = scope.spawn(|| {
+                    while !done.load(Ordering::Relaxed) {
+                        ranks.set_tokens(1)?;
+                        ranks.set_tokens(CAPACITY)?;
+                    }
+                    Ok::<_, Error>(())
+                });
+                let apart = (0..1_000_000).find(|_| {
+                    let (m, split) = ranks.step();
+                    m != split.iter().sum::<usize>()
+                });
+                done.store(true, Ordering::Relaxed);
+                setter.join().expect("the setter ends")?;
+                assert_eq!(apart, None, "the step in which they were apart");
+                Ok(())
+            })
+        };
+        Group::<Host>::threads(1, rank).map(drop)
+    }
+}

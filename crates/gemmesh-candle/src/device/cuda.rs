@@ -249,6 +249,7 @@ impl Tensors for Cuda {
         let width = columns * size_of::<T>();
         let from = from.as_device_ptr();
         let (pointer, written) = to.device_ptr_mut(&place.stream);
+        // As in `output`.
         std::mem::forget(written);
         // SAFETY: both are so large, and the operations before, on the same stream, have filled the matrix.
         unsafe { place.copy_rows((pointer, width), (from, width), [rows, width])? };
