@@ -1,5 +1,6 @@
 //! What planners of partial sums have in common: pieces, their transfers, sums and tiles of one rank.
 
+use std::fmt;
 use std::ops::Range;
 
 use smallvec::smallvec;
@@ -350,7 +351,9 @@ impl Plan<'_> {
         } = self.asked;
         let mut details = format!("M = {}, N = {n}, {dtype}", layout.m());
         details += &self.asked.form.agreed();
-        details += &agreed(&self.config, self.exchanged);
+        if let Some(cuts) = Cuts::of(&self.config, self.exchanged) {
+            details += &cuts.to_string();
+        }
         if !layout.is_balanced() {
             details += &format!(", rows of each rank = {:?}", layout.rows());
         }
@@ -358,27 +361,58 @@ impl Plan<'_> {
     }
 }
 
-/// What ranks must agree on of a configuration. How partials are pulled is each rank's own affair. `exchanged`: whether all rows are made
-/// before any partial is moved.
-fn agreed(config: &Config, exchanged: bool) -> String {
-    if config.route == Route::Pull {
-        return String::new();
-    }
-    let (chunks, last) = (config.chunking.count, config.chunking.last);
-    let (rows, route) = (config.entry_rows(), config.route);
-    let mut details =
-        format!(", {chunks} chunks, last {last}, in multiples of {rows} rows, by Route::{route:?}");
-    if exchanged && is_by_tiles(config) {
-        // Tiles that wait for the others' of the same place must come in the same order.
+/// What ranks must agree on of a configuration.
+#[derive(PartialEq)]
+struct Cuts {
+    chunks: usize,
+    last: usize,
+    /// The pieces that are moved are multiples of so many rows.
+    rows: usize,
+    route: Route,
+    /// Columns of a tile, and how many are one above the other: tiles that wait for the others' of the same place must come in the
+    /// same order.
+    tiles: Option<[usize; 2]>,
+}
+
+impl Cuts {
+    /// How partials are pulled is each rank's own affair. `exchanged`: whether all rows are made before any partial is moved.
+    fn of(config: &Config, exchanged: bool) -> Option<Cuts> {
         let TileShape { n, group_m, .. } = config.tile;
-        details += &format!(", tiles of {n} columns, {group_m} one above the other");
+        (config.route != Route::Pull).then(|| Cuts {
+            chunks: config.chunking.count,
+            last: config.chunking.last,
+            rows: config.entry_rows(),
+            route: config.route,
+            tiles: (exchanged && is_by_tiles(config)).then_some([n, group_m]),
+        })
     }
-    details
+}
+
+impl fmt::Display for Cuts {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let &Cuts {
+            chunks,
+            last,
+            rows,
+            route,
+            tiles,
+        } = self;
+        write!(
+            f,
+            ", {chunks} chunks, last {last}, in multiples of {rows} rows, by Route::{route:?}"
+        )?;
+        match tiles {
+            Some([n, group_m]) => {
+                write!(f, ", tiles of {n} columns, {group_m} one above the other")
+            }
+            None => Ok(()),
+        }
+    }
 }
 
 /// Whether ranks may use the two in one operation of partial sums.
 pub fn agree(asked: &Description, one: &Config, other: &Config) -> bool {
-    let of = |config| agreed(config, is_exchanged(asked, config));
+    let of = |config| Cuts::of(config, is_exchanged(asked, config));
     of(one) == of(other)
 }
 

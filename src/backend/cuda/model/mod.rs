@@ -90,7 +90,7 @@ fn fastest(
     let highest = (2 * asked.layout.m().max(FEW_ROWS)).max(base.entry_rows());
     let configs = configs(base, is_sum(asked.operation), &asked.form)
         .filter(|config| config.entry_rows() <= highest && config.check_numerics(numerics).is_ok());
-    for config in configs {
+    configs.for_each(|config| {
         let tiles = Tiles::of(rates, asked, &config);
         // Others take longer though they filled all multiprocessors.
         let may_gain = tiles.start + tiles.filled() < best.0;
@@ -117,7 +117,7 @@ fn fastest(
             let config = with(config.tile.with_stream_k(true));
             consider(&Tiles::of(rates, asked, &config), config);
         }
-    }
+    });
     best.1
 }
 
@@ -171,7 +171,7 @@ mod tests {
         {
             let alike = config(*shape, route, Chunking::new(1));
             let measured = Some(Measured { alike, exact: None });
-            for operation in [NAME, ALL_NAME] {
+            for operation in [NAME, crate::schedule::reduce_scatter::ALL_NAME] {
                 for (m, n, k) in [64, 1600, 1792, 20_000]
                     .into_iter()
                     .flat_map(|k| [(48, 6144, k), (120, 2048, k), (4096, 4096, k)])

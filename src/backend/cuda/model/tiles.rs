@@ -117,7 +117,7 @@ impl<'a> Tiles<'a> {
         };
         Tiles {
             rates,
-            start: rates.start + rates.cluster * (ctas as f64).log2(),
+            start: rates.start + rates.cluster * f64::from(ctas.ilog2()),
             slots,
             rows,
             columns,
