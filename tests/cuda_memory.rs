@@ -82,9 +82,16 @@ fn a_call_with_other_rows_takes_no_longer_than_planning_does() {
     const CAPACITY: usize = 8192;
     const N: usize = 1792;
     const K: usize = 4096;
-    const STEPS: usize = 512;
+    // As many of few rows, and as many of many, as are kept, and then again as many.
+    const KEPT: usize = gemmesh::testing::KEPT_PROGRAMS;
+    const STEPS: usize = 4 * KEPT;
     const FLIGHT: usize = 8;
     let Some(_leave) = gpu_alone() else { return };
+    // Few rows as in decoding, in every split.
+    let few: Vec<[usize; 2]> = (1..=64)
+        .flat_map(|m| (0..=m).map(move |first| [first, m - first]))
+        .collect();
+    assert!(few.len() > STEPS / 2);
     all_done(ranks(test_name!(), 2, |rank| {
         let group = connect(rank, TIMEOUT)?;
         let mut a = group.sharded_with_capacity::<bf16>(CAPACITY, K)?;
@@ -97,13 +104,15 @@ fn a_call_with_other_rows_takes_no_longer_than_planning_does() {
                 group.synchronize()?;
                 group.barrier()?;
                 for step in steps * FLIGHT..(steps + 1) * FLIGHT {
-                    // Few rows at first, as in decoding, then as many as there is room for.
-                    let most = if step < STEPS / 2 { 64 } else { CAPACITY };
-                    let m = 1 + step * 7919 % most;
-                    let rows = [step % (m + 1), m - step % (m + 1)];
+                    // Few rows at first, then as many as there is room for; none comes twice.
+                    let m = 1 + step * 7919 % CAPACITY;
+                    let rows = match step < STEPS / 2 {
+                        true => few[step * 7919 % few.len()],
+                        false => [step % (m + 1), m - step % (m + 1)],
+                    };
                     let begin = Instant::now();
                     a.set_rows(&rows)?;
-                    out.set_rows(m)?;
+                    out.set_rows(rows[0] + rows[1])?;
                     all_gather_matmul(&a, &b, &mut out)?;
                     times.push(begin.elapsed().as_secs_f64() * 1e6);
                 }
@@ -111,9 +120,8 @@ fn a_call_with_other_rows_takes_no_longer_than_planning_does() {
         }
         group.synchronize()?;
         // Not those that came before as many programs were kept as there may be.
-        let kept = gemmesh::testing::KEPT_PROGRAMS;
         let mut words = Vec::new();
-        for steps in [kept..STEPS / 2, STEPS / 2..STEPS] {
+        for steps in [KEPT..STEPS / 2, STEPS / 2..STEPS] {
             let [new, known] = [0, 1].map(|which: usize| {
                 let mut times = times[which][steps.clone()].to_vec();
                 times.sort_by(f64::total_cmp);
@@ -286,19 +294,23 @@ fn more_shapes_than_are_kept_come_and_go_while_an_operation_waits() {
         a.shard_mut().copy_from_host(&vec![bf16::ONE; own * k])?;
         let expected = bf16::from_f32(k as f32);
         let mut worst = Duration::ZERO;
-        let mut product = |n: usize| -> Result<(), Error> {
+        let mut product = |m: usize, n: usize| -> Result<(), Error> {
+            a.set_rows(&group.even_rows(m))?;
             let b = group.upload(&vec![bf16::ONE; n * k], n, k)?;
-            let mut out = group.zeros::<bf16>(301, n)?;
+            let mut out = group.zeros::<bf16>(m, n)?;
             let begin = Instant::now();
             gemmesh::all_gather_matmul(&a, &b, &mut out)?;
             worst = worst.max(begin.elapsed());
-            assert!(out.to_vec()?.iter().all(|&x| x == expected), "N = {n}");
+            let is_right = out.to_vec()?.iter().all(|&x| x == expected);
+            assert!(is_right, "M = {m}, N = {n}");
             Ok(())
         };
         // In turn, and twice: all are evicted before they come again.
-        for n in (1..=160).chain(1..=160) {
-            product(8 * n)?;
+        let shapes = gemmesh::testing::KEPT_PROGRAMS + 128;
+        for shape in (0..shapes).chain(0..shapes) {
+            product(301 - shape / 80, 8 * (1 + shape % 80))?;
         }
+        a.set_rows(&group.even_rows(301))?;
         steps.barrier()?;
         let begin = Instant::now();
         let result = if rank.rank == 1 {

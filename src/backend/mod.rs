@@ -55,9 +55,9 @@ pub struct Options {
     pub first_epoch: Epoch,
 }
 
-/// How many programs a group keeps for the short calls.
+/// How many programs a group keeps for the short calls: those of some hundred M of a serving loop, for a few products each.
 #[doc(hidden)]
-pub const KEPT_PROGRAMS: usize = 64;
+pub const KEPT_PROGRAMS: usize = 512;
 
 /// A way to run the protocol: [`Host`] on any machine, `Cuda` on NVIDIA GPUs (feature `cuda`).
 ///
