@@ -349,7 +349,8 @@ impl<B: Backend> Group<B> {
 
     /// Tells the ranks that will wait for this one in the collective call `call` why it does not make it: for code that stands on this
     /// library and refuses arguments before it makes the call. They get `error` half a second later, unless this rank makes the call
-    /// after all. Returns the error with the call's name.
+    /// after all; those that were refused it as often only at their deadline, for all ranks may be about to try again. Returns the error with
+    /// the call's name.
     pub fn refuse(&self, call: &str, error: Error) -> Error {
         let error = Error::refused(self.rank(), call)(error);
         // Nobody waits for a call that stands within another.

@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::call::{EXCHANGE, FIXED, Operation, WORDS, describe};
@@ -37,7 +38,7 @@ struct Block {
     waits: [AtomicU64; MAX_WORLD],
     /// A rank's latest exchange, in words.
     exchanges: [Note<NOTE_BYTES>; MAX_WORLD],
-    /// Why a rank was last refused a call: when, in ms as 8 bytes, and the error as JSON.
+    /// Why a rank was last refused a call: when, in ms as 8 bytes, how often it has been refused that call, likewise, and the error as JSON.
     refusals: [Note<NOTE_BYTES>; MAX_WORLD],
     posts: [[Post<WORDS, FIXED>; POSTS as usize]; MAX_WORLD],
 }
@@ -70,8 +71,18 @@ pub struct SharedState {
     memory: Mapping,
     rank: usize,
     world: usize,
+    /// The call that this rank was last refused, and how often.
+    refused: Mutex<(u64, u64)>,
     /// To a launcher that wants to know of the first failure.
     launcher: Option<ReportSender>,
+}
+
+/// Why a rank was refused a call that it has not made after all.
+struct Refusal {
+    error: Error,
+    age: Duration,
+    /// How often it has been by now.
+    count: u64,
 }
 
 impl SharedState {
@@ -84,6 +95,7 @@ impl SharedState {
             memory,
             rank,
             world,
+            refused: Mutex::default(),
             launcher: None,
         }
     }
@@ -295,9 +307,20 @@ impl SharedState {
 
     /// Notes why this rank was refused a call, which would have been its call `number`. Not from two threads at once.
     pub fn note_refusal(&self, number: u64, error: &Error) {
-        let mut bytes = now_ms().to_le_bytes().to_vec();
+        let count = {
+            let mut refused = self.refused();
+            let before = if refused.0 == number { refused.1 } else { 0 };
+            *refused = (number, before + 1);
+            before + 1
+        };
+        let mut bytes = [now_ms(), count].map(u64::to_le_bytes).concat();
         bytes.extend(encode(error, self.rank, NOTE_BYTES - bytes.len()));
         self.block().refusals[self.rank].write(number, &bytes);
+    }
+
+    fn refused(&self) -> MutexGuard<'_, (u64, u64)> {
+        // Each change is one assignment.
+        self.refused.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// This rank makes its next call, whatever it was refused before. Not from two threads at once.
@@ -306,25 +329,32 @@ impl SharedState {
         self.block().refusals[self.rank].write(0, &[]);
     }
 
-    /// Why `rank` was refused its call `number`, and for how long it has not made that call after all.
-    fn refusal_and_age(&self, rank: usize, number: u64) -> Option<(Error, Duration)> {
+    /// Why `rank` was refused its call `number`, if it has not made that call after all.
+    fn refusal_of(&self, rank: usize, number: u64) -> Option<Refusal> {
         let bytes = self.block().refusals[rank].read(number)?;
         if self.slot(rank, number).latest() >= number {
             return None;
         }
-        let (noted, error) = bytes.split_first_chunk::<8>()?;
+        let (noted, bytes) = bytes.split_first_chunk::<8>()?;
+        let (count, error) = bytes.split_first_chunk::<8>()?;
         let age = now_ms().saturating_sub(u64::from_le_bytes(*noted));
-        let error = serde_json::from_slice(error).ok()?;
-        Some((error, Duration::from_millis(age)))
+        Some(Refusal {
+            error: serde_json::from_slice(error).ok()?,
+            age: Duration::from_millis(age),
+            count: u64::from_le_bytes(*count),
+        })
     }
 
-    /// Why `rank` was refused its call `number`, if it has not made that call after all.
+    /// The error of that.
     pub fn refusal(&self, rank: usize, number: u64) -> Option<Error> {
-        Some(self.refusal_and_age(rank, number)?.0)
+        Some(self.refusal_of(rank, number)?.error)
     }
 
     /// Why some rank was refused its call `number`, if this rank has waited in that call for `waited`, and the other had
     /// time to make it after all: half a second, or half the `timeout`.
+    ///
+    /// Where this rank was refused the same call before, so may the others have been, and they may try again as late as they like, within
+    /// the timeout: until then a refusal counts only of who was refused more often.
     pub fn standing_refusal(
         &self,
         number: impl FnOnce() -> Option<u64>,
@@ -336,10 +366,14 @@ impl SharedState {
             return None;
         }
         let number = number()?;
-        let mut refusals = (0..self.world).filter_map(|rank| self.refusal_and_age(rank, number));
+        let own = match *self.refused() {
+            (of, count) if of == number => count,
+            _ => 0,
+        };
+        let mut refusals = (0..self.world).filter_map(|rank| self.refusal_of(rank, number));
         refusals
-            .find(|(_, age)| *age >= time)
-            .map(|(error, _)| error)
+            .find(|refusal| refusal.age >= time && (refusal.count > own || waited >= timeout))
+            .map(|refusal| refusal.error)
     }
 }
 
@@ -575,6 +609,30 @@ mod tests {
         post(&ranks[1], 2, &product(64)).unwrap();
         assert_eq!(ranks[0].refusal(1, 2), None);
         assert_eq!(standing(2, WAITED), None);
+    }
+
+    #[test]
+    fn what_all_were_refused_counts_for_nobody_who_tries_again() {
+        const TIMEOUT: Duration = Duration::from_millis(20);
+        const WAITED: Duration = Duration::from_millis(15);
+        let ranks = ranks(2);
+        let error = Error::Capturing { rank: 1 };
+        let refuse = |rank: usize, number| ranks[rank].note_refusal(number, &error);
+        let standing = |number, waited| {
+            std::thread::sleep(TIMEOUT);
+            ranks[0].standing_refusal(|| Some(number), waited, TIMEOUT)
+        };
+        (0..2).for_each(|rank| refuse(rank, 1));
+        assert_eq!(standing(1, WAITED), None);
+        assert_eq!(standing(1, TIMEOUT), Some(error.clone()), "it did not come");
+        // The other has tried again, and was refused again.
+        refuse(1, 1);
+        assert_eq!(standing(1, WAITED), Some(error.clone()));
+        refuse(0, 1);
+        assert_eq!(standing(1, WAITED), None);
+        // Of the next call it is counted anew.
+        refuse(1, 2);
+        assert_eq!(standing(2, WAITED), Some(error.clone()));
     }
 
     #[test]

@@ -202,6 +202,26 @@ fn a_rank_that_corrects_its_call_in_time_has_done_no_harm() {
 }
 
 #[test]
+fn ranks_that_are_all_refused_a_call_try_again_as_late_as_they_like() {
+    Group::<Host>::builder()
+        .timeout(TIMEOUT)
+        .threads(3, |group| {
+            let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+            let b = group.zeros(5, 3)?;
+            let turn = group.rank() as u32;
+            for tries in 1..3 {
+                for _ in 0..tries {
+                    all_gather_matmul(&arguments.a, &b, &mut arguments.out).unwrap_err();
+                }
+                std::thread::sleep(turn * REFUSED * 3 / 4);
+                arguments.verify(&group)?;
+            }
+            group.barrier()
+        })
+        .unwrap();
+}
+
+#[test]
 fn a_rank_that_makes_another_call_when_it_is_refused_one_is_named_with_that() {
     let error = Group::<Host>::builder()
         .timeout(TIMEOUT)
