@@ -167,15 +167,18 @@ fn what_of_cudarc_does_not_fit_is_refused() {
         group.use_cudarc_stream(&other)?;
         CudarcMatrix::new(&group, &others, 16, 16)?;
 
-        // Streams and events of another GPU's, where there is one.
+        // Streams, events and memory of another GPU's, where there is one.
         let others = group.device_ordinal() + 1;
         if others < of_cudarc(CudaContext::device_count())? as usize {
             let foreign = of_cudarc(CudaContext::new(others))?;
             let stream = of_cudarc(foreign.new_stream())?;
             let event = of_cudarc(foreign.new_event(None))?;
+            let mut memory = upload(&stream, &normal(1, 16 * 16))?;
             for error in [
                 group.use_cudarc_stream(&stream).unwrap_err(),
                 group.record_cudarc_event(&event).unwrap_err(),
+                CudarcMatrix::new(&group, &memory, 16, 16).unwrap_err(),
+                CudarcMatrixMut::new(&group, &mut memory, 16, 16).unwrap_err(),
             ] {
                 let expected =
                     matches!(&error, Error::Unsuitable { what, .. } if what == "the context");

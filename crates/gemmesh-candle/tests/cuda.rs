@@ -297,11 +297,15 @@ fn refusals(Rank { ranks, device, .. }: &Rank) -> Result<()> {
     let candle_core::DeviceLocation::Cuda { gpu_id } = device.location() else {
         unreachable!("the device is a GPU")
     };
-    let other = Device::new_cuda_with_stream(gpu_id)?;
-    assert_says(
-        layer.forward(&x.on(&other)?),
-        "is CUDA, of another GPU or stream",
-    );
+    // Another stream, and one of another GPU where there is one.
+    let of_other_gpu = Device::new_cuda_with_stream(gpu_id ^ 1).ok();
+    let others = [Some(Device::new_cuda_with_stream(gpu_id)?), of_other_gpu];
+    for other in others.into_iter().flatten() {
+        assert_says(
+            layer.forward(&x.on(&other)?),
+            "is CUDA, of another GPU or stream",
+        );
+    }
     let narrow = Matrix::random(3, N, 60).on(device)?;
     assert_says(
         ColumnParallelLinear::new(ranks, narrow, None),
