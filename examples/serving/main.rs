@@ -6,8 +6,8 @@
 //! cargo run --release --features cudarc --example serving -- --backend cuda # two GPUs
 //! ```
 //!
-//! The same 1,000 steps are run by short calls, whose M is new most of the time, and by calls that were prepared for every M before. On
-//! GPUs also with decoding steps replayed from CUDA graphs: one for each size that M is rounded up to, while prefills stay calls.
+//! The same 1,000 steps are run by short calls, which plan what they need for an M when it comes first, and by calls that were prepared for every
+//! M before. On GPUs also with decoding steps replayed from CUDA graphs: one for each size that M is rounded up to, while prefills stay calls.
 
 mod batching;
 #[cfg(feature = "cudarc")]
@@ -84,6 +84,8 @@ fn serve<B: Backend>(
     let steps: Vec<Step> = Batching::new(args.capacity).take(STEPS).collect();
     let mut model = Model::new(group, args.capacity, [args.model, args.hidden], args.layers)?;
 
+    // What a call finds kept is what calls before it have used.
+    let by_calls = run(group, &mut model, &steps, |model, _| model.run())?;
     let mut prepared: BTreeMap<usize, PreparedLayers<B>> = BTreeMap::new();
     for step in &steps {
         if let Entry::Vacant(entry) = prepared.entry(step.tokens) {
@@ -91,26 +93,9 @@ fn serve<B: Backend>(
             entry.insert(model.prepare()?);
         }
     }
-    // Both ways by turns: what else the machine does meets both.
-    let (mut by_calls, mut by_prepared) = (Vec::new(), Vec::new());
-    for (number, step) in steps.iter().enumerate() {
-        for (times, products) in [
-            (&mut by_calls, None),
-            (&mut by_prepared, prepared.get(&step.tokens)),
-        ] {
-            model.take_tokens(step.tokens, number)?;
-            let began = Instant::now();
-            match products {
-                Some(products) => model.run_prepared(products)?,
-                None => model.run()?,
-            }
-            group.synchronize()?;
-            times.push(began.elapsed());
-            if number % CHECKED == 0 {
-                model.check(number)?;
-            }
-        }
-    }
+    let by_prepared = run(group, &mut model, &steps, |model, step| {
+        model.run_prepared(&prepared[&step.tokens])
+    })?;
     drop(prepared);
     let by_graphs = replay(&mut model, &steps)?;
 
@@ -125,6 +110,27 @@ fn serve<B: Backend>(
         );
     }
     Ok(())
+}
+
+/// Runs all steps, and says how long each took.
+fn run<B: Backend>(
+    group: &Group<B>,
+    model: &mut Model<B>,
+    steps: &[Step],
+    layers: impl Fn(&mut Model<B>, &Step) -> Result<()>,
+) -> Result<Vec<Duration>> {
+    let mut times = Vec::with_capacity(steps.len());
+    for (number, step) in steps.iter().enumerate() {
+        model.take_tokens(step.tokens, number)?;
+        let began = Instant::now();
+        layers(model, step)?;
+        group.synchronize()?;
+        times.push(began.elapsed());
+        if number % CHECKED == 0 {
+            model.check(number)?;
+        }
+    }
+    Ok(times)
 }
 
 fn report(steps: &[Step], ways: &[(&str, Vec<Duration>)]) {

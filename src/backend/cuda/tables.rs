@@ -16,18 +16,24 @@ struct Class {
     count: usize,
 }
 
-/// By size. Tables that are larger, or for which no slot is free, get memory of their own.
-const CLASSES: [Class; 2] = [
-    // The tables of 200 tiles, as of the few rows of a decoding step. A gather that is prepared has three programs, so there is room for some 150.
-    // Where these are taken, those that are larger are.
+/// By size. Tables that are larger, or for which no slot is free, get memory of their own. There are no more slots as more are needed:
+/// page-locked memory can't be had while a kernel waits for another rank.
+const CLASSES: [Class; 3] = [
+    // The tables of 200 tiles, as of the few rows of a decoding step. A gather that is prepared has three programs, so there is room for some 150
+    // beside those that a group keeps. Where these are taken, those that are larger are.
     Class {
         bytes: 4 << 10,
         count: KEPT_PROGRAMS + 448,
     },
-    // Those of 1,800: for the programs that a group keeps, and some that callers keep or that have just been dropped.
+    // Those of 900, as of a prompt: for the programs that a group keeps.
+    Class {
+        bytes: 16 << 10,
+        count: KEPT_PROGRAMS,
+    },
+    // Those of 1,800, and of some that callers keep or that have just been dropped.
     Class {
         bytes: 32 << 10,
-        count: KEPT_PROGRAMS + 32,
+        count: 96,
     },
 ];
 
