@@ -96,6 +96,9 @@ thread_local! {
     static CALLBACKS: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
 
+/// Bytes that GPUs' memory for several ranks comes in: less would take as much, and few rows more would take another collective call.
+const PARTIALS_UNIT: usize = 2 << 20;
+
 const KEPT: NonZeroUsize = NonZeroUsize::new(KEPT_PROGRAMS).expect("some are kept");
 
 /// A program for the short calls.
@@ -231,7 +234,7 @@ impl<B: Backend> Group<B> {
     pub(crate) fn partials(&self, schedule: &Schedule, number: usize) -> Result<Arc<B::Symmetric>> {
         self.check()?;
         let matrix = schedule.matrices()[number];
-        let bytes = matrix.rows * matrix.row_bytes();
+        let bytes = (matrix.rows * matrix.row_bytes()).next_multiple_of(PARTIALS_UNIT);
         let Inner {
             backend, members, ..
         } = &*self.inner;
