@@ -290,12 +290,12 @@ fn more_shapes_than_are_kept_come_and_go_while_an_operation_waits() {
         })?;
         let k = 264;
         let mut a = group.sharded::<bf16>(301, k)?;
-        let own = a.rows().len();
-        a.shard_mut().copy_from_host(&vec![bf16::ONE; own * k])?;
         let expected = bf16::from_f32(k as f32);
         let mut worst = Duration::ZERO;
         let mut product = |m: usize, n: usize| -> Result<(), Error> {
             a.set_rows(&group.even_rows(m))?;
+            let own = a.rows().len();
+            a.shard_mut().copy_from_host(&vec![bf16::ONE; own * k])?;
             let b = group.upload(&vec![bf16::ONE; n * k], n, k)?;
             let mut out = group.zeros::<bf16>(m, n)?;
             let begin = Instant::now();

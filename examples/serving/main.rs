@@ -84,6 +84,10 @@ fn serve<B: Backend>(
     let steps: Vec<Step> = Batching::new(args.capacity).take(STEPS).collect();
     let mut model = Model::new(group, args.capacity, [args.model, args.hidden], args.layers)?;
 
+    // Room for sums of as many rows as there may be: what is larger than all before allocates.
+    model.take_tokens(args.capacity, 0)?;
+    model.run()?;
+    group.synchronize()?;
     // What a call finds kept is what calls before it have used.
     let by_calls = run(group, &mut model, &steps, |model, _| model.run())?;
     let mut prepared: BTreeMap<usize, PreparedLayers<B>> = BTreeMap::new();

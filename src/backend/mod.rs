@@ -150,6 +150,8 @@ pub(crate) mod sealed {
         const NAME: &'static str;
         /// The bytes of a row of a matrix that ranks share must be a multiple of this.
         const ROW_ALIGNMENT: usize;
+        /// Memory that ranks share comes in multiples of so many bytes.
+        const BLOCK: usize;
         /// Memory that every rank of the group maps.
         type Symmetric: Send + Sync + Debug;
         /// Memory of this rank's own.

@@ -96,9 +96,6 @@ thread_local! {
     static CALLBACKS: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Bytes that GPUs' memory for several ranks comes in: less would take as much, and few rows more would take another collective call.
-const PARTIALS_UNIT: usize = 2 << 20;
-
 const KEPT: NonZeroUsize = NonZeroUsize::new(KEPT_PROGRAMS).expect("some are kept");
 
 /// A program for the short calls.
@@ -234,7 +231,8 @@ impl<B: Backend> Group<B> {
     pub(crate) fn partials(&self, schedule: &Schedule, number: usize) -> Result<Arc<B::Symmetric>> {
         self.check()?;
         let matrix = schedule.matrices()[number];
-        let bytes = (matrix.rows * matrix.row_bytes()).next_multiple_of(PARTIALS_UNIT);
+        // All of what is taken, so that some rows more need no other allocation.
+        let bytes = (matrix.rows * matrix.row_bytes()).next_multiple_of(B::BLOCK);
         let Inner {
             backend, members, ..
         } = &*self.inner;
@@ -352,8 +350,8 @@ impl<B: Backend> Group<B> {
 
     /// Tells the ranks that will wait for this one in the collective call `call` why it does not make it: for code that stands on this
     /// library and refuses arguments before it makes the call. They get `error` half a second later, unless this rank makes the call
-    /// after all; those that were refused it as often only at their deadline, for all ranks may be about to try again. Returns the error with
-    /// the call's name.
+    /// after all. Those that were themselves refused the call, as often or more, get it at their deadline, for all ranks may be about to try
+    /// again. Returns the error with the call's name.
     pub fn refuse(&self, call: &str, error: Error) -> Error {
         let error = Error::refused(self.rank(), call)(error);
         // Nobody waits for a call that stands within another.

@@ -33,7 +33,8 @@ use crate::trace::Trace;
 /// # Memory
 /// At its first call a group allocates room for partials on each rank, in symmetric memory: for what comes, (W - 1) times as many
 /// rows as the rank has that owns most; for what goes, M rows, and where it is pushed or stored 15 more for each rank. Where it is
-/// stored, 15 more rows stand behind what comes from each. A row is of N elements, rounded up to 16 bytes. Later calls use it again, and only one that needs more allocates anew. It is free when the
+/// stored, 15 more rows stand behind what comes from each. A row is of N elements, rounded up to 16 bytes; on GPUs all of it is rounded
+/// up to 2 MiB. Later calls use it again, and only one that needs more allocates anew. It is free when the
 /// group ends.
 ///
 /// ```

@@ -5,6 +5,7 @@
 //! All of it is atomics over zeroed memory, so any rank may die at any moment and leave it readable.
 #![allow(unsafe_code)]
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -71,8 +72,8 @@ pub struct SharedState {
     memory: Mapping,
     rank: usize,
     world: usize,
-    /// The call that this rank was last refused, and how often.
-    refused: Mutex<(u64, u64)>,
+    /// By call: how often this rank was refused it.
+    refused: Mutex<BTreeMap<u64, u64>>,
     /// To a launcher that wants to know of the first failure.
     launcher: Option<ReportSender>,
 }
@@ -307,19 +308,19 @@ impl SharedState {
 
     /// Notes why this rank was refused a call, which would have been its call `number`. Not from two threads at once.
     pub fn note_refusal(&self, number: u64, error: &Error) {
-        let count = {
-            let mut refused = self.refused();
-            let before = if refused.0 == number { refused.1 } else { 0 };
-            *refused = (number, before + 1);
-            before + 1
-        };
+        let mut refused = self.refused();
+        let count = refused.get(&number).unwrap_or(&0) + 1;
+        refused.insert(number, count);
+        // Nobody waits in a call that long ago.
+        refused.retain(|of, _| of + POSTS > number);
+        drop(refused);
         let mut bytes = [now_ms(), count].map(u64::to_le_bytes).concat();
         bytes.extend(encode(error, self.rank, NOTE_BYTES - bytes.len()));
         self.block().refusals[self.rank].write(number, &bytes);
     }
 
-    fn refused(&self) -> MutexGuard<'_, (u64, u64)> {
-        // Each change is one assignment.
+    fn refused(&self) -> MutexGuard<'_, BTreeMap<u64, u64>> {
+        // A panic while it was held has not left it half-changed.
         self.refused.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -354,7 +355,7 @@ impl SharedState {
     /// time to make it after all: half a second, or half the `timeout`.
     ///
     /// Where this rank was refused the same call before, so may the others have been, and they may try again as late as they like, within
-    /// the timeout: until then a refusal counts only of who was refused more often.
+    /// the timeout: until then a refusal counts only if its rank was refused more often.
     pub fn standing_refusal(
         &self,
         number: impl FnOnce() -> Option<u64>,
@@ -366,10 +367,7 @@ impl SharedState {
             return None;
         }
         let number = number()?;
-        let own = match *self.refused() {
-            (of, count) if of == number => count,
-            _ => 0,
-        };
+        let own = self.refused().get(&number).copied().unwrap_or(0);
         let mut refusals = (0..self.world).filter_map(|rank| self.refusal_of(rank, number));
         refusals
             .find(|refusal| refusal.age >= time && (refusal.count > own || waited >= timeout))
@@ -630,7 +628,10 @@ mod tests {
         assert_eq!(standing(1, WAITED), Some(error.clone()));
         refuse(0, 1);
         assert_eq!(standing(1, WAITED), None);
-        // Of the next call it is counted anew.
+        // Of the next call it is counted anew, and what is known of this one stays.
+        refuse(0, 2);
+        assert_eq!(standing(1, WAITED), None);
+        refuse(1, 2);
         refuse(1, 2);
         assert_eq!(standing(2, WAITED), Some(error.clone()));
     }

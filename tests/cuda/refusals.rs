@@ -1,9 +1,11 @@
 //! What cannot be done is refused. Only ranks whose calls differ lose their group by it.
 
-use gemmesh::{AllGatherMatmul, Cuda, Error, Route, TileShape, bf16};
+use std::time::Instant;
+
+use gemmesh::{AllGatherMatmul, Cuda, Error, Route, TileShape, all_gather_matmul, bf16};
 
 use crate::support::gpu::*;
-use crate::support::processes::Setting;
+use crate::support::processes::{Rank, Setting};
 use crate::{exchanges_that_differ, test_name};
 
 #[test]
@@ -45,6 +47,33 @@ fn what_cannot_be_done_is_refused_and_the_group_goes_on() {
         assert!(matches!(error, Error::OutOfMemory { .. }), "{error}");
         arguments.verify(&group)?;
         Ok("right".into())
+    }));
+}
+
+#[test]
+fn of_ranks_that_were_all_refused_one_that_gives_up_is_named_with_the_reason() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let steps = host_group(rank)?;
+        let (_context, group) = connect_short(&Rank {
+            address: format!("{}-cuda", rank.address),
+            ..*rank
+        })?;
+        let mut arguments = Arguments::new(&group, 20, 24, 16)?;
+        let wrong = group.zeros::<bf16>(24, 8)?;
+        let refused = all_gather_matmul(&arguments.a, &wrong, &mut arguments.out);
+        let refused = refused.unwrap_err();
+        assert!(matches!(refused, Error::Shape { .. }), "{refused}");
+        if rank.rank == 0 {
+            let begin = Instant::now();
+            let result = arguments.run().and_then(|()| group.synchronize());
+            let error = poisoned(&group, result).unwrap_err();
+            assert!(matches!(&error, Error::Shape { rank: 1, .. }), "{error}");
+            // Until then it might have come.
+            assert!(begin.elapsed() > SHORT / 2, "{:?}", begin.elapsed());
+        }
+        steps.barrier()?;
+        Ok("named".into())
     }));
 }
 

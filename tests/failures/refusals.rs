@@ -222,6 +222,30 @@ fn ranks_that_are_all_refused_a_call_try_again_as_late_as_they_like() {
 }
 
 #[test]
+fn one_of_them_that_gives_up_is_named_with_the_reason_at_the_deadline() {
+    const SHORT: Duration = Duration::from_millis(800);
+    let over = std::sync::Barrier::new(3);
+    Group::<Host>::builder()
+        .timeout(SHORT)
+        .threads(3, |group| -> Result<(), Error> {
+            let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+            let b = group.zeros(5, 3)?;
+            let refused = all_gather_matmul(&arguments.a, &b, &mut arguments.out);
+            if group.rank() != 1 {
+                let begin = Instant::now();
+                let error = arguments.run().unwrap_err();
+                let expected = shape("b [N, K] of all_gather_matmul", [5, 4], [5, 3]);
+                assert_eq!(error.cause(), &expected);
+                assert!(begin.elapsed() > SHORT / 2, "{:?}", begin.elapsed());
+            }
+            over.wait();
+            refused.unwrap_err();
+            Ok(())
+        })
+        .unwrap();
+}
+
+#[test]
 fn a_rank_that_makes_another_call_when_it_is_refused_one_is_named_with_that() {
     let error = Group::<Host>::builder()
         .timeout(TIMEOUT)

@@ -68,7 +68,7 @@ use crate::schedule::{Config, Description, Numerics, Route, Schedule};
 /// write a matrix from the host wait for the operations before them. A program that uses a matrix by its address
 /// ([`Matrix::as_device_ptr`](crate::Matrix::as_device_ptr)) does so on that stream, or after [`Group::synchronize`](crate::Group::synchronize).
 ///
-/// Besides its matrices a group takes about 78 MiB of its GPU, most of it workspace for products whose K is cut into slices, and the
+/// Besides its matrices a group takes about 88 MiB of its GPU, most of it workspace for products whose K is cut into slices, and the
 /// kernels' code.
 ///
 /// # Pushed rows and other kernels
@@ -177,6 +177,7 @@ impl Backend for Cuda {}
 impl sealed::Backend for Cuda {
     const NAME: &'static str = "cuda";
     const ROW_ALIGNMENT: usize = 16;
+    const BLOCK: usize = driver::BLOCK;
     type Symmetric = Symmetric;
     type Buffer = Buffer;
     type Program = Program;

@@ -366,16 +366,21 @@ impl Watch {
         }
         let again = self.missing(running);
         if matches!(again, Ok(Some(again)) if again == (awaited, expected, seen)) {
-            let refusal = match running {
-                Running::Live(epoch) => self.failures.refusal(awaited.peer(), epoch),
-                Running::Replay(_) => None,
-            };
+            let refusal = self.refusal(running, awaited.peer());
             self.failures
                 .fail(refusal.unwrap_or_else(|| Error::RankLeft {
                     rank: awaited.peer(),
                     waiting: self.failures.rank,
                     what: self.describe(running, awaited, expected, seen),
                 }));
+        }
+    }
+
+    /// Why `rank`, which an operation waits for, was refused that call, if it was.
+    fn refusal(&self, running: Running, rank: usize) -> Option<Error> {
+        match running {
+            Running::Live(epoch) => self.failures.refusal(rank, epoch),
+            Running::Replay(_) => None,
         }
     }
 
@@ -430,8 +435,11 @@ impl Watch {
         seen: u32,
         waited: Duration,
     ) -> Error {
-        let what = self.describe(running, awaited, expected, seen);
-        self.failures.timed_out(awaited.peer(), waited, what)
+        let refusal = self.refusal(running, awaited.peer());
+        refusal.unwrap_or_else(|| {
+            let what = self.describe(running, awaited, expected, seen);
+            self.failures.timed_out(awaited.peer(), waited, what)
+        })
     }
 
     /// What an operation waits for, in words.

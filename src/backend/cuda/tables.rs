@@ -16,8 +16,8 @@ struct Class {
     count: usize,
 }
 
-/// By size. Tables that are larger, or for which no slot is free, get memory of their own. There are no more slots as more are needed:
-/// page-locked memory can't be had while a kernel waits for another rank.
+/// By size. Tables that are larger, or for which no slot is free, get memory of their own. No slots are added later: page-locked memory
+/// can't be had while a kernel waits for another rank.
 const CLASSES: [Class; 3] = [
     // The tables of 200 tiles, as of the few rows of a decoding step. A gather that is prepared has three programs, so there is room for some 150
     // beside those that a group keeps. Where these are taken, those that are larger are.
@@ -30,7 +30,7 @@ const CLASSES: [Class; 3] = [
         bytes: 16 << 10,
         count: KEPT_PROGRAMS,
     },
-    // Those of 1,800, and of some that callers keep or that have just been dropped.
+    // Those of 1,800. Where more programs than this have so many tiles, new ones allocate, which takes less than such a product does.
     Class {
         bytes: 32 << 10,
         count: 96,

@@ -96,6 +96,7 @@ impl Backend for Host {}
 impl sealed::Backend for Host {
     const NAME: &'static str = "host";
     const ROW_ALIGNMENT: usize = 1;
+    const BLOCK: usize = 1;
     type Symmetric = Symmetric;
     type Buffer = Buffer;
     type Program = Program;
