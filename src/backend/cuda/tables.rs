@@ -30,7 +30,7 @@ const CLASSES: [Class; 3] = [
         bytes: 16 << 10,
         count: KEPT_PROGRAMS,
     },
-    // Those of 1,800. Where more programs than this have so many tiles, new ones allocate, which takes less than such a product does.
+    // Those of 1,800. Where more programs than this have so many tiles, each new one allocates: that takes less time than its product.
     Class {
         bytes: 32 << 10,
         count: 96,
