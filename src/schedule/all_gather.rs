@@ -328,73 +328,53 @@ impl<'a> Cutter<'a> {
         self.by_stage(peers.map(|peer| (rank, peer)))
     }
 
-    fn by_stage(&self, pairs: impl Iterator<Item = (usize, usize)>) -> Vec<Transfer> {
-        let transfers = pairs.flat_map(|(source, peer)| self.transfers(source, peer));
-        if self.layout.stages() == 1 {
-            return transfers.map(|(_, transfer)| transfer).collect();
+    fn by_stage(&self, pairs: impl Iterator<Item = (usize, usize)> + Clone) -> Vec<Transfer> {
+        let mut all = Vec::new();
+        for stage in 0..self.layout.stages() {
+            for (source, peer) in pairs.clone() {
+                all.extend(self.transfers(source, peer, stage));
+            }
         }
-        let mut transfers: Vec<(usize, Transfer)> = transfers.collect();
-        transfers.sort_by_key(|&(stage, _)| stage);
-        transfers
-            .into_iter()
-            .map(|(_, transfer)| transfer)
-            .collect()
+        all
     }
 
-    /// How the shard of `source` is moved to `peer`, each chunk with its stage and its flag there: a rank numbers the chunks of all others
-    /// by the places of their rows. So the flags that a tile needs, whatever chunks or shards it straddles, are one range. The second part of a
-    /// chunk that is cut along K has the number after the first's.
-    fn transfers(&self, source: usize, peer: usize) -> impl Iterator<Item = (usize, Transfer)> {
-        let others = (0..self.layout.world()).filter(move |&other| other != peer);
-        let chunks = self.chunks_of(source, peer);
-        // The number of the first chunk of a stage, of those that follow one another.
-        let first_of = move |stage: usize| -> usize {
-            let all = |other: usize| self.chunks_of(other, peer);
-            let of = |other: usize, stage: usize| {
-                all(other)
-                    .iter()
-                    .filter(move |chunk| chunk.stage == stage)
-                    .count()
-            };
-            match self.layout.order() {
-                RowOrder::ByRank => {
-                    let before = others.clone().take_while(|&other| other < source);
-                    before.map(|other| all(other).len()).sum()
-                }
-                RowOrder::ByStage => {
-                    let earlier =
-                        |other| (0..stage).map(move |stage| of(other, stage)).sum::<usize>();
-                    let before = others.clone().take_while(|&other| other < source);
-                    let before: usize = before.map(|other| of(other, stage)).sum();
-                    others.clone().map(earlier).sum::<usize>() + before
-                }
+    /// How the rows of `source` in a stage are moved to `peer`, each chunk with its flag there: a rank numbers the chunks of all others by the
+    /// places of their rows. So the flags that a tile needs, whatever chunks or shards it straddles, are one range. The second part of a chunk
+    /// that is cut along K has the number after the first's.
+    fn transfers(
+        &self,
+        source: usize,
+        peer: usize,
+        stage: usize,
+    ) -> impl ExactSizeIterator<Item = Transfer> {
+        let chunks = |other: usize| self.chunks_of(other, peer);
+        // A shard's chunks in the stages before one.
+        let before = |other, stage| chunks(other).partition_point(|chunk| chunk.stage < stage);
+        let others = (0..self.layout.world()).filter(|&other| other != peer);
+        let lower = others.clone().take_while(|&other| other < source);
+        let own = before(source, stage)..before(source, stage + 1);
+        let first: usize = match self.layout.order() {
+            RowOrder::ByRank => lower.map(|other| chunks(other).len()).sum::<usize>() + own.start,
+            RowOrder::ByStage => {
+                let earlier: usize = others.map(|other| before(other, stage)).sum();
+                let beside = lower.map(|other| before(other, stage + 1) - before(other, stage));
+                earlier + beside.sum::<usize>()
             }
         };
-        let by_stage = self.layout.order() == RowOrder::ByStage;
-        let (mut last, mut next) = (None, 0);
-        chunks.iter().map(move |Chunk { stage, part }| {
-            // By rank, all chunks of a shard follow one another.
-            if last.is_none() || (by_stage && last != Some(*stage)) {
-                next = first_of(*stage);
-            }
-            last = Some(*stage);
-            let flag = next;
-            next += 1;
-            let transfer = Transfer {
-                from: source,
-                to: peer,
-                source,
-                regions: smallvec![Move::in_place(Region {
-                    matrix: A,
-                    rows: part.rows.clone(),
-                    columns: part.columns.clone(),
-                })],
-                after: 0..0,
-                produced: None,
-                flag,
-                route: self.route,
-            };
-            (*stage, transfer)
+        let chunks = chunks(source)[own].iter().enumerate();
+        chunks.map(move |(index, Chunk { part, .. })| Transfer {
+            from: source,
+            to: peer,
+            source,
+            regions: smallvec![Move::in_place(Region {
+                matrix: A,
+                rows: part.rows.clone(),
+                columns: part.columns.clone(),
+            })],
+            after: 0..0,
+            produced: None,
+            flag: first + index,
+            route: self.route,
         })
     }
 }
@@ -406,7 +386,7 @@ fn cut_shard(layout: &Layout, config: &Config, source: usize, is_last: bool) -> 
     for stage in 0..stages {
         let block = layout.block(source, stage);
         if config.route == Route::Store {
-            let parts = stored_parts(block, k, layout.world()).into_iter();
+            let parts = stored_parts(block, k, layout.world());
             all.extend(parts.map(|part| Chunk { stage, part }));
             continue;
         }
@@ -439,20 +419,27 @@ fn boundary(rows: usize) -> usize {
 
 /// What a kernel stores is cut into parts, for as many CTAs: some rows each or, of few rows, a piece of one. Each has its flag, which is
 /// no more to look at than the bytes are to store; where there are many peers, fewer parts are for each.
-pub(super) fn stored_parts(shard: Range<usize>, k: usize, world: usize) -> Vec<Part> {
+pub(super) fn stored_parts(
+    shard: Range<usize>,
+    k: usize,
+    world: usize,
+) -> impl Iterator<Item = Part> {
     const MOST: usize = 64;
     const ELEMENTS: usize = 3072;
     const LEAST_COLUMNS: usize = 512;
     let count = (shard.len() * k / ELEMENTS).min(MOST / (world - 1).max(1));
     let count = count.max(1);
     let pieces = (count / shard.len().max(1)).min(k / LEAST_COLUMNS).max(1);
+    // None is empty.
+    let count = count.min(shard.len());
     let column =
         move |piece: usize| (k.div_ceil(CUT_COLUMNS) * piece / pieces * CUT_COLUMNS).min(k);
-    let parts = chunk_rows(shard, count, 1).flat_map(|rows| {
+    let row = move |part: usize| shard.start + shard.len() * part / count;
+    (0..count).flat_map(move |part| {
+        let rows = row(part)..row(part + 1);
         (0..pieces).map(move |piece| Part {
             rows: rows.clone(),
             columns: column(piece)..column(piece + 1),
         })
-    });
-    parts.collect()
+    })
 }

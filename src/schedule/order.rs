@@ -102,6 +102,6 @@ fn tile_rows(product: &Product, matrix: usize, arrivals: &[Transfer]) -> Vec<Til
 }
 
 /// The other ranks, in the order in which their rows come: r + 1, r + 2, … around the ring.
-pub fn ring(rank: usize, world: usize) -> impl Iterator<Item = usize> {
+pub fn ring(rank: usize, world: usize) -> impl Iterator<Item = usize> + Clone {
     (1..world).map(move |step| (rank + step) % world)
 }

@@ -539,7 +539,7 @@ impl Launch {
                     b,
                     out_or_added,
                     params,
-                    argument(targets),
+                    argument(&**targets),
                     argument(sums),
                 ];
                 &mut with_sums

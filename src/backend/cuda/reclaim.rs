@@ -123,8 +123,11 @@ impl Reclaimer {
         // Held, so that no other stream takes over in between.
         let main = self.lock_main();
         let State { marks, .. } = &mut *self.kept.lock();
-        // One that somebody else holds stays where it is.
-        let mark = match marks.iter().rposition(|mark| Arc::strong_count(mark) == 1) {
+        // One that somebody else holds stays where it is. Where each of many operations has something freed behind it, only old ones are unheld.
+        let is_unheld = |mark: &Arc<Mark>| Arc::strong_count(mark) == 1;
+        let last = marks.len().checked_sub(1);
+        let unheld = last.filter(|&last| is_unheld(&marks[last]));
+        let mark = match unheld.or_else(|| marks.iter().position(is_unheld)) {
             Some(unheld) => marks.remove(unheld),
             None => Arc::new(Mark::new(&self.device, 2)?),
         };

@@ -35,7 +35,7 @@ pub struct Maps {
     /// Those of the other weights, and where their tiles go.
     pub more: [[TensorMap; MAX_WEIGHTS - 1]; 2],
     /// Of a kernel that adds partials.
-    pub targets: Option<[TensorMap; 2 * TARGETS]>,
+    pub targets: Option<Box<[TensorMap; 2 * TARGETS]>>,
 }
 
 /// The maps of the last call. They are thousands of bytes, so that nobody copies them.
@@ -88,7 +88,7 @@ impl Cache {
         let ([b, more_b @ ..], [out, more_out @ ..]) = (weights, outputs);
         let targets = match matrices.targets {
             Some(targets) => {
-                let mut maps = [TensorMap::none(); 2 * TARGETS];
+                let mut maps = Box::new([TensorMap::none(); 2 * TARGETS]);
                 for (map, target) in maps.iter_mut().zip(targets) {
                     if let Some(target) = target {
                         *map = stored(target)?;
