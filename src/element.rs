@@ -5,10 +5,9 @@ use std::fmt;
 use bytemuck::Pod;
 use half::slice::HalfFloatSliceExt;
 pub use half::{bf16, f16};
-use serde::{Deserialize, Serialize};
 
 /// The type of a matrix's elements, as a value.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum DType {
     /// bfloat16: 8 bits of exponent, 7 of fraction.

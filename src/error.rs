@@ -2,8 +2,6 @@
 
 use std::fmt;
 
-use serde::{Deserialize, Serialize};
-
 use crate::schedule::Route;
 
 /// A result of this crate.
@@ -15,7 +13,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// rank at fault, and the group has failed. An argument that this rank alone can judge ([`Error::Shape`], for one) is at
 /// first an error here only: nothing has been done, and the rank may make the call with another. If it does not, those who
 /// wait for it in that call get its error half a second later, or at once when it leaves.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A number is outside what this library can do.
@@ -543,6 +541,7 @@ impl fmt::Display for Who<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::json;
 
     #[test]
     fn messages_name_the_rank_the_value_and_the_remedy() {
@@ -582,20 +581,34 @@ mod tests {
 
     #[test]
     fn an_error_crosses_processes_unchanged() {
-        let error = Error::Poisoned {
-            cause: Box::new(Error::RankLost {
-                rank: 1,
-                noticed_by: 0,
-            }),
+        let lost = Error::RankLost {
+            rank: 1,
+            noticed_by: 0,
         };
-        let bytes = serde_json::to_vec(&error).unwrap();
-        assert_eq!(serde_json::from_slice::<Error>(&bytes).unwrap(), error);
-        assert_eq!(
-            error.cause(),
-            &Error::RankLost {
-                rank: 1,
-                noticed_by: 0
-            }
-        );
+        let failed = |cause| Error::RankFailed {
+            rank: 1,
+            status: "exit status: 1".into(),
+            cause,
+        };
+        let poisoned = Error::Poisoned {
+            cause: Box::new(lost.clone()),
+        };
+        assert_eq!(poisoned.cause(), &lost);
+        let no_route = Error::NoRoute {
+            rank: 2,
+            operation: "all_reduce".into(),
+            asked: Route::Store,
+            instead: Route::Push,
+        };
+        for error in [
+            failed(None),
+            failed(Some(Box::new(lost))),
+            poisoned,
+            no_route,
+        ] {
+            assert_eq!(json::error(&json::of_error(&error)).unwrap(), error);
+            let outcome: Result<()> = Err(error);
+            assert_eq!(json::outcome(&json::of_outcome(&outcome)).unwrap(), outcome);
+        }
     }
 }

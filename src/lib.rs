@@ -72,9 +72,6 @@
 //! | `mpi` | finds the ranks over an MPI communicator | an MPI library and libclang |
 //! | `bindgen` | compares the kernels' header with its Rust side in the tests | libclang |
 //!
-//! Some types implement serde's traits, for ranks send them to one another. That is no part of the interface: their form may change in any
-//! release.
-//!
 //! # More
 //!
 //! The repository has a user's guide (`docs/guide.md`), pages on GPUs, tuning, results and the protocol (`docs/`), and examples of a page
@@ -88,6 +85,7 @@ pub mod error;
 pub mod schedule;
 
 mod element;
+mod json;
 mod ranges;
 
 #[cfg(not(loom))]
@@ -156,6 +154,7 @@ pub mod testing {
     pub use crate::backend::{Sample, Winner};
     #[cfg(feature = "cuda")]
     pub use crate::device::{align_streams, calibrate, ranks_share_gpus, with_each_kernel};
+    pub use crate::json::{of_outcome, outcome};
     pub use crate::ops::run_schedule;
 }
 

@@ -2,8 +2,6 @@
 
 use std::ops::Range;
 
-use serde::{Deserialize, Serialize};
-
 /// Nanoseconds of the machine's monotonic clock, which all processes of a host share.
 pub(crate) fn now() -> u64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
@@ -11,7 +9,7 @@ pub(crate) fn now() -> u64 {
 }
 
 /// Who did something.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Lane {
     /// The copy engine.
     Copy,
@@ -22,7 +20,7 @@ pub enum Lane {
 }
 
 /// What was done.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Work {
     /// A chunk was pulled.
     Pull {
@@ -67,7 +65,7 @@ pub enum Work {
 
 /// One thing that was done, from when to when, in nanoseconds of a clock that all ranks share: the host's monotonic
 /// clock, or on GPUs, whose clocks differ, the time since the ranks began the operation together.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Span {
     /// Who did it.
     pub lane: Lane,

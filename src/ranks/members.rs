@@ -12,6 +12,7 @@ use super::waits::WaitTimes;
 use super::watcher::Watcher;
 use super::wire::{self, Channel, Frame, MAX_FRAME, WireError};
 use crate::error::{Error, Result};
+use crate::json;
 use crate::schedule::Epoch;
 use crate::schedule::agreed::hash;
 use crate::schedule::flag::{Awaited, Flag, Wait};
@@ -241,13 +242,8 @@ impl Members {
         call: &str,
         own: Result<(Vec<u8>, Option<OwnedFd>)>,
     ) -> Result<Gathered> {
-        let outcome = match &own {
-            Ok(_) => Ok(()),
-            Err(error) => Err(error.clone()),
-        };
+        let outcome = json::of_outcome(&own.as_ref().map(|_| ()).map_err(Error::clone));
         let (payload, fd) = own.unwrap_or_default();
-        let outcome: std::result::Result<(), Error> = outcome;
-        let outcome = serde_json::to_vec(&outcome).unwrap_or_default();
         let fd = fd.as_ref().map(AsFd::as_fd);
         let mut gathered = self.all_gather(call, &join(&[outcome, payload]), fd)?;
         for (rank, bytes) in gathered.payloads.iter_mut().enumerate() {
@@ -598,7 +594,7 @@ fn split(mut bytes: &[u8]) -> Option<Vec<&[u8]>> {
 /// What a rank sends in an exchange: what it has made, or why it could not.
 fn outcome(bytes: &[u8]) -> Option<(Result<()>, &[u8])> {
     match split(bytes)?[..] {
-        [outcome, payload] => Some((serde_json::from_slice(outcome).ok()?, payload)),
+        [outcome, payload] => Some((json::outcome(outcome).ok()?, payload)),
         _ => None,
     }
 }
@@ -663,10 +659,8 @@ pub mod fuzzing {
         };
         let cause = Box::new(died.clone());
         let outcomes = [Ok(()), Err(died), Err(Error::Poisoned { cause })];
-        let message = |outcome: &Result<()>| {
-            let outcome = serde_json::to_vec(outcome).unwrap_or_default();
-            join(&[outcome, b"payload".to_vec()])
-        };
+        let message =
+            |outcome: &Result<()>| join(&[json::of_outcome(outcome), b"payload".to_vec()]);
         let messages = outcomes.each_ref().map(message);
         let frames = [messages[0].clone(), messages[2].clone(), join(&messages)];
         let frames = frames.into_iter().map(|frame| sent(&frame));

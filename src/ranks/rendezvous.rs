@@ -21,6 +21,7 @@ use super::reports::ReportSender;
 use super::shared_state::SharedState;
 use super::wire::{self, Channel, WireError};
 use crate::error::{Error, Result};
+use crate::json;
 use crate::memory::{Mapping, memfd};
 use crate::schedule::layout::MAX_WORLD;
 
@@ -188,12 +189,11 @@ fn join(identity: &Identity, address: &SocketAddr, version: u32) -> Result<Membe
         WireError::Garbage(reason) => Error::Message { rank: 0, reason },
         WireError::Io(error) => system("talk to rank 0")(error),
     })?;
-    let verdict: std::result::Result<(), Error> =
-        serde_json::from_slice(&verdict).map_err(|e| Error::Message {
-            rank: 0,
-            reason: e.to_string(),
-        })?;
-    verdict?;
+    let verdict = json::outcome::<()>(&verdict);
+    verdict.map_err(|e| Error::Message {
+        rank: 0,
+        reason: e.to_string(),
+    })??;
     let memory = fds.first().ok_or_else(|| Error::Message {
         rank: 0,
         reason: "it sent no shared memory".into(),
@@ -530,15 +530,13 @@ impl<'a> Rendezvous<'a> {
 }
 
 /// Sends the verdict. A guest that has gone meanwhile is found missing by the first call it should make.
-fn tell(stream: &UnixStream, verdict: &std::result::Result<(), Error>, fds: &[OwnedFd]) {
+fn tell(stream: &UnixStream, verdict: &Result<()>, fds: &[OwnedFd]) {
     let channel = Channel {
         stream,
         deadline: Instant::now() + LINGER,
         check: || Ok::<(), Error>(()),
     };
-    if let Ok(bytes) = serde_json::to_vec(verdict) {
-        let _ = channel.send(&bytes, &wire::borrow(fds));
-    }
+    let _ = channel.send(&json::of_outcome(verdict), &wire::borrow(fds));
 }
 
 #[cfg(fuzzing)]

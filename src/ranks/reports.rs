@@ -19,6 +19,7 @@ use serde::{Deserialize, Serialize};
 
 use super::wire;
 use crate::error::{Error, Result};
+use crate::json::optional;
 
 /// The longest report: an error.
 const MAX_REPORT: usize = 16 << 10;
@@ -34,6 +35,7 @@ pub struct FailureReport {
     /// The rank that reported the failure to the group.
     pub by: usize,
     /// The group's first failure. None if it has met the others anew, and what it said before is void.
+    #[serde(with = "optional")]
     pub error: Option<Error>,
 }
 

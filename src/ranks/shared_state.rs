@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use super::call::{EXCHANGE, FIXED, Operation, WORDS, describe};
 use super::reports::ReportSender;
 use crate::error::{Error, Result};
+use crate::json;
 use crate::memory::Mapping;
 use crate::schedule::board::{Note, Post, Report};
 use crate::schedule::layout::MAX_WORLD;
@@ -53,7 +54,7 @@ fn now_ms() -> u64 {
 
 /// An error as JSON, or if that is longer than `most` bytes, what it says as far as there is room.
 fn encode(error: &Error, rank: usize, most: usize) -> Vec<u8> {
-    let bytes = serde_json::to_vec(error).unwrap_or_default();
+    let bytes = json::of_error(error);
     if (1..=most).contains(&bytes.len()) {
         return bytes;
     }
@@ -63,7 +64,7 @@ fn encode(error: &Error, rank: usize, most: usize) -> Vec<u8> {
         .find(|&end| reason.is_char_boundary(end))
         .unwrap_or(0);
     reason.truncate(end);
-    serde_json::to_vec(&Error::Message { rank, reason }).unwrap_or_default()
+    json::of_error(&Error::Message { rank, reason })
 }
 
 /// One rank's view of the block.
@@ -152,7 +153,7 @@ impl SharedState {
         let deadline = Instant::now() + Duration::from_millis(500);
         loop {
             if let Some(bytes) = self.block().fault.read() {
-                return serde_json::from_slice(&bytes).unwrap_or_else(|e| Error::Message {
+                return json::error(&bytes).unwrap_or_else(|e| Error::Message {
                     rank: by,
                     reason: format!("its report of a failure: {e}"),
                 });
@@ -340,7 +341,7 @@ impl SharedState {
         let (count, error) = bytes.split_first_chunk::<8>()?;
         let age = now_ms().saturating_sub(u64::from_le_bytes(*noted));
         Some(Refusal {
-            error: serde_json::from_slice(error).ok()?,
+            error: json::error(error).ok()?,
             age: Duration::from_millis(age),
             count: u64::from_le_bytes(*count),
         })

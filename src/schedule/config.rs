@@ -1,7 +1,5 @@
 //! How an operation is cut up.
 
-use serde::{Deserialize, Serialize};
-
 use super::layout::{MAX_EXTENT, limit};
 use crate::error::Result;
 
@@ -16,7 +14,7 @@ pub const MAX_SLICES: usize = 64;
 
 /// How an operation is cut up: the tiles, the chunks, and who moves these. The result depends on it only in the order in which
 /// f32 sums are made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Config {
     /// What a kernel is made for.
@@ -48,7 +46,7 @@ pub enum Numerics {
 }
 
 /// The tiles of an output.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct TileShape {
     /// Rows of a tile of the output.
@@ -65,11 +63,9 @@ pub struct TileShape {
     pub split_k: usize,
     /// Slices of K that are multiplied apart and added through memory, where tiles are few or leave a part of the device idle. The host
     /// backend has one.
-    #[serde(default = "one")]
     pub k_slices: usize,
     /// Stream-K: tiles that would not fill a last wave are cut along K wherever that gives all CTAs the same to do, each elsewhere. Only
     /// where [`Numerics::StreamK`] is asked for, and not where partial sums are sent. The host backend has no such thing.
-    #[serde(default)]
     pub stream_k: bool,
     /// Tile rows that are walked together, column by column, so that a cache holds what they share.
     pub group_m: usize,
@@ -77,7 +73,7 @@ pub struct TileShape {
 
 /// The chunks that a shard is copied in, each with its own flag. What kernels store of rows that are gathered is cut much finer, whatever
 /// stands here.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Chunking {
     /// How many. Of an all-reduce it is the number of panels.
@@ -90,7 +86,7 @@ pub struct Chunking {
 }
 
 /// Who moves the rows of another rank.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Route {
     /// The copy engine of the rank that needs them. On GPUs the only one that needs no kernel of another rank to run; an
     /// all_gather_matmul can't be captured in a graph.
@@ -264,9 +260,4 @@ impl Chunking {
     pub const fn with_cut_last(self, cut_last: bool) -> Chunking {
         Chunking { cut_last, ..self }
     }
-}
-
-/// What configurations that were written down before there were slices have of them.
-fn one() -> usize {
-    1
 }

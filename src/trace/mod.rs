@@ -2,18 +2,17 @@
 
 use std::path::Path;
 
-use serde::{Deserialize, Serialize};
-
 use crate::backend::Backend;
 use crate::error::{Error, Result};
 use crate::group::Group;
+use crate::json;
 pub use crate::span::{Lane, Span, Work};
 
 #[cfg(feature = "timeline")]
 mod svg;
 
 /// What one rank did in an operation, or in several.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Trace {
     /// The rank.
     pub rank: usize,
@@ -47,8 +46,10 @@ impl Trace {
         }));
     }
 
-    fn parse(bytes: &[u8]) -> serde_json::Result<Trace> {
-        serde_json::from_slice(bytes)
+    /// What `rank` has sent.
+    fn parse(rank: usize, bytes: &[u8]) -> serde_json::Result<Trace> {
+        let spans = json::spans(bytes)?;
+        Ok(Trace { rank, spans })
     }
 }
 
@@ -65,7 +66,7 @@ impl Timeline {
     /// # Errors
     /// The group's failure.
     pub fn collect<B: Backend>(group: &Group<B>, trace: &Trace) -> Result<Timeline> {
-        let bytes = serde_json::to_vec(trace).map_err(|e| Error::System {
+        let bytes = json::of_spans(&trace.spans).map_err(|e| Error::System {
             rank: Some(group.rank()),
             action: "encode a trace".into(),
             reason: e.to_string(),
@@ -75,7 +76,7 @@ impl Timeline {
             .iter()
             .enumerate()
             .map(|(rank, bytes)| {
-                Trace::parse(bytes).map_err(|e| Error::Message {
+                Trace::parse(rank, bytes).map_err(|e| Error::Message {
                     rank,
                     reason: e.to_string(),
                 })
@@ -246,7 +247,7 @@ pub mod fuzzing {
 
     /// A trace.
     pub fn parse(data: &[u8]) {
-        if let Ok(trace) = Trace::parse(data) {
+        if let Ok(trace) = Trace::parse(0, data) {
             let timeline = Timeline {
                 traces: vec![trace],
             };
@@ -283,6 +284,6 @@ pub mod fuzzing {
             end: begin + 1500,
         });
         let trace = Trace::new(1, spans.collect());
-        vec![serde_json::to_vec(&trace).unwrap_or_default()]
+        vec![json::of_spans(&trace.spans).unwrap_or_default()]
     }
 }

@@ -1,0 +1,358 @@
+//! What ranks tell one another, and what tables of tuned configurations hold, as JSON. The types of the interface are described here once
+//! more, as the compiler sees to, so that serde's traits are no part of it.
+
+use std::ops::Range;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::element::DType;
+use crate::error::{Error, Result};
+use crate::schedule::{Chunking, Config, Route, TileShape};
+use crate::span::{Lane, Span, Work};
+
+/// An error.
+pub fn of_error(error: &Error) -> Vec<u8> {
+    serde_json::to_vec(&SentError(error.clone())).unwrap_or_default()
+}
+
+/// What [`of_error`] has written.
+pub fn error(bytes: &[u8]) -> serde_json::Result<Error> {
+    serde_json::from_slice(bytes).map(|SentError(error)| error)
+}
+
+/// What something has come to.
+pub fn of_outcome<T: Serialize>(outcome: &Result<T>) -> Vec<u8> {
+    let outcome = outcome.as_ref().map_err(|error| SentError(error.clone()));
+    serde_json::to_vec(&outcome).unwrap_or_default()
+}
+
+/// What [`of_outcome`] has written.
+pub fn outcome<T: DeserializeOwned>(bytes: &[u8]) -> serde_json::Result<Result<T>> {
+    let outcome: Result<T, SentError> = serde_json::from_slice(bytes)?;
+    Ok(outcome.map_err(|SentError(error)| error))
+}
+
+/// What a rank did.
+pub fn of_spans(spans: &[Span]) -> serde_json::Result<Vec<u8>> {
+    let spans: Vec<SentSpan> = spans.iter().cloned().map(SentSpan).collect();
+    serde_json::to_vec(&spans)
+}
+
+/// What [`of_spans`] has written.
+pub fn spans(bytes: &[u8]) -> serde_json::Result<Vec<Span>> {
+    let spans: Vec<SentSpan> = serde_json::from_slice(bytes)?;
+    Ok(spans.into_iter().map(|SentSpan(span)| span).collect())
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "DType")]
+pub enum DTypeJson {
+    Bf16,
+    F16,
+    F32,
+    U8,
+    U16,
+    U32,
+    U64,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "Config")]
+pub struct ConfigJson {
+    #[serde(with = "TileShapeJson")]
+    tile: TileShape,
+    #[serde(with = "ChunkingJson")]
+    chunking: Chunking,
+    #[serde(with = "RouteJson")]
+    route: Route,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "TileShape")]
+struct TileShapeJson {
+    m: usize,
+    n: usize,
+    k: usize,
+    stages: usize,
+    cluster: usize,
+    split_k: usize,
+    // Tables that were written before there were slices have none of either.
+    #[serde(default = "one")]
+    k_slices: usize,
+    #[serde(default)]
+    stream_k: bool,
+    group_m: usize,
+}
+
+fn one() -> usize {
+    1
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "Chunking")]
+struct ChunkingJson {
+    count: usize,
+    last: usize,
+    cut_last: bool,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "Route")]
+enum RouteJson {
+    Pull,
+    Push,
+    Store,
+}
+
+#[derive(Serialize, Deserialize)]
+struct SentSpan(#[serde(with = "SpanJson")] Span);
+
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "Span")]
+struct SpanJson {
+    #[serde(with = "LaneJson")]
+    lane: Lane,
+    #[serde(with = "WorkJson")]
+    work: Work,
+    begin: u64,
+    end: u64,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "Lane")]
+enum LaneJson {
+    Copy,
+    Caller(usize),
+    Worker(usize),
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "Work")]
+enum WorkJson {
+    Pull { source: usize, rows: Range<usize> },
+    Push { to: usize, rows: Range<usize> },
+    Wait { source: usize },
+    Tile { source: usize, m: u32, n: u32 },
+    Call { rank: usize },
+    Add { rows: Range<usize> },
+}
+
+#[derive(Serialize, Deserialize)]
+struct SentError(#[serde(with = "ErrorJson")] Error);
+
+/// Of an error that a field may hold, boxed or not.
+pub mod optional {
+    use std::borrow::Borrow;
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    use super::SentError;
+    use crate::error::Error;
+
+    pub fn serialize<S: Serializer>(
+        error: &Option<impl Borrow<Error>>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        let error = error.as_ref().map(|error| error.borrow().clone());
+        error.map(SentError).serialize(serializer)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>, E: From<Error>>(
+        deserializer: D,
+    ) -> Result<Option<E>, D::Error> {
+        let error = Option::<SentError>::deserialize(deserializer)?;
+        Ok(error.map(|SentError(error)| error.into()))
+    }
+}
+
+mod boxed {
+    use serde::{Deserializer, Serializer};
+
+    use super::ErrorJson;
+    use crate::error::Error;
+
+    pub fn serialize<S: Serializer>(error: &Error, serializer: S) -> Result<S::Ok, S::Error> {
+        ErrorJson::serialize(error, serializer)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Box<Error>, D::Error> {
+        ErrorJson::deserialize(deserializer).map(Box::new)
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "Error")]
+enum ErrorJson {
+    Limit {
+        what: String,
+        value: usize,
+        min: usize,
+        max: usize,
+    },
+    Shape {
+        rank: usize,
+        argument: String,
+        expected: Vec<usize>,
+        found: Vec<usize>,
+    },
+    Unsuitable {
+        rank: usize,
+        argument: String,
+        what: String,
+        expected: String,
+        found: String,
+    },
+    ForeignArgument {
+        rank: usize,
+        argument: String,
+    },
+    Environment {
+        launcher: String,
+        missing: String,
+    },
+    EnvironmentValue {
+        name: String,
+        value: String,
+        reason: String,
+    },
+    RanksMissing {
+        ranks: Vec<usize>,
+        address: String,
+        waited_ms: u64,
+    },
+    DuplicateRank {
+        rank: usize,
+        pids: [u32; 2],
+    },
+    Mismatch {
+        rank: usize,
+        what: String,
+        theirs: String,
+        expected: String,
+    },
+    CallMismatch {
+        rank: usize,
+        theirs: String,
+        other: usize,
+        expected: String,
+        call: u64,
+    },
+    OutOfMemory {
+        rank: usize,
+        bytes: usize,
+        reason: String,
+    },
+    RankLost {
+        rank: usize,
+        noticed_by: usize,
+    },
+    RankPanicked {
+        rank: usize,
+    },
+    Callback {
+        rank: usize,
+        call: String,
+        reason: String,
+    },
+    CallInCallback {
+        rank: usize,
+    },
+    RankLeft {
+        rank: usize,
+        waiting: usize,
+        what: String,
+    },
+    Timeout {
+        rank: usize,
+        waiting: usize,
+        what: String,
+        waited_ms: u64,
+    },
+    Poisoned {
+        #[serde(with = "boxed")]
+        cause: Box<Error>,
+    },
+    RankFailed {
+        rank: usize,
+        status: String,
+        #[serde(with = "optional")]
+        cause: Option<Box<Error>>,
+    },
+    AlreadyRank {
+        launcher: String,
+    },
+    Message {
+        rank: usize,
+        reason: String,
+    },
+    Unaligned {
+        rank: usize,
+        what: String,
+        value: usize,
+        multiple: usize,
+    },
+    NeedsProcesses {
+        rank: usize,
+    },
+    SharedGpu {
+        ranks: [usize; 2],
+        visible: usize,
+    },
+    NoGpu {
+        rank: usize,
+        reason: String,
+    },
+    DriverTooOld {
+        rank: usize,
+        function: String,
+    },
+    BuiltWithoutKernels {
+        rank: usize,
+    },
+    UnsupportedGpu {
+        rank: usize,
+        name: String,
+        capability: String,
+    },
+    NoPeerAccess {
+        rank: usize,
+        peer: usize,
+        reason: String,
+    },
+    PeerMemory {
+        rank: usize,
+        peer: usize,
+    },
+    NoKernel {
+        rank: usize,
+        asked: String,
+        known: String,
+    },
+    NoRoute {
+        rank: usize,
+        operation: String,
+        #[serde(with = "RouteJson")]
+        asked: Route,
+        #[serde(with = "RouteJson")]
+        instead: Route,
+    },
+    QueuedTogether {
+        rank: usize,
+        what: String,
+        cause: String,
+    },
+    Capturing {
+        rank: usize,
+    },
+    Cuda {
+        rank: usize,
+        call: String,
+        reason: String,
+    },
+    System {
+        rank: Option<usize>,
+        action: String,
+        reason: String,
+    },
+}
