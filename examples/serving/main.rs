@@ -25,7 +25,7 @@ use model::{Model, PreparedLayers};
 
 const STEPS: usize = 1000;
 /// Steps between two that are compared with float64.
-const CHECKED: usize = 97;
+const CHECKED: usize = 249;
 
 /// Serves random requests on two ranks, and times how M that changes is dealt with.
 #[derive(Parser)]

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::element::DType;
 use crate::error::{Error, Result};
-use crate::json::{ConfigJson, DTypeJson};
+use crate::json::config::{ConfigJson, DTypeJson};
 use crate::schedule::reduce_scatter::{self, is_sum};
 use crate::schedule::{Config, Description, Route};
 

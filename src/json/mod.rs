@@ -1,14 +1,16 @@
 //! What ranks tell one another, and what tables of tuned configurations hold, as JSON. The types of the interface are described here once
 //! more, as the compiler sees to, so that serde's traits are no part of it.
 
+#[cfg(feature = "cuda")]
+pub mod config;
+
 use std::ops::Range;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::element::DType;
 use crate::error::{Error, Result};
-use crate::schedule::{Chunking, Config, Route, TileShape};
+use crate::schedule::Route;
 use crate::span::{Lane, Span, Work};
 
 /// An error.
@@ -43,58 +45,6 @@ pub fn of_spans(spans: &[Span]) -> serde_json::Result<Vec<u8>> {
 pub fn spans(bytes: &[u8]) -> serde_json::Result<Vec<Span>> {
     let spans: Vec<SentSpan> = serde_json::from_slice(bytes)?;
     Ok(spans.into_iter().map(|SentSpan(span)| span).collect())
-}
-
-#[derive(Serialize, Deserialize)]
-#[serde(remote = "DType")]
-pub enum DTypeJson {
-    Bf16,
-    F16,
-    F32,
-    U8,
-    U16,
-    U32,
-    U64,
-}
-
-#[derive(Serialize, Deserialize)]
-#[serde(remote = "Config")]
-pub struct ConfigJson {
-    #[serde(with = "TileShapeJson")]
-    tile: TileShape,
-    #[serde(with = "ChunkingJson")]
-    chunking: Chunking,
-    #[serde(with = "RouteJson")]
-    route: Route,
-}
-
-#[derive(Serialize, Deserialize)]
-#[serde(remote = "TileShape")]
-struct TileShapeJson {
-    m: usize,
-    n: usize,
-    k: usize,
-    stages: usize,
-    cluster: usize,
-    split_k: usize,
-    // Tables that were written before there were slices have none of either.
-    #[serde(default = "one")]
-    k_slices: usize,
-    #[serde(default)]
-    stream_k: bool,
-    group_m: usize,
-}
-
-fn one() -> usize {
-    1
-}
-
-#[derive(Serialize, Deserialize)]
-#[serde(remote = "Chunking")]
-struct ChunkingJson {
-    count: usize,
-    last: usize,
-    cut_last: bool,
 }
 
 #[derive(Serialize, Deserialize)]

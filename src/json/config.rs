@@ -1,0 +1,59 @@
+//! How an operation is cut up.
+
+use serde::{Deserialize, Serialize};
+
+use super::RouteJson;
+use crate::element::DType;
+use crate::schedule::{Chunking, Config, Route, TileShape};
+
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "DType")]
+pub enum DTypeJson {
+    Bf16,
+    F16,
+    F32,
+    U8,
+    U16,
+    U32,
+    U64,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "Config")]
+pub struct ConfigJson {
+    #[serde(with = "TileShapeJson")]
+    tile: TileShape,
+    #[serde(with = "ChunkingJson")]
+    chunking: Chunking,
+    #[serde(with = "RouteJson")]
+    route: Route,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "TileShape")]
+struct TileShapeJson {
+    m: usize,
+    n: usize,
+    k: usize,
+    stages: usize,
+    cluster: usize,
+    split_k: usize,
+    // Tables that were written before there were slices have none of either.
+    #[serde(default = "one")]
+    k_slices: usize,
+    #[serde(default)]
+    stream_k: bool,
+    group_m: usize,
+}
+
+fn one() -> usize {
+    1
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "Chunking")]
+struct ChunkingJson {
+    count: usize,
+    last: usize,
+    cut_last: bool,
+}
