@@ -42,6 +42,7 @@ pub fn run(
         let graph = graphs.range(step.tokens..).next().filter(|_| step.decodes);
         model.set_tokens(graph.map_or(step.tokens, |(&bucket, _)| bucket))?;
         model.write_tokens(number)?;
+        group.barrier()?;
         let began = Instant::now();
         match graph {
             Some((_, graph)) => graph.launch().map_err(of_driver(group))?,

@@ -126,6 +126,8 @@ fn run<B: Backend>(
     let mut times = Vec::with_capacity(steps.len());
     for (number, step) in steps.iter().enumerate() {
         model.take_tokens(step.tokens, number)?;
+        // Ranks take other times to come here, and none should wait for another in what is timed.
+        group.barrier()?;
         let began = Instant::now();
         layers(model, step)?;
         group.synchronize()?;
