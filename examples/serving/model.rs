@@ -11,6 +11,8 @@ use rand::{RngExt, SeedableRng};
 pub struct Model<B: Backend> {
     group: Group<B>,
     layers: Vec<Layer<B>>,
+    /// What all ranks' layers hold, by turns.
+    weights: [Vec<[Vec<bf16>; 2]>; 2],
     x: ShardedMatrix<B, bf16>,
     hidden: Matrix<B, bf16>,
     width: [usize; 2],
@@ -35,16 +37,21 @@ impl<B: Backend> Model<B> {
         layers: usize,
     ) -> Result<Self> {
         let rank = group.rank();
+        let world = group.world_size();
+        let of_ranks =
+            |number| (0..world).map(move |rank| weights(rank, world, number, [model, hidden]));
+        let weights = [0, 1].map(|number| of_ranks(number).collect::<Vec<_>>());
         let layer = |number: usize| -> Result<Layer<B>> {
-            let [up, down] = weights(rank, group.world_size(), number, [model, hidden]);
+            let [up, down] = &weights[number % 2][rank];
             Ok(Layer {
-                up: group.upload(&up, hidden, model)?,
-                down: group.upload(&down, model, hidden)?,
+                up: group.upload(up, hidden, model)?,
+                down: group.upload(down, model, hidden)?,
             })
         };
         Ok(Model {
             group: group.clone(),
             layers: (0..layers).map(layer).collect::<Result<_>>()?,
+            weights,
             x: group.sharded_with_capacity(capacity, model)?,
             hidden: group.zeros(capacity, hidden)?,
             width: [model, hidden],
@@ -119,14 +126,12 @@ impl<B: Backend> Model<B> {
                 .collect()
         };
         let mut exact = rows(&tokens_of(step, own.end, model));
-        let world = self.group.world_size();
         for number in 0..self.layers.len() {
             let mut next = vec![0.0; exact.len()];
-            for rank in 0..world {
-                let [up, down] = weights(rank, world, number, self.width);
-                let products = product(&exact, &up, model);
+            for [up, down] in &self.weights[number % 2] {
+                let products = product(&exact, up, model);
                 let products: Vec<f64> = products.into_iter().map(|x| x.max(0.0)).collect();
-                let part = product(&products, &down, hidden);
+                let part = product(&products, down, hidden);
                 next.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
             }
             exact = next;
@@ -169,9 +174,25 @@ fn random(seed: u64, count: usize, scale: f32) -> Vec<bf16> {
 
 /// `a · bᵀ`, over `k`.
 fn product(a: &[f64], b: &[bf16], k: usize) -> Vec<f64> {
-    let b: Vec<f64> = b.iter().map(|x| x.to_f64()).collect();
-    let dot = |x: &[f64], y: &[f64]| x.iter().zip(y).map(|(x, y)| x * y).sum();
-    a.chunks_exact(k)
-        .flat_map(|row| b.chunks_exact(k).map(move |column| dot(row, column)))
-        .collect()
+    let n = b.len() / k;
+    let mut products = vec![0.0; a.len() / k * n];
+    for (column, b) in b.chunks_exact(k).enumerate() {
+        let b: Vec<f64> = b.iter().map(|x| x.to_f64()).collect();
+        for (row, a) in a.chunks_exact(k).enumerate() {
+            products[row * n + column] = dot(a, &b);
+        }
+    }
+    products
+}
+
+/// In as many sums as fill a processor's vectors.
+fn dot(x: &[f64], y: &[f64]) -> f64 {
+    const LANES: usize = 8;
+    let mut sums = [0.0; LANES];
+    for (x, y) in x.chunks(LANES).zip(y.chunks(LANES)) {
+        for (sum, (x, y)) in sums.iter_mut().zip(x.iter().zip(y)) {
+            *sum += x * y;
+        }
+    }
+    sums.iter().sum()
 }

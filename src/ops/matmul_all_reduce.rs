@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::operands::Options;
-use super::partial_sums::{Planned, Which, split};
+use super::partial_sums::{Planned, Which};
 use super::{Added, require_by_rank, require_same_group, require_shape};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
@@ -125,7 +125,7 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
         require_same_group("out", out.group(), group)?;
         require_shape(group.rank(), "out [M, N]", [m, n], out.shape())?;
         require_by_rank("out", out)?;
-        let layout = split(group, &out.layout().rows(), [m, k])?;
+        let layout = out.layout().of_columns(k)?;
         let sums = Planned::new(&self.0, Which::All, group, layout, n, None)?;
         let gather = match sums.needs_gather() {
             true => Some(gather_of(group, out, sums.config())?),

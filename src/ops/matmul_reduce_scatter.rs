@@ -145,8 +145,8 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         out: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
         let (a, b, out) = (a.into(), b.into(), out.into());
-        let planned = self.plan(a, self.options.n_of(b), self.rows, out.dtype());
-        let planned = planned.map_err(|error| a.group().refuse(NAME, error))?;
+        let plan = || self.plan(a, self.options.n_of(b), self.layout(a)?, out.dtype());
+        let planned = plan().map_err(|error| a.group().refuse(NAME, error))?;
         planned.run(a, b, out)
     }
 
@@ -162,13 +162,16 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         out: &mut ShardedMatrix<B, T>,
     ) -> Result<()> {
         let (a, b) = (a.into(), b.into());
-        let (group, [m, _], n) = (a.group(), a.shape(), self.options.n_of(b));
+        let (group, [m, k], n) = (a.group(), a.shape(), self.options.n_of(b));
         let plan = || -> Result<PreparedReduceScatter<'a, B, T>> {
             require_same_group("out", out.group(), group)?;
             require_shape(group.rank(), "out [M, N]", [m, n], out.shape())?;
             require_by_rank("out", out)?;
-            let rows = out.layout().rows();
-            self.plan(a, n, self.rows.or(Some(&rows)), Some(T::DTYPE))
+            let layout = match self.rows {
+                Some(_) => self.layout(a)?,
+                None => out.layout().of_columns(k)?,
+            };
+            self.plan(a, n, layout, Some(T::DTYPE))
         };
         let planned = plan().map_err(|error| group.refuse(NAME, error))?;
         planned.run_into(a, b, out)
@@ -186,25 +189,28 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         n: usize,
     ) -> Result<PreparedReduceScatter<'a, B, T>> {
         let a = a.into();
-        let planned = self.plan(a, n, self.rows, None);
-        planned.map_err(Error::refused(a.group().rank(), NAME))
+        let plan = || self.plan(a, n, self.layout(a)?, None);
+        plan().map_err(Error::refused(a.group().rank(), NAME))
     }
 
     fn plan(
         &self,
         a: MatrixView<B, T>,
         n: usize,
-        rows: Option<&[usize]>,
+        layout: Layout,
         out: Option<DType>,
     ) -> Result<PreparedReduceScatter<'a, B, T>> {
-        let group = a.group();
-        let [m, k] = a.shape();
-        let layout = match rows {
-            Some(rows) => split(group, rows, [m, k])?,
-            None => Layout::balanced(m, k, group.world_size())?,
-        };
-        let planned = Planned::new(&self.options, Which::Own, group, layout, n, out)?;
+        let planned = Planned::new(&self.options, Which::Own, a.group(), layout, n, out)?;
         Ok(PreparedReduceScatter(planned))
+    }
+
+    /// Who gets which rows of the product of `a`.
+    fn layout(&self, a: MatrixView<B, T>) -> Result<Layout> {
+        let (group, [m, k]) = (a.group(), a.shape());
+        match self.rows {
+            Some(rows) => split(group, rows, [m, k]),
+            None => Layout::balanced(m, k, group.world_size()),
+        }
     }
 }
 

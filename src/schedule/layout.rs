@@ -77,6 +77,20 @@ impl Layout {
         })
     }
 
+    /// As many rows of the same owners, rank after rank, of a matrix of `k` columns.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] when `k` is 0 or above [`MAX_EXTENT`].
+    pub fn of_columns(&self, k: usize) -> Result<Layout> {
+        limit("K", k, 1, MAX_EXTENT)?;
+        Ok(Layout {
+            offsets: self.offsets.clone(),
+            columns: k,
+            stages: 1,
+            order: RowOrder::ByRank,
+        })
+    }
+
     /// Into how many blocks each rank's rows are cut.
     pub fn stages(&self) -> usize {
         self.stages
