@@ -541,7 +541,6 @@ impl fmt::Display for Who<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::json;
 
     #[test]
     fn messages_name_the_rank_the_value_and_the_remedy() {
@@ -577,38 +576,5 @@ mod tests {
             "rank 1 failed: exit status: 0 (its group failed: rank 1 left the group while rank 0 waited in barrier(); \
              all ranks must make the same calls)"
         );
-    }
-
-    #[test]
-    fn an_error_crosses_processes_unchanged() {
-        let lost = Error::RankLost {
-            rank: 1,
-            noticed_by: 0,
-        };
-        let failed = |cause| Error::RankFailed {
-            rank: 1,
-            status: "exit status: 1".into(),
-            cause,
-        };
-        let poisoned = Error::Poisoned {
-            cause: Box::new(lost.clone()),
-        };
-        assert_eq!(poisoned.cause(), &lost);
-        let no_route = Error::NoRoute {
-            rank: 2,
-            operation: "all_reduce".into(),
-            asked: Route::Store,
-            instead: Route::Push,
-        };
-        for error in [
-            failed(None),
-            failed(Some(Box::new(lost))),
-            poisoned,
-            no_route,
-        ] {
-            assert_eq!(json::error(&json::of_error(&error)).unwrap(), error);
-            let outcome: Result<()> = Err(error);
-            assert_eq!(json::outcome(&json::of_outcome(&outcome)).unwrap(), outcome);
-        }
     }
 }

@@ -85,6 +85,7 @@ pub mod error;
 pub mod schedule;
 
 mod element;
+#[cfg(not(loom))]
 mod json;
 mod ranges;
 

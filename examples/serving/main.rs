@@ -126,7 +126,7 @@ fn run<B: Backend>(
     let mut times = Vec::with_capacity(steps.len());
     for (number, step) in steps.iter().enumerate() {
         model.take_tokens(step.tokens, number)?;
-        // Ranks take other times to come here, and none should wait for another in what is timed.
+        // Ranks begin a step about together: what one does beside its steps is not the others' time.
         group.barrier()?;
         let began = Instant::now();
         layers(model, step)?;

@@ -1,5 +1,5 @@
-//! What ranks tell one another, and what tables of tuned configurations hold, as JSON. The types of the interface are described here once
-//! more, as the compiler sees to, so that serde's traits are no part of it.
+//! What ranks tell one another, and what tables of tuned configurations hold, as JSON. The types of the interface are described here a second
+//! time, so that serde's traits are no part of it; nothing compiles if the two differ.
 
 #[cfg(feature = "cuda")]
 pub mod config;
@@ -23,7 +23,7 @@ pub fn error(bytes: &[u8]) -> serde_json::Result<Error> {
     serde_json::from_slice(bytes).map(|SentError(error)| error)
 }
 
-/// What something has come to.
+/// A result, or its error.
 pub fn of_outcome<T: Serialize>(outcome: &Result<T>) -> Vec<u8> {
     let outcome = outcome.as_ref().map_err(|error| SentError(error.clone()));
     serde_json::to_vec(&outcome).unwrap_or_default()
@@ -305,4 +305,42 @@ enum ErrorJson {
         action: String,
         reason: String,
     },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_crosses_processes_unchanged() {
+        let lost = Error::RankLost {
+            rank: 1,
+            noticed_by: 0,
+        };
+        let failed = |cause| Error::RankFailed {
+            rank: 1,
+            status: "exit status: 1".into(),
+            cause,
+        };
+        let poisoned = Error::Poisoned {
+            cause: Box::new(lost.clone()),
+        };
+        assert_eq!(poisoned.cause(), &lost);
+        let no_route = Error::NoRoute {
+            rank: 2,
+            operation: "all_reduce".into(),
+            asked: Route::Store,
+            instead: Route::Push,
+        };
+        for error in [
+            failed(None),
+            failed(Some(Box::new(lost))),
+            poisoned,
+            no_route,
+        ] {
+            assert_eq!(super::error(&of_error(&error)).unwrap(), error);
+            let outcome: Result<()> = Err(error);
+            assert_eq!(super::outcome(&of_outcome(&outcome)).unwrap(), outcome);
+        }
+    }
 }

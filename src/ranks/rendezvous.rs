@@ -27,7 +27,7 @@ use crate::schedule::layout::MAX_WORLD;
 
 const MAGIC: [u8; 8] = *b"gemmesh\0";
 /// Changes whenever ranks of an older build could not work with ranks of this one.
-pub const PROTOCOL_VERSION: u32 = 3;
+pub const PROTOCOL_VERSION: u32 = 4;
 /// The longest introduction: a few numbers and names.
 const MAX_HELLO: usize = 4096;
 /// The longest answer: an error.

@@ -346,7 +346,7 @@ impl<'a> Cutter<'a> {
         source: usize,
         peer: usize,
         stage: usize,
-    ) -> impl ExactSizeIterator<Item = Transfer> {
+    ) -> impl Iterator<Item = Transfer> {
         let chunks = |other: usize| self.chunks_of(other, peer);
         // A shard's chunks in the stages before one.
         let before = |other, stage| chunks(other).partition_point(|chunk| chunk.stage < stage);
@@ -430,13 +430,9 @@ pub(super) fn stored_parts(
     let count = (shard.len() * k / ELEMENTS).min(MOST / (world - 1).max(1));
     let count = count.max(1);
     let pieces = (count / shard.len().max(1)).min(k / LEAST_COLUMNS).max(1);
-    // None is empty.
-    let count = count.min(shard.len());
     let column =
         move |piece: usize| (k.div_ceil(CUT_COLUMNS) * piece / pieces * CUT_COLUMNS).min(k);
-    let row = move |part: usize| shard.start + shard.len() * part / count;
-    (0..count).flat_map(move |part| {
-        let rows = row(part)..row(part + 1);
+    chunk_rows(shard, count, 1).flat_map(move |rows| {
         (0..pieces).map(move |piece| Part {
             rows: rows.clone(),
             columns: column(piece)..column(piece + 1),

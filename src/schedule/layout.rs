@@ -77,7 +77,7 @@ impl Layout {
         })
     }
 
-    /// As many rows of the same owners, rank after rank, of a matrix of `k` columns.
+    /// The same split of the rows, in one stage, for a matrix of `k` columns.
     ///
     /// # Errors
     /// [`Error::Limit`] when `k` is 0 or above [`MAX_EXTENT`].

@@ -61,7 +61,7 @@ pub struct Timeline {
 }
 
 impl Timeline {
-    /// Brings the ranks' traces together. Collective; every rank gets the whole.
+    /// Brings the ranks' traces together, numbered by the group's ranks. Collective; every rank gets the whole.
     ///
     /// # Errors
     /// The group's failure.

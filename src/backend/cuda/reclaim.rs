@@ -123,12 +123,15 @@ impl Reclaimer {
         // Held, so that no other stream takes over in between.
         let main = self.lock_main();
         let State { marks, .. } = &mut *self.kept.lock();
-        // One that somebody else holds stays where it is. Where each of many operations has something freed behind it, only old ones are unheld.
+        // A mark that is held stays where it is. Table slots hold those behind which they are free, and the oldest come free first.
         let is_unheld = |mark: &Arc<Mark>| Arc::strong_count(mark) == 1;
-        let last = marks.len().checked_sub(1);
-        let unheld = last.filter(|&last| is_unheld(&marks[last]));
-        let mark = match unheld.or_else(|| marks.iter().position(is_unheld)) {
-            Some(unheld) => marks.remove(unheld),
+        let oldest = |marks: &mut Vec<Arc<Mark>>| {
+            let unheld = marks.iter().position(is_unheld)?;
+            Some(marks.remove(unheld))
+        };
+        let latest = marks.pop_if(|mark| is_unheld(mark));
+        let mark = match latest.or_else(|| oldest(marks)) {
+            Some(unheld) => unheld,
             None => Arc::new(Mark::new(&self.device, 2)?),
         };
         mark.record(&[&main, &self.copies])?;
