@@ -75,8 +75,8 @@ fn more_memory_than_there_is_is_refused_on_every_rank_and_the_group_goes_on() {
 }
 
 /// As in a serving loop: other rows, and another split of them, at every step. How much longer that takes depends on the
-/// host's cores: 12 µs on the first machine of two H200s. On most others calls take 6 to 9 µs for few rows and 17 to 25 for thousands, and other
-/// rows 15 to 33 and 23 to 30 more, so there it fails; allocating would take a hundred.
+/// host's cores: 12 µs on the first machine of two H200s. On most others calls take 6 to 9 µs for few rows and 17 to 26 for thousands, and other
+/// rows 15 to 33 and 23 to 33 more, so there it fails; allocating would take a hundred.
 #[test]
 fn a_call_with_other_rows_takes_no_longer_than_planning_does() {
     const CAPACITY: usize = 8192;

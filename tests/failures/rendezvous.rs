@@ -180,7 +180,8 @@ fn group_that_strangers_visit(
 }
 
 fn introduction(length: u32, words: &[u8]) -> Vec<u8> {
-    let numbers = [3, 1, length].map(u32::to_le_bytes).concat();
+    // The version that the library speaks, and a rank.
+    let numbers = [4, 1, length].map(u32::to_le_bytes).concat();
     [b"gemmesh\0", numbers.as_slice(), words].concat()
 }
 
