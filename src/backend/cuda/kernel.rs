@@ -256,24 +256,19 @@ fn multiplies(shape: &Shape, gated: bool, layout: WeightLayout) -> bool {
 
 /// `base` with a shape.
 fn configured(family: &Family, shape: &Shape, base: &Config) -> Config {
-    let tile = TileShape::new(
-        shape.tile_m as usize,
-        shape.tile_n as usize,
-        family.tile_k as usize,
-    );
+    let mut config = *base;
+    let tile = &mut config.tile;
+    tile.m = shape.tile_m as usize;
+    tile.n = shape.tile_n as usize;
+    tile.k = family.tile_k as usize;
+    tile.stages = shape.stages as usize;
+    tile.cluster = shape.cluster as usize;
+    tile.split_k = shape.split as usize;
     // CTAs share K in one way.
-    let (slices, stream_k) = match shape.split {
-        1 => (base.tile.k_slices, base.tile.stream_k),
-        _ => (1, false),
-    };
-    let tile = tile
-        .with_stages(shape.stages as usize)
-        .with_cluster(shape.cluster as usize)
-        .with_split_k(shape.split as usize)
-        .with_k_slices(slices)
-        .with_stream_k(stream_k)
-        .with_group_m(base.tile.group_m);
-    Config { tile, ..*base }
+    if shape.split > 1 {
+        (tile.k_slices, tile.stream_k) = (1, false);
+    }
+    config
 }
 
 /// The cubin, if there is one in this program.

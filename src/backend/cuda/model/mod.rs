@@ -86,36 +86,35 @@ fn fastest(
     let sliced =
         numerics != Numerics::Invariant && asked.layout.m() > FEW_ROWS && !is_sum(asked.operation);
     let mut best = (f64::INFINITY, base);
+    let consider = |best: &mut (f64, Config), tiles: &Tiles, config: &Config| {
+        let time = time(tiles, config, best.0);
+        if time < best.0 {
+            *best = (time, *config);
+        }
+    };
     // Higher ones would be half empty at the least; but ranks may have to agree with those of `base`.
     let highest = (2 * asked.layout.m().max(FEW_ROWS)).max(base.entry_rows());
     let configs = configs(base, is_sum(asked.operation), &asked.form)
         .filter(|config| config.entry_rows() <= highest && config.check_numerics(numerics).is_ok());
-    configs.for_each(|config| {
+    // A configuration is changed where it stands: to copy one takes as long as a part of the forecast.
+    configs.for_each(|mut config| {
         let tiles = Tiles::of(rates, asked, &config);
+        consider(&mut best, &tiles, &config);
+        let can = config.tile.split_k == 1 && !(asked.form.gated && is_exchanged(&config));
         // Others take longer though they filled all multiprocessors.
-        let may_gain = tiles.start + tiles.filled() < best.0;
-        let sliced = sliced
-            && config.tile.split_k == 1
-            && may_gain
-            && !(asked.form.gated && is_exchanged(&config));
-        let mut consider = |tiles: &Tiles, config: Config| {
-            let time = time(tiles, &config, best.0);
-            if time < best.0 {
-                best = (time, config);
-            }
-        };
-        let with = |tile| Config { tile, ..config };
-        for slices in tiles.slices(if sliced { MOST_SLICES } else { 1 }) {
-            let config = with(config.tile.with_k_slices(slices));
-            match slices {
-                1 => consider(&tiles, config),
-                _ if !slices::fit(&config, tiles.entries) => continue,
-                _ => consider(&Tiles::of(rates, asked, &config), config),
+        if !sliced || !can || tiles.start + tiles.filled() >= best.0 {
+            return;
+        }
+        for slices in tiles.slices(MOST_SLICES) {
+            config.tile.k_slices = slices;
+            if slices::fit(&config, tiles.entries) {
+                consider(&mut best, &Tiles::of(rates, asked, &config), &config);
             }
         }
-        if sliced && numerics == Numerics::StreamK {
-            let config = with(config.tile.with_stream_k(true));
-            consider(&Tiles::of(rates, asked, &config), config);
+        if numerics == Numerics::StreamK {
+            config.tile.k_slices = 1;
+            config.tile.stream_k = true;
+            consider(&mut best, &Tiles::of(rates, asked, &config), &config);
         }
     });
     best.1

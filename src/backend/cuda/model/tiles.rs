@@ -190,7 +190,10 @@ impl<'a> Tiles<'a> {
             0 => self.sums.joined,
             _ => self.wave(rest) + self.sums.joined,
         };
-        full as f64 * self.wave(self.slots) + last
+        match full {
+            0 => last,
+            _ => full as f64 * self.wave(self.slots) + last,
+        }
     }
 
     /// What all of them would take if the last wave were as full as any.
@@ -199,14 +202,14 @@ impl<'a> Tiles<'a> {
         self.entries as f64 / self.slots as f64 * self.wave(count)
     }
 
-    /// Into how many slices K may be worth cutting, where it is not cut so far: one, and numbers that fill whole waves.
+    /// Into how many slices K may be worth cutting, where it is not cut so far: numbers that fill whole waves.
     pub fn slices(&self, most: usize) -> impl Iterator<Item = usize> {
         let most = most.min((self.steps / LEAST_STEPS) as usize);
         let waves = if most > 1 { MOST_WAVES } else { 0 };
         let (slots, entries) = (self.slots, self.entries.max(1));
         // The share of a whole wave that each slice is, times the waves.
         let mut least = entries.div_ceil(slots) as f64;
-        let sliced = (1..=waves)
+        (1..=waves)
             .map(move |waves| (waves, waves * slots / entries))
             .take_while(move |&(_, slices)| slices <= most)
             .filter(move |&(waves, slices)| {
@@ -215,8 +218,7 @@ impl<'a> Tiles<'a> {
                 least = if pays { share } else { least };
                 pays
             })
-            .map(|(_, slices)| slices);
-        std::iter::once(1).chain(sliced)
+            .map(|(_, slices)| slices)
     }
 
     /// From the launch to the end.
