@@ -387,7 +387,7 @@ fn cut_shard(layout: &Layout, config: &Config, source: usize, is_last: bool) -> 
         let block = layout.block(source, stage);
         if config.route == Route::Store {
             let parts = stored_parts(block, k, layout.world());
-            all.extend(parts.map(|part| Chunk { stage, part }));
+            parts.for_each(|part| all.push(Chunk { stage, part }));
             continue;
         }
         let (count, cut) = match is_last && stage + 1 == stages {

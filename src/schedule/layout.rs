@@ -202,6 +202,7 @@ pub fn chunk_rows(
         .filter(|rows| !rows.is_empty())
 }
 
+#[inline]
 pub(crate) fn limit(what: &str, value: usize, min: usize, max: usize) -> Result<()> {
     if (min..=max).contains(&value) {
         return Ok(());
