@@ -1,6 +1,7 @@
 //! Ranks as threads of one process.
 
 use std::os::unix::net::UnixStream;
+use std::sync::{Mutex, PoisonError};
 
 use super::{Builder, Group};
 use crate::backend::Backend;
@@ -20,15 +21,32 @@ where
     E: From<Error> + Send,
     F: Fn(Group<B>) -> Result<T, E> + Sync,
 {
-    if !(1..=MAX_WORLD).contains(&world) {
-        return Err(E::from(Error::Limit {
-            what: "world size".into(),
-            value: world,
-            min: 1,
-            max: MAX_WORLD,
-        }));
-    }
     let ends = connect(world)?;
+    let results: Vec<Mutex<Option<Result<T, E>>>> = ends.iter().map(|_| Mutex::default()).collect();
+    let failed_first = start(builder, ends, &|rank, group| {
+        let result = group.map_err(E::from).and_then(&f);
+        *results[rank].lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
+    })?;
+    let results = results.into_iter();
+    let mut results: Vec<Result<T, E>> = results
+        .filter_map(|result| result.into_inner().unwrap_or_else(PoisonError::into_inner))
+        .collect();
+    let first = failed_first
+        .into_iter()
+        .find(|&rank| results[rank].is_err());
+    results.swap(0, first.unwrap_or(0));
+    results.into_iter().collect()
+}
+
+/// Starts a thread for each rank and waits for them all. `part` is told a rank and its group, or why there is none. It
+/// takes neither `f` nor what that returns, so that it is compiled once and not for each. Returns the ranks whose errors
+/// come before others', the first first.
+fn start<B: Backend>(
+    builder: &Builder<B>,
+    ends: Vec<Vec<UnixStream>>,
+    part: &(dyn Fn(usize, Result<Group<B>>) + Sync),
+) -> Result<Vec<usize>> {
+    let world = ends.len();
     let memory = memfd(SharedState::BYTES)
         .map_err(Error::system(None, "allocate the group's shared memory"))?;
     let shared_state = |rank| {
@@ -38,10 +56,11 @@ where
     };
     // For the last look at what has happened.
     let group = shared_state(0)?;
-    let results: Vec<Result<T, E>> = std::thread::scope(|scope| {
-        let start = |rank, connections| {
-            let (shared_state, f) = (&shared_state, &f);
-            std::thread::Builder::new().spawn_scoped(scope, move || {
+    std::thread::scope(|scope| {
+        let mut threads = Vec::new();
+        for (rank, connections) in ends.into_iter().enumerate() {
+            let shared_state = &shared_state;
+            let thread = std::thread::Builder::new().spawn_scoped(scope, move || {
                 let members = shared_state(rank).and_then(|shared_state| {
                     Members::new(
                         rank,
@@ -52,54 +71,45 @@ where
                         connections,
                     )
                 });
-                members
-                    .and_then(|members| Group::open(members, builder))
-                    .map_err(E::from)
-                    .and_then(f)
-            })
-        };
-        let started = ends.into_iter().enumerate().map(|(rank, connections)| {
-            start(rank, connections).map_err(|error| {
+                part(
+                    rank,
+                    members.and_then(|members| Group::open(members, builder)),
+                );
+            });
+            match thread {
+                Ok(thread) => threads.push(thread),
                 // The others need not wait for it.
-                group.fail(Error::system(rank, "start a thread")(error))
-            })
-        });
-        let threads: Vec<_> = started.collect();
-        threads
-            .into_iter()
-            .map(|thread| match thread?.join() {
-                Ok(result) => result,
-                Err(panic) => std::panic::resume_unwind(panic),
-            })
-            .collect()
-    });
-    let mut values = Vec::new();
-    let mut errors = Vec::new();
-    for (rank, result) in results.into_iter().enumerate() {
-        match result {
-            Ok(value) => values.push(value),
-            Err(error) => errors.push((rank, error)),
+                Err(error) => part(
+                    rank,
+                    Err(group.fail(Error::system(rank, "start a thread")(error))),
+                ),
+            }
         }
-    }
+        for thread in threads {
+            if let Err(panic) = thread.join() {
+                std::panic::resume_unwind(panic);
+            }
+        }
+    });
     // The failure of one rank makes others fail after it. So first comes a rank that left while another waited for it,
     // then the one that reported the group's failure.
     let left = match group.fault() {
         Some(Error::RankLeft { rank, .. }) => Some(rank),
         _ => None,
     };
-    let first = [left, group.reporter()]
-        .into_iter()
-        .flatten()
-        .find_map(|rank| errors.iter().position(|(failed, _)| *failed == rank))
-        .unwrap_or(0);
-    match errors.into_iter().nth(first) {
-        Some((_, error)) => Err(error),
-        None => Ok(values),
-    }
+    Ok([left, group.reporter()].into_iter().flatten().collect())
 }
 
 /// The control connections, by rank: rank 0 holds one to each other rank.
 fn connect(world: usize) -> Result<Vec<Vec<UnixStream>>> {
+    if !(1..=MAX_WORLD).contains(&world) {
+        return Err(Error::Limit {
+            what: "world size".into(),
+            value: world,
+            min: 1,
+            max: MAX_WORLD,
+        });
+    }
     let mut ends = vec![Vec::new()];
     for rank in 1..world {
         let (ours, theirs) = wire::pair().map_err(Error::system(rank, "open a socket pair"))?;

@@ -21,7 +21,7 @@ const SAY: &str = "@say ";
 const OUTCOME: &str = "@outcome ";
 /// Nothing here lasts longer; what does, hangs.
 const DEADLINE: Duration = Duration::from_secs(20);
-/// A process whose parent was killed ends on its own.
+/// A process whose parent was killed ends after it, or after longer where more is to be done.
 const LIFE: Duration = Duration::from_secs(60);
 
 /// How processes are started and waited for, where the defaults don't do.
@@ -68,6 +68,33 @@ pub struct Rank {
 }
 
 impl Rank {
+    /// This process, if it is a rank of this test. It ends on its own when its parent was killed.
+    fn here(test: &str, places: &[(usize, usize)]) -> Option<Rank> {
+        if std::env::var(TEST).as_deref() != Ok(test) {
+            return None;
+        }
+        let place: usize = std::env::var(PLACE).unwrap().parse().unwrap();
+        let (rank, world) = places[place];
+        let life = std::env::var(LIFE_SECONDS).unwrap().parse().unwrap();
+        std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_secs(life));
+            std::process::exit(99);
+        });
+        Some(Rank {
+            place,
+            rank,
+            world,
+            address: std::env::var(ADDRESS).unwrap(),
+        })
+    }
+
+    /// Tells the parent how its part went, and ends the process.
+    fn end(&self, outcome: Result<String, Error>) -> ! {
+        let outcome = gemmesh::testing::of_outcome(&outcome);
+        line(OUTCOME, &String::from_utf8(outcome).unwrap());
+        std::process::exit(0);
+    }
+
     /// The group of all processes of the test.
     pub fn connect(&self, timeout: Duration) -> Result<Group<Host>, Error> {
         let builder = Group::<Host>::builder().timeout(timeout);
@@ -114,25 +141,14 @@ pub fn start_with(
     setting: &Setting,
     part: impl FnOnce(&Rank) -> Result<String, Error>,
 ) -> Processes {
-    if std::env::var(TEST).as_deref() == Ok(test) {
-        let place: usize = std::env::var(PLACE).unwrap().parse().unwrap();
-        let (rank, world) = places[place];
-        let rank = Rank {
-            place,
-            rank,
-            world,
-            address: std::env::var(ADDRESS).unwrap(),
-        };
-        let life = std::env::var(LIFE_SECONDS).unwrap().parse().unwrap();
-        std::thread::spawn(move || {
-            std::thread::sleep(Duration::from_secs(life));
-            std::process::exit(99);
-        });
-        let outcome = part(&rank);
-        let outcome = gemmesh::testing::of_outcome(&outcome);
-        line(OUTCOME, &String::from_utf8(outcome).unwrap());
-        std::process::exit(0);
+    if let Some(rank) = Rank::here(test, places) {
+        rank.end(part(&rank));
     }
+    launch(test, places, setting)
+}
+
+/// Starts the test again as one process for each place.
+fn launch(test: &str, places: &[(usize, usize)], setting: &Setting) -> Processes {
     static TESTS: AtomicU32 = AtomicU32::new(0);
     let address = format!(
         "test-{}-{}",
