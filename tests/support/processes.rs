@@ -21,7 +21,7 @@ const SAY: &str = "@say ";
 const OUTCOME: &str = "@outcome ";
 /// Nothing here lasts longer; what does, hangs.
 const DEADLINE: Duration = Duration::from_secs(20);
-/// A process whose parent was killed ends after it, or after longer where more is to be done.
+/// A process whose parent was killed ends on its own.
 const LIFE: Duration = Duration::from_secs(60);
 
 /// How processes are started and waited for, where the defaults don't do.
@@ -68,7 +68,7 @@ pub struct Rank {
 }
 
 impl Rank {
-    /// This process, if it is a rank of this test. It ends on its own when its parent was killed.
+    /// This process, if it is a rank of this test.
     fn here(test: &str, places: &[(usize, usize)]) -> Option<Rank> {
         if std::env::var(TEST).as_deref() != Ok(test) {
             return None;
