@@ -41,17 +41,12 @@ impl Mapping {
         Mapping::new(begin.cast(), bytes)
     }
 
-    /// The memory behind a descriptor, shared with whoever else maps it.
+    /// The memory behind a descriptor that [`memfd`] has made of as many bytes, shared with whoever else maps it.
     pub fn shared(fd: impl AsFd, bytes: usize) -> io::Result<Mapping> {
         let bytes = bytes.max(1);
-        let size = rustix::fs::fstat(&fd)?.st_size as u64;
-        if size < bytes as u64 {
-            return Err(io::Error::other(format!(
-                "the shared memory holds {size} bytes, not {bytes}"
-            )));
-        }
-        // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing; the file is at
-        // least as long as the mapping and sealed against shrinking, so no access can fault.
+        require_sealed(&fd, bytes)?;
+        // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing; the file is as long as the
+        // mapping and sealed at that length, so no access can fault.
         let begin = unsafe {
             rustix::mm::mmap(
                 std::ptr::null_mut(),
@@ -84,6 +79,28 @@ impl Drop for Mapping {
     }
 }
 
+/// What keeps the size of shared memory as it is.
+const SEALS: SealFlags = SealFlags::SHRINK
+    .union(SealFlags::GROW)
+    .union(SealFlags::SEAL);
+
+/// Whether a descriptor, which another process may have made, is what [`memfd`] makes. To look at memory that is cut
+/// short would end this process.
+fn require_sealed(fd: &impl AsFd, bytes: usize) -> io::Result<()> {
+    let size = rustix::fs::fstat(fd)?.st_size as u64;
+    if size != bytes as u64 {
+        let reason = format!("the shared memory holds {size} bytes, not {bytes}");
+        return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
+    }
+    // It fails for what is no memory, too.
+    let seals = rustix::fs::fcntl_get_seals(fd).unwrap_or(SealFlags::empty());
+    if !seals.contains(SEALS) {
+        let reason = "the shared memory is not sealed at its size";
+        return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
+    }
+    Ok(())
+}
+
 /// Zeroed anonymous shared memory, reserved in full and sealed at its size.
 pub(crate) fn memfd(bytes: usize) -> io::Result<OwnedFd> {
     require_available(bytes)?;
@@ -92,7 +109,7 @@ pub(crate) fn memfd(bytes: usize) -> io::Result<OwnedFd> {
     rustix::fs::ftruncate(&fd, bytes)?;
     // Pages that are found missing only when they are touched would end the process by SIGBUS.
     rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, bytes)?;
-    rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+    rustix::fs::fcntl_add_seals(&fd, SEALS)?;
     Ok(fd)
 }
 
@@ -205,5 +222,25 @@ mod tests {
         assert_eq!(seen, 7);
         assert!(rustix::fs::ftruncate(&fd, 1).is_err(), "sealed");
         assert!(Mapping::shared(&fd, 4097).is_err(), "too long");
+        assert!(Mapping::shared(&fd, 4095).is_err(), "too short");
+    }
+
+    #[test]
+    fn what_another_process_could_cut_short_is_not_mapped() {
+        let made = |flags| rustix::fs::memfd_create("test", flags).unwrap();
+        let unsealed = made(MemfdFlags::ALLOW_SEALING);
+        let partly = made(MemfdFlags::ALLOW_SEALING);
+        let open = made(MemfdFlags::empty());
+        let regular = fs::File::open("/proc/self/exe").unwrap();
+        let length = regular.metadata().unwrap().len() as usize;
+        for fd in [&unsealed, &partly, &open] {
+            rustix::fs::ftruncate(fd, 4096).unwrap();
+        }
+        rustix::fs::fcntl_add_seals(&partly, SealFlags::SHRINK | SealFlags::SEAL).unwrap();
+        for fd in [unsealed, partly, open] {
+            let error = Mapping::shared(&fd, 4096).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+        }
+        assert!(Mapping::shared(&regular, length).is_err(), "a file");
     }
 }

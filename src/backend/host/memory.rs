@@ -51,10 +51,19 @@ impl Symmetric {
         let maps = gathered
             .fds
             .iter()
-            .map(|fd| Mapping::shared(fd, bytes))
-            .collect::<io::Result<Vec<_>>>()
+            .enumerate()
+            .map(|(owner, fd)| {
+                Mapping::shared(fd, bytes).map_err(|error| match error.kind() {
+                    io::ErrorKind::InvalidData => Error::Message {
+                        rank: owner,
+                        reason: error.to_string(),
+                    },
+                    _ => out_of_memory(rank, bytes)(error),
+                })
+            })
+            .collect::<Result<Vec<_>>>()
             // The others have theirs and go on: they must hear of it.
-            .map_err(|e| members.fail(out_of_memory(rank, bytes)(e)))?;
+            .map_err(|e| members.fail(e))?;
         Ok(Symmetric { rank, maps })
     }
 

@@ -262,7 +262,9 @@ impl Mapping {
         Ok((mapping, fd))
     }
 
-    /// Maps `bytes` bytes of another process's memory, which it has created with as many.
+    /// Maps `bytes` bytes of another process's memory, which it has created with as many. The driver refuses a
+    /// descriptor that is not its own, and any number of bytes but those that were created: no mapping is longer than
+    /// its memory.
     pub fn import(device: &Arc<Device>, fd: &OwnedFd, bytes: usize) -> Result<Mapping> {
         let _bound = device.bind()?;
         let mut handle = 0;
