@@ -1,11 +1,46 @@
 //! One thing that a rank did, and the clock that says when.
 
+use std::fs;
 use std::ops::Range;
+use std::sync::OnceLock;
 
-/// Nanoseconds of the machine's monotonic clock, which all processes of a host share.
+use rustix::time::{ClockId, clock_gettime};
+
+const SECOND: i64 = 1_000_000_000;
+
+/// Nanoseconds of the machine's monotonic clock, which all processes of a host share, whichever time namespaces they
+/// are in.
 pub(crate) fn now() -> u64 {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+    let time = clock_gettime(ClockId::Monotonic);
+    let shown = time.tv_sec * SECOND + time.tv_nsec;
+    shown.wrapping_sub(namespace_offset()) as u64
+}
+
+/// By how many nanoseconds this process's time namespace sets the clock forward. A process does not change its
+/// namespace as long as it has threads.
+fn namespace_offset() -> i64 {
+    static OFFSET: OnceLock<i64> = OnceLock::new();
+    *OFFSET.get_or_init(|| {
+        // The offsets are of the namespace in which this process's children are born. Where that is another, this
+        // process has made it, and is in the first one: a made-up one in between is not thought of.
+        let namespace = |name| fs::read_link(format!("/proc/self/ns/{name}")).ok();
+        let offsets = fs::read_to_string("/proc/self/timens_offsets").unwrap_or_default();
+        let is_own = namespace("time") == namespace("time_for_children");
+        is_own
+            .then(|| monotonic_offset(&offsets))
+            .flatten()
+            .unwrap_or(0)
+    })
+}
+
+/// Reads a line of a clock, its seconds and its nanoseconds.
+fn monotonic_offset(offsets: &str) -> Option<i64> {
+    let mut lines = offsets.lines().map(str::split_whitespace);
+    lines.find_map(|mut fields| {
+        fields.next().filter(|&name| name == "monotonic")?;
+        let mut number = || fields.next()?.parse::<i64>().ok();
+        Some(number()? * SECOND + number()?)
+    })
 }
 
 /// Who did something.
@@ -75,4 +110,18 @@ pub struct Span {
     pub begin: u64,
     /// When it ended.
     pub end: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_offset_of_a_time_namespace_is_read_in_seconds_and_nanoseconds() {
+        let offsets = |seconds| format!("monotonic {seconds:>11} 5\nboottime 7 0\n");
+        assert_eq!(monotonic_offset(&offsets("100")), Some(100 * SECOND + 5));
+        assert_eq!(monotonic_offset(&offsets("-3")), Some(-3 * SECOND + 5));
+        assert_eq!(monotonic_offset(""), None);
+        assert_eq!(monotonic_offset("monotonic\n"), None);
+    }
 }
