@@ -101,6 +101,35 @@ pub enum Error {
         waited_ms: u64,
     },
 
+    /// Other processes had the names of the sockets at which ranks could meet, or one of the same user did and gave
+    /// no answer.
+    #[error(
+        "rank {rank} found the names of address {address:?} taken for {waited_ms} ms, by {holder}; end that process, or choose another address"
+    )]
+    AddressTaken {
+        /// The rank.
+        rank: usize,
+        /// Where it was to meet the others.
+        address: String,
+        /// A process in the way, and its user, as far as the system tells.
+        holder: String,
+        /// For how long it was tried.
+        waited_ms: u64,
+    },
+
+    /// Ranks did not come to the rendezvous; or one came, and could not be told from a process of another user.
+    #[error("{} not come to {address:?}, where rank {rank} turned a process away: {reason}", Ranks(.ranks, "has", "have"))]
+    UnknownUser {
+        /// The ranks that did not come.
+        ranks: Vec<usize>,
+        /// The rank that turned the process away.
+        rank: usize,
+        /// Where they were to meet.
+        address: String,
+        /// Why its user is not known, and what to do.
+        reason: String,
+    },
+
     /// Two processes say that they are one rank.
     #[error("two processes are rank {rank} (pids {} and {}); give each its own rank", .pids[0], .pids[1])]
     DuplicateRank {
@@ -469,7 +498,7 @@ impl Error {
     pub(crate) fn at_fault(&self) -> Vec<usize> {
         match self {
             Error::Poisoned { cause } => cause.at_fault(),
-            Error::RanksMissing { ranks, .. } => ranks.clone(),
+            Error::RanksMissing { ranks, .. } | Error::UnknownUser { ranks, .. } => ranks.clone(),
             Error::System { rank, .. } => rank.iter().copied().collect(),
             Error::Shape { rank, .. }
             | Error::Unsuitable { rank, .. }
@@ -503,6 +532,7 @@ impl Error {
             Error::Limit { .. }
             | Error::Environment { .. }
             | Error::EnvironmentValue { .. }
+            | Error::AddressTaken { .. }
             | Error::AlreadyRank { .. } => Vec::new(),
         }
     }

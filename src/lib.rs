@@ -157,6 +157,7 @@ pub mod testing {
     pub use crate::device::{align_streams, calibrate, ranks_share_gpus, with_each_kernel};
     pub use crate::json::{of_outcome, outcome};
     pub use crate::ops::run_schedule;
+    pub use crate::ranks::address::meeting_texts;
 }
 
 #[cfg(fuzzing)]

@@ -85,6 +85,7 @@ fn ranks_that_see_the_gpus_in_different_orders_are_told_so() {
             let order = ["0,1", "1,0"][place];
             vec![("CUDA_VISIBLE_DEVICES", order.into())]
         },
+        ..Setting::default()
     };
     let ranks = ranks_with(test_name!(), 2, &setting, |rank| {
         connect(rank, TIMEOUT).map(|_| "a group".into())
@@ -387,6 +388,7 @@ fn a_starved_rank_is_set_free_on_any_stream_that_it_may_use_where_streams_share_
     let setting = Setting {
         deadline: DEADLINE,
         variables: &|_| vec![("CUDA_DEVICE_MAX_CONNECTIONS", "1".into())],
+        ..Setting::default()
     };
     all_done(ranks_with(test_name!(), 2, &setting, |rank| {
         let _context = Context::retain(rank.rank);

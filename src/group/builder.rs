@@ -101,9 +101,10 @@ impl<B: Backend> Builder<B> {
     pub fn from_env(self) -> Result<Group<B>> {
         let described = env::describe_this_process()?;
         let (rank, address) = (described.rank, &described.address);
-        let launcher = described
-            .launched()
-            .then(|| ReportSender::new(rank, address));
+        let launcher = match described.launched() {
+            true => ReportSender::new(rank, address),
+            false => None,
+        };
         let version = rendezvous::PROTOCOL_VERSION;
         let group = self.meet(rank, described.world, address, version, launcher.clone());
         if let (Some(launcher), Err(error)) = (launcher, &group) {

@@ -121,11 +121,14 @@ impl<B: Backend> Group<B> {
         Builder::new().from_env()
     }
 
-    /// The group of `world` processes on this host that give the same `address`, any text; `rank` is this one.
+    /// The group of `world` processes on this host that give the same `address`, any text; `rank` is this one. The
+    /// processes must be the same user's and share a network namespace; other namespaces may differ. Who can guess
+    /// the address can keep the ranks from meeting, but not take part: see "Who can join" in the guide.
     ///
     /// # Errors
     /// On every rank that comes: [`Error::RanksMissing`], [`Error::DuplicateRank`], [`Error::Mismatch`]; and
-    /// what the backend needs and does not find.
+    /// what the backend needs and does not find. [`Error::AddressTaken`] if other processes are in the way,
+    /// [`Error::UnknownUser`] if the system does not tell whose a process is.
     pub fn connect(rank: usize, world: usize, address: &str) -> Result<Group<B>> {
         Builder::new().connect(rank, world, address)
     }

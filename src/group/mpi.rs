@@ -7,6 +7,7 @@ use mpi::traits::{Communicator, Root};
 use super::{Builder, Group};
 use crate::backend::Backend;
 use crate::error::{Error, Result};
+use crate::ranks::address::draw;
 
 /// The address is drawn by rank 0 and told to the others.
 const ADDRESS_BYTES: usize = 64;
@@ -20,14 +21,18 @@ impl<B: Backend> Builder<B> {
     pub fn from_communicator(self, communicator: &impl Communicator) -> Result<Group<B>> {
         let (rank, world) = (communicator.rank() as usize, communicator.size() as usize);
         let mut address = [b' '; ADDRESS_BYTES];
-        if rank == 0 {
-            let drawn = crate::ranks::launch::unique_address();
-            let length = drawn.len().min(ADDRESS_BYTES);
-            address[..length].copy_from_slice(&drawn.as_bytes()[..length]);
+        let drawn = match rank {
+            0 => draw(),
+            _ => Ok(String::new()),
+        };
+        if let Ok(drawn) = &drawn {
+            address[..drawn.len()].copy_from_slice(drawn.as_bytes());
         }
         communicator
             .process_at_rank(0)
             .broadcast_into(&mut address[..]);
+        // After the broadcast, in which the others wait without a deadline.
+        drawn.map_err(Error::system(rank, "draw a random address"))?;
         let address = String::from_utf8_lossy(&address);
         self.connect(rank, world, address.trim())
     }

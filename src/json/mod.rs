@@ -171,6 +171,18 @@ enum ErrorJson {
         address: String,
         waited_ms: u64,
     },
+    AddressTaken {
+        rank: usize,
+        address: String,
+        holder: String,
+        waited_ms: u64,
+    },
+    UnknownUser {
+        ranks: Vec<usize>,
+        rank: usize,
+        address: String,
+        reason: String,
+    },
     DuplicateRank {
         rank: usize,
         pids: [u32; 2],

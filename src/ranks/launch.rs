@@ -6,14 +6,13 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::reports::{FailureReport, ReportReceiver};
-use super::{env, wire};
+use super::{address, env, wire};
 use crate::error::{Error, Result};
 use crate::schedule::layout::MAX_WORLD;
 
@@ -139,7 +138,7 @@ impl Launch {
                 max: MAX_WORLD,
             });
         }
-        let address = unique_address();
+        let address = address::draw().map_err(Error::system(None, "draw a random address"))?;
         let receiver = ReportReceiver::new(&address, self.world)?;
         let ranks = (0..self.world).map(|rank| self.start(rank, &address));
         wait(ranks.collect::<Result<_>>()?, receiver)
@@ -201,17 +200,6 @@ fn refuse_rank(this: Result<env::Described>) -> Result<()> {
         Err(Error::Environment { .. }) => Ok(()),
         Err(unusable) => Err(unusable),
     }
-}
-
-/// A name that no other launch has.
-pub fn unique_address() -> String {
-    static LAUNCHES: AtomicU32 = AtomicU32::new(0);
-    let launch = LAUNCHES.fetch_add(1, Ordering::Relaxed);
-    let time = SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .unwrap_or_default()
-        .as_nanos();
-    format!("{time:x}.{launch}/{}", std::process::id())
 }
 
 /// A process, which does not outlive this value.

@@ -1,12 +1,15 @@
 //! Who the ranks of a group are: how they find one another, what they tell one another, who has failed. Knows no backend and no
 //! matrix.
 
+pub mod address;
 pub mod call;
 pub mod env;
 pub mod launch;
 pub mod members;
+mod peer;
 pub mod rendezvous;
 pub mod reports;
+mod search;
 pub mod shared_state;
 pub mod waits;
 mod watcher;

@@ -1,23 +1,28 @@
 //! The rendezvous: processes of one host that agree on an address become a group.
 //!
-//! The address is a name in the abstract socket namespace, so nothing lies in any directory and nothing
-//! stays behind when a process is killed. Rank 0 listens; the others connect, say who they are, and get
-//! either the group's shared memory or the reason why there is no group. Whoever connects and does not
+//! The names that follow from the address are in the abstract socket namespace, so nothing lies in any directory and
+//! nothing stays behind when a process is killed. Rank 0 listens at one of them; the others connect, say who they
+//! are, and get either the group's shared memory or the reason why there is no group. Whoever connects and does not
 //! speak this language, or is another user, is dropped, and listening goes on.
+//!
+//! Each time that rank 0 listens is an **attempt**. All who come to it get the same verdict, and get it when rank 0
+//! listens no more: who comes later takes part in the next attempt. So a connection that ends without a verdict says
+//! nothing, and its rank searches on.
 
 use std::fs;
 use std::io::{self, Read};
-use std::os::fd::OwnedFd;
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
-use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use serde::{Deserialize, Serialize};
 
+use super::address;
 use super::members::Members;
+use super::peer::{Peer, User, user_of};
 use super::reports::ReportSender;
+use super::search::{Found, RETRY, Search};
 use super::shared_state::SharedState;
 use super::wire::{self, Channel, WireError};
 use crate::error::{Error, Result};
@@ -27,20 +32,25 @@ use crate::schedule::layout::MAX_WORLD;
 
 const MAGIC: [u8; 8] = *b"gemmesh\0";
 /// Changes whenever ranks of an older build could not work with ranks of this one.
-pub const PROTOCOL_VERSION: u32 = 4;
+pub const PROTOCOL_VERSION: u32 = 5;
 /// The longest introduction: a few numbers and names.
 const MAX_HELLO: usize = 4096;
 /// The longest answer: an error.
 const MAX_VERDICT: usize = 64 << 10;
 /// How long a connection may take to introduce itself.
 const INTRODUCTION: Duration = Duration::from_secs(2);
-/// How long rank 0 goes on listening, once the group has failed, to tell those who come late.
+/// How long rank 0 goes on listening, once there can be no group, to tell those who come late; and how long a rank
+/// waits for that.
 const LINGER: Duration = Duration::from_secs(1);
 /// How long rank 0 listens, once all have come, for a process that has come twice.
 const LAST_CALL: Duration = Duration::from_millis(20);
 /// How many connections that have not introduced themselves are kept.
 const MAX_STRANGERS: usize = 256;
-const RETRY: Duration = Duration::from_millis(5);
+/// How many connections are accepted before rank 0 looks at the time again.
+const ACCEPTED: usize = 64;
+/// How often rank 0 does that at its deadline, for those who were there in time: as many as the system keeps by
+/// default.
+const LAST_TURNS: usize = 4096 / ACCEPTED;
 
 /// Who a process says it is.
 #[derive(Clone, Debug)]
@@ -58,7 +68,6 @@ pub struct Identity {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Hello {
     world: usize,
-    address: String,
     backend: String,
     /// The running kernel's id: the same for all processes that can share memory.
     boot_id: String,
@@ -69,7 +78,6 @@ impl Hello {
     fn new(identity: &Identity) -> Hello {
         Hello {
             world: identity.world,
-            address: identity.address.clone(),
             backend: identity.backend.into(),
             boot_id: fs::read_to_string("/proc/sys/kernel/random/boot_id")
                 .map_or_else(|_| "unknown".into(), |id| id.trim().into()),
@@ -119,88 +127,74 @@ impl Prefix {
 /// On every rank that comes, the same: [`Error::RanksMissing`], [`Error::DuplicateRank`] or
 /// [`Error::Mismatch`].
 pub fn meet_speaking(identity: &Identity, version: u32) -> Result<Members> {
-    let rank = identity.rank;
-    let address = wire::abstract_address(&identity.address).map_err(Error::system(
-        rank,
-        format!("use the address {:?}", identity.address),
-    ))?;
-    if rank == 0 {
-        match UnixListener::bind_addr(&address) {
-            Ok(listener) => return Rendezvous::new(identity, listener, version)?.run(),
-            // Another process is rank 0. Introduce this one too, so that every rank hears of it.
-            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
-            Err(error) => return Err(Error::system(rank, "listen for the other ranks")(error)),
+    if identity.world == 1 {
+        // Nobody is to be met, so nobody can be in the way.
+        return members(identity, allocate()?.0, Vec::new());
+    }
+    let mut search = Search::new(identity)?;
+    loop {
+        let (stream, peer) = match search.look()? {
+            Found::Here(listener) => {
+                return Rendezvous::new(identity, listener, version)?.run(search.begin());
+            }
+            Found::There(stream, peer) => (stream, peer),
+        };
+        match introduce(identity, &stream, version) {
+            Ok(memory) => return members(identity, memory, vec![stream]),
+            Err(WireError::Closed) => search.was_closed()?,
+            Err(WireError::Late) => return Err(search.was_silent(peer)),
+            Err(WireError::Stopped(error)) => return Err(error),
+            Err(WireError::Garbage(reason)) => return Err(Error::Message { rank: 0, reason }),
+            Err(WireError::Io(error)) => {
+                return Err(Error::system(identity.rank, "talk to rank 0")(error));
+            }
         }
     }
-    join(identity, &address, version)
 }
 
-/// A connection that does not block, also when it is made: a stopped rank 0 accepts only so many.
-fn connect(address: &SocketAddr) -> io::Result<UnixStream> {
-    let name = address.as_abstract_name().unwrap_or_default();
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    net::connect(&socket, &SocketAddrUnix::new_abstract_name(name)?)?;
-    Ok(socket.into())
-}
-
-/// The part of every rank but 0.
-fn join(identity: &Identity, address: &SocketAddr, version: u32) -> Result<Members> {
-    let begin = Instant::now();
-    let missing = |rank| Error::RanksMissing {
-        ranks: vec![rank],
-        address: identity.address.clone(),
-        waited_ms: begin.elapsed().as_millis() as u64,
-    };
-    let stream = loop {
-        match connect(address) {
-            Ok(stream) => break stream,
-            Err(_) if begin.elapsed() < identity.timeout => std::thread::sleep(RETRY),
-            Err(_) => return Err(missing(0)),
-        }
-    };
-    let system = |action: &str| Error::system(identity.rank, action.to_string());
-    require_same_user(&stream).map_err(system("trust the process that listens as rank 0"))?;
-
+/// Says who this rank is to the process that listens, and waits for the verdict.
+fn introduce(
+    identity: &Identity,
+    stream: &UnixStream,
+    version: u32,
+) -> Result<Mapping, WireError<Error>> {
     let hello = serde_json::to_vec(&Hello::new(identity))
-        .map_err(io::Error::from)
-        .map_err(system("encode an introduction"))?;
+        .map_err(|error| WireError::Io(io::Error::from(error)))?;
     let prefix = Prefix {
         version,
         rank: identity.rank as u32,
         length: hello.len() as u32,
     };
     let channel = Channel {
-        stream: &stream,
+        stream,
         // Rank 0 may have begun later than this rank, and knows better who is missing.
         deadline: Instant::now() + identity.timeout + LINGER,
         check: || Ok::<(), Error>(()),
     };
-    let answer = channel
-        .send_raw(&[prefix.encode().as_slice(), &hello].concat())
-        .and_then(|()| channel.receive(MAX_VERDICT));
-    let (verdict, fds) = answer.map_err(|error| match error {
-        WireError::Late => missing(0),
-        WireError::Closed => Error::RankLost {
-            rank: 0,
-            noticed_by: identity.rank,
-        },
-        WireError::Stopped(error) => error,
-        WireError::Garbage(reason) => Error::Message { rank: 0, reason },
-        WireError::Io(error) => system("talk to rank 0")(error),
-    })?;
-    let verdict = json::outcome::<()>(&verdict);
-    verdict.map_err(|e| Error::Message {
-        rank: 0,
-        reason: e.to_string(),
-    })??;
-    let memory = fds.first().ok_or_else(|| Error::Message {
-        rank: 0,
-        reason: "it sent no shared memory".into(),
-    })?;
-    let memory = Mapping::shared(memory, SharedState::BYTES)
+    channel.send_raw(&[prefix.encode().as_slice(), &hello].concat())?;
+    let (verdict, fds) = channel.receive(MAX_VERDICT)?;
+    let garbage = |e: serde_json::Error| WireError::Garbage(e.to_string());
+    let verdict = json::outcome::<()>(&verdict).map_err(garbage)?;
+    verdict.map_err(WireError::Stopped)?;
+    let [memory] = &fds[..] else {
+        let reason = format!("{} descriptors of shared memory", fds.len());
+        return Err(WireError::Garbage(reason));
+    };
+    Mapping::shared(memory, SharedState::BYTES)
+        .map_err(Error::system(
+            identity.rank,
+            "map the group's shared memory",
+        ))
+        .map_err(WireError::Stopped)
+}
+
+/// The memory that all ranks of a group share, and the descriptor for the others.
+fn allocate() -> Result<(Mapping, OwnedFd)> {
+    let system = |action| Error::system(0, action);
+    let fd = memfd(SharedState::BYTES).map_err(system("allocate the group's shared memory"))?;
+    let memory = Mapping::shared(&fd, SharedState::BYTES)
         .map_err(system("map the group's shared memory"))?;
-    members(identity, memory, vec![stream])
+    Ok((memory, fd))
 }
 
 fn members(identity: &Identity, memory: Mapping, connections: Vec<UnixStream>) -> Result<Members> {
@@ -217,18 +211,6 @@ fn members(identity: &Identity, memory: Mapping, connections: Vec<UnixStream>) -
     let shared_state =
         SharedState::new(memory, rank, world).with_launcher(identity.launcher.clone());
     Members::new(rank, timeout, false, shared_state, world, connections)
-}
-
-/// A process of another user could otherwise take part by guessing the address.
-fn require_same_user(stream: &UnixStream) -> io::Result<()> {
-    let peer = rustix::net::sockopt::socket_peercred(stream)?.uid;
-    if peer == rustix::process::getuid() {
-        return Ok(());
-    }
-    Err(io::Error::new(
-        io::ErrorKind::PermissionDenied,
-        format!("it runs as user {}", peer.as_raw()),
-    ))
 }
 
 /// A connection that has not introduced itself yet.
@@ -320,6 +302,8 @@ struct Rendezvous<'a> {
     guests: Vec<Option<Guest>>,
     /// Guests that have no place.
     rejected: Vec<Guest>,
+    /// Why the latest of those whose user is not known is not.
+    unknown_user: Option<String>,
 }
 
 impl<'a> Rendezvous<'a> {
@@ -335,118 +319,163 @@ impl<'a> Rendezvous<'a> {
             strangers: Vec::new(),
             guests: (0..identity.world).map(|_| None).collect(),
             rejected: Vec::new(),
+            unknown_user: None,
         })
     }
 
-    fn run(mut self) -> Result<Members> {
-        let outcome = self.receive_all().and_then(|()| {
-            let system = |action| Error::system(0, action);
-            let fd =
-                memfd(SharedState::BYTES).map_err(system("allocate the group's shared memory"))?;
-            let memory = Mapping::shared(&fd, SharedState::BYTES)
-                .map_err(system("map the group's shared memory"))?;
-            Ok((memory, fd))
-        });
+    /// One attempt, as part of a search that began at `begin`.
+    fn run(mut self, begin: Instant) -> Result<Members> {
+        let outcome = self.receive_all(begin).and_then(|()| allocate());
+        let is_over = |error: &Error| {
+            matches!(
+                error,
+                Error::RanksMissing { .. } | Error::UnknownUser { .. }
+            )
+        };
+        if outcome.as_ref().is_err_and(|error| !is_over(error)) {
+            self.await_late();
+        }
+        let Rendezvous {
+            identity,
+            guests,
+            rejected,
+            listener,
+            ..
+        } = self;
+        // Before anybody hears of it: who has, and comes again, is to find the next attempt.
+        drop(listener);
+        let guests = guests.into_iter().flatten();
         match outcome {
             Ok((memory, fd)) => {
                 let mut connections = Vec::new();
-                for guest in self.guests.iter_mut().filter_map(Option::take) {
-                    tell(
-                        &guest.stream,
-                        &Ok(()),
-                        &[fd.try_clone()
-                            .map_err(Error::system(0, "duplicate a descriptor"))?],
-                    );
+                for guest in guests {
+                    tell(&guest.stream, &Ok(()), &[fd.as_fd()]);
                     connections.push(guest.stream);
                 }
-                members(self.identity, memory, connections)
+                members(identity, memory, connections)
             }
             Err(error) => {
-                self.tell_all(&error);
+                for guest in guests.chain(rejected) {
+                    tell(&guest.stream, &Err(error.clone()), &[]);
+                }
                 Err(error)
             }
         }
     }
 
     /// Receives guests until each rank has come once.
-    fn receive_all(&mut self) -> Result<()> {
-        let begin = Instant::now();
+    fn receive_all(&mut self, begin: Instant) -> Result<()> {
         let deadline = begin + self.identity.timeout;
+        let mut turns = 0;
         while !self.complete() {
-            if Instant::now() >= deadline {
-                return Err(Error::RanksMissing {
-                    ranks: self.missing(),
-                    address: self.identity.address.clone(),
-                    waited_ms: begin.elapsed().as_millis() as u64,
-                });
+            let is_late = Instant::now() >= deadline;
+            let accepted = self.receive(deadline)?;
+            if is_late && !self.complete() && (accepted == 0 || turns == LAST_TURNS) {
+                return Err(self.incomplete(begin));
             }
-            self.receive(deadline)?;
+            turns += usize::from(is_late);
         }
         let last_call = Instant::now() + LAST_CALL;
-        while self.identity.world > 1 && Instant::now() < last_call {
+        while Instant::now() < last_call {
             self.receive(last_call)?;
         }
         Ok(())
+    }
+
+    /// That ranks are missing at the deadline.
+    fn incomplete(&mut self, begin: Instant) -> Error {
+        let missing = (1..self.identity.world).filter(|&rank| self.guests[rank].is_none());
+        let ranks = missing.collect();
+        let address = address::shown(&self.identity.address);
+        match self.unknown_user.take() {
+            Some(reason) => Error::UnknownUser {
+                ranks,
+                rank: 0,
+                address,
+                reason,
+            },
+            None => Error::RanksMissing {
+                ranks,
+                address,
+                waited_ms: begin.elapsed().as_millis() as u64,
+            },
+        }
     }
 
     fn complete(&self) -> bool {
         self.guests.iter().skip(1).all(Option::is_some)
     }
 
-    fn missing(&self) -> Vec<usize> {
-        (1..self.identity.world)
-            .filter(|&rank| self.guests[rank].is_none())
-            .collect()
-    }
-
-    /// Tells everybody who has come, or comes soon, that there is no group.
-    fn tell_all(&mut self, error: &Error) {
+    /// There will be no group: receives those who have not come, for a while, to tell them too.
+    fn await_late(&mut self) {
         let deadline = Instant::now() + LINGER;
-        // If world sizes differ, it may be rank 0 that is wrong: all that the others count on will come.
-        let guests = self.guests.iter().flatten().chain(&self.rejected);
-        let theirs = guests.filter_map(|guest| Some(guest.hello.as_ref()?.world));
-        let world = theirs.fold(self.identity.world, usize::max);
-        let mut told = vec![false; world.min(MAX_WORLD)];
-        told[0] = true;
-        loop {
-            let seated = self.guests.iter_mut().filter_map(Option::take);
-            for guest in seated.chain(self.rejected.drain(..)) {
-                tell(&guest.stream, &Err(error.clone()), &[]);
-                if let Some(told) = told.get_mut(guest.rank) {
-                    *told = true;
-                }
+        while !self.all_have_come() && Instant::now() < deadline {
+            // What else is wrong with those who come now does not matter any more. If nobody can come, it lasts.
+            if self.receive(deadline).is_err() {
+                std::thread::sleep(RETRY);
             }
-            if told.iter().all(|&told| told) || Instant::now() >= deadline {
-                return;
-            }
-            // What else is wrong with those who come now does not matter any more.
-            let _ = self.receive(deadline);
         }
     }
 
-    /// Waits for something to happen, and handles it.
-    fn receive(&mut self, deadline: Instant) -> Result<()> {
+    /// If world sizes differ, it may be rank 0 that is wrong: all that the others count on will come.
+    fn all_have_come(&self) -> bool {
+        let guests = || self.guests.iter().flatten().chain(&self.rejected);
+        let theirs = guests().filter_map(|guest| Some(guest.hello.as_ref()?.world));
+        let world = theirs.fold(self.identity.world, usize::max);
+        (1..world.min(MAX_WORLD)).all(|rank| guests().any(|guest| guest.rank == rank))
+    }
+
+    /// Waits for something to happen, until `until` at most, and handles so much of it that it is soon done, however
+    /// many connect. Returns how many connections it has accepted.
+    fn receive(&mut self, until: Instant) -> Result<usize> {
         let mut fds = vec![PollFd::new(&self.listener, PollFlags::IN)];
         fds.extend(
             self.strangers
                 .iter()
                 .map(|stranger| PollFd::new(&stranger.stream, PollFlags::IN)),
         );
-        let left = deadline.saturating_duration_since(Instant::now());
+        let left = until.saturating_duration_since(Instant::now());
         wire::poll(&mut fds, left.min(Duration::from_millis(50)))
             .map_err(Error::system(0, "wait for the other ranks"))?;
         drop(fds);
+        let accepted = self.accept()?;
+        self.listen()?;
+        Ok(accepted)
+    }
 
-        while let Ok((stream, _)) = self.listener.accept() {
-            let welcome = require_same_user(&stream).and_then(|()| stream.set_nonblocking(true));
-            if welcome.is_ok() {
-                self.strangers.push(Stranger {
+    /// Lets in whoever has connected and is this user.
+    fn accept(&mut self) -> Result<usize> {
+        for accepted in 0..ACCEPTED {
+            let stream = match self.listener.accept() {
+                Ok((stream, _)) => stream,
+                Err(error) => match error.kind() {
+                    io::ErrorKind::WouldBlock => return Ok(accepted),
+                    io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted => continue,
+                    _ => return Err(Error::system(0, "accept another rank's connection")(error)),
+                },
+            };
+            // These fail for connections that are none only.
+            let Ok(peer) = Peer::of(&stream) else {
+                continue;
+            };
+            if stream.set_nonblocking(true).is_err() {
+                continue;
+            }
+            match user_of(&stream, peer) {
+                User::Same => self.strangers.push(Stranger {
                     stream,
                     since: Instant::now(),
                     bytes: Vec::new(),
-                });
+                }),
+                User::Other => {}
+                User::Unknown(reason) => self.unknown_user = Some(reason),
             }
         }
+        Ok(ACCEPTED)
+    }
+
+    /// Hears what those who have connected say, and seats those who are ranks.
+    fn listen(&mut self) -> Result<()> {
         let mut introduced = Vec::new();
         let version = self.version;
         self.strangers
@@ -501,7 +530,6 @@ impl<'a> Rendezvous<'a> {
             return Ok(());
         };
         let own = &self.hello;
-        mismatch("address", hello.address.clone(), own.address.clone())?;
         mismatch("host (boot id)", hello.boot_id.clone(), own.boot_id.clone())?;
         mismatch("backend", hello.backend.clone(), own.backend.clone())?;
         mismatch("world size", hello.world.to_string(), own.world.to_string())?;
@@ -515,8 +543,10 @@ impl<'a> Rendezvous<'a> {
         }
         let first = match rank {
             0 => Some(own.pid),
+            // One that has gone and comes again is the same rank.
             _ => self.guests[rank]
                 .as_ref()
+                .filter(|seated| !wire::has_hung_up(&seated.stream))
                 .and_then(|seated| seated.hello.as_ref())
                 .map(|hello| hello.pid),
         };
@@ -530,13 +560,13 @@ impl<'a> Rendezvous<'a> {
 }
 
 /// Sends the verdict. A guest that has gone meanwhile is found missing by the first call it should make.
-fn tell(stream: &UnixStream, verdict: &Result<()>, fds: &[OwnedFd]) {
+fn tell(stream: &UnixStream, verdict: &Result<()>, fds: &[BorrowedFd]) {
     let channel = Channel {
         stream,
         deadline: Instant::now() + LINGER,
         check: || Ok::<(), Error>(()),
     };
-    let _ = channel.send(&json::of_outcome(verdict), &wire::borrow(fds));
+    let _ = channel.send(&json::of_outcome(verdict), fds);
 }
 
 #[cfg(fuzzing)]
@@ -544,6 +574,8 @@ pub mod fuzzing {
     //! What comes to a connection on which rank 0 waits for the others.
     use std::io::Write;
     use std::net::Shutdown;
+    use std::os::linux::net::SocketAddrExt;
+    use std::os::unix::net::SocketAddr;
 
     use super::*;
 

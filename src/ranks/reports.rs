@@ -4,20 +4,24 @@
 //! the launcher of its group's first failure, before it acts on it itself. It does so in one datagram to an abstract socket
 //! whose name follows from the launch's address: there is nothing to inherit, to pass on or to leave behind, and where
 //! nobody listens nothing happens.
+//!
+//! Who may report is who knows the address, which is drawn for the launch and stands in its ranks' environment, where
+//! only their user can read it. That holds whichever namespaces ranks are in; what the system says of a datagram's
+//! sender does not. And nobody else can have the socket's name before the launcher binds it, nor while the ranks run,
+//! who end with it. All that others can do is to fill the socket's queue, so that reports get lost; then it goes by
+//! how the ranks end.
 
-use std::io::IoSliceMut;
-use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
 
+use hmac_sha256::Hash;
 use rustix::event::{PollFd, PollFlags};
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, sockopt};
 use serde::{Deserialize, Serialize};
 
-use super::wire;
+use super::{address, wire};
 use crate::error::{Error, Result};
 use crate::json::optional;
 
@@ -25,7 +29,7 @@ use crate::json::optional;
 const MAX_REPORT: usize = 16 << 10;
 /// How long a rank tries to tell a launcher that does not listen, be it stopped.
 const PATIENCE: Duration = Duration::from_millis(200);
-/// How many reports are read at once, whoever sends them.
+/// How many datagrams are read before the launcher looks at its ranks again, whoever sends them.
 const READ: usize = 1024;
 
 /// One rank's word on the group that it is in.
@@ -39,8 +43,24 @@ pub struct FailureReport {
     pub error: Option<Error>,
 }
 
-fn address_of(launch: &str) -> std::io::Result<SocketAddr> {
-    wire::abstract_address(&format!("{launch}/launcher"))
+/// What begins a report, and shows who sent it. Not shown to anybody else.
+#[derive(Clone)]
+struct Token([u8; Token::BYTES]);
+
+impl Token {
+    const BYTES: usize = 32;
+
+    /// What follows it, if it begins `datagram`. How long the comparison takes tells nothing of it.
+    fn open<'a>(&self, datagram: &'a [u8]) -> Option<&'a [u8]> {
+        let (token, report) = datagram.split_first_chunk::<{ Token::BYTES }>()?;
+        (Hash::hash(token) == Hash::hash(&self.0)).then_some(report)
+    }
+}
+
+impl std::fmt::Debug for Token {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.write_str("Token")
+    }
 }
 
 /// Whether this process has told its launcher something that is not void.
@@ -50,18 +70,24 @@ static TOLD: AtomicBool = AtomicBool::new(false);
 #[derive(Clone, Debug)]
 pub struct ReportSender {
     rank: usize,
-    launch: Arc<str>,
+    name: SocketAddr,
+    token: Token,
     once: Arc<Once>,
 }
 
 impl ReportSender {
-    /// `launch` is the address that the launcher gave its ranks.
-    pub fn new(rank: usize, launch: &str) -> ReportSender {
-        ReportSender {
-            rank,
-            launch: launch.into(),
-            once: Arc::new(Once::new()),
+    /// `launch` is the address that the launcher gave its ranks. None if no launcher has drawn it: then anybody may
+    /// listen in its place.
+    pub fn new(rank: usize, launch: &str) -> Option<ReportSender> {
+        if !address::is_drawn(launch) {
+            return None;
         }
+        Some(ReportSender {
+            rank,
+            name: address::report_name(launch).ok()?,
+            token: Token(address::report_token(launch)),
+            once: Arc::new(Once::new()),
+        })
     }
 
     /// Tells the launcher why the group has failed, as rank `by` has reported it. Once; returns when it is done, by whatever
@@ -90,10 +116,10 @@ impl ReportSender {
 
     fn send(&self, report: &FailureReport) {
         let send = || -> std::io::Result<()> {
-            let bytes = serde_json::to_vec(report)?;
+            let bytes = [self.token.0.to_vec(), serde_json::to_vec(report)?].concat();
             let socket = UnixDatagram::unbound()?;
             socket.set_nonblocking(true)?;
-            socket.connect_addr(&address_of(&self.launch)?)?;
+            socket.connect_addr(&self.name)?;
             let deadline = Instant::now() + PATIENCE;
             loop {
                 let left = deadline.saturating_duration_since(Instant::now());
@@ -118,6 +144,7 @@ impl ReportSender {
 #[derive(Debug)]
 pub struct ReportReceiver {
     socket: UnixDatagram,
+    token: Token,
     world: usize,
     /// At most one a rank, in the order in which they came.
     reports: Vec<FailureReport>,
@@ -126,13 +153,13 @@ pub struct ReportReceiver {
 impl ReportReceiver {
     pub fn new(launch: &str, world: usize) -> Result<ReportReceiver> {
         let open = || -> std::io::Result<UnixDatagram> {
-            let socket = UnixDatagram::bind_addr(&address_of(launch)?)?;
+            let socket = UnixDatagram::bind_addr(&address::report_name(launch)?)?;
             socket.set_nonblocking(true)?;
-            sockopt::set_socket_passcred(&socket, true)?;
             Ok(socket)
         };
         Ok(ReportReceiver {
             socket: open().map_err(Error::system(None, "listen to the ranks"))?,
+            token: Token(address::report_token(launch)),
             world,
             reports: Vec::new(),
         })
@@ -145,34 +172,23 @@ impl ReportReceiver {
 
     /// Reads what has come, without waiting. Any process can send something: what is no rank's report is dropped.
     pub fn read(&mut self) {
+        // A longer one is cut, and then no report.
         let mut bytes = vec![0; MAX_REPORT];
         for _ in 0..READ {
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmCredentials(1))];
-            let mut control = RecvAncillaryBuffer::new(&mut space);
-            let received = rustix::net::recvmsg(
-                &self.socket,
-                &mut [IoSliceMut::new(&mut bytes)],
-                &mut control,
-                RecvFlags::CMSG_CLOEXEC,
-            );
-            let message = match received {
-                Ok(message) => message,
-                Err(rustix::io::Errno::INTR) => continue,
+            match self.socket.recv(&mut bytes) {
+                Ok(length) => self.file(&bytes[..length]),
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
                 // Nothing more.
                 Err(_) => return,
-            };
-            let us = rustix::process::getuid();
-            let is_ours = control.drain().any(|message| {
-                matches!(message, RecvAncillaryMessage::ScmCredentials(who) if who.uid == us)
-            });
-            if is_ours && !message.flags.contains(ReturnFlags::TRUNC) {
-                self.file(&bytes[..message.bytes]);
             }
         }
     }
 
-    fn file(&mut self, bytes: &[u8]) {
-        let Ok(report) = serde_json::from_slice::<FailureReport>(bytes) else {
+    fn file(&mut self, datagram: &[u8]) {
+        let Some(report) = self.token.open(datagram) else {
+            return;
+        };
+        let Ok(report) = serde_json::from_slice::<FailureReport>(report) else {
             return;
         };
         if report.rank.max(report.by) >= self.world {
@@ -197,7 +213,7 @@ impl AsFd for ReportReceiver {
 mod tests {
     use super::*;
     use crate::memory::{Mapping, memfd};
-    use crate::ranks::launch::unique_address;
+    use crate::ranks::address::{draw, report_token};
     use crate::ranks::shared_state::SharedState;
 
     fn lost(rank: usize) -> Error {
@@ -217,18 +233,18 @@ mod tests {
 
     #[test]
     fn a_rank_tells_of_a_group_once_and_of_the_next_anew() {
-        let launch = unique_address();
+        let launch = draw().unwrap();
         let mut receiver = ReportReceiver::new(&launch, 3).unwrap();
-        let first = ReportSender::new(2, &launch);
+        let first = ReportSender::new(2, &launch).unwrap();
         first.withdraw();
         assert_eq!(told(&mut receiver), []);
         first.tell(0, &lost(1));
         first.clone().tell(0, &lost(0));
         assert_eq!(told(&mut receiver), [(2, 1)]);
         // It tried again without success: the first failure remains the cause.
-        ReportSender::new(2, &launch).tell(2, &lost(0));
+        ReportSender::new(2, &launch).unwrap().tell(2, &lost(0));
         assert_eq!(told(&mut receiver), [(2, 1)]);
-        let second = ReportSender::new(2, &launch);
+        let second = ReportSender::new(2, &launch).unwrap();
         second.withdraw();
         assert_eq!(told(&mut receiver), []);
         second.tell(0, &lost(0));
@@ -237,7 +253,7 @@ mod tests {
 
     #[test]
     fn a_rank_tells_of_a_failure_that_another_reported_before_it_learns_of_it() {
-        let launch = unique_address();
+        let launch = draw().unwrap();
         let mut receiver = ReportReceiver::new(&launch, 2).unwrap();
         let memory = memfd(SharedState::BYTES).unwrap();
         let shared_state = |rank| {
@@ -245,7 +261,7 @@ mod tests {
             SharedState::new(memory, rank, 2)
         };
         let silent = shared_state(0);
-        let rank = shared_state(1).with_launcher(Some(ReportSender::new(1, &launch)));
+        let rank = shared_state(1).with_launcher(ReportSender::new(1, &launch));
         assert_eq!(rank.fault(), None);
         silent.fail(lost(1));
         assert_eq!(told(&mut receiver), []);
@@ -255,10 +271,12 @@ mod tests {
 
     #[test]
     fn what_is_no_letter_of_a_rank_is_dropped() {
-        let launch = unique_address();
+        let launch = draw().unwrap();
         let mut receiver = ReportReceiver::new(&launch, 2).unwrap();
         let sender = UnixDatagram::unbound().unwrap();
-        sender.connect_addr(&address_of(&launch).unwrap()).unwrap();
+        sender
+            .connect_addr(&receiver.socket.local_addr().unwrap())
+            .unwrap();
         let foreign = FailureReport {
             rank: 7,
             by: 0,
@@ -272,6 +290,7 @@ mod tests {
                 reason: "x".repeat(MAX_REPORT),
             }),
         };
+        let token = report_token(&launch);
         for bytes in [
             vec![],
             b"{\"rank\":".to_vec(),
@@ -279,25 +298,61 @@ mod tests {
             serde_json::to_vec(&foreign).unwrap(),
             serde_json::to_vec(&long).unwrap(),
         ] {
-            sender.send(&bytes).unwrap();
+            sender.send(&[&token, bytes.as_slice()].concat()).unwrap();
+            receiver.read();
         }
-        ReportSender::new(1, &launch).tell(0, &lost(0));
+        // Of who does not know the address.
+        let well_formed = FailureReport { rank: 1, ..foreign };
+        let well_formed = serde_json::to_vec(&well_formed).unwrap();
+        for token in [&[][..], &token[1..], &report_token("another")] {
+            sender.send(&[token, &well_formed].concat()).unwrap();
+        }
+        ReportSender::new(1, &launch).unwrap().tell(0, &lost(0));
         assert_eq!(told(&mut receiver), [(1, 0)]);
     }
 
     #[test]
-    fn a_launcher_that_is_gone_or_does_not_listen_holds_no_rank_up() {
-        let launch = unique_address();
+    fn a_flood_of_datagrams_keeps_the_launcher_from_nothing() {
+        const FLOOD: Duration = Duration::from_secs(3);
+        let launch = draw().unwrap();
+        let mut receiver = ReportReceiver::new(&launch, 2).unwrap();
+        let name = receiver.socket.local_addr().unwrap();
+        let over = AtomicBool::new(false);
         let begin = Instant::now();
-        ReportSender::new(0, &launch).tell(0, &lost(1));
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    let sender = UnixDatagram::unbound().unwrap();
+                    sender.connect_addr(&name).unwrap();
+                    while !over.load(Ordering::Relaxed) && begin.elapsed() < FLOOD {
+                        sender.send(b"noise").unwrap();
+                    }
+                });
+            }
+            // After each of these looks it looks at its ranks and the time.
+            (0..3).for_each(|_| receiver.read());
+            assert!(begin.elapsed() < FLOOD);
+            over.store(true, Ordering::Relaxed);
+            // So that no sender waits for room.
+            receiver.read();
+        });
+    }
+
+    #[test]
+    fn a_launcher_that_is_gone_or_does_not_listen_holds_no_rank_up() {
+        let launch = draw().unwrap();
+        let begin = Instant::now();
+        ReportSender::new(0, &launch).unwrap().tell(0, &lost(1));
         assert!(begin.elapsed() < PATIENCE, "nobody is there");
         let mut receiver = ReportReceiver::new(&launch, 2).unwrap();
         let sender = UnixDatagram::unbound().unwrap();
-        sender.connect_addr(&address_of(&launch).unwrap()).unwrap();
+        sender
+            .connect_addr(&receiver.socket.local_addr().unwrap())
+            .unwrap();
         sender.set_nonblocking(true).unwrap();
         while sender.send(b"noise").is_ok() {}
         let begin = Instant::now();
-        ReportSender::new(0, &launch).tell(0, &lost(1));
+        ReportSender::new(0, &launch).unwrap().tell(0, &lost(1));
         assert!((PATIENCE..10 * PATIENCE).contains(&begin.elapsed()));
         assert_eq!(told(&mut receiver), []);
     }
@@ -315,10 +370,12 @@ pub mod fuzzing {
         };
     }
 
-    /// A report.
+    /// A report, from a process that knows the address.
     pub fn parse(data: &[u8]) {
         INBOX.with_borrow_mut(|receiver| {
             receiver.file(data);
+            let datagram = [&receiver.token.0, data].concat();
+            receiver.file(&datagram);
             assert!(receiver.reports().len() <= 4);
         });
     }

@@ -1,10 +1,9 @@
-//! Messages between ranks on control connections: frames of bytes, with descriptors where needed; and the names of sockets.
+//! Messages between ranks on control connections: frames of bytes, with descriptors where needed.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -13,7 +12,6 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags,
 };
 
-use crate::schedule::agreed::hash;
 use crate::schedule::layout::MAX_WORLD;
 
 /// No message of an established group is longer: traces are the longest.
@@ -187,14 +185,13 @@ pub fn pair() -> io::Result<(UnixStream, UnixStream)> {
     Ok((one, two))
 }
 
-/// The socket's name: readable, and short enough whatever the address is.
-pub fn abstract_address(address: &str) -> io::Result<SocketAddr> {
-    let uid = rustix::process::getuid().as_raw();
-    // Ranks of another build, which is to be told apart by its version, must find the same name.
-    let hash = hash(address.as_bytes());
-    let readable: String = address.chars().filter(char::is_ascii).take(40).collect();
-    SocketAddr::from_abstract_name(format!("gemmesh/{uid}/{readable}/{hash:016x}"))
+/// Whether the other end is closed.
+pub fn has_hung_up(stream: &UnixStream) -> bool {
+    let mut fds = [PollFd::new(stream, PollFlags::RDHUP)];
+    let closed = PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR;
+    poll(&mut fds, Duration::ZERO).is_ok() && fds[0].revents().intersects(closed)
 }
+
 /// Borrows descriptors for sending.
 pub fn borrow(fds: &[OwnedFd]) -> Vec<BorrowedFd<'_>> {
     fds.iter().map(AsFd::as_fd).collect()

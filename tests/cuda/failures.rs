@@ -149,6 +149,7 @@ fn starved_ranks_are_set_free_also_when_all_streams_share_one_connection() {
     let setting = Setting {
         deadline: DEADLINE,
         variables: &|_| vec![("CUDA_DEVICE_MAX_CONNECTIONS", "1".into())],
+        ..Setting::default()
     };
     all_done(ranks_with(test_name!(), 2, &setting, |rank| {
         starve(rank, 4, &[Route::Pull, Route::Store])

@@ -86,6 +86,7 @@ fn pushes_are_refused_where_copies_and_kernels_share_a_queue() {
         let setting = Setting {
             deadline: DEADLINE,
             variables: &|_| vec![(variable, "1".into())],
+            ..Setting::default()
         };
         all_done(ranks_with(name, 2, &setting, |rank| {
             let blocking = std::env::var_os("CUDA_LAUNCH_BLOCKING").is_some();

@@ -77,6 +77,7 @@ fn a_table_that_cannot_be_read_is_named_to_every_rank() {
             1 => vec![("GEMMESH_TUNED", "/nowhere/table".into())],
             _ => Vec::new(),
         },
+        ..Setting::default()
     };
     let ranks = ranks_with(test_name!(), 3, &setting, |rank| {
         connect(rank, TIMEOUT).map(|_| "a group".into())
@@ -106,6 +107,7 @@ fn ranks_that_see_one_gpu_each_work() {
     let setting = Setting {
         deadline: DEADLINE,
         variables: &|place| vec![("CUDA_VISIBLE_DEVICES", (place % devices).to_string())],
+        ..Setting::default()
     };
     all_done(ranks_with(test_name!(), 2, &setting, |rank| {
         verify_device(&connect(rank, TIMEOUT)?)

@@ -299,6 +299,7 @@ fn the_first_operation_is_right_however_cuda_is_set_up() {
                 let setting = Setting {
                     deadline: DEADLINE,
                     variables: &variables,
+                    ..Setting::default()
                 };
                 let ranks = ranks_with(name, 2, &setting, |rank| {
                     let group = connect(rank, TIMEOUT)?;

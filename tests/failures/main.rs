@@ -10,6 +10,7 @@ mod memory;
 mod mismatches;
 mod refusals;
 mod rendezvous;
+mod strangers;
 mod words;
 
 use std::time::Duration;

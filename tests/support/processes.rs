@@ -1,8 +1,10 @@
 //! Ranks as processes: a test starts itself again for each rank, and is told by each how it went.
 
 use std::fs;
-use std::io::{BufRead, BufReader, Read, Write};
-use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Child, ChildStdin, Command, ExitStatus, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
@@ -30,6 +32,8 @@ pub struct Setting<'a> {
     pub deadline: Duration,
     /// What is in the environment of the process at a place.
     pub variables: &'a dyn Fn(usize) -> Vec<(&'static str, String)>,
+    /// What starts this program at a place, be it by another.
+    pub command: &'a dyn Fn(usize) -> Command,
 }
 
 impl Default for Setting<'_> {
@@ -37,8 +41,53 @@ impl Default for Setting<'_> {
         Setting {
             deadline: DEADLINE,
             variables: &|_| Vec::new(),
+            command: &|_| Command::new(this_program()),
         }
     }
+}
+
+pub fn this_program() -> PathBuf {
+    std::env::current_exe().expect("this program")
+}
+
+/// This program in namespaces of its own, which `unshare` makes of `options`. None, said in a line, where that is not
+/// permitted.
+pub fn in_namespaces(options: &[&str]) -> Option<impl Fn() -> Command> {
+    let unshare = move || {
+        let mut command = Command::new("unshare");
+        command.args(options);
+        command
+    };
+    // What a process of a test is started with has been tried.
+    let tried = || unshare().arg("true").output();
+    let tried = (!is_rank()).then(tried);
+    let worked = |output: &io::Result<Output>| matches!(output, Ok(o) if o.status.success());
+    if !tried.as_ref().is_none_or(worked) {
+        println!("not tested: unshare {options:?} is not permitted here: {tried:?}");
+        return None;
+    }
+    Some(move || {
+        let mut command = unshare();
+        command.arg(this_program());
+        command
+    })
+}
+
+/// This program as another user, where this one may become that.
+pub fn as_user(uid: u32) -> Option<impl Fn() -> Command> {
+    let own = move || {
+        // Wherever it lies.
+        let mut command = Command::new("/proc/self/exe");
+        command.uid(uid).gid(uid);
+        command
+    };
+    let tried = (!is_rank()).then(|| own().arg("--list").output());
+    let worked = |output: &io::Result<Output>| matches!(output, Ok(o) if o.status.success());
+    if !tried.as_ref().is_none_or(worked) {
+        println!("not tested: this user may not become user {uid}: {tried:?}");
+        return None;
+    }
+    Some(own)
 }
 
 /// Whether this process has been started as a rank of a test.
@@ -396,7 +445,7 @@ impl Process {
     fn start(test: &str, place: usize, rank: usize, address: &str, setting: &Setting) -> Process {
         let begun = Instant::now();
         let life = LIFE.max(3 * setting.deadline);
-        let mut child = Command::new(std::env::current_exe().expect("this program"))
+        let mut child = (setting.command)(place)
             .args(["--exact", test, "--nocapture", "--test-threads=1"])
             .env(TEST, test)
             .env(PLACE, place.to_string())
@@ -489,12 +538,11 @@ impl Litter {
 
 /// The abstract sockets of a group that is met, or was met, at `address`.
 pub fn sockets_of(address: &str) -> Vec<String> {
+    let ours = gemmesh::testing::meeting_texts(address);
     let sockets = fs::read_to_string("/proc/net/unix").expect("the list of sockets");
     let names = sockets.lines().filter_map(|line| line.split_once('@'));
     let names = names.map(|(_, name)| name.to_string());
-    names
-        .filter(|name| name.starts_with("gemmesh/") && name.contains(&format!("/{address}/")))
-        .collect()
+    names.filter(|name| ours.contains(name)).collect()
 }
 
 /// Whether a process runs: it exists, and not only until its parent takes note of its end.

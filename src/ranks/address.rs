@@ -1,0 +1,160 @@
+//! Addresses: the texts that ranks agree on, and the sockets' names that follow from them.
+//!
+//! All on the machine can read the names that sockets have (/proc/net/unix), and can bind a name that they know and
+//! that is free. So a name tells nothing of its address, nor of another name: each is a one-way hash of the address
+//! and of what the name is for. Who does not know the address cannot bind a name of it before it has been used; and a
+//! name that has been used, and may be somebody else's by now, is not needed, for there are others.
+
+use std::fmt::Write;
+use std::io;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::SocketAddr;
+
+use hmac_sha256::{HMAC, Hash};
+use rustix::rand::{GetRandomFlags, getrandom};
+
+/// How many names rank 0 may listen at. A group that is made shows one to all on the machine.
+pub const NAMES: usize = 64;
+
+/// What is at the beginning of an address that [`draw`] has made.
+const DRAWN: &str = "drawn:";
+const SECRET_BYTES: usize = 16;
+/// The longest address that is shown whole.
+const SHOWN: usize = 80;
+
+/// An address that nobody can guess: 128 random bits.
+pub fn draw() -> io::Result<String> {
+    let mut secret = [0; SECRET_BYTES];
+    // So few bytes come at once or not at all.
+    let drawn = getrandom(&mut secret, GetRandomFlags::empty())?;
+    if drawn < SECRET_BYTES {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    Ok(format!("{DRAWN}{}", hex(&secret)))
+}
+
+/// Whether [`draw`] has made `address`.
+pub fn is_drawn(address: &str) -> bool {
+    let secret = address.strip_prefix(DRAWN);
+    secret.is_some_and(|secret| {
+        secret.len() == 2 * SECRET_BYTES && secret.bytes().all(|byte| byte.is_ascii_hexdigit())
+    })
+}
+
+/// An address as errors show it: short, and of one that was drawn only what tells it from others, for errors are read
+/// by others than ranks.
+pub fn shown(address: &str) -> String {
+    let tag = || hex(&derive(address, "shown")[..4]);
+    if is_drawn(address) {
+        return format!("{DRAWN}{}…", tag());
+    }
+    if address.len() <= SHOWN {
+        return address.into();
+    }
+    let begin: String = address.chars().take(SHOWN / 2).collect();
+    format!("{begin}… ({} bytes, {})", address.len(), tag())
+}
+
+/// The names that rank 0 may listen at, in the order in which it tries them.
+pub fn meeting_names(address: &str) -> io::Result<Vec<SocketAddr>> {
+    let names = 0..NAMES;
+    names
+        .map(|number| name(address, &format!("meeting {number}")))
+        .collect()
+}
+
+/// The same as texts, for tests.
+pub fn meeting_texts(address: &str) -> Vec<String> {
+    let names = meeting_names(address).unwrap_or_default();
+    let texts = names.iter().filter_map(SocketAddr::as_abstract_name);
+    texts
+        .map(|name| String::from_utf8_lossy(name).into_owned())
+        .collect()
+}
+
+/// The name at which the launcher of the ranks at `address` listens for reports.
+pub fn report_name(address: &str) -> io::Result<SocketAddr> {
+    name(address, "reports")
+}
+
+/// What shows that a report comes from a process that knows `address`.
+pub fn report_token(address: &str) -> [u8; 32] {
+    derive(address, "token of reports")
+}
+
+fn name(address: &str, purpose: &str) -> io::Result<SocketAddr> {
+    let hash = hex(&derive(address, purpose)[..16]);
+    SocketAddr::from_abstract_name(format!("gemmesh/{hash}"))
+}
+
+/// The address is hashed before it is a key: HMAC takes keys that differ in zeros at their end for one.
+fn derive(address: &str, purpose: &str) -> [u8; 32] {
+    HMAC::mac(purpose, Hash::hash(address.as_bytes()))
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        // Writing to a string cannot fail.
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    fn names(address: &str) -> Vec<Vec<u8>> {
+        let mut all = meeting_names(address).unwrap();
+        all.push(report_name(address).unwrap());
+        all.iter()
+            .map(|name| name.as_abstract_name().unwrap().to_vec())
+            .collect()
+    }
+
+    #[test]
+    fn any_text_is_an_address_of_its_own() {
+        let long = "ü".repeat(100_000);
+        let texts = [
+            "",
+            "\0",
+            "a",
+            "a\0",
+            "a\0b",
+            "ä",
+            "a/launcher",
+            &long,
+            &long[2..],
+        ];
+        let all: Vec<_> = texts.iter().flat_map(|text| names(text)).collect();
+        let distinct: HashSet<_> = all.iter().collect();
+        assert_eq!(distinct.len(), texts.len() * (NAMES + 1));
+        assert!(all.iter().all(|name| name.len() == 40));
+        assert_eq!(names(&long), names(&long), "the same on every rank");
+    }
+
+    #[test]
+    fn what_is_drawn_differs_and_is_neither_in_names_nor_in_errors() {
+        let (one, two) = (draw().unwrap(), draw().unwrap());
+        assert_ne!(one, two);
+        assert!(is_drawn(&one) && !is_drawn("drawn:by hand") && !is_drawn(&one[1..]));
+        let secret = one.strip_prefix(DRAWN).unwrap();
+        for piece in [&secret[..8], &secret[24..]] {
+            assert!(!shown(&one).contains(piece));
+            for name in names(&one) {
+                assert!(!String::from_utf8(name).unwrap().contains(piece));
+            }
+        }
+        assert_ne!(shown(&one), shown(&two));
+    }
+
+    #[test]
+    fn errors_show_an_address_and_of_a_long_one_the_beginning() {
+        assert_eq!(shown("job 7"), "job 7");
+        let long = "job ".repeat(1000);
+        let shown = shown(&long);
+        assert!(shown.len() < 100 && shown.starts_with("job job"), "{shown}");
+        assert!(shown.contains("4000 bytes"), "{shown}");
+    }
+}

@@ -1,0 +1,197 @@
+//! Who is at the other end of a connection, as the system says.
+#![allow(unsafe_code)]
+
+use std::fmt;
+use std::fs;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::OnceLock;
+
+use rustix::process::geteuid;
+use rustix::thread::{CapabilitySet, capabilities};
+
+/// The process that has connected, or that has begun to listen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Peer {
+    /// None if it is in a PID namespace where this process sees none.
+    pub pid: Option<u32>,
+    /// As this process's user namespace calls its effective user; all users that are not mapped there are called the
+    /// same.
+    pub uid: u32,
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self.pid {
+            Some(pid) => write!(f, "process {pid}")?,
+            None => write!(f, "a process of another PID namespace")?,
+        }
+        write!(f, " of user {}", self.uid)
+    }
+}
+
+/// Whose process it is.
+#[derive(Debug, PartialEq, Eq)]
+pub enum User {
+    /// This process's own effective user's.
+    Same,
+    Other,
+    /// It may be either; and why that is not known.
+    Unknown(String),
+}
+
+impl Peer {
+    /// The other end of `stream`. Not by rustix, for which there is no process 0, which is what the system says of
+    /// one in another PID namespace.
+    pub fn of(stream: &UnixStream) -> io::Result<Peer> {
+        let [pid, uid, _gid] = option(stream, libc::SO_PEERCRED)?;
+        let pid = (pid > 0).then_some(pid);
+        Ok(Peer { pid, uid })
+    }
+}
+
+/// Whose process is at the other end of `stream`.
+///
+/// Equal numbers prove it but for one: by the overflow uid the system calls every user that this process's user
+/// namespace does not map. A process that runs as that number itself, be it as `nobody` of a container, needs another
+/// proof.
+pub fn user_of(stream: &UnixStream, peer: Peer) -> User {
+    let own = geteuid().as_raw();
+    if peer.uid != own {
+        return User::Other;
+    }
+    if own != overflow_uid() || all_users_are_mapped() {
+        return User::Same;
+    }
+    match prove(stream) {
+        Ok(()) => User::Same,
+        Err(reason) => User::Unknown(format!(
+            "this process runs as user {own}, which is what the system calls all users that its user \
+             namespace does not map, and {reason}; run the ranks as a user of another number"
+        )),
+    }
+}
+
+/// What the system calls users that are not mapped.
+fn overflow_uid() -> u32 {
+    static UID: OnceLock<u32> = OnceLock::new();
+    *UID.get_or_init(|| {
+        let text = fs::read_to_string("/proc/sys/kernel/overflowuid").unwrap_or_default();
+        // The system's default, where it does not say.
+        text.trim().parse().unwrap_or(65534)
+    })
+}
+
+/// Whether this process's user namespace maps every user, as the first does. Of those within it only one that maps all
+/// users of all namespaces around it can.
+fn all_users_are_mapped() -> bool {
+    let map = fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+    maps_all(&map)
+}
+
+fn maps_all(map: &str) -> bool {
+    let fields: Vec<&str> = map.split_whitespace().collect();
+    matches!(fields[..], [_, _, "4294967295"])
+}
+
+/// Proves that the process at the other end has this process's effective user, or says why there is no proof.
+///
+/// The system lets a process look into another's namespaces if the other's real, effective and saved users all are
+/// the effective user of the first, whatever they are called. It also does so for capabilities: this process's own,
+/// which are asked for; and those that it has over user namespaces that it has made, so that the other must be in the
+/// same one.
+///
+/// The process is the one that the system itself has noted for this connection, so nobody can pass on another's
+/// proof. Its number is read from the mount of /proc that is then asked, before and after: as long as it has one, no
+/// other process has the same. That it had the same user when it connected does not follow. A process that did not,
+/// and now has in all three respects, has been given this user's rights by a program of this user's or of root's, as
+/// `su` does.
+fn prove(stream: &UnixStream) -> Result<(), String> {
+    let is_capable = capabilities(None).map_or(true, |own| {
+        own.effective.contains(CapabilitySet::SYS_PTRACE)
+    });
+    if is_capable {
+        return Err("this process may look into other users' processes (CAP_SYS_PTRACE)".into());
+    }
+    let pidfd = pidfd(stream)
+        .map_err(|error| format!("the system does not point at the other process ({error})"))?;
+    let pid = number(&pidfd).ok_or("the other process has ended or is in another PID namespace")?;
+    let theirs = fs::read_link(format!("/proc/{pid}/ns/user")).map_err(|error| {
+        format!("the other process is not shown to be of the same user ({error})")
+    })?;
+    let own = fs::read_link("/proc/self/ns/user").map_err(|error| error.to_string())?;
+    if theirs != own {
+        return Err("the other process is in another user namespace".into());
+    }
+    if number(&pidfd) != Some(pid) {
+        return Err("the other process has ended".into());
+    }
+    Ok(())
+}
+
+/// Points at the process at the other end, also when its number is reused. Since Linux 6.5.
+fn pidfd(stream: &UnixStream) -> io::Result<OwnedFd> {
+    let [fd] = option(stream, libc::SO_PEERPIDFD)?;
+    // SAFETY: the system has just opened it, for this caller alone.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
+}
+
+/// The number of a process as /proc calls it; none once it is reaped, or where /proc does not see it.
+fn number(pidfd: &OwnedFd) -> Option<u32> {
+    let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).ok()?;
+    let mut lines = info.lines();
+    let number = lines.find_map(|line| line.strip_prefix("Pid:"))?;
+    number.trim().parse().ok().filter(|&number| number > 0)
+}
+
+/// A socket's option, which is `N` numbers.
+fn option<const N: usize>(socket: &UnixStream, name: libc::c_int) -> io::Result<[u32; N]> {
+    let mut numbers = [0; N];
+    let mut bytes = size_of_val(&numbers) as libc::socklen_t;
+    // SAFETY: the system writes no more bytes than it is told the local has, whose bytes may be any.
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            name,
+            numbers.as_mut_ptr().cast(),
+            &mut bytes,
+        )
+    };
+    match result {
+        0 if bytes as usize == size_of_val(&numbers) => Ok(numbers),
+        0 => Err(io::ErrorKind::UnexpectedEof.into()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_other_end_of_a_pair_is_this_process() {
+        let (one, _two) = UnixStream::pair().unwrap();
+        let peer = Peer::of(&one).unwrap();
+        let own = Peer {
+            pid: Some(std::process::id()),
+            uid: geteuid().as_raw(),
+        };
+        assert_eq!(peer, own);
+        assert_eq!(user_of(&one, peer), User::Same);
+        let other = Peer {
+            uid: own.uid + 1,
+            ..own
+        };
+        assert_eq!(user_of(&one, other), User::Other);
+    }
+
+    #[test]
+    fn only_a_map_of_all_users_makes_numbers_unique() {
+        assert!(maps_all("         0          0 4294967295\n"));
+        assert!(!maps_all(""));
+        assert!(!maps_all("0 1000 1\n"));
+        assert!(!maps_all("0 100000 65536\n65536 0 4294967295\n"));
+    }
+}

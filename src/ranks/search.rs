@@ -1,0 +1,221 @@
+//! The search for rank 0 among the names of an address, any of which anybody may hold.
+//!
+//! Rank 0 listens at the first name that is not held by somebody else; the others look for it at all of them. What
+//! another user's process holds is passed over.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::time::{Duration, Instant};
+
+use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+use super::address::{self, NAMES};
+use super::peer::{Peer, User, user_of};
+use super::rendezvous::Identity;
+use crate::error::{Error, Result};
+
+/// The pause after a try in vain.
+pub const RETRY: Duration = Duration::from_millis(5);
+/// How long rank 0 tries to see who holds a name before it takes another: a rank 0 binds its name a moment before it
+/// listens.
+const PATIENCE: Duration = Duration::from_millis(50);
+
+/// Where the ranks meet.
+pub enum Found {
+    /// Here: this is rank 0.
+    Here(UnixListener),
+    /// At a process of this user's that listens.
+    There(UnixStream, Peer),
+}
+
+/// Who holds a name.
+enum Holder {
+    /// A process of this user's: the connection to it.
+    Same(UnixStream, Peer),
+    /// Somebody else.
+    Other,
+    /// Nobody, or a process that does not listen.
+    Silent,
+}
+
+/// This rank's search, from its first try to its deadline.
+pub struct Search<'a> {
+    identity: &'a Identity,
+    names: Vec<SocketAddr>,
+    begin: Instant,
+    /// A process that is in the way.
+    holder: Option<Peer>,
+    /// Why a process that listened could not be trusted.
+    untrusted: Option<String>,
+    /// Since when rank 0 has found names that are taken by nobody who listens.
+    silent: Option<Instant>,
+    /// Whether a connection to rank 0 has ended without an answer.
+    closed: bool,
+}
+
+impl<'a> Search<'a> {
+    pub fn new(identity: &'a Identity) -> Result<Search<'a>> {
+        let names = address::meeting_names(&identity.address);
+        Ok(Search {
+            identity,
+            names: names.map_err(Error::system(identity.rank, "name a socket"))?,
+            begin: Instant::now(),
+            holder: None,
+            untrusted: None,
+            silent: None,
+            closed: false,
+        })
+    }
+
+    /// When it began.
+    pub fn begin(&self) -> Instant {
+        self.begin
+    }
+
+    /// Searches until it has found something, or the deadline.
+    pub fn look(&mut self) -> Result<Found> {
+        loop {
+            let found = match self.identity.rank {
+                0 => self.bind()?,
+                _ => self.find()?,
+            };
+            if let Some(found) = found {
+                return Ok(found);
+            }
+            self.pause()?;
+        }
+    }
+
+    /// What was found has closed the connection without an answer. The next attempt may be under way.
+    pub fn was_closed(&mut self) -> Result<()> {
+        self.closed = true;
+        self.pause()
+    }
+
+    /// `peer`, which listens, has given no answer in time. To another rank than 0 it may be rank 0.
+    pub fn was_silent(&mut self, peer: Peer) -> Error {
+        self.holder = (self.identity.rank == 0).then_some(peer);
+        self.failure()
+    }
+
+    fn pause(&self) -> Result<()> {
+        if self.begin.elapsed() >= self.identity.timeout {
+            return Err(self.failure());
+        }
+        std::thread::sleep(RETRY);
+        Ok(())
+    }
+
+    /// Rank 0's way.
+    fn bind(&mut self) -> Result<Option<Found>> {
+        let mut socket = None;
+        for number in 0..self.names.len() {
+            match UnixListener::bind_addr(&self.names[number]) {
+                Ok(listener) => return Ok(Some(Found::Here(listener))),
+                Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
+                Err(error) => return Err(Error::system(0, "listen for the other ranks")(error)),
+            }
+            match self.visit(number, &mut socket)? {
+                // Another rank 0, which tells all ranks of it.
+                Holder::Same(stream, peer) => return Ok(Some(Found::There(stream, peer))),
+                Holder::Other => {}
+                Holder::Silent => {
+                    let since = *self.silent.get_or_insert_with(Instant::now);
+                    if since.elapsed() < PATIENCE {
+                        return Ok(None);
+                    }
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// The other ranks' way.
+    fn find(&mut self) -> Result<Option<Found>> {
+        let (mut others, mut socket) = (0, None);
+        for number in 0..self.names.len() {
+            match self.visit(number, &mut socket)? {
+                Holder::Same(stream, peer) => return Ok(Some(Found::There(stream, peer))),
+                Holder::Other => others += 1,
+                Holder::Silent => {}
+            }
+        }
+        // There was a name left for rank 0.
+        if others < NAMES {
+            self.holder = None;
+        }
+        Ok(None)
+    }
+
+    /// Sees who holds a name, by `socket`, which is there again after a try in vain.
+    fn visit(&mut self, number: usize, socket: &mut Option<OwnedFd>) -> Result<Holder> {
+        let opened = socket.take().map_or_else(open, Ok);
+        let opened = opened.map_err(Error::system(self.identity.rank, "open a socket"))?;
+        if connect(&opened, &self.names[number]).is_err() {
+            *socket = Some(opened);
+            return Ok(Holder::Silent);
+        }
+        let stream = UnixStream::from(opened);
+        // It fails for connections that are none only.
+        let Ok(peer) = Peer::of(&stream) else {
+            return Ok(Holder::Silent);
+        };
+        Ok(match user_of(&stream, peer) {
+            User::Same => Holder::Same(stream, peer),
+            User::Other => {
+                self.holder = Some(peer);
+                Holder::Other
+            }
+            User::Unknown(reason) => {
+                self.holder = Some(peer);
+                self.untrusted = Some(reason);
+                Holder::Other
+            }
+        })
+    }
+
+    /// Why the search has been in vain.
+    fn failure(&self) -> Error {
+        let rank = self.identity.rank;
+        let address = address::shown(&self.identity.address);
+        let waited_ms = self.begin.elapsed().as_millis() as u64;
+        match (&self.untrusted, self.holder) {
+            (Some(reason), _) if rank != 0 => Error::UnknownUser {
+                ranks: vec![0],
+                rank,
+                address,
+                reason: reason.clone(),
+            },
+            (_, holder) if rank == 0 || holder.is_some() => Error::AddressTaken {
+                rank,
+                address,
+                holder: holder.map_or("a process that does not listen".into(), |h| h.to_string()),
+                waited_ms,
+            },
+            _ if self.closed => Error::RankLost {
+                rank: 0,
+                noticed_by: rank,
+            },
+            _ => Error::RanksMissing {
+                ranks: vec![0],
+                address,
+                waited_ms,
+            },
+        }
+    }
+}
+
+/// A socket that does not block, also when it connects: a stopped rank 0 accepts only so many.
+fn open() -> io::Result<OwnedFd> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    Ok(socket)
+}
+
+fn connect(socket: &OwnedFd, name: &SocketAddr) -> io::Result<()> {
+    let name = name.as_abstract_name().unwrap_or_default();
+    net::connect(socket, &SocketAddrUnix::new_abstract_name(name)?)?;
+    Ok(())
+}
