@@ -170,6 +170,7 @@ impl Group<Cuda> {
     /// # Errors
     /// [`Error::PeerMemory`] names a pair that fails; the group's failure.
     pub fn check_peers(&self) -> Result<()> {
+        self.check()?;
         let inner = self.inner();
         inner.backend.check_peers(&inner.members)
     }

@@ -218,6 +218,20 @@ pub enum Error {
         rank: usize,
     },
 
+    /// Another thread of this rank is amid a call of the same group, and has been for longer than the group's timeout. Nothing has been done:
+    /// this rank may make its call again.
+    #[error(
+        "rank {rank} waited {waited_ms} ms for another thread's {call} of the same group to return; a function that is given to a call must not wait for other calls of its group"
+    )]
+    Busy {
+        /// The rank.
+        rank: usize,
+        /// The call of the other thread.
+        call: String,
+        /// For how long it was waited for.
+        waited_ms: u64,
+    },
+
     /// A rank has left the group, in order, while this rank still waits for it.
     #[error(
         "rank {rank} left the group while rank {waiting} waited in {what}; all ranks must make the same calls"
@@ -512,6 +526,7 @@ impl Error {
             | Error::RankPanicked { rank }
             | Error::Callback { rank, .. }
             | Error::CallInCallback { rank }
+            | Error::Busy { rank, .. }
             | Error::Timeout { rank, .. }
             | Error::RankFailed { rank, .. }
             | Error::Message { rank, .. }

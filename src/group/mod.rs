@@ -4,26 +4,29 @@ mod builder;
 #[cfg(feature = "mpi")]
 mod mpi;
 mod threads;
+mod turns;
 
 pub use builder::{Builder, DEFAULT_TIMEOUT};
 
 use std::cell::RefCell;
 use std::fmt;
 use std::num::NonZeroUsize;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use lru::LruCache;
 
+use self::turns::{Turn, Turns};
 use crate::backend::{Backend, KEPT_PROGRAMS};
 use crate::error::{Error, Result};
 use crate::ranges::range;
 use crate::ranks::call::Operation;
 use crate::ranks::members::Members;
-use crate::schedule::{Config, Description, Epoch, Numerics, Planner, Schedule};
+use crate::schedule::{Agreed, Config, Description, Epoch, Numerics, Planner, Schedule};
 
 /// This rank's membership of a group of ranks, which all make the same collective calls in the same
-/// order: calls of several threads of a rank have no order, unless the program gives them one. Cheap to clone; the group
+/// order: calls of several threads of a rank have no order, unless the program gives them one. An operation waits for those of other threads
+/// to return, but no longer than the group's timeout ([`Error::Busy`]). Cheap to clone; the group
 /// ends when its last clone, matrix and prepared product are dropped.
 ///
 /// ```
@@ -53,11 +56,13 @@ pub(crate) struct Inner<B: Backend> {
     pub backend: B,
     pub members: Members,
     numerics: Numerics,
-    state: Mutex<State<B>>,
-    /// The memory of partial sums, and its bytes: what the largest operation so far needed. Its next ones use it too.
+    /// Held while an operation runs.
+    state: Turns<State<B>>,
+    /// The memory of partial sums, and its bytes: what the largest operation so far needed. Its next ones use it too. Held while more is made:
+    /// not for ever, for ranks that wait for one another in that have deadlines, and call no function of the caller's.
     partials: Mutex<Option<(Arc<B::Symmetric>, usize)>>,
     /// How many sharded matrices the group has made. Held while one is made, so that two threads of a rank number theirs
-    /// in the order in which the ranks have met for them.
+    /// in the order in which the ranks have met for them. As `partials`, it is not held for ever.
     matrices: Mutex<u32>,
 }
 
@@ -158,7 +163,7 @@ impl<B: Backend> Group<B> {
                 backend,
                 members,
                 numerics: builder.numerics,
-                state: Mutex::new(State {
+                state: Turns::new(State {
                     epoch: builder.first_epoch,
                     programs: LruCache::new(KEPT),
                     recorded: Vec::new(),
@@ -246,7 +251,7 @@ impl<B: Backend> Group<B> {
             && *room >= bytes
         {
             if self.is_recording()? {
-                let kept = &mut self.state().recorded_partials;
+                let kept = &mut self.state(None)?.recorded_partials;
                 if !kept.iter().any(|kept| Arc::ptr_eq(kept, memory)) {
                     kept.push(memory.clone());
                 }
@@ -292,7 +297,7 @@ impl<B: Backend> Group<B> {
     ) -> Result<(Arc<B::Program>, Config)> {
         let key = (asked, config);
         self.refuse_in_callback()?;
-        let mut state = self.state();
+        let mut state = self.state(None)?;
         if let Some(kept) = state.programs.get(&key) {
             return Ok((kept.program.clone(), kept.config));
         }
@@ -321,11 +326,12 @@ impl<B: Backend> Group<B> {
     }
 
     /// Keeps what a graph runs for as long as the group lives.
-    pub(crate) fn keep_recorded(&self, program: &Arc<B::Program>) {
-        let recorded = &mut self.state().recorded;
+    pub(crate) fn keep_recorded(&self, program: &Arc<B::Program>) -> Result<()> {
+        let recorded = &mut self.state(None)?.recorded;
         if !recorded.iter().any(|kept| Arc::ptr_eq(kept, program)) {
             recorded.push(program.clone());
         }
+        Ok(())
     }
 
     /// Calls a function of the caller's amid an operation. Calls of this group that it makes are refused: they would wait for the operation.
@@ -374,7 +380,8 @@ impl<B: Backend> Group<B> {
         // Before the operation gets its number, so that a refusal on one rank leaves all ranks in step.
         self.refuse_recording()
             .inspect_err(|error| self.inner.members.refuse(error))?;
-        let mut state = self.state();
+        let state = self.state(Some(operation.agreed));
+        let mut state = state.inspect_err(|error| self.inner.members.refuse(error))?;
         let epoch = state.epoch;
         self.inner.members.post(epoch, operation)?;
         state.epoch = epoch.next();
@@ -385,7 +392,7 @@ impl<B: Backend> Group<B> {
     /// last operation.
     pub(crate) fn exclusively<R>(&self, run: impl FnOnce(Epoch) -> Result<R>) -> Result<R> {
         self.check()?;
-        let state = self.state();
+        let state = self.state(None)?;
         run(state.epoch.previous())
     }
 
@@ -403,12 +410,20 @@ impl<B: Backend> Group<B> {
         Ok(())
     }
 
-    fn state(&self) -> MutexGuard<'_, State<B>> {
-        // A panic while it was held has not left it half-changed: each change is one assignment.
-        self.inner
-            .state
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+    /// This thread's turn, for `operation` or something else, once other threads have had theirs.
+    fn state(&self, operation: Option<&Agreed>) -> Result<Turn<'_, State<B>>> {
+        let Members { rank, timeout, .. } = self.inner.members;
+        self.inner.state.take(operation, |waited, other| {
+            self.inner.members.check()?;
+            if waited < timeout {
+                return Ok(());
+            }
+            Err(Error::Busy {
+                rank,
+                call: other.map_or("call", Agreed::name).into(),
+                waited_ms: waited.as_millis() as u64,
+            })
+        })
     }
 }
 

@@ -220,6 +220,11 @@ enum ErrorJson {
     CallInCallback {
         rank: usize,
     },
+    Busy {
+        rank: usize,
+        call: String,
+        waited_ms: u64,
+    },
     RankLeft {
         rank: usize,
         waiting: usize,

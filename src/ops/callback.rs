@@ -26,9 +26,11 @@ impl<'a, B: Backend> Callbacks<'a, B> {
         }
     }
 
-    /// Calls `f`. An error or a panic of its is the group's failure.
+    /// Calls `f`, unless the group has failed: nobody needs what it would do. An error or a panic of its is the group's failure.
     pub fn call(&mut self, f: impl FnOnce() -> CallbackResult) -> Result<()> {
-        let rank = self.group.rank();
+        let members = &self.group.inner().members;
+        members.fault().map_or(Ok(()), Err)?;
+        let rank = members.rank;
         // The error's words are the caller's code too, and so is its end.
         let f = || f().map_err(|error| error.to_string());
         let called = self.group.in_callback(|| catch_unwind(AssertUnwindSafe(f)));
@@ -44,7 +46,7 @@ impl<'a, B: Backend> Callbacks<'a, B> {
                 Error::RankPanicked { rank }
             }
         };
-        Err(self.group.inner().members.fail(error))
+        Err(members.fail(error))
     }
 
     /// What the operation returns, once nothing is called any more: a panic goes on.

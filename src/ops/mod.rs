@@ -74,7 +74,7 @@ fn run<B: Backend>(
     };
     let Some(agreed) = B::schedule(program).agreed() else {
         if group.is_recording()? {
-            group.keep_recorded(program);
+            group.keep_recorded(program)?;
         }
         let _range = range(|| format!("gemmesh {}", B::schedule(program).name()));
         return group.exclusively(|epoch| run(program, epoch));
@@ -113,8 +113,8 @@ fn operate<B: Backend>(
     let can_be_recorded = schedule.is_pushed() || schedule.product().is_none();
     if can_be_recorded && !operation.traced && group.is_recording()? {
         // It has no number among those that run now: any will do.
-        let programs = before.into_iter().chain([program]);
-        programs.for_each(|program| group.keep_recorded(program));
+        let mut programs = before.into_iter().chain([program]);
+        programs.try_for_each(|program| group.keep_recorded(program))?;
         let _range = range(|| format!("gemmesh {}, recorded", schedule.name()));
         return group.exclusively(|_| run(Epoch::FIRST));
     }

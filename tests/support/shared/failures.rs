@@ -2,7 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use gemmesh::{AllGatherAndConsume, Error, Group, Route, bf16, produce_and_reduce_scatter};
+use gemmesh::{
+    AllGatherAndConsume, AllGatherMatmul, Error, Group, Route, bf16, produce_and_all_to_all,
+    produce_and_reduce_scatter,
+};
 use rustix::process::Signal;
 
 use crate::support::processes::{Processes, Rank};
@@ -208,6 +211,14 @@ pub fn produces<B: Tested>(group: &Group<B>, called: &mut dyn FnMut()) -> Result
     })
 }
 
+pub fn exchanges<B: Tested>(group: &Group<B>, called: &mut dyn FnMut()) -> Result<(), Error> {
+    let mut out = group.sharded::<bf16>(30, 8)?;
+    produce_and_all_to_all(&mut out, |_| {
+        called();
+        Ok(())
+    })
+}
+
 /// The second operation of rank 1 goes no further than the call of its function with number `phase`: it says so, and stays there.
 fn stay_in_a_function<B: Tested>(
     rank: &Rank,
@@ -267,6 +278,88 @@ pub fn stay_amid_a_function<B: Tested>(test: &str, operation: CallsBack<B>, phas
     }
 }
 
+/// Rank 1 is killed while its function runs, and so do those of the others, for as long as they have not heard of it. They are called no
+/// more, whatever is left to do.
+#[track_caller]
+pub fn call_no_function_after_a_failure<B: Tested>(
+    test: &str,
+    operation: CallsBack<B>,
+    phase: usize,
+) {
+    let ranks = ranks::<B>(test, 3, |rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        operation(&group, &mut || ())?;
+        let mut calls = 0;
+        let result = operation(&group, &mut || {
+            calls += 1;
+            if calls <= phase {
+                return;
+            }
+            assert_eq!(calls, phase + 1, "called after the failure");
+            rank.say("here");
+            // It is refused as a call of its own group, or because that has failed.
+            while !matches!(group.synchronize(), Err(Error::Poisoned { .. })) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        });
+        fails(rank, &group, result)
+    });
+    ranks.all_heard("here");
+    let killed = ranks.signal(1, Signal::KILL);
+    assert_lost::<B>(ranks, 3, 1, killed);
+}
+
+/// The function of each rank waits for a thread that makes a call of the same group, which waits for the function's operation to end. At the
+/// deadline that call is given up, and all goes on.
+#[track_caller]
+pub fn wait_for_another_threads_call<B: Tested>(test: &str, operation: CallsBack<B>, phase: usize) {
+    let ranks = ranks::<B>(test, 3, |rank| {
+        let (_kept, group) = connect_short::<B>(rank)?;
+        let mut arguments = Arguments::small(&group)?;
+        arguments.verify(&group)?;
+        let prepared = arguments.prepare(Route::Pull)?;
+        let mut calls = 0;
+        let mut given_up = Vec::new();
+        let begin = Instant::now();
+        let result = operation(&group, &mut || {
+            calls += 1;
+            if calls != phase + 1 {
+                return;
+            }
+            let Arguments { a, b, out, .. } = &mut arguments;
+            let (prepared, a, b) = (&prepared, &*a, &*b);
+            std::thread::scope(|scope| {
+                let another = scope.spawn(|| prepared.gather(a));
+                let product = scope.spawn(|| prepared.matmul(a, b, out));
+                let new = scope.spawn(|| AllGatherMatmul::<B, bf16>::new().prepare(a, 7).map(drop));
+                for thread in [another, product, new] {
+                    given_up.push(thread.join().unwrap().expect_err("it waits for its turn"));
+                }
+            });
+        });
+        let took = begin.elapsed();
+        assert!(took < 2 * B::SHORT + B::SLACK, "{took:?}");
+        match result.and_then(|()| group.synchronize()) {
+            Ok(()) => {
+                for error in &given_up {
+                    let is_right = |its, call: &str| its == rank.rank && NAMES.contains(&call);
+                    let right =
+                        matches!(error, Error::Busy { rank, call, .. } if is_right(*rank, call));
+                    assert!(right, "{error}");
+                }
+                arguments.verify(&group)?;
+            }
+            // On GPUs what was begun may be given up as soon.
+            error => assert_timeout_names(&poisoned(&group, error).unwrap_err(), rank.rank),
+        }
+        Ok(format!("{given_up:?} after {took:?}"))
+    });
+    all_done(ranks);
+}
+
+/// Of the calls that call a function.
+const NAMES: [&str; 2] = ["all_gather_and_consume", "produce_and_reduce_scatter"];
+
 /// Tests of these for a backend, which they may have to get leave to use.
 #[macro_export]
 macro_rules! amid_functions {
@@ -282,6 +375,11 @@ macro_rules! amid_functions {
             a_rank_that_stays_in_its_first_block_is_named stay_amid_a_function produces 0,
             a_rank_that_stays_in_its_second_block_is_named stay_amid_a_function produces 1,
             a_rank_that_stays_in_its_own_block_is_named stay_amid_a_function produces 2,
+            no_chunk_is_consumed_after_a_failure call_no_function_after_a_failure consumes 0,
+            no_block_is_produced_after_a_failure call_no_function_after_a_failure produces 0,
+            no_block_is_exchanged_after_a_failure call_no_function_after_a_failure exchanges 1,
+            a_consumer_that_waits_for_another_threads_call_is_told_at_the_deadline wait_for_another_threads_call consumes 0,
+            a_producer_that_waits_for_another_threads_call_is_told_at_the_deadline wait_for_another_threads_call produces 2,
         );
     };
     (@ $leave:expr, $backend:ty: $($test:ident $what:ident $operation:ident $phase:literal,)*) => {

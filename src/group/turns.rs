@@ -1,0 +1,168 @@
+//! Turns: what threads of a rank do one after the other, each with a deadline for its turn to come.
+
+use std::collections::VecDeque;
+use std::ops::{Deref, DerefMut};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::schedule::Agreed;
+
+/// How long a thread sleeps before it looks around again.
+const PERIOD: Duration = Duration::from_millis(10);
+/// More threads than this in line cost an allocation.
+const EXPECTED: usize = 16;
+
+/// A value that threads use by turns, in the order in which they come.
+///
+/// A turn lasts as long as an operation, and so as long as the functions of the caller's that it calls. One of these may wait for
+/// a thread that waits for its turn: then neither would go on. So unlike a mutex's, this wait looks around and can be given up.
+pub struct Turns<T> {
+    line: Mutex<Line>,
+    moved: Condvar,
+    /// Locked by the thread whose turn it is.
+    value: Mutex<T>,
+}
+
+struct Line {
+    /// Of the thread whose turn it is, then of those that wait.
+    tickets: VecDeque<u64>,
+    next: u64,
+    /// What the first one has its turn for, if that is an operation of all ranks.
+    operation: Option<Agreed>,
+}
+
+/// A thread's turn: it ends when this is dropped.
+pub struct Turn<'a, T> {
+    // Unlocked before the next thread's turn begins.
+    value: MutexGuard<'a, T>,
+    _place: Place<'a, T>,
+}
+
+/// The first place in the line.
+struct Place<'a, T>(&'a Turns<T>);
+
+impl<T> Turns<T> {
+    pub fn new(value: T) -> Turns<T> {
+        let line = Line {
+            tickets: VecDeque::with_capacity(EXPECTED),
+            next: 0,
+            operation: None,
+        };
+        Turns {
+            line: Mutex::new(line),
+            moved: Condvar::new(),
+            value: Mutex::new(value),
+        }
+    }
+
+    /// Waits for this thread's turn, which it needs for `operation`, or for something else. `look` is told now and then how long it
+    /// has waited, and for which operation; its error ends the wait.
+    pub fn take<E>(
+        &self,
+        operation: Option<&Agreed>,
+        look: impl Fn(Duration, Option<&Agreed>) -> Result<(), E>,
+    ) -> Result<Turn<'_, T>, E> {
+        let begin = Instant::now();
+        let mut line = lock(&self.line);
+        let ticket = line.next;
+        line.next += 1;
+        line.tickets.push_back(ticket);
+        while line.tickets.front() != Some(&ticket) {
+            if let Err(error) = look(begin.elapsed(), line.operation.as_ref()) {
+                line.tickets.retain(|&other| other != ticket);
+                return Err(error);
+            }
+            let waited = self.moved.wait_timeout(line, PERIOD);
+            (line, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        }
+        line.operation = operation.cloned();
+        drop(line);
+        Ok(Turn {
+            value: lock(&self.value),
+            _place: Place(self),
+        })
+    }
+}
+
+impl<T> Drop for Place<'_, T> {
+    fn drop(&mut self) {
+        let mut line = lock(&self.0.line);
+        line.tickets.pop_front();
+        line.operation = None;
+        drop(line);
+        self.0.moved.notify_all();
+    }
+}
+
+impl<T> Deref for Turn<'_, T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.value
+    }
+}
+
+impl<T> DerefMut for Turn<'_, T> {
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.value
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // A panic while it was held has not left it half-changed: each change is one assignment.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+    fn patient(_: Duration, _: Option<&Agreed>) -> Result<(), ()> {
+        Ok(())
+    }
+
+    #[test]
+    fn threads_have_their_turns_in_the_order_in_which_they_come() {
+        let turns = Turns::new(Vec::new());
+        let in_line = || lock(&turns.line).tickets.len();
+        std::thread::scope(|scope| {
+            let first = turns.take(None, patient).unwrap();
+            for thread in 0..4 {
+                let turns = &turns;
+                scope.spawn(move || turns.take(None, patient).unwrap().push(thread));
+                while in_line() < 2 + thread {
+                    std::thread::yield_now();
+                }
+            }
+            drop(first);
+        });
+        assert_eq!(*turns.take(None, patient).unwrap(), [0, 1, 2, 3]);
+    }
+
+    #[test]
+    fn a_thread_that_gives_up_leaves_the_line_and_knows_what_it_waited_for() {
+        let turns = Turns::new(0);
+        let gather = Agreed::new("gather", "");
+        let first = turns.take(Some(&gather), patient);
+        let look = |waited: Duration, operation: Option<&Agreed>| {
+            assert_eq!(operation, Some(&gather));
+            if waited < PERIOD { Ok(()) } else { Err("late") }
+        };
+        assert_eq!(turns.take(None, look).err(), Some("late"));
+        drop(first);
+        assert_eq!(turns.take(None, look).map(|turn| *turn), Ok(0));
+    }
+
+    #[test]
+    fn a_panic_ends_a_turn() {
+        let turns = Turns::new(0);
+        let panic = catch_unwind(AssertUnwindSafe(|| {
+            *turns.take(None, patient).unwrap() += 1;
+            let _turn = turns.take(None, patient);
+            resume_unwind(Box::new("planted"));
+        }));
+        panic.unwrap_err();
+        assert_eq!(turns.take(None, patient).map(|turn| *turn), Ok(1));
+    }
+}
