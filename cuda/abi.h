@@ -131,6 +131,8 @@ typedef struct GemmeshFault {
     uint64_t waited_ns; /* how long it was waited for */
     uint32_t peer;      /* the rank whose rows, or whose word, did not come */
     uint32_t pushed;    /* nonzero: the epoch is one of those that are counted on the device */
+    uint32_t operation; /* GemmeshParams.epoch */
+    uint32_t recording; /* GemmeshParams.recording */
 } GemmeshFault;
 
 /* What the peers write into a rank's memory when rows are pushed: flags that hold epochs. */
@@ -266,6 +268,8 @@ typedef struct GemmeshParams {
                                      * that add partials, nor with landing areas */
     uint32_t is_f32;                /* nonzero: `out` is of f32, and partials are still of the element type */
     uint32_t b_is_kn;               /* nonzero: `b` is [K, N] in memory; what a CTA loads of it is a multiple of 64 columns */
+    uint32_t recording;             /* nonzero: it is in a graph, `epoch` means nothing, and this is what the host calls it */
+    uint32_t reserved;
     GemmeshOutput outputs[GEMMESH_MAX_WEIGHTS]; /* by weight */
     GemmeshExchange exchange;
     GemmeshLanding landing;
@@ -349,7 +353,7 @@ static_assert(sizeof(GemmeshTile) == 16, "a table entry is one 16-byte load");
 static_assert(offsetof(GemmeshTile, flag_begin) == 12, "");
 static_assert(sizeof(GemmeshSlice) == 16, "a slice is two 8-byte loads");
 static_assert(offsetof(GemmeshSlice, place) == 8, "");
-static_assert(sizeof(GemmeshFault) == 32, "");
+static_assert(sizeof(GemmeshFault) == 40, "");
 static_assert(offsetof(GemmeshFault, waited_ns) == 16, "");
 static_assert(sizeof(GemmeshTraceEvent) == 56, "");
 static_assert(offsetof(GemmeshTraceEvent, sm) == 48, "");
@@ -364,11 +368,11 @@ static_assert(offsetof(GemmeshExchange, task_count) == 32, "");
 static_assert(sizeof(GemmeshLanding) == 8 + 16 * GEMMESH_MAX_TARGETS, "");
 static_assert(sizeof(GemmeshOutput) == 48, "");
 static_assert(offsetof(GemmeshOutput, n) == 40, "");
-static_assert(sizeof(GemmeshParams) == 120 + 48 * GEMMESH_MAX_WEIGHTS + sizeof(GemmeshExchange) + sizeof(GemmeshLanding), "");
+static_assert(sizeof(GemmeshParams) == 128 + 48 * GEMMESH_MAX_WEIGHTS + sizeof(GemmeshExchange) + sizeof(GemmeshLanding), "");
 static_assert(offsetof(GemmeshParams, trace) == 40, "");
 static_assert(offsetof(GemmeshParams, tile_count) == 80, "");
-static_assert(offsetof(GemmeshParams, outputs) == 120, "");
-static_assert(offsetof(GemmeshParams, exchange) == 120 + 48 * GEMMESH_MAX_WEIGHTS, "");
+static_assert(offsetof(GemmeshParams, outputs) == 128, "");
+static_assert(offsetof(GemmeshParams, exchange) == 128 + 48 * GEMMESH_MAX_WEIGHTS, "");
 static_assert(sizeof(GemmeshBlock) == 32, "a block is two 16-byte loads");
 static_assert(sizeof(GemmeshStore) == 16, "a store is one 16-byte load");
 static_assert(sizeof(GemmeshSums) == 40, "");

@@ -234,14 +234,14 @@ pub enum Error {
 
     /// A rank has left the group, in order, while this rank still waits for it.
     #[error(
-        "rank {rank} left the group while rank {waiting} waited in {what}; all ranks must make the same calls"
+        "rank {rank} left the group while rank {waiting} waited in {what}; see that rank's own output, and whether all ranks make the same calls"
     )]
     RankLeft {
         /// The rank that left.
         rank: usize,
         /// The rank that waits.
         waiting: usize,
-        /// The call in which it waits; of an operation also what it waits for, and the flag that would say so.
+        /// The call in which it waits; of an operation also what it waits for.
         what: String,
     },
 
@@ -254,7 +254,7 @@ pub enum Error {
         rank: usize,
         /// The rank that waits.
         waiting: usize,
-        /// The call in which it waits, and what it waits for; of an operation also the flag that would say so.
+        /// The call in which it waits, and what it waits for.
         what: String,
         /// For how long it waited.
         waited_ms: u64,
@@ -619,7 +619,7 @@ mod tests {
         assert_eq!(
             left.to_string(),
             "rank 1 failed: exit status: 0 (its group failed: rank 1 left the group while rank 0 waited in barrier(); \
-             all ranks must make the same calls)"
+             see that rank's own output, and whether all ranks make the same calls)"
         );
     }
 }

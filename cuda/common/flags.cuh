@@ -23,6 +23,8 @@ __device__ inline void give_up(const GemmeshParams& params, uint32_t flag, uint3
         fault->waited_ns = waited;
         fault->peer = flag == GEMMESH_READY || flag == GEMMESH_LANDED ? peer : params.sources[flag];
         fault->pushed = params.exchange.push_epoch != nullptr;
+        fault->operation = params.epoch;
+        fault->recording = params.recording;
         // The host may be reading: whoever sees the mark sees the record.
         ptx::st_release_sys(&fault->state, GEMMESH_FAULT_RECORDED);
     }

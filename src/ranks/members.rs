@@ -478,16 +478,9 @@ impl FailureReporter {
         self.shared.has_left(rank)
     }
 
-    /// What this rank waits for in operation `operation`, in words, for a report: the call, what a peer has not done, and
-    /// its flag, which should hold `expected`. The two epochs differ where flags count other operations than calls.
-    pub fn describe(
-        &self,
-        operation: Epoch,
-        awaited: Awaited,
-        expected: Epoch,
-        seen: u32,
-    ) -> String {
-        self.shared.describe(operation, awaited, expected, seen)
+    /// Operation `epoch` of this rank, in words.
+    pub fn call_of(&self, epoch: Epoch) -> String {
+        self.shared.call_of(epoch)
     }
 
     /// Why `rank`, which does not come to operation `epoch`, was refused that call, if it was.
@@ -531,7 +524,7 @@ impl Wait for Members {
         }
         let number = OnceCell::new();
         let call = || *number.get_or_init(|| self.shared.number_of(epoch));
-        let what = || self.shared.describe(epoch, awaited, epoch, flag.peek());
+        let what = || self.shared.describe(epoch, awaited);
         let waiting = Waiting {
             begin: Instant::now(),
             // A chunk that is pulled is written by this rank's own copy thread, which may itself wait for another rank than

@@ -290,20 +290,18 @@ impl SharedState {
         })
     }
 
-    /// What this rank waits for in operation `operation`, in words: the call, what a peer has not done, and its flag, which
-    /// should hold `expected`.
-    pub fn describe(
-        &self,
-        operation: Epoch,
-        awaited: Awaited,
-        expected: Epoch,
-        seen: u32,
-    ) -> String {
-        let call = self.number_of(operation).map_or_else(
+    /// Operation `epoch` of this rank, in words.
+    pub fn call_of(&self, epoch: Epoch) -> String {
+        let number = self.number_of(epoch);
+        number.map_or_else(
             || "an operation".into(),
             |number| self.call(self.rank, number),
-        );
-        let what = awaited.describe(self.rank, expected, seen);
+        )
+    }
+
+    /// What this rank waits for in operation `epoch`, in words: the call, and what a peer has not done.
+    pub fn describe(&self, epoch: Epoch, awaited: Awaited) -> String {
+        let (call, what) = (self.call_of(epoch), awaited.describe(self.rank));
         format!("{call}: rank {} {what}", awaited.peer())
     }
 
@@ -653,7 +651,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_is_described_by_the_call_the_peer_and_the_flag() {
+    fn a_wait_is_described_by_the_call_the_peer_and_what_that_has_not_done() {
         let ranks = ranks(2);
         let epoch = Epoch::from_raw(u32::MAX);
         ranks[1].post_exchange(1, 7, "barrier()").unwrap();
@@ -662,34 +660,26 @@ mod tests {
             .post_operation(2, epoch, operation(&product))
             .unwrap();
         ranks[1].post_exchange(3, 7, "barrier()").unwrap();
-        let says = |awaited| ranks[1].describe(epoch, awaited, epoch, 17);
-        let call = "all_gather_matmul(M = 4096, K = 64, bf16, sharded matrix 2)";
-        assert_eq!(
-            says(Awaited::Ready { source: 0 }),
-            format!(
-                "{call}: rank 0 has not begun it (flag ready[0] should be 4294967295 and is 17)"
-            )
+        let says = |awaited, what: &str| {
+            let call = "all_gather_matmul(M = 4096, K = 64, bf16, sharded matrix 2)";
+            let expected = format!("{call}: rank 0 {what}");
+            assert_eq!(ranks[1].describe(epoch, awaited), expected);
+        };
+        let (source, peer) = (0, 0);
+        says(Awaited::Ready { source }, "has not begun it");
+        let come = "has rows that have not come to rank 1";
+        let (flag, pulled) = (3, false);
+        says(
+            Awaited::Chunk {
+                source,
+                flag,
+                pulled,
+            },
+            come,
         );
-        assert_eq!(
-            says(Awaited::Chunk {
-                source: 0,
-                flag: 3,
-                pulled: false
-            }),
-            format!(
-                "{call}: rank 0 has rows that have not come to rank 1 (flag chunk[3] should be 4294967295 and is 17)"
-            )
-        );
-        assert_eq!(
-            says(Awaited::Done { peer: 0 }),
-            format!(
-                "{call}: rank 0 has not moved all that it takes from rank 1, or brings it (flag done[0] should be 4294967295 and is 17)"
-            )
-        );
-        let replayed = ranks[1].describe(epoch.next(), Awaited::Done { peer: 0 }, Epoch::FIRST, 0);
-        assert!(
-            replayed.starts_with("an operation: rank 0 has"),
-            "{replayed}"
-        );
+        says(Awaited::Landed { source }, come);
+        let moved = "has not moved all that it takes from rank 1, or brings it";
+        says(Awaited::Done { peer }, moved);
+        assert_eq!(ranks[1].call_of(epoch.next()), "an operation");
     }
 }

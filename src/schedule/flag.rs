@@ -83,31 +83,18 @@ pub enum Awaited {
 }
 
 impl Awaited {
-    /// In words, after the name of [`Awaited::peer`]: what it has not done for `rank`, which waits, and what the flag says.
-    pub fn describe(self, rank: usize, epoch: Epoch, seen: u32) -> String {
-        let (what, flag) = match self {
-            Awaited::Ready { source } => ("has not begun it".into(), format!("ready[{source}]")),
-            Awaited::Chunk { flag, .. } => (
-                format!("has rows that have not come to rank {rank}"),
-                format!("chunk[{flag}]"),
-            ),
-            Awaited::Landed { source } => {
-                let epoch = epoch.raw();
-                return format!(
-                    "has rows that have not come to rank {rank} (words of landing area {source}, epoch {epoch})"
-                );
+    /// In words, after the name of [`Awaited::peer`]: what it has not done for `rank`, which waits.
+    pub fn describe(self, rank: usize) -> String {
+        match self {
+            Awaited::Ready { .. } => "has not begun it".into(),
+            Awaited::Chunk { .. } | Awaited::Landed { .. } => {
+                format!("has rows that have not come to rank {rank}")
             }
-            Awaited::Produced { block, .. } => (
-                "has not made what it sends".into(),
-                format!("produced[{block}]"),
-            ),
-            Awaited::Done { peer } => (
-                format!("has not moved all that it takes from rank {rank}, or brings it"),
-                format!("done[{peer}]"),
-            ),
-        };
-        let expected = epoch.raw();
-        format!("{what} (flag {flag} should be {expected} and is {seen})")
+            Awaited::Produced { .. } => "has not made what it sends".into(),
+            Awaited::Done { .. } => {
+                format!("has not moved all that it takes from rank {rank}, or brings it")
+            }
+        }
     }
 
     /// The rank that is at fault if this wait never ends.

@@ -319,6 +319,8 @@ bool await(const GemmeshParams& params, const volatile uint32_t* flag, uint32_t 
             fault.waited_ns = static_cast<uint64_t>(waited);
             fault.peer = peer;
             fault.pushed = params.exchange.push_epoch != nullptr;
+            fault.operation = params.epoch;
+            fault.recording = params.recording;
             word(&fault.state) = GEMMESH_FAULT_RECORDED;
             word(params.abort) = GEMMESH_GIVEN_UP;
             return false;

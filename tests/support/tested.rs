@@ -184,6 +184,16 @@ pub fn assert_timeout_names(error: &Error, culprit: usize) {
         Error::Timeout { rank, .. } => assert_eq!(*rank, culprit, "{error}"),
         other => panic!("{other}"),
     }
+    assert_plain(error);
+}
+
+/// That an error says what a user knows of: no flags, and no operation without its name.
+#[track_caller]
+pub fn assert_plain(error: &Error) {
+    let words = error.to_string();
+    for unknown in ["flag", "epoch", "an operation"] {
+        assert!(!words.contains(unknown), "{words}");
+    }
 }
 
 /// A test for each route, whose `$part` is given the test's name. `$leave` says whether the backend is there.

@@ -78,10 +78,12 @@ pub struct GemmeshFault {
     pub waited_ns: u64,
     pub peer: u32,
     pub pushed: u32,
+    pub operation: u32,
+    pub recording: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshFault"][::core::mem::size_of::<GemmeshFault>() - 32usize];
+    ["Size of GemmeshFault"][::core::mem::size_of::<GemmeshFault>() - 40usize];
     ["Alignment of GemmeshFault"][::core::mem::align_of::<GemmeshFault>() - 8usize];
     ["Offset of field: GemmeshFault::state"][::core::mem::offset_of!(GemmeshFault, state) - 0usize];
     ["Offset of field: GemmeshFault::flag"][::core::mem::offset_of!(GemmeshFault, flag) - 4usize];
@@ -93,6 +95,10 @@ const _: () = {
     ["Offset of field: GemmeshFault::peer"][::core::mem::offset_of!(GemmeshFault, peer) - 24usize];
     ["Offset of field: GemmeshFault::pushed"]
         [::core::mem::offset_of!(GemmeshFault, pushed) - 28usize];
+    ["Offset of field: GemmeshFault::operation"]
+        [::core::mem::offset_of!(GemmeshFault, operation) - 32usize];
+    ["Offset of field: GemmeshFault::recording"]
+        [::core::mem::offset_of!(GemmeshFault, recording) - 36usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -370,13 +376,15 @@ pub struct GemmeshParams {
     pub is_gated: u32,
     pub is_f32: u32,
     pub b_is_kn: u32,
+    pub recording: u32,
+    pub reserved: u32,
     pub outputs: [GemmeshOutput; 4usize],
     pub exchange: GemmeshExchange,
     pub landing: GemmeshLanding,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 1520usize];
+    ["Size of GemmeshParams"][::core::mem::size_of::<GemmeshParams>() - 1528usize];
     ["Alignment of GemmeshParams"][::core::mem::align_of::<GemmeshParams>() - 8usize];
     ["Offset of field: GemmeshParams::tiles"]
         [::core::mem::offset_of!(GemmeshParams, tiles) - 0usize];
@@ -416,12 +424,16 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshParams, is_f32) - 112usize];
     ["Offset of field: GemmeshParams::b_is_kn"]
         [::core::mem::offset_of!(GemmeshParams, b_is_kn) - 116usize];
+    ["Offset of field: GemmeshParams::recording"]
+        [::core::mem::offset_of!(GemmeshParams, recording) - 120usize];
+    ["Offset of field: GemmeshParams::reserved"]
+        [::core::mem::offset_of!(GemmeshParams, reserved) - 124usize];
     ["Offset of field: GemmeshParams::outputs"]
-        [::core::mem::offset_of!(GemmeshParams, outputs) - 120usize];
+        [::core::mem::offset_of!(GemmeshParams, outputs) - 128usize];
     ["Offset of field: GemmeshParams::exchange"]
-        [::core::mem::offset_of!(GemmeshParams, exchange) - 312usize];
+        [::core::mem::offset_of!(GemmeshParams, exchange) - 320usize];
     ["Offset of field: GemmeshParams::landing"]
-        [::core::mem::offset_of!(GemmeshParams, landing) - 1384usize];
+        [::core::mem::offset_of!(GemmeshParams, landing) - 1392usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

@@ -371,7 +371,7 @@ impl Watch {
                 .fail(refusal.unwrap_or_else(|| Error::RankLeft {
                     rank: awaited.peer(),
                     waiting: self.failures.rank,
-                    what: self.describe(running, awaited, expected, seen),
+                    what: self.describe(running, awaited),
                 }));
         }
     }
@@ -414,49 +414,35 @@ impl Watch {
         };
         let missing = self.read_words().ok();
         let missing = missing.and_then(|words| words.missing(rank, world, epoch, waits));
-        let (awaited, seen) = match missing {
-            Some((awaited @ Awaited::Ready { .. }, seen)) => (awaited, seen),
-            _ => (noted, fault.seen),
+        let awaited = match missing {
+            Some((awaited @ Awaited::Ready { .. }, _)) => awaited,
+            _ => noted,
         };
-        // Flags of pushes count operations of their own.
-        let operation = match fault.pushed {
-            0 => epoch,
-            _ => Epoch::from_raw(self.completed.read()).next(),
+        // Flags of pushes count operations of their own. And by now the kernel may have run through, and those behind it too.
+        let running = match fault.recording {
+            0 => Running::Live(Epoch::from_raw(fault.operation)),
+            recording => Running::Replay(recording),
         };
-        self.failures
-            .fail(self.late(Running::Live(operation), awaited, epoch, seen, waited));
+        self.failures.fail(self.late(running, awaited, waited));
     }
 
-    fn late(
-        &self,
-        running: Running,
-        awaited: Awaited,
-        expected: Epoch,
-        seen: u32,
-        waited: Duration,
-    ) -> Error {
+    fn late(&self, running: Running, awaited: Awaited, waited: Duration) -> Error {
         let refusal = self.refusal(running, awaited.peer());
         refusal.unwrap_or_else(|| {
-            let what = self.describe(running, awaited, expected, seen);
+            let what = self.describe(running, awaited);
             self.failures.timed_out(awaited.peer(), waited, what)
         })
     }
 
     /// What an operation waits for, in words.
-    fn describe(&self, running: Running, awaited: Awaited, expected: Epoch, seen: u32) -> String {
-        match running {
-            Running::Live(epoch) => self.failures.describe(epoch, awaited, expected, seen),
-            Running::Replay(_) => {
-                let what = awaited.describe(self.failures.rank, expected, seen);
-                let call = self.name(running);
-                format!("{call}: rank {} {what}", awaited.peer())
-            }
-        }
+    fn describe(&self, running: Running, awaited: Awaited) -> String {
+        let what = awaited.describe(self.failures.rank);
+        format!("{}: rank {} {what}", self.name(running), awaited.peer())
     }
 
     fn name(&self, running: Running) -> String {
         match running {
-            Running::Live(epoch) => format!("operation {}", epoch.raw()),
+            Running::Live(epoch) => self.failures.call_of(epoch),
             Running::Replay(number) => {
                 let recording = self.recording(number);
                 let name = recording.map_or(String::new(), |(name, _)| name);
@@ -479,9 +465,7 @@ impl Watch {
         }
         let by_kernel = |epoch| self.waits_of(epoch) == Waits::Kernel;
         match self.missing(running) {
-            Ok(Some((awaited, expected, seen))) => {
-                self.late(running, awaited, expected, seen, waited)
-            }
+            Ok(Some((awaited, ..))) => self.late(running, awaited, waited),
             Ok(None) if matches!(running, Running::Live(epoch) if by_kernel(epoch)) => {
                 unknown("its kernel does not run, or does not end".into())
             }

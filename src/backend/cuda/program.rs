@@ -32,8 +32,8 @@ use crate::element::DType;
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
 use crate::schedule::{
-    Activation, Addend, Bias, Block, Epoch, MAX_WEIGHTS, Reduction, Route, Schedule, Sum, Tile,
-    WeightLayout,
+    Activation, Addend, Agreed, Bias, Block, Epoch, MAX_WEIGHTS, Reduction, Route, Schedule, Sum,
+    Tile, WeightLayout,
 };
 use crate::schedule::{config::CUT_COLUMNS, layout::MAX_WORLD};
 use crate::span::{Lane, Span, Work};
@@ -267,6 +267,14 @@ impl Program {
             is_gated: 0,
             is_f32: 0,
             b_is_kn: 0,
+            recording: match at.recorded {
+                true => {
+                    let name = schedule.agreed().map_or("", Agreed::name);
+                    cuda.monitor.record(name, self.waits)
+                }
+                false => 0,
+            },
+            reserved: 0,
             outputs: [NO_OUTPUT; MAX_WEIGHTS],
             exchange,
             landing: match self.lands {
