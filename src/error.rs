@@ -182,7 +182,7 @@ pub enum Error {
         reason: String,
     },
 
-    /// A rank died: its control connection ended without a farewell, and without a panic that unwinds.
+    /// A rank died: its control connection ended without a farewell or a panic.
     #[error("rank {rank} died (noticed by rank {noticed_by}); see that rank's own output")]
     RankLost {
         /// The rank that died.
@@ -192,10 +192,22 @@ pub enum Error {
     },
 
     /// A rank panicked, which ended its part in the group.
-    #[error("rank {rank} panicked; see that rank's own output")]
+    #[error("rank {rank} panicked{}", Panic(.message))]
     RankPanicked {
         /// The rank.
         rank: usize,
+        /// What the panic said, and where; if that is known.
+        message: Option<String>,
+    },
+
+    /// A rank's own program has failed, which is why the rank does not go on: it called [`Group::fail`](crate::Group::fail), or returned its error
+    /// from [`Group::threads`](crate::Group::threads).
+    #[error("the program of rank {rank} failed: {reason}")]
+    ProgramFailed {
+        /// The rank.
+        rank: usize,
+        /// Its error, in its own words.
+        reason: String,
     },
 
     /// A function that a program gave to a call has returned an error, which ended the operation on every rank.
@@ -232,7 +244,7 @@ pub enum Error {
         waited_ms: u64,
     },
 
-    /// A rank has left the group, in order, while this rank still waits for it.
+    /// A rank has left the group, in order and without a reason that it could tell, while this rank still waits for it.
     #[error(
         "rank {rank} left the group while rank {waiting} waited in {what}; see that rank's own output, and whether all ranks make the same calls"
     )]
@@ -523,7 +535,8 @@ impl Error {
             | Error::OutOfMemory { rank, .. }
             | Error::RankLost { rank, .. }
             | Error::RankLeft { rank, .. }
-            | Error::RankPanicked { rank }
+            | Error::RankPanicked { rank, .. }
+            | Error::ProgramFailed { rank, .. }
             | Error::Callback { rank, .. }
             | Error::CallInCallback { rank }
             | Error::Busy { rank, .. }
@@ -560,6 +573,17 @@ impl fmt::Display for Because<'_> {
         match self.0 {
             Some(cause) => write!(f, " (its group failed: {cause})"),
             None => Ok(()),
+        }
+    }
+}
+
+struct Panic<'a>(&'a Option<String>);
+
+impl fmt::Display for Panic<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self.0 {
+            Some(message) => write!(f, ": {message}"),
+            None => f.write_str("; see that rank's own output"),
         }
     }
 }

@@ -31,12 +31,13 @@ impl<B: Backend> Group<B> {
     /// # Errors
     /// [`Error::OutOfMemory`]; [`Error::Limit`] for no columns. (A rank that owns no rows has an output of none.)
     pub fn zeros<T: Value>(&self, rows: usize, columns: usize) -> Result<Matrix<B, T>> {
-        let width = bytes_of::<T>(1, columns)?;
-        limit("rows", rows, 0, MAX_EXTENT)?;
-        let memory = {
+        let memory = || {
+            let width = bytes_of::<T>(1, columns)?;
+            limit("rows", rows, 0, MAX_EXTENT)?;
             let inner = self.inner();
-            inner.backend.buffer(&inner.members, rows, width)?
+            inner.backend.buffer(&inner.members, rows, width)
         };
+        let memory = self.noted(memory())?;
         Ok(Matrix::new(self.clone(), memory, rows, columns))
     }
 
@@ -128,7 +129,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
         if length == self.rows * self.columns {
             return Ok(());
         }
-        Err(Error::Shape {
+        self.group.noted(Err(Error::Shape {
             rank: self.group.rank(),
             argument: format!(
                 "the host copy of a [{}, {}] matrix",
@@ -136,7 +137,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
             ),
             expected: vec![self.rows * self.columns],
             found: vec![length],
-        })
+        }))
     }
 
     pub(crate) fn group(&self) -> &Group<B> {

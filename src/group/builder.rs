@@ -1,5 +1,6 @@
 //! How a group is made.
 
+use std::fmt;
 use std::marker::PhantomData;
 use std::time::Duration;
 
@@ -168,7 +169,7 @@ impl<B: Backend> Builder<B> {
     ) -> Result<Vec<T>, E>
     where
         T: Send,
-        E: From<Error> + Send,
+        E: From<Error> + fmt::Display + Send,
     {
         threads::run(&self, world, f)
     }

@@ -141,7 +141,8 @@ impl<B: Backend> Group<B> {
     /// Runs `f` as `world` ranks on as many threads, and returns their results by rank.
     ///
     /// # Errors
-    /// The error of the rank that failed first. A rank that fails should return: the others then learn of it.
+    /// The error of the rank that failed first. A rank that fails should return: those who wait for it then get its error, in words, as
+    /// [`Error::ProgramFailed`], or as what it is if this library made it.
     ///
     /// # Panics
     /// If `f` does on some rank, once all ranks have ended.
@@ -151,7 +152,7 @@ impl<B: Backend> Group<B> {
     ) -> Result<Vec<T>, E>
     where
         T: Send,
-        E: From<Error> + Send,
+        E: From<Error> + fmt::Display + Send,
     {
         Builder::new().threads(world, f)
     }
@@ -368,6 +369,39 @@ impl<B: Backend> Group<B> {
             self.inner.members.refuse(&error);
         }
         error
+    }
+
+    /// What this rank gets of a call that is not collective: those who wait for it get the error, if it leaves because of that.
+    pub(crate) fn noted<R>(&self, result: Result<R>) -> Result<R> {
+        result.inspect_err(|error| self.inner.members.note(error))
+    }
+
+    /// Ends the group on every rank, because this rank's own program cannot go on: all get [`Error::ProgramFailed`] with this rank and
+    /// `reason`, from the calls that they are in and from later ones. Without it, those who wait for a rank that leaves are told that it left, and
+    /// not why.
+    ///
+    /// Returns the group's failure: this one or, if the group had failed before, what it has failed of. (An error of this library's that this rank
+    /// has just got remains what it is.) It may be called at any time, also by a function that was given to a call.
+    ///
+    /// ```
+    /// use gemmesh::{Error, Group, Host, Result};
+    ///
+    /// fn rank(group: &Group<Host>) -> Result<()> {
+    ///     if group.rank() == 1 {
+    ///         let weights = std::fs::read("no such file");
+    ///         weights.map_err(|error| group.fail(format!("cannot read weights: {error}")))?;
+    ///     }
+    ///     group.barrier()
+    /// }
+    ///
+    /// let error = Group::<Host>::threads(2, |group| rank(&group)).unwrap_err();
+    /// assert!(matches!(error, Error::ProgramFailed { rank: 1, .. }));
+    /// ```
+    ///
+    /// For whatever a whole program may return: `run(&group).map_err(|error| group.fail(error))`.
+    pub fn fail(&self, reason: impl fmt::Display) -> Error {
+        // With what stands behind it, where its type tells that so.
+        self.inner.members.fail_because(format!("{reason:#}"))
     }
 
     /// Begins a collective operation: no other begins on this rank before `run` returns.

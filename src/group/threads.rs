@@ -1,7 +1,8 @@
 //! Ranks as threads of one process.
 
+use std::fmt;
 use std::os::unix::net::UnixStream;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::{Builder, Group};
 use crate::backend::Backend;
@@ -18,14 +19,17 @@ pub(super) fn run<B, T, E, F>(builder: &Builder<B>, world: usize, f: F) -> Resul
 where
     B: Backend,
     T: Send,
-    E: From<Error> + Send,
+    E: From<Error> + fmt::Display + Send,
     F: Fn(Group<B>) -> Result<T, E> + Sync,
 {
     let ends = connect(world)?;
     let results: Vec<Mutex<Option<Result<T, E>>>> = ends.iter().map(|_| Mutex::default()).collect();
     let failed_first = start(builder, ends, &|rank, group| {
         let result = group.map_err(E::from).and_then(&f);
+        // With what stands behind it, where its type tells that so.
+        let reason = result.as_ref().err().map(|error| format!("{error:#}"));
         *results[rank].lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
+        reason
     })?;
     let results = results.into_iter();
     let mut results: Vec<Result<T, E>> = results
@@ -38,13 +42,13 @@ where
     results.into_iter().collect()
 }
 
-/// Starts a thread for each rank and waits for them all. `part` is told a rank and its group, or why there is none. It
-/// takes neither `f` nor what that returns, so that it is compiled once and not for each. Returns the ranks whose errors
+/// Starts a thread for each rank and waits for them all. `part` is told a rank and its group, or why there is none, and returns its error in
+/// words. It takes neither `f` nor what that returns, so that it is compiled once and not for each. Returns the ranks whose errors
 /// come before others', the first first.
 fn start<B: Backend>(
     builder: &Builder<B>,
     ends: Vec<Vec<UnixStream>>,
-    part: &(dyn Fn(usize, Result<Group<B>>) + Sync),
+    part: &(dyn Fn(usize, Result<Group<B>>) -> Option<String> + Sync),
 ) -> Result<Vec<usize>> {
     let world = ends.len();
     let memory = memfd(SharedState::BYTES)
@@ -71,18 +75,22 @@ fn start<B: Backend>(
                         connections,
                     )
                 });
-                part(
+                let farewell = members.as_ref().ok().map(Farewell::of);
+                let reason = part(
                     rank,
                     members.and_then(|members| Group::open(members, builder)),
                 );
+                if let Some(farewell) = farewell {
+                    farewell.say(reason);
+                }
             });
             match thread {
                 Ok(thread) => threads.push(thread),
                 // The others need not wait for it.
-                Err(error) => part(
-                    rank,
-                    Err(group.fail(Error::system(rank, "start a thread")(error))),
-                ),
+                Err(error) => {
+                    let error = group.fail(Error::system(rank, "start a thread")(error));
+                    part(rank, Err(error));
+                }
             }
         }
         for thread in threads {
@@ -94,10 +102,32 @@ fn start<B: Backend>(
     // The failure of one rank makes others fail after it. So first comes a rank that left while another waited for it,
     // then the one that reported the group's failure.
     let left = match group.fault() {
-        Some(Error::RankLeft { rank, .. }) => Some(rank),
+        Some(Error::RankLeft { rank, .. } | Error::ProgramFailed { rank, .. }) => Some(rank),
         _ => None,
     };
     Ok([left, group.reporter()].into_iter().flatten().collect())
+}
+
+/// What the others hear when a rank's function ends.
+struct Farewell(Arc<SharedState>);
+
+impl Farewell {
+    fn of(members: &Members) -> Farewell {
+        Farewell(members.shared_state())
+    }
+
+    /// The function has returned, with an error of these words or none.
+    fn say(self, reason: Option<String>) {
+        let reason = reason.map(|reason| self.0.program_failed(reason));
+        self.0.leave(reason.as_ref());
+    }
+}
+
+impl Drop for Farewell {
+    fn drop(&mut self) {
+        // Of a function that had let go of its group before.
+        self.0.report_panic();
+    }
 }
 
 /// The control connections, by rank: rank 0 holds one to each other rank.

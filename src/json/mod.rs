@@ -8,6 +8,7 @@ use std::ops::Range;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::error::{Error, Result};
 use crate::schedule::Route;
@@ -16,6 +17,43 @@ use crate::span::{Lane, Span, Work};
 /// An error.
 pub fn of_error(error: &Error) -> Vec<u8> {
     serde_json::to_vec(&SentError(error.clone())).unwrap_or_default()
+}
+
+/// The error, with its texts cut so that [`of_error`] writes at most `most` bytes of it, should it write more.
+pub fn fitted(error: Error, most: usize) -> Error {
+    const SHORTEST: usize = 8;
+    let bytes = of_error(&error);
+    if bytes.len() <= most {
+        return error;
+    }
+    let lengths = std::iter::successors(Some(most / 2), |length| Some(length / 2));
+    let mut lengths = lengths.take_while(|&length| length >= SHORTEST);
+    let cut = lengths.find_map(|length| {
+        let mut value = serde_json::from_slice(&bytes).ok()?;
+        cut_texts(&mut value, length);
+        let bytes = serde_json::to_vec(&value).ok()?;
+        if bytes.len() > most {
+            return None;
+        }
+        self::error(&bytes).ok()
+    });
+    // Beside texts there are a few numbers.
+    cut.unwrap_or(error)
+}
+
+/// Cuts texts to about as many bytes.
+fn cut_texts(value: &mut Value, length: usize) {
+    match value {
+        Value::String(text) if text.len() > length => {
+            text.truncate(text.floor_char_boundary(length));
+            text.push('…');
+        }
+        Value::Array(values) => values.iter_mut().for_each(|value| cut_texts(value, length)),
+        Value::Object(fields) => fields
+            .values_mut()
+            .for_each(|value| cut_texts(value, length)),
+        _ => {}
+    }
 }
 
 /// What [`of_error`] has written.
@@ -211,6 +249,11 @@ enum ErrorJson {
     },
     RankPanicked {
         rank: usize,
+        message: Option<String>,
+    },
+    ProgramFailed {
+        rank: usize,
+        reason: String,
     },
     Callback {
         rank: usize,
@@ -343,6 +386,10 @@ mod tests {
             cause: Box::new(lost.clone()),
         };
         assert_eq!(poisoned.cause(), &lost);
+        let program = |reason: &str| Error::ProgramFailed {
+            rank: 3,
+            reason: reason.into(),
+        };
         let no_route = Error::NoRoute {
             rank: 2,
             operation: "all_reduce".into(),
@@ -354,10 +401,43 @@ mod tests {
             failed(Some(Box::new(lost))),
             poisoned,
             no_route,
+            program(&"long\0 ".repeat(1000)),
         ] {
             assert_eq!(super::error(&of_error(&error)).unwrap(), error);
             let outcome: Result<()> = Err(error);
             assert_eq!(super::outcome(&of_outcome(&outcome)).unwrap(), outcome);
         }
+    }
+
+    #[test]
+    fn an_error_too_long_to_be_sent_keeps_its_rank_and_the_beginning_of_its_texts() {
+        const MOST: usize = 512;
+        let fits = |error: &Error| of_error(error).len() <= MOST;
+        for text in ["plain ", "ü", "\0", "\u{1b}[31m\"", "\n"] {
+            let reason = text.repeat(10_000);
+            let program = Error::ProgramFailed {
+                rank: 3,
+                reason: reason.clone(),
+            };
+            let whole = Error::Poisoned {
+                cause: Box::new(program),
+            };
+            let cut = fitted(whole, MOST);
+            assert!(fits(&cut), "{text:?}");
+            let Error::ProgramFailed {
+                rank: 3,
+                reason: begins,
+            } = cut.cause()
+            else {
+                panic!("{cut}")
+            };
+            let begins = begins.strip_suffix('…').expect("it says that it is cut");
+            assert!(
+                reason.starts_with(begins) && begins.len() > 20,
+                "{begins:?}"
+            );
+        }
+        let short = Error::Capturing { rank: 1 };
+        assert_eq!(fitted(short.clone(), MOST), short);
     }
 }

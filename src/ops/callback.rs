@@ -6,6 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use crate::backend::Backend;
 use crate::error::{Error, Result};
 use crate::group::Group;
+use crate::ranks::panics;
 
 /// What a function of the caller's returns: an error, of any type, ends the operation on every rank.
 pub type CallbackResult = std::result::Result<(), Box<dyn std::error::Error + Send + Sync>>;
@@ -42,8 +43,9 @@ impl<'a, B: Backend> Callbacks<'a, B> {
                 reason,
             },
             Err(payload) => {
+                let message = panics::message_of(&*payload);
                 self.panic = Some(payload);
-                Error::RankPanicked { rank }
+                Error::RankPanicked { rank, message }
             }
         };
         Err(members.fail(error))

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::call::Operation;
+use super::panics;
 use super::shared_state::SharedState;
 use super::waits::WaitTimes;
 use super::watcher::Watcher;
@@ -67,6 +68,7 @@ impl Members {
         connections: Vec<UnixStream>,
     ) -> Result<Members> {
         let shared = Arc::new(shared);
+        panics::listen(&shared);
         let connections: Vec<_> = connections.into_iter().map(Arc::new).collect();
         let watcher = if world > 1 {
             Some(Watcher::spawn(rank, shared.clone(), connections.clone())?)
@@ -88,6 +90,7 @@ impl Members {
 
     /// Fails if the group has failed.
     pub fn check(&self) -> Result<()> {
+        panics::forget();
         match self.shared.fault() {
             None => Ok(()),
             Some(cause) => Err(Error::Poisoned {
@@ -106,11 +109,19 @@ impl Members {
         self.shared.fail(error)
     }
 
+    /// Reports that this rank's program has failed, with an error of these words.
+    pub fn fail_because(&self, reason: String) -> Error {
+        self.fail(self.shared.program_failed(reason))
+    }
+
     /// If this thread panics, tells the others that this rank does.
     pub fn report_panic(&self) {
-        if std::thread::panicking() {
-            self.fail(Error::RankPanicked { rank: self.rank });
-        }
+        self.shared.report_panic();
+    }
+
+    /// What the ranks share, for who outlives this.
+    pub fn shared_state(&self) -> Arc<SharedState> {
+        self.shared.clone()
     }
 
     /// For a thread of a backend that watches over this rank.
@@ -151,6 +162,7 @@ impl Members {
             self.await_slower_ranks(number, words)?;
         }
         *latest = number;
+        self.shared.note_got(None);
         post(number).map_err(|error| self.fail(error))?;
         Ok(number)
     }
@@ -180,6 +192,12 @@ impl Members {
     pub fn refuse(&self, error: &Error) {
         let latest = self.calls();
         self.shared.note_refusal(*latest + 1, error);
+        self.shared.note_got(Some(error));
+    }
+
+    /// Notes an error that this rank got from a call that is not collective: those who wait for it get it if it leaves next.
+    pub fn note(&self, error: &Error) {
+        self.shared.note_got(Some(error));
     }
 
     /// This rank makes its next collective call after all. It says so when what it does before it is there may take long,
@@ -222,8 +240,8 @@ impl Members {
 
     /// `rank` has left while this rank waits for it in its call `number`. `what`: the call, and what `rank` has not done.
     fn left(&self, rank: usize, number: Option<u64>, what: String) -> Error {
-        let refusal = number.and_then(|number| self.shared.refusal(rank, number));
-        refusal.unwrap_or(Error::RankLeft {
+        let reason = self.shared.why_left(rank, number);
+        reason.unwrap_or(Error::RankLeft {
             rank,
             waiting: self.rank,
             what,
@@ -483,6 +501,12 @@ impl FailureReporter {
         self.shared.call_of(epoch)
     }
 
+    /// Why `rank`, which has left, does not come to operation `epoch`, or to another, if it has said so.
+    pub fn why_left(&self, rank: usize, epoch: Option<Epoch>) -> Option<Error> {
+        let number = epoch.and_then(|epoch| self.shared.number_of(epoch));
+        self.shared.why_left(rank, number)
+    }
+
     /// Why `rank`, which does not come to operation `epoch`, was refused that call, if it was.
     pub fn refusal(&self, rank: usize, epoch: Epoch) -> Option<Error> {
         let number = self.shared.number_of(epoch)?;
@@ -501,8 +525,13 @@ impl Drop for Members {
     fn drop(&mut self) {
         self.report_panic();
         // A rank that unwinds has not completed what it began: it does not leave in order.
-        if !std::thread::panicking() {
-            self.shared.leave();
+        if std::thread::panicking() {
+            return;
+        }
+        // A thread's error is known when its function has returned; of a process nobody hears of one.
+        match self.in_process {
+            true => self.shared.let_go(),
+            false => self.shared.leave_with_what_it_got(),
         }
     }
 }

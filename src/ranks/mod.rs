@@ -6,6 +6,7 @@ pub mod call;
 pub mod env;
 pub mod launch;
 pub mod members;
+pub mod panics;
 mod peer;
 pub mod rendezvous;
 pub mod reports;

@@ -23,10 +23,12 @@ use serde::{Deserialize, Serialize};
 
 use super::{address, wire};
 use crate::error::{Error, Result};
-use crate::json::optional;
+use crate::json::{self, optional};
 
 /// The longest report: an error.
 const MAX_REPORT: usize = 16 << 10;
+/// More than what stands around the error.
+const AROUND: usize = 256;
 /// How long a rank tries to tell a launcher that does not listen, be it stopped.
 const PATIENCE: Duration = Duration::from_millis(200);
 /// How many datagrams are read before the launcher looks at its ranks again, whoever sends them.
@@ -98,7 +100,7 @@ impl ReportSender {
             self.send(&FailureReport {
                 rank: self.rank,
                 by,
-                error: Some(error.cause().clone()),
+                error: Some(json::fitted(error.cause().clone(), MAX_REPORT - AROUND)),
             });
         });
     }

@@ -11,6 +11,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::call::{EXCHANGE, FIXED, Operation, WORDS, describe};
+use super::panics;
 use super::reports::ReportSender;
 use crate::error::{Error, Result};
 use crate::json;
@@ -27,6 +28,8 @@ const NOTE_BYTES: usize = 2048;
 
 /// How long a rank that finds that calls differ waits for those who have not called, to know what most have called.
 const LATE_VOTES: Duration = Duration::from_millis(500);
+/// How long those who wait for a rank that has let go of the group wait for it to say why.
+const FAREWELL: Duration = Duration::from_secs(1);
 /// How long a rank that was refused a call has to make it after all, once another waits for it in that call.
 const CORRECTION: Duration = Duration::from_millis(500);
 
@@ -34,7 +37,7 @@ const CORRECTION: Duration = Duration::from_millis(500);
 struct Block {
     /// The first failure, as JSON.
     fault: Report<FAULT_BYTES>,
-    /// Whether a rank has left in order: [`YES`] if so.
+    /// Whether a rank has left in order: it has [`LEFT`], or is [`GONE`].
     left: [Flag; MAX_WORLD],
     /// Whom a rank waits for: 256 · the time in ms when it last looked + 1 + the other rank. For reports only.
     waits: [AtomicU64; MAX_WORLD],
@@ -42,29 +45,25 @@ struct Block {
     exchanges: [Note<NOTE_BYTES>; MAX_WORLD],
     /// Why a rank was last refused a call: when, in ms as 8 bytes, how often it has been refused that call, likewise, and the error as JSON.
     refusals: [Note<NOTE_BYTES>; MAX_WORLD],
+    /// Why a rank that is gone has left, as JSON, as number [`GIVEN`].
+    reasons: [Note<NOTE_BYTES>; MAX_WORLD],
     posts: [[Post<WORDS, FIXED>; POSTS as usize]; MAX_WORLD],
 }
 
-/// What a flag of zeroed memory has not reached.
-const YES: Epoch = Epoch::FIRST;
+/// It has let go of the group, having completed all it began; but its thread goes on, and may say why.
+const LEFT: Epoch = Epoch::FIRST;
+/// And has nothing more to say.
+const GONE: Epoch = Epoch::from_raw(2);
+/// The number of a note of zeroed memory is another.
+const GIVEN: u64 = 1;
 
 fn now_ms() -> u64 {
     crate::span::now() / 1_000_000
 }
 
-/// An error as JSON, or if that is longer than `most` bytes, what it says as far as there is room.
-fn encode(error: &Error, rank: usize, most: usize) -> Vec<u8> {
-    let bytes = json::of_error(error);
-    if (1..=most).contains(&bytes.len()) {
-        return bytes;
-    }
-    let mut reason = error.to_string();
-    let end = (0..=reason.len().min(1000))
-        .rev()
-        .find(|&end| reason.is_char_boundary(end))
-        .unwrap_or(0);
-    reason.truncate(end);
-    json::of_error(&Error::Message { rank, reason })
+/// An error as JSON, in at most `most` bytes.
+fn encode(error: &Error, most: usize) -> Vec<u8> {
+    json::of_error(&json::fitted(error.clone(), most))
 }
 
 /// One rank's view of the block.
@@ -75,6 +74,8 @@ pub struct SharedState {
     world: usize,
     /// By call: how often this rank was refused it.
     refused: Mutex<BTreeMap<u64, u64>>,
+    /// The error that this rank got last, unless it has made a call since.
+    got: Mutex<Option<Error>>,
     /// To a launcher that wants to know of the first failure.
     launcher: Option<ReportSender>,
 }
@@ -98,6 +99,7 @@ impl SharedState {
             rank,
             world,
             refused: Mutex::default(),
+            got: Mutex::default(),
             launcher: None,
         }
     }
@@ -126,12 +128,24 @@ impl SharedState {
 
     /// Reports a failure to every rank. Returns the group's first failure: this one, or an earlier.
     pub fn fail(&self, error: Error) -> Error {
-        let bytes = encode(&error, self.rank, FAULT_BYTES);
+        // As the others will read it.
+        let error = json::fitted(error, FAULT_BYTES);
+        let bytes = json::of_error(&error);
         if self.block().fault.write(self.rank, &bytes) {
             self.tell_launcher(&error);
             error
         } else {
             self.fault().unwrap_or(error)
+        }
+    }
+
+    /// If this thread panics, tells the others that this rank does.
+    pub fn report_panic(&self) {
+        if std::thread::panicking() {
+            self.fail(Error::RankPanicked {
+                rank: self.rank,
+                message: panics::message(),
+            });
         }
     }
 
@@ -168,14 +182,63 @@ impl SharedState {
         }
     }
 
-    /// Says that this rank leaves in order: it has completed all it began.
-    pub fn leave(&self) {
-        self.block().left[self.rank].signal(YES);
+    /// This rank has got an error from a call that it may make again; or has made one since.
+    pub fn note_got(&self, error: Option<&Error>) {
+        *self.got() = error.cloned();
+    }
+
+    fn got(&self) -> MutexGuard<'_, Option<Error>> {
+        // Each change is one assignment.
+        self.got.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The failure of this rank's program with an error of these words: that error itself, if this rank has got it here and it names the rank.
+    pub fn program_failed(&self, reason: String) -> Error {
+        let got = self.got().clone();
+        let got = got.filter(|error| error.to_string() == reason);
+        let got = got.filter(|error| error.at_fault().contains(&self.rank));
+        got.unwrap_or(Error::ProgramFailed {
+            rank: self.rank,
+            reason,
+        })
+    }
+
+    /// Says that this rank lets go of the group in order: it has completed all it began. [`SharedState::leave`] follows.
+    pub fn let_go(&self) {
+        self.block().left[self.rank].signal(LEFT);
+    }
+
+    /// Says that this rank leaves, and why, if it has a reason: those who wait for it get that.
+    pub fn leave(&self, reason: Option<&Error>) {
+        if let Some(reason) = reason {
+            let bytes = encode(reason, NOTE_BYTES);
+            self.block().reasons[self.rank].write(GIVEN, &bytes);
+        }
+        self.block().left[self.rank].signal(GONE);
+    }
+
+    /// As [`SharedState::leave`], for all that is known of why: the last that this rank has got of the group is an error.
+    pub fn leave_with_what_it_got(&self) {
+        let got = self.got().as_ref().map(Error::to_string);
+        let reason = got.map(|words| self.program_failed(words));
+        self.leave(reason.as_ref());
     }
 
     /// Whether `rank` has left in order. If so, all flags that it signalled before are seen.
     pub fn has_left(&self, rank: usize) -> bool {
-        self.block().left[rank].reached(YES)
+        self.block().left[rank].reached(LEFT)
+    }
+
+    /// Why `rank`, which has left, does not make its call `number`, or another; if it has said so. It has a moment to.
+    pub fn why_left(&self, rank: usize, number: Option<u64>) -> Option<Error> {
+        let deadline = Instant::now() + FAREWELL;
+        let is_gone = || self.block().left[rank].reached(GONE) || self.reporter().is_some();
+        while !is_gone() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        let reason = self.block().reasons[rank].read(GIVEN);
+        let reason = reason.and_then(|bytes| json::error(&bytes).ok());
+        reason.or_else(|| self.refusal(rank, number?))
     }
 
     /// Notes that this rank waits for `peer`, now. To be called every few milliseconds while it does.
@@ -314,7 +377,7 @@ impl SharedState {
         refused.retain(|of, _| of + POSTS > number);
         drop(refused);
         let mut bytes = [now_ms(), count].map(u64::to_le_bytes).concat();
-        bytes.extend(encode(error, self.rank, NOTE_BYTES - bytes.len()));
+        bytes.extend(encode(error, NOTE_BYTES - bytes.len()));
         self.block().refusals[self.rank].write(number, &bytes);
     }
 
@@ -425,6 +488,36 @@ mod tests {
         });
         let seen = ranks[1].fault().unwrap().to_string();
         assert!(seen.contains("has no memory for 1 bytes"), "{seen}");
+    }
+
+    #[test]
+    fn a_rank_that_leaves_says_why_if_it_knows() {
+        let ranks = ranks(4);
+        let got = Error::Capturing { rank: 0 };
+        ranks[0].note_got(Some(&got));
+        let other = Error::ProgramFailed {
+            rank: 0,
+            reason: "no such file".into(),
+        };
+        assert_eq!(ranks[0].program_failed(got.to_string()), got);
+        assert_eq!(ranks[0].program_failed("no such file".into()), other);
+        ranks[0].leave_with_what_it_got();
+        ranks[1].note_got(Some(&got));
+        ranks[1].note_got(None);
+        ranks[1].leave_with_what_it_got();
+        ranks[2].let_go();
+        assert!(
+            (0..4)
+                .map(|rank| ranks[3].has_left(rank))
+                .eq([true, true, true, false])
+        );
+        assert_eq!(ranks[3].why_left(0, None), Some(got));
+        assert_eq!(ranks[3].why_left(1, None), None);
+        std::thread::scope(|scope| {
+            let asked = scope.spawn(|| ranks[3].why_left(2, None));
+            ranks[2].leave(Some(&other));
+            assert_eq!(asked.join().unwrap(), Some(other));
+        });
     }
 
     #[test]

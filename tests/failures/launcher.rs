@@ -168,7 +168,7 @@ impl Fault {
             (Fault::ReturnsAnError | Fault::ReturnsEarly, Error::RankLeft { rank, .. }) => {
                 *rank == faulty
             }
-            (Fault::Panics, Error::RankPanicked { rank }) => *rank == faulty,
+            (Fault::Panics, Error::RankPanicked { rank, .. }) => *rank == faulty,
             (Fault::ReturnsAnError | Fault::ReturnsEarly | Fault::Panics, _) => false,
             (_, Error::RankLost { rank, .. }) => *rank == faulty,
             _ => false,

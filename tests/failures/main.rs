@@ -8,6 +8,7 @@ mod ends;
 mod launcher;
 mod memory;
 mod mismatches;
+mod reasons;
 mod refusals;
 mod rendezvous;
 mod strangers;

@@ -1,6 +1,7 @@
 //! Every result is the one that float64 gives, within rounding, whatever the shape, the split, the type, the way it
 //! is cut up, and the order in which rows arrive.
 
+use std::fmt;
 use std::time::Duration;
 
 use crate::support::numbers::{Reference, bits, nan, normal, rng};
@@ -64,6 +65,12 @@ impl OnThreads for Case {
 /// For `threads`, whose errors may also be the library's.
 #[derive(Debug)]
 struct Failure(String);
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
 
 impl From<Error> for Failure {
     fn from(error: Error) -> Failure {

@@ -366,9 +366,13 @@ impl Watch {
         }
         let again = self.missing(running);
         if matches!(again, Ok(Some(again)) if again == (awaited, expected, seen)) {
-            let refusal = self.refusal(running, awaited.peer());
+            let epoch = match running {
+                Running::Live(epoch) => Some(epoch),
+                Running::Replay(_) => None,
+            };
+            let reason = self.failures.why_left(awaited.peer(), epoch);
             self.failures
-                .fail(refusal.unwrap_or_else(|| Error::RankLeft {
+                .fail(reason.unwrap_or_else(|| Error::RankLeft {
                     rank: awaited.peer(),
                     waiting: self.failures.rank,
                     what: self.describe(running, awaited),

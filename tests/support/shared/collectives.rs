@@ -435,7 +435,9 @@ pub fn a_panic_of_a_producer_ends_the_group<B: Produces>(test: &str) {
         until_failure(&group, || produce_and_all_to_all(&mut out, |_| Ok(())))
     });
     let outcomes = ranks.outcomes();
-    assert_eq!(*same_error(&outcomes), Error::RankPanicked { rank: 0 });
+    let message = Some("planted".into());
+    let expected = Error::RankPanicked { rank: 0, message };
+    assert_eq!(*same_error(&outcomes), expected);
 }
 
 /// A function that does not return is named by its rank, at the deadline: the others wait for what it makes.

@@ -273,7 +273,9 @@ pub fn a_panic_of_a_consumer_ends_the_group<B: Consumes>(test: &str) {
         until_failure(&group, || all_gather_and_consume(&a, |_| Ok(())))
     });
     let outcomes = ranks.outcomes();
-    assert_eq!(*same_error(&outcomes), Error::RankPanicked { rank: 0 });
+    let message = Some("planted".into());
+    let expected = Error::RankPanicked { rank: 0, message };
+    assert_eq!(*same_error(&outcomes), expected);
 }
 
 /// Calls of the same group that the function makes are refused, for they would wait for it; those of another are not. The
