@@ -196,7 +196,8 @@ pub enum Error {
     RankPanicked {
         /// The rank.
         rank: usize,
-        /// What the panic said, and where; if that is known.
+        /// What the panic said, and where, if that is known. (The first group of a process puts a panic hook in front of the program's own,
+        /// and hears what is said; one that takes its place keeps it from that.)
         message: Option<String>,
     },
 

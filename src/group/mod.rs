@@ -9,7 +9,7 @@ mod turns;
 pub use builder::{Builder, DEFAULT_TIMEOUT};
 
 use std::cell::RefCell;
-use std::fmt;
+use std::fmt::{self, Write};
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -400,8 +400,7 @@ impl<B: Backend> Group<B> {
     ///
     /// For whatever a whole program may return: `run(&group).map_err(|error| group.fail(error))`.
     pub fn fail(&self, reason: impl fmt::Display) -> Error {
-        // With what stands behind it, where its type tells that so.
-        self.inner.members.fail_because(format!("{reason:#}"))
+        self.inner.members.fail_because(in_words(&reason))
     }
 
     /// Begins a collective operation: no other begins on this rank before `run` returns.
@@ -459,6 +458,14 @@ impl<B: Backend> Group<B> {
             })
         })
     }
+}
+
+/// An error of a program's, with what stands behind it, where its type tells that so.
+fn in_words(error: &impl fmt::Display) -> String {
+    let mut words = String::new();
+    // Of one that cannot be told to its end, what was told so far.
+    let _ = write!(words, "{error:#}");
+    words
 }
 
 impl<B: Backend> Clone for Group<B> {

@@ -4,7 +4,7 @@ use std::fmt;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::{Builder, Group};
+use super::{Builder, Group, in_words};
 use crate::backend::Backend;
 use crate::error::{Error, Result};
 use crate::memory::{Mapping, memfd};
@@ -26,8 +26,7 @@ where
     let results: Vec<Mutex<Option<Result<T, E>>>> = ends.iter().map(|_| Mutex::default()).collect();
     let failed_first = start(builder, ends, &|rank, group| {
         let result = group.map_err(E::from).and_then(&f);
-        // With what stands behind it, where its type tells that so.
-        let reason = result.as_ref().err().map(|error| format!("{error:#}"));
+        let reason = result.as_ref().err().map(in_words);
         *results[rank].lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
         reason
     })?;
@@ -119,13 +118,13 @@ impl Farewell {
     /// The function has returned, with an error of these words or none.
     fn say(self, reason: Option<String>) {
         let reason = reason.map(|reason| self.0.program_failed(reason));
-        self.0.leave(reason.as_ref());
+        self.0.end(reason);
     }
 }
 
 impl Drop for Farewell {
     fn drop(&mut self) {
-        // Of a function that had let go of its group before.
+        // Of a function that had let go of its group before, or has given it to others.
         self.0.report_panic();
     }
 }

@@ -26,19 +26,20 @@ pub fn fitted(error: Error, most: usize) -> Error {
     if bytes.len() <= most {
         return error;
     }
-    let lengths = std::iter::successors(Some(most / 2), |length| Some(length / 2));
-    let mut lengths = lengths.take_while(|&length| length >= SHORTEST);
-    let cut = lengths.find_map(|length| {
-        let mut value = serde_json::from_slice(&bytes).ok()?;
+    let Ok(mut value) = serde_json::from_slice(&bytes) else {
+        return error;
+    };
+    let mut length = most;
+    while length > SHORTEST {
+        length /= 2;
         cut_texts(&mut value, length);
-        let bytes = serde_json::to_vec(&value).ok()?;
-        if bytes.len() > most {
-            return None;
+        let bytes = serde_json::to_vec(&value).unwrap_or_default();
+        if bytes.len() <= most {
+            return self::error(&bytes).unwrap_or(error);
         }
-        self::error(&bytes).ok()
-    });
+    }
     // Beside texts there are a few numbers.
-    cut.unwrap_or(error)
+    error
 }
 
 /// Cuts texts to about as many bytes.

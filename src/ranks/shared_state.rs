@@ -74,10 +74,18 @@ pub struct SharedState {
     world: usize,
     /// By call: how often this rank was refused it.
     refused: Mutex<BTreeMap<u64, u64>>,
-    /// The error that this rank got last, unless it has made a call since.
-    got: Mutex<Option<Error>>,
+    departure: Mutex<Departure>,
     /// To a launcher that wants to know of the first failure.
     launcher: Option<ReportSender>,
+}
+
+/// What is known of why this rank leaves.
+#[derive(Debug, Default)]
+struct Departure {
+    /// The error that it got last, unless it has made a call since.
+    got: Option<Error>,
+    /// Whether the function of a rank that is a thread has ended.
+    has_ended: bool,
 }
 
 /// Why a rank was refused a call that it has not made after all.
@@ -99,7 +107,7 @@ impl SharedState {
             rank,
             world,
             refused: Mutex::default(),
-            got: Mutex::default(),
+            departure: Mutex::default(),
             launcher: None,
         }
     }
@@ -184,17 +192,18 @@ impl SharedState {
 
     /// This rank has got an error from a call that it may make again; or has made one since.
     pub fn note_got(&self, error: Option<&Error>) {
-        *self.got() = error.cloned();
+        self.departure().got = error.cloned();
     }
 
-    fn got(&self) -> MutexGuard<'_, Option<Error>> {
+    fn departure(&self) -> MutexGuard<'_, Departure> {
         // Each change is one assignment.
-        self.got.lock().unwrap_or_else(PoisonError::into_inner)
+        let departure = self.departure.lock();
+        departure.unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The failure of this rank's program with an error of these words: that error itself, if this rank has got it here and it names the rank.
     pub fn program_failed(&self, reason: String) -> Error {
-        let got = self.got().clone();
+        let got = self.departure().got.clone();
         let got = got.filter(|error| error.to_string() == reason);
         let got = got.filter(|error| error.at_fault().contains(&self.rank));
         got.unwrap_or(Error::ProgramFailed {
@@ -203,13 +212,27 @@ impl SharedState {
         })
     }
 
-    /// Says that this rank lets go of the group in order: it has completed all it began. [`SharedState::leave`] follows.
+    /// Says that this rank lets go of the group in order: it has completed all it began. Unless its function has ended, that may say why.
     pub fn let_go(&self) {
-        self.block().left[self.rank].signal(LEFT);
+        let departure = self.departure();
+        let has_ended = departure.has_ended;
+        self.block().left[self.rank].signal(if has_ended { GONE } else { LEFT });
+    }
+
+    /// This rank's function has ended, because of `reason` if it has one, which those who wait for the rank get. It may have handed the group on:
+    /// then the rank has not left yet.
+    pub fn end(&self, reason: Option<Error>) {
+        let mut departure = self.departure();
+        departure.has_ended = true;
+        match (self.has_left(self.rank), reason) {
+            (true, reason) => self.leave(reason.as_ref()),
+            (false, Some(reason)) => drop(self.fail(reason)),
+            (false, None) => {}
+        }
     }
 
     /// Says that this rank leaves, and why, if it has a reason: those who wait for it get that.
-    pub fn leave(&self, reason: Option<&Error>) {
+    fn leave(&self, reason: Option<&Error>) {
         if let Some(reason) = reason {
             let bytes = encode(reason, NOTE_BYTES);
             self.block().reasons[self.rank].write(GIVEN, &bytes);
@@ -217,9 +240,9 @@ impl SharedState {
         self.block().left[self.rank].signal(GONE);
     }
 
-    /// As [`SharedState::leave`], for all that is known of why: the last that this rank has got of the group is an error.
+    /// Says that this rank, a process, leaves in order; and why, as far as that is known: the last that it has got of the group is an error.
     pub fn leave_with_what_it_got(&self) {
-        let got = self.got().as_ref().map(Error::to_string);
+        let got = self.departure().got.as_ref().map(Error::to_string);
         let reason = got.map(|words| self.program_failed(words));
         self.leave(reason.as_ref());
     }
@@ -515,9 +538,25 @@ mod tests {
         assert_eq!(ranks[3].why_left(1, None), None);
         std::thread::scope(|scope| {
             let asked = scope.spawn(|| ranks[3].why_left(2, None));
-            ranks[2].leave(Some(&other));
+            ranks[2].end(Some(other.clone()));
             assert_eq!(asked.join().unwrap(), Some(other));
         });
+    }
+
+    #[test]
+    fn a_rank_that_hands_its_group_on_has_not_left_when_its_function_ends() {
+        let ranks = ranks(2);
+        ranks[0].end(None);
+        assert!(!ranks[1].has_left(0));
+        ranks[0].let_go();
+        assert!(ranks[1].has_left(0));
+        let begin = Instant::now();
+        assert_eq!(ranks[1].why_left(0, None), None);
+        assert!(begin.elapsed() < FAREWELL, "it has nothing more to say");
+        // But who failed makes no more calls, whoever has the group.
+        let reason = Error::Capturing { rank: 1 };
+        ranks[1].end(Some(reason.clone()));
+        assert_eq!(ranks[0].fault(), Some(reason));
     }
 
     #[test]

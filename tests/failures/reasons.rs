@@ -72,9 +72,10 @@ impl From<Error> for Chained {
 impl fmt::Display for Chained {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         f.write_str("layer 3")?;
-        f.alternate()
-            .then(|| f.write_str(": no memory"))
-            .unwrap_or(Ok(()))
+        match f.alternate() {
+            true => f.write_str(": no memory"),
+            false => Ok(()),
+        }
     }
 }
 
@@ -311,4 +312,20 @@ fn what_a_function_panics_with_is_told_and_a_panic_that_was_caught_before_is_not
     for error in told.into_inner().unwrap() {
         assert_eq!(*error.cause(), expected);
     }
+}
+
+#[test]
+fn a_group_that_threads_return_goes_on_and_ends_when_it_is_dropped() {
+    let groups = Group::<Host>::threads(2, Ok::<_, Error>).unwrap();
+    let [first, second] = <[_; 2]>::try_from(groups).unwrap();
+    std::thread::scope(|scope| {
+        let left = scope.spawn(move || {
+            first.barrier().unwrap();
+            first.barrier().unwrap_err()
+        });
+        second.barrier().unwrap();
+        drop(second);
+        let left = left.join().unwrap();
+        assert!(matches!(left, Error::RankLeft { rank: 1, .. }), "{left}");
+    });
 }
