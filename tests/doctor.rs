@@ -211,8 +211,13 @@ fn nobody_need_read_it() {
 }
 
 fn a_broken_environment_is_a_finding() {
-    let (report, code) = json(&["--backend", "host"], &[("RANK", "0")]);
-    assert_severity(&report, "WORLD_SIZE", "note");
+    let counts = [("RANK", "0"), ("WORLD_SIZE", "2")];
+    let (report, code) = json(&["--backend", "host"], &counts);
+    assert_severity(&report, "LOCAL_RANK, MASTER_ADDR, MASTER_PORT", "problem");
+    assert_eq!(code, 1, "{report:#}");
+    // Nobody's in particular.
+    let (report, code) = json(&["--backend", "host"], &counts[..1]);
+    assert_severity(&report, "no launcher", "ok");
     assert_eq!(code, 0, "{report:#}");
     let value = [&[("RANK", "-1")], &TORCHRUN[..]].concat();
     let (report, code) = json(&["--backend", "host"], &value);

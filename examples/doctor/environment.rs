@@ -22,14 +22,15 @@ pub fn launcher(findings: &mut Vec<Finding>) -> Option<Launcher> {
             findings.push(Finding::ok("launcher", what));
             None
         }
-        // Ranks can still be launched, and named in the program.
-        Err(error @ Error::Environment { .. }) => {
-            let advice = "Group::from_env fails in this environment. Set what is missing, or unset the rank.";
-            findings.push(Finding::note("launcher", error.to_string(), advice));
-            None
-        }
         Err(error) => {
-            let advice = "Correct the variable or unset it: no group is found by it, and gemmesh::launch refuses to start ranks.";
+            let advice = match error {
+                Error::Environment { .. } => {
+                    "Set what is missing, or unset the rank: no group is found without it, and gemmesh::launch refuses to start ranks."
+                }
+                _ => {
+                    "Correct the variable or unset it: no group is found by it, and gemmesh::launch refuses to start ranks."
+                }
+            };
             findings.push(Finding::problem("launcher", error.to_string(), advice));
             None
         }

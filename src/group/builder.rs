@@ -100,7 +100,7 @@ impl<B: Backend> Builder<B> {
     /// # Errors
     /// As [`Group::from_env`].
     pub fn from_env(self) -> Result<Group<B>> {
-        let described = env::describe_this_process()?;
+        let described = env::describe_this_process()?.ok_or_else(env::no_launcher)?;
         let (rank, address) = (described.rank, &described.address);
         let launcher = match described.launched() {
             true => ReportSender::new(rank, address),

@@ -23,10 +23,12 @@ const SETTLED: Duration = Duration::from_millis(200);
 /// Nothing but an end or a report wakes the launcher, so the pause between looks can be long.
 const PAUSE: Duration = Duration::from_secs(3600);
 
-/// Whether a launcher, [`launch`] or any that [`Group::from_env`](crate::Group::from_env) knows, has started
-/// this process as a rank, be it one that can't be: then `from_env` says why.
+/// True if a launcher, [`launch`] or any that [`Group::from_env`](crate::Group::from_env) knows, started this process as a rank, also
+/// if its variables are incomplete or wrong; `from_env` then says what is.
+///
+/// A shell in which somebody works, such as `srun --pty bash`, is no rank, nor is what that shell starts; nor is sbatch's script.
 pub fn is_rank() -> bool {
-    !matches!(env::describe_this_process(), Err(Error::Environment { .. }))
+    env::has_rank()
 }
 
 /// What a launcher says of this process.
@@ -41,17 +43,14 @@ pub struct RankEnvironment {
     pub launcher: &'static str,
 }
 
-/// What the environment says of this process, as [`Group::from_env`](crate::Group::from_env) reads it; `None` if no launcher has
-/// set a rank.
+/// What the environment says of this process, as [`Group::from_env`](crate::Group::from_env) reads it; `None` unless
+/// [`is_rank`].
 ///
 /// # Errors
-/// [`Error::Environment`] names the variables that are missing beside the rank, [`Error::EnvironmentValue`] one that can't be used.
+/// [`Error::Environment`] names the variables that are missing, [`Error::EnvironmentValue`] one that can't be used.
 pub fn rank_environment() -> Result<Option<RankEnvironment>> {
-    if !env::has_rank() {
-        return Ok(None);
-    }
     let described = env::describe_this_process()?;
-    Ok(Some(RankEnvironment {
+    Ok(described.map(|described| RankEnvironment {
         rank: described.rank,
         world_size: described.world,
         launcher: described.launcher,
@@ -85,8 +84,8 @@ pub fn variables() -> impl Iterator<Item = &'static str> {
 /// [`Error::RankFailed`] if a rank fails, with the rank at fault, how it ended, and the cause as far as the ranks know it:
 /// the rank that is blamed for the failure of the group of [`Group::from_env`](crate::Group::from_env), although others may
 /// have ended before it, and although it may have ended as if it had done all; without such a failure, the first rank that
-/// failed. [`Error::AlreadyRank`] if this process is a rank, or [`Error::EnvironmentValue`] if it is one that can't be;
-/// [`Error::Limit`] unless there are 1 to 64 ranks.
+/// failed. [`Error::AlreadyRank`] if this process is a rank, or [`Error::Environment`] or [`Error::EnvironmentValue`] if it is one
+/// whose variables are incomplete or wrong; [`Error::Limit`] unless there are 1 to 64 ranks.
 pub fn launch(world: usize) -> Result<()> {
     Launch::new(world).run()
 }
@@ -192,13 +191,12 @@ impl Launch {
 }
 
 /// Fails if `this` process is a rank.
-fn refuse_rank(this: Result<env::Described>) -> Result<()> {
-    match this {
-        Ok(described) => Err(Error::AlreadyRank {
+fn refuse_rank(this: Result<Option<env::Described>>) -> Result<()> {
+    match this? {
+        Some(described) => Err(Error::AlreadyRank {
             launcher: described.launcher.into(),
         }),
-        Err(Error::Environment { .. }) => Ok(()),
-        Err(unusable) => Err(unusable),
+        None => Ok(()),
     }
 }
 
@@ -430,18 +428,19 @@ mod tests {
             address: "x".into(),
             launcher: "torchrun",
         };
-        let refused = refuse_rank(Ok(described)).unwrap_err();
+        let refused = refuse_rank(Ok(Some(described))).unwrap_err();
         assert_eq!(
             refused,
             Error::AlreadyRank {
                 launcher: "torchrun".into()
             }
         );
-        let nobody = Error::Environment {
-            launcher: String::new(),
-            missing: String::new(),
+        assert_eq!(refuse_rank(Ok(None)), Ok(()));
+        let incomplete = Error::Environment {
+            launcher: "torchrun".into(),
+            missing: "LOCAL_RANK".into(),
         };
-        assert_eq!(refuse_rank(Err(nobody)), Ok(()));
+        assert_eq!(refuse_rank(Err(incomplete.clone())), Err(incomplete));
         let unusable = Error::EnvironmentValue {
             name: "RANK".into(),
             value: "-1".into(),

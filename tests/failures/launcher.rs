@@ -2,6 +2,7 @@
 //! same part.
 
 use std::io::Write;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use gemmesh::launch::{self, Launch};
@@ -43,6 +44,50 @@ fn launched_ranks_meet_and_their_output_is_forwarded() {
                 .text
                 .contains(&format!("an error message of rank {rank}"))
         );
+    }
+}
+
+/// As the agent of mpiexec: starts this process again as `world` ranks, each through a shell that waits for it, in a shell that does.
+fn started_through_shells(world: usize) -> Result<String, Error> {
+    const SHELL: &str = r#""$@"; exit $?"#;
+    let this: Vec<_> = std::env::args_os().collect();
+    let start = |rank: usize| {
+        let mut command = Command::new("sh");
+        command.args(["-c", SHELL, "sh", "sh", "-c", SHELL, "sh"]);
+        command.args(&this).stdin(Stdio::null());
+        command.env("PMI_RANK", rank.to_string());
+        command.env("PMI_SIZE", world.to_string());
+        command.env("MPI_LOCALNRANKS", world.to_string());
+        command.spawn().expect("a shell")
+    };
+    let ranks: Vec<_> = (0..world).map(start).collect();
+    for mut rank in ranks {
+        assert!(rank.wait().expect("its end").success());
+    }
+    Ok("all ranks have succeeded".into())
+}
+
+#[test]
+fn ranks_that_a_launcher_starts_through_wrappers_meet_those_of_their_own_job() {
+    let test = test_name!();
+    // Two jobs at once, whose ranks are told nothing else.
+    let jobs = start(test, &[(0, 1), (0, 1)], |me| {
+        if !launch::is_rank() {
+            return started_through_shells(2);
+        }
+        let builder = Group::<Host>::builder().timeout(SHORT);
+        let group = builder.from_env()?;
+        group.barrier()?;
+        me.say(format!("rank {} of {}", group.rank(), group.world_size()));
+        drop(group);
+        std::process::exit(0);
+    });
+    for outcome in jobs.outcomes() {
+        assert_eq!(outcome.value(), "all ranks have succeeded");
+        for rank in 0..2 {
+            let said = format!("rank {rank} of 2");
+            assert_eq!(outcome.text.matches(&said).count(), 1, "{}", outcome.text);
+        }
     }
 }
 

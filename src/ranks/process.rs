@@ -1,0 +1,190 @@
+//! What the system tells of this process and its ancestors, beside its variables.
+
+use std::ffi::OsString;
+use std::fs;
+
+/// What says who this process is.
+pub trait Surroundings {
+    /// An environment variable.
+    fn variable(&self, name: &str) -> Option<OsString>;
+
+    /// Names the launcher's agent on this host: the same for all ranks of a job, and no other job's. `task` are the variables by
+    /// which the launcher tells its ranks apart.
+    fn agent(&self, task: &[&str]) -> String;
+
+    /// Whether process `pid`, or this one, has a terminal; `None` if that can't be known.
+    fn has_terminal(&self, pid: Option<u32>) -> Option<bool>;
+
+    /// Whether Slurm counts this process to a batch script.
+    fn is_in_batch_step(&self) -> bool;
+}
+
+/// This process, as it is.
+pub struct ThisProcess;
+
+impl Surroundings for ThisProcess {
+    fn variable(&self, name: &str) -> Option<OsString> {
+        std::env::var_os(name)
+    }
+
+    fn agent(&self, task: &[&str]) -> String {
+        let values = |name: &&str| Some((name.to_string(), std::env::var_os(name)?));
+        agent(&task.iter().filter_map(values).collect::<Vec<_>>())
+    }
+
+    fn has_terminal(&self, pid: Option<u32>) -> Option<bool> {
+        let pid = pid.unwrap_or(std::process::id());
+        Some(Stat::of(pid)?.terminal != 0)
+    }
+
+    fn is_in_batch_step(&self) -> bool {
+        let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+        groups.contains("/step_batch")
+    }
+}
+
+/// Programs that start ranks on their host. One that a rank of another job has started has that rank's variables, which may be equal
+/// to one of its own ranks'.
+const AGENTS: [&str; 3] = ["hydra_pmi_proxy", "pmi_proxy", "mpispawn"];
+/// More ancestors than a rank has.
+const MOST_ANCESTORS: usize = 1000;
+
+/// The nearest ancestor that is not of this rank: what is between the agent and a rank, such as a profiler or a shell, was given the
+/// same variables. An ancestor of which nothing can be read, such as one that runs as another user, is between them too.
+///
+/// If no ancestor is the agent, it is the parent, as far as anyone knows.
+fn agent(task: &[(String, OsString)]) -> String {
+    let parent = std::os::unix::process::parent_id();
+    let mut pid = parent;
+    for _ in 0..MOST_ANCESTORS {
+        let Some(stat) = Stat::of(pid) else {
+            break;
+        };
+        if AGENTS.contains(&&*stat.name) || is_other_task(pid, task) {
+            return name(pid, Some(stat));
+        }
+        pid = stat.parent;
+    }
+    name(parent, Stat::of(parent))
+}
+
+/// Whether process `pid` was started with variables that are not these.
+fn is_other_task(pid: u32, task: &[(String, OsString)]) -> bool {
+    use std::os::unix::ffi::OsStrExt;
+    let Ok(environment) = fs::read(format!("/proc/{pid}/environ")) else {
+        return false;
+    };
+    let has = |(name, value): &(String, OsString)| {
+        let lines = environment.split(|&byte| byte == 0);
+        let mut values = lines.filter_map(|line| {
+            line.strip_prefix(name.as_bytes())
+                .and_then(|rest| rest.strip_prefix(b"="))
+        });
+        values.any(|found| found == value.as_bytes())
+    };
+    // A process that is ending has none any more.
+    !environment.is_empty() && !task.iter().all(has)
+}
+
+/// Tells a process from others, be they in another container, or later ones of the same number. What the system does not tell, it
+/// tells none of the ranks.
+fn name(pid: u32, stat: Option<Stat>) -> String {
+    let namespace = fs::read_link("/proc/self/ns/pid").unwrap_or_default();
+    let begun = stat.map_or("?".into(), |stat| stat.begun);
+    format!("{pid}/{begun}/{}", namespace.to_string_lossy())
+}
+
+/// What /proc says of a process.
+#[derive(Debug, PartialEq, Eq)]
+struct Stat {
+    name: String,
+    parent: u32,
+    /// 0 for none.
+    terminal: i64,
+    /// When it began, in the kernel's clock.
+    begun: String,
+}
+
+impl Stat {
+    fn of(pid: u32) -> Option<Stat> {
+        let text = fs::read(format!("/proc/{pid}/stat")).ok()?;
+        Stat::parse(&String::from_utf8_lossy(&text))
+    }
+
+    fn parse(text: &str) -> Option<Stat> {
+        // The name in parentheses may hold anything. The state behind it is the third field of all.
+        let (before, fields) = text.rsplit_once(')')?;
+        let (_, name) = before.split_once('(')?;
+        let field = |number: usize| fields.split_whitespace().nth(number - 3);
+        Some(Stat {
+            name: name.into(),
+            parent: field(4)?.parse().ok()?,
+            terminal: field(7)?.parse().ok()?,
+            begun: field(22)?.into(),
+        })
+    }
+}
+
+#[cfg(fuzzing)]
+pub fn parse_stat(text: &str) {
+    drop(Stat::parse(text));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_is_read_whatever_its_name() {
+        // As /proc shows it, with a name that looks like fields.
+        let fields: Vec<String> = (4..=30).map(|field| field.to_string()).collect();
+        let text = format!("77 (a) S 1 (b) S {}\n", fields.join(" "));
+        let stat = Stat {
+            name: "a) S 1 (b".into(),
+            parent: 4,
+            terminal: 7,
+            begun: "22".into(),
+        };
+        assert_eq!(Stat::parse(&text), Some(stat));
+        for cut in ["", "77 (cut", "77 (cut) S 1", "77) S 1 2 3 4"] {
+            assert_eq!(Stat::parse(cut), None, "{cut}");
+        }
+    }
+
+    #[test]
+    fn processes_of_one_number_are_told_apart() {
+        let begun = |begun: &str| {
+            name(
+                77,
+                Some(Stat {
+                    name: String::new(),
+                    parent: 1,
+                    terminal: 0,
+                    begun: begun.into(),
+                }),
+            )
+        };
+        assert!(begun("5000").starts_with("77/5000/pid:["));
+        assert_ne!(begun("5000"), begun("5001"), "it was reused");
+        assert!(name(77, None).starts_with("77/?/pid:["));
+    }
+
+    #[test]
+    fn the_agent_is_the_nearest_ancestor_that_is_not_of_the_rank() {
+        let parent = std::os::unix::process::parent_id();
+        // Nobody's variable: the parent is no part of the rank.
+        let rank = [("GEMMESH_TEST_RANK".to_string(), "1".into())];
+        assert_eq!(agent(&rank), name(parent, Stat::of(parent)));
+        assert_eq!(
+            std::thread::spawn(move || agent(&rank)).join().unwrap(),
+            agent(&[("X".into(), "1".into())])
+        );
+        // Every ancestor is of the rank: no agent is found, and the parent stands for it.
+        assert_eq!(agent(&[]), name(parent, Stat::of(parent)));
+    }
+
+    #[test]
+    fn who_can_tell_no_variables_is_no_agent() {
+        assert!(!is_other_task(u32::MAX, &[("X".into(), "1".into())]));
+    }
+}

@@ -1,0 +1,462 @@
+//! What launchers, their shells and others set, as recorded, and what is read from it.
+
+use std::ffi::OsString;
+
+use proptest::strategy::Strategy;
+
+use super::*;
+
+/// What a process of a test is told.
+#[derive(Default)]
+struct Recorded {
+    variables: Vec<(String, OsString)>,
+    /// Its own terminal.
+    terminal: bool,
+    /// That of the task of its step, if that task can be seen.
+    task_terminal: Option<bool>,
+    batch_step: bool,
+}
+
+impl Surroundings for Recorded {
+    fn variable(&self, name: &str) -> Option<OsString> {
+        let mut variables = self.variables.iter();
+        Some(variables.find(|(n, _)| n == name)?.1.clone())
+    }
+
+    fn agent(&self, task: &[&str]) -> String {
+        let set = task.iter().filter(|name| self.variable(name).is_some());
+        format!(
+            "whoever has no {}",
+            set.copied().collect::<Vec<_>>().join(", ")
+        )
+    }
+
+    fn has_terminal(&self, pid: Option<u32>) -> Option<bool> {
+        match pid {
+            None => Some(self.terminal),
+            Some(_) => self.task_terminal,
+        }
+    }
+
+    fn is_in_batch_step(&self) -> bool {
+        self.batch_step
+    }
+}
+
+/// The process with these variables, of which the first of a name counts: one `NAME=value` a word.
+fn process(variables: &[&str]) -> Recorded {
+    let words = variables.iter().flat_map(|part| part.split_whitespace());
+    Recorded {
+        variables: words
+            .filter_map(|word| word.split_once('='))
+            .map(|(name, value)| (name.into(), value.into()))
+            .collect(),
+        ..Recorded::default()
+    }
+}
+
+/// `variables` without those of these names.
+fn without(variables: &str, names: &[&str]) -> String {
+    let words = variables.split_whitespace();
+    let kept = words.filter(|word| {
+        !names
+            .iter()
+            .any(|name| word.split('=').next() == Some(*name))
+    });
+    kept.collect::<Vec<_>>().join(" ")
+}
+
+const LAUNCHED: &str = "GEMMESH_RANK=1 GEMMESH_WORLD_SIZE=2 GEMMESH_ADDRESS=x";
+
+/// torchrun --standalone --nproc-per-node 2
+const TORCHRUN: &str = "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 GROUP_WORLD_SIZE=1 ROLE_RANK=1
+    ROLE_WORLD_SIZE=2 ROLE_NAME=default MASTER_ADDR=localhost MASTER_PORT=36713 TORCHELASTIC_RUN_ID=5f0c
+    TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_MAX_RESTARTS=0 TORCHELASTIC_USE_AGENT_STORE=True";
+/// DeepSpeed's launcher, of two processes on one host.
+const DEEPSPEED: &str =
+    "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_SIZE=2 CROSS_RANK=0 CROSS_SIZE=1 MASTER_ADDR=127.0.0.1
+    MASTER_PORT=29500";
+/// A pod of Kubernetes' PyTorchJob of two, without and with what it sets for torchrun.
+const OLD_POD: &str =
+    "RANK=1 WORLD_SIZE=2 MASTER_ADDR=job-master-0 MASTER_PORT=23456 PYTHONUNBUFFERED=1";
+const POD: &str =
+    "RANK=1 WORLD_SIZE=2 MASTER_ADDR=job-master-0 MASTER_PORT=23456 PET_NODE_RANK=1 PET_NNODES=2
+    PET_NPROC_PER_NODE=auto PET_MASTER_ADDR=job-master-0 PET_MASTER_PORT=23456";
+/// Open MPI 4.1's mpirun -n 2
+const OPEN_MPI: &str = "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2
+    OMPI_COMM_WORLD_NODE_RANK=1 OMPI_UNIVERSE_SIZE=2 OMPI_MCA_ess_base_jobid=1601437697 OMPI_MCA_ess_base_vpid=1
+    OMPI_MCA_orte_ess_num_procs=2 PMIX_RANK=1 PMIX_NAMESPACE=1601437697 PMIX_ID=1601437697.1 PMIX_HOSTNAME=vm";
+/// Open MPI 5's.
+const OPEN_MPI_5: &str = "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1
+    OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_NODE_RANK=1 PMIX_RANK=1 PMIX_NAMESPACE=prterun-vm-4711@1";
+/// prterun of a program that is not Open MPI's.
+const PRTERUN: &str = "PMIX_RANK=1 PMIX_NAMESPACE=prterun-vm-4711@1 PMIX_HOSTNAME=vm";
+/// MPICH 4.0's mpiexec -n 2, and with -pmi-port.
+const HYDRA: &str =
+    "PMI_RANK=1 PMI_SIZE=2 PMI_FD=8 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2 HYDI_CONTROL_FD=7
+    GFORTRAN_UNBUFFERED_PRECONNECTED=y MPIR_CVAR_CH3_INTERFACE_HOSTNAME=vm";
+const HYDRA_PORT: &str =
+    "PMI_ID=1 PMI_PORT=vm:33781 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2 HYDI_CONTROL_FD=7";
+const MVAPICH: &str = "MV2_COMM_WORLD_RANK=1 MV2_COMM_WORLD_SIZE=2 MV2_COMM_WORLD_LOCAL_RANK=1 MV2_COMM_WORLD_LOCAL_SIZE=2
+    PMI_ID=1 PMI_PORT=vm:40001";
+const MVAPICH_3: &str = "MVP_COMM_WORLD_RANK=1 MVP_COMM_WORLD_SIZE=2 MVP_COMM_WORLD_LOCAL_RANK=1";
+const PALS: &str = "PALS_RANKID=1 PALS_LOCAL_RANKID=1 PALS_APID=6d7e PALS_NODEID=0 PMI_RANK=1 PMI_SIZE=2 PMI_LOCAL_RANK=1
+    PMI_LOCAL_SIZE=2 PMI_CONTROL_PORT=20196";
+const FLUX: &str = "FLUX_TASK_RANK=1 FLUX_TASK_LOCAL_ID=1 FLUX_JOB_SIZE=2 FLUX_JOB_NNODES=1 FLUX_JOB_ID=f23 PMI_RANK=1 PMI_SIZE=2
+    PMI_FD=20";
+
+/// Slurm 22.05: srun -n 2
+const SRUN_TASK: &str = "SLURM_GTIDS=0,1 SLURM_JOBID=9 SLURM_JOB_ID=9 SLURM_LAUNCH_NODE_IPADDR=127.0.0.1 SLURM_LOCALID=1
+    SLURM_NPROCS=2 SLURM_NTASKS=2 SLURM_PROCID=1 SLURM_SRUN_COMM_HOST=127.0.0.1 SLURM_SRUN_COMM_PORT=39015 SLURM_STEPID=0
+    SLURM_STEP_ID=0 SLURM_STEP_LAUNCHER_PORT=39015 SLURM_STEP_NODELIST=vm SLURM_STEP_NUM_NODES=1 SLURM_STEP_NUM_TASKS=2
+    SLURM_STEP_TASKS_PER_NODE=2 SLURM_TASKS_PER_NODE=2 SLURM_TASK_PID=14857";
+/// What --mpi=pmi2 and --mpi=pmix set besides, and Cray's plugin.
+const PMI2: &str = "PMI_FD=13 PMI_JOBID=9.0 PMI_RANK=1 PMI_SIZE=2";
+const PMIX: &str = "PMIX_NAMESPACE=slurm.pmix.9.0 PMIX_RANK=1 PMIX_HOSTNAME=vm PMIX_SERVER_TMPDIR=/tmp/slurm/spool/pmix.9.0/";
+const CRAY: &str = "PMI_JOBID=9.0 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=2 PMI_RANK=1 PMI_SIZE=2 PALS_APID=9.0 PALS_RANKID=1 PALS_LOCAL_RANKID=1
+    PALS_NODEID=0";
+/// srun -n 1
+const ONE_TASK: &str = "SLURM_GTIDS=0 SLURM_JOBID=9 SLURM_JOB_ID=9 SLURM_LOCALID=0 SLURM_NPROCS=1 SLURM_NTASKS=1 SLURM_PROCID=0
+    SLURM_STEPID=0 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=vm SLURM_STEP_NUM_NODES=1 SLURM_STEP_NUM_TASKS=1
+    SLURM_STEP_TASKS_PER_NODE=1 SLURM_TASKS_PER_NODE=1 SLURM_TASK_PID=15007";
+/// What srun --pty sets besides.
+const PTY: &str = "SLURM_PTY_PORT=40721 SLURM_PTY_WIN_COL=80 SLURM_PTY_WIN_ROW=24";
+/// salloc -n 2: its shell, and the same where it is a step (use_interactive_step).
+const SALLOC: &str =
+    "SLURM_JOBID=9 SLURM_JOB_ID=9 SLURM_NPROCS=2 SLURM_NTASKS=2 SLURM_TASKS_PER_NODE=2";
+const INTERACTIVE: &str = "SLURM_GTIDS=0 SLURM_JOBID=9 SLURM_JOB_ID=9 SLURM_LOCALID=0 SLURM_NPROCS=2 SLURM_NTASKS=2 SLURM_PROCID=0
+    SLURM_PTY_PORT=44427 SLURM_STEPID=4294967290 SLURM_STEP_ID=4294967290 SLURM_STEP_NODELIST=vm SLURM_STEP_NUM_NODES=1
+    SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1 SLURM_TASKS_PER_NODE=2 SLURM_TASK_PID=15087";
+/// The script of sbatch -n 2, submitted from outside of a job, and in a step of one task.
+const BATCH: &str = "ENVIRONMENT=BATCH SLURM_GTIDS=0 SLURM_JOBID=9 SLURM_JOB_ID=9 SLURM_LOCALID=0 SLURM_NPROCS=2 SLURM_NTASKS=2
+    SLURM_PROCID=0 SLURM_TASKS_PER_NODE=2 SLURM_TASK_PID=15922";
+const BATCH_OF_STEP: &str = "ENVIRONMENT=BATCH SLURM_GTIDS=0 SLURM_JOBID=9 SLURM_JOB_ID=9 SLURM_LAUNCH_NODE_IPADDR=127.0.0.1
+    SLURM_LOCALID=0 SLURM_NPROCS=2 SLURM_NTASKS=2 SLURM_PROCID=0 SLURM_STEPID=0 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1
+    SLURM_STEP_TASKS_PER_NODE=1 SLURM_TASKS_PER_NODE=2 SLURM_TASK_PID=16054";
+/// srun -E -n 1 in an allocation of two tasks: what is the job's there stays the job's.
+const PRESERVED: &str = "SLURM_GTIDS=0 SLURM_JOBID=9 SLURM_JOB_ID=9 SLURM_LOCALID=0 SLURM_NPROCS=2 SLURM_NTASKS=2 SLURM_PROCID=0
+    SLURM_STEPID=0 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1 SLURM_TASKS_PER_NODE=2 SLURM_TASK_PID=16342";
+
+const PMI: &str = "a PMI launcher (mpiexec)";
+const OF_PMI: &str = "a PMI launcher (mpiexec)/whoever has no PMI_RANK, PMI_SIZE, MPI_LOCALNRANKS";
+
+/// Rank 1 of 2, started by `launcher` and met at `address`.
+#[track_caller]
+fn assert_described(variables: &[&str], launcher: &'static str, address: &str) {
+    let described = describe(&process(variables)).unwrap().unwrap();
+    let expected = Described {
+        rank: 1,
+        world: 2,
+        address: address.into(),
+        launcher,
+    };
+    assert_eq!(described, expected);
+}
+
+/// A rank of which these variables are missing.
+#[track_caller]
+fn assert_missing(variables: &[&str], launcher: &str, missing: &str) {
+    let process = process(variables);
+    assert!(recognise(&process).is_some());
+    let expected = Error::Environment {
+        launcher: launcher.into(),
+        missing: missing.into(),
+    };
+    assert_eq!(describe(&process), Err(expected));
+}
+
+#[track_caller]
+fn assert_no_rank(process: &Recorded) {
+    assert_eq!(describe(process), Ok(None));
+}
+
+#[test]
+fn every_launcher_is_understood() {
+    assert_described(&[LAUNCHED], "gemmesh::launch", "x");
+    assert_described(&[TORCHRUN], "torchrun", "localhost/36713/5f0c/0");
+    assert_described(&[DEEPSPEED], "torchrun", "127.0.0.1/29500");
+    assert_described(&[OPEN_MPI], "Open MPI's mpirun", "1601437697");
+    assert_described(&[OPEN_MPI_5], "Open MPI's mpirun", "prterun-vm-4711@1");
+    assert_described(&[HYDRA], PMI, OF_PMI);
+    let agent = "MVAPICH's mpirun_rsh/whoever has no ";
+    let address =
+        format!("{agent}MV2_COMM_WORLD_RANK, MV2_COMM_WORLD_SIZE, MV2_COMM_WORLD_LOCAL_SIZE");
+    assert_described(&[MVAPICH], "MVAPICH's mpirun_rsh", &address);
+    let address = format!("{agent}MVP_COMM_WORLD_RANK, MVP_COMM_WORLD_SIZE");
+    assert_described(&[MVAPICH_3], "MVAPICH's mpirun_rsh", &address);
+    assert_described(&[PALS], "PALS' mpiexec", "6d7e");
+    assert_described(&[FLUX], "Flux", "f23");
+    assert_described(&[SRUN_TASK], "srun", "9/0");
+}
+
+#[test]
+fn the_launcher_that_another_started_is_the_one_that_counts() {
+    let jobs = "1601437697";
+    // mpiexec starts its agents by srun, each as the one task of a step; srun's own ranks were told PMI's variables of it.
+    for of_slurm in [ONE_TASK, SRUN_TASK, BATCH, INTERACTIVE, SALLOC] {
+        assert_described(&[HYDRA, of_slurm], PMI, OF_PMI);
+        assert_described(&[HYDRA, PMI2, of_slurm], PMI, OF_PMI);
+        assert_described(&[OPEN_MPI, of_slurm], "Open MPI's mpirun", jobs);
+        assert_described(&[OPEN_MPI, PMIX, of_slurm], "Open MPI's mpirun", jobs);
+        assert_described(&[TORCHRUN, of_slurm], "torchrun", "localhost/36713/5f0c/0");
+        assert_described(&[FLUX, of_slurm], "Flux", "f23");
+    }
+    let outer = [ONE_TASK, HYDRA, OPEN_MPI, TORCHRUN];
+    assert_described(&[&[LAUNCHED], &outer[..]].concat(), "gemmesh::launch", "x");
+    assert_described(&[TORCHRUN, OPEN_MPI], "torchrun", "localhost/36713/5f0c/0");
+}
+
+#[test]
+fn all_ranks_of_mpiexec_meet_where_one_is_called_as_the_task_that_started_it() {
+    let described = |rank: &str| {
+        let own = format!("PMI_RANK={rank} PMI_SIZE=2 MPI_LOCALNRANKS=2");
+        // The shell of an allocation of two tasks is a task.
+        let shell = "SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_STEP_ID=0 SLURM_JOB_ID=9";
+        describe(&process(&[&own, shell])).unwrap().unwrap()
+    };
+    let (first, second) = (described("0"), described("1"));
+    assert_eq!((first.rank, second.rank), (0, 1));
+    assert_eq!(first.address, second.address);
+}
+
+#[test]
+fn what_srun_sets_for_mpi_is_its_own() {
+    for of_mpi in [PMI2, PMIX, CRAY] {
+        assert_described(&[of_mpi, SRUN_TASK], "srun", "9/0");
+        let first = of_mpi
+            .replace("RANK=1", "RANK=0")
+            .replace("SIZE=2", "SIZE=1")
+            .replace("RANKID=1", "RANKID=0");
+        assert_no_rank(&process(&[&first, PTY, ONE_TASK]));
+    }
+}
+
+#[test]
+fn a_rank_of_srun_is_one_whatever_tells_the_number_of_tasks() {
+    let counts = ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"];
+    for there in counts {
+        let others: Vec<&str> = counts.into_iter().filter(|name| *name != there).collect();
+        assert_described(&[&without(SRUN_TASK, &others)], "srun", "9/0");
+    }
+    assert_missing(
+        &[&without(SRUN_TASK, &counts)],
+        "srun",
+        "SLURM_STEP_NUM_TASKS",
+    );
+    let old = without(SRUN_TASK, &["SLURM_STEP_ID", "SLURM_JOB_ID"]);
+    assert_described(&[&old], "srun", "9/0");
+    // What a container is given of them may be too little.
+    assert_missing(
+        &["SLURM_PROCID=0 SLURM_NTASKS=2"],
+        "srun",
+        "SLURM_JOB_ID, SLURM_STEP_ID",
+    );
+    let alone = describe(&process(&[PRESERVED])).unwrap().unwrap();
+    assert_eq!((alone.rank, alone.world), (0, 1), "of two in the job");
+    let alone = describe(&process(&[ONE_TASK])).unwrap().unwrap();
+    assert_eq!((alone.rank, alone.world), (0, 1));
+}
+
+#[test]
+fn a_shell_of_slurm_is_no_rank() {
+    assert_no_rank(&process(&[SALLOC]));
+    assert_no_rank(&process(&[INTERACTIVE]));
+    let signed = INTERACTIVE.replace("4294967290", "-6");
+    assert_no_rank(&process(&[&signed]));
+    assert_no_rank(&process(&[PTY, ONE_TASK]));
+    // A notebook's server is a task without a terminal, which gives the programs of its users one.
+    let terminal = true;
+    assert_no_rank(&Recorded {
+        terminal,
+        ..process(&[ONE_TASK])
+    });
+    // What is started without one, in the background of a shell, is the shell's all the same.
+    let task_terminal = Some(true);
+    assert_no_rank(&Recorded {
+        task_terminal,
+        ..process(&[PTY, ONE_TASK])
+    });
+}
+
+#[test]
+fn a_step_that_a_shell_of_slurm_starts_has_ranks() {
+    assert_described(&[PTY, SRUN_TASK], "srun", "9/0");
+    assert_described(&["SLURM_PTY_PORT=44427", SRUN_TASK], "srun", "9/0");
+    let task_terminal = Some(false);
+    let alone = Recorded {
+        task_terminal,
+        ..process(&[PTY, ONE_TASK])
+    };
+    let alone = describe(&alone).unwrap().unwrap();
+    assert_eq!((alone.rank, alone.world), (0, 1));
+    // A debugger in a window of its own for each.
+    let terminal = true;
+    let debugged = Recorded {
+        terminal,
+        ..process(&[SRUN_TASK])
+    };
+    assert_eq!(describe(&debugged).unwrap().unwrap().world, 2);
+}
+
+#[test]
+fn a_batch_script_is_no_rank_and_what_it_starts_by_srun_is() {
+    assert_no_rank(&process(&[BATCH]));
+    // What was set where the script was submitted: a shell, a terminal's shell, a notebook's server.
+    assert_no_rank(&process(&[BATCH, PTY, ONE_TASK]));
+    assert_no_rank(&process(&[BATCH, INTERACTIVE]));
+    let batch_step = true;
+    assert_no_rank(&Recorded {
+        batch_step,
+        ..process(&[BATCH_OF_STEP])
+    });
+    assert_described(&["ENVIRONMENT=BATCH", SRUN_TASK], "srun", "9/0");
+}
+
+#[test]
+fn a_rank_of_torchrun_is_one_though_variables_are_missing() {
+    for name in ["MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"] {
+        assert_missing(&[&without(TORCHRUN, &[name])], "torchrun", name);
+        // The agent is the one task of a step, the rank is not.
+        assert_missing(
+            &[
+                &without(TORCHRUN, &[name]),
+                &ONE_TASK.replace("PROCID=0", "PROCID=5"),
+            ],
+            "torchrun",
+            name,
+        );
+    }
+    let elastic = ["TORCHELASTIC_RUN_ID", "LOCAL_RANK"];
+    assert_missing(&[&without(TORCHRUN, &elastic)], "torchrun", "LOCAL_RANK");
+    assert_missing(
+        &[&without(DEEPSPEED, &["LOCAL_RANK"])],
+        "torchrun",
+        "LOCAL_RANK",
+    );
+    assert_missing(
+        &["RANK=0 WORLD_SIZE=2"],
+        "torchrun",
+        "LOCAL_RANK, MASTER_ADDR, MASTER_PORT",
+    );
+}
+
+#[test]
+fn ranks_of_every_launcher_are_ranks_though_the_size_is_missing() {
+    for (variables, size, launcher) in [
+        (LAUNCHED, "GEMMESH_WORLD_SIZE", "gemmesh::launch"),
+        (OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun"),
+        (HYDRA, "PMI_SIZE", PMI),
+        (HYDRA_PORT, "PMI_SIZE", PMI),
+        (PRTERUN, "OMPI_COMM_WORLD_SIZE", "a PMIx launcher (prterun)"),
+        (MVAPICH, "MV2_COMM_WORLD_SIZE", "MVAPICH's mpirun_rsh"),
+    ] {
+        assert_missing(&[&without(variables, &[size])], launcher, size);
+        // Nor does it become the only task of the step in which the launcher runs.
+        assert_missing(&[&without(variables, &[size]), ONE_TASK], launcher, size);
+    }
+}
+
+#[test]
+fn variables_of_one_launcher_that_another_sets_do_not_hide_it() {
+    // Scripts that srun or mpirun starts set torch's variables, often not all.
+    let exported = "RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 MASTER_ADDR=vm";
+    assert_described(&[exported, SRUN_TASK], "srun", "9/0");
+    assert_described(&[exported, OPEN_MPI], "Open MPI's mpirun", "1601437697");
+    // Nodes.
+    let nodes = "RANK=0 WORLD_SIZE=2 MASTER_ADDR=h";
+    assert_described(&[nodes, OPEN_MPI], "Open MPI's mpirun", "1601437697");
+    assert_described(&[nodes, SRUN_TASK], "srun", "9/0");
+}
+
+#[test]
+fn pods_of_kubernetes_are_no_ranks() {
+    assert_no_rank(&process(&[POD]));
+    assert_described(&[TORCHRUN, POD], "torchrun", "localhost/36713/5f0c/0");
+    // These are told from ranks by nothing, so somebody has to say.
+    assert_missing(&[OLD_POD], "torchrun", "LOCAL_RANK");
+}
+
+#[test]
+fn without_a_launcher_there_is_no_rank() {
+    assert_no_rank(&process(&[]));
+    // Anybody's.
+    assert_no_rank(&process(&["RANK=3 LOCAL_RANK=1"].map(|own| &own[..6])));
+    assert_no_rank(&process(&[
+        "LOCAL_RANK=0 ENVIRONMENT=production MASTER_ADDR=h",
+    ]));
+    let nothing = no_launcher().to_string();
+    assert!(
+        nothing.contains("GEMMESH_RANK, RANK, OMPI_COMM_WORLD_RANK"),
+        "{nothing}"
+    );
+}
+
+#[test]
+fn values_that_cannot_be_are_refused() {
+    let with = |name: &str, value: &str| {
+        let own = format!("{name}={value}");
+        match describe(&process(&[&own, TORCHRUN])) {
+            Err(Error::EnvironmentValue { name, value, .. }) => (name, value),
+            other => panic!("{other:?}"),
+        }
+    };
+    for (name, value) in [
+        ("RANK", "-1"),
+        ("RANK", "2"),
+        ("RANK", ""),
+        ("WORLD_SIZE", "x"),
+        ("LOCAL_WORLD_SIZE", "1"),
+    ] {
+        assert_eq!(with(name, value), (name.into(), value.into()));
+    }
+    let two_hosts = describe(&process(&["SLURM_STEP_TASKS_PER_NODE=1(x2)", SRUN_TASK]));
+    let Err(Error::EnvironmentValue { name, .. }) = two_hosts else {
+        panic!("{two_hosts:?}");
+    };
+    assert_eq!(name, "SLURM_STEP_TASKS_PER_NODE");
+}
+
+#[test]
+fn a_value_that_is_no_text_is_refused_not_overlooked() {
+    use std::os::unix::ffi::OsStringExt;
+    for broken in ["RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"] {
+        let mut process = process(&[TORCHRUN]);
+        let value = OsString::from_vec(b"4\xff".to_vec());
+        process.variables.insert(0, (broken.into(), value));
+        let expected = Error::EnvironmentValue {
+            name: broken.into(),
+            value: "4\u{fffd}".into(),
+            reason: "it is not UTF-8".into(),
+        };
+        assert_eq!(describe(&process), Err(expected));
+    }
+}
+
+proptest::proptest! {
+    #[test]
+    fn any_environment_gives_a_rank_below_its_world_or_an_error(
+        values in proptest::collection::vec(
+            proptest::option::of(proptest::prop_oneof![
+                (0..6_u64).prop_map(|n| n.to_string().into_bytes()),
+                proptest::collection::vec(proptest::num::u8::ANY, 0..24),
+                proptest::strategy::Just(u64::MAX.to_string().into_bytes()),
+            ]),
+            64,
+        )
+    ) {
+        use std::os::unix::ffi::OsStringExt;
+        let set = variables().zip(values).filter_map(|(name, value)| {
+            Some((name.into(), OsString::from_vec(value?)))
+        });
+        let process = Recorded { variables: set.collect(), ..Recorded::default() };
+        match describe(&process) {
+            Ok(described) => {
+                proptest::prop_assert!(described.is_none_or(|this| this.rank < this.world));
+            }
+            Err(Error::Environment { .. } | Error::EnvironmentValue { .. }) => {
+                proptest::prop_assert!(recognise(&process).is_some());
+            }
+            Err(other) => panic!("{other}"),
+        }
+    }
+}
