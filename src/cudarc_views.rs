@@ -127,7 +127,7 @@ impl<'a, T: Value> CudarcMatrix<'a, T> {
     ///
     /// # Errors
     /// [`Error::Unsuitable`] unless the memory's context and stream are the group's; [`Error::Shape`] unless it has as many elements;
-    /// [`Error::Unaligned`] unless it and each row begin at a multiple of 16 bytes; [`Error::Limit`] for an empty shape.
+    /// [`Error::Unaligned`] unless it and each row begin at a multiple of 16 bytes; [`Error::Limit`] for no columns.
     pub fn new<S: DevicePtr<T> + OrderedByItsStream>(
         group: &Group<Cuda>,
         memory: &'a S,

@@ -51,7 +51,8 @@ impl<T: Value> Matrix<Cuda, T> {
                 found: format!("{} bytes", size_of::<D>()),
             });
         }
-        let pitch = bytes_of::<T>(rows, columns)? / rows;
+        bytes_of::<T>(rows, columns)?;
+        let pitch = bytes_of::<T>(1, columns)?;
         if memory.len() != rows * columns {
             return Err(Error::Shape {
                 rank,

@@ -223,7 +223,7 @@ impl<T: Value> Matrix<Cuda, T> {
     ///
     /// # Errors
     /// [`Error::Unaligned`] unless `ptr` and `pitch`, the bytes from row to row, are multiples of 16;
-    /// [`Error::Shape`] if a row is longer than the pitch; [`Error::Limit`] for an empty shape.
+    /// [`Error::Shape`] if a row is longer than the pitch; [`Error::Limit`] for no columns. (Without rows `ptr` does not matter; it may be 0.)
     ///
     /// # Safety
     /// `ptr` is memory of the group's device of at least `(rows - 1) * pitch` bytes and a row, in whole pieces of 16 bytes, which
@@ -238,9 +238,10 @@ impl<T: Value> Matrix<Cuda, T> {
         pitch: usize,
     ) -> Result<Matrix<Cuda, T>> {
         let rank = group.rank();
-        let width = bytes_of::<T>(rows, columns)? / rows;
+        bytes_of::<T>(rows, columns)?;
+        let width = bytes_of::<T>(1, columns)?;
         for (what, value) in [("device pointer", ptr as usize), ("pitch", pitch)] {
-            if !value.is_multiple_of(16) {
+            if rows > 0 && !value.is_multiple_of(16) {
                 return Err(Error::Unaligned {
                     rank,
                     what: what.into(),

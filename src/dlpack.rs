@@ -125,7 +125,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     /// # Errors
     /// [`Error::Unsuitable`] for a tensor on another device than the group's, of another type, of other than two dimensions, or whose rows do not
     /// lie apart by a fixed distance with their elements side by side; [`Error::Unaligned`] on GPUs unless its first element and each row
-    /// begin at a multiple of 16 bytes; [`Error::Limit`] for an empty one.
+    /// begin at a multiple of 16 bytes; [`Error::Limit`] for one without columns. (Where one without rows lies does not matter; it may be null.)
     ///
     /// # Safety
     /// `tensor` points to a tensor that tells the truth and has not been given back. Until it is, nobody else writes its memory
@@ -153,19 +153,21 @@ impl<B: Backend, T: Value> Matrix<B, T> {
         require(rank, "the number of dimensions", given.ndim, 2)?;
         // SAFETY: as this function's: there are two of each.
         let pair = |of: *const i64| unsafe { [*of, *of.add(1)] };
-        let [rows, columns] = pair(given.shape).map(|extent| usize::try_from(extent).unwrap_or(0));
-        let width = bytes_of::<T>(rows, columns)? / rows;
+        let [rows, columns] =
+            pair(given.shape).map(|extent| usize::try_from(extent).unwrap_or(usize::MAX));
+        bytes_of::<T>(rows, columns)?;
+        let width = bytes_of::<T>(1, columns)?;
         let [next_row, next_column] = match given.strides.is_null() {
             true => [columns as i64, 1],
             false => pair(given.strides),
         };
-        if columns > 1 {
+        if rows > 0 && columns > 1 {
             require(rank, "the distance of a row's elements", next_column, 1)?;
         }
         let alignment = B::ROW_ALIGNMENT.max(align_of::<T>());
         let pitch = match rows {
             // Nobody asks for the next.
-            1 => width.next_multiple_of(alignment),
+            0 | 1 => width.next_multiple_of(alignment),
             _ => usize::try_from(next_row)
                 .unwrap_or(0)
                 .saturating_mul(size_of::<T>()),
@@ -184,7 +186,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
             ("the tensor's first element", ptr as usize),
             ("the tensor's pitch", pitch),
         ] {
-            if !value.is_multiple_of(alignment) {
+            if rows > 0 && !value.is_multiple_of(alignment) {
                 return Err(Error::Unaligned {
                     rank,
                     what: what.into(),

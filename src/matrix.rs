@@ -29,11 +29,11 @@ impl<B: Backend> Group<B> {
     /// Allocates a [rows, columns] matrix of this rank's own, all zero.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]; [`Error::Limit`] for no columns. (A rank that owns no rows has an output of none.)
+    /// [`Error::OutOfMemory`]; [`Error::Limit`] for no columns. (There may be no rows: operations have nothing to do with them then.)
     pub fn zeros<T: Value>(&self, rows: usize, columns: usize) -> Result<Matrix<B, T>> {
         let memory = || {
+            bytes_of::<T>(rows, columns)?;
             let width = bytes_of::<T>(1, columns)?;
-            limit("rows", rows, 0, MAX_EXTENT)?;
             let inner = self.inner();
             inner.backend.buffer(&inner.members, rows, width)
         };
@@ -59,7 +59,7 @@ impl<B: Backend> Group<B> {
 
 /// The bytes of a [rows, columns] matrix.
 pub(crate) fn bytes_of<T: Value>(rows: usize, columns: usize) -> Result<usize> {
-    limit("rows", rows, 1, MAX_EXTENT)?;
+    limit("rows", rows, 0, MAX_EXTENT)?;
     limit("columns", columns, 1, MAX_EXTENT)?;
     // Two extents below 2³¹ stay below 2⁶²; what is larger than the memory of any machine is too large for this one.
     Ok((rows * columns).saturating_mul(size_of::<T>()))
@@ -216,16 +216,21 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
         self.shape
     }
 
-    /// Some of the rows.
+    /// Some of the rows, or none.
     ///
     /// # Errors
-    /// [`Error::Limit`] for rows that the matrix does not have, or none.
+    /// [`Error::Limit`] for rows that the matrix does not have.
     pub fn rows(self, rows: Range<usize>) -> Result<Self> {
         let [all, columns] = self.shape;
-        limit("the end of a view's rows", rows.end, 1, all)?;
-        limit("the first row of a view", rows.start, 0, rows.end - 1)?;
+        limit("the end of a view's rows", rows.end, 0, all)?;
+        limit("the first row of a view", rows.start, 0, rows.end)?;
+        // No rows lie nowhere: behind the last there may be no memory.
+        let offset = match rows.is_empty() {
+            true => 0,
+            false => self.offset + rows.start * B::place(self.memory).1,
+        };
         Ok(MatrixView {
-            offset: self.offset + rows.start * B::place(self.memory).1,
+            offset,
             shape: [rows.len(), columns],
             ..self
         })
@@ -251,8 +256,13 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
             columns.start,
             size_of::<T>(),
         )?;
+        // As in `rows`.
+        let before = match rows {
+            0 => 0,
+            _ => columns.start * size_of::<T>(),
+        };
         Ok(MatrixView {
-            offset: self.offset + columns.start * size_of::<T>(),
+            offset: self.offset + before,
             shape: [rows, columns.len()],
             ..self
         })

@@ -149,20 +149,20 @@ impl<B: Backend> Group<B> {
 }
 
 impl<B: Backend, T: Value> ShardedMatrix<B, T> {
-    /// Gives rank r `rows[r]` rows in what follows: those of rank 0 first, then those of rank 1, … A rank may have none. What
-    /// the matrix held is lost: each rank writes its rows anew. Operations that were begun before keep theirs.
+    /// Gives rank r `rows[r]` rows in what follows: those of rank 0 first, then those of rank 1, … A rank may have none, and so may
+    /// all: then operations have nothing to do. What the matrix held is lost: each rank writes its rows anew. Operations that were begun before keep theirs.
     ///
     /// Not collective; but operations compare it, so all ranks must say the same. The next operation takes an output of as many
     /// rows. The first one with a split makes a schedule for it, of which the group keeps some; it cannot be captured.
     ///
     /// # Errors
     /// [`Error::Shape`] unless there is one count of rows a rank; [`Error::Limit`] for more rows than the matrix has room
-    /// for, or none at all.
+    /// for.
     pub fn set_rows(&mut self, rows: &[usize]) -> Result<()> {
         let layout = self.group.layout(rows, self.layout.k(), T::DTYPE)?;
         let layout = layout.staged(self.layout.stages(), self.layout.order())?;
         let what = "M, the rows of a sharded matrix,";
-        limit(what, layout.m(), 1, self.capacity)?;
+        limit(what, layout.m(), 0, self.capacity)?;
         self.layout = layout;
         Ok(())
     }

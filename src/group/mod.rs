@@ -311,7 +311,14 @@ impl<B: Backend> Group<B> {
             ..
         } = &*self.inner;
         let _range = range(|| format!("gemmesh prepare {}", key.0.operation));
-        let config = config.unwrap_or_else(|| backend.default_config(&key.0, *numerics));
+        let config = config.unwrap_or_else(|| {
+            let rows = key.0.layout.with_a_row();
+            let asked = rows.map(|layout| Description {
+                layout,
+                ..key.0.clone()
+            });
+            backend.default_config(asked.as_ref().unwrap_or(&key.0), *numerics)
+        });
         config.check_numerics(*numerics)?;
         let schedule = planner(&key.0, members.rank, config)?;
         let program = Arc::new(backend.prepare(members, schedule)?);

@@ -110,7 +110,8 @@ fn operate<B: Backend>(
 ) -> Result<()> {
     let schedule = B::schedule(program);
     // A kernel that waits for what is pulled has its epoch among its arguments.
-    let can_be_recorded = schedule.is_pushed() || schedule.product().is_none();
+    let waits = schedule.product().is_some() && !schedule.is_pushed();
+    let can_be_recorded = !waits || schedule.is_idle();
     if can_be_recorded && !operation.traced && group.is_recording()? {
         // It has no number among those that run now: any will do.
         let mut programs = before.into_iter().chain([program]);
@@ -138,10 +139,11 @@ fn describe<T: Value>(operation: &'static str, layout: &Layout, n: usize) -> Des
 
 /// Why `group` cuts up like that what is asked.
 fn explain<B: Backend>(group: &Group<B>, asked: &Description, config: Config) -> Explanation {
-    Explanation {
-        config,
-        predicted: group.inner().backend.predict(asked, &config),
-    }
+    let predicted = match asked.layout.m() {
+        0 => Vec::new(),
+        _ => group.inner().backend.predict(asked, &config),
+    };
+    Explanation { config, predicted }
 }
 
 /// The product of a schedule that has one.

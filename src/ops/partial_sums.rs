@@ -242,16 +242,20 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
         shared: &[u32],
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
-        let partials = self
-            .group
-            .partials(self.schedule(), reduce_scatter::PARTIALS)?;
+        let schedule = self.schedule();
+        let partials = match schedule.is_idle() {
+            true => None,
+            false => Some(self.group.partials(schedule, reduce_scatter::PARTIALS)?),
+        };
         let mut matrices = [const { Bound::Nothing }; MATRICES];
         if let Some([a, b]) = operands {
             matrices[reduce_scatter::A] = a.input();
             matrices[reduce_scatter::B] = b.input();
         }
         matrices[reduce_scatter::OUT] = out;
-        matrices[reduce_scatter::PARTIALS] = Bound::Symmetric(partials.as_ref());
+        if let Some(partials) = &partials {
+            matrices[reduce_scatter::PARTIALS] = Bound::Symmetric(partials.as_ref());
+        }
         self.options.bind(
             &mut matrices,
             reduce_scatter::BIAS,

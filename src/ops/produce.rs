@@ -313,10 +313,15 @@ impl<B: Backend> Planned<B> {
             unreachable!("ranks agree on what they exchange")
         };
         let group = &self.group;
-        let room = group.partials(schedule, ROOM)?;
+        let room = match schedule.is_idle() {
+            true => None,
+            false => Some(group.partials(schedule, ROOM)?),
+        };
         let mut matrices = [const { Bound::Nothing }; MATRICES];
         matrices[OUT] = out;
-        matrices[ROOM] = Bound::Symmetric(room.as_ref());
+        if let Some(room) = &room {
+            matrices[ROOM] = Bound::Symmetric(room.as_ref());
+        }
         let inner = group.inner();
         let mut callbacks = Callbacks::new(group, self.call);
         let operation = Operation {

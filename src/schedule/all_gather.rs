@@ -103,7 +103,7 @@ fn plan(
             .iter()
             .map(|&n| asked.form.multiplied(n).div_ceil(config.tile.n));
         let count = rows.saturating_mul(columns.sum());
-        limit("tiles of the output", count, 1, 1 << 28)?;
+        limit("tiles of the output", count, 0, 1 << 28)?;
     }
     let whole = Config {
         chunking: Chunking::new(1),

@@ -136,7 +136,7 @@ impl<'a> Plan<'a> {
         config.check()?;
         limit("N", asked.n, 1, MAX_EXTENT)?;
         let what = "rows that are exchanged, of all ranks,";
-        limit(what, asked.layout.m(), 1, MAX_EXTENT / MAX_WORLD)?;
+        limit(what, asked.layout.m(), 0, MAX_EXTENT / MAX_WORLD)?;
         Ok(Plan {
             asked,
             rank,
@@ -319,7 +319,7 @@ impl<'a> Plan<'a> {
         let peers = || ring(rank, world);
         parts.departures = peers().flat_map(|to| transfers(rank, to)).collect();
         parts.arrivals = peers().flat_map(|from| transfers(from, rank)).collect();
-        parts.reduction = Some(self.reduction(m, 0, addend));
+        parts.reduction = (m > 0).then(|| self.reduction(m, 0, addend));
         Schedule::new(parts)
     }
 

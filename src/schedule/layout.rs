@@ -36,13 +36,13 @@ impl Layout {
     /// `m` rows split over `world` ranks as evenly as whole rows allow, the longer shards first.
     ///
     /// # Errors
-    /// [`Error::Limit`] when an extent is 0 or above [`MAX_EXTENT`], or `world` is 0 or above [`MAX_WORLD`].
+    /// [`Error::Limit`] when an extent is above [`MAX_EXTENT`], `k` is 0, or `world` is 0 or above [`MAX_WORLD`].
     pub fn balanced(m: usize, k: usize, world: usize) -> Result<Layout> {
         limit("world size", world, 1, MAX_WORLD)?;
         Layout::new(&balanced_rows(m, world), k)
     }
 
-    /// `rows[r]` rows for rank r; a rank may have none.
+    /// `rows[r]` rows for rank r; a rank may have none, and so may all.
     ///
     /// # Errors
     /// As [`Layout::balanced`]; M is the sum of `rows`.
@@ -54,7 +54,7 @@ impl Layout {
             end = end.saturating_add(count);
             offsets.push(end);
         }
-        limit("M", end, 1, MAX_EXTENT)?;
+        limit("M", end, 0, MAX_EXTENT)?;
         limit("K", k, 1, MAX_EXTENT)?;
         Ok(Layout {
             offsets: offsets.into(),
@@ -88,6 +88,15 @@ impl Layout {
             columns: k,
             stages: 1,
             order: RowOrder::ByRank,
+        })
+    }
+
+    /// Of a matrix without rows: the same with one, for whoever has to say something of it that only rows have.
+    pub(crate) fn with_a_row(&self) -> Option<Layout> {
+        let offsets = (0..=self.world()).map(|rank| usize::from(rank > 0));
+        (self.m() == 0).then(|| Layout {
+            offsets: offsets.collect(),
+            ..self.clone()
         })
     }
 

@@ -227,11 +227,28 @@ impl Schedule {
         }
     }
 
+    /// Whether there is nothing to do, for there are no rows. It is so on all ranks or on none, unless a rank is alone.
+    pub fn is_idle(&self) -> bool {
+        let Parts {
+            arrivals,
+            departures,
+            tiles,
+            requests,
+            reduction,
+            ..
+        } = &self.parts;
+        let moves_nothing = arrivals.is_empty() && departures.is_empty();
+        moves_nothing && tiles.is_empty() && requests.is_empty() && reduction.is_none()
+    }
+
     /// Whether a kernel waits for what the owners of rows move to it, and nobody pulls; or, where nothing is moved, would.
     pub fn is_pushed(&self) -> bool {
         let Some(product) = self.product() else {
             return self.handshake() && self.uses(Route::Store);
         };
+        if self.is_idle() {
+            return false;
+        }
         let pushed = match self.routes.is_empty() {
             true => product.config.route != Route::Pull,
             false => !self.uses(Route::Pull),

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
-use gemmesh::{AllGatherMatmul, Cuda, Error, Group, Host, Route, bf16};
+use gemmesh::{AllGatherMatmul, Cuda, Error, Group, Host, Matmul, Route, all_gather, bf16};
 
 use crate::support::gpu::*;
 use crate::support::processes::{Rank, Setting};
@@ -98,6 +98,33 @@ fn a_captured_product_without_a_gather_outlives_what_prepared_it() {
         arguments.check(rank.world)?;
         drop(garbage);
         Ok("right".into())
+    }));
+}
+
+#[test]
+fn no_rows_are_captured_as_nothing() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let mut some = Arguments::new(&group, 301, 72, 16)?;
+        let mut none = Arguments::new(&group, 0, 72, 16)?;
+        let alone = group.zeros::<bf16>(0, 16)?;
+        let matmul = Matmul::new().prepare(&group, [0, 16], &[72])?;
+        // What was never run is refused.
+        all_gather(&none.a)?;
+        for (base, route) in (1..).zip([Route::Pull, Route::Push, Route::Store]) {
+            let prepared = none.prepare(route)?;
+            let replay = Replay::capture(&group, GLOBAL, || {
+                let Arguments { a, b, out, .. } = &mut none;
+                prepared.run(a, &*b, &mut *out).unwrap();
+                all_gather(a).unwrap();
+                matmul.run(&alone, &*b, &mut *out).unwrap();
+            });
+            replay.launch();
+            some.fill(&group, base)?;
+            some.verify(&group)?;
+        }
+        Ok("nothing".into())
     }));
 }
 

@@ -323,6 +323,24 @@ fn a_sharded_matrix_serves_any_rows_within_its_capacity() {
 }
 
 #[test]
+fn no_rows_are_nothing_to_do() {
+    let Some(_leave) = gpu() else { return };
+    results::no_rows_are_nothing_to_do::<Cuda>(test_name!());
+}
+
+#[test]
+fn views_of_no_rows_are_operands() {
+    let Some(_leave) = gpu() else { return };
+    results::views_of_no_rows_are_operands::<Cuda>(test_name!());
+}
+
+#[test]
+fn no_rows_on_one_rank_are_another_call() {
+    let Some(_leave) = gpu() else { return };
+    results::no_rows_on_one_rank_are_another_call::<Cuda>(test_name!());
+}
+
+#[test]
 fn ranks_that_give_a_matrix_other_rows_are_told() {
     let Some(_leave) = gpu() else { return };
     results::other_rows_are_a_mismatch::<Cuda>(test_name!());

@@ -87,6 +87,12 @@ fn matrices_in_memory_of_the_callers_work_and_nothing_beside_them_is_written() {
                 "{error}"
             );
         }
+        // No rows lie nowhere.
+        for ptr in [0, 2] {
+            // SAFETY: it is no memory.
+            let none = unsafe { Matrix::<Cuda, f16>::from_device_ptr(&group, ptr, 0, 8, 16)? };
+            assert_eq!(none.to_vec()?, []);
+        }
         let error = refused(b_memory.ptr, 81, 160);
         assert!(matches!(error, Error::Shape { .. }), "{error}");
         drop((b, out, placed));

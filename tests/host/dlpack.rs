@@ -198,13 +198,48 @@ fn tensors_that_do_not_fit_are_refused_and_stay_the_callers() -> Result<()> {
             unsafe { give_back(tensor) };
             given_back.store(0, Ordering::Relaxed);
         }
-        let empty = foreign(&random(16), 0, [0, 4], 4, &given_back);
-        // SAFETY: nobody else uses the tensor.
-        let error = unsafe { Matrix::<Host, bf16>::from_dlpack(&group, empty) };
-        assert!(matches!(error, Err(Error::Limit { .. })), "{error:?}");
-        // SAFETY: the tensor is still the caller's.
-        unsafe { give_back(empty) };
+        for shape in [[4, 0], [-1, 4], [4, -1]] {
+            let tensor = foreign(&random(16), 0, [4, 4], 4, &given_back);
+            // SAFETY: as `foreign` made it.
+            unsafe { (*(*tensor).manager_ctx.cast::<Foreign>()).shape = shape };
+            // SAFETY: nobody else uses the tensor.
+            let error = unsafe { Matrix::<Host, bf16>::from_dlpack(&group, tensor) };
+            assert!(matches!(error, Err(Error::Limit { .. })), "{error:?}");
+            // SAFETY: the tensor is still the caller's.
+            unsafe { give_back(tensor) };
+        }
         Ok::<_, Error>(())
     })?;
+    Ok(())
+}
+
+#[test]
+fn a_tensor_of_no_rows_is_one_wherever_it_lies() -> Result<()> {
+    let given_back = AtomicUsize::new(0);
+    Group::<Host>::threads(1, |group| {
+        let b = group.upload(&random(3 * 4), 3, 4)?;
+        for data in [
+            std::ptr::null_mut::<c_void>(),
+            std::ptr::without_provenance_mut(3),
+        ] {
+            let tensor = foreign(&[], 0, [0, 4], 0, &given_back);
+            // SAFETY: as `foreign` made it.
+            unsafe { (*tensor).dl_tensor.data = data };
+            // SAFETY: nobody else uses the tensor.
+            let mut a = unsafe { Matrix::<Host, bf16>::from_dlpack(&group, tensor)? };
+            a.copy_from_host(&[])?;
+            assert_eq!((a.shape(), a.to_vec()?.len()), ([0, 4], 0));
+            let part = a.columns(1..3)?;
+            assert_eq!(part.shape(), [0, 2]);
+            let mut out = group.zeros::<bf16>(0, 3)?;
+            Matmul::new().run(&a, &b, &mut out)?;
+            let tensor = out.into_dlpack();
+            // SAFETY: nobody else uses the tensor.
+            let back = unsafe { Matrix::<Host, bf16>::from_dlpack(&group, tensor)? };
+            assert_eq!(back.shape(), [0, 3]);
+        }
+        Ok::<_, Error>(())
+    })?;
+    assert_eq!(given_back.load(Ordering::Relaxed), 2);
     Ok(())
 }

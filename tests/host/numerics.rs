@@ -643,6 +643,21 @@ fn a_sharded_matrix_serves_any_rows_within_its_capacity() {
 }
 
 #[test]
+fn no_rows_are_nothing_to_do() {
+    results::no_rows_are_nothing_to_do::<Host>(test_name!());
+}
+
+#[test]
+fn views_of_no_rows_are_operands() {
+    results::views_of_no_rows_are_operands::<Host>(test_name!());
+}
+
+#[test]
+fn no_rows_on_one_rank_are_another_call() {
+    results::no_rows_on_one_rank_are_another_call::<Host>(test_name!());
+}
+
+#[test]
 fn ranks_that_give_a_matrix_other_rows_are_told() {
     results::other_rows_are_a_mismatch::<Host>(test_name!());
 }

@@ -325,7 +325,7 @@ impl sealed::Backend for Cuda {
             });
         }
         let mut slices = Vec::new();
-        if let Some(product) = schedule.product() {
+        if let Some(product) = schedule.product().filter(|_| !schedule.is_idle()) {
             let adds_partials = matches!(outputs, Outputs::Places(_));
             let tile = &product.config.tile;
             if adds_partials {
@@ -611,9 +611,13 @@ impl Cuda {
     /// Memory of the caller's as a matrix.
     ///
     /// # Safety
-    /// `ptr` is memory of the device of at least `(rows - 1) * pitch + width` bytes, while the buffer is used.
+    /// `ptr` is memory of the device of at least `(rows - 1) * pitch + width` bytes, while the buffer is used; of no rows it may be 0.
     pub unsafe fn view(&self, ptr: u64, rows: usize, width: usize, pitch: usize) -> Buffer {
-        let bytes = (rows - 1).saturating_mul(pitch).saturating_add(width);
+        let before = rows.saturating_sub(1).saturating_mul(pitch);
+        let bytes = match rows {
+            0 => 0,
+            _ => before.saturating_add(width),
+        };
         // SAFETY: as this function's.
         let region = unsafe { Region::new(&self.device, ptr, bytes) };
         Buffer {

@@ -342,11 +342,11 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// The launch that `call` of `program` needs; none if nothing is multiplied.
+    /// The launch that `call` of `program` needs; none if nothing is multiplied, for lack of a product or of rows.
     pub fn new(at: &Place, program: &Program, call: &Call<Cuda>) -> Result<Option<Launch>> {
         let Place { cuda, members, .. } = *at;
         let (schedule, rank) = (&program.schedule, members.rank);
-        let Some(product) = schedule.product() else {
+        let Some(product) = schedule.product().filter(|_| !schedule.is_idle()) else {
             return Ok(None);
         };
         let dtype = schedule.matrices()[product.a].dtype;

@@ -1,12 +1,17 @@
 //! Every result is the one that it must be.
 
+use std::ops::Range;
+
 use gemmesh::{
-    AllGatherMatmul, Config, Error, Group, Numerics, Route, all_gather_matmul, bf16,
-    matmul_all_reduce,
+    AllGatherMatmul, CallbackResult, Config, Error, Group, Matmul, MatmulAllReduce,
+    MatmulReduceScatter, Matrix, MatrixView, MatrixViewMut, Numerics, ProduceAndReduceScatter,
+    Route, all_gather, all_gather_and_consume, all_gather_matmul, all_reduce, all_to_all, bf16,
+    broadcast, matmul_all_reduce, matmul_reduce_scatter, produce_and_all_to_all,
+    produce_and_reduce_scatter, reduce_scatter,
 };
 
 use crate::support::numbers::{Reference, bits, normal};
-use crate::support::products::{Case, Placed, ROUTES};
+use crate::support::products::{Arguments, Case, Placed, ROUTES};
 use crate::support::tested::{Tested, all_done, assert_call_mismatch, poisoned, ranks, same_error};
 
 /// 100 times: the fused product of one of `cases`, under delays that differ each time, has the bits of the product after
@@ -111,14 +116,150 @@ pub fn a_row_has_the_bits_that_it_has_in_any_batch<B: Tested>(test: &str) {
     }));
 }
 
+/// Every operation of no rows ends, with nothing done, by every route; and ranks are in step behind it.
+#[track_caller]
+pub fn no_rows_are_nothing_to_do<B: Tested>(test: &str) {
+    const N: usize = 24;
+    const K: usize = 72;
+    all_done(ranks::<B>(test, 3, |rank| {
+        let builder = Group::<B>::builder().timeout(B::TIMEOUT).workers(1);
+        let group = builder.connect(rank.rank, rank.world, &rank.address)?;
+        let mut some = Arguments::new(&group, 9, 8, 16)?;
+        let mut a = group.sharded::<bf16>(0, K)?;
+        assert_eq!((a.shape(), a.to_vec()?.len()), ([0, K], 0));
+        a.shard_mut().copy_from_host(&[])?;
+        let mut own = group.upload::<bf16>(&[], 0, K)?;
+        let mut out = group.zeros::<bf16>(0, N)?;
+        let mut sums = group.sharded::<bf16>(0, N)?;
+        let residual = group.zeros::<bf16>(0, N)?;
+        let b = group.upload(&vec![bf16::ONE; N * K], N, K)?;
+        let bias = group.zeros::<bf16>(1, N)?;
+        for route in ROUTES {
+            let config = B::config(&a, N)?.with_route(route);
+            let gather = AllGatherMatmul::new().bias(&bias).config(config);
+            let prepared = gather.prepare(&a, N)?;
+            assert!(!format!("{}", prepared.explain()).is_empty());
+            let scatter = MatmulReduceScatter::new()
+                .residual(&residual)
+                .config(config);
+            let reduce = MatmulAllReduce::new().config(config);
+            for base in 1..3 {
+                prepared.run(&a, &b, &mut out)?;
+                prepared.run_traced(&a, &b, &mut out)?;
+                prepared.matmul(&a, &b, &mut out)?;
+                scatter.run(&own, &b, &mut out)?;
+                scatter.run_into(&own, &b, &mut sums)?;
+                reduce.run(&own, &b, &mut sums)?;
+                some.fill(&group, base)?;
+                some.verify_by(&group, route)?;
+            }
+        }
+        all_gather_matmul(&a, &b, &mut out)?;
+        AllGatherMatmul::new().stages(3).run(&a, &b, &mut out)?;
+        let staged = group.sharded_staged::<bf16>(0, K, 2)?;
+        all_gather_matmul(&staged, &b, &mut out)?;
+        let mut more = group.zeros::<bf16>(0, N)?;
+        AllGatherMatmul::new().run(&a, [&b, &b], [&mut out, &mut more])?;
+        AllGatherMatmul::new().gated().run(&a, [&b, &b], &mut out)?;
+        Matmul::new().bias(&bias).run(&own, &b, &mut out)?;
+        matmul_reduce_scatter(&own, &b, &mut out)?;
+        matmul_all_reduce(&own, &b, &mut sums)?;
+        all_gather(&a)?;
+        broadcast(&mut a, 1)?;
+        reduce_scatter(&own, &mut group.zeros(0, K)?)?;
+        all_reduce(&own, &mut a)?;
+        all_to_all(&own, &mut a)?;
+        let called = |what: &str| -> CallbackResult { panic!("called to {what} no rows") };
+        all_gather_and_consume(&a, |_| called("consume"))?;
+        produce_and_reduce_scatter(0, &mut own, |_| called("make"))?;
+        ProduceAndReduceScatter::new().run_into(&mut a, |_| called("make"))?;
+        produce_and_all_to_all(&mut a, |_| called("make"))?;
+        some.fill(&group, 5)?;
+        some.verify(&group)?;
+        Ok("nothing".into())
+    }));
+}
+
+/// No rows of a matrix that has some are a view like others, wherever they would begin.
+#[track_caller]
+pub fn views_of_no_rows_are_operands<B: Tested>(test: &str) {
+    all_done(ranks::<B>(test, 1, |rank| {
+        let group = Group::<B>::builder().connect(rank.rank, rank.world, &rank.address)?;
+        let a = group.upload(&[bf16::ONE; 3 * 32], 3, 32)?;
+        let b = group.upload(&[bf16::ONE; 8 * 16], 8, 16)?;
+        let seven = vec![bf16::from_f32(7.0); 3 * 8];
+        let mut out = group.upload(&seven, 3, 8)?;
+        for begin in 0..=3 {
+            let view = a.rows(begin..begin)?.columns(16..32)?;
+            assert_eq!(view.shape(), [0, 16]);
+            matmul_of(view, &b, out.view_mut().rows(begin..begin)?)?;
+        }
+        let none = group.zeros::<bf16>(0, 32)?;
+        matmul_of(none.columns(8..24)?, &b, out.view_mut().rows(0..0)?)?;
+        assert_eq!(bits(&out.to_vec()?), bits(&seven), "nothing was written");
+        let limited = |what: Result<MatrixView<'_, B, bf16>, Error>| {
+            assert!(matches!(what, Err(Error::Limit { .. })), "{what:?}");
+        };
+        limited(a.rows(4..4));
+        limited(a.rows(Range { start: 2, end: 1 }));
+        limited(none.rows(0..1));
+        // Without columns there is no number of rows to tell.
+        limited(a.columns(8..8));
+        assert!(matches!(
+            group.zeros::<bf16>(0, 0),
+            Err(Error::Limit { .. })
+        ));
+        assert!(matches!(
+            group.sharded::<bf16>(0, 0),
+            Err(Error::Limit { .. })
+        ));
+        Ok("views".into())
+    }));
+}
+
+fn matmul_of<B: Tested>(
+    a: MatrixView<'_, B, bf16>,
+    b: &Matrix<B, bf16>,
+    out: MatrixViewMut<'_, B, bf16>,
+) -> Result<(), Error> {
+    Matmul::new().run(a, b, out)
+}
+
+/// A rank that has no rows where others have some makes another call, and all hear of it.
+#[track_caller]
+pub fn no_rows_on_one_rank_are_another_call<B: Tested>(test: &str) {
+    let ranks = ranks::<B>(test, 3, |rank| {
+        let group = Group::<B>::builder().timeout(B::TIMEOUT);
+        let group = group.connect(rank.rank, rank.world, &rank.address)?;
+        let mut a = group.sharded_with_capacity::<bf16>(9, 8)?;
+        let b = group.upload(&[bf16::ONE; 64], 8, 8)?;
+        let mut out = group.zeros::<bf16>(9, 8)?;
+        if rank.rank == 2 {
+            a.set_rows(&[0; 3])?;
+            out.set_rows(0)?;
+        }
+        let begun = all_gather_matmul(&a, &b, &mut out);
+        // Who has nothing to do may have done it before the others came.
+        let result = begun
+            .and_then(|()| group.synchronize())
+            .and_then(|()| group.barrier());
+        poisoned(&group, result)
+    });
+    match same_error(&ranks.outcomes()) {
+        Error::CallMismatch { rank, .. } => assert_eq!(*rank, 2),
+        other => panic!("{other}"),
+    }
+}
+
 /// One matrix, whose rows change from call to call: any number up to its capacity, however they are split.
 #[track_caller]
 pub fn rows_change_within_a_capacity<B: Tested>(test: &str) {
     const CAPACITY: usize = 300;
     const K: usize = 72;
     const N: usize = 24;
-    const SPLITS: [[usize; 3]; 8] = [
+    const SPLITS: [[usize; 3]; 9] = [
         [100, 100, 100],
+        [0, 0, 0],
         [1, 0, 0],
         [0, 0, 2],
         [128, 0, 129],
@@ -175,7 +316,6 @@ pub fn rows_change_within_a_capacity<B: Tested>(test: &str) {
             ),
             "{error}"
         );
-        assert!(matches!(a.set_rows(&[0; 3]), Err(Error::Limit { .. })));
         assert!(matches!(a.set_rows(&[1; 2]), Err(Error::Shape { .. })));
         assert_eq!(a.shape(), before);
         let before = out.shape();

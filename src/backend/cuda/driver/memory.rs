@@ -123,6 +123,9 @@ impl Region {
 
     /// Sets all bytes to zero.
     fn clear(&mut self) -> Result<()> {
+        if self.bytes == 0 {
+            return Ok(());
+        }
         let (rank, stream) = (self.device.rank, self.device.gpu.lasting.host_stream);
         let _bound = self.device.bind()?;
         // SAFETY: the range is allocated.
