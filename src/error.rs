@@ -231,6 +231,20 @@ pub enum Error {
         rank: usize,
     },
 
+    /// A call of a group was made in a fork of the process that the group belongs to.
+    #[error(
+        "rank {rank}: process {child} is a fork of process {process}, which is the rank; make the call there, or exec in the fork \
+         what is to be a rank of its own"
+    )]
+    Forked {
+        /// The rank that the parent is.
+        rank: usize,
+        /// The process that is the rank.
+        process: u32,
+        /// The process that made the call.
+        child: u32,
+    },
+
     /// Another thread of this rank is amid a call of the same group, and has been for longer than the group's timeout. Nothing has been done:
     /// this rank may make its call again.
     #[error(
@@ -541,6 +555,7 @@ impl Error {
             | Error::Callback { rank, .. }
             | Error::CallInCallback { rank }
             | Error::Busy { rank, .. }
+            | Error::Forked { rank, .. }
             | Error::Timeout { rank, .. }
             | Error::RankFailed { rank, .. }
             | Error::Message { rank, .. }

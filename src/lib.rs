@@ -110,6 +110,8 @@ mod memory;
 #[cfg(not(loom))]
 mod ops;
 #[cfg(not(loom))]
+mod process;
+#[cfg(not(loom))]
 mod ranks;
 #[cfg(not(loom))]
 mod sharded;

@@ -35,6 +35,7 @@ impl<B: Backend> Group<B> {
             bytes_of::<T>(rows, columns)?;
             let width = bytes_of::<T>(1, columns)?;
             let inner = self.inner();
+            inner.members.refuse_fork()?;
             inner.backend.buffer(&inner.members, rows, width)
         };
         let memory = self.noted(memory())?;

@@ -19,6 +19,7 @@ use lru::LruCache;
 use self::turns::{Turn, Turns};
 use crate::backend::{Backend, KEPT_PROGRAMS};
 use crate::error::{Error, Result};
+use crate::process::Own;
 use crate::ranges::range;
 use crate::ranks::call::Operation;
 use crate::ranks::members::Members;
@@ -28,6 +29,8 @@ use crate::schedule::{Agreed, Config, Description, Epoch, Numerics, Planner, Sch
 /// order: calls of several threads of a rank have no order, unless the program gives them one. An operation waits for those of other threads
 /// to return, but no longer than the group's timeout ([`Error::Busy`]). Cheap to clone; the group
 /// ends when its last clone, matrix and prepared product are dropped.
+///
+/// It belongs to the process that made it. In a fork of that, calls return [`Error::Forked`], and dropping it does nothing.
 ///
 /// ```
 /// use gemmesh::{Group, Host, all_gather_matmul, bf16};
@@ -48,7 +51,7 @@ use crate::schedule::{Agreed, Config, Description, Epoch, Numerics, Planner, Sch
 /// # Ok::<(), gemmesh::Error>(())
 /// ```
 pub struct Group<B: Backend> {
-    inner: Arc<Inner<B>>,
+    inner: Arc<Own<Inner<B>>>,
 }
 
 pub(crate) struct Inner<B: Backend> {
@@ -160,7 +163,7 @@ impl<B: Backend> Group<B> {
     fn open(members: Members, builder: &Builder<B>) -> Result<Group<B>> {
         let backend = B::open(&members, &builder.options())?;
         Ok(Group {
-            inner: Arc::new(Inner {
+            inner: Arc::new(Own::new(Inner {
                 backend,
                 members,
                 numerics: builder.numerics,
@@ -172,7 +175,7 @@ impl<B: Backend> Group<B> {
                 }),
                 partials: Mutex::new(None),
                 matrices: Mutex::new(0),
-            }),
+            })),
         })
     }
 
@@ -191,7 +194,7 @@ impl<B: Backend> Group<B> {
     /// # Errors
     /// The group's failure.
     pub fn barrier(&self) -> Result<()> {
-        self.refuse_in_callback()?;
+        self.refuse_misplaced()?;
         self.inner.members.barrier()
     }
 
@@ -204,7 +207,7 @@ impl<B: Backend> Group<B> {
     }
 
     pub(crate) fn gather_bytes(&self, call: &str, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        self.refuse_in_callback()?;
+        self.refuse_misplaced()?;
         let gathered = self.inner.members.all_gather(call, bytes, None)?;
         Ok(gathered.payloads)
     }
@@ -244,7 +247,7 @@ impl<B: Backend> Group<B> {
         let bytes = (matrix.rows * matrix.row_bytes()).next_multiple_of(B::BLOCK);
         let Inner {
             backend, members, ..
-        } = &*self.inner;
+        } = self.inner();
         // A panic while it was held has not left it half-changed.
         let partials = &self.inner.partials;
         let mut partials = partials.lock().unwrap_or_else(PoisonError::into_inner);
@@ -297,7 +300,7 @@ impl<B: Backend> Group<B> {
         config: Option<Config>,
     ) -> Result<(Arc<B::Program>, Config)> {
         let key = (asked, config);
-        self.refuse_in_callback()?;
+        self.refuse_misplaced()?;
         let mut state = self.state(None)?;
         if let Some(kept) = state.programs.get(&key) {
             return Ok((kept.program.clone(), kept.config));
@@ -309,7 +312,7 @@ impl<B: Backend> Group<B> {
             members,
             numerics,
             ..
-        } = &*self.inner;
+        } = self.inner();
         let _range = range(|| format!("gemmesh prepare {}", key.0.operation));
         let config = config.unwrap_or_else(|| {
             let rows = key.0.layout.with_a_row();
@@ -351,13 +354,18 @@ impl<B: Backend> Group<B> {
         result
     }
 
-    /// Whether this rank may make a call.
-    pub(crate) fn check(&self) -> Result<()> {
+    /// Whether this rank can make a call: for code that stands on this library, and locks something of its own before it makes one.
+    ///
+    /// # Errors
+    /// The group's failure; [`Error::CallInCallback`]; [`Error::Forked`].
+    pub fn check(&self) -> Result<()> {
         self.inner.members.check()?;
-        self.refuse_in_callback()
+        self.refuse_misplaced()
     }
 
-    fn refuse_in_callback(&self) -> Result<()> {
+    /// Fails in a fork of this rank's process, and in a function of the caller's amid an operation.
+    pub(crate) fn refuse_misplaced(&self) -> Result<()> {
+        self.inner.members.refuse_fork()?;
         let this = Arc::as_ptr(&self.inner).addr();
         match CALLBACKS.with_borrow(|groups| groups.contains(&this)) {
             true => Err(Error::CallInCallback { rank: self.rank() }),
@@ -371,7 +379,7 @@ impl<B: Backend> Group<B> {
     /// again. Returns the error with the call's name.
     pub fn refuse(&self, call: &str, error: Error) -> Error {
         let error = Error::refused(self.rank(), call)(error);
-        // Nobody waits for a call that stands within another.
+        // Nobody waits for a call that stands within another, or in a fork.
         if !matches!(error.cause(), Error::CallInCallback { .. }) {
             self.inner.members.refuse(&error);
         }
@@ -438,7 +446,7 @@ impl<B: Backend> Group<B> {
 
     /// Whether operations are only recorded at this moment, to run later.
     pub(crate) fn is_recording(&self) -> Result<bool> {
-        self.refuse_in_callback()?;
+        self.refuse_misplaced()?;
         self.inner.backend.is_recording(&self.inner.members)
     }
 

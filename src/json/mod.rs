@@ -269,6 +269,11 @@ enum ErrorJson {
         call: String,
         waited_ms: u64,
     },
+    Forked {
+        rank: usize,
+        process: u32,
+        child: u32,
+    },
     RankLeft {
         rank: usize,
         waiting: usize,

@@ -35,8 +35,10 @@ impl<'a, B: Backend> Callbacks<'a, B> {
         // The error's words are the caller's code too, and so is its end.
         let f = || f().map_err(|error| error.to_string());
         let called = self.group.in_callback(|| catch_unwind(AssertUnwindSafe(f)));
+        // The function may have forked, and return in the child too: there the operation ends here.
+        let forked = self.group.inner().members.refuse_fork();
         let error = match called {
-            Ok(Ok(())) => return Ok(()),
+            Ok(Ok(())) => return forked,
             Ok(Err(reason)) => Error::Callback {
                 rank,
                 call: self.call.into(),

@@ -14,6 +14,7 @@ use super::watcher::Watcher;
 use super::wire::{self, Channel, Frame, MAX_FRAME, WireError};
 use crate::error::{Error, Result};
 use crate::json;
+use crate::process::Process;
 use crate::schedule::Epoch;
 use crate::schedule::agreed::hash;
 use crate::schedule::flag::{Awaited, Flag, Wait};
@@ -47,6 +48,8 @@ pub struct Members {
     pub timeout: Duration,
     /// Whether the ranks are threads of one process.
     pub in_process: bool,
+    /// What is in a fork of it has no part in the group.
+    process: Process,
     shared: Arc<SharedState>,
     waits: Arc<WaitTimes>,
     /// The number of this rank's latest collective call. Locked while one is posted or refused.
@@ -71,7 +74,12 @@ impl Members {
         panics::listen(&shared);
         let connections: Vec<_> = connections.into_iter().map(Arc::new).collect();
         let watcher = if world > 1 {
-            Some(Watcher::spawn(rank, shared.clone(), connections.clone())?)
+            Some(Watcher::spawn(
+                rank,
+                in_process,
+                shared.clone(),
+                &connections,
+            )?)
         } else {
             None
         };
@@ -80,6 +88,7 @@ impl Members {
             world,
             timeout,
             in_process,
+            process: Process::this(),
             shared,
             waits: Arc::new(WaitTimes::new(world)),
             calls: Mutex::new(0),
@@ -88,9 +97,16 @@ impl Members {
         })
     }
 
+    /// Fails in a fork of this rank's process. There nothing that other threads may have locked is touched, and nothing is told to
+    /// the other ranks or the launcher.
+    pub fn refuse_fork(&self) -> Result<()> {
+        self.process.require(self.rank)
+    }
+
     /// Fails if the group has failed.
     pub fn check(&self) -> Result<()> {
         panics::forget();
+        self.refuse_fork()?;
         match self.shared.fault() {
             None => Ok(()),
             Some(cause) => Err(Error::Poisoned {
@@ -101,12 +117,16 @@ impl Members {
 
     /// The group's first failure, if there is one.
     pub fn fault(&self) -> Option<Error> {
-        self.shared.fault()
+        let forked = self.refuse_fork().err();
+        forked.or_else(|| self.shared.fault())
     }
 
     /// Reports a failure to every rank; the group can do nothing more. Returns the first failure.
     pub fn fail(&self, error: Error) -> Error {
-        self.shared.fail(error)
+        match self.refuse_fork() {
+            Ok(()) => self.shared.fail(error),
+            Err(forked) => forked,
+        }
     }
 
     /// Reports that this rank's program has failed, with an error of these words.
@@ -137,7 +157,10 @@ impl Members {
 
     /// How long this rank has waited for each in operations.
     pub fn wait_times(&self) -> Vec<Duration> {
-        self.waits.all()
+        match self.refuse_fork() {
+            Ok(()) => self.waits.all(),
+            Err(_) => vec![Duration::ZERO; self.world],
+        }
     }
 
     /// Agrees with the other ranks that the next call is operation `epoch`, without a message.
@@ -146,6 +169,7 @@ impl Members {
     /// [`Error::CallMismatch`] if another rank called something else; [`Error::Timeout`] if a rank is so
     /// far behind that its calls can't be compared any more.
     pub fn post(&self, epoch: Epoch, operation: Operation<'_>) -> Result<()> {
+        self.refuse_fork()?;
         let post = |number| self.shared.post_operation(number, epoch, operation);
         self.next_call(&|| operation.to_string(), post).map(drop)
     }
@@ -190,6 +214,9 @@ impl Members {
     /// Notes why this rank was refused a collective call. It may make the call after all; if it does not, those who wait
     /// for it in that call get the error.
     pub fn refuse(&self, error: &Error) {
+        if self.refuse_fork().is_err() {
+            return;
+        }
         let latest = self.calls();
         self.shared.note_refusal(*latest + 1, error);
         self.shared.note_got(Some(error));
@@ -203,6 +230,9 @@ impl Members {
     /// This rank makes its next collective call after all. It says so when what it does before it is there may take long,
     /// so that those who wait do not take it for one that was refused and gave up.
     pub fn withdraw_refusal(&self) {
+        if self.refuse_fork().is_err() {
+            return;
+        }
         let _latest = self.calls();
         self.shared.withdraw_refusal();
     }
@@ -542,6 +572,7 @@ impl Wait for Members {
     type Error = Error;
 
     fn wait(&self, flag: &Flag, epoch: Epoch, awaited: Awaited) -> Result<()> {
+        self.refuse_fork()?;
         const SPINS: u32 = 100;
         const YIELDS: u32 = 20;
         const NAP: Duration = Duration::from_micros(50);

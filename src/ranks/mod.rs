@@ -8,6 +8,7 @@ pub mod launch;
 pub mod members;
 pub mod panics;
 mod peer;
+mod pidfd;
 mod process;
 pub mod rendezvous;
 pub mod reports;

@@ -13,7 +13,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::{SocketAddr, UnixDatagram};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
 
@@ -65,8 +65,8 @@ impl std::fmt::Debug for Token {
     }
 }
 
-/// Whether this process has told its launcher something that is not void.
-static TOLD: AtomicBool = AtomicBool::new(false);
+/// The process that has told its launcher something that is not void: 0 if this has not, some other if its parent had before a fork.
+static TOLD: AtomicU32 = AtomicU32::new(0);
 
 /// A rank's end, for one group.
 #[derive(Clone, Debug)]
@@ -96,7 +96,7 @@ impl ReportSender {
     /// thread. If it can't be told, it goes by how the ranks end.
     pub fn tell(&self, by: usize, error: &Error) {
         self.once.call_once(|| {
-            TOLD.store(true, Ordering::Relaxed);
+            TOLD.store(std::process::id(), Ordering::Relaxed);
             self.send(&FailureReport {
                 rank: self.rank,
                 by,
@@ -107,7 +107,7 @@ impl ReportSender {
 
     /// Says that what this process has told of earlier groups is void.
     pub fn withdraw(&self) {
-        if TOLD.swap(false, Ordering::Relaxed) {
+        if TOLD.swap(0, Ordering::Relaxed) == std::process::id() {
             self.send(&FailureReport {
                 rank: self.rank,
                 by: self.rank,

@@ -1,4 +1,4 @@
-//! Who is still there: a rank's process that ends closes its control connection.
+//! Who is still there: a rank's process ends, or closes its control connection.
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -7,11 +7,12 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
 
+use super::pidfd::{self, Peer};
 use super::shared_state::SharedState;
 use super::wire;
 use crate::error::{Error, Result};
 
-/// A thread that sees the other ends of the control connections close.
+/// A thread that sees the other ends of the control connections close, and the processes there end.
 #[derive(Debug)]
 pub struct Watcher {
     /// Closing it ends the thread.
@@ -20,16 +21,31 @@ pub struct Watcher {
 }
 
 impl Watcher {
-    /// Starts it. A connection that closes before its rank has left is the group's failure.
+    /// Starts it. A connection that closes before its rank has left is the group's failure, and so is the end of the process there,
+    /// unless all ranks are this one.
     pub fn spawn(
         rank: usize,
+        in_process: bool,
         shared: Arc<SharedState>,
-        connections: Vec<Arc<UnixStream>>,
+        connections: &[Arc<UnixStream>],
     ) -> Result<Watcher> {
+        let peers = connections.iter().enumerate().map(|(index, connection)| {
+            let process = match in_process {
+                true => Peer::Unknown,
+                false => pidfd::of_peer(connection)
+                    .map_err(Error::system(rank, "watch another rank's process"))?,
+            };
+            Ok(Watched {
+                rank: if rank == 0 { index + 1 } else { 0 },
+                connection: connection.clone(),
+                process,
+            })
+        });
+        let peers = peers.collect::<Result<Vec<_>>>()?;
         let (stop, stopped) = wire::pair().map_err(Error::system(rank, "open a socket pair"))?;
         let thread = std::thread::Builder::new()
             .name(format!("gemmesh-watch-{rank}"))
-            .spawn(move || watch(rank, &shared, &connections, &stopped))
+            .spawn(move || watch(rank, &shared, peers, &stopped))
             .map_err(Error::system(rank, "start a thread"))?;
         Ok(Watcher {
             stop: Some(stop),
@@ -48,39 +64,65 @@ impl Drop for Watcher {
     }
 }
 
-fn watch(rank: usize, shared: &SharedState, connections: &[Arc<UnixStream>], stopped: &UnixStream) {
-    // Nothing wakes the thread but an end that closes, so the pause between looks can be long.
+/// Another rank, as the thread sees it.
+struct Watched {
+    rank: usize,
+    connection: Arc<UnixStream>,
+    process: Peer,
+}
+
+impl Watched {
+    /// What to wait for.
+    fn events(&self) -> impl Iterator<Item = PollFd<'_>> {
+        let process = match &self.process {
+            Peer::Process(fd) => Some(PollFd::new(fd, PollFlags::IN)),
+            Peer::Ended | Peer::Unknown => None,
+        };
+        [PollFd::new(&*self.connection, PollFlags::RDHUP)]
+            .into_iter()
+            .chain(process)
+    }
+
+    /// Whether there is nobody at the other end any more.
+    fn is_gone(&self) -> bool {
+        let mut events: Vec<PollFd> = self.events().collect();
+        let looked = wire::poll(&mut events, Duration::ZERO);
+        let mut happened = events.iter().map(PollFd::revents);
+        matches!(self.process, Peer::Ended)
+            || looked.is_ok() && happened.any(|happened| happened.intersects(END))
+    }
+}
+
+/// A connection has closed, or a process has ended.
+const END: PollFlags = PollFlags::HUP
+    .union(PollFlags::RDHUP)
+    .union(PollFlags::ERR)
+    .union(PollFlags::IN);
+
+fn watch(rank: usize, shared: &SharedState, mut peers: Vec<Watched>, stopped: &UnixStream) {
+    // Nothing wakes the thread but an end, so the pause between looks can be long.
     const PAUSE: Duration = Duration::from_secs(3600);
-    let peer_of = |index: usize| if rank == 0 { index + 1 } else { 0 };
-    let mut open: Vec<usize> = (0..connections.len()).collect();
     loop {
-        let mut fds: Vec<PollFd> = open
-            .iter()
-            .map(|&index| PollFd::new(&*connections[index], PollFlags::RDHUP))
-            .collect();
-        fds.push(PollFd::new(stopped, PollFlags::IN | PollFlags::RDHUP));
-        if wire::poll(&mut fds, PAUSE).is_err() {
-            return;
-        }
-        let closed = PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR;
-        if fds.pop().is_some_and(|fd| fd.revents().intersects(closed)) {
-            return;
-        }
-        let hung_up: Vec<usize> = open
-            .iter()
-            .zip(&fds)
-            .filter(|(_, fd)| fd.revents().intersects(closed))
-            .map(|(&index, _)| index)
-            .collect();
-        drop(fds);
-        for index in hung_up {
-            open.retain(|&other| other != index);
-            if !shared.has_left(peer_of(index)) {
+        peers.retain(|peer| {
+            let is_gone = peer.is_gone();
+            if is_gone && !shared.has_left(peer.rank) {
                 shared.fail(Error::RankLost {
-                    rank: peer_of(index),
+                    rank: peer.rank,
                     noticed_by: rank,
                 });
             }
+            !is_gone
+        });
+        let mut events: Vec<PollFd> = peers.iter().flat_map(Watched::events).collect();
+        events.push(PollFd::new(stopped, PollFlags::IN | PollFlags::RDHUP));
+        if wire::poll(&mut events, PAUSE).is_err() {
+            return;
+        }
+        if events
+            .pop()
+            .is_some_and(|stop| stop.revents().intersects(END))
+        {
+            return;
         }
     }
 }

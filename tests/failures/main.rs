@@ -5,6 +5,7 @@
 mod support;
 
 mod ends;
+mod forks;
 mod launcher;
 mod memory;
 mod mismatches;

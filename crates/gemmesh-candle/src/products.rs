@@ -117,7 +117,7 @@ impl<B: Device, T: Half> Product for Columns<B, T> {
     fn sequence_parallel(&self, x: &Tensor, _: Option<&Tensor>) -> Result<Vec<Tensor>, Failure> {
         const CALL: &str = "all_gather_matmul";
         let ranks = &*self.ranks;
-        let (m, split) = ranks.step();
+        let (m, split) = ranks.step()?;
         let own = own_of(&split, ranks.group.rank());
         let held = self.parameters.hold(&[x]);
         let mut gathered = lock(&self.gathered);
@@ -215,7 +215,7 @@ impl<B: Device, T: Half> Product for RowsOfWeight<B, T> {
     ) -> Result<Vec<Tensor>, Failure> {
         const CALL: &str = "matmul_reduce_scatter";
         let ranks = &*self.ranks;
-        let (m, split) = ranks.step();
+        let (m, split) = ranks.step()?;
         let own = own_of(&split, ranks.group.rank());
         let inputs: Vec<&Tensor> = [x].into_iter().chain(residual).collect();
         let held = self.parameters.hold(&inputs);
@@ -250,7 +250,7 @@ impl<B: Device, T: Half> Product for RowsOfWeight<B, T> {
     fn replicated(&self, x: &Tensor, residual: Option<&Tensor>) -> Result<Vec<Tensor>, Failure> {
         const CALL: &str = "matmul_all_reduce";
         let ranks = &*self.ranks;
-        let (m, split) = ranks.step();
+        let (m, split) = ranks.step()?;
         let inputs: Vec<&Tensor> = [x].into_iter().chain(residual).collect();
         let held = self.parameters.hold(&inputs);
         let mut sums = lock(&self.sums);

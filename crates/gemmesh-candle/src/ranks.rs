@@ -89,9 +89,11 @@ impl<B: Device> Ranks<B> {
     }
 
     /// M of the step, and how many of these tokens each rank has, as gemmesh splits rows. Both together, for another thread may set M.
-    pub fn step(&self) -> (usize, Vec<usize>) {
+    /// First of all in a call, before anything is locked: in a fork, threads that are not there may have locked it.
+    pub fn step(&self) -> Result<(usize, Vec<usize>)> {
+        self.group.check()?;
         let m = self.tokens.load(Ordering::Relaxed);
-        (m, self.group.even_rows(m))
+        Ok((m, self.group.even_rows(m)))
     }
 
     /// What comes before this rank makes `call`. If it fails, the ranks that wait there are told.
@@ -118,6 +120,7 @@ impl<B: Device> Ranks<B> {
 
     /// The symmetric matrix of so many columns. Collective if there is none yet.
     pub fn symmetric<T: Half>(&self, columns: usize) -> Result<Symmetric<B, T>> {
+        self.group.check()?;
         let mut pool = lock(T::pool(self));
         if let Some(matrix) = pool.get(&columns) {
             return Ok(matrix.clone());
@@ -182,7 +185,7 @@ impl<B: Device> Ranks<B> {
     ) -> Result<Tensor, Failure> {
         let (storage, layout) = x.storage_and_layout();
         let columns = *layout.dims().last().unwrap_or(&0);
-        let (m, split) = self.step();
+        let (m, split) = self.step()?;
         let own = own_of(&split, self.group.rank());
         let (call, argument, rows) = match collective {
             Collective::AllGather => ("all_gather", "x [tokens of this rank, N]", own.len()),
@@ -259,8 +262,8 @@ impl<B: Device> AnyRanks for Ranks<B> {
     }
 
     fn split(&self) -> Vec<usize> {
-        let (_, split) = self.step();
-        split
+        let m = self.tokens.load(Ordering::Relaxed);
+        self.group.even_rows(m)
     }
 
     fn barrier(&self) -> Result<()> {
@@ -366,7 +369,7 @@ mod tests {
                     Ok::<_, Error>(())
                 });
                 let apart = (0..1_000_000).find(|_| {
-                    let (m, split) = ranks.step();
+                    let (m, split) = ranks.step().expect("the group goes on");
                     m != split.iter().sum::<usize>()
                 });
                 done.store(true, Ordering::Relaxed);

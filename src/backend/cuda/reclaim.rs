@@ -10,7 +10,7 @@ use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::driver::{Device, Event, Priority, Stream};
+use super::driver::{Device, Event, Priority, Stream, is_fork};
 use crate::error::Result;
 
 /// A mark on streams that are idle is passed within this.
@@ -279,7 +279,7 @@ impl<T: Send + 'static> DerefMut for Deferred<T> {
 
 impl<T: Send + 'static> Drop for Deferred<T> {
     fn drop(&mut self) {
-        if self.abandoned {
+        if self.abandoned || is_fork() {
             return;
         }
         // SAFETY: taken once, and not used after this.

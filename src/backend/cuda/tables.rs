@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::driver::{Device, DevicePtr, Memory, Pinned};
+use super::driver::{Device, DevicePtr, Memory, Pinned, is_fork};
 use super::reclaim::{Deferred, Mark, Reclaimer};
 use crate::backend::KEPT_PROGRAMS;
 use crate::error::Result;
@@ -199,6 +199,9 @@ impl Drop for Slot {
     /// Every operation is followed by a mark, and what graphs run is kept as long as the group: behind the latest mark, nothing
     /// uses the slot. A copy of a program that never ran may come later; it is on the same stream as the next one's.
     fn drop(&mut self) {
+        if is_fork() {
+            return;
+        }
         let mut free = self.tables.lock(self.class);
         // Read while nobody else can push, so that marks stand in their order.
         let after = self.tables.reclaimer.latest();

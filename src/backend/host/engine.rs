@@ -187,7 +187,10 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
     }
     let failure = Mutex::new(None);
     let note = |result: Result<()>| {
-        if let Err(error) = result {
+        // Where a function of the caller's has forked and returns in the child, a thread that is not there may have locked this.
+        if let Err(error) = result
+            && members.refuse_fork().is_ok()
+        {
             let mut failure = failure.lock().unwrap_or_else(PoisonError::into_inner);
             failure.get_or_insert(error);
         }
@@ -220,6 +223,7 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
                     }
                     let begin = recorder.begin();
                     let consumed = consumer(transfer, no_stream);
+                    members.refuse_fork()?;
                     recorder.end(begin, lane, || Work::Call { rank: source });
                     idle_since = recorder.begin();
                     consumed
@@ -229,6 +233,7 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
                 drive::produce(schedule, epoch, produced, |request| {
                     let begin = recorder.begin();
                     let produced = producer(request, no_stream);
+                    members.refuse_fork()?;
                     let rank = request.owner;
                     recorder.end(begin, Lane::Caller(0), || Work::Call { rank });
                     produced
@@ -237,6 +242,7 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
         });
     };
     host.workers.run(&job, beside);
+    members.refuse_fork()?;
     let failure: Option<Error> = failure.into_inner().unwrap_or_else(PoisonError::into_inner);
     if let Some(error) = failure {
         return Err(error);

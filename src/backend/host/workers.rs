@@ -10,6 +10,7 @@ use std::thread::JoinHandle;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::error::{Error, Result};
+use crate::process::Process;
 
 /// What a thread is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,6 +23,8 @@ type Job<'a> = dyn Fn(Role) + Sync + 'a;
 
 /// The threads. Dropping it ends them.
 pub struct Workers {
+    /// Theirs: a fork has none of them.
+    process: Process,
     /// Held while a job runs: there is one slot.
     turn: Mutex<()>,
     slot: Arc<JobSlot>,
@@ -78,6 +81,7 @@ impl Workers {
                 reason: e.to_string(),
             });
         let workers = Workers {
+            process: Process::this(),
             turn: Mutex::new(()),
             slot: slot.clone(),
             copier: Some(copier),
@@ -95,7 +99,8 @@ impl Workers {
         Ok(workers)
     }
 
-    /// Calls `job` once on each thread, and `beside` on the caller's, and returns when all calls have.
+    /// Calls `job` once on each thread, and `beside` on the caller's, and returns when all calls have. If `beside` forks, it returns in
+    /// the child too, at once.
     pub fn run(&self, job: &Job, beside: impl FnOnce()) {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let mut state = self.slot.lock();
@@ -109,6 +114,9 @@ impl Workers {
         self.slot.posted.notify_all();
         drop(state);
         let beside = catch_unwind(AssertUnwindSafe(beside));
+        if !self.process.is_this() {
+            return beside.unwrap_or_else(|panic| resume_unwind(panic));
+        }
         let mut state = self.slot.lock();
         while state.busy > 0 {
             state = wait(&self.slot.finished, state);

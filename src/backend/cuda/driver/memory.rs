@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use cudarc::driver::sys;
 
-use super::{BLOCK, Device, DevicePtr, check, lock};
+use super::{BLOCK, Device, DevicePtr, check, is_fork, lock};
 use crate::error::{Error, Result};
 
 /// A range of the device's memory, which belongs to somebody else.
@@ -469,6 +469,9 @@ impl<T: bytemuck::Zeroable + Copy> Pinned<T> {
 impl<T> Drop for Pinned<T> {
     /// The device does not write it any more. It is kept for the next group: giving it back would wait for the device.
     fn drop(&mut self) {
+        if is_fork() {
+            return;
+        }
         lock(&self.device.gpu.lasting.pages)
             .entry(Self::BYTES)
             .or_default()

@@ -7,12 +7,13 @@ use std::collections::HashMap;
 use std::ffi::{CStr, c_void};
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
 
 use crate::error::{Error, Result};
+use crate::process::Process;
 
 /// A pointer to a device's memory.
 pub type DevicePtr = u64;
@@ -89,6 +90,19 @@ unsafe impl Sync for Gpu {}
 /// The GPUs that this process uses.
 static GPUS: Mutex<Vec<Weak<Gpu>>> = Mutex::new(Vec::new());
 
+/// The process that has loaded the driver, which does nothing in a fork of it.
+static LOADED: OnceLock<Process> = OnceLock::new();
+
+/// Fails in a fork of the process that has loaded the driver.
+fn refuse_fork(rank: usize) -> Result<()> {
+    LOADED.get_or_init(Process::this).require(rank)
+}
+
+/// Whether what is dropped is a copy that a fork has. It is left as it is: the driver is the parent's, and its locks may be held.
+pub fn is_fork() -> bool {
+    LOADED.get().is_some_and(|loaded| !loaded.is_this())
+}
+
 /// What was made in the contexts of this process.
 static LASTING: Mutex<Vec<Arc<Lasting>>> = Mutex::new(Vec::new());
 
@@ -122,7 +136,10 @@ fn check(rank: usize, call: &str, result: sys::CUresult) -> Result<()> {
 /// Calls the driver and checks the result, naming the call by its own name.
 macro_rules! cuda {
     ($rank:expr, $call:ident($($argument:expr),* $(,)?)) => {
-        check($rank, stringify!($call), sys::$call($($argument),*))
+        match $crate::backend::cuda::driver::refuse_fork($rank) {
+            Ok(()) => check($rank, stringify!($call), sys::$call($($argument),*)),
+            Err(forked) => Err(forked),
+        }
     };
 }
 
@@ -143,6 +160,7 @@ impl Device {
     /// # Errors
     /// [`Error::NoGpu`] without a driver or a GPU; [`Error::DriverTooOld`]; [`Error::UnsupportedGpu`] unless it is a Hopper GPU.
     pub fn open(rank: usize, ordinal: Option<usize>, timeout: Duration) -> Result<Arc<Device>> {
+        refuse_fork(rank)?;
         let none = |reason: String| Error::NoGpu { rank, reason };
         // cudarc panics if it does not find the library or a function of it; so look first.
         // SAFETY: loading the driver runs its initialisers, which any CUDA program does.
@@ -506,6 +524,9 @@ fn bind(rank: usize, context: sys::CUcontext) -> Result<Bound> {
 
 impl Drop for Gpu {
     fn drop(&mut self) {
+        if is_fork() {
+            return;
+        }
         // SAFETY: retained once in `open`.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }

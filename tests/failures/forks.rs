@@ -1,0 +1,213 @@
+//! Forks of a rank's process, as Python, or a program that calls `system`, makes them.
+#![allow(unsafe_code)] // To fork.
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::time::{Duration, Instant};
+
+use gemmesh::launch::{self, Launch};
+use gemmesh::{Error, Group, Host, all_gather_and_consume, bf16};
+use rustix::process::{Pid, Signal, WaitOptions, waitpid};
+
+use crate::support::processes::start;
+use crate::support::products::Arguments as Products;
+use crate::support::tested::{all_done, poisoned, ranks};
+use crate::{Arguments, NOTICED, TIMEOUT, test_name};
+
+/// Goes on in a child too, where it returns none; in the parent, the child.
+fn fork() -> Option<Pid> {
+    // SAFETY: what the child does until it ends needs no other thread.
+    Pid::from_raw(unsafe { libc::fork() })
+}
+
+/// Ends a child: 0 if what it has seen was right. Nothing is dropped, nor flushed.
+fn end(right: bool) -> ! {
+    // SAFETY: a plain call.
+    unsafe { libc::_exit(i32::from(!right)) }
+}
+
+/// Waits for a child that has found everything right.
+#[track_caller]
+fn assert_right(child: Pid) {
+    let begin = Instant::now();
+    loop {
+        if let Some((_, status)) = waitpid(Some(child), WaitOptions::NOHANG).unwrap() {
+            assert_eq!(status.exit_status(), Some(0), "{status:?}");
+            return;
+        }
+        if begin.elapsed() > TIMEOUT {
+            rustix::process::kill_process(child, Signal::KILL).unwrap();
+            panic!("the child hangs");
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Whether a call was refused because this is a fork.
+fn is_refused<T>(result: Result<T, Error>, rank: usize) -> bool {
+    let parent = rustix::process::getppid().map(Pid::as_raw_pid);
+    let refused =
+        |process: u32, child: u32| (Some(process as i32), child) == (parent, std::process::id());
+    matches!(result, Err(Error::Forked { rank: its, process, child }) if its == rank && refused(process, child))
+}
+
+/// Every kind of call is refused in a child.
+fn all_refused(group: &Group<Host>, arguments: &mut Products<Host>) -> bool {
+    let rank = group.rank();
+    let reason = Error::Capturing { rank };
+    let own = vec![bf16::ONE; arguments.a.rows().len() * arguments.a.shape()[1]];
+    // Nobody hears of it.
+    let _ = group.refuse("sharded", reason);
+    group.wait_times().iter().all(Duration::is_zero)
+        && is_refused(group.barrier(), rank)
+        && is_refused(group.all_gather_bytes(&[]), rank)
+        && is_refused(group.synchronize(), rank)
+        && is_refused(group.sharded::<bf16>(4, 8), rank)
+        && is_refused(group.zeros::<bf16>(4, 8), rank)
+        && is_refused(arguments.run(), rank)
+        && is_refused(arguments.a.shard_mut().copy_from_host(&own), rank)
+}
+
+/// Forks once for each way in which a child may end its part; after each the group goes on.
+fn forks(group: Group<Host>, mut arguments: Products<Host>) -> Result<(), Error> {
+    for way in 0..3 {
+        let Some(child) = fork() else {
+            let right = all_refused(&group, &mut arguments);
+            match way {
+                0 => drop((arguments, group)),
+                1 => {
+                    let caught = catch_unwind(AssertUnwindSafe(move || {
+                        let _dropped_by_the_panic = (arguments, group);
+                        resume_unwind(Box::new("planted"));
+                    }));
+                    end(right && caught.is_err());
+                }
+                _ => drop(std::thread::spawn(move || drop((arguments, group))).join()),
+            }
+            end(right);
+        };
+        assert_right(child);
+        arguments.run()?;
+        group.barrier()?;
+    }
+    arguments.verify(&group)
+}
+
+#[test]
+fn a_fork_that_calls_drops_panics_or_ends_leaves_its_parents_group_alone() {
+    all_done(ranks::<Host>(test_name!(), 3, |rank| {
+        let group = rank.connect(TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 9, 5, 3)?;
+        arguments.verify(&group)?;
+        if rank.rank < 2 {
+            return forks(group, arguments).map(|()| "done".into());
+        }
+        for _ in 0..3 {
+            arguments.run()?;
+            group.barrier()?;
+        }
+        arguments.verify(&group)?;
+        Ok("done".into())
+    }));
+}
+
+#[test]
+fn a_fork_amid_a_function_of_the_callers_ends_the_operation_in_the_child_alone() {
+    all_done(ranks::<Host>(test_name!(), 2, |rank| {
+        let group = rank.connect(TIMEOUT)?;
+        let mut a = group.sharded::<bf16>(64, 16)?;
+        let own = vec![bf16::ONE; a.rows().len() * 16];
+        a.shard_mut().copy_from_host(&own)?;
+        let (mut calls, mut parent, mut child) = (0, true, None);
+        let result = all_gather_and_consume(&a, |_| {
+            calls += 1;
+            if calls == 1 && group.rank() == 1 {
+                child = fork();
+                parent = child.is_some();
+            }
+            Ok(())
+        });
+        if !parent {
+            end(calls == 1 && is_refused(result, 1));
+        }
+        result?;
+        if let Some(child) = child {
+            assert_right(child);
+        }
+        group.barrier()?;
+        Ok("done".into())
+    }));
+}
+
+/// Rank `parent` is killed while a child of it lives on, with all that it had open.
+fn outlived(test: &str, parent: usize) {
+    let mut ranks = ranks::<Host>(test, 3, |rank| {
+        let group = rank.connect(TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 9, 5, 3)?;
+        arguments.verify(&group)?;
+        group.barrier()?;
+        if rank.rank == parent {
+            if fork().is_none() {
+                rank.say("the child lives");
+                rank.hear();
+                end(true);
+            }
+            std::thread::sleep(TIMEOUT);
+            return Ok("not killed".into());
+        }
+        let outcome = poisoned(&group, group.barrier());
+        rank.say("knows");
+        outcome
+    });
+    ranks.heard(parent, "the child lives");
+    let killed = ranks.signal(parent, Signal::KILL);
+    let others = (0..3).filter(|&rank| rank != parent);
+    for place in others {
+        let known = ranks.heard(place, "knows");
+        assert!(known.saturating_duration_since(killed) < NOTICED);
+    }
+    ranks.tell(parent);
+    for outcome in ranks.outcomes() {
+        match outcome.rank == parent {
+            true => outcome.assert_killed(),
+            false => assert!(
+                matches!(outcome.error(), Error::RankLost { rank, .. } if *rank == parent),
+                "{}",
+                outcome.error()
+            ),
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_is_outlived_by_a_fork_is_named_within_a_second() {
+    outlived(test_name!(), 2);
+}
+
+#[test]
+fn rank_0_that_is_outlived_by_a_fork_is_named_within_a_second() {
+    outlived(test_name!(), 0);
+}
+
+#[test]
+fn a_fork_of_a_launched_rank_tells_the_launcher_nothing() {
+    let test = test_name!();
+    let ranks = start(test, &[(0, 1)], |me| {
+        if !launch::is_rank() {
+            assert_eq!(me.place, 0);
+            return Launch::new(2).run().map(|()| "done".into());
+        }
+        let group = Group::<Host>::from_env()?;
+        group.barrier()?;
+        if fork().is_none() {
+            let caught = catch_unwind(AssertUnwindSafe(|| {
+                let _dropped_by_the_panic = group;
+                resume_unwind(Box::new("planted"));
+            }));
+            end(caught.is_err());
+        }
+        group.barrier()?;
+        drop(group);
+        std::process::exit(0);
+    });
+    assert_eq!(ranks.outcomes()[0].value(), "done");
+}
