@@ -3,14 +3,13 @@
 
 use std::ffi::OsString;
 use std::io;
-use std::os::fd::OwnedFd;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
+use super::children::Child;
 use super::reports::{FailureReport, ReportReceiver};
 use super::{address, env, wire};
 use crate::error::{Error, Result};
@@ -22,6 +21,8 @@ const GRACE: Duration = Duration::from_millis(1500);
 const SETTLED: Duration = Duration::from_millis(200);
 /// Nothing but an end or a report wakes the launcher, so the pause between looks can be long.
 const PAUSE: Duration = Duration::from_secs(3600);
+/// But a rank that is stopped wakes nobody.
+const LOOK: Duration = Duration::from_millis(100);
 
 /// True if a launcher, [`launch`] or any that [`Group::from_env`](crate::Group::from_env) knows, started this process as a rank, also
 /// if its variables are incomplete or wrong; `from_env` then says what is.
@@ -66,7 +67,11 @@ pub fn variables() -> impl Iterator<Item = &'static str> {
 /// [`Group::from_env`](crate::Group::from_env) recognises. Returns when all have ended.
 ///
 /// It prints nothing: ranks write where this process writes, and have no input. Once a rank has failed, the others have 1.5
-/// seconds to end by themselves, and are killed then. If this process is killed, its ranks are too.
+/// seconds to end by themselves, and are killed then. So are ranks that are stopped, as by SIGSTOP, where their group has failed and
+/// all others have ended. If this process is killed, its ranks are too.
+///
+/// While it runs, SIGCHLD has its default action if this process ignores it, for else nobody could learn how the ranks end. Ranks begin
+/// with the default action too.
 ///
 /// A rank cannot launch, whoever started it: the ranks would launch ranks in turn, without end, or each rank of another
 /// launcher's job a whole job on the same machine. So ask [`is_rank`] first:
@@ -170,23 +175,13 @@ impl Launch {
                 Ok(())
             });
         }
-        let mut process = command
-            .spawn()
+        let process = Child::start(&mut command)
             .map_err(Error::system(rank, "start a process of this program"))?;
-        match pidfd_open(Pid::from_child(&process), PidfdFlags::empty()) {
-            Ok(end) => Ok(Rank {
-                rank,
-                process,
-                end,
-                ended: None,
-            }),
-            Err(error) => {
-                // Fails if it has ended already.
-                let _ = process.kill();
-                let _ = process.wait();
-                Err(Error::system(rank, "watch its process")(error.into()))
-            }
-        }
+        Ok(Rank {
+            rank,
+            process,
+            ended: None,
+        })
     }
 }
 
@@ -204,8 +199,6 @@ fn refuse_rank(this: Result<Option<env::Described>>) -> Result<()> {
 struct Rank {
     rank: usize,
     process: Child,
-    /// Readable once the process has ended.
-    end: OwnedFd,
     ended: Option<ExitStatus>,
 }
 
@@ -217,25 +210,27 @@ impl Rank {
         }
         self.ended = self
             .process
-            .try_wait()
-            .map_err(Error::system(self.rank, "wait for its process"))?;
+            .look()
+            .map_err(Error::system(self.rank, "learn how its process ended"))?;
         Ok(self.ended)
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.ended.is_none() && self.process.is_stopped()
     }
 }
 
-impl Drop for Rank {
-    fn drop(&mut self) {
-        if self.ended.is_none() {
-            // Fails if it has ended meanwhile.
-            let _ = self.process.kill();
-            let _ = self.process.wait();
-        }
-    }
+/// The first of the ranks that have not ended, if all of these are stopped.
+fn stopped(ranks: &[Rank]) -> Option<usize> {
+    let mut running = ranks.iter().filter(|rank| rank.ended.is_none());
+    let first = running.clone().next()?;
+    running.all(Rank::is_stopped).then_some(first.rank)
 }
 
 /// Waits until all have ended, or one has failed and the others have had time to say what they know of it.
 fn wait(mut ranks: Vec<Rank>, mut receiver: ReportReceiver) -> Result<()> {
     let mut failure: Option<Failure> = None;
+    let mut stopped_since: Option<Instant> = None;
     loop {
         for rank in &mut ranks {
             let Some(status) = rank.look()?.filter(|status| !status.success()) else {
@@ -244,35 +239,54 @@ fn wait(mut ranks: Vec<Rank>, mut receiver: ReportReceiver) -> Result<()> {
             if failure.as_ref().is_none_or(|first| first.follows(status)) {
                 failure = Some(Failure {
                     rank: rank.rank,
-                    status,
+                    status: Some(status),
                     since: Instant::now(),
                 });
             }
         }
         // After the look at the ranks: what one has said before its end is here.
         receiver.read();
-        let left = failure.as_ref().map_or(PAUSE, |failure| {
-            GRACE.saturating_sub(failure.since.elapsed())
+        // Nothing else ends a rank that is stopped where its group has failed and the others have ended, however that was.
+        let failed = !receiver.reports().is_empty();
+        let last = stopped(&ranks).filter(|_| failed);
+        stopped_since = last.map(|_| stopped_since.unwrap_or_else(Instant::now));
+        let hangs = || {
+            Some(Failure {
+                rank: last?,
+                status: None,
+                since: stopped_since?,
+            })
+        };
+        let pause = if failed { LOOK } else { PAUSE };
+        let failing = failure.clone().or_else(hangs);
+        let left = failing.as_ref().map(|failure| {
+            let waited = failure.since.elapsed();
+            GRACE.saturating_sub(waited)
         });
         let running = ranks.iter().filter(|rank| rank.ended.is_none());
         let mut events: Vec<PollFd> = running
-            .map(|rank| PollFd::new(&rank.end, PollFlags::IN))
+            .map(|rank| PollFd::new(&rank.process, PollFlags::IN))
             .collect();
-        if events.is_empty() || left.is_zero() {
+        if events.is_empty() || left.is_some_and(|left| left.is_zero()) {
+            // At once, and each is waited for when it is dropped.
+            ranks.iter().for_each(|rank| rank.process.kill());
             let ends: Vec<_> = ranks.iter().map(|rank| rank.ended).collect();
-            return failure.map_or(Ok(()), |failure| {
+            return failing.map_or(Ok(()), |failure| {
                 Err(failure.blame(&ends, receiver.reports()))
             });
         }
         events.push(PollFd::new(&receiver, PollFlags::IN));
-        wire::poll(&mut events, left).map_err(Error::system(None, "wait for the ranks"))?;
+        let pause = left.unwrap_or(pause);
+        wire::poll(&mut events, pause).map_err(Error::system(None, "wait for the ranks"))?;
     }
 }
 
 /// How a rank failed.
+#[derive(Clone)]
 struct Failure {
     rank: usize,
-    status: ExitStatus,
+    /// None of one that hangs.
+    status: Option<ExitStatus>,
     since: Instant,
 }
 
@@ -280,7 +294,7 @@ impl Failure {
     /// Whether it comes of a failure that is seen later. The system closes the connections of a rank that is killed, which
     /// ends the others, before it tells of its death.
     fn follows(&self, status: ExitStatus) -> bool {
-        self.status.signal().is_none()
+        self.status.and_then(|status| status.signal()).is_none()
             && status.signal().is_some()
             && self.since.elapsed() < SETTLED
     }
@@ -353,7 +367,7 @@ mod tests {
     ) -> (usize, String, Option<Error>) {
         let failure = Failure {
             rank: 0,
-            status: ExitStatus::from_raw(ONE),
+            status: Some(ExitStatus::from_raw(ONE)),
             since: Instant::now(),
         };
         match failure.blame(ends, reports) {

@@ -3,6 +3,7 @@
 
 pub mod address;
 pub mod call;
+mod children;
 pub mod env;
 pub mod launch;
 pub mod members;

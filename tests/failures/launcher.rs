@@ -415,6 +415,85 @@ fn the_failure_of_a_later_group_is_the_cause() {
     assert!(matches!(cause, Error::RankLeft { rank: 1, .. }), "{cause}");
 }
 
+/// What becomes of children: as `nohup`-like parents leave it, and as a program may set it.
+fn ignore_children(flags: i32) {
+    // SAFETY: the default action or none, of zeroed bytes, which are a valid action.
+    #[allow(unsafe_code)]
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_flags = flags;
+        action.sa_sigaction = if flags == 0 {
+            libc::SIG_IGN
+        } else {
+            libc::SIG_DFL
+        };
+        assert_eq!(
+            libc::sigaction(libc::SIGCHLD, &action, std::ptr::null_mut()),
+            0
+        );
+    }
+}
+
+/// Whether this process ignores SIGCHLD, as the kernel has it.
+fn ignores_children() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let ignored = u64::from_str_radix(ignored.unwrap().trim(), 16).unwrap();
+    ignored >> (libc::SIGCHLD - 1) & 1 == 1
+}
+
+#[test]
+fn a_process_that_ignores_its_children_learns_how_its_ranks_end() {
+    let test = test_name!();
+    let ranks = start(test, &[(0, 1)], |_| {
+        if launch::is_rank() {
+            let group = Group::<Host>::from_env()?;
+            group.barrier()?;
+            let rank = group.rank();
+            drop(group);
+            let fails = std::env::var(PART).as_deref() == Ok("fail");
+            std::process::exit(if fails && rank == 1 { 3 } else { 0 });
+        }
+        let launch = |part: &str| {
+            let launch = Launch::new(2).args(["--exact", test, "--nocapture", "--test-threads=1"]);
+            launch.env(PART, part).run()
+        };
+        for flags in [0, libc::SA_NOCLDWAIT] {
+            ignore_children(flags);
+            // Of two at once, the first that ends leaves the other's ranks to be waited for.
+            std::thread::scope(|scope| {
+                let other = scope.spawn(|| launch("succeed"));
+                assert_eq!(launch("succeed"), Ok(()));
+                assert_eq!(other.join().unwrap(), Ok(()));
+            });
+            let failed = launch("fail").unwrap_err();
+            assert_eq!(assert_failed(&failed, 1, "exit status: 3"), None);
+            assert_eq!(ignores_children(), flags == 0, "as it was");
+        }
+        Ok("all ranks were seen to end".into())
+    });
+    assert_eq!(ranks.outcomes()[0].value(), "all ranks were seen to end");
+}
+
+#[test]
+fn a_rank_that_is_stopped_when_its_group_has_failed_and_the_others_have_ended_is_returned_and_killed()
+ {
+    let begin = Instant::now();
+    let error = launched_failure(test_name!(), || {
+        let group = Group::<Host>::builder().timeout(SHORT / 2).from_env()?;
+        group.barrier()?;
+        if group.rank() == 1 {
+            rustix::process::kill_process(rustix::process::getpid(), Signal::STOP).unwrap();
+        }
+        // The others bear it, and succeed.
+        group.barrier().unwrap_err();
+        Ok(())
+    });
+    let cause = assert_failed(&error, 1, "still running, and killed").expect("a cause");
+    assert!(matches!(cause, Error::Timeout { rank: 1, .. }), "{cause}");
+    assert!(begin.elapsed() < Duration::from_secs(10));
+}
+
 /// How many processes of this program this one descends from.
 fn generation() -> usize {
     let program = |pid: &str| std::fs::read_link(format!("/proc/{pid}/exe")).ok();

@@ -1,0 +1,189 @@
+//! Processes that this one starts, by descriptor: a number may be another's as soon as somebody has waited for its process.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, ExitStatus};
+use std::ptr::null;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::process::{
+    Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, WaitIdStatus, pidfd_open, pidfd_send_signal,
+    waitid,
+};
+
+use super::wire;
+
+/// How long a process that is killed may take to end. One that the kernel holds, as a driver may, is left to it.
+const LAST: Duration = Duration::from_secs(5);
+
+/// A child, which does not outlive this value.
+#[derive(Debug)]
+pub struct Child {
+    process: OwnedFd,
+    /// How it ended, once that is known.
+    ended: Option<ExitStatus>,
+    /// As long as it may have to be waited for.
+    _waitable: Waitable,
+}
+
+impl Child {
+    pub fn start(command: &mut Command) -> io::Result<Child> {
+        let waitable = Waitable::hold()?;
+        let mut started = command.spawn()?;
+        match pidfd_open(Pid::from_child(&started), PidfdFlags::empty()) {
+            Ok(process) => Ok(Child {
+                process,
+                ended: None,
+                _waitable: waitable,
+            }),
+            Err(error) => {
+                // Nobody has waited for it, so the number is still its own. Fails if it has ended already.
+                let _ = started.kill();
+                let _ = started.wait();
+                Err(error.into())
+            }
+        }
+    }
+
+    /// How it has ended, if it has.
+    ///
+    /// # Errors
+    /// If something else in this process has waited for it.
+    pub fn look(&mut self) -> io::Result<Option<ExitStatus>> {
+        if self.ended.is_none() {
+            let seen = waitid(self.id(), WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
+            self.ended = match seen {
+                Err(Errno::CHILD) => {
+                    return Err(io::Error::other(
+                        "something else in this process, such as a handler of SIGCHLD, waits for all its children",
+                    ));
+                }
+                seen => seen?.map(status),
+            };
+        }
+        Ok(self.ended)
+    }
+
+    /// Whether it is stopped, by SIGSTOP or from a terminal.
+    pub fn is_stopped(&self) -> bool {
+        let options = WaitIdOptions::STOPPED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+        self.ended.is_none()
+            && matches!(waitid(self.id(), options), Ok(Some(seen)) if seen.stopped())
+    }
+
+    /// Does nothing if it has ended.
+    pub fn kill(&self) {
+        let _ = pidfd_send_signal(&self.process, Signal::KILL);
+    }
+
+    fn id(&self) -> WaitId<'_> {
+        WaitId::PidFd(self.process.as_fd())
+    }
+}
+
+impl AsFd for Child {
+    /// Readable once it has ended.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.process.as_fd()
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        if self.ended.is_none() {
+            self.kill();
+            let _ = wire::poll(&mut [PollFd::new(&self.process, PollFlags::IN)], LAST);
+            let _ = self.look();
+        }
+    }
+}
+
+/// As `wait` would have it.
+fn status(seen: WaitIdStatus) -> ExitStatus {
+    const CORE: i32 = 0x80;
+    let core = if seen.dumped() { CORE } else { 0 };
+    let exited = seen.exit_status().map(|code| (code & 0xff) << 8);
+    let killed = || seen.terminating_signal().map(|signal| signal | core);
+    ExitStatus::from_raw(exited.or_else(killed).unwrap_or(0))
+}
+
+/// As long as one lives, a child that has ended stays until it is waited for, so that how it ended can be learned.
+///
+/// A process that ignores SIGCHLD, as it may have inherited from who started it, has no such children. So the signal has its default
+/// action meanwhile, which is to do nothing. Children that others have started stay too, if they end meanwhile, until they are
+/// waited for or this process ends.
+#[derive(Debug)]
+struct Waitable;
+
+struct Held {
+    /// Several threads may launch.
+    holders: usize,
+    /// What was changed.
+    before: Option<libc::sigaction>,
+}
+
+fn held() -> MutexGuard<'static, Held> {
+    static HELD: Mutex<Held> = Mutex::new(Held {
+        holders: 0,
+        before: None,
+    });
+    // Each change leaves it whole.
+    HELD.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Waitable {
+    fn hold() -> io::Result<Waitable> {
+        let mut held = held();
+        if held.holders == 0 {
+            let before = action(None)?;
+            if !keeps_children(&before) {
+                let mut keeping = before;
+                keeping.sa_flags &= !libc::SA_NOCLDWAIT;
+                if before.sa_sigaction == libc::SIG_IGN {
+                    keeping.sa_sigaction = libc::SIG_DFL;
+                }
+                action(Some(&keeping))?;
+                held.before = Some(before);
+            }
+        }
+        held.holders += 1;
+        Ok(Waitable)
+    }
+}
+
+impl Drop for Waitable {
+    fn drop(&mut self) {
+        let mut held = held();
+        held.holders -= 1;
+        if held.holders == 0
+            && let Some(before) = held.before.take()
+        {
+            // The call fails for signals that there are not only.
+            let _ = action(Some(&before));
+        }
+    }
+}
+
+fn keeps_children(action: &libc::sigaction) -> bool {
+    action.sa_sigaction != libc::SIG_IGN && action.sa_flags & libc::SA_NOCLDWAIT == 0
+}
+
+/// What is done on SIGCHLD, after changing it if there is a `new` one.
+fn action(new: Option<&libc::sigaction>) -> io::Result<libc::sigaction> {
+    let mut before = MaybeUninit::<libc::sigaction>::zeroed();
+    // SAFETY: reads a valid action or none, and writes the local, for which zero is valid. What is set is what was there before, or
+    // the default, or the same handler with other flags.
+    unsafe {
+        let new = new.map_or(null(), |new| new as *const libc::sigaction);
+        match libc::sigaction(libc::SIGCHLD, new, before.as_mut_ptr()) {
+            0 => Ok(before.assume_init()),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+}
