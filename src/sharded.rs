@@ -257,10 +257,14 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     /// Overwrites rows from `first_row` on, whoever owns them.
     ///
     /// # Errors
-    /// The group's failure.
+    /// [`Error::Limit`] for more values than the rows from that one on have; the group's failure.
     #[doc(hidden)]
     pub fn write(&mut self, first_row: usize, values: &[T]) -> Result<()> {
-        let offset = first_row * self.layout.k() * size_of::<T>();
+        let [m, k] = self.shape();
+        limit("the first row that is written", first_row, 0, m)?;
+        let most = (m - first_row) * k;
+        limit("values from that row on", values.len(), 0, most)?;
+        let offset = first_row * k * size_of::<T>();
         self.group.synchronize()?;
         let backend = &self.group.inner().backend;
         backend.write_symmetric(&mut self.memory, offset, bytemuck::cast_slice(values))

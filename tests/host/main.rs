@@ -10,3 +10,4 @@ mod forms;
 mod numerics;
 mod pipelines;
 mod reduce_scatter;
+mod safety;
