@@ -9,7 +9,7 @@ use std::convert::Infallible;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use gemmesh::schedule::all_gather::{MATRICES, OUT};
+use gemmesh::schedule::all_gather::{B, BIAS, MATRICES, OUT};
 use gemmesh::schedule::config::{CUT_COLUMNS, MAX_CHUNKS, MAX_CLUSTER, MAX_SLICES};
 use gemmesh::schedule::drive::{self, CopyEngine, CopyThread};
 use gemmesh::schedule::flag::Wait;
@@ -859,7 +859,7 @@ fn what_lies_outside_of_what_it_is_a_part_of_is_refused() {
         exchanged: false,
     };
     assert!(Schedule::new(parts(&good())).is_ok());
-    let changes: [fn(&mut Parts); 31] = [
+    let changes: [fn(&mut Parts); 35] = [
         |parts| parts.matrices.clear(),
         |parts| parts.arrivals[0].flag = 2,
         |parts| parts.arrivals[0].flag = parts.arrivals[1].flag,
@@ -868,6 +868,10 @@ fn what_lies_outside_of_what_it_is_a_part_of_is_refused() {
         |parts| parts.arrivals[0].regions[0].to.rows.end = 6,
         |parts| parts.arrivals[0].regions[0].to.columns.end = 2,
         |parts| parts.matrices[0].rows -= 1,
+        |parts| parts.matrices[B].dtype = DType::F16,
+        |parts| parts.matrices[BIAS].dtype = DType::F32,
+        |parts| parts.matrices[OUT].dtype = DType::F16,
+        |parts| parts.arrivals[0].to = 1,
         |parts| parts.product = None,
         |parts| parts.product.as_mut().unwrap().config.tile.n = 0,
         |parts| parts.tiles[0] = Tile::new(0, 3, 0, 0..0),

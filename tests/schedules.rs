@@ -1,9 +1,10 @@
 //! That schedules can say what no operation does yet: the host engine does what planners of these tests ask for.
+#![allow(unsafe_code)]
 
 #[path = "support/planners.rs"]
 mod planners;
 
-use gemmesh::schedule::Schedule;
+use gemmesh::schedule::{Move, Parts, Region, Schedule, Transfer};
 use gemmesh::testing::{delay_chunks, run_schedule};
 use gemmesh::{Chunking, Config, Error, Group, Host, Route, ShardedMatrix, TileShape, bf16};
 use planners::{Asked, SCALED};
@@ -68,7 +69,8 @@ fn check(
             group.barrier()?;
             let refs: Vec<_> = shared.iter().collect();
             let product = (asked.n > 0).then_some((&b, &mut out));
-            run_schedule(&group, plan(rank), &refs, product)?;
+            // SAFETY: a planner has made the schedules of all ranks.
+            unsafe { run_schedule(&group, plan(rank), &refs, product)? };
             for (number, matrix) in shared.iter_mut().enumerate() {
                 let expected = rows(number, 0..m, widths[number], operation);
                 assert_eq!(matrix.to_vec()?, expected, "rank {rank}, matrix {number}");
@@ -162,4 +164,82 @@ fn an_operation_with_tiles_ends_when_what_no_tile_waits_for_has_come_too() {
             plan,
         );
     }
+}
+
+/// The schedule of one rank that copies rows 0 and 1 within matrix 0, [4, 4], to rows from `first` on.
+fn copies_within(first: usize, rank: usize, world: usize) -> gemmesh::Result<Schedule> {
+    let region = |first: usize| Region {
+        matrix: planners::A,
+        rows: first..first + 2,
+        columns: 0..4,
+    };
+    let transfer = Transfer {
+        from: rank,
+        to: rank,
+        source: rank,
+        regions: [Move {
+            from: region(0),
+            to: region(first),
+        }]
+        .into_iter()
+        .collect(),
+        after: 0..0,
+        produced: None,
+        flag: 0,
+        route: Route::Pull,
+    };
+    let asked = Asked {
+        world,
+        block: 4 / world,
+        k: 4,
+        n: 0,
+    };
+    let empty = planners::relayed(Asked { world: 1, ..asked }, 0, CONFIG);
+    Schedule::new(Parts {
+        rank,
+        world,
+        agreed: empty.agreed().cloned(),
+        matrices: planners::relayed(asked, rank, CONFIG).matrices().to_vec(),
+        arrivals: vec![transfer],
+        departures: Vec::new(),
+        product: None,
+        tiles: Vec::new(),
+        requests: Vec::new(),
+        reduction: None,
+        exchanged: false,
+    })
+}
+
+#[test]
+fn what_lies_within_itself_is_not_copied() {
+    let refused = copies_within(1, 0, 1).unwrap_err();
+    assert!(refused.to_string().contains("overlap"), "{refused}");
+    let ranks = Group::<Host>::threads(1, |group| {
+        let mut a = group.sharded::<bf16>(4, 4)?;
+        let values: Vec<bf16> = rows(0, 0..4, 4, 0);
+        a.write(0, &values)?;
+        // SAFETY: there are no other ranks, and no tiles.
+        unsafe { run_schedule(&group, copies_within(2, 0, 1)?, &[&a], None)? };
+        assert_eq!(a.to_vec()?, [&values[..8]; 2].concat());
+        Ok::<(), Error>(())
+    });
+    ranks.unwrap();
+}
+
+#[test]
+fn what_a_schedule_moves_is_bound_and_it_is_this_ranks() {
+    let ranks = Group::<Host>::threads(1, |group| {
+        let a = group.sharded::<bf16>(4, 4)?;
+        for (schedule, shared) in [
+            (copies_within(2, 0, 1)?, &[][..]),
+            (copies_within(2, 0, 2)?, &[&a][..]),
+            (copies_within(2, 1, 2)?, &[&a][..]),
+        ] {
+            // SAFETY: it is refused.
+            let refused = unsafe { run_schedule(&group, schedule, shared, None) };
+            assert!(matches!(refused, Err(Error::Limit { .. })), "{refused:?}");
+        }
+        Ok::<(), Error>(())
+    });
+    ranks.unwrap();
 }

@@ -1,4 +1,5 @@
 //! Any schedule, as it is: for tests of what schedules can say and no operation needs yet.
+#![allow(unsafe_code)]
 
 use std::sync::Arc;
 
@@ -21,9 +22,14 @@ type Operands<'a, B, T> = (&'a Matrix<B, T>, &'a mut Matrix<B, T>);
 /// Collective.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::Limit`] and [`Error::ForeignArgument`] for matrices that are not those of the schedule; as any
-/// operation.
-pub fn run_schedule<B: Backend, T: Element>(
+/// [`Error::Shape`], [`Error::Limit`] and [`Error::ForeignArgument`] for matrices that are not those of the schedule; [`Error::Limit`] for a
+/// schedule of another rank; as any operation.
+///
+/// # Safety
+/// Tiles are disjoint and wait for the flags of what they read, and the ranks' schedules belong together: under a flag a rank gets what
+/// another moves there, and nobody moves or multiplies what is written at that moment. (A rank sees no schedule but its own, so it cannot
+/// check that.)
+pub unsafe fn run_schedule<B: Backend, T: Element>(
     group: &Group<B>,
     schedule: Schedule,
     shared: &[&ShardedMatrix<B, T>],
@@ -48,24 +54,14 @@ pub fn run_schedule<B: Backend, T: Element>(
             found: found.into(),
         })
     };
+    limit("the rank of a schedule", schedule.rank(), rank, rank)?;
+    let world = group.world_size();
+    limit("the ranks of a schedule", schedule.world(), world, world)?;
+    check_numbers(&schedule, shared.len())?;
     let mut matrices: Vec<Bound<B>> = schedule.matrices().iter().map(|_| Bound::Nothing).collect();
-    limit(
-        "shared matrices",
-        shared.len(),
-        0,
-        MATRICES.min(matrices.len()),
-    )?;
     for (number, matrix) in shared.iter().enumerate() {
         fits(number, matrix.shape(), matrix.group())?;
         matrices[number] = Bound::Symmetric(matrix.memory());
-    }
-    // What is moved, and what is multiplied, is bound.
-    let reductions = usize::from(schedule.reduction().is_some());
-    limit("reductions", reductions, 0, 0)?;
-    let last = shared.len().max(1) - 1;
-    for moved in schedule.moves().flat_map(|transfer| &transfer.regions) {
-        limit("a matrix that is moved", moved.from.matrix, 0, last)?;
-        limit("a matrix that is moved", moved.to.matrix, 0, last)?;
     }
     if schedule.product().is_some() != product.is_some() {
         return Err(Error::Shape {
@@ -76,12 +72,8 @@ pub fn run_schedule<B: Backend, T: Element>(
         });
     }
     if let (Some(described), Some((b, out))) = (schedule.product(), product) {
-        limit("the matrix that is multiplied", described.a, 0, last)?;
-        limit("blocks of the product", described.blocks.len(), 1, 1)?;
-        limit("weights of the product", described.weights.len(), 1, 1)?;
         let weight = described.weights[0].b;
         let sum = &described.blocks[0].sum;
-        limit("what is added to the product", sum.addends.len(), 0, 0)?;
         fits(weight, b.shape(), b.group())?;
         fits(sum.out, out.shape(), out.group())?;
         matrices[weight] = Bound::Input(b.memory(), 0);
@@ -99,4 +91,37 @@ pub fn run_schedule<B: Backend, T: Element>(
         Added::default(),
         None,
     )
+}
+
+/// Sees to it that what `schedule` moves and multiplies will be bound, if the first `shared` of its matrices and those of its product are, and
+/// that a matrix is bound once.
+fn check_numbers(schedule: &Schedule, shared: usize) -> Result<()> {
+    let all = schedule.matrices().len();
+    limit("shared matrices", shared, 0, MATRICES.min(all))?;
+    let is_shared = |what: &str, number: usize| match number < shared {
+        true => Ok(()),
+        false => Err(Error::Limit {
+            what: format!("{what}, of {shared} that are shared,"),
+            value: number,
+            min: 0,
+            max: shared.saturating_sub(1),
+        }),
+    };
+    let reductions = usize::from(schedule.reduction().is_some());
+    limit("reductions", reductions, 0, 0)?;
+    limit("what a caller makes", schedule.requests().len(), 0, 0)?;
+    for moved in schedule.moves().flat_map(|transfer| &transfer.regions) {
+        is_shared("a matrix that is moved", moved.from.matrix)?;
+        is_shared("a matrix that is moved", moved.to.matrix)?;
+    }
+    let Some(product) = schedule.product() else {
+        return Ok(());
+    };
+    is_shared("the matrix that is multiplied", product.a)?;
+    limit("blocks of the product", product.blocks.len(), 1, 1)?;
+    limit("weights of the product", product.weights.len(), 1, 1)?;
+    let (weight, sum) = (product.weights[0].b, &product.blocks[0].sum);
+    limit("what is added to the product", sum.addends.len(), 0, 0)?;
+    limit("the number of the weight", weight, shared, all)?;
+    limit("the number of the output", sum.out, weight + 1, all)
 }

@@ -98,6 +98,16 @@ pub struct Region {
     pub columns: Range<usize>,
 }
 
+impl Region {
+    /// Whether the two have an element in common.
+    fn overlaps(&self, other: &Region) -> bool {
+        let meet = |a: &Range<usize>, b: &Range<usize>| a.start.max(b.start) < a.end.min(b.end);
+        self.matrix == other.matrix
+            && meet(&self.rows, &other.rows)
+            && meet(&self.columns, &other.columns)
+    }
+}
+
 /// A region of one rank's memory and where it goes in another's: as many rows and columns.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Move {
@@ -415,8 +425,13 @@ impl Parts {
                 };
                 let alike = usize::from(lengths(from) == lengths(to));
                 limit("regions of other lengths", 1 - alike, 0, 0)?;
+                let overlap = transfer.from == transfer.to && from.overlaps(to);
+                none("regions of one memory that overlap", overlap)?;
             }
         }
+        let elsewhere = self.arrivals.iter().any(|moved| moved.to != self.rank)
+            || self.departures.iter().any(|moved| moved.from != self.rank);
+        none("transfers between other ranks", elsewhere)?;
         let blocks = self.product.as_ref().map_or(0, |p| p.blocks.len());
         let blocks = blocks.max(self.requests.len());
         limit("blocks that a rank makes", blocks, 0, MAX_BLOCKS)?;
@@ -454,7 +469,7 @@ impl Parts {
             let product = usize::from(sum.addends.contains(&Addend::Product));
             limit("products that a reduction adds", product, 0, 0)?;
             limit("what a reduction adds", sum.addends.len(), 1, MAX_WORLD)?;
-            self.check_sum(sum, *rows, *n)?;
+            self.check_sum(sum, *rows, *n, None)?;
         }
         let mut awaited = vec![false; flags];
         let Some(product) = &self.product else {
@@ -505,6 +520,8 @@ impl Parts {
             limit("rows of a product's matrix", spec.rows, rows, rows)?;
             let what = "columns of a product's matrix";
             limit(what, spec.columns, columns, columns)?;
+            let differs = spec.dtype != self.matrices[product.a].dtype;
+            none("operands of another type than the first", differs)?;
         }
         for Block { rows, weight, sum } in &product.blocks {
             limit("rows of a block", rows.end, rows.start, m)?;
@@ -513,7 +530,8 @@ impl Parts {
             let products = sum.addends.iter().filter(|a| **a == Addend::Product);
             let least = usize::from(!sum.addends.is_empty());
             limit("products that a block adds", products.count(), least, 1)?;
-            self.check_sum(sum, rows.len(), n)?;
+            let dtype = self.matrices[product.a].dtype;
+            self.check_sum(sum, rows.len(), n, Some(dtype))?;
         }
         let entry_rows = product.config.entry_rows();
         // There may be thousands, of few blocks, that wait for few ranges of flags.
@@ -555,8 +573,15 @@ impl Parts {
         )
     }
 
-    /// The matrices of `rows` rows and `n` columns that become a sum hold them.
-    fn check_sum(&self, sum: &Sum, rows: usize, n: usize) -> Result<()> {
+    /// The matrices of `rows` rows and `n` columns that become a sum hold them, and what is added is of one type: `dtype`, that of the
+    /// operands, if there are any.
+    fn check_sum(&self, sum: &Sum, rows: usize, n: usize, dtype: Option<DType>) -> Result<()> {
+        let mut added = dtype;
+        let mut check_type = |number: usize| {
+            let its = self.matrices[number].dtype;
+            let differs = *added.get_or_insert(its) != its;
+            none("addends of another type", differs)
+        };
         let check = |number: usize, first: usize, rows: usize| -> Result<()> {
             below("a matrix", number, self.matrices.len())?;
             let spec = self.matrices[number];
@@ -576,8 +601,15 @@ impl Parts {
             0,
             0,
         )?;
+        for addend in &sum.addends {
+            if let Addend::Rows { matrix, first } = *addend {
+                check(matrix, first, rows)?;
+                check_type(matrix)?;
+            }
+        }
         if let Some(Bias { matrix, first }) = sum.bias {
             check(matrix, 0, 1)?;
+            check_type(matrix)?;
             let spec = self.matrices[matrix];
             let gated = self.product.as_ref().is_some_and(|product| product.gated);
             let end = first.saturating_add(n * (1 + usize::from(gated)));
@@ -585,14 +617,19 @@ impl Parts {
         }
         if let Some(Residual { matrix, first }) = sum.residual {
             check(matrix, first, rows)?;
+            check_type(matrix)?;
         }
-        for addend in &sum.addends {
-            if let Addend::Rows { matrix, first } = *addend {
-                check(matrix, first, rows)?;
-            }
+        // Sums are stored as what is added, or as f32.
+        match self.matrices[sum.out].dtype {
+            DType::F32 => Ok(()),
+            _ => check_type(sum.out),
         }
-        Ok(())
     }
+}
+
+/// There are none of what is not to be.
+fn none(what: &str, some: bool) -> Result<()> {
+    limit(what, some.into(), 0, 0)
 }
 
 /// `value` is the number of one of `end` things.

@@ -101,7 +101,7 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
                 // caller's, who waits for this; and of what is passed on the flags have been acquired. Nobody reads what is
                 // written before this transfer's flag is released, nor do tiles of an operation before any more: this
                 // rank's have ended, and a peer has said `ready` since. What tiles of this rank make, or its caller, they have
-                // made: the block's count has been acquired.
+                // made: the block's count has been acquired. Regions of one rank's memory do not overlap.
                 unsafe { copy_part(source, &read, target, &written) };
                 bytes += read.rows * read.width;
             }
