@@ -243,8 +243,10 @@ impl<B: Backend> Group<B> {
     pub(crate) fn partials(&self, schedule: &Schedule, number: usize) -> Result<Arc<B::Symmetric>> {
         self.check()?;
         let matrix = schedule.matrices()[number];
-        // All of what is taken, so that some rows more need no other allocation.
-        let bytes = (matrix.rows * matrix.row_bytes()).next_multiple_of(B::BLOCK);
+        let bytes = matrix.rows.saturating_mul(matrix.row_bytes());
+        // All of what is taken, so that some rows more need no other allocation. What overflows is too large for any machine.
+        let bytes = bytes.checked_next_multiple_of(B::BLOCK);
+        let bytes = bytes.unwrap_or(usize::MAX);
         let Inner {
             backend, members, ..
         } = self.inner();

@@ -1,4 +1,5 @@
 //! `out[M, N] = gather(a)[M, K] · b[N, K]ᵀ`, the rows of `a` arriving while they are multiplied.
+#![allow(unsafe_code)]
 
 use std::sync::Arc;
 
@@ -309,12 +310,15 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         self.call(&self.multiply).alone(MULTIPLY, a, product)
     }
 
-    /// Copies all rows from the other ranks, who must not be writing them. Not collective; for benchmarks.
+    /// Copies all rows from the other ranks, with no word to them. Not collective; for benchmarks.
     ///
     /// # Errors
     /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
+    ///
+    /// # Safety
+    /// Until it has ended no other rank writes its rows of the matrix that is to it what `a` is to this rank.
     #[doc(hidden)]
-    pub fn copy(&self, a: &ShardedMatrix<B, T>) -> Result<()> {
+    pub unsafe fn copy(&self, a: &ShardedMatrix<B, T>) -> Result<()> {
         let asked = describe::<T>(COPY, &self.asked.layout, 0);
         let program = self
             .group

@@ -1,4 +1,5 @@
 //! `out[M, N] = Σ_p a_p[M, K_p] · b_p[N, K_p]ᵀ` on every rank: each rank has a part of K, and gets all of the sum.
+#![allow(unsafe_code)]
 
 use std::sync::Arc;
 
@@ -276,14 +277,18 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
         gather.map_or(Ok(()), |gather| self.gather(&gather, out, None))
     }
 
-    /// Copies the others' partials of this rank's rows, and their rows of `out`, none of which they may be writing. Not
-    /// collective; for benchmarks, after a run.
+    /// Copies the others' partials of this rank's rows, and their rows of `out`, with no word to them. Not collective; for
+    /// benchmarks, after a run.
     ///
     /// # Errors
     /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
+    ///
+    /// # Safety
+    /// Until it has ended no other rank begins anything that makes partials or sums, nor writes its rows of `out`.
     #[doc(hidden)]
-    pub fn copy(&self, out: &mut ShardedMatrix<B, T>) -> Result<()> {
+    pub unsafe fn copy(&self, out: &mut ShardedMatrix<B, T>) -> Result<()> {
         self.sums.check_sharded(out)?;
-        self.sums.copy(Bound::Symmetric(out.memory()))
+        // SAFETY: as this function's.
+        unsafe { self.sums.copy(Bound::Symmetric(out.memory())) }
     }
 }

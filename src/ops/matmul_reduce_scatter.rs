@@ -1,4 +1,5 @@
 //! `out[rows of this rank, N] = Σ_p a_p[rows, K_p] · b_p[N, K_p]ᵀ`: each rank has a part of K, and gets its rows of the sum.
+#![allow(unsafe_code)]
 
 use super::operands::{Options, Outputs};
 use super::partial_sums::{Planned, Which, split};
@@ -344,13 +345,16 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         self.0.reduce(out.only(), &[])
     }
 
-    /// Copies the others' partials of this rank's rows, which they must not be writing. Not collective; for benchmarks, after a
-    /// run.
+    /// Copies the others' partials of this rank's rows, with no word to them. Not collective; for benchmarks, after a run.
     ///
     /// # Errors
     /// The group's failure.
+    ///
+    /// # Safety
+    /// Until it has ended no other rank begins anything that makes partials or sums.
     #[doc(hidden)]
-    pub fn copy(&self) -> Result<()> {
-        self.0.copy(Bound::Nothing)
+    pub unsafe fn copy(&self) -> Result<()> {
+        // SAFETY: as this function's.
+        unsafe { self.0.copy(Bound::Nothing) }
     }
 }

@@ -1,4 +1,5 @@
 //! What products have in common whose K is spread over the ranks.
+#![allow(unsafe_code)]
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -217,7 +218,10 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
     }
 
     /// Only copies what a run moves, with no word to anyone. Not collective.
-    pub fn copy(&self, out: Bound<B>) -> Result<()> {
+    ///
+    /// # Safety
+    /// Until it has ended no other rank begins anything that makes partials or sums, nor writes its rows of `out`.
+    pub unsafe fn copy(&self, out: Bound<B>) -> Result<()> {
         let program = match self.which {
             Which::Own => self.part("copy of partials", reduce_scatter::copy),
             Which::All => self.part("copy of partials and sums", reduce_scatter::copy_all),
@@ -242,10 +246,20 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
         shared: &[u32],
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
+        let number = reduce_scatter::PARTIALS;
+        let bytes = |schedule: &Schedule| {
+            let partials = schedule.matrices()[number];
+            partials.rows.saturating_mul(partials.row_bytes())
+        };
         let schedule = self.schedule();
+        let room = bytes(schedule);
+        for part in before.into_iter().chain([program]) {
+            // Only pulled partials lie without gaps, and a part of a sum is planned as those are.
+            limit("bytes of partials", bytes(B::schedule(part)), 0, room)?;
+        }
         let partials = match schedule.is_idle() {
             true => None,
-            false => Some(self.group.partials(schedule, reduce_scatter::PARTIALS)?),
+            false => Some(self.group.partials(schedule, number)?),
         };
         let mut matrices = [const { Bound::Nothing }; MATRICES];
         if let Some([a, b]) = operands {
