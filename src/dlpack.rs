@@ -216,7 +216,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
         is_send(&self);
         let (ptr, pitch) = B::place(self.memory());
         let (device_type, device_id) = self.group().inner().backend.dlpack_device();
-        let mut exported = Box::new(Exported {
+        let exported = Box::into_raw(Box::new(Exported {
             tensor: DLManagedTensor {
                 dl_tensor: DLTensor {
                     data: ptr as *mut c_void,
@@ -236,10 +236,15 @@ impl<B: Backend, T: Value> Matrix<B, T> {
             shape: self.shape().map(|extent| extent as i64),
             strides: [(pitch / size_of::<T>()) as i64, 1],
             _matrix: self,
-        });
-        exported.tensor.dl_tensor.shape = exported.shape.as_mut_ptr();
-        exported.tensor.dl_tensor.strides = exported.strides.as_mut_ptr();
-        Box::into_raw(exported).cast()
+        }));
+        // Pointers into a box are void once it moves or is borrowed: so they are made of that which its owner gets, and what is behind it
+        // is never borrowed again.
+        // SAFETY: it points to a whole value, of which nobody else knows.
+        unsafe {
+            (*exported).tensor.dl_tensor.shape = (&raw mut (*exported).shape).cast();
+            (*exported).tensor.dl_tensor.strides = (&raw mut (*exported).strides).cast();
+        }
+        exported.cast()
     }
 }
 

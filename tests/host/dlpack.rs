@@ -37,7 +37,7 @@ fn foreign(
     pitch: usize,
     given_back: &AtomicUsize,
 ) -> *mut DLManagedTensor {
-    let mut foreign = Box::new(Foreign {
+    let foreign = Box::into_raw(Box::new(Foreign {
         tensor: DLManagedTensor {
             dl_tensor: DLTensor {
                 data: std::ptr::null_mut(),
@@ -58,13 +58,12 @@ fn foreign(
         shape: [rows as i64, columns as i64],
         strides: [pitch as i64, 1],
         given_back,
-    });
-    foreign.tensor.dl_tensor.data = foreign.values.as_mut_ptr().cast();
-    foreign.tensor.dl_tensor.shape = foreign.shape.as_mut_ptr();
-    foreign.tensor.dl_tensor.strides = foreign.strides.as_mut_ptr();
-    let foreign = Box::into_raw(foreign);
+    }));
     // SAFETY: a box of which nobody else knows.
     unsafe {
+        (*foreign).tensor.dl_tensor.data = (*foreign).values.as_mut_ptr().cast();
+        (*foreign).tensor.dl_tensor.shape = (&raw mut (*foreign).shape).cast();
+        (*foreign).tensor.dl_tensor.strides = (&raw mut (*foreign).strides).cast();
         (*foreign).tensor.manager_ctx = foreign.cast::<c_void>();
         &raw mut (*foreign).tensor
     }
