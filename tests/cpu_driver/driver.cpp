@@ -518,6 +518,8 @@ bool is_pinned(const void* memory) {
     return place < first + bytes;
 }
 
+std::atomic<CUresult> events_answer = CUDA_SUCCESS, streams_answer = CUDA_SUCCESS;
+
 }  // namespace
 
 extern "C" {
@@ -594,6 +596,9 @@ CUresult cuGetErrorName(CUresult result, const char** name) {
 
 CUresult cuGetErrorString(CUresult, const char** words) { return *words = "of the CPU's driver", CUDA_SUCCESS; }
 
+// Tests say what else than the truth who asks for an event, or for a stream, is told.
+void cpuDriverAnswers(CUresult events, CUresult of_streams) { events_answer = events, streams_answer = of_streams; }
+
 // Streams and events. What is destroyed may still run: nothing is freed.
 
 CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned, int priority) {
@@ -607,6 +612,7 @@ CUresult cuStreamDestroy(CUstream) { return CUDA_SUCCESS; }
 CUresult cuStreamGetPriority(CUstream stream, int* priority) { return *priority = stream->priority, CUDA_SUCCESS; }
 
 CUresult cuStreamQuery(CUstream stream) {
+    if (streams_answer != CUDA_SUCCESS) return streams_answer;
     if (is_captured(stream)) return refuse(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "a stream is asked amid its capture");
     return stream->is_idle() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
@@ -630,6 +636,7 @@ CUresult cuEventRecord(CUevent event, CUstream stream) {
 }
 
 CUresult cuEventQuery(CUevent event) {
+    if (events_answer != CUDA_SUCCESS) return events_answer;
     std::lock_guard<std::mutex> lock(capturing);
     if (event->capture) return refuse(CUDA_ERROR_CAPTURED_EVENT, "an event of a capture is asked");
     return !event->place || event->place->look() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;

@@ -1,8 +1,12 @@
 //! Memory, streams and events of other libraries': cudarc's safe types, and DLPack's tensors.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
+use cudarc::driver::sys::CUresult;
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream};
+use gemmesh::dlpack::DLManagedTensor;
 use gemmesh::{
     AllGatherMatmul, CudarcMatrix, CudarcMatrixMut, Error, Group, Matmul, Matrix, Result, bf16,
 };
@@ -215,5 +219,66 @@ fn tensors_of_dlpack_go_out_and_come_back_on_gpus() {
         let reference = Reference::new(&values, &values, None, K);
         reference.check(&out.to_vec()?).unwrap();
         Ok("verified".into())
+    }));
+}
+
+/// Tells the CPU's driver what to say of any event, and of any stream, instead of the truth. None on a GPU.
+fn answers() -> Option<impl Fn(CUresult, CUresult)> {
+    // SAFETY: the driver is loaded already.
+    let driver = unsafe { libloading::Library::new("libcuda.so.1") }.unwrap();
+    type Answers = unsafe extern "C" fn(CUresult, CUresult);
+    // SAFETY: it is what tests/cpu_driver/driver.cpp says.
+    let answers = unsafe { driver.get::<Answers>(b"cpuDriverAnswers") };
+    let answers = *answers.ok()?;
+    // SAFETY: a plain call, of a library that stays.
+    Some(move |events, streams| unsafe { answers(events, streams) })
+}
+
+#[test]
+fn what_the_device_may_still_use_is_not_given_back() {
+    static GIVEN_BACK: AtomicUsize = AtomicUsize::new(0);
+    unsafe extern "C" fn give_back(_: *mut DLManagedTensor) {
+        GIVEN_BACK.fetch_add(1, Ordering::Relaxed);
+    }
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 1, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let Some(answers) = answers() else {
+            return Ok("not on a GPU, which says the truth".into());
+        };
+        let lent = group.zeros::<bf16>(N, K)?.into_dlpack();
+        let mut tensor = DLManagedTensor {
+            // SAFETY: it lives until it is given back below.
+            dl_tensor: unsafe { (*lent).dl_tensor },
+            manager_ctx: std::ptr::null_mut(),
+            deleter: Some(give_back),
+        };
+        // SAFETY: nobody else uses the memory.
+        let mut matrix =
+            || unsafe { Matrix::<gemmesh::Cuda, bf16>::from_dlpack(&group, &raw mut tensor) };
+        let given_back = || GIVEN_BACK.load(Ordering::Relaxed);
+        let truth = CUresult::CUDA_SUCCESS;
+
+        let unknown = matrix()?;
+        answers(CUresult::CUDA_ERROR_NOT_PERMITTED, truth);
+        drop(unknown);
+        std::thread::sleep(Duration::from_millis(60));
+        assert_eq!(given_back(), 0, "nobody knows whether it is used");
+        answers(truth, truth);
+        let begin = Instant::now();
+        while given_back() == 0 && begin.elapsed() < TIMEOUT {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(given_back(), 1);
+
+        let unused = matrix()?;
+        let failed = CUresult::CUDA_ERROR_ILLEGAL_ADDRESS;
+        answers(failed, failed);
+        drop(unused);
+        answers(truth, truth);
+        assert_eq!(given_back(), 2, "a device that has failed uses nothing");
+        // SAFETY: once, and nobody uses it.
+        unsafe { (*lent).deleter.unwrap()(lent) };
+        Ok("kept".into())
     }));
 }

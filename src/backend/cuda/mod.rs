@@ -613,10 +613,9 @@ impl Cuda {
     /// # Safety
     /// `ptr` is memory of the device of at least `(rows - 1) * pitch + width` bytes, while the buffer is used; of no rows it may be 0.
     pub unsafe fn view(&self, ptr: u64, rows: usize, width: usize, pitch: usize) -> Buffer {
-        let before = rows.saturating_sub(1).saturating_mul(pitch);
         let bytes = match rows {
             0 => 0,
-            _ => before.saturating_add(width),
+            _ => (rows - 1).saturating_mul(pitch).saturating_add(width),
         };
         // SAFETY: as this function's.
         let region = unsafe { Region::new(&self.device, ptr, bytes) };
@@ -657,6 +656,9 @@ impl Cuda {
 
     /// What is put on the ranks' streams later begins at the same time. Collective.
     pub fn align_streams(&self, members: &Members) -> Result<()> {
+        if self.main().is_capturing()? {
+            return Err(Error::Capturing { rank: members.rank });
+        }
         align(self, members, &self.main())?;
         self.reclaimer.mark()
     }

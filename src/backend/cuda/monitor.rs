@@ -66,6 +66,8 @@ struct Watch {
     waits: Mutex<[Waits; OUTSTANDING]>,
     /// When it was noted last for whom an operation waits.
     noted: Mutex<Instant>,
+    /// Held while `satisfying` is written.
+    releases: Mutex<()>,
     /// For the words that set the device free, behind nothing else.
     rescue: Stream,
     closing: Mutex<bool>,
@@ -132,6 +134,7 @@ impl Monitor {
             calling: AtomicBool::new(false),
             waits: Mutex::new([Waits::Kernel; OUTSTANDING]),
             noted: Mutex::new(Instant::now()),
+            releases: Mutex::new(()),
             rescue: Stream::new(device, Priority::Rescue)?,
             closing: Mutex::new(false),
             closed: Condvar::new(),
@@ -231,8 +234,7 @@ impl Monitor {
         let begin = Instant::now();
         let mut arrived = false;
         while !arrived && begin.elapsed() < GRACE {
-            // A device that has failed writes nothing any more.
-            arrived = self.watch.rescue.is_idle().unwrap_or(true);
+            arrived = self.watch.rescue.is_over();
             std::thread::yield_now();
         }
         (arrived, self.watch.clone())
@@ -562,6 +564,8 @@ impl Watch {
             }
         }
         const { assert!(MAX_FLAGS <= MAX_BLOCKS) };
+        // The thread and whoever closes the group may both be here.
+        let _alone = lock(&self.releases);
         self.satisfying.write(Satisfying {
             chunks: [last; MAX_FLAGS],
             open: [Epoch::OPEN.raw(); MAX_BLOCKS],

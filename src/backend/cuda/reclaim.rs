@@ -20,28 +20,51 @@ const PAUSES: [Duration; 2] = [Duration::from_micros(500), Duration::from_millis
 
 /// A place on each of some streams.
 #[derive(Debug)]
-pub struct Mark(Vec<Event>);
+pub struct Mark {
+    device: Arc<Device>,
+    /// None for a place that the driver did not mark: nobody knows when it is passed.
+    events: Vec<Event>,
+}
 
 impl Mark {
     fn new(device: &Arc<Device>, streams: usize) -> Result<Mark> {
         let events = (0..streams).map(|_| Event::new(device, false));
-        Ok(Mark(events.collect::<Result<_>>()?))
+        Ok(Mark {
+            device: device.clone(),
+            events: events.collect::<Result<_>>()?,
+        })
+    }
+
+    fn lost(device: &Arc<Device>) -> Mark {
+        Mark {
+            device: device.clone(),
+            events: Vec::new(),
+        }
+    }
+
+    fn is_lost(&self) -> bool {
+        self.events.is_empty()
     }
 
     fn record(&self, streams: &[&Stream]) -> Result<()> {
-        let mut places = self.0.iter().zip(streams);
+        let mut places = self.events.iter().zip(streams);
         places.try_for_each(|(event, stream)| event.record(stream))
     }
 
-    /// Whether the device has done everything before it. A device that has failed does nothing any more.
+    /// Whether the device has done everything before it, or does nothing any more. What cannot be asked has not been passed.
     pub fn is_passed(&self) -> bool {
-        let mut events = self.0.iter();
-        events.all(|event| event.is_done().unwrap_or(true))
+        match self.is_lost() {
+            true => self.device.has_ended(),
+            false => self.events.iter().all(Event::is_over),
+        }
     }
 
     /// The same for the main stream alone: an operation is complete, unless it has failed.
     pub fn main_is_passed(&self) -> Result<bool> {
-        self.0.first().map_or(Ok(true), Event::is_done)
+        match self.events.first() {
+            Some(event) => event.is_done(),
+            None => self.device.require_alive().map(|()| false),
+        }
     }
 }
 
@@ -123,6 +146,8 @@ impl Reclaimer {
         // Held, so that no other stream takes over in between.
         let main = self.lock_main();
         let State { marks, .. } = &mut *self.kept.lock();
+        // Behind a lost one is behind this one.
+        marks.retain(|mark| !mark.is_lost());
         // A mark that is held stays where it is. Table slots hold those behind which they are free, and the oldest come free first.
         let is_unheld = |mark: &Arc<Mark>| Arc::strong_count(mark) == 1;
         let oldest = |marks: &mut Vec<Arc<Mark>>| {
@@ -130,13 +155,22 @@ impl Reclaimer {
             Some(marks.remove(unheld))
         };
         let latest = marks.pop_if(|mark| is_unheld(mark));
-        let mark = match latest.or_else(|| oldest(marks)) {
-            Some(unheld) => unheld,
-            None => Arc::new(Mark::new(&self.device, 2)?),
+        let place = |unheld: Option<Arc<Mark>>| -> Result<Arc<Mark>> {
+            let mark = match unheld {
+                Some(unheld) => unheld,
+                None => Arc::new(Mark::new(&self.device, 2)?),
+            };
+            mark.record(&[&main, &self.copies])?;
+            Ok(mark)
         };
-        mark.record(&[&main, &self.copies])?;
+        let placed = place(latest.or_else(|| oldest(marks)));
+        // Of what could not be marked nobody must think that it is over.
+        let (mark, result) = match placed {
+            Ok(mark) => (mark, Ok(())),
+            Err(error) => (Arc::new(Mark::lost(&self.device)), Err(error)),
+        };
         marks.push(mark);
-        Ok(())
+        result
     }
 
     /// The mark of the latest operation, if anything was put on the device yet.
@@ -145,27 +179,27 @@ impl Reclaimer {
     }
 
     /// A mark behind all that is on the streams now, be it this library's or the caller's: kernels of the caller's, replays of
-    /// graphs. The latest operation's if the main stream is being captured, and what is put there does not run now.
-    fn mark_of_all(&self) -> Option<Arc<Mark>> {
+    /// graphs. The latest operation's, if there is one, where the main stream is being captured, and what is put there does not run now.
+    fn mark_of_all(&self) -> Result<Option<Arc<Mark>>> {
         let main = self.main();
-        let now = || -> Result<Option<Arc<Mark>>> {
-            if main.is_capturing()? {
-                return Ok(None);
-            }
-            // Those of the caller's functions may be ahead of the main stream, amid a call.
-            let [first, second] = &self.callers;
-            let streams = [&main, &self.copies, &self.deferred_copies, first, second];
-            let mark = Mark::new(&self.device, streams.len())?;
-            mark.record(&streams)?;
-            Ok(Some(Arc::new(mark)))
-        };
-        now().ok().flatten().or_else(|| self.latest())
+        if main.is_capturing()? {
+            return Ok(self.latest());
+        }
+        // Those of the caller's functions may be ahead of the main stream, amid a call.
+        let [first, second] = &self.callers;
+        let streams = [&main, &self.copies, &self.deferred_copies, first, second];
+        let mark = Mark::new(&self.device, streams.len())?;
+        mark.record(&streams)?;
+        Ok(Some(Arc::new(mark)))
     }
 
-    /// Drops `what` when the device has done all that is on the streams now.
+    /// Drops `what` when the device has done all that is on the streams now: never, if nobody can say when that is.
     pub fn retire(&self, what: impl Send + 'static) {
-        let Some(after) = self.mark_of_all() else {
-            return;
+        let after = match self.mark_of_all() {
+            Ok(Some(mark)) => mark,
+            Ok(None) => return,
+            Err(_) if self.device.has_ended() => return,
+            Err(_) => return std::mem::forget(what),
         };
         // Where no operation is under way, this mark is passed in a moment, and what is dropped is free on return.
         let is_idle = self.latest().is_none_or(|mark| mark.is_passed());

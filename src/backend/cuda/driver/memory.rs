@@ -455,7 +455,7 @@ impl<T: bytemuck::Zeroable + Copy> Pinned<T> {
         self.host
     }
 
-    /// Sets the value.
+    /// Sets the value. No other thread does at this moment.
     pub fn write(&self, value: T) {
         // SAFETY: as in `read`.
         unsafe { self.host.write_volatile(value) }

@@ -293,6 +293,45 @@ impl Device {
         Ok((least, greatest))
     }
 
+    /// Whether the context has ended, with all that was put on the device: a kernel has failed, the hardware has, or somebody has destroyed
+    /// the context. Then the device does nothing of it any more, whatever else cannot be asked.
+    pub fn has_ended(&self) -> bool {
+        use sys::CUresult as is;
+        // Without a context the query says so itself.
+        let _bound = self.bind();
+        matches!(
+            self.ask(),
+            is::CUDA_ERROR_DEINITIALIZED
+                | is::CUDA_ERROR_ECC_UNCORRECTABLE
+                | is::CUDA_ERROR_NVLINK_UNCORRECTABLE
+                | is::CUDA_ERROR_ILLEGAL_ADDRESS
+                | is::CUDA_ERROR_LAUNCH_TIMEOUT
+                | is::CUDA_ERROR_CONTEXT_IS_DESTROYED
+                | is::CUDA_ERROR_ASSERT
+                | is::CUDA_ERROR_HARDWARE_STACK_ERROR
+                | is::CUDA_ERROR_ILLEGAL_INSTRUCTION
+                | is::CUDA_ERROR_MISALIGNED_ADDRESS
+                | is::CUDA_ERROR_INVALID_ADDRESS_SPACE
+                | is::CUDA_ERROR_INVALID_PC
+                | is::CUDA_ERROR_LAUNCH_FAILED
+        )
+    }
+
+    /// Fails with the device.
+    pub fn require_alive(&self) -> Result<()> {
+        let _bound = self.bind()?;
+        match self.ask() {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(()),
+            result => check(self.rank, "cuStreamQuery", result),
+        }
+    }
+
+    /// What the driver says of a stream that is never captured.
+    fn ask(&self) -> sys::CUresult {
+        // SAFETY: the stream lives as long as the context, and the driver knows which have ended.
+        unsafe { sys::cuStreamQuery(self.gpu.lasting.host_stream) }
+    }
+
     /// Waits for copies to or from the caller's memory, which nothing may end before they do. They need no multiprocessor, and
     /// nothing stands in front of them: [`Device::settle`] has returned before.
     fn finish(&self) -> Result<()> {

@@ -98,6 +98,11 @@ impl Stream {
         }
     }
 
+    /// Whether the device certainly does nothing on the stream any more.
+    pub fn is_over(&self) -> bool {
+        self.is_idle().unwrap_or_else(|_| self.device.has_ended())
+    }
+
     /// Lower numbers are higher priorities.
     pub fn priority(&self) -> Result<i32> {
         let _bound = self.device.bind()?;
@@ -337,6 +342,11 @@ impl Event {
             sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
             result => check(self.device.rank, "cuEventQuery", result).map(|()| true),
         }
+    }
+
+    /// Whether the device certainly does nothing any more of what was on the stream when this was recorded last.
+    pub fn is_over(&self) -> bool {
+        self.is_done().unwrap_or_else(|_| self.device.has_ended())
     }
 
     /// Microseconds from `earlier` to this. Both were made to take the time and have been passed.
