@@ -215,6 +215,8 @@ impl AsFd for ReportReceiver {
 mod tests {
     use super::*;
     use crate::memory::{Mapping, memfd};
+    use std::sync::atomic::AtomicBool;
+
     use crate::ranks::address::{draw, report_token};
     use crate::ranks::shared_state::SharedState;
 
