@@ -196,13 +196,13 @@ pub enum Error {
     RankPanicked {
         /// The rank.
         rank: usize,
-        /// What the panic said, and where, if that is known. (The first group of a process puts a panic hook in front of the program's own,
-        /// and hears what is said; one that takes its place keeps it from that.)
+        /// What the panic said, and where, if that is known. (The first group of a process puts a panic hook in front
+        /// of the program's own, and hears what is said; one that takes its place keeps it from that.)
         message: Option<String>,
     },
 
-    /// A rank's own program has failed, which is why the rank does not go on: it called [`Group::fail`](crate::Group::fail), or returned its error
-    /// from [`Group::threads`](crate::Group::threads).
+    /// A rank's own program has failed, which is why the rank does not go on: it called
+    /// [`Group::fail`](crate::Group::fail), or returned its error from [`Group::threads`](crate::Group::threads).
     #[error("the program of rank {rank} failed: {reason}")]
     ProgramFailed {
         /// The rank.
@@ -245,10 +245,11 @@ pub enum Error {
         child: u32,
     },
 
-    /// Another thread of this rank is amid a call of the same group, and has been for longer than the group's timeout. Nothing has been done:
-    /// this rank may make its call again.
+    /// Another thread of this rank is amid a call of the same group, and has been for longer than the group's timeout.
+    /// Nothing has been done: this rank may make its call again.
     #[error(
-        "rank {rank} waited {waited_ms} ms for another thread's {call} of the same group to return; a function that is given to a call must not wait for other calls of its group"
+        "rank {rank} waited {waited_ms} ms for another thread's {call} of the same group to return; \
+         a function that is given to a call must not wait for other calls of its group"
     )]
     Busy {
         /// The rank.
@@ -261,7 +262,8 @@ pub enum Error {
 
     /// A rank has left the group, in order and without a reason that it could tell, while this rank still waits for it.
     #[error(
-        "rank {rank} left the group while rank {waiting} waited in {what}; see that rank's own output, and whether all ranks make the same calls"
+        "rank {rank} left the group while rank {waiting} waited in {what}; \
+         see that rank's own output, and whether all ranks make the same calls"
     )]
     RankLeft {
         /// The rank that left.

@@ -26,9 +26,9 @@ use crate::ranks::members::Members;
 use crate::schedule::{Agreed, Config, Description, Epoch, Numerics, Planner, Schedule};
 
 /// This rank's membership of a group of ranks, which all make the same collective calls in the same
-/// order: calls of several threads of a rank have no order, unless the program gives them one. An operation waits for those of other threads
-/// to return, but no longer than the group's timeout ([`Error::Busy`]). Cheap to clone; the group
-/// ends when its last clone, matrix and prepared product are dropped.
+/// order: calls of several threads of a rank have no order, unless the program gives them one. An operation waits for
+/// those of other threads to return, but no longer than the group's timeout ([`Error::Busy`]). Cheap to clone; the
+/// group ends when its last clone, matrix and prepared product are dropped.
 ///
 /// It belongs to the process that made it. In a fork of that, calls return [`Error::Forked`], and dropping it does nothing.
 ///
@@ -61,8 +61,9 @@ pub(crate) struct Inner<B: Backend> {
     numerics: Numerics,
     /// Held while an operation runs.
     state: Turns<State<B>>,
-    /// The memory of partial sums, and its bytes: what the largest operation so far needed. Its next ones use it too. Held while more is made:
-    /// not for ever, for ranks that wait for one another in that have deadlines, and call no function of the caller's.
+    /// The memory of partial sums, and its bytes: what the largest operation so far needed. Its next ones use it too.
+    /// Held while more is made: not for ever, for ranks that wait for one another in that have deadlines, and call no
+    /// function of the caller's.
     partials: Mutex<Option<(Arc<B::Symmetric>, usize)>>,
     /// How many sharded matrices the group has made. Held while one is made, so that two threads of a rank number theirs
     /// in the order in which the ranks have met for them. As `partials`, it is not held for ever.
@@ -144,8 +145,8 @@ impl<B: Backend> Group<B> {
     /// Runs `f` as `world` ranks on as many threads, and returns their results by rank.
     ///
     /// # Errors
-    /// The error of the rank that failed first. A rank that fails should return: those who wait for it then get its error, in words, as
-    /// [`Error::ProgramFailed`], or as what it is if this library made it.
+    /// The error of the rank that failed first. A rank that fails should return: those who wait for it then get its
+    /// error, in words, as [`Error::ProgramFailed`], or as what it is if this library made it.
     ///
     /// # Panics
     /// If `f` does on some rank, once all ranks have ended.
@@ -388,17 +389,19 @@ impl<B: Backend> Group<B> {
         error
     }
 
-    /// What this rank gets of a call that is not collective: those who wait for it get the error, if it leaves because of that.
+    /// What this rank gets of a call that is not collective: those who wait for it get the error, if it leaves because
+    /// of that.
     pub(crate) fn noted<R>(&self, result: Result<R>) -> Result<R> {
         result.inspect_err(|error| self.inner.members.note(error))
     }
 
-    /// Ends the group on every rank, because this rank's own program cannot go on: all get [`Error::ProgramFailed`] with this rank and
-    /// `reason`, from the calls that they are in and from later ones. Without it, those who wait for a rank that leaves are told that it left, and
-    /// not why.
+    /// Ends the group on every rank, because this rank's own program cannot go on: all get [`Error::ProgramFailed`]
+    /// with this rank and `reason`, from the calls that they are in and from later ones. Without it, those who wait for
+    /// a rank that leaves are told that it left, and not why.
     ///
-    /// Returns the group's failure: this one or, if the group had failed before, what it has failed of. (An error of this library's that this rank
-    /// has just got remains what it is.) It may be called at any time, also by a function that was given to a call.
+    /// Returns the group's failure: this one or, if the group had failed before, what it has failed of. (An error of
+    /// this library's that this rank has just got remains what it is.) It may be called at any time, also by a function
+    /// that was given to a call.
     ///
     /// ```
     /// use gemmesh::{Error, Group, Host, Result};

@@ -41,9 +41,9 @@ where
     results.into_iter().collect()
 }
 
-/// Starts a thread for each rank and waits for them all. `part` is told a rank and its group, or why there is none, and returns its error in
-/// words. It takes neither `f` nor what that returns, so that it is compiled once and not for each. Returns the ranks whose errors
-/// come before others', the first first.
+/// Starts a thread for each rank and waits for them all. `part` is told a rank and its group, or why there is none, and
+/// returns its error in words. It takes neither `f` nor what that returns, so that it is compiled once and not for
+/// each. Returns the ranks whose errors come before others', the first first.
 fn start<B: Backend>(
     builder: &Builder<B>,
     ends: Vec<Vec<UnixStream>>,

@@ -14,8 +14,9 @@ const EXPECTED: usize = 16;
 
 /// A value that threads use by turns, in the order in which they come.
 ///
-/// A turn lasts as long as an operation, and so as long as the functions of the caller's that it calls. One of these may wait for
-/// a thread that waits for its turn: then neither would go on. So unlike a mutex's, this wait looks around and can be given up.
+/// A turn lasts as long as an operation, and so as long as the functions of the caller's that it calls. One of these
+/// may wait for a thread that waits for its turn: then neither would go on. So unlike a mutex's, this wait looks around
+/// and can be given up.
 pub struct Turns<T> {
     line: Mutex<Line>,
     moved: Condvar,
@@ -55,8 +56,8 @@ impl<T> Turns<T> {
         }
     }
 
-    /// Waits for this thread's turn, which it needs for `operation`, or for something else. `look` is told now and then how long it
-    /// has waited, and for which operation; its error ends the wait.
+    /// Waits for this thread's turn, which it needs for `operation`, or for something else. `look` is told now and then
+    /// how long it has waited, and for which operation; its error ends the wait.
     pub fn take<E>(
         &self,
         operation: Option<&Agreed>,

@@ -61,8 +61,9 @@ const NAME: &str = "all_gather_and_consume";
 /// On every rank, of this call or a later one: [`Error::Callback`] if `consume` fails on one; [`Error::RankPanicked`] if it panics
 /// there. [`Error::CallMismatch`] unless all ranks make the same call. [`Error::Capturing`] if it is captured at its first run. The group's
 /// failure. Calls of the same group that `consume` makes, also those that read or write a matrix from the host, return
-/// [`Error::CallInCallback`]. Other threads that make such calls wait until this one has returned, for as long as the group's timeout, and then
-/// get [`Error::Busy`]: so `consume` must not wait for them. It is not called once the group has failed.
+/// [`Error::CallInCallback`]. Other threads that make such calls wait until this one has returned, for as long as the
+/// group's timeout, and then get [`Error::Busy`]: so `consume` must not wait for them. It is not called once the group
+/// has failed.
 ///
 /// # Panics
 /// If `consume` does, when what it had put on the streams has been joined with the group's.

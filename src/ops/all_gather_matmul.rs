@@ -175,7 +175,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
                 options: self.options.clone(),
             })
         };
-        prepare().map_err(Error::refused(group.rank(), PRODUCT))
+        group.noted(prepare().map_err(Error::refused(group.rank(), PRODUCT)))
     }
 
     fn describe(
@@ -377,8 +377,8 @@ impl<B: Backend, T: Element> Call<'_, B, T> {
         a: &ShardedMatrix<B, T>,
         product: Option<Operands<'_, '_, B, T>>,
     ) -> Result<()> {
-        self.check(a, product.as_ref())
-            .map_err(Error::refused(a.group().rank(), name))?;
+        let (group, checked) = (a.group(), self.check(a, product.as_ref()));
+        group.noted(checked.map_err(Error::refused(group.rank(), name)))?;
         self.launch(a, product, None)
     }
 

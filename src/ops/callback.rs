@@ -27,7 +27,8 @@ impl<'a, B: Backend> Callbacks<'a, B> {
         }
     }
 
-    /// Calls `f`, unless the group has failed: nobody needs what it would do. An error or a panic of its is the group's failure.
+    /// Calls `f`, unless the group has failed: nobody needs what it would do. An error or a panic of its is the group's
+    /// failure.
     pub fn call(&mut self, f: impl FnOnce() -> CallbackResult) -> Result<()> {
         let members = &self.group.inner().members;
         members.fault().map_or(Ok(()), Err)?;

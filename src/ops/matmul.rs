@@ -115,7 +115,7 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         let widths = self.0.widths(&weights);
         let form = self.0.form(&widths, outputs.dtype());
         let planned = self.plan(group, a.shape(), &widths, form);
-        let planned = planned.map_err(Error::refused(group.rank(), LOCAL))?;
+        let planned = group.noted(planned.map_err(Error::refused(group.rank(), LOCAL)))?;
         planned.run(a, weights, outputs)
     }
 
@@ -134,7 +134,7 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         let form = self.0.form(widths, None);
         let checked = self.0.check_widths(group, widths);
         let planned = checked.and_then(|()| self.plan(group, [m, k], widths, form));
-        planned.map_err(Error::refused(group.rank(), LOCAL))
+        group.noted(planned.map_err(Error::refused(group.rank(), LOCAL)))
     }
 
     fn plan(
@@ -216,7 +216,7 @@ impl<B: Backend, T: Element> PreparedMatmul<'_, B, T> {
             weights.check(group, form, &widths, layout.k())?;
             outputs.check(group, "out [M, N]", form, &widths, layout.m())
         };
-        check().map_err(Error::refused(group.rank(), LOCAL))?;
+        group.noted(check().map_err(Error::refused(group.rank(), LOCAL)))?;
         let mut matrices = [const { Bound::Nothing }; all_gather::MATRICES];
         matrices[all_gather::A] = a.input();
         self.options

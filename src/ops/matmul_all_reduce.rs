@@ -113,7 +113,8 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     ) -> Result<PreparedAllReduce<'a, B, T>> {
         let a = a.into();
         let planned = self.plan(a, out);
-        planned.map_err(Error::refused(a.group().rank(), ALL_NAME))
+        let group = a.group();
+        group.noted(planned.map_err(Error::refused(group.rank(), ALL_NAME)))
     }
 
     fn plan(

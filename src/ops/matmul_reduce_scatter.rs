@@ -191,7 +191,8 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     ) -> Result<PreparedReduceScatter<'a, B, T>> {
         let a = a.into();
         let plan = || self.plan(a, n, self.layout(a)?, None);
-        plan().map_err(Error::refused(a.group().rank(), NAME))
+        let group = a.group();
+        group.noted(plan().map_err(Error::refused(group.rank(), NAME)))
     }
 
     fn plan(

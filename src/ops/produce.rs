@@ -67,9 +67,9 @@ const EXCHANGE: &str = "produce_and_all_to_all";
 /// On every rank, of this call or a later one: [`Error::Callback`] if `produce` fails on one; [`Error::RankPanicked`] if it panics
 /// there; [`Error::Timeout`] names a rank whose function does not return. [`Error::CallMismatch`] unless all ranks make the same call.
 /// [`Error::Shape`] for an output that does not fit; [`Error::OutOfMemory`]; [`Error::Capturing`] if it is captured at its first run. The
-/// group's failure. Calls of the same group that `produce` makes return [`Error::CallInCallback`]. Other threads that make such calls wait until
-/// this one has returned, for as long as the group's timeout, and then get [`Error::Busy`]: so `produce` must not wait for them. It is not
-/// called once the group has failed.
+/// group's failure. Calls of the same group that `produce` makes return [`Error::CallInCallback`]. Other threads that
+/// make such calls wait until this one has returned, for as long as the group's timeout, and then get [`Error::Busy`]:
+/// so `produce` must not wait for them. It is not called once the group has failed.
 ///
 /// # Panics
 /// If `produce` does, when what it had put on the streams has been joined with the group's.

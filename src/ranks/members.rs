@@ -54,7 +54,8 @@ pub struct Members {
     waits: Arc<WaitTimes>,
     /// The number of this rank's latest collective call. Locked while one is posted or refused.
     calls: Mutex<u64>,
-    /// On rank 0 the connections to 1, 2, …; elsewhere the one to rank 0. Locked for one exchange at a time.
+    /// On rank 0 the connections to 1, 2, …; elsewhere the one to rank 0. Locked for one exchange at a time: not for
+    /// ever, for it has a deadline, and calls no function of the caller's.
     connections: Mutex<Vec<Arc<UnixStream>>>,
     /// Ends when this is dropped, after the farewell.
     _watcher: Option<Watcher>,
@@ -222,7 +223,8 @@ impl Members {
         self.shared.note_got(Some(error));
     }
 
-    /// Notes an error that this rank got from a call that is not collective: those who wait for it get it if it leaves next.
+    /// Notes an error that this rank got from a call that is not collective: those who wait for it get it if it leaves
+    /// next.
     pub fn note(&self, error: &Error) {
         self.shared.note_got(Some(error));
     }

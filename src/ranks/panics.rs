@@ -16,8 +16,8 @@ thread_local! {
 /// The groups of a process that a panic aborts: it unwinds nothing that would tell the other ranks.
 static ABORTED: Mutex<Vec<Weak<SharedState>>> = Mutex::new(Vec::new());
 
-/// Notes from now on what panics say, before the process's own hook hears it; where they abort, tells this group. A hook that the program sets
-/// later may replace this one: then that a rank panicked is known, and not why.
+/// Notes from now on what panics say, before the process's own hook hears it; where they abort, tells this group. A
+/// hook that the program sets later may replace this one: then that a rank panicked is known, and not why.
 pub fn listen(group: &Arc<SharedState>) {
     static ONCE: Once = Once::new();
     if cfg!(panic = "abort") {

@@ -201,7 +201,8 @@ impl SharedState {
         departure.unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The failure of this rank's program with an error of these words: that error itself, if this rank has got it here and it names the rank.
+    /// The failure of this rank's program with an error of these words: that error itself, if this rank has got it here
+    /// and it names the rank.
     pub fn program_failed(&self, reason: String) -> Error {
         let got = self.departure().got.clone();
         let got = got.filter(|error| error.to_string() == reason);
@@ -212,15 +213,16 @@ impl SharedState {
         })
     }
 
-    /// Says that this rank lets go of the group in order: it has completed all it began. Unless its function has ended, that may say why.
+    /// Says that this rank lets go of the group in order: it has completed all it began. Unless its function has ended,
+    /// that may say why.
     pub fn let_go(&self) {
         let departure = self.departure();
         let has_ended = departure.has_ended;
         self.block().left[self.rank].signal(if has_ended { GONE } else { LEFT });
     }
 
-    /// This rank's function has ended, because of `reason` if it has one, which those who wait for the rank get. It may have handed the group on:
-    /// then the rank has not left yet.
+    /// This rank's function has ended, because of `reason` if it has one, which those who wait for the rank get. It may
+    /// have handed the group on: then the rank has not left yet.
     pub fn end(&self, reason: Option<Error>) {
         let mut departure = self.departure();
         departure.has_ended = true;
@@ -240,7 +242,8 @@ impl SharedState {
         self.block().left[self.rank].signal(GONE);
     }
 
-    /// Says that this rank, a process, leaves in order; and why, as far as that is known: the last that it has got of the group is an error.
+    /// Says that this rank, a process, leaves in order; and why, as far as that is known: the last that it has got of
+    /// the group is an error.
     pub fn leave_with_what_it_got(&self) {
         let got = self.departure().got.as_ref().map(Error::to_string);
         let reason = got.map(|words| self.program_failed(words));

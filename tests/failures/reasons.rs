@@ -4,7 +4,7 @@ use std::error::Error as StdError;
 use std::fmt;
 
 use gemmesh::launch::{self, Launch};
-use gemmesh::{Error, Group, Host, bf16, produce_and_all_to_all};
+use gemmesh::{AllGatherMatmul, Error, Group, Host, bf16, produce_and_all_to_all};
 
 use crate::support::processes::start;
 use crate::support::tested::{assert_plain, poisoned, ranks};
@@ -181,6 +181,21 @@ fn an_error_that_ends_a_process_is_told_if_the_library_made_it() {
     });
     let error = same_error(&ranks.outcomes()).clone();
     assert!(matches!(error, Error::Shape { rank: 1, .. }), "{error}");
+}
+
+#[test]
+fn a_product_that_a_process_cannot_prepare_is_why_it_leaves() {
+    let ranks = ranks::<Host>(test_name!(), 2, |rank| {
+        let group = rank.connect(TIMEOUT)?;
+        let a = group.sharded::<bf16>(6, 4)?;
+        if rank.rank == 1 {
+            AllGatherMatmul::<_, bf16>::new().prepare(&a, 0)?;
+        }
+        poisoned(&group, group.barrier())
+    });
+    let outcomes = ranks.outcomes();
+    let expected = program_failed(1, &outcomes[1].error().to_string());
+    assert_eq!(*outcomes[0].error(), expected);
 }
 
 #[test]

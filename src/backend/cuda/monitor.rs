@@ -424,7 +424,8 @@ impl Watch {
             Some((awaited @ Awaited::Ready { .. }, _)) => awaited,
             _ => noted,
         };
-        // Flags of pushes count operations of their own. And by now the kernel may have run through, and those behind it too.
+        // Flags of pushes count operations of their own. And by now the kernel may have run through, and those behind
+        // it too.
         let running = match fault.recording {
             0 => Running::Live(Epoch::from_raw(fault.operation)),
             recording => Running::Replay(recording),

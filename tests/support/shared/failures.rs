@@ -278,8 +278,8 @@ pub fn stay_amid_a_function<B: Tested>(test: &str, operation: CallsBack<B>, phas
     }
 }
 
-/// Rank 1 is killed while its function runs, and so do those of the others, for as long as they have not heard of it. They are called no
-/// more, whatever is left to do.
+/// Rank 1 is killed while its function runs, and so do those of the others, for as long as they have not heard of it.
+/// They are called no more, whatever is left to do.
 #[track_caller]
 pub fn call_no_function_after_a_failure<B: Tested>(
     test: &str,
@@ -309,10 +309,10 @@ pub fn call_no_function_after_a_failure<B: Tested>(
     assert_lost::<B>(ranks, 3, 1, killed);
 }
 
-/// The function of each rank waits for a thread that makes a call of the same group, which waits for the function's operation to end. At the
-/// deadline that call is given up, and all goes on.
+/// The function of each rank waits for a thread that makes a call of the same group, which waits for the function's
+/// operation to end. At the deadline that call is given up, and all goes on.
 #[track_caller]
-pub fn wait_for_another_threads_call<B: Tested>(test: &str, operation: CallsBack<B>, phase: usize) {
+pub fn wait_for_another_thread<B: Tested>(test: &str, operation: CallsBack<B>, phase: usize) {
     let ranks = ranks::<B>(test, 3, |rank| {
         let (_kept, group) = connect_short::<B>(rank)?;
         let mut arguments = Arguments::small(&group)?;
@@ -378,8 +378,8 @@ macro_rules! amid_functions {
             no_chunk_is_consumed_after_a_failure call_no_function_after_a_failure consumes 0,
             no_block_is_produced_after_a_failure call_no_function_after_a_failure produces 0,
             no_block_is_exchanged_after_a_failure call_no_function_after_a_failure exchanges 1,
-            a_consumer_that_waits_for_another_threads_call_is_told_at_the_deadline wait_for_another_threads_call consumes 0,
-            a_producer_that_waits_for_another_threads_call_is_told_at_the_deadline wait_for_another_threads_call produces 2,
+            a_consumer_that_waits_for_another_thread_is_told_in_time wait_for_another_thread consumes 0,
+            a_producer_that_waits_for_another_thread_is_told_in_time wait_for_another_thread produces 2,
         );
     };
     (@ $leave:expr, $backend:ty: $($test:ident $what:ident $operation:ident $phase:literal,)*) => {
