@@ -69,8 +69,8 @@ impl Module for ColumnParallelLinear {
 
 /// The projections to queries, keys and values: three column-parallel layers of one input, which is gathered once, in one product.
 ///
-/// Each rank has some heads. Where keys and values have fewer heads than queries, these are shared by neighbours, so those of a rank
-/// belong together, as long as the ranks can share both evenly.
+/// Each rank has some heads: [`TensorParallel::heads`]. Where keys and values have fewer heads than queries, these are shared by neighbours, so
+/// those of a rank belong together. Where they have fewer than there are ranks, neighbours have the same.
 #[derive(Clone, Debug)]
 pub struct QkvParallelLinear(Arc<dyn Product>);
 
@@ -95,17 +95,25 @@ impl QkvParallelLinear {
         .map(Self)
     }
 
-    /// The same of the whole weights and biases, of which this rank takes its parts.
+    /// The same of the whole weights and biases, of which this rank takes its parts: those of its heads, of `heads` of the queries, and of
+    /// `kv_heads` of the keys and the values.
     ///
     /// # Errors
-    /// As [`QkvParallelLinear::new`], and unless the ranks can share each N evenly.
+    /// As [`QkvParallelLinear::new`] and [`TensorParallel::heads`], and unless each N is that of as many heads.
     pub fn from_whole(
         ranks: &TensorParallel,
+        [heads, kv_heads]: [usize; 2],
         weights: [&Tensor; 3],
         bias: Option<[&Tensor; 3]>,
     ) -> Result<Self> {
+        let [queries, keys] = ranks.heads(heads, kv_heads)?;
         let parts = |[q, k, v]: [&Tensor; 3]| -> Result<[Tensor; 3]> {
-            Ok([ranks.shard(q, 0)?, ranks.shard(k, 0)?, ranks.shard(v, 0)?])
+            let of_keys = |whole| ranks.of_heads(whole, kv_heads, &keys);
+            Ok([
+                ranks.of_heads(q, heads, &queries)?,
+                of_keys(k)?,
+                of_keys(v)?,
+            ])
         };
         Self::new(ranks, parts(weights)?, bias.map(parts).transpose()?)
     }

@@ -249,11 +249,11 @@ impl<B: Device> AnyRanks for Ranks<B> {
     }
 
     fn set_tokens(&self, tokens: usize) -> Result<()> {
-        if !(1..=self.capacity).contains(&tokens) {
+        if tokens > self.capacity {
             return Err(Error::Limit {
                 what: "the tokens of a step".into(),
                 value: tokens,
-                min: 1,
+                min: 0,
                 max: self.capacity,
             });
         }

@@ -54,10 +54,10 @@ impl TensorParallel {
     }
 
     /// Says how many tokens the next steps have, all ranks together, and returns those of this rank: they are split as evenly as whole
-    /// tokens allow, the longer parts first. All ranks say the same; what has been begun keeps its own.
+    /// tokens allow, the longer parts first. A rank may have none, and so may all. All ranks say the same; what has been begun keeps its own.
     ///
     /// # Errors
-    /// [`Error::Limit`] for none, or more than the capacity.
+    /// [`Error::Limit`] for more than the capacity.
     pub fn set_tokens(&self, tokens: usize) -> Result<Range<usize>> {
         let set = self.0.set_tokens(tokens);
         set.map_err(error::of("TensorParallel::set_tokens"))?;
@@ -88,6 +88,79 @@ impl TensorParallel {
         whole
             .narrow(dim, self.rank() * part, part)?
             .force_contiguous()
+    }
+
+    /// Which of `heads` query heads, and which of `kv_heads` heads of keys and values, this rank has. Where there are fewer of these than
+    /// ranks, as many neighbours have the same one as share it.
+    ///
+    /// ```
+    /// # use candle_core::Device;
+    /// # use gemmesh_candle::{Group, Host, TensorParallel};
+    /// # Group::<Host>::threads(4, |group| {
+    /// # let ranks = TensorParallel::new(group, &Device::Cpu, 1).unwrap();
+    /// let [queries, keys] = ranks.heads(8, 2).unwrap(); // of 4 ranks
+    /// assert_eq!(queries, ranks.rank() * 2..ranks.rank() * 2 + 2);
+    /// assert_eq!(keys.start, ranks.rank() / 2);
+    /// assert_eq!(keys.len(), 1);
+    /// # Ok::<_, gemmesh::Error>(())
+    /// # }).unwrap();
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Shape`] unless the ranks can share `heads` evenly; unless they can share `kv_heads` evenly, or each of these is had by the same
+    /// number of ranks; or unless the same number of query heads goes with each of them.
+    pub fn heads(&self, heads: usize, kv_heads: usize) -> Result<[Range<usize>; 2]> {
+        let (rank, world) = (self.rank(), self.world_size());
+        let refuse = |argument: String, expected: usize, found: usize| {
+            Err(error::of("TensorParallel::heads")(Error::Shape {
+                rank,
+                argument,
+                expected: vec![expected],
+                found: vec![found],
+            }))
+        };
+        let or_more = |heads: usize, of: usize| heads.max(1).next_multiple_of(of);
+        if heads == 0 || !heads.is_multiple_of(world) {
+            let argument = format!("query heads that {world} ranks share evenly");
+            return refuse(argument, or_more(heads, world), heads);
+        }
+        let is_split = kv_heads > 0 && kv_heads.is_multiple_of(world);
+        let is_replicated = kv_heads > 0 && world.is_multiple_of(kv_heads);
+        if !is_split && !is_replicated {
+            let argument = format!(
+                "heads of keys and values that {world} ranks share evenly, or of which as many ranks have each"
+            );
+            return refuse(argument, or_more(kv_heads, world), kv_heads);
+        }
+        if !heads.is_multiple_of(kv_heads) {
+            let argument =
+                format!("query heads that {kv_heads} heads of keys and values share evenly");
+            return refuse(argument, or_more(heads, kv_heads), heads);
+        }
+        let (own, own_kv) = (heads / world, (kv_heads / world).max(1));
+        let first_kv = rank * kv_heads / world;
+        Ok([rank * own..(rank + 1) * own, first_kv..first_kv + own_kv])
+    }
+
+    /// The rows of `whole`, or the elements of a bias, of these of `count` heads.
+    pub(crate) fn of_heads(
+        &self,
+        whole: &Tensor,
+        count: usize,
+        heads: &Range<usize>,
+    ) -> Result<Tensor> {
+        let size = whole.dim(0)?;
+        if !size.is_multiple_of(count) {
+            return Err(error::of("QkvParallelLinear")(Error::Shape {
+                rank: self.rank(),
+                argument: format!("dimension 0 of a weight of {count} heads"),
+                expected: vec![size.next_multiple_of(count)],
+                found: vec![size],
+            }));
+        }
+        let head = size / count;
+        let part = whole.narrow(0, heads.start * head, heads.len() * head)?;
+        part.force_contiguous()
     }
 
     /// All tokens' rows, [tokens, N], of each rank's own, [tokens of this rank, N]. Collective.

@@ -12,8 +12,8 @@ type Failure = Box<dyn std::error::Error + Send + Sync>;
 
 const WORLDS: [usize; 3] = [1, 2, 4];
 const CAPACITY: usize = 24;
-/// Of steps: as many as there is room for, a number that no world shares evenly, one, and again more.
-const TOKENS: [usize; 4] = [CAPACITY, 7, 1, 22];
+/// Of steps: as many as there is room for, a number that no world shares evenly, one, none, and again more.
+const TOKENS: [usize; 5] = [CAPACITY, 7, 1, 0, 22];
 /// The unit roundoff of f32.
 const V: f64 = 1.0 / (1 << 24) as f64;
 
@@ -67,7 +67,7 @@ fn queries_keys_and_values_of_different_widths_are_three_tensors_of_one_gather()
     for with_bias in [false, true] {
         each(|ranks| {
             let bias = with_bias.then(|| biases.each_ref());
-            let layer = QkvParallelLinear::from_whole(ranks, weights.each_ref(), bias)?;
+            let layer = QkvParallelLinear::from_whole(ranks, [8, 4], weights.each_ref(), bias)?;
             for (step, m) in TOKENS.into_iter().enumerate() {
                 let x = random(10 + step, (m, k), dtype)?;
                 let own = ranks.set_tokens(m)?;
@@ -84,6 +84,96 @@ fn queries_keys_and_values_of_different_widths_are_three_tensors_of_one_gather()
         })?;
     }
     Ok(())
+}
+
+#[test]
+fn ranks_have_whole_heads_and_share_those_of_keys_that_are_fewer_than_they() -> Result<(), Failure>
+{
+    const HEAD: usize = 8;
+    let (dtype, k) = (DTYPES[0].0, 16);
+    for [heads, kv_heads] in [[8, 1], [8, 2], [4, 2], [4, 4], [8, 8]] {
+        // Each output of a head is the head's number.
+        let of = |count: usize, first: usize| -> Result<Tensor> {
+            let value = |row: usize| (first + row / HEAD) as f32 / k as f32;
+            let rows = (0..count * HEAD).flat_map(|row| std::iter::repeat_n(value(row), k));
+            Tensor::from_iter(rows, &Device::Cpu)?
+                .reshape((count * HEAD, k))?
+                .to_dtype(dtype)
+        };
+        let weights = [of(heads, 0)?, of(kv_heads, 16)?, of(kv_heads, 32)?];
+        let bias = |heads: usize| Tensor::zeros(heads * HEAD, dtype, &Device::Cpu);
+        let biases = [bias(heads)?, bias(kv_heads)?, bias(kv_heads)?];
+        each(|ranks| {
+            let (rank, world) = (ranks.rank(), ranks.world_size());
+            let layer = QkvParallelLinear::from_whole(
+                ranks,
+                [heads, kv_heads],
+                weights.each_ref(),
+                Some(biases.each_ref()),
+            )?;
+            let x = Tensor::ones((1, k), dtype, &Device::Cpu)?;
+            let [q, keys, values] = layer.forward_replicated(&x)?.map(|x| wide(&x));
+            let heads_of = |elements: Result<Vec<f64>>, first: usize| -> Result<Vec<usize>> {
+                let elements = elements?;
+                let chunks = elements.chunks(HEAD);
+                let heads = chunks.map(|head| {
+                    assert!(head.iter().all(|&x| x == head[0]), "half a head");
+                    head[0] as usize - first
+                });
+                Ok(heads.collect())
+            };
+            let q = heads_of(q, 0)?;
+            assert_eq!(
+                q,
+                Vec::from_iter(heads / world * rank..heads / world * (rank + 1))
+            );
+            // Those that these queries go with.
+            let mut needed: Vec<usize> = q.iter().map(|q| q / (heads / kv_heads)).collect();
+            needed.dedup();
+            assert_eq!(heads_of(keys, 16)?, needed);
+            assert_eq!(heads_of(values, 32)?, needed);
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_rank_without_tokens_takes_views_of_none() -> Result<(), Failure> {
+    let (n, k) = (16, 48);
+    let (dtype, u) = DTYPES[0];
+    let weight = random(1, (n, k), dtype)?;
+    let wide_weight = random(2, (k, n), dtype)?;
+    each(|ranks| {
+        let layer = ColumnParallelLinear::from_whole(ranks, &weight, None)?;
+        let rows = RowParallelLinear::from_whole(ranks, &wide_weight, None)?;
+        let packed = random(3, (1, 3 * k), dtype)?;
+        let own = ranks.set_tokens(1)?;
+        // As one of three parts of what another layer has made, of tokens that this rank may have none of.
+        let part = packed.narrow(0, own.start, own.len())?.narrow(1, k, k)?;
+        let exact = Exact::new(&packed.narrow(1, k, k)?.contiguous()?, &weight, None)?;
+        let out = layer.forward(&part)?;
+        exact.columns(ranks)?.check(&out, u)?;
+        let empty = Tensor::zeros((0, 3 * k), dtype, &Device::Cpu)?.narrow(1, k, k)?;
+        assert_eq!(
+            layer.forward_replicated(&empty)?.dims(),
+            [0, n / ranks.world_size()]
+        );
+        ranks.set_tokens(0)?;
+        assert_eq!(layer.forward(&empty)?.dims(), [0, n / ranks.world_size()]);
+        let part = n / ranks.world_size();
+        let none = Tensor::zeros((0, 3 * part), dtype, &Device::Cpu)?.narrow(1, part, part)?;
+        let residual = Tensor::zeros((0, 2 * k), dtype, &Device::Cpu)?.narrow(1, k, k)?;
+        assert_eq!(rows.forward_residual(&none, &residual)?.dims(), [0, k]);
+        assert_eq!(
+            rows.forward_replicated(&none, Some(&residual))?.dims(),
+            [0, k]
+        );
+        assert_eq!(ranks.all_gather(&empty)?.dims(), [0, k]);
+        assert_eq!(ranks.reduce_scatter(&empty)?.dims(), [0, k]);
+        assert_eq!(ranks.all_reduce(&empty)?.dims(), [0, k]);
+        Ok(())
+    })
 }
 
 #[test]

@@ -136,12 +136,8 @@ fn shapes_that_do_not_fit() -> Result<(), Failure> {
             "how many dimensions weight [N, K] has of a parallel layer is [1] and must be [2]",
         );
         assert_says(
-            ranks.set_tokens(0).unwrap_err(),
-            "the tokens of a step is 0; it must be from 1 to 6",
-        );
-        assert_says(
             ranks.set_tokens(7).unwrap_err(),
-            "the tokens of a step is 7; it must be from 1 to 6",
+            "the tokens of a step is 7; it must be from 0 to 6",
         );
         Ok(())
     })
@@ -157,6 +153,40 @@ fn a_weight_that_ranks_cannot_share_evenly() -> Result<(), Failure> {
             "dimension 0 of a weight that 3 ranks share evenly is [16] and must be [18]",
         );
         Ok::<_, Failure>(())
+    })
+    .map(drop)
+}
+
+#[test]
+fn heads_that_ranks_cannot_share_whole() -> Result<(), Failure> {
+    const HEAD: usize = 8;
+    Group::<Host>::threads(4, |group| {
+        let ranks = TensorParallel::new(group, &Device::Cpu, TOKENS)?;
+        let refused = |[heads, kv_heads]: [usize; 2], rows: [usize; 2], said: &str| {
+            let [q, kv] = rows.map(|rows| ones(rows, K));
+            let (q, kv) = (q?, kv?);
+            let heads = [heads, kv_heads];
+            let made = QkvParallelLinear::from_whole(&ranks, heads, [&q, &kv, &kv], None);
+            assert_says(made.unwrap_err(), said);
+            Ok::<_, Failure>(())
+        };
+        let rows = |heads: usize, kv_heads: usize| [heads * HEAD, kv_heads * HEAD];
+        refused(
+            [6, 2],
+            rows(6, 2),
+            "query heads that 4 ranks share evenly is [6] and must be [8]",
+        )?;
+        for kv_heads in [3, 6] {
+            let said = format!(
+                "heads of keys and values that 4 ranks share evenly, or of which as many ranks have each is [{kv_heads}]"
+            );
+            refused([12, kv_heads], rows(12, kv_heads), &said)?;
+        }
+        refused([8, 0], rows(8, 1), "heads of keys and values that 4 ranks share")?;
+        let said = "query heads that 8 heads of keys and values share evenly is [4] and must be [8]";
+        refused([4, 8], rows(4, 8), said)?;
+        let said = "dimension 0 of a weight of 2 heads is [17] and must be [18]";
+        refused([8, 2], [64, 17], said)
     })
     .map(drop)
 }

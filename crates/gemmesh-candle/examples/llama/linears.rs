@@ -18,19 +18,42 @@ pub struct LayerWeights {
     pub down: Tensor,
 }
 
-/// The weights of all layers, and the head's, of rank `rank` of `world`.
+/// The weights of all layers, and the head's, of a rank.
 pub struct Weights {
     pub layers: Vec<LayerWeights>,
     pub head: Tensor,
 }
 
 impl Weights {
-    pub fn new(config: Config, rank: usize, world: usize, device: &Device) -> Result<Weights> {
+    /// Those of a whole model.
+    pub fn whole(config: Config, device: &Device) -> Result<Weights> {
+        let heads = [0..config.heads, 0..config.kv_heads];
+        Weights::of(config, heads, |size| 0..size, device)
+    }
+
+    /// This rank's, which can share the model's extents with the others evenly.
+    pub fn new(config: Config, ranks: &TensorParallel, device: &Device) -> Result<Weights> {
+        let (rank, world) = (ranks.rank(), ranks.world_size());
+        let own = |size: usize| size / world * rank..size / world * (rank + 1);
+        Weights::of(
+            config,
+            ranks.heads(config.heads, config.kv_heads)?,
+            own,
+            device,
+        )
+    }
+
+    /// Of these heads, and of what else is shared `own`.
+    fn of(
+        config: Config,
+        [queries, keys]: [Range<usize>; 2],
+        own: impl Fn(usize) -> Range<usize>,
+        device: &Device,
+    ) -> Result<Weights> {
         let Config {
             model,
             hidden,
             heads,
-            kv_heads,
             head,
             vocabulary,
             ..
@@ -38,27 +61,28 @@ impl Weights {
         // Products of rows of mean square 1 have rows of mean square 1; so do, at last, the sums of all layers.
         let unit = |k: usize| (1.0 / k as f64).sqrt();
         let added = |k: usize| unit(k) * (0.5 / config.layers as f64).sqrt();
-        let own = |size: usize| size / world * rank..size / world * (rank + 1);
-        let rows = |name, n, k| weights::part(name, own(n), 0..k, k, unit(k), device);
-        let columns = |name, n, k| weights::part(name, 0..n, own(k), k, added(k), device);
+        let of_heads = |heads: &Range<usize>| heads.start * head..heads.end * head;
+        let (queries, keys) = (of_heads(&queries), of_heads(&keys));
+        let rows = |name, own, k| weights::part(name, own, 0..k, k, unit(k), device);
+        let columns = |name, n, own, k| weights::part(name, 0..n, own, k, added(k), device);
         let layer = |layer| -> Result<LayerWeights> {
             Ok(LayerWeights {
                 qkv: [
-                    rows(Name::Query(layer), heads * head, model)?,
-                    rows(Name::Key(layer), kv_heads * head, model)?,
-                    rows(Name::Value(layer), kv_heads * head, model)?,
+                    rows(Name::Query(layer), queries.clone(), model)?,
+                    rows(Name::Key(layer), keys.clone(), model)?,
+                    rows(Name::Value(layer), keys.clone(), model)?,
                 ],
-                output: columns(Name::Output(layer), model, heads * head)?,
+                output: columns(Name::Output(layer), model, queries.clone(), heads * head)?,
                 gate_up: [
-                    rows(Name::Gate(layer), hidden, model)?,
-                    rows(Name::Up(layer), hidden, model)?,
+                    rows(Name::Gate(layer), own(hidden), model)?,
+                    rows(Name::Up(layer), own(hidden), model)?,
                 ],
-                down: columns(Name::Down(layer), model, hidden)?,
+                down: columns(Name::Down(layer), model, own(hidden), hidden)?,
             })
         };
         Ok(Weights {
             layers: (0..config.layers).map(layer).collect::<Result<_>>()?,
-            head: rows(Name::Head, vocabulary, model)?,
+            head: rows(Name::Head, own(vocabulary), model)?,
         })
     }
 }

@@ -173,13 +173,12 @@ fn on_cpu(args: &Args, group: Group<Host>) -> Result<Option<(usize, Vec<Run>)>> 
 fn rank(args: &Args, ranks: TensorParallel, device: &Device) -> Result<Option<(usize, Vec<Run>)>> {
     let config = args.size.config();
     let (rank, world) = (ranks.rank(), ranks.world_size());
-    if !config.kv_heads.is_multiple_of(world) {
-        let heads = config.kv_heads;
-        return Err(
-            format!("{heads} heads of keys and values can't be shared by {world} ranks").into(),
-        );
+    for (what, size) in [("hidden", config.hidden), ("vocabulary", config.vocabulary)] {
+        if !size.is_multiple_of(world) {
+            return Err(format!("{world} ranks can't share {what} = {size} evenly").into());
+        }
     }
-    let weights = Weights::new(config, rank, world, device)?;
+    let weights = Weights::new(config, &ranks, device)?;
     let prompt = prompt(args);
     let positions = args.prompt + args.decode;
     let fused = Fused::new(&ranks, &weights)?;
@@ -371,7 +370,7 @@ fn reference(args: &Args, tokens: &[u32]) -> Result<Vec<Vec<f32>>> {
         Place::Cuda => Device::new_cuda(0)?,
     };
     let config = args.size.config();
-    let weights = Weights::new(config, 0, 1, &device)?;
+    let weights = Weights::whole(config, &device)?;
     let linears = Plain::new(&weights, DType::F32, Ok)?;
     drop(weights);
     let all = [prompt(args).as_slice(), tokens].concat();

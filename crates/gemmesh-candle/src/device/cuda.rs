@@ -221,6 +221,9 @@ impl Tensors for Cuda {
         rows: &Rows<'_>,
         to: &mut ShardedMatrix<Cuda, T>,
     ) -> Result<(), Failure> {
+        if rows.rows == 0 {
+            return Ok(());
+        }
         let (slice, offset) = slice::<T>(rows)?;
         let (from, _reading) = slice.device_ptr(&place.stream);
         let width = rows.columns * size_of::<T>();

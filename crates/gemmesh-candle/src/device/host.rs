@@ -104,6 +104,10 @@ fn values<'a, T: Half>(rows: &Rows<'a>) -> Result<Cow<'a, [T]>, Failure> {
     let Storage::Cpu(storage) = rows.storage else {
         unreachable!("the storage has been checked");
     };
+    if rows.rows == 0 {
+        // They may begin anywhere, also behind what there is.
+        return Ok(Cow::Borrowed(&[]));
+    }
     let all = &storage.as_slice::<T>()?[rows.offset..];
     if rows.pitch == rows.columns {
         return Ok(Cow::Borrowed(&all[..rows.rows * rows.columns]));
