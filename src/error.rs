@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use crate::resources;
 use crate::schedule::Route;
 
 /// A result of this crate.
@@ -507,7 +508,32 @@ impl Error {
         move |error| Error::System {
             rank,
             action,
-            reason: error.to_string(),
+            reason: resources::explain(&error),
+        }
+    }
+
+    /// For `map_err`: a thread or a process, `what`, could not be started.
+    pub(crate) fn not_started(
+        rank: usize,
+        what: impl Into<String>,
+    ) -> impl FnOnce(std::io::Error) -> Error {
+        let what = what.into();
+        move |error| Error::System {
+            rank: Some(rank),
+            action: format!("start {what}"),
+            reason: resources::explain_start(&error),
+        }
+    }
+
+    /// For `map_err`: memory of `bytes` bytes could not be had, or no descriptor of it.
+    pub(crate) fn out_of_memory(rank: usize, bytes: usize) -> impl FnOnce(std::io::Error) -> Error {
+        move |error| match resources::is_memory(&error) {
+            true => Error::OutOfMemory {
+                rank,
+                bytes,
+                reason: resources::explain_memory(&error),
+            },
+            false => Error::system(rank, format!("share {bytes} bytes of memory"))(error),
         }
     }
 

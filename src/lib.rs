@@ -113,6 +113,7 @@ mod ops;
 mod process;
 #[cfg(not(loom))]
 mod ranks;
+mod resources;
 #[cfg(not(loom))]
 mod sharded;
 #[cfg(not(loom))]

@@ -58,6 +58,13 @@ impl<B: Backend> Group<B> {
     }
 }
 
+/// Room for a copy of so many elements. A vector that cannot be had would end the process.
+pub(crate) fn zeros_of_host<T: Value>(rank: usize, elements: usize) -> Result<Vec<T>> {
+    let values = bytemuck::allocation::try_zeroed_vec(elements);
+    let refused = Error::out_of_memory(rank, elements.saturating_mul(size_of::<T>()));
+    values.map_err(|()| refused(rustix::io::Errno::NOMEM.into()))
+}
+
 /// The bytes of a [rows, columns] matrix.
 pub(crate) fn bytes_of<T: Value>(rows: usize, columns: usize) -> Result<usize> {
     limit("rows", rows, 0, MAX_EXTENT)?;
@@ -119,9 +126,9 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     /// A copy of the matrix, row by row, once the operations before are complete.
     ///
     /// # Errors
-    /// The group's failure.
+    /// [`Error::OutOfMemory`]; the group's failure.
     pub fn to_vec(&self) -> Result<Vec<T>> {
-        let mut values = vec![T::zeroed(); self.rows * self.columns];
+        let mut values = zeros_of_host(self.group.rank(), self.rows * self.columns)?;
         self.copy_to_host(&mut values)?;
         Ok(values)
     }

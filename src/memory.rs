@@ -2,14 +2,14 @@
 //! process could leave behind.
 #![allow(unsafe_code)]
 
-use std::fs;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::Path;
 use std::ptr::NonNull;
 
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
+
+use crate::resources::{require_available, require_file_size};
 
 /// Zeroed, page-aligned memory, unmapped on drop. What may be done with its bytes, and when, is the
 /// business of whoever holds it: this type only hands out the pointer.
@@ -105,6 +105,7 @@ fn require_sealed(fd: &impl AsFd, bytes: usize) -> io::Result<()> {
 pub(crate) fn memfd(bytes: usize) -> io::Result<OwnedFd> {
     require_available(bytes)?;
     let bytes = bytes.max(1) as u64;
+    require_file_size(bytes)?;
     let fd = rustix::fs::memfd_create("gemmesh", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
     rustix::fs::ftruncate(&fd, bytes)?;
     // Pages that are found missing only when they are touched would end the process by SIGBUS.
@@ -113,87 +114,9 @@ pub(crate) fn memfd(bytes: usize) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
-/// Linux promises more memory than there is and ends processes when they use it; so ask first.
-pub(crate) fn require_available(bytes: usize) -> io::Result<()> {
-    let machine = fs::read_to_string("/proc/meminfo")
-        .ok()
-        .and_then(|text| meminfo_bytes(&text, "MemAvailable"));
-    let limits = [
-        (machine, "on this machine"),
-        (control_group(), "to this process's control group"),
-    ];
-    for (available, to) in limits {
-        if let Some(available) = available.filter(|&available| bytes as u64 > available) {
-            return Err(io::Error::new(
-                io::ErrorKind::OutOfMemory,
-                format!("{available} bytes are available {to}, where {bytes} are needed in all"),
-            ));
-        }
-    }
-    Ok(())
-}
-
-/// What the limits of this process's control group and those around it leave, if there are any. A container's is one.
-fn control_group() -> Option<u64> {
-    let groups = fs::read_to_string("/proc/self/cgroup").ok()?;
-    let path = groups.lines().find_map(|line| line.strip_prefix("0::/"))?;
-    let read = |directory: &Path, name| -> Option<u64> {
-        let text = fs::read_to_string(directory.join(name)).ok()?;
-        // "max" is no limit.
-        text.trim().parse().ok()
-    };
-    let root = Path::new("/sys/fs/cgroup");
-    let directory = root.join(path);
-    directory
-        .ancestors()
-        .take_while(|directory| directory.starts_with(root))
-        .filter_map(|directory| {
-            let limit = read(directory, "memory.max")?;
-            let used = read(directory, "memory.current")?;
-            let cached = fs::read_to_string(directory.join("memory.stat")).ok()?;
-            // Pages of files make room for others, and shared memory is not among these.
-            let cached = |name| stat(&cached, name).unwrap_or(0);
-            let cached = cached("active_file") + cached("inactive_file");
-            Some(limit.saturating_sub(used.saturating_sub(cached)))
-        })
-        .min()
-}
-
-/// A number of a control group's statistics.
-fn stat(text: &str, name: &str) -> Option<u64> {
-    let mut lines = text.lines().filter_map(|line| line.split_once(' '));
-    lines.find(|(key, _)| *key == name)?.1.parse().ok()
-}
-
-fn meminfo_bytes(text: &str, field: &str) -> Option<u64> {
-    let line = text.lines().find_map(|l| l.strip_prefix(field))?;
-    let kib: u64 = line
-        .trim_start_matches(':')
-        .trim()
-        .strip_suffix("kB")?
-        .trim()
-        .parse()
-        .ok()?;
-    Some(kib * 1024)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn meminfo_is_read_in_kib() {
-        let text = "MemTotal:       100 kB\nMemAvailable:   24 kB\n";
-        assert_eq!(meminfo_bytes(text, "MemAvailable"), Some(24 * 1024));
-        assert_eq!(meminfo_bytes(text, "Missing"), None);
-    }
-
-    #[test]
-    fn a_statistic_is_found_by_its_whole_name() {
-        let text = "anon 1\ninactive_file 20\nactive_file 3\n";
-        assert_eq!(stat(text, "active_file"), Some(3));
-        assert_eq!(stat(text, "file"), None);
-    }
 
     #[test]
     fn more_than_the_machine_has_is_refused_not_promised() {
@@ -231,7 +154,7 @@ mod tests {
         let unsealed = made(MemfdFlags::ALLOW_SEALING);
         let partly = made(MemfdFlags::ALLOW_SEALING);
         let open = made(MemfdFlags::empty());
-        let regular = fs::File::open("/proc/self/exe").unwrap();
+        let regular = std::fs::File::open("/proc/self/exe").unwrap();
         let length = regular.metadata().unwrap().len() as usize;
         for fd in [&unsealed, &partly, &open] {
             rustix::fs::ftruncate(fd, 4096).unwrap();

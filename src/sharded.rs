@@ -8,7 +8,7 @@ use crate::backend::Backend;
 use crate::element::{DType, Value};
 use crate::error::{Error, Result};
 use crate::group::Group;
-use crate::matrix::bytes_of;
+use crate::matrix::{bytes_of, zeros_of_host};
 use crate::schedule::layout::{balanced_rows, limit};
 use crate::schedule::{Layout, RowOrder};
 
@@ -229,10 +229,10 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     /// A copy of the whole matrix, as this rank has it after an operation, row by row.
     ///
     /// # Errors
-    /// The group's failure.
+    /// [`Error::OutOfMemory`]; the group's failure.
     pub fn to_vec(&mut self) -> Result<Vec<T>> {
         let [m, k] = self.shape();
-        let mut values = vec![T::zeroed(); m * k];
+        let mut values = zeros_of_host(self.group.rank(), m * k)?;
         self.copy_to_host(&mut values)?;
         Ok(values)
     }

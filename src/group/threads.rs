@@ -46,49 +46,59 @@ where
 /// each. Returns the ranks whose errors come before others', the first first.
 fn start<B: Backend>(
     builder: &Builder<B>,
-    ends: Vec<Vec<UnixStream>>,
+    ends: Vec<Vec<Arc<UnixStream>>>,
     part: &(dyn Fn(usize, Result<Group<B>>) -> Option<String> + Sync),
 ) -> Result<Vec<usize>> {
     let world = ends.len();
-    let memory = memfd(SharedState::BYTES)
-        .map_err(Error::system(None, "allocate the group's shared memory"))?;
+    let memory = memfd(SharedState::BYTES).map_err(Error::out_of_memory(0, SharedState::BYTES))?;
     let shared_state = |rank| {
         Mapping::shared(&memory, SharedState::BYTES)
-            .map_err(Error::system(rank, "map the group's shared memory"))
+            .map_err(Error::out_of_memory(rank, SharedState::BYTES))
             .map(|memory| SharedState::new(memory, rank, world))
     };
     // For the last look at what has happened.
     let group = shared_state(0)?;
+    // Taken by its thread: a connection must not close because no thread takes it, before the others know why.
+    let ranks = ends.into_iter().enumerate();
+    let ranks = ranks.map(|(rank, ends)| Ok(Mutex::new(Some((shared_state(rank)?, ends)))));
+    let ranks = ranks.collect::<Result<Vec<_>>>()?;
+    let take = |rank: usize| {
+        let mut rank = ranks[rank].lock().unwrap_or_else(PoisonError::into_inner);
+        rank.take()
+    };
+    let join = |rank, shared_state, connections| {
+        Members::new(
+            rank,
+            builder.timeout,
+            true,
+            shared_state,
+            world,
+            connections,
+        )
+    };
+    let open = |members| Group::open(members, builder);
     std::thread::scope(|scope| {
         let mut threads = Vec::new();
-        for (rank, connections) in ends.into_iter().enumerate() {
-            let shared_state = &shared_state;
-            let thread = std::thread::Builder::new().spawn_scoped(scope, move || {
-                let members = shared_state(rank).and_then(|shared_state| {
-                    Members::new(
-                        rank,
-                        builder.timeout,
-                        true,
-                        shared_state,
-                        world,
-                        connections,
-                    )
-                });
+        for rank in 0..world {
+            let (take, join, open) = (&take, &join, &open);
+            let run = move || {
+                let Some((shared_state, connections)) = take(rank) else {
+                    return;
+                };
+                let members = join(rank, shared_state, connections);
                 let farewell = members.as_ref().ok().map(Farewell::of);
-                let reason = part(
-                    rank,
-                    members.and_then(|members| Group::open(members, builder)),
-                );
+                let reason = part(rank, members.and_then(open));
                 if let Some(farewell) = farewell {
                     farewell.say(reason);
                 }
-            });
-            match thread {
+            };
+            match std::thread::Builder::new().spawn_scoped(scope, run) {
                 Ok(thread) => threads.push(thread),
                 // The others need not wait for it.
                 Err(error) => {
-                    let error = group.fail(Error::system(rank, "start a thread")(error));
-                    part(rank, Err(error));
+                    let error = Error::not_started(rank, "a thread")(error);
+                    let own = take(rank).map(|(own, _)| own.fail(error.clone()));
+                    part(rank, Err(own.unwrap_or(error)));
                 }
             }
         }
@@ -117,8 +127,10 @@ impl Farewell {
 
     /// The function has returned, with an error of these words or none.
     fn say(self, reason: Option<String>) {
-        let reason = reason.map(|reason| self.0.program_failed(reason));
-        self.0.end(reason);
+        if self.0.refuse_fork().is_ok() {
+            let reason = reason.map(|reason| self.0.program_failed(reason));
+            self.0.end(reason);
+        }
     }
 }
 
@@ -130,7 +142,7 @@ impl Drop for Farewell {
 }
 
 /// The control connections, by rank: rank 0 holds one to each other rank.
-fn connect(world: usize) -> Result<Vec<Vec<UnixStream>>> {
+fn connect(world: usize) -> Result<Vec<Vec<Arc<UnixStream>>>> {
     if !(1..=MAX_WORLD).contains(&world) {
         return Err(Error::Limit {
             what: "world size".into(),
@@ -142,8 +154,8 @@ fn connect(world: usize) -> Result<Vec<Vec<UnixStream>>> {
     let mut ends = vec![Vec::new()];
     for rank in 1..world {
         let (ours, theirs) = wire::pair().map_err(Error::system(rank, "open a socket pair"))?;
-        ends[0].push(ours);
-        ends.push(vec![theirs]);
+        ends[0].push(Arc::new(ours));
+        ends.push(vec![Arc::new(theirs)]);
     }
     Ok(ends)
 }

@@ -176,7 +176,7 @@ impl Launch {
             });
         }
         let process = Child::start(&mut command)
-            .map_err(Error::system(rank, "start a process of this program"))?;
+            .map_err(Error::not_started(rank, "a process of this program"))?;
         Ok(Rank {
             rank,
             process,

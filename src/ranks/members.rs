@@ -1,6 +1,7 @@
 //! The ranks of a group as one rank sees them: messages to all, and who is still alive.
 
 use std::cell::OnceCell;
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,10 +12,9 @@ use super::panics;
 use super::shared_state::SharedState;
 use super::waits::WaitTimes;
 use super::watcher::Watcher;
-use super::wire::{self, Channel, Frame, MAX_FRAME, WireError};
+use super::wire::{Channel, Frame, MAX_FRAME, WireError};
 use crate::error::{Error, Result};
 use crate::json;
-use crate::process::Process;
 use crate::schedule::Epoch;
 use crate::schedule::agreed::hash;
 use crate::schedule::flag::{Awaited, Flag, Wait};
@@ -36,8 +36,8 @@ const OVERHEAD: usize = 4096;
 /// What every rank sent, by rank.
 pub struct Gathered {
     pub payloads: Vec<Vec<u8>>,
-    /// One descriptor of each rank if they were sent, none otherwise.
-    pub fds: Vec<OwnedFd>,
+    /// One descriptor of each rank if they were sent, none otherwise, nor where rank 0 could not have all; or why this rank could not.
+    pub fds: io::Result<Vec<OwnedFd>>,
 }
 
 /// This rank's end of the group.
@@ -48,8 +48,6 @@ pub struct Members {
     pub timeout: Duration,
     /// Whether the ranks are threads of one process.
     pub in_process: bool,
-    /// What is in a fork of it has no part in the group.
-    process: Process,
     shared: Arc<SharedState>,
     waits: Arc<WaitTimes>,
     /// The number of this rank's latest collective call. Locked while one is posted or refused.
@@ -63,33 +61,27 @@ pub struct Members {
 
 impl Members {
     /// `connections` are as in the struct, each non-blocking.
+    ///
+    /// # Errors
+    /// Those of this rank's own. The others hear of them before they see its connections close.
     pub fn new(
         rank: usize,
         timeout: Duration,
         in_process: bool,
         shared: SharedState,
         world: usize,
-        connections: Vec<UnixStream>,
+        connections: Vec<Arc<UnixStream>>,
     ) -> Result<Members> {
         let shared = Arc::new(shared);
         panics::listen(&shared);
-        let connections: Vec<_> = connections.into_iter().map(Arc::new).collect();
-        let watcher = if world > 1 {
-            Some(Watcher::spawn(
-                rank,
-                in_process,
-                shared.clone(),
-                &connections,
-            )?)
-        } else {
-            None
-        };
+        let watch = || Watcher::spawn(rank, in_process, shared.clone(), &connections);
+        let watcher = (world > 1).then(watch).transpose();
+        let watcher = watcher.map_err(|error| shared.fail(error))?;
         Ok(Members {
             rank,
             world,
             timeout,
             in_process,
-            process: Process::this(),
             shared,
             waits: Arc::new(WaitTimes::new(world)),
             calls: Mutex::new(0),
@@ -101,7 +93,7 @@ impl Members {
     /// Fails in a fork of this rank's process. There nothing that other threads may have locked is touched, and nothing is told to
     /// the other ranks or the launcher.
     pub fn refuse_fork(&self) -> Result<()> {
-        self.process.require(self.rank)
+        self.shared.refuse_fork()
     }
 
     /// Fails if the group has failed.
@@ -124,14 +116,14 @@ impl Members {
 
     /// Reports a failure to every rank; the group can do nothing more. Returns the first failure.
     pub fn fail(&self, error: Error) -> Error {
-        match self.refuse_fork() {
-            Ok(()) => self.shared.fail(error),
-            Err(forked) => forked,
-        }
+        self.shared.fail(error)
     }
 
     /// Reports that this rank's program has failed, with an error of these words.
     pub fn fail_because(&self, reason: String) -> Error {
+        if let Err(forked) = self.refuse_fork() {
+            return forked;
+        }
         self.fail(self.shared.program_failed(reason))
     }
 
@@ -305,6 +297,44 @@ impl Members {
         Ok(gathered)
     }
 
+    /// Shares what each rank has made, a descriptor, or why it could not make it, and returns what `take` makes of all ranks', by rank.
+    /// If one rank could not do its part, all get its error, and the group goes on.
+    pub fn share<R>(
+        &self,
+        call: &str,
+        own: Result<OwnedFd>,
+        take: impl FnOnce(Vec<OwnedFd>) -> Result<R>,
+    ) -> Result<R> {
+        let gathered = self.exchange(call, own.map(|fd| (Vec::new(), Some(fd))))?;
+        let taken = match gathered.fds {
+            Ok(fds) if fds.len() == self.world => take(fds).map(Some),
+            // As rank 0 could not have them all, it says so.
+            Ok(_) => Ok(None),
+            Err(error) => {
+                let action = format!("receive {} descriptors", self.world);
+                Err(Error::system(self.rank, action)(error))
+            }
+        };
+        let outcome = taken.as_ref().map(|_| (Vec::new(), None));
+        self.exchange(call, outcome.map_err(Error::clone))?;
+        taken?.ok_or_else(|| self.garbage(0, "a descriptor of each rank"))
+    }
+
+    /// For a rank that has no memory to share with the others: tells them why, in the place of its part in their first exchange.
+    pub fn decline(stream: &UnixStream, timeout: Duration, error: &Error) {
+        let outcome = json::of_outcome::<()>(&Err(error.clone()));
+        let channel = Channel {
+            stream,
+            deadline: Instant::now() + timeout + GRACE,
+            check: || Ok::<(), Error>(()),
+        };
+        let mut told = channel.send(&join(&[outcome, Vec::new()]), &[]);
+        // Until rank 0 has told all and closes the connection: it would take this rank for dead if it went before.
+        while told.is_ok() {
+            told = channel.receive(MAX_FRAME).map(drop);
+        }
+    }
+
     /// Sends `payload`, and a descriptor if there is one, to every rank, and returns what all sent.
     ///
     /// # Errors
@@ -354,10 +384,35 @@ impl Members {
         };
         let parts = split(&bytes).filter(|parts| parts.len() == self.world);
         let parts = parts.ok_or_else(|| self.garbage(0, "a list of messages"))?;
+        let payloads = parts.into_iter().map(|part| self.copied(part));
         Ok(Gathered {
-            payloads: parts.into_iter().map(<[u8]>::to_vec).collect(),
+            payloads: payloads.collect::<Result<_>>()?,
             fds,
         })
+    }
+
+    /// Room for a message. A vector that cannot be had would end the process. Others wait for the message, so that is the group's failure.
+    fn room(&self, bytes: usize) -> Result<Vec<u8>> {
+        let mut room = Vec::new();
+        let refused = Error::out_of_memory(self.rank, bytes);
+        match room.try_reserve_exact(bytes) {
+            Ok(()) => Ok(room),
+            Err(_) => Err(self.fail(refused(rustix::io::Errno::NOMEM.into()))),
+        }
+    }
+
+    fn copied(&self, message: &[u8]) -> Result<Vec<u8>> {
+        let mut copy = self.room(message.len())?;
+        copy.extend_from_slice(message);
+        Ok(copy)
+    }
+
+    /// As [`join`].
+    fn joined(&self, parts: &[Vec<u8>]) -> Result<Vec<u8>> {
+        let lengths = parts.iter().map(|part| size_of::<u64>() + part.len());
+        let mut all = self.room(lengths.sum())?;
+        join_into(&mut all, parts);
+        Ok(all)
     }
 
     /// Rank 0's part: receives every rank's message, then sends all of them to all.
@@ -368,29 +423,34 @@ impl Members {
         payload: &[u8],
         fd: Option<BorrowedFd>,
     ) -> Result<Frame> {
-        let mut parts = vec![payload.to_vec()];
-        let mut fds = Vec::new();
-        if let Some(fd) = fd {
-            let own = fd
-                .try_clone_to_owned()
-                .map_err(Error::system(self.rank, "duplicate a descriptor"))
-                .map_err(|e| self.fail(e))?;
-            fds.push(own);
-        }
+        let mut parts = vec![self.copied(payload)?];
+        let mut fds = Ok(Vec::new());
         for (index, connection) in connections.iter().enumerate() {
             let (part, sent) = self
                 .channel(index + 1, connection, exchange, Duration::ZERO)
                 .receive(MAX_FRAME)
                 .map_err(|e| self.wire_failure(index + 1, exchange, e))?;
             parts.push(part);
-            fds.extend(sent);
+            fds = fds.and_then(|mut fds: Vec<OwnedFd>| {
+                fds.extend(sent?);
+                Ok(fds)
+            });
         }
-        let all = join(&parts);
+        let all = self.joined(&parts)?;
+        // All or none: who lacks one must not take another's for it.
+        let others = fds.as_ref().map_or(&[][..], |fds| fds);
+        let own = fd.filter(|_| fds.is_ok());
+        let sent: Vec<BorrowedFd> = own
+            .into_iter()
+            .chain(others.iter().map(AsFd::as_fd))
+            .collect();
         for (index, connection) in connections.iter().enumerate() {
             self.channel(index + 1, connection, exchange, GRACE)
-                .send(&all, &wire::borrow(&fds))
+                .send(&all, &sent)
                 .map_err(|e| self.wire_failure(index + 1, exchange, e))?;
         }
+        let own = own.map(|fd| fd.try_clone_to_owned()).transpose();
+        let fds = fds.and_then(|fds| Ok(own?.into_iter().chain(fds).collect()));
         Ok((all, fds))
     }
 
@@ -628,11 +688,15 @@ impl Wait for Members {
 /// Puts parts behind one another, each behind its length.
 fn join(parts: &[Vec<u8>]) -> Vec<u8> {
     let mut bytes = Vec::new();
+    join_into(&mut bytes, parts);
+    bytes
+}
+
+fn join_into(bytes: &mut Vec<u8>, parts: &[Vec<u8>]) {
     for part in parts {
         bytes.extend((part.len() as u64).to_le_bytes());
         bytes.extend(part);
     }
-    bytes
 }
 
 fn split(mut bytes: &[u8]) -> Option<Vec<&[u8]>> {
@@ -670,6 +734,7 @@ mod tests {
 #[cfg(fuzzing)]
 pub mod fuzzing {
     //! Frames, and the messages of ranks in them.
+    use super::super::wire;
     use std::convert::Infallible;
     use std::io::Write;
     use std::net::Shutdown;

@@ -13,13 +13,15 @@ use std::fs;
 use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::address;
-use super::members::Members;
+use super::members::{Members, OPENING};
 use super::peer::{Peer, User, user_of};
 use super::reports::ReportSender;
 use super::search::{Found, RETRY, Search};
@@ -75,14 +77,22 @@ struct Hello {
 }
 
 impl Hello {
-    fn new(identity: &Identity) -> Hello {
-        Hello {
+    /// # Errors
+    /// If this process can open nothing more.
+    fn new(identity: &Identity) -> Result<Hello> {
+        let boot_id = match fs::read_to_string("/proc/sys/kernel/random/boot_id") {
+            Ok(id) => id.trim().into(),
+            Err(error) if is_out_of_descriptors(&error) => {
+                return Err(Error::system(identity.rank, "read the kernel's id")(error));
+            }
+            Err(_) => "unknown".into(),
+        };
+        Ok(Hello {
             world: identity.world,
             backend: identity.backend.into(),
-            boot_id: fs::read_to_string("/proc/sys/kernel/random/boot_id")
-                .map_or_else(|_| "unknown".into(), |id| id.trim().into()),
+            boot_id,
             pid: std::process::id(),
-        }
+        })
     }
 }
 
@@ -131,15 +141,18 @@ pub fn meet_speaking(identity: &Identity, version: u32) -> Result<Members> {
         // Nobody is to be met, so nobody can be in the way.
         return members(identity, allocate()?.0, Vec::new());
     }
+    // It opens something. What follows does so only once rank 0 can be told that it failed.
+    let hello = Hello::new(identity)?;
     let mut search = Search::new(identity)?;
     loop {
         let (stream, peer) = match search.look()? {
             Found::Here(listener) => {
-                return Rendezvous::new(identity, listener, version)?.run(search.begin());
+                let attempt = Rendezvous::new(identity, hello, listener, version)?;
+                return attempt.run(search.begin());
             }
-            Found::There(stream, peer) => (stream, peer),
+            Found::There(stream, peer) => (Arc::new(stream), peer),
         };
-        match introduce(identity, &stream, version) {
+        match introduce(identity, &hello, &stream, version) {
             Ok(memory) => return members(identity, memory, vec![stream]),
             Err(WireError::Closed) => search.was_closed()?,
             Err(WireError::Late) => return Err(search.was_silent(peer)),
@@ -155,11 +168,11 @@ pub fn meet_speaking(identity: &Identity, version: u32) -> Result<Members> {
 /// Says who this rank is to the process that listens, and waits for the verdict.
 fn introduce(
     identity: &Identity,
+    hello: &Hello,
     stream: &UnixStream,
     version: u32,
 ) -> Result<Mapping, WireError<Error>> {
-    let hello = serde_json::to_vec(&Hello::new(identity))
-        .map_err(|error| WireError::Io(io::Error::from(error)))?;
+    let hello = serde_json::to_vec(hello).map_err(|error| WireError::Io(io::Error::from(error)))?;
     let prefix = Prefix {
         version,
         rank: identity.rank as u32,
@@ -176,28 +189,43 @@ fn introduce(
     let garbage = |e: serde_json::Error| WireError::Garbage(e.to_string());
     let verdict = json::outcome::<()>(&verdict).map_err(garbage)?;
     verdict.map_err(WireError::Stopped)?;
+    map(identity.rank, fds).map_err(|error| {
+        Members::decline(stream, identity.timeout, &error);
+        WireError::Stopped(error)
+    })
+}
+
+/// The group's shared memory, of the descriptors that came with rank 0's verdict.
+fn map(rank: usize, fds: io::Result<Vec<OwnedFd>>) -> Result<Mapping> {
+    let fds = fds.map_err(Error::system(rank, "receive the group's shared memory"))?;
     let [memory] = &fds[..] else {
         let reason = format!("{} descriptors of shared memory", fds.len());
-        return Err(WireError::Garbage(reason));
+        return Err(Error::Message { rank: 0, reason });
     };
     Mapping::shared(memory, SharedState::BYTES)
-        .map_err(Error::system(
-            identity.rank,
-            "map the group's shared memory",
-        ))
-        .map_err(WireError::Stopped)
+        .map_err(Error::out_of_memory(rank, SharedState::BYTES))
 }
 
 /// The memory that all ranks of a group share, and the descriptor for the others.
 fn allocate() -> Result<(Mapping, OwnedFd)> {
-    let system = |action| Error::system(0, action);
-    let fd = memfd(SharedState::BYTES).map_err(system("allocate the group's shared memory"))?;
-    let memory = Mapping::shared(&fd, SharedState::BYTES)
-        .map_err(system("map the group's shared memory"))?;
+    let lacking = |error| Error::out_of_memory(0, SharedState::BYTES)(error);
+    let fd = memfd(SharedState::BYTES).map_err(lacking)?;
+    let memory = Mapping::shared(&fd, SharedState::BYTES).map_err(lacking)?;
     Ok((memory, fd))
 }
 
-fn members(identity: &Identity, memory: Mapping, connections: Vec<UnixStream>) -> Result<Members> {
+/// Whether this process, or the machine, can open nothing more at the moment.
+fn is_out_of_descriptors(error: &io::Error) -> bool {
+    let refused = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
+    Errno::from_io_error(error).is_some_and(|errno| refused.contains(&errno))
+}
+
+/// Takes part in the group, once all ranks have what they need for that. If one lacks something, all get its error.
+fn members(
+    identity: &Identity,
+    memory: Mapping,
+    connections: Vec<Arc<UnixStream>>,
+) -> Result<Members> {
     let &Identity {
         rank,
         world,
@@ -210,12 +238,14 @@ fn members(identity: &Identity, memory: Mapping, connections: Vec<UnixStream>) -
     }
     let shared_state =
         SharedState::new(memory, rank, world).with_launcher(identity.launcher.clone());
-    Members::new(rank, timeout, false, shared_state, world, connections)
+    let members = Members::new(rank, timeout, false, shared_state, world, connections)?;
+    members.exchange(OPENING, Ok((Vec::new(), None)))?;
+    Ok(members)
 }
 
 /// A connection that has not introduced itself yet.
 struct Stranger {
-    stream: UnixStream,
+    stream: Arc<UnixStream>,
     since: Instant,
     bytes: Vec<u8>,
 }
@@ -230,7 +260,7 @@ enum Introduced {
 
 /// A connection that speaks our language.
 struct Guest {
-    stream: UnixStream,
+    stream: Arc<UnixStream>,
     rank: usize,
     version: u32,
     /// None if its version is another, so that the words can't be understood.
@@ -242,7 +272,7 @@ impl Stranger {
     fn listen(&mut self, version: u32) -> Introduced {
         let mut piece = [0; 1024];
         let ended = loop {
-            match self.stream.read(&mut piece) {
+            match (&*self.stream).read(&mut piece) {
                 Ok(0) => break true,
                 Ok(count) => self.bytes.extend(&piece[..count]),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -278,11 +308,8 @@ impl Stranger {
         } else {
             None
         };
-        let Ok(stream) = self.stream.try_clone() else {
-            return Some(Introduced::Nobody);
-        };
         Some(Introduced::Rank(Guest {
-            stream,
+            stream: self.stream.clone(),
             rank: prefix.rank as usize,
             version: prefix.version,
             hello,
@@ -297,43 +324,61 @@ struct Rendezvous<'a> {
     /// The protocol version that this rank speaks.
     version: u32,
     listener: UnixListener,
+    /// A descriptor with which to hear and tell those who come, one after the other, where there is none left for them.
+    spare: Option<UnixListener>,
     strangers: Vec<Stranger>,
     /// By rank; none for rank 0.
     guests: Vec<Option<Guest>>,
     /// Guests that have no place.
     rejected: Vec<Guest>,
+    /// The ranks that have been told already that there is no group.
+    told: Vec<usize>,
     /// Why the latest of those whose user is not known is not.
     unknown_user: Option<String>,
 }
 
 impl<'a> Rendezvous<'a> {
-    fn new(identity: &'a Identity, listener: UnixListener, version: u32) -> Result<Rendezvous<'a>> {
+    fn new(
+        identity: &'a Identity,
+        hello: Hello,
+        listener: UnixListener,
+        version: u32,
+    ) -> Result<Rendezvous<'a>> {
         listener
             .set_nonblocking(true)
             .map_err(Error::system(0, "set up a socket"))?;
+        let spare = listener.try_clone();
+        let spare = spare.map_err(Error::system(0, "accept another rank's connection"))?;
         Ok(Rendezvous {
             identity,
-            hello: Hello::new(identity),
+            hello,
             version,
             listener,
+            spare: Some(spare),
             strangers: Vec::new(),
             guests: (0..identity.world).map(|_| None).collect(),
             rejected: Vec::new(),
+            told: Vec::new(),
             unknown_user: None,
         })
     }
 
     /// One attempt, as part of a search that began at `begin`.
     fn run(mut self, begin: Instant) -> Result<Members> {
-        let outcome = self.receive_all(begin).and_then(|()| allocate());
+        let outcome = self.receive_all(begin).and_then(|()| {
+            self.spare = None;
+            allocate()
+        });
         let is_over = |error: &Error| {
             matches!(
                 error,
                 Error::RanksMissing { .. } | Error::UnknownUser { .. }
             )
         };
-        if outcome.as_ref().is_err_and(|error| !is_over(error)) {
-            self.await_late();
+        if let Err(error) = &outcome
+            && !is_over(error)
+        {
+            self.await_late(error);
         }
         let Rendezvous {
             identity,
@@ -407,11 +452,14 @@ impl<'a> Rendezvous<'a> {
     }
 
     /// There will be no group: receives those who have not come, for a while, to tell them too.
-    fn await_late(&mut self) {
+    fn await_late(&mut self, error: &Error) {
         let deadline = Instant::now() + LINGER;
+        self.spare = None;
         while !self.all_have_come() && Instant::now() < deadline {
-            // What else is wrong with those who come now does not matter any more. If nobody can come, it lasts.
+            // What else is wrong with those who come now does not matter any more. Those who have come make room for them,
+            // where that is what lacks.
             if self.receive(deadline).is_err() {
+                self.tell_early(error);
                 std::thread::sleep(RETRY);
             }
         }
@@ -422,7 +470,17 @@ impl<'a> Rendezvous<'a> {
         let guests = || self.guests.iter().flatten().chain(&self.rejected);
         let theirs = guests().filter_map(|guest| Some(guest.hello.as_ref()?.world));
         let world = theirs.fold(self.identity.world, usize::max);
-        (1..world.min(MAX_WORLD)).all(|rank| guests().any(|guest| guest.rank == rank))
+        let has_come = |rank| self.told.contains(&rank) || guests().any(|guest| guest.rank == rank);
+        (1..world.min(MAX_WORLD)).all(has_come)
+    }
+
+    /// Tells those who have come, and lets them go.
+    fn tell_early(&mut self, error: &Error) {
+        let seated = self.guests.iter_mut().filter_map(Option::take);
+        for guest in seated.chain(self.rejected.drain(..)) {
+            tell(&guest.stream, &Err(error.clone()), &[]);
+            self.told.push(guest.rank);
+        }
     }
 
     /// Waits for something to happen, until `until` at most, and handles so much of it that it is soon done, however
@@ -432,7 +490,7 @@ impl<'a> Rendezvous<'a> {
         fds.extend(
             self.strangers
                 .iter()
-                .map(|stranger| PollFd::new(&stranger.stream, PollFlags::IN)),
+                .map(|stranger| PollFd::new(&*stranger.stream, PollFlags::IN)),
         );
         let left = until.saturating_duration_since(Instant::now());
         wire::poll(&mut fds, left.min(Duration::from_millis(50)))
@@ -448,6 +506,11 @@ impl<'a> Rendezvous<'a> {
         for accepted in 0..ACCEPTED {
             let stream = match self.listener.accept() {
                 Ok((stream, _)) => stream,
+                // One of these may be nobody, and leave its place.
+                Err(error) if is_out_of_descriptors(&error) && !self.strangers.is_empty() => {
+                    std::thread::sleep(RETRY);
+                    return Ok(accepted);
+                }
                 Err(error) => match error.kind() {
                     io::ErrorKind::WouldBlock => return Ok(accepted),
                     io::ErrorKind::Interrupted | io::ErrorKind::ConnectionAborted => continue,
@@ -463,7 +526,7 @@ impl<'a> Rendezvous<'a> {
             }
             match user_of(&stream, peer) {
                 User::Same => self.strangers.push(Stranger {
-                    stream,
+                    stream: Arc::new(stream),
                     since: Instant::now(),
                     bytes: Vec::new(),
                 }),
@@ -594,7 +657,8 @@ pub mod fuzzing {
             let address = SocketAddr::from_abstract_name(name).expect("an address");
             let listener = UnixListener::bind_addr(&address).expect("a listener");
             let identity = Box::leak(Box::new(IDENTITY));
-            Rendezvous::new(identity, listener, PROTOCOL_VERSION).expect("a host")
+            let hello = Hello::new(identity).expect("the kernel's id");
+            Rendezvous::new(identity, hello, listener, PROTOCOL_VERSION).expect("a host")
         };
     }
 
@@ -607,7 +671,7 @@ pub mod fuzzing {
             return;
         };
         let mut stranger = Stranger {
-            stream,
+            stream: Arc::new(stream),
             since: Instant::now(),
             bytes: Vec::new(),
         };
@@ -631,7 +695,7 @@ pub mod fuzzing {
 
     /// The introductions of a rank, of the same on another host, and of one of another version.
     pub fn seeds() -> Vec<Vec<u8>> {
-        let hello = Hello::new(&IDENTITY);
+        let hello = Hello::new(&IDENTITY).expect("the kernel's id");
         let elsewhere = Hello {
             boot_id: "another".into(),
             ..hello.clone()

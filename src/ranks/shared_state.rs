@@ -16,6 +16,7 @@ use super::reports::ReportSender;
 use crate::error::{Error, Result};
 use crate::json;
 use crate::memory::Mapping;
+use crate::process::Process;
 use crate::schedule::board::{Note, Post, Report};
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::{Awaited, Epoch, Flag};
@@ -77,6 +78,8 @@ pub struct SharedState {
     departure: Mutex<Departure>,
     /// To a launcher that wants to know of the first failure.
     launcher: Option<ReportSender>,
+    /// The rank's. A fork of it has nothing to tell.
+    process: Process,
 }
 
 /// What is known of why this rank leaves.
@@ -109,6 +112,7 @@ impl SharedState {
             refused: Mutex::default(),
             departure: Mutex::default(),
             launcher: None,
+            process: Process::this(),
         }
     }
 
@@ -136,6 +140,9 @@ impl SharedState {
 
     /// Reports a failure to every rank. Returns the group's first failure: this one, or an earlier.
     pub fn fail(&self, error: Error) -> Error {
+        if let Err(forked) = self.refuse_fork() {
+            return forked;
+        }
         // As the others will read it.
         let error = json::fitted(error, FAULT_BYTES);
         let bytes = json::of_error(&error);
@@ -145,6 +152,12 @@ impl SharedState {
         } else {
             self.fault().unwrap_or(error)
         }
+    }
+
+    /// Fails in a fork of this rank's process. There nothing that other threads may have locked is touched, and nothing is told to
+    /// the other ranks or the launcher.
+    pub fn refuse_fork(&self) -> Result<()> {
+        self.process.require(self.rank)
     }
 
     /// If this thread panics, tells the others that this rank does.
@@ -192,7 +205,9 @@ impl SharedState {
 
     /// This rank has got an error from a call that it may make again; or has made one since.
     pub fn note_got(&self, error: Option<&Error>) {
-        self.departure().got = error.cloned();
+        if self.refuse_fork().is_ok() {
+            self.departure().got = error.cloned();
+        }
     }
 
     fn departure(&self) -> MutexGuard<'_, Departure> {
@@ -216,6 +231,9 @@ impl SharedState {
     /// Says that this rank lets go of the group in order: it has completed all it began. Unless its function has ended,
     /// that may say why.
     pub fn let_go(&self) {
+        if self.refuse_fork().is_err() {
+            return;
+        }
         let departure = self.departure();
         let has_ended = departure.has_ended;
         self.block().left[self.rank].signal(if has_ended { GONE } else { LEFT });
@@ -224,6 +242,9 @@ impl SharedState {
     /// This rank's function has ended, because of `reason` if it has one, which those who wait for the rank get. It may
     /// have handed the group on: then the rank has not left yet.
     pub fn end(&self, reason: Option<Error>) {
+        if self.refuse_fork().is_err() {
+            return;
+        }
         let mut departure = self.departure();
         departure.has_ended = true;
         match (self.has_left(self.rank), reason) {
@@ -235,6 +256,9 @@ impl SharedState {
 
     /// Says that this rank leaves, and why, if it has a reason: those who wait for it get that.
     fn leave(&self, reason: Option<&Error>) {
+        if self.refuse_fork().is_err() {
+            return;
+        }
         if let Some(reason) = reason {
             let bytes = encode(reason, NOTE_BYTES);
             self.block().reasons[self.rank].write(GIVEN, &bytes);
@@ -245,6 +269,9 @@ impl SharedState {
     /// Says that this rank, a process, leaves in order; and why, as far as that is known: the last that it has got of
     /// the group is an error.
     pub fn leave_with_what_it_got(&self) {
+        if self.refuse_fork().is_err() {
+            return;
+        }
         let got = self.departure().got.as_ref().map(Error::to_string);
         let reason = got.map(|words| self.program_failed(words));
         self.leave(reason.as_ref());

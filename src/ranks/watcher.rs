@@ -46,7 +46,7 @@ impl Watcher {
         let thread = std::thread::Builder::new()
             .name(format!("gemmesh-watch-{rank}"))
             .spawn(move || watch(rank, &shared, peers, &stopped))
-            .map_err(Error::system(rank, "start a thread"))?;
+            .map_err(Error::not_started(rank, "a thread"))?;
         Ok(Watcher {
             stop: Some(stop),
             thread: Some(thread),

@@ -2,13 +2,13 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags,
 };
 
@@ -47,8 +47,8 @@ impl<E> From<io::Error> for WireError<E> {
     }
 }
 
-/// A frame: its bytes, and the descriptors that came with it.
-pub type Frame = (Vec<u8>, Vec<OwnedFd>);
+/// A frame: its bytes, and the descriptors that came with it, or why this process could not have all of them.
+pub type Frame = (Vec<u8>, io::Result<Vec<OwnedFd>>);
 
 /// One control connection and how long, and how long only, to wait on it.
 pub struct Channel<'a, C> {
@@ -103,7 +103,7 @@ impl<E, C: Fn() -> Result<(), E>> Channel<'_, C> {
 
     /// Receives a frame of at most `limit` bytes.
     pub fn receive(&self, limit: usize) -> Result<Frame, WireError<E>> {
-        let mut fds = Vec::new();
+        let mut fds = Ok(Vec::new());
         let mut length = [0; 4];
         self.receive_part(&mut length, &mut fds)?;
         let length = u32::from_le_bytes(length) as usize;
@@ -113,7 +113,10 @@ impl<E, C: Fn() -> Result<(), E>> Channel<'_, C> {
         let mut payload = Vec::new();
         while payload.len() < length {
             let begin = payload.len();
-            payload.resize(length.min(begin + PIECE), 0);
+            let piece = PIECE.min(length - begin);
+            let refused = |_| WireError::Io(rustix::io::Errno::NOMEM.into());
+            payload.try_reserve(piece).map_err(refused)?;
+            payload.resize(begin + piece, 0);
             self.receive_part(&mut payload[begin..], &mut fds)?;
         }
         Ok((payload, fds))
@@ -123,7 +126,7 @@ impl<E, C: Fn() -> Result<(), E>> Channel<'_, C> {
     fn receive_part(
         &self,
         mut bytes: &mut [u8],
-        fds: &mut Vec<OwnedFd>,
+        fds: &mut io::Result<Vec<OwnedFd>>,
     ) -> Result<(), WireError<E>> {
         while !bytes.is_empty() {
             let mut space = [MaybeUninit::uninit(); ancillary_space()];
@@ -135,9 +138,13 @@ impl<E, C: Fn() -> Result<(), E>> Channel<'_, C> {
                 RecvFlags::CMSG_CLOEXEC,
             );
             for message in control.drain() {
-                if let RecvAncillaryMessage::ScmRights(rights) = message {
+                if let (RecvAncillaryMessage::ScmRights(rights), Ok(fds)) = (message, &mut *fds) {
                     fds.extend(rights);
                 }
+            }
+            // There is room for as many as a frame has. So it is the receiver's limit that holds some back.
+            if matches!(&received, Ok(message) if message.flags.contains(ReturnFlags::CTRUNC)) {
+                *fds = Err(rustix::io::Errno::MFILE.into());
             }
             match received {
                 Ok(message) if message.bytes == 0 => return Err(WireError::Closed),
@@ -192,16 +199,12 @@ pub fn has_hung_up(stream: &UnixStream) -> bool {
     poll(&mut fds, Duration::ZERO).is_ok() && fds[0].revents().intersects(closed)
 }
 
-/// Borrows descriptors for sending.
-pub fn borrow(fds: &[OwnedFd]) -> Vec<BorrowedFd<'_>> {
-    fds.iter().map(AsFd::as_fd).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::convert::Infallible;
     use std::io::Write;
+    use std::os::fd::AsFd;
 
     fn channel(
         stream: &UnixStream,
@@ -225,7 +228,7 @@ mod tests {
             receiver.join().unwrap()
         });
         assert_eq!(received, payload);
-        assert_eq!(fds.len(), 2);
+        assert_eq!(fds.unwrap().len(), 2);
     }
 
     #[test]

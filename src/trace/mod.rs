@@ -6,6 +6,7 @@ use crate::backend::Backend;
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::json;
+use crate::resources::require_file_size;
 pub use crate::span::{Lane, Span, Work};
 
 #[cfg(feature = "timeline")]
@@ -94,8 +95,8 @@ impl Timeline {
         let path = path.as_ref();
         let bytes = serde_json::to_vec(&self.chrome()).map_err(std::io::Error::from);
         bytes
-            .and_then(|bytes| std::fs::write(path, bytes))
-            .map_err(Error::system(None, format!("write {}", path.display())))
+            .map_err(Error::system(None, "write a trace as JSON"))
+            .and_then(|bytes| write(path, &bytes))
     }
 
     fn chrome(&self) -> serde_json::Value {
@@ -174,6 +175,19 @@ fn thread_of(lane: Lane) -> usize {
         Lane::Caller(index) => index.saturating_add(1),
         Lane::Worker(index) => index.saturating_add(3),
     }
+}
+
+/// Writes a file, unless it is larger than this process may write.
+fn write(path: &Path, bytes: &[u8]) -> Result<()> {
+    // Devices and pipes have no size.
+    let is_file = std::fs::metadata(path).map_or(true, |metadata| metadata.is_file());
+    let allowed = match is_file {
+        true => require_file_size(bytes.len() as u64),
+        false => Ok(()),
+    };
+    allowed
+        .and_then(|()| std::fs::write(path, bytes))
+        .map_err(Error::system(None, format!("write {}", path.display())))
 }
 
 #[cfg(test)]

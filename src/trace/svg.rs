@@ -47,21 +47,25 @@ impl Timeline {
     /// [`Error::System`] if the file can't be written.
     pub fn write_svg(&self, path: impl AsRef<Path>, title: &str) -> Result<()> {
         let path = path.as_ref();
-        self.draw(path, title).map_err(|e| Error::System {
+        let mut picture = String::new();
+        let drawn = self.draw(&mut picture, title);
+        drawn.map_err(|e| Error::System {
             rank: None,
-            action: format!("write {}", path.display()),
+            action: "draw a timeline".into(),
             reason: e.to_string(),
-        })
+        })?;
+        super::write(path, picture.as_bytes())
     }
 
-    fn draw(&self, path: &Path, title: &str) -> Drawn {
+    fn draw(&self, picture: &mut String, title: &str) -> Drawn {
         let bands: Vec<Band> = self
             .traces
             .iter()
             .map(|trace| Band::new(&trace.spans))
             .collect();
         let height: i32 = bands.iter().map(|band| band.height() + BAND_GAP).sum();
-        let area = SVGBackend::new(path, (WIDTH, (TOP + height + AXIS) as u32)).into_drawing_area();
+        let size = (WIDTH, (TOP + height + AXIS) as u32);
+        let area = SVGBackend::with_string(picture, size).into_drawing_area();
         area.fill(&WHITE)?;
         let scale = Scale::new(self);
 

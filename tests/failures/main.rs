@@ -7,6 +7,7 @@ mod support;
 mod ends;
 mod forks;
 mod launcher;
+mod limits;
 mod memory;
 mod mismatches;
 mod reasons;

@@ -36,7 +36,8 @@ impl Symmetric {
         bytes: usize,
         initialise: impl Fn(&mut Region) -> Result<()>,
     ) -> Result<Symmetric> {
-        let attempt = || -> Result<(Mapping, Vec<OwnedFd>)> {
+        let attempt = || -> Result<Vec<Mapping>> {
+            reclaimer.settle();
             let mut own = None;
             let mut offer = || -> Result<OwnedFd> {
                 let (mut memory, fd) = Mapping::create(device, bytes)?;
@@ -44,18 +45,16 @@ impl Symmetric {
                 own = Some(memory);
                 Ok(fd)
             };
-            reclaimer.settle();
-            let gathered = members.exchange(call, offer().map(|fd| (Vec::new(), Some(fd))))?;
-            match own {
-                Some(own) if gathered.fds.len() == members.world => Ok((own, gathered.fds)),
-                _ => Err(members.fail(Error::System {
-                    rank: Some(members.rank),
-                    action: format!("receive {} descriptors", members.world),
-                    reason: format!("{} came; raise the limit on open files", gathered.fds.len()),
-                })),
-            }
+            let offered = offer();
+            members.share(call, offered, |fds| {
+                let maps = fds.iter().enumerate().map(|(peer, fd)| {
+                    let own = own.take_if(|_| peer == members.rank);
+                    own.map_or_else(|| peers.import(device, members, peer, fd, bytes), Ok)
+                });
+                maps.collect()
+            })
         };
-        let (own, fds) = match attempt() {
+        let maps = match attempt() {
             // The same on every rank.
             Err(Error::OutOfMemory { .. }) => {
                 // The others wait for this rank meanwhile.
@@ -65,16 +64,9 @@ impl Symmetric {
             }
             first => first?,
         };
-        let mut own = Some(own);
-        let maps = fds.iter().enumerate().map(|(peer, fd)| {
-            let own = own.take_if(|_| peer == members.rank);
-            own.map_or_else(|| peers.import(device, members, peer, fd, bytes), Ok)
-        });
-        // The others have theirs and go on: they must hear of a failure.
-        let maps = maps.collect::<Result<Vec<_>>>();
         Ok(Symmetric {
             rank: members.rank,
-            maps: Deferred::new(maps.map_err(|e| members.fail(e))?, reclaimer),
+            maps: Deferred::new(maps, reclaimer),
         })
     }
 

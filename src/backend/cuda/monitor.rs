@@ -147,7 +147,7 @@ impl Monitor {
                 let watch = watch.clone();
                 move || watch.run()
             })
-            .map_err(Error::system(members.rank, "start a thread"))?;
+            .map_err(Error::not_started(members.rank, "a thread"))?;
         Ok(Monitor {
             watch,
             thread: Some(thread),

@@ -12,6 +12,9 @@ use crate::element::Element;
 /// operands as they are, and packs nothing.
 const LANES: usize = 16;
 
+/// Deeper steps `gemm` cuts itself, where depends on the tile's height and width: then a row's bits would too.
+const DEEPEST: usize = 512;
+
 /// A worker's memory, kept from tile to tile.
 #[derive(Debug, Default)]
 pub struct Scratch {
@@ -23,6 +26,19 @@ pub struct Scratch {
     sums: Vec<f32>,
     /// [columns]
     row: Vec<f32>,
+}
+
+impl Scratch {
+    /// How much of each a tile of so many rows and columns needs.
+    pub fn needed(rows: usize, columns: usize, tile_k: usize) -> [usize; 4] {
+        let (padded, depth) = (rows.next_multiple_of(LANES), tile_k.min(DEEPEST));
+        [depth * padded, columns * depth, columns * padded, columns]
+    }
+
+    pub fn vectors(&mut self) -> [&mut Vec<f32>; 4] {
+        let Scratch { a, b, sums, row } = self;
+        [a, b, sums, row]
+    }
 }
 
 /// What one tile is computed from.
@@ -60,8 +76,7 @@ pub fn tile<T: Element>(
         sums,
         row: sums_of_row,
     } = scratch;
-    // Deeper steps `gemm` cuts itself, where depends on the tile's height and width: then a row's bits would too.
-    let tile_k = tile_k.min(512);
+    let tile_k = tile_k.min(DEEPEST);
     let sums = grown(sums, columns * padded);
     for begin in (0..k).step_by(tile_k) {
         let depth = tile_k.min(k - begin);

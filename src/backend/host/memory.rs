@@ -4,8 +4,9 @@ use std::io;
 use std::os::fd::OwnedFd;
 
 use crate::error::{Error, Result};
-use crate::memory::{Mapping, memfd, require_available};
+use crate::memory::{Mapping, memfd};
 use crate::ranks::members::{Members, OPENING};
+use crate::resources::{lacking, rooms};
 use crate::schedule::{Epoch, Flag, FlagBlock};
 use crate::schedule::{MAX_FLAGS, layout::MAX_WORLD};
 
@@ -18,52 +19,50 @@ pub struct Symmetric {
 }
 
 impl Symmetric {
-    /// Collective, as `call`. `initialise` writes this rank's memory before another rank can see it.
+    /// Collective, as `call`. `ready`: what this rank did before, for all to hear of. `initialise` writes this rank's memory before
+    /// another rank can see it. If one rank cannot have its memory, or map that of all, all get its error, and the group goes on.
     pub fn allocate(
         members: &Members,
         call: &str,
+        ready: Result<()>,
         bytes: usize,
         initialise: impl FnOnce(*mut u8),
     ) -> Result<Symmetric> {
         let rank = members.rank;
-        // All ranks take theirs from one machine: nobody begins unless it has room for all.
-        let room = if rank == 0 {
-            require_available(bytes.saturating_mul(members.world))
-        } else {
-            Ok(())
-        };
-        let room = room.map_err(out_of_memory(rank, bytes));
-        members.exchange(call, room.map(|()| (Vec::new(), None)))?;
+        // Ranks share a machine, and perhaps a control group: nobody begins unless there is room for all.
+        let rooms = ready.map(|()| (serde_json::to_vec(&rooms()).unwrap_or_default(), None));
+        let rooms = members.exchange(call, rooms)?.payloads;
+        let rooms = rooms.iter().enumerate().map(|(rank, rooms)| {
+            serde_json::from_slice(rooms).map_err(|error| {
+                let reason = error.to_string();
+                members.fail(Error::Message { rank, reason })
+            })
+        });
+        if let Some((rank, reason)) = lacking(&rooms.collect::<Result<Vec<_>>>()?, bytes) {
+            return Err(Error::OutOfMemory {
+                rank,
+                bytes,
+                reason,
+            });
+        }
         let allocate = || -> io::Result<OwnedFd> {
             let fd = memfd(bytes)?;
             initialise(Mapping::shared(&fd, bytes)?.as_ptr());
             Ok(fd)
         };
-        let own = allocate().map_err(out_of_memory(rank, bytes));
-        let gathered = members.exchange(call, own.map(|fd| (Vec::new(), Some(fd))))?;
-        if gathered.fds.len() != members.world {
-            return Err(members.fail(Error::System {
-                rank: Some(rank),
-                action: format!("receive {} descriptors", members.world),
-                reason: format!("{} came; raise the limit on open files", gathered.fds.len()),
-            }));
-        }
-        let maps = gathered
-            .fds
-            .iter()
-            .enumerate()
-            .map(|(owner, fd)| {
+        let own = allocate().map_err(Error::out_of_memory(rank, bytes));
+        let maps = members.share(call, own, |fds| {
+            let map = |(owner, fd)| {
                 Mapping::shared(fd, bytes).map_err(|error| match error.kind() {
                     io::ErrorKind::InvalidData => Error::Message {
                         rank: owner,
                         reason: error.to_string(),
                     },
-                    _ => out_of_memory(rank, bytes)(error),
+                    _ => Error::out_of_memory(rank, bytes)(error),
                 })
-            })
-            .collect::<Result<Vec<_>>>()
-            // The others have theirs and go on: they must hear of it.
-            .map_err(|e| members.fail(e))?;
+            };
+            fds.iter().enumerate().map(map).collect::<Result<Vec<_>>>()
+        })?;
         Ok(Symmetric { rank, maps })
     }
 
@@ -75,14 +74,6 @@ impl Symmetric {
     /// The memory of `rank`.
     pub fn of(&self, rank: usize) -> *mut u8 {
         self.maps[rank].as_ptr()
-    }
-}
-
-pub fn out_of_memory(rank: usize, bytes: usize) -> impl FnOnce(io::Error) -> Error {
-    move |error| Error::OutOfMemory {
-        rank,
-        bytes,
-        reason: error.to_string(),
     }
 }
 
@@ -101,10 +92,10 @@ struct Layout {
 }
 
 impl Flags {
-    /// Collective. All flags hold the epoch before `first`.
-    pub fn open(members: &Members, first: Epoch) -> Result<Flags> {
+    /// Collective. All flags hold the epoch before `first`. `ready`: what this rank did before, for all to hear of.
+    pub fn open(members: &Members, ready: Result<()>, first: Epoch) -> Result<Flags> {
         let bytes = size_of::<Layout>();
-        let memory = Symmetric::allocate(members, OPENING, bytes, |own| {
+        let memory = Symmetric::allocate(members, OPENING, ready, bytes, |own| {
             for index in 0..bytes / size_of::<Flag>() {
                 // SAFETY: the memory is page-aligned, as long as a Layout, which consists of flags, and not
                 // known to any other rank yet.

@@ -9,9 +9,11 @@ mod memory;
 mod sum;
 mod workers;
 
-use std::sync::Mutex;
+use std::collections::TryReserveError;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use memory::{Flags, Symmetric};
+use rustix::io::Errno;
 use workers::Workers;
 
 use super::sealed::{self, Call};
@@ -19,6 +21,7 @@ use super::{Backend, Options, Owner};
 use crate::error::{Error, Result};
 use crate::memory::Mapping;
 use crate::ranks::members::Members;
+use crate::resources::{explain, require_available};
 use crate::schedule::drive::Produced;
 use crate::schedule::layout::limit;
 use crate::schedule::reduce_scatter;
@@ -45,6 +48,76 @@ struct Scratch {
     sum: sum::Scratch,
     /// What the function of a gate is multiplied with: [rows, columns] of a tile.
     times: Vec<f32>,
+}
+
+/// How many numbers each vector of a worker's memory holds.
+type Lengths = [usize; 8];
+
+impl Scratch {
+    fn vectors(&mut self) -> [&mut Vec<f32>; 8] {
+        let [a, b, sums, row] = self.tile.vectors();
+        let [total, wide, rounded] = self.sum.vectors();
+        [a, b, sums, row, &mut self.times, total, wide, rounded]
+    }
+
+    /// What any tile of a schedule needs, and any row of its sums.
+    fn needed(schedule: &Schedule) -> Lengths {
+        let mut needed = [0; 8];
+        let mut columns = schedule.reduction().map_or(0, |reduction| reduction.n);
+        if let Some(product) = schedule.product() {
+            let tiles = || schedule.tiles().iter();
+            let rows = tiles().map(|tile| product.rows(tile).len()).max();
+            let widest = tiles().map(|tile| product.columns(tile).len()).max();
+            let (rows, widest) = (rows.unwrap_or(0), widest.unwrap_or(0));
+            let depth = product.k.min(product.config.tile.k);
+            let times = if product.gated { rows * widest } else { 0 };
+            needed[..4].copy_from_slice(&matmul::Scratch::needed(rows, widest, depth));
+            needed[4] = times;
+            columns = columns.max(widest);
+        }
+        needed[5..].fill(columns);
+        needed
+    }
+
+    /// The bytes that are missing.
+    fn missing(&mut self, needed: &Lengths) -> usize {
+        let vectors = self.vectors().into_iter().zip(needed);
+        let missing = vectors.map(|(vector, &needed)| needed.saturating_sub(vector.capacity()));
+        missing.sum::<usize>().saturating_mul(size_of::<f32>())
+    }
+
+    fn reserve(&mut self, needed: &Lengths) -> Result<(), TryReserveError> {
+        let mut vectors = self.vectors().into_iter().zip(needed);
+        vectors.try_for_each(|(vector, &needed)| {
+            vector.try_reserve_exact(needed.saturating_sub(vector.len()))
+        })
+    }
+}
+
+impl Host {
+    /// Lets each worker have what it needs for a schedule, so that none finds it missing amid an operation.
+    fn reserve(&self, rank: usize, schedule: &Schedule) -> Result<()> {
+        let needed = Scratch::needed(schedule);
+        let scratches = self.scratch.iter();
+        // A panic while one was held has not left it half-changed.
+        let scratches = scratches.map(|one| one.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut scratches: Vec<MutexGuard<Scratch>> = scratches.collect();
+        let missing = scratches.iter_mut().map(|one| one.missing(&needed));
+        let bytes = missing.fold(0, usize::saturating_add);
+        if bytes == 0 {
+            return Ok(());
+        }
+        let refused = |reason: String| Error::OutOfMemory {
+            rank,
+            bytes,
+            reason: format!("for the tiles of its workers: {reason}"),
+        };
+        require_available(bytes).map_err(|error| refused(explain(&error)))?;
+        let mut scratches = scratches.iter_mut();
+        scratches
+            .try_for_each(|one| one.reserve(&needed))
+            .map_err(|_| refused(explain(&Errno::NOMEM.into())))
+    }
 }
 
 /// A rank's own memory of one matrix.
@@ -122,11 +195,13 @@ impl sealed::Backend for Host {
                 max: usize::MAX,
             }));
         }
-        let flags = Flags::open(members, options.first_epoch)?;
-        let workers = Workers::start(members.rank, count).map_err(|e| members.fail(e))?;
+        // If that fails, the others are told in the first exchange.
+        let workers = Workers::start(members.rank, count);
+        let ready = workers.as_ref().map(|_| ()).map_err(Error::clone);
+        let flags = Flags::open(members, ready, options.first_epoch)?;
         Ok(Host {
             flags,
-            workers,
+            workers: workers?,
             link: options.link,
             scratch: (0..count).map(|_| Mutex::default()).collect(),
         })
@@ -153,10 +228,11 @@ impl sealed::Backend for Host {
         Ok(false)
     }
 
-    fn prepare(&self, _members: &Members, schedule: Schedule) -> Result<Program> {
+    fn prepare(&self, members: &Members, schedule: Schedule) -> Result<Program> {
         let matrices = schedule.matrices().len();
         let what = "matrices of a schedule on the host";
         limit(what, matrices, 0, engine::MAX_MATRICES)?;
+        self.reserve(members.rank, &schedule)?;
         Ok(Program {
             produced: Mutex::new(Produced::of(&schedule)),
             schedule,
@@ -168,13 +244,13 @@ impl sealed::Backend for Host {
     }
 
     fn symmetric(&self, members: &Members, call: &str, bytes: usize) -> Result<Symmetric> {
-        Symmetric::allocate(members, call, bytes, |_| {})
+        Symmetric::allocate(members, call, Ok(()), bytes, |_| {})
     }
 
     fn buffer(&self, members: &Members, rows: usize, width: usize) -> Result<Buffer> {
         let bytes = rows.saturating_mul(width);
         let memory = Mapping::private(bytes);
-        let memory = memory.map_err(memory::out_of_memory(members.rank, bytes))?;
+        let memory = memory.map_err(Error::out_of_memory(members.rank, bytes))?;
         Ok(Buffer {
             memory: Memory::Own(memory),
             pitch: width,

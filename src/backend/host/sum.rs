@@ -83,6 +83,18 @@ pub struct Scratch {
     rounded: Vec<f32>,
 }
 
+impl Scratch {
+    /// Each has as many as a sum has columns, at most.
+    pub fn vectors(&mut self) -> [&mut Vec<f32>; 3] {
+        let Scratch {
+            total,
+            wide,
+            rounded,
+        } = self;
+        [total, wide, rounded]
+    }
+}
+
 /// Columns of a sum, as they lie in the call's matrices.
 #[derive(Clone, Copy)]
 pub struct Columns<'a> {

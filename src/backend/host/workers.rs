@@ -2,7 +2,9 @@
 //! and wait for the next operation, so that an operation starts no thread and allocates nothing.
 
 use std::any::Any;
+use std::error::Error as _;
 use std::fmt;
+use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -70,15 +72,20 @@ impl Workers {
                 let slot = slot.clone();
                 move || work(&slot, Role::Copier)
             })
-            .map_err(Error::system(rank, "start a thread"))?;
+            .map_err(Error::not_started(rank, "a thread"))?;
         let pool = ThreadPoolBuilder::new()
             .num_threads(workers)
             .thread_name(move |index| format!("gemmesh-work-{rank}-{index}"))
             .build()
-            .map_err(|e| Error::System {
-                rank: Some(rank),
-                action: format!("start {workers} workers"),
-                reason: e.to_string(),
+            .map_err(|error| {
+                let refused = error.source().and_then(|source| source.downcast_ref());
+                // Its own words, if it is not the system that refuses.
+                let refused = refused.and_then(io::Error::raw_os_error);
+                let refused = match refused {
+                    Some(number) => io::Error::from_raw_os_error(number),
+                    None => io::Error::other(error),
+                };
+                Error::not_started(rank, format!("{workers} workers"))(refused)
             });
         let workers = Workers {
             process: Process::this(),

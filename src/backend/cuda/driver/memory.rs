@@ -10,6 +10,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 
 use cudarc::driver::sys;
+use rustix::event::{EventfdFlags, eventfd};
 
 use super::{BLOCK, Device, DevicePtr, check, is_fork, lock};
 use crate::error::{Error, Result};
@@ -257,7 +258,8 @@ impl Mapping {
         // SAFETY: writes the local, which is what this type of handle is.
         let fd = unsafe {
             let to = (&raw mut fd).cast();
-            cuda!(rank, cuMemExportToShareableHandle(to, handle.0, HANDLE, 0))?;
+            let exported = cuda!(rank, cuMemExportToShareableHandle(to, handle.0, HANDLE, 0));
+            exported.map_err(|error| no_descriptor(rank).unwrap_or(error))?;
             OwnedFd::from_raw_fd(fd)
         };
         let mut mapping = Mapping::map(device, &handle, bytes, reserved)?;
@@ -343,6 +345,14 @@ impl Drop for Mapping {
             }
         }
     }
+}
+
+/// If this process can have no more descriptors: that, which the driver does not say.
+fn no_descriptor(rank: usize) -> Option<Error> {
+    let refused = eventfd(0, EventfdFlags::CLOEXEC).err()?;
+    Some(Error::system(rank, "share memory of its GPU")(
+        refused.into(),
+    ))
 }
 
 /// Memory as the driver counts who keeps it.

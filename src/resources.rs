@@ -1,0 +1,371 @@
+//! What the system lets this process have: limits of its own, and those of the control groups that it is in.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use rustix::io::Errno;
+use rustix::process::{Resource, getrlimit};
+use serde::{Deserialize, Serialize};
+
+/// A limit of this process: on what, and what the system and `ulimit` call it.
+struct Limit(Resource, &'static str, &'static str);
+
+const OPEN_FILES: Limit = Limit(Resource::Nofile, "open files", "RLIMIT_NOFILE, ulimit -n");
+const FILE_SIZE: Limit = Limit(
+    Resource::Fsize,
+    "the bytes of a file, as which shared memory counts,",
+    "RLIMIT_FSIZE, ulimit -f",
+);
+const ADDRESS_SPACE: Limit = Limit(
+    Resource::As,
+    "bytes of address space",
+    "RLIMIT_AS, ulimit -v",
+);
+const DATA: Limit = Limit(Resource::Data, "bytes of data", "RLIMIT_DATA, ulimit -d");
+const LOCKED: Limit = Limit(
+    Resource::Memlock,
+    "bytes of locked memory",
+    "RLIMIT_MEMLOCK, ulimit -l",
+);
+const PROCESSES: Limit = Limit(
+    Resource::Nproc,
+    "threads of this user",
+    "RLIMIT_NPROC, ulimit -u",
+);
+
+impl Limit {
+    /// How much is allowed, if not everything.
+    fn value(&self) -> Option<u64> {
+        getrlimit(self.0).current
+    }
+
+    /// In words, if there is one.
+    fn words(&self) -> Option<String> {
+        let Limit(_, what, names) = self;
+        Some(format!(
+            "; the limit on {what} is {} ({names})",
+            self.value()?
+        ))
+    }
+}
+
+/// The system's words for `error`, with the limits that it may come of.
+pub fn explain(error: &io::Error) -> String {
+    let limits: &[Limit] = match Errno::from_io_error(error) {
+        // Descriptors on their way count too.
+        Some(Errno::MFILE | Errno::TOOMANYREFS) => &[OPEN_FILES],
+        Some(Errno::NOMEM) => &[ADDRESS_SPACE, DATA],
+        Some(Errno::FBIG) => &[FILE_SIZE],
+        _ => &[],
+    };
+    named(error, limits)
+}
+
+/// As [`explain`], where a thread or a process could not be started.
+pub fn explain_start(error: &io::Error) -> String {
+    match Errno::from_io_error(error) {
+        Some(Errno::AGAIN) => {
+            let most = threads_of_control_group();
+            let most = most.map(|most| format!("; that of its control group is {most} (pids.max)"));
+            named(error, &[PROCESSES, ADDRESS_SPACE]) + &most.unwrap_or_default()
+        }
+        _ => explain(error),
+    }
+}
+
+/// As [`explain`], where memory could not be mapped.
+pub fn explain_memory(error: &io::Error) -> String {
+    match Errno::from_io_error(error) {
+        // Of a process that locks all that it will map.
+        Some(Errno::AGAIN) => named(error, &[LOCKED]),
+        _ => explain(error),
+    }
+}
+
+fn named(error: &io::Error, limits: &[Limit]) -> String {
+    let words = limits.iter().filter_map(Limit::words);
+    words.fold(error.to_string(), |all, limit| all + &limit)
+}
+
+/// Whether `error` says that there is no memory, rather than no descriptor.
+pub fn is_memory(error: &io::Error) -> bool {
+    let refused = [Errno::NOMEM, Errno::AGAIN, Errno::NOSPC, Errno::FBIG];
+    error.kind() == io::ErrorKind::OutOfMemory
+        || Errno::from_io_error(error).is_some_and(|errno| refused.contains(&errno))
+}
+
+/// Fails for a file that this process may not write. The system would end the process by a signal, SIGXFSZ.
+pub fn require_file_size(bytes: u64) -> io::Result<()> {
+    match FILE_SIZE.value() {
+        Some(most) if bytes > most => Err(Errno::FBIG.into()),
+        _ => Ok(()),
+    }
+}
+
+/// Something that several ranks may share, and that has room for so much more.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Room {
+    /// The same for all that share it, wherever they see it from.
+    id: (u64, u64),
+    available: u64,
+    /// In words: available where.
+    place: String,
+}
+
+/// Where this process's memory comes from, outermost last.
+pub fn rooms() -> Vec<Room> {
+    let machine = fs::read_to_string("/proc/meminfo")
+        .ok()
+        .and_then(|text| meminfo_bytes(&text, "MemAvailable"));
+    let machine = machine.map(|available| Room {
+        id: (0, 0),
+        available,
+        place: "on this machine".into(),
+    });
+    let groups = control_groups("memory").into_iter();
+    groups
+        .filter_map(|directory| room_of(&directory))
+        .chain(machine)
+        .collect()
+}
+
+/// Linux promises more memory than there is, and ends processes when they use it; so ask first.
+pub fn require_available(bytes: usize) -> io::Result<()> {
+    match lacking(&[rooms()], bytes) {
+        None => Ok(()),
+        Some((_, words)) => Err(io::Error::new(io::ErrorKind::OutOfMemory, words)),
+    }
+}
+
+/// Whether ranks with these rooms lack memory for `bytes` each: if so, a rank that does, and why in words.
+pub fn lacking(ranks: &[Vec<Room>], bytes: usize) -> Option<(usize, String)> {
+    let rooms = ranks.iter().enumerate();
+    let mut rooms = rooms.flat_map(|(rank, rooms)| rooms.iter().map(move |room| (rank, room)));
+    rooms.find_map(|(rank, room)| {
+        let sharers = ranks.iter().flatten().filter(|other| other.id == room.id);
+        // They have looked at different moments.
+        let (count, available) = sharers.fold((0, 0), |(count, most), other| {
+            (count + 1, most.max(other.available))
+        });
+        let needed = (bytes as u64).saturating_mul(count);
+        let place = &room.place;
+        (needed > available).then(|| {
+            let words = format!(
+                "{available} bytes are available {place}, where {needed} are needed in all"
+            );
+            (rank, words)
+        })
+    })
+}
+
+/// What a control group's limit leaves, if it has one.
+fn room_of(directory: &Path) -> Option<Room> {
+    let number = |names: [&str; 2]| {
+        let mut texts = names
+            .iter()
+            .map(|name| fs::read_to_string(directory.join(name)));
+        // "max" is no limit.
+        texts.find_map(|text| text.ok()?.trim().parse::<u64>().ok())
+    };
+    let limit = number(["memory.max", "memory.limit_in_bytes"])?;
+    let used = number(["memory.current", "memory.usage_in_bytes"])?;
+    let statistics = fs::read_to_string(directory.join("memory.stat")).ok()?;
+    // Pages of files make room for others, and shared memory is not among these. Version 1 counts those of groups within apart.
+    let cached = |name: &str| {
+        let total = stat(&statistics, &format!("total_{name}"));
+        total.or_else(|| stat(&statistics, name)).unwrap_or(0)
+    };
+    let cached = cached("active_file") + cached("inactive_file");
+    let metadata = fs::metadata(directory).ok()?;
+    Some(Room {
+        id: (metadata.dev(), metadata.ino()),
+        available: limit.saturating_sub(used.saturating_sub(cached)),
+        place: "to this process's control group".into(),
+    })
+}
+
+/// The directories of this process's control group and of those around it, as far as it sees them, that may have limits of
+/// `controller`. A container's is one.
+fn control_groups(controller: &str) -> Vec<PathBuf> {
+    let read = |path| fs::read_to_string(path).unwrap_or_default();
+    found(
+        controller,
+        &read("/proc/self/cgroup"),
+        &read("/proc/self/mountinfo"),
+    )
+}
+
+/// The same, by what the files of these names say: of both versions, which a system may have side by side.
+fn found(controller: &str, groups: &str, mounts: &str) -> Vec<PathBuf> {
+    let has = |list: &str| list.split(',').any(|name| name == controller);
+    let mounts = mounts.lines().filter_map(|line| {
+        let (mount, kind) = line.split_once(" - ")?;
+        let mut mount = mount.split(' ').skip(3);
+        let (root, point) = (mount.next()?, mount.next()?);
+        let mut kind = kind.split(' ');
+        let (kind, options) = (kind.next()?, kind.nth(1)?);
+        let mut groups = groups.lines().filter_map(|line| {
+            let (_, line) = line.split_once(':')?;
+            line.split_once(':')
+        });
+        let (_, group) = match kind {
+            "cgroup2" => groups.find(|(controllers, _)| controllers.is_empty())?,
+            "cgroup" if has(options) => groups.find(|(controllers, _)| has(controllers))?,
+            _ => return None,
+        };
+        // In a container the mount may begin at its own group, whose path is that on the host.
+        let below = Path::new(group).strip_prefix(root);
+        Some((
+            PathBuf::from(point),
+            below.unwrap_or(Path::new("")).to_owned(),
+        ))
+    });
+    let directories = mounts.flat_map(|(point, below)| {
+        let group = point.join(below);
+        let around = group
+            .ancestors()
+            .take_while(|group| group.starts_with(&point));
+        around.map(Path::to_owned).collect::<Vec<_>>()
+    });
+    directories.collect()
+}
+
+/// How many threads the strictest of this process's control groups may have.
+fn threads_of_control_group() -> Option<u64> {
+    let groups = control_groups("pids").into_iter();
+    let most = groups.filter_map(|group| fs::read_to_string(group.join("pids.max")).ok());
+    most.filter_map(|most| most.trim().parse().ok()).min()
+}
+
+/// A number of a control group's statistics.
+fn stat(text: &str, name: &str) -> Option<u64> {
+    let mut lines = text.lines().filter_map(|line| line.split_once(' '));
+    lines.find(|(key, _)| *key == name)?.1.parse().ok()
+}
+
+fn meminfo_bytes(text: &str, field: &str) -> Option<u64> {
+    let line = text.lines().find_map(|l| l.strip_prefix(field))?;
+    let kib: u64 = line
+        .trim_start_matches(':')
+        .trim()
+        .strip_suffix("kB")?
+        .trim()
+        .parse()
+        .ok()?;
+    Some(kib * 1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn meminfo_is_read_in_kib() {
+        let text = "MemTotal:       100 kB\nMemAvailable:   24 kB\n";
+        assert_eq!(meminfo_bytes(text, "MemAvailable"), Some(24 * 1024));
+        assert_eq!(meminfo_bytes(text, "Missing"), None);
+    }
+
+    #[test]
+    fn a_statistic_is_found_by_its_whole_name() {
+        let text = "anon 1\ninactive_file 20\nactive_file 3\n";
+        assert_eq!(stat(text, "active_file"), Some(3));
+        assert_eq!(stat(text, "file"), None);
+    }
+
+    #[test]
+    fn control_groups_are_found_wherever_they_are_mounted() {
+        let paths = |groups, mounts| found("memory", groups, mounts);
+        let expected = |paths: &[&str]| paths.iter().map(PathBuf::from).collect::<Vec<_>>();
+        // Version 2, on a host.
+        assert_eq!(
+            paths(
+                "0::/user.slice/job\n",
+                "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
+            ),
+            expected(&[
+                "/sys/fs/cgroup/user.slice/job",
+                "/sys/fs/cgroup/user.slice",
+                "/sys/fs/cgroup"
+            ])
+        );
+        // Version 2, in a container with a namespace of its own.
+        assert_eq!(
+            paths(
+                "0::/\n",
+                "30 23 0:26 / /sys/fs/cgroup ro - cgroup2 cgroup rw\n"
+            ),
+            expected(&["/sys/fs/cgroup"])
+        );
+        // Version 1, in a container that has the host's paths, beside version 2 without controllers.
+        let mounts = "40 35 0:33 /docker/ab /sys/fs/cgroup/memory ro master:17 - cgroup cgroup rw,memory\n\
+                      41 35 0:34 /docker/ab /sys/fs/cgroup/cpu,cpuacct ro - cgroup cgroup rw,cpu,cpuacct\n\
+                      42 35 0:35 / /sys/fs/cgroup/unified ro - cgroup2 cgroup2 rw\n";
+        let groups =
+            "9:name=systemd:/docker/ab\n4:memory:/docker/ab/step\n3:cpu,cpuacct:/docker/ab\n0::/\n";
+        assert_eq!(
+            paths(groups, mounts),
+            expected(&[
+                "/sys/fs/cgroup/memory/step",
+                "/sys/fs/cgroup/memory",
+                "/sys/fs/cgroup/unified"
+            ])
+        );
+        assert_eq!(paths("", mounts), expected(&[]));
+        assert_eq!(
+            paths("nonsense\n4:memory\n", "nonsense - cgroup\n"),
+            expected(&[])
+        );
+    }
+
+    #[test]
+    fn what_a_control_group_leaves_is_read_in_both_versions() {
+        let directory = std::env::temp_dir().join(format!("groups-{}", std::process::id()));
+        let versions = [
+            (
+                ["memory.max", "memory.current"],
+                "active_file 10\ninactive_file 5\n",
+            ),
+            (
+                ["memory.limit_in_bytes", "memory.usage_in_bytes"],
+                "active_file 1\ntotal_active_file 10\ninactive_file 1\ntotal_inactive_file 5\n",
+            ),
+        ];
+        for ([limit, used], statistics) in versions {
+            fs::create_dir_all(&directory).unwrap();
+            let write = |name: &str, text: &str| fs::write(directory.join(name), text).unwrap();
+            write(used, "60\n");
+            write("memory.stat", statistics);
+            write(limit, "max\n");
+            assert_eq!(room_of(&directory), None, "no limit");
+            write(limit, "100\n");
+            assert_eq!(room_of(&directory).unwrap().available, 55);
+            fs::remove_dir_all(&directory).unwrap();
+        }
+    }
+
+    #[test]
+    fn ranks_share_a_machine_and_perhaps_a_control_group() {
+        let room = |id, available| Room {
+            id: (1, id),
+            available,
+            place: format!("to {id}"),
+        };
+        let shared = [
+            vec![room(7, 100), room(0, 1000)],
+            vec![room(7, 99), room(0, 1000)],
+            vec![room(8, 60), room(0, 1000)],
+        ];
+        assert_eq!(lacking(&shared, 50), None);
+        let (rank, words) = lacking(&shared, 51).unwrap();
+        assert_eq!(rank, 0);
+        assert_eq!(
+            words,
+            "100 bytes are available to 7, where 102 are needed in all"
+        );
+        assert_eq!(lacking(&shared[1..], 61).unwrap().0, 1);
+        assert!(lacking(&shared[2..], usize::MAX).is_some());
+    }
+}
