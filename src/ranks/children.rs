@@ -124,14 +124,14 @@ struct Waitable;
 struct Held {
     /// Several threads may launch.
     holders: usize,
-    /// What was changed.
-    before: Option<libc::sigaction>,
+    /// What was changed, and to what.
+    changed: Option<[libc::sigaction; 2]>,
 }
 
 fn held() -> MutexGuard<'static, Held> {
     static HELD: Mutex<Held> = Mutex::new(Held {
         holders: 0,
-        before: None,
+        changed: None,
     });
     // Each change leaves it whole.
     HELD.lock().unwrap_or_else(PoisonError::into_inner)
@@ -149,7 +149,7 @@ impl Waitable {
                     keeping.sa_sigaction = libc::SIG_DFL;
                 }
                 action(Some(&keeping))?;
-                held.before = Some(before);
+                held.changed = Some([before, keeping]);
             }
         }
         held.holders += 1;
@@ -162,10 +162,13 @@ impl Drop for Waitable {
         let mut held = held();
         held.holders -= 1;
         if held.holders == 0
-            && let Some(before) = held.before.take()
+            && let Some([before, keeping]) = held.changed.take()
         {
-            // The call fails for signals that there are not only.
-            let _ = action(Some(&before));
+            // The calls fail for signals that there are not only. What the program has set meanwhile stays.
+            let is_ours = |now: libc::sigaction| now.sa_sigaction == keeping.sa_sigaction;
+            if action(None).is_ok_and(is_ours) {
+                let _ = action(Some(&before));
+            }
         }
     }
 }

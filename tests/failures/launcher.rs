@@ -484,6 +484,8 @@ fn a_rank_that_is_stopped_when_its_group_has_failed_and_the_others_have_ended_is
         group.barrier()?;
         if group.rank() == 1 {
             rustix::process::kill_process(rustix::process::getpid(), Signal::STOP).unwrap();
+            // Another thread may take the signal first.
+            std::thread::sleep(Duration::from_secs(60));
         }
         // The others bear it, and succeed.
         group.barrier().unwrap_err();
