@@ -105,7 +105,10 @@ mod explanation;
 mod group;
 #[cfg(not(loom))]
 mod matrix;
-#[cfg(not(loom))]
+#[cfg(not(any(loom, miri, gemmesh_heap)))]
+mod memory;
+#[cfg(all(not(loom), any(miri, gemmesh_heap)))]
+#[path = "memory/heap.rs"]
 mod memory;
 #[cfg(not(loom))]
 mod ops;
