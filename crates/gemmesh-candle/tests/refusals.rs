@@ -1,7 +1,8 @@
 //! What a layer can't take is refused with gemmesh's errors, on every rank.
 
-use candle_core::{DType, Device, Module, Tensor};
-use gemmesh::Error;
+use candle_core::op::BackpropOp;
+use candle_core::{CpuStorage, DType, Device, Module, Storage, Tensor};
+use gemmesh::{Error, bf16};
 use gemmesh_candle::{
     ColumnParallelLinear, GatedParallelLinear, Group, Host, QkvParallelLinear, RowParallelLinear,
     TensorParallel, gemmesh_error,
@@ -216,6 +217,24 @@ fn ranks_that_wait_for_a_refused_call_get_its_error() -> Result<(), Failure> {
         Ok::<_, Failure>(())
     })
     .map(drop)
+}
+
+#[test]
+fn a_tensor_that_its_storage_does_not_hold() -> Result<(), Failure> {
+    one(|ranks| {
+        let storage = CpuStorage::BF16(vec![bf16::ONE; TOKENS * K - 1]);
+        let x = Tensor::from_storage(
+            Storage::Cpu(storage),
+            (TOKENS, K),
+            BackpropOp::none(),
+            false,
+        );
+        assert_says(
+            ranks.all_gather(&x).unwrap_err(),
+            "the storage of x [tokens of this rank, N] is 47 elements and must be 48 elements at least",
+        );
+        Ok(())
+    })
 }
 
 /// Runs `f` as the only rank.

@@ -48,6 +48,13 @@ impl Tensors for Host {
         matches!(storage, Storage::Cpu(_))
     }
 
+    fn length<T: Half>(storage: &Storage) -> usize {
+        match storage {
+            Storage::Cpu(storage) => storage.as_slice::<T>().map_or(0, <[T]>::len),
+            _ => 0,
+        }
+    }
+
     fn input<'a, T: Half>(
         group: &Group<Host>,
         _place: &'a Cpu,

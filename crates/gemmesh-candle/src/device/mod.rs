@@ -42,6 +42,9 @@ pub trait Tensors: Backend + Debug {
     /// Whether the storage lies there.
     fn holds(place: &Self::Place, storage: &Storage) -> bool;
 
+    /// How many elements of this type a tensor's memory has.
+    fn length<T: Half>(storage: &Storage) -> usize;
+
     /// A tensor as an operand.
     fn input<'a, T: Half>(
         group: &Group<Self>,
@@ -119,7 +122,7 @@ pub struct Input<'a, B: Tensors, T> {
     _reading: B::Reading<'a>,
 }
 
-/// A tensor of the right device, type and shape, as rows of memory. All but `storage` counts elements.
+/// A tensor of the right device, type and shape, as rows of memory, which holds them. All but `storage` counts elements.
 pub struct Rows<'a> {
     storage: &'a Storage,
     rows: usize,
@@ -187,6 +190,20 @@ impl<'a> Rows<'a> {
             return Err(unsuitable(
                 "the strides",
                 format!("{:?}", &strides[leading..]),
+                expected,
+            ));
+        }
+        // A tensor may be made of any storage, whatever its shape.
+        let length = B::length::<T>(storage);
+        let end = match rows {
+            0 => 0,
+            _ => layout.start_offset() + (rows - 1) * pitch + columns,
+        };
+        if end > length {
+            let expected = format!("{end} elements at least, as its shape says");
+            return Err(unsuitable(
+                "the storage",
+                format!("{length} elements"),
                 expected,
             ));
         }
