@@ -331,8 +331,8 @@ struct Rendezvous<'a> {
     guests: Vec<Option<Guest>>,
     /// Guests that have no place.
     rejected: Vec<Guest>,
-    /// The ranks that have been told already that there is no group.
-    told: Vec<usize>,
+    /// By rank, of as many as a guest counts on: whether it has been told already that there is no group.
+    told: Vec<bool>,
     /// Why the latest of those whose user is not known is not.
     unknown_user: Option<String>,
 }
@@ -456,11 +456,14 @@ impl<'a> Rendezvous<'a> {
         let deadline = Instant::now() + LINGER;
         self.spare = None;
         while !self.all_have_come() && Instant::now() < deadline {
-            // What else is wrong with those who come now does not matter any more. Those who have come make room for them,
-            // where that is what lacks.
-            if self.receive(deadline).is_err() {
-                self.tell_early(error);
-                std::thread::sleep(RETRY);
+            match self.receive(deadline) {
+                // There is no descriptor for who comes: those who have come make room.
+                Err(Error::System { .. }) => {
+                    self.tell_early(error);
+                    std::thread::sleep(RETRY);
+                }
+                // What else is wrong with those who come now does not matter any more.
+                _ => {}
             }
         }
     }
@@ -469,8 +472,9 @@ impl<'a> Rendezvous<'a> {
     fn all_have_come(&self) -> bool {
         let guests = || self.guests.iter().flatten().chain(&self.rejected);
         let theirs = guests().filter_map(|guest| Some(guest.hello.as_ref()?.world));
-        let world = theirs.fold(self.identity.world, usize::max);
-        let has_come = |rank| self.told.contains(&rank) || guests().any(|guest| guest.rank == rank);
+        let world = theirs.fold(self.identity.world.max(self.told.len()), usize::max);
+        let has_come =
+            |rank| self.told.get(rank) == Some(&true) || guests().any(|guest| guest.rank == rank);
         (1..world.min(MAX_WORLD)).all(has_come)
     }
 
@@ -479,7 +483,12 @@ impl<'a> Rendezvous<'a> {
         let seated = self.guests.iter_mut().filter_map(Option::take);
         for guest in seated.chain(self.rejected.drain(..)) {
             tell(&guest.stream, &Err(error.clone()), &[]);
-            self.told.push(guest.rank);
+            let world = guest.hello.as_ref().map_or(0, |hello| hello.world);
+            self.told
+                .resize(world.clamp(self.told.len(), MAX_WORLD), false);
+            if let Some(told) = self.told.get_mut(guest.rank) {
+                *told = true;
+            }
         }
     }
 

@@ -41,11 +41,13 @@ fn mapped() -> u64 {
     pages * 4096
 }
 
-/// The number of the next descriptor.
-fn next_descriptor() -> u64 {
+/// The limit on descriptors with which a process can open so many more.
+fn limit_for(more: u64) -> u64 {
     use std::os::fd::AsRawFd;
-    let next = std::fs::File::open("/dev/null").unwrap();
-    next.as_raw_fd() as u64
+    let open = |_| std::fs::File::open("/dev/null").unwrap();
+    let opened: Vec<_> = (0..=more).map(open).collect();
+    // Each gets the lowest number that is free.
+    opened.last().map_or(0, |last| last.as_raw_fd() as u64)
 }
 
 /// What a rank does that may meet a limit.
@@ -99,8 +101,8 @@ fn few_descriptors(test: &str, limited: usize) {
         let keeper = rank.connect(TIMEOUT)?;
         let mut refused = 0;
         for more in 0.. {
-            let limit = (rank.rank == limited)
-                .then(|| Limited::to(Resource::Nofile, next_descriptor() + more));
+            let limit =
+                (rank.rank == limited).then(|| Limited::to(Resource::Nofile, limit_for(more)));
             let connect = || {
                 let builder = Group::<Host>::builder().workers(1);
                 let builder =
@@ -143,7 +145,7 @@ fn ranks_as_threads_that_may_have_few_descriptors_are_told_of_the_limit() {
     let ranks = start(test_name!(), &[(0, 1)], |_| {
         let mut refused = 0;
         for more in 0.. {
-            let limit = Limited::to(Resource::Nofile, next_descriptor() + more);
+            let limit = Limited::to(Resource::Nofile, limit_for(more));
             let builder = Group::<Host>::builder().timeout(TIMEOUT).workers(1);
             let worked = builder.threads(3, |group| work(&group));
             drop(limit);
