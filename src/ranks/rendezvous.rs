@@ -456,14 +456,11 @@ impl<'a> Rendezvous<'a> {
         let deadline = Instant::now() + LINGER;
         self.spare = None;
         while !self.all_have_come() && Instant::now() < deadline {
-            match self.receive(deadline) {
+            // What else is wrong with those who come now does not matter any more.
+            if let Err(Error::System { .. }) = self.receive(deadline) {
                 // There is no descriptor for who comes: those who have come make room.
-                Err(Error::System { .. }) => {
-                    self.tell_early(error);
-                    std::thread::sleep(RETRY);
-                }
-                // What else is wrong with those who come now does not matter any more.
-                _ => {}
+                self.tell_early(error);
+                std::thread::sleep(RETRY);
             }
         }
     }
