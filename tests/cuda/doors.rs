@@ -143,6 +143,11 @@ fn what_of_cudarc_does_not_fit_is_refused() {
             "{error}"
         );
         let error = CudarcMatrix::new(&group, &own, 0, 16).unwrap_err();
+        assert!(
+            matches!(&error, Error::Shape { expected, .. } if expected[0] == 0),
+            "{error}"
+        );
+        let error = CudarcMatrix::new(&group, &own, 16, 0).unwrap_err();
         assert!(matches!(error, Error::Limit { .. }), "{error}");
 
         // Another stream on each thread.
