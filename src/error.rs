@@ -234,8 +234,8 @@ pub enum Error {
 
     /// A call of a group was made in a fork of the process that the group belongs to.
     #[error(
-        "rank {rank}: process {child} is a fork of process {process}, which is the rank; make the call there, or exec in the fork \
-         what is to be a rank of its own"
+        "rank {rank}: process {child} is a fork of process {process}, which is the rank; make the call there, \
+         or exec in the fork what is to be a rank of its own"
     )]
     Forked {
         /// The rank that the parent is.

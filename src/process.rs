@@ -1,8 +1,8 @@
 //! What belongs to one process, of which a fork has a copy that it must leave alone.
 //!
-//! A forked child has its parent's memory and descriptors, but only the thread that forked: others may have held locks at that
-//! moment, which nobody releases there, and to join one would last for ever. What is shared is still its parent's: a farewell
-//! would be taken for the parent's own.
+//! A forked child has its parent's memory and descriptors, but only the thread that forked: others may have held locks
+//! at that moment, which nobody releases there, and to join one would last for ever. What is shared is still its
+//! parent's: a farewell would be taken for the parent's own.
 
 #![allow(unsafe_code)]
 
@@ -16,8 +16,8 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::error::{Error, Result};
 
-/// A process: its number in the upper half, and below when it first asked, for a child may be number 1 of its own namespace as its
-/// parent is.
+/// A process: its number in the upper half, and below when it first asked, for a child may be number 1 of its own
+/// namespace as its parent is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Process(u64);
 
@@ -62,8 +62,8 @@ impl Process {
     }
 }
 
-/// A word that is zero until this process writes it, for the kernel clears its page in a fork, however that is made. None where it
-/// cannot.
+/// A word that is zero until this process writes it, for the kernel clears its page in a fork, however that is made.
+/// None where it cannot.
 fn word() -> Option<&'static AtomicU64> {
     // Null: not asked for. A lock would be held for ever in the child of a fork amid that.
     static WORD: AtomicPtr<AtomicU64> = AtomicPtr::new(null_mut());
@@ -76,8 +76,8 @@ fn word() -> Option<&'static AtomicU64> {
         return None;
     }
     const PAGE: usize = 4096;
-    // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing, and the advice is for it alone. It is zeroed and
-    // aligned for the word.
+    // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing, and the advice is for it alone. It
+    // is zeroed and aligned for the word.
     let page = unsafe {
         let access = ProtFlags::READ | ProtFlags::WRITE;
         let page = rustix::mm::mmap_anonymous(null_mut(), PAGE, access, MapFlags::PRIVATE);

@@ -172,7 +172,8 @@ fn room_of(directory: &Path) -> Option<Room> {
     let limit = number(["memory.max", "memory.limit_in_bytes"])?;
     let used = number(["memory.current", "memory.usage_in_bytes"])?;
     let statistics = fs::read_to_string(directory.join("memory.stat")).ok()?;
-    // Pages of files make room for others, and shared memory is not among these. Version 1 counts those of groups within apart.
+    // Pages of files make room for others, and shared memory is not among these. Version 1 counts those of groups
+    // within apart.
     let cached = |name: &str| {
         let total = stat(&statistics, &format!("total_{name}"));
         total.or_else(|| stat(&statistics, name)).unwrap_or(0)
@@ -186,8 +187,8 @@ fn room_of(directory: &Path) -> Option<Room> {
     })
 }
 
-/// The directories of this process's control group and of those around it, as far as it sees them, that may have limits of
-/// `controller`. A container's is one.
+/// The directories of this process's control group and of those around it, as far as it sees them, that may have limits
+/// of `controller`. A container's is one.
 fn control_groups(controller: &str) -> Vec<PathBuf> {
     let read = |path| fs::read_to_string(path).unwrap_or_default();
     found(

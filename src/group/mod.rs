@@ -30,7 +30,8 @@ use crate::schedule::{Agreed, Config, Description, Epoch, Numerics, Planner, Sch
 /// those of other threads to return, but no longer than the group's timeout ([`Error::Busy`]). Cheap to clone; the
 /// group ends when its last clone, matrix and prepared product are dropped.
 ///
-/// It belongs to the process that made it. In a fork of that, calls return [`Error::Forked`], and dropping it does nothing.
+/// It belongs to the process that made it. In a fork of that, calls return [`Error::Forked`], and dropping it does
+/// nothing.
 ///
 /// ```
 /// use gemmesh::{Group, Host, all_gather_matmul, bf16};
@@ -357,7 +358,8 @@ impl<B: Backend> Group<B> {
         result
     }
 
-    /// Whether this rank can make a call: for code that stands on this library, and locks something of its own before it makes one.
+    /// Whether this rank can make a call: for code that stands on this library, and locks something of its own before
+    /// it makes one.
     ///
     /// # Errors
     /// The group's failure; [`Error::CallInCallback`]; [`Error::Forked`].

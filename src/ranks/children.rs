@@ -1,4 +1,5 @@
-//! Processes that this one starts, by descriptor: a number may be another's as soon as somebody has waited for its process.
+//! Processes that this one starts, by descriptor: a number may be another's as soon as somebody has waited for its
+//! process.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -115,9 +116,9 @@ fn status(seen: WaitIdStatus) -> ExitStatus {
 
 /// As long as one lives, a child that has ended stays until it is waited for, so that how it ended can be learned.
 ///
-/// A process that ignores SIGCHLD, as it may have inherited from who started it, has no such children. So the signal has its default
-/// action meanwhile, which is to do nothing. Children that others have started stay too, if they end meanwhile, until they are
-/// waited for or this process ends.
+/// A process that ignores SIGCHLD, as it may have inherited from who started it, has no such children. So the signal
+/// has its default action meanwhile, which is to do nothing. Children that others have started stay too, if they end
+/// meanwhile, until they are waited for or this process ends.
 #[derive(Debug)]
 struct Waitable;
 
@@ -180,8 +181,8 @@ fn keeps_children(action: &libc::sigaction) -> bool {
 /// What is done on SIGCHLD, after changing it if there is a `new` one.
 fn action(new: Option<&libc::sigaction>) -> io::Result<libc::sigaction> {
     let mut before = MaybeUninit::<libc::sigaction>::zeroed();
-    // SAFETY: reads a valid action or none, and writes the local, for which zero is valid. What is set is what was there before, or
-    // the default, or the same handler with other flags.
+    // SAFETY: reads a valid action or none, and writes the local, for which zero is valid. What is set is what was
+    // there before, or the default, or the same handler with other flags.
     unsafe {
         let new = new.map_or(null(), |new| new as *const libc::sigaction);
         match libc::sigaction(libc::SIGCHLD, new, before.as_mut_ptr()) {

@@ -67,11 +67,11 @@ pub fn variables() -> impl Iterator<Item = &'static str> {
 /// [`Group::from_env`](crate::Group::from_env) recognises. Returns when all have ended.
 ///
 /// It prints nothing: ranks write where this process writes, and have no input. Once a rank has failed, the others have 1.5
-/// seconds to end by themselves, and are killed then. So are ranks that are stopped, as by SIGSTOP, where their group has failed and
-/// all others have ended. If this process is killed, its ranks are too.
+/// seconds to end by themselves, and are killed then. So are ranks that are stopped, as by SIGSTOP, where their group
+/// has failed and all others have ended. If this process is killed, its ranks are too.
 ///
-/// While it runs, SIGCHLD has its default action if this process ignores it, for else nobody could learn how the ranks end. Ranks begin
-/// with the default action too.
+/// While it runs, SIGCHLD has its default action if this process ignores it, for else nobody could learn how the ranks
+/// end. Ranks begin with the default action too.
 ///
 /// A rank cannot launch, whoever started it: the ranks would launch ranks in turn, without end, or each rank of another
 /// launcher's job a whole job on the same machine. So ask [`is_rank`] first:
@@ -246,7 +246,8 @@ fn wait(mut ranks: Vec<Rank>, mut receiver: ReportReceiver) -> Result<()> {
         }
         // After the look at the ranks: what one has said before its end is here.
         receiver.read();
-        // Nothing else ends a rank that is stopped where its group has failed and the others have ended, however that was.
+        // Nothing else ends a rank that is stopped where its group has failed and the others have ended, however that
+        // was.
         let failed = !receiver.reports().is_empty();
         let last = stopped(&ranks).filter(|_| failed);
         stopped_since = last.map(|_| stopped_since.unwrap_or_else(Instant::now));

@@ -36,7 +36,8 @@ const OVERHEAD: usize = 4096;
 /// What every rank sent, by rank.
 pub struct Gathered {
     pub payloads: Vec<Vec<u8>>,
-    /// One descriptor of each rank if they were sent, none otherwise, nor where rank 0 could not have all; or why this rank could not.
+    /// One descriptor of each rank if they were sent, none otherwise, nor where rank 0 could not have all; or why this
+    /// rank could not.
     pub fds: io::Result<Vec<OwnedFd>>,
 }
 
@@ -90,8 +91,8 @@ impl Members {
         })
     }
 
-    /// Fails in a fork of this rank's process. There nothing that other threads may have locked is touched, and nothing is told to
-    /// the other ranks or the launcher.
+    /// Fails in a fork of this rank's process. There nothing that other threads may have locked is touched, and nothing
+    /// is told to the other ranks or the launcher.
     pub fn refuse_fork(&self) -> Result<()> {
         self.shared.refuse_fork()
     }
@@ -297,8 +298,8 @@ impl Members {
         Ok(gathered)
     }
 
-    /// Shares what each rank has made, a descriptor, or why it could not make it, and returns what `take` makes of all ranks', by rank.
-    /// If one rank could not do its part, all get its error, and the group goes on.
+    /// Shares what each rank has made, a descriptor, or why it could not make it, and returns what `take` makes of all
+    /// ranks', by rank. If one rank could not do its part, all get its error, and the group goes on.
     pub fn share<R>(
         &self,
         call: &str,
@@ -320,7 +321,8 @@ impl Members {
         taken?.ok_or_else(|| self.garbage(0, "a descriptor of each rank"))
     }
 
-    /// For a rank that has no memory to share with the others: tells them why, in the place of its part in their first exchange.
+    /// For a rank that has no memory to share with the others: tells them why, in the place of its part in their first
+    /// exchange.
     pub fn decline(stream: &UnixStream, timeout: Duration, error: &Error) {
         let outcome = json::of_outcome::<()>(&Err(error.clone()));
         let channel = Channel {
@@ -391,7 +393,8 @@ impl Members {
         })
     }
 
-    /// Room for a message. A vector that cannot be had would end the process. Others wait for the message, so that is the group's failure.
+    /// Room for a message. A vector that cannot be had would end the process. Others wait for the message, so that is
+    /// the group's failure.
     fn room(&self, bytes: usize) -> Result<Vec<u8>> {
         let mut room = Vec::new();
         let refused = Error::out_of_memory(self.rank, bytes);

@@ -1,5 +1,5 @@
-//! The process at the other end of a connection. A connection alone does not tell that it has ended: a child that it has forked
-//! may hold it open.
+//! The process at the other end of a connection. A connection alone does not tell that it has ended: a child that it
+//! has forked may hold it open.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -41,8 +41,8 @@ pub fn of_peer(stream: &UnixStream) -> io::Result<Peer> {
     }
 }
 
-/// The same where the kernel has no descriptor for it. Should it have ended and its number be another's by now, the other is watched:
-/// then the connection has to do.
+/// The same where the kernel has no descriptor for it. Should it have ended and its number be another's by now, the
+/// other is watched: then the connection has to do.
 fn by_number(stream: &UnixStream) -> io::Result<Peer> {
     let nobody = libc::ucred {
         pid: 0,

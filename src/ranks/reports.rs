@@ -65,7 +65,8 @@ impl std::fmt::Debug for Token {
     }
 }
 
-/// The process that has told its launcher something that is not void: 0 if this has not, some other if its parent had before a fork.
+/// The process that has told its launcher something that is not void: 0 if this has not, some other if its parent had
+/// before a fork.
 static TOLD: AtomicU32 = AtomicU32::new(0);
 
 /// A rank's end, for one group.

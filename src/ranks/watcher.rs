@@ -21,8 +21,8 @@ pub struct Watcher {
 }
 
 impl Watcher {
-    /// Starts it. A connection that closes before its rank has left is the group's failure, and so is the end of the process there,
-    /// unless all ranks are this one.
+    /// Starts it. A connection that closes before its rank has left is the group's failure, and so is the end of the
+    /// process there, unless all ranks are this one.
     pub fn spawn(
         rank: usize,
         in_process: bool,

@@ -55,7 +55,8 @@ fn work(group: &Group<Host>) -> Result<(), Error> {
     Arguments::new(group, 9, 5, 3)?.verify(group)
 }
 
-/// As [`work`] in a group of its own, where `limited` limits one rank; and again without a limit if the group was opened: it goes on.
+/// As [`work`] in a group of its own, where `limited` limits one rank; and again without a limit if the group was
+/// opened: it goes on.
 fn attempt(
     connect: impl FnOnce() -> Result<Group<Host>, Error>,
     limited: Option<Limited>,
@@ -93,7 +94,8 @@ fn assert_told(told: &[Result<String, Error>], limited: usize, limit: &str, case
     }
 }
 
-/// Three ranks open groups, and use them, while rank `limited` may have ever more descriptors: from none on, to as many as it needs.
+/// Three ranks open groups, and use them, while rank `limited` may have ever more descriptors: from none on, to as many
+/// as it needs.
 fn few_descriptors(test: &str, limited: usize) {
     /// With less it cannot reach the others, or hear them.
     const LEAST: [u64; 3] = [2, 1, 1];

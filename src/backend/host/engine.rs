@@ -187,7 +187,8 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
     }
     let failure = Mutex::new(None);
     let note = |result: Result<()>| {
-        // Where a function of the caller's has forked and returns in the child, a thread that is not there may have locked this.
+        // Where a function of the caller's has forked and returns in the child, a thread that is not there may have
+        // locked this.
         if let Err(error) = result
             && members.refuse_fork().is_ok()
         {

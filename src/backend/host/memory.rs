@@ -19,8 +19,9 @@ pub struct Symmetric {
 }
 
 impl Symmetric {
-    /// Collective, as `call`. `ready`: what this rank did before, for all to hear of. `initialise` writes this rank's memory before
-    /// another rank can see it. If one rank cannot have its memory, or map that of all, all get its error, and the group goes on.
+    /// Collective, as `call`. `ready`: what this rank did before, for all to hear of. `initialise` writes this rank's
+    /// memory before another rank can see it. If one rank cannot have its memory, or map that of all, all get its
+    /// error, and the group goes on.
     pub fn allocate(
         members: &Members,
         call: &str,

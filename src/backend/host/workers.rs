@@ -106,8 +106,8 @@ impl Workers {
         Ok(workers)
     }
 
-    /// Calls `job` once on each thread, and `beside` on the caller's, and returns when all calls have. If `beside` forks, it returns in
-    /// the child too, at once.
+    /// Calls `job` once on each thread, and `beside` on the caller's, and returns when all calls have. If `beside`
+    /// forks, it returns in the child too, at once.
     pub fn run(&self, job: &Job, beside: impl FnOnce()) {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let mut state = self.slot.lock();

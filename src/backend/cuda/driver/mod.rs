@@ -98,7 +98,8 @@ fn refuse_fork(rank: usize) -> Result<()> {
     LOADED.get_or_init(Process::this).require(rank)
 }
 
-/// Whether what is dropped is a copy that a fork has. It is left as it is: the driver is the parent's, and its locks may be held.
+/// Whether what is dropped is a copy that a fork has. It is left as it is: the driver is the parent's, and its locks
+/// may be held.
 pub fn is_fork() -> bool {
     LOADED.get().is_some_and(|loaded| !loaded.is_this())
 }
