@@ -9,10 +9,16 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
+#[cfg(not(miri))]
 use rayon::{ThreadPool, ThreadPoolBuilder};
+#[cfg(miri)]
+use threads::{ThreadPool, ThreadPoolBuilder};
 
 use crate::error::{Error, Result};
 use crate::process::Process;
+
+#[cfg(miri)]
+mod threads;
 
 /// What a thread is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
