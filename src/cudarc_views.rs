@@ -94,9 +94,9 @@ impl Group<Cuda> {
 /// A matrix in memory of cudarc's, which it borrows: made by [`CudarcMatrix::new`] from a `CudaSlice` or a `CudaView`. The memory's stream must be the one
 /// that the group's operations are put on ([`Group::use_cudarc_stream`]): so what cudarc does with the memory afterwards, also
 /// freeing it, comes after them, and nobody on the host waits. When it is dropped it tells cudarc, so that cudarc's other streams wait too: one that
-/// is leaked (`mem::forget`) doesn't, and who then uses the memory on another stream without waiting by an event reads numbers of no meaning,
-/// as cudarc's own guards have it. Nothing is freed too early: that is in the order of the memory's stream, from which the group cannot be moved any
-/// more.
+/// is leaked (`mem::forget`) doesn't, and who then uses the memory on another stream without waiting by an event reads
+/// numbers of no meaning, as cudarc's own guards have it. Nothing is freed too early: that is in the order of the
+/// memory's stream, from which the group cannot be moved any more.
 ///
 /// ```no_run
 /// # fn multiply(group: gemmesh::Group<gemmesh::Cuda>, a: &cudarc::driver::CudaSlice<gemmesh::bf16>, b: &cudarc::driver::CudaSlice<gemmesh::bf16>,

@@ -237,8 +237,8 @@ impl<B: Backend, T: Value> Matrix<B, T> {
             strides: [(pitch / size_of::<T>()) as i64, 1],
             _matrix: self,
         }));
-        // Pointers into a box are void once it moves or is borrowed: so they are made of that which its owner gets, and what is behind it
-        // is never borrowed again.
+        // Pointers into a box are void once it moves or is borrowed: so they are made of that which its owner gets, and
+        // what is behind it is never borrowed again.
         // SAFETY: it points to a whole value, of which nobody else knows.
         unsafe {
             (*exported).tensor.dl_tensor.shape = (&raw mut (*exported).shape).cast();

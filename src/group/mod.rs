@@ -246,7 +246,8 @@ impl<B: Backend> Group<B> {
         self.check()?;
         let matrix = schedule.matrices()[number];
         let bytes = matrix.rows.saturating_mul(matrix.row_bytes());
-        // All of what is taken, so that some rows more need no other allocation. What overflows is too large for any machine.
+        // All of what is taken, so that some rows more need no other allocation. What overflows is too large for any
+        // machine.
         let bytes = bytes.checked_next_multiple_of(B::BLOCK);
         let bytes = bytes.unwrap_or(usize::MAX);
         let Inner {

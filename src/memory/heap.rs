@@ -1,5 +1,5 @@
-//! What stands in the place of `memory.rs` under miri, which knows no shared mappings, and under an address sanitizer (`--cfg gemmesh_heap`),
-//! which sees where memory of the heap ends: for ranks of one process, as threads are.
+//! What stands in the place of `memory.rs` under miri, which knows no shared mappings, and under an address sanitizer
+//! (`--cfg gemmesh_heap`), which sees where memory of the heap ends: for ranks of one process, as threads are.
 #![allow(unsafe_code)]
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
@@ -87,7 +87,7 @@ pub(crate) fn memfd(bytes: usize) -> io::Result<OwnedFd> {
 }
 
 /// Whether there may be so much.
-pub(crate) fn require_available(bytes: usize) -> io::Result<()> {
+fn require_available(bytes: usize) -> io::Result<()> {
     match bytes <= MOST {
         true => Ok(()),
         false => Err(io::ErrorKind::OutOfMemory.into()),

@@ -22,13 +22,13 @@ type Operands<'a, B, T> = (&'a Matrix<B, T>, &'a mut Matrix<B, T>);
 /// Collective.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::Limit`] and [`Error::ForeignArgument`] for matrices that are not those of the schedule; [`Error::Limit`] for a
-/// schedule of another rank; as any operation.
+/// [`Error::Shape`], [`Error::Limit`] and [`Error::ForeignArgument`] for matrices that are not those of the schedule;
+/// [`Error::Limit`] for a schedule of another rank; as any operation.
 ///
 /// # Safety
-/// Tiles are disjoint and wait for the flags of what they read, and the ranks' schedules belong together: under a flag a rank gets what
-/// another moves there, and nobody moves or multiplies what is written at that moment. (A rank sees no schedule but its own, so it cannot
-/// check that.)
+/// Tiles are disjoint and wait for the flags of what they read, and the ranks' schedules belong together: under a flag
+/// a rank gets what another moves there, and nobody moves or multiplies what is written at that moment. (A rank sees no
+/// schedule but its own, so it cannot check that.)
 pub unsafe fn run_schedule<B: Backend, T: Element>(
     group: &Group<B>,
     schedule: Schedule,
@@ -93,8 +93,8 @@ pub unsafe fn run_schedule<B: Backend, T: Element>(
     )
 }
 
-/// Sees to it that what `schedule` moves and multiplies will be bound, if the first `shared` of its matrices and those of its product are, and
-/// that a matrix is bound once.
+/// Sees to it that what `schedule` moves and multiplies will be bound, if the first `shared` of its matrices and those
+/// of its product are, and that a matrix is bound once.
 fn check_numbers(schedule: &Schedule, shared: usize) -> Result<()> {
     let all = schedule.matrices().len();
     limit("shared matrices", shared, 0, MATRICES.min(all))?;

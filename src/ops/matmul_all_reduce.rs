@@ -278,8 +278,8 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
         gather.map_or(Ok(()), |gather| self.gather(&gather, out, None))
     }
 
-    /// Copies the others' partials of this rank's rows, and their rows of `out`, with no word to them. Not collective; for
-    /// benchmarks, after a run.
+    /// Copies the others' partials of this rank's rows, and their rows of `out`, with no word to them. Not collective;
+    /// for benchmarks, after a run.
     ///
     /// # Errors
     /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.

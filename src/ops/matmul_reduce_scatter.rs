@@ -346,7 +346,8 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         self.0.reduce(out.only(), &[])
     }
 
-    /// Copies the others' partials of this rank's rows, with no word to them. Not collective; for benchmarks, after a run.
+    /// Copies the others' partials of this rank's rows, with no word to them. Not collective; for benchmarks, after a
+    /// run.
     ///
     /// # Errors
     /// The group's failure.

@@ -573,8 +573,8 @@ impl Parts {
         )
     }
 
-    /// The matrices of `rows` rows and `n` columns that become a sum hold them, and what is added is of one type: `dtype`, that of the
-    /// operands, if there are any.
+    /// The matrices of `rows` rows and `n` columns that become a sum hold them, and what is added is of one type:
+    /// `dtype`, that of the operands, if there are any.
     fn check_sum(&self, sum: &Sum, rows: usize, n: usize, dtype: Option<DType>) -> Result<()> {
         let mut added = dtype;
         let mut check_type = |number: usize| {

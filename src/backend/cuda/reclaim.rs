@@ -51,7 +51,8 @@ impl Mark {
         places.try_for_each(|(event, stream)| event.record(stream))
     }
 
-    /// Whether the device has done everything before it, or does nothing any more. What cannot be asked has not been passed.
+    /// Whether the device has done everything before it, or does nothing any more. What cannot be asked has not been
+    /// passed.
     pub fn is_passed(&self) -> bool {
         match self.is_lost() {
             true => self.device.has_ended(),
@@ -179,7 +180,8 @@ impl Reclaimer {
     }
 
     /// A mark behind all that is on the streams now, be it this library's or the caller's: kernels of the caller's, replays of
-    /// graphs. The latest operation's, if there is one, where the main stream is being captured, and what is put there does not run now.
+    /// graphs. The latest operation's, if there is one, where the main stream is being captured, and what is put there
+    /// does not run now.
     fn mark_of_all(&self) -> Result<Option<Arc<Mark>>> {
         let main = self.main();
         if main.is_capturing()? {

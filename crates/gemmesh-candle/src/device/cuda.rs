@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use candle_core::cuda::cudarc::driver::result::memcpy_dtod_async;
 use candle_core::cuda::cudarc::driver::{
-    CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, DriverError, SyncOnDrop, sys,
+    CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DriverError, SyncOnDrop, sys,
 };
 use candle_core::cuda::{CudaDevice, CudaStorage};
 use candle_core::op::BackpropOp;
@@ -176,8 +176,8 @@ impl Tensors for Cuda {
         Cuda::check_columns::<T>(group, rows.columns)?;
         let (slice, offset) = slice::<T>(rows)?;
         let (pointer, reading) = slice.device_ptr(&place.stream);
-        // SAFETY: the rows have been seen to lie within the storage. They are whole pieces of 16 bytes. The tensor is freed in
-        // the order of candle's stream, which operations stand on, and so are writes to it.
+        // SAFETY: the rows have been seen to lie within the storage. They are whole pieces of 16 bytes. The tensor is
+        // freed in the order of candle's stream, which operations stand on, and so are writes to it.
         let matrix = unsafe {
             Matrix::from_device_ptr(
                 group,
@@ -237,7 +237,8 @@ impl Tensors for Cuda {
         let pitch = rows.pitch * size_of::<T>();
         let to = to.as_device_ptr() + (to.rows().start * width) as u64;
         let extent = [rows.rows, width];
-        // SAFETY: the rows have been seen to lie within their storage; the own ones are as many, and free once the stream has done what stands on it.
+        // SAFETY: the rows have been seen to lie within their storage; the own ones are as many, and free once the
+        // stream has done what stands on it.
         unsafe { place.copy_rows((to, width), (from + offset, pitch), extent) }
     }
 

@@ -122,7 +122,8 @@ pub struct Input<'a, B: Tensors, T> {
     _reading: B::Reading<'a>,
 }
 
-/// A tensor of the right device, type and shape, as rows of memory, which holds them. All but `storage` counts elements.
+/// A tensor of the right device, type and shape, as rows of memory, which holds them. All but `storage` counts
+/// elements.
 pub struct Rows<'a> {
     storage: &'a Storage,
     rows: usize,

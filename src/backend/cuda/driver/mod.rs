@@ -294,8 +294,8 @@ impl Device {
         Ok((least, greatest))
     }
 
-    /// Whether the context has ended, with all that was put on the device: a kernel has failed, the hardware has, or somebody has destroyed
-    /// the context. Then the device does nothing of it any more, whatever else cannot be asked.
+    /// Whether the context has ended, with all that was put on the device: a kernel has failed, the hardware has, or
+    /// somebody has destroyed the context. Then the device does nothing of it any more, whatever else cannot be asked.
     pub fn has_ended(&self) -> bool {
         use sys::CUresult as is;
         // Without a context the query says so itself.

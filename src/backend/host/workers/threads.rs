@@ -1,4 +1,5 @@
-//! What stands in the place of rayon's pool under miri: crossbeam-epoch, on which that stands, is not right by stacked borrows.
+//! What stands in the place of rayon's pool under miri: crossbeam-epoch, on which that stands, is not right by stacked
+//! borrows.
 
 use std::convert::Infallible;
 use std::sync::{Arc, Mutex, PoisonError};
