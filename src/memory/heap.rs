@@ -78,7 +78,8 @@ static SHARED: Mutex<Vec<Arc<Block>>> = Mutex::new(Vec::new());
 pub(crate) fn memfd(bytes: usize) -> io::Result<OwnedFd> {
     let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
     shared.push(Block::zeroed(bytes)?);
-    let name = format!("gemmesh-{}-{}", std::process::id(), shared.len());
+    // Not by a name of ours, of which tests see in the same moment that it was left behind.
+    let name = format!("heap-{}-{}", std::process::id(), shared.len());
     let path = std::env::temp_dir().join(name);
     let file = File::create_new(&path)?;
     fs::remove_file(&path)?;
