@@ -4,11 +4,14 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
 
+use rustix::io::Errno;
+
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::Value;
 use crate::error::{Error, Result};
 use crate::group::Group;
+use crate::resources::require_available;
 use crate::schedule::layout::{MAX_EXTENT, limit};
 
 /// A row-major [rows, columns] matrix in this rank's own memory: a weight, a bias (one row) or an output.
@@ -56,13 +59,21 @@ impl<B: Backend> Group<B> {
         matrix.copy_from_host(values)?;
         Ok(matrix)
     }
-}
 
-/// Room for a copy of so many elements. A vector that cannot be had would end the process.
-pub(crate) fn zeros_of_host<T: Value>(rank: usize, elements: usize) -> Result<Vec<T>> {
-    let values = bytemuck::allocation::try_zeroed_vec(elements);
-    let refused = Error::out_of_memory(rank, elements.saturating_mul(size_of::<T>()));
-    values.map_err(|()| refused(rustix::io::Errno::NOMEM.into()))
+    /// Zeros for a copy of so many elements on the host, which is to be written at once. A vector that cannot be had
+    /// would end the process, and so would one that is promised and not there when it is written.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    #[doc(hidden)]
+    pub fn zeros_of_host<T: Value>(&self, elements: usize) -> Result<Vec<T>> {
+        let bytes = elements.saturating_mul(size_of::<T>());
+        let values = require_available(bytes).and_then(|()| {
+            let values = bytemuck::allocation::try_zeroed_vec(elements);
+            values.map_err(|()| Errno::NOMEM.into())
+        });
+        self.noted(values.map_err(Error::out_of_memory(self.rank(), bytes)))
+    }
 }
 
 /// The bytes of a [rows, columns] matrix.
@@ -96,7 +107,8 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     /// # Errors
     /// [`Error::Limit`] for more rows than the matrix was made with.
     pub fn set_rows(&mut self, rows: usize) -> Result<()> {
-        limit("rows of a matrix", rows, 0, self.capacity)?;
+        let fits = limit("rows of a matrix", rows, 0, self.capacity);
+        self.group.noted(fits)?;
         self.rows = rows;
         Ok(())
     }
@@ -109,7 +121,8 @@ impl<B: Backend, T: Value> Matrix<B, T> {
         self.check_length(values.len())?;
         self.group.synchronize()?;
         let bytes = bytemuck::cast_slice(values);
-        self.group.inner().backend.write(&mut self.memory, bytes)
+        let written = self.group.inner().backend.write(&mut self.memory, bytes);
+        self.group.noted(written)
     }
 
     /// Copies the matrix to `values`, row by row, once the operations before are complete.
@@ -120,7 +133,8 @@ impl<B: Backend, T: Value> Matrix<B, T> {
         self.check_length(values.len())?;
         self.group.synchronize()?;
         let bytes = bytemuck::cast_slice_mut(values);
-        self.group.inner().backend.read(&self.memory, bytes)
+        let read = self.group.inner().backend.read(&self.memory, bytes);
+        self.group.noted(read)
     }
 
     /// A copy of the matrix, row by row, once the operations before are complete.
@@ -128,7 +142,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     /// # Errors
     /// [`Error::OutOfMemory`]; the group's failure.
     pub fn to_vec(&self) -> Result<Vec<T>> {
-        let mut values = zeros_of_host(self.group.rank(), self.rows * self.columns)?;
+        let mut values = self.group.zeros_of_host(self.rows * self.columns)?;
         self.copy_to_host(&mut values)?;
         Ok(values)
     }
@@ -230,8 +244,9 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
     /// [`Error::Limit`] for rows that the matrix does not have.
     pub fn rows(self, rows: Range<usize>) -> Result<Self> {
         let [all, columns] = self.shape;
-        limit("the end of a view's rows", rows.end, 0, all)?;
-        limit("the first row of a view", rows.start, 0, rows.end)?;
+        let fits = limit("the end of a view's rows", rows.end, 0, all)
+            .and_then(|()| limit("the first row of a view", rows.start, 0, rows.end));
+        self.group.noted(fits)?;
         // No rows lie nowhere: behind the last there may be no memory.
         let offset = match rows.is_empty() {
             true => 0,
@@ -251,19 +266,13 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
     /// multiple of 16 bytes.
     pub fn columns(self, columns: Range<usize>) -> Result<Self> {
         let [rows, all] = self.shape;
-        limit("the end of a view's columns", columns.end, 1, all)?;
-        limit(
-            "the first column of a view",
-            columns.start,
-            0,
-            columns.end - 1,
-        )?;
-        require_aligned::<B>(
-            self.group,
-            "the first column of a view",
-            columns.start,
-            size_of::<T>(),
-        )?;
+        let check = || {
+            let what = "the first column of a view";
+            limit("the end of a view's columns", columns.end, 1, all)?;
+            limit(what, columns.start, 0, columns.end - 1)?;
+            require_aligned::<B>(self.group, what, columns.start, size_of::<T>())
+        };
+        self.group.noted(check())?;
         // As in `rows`.
         let before = match rows {
             0 => 0,
@@ -357,7 +366,13 @@ impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
         let [_, all] = self.shape();
         if columns.end < all {
             let what = "the end of the columns of an output";
-            require_aligned::<B>(self.view.group, what, columns.end, size_of::<T>())?;
+            let group = self.view.group;
+            group.noted(require_aligned::<B>(
+                group,
+                what,
+                columns.end,
+                size_of::<T>(),
+            ))?;
         }
         let view = self.view.columns(columns)?;
         Ok(MatrixViewMut { view, ..self })
@@ -373,12 +388,12 @@ impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
             .iter()
             .fold(0, |sum: usize, &n| sum.saturating_add(n));
         if all != columns {
-            return Err(Error::Shape {
+            return self.view.group.noted(Err(Error::Shape {
                 rank: self.view.group.rank(),
                 argument: "the widths that columns are split into".into(),
                 expected: vec![columns],
                 found: widths.into(),
-            });
+            }));
         }
         let mut begin = 0;
         let mut parts = Vec::with_capacity(N);

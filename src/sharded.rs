@@ -8,7 +8,7 @@ use crate::backend::Backend;
 use crate::element::{DType, Value};
 use crate::error::{Error, Result};
 use crate::group::Group;
-use crate::matrix::{bytes_of, zeros_of_host};
+use crate::matrix::bytes_of;
 use crate::schedule::layout::{balanced_rows, limit};
 use crate::schedule::{Layout, RowOrder};
 
@@ -108,11 +108,13 @@ impl<B: Backend> Group<B> {
         // The capacity and K are within the limits of every matrix.
         let bytes = bytes_of::<T>(capacity, k)?;
         let call = format!("sharded({rows}, K = {k}, {dtype})");
-        let (memory, id) = inner.numbered(|| {
+        let made = inner.numbered(|| {
             // To make much memory, or to find that it cannot be had, takes longer than a refusal stands.
             inner.members.withdraw_refusal();
             inner.backend.symmetric(&inner.members, &call, bytes)
-        })?;
+        });
+        // If it cannot be had, the group goes on; but this rank may leave because of that.
+        let (memory, id) = self.noted(made)?;
         Ok(ShardedMatrix {
             memory,
             group: self.clone(),
@@ -159,11 +161,14 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     /// [`Error::Shape`] unless there is one count of rows a rank; [`Error::Limit`] for more rows than the matrix has room
     /// for.
     pub fn set_rows(&mut self, rows: &[usize]) -> Result<()> {
-        let layout = self.group.layout(rows, self.layout.k(), T::DTYPE)?;
-        let layout = layout.staged(self.layout.stages(), self.layout.order())?;
-        let what = "M, the rows of a sharded matrix,";
-        limit(what, layout.m(), 0, self.capacity)?;
-        self.layout = layout;
+        let layout = || {
+            let layout = self.group.layout(rows, self.layout.k(), T::DTYPE)?;
+            let layout = layout.staged(self.layout.stages(), self.layout.order())?;
+            let what = "M, the rows of a sharded matrix,";
+            limit(what, layout.m(), 0, self.capacity)?;
+            Ok(layout)
+        };
+        self.layout = self.group.noted(layout())?;
         Ok(())
     }
 
@@ -221,7 +226,8 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
         self.group.synchronize()?;
         let inner = self.group.inner();
         let values = bytemuck::cast_slice_mut(values);
-        inner.backend.read_symmetric(&mut self.memory, 0, values)?;
+        let read = inner.backend.read_symmetric(&mut self.memory, 0, values);
+        self.group.noted(read)?;
         // A peer whose operation has failed meanwhile may have written to the rows of others.
         inner.members.check()
     }
@@ -232,7 +238,7 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     /// [`Error::OutOfMemory`]; the group's failure.
     pub fn to_vec(&mut self) -> Result<Vec<T>> {
         let [m, k] = self.shape();
-        let mut values = zeros_of_host(self.group.rank(), m * k)?;
+        let mut values = self.group.zeros_of_host(m * k)?;
         self.copy_to_host(&mut values)?;
         Ok(values)
     }
@@ -261,25 +267,30 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     #[doc(hidden)]
     pub fn write(&mut self, first_row: usize, values: &[T]) -> Result<()> {
         let [m, k] = self.shape();
-        limit("the first row that is written", first_row, 0, m)?;
-        let most = (m - first_row) * k;
-        limit("values from that row on", values.len(), 0, most)?;
+        let check = || {
+            limit("the first row that is written", first_row, 0, m)?;
+            let most = (m - first_row) * k;
+            limit("values from that row on", values.len(), 0, most)
+        };
+        self.group.noted(check())?;
         let offset = first_row * k * size_of::<T>();
         self.group.synchronize()?;
         let backend = &self.group.inner().backend;
-        backend.write_symmetric(&mut self.memory, offset, bytemuck::cast_slice(values))
+        let values = bytemuck::cast_slice(values);
+        self.group
+            .noted(backend.write_symmetric(&mut self.memory, offset, values))
     }
 
     fn check_length(&self, argument: &str, expected: usize, found: usize) -> Result<()> {
         if expected == found {
             return Ok(());
         }
-        Err(Error::Shape {
+        self.group.noted(Err(Error::Shape {
             rank: self.group.rank(),
             argument: argument.into(),
             expected: vec![expected],
             found: vec![found],
-        })
+        }))
     }
 
     pub(crate) fn group(&self) -> &Group<B> {

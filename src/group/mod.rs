@@ -233,7 +233,7 @@ impl<B: Backend> Group<B> {
     pub fn synchronize(&self) -> Result<()> {
         self.check()?;
         let _range = range(|| "gemmesh synchronize".into());
-        self.inner.backend.synchronize(&self.inner.members)
+        self.noted(self.inner.backend.synchronize(&self.inner.members))
     }
 
     pub(crate) fn inner(&self) -> &Inner<B> {
@@ -275,7 +275,7 @@ impl<B: Backend> Group<B> {
         let call = schedule.agreed().map_or(String::new(), |agreed| {
             format!("{}({})", agreed.name(), agreed.details())
         });
-        let memory = Arc::new(backend.symmetric(members, &call, bytes)?);
+        let memory = Arc::new(self.noted(backend.symmetric(members, &call, bytes))?);
         *partials = Some((memory.clone(), bytes));
         Ok(memory)
     }
@@ -392,10 +392,12 @@ impl<B: Backend> Group<B> {
         error
     }
 
-    /// What this rank gets of a call that is not collective: those who wait for it get the error, if it leaves because
-    /// of that.
-    pub(crate) fn noted<R>(&self, result: Result<R>) -> Result<R> {
-        result.inspect_err(|error| self.inner.members.note(error))
+    /// What this rank gets of a call that leaves the group as it is: those who wait for it get the error, if it leaves
+    /// because of that. After a call that works it does not leave because of one before.
+    #[doc(hidden)]
+    pub fn noted<R>(&self, result: Result<R>) -> Result<R> {
+        self.inner.members.note(result.as_ref().err());
+        result
     }
 
     /// Ends the group on every rank, because this rank's own program cannot go on: all get [`Error::ProgramFailed`]
@@ -448,8 +450,8 @@ impl<B: Backend> Group<B> {
     /// last operation.
     pub(crate) fn exclusively<R>(&self, run: impl FnOnce(Epoch) -> Result<R>) -> Result<R> {
         self.check()?;
-        let state = self.state(None)?;
-        run(state.epoch.previous())
+        let state = self.state(None);
+        self.noted(state.and_then(|state| run(state.epoch.previous())))
     }
 
     /// Whether operations are only recorded at this moment, to run later.

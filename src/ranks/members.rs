@@ -216,10 +216,10 @@ impl Members {
         self.shared.note_got(Some(error));
     }
 
-    /// Notes an error that this rank got from a call that is not collective: those who wait for it get it if it leaves
-    /// next.
-    pub fn note(&self, error: &Error) {
-        self.shared.note_got(Some(error));
+    /// Notes what this rank got from a call that leaves the group as it is: an error, which those who wait for it get if
+    /// it leaves next; or none, with which it has lived on after one before.
+    pub fn note(&self, error: Option<&Error>) {
+        self.shared.note_got(error);
     }
 
     /// This rank makes its next collective call after all. It says so when what it does before it is there may take long,

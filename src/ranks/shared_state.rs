@@ -203,7 +203,7 @@ impl SharedState {
         }
     }
 
-    /// This rank has got an error from a call that it may make again; or has made one since.
+    /// This rank has got an error from a call that it may make again; or has made one that works since.
     pub fn note_got(&self, error: Option<&Error>) {
         if self.refuse_fork().is_ok() {
             self.departure().got = error.cloned();

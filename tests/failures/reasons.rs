@@ -215,6 +215,103 @@ fn an_error_that_a_process_has_got_and_lived_with_is_not_why_it_leaves() {
     assert!(matches!(error, Error::RankLeft { rank: 1, .. }), "{error}");
 }
 
+/// What a process is refused of its own matrices, and a part of the words.
+const OWN_REFUSALS: [(MakeCall, &str); 8] = [
+    (
+        |_, arguments| arguments.a.set_rows(&[1]),
+        "rows [world size]",
+    ),
+    (
+        |_, arguments| arguments.a.set_rows(&[6, 1]),
+        "the rows of a sharded matrix",
+    ),
+    (
+        |_, arguments| arguments.a.shard_mut().copy_from_host(&[]),
+        "the host copy of a shard",
+    ),
+    (
+        |_, arguments| arguments.a.copy_to_host(&mut []),
+        "the host copy of a sharded matrix",
+    ),
+    (
+        |_, arguments| arguments.a.write(7, &[]),
+        "the first row that is written",
+    ),
+    (
+        |group, _| group.zeros::<bf16>(2, 2)?.set_rows(3),
+        "rows of a matrix",
+    ),
+    (
+        |group, _| group.zeros::<bf16>(2, 2)?.rows(0..3).map(drop),
+        "the end of a view's rows",
+    ),
+    (
+        |group, _| {
+            let mut matrix = group.zeros::<bf16>(2, 2)?;
+            matrix.view_mut().split_columns([1]).map(drop)
+        },
+        "the widths that columns are split into",
+    ),
+];
+
+#[test]
+fn what_a_process_was_refused_of_its_own_matrices_is_why_it_leaves() {
+    let ranks = ranks::<Host>(test_name!(), 2, |rank| {
+        for (case, (refused, words)) in OWN_REFUSALS.into_iter().enumerate() {
+            let builder = Group::<Host>::builder().timeout(TIMEOUT).workers(1);
+            let group = builder.connect(rank.rank, 2, &format!("{}-{case}", rank.address))?;
+            let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+            group.barrier()?;
+            let error = match rank.rank {
+                1 => refused(&group, &mut arguments),
+                _ => group.barrier(),
+            };
+            let error = error.unwrap_err();
+            assert!(error.to_string().contains(words), "{words}: {error}");
+        }
+        Ok("told".into())
+    });
+    for outcome in ranks.outcomes() {
+        assert_eq!(outcome.value(), "told");
+    }
+}
+
+#[test]
+fn an_error_that_a_process_has_lived_with_by_a_call_of_its_own_is_not_why_it_leaves() {
+    let ranks = ranks::<Host>(test_name!(), 2, |rank| {
+        let group = rank.connect(TIMEOUT)?;
+        if rank.rank == 1 {
+            let error = group.zeros::<bf16>(1 << 24, 1 << 24).unwrap_err();
+            assert!(matches!(error, Error::OutOfMemory { .. }), "{error}");
+            group.zeros::<bf16>(4, 4)?;
+            return Ok("left".into());
+        }
+        poisoned(&group, group.barrier())
+    });
+    let outcomes = ranks.outcomes();
+    let error = outcomes[0].error();
+    assert!(matches!(error, Error::RankLeft { rank: 1, .. }), "{error}");
+}
+
+#[test]
+fn a_matrix_that_could_not_be_made_is_why_a_process_leaves_whoever_lives_with_it() {
+    let ranks = ranks::<Host>(test_name!(), 2, |rank| {
+        let group = rank.connect(TIMEOUT)?;
+        // More than the machine has, which rank 0 is the first to say.
+        let made = group.sharded::<bf16>(1 << 24, 1 << 24);
+        if rank.rank == 0 {
+            made?;
+        }
+        poisoned(&group, group.barrier())
+    });
+    let outcomes = ranks.outcomes();
+    let error = same_error(&outcomes);
+    assert!(
+        matches!(error, Error::OutOfMemory { rank: 0, .. }),
+        "{error}"
+    );
+}
+
 /// What the launcher and each rank say if rank 1 of three does `part`.
 #[track_caller]
 fn launched(test: &str, part: fn(Group<Host>) -> Result<(), Error>) -> (Error, String) {
