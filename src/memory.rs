@@ -7,9 +7,13 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
-use rustix::mm::{MapFlags, ProtFlags};
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::resources::{require_available, require_file_size};
+
+/// No larger than those of any machine.
+const PAGE: usize = 4096;
 
 /// Zeroed, page-aligned memory, unmapped on drop. What may be done with its bytes, and when, is the
 /// business of whoever holds it: this type only hands out the pointer.
@@ -25,9 +29,37 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Memory of this process alone.
+    /// Memory of this process alone, reserved in full.
     pub fn private(bytes: usize) -> io::Result<Mapping> {
         require_available(bytes)?;
+        let mapping = Mapping::promised(bytes)?;
+        // Who asks next must see that it is taken. The kernel ends a process that lacks a page when it writes to it.
+        // SAFETY: the range is this mapping's; its bytes stay what they are.
+        let taken = unsafe {
+            rustix::mm::madvise(
+                mapping.as_ptr().cast(),
+                mapping.bytes,
+                Advice::LinuxPopulateWrite,
+            )
+        };
+        match taken {
+            // Linux has it since 5.14.
+            Err(Errno::INVAL) => mapping.touch(),
+            taken => taken?,
+        }
+        Ok(mapping)
+    }
+
+    /// Writes to each page, of which nobody knows yet.
+    fn touch(&self) {
+        for offset in (0..self.bytes).step_by(PAGE) {
+            // SAFETY: it lies within the mapping, of which no one else knows.
+            unsafe { self.as_ptr().add(offset).write_volatile(0) };
+        }
+    }
+
+    /// Memory of this process alone, of which no page is there before it is touched.
+    fn promised(bytes: usize) -> io::Result<Mapping> {
         let bytes = bytes.max(1);
         // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing.
         let begin = unsafe {
@@ -128,6 +160,30 @@ mod tests {
             Mapping::private(1 << 50).unwrap_err().kind(),
             io::ErrorKind::OutOfMemory
         );
+    }
+
+    /// Whether each page of a mapping is there.
+    fn pages(mapping: &Mapping) -> Vec<bool> {
+        let mut pages = vec![0; mapping.bytes.div_ceil(PAGE)];
+        let begin = mapping.as_ptr().cast();
+        // SAFETY: the mapping is of so many bytes, and there is a byte for each of its pages.
+        let asked = unsafe { libc::mincore(begin, mapping.bytes, pages.as_mut_ptr()) };
+        assert_eq!(asked, 0);
+        pages.iter().map(|page| page & 1 == 1).collect()
+    }
+
+    #[test]
+    fn memory_that_was_given_is_taken_and_not_promised() {
+        let mapping = Mapping::private(16 * PAGE + 1).unwrap();
+        assert_eq!(pages(&mapping), [true; 17]);
+    }
+
+    #[test]
+    fn where_the_kernel_does_not_take_memory_at_once_it_is_taken_page_by_page() {
+        let mapping = Mapping::promised(16 * PAGE + 1).unwrap();
+        assert_eq!(pages(&mapping), [false; 17]);
+        mapping.touch();
+        assert_eq!(pages(&mapping), [true; 17]);
     }
 
     #[test]

@@ -89,7 +89,15 @@ impl Scratch {
     fn reserve(&mut self, needed: &Lengths) -> Result<(), TryReserveError> {
         let mut vectors = self.vectors().into_iter().zip(needed);
         vectors.try_for_each(|(vector, &needed)| {
-            vector.try_reserve_exact(needed.saturating_sub(vector.len()))
+            if needed <= vector.capacity() {
+                return Ok(());
+            }
+            let length = vector.len();
+            vector.try_reserve_exact(needed - length)?;
+            // Written once, so that who asks for memory next sees that it is taken.
+            vector.resize(needed, 0.0);
+            vector.truncate(length);
+            Ok(())
         })
     }
 }
