@@ -23,7 +23,8 @@ use crate::process::Own;
 use crate::ranges::range;
 use crate::ranks::call::Operation;
 use crate::ranks::members::Members;
-use crate::schedule::{Agreed, Config, Description, Epoch, Numerics, Planner, Schedule};
+use crate::resources::require_available;
+use crate::schedule::{Agreed, Config, Description, Epoch, Numerics, Planner, Schedule, order};
 
 /// This rank's membership of a group of ranks, which all make the same collective calls in the same
 /// order: calls of several threads of a rank have no order, unless the program gives them one. An operation waits for
@@ -107,6 +108,9 @@ thread_local! {
 }
 
 const KEPT: NonZeroUsize = NonZeroUsize::new(KEPT_PROGRAMS).expect("some are kept");
+
+/// Bytes of tiles that are not there without notice.
+const LONG_LIST: usize = 1 << 20;
 
 /// A program for the short calls.
 struct Kept<B: Backend> {
@@ -328,6 +332,11 @@ impl<B: Backend> Group<B> {
             backend.default_config(asked.as_ref().unwrap_or(&key.0), *numerics)
         });
         config.check_numerics(*numerics)?;
+        let listed = order::bytes(&key.0, &config);
+        // To ask takes longer than to plan little.
+        if listed > LONG_LIST {
+            require_available(listed).map_err(Error::out_of_memory(members.rank, listed))?;
+        }
         let schedule = planner(&key.0, members.rank, config)?;
         let program = Arc::new(backend.prepare(members, schedule)?);
         let kept = Kept {

@@ -12,7 +12,7 @@ use super::{
     Agreed, Bias, Block, DeferredChunk, Description, MAX_WEIGHTS, MatrixSpec, Move, Parts, Product,
     Region, Residual, Schedule, Sum, Transfer, Weight, WeightLayout, Widths,
 };
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// The number of the matrix that is gathered.
 pub const A: usize = 0;
@@ -59,8 +59,17 @@ pub fn multiply(asked: &Description, rank: usize, config: Config) -> Result<Sche
 pub const LOCAL: &str = "matmul";
 
 /// Multiplies rows of this rank's own, of which there are no others.
-pub fn multiply_alone(asked: &Description, _rank: usize, config: Config) -> Result<Schedule> {
-    plan(asked, 0, config, Moves::Nothing, true)
+pub fn multiply_alone(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
+    let planned = plan(asked, 0, config, Moves::Nothing, true);
+    // In its schedule it is the only rank. In its group it is the one that lacks memory.
+    planned.map_err(|error| match error {
+        Error::OutOfMemory { bytes, reason, .. } => Error::OutOfMemory {
+            rank,
+            bytes,
+            reason,
+        },
+        error => error,
+    })
 }
 
 /// Copies the other ranks' rows, with no word to anyone.
@@ -125,7 +134,7 @@ fn plan(
     });
     let product = multiplies.then(|| product(asked, &widths, config, deferred));
     let tiles = match &product {
-        Some(product) => order::tiles(product, A, &arrivals),
+        Some(product) => order::tiles(rank, product, A, &arrivals)?,
         None => Vec::new(),
     };
     let matrix = |rows, columns| MatrixSpec {

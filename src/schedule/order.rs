@@ -1,6 +1,18 @@
 //! The order of the tiles, and of the ranks.
 
-use super::{Config, Product, Route, Tile, Transfer};
+use super::{Config, Description, Product, Route, Tile, Transfer};
+use crate::error::{Error, Result};
+
+/// The bytes of a product's tiles, about: for who asks beforehand whether there is so much memory.
+pub fn bytes(asked: &Description, config: &Config) -> usize {
+    let rows = asked.layout.m().div_ceil(config.entry_rows().max(1));
+    let columns = asked
+        .form
+        .multiplied(asked.n)
+        .div_ceil(config.tile.n.max(1));
+    rows.saturating_mul(columns)
+        .saturating_mul(size_of::<Tile>())
+}
 
 /// Every tile of the output, in the order in which they become ready.
 ///
@@ -14,14 +26,22 @@ use super::{Config, Product, Route, Tile, Transfer};
 /// `b` once more for them.
 ///
 /// `matrix` is the one whose rows arrive; its chunk flags are numbered by rows.
-pub fn tiles(product: &Product, matrix: usize, arrivals: &[Transfer]) -> Vec<Tile> {
+///
+/// # Errors
+/// [`Error::OutOfMemory`] of `rank`.
+pub fn tiles(
+    rank: usize,
+    product: &Product,
+    matrix: usize,
+    arrivals: &[Transfer],
+) -> Result<Vec<Tile>> {
     let mut rows = tile_rows(product, matrix, arrivals);
     let n = product.weights.iter().map(|weight| weight.n).sum();
     match reads_once(&product.config, [product.m, n, product.k]) {
         true => rows.iter_mut().for_each(|row| row.ready = 0),
         false => rows.sort_by_key(|row| row.ready),
     }
-    walk(product, &rows)
+    walk(rank, product, &rows)
 }
 
 /// Whether a column of tiles should have all its rows before the next one is begun, in a product of M, N and K.
@@ -34,14 +54,22 @@ pub fn reads_once(config: &Config, [m, n, k]: [usize; 3]) -> bool {
 
 /// The tiles of these tile rows: of each group, the rows that become ready together, column by column, weight after weight. Of several
 /// weights the rows are of the first one's block, behind which the others' stand.
-pub fn walk(product: &Product, rows: &[TileRow]) -> Vec<Tile> {
+///
+/// # Errors
+/// [`Error::OutOfMemory`] of `rank`.
+pub fn walk(rank: usize, product: &Product, rows: &[TileRow]) -> Result<Vec<Tile>> {
     let config = &product.config;
     let count = |weight: usize| product.weights[weight].n.div_ceil(product.tile_columns()) as u32;
     let columns = || {
         (0..product.outputs())
             .flat_map(|weight| (0..count(weight)).map(move |n| (weight as u32, n)))
     };
-    let mut tiles = Vec::with_capacity(rows.len() * columns().count());
+    let count = rows.len() * columns().count();
+    let mut tiles = Vec::new();
+    if tiles.try_reserve_exact(count).is_err() {
+        let refused = Error::out_of_memory(rank, count * size_of::<Tile>());
+        return Err(refused(rustix::io::Errno::NOMEM.into()));
+    }
     let panel = |row: &TileRow| (row.ready, row.first.m as usize / config.tile.group_m);
     for rows in rows.chunk_by(|x, y| panel(x) == panel(y)) {
         for (weight, n) in columns() {
@@ -52,7 +80,7 @@ pub fn walk(product: &Product, rows: &[TileRow]) -> Vec<Tile> {
             }));
         }
     }
-    tiles
+    Ok(tiles)
 }
 
 /// What the tiles of one tile row have in common.

@@ -3,10 +3,12 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use gemmesh::{Config, Error, Group, Host, bf16};
+use gemmesh::{
+    AllGatherMatmul, Config, Error, Group, Host, MatmulReduceScatter, ShardedMatrix, bf16,
+};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use crate::support::processes::start;
+use crate::support::processes::{Processes, start};
 use crate::support::tested::{all_done, ranks};
 use crate::{Arguments, TIMEOUT, test_name};
 
@@ -262,6 +264,42 @@ fn tiles_larger_than_memory_are_refused_before_the_operation_and_the_group_goes_
     assert_eq!(result.map(drop), Ok(()));
 }
 
+/// What has 2²⁴ tiles of 16 bytes, if it is multiplied with 2²⁰ rows.
+fn tiles_of_256_mib(group: &Group<Host>) -> Result<(ShardedMatrix<Host, bf16>, Config), Error> {
+    let a = group.sharded::<bf16>(1 << 18, 1)?;
+    let mut config = AllGatherMatmul::new().prepare(&a, 1)?.config();
+    (config.tile.m, config.tile.n) = (128, 128);
+    Ok((a, config))
+}
+
+#[test]
+fn tiles_that_memory_cannot_list_are_refused_by_the_rank_and_no_signal_ends_it() {
+    let ranks = start(test_name!(), &[(0, 1)], |_| {
+        let group = Group::<Host>::builder()
+            .workers(1)
+            .threads(1, Ok::<_, Error>)?
+            .remove(0);
+        let (a, config) = tiles_of_256_mib(&group)?;
+        let own = group.zeros::<bf16>(1 << 18, 1)?;
+        let limit = Limited::to(Resource::As, mapped() + 64 * MIB);
+        let product = AllGatherMatmul::<_, bf16>::new().config(config);
+        let refused = product.prepare(&a, 1 << 20).map(drop);
+        let reduced = MatmulReduceScatter::<_, bf16>::new().config(config);
+        let reduced = reduced.prepare(&own, 1 << 20).map(drop);
+        drop(limit);
+        for refused in [refused, reduced] {
+            let error = refused.unwrap_err();
+            let Error::OutOfMemory { rank: 0, bytes, .. } = error else {
+                panic!("{error}");
+            };
+            assert_eq!(bytes, 1 << 28);
+        }
+        work(&group)?;
+        Ok("done".into())
+    });
+    assert_eq!(ranks.outcomes()[0].value(), "done");
+}
+
 /// A control group of this process's own, of either version, that may have `bytes`; none where that is not permitted.
 fn enter_control_group(bytes: u64) -> Option<PathBuf> {
     let groups = std::fs::read_to_string("/proc/self/cgroup").ok()?;
@@ -292,6 +330,24 @@ fn enter_control_group(bytes: u64) -> Option<PathBuf> {
     None
 }
 
+/// What a process says when it has said which control group it has entered, if any.
+const ENTERED: &str = "it has entered what it may";
+
+/// All end well. Then the control group that the process at `place` has entered goes.
+#[track_caller]
+fn all_done_but_control_group(ranks: Processes, place: usize) {
+    ranks.heard(place, ENTERED);
+    let said = ranks.said(place);
+    let outcomes = ranks.outcomes();
+    for path in said.iter().filter(|said| *said != ENTERED) {
+        // Empty now.
+        let _ = std::fs::remove_dir(path);
+    }
+    for outcome in outcomes {
+        outcome.value();
+    }
+}
+
 #[test]
 fn a_rank_whose_control_group_has_no_memory_is_named_and_none_is_killed() {
     let ranks = ranks::<Host>(test_name!(), 3, |rank| {
@@ -304,6 +360,7 @@ fn a_rank_whose_control_group_has_no_memory_is_named_and_none_is_killed() {
         if let Some(path) = &entered {
             rank.say(path.display());
         }
+        rank.say(ENTERED);
         let may = group.all_gather_bytes(&[u8::from(entered.is_some())])?;
         if may[1] == [0] {
             println!("not permitted to make a control group");
@@ -323,13 +380,47 @@ fn a_rank_whose_control_group_has_no_memory_is_named_and_none_is_killed() {
         work(&group)?;
         Ok("done".into())
     });
-    let path = ranks.said(1);
-    let outcomes = ranks.outcomes();
-    for path in path {
-        // Empty now.
-        let _ = std::fs::remove_dir(path);
-    }
-    for outcome in outcomes {
-        outcome.value();
-    }
+    all_done_but_control_group(ranks, 1);
+}
+
+#[test]
+fn a_rank_that_takes_its_control_groups_memory_bit_by_bit_is_refused_what_is_not_there() {
+    let ranks = start(test_name!(), &[(0, 1)], |me| {
+        const ROWS: usize = 30 << 10;
+        // 60 MiB.
+        let values = vec![bf16::ONE; ROWS << 10];
+        let group = Group::<Host>::builder()
+            .workers(1)
+            .threads(1, Ok::<_, Error>)?
+            .remove(0);
+        work(&group)?;
+        let (a, config) = tiles_of_256_mib(&group)?;
+        let entered = enter_control_group(96 * MIB);
+        if let Some(path) = &entered {
+            me.say(path.display());
+        }
+        me.say(ENTERED);
+        if entered.is_none() {
+            println!("not permitted to make a control group");
+            return Ok("not tested".into());
+        }
+        let refused = |of: &str, error: Error| {
+            let told = [Err(error)];
+            assert_told(&told, 0, "control group", of);
+        };
+        let tiles = AllGatherMatmul::<_, bf16>::new().config(config);
+        refused("tiles", tiles.prepare(&a, 1 << 20).map(drop).unwrap_err());
+        // Whether it is written or not.
+        let mut matrix = group.zeros::<bf16>(ROWS, 1 << 10)?;
+        refused("another", group.zeros::<bf16>(ROWS, 1 << 10).unwrap_err());
+        matrix.copy_from_host(&values)?;
+        refused("a copy", matrix.to_vec().unwrap_err());
+        drop(matrix);
+        let mut shared = group.sharded::<bf16>(ROWS, 1 << 10)?;
+        refused("a copy of what is shared", shared.to_vec().unwrap_err());
+        drop(shared);
+        work(&group)?;
+        Ok("done".into())
+    });
+    all_done_but_control_group(ranks, 0);
 }

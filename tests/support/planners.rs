@@ -86,7 +86,7 @@ fn schedule(
         }],
     });
     let tiles: Vec<Tile> = match &product {
-        Some(product) => order::tiles(product, A, &arrivals),
+        Some(product) => order::tiles(rank, product, A, &arrivals).unwrap(),
         None => Vec::new(),
     };
     let scales = k.div_ceil(SCALED);

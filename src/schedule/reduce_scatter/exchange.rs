@@ -95,7 +95,7 @@ pub(super) fn exchange(planner: &Plan) -> Result<Schedule> {
     let departures = all().flat_map(|part| ring(rank, world).map(move |to| (to, part)));
     let departures = departures.filter_map(|(to, part)| transfer(rank, to, part));
     let (arrivals, departures) = (arrivals.collect(), departures.collect());
-    let product = (!is_pulled).then(|| {
+    let product = || -> Result<_> {
         let mut rows = Vec::new();
         let blocks = all().map(|(block, part)| {
             planner.tile_rows(block, part, |_| 0..0, &mut rows);
@@ -106,9 +106,10 @@ pub(super) fn exchange(planner: &Plan) -> Result<Schedule> {
             }
         });
         let product = planner.product(A, blocks.collect());
-        let tiles = order::walk(&product, &rows);
-        (product, tiles)
-    });
+        let tiles = order::walk(rank, &product, &rows)?;
+        Ok((product, tiles))
+    };
+    let product = (!is_pulled).then(product).transpose()?;
     let own = rows_for(rank);
     let addend = |from: usize| Addend::Rows {
         matrix: PARTIALS,

@@ -132,7 +132,7 @@ fn multiply_and_reduce(planner: &Plan) -> Result<Schedule> {
     arrivals.sort_by_key(|&(block, step, _)| (block, step));
     let arrivals = arrivals.into_iter().map(|(_, _, transfer)| transfer);
     let product = planner.product(A, blocks);
-    let tiles = order::walk(&product, &rows);
+    let tiles = order::walk(rank, &product, &rows)?;
     let product = Some((product, tiles));
     planner.schedule(true, arrivals.collect(), departures, product, None)
 }
@@ -167,7 +167,7 @@ pub fn multiply(asked: &Description, rank: usize, config: Config) -> Result<Sche
             sum,
         }],
     );
-    let tiles = order::walk(&product, &rows);
+    let tiles = order::walk(rank, &product, &rows)?;
     planner.schedule(false, Vec::new(), Vec::new(), Some((product, tiles)), None)
 }
 
