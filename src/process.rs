@@ -44,6 +44,12 @@ impl Process {
         self == Process::this()
     }
 
+    /// None that a test runs in.
+    #[cfg(test)]
+    pub fn another() -> Process {
+        Process(1)
+    }
+
     fn number(self) -> u32 {
         (self.0 >> 32) as u32
     }
@@ -175,7 +181,7 @@ mod tests {
         drop(Own::new(Counts(&drops)));
         assert_eq!(drops.load(Ordering::Relaxed), 1);
         let mut elsewhere = Own::new(Counts(&drops));
-        elsewhere.process = Process(1);
+        elsewhere.process = Process::another();
         assert_eq!(
             elsewhere.process.require(3),
             Err(Error::Forked {

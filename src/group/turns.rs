@@ -5,6 +5,7 @@ use std::ops::{Deref, DerefMut};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::process::Process;
 use crate::schedule::Agreed;
 
 /// How long a thread sleeps before it looks around again.
@@ -22,6 +23,8 @@ pub struct Turns<T> {
     moved: Condvar,
     /// Locked by the thread whose turn it is.
     value: Mutex<T>,
+    /// Whose threads these are.
+    process: Process,
 }
 
 struct Line {
@@ -53,6 +56,7 @@ impl<T> Turns<T> {
             line: Mutex::new(line),
             moved: Condvar::new(),
             value: Mutex::new(value),
+            process: Process::this(),
         }
     }
 
@@ -87,6 +91,10 @@ impl<T> Turns<T> {
 
 impl<T> Drop for Place<'_, T> {
     fn drop(&mut self) {
+        // In a fork, threads that are not there may have locked the line. No other has its turn there.
+        if !self.0.process.is_this() {
+            return;
+        }
         let mut line = lock(&self.0.line);
         line.tickets.pop_front();
         line.operation = None;
@@ -153,6 +161,30 @@ mod tests {
         assert_eq!(turns.take(None, look).err(), Some("late"));
         drop(first);
         assert_eq!(turns.take(None, look).map(|turn| *turn), Ok(0));
+    }
+
+    #[test]
+    fn in_a_fork_a_turn_ends_without_a_lock_that_another_thread_may_have_held() {
+        let mut turns = Turns::new(0);
+        turns.process = Process::another();
+        let both = std::sync::Barrier::new(2);
+        let (ended, end) = std::sync::mpsc::channel();
+        std::thread::scope(|scope| {
+            let (turns, both) = (&turns, &both);
+            scope.spawn(move || {
+                let turn = turns.take(None, patient).unwrap();
+                both.wait();
+                both.wait();
+                drop(turn);
+                ended.send(()).unwrap();
+            });
+            both.wait();
+            let line = lock(&turns.line);
+            both.wait();
+            let ended = end.recv_timeout(Duration::from_secs(10));
+            drop(line);
+            assert_eq!(ended, Ok(()));
+        });
     }
 
     #[test]

@@ -35,6 +35,8 @@ pub unsafe fn run_schedule<B: Backend, T: Element>(
     shared: &[&ShardedMatrix<B, T>],
     product: Option<Operands<B, T>>,
 ) -> Result<()> {
+    // First of all: what prepares locks memory, which threads that a fork lacks may have locked.
+    group.check()?;
     let rank = group.rank();
     let fits = |number: usize, found: [usize; 2], of: &Group<B>| {
         let argument = format!("matrix {number} of the schedule");

@@ -49,6 +49,8 @@ pub fn run(cuda: &Cuda, members: &Members, program: &Program, mut call: Call<Cud
         }
     };
     let begun = begin();
+    // A function of the caller's may have forked. What follows locks what other threads may have locked then.
+    members.refuse_fork()?;
     let begun = match recorded {
         Ok(true) => {
             cuda.recorded.store(true, Ordering::Relaxed);
