@@ -44,8 +44,12 @@ impl ColumnParallelLinear {
         weight: &Tensor,
         bias: Option<&Tensor>,
     ) -> Result<Self> {
-        let bias = bias.map(|bias| ranks.shard(bias, 0)).transpose()?;
-        Self::new(ranks, ranks.shard(weight, 0)?, bias)
+        let parts = || {
+            let bias = bias.map(|bias| ranks.shard(bias, 0)).transpose()?;
+            Ok((ranks.shard(weight, 0)?, bias))
+        };
+        let (weight, bias) = ranks.before_making("ColumnParallelLinear", parts)?;
+        Self::new(ranks, weight, bias)
     }
 
     /// The same product of tokens that every rank has, [tokens, K], as when few are decoded: with no communication.
@@ -106,16 +110,20 @@ impl QkvParallelLinear {
         weights: [&Tensor; 3],
         bias: Option<[&Tensor; 3]>,
     ) -> Result<Self> {
-        let [queries, keys] = ranks.heads(heads, kv_heads)?;
-        let parts = |[q, k, v]: [&Tensor; 3]| -> Result<[Tensor; 3]> {
-            let of_keys = |whole| ranks.of_heads(whole, kv_heads, &keys);
-            Ok([
-                ranks.of_heads(q, heads, &queries)?,
-                of_keys(k)?,
-                of_keys(v)?,
-            ])
+        let parts = || {
+            let [queries, keys] = ranks.heads(heads, kv_heads)?;
+            let parts = |[q, k, v]: [&Tensor; 3]| -> Result<[Tensor; 3]> {
+                let of_keys = |whole| ranks.of_heads(whole, kv_heads, &keys);
+                Ok([
+                    ranks.of_heads(q, heads, &queries)?,
+                    of_keys(k)?,
+                    of_keys(v)?,
+                ])
+            };
+            Ok((parts(weights)?, bias.map(parts).transpose()?))
         };
-        Self::new(ranks, parts(weights)?, bias.map(parts).transpose()?)
+        let (weights, bias) = ranks.before_making("QkvParallelLinear", parts)?;
+        Self::new(ranks, weights, bias)
     }
 
     /// All tokens' queries, keys and values of this rank's heads, [tokens, N of each], of this rank's tokens, [tokens of this rank, K].
@@ -179,7 +187,9 @@ impl GatedParallelLinear {
         let parts = |[gate, up]: [&Tensor; 2]| -> Result<[Tensor; 2]> {
             Ok([ranks.shard(gate, 0)?, ranks.shard(up, 0)?])
         };
-        Self::new(ranks, parts(weights)?, bias.map(parts).transpose()?)
+        let parts = || Ok((parts(weights)?, bias.map(parts).transpose()?));
+        let (weights, bias) = ranks.before_making("GatedParallelLinear", parts)?;
+        Self::new(ranks, weights, bias)
     }
 
     /// As [`ColumnParallelLinear::forward_replicated`].
@@ -229,7 +239,9 @@ impl RowParallelLinear {
         weight: &Tensor,
         bias: Option<&Tensor>,
     ) -> Result<Self> {
-        Self::new(ranks, ranks.shard(weight, 1)?, bias.cloned())
+        let part = || ranks.shard(weight, 1);
+        let weight = ranks.before_making("RowParallelLinear", part)?;
+        Self::new(ranks, weight, bias.cloned())
     }
 
     /// As [`Module::forward`], and adds `residual`, [tokens of this rank, N], before the one rounding.

@@ -86,6 +86,8 @@ impl<B: Device, T: Half> Parameter<B, T> {
         tensor: Tensor,
         shape: [usize; 2],
     ) -> Result<Self, Failure> {
+        // As in every call: first of all, before a tensor is locked.
+        ranks.group.check()?;
         let matrix = {
             let (storage, layout) = tensor.storage_and_layout();
             let rows = ranks.rows::<T>(argument, (&storage, layout), shape)?;

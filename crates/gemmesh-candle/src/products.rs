@@ -146,6 +146,7 @@ impl<B: Device, T: Half> Product for Columns<B, T> {
     /// `x · weightᵀ`, with no communication.
     fn replicated(&self, x: &Tensor, _: Option<&Tensor>) -> Result<Vec<Tensor>, Failure> {
         let ranks = &*self.ranks;
+        ranks.group.check()?;
         let held = self.parameters.hold(&[x]);
         let m = rows_of(x.dims());
         let rows = ranks.rows::<T>("x [tokens, K]", held.input(0), [m, self.k])?;

@@ -6,12 +6,13 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use candle_core::{DType, Device as CandleDevice, Tensor};
+use candle_core::{DType, Device as CandleDevice, Error as CandleError, Tensor};
 use gemmesh::{
     Error, Group, Result, ShardedMatrix, all_gather, all_reduce, bf16, f16, reduce_scatter,
 };
 
 use crate::device::{Device, Half, Input, Rows, no_such_dtype};
+use crate::error::gemmesh_error;
 use crate::failure::Failure;
 use crate::products::{Columns, Product, RowsOfWeight};
 
@@ -57,6 +58,12 @@ pub trait AnyRanks: Send + Sync + Debug {
     fn barrier(&self) -> Result<()>;
     fn synchronize(&self) -> Result<()>;
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
+    /// Whether this rank can make a call.
+    fn check(&self) -> Result<()>;
+    /// An error of a call that is not collective: the others are told of it if this rank leaves because of that.
+    fn noted(&self, error: Error) -> Error;
+    /// Tells the ranks that wait for this one in the making of a layer why it does not make one.
+    fn refuse_making(&self, error: &CandleError);
     /// Column-parallel weights of one input; gated if there are a gate and its up projection.
     fn columns(
         self: Arc<Self>,
@@ -105,17 +112,21 @@ impl<B: Device> Ranks<B> {
         prepare().map_err(|failure| match failure {
             Failure::Gemmesh(error) => Failure::Gemmesh(self.group.refuse(call, error)),
             Failure::Candle(error) => {
-                self.group.refuse(
-                    call,
-                    Error::System {
-                        rank: Some(self.group.rank()),
-                        action: format!("use tensors of candle's in {call}"),
-                        reason: error.to_string(),
-                    },
-                );
+                self.refuse(call, &error);
                 Failure::Candle(error)
             }
         })
+    }
+
+    /// Tells the ranks that wait for this one in `call` of an error of candle's, or of one of gemmesh's that it wraps.
+    fn refuse(&self, call: &'static str, error: &CandleError) {
+        let told = gemmesh_error(error).cloned();
+        let told = told.unwrap_or_else(|| Error::System {
+            rank: Some(self.group.rank()),
+            action: format!("use tensors of candle's in {call}"),
+            reason: error.to_string(),
+        });
+        self.group.refuse(call, told);
     }
 
     /// The symmetric matrix of so many columns. Collective if there is none yet.
@@ -158,7 +169,7 @@ impl<B: Device> Ranks<B> {
         rows: &Rows<'_>,
         to: &mut ShardedMatrix<B, T>,
     ) -> Result<(), Failure> {
-        B::put(&self.place, rows, to)
+        B::put(&self.group, &self.place, rows, to)
     }
 
     pub fn allocate<T: Half>(&self, shape: [usize; 2]) -> Result<B::Memory<T>, Failure> {
@@ -183,9 +194,9 @@ impl<B: Device> Ranks<B> {
         collective: Collective,
         x: &Tensor,
     ) -> Result<Tensor, Failure> {
+        let (m, split) = self.step()?;
         let (storage, layout) = x.storage_and_layout();
         let columns = *layout.dims().last().unwrap_or(&0);
-        let (m, split) = self.step()?;
         let own = own_of(&split, self.group.rank());
         let (call, argument, rows) = match collective {
             Collective::AllGather => ("all_gather", "x [tokens of this rank, N]", own.len()),
@@ -250,12 +261,12 @@ impl<B: Device> AnyRanks for Ranks<B> {
 
     fn set_tokens(&self, tokens: usize) -> Result<()> {
         if tokens > self.capacity {
-            return Err(Error::Limit {
+            return Err(self.noted(Error::Limit {
                 what: "the tokens of a step".into(),
                 value: tokens,
                 min: 0,
                 max: self.capacity,
-            });
+            }));
         }
         self.tokens.store(tokens, Ordering::Relaxed);
         Ok(())
@@ -276,6 +287,19 @@ impl<B: Device> AnyRanks for Ranks<B> {
 
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         self.group.all_gather_bytes(bytes)
+    }
+
+    fn check(&self) -> Result<()> {
+        self.group.check()
+    }
+
+    fn noted(&self, error: Error) -> Error {
+        let noted = self.group.noted::<()>(Err(error.clone()));
+        noted.err().unwrap_or(error)
+    }
+
+    fn refuse_making(&self, error: &CandleError) {
+        self.refuse(MAKE, error);
     }
 
     fn columns(

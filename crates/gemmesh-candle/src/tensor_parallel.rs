@@ -77,12 +77,13 @@ impl TensorParallel {
     pub fn shard(&self, whole: &Tensor, dim: usize) -> Result<Tensor> {
         let (size, world) = (whole.dim(dim)?, self.world_size());
         if !size.is_multiple_of(world) {
-            return Err(error::of("TensorParallel::shard")(Error::Shape {
+            let refused = self.0.noted(Error::Shape {
                 rank: self.rank(),
                 argument: format!("dimension {dim} of a weight that {world} ranks share evenly"),
                 expected: vec![size.next_multiple_of(world)],
                 found: vec![size],
-            }));
+            });
+            return Err(error::of("TensorParallel::shard")(refused));
         }
         let part = size / world;
         whole
@@ -112,12 +113,13 @@ impl TensorParallel {
     pub fn heads(&self, heads: usize, kv_heads: usize) -> Result<[Range<usize>; 2]> {
         let (rank, world) = (self.rank(), self.world_size());
         let refuse = |argument: String, expected: usize, found: usize| {
-            Err(error::of("TensorParallel::heads")(Error::Shape {
+            let refused = self.0.noted(Error::Shape {
                 rank,
                 argument,
                 expected: vec![expected],
                 found: vec![found],
-            }))
+            });
+            Err(error::of("TensorParallel::heads")(refused))
         };
         let or_more = |heads: usize, of: usize| heads.max(1).next_multiple_of(of);
         if heads == 0 || !heads.is_multiple_of(world) {
@@ -223,6 +225,17 @@ impl TensorParallel {
     fn exchange(&self, collective: Collective, call: &'static str, x: &Tensor) -> Result<Tensor> {
         let exchanged = self.0.exchange(collective, x);
         exchanged.map_err(Failure::of(call))
+    }
+
+    /// What comes before this rank makes a layer of whole weights, in `call`. If it fails, the ranks that wait there
+    /// are told.
+    pub(crate) fn before_making<R>(
+        &self,
+        call: &'static str,
+        prepare: impl FnOnce() -> Result<R>,
+    ) -> Result<R> {
+        self.0.check().map_err(error::of(call))?;
+        prepare().inspect_err(|error| self.0.refuse_making(error))
     }
 
     pub(crate) fn ranks(&self) -> Arc<dyn AnyRanks> {

@@ -1,7 +1,7 @@
 //! What a layer can't take is refused with gemmesh's errors, on every rank.
 
 use candle_core::op::BackpropOp;
-use candle_core::{CpuStorage, DType, Device, Module, Storage, Tensor};
+use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Module, Storage, Tensor};
 use gemmesh::{Error, bf16};
 use gemmesh_candle::{
     ColumnParallelLinear, GatedParallelLinear, Group, Host, QkvParallelLinear, RowParallelLinear,
@@ -219,6 +219,89 @@ fn ranks_that_wait_for_a_refused_call_get_its_error() -> Result<(), Failure> {
     .map(drop)
 }
 
+/// Makes a layer of a whole weight, whose rows and columns ranks share.
+type Make = fn(&TensorParallel, &Tensor) -> Result<()>;
+
+const MAKE: [Make; 4] = [
+    |ranks, whole| ColumnParallelLinear::from_whole(ranks, whole, None).map(drop),
+    |ranks, whole| RowParallelLinear::from_whole(ranks, &whole.t()?, None).map(drop),
+    |ranks, whole| GatedParallelLinear::from_whole(ranks, [whole; 2], None).map(drop),
+    |ranks, whole| QkvParallelLinear::from_whole(ranks, [2, 2], [whole; 3], None).map(drop),
+];
+
+#[test]
+fn ranks_that_make_a_layer_hear_of_one_that_cannot_share_its_weight() {
+    std::thread::scope(|scope| {
+        for make in MAKE {
+            scope.spawn(move || {
+                let both = std::sync::Barrier::new(2);
+                let ranks = Group::<Host>::builder().timeout(std::time::Duration::from_secs(20));
+                let told = ranks.threads(2, |group| {
+                    let rank = group.rank();
+                    let ranks = TensorParallel::new(group, &Device::Cpu, TOKENS)?;
+                    // Rank 1 alone has read another weight. It lives, and does not try again.
+                    let made = make(&ranks, &ones(N + rank, K)?);
+                    both.wait();
+                    let error = made.unwrap_err();
+                    let error = gemmesh_error(&error).expect("an error of gemmesh's");
+                    assert!(
+                        matches!(error.cause(), Error::Shape { rank: 1, found, .. } if found == &[N + 1]),
+                        "rank {rank}: {error}"
+                    );
+                    Ok::<_, Failure>(())
+                });
+                told.unwrap();
+            });
+        }
+    });
+}
+
+/// Calls a function while a tensor is locked.
+struct Amid<F>(F);
+
+impl<F: Fn()> InplaceOp1 for Amid<F> {
+    fn name(&self) -> &'static str {
+        "amid"
+    }
+
+    fn cpu_fwd(&self, _: &mut CpuStorage, _: &Layout) -> Result<()> {
+        (self.0)();
+        Ok(())
+    }
+}
+
+#[test]
+fn a_call_that_cannot_be_made_waits_for_no_tensor() {
+    let (ended, end) = std::sync::mpsc::channel();
+    let calls = move |group: Group<Host>| -> Result<(), Failure> {
+        let ranks = &TensorParallel::new(group.clone(), &Device::Cpu, TOKENS)?;
+        let x = &ones(TOKENS, K)?;
+        let column = ColumnParallelLinear::new(ranks, ones(N, K)?, None)?;
+        let row = RowParallelLinear::new(ranks, ones(N, K)?, None)?;
+        group.fail("planted");
+        let calls: [&dyn Fn() -> Result<()>; 8] = [
+            &|| ranks.all_gather(x).map(drop),
+            &|| ranks.all_reduce(x).map(drop),
+            &|| column.forward(x).map(drop),
+            &|| column.forward_replicated(x).map(drop),
+            &|| row.forward(x).map(drop),
+            &|| row.forward_replicated(x, None).map(drop),
+            &|| ColumnParallelLinear::new(ranks, x.clone(), None).map(drop),
+            &|| RowParallelLinear::from_whole(ranks, x, None).map(drop),
+        ];
+        x.inplace_op1(&Amid(|| {
+            for call in calls {
+                assert_says(call().unwrap_err(), "planted");
+            }
+        }))?;
+        Ok(())
+    };
+    // It outlives the test if it waits.
+    std::thread::spawn(move || ended.send(Group::<Host>::threads(1, calls).map(drop)));
+    let ended = end.recv_timeout(std::time::Duration::from_secs(20));
+    ended.expect("no call waits").unwrap();
+}
+
 #[test]
 fn a_tensor_that_its_storage_does_not_hold() -> Result<(), Failure> {
     one(|ranks| {
@@ -231,7 +314,7 @@ fn a_tensor_that_its_storage_does_not_hold() -> Result<(), Failure> {
         );
         assert_says(
             ranks.all_gather(&x).unwrap_err(),
-            "the storage of x [tokens of this rank, N] is 47 elements and must be 48 elements at least",
+            "the storage of x [tokens of this rank, N] of all_gather is 47 elements and must be 48 elements at least",
         );
         Ok(())
     })

@@ -224,6 +224,7 @@ impl Tensors for Cuda {
     }
 
     fn put<T: Half>(
+        _group: &Group<Cuda>,
         place: &Gpu,
         rows: &Rows<'_>,
         to: &mut ShardedMatrix<Cuda, T>,

@@ -60,7 +60,7 @@ impl Tensors for Host {
         _place: &'a Cpu,
         rows: &Rows<'a>,
     ) -> Result<Input<'a, Host, T>, Failure> {
-        let values = values::<T>(rows)?;
+        let values = values::<T>(group, rows)?;
         let matrix = group.upload(&values, rows.rows, rows.columns)?;
         Ok(Input {
             matrix,
@@ -85,11 +85,13 @@ impl Tensors for Host {
     }
 
     fn put<T: Half>(
+        group: &Group<Host>,
         _place: &Cpu,
         rows: &Rows<'_>,
         to: &mut ShardedMatrix<Host, T>,
     ) -> Result<(), Failure> {
-        Ok(to.shard_mut().copy_from_host(&values::<T>(rows)?)?)
+        let values = values::<T>(group, rows)?;
+        Ok(to.shard_mut().copy_from_host(&values)?)
     }
 
     fn allocate<T: Half>(_place: &Cpu, _shape: [usize; 2]) -> Result<(), Failure> {
@@ -107,11 +109,11 @@ impl Tensors for Host {
 }
 
 /// The elements, row by row.
-fn values<'a, T: Half>(rows: &Rows<'a>) -> Result<Cow<'a, [T]>, Failure> {
+fn values<'a, T: Half>(group: &Group<Host>, rows: &Rows<'a>) -> Result<Cow<'a, [T]>, Failure> {
     let Storage::Cpu(storage) = rows.storage else {
         unreachable!("the storage has been checked");
     };
-    if rows.rows == 0 {
+    if rows.rows == 0 || rows.columns == 0 {
         // They may begin anywhere, also behind what there is.
         return Ok(Cow::Borrowed(&[]));
     }
@@ -119,9 +121,13 @@ fn values<'a, T: Half>(rows: &Rows<'a>) -> Result<Cow<'a, [T]>, Failure> {
     if rows.pitch == rows.columns {
         return Ok(Cow::Borrowed(&all[..rows.rows * rows.columns]));
     }
-    let row = |row| &all[row * rows.pitch..][..rows.columns];
-    let packed: Vec<&[T]> = (0..rows.rows).map(row).collect();
-    Ok(Cow::Owned(packed.concat()))
+    let mut packed = group.zeros_of_host::<T>(rows.rows * rows.columns)?;
+    // The last row ends before the next would begin.
+    let from = all.chunks(rows.pitch);
+    for (to, from) in packed.chunks_exact_mut(rows.columns).zip(from) {
+        to.copy_from_slice(&from[..rows.columns]);
+    }
+    Ok(Cow::Owned(packed))
 }
 
 fn tensor<T: Half>(values: Vec<T>, [rows, columns]: [usize; 2]) -> Result<Tensor, Failure> {

@@ -67,6 +67,7 @@ pub trait Tensors: Backend + Debug {
 
     /// Copies a tensor to this rank's own rows.
     fn put<T: Half>(
+        group: &Group<Self>,
         place: &Self::Place,
         rows: &Rows<'_>,
         to: &mut ShardedMatrix<Self, T>,
