@@ -36,6 +36,9 @@ impl Group<Cuda> {
     /// Puts later operations on a stream of cudarc's, which the group keeps as long as it uses it. They begin after what was put on it
     /// before, and what is put on it later waits for them.
     ///
+    /// A graph that is captured from it keeps addresses alone, of operations as of all that cudarc captures. Keep the group and the matrices
+    /// until the graph is dropped: cudarc's `CudaGraph::launch` is a safe function, but it cannot see whether they live.
+    ///
     /// # Errors
     /// [`Error::Unsuitable`] for a stream of another context than the GPU's primary one, such as of another GPU, for the default stream of each
     /// thread, or while there are matrices in memory of the stream before ([`CudarcMatrix`]); as [`Group::set_stream`].

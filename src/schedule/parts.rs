@@ -55,13 +55,13 @@ impl MatrixSpec {
         self.columns * self.dtype.bytes()
     }
 
-    /// What a region of it takes, in bytes: where it begins, the length of each row, how many there are.
-    pub fn extent_of(&self, region: &Region) -> Extent {
+    /// What a region of it takes in memory whose rows begin `pitch` bytes apart: where ranks share it, [`row_bytes`](Self::row_bytes).
+    pub fn extent_of(&self, region: &Region, pitch: usize) -> Extent {
         let width = self.dtype.bytes();
         Extent {
-            offset: region.rows.start * self.row_bytes() + region.columns.start * width,
+            offset: region.rows.start * pitch + region.columns.start * width,
             width: region.columns.len() * width,
-            pitch: self.row_bytes(),
+            pitch,
             rows: region.rows.len(),
         }
     }

@@ -108,6 +108,55 @@ fn a_part_of_a_tensor_is_an_operand_and_given_back_once() -> Result<()> {
 }
 
 #[test]
+fn rows_of_a_tensor_that_is_not_packed_are_added_and_moved() -> Result<()> {
+    for world in [1, 2, 3] {
+        Group::<Host>::threads(world, |group| {
+            let ([m, n], pitch, first) = ([2 * world, 3], 5, 1);
+            // Small integers: sums are exact, whatever their order.
+            let value = |rank: usize, row: usize, column: usize| {
+                bf16::from_f32((1 + rank + 3 * row + 2 * column) as f32)
+            };
+            let rows = |of: &dyn Fn(usize, usize) -> bf16, rows: std::ops::Range<usize>| {
+                let rows = rows.flat_map(|row| (0..n).map(move |column| (row, column)));
+                rows.map(|(row, column)| of(row, column))
+                    .collect::<Vec<_>>()
+            };
+            let mut values = vec![bf16::NAN; first + m * pitch];
+            for row in 0..m {
+                let place = first + row * pitch;
+                let own = rows(
+                    &|row, column| value(group.rank(), row, column),
+                    row..row + 1,
+                );
+                values[place..place + n].copy_from_slice(&own);
+            }
+            let given_back = AtomicUsize::new(0);
+            let tensor = foreign(&values, first, [m, n], pitch, &given_back);
+            // SAFETY: nobody else uses the tensor.
+            let a = unsafe { Matrix::<Host, bf16>::from_dlpack(&group, tensor)? };
+            let own = 2 * group.rank()..2 * group.rank() + 2;
+            let sum = |row: usize, column: usize| {
+                let addends = (0..world).map(|rank| value(rank, row, column).to_f32());
+                bf16::from_f32(addends.sum())
+            };
+
+            let mut out = group.zeros::<bf16>(2, n)?;
+            gemmesh::reduce_scatter(&a, &mut out)?;
+            assert_eq!(out.to_vec()?, rows(&sum, own.clone()));
+            let mut all = group.sharded::<bf16>(m, n)?;
+            gemmesh::all_reduce(&a, &mut all)?;
+            assert_eq!(all.to_vec()?, rows(&sum, 0..m));
+            let mut blocks = group.sharded::<bf16>(m, n)?;
+            gemmesh::all_to_all(&a, &mut blocks)?;
+            let sent = |row: usize, column: usize| value(row / 2, own.start + row % 2, column);
+            assert_eq!(blocks.to_vec()?, rows(&sent, 0..m));
+            Ok::<_, Error>(())
+        })?;
+    }
+    Ok(())
+}
+
+#[test]
 fn a_tensor_may_be_an_output() -> Result<()> {
     let given_back = AtomicUsize::new(0);
     let poison = bf16::from_f32(77.0);

@@ -70,7 +70,7 @@ pub fn check(schedule: &Schedule) -> Result<Outputs> {
             )?;
             limit("rows that a kernel stores", region.rows.len(), 1, product.m)?;
             let spec = &schedule.matrices()[region.matrix];
-            let bytes = spec.extent_of(region).contiguous();
+            let bytes = spec.extent_of(region, spec.row_bytes()).contiguous();
             let most = 1 << 31;
             limit(
                 "bytes of a piece that a kernel stores",

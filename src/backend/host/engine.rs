@@ -84,13 +84,18 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
             let mut bytes = 0;
             delay(transfer.to, transfer.flag, epoch);
             for Move { from, to } in &transfer.regions {
-                // Memory of this rank's own may be no other's.
+                // Memory of this rank's own may be no other's, and its rows may be padded.
                 let of = |region: &Region, of: usize| {
-                    let place = match of == rank {
-                        true => pointers.0[region.matrix].ptr,
-                        false => matrices[region.matrix].symmetric()?.of(of),
+                    let spec = schedule.matrices()[region.matrix];
+                    let own = pointers.0[region.matrix];
+                    let (place, pitch) = match of == rank {
+                        true => (own.ptr, own.pitch),
+                        false => (
+                            matrices[region.matrix].symmetric()?.of(of),
+                            spec.row_bytes(),
+                        ),
                     };
-                    Some((place, schedule.matrices()[region.matrix].extent_of(region)))
+                    Some((place, spec.extent_of(region, pitch)))
                 };
                 let (read, written) = (of(from, transfer.from), of(to, transfer.to));
                 let (Some((source, read)), Some((target, written))) = (read, written) else {

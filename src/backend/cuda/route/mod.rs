@@ -21,7 +21,7 @@ use crate::backend::sealed::Bound;
 use crate::error::Result;
 use crate::ranges::range;
 use crate::schedule::layout::MAX_WORLD;
-use crate::schedule::{Agreed, Epoch, Extent, MAX_FLAGS, Move, Region, Schedule, Transfer};
+use crate::schedule::{Agreed, Epoch, MAX_FLAGS, Move, Region, Schedule, Transfer};
 
 /// Says to every peer that this rank's own rows are final, on the main stream; what refreshes flags does so before. As
 /// [`announce`](crate::schedule::drive::announce) of the host.
@@ -106,11 +106,7 @@ unsafe fn copy_regions(
                     (memory.of(rank), spec.row_bytes())
                 }
             };
-            let extent = Extent {
-                pitch,
-                offset: region.rows.start * pitch + region.columns.start * spec.dtype.bytes(),
-                ..spec.extent_of(region)
-            };
+            let extent = spec.extent_of(region, pitch);
             Some((base + extent.offset as u64, extent))
         };
         let places = (place(from, transfer.from), place(to, transfer.to));

@@ -10,7 +10,8 @@ pub fn tasks(schedule: &Schedule) -> Vec<GemmeshCopyTask> {
         .filter(|transfer| transfer.route == Route::Store && transfer.produced.is_none());
     let tasks = stored.flat_map(|transfer| {
         transfer.regions.iter().map(move |moved| {
-            let extent = schedule.matrices()[moved.from.matrix].extent_of(&moved.from);
+            let spec = &schedule.matrices()[moved.from.matrix];
+            let extent = spec.extent_of(&moved.from, spec.row_bytes());
             GemmeshCopyTask {
                 offset: extent.offset as u64,
                 bytes: extent.contiguous().unwrap_or(0) as u32,
