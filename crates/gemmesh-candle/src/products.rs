@@ -39,8 +39,18 @@ fn extents<B: Device>(ranks: &Ranks<B>, weight: &Tensor) -> Result<[usize; 2], F
     }
 }
 
-/// Those of all weights, in one.
-fn bias_of(biases: &[Tensor]) -> Result<Option<Tensor>, Failure> {
+/// Those of all weights, in one. Each is as long as its weight has rows: else columns would get their neighbour's.
+fn bias_of(rank: usize, biases: &[Tensor], widths: &[usize]) -> Result<Option<Tensor>, Failure> {
+    for (bias, &n) in biases.iter().zip(widths) {
+        if bias.elem_count() != n {
+            return Err(Failure::Gemmesh(Error::Shape {
+                rank,
+                argument: "bias [N]".into(),
+                expected: vec![n],
+                found: bias.dims().to_vec(),
+            }));
+        }
+    }
     Ok(match biases {
         [] => None,
         [bias] => Some(bias.clone()),
@@ -75,7 +85,8 @@ impl<B: Device, T: Half> Columns<B, T> {
                 widths.push(n);
             }
             let n = widths.iter().sum();
-            let bias = bias_of(&tensors.biases)?.map(|bias| Parameter::bias(&ranks, bias, n));
+            let bias = bias_of(ranks.group.rank(), &tensors.biases, &widths)?;
+            let bias = bias.map(|bias| Parameter::bias(&ranks, bias, n));
             let bias = bias.transpose()?;
             if gated {
                 widths.truncate(1);
@@ -192,7 +203,8 @@ impl<B: Device, T: Half> RowsOfWeight<B, T> {
             let [n, k] = extents(&ranks, &weight)?;
             B::check_columns::<T>(&ranks.group, n)?;
             let weights = vec![Parameter::new(&ranks, "weight [N, K]", weight, [n, k])?];
-            let bias = bias_of(&biases)?.map(|bias| Parameter::bias(&ranks, bias, n));
+            let bias = bias_of(ranks.group.rank(), &biases, &[n])?;
+            let bias = bias.map(|bias| Parameter::bias(&ranks, bias, n));
             let bias = bias.transpose()?;
             Ok((Parameters { weights, bias }, n, k))
         };

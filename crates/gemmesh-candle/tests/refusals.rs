@@ -303,6 +303,25 @@ fn a_call_that_cannot_be_made_waits_for_no_tensor() {
 }
 
 #[test]
+fn a_bias_that_is_not_as_long_as_its_weight() -> Result<(), Failure> {
+    one(|ranks| {
+        let zeros = |n: usize| Tensor::zeros(n, DType::BF16, &Device::Cpu);
+        let biases = [zeros(N / 2)?, zeros(N * 3 / 2)?, zeros(N)?];
+        let weights = [ones(N, K)?, ones(N, K)?, ones(N, K)?];
+        assert_says(
+            QkvParallelLinear::new(ranks, weights, Some(biases)).unwrap_err(),
+            "bias [N] of a parallel layer is [8] and must be [16]",
+        );
+        let biases = [zeros(N + 8)?, zeros(N - 8)?];
+        assert_says(
+            GatedParallelLinear::new(ranks, [ones(N, K)?, ones(N, K)?], Some(biases)).unwrap_err(),
+            "bias [N] of a parallel layer is [24] and must be [16]",
+        );
+        Ok(())
+    })
+}
+
+#[test]
 fn a_tensor_that_its_storage_does_not_hold() -> Result<(), Failure> {
     one(|ranks| {
         let storage = CpuStorage::BF16(vec![bf16::ONE; TOKENS * K - 1]);

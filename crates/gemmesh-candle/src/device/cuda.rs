@@ -145,13 +145,17 @@ impl Tensors for Cuda {
         })
     }
 
-    fn holds(place: &Gpu, storage: &Storage) -> bool {
+    fn holds<T: Half>(place: &Gpu, storage: &Storage) -> bool {
         let Storage::Cuda(storage) = storage else {
             return false;
         };
         let stream = storage.device.cuda_stream();
+        let ordinal = place.stream.context().ordinal();
+        // Anybody can put a slice and a device together.
+        let of_slice = storage.as_cuda_slice::<T>().map(CudaSlice::ordinal);
         stream.cu_stream() == place.stream.cu_stream()
-            && stream.context().ordinal() == place.stream.context().ordinal()
+            && stream.context().ordinal() == ordinal
+            && of_slice.is_ok_and(|of_slice| of_slice == ordinal)
     }
 
     fn length<T: Half>(storage: &Storage) -> usize {

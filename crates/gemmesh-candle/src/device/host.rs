@@ -44,7 +44,7 @@ impl Tensors for Host {
         Ok(())
     }
 
-    fn holds(_place: &Cpu, storage: &Storage) -> bool {
+    fn holds<T: Half>(_place: &Cpu, storage: &Storage) -> bool {
         matches!(storage, Storage::Cpu(_))
     }
 

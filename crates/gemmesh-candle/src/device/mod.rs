@@ -39,8 +39,8 @@ pub trait Tensors: Backend + Debug {
     /// Whether there may be rows of so many columns.
     fn check_columns<T: Half>(group: &Group<Self>, columns: usize) -> Result<()>;
 
-    /// Whether the storage lies there.
-    fn holds(place: &Self::Place, storage: &Storage) -> bool;
+    /// Whether the storage lies there, and so does its memory, if that is of this type.
+    fn holds<T: Half>(place: &Self::Place, storage: &Storage) -> bool;
 
     /// How many elements of this type a tensor's memory has.
     fn length<T: Half>(storage: &Storage) -> usize;
@@ -151,7 +151,7 @@ impl<'a> Rows<'a> {
             expected,
             found,
         };
-        if !B::holds(place, storage) {
+        if !B::holds::<T>(place, storage) {
             let found = match storage {
                 Storage::Cpu(_) => "the CPU",
                 Storage::Cuda(_) => "CUDA, of another GPU or stream",
@@ -199,7 +199,10 @@ impl<'a> Rows<'a> {
         let length = B::length::<T>(storage);
         let end = match rows {
             0 => 0,
-            _ => layout.start_offset() + (rows - 1) * pitch + columns,
+            _ => (rows - 1)
+                .saturating_mul(pitch)
+                .saturating_add(columns)
+                .saturating_add(layout.start_offset()),
         };
         if end > length {
             let expected = format!("{end} elements at least, as its shape says");
