@@ -1,7 +1,6 @@
 //! Ranks as threads of one process.
 
 use std::fmt;
-use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::{Builder, Group, in_words};
@@ -10,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::memory::{Mapping, memfd};
 use crate::ranks::members::Members;
 use crate::ranks::shared_state::SharedState;
-use crate::ranks::wire;
+use crate::ranks::wire::{self, Connection};
 use crate::schedule::layout::MAX_WORLD;
 
 /// Runs `f` on `world` threads, each with its rank's group. Returns the results by rank, or the error of the rank that
@@ -46,7 +45,7 @@ where
 /// each. Returns the ranks whose errors come before others', the first first.
 fn start<B: Backend>(
     builder: &Builder<B>,
-    ends: Vec<Vec<Arc<UnixStream>>>,
+    ends: Vec<Vec<Arc<Connection>>>,
     part: &(dyn Fn(usize, Result<Group<B>>) -> Option<String> + Sync),
 ) -> Result<Vec<usize>> {
     let world = ends.len();
@@ -142,7 +141,7 @@ impl Drop for Farewell {
 }
 
 /// The control connections, by rank: rank 0 holds one to each other rank.
-fn connect(world: usize) -> Result<Vec<Vec<Arc<UnixStream>>>> {
+fn connect(world: usize) -> Result<Vec<Vec<Arc<Connection>>>> {
     if !(1..=MAX_WORLD).contains(&world) {
         return Err(Error::Limit {
             what: "world size".into(),

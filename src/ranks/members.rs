@@ -12,7 +12,7 @@ use super::panics;
 use super::shared_state::SharedState;
 use super::waits::WaitTimes;
 use super::watcher::Watcher;
-use super::wire::{Channel, Frame, MAX_FRAME, WireError};
+use super::wire::{Channel, Connection, Frame, MAX_FRAME, WireError};
 use crate::error::{Error, Result};
 use crate::json;
 use crate::schedule::Epoch;
@@ -55,8 +55,8 @@ pub struct Members {
     calls: Mutex<u64>,
     /// On rank 0 the connections to 1, 2, …; elsewhere the one to rank 0. Locked for one exchange at a time: not for
     /// ever, for it has a deadline, and calls no function of the caller's.
-    connections: Mutex<Vec<Arc<UnixStream>>>,
-    /// Ends when this is dropped, after the farewell.
+    connections: Mutex<Vec<Arc<Connection>>>,
+    /// Ends when this is dropped, after the farewell; and only then do the connections end, which it has too.
     _watcher: Option<Watcher>,
 }
 
@@ -71,7 +71,7 @@ impl Members {
         in_process: bool,
         shared: SharedState,
         world: usize,
-        connections: Vec<Arc<UnixStream>>,
+        connections: Vec<Arc<Connection>>,
     ) -> Result<Members> {
         let shared = Arc::new(shared);
         panics::listen(&shared);
@@ -421,7 +421,7 @@ impl Members {
     /// Rank 0's part: receives every rank's message, then sends all of them to all.
     fn collect(
         &self,
-        connections: &[Arc<UnixStream>],
+        connections: &[Arc<Connection>],
         exchange: &Exchange,
         payload: &[u8],
         fd: Option<BorrowedFd>,
@@ -749,11 +749,11 @@ pub mod fuzzing {
         let Some((limit, sent)) = data.split_first() else {
             return;
         };
-        let Ok((mut other, stream)) = wire::pair() else {
+        let Ok((other, stream)) = wire::pair() else {
             return;
         };
         // What the socket's buffer does not hold is not sent.
-        let _ = other.write(sent);
+        let _ = (&*other).write(sent);
         let _ = other.shutdown(Shutdown::Write);
         let channel = Channel {
             stream: &stream,

@@ -26,7 +26,7 @@ use super::peer::{Peer, User, user_of};
 use super::reports::ReportSender;
 use super::search::{Found, RETRY, Search};
 use super::shared_state::SharedState;
-use super::wire::{self, Channel, WireError};
+use super::wire::{self, Channel, Connection, WireError};
 use crate::error::{Error, Result};
 use crate::json;
 use crate::memory::{Mapping, memfd};
@@ -150,7 +150,7 @@ pub fn meet_speaking(identity: &Identity, version: u32) -> Result<Members> {
                 let attempt = Rendezvous::new(identity, hello, listener, version)?;
                 return attempt.run(search.begin());
             }
-            Found::There(stream, peer) => (Arc::new(stream), peer),
+            Found::There(stream, peer) => (Arc::new(Connection::from(stream)), peer),
         };
         match introduce(identity, &hello, &stream, version) {
             Ok(memory) => return members(identity, memory, vec![stream]),
@@ -224,7 +224,7 @@ fn is_out_of_descriptors(error: &io::Error) -> bool {
 fn members(
     identity: &Identity,
     memory: Mapping,
-    connections: Vec<Arc<UnixStream>>,
+    connections: Vec<Arc<Connection>>,
 ) -> Result<Members> {
     let &Identity {
         rank,
@@ -245,7 +245,7 @@ fn members(
 
 /// A connection that has not introduced itself yet.
 struct Stranger {
-    stream: Arc<UnixStream>,
+    stream: Arc<Connection>,
     since: Instant,
     bytes: Vec<u8>,
 }
@@ -260,7 +260,7 @@ enum Introduced {
 
 /// A connection that speaks our language.
 struct Guest {
-    stream: Arc<UnixStream>,
+    stream: Arc<Connection>,
     rank: usize,
     version: u32,
     /// None if its version is another, so that the words can't be understood.
@@ -272,7 +272,7 @@ impl Stranger {
     fn listen(&mut self, version: u32) -> Introduced {
         let mut piece = [0; 1024];
         let ended = loop {
-            match (&*self.stream).read(&mut piece) {
+            match (&**self.stream).read(&mut piece) {
                 Ok(0) => break true,
                 Ok(count) => self.bytes.extend(&piece[..count]),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -496,7 +496,7 @@ impl<'a> Rendezvous<'a> {
         fds.extend(
             self.strangers
                 .iter()
-                .map(|stranger| PollFd::new(&*stranger.stream, PollFlags::IN)),
+                .map(|stranger| PollFd::new(&**stranger.stream, PollFlags::IN)),
         );
         let left = until.saturating_duration_since(Instant::now());
         wire::poll(&mut fds, left.min(Duration::from_millis(50)))
@@ -532,7 +532,7 @@ impl<'a> Rendezvous<'a> {
             }
             match user_of(&stream, peer) {
                 User::Same => self.strangers.push(Stranger {
-                    stream: Arc::new(stream),
+                    stream: Arc::new(Connection::from(stream)),
                     since: Instant::now(),
                     bytes: Vec::new(),
                 }),
@@ -673,18 +673,18 @@ pub mod fuzzing {
         let Some((&first, sent)) = data.split_first() else {
             return;
         };
-        let Ok((mut other, stream)) = wire::pair() else {
+        let Ok((other, stream)) = wire::pair() else {
             return;
         };
         let mut stranger = Stranger {
-            stream: Arc::new(stream),
+            stream: Arc::new(Connection::from(stream)),
             since: Instant::now(),
             bytes: Vec::new(),
         };
         let (early, late) = sent.split_at(sent.len().min(first.into()));
-        let _ = other.write(early);
+        let _ = (&*other).write(early);
         if let Introduced::NotYet = stranger.listen(PROTOCOL_VERSION) {
-            let _ = other.write(late);
+            let _ = (&*other).write(late);
             let _ = other.shutdown(Shutdown::Write);
             if let Introduced::Rank(guest) = stranger.listen(PROTOCOL_VERSION) {
                 judge(&guest);

@@ -9,14 +9,14 @@ use rustix::event::{PollFd, PollFlags};
 
 use super::pidfd::{self, Peer};
 use super::shared_state::SharedState;
-use super::wire;
+use super::wire::{self, Connection};
 use crate::error::{Error, Result};
 
 /// A thread that sees the other ends of the control connections close, and the processes there end.
 #[derive(Debug)]
 pub struct Watcher {
-    /// Closing it ends the thread.
-    stop: Option<UnixStream>,
+    /// Its end ends the thread.
+    stop: Option<Connection>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -27,7 +27,7 @@ impl Watcher {
         rank: usize,
         in_process: bool,
         shared: Arc<SharedState>,
-        connections: &[Arc<UnixStream>],
+        connections: &[Arc<Connection>],
     ) -> Result<Watcher> {
         let peers = connections.iter().enumerate().map(|(index, connection)| {
             let process = match in_process {
@@ -67,7 +67,7 @@ impl Drop for Watcher {
 /// Another rank, as the thread sees it.
 struct Watched {
     rank: usize,
-    connection: Arc<UnixStream>,
+    connection: Arc<Connection>,
     process: Peer,
 }
 
@@ -78,7 +78,7 @@ impl Watched {
             Peer::Process(fd) => Some(PollFd::new(fd, PollFlags::IN)),
             Peer::Ended | Peer::Unknown => None,
         };
-        [PollFd::new(&*self.connection, PollFlags::RDHUP)]
+        [PollFd::new(&**self.connection, PollFlags::RDHUP)]
             .into_iter()
             .chain(process)
     }

@@ -2,6 +2,8 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
+use std::net::Shutdown;
+use std::ops::Deref;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
@@ -184,12 +186,38 @@ pub fn poll(fds: &mut [PollFd], timeout: Duration) -> io::Result<()> {
     }
 }
 
+/// A connection that ends when it is dropped. To close it would not be enough: the other end sees nothing of that as
+/// long as a child that was forked meanwhile has it open too. What was sent before still arrives.
+#[derive(Debug)]
+pub struct Connection(UnixStream);
+
+impl From<UnixStream> for Connection {
+    fn from(stream: UnixStream) -> Connection {
+        Connection(stream)
+    }
+}
+
+impl Deref for Connection {
+    type Target = UnixStream;
+
+    fn deref(&self) -> &UnixStream {
+        &self.0
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        // It fails where the other end has done so.
+        let _ = self.0.shutdown(Shutdown::Both);
+    }
+}
+
 /// A connected pair of control connections.
-pub fn pair() -> io::Result<(UnixStream, UnixStream)> {
+pub fn pair() -> io::Result<(Connection, Connection)> {
     let (one, two) = UnixStream::pair()?;
     one.set_nonblocking(true)?;
     two.set_nonblocking(true)?;
-    Ok((one, two))
+    Ok((one.into(), two.into()))
 }
 
 /// Whether the other end is closed.
@@ -233,8 +261,8 @@ mod tests {
 
     #[test]
     fn a_length_above_the_limit_is_refused_before_anything_is_allocated() {
-        let (mut one, two) = pair().unwrap();
-        one.write_all(&u32::MAX.to_le_bytes()).unwrap();
+        let (one, two) = pair().unwrap();
+        (&*one).write_all(&u32::MAX.to_le_bytes()).unwrap();
         assert!(matches!(
             channel(&two, 1000).receive(64),
             Err(WireError::Garbage(_))

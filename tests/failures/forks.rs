@@ -188,6 +188,63 @@ fn rank_0_that_is_outlived_by_a_fork_is_named_within_a_second() {
     outlived(test_name!(), 0);
 }
 
+/// A child that lives until it is killed, with all that this process has open.
+fn fork_that_stays() -> Pid {
+    fork().unwrap_or_else(|| {
+        std::thread::sleep(2 * TIMEOUT);
+        end(false)
+    })
+}
+
+fn kill(child: Pid) {
+    rustix::process::kill_process(child, Signal::KILL).unwrap();
+    waitpid(Some(child), WaitOptions::empty()).unwrap();
+}
+
+/// Rank `leaver` leaves in order while a child of it lives on.
+fn outlives_the_group(test: &str, leaver: usize) {
+    let mut ranks = ranks::<Host>(test, 2, |rank| {
+        let group = rank.connect(TIMEOUT)?;
+        let mut arguments = Arguments::new(&group, 9, 5, 3)?;
+        arguments.verify(&group)?;
+        if rank.rank != leaver {
+            let outcome = poisoned(&group, group.barrier());
+            rank.say("knows");
+            return outcome;
+        }
+        let child = fork_that_stays();
+        rank.say("leaves");
+        drop((arguments, group));
+        rank.say("has left");
+        rank.hear();
+        kill(child);
+        Ok("done".into())
+    });
+    let leaves = ranks.heard(leaver, "leaves");
+    for (place, what) in [(leaver, "has left"), (1 - leaver, "knows")] {
+        let after = ranks.heard(place, what).saturating_duration_since(leaves);
+        assert!(after < NOTICED, "{what}: {after:?}");
+    }
+    ranks.tell(leaver);
+    let outcomes = ranks.outcomes();
+    assert_eq!(outcomes[leaver].value(), "done");
+    let error = outcomes[1 - leaver].error();
+    assert!(
+        matches!(error, Error::RankLeft { rank, .. } if *rank == leaver),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_rank_leaves_at_once_though_a_fork_lives_on() {
+    outlives_the_group(test_name!(), 1);
+}
+
+#[test]
+fn rank_0_leaves_at_once_though_a_fork_lives_on() {
+    outlives_the_group(test_name!(), 0);
+}
+
 #[test]
 fn a_fork_of_a_launched_rank_tells_the_launcher_nothing() {
     let test = test_name!();
