@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::call::Operation;
 use super::panics;
+use super::pidfd;
 use super::shared_state::SharedState;
 use super::waits::WaitTimes;
 use super::watcher::Watcher;
@@ -328,7 +329,7 @@ impl Members {
         let channel = Channel {
             stream,
             deadline: Instant::now() + timeout + GRACE,
-            check: || Ok::<(), Error>(()),
+            check: || pidfd::check(stream),
         };
         let mut told = channel.send(&join(&[outcome, Vec::new()]), &[]);
         // Until rank 0 has told all and closes the connection: it would take this rank for dead if it went before.

@@ -8,6 +8,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::OnceLock;
 
+use rustix::io::Errno;
 use rustix::process::geteuid;
 use rustix::thread::{CapabilitySet, capabilities};
 
@@ -131,7 +132,7 @@ fn prove(stream: &UnixStream) -> Result<(), String> {
 }
 
 /// Points at the process at the other end, also when its number is reused. Since Linux 6.5.
-fn pidfd(stream: &UnixStream) -> io::Result<OwnedFd> {
+pub fn pidfd(stream: &UnixStream) -> Result<OwnedFd, Errno> {
     let [fd] = option(stream, libc::SO_PEERPIDFD)?;
     // SAFETY: the system has just opened it, for this caller alone.
     Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
@@ -146,7 +147,7 @@ fn number(pidfd: &OwnedFd) -> Option<u32> {
 }
 
 /// A socket's option, which is `N` numbers.
-fn option<const N: usize>(socket: &UnixStream, name: libc::c_int) -> io::Result<[u32; N]> {
+fn option<const N: usize>(socket: &UnixStream, name: libc::c_int) -> Result<[u32; N], Errno> {
     let mut numbers = [0; N];
     let mut bytes = size_of_val(&numbers) as libc::socklen_t;
     // SAFETY: the system writes no more bytes than it is told the local has, whose bytes may be any.
@@ -161,8 +162,8 @@ fn option<const N: usize>(socket: &UnixStream, name: libc::c_int) -> io::Result<
     };
     match result {
         0 if bytes as usize == size_of_val(&numbers) => Ok(numbers),
-        0 => Err(io::ErrorKind::UnexpectedEof.into()),
-        _ => Err(io::Error::last_os_error()),
+        0 => Err(Errno::NOPROTOOPT),
+        _ => Err(Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::NOPROTOOPT)),
     }
 }
 

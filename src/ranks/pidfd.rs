@@ -1,16 +1,16 @@
 //! The process at the other end of a connection. A connection alone does not tell that it has ended: a child that it
 //! has forked may hold it open.
-#![allow(unsafe_code)]
 
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// The number of the option, but on a few processors whose kernels don't know this one.
-const SO_PEERPIDFD: i32 = 77;
+use super::{peer, wire};
 
 /// What is known of a peer.
 #[derive(Debug)]
@@ -27,11 +27,7 @@ pub enum Peer {
 /// # Errors
 /// If this process can have no more descriptors.
 pub fn of_peer(stream: &UnixStream) -> io::Result<Peer> {
-    let asked = option(stream, SO_PEERPIDFD, -1).map(|fd: i32| {
-        // SAFETY: the call has made it, for this process to own.
-        unsafe { OwnedFd::from_raw_fd(fd) }
-    });
-    match asked {
+    match peer::pidfd(stream) {
         Ok(fd) => Ok(Peer::Process(fd)),
         // Its number is free again.
         Err(Errno::SRCH | Errno::INVAL) => Ok(Peer::Ended),
@@ -44,14 +40,9 @@ pub fn of_peer(stream: &UnixStream) -> io::Result<Peer> {
 /// The same where the kernel has no descriptor for it. Should it have ended and its number be another's by now, the
 /// other is watched: then the connection has to do.
 fn by_number(stream: &UnixStream) -> io::Result<Peer> {
-    let nobody = libc::ucred {
-        pid: 0,
-        uid: 0,
-        gid: 0,
-    };
-    let number = option(stream, libc::SO_PEERCRED, nobody).map_or(0, |who| who.pid);
+    let number = peer::Peer::of(stream).ok().and_then(|peer| peer.pid);
     // In another namespace of processes it has no number here.
-    let Some(pid) = Pid::from_raw(number).filter(|_| number > 0) else {
+    let Some(pid) = number.and_then(|number| Pid::from_raw(number as i32)) else {
         return Ok(Peer::Unknown);
     };
     match pidfd_open(pid, PidfdFlags::empty()) {
@@ -62,29 +53,41 @@ fn by_number(stream: &UnixStream) -> io::Result<Peer> {
     }
 }
 
-/// An option of a socket that is a `T` of plain numbers.
-fn option<T: Copy>(stream: &UnixStream, name: i32, mut value: T) -> Result<T, Errno> {
-    let mut length = size_of::<T>() as libc::socklen_t;
-    // SAFETY: writes as much of the local as it is told at most, and any numbers are a `T`.
-    let result = unsafe {
-        libc::getsockopt(
-            stream.as_raw_fd(),
-            libc::SOL_SOCKET,
-            name,
-            (&raw mut value).cast(),
-            &raw mut length,
-        )
-    };
-    match result {
-        0 if length as usize == size_of::<T>() => Ok(value),
-        0 => Err(Errno::NOPROTOOPT),
-        _ => Err(Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::NOPROTOOPT)),
+/// Whether the process has ended, as far as anybody can tell. Keeps no descriptor.
+pub fn has_ended(stream: &UnixStream) -> bool {
+    match of_peer(stream) {
+        Ok(Peer::Process(fd)) => {
+            let mut events = [PollFd::new(&fd, PollFlags::IN)];
+            wire::poll(&mut events, Duration::ZERO).is_ok() && !events[0].revents().is_empty()
+        }
+        Ok(Peer::Ended) => true,
+        Ok(Peer::Unknown) | Err(_) => false,
+    }
+}
+
+/// That the process has ended.
+#[derive(Debug)]
+pub struct Ended;
+
+/// Looks whether more is to be expected on a connection that is read: the process has not ended, or has sent something
+/// that is still to be read.
+pub fn check(stream: &UnixStream) -> Result<(), Ended> {
+    if !has_ended(stream) {
+        return Ok(());
+    }
+    // After that look, so that this is all that it has sent.
+    let mut events = [PollFd::new(stream, PollFlags::IN)];
+    let looked = wire::poll(&mut events, Duration::ZERO);
+    match looked.is_ok() && events[0].revents().contains(PollFlags::IN) {
+        true => Ok(()),
+        false => Err(Ended),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::fd::AsRawFd;
 
     #[test]
     fn both_ways_find_the_process_at_the_other_end() {

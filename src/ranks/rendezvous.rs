@@ -18,15 +18,17 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
+use rustix::net;
 use serde::{Deserialize, Serialize};
 
 use super::address;
 use super::members::{Members, OPENING};
 use super::peer::{Peer, User, user_of};
+use super::pidfd::{self, Ended};
 use super::reports::ReportSender;
 use super::search::{Found, RETRY, Search};
 use super::shared_state::SharedState;
-use super::wire::{self, Channel, Connection, WireError};
+use super::wire::{self, Channel, Connection, Frame, WireError};
 use crate::error::{Error, Result};
 use crate::json;
 use crate::memory::{Mapping, memfd};
@@ -172,6 +174,24 @@ fn introduce(
     stream: &UnixStream,
     version: u32,
 ) -> Result<Mapping, WireError<Error>> {
+    let (verdict, fds) =
+        verdict_on(identity, hello, stream, version).map_err(WireError::or_closed)?;
+    let garbage = |e: serde_json::Error| WireError::Garbage(e.to_string());
+    let verdict = json::outcome::<()>(&verdict).map_err(garbage)?;
+    verdict.map_err(WireError::Stopped)?;
+    map(identity.rank, fds).map_err(|error| {
+        Members::decline(stream, identity.timeout, &error);
+        WireError::Stopped(error)
+    })
+}
+
+/// The same as bytes. It stops where the other process has ended.
+fn verdict_on(
+    identity: &Identity,
+    hello: &Hello,
+    stream: &UnixStream,
+    version: u32,
+) -> Result<Frame, WireError<Ended>> {
     let hello = serde_json::to_vec(hello).map_err(|error| WireError::Io(io::Error::from(error)))?;
     let prefix = Prefix {
         version,
@@ -182,17 +202,10 @@ fn introduce(
         stream,
         // Rank 0 may have begun later than this rank, and knows better who is missing.
         deadline: Instant::now() + identity.timeout + LINGER,
-        check: || Ok::<(), Error>(()),
+        check: || pidfd::check(stream),
     };
     channel.send_raw(&[prefix.encode().as_slice(), &hello].concat())?;
-    let (verdict, fds) = channel.receive(MAX_VERDICT)?;
-    let garbage = |e: serde_json::Error| WireError::Garbage(e.to_string());
-    let verdict = json::outcome::<()>(&verdict).map_err(garbage)?;
-    verdict.map_err(WireError::Stopped)?;
-    map(identity.rank, fds).map_err(|error| {
-        Members::decline(stream, identity.timeout, &error);
-        WireError::Stopped(error)
-    })
+    channel.receive(MAX_VERDICT)
 }
 
 /// The group's shared memory, of the descriptors that came with rank 0's verdict.
@@ -265,6 +278,12 @@ struct Guest {
     version: u32,
     /// None if its version is another, so that the words can't be understood.
     hello: Option<Hello>,
+}
+
+impl Guest {
+    fn has_gone(&self) -> bool {
+        wire::has_hung_up(&self.stream) || pidfd::has_ended(&self.stream)
+    }
 }
 
 impl Stranger {
@@ -385,10 +404,12 @@ impl<'a> Rendezvous<'a> {
             guests,
             rejected,
             listener,
+            strangers,
             ..
         } = self;
         // Before anybody hears of it: who has, and comes again, is to find the next attempt.
-        drop(listener);
+        close(&listener);
+        drop((listener, strangers));
         let guests = guests.into_iter().flatten();
         match outcome {
             Ok((memory, fd)) => {
@@ -615,7 +636,7 @@ impl<'a> Rendezvous<'a> {
             // One that has gone and comes again is the same rank.
             _ => self.guests[rank]
                 .as_ref()
-                .filter(|seated| !wire::has_hung_up(&seated.stream))
+                .filter(|seated| !seated.has_gone())
                 .and_then(|seated| seated.hello.as_ref())
                 .map(|hello| hello.pid),
         };
@@ -628,6 +649,17 @@ impl<'a> Rendezvous<'a> {
     }
 }
 
+/// Listens no more, also where a child that was forked meanwhile has the socket too. Who has connected and was not
+/// heard searches on.
+fn close(listener: &UnixListener) {
+    // It does not fail for what listens. From now on connections are refused.
+    let _ = net::shutdown(listener, net::Shutdown::Both);
+    // A process that has no descriptor left leaves them to the end of the socket, as does one without a child.
+    while let Ok((stream, _)) = listener.accept() {
+        drop(Connection::from(stream));
+    }
+}
+
 /// Sends the verdict. A guest that has gone meanwhile is found missing by the first call it should make.
 fn tell(stream: &UnixStream, verdict: &Result<()>, fds: &[BorrowedFd]) {
     let channel = Channel {
@@ -636,6 +668,30 @@ fn tell(stream: &UnixStream, verdict: &Result<()>, fds: &[BorrowedFd]) {
         check: || Ok::<(), Error>(()),
     };
     let _ = channel.send(&json::of_outcome(verdict), fds);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::linux::net::SocketAddrExt;
+    use std::os::unix::net::SocketAddr;
+
+    use super::*;
+
+    #[test]
+    fn a_socket_that_listens_no_more_turns_all_away_whoever_has_it_open() {
+        let name = format!("gemmesh/test/{}", std::process::id());
+        let address = SocketAddr::from_abstract_name(name).unwrap();
+        let listener = UnixListener::bind_addr(&address).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        // As a forked child has it.
+        let _copy = listener.try_clone().unwrap();
+        let waiting = [(); 3].map(|()| UnixStream::connect_addr(&address).unwrap());
+        close(&listener);
+        drop(listener);
+        assert!(waiting.iter().all(wire::has_hung_up));
+        let refused = UnixStream::connect_addr(&address).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused);
+    }
 }
 
 #[cfg(fuzzing)]

@@ -13,6 +13,7 @@ use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::address::{self, NAMES};
 use super::peer::{Peer, User, user_of};
+use super::pidfd;
 use super::rendezvous::Identity;
 use crate::error::{Error, Result};
 
@@ -163,6 +164,8 @@ impl<'a> Search<'a> {
             return Ok(Holder::Silent);
         };
         Ok(match user_of(&stream, peer) {
+            // A child that it has forked has the socket, and does not know that it listens.
+            User::Same if pidfd::has_ended(&stream) => Holder::Silent,
             User::Same => Holder::Same(stream, peer),
             User::Other => {
                 self.holder = Some(peer);

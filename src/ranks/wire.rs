@@ -14,6 +14,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags,
 };
 
+use super::pidfd::Ended;
 use crate::schedule::layout::MAX_WORLD;
 
 /// No message of an established group is longer: traces are the longest.
@@ -45,6 +46,18 @@ impl<E> From<io::Error> for WireError<E> {
             | io::ErrorKind::BrokenPipe
             | io::ErrorKind::ConnectionReset => WireError::Closed,
             _ => WireError::Io(error),
+        }
+    }
+}
+
+impl WireError<Ended> {
+    /// As if the connection had told.
+    pub fn or_closed<E>(self) -> WireError<E> {
+        match self {
+            WireError::Stopped(Ended) | WireError::Closed => WireError::Closed,
+            WireError::Late => WireError::Late,
+            WireError::Garbage(reason) => WireError::Garbage(reason),
+            WireError::Io(error) => WireError::Io(error),
         }
     }
 }

@@ -6,9 +6,10 @@ use std::time::{Duration, Instant};
 
 use gemmesh::launch::{self, Launch};
 use gemmesh::{Error, Group, Host, all_gather_and_consume, bf16};
-use rustix::process::{Pid, Signal, WaitOptions, waitpid};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions, pidfd_open, waitpid};
 
-use crate::support::processes::start;
+use crate::support::processes::{Rank, sockets_of, start};
 use crate::support::products::Arguments as Products;
 use crate::support::tested::{all_done, poisoned, ranks};
 use crate::{Arguments, NOTICED, TIMEOUT, test_name};
@@ -243,6 +244,103 @@ fn a_rank_leaves_at_once_though_a_fork_lives_on() {
 #[test]
 fn rank_0_leaves_at_once_though_a_fork_lives_on() {
     outlives_the_group(test_name!(), 0);
+}
+
+/// Waits until rank 0 has so many sockets of the rendezvous at `address`.
+fn await_sockets(address: &str, count: usize) {
+    let begin = Instant::now();
+    while sockets_of(address).len() < count {
+        assert!(begin.elapsed() < TIMEOUT, "rank 0 waits for nobody");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn meets(rank: &Rank) -> Result<String, Error> {
+    let group = rank.connect(TIMEOUT)?;
+    Arguments::new(&group, 9, 5, 3)?.verify(&group)?;
+    group.barrier()?;
+    rank.say("met");
+    Ok("done".into())
+}
+
+#[test]
+fn rank_0_that_forked_while_it_listened_in_vain_can_be_met_later() {
+    let mut ranks = ranks::<Host>(test_name!(), 2, |rank| {
+        if rank.rank == 1 {
+            rank.hear();
+            return meets(rank);
+        }
+        let (missing, child) = std::thread::scope(|scope| {
+            let first = scope.spawn(|| rank.connect(Duration::from_secs(1)).map(drop));
+            await_sockets(&rank.address, 1);
+            let child = fork_that_stays();
+            (first.join().unwrap(), child)
+        });
+        assert!(matches!(missing, Err(Error::RanksMissing { .. })));
+        rank.say("again");
+        let outcome = meets(rank);
+        kill(child);
+        outcome
+    });
+    ranks.heard(0, "again");
+    ranks.tell(1);
+    for outcome in ranks.outcomes() {
+        assert_eq!(outcome.value(), "done");
+    }
+}
+
+/// Rank `killed` is killed while it waits for the others, and comes again while a child of the first lives on.
+fn comes_again(test: &str, killed: usize) {
+    let places = [(0, 3), (1, 3), (2, 3), (killed, 3)];
+    let mut ranks = start(test, &places, |rank| {
+        if rank.place >= 2 {
+            rank.hear();
+        }
+        if rank.place != killed {
+            return meets(rank);
+        }
+        std::thread::scope(|scope| {
+            scope.spawn(|| rank.connect(TIMEOUT).map(drop));
+            rank.hear();
+            if fork().is_none() {
+                rank.say("the child lives");
+                rank.hear();
+                end(true);
+            }
+        });
+        Ok("not killed".into())
+    });
+    // Rank 0's socket and its end of the connection.
+    await_sockets(&ranks.address, 2);
+    // Time for rank 1 to introduce itself.
+    std::thread::sleep(Duration::from_millis(100));
+    ranks.tell(killed);
+    ranks.heard(killed, "the child lives");
+    let process = pidfd_open(ranks.pid(killed), PidfdFlags::empty()).unwrap();
+    ranks.signal(killed, Signal::KILL);
+    poll(&mut [PollFd::new(&process, PollFlags::IN)], None).unwrap();
+    let others = [1 - killed, 2, 3];
+    others.iter().for_each(|&place| ranks.tell(place));
+    for place in others {
+        ranks.heard(place, "met");
+    }
+    ranks.tell(killed);
+    for (place, outcome) in ranks.outcomes().iter().enumerate() {
+        match place == killed {
+            true => outcome.assert_killed(),
+            false => assert_eq!(outcome.value(), "done"),
+        }
+    }
+}
+
+#[test]
+fn rank_0_that_is_killed_at_the_rendezvous_may_come_again_though_a_fork_lives_on() {
+    comes_again(test_name!(), 0);
+}
+
+#[test]
+fn a_rank_that_is_killed_at_the_rendezvous_may_come_again_though_a_fork_lives_on() {
+    comes_again(test_name!(), 1);
 }
 
 #[test]
