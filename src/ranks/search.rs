@@ -37,6 +37,8 @@ enum Holder {
     Same(UnixStream, Peer),
     /// Somebody else.
     Other,
+    /// A process that accepts no connections, be it this user's: whose it is can't be known before it does.
+    Full,
     /// Nobody, or a process that does not listen.
     Silent,
 }
@@ -48,6 +50,8 @@ pub struct Search<'a> {
     begin: Instant,
     /// A process that is in the way.
     holder: Option<Peer>,
+    /// Whether one is in the way that accepts no connections.
+    full: bool,
     /// Why a process that listened could not be trusted.
     untrusted: Option<String>,
     /// Since when rank 0 has found names that are taken by nobody who listens.
@@ -64,6 +68,7 @@ impl<'a> Search<'a> {
             names: names.map_err(Error::system(identity.rank, "name a socket"))?,
             begin: Instant::now(),
             holder: None,
+            full: false,
             untrusted: None,
             silent: None,
             closed: false,
@@ -122,7 +127,7 @@ impl<'a> Search<'a> {
                 // Another rank 0, which tells all ranks of it.
                 Holder::Same(stream, peer) => return Ok(Some(Found::There(stream, peer))),
                 Holder::Other => {}
-                Holder::Silent => {
+                Holder::Full | Holder::Silent => {
                     let since = *self.silent.get_or_insert_with(Instant::now);
                     if since.elapsed() < PATIENCE {
                         return Ok(None);
@@ -135,17 +140,17 @@ impl<'a> Search<'a> {
 
     /// The other ranks' way.
     fn find(&mut self) -> Result<Option<Found>> {
-        let (mut others, mut socket) = (0, None);
+        let (mut taken, mut socket) = (0, None);
         for number in 0..self.names.len() {
             match self.visit(number, &mut socket)? {
                 Holder::Same(stream, peer) => return Ok(Some(Found::There(stream, peer))),
-                Holder::Other => others += 1,
+                Holder::Other | Holder::Full => taken += 1,
                 Holder::Silent => {}
             }
         }
         // There was a name left for rank 0.
-        if others < NAMES {
-            self.holder = None;
+        if taken < NAMES {
+            (self.holder, self.full) = (None, false);
         }
         Ok(None)
     }
@@ -154,9 +159,15 @@ impl<'a> Search<'a> {
     fn visit(&mut self, number: usize, socket: &mut Option<OwnedFd>) -> Result<Holder> {
         let opened = socket.take().map_or_else(open, Ok);
         let opened = opened.map_err(Error::system(self.identity.rank, "open a socket"))?;
-        if connect(&opened, &self.names[number]).is_err() {
+        if let Err(error) = connect(&opened, &self.names[number]) {
             *socket = Some(opened);
-            return Ok(Holder::Silent);
+            let is_full = error.kind() == io::ErrorKind::WouldBlock;
+            self.full |= is_full;
+            return Ok(if is_full {
+                Holder::Full
+            } else {
+                Holder::Silent
+            });
         }
         let stream = UnixStream::from(opened);
         // It fails for connections that are none only.
@@ -191,10 +202,14 @@ impl<'a> Search<'a> {
                 address,
                 reason: reason.clone(),
             },
-            (_, holder) if rank == 0 || holder.is_some() => Error::AddressTaken {
+            (_, holder) if rank == 0 || holder.is_some() || self.full => Error::AddressTaken {
                 rank,
                 address,
-                holder: holder.map_or("a process that does not listen".into(), |h| h.to_string()),
+                holder: match holder {
+                    Some(peer) => peer.to_string(),
+                    None if self.full => "a process that accepts no connections".into(),
+                    None => "a process that does not listen".into(),
+                },
                 waited_ms,
             },
             _ if self.closed => Error::RankLost {

@@ -2,6 +2,7 @@
 //! connections.
 
 use std::io::{Read, Write};
+use std::os::fd::OwnedFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::process::Command;
@@ -11,6 +12,8 @@ use std::time::{Duration, Instant};
 use gemmesh::launch::{self, Launch};
 use gemmesh::testing::meeting_texts;
 use gemmesh::{Error, Group, Host, all_gather_matmul};
+use rustix::io::Errno;
+use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::support::processes::{
     Rank, Setting, as_user, in_namespaces, start, start_with, this_program,
@@ -163,8 +166,8 @@ fn another_user_gets_nothing_from_nobody_of_a_container() {
     }
 }
 
-#[test]
-fn a_user_who_holds_all_names_is_named() {
+/// Another user's process holds all names, each with a queue for so many.
+fn assert_user_is_named(test: &str, queue: i32) {
     let Some(stranger) = as_user(STRANGER) else {
         return;
     };
@@ -177,7 +180,7 @@ fn a_user_who_holds_all_names_is_named() {
         ..Setting::default()
     };
     let places = [(0, 2), (1, 2), (2, 2)];
-    let mut ranks = start_with(test_name!(), &places, &setting, |me| {
+    let mut ranks = start_with(test, &places, &setting, |me| {
         if me.rank < 2 {
             me.hear();
             let timeout = Duration::from_millis(200);
@@ -185,8 +188,8 @@ fn a_user_who_holds_all_names_is_named() {
             me.say("over");
             return met.map(|()| "met".into());
         }
-        let bind = |text: &String| UnixListener::bind_addr(&name(text)).unwrap();
-        let _all: Vec<_> = meeting_texts(&me.address).iter().map(bind).collect();
+        let texts = meeting_texts(&me.address);
+        let _all: Vec<_> = texts.iter().map(|text| listen(text, queue)).collect();
         me.say("holds all");
         me.hear();
         Ok("was there".into())
@@ -204,6 +207,75 @@ fn a_user_who_holds_all_names_is_named() {
             other => panic!("{other}"),
         }
     }
+}
+
+#[test]
+fn a_user_who_holds_all_names_is_named() {
+    assert_user_is_named(test_name!(), 4096);
+}
+
+#[test]
+fn a_user_who_holds_all_names_and_accepts_few_is_named() {
+    assert_user_is_named(test_name!(), 4);
+}
+
+fn socket() -> OwnedFd {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap()
+}
+
+/// Listens at a name, with a queue for one more than `queue`.
+fn listen(text: &str, queue: i32) -> OwnedFd {
+    let listener = socket();
+    let name = SocketAddrUnix::new_abstract_name(text.as_bytes()).unwrap();
+    net::bind(&listener, &name).unwrap();
+    net::listen(&listener, queue).unwrap();
+    listener
+}
+
+/// Whoever holds all names, and whose queues are full.
+fn hold_all_and_accept_nobody(address: &str) -> Vec<OwnedFd> {
+    let mut held = Vec::new();
+    for text in meeting_texts(address) {
+        held.push(listen(&text, 0));
+        let name = SocketAddrUnix::new_abstract_name(text.as_bytes()).unwrap();
+        until("a full queue", || {
+            held.push(socket());
+            let connected = net::connect(held.last()?, &name);
+            (connected == Err(Errno::AGAIN)).then_some(())
+        });
+    }
+    held
+}
+
+#[test]
+fn who_holds_all_names_and_accepts_nobody_is_in_the_way() {
+    let address = &address(test_name!());
+    let _held = hold_all_and_accept_nobody(address);
+    std::thread::scope(|scope| {
+        let meet = |rank| scope.spawn(move || meet(rank, 2, address, Duration::from_millis(300)));
+        for rank in [0, 1].map(meet) {
+            match rank.join().unwrap() {
+                Err(Error::AddressTaken { holder, .. }) => {
+                    assert_eq!(holder, "a process that accepts no connections");
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+    });
+}
+
+#[test]
+fn rank_0_that_accepts_nobody_is_missing() {
+    let address = &address(test_name!());
+    let mut held = hold_all_and_accept_nobody(address);
+    // The listener at the last name, and who waits there.
+    held.truncate(held.len() - held.len() / meeting_texts(address).len());
+    let met = meet(1, 2, address, Duration::from_millis(100));
+    assert!(
+        matches!(&met, Err(Error::RanksMissing { ranks, .. }) if ranks == &[0]),
+        "{met:?}"
+    );
 }
 
 #[test]
