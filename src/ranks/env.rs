@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 
-use super::process::{Surroundings, ThisProcess};
+use super::surroundings::{Surroundings, ThisProcess};
 use crate::error::{Error, Result};
 
 /// A rank as a launcher describes it.
@@ -397,7 +397,7 @@ pub mod fuzzing {
     use std::os::unix::ffi::OsStringExt;
 
     use super::*;
-    use crate::ranks::process::parse_stat;
+    use crate::ranks::surroundings::parse_stat;
 
     struct Lines<'a>(HashMap<&'a [u8], &'a [u8]>);
 
