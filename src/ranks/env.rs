@@ -43,8 +43,9 @@ struct Launcher {
     local_world: Option<&'static str>,
     /// Variables that together tell this job from others.
     job: &'static [&'static [&'static str]],
-    /// Whether srun sets these variables too, for the sake of MPI. It does not set `local_world`.
-    imitated: bool,
+    /// Where srun sets these variables too, for the sake of MPI: the one that tells of which job they are. Srun does not
+    /// set `local_world`.
+    imitated: Option<&'static str>,
 }
 
 /// The innermost first, of those that start one another: mpirun and mpiexec start their agents by srun where Slurm is, so
@@ -106,7 +107,7 @@ const LAUNCHERS: [Launcher; 9] = [
         rank: &["PMI_RANK", "PMI_ID"],
         world: &["PMI_SIZE"],
         local_world: Some("MPI_LOCALNRANKS"),
-        imitated: true,
+        imitated: Some("PMI_JOBID"),
         ..NONE
     },
     Launcher {
@@ -117,7 +118,7 @@ const LAUNCHERS: [Launcher; 9] = [
         required: &[&["PALS_APID"]],
         local_world: Some("PALS_LOCAL_SIZE"),
         job: &[&["PALS_APID"]],
-        imitated: true,
+        imitated: Some("PALS_APID"),
         ..NONE
     },
     Launcher {
@@ -127,7 +128,7 @@ const LAUNCHERS: [Launcher; 9] = [
         // Only calls of PMIx tell it.
         world: &["OMPI_COMM_WORLD_SIZE"],
         job: &[&["PMIX_NAMESPACE"]],
-        imitated: true,
+        imitated: Some("PMIX_NAMESPACE"),
         ..NONE
     },
     Launcher {
@@ -161,7 +162,7 @@ const NONE: Launcher = Launcher {
     required: &[],
     local_world: None,
     job: &[],
-    imitated: false,
+    imitated: None,
 };
 
 const SRUN: &str = "srun";
@@ -175,7 +176,10 @@ impl Launcher {
     /// Whether it has started this process, and as more than a shell: a rank, be its variables complete or not.
     fn has_started(&self, process: &impl Surroundings) -> bool {
         let is_set = |name: &&str| process.variable(name).is_some();
-        if self.name == SRUN && is_batch_script(process) {
+        // Those of another step may be left. Without srun's own they have to do.
+        let srun = &LAUNCHERS[LAUNCHERS.len() - 1];
+        let is_known = || srun.missing(process).is_empty() || is_batch_script(process);
+        if self.is_of_srun(process) == Some(true) && is_known() {
             return false;
         }
         if !self.is_sure(process) && COUNTED_PODS.iter().any(is_set) {
@@ -189,6 +193,22 @@ impl Launcher {
         self.sure.is_empty() || sure.any(|name| process.variable(name).is_some())
     }
 
+    fn is_local(&self, process: &impl Surroundings) -> bool {
+        let mut local = self.local_world.iter();
+        local.any(|name| process.variable(name).is_some())
+    }
+
+    /// Whether srun has set its variables; `None` if nothing tells.
+    fn is_of_srun(&self, process: &impl Surroundings) -> Option<bool> {
+        match self.imitated {
+            Some(job) if !self.is_local(process) => {
+                let job = process.variable(job)?;
+                Some(job.to_str().is_some_and(is_step))
+            }
+            _ => Some(false),
+        }
+    }
+
     /// The variables that it sets and that are not there.
     fn missing(&self, process: &impl Surroundings) -> Vec<&'static str> {
         let needed = [self.rank, self.world].into_iter();
@@ -197,15 +217,24 @@ impl Launcher {
         missing.map(|names| names[0]).collect()
     }
 
-    /// Whether another launcher says no other rank and world size than this one.
+    /// Whether another launcher may have set the variables of both: it says no other rank and world size.
     fn agrees(&self, process: &impl Surroundings, other: &Launcher) -> bool {
-        [(self.rank, other.rank), (self.world, other.world)]
-            .into_iter()
-            .all(|(own, others)| {
-                let value = |names| Some(process.variable(first_of(process, names)?));
-                let own = value(own);
-                own.is_none() || own == value(others)
-            })
+        let value = |names| process.variable(first_of(process, names)?);
+        let agrees = |own, others| value(own).is_none_or(|own| Some(own) == value(others));
+        let is_srun = other.name == SRUN;
+        let is_batch = is_srun && is_batch_script(process);
+        let is_told_apart = match self.imitated {
+            Some(_) => is_srun && self.is_of_srun(process) == Some(false),
+            None => is_batch,
+        };
+        // The other's only rank may be the agent of this one's, and rank 0 of these has its number.
+        let is_agent = (is_srun || self.imitated.is_none())
+            && value(self.world).is_none()
+            && (is_batch || value(other.world).is_some_and(|world| world == "1"));
+        !is_told_apart
+            && !is_agent
+            && agrees(self.rank, other.rank)
+            && agrees(self.world, other.world)
     }
 
     /// The variables by which its ranks, or those of another of its jobs, are told apart.
@@ -221,13 +250,29 @@ fn first_of(process: &impl Surroundings, names: &[&'static str]) -> Option<&'sta
     names.find(|name| process.variable(name).is_some())
 }
 
+/// Whether this is how srun calls one of its steps for MPI: 9.0, or slurm.pmix.9.0.
+fn is_step(job: &str) -> bool {
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let numbers = job.split_once('.');
+    job.starts_with("slurm.")
+        || numbers.is_some_and(|(job, step)| is_number(job) && is_number(step))
+}
+
+/// The process that Slurm has started as this step's task on this host, or as the batch script.
+fn task(process: &impl Surroundings) -> Option<u32> {
+    let number = process.variable("SLURM_TASK_PID")?;
+    number.to_str()?.parse().ok()
+}
+
 /// sbatch's script is task 0 of no step. What was set where the script was submitted is left in its environment, a step's number
 /// too.
 fn is_batch_script(process: &impl Surroundings) -> bool {
     let is_batch = process
         .variable("ENVIRONMENT")
         .is_some_and(|of| of == "BATCH");
-    is_batch && first_of(process, STEP).is_none() || process.is_in_batch_step()
+    is_batch && first_of(process, STEP).is_none()
+        || process.is_in_batch_step()
+        || task(process).is_some_and(|task| process.runs_batch_script(task))
 }
 
 /// Whether somebody works in this step of Slurm's, or has started this process there: `srun --pty bash`, salloc's shell, a notebook's
@@ -238,8 +283,7 @@ fn is_interactive(process: &impl Surroundings) -> bool {
     if text(STEP).is_some_and(|step| INTERACTIVE_STEP.iter().any(|&number| step == number)) {
         return true;
     }
-    let task = || text(&["SLURM_TASK_PID"])?.to_str()?.parse().ok();
-    let is_pty = || match (text(&["SLURM_PTY_PORT"]), task()) {
+    let is_pty = || match (text(&["SLURM_PTY_PORT"]), task(process)) {
         (None, _) => false,
         (Some(_), None) => true,
         (Some(_), Some(task)) => process.has_terminal(Some(task)) != Some(false),
@@ -368,21 +412,22 @@ fn recognise(process: &impl Surroundings) -> Option<&'static Launcher> {
     let sure = started().find(|l| l.is_sure(process));
     let inner = sure.or(started().next())?;
     let is_complete = |l: &Launcher| l.missing(process).is_empty();
-    let is_local = inner
-        .local_world
-        .is_some_and(|name| process.variable(name).is_some());
     let agreeing = || {
         let outer = started().skip_while(|l| l.name != inner.name).skip(1);
         outer.filter(|l| is_complete(l) && inner.agrees(process, l))
     };
-    let launcher = match is_complete(inner) && (is_local || !inner.imitated) {
+    let is_known = match inner.imitated {
+        None => is_complete(inner),
+        Some(_) => inner.is_local(process),
+    };
+    let launcher = match is_known {
         true => inner,
         false => agreeing()
-            .find(|l| !l.imitated)
+            .find(|l| l.imitated.is_none())
             .or(agreeing().next())
             .unwrap_or(inner),
     };
-    let is_rank = launcher.name != SRUN || !is_interactive(process);
+    let is_rank = launcher.name != SRUN || !is_interactive(process) && !is_batch_script(process);
     is_rank.then_some(launcher)
 }
 
@@ -417,6 +462,10 @@ pub mod fuzzing {
 
         fn is_in_batch_step(&self) -> bool {
             self.0.contains_key(&b"batch"[..])
+        }
+
+        fn runs_batch_script(&self, pid: u32) -> bool {
+            pid % 3 == 0
         }
     }
 

@@ -15,6 +15,8 @@ struct Recorded {
     /// That of the task of its step, if that task can be seen.
     task_terminal: Option<bool>,
     batch_step: bool,
+    /// Whether that task is a batch script.
+    batch_task: bool,
 }
 
 impl Surroundings for Recorded {
@@ -41,6 +43,10 @@ impl Surroundings for Recorded {
     fn is_in_batch_step(&self) -> bool {
         self.batch_step
     }
+
+    fn runs_batch_script(&self, _pid: u32) -> bool {
+        self.batch_task
+    }
 }
 
 /// The process with these variables, of which the first of a name counts: one `NAME=value` a word.
@@ -64,6 +70,18 @@ fn without(variables: &str, names: &[&str]) -> String {
             .any(|name| word.split('=').next() == Some(*name))
     });
     kept.collect::<Vec<_>>().join(" ")
+}
+
+/// The same of rank 0.
+fn first(variables: &str) -> String {
+    let ranks = ["RANK=1", "RANKID=1", "PMI_ID=1"];
+    let words = variables.split_whitespace().map(|word| {
+        match ranks.iter().any(|rank| word.ends_with(rank)) {
+            true => word.replace("=1", "=0"),
+            false => word.into(),
+        }
+    });
+    words.collect::<Vec<String>>().join(" ")
 }
 
 const LAUNCHED: &str = "GEMMESH_RANK=1 GEMMESH_WORLD_SIZE=2 GEMMESH_ADDRESS=x";
@@ -136,6 +154,9 @@ const BATCH_OF_STEP: &str = "ENVIRONMENT=BATCH SLURM_GTIDS=0 SLURM_JOBID=9 SLURM
 /// srun -E -n 1 in an allocation of two tasks: what is the job's there stays the job's.
 const PRESERVED: &str = "SLURM_GTIDS=0 SLURM_JOBID=9 SLURM_JOB_ID=9 SLURM_LOCALID=0 SLURM_NPROCS=2 SLURM_NTASKS=2 SLURM_PROCID=0
     SLURM_STEPID=0 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1 SLURM_TASKS_PER_NODE=2 SLURM_TASK_PID=16342";
+
+/// The environments of Slurm in which launchers run their agents.
+const AGENTS: [&str; 4] = [ONE_TASK, INTERACTIVE, BATCH, BATCH_OF_STEP];
 
 const PMI: &str = "a PMI launcher (mpiexec)";
 const OF_PMI: &str = "a PMI launcher (mpiexec)/whoever has no PMI_RANK, PMI_SIZE, MPI_LOCALNRANKS";
@@ -223,12 +244,28 @@ fn all_ranks_of_mpiexec_meet_where_one_is_called_as_the_task_that_started_it() {
 fn what_srun_sets_for_mpi_is_its_own() {
     for of_mpi in [PMI2, PMIX, CRAY] {
         assert_described(&[of_mpi, SRUN_TASK], "srun", "9/0");
-        let first = of_mpi
-            .replace("RANK=1", "RANK=0")
-            .replace("SIZE=2", "SIZE=1")
-            .replace("RANKID=1", "RANKID=0");
-        assert_no_rank(&process(&[&first, PTY, ONE_TASK]));
+        let alone = first(of_mpi).replace("SIZE=2", "SIZE=1");
+        assert_no_rank(&process(&[&alone, PTY, ONE_TASK]));
+        // Left by another step.
+        let left = describe(&process(&[of_mpi, ONE_TASK])).unwrap().unwrap();
+        assert_eq!((left.rank, left.world, left.launcher), (0, 1, "srun"));
     }
+    // A container may be given these alone, and srun's own only in part.
+    let agent = format!("{PMI}/whoever has no PMI_RANK, PMI_SIZE");
+    assert_described(&[PMI2], PMI, &agent);
+    assert_described(&[PMI2, "SLURM_PROCID=1"], PMI, &agent);
+}
+
+#[test]
+fn what_flux_sets_for_mpi_is_its_own() {
+    let of_mpi = "PMIX_RANK=1 PMIX_NAMESPACE=f23";
+    assert_described(&[of_mpi, FLUX], "Flux", "f23");
+    let alone = first(FLUX).replace("SIZE=2", "SIZE=1");
+    let alone = without(&alone, &["PMI_RANK", "PMI_SIZE"]);
+    let alone = describe(&process(&[&first(of_mpi), &alone]))
+        .unwrap()
+        .unwrap();
+    assert_eq!((alone.rank, alone.world, alone.launcher), (0, 1, "Flux"));
 }
 
 #[test]
@@ -310,6 +347,35 @@ fn a_batch_script_is_no_rank_and_what_it_starts_by_srun_is() {
         ..process(&[BATCH_OF_STEP])
     });
     assert_described(&["ENVIRONMENT=BATCH", SRUN_TASK], "srun", "9/0");
+    let task_terminal = Some(false);
+    let alone = Recorded {
+        task_terminal,
+        ..process(&["ENVIRONMENT=BATCH", PTY, ONE_TASK])
+    };
+    let alone = describe(&alone).unwrap().unwrap();
+    assert_eq!((alone.rank, alone.world), (0, 1));
+}
+
+#[test]
+fn a_batch_script_that_a_step_of_one_task_has_submitted_is_no_rank() {
+    for of_mpi in ["", PMI2, PMIX, CRAY] {
+        let left = first(of_mpi).replace("SIZE=2", "SIZE=1");
+        assert_no_rank(&process(&[&left, BATCH]));
+        // Slurm may use no control groups, and its task may be hidden.
+        for (batch_step, batch_task) in [(false, true), (true, false)] {
+            assert_no_rank(&Recorded {
+                batch_step,
+                batch_task,
+                task_terminal: Some(false),
+                ..process(&[&left, BATCH, PTY, ONE_TASK])
+            });
+            assert_no_rank(&Recorded {
+                batch_step,
+                batch_task,
+                ..process(&[&left, BATCH_OF_STEP])
+            });
+        }
+    }
 }
 
 #[test]
@@ -322,6 +388,17 @@ fn a_rank_of_torchrun_is_one_though_variables_are_missing() {
                 &without(TORCHRUN, &[name]),
                 &ONE_TASK.replace("PROCID=0", "PROCID=5"),
             ],
+            "torchrun",
+            name,
+        );
+        for of_slurm in AGENTS {
+            let first = without(&first(TORCHRUN), &[name]);
+            assert_missing(&[&first, of_slurm], "torchrun", name);
+        }
+        let alone = OPEN_MPI.replace("SIZE=2", "SIZE=1");
+        let first = without(&first(TORCHRUN), &[name]);
+        assert_missing(
+            &[&first, &alone.replace("RANK=1", "RANK=0")],
             "torchrun",
             name,
         );
@@ -352,7 +429,37 @@ fn ranks_of_every_launcher_are_ranks_though_the_size_is_missing() {
     ] {
         assert_missing(&[&without(variables, &[size])], launcher, size);
         // Nor does it become the only task of the step in which the launcher runs.
-        assert_missing(&[&without(variables, &[size]), ONE_TASK], launcher, size);
+        for variables in [variables, &first(variables)] {
+            for of_slurm in AGENTS {
+                assert_missing(&[&without(variables, &[size]), of_slurm], launcher, size);
+                let shell = [&without(variables, &[size]), PTY, of_slurm];
+                assert_missing(&shell, launcher, size);
+            }
+        }
+    }
+    // Nor a shell, where a script that a task of two has submitted runs it.
+    let script = BATCH_OF_STEP.replace("TASKS=1", "TASKS=2");
+    for (variables, launcher) in [(TORCHRUN, "torchrun"), (OPEN_MPI, "Open MPI's mpirun")] {
+        let batch_step = true;
+        let rank = without(&first(variables), &["MASTER_PORT", "OMPI_COMM_WORLD_SIZE"]);
+        let rank = Recorded {
+            batch_step,
+            ..process(&[&rank, &script])
+        };
+        let described = describe(&rank);
+        assert!(
+            matches!(&described, Err(Error::Environment { launcher: named, .. }) if named == launcher),
+            "{described:?}"
+        );
+    }
+    let nothing_else = without(&first(HYDRA_PORT), &["MPI_LOCALNRANKS"]);
+    assert_missing(&[&nothing_else, ONE_TASK], PMI, "PMI_SIZE");
+    // Nor one of those of the step in whose only shell it runs.
+    for (variables, size, launcher) in [
+        (HYDRA, "PMI_SIZE", PMI),
+        (PRTERUN, "OMPI_COMM_WORLD_SIZE", "a PMIx launcher (prterun)"),
+    ] {
+        assert_missing(&[&without(variables, &[size]), SRUN_TASK], launcher, size);
     }
 }
 

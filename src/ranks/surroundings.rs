@@ -17,6 +17,9 @@ pub trait Surroundings {
 
     /// Whether Slurm counts this process to a batch script.
     fn is_in_batch_step(&self) -> bool;
+
+    /// Whether process `pid` is one of sbatch's scripts.
+    fn runs_batch_script(&self, pid: u32) -> bool;
 }
 
 /// This process, as it is.
@@ -41,6 +44,21 @@ impl Surroundings for ThisProcess {
         let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
         groups.contains("/step_batch")
     }
+
+    fn runs_batch_script(&self, pid: u32) -> bool {
+        let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        is_batch_script(&command)
+    }
+}
+
+/// Whether a command is Slurm's copy of a script, as slurmd starts it: `…/job00042/slurm_script`, behind its shell.
+fn is_batch_script(command: &[u8]) -> bool {
+    let mut words = command.split(|&byte| byte == 0);
+    words.any(|word| {
+        let mut folders = word.rsplit(|&byte| byte == b'/');
+        folders.next() == Some(b"slurm_script")
+            && folders.next().is_some_and(|job| job.starts_with(b"job"))
+    })
 }
 
 /// Programs that start ranks on their host. One that a rank of another job has started has that rank's variables, which may be equal
@@ -148,6 +166,22 @@ mod tests {
         assert_eq!(Stat::parse(&text), Some(stat));
         for cut in ["", "77 (cut", "77 (cut) S 1", "77) S 1 2 3 4"] {
             assert_eq!(Stat::parse(cut), None, "{cut}");
+        }
+    }
+
+    #[test]
+    fn a_batch_script_is_known_by_where_slurm_puts_it() {
+        assert!(is_batch_script(
+            b"/bin/bash\0-l\0/var/spool/slurmd/job00042/slurm_script\0x\0"
+        ));
+        assert!(is_batch_script(b"/spool/vm/job123456/slurm_script\0"));
+        for other in [
+            &b""[..],
+            b"bash\0slurm_script\0",
+            b"bash\0./slurm_script\0",
+            b"job1/slurm_script/x",
+        ] {
+            assert!(!is_batch_script(other));
         }
     }
 
