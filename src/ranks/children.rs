@@ -6,7 +6,7 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::ExitStatusExt;
-use std::process::{Command, ExitStatus};
+use std::process::{self, Command, ExitStatus};
 use std::ptr::null;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -36,20 +36,11 @@ pub struct Child {
 impl Child {
     pub fn start(command: &mut Command) -> io::Result<Child> {
         let waitable = Waitable::hold()?;
-        let mut started = command.spawn()?;
-        match pidfd_open(Pid::from_child(&started), PidfdFlags::empty()) {
-            Ok(process) => Ok(Child {
-                process,
-                ended: None,
-                _waitable: waitable,
-            }),
-            Err(error) => {
-                // Nobody has waited for it, so the number is still its own. Fails if it has ended already.
-                let _ = started.kill();
-                let _ = started.wait();
-                Err(error.into())
-            }
-        }
+        Ok(Child {
+            process: descriptor(command.spawn()?)?,
+            ended: None,
+            _waitable: waitable,
+        })
     }
 
     /// How it has ended, if it has.
@@ -60,11 +51,7 @@ impl Child {
         if self.ended.is_none() {
             let seen = waitid(self.id(), WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
             self.ended = match seen {
-                Err(Errno::CHILD) => {
-                    return Err(io::Error::other(
-                        "something else in this process, such as a handler of SIGCHLD, waits for all its children",
-                    ));
-                }
+                Err(Errno::CHILD) => return Err(waited_for()),
                 seen => seen?.map(status),
             };
         }
@@ -103,6 +90,34 @@ impl Drop for Child {
             let _ = self.look();
         }
     }
+}
+
+/// A descriptor of a process that has been started; it is killed if there is none to be had.
+fn descriptor(mut started: process::Child) -> io::Result<OwnedFd> {
+    let pid = Pid::from_child(&started);
+    match pidfd_open(pid, PidfdFlags::empty()) {
+        Ok(process) => Ok(process),
+        Err(Errno::SRCH) => Err(waited_for()),
+        Err(error) => {
+            // Once somebody has waited for it, its number may be another's. Should that happen between this look and the
+            // signal, all other numbers would have to be given away meanwhile.
+            let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+            if matches!(waitid(WaitId::Pid(pid), options), Err(Errno::CHILD)) {
+                return Err(waited_for());
+            }
+            // Fails if it has ended already.
+            let _ = started.kill();
+            let _ = started.wait();
+            Err(error.into())
+        }
+    }
+}
+
+/// Nobody can learn how a child ended.
+fn waited_for() -> io::Error {
+    io::Error::other(
+        "something else in this process, such as a handler of SIGCHLD, waits for all its children",
+    )
 }
 
 /// As `wait` would have it.
@@ -189,5 +204,25 @@ fn action(new: Option<&libc::sigaction>) -> io::Result<libc::sigaction> {
             0 => Ok(before.assume_init()),
             _ => Err(io::Error::last_os_error()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::process::{WaitOptions, waitpid};
+
+    use super::*;
+
+    #[test]
+    fn a_child_that_something_else_has_waited_for_is_sent_no_signal() {
+        let started = Command::new("true").spawn().unwrap();
+        waitpid(Some(Pid::from_child(&started)), WaitOptions::empty()).unwrap();
+        let error = descriptor(started).unwrap_err();
+        assert!(
+            error
+                .to_string()
+                .starts_with("something else in this process"),
+            "{error}"
+        );
     }
 }
