@@ -11,33 +11,32 @@ const SECOND: i64 = 1_000_000_000;
 /// Nanoseconds of the machine's monotonic clock, which all processes of a host share, whichever time namespaces they
 /// are in.
 pub(crate) fn now() -> u64 {
+    // A process does not change its namespace as long as it has threads.
+    static OFFSET: OnceLock<i64> = OnceLock::new();
+    let offset = *OFFSET.get_or_init(|| namespace_offset("monotonic"));
     let time = clock_gettime(ClockId::Monotonic);
     let shown = time.tv_sec * SECOND + time.tv_nsec;
-    shown.wrapping_sub(namespace_offset()) as u64
+    shown.wrapping_sub(offset) as u64
 }
 
-/// By how many nanoseconds this process's time namespace sets the clock forward. A process does not change its
-/// namespace as long as it has threads.
-fn namespace_offset() -> i64 {
-    static OFFSET: OnceLock<i64> = OnceLock::new();
-    *OFFSET.get_or_init(|| {
-        // The offsets are of the namespace in which this process's children are born. Where that is another, this
-        // process has made it, and is in the first one: a made-up one in between is not thought of.
-        let namespace = |name| fs::read_link(format!("/proc/self/ns/{name}")).ok();
-        let offsets = fs::read_to_string("/proc/self/timens_offsets").unwrap_or_default();
-        let is_own = namespace("time") == namespace("time_for_children");
-        is_own
-            .then(|| monotonic_offset(&offsets))
-            .flatten()
-            .unwrap_or(0)
-    })
+/// By how many nanoseconds this process's time namespace sets a clock forward, `monotonic` or `boottime`.
+pub(crate) fn namespace_offset(clock: &str) -> i64 {
+    // The offsets are of the namespace in which this process's children are born. Where that is another, this
+    // process has made it, and is in the first one: a made-up one in between is not thought of.
+    let namespace = |name| fs::read_link(format!("/proc/self/ns/{name}")).ok();
+    let offsets = fs::read_to_string("/proc/self/timens_offsets").unwrap_or_default();
+    let is_own = namespace("time") == namespace("time_for_children");
+    is_own
+        .then(|| offset(&offsets, clock))
+        .flatten()
+        .unwrap_or(0)
 }
 
-/// Reads a line of a clock, its seconds and its nanoseconds.
-fn monotonic_offset(offsets: &str) -> Option<i64> {
+/// Reads the line of a clock, its seconds and its nanoseconds.
+fn offset(offsets: &str, clock: &str) -> Option<i64> {
     let mut lines = offsets.lines().map(str::split_whitespace);
     lines.find_map(|mut fields| {
-        fields.next().filter(|&name| name == "monotonic")?;
+        fields.next().filter(|&name| name == clock)?;
         let mut number = || fields.next()?.parse::<i64>().ok();
         Some(number()? * SECOND + number()?)
     })
@@ -119,9 +118,11 @@ mod tests {
     #[test]
     fn the_offset_of_a_time_namespace_is_read_in_seconds_and_nanoseconds() {
         let offsets = |seconds| format!("monotonic {seconds:>11} 5\nboottime 7 0\n");
-        assert_eq!(monotonic_offset(&offsets("100")), Some(100 * SECOND + 5));
-        assert_eq!(monotonic_offset(&offsets("-3")), Some(-3 * SECOND + 5));
-        assert_eq!(monotonic_offset(""), None);
-        assert_eq!(monotonic_offset("monotonic\n"), None);
+        let monotonic = |offsets: &str| offset(offsets, "monotonic");
+        assert_eq!(monotonic(&offsets("100")), Some(100 * SECOND + 5));
+        assert_eq!(monotonic(&offsets("-3")), Some(-3 * SECOND + 5));
+        assert_eq!(monotonic(""), None);
+        assert_eq!(monotonic("monotonic\n"), None);
+        assert_eq!(offset(&offsets("100"), "boottime"), Some(7 * SECOND));
     }
 }

@@ -3,6 +3,8 @@
 use std::ffi::OsString;
 use std::fs;
 
+use crate::span::namespace_offset;
+
 /// What says who this process is.
 pub trait Surroundings {
     /// An environment variable.
@@ -108,8 +110,19 @@ fn is_other_task(pid: u32, task: &[(String, OsString)]) -> bool {
 /// tells none of the ranks.
 fn name(pid: u32, stat: Option<Stat>) -> String {
     let namespace = fs::read_link("/proc/self/ns/pid").unwrap_or_default();
-    let begun = stat.map_or("?".into(), |stat| stat.begun);
+    let offset = namespace_offset("boottime");
+    let begun = stat.map_or("?".into(), |stat| begun(stat.begun, offset).to_string());
     format!("{pid}/{begun}/{}", namespace.to_string_lossy())
+}
+
+/// What all say of a process that this one says to have begun at tick `shown`, whichever time namespaces they are in.
+/// This one's sets the clock forward by `offset` nanoseconds. The system rounds the sum of both, so that this may be a tick off
+/// where the offset is not a number of whole ticks. It is one of whole seconds but where a process was restored from a
+/// checkpoint; and there all ranks were, and are off alike.
+fn begun(shown: i64, offset: i64) -> i64 {
+    // Of 10 ms on all of Linux's processors, whatever its timer does.
+    const TICK: i64 = 10_000_000;
+    shown.wrapping_sub(offset.div_euclid(TICK))
 }
 
 /// What /proc says of a process.
@@ -119,8 +132,8 @@ struct Stat {
     parent: u32,
     /// 0 for none.
     terminal: i64,
-    /// When it began, in the kernel's clock.
-    begun: String,
+    /// When it began, in ticks since the machine did, as the reader's time namespace has it.
+    begun: i64,
 }
 
 impl Stat {
@@ -138,7 +151,7 @@ impl Stat {
             name: name.into(),
             parent: field(4)?.parse().ok()?,
             terminal: field(7)?.parse().ok()?,
-            begun: field(22)?.into(),
+            begun: field(22)?.parse().ok()?,
         })
     }
 }
@@ -161,7 +174,7 @@ mod tests {
             name: "a) S 1 (b".into(),
             parent: 4,
             terminal: 7,
-            begun: "22".into(),
+            begun: 22,
         };
         assert_eq!(Stat::parse(&text), Some(stat));
         for cut in ["", "77 (cut", "77 (cut) S 1", "77) S 1 2 3 4"] {
@@ -187,20 +200,29 @@ mod tests {
 
     #[test]
     fn processes_of_one_number_are_told_apart() {
-        let begun = |begun: &str| {
+        let begun = |begun| {
             name(
                 77,
                 Some(Stat {
                     name: String::new(),
                     parent: 1,
                     terminal: 0,
-                    begun: begun.into(),
+                    begun,
                 }),
             )
         };
-        assert!(begun("5000").starts_with("77/5000/pid:["));
-        assert_ne!(begun("5000"), begun("5001"), "it was reused");
+        let shown = 5000 + namespace_offset("boottime") / 10_000_000;
+        assert!(begun(shown).starts_with("77/5000/pid:["));
+        assert_ne!(begun(shown), begun(shown + 1), "it was reused");
         assert!(name(77, None).starts_with("77/?/pid:["));
+    }
+
+    #[test]
+    fn a_process_has_begun_at_one_time_in_all_time_namespaces() {
+        const SECOND: i64 = 1_000_000_000;
+        for (shown, offset) in [(77, 0), (10_000_077, 100_000 * SECOND), (-23, -SECOND)] {
+            assert_eq!(begun(shown, offset), 77);
+        }
     }
 
     #[test]

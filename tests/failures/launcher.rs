@@ -9,8 +9,10 @@ use gemmesh::launch::{self, Launch};
 use gemmesh::{Error, Group, Host, bf16};
 use rustix::process::Signal;
 
-use crate::support::processes::{Outcome, Rank, Setting, runs, start, start_with};
-use crate::{Arguments, NOTICED, SHORT, test_name};
+use crate::support::processes::{
+    Outcome, Rank, Setting, in_namespaces, runs, start, start_with, this_program,
+};
+use crate::{Arguments, NOTICED, SHORT, TIMEOUT, test_name};
 
 /// This process's arguments name the test.
 fn launched(rank: &Rank, world: usize) -> Result<String, Error> {
@@ -88,6 +90,35 @@ fn ranks_that_a_launcher_starts_through_wrappers_meet_those_of_their_own_job() {
             let said = format!("rank {rank} of 2");
             assert_eq!(outcome.text.matches(&said).count(), 1, "{}", outcome.text);
         }
+    }
+}
+
+#[test]
+fn ranks_of_one_launcher_meet_whichever_time_namespaces_they_are_in() {
+    let Some(ahead) = in_namespaces(&["--time", "--boottime", "100000", "--fork", "--kill-child"])
+    else {
+        return;
+    };
+    // This process stands for mpiexec's agent.
+    let setting = Setting {
+        command: &|place| match place {
+            0 => ahead(),
+            _ => Command::new(this_program()),
+        },
+        variables: &|place| {
+            let variables = [("PMI_RANK", place), ("PMI_SIZE", 2), ("MPI_LOCALNRANKS", 2)];
+            variables
+                .map(|(name, value)| (name, value.to_string()))
+                .into()
+        },
+        ..Setting::default()
+    };
+    let ranks = start_with(test_name!(), &[(0, 2), (1, 2)], &setting, |_| {
+        let group = Group::<Host>::builder().timeout(TIMEOUT).from_env()?;
+        group.barrier().map(|()| "met".into())
+    });
+    for outcome in ranks.outcomes() {
+        assert_eq!(outcome.value(), "met");
     }
 }
 
