@@ -99,8 +99,8 @@ fn descriptor(mut started: process::Child) -> io::Result<OwnedFd> {
         Ok(process) => Ok(process),
         Err(Errno::SRCH) => Err(waited_for()),
         Err(error) => {
-            // Once somebody has waited for it, its number may be another's. Should that happen between this look and the
-            // signal, all other numbers would have to be given away meanwhile.
+            // Once somebody has waited for it, its number may be another's. For that to happen between this look and
+            // the signal, the system would have to use up all other numbers meanwhile.
             let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
             if matches!(waitid(WaitId::Pid(pid), options), Err(Errno::CHILD)) {
                 return Err(waited_for());

@@ -43,8 +43,8 @@ struct Launcher {
     local_world: Option<&'static str>,
     /// Variables that together tell this job from others.
     job: &'static [&'static [&'static str]],
-    /// Where srun sets these variables too, for the sake of MPI: the one that tells of which job they are. Srun does not
-    /// set `local_world`.
+    /// Where srun sets these variables too, for the sake of MPI: the one that tells whose they are. Srun does not set
+    /// `local_world`.
     imitated: Option<&'static str>,
 }
 

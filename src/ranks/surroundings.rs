@@ -116,8 +116,8 @@ fn name(pid: u32, stat: Option<Stat>) -> String {
 }
 
 /// What all say of a process that this one says to have begun at tick `shown`, whichever time namespaces they are in.
-/// This one's sets the clock forward by `offset` nanoseconds. The system rounds the sum of both, so that this may be a tick off
-/// where the offset is not a number of whole ticks. It is one of whole seconds but where a process was restored from a
+/// This one's sets the clock forward by `offset` nanoseconds. The system rounds the sum of both, so that this may be a
+/// tick off where the offset is no number of whole ticks. It is one of seconds but where a process was restored from a
 /// checkpoint; and there all ranks were, and are off alike.
 fn begun(shown: i64, offset: i64) -> i64 {
     // Of 10 ms on all of Linux's processors, whatever its timer does.
