@@ -34,11 +34,15 @@ fn told<E: From<Error> + fmt::Display + Send>(
     part: impl Fn(&Group<Host>) -> Result<(), E> + Sync,
 ) -> (Vec<Error>, Result<Vec<()>, E>) {
     let told = std::sync::Mutex::new(Vec::new());
+    // The others are not to fail before that call.
+    let ready = std::sync::Barrier::new(3);
     let returned = Group::<Host>::builder()
         .timeout(TIMEOUT)
         .workers(1)
         .threads(3, |group| {
-            let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+            let arguments = Arguments::new(&group, 6, 5, 4);
+            ready.wait();
+            let mut arguments = arguments?;
             if group.rank() == 1 {
                 return part(&group);
             }
