@@ -246,13 +246,34 @@ fn rank_0_leaves_at_once_though_a_fork_lives_on() {
     outlives_the_group(test_name!(), 0);
 }
 
-/// Waits until rank 0 has so many sockets of the rendezvous at `address`.
-fn await_sockets(address: &str, count: usize) {
+#[track_caller]
+fn await_true(otherwise: &str, mut look: impl FnMut() -> bool) {
     let begin = Instant::now();
-    while sockets_of(address).len() < count {
-        assert!(begin.elapsed() < TIMEOUT, "rank 0 waits for nobody");
+    while !look() {
+        assert!(begin.elapsed() < TIMEOUT, "{otherwise}");
         std::thread::sleep(Duration::from_millis(1));
     }
+}
+
+/// Waits until rank 0 has so many sockets of the rendezvous at `address`.
+#[track_caller]
+fn await_sockets(address: &str, count: usize) {
+    await_true("rank 0 waits for nobody", || {
+        sockets_of(address).len() >= count
+    });
+}
+
+/// The numbers of rank 0's sockets, but of connections that it has not accepted.
+fn inodes_of(address: &str) -> Vec<String> {
+    let ours = gemmesh::testing::meeting_texts(address);
+    let sockets = std::fs::read_to_string("/proc/net/unix").unwrap();
+    let lines = sockets.lines().filter_map(|line| line.split_once(" @"));
+    let lines = lines.filter(|(_, name)| ours.iter().any(|own| own == name));
+    let inodes = lines.filter_map(|(fields, _)| fields.split_whitespace().last());
+    inodes
+        .filter(|&inode| inode != "0")
+        .map(String::from)
+        .collect()
 }
 
 fn meets(rank: &Rank) -> Result<String, Error> {
@@ -319,9 +340,17 @@ fn comes_again(test: &str, killed: usize) {
     let process = pidfd_open(ranks.pid(killed), PidfdFlags::empty()).unwrap();
     ranks.signal(killed, Signal::KILL);
     poll(&mut [PollFd::new(&process, PollFlags::IN)], None).unwrap();
-    let others = [1 - killed, 2, 3];
-    others.iter().for_each(|&place| ranks.tell(place));
-    for place in others {
+    let known = inodes_of(&ranks.address);
+    ranks.tell(3);
+    if killed != 0 {
+        // It takes its old place before the others are complete.
+        await_true("rank 0 goes by the dead rank", || {
+            let now = inodes_of(&ranks.address);
+            now.len() == 2 && now.iter().any(|inode| !known.contains(inode))
+        });
+    }
+    ranks.tell(2);
+    for place in [1 - killed, 2, 3] {
         ranks.heard(place, "met");
     }
     ranks.tell(killed);
