@@ -74,10 +74,12 @@ fn more_memory_than_there_is_is_refused_on_every_rank_and_the_group_goes_on() {
     refusals::too_much_memory::<Cuda>(test_name!(), 2, [m, COLUMNS]);
 }
 
-/// As in a serving loop: other rows, and another split of them, at every step. Such a call plans, and allocates nothing, which would take a
-/// hundred µs. How long planning takes depends on what the host's cores do just then: 12 µs on one machine of two H200s, 15 to 35 on others.
+/// As in a serving loop: other rows, and another split of them, at every step. How much longer that takes depends on what the host's cores
+/// do just then: 12 µs on the first machine of two H200s. On others calls take 6 to 10 µs for few rows and 17 to 27 for thousands, and other
+/// rows 15 to 33 and 22 to 35 more, whichever cores the ranks have and from one second to the next, so there it mostly fails. Allocating would
+/// take a hundred.
 #[test]
-fn a_call_with_other_rows_plans_and_allocates_nothing() {
+fn a_call_with_other_rows_takes_no_longer_than_planning_does() {
     const CAPACITY: usize = 8192;
     const N: usize = 1792;
     const K: usize = 4096;
@@ -127,7 +129,7 @@ fn a_call_with_other_rows_plans_and_allocates_nothing() {
                 times[times.len() / 2]
             });
             words.push(format!("{new:.1} and {known:.1} µs"));
-            assert!(new < known + 60.0, "{}", words.join("; "));
+            assert!(new < known + 25.0, "{}", words.join("; "));
         }
         let kept = mean(|| {
             let prepared = AllGatherMatmul::<Cuda, bf16>::new().prepare(&a, N);
