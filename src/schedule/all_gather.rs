@@ -1,9 +1,10 @@
 //! The planner of operations that gather the rows of a matrix, and may multiply them with another:
 //! `out[M, N] = gather(a)[M, K] · b[N, K]ᵀ`.
 
+use std::fmt::Write;
 use std::ops::Range;
 
-use smallvec::smallvec;
+use smallvec::{SmallVec, smallvec};
 
 use super::config::{CUT_COLUMNS, Chunking, Config, Route};
 use super::layout::{Layout, MAX_EXTENT, RowOrder, chunk_rows, limit};
@@ -246,32 +247,42 @@ fn product(
 /// What the ranks must agree on. How rows are pulled is each rank's own affair.
 fn agree(asked: &Description, config: &Config) -> Agreed {
     let layout = &asked.layout;
-    let mut details = format!("M = {}, K = {}, {}", layout.m(), layout.k(), asked.dtype);
-    details += &match (config.route, config.chunking.count, config.chunking.last) {
-        (Route::Pull, ..) => String::new(),
-        (Route::Store, ..) => ", stored".into(),
+    let mut details = String::with_capacity(128);
+    // To write to a string does not fail.
+    let mut say = |words: std::fmt::Arguments| _ = details.write_fmt(words);
+    say(format_args!(
+        "M = {}, K = {}, {}",
+        layout.m(),
+        layout.k(),
+        asked.dtype
+    ));
+    match (config.route, config.chunking.count, config.chunking.last) {
+        (Route::Pull, ..) => {}
+        (Route::Store, ..) => say(format_args!(", stored")),
         (Route::Push, chunks, last) => {
             let cut = match config.cut(layout.k()) {
                 Some(_) => " and a cut along K",
                 None => "",
             };
-            format!(", pushed in {chunks} chunks, the last shard in {last}{cut}")
+            say(format_args!(
+                ", pushed in {chunks} chunks, the last shard in {last}{cut}"
+            ));
         }
-    };
+    }
     if let Some((dtype, columns)) = asked.beside {
-        details += &format!(", with {columns} columns of {dtype}");
+        say(format_args!(", with {columns} columns of {dtype}"));
     }
     let stages = layout.stages();
-    details += &match (layout.order(), config.route) {
-        (RowOrder::ByStage, _) => format!(", {stages} stages in memory"),
+    match (layout.order(), config.route) {
+        (RowOrder::ByStage, _) => say(format_args!(", {stages} stages in memory")),
         (RowOrder::ByRank, Route::Push | Route::Store) if stages > 1 => {
-            format!(", gathered in {stages} stages")
+            say(format_args!(", gathered in {stages} stages"));
         }
-        (RowOrder::ByRank, _) => String::new(),
-    };
+        (RowOrder::ByRank, _) => {}
+    }
     // Last, for it may be long, and there is not always room for all words.
     if !layout.is_balanced() {
-        details += &format!(", rows of each rank = {:?}", layout.rows());
+        say(format_args!(", rows of each rank = {:?}", layout.rows()));
     }
     Agreed::new(asked.operation, &details)
 }
@@ -396,7 +407,7 @@ fn cut_shard(layout: &Layout, config: &Config, source: usize, is_last: bool) -> 
         let block = layout.block(source, stage);
         if config.route == Route::Store {
             let parts = stored_parts(block, k, layout.world());
-            parts.for_each(|part| all.push(Chunk { stage, part }));
+            all.extend(parts.into_iter().map(|part| Chunk { stage, part }));
             continue;
         }
         let (count, cut) = match is_last && stage + 1 == stages {
@@ -428,23 +439,27 @@ fn boundary(rows: usize) -> usize {
 
 /// What a kernel stores is cut into parts, for as many CTAs: some rows each or, of few rows, a piece of one. Each has its flag, which is
 /// no more to look at than the bytes are to store; where there are many peers, fewer parts are for each.
-pub(super) fn stored_parts(
-    shard: Range<usize>,
-    k: usize,
-    world: usize,
-) -> impl Iterator<Item = Part> {
+pub(super) fn stored_parts(shard: Range<usize>, k: usize, world: usize) -> Vec<Part> {
     const MOST: usize = 64;
     const ELEMENTS: usize = 3072;
     const LEAST_COLUMNS: usize = 512;
     let count = (shard.len() * k / ELEMENTS).min(MOST / (world - 1).max(1));
     let count = count.max(1);
     let pieces = (count / shard.len().max(1)).min(k / LEAST_COLUMNS).max(1);
-    let column =
-        move |piece: usize| (k.div_ceil(CUT_COLUMNS) * piece / pieces * CUT_COLUMNS).min(k);
-    chunk_rows(shard, count, 1).flat_map(move |rows| {
-        (0..pieces).map(move |piece| Part {
+    let column = |piece: usize| (k.div_ceil(CUT_COLUMNS) * piece / pieces * CUT_COLUMNS).min(k);
+    let columns: SmallVec<[Range<usize>; 8]> = (0..pieces)
+        .map(|piece| column(piece)..column(piece + 1))
+        .collect();
+    let bands = count.min(shard.len());
+    let mut parts = Vec::with_capacity(bands * pieces);
+    let mut begin = shard.start;
+    for band in 1..=bands {
+        let end = shard.start + shard.len() * band / bands;
+        let rows = std::mem::replace(&mut begin, end)..end;
+        parts.extend(columns.iter().map(|columns| Part {
             rows: rows.clone(),
-            columns: column(piece)..column(piece + 1),
-        })
-    })
+            columns: columns.clone(),
+        }));
+    }
+    parts
 }

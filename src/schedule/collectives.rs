@@ -152,7 +152,7 @@ impl<'a> Plan<'a> {
     fn cut(&self, rows: Range<usize>) -> Vec<Part> {
         let n = self.asked.n;
         if self.config.route == Route::Store {
-            return stored_parts(rows, n, self.world()).collect();
+            return stored_parts(rows, n, self.world());
         }
         let height = self.config.entry_rows();
         let parts = chunk_rows(0..rows.len(), self.config.chunking.count, height);

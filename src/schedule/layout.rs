@@ -216,10 +216,16 @@ pub(crate) fn limit(what: &str, value: usize, min: usize, max: usize) -> Result<
     if (min..=max).contains(&value) {
         return Ok(());
     }
-    Err(Error::Limit {
+    Err(out_of(what, value, min, max))
+}
+
+/// Apart, so that what is within its limits takes no longer for it.
+#[cold]
+pub(super) fn out_of(what: &str, value: usize, min: usize, max: usize) -> Error {
+    Error::Limit {
         what: what.into(),
         value,
         min,
         max,
-    })
+    }
 }

@@ -108,27 +108,18 @@ impl Schedule {
                 pulled: arrival.route == Route::Pull,
             };
         }
-        let says_done = |moved: &&Transfer| handshake && says_done(&parts, moved);
-        let pulled = parts
-            .departures
-            .iter()
-            .filter(|moved| moved.route == Route::Pull);
-        let pushed = parts
-            .arrivals
-            .iter()
-            .filter(|moved| moved.route != Route::Pull);
-        let pulled = pulled.filter(says_done).map(|transfer| transfer.to);
-        let pushed = pushed.filter(says_done).map(|transfer| transfer.from);
-        let mut movers: Vec<usize> = pulled.chain(pushed).collect();
-        movers.sort_unstable();
-        movers.dedup();
-        movers.retain(|&mover| mover != parts.rank);
-        let mut routes = Vec::new();
+        let (mut movers, mut routes) = (Vec::new(), Vec::new());
         for transfer in parts.arrivals.iter().chain(&parts.departures) {
             if !routes.contains(&transfer.route) {
                 routes.push(transfer.route);
             }
+            let mover = transfer.mover();
+            let says = handshake && mover != parts.rank && says_done(&parts, transfer);
+            if says && !movers.contains(&mover) {
+                movers.push(mover);
+            }
         }
+        movers.sort_unstable();
         let first = awaited.iter().position(|flag| !flag);
         let last = awaited.iter().rposition(|flag| !flag);
         let unawaited = first

@@ -4,10 +4,10 @@ use std::ops::Range;
 
 use smallvec::SmallVec;
 
-use super::layout::{MAX_WORLD, limit};
+use super::layout::{MAX_WORLD, limit, out_of};
 use super::{Activation, Agreed, Config, MAX_BLOCKS, MAX_FLAGS, MAX_WEIGHTS, Route, WeightLayout};
 use crate::element::DType;
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// What a planner says of an operation.
 #[derive(Clone, Debug)]
@@ -149,6 +149,14 @@ pub struct Transfer {
 }
 
 impl Transfer {
+    /// The rank that moves them.
+    pub fn mover(&self) -> usize {
+        match self.route {
+            Route::Pull => self.to,
+            Route::Push | Route::Store => self.from,
+        }
+    }
+
     /// The other rank, for the one that moves them.
     pub fn peer(&self) -> usize {
         match self.route {
@@ -411,20 +419,20 @@ impl Parts {
         }
         for transfer in self.arrivals.iter().chain(&self.departures) {
             let ranks = [transfer.from, transfer.to, transfer.source];
-            ranks
-                .iter()
-                .try_for_each(|&rank| below("a rank", rank, self.world))?;
+            below("a rank", ranks.into_iter().fold(0, usize::max), self.world)?;
             below("a transfer's flag", transfer.flag, MAX_FLAGS)?;
             limit("flags to wait for", transfer.after.end, 0, MAX_FLAGS)?;
             for Move { from, to } in &transfer.regions {
                 self.check_region(from)?;
-                self.check_region(to)?;
-                let lengths = |region: &Region| {
-                    let width = self.matrices[region.matrix].dtype.bytes();
-                    (region.rows.len(), region.columns.len() * width)
-                };
-                let alike = usize::from(lengths(from) == lengths(to));
-                limit("regions of other lengths", 1 - alike, 0, 0)?;
+                // Most go where they come from.
+                if from != to {
+                    self.check_region(to)?;
+                    let lengths = |region: &Region| {
+                        let width = self.matrices[region.matrix].dtype.bytes();
+                        (region.rows.len(), region.columns.len() * width)
+                    };
+                    none("regions of other lengths", lengths(from) != lengths(to))?;
+                }
                 let overlap = transfer.from == transfer.to && from.overlaps(to);
                 none("regions of one memory that overlap", overlap)?;
             }
@@ -628,19 +636,16 @@ impl Parts {
 }
 
 /// There are none of what is not to be.
+#[inline]
 fn none(what: &str, some: bool) -> Result<()> {
     limit(what, some.into(), 0, 0)
 }
 
 /// `value` is the number of one of `end` things.
+#[inline]
 fn below(what: &str, value: usize, end: usize) -> Result<()> {
     match value < end {
         true => Ok(()),
-        false => Err(Error::Limit {
-            what: what.into(),
-            value,
-            min: 0,
-            max: end.saturating_sub(1),
-        }),
+        false => Err(out_of(what, value, 0, end.saturating_sub(1))),
     }
 }

@@ -315,14 +315,9 @@ impl sealed::Backend for Cuda {
             });
         }
         // All of a push is on its stream before the kernel that it waits for is launched.
-        let commands = limits::commands(&schedule);
-        if pushes && commands > limits::COMMANDS {
-            return Err(Error::Limit {
-                what: "commands of a pushed product, two a chunk".into(),
-                value: commands,
-                min: 1,
-                max: limits::COMMANDS,
-            });
+        if pushes {
+            let what = "commands of a pushed product, two a chunk";
+            limit(what, limits::commands(&schedule), 1, limits::COMMANDS)?;
         }
         let mut slices = Vec::new();
         if let Some(product) = schedule.product().filter(|_| !schedule.is_idle()) {

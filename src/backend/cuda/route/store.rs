@@ -21,5 +21,7 @@ pub fn tasks(schedule: &Schedule) -> Vec<GemmeshCopyTask> {
             }
         })
     });
-    tasks.collect()
+    let mut all = Vec::with_capacity(schedule.moves().count());
+    all.extend(tasks);
+    all
 }
