@@ -11,7 +11,7 @@ pub use builder::{Builder, DEFAULT_TIMEOUT};
 use std::cell::RefCell;
 use std::fmt::{self, Write};
 use std::num::NonZeroUsize;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use lru::LruCache;
@@ -63,6 +63,8 @@ pub(crate) struct Inner<B: Backend> {
     numerics: Numerics,
     /// Held while an operation runs.
     state: Turns<State<B>>,
+    /// Programs that are not kept any longer. To drop one takes the host a tenth of planning another, so they go while it waits anyway.
+    evicted: Mutex<Vec<Kept<B>>>,
     /// The memory of partial sums, and its bytes: what the largest operation so far needed. Its next ones use it too.
     /// Held while more is made: not for ever, for ranks that wait for one another in that have deadlines, and call no
     /// function of the caller's.
@@ -179,6 +181,7 @@ impl<B: Backend> Group<B> {
                     recorded: Vec::new(),
                     recorded_partials: Vec::new(),
                 }),
+                evicted: Mutex::new(Vec::new()),
                 partials: Mutex::new(None),
                 matrices: Mutex::new(0),
             })),
@@ -237,6 +240,8 @@ impl<B: Backend> Group<B> {
     pub fn synchronize(&self) -> Result<()> {
         self.check()?;
         let _range = range(|| "gemmesh synchronize".into());
+        let evicted = std::mem::take(&mut *self.evicted());
+        drop(evicted);
         self.noted(self.inner.backend.synchronize(&self.inner.members))
     }
 
@@ -345,9 +350,27 @@ impl<B: Backend> Group<B> {
         };
         let evicted = state.programs.push(key, kept);
         drop(state);
+        if let Some((_, evicted)) = evicted {
+            self.evict(evicted);
+        }
+        Ok((program, config))
+    }
+
+    /// Drops a program when this rank waits for the device, or the oldest of many at once.
+    fn evict(&self, program: Kept<B>) {
+        const MOST: usize = 16;
+        let mut evicted = self.evicted();
+        let oldest = (evicted.len() == MOST).then(|| evicted.remove(0));
+        evicted.push(program);
         // Nobody need wait while it goes.
         drop(evicted);
-        Ok((program, config))
+        drop(oldest);
+    }
+
+    fn evicted(&self) -> MutexGuard<'_, Vec<Kept<B>>> {
+        // Each change is one call.
+        let evicted = &self.inner.evicted;
+        evicted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Keeps what a graph runs for as long as the group lives.

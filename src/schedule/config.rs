@@ -28,7 +28,7 @@ pub struct Config {
 /// What the bits of a product may depend on, where the library chooses how it is cut up ([`Builder::numerics`](crate::Builder::numerics)).
 ///
 /// They never depend on what comes first; nor, but for [`Numerics::StreamK`], on who makes a row, who owns it, or how it is moved.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Numerics {
     /// On everything that affects speed: where there are few tiles, K is cut into parts, which are summed apart and then added. How many

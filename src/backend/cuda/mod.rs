@@ -45,6 +45,7 @@ use driver::{Device, Event, Memory, Region, Stream, StreamMemOp};
 use kernel::{Instance, Kernels, Variant};
 use limits::Outputs;
 use memory::{Peers, Symmetric};
+use model::choices::Choices;
 use model::rates::Rates;
 use monitor::Monitor;
 use program::Program;
@@ -95,6 +96,7 @@ pub struct Cuda {
     device: Arc<Device>,
     kernels: Kernels,
     tuned: tuned::Table,
+    choices: Choices,
     /// What makes streams wait for one another, if anything does.
     queues: Queues,
     control: Control,
@@ -233,6 +235,7 @@ impl sealed::Backend for Cuda {
                 peers,
                 queues,
                 tuned,
+                choices: Choices::new(),
                 kernels,
                 control,
                 tables,
@@ -285,7 +288,9 @@ impl sealed::Backend for Cuda {
         // Kernels that wait for one another must be able to run at the same time.
         let pushes = self.distinct && self.peers.push;
         let (rates, measured) = (&self.peers.rates, self.tuned.find(asked));
-        model::choose(rates, asked, numerics, pushes, measured)
+        self.choices.of(asked, numerics, measured, |asked| {
+            model::choose(rates, asked, numerics, pushes, measured)
+        })
     }
 
     fn is_better_stored(&self, bytes: usize) -> bool {

@@ -22,7 +22,7 @@ pub const VARIABLE: &str = "GEMMESH_TUNED";
 const NONE: &str = "none";
 
 /// What was the fastest for problems like one.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Measured {
     /// For the most similar problem, by the extents that all ranks have alike: so that they agree on who moves the rows and how
     /// these are cut.

@@ -7,6 +7,7 @@
 //! are made: ranks whose N or K differ agree on what they must.
 
 pub mod calibrate;
+pub mod choices;
 mod gather;
 pub mod rates;
 mod sums;

@@ -1,0 +1,143 @@
+//! Choices that were made. In a serving loop M is another in every step, and to choose takes as long as to plan.
+
+use std::num::NonZeroUsize;
+use std::sync::{Mutex, PoisonError};
+
+use lru::LruCache;
+
+use super::super::tuned::Measured;
+use crate::backend::KEPT_PROGRAMS;
+use crate::schedule::layout::MAX_EXTENT;
+use crate::schedule::{Config, Description, Layout, Numerics};
+
+/// All that a choice depends on, but for the device.
+type Asked = (Description, Numerics, Option<Measured>);
+
+/// The latest choices.
+#[derive(Debug)]
+pub struct Choices(Mutex<LruCache<Asked, Config>>);
+
+impl Choices {
+    pub fn new() -> Choices {
+        const KEPT: NonZeroUsize = NonZeroUsize::new(KEPT_PROGRAMS).expect("some are kept");
+        Choices(Mutex::new(LruCache::new(KEPT)))
+    }
+
+    /// What `choose` says of [the problem that stands for](representative) `asked`, with what was measured for `asked` itself.
+    pub fn of(
+        &self,
+        asked: &Description,
+        numerics: Numerics,
+        measured: Option<Measured>,
+        choose: impl FnOnce(&Description) -> Config,
+    ) -> Config {
+        let key = (representative(asked), numerics, measured);
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(config) = known.get(&key) {
+            return *config;
+        }
+        let config = choose(&key.0);
+        known.put(key, config);
+        config
+    }
+}
+
+/// The problem whose choice is taken for all like `asked`: a function of `asked` alone, so that no choice depends on what was asked before.
+///
+/// M is rounded up to a whole number of steps of 16 rows, or of M / 64 to M / 128 where that is more. All tiles are multiples of 16
+/// rows high, so the forecast counts as many of them as before up to M = 2048. The rows are split evenly: what the
+/// forecast sees is rank 0's view, and where one rank waits longer for rows, another has more of its own.
+fn representative(asked: &Description) -> Description {
+    const STEP: usize = 16;
+    let layout = &asked.layout;
+    let m = layout.m();
+    let step = STEP.max(m.next_power_of_two() / 128);
+    let rounded = m.next_multiple_of(step).min(MAX_EXTENT);
+    let layout = Layout::balanced(rounded, layout.k(), layout.world())
+        .and_then(|even| even.staged(layout.stages(), layout.order()))
+        // It has the extents of one that there is.
+        .unwrap_or_else(|_| layout.clone());
+    Description {
+        layout,
+        ..asked.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::rates::H200;
+    use super::super::tiles::Tiles;
+    use super::super::{WIDEST, choose, configs};
+    use super::*;
+    use crate::element::DType;
+    use crate::schedule::{Chunking, Route, RowOrder};
+
+    fn asked(rows: &[usize]) -> Description {
+        Description {
+            beside: None,
+            form: Default::default(),
+            operation: "all_gather_matmul",
+            dtype: DType::Bf16,
+            layout: Layout::new(rows, 4096).unwrap(),
+            n: 1792,
+        }
+    }
+
+    #[test]
+    fn a_choice_does_not_depend_on_what_was_asked_before() {
+        let problems: Vec<[usize; 2]> = (0..600).map(|i| [i * 37 % 4099, i * 101 % 997]).collect();
+        let of = |choices: &Choices, rows: &[usize; 2]| {
+            choices.of(&asked(rows), Numerics::Fast, None, |asked| {
+                choose(&H200, asked, Numerics::Fast, true, None)
+            })
+        };
+        let (upward, downward) = (Choices::new(), Choices::new());
+        let first: Vec<Config> = problems.iter().map(|rows| of(&upward, rows)).collect();
+        let second = problems.iter().rev().map(|rows| of(&downward, rows));
+        let second: Vec<Config> = second.collect();
+        assert!(first.iter().eq(second.iter().rev()));
+        // Some were known, and there is more than one.
+        assert!(upward.0.lock().unwrap().len() < problems.len());
+        assert!(first.iter().any(|config| *config != first[0]));
+    }
+
+    #[test]
+    fn few_rows_are_rounded_to_as_many_tiles_of_every_shape_and_many_by_a_sixty_fourth_at_most() {
+        let base = Config::new(WIDEST, Chunking::new(1), Route::Pull);
+        for m in (0..2050).chain([4095, 4096, 4097, 100_001, MAX_EXTENT]) {
+            let real = asked(&[m, 0]);
+            let rounded = representative(&real);
+            assert!(rounded.layout.is_balanced());
+            let [real_m, rounded_m] = [&real, &rounded].map(|asked| asked.layout.m());
+            let more = rounded_m - real_m;
+            assert!(more < 16 || more < m / 64, "{m}: {more}");
+            if m > 2048 {
+                continue;
+            }
+            for config in configs(base, false, &Default::default()) {
+                let [real, rounded] =
+                    [&real, &rounded].map(|asked| Tiles::of(&H200, asked, &config).entries);
+                assert_eq!(real, rounded, "{m} {config:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn all_that_is_no_row_is_kept() {
+        let layout = Layout::new(&[40, 8], 512).unwrap();
+        let staged = Description {
+            layout: layout.staged(4, RowOrder::ByStage).unwrap(),
+            beside: Some((DType::F32, 3)),
+            ..asked(&[1])
+        };
+        let rounded = representative(&staged);
+        let layout = &rounded.layout;
+        assert_eq!((layout.stages(), layout.order()), (4, RowOrder::ByStage));
+        assert_eq!((layout.k(), layout.world()), (512, 2));
+        let back = Description {
+            layout: staged.layout.clone(),
+            ..rounded
+        };
+        assert_eq!(back, staged);
+    }
+}
