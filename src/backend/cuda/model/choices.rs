@@ -1,4 +1,4 @@
-//! Choices that were made. In a serving loop M is another in every step, and to choose takes as long as to plan.
+//! Configurations that were chosen before. In a serving loop M differs from step to step, and choosing takes as long as planning.
 
 use std::num::NonZeroUsize;
 use std::sync::{Mutex, PoisonError};
@@ -42,11 +42,12 @@ impl Choices {
     }
 }
 
-/// The problem whose choice is taken for all like `asked`: a function of `asked` alone, so that no choice depends on what was asked before.
+/// The problem whose choice is taken for all like `asked`. It is a function of `asked` alone, so no choice depends on what was asked
+/// before.
 ///
-/// M is rounded up to a whole number of steps of 16 rows, or of M / 64 to M / 128 where that is more. All tiles are multiples of 16
-/// rows high, so the forecast counts as many of them as before up to M = 2048. The rows are split evenly: what the
-/// forecast sees is rank 0's view, and where one rank waits longer for rows, another has more of its own.
+/// M is rounded up to a multiple of 16 rows, or of M / 128 to M / 64 where that is more. Every tile's height is a multiple of 16, so up
+/// to M = 2048 the forecast counts the same tiles. The rows are split evenly: the forecast takes rank 0's view for every rank's, and a
+/// rank that waits for more rows leaves more of their own to others.
 fn representative(asked: &Description) -> Description {
     const STEP: usize = 16;
     let layout = &asked.layout;
