@@ -7,6 +7,7 @@ mod host;
 use std::any::Any;
 use std::ffi::c_void;
 use std::fmt::Debug;
+use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -57,7 +58,9 @@ pub struct Options {
 
 /// How many programs a group keeps for the short calls: those of some hundred M of a serving loop, for a few products each.
 #[doc(hidden)]
-pub const KEPT_PROGRAMS: usize = 512;
+pub const KEPT_PROGRAMS: usize = KEPT.get();
+/// The same, as caches take it.
+pub(crate) const KEPT: NonZeroUsize = NonZeroUsize::new(512).expect("512 is not 0");
 
 /// A way to run the protocol: [`Host`] on any machine, `Cuda` on NVIDIA GPUs (feature `cuda`).
 ///

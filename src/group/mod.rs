@@ -10,14 +10,13 @@ pub use builder::{Builder, DEFAULT_TIMEOUT};
 
 use std::cell::RefCell;
 use std::fmt::{self, Write};
-use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use lru::LruCache;
 
 use self::turns::{Turn, Turns};
-use crate::backend::{Backend, KEPT_PROGRAMS};
+use crate::backend::{Backend, KEPT};
 use crate::error::{Error, Result};
 use crate::process::Own;
 use crate::ranges::range;
@@ -108,8 +107,6 @@ thread_local! {
     /// The groups in whose operations this thread runs a function of the caller's.
     static CALLBACKS: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
-
-const KEPT: NonZeroUsize = NonZeroUsize::new(KEPT_PROGRAMS).expect("some are kept");
 
 /// Bytes of tiles that are not there without notice.
 const LONG_LIST: usize = 1 << 20;

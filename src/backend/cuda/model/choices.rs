@@ -1,12 +1,11 @@
 //! Configurations that were chosen before. In a serving loop M differs from step to step, and choosing takes as long as planning.
 
-use std::num::NonZeroUsize;
 use std::sync::{Mutex, PoisonError};
 
 use lru::LruCache;
 
 use super::super::tuned::Measured;
-use crate::backend::KEPT_PROGRAMS;
+use crate::backend::KEPT;
 use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::{Config, Description, Layout, Numerics};
 
@@ -19,7 +18,6 @@ pub struct Choices(Mutex<LruCache<Asked, Config>>);
 
 impl Choices {
     pub fn new() -> Choices {
-        const KEPT: NonZeroUsize = NonZeroUsize::new(KEPT_PROGRAMS).expect("some are kept");
         Choices(Mutex::new(LruCache::new(KEPT)))
     }
 
