@@ -97,10 +97,16 @@ fn units(out: &Path) -> Result<Vec<Unit>, String> {
         }
     }
     write(&out.join("cubins.rs"), (cubins + "]\n").as_bytes())?;
-    for name in ["align", "count", "exchange", "reduce"] {
+    for source in [
+        "protocol/align",
+        "protocol/count",
+        "collective/store",
+        "collective/reduce",
+    ] {
+        let (_, name) = source.split_once('/').unwrap_or(("", source));
         units.push(Unit {
             name: name.into(),
-            source: format!("cuda/common/{name}.cu").into(),
+            source: format!("cuda/{source}.cu").into(),
         });
     }
     Ok(units)

@@ -4,10 +4,10 @@
 use std::fmt::Display;
 
 pub static FAMILIES: [Family; 1] = [Family {
-    name: "hopper",
+    name: "sm90",
     tile_k: 64,
     dtypes: &["bf16", "f16"],
-    shapes: &HOPPER,
+    shapes: &SM90,
 }];
 
 /// With as many stages as shared memory holds beside the boxes. Wide tiles move the fewest bytes for a product; which of
@@ -15,7 +15,7 @@ pub static FAMILIES: [Family; 1] = [Family {
 /// small problems, and for finer steps while rows arrive; tiles of 64 rows for few rows, where what counts is how fast `b` is read.
 /// Those of any other height exchange the operands: for products of a few hundred rows, which tiles of 128 rows do not fit.
 #[rustfmt::skip]
-const HOPPER: [Shape; 33] = [
+const SM90: [Shape; 33] = [
     //  tile_m  tile_n  stages  cluster  split
     shape( 128,   256,      4,       2,     1),
     shape( 128,   224,      4,       2,     1),

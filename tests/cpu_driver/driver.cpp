@@ -329,7 +329,7 @@ bool await(const GemmeshParams& params, const volatile uint32_t* flag, uint32_t 
     }
 }
 
-// The part of a kernel that tells its peers of itself and waits for them: cuda/common/push.cuh.
+// The part of a kernel that tells its peers of itself and waits for them: cuda/protocol/push.cuh.
 struct Entrance {
     uint32_t epoch;
     bool all_ready;

@@ -28,7 +28,7 @@ struct Cubin {
 static CUBINS: &[Cubin] = &include!(concat!(env!("OUT_DIR"), "/cubins.rs"));
 static ALIGN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/align.cubin"));
 static COUNT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/count.cubin"));
-static EXCHANGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/exchange.cubin"));
+static STORE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/store.cubin"));
 static REDUCE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/reduce.cubin"));
 
 /// One kernel: an element type, a tile shape, and a variant of it.
@@ -104,7 +104,7 @@ impl Kernels {
     pub fn load(device: &Arc<Device>) -> Result<Kernels> {
         let module = |image| Module::load(device, embedded(device.rank, image)?);
         let (align, count) = (module(ALIGN)?, module(COUNT)?);
-        let (exchange, reduce) = (module(EXCHANGE)?, module(REDUCE)?);
+        let (exchange, reduce) = (module(STORE)?, module(REDUCE)?);
         let mut kernels = Kernels {
             instances: Vec::new(),
             align: align.function(c"gemmesh_align", 0)?,
@@ -357,8 +357,8 @@ mod tests {
     fn a_shape_that_cannot_be_is_refused_and_the_error_says_why() {
         fn check(shapes: Vec<Shape>) -> Result<(), String> {
             let shapes = shapes.leak();
-            let hopper = FAMILIES[0];
-            Family { shapes, ..hopper }.check()
+            let sm90 = FAMILIES[0];
+            Family { shapes, ..sm90 }.check()
         }
         let refused = |change: fn(&mut Shape), why: &str| {
             let mut shape = FAMILIES[0].shapes[0];
@@ -366,7 +366,7 @@ mod tests {
             let error = check(vec![shape]).unwrap_err();
             // With the line that it is about.
             assert!(error.contains(&format!("{shape:?}")), "{error}");
-            assert!(error.contains("hopper") && error.contains(why), "{error}");
+            assert!(error.contains("sm90") && error.contains(why), "{error}");
         };
         refused(|s| s.tile_n = 250, "tile_n is a multiple of 16");
         refused(|s| s.tile_n = 272, "from 64 to 256");

@@ -1,5 +1,5 @@
 //! Few rows, which kernels send to the ranks' landing areas: nobody says first that an area may be written, and no flag follows the
-//! data. cuda/common/landing.cuh says why that is safe. Partial sums are sent by the warps that make them, which add up what comes.
+//! data. cuda/protocol/low_latency.cuh says why that is safe. Partial sums are sent by the warps that make them, which add up what comes.
 
 use std::ops::Range;
 

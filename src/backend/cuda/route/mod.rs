@@ -1,7 +1,7 @@
 //! How rows get from one rank to another: a file a route, and here what they share.
 //!
 //! [`copies`]: a stream takes or brings them, which waits for the other rank's word, and writes flags. [`push`]: the owner's copy stream
-//! brings them, when its kernel lets it. [`store`]: the owner's kernel brings them itself (cuda/common/push.cuh).
+//! brings them, when its kernel lets it. [`store`]: the owner's kernel brings them itself (cuda/protocol/push.cuh).
 
 pub mod copies;
 pub mod push;

@@ -4,13 +4,13 @@
 // what this rank sends, a task after the other, each with the peer's chunk flag behind it. Then it waits for all that comes to this rank, and adds up
 // its part. What push.cuh says of epochs, and of kernels that must be able to run at the same time, holds here; all CTAs of a grid are needed.
 //
-// What fits in landing areas goes there instead, and nobody waits for `ready` before or writes a flag behind: landing.cuh.
+// What fits in landing areas goes there instead, and nobody waits for `ready` before or writes a flag behind: low_latency.cuh.
 
 #include "../abi.h"
-#include "flags.cuh"
-#include "landing.cuh"
-#include "ptx.cuh"
-#include "push.cuh"
+#include "../common/ptx.cuh"
+#include "../protocol/flags.cuh"
+#include "../protocol/low_latency.cuh"
+#include "../protocol/push.cuh"
 #include "reduce.cuh"
 
 namespace gemmesh {

@@ -3,9 +3,9 @@
 #pragma once
 
 #include "../abi.h"
-#include "../common/flags.cuh"
 #include "../common/ptx.cuh"
-#include "../common/push.cuh"
+#include "../protocol/flags.cuh"
+#include "../protocol/push.cuh"
 #include "epilogue.cuh"
 #include "pipeline.cuh"
 #include "ptx.cuh"

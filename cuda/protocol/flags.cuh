@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../abi.h"
-#include "ptx.cuh"
+#include "../common/ptx.cuh"
 
 namespace gemmesh {
 

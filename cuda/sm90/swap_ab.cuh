@@ -4,7 +4,7 @@
 #include "../abi.h"
 #include "../common/activation.cuh"
 #include "../common/ptx.cuh"
-#include "../common/push.cuh"
+#include "../protocol/push.cuh"
 #include "epilogue.cuh"
 #include "ptx.cuh"
 #include "wgmma.cuh"

@@ -14,8 +14,8 @@
 #pragma once
 
 #include "../abi.h"
+#include "../common/ptx.cuh"
 #include "flags.cuh"
-#include "ptx.cuh"
 
 namespace gemmesh {
 

@@ -2,7 +2,7 @@
 
 #include <stdint.h>
 
-#include "ptx.cuh"
+#include "../common/ptx.cuh"
 
 // One thread. Streams can't count: they write the same value at each replay. `count` is the device's, `shown` the host's.
 extern "C" __global__ void __launch_bounds__(1) gemmesh_count(uint32_t* count, uint32_t* shown) {

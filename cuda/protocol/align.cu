@@ -1,8 +1,8 @@
 // The starting line of a benchmark: a module of its own.
 
 #include "../abi.h"
+#include "../common/ptx.cuh"
 #include "flags.cuh"
-#include "ptx.cuh"
 
 // A thread for each rank: tells it that this one has come, and waits until it has. Whoever waits in vain goes on: what
 // follows waits for the same rank, and says so.

@@ -6,10 +6,10 @@
 #pragma once
 
 #include "../abi.h"
-#include "../common/flags.cuh"
-#include "../common/landing.cuh"
 #include "../common/ptx.cuh"
-#include "../common/push.cuh"
+#include "../protocol/flags.cuh"
+#include "../protocol/low_latency.cuh"
+#include "../protocol/push.cuh"
 #include "epilogue.cuh"
 #include "ptx.cuh"
 #include "wgmma.cuh"
@@ -34,7 +34,7 @@ public:
     // ranks, each rounded before; or this has been given up.
     __device__ void exchange(Accumulators<Element, N>& accumulators) const {
         const GemmeshExchange& exchange = params_.exchange;
-        // As sums.cuh: the product is kept rounded, and to -0 any number may be added without a change.
+        // As block_sums.cuh: the product is kept rounded, and to -0 any number may be added without a change.
         uint32_t product[kPairs * 2];
 #pragma unroll
         for (uint32_t i = 0; i < kPairs * 2; ++i) {

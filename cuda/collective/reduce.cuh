@@ -5,7 +5,7 @@
 #include <cuda_fp16.h>
 
 #include "../abi.h"
-#include "activation.cuh"
+#include "../common/activation.cuh"
 
 namespace gemmesh {
 

@@ -7,226 +7,35 @@
 // with the next tile while the consumers store this one; the first tile's `b` fills it before its flags are there. The producer
 // warpgroup's other warps tell the peers that this kernel runs and push rows to them, where rows are pushed and not pulled.
 //
-// A kernel that adds partials (kSums) has tiles of blocks, which go to places of their own, on this GPU or on others: sums.cuh.
+// A kernel that adds partials (kSums) has tiles of blocks, which go to places of their own, on this GPU or on others: block_sums.cuh.
 // What is added comes through the same ring behind the tile's operands, and then it is what the producer waits for, not `a`.
 //
 // The CTAs of a cluster work on neighbouring rows and the same columns, so they share `b`: each loads its part and
 // multicasts it to both. Every producer waits for the flags itself, because it alone loads its CTA's rows of `a`; what
 // a neighbour loads on its behalf is `b`, which needs no flag. Or, for problems of too few tiles, they share K: each
 // multiplies its part of it, and then adds up and stores some of the rows. Or entries of the table have a slice of K each, and what
-// they make is added through memory, by the last of a tile's: slices.cuh.
+// they make is added through memory, by the last of a tile's: k_slices.cuh.
 //
 // There may be several `b`, with outputs of their own: an entry says which of them its tile is of. Or a tile is of two of them, gate and up,
 // laid out so that each thread has, or gets from one other, both factors of what it stores: Config::kGateRows.
 //
 // Where few rows of partial sums are exchanged, the warp that has made rows of a tile sends them, adds what comes, and stores the sums:
-// landing.cuh.
+// low_latency_sums.cuh.
 #pragma once
 
 #include "../abi.h"
-#include "../common/flags.cuh"
-#include "../common/push.cuh"
-#include "../common/schedule.cuh"
-#include "epilogue.cuh"
-#include "exchanged.cuh"
-#include "landing.cuh"
-#include "pipeline.cuh"
+#include "../protocol/push.cuh"
+#include "../protocol/tile_table.cuh"
+#include "block_sums.cuh"
+#include "config.cuh"
+#include "load.cuh"
 #include "ptx.cuh"
-#include "slices.cuh"
-#include "split.cuh"
-#include "sums.cuh"
+#include "store.cuh"
+#include "tile.cuh"
 #include "weights.cuh"
 #include "wgmma.cuh"
 
 namespace gemmesh {
-
-// The element types, as the list names them.
-using bf16 = __nv_bfloat16;
-using f16 = __half;
-
-constexpr int kWarpgroupThreads = 128;
-constexpr int kLeaveBarrier = 1;  // 0 is __syncthreads()
-static_assert(kLeaveBarrier != Pushers::kBarrier);
-constexpr int kConsumers = 2;
-constexpr int kConsumerWarps = kConsumers * kWarpgroupThreads / 32;
-static_assert(GEMMESH_THREADS == (1 + kConsumers) * kWarpgroupThreads);
-
-// The warpgroups share out what the CTA is launched with: 65536 registers by its threads, in steps of 8. A warpgroup that
-// asks for more than the others have given up waits for ever. The products need most of them.
-constexpr int kLaunchRegisters = 65536 / GEMMESH_THREADS / 8 * 8;
-constexpr int kProducerRegisters = 56;
-constexpr int kConsumerRegisters = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters) / kConsumers / 8 * 8;
-static_assert(kConsumerRegisters == 224);
-
-// Each consumer multiplies 64 rows, the height of a wgmma, by all columns of the tile: of all ways to split a tile in
-// two this one reads the fewest bytes of shared memory for a product. Of a tile that is no higher, each takes half of the columns.
-// Or the operands are exchanged, and rows of `b` are the wgmma's rows: then a tile may have any number of rows that a wgmma has of
-// columns, and fits a product of few of them.
-constexpr int kConsumerRows = 64;
-
-template <class Element_, int TileM, int TileN, int Stages, int Cluster, int Split, int Boxes, bool Sums>
-struct Config {
-    using Element = Element_;
-    static constexpr int kTileM = TileM;
-    static constexpr int kTileN = TileN;
-    static constexpr bool kSideBySide = TileM == kConsumerRows;  // consumers, not one above the other
-    static constexpr bool kExchanged = TileM != kConsumerRows && TileM != kConsumers * kConsumerRows;
-    static constexpr int kConsumerN = kSideBySide ? TileN / kConsumers : TileN;
-    static constexpr int kColumns = kExchanged ? TileM : kConsumerN;  // of a consumer's accumulators
-    static_assert(!kExchanged || (TileN == kConsumers * kConsumerRows && TileM % 16 == 0 && TileM <= 256 && !Sums));
-    static constexpr int kStages = Stages;
-    static constexpr int kCluster = Cluster;        // CTAs that share the loads of b, on rows of their own
-    static constexpr int kSplit = Split;            // or: CTAs that share a tile, each with a part of K
-    static constexpr int kCtas = Cluster * Split;   // in a cluster, as the hardware sees it
-    static constexpr int kBoxes = Boxes;            // that a consumer warp has to store through
-    static constexpr bool kSums = Sums;             // adds partials
-    static constexpr bool kSliced = Split == 1 && !Sums;  // slices of K may be added through memory
-    static constexpr bool kLands = kSideBySide && !Sums;  // few rows of partial sums may be exchanged as they are made
-    static_assert(Cluster == 1 || Split == 1);
-
-    static constexpr int kPartN = TileN / Cluster;  // what one CTA loads of the tile's b
-    static_assert(TileN % 16 == 0 && TileN <= 256);
-    static_assert(kPartN % 8 == 0, "a part of b begins on a whole swizzle pattern");
-    static constexpr bool kTakesKn = kPartN % 64 == 0;  // `b` may be given as [K, N]: see WeightLoads
-
-    // A gated tile's rows of `b` are gate's and up's by turns, so many at a time. So the first half of a consumer's columns is gate's, and
-    // the second up's; where operands are exchanged, two of its warps have gate's, and the other two up's.
-    static constexpr bool kGates = !Sums;
-    static constexpr int kGateRows = kSideBySide || kExchanged ? TileN / 4 : TileN / 2;
-    static constexpr int kGateBox = kGateRows < kPartN ? kGateRows : kPartN;  // what is loaded at a time
-    static_assert(kGateRows % 8 == 0 && kPartN % kGateBox == 0);
-    static_assert(!kExchanged || Split <= 2, "SplitSum gives both warps of a pair to one CTA");
-};
-
-template <class C>
-struct Shared {
-    using Element = typename C::Element;
-    alignas(1024) Element a[C::kStages][C::kTileM * GEMMESH_TILE_K];
-    alignas(1024) Element b[C::kStages][C::kTileN * GEMMESH_TILE_K];
-    StoreBox<Element> boxes[kConsumerWarps][C::kBoxes];
-    SplitSum<C::kSplit, C::kColumns, kConsumerWarps> sum;
-    Pipeline<C::kStages, C::kCluster> pipeline;
-    Published<Entrance> entrance;
-    Pushers pushers;
-};
-
-// The steps through K that a CTA makes.
-struct Steps {
-    uint32_t begin;
-    uint32_t end;
-};
-
-template <class C>
-__device__ __forceinline__ Steps steps_of(const GemmeshParams& params, uint32_t index, uint32_t rank) {
-    const uint32_t all = (params.k + GEMMESH_TILE_K - 1) / GEMMESH_TILE_K;
-    if constexpr (C::kSplit > 1) {
-        const Steps part{all * rank / C::kSplit, all * (rank + 1) / C::kSplit};
-        // Where K is too short to be shared, a step behind its end, where TMA reads zeros.
-        return part.begin < part.end ? part : Steps{all, all + 1};
-    } else if (C::kSliced && params.slices != nullptr) {
-        const uint2 steps = __ldg(reinterpret_cast<const uint2*>(params.slices + index));
-        return {steps.x, steps.y};
-    } else {
-        return {0, all};
-    }
-}
-
-template <class C>
-__device__ __forceinline__ uint32_t first_row(const GemmeshTile& tile, uint32_t rank) {
-    return (tile.m * C::kCluster + (C::kSplit == 1 ? rank : 0)) * C::kTileM;
-}
-
-template <class C>
-__device__ __forceinline__ GemmeshTraceEvent& event_of(const GemmeshParams& params, uint32_t index, uint32_t rank) {
-    return params.trace[index * C::kCtas + rank];
-}
-
-// The first column of a tile in what is stored of it.
-template <class C>
-__device__ __forceinline__ uint32_t first_column(const GemmeshParams& params, const GemmeshTile& tile) {
-    const bool is_gated = C::kGates && params.is_gated != 0;
-    return tile.n * (is_gated ? C::kTileN / 2 : C::kTileN);
-}
-
-// The weight that a tile is of.
-template <class C>
-__device__ __forceinline__ uint32_t weight_of(const GemmeshTile& tile) {
-    return C::kSums ? 0 : tile.block;
-}
-
-// One warp: waits for each tile's rows, and one thread of it loads them, stage by stage.
-template <class C>
-__device__ __forceinline__ void produce(const Maps& maps, const GemmeshParams& params, const SumArguments& partials,
-                                        TableWalk& walk, Shared<C>& shared, uint32_t rank) {
-    constexpr uint32_t kStageBytes = sizeof(shared.a[0]) + sizeof(shared.b[0]);
-    const uint32_t lane = threadIdx.x % 32;
-    const bool tracer = params.trace != nullptr && lane == 0;
-    const WeightLoads<C> weights{maps, rank};
-    ChunkFlags flags(params, lane);
-    RingPosition<C::kStages> at;
-    GemmeshBlock block;
-    GemmeshBlock next_block;
-
-    // Waits until the stage is free, and loads `b` into it, whose rows nobody waits for.
-    const auto load_b = [&](const RingPosition<C::kStages>& to, uint32_t step) {
-        shared.pipeline.acquire(to, kStageBytes);
-        const GemmeshTile tile = walk.tile();
-        const uint32_t column = first_column<C>(params, tile);
-        weights.load(params, shared.b[to.stage], weight_of<C>(tile), column, step, &shared.pipeline.full[to.stage]);
-    };
-    const auto event = [&]() -> GemmeshTraceEvent& { return event_of<C>(params, walk.index(), rank); };
-
-    if constexpr (C::kSums) next_block = load_block(*partials.sums, walk.tile().block);
-    for (bool first = true; walk.valid(); walk.advance(), first = false) {
-        const Steps steps = steps_of<C>(params, walk.index(), rank);
-        const bool waits = walk.tile().flag_begin < walk.tile().flag_end;
-        const auto wait_for_flags = [&] {
-            if (tracer) event().wait_begin = ptx::globaltimer();
-            if (waits) flags.wait(walk.tile(), shared.entrance.get().epoch);
-            if (tracer) event().wait_end = ptx::globaltimer();
-        };
-        uint32_t row = first_row<C>(walk.tile(), rank);
-        uint32_t ahead = steps.begin;  // the first step whose `b` has not been asked for
-        if constexpr (C::kSums) {
-            // the next tile's is on its way while this one is multiplied
-            block = next_block;
-            next_block = load_block(*partials.sums, walk.next().block);
-            row += block.row;
-        } else {
-            // wait for the tile's rows; meanwhile the first tile's `b` fills the ring
-            if (first && waits && lane == 0) {
-                const uint32_t end = min(steps.end, steps.begin + C::kStages);
-                for (RingPosition<C::kStages> to = at; ahead < end; ++ahead, to.advance()) load_b(to, ahead);
-            }
-            wait_for_flags();
-        }
-
-        if (lane == 0) {
-            const uint32_t deferred_step = max(flags.deferred_step(walk.tile()), steps.begin);
-            for (uint32_t step = steps.begin; step < steps.end; ++step) {
-                if (step == deferred_step) flags.wait_deferred(shared.entrance.get().epoch);
-                if (step >= ahead) load_b(at, step);
-                if (tracer && step == steps.begin) event().load_begin = ptx::globaltimer();
-                uint64_t* full = &shared.pipeline.full[at.stage];
-                ptx::cp_async_bulk_tensor_2d_load(shared.a[at.stage], maps.a, step * GEMMESH_TILE_K, row, full);
-                at.advance();
-            }
-        }
-
-        if constexpr (C::kSums) {
-            // wait for what is added, while the consumers multiply
-            wait_for_flags();
-            if (lane == 0) {
-                const uint32_t column = walk.tile().n * C::kTileN;
-                load_addends<C>(*partials.added, block, shared, at, row - block.row, column);
-            }
-        }
-    }
-    if constexpr (C::kSums) {
-        const GemmeshSums& sums = *partials.sums;
-        if (sums.flag_begin < sums.flag_end) flags.wait(sums.flag_begin, sums.flag_end, shared.entrance.get().epoch);
-    }
-}
 
 // The warps beside the producer's: tell the peers, and push rows. Where tiles are stored to peers, or exchanged with them, the operation
 // is not complete before these are ready.
@@ -241,10 +50,6 @@ __device__ __forceinline__ void exchange(const GemmeshParams& params, Shared<C>&
     }
     push(params, shared.pushers, epoch, pusher);
 }
-
-// What a warp of a consumer stores through. Only kernels that add partials have places for its stores.
-template <class C>
-using Placed = PlacedStores<typename C::Element, C::kColumns, C::kBoxes>;
 
 // One warpgroup: the products of `count` steps through K. `a` and `b` are its operands in the first stage. Where `b` is [K, N], the
 // instructions say so: there is a loop for each of both.
@@ -281,91 +86,6 @@ __device__ __forceinline__ void multiply(Accumulators<typename C::Element, C::kC
     } while (++step < count);
     accumulators.template wait<0>();
     shared.pipeline.release(previous, lane);
-}
-
-// One warp: stores N columns of accumulators, finished, to the output of a weight.
-template <class C, int N>
-__device__ __forceinline__ void store_own(const float* accumulators, const CUtensorMap* map,
-                                          StoreBox<typename C::Element> (&boxes)[C::kBoxes], const GemmeshOutput& output,
-                                          bool is_f32, const WarpPlace& place, uint32_t lane) {
-    using Element = typename C::Element;
-    if (is_f32) {
-        static_assert(sizeof(StoreBox<float>) == sizeof(StoreBox<Element>));
-        auto& of_f32 = reinterpret_cast<StoreBox<float>(&)[C::kBoxes]>(boxes);
-        OwnStores<float, N, C::kBoxes> stores{map, of_f32, place.row, place.column, lane};
-        store_f32_rows<N>(accumulators, stores, lane);
-    } else if constexpr (N < StoreBox<Element>::kColumns) {
-        store_directly<Element, N>(accumulators, output, Place(place, lane));
-    } else {
-        OwnStores<Element, N, C::kBoxes> stores{map, boxes, place.row, place.column, lane};
-        store_rows<Element, N>(accumulators, stores, lane);
-    }
-}
-
-// One warp: finishes and stores its rows of a tile. `row` and `column` are its first.
-template <class C>
-__device__ __forceinline__ void store_tile(Accumulators<typename C::Element, C::kColumns>& accumulators, const Maps& maps,
-                                           const GemmeshParams& params, Shared<C>& shared,
-                                           const ColumnBias<typename C::Element, C::kColumns>& bias, uint32_t weight,
-                                           uint32_t row, uint32_t column, uint32_t warp, uint32_t lane) {
-    using Element = typename C::Element;
-    constexpr int kN = C::kColumns;
-    const GemmeshOutput& output = params.outputs[weight];
-    const bool is_gated = params.is_gated != 0;
-    const bool is_f32 = params.is_f32 != 0;
-    auto& boxes = shared.boxes[warp];
-    float* d = accumulators.d;
-    if (C::kLands && params.landing.share != 0) {
-        const Landing<Element, kN> landing(params, output, shared.entrance.get(), row, column, lane);
-        landing.exchange(accumulators);
-        const WarpPlace rows = landing.place();
-        finish<Element, false, kN>(d, params, output, bias, boxes, rows, lane);
-        const Place place(rows, lane);
-        if (is_f32) {
-            store_directly<float, kN>(d, output, place);
-        } else {
-            store_directly<Element, kN>(d, output, place);
-        }
-        return;
-    }
-    const WarpPlace place{row, column, 0, params.m};
-    const CUtensorMap* map = maps.out_of(weight);
-    finish<Element, true, kN>(d, params, output, bias, boxes, place, lane);
-    if (is_gated) {
-        store_own<C, kN / 2>(d, map, boxes, output, is_f32, place, lane);
-    } else {
-        store_own<C, kN>(d, map, boxes, output, is_f32, place, lane);
-    }
-}
-
-// One warp: the same of a tile of exchanged operands, whose first row and column are given. Of a gated one, warps 0 and 1 of each
-// consumer have gate's columns, and warps 2 and 3 have up's of the same number. Both have their sums, for SplitSum gives them to one CTA; not
-// so SliceSum, so K of gated products is not cut into slices here.
-template <class C>
-__device__ __forceinline__ void store_exchanged(Accumulators<typename C::Element, C::kColumns>& accumulators,
-                                                const GemmeshParams& params, Shared<C>& shared, uint32_t weight, uint32_t row,
-                                                uint32_t column, uint32_t warp, uint32_t lane) {
-    const bool is_gated = params.is_gated != 0;
-    const bool is_up = is_gated && warp % 4 >= 2;
-    const uint32_t pair = warp / 4 * 2 + warp % 2;
-    const GemmeshOutput& output = params.outputs[weight];
-    auto& own = shared.boxes[warp][0];
-    auto& gates = shared.boxes[pair / 2 * 4 + pair % 2][0];
-    auto& ups = shared.boxes[pair / 2 * 4 + pair % 2 + 2][0];
-    ExchangedTile<typename C::Element, C::kColumns> tile(accumulators, params, output, row, column + (is_gated ? pair : warp) * 16, lane);
-    tile.add_bias(is_up ? params.outputs[1].bias : output.bias);
-    if (is_up) {
-        tile.give(ups, gates, kPairBarrier + pair);
-        return;
-    }
-    activate<C::kColumns / 2>(accumulators.d, params.activation, params.is_f32 != 0);
-    if (is_gated) tile.multiply(ups, gates, kPairBarrier + pair);
-    tile.add_residual(own);
-    if (params.is_f32 != 0) {
-        tile.store_f32();
-    } else {
-        tile.store(own);
-    }
 }
 
 // One warpgroup: multiplies its rows of each tile and stores them.

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "../abi.h"
+#include "../common/ptx.cuh"
 #include "flags.cuh"
-#include "ptx.cuh"
 #include "push.cuh"
 
 namespace gemmesh {

@@ -1,0 +1,109 @@
+// What follows a tile's products: adding what others have made of it, the epilogue, and the stores.
+#pragma once
+
+#include "../abi.h"
+#include "../protocol/tile_table.cuh"
+#include "block_sums.cuh"
+#include "config.cuh"
+#include "epilogue.cuh"
+#include "k_slices.cuh"
+#include "low_latency_sums.cuh"
+#include "pipeline.cuh"
+#include "ptx.cuh"
+#include "swap_ab.cuh"
+#include "tile.cuh"
+#include "weights.cuh"
+#include "wgmma.cuh"
+
+namespace gemmesh {
+
+// What a warp of a consumer stores through. Only kernels that add partials have places for its stores.
+template <class C>
+using Placed = PlacedStores<typename C::Element, C::kColumns, C::kBoxes>;
+
+// One warp: stores N columns of accumulators, finished, to the output of a weight.
+template <class C, int N>
+__device__ __forceinline__ void store_own(const float* accumulators, const CUtensorMap* map,
+                                          StoreBox<typename C::Element> (&boxes)[C::kBoxes], const GemmeshOutput& output,
+                                          bool is_f32, const WarpPlace& place, uint32_t lane) {
+    using Element = typename C::Element;
+    if (is_f32) {
+        static_assert(sizeof(StoreBox<float>) == sizeof(StoreBox<Element>));
+        auto& of_f32 = reinterpret_cast<StoreBox<float>(&)[C::kBoxes]>(boxes);
+        OwnStores<float, N, C::kBoxes> stores{map, of_f32, place.row, place.column, lane};
+        store_f32_rows<N>(accumulators, stores, lane);
+    } else if constexpr (N < StoreBox<Element>::kColumns) {
+        store_directly<Element, N>(accumulators, output, Place(place, lane));
+    } else {
+        OwnStores<Element, N, C::kBoxes> stores{map, boxes, place.row, place.column, lane};
+        store_rows<Element, N>(accumulators, stores, lane);
+    }
+}
+
+// One warp: finishes and stores its rows of a tile. `row` and `column` are its first.
+template <class C>
+__device__ __forceinline__ void store_tile(Accumulators<typename C::Element, C::kColumns>& accumulators, const Maps& maps,
+                                           const GemmeshParams& params, Shared<C>& shared,
+                                           const ColumnBias<typename C::Element, C::kColumns>& bias, uint32_t weight,
+                                           uint32_t row, uint32_t column, uint32_t warp, uint32_t lane) {
+    using Element = typename C::Element;
+    constexpr int kN = C::kColumns;
+    const GemmeshOutput& output = params.outputs[weight];
+    const bool is_gated = params.is_gated != 0;
+    const bool is_f32 = params.is_f32 != 0;
+    auto& boxes = shared.boxes[warp];
+    float* d = accumulators.d;
+    if (C::kLands && params.landing.share != 0) {
+        const Landing<Element, kN> landing(params, output, shared.entrance.get(), row, column, lane);
+        landing.exchange(accumulators);
+        const WarpPlace rows = landing.place();
+        finish<Element, false, kN>(d, params, output, bias, boxes, rows, lane);
+        const Place place(rows, lane);
+        if (is_f32) {
+            store_directly<float, kN>(d, output, place);
+        } else {
+            store_directly<Element, kN>(d, output, place);
+        }
+        return;
+    }
+    const WarpPlace place{row, column, 0, params.m};
+    const CUtensorMap* map = maps.out_of(weight);
+    finish<Element, true, kN>(d, params, output, bias, boxes, place, lane);
+    if (is_gated) {
+        store_own<C, kN / 2>(d, map, boxes, output, is_f32, place, lane);
+    } else {
+        store_own<C, kN>(d, map, boxes, output, is_f32, place, lane);
+    }
+}
+
+// One warp: the same of a tile of exchanged operands, whose first row and column are given. Of a gated one, warps 0 and 1 of each
+// consumer have gate's columns, and warps 2 and 3 have up's of the same number. Both have their sums, for SplitSum gives them to one CTA; not
+// so SliceSum, so K of gated products is not cut into slices here.
+template <class C>
+__device__ __forceinline__ void store_exchanged(Accumulators<typename C::Element, C::kColumns>& accumulators,
+                                                const GemmeshParams& params, Shared<C>& shared, uint32_t weight, uint32_t row,
+                                                uint32_t column, uint32_t warp, uint32_t lane) {
+    const bool is_gated = params.is_gated != 0;
+    const bool is_up = is_gated && warp % 4 >= 2;
+    const uint32_t pair = warp / 4 * 2 + warp % 2;
+    const GemmeshOutput& output = params.outputs[weight];
+    auto& own = shared.boxes[warp][0];
+    auto& gates = shared.boxes[pair / 2 * 4 + pair % 2][0];
+    auto& ups = shared.boxes[pair / 2 * 4 + pair % 2 + 2][0];
+    ExchangedTile<typename C::Element, C::kColumns> tile(accumulators, params, output, row, column + (is_gated ? pair : warp) * 16, lane);
+    tile.add_bias(is_up ? params.outputs[1].bias : output.bias);
+    if (is_up) {
+        tile.give(ups, gates, kPairBarrier + pair);
+        return;
+    }
+    activate<C::kColumns / 2>(accumulators.d, params.activation, params.is_f32 != 0);
+    if (is_gated) tile.multiply(ups, gates, kPairBarrier + pair);
+    tile.add_residual(own);
+    if (params.is_f32 != 0) {
+        tile.store_f32();
+    } else {
+        tile.store(own);
+    }
+}
+
+}  // namespace gemmesh

@@ -1,0 +1,53 @@
+// Where the tile of a table entry lies: its first row and column, its weight, and the steps through K.
+#pragma once
+
+#include "../abi.h"
+#include "config.cuh"
+
+namespace gemmesh {
+
+// The steps through K that a CTA makes.
+struct Steps {
+    uint32_t begin;
+    uint32_t end;
+};
+
+template <class C>
+__device__ __forceinline__ Steps steps_of(const GemmeshParams& params, uint32_t index, uint32_t rank) {
+    const uint32_t all = (params.k + GEMMESH_TILE_K - 1) / GEMMESH_TILE_K;
+    if constexpr (C::kSplit > 1) {
+        const Steps part{all * rank / C::kSplit, all * (rank + 1) / C::kSplit};
+        // Where K is too short to be shared, a step behind its end, where TMA reads zeros.
+        return part.begin < part.end ? part : Steps{all, all + 1};
+    } else if (C::kSliced && params.slices != nullptr) {
+        const uint2 steps = __ldg(reinterpret_cast<const uint2*>(params.slices + index));
+        return {steps.x, steps.y};
+    } else {
+        return {0, all};
+    }
+}
+
+template <class C>
+__device__ __forceinline__ uint32_t first_row(const GemmeshTile& tile, uint32_t rank) {
+    return (tile.m * C::kCluster + (C::kSplit == 1 ? rank : 0)) * C::kTileM;
+}
+
+template <class C>
+__device__ __forceinline__ GemmeshTraceEvent& event_of(const GemmeshParams& params, uint32_t index, uint32_t rank) {
+    return params.trace[index * C::kCtas + rank];
+}
+
+// The first column of a tile in what is stored of it.
+template <class C>
+__device__ __forceinline__ uint32_t first_column(const GemmeshParams& params, const GemmeshTile& tile) {
+    const bool is_gated = C::kGates && params.is_gated != 0;
+    return tile.n * (is_gated ? C::kTileN / 2 : C::kTileN);
+}
+
+// The weight that a tile is of.
+template <class C>
+__device__ __forceinline__ uint32_t weight_of(const GemmeshTile& tile) {
+    return C::kSums ? 0 : tile.block;
+}
+
+}  // namespace gemmesh
