@@ -3,7 +3,8 @@
 use std::hint::black_box;
 use std::time::Instant;
 
-use gemmesh::schedule::{Chunking, Config, Description, Layout, Route, TileShape, all_gather};
+use gemmesh::schedule::plan::all_gather;
+use gemmesh::schedule::{Chunking, Config, Description, Layout, Route, TileShape};
 use gemmesh::{DType, Result};
 
 const ROUNDS: usize = 101;

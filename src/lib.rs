@@ -87,29 +87,21 @@ pub mod schedule;
 mod element;
 #[cfg(not(loom))]
 mod json;
-mod ranges;
+mod profile;
+// Unstable, as `schedule`.
+#[doc(hidden)]
+pub mod protocol;
 
 #[cfg(not(loom))]
 mod backend;
-#[cfg(all(feature = "cudarc", not(loom)))]
-mod cudarc_views;
-#[cfg(all(feature = "cust", not(loom)))]
-mod cust_views;
-#[cfg(all(feature = "cuda", not(loom)))]
-mod device;
-#[cfg(not(loom))]
-pub mod dlpack;
 #[cfg(not(loom))]
 mod explanation;
 #[cfg(not(loom))]
 mod group;
 #[cfg(not(loom))]
+mod interop;
+#[cfg(not(loom))]
 mod matrix;
-#[cfg(not(any(loom, miri, gemmesh_heap)))]
-mod memory;
-#[cfg(all(not(loom), any(miri, gemmesh_heap)))]
-#[path = "memory/heap.rs"]
-mod memory;
 #[cfg(not(loom))]
 mod ops;
 #[cfg(not(loom))]
@@ -117,10 +109,6 @@ mod process;
 #[cfg(not(loom))]
 mod ranks;
 mod resources;
-#[cfg(not(loom))]
-mod sharded;
-#[cfg(not(loom))]
-mod span;
 #[cfg(not(loom))]
 pub mod trace;
 
@@ -133,7 +121,8 @@ pub use {
     backend::{Backend, Host},
     explanation::{Explanation, Prediction},
     group::{Builder, DEFAULT_TIMEOUT, Group},
-    matrix::{Matrix, MatrixView, MatrixViewMut},
+    interop::dlpack,
+    matrix::{Matrix, MatrixView, MatrixViewMut, ShardMut, ShardedMatrix},
     ops::{
         AllGatherAndConsume, AllGatherMatmul, Block, CallbackResult, Chunk, Matmul,
         MatmulAllReduce, MatmulReduceScatter, OutputOf, Outputs, Prepared, PreparedAllReduce,
@@ -143,13 +132,12 @@ pub use {
         produce_and_reduce_scatter, reduce_scatter,
     },
     ranks::launch,
-    sharded::{ShardMut, ShardedMatrix},
 };
 
 #[cfg(all(feature = "cudarc", not(loom)))]
-pub use cudarc_views::{CudarcMatrix, CudarcMatrixMut};
+pub use interop::cudarc::{CudarcMatrix, CudarcMatrixMut};
 #[cfg(all(feature = "cuda", not(loom)))]
-pub use {backend::Cuda, device::StreamGuard};
+pub use {backend::Cuda, interop::stream::StreamGuard};
 
 #[cfg(not(loom))]
 #[doc(hidden)]
@@ -160,7 +148,9 @@ pub mod testing {
     #[cfg(feature = "cuda")]
     pub use crate::backend::{Sample, Winner};
     #[cfg(feature = "cuda")]
-    pub use crate::device::{align_streams, calibrate, ranks_share_gpus, with_each_kernel};
+    pub use crate::interop::stream::{
+        align_streams, calibrate, ranks_share_gpus, with_each_kernel,
+    };
     pub use crate::json::{of_outcome, outcome};
     pub use crate::ops::run_schedule;
     pub use crate::ranks::address::meeting_texts;

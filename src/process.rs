@@ -31,7 +31,7 @@ impl Process {
         // Only this process writes the word, and nothing else is published by it.
         match word.load(Ordering::Relaxed) {
             0 => {
-                let new = ask(crate::span::now());
+                let new = ask(crate::profile::span::now());
                 let known = word.compare_exchange(0, new, Ordering::Relaxed, Ordering::Relaxed);
                 Process(known.map_or_else(|known| known, |_| new))
             }

@@ -11,14 +11,17 @@ mod planners;
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicI32, Ordering};
 
-use gemmesh::schedule::board::{Note, Post, Report};
+use gemmesh::protocol::board::{Note, Post, Report};
+use gemmesh::protocol::epoch::Epoch;
+use gemmesh::protocol::flag::Awaited;
+use gemmesh::protocol::flag::Flag;
+use gemmesh::protocol::flag::FlagBlock;
+use gemmesh::protocol::flag::Wait;
+use gemmesh::protocol::primitive::AtomicUsize;
 use gemmesh::schedule::drive::{self, CopyThread, Produced};
-use gemmesh::schedule::flag::Wait;
-use gemmesh::schedule::primitive::AtomicUsize;
-use gemmesh::schedule::{
-    Addend, Awaited, Block, Description, Epoch, Flag, FlagBlock, Layout, Planner, Schedule,
-    Transfer, all_gather, reduce_scatter,
-};
+use gemmesh::schedule::plan::all_gather;
+use gemmesh::schedule::plan::partial_sums;
+use gemmesh::schedule::{Addend, Block, Description, Layout, Planner, Schedule, Transfer};
 use gemmesh::{Chunking, Config, DType, Route, TileShape};
 use loom::cell::UnsafeCell;
 use loom::model::Builder;
@@ -555,7 +558,7 @@ fn sums(planner: Planner, rows: &[usize], chunks: usize) -> std::sync::Arc<Plans
     let asked = Description {
         beside: None,
         form: Default::default(),
-        operation: reduce_scatter::NAME,
+        operation: partial_sums::NAME,
         dtype: DType::Bf16,
         layout: Layout::new(rows, 1).unwrap(),
         n: 1,
@@ -565,7 +568,7 @@ fn sums(planner: Planner, rows: &[usize], chunks: usize) -> std::sync::Arc<Plans
     std::sync::Arc::new(Plans {
         schedules: both_ways(rows.len(), plan),
         owned: vec![Vec::new(); rows.len()],
-        matrices: reduce_scatter::MATRICES,
+        matrices: partial_sums::MATRICES,
     })
 }
 
@@ -578,7 +581,7 @@ fn produced(world: &World, rank: usize, epoch: Epoch) -> Vec<Produced> {
 
 /// Two ranks with a tile for each other in so many operations; the orders are explored from the last one on.
 fn two_ranks_add(epochs: &'static [Epoch], patience: i32) {
-    let plans = sums(reduce_scatter::reduce_scatter, &[2, 2], 1);
+    let plans = sums(partial_sums::reduce_scatter, &[2, 2], 1);
     explore(Some(1), move || {
         loom::stop_exploring();
         let world = Arc::new(World::new(&plans, epochs[0], i32::MAX));
@@ -630,7 +633,7 @@ fn slots_are_not_overwritten_before_they_have_been_added() {
 
 #[test]
 fn a_block_is_sent_when_all_workers_have_made_their_tiles_of_it() {
-    let plans = sums(reduce_scatter::reduce_scatter, &[0, 4], 1);
+    let plans = sums(partial_sums::reduce_scatter, &[0, 4], 1);
     explore(Some(2), move || {
         let epoch = EPOCHS[1];
         let world = Arc::new(World::new(&plans, epoch, 4));
@@ -656,7 +659,7 @@ fn a_block_is_sent_when_all_workers_have_made_their_tiles_of_it() {
 
 #[test]
 fn all_partials_are_there_when_a_rank_adds_them_up_itself() {
-    let plans = sums(reduce_scatter::all_reduce, &[2, 2], 1);
+    let plans = sums(partial_sums::all_reduce, &[2, 2], 1);
     explore(Some(2), move || {
         loom::stop_exploring();
         let epoch = EPOCHS[1];

@@ -9,16 +9,20 @@ use std::convert::Infallible;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use gemmesh::schedule::all_gather::{B, BIAS, MATRICES, OUT};
+use gemmesh::protocol::epoch::Epoch;
+use gemmesh::protocol::flag::Awaited;
+use gemmesh::protocol::flag::Flag;
+use gemmesh::protocol::flag::FlagBlock;
+use gemmesh::protocol::flag::Wait;
+use gemmesh::protocol::primitive::AtomicUsize;
 use gemmesh::schedule::config::{CUT_COLUMNS, MAX_CHUNKS, MAX_CLUSTER, MAX_SLICES};
 use gemmesh::schedule::drive::{self, CopyEngine, CopyThread};
-use gemmesh::schedule::flag::Wait;
 use gemmesh::schedule::layout::{MAX_EXTENT, MAX_WORLD, balanced_rows};
-use gemmesh::schedule::primitive::AtomicUsize;
+use gemmesh::schedule::plan::all_gather;
+use gemmesh::schedule::plan::all_gather::{B, BIAS, MATRICES, OUT};
 use gemmesh::schedule::{
-    Addend, Awaited, Chunking, Config, Description, Epoch, Flag, FlagBlock, Layout, MAX_WEIGHTS,
-    MatrixSpec, Parts, Planner, Product, Reduction, Route, RowOrder, Schedule, Tile, TileShape,
-    Transfer, Weight, all_gather,
+    Addend, Chunking, Config, Description, Layout, MAX_WEIGHTS, MatrixSpec, Parts, Planner,
+    Product, Reduction, Route, RowOrder, Schedule, Tile, TileShape, Transfer, Weight,
 };
 use gemmesh::{DType, Error};
 use proptest::prelude::*;

@@ -22,9 +22,10 @@ pub use host::Host;
 
 use crate::error::Result;
 use crate::explanation::Prediction;
+use crate::profile::span::Span;
+use crate::protocol::epoch::Epoch;
 use crate::ranks::members::Members;
-use crate::schedule::{Config, Description, Epoch, Numerics, Request, Schedule, Transfer};
-use crate::span::Span;
+use crate::schedule::{Config, Description, Numerics, Request, Schedule, Transfer};
 
 /// What gives another library's memory back when it is dropped.
 pub struct Owner(#[allow(dead_code)] Box<dyn Any + Send>);

@@ -7,10 +7,11 @@ use std::time::Duration;
 use super::{Group, threads};
 use crate::backend::{Backend, Options};
 use crate::error::{Error, Result};
+use crate::protocol::epoch::Epoch;
 use crate::ranks::reports::ReportSender;
 use crate::ranks::{env, rendezvous};
+use crate::schedule::Numerics;
 use crate::schedule::layout::{MAX_WORLD, limit};
-use crate::schedule::{Epoch, Numerics};
 
 /// How long a rank waits for another before it gives up, unless the builder says otherwise.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);

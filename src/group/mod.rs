@@ -19,11 +19,13 @@ use self::turns::{Turn, Turns};
 use crate::backend::{Backend, KEPT};
 use crate::error::{Error, Result};
 use crate::process::Own;
-use crate::ranges::range;
+use crate::profile::nvtx::range;
+use crate::protocol::epoch::Epoch;
 use crate::ranks::call::Operation;
 use crate::ranks::members::Members;
 use crate::resources::require_available;
-use crate::schedule::{Agreed, Config, Description, Epoch, Numerics, Planner, Schedule, order};
+use crate::schedule::plan::tile_order;
+use crate::schedule::{Agreed, Config, Description, Numerics, Planner, Schedule};
 
 /// This rank's membership of a group of ranks, which all make the same collective calls in the same
 /// order: calls of several threads of a rank have no order, unless the program gives them one. An operation waits for
@@ -334,7 +336,7 @@ impl<B: Backend> Group<B> {
             backend.default_config(asked.as_ref().unwrap_or(&key.0), *numerics)
         });
         config.check_numerics(*numerics)?;
-        let listed = order::bytes(&key.0, &config);
+        let listed = tile_order::bytes(&key.0, &config);
         // To ask takes longer than to plan little.
         if listed > LONG_LIST {
             require_available(listed).map_err(Error::out_of_memory(members.rank, listed))?;

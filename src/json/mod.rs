@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::error::{Error, Result};
+use crate::profile::span::{Lane, Span, Work};
 use crate::schedule::Route;
-use crate::span::{Lane, Span, Work};
 
 /// An error.
 pub fn of_error(error: &Error) -> Vec<u8> {

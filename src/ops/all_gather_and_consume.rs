@@ -14,13 +14,13 @@ use crate::backend::sealed::{Bound, Call, Callback};
 use crate::backend::{Backend, Host};
 use crate::element::{DType, Value};
 use crate::error::{Error, Result};
+use crate::matrix::ShardedMatrix;
+use crate::profile::span::Span;
 use crate::ranks::call::Operation;
-use crate::schedule::all_gather::{self, A, BESIDE, MATRICES};
 use crate::schedule::config::MAX_CHUNKS;
 use crate::schedule::layout::limit;
+use crate::schedule::plan::all_gather::{self, A, BESIDE, MATRICES};
 use crate::schedule::{Chunking, Config, Description, Route, TileShape, Transfer};
-use crate::sharded::ShardedMatrix;
-use crate::span::Span;
 use crate::trace::Trace;
 
 const NAME: &str = "all_gather_and_consume";

@@ -11,11 +11,11 @@ use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::explanation::Explanation;
 use crate::group::Group;
+use crate::matrix::ShardedMatrix;
 use crate::matrix::{Matrix, MatrixView};
-use crate::schedule::all_gather;
+use crate::profile::span::Span;
+use crate::schedule::plan::all_gather;
 use crate::schedule::{Activation, Config, Description, Form, Layout, Schedule, WeightLayout};
-use crate::sharded::ShardedMatrix;
-use crate::span::Span;
 use crate::trace::Trace;
 
 /// `out = gather(a) · bᵀ`: gathers the rows of `a` from every rank while it multiplies them. Collective.

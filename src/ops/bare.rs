@@ -10,10 +10,10 @@ use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::matrix::Matrix;
+use crate::matrix::ShardedMatrix;
 use crate::ranks::call::MATRICES;
 use crate::schedule::Schedule;
 use crate::schedule::layout::limit;
-use crate::sharded::ShardedMatrix;
 
 /// The weight and the output of a product.
 type Operands<'a, B, T> = (&'a Matrix<B, T>, &'a mut Matrix<B, T>);

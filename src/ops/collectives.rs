@@ -7,9 +7,10 @@ use crate::element::{Float, Value};
 use crate::error::Result;
 use crate::group::Group;
 use crate::matrix::Matrix;
-use crate::schedule::collectives::{self, INPUT, MATRICES, OUT, ROOM, chunked, stored};
-use crate::schedule::{Layout, Planner, all_gather as gather};
-use crate::sharded::ShardedMatrix;
+use crate::matrix::ShardedMatrix;
+use crate::schedule::plan::all_gather as gather;
+use crate::schedule::plan::collectives::{self, INPUT, MATRICES, OUT, ROOM, chunked, stored};
+use crate::schedule::{Layout, Planner};
 
 /// Gathers the rows of `a` on every rank, in place. Collective.
 ///

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::explanation::Explanation;
 use crate::group::Group;
 use crate::matrix::{Matrix, MatrixView};
-use crate::schedule::all_gather::{self, LOCAL};
+use crate::schedule::plan::all_gather::{self, LOCAL};
 use crate::schedule::{Activation, Config, Description, Form, Layout, Schedule, WeightLayout};
 
 /// `out = a · bᵀ`, on this rank alone.

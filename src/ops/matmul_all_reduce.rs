@@ -12,12 +12,12 @@ use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::explanation::Explanation;
 use crate::group::Group;
+use crate::matrix::ShardedMatrix;
 use crate::matrix::{Matrix, MatrixView};
-use crate::schedule::all_gather;
-use crate::schedule::reduce_scatter::ALL_NAME;
+use crate::profile::span::Span;
+use crate::schedule::plan::all_gather;
+use crate::schedule::plan::partial_sums::ALL_NAME;
 use crate::schedule::{Activation, Config, Description, Form, Schedule, WeightLayout};
-use crate::sharded::ShardedMatrix;
-use crate::span::Span;
 use crate::trace::Trace;
 
 /// `out = Σ a_p · b_pᵀ` over all ranks p, on every rank, with the same bits. Collective.

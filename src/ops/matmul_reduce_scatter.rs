@@ -9,11 +9,11 @@ use crate::backend::sealed::Bound;
 use crate::element::{DType, Element};
 use crate::error::{Error, Result};
 use crate::explanation::Explanation;
+use crate::matrix::ShardedMatrix;
 use crate::matrix::{Matrix, MatrixView};
-use crate::schedule::reduce_scatter::NAME;
+use crate::profile::span::Span;
+use crate::schedule::plan::partial_sums::NAME;
 use crate::schedule::{Activation, Config, Layout, Schedule, WeightLayout};
-use crate::sharded::ShardedMatrix;
-use crate::span::Span;
 use crate::trace::Trace;
 
 /// `out = Σ a_p · b_pᵀ` over all ranks p, of which each gets its rows. Collective.

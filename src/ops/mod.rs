@@ -36,12 +36,13 @@ use crate::element::Value;
 use crate::error::{Error, Result};
 use crate::explanation::Explanation;
 use crate::group::Group;
-use crate::ranges::range;
+use crate::matrix::ShardedMatrix;
+use crate::profile::nvtx::range;
+use crate::profile::span::Span;
+use crate::protocol::epoch::Epoch;
 use crate::ranks::call::Operation;
 use crate::schedule::layout::limit;
-use crate::schedule::{Config, Description, Epoch, Form, Layout, Product, RowOrder, Schedule};
-use crate::sharded::ShardedMatrix;
-use crate::span::Span;
+use crate::schedule::{Config, Description, Form, Layout, Product, RowOrder, Schedule};
 
 /// What a call adds to sums that all ranks must give, or none.
 #[derive(Clone, Copy, Debug, Default)]

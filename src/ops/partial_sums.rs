@@ -13,11 +13,11 @@ use crate::error::{Error, Result};
 use crate::explanation::Explanation;
 use crate::group::Group;
 use crate::matrix::MatrixView;
+use crate::matrix::ShardedMatrix;
+use crate::profile::span::Span;
 use crate::schedule::layout::{MAX_EXTENT, limit};
-use crate::schedule::reduce_scatter::{self, ALL_NAME, MATRICES, NAME};
+use crate::schedule::plan::partial_sums::{self, ALL_NAME, MATRICES, NAME};
 use crate::schedule::{Config, Description, Layout, Planner, Route, Schedule};
-use crate::sharded::ShardedMatrix;
-use crate::span::Span;
 
 /// Who gets which sums.
 #[derive(Clone, Copy, Debug)]
@@ -39,8 +39,8 @@ impl Which {
 
     fn planner(self) -> Planner {
         match self {
-            Which::Own => reduce_scatter::reduce_scatter,
-            Which::All => reduce_scatter::all_reduce,
+            Which::Own => partial_sums::reduce_scatter,
+            Which::All => partial_sums::all_reduce,
         }
     }
 }
@@ -77,10 +77,10 @@ impl<'a, B: Backend, T: Element> Planned<'a, B, T> {
             Some(_) => None,
             None => {
                 let asked = describe(MULTIPLY);
-                Some(group.program(reduce_scatter::multiply, asked, Some(config))?)
+                Some(group.program(partial_sums::multiply, asked, Some(config))?)
             }
         };
-        let exchanged = reduce_scatter::is_exchanged(&asked, &config);
+        let exchanged = partial_sums::is_exchanged(&asked, &config);
         Ok(Planned {
             reduces_own_rows: matches!(which, Which::All) && !exchanged,
             sum,
@@ -204,7 +204,7 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
     /// Only multiplies: what is made stays here. Not collective.
     pub fn matmul(&self, operands: [MatrixView<B, T>; 2]) -> Result<()> {
         self.check(operands)?;
-        let program = self.part(MULTIPLY, reduce_scatter::multiply)?;
+        let program = self.part(MULTIPLY, partial_sums::multiply)?;
         self.launch(None, &program, Some(operands), Bound::Nothing, &[], None)
     }
 
@@ -223,8 +223,8 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
     /// Until it has ended no other rank begins anything that makes partials or sums, nor writes its rows of `out`.
     pub unsafe fn copy(&self, out: Bound<B>) -> Result<()> {
         let program = match self.which {
-            Which::Own => self.part("copy of partials", reduce_scatter::copy),
-            Which::All => self.part("copy of partials and sums", reduce_scatter::copy_all),
+            Which::Own => self.part("copy of partials", partial_sums::copy),
+            Which::All => self.part("copy of partials and sums", partial_sums::copy_all),
         };
         self.launch(None, &program?, None, out, &[], None)
     }
@@ -246,7 +246,7 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
         shared: &[u32],
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
-        let number = reduce_scatter::PARTIALS;
+        let number = partial_sums::PARTIALS;
         let bytes = |schedule: &Schedule| {
             let partials = schedule.matrices()[number];
             partials.rows.saturating_mul(partials.row_bytes())
@@ -263,18 +263,15 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
         };
         let mut matrices = [const { Bound::Nothing }; MATRICES];
         if let Some([a, b]) = operands {
-            matrices[reduce_scatter::A] = a.input();
-            matrices[reduce_scatter::B] = b.input();
+            matrices[partial_sums::A] = a.input();
+            matrices[partial_sums::B] = b.input();
         }
-        matrices[reduce_scatter::OUT] = out;
+        matrices[partial_sums::OUT] = out;
         if let Some(partials) = &partials {
-            matrices[reduce_scatter::PARTIALS] = Bound::Symmetric(partials.as_ref());
+            matrices[partial_sums::PARTIALS] = Bound::Symmetric(partials.as_ref());
         }
-        self.options.bind(
-            &mut matrices,
-            reduce_scatter::BIAS,
-            reduce_scatter::RESIDUAL,
-        );
+        self.options
+            .bind(&mut matrices, partial_sums::BIAS, partial_sums::RESIDUAL);
         let added = Added {
             bias: self.options.bias.is_some(),
             residual: self.options.residual.is_some(),

@@ -16,13 +16,13 @@ use crate::element::{Float, Value};
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::matrix::Matrix;
+use crate::matrix::ShardedMatrix;
+use crate::profile::span::Span;
 use crate::ranks::call::Operation;
-use crate::schedule::collectives::{self, MATRICES, OUT, ROOM, chunked};
 use crate::schedule::config::MAX_CHUNKS;
 use crate::schedule::layout::limit;
+use crate::schedule::plan::collectives::{self, MATRICES, OUT, ROOM, chunked};
 use crate::schedule::{Layout, Planner, Request};
-use crate::sharded::ShardedMatrix;
-use crate::span::Span;
 use crate::trace::Trace;
 
 const REDUCE: &str = "produce_and_reduce_scatter";

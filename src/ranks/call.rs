@@ -1,6 +1,7 @@
 //! A collective call as ranks post it for one another: as words of 64 bits, that are compared and can be read.
 
-use crate::schedule::{Agreed, Epoch};
+use crate::protocol::epoch::Epoch;
+use crate::schedule::Agreed;
 
 /// Words of a post.
 pub const WORDS: usize = FIXED + TEXT;

@@ -16,9 +16,9 @@ use super::watcher::Watcher;
 use super::wire::{Channel, Connection, Frame, MAX_FRAME, WireError};
 use crate::error::{Error, Result};
 use crate::json;
-use crate::schedule::Epoch;
+use crate::protocol::epoch::Epoch;
+use crate::protocol::flag::{Awaited, Flag, Wait};
 use crate::schedule::agreed::hash;
-use crate::schedule::flag::{Awaited, Flag, Wait};
 
 /// How much longer a wait for an intermediary lasts than the intermediary's own, so that it is the
 /// intermediary, which knows the culprit, that reports.

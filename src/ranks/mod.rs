@@ -7,6 +7,11 @@ mod children;
 pub mod env;
 pub mod launch;
 pub mod members;
+#[cfg(not(any(miri, gemmesh_heap)))]
+pub mod memfd;
+#[cfg(any(miri, gemmesh_heap))]
+#[path = "memfd/heap.rs"]
+pub mod memfd;
 pub mod panics;
 mod peer;
 mod pidfd;

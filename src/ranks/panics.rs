@@ -96,7 +96,7 @@ pub fn forget() {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::{Mapping, memfd};
+    use crate::ranks::memfd::{Mapping, memfd};
 
     #[test]
     fn a_process_that_aborts_tells_the_groups_that_it_is_in() {

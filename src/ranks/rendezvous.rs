@@ -31,7 +31,7 @@ use super::shared_state::SharedState;
 use super::wire::{self, Channel, Connection, Frame, WireError};
 use crate::error::{Error, Result};
 use crate::json;
-use crate::memory::{Mapping, memfd};
+use crate::ranks::memfd::{Mapping, memfd};
 use crate::schedule::layout::MAX_WORLD;
 
 const MAGIC: [u8; 8] = *b"gemmesh\0";

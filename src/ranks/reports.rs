@@ -215,7 +215,7 @@ impl AsFd for ReportReceiver {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::{Mapping, memfd};
+    use crate::ranks::memfd::{Mapping, memfd};
     use std::sync::atomic::AtomicBool;
 
     use crate::ranks::address::{draw, report_token};

@@ -15,11 +15,13 @@ use super::panics;
 use super::reports::ReportSender;
 use crate::error::{Error, Result};
 use crate::json;
-use crate::memory::Mapping;
 use crate::process::Process;
-use crate::schedule::board::{Note, Post, Report};
+use crate::protocol::board::{Note, Post, Report};
+use crate::protocol::epoch::Epoch;
+use crate::protocol::flag::Awaited;
+use crate::protocol::flag::Flag;
+use crate::ranks::memfd::Mapping;
 use crate::schedule::layout::MAX_WORLD;
-use crate::schedule::{Awaited, Epoch, Flag};
 
 /// How many calls the fastest rank may be ahead of the slowest. (Whatever borrows the block, miri looks at all of it.)
 const POSTS: u64 = if cfg!(miri) { 4 } else { 256 };
@@ -59,7 +61,7 @@ const GONE: Epoch = Epoch::from_raw(2);
 const GIVEN: u64 = 1;
 
 fn now_ms() -> u64 {
-    crate::span::now() / 1_000_000
+    crate::profile::span::now() / 1_000_000
 }
 
 /// An error as JSON, in at most `most` bytes.
@@ -493,7 +495,7 @@ impl SharedState {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::memfd;
+    use crate::ranks::memfd::memfd;
     use crate::schedule::Agreed;
 
     fn ranks(world: usize) -> Vec<SharedState> {

@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::fs;
 
-use crate::span::namespace_offset;
+use crate::profile::span::namespace_offset;
 
 /// What says who this process is.
 pub trait Surroundings {

@@ -3,10 +3,10 @@
 //! An engine says how a step is done (a thread copies and stores, or a stream enqueues); that it is done,
 //! and when, is said here once.
 
-use super::epoch::Epoch;
-use super::flag::{Awaited, Flag, FlagBlock, Wait};
-use super::primitive::{AtomicUsize, Ordering};
 use super::{Request, Schedule, Tile, Transfer};
+use crate::protocol::epoch::Epoch;
+use crate::protocol::flag::{Awaited, Flag, FlagBlock, Wait};
+use crate::protocol::primitive::{AtomicUsize, Ordering};
 
 /// The steps of a rank's transfers, as a copy engine does them, one after the other.
 pub trait CopyEngine {

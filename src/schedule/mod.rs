@@ -1,25 +1,15 @@
 #![doc = include_str!("README.md")]
 
 pub mod agreed;
-pub mod all_gather;
-pub mod board;
-pub mod collectives;
 pub mod config;
 pub mod drive;
-pub mod epoch;
-pub mod flag;
 pub mod form;
 pub mod layout;
-pub mod order;
-pub mod partials;
 mod parts;
-pub mod primitive;
-pub mod reduce_scatter;
+pub mod plan;
 
 pub use agreed::Agreed;
 pub use config::{Chunking, Config, Numerics, Route, TileShape};
-pub use epoch::Epoch;
-pub use flag::{Awaited, Flag, FlagBlock};
 pub use form::{Activation, Form, MAX_WEIGHTS, WeightLayout, Widths};
 pub use layout::{Layout, RowOrder};
 pub use parts::{
@@ -34,6 +24,7 @@ use layout::{MAX_WORLD, limit};
 
 use crate::element::DType;
 use crate::error::Result;
+use crate::protocol::flag::Awaited;
 
 /// The most chunk flags that a rank keeps, and so the most transfers that can come to it.
 pub const MAX_FLAGS: usize = MAX_WORLD * MAX_CHUNKS;
@@ -207,7 +198,7 @@ impl Schedule {
     /// The operation, for a profiler: its extents if it has a product, or else what ranks agree on.
     pub(crate) fn name(&self) -> String {
         let agreed = self.agreed();
-        let operation = agreed.map_or(all_gather::LOCAL, Agreed::name);
+        let operation = agreed.map_or(plan::all_gather::LOCAL, Agreed::name);
         match self.product() {
             Some(product) => {
                 let dtype = self.matrices()[product.a].dtype;

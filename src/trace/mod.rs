@@ -6,8 +6,8 @@ use crate::backend::Backend;
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::json;
+pub use crate::profile::span::{Lane, Span, Work};
 use crate::resources::require_file_size;
-pub use crate::span::{Lane, Span, Work};
 
 #[cfg(feature = "timeline")]
 mod svg;

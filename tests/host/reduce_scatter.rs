@@ -6,8 +6,8 @@ use std::time::Duration;
 use crate::support::numbers::rng;
 use crate::support::shared::reduce_scatter;
 use crate::test_name;
-use gemmesh::schedule::partials::Partials;
-use gemmesh::schedule::reduce_scatter::{self as planner, OUT, PARTIALS};
+use gemmesh::schedule::plan::partial_sums::{self as planner, OUT, PARTIALS};
+use gemmesh::schedule::plan::partials::Partials;
 use gemmesh::schedule::{Addend, Description, Layout, Schedule, Tile, Transfer};
 use gemmesh::trace::Work;
 use gemmesh::{

@@ -6,9 +6,10 @@
 use std::ops::Range;
 
 use gemmesh::DType;
+use gemmesh::schedule::plan::tile_order;
 use gemmesh::schedule::{
     Activation, Agreed, Bias, Block, Config, MatrixSpec, Move, Parts, Product, Region, Route,
-    Schedule, Sum, Tile, Transfer, Weight, WeightLayout, order,
+    Schedule, Sum, Tile, Transfer, Weight, WeightLayout,
 };
 
 /// What is gathered, and perhaps multiplied.
@@ -86,7 +87,7 @@ fn schedule(
         }],
     });
     let tiles: Vec<Tile> = match &product {
-        Some(product) => order::tiles(rank, product, A, &arrivals).unwrap(),
+        Some(product) => tile_order::tiles(rank, product, A, &arrivals).unwrap(),
         None => Vec::new(),
     };
     let scales = k.div_ceil(SCALED);

@@ -3,35 +3,21 @@
 #![allow(unsafe_code)]
 
 mod abi;
-mod control;
 mod driver;
 mod engine;
-mod exchange;
-mod kernel;
-mod landing;
-mod limits;
-mod memory;
+mod gpu;
 mod model;
-mod monitor;
 mod program;
-mod queues;
-mod reclaim;
-mod route;
-mod slices;
-mod stamps;
-mod sums;
-mod tables;
-mod tensor_map;
-mod tuned;
+mod shared;
 
-#[cfg(fuzzing)]
-pub use memory::fuzzing as peer;
 #[doc(hidden)]
 pub use model::calibrate::Sample;
 #[doc(hidden)]
-pub use tuned::Winner;
+pub use model::tuned::Winner;
 #[cfg(fuzzing)]
-pub use tuned::fuzzing as winners;
+pub use model::tuned::fuzzing as winners;
+#[cfg(fuzzing)]
+pub use shared::symmetric::fuzzing as peer;
 
 use std::any::Any;
 use std::ffi::c_void;
@@ -40,19 +26,20 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use abi::{GEMMESH_MAX_WORLD, GemmeshAlignment};
-use control::{BOX, Control};
 use driver::{Device, Event, Memory, Region, Stream, StreamMemOp};
-use kernel::{Instance, Kernels, Variant};
-use limits::Outputs;
-use memory::{Peers, Symmetric};
+use gpu::kernels::{self, Instance, Kernels, Variant};
+use gpu::queues::Queues;
+use gpu::reclaim::{Deferred, Reclaimer};
 use model::choices::Choices;
 use model::rates::Rates;
-use monitor::Monitor;
+use model::tuned;
 use program::Program;
-use queues::Queues;
-use reclaim::{Deferred, Reclaimer};
-use slices::Workspace;
-use tables::Tables;
+use program::k_slices::{self, Workspace};
+use program::support::{self, Outputs};
+use program::tables::Tables;
+use shared::monitor::Monitor;
+use shared::symmetric::{Peers, Symmetric};
+use shared::words::{BOX, Control};
 
 use super::sealed::{self, Call};
 use super::{Backend, Options, Owner};
@@ -311,7 +298,7 @@ impl sealed::Backend for Cuda {
     fn prepare(&self, members: &Members, schedule: Schedule) -> Result<Program> {
         // Without a product no kernel waits for what is pushed.
         let pushes = schedule.is_pushed() && schedule.uses(Route::Push);
-        let outputs = limits::check(&schedule)?;
+        let outputs = support::check(&schedule)?;
         if pushes && let Some(cause) = &self.queues.together {
             return Err(Error::QueuedTogether {
                 rank: members.rank,
@@ -322,7 +309,7 @@ impl sealed::Backend for Cuda {
         // All of a push is on its stream before the kernel that it waits for is launched.
         if pushes {
             let what = "commands of a pushed product, two a chunk";
-            limit(what, limits::commands(&schedule), 1, limits::COMMANDS)?;
+            limit(what, support::commands(&schedule), 1, support::COMMANDS)?;
         }
         let mut slices = Vec::new();
         if let Some(product) = schedule.product().filter(|_| !schedule.is_idle()) {
@@ -342,7 +329,7 @@ impl sealed::Backend for Cuda {
             self.kernels.check_product(members.rank, product, variant)?;
             let instance = self.kernels.find(members.rank, dtype, config, variant)?;
             let tiles = schedule.tiles().len();
-            slices = slices::cut(config, tiles, product.k, self.clusters(instance))?;
+            slices = k_slices::cut(config, tiles, product.k, self.clusters(instance))?;
         }
         Program::new(self, schedule, outputs, slices)
     }
@@ -633,7 +620,7 @@ impl Cuda {
 
     /// `config` with the tile shape of each kernel there is; or of those that add partials.
     pub fn configs(config: &Config, sums: bool) -> impl Iterator<Item = Config> {
-        kernel::configs(*config, sums, &Default::default())
+        kernels::configs(*config, sums, &Default::default())
     }
 
     /// The rates by which the model comes closest to the samples, as a file that `GEMMESH_RATES` may name, and by how much it is off

@@ -13,15 +13,17 @@ use crate::backend::chunk_delay;
 use crate::backend::sealed::{Bound, Call, Callback};
 use crate::element::{DType, Element, bf16, f16};
 use crate::error::{Error, Result};
-use crate::ranges::range;
+use crate::profile::nvtx::range;
+use crate::profile::span::{Lane, Span, Work, now};
+use crate::protocol::epoch::Epoch;
+use crate::protocol::flag::FlagBlock;
 use crate::ranks::members::Members;
 use crate::schedule::drive::{self, CopyThread};
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::{
-    Block, Epoch, Extent, FlagBlock, MatrixSpec, Move, Product, Reduction, Region, Schedule, Tile,
-    Transfer, WeightLayout,
+    Block, Extent, MatrixSpec, Move, Product, Reduction, Region, Schedule, Tile, Transfer,
+    WeightLayout,
 };
-use crate::span::{Lane, Span, Work, now};
 
 /// Where the matrices of a call lie. Threads share it; the protocol says who may touch which rows when.
 struct Pointers([Place; MAX_MATRICES]);

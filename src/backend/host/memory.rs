@@ -4,10 +4,12 @@ use std::io;
 use std::os::fd::OwnedFd;
 
 use crate::error::{Error, Result};
-use crate::memory::{Mapping, memfd};
+use crate::protocol::epoch::Epoch;
+use crate::protocol::flag::Flag;
+use crate::protocol::flag::FlagBlock;
 use crate::ranks::members::{Members, OPENING};
+use crate::ranks::memfd::{Mapping, memfd};
 use crate::resources::{lacking, rooms};
-use crate::schedule::{Epoch, Flag, FlagBlock};
 use crate::schedule::{MAX_FLAGS, layout::MAX_WORLD};
 
 /// The same number of bytes on every rank.

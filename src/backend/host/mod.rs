@@ -19,12 +19,12 @@ use workers::Workers;
 use super::sealed::{self, Call};
 use super::{Backend, Options, Owner};
 use crate::error::{Error, Result};
-use crate::memory::Mapping;
 use crate::ranks::members::Members;
+use crate::ranks::memfd::Mapping;
 use crate::resources::{explain, require_available};
 use crate::schedule::drive::Produced;
 use crate::schedule::layout::limit;
-use crate::schedule::reduce_scatter;
+use crate::schedule::plan::partial_sums;
 use crate::schedule::{Chunking, Config, Description, Numerics, Route, Schedule, TileShape};
 
 /// The host's processors and shared memory. A rank is a process or a thread.
@@ -224,7 +224,7 @@ impl sealed::Backend for Host {
             // As much of K as keeps the widened tiles of both operands in a core's cache.
             TileShape::new(128, 256, asked.layout.k().min(512)).with_group_m(4),
             Chunking::new(4),
-            match reduce_scatter::is_sum(asked.operation) {
+            match partial_sums::is_sum(asked.operation) {
                 // Pulled partials would not be moved while others are made.
                 true => Route::Push,
                 false => Route::Pull,

@@ -102,7 +102,7 @@ pub fn median_error(rates: &Rates, samples: &[Sample]) -> f64 {
 mod tests {
     use super::super::rates::{H100, H200, Link};
     use super::*;
-    use crate::backend::cuda::kernel::{WIDEST, configs};
+    use crate::backend::cuda::gpu::kernels::{WIDEST, configs};
     use crate::element::DType;
     use crate::schedule::{Chunking, Layout, Route};
 

@@ -4,7 +4,7 @@ use std::sync::{Mutex, PoisonError};
 
 use lru::LruCache;
 
-use super::super::tuned::Measured;
+use super::tuned::Measured;
 use crate::backend::KEPT;
 use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::{Config, Description, Layout, Numerics};

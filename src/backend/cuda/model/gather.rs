@@ -3,9 +3,10 @@
 use super::fastest;
 use super::rates::{Link, Rates};
 use super::tiles::Tiles;
-use crate::backend::cuda::kernel::WIDEST;
+use crate::backend::cuda::gpu::kernels::WIDEST;
 use crate::explanation::Prediction;
-use crate::schedule::{Chunking, Config, Description, Numerics, Route, order};
+use crate::schedule::plan::tile_order;
+use crate::schedule::{Chunking, Config, Description, Numerics, Route};
 
 /// Bytes that are stored rather than copied, for each microsecond that copies take to begin and to be told of. More would come
 /// sooner by stores too, but these hold up products.
@@ -91,7 +92,7 @@ fn gathered_by(tiles: &Tiles, asked: &Description, config: &Config, groups: &[Gr
         1 => tiles.start,
         _ => tiles.start + rates.link(config.route).around,
     };
-    if order::reads_once(
+    if tile_order::reads_once(
         config,
         [layout.m(), asked.form.multiplied(asked.n), layout.k()],
     ) {
@@ -243,11 +244,11 @@ mod tests {
     use super::super::rates::H200;
     use super::super::testing::config;
     use super::*;
-    use crate::backend::cuda::limits;
+    use crate::backend::cuda::program::support;
     use crate::backend::cuda::tuned::agree;
     use crate::element::DType;
     use crate::schedule::Layout;
-    use crate::schedule::all_gather::gather_and_multiply;
+    use crate::schedule::plan::all_gather::gather_and_multiply;
 
     fn asked(m: usize, n: usize, k: usize, world: usize) -> Description {
         Description {
@@ -396,7 +397,7 @@ mod tests {
             let config = choose(&H200, &asked, Numerics::Fast, true, None);
             for rank in 0..rows.len() {
                 let schedule = gather_and_multiply(&asked, rank, config).unwrap();
-                limits::check(&schedule).unwrap();
+                support::check(&schedule).unwrap();
             }
         }
     }

@@ -12,17 +12,18 @@ mod gather;
 pub mod rates;
 mod sums;
 mod tiles;
+pub mod tuned;
 
 use rates::Rates;
 use tiles::Tiles;
 
-use super::kernel::{WIDEST, configs, is_exchanged};
-use super::slices;
-use super::sums::TARGETS;
-use super::tuned::Measured;
+use crate::backend::cuda::gpu::kernels::{WIDEST, configs, is_exchanged};
+use crate::backend::cuda::program::block_table::TARGETS;
+use crate::backend::cuda::program::k_slices;
 use crate::explanation::Prediction;
-use crate::schedule::reduce_scatter::{self, is_sum};
+use crate::schedule::plan::partial_sums::{self, is_sum};
 use crate::schedule::{Chunking, Config, Description, Numerics, Route, WeightLayout};
+use tuned::Measured;
 
 /// How an operation should be cut up: as was measured to be the fastest for this very problem, or else by the model. `pushes`: whether
 /// owners may move their rows.
@@ -64,7 +65,7 @@ pub fn predict(rates: &Rates, asked: &Description, config: &Config) -> Vec<Predi
 fn tiled(rates: &Rates, asked: &Description, numerics: Numerics, base: Config) -> Config {
     fastest(rates, asked, numerics, base, |tiles, config, _| {
         // Pieces that are sent are cut by tiles, and ranks must agree on them, whose K may differ.
-        match reduce_scatter::agree(asked, config, &base) {
+        match partial_sums::agree(asked, config, &base) {
             true => tiles.alone(),
             false => f64::INFINITY,
         }
@@ -108,7 +109,7 @@ fn fastest(
         }
         for slices in tiles.slices(MOST_SLICES) {
             config.tile.k_slices = slices;
-            if slices::fit(&config, tiles.entries) {
+            if k_slices::fit(&config, tiles.entries) {
                 consider(&mut best, &Tiles::of(rates, asked, &config), &config);
             }
         }
@@ -149,7 +150,7 @@ mod tests {
     use super::*;
     use crate::element::DType;
     use crate::schedule::Layout;
-    use crate::schedule::reduce_scatter::{ALL_NAME, NAME};
+    use crate::schedule::plan::partial_sums::{ALL_NAME, NAME};
 
     fn asked(operation: &'static str, m: usize, n: usize, k: usize) -> Description {
         Description {
@@ -171,7 +172,7 @@ mod tests {
         {
             let alike = config(*shape, route, Chunking::new(1));
             let measured = Some(Measured { alike, exact: None });
-            for operation in [NAME, crate::schedule::reduce_scatter::ALL_NAME] {
+            for operation in [NAME, crate::schedule::plan::partial_sums::ALL_NAME] {
                 for (m, n, k) in [64, 1600, 1792, 20_000]
                     .into_iter()
                     .flat_map(|k| [(48, 6144, k), (120, 2048, k), (4096, 4096, k)])
@@ -179,7 +180,7 @@ mod tests {
                 {
                     let asked = asked(operation, m, n, k);
                     let config = choose(&H200, &asked, Numerics::Fast, true, measured);
-                    assert!(reduce_scatter::agree(&asked, &config, &alike), "{asked:?}");
+                    assert!(partial_sums::agree(&asked, &config, &alike), "{asked:?}");
                     assert_eq!(config.tile.k_slices, 1, "{k}");
                 }
             }

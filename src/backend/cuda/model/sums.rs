@@ -10,11 +10,11 @@ use std::ops::Range;
 
 use super::rates::Rates;
 use super::tiles::Tiles;
-use crate::backend::cuda::kernel::{WIDEST, configs};
-use crate::backend::cuda::landing::can_exchange;
+use crate::backend::cuda::gpu::kernels::{WIDEST, configs};
+use crate::backend::cuda::program::low_latency::can_exchange;
 use crate::explanation::Prediction;
-use crate::schedule::partials::Piece;
-use crate::schedule::reduce_scatter::{ALL_NAME, LOW_ROWS, agree, is_exchanged, pieces};
+use crate::schedule::plan::partial_sums::{ALL_NAME, LOW_ROWS, agree, is_exchanged, pieces};
+use crate::schedule::plan::partials::Piece;
 use crate::schedule::{Chunking, Config, Description, Form, Numerics, Route};
 
 /// Microseconds, and what happens in one. Measured on two H200s; benches/NOTES.md has the traces.
@@ -406,10 +406,10 @@ mod tests {
     use super::super::rates::H200;
     use super::super::testing::config;
     use super::*;
-    use crate::backend::cuda::limits;
-    use crate::backend::cuda::sums::TARGETS;
+    use crate::backend::cuda::program::block_table::TARGETS;
+    use crate::backend::cuda::program::support;
     use crate::element::DType;
-    use crate::schedule::reduce_scatter::{NAME, all_reduce, reduce_scatter};
+    use crate::schedule::plan::partial_sums::{NAME, all_reduce, reduce_scatter};
     use crate::schedule::{Layout, Planner};
 
     fn asked(operation: &'static str, rows: &[usize], n: usize, k: usize) -> Description {
@@ -575,8 +575,11 @@ mod tests {
                     let config = choose(&H200, &asked, Numerics::Fast);
                     for rank in 0..world {
                         let schedule = planner(&asked, rank, config).unwrap();
-                        limits::check(&schedule).unwrap();
-                        assert!(limits::commands(&schedule) <= limits::COMMANDS, "{asked:?}");
+                        support::check(&schedule).unwrap();
+                        assert!(
+                            support::commands(&schedule) <= support::COMMANDS,
+                            "{asked:?}"
+                        );
                     }
                 }
             }

@@ -1,8 +1,8 @@
 //! What the tiles of a product take, wave by wave.
 
 use super::rates::Rates;
-use crate::backend::cuda::kernel;
-use crate::backend::cuda::slices::Stream;
+use crate::backend::cuda::gpu::kernels;
+use crate::backend::cuda::program::k_slices::Stream;
 use crate::schedule::{Config, Description};
 
 /// Where there are more waves, the last one matters little.
@@ -87,7 +87,7 @@ impl<'a> Tiles<'a> {
         let cached = (tile.m as f64 + tile.n as f64 / tile.cluster as f64) * of_k;
         let read = ((m + n) * k * bytes) as f64 / (entries as f64 * steps);
         let products = 2.0 * area * tile.k as f64 / rates.operations + rates.step;
-        let column = match kernel::is_exchanged(config) {
+        let column = match kernels::is_exchanged(config) {
             true => rates.exchanged_column,
             false => rates.column,
         };

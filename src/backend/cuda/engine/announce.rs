@@ -1,0 +1,139 @@
+//! How rows get from one rank to another: a file a route, and here what they share.
+//!
+//! [`copies`]: a stream takes or brings them, which waits for the other rank's word, and writes flags. [`push`]: the owner's copy stream
+//! brings them, when its kernel lets it. [`store`]: the owner's kernel brings them itself (cuda/protocol/push.cuh).
+
+use std::ffi::c_void;
+use std::time::Duration;
+
+use smallvec::SmallVec;
+
+use crate::backend::chunk_delay;
+use crate::backend::cuda::Cuda;
+use crate::backend::cuda::driver::{Stream, StreamMemOp};
+use crate::backend::cuda::program::{self, Place, Program};
+use crate::backend::cuda::shared::words::Waits;
+use crate::backend::sealed::Bound;
+use crate::error::Result;
+use crate::profile::nvtx::range;
+use crate::protocol::epoch::Epoch;
+use crate::schedule::layout::MAX_WORLD;
+use crate::schedule::{Agreed, MAX_FLAGS, Move, Region, Schedule, Transfer};
+
+/// Says to every peer that this rank's own rows are final, on the main stream; what refreshes flags does so before. As
+/// [`announce`](crate::schedule::drive::announce) of the host.
+pub fn announce(at: &Place, epoch: Epoch, and: Option<StreamMemOp>) -> Result<()> {
+    let Place {
+        cuda,
+        members,
+        main,
+        ..
+    } = *at;
+    let (rank, flags) = (members.rank, cuda.control.flags(epoch));
+    if epoch.refreshes() {
+        // Ahead of the operation's kernel: a fill may run as one, and find no room beside a kernel that waits for it.
+        // SAFETY: the flags are as many words. Whoever else writes them has ended what came before, for the main stream
+        // has waited for it, and goes on after this.
+        unsafe {
+            let before = epoch.previous().raw();
+            main.fill(flags.done(rank, 0), before, members.world)?;
+            main.fill(flags.chunk(rank, 0), before, MAX_FLAGS)?;
+        }
+    }
+    let mut words = [StreamMemOp::Write(0, 0); MAX_WORLD + 1];
+    let peers = (0..members.world).filter(|&peer| peer != rank);
+    let ready = peers.map(|peer| flags.signal(flags.ready(peer, rank)));
+    let mut count = 0;
+    for word in and.into_iter().chain(ready) {
+        words[count] = word;
+        count += 1;
+    }
+    // SAFETY: control blocks are unmapped when the streams have passed.
+    unsafe { main.words(&words[..count]) }
+}
+
+/// As [`announce`], of an operation that is recorded: as [`announce_by_gates`](crate::schedule::drive::announce_by_gates) of the host. Beside
+/// it the replay is counted.
+pub fn announce_by_gates(at: &Place, program: &Program) -> Result<()> {
+    let Place {
+        cuda,
+        members,
+        main,
+        ..
+    } = *at;
+    let (schedule, gates) = (&program.schedule, cuda.control.gates());
+    let name = schedule.agreed().map_or("", Agreed::name);
+    let recording = cuda.monitor.record(name, Waits::by_gates(schedule));
+    let mut words: SmallVec<[StreamMemOp; 16]> = SmallVec::new();
+    words.push(StreamMemOp::Write(cuda.monitor.running(), recording));
+    let movers = schedule.movers().iter();
+    words.extend(movers.map(|&peer| gates.signal(gates.ready(peer, members.rank))));
+    let mut arguments = [cuda.control.replays(), cuda.monitor.replays()];
+    let [count, shown] = &mut arguments;
+    let mut arguments = [(&raw mut *count).cast(), (&raw mut *shown).cast()];
+    let (counting, kernel) = (cuda.deferred_copies(), cuda.kernels.count);
+    // SAFETY: control blocks are unmapped when the streams have passed, and the monitor's words live as long as the backend, which waits for
+    // them. The kernel's arguments are two words, which it alone writes; the main stream waits for it.
+    unsafe {
+        main.words(&words)?;
+        counting.wait_for(main, &cuda.forked)?;
+        kernel.launch(counting, 1, 1, 0, &mut arguments)
+    }
+}
+
+/// Copies the regions of a transfer, in which rank `own` takes part.
+///
+/// # Safety
+/// As [`Stream::copy`] for each region.
+pub unsafe fn copy_regions(
+    stream: &Stream,
+    own: usize,
+    schedule: &Schedule,
+    matrices: &[Bound<Cuda>],
+    transfer: &Transfer,
+) -> Result<()> {
+    let _range = range(|| format!("gemmesh {}", transfer.name()));
+    for Move { from, to } in &transfer.regions {
+        let place = |region: &Region, rank: usize| {
+            let spec = schedule.matrices()[region.matrix];
+            let (base, pitch) = match rank == own {
+                true => program::place(schedule, matrices, region.matrix)?,
+                false => {
+                    let memory = matrices[region.matrix].symmetric()?;
+                    (memory.of(rank), spec.row_bytes())
+                }
+            };
+            let extent = spec.extent_of(region, pitch);
+            Some((base + extent.offset as u64, extent))
+        };
+        let places = (place(from, transfer.from), place(to, transfer.to));
+        let (Some((from, read)), Some((to, written))) = places else {
+            continue;
+        };
+        // SAFETY: as this function's.
+        unsafe {
+            match (read.contiguous(), written.contiguous()) {
+                (Some(bytes), Some(_)) => stream.copy(to, from, bytes)?,
+                _ => {
+                    let (to, from) = ((to, written.pitch), (from, read.pitch));
+                    stream.copy_rows(to, from, read.width, read.rows)?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+pub fn delay(stream: &Stream, rank: usize, flag: usize, epoch: Epoch) -> Result<()> {
+    chunk_delay(rank, flag, epoch).map_or(Ok(()), |time| pause(stream, time))
+}
+
+/// The stream does nothing for a while.
+pub fn pause(stream: &Stream, time: Duration) -> Result<()> {
+    unsafe extern "C" fn sleep(micros: *mut c_void) {
+        std::thread::sleep(Duration::from_micros(micros as u64));
+    }
+    let micros = time.as_micros() as u64;
+    // SAFETY: the function reads the number that the pointer is, and makes no CUDA call.
+    unsafe { stream.call(sleep, micros as *mut c_void) }
+}

@@ -1,0 +1,200 @@
+//! Rows that a stream pulls, or where no kernel waits for them pushes: copies, each with its flag behind it.
+
+use super::announce::{copy_regions, delay};
+use super::stamps::Stamps;
+use crate::backend::cuda::Cuda;
+use crate::backend::cuda::driver::{Event, Stream, StreamMemOp};
+use crate::backend::cuda::program::Place;
+use crate::backend::cuda::shared::words::{Signals, close};
+use crate::backend::sealed::Bound;
+use crate::error::{Error, Result};
+use crate::profile::span::{Lane, Work};
+use crate::protocol::epoch::Epoch;
+use crate::protocol::flag::Awaited;
+use crate::schedule::drive::{self, CopyEngine, GatedCopyEngine};
+use crate::schedule::{Schedule, Transfer};
+
+/// Has the caller make all blocks up to one. They are there when the stream that is returned has done what is on it.
+pub type Make<'a> = dyn FnMut(usize) -> Result<&'a Stream> + 'a;
+
+/// What has been put on the copy stream.
+pub struct Enqueued {
+    /// When each transfer was made, if the call is traced.
+    pub stamps: Stamps,
+    /// By chunk flag of this rank, if the operation is recorded: when this rank has pulled it.
+    pulled: Vec<Option<Event>>,
+}
+
+impl Enqueued {
+    /// What is put on `stream` next comes after the chunk that this rank pulls under `flag`. False if it is not recorded, and so says it by its
+    /// flag.
+    pub fn precedes(&self, flag: usize, stream: &Stream) -> Result<bool> {
+        match self.pulled.get(flag) {
+            Some(Some(event)) => stream.wait_until(event).map(|()| true),
+            _ => Ok(false),
+        }
+    }
+}
+
+/// Puts all that this rank moves on a stream.
+pub fn enqueue<'a, 'm>(
+    at: &Place<'a>,
+    stream: &'a Stream,
+    schedule: &'a Schedule,
+    matrices: &'a [Bound<'a, Cuda>],
+    epoch: Epoch,
+    make: Option<&'a mut Make<'m>>,
+    is_traced: bool,
+) -> Result<Enqueued> {
+    let Place { cuda, members, .. } = *at;
+    let gated = at.recorded && schedule.handshake();
+    let mut copies = Copies {
+        cuda,
+        stream,
+        signals: at.signals(epoch),
+        rank: members.rank,
+        schedule,
+        matrices,
+        make,
+        words: [StreamMemOp::Write(0, 0); BATCH],
+        pending: 0,
+        stamps: Stamps::new(&cuda.device, is_traced),
+        pulled: Vec::new(),
+        gated,
+    };
+    match gated {
+        true => drive::transfer_by_gates(schedule, schedule.moves(), &mut copies)?,
+        false => drive::transfer(schedule, schedule.moves(), epoch, &mut copies)?,
+    }
+    copies.flush()?;
+    let Copies { stamps, pulled, .. } = copies;
+    Ok(Enqueued { stamps, pulled })
+}
+
+/// Word operations between two copies: a chunk's flag, `done`, and the next `ready`.
+const BATCH: usize = 8;
+
+/// The copy engine: a stream.
+struct Copies<'a, 'm> {
+    cuda: &'a Cuda,
+    stream: &'a Stream,
+    signals: Signals<'a>,
+    rank: usize,
+    schedule: &'a Schedule,
+    matrices: &'a [Bound<'a, Cuda>],
+    /// What makes the rows, if the caller does.
+    make: Option<&'a mut Make<'m>>,
+    /// Word operations that are still to be put on the stream: those between two copies go there in one call.
+    words: [StreamMemOp; BATCH],
+    pending: usize,
+    stamps: Stamps,
+    /// Whether words are gates. A graph may run its branches one after the other, so no branch of it waits by a gate for what another does: by
+    /// chunk flag, where this rank pulls it, the place of which others come after.
+    gated: bool,
+    pulled: Vec<Option<Event>>,
+}
+
+impl Copies<'_, '_> {
+    fn push(&mut self, operation: StreamMemOp) -> Result<()> {
+        if self.pending == BATCH {
+            self.flush()?;
+        }
+        self.words[self.pending] = operation;
+        self.pending += 1;
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        if self.pending > 0 {
+            // SAFETY: control blocks are unmapped when the streams have passed.
+            unsafe { self.stream.words(&self.words[..self.pending])? };
+            self.pending = 0;
+        }
+        Ok(())
+    }
+}
+
+impl CopyEngine for Copies<'_, '_> {
+    type Error = Error;
+
+    fn wait_ready(&mut self, peer: usize, _: Epoch) -> Result<()> {
+        let flag = self.signals.ready(self.rank, peer);
+        self.push(self.signals.wait(flag))
+    }
+
+    fn wait_chunk(&mut self, flag: usize, _: Epoch, awaited: Awaited) -> Result<()> {
+        // What this rank pulls stands before on this very stream.
+        if self.gated && matches!(awaited, Awaited::Chunk { pulled: true, .. }) {
+            return Ok(());
+        }
+        let flag = self.signals.chunk(self.rank, flag);
+        self.push(self.signals.wait(flag))
+    }
+
+    fn wait_produced(&mut self, block: usize, _: Epoch) -> Result<()> {
+        // What is on its way need not wait for the caller.
+        self.flush()?;
+        match &mut self.make {
+            Some(make) => {
+                let made = make(block)?;
+                self.stream.wait_for(made, &self.cuda.produced)
+            }
+            None => Err(Error::Message {
+                rank: self.rank,
+                reason: format!("nobody makes block {block}"),
+            }),
+        }
+    }
+
+    fn copy(&mut self, moved: &Transfer) -> Result<()> {
+        self.flush()?;
+        delay(self.stream, moved.to, moved.flag, self.signals.epoch)?;
+        let before = self.stamps.now(self.stream)?;
+        // SAFETY: both ranks' memories hold the matrix. Another's rows are final, for the stream has waited for `ready`, and it does not
+        // write them before `done`; this rank's are, for the stream has waited for what made them, or for the flag of what it passes
+        // on. Where they go, nobody reads them before the flag is written, and the kernels of earlier operations have ended: this
+        // rank's in front of the stream, a peer's before its `ready`.
+        unsafe {
+            let (schedule, matrices) = (self.schedule, self.matrices);
+            copy_regions(self.stream, self.rank, schedule, matrices, moved)?;
+        }
+        self.stamps.add(Lane::Copy, before, self.stream, || {
+            let rows = moved.regions[0].to.rows.clone();
+            match moved.to == self.rank {
+                true => Work::Pull {
+                    source: moved.source,
+                    rows,
+                },
+                false => Work::Push { to: moved.to, rows },
+            }
+        })
+    }
+
+    fn signal_chunk(&mut self, moved: &Transfer, _: Epoch) -> Result<()> {
+        if self.gated && moved.to == self.rank {
+            let event = Event::new(&self.cuda.device, false)?;
+            event.record(self.stream)?;
+            self.pulled
+                .resize_with(self.schedule.arrivals().len(), || None);
+            self.pulled[moved.flag] = Some(event);
+            return Ok(());
+        }
+        let flag = self.signals.chunk(moved.to, moved.flag);
+        self.push(self.signals.signal(flag))
+    }
+
+    fn signal_done(&mut self, peer: usize, _: Epoch) -> Result<()> {
+        let flag = self.signals.done(peer, self.rank);
+        self.push(self.signals.signal(flag))
+    }
+}
+
+impl GatedCopyEngine for Copies<'_, '_> {
+    fn all_moved(&mut self) -> Result<()> {
+        self.push(self.signals.signal(self.cuda.control.moved()))
+    }
+
+    fn close_ready(&mut self, peer: usize) -> Result<()> {
+        self.push(close(self.signals.ready(self.rank, peer)))
+    }
+}

@@ -1,0 +1,389 @@
+//! The kernels, and which one suits a problem.
+
+use std::ffi::CString;
+use std::sync::Arc;
+
+use crate::backend::cuda::abi::{GEMMESH_THREADS, GEMMESH_TILE_K};
+use crate::backend::cuda::driver::{Device, Function, Module};
+use crate::element::DType;
+use crate::error::{Error, Result};
+use crate::schedule::{Config, Form, Product, TileShape, WeightLayout};
+
+// build.rs uses the rest of it.
+#[allow(dead_code)]
+#[path = "../../../../cuda/kernels.rs"]
+mod list;
+
+pub use list::{CONSUMER_WARPS, Variant};
+use list::{FAMILIES, Family, Shape};
+
+/// A family's kernels for a dtype, as build.rs has nvcc make them.
+struct Cubin {
+    family: &'static Family,
+    dtype: DType,
+    /// Empty if build.rs was told to do without.
+    image: &'static [u8],
+}
+
+static CUBINS: &[Cubin] = &include!(concat!(env!("OUT_DIR"), "/cubins.rs"));
+static ALIGN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/align.cubin"));
+static COUNT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/count.cubin"));
+static STORE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/store.cubin"));
+static REDUCE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/reduce.cubin"));
+
+/// One kernel: an element type, a tile shape, and a variant of it.
+#[derive(Clone, Debug)]
+pub struct Instance {
+    pub function: Function,
+    pub dtype: DType,
+    pub family: &'static Family,
+    pub shape: &'static Shape,
+    /// Clusters, as the hardware sees them, that the device holds at a time.
+    pub resident: usize,
+    pub shared_bytes: u32,
+    pub variant: Variant,
+}
+
+impl Instance {
+    fn load(
+        module: &Module,
+        cubin: &Cubin,
+        shape: &'static Shape,
+        variant: Variant,
+    ) -> Result<Instance> {
+        let &Cubin { family, dtype, .. } = cubin;
+        let name = CString::new(family.kernel(dtype, shape, variant)).unwrap_or_default();
+        let shared_bytes = family.shared_bytes(shape);
+        let function = module.function(&name, shared_bytes)?;
+        let ctas = shape.cluster * shape.split;
+        let resident = module.resident_clusters(function, ctas, GEMMESH_THREADS, shared_bytes)?;
+        Ok(Instance {
+            function,
+            dtype,
+            family,
+            shape,
+            resident,
+            shared_bytes,
+            variant,
+        })
+    }
+
+    /// Whether it has the shape that `config` asks for.
+    fn is_asked(&self, config: &Config) -> bool {
+        // Most differ in these.
+        let extents = (self.shape.tile_m as usize, self.shape.tile_n as usize);
+        extents == (config.tile.m, config.tile.n)
+            && configured(self.family, self.shape, config) == *config
+    }
+
+    /// CTAs of a cluster.
+    pub fn ctas(&self) -> usize {
+        (self.shape.cluster * self.shape.split) as usize
+    }
+}
+
+/// All kernels.
+#[derive(Debug)]
+pub struct Kernels {
+    instances: Vec<Instance>,
+    /// Ends on all ranks at the same time.
+    pub align: Function,
+    /// Counts replays.
+    pub count: Function,
+    /// By dtype.
+    reduce: [(DType, Function); 3],
+    exchange: [(DType, Function); 3],
+    _modules: Vec<Module>,
+}
+
+impl Kernels {
+    /// Loads every kernel, so that none is loaded at its first launch: what loads one may wait for a kernel that waits.
+    ///
+    /// # Errors
+    /// [`Error::BuiltWithoutKernels`]; [`Error::Cuda`] if the driver refuses.
+    pub fn load(device: &Arc<Device>) -> Result<Kernels> {
+        let module = |image| Module::load(device, embedded(device.rank, image)?);
+        let (align, count) = (module(ALIGN)?, module(COUNT)?);
+        let (exchange, reduce) = (module(STORE)?, module(REDUCE)?);
+        let mut kernels = Kernels {
+            instances: Vec::new(),
+            align: align.function(c"gemmesh_align", 0)?,
+            count: count.function(c"gemmesh_count", 0)?,
+            reduce: [
+                (DType::Bf16, reduce.function(c"gemmesh_reduce_bf16", 0)?),
+                (DType::F16, reduce.function(c"gemmesh_reduce_f16", 0)?),
+                (DType::F32, reduce.function(c"gemmesh_reduce_f32", 0)?),
+            ],
+            exchange: [
+                (DType::Bf16, exchange.function(c"gemmesh_exchange_bf16", 0)?),
+                (DType::F16, exchange.function(c"gemmesh_exchange_f16", 0)?),
+                (DType::F32, exchange.function(c"gemmesh_exchange_f32", 0)?),
+            ],
+            _modules: vec![align, count, exchange, reduce],
+        };
+        for cubin in CUBINS {
+            let module = module(cubin.image)?;
+            for shape in cubin.family.shapes {
+                for variant in cubin.family.variants(shape) {
+                    let instance = Instance::load(&module, cubin, shape, variant)?;
+                    kernels.instances.push(instance);
+                }
+            }
+            kernels._modules.push(module);
+        }
+        Ok(kernels)
+    }
+
+    /// The kernel that adds up rows of a type, which every float has.
+    pub fn reduce(&self, dtype: DType) -> Option<Function> {
+        let mut kernels = self.reduce.iter();
+        kernels
+            .find(|(of, _)| *of == dtype)
+            .map(|(_, kernel)| *kernel)
+    }
+
+    /// The kernel that exchanges rows, and adds up those of a type if it is a float.
+    pub fn exchange(&self, dtype: DType) -> Function {
+        let mut kernels = self.exchange.iter();
+        let of = kernels.find(|(of, _)| *of == dtype);
+        of.unwrap_or(&self.exchange[0]).1
+    }
+
+    /// The kernel that `config` asks for.
+    ///
+    /// # Errors
+    /// [`Error::NoKernel`] names those there are.
+    pub fn find(
+        &self,
+        rank: usize,
+        dtype: DType,
+        config: &Config,
+        variant: Variant,
+    ) -> Result<&Instance> {
+        let same = |i: &&Instance| (i.dtype, i.variant) == (dtype, variant);
+        let with_shape = |i: &Instance| configured(i.family, i.shape, config);
+        let known = self.instances.iter().filter(same);
+        let found = known.clone().find(|i| i.is_asked(config));
+        found.ok_or_else(|| {
+            let known: Vec<String> = known.map(|i| words(&with_shape(i))).collect();
+            Error::NoKernel {
+                rank,
+                asked: words(config),
+                known: known.join("; "),
+            }
+        })
+    }
+
+    /// Refuses products that the kernel of their configuration can't make.
+    ///
+    /// # Errors
+    /// [`Error::NoKernel`] names those that can.
+    pub fn check_product(&self, rank: usize, product: &Product, variant: Variant) -> Result<()> {
+        let (config, gated, layout) = (&product.config, product.gated, product.weight_layout);
+        let with_shape = |i: &Instance| configured(i.family, i.shape, config);
+        let can = |i: &Instance| multiplies(i.shape, gated, layout);
+        let mut of = self.instances.iter().filter(|i| i.is_asked(config));
+        // Their halves would be added up apart.
+        let sliced = config.tile.k_slices > 1 || config.tile.stream_k;
+        let apart = gated && sliced && is_exchanged(config);
+        if of.all(can) && !apart {
+            return Ok(());
+        }
+        let form = match (gated, layout) {
+            (true, WeightLayout::Nk) => "with a gate",
+            (true, WeightLayout::Kn) => "with a gate, of weights [K, N]",
+            (false, _) => "of weights [K, N]",
+        };
+        let slices = if apart { ", in slices of K" } else { "" };
+        let known = self
+            .instances
+            .iter()
+            .filter(|i| can(i) && i.variant == variant);
+        let mut known: Vec<String> = known.map(|i| words(&with_shape(i))).collect();
+        // Each is there for each dtype.
+        known.sort_unstable();
+        known.dedup();
+        Err(Error::NoKernel {
+            rank,
+            asked: format!("{} for a product {form}{slices}", words(config)),
+            known: known.join("; "),
+        })
+    }
+}
+
+fn words(config: &Config) -> String {
+    let tile = &config.tile;
+    format!(
+        "{}x{}x{} with {} stages, cluster {} and K split by {}",
+        tile.m, tile.n, tile.k, tile.stages, tile.cluster, tile.split_k
+    )
+}
+
+/// Warps that store rows of one entry of the table.
+pub fn storing_warps(config: &Config) -> u32 {
+    list::CONSUMER_WARPS * config.tile.cluster as u32
+}
+
+/// Whether its kernel exchanges the operands.
+pub fn is_exchanged(config: &Config) -> bool {
+    list::is_exchanged(config.tile.m as u32)
+}
+
+/// Every shape, which there is for each of its family's dtypes.
+fn shapes() -> impl Iterator<Item = (&'static Family, &'static Shape)> {
+    let of = |family: &'static Family| family.shapes.iter().map(move |shape| (family, shape));
+    FAMILIES.iter().flat_map(of)
+}
+
+/// `base` with each of the shapes; or, if the kernel is to add partials, of those that do.
+pub fn configs(base: Config, sums: bool, form: &Form) -> impl Iterator<Item = Config> + use<> {
+    let (gated, layout) = (form.gated, form.weights);
+    let has = move |(family, shape): &(&Family, &Shape)| {
+        let mut variants = family.variants(shape);
+        variants.any(|variant| variant.sums == sums) && multiplies(shape, gated, layout)
+    };
+    let configured = move |(family, shape)| configured(family, shape, &base);
+    shapes().filter(has).map(configured)
+}
+
+/// Whether kernels of a shape can make such products.
+fn multiplies(shape: &Shape, gated: bool, layout: WeightLayout) -> bool {
+    let lies = layout == WeightLayout::Nk || shape.takes_kn();
+    // Blocks of 64 columns are one weight's.
+    let apart = !(gated && layout == WeightLayout::Kn) || shape.gate_rows().is_multiple_of(64);
+    lies && apart && (!gated || shape.is_gated())
+}
+
+/// `base` with a shape.
+fn configured(family: &Family, shape: &Shape, base: &Config) -> Config {
+    let mut config = *base;
+    let tile = &mut config.tile;
+    tile.m = shape.tile_m as usize;
+    tile.n = shape.tile_n as usize;
+    tile.k = family.tile_k as usize;
+    tile.stages = shape.stages as usize;
+    tile.cluster = shape.cluster as usize;
+    tile.split_k = shape.split as usize;
+    // CTAs share K in one way.
+    if shape.split > 1 {
+        (tile.k_slices, tile.stream_k) = (1, false);
+    }
+    config
+}
+
+/// The cubin, if there is one in this program.
+fn embedded(rank: usize, cubin: &'static [u8]) -> Result<&'static [u8]> {
+    if cubin.is_empty() {
+        return Err(Error::BuiltWithoutKernels { rank });
+    }
+    Ok(cubin)
+}
+
+/// The tiles that are best where there are many.
+pub const WIDEST: TileShape = TileShape::new(128, 256, GEMMESH_TILE_K as usize)
+    .with_stages(4)
+    .with_cluster(2)
+    .with_group_m(8);
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::path::Path;
+
+    use super::*;
+
+    #[test]
+    fn a_program_that_was_built_without_kernels_says_so() {
+        assert_eq!(embedded(2, b"cubin"), Ok(b"cubin".as_slice()));
+        let error = embedded(2, &[]).unwrap_err();
+        assert_eq!(error, Error::BuiltWithoutKernels { rank: 2 });
+        let words = error.to_string();
+        assert!(
+            words.contains("rank 2") && words.contains("GEMMESH_NO_KERNELS"),
+            "{words}"
+        );
+    }
+
+    /// The kernels that build.rs wrote a line for, and the element types of these.
+    fn compiled(cubin: &Cubin) -> Vec<(String, String)> {
+        let source = format!("{}_{}.cu", cubin.family.name, cubin.dtype);
+        let source = fs::read_to_string(Path::new(env!("OUT_DIR")).join(source)).unwrap();
+        let lines = source.lines();
+        let kernels = lines.filter_map(|line| {
+            let plain = line.strip_prefix("GEMMESH_MATMUL(");
+            plain.or_else(|| line.strip_prefix("GEMMESH_MATMUL_SUMS("))
+        });
+        let words = kernels.map(|line| {
+            let mut words = line.split(", ").map(String::from);
+            (words.next().unwrap(), words.next().unwrap())
+        });
+        words.collect()
+    }
+
+    #[test]
+    fn the_kernels_that_are_loaded_are_those_that_are_compiled() {
+        for cubin in CUBINS {
+            let &Cubin { family, dtype, .. } = cubin;
+            assert_eq!(family.tile_k, GEMMESH_TILE_K);
+            let all = |shape| {
+                let variants = family.variants(shape);
+                variants.map(move |variant| family.kernel(dtype, shape, variant))
+            };
+            let loaded: Vec<String> = family.shapes.iter().flat_map(all).collect();
+            let exchanged = family.shapes.iter().filter(|s| s.is_exchanged()).count();
+            assert_eq!(loaded.len(), 2 * family.shapes.len() - exchanged);
+            let expected = loaded.iter().map(|name| (name.clone(), dtype.to_string()));
+            assert_eq!(compiled(cubin), expected.collect::<Vec<_>>());
+            for name in loaded {
+                // The section of the code; there is none where nvcc was done without.
+                let section = format!(".text.{name}\0").into_bytes();
+                let image = cubin.image;
+                let has = image.windows(section.len()).any(|bytes| bytes == section);
+                assert!(has || image.is_empty(), "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn each_dtype_has_a_kernel_of_each_shape() {
+        let of = |dtype| CUBINS.iter().filter(move |cubin| cubin.dtype == dtype);
+        for dtype in [DType::Bf16, DType::F16] {
+            let shapes: usize = of(dtype).map(|cubin| cubin.family.shapes.len()).sum();
+            assert_eq!(shapes, super::shapes().count());
+        }
+    }
+
+    #[test]
+    fn a_shape_that_cannot_be_is_refused_and_the_error_says_why() {
+        fn check(shapes: Vec<Shape>) -> Result<(), String> {
+            let shapes = shapes.leak();
+            let sm90 = FAMILIES[0];
+            Family { shapes, ..sm90 }.check()
+        }
+        let refused = |change: fn(&mut Shape), why: &str| {
+            let mut shape = FAMILIES[0].shapes[0];
+            change(&mut shape);
+            let error = check(vec![shape]).unwrap_err();
+            // With the line that it is about.
+            assert!(error.contains(&format!("{shape:?}")), "{error}");
+            assert!(error.contains("sm90") && error.contains(why), "{error}");
+        };
+        refused(|s| s.tile_n = 250, "tile_n is a multiple of 16");
+        refused(|s| s.tile_n = 272, "from 64 to 256");
+        refused(|s| s.stages = 1, "2 stages or more");
+        refused(|s| s.stages = 5, "no room in shared memory");
+        refused(|s| s.cluster = 3, "cluster is 1, 2 or 4");
+        refused(|s| s.split = 0, "split one of these or 8");
+        refused(|s| s.tile_m = 96, "tile_m is 64 or 128");
+        let odd = |s: &mut Shape| (s.tile_m, s.tile_n) = (88, 128);
+        refused(odd, "a multiple of 16 from 80 to 256");
+        let flat = |s: &mut Shape| (s.tile_m, s.tile_n) = (64, 192);
+        refused(flat, "tile_n of 64 rows is a multiple of 128");
+        refused(|s| s.split = 2, "cluster or split is 1");
+        let narrow = |s: &mut Shape| (s.tile_n, s.cluster) = (80, 4);
+        refused(narrow, "tile_n over cluster is a multiple of 8");
+        let twice = vec![FAMILIES[0].shapes[0]; 2];
+        assert!(check(twice).unwrap_err().contains("twice"));
+        assert!(FAMILIES.iter().all(|family| family.check().is_ok()));
+    }
+}

@@ -1,0 +1,325 @@
+//! Deferred frees: what has been dropped while the device may still use it.
+//!
+//! An operation returns before the device has done it, so a matrix, a product's tables or a whole group may be dropped
+//! while they are in use. Whoever drops them waits for nothing: they are kept until everything that was put on the group's
+//! streams before has ended, and then freed, at once where that is so already, else by a thread that lives as long as
+//! something is kept. It outlives the group if need be.
+
+use std::mem::ManuallyDrop;
+use std::ops::{Deref, DerefMut};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::backend::cuda::driver::{Device, Event, Priority, Stream, is_fork};
+use crate::error::Result;
+
+/// A mark on streams that are idle is passed within this.
+const MOMENT: Duration = Duration::from_micros(50);
+/// The first pause of the thread, and the longest: each is twice the one before.
+const PAUSES: [Duration; 2] = [Duration::from_micros(500), Duration::from_millis(20)];
+
+/// A place on each of some streams.
+#[derive(Debug)]
+pub struct Mark {
+    device: Arc<Device>,
+    /// None for a place that the driver did not mark: nobody knows when it is passed.
+    events: Vec<Event>,
+}
+
+impl Mark {
+    fn new(device: &Arc<Device>, streams: usize) -> Result<Mark> {
+        let events = (0..streams).map(|_| Event::new(device, false));
+        Ok(Mark {
+            device: device.clone(),
+            events: events.collect::<Result<_>>()?,
+        })
+    }
+
+    fn lost(device: &Arc<Device>) -> Mark {
+        Mark {
+            device: device.clone(),
+            events: Vec::new(),
+        }
+    }
+
+    fn is_lost(&self) -> bool {
+        self.events.is_empty()
+    }
+
+    fn record(&self, streams: &[&Stream]) -> Result<()> {
+        let mut places = self.events.iter().zip(streams);
+        places.try_for_each(|(event, stream)| event.record(stream))
+    }
+
+    /// Whether the device has done everything before it, or does nothing any more. What cannot be asked has not been
+    /// passed.
+    pub fn is_passed(&self) -> bool {
+        match self.is_lost() {
+            true => self.device.has_ended(),
+            false => self.events.iter().all(Event::is_over),
+        }
+    }
+
+    /// The same for the main stream alone: an operation is complete, unless it has failed.
+    pub fn main_is_passed(&self) -> Result<bool> {
+        match self.events.first() {
+            Some(event) => event.is_done(),
+            None => self.device.require_alive().map(|()| false),
+        }
+    }
+}
+
+/// The streams that use the memory of one group, and what it has dropped.
+#[derive(Debug)]
+pub struct Reclaimer {
+    device: Arc<Device>,
+    /// Where operations are put; the caller may replace it.
+    main: Mutex<Arc<Stream>>,
+    pub copies: Stream,
+    /// For what tiles need late: it may come beside what they need first.
+    pub deferred_copies: Stream,
+    /// For what callers do with rows that come, by turns: the end of one kernel beside the beginning of the next.
+    pub callers: [Stream; 2],
+    kept: Arc<Kept>,
+}
+
+#[derive(Debug, Default)]
+struct Kept(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    /// Where the streams stood after operations: after the latest one last.
+    marks: Vec<Arc<Mark>>,
+    entries: Vec<Entry>,
+    /// Whether the thread lives.
+    watched: bool,
+}
+
+struct Entry {
+    after: Arc<Mark>,
+    what: Box<dyn Send>,
+}
+
+impl std::fmt::Debug for State {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        write!(f, "{} kept", self.entries.len())
+    }
+}
+
+impl Drop for State {
+    fn drop(&mut self) {
+        // No thread could be started, and the group has ended: what may still be used is never freed.
+        for entry in self.entries.drain(..) {
+            if !entry.after.is_passed() {
+                std::mem::forget(entry.what);
+            }
+        }
+    }
+}
+
+impl Reclaimer {
+    pub fn new(device: &Arc<Device>) -> Result<Arc<Reclaimer>> {
+        Ok(Arc::new(Reclaimer {
+            device: device.clone(),
+            main: Mutex::new(Arc::new(Stream::new(device, Priority::Kernels)?)),
+            copies: Stream::new(device, Priority::Copies)?,
+            deferred_copies: Stream::new(device, Priority::Copies)?,
+            callers: [
+                Stream::new(device, Priority::Kernels)?,
+                Stream::new(device, Priority::Kernels)?,
+            ],
+            kept: Arc::default(),
+        }))
+    }
+
+    /// The main stream at this moment.
+    pub fn main(&self) -> Arc<Stream> {
+        self.lock_main().clone()
+    }
+
+    pub fn lock_main(&self) -> MutexGuard<'_, Arc<Stream>> {
+        // Each change is one assignment.
+        self.main.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes where the streams stand, after an operation has been put on them.
+    pub fn mark(&self) -> Result<()> {
+        // Held, so that no other stream takes over in between.
+        let main = self.lock_main();
+        let State { marks, .. } = &mut *self.kept.lock();
+        // Behind a lost one is behind this one.
+        marks.retain(|mark| !mark.is_lost());
+        // A mark that is held stays where it is. Table slots hold those behind which they are free, and the oldest come free first.
+        let is_unheld = |mark: &Arc<Mark>| Arc::strong_count(mark) == 1;
+        let oldest = |marks: &mut Vec<Arc<Mark>>| {
+            let unheld = marks.iter().position(is_unheld)?;
+            Some(marks.remove(unheld))
+        };
+        let latest = marks.pop_if(|mark| is_unheld(mark));
+        let place = |unheld: Option<Arc<Mark>>| -> Result<Arc<Mark>> {
+            let mark = match unheld {
+                Some(unheld) => unheld,
+                None => Arc::new(Mark::new(&self.device, 2)?),
+            };
+            mark.record(&[&main, &self.copies])?;
+            Ok(mark)
+        };
+        let placed = place(latest.or_else(|| oldest(marks)));
+        // Of what could not be marked nobody must think that it is over.
+        let (mark, result) = match placed {
+            Ok(mark) => (mark, Ok(())),
+            Err(error) => (Arc::new(Mark::lost(&self.device)), Err(error)),
+        };
+        marks.push(mark);
+        result
+    }
+
+    /// The mark of the latest operation, if anything was put on the device yet.
+    pub fn latest(&self) -> Option<Arc<Mark>> {
+        self.kept.lock().marks.last().cloned()
+    }
+
+    /// A mark behind all that is on the streams now, be it this library's or the caller's: kernels of the caller's, replays of
+    /// graphs. The latest operation's, if there is one, where the main stream is being captured, and what is put there
+    /// does not run now.
+    fn mark_of_all(&self) -> Result<Option<Arc<Mark>>> {
+        let main = self.main();
+        if main.is_capturing()? {
+            return Ok(self.latest());
+        }
+        // Those of the caller's functions may be ahead of the main stream, amid a call.
+        let [first, second] = &self.callers;
+        let streams = [&main, &self.copies, &self.deferred_copies, first, second];
+        let mark = Mark::new(&self.device, streams.len())?;
+        mark.record(&streams)?;
+        Ok(Some(Arc::new(mark)))
+    }
+
+    /// Drops `what` when the device has done all that is on the streams now: never, if nobody can say when that is.
+    pub fn retire(&self, what: impl Send + 'static) {
+        let after = match self.mark_of_all() {
+            Ok(Some(mark)) => mark,
+            Ok(None) => return,
+            Err(_) if self.device.has_ended() => return,
+            Err(_) => return std::mem::forget(what),
+        };
+        // Where no operation is under way, this mark is passed in a moment, and what is dropped is free on return.
+        let is_idle = self.latest().is_none_or(|mark| mark.is_passed());
+        let begin = Instant::now();
+        while is_idle && !after.is_passed() && begin.elapsed() < MOMENT {
+            std::hint::spin_loop();
+        }
+        if after.is_passed() {
+            return;
+        }
+        let what = Box::new(what);
+        let mut state = self.kept.lock();
+        state.entries.push(Entry { after, what });
+        if !state.watched {
+            let kept = self.kept.clone();
+            let thread = std::thread::Builder::new().name("gemmesh-reclaim".into());
+            // Without a thread it is freed by the next allocation, or when the group ends.
+            state.watched = thread.spawn(move || kept.watch()).is_ok();
+        }
+    }
+
+    /// Frees what can be freed.
+    pub fn settle(&self) {
+        self.kept.settle();
+    }
+
+    /// Waits until all is freed, or `longest` has passed.
+    pub fn drain(&self, longest: Duration) {
+        let begin = Instant::now();
+        while self.kept.settle() > 0 && begin.elapsed() < longest {
+            std::thread::sleep(PAUSES[0]);
+        }
+    }
+}
+
+impl Kept {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Each change leaves the lists whole.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Frees what can be freed, and says how much is left.
+    fn settle(&self) -> usize {
+        let mut state = self.lock();
+        let (free, left) = std::mem::take(&mut state.entries)
+            .into_iter()
+            .partition(|entry: &Entry| entry.after.is_passed());
+        state.entries = left;
+        let left = state.entries.len();
+        drop(state);
+        for Entry { what, .. } in free {
+            drop(what);
+        }
+        left
+    }
+
+    /// The thread's life.
+    fn watch(&self) {
+        let mut pause = PAUSES[0];
+        loop {
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(PAUSES[1]);
+            if self.settle() > 0 {
+                continue;
+            }
+            let mut state = self.lock();
+            if state.entries.is_empty() {
+                state.watched = false;
+                return;
+            }
+        }
+    }
+}
+
+/// Something that the device may use: it is dropped when the device has done all that is on the streams when this is.
+#[derive(Debug)]
+pub struct Deferred<T: Send + 'static> {
+    what: ManuallyDrop<T>,
+    reclaimer: Arc<Reclaimer>,
+    abandoned: bool,
+}
+
+impl<T: Send + 'static> Deferred<T> {
+    pub fn new(what: T, reclaimer: &Arc<Reclaimer>) -> Deferred<T> {
+        Deferred {
+            what: ManuallyDrop::new(what),
+            reclaimer: reclaimer.clone(),
+            abandoned: false,
+        }
+    }
+
+    /// Never drops it.
+    pub fn abandon(&mut self) {
+        self.abandoned = true;
+    }
+}
+
+impl<T: Send + 'static> Deref for Deferred<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.what
+    }
+}
+
+impl<T: Send + 'static> DerefMut for Deferred<T> {
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.what
+    }
+}
+
+impl<T: Send + 'static> Drop for Deferred<T> {
+    fn drop(&mut self) {
+        if self.abandoned || is_fork() {
+            return;
+        }
+        // SAFETY: taken once, and not used after this.
+        let what = unsafe { ManuallyDrop::take(&mut self.what) };
+        self.reclaimer.retire(what);
+    }
+}

@@ -1,0 +1,241 @@
+//! A product whose blocks go to several places, with partials that are added: what its kernel is told of them.
+
+use std::ops::Range;
+
+use crate::backend::cuda::abi::{
+    GEMMESH_COPIED, GEMMESH_MAX_TARGETS, GEMMESH_STORE_ROWS, GEMMESH_UNTOLD, GemmeshBlock,
+    GemmeshStore,
+};
+use crate::backend::cuda::gpu::kernels::storing_warps;
+use crate::error::{Error, Result};
+use crate::schedule::layout::limit;
+use crate::schedule::plan::partials::STORED_ROWS;
+use crate::schedule::{Addend, Agreed, Block, Product, Route, Schedule, Sum, Transfer};
+
+/// Places in the ring whose memory a kernel stores tiles to.
+pub const TARGETS: usize = GEMMESH_MAX_TARGETS as usize;
+
+/// Where the rows of all blocks go: what is added up to one matrix, what others are sent to another.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Places {
+    /// The number of the matrix of sums, and its rows that are written.
+    pub out: Option<(usize, Range<usize>)>,
+    /// The number of the matrix of partials: those that are stored, and those that are added.
+    pub partials: Option<usize>,
+}
+
+impl Places {
+    /// Of a product that has such blocks; none if all its rows go to one place as they are, and nobody waits for them.
+    pub fn of(schedule: &Schedule) -> Option<Places> {
+        let product = schedule.product()?;
+        let adds = |block: &Block| !block.sum.addends.is_empty();
+        let is_sent = schedule.moves().any(|moved| moved.produced.is_some());
+        if !is_sent && !product.blocks.iter().any(adds) {
+            return None;
+        }
+        let mut places = Places {
+            out: None,
+            partials: None,
+        };
+        for Block { rows, sum, .. } in &product.blocks {
+            if sum.addends.is_empty() {
+                places.partials = Some(sum.out);
+                continue;
+            }
+            let end = sum.first + rows.len();
+            let (_, written) = places.out.get_or_insert((sum.out, sum.first..end));
+            *written = written.start.min(sum.first)..written.end.max(end);
+            for addend in &sum.addends {
+                if let Addend::Rows { matrix, .. } = *addend {
+                    places.partials = Some(matrix);
+                }
+            }
+        }
+        Some(places)
+    }
+
+    /// Refuses what the kernel has no room for.
+    ///
+    /// # Errors
+    /// [`Error::NoRoute`] to ranks too far for stores; [`Error::Limit`] for what no operation needs.
+    pub fn check(&self, schedule: &Schedule, product: &Product) -> Result<()> {
+        let others = |what: &str, count: usize| limit(what, count, 0, 0);
+        if schedule.uses(Route::Store) && schedule.world() > TARGETS {
+            return Err(Error::NoRoute {
+                rank: schedule.rank(),
+                operation: schedule.agreed().map_or("this", Agreed::name).into(),
+                asked: Route::Store,
+                instead: Route::Push,
+            });
+        }
+        let Places { out, partials } = self;
+        let out = out.as_ref().map(|(number, _)| *number);
+        let adds = |block: &&Block| !block.sum.addends.is_empty();
+        let first = product.blocks.iter().find(adds);
+        for block @ Block { rows, sum, weight } in &product.blocks {
+            limit("rows of a block on GPUs", rows.len(), 1, product.m)?;
+            limit("the weight of a block of partials on GPUs", *weight, 0, 0)?;
+            // What becomes of a sum is one for all, and so is its place behind the rows of `a`.
+            let finished = |block: &Block| {
+                let Block { rows, sum, .. } = block;
+                let behind = |first: usize| first.wrapping_sub(rows.start);
+                let residual = sum.residual.map(|r| (r.matrix, behind(r.first)));
+                (sum.bias, sum.activation, residual, behind(sum.first))
+            };
+            let is_sum = !sum.addends.is_empty();
+            let differs = is_sum && first.is_some_and(|first| finished(first) != finished(block));
+            others("sums that are finished in other ways", differs.into())?;
+            let matrix = if is_sum { out } else { *partials };
+            let elsewhere = usize::from(matrix != Some(sum.out));
+            others("other matrices that a kernel stores to", elsewhere)?;
+            let is_product = |addend: &&Addend| matches!(addend, Addend::Product);
+            let products = sum.addends.iter().filter(is_product).count();
+            limit("products in a sum on GPUs", products, 0, 1)?;
+            let lacks = !sum.addends.is_empty() && products == 0;
+            others("sums without the product on GPUs", lacks.into())?;
+            for addend in &sum.addends {
+                if let Addend::Rows { matrix, .. } = *addend {
+                    let elsewhere = usize::from(*partials != Some(matrix));
+                    others("other matrices that a kernel adds", elsewhere)?;
+                }
+            }
+            let (added, _) = addends(sum);
+            let step = |pair: &[usize]| pair[1].wrapping_sub(pair[0]);
+            let steps = added.windows(2).map(step);
+            let others_step = steps.clone().zip(steps.skip(1)).any(|(x, y)| x != y);
+            others("addends at other distances", others_step.into())?;
+        }
+        for moved in schedule.moves() {
+            others("flags to wait for on GPUs", moved.after.len())?;
+            let made = moved.produced.filter(|_| moved.route != Route::Pull);
+            let made = made.and_then(|block| product.blocks.get(block));
+            let Some(Block { rows, sum, .. }) = made else {
+                return others("transfers that do not wait for a block on GPUs", 1);
+            };
+            if moved.route == Route::Store {
+                limit("regions that a kernel stores", moved.regions.len(), 1, 1)?;
+                let (from, to) = (&moved.regions[0].from, &moved.regions[0].to);
+                let is_whole = from.matrix == sum.out
+                    && to.matrix == sum.out
+                    && from.rows == (sum.first..sum.first + rows.len())
+                    && from.columns == to.columns
+                    && from.columns.start == 0
+                    && from.columns.end >= product.n();
+                let is_within = sum.addends.is_empty() || to.rows == from.rows;
+                let whole = is_whole && is_within;
+                others("parts of blocks that a kernel stores", (!whole).into())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The kernel's tables of blocks.
+#[derive(Debug, Default)]
+pub struct BlockTables {
+    pub blocks: Vec<GemmeshBlock>,
+    pub stores: Vec<GemmeshStore>,
+}
+
+impl BlockTables {
+    pub fn of(schedule: &Schedule, places: &Places) -> BlockTables {
+        let mut tables = BlockTables::default();
+        let Some(product) = schedule.product() else {
+            return tables;
+        };
+        let mut tiles = vec![0u32; product.blocks.len()];
+        for tile in schedule.tiles() {
+            tiles[tile.block as usize] += 1;
+        }
+        let mut sent: Vec<Vec<&Transfer>> = vec![Vec::new(); product.blocks.len()];
+        for moved in schedule.moves() {
+            if let Some(block) = moved.produced {
+                sent[block].push(moved);
+            }
+        }
+        for ((block, sent), tiles) in product.blocks.iter().zip(sent).zip(tiles) {
+            tables.add(schedule, places, product, block, &sent, tiles);
+        }
+        tables
+    }
+
+    /// Adds a block of `tiles` tiles, which is sent as `sent` says.
+    fn add(
+        &mut self,
+        schedule: &Schedule,
+        places: &Places,
+        product: &Product,
+        Block { rows, sum, .. }: &Block,
+        sent: &[&Transfer],
+        tiles: u32,
+    ) {
+        let is_sum = !sum.addends.is_empty();
+        // The number of this rank's map, and the row of the matrix that is the maps' first.
+        let (own_map, origin) = match (&places.out, is_sum) {
+            (Some((_, rows)), true) => (TARGETS, rows.start),
+            _ => (0, 0),
+        };
+        let (rank, world) = (schedule.rank(), schedule.world());
+        let store_begin = self.stores.len();
+        let is_copied = sent.iter().any(|moved| moved.route == Route::Push);
+        // Partials that a peer's memory takes at once need no place in this rank's, if nobody reads them there.
+        if is_sum || is_copied || sent.is_empty() || schedule.reduction().is_some() {
+            self.stores.push(GemmeshStore {
+                map: own_map as u32,
+                row: (sum.first - origin) as u32,
+                to: rank as u32,
+                flag: if is_copied {
+                    GEMMESH_COPIED
+                } else {
+                    GEMMESH_UNTOLD
+                },
+            });
+        }
+        let stored = sent.iter().filter(|moved| moved.route == Route::Store);
+        self.stores.extend(stored.map(|moved| GemmeshStore {
+            map: (own_map + (moved.to + world - rank) % world) as u32,
+            row: (moved.regions[0].to.rows.start - origin) as u32,
+            to: moved.to as u32,
+            flag: moved.flag as u32,
+        }));
+        let (addends, before) = addends(sum);
+        let first = addends.first().copied().unwrap_or(0);
+        self.blocks.push(GemmeshBlock {
+            row: rows.start as u32,
+            rows: rows.len() as u32,
+            addend: first as u32,
+            addend_step: addends.get(1).map_or(0, |next| next.wrapping_sub(first)) as u32,
+            addends: addends.len() as u16,
+            before: before as u16,
+            store_begin: store_begin as u32,
+            stores: (self.stores.len() - store_begin) as u16,
+            sum: is_sum.into(),
+            reports: match sent.is_empty() {
+                true => 0,
+                false => tiles * storing_warps(&product.config),
+            },
+        });
+    }
+}
+
+/// The first rows of what is added to a product, and how many of them come before it.
+fn addends(sum: &Sum) -> (Vec<usize>, usize) {
+    let is_product = |addend: &Addend| matches!(addend, Addend::Product);
+    let rows = sum.addends.iter().filter_map(|addend| match *addend {
+        Addend::Product => None,
+        Addend::Rows { first, .. } => Some(first),
+    });
+    let before = sum.addends.iter().position(is_product);
+    (rows.collect(), before.unwrap_or(0))
+}
+
+const _: () = assert!(STORED_ROWS == GEMMESH_STORE_ROWS as usize);
+
+// SAFETY: plain words without padding, for which any bits are valid.
+unsafe impl bytemuck::Zeroable for GemmeshBlock {}
+// SAFETY: as above.
+unsafe impl bytemuck::Pod for GemmeshBlock {}
+// SAFETY: as above.
+unsafe impl bytemuck::Zeroable for GemmeshStore {}
+// SAFETY: as above.
+unsafe impl bytemuck::Pod for GemmeshStore {}

@@ -1,0 +1,199 @@
+//! Few rows, which kernels send to the ranks' landing areas: nobody says first that an area may be written, and no flag follows the
+//! data. cuda/protocol/low_latency.cuh says why that is safe. Partial sums are sent by the warps that make them, which add up what comes.
+
+use std::ops::Range;
+
+use crate::backend::cuda::abi::{GEMMESH_LANDING_BYTES, GEMMESH_MAX_TARGETS, GemmeshLanding};
+use crate::backend::cuda::shared::words::Control;
+use crate::schedule::plan::partial_sums::{LOW_ROWS, PADDED_COLUMNS};
+use crate::schedule::{Addend, Config, Reduction, Schedule};
+
+/// Bytes of a rank's area.
+pub const BYTES: usize = GEMMESH_LANDING_BYTES as usize;
+/// Bytes of what is stored at once, with two tags, and how many elements it holds.
+const UNIT: usize = 16;
+const ELEMENTS: usize = 4;
+
+/// By rank, the rows whose sums it gets.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Landing(Vec<Range<usize>>);
+
+impl Landing {
+    /// Of a schedule whose partials are exchanged, by kernels that can do it, if there is room for them: the same on every rank.
+    pub fn of(schedule: &Schedule) -> Option<Landing> {
+        let (product, world) = (schedule.product()?, schedule.world());
+        let [block] = &product.blocks[..] else {
+            return None;
+        };
+        let waits = schedule.tiles().iter().any(|tile| !tile.flags().is_empty());
+        if !schedule.is_exchanged()
+            || waits
+            || !can_exchange(&product.config, [product.m, product.n()], world)
+        {
+            return None;
+        }
+        // The rows that these of the partials are of.
+        let before = block.sum.first;
+        let of = |partials: Range<usize>| partials.start - before..partials.end - before;
+        let mut rows = vec![0..0; world];
+        for sent in schedule.moves() {
+            let [moved] = &sent.regions[..] else {
+                return None;
+            };
+            rows[sent.to] = of(moved.from.rows.clone());
+        }
+        let rank = schedule.rank();
+        if let Some(Reduction { rows: own, sum, .. }) = schedule.reduction() {
+            let &Addend::Rows { first, .. } = sum.addends.get(rank)? else {
+                return None;
+            };
+            rows[rank] = of(first..first + own);
+        }
+        Some(Landing(rows))
+    }
+
+    /// The first of the rows whose sums `rank` gets.
+    pub fn first_row(&self, rank: usize) -> usize {
+        self.0[rank].start
+    }
+
+    /// As a kernel takes it.
+    pub fn of_call(&self, control: &Control) -> GemmeshLanding {
+        let mut landing = areas(control, self.0.len());
+        for (rank, rows) in self.0.iter().enumerate() {
+            landing.begin[rank] = rows.start as u32;
+            landing.end[rank] = rows.end as u32;
+        }
+        landing
+    }
+}
+
+/// The areas of all ranks, and nothing of a product.
+pub fn areas(control: &Control, world: usize) -> GemmeshLanding {
+    let mut landing = NONE;
+    for (rank, area) in landing.areas.iter_mut().enumerate().take(world) {
+        *area = control.landing(rank) as *mut _;
+    }
+    landing.share = share(world) as u32;
+    landing
+}
+
+/// Whether there is room for partials of M rows and N columns, and a kernel that exchanges them.
+pub fn can_exchange(config: &Config, [m, n]: [usize; 2], world: usize) -> bool {
+    let tile = &config.tile;
+    let has_kernel = (tile.m, tile.cluster, tile.k_slices) == (LOW_ROWS, 1, 1) && !tile.stream_k;
+    let units = m.saturating_mul(n.next_multiple_of(PADDED_COLUMNS)) / ELEMENTS;
+    has_kernel && world <= GEMMESH_MAX_TARGETS as usize && units <= share(world)
+}
+
+/// How many bytes a rank can send to another; none if there are too many ranks.
+pub fn room(world: usize) -> usize {
+    let has_areas = world <= GEMMESH_MAX_TARGETS as usize;
+    if has_areas {
+        share(world) * UNIT / 2
+    } else {
+        0
+    }
+}
+
+/// What a rank has of half an area, in units.
+fn share(world: usize) -> usize {
+    BYTES / UNIT / 2 / world
+}
+
+/// For kernels of other operations.
+pub const NONE: GemmeshLanding = GemmeshLanding {
+    areas: [std::ptr::null_mut(); GEMMESH_MAX_TARGETS as usize],
+    begin: [0; GEMMESH_MAX_TARGETS as usize],
+    end: [0; GEMMESH_MAX_TARGETS as usize],
+    share: 0,
+    reserved: 0,
+};
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::element::DType;
+    use crate::schedule::plan::partial_sums::{ALL_NAME, NAME, all_reduce, reduce_scatter};
+    use crate::schedule::{Chunking, Description, Layout, Route, TileShape};
+
+    fn planned(operation: &'static str, rows: &[usize], n: usize, tile_m: usize) -> Vec<Schedule> {
+        let asked = Description {
+            beside: None,
+            form: Default::default(),
+            operation,
+            dtype: DType::Bf16,
+            layout: Layout::new(rows, 512).unwrap(),
+            n,
+        };
+        let tile = TileShape::new(tile_m, 128, 64);
+        let config = Config::new(tile, Chunking::new(1), Route::Store);
+        let planner = match operation {
+            NAME => reduce_scatter,
+            _ => all_reduce,
+        };
+        let ranks = 0..rows.len();
+        ranks
+            .map(|rank| planner(&asked, rank, config).unwrap())
+            .collect()
+    }
+
+    fn landings(operation: &'static str, rows: &[usize], n: usize) -> Vec<Option<Landing>> {
+        let schedules = planned(operation, rows, n, LOW_ROWS);
+        schedules.iter().map(Landing::of).collect()
+    }
+
+    #[test]
+    fn each_rank_gets_its_rows_of_a_reduce_scatter_and_all_of_an_all_reduce() {
+        for rows in [&[5, 3][..], &[0, 1], &[1, 0, 63], &[8; 8]] {
+            let (m, world) = (rows.iter().sum::<usize>(), rows.len());
+            let all = Landing(vec![0..m; world]);
+            assert_eq!(landings(ALL_NAME, rows, 1000), vec![Some(all); world]);
+            let mut end = 0;
+            let own = rows.iter().map(|&count| {
+                end += count;
+                // Nobody sends rows to a rank that has none.
+                if count == 0 { 0..0 } else { end - count..end }
+            });
+            let own = Landing(own.collect());
+            assert_eq!(landings(NAME, rows, 1000), vec![Some(own); world]);
+        }
+    }
+
+    #[test]
+    fn there_is_room_for_all_that_is_exchanged_by_the_tiles_that_can() {
+        for world in 2..=9 {
+            for m in [1, 2, 7, 63, 64, 500] {
+                for n in [1, 8, 1000, 2048, 8184, 8192, 8200, 1 << 19] {
+                    let mut rows = vec![0; world];
+                    rows[world - 1] = m;
+                    for operation in [NAME, ALL_NAME] {
+                        for schedule in planned(operation, &rows, n, LOW_ROWS) {
+                            let lands = Landing::of(&schedule).is_some();
+                            assert_eq!(schedule.is_exchanged(), lands, "{world} {m} {n}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_too_large_or_made_by_other_kernels_does_not_land() {
+        for operation in [NAME, ALL_NAME] {
+            for schedule in planned(operation, &[20, 30], 256, 128) {
+                assert_eq!(Landing::of(&schedule), None);
+            }
+            let large = landings(operation, &[32, 32], 16_384);
+            assert_eq!(large, [None, None]);
+        }
+        // Ranks without rows make others' only, in one block: not an exchange, for those wait for blocks.
+        assert_eq!(landings(NAME, &[0, 0, 90], 4096), [None, None, None]);
+        // More rows than one tile has are all sent as they are made, too.
+        assert!(
+            landings(ALL_NAME, &[100, 30], 256)
+                .iter()
+                .all(Option::is_some)
+        );
+    }
+}

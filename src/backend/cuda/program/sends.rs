@@ -1,0 +1,277 @@
+//! Rows that a kernel stores to the peers where nothing is multiplied.
+
+use std::ffi::c_void;
+
+use super::low_latency;
+use super::{Place, Program, place, sums};
+use crate::backend::cuda::Cuda;
+use crate::backend::cuda::abi::{
+    GEMMESH_EXCHANGE_THREADS, GEMMESH_IDENTITY, GemmeshParams, GemmeshReduction, GemmeshSend,
+    GemmeshSends,
+};
+use crate::backend::sealed::Call;
+use crate::error::{Error, Result};
+use crate::schedule::layout::{MAX_WORLD, limit};
+use crate::schedule::{Move, Route, Schedule, Transfer};
+
+/// What a kernel stores and loads at once.
+const PIECE: usize = 16;
+/// CTAs of a grid, all of which run at the same time: as many fit at least, for a multiprocessor holds two.
+const MOST_CTAS: usize = 128;
+
+/// Refuses what the kernel can't store: it goes from one matrix to another, in whole pieces.
+pub fn check(schedule: &Schedule) -> Result<()> {
+    let mut matrices = None;
+    for stored in schedule.moves().filter(|moved| moved.route == Route::Store) {
+        limit("regions that a kernel stores", stored.regions.len(), 1, 1)?;
+        let Move { from, to } = &stored.regions[0];
+        let first = *matrices.get_or_insert((from.matrix, to.matrix));
+        let others = usize::from(first != (from.matrix, to.matrix));
+        limit("other matrices that a kernel stores", others, 0, 0)?;
+        let bytes = schedule.matrices()[from.matrix].dtype.bytes();
+        for column in [from.columns.start, from.columns.end, to.columns.start] {
+            let what = "bytes of a row beyond 16, of what a kernel stores,";
+            limit(what, column * bytes % PIECE, 0, 0)?;
+        }
+        let what = "bytes of a row of which a kernel stores a part";
+        limit(what, from.columns.end * bytes, 0, u32::MAX as usize)?;
+        let shifted = usize::from(from.columns != to.columns);
+        limit("other columns that a kernel stores", shifted, 0, 0)?;
+    }
+    Ok(())
+}
+
+/// Whether what the kernel stores goes through landing areas: the same on every rank.
+pub fn lands(schedule: &Schedule) -> bool {
+    /// Twice the bytes take longer than what they spare.
+    const MOST: usize = 512 << 10;
+    let is_stored = schedule.product().is_none() && schedule.uses(Route::Store);
+    let moved = schedule.arrivals().iter().chain(schedule.moves()).next();
+    let Some(Move { from, .. }) = moved.filter(|_| is_stored).map(|moved| &moved.regions[0]) else {
+        return false;
+    };
+    // No rank sends another more than this whole matrix, of which all know the extents.
+    let source = &schedule.matrices()[from.matrix];
+    source.rows * source.row_bytes() <= MOST.min(low_latency::room(schedule.world()))
+}
+
+/// What the kernel stores: the peers' first.
+pub fn sends(schedule: &Schedule) -> Vec<GemmeshSend> {
+    let stored = schedule.moves().filter(|moved| moved.route == Route::Store);
+    entries(
+        schedule,
+        stored,
+        |sent| sent.to,
+        |moved| moved.from.rows.start,
+    )
+}
+
+/// What comes to this rank through landing areas.
+pub fn arrivals(schedule: &Schedule) -> Vec<GemmeshSend> {
+    let come = schedule.arrivals().iter();
+    entries(
+        schedule,
+        come,
+        |came| came.from,
+        |moved| moved.to.rows.start,
+    )
+}
+
+/// As the kernel takes them. What goes from one rank to another lies in landing areas row by row, in the order of `row`.
+fn entries<'a>(
+    schedule: &Schedule,
+    transfers: impl Iterator<Item = &'a Transfer> + Clone,
+    peer: fn(&Transfer) -> usize,
+    row: fn(&Move) -> usize,
+) -> Vec<GemmeshSend> {
+    if schedule.product().is_some() {
+        return Vec::new();
+    }
+    let first_row = |of: usize| {
+        let shared = transfers.clone().filter(|&transfer| peer(transfer) == of);
+        shared.map(|transfer| row(&transfer.regions[0])).min()
+    };
+    let entry = |transfer: &Transfer| {
+        let moved = &transfer.regions[0];
+        let Move { from, to } = moved;
+        let bytes = schedule.matrices()[from.matrix].dtype.bytes();
+        let landed_row = row(moved) - first_row(peer(transfer)).unwrap_or(0);
+        GemmeshSend {
+            from_row: from.rows.start as u32,
+            to_row: to.rows.start as u32,
+            column: (from.columns.start * bytes) as u32,
+            width: (from.columns.len() * bytes) as u32,
+            rows: from.rows.len() as u32,
+            peer: peer(transfer) as u32,
+            flag: transfer.flag as u32,
+            landed_row: landed_row as u32,
+        }
+    };
+    transfers.clone().map(entry).collect()
+}
+
+/// Puts the kernel on the main stream.
+pub fn launch(at: &Place, program: &Program, call: &Call<Cuda>) -> Result<()> {
+    let Place { cuda, main, .. } = *at;
+    let (schedule, matrices) = (&program.schedule, call.matrices);
+    let rank = at.members.rank;
+    let moved = schedule.arrivals().iter().chain(schedule.moves());
+    let Some(Move { from, to }) = moved.map(|moved| &moved.regions[0]).next() else {
+        return Err(Error::Message {
+            rank,
+            reason: "an exchange of nothing".into(),
+        });
+    };
+    let (source, target) = (from.matrix, to.matrix);
+    // Who sends nothing may have nothing bound.
+    let (from, from_pitch) = place(schedule, matrices, source).unwrap_or((0, 0));
+    let (sends, count) = program.sends();
+    let reduction = schedule.reduction();
+    let mut sums = match reduction {
+        Some(reduction) => sums(at, schedule, reduction, 0..reduction.rows, call)?,
+        None => NOTHING_ADDED,
+    };
+    let mut sends = GemmeshSends {
+        sends: sends as *const GemmeshSend,
+        from: from as *const c_void,
+        from_pitch: from_pitch as u64,
+        to_pitch: schedule.matrices()[target].row_bytes() as u64,
+        count,
+        flags: schedule.arrivals().len() as u32,
+        pieces: (schedule.matrices()[source].row_bytes() / PIECE) as u32,
+        reserved: 0,
+    };
+    let mut params: GemmeshParams = program.params(at, call, target);
+    let dtype = schedule.matrices()[target].dtype;
+    let kernel = cuda.kernels.exchange(dtype);
+    let pieces = reduction.map_or(0, |r| r.rows * (r.n * dtype.bytes()).div_ceil(PIECE));
+    let adders = pieces.div_ceil(GEMMESH_EXCHANGE_THREADS as usize);
+    let most = MOST_CTAS.min(2 * cuda.device.multiprocessors());
+    let moved = schedule.arrivals().len().max(count as usize);
+    let grid = adders.max(moved).clamp(1, most);
+    let mut arguments = [
+        (&raw mut params).cast(),
+        (&raw mut sends).cast(),
+        (&raw mut sums).cast(),
+    ];
+    // SAFETY: the arguments are what abi.h says. The matrices, the tables and the flags are alive until the stream has passed: as in
+    // `Launch::launch`.
+    unsafe {
+        kernel.launch(
+            main,
+            grid as u32,
+            GEMMESH_EXCHANGE_THREADS,
+            0,
+            &mut arguments,
+        )
+    }
+}
+
+const NOTHING_ADDED: GemmeshReduction = GemmeshReduction {
+    addends: [std::ptr::null(); MAX_WORLD],
+    addend_pitches: [0; MAX_WORLD],
+    bias: std::ptr::null(),
+    out: std::ptr::null_mut(),
+    out_pitch: 0,
+    residual: std::ptr::null(),
+    residual_pitch: 0,
+    count: 0,
+    rows: 0,
+    n: 0,
+    activation: GEMMESH_IDENTITY,
+    is_f32: 0,
+    reserved: 0,
+};
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+    use crate::element::DType;
+    use crate::schedule::plan::all_gather;
+    use crate::schedule::plan::collectives;
+    use crate::schedule::{Description, Layout, Planner};
+
+    /// Every piece that a rank sends another has a place of its own in the landing area, where that one looks for it, and puts it where it
+    /// would have been stored.
+    #[test]
+    fn what_lands_is_sought_where_it_was_sent() {
+        let planners: [(&str, Planner); 4] = [
+            ("all_gather", all_gather::gather_stored),
+            ("reduce_scatter", collectives::reduce_scatter),
+            ("all_to_all", collectives::all_to_all),
+            ("all_reduce", collectives::all_reduce),
+        ];
+        for (rows, n) in [([5, 1, 0], 1024), ([16, 16, 16], 2048), ([1, 2, 40], 8)] {
+            let asked = Description {
+                operation: "test",
+                dtype: DType::Bf16,
+                layout: Layout::new(&rows, n).unwrap(),
+                beside: None,
+                form: Default::default(),
+                n,
+            };
+            for (name, planner) in planners {
+                let plan = |rank| planner(&asked, rank, collectives::stored()).unwrap();
+                let schedules: Vec<Schedule> = (0..rows.len()).map(plan).collect();
+                let pieces = n * DType::Bf16.bytes() / PIECE;
+                for (from, sender) in schedules.iter().enumerate() {
+                    assert!(lands(sender), "{name} {rows:?} rank {from}");
+                    for (to, receiver) in schedules.iter().enumerate().filter(|&(to, _)| to != from)
+                    {
+                        let case = format!("{name} {rows:?} by {n} from {from} to {to}");
+                        let mut sent = sends(sender);
+                        sent.retain(|sent| sent.peer as usize == to);
+                        let mut come = arrivals(receiver);
+                        come.retain(|come| come.peer as usize == from);
+                        let place = |send: &GemmeshSend| {
+                            let GemmeshSend {
+                                landed_row,
+                                column,
+                                width,
+                                rows,
+                                to_row,
+                                ..
+                            } = *send;
+                            [landed_row, column, width, rows, to_row]
+                        };
+                        let mut places =
+                            [&sent, &come].map(|sends| sends.iter().map(place).collect::<Vec<_>>());
+                        places.iter_mut().for_each(|places| places.sort());
+                        assert_eq!(places[0], places[1], "{case}");
+                        let mut taken = HashSet::new();
+                        for [row, column, width, count, _] in &places[0] {
+                            for row in *row..row + count {
+                                for at in (*column..column + width).step_by(PIECE) {
+                                    let piece = row as usize * pieces + at as usize / PIECE;
+                                    assert!(taken.insert(piece), "{case}: piece {piece} twice");
+                                    assert!(
+                                        (piece + 1) * PIECE <= low_latency::room(rows.len()),
+                                        "{case}"
+                                    );
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn many_rows_do_not_land() {
+        let asked = |rows| Description {
+            operation: "test",
+            dtype: DType::Bf16,
+            layout: Layout::new(&[rows; 4], 4096).unwrap(),
+            beside: None,
+            form: Default::default(),
+            n: 4096,
+        };
+        for (rows, expected) in [(16, true), (17, false)] {
+            let plan = collectives::all_reduce(&asked(rows), 1, collectives::stored()).unwrap();
+            assert_eq!(lands(&plan), expected, "{rows} rows a rank");
+        }
+    }
+}

@@ -1,0 +1,212 @@
+//! What a schedule may ask of this engine, and where its product then goes.
+
+use super::block_table::Places;
+use super::low_latency::Landing;
+use super::sends;
+use crate::error::Result;
+use crate::schedule::layout::limit;
+use crate::schedule::{Block, Move, Route, Schedule, Transfer};
+
+/// Where the rows of a product go.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Outputs {
+    /// All to one matrix.
+    One,
+    /// To several places, and what comes from others is added to some.
+    Places(Places),
+    /// As partials to landing areas; their sums to one matrix.
+    Landing(Landing),
+}
+
+/// Refuses what schedules can say and this engine does not do yet. Returns where the rows of its product go.
+///
+/// # Errors
+/// [`Error::NoRoute`]; [`Error::Limit`] for what no operation needs.
+pub fn check(schedule: &Schedule) -> Result<Outputs> {
+    // Kernels wait for flags of pulls, or for those of pushes.
+    let routes = schedule.routes();
+    limit("routes of an operation on GPUs", routes.len(), 0, 1)?;
+    let Some(product) = schedule.product() else {
+        sends::check(schedule)?;
+        return Ok(Outputs::One);
+    };
+    if schedule.is_idle() {
+        return Ok(Outputs::One);
+    }
+    if let Some(landing) = Landing::of(schedule) {
+        return Ok(Outputs::Landing(landing));
+    }
+    if let Some(places) = Places::of(schedule) {
+        places.check(schedule, product)?;
+        return Ok(Outputs::Places(places));
+    }
+    let outputs = product.outputs();
+    limit(
+        "blocks of a product on GPUs",
+        product.blocks.len(),
+        outputs,
+        outputs,
+    )?;
+    for (number, Block { rows, weight, .. }) in product.blocks.iter().enumerate() {
+        limit("rows of a block on GPUs", rows.len(), product.m, product.m)?;
+        limit("the weight of a block on GPUs", *weight, number, number)?;
+    }
+    for moved in schedule.moves() {
+        limit("flags to wait for on GPUs", moved.after.len(), 0, 0)?;
+        if moved.route == Route::Store {
+            limit("regions that a kernel stores", moved.regions.len(), 1, 1)?;
+            let Move { from: region, to } = &moved.regions[0];
+            limit(
+                "other places that a kernel stores to",
+                usize::from(region != to),
+                0,
+                0,
+            )?;
+            limit(
+                "the matrix that a kernel stores",
+                region.matrix,
+                product.a,
+                product.a,
+            )?;
+            limit("rows that a kernel stores", region.rows.len(), 1, product.m)?;
+            let spec = &schedule.matrices()[region.matrix];
+            let bytes = spec.extent_of(region, spec.row_bytes()).contiguous();
+            let most = 1 << 31;
+            limit(
+                "bytes of a piece that a kernel stores",
+                bytes.unwrap_or(usize::MAX),
+                1,
+                most,
+            )?;
+        }
+    }
+    Ok(Outputs::One)
+}
+
+/// The commands that a queue of the device holds.
+pub const COMMANDS: usize = 1024;
+
+/// The most commands that an operation puts on one stream. What kernels store is none of them.
+pub fn commands(schedule: &Schedule) -> usize {
+    let copied = || schedule.moves().filter(|moved| moved.route != Route::Store);
+    let copies: usize = copied().map(|moved| moved.regions.len()).sum();
+    // The stream waits for a block when it turns to it, and takes its word back.
+    let mut last = None;
+    let is_next = |moved: &&Transfer| {
+        moved.produced.is_some() && std::mem::replace(&mut last, moved.produced) != moved.produced
+    };
+    let blocks = copied().filter(is_next).count();
+    copies + copied().count() + 2 * blocks + 3 * schedule.world() + 4
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::element::DType;
+    use crate::error::Error;
+    use crate::schedule::plan::all_gather::gather_and_multiply;
+    use crate::schedule::plan::partial_sums::{NAME, all_reduce, multiply, reduce_scatter};
+    use crate::schedule::{Chunking, Config, Description, Layout, TileShape};
+
+    fn asked(rows: &[usize]) -> Description {
+        Description {
+            beside: None,
+            form: Default::default(),
+            operation: NAME,
+            dtype: DType::Bf16,
+            layout: Layout::new(rows, 8).unwrap(),
+            n: 12,
+        }
+    }
+
+    const CONFIG: Config = Config::new(TileShape::new(4, 8, 8), Chunking::new(2), Route::Pull);
+
+    #[test]
+    fn all_schedules_of_partial_sums_run_on_gpus() {
+        for rows in [&[5, 3][..], &[8, 0], &[0, 8], &[8], &[3, 0, 40], &[4; 8]] {
+            let asked = asked(rows);
+            for rank in 0..rows.len() {
+                assert_eq!(
+                    check(&multiply(&asked, rank, CONFIG).unwrap()),
+                    Ok(Outputs::One)
+                );
+                for planner in [reduce_scatter, all_reduce] {
+                    let plan = |route| planner(&asked, rank, CONFIG.with_route(route)).unwrap();
+                    assert_eq!(check(&plan(Route::Pull)), Ok(Outputs::One));
+                    for route in [Route::Push, Route::Store] {
+                        assert!(matches!(check(&plan(route)), Ok(Outputs::Places(_))));
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn all_schedules_of_no_rows_run_on_gpus() {
+        let asked = asked(&[0; 9]);
+        for planner in [reduce_scatter, all_reduce, multiply, gather_and_multiply] {
+            for route in [Route::Pull, Route::Push, Route::Store] {
+                let schedule = planner(&asked, 3, CONFIG.with_route(route)).unwrap();
+                assert!(schedule.is_idle() && !schedule.is_pushed());
+                assert_eq!(check(&schedule), Ok(Outputs::One));
+            }
+        }
+    }
+
+    #[test]
+    fn partials_are_stored_to_seven_peers_at_the_most() {
+        let asked = asked(&[4; 9]);
+        for planner in [reduce_scatter, all_reduce] {
+            let plan = |route| planner(&asked, 2, CONFIG.with_route(route)).unwrap();
+            assert!(matches!(check(&plan(Route::Push)), Ok(Outputs::Places(_))));
+            let error = check(&plan(Route::Store)).unwrap_err();
+            assert!(matches!(error, Error::NoRoute { rank: 2, .. }), "{error}");
+            let words = error.to_string();
+            assert!(
+                words.contains(NAME) && words.contains("Route::Push"),
+                "{words}"
+            );
+        }
+    }
+
+    /// What `push::enqueue` puts on the copy stream: a wait for the gate, a wait for each block, two copies a transfer, and each
+    /// word's reset.
+    fn enqueued(schedule: &Schedule) -> usize {
+        let mut last = None;
+        let mut count = 2;
+        for moved in schedule.moves() {
+            count += 2 * usize::from(last != moved.produced) + 2;
+            last = moved.produced;
+        }
+        count
+    }
+
+    #[test]
+    fn what_a_kernel_stores_takes_no_room_in_the_devices_queues() {
+        for planner in [reduce_scatter, all_reduce, gather_and_multiply] {
+            let schedule = planner(&asked(&[40; 2]), 0, CONFIG.with_route(Route::Store)).unwrap();
+            assert!(schedule.moves().next().is_some());
+            assert_eq!(commands(&schedule), 3 * 2 + 4);
+        }
+    }
+
+    #[test]
+    fn the_commands_of_sums_on_eight_ranks_are_all_counted_and_leave_room_for_others() {
+        let asked = Description {
+            n: 16_384,
+            ..asked(&[1024; 8])
+        };
+        for (count, last) in [(1, 1), (1, 4), (2, 2), (4, 8), (8, 8)] {
+            let chunking = Chunking::new(count).with_last(last);
+            let config = Config::new(TileShape::new(128, 256, 64), chunking, Route::Push);
+            for planner in [reduce_scatter, all_reduce] {
+                let schedule = planner(&asked, 3, config).unwrap();
+                let counted = commands(&schedule);
+                assert!(enqueued(&schedule) <= counted && counted <= COMMANDS);
+                if (count, last) == (1, 4) {
+                    assert!(10 * counted <= COMMANDS, "{counted} commands");
+                }
+            }
+        }
+    }
+}

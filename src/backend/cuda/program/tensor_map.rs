@@ -1,0 +1,113 @@
+//! The tensor maps of an operation, kept as long as its matrices stay where they are.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use smallvec::SmallVec;
+
+use super::block_table::TARGETS;
+use crate::backend::cuda::abi::{GEMMESH_STORE_COLUMNS, GEMMESH_STORE_ROWS, GEMMESH_TILE_K};
+use crate::backend::cuda::driver::{Layout, TensorMap};
+use crate::backend::cuda::gpu::kernels::Instance;
+use crate::element::DType;
+use crate::error::Result;
+use crate::schedule::{MAX_WEIGHTS, WeightLayout};
+
+/// The matrices.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Matrices {
+    pub a: Layout,
+    pub weights: SmallVec<[Layout; MAX_WEIGHTS]>,
+    pub weight_layout: WeightLayout,
+    pub gated: bool,
+    /// Where tiles go, by weight; of a kernel that adds partials, what is added.
+    pub outputs: SmallVec<[Layout; MAX_WEIGHTS]>,
+    /// Whether what has been finished is stored in f32.
+    pub stores_f32: bool,
+    /// Where the tiles of that kernel go, as it numbers these places.
+    pub targets: Option<[Option<Layout>; 2 * TARGETS]>,
+}
+
+/// As the kernel takes them.
+#[derive(Debug)]
+pub struct Maps {
+    /// a, b, and where tiles go or what is added.
+    pub operands: [TensorMap; 3],
+    /// Those of the other weights, and where their tiles go.
+    pub more: [[TensorMap; MAX_WEIGHTS - 1]; 2],
+    /// Of a kernel that adds partials.
+    pub targets: Option<Box<[TensorMap; 2 * TARGETS]>>,
+}
+
+/// The maps of the last call. They are thousands of bytes, so that nobody copies them.
+#[derive(Debug, Default)]
+pub struct Cache(Mutex<Option<Box<Known>>>);
+
+#[derive(Debug)]
+struct Known {
+    matrices: Matrices,
+    maps: Arc<Maps>,
+}
+
+impl Cache {
+    /// The maps for these matrices.
+    pub fn get(&self, rank: usize, instance: &Instance, matrices: Matrices) -> Result<Arc<Maps>> {
+        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = &*last
+            && known.matrices == matrices
+        {
+            return Ok(known.maps.clone());
+        }
+        let dtype = instance.dtype;
+        let shape = instance.shape;
+        let tile_m = shape.tile_m;
+        let loaded = |matrix, rows| TensorMap::new(rank, dtype, matrix, rows, GEMMESH_TILE_K, true);
+        let weight = |&matrix: &Layout| match (matrices.weight_layout, matrices.gated) {
+            (WeightLayout::Nk, false) => loaded(matrix, shape.tile_n / shape.cluster),
+            (WeightLayout::Nk, true) => loaded(matrix, shape.gate_box()),
+            // The box is as wide as a step through K, but along N.
+            (WeightLayout::Kn, _) => loaded(matrix, GEMMESH_TILE_K),
+        };
+        let boxes = |matrix, dtype, columns| {
+            TensorMap::new(rank, dtype, matrix, GEMMESH_STORE_ROWS, columns, false)
+        };
+        let stored = |matrix| boxes(matrix, dtype, GEMMESH_STORE_COLUMNS);
+        let out_or_added = |&matrix: &Layout| match matrices.targets {
+            Some(_) => loaded(matrix, tile_m),
+            // As many bytes.
+            None if matrices.stores_f32 => boxes(matrix, DType::F32, GEMMESH_STORE_COLUMNS / 2),
+            None => stored(matrix),
+        };
+        let none = || [TensorMap::none(); MAX_WEIGHTS];
+        let (mut weights, mut outputs) = (none(), none());
+        for (map, matrix) in weights.iter_mut().zip(&matrices.weights) {
+            *map = weight(matrix)?;
+        }
+        for (map, matrix) in outputs.iter_mut().zip(&matrices.outputs) {
+            *map = out_or_added(matrix)?;
+        }
+        let ([b, more_b @ ..], [out, more_out @ ..]) = (weights, outputs);
+        let targets = match matrices.targets {
+            Some(targets) => {
+                let mut maps = Box::new([TensorMap::none(); 2 * TARGETS]);
+                for (map, target) in maps.iter_mut().zip(targets) {
+                    if let Some(target) = target {
+                        *map = stored(target)?;
+                    }
+                }
+                Some(maps)
+            }
+            None => None,
+        };
+        let maps = Arc::new(Maps {
+            operands: [loaded(matrices.a, tile_m)?, b, out],
+            more: [more_b, more_out],
+            targets,
+        });
+        let known = Known {
+            matrices,
+            maps: maps.clone(),
+        };
+        *last = Some(Box::new(known));
+        Ok(maps)
+    }
+}

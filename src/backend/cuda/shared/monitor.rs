@@ -1,0 +1,589 @@
+//! The thread that sees when operations on the device get stuck, says why, and sets the device free.
+//!
+//! Kernels have deadlines of their own. Streams have none: a wait for a word lasts until the word is written. So
+//! this thread looks at the oldest operation that is not complete; and once the group has failed, whoever
+//! noticed it, it writes what this rank's kernels and streams wait for, so that they run through.
+
+use std::mem::offset_of;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::words::{FlagLine, OwnWords, Snapshot, Waits};
+use crate::backend::cuda::abi::{
+    GEMMESH_FAULT_RECORDED, GEMMESH_GROUP_FAILED, GEMMESH_LANDED, GEMMESH_READY, GemmeshFault,
+    GemmeshPushEpoch,
+};
+use crate::backend::cuda::driver::{Device, DevicePtr, Pinned, Priority, Stream, StreamMemOp};
+use crate::error::{Error, Result};
+use crate::protocol::epoch::Epoch;
+use crate::protocol::flag::Awaited;
+use crate::ranks::members::{FailureReporter, Members};
+use crate::schedule::{MAX_BLOCKS, MAX_FLAGS};
+
+/// How often the thread looks.
+const PERIOD: Duration = Duration::from_millis(2);
+/// How much longer than the kernels' own deadline it waits: they know more.
+const GRACE: Duration = Duration::from_millis(500);
+/// How long an operation must have waited before it is asked whether its peers are still there, and how often for whom it waits.
+const LEFT_AFTER: Duration = Duration::from_millis(100);
+
+/// The most operations that are on the device at a time.
+pub const OUTSTANDING: usize = 64;
+
+/// The thread, and what the device reports to it.
+#[derive(Debug)]
+pub struct Monitor {
+    watch: Arc<Watch>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Watch {
+    failures: FailureReporter,
+    world: usize,
+    device: Arc<Device>,
+    /// In the control block, which outlives the thread.
+    own: OwnWords,
+    /// Written by kernels.
+    fault: Pinned<GemmeshFault>,
+    /// The last operation that streams have come to, or whose kernel runs.
+    started: Pinned<u32>,
+    /// The last operation that is complete, or whose rows have all come; written by streams and kernels.
+    completed: Pinned<u32>,
+    /// Recorded operations; written by streams and a kernel.
+    replayed: Pinned<Replayed>,
+    /// By the number in `replayed`, less one: what a recorded operation is called, and for whom it waits.
+    recordings: Mutex<Vec<(String, Waits)>>,
+    /// A copy of this rank's words, for a report.
+    snapshot: Pinned<Snapshot>,
+    /// What sets the device free.
+    satisfying: Pinned<Satisfying>,
+    /// The last operation that was begun.
+    begun: AtomicU32,
+    /// A function of the caller's is to put a part of the latest operation on the device.
+    calling: AtomicBool,
+    /// By epoch, modulo their number: for whom the operation waits.
+    waits: Mutex<[Waits; OUTSTANDING]>,
+    /// When it was noted last for whom an operation waits.
+    noted: Mutex<Instant>,
+    /// Held while `satisfying` is written.
+    releases: Mutex<()>,
+    /// For the words that set the device free, behind nothing else.
+    rescue: Stream,
+    closing: Mutex<bool>,
+    closed: Condvar,
+}
+
+// SAFETY: plain words and pointers, for which zero is valid.
+unsafe impl bytemuck::Zeroable for GemmeshFault {}
+
+/// How far a rank has come with what was recorded. Streams write the same at each replay, so they can't count.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Replayed {
+    /// The number of the recording that runs; 0 between them.
+    running: u32,
+    /// How many replays have begun, by a kernel that counts them.
+    begun: u32,
+}
+
+// SAFETY: plain words, for which zero is valid.
+unsafe impl bytemuck::Zeroable for Replayed {}
+
+/// Words that copies bring where streams wait. (Not a fill, which is a kernel: it may have to wait for what it is to set free.)
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct Satisfying {
+    chunks: [u32; MAX_FLAGS],
+    open: [u32; MAX_BLOCKS],
+}
+
+// SAFETY: plain words, for which zero is valid.
+unsafe impl bytemuck::Zeroable for Satisfying {}
+
+/// An operation that has not ended.
+#[derive(Clone, Copy, Debug)]
+enum Running {
+    /// By its number.
+    Live(Epoch),
+    /// By that of its recording.
+    Replay(u32),
+}
+
+impl Monitor {
+    pub fn start(
+        device: &Arc<Device>,
+        members: &Members,
+        own: OwnWords,
+        first: Epoch,
+    ) -> Result<Monitor> {
+        let before = first.previous().raw();
+        let watch = Arc::new(Watch {
+            failures: members.failure_reporter(),
+            world: members.world,
+            device: device.clone(),
+            own,
+            fault: Pinned::zeroed(device)?,
+            started: Pinned::zeroed(device)?,
+            completed: Pinned::zeroed(device)?,
+            replayed: Pinned::zeroed(device)?,
+            recordings: Mutex::default(),
+            snapshot: Pinned::zeroed(device)?,
+            satisfying: Pinned::zeroed(device)?,
+            begun: AtomicU32::new(before),
+            calling: AtomicBool::new(false),
+            waits: Mutex::new([Waits::Kernel; OUTSTANDING]),
+            noted: Mutex::new(Instant::now()),
+            releases: Mutex::new(()),
+            rescue: Stream::new(device, Priority::Rescue)?,
+            closing: Mutex::new(false),
+            closed: Condvar::new(),
+        });
+        watch.started.write(before);
+        watch.completed.write(before);
+        let thread = std::thread::Builder::new()
+            .name(format!("gemmesh-monitor-{}", members.rank))
+            .spawn({
+                let watch = watch.clone();
+                move || watch.run()
+            })
+            .map_err(Error::not_started(members.rank, "a thread"))?;
+        Ok(Monitor {
+            watch,
+            thread: Some(thread),
+        })
+    }
+
+    /// An operation is about to be put on the device.
+    pub fn begin(&self, epoch: Epoch, waits: Waits) {
+        lock(&self.watch.waits)[epoch.raw() as usize % OUTSTANDING] = waits;
+        self.watch.begun.store(epoch.raw(), Ordering::Release);
+    }
+
+    /// An operation `name` is being recorded. The number of its recording.
+    pub fn record(&self, name: &str, waits: Waits) -> u32 {
+        let mut recordings = lock(&self.watch.recordings);
+        let known = recordings
+            .iter()
+            .position(|(its, w)| (&**its, *w) == (name, waits));
+        let index = known.unwrap_or_else(|| {
+            recordings.push((name.into(), waits));
+            recordings.len() - 1
+        });
+        index as u32 + 1
+    }
+
+    /// Where streams write the number of the recording that runs, and 0 when it has ended.
+    pub fn running(&self) -> DevicePtr {
+        self.watch.replayed.ptr() + offset_of!(Replayed, running) as u64
+    }
+
+    /// Where the count of replays that have begun is written.
+    pub fn replays(&self) -> DevicePtr {
+        self.watch.replayed.ptr() + offset_of!(Replayed, begun) as u64
+    }
+
+    /// Runs what calls a function of the caller's, without which the operation that was begun last does not go on.
+    pub fn calling<R>(&self, call: impl FnOnce() -> R) -> R {
+        self.watch.calling.store(true, Ordering::Relaxed);
+        let result = call();
+        self.watch.calling.store(false, Ordering::Relaxed);
+        result
+    }
+
+    /// What changes when operations end, or replays begin.
+    pub fn progress(&self) -> (u32, u32) {
+        (self.outstanding(), self.watch.replayed.read().begun)
+    }
+
+    /// Operations that were begun and are not complete.
+    pub fn outstanding(&self) -> u32 {
+        self.watch.outstanding()
+    }
+
+    /// Where it is written that streams have come to an operation.
+    pub fn started(&self) -> DevicePtr {
+        self.watch.started.ptr()
+    }
+
+    /// Where it is written that an operation is complete.
+    pub fn completed(&self) -> DevicePtr {
+        self.watch.completed.ptr()
+    }
+
+    /// Where a kernel writes that it has given up.
+    pub fn fault(&self) -> DevicePtr {
+        self.watch.fault.ptr()
+    }
+
+    /// Reports what a kernel has written, if it has.
+    pub fn look(&self) {
+        self.watch.look();
+    }
+
+    /// Lets whatever waits on the device run through, now and later; but replays, which close gates behind themselves, once.
+    pub fn release(&self) {
+        // What can't be written can't be helped; the device itself has failed then.
+        let _ = self.watch.release();
+    }
+
+    /// Ends the thread, and waits until the words that it has sent have arrived: what they are written to may be unmapped
+    /// then. False if that can't be known. What is returned is used by the device as long as an operation runs.
+    pub fn stop(&mut self) -> (bool, impl Send + use<>) {
+        self.end();
+        let begin = Instant::now();
+        let mut arrived = false;
+        while !arrived && begin.elapsed() < GRACE {
+            arrived = self.watch.rescue.is_over();
+            std::thread::yield_now();
+        }
+        (arrived, self.watch.clone())
+    }
+
+    fn end(&mut self) {
+        *lock(&self.watch.closing) = true;
+        self.watch.closed.notify_all();
+        if let Some(thread) = self.thread.take() {
+            // It can't panic, and there is nothing to do if it did.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Monitor {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    // No code that can panic runs while one is held.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Watch {
+    fn run(&self) {
+        let mut last = (self.completed.read(), self.replayed.read());
+        let mut since = (Instant::now(), Instant::now());
+        let mut released = false;
+        let mut closing = lock(&self.closing);
+        while !*closing {
+            closing = self
+                .closed
+                .wait_timeout(closing, PERIOD)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+            let completed = self.completed.read();
+            // What a stream has not come to yet is not late: the caller's own work may be in front of it.
+            if completed == self.started.read() || completed != last.0 {
+                last.0 = completed;
+                since.0 = Instant::now();
+            }
+            let replayed = self.replayed.read();
+            if replayed.running == 0 || replayed != last.1 {
+                last.1 = replayed;
+                since.1 = Instant::now();
+            }
+            self.look();
+            let next = Epoch::from_raw(completed).next();
+            self.judge(Running::Live(next), since.0.elapsed());
+            self.judge(Running::Replay(replayed.running), since.1.elapsed());
+            // Once, and again for what is on the device: replays close gates behind themselves. (Not always, for each time takes a turn of
+            // the GPU from other processes.)
+            let is_busy = self.outstanding() > 0 || self.replayed.read().running > 0;
+            if self.failures.fault().is_some() && (is_busy || !released) {
+                // What can't be written can't be helped; the device itself has failed then.
+                released = self.release().is_ok();
+            }
+        }
+    }
+
+    fn outstanding(&self) -> u32 {
+        let begun = self.begun.load(Ordering::Acquire);
+        begun.wrapping_sub(self.completed.read())
+    }
+
+    /// Ends the group if an operation has waited too long, or in vain.
+    fn judge(&self, running: Running, waited: Duration) {
+        let refusal = || match running {
+            Running::Live(epoch) => self.failures.standing_refusal(epoch, waited),
+            Running::Replay(_) => None,
+        };
+        if waited > self.failures.timeout + GRACE {
+            self.failures.fail(self.diagnose(running, waited));
+        } else if let Some(error) = refusal() {
+            self.failures.fail(error);
+        } else if waited > LEFT_AFTER {
+            self.note(running, waited);
+            if self.someone_has_left() {
+                self.blame_the_one_who_left(running);
+            }
+        }
+    }
+
+    /// Notes for whom an operation waits, which has `waited`, now and then: who waits for this rank meanwhile names that one in its
+    /// stead.
+    fn note(&self, running: Running, waited: Duration) {
+        let mut noted = lock(&self.noted);
+        if noted.elapsed() < LEFT_AFTER || self.waits_for_its_caller(running) {
+            return;
+        }
+        let time = noted.elapsed().min(waited);
+        *noted = Instant::now();
+        if let Ok(Some((awaited, ..))) = self.missing(running) {
+            self.failures.note_wait(awaited.peer(), time);
+        }
+    }
+
+    /// Whether what is missing is what a function of this rank's caller has not put on the device yet.
+    fn waits_for_its_caller(&self, running: Running) -> bool {
+        let latest = Epoch::from_raw(self.begun.load(Ordering::Acquire));
+        let is_latest = matches!(running, Running::Live(epoch) if epoch == latest);
+        is_latest && self.calling.load(Ordering::Relaxed)
+    }
+
+    /// The name of a recorded operation, and for whom it waits.
+    fn recording(&self, number: u32) -> Option<(String, Waits)> {
+        let index = (number as usize).checked_sub(1)?;
+        lock(&self.recordings).get(index).cloned()
+    }
+
+    fn waits_of(&self, epoch: Epoch) -> Waits {
+        lock(&self.waits)[epoch.raw() as usize % OUTSTANDING]
+    }
+
+    fn someone_has_left(&self) -> bool {
+        (0..self.world).any(|rank| self.failures.has_left(rank))
+    }
+
+    /// If an operation waits for a rank that has left, it waits in vain.
+    fn blame_the_one_who_left(&self, running: Running) {
+        let Ok(Some((awaited, expected, seen))) = self.missing(running) else {
+            return;
+        };
+        // A rank that left had done its part; so look at the words after that. And this rank's own part may be ending at this
+        // moment, while they are read: they must be the same twice.
+        if !self.failures.has_left(awaited.peer()) {
+            return;
+        }
+        let again = self.missing(running);
+        if matches!(again, Ok(Some(again)) if again == (awaited, expected, seen)) {
+            let epoch = match running {
+                Running::Live(epoch) => Some(epoch),
+                Running::Replay(_) => None,
+            };
+            let reason = self.failures.why_left(awaited.peer(), epoch);
+            self.failures
+                .fail(reason.unwrap_or_else(|| Error::RankLeft {
+                    rank: awaited.peer(),
+                    waiting: self.failures.rank,
+                    what: self.describe(running, awaited),
+                }));
+        }
+    }
+
+    /// Why `rank`, which an operation waits for, was refused that call, if it was.
+    fn refusal(&self, running: Running, rank: usize) -> Option<Error> {
+        match running {
+            Running::Live(epoch) => self.failures.refusal(rank, epoch),
+            Running::Replay(_) => None,
+        }
+    }
+
+    fn look(&self) {
+        // SAFETY: the record lives as long as `self`. The kernel marks it after it has filled it; so once the mark is
+        // seen, and the fence passed, the rest is final.
+        let state = unsafe { (&raw const (*self.fault.as_ptr()).state).read_volatile() };
+        if state != GEMMESH_FAULT_RECORDED || self.failures.fault().is_some() {
+            return;
+        }
+        fence(Ordering::Acquire);
+        let fault = self.fault.read();
+        let epoch = Epoch::from_raw(fault.expected);
+        let waited = Duration::from_nanos(fault.waited_ns);
+        let source = fault.peer as usize;
+        let noted = match fault.flag {
+            GEMMESH_READY => Awaited::Ready { source },
+            GEMMESH_LANDED => Awaited::Landed { source },
+            flag => Awaited::Chunk {
+                source,
+                flag: flag as usize,
+                pulled: fault.pushed == 0,
+            },
+        };
+        // Rows that come late may be those of a rank that waits itself, for another's word: the one that has not given
+        // its word is to blame.
+        let (rank, world) = (self.failures.rank, self.world);
+        let waits = match fault.pushed {
+            0 => self.waits_of(epoch),
+            _ => Waits::Kernel,
+        };
+        let missing = self.read_words().ok();
+        let missing = missing.and_then(|words| words.missing(rank, world, epoch, waits));
+        let awaited = match missing {
+            Some((awaited @ Awaited::Ready { .. }, _)) => awaited,
+            _ => noted,
+        };
+        // Flags of pushes count operations of their own. And by now the kernel may have run through, and those behind
+        // it too.
+        let running = match fault.recording {
+            0 => Running::Live(Epoch::from_raw(fault.operation)),
+            recording => Running::Replay(recording),
+        };
+        self.failures.fail(self.late(running, awaited, waited));
+    }
+
+    fn late(&self, running: Running, awaited: Awaited, waited: Duration) -> Error {
+        let refusal = self.refusal(running, awaited.peer());
+        refusal.unwrap_or_else(|| {
+            let what = self.describe(running, awaited);
+            self.failures.timed_out(awaited.peer(), waited, what)
+        })
+    }
+
+    /// What an operation waits for, in words.
+    fn describe(&self, running: Running, awaited: Awaited) -> String {
+        let what = awaited.describe(self.failures.rank);
+        format!("{}: rank {} {what}", self.name(running), awaited.peer())
+    }
+
+    fn name(&self, running: Running) -> String {
+        match running {
+            Running::Live(epoch) => self.failures.call_of(epoch),
+            Running::Replay(number) => {
+                let recording = self.recording(number);
+                let name = recording.map_or(String::new(), |(name, _)| name);
+                format!("{name} in a graph")
+            }
+        }
+    }
+
+    /// Says what an operation waits for.
+    fn diagnose(&self, running: Running, waited: Duration) -> Error {
+        let rank = self.failures.rank;
+        let unknown = |reason: String| Error::Timeout {
+            rank,
+            waiting: rank,
+            what: format!("{} on its own GPU ({reason})", self.name(running)),
+            waited_ms: waited.as_millis() as u64,
+        };
+        if self.waits_for_its_caller(running) {
+            return unknown("its caller's function has not returned".into());
+        }
+        let by_kernel = |epoch| self.waits_of(epoch) == Waits::Kernel;
+        match self.missing(running) {
+            Ok(Some((awaited, ..))) => self.late(running, awaited, waited),
+            Ok(None) if matches!(running, Running::Live(epoch) if by_kernel(epoch)) => {
+                unknown("its kernel does not run, or does not end".into())
+            }
+            Ok(None) => unknown("all peers have done their part".into()),
+            Err(error) => unknown(error.to_string()),
+        }
+    }
+
+    /// The first word that an operation waits for and that has not come, the epoch that it should have, and its value.
+    fn missing(&self, running: Running) -> Result<Option<(Awaited, Epoch, u32)>> {
+        let words = self.read_words()?;
+        let (waits, expected, has_ended) = match running {
+            Running::Live(epoch) => {
+                let waits = self.waits_of(epoch);
+                let expected = match (waits, words.pushed_epoch()) {
+                    (Waits::Kernel, Some(expected)) => expected,
+                    // No kernel waits.
+                    (Waits::Kernel, None) => return Ok(None),
+                    _ => epoch,
+                };
+                let has_ended = epoch.reached_by(self.completed.read());
+                (waits, expected, has_ended)
+            }
+            Running::Replay(number) => {
+                let Some((_, waits)) = self.recording(number) else {
+                    return Ok(None);
+                };
+                let has_ended = self.replayed.read().running != number;
+                (waits, Epoch::OPEN, has_ended)
+            }
+        };
+        if has_ended {
+            return Ok(None);
+        }
+        let missing = words.missing(self.failures.rank, self.world, expected, waits);
+        Ok(missing.map(|(awaited, seen)| (awaited, expected, seen)))
+    }
+
+    fn read_words(&self) -> Result<Snapshot> {
+        let _bound = self.device.bind()?;
+        let snapshot = self.snapshot.ptr();
+        let at = |offset: usize| snapshot + offset as u64;
+        let line = size_of::<FlagLine>();
+        // SAFETY: the control block and the snapshot live as long as this thread, which waits for the copies below
+        // or, if the device does not do them, never reads it.
+        unsafe {
+            self.rescue.copy(snapshot, self.own.flags.ready, 2 * line)?;
+            let gates = at(offset_of!(Snapshot, gates_ready));
+            self.rescue.copy(gates, self.own.gates.ready, 2 * line)?;
+            let moved = at(offset_of!(Snapshot, moved));
+            self.rescue.copy(moved, self.own.moved, size_of::<u32>())?;
+            let mailbox = at(offset_of!(Snapshot, mailbox));
+            self.rescue.copy(mailbox, self.own.mailbox, line)?;
+            let push_epoch = at(offset_of!(Snapshot, push_epoch));
+            let length = size_of::<GemmeshPushEpoch>();
+            self.rescue.copy(push_epoch, self.own.push_epoch, length)?;
+        }
+        let deadline = Instant::now() + GRACE;
+        while !self.rescue.is_idle()? {
+            if Instant::now() > deadline {
+                return Err(Error::System {
+                    rank: Some(self.failures.rank),
+                    action: "read its flags".into(),
+                    reason: "its GPU does not copy them".into(),
+                });
+            }
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        Ok(self.snapshot.read())
+    }
+
+    /// Lets this rank's kernels and streams run through. Their results are void: the group has failed.
+    ///
+    /// It is safe that this writes flags that are others' to write: nobody uses what they guard any more.
+    fn release(&self) -> Result<()> {
+        let last = self.begun.load(Ordering::Acquire);
+        let _bound = self.device.bind()?;
+        let mut words = vec![
+            StreamMemOp::Write(self.own.abort, GEMMESH_GROUP_FAILED),
+            StreamMemOp::Write(
+                self.own.push_epoch + offset_of!(GemmeshPushEpoch, gate) as u64,
+                1,
+            ),
+        ];
+        let OwnWords { flags, gates, .. } = &self.own;
+        for (lines, value) in [(flags, last), (gates, Epoch::OPEN.raw())] {
+            for peer in 0..self.world as u64 {
+                words.push(StreamMemOp::Write(lines.ready + 4 * peer, value));
+                words.push(StreamMemOp::Write(lines.done + 4 * peer, value));
+            }
+        }
+        const { assert!(MAX_FLAGS <= MAX_BLOCKS) };
+        // The thread and whoever closes the group may both be here.
+        let _alone = lock(&self.releases);
+        self.satisfying.write(Satisfying {
+            chunks: [last; MAX_FLAGS],
+            open: [Epoch::OPEN.raw(); MAX_BLOCKS],
+        });
+        let chunks = self.satisfying.ptr() + offset_of!(Satisfying, chunks) as u64;
+        let open = self.satisfying.ptr() + offset_of!(Satisfying, open) as u64;
+        let (flags_bytes, blocks_bytes) = (4 * MAX_FLAGS, 4 * MAX_BLOCKS);
+        // SAFETY: the control block lives as long as this thread, and what is copied until its stream has passed.
+        unsafe {
+            self.rescue.words(&words)?;
+            self.rescue.copy(flags.chunk, chunks, flags_bytes)?;
+            // What is replayed closes them again: this is done as long as it goes on.
+            self.rescue.copy(gates.chunk, open, flags_bytes)?;
+            // Of a product whose kernel was not launched.
+            self.rescue.copy(self.own.stored, open, blocks_bytes)
+        }
+    }
+}

@@ -1,0 +1,306 @@
+//! Symmetric memory between processes: device memory that every rank maps.
+//!
+//! It is passed on as descriptors of the driver's virtual memory. Unlike a legacy CUDA IPC handle, such a mapping keeps the
+//! memory for as long as it lasts, whatever becomes of the rank that made it; so a rank lets go of its own mappings when
+//! its own work has ended, and asks nobody. When all ranks have, or have died, the memory is the driver's again.
+
+use std::collections::HashSet;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use crate::backend::cuda::driver::{Device, DevicePtr, Mapping, Region, Uuid};
+use crate::backend::cuda::gpu::reclaim::{Deferred, Reclaimer};
+use crate::backend::cuda::model::rates::Rates;
+use crate::error::{Error, Result};
+use crate::ranks::members::{Members, OPENING};
+
+/// The same number of bytes on every rank's device.
+#[derive(Debug)]
+pub struct Symmetric {
+    rank: usize,
+    /// Every rank's memory as this rank has mapped it, by rank.
+    maps: Deferred<Vec<Mapping>>,
+}
+
+impl Symmetric {
+    /// Collective, as `call`. Zeroed, but for what `initialise` writes before another rank can see it. Where there is no
+    /// room, all ranks first free what they have dropped, and try once more.
+    pub fn allocate(
+        device: &Arc<Device>,
+        reclaimer: &Arc<Reclaimer>,
+        members: &Members,
+        peers: &Peers,
+        call: &str,
+        bytes: usize,
+        initialise: impl Fn(&mut Region) -> Result<()>,
+    ) -> Result<Symmetric> {
+        let attempt = || -> Result<Vec<Mapping>> {
+            reclaimer.settle();
+            let mut own = None;
+            let mut offer = || -> Result<OwnedFd> {
+                let (mut memory, fd) = Mapping::create(device, bytes)?;
+                initialise(memory.region_mut())?;
+                own = Some(memory);
+                Ok(fd)
+            };
+            let offered = offer();
+            members.share(call, offered, |fds| {
+                let maps = fds.iter().enumerate().map(|(peer, fd)| {
+                    let own = own.take_if(|_| peer == members.rank);
+                    own.map_or_else(|| peers.import(device, members, peer, fd, bytes), Ok)
+                });
+                maps.collect()
+            })
+        };
+        let maps = match attempt() {
+            // The same on every rank.
+            Err(Error::OutOfMemory { .. }) => {
+                // The others wait for this rank meanwhile.
+                reclaimer.drain(members.timeout / 2);
+                members.exchange(call, Ok((Vec::new(), None)))?;
+                attempt()?
+            }
+            first => first?,
+        };
+        Ok(Symmetric {
+            rank: members.rank,
+            maps: Deferred::new(maps, reclaimer),
+        })
+    }
+
+    /// Leaves it mapped for good: this rank's device may still write to it.
+    pub fn abandon(&mut self) {
+        self.maps.abandon();
+    }
+
+    /// This rank's memory.
+    pub fn own(&self) -> DevicePtr {
+        self.of(self.rank)
+    }
+
+    /// As the host copies from and to it.
+    pub fn own_region(&self) -> &Region {
+        self.maps[self.rank].region()
+    }
+
+    /// As [`Symmetric::own_region`].
+    pub fn own_region_mut(&mut self) -> &mut Region {
+        let rank = self.rank;
+        self.maps[rank].region_mut()
+    }
+
+    /// The memory of `rank`, as this rank has mapped it.
+    pub fn of(&self, rank: usize) -> DevicePtr {
+        self.maps[rank].ptr()
+    }
+}
+
+/// What a rank says of itself when the group opens.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Introduction {
+    /// Its process.
+    pid: u32,
+    /// Where that number counts.
+    namespace: String,
+    uuid: Uuid,
+    /// The GPUs that it sees.
+    visible: Vec<Uuid>,
+    /// Whether its GPU was chosen by the caller.
+    chosen: bool,
+    rates: Rates,
+    /// Whether its copies run beside its kernels.
+    pushes: bool,
+}
+
+impl Introduction {
+    fn of(device: &Device, chosen: bool, rates: Rates, pushes: bool) -> Result<Introduction> {
+        let namespace = std::fs::read_link("/proc/self/ns/pid");
+        Ok(Introduction {
+            pid: std::process::id(),
+            namespace: namespace.map_or(String::new(), |link| link.to_string_lossy().into()),
+            uuid: device.uuid(),
+            visible: device.visible_uuids()?,
+            chosen,
+            rates,
+            pushes,
+        })
+    }
+
+    /// Reads what another rank has sent.
+    pub fn parse(bytes: &[u8]) -> Result<Introduction, String> {
+        let parsed: Result<Introduction, _> = serde_json::from_slice(bytes);
+        let introduction = parsed.map_err(|error| error.to_string())?;
+        introduction.rates.check().map(|()| introduction)
+    }
+}
+
+/// The ranks' GPUs.
+#[derive(Debug)]
+pub struct Peers {
+    uuids: Vec<Uuid>,
+    /// Rank 0's, by which all ranks go: they must choose alike.
+    pub rates: Rates,
+    /// Whether copies run beside kernels on all of them.
+    pub push: bool,
+}
+
+impl Peers {
+    /// Collective. A rank without a device tells the others why.
+    ///
+    /// # Errors
+    /// That of the first rank that has one; [`Error::NeedsProcesses`], [`Error::SharedGpu`].
+    pub fn meet(
+        members: &Members,
+        device: Result<(Arc<Device>, Rates, bool)>,
+        chosen: bool,
+    ) -> Result<Peers> {
+        let own = || -> Result<Vec<u8>> {
+            let (device, rates, pushes) = device?;
+            let introduction = Introduction::of(&device, chosen, rates, pushes)?;
+            serde_json::to_vec(&introduction).map_err(|e| Error::Message {
+                rank: members.rank,
+                reason: e.to_string(),
+            })
+        };
+        let own = own().map(|bytes| (bytes, None));
+        let gathered = members.exchange(OPENING, own)?;
+        let introductions = gathered.payloads.iter().enumerate();
+        let introductions = introductions.map(|(rank, bytes)| {
+            Introduction::parse(bytes).map_err(|reason| Error::Message { rank, reason })
+        });
+        let ranks = introductions.collect::<Result<Vec<_>>>();
+        ranks
+            .and_then(|ranks| check(&ranks).map(|()| ranks))
+            .map(|ranks| Peers {
+                uuids: ranks.iter().map(|rank| rank.uuid).collect(),
+                rates: ranks[0].rates,
+                push: ranks.iter().all(|rank| rank.pushes),
+            })
+            .map_err(|error| members.fail(error))
+    }
+
+    /// Whether each rank has a GPU to itself.
+    pub fn are_distinct(&self) -> bool {
+        self.uuids.iter().collect::<HashSet<_>>().len() == self.uuids.len()
+    }
+
+    fn import(
+        &self,
+        device: &Arc<Device>,
+        members: &Members,
+        peer: usize,
+        fd: &OwnedFd,
+        bytes: usize,
+    ) -> Result<Mapping> {
+        let refused = |reason: String| Error::NoPeerAccess {
+            rank: members.rank,
+            peer,
+            reason,
+        };
+        if !device.can_access(&self.uuids[peer])? {
+            return Err(refused("the driver says that it cannot".into()));
+        }
+        Mapping::import(device, fd, bytes).map_err(|e| refused(e.to_string()))
+    }
+}
+
+/// Finds two ranks of one process, or two that share a GPU though there is one for each.
+fn check(ranks: &[Introduction]) -> Result<()> {
+    let visible: HashSet<&Uuid> = ranks.iter().flat_map(|rank| &rank.visible).collect();
+    for (later, rank) in ranks.iter().enumerate() {
+        for (earlier, other) in ranks[..later].iter().enumerate() {
+            if (rank.pid, &rank.namespace) == (other.pid, &other.namespace) {
+                return Err(Error::NeedsProcesses { rank: later });
+            }
+            let by_accident = rank.uuid == other.uuid && !rank.chosen && !other.chosen;
+            if by_accident && visible.len() >= ranks.len() {
+                return Err(Error::SharedGpu {
+                    ranks: [earlier, later],
+                    visible: visible.len(),
+                });
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rank(pid: u32, gpu: u8, visible: &[u8], chosen: bool) -> Introduction {
+        Introduction {
+            pid,
+            namespace: "pid:[1]".into(),
+            uuid: [gpu; 16],
+            visible: visible.iter().map(|&gpu| [gpu; 16]).collect(),
+            chosen,
+            rates: Rates::of(""),
+            pushes: true,
+        }
+    }
+
+    #[test]
+    fn two_ranks_of_one_process_are_told_so() {
+        let ranks = [rank(1, 1, &[1, 2], false), rank(1, 2, &[1, 2], false)];
+        assert_eq!(check(&ranks), Err(Error::NeedsProcesses { rank: 1 }));
+        let mut elsewhere = ranks;
+        elsewhere[1].namespace = "pid:[2]".into();
+        assert_eq!(check(&elsewhere), Ok(()));
+    }
+
+    #[test]
+    fn ranks_that_share_a_gpu_by_accident_are_told_so() {
+        // Rank 0 sees GPUs 1 and 2, rank 1 sees 2 and 1, and each takes the one of its number.
+        let crossed = [rank(1, 1, &[1, 2], false), rank(2, 1, &[2, 1], false)];
+        let shared = Error::SharedGpu {
+            ranks: [0, 1],
+            visible: 2,
+        };
+        assert_eq!(check(&crossed), Err(shared));
+        let chosen = [rank(1, 1, &[1, 2], true), rank(2, 1, &[2, 1], false)];
+        assert_eq!(check(&chosen), Ok(()));
+        let scarce = [rank(1, 1, &[1], false), rank(2, 1, &[1], false)];
+        assert_eq!(check(&scarce), Ok(()));
+    }
+
+    #[test]
+    fn an_introduction_that_makes_no_sense_is_an_error() {
+        for bytes in [&b""[..], b"{}", b"[1,2]", b"{\"pid\":-1}", b"\xff"] {
+            assert!(Introduction::parse(bytes).is_err());
+        }
+        let sent = serde_json::to_vec(&rank(7, 1, &[1, 2], true)).unwrap();
+        assert_eq!(Introduction::parse(&sent).unwrap().visible.len(), 2);
+    }
+}
+
+#[cfg(fuzzing)]
+pub mod fuzzing {
+    //! What another rank says of itself.
+    use super::*;
+
+    /// An introduction; and what several of them, made of parts of the bytes, say together.
+    pub fn parse(data: &[u8]) {
+        let ranks = data.split(|&byte| byte == b'\n');
+        let ranks: Vec<_> = ranks.flat_map(Introduction::parse).collect();
+        let _ = check(&ranks);
+    }
+
+    /// As ranks make it.
+    pub fn seeds() -> Vec<Vec<u8>> {
+        let introduction = |pid, chosen| Introduction {
+            pid,
+            namespace: "pid:[4026531836]".into(),
+            uuid: [200; 16],
+            visible: vec![[200; 16], [7; 16]],
+            chosen,
+            rates: Rates::of(""),
+            pushes: chosen,
+        };
+        let ranks = [introduction(7, false), introduction(8, true)];
+        let ranks = ranks.map(|rank| serde_json::to_vec(&rank).unwrap_or_default());
+        vec![ranks[0].clone(), ranks.join(&b'\n')]
+    }
+}

@@ -1,0 +1,475 @@
+//! The words in a rank's memory by which ranks hear of one another, and a rank's own for its kernels.
+
+use std::mem::offset_of;
+use std::sync::Arc;
+
+use super::symmetric::{Peers, Symmetric};
+use crate::backend::cuda::abi::{
+    GEMMESH_MAX_FLAGS, GEMMESH_MAX_WORLD, GEMMESH_REFRESH, GemmeshMailbox, GemmeshPushEpoch,
+};
+use crate::backend::cuda::driver::{Device, DevicePtr, Region, StreamMemOp};
+use crate::backend::cuda::gpu::reclaim::Reclaimer;
+use crate::backend::cuda::program::low_latency;
+use crate::error::Result;
+use crate::protocol::epoch::Epoch;
+use crate::protocol::flag::Awaited;
+use crate::ranks::members::{Members, OPENING};
+use crate::schedule::{MAX_BLOCKS, MAX_FLAGS, layout::MAX_WORLD};
+use crate::schedule::{Schedule, Transfer};
+
+/// Every rank's flags, and this rank's words for its kernels.
+#[derive(Debug)]
+pub struct Control {
+    memory: Symmetric,
+}
+
+/// Where things lie in a rank's control block, in words.
+mod word {
+    use super::{GemmeshMailbox, GemmeshPushEpoch, MAX_BLOCKS, MAX_FLAGS, MAX_WORLD};
+    pub const READY: usize = 0;
+    pub const DONE: usize = READY + MAX_WORLD;
+    pub const CHUNK: usize = DONE + MAX_WORLD;
+    pub const FLAGS: usize = CHUNK + MAX_FLAGS;
+    pub const ABORT: usize = FLAGS;
+    /// `aligned[p]`, written by rank p when its stream has come to a benchmark's starting line.
+    pub const ALIGNED: usize = ABORT + 64;
+    /// What peers write when rows are pushed; and the count of those operations.
+    pub const MAILBOX: usize = ALIGNED + MAX_WORLD;
+    pub const PUSH_EPOCH: usize = MAILBOX + size_of::<GemmeshMailbox>() / 4;
+    /// By block of a product: what its copy stream waits for before it sends it.
+    pub const STORED: usize = PUSH_EPOCH + size_of::<GemmeshPushEpoch>() / 4;
+    /// As READY to CHUNK, but gates: of operations that are recorded. Closed between them, by value 0.
+    pub const GATES: usize = STORED + MAX_BLOCKS;
+    /// Whether a recorded operation has moved all that this rank moves.
+    pub const MOVED: usize = GATES + FLAGS;
+    /// How many of them have begun.
+    pub const REPLAYS: usize = MOVED + 1;
+    pub const END: usize = REPLAYS + 1;
+}
+
+/// The second MiB of the control block is for [`crate::backend::cuda::Group::check_peers`]: a box for each rank.
+const BOXES: usize = 1 << 20;
+/// Bytes of a box.
+pub const BOX: usize = (1 << 20) / MAX_WORLD;
+/// Behind that is the landing area.
+const LANDING: usize = BOXES + MAX_WORLD * BOX;
+
+impl Control {
+    /// Collective. All flags hold the epoch before `first`.
+    pub fn open(
+        device: &Arc<Device>,
+        reclaimer: &Arc<Reclaimer>,
+        members: &Members,
+        peers: &Peers,
+        first: Epoch,
+    ) -> Result<Control> {
+        const {
+            assert!(word::END * 4 <= BOXES);
+            // Kernels write two of its words at once.
+            assert!(word::PUSH_EPOCH.is_multiple_of(2));
+            // Both languages count alike.
+            assert!(MAX_WORLD == GEMMESH_MAX_WORLD as usize);
+            assert!(MAX_FLAGS == GEMMESH_MAX_FLAGS as usize);
+            assert!(Epoch::REFRESH == GEMMESH_REFRESH);
+        };
+        let before = first.previous().raw();
+        let initialise = |own: &mut Region| {
+            let mut words = vec![0u32; word::END];
+            words[..word::FLAGS].fill(before);
+            words[word::MAILBOX..word::PUSH_EPOCH].fill(before);
+            words[word::PUSH_EPOCH + offset_of!(GemmeshPushEpoch, epoch) / 4] = before;
+            let bytes = bytemuck::cast_slice(&words);
+            own.write_rows(0, bytes.len(), bytes.len(), bytes)
+        };
+        let bytes = LANDING + low_latency::BYTES;
+        let memory = Symmetric::allocate(
+            device, reclaimer, members, peers, OPENING, bytes, initialise,
+        )?;
+        Ok(Control { memory })
+    }
+
+    /// Leaves the ranks' blocks mapped for good: this rank's device may still write to them.
+    pub fn abandon(&mut self) {
+        self.memory.abandon();
+    }
+
+    fn at(base: DevicePtr, word: usize) -> DevicePtr {
+        base + 4 * word as u64
+    }
+
+    /// What streams wait for and write in operation `epoch`.
+    pub fn flags(&self, epoch: Epoch) -> Signals<'_> {
+        Signals {
+            memory: &self.memory,
+            first: 0,
+            epoch,
+        }
+    }
+
+    /// The same where the operation is recorded.
+    pub fn gates(&self) -> Signals<'_> {
+        Signals {
+            memory: &self.memory,
+            first: word::GATES,
+            epoch: Epoch::OPEN,
+        }
+    }
+
+    /// Where a recorded operation notes that this rank has moved all that it moves.
+    pub fn moved(&self) -> DevicePtr {
+        Control::at(self.memory.own(), word::MOVED)
+    }
+
+    /// Where recorded operations are counted.
+    pub fn replays(&self) -> DevicePtr {
+        Control::at(self.memory.own(), word::REPLAYS)
+    }
+
+    /// The word that makes this rank's kernels stop waiting.
+    pub fn abort(&self) -> DevicePtr {
+        Control::at(self.memory.own(), word::ABORT)
+    }
+
+    /// The mailbox of `rank`.
+    pub fn mailbox(&self, rank: usize) -> DevicePtr {
+        Control::at(self.memory.of(rank), word::MAILBOX)
+    }
+
+    /// The chunk flag `flag` in the mailbox of `rank`.
+    pub fn pushed(&self, rank: usize, flag: usize) -> DevicePtr {
+        let word = word::MAILBOX + offset_of!(GemmeshMailbox, chunk) / 4 + flag;
+        Control::at(self.memory.of(rank), word)
+    }
+
+    /// This rank's count of the operations whose rows are pushed.
+    pub fn push_epoch(&self) -> DevicePtr {
+        Control::at(self.memory.own(), word::PUSH_EPOCH)
+    }
+
+    /// The word that says that a block of this rank's product is stored: 0 between operations. (No stream can wait for a word
+    /// of a pool's memory, where programs have their tables.)
+    pub fn stored(&self, block: usize) -> DevicePtr {
+        Control::at(self.memory.own(), word::STORED + block)
+    }
+
+    /// What this rank's own streams and kernels wait for.
+    pub fn own(&self, rank: usize) -> OwnWords {
+        let lines = |signals: Signals| OwnLines {
+            ready: signals.ready(rank, 0),
+            done: signals.done(rank, 0),
+            chunk: signals.chunk(rank, 0),
+        };
+        OwnWords {
+            abort: self.abort(),
+            flags: lines(self.flags(Epoch::FIRST)),
+            gates: lines(self.gates()),
+            moved: self.moved(),
+            mailbox: Control::at(self.memory.own(), word::MAILBOX),
+            push_epoch: self.push_epoch(),
+            stored: self.stored(0),
+        }
+    }
+
+    /// `aligned` in the memory of `rank`.
+    pub fn aligned(&self, rank: usize) -> DevicePtr {
+        Control::at(self.memory.of(rank), word::ALIGNED)
+    }
+
+    /// The landing area of `rank`.
+    pub fn landing(&self, rank: usize) -> DevicePtr {
+        self.memory.of(rank) + LANDING as u64
+    }
+
+    /// The box for `by` in the memory of `rank`.
+    pub fn inbox(&self, rank: usize, by: usize) -> DevicePtr {
+        self.memory.of(rank) + (BOXES + by * BOX) as u64
+    }
+}
+
+/// The words by which the ranks' streams hear of one another in an operation: flags with epochs, or gates where it is recorded.
+#[derive(Clone, Copy, Debug)]
+pub struct Signals<'a> {
+    memory: &'a Symmetric,
+    /// The word before `ready[0]`.
+    first: usize,
+    /// What is waited for and written.
+    pub epoch: Epoch,
+}
+
+impl Signals<'_> {
+    /// `ready[by]` in the memory of `rank`.
+    pub fn ready(&self, rank: usize, by: usize) -> DevicePtr {
+        self.at(rank, word::READY + by)
+    }
+
+    /// `done[by]` in the memory of `rank`.
+    pub fn done(&self, rank: usize, by: usize) -> DevicePtr {
+        self.at(rank, word::DONE + by)
+    }
+
+    /// `chunk[flag]` in the memory of `rank`.
+    pub fn chunk(&self, rank: usize, flag: usize) -> DevicePtr {
+        self.at(rank, word::CHUNK + flag)
+    }
+
+    fn at(&self, rank: usize, word: usize) -> DevicePtr {
+        Control::at(self.memory.of(rank), self.first + word)
+    }
+
+    /// Waits until `word` has been signalled.
+    pub fn wait(&self, word: DevicePtr) -> StreamMemOp {
+        StreamMemOp::Wait(word, self.epoch.raw())
+    }
+
+    /// Signals `word`.
+    pub fn signal(&self, word: DevicePtr) -> StreamMemOp {
+        StreamMemOp::Write(word, self.epoch.raw())
+    }
+}
+
+/// Closes a gate.
+pub fn close(gate: DevicePtr) -> StreamMemOp {
+    StreamMemOp::Write(gate, Epoch::CLOSED.raw())
+}
+
+/// Addresses in this rank's own control block.
+#[derive(Clone, Copy, Debug)]
+pub struct OwnWords {
+    pub abort: DevicePtr,
+    pub flags: OwnLines,
+    pub gates: OwnLines,
+    /// Whether a recorded operation has moved all.
+    pub moved: DevicePtr,
+    /// `ready`, by peer, stands first in it.
+    pub mailbox: DevicePtr,
+    /// The count of the operations whose rows are pushed.
+    pub push_epoch: DevicePtr,
+    /// By block of a product.
+    pub stored: DevicePtr,
+}
+
+/// Addresses of what this rank's streams wait for.
+#[derive(Clone, Copy, Debug)]
+pub struct OwnLines {
+    /// By peer; `done` follows.
+    pub ready: DevicePtr,
+    /// By peer.
+    pub done: DevicePtr,
+    /// By flag.
+    pub chunk: DevicePtr,
+}
+
+/// A word for each peer.
+pub type FlagLine = [u32; MAX_WORLD];
+
+/// A rank's own words at one moment.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Snapshot {
+    /// `ready` and `done` as they lie in a control block.
+    pub ready: FlagLine,
+    pub done: FlagLine,
+    /// The same of the gates.
+    pub gates_ready: FlagLine,
+    pub gates_done: FlagLine,
+    /// `ready` of the mailbox.
+    pub mailbox: FlagLine,
+    pub push_epoch: GemmeshPushEpoch,
+    /// Whether the recorded operation that runs has moved all.
+    pub moved: u32,
+    pub reserved: u32,
+}
+
+// SAFETY: plain words, for which zero is valid.
+unsafe impl bytemuck::Zeroable for Snapshot {}
+
+/// For whose words an operation waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Waits {
+    /// Its kernel, for `ready` of every peer in the mailbox.
+    Kernel,
+    /// Its streams, for `ready` of the peers whose memory it moves something from or to, and for `done` of those that do so with this
+    /// rank's: bit r for rank r.
+    Streams { ready: u64, done: u64 },
+    /// The same of a recorded operation, for gates, which are opened for those who wait for them only; and for `sources` of what it passes
+    /// on, which say `done` here too: they are to blame before those who wait for them as well.
+    Gates { ready: u64, sources: u64, done: u64 },
+}
+
+impl Waits {
+    pub fn of(schedule: &Schedule) -> Waits {
+        if schedule.is_pushed() {
+            return Waits::Kernel;
+        }
+        let Masks {
+            ready,
+            sources,
+            done,
+        } = Masks::of(schedule);
+        // What is passed on waits for its source, which therefore is to blame before those who wait for it too.
+        Waits::Streams {
+            ready: ready | sources,
+            done,
+        }
+    }
+
+    /// Of the same operation when it is recorded, by gates.
+    pub fn by_gates(schedule: &Schedule) -> Waits {
+        let Masks {
+            ready,
+            sources,
+            done,
+        } = Masks::of(schedule);
+        Waits::Gates {
+            ready,
+            sources: sources & done,
+            done,
+        }
+    }
+}
+
+/// Whom streams wait for: bit r for rank r.
+struct Masks {
+    /// Whose memory something is moved from or to.
+    ready: u64,
+    /// Whose rows are passed on.
+    sources: u64,
+    /// Who moves something from or to this rank's.
+    done: u64,
+}
+
+impl Masks {
+    fn of(schedule: &Schedule) -> Masks {
+        let ranks = |ranks: &mut dyn Iterator<Item = usize>| ranks.fold(0, |all, r| all | 1 << r);
+        let others = || schedule.moves().filter(|moved| moved.from != moved.to);
+        let passed_on = others().filter(|moved| !moved.after.is_empty());
+        Masks {
+            ready: ranks(&mut others().map(Transfer::peer)),
+            sources: ranks(&mut passed_on.map(|moved| moved.source)),
+            done: ranks(&mut schedule.movers().iter().copied()),
+        }
+    }
+}
+
+impl Snapshot {
+    /// The epoch of the operation whose rows are being pushed, as the device counts them; none if no kernel is at it.
+    pub fn pushed_epoch(&self) -> Option<Epoch> {
+        let is_running = self.push_epoch.entered > 0;
+        is_running.then(|| Epoch::from_raw(self.push_epoch.epoch).next())
+    }
+
+    /// The first word, in the order in which an operation waits for them, that has not reached `epoch`; and its value.
+    pub fn missing(
+        &self,
+        rank: usize,
+        world: usize,
+        epoch: Epoch,
+        waits: Waits,
+    ) -> Option<(Awaited, u32)> {
+        let (words, ready, done_words, sources, done) = match waits {
+            Waits::Kernel => (&self.mailbox, u64::MAX, &self.done, 0, 0),
+            Waits::Streams { ready, done } => (&self.ready, ready, &self.done, 0, done),
+            Waits::Gates {
+                ready,
+                sources,
+                done,
+            } => {
+                // Those that it has passed are closed again.
+                let ready = if self.moved == 0 { ready } else { 0 };
+                (&self.gates_ready, ready, &self.gates_done, sources, done)
+            }
+        };
+        let ring = |among: u64| {
+            let ranks = (1..world).map(move |step| (rank + step) % world);
+            ranks.filter(move |rank| among >> rank & 1 == 1)
+        };
+        let words = ring(ready).map(|source| (Awaited::Ready { source }, words[source]));
+        let done = ring(sources).chain(ring(done));
+        let done = done.map(|peer| (Awaited::Done { peer }, done_words[peer]));
+        let words = words.chain(done);
+        let mut late = words.filter(|(_, seen)| !epoch.reached_by(*seen));
+        late.next()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::element::DType;
+    use crate::schedule::plan::collectives;
+    use crate::schedule::{Description, Layout};
+
+    #[test]
+    fn what_is_missing_is_found_in_the_order_in_which_it_is_waited_for() {
+        let mut words: Snapshot = bytemuck::Zeroable::zeroed();
+        let epoch = Epoch::from_raw(5);
+        words.ready[..4].fill(5);
+        words.done[..4].fill(5);
+        words.mailbox[..4].copy_from_slice(&[5, 5, 4, 3]);
+        let streams = |ready, done| Waits::Streams { ready, done };
+        let all = streams(0b1111, 0b1111);
+        assert_eq!(words.missing(1, 4, epoch, all), None);
+        let pushed = words.missing(1, 4, epoch, Waits::Kernel);
+        assert_eq!(pushed, Some((Awaited::Ready { source: 2 }, 4)));
+        words.done[0] = 4;
+        let pulled = words.missing(1, 4, epoch, all);
+        assert_eq!(pulled, Some((Awaited::Done { peer: 0 }, 4)));
+        // Whom nothing is pulled from, and who pulls nothing, is not waited for.
+        words.ready[3] = 4;
+        assert_eq!(words.missing(1, 4, epoch, streams(0b101, 0b1100)), None);
+        let pulled = words.missing(1, 4, epoch, streams(0b1000, 0));
+        assert_eq!(pulled, Some((Awaited::Ready { source: 3 }, 4)));
+        // Of gates, those that were passed are closed, once all is moved.
+        let gates = Waits::Gates {
+            ready: 0b101,
+            sources: 0,
+            done: 0b1101,
+        };
+        words.gates_ready[2] = 1;
+        let missing = |words: &Snapshot| words.missing(1, 4, Epoch::OPEN, gates);
+        assert_eq!(missing(&words), Some((Awaited::Ready { source: 0 }, 0)));
+        (words.moved, words.gates_ready[2]) = (1, 0);
+        words.gates_done[2] = 1;
+        assert_eq!(missing(&words), Some((Awaited::Done { peer: 3 }, 0)));
+        // Whose rows are passed on is to blame first.
+        let relayed = Waits::Gates {
+            ready: 0,
+            sources: 0b1,
+            done: 0b1001,
+        };
+        let first = words.missing(1, 4, Epoch::OPEN, relayed);
+        assert_eq!(first, Some((Awaited::Done { peer: 0 }, 0)));
+        words.gates_done[..4].fill(1);
+        assert_eq!(missing(&words), None);
+        words.push_epoch.epoch = u32::MAX;
+        assert_eq!(words.pushed_epoch(), None);
+        words.push_epoch.entered = 1;
+        assert_eq!(words.pushed_epoch(), Some(Epoch::from_raw(0)));
+    }
+
+    #[test]
+    fn who_passes_on_waits_for_the_source_too() {
+        let asked = Description {
+            operation: "broadcast",
+            dtype: DType::U8,
+            beside: None,
+            form: Default::default(),
+            layout: Layout::new(&[512, 0, 0], 16).unwrap(),
+            n: 16,
+        };
+        let schedule =
+            |rank| collectives::broadcast(&asked, rank, collectives::chunked(2)).unwrap();
+        let waits = |rank| Waits::of(&schedule(rank));
+        let streams = |ready, done| Waits::Streams { ready, done };
+        assert_eq!(waits(0), streams(0b110, 0));
+        assert_eq!(waits(1), streams(0b101, 0b101));
+        assert_eq!(waits(2), streams(0b011, 0b011));
+        // Nobody brings anything to rank 0, so it opens no gate.
+        let gates = Waits::Gates {
+            ready: 0b100,
+            sources: 0b1,
+            done: 0b101,
+        };
+        assert_eq!(Waits::by_gates(&schedule(1)), gates);
+    }
+}

@@ -1,0 +1,268 @@
+//! cudarc's streams, events and memory, as this library uses them.
+#![allow(unsafe_code)]
+
+use std::fmt;
+use std::sync::Arc;
+
+use cudarc::driver::{
+    CudaEvent, CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtr, DevicePtrMut, DeviceSlice,
+    SyncOnDrop,
+};
+
+use crate::backend::Cuda;
+use crate::element::{Element, Value};
+use crate::error::{Error, Result};
+use crate::group::Group;
+use crate::interop::stream::StreamGuard;
+use crate::matrix::{Matrix, MatrixView, MatrixViewMut, bytes_of};
+use crate::ops::{OutputOf, Outputs, Weights};
+
+/// CU_STREAM_PER_THREAD, which is another stream on each thread.
+const PER_THREAD: usize = 2;
+
+mod memory {
+    /// Memory that is freed in the order of its stream, which it keeps: cudarc's other kinds, and types of others that can say where
+    /// memory is, need not be.
+    pub trait OrderedByItsStream {}
+}
+
+use memory::OrderedByItsStream;
+
+impl<T> OrderedByItsStream for CudaSlice<T> {}
+impl<T> OrderedByItsStream for CudaView<'_, T> {}
+impl<T> OrderedByItsStream for CudaViewMut<'_, T> {}
+
+impl Group<Cuda> {
+    /// Puts later operations on a stream of cudarc's, which the group keeps as long as it uses it. They begin after what was put on it
+    /// before, and what is put on it later waits for them.
+    ///
+    /// A graph that is captured from it keeps addresses alone, of operations as of all that cudarc captures. Keep the group and the matrices
+    /// until the graph is dropped: cudarc's `CudaGraph::launch` is a safe function, but it cannot see whether they live.
+    ///
+    /// # Errors
+    /// [`Error::Unsuitable`] for a stream of another context than the GPU's primary one, such as of another GPU, for the default stream of each
+    /// thread, or while there are matrices in memory of the stream before ([`CudarcMatrix`]); as [`Group::set_stream`].
+    pub fn use_cudarc_stream(&self, stream: &Arc<CudaStream>) -> Result<()> {
+        self.require_context("the stream", stream.context().cu_ctx().cast())?;
+        if stream.cu_stream().addr() == PER_THREAD {
+            return Err(Error::Unsuitable {
+                rank: self.rank(),
+                argument: "the stream".into(),
+                what: "the handle".into(),
+                expected: "one stream, whichever thread uses it".into(),
+                found: "CU_STREAM_PER_THREAD".into(),
+            });
+        }
+        let owner = Arc::new(stream.clone());
+        // SAFETY: it is of the device's primary context, and lives as long as what is kept.
+        unsafe { self.set_stream_of(stream.cu_stream().cast(), owner) }
+    }
+
+    /// Records an event of cudarc's behind all operations so far, for other streams, or the host, to wait for them.
+    ///
+    /// # Errors
+    /// [`Error::Unsuitable`] for an event of another context than the GPU's primary one; [`Error::Cuda`] if the driver refuses; the group's
+    /// failure.
+    pub fn record_cudarc_event(&self, event: &CudaEvent) -> Result<()> {
+        self.require_context("the event", event.context().cu_ctx().cast())?;
+        // SAFETY: it is of the device's primary context and lives.
+        unsafe { self.record_event(event.cu_event().cast()) }
+    }
+
+    /// Lets all later operations wait, on the device, for where an event of cudarc's was recorded last, on any GPU. The event may be dropped
+    /// then.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] if the driver refuses; the group's failure.
+    pub fn wait_for_cudarc_event(&self, event: &CudaEvent) -> Result<()> {
+        // SAFETY: it lives.
+        unsafe { self.wait_for_event(event.cu_event().cast()) }
+    }
+
+    fn require_context(&self, argument: &str, context: *mut std::ffi::c_void) -> Result<()> {
+        let device = self.inner().backend.device();
+        if device.context() == context {
+            return Ok(());
+        }
+        Err(Error::Unsuitable {
+            rank: self.rank(),
+            argument: argument.into(),
+            what: "the context".into(),
+            expected: format!("the primary one of GPU {}", device.ordinal()),
+            found: "another".into(),
+        })
+    }
+}
+
+/// A matrix in memory of cudarc's, which it borrows: made by [`CudarcMatrix::new`] from a `CudaSlice` or a `CudaView`. The memory's stream must be the one
+/// that the group's operations are put on ([`Group::use_cudarc_stream`]): so what cudarc does with the memory afterwards, also
+/// freeing it, comes after them, and nobody on the host waits. When it is dropped it tells cudarc, so that cudarc's other streams wait too: one that
+/// is leaked (`mem::forget`) doesn't, and who then uses the memory on another stream without waiting by an event reads
+/// numbers of no meaning, as cudarc's own guards have it. Nothing is freed too early: that is in the order of the
+/// memory's stream, from which the group cannot be moved any more.
+///
+/// ```no_run
+/// # fn multiply(group: gemmesh::Group<gemmesh::Cuda>, a: &cudarc::driver::CudaSlice<gemmesh::bf16>, b: &cudarc::driver::CudaSlice<gemmesh::bf16>,
+/// #     out: &mut cudarc::driver::CudaSlice<gemmesh::bf16>, [m, n, k]: [usize; 3]) -> gemmesh::Result<()> {
+/// use gemmesh::{CudarcMatrix, CudarcMatrixMut, Matmul};
+///
+/// group.use_cudarc_stream(a.stream())?;
+/// let a = CudarcMatrix::new(&group, a, m, k)?;
+/// let b = CudarcMatrix::new(&group, b, n, k)?;
+/// let mut out = CudarcMatrixMut::new(&group, out, m, n)?;
+/// Matmul::new().run(&a, &b, &mut out)
+/// # }
+/// ```
+pub struct CudarcMatrix<'a, T: Value> {
+    matrix: Matrix<Cuda, T>,
+    _stream: StreamGuard,
+    /// Tells cudarc, behind the operations that use it, that it is read.
+    _read: SyncOnDrop<'a>,
+}
+
+/// The same of memory that is written, made by [`CudarcMatrixMut::new`] from a `CudaSlice` or a `CudaViewMut`.
+pub struct CudarcMatrixMut<'a, T: Value> {
+    matrix: Matrix<Cuda, T>,
+    _stream: StreamGuard,
+    _written: SyncOnDrop<'a>,
+}
+
+impl<'a, T: Value> CudarcMatrix<'a, T> {
+    /// [rows, columns], row by row, in memory of as many elements.
+    ///
+    /// # Errors
+    /// [`Error::Unsuitable`] unless the memory's context and stream are the group's; [`Error::Shape`] unless it has as many elements;
+    /// [`Error::Unaligned`] unless it and each row begin at a multiple of 16 bytes; [`Error::Limit`] for no columns.
+    pub fn new<S: DevicePtr<T> + OrderedByItsStream>(
+        group: &Group<Cuda>,
+        memory: &'a S,
+        rows: usize,
+        columns: usize,
+    ) -> Result<Self> {
+        let guard = hold_stream(group, memory, rows, columns)?;
+        let (ptr, read) = memory.device_ptr(memory.stream());
+        Ok(CudarcMatrix {
+            // SAFETY: it is as long as that, borrowed as long as this lives, and behind that the stream orders what is done with it.
+            matrix: unsafe { of_memory(group, ptr, rows, columns)? },
+            _stream: guard,
+            _read: read,
+        })
+    }
+
+    /// As an operand.
+    pub fn view(&self) -> MatrixView<'_, Cuda, T> {
+        self.matrix.view()
+    }
+}
+
+impl<'a, T: Value> CudarcMatrixMut<'a, T> {
+    /// As [`CudarcMatrix::new`].
+    ///
+    /// # Errors
+    /// As [`CudarcMatrix::new`].
+    pub fn new<S: DevicePtrMut<T> + OrderedByItsStream>(
+        group: &Group<Cuda>,
+        memory: &'a mut S,
+        rows: usize,
+        columns: usize,
+    ) -> Result<Self> {
+        let guard = hold_stream(group, memory, rows, columns)?;
+        let stream = memory.stream().clone();
+        let (ptr, written) = memory.device_ptr_mut(&stream);
+        // SAFETY: the stream that it borrows is the one that the memory keeps, and so lives as long as that is borrowed.
+        let written = unsafe { std::mem::transmute::<SyncOnDrop<'_>, SyncOnDrop<'a>>(written) };
+        Ok(CudarcMatrixMut {
+            // SAFETY: as in `CudarcMatrix::new`.
+            matrix: unsafe { of_memory(group, ptr, rows, columns)? },
+            _stream: guard,
+            _written: written,
+        })
+    }
+
+    /// As an output.
+    pub fn view_mut(&mut self) -> MatrixViewMut<'_, Cuda, T> {
+        self.matrix.view_mut()
+    }
+}
+
+/// Checks memory for a matrix, and keeps the group's operations on its stream as long as what is returned lives.
+fn hold_stream<T: Value>(
+    group: &Group<Cuda>,
+    memory: &impl DeviceSlice<T>,
+    rows: usize,
+    columns: usize,
+) -> Result<StreamGuard> {
+    let rank = group.rank();
+    bytes_of::<T>(rows, columns)?;
+    if memory.len() != rows * columns {
+        return Err(Error::Shape {
+            rank,
+            argument: "the memory of a matrix [rows * columns]".into(),
+            expected: vec![rows * columns],
+            found: vec![memory.len()],
+        });
+    }
+    // Default streams of all contexts have one handle.
+    group.require_context(
+        "the memory of a matrix",
+        memory.stream().context().cu_ctx().cast(),
+    )?;
+    group.exclusively(|_| {
+        let (own, groups) = (memory.stream().cu_stream().cast(), group.stream());
+        if own == groups {
+            return Ok(group.guard_stream());
+        }
+        Err(Error::Unsuitable {
+            rank,
+            argument: "the memory of a matrix".into(),
+            what: "the stream".into(),
+            expected: format!("the group's, {groups:p}: see Group::use_cudarc_stream"),
+            found: format!("{own:p}"),
+        })
+    })
+}
+
+/// # Safety
+/// As [`Matrix::from_device_ptr`]: rows follow one another.
+unsafe fn of_memory<T: Value>(
+    group: &Group<Cuda>,
+    ptr: u64,
+    rows: usize,
+    columns: usize,
+) -> Result<Matrix<Cuda, T>> {
+    let pitch = columns * size_of::<T>();
+    // SAFETY: as this function's.
+    unsafe { Matrix::from_device_ptr(group, ptr, rows, columns, pitch) }
+}
+
+impl<'m, T: Value> From<&'m CudarcMatrix<'_, T>> for MatrixView<'m, Cuda, T> {
+    fn from(matrix: &'m CudarcMatrix<'_, T>) -> Self {
+        matrix.view()
+    }
+}
+
+impl<'m, T: Value> From<&'m CudarcMatrix<'_, T>> for Weights<'m, Cuda, T> {
+    fn from(matrix: &'m CudarcMatrix<'_, T>) -> Self {
+        matrix.view().into()
+    }
+}
+
+impl<'m, T: Element, O: OutputOf<T>> From<&'m mut CudarcMatrixMut<'_, O>> for Outputs<'m, Cuda, T> {
+    fn from(matrix: &'m mut CudarcMatrixMut<'_, O>) -> Self {
+        matrix.view_mut().into()
+    }
+}
+
+impl<T: Value> fmt::Debug for CudarcMatrix<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.debug_tuple("CudarcMatrix").field(&self.matrix).finish()
+    }
+}
+
+impl<T: Value> fmt::Debug for CudarcMatrixMut<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.debug_tuple("CudarcMatrixMut")
+            .field(&self.matrix)
+            .finish()
+    }
+}

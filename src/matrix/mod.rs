@@ -1,0 +1,436 @@
+//! Matrices of one rank's own, and those whose rows are sharded.
+
+mod sharded;
+
+pub use sharded::{ShardMut, ShardedMatrix};
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use rustix::io::Errno;
+
+use crate::backend::Backend;
+use crate::backend::sealed::Bound;
+use crate::element::Value;
+use crate::error::{Error, Result};
+use crate::group::Group;
+use crate::resources::require_available;
+use crate::schedule::layout::{MAX_EXTENT, limit};
+
+/// A row-major [rows, columns] matrix in this rank's own memory: a weight, a bias (one row) or an output.
+///
+/// It may be dropped at any time, and waits for nothing: operations that use it go on, and the memory is freed after them.
+pub struct Matrix<B: Backend, T> {
+    // Freed before the group that it belongs to can end.
+    memory: B::Buffer,
+    group: Group<B>,
+    rows: usize,
+    /// Rows that there is room for.
+    capacity: usize,
+    columns: usize,
+    element: PhantomData<T>,
+}
+
+impl<B: Backend> Group<B> {
+    /// Allocates a [rows, columns] matrix of this rank's own, all zero.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`]; [`Error::Limit`] for no columns. (There may be no rows: operations have nothing to do with them then.)
+    pub fn zeros<T: Value>(&self, rows: usize, columns: usize) -> Result<Matrix<B, T>> {
+        let memory = || {
+            bytes_of::<T>(rows, columns)?;
+            let width = bytes_of::<T>(1, columns)?;
+            let inner = self.inner();
+            inner.members.refuse_fork()?;
+            inner.backend.buffer(&inner.members, rows, width)
+        };
+        let memory = self.noted(memory())?;
+        Ok(Matrix::new(self.clone(), memory, rows, columns))
+    }
+
+    /// Allocates a [rows, columns] matrix of this rank's own and copies `values`, row by row, into it.
+    ///
+    /// # Errors
+    /// As [`Group::zeros`]; [`Error::Shape`] unless there are rows · columns values.
+    pub fn upload<T: Value>(
+        &self,
+        values: &[T],
+        rows: usize,
+        columns: usize,
+    ) -> Result<Matrix<B, T>> {
+        let mut matrix = self.zeros(rows, columns)?;
+        matrix.copy_from_host(values)?;
+        Ok(matrix)
+    }
+
+    /// Zeros for a copy of so many elements on the host, which is to be written at once. A vector that cannot be had
+    /// would end the process, and so would one that is promised and not there when it is written.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    #[doc(hidden)]
+    pub fn zeros_of_host<T: Value>(&self, elements: usize) -> Result<Vec<T>> {
+        let bytes = elements.saturating_mul(size_of::<T>());
+        let values = require_available(bytes).and_then(|()| {
+            let values = bytemuck::allocation::try_zeroed_vec(elements);
+            values.map_err(|()| Errno::NOMEM.into())
+        });
+        self.noted(values.map_err(Error::out_of_memory(self.rank(), bytes)))
+    }
+}
+
+/// The bytes of a [rows, columns] matrix.
+pub(crate) fn bytes_of<T: Value>(rows: usize, columns: usize) -> Result<usize> {
+    limit("rows", rows, 0, MAX_EXTENT)?;
+    limit("columns", columns, 1, MAX_EXTENT)?;
+    // Two extents below 2³¹ stay below 2⁶²; what is larger than the memory of any machine is too large for this one.
+    Ok((rows * columns).saturating_mul(size_of::<T>()))
+}
+
+impl<B: Backend, T: Value> Matrix<B, T> {
+    pub(crate) fn new(group: Group<B>, memory: B::Buffer, rows: usize, columns: usize) -> Self {
+        Matrix {
+            memory,
+            group,
+            rows,
+            capacity: rows,
+            columns,
+            element: PhantomData,
+        }
+    }
+
+    /// [rows, columns]
+    pub fn shape(&self) -> [usize; 2] {
+        [self.rows, self.columns]
+    }
+
+    /// Uses the first `rows` of the rows that the matrix was made with in what follows, as [`shape`](Matrix::shape) says then: for an
+    /// output whose M changes from step to step. Operations that were begun before keep theirs.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] for more rows than the matrix was made with.
+    pub fn set_rows(&mut self, rows: usize) -> Result<()> {
+        let fits = limit("rows of a matrix", rows, 0, self.capacity);
+        self.group.noted(fits)?;
+        self.rows = rows;
+        Ok(())
+    }
+
+    /// Overwrites the matrix with `values`, row by row, once the operations before are complete.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] unless there are rows · columns values; the group's failure.
+    pub fn copy_from_host(&mut self, values: &[T]) -> Result<()> {
+        self.check_length(values.len())?;
+        self.group.synchronize()?;
+        let bytes = bytemuck::cast_slice(values);
+        let written = self.group.inner().backend.write(&mut self.memory, bytes);
+        self.group.noted(written)
+    }
+
+    /// Copies the matrix to `values`, row by row, once the operations before are complete.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] unless there are rows · columns values; the group's failure.
+    pub fn copy_to_host(&self, values: &mut [T]) -> Result<()> {
+        self.check_length(values.len())?;
+        self.group.synchronize()?;
+        let bytes = bytemuck::cast_slice_mut(values);
+        let read = self.group.inner().backend.read(&self.memory, bytes);
+        self.group.noted(read)
+    }
+
+    /// A copy of the matrix, row by row, once the operations before are complete.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`]; the group's failure.
+    pub fn to_vec(&self) -> Result<Vec<T>> {
+        let mut values = self.group.zeros_of_host(self.rows * self.columns)?;
+        self.copy_to_host(&mut values)?;
+        Ok(values)
+    }
+
+    fn check_length(&self, length: usize) -> Result<()> {
+        if length == self.rows * self.columns {
+            return Ok(());
+        }
+        self.group.noted(Err(Error::Shape {
+            rank: self.group.rank(),
+            argument: format!(
+                "the host copy of a [{}, {}] matrix",
+                self.rows, self.columns
+            ),
+            expected: vec![self.rows * self.columns],
+            found: vec![length],
+        }))
+    }
+
+    pub(crate) fn group(&self) -> &Group<B> {
+        &self.group
+    }
+
+    pub(crate) fn memory(&self) -> &B::Buffer {
+        &self.memory
+    }
+
+    /// All of it.
+    pub fn view(&self) -> MatrixView<'_, B, T> {
+        MatrixView {
+            memory: &self.memory,
+            group: &self.group,
+            offset: 0,
+            shape: self.shape(),
+            element: PhantomData,
+        }
+    }
+
+    /// All of it, to be written.
+    pub fn view_mut(&mut self) -> MatrixViewMut<'_, B, T> {
+        MatrixViewMut {
+            view: self.view(),
+            exclusive: PhantomData,
+        }
+    }
+
+    /// Some of the rows: [`MatrixView::rows`].
+    ///
+    /// # Errors
+    /// As [`MatrixView::rows`].
+    pub fn rows(&self, rows: Range<usize>) -> Result<MatrixView<'_, B, T>> {
+        self.view().rows(rows)
+    }
+
+    /// Some of the columns: [`MatrixView::columns`].
+    ///
+    /// # Errors
+    /// As [`MatrixView::columns`].
+    pub fn columns(&self, columns: Range<usize>) -> Result<MatrixView<'_, B, T>> {
+        self.view().columns(columns)
+    }
+}
+
+impl<B: Backend, T: Value> fmt::Debug for Matrix<B, T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "Matrix<{}, {}>{:?}", B::NAME, T::DTYPE, self.shape())
+    }
+}
+
+/// A part of a [`Matrix`], as an operand: some of its rows, some of its columns.
+#[must_use = "a view does nothing"]
+pub struct MatrixView<'a, B: Backend, T> {
+    memory: &'a B::Buffer,
+    group: &'a Group<B>,
+    /// Bytes from the memory's beginning.
+    offset: usize,
+    shape: [usize; 2],
+    element: PhantomData<T>,
+}
+
+// Derived, they would need a backend that can be copied.
+impl<B: Backend, T> Clone for MatrixView<'_, B, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backend, T> Copy for MatrixView<'_, B, T> {}
+
+impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
+    /// [rows, columns]
+    pub fn shape(&self) -> [usize; 2] {
+        self.shape
+    }
+
+    /// Some of the rows, or none.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] for rows that the matrix does not have.
+    pub fn rows(self, rows: Range<usize>) -> Result<Self> {
+        let [all, columns] = self.shape;
+        let fits = limit("the end of a view's rows", rows.end, 0, all)
+            .and_then(|()| limit("the first row of a view", rows.start, 0, rows.end));
+        self.group.noted(fits)?;
+        // No rows lie nowhere: behind the last there may be no memory.
+        let offset = match rows.is_empty() {
+            true => 0,
+            false => self.offset + rows.start * B::place(self.memory).1,
+        };
+        Ok(MatrixView {
+            offset,
+            shape: [rows.len(), columns],
+            ..self
+        })
+    }
+
+    /// Some of the columns.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] for columns that the matrix does not have, or none; [`Error::Unaligned`] on GPUs unless the first begins at a
+    /// multiple of 16 bytes.
+    pub fn columns(self, columns: Range<usize>) -> Result<Self> {
+        let [rows, all] = self.shape;
+        let check = || {
+            let what = "the first column of a view";
+            limit("the end of a view's columns", columns.end, 1, all)?;
+            limit(what, columns.start, 0, columns.end - 1)?;
+            require_aligned::<B>(self.group, what, columns.start, size_of::<T>())
+        };
+        self.group.noted(check())?;
+        // As in `rows`.
+        let before = match rows {
+            0 => 0,
+            _ => columns.start * size_of::<T>(),
+        };
+        Ok(MatrixView {
+            offset: self.offset + before,
+            shape: [rows, columns.len()],
+            ..self
+        })
+    }
+
+    pub(crate) fn group(&self) -> &'a Group<B> {
+        self.group
+    }
+
+    /// As something to be read.
+    pub(crate) fn input(&self) -> Bound<'a, B> {
+        Bound::Input(self.memory, self.offset)
+    }
+}
+
+/// Memory is read and written by pieces of so many bytes, which columns of this size begin.
+fn require_aligned<B: Backend>(
+    group: &Group<B>,
+    what: &str,
+    column: usize,
+    size: usize,
+) -> Result<()> {
+    let multiple = (B::ROW_ALIGNMENT / size).max(1);
+    if column.is_multiple_of(multiple) {
+        return Ok(());
+    }
+    let (below, above) = (
+        column / multiple * multiple,
+        column.next_multiple_of(multiple),
+    );
+    Err(Error::Unaligned {
+        rank: group.rank(),
+        what: format!("{what} (the nearest that work are {below} and {above})"),
+        value: column,
+        multiple,
+    })
+}
+
+impl<'a, B: Backend, T: Value> From<&'a Matrix<B, T>> for MatrixView<'a, B, T> {
+    fn from(matrix: &'a Matrix<B, T>) -> Self {
+        matrix.view()
+    }
+}
+
+impl<'a, B: Backend, T: Value> From<&'a mut Matrix<B, T>> for MatrixViewMut<'a, B, T> {
+    fn from(matrix: &'a mut Matrix<B, T>) -> Self {
+        matrix.view_mut()
+    }
+}
+
+impl<B: Backend, T: Value> fmt::Debug for MatrixView<'_, B, T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "MatrixView<{}, {}>{:?}", B::NAME, T::DTYPE, self.shape)
+    }
+}
+
+/// A part of a [`Matrix`], as an output.
+#[must_use = "a view does nothing"]
+pub struct MatrixViewMut<'a, B: Backend, T> {
+    view: MatrixView<'a, B, T>,
+    exclusive: PhantomData<&'a mut T>,
+}
+
+impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
+    /// [rows, columns]
+    pub fn shape(&self) -> [usize; 2] {
+        self.view.shape
+    }
+
+    /// Some of the rows.
+    ///
+    /// # Errors
+    /// As [`MatrixView::rows`].
+    pub fn rows(self, rows: Range<usize>) -> Result<Self> {
+        let view = self.view.rows(rows)?;
+        Ok(MatrixViewMut { view, ..self })
+    }
+
+    /// Some of the columns.
+    ///
+    /// # Errors
+    /// As [`MatrixView::columns`], and likewise unless the columns end there, or with the matrix's last.
+    pub fn columns(self, columns: Range<usize>) -> Result<Self> {
+        let [_, all] = self.shape();
+        if columns.end < all {
+            let what = "the end of the columns of an output";
+            let group = self.view.group;
+            group.noted(require_aligned::<B>(
+                group,
+                what,
+                columns.end,
+                size_of::<T>(),
+            ))?;
+        }
+        let view = self.view.columns(columns)?;
+        Ok(MatrixViewMut { view, ..self })
+    }
+
+    /// Columns side by side, of these widths, which make up the matrix: as of Q, K and V.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] unless the widths make up the columns; as [`MatrixViewMut::columns`].
+    pub fn split_columns<const N: usize>(self, widths: [usize; N]) -> Result<[Self; N]> {
+        let [_, columns] = self.shape();
+        let all = widths
+            .iter()
+            .fold(0, |sum: usize, &n| sum.saturating_add(n));
+        if all != columns {
+            return self.view.group.noted(Err(Error::Shape {
+                rank: self.view.group.rank(),
+                argument: "the widths that columns are split into".into(),
+                expected: vec![columns],
+                found: widths.into(),
+            }));
+        }
+        let mut begin = 0;
+        let mut parts = Vec::with_capacity(N);
+        for width in widths {
+            let whole = MatrixViewMut {
+                view: self.view,
+                exclusive: PhantomData,
+            };
+            parts.push(whole.columns(begin..begin + width)?);
+            begin += width;
+        }
+        let parts: std::result::Result<[Self; N], _> = parts.try_into();
+        Ok(parts.unwrap_or_else(|_| unreachable!("there is one for each width")))
+    }
+
+    pub(crate) fn group(&self) -> &'a Group<B> {
+        self.view.group
+    }
+
+    /// As something to be written.
+    pub(crate) fn output(&self) -> Bound<'a, B> {
+        Bound::Output(self.view.memory, self.view.offset)
+    }
+}
+
+impl<B: Backend, T: Value> fmt::Debug for MatrixViewMut<'_, B, T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(
+            f,
+            "MatrixViewMut<{}, {}>{:?}",
+            B::NAME,
+            T::DTYPE,
+            self.shape()
+        )
+    }
+}

@@ -1,0 +1,85 @@
+//! Ranges that name what a thread does, for NVIDIA's profilers (feature `nvtx`). Without the feature there is nothing of them.
+
+/// Ends when it is dropped, on the thread that began it.
+#[must_use]
+pub struct Range {
+    #[cfg(feature = "nvtx")]
+    _range: nvtx::LocalRange,
+}
+
+/// Begins a range, in no domain of its own: of a domain NVTX keeps each name for good, and most of these are used once.
+#[cfg(feature = "nvtx")]
+pub fn range(name: impl FnOnce() -> String) -> Range {
+    // Names hold no NUL.
+    let name = std::ffi::CString::new(name()).unwrap_or_default();
+    Range {
+        _range: nvtx::LocalRange::new(name),
+    }
+}
+
+/// Does nothing.
+#[cfg(not(feature = "nvtx"))]
+#[inline(always)]
+pub fn range(_: impl FnOnce() -> String) -> Range {
+    Range {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::range;
+    use crate::element::DType;
+    use crate::schedule::plan::all_gather;
+    use crate::schedule::plan::partial_sums;
+    use crate::schedule::{Chunking, Config, Description, Layout, Route, TileShape};
+
+    fn asked(operation: &'static str) -> Description {
+        Description {
+            beside: None,
+            form: Default::default(),
+            operation,
+            dtype: DType::Bf16,
+            layout: Layout::new(&[5, 3], 16).unwrap(),
+            n: 12,
+        }
+    }
+
+    const CONFIG: Config = Config::new(TileShape::new(4, 8, 8), Chunking::new(1), Route::Pull);
+
+    #[test]
+    fn operations_are_named_by_what_they_multiply() {
+        let plan = all_gather::gather_and_multiply(&asked("all_gather_matmul"), 1, CONFIG).unwrap();
+        assert_eq!(plan.name(), "all_gather_matmul 8x12x16 bf16");
+        let alone = all_gather::multiply(&asked("anything"), 0, CONFIG).unwrap();
+        assert_eq!(alone.name(), "matmul 8x12x16 bf16");
+        let name = partial_sums::NAME;
+        let pushed = CONFIG.with_route(Route::Push);
+        let sums = partial_sums::reduce_scatter(&asked(name), 0, pushed).unwrap();
+        assert_eq!(sums.name(), format!("{name} 8x12x16 bf16"));
+        let gather = all_gather::gather(&asked("all_gather"), 0, CONFIG).unwrap();
+        let named = "all_gather M = 8, K = 16, bf16, rows of each rank = [5, 3]";
+        assert_eq!(gather.name(), named);
+    }
+
+    #[test]
+    fn transfers_are_named_by_who_moves_what() {
+        let moves = |route| {
+            let config = CONFIG.with_route(route);
+            let plan = all_gather::gather_and_multiply(&asked("x"), 1, config).unwrap();
+            plan.moves().map(|moved| moved.name()).collect::<Vec<_>>()
+        };
+        assert_eq!(moves(Route::Pull), ["pull rows 0..5 from rank 0"]);
+        assert_eq!(moves(Route::Push), ["push rows 5..8 to rank 0"]);
+        assert!(
+            moves(Route::Store)
+                .iter()
+                .all(|name| name.starts_with("store rows "))
+        );
+    }
+
+    #[test]
+    fn ranges_nest_and_end() {
+        let outer = range(|| "outer".into());
+        drop(range(|| "with a \0 in it".into()));
+        drop(outer);
+    }
+}

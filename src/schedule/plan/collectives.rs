@@ -1,0 +1,521 @@
+//! The planners of what is exchanged, and perhaps added up, but not multiplied: rows that a rank has, or that its caller makes block by
+//! block while those before are on their way.
+//!
+//! Whoever has rows pushes them: no kernel waits for anything, streams do. Or stores them, if they are there and few: by a kernel that waits
+//! for what comes.
+
+use std::ops::Range;
+
+use smallvec::smallvec;
+
+use crate::error::Result;
+use crate::schedule::config::{Chunking, Config, Route, TileShape};
+use crate::schedule::layout::{MAX_EXTENT, MAX_WORLD, chunk_rows, limit};
+use crate::schedule::plan::all_gather::{Part, stored_parts};
+use crate::schedule::plan::partials::{Incoming, Partials, Piece, among_others};
+use crate::schedule::plan::tile_order::ring;
+use crate::schedule::{
+    Activation, Addend, Agreed, Description, MatrixSpec, Move, Parts, Reduction, Region, Request,
+    Schedule, Sum, Transfer,
+};
+
+/// The number of the matrix that this rank has, of its own.
+pub const INPUT: usize = 0;
+/// Of what it gets.
+pub const OUT: usize = 1;
+/// Of room in symmetric memory: for what the caller makes for others, then for what comes.
+pub const ROOM: usize = 2;
+/// How many there are.
+pub const MATRICES: usize = 3;
+
+/// Each block in so many chunks.
+pub const fn chunked(chunks: usize) -> Config {
+    // Nothing is multiplied; chunks are cut at multiples of the tile's rows, as kernels like them.
+    let tile = TileShape::new(128, 128, 64);
+    Config::new(tile, Chunking::new(chunks), Route::Push)
+}
+
+/// By stores of a kernel, as finely cut as these like.
+pub const fn stored() -> Config {
+    chunked(1).with_route(Route::Store)
+}
+
+/// Each rank gets its rows of the sum of all inputs, [M, N].
+///
+/// # Errors
+/// [`Error::Limit`](crate::Error::Limit) when N is out of bounds or a field of the configuration is.
+pub fn reduce_scatter(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
+    Plan::new(asked, rank, config)?.sums(Blocks::Had, Sums::Own)
+}
+
+/// Each rank gets its rows of the sum, in a matrix of all rows that ranks share: a gather has to follow.
+///
+/// # Errors
+/// As [`reduce_scatter`].
+pub fn reduce_own_rows(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
+    Plan::new(asked, rank, config)?.sums(Blocks::Had, Sums::OwnAmongAll)
+}
+
+/// Each rank gets all inputs, and adds up all rows.
+///
+/// # Errors
+/// As [`reduce_scatter`].
+pub fn all_reduce(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
+    Plan::new(asked, rank, config)?.all_sums()
+}
+
+/// As [`reduce_scatter`], of blocks that the caller makes: those of the peers' rows first, in ring order, and its own last.
+///
+/// # Errors
+/// As [`reduce_scatter`].
+pub fn produce_and_reduce_scatter(
+    asked: &Description,
+    rank: usize,
+    config: Config,
+) -> Result<Schedule> {
+    Plan::new(asked, rank, config)?.sums(Blocks::Made, Sums::Own)
+}
+
+/// Rank s sends each rank as many rows as it has in the layout of the output, where they come to lie in its place: row i of block p of
+/// its input becomes the i-th of its rows on rank p.
+///
+/// # Errors
+/// As [`reduce_scatter`].
+pub fn all_to_all(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
+    Plan::new(asked, rank, config)?.exchange(Blocks::Had)
+}
+
+/// As [`all_to_all`], of blocks that the caller makes: those for the peers first, in ring order, and that for itself last.
+///
+/// # Errors
+/// As [`reduce_scatter`].
+pub fn produce_and_all_to_all(
+    asked: &Description,
+    rank: usize,
+    config: Config,
+) -> Result<Schedule> {
+    Plan::new(asked, rank, config)?.exchange(Blocks::Made)
+}
+
+/// All ranks get the rows of the one that has all in the layout. It sends each other rank a share of them, which that one sends on: so
+/// each link carries all of them once, about. What is stored goes to each at once.
+///
+/// # Errors
+/// As [`reduce_scatter`].
+pub fn broadcast(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
+    Plan::new(asked, rank, config)?.broadcast()
+}
+
+/// Where the rows that a rank sends come from.
+#[derive(Clone, Copy, PartialEq)]
+enum Blocks {
+    /// They are there.
+    Had,
+    /// The caller makes them.
+    Made,
+}
+
+/// Who gets which sums.
+#[derive(Clone, Copy, PartialEq)]
+enum Sums {
+    /// A rank its own.
+    Own,
+    /// Likewise, at their place among all.
+    OwnAmongAll,
+}
+
+struct Plan<'a> {
+    asked: &'a Description,
+    rank: usize,
+    config: Config,
+}
+
+impl<'a> Plan<'a> {
+    fn new(asked: &'a Description, rank: usize, config: Config) -> Result<Plan<'a>> {
+        limit("rank", rank, 0, asked.layout.world() - 1)?;
+        config.check()?;
+        limit("N", asked.n, 1, MAX_EXTENT)?;
+        let what = "rows that are exchanged, of all ranks,";
+        limit(what, asked.layout.m(), 0, MAX_EXTENT / MAX_WORLD)?;
+        Ok(Plan {
+            asked,
+            rank,
+            config,
+        })
+    }
+
+    fn world(&self) -> usize {
+        self.asked.layout.world()
+    }
+
+    /// The parts of these rows that are made and sent at once.
+    fn cut(&self, rows: Range<usize>) -> Vec<Part> {
+        let n = self.asked.n;
+        if self.config.route == Route::Store {
+            return stored_parts(rows, n, self.world());
+        }
+        let height = self.config.entry_rows();
+        let parts = chunk_rows(0..rows.len(), self.config.chunking.count, height);
+        let parts = parts.map(|part| Part {
+            rows: rows.start + part.start..rows.start + part.end,
+            columns: 0..n,
+        });
+        parts.collect()
+    }
+
+    /// The parts of this rank's own rows: when the last, a quarter, is made, all that is left to do is to add it up.
+    fn cut_own(&self, rows: Range<usize>) -> Vec<Part> {
+        let height = self.config.entry_rows();
+        let quarter = (rows.len() / 4).next_multiple_of(height);
+        let last = rows.end.saturating_sub(quarter).max(rows.start);
+        let parts = [rows.start..last, last..rows.end].into_iter();
+        let parts = parts.filter(|rows| !rows.is_empty());
+        let columns = 0..self.asked.n;
+        parts
+            .map(|rows| Part {
+                rows,
+                columns: columns.clone(),
+            })
+            .collect()
+    }
+
+    fn region(&self, matrix: usize, rows: Range<usize>) -> Region {
+        self.part(matrix, rows, &(0..self.asked.n))
+    }
+
+    fn part(&self, matrix: usize, rows: Range<usize>, columns: &Range<usize>) -> Region {
+        Region {
+            matrix,
+            rows,
+            columns: columns.clone(),
+        }
+    }
+
+    fn transfer(&self, [from, to]: [usize; 2], moved: Move, flag: usize) -> Transfer {
+        Transfer {
+            from,
+            to,
+            source: from,
+            regions: smallvec![moved],
+            after: 0..0,
+            produced: None,
+            flag,
+            route: self.config.route,
+        }
+    }
+
+    fn sums(&self, blocks: Blocks, sums: Sums) -> Result<Schedule> {
+        let &Plan { asked, rank, .. } = self;
+        let (layout, world) = (&asked.layout, self.world());
+        let own = layout.rows_of(rank);
+        let most = layout.rows().into_iter().max().unwrap_or(0);
+        let (source, callers) = match blocks {
+            Blocks::Had => (INPUT, 0),
+            Blocks::Made => (ROOM, layout.m()),
+        };
+        let room = Partials::of_callers(asked, callers, most);
+        // What each rank makes: the others' rows first, and its own last.
+        let pieces = |rank: usize| -> (Vec<Piece>, Vec<Range<usize>>) {
+            let owners = ring(rank, world).chain([rank]);
+            let pieces = owners.flat_map(|owner| {
+                let rows = layout.rows_of(owner);
+                let parts = match owner == rank {
+                    true => self.cut_own(rows),
+                    false => self.cut(rows),
+                };
+                parts
+                    .into_iter()
+                    .map(move |Part { rows, columns }| (Piece { owner, rows }, columns))
+            });
+            pieces.unzip()
+        };
+        let (made, columns): (Vec<_>, Vec<_>) = (0..world).map(pieces).unzip();
+        let incoming: Vec<Incoming> = (0..world).map(|to| Incoming::of(&made, to)).collect();
+        let transfer = |from: usize, number: usize, Piece { owner, rows }: &Piece| {
+            let slot = room.slot(from, *owner) + rows.start - layout.rows_of(*owner).start;
+            let columns = &columns[from][number];
+            let moved = Move {
+                from: self.part(source, rows.clone(), columns),
+                to: self.part(ROOM, slot..slot + rows.len(), columns),
+            };
+            let flag = incoming[*owner].flag(from, number);
+            Transfer {
+                produced: (blocks == Blocks::Made).then_some(number),
+                ..self.transfer([from, *owner], moved, flag)
+            }
+        };
+        let sent = |from: usize, to: Option<usize>| {
+            let pieces = made[from].iter().enumerate();
+            let pieces = pieces.filter(move |(_, piece)| piece.owner != from);
+            let pieces = pieces.filter(move |(_, piece)| to.is_none_or(|to| piece.owner == to));
+            pieces.map(move |(number, piece)| transfer(from, number, piece))
+        };
+        let senders = (1..world).map(|step| (rank + world - step) % world);
+        let request = |Piece { owner, rows }: &Piece| Request {
+            owner: *owner,
+            rows: rows.clone(),
+            place: self.region(ROOM, rows.clone()),
+            addends: match *owner == rank {
+                true => incoming[rank].flags(rows),
+                false => 0..0,
+            },
+        };
+        let requests = made[rank].iter().filter(|_| blocks == Blocks::Made);
+        let addend = |from: usize| match from == rank {
+            true => Addend::Rows {
+                matrix: source,
+                first: own.start,
+            },
+            false => Addend::Rows {
+                matrix: ROOM,
+                first: room.slot(from, rank),
+            },
+        };
+        let first = match sums {
+            Sums::Own => 0,
+            Sums::OwnAmongAll => own.start,
+        };
+        let reduction = (!own.is_empty()).then(|| self.reduction(own.len(), first, addend));
+        let out = match sums {
+            Sums::Own => own.len(),
+            Sums::OwnAmongAll => layout.m(),
+        };
+        let mut parts = self.parts([layout.m(), out], &room);
+        parts.arrivals = senders.flat_map(|from| sent(from, Some(rank))).collect();
+        parts.departures = sent(rank, None).collect();
+        parts.requests = requests.map(request).collect();
+        parts.reduction = reduction;
+        Schedule::new(parts)
+    }
+
+    fn all_sums(&self) -> Result<Schedule> {
+        let &Plan { asked, rank, .. } = self;
+        let (m, world) = (asked.layout.m(), self.world());
+        let room = Partials::of_callers(asked, 0, m);
+        let cut = self.cut(0..m);
+        let transfers = |from: usize, to: usize| {
+            let (slot, before) = (room.slot(from, to), among_others(from, to) * cut.len());
+            let parts = cut.iter().enumerate();
+            let transfer = move |(part, Part { rows, columns }): (usize, &Part)| {
+                let moved = Move {
+                    from: self.part(INPUT, rows.clone(), columns),
+                    to: self.part(ROOM, slot + rows.start..slot + rows.end, columns),
+                };
+                self.transfer([from, to], moved, before + part)
+            };
+            parts.map(transfer).collect::<Vec<_>>()
+        };
+        let addend = |from: usize| match from == rank {
+            true => Addend::Rows {
+                matrix: INPUT,
+                first: 0,
+            },
+            false => Addend::Rows {
+                matrix: ROOM,
+                first: room.slot(from, rank),
+            },
+        };
+        let mut parts = self.parts([m, m], &room);
+        let peers = || ring(rank, world);
+        parts.departures = peers().flat_map(|to| transfers(rank, to)).collect();
+        parts.arrivals = peers().flat_map(|from| transfers(from, rank)).collect();
+        parts.reduction = (m > 0).then(|| self.reduction(m, 0, addend));
+        Schedule::new(parts)
+    }
+
+    fn exchange(&self, blocks: Blocks) -> Result<Schedule> {
+        let &Plan { asked, rank, .. } = self;
+        let (layout, world) = (&asked.layout, self.world());
+        let most = layout.rows().into_iter().max().unwrap_or(0);
+        let sent = layout.rows_of(rank);
+        let (source, callers) = match blocks {
+            Blocks::Had => (INPUT, 0),
+            Blocks::Made => (ROOM, (world - 1) * most),
+        };
+        let room = Partials::of_callers(asked, callers, 0);
+        // Where what `from` sends to `to` begins in its memory.
+        let begin = |from: usize, to: usize| match blocks {
+            Blocks::Had => to * layout.rows_of(from).len(),
+            Blocks::Made => among_others(to, from) * layout.rows_of(from).len(),
+        };
+        let parts_of = |from: usize| self.cut(layout.rows_of(from));
+        // By source, then by row.
+        let flag = |from: usize, part: usize, to: usize| {
+            let before = (0..from).filter(|&other| blocks == Blocks::Had || other != to);
+            before.map(|other| parts_of(other).len()).sum::<usize>() + part
+        };
+        let mut requests = Vec::new();
+        let mut departures = Vec::new();
+        for to in ring(rank, world).chain([rank]) {
+            let stays = to == rank && blocks == Blocks::Made;
+            for (part, Part { rows, columns }) in parts_of(rank).into_iter().enumerate() {
+                let first = begin(rank, to) + rows.start - sent.start;
+                let place = match stays {
+                    true => self.region(OUT, rows.clone()),
+                    false => self.part(source, first..first + rows.len(), &columns),
+                };
+                let number = requests.len();
+                if blocks == Blocks::Made {
+                    requests.push(Request {
+                        owner: to,
+                        rows: rows.start - sent.start..rows.end - sent.start,
+                        place: place.clone(),
+                        addends: 0..0,
+                    });
+                }
+                if !stays {
+                    let moved = Move {
+                        from: place,
+                        to: self.part(OUT, rows, &columns),
+                    };
+                    departures.push(Transfer {
+                        produced: (blocks == Blocks::Made).then_some(number),
+                        ..self.transfer([rank, to], moved, flag(rank, part, to))
+                    });
+                }
+            }
+        }
+        let senders = (1..world).map(|step| (rank + world - step) % world);
+        let senders = senders.chain((blocks == Blocks::Had).then_some(rank));
+        let mut arrivals = Vec::new();
+        for from in senders {
+            for (part, Part { rows, columns }) in parts_of(from).into_iter().enumerate() {
+                let first = begin(from, rank) + rows.start - layout.rows_of(from).start;
+                let moved = Move {
+                    from: self.part(source, first..first + rows.len(), &columns),
+                    to: self.part(OUT, rows, &columns),
+                };
+                arrivals.push(self.transfer([from, rank], moved, flag(from, part, rank)));
+            }
+        }
+        // Specs are of what lies where on any rank: of the longest input.
+        let mut parts = self.parts([world * most, layout.m()], &room);
+        parts.arrivals = arrivals;
+        parts.departures = departures;
+        parts.requests = requests;
+        Schedule::new(parts)
+    }
+
+    fn broadcast(&self) -> Result<Schedule> {
+        let &Plan { asked, rank, .. } = self;
+        let (layout, world) = (&asked.layout, self.world());
+        let root = (0..world)
+            .find(|&rank| !layout.rows_of(rank).is_empty())
+            .unwrap_or(0);
+        let stored = self.config.route == Route::Store;
+        // Each other rank's share, in ring order, chunk by chunk. What is stored goes to each at once.
+        let count = world - 1;
+        let share = |number: usize| match stored {
+            true => 0..layout.m(),
+            false => layout.m() * number / count..layout.m() * (number + 1) / count,
+        };
+        let chunks: Vec<Vec<Part>> = (0..count).map(|number| self.cut(share(number))).collect();
+        let first = |share: usize| match stored {
+            true => 0,
+            false => chunks[..share].iter().map(Vec::len).sum::<usize>(),
+        };
+        let receivers: Vec<usize> = ring(root, world).collect();
+        let most = chunks.iter().map(Vec::len).max().unwrap_or(0);
+        // All chunks in the order in which they are sent: the first of every share, then the second.
+        let mut all = Vec::new();
+        for number in 0..most {
+            for (share, chunks) in chunks.iter().enumerate() {
+                if let Some(chunk) = chunks.get(number) {
+                    all.push((receivers[share], chunk, first(share) + number));
+                }
+            }
+        }
+        let transfer = |from: usize, to: usize, chunk: &Part, flag: usize| Transfer {
+            source: root,
+            after: match from == root {
+                true => 0..0,
+                false => flag..flag + 1,
+            },
+            ..self.transfer(
+                [from, to],
+                Move::in_place(self.part(OUT, chunk.rows.clone(), &chunk.columns)),
+                flag,
+            )
+        };
+        let room = Partials::of_callers(asked, 0, 0);
+        let mut parts = self.parts([layout.m(); 2], &room);
+        for &(receiver, chunk, flag) in &all {
+            if rank == root {
+                parts.departures.push(transfer(root, receiver, chunk, flag));
+            } else if receiver == rank {
+                parts.arrivals.push(transfer(root, rank, chunk, flag));
+            } else if !stored {
+                parts.arrivals.push(transfer(receiver, rank, chunk, flag));
+            }
+            if receiver == rank && !stored {
+                let others = ring(rank, world).filter(|&other| other != root);
+                let onward = others.map(|other| transfer(rank, other, chunk, flag));
+                parts.departures.extend(onward);
+            }
+        }
+        Schedule::new(parts)
+    }
+
+    fn reduction(
+        &self,
+        rows: usize,
+        first: usize,
+        addend: impl FnMut(usize) -> Addend,
+    ) -> Reduction {
+        Reduction {
+            rows,
+            n: self.asked.n,
+            sum: Sum {
+                out: OUT,
+                first,
+                addends: (0..self.world()).map(addend).collect(),
+                bias: None,
+                activation: Activation::Identity,
+                residual: None,
+            },
+        }
+    }
+
+    /// A schedule in which nothing is moved yet, of an input and an output of so many rows.
+    fn parts(&self, [input, out]: [usize; 2], room: &Partials) -> Parts {
+        let asked = self.asked;
+        let matrix = |rows, columns| MatrixSpec {
+            dtype: asked.dtype,
+            rows,
+            columns,
+        };
+        Parts {
+            rank: self.rank,
+            world: self.world(),
+            agreed: Some(self.agree()),
+            matrices: vec![
+                matrix(input, asked.n),
+                matrix(out, asked.n),
+                matrix(room.rows(), room.columns()),
+            ],
+            arrivals: Vec::new(),
+            departures: Vec::new(),
+            product: None,
+            tiles: Vec::new(),
+            requests: Vec::new(),
+            reduction: None,
+            exchanged: false,
+        }
+    }
+
+    /// What the ranks must agree on: whoever sends knows how those who get it count.
+    fn agree(&self) -> Agreed {
+        let Description {
+            layout, n, dtype, ..
+        } = self.asked;
+        let mut details = format!("M = {}, N = {n}, {dtype}", layout.m());
+        details += &match self.config.route {
+            Route::Store => ", stored".into(),
+            _ => format!(", {} chunks", self.config.chunking.count),
+        };
+        if !layout.is_balanced() {
+            details += &format!(", rows of each rank = {:?}", layout.rows());
+        }
+        Agreed::new(self.asked.operation, &details)
+    }
+}

@@ -1,0 +1,225 @@
+//! The planner of the product whose partial sums are added up by who owns the rows:
+//! `out[rows of this rank, N] = Σ_p a_p[rows, K_p] · b_p[N, K_p]ᵀ + bias`; and of that whose sums all ranks get.
+//!
+//! Each rank multiplies its part of K for all rows. What it makes of another's rows, a *partial*, goes to a slot in the memory
+//! of that one, which adds up all partials in the order of the ranks, its own among them: so the bits do not depend on who owns a
+//! row, on the route, or on what comes first.
+
+pub use super::one_shot::{LOW_ROWS, PADDED_COLUMNS, is_exchanged};
+pub use super::pieces::agree;
+
+use super::one_shot::{are_few, exchange};
+use super::pieces::{Plan, Sums};
+use crate::error::Result;
+use crate::schedule::config::{Chunking, Config, Route};
+use crate::schedule::plan::partials::{Incoming, Piece};
+use crate::schedule::plan::tile_order::{self, ring};
+use crate::schedule::{Addend, Block, Description, Reduction, Schedule, Transfer};
+
+/// The number of the matrix whose columns are this rank's part of K.
+pub const A: usize = 0;
+/// Of the weight.
+pub const B: usize = 1;
+/// Of what is added to each row of the output.
+pub const BIAS: usize = 2;
+/// Of the output: this rank's rows, or a matrix in which they have their place.
+pub const OUT: usize = 3;
+/// Of the partials in symmetric memory.
+pub const PARTIALS: usize = 4;
+/// Of what is added to the sums last: it has the rows of the output.
+pub const RESIDUAL: usize = 5;
+/// How many there are.
+pub const MATRICES: usize = 6;
+
+/// The name of the call whose sums stay with the owners of the rows,
+pub const NAME: &str = "matmul_reduce_scatter";
+/// and of that whose sums all ranks get.
+pub const ALL_NAME: &str = "matmul_all_reduce";
+
+/// Whether an operation of this name makes partial sums and moves them.
+pub fn is_sum(operation: &str) -> bool {
+    [NAME, ALL_NAME].contains(&operation)
+}
+
+/// Where partials are pushed or stored: multiplies the peers' rows first, each block sent to its owner when it is there, and this
+/// rank's own last, to which is added what has come. Where they are pulled, this stands behind [`multiply`]: takes what the
+/// others have made of this rank's rows, and adds it up; nobody needs a kernel of another rank to run. But where [`is_exchanged`] says
+/// so, all rows are made at once, and then each rank gets the partials of its own.
+///
+/// # Errors
+/// [`Error::Limit`](crate::Error::Limit) when N is out of bounds, a field of the configuration is, or there are too many tiles
+/// or blocks.
+pub fn reduce_scatter(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
+    let planner = Plan::new(asked, rank, config, Sums::Own)?;
+    if planner.exchanged {
+        return exchange(&planner);
+    }
+    match config.route {
+        Route::Pull => reduce(&planner),
+        Route::Push | Route::Store => multiply_and_reduce(&planner),
+    }
+}
+
+/// The same, into a matrix of all rows that ranks share. Where partials are pushed or stored, rows are cut into panels, and each
+/// panel of this rank's rows is sent on to all others when it is made, while the next ones are multiplied; where they are pulled, a
+/// gather has to follow. But where [`is_exchanged`] says so, every rank gets all partials, and adds up all rows itself.
+///
+/// # Errors
+/// As [`reduce_scatter`].
+pub fn all_reduce(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
+    if are_few(asked) {
+        return exchange(&Plan::new(asked, rank, config, Sums::Everywhere)?);
+    }
+    let planner = Plan::new(asked, rank, config, Sums::All)?;
+    match config.route {
+        Route::Pull => reduce(&planner),
+        Route::Push | Route::Store => multiply_and_reduce(&planner),
+    }
+}
+
+fn multiply_and_reduce(planner: &Plan) -> Result<Schedule> {
+    let &Plan { asked, rank, .. } = planner;
+    let layout = &asked.layout;
+    let world = layout.world();
+    let made = planner.all_pieces();
+    let incoming: Vec<Incoming> = (0..world).map(|to| Incoming::of(&made, to)).collect();
+    let mut rows = Vec::new();
+    let mut blocks = Vec::new();
+    let mut departures = Vec::new();
+    for (block, piece) in made[rank].iter().enumerate() {
+        let owner = piece.owner;
+        let sum = if owner == rank {
+            let first = piece.rows.start - layout.rows_of(rank).start;
+            planner.tile_rows(
+                block,
+                &piece.rows,
+                |tile| incoming[rank].flags(tile),
+                &mut rows,
+            );
+            planner.sum(first, |_| Addend::Product)
+        } else {
+            planner.tile_rows(block, &piece.rows, |_| 0..0, &mut rows);
+            planner.own_partials(planner.partials.own(owner, piece.rows.start))
+        };
+        let is_shared = owner == rank && planner.sums == Sums::All;
+        for peer in ring(rank, world).filter(|&peer| peer == owner || is_shared) {
+            let flag = incoming[peer].flag(rank, block);
+            departures.push(planner.transfer(rank, peer, piece, flag, Some(block)));
+        }
+        blocks.push(Block {
+            rows: piece.rows.clone(),
+            weight: 0,
+            sum,
+        });
+    }
+    // In the order in which they are made: at the same time, those of the nearest rank first.
+    let mut arrivals: Vec<(usize, usize, Transfer)> = Vec::new();
+    for step in 1..world {
+        let from = (rank + world - step) % world;
+        for (block, piece) in made[from].iter().enumerate() {
+            let is_shared = piece.owner == from && planner.sums == Sums::All;
+            if piece.owner == rank || is_shared {
+                let flag = incoming[rank].flag(from, block);
+                let transfer = planner.transfer(from, rank, piece, flag, Some(block));
+                arrivals.push((block, step, transfer));
+            }
+        }
+    }
+    arrivals.sort_by_key(|&(block, step, _)| (block, step));
+    let arrivals = arrivals.into_iter().map(|(_, _, transfer)| transfer);
+    let product = planner.product(A, blocks);
+    let tiles = tile_order::walk(rank, &product, &rows)?;
+    let product = Some((product, tiles));
+    planner.schedule(true, arrivals.collect(), departures, product, None)
+}
+
+/// What a rank makes and sends at once, in this order, where its kernel runs beside the transfers and nothing is exchanged.
+///
+/// # Errors
+/// As the operation's.
+pub fn pieces(asked: &Description, rank: usize, config: Config) -> Result<Vec<Piece>> {
+    let sums = match asked.operation {
+        ALL_NAME => Sums::All,
+        _ => Sums::Own,
+    };
+    Ok(Plan::new(asked, rank, config, sums)?.pieces(rank))
+}
+
+/// Multiplies all rows; what is made of them stays here. The other ranks take no part.
+///
+/// # Errors
+/// As [`reduce_scatter`].
+pub fn multiply(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
+    let planner = Plan::new(asked, rank, config, Sums::Own)?;
+    let all = 0..asked.layout.m();
+    let mut rows = Vec::new();
+    planner.tile_rows(0, &all, |_| 0..0, &mut rows);
+    let sum = planner.own_partials(planner.partials.own(0, 0));
+    let product = planner.product(
+        A,
+        vec![Block {
+            rows: all,
+            weight: 0,
+            sum,
+        }],
+    );
+    let tiles = tile_order::walk(rank, &product, &rows)?;
+    planner.schedule(false, Vec::new(), Vec::new(), Some((product, tiles)), None)
+}
+
+/// Takes what the others have made of this rank's rows, a block of each rank's at a time, with no word to anyone.
+///
+/// # Errors
+/// As [`reduce_scatter`].
+pub fn copy(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
+    let planner = Plan::new(asked, rank, whole(config), Sums::Own)?;
+    let copies = planner.pulls(&planner.all_pieces());
+    planner.schedule(false, copies, Vec::new(), None, None)
+}
+
+/// The same, and then the sums of the others' rows.
+///
+/// # Errors
+/// As [`reduce_scatter`].
+pub fn copy_all(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
+    let planner = Plan::new(asked, rank, whole(config), Sums::All)?;
+    let made = planner.all_pieces();
+    let mut copies = planner.pulls(&made);
+    let incoming = Incoming::of(&made, rank);
+    for owner in ring(rank, asked.layout.world()) {
+        let pieces = made[owner].iter().enumerate();
+        let sums = pieces.filter(|(_, piece)| piece.owner == owner);
+        copies.extend(sums.map(|(number, piece)| {
+            planner.transfer(owner, rank, piece, incoming.flag(owner, number), None)
+        }));
+    }
+    planner.schedule(false, copies, Vec::new(), None, None)
+}
+
+/// Pulled in as few parts as there can be.
+fn whole(config: Config) -> Config {
+    Config {
+        chunking: Chunking::new(1),
+        ..config.with_route(Route::Pull)
+    }
+}
+
+fn reduce(planner: &Plan) -> Result<Schedule> {
+    let &Plan { asked, rank, .. } = planner;
+    let world = asked.layout.world();
+    let made = planner.all_pieces();
+    let mut departures = Vec::new();
+    for to in (1..world).map(|step| (rank + world - step) % world) {
+        let incoming = Incoming::of(&made, to);
+        departures.extend(planner.pulls_of(&made, &incoming, rank, to));
+    }
+    let own = asked.layout.rows_of(rank);
+    let matrix = PARTIALS;
+    let first = planner.partials.own(rank, own.start);
+    let reduction = (!own.is_empty()).then(|| Reduction {
+        rows: own.len(),
+        n: asked.n,
+        sum: planner.sum(0, |_| Addend::Rows { matrix, first }),
+    });
+    planner.schedule(true, planner.pulls(&made), departures, None, reduction)
+}

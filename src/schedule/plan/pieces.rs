@@ -1,0 +1,432 @@
+//! What planners of partial sums have in common: pieces, their transfers, sums and tiles of one rank.
+
+use std::fmt;
+use std::ops::Range;
+
+use smallvec::smallvec;
+
+use super::one_shot::{LOW_ROWS, by_owners, is_exchanged};
+use super::partial_sums::{B, BIAS, OUT, PARTIALS, RESIDUAL};
+use crate::error::Result;
+use crate::schedule::config::{Chunking, Config, Route, TileShape};
+use crate::schedule::layout::{MAX_EXTENT, chunk_rows, limit};
+use crate::schedule::plan::partials::{Incoming, Partials, Piece};
+use crate::schedule::plan::tile_order::{TileRow, ring};
+use crate::schedule::{
+    Activation, Addend, Agreed, Bias, Block, Description, MAX_FLAGS, MatrixSpec, Move, Parts,
+    Product, Reduction, Region, Residual, Schedule, Sum, Tile, Transfer, Weight, WeightLayout,
+};
+
+/// What is asked, of one rank.
+pub(super) struct Plan<'a> {
+    pub(super) asked: &'a Description,
+    pub(super) rank: usize,
+    pub(super) config: Config,
+    pub(super) partials: Partials,
+    pub(super) sums: Sums,
+    /// Whether all rows are made before any partial is moved.
+    pub(super) exchanged: bool,
+}
+
+/// Who gets the sums of a rank's rows.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum Sums {
+    /// It alone.
+    Own,
+    /// All ranks, from it.
+    All,
+    /// All ranks, which make them.
+    Everywhere,
+}
+
+impl Plan<'_> {
+    pub(super) fn new(
+        asked: &Description,
+        rank: usize,
+        config: Config,
+        sums: Sums,
+    ) -> Result<Plan<'_>> {
+        limit("rank", rank, 0, asked.layout.world() - 1)?;
+        config.check()?;
+        limit("N", asked.n, 1, MAX_EXTENT)?;
+        // What comes behind a gate is no sum of what comes behind the parts of one.
+        limit(
+            "weights of a sum over ranks",
+            asked.form.weight_count(),
+            1,
+            1,
+        )?;
+        let entries = asked.layout.m().div_ceil(config.entry_rows()) + asked.layout.world();
+        let tiles = entries.saturating_mul(asked.n.div_ceil(config.tile.n));
+        limit("tiles of the output", tiles, 1, 1 << 28)?;
+        let partials = match sums {
+            Sums::Own | Sums::All => Partials::of(asked, config.route),
+            Sums::Everywhere => Partials::exchanged(asked, config.route),
+        };
+        limit("rows of all partials", partials.rows(), 0, MAX_EXTENT)?;
+        // Also of the rank to which the most comes: all ranks find the same.
+        let Chunking { count, last, .. } = config.chunking;
+        let each = match sums {
+            Sums::Own => count.max(last),
+            // Panels of partials, the last of them in parts, and panels of sums.
+            Sums::All => (count - 1 + last) + count,
+            Sums::Everywhere => count,
+        };
+        let flags = (asked.layout.world() - 1) * each;
+        let what = "transfers to a rank, of the chunks that Config::chunking asks for,";
+        limit(what, flags, 0, MAX_FLAGS)?;
+        let exchanged = match sums {
+            Sums::Own => by_owners(asked, &config),
+            Sums::All => false,
+            Sums::Everywhere => true,
+        };
+        Ok(Plan {
+            asked,
+            rank,
+            config,
+            partials,
+            sums,
+            exchanged,
+        })
+    }
+
+    /// What each rank makes.
+    pub(super) fn all_pieces(&self) -> Vec<Vec<Piece>> {
+        let ranks = 0..self.asked.layout.world();
+        ranks.map(|rank| self.pieces(rank)).collect()
+    }
+
+    /// All that a rank makes, in this order: panel by panel, the peers' rows; and its own rows of a panel when the peers' of the
+    /// next one are made too, for by then what the peers have made of them has usually come. Where sums stay with the owners, all rows
+    /// are one panel, and peers' rows are cut as the configuration says; the last peer's finer: when they are there, all that is
+    /// left to do is to move them.
+    pub(super) fn pieces(&self, rank: usize) -> Vec<Piece> {
+        let layout = &self.asked.layout;
+        let world = layout.world();
+        let height = self.config.entry_rows();
+        let Chunking { count, last, .. } = self.config.chunking;
+        let (panels, count) = match self.sums {
+            Sums::All => (count, 1),
+            Sums::Own | Sums::Everywhere => (1, count),
+        };
+        let panels_of = |owner| chunk_rows_of_block(layout.rows_of(owner), panels, height);
+        let rows_of = |owner, panel| panels_of(owner).nth(panel).unwrap_or(0..0);
+        let last_peer = (rank + world - 1) % world;
+        let last_panel = panels_of(last_peer).count();
+        let mut pieces = Vec::new();
+        for panel in 0..=panels {
+            for owner in ring(rank, world).filter(|_| panel < panels) {
+                let is_last = (owner, panel + 1) == (last_peer, last_panel);
+                let count = if is_last { last } else { count };
+                let parts = chunk_rows_of_block(rows_of(owner, panel), count, height);
+                pieces.extend(parts.map(|rows| Piece { owner, rows }));
+            }
+            let own = panel.checked_sub(1).map(|before| rows_of(rank, before));
+            if let Some(rows) = own.filter(|rows| !rows.is_empty()) {
+                pieces.push(Piece { owner: rank, rows });
+            }
+        }
+        pieces
+    }
+
+    /// A piece on its way: a partial to its owner, sums to another rank.
+    pub(super) fn transfer(
+        &self,
+        from: usize,
+        to: usize,
+        piece: &Piece,
+        flag: usize,
+        produced: Option<usize>,
+    ) -> Transfer {
+        let Piece { owner, rows } = piece;
+        let region = |first: usize| self.partial(first..first + rows.len());
+        let moved = if *owner == to {
+            let before = rows.start - self.asked.layout.rows_of(to).start;
+            Move {
+                from: region(self.partials.own(to, rows.start)),
+                to: region(self.partials.slot(from, to) + before),
+            }
+        } else {
+            Move::in_place(Region {
+                matrix: OUT,
+                rows: rows.clone(),
+                columns: 0..self.asked.n,
+            })
+        };
+        Transfer {
+            from,
+            to,
+            source: from,
+            regions: smallvec![moved],
+            after: 0..0,
+            produced,
+            flag,
+            route: self.config.route,
+        }
+    }
+
+    /// Rows of partials, with their padding.
+    pub(super) fn partial(&self, rows: Range<usize>) -> Region {
+        Region {
+            matrix: PARTIALS,
+            rows,
+            columns: 0..self.partials.columns(),
+        }
+    }
+
+    /// What becomes of rows that this rank makes for others, or pulls together with what those have made: from `first` on.
+    pub(super) fn own_partials(&self, first: usize) -> Sum {
+        Sum {
+            out: PARTIALS,
+            first,
+            addends: Vec::new(),
+            bias: None,
+            activation: Activation::Identity,
+            residual: None,
+        }
+    }
+
+    /// What `to` pulls from `from` of what the ranks make.
+    pub(super) fn pulls_of(
+        &self,
+        made: &[Vec<Piece>],
+        incoming: &Incoming,
+        from: usize,
+        to: usize,
+    ) -> impl Iterator<Item = Transfer> {
+        let pieces = made[from].iter().enumerate();
+        let pieces = pieces.filter(move |(_, piece)| piece.owner == to);
+        pieces.map(move |(number, piece)| {
+            self.transfer(from, to, piece, incoming.flag(from, number), None)
+        })
+    }
+
+    /// What this rank pulls.
+    pub(super) fn pulls(&self, made: &[Vec<Piece>]) -> Vec<Transfer> {
+        let peers = ring(self.rank, self.asked.layout.world());
+        let incoming = Incoming::of(made, self.rank);
+        let pulls = peers.flat_map(|from| self.pulls_of(made, &incoming, from, self.rank));
+        pulls.collect()
+    }
+
+    /// The tile rows of a block, which wait for the flags that `flags` says of the rows that they are of, counted from the
+    /// block's first.
+    pub(super) fn tile_rows(
+        &self,
+        block: usize,
+        rows: &Range<usize>,
+        flags: impl Fn(&Range<usize>) -> Range<usize>,
+        all: &mut Vec<TileRow>,
+    ) {
+        let height = self.config.entry_rows();
+        let mut ready = all.last().map_or(0, |row| row.ready + 1);
+        let mut last = None;
+        for m in 0..rows.len().div_ceil(height) {
+            let begin = rows.start + m * height;
+            let flags = flags(&(begin..(begin + height).min(rows.end)));
+            // What has not come yet would hold up the tiles behind: those that wait for other rows are walked apart.
+            if last
+                .replace(flags.end)
+                .is_some_and(|last| last != flags.end)
+            {
+                ready += 1;
+            }
+            let first = Tile::new(block, m, 0, flags);
+            all.push(TileRow { first, ready });
+        }
+    }
+
+    /// All partials of this rank's rows from `first` on, in the order of the ranks, its own where `own` says, and the bias.
+    pub(super) fn sum(&self, first: usize, own: impl Fn(usize) -> Addend) -> Sum {
+        let addend = |from: usize| match from == self.rank {
+            true => own(from),
+            false => Addend::Rows {
+                matrix: PARTIALS,
+                first: self.partials.slot(from, self.rank) + first,
+            },
+        };
+        let place = match self.sums {
+            Sums::Own => 0,
+            Sums::All | Sums::Everywhere => self.asked.layout.rows_of(self.rank).start,
+        };
+        let rows = place + first;
+        Sum {
+            first: rows,
+            addends: (0..self.asked.layout.world()).map(addend).collect(),
+            residual: Some(Residual {
+                matrix: RESIDUAL,
+                first: rows,
+            }),
+            ..self.finished()
+        }
+    }
+
+    /// What becomes of a sum of rows from the first of OUT on.
+    pub(super) fn finished(&self) -> Sum {
+        Sum {
+            out: OUT,
+            first: 0,
+            addends: Vec::new(),
+            bias: Some(Bias {
+                matrix: BIAS,
+                first: 0,
+            }),
+            activation: self.asked.form.activation,
+            residual: Some(Residual {
+                matrix: RESIDUAL,
+                first: 0,
+            }),
+        }
+    }
+
+    pub(super) fn product(&self, a: usize, blocks: Vec<Block>) -> Product {
+        Product {
+            a,
+            weights: smallvec![Weight {
+                b: B,
+                n: self.asked.n,
+            }],
+            weight_layout: self.asked.form.weights,
+            gated: false,
+            m: self.asked.layout.m(),
+            k: self.asked.layout.k(),
+            config: self.config,
+            deferred: None,
+            blocks,
+        }
+    }
+
+    pub(super) fn schedule(
+        &self,
+        collective: bool,
+        arrivals: Vec<Transfer>,
+        departures: Vec<Transfer>,
+        product: Option<(Product, Vec<Tile>)>,
+        reduction: Option<Reduction>,
+    ) -> Result<Schedule> {
+        let (asked, partials) = (self.asked, self.partials);
+        let matrix = |rows, columns| MatrixSpec {
+            dtype: asked.dtype,
+            rows,
+            columns,
+        };
+        let (m, k, n) = (asked.layout.m(), asked.layout.k(), asked.n);
+        let out = match self.sums {
+            Sums::Own => asked.layout.rows_of(self.rank).len(),
+            Sums::All | Sums::Everywhere => m,
+        };
+        let (product, tiles) = product.unzip();
+        Schedule::new(Parts {
+            rank: self.rank,
+            world: asked.layout.world(),
+            agreed: collective.then(|| self.agree()),
+            matrices: vec![
+                matrix(m, k),
+                match asked.form.weights {
+                    WeightLayout::Nk => matrix(n, k),
+                    WeightLayout::Kn => matrix(k, n),
+                },
+                matrix(1, n),
+                MatrixSpec {
+                    dtype: asked.form.out.unwrap_or(asked.dtype),
+                    ..matrix(out, n)
+                },
+                matrix(partials.rows(), partials.columns()),
+                matrix(out, n),
+            ],
+            arrivals,
+            departures,
+            product,
+            tiles: tiles.unwrap_or_default(),
+            requests: Vec::new(),
+            reduction,
+            exchanged: collective && self.exchanged && is_by_tiles(&self.config),
+        })
+    }
+
+    /// What the ranks must agree on: each has a K of its own.
+    fn agree(&self) -> Agreed {
+        let Description {
+            layout, n, dtype, ..
+        } = self.asked;
+        let mut details = format!("M = {}, N = {n}, {dtype}", layout.m());
+        details += &self.asked.form.agreed();
+        if let Some(cuts) = Cuts::of(&self.config, self.exchanged) {
+            details += &cuts.to_string();
+        }
+        if !layout.is_balanced() {
+            details += &format!(", rows of each rank = {:?}", layout.rows());
+        }
+        Agreed::new(self.asked.operation, &details)
+    }
+}
+
+/// What ranks must agree on of a configuration.
+#[derive(PartialEq)]
+struct Cuts {
+    chunks: usize,
+    last: usize,
+    /// The pieces that are moved are multiples of so many rows.
+    rows: usize,
+    route: Route,
+    /// Columns of a tile, and how many are one above the other: tiles that wait for the others' of the same place must come in the
+    /// same order.
+    tiles: Option<[usize; 2]>,
+}
+
+impl Cuts {
+    /// How partials are pulled is each rank's own affair. `exchanged`: whether all rows are made before any partial is moved.
+    fn of(config: &Config, exchanged: bool) -> Option<Cuts> {
+        let TileShape { n, group_m, .. } = config.tile;
+        (config.route != Route::Pull).then(|| Cuts {
+            chunks: config.chunking.count,
+            last: config.chunking.last,
+            rows: config.entry_rows(),
+            route: config.route,
+            tiles: (exchanged && is_by_tiles(config)).then_some([n, group_m]),
+        })
+    }
+}
+
+impl fmt::Display for Cuts {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let &Cuts {
+            chunks,
+            last,
+            rows,
+            route,
+            tiles,
+        } = self;
+        write!(
+            f,
+            ", {chunks} chunks, last {last}, in multiples of {rows} rows, by Route::{route:?}"
+        )?;
+        match tiles {
+            Some([n, group_m]) => {
+                write!(f, ", tiles of {n} columns, {group_m} one above the other")
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// Whether ranks may use the two in one operation of partial sums.
+pub fn agree(asked: &Description, one: &Config, other: &Config) -> bool {
+    let of = |config| Cuts::of(config, is_exchanged(asked, config));
+    of(one) == of(other)
+}
+
+/// Whether what is exchanged may be exchanged tile by tile: ranks have the same tiles.
+fn is_by_tiles(config: &Config) -> bool {
+    config.route == Route::Store && config.entry_rows() == LOW_ROWS
+}
+
+/// As [`chunk_rows`], at boundaries of tiles that begin with the block.
+fn chunk_rows_of_block(
+    rows: Range<usize>,
+    count: usize,
+    entry_rows: usize,
+) -> impl Iterator<Item = Range<usize>> {
+    let parts = chunk_rows(0..rows.len(), count, entry_rows);
+    parts.map(move |part| rows.start + part.start..rows.start + part.end)
+}
