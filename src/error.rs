@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::resources;
-use crate::schedule::Route;
+use crate::route::Route;
 
 /// A result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

@@ -88,6 +88,7 @@ mod element;
 #[cfg(not(loom))]
 mod json;
 mod profile;
+mod route;
 // Unstable, as `schedule`.
 #[doc(hidden)]
 pub mod protocol;
@@ -114,7 +115,8 @@ pub mod trace;
 
 pub use element::{DType, Element, Float, Value, bf16, f16};
 pub use error::{Error, Result};
-pub use schedule::{Activation, Chunking, Config, Numerics, Route, TileShape, WeightLayout};
+pub use route::Route;
+pub use schedule::{Activation, Chunking, Config, Numerics, TileShape, WeightLayout};
 
 #[cfg(not(loom))]
 pub use {

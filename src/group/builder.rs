@@ -11,7 +11,8 @@ use crate::protocol::epoch::Epoch;
 use crate::ranks::reports::ReportSender;
 use crate::ranks::{env, rendezvous};
 use crate::schedule::Numerics;
-use crate::schedule::layout::{MAX_WORLD, limit};
+use crate::schedule::layout::MAX_WORLD;
+use crate::schedule::limits::limit;
 
 /// How long a rank waits for another before it gives up, unless the builder says otherwise.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);

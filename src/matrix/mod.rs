@@ -16,7 +16,8 @@ use crate::element::Value;
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::resources::require_available;
-use crate::schedule::layout::{MAX_EXTENT, limit};
+use crate::schedule::layout::MAX_EXTENT;
+use crate::schedule::limits::limit;
 
 /// A row-major [rows, columns] matrix in this rank's own memory: a weight, a bias (one row) or an output.
 ///

@@ -9,7 +9,8 @@ use crate::element::{DType, Value};
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::matrix::bytes_of;
-use crate::schedule::layout::{balanced_rows, limit};
+use crate::schedule::layout::balanced_rows;
+use crate::schedule::limits::limit;
 use crate::schedule::{Layout, RowOrder};
 
 /// A row-major [M, K] matrix of which each rank owns some rows.

@@ -18,7 +18,7 @@ use crate::matrix::ShardedMatrix;
 use crate::profile::span::Span;
 use crate::ranks::call::Operation;
 use crate::schedule::config::MAX_CHUNKS;
-use crate::schedule::layout::limit;
+use crate::schedule::limits::limit;
 use crate::schedule::plan::all_gather::{self, A, BESIDE, MATRICES};
 use crate::schedule::{Chunking, Config, Description, Route, TileShape, Transfer};
 use crate::trace::Trace;

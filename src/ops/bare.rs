@@ -13,7 +13,7 @@ use crate::matrix::Matrix;
 use crate::matrix::ShardedMatrix;
 use crate::ranks::call::MATRICES;
 use crate::schedule::Schedule;
-use crate::schedule::layout::limit;
+use crate::schedule::limits::limit;
 
 /// The weight and the output of a product.
 type Operands<'a, B, T> = (&'a Matrix<B, T>, &'a mut Matrix<B, T>);

@@ -8,6 +8,7 @@ use crate::error::Result;
 use crate::group::Group;
 use crate::matrix::Matrix;
 use crate::matrix::ShardedMatrix;
+use crate::schedule::limits::limit;
 use crate::schedule::plan::all_gather as gather;
 use crate::schedule::plan::collectives::{self, INPUT, MATRICES, OUT, ROOM, chunked, stored};
 use crate::schedule::{Layout, Planner};
@@ -70,7 +71,7 @@ pub fn broadcast<B: Backend, T: Value>(a: &mut ShardedMatrix<B, T>, root: usize)
     let group = a.group();
     let world = group.world_size();
     let layout = || {
-        crate::schedule::layout::limit("the root", root, 0, world - 1)?;
+        limit("the root", root, 0, world - 1)?;
         let mut rows = vec![0; world];
         rows[root] = m;
         Layout::new(&rows, n)

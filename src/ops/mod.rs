@@ -41,7 +41,7 @@ use crate::profile::nvtx::range;
 use crate::profile::span::Span;
 use crate::protocol::epoch::Epoch;
 use crate::ranks::call::Operation;
-use crate::schedule::layout::limit;
+use crate::schedule::limits::limit;
 use crate::schedule::{Config, Description, Form, Layout, Product, RowOrder, Schedule};
 
 /// What a call adds to sums that all ranks must give, or none.

@@ -11,7 +11,8 @@ use crate::element::{DType, Element, Value};
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::matrix::{Matrix, MatrixView, MatrixViewMut};
-use crate::schedule::layout::{MAX_EXTENT, limit};
+use crate::schedule::layout::MAX_EXTENT;
+use crate::schedule::limits::limit;
 use crate::schedule::{Activation, Config, Form, MAX_WEIGHTS, WeightLayout, Widths};
 
 /// What varies of a product, wherever its rows come from and go to.

@@ -15,7 +15,8 @@ use crate::group::Group;
 use crate::matrix::MatrixView;
 use crate::matrix::ShardedMatrix;
 use crate::profile::span::Span;
-use crate::schedule::layout::{MAX_EXTENT, limit};
+use crate::schedule::layout::MAX_EXTENT;
+use crate::schedule::limits::limit;
 use crate::schedule::plan::partial_sums::{self, ALL_NAME, MATRICES, NAME};
 use crate::schedule::{Config, Description, Layout, Planner, Route, Schedule};
 

@@ -20,7 +20,7 @@ use crate::matrix::ShardedMatrix;
 use crate::profile::span::Span;
 use crate::ranks::call::Operation;
 use crate::schedule::config::MAX_CHUNKS;
-use crate::schedule::layout::limit;
+use crate::schedule::limits::limit;
 use crate::schedule::plan::collectives::{self, MATRICES, OUT, ROOM, chunked};
 use crate::schedule::{Layout, Planner, Request};
 use crate::trace::Trace;

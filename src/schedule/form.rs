@@ -2,7 +2,8 @@
 
 use smallvec::SmallVec;
 
-use super::layout::{MAX_EXTENT, limit};
+use super::layout::MAX_EXTENT;
+use super::limits::limit;
 use crate::element::DType;
 use crate::error::Result;
 

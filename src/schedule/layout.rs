@@ -4,7 +4,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::config::MAX_CHUNKS;
-use crate::error::{Error, Result};
+use super::limits::limit;
+use crate::error::Result;
 
 /// The most ranks a group can have. (Whatever borrows their flags, miri looks at all of them.)
 pub const MAX_WORLD: usize = if cfg!(miri) { 4 } else { 64 };
@@ -36,7 +37,7 @@ impl Layout {
     /// `m` rows split over `world` ranks as evenly as whole rows allow, the longer shards first.
     ///
     /// # Errors
-    /// [`Error::Limit`] when an extent is above [`MAX_EXTENT`], `k` is 0, or `world` is 0 or above [`MAX_WORLD`].
+    /// [`Error::Limit`](crate::Error::Limit) when an extent is above [`MAX_EXTENT`], `k` is 0, or `world` is 0 or above [`MAX_WORLD`].
     pub fn balanced(m: usize, k: usize, world: usize) -> Result<Layout> {
         limit("world size", world, 1, MAX_WORLD)?;
         Layout::new(&balanced_rows(m, world), k)
@@ -67,7 +68,7 @@ impl Layout {
     /// The same, with each rank's rows cut into `stages` blocks, as evenly as whole rows allow.
     ///
     /// # Errors
-    /// [`Error::Limit`] for no stages, or more than [`MAX_CHUNKS`].
+    /// [`Error::Limit`](crate::Error::Limit) for no stages, or more than [`MAX_CHUNKS`].
     pub fn staged(self, stages: usize, order: RowOrder) -> Result<Layout> {
         limit("stages", stages, 1, MAX_CHUNKS)?;
         Ok(Layout {
@@ -80,7 +81,7 @@ impl Layout {
     /// The same split of the rows, in one stage, for a matrix of `k` columns.
     ///
     /// # Errors
-    /// [`Error::Limit`] when `k` is 0 or above [`MAX_EXTENT`].
+    /// [`Error::Limit`](crate::Error::Limit) when `k` is 0 or above [`MAX_EXTENT`].
     pub fn of_columns(&self, k: usize) -> Result<Layout> {
         limit("K", k, 1, MAX_EXTENT)?;
         Ok(Layout {
@@ -209,23 +210,4 @@ pub fn chunk_rows(
             std::mem::replace(&mut begin, end)..end
         })
         .filter(|rows| !rows.is_empty())
-}
-
-#[inline]
-pub(crate) fn limit(what: &str, value: usize, min: usize, max: usize) -> Result<()> {
-    if (min..=max).contains(&value) {
-        return Ok(());
-    }
-    Err(out_of(what, value, min, max))
-}
-
-/// Apart, so that what is within its limits takes no longer for it.
-#[cold]
-pub(super) fn out_of(what: &str, value: usize, min: usize, max: usize) -> Error {
-    Error::Limit {
-        what: what.into(),
-        value,
-        min,
-        max,
-    }
 }

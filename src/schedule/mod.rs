@@ -1,28 +1,36 @@
 #![doc = include_str!("README.md")]
 
 pub mod agreed;
+mod check;
 pub mod config;
 pub mod drive;
 pub mod form;
 pub mod layout;
+pub mod limits;
 mod parts;
 pub mod plan;
+mod problem;
+mod product;
+mod transfer;
 
+pub use crate::route::Route;
 pub use agreed::Agreed;
-pub use config::{Chunking, Config, Numerics, Route, TileShape};
+pub use config::{Chunking, Config, Numerics, TileShape};
 pub use form::{Activation, Form, MAX_WEIGHTS, WeightLayout, Widths};
 pub use layout::{Layout, RowOrder};
-pub use parts::{
-    Addend, Bias, Block, DeferredChunk, Extent, MatrixSpec, Move, Parts, Product, Reduction,
-    Region, Request, Residual, Sum, Tile, Transfer, Weight,
+pub use parts::Parts;
+pub use problem::{Description, Planner};
+pub use product::{
+    Addend, Bias, Block, DeferredChunk, Product, Reduction, Residual, Sum, Tile, Weight,
 };
+pub use transfer::{Extent, MatrixSpec, Move, Region, Request, Transfer};
 
 use std::ops::Range;
 
 use config::MAX_CHUNKS;
-use layout::{MAX_WORLD, limit};
+use layout::MAX_WORLD;
+use limits::limit;
 
-use crate::element::DType;
 use crate::error::Result;
 use crate::protocol::flag::Awaited;
 
@@ -31,31 +39,6 @@ pub const MAX_FLAGS: usize = MAX_WORLD * MAX_CHUNKS;
 
 /// The most blocks of a product: one for each transfer that it makes, and its own.
 pub const MAX_BLOCKS: usize = MAX_FLAGS + 1;
-
-/// What an operation is asked to do. Its planner makes a schedule of it, a rank and a configuration.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Description {
-    /// Which operation: the name of the call.
-    pub operation: &'static str,
-    /// Of all matrices.
-    pub dtype: DType,
-    /// Who owns which rows.
-    pub layout: Layout,
-    /// Type and columns of a matrix whose rows are gathered with those of the first, and split alike.
-    pub beside: Option<(DType, usize)>,
-    /// Columns of the output, or of all outputs: each rank's own where rows are gathered, the same on all where sums are made. 0 where
-    /// there is none.
-    pub n: usize,
-    /// What the product is, beside its extents.
-    pub form: Form,
-}
-
-/// A pure function from what is asked, a rank, and how it is to be cut up, to the rank's schedule.
-///
-/// # Errors
-/// [`Error::Limit`](crate::Error::Limit) when N is out of bounds, a field of the configuration is, or there are more transfers,
-/// blocks or tiles than a schedule can have.
-pub type Planner = fn(&Description, rank: usize, config: Config) -> Result<Schedule>;
 
 /// What one rank does in an operation, as data. What walks it knows no operation.
 ///

@@ -46,7 +46,7 @@ use super::{Backend, Options, Owner};
 use crate::error::{Error, Result};
 use crate::explanation::Prediction;
 use crate::ranks::members::Members;
-use crate::schedule::layout::limit;
+use crate::schedule::limits::limit;
 use crate::schedule::{Config, Description, Numerics, Route, Schedule};
 
 /// NVIDIA GPUs of the Hopper generation (H100, H200), a process each; several processes may share one.

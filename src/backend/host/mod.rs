@@ -23,7 +23,7 @@ use crate::ranks::members::Members;
 use crate::ranks::memfd::Mapping;
 use crate::resources::{explain, require_available};
 use crate::schedule::drive::Produced;
-use crate::schedule::layout::limit;
+use crate::schedule::limits::limit;
 use crate::schedule::plan::partial_sums;
 use crate::schedule::{Chunking, Config, Description, Numerics, Route, Schedule, TileShape};
 

@@ -7,8 +7,10 @@ use std::ops::Range;
 use smallvec::{SmallVec, smallvec};
 
 use crate::error::{Error, Result};
-use crate::schedule::config::{CUT_COLUMNS, Chunking, Config, Route};
-use crate::schedule::layout::{Layout, MAX_EXTENT, RowOrder, chunk_rows, limit};
+use crate::route::Route;
+use crate::schedule::config::{CUT_COLUMNS, Chunking, Config};
+use crate::schedule::layout::{Layout, MAX_EXTENT, RowOrder, chunk_rows};
+use crate::schedule::limits::limit;
 use crate::schedule::plan::tile_order::{self, ring};
 use crate::schedule::{
     Agreed, Bias, Block, DeferredChunk, Description, MAX_WEIGHTS, MatrixSpec, Move, Parts, Product,

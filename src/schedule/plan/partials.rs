@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
+use crate::route::Route;
 use crate::schedule::Description;
-use crate::schedule::config::Route;
 
 /// Rows of partials are as long as a multiple of this: 16 bytes, as copies and loads on GPUs ask for.
 const ALIGNMENT: usize = 16;

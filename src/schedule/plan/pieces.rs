@@ -8,8 +8,10 @@ use smallvec::smallvec;
 use super::one_shot::{LOW_ROWS, by_owners, is_exchanged};
 use super::partial_sums::{B, BIAS, OUT, PARTIALS, RESIDUAL};
 use crate::error::Result;
-use crate::schedule::config::{Chunking, Config, Route, TileShape};
-use crate::schedule::layout::{MAX_EXTENT, chunk_rows, limit};
+use crate::route::Route;
+use crate::schedule::config::{Chunking, Config, TileShape};
+use crate::schedule::layout::{MAX_EXTENT, chunk_rows};
+use crate::schedule::limits::limit;
 use crate::schedule::plan::partials::{Incoming, Partials, Piece};
 use crate::schedule::plan::tile_order::{TileRow, ring};
 use crate::schedule::{

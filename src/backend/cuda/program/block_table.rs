@@ -8,7 +8,7 @@ use crate::backend::cuda::abi::{
 };
 use crate::backend::cuda::gpu::kernels::storing_warps;
 use crate::error::{Error, Result};
-use crate::schedule::layout::limit;
+use crate::schedule::limits::limit;
 use crate::schedule::plan::partials::STORED_ROWS;
 use crate::schedule::{Addend, Agreed, Block, Product, Route, Schedule, Sum, Transfer};
 

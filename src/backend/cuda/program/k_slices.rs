@@ -12,7 +12,7 @@ use crate::backend::cuda::gpu::kernels::CONSUMER_WARPS;
 use crate::backend::cuda::gpu::reclaim::{Deferred, Reclaimer};
 use crate::error::Result;
 use crate::schedule::Config;
-use crate::schedule::layout::limit;
+use crate::schedule::limits::limit;
 
 /// Bytes of partial sums: of 512 slices of the largest tiles.
 const BYTES: usize = 64 << 20;

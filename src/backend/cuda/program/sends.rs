@@ -11,7 +11,8 @@ use crate::backend::cuda::abi::{
 };
 use crate::backend::sealed::Call;
 use crate::error::{Error, Result};
-use crate::schedule::layout::{MAX_WORLD, limit};
+use crate::schedule::layout::MAX_WORLD;
+use crate::schedule::limits::limit;
 use crate::schedule::{Move, Route, Schedule, Transfer};
 
 /// What a kernel stores and loads at once.

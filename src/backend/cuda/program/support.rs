@@ -4,7 +4,7 @@ use super::block_table::Places;
 use super::low_latency::Landing;
 use super::sends;
 use crate::error::Result;
-use crate::schedule::layout::limit;
+use crate::schedule::limits::limit;
 use crate::schedule::{Block, Move, Route, Schedule, Transfer};
 
 /// Where the rows of a product go.
