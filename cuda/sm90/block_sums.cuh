@@ -120,8 +120,8 @@ __device__ __forceinline__ void add(Accumulators<typename C::Element, C::kConsum
     constexpr uint32_t kMost = kConsumerBoxes<C> * kGroupsOfBox;
     constexpr uint32_t kGroups = kLeft < kMost ? kLeft : kMost;
     constexpr uint32_t kOfFirst = kGroups < kGroupsOfBox ? kGroups : kGroupsOfBox;
-    // The sums take the place of the product, which is kept rounded, in half of the registers. To -0 any number may be added
-    // without a change, zeros of both signs among them.
+    // The sums take the place of the product, which is kept rounded, in half of the registers. -0.0 is the additive identity,
+    // also for zeros of both signs.
     float* sum = &accumulators.d[kFirst * 4];
     uint32_t product[kGroups * 2];
 #pragma unroll

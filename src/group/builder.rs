@@ -20,7 +20,7 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Any longer one is for ever, and still a time that can be added to another.
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(1 << 32);
 
-/// How a group is made, where the defaults don't do: by [`Group::builder`].
+/// Options of a group, for [`Group::builder`].
 #[derive(Debug)]
 #[must_use = "there is no group before ranks have met"]
 pub struct Builder<B: Backend> {

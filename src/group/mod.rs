@@ -227,7 +227,8 @@ impl<B: Backend> Group<B> {
     /// then ten times a second: shorter waits, and the rest of longer ones, are not seen. Calls in which ranks meet, such as
     /// [`Group::barrier`], do not count.
     ///
-    /// A rank that waits itself may be waited for too, as one that pushes to a late rank first: the late one is who has waited for nobody.
+    /// A rank that waits itself may be waited for too, as one that pushes to a late rank first: the late rank is the one
+    /// that has waited for nobody.
     pub fn wait_times(&self) -> Vec<Duration> {
         self.inner.members.wait_times()
     }

@@ -74,7 +74,7 @@ pub fn all_gather_and_consume<B: Backend, T: Value>(
     AllGatherAndConsume::new().run(a, consume)
 }
 
-/// [`all_gather_and_consume`] with what varies.
+/// Builder for [`all_gather_and_consume`]: stages and chunks.
 #[derive(Clone, Copy, Debug, Default)]
 #[must_use = "nothing is done before it is run"]
 pub struct AllGatherAndConsume {

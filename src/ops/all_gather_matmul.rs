@@ -21,14 +21,14 @@ use crate::trace::Trace;
 /// `out = gather(a) · bᵀ`: gathers the rows of `a` from every rank while it multiplies them. Collective.
 ///
 /// `a` is [M, K], spread over the ranks by rows; `b` is [N, K], this rank's own, as a linear layer stores its
-/// weight; `out` is [M, N]. N may be another on each rank. Products are summed in f32 and rounded once. Afterwards `a` holds
+/// weight; `out` is [M, N]. N may differ between ranks. Products are summed in f32 and rounded once. Afterwards `a` holds
 /// all rows. The call may return before the operation is complete;
 /// [`Group::synchronize`](crate::Group::synchronize) waits for it. The host backend's returns when it is.
 ///
 /// # Errors
 /// [`Error::Shape`] or [`Error::ForeignArgument`] for arguments that don't fit together, before anything is
-/// done: the call may be made again with others, and if it is not, the ranks that wait for this one in it get the error as
-/// the group's failure. [`Error::CallMismatch`] if another rank makes another call; the group's failure.
+/// done: the call may be made again with others. If you don't call again, the waiting ranks get this error half a second later,
+/// and the group has failed. [`Error::CallMismatch`] if another rank makes another call; the group's failure.
 pub fn all_gather_matmul<B: Backend, T: Element>(
     a: &ShardedMatrix<B, T>,
     b: &Matrix<B, T>,
@@ -37,7 +37,7 @@ pub fn all_gather_matmul<B: Backend, T: Element>(
     AllGatherMatmul::new().run(a, b, out)
 }
 
-/// [`all_gather_matmul`] with what varies.
+/// Builder for [`all_gather_matmul`]: bias, activation, several weights, gates, f32 output, configuration.
 #[derive(Debug)]
 #[must_use = "nothing is done before it is run"]
 pub struct AllGatherMatmul<'a, B: Backend, T: Element> {

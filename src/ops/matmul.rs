@@ -46,7 +46,7 @@ pub fn matmul<B: Backend, T: Element>(
     Matmul::new().run(a, b, out)
 }
 
-/// [`matmul`] with what varies.
+/// Builder for [`matmul`]: bias, activation, several weights, gates, residual, f32 output, configuration.
 #[derive(Debug)]
 #[must_use = "nothing is done before it is run"]
 pub struct Matmul<'a, B: Backend, T: Element>(Options<'a, B, T>);

@@ -39,7 +39,7 @@ pub fn matmul_all_reduce<B: Backend, T: Element>(
     MatmulAllReduce::new().run(a, b, out)
 }
 
-/// [`matmul_all_reduce`] with what varies.
+/// Builder for [`matmul_all_reduce`]: bias, activation, residual, configuration.
 #[derive(Debug)]
 #[must_use = "nothing is done before it is run"]
 pub struct MatmulAllReduce<'a, B: Backend, T: Element>(Options<'a, B, T>);

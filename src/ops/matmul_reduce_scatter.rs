@@ -70,7 +70,7 @@ pub fn matmul_reduce_scatter<B: Backend, T: Element>(
     MatmulReduceScatter::new().run(a, b, out)
 }
 
-/// [`matmul_reduce_scatter`] with what varies.
+/// Builder for [`matmul_reduce_scatter`]: bias, activation, residual, f32 output, configuration.
 #[derive(Debug)]
 #[must_use = "nothing is done before it is run"]
 pub struct MatmulReduceScatter<'a, B: Backend, T: Element> {

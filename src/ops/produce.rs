@@ -98,7 +98,7 @@ pub fn produce_and_all_to_all<B: Backend, T: Value>(
     ProduceAndAllToAll::new().run(out, produce)
 }
 
-/// [`produce_and_reduce_scatter`] with what varies.
+/// Builder for [`produce_and_reduce_scatter`]: stages and chunks.
 #[derive(Clone, Copy, Debug, Default)]
 #[must_use = "nothing is done before it is run"]
 pub struct ProduceAndReduceScatter<'a> {

@@ -54,7 +54,7 @@ pub struct Schedule {
     movers: Vec<usize>,
     /// Whether tiles wait for every flag, or there is nobody who writes them.
     awaits_all: bool,
-    /// Chunk flags of this rank: those that no tile waits for are among these.
+    /// The smallest range that holds every chunk flag of this rank that no tile awaits.
     unawaited: Range<usize>,
     /// By what routes something comes to this rank, or goes from it.
     routes: Vec<Route>,
@@ -206,7 +206,7 @@ impl Schedule {
         moves_nothing && tiles.is_empty() && requests.is_empty() && reduction.is_none()
     }
 
-    /// Whether a kernel waits for what the owners of rows move to it, and nobody pulls; or, where nothing is moved, would.
+    /// True if a kernel waits for pushed rows, or would if anything were moved.
     pub fn is_pushed(&self) -> bool {
         let Some(product) = self.product() else {
             return self.handshake() && self.uses(Route::Store);
@@ -226,7 +226,7 @@ impl Schedule {
         self.awaits_all
     }
 
-    /// Chunk flags of this rank: those that no tile waits for are among these.
+    /// The smallest range that holds every chunk flag of this rank that no tile awaits.
     pub fn unawaited(&self) -> Range<usize> {
         self.unawaited.clone()
     }

@@ -104,11 +104,11 @@ pub struct Cuda {
     gathered: Event,
     /// A stream of the caller's functions has made a block.
     produced: Event,
-    /// It has come to what the latest of them puts there.
+    /// Stream 0 has reached the first callback's work.
     turn: Event,
-    /// It has done all that they have put there.
+    /// A stream has done all of the callbacks' work.
     called: Event,
-    /// The main stream before has come to where another took over.
+    /// Recorded on the old stream by `set_stream`.
     handed_over: Event,
     peers: Peers,
     /// Shared with all who want the main stream to stay what it is.

@@ -242,10 +242,10 @@ fn enqueue(
     Ok(())
 }
 
-/// The streams of a caller's function, by turns: so what one call puts there begins while the last of what the call before did ends. A
-/// device that may begin with either of two streams begins with any, and a kernel that takes all multiprocessors keeps them to its end. So
-/// the second is told to go by the first, when that has come to what the first call puts there; from then on each stream waits for what it did
-/// before, while the other's work stands first in line. Thus the order is that of the calls, on all ranks.
+/// The streams of a caller's function. Calls use them by turns, so that one call's work begins while the last of the call before ends.
+/// A device may start two streams in either order, and a kernel that takes all multiprocessors keeps them to its end. So an event fixes
+/// the order in which the streams start. From then on each stream waits for its own work, and the other's stands first in line. The
+/// order is that of the calls, on all ranks.
 struct Callers<'a> {
     cuda: &'a Cuda,
     calls: usize,

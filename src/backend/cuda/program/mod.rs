@@ -639,7 +639,7 @@ fn function(activation: Activation) -> u32 {
     }
 }
 
-/// Of a weight that there is not.
+/// An unused weight slot.
 const NO_OUTPUT: GemmeshOutput = GemmeshOutput {
     bias: std::ptr::null(),
     out: std::ptr::null_mut(),

@@ -18,7 +18,7 @@ pub enum Outputs {
     Landing(Landing),
 }
 
-/// Refuses what schedules can say and this engine does not do yet. Returns where the rows of its product go.
+/// Checks that the kernels support this schedule. Returns where the rows of its product go.
 ///
 /// # Errors
 /// [`Error::NoRoute`]; [`Error::Limit`] for what no operation needs.
