@@ -4,7 +4,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use gemmesh::schedule::plan::all_gather;
-use gemmesh::schedule::{Chunking, Config, Description, Layout, Route, TileShape};
+use gemmesh::schedule::{Chunking, Config, Layout, Problem, Route, TileShape};
 use gemmesh::{DType, Result};
 
 const ROUNDS: usize = 101;
@@ -13,7 +13,7 @@ fn main() -> Result<()> {
     let tile = TileShape::new(128, 256, 64).with_group_m(8);
     let config = Config::new(tile, Chunking::new(4), Route::Pull);
     for (m, n, k, world) in [(16, 1792, 4096, 2), (16384, 6656, 16384, 8)] {
-        let asked = Description {
+        let problem = Problem {
             beside: None,
             form: Default::default(),
             operation: "all_gather_matmul",
@@ -25,7 +25,7 @@ fn main() -> Result<()> {
         for _ in 0..ROUNDS {
             let began = Instant::now();
             black_box(all_gather::gather_and_multiply(
-                black_box(&asked),
+                black_box(&problem),
                 1,
                 config,
             )?);

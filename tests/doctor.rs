@@ -60,8 +60,9 @@ fn main() -> ExitCode {
         return doctor::main();
     }
     let arguments = std::env::args().skip(1);
-    let asked: Vec<String> = arguments.filter(|name| !name.starts_with('-')).collect();
-    let is_asked = |name: &str| asked.is_empty() || asked.iter().any(|part| name.contains(&**part));
+    let problem: Vec<String> = arguments.filter(|name| !name.starts_with('-')).collect();
+    let is_asked =
+        |name: &str| problem.is_empty() || problem.iter().any(|part| name.contains(&**part));
     let mut failed = false;
     for (name, needs, test) in TESTS.iter().filter(|(name, ..)| is_asked(name)) {
         let outcome = match needs().then(|| catch_unwind(test)) {

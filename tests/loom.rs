@@ -21,7 +21,7 @@ use gemmesh::protocol::primitive::AtomicUsize;
 use gemmesh::schedule::drive::{self, CopyThread, Produced};
 use gemmesh::schedule::plan::all_gather;
 use gemmesh::schedule::plan::partial_sums;
-use gemmesh::schedule::{Addend, Block, Description, Layout, Planner, Schedule, Transfer};
+use gemmesh::schedule::{Addend, Block, Layout, Planner, Problem, Schedule, Transfer};
 use gemmesh::{Chunking, Config, DType, Route, TileShape};
 use loom::cell::UnsafeCell;
 use loom::model::Builder;
@@ -322,7 +322,7 @@ fn value(matrix: usize, row: usize, epoch: Epoch) -> u32 {
 /// The plans of all ranks, for tiles of two rows.
 fn plans(rows: &[usize], chunks: usize) -> std::sync::Arc<Plans> {
     let config = |route| Config::new(TILE, Chunking::new(chunks), route);
-    let asked = Description {
+    let problem = Problem {
         beside: None,
         form: Default::default(),
         operation: "all_gather_matmul",
@@ -330,8 +330,9 @@ fn plans(rows: &[usize], chunks: usize) -> std::sync::Arc<Plans> {
         layout: Layout::new(rows, 1).unwrap(),
         n: 1,
     };
-    let plan = |rank, route| all_gather::gather_and_multiply(&asked, rank, config(route)).unwrap();
-    let owned = |rank| asked.layout.rows_of(rank).collect();
+    let plan =
+        |rank, route| all_gather::gather_and_multiply(&problem, rank, config(route)).unwrap();
+    let owned = |rank| problem.layout.rows_of(rank).collect();
     std::sync::Arc::new(Plans {
         schedules: both_ways(rows.len(), plan),
         owned: (0..rows.len()).map(owned).collect(),
@@ -555,7 +556,7 @@ fn rows_that_another_rank_passes_on_are_seen() {
 
 /// The plans of all ranks that add up partials, for tiles of two rows.
 fn sums(planner: Planner, rows: &[usize], chunks: usize) -> std::sync::Arc<Plans> {
-    let asked = Description {
+    let problem = Problem {
         beside: None,
         form: Default::default(),
         operation: partial_sums::NAME,
@@ -564,7 +565,7 @@ fn sums(planner: Planner, rows: &[usize], chunks: usize) -> std::sync::Arc<Plans
         n: 1,
     };
     let config = Config::new(TILE, Chunking::new(chunks), Route::Push);
-    let plan = |rank, _| planner(&asked, rank, config).unwrap();
+    let plan = |rank, _| planner(&problem, rank, config).unwrap();
     std::sync::Arc::new(Plans {
         schedules: both_ways(rows.len(), plan),
         owned: vec![Vec::new(); rows.len()],

@@ -21,8 +21,8 @@ use gemmesh::schedule::layout::{MAX_EXTENT, MAX_WORLD, balanced_rows};
 use gemmesh::schedule::plan::all_gather;
 use gemmesh::schedule::plan::all_gather::{B, BIAS, MATRICES, OUT};
 use gemmesh::schedule::{
-    Addend, Chunking, Config, Description, Layout, MAX_WEIGHTS, MatrixSpec, Parts, Planner,
-    Product, Reduction, Route, RowOrder, Schedule, Tile, TileShape, Transfer, Weight,
+    Addend, Chunking, Config, Layout, MAX_WEIGHTS, MatrixSpec, Parts, Planner, Problem, Product,
+    Reduction, Route, RowOrder, Schedule, Tile, TileShape, Transfer, Weight,
 };
 use gemmesh::{DType, Error};
 use proptest::prelude::*;
@@ -72,7 +72,7 @@ fn plan(
     rank: usize,
     config: Config,
 ) -> Result<Schedule, Error> {
-    let asked = Description {
+    let problem = Problem {
         beside: None,
         form: Default::default(),
         operation: "all_gather_matmul",
@@ -80,7 +80,7 @@ fn plan(
         layout: Layout::new(rows, k)?,
         n,
     };
-    all_gather::gather_and_multiply(&asked, rank, config)
+    all_gather::gather_and_multiply(&problem, rank, config)
 }
 
 fn product(schedule: &Schedule) -> &Product {
@@ -504,7 +504,7 @@ proptest! {
 
     #[test]
     fn what_is_done_in_part_is_a_part_of_the_whole(case in case()) {
-        let asked = Description {
+        let problem = Problem {
  beside: None,
  form: Default::default(),
             operation: "all_gather_matmul",
@@ -512,7 +512,7 @@ proptest! {
             layout: Layout::new(&case.rows, case.k).unwrap(),
             n: case.n,
         };
-        let run = |planner: Planner| planner(&asked, case.rank, case.config).unwrap();
+        let run = |planner: Planner| planner(&problem, case.rank, case.config).unwrap();
         let places = |schedule: &Schedule| -> BTreeSet<(u32, u32)> {
             schedule.tiles().iter().map(|tile| (tile.m, tile.n)).collect()
         };
@@ -821,13 +821,13 @@ fn a_flag_that_no_plan_used_for_half_the_epochs_is_not_taken_for_arrived() {
 
 #[test]
 fn a_peer_hears_that_its_rows_were_pulled_after_the_last_of_them() {
-    let asked = planners::Asked {
+    let problem = planners::Asked {
         world: 3,
         block: 1,
         k: 1,
         n: 0,
     };
-    let plan = planners::staged(asked, 2, 0, CONFIG);
+    let plan = planners::staged(problem, 2, 0, CONFIG);
     let mut log = Log::default();
     let Ok(()) = drive::transfer(&plan, plan.moves(), Epoch::FIRST, &mut log);
     let sources = |step: &Step| match step {
@@ -1097,7 +1097,7 @@ fn staged_rows_come_stage_by_stage() {
                 .unwrap()
                 .staged(stages, order)
                 .unwrap();
-            let asked = Description {
+            let problem = Problem {
                 beside: None,
                 form: Default::default(),
                 operation: "all_gather_matmul",
@@ -1110,16 +1110,16 @@ fn staged_rows_come_stage_by_stage() {
                 let chunking = Chunking::new(chunks).with_cut_last(true);
                 let config = Config::new(tile, chunking, route);
                 for rank in 0..rows.len() {
-                    let plan = |asked: &Description| {
-                        all_gather::gather_and_multiply(asked, rank, config).unwrap()
+                    let plan = |problem: &Problem| {
+                        all_gather::gather_and_multiply(problem, rank, config).unwrap()
                     };
-                    let schedule = plan(&asked);
+                    let schedule = plan(&problem);
                     staged_schedule_is_right(&layout, &schedule, rank);
                     let flat = Layout::new(rows, 64).unwrap();
                     if stages == 1 {
-                        let same = plan(&Description {
+                        let same = plan(&Problem {
                             layout: flat,
-                            ..asked.clone()
+                            ..problem.clone()
                         });
                         assert_eq!(schedule.arrivals(), same.arrivals());
                         assert_eq!(schedule.tiles(), same.tiles());

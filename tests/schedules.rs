@@ -43,20 +43,20 @@ fn rows(
 /// it; then sees whether all rows are there and the product is right. `widths`: the columns of the matrices.
 fn check(
     widths: &[usize],
-    asked: Asked,
+    problem: Asked,
     m: usize,
     owner: impl Fn(usize) -> usize + Sync,
     plan: impl Fn(usize) -> Schedule + Sync,
 ) {
     delay_chunks(Some(7));
-    let ranks = Group::<Host>::threads(asked.world, |group| {
+    let ranks = Group::<Host>::threads(problem.world, |group| {
         let rank = group.rank();
         let new = |&k: &usize| group.sharded::<bf16>(m, k);
         let mut shared: Vec<ShardedMatrix<Host, bf16>> =
             widths.iter().map(new).collect::<Result<_, _>>()?;
-        let weight = rows(2, 0..asked.n.max(1), asked.k, 0);
-        let b = group.upload(&weight, asked.n.max(1), asked.k)?;
-        let mut out = group.zeros::<bf16>(m, asked.n.max(1))?;
+        let weight = rows(2, 0..problem.n.max(1), problem.k, 0);
+        let b = group.upload(&weight, problem.n.max(1), problem.k)?;
+        let mut out = group.zeros::<bf16>(m, problem.n.max(1))?;
         for operation in 0..OPERATIONS {
             for (number, matrix) in shared.iter_mut().enumerate() {
                 let columns = widths[number];
@@ -68,18 +68,18 @@ fn check(
             // Nobody writes what a peer has moved already.
             group.barrier()?;
             let refs: Vec<_> = shared.iter().collect();
-            let product = (asked.n > 0).then_some((&b, &mut out));
+            let product = (problem.n > 0).then_some((&b, &mut out));
             // SAFETY: a planner has made the schedules of all ranks.
             unsafe { run_schedule(&group, plan(rank), &refs, product)? };
             for (number, matrix) in shared.iter_mut().enumerate() {
                 let expected = rows(number, 0..m, widths[number], operation);
                 assert_eq!(matrix.to_vec()?, expected, "rank {rank}, matrix {number}");
             }
-            if asked.n > 0 {
-                let a = rows(0, 0..m, asked.k, operation);
+            if problem.n > 0 {
+                let a = rows(0, 0..m, problem.k, operation);
                 assert_eq!(
                     out.to_vec()?,
-                    product_of(&a, &weight, asked.k),
+                    product_of(&a, &weight, problem.k),
                     "rank {rank}"
                 );
             }
@@ -142,13 +142,13 @@ fn rows_that_others_pass_on_arrive_and_are_multiplied() {
 
 #[test]
 fn an_operation_without_tiles_ends_when_all_that_others_write_has_come() {
-    let asked = Asked { n: 0, ..ASKED };
-    let m = asked.world * asked.block;
-    let owner = |row: usize| row / asked.block;
-    let plan = |rank| planners::relayed(asked, rank, CONFIG);
-    check(&[asked.k], asked, m, owner, plan);
-    let plan = |rank| planners::with_scales(asked, false, rank, by(Route::Push));
-    check(&[asked.k, asked.k / SCALED], asked, m, owner, plan);
+    let problem = Asked { n: 0, ..ASKED };
+    let m = problem.world * problem.block;
+    let owner = |row: usize| row / problem.block;
+    let plan = |rank| planners::relayed(problem, rank, CONFIG);
+    check(&[problem.k], problem, m, owner, plan);
+    let plan = |rank| planners::with_scales(problem, false, rank, by(Route::Push));
+    check(&[problem.k, problem.k / SCALED], problem, m, owner, plan);
 }
 
 #[test]
@@ -188,18 +188,25 @@ fn copies_within(first: usize, rank: usize, world: usize) -> gemmesh::Result<Sch
         flag: 0,
         route: Route::Pull,
     };
-    let asked = Asked {
+    let problem = Asked {
         world,
         block: 4 / world,
         k: 4,
         n: 0,
     };
-    let empty = planners::relayed(Asked { world: 1, ..asked }, 0, CONFIG);
+    let empty = planners::relayed(
+        Asked {
+            world: 1,
+            ..problem
+        },
+        0,
+        CONFIG,
+    );
     Schedule::new(Parts {
         rank,
         world,
         agreed: empty.agreed().cloned(),
-        matrices: planners::relayed(asked, rank, CONFIG).matrices().to_vec(),
+        matrices: planners::relayed(problem, rank, CONFIG).matrices().to_vec(),
         arrivals: vec![transfer],
         departures: Vec::new(),
         product: None,

@@ -566,7 +566,7 @@ impl<T: Element> Clock<Host, T> for Wall {
 
 /// The variants that are timed: their titles, and their fields in the JSON.
 const VARIANTS: [(&str, &str); 4] = [
-    ("as asked", "form_us"),
+    ("as problem", "form_us"),
     ("plain: one weight [N, K] of all columns", "plain_us"),
     ("plain: a call for each weight", "calls_us"),
     ("cuBLASLt, one weight [N, K] of all columns", "cublaslt_us"),
@@ -641,7 +641,7 @@ pub fn run<B: Backend, T: Element, C: Clock<B, T>>(args: &Args) -> Result<(), Fa
                 sweep::percentile(ratios, 1.0),
             ) {
                 println!(
-                    "as asked {name}: geometric mean {mean:.3}, worst {worst:.3}, of {}",
+                    "as problem {name}: geometric mean {mean:.3}, worst {worst:.3}, of {}",
                     ratios.len()
                 );
             }
@@ -721,7 +721,7 @@ fn time<B: Backend, T: Element, C: Clock<B, T>>(
     products: usize,
 ) -> Result<(Check, Config, [Option<f64>; VARIANTS.len()]), Failure> {
     let make = |form: Form| Operands::<B, T>::random(group, args.op, [m, k], form);
-    let asked = make(form.clone())?;
+    let problem = make(form.clone())?;
     let plain = make(Form::plain(form.multiplied()))?;
     let each = match form.widths.len() {
         1 => Vec::new(),
@@ -731,7 +731,7 @@ fn time<B: Backend, T: Element, C: Clock<B, T>>(
             .map(|&n| make(Form::plain(n)))
             .collect::<Result<Vec<_>>>()?,
     };
-    let all: Vec<&Operands<B, T>> = [&asked, &plain].into_iter().chain(&each).collect();
+    let all: Vec<&Operands<B, T>> = [&problem, &plain].into_iter().chain(&each).collect();
     let mut outs = all
         .iter()
         .map(|one| one.outputs())
@@ -746,9 +746,9 @@ fn time<B: Backend, T: Element, C: Clock<B, T>>(
         .collect::<Result<_>>()?;
     let config = calls[0].config();
     group.barrier()?;
-    asked.run(&calls[0], &mut outs[0])?;
+    problem.run(&calls[0], &mut outs[0])?;
     group.synchronize()?;
-    let check = asked.check(&mut outs[0], products)?.everywhere(group)?;
+    let check = problem.check(&mut outs[0], products)?.everywhere(group)?;
     if !check.ok() {
         return Err(Failure::Wrong(check));
     }

@@ -25,7 +25,7 @@ use crate::explanation::Prediction;
 use crate::profile::span::Span;
 use crate::protocol::epoch::Epoch;
 use crate::ranks::members::Members;
-use crate::schedule::{Config, Description, Numerics, Request, Schedule, Transfer};
+use crate::schedule::{Config, Numerics, Problem, Request, Schedule, Transfer};
 
 /// What gives another library's memory back when it is dropped.
 pub struct Owner(#[allow(dead_code)] Box<dyn Any + Send>);
@@ -168,14 +168,14 @@ pub(crate) mod sealed {
         /// The group ends: lets go of the peers' memory, then of its own when no peer maps it any more.
         fn close(&mut self, members: &Members);
         /// A good way to cut up what is asked.
-        fn default_config(&self, asked: &Description, numerics: Numerics) -> Config;
+        fn default_config(&self, problem: &Problem, numerics: Numerics) -> Config;
         /// Whether rows of so many bytes a rank, which are exchanged and not multiplied, are better stored by a kernel than copied: the same on
         /// all ranks.
         fn is_better_stored(&self, _bytes: usize) -> bool {
             false
         }
         /// What it is expected to take, cut up like that: parts of it, and at last the whole. Nothing if that is not known.
-        fn predict(&self, _asked: &Description, _config: &Config) -> Vec<Prediction> {
+        fn predict(&self, _problem: &Problem, _config: &Config) -> Vec<Prediction> {
             Vec::new()
         }
         /// Whether what is begun now is only recorded, to run later and often.

@@ -25,7 +25,7 @@ use crate::ranks::call::Operation;
 use crate::ranks::members::Members;
 use crate::resources::require_available;
 use crate::schedule::plan::tile_order;
-use crate::schedule::{Agreed, Config, Description, Numerics, Planner, Schedule};
+use crate::schedule::{Agreed, Config, Numerics, Planner, Problem, Schedule};
 
 /// This rank's membership of a group of ranks, which all make the same collective calls in the same
 /// order: calls of several threads of a rank have no order, unless the program gives them one. An operation waits for
@@ -98,7 +98,7 @@ impl<B: Backend> Drop for Inner<B> {
 struct State<B: Backend> {
     /// The next operation.
     epoch: Epoch,
-    programs: LruCache<(Description, Option<Config>), Kept<B>>,
+    programs: LruCache<(Problem, Option<Config>), Kept<B>>,
     /// What graphs run.
     recorded: Vec<Arc<B::Program>>,
     /// The partials of operations that are.
@@ -294,15 +294,15 @@ impl<B: Backend> Group<B> {
     }
 
     /// The program for what is asked: prepared at its first use, kept for the next. Of too many, the one that has not been
-    /// used for the longest time goes. Without a configuration the backend's is taken. The operation's name in `asked` stands for
+    /// used for the longest time goes. Without a configuration the backend's is taken. The operation's name in `problem` stands for
     /// its planner.
     pub(crate) fn program(
         &self,
         planner: Planner,
-        asked: Description,
+        problem: Problem,
         config: Option<Config>,
     ) -> Result<Arc<B::Program>> {
-        let (program, _) = self.configured_program(planner, asked, config)?;
+        let (program, _) = self.configured_program(planner, problem, config)?;
         Ok(program)
     }
 
@@ -310,10 +310,10 @@ impl<B: Backend> Group<B> {
     pub(crate) fn configured_program(
         &self,
         planner: Planner,
-        asked: Description,
+        problem: Problem,
         config: Option<Config>,
     ) -> Result<(Arc<B::Program>, Config)> {
-        let key = (asked, config);
+        let key = (problem, config);
         self.refuse_misplaced()?;
         let mut state = self.state(None)?;
         if let Some(kept) = state.programs.get(&key) {
@@ -330,11 +330,11 @@ impl<B: Backend> Group<B> {
         let _range = range(|| format!("gemmesh prepare {}", key.0.operation));
         let config = config.unwrap_or_else(|| {
             let rows = key.0.layout.with_a_row();
-            let asked = rows.map(|layout| Description {
+            let problem = rows.map(|layout| Problem {
                 layout,
                 ..key.0.clone()
             });
-            backend.default_config(asked.as_ref().unwrap_or(&key.0), *numerics)
+            backend.default_config(problem.as_ref().unwrap_or(&key.0), *numerics)
         });
         config.check_numerics(*numerics)?;
         let listed = tile_order::bytes(&key.0, &config);

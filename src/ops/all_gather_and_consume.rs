@@ -20,7 +20,7 @@ use crate::ranks::call::Operation;
 use crate::schedule::config::MAX_CHUNKS;
 use crate::schedule::limits::limit;
 use crate::schedule::plan::all_gather::{self, A, BESIDE, MATRICES};
-use crate::schedule::{Chunking, Config, Description, Route, TileShape, Transfer};
+use crate::schedule::{Chunking, Config, Problem, Route, TileShape, Transfer};
 use crate::trace::Trace;
 
 const NAME: &str = "all_gather_and_consume";
@@ -195,14 +195,14 @@ impl AllGatherAndConsume {
             let default = if group.world_size() == 2 { 2 } else { 1 };
             let chunks = self.chunks.unwrap_or(default);
             limit("chunks of a shard", chunks, 1, MAX_CHUNKS)?;
-            let asked = Description {
+            let problem = Problem {
                 beside: beside.as_ref().map(|beside| beside.of),
                 ..describe::<T>(NAME, &layout_of(a, self.stages)?, 0)
             };
             // Nothing is multiplied.
             let tile = TileShape::new(1, 1, 1);
             let config = Config::new(tile, Chunking::new(chunks), Route::Pull);
-            group.program(all_gather::gather, asked, Some(config))
+            group.program(all_gather::gather, problem, Some(config))
         };
         let program = plan().map_err(|error| group.refuse(NAME, error))?;
         let schedule = B::schedule(&program);

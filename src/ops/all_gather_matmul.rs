@@ -15,7 +15,7 @@ use crate::matrix::ShardedMatrix;
 use crate::matrix::{Matrix, MatrixView};
 use crate::profile::span::Span;
 use crate::schedule::plan::all_gather;
-use crate::schedule::{Activation, Config, Description, Form, Layout, Schedule, WeightLayout};
+use crate::schedule::{Activation, Config, Form, Layout, Problem, Schedule, WeightLayout};
 use crate::trace::Trace;
 
 /// `out = gather(a) · bᵀ`: gathers the rows of `a` from every rank while it multiplies them. Collective.
@@ -118,15 +118,15 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
             let layout = layout_of(a, self.stages)?;
             let widths = self.options.widths(&weights);
             let form = self.options.form(&widths, outputs.dtype());
-            let asked = self.describe(group, layout, &widths, form)?;
-            let program = self.program(group, &asked)?;
-            Ok((asked, program))
+            let problem = self.describe(group, layout, &widths, form)?;
+            let program = self.program(group, &problem)?;
+            Ok((problem, program))
         };
-        let (asked, program) = planned().map_err(|error| group.refuse(PRODUCT, error))?;
+        let (problem, program) = planned().map_err(|error| group.refuse(PRODUCT, error))?;
         let call = Call {
             program: &program,
             group,
-            asked: &asked,
+            problem: &problem,
             options: &self.options,
         };
         call.collective(a, Some((weights, outputs)), None)
@@ -158,20 +158,20 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
             let layout = layout_of(a, self.stages)?;
             self.options.check_widths(group, widths)?;
             let form = self.options.form(widths, None);
-            let asked = self.describe(group, layout, widths, form)?;
-            let program = self.program(group, &asked)?;
+            let problem = self.describe(group, layout, widths, form)?;
+            let program = self.program(group, &problem)?;
             let config = Some(product_of(B::schedule(&program)).config);
-            let gathers = describe::<T>(GATHER, &asked.layout, 0);
-            let multiplies = Description {
+            let gathers = describe::<T>(GATHER, &problem.layout, 0);
+            let multiplies = Problem {
                 operation: MULTIPLY,
-                ..asked.clone()
+                ..problem.clone()
             };
             Ok(Prepared {
                 gather: group.program(all_gather::gather, gathers, config)?,
                 multiply: group.program(all_gather::multiply, multiplies, config)?,
                 program,
                 group: group.clone(),
-                asked,
+                problem,
                 options: self.options.clone(),
             })
         };
@@ -184,19 +184,19 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         layout: Layout,
         widths: &[usize],
         form: Form,
-    ) -> Result<Description> {
+    ) -> Result<Problem> {
         let n = form.n_of(widths);
         self.options.check(group, &form, n, layout.m())?;
-        Ok(Description {
+        Ok(Problem {
             form,
             ..describe::<T>(PRODUCT, &layout, n)
         })
     }
 
-    fn program(&self, group: &Group<B>, asked: &Description) -> Result<Arc<B::Program>> {
+    fn program(&self, group: &Group<B>, problem: &Problem) -> Result<Arc<B::Program>> {
         group.program(
             all_gather::gather_and_multiply,
-            asked.clone(),
+            problem.clone(),
             self.options.config,
         )
     }
@@ -222,7 +222,7 @@ pub struct Prepared<'a, B: Backend, T: Element> {
     gather: Arc<B::Program>,
     multiply: Arc<B::Program>,
     group: Group<B>,
-    asked: Description,
+    problem: Problem,
     options: Options<'a, B, T>,
 }
 
@@ -234,7 +234,7 @@ impl<B: Backend, T: Element> Clone for Prepared<'_, B, T> {
             gather: self.gather.clone(),
             multiply: self.multiply.clone(),
             group: self.group.clone(),
-            asked: self.asked.clone(),
+            problem: self.problem.clone(),
             options: self.options.clone(),
         }
     }
@@ -254,7 +254,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
 
     /// How the product is cut up, and what that is expected to take.
     pub fn explain(&self) -> Explanation {
-        super::explain(&self.group, &self.asked, self.config())
+        super::explain(&self.group, &self.problem, self.config())
     }
 
     /// As [`AllGatherMatmul::run`].
@@ -319,10 +319,10 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// Until it has ended no other rank writes its rows of the matrix that is to it what `a` is to this rank.
     #[doc(hidden)]
     pub unsafe fn copy(&self, a: &ShardedMatrix<B, T>) -> Result<()> {
-        let asked = describe::<T>(COPY, &self.asked.layout, 0);
+        let problem = describe::<T>(COPY, &self.problem.layout, 0);
         let program = self
             .group
-            .program(all_gather::copy, asked, Some(self.config()))?;
+            .program(all_gather::copy, problem, Some(self.config()))?;
         self.call(&program).alone(COPY, a, None)
     }
 
@@ -330,7 +330,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         Call {
             program,
             group: &self.group,
-            asked: &self.asked,
+            problem: &self.problem,
             options: &self.options,
         }
     }
@@ -345,7 +345,7 @@ struct Call<'c, B: Backend, T: Element> {
     /// That it belongs to.
     group: &'c Group<B>,
     /// The product that it is of, or that it is a part of.
-    asked: &'c Description,
+    problem: &'c Problem,
     options: &'c Options<'c, B, T>,
 }
 
@@ -414,7 +414,7 @@ impl<B: Backend, T: Element> Call<'_, B, T> {
         a: &ShardedMatrix<B, T>,
         product: Option<&Operands<'_, '_, B, T>>,
     ) -> Result<()> {
-        let (group, layout, form) = (a.group(), &self.asked.layout, &self.asked.form);
+        let (group, layout, form) = (a.group(), &self.problem.layout, &self.problem.form);
         require_same_group("the prepared product", self.group, group)?;
         require_shape(
             group.rank(),
@@ -431,7 +431,7 @@ impl<B: Backend, T: Element> Call<'_, B, T> {
             });
         }
         if let Some((weights, outputs)) = product {
-            let widths = form.columns(self.asked.n)?;
+            let widths = form.columns(self.problem.n)?;
             weights.check(group, form, &widths, layout.k())?;
             outputs.check(group, "out [M, N]", form, &widths, layout.m())?;
         }

@@ -41,12 +41,12 @@ pub fn all_gather<B: Backend, T: Value>(a: &ShardedMatrix<B, T>) -> Result<()> {
 
 fn gather_named<B: Backend, T: Value>(name: &'static str, a: &ShardedMatrix<B, T>) -> Result<()> {
     let group = a.group();
-    let asked = super::describe::<T>(name, a.layout(), 0);
+    let problem = super::describe::<T>(name, a.layout(), 0);
     let planner: Planner = match is_better_stored::<B, T>(group, a.layout()) {
         true => gather::gather_stored,
         false => gather::gather,
     };
-    let program = group.program(planner, asked, Some(chunked(1)));
+    let program = group.program(planner, problem, Some(chunked(1)));
     let program = program.map_err(|error| group.refuse(name, error))?;
     let mut matrices = [const { Bound::Nothing }; gather::MATRICES];
     matrices[gather::A] = Bound::Symmetric(a.memory());
@@ -208,12 +208,12 @@ impl Exchange {
         out: Bound<B>,
         shared: &[u32],
     ) -> Result<()> {
-        let asked = super::describe::<T>(self.name, layout, layout.k());
+        let problem = super::describe::<T>(self.name, layout, layout.k());
         let config = match is_better_stored::<B, T>(group, layout) {
             true => stored(),
             false => chunked(self.chunks),
         };
-        let program = group.program(self.planner, asked, Some(config));
+        let program = group.program(self.planner, problem, Some(config));
         let program = program.map_err(|error| group.refuse(self.name, error))?;
         let schedule = B::schedule(&program);
         let room = match schedule.matrices()[ROOM].rows {

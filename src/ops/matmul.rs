@@ -12,7 +12,7 @@ use crate::explanation::Explanation;
 use crate::group::Group;
 use crate::matrix::{Matrix, MatrixView};
 use crate::schedule::plan::all_gather::{self, LOCAL};
-use crate::schedule::{Activation, Config, Description, Form, Layout, Schedule, WeightLayout};
+use crate::schedule::{Activation, Config, Form, Layout, Problem, Schedule, WeightLayout};
 
 /// `out = a · bᵀ`, on this rank alone.
 ///
@@ -146,14 +146,14 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
     ) -> Result<PreparedMatmul<'a, B, T>> {
         let n = form.n_of(widths);
         self.0.check(group, &form, n, m)?;
-        let asked = Description {
+        let problem = Problem {
             form,
             ..describe::<T>(LOCAL, &Layout::new(&[m], k)?, n)
         };
         Ok(PreparedMatmul {
-            program: group.program(all_gather::multiply_alone, asked.clone(), self.0.config)?,
+            program: group.program(all_gather::multiply_alone, problem.clone(), self.0.config)?,
             group: group.clone(),
-            asked,
+            problem,
             options: self.0.clone(),
         })
     }
@@ -171,7 +171,7 @@ pub struct PreparedMatmul<'a, B: Backend, T: Element> {
     // Freed before the group that it belongs to can end.
     program: Arc<B::Program>,
     group: Group<B>,
-    asked: Description,
+    problem: Problem,
     options: Options<'a, B, T>,
 }
 
@@ -189,7 +189,7 @@ impl<B: Backend, T: Element> PreparedMatmul<'_, B, T> {
 
     /// How it is cut up, and what that is expected to take.
     pub fn explain(&self) -> Explanation {
-        super::explain(&self.group, &self.asked, self.config())
+        super::explain(&self.group, &self.problem, self.config())
     }
 
     /// As [`Matmul::run`].
@@ -203,9 +203,9 @@ impl<B: Backend, T: Element> PreparedMatmul<'_, B, T> {
         outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
         let (a, weights, outputs) = (a.into(), weights.into(), outputs.into());
-        let (group, Description { layout, form, .. }) = (&self.group, &self.asked);
+        let (group, Problem { layout, form, .. }) = (&self.group, &self.problem);
         let check = || {
-            let widths = form.columns(self.asked.n)?;
+            let widths = form.columns(self.problem.n)?;
             require_same_group("a", a.group(), group)?;
             require_shape(
                 group.rank(),

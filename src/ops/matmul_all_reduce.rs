@@ -17,7 +17,7 @@ use crate::matrix::{Matrix, MatrixView};
 use crate::profile::span::Span;
 use crate::schedule::plan::all_gather;
 use crate::schedule::plan::partial_sums::ALL_NAME;
-use crate::schedule::{Activation, Config, Description, Form, Schedule, WeightLayout};
+use crate::schedule::{Activation, Config, Form, Problem, Schedule, WeightLayout};
 use crate::trace::Trace;
 
 /// `out = Σ a_p · b_pᵀ` over all ranks p, on every rank, with the same bits. Collective.
@@ -143,7 +143,7 @@ fn gather_of<B: Backend, T: Element>(
     out: &ShardedMatrix<B, T>,
     config: Config,
 ) -> Result<Arc<B::Program>> {
-    let asked = Description {
+    let problem = Problem {
         beside: None,
         operation: "gather of matmul_all_reduce",
         dtype: T::DTYPE,
@@ -151,7 +151,7 @@ fn gather_of<B: Backend, T: Element>(
         n: 0,
         form: Form::default(),
     };
-    group.program(all_gather::gather, asked, Some(config))
+    group.program(all_gather::gather, problem, Some(config))
 }
 
 impl<B: Backend, T: Element> Default for MatmulAllReduce<'_, B, T> {

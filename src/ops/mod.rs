@@ -42,7 +42,7 @@ use crate::profile::span::Span;
 use crate::protocol::epoch::Epoch;
 use crate::ranks::call::Operation;
 use crate::schedule::limits::limit;
-use crate::schedule::{Config, Description, Form, Layout, Product, RowOrder, Schedule};
+use crate::schedule::{Config, Form, Layout, Problem, Product, RowOrder, Schedule};
 
 /// What a call adds to sums that all ranks must give, or none.
 #[derive(Clone, Copy, Debug, Default)]
@@ -127,8 +127,8 @@ fn operate<B: Backend>(
 }
 
 /// What call `operation` is asked to do with a matrix of this layout and one of `n` rows.
-fn describe<T: Value>(operation: &'static str, layout: &Layout, n: usize) -> Description {
-    Description {
+fn describe<T: Value>(operation: &'static str, layout: &Layout, n: usize) -> Problem {
+    Problem {
         beside: None,
         operation,
         dtype: T::DTYPE,
@@ -139,10 +139,10 @@ fn describe<T: Value>(operation: &'static str, layout: &Layout, n: usize) -> Des
 }
 
 /// Why `group` cuts up like that what is asked.
-fn explain<B: Backend>(group: &Group<B>, asked: &Description, config: Config) -> Explanation {
-    let predicted = match asked.layout.m() {
+fn explain<B: Backend>(group: &Group<B>, problem: &Problem, config: Config) -> Explanation {
+    let predicted = match problem.layout.m() {
         0 => Vec::new(),
-        _ => group.inner().backend.predict(asked, &config),
+        _ => group.inner().backend.predict(problem, &config),
     };
     Explanation { config, predicted }
 }

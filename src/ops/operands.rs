@@ -42,7 +42,7 @@ impl<'a, B: Backend, T: Element> Options<'a, B, T> {
 
     /// The form of products of these widths; the output's type, if it is known.
     pub fn form(&self, widths: &[usize], out: Option<DType>) -> Form {
-        let asked = self.f32_output.then_some(DType::F32);
+        let problem = self.f32_output.then_some(DType::F32);
         let several = widths.len() > 1 && !self.gated;
         Form {
             widths: if several {
@@ -53,7 +53,7 @@ impl<'a, B: Backend, T: Element> Options<'a, B, T> {
             gated: self.gated,
             activation: self.activation,
             weights: self.weights,
-            out: out.or(asked).filter(|&out| out != T::DTYPE),
+            out: out.or(problem).filter(|&out| out != T::DTYPE),
         }
     }
 

@@ -18,7 +18,7 @@ use crate::profile::span::Span;
 use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::limits::limit;
 use crate::schedule::plan::partial_sums::{self, ALL_NAME, MATRICES, NAME};
-use crate::schedule::{Config, Description, Layout, Planner, Route, Schedule};
+use crate::schedule::{Config, Layout, Planner, Problem, Route, Schedule};
 
 /// Who gets which sums.
 #[derive(Clone, Copy, Debug)]
@@ -67,28 +67,28 @@ impl<'a, B: Backend, T: Element> Planned<'a, B, T> {
             Which::All => layout.m(),
         };
         options.check(group, &form, n, rows)?;
-        let describe = |operation| Description {
+        let describe = |operation| Problem {
             form: form.clone(),
             ..describe::<T>(operation, &layout, n)
         };
-        let asked = describe(which.name());
+        let problem = describe(which.name());
         let (sum, config) =
-            group.configured_program(which.planner(), asked.clone(), options.config)?;
+            group.configured_program(which.planner(), problem.clone(), options.config)?;
         let multiply = match B::schedule(&sum).product() {
             Some(_) => None,
             None => {
-                let asked = describe(MULTIPLY);
-                Some(group.program(partial_sums::multiply, asked, Some(config))?)
+                let problem = describe(MULTIPLY);
+                Some(group.program(partial_sums::multiply, problem, Some(config))?)
             }
         };
-        let exchanged = partial_sums::is_exchanged(&asked, &config);
+        let exchanged = partial_sums::is_exchanged(&problem, &config);
         Ok(Planned {
             reduces_own_rows: matches!(which, Which::All) && !exchanged,
             sum,
             multiply,
             group: group.clone(),
             which,
-            asked,
+            problem,
             config,
             options: options.clone(),
         })
@@ -108,7 +108,7 @@ pub struct Planned<'a, B: Backend, T: Element> {
     /// Pulled sums must still be gathered: those of an all-reduce that is not exchanged.
     pub reduces_own_rows: bool,
     /// The sum: who owns which of its rows, and this rank's part of K.
-    asked: Description,
+    problem: Problem,
     config: Config,
     options: Options<'a, B, T>,
 }
@@ -127,7 +127,7 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
     }
 
     pub fn explain(&self) -> Explanation {
-        super::explain(&self.group, &self.asked, self.config)
+        super::explain(&self.group, &self.problem, self.config)
     }
 
     /// Whether what all ranks are to have still has to be gathered.
@@ -137,34 +137,40 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
 
     /// [M, N] of the sum.
     pub fn shape(&self) -> [usize; 2] {
-        [self.asked.layout.m(), self.asked.n]
+        [self.problem.layout.m(), self.problem.n]
     }
 
     /// The rows of the sum that this rank owns.
     pub fn own_rows(&self) -> Range<usize> {
-        self.asked.layout.rows_of(self.group.rank())
+        self.problem.layout.rows_of(self.group.rank())
     }
 
     /// Checks the operands. What is added was checked when it was planned.
     pub fn check(&self, [a, b]: [MatrixView<B, T>; 2]) -> Result<()> {
-        let (group, Description { layout, form, .. }) = (a.group(), &self.asked);
+        let (group, Problem { layout, form, .. }) = (a.group(), &self.problem);
         require_same_group("the prepared sum", &self.group, group)?;
         let shape = [layout.m(), layout.k()];
         require_shape(group.rank(), "a [M, K]", shape, a.shape())?;
-        Weights::from(b).check(group, form, &[self.asked.n], layout.k())
+        Weights::from(b).check(group, form, &[self.problem.n], layout.k())
     }
 
     /// Checks an output of this rank's own.
     pub fn check_out(&self, out: &Outputs<B, T>) -> Result<()> {
         let rows = self.own_rows().len();
         let what = "out [rows of this rank, N]";
-        out.check(&self.group, what, &self.asked.form, &[self.asked.n], rows)
+        out.check(
+            &self.group,
+            what,
+            &self.problem.form,
+            &[self.problem.n],
+            rows,
+        )
     }
 
     /// Checks an output that is a sharded matrix: its rows are split like the sum's.
     pub fn check_sharded(&self, out: &ShardedMatrix<B, T>) -> Result<()> {
         let rank = self.group.rank();
-        if let Some(dtype) = self.asked.form.out {
+        if let Some(dtype) = self.problem.form.out {
             let argument = format!("bytes of an element of out, of {dtype} as planned,");
             return Err(Error::Shape {
                 rank,
@@ -175,11 +181,11 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
         }
         require_same_group("out", out.group(), &self.group)?;
         require_shape(rank, "out [M, N]", self.shape(), out.shape())?;
-        if !self.asked.layout.is_split_as(out.layout()) {
+        if !self.problem.layout.is_split_as(out.layout()) {
             return Err(Error::Shape {
                 rank,
                 argument: "out (rows of each rank)".into(),
-                expected: self.asked.layout.rows(),
+                expected: self.problem.layout.rows(),
                 found: out.layout().rows(),
             });
         }
@@ -214,7 +220,7 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
         let config = Some(self.config.with_route(Route::Pull));
         let program = self
             .group
-            .program(self.which.planner(), self.asked.clone(), config)?;
+            .program(self.which.planner(), self.problem.clone(), config)?;
         self.launch(None, &program, None, out, shared, None)
     }
 
@@ -231,11 +237,11 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
     }
 
     fn part(&self, name: &'static str, planner: Planner) -> Result<Arc<B::Program>> {
-        let asked = Description {
+        let problem = Problem {
             operation: name,
-            ..self.asked.clone()
+            ..self.problem.clone()
         };
-        self.group.program(planner, asked, Some(self.config))
+        self.group.program(planner, problem, Some(self.config))
     }
 
     fn launch(

@@ -292,9 +292,9 @@ impl<B: Backend> Planned<B> {
     ) -> Result<Self> {
         let chunks = chunks.unwrap_or(1);
         limit("blocks of a rank's rows", chunks, 1, MAX_CHUNKS)?;
-        let asked = describe::<T>(call, layout, layout.k());
+        let problem = describe::<T>(call, layout, layout.k());
         Ok(Planned {
-            program: group.program(planner, asked, Some(chunked(chunks)))?,
+            program: group.program(planner, problem, Some(chunked(chunks)))?,
             group: group.clone(),
             call,
         })

@@ -30,10 +30,10 @@ mod tests {
     use crate::element::DType;
     use crate::schedule::plan::all_gather;
     use crate::schedule::plan::partial_sums;
-    use crate::schedule::{Chunking, Config, Description, Layout, Route, TileShape};
+    use crate::schedule::{Chunking, Config, Layout, Problem, Route, TileShape};
 
-    fn asked(operation: &'static str) -> Description {
-        Description {
+    fn problem(operation: &'static str) -> Problem {
+        Problem {
             beside: None,
             form: Default::default(),
             operation,
@@ -47,15 +47,16 @@ mod tests {
 
     #[test]
     fn operations_are_named_by_what_they_multiply() {
-        let plan = all_gather::gather_and_multiply(&asked("all_gather_matmul"), 1, CONFIG).unwrap();
+        let plan =
+            all_gather::gather_and_multiply(&problem("all_gather_matmul"), 1, CONFIG).unwrap();
         assert_eq!(plan.name(), "all_gather_matmul 8x12x16 bf16");
-        let alone = all_gather::multiply(&asked("anything"), 0, CONFIG).unwrap();
+        let alone = all_gather::multiply(&problem("anything"), 0, CONFIG).unwrap();
         assert_eq!(alone.name(), "matmul 8x12x16 bf16");
         let name = partial_sums::NAME;
         let pushed = CONFIG.with_route(Route::Push);
-        let sums = partial_sums::reduce_scatter(&asked(name), 0, pushed).unwrap();
+        let sums = partial_sums::reduce_scatter(&problem(name), 0, pushed).unwrap();
         assert_eq!(sums.name(), format!("{name} 8x12x16 bf16"));
-        let gather = all_gather::gather(&asked("all_gather"), 0, CONFIG).unwrap();
+        let gather = all_gather::gather(&problem("all_gather"), 0, CONFIG).unwrap();
         let named = "all_gather M = 8, K = 16, bf16, rows of each rank = [5, 3]";
         assert_eq!(gather.name(), named);
     }
@@ -64,7 +65,7 @@ mod tests {
     fn transfers_are_named_by_who_moves_what() {
         let moves = |route| {
             let config = CONFIG.with_route(route);
-            let plan = all_gather::gather_and_multiply(&asked("x"), 1, config).unwrap();
+            let plan = all_gather::gather_and_multiply(&problem("x"), 1, config).unwrap();
             plan.moves().map(|moved| moved.name()).collect::<Vec<_>>()
         };
         assert_eq!(moves(Route::Pull), ["pull rows 0..5 from rank 0"]);

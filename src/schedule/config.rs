@@ -151,13 +151,13 @@ impl Config {
             let TileShape {
                 split_k, k_slices, ..
             } = self.tile;
-            let what = "Config::tile.split_k, where Numerics::Invariant is asked for,";
+            let what = "Config::tile.split_k, where Numerics::Invariant is problem for,";
             limit(what, split_k, 1, 1)?;
-            let what = "Config::tile.k_slices, where Numerics::Invariant is asked for,";
+            let what = "Config::tile.k_slices, where Numerics::Invariant is problem for,";
             limit(what, k_slices, 1, 1)?;
         }
         if numerics != Numerics::StreamK {
-            let what = "Config::tile.stream_k, where Numerics::StreamK is not asked for,";
+            let what = "Config::tile.stream_k, where Numerics::StreamK is not problem for,";
             limit(what, self.tile.stream_k.into(), 0, 0)?;
         }
         Ok(())

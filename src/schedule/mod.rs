@@ -19,7 +19,7 @@ pub use config::{Chunking, Config, Numerics, TileShape};
 pub use form::{Activation, Form, MAX_WEIGHTS, WeightLayout, Widths};
 pub use layout::{Layout, RowOrder};
 pub use parts::Parts;
-pub use problem::{Description, Planner};
+pub use problem::{Planner, Problem};
 pub use product::{
     Addend, Bias, Block, DeferredChunk, Product, Reduction, Residual, Sum, Tile, Weight,
 };

@@ -6,7 +6,7 @@ use crate::error::Result;
 
 /// What an operation is asked to do. Its planner makes a schedule of it, a rank and a configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Description {
+pub struct Problem {
     /// Which operation: the name of the call.
     pub operation: &'static str,
     /// Of all matrices.
@@ -27,4 +27,4 @@ pub struct Description {
 /// # Errors
 /// [`Error::Limit`](crate::Error::Limit) when N is out of bounds, a field of the configuration is, or there are more transfers,
 /// blocks or tiles than a schedule can have.
-pub type Planner = fn(&Description, rank: usize, config: Config) -> Result<Schedule>;
+pub type Planner = fn(&Problem, rank: usize, config: Config) -> Result<Schedule>;

@@ -8,7 +8,7 @@ use crate::support::shared::reduce_scatter;
 use crate::test_name;
 use gemmesh::schedule::plan::partial_sums::{self as planner, OUT, PARTIALS};
 use gemmesh::schedule::plan::partials::Partials;
-use gemmesh::schedule::{Addend, Description, Layout, Schedule, Tile, Transfer};
+use gemmesh::schedule::{Addend, Layout, Problem, Schedule, Tile, Transfer};
 use gemmesh::trace::Work;
 use gemmesh::{
     Chunking, Config, DType, Error, Group, Host, MatmulReduceScatter, Route, TileShape, bf16, f16,
@@ -256,13 +256,13 @@ struct Asked {
 
 impl Asked {
     fn schedules(&self) -> Vec<Schedule> {
-        let asked = self.description();
-        let plan = |rank| planner::reduce_scatter(&asked, rank, self.config).unwrap();
+        let problem = self.description();
+        let plan = |rank| planner::reduce_scatter(&problem, rank, self.config).unwrap();
         (0..self.rows.len()).map(plan).collect()
     }
 
-    fn description(&self) -> Description {
-        Description {
+    fn description(&self) -> Problem {
+        Problem {
             beside: None,
             form: Default::default(),
             operation: planner::NAME,
@@ -273,8 +273,8 @@ impl Asked {
     }
 
     /// All ranks are to have all sums, of rows so long that they are not exchanged.
-    fn all(&self) -> Description {
-        Description {
+    fn all(&self) -> Problem {
+        Problem {
             operation: planner::ALL_NAME,
             n: (1 << 20) / self.rows.iter().sum::<usize>() + self.n,
             ..self.description()
@@ -352,15 +352,15 @@ fn sent(transfer: &Transfer, partials: &Partials) -> Range<usize> {
 
 proptest! {
     #[test]
-    fn each_element_is_made_once_and_goes_where_it_belongs(asked in any_asked(&[Route::Push, Route::Store])) {
-        let (schedules, partials) = (asked.schedules(), asked.partials());
-        let layout = asked.description().layout;
+    fn each_element_is_made_once_and_goes_where_it_belongs(problem in any_asked(&[Route::Push, Route::Store])) {
+        let (schedules, partials) = (problem.schedules(), problem.partials());
+        let layout = problem.description().layout;
         for (rank, schedule) in schedules.iter().enumerate() {
             let product = schedule.product().unwrap();
-            let mut made = vec![0; layout.m() * asked.n];
+            let mut made = vec![0; layout.m() * problem.n];
             for tile in schedule.tiles() {
                 for row in product.rows(tile) {
-                    product.columns(tile).for_each(|column| made[row * asked.n + column] += 1);
+                    product.columns(tile).for_each(|column| made[row * problem.n + column] += 1);
                 }
                 // Peers' blocks wait for nothing, so no rank waits for another in a circle.
                 let own = product.block(tile).sum.out == OUT;
@@ -395,9 +395,9 @@ proptest! {
     }
 
     #[test]
-    fn what_a_rank_sends_is_what_its_owner_adds(asked in any_asked(&[Route::Pull, Route::Push, Route::Store])) {
-        let (schedules, partials) = (asked.schedules(), asked.partials());
-        let layout = asked.description().layout;
+    fn what_a_rank_sends_is_what_its_owner_adds(problem in any_asked(&[Route::Pull, Route::Push, Route::Store])) {
+        let (schedules, partials) = (problem.schedules(), problem.partials());
+        let layout = problem.description().layout;
         for (rank, schedule) in schedules.iter().enumerate() {
             let mine = layout.rows_of(rank);
             // By row of the slots: who writes it, under which flag.
@@ -407,7 +407,7 @@ proptest! {
                 prop_assert!(mine.start <= rows.start && rows.end <= mine.end && !rows.is_empty());
                 let sender = &schedules[transfer.from];
                 let departs = |other: &&Transfer| (other.to, other.flag) == (rank, transfer.flag);
-                if asked.config.route != Route::Pull {
+                if problem.config.route != Route::Pull {
                     let departure = sender.moves().find(departs);
                     prop_assert_eq!(departure, Some(transfer));
                     // It waits for the block that makes it.
@@ -460,8 +460,8 @@ proptest! {
     }
 
     #[test]
-    fn tiles_of_own_rows_stand_in_the_order_in_which_what_they_add_comes(asked in any_asked(&[Route::Push, Route::Store])) {
-        for schedule in asked.schedules() {
+    fn tiles_of_own_rows_stand_in_the_order_in_which_what_they_add_comes(problem in any_asked(&[Route::Push, Route::Store])) {
+        for schedule in problem.schedules() {
             for pair in schedule.tiles().windows(2).filter(|pair| pair[0].block == pair[1].block) {
                 prop_assert!(pair[0].flags().end <= pair[1].flags().end);
             }
@@ -469,27 +469,27 @@ proptest! {
     }
 
     #[test]
-    fn no_rank_waits_in_a_circle(asked in any_asked(&[Route::Push, Route::Store])) {
-        prop_assert!(all_end(&asked.schedules()));
-        let plan = |rank| planner::all_reduce(&asked.all(), rank, asked.config).unwrap();
-        let schedules: Vec<Schedule> = (0..asked.rows.len()).map(plan).collect();
+    fn no_rank_waits_in_a_circle(problem in any_asked(&[Route::Push, Route::Store])) {
+        prop_assert!(all_end(&problem.schedules()));
+        let plan = |rank| planner::all_reduce(&problem.all(), rank, problem.config).unwrap();
+        let schedules: Vec<Schedule> = (0..problem.rows.len()).map(plan).collect();
         prop_assert!(all_end(&schedules));
     }
 
     #[test]
-    fn few_rows_are_exchanged_once_and_added_by_every_rank(asked in any_asked(&[Route::Pull, Route::Push, Route::Store])) {
-        let description = Description { operation: planner::ALL_NAME, ..asked.description() };
-        prop_assert!(asked.rows.len() == 1 || planner::is_exchanged(&description, &asked.config));
-        let plan = |rank| planner::all_reduce(&description, rank, asked.config).unwrap();
-        let schedules: Vec<Schedule> = (0..asked.rows.len()).map(plan).collect();
-        let (m, world) = (description.layout.m(), asked.rows.len());
-        let partials = Partials::exchanged(&description, asked.config.route);
+    fn few_rows_are_exchanged_once_and_added_by_every_rank(problem in any_asked(&[Route::Pull, Route::Push, Route::Store])) {
+        let description = Problem { operation: planner::ALL_NAME, ..problem.description() };
+        prop_assert!(problem.rows.len() == 1 || planner::is_exchanged(&description, &problem.config));
+        let plan = |rank| planner::all_reduce(&description, rank, problem.config).unwrap();
+        let schedules: Vec<Schedule> = (0..problem.rows.len()).map(plan).collect();
+        let (m, world) = (description.layout.m(), problem.rows.len());
+        let partials = Partials::exchanged(&description, problem.config.route);
         for (rank, schedule) in schedules.iter().enumerate().filter(|_| world > 1) {
             // By row of the slots: who writes it, and of which row it is.
             let mut slots = vec![None; partials.rows()];
             for transfer in schedule.arrivals() {
                 let sender = &schedules[transfer.from];
-                if asked.config.route != Route::Pull {
+                if problem.config.route != Route::Pull {
                     let departs = |other: &&Transfer| (other.to, other.flag) == (rank, transfer.flag);
                     prop_assert_eq!(sender.moves().find(departs), Some(transfer));
                     let block = &sender.product().unwrap().blocks[transfer.produced.unwrap()];
@@ -503,7 +503,7 @@ proptest! {
                 }
             }
             let reduction = schedule.reduction().unwrap();
-            prop_assert_eq!((reduction.rows, reduction.n, reduction.sum.first), (m, asked.n, 0));
+            prop_assert_eq!((reduction.rows, reduction.n, reduction.sum.first), (m, problem.n, 0));
             prop_assert_eq!(reduction.sum.addends.len(), world);
             for (from, addend) in reduction.sum.addends.iter().enumerate() {
                 let &Addend::Rows { matrix: PARTIALS, first } = addend else { panic!("{addend:?}") };
@@ -520,14 +520,14 @@ proptest! {
 
     #[test]
     fn partials_of_few_rows_are_made_at_once_and_go_to_the_owners(
-        asked in any_asked(&[Route::Store]),
+        problem in any_asked(&[Route::Store]),
         high in 1usize..3,
     ) {
-        let m: usize = asked.rows.iter().sum();
-        let tile = TileShape::new(64 / high, asked.config.tile.n, 8).with_cluster(high);
-        let config = Config::new(tile, asked.config.chunking, Route::Store);
-        let description = asked.description();
-        let world = asked.rows.len();
+        let m: usize = problem.rows.iter().sum();
+        let tile = TileShape::new(64 / high, problem.config.tile.n, 8).with_cluster(high);
+        let config = Config::new(tile, problem.config.chunking, Route::Store);
+        let description = problem.description();
+        let world = problem.rows.len();
         prop_assert_eq!(planner::is_exchanged(&description, &config), world > 1);
         prop_assert!(!planner::is_exchanged(&description, &config.with_route(Route::Push)));
         let plan = |rank| planner::reduce_scatter(&description, rank, config).unwrap();
@@ -537,7 +537,7 @@ proptest! {
         for (rank, schedule) in schedules.iter().enumerate().filter(|_| world > 1) {
             let product = schedule.product().unwrap();
             prop_assert_eq!((product.blocks.len(), product.blocks[0].rows.clone()), (1, 0..m));
-            prop_assert_eq!(schedule.tiles().len(), m.div_ceil(64) * asked.n.div_ceil(tile.n));
+            prop_assert_eq!(schedule.tiles().len(), m.div_ceil(64) * problem.n.div_ceil(tile.n));
             let mine = description.layout.rows_of(rank);
             // By rank: the first row of what it has made of this rank's rows.
             let mut firsts = vec![None; world];
@@ -554,7 +554,7 @@ proptest! {
                 prop_assert!(mine.is_empty() && schedule.arrivals().is_empty());
                 continue;
             };
-            prop_assert_eq!((reduction.rows, reduction.n, reduction.sum.first), (mine.len(), asked.n, 0));
+            prop_assert_eq!((reduction.rows, reduction.n, reduction.sum.first), (mine.len(), problem.n, 0));
             let addend = |first: Option<usize>| Addend::Rows { matrix: PARTIALS, first: first.unwrap() };
             let addends: Vec<_> = firsts.into_iter().map(addend).collect();
             prop_assert_eq!(&reduction.sum.addends, &addends);
@@ -562,10 +562,10 @@ proptest! {
     }
 
     #[test]
-    fn each_rank_gets_each_sum_from_its_owner_once(asked in any_asked(&[Route::Push, Route::Store])) {
-        let description = asked.all();
-        let plan = |rank| planner::all_reduce(&description, rank, asked.config).unwrap();
-        let schedules: Vec<Schedule> = (0..asked.rows.len()).map(plan).collect();
+    fn each_rank_gets_each_sum_from_its_owner_once(problem in any_asked(&[Route::Push, Route::Store])) {
+        let description = problem.all();
+        let plan = |rank| planner::all_reduce(&description, rank, problem.config).unwrap();
+        let schedules: Vec<Schedule> = (0..problem.rows.len()).map(plan).collect();
         let layout = &description.layout;
         for (rank, schedule) in schedules.iter().enumerate() {
             let mine = layout.rows_of(rank);
@@ -588,14 +588,14 @@ proptest! {
                 }
             }
             prop_assert!(got.iter().all(|&got| got));
-            prop_assert_eq!(schedule.awaits_all(), asked.rows.len() == 1 || !schedule.arrivals().iter().any(|transfer| is_sum(&transfer)));
+            prop_assert_eq!(schedule.awaits_all(), problem.rows.len() == 1 || !schedule.arrivals().iter().any(|transfer| is_sum(&transfer)));
         }
     }
 
     #[test]
-    fn what_is_copied_is_what_a_sum_moves(asked in any_asked(&[Route::Pull, Route::Push, Route::Store])) {
-        let pulled = asked.config.with_route(Route::Pull);
-        let description = asked.description();
+    fn what_is_copied_is_what_a_sum_moves(problem in any_asked(&[Route::Pull, Route::Push, Route::Store])) {
+        let pulled = problem.config.with_route(Route::Pull);
+        let description = problem.description();
         let partials = Partials::of(&description, Route::Pull);
         // By row: who made it, where it lies there, and where it goes here.
         let moved = |schedule: &Schedule| -> Vec<(usize, usize, usize)> {
@@ -609,10 +609,10 @@ proptest! {
             };
             schedule.arrivals().iter().flat_map(rows).collect()
         };
-        for rank in 0..asked.rows.len() {
+        for rank in 0..problem.rows.len() {
             let sum = planner::reduce_scatter(&description, rank, pulled).unwrap();
-            let copy = planner::copy(&description, rank, asked.config).unwrap();
-            let all = planner::copy_all(&description, rank, asked.config).unwrap();
+            let copy = planner::copy(&description, rank, problem.config).unwrap();
+            let all = planner::copy_all(&description, rank, problem.config).unwrap();
             prop_assert_eq!(moved(&copy), moved(&sum));
             for schedule in [&copy, &all] {
                 prop_assert!(!schedule.handshake() && schedule.tiles().is_empty());
@@ -642,17 +642,17 @@ proptest! {
     }
 
     #[test]
-    fn ranks_agree_but_for_their_parts_of_k(asked in any_asked(&[Route::Pull, Route::Push])) {
-        let schedules = asked.schedules();
-        let other = Description {
-            layout: Layout::new(&asked.rows, 9).unwrap(),
-            ..asked.description()
+    fn ranks_agree_but_for_their_parts_of_k(problem in any_asked(&[Route::Pull, Route::Push])) {
+        let schedules = problem.schedules();
+        let other = Problem {
+            layout: Layout::new(&problem.rows, 9).unwrap(),
+            ..problem.description()
         };
-        let other = planner::reduce_scatter(&other, 0, asked.config).unwrap();
+        let other = planner::reduce_scatter(&other, 0, problem.config).unwrap();
         prop_assert_eq!(other.agreed(), schedules[0].agreed());
         prop_assert!(schedules.iter().all(|schedule| schedule.agreed() == other.agreed()));
-        let wider = Description { n: asked.n + 1, ..asked.description() };
-        let wider = planner::reduce_scatter(&wider, 0, asked.config).unwrap();
+        let wider = Problem { n: problem.n + 1, ..problem.description() };
+        let wider = planner::reduce_scatter(&wider, 0, problem.config).unwrap();
         prop_assert_ne!(wider.agreed(), other.agreed());
     }
 }
@@ -661,15 +661,15 @@ proptest! {
 fn more_chunks_than_a_rank_has_flags_for_are_refused_on_every_rank_by_the_name_of_the_field() {
     let mut rows = vec![1; 63];
     rows.push(0);
-    let asked = Asked {
+    let problem = Asked {
         rows,
         n: 1,
         config: Config::new(TileShape::new(1, 1, 1), Chunking::new(33), Route::Push),
     };
-    let description = asked.description();
+    let description = problem.description();
     for rank in 0..64 {
-        assert!(planner::reduce_scatter(&description, rank, asked.config).is_ok());
-        let refused = planner::all_reduce(&description, rank, asked.config).unwrap_err();
+        assert!(planner::reduce_scatter(&description, rank, problem.config).is_ok());
+        let refused = planner::all_reduce(&description, rank, problem.config).unwrap_err();
         assert!(
             matches!(
                 refused,

@@ -53,14 +53,14 @@ fn region(matrix: usize, rows: Range<usize>, columns: usize) -> Move {
 /// The schedule of transfers; their flags are numbered by rows.
 fn schedule(
     name: &str,
-    asked: Asked,
+    problem: Asked,
     rank: usize,
     rows: usize,
     config: Config,
     arrivals: Vec<Transfer>,
     departures: Vec<Transfer>,
 ) -> Schedule {
-    let Asked { world, k, n, .. } = asked;
+    let Asked { world, k, n, .. } = problem;
     let product = (n > 0).then_some(Product {
         a: A,
         weights: [Weight { b: B, n }].into_iter().collect(),
@@ -94,7 +94,7 @@ fn schedule(
     Schedule::new(Parts {
         rank,
         world,
-        agreed: Some(Agreed::new(name, &format!("{asked:?}"))),
+        agreed: Some(Agreed::new(name, &format!("{problem:?}"))),
         matrices: vec![
             matrix(rows, k),
             matrix(rows, scales),
@@ -115,10 +115,10 @@ fn schedule(
 
 /// Rank d of D owns block d of each of `stages` stages: the rows of stage s, rank d begin at (s · D + d) · block. The gather
 /// goes stage by stage over all ranks.
-pub fn staged(asked: Asked, stages: usize, rank: usize, config: Config) -> Schedule {
+pub fn staged(problem: Asked, stages: usize, rank: usize, config: Config) -> Schedule {
     let Asked {
         world, block, k, ..
-    } = asked;
+    } = problem;
     let transfers = |from: &dyn Fn(usize) -> usize, to: &dyn Fn(usize) -> usize| {
         let steps = (0..stages).flat_map(|stage| (1..world).map(move |step| (stage, step)));
         steps
@@ -143,15 +143,15 @@ pub fn staged(asked: Asked, stages: usize, rank: usize, config: Config) -> Sched
     let arrivals = transfers(&|step| (rank + step) % world, &|_| rank);
     let departures = transfers(&|_| rank, &|step| (rank + world - step) % world);
     let rows = stages * world * block;
-    schedule("staged", asked, rank, rows, config, arrivals, departures)
+    schedule("staged", problem, rank, rows, config, arrivals, departures)
 }
 
 /// Each rank owns a block of a matrix and of its scales. Both arrive under one flag, or, `apart`, the scales after the matrix
 /// under a flag that no tile waits for.
-pub fn with_scales(asked: Asked, apart: bool, rank: usize, config: Config) -> Schedule {
+pub fn with_scales(problem: Asked, apart: bool, rank: usize, config: Config) -> Schedule {
     let Asked {
         world, block, k, ..
-    } = asked;
+    } = problem;
     let transfers = |from: usize, to: usize| {
         let rows = from * block..(from + 1) * block;
         let values = region(A, rows.clone(), k);
@@ -177,7 +177,7 @@ pub fn with_scales(asked: Asked, apart: bool, rank: usize, config: Config) -> Sc
     let departures = (1..world).flat_map(|step| transfers(rank, (rank + world - step) % world));
     schedule(
         "with_scales",
-        asked,
+        problem,
         rank,
         world * block,
         config,
@@ -188,10 +188,10 @@ pub fn with_scales(asked: Asked, apart: bool, rank: usize, config: Config) -> Sc
 
 /// Each rank owns a block, and writes only to the next one of a ring: its own block, then what came from the one before, when
 /// it has come.
-pub fn relayed(asked: Asked, rank: usize, config: Config) -> Schedule {
+pub fn relayed(problem: Asked, rank: usize, config: Config) -> Schedule {
     let Asked {
         world, block, k, ..
-    } = asked;
+    } = problem;
     let flag_of = |source: usize, at: usize| source - usize::from(source > at);
     // What `to` gets from the rank before it, in this order: that one's own block, the block of the one before that, ...
     let transfers = |to: usize| -> Vec<Transfer> {
@@ -214,7 +214,7 @@ pub fn relayed(asked: Asked, rank: usize, config: Config) -> Schedule {
     };
     schedule(
         "relayed",
-        asked,
+        problem,
         rank,
         world * block,
         config,

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use gemmesh::schedule::{Description, Layout};
+use gemmesh::schedule::{Layout, Problem};
 use gemmesh::testing::{Sample, with_each_kernel};
 use gemmesh::{Chunking, Config, Cuda, Element, Error, Group, Result, Route};
 
@@ -132,7 +132,7 @@ fn sample<T: Element>(
     }
     let [micros] = common::medians(&common::slowest(group, &times[1..])?);
     let [m, n, k] = shape;
-    let asked = Description {
+    let problem = Problem {
         beside: None,
         form: Default::default(),
         operation: AllGather::<Cuda, T>::NAME,
@@ -141,7 +141,7 @@ fn sample<T: Element>(
         n,
     };
     Ok(Some(Sample {
-        asked,
+        problem,
         config,
         gathers,
         micros,

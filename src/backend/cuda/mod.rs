@@ -47,7 +47,7 @@ use crate::error::{Error, Result};
 use crate::explanation::Prediction;
 use crate::ranks::members::Members;
 use crate::schedule::limits::limit;
-use crate::schedule::{Config, Description, Numerics, Route, Schedule};
+use crate::schedule::{Config, Numerics, Problem, Route, Schedule};
 
 /// NVIDIA GPUs of the Hopper generation (H100, H200), a process each; several processes may share one.
 ///
@@ -271,12 +271,12 @@ impl sealed::Backend for Cuda {
         self.reclaimer.drain(Duration::from_millis(200));
     }
 
-    fn default_config(&self, asked: &Description, numerics: Numerics) -> Config {
+    fn default_config(&self, problem: &Problem, numerics: Numerics) -> Config {
         // Kernels that wait for one another must be able to run at the same time.
         let pushes = self.distinct && self.peers.push;
-        let (rates, measured) = (&self.peers.rates, self.tuned.find(asked));
-        self.choices.of(asked, numerics, measured, |asked| {
-            model::choose(rates, asked, numerics, pushes, measured)
+        let (rates, measured) = (&self.peers.rates, self.tuned.find(problem));
+        self.choices.of(problem, numerics, measured, |problem| {
+            model::choose(rates, problem, numerics, pushes, measured)
         })
     }
 
@@ -287,8 +287,8 @@ impl sealed::Backend for Cuda {
         self.distinct && self.peers.push && bytes <= MOST
     }
 
-    fn predict(&self, asked: &Description, config: &Config) -> Vec<Prediction> {
-        model::predict(&self.peers.rates, asked, config)
+    fn predict(&self, problem: &Problem, config: &Config) -> Vec<Prediction> {
+        model::predict(&self.peers.rates, problem, config)
     }
 
     fn is_recording(&self, _members: &Members) -> Result<bool> {

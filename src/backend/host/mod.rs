@@ -25,7 +25,7 @@ use crate::resources::{explain, require_available};
 use crate::schedule::drive::Produced;
 use crate::schedule::limits::limit;
 use crate::schedule::plan::partial_sums;
-use crate::schedule::{Chunking, Config, Description, Numerics, Route, Schedule, TileShape};
+use crate::schedule::{Chunking, Config, Numerics, Problem, Route, Schedule, TileShape};
 
 /// The host's processors and shared memory. A rank is a process or a thread.
 ///
@@ -219,12 +219,12 @@ impl sealed::Backend for Host {
         // A mapping keeps a peer's memory for as long as it is needed.
     }
 
-    fn default_config(&self, asked: &Description, _: Numerics) -> Config {
+    fn default_config(&self, problem: &Problem, _: Numerics) -> Config {
         Config::new(
             // As much of K as keeps the widened tiles of both operands in a core's cache.
-            TileShape::new(128, 256, asked.layout.k().min(512)).with_group_m(4),
+            TileShape::new(128, 256, problem.layout.k().min(512)).with_group_m(4),
             Chunking::new(4),
-            match partial_sums::is_sum(asked.operation) {
+            match partial_sums::is_sum(problem.operation) {
                 // Pulled partials would not be moved while others are made.
                 true => Route::Push,
                 false => Route::Pull,

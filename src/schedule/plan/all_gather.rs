@@ -13,7 +13,7 @@ use crate::schedule::layout::{Layout, MAX_EXTENT, RowOrder, chunk_rows};
 use crate::schedule::limits::limit;
 use crate::schedule::plan::tile_order::{self, ring};
 use crate::schedule::{
-    Agreed, Bias, Block, DeferredChunk, Description, MAX_WEIGHTS, MatrixSpec, Move, Parts, Product,
+    Agreed, Bias, Block, DeferredChunk, MAX_WEIGHTS, MatrixSpec, Move, Parts, Problem, Product,
     Region, Residual, Schedule, Sum, Transfer, Weight, WeightLayout, Widths,
 };
 
@@ -33,19 +33,19 @@ pub const OUT: usize = B + MAX_WEIGHTS;
 pub const MATRICES: usize = OUT + MAX_WEIGHTS;
 
 /// Gathers the rows while it multiplies them: a tile waits for its rows.
-pub fn gather_and_multiply(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
-    plan(asked, rank, config, Moves::Chunks, true)
+pub fn gather_and_multiply(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+    plan(problem, rank, config, Moves::Chunks, true)
 }
 
 /// Gathers the rows. Each rank pulls them: nothing is launched.
-pub fn gather(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
-    plan(asked, rank, pulled(config), Moves::Chunks, false)
+pub fn gather(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+    plan(problem, rank, pulled(config), Moves::Chunks, false)
 }
 
 /// The same by stores of the ranks that own them.
-pub fn gather_stored(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
+pub fn gather_stored(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     plan(
-        asked,
+        problem,
         rank,
         config.with_route(Route::Store),
         Moves::Chunks,
@@ -54,16 +54,16 @@ pub fn gather_stored(asked: &Description, rank: usize, config: Config) -> Result
 }
 
 /// Multiplies rows that are there. The other ranks take no part.
-pub fn multiply(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
-    plan(asked, rank, config, Moves::Nothing, true)
+pub fn multiply(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+    plan(problem, rank, config, Moves::Nothing, true)
 }
 
 /// The name of a call that is one rank's alone.
 pub const LOCAL: &str = "matmul";
 
 /// Multiplies rows of this rank's own, of which there are no others.
-pub fn multiply_alone(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
-    let planned = plan(asked, 0, config, Moves::Nothing, true);
+pub fn multiply_alone(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+    let planned = plan(problem, 0, config, Moves::Nothing, true);
     // In its schedule it is the only rank. In its group it is the one that lacks memory.
     planned.map_err(|error| match error {
         Error::OutOfMemory { bytes, reason, .. } => Error::OutOfMemory {
@@ -76,8 +76,8 @@ pub fn multiply_alone(asked: &Description, rank: usize, config: Config) -> Resul
 }
 
 /// Copies the other ranks' rows, with no word to anyone.
-pub fn copy(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
-    plan(asked, rank, pulled(config), Moves::Shards, false)
+pub fn copy(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+    plan(problem, rank, pulled(config), Moves::Shards, false)
 }
 
 /// What is moved.
@@ -95,25 +95,25 @@ fn pulled(config: Config) -> Config {
 }
 
 fn plan(
-    asked: &Description,
+    problem: &Problem,
     rank: usize,
     config: Config,
     moves: Moves,
     multiplies: bool,
 ) -> Result<Schedule> {
-    let layout = &asked.layout;
+    let layout = &problem.layout;
     limit("rank", rank, 0, layout.world() - 1)?;
     config.check()?;
     let mut widths = Widths::new();
     if multiplies {
-        widths = asked.form.columns(asked.n)?;
+        widths = problem.form.columns(problem.n)?;
         // Of a gated product gate and up share a tile.
-        let least = asked.form.multiplied(1);
+        let least = problem.form.multiplied(1);
         limit("Config::tile.n", config.tile.n, least, MAX_EXTENT)?;
         let rows = layout.m().div_ceil(config.entry_rows());
         let columns = widths
             .iter()
-            .map(|&n| asked.form.multiplied(n).div_ceil(config.tile.n));
+            .map(|&n| problem.form.multiplied(n).div_ceil(config.tile.n));
         let count = rows.saturating_mul(columns.sum());
         limit("tiles of the output", count, 0, 1 << 28)?;
     }
@@ -135,24 +135,24 @@ fn plan(
         flag: arrival.flag,
         column: arrival.regions[0].to.columns.start,
     });
-    let product = multiplies.then(|| product(asked, &widths, config, deferred));
+    let product = multiplies.then(|| product(problem, &widths, config, deferred));
     let tiles = match &product {
         Some(product) => tile_order::tiles(rank, product, A, &arrivals)?,
         None => Vec::new(),
     };
     let matrix = |rows, columns| MatrixSpec {
-        dtype: asked.dtype,
+        dtype: problem.dtype,
         rows,
         columns,
     };
     let (m, k) = (layout.m(), layout.k());
     let mut matrices = vec![matrix(0, 0); MATRICES];
     matrices[A] = matrix(m, k);
-    matrices[BIAS] = matrix(1, asked.form.multiplied(asked.n));
-    matrices[RESIDUAL] = matrix(m, asked.n);
+    matrices[BIAS] = matrix(1, problem.form.multiplied(problem.n));
+    matrices[RESIDUAL] = matrix(m, problem.n);
     for (number, &n) in widths.iter().enumerate() {
         matrices[OUT + number] = MatrixSpec {
-            dtype: asked.form.out.unwrap_or(asked.dtype),
+            dtype: problem.form.out.unwrap_or(problem.dtype),
             ..matrix(m, n)
         };
     }
@@ -160,12 +160,12 @@ fn plan(
         .iter()
         .flat_map(|product| product.weights.iter().copied())
     {
-        matrices[b] = match asked.form.weights {
+        matrices[b] = match problem.form.weights {
             WeightLayout::Nk => matrix(n, k),
             WeightLayout::Kn => matrix(k, n),
         };
     }
-    if let Some((dtype, columns)) = asked.beside {
+    if let Some((dtype, columns)) = problem.beside {
         limit("columns", columns, 1, MAX_EXTENT)?;
         let rows = m;
         matrices[BESIDE] = MatrixSpec {
@@ -186,7 +186,7 @@ fn plan(
     Schedule::new(Parts {
         rank,
         world: layout.world(),
-        agreed: (moves == Moves::Chunks).then(|| agree(asked, &config)),
+        agreed: (moves == Moves::Chunks).then(|| agree(problem, &config)),
         matrices,
         arrivals,
         departures,
@@ -200,12 +200,12 @@ fn plan(
 
 /// All rows, by each weight: a block for each output.
 fn product(
-    asked: &Description,
+    problem: &Problem,
     widths: &[usize],
     config: Config,
     deferred: Option<DeferredChunk>,
 ) -> Product {
-    let Description { layout, form, .. } = asked;
+    let Problem { layout, form, .. } = problem;
     let rows = 0..layout.m();
     let blocks = (0..widths.len()).map(|weight| {
         let begin = widths[..weight].iter().sum();
@@ -247,8 +247,8 @@ fn product(
 }
 
 /// What the ranks must agree on. How rows are pulled is each rank's own affair.
-fn agree(asked: &Description, config: &Config) -> Agreed {
-    let layout = &asked.layout;
+fn agree(problem: &Problem, config: &Config) -> Agreed {
+    let layout = &problem.layout;
     let mut details = String::with_capacity(128);
     // To write to a string does not fail.
     let mut say = |words: std::fmt::Arguments| _ = details.write_fmt(words);
@@ -256,7 +256,7 @@ fn agree(asked: &Description, config: &Config) -> Agreed {
         "M = {}, K = {}, {}",
         layout.m(),
         layout.k(),
-        asked.dtype
+        problem.dtype
     ));
     match (config.route, config.chunking.count, config.chunking.last) {
         (Route::Pull, ..) => {}
@@ -271,7 +271,7 @@ fn agree(asked: &Description, config: &Config) -> Agreed {
             ));
         }
     }
-    if let Some((dtype, columns)) = asked.beside {
+    if let Some((dtype, columns)) = problem.beside {
         say(format_args!(", with {columns} columns of {dtype}"));
     }
     let stages = layout.stages();
@@ -286,7 +286,7 @@ fn agree(asked: &Description, config: &Config) -> Agreed {
     if !layout.is_balanced() {
         say(format_args!(", rows of each rank = {:?}", layout.rows()));
     }
-    Agreed::new(asked.operation, &details)
+    Agreed::new(problem.operation, &details)
 }
 
 /// How rows are cut into chunks.

@@ -17,7 +17,7 @@ use crate::schedule::plan::all_gather::{Part, stored_parts};
 use crate::schedule::plan::partials::{Incoming, Partials, Piece, among_others};
 use crate::schedule::plan::tile_order::ring;
 use crate::schedule::{
-    Activation, Addend, Agreed, Description, MatrixSpec, Move, Parts, Reduction, Region, Request,
+    Activation, Addend, Agreed, MatrixSpec, Move, Parts, Problem, Reduction, Region, Request,
     Schedule, Sum, Transfer,
 };
 
@@ -46,24 +46,24 @@ pub const fn stored() -> Config {
 ///
 /// # Errors
 /// [`Error::Limit`](crate::Error::Limit) when N is out of bounds or a field of the configuration is.
-pub fn reduce_scatter(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
-    Plan::new(asked, rank, config)?.sums(Blocks::Had, Sums::Own)
+pub fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+    Plan::new(problem, rank, config)?.sums(Blocks::Had, Sums::Own)
 }
 
 /// Each rank gets its rows of the sum, in a matrix of all rows that ranks share: a gather has to follow.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
-pub fn reduce_own_rows(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
-    Plan::new(asked, rank, config)?.sums(Blocks::Had, Sums::OwnAmongAll)
+pub fn reduce_own_rows(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+    Plan::new(problem, rank, config)?.sums(Blocks::Had, Sums::OwnAmongAll)
 }
 
 /// Each rank gets all inputs, and adds up all rows.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
-pub fn all_reduce(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
-    Plan::new(asked, rank, config)?.all_sums()
+pub fn all_reduce(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+    Plan::new(problem, rank, config)?.all_sums()
 }
 
 /// As [`reduce_scatter`], of blocks that the caller makes: those of the peers' rows first, in ring order, and its own last.
@@ -71,11 +71,11 @@ pub fn all_reduce(asked: &Description, rank: usize, config: Config) -> Result<Sc
 /// # Errors
 /// As [`reduce_scatter`].
 pub fn produce_and_reduce_scatter(
-    asked: &Description,
+    problem: &Problem,
     rank: usize,
     config: Config,
 ) -> Result<Schedule> {
-    Plan::new(asked, rank, config)?.sums(Blocks::Made, Sums::Own)
+    Plan::new(problem, rank, config)?.sums(Blocks::Made, Sums::Own)
 }
 
 /// Rank s sends each rank as many rows as it has in the layout of the output, where they come to lie in its place: row i of block p of
@@ -83,20 +83,16 @@ pub fn produce_and_reduce_scatter(
 ///
 /// # Errors
 /// As [`reduce_scatter`].
-pub fn all_to_all(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
-    Plan::new(asked, rank, config)?.exchange(Blocks::Had)
+pub fn all_to_all(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+    Plan::new(problem, rank, config)?.exchange(Blocks::Had)
 }
 
 /// As [`all_to_all`], of blocks that the caller makes: those for the peers first, in ring order, and that for itself last.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
-pub fn produce_and_all_to_all(
-    asked: &Description,
-    rank: usize,
-    config: Config,
-) -> Result<Schedule> {
-    Plan::new(asked, rank, config)?.exchange(Blocks::Made)
+pub fn produce_and_all_to_all(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+    Plan::new(problem, rank, config)?.exchange(Blocks::Made)
 }
 
 /// All ranks get the rows of the one that has all in the layout. It sends each other rank a share of them, which that one sends on: so
@@ -104,8 +100,8 @@ pub fn produce_and_all_to_all(
 ///
 /// # Errors
 /// As [`reduce_scatter`].
-pub fn broadcast(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
-    Plan::new(asked, rank, config)?.broadcast()
+pub fn broadcast(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+    Plan::new(problem, rank, config)?.broadcast()
 }
 
 /// Where the rows that a rank sends come from.
@@ -127,32 +123,32 @@ enum Sums {
 }
 
 struct Plan<'a> {
-    asked: &'a Description,
+    problem: &'a Problem,
     rank: usize,
     config: Config,
 }
 
 impl<'a> Plan<'a> {
-    fn new(asked: &'a Description, rank: usize, config: Config) -> Result<Plan<'a>> {
-        limit("rank", rank, 0, asked.layout.world() - 1)?;
+    fn new(problem: &'a Problem, rank: usize, config: Config) -> Result<Plan<'a>> {
+        limit("rank", rank, 0, problem.layout.world() - 1)?;
         config.check()?;
-        limit("N", asked.n, 1, MAX_EXTENT)?;
+        limit("N", problem.n, 1, MAX_EXTENT)?;
         let what = "rows that are exchanged, of all ranks,";
-        limit(what, asked.layout.m(), 0, MAX_EXTENT / MAX_WORLD)?;
+        limit(what, problem.layout.m(), 0, MAX_EXTENT / MAX_WORLD)?;
         Ok(Plan {
-            asked,
+            problem,
             rank,
             config,
         })
     }
 
     fn world(&self) -> usize {
-        self.asked.layout.world()
+        self.problem.layout.world()
     }
 
     /// The parts of these rows that are made and sent at once.
     fn cut(&self, rows: Range<usize>) -> Vec<Part> {
-        let n = self.asked.n;
+        let n = self.problem.n;
         if self.config.route == Route::Store {
             return stored_parts(rows, n, self.world());
         }
@@ -172,7 +168,7 @@ impl<'a> Plan<'a> {
         let last = rows.end.saturating_sub(quarter).max(rows.start);
         let parts = [rows.start..last, last..rows.end].into_iter();
         let parts = parts.filter(|rows| !rows.is_empty());
-        let columns = 0..self.asked.n;
+        let columns = 0..self.problem.n;
         parts
             .map(|rows| Part {
                 rows,
@@ -182,7 +178,7 @@ impl<'a> Plan<'a> {
     }
 
     fn region(&self, matrix: usize, rows: Range<usize>) -> Region {
-        self.part(matrix, rows, &(0..self.asked.n))
+        self.part(matrix, rows, &(0..self.problem.n))
     }
 
     fn part(&self, matrix: usize, rows: Range<usize>, columns: &Range<usize>) -> Region {
@@ -207,15 +203,15 @@ impl<'a> Plan<'a> {
     }
 
     fn sums(&self, blocks: Blocks, sums: Sums) -> Result<Schedule> {
-        let &Plan { asked, rank, .. } = self;
-        let (layout, world) = (&asked.layout, self.world());
+        let &Plan { problem, rank, .. } = self;
+        let (layout, world) = (&problem.layout, self.world());
         let own = layout.rows_of(rank);
         let most = layout.rows().into_iter().max().unwrap_or(0);
         let (source, callers) = match blocks {
             Blocks::Had => (INPUT, 0),
             Blocks::Made => (ROOM, layout.m()),
         };
-        let room = Partials::of_callers(asked, callers, most);
+        let room = Partials::of_callers(problem, callers, most);
         // What each rank makes: the others' rows first, and its own last.
         let pieces = |rank: usize| -> (Vec<Piece>, Vec<Range<usize>>) {
             let owners = ring(rank, world).chain([rank]);
@@ -291,9 +287,9 @@ impl<'a> Plan<'a> {
     }
 
     fn all_sums(&self) -> Result<Schedule> {
-        let &Plan { asked, rank, .. } = self;
-        let (m, world) = (asked.layout.m(), self.world());
-        let room = Partials::of_callers(asked, 0, m);
+        let &Plan { problem, rank, .. } = self;
+        let (m, world) = (problem.layout.m(), self.world());
+        let room = Partials::of_callers(problem, 0, m);
         let cut = self.cut(0..m);
         let transfers = |from: usize, to: usize| {
             let (slot, before) = (room.slot(from, to), among_others(from, to) * cut.len());
@@ -326,15 +322,15 @@ impl<'a> Plan<'a> {
     }
 
     fn exchange(&self, blocks: Blocks) -> Result<Schedule> {
-        let &Plan { asked, rank, .. } = self;
-        let (layout, world) = (&asked.layout, self.world());
+        let &Plan { problem, rank, .. } = self;
+        let (layout, world) = (&problem.layout, self.world());
         let most = layout.rows().into_iter().max().unwrap_or(0);
         let sent = layout.rows_of(rank);
         let (source, callers) = match blocks {
             Blocks::Had => (INPUT, 0),
             Blocks::Made => (ROOM, (world - 1) * most),
         };
-        let room = Partials::of_callers(asked, callers, 0);
+        let room = Partials::of_callers(problem, callers, 0);
         // Where what `from` sends to `to` begins in its memory.
         let begin = |from: usize, to: usize| match blocks {
             Blocks::Had => to * layout.rows_of(from).len(),
@@ -399,8 +395,8 @@ impl<'a> Plan<'a> {
     }
 
     fn broadcast(&self) -> Result<Schedule> {
-        let &Plan { asked, rank, .. } = self;
-        let (layout, world) = (&asked.layout, self.world());
+        let &Plan { problem, rank, .. } = self;
+        let (layout, world) = (&problem.layout, self.world());
         let root = (0..world)
             .find(|&rank| !layout.rows_of(rank).is_empty())
             .unwrap_or(0);
@@ -439,7 +435,7 @@ impl<'a> Plan<'a> {
                 flag,
             )
         };
-        let room = Partials::of_callers(asked, 0, 0);
+        let room = Partials::of_callers(problem, 0, 0);
         let mut parts = self.parts([layout.m(); 2], &room);
         for &(receiver, chunk, flag) in &all {
             if rank == root {
@@ -466,7 +462,7 @@ impl<'a> Plan<'a> {
     ) -> Reduction {
         Reduction {
             rows,
-            n: self.asked.n,
+            n: self.problem.n,
             sum: Sum {
                 out: OUT,
                 first,
@@ -480,9 +476,9 @@ impl<'a> Plan<'a> {
 
     /// A schedule in which nothing is moved yet, of an input and an output of so many rows.
     fn parts(&self, [input, out]: [usize; 2], room: &Partials) -> Parts {
-        let asked = self.asked;
+        let problem = self.problem;
         let matrix = |rows, columns| MatrixSpec {
-            dtype: asked.dtype,
+            dtype: problem.dtype,
             rows,
             columns,
         };
@@ -491,8 +487,8 @@ impl<'a> Plan<'a> {
             world: self.world(),
             agreed: Some(self.agree()),
             matrices: vec![
-                matrix(input, asked.n),
-                matrix(out, asked.n),
+                matrix(input, problem.n),
+                matrix(out, problem.n),
                 matrix(room.rows(), room.columns()),
             ],
             arrivals: Vec::new(),
@@ -507,9 +503,9 @@ impl<'a> Plan<'a> {
 
     /// What the ranks must agree on: whoever sends knows how those who get it count.
     fn agree(&self) -> Agreed {
-        let Description {
+        let Problem {
             layout, n, dtype, ..
-        } = self.asked;
+        } = self.problem;
         let mut details = format!("M = {}, N = {n}, {dtype}", layout.m());
         details += &match self.config.route {
             Route::Store => ", stored".into(),
@@ -518,6 +514,6 @@ impl<'a> Plan<'a> {
         if !layout.is_balanced() {
             details += &format!(", rows of each rank = {:?}", layout.rows());
         }
-        Agreed::new(self.asked.operation, &details)
+        Agreed::new(self.problem.operation, &details)
     }
 }

@@ -13,38 +13,38 @@ use crate::schedule::config::Config;
 use crate::schedule::layout::chunk_rows;
 use crate::schedule::plan::partials::among_others;
 use crate::schedule::plan::tile_order::{self, ring};
-use crate::schedule::{Addend, Block, Description, Move, Reduction, Schedule, Sum, Transfer};
+use crate::schedule::{Addend, Block, Move, Problem, Reduction, Schedule, Sum, Transfer};
 
 /// Rows of the lowest tiles: no fewer are multiplied at a time.
 pub const LOW_ROWS: usize = 64;
 
 /// Whether each rank makes the partials of all rows at once, then those who are to have the sums get them, and add them up at the end.
-pub fn is_exchanged(asked: &Description, config: &Config) -> bool {
-    match asked.operation {
-        NAME => by_owners(asked, config),
-        _ => are_few(asked),
+pub fn is_exchanged(problem: &Problem, config: &Config) -> bool {
+    match problem.operation {
+        NAME => by_owners(problem, config),
+        _ => are_few(problem),
     }
 }
 
 /// Whether rows are so few that, where all ranks are to have the sums, one exchange takes less time than two, though more is moved. (The
 /// limits are those of vLLM's custom all-reduce. It has none for two ranks; here it is 1 MiB, because above that two steps can be
 /// hidden.)
-pub(super) fn are_few(asked: &Description) -> bool {
-    let most = match asked.layout.world() {
+pub(super) fn are_few(problem: &Problem) -> bool {
+    let most = match problem.layout.world() {
         1 => 0,
         2 => 1 << 20,
         3..=4 => 512 << 10,
         5..=8 => 256 << 10,
         _ => 0,
     };
-    let columns = asked.n.next_multiple_of(PADDED_COLUMNS);
-    let elements = asked.layout.m().saturating_mul(columns);
-    elements.saturating_mul(asked.dtype.bytes()) <= most
+    let columns = problem.n.next_multiple_of(PADDED_COLUMNS);
+    let elements = problem.layout.m().saturating_mul(columns);
+    elements.saturating_mul(problem.dtype.bytes()) <= most
 }
 
 /// Where the sums stay with the owners of the rows: low tiles of all of few rows take less than tiles for each rank's.
-pub(super) fn by_owners(asked: &Description, config: &Config) -> bool {
-    config.route == Route::Store && config.entry_rows() == LOW_ROWS && are_few(asked)
+pub(super) fn by_owners(problem: &Problem, config: &Config) -> bool {
+    config.route == Route::Store && config.entry_rows() == LOW_ROWS && are_few(problem)
 }
 
 /// What kernels send of a row is a multiple of this.
@@ -53,14 +53,14 @@ pub const PADDED_COLUMNS: usize = 16;
 /// All rows are multiplied, then their partials go to those who are to have the sums, who add them up at the end.
 pub(super) fn exchange(planner: &Plan) -> Result<Schedule> {
     let &Plan {
-        asked,
+        problem,
         rank,
         config,
         partials,
         sums,
         ..
     } = planner;
-    let (m, world) = (asked.layout.m(), asked.layout.world());
+    let (m, world) = (problem.layout.m(), problem.layout.world());
     let count = match sums {
         Sums::Everywhere => config.chunking.count,
         // Parts that owners' rows straddle have no one place to go to.
@@ -70,7 +70,7 @@ pub(super) fn exchange(planner: &Plan) -> Result<Schedule> {
     let is_pulled = config.route == Route::Pull;
     let rows_for = |to: usize| match sums {
         Sums::Everywhere => 0..m,
-        Sums::Own | Sums::All => asked.layout.rows_of(to),
+        Sums::Own | Sums::All => problem.layout.rows_of(to),
     };
     let transfer = |from: usize, to: usize, (index, part): (usize, &Range<usize>)| {
         let wanted = rows_for(to);
@@ -121,7 +121,7 @@ pub(super) fn exchange(planner: &Plan) -> Result<Schedule> {
     };
     let reduction = (!own.is_empty()).then(|| Reduction {
         rows: own.len(),
-        n: asked.n,
+        n: problem.n,
         sum: Sum {
             addends: (0..world).map(addend).collect(),
             ..planner.finished()

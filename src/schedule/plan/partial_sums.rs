@@ -15,7 +15,7 @@ use crate::route::Route;
 use crate::schedule::config::{Chunking, Config};
 use crate::schedule::plan::partials::{Incoming, Piece};
 use crate::schedule::plan::tile_order::{self, ring};
-use crate::schedule::{Addend, Block, Description, Reduction, Schedule, Transfer};
+use crate::schedule::{Addend, Block, Problem, Reduction, Schedule, Transfer};
 
 /// The number of the matrix whose columns are this rank's part of K.
 pub const A: usize = 0;
@@ -50,8 +50,8 @@ pub fn is_sum(operation: &str) -> bool {
 /// # Errors
 /// [`Error::Limit`](crate::Error::Limit) when N is out of bounds, a field of the configuration is, or there are too many tiles
 /// or blocks.
-pub fn reduce_scatter(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
-    let planner = Plan::new(asked, rank, config, Sums::Own)?;
+pub fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+    let planner = Plan::new(problem, rank, config, Sums::Own)?;
     if planner.exchanged {
         return exchange(&planner);
     }
@@ -67,11 +67,11 @@ pub fn reduce_scatter(asked: &Description, rank: usize, config: Config) -> Resul
 ///
 /// # Errors
 /// As [`reduce_scatter`].
-pub fn all_reduce(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
-    if are_few(asked) {
-        return exchange(&Plan::new(asked, rank, config, Sums::Everywhere)?);
+pub fn all_reduce(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+    if are_few(problem) {
+        return exchange(&Plan::new(problem, rank, config, Sums::Everywhere)?);
     }
-    let planner = Plan::new(asked, rank, config, Sums::All)?;
+    let planner = Plan::new(problem, rank, config, Sums::All)?;
     match config.route {
         Route::Pull => reduce(&planner),
         Route::Push | Route::Store => multiply_and_reduce(&planner),
@@ -79,8 +79,8 @@ pub fn all_reduce(asked: &Description, rank: usize, config: Config) -> Result<Sc
 }
 
 fn multiply_and_reduce(planner: &Plan) -> Result<Schedule> {
-    let &Plan { asked, rank, .. } = planner;
-    let layout = &asked.layout;
+    let &Plan { problem, rank, .. } = planner;
+    let layout = &problem.layout;
     let world = layout.world();
     let made = planner.all_pieces();
     let incoming: Vec<Incoming> = (0..world).map(|to| Incoming::of(&made, to)).collect();
@@ -138,21 +138,21 @@ fn multiply_and_reduce(planner: &Plan) -> Result<Schedule> {
 ///
 /// # Errors
 /// As the operation's.
-pub fn pieces(asked: &Description, rank: usize, config: Config) -> Result<Vec<Piece>> {
-    let sums = match asked.operation {
+pub fn pieces(problem: &Problem, rank: usize, config: Config) -> Result<Vec<Piece>> {
+    let sums = match problem.operation {
         ALL_NAME => Sums::All,
         _ => Sums::Own,
     };
-    Ok(Plan::new(asked, rank, config, sums)?.pieces(rank))
+    Ok(Plan::new(problem, rank, config, sums)?.pieces(rank))
 }
 
 /// Multiplies all rows; what is made of them stays here. The other ranks take no part.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
-pub fn multiply(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
-    let planner = Plan::new(asked, rank, config, Sums::Own)?;
-    let all = 0..asked.layout.m();
+pub fn multiply(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+    let planner = Plan::new(problem, rank, config, Sums::Own)?;
+    let all = 0..problem.layout.m();
     let mut rows = Vec::new();
     planner.tile_rows(0, &all, |_| 0..0, &mut rows);
     let sum = planner.own_partials(planner.partials.own(0, 0));
@@ -172,8 +172,8 @@ pub fn multiply(asked: &Description, rank: usize, config: Config) -> Result<Sche
 ///
 /// # Errors
 /// As [`reduce_scatter`].
-pub fn copy(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
-    let planner = Plan::new(asked, rank, whole(config), Sums::Own)?;
+pub fn copy(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+    let planner = Plan::new(problem, rank, whole(config), Sums::Own)?;
     let copies = planner.pulls(&planner.all_pieces());
     planner.schedule(false, copies, Vec::new(), None, None)
 }
@@ -182,12 +182,12 @@ pub fn copy(asked: &Description, rank: usize, config: Config) -> Result<Schedule
 ///
 /// # Errors
 /// As [`reduce_scatter`].
-pub fn copy_all(asked: &Description, rank: usize, config: Config) -> Result<Schedule> {
-    let planner = Plan::new(asked, rank, whole(config), Sums::All)?;
+pub fn copy_all(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+    let planner = Plan::new(problem, rank, whole(config), Sums::All)?;
     let made = planner.all_pieces();
     let mut copies = planner.pulls(&made);
     let incoming = Incoming::of(&made, rank);
-    for owner in ring(rank, asked.layout.world()) {
+    for owner in ring(rank, problem.layout.world()) {
         let pieces = made[owner].iter().enumerate();
         let sums = pieces.filter(|(_, piece)| piece.owner == owner);
         copies.extend(sums.map(|(number, piece)| {
@@ -206,20 +206,20 @@ fn whole(config: Config) -> Config {
 }
 
 fn reduce(planner: &Plan) -> Result<Schedule> {
-    let &Plan { asked, rank, .. } = planner;
-    let world = asked.layout.world();
+    let &Plan { problem, rank, .. } = planner;
+    let world = problem.layout.world();
     let made = planner.all_pieces();
     let mut departures = Vec::new();
     for to in (1..world).map(|step| (rank + world - step) % world) {
         let incoming = Incoming::of(&made, to);
         departures.extend(planner.pulls_of(&made, &incoming, rank, to));
     }
-    let own = asked.layout.rows_of(rank);
+    let own = problem.layout.rows_of(rank);
     let matrix = PARTIALS;
     let first = planner.partials.own(rank, own.start);
     let reduction = (!own.is_empty()).then(|| Reduction {
         rows: own.len(),
-        n: asked.n,
+        n: problem.n,
         sum: planner.sum(0, |_| Addend::Rows { matrix, first }),
     });
     planner.schedule(true, planner.pulls(&made), departures, None, reduction)

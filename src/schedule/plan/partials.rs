@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::route::Route;
-use crate::schedule::Description;
+use crate::schedule::Problem;
 
 /// Rows of partials are as long as a multiple of this: 16 bytes, as copies and loads on GPUs ask for.
 const ALIGNMENT: usize = 16;
@@ -27,25 +27,25 @@ pub struct Partials {
 
 impl Partials {
     /// The same on every rank. Where partials are pulled, those of all rows are made at once, and there are no gaps.
-    pub fn of(asked: &Description, route: Route) -> Partials {
-        let rows = asked.layout.rows().into_iter();
-        Partials::new(asked, route, rows.max().unwrap_or(0))
+    pub fn of(problem: &Problem, route: Route) -> Partials {
+        let rows = problem.layout.rows().into_iter();
+        Partials::new(problem, route, rows.max().unwrap_or(0))
     }
 
     /// Those of operations in which all ranks get all of them.
-    pub fn exchanged(asked: &Description, route: Route) -> Partials {
-        Partials::new(asked, route, asked.layout.m())
+    pub fn exchanged(problem: &Problem, route: Route) -> Partials {
+        Partials::new(problem, route, problem.layout.m())
     }
 
     /// Those of rows that no kernel of this library makes: `own` rows of this rank's own, and slots of `slot` rows.
-    pub fn of_callers(asked: &Description, own: usize, slot: usize) -> Partials {
+    pub fn of_callers(problem: &Problem, own: usize, slot: usize) -> Partials {
         Partials {
             m: own,
-            ..Partials::new(asked, Route::Pull, slot)
+            ..Partials::new(problem, Route::Pull, slot)
         }
     }
 
-    fn new(asked: &Description, route: Route, slot: usize) -> Partials {
+    fn new(problem: &Problem, route: Route, slot: usize) -> Partials {
         let [gap, behind_slot] = match route {
             Route::Pull => [0, 0],
             Route::Push => [STORED_ROWS - 1, 0],
@@ -53,10 +53,12 @@ impl Partials {
         };
         Partials {
             slot: slot + behind_slot,
-            world: asked.layout.world(),
-            m: asked.layout.m(),
+            world: problem.layout.world(),
+            m: problem.layout.m(),
             gap,
-            columns: asked.n.next_multiple_of(ALIGNMENT / asked.dtype.bytes()),
+            columns: problem
+                .n
+                .next_multiple_of(ALIGNMENT / problem.dtype.bytes()),
         }
     }
 

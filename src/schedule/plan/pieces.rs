@@ -15,13 +15,13 @@ use crate::schedule::limits::limit;
 use crate::schedule::plan::partials::{Incoming, Partials, Piece};
 use crate::schedule::plan::tile_order::{TileRow, ring};
 use crate::schedule::{
-    Activation, Addend, Agreed, Bias, Block, Description, MAX_FLAGS, MatrixSpec, Move, Parts,
-    Product, Reduction, Region, Residual, Schedule, Sum, Tile, Transfer, Weight, WeightLayout,
+    Activation, Addend, Agreed, Bias, Block, MAX_FLAGS, MatrixSpec, Move, Parts, Problem, Product,
+    Reduction, Region, Residual, Schedule, Sum, Tile, Transfer, Weight, WeightLayout,
 };
 
 /// What is asked, of one rank.
 pub(super) struct Plan<'a> {
-    pub(super) asked: &'a Description,
+    pub(super) problem: &'a Problem,
     pub(super) rank: usize,
     pub(super) config: Config,
     pub(super) partials: Partials,
@@ -43,27 +43,27 @@ pub(super) enum Sums {
 
 impl Plan<'_> {
     pub(super) fn new(
-        asked: &Description,
+        problem: &Problem,
         rank: usize,
         config: Config,
         sums: Sums,
     ) -> Result<Plan<'_>> {
-        limit("rank", rank, 0, asked.layout.world() - 1)?;
+        limit("rank", rank, 0, problem.layout.world() - 1)?;
         config.check()?;
-        limit("N", asked.n, 1, MAX_EXTENT)?;
+        limit("N", problem.n, 1, MAX_EXTENT)?;
         // What comes behind a gate is no sum of what comes behind the parts of one.
         limit(
             "weights of a sum over ranks",
-            asked.form.weight_count(),
+            problem.form.weight_count(),
             1,
             1,
         )?;
-        let entries = asked.layout.m().div_ceil(config.entry_rows()) + asked.layout.world();
-        let tiles = entries.saturating_mul(asked.n.div_ceil(config.tile.n));
+        let entries = problem.layout.m().div_ceil(config.entry_rows()) + problem.layout.world();
+        let tiles = entries.saturating_mul(problem.n.div_ceil(config.tile.n));
         limit("tiles of the output", tiles, 1, 1 << 28)?;
         let partials = match sums {
-            Sums::Own | Sums::All => Partials::of(asked, config.route),
-            Sums::Everywhere => Partials::exchanged(asked, config.route),
+            Sums::Own | Sums::All => Partials::of(problem, config.route),
+            Sums::Everywhere => Partials::exchanged(problem, config.route),
         };
         limit("rows of all partials", partials.rows(), 0, MAX_EXTENT)?;
         // Also of the rank to which the most comes: all ranks find the same.
@@ -74,16 +74,16 @@ impl Plan<'_> {
             Sums::All => (count - 1 + last) + count,
             Sums::Everywhere => count,
         };
-        let flags = (asked.layout.world() - 1) * each;
+        let flags = (problem.layout.world() - 1) * each;
         let what = "transfers to a rank, of the chunks that Config::chunking asks for,";
         limit(what, flags, 0, MAX_FLAGS)?;
         let exchanged = match sums {
-            Sums::Own => by_owners(asked, &config),
+            Sums::Own => by_owners(problem, &config),
             Sums::All => false,
             Sums::Everywhere => true,
         };
         Ok(Plan {
-            asked,
+            problem,
             rank,
             config,
             partials,
@@ -94,7 +94,7 @@ impl Plan<'_> {
 
     /// What each rank makes.
     pub(super) fn all_pieces(&self) -> Vec<Vec<Piece>> {
-        let ranks = 0..self.asked.layout.world();
+        let ranks = 0..self.problem.layout.world();
         ranks.map(|rank| self.pieces(rank)).collect()
     }
 
@@ -103,7 +103,7 @@ impl Plan<'_> {
     /// are one panel, and peers' rows are cut as the configuration says; the last peer's finer: when they are there, all that is
     /// left to do is to move them.
     pub(super) fn pieces(&self, rank: usize) -> Vec<Piece> {
-        let layout = &self.asked.layout;
+        let layout = &self.problem.layout;
         let world = layout.world();
         let height = self.config.entry_rows();
         let Chunking { count, last, .. } = self.config.chunking;
@@ -143,7 +143,7 @@ impl Plan<'_> {
         let Piece { owner, rows } = piece;
         let region = |first: usize| self.partial(first..first + rows.len());
         let moved = if *owner == to {
-            let before = rows.start - self.asked.layout.rows_of(to).start;
+            let before = rows.start - self.problem.layout.rows_of(to).start;
             Move {
                 from: region(self.partials.own(to, rows.start)),
                 to: region(self.partials.slot(from, to) + before),
@@ -152,7 +152,7 @@ impl Plan<'_> {
             Move::in_place(Region {
                 matrix: OUT,
                 rows: rows.clone(),
-                columns: 0..self.asked.n,
+                columns: 0..self.problem.n,
             })
         };
         Transfer {
@@ -205,7 +205,7 @@ impl Plan<'_> {
 
     /// What this rank pulls.
     pub(super) fn pulls(&self, made: &[Vec<Piece>]) -> Vec<Transfer> {
-        let peers = ring(self.rank, self.asked.layout.world());
+        let peers = ring(self.rank, self.problem.layout.world());
         let incoming = Incoming::of(made, self.rank);
         let pulls = peers.flat_map(|from| self.pulls_of(made, &incoming, from, self.rank));
         pulls.collect()
@@ -249,12 +249,12 @@ impl Plan<'_> {
         };
         let place = match self.sums {
             Sums::Own => 0,
-            Sums::All | Sums::Everywhere => self.asked.layout.rows_of(self.rank).start,
+            Sums::All | Sums::Everywhere => self.problem.layout.rows_of(self.rank).start,
         };
         let rows = place + first;
         Sum {
             first: rows,
-            addends: (0..self.asked.layout.world()).map(addend).collect(),
+            addends: (0..self.problem.layout.world()).map(addend).collect(),
             residual: Some(Residual {
                 matrix: RESIDUAL,
                 first: rows,
@@ -273,7 +273,7 @@ impl Plan<'_> {
                 matrix: BIAS,
                 first: 0,
             }),
-            activation: self.asked.form.activation,
+            activation: self.problem.form.activation,
             residual: Some(Residual {
                 matrix: RESIDUAL,
                 first: 0,
@@ -286,12 +286,12 @@ impl Plan<'_> {
             a,
             weights: smallvec![Weight {
                 b: B,
-                n: self.asked.n,
+                n: self.problem.n,
             }],
-            weight_layout: self.asked.form.weights,
+            weight_layout: self.problem.form.weights,
             gated: false,
-            m: self.asked.layout.m(),
-            k: self.asked.layout.k(),
+            m: self.problem.layout.m(),
+            k: self.problem.layout.k(),
             config: self.config,
             deferred: None,
             blocks,
@@ -306,31 +306,31 @@ impl Plan<'_> {
         product: Option<(Product, Vec<Tile>)>,
         reduction: Option<Reduction>,
     ) -> Result<Schedule> {
-        let (asked, partials) = (self.asked, self.partials);
+        let (problem, partials) = (self.problem, self.partials);
         let matrix = |rows, columns| MatrixSpec {
-            dtype: asked.dtype,
+            dtype: problem.dtype,
             rows,
             columns,
         };
-        let (m, k, n) = (asked.layout.m(), asked.layout.k(), asked.n);
+        let (m, k, n) = (problem.layout.m(), problem.layout.k(), problem.n);
         let out = match self.sums {
-            Sums::Own => asked.layout.rows_of(self.rank).len(),
+            Sums::Own => problem.layout.rows_of(self.rank).len(),
             Sums::All | Sums::Everywhere => m,
         };
         let (product, tiles) = product.unzip();
         Schedule::new(Parts {
             rank: self.rank,
-            world: asked.layout.world(),
+            world: problem.layout.world(),
             agreed: collective.then(|| self.agree()),
             matrices: vec![
                 matrix(m, k),
-                match asked.form.weights {
+                match problem.form.weights {
                     WeightLayout::Nk => matrix(n, k),
                     WeightLayout::Kn => matrix(k, n),
                 },
                 matrix(1, n),
                 MatrixSpec {
-                    dtype: asked.form.out.unwrap_or(asked.dtype),
+                    dtype: problem.form.out.unwrap_or(problem.dtype),
                     ..matrix(out, n)
                 },
                 matrix(partials.rows(), partials.columns()),
@@ -348,18 +348,18 @@ impl Plan<'_> {
 
     /// What the ranks must agree on: each has a K of its own.
     fn agree(&self) -> Agreed {
-        let Description {
+        let Problem {
             layout, n, dtype, ..
-        } = self.asked;
+        } = self.problem;
         let mut details = format!("M = {}, N = {n}, {dtype}", layout.m());
-        details += &self.asked.form.agreed();
+        details += &self.problem.form.agreed();
         if let Some(cuts) = Cuts::of(&self.config, self.exchanged) {
             details += &cuts.to_string();
         }
         if !layout.is_balanced() {
             details += &format!(", rows of each rank = {:?}", layout.rows());
         }
-        Agreed::new(self.asked.operation, &details)
+        Agreed::new(self.problem.operation, &details)
     }
 }
 
@@ -413,8 +413,8 @@ impl fmt::Display for Cuts {
 }
 
 /// Whether ranks may use the two in one operation of partial sums.
-pub fn agree(asked: &Description, one: &Config, other: &Config) -> bool {
-    let of = |config| Cuts::of(config, is_exchanged(asked, config));
+pub fn agree(problem: &Problem, one: &Config, other: &Config) -> bool {
+    let of = |config| Cuts::of(config, is_exchanged(problem, config));
     of(one) == of(other)
 }
 

@@ -1,14 +1,14 @@
 //! The order of the tiles, and of the ranks.
 
 use crate::error::{Error, Result};
-use crate::schedule::{Config, Description, Product, Route, Tile, Transfer};
+use crate::schedule::{Config, Problem, Product, Route, Tile, Transfer};
 
 /// The bytes of a product's tiles, about: for who asks beforehand whether there is so much memory.
-pub fn bytes(asked: &Description, config: &Config) -> usize {
-    let rows = asked.layout.m().div_ceil(config.entry_rows().max(1));
-    let columns = asked
+pub fn bytes(problem: &Problem, config: &Config) -> usize {
+    let rows = problem.layout.m().div_ceil(config.entry_rows().max(1));
+    let columns = problem
         .form
-        .multiplied(asked.n)
+        .multiplied(problem.n)
         .div_ceil(config.tile.n.max(1));
     rows.saturating_mul(columns)
         .saturating_mul(size_of::<Tile>())

@@ -101,8 +101,8 @@ pub fn what_is_produced_is_summed_by_its_owner<B: Produces>(test: &str) {
             let mut row = rows[..owner].iter().sum::<usize>();
             let end = row + rows[owner];
             while row < end {
-                let (asked, of) = &calls[next];
-                assert_eq!((*asked, of.start), (owner, row), "seed {seed}");
+                let (problem, of) = &calls[next];
+                assert_eq!((*problem, of.start), (owner, row), "seed {seed}");
                 (row, next) = (of.end, next + 1);
             }
             assert_eq!(row, end, "seed {seed}");

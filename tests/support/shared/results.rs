@@ -100,12 +100,12 @@ pub fn a_row_has_the_bits_that_it_has_in_any_batch<B: Tested>(test: &str) {
                 assert!(bits(found) == bits(&known[..found.len()]), "{m} rows");
             }
 
-            let asked = AllGatherMatmul::<B, bf16>::new().prepare(&a, n)?.config();
+            let problem = AllGatherMatmul::<B, bf16>::new().prepare(&a, n)?.config();
             for (tile, said) in [
-                (asked.tile.with_split_k(2), "Numerics::Invariant"),
-                (asked.tile.with_stream_k(true), "Numerics::StreamK"),
+                (problem.tile.with_split_k(2), "Numerics::Invariant"),
+                (problem.tile.with_stream_k(true), "Numerics::StreamK"),
             ] {
-                let config = Config::new(tile, asked.chunking, asked.route);
+                let config = Config::new(tile, problem.chunking, problem.route);
                 let cut = AllGatherMatmul::<B, bf16>::new().config(config);
                 let error = cut.prepare(&a, n).err().map(|error| error.to_string());
                 let words = error.unwrap_or_default();

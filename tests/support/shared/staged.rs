@@ -96,9 +96,9 @@ pub fn products_of_staged_rows_are_right<B: Tested>(test: &str) {
                         .shard_mut()
                         .copy_from_host(&all[own.start * k..own.end * k])?;
                     by_rank.poison(nan())?;
-                    for (a, asked) in [(&mut by_stage, None), (&mut by_rank, Some(stages))] {
+                    for (a, problem) in [(&mut by_stage, None), (&mut by_rank, Some(stages))] {
                         let mut operation = AllGatherMatmul::new().bias(&added);
-                        if let Some(stages) = asked {
+                        if let Some(stages) = problem {
                             operation = operation.stages(stages);
                         }
                         if let Some(route) = route {
@@ -110,7 +110,8 @@ pub fn products_of_staged_rows_are_right<B: Tested>(test: &str) {
                             Err(Error::NoRoute { .. }) if route.is_some() => continue,
                             result => result?,
                         }
-                        let case = format!("{stages} stages, {m} rows, {route:?}, asked {asked:?}");
+                        let case =
+                            format!("{stages} stages, {m} rows, {route:?}, problem {problem:?}");
                         if let Err(what) = reference.check(&out.to_vec()?) {
                             panic!("rank {}, {case}: {what}", rank.rank);
                         }

@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 use crate::backend::chunk_delay;
 use crate::backend::cuda::Cuda;
 use crate::backend::cuda::driver::{Stream, StreamMemOp};
-use crate::backend::cuda::program::{self, Place, Program};
+use crate::backend::cuda::program::{self, EnqueueContext, Program};
 use crate::backend::cuda::shared::words::Waits;
 use crate::backend::sealed::Bound;
 use crate::error::Result;
@@ -22,8 +22,8 @@ use crate::schedule::{Agreed, MAX_FLAGS, Move, Region, Schedule, Transfer};
 
 /// Says to every peer that this rank's own rows are final, on the main stream; what refreshes flags does so before. As
 /// [`announce`](crate::schedule::drive::announce) of the host.
-pub fn announce(at: &Place, epoch: Epoch, and: Option<StreamMemOp>) -> Result<()> {
-    let Place {
+pub fn announce(at: &EnqueueContext, epoch: Epoch, and: Option<StreamMemOp>) -> Result<()> {
+    let EnqueueContext {
         cuda,
         members,
         main,
@@ -54,8 +54,8 @@ pub fn announce(at: &Place, epoch: Epoch, and: Option<StreamMemOp>) -> Result<()
 
 /// As [`announce`], of an operation that is recorded: as [`announce_by_gates`](crate::schedule::drive::announce_by_gates) of the host. Beside
 /// it the replay is counted.
-pub fn announce_by_gates(at: &Place, program: &Program) -> Result<()> {
-    let Place {
+pub fn announce_by_gates(at: &EnqueueContext, program: &Program) -> Result<()> {
+    let EnqueueContext {
         cuda,
         members,
         main,

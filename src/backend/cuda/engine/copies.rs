@@ -4,7 +4,7 @@ use super::announce::{copy_regions, delay};
 use super::stamps::Stamps;
 use crate::backend::cuda::Cuda;
 use crate::backend::cuda::driver::{Event, Stream, StreamMemOp};
-use crate::backend::cuda::program::Place;
+use crate::backend::cuda::program::EnqueueContext;
 use crate::backend::cuda::shared::words::{Signals, close};
 use crate::backend::sealed::Bound;
 use crate::error::{Error, Result};
@@ -38,7 +38,7 @@ impl Enqueued {
 
 /// Puts all that this rank moves on a stream.
 pub fn enqueue<'a, 'm>(
-    at: &Place<'a>,
+    at: &EnqueueContext<'a>,
     stream: &'a Stream,
     schedule: &'a Schedule,
     matrices: &'a [Bound<'a, Cuda>],
@@ -46,7 +46,7 @@ pub fn enqueue<'a, 'm>(
     make: Option<&'a mut Make<'m>>,
     is_traced: bool,
 ) -> Result<Enqueued> {
-    let Place { cuda, members, .. } = *at;
+    let EnqueueContext { cuda, members, .. } = *at;
     let gated = at.recorded && schedule.handshake();
     let mut copies = Copies {
         cuda,

@@ -14,7 +14,7 @@ use smallvec::SmallVec;
 use crate::backend::cuda::driver::{Stream, StreamMemOp};
 use crate::backend::cuda::program::sends;
 use crate::backend::cuda::program::support::{COMMANDS, commands};
-use crate::backend::cuda::program::{self, Launch, Place, Program};
+use crate::backend::cuda::program::{self, EnqueueContext, Launch, Program};
 use crate::backend::cuda::shared::monitor::OUTSTANDING;
 use crate::backend::cuda::shared::words::{Signals, close};
 use crate::backend::sealed::{Call, Callback, Consumer, Producer};
@@ -37,7 +37,7 @@ pub fn run(cuda: &Cuda, members: &Members, program: &Program, mut call: Call<Cud
         return Ok(());
     }
     let mut begin = || -> Result<()> {
-        let at = Place {
+        let at = EnqueueContext {
             cuda,
             members,
             main: &main,
@@ -91,8 +91,8 @@ fn rejoin(cuda: &Cuda, main: &Stream) {
 
 /// Waits until the device's queues have room for another operation. They are bounded, and a driver that waits for room has
 /// no deadline and does not hear of a failure.
-fn make_room(at: &Place, schedule: &Schedule) -> Result<()> {
-    let Place { cuda, members, .. } = *at;
+fn make_room(at: &EnqueueContext, schedule: &Schedule) -> Result<()> {
+    let EnqueueContext { cuda, members, .. } = *at;
     let most = (COMMANDS / commands(schedule)).clamp(1, OUTSTANDING) as u32;
     let has_room = || match cuda.monitor.outstanding() < most {
         true => Ok(true),
@@ -103,12 +103,12 @@ fn make_room(at: &Place, schedule: &Schedule) -> Result<()> {
 
 /// What has no kernel that waits for peers: the streams wait.
 fn enqueue(
-    at: &Place,
+    at: &EnqueueContext,
     program: &Program,
     call: &mut Call<Cuda>,
     launch: Option<Launch>,
 ) -> Result<()> {
-    let Place {
+    let EnqueueContext {
         cuda,
         members,
         main,
@@ -308,7 +308,7 @@ impl<'a> Callers<'a> {
 /// one: peers wait neither for the function nor for what it puts on the streams. If the operation fails, the copies run through, and so their
 /// flags are written.
 fn consume(
-    at: &Place,
+    at: &EnqueueContext,
     schedule: &Schedule,
     signals: &Signals,
     copies: &Enqueued,
@@ -343,14 +343,14 @@ fn consume(
 /// come as soon as both are there, while the next is made: by the stream that made it, or, in a graph, by the main one behind the copies, for
 /// a graph may run its branches one after the other, and a branch that waited for a peer would keep back what that waits for.
 fn produce(
-    at: &Place,
+    at: &EnqueueContext,
     schedule: &Schedule,
     call: &Call<Cuda>,
     signals: &Signals,
     producer: &mut Producer,
     callers: &mut Callers,
 ) -> Result<Enqueued> {
-    let Place { cuda, members, .. } = *at;
+    let EnqueueContext { cuda, members, .. } = *at;
     let requests = schedule.requests();
     let mut up_to = |block: usize| make(at, requests, producer, callers, block);
     let copies = copies::enqueue(
@@ -396,7 +396,7 @@ fn produce(
 
 /// Has the caller's function make all blocks up to `block`, each once; returns its stream.
 fn make<'a>(
-    at: &Place,
+    at: &EnqueueContext,
     requests: &[Request],
     producer: &mut Producer,
     callers: &mut Callers<'a>,
@@ -425,7 +425,7 @@ fn make<'a>(
 }
 
 /// The host's part of an operation whose kernel waits for peers.
-fn begin_pushed(at: &Place, program: &Program, epoch: Epoch) -> Result<()> {
+fn begin_pushed(at: &EnqueueContext, program: &Program, epoch: Epoch) -> Result<()> {
     if at.recorded {
         return Ok(());
     }
@@ -440,12 +440,12 @@ fn begin_pushed(at: &Place, program: &Program, epoch: Epoch) -> Result<()> {
 /// An operation whose rows their owners push: the kernel tells the peers that it runs, and the copy stream when they do. It
 /// counts its epochs on the device, so what is enqueued here may as well be recorded, to run again and again.
 fn enqueue_pushed(
-    at: &Place,
+    at: &EnqueueContext,
     program: &Program,
     call: &mut Call<Cuda>,
     launch: Launch,
 ) -> Result<()> {
-    let Place {
+    let EnqueueContext {
         cuda,
         members,
         main,

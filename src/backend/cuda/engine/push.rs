@@ -7,15 +7,15 @@ use super::announce::{copy_regions, delay};
 use crate::backend::cuda::Cuda;
 use crate::backend::cuda::abi::GemmeshPushEpoch;
 use crate::backend::cuda::driver::{DevicePtr, StreamMemOp};
-use crate::backend::cuda::program::{Place, Program};
+use crate::backend::cuda::program::{EnqueueContext, Program};
 use crate::backend::sealed::Call;
 use crate::error::Result;
 use crate::schedule::Transfer;
 
 /// Puts all that this rank pushes on the copy stream, behind what is on the main stream, before the kernel that lets it go. The
 /// main stream must wait for it behind that.
-pub fn enqueue(at: &Place, program: &Program, call: &Call<Cuda>) -> Result<()> {
-    let Place {
+pub fn enqueue(at: &EnqueueContext, program: &Program, call: &Call<Cuda>) -> Result<()> {
+    let EnqueueContext {
         cuda,
         members,
         main,

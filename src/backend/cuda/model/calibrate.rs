@@ -3,13 +3,13 @@
 use super::gather::gathered;
 use super::rates::Rates;
 use super::tiles::Tiles;
-use crate::schedule::{Config, Description};
+use crate::schedule::{Config, Problem};
 
 /// What a configuration of a gather and its product took.
 #[derive(Clone, Debug)]
 pub struct Sample {
     /// What was asked for.
-    pub asked: Description,
+    pub problem: Problem,
     /// How it was cut up.
     pub config: Config,
     /// Whether rows were gathered; else the product alone, with all rows there.
@@ -22,14 +22,14 @@ impl Sample {
     /// How far the model is from it: the logarithm of the ratio.
     fn off(&self, rates: &Rates) -> f64 {
         let predicted = match self.gathers {
-            true => gathered(rates, &self.asked, &self.config),
-            false => Tiles::of(rates, &self.asked, &self.config).alone(),
+            true => gathered(rates, &self.problem, &self.config),
+            false => Tiles::of(rates, &self.problem, &self.config).alone(),
         };
         (predicted / self.micros).ln()
     }
 
     fn is_like(&self, other: &Sample) -> bool {
-        self.asked == other.asked && self.gathers == other.gathers
+        self.problem == other.problem && self.gathers == other.gathers
     }
 }
 
@@ -109,7 +109,7 @@ mod tests {
     /// What an imagined device takes for each kernel, alone and with rows that arrive.
     fn samples(device: &Rates, shapes: &[[usize; 3]]) -> Vec<Sample> {
         let of = |&[m, n, k]: &[usize; 3]| {
-            let asked = Description {
+            let problem = Problem {
                 beside: None,
                 form: Default::default(),
                 operation: "all_gather_matmul",
@@ -128,7 +128,7 @@ mod tests {
             let both = configs.flat_map(|config| [(config, false), (config, true)]);
             let sample = move |(config, gathers)| {
                 let mut sample = Sample {
-                    asked: asked.clone(),
+                    problem: problem.clone(),
                     config,
                     gathers,
                     micros: 1.0,

@@ -7,29 +7,29 @@ use lru::LruCache;
 use super::tuned::Measured;
 use crate::backend::KEPT;
 use crate::schedule::layout::MAX_EXTENT;
-use crate::schedule::{Config, Description, Layout, Numerics};
+use crate::schedule::{Config, Problem, Layout, Numerics};
 
 /// All that a choice depends on, but for the device.
-type Asked = (Description, Numerics, Option<Measured>);
+type Key = (Problem, Numerics, Option<Measured>);
 
 /// The latest choices.
 #[derive(Debug)]
-pub struct Choices(Mutex<LruCache<Asked, Config>>);
+pub struct Choices(Mutex<LruCache<Key, Config>>);
 
 impl Choices {
     pub fn new() -> Choices {
         Choices(Mutex::new(LruCache::new(KEPT)))
     }
 
-    /// What `choose` says of [the problem that stands for](representative) `asked`, with what was measured for `asked` itself.
+    /// What `choose` says of [the problem that stands for](representative) `problem`, with what was measured for `problem` itself.
     pub fn of(
         &self,
-        asked: &Description,
+        problem: &Problem,
         numerics: Numerics,
         measured: Option<Measured>,
-        choose: impl FnOnce(&Description) -> Config,
+        choose: impl FnOnce(&Problem) -> Config,
     ) -> Config {
-        let key = (representative(asked), numerics, measured);
+        let key = (representative(problem), numerics, measured);
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(config) = known.get(&key) {
             return *config;
@@ -40,15 +40,15 @@ impl Choices {
     }
 }
 
-/// The problem whose choice is taken for all like `asked`. It is a function of `asked` alone, so no choice depends on what was asked
+/// The problem whose choice is taken for all like `problem`. It is a function of `problem` alone, so no choice depends on what was asked
 /// before.
 ///
 /// M is rounded up to a multiple of 16 rows, or of M / 128 to M / 64 where that is more. Every tile's height is a multiple of 16, so up
 /// to M = 2048 the forecast counts the same tiles. The rows are split evenly: the forecast takes rank 0's view for every rank's, and a
 /// rank that waits for more rows leaves more of their own to others.
-fn representative(asked: &Description) -> Description {
+fn representative(problem: &Problem) -> Problem {
     const STEP: usize = 16;
-    let layout = &asked.layout;
+    let layout = &problem.layout;
     let m = layout.m();
     let step = STEP.max(m.next_power_of_two() / 128);
     let rounded = m.next_multiple_of(step).min(MAX_EXTENT);
@@ -56,9 +56,9 @@ fn representative(asked: &Description) -> Description {
         .and_then(|even| even.staged(layout.stages(), layout.order()))
         // It has the extents of one that there is.
         .unwrap_or_else(|_| layout.clone());
-    Description {
+    Problem {
         layout,
-        ..asked.clone()
+        ..problem.clone()
     }
 }
 
@@ -71,8 +71,8 @@ mod tests {
     use crate::element::DType;
     use crate::schedule::{Chunking, Route, RowOrder};
 
-    fn asked(rows: &[usize]) -> Description {
-        Description {
+    fn problem(rows: &[usize]) -> Problem {
+        Problem {
             beside: None,
             form: Default::default(),
             operation: "all_gather_matmul",
@@ -86,8 +86,8 @@ mod tests {
     fn a_choice_does_not_depend_on_what_was_asked_before() {
         let problems: Vec<[usize; 2]> = (0..600).map(|i| [i * 37 % 4099, i * 101 % 997]).collect();
         let of = |choices: &Choices, rows: &[usize; 2]| {
-            choices.of(&asked(rows), Numerics::Fast, None, |asked| {
-                choose(&H200, asked, Numerics::Fast, true, None)
+            choices.of(&problem(rows), Numerics::Fast, None, |problem| {
+                choose(&H200, problem, Numerics::Fast, true, None)
             })
         };
         let (upward, downward) = (Choices::new(), Choices::new());
@@ -104,10 +104,10 @@ mod tests {
     fn few_rows_are_rounded_to_as_many_tiles_of_every_shape_and_many_by_a_sixty_fourth_at_most() {
         let base = Config::new(WIDEST, Chunking::new(1), Route::Pull);
         for m in (0..2050).chain([4095, 4096, 4097, 100_001, MAX_EXTENT]) {
-            let real = asked(&[m, 0]);
+            let real = problem(&[m, 0]);
             let rounded = representative(&real);
             assert!(rounded.layout.is_balanced());
-            let [real_m, rounded_m] = [&real, &rounded].map(|asked| asked.layout.m());
+            let [real_m, rounded_m] = [&real, &rounded].map(|problem| problem.layout.m());
             let more = rounded_m - real_m;
             assert!(more < 16 || more < m / 64, "{m}: {more}");
             if m > 2048 {
@@ -115,7 +115,7 @@ mod tests {
             }
             for config in configs(base, false, &Default::default()) {
                 let [real, rounded] =
-                    [&real, &rounded].map(|asked| Tiles::of(&H200, asked, &config).entries);
+                    [&real, &rounded].map(|problem| Tiles::of(&H200, problem, &config).entries);
                 assert_eq!(real, rounded, "{m} {config:?}");
             }
         }
@@ -124,16 +124,16 @@ mod tests {
     #[test]
     fn all_that_is_no_row_is_kept() {
         let layout = Layout::new(&[40, 8], 512).unwrap();
-        let staged = Description {
+        let staged = Problem {
             layout: layout.staged(4, RowOrder::ByStage).unwrap(),
             beside: Some((DType::F32, 3)),
-            ..asked(&[1])
+            ..problem(&[1])
         };
         let rounded = representative(&staged);
         let layout = &rounded.layout;
         assert_eq!((layout.stages(), layout.order()), (4, RowOrder::ByStage));
         assert_eq!((layout.k(), layout.world()), (512, 2));
-        let back = Description {
+        let back = Problem {
             layout: staged.layout.clone(),
             ..rounded
         };

@@ -6,7 +6,7 @@ use super::tiles::Tiles;
 use crate::backend::cuda::gpu::kernels::WIDEST;
 use crate::explanation::Prediction;
 use crate::schedule::plan::tile_order;
-use crate::schedule::{Chunking, Config, Description, Numerics, Route};
+use crate::schedule::{Chunking, Config, Numerics, Problem, Route};
 
 /// Bytes that are stored rather than copied, for each microsecond that copies take to begin and to be told of. More would come
 /// sooner by stores too, but these hold up products.
@@ -24,10 +24,10 @@ struct Group {
 }
 
 /// The rows of rank 0, then those that come to it, in their order.
-fn groups(rates: &Rates, asked: &Description, config: &Config) -> Vec<Group> {
-    let layout = &asked.layout;
+fn groups(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Group> {
+    let layout = &problem.layout;
     let link = rates.link(config.route);
-    let row = (layout.k() * asked.dtype.bytes()) as f64;
+    let row = (layout.k() * problem.dtype.bytes()) as f64;
     let mut groups = vec![Group {
         rows: layout.rows_of(0).len(),
         ready: 0.0,
@@ -81,20 +81,20 @@ impl Free {
 }
 
 /// What a product takes whose rows are gathered meanwhile, as rank 0 sees it.
-pub fn gathered(rates: &Rates, asked: &Description, config: &Config) -> f64 {
-    let tiles = Tiles::of(rates, asked, config);
-    gathered_by(&tiles, asked, config, &groups(rates, asked, config))
+pub fn gathered(rates: &Rates, problem: &Problem, config: &Config) -> f64 {
+    let tiles = Tiles::of(rates, problem, config);
+    gathered_by(&tiles, problem, config, &groups(rates, problem, config))
 }
 
-fn gathered_by(tiles: &Tiles, asked: &Description, config: &Config, groups: &[Group]) -> f64 {
-    let (rates, layout) = (tiles.rates, &asked.layout);
+fn gathered_by(tiles: &Tiles, problem: &Problem, config: &Config, groups: &[Group]) -> f64 {
+    let (rates, layout) = (tiles.rates, &problem.layout);
     let around = match layout.world() {
         1 => tiles.start,
         _ => tiles.start + rates.link(config.route).around,
     };
     if tile_order::reads_once(
         config,
-        [layout.m(), asked.form.multiplied(asked.n), layout.k()],
+        [layout.m(), problem.form.multiplied(problem.n), layout.k()],
     ) {
         let ready = groups.iter().map(|group| group.ready).fold(0.0, f64::max);
         return around + ready + tiles.all();
@@ -177,18 +177,18 @@ fn gathered_by(tiles: &Tiles, asked: &Description, config: &Config, groups: &[Gr
 }
 
 /// What an operation takes that gathers rows, or multiplies those of one rank, cut up like that.
-pub fn predict(rates: &Rates, asked: &Description, config: &Config) -> Vec<Prediction> {
-    let arrived = groups(rates, asked, config).into_iter();
+pub fn predict(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Prediction> {
+    let arrived = groups(rates, problem, config).into_iter();
     let arrived = arrived
         .map(|group| group.ready.max(group.late))
         .fold(0.0, f64::max);
     let parts = [
-        ("matmul alone", Tiles::of(rates, asked, config).alone()),
+        ("matmul alone", Tiles::of(rates, problem, config).alone()),
         ("the last rows' arrival", rates.start + arrived),
-        ("fused", gathered(rates, asked, config)),
+        ("fused", gathered(rates, problem, config)),
     ];
     // Of one rank no rows arrive.
-    let count = if asked.layout.world() == 1 { 1 } else { 3 };
+    let count = if problem.layout.world() == 1 { 1 } else { 3 };
     let parts = parts.into_iter().take(count);
     parts
         .map(|(what, micros)| Prediction { what, micros })
@@ -197,9 +197,9 @@ pub fn predict(rates: &Rates, asked: &Description, config: &Config) -> Vec<Predi
 
 /// How rows should be moved: by what all ranks have alike, so not by N. That counts where the product takes longer than the gather, and
 /// there it matters little how rows come.
-fn moved(rates: &Rates, asked: &Description, pushes: bool) -> (Route, Chunking) {
-    let world = asked.layout.world();
-    let bytes = (asked.layout.m() * asked.layout.k() * asked.dtype.bytes()) as f64;
+fn moved(rates: &Rates, problem: &Problem, pushes: bool) -> (Route, Chunking) {
+    let world = problem.layout.world();
+    let bytes = (problem.layout.m() * problem.layout.k() * problem.dtype.bytes()) as f64;
     let shard = bytes / world as f64;
     let Link { start, chunk, .. } = rates.push;
     let copies_begin = start + world as f64 * chunk;
@@ -219,21 +219,21 @@ fn moved(rates: &Rates, asked: &Description, pushes: bool) -> (Route, Chunking) 
 /// most similar problem was the fastest, if one was measured. Ranks whose problems differ in N get configurations that agree.
 pub fn choose(
     rates: &Rates,
-    asked: &Description,
+    problem: &Problem,
     numerics: Numerics,
     pushes: bool,
     near: Option<Config>,
 ) -> Config {
     let (route, chunking) = match near {
         Some(near) => (near.route, near.chunking),
-        None => moved(rates, asked, pushes),
+        None => moved(rates, problem, pushes),
     };
     let base = Config::new(WIDEST, chunking, route);
-    let groups = groups(rates, asked, &base);
-    fastest(rates, asked, numerics, base, |tiles, config, best| {
+    let groups = groups(rates, problem, &base);
+    fastest(rates, problem, numerics, base, |tiles, config, best| {
         // Most are slower with all rows there.
         match tiles.alone() < best {
-            true => gathered_by(tiles, asked, config, &groups),
+            true => gathered_by(tiles, problem, config, &groups),
             false => f64::INFINITY,
         }
     })
@@ -250,8 +250,8 @@ mod tests {
     use crate::schedule::Layout;
     use crate::schedule::plan::all_gather::gather_and_multiply;
 
-    fn asked(m: usize, n: usize, k: usize, world: usize) -> Description {
-        Description {
+    fn problem(m: usize, n: usize, k: usize, world: usize) -> Problem {
+        Problem {
             beside: None,
             form: Default::default(),
             operation: "all_gather_matmul",
@@ -303,7 +303,7 @@ mod tests {
         for (shape, route, count, cut, tile, measured) in GATHERS {
             let [m, n, k] = shape;
             let config = config(tile, route, Chunking::new(count).with_cut_last(cut));
-            let time = gathered(&H200, &asked(m, n, k, 2), &config);
+            let time = gathered(&H200, &problem(m, n, k, 2), &config);
             let off = measured / time - 1.0;
             assert!(
                 off.abs() < 0.2,
@@ -313,7 +313,7 @@ mod tests {
     }
 
     fn chosen(m: usize, n: usize, k: usize, world: usize) -> Config {
-        choose(&H200, &asked(m, n, k, world), Numerics::Fast, true, None)
+        choose(&H200, &problem(m, n, k, world), Numerics::Fast, true, None)
     }
 
     #[test]
@@ -339,7 +339,7 @@ mod tests {
         let of = |pushes| {
             choose(
                 &H200,
-                &asked(64, 1792, 4096, 2),
+                &problem(64, 1792, 4096, 2),
                 Numerics::Fast,
                 pushes,
                 None,
@@ -367,7 +367,15 @@ mod tests {
             }
         }
         let near = Some(config([128, 224, 2, 1], Route::Push, Chunking::new(3)));
-        let with = |n| choose(&H200, &asked(1024, n, 4096, 4), Numerics::Fast, true, near);
+        let with = |n| {
+            choose(
+                &H200,
+                &problem(1024, n, 4096, 4),
+                Numerics::Fast,
+                true,
+                near,
+            )
+        };
         assert_eq!(
             (with(128).route, with(128).chunking),
             (Route::Push, Chunking::new(3))
@@ -379,8 +387,8 @@ mod tests {
     fn where_bits_depend_on_k_alone_it_is_cut_for_no_shape() {
         for m in [1, 16, 128, 1000, 8192] {
             for n in [64, 512, 1792, 20_000] {
-                let asked = asked(m, n, 4096, 4);
-                let config = choose(&H200, &asked, Numerics::Invariant, true, None);
+                let problem = problem(m, n, 4096, 4);
+                let config = choose(&H200, &problem, Numerics::Invariant, true, None);
                 assert_eq!([config.tile.split_k, config.tile.k_slices], [1, 1]);
             }
         }
@@ -390,13 +398,13 @@ mod tests {
     fn what_is_chosen_can_be_planned_for_any_rows() {
         for rows in [&[1][..], &[0, 1], &[5, 0, 700], &[4096; 8], &[1; 64]] {
             let layout = Layout::new(rows, 512).unwrap();
-            let asked = Description {
+            let problem = Problem {
                 layout,
-                ..asked(1, 300, 512, 1)
+                ..problem(1, 300, 512, 1)
             };
-            let config = choose(&H200, &asked, Numerics::Fast, true, None);
+            let config = choose(&H200, &problem, Numerics::Fast, true, None);
             for rank in 0..rows.len() {
-                let schedule = gather_and_multiply(&asked, rank, config).unwrap();
+                let schedule = gather_and_multiply(&problem, rank, config).unwrap();
                 support::check(&schedule).unwrap();
             }
         }

@@ -22,50 +22,51 @@ use crate::backend::cuda::program::block_table::TARGETS;
 use crate::backend::cuda::program::k_slices;
 use crate::explanation::Prediction;
 use crate::schedule::plan::partial_sums::{self, is_sum};
-use crate::schedule::{Chunking, Config, Description, Numerics, Route, WeightLayout};
+use crate::schedule::{Chunking, Config, Numerics, Problem, Route, WeightLayout};
 use tuned::Measured;
 
 /// How an operation should be cut up: as was measured to be the fastest for this very problem, or else by the model. `pushes`: whether
 /// owners may move their rows.
 pub fn choose(
     rates: &Rates,
-    asked: &Description,
+    problem: &Problem,
     numerics: Numerics,
     pushes: bool,
     measured: Option<Measured>,
 ) -> Config {
     let measured = measured.filter(|m| pushes || m.alike.route == Route::Pull);
     let exact = measured.and_then(|measured| measured.exact);
-    let is_plain =
-        !asked.form.gated && asked.form.weights == WeightLayout::Nk && asked.form.widths.is_empty();
+    let is_plain = !problem.form.gated
+        && problem.form.weights == WeightLayout::Nk
+        && problem.form.widths.is_empty();
     let exact = exact.filter(|exact| is_plain && exact.check_numerics(numerics).is_ok());
     if let Some(exact) = exact {
         return exact;
     }
     let near = measured.map(|measured| measured.alike);
-    if !is_sum(asked.operation) {
-        return gather::choose(rates, asked, numerics, pushes, near);
+    if !is_sum(problem.operation) {
+        return gather::choose(rates, problem, numerics, pushes, near);
     }
-    if pushes && near.is_none() && (2..=TARGETS).contains(&asked.layout.world()) {
-        return sums::choose(rates, asked, numerics);
+    if pushes && near.is_none() && (2..=TARGETS).contains(&problem.layout.world()) {
+        return sums::choose(rates, problem, numerics);
     }
     let base = near.unwrap_or(Config::new(WIDEST, Chunking::new(1), Route::Pull));
-    tiled(rates, asked, numerics, base)
+    tiled(rates, problem, numerics, base)
 }
 
 /// What an operation takes, cut up like that: parts of it, and at last the whole. Nothing if that is not known.
-pub fn predict(rates: &Rates, asked: &Description, config: &Config) -> Vec<Prediction> {
-    match is_sum(asked.operation) {
-        true => sums::predict(rates, asked, config),
-        false => gather::predict(rates, asked, config),
+pub fn predict(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Prediction> {
+    match is_sum(problem.operation) {
+        true => sums::predict(rates, problem, config),
+        false => gather::predict(rates, problem, config),
     }
 }
 
 /// How a product should be cut up whose rows are moved as in `base`, where that takes as long by all tiles.
-fn tiled(rates: &Rates, asked: &Description, numerics: Numerics, base: Config) -> Config {
-    fastest(rates, asked, numerics, base, |tiles, config, _| {
+fn tiled(rates: &Rates, problem: &Problem, numerics: Numerics, base: Config) -> Config {
+    fastest(rates, problem, numerics, base, |tiles, config, _| {
         // Pieces that are sent are cut by tiles, and ranks must agree on them, whose K may differ.
-        match partial_sums::agree(asked, config, &base) {
+        match partial_sums::agree(problem, config, &base) {
             true => tiles.alone(),
             false => f64::INFINITY,
         }
@@ -75,7 +76,7 @@ fn tiled(rates: &Rates, asked: &Description, numerics: Numerics, base: Config) -
 /// `base` with the shape, and the slices of K, that take the shortest time. `time` is told the shortest so far.
 fn fastest(
     rates: &Rates,
-    asked: &Description,
+    problem: &Problem,
     numerics: Numerics,
     base: Config,
     time: impl Fn(&Tiles, &Config, f64) -> f64,
@@ -85,8 +86,9 @@ fn fastest(
         ..base
     };
     // Of few rows, CTAs that share K are as fast alone, and faster with rows that arrive. Kernels that add partials have no slices.
-    let sliced =
-        numerics != Numerics::Invariant && asked.layout.m() > FEW_ROWS && !is_sum(asked.operation);
+    let sliced = numerics != Numerics::Invariant
+        && problem.layout.m() > FEW_ROWS
+        && !is_sum(problem.operation);
     let mut best = (f64::INFINITY, base);
     let consider = |best: &mut (f64, Config), tiles: &Tiles, config: &Config| {
         let time = time(tiles, config, best.0);
@@ -95,14 +97,14 @@ fn fastest(
         }
     };
     // Higher ones would be half empty at the least; but ranks may have to agree with those of `base`.
-    let highest = (2 * asked.layout.m().max(FEW_ROWS)).max(base.entry_rows());
-    let configs = configs(base, is_sum(asked.operation), &asked.form)
+    let highest = (2 * problem.layout.m().max(FEW_ROWS)).max(base.entry_rows());
+    let configs = configs(base, is_sum(problem.operation), &problem.form)
         .filter(|config| config.entry_rows() <= highest && config.check_numerics(numerics).is_ok());
     // A configuration is changed where it stands: to copy one takes as long as a part of the forecast.
     configs.for_each(|mut config| {
-        let tiles = Tiles::of(rates, asked, &config);
+        let tiles = Tiles::of(rates, problem, &config);
         consider(&mut best, &tiles, &config);
-        let can = config.tile.split_k == 1 && !(asked.form.gated && is_exchanged(&config));
+        let can = config.tile.split_k == 1 && !(problem.form.gated && is_exchanged(&config));
         // Others take longer though they filled all multiprocessors.
         if !sliced || !can || tiles.start + tiles.filled() >= best.0 {
             return;
@@ -110,13 +112,13 @@ fn fastest(
         for slices in tiles.slices(MOST_SLICES) {
             config.tile.k_slices = slices;
             if k_slices::fit(&config, tiles.entries) {
-                consider(&mut best, &Tiles::of(rates, asked, &config), &config);
+                consider(&mut best, &Tiles::of(rates, problem, &config), &config);
             }
         }
         if numerics == Numerics::StreamK {
             config.tile.k_slices = 1;
             config.tile.stream_k = true;
-            consider(&mut best, &Tiles::of(rates, asked, &config), &config);
+            consider(&mut best, &Tiles::of(rates, problem, &config), &config);
         }
     });
     best.1
@@ -152,8 +154,8 @@ mod tests {
     use crate::schedule::Layout;
     use crate::schedule::plan::partial_sums::{ALL_NAME, NAME};
 
-    fn asked(operation: &'static str, m: usize, n: usize, k: usize) -> Description {
-        Description {
+    fn problem(operation: &'static str, m: usize, n: usize, k: usize) -> Problem {
+        Problem {
             beside: None,
             form: Default::default(),
             operation,
@@ -178,9 +180,12 @@ mod tests {
                     .flat_map(|k| [(48, 6144, k), (120, 2048, k), (4096, 4096, k)])
                     .chain([(512, 1792, 7168), (2048, 512, 14_336)])
                 {
-                    let asked = asked(operation, m, n, k);
-                    let config = choose(&H200, &asked, Numerics::Fast, true, measured);
-                    assert!(partial_sums::agree(&asked, &config, &alike), "{asked:?}");
+                    let problem = problem(operation, m, n, k);
+                    let config = choose(&H200, &problem, Numerics::Fast, true, measured);
+                    assert!(
+                        partial_sums::agree(&problem, &config, &alike),
+                        "{problem:?}"
+                    );
                     assert_eq!(config.tile.k_slices, 1, "{k}");
                 }
             }
@@ -197,8 +202,8 @@ mod tests {
             exact: Some(exact),
         });
         for operation in [NAME, ALL_NAME, "all_gather_matmul"] {
-            let asked = asked(operation, 4096, 1792, 4096);
-            let of = |numerics, pushes| choose(&H200, &asked, numerics, pushes, measured);
+            let problem = problem(operation, 4096, 1792, 4096);
+            let of = |numerics, pushes| choose(&H200, &problem, numerics, pushes, measured);
             assert_eq!(of(Numerics::Fast, true), exact);
             assert_eq!(of(Numerics::Invariant, true).tile.split_k, 1);
             assert_eq!(of(Numerics::Fast, false).route, Route::Pull);
@@ -212,8 +217,8 @@ mod tests {
         let measured = Some(Measured { alike, exact: None });
         for numerics in [Numerics::Fast, Numerics::Invariant] {
             for operation in [NAME, "all_gather_matmul"] {
-                let asked = asked(operation, 4096, 4096, 1024);
-                let config = choose(&H200, &asked, numerics, false, measured);
+                let problem = problem(operation, 4096, 4096, 1024);
+                let config = choose(&H200, &problem, numerics, false, measured);
                 assert_eq!(config.tile.k_slices, 1, "{operation}");
                 assert_eq!(config.check_numerics(numerics), Ok(()));
             }
@@ -237,8 +242,8 @@ mod tests {
             let m = extent(index, 0.819_172_513_396, 1.0, 16384.0);
             let n = 8 * extent(index, 0.671_043_606_704, 32.0, 3584.0);
             let k = 64 * extent(index, 0.549_700_477_902, 8.0, 448.0);
-            let asked = asked("all_gather_matmul", m, n, k);
-            let tile = choose(&H200, &asked, Numerics::Fast, true, None).tile;
+            let problem = problem("all_gather_matmul", m, n, k);
+            let tile = choose(&H200, &problem, Numerics::Fast, true, None).tile;
             let kernel = tile.with_k_slices(1);
             unused.retain(|config| config.tile != kernel);
         }

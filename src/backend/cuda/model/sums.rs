@@ -15,7 +15,7 @@ use crate::backend::cuda::program::low_latency::can_exchange;
 use crate::explanation::Prediction;
 use crate::schedule::plan::partial_sums::{ALL_NAME, LOW_ROWS, agree, is_exchanged, pieces};
 use crate::schedule::plan::partials::Piece;
-use crate::schedule::{Chunking, Config, Description, Form, Numerics, Route};
+use crate::schedule::{Chunking, Config, Form, Numerics, Problem, Route};
 
 /// Microseconds, and what happens in one. Measured on two H200s; benches/NOTES.md has the traces.
 mod rate {
@@ -46,14 +46,14 @@ mod rate {
 }
 
 /// What an operation takes, cut up like that; that is not known if partials are pulled.
-pub fn predict(rates: &Rates, asked: &Description, config: &Config) -> Vec<Prediction> {
+pub fn predict(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Prediction> {
     let alone = Prediction {
         what: "matmul alone",
-        micros: Tiles::of(rates, asked, config).alone(),
+        micros: Tiles::of(rates, problem, config).alone(),
     };
     let whole = || Prediction {
         what: "fused",
-        micros: time(rates, asked, config),
+        micros: time(rates, problem, config),
     };
     match config.route {
         Route::Pull => Vec::new(),
@@ -62,34 +62,34 @@ pub fn predict(rates: &Rates, asked: &Description, config: &Config) -> Vec<Predi
 }
 
 /// Microseconds of an operation, cut up like that.
-fn time(rates: &Rates, asked: &Description, config: &Config) -> f64 {
-    let kernel = Kernel::new(rates, asked, asked.layout.k(), *config);
-    Model::new(asked, &kernel, config.route, config.chunking).time()
+fn time(rates: &Rates, problem: &Problem, config: &Config) -> f64 {
+    let kernel = Kernel::new(rates, problem, problem.layout.k(), *config);
+    Model::new(problem, &kernel, config.route, config.chunking).time()
 }
 
 /// As good as any where nothing is exchanged.
 const WHOLE: Config = Config::new(WIDEST, Chunking::new(1), Route::Push);
 
 /// The configuration that should be the fastest. Ranks whose K differ get configurations that agree.
-pub fn choose(rates: &Rates, asked: &Description, numerics: Numerics) -> Config {
-    let alike = for_any_depth(rates, asked, numerics);
-    let candidates = configs(alike, true, &asked.form);
+pub fn choose(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
+    let alike = for_any_depth(rates, problem, numerics);
+    let candidates = configs(alike, true, &problem.form);
     let candidates = candidates
-        .filter(|config| agree(asked, config, &alike) && config.check_numerics(numerics).is_ok());
+        .filter(|config| agree(problem, config, &alike) && config.check_numerics(numerics).is_ok());
     let kernels: Vec<Kernel> = candidates
-        .map(|config| Kernel::new(rates, asked, asked.layout.k(), config))
+        .map(|config| Kernel::new(rates, problem, problem.layout.k(), config))
         .collect();
     let models = kernels
         .iter()
-        .map(|kernel| Model::new(asked, kernel, alike.route, alike.chunking));
+        .map(|kernel| Model::new(problem, kernel, alike.route, alike.chunking));
     fastest(models).unwrap_or(alike)
 }
 
 /// What the ranks agree on, which does not depend on K: the route, the pieces, and of partials that are exchanged the tiles.
-fn for_any_depth(rates: &Rates, asked: &Description, numerics: Numerics) -> Config {
-    let is_for_all = asked.operation == ALL_NAME;
+fn for_any_depth(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
+    let is_for_all = problem.operation == ALL_NAME;
     let cuts: &[(Route, usize, usize)] = match is_for_all {
-        true if is_exchanged(asked, &WHOLE) => &[(Route::Store, 1, 1)],
+        true if is_exchanged(problem, &WHOLE) => &[(Route::Store, 1, 1)],
         false => &[
             (Route::Store, 1, 1),
             (Route::Store, 1, 2),
@@ -107,21 +107,21 @@ fn for_any_depth(rates: &Rates, asked: &Description, numerics: Numerics) -> Conf
             (Route::Push, 4, 1),
         ],
     };
-    let depth = (asked.n / 2).clamp(4096, 8192);
+    let depth = (problem.n / 2).clamp(4096, 8192);
     // Nor on how a rank's weight lies.
     let kernels: Vec<Kernel> = configs(WHOLE, true, &Form::default())
         .filter(|config| config.check_numerics(numerics).is_ok())
-        .map(|config| Kernel::new(rates, asked, depth, config))
+        .map(|config| Kernel::new(rates, problem, depth, config))
         .collect();
     let models = || {
         cuts.iter().flat_map(|&(route, count, last)| {
             let chunking = Chunking::new(count).with_last(last);
-            let with = move |kernel| Model::new(asked, kernel, route, chunking);
+            let with = move |kernel| Model::new(problem, kernel, route, chunking);
             kernels.iter().map(with)
         })
     };
     // So few rows are made in one tile, and exchanged as fast as can be: where only some kernels can, by one of these.
-    let has_few_rows = asked.layout.m() <= LOW_ROWS;
+    let has_few_rows = problem.layout.m() <= LOW_ROWS;
     let landing = has_few_rows.then(|| fastest(models().filter(Model::lands)));
     let best = landing.flatten().or_else(|| fastest(models()));
     best.unwrap_or(WHOLE)
@@ -149,14 +149,14 @@ fn fastest<'a>(models: impl Iterator<Item = Model<'a>> + Clone) -> Option<Config
 }
 
 /// Rank 0's view of the operation: what it makes, and to how many ranks each piece goes.
-fn sent(asked: &Description, config: &Config) -> Option<Vec<(Piece, usize)>> {
-    let world = asked.layout.world();
-    if is_exchanged(asked, config) {
-        let rows = 0..asked.layout.m();
+fn sent(problem: &Problem, config: &Config) -> Option<Vec<(Piece, usize)>> {
+    let world = problem.layout.world();
+    if is_exchanged(problem, config) {
+        let rows = 0..problem.layout.m();
         return Some(vec![(Piece { owner: 1, rows }, world - 1)]);
     }
-    let pieces = pieces(asked, 0, *config).ok()?;
-    let is_for_all = asked.operation == ALL_NAME;
+    let pieces = pieces(problem, 0, *config).ok()?;
+    let is_for_all = problem.operation == ALL_NAME;
     let to = |piece: &Piece| match piece.owner {
         0 if is_for_all => world - 1,
         0 => 0,
@@ -184,9 +184,9 @@ struct Kernel {
 
 impl Kernel {
     /// `depth`: what is summed over.
-    fn new(rates: &Rates, asked: &Description, depth: usize, config: Config) -> Kernel {
-        let shape = [asked.layout.m(), asked.n, depth];
-        let tiles = Tiles::new(rates, &config, shape, asked.dtype.bytes());
+    fn new(rates: &Rates, problem: &Problem, depth: usize, config: Config) -> Kernel {
+        let shape = [problem.layout.m(), problem.n, depth];
+        let tiles = Tiles::new(rates, &config, shape, problem.dtype.bytes());
         let of_tile = tiles.wave(tiles.slots.min(tiles.entries));
         Kernel {
             config,
@@ -200,7 +200,7 @@ impl Kernel {
 
 /// An operation, by one configuration.
 struct Model<'a> {
-    asked: &'a Description,
+    problem: &'a Problem,
     kernel: &'a Kernel,
     config: Config,
     /// Whether all rows are made before any partial is moved.
@@ -209,7 +209,7 @@ struct Model<'a> {
 
 impl<'a> Model<'a> {
     fn new(
-        asked: &'a Description,
+        problem: &'a Problem,
         kernel: &'a Kernel,
         route: Route,
         chunking: Chunking,
@@ -220,18 +220,18 @@ impl<'a> Model<'a> {
             ..kernel.config
         };
         Model {
-            asked,
+            problem,
             kernel,
             config,
-            exchanged: is_exchanged(asked, &config),
+            exchanged: is_exchanged(problem, &config),
         }
     }
 
     /// Whether partials are exchanged in landing areas.
     fn lands(&self) -> bool {
-        let asked = self.asked;
-        let shape = [asked.layout.m(), asked.n];
-        self.exchanged && can_exchange(&self.config, shape, asked.layout.world())
+        let problem = self.problem;
+        let shape = [problem.layout.m(), problem.n];
+        self.exchanged && can_exchange(&self.config, shape, problem.layout.world())
     }
 
     /// What kernels take around it all.
@@ -245,14 +245,14 @@ impl<'a> Model<'a> {
 
     /// No more than [`Model::time`]: what all tiles take, or all that is moved, if nothing waited for anything but its own tiles.
     fn least(&self) -> f64 {
-        let asked = self.asked;
+        let problem = self.problem;
         if self.lands() {
             return self.time();
         }
-        let (m, world) = (asked.layout.m(), asked.layout.world());
-        let own = asked.layout.rows_of(0).len();
+        let (m, world) = (problem.layout.m(), problem.layout.world());
+        let own = problem.layout.rows_of(0).len();
         // Rows of which something is sent, and how many are sent.
-        let (made, sent) = match (self.exchanged, asked.operation) {
+        let (made, sent) = match (self.exchanged, problem.operation) {
             (true, _) => (m, m * (world - 1)),
             (_, ALL_NAME) => (m, m - own + own * (world - 1)),
             _ => (m - own, m - own),
@@ -266,7 +266,7 @@ impl<'a> Model<'a> {
         } = self.kernel;
         let tiles = made.div_ceil(self.config.entry_rows()) * columns;
         let made = tiles.div_ceil(slots) as f64 * of_tile;
-        let bytes = sent as f64 * asked.n as f64 * asked.dtype.bytes() as f64;
+        let bytes = sent as f64 * problem.n as f64 * problem.dtype.bytes() as f64;
         let moved = match self.config.route {
             _ if sent == 0 => 0.0,
             Route::Store => made.max(of_tile + bytes / rate::STORED) + rate::STORE_FLAG,
@@ -278,7 +278,9 @@ impl<'a> Model<'a> {
     /// Microseconds from the first product until rank 0 has all it waits for. What it waits for from others comes when others get the
     /// same from it, for all ranks do the same.
     fn time(&self) -> f64 {
-        let Model { asked, config, .. } = self;
+        let Model {
+            problem, config, ..
+        } = self;
         let &Kernel {
             slots,
             columns,
@@ -288,22 +290,22 @@ impl<'a> Model<'a> {
         } = self.kernel;
         if self.lands() {
             // Each element is sent with as many bytes of tags, to one peer or to all.
-            let [m, n, world] = [asked.layout.m(), asked.n, asked.layout.world()];
-            let elements = match asked.operation {
+            let [m, n, world] = [problem.layout.m(), problem.n, problem.layout.world()];
+            let elements = match problem.operation {
                 ALL_NAME => m * n * (world - 1),
                 _ => m * n * (world - 1) / world,
             };
-            let sent = (2 * elements * asked.dtype.bytes()) as f64;
+            let sent = (2 * elements * problem.dtype.bytes()) as f64;
             return of_tiles + sent / rate::STORED + rate::LANDED;
         }
-        let Some(sent) = sent(asked, config) else {
+        let Some(sent) = sent(problem, config) else {
             return f64::INFINITY;
         };
         let route = config.route;
-        let bytes = |rows: usize, to: usize| (rows * asked.n * asked.dtype.bytes() * to) as f64;
+        let bytes = |rows: usize, to: usize| (rows * problem.n * problem.dtype.bytes() * to) as f64;
         // Rows of a piece, counted from its owner's first.
         let within = |piece: &Piece| {
-            let first = asked
+            let first = problem
                 .layout
                 .rows_of(piece.owner)
                 .start
@@ -316,7 +318,7 @@ impl<'a> Model<'a> {
         let (mut wire, mut complete) = (0.0f64, 0.0f64);
         for (piece, to) in &sent {
             let rows = within(piece);
-            let adds = piece.owner == 0 && asked.layout.world() > 1;
+            let adds = piece.owner == 0 && problem.layout.world() > 1;
             arrivals.sort_by_key(|(of, _)| of.start);
             let mut awaited = arrivals
                 .iter()
@@ -412,8 +414,8 @@ mod tests {
     use crate::schedule::plan::partial_sums::{NAME, all_reduce, reduce_scatter};
     use crate::schedule::{Layout, Planner};
 
-    fn asked(operation: &'static str, rows: &[usize], n: usize, k: usize) -> Description {
-        Description {
+    fn problem(operation: &'static str, rows: &[usize], n: usize, k: usize) -> Problem {
+        Problem {
             beside: None,
             form: Default::default(),
             operation,
@@ -424,8 +426,8 @@ mod tests {
     }
 
     fn chosen(operation: &'static str, m: usize, n: usize) -> Config {
-        let asked = asked(operation, &[m / 2; 2], n, 64);
-        choose(&H200, &asked, Numerics::Fast)
+        let problem = problem(operation, &[m / 2; 2], n, 64);
+        choose(&H200, &problem, Numerics::Fast)
     }
 
     /// Operation, M, N, K, route, width of a tile, CTAs that share `b`, and K, chunks and those of the last; and the microseconds that
@@ -463,15 +465,15 @@ mod tests {
             (ALL_NAME, [8192, 8192, 3584], Push, [256, 2, 1], [4, 1], 729.0),
         ];
         for (operation, [m, n, k], route, of_shape, [count, last], measured) in MEASURED {
-            let asked = asked(operation, &[m / 2; 2], n, k);
+            let problem = problem(operation, &[m / 2; 2], n, k);
             let chunking = Chunking::new(count).with_last(last);
             let [columns, cluster, split_k] = of_shape;
             let config = config([128, columns, cluster, split_k], route, chunking);
-            let time = time(&H200, &asked, &config);
+            let time = time(&H200, &problem, &config);
             let off = measured / time - 1.0;
             assert!(
                 off.abs() < 1.0 / 7.0,
-                "{operation} {asked:?} {config:?}: {time} µs, not {measured}"
+                "{operation} {problem:?} {config:?}: {time} µs, not {measured}"
             );
         }
     }
@@ -487,9 +489,9 @@ mod tests {
                 (&[2048; 4], 8192),
                 (&[300; 8], 256),
             ] {
-                let asked = asked(operation, rows, n, 4096);
+                let problem = problem(operation, rows, n, 4096);
                 let kernels: Vec<Kernel> = configs(WHOLE, true, &Form::default())
-                    .map(|config| Kernel::new(&H200, &asked, 4096, config))
+                    .map(|config| Kernel::new(&H200, &problem, 4096, config))
                     .collect();
                 for (route, count, last) in [Route::Store, Route::Push]
                     .into_iter()
@@ -497,7 +499,7 @@ mod tests {
                 {
                     for kernel in &kernels {
                         let chunking = Chunking::new(count).with_last(last);
-                        let model = Model::new(&asked, kernel, route, chunking);
+                        let model = Model::new(&problem, kernel, route, chunking);
                         let (least, time) = (model.least(), model.time());
                         assert!(least <= time * (1.0 + 1e-9), "{rows:?} {n}: {least} {time}");
                         // Close enough to be of use; with more ranks flags, which it leaves out, take most of it.
@@ -527,8 +529,8 @@ mod tests {
     fn each_rank_splits_the_k_that_it_has() {
         for operation in [NAME, ALL_NAME] {
             let split = |k| {
-                let asked = asked(operation, &[8; 2], 1024, k);
-                choose(&H200, &asked, Numerics::Fast).tile.split_k
+                let problem = problem(operation, &[8; 2], 1024, k);
+                choose(&H200, &problem, Numerics::Fast).tile.split_k
             };
             assert!(split(256) < split(12_800));
         }
@@ -571,14 +573,14 @@ mod tests {
                 for (operation, planner) in
                     [(NAME, reduce_scatter as Planner), (ALL_NAME, all_reduce)]
                 {
-                    let asked = asked(operation, &rows, n, 64);
-                    let config = choose(&H200, &asked, Numerics::Fast);
+                    let problem = problem(operation, &rows, n, 64);
+                    let config = choose(&H200, &problem, Numerics::Fast);
                     for rank in 0..world {
-                        let schedule = planner(&asked, rank, config).unwrap();
+                        let schedule = planner(&problem, rank, config).unwrap();
                         support::check(&schedule).unwrap();
                         assert!(
                             support::commands(&schedule) <= support::COMMANDS,
-                            "{asked:?}"
+                            "{problem:?}"
                         );
                     }
                 }
@@ -591,7 +593,7 @@ mod tests {
         for operation in [NAME, ALL_NAME] {
             for m in [1, 64, 700, 5000] {
                 for n in [8, 1000, 8192] {
-                    let of = |k| asked(operation, &[m, 2 * m, 0], n, k);
+                    let of = |k| problem(operation, &[m, 2 * m, 0], n, k);
                     for numerics in [Numerics::Fast, Numerics::Invariant] {
                         let [one, other] = [64, 9000].map(|k| choose(&H200, &of(k), numerics));
                         assert!(numerics == Numerics::Fast || one.tile.split_k == 1);

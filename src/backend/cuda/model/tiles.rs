@@ -3,7 +3,7 @@
 use super::rates::Rates;
 use crate::backend::cuda::gpu::kernels;
 use crate::backend::cuda::program::k_slices::Stream;
-use crate::schedule::{Config, Description};
+use crate::schedule::{Config, Problem};
 
 /// Where there are more waves, the last one matters little.
 const MOST_WAVES: usize = 12;
@@ -55,16 +55,16 @@ struct Sums {
 }
 
 impl<'a> Tiles<'a> {
-    pub fn of(rates: &'a Rates, asked: &Description, config: &Config) -> Self {
+    pub fn of(rates: &'a Rates, problem: &Problem, config: &Config) -> Self {
         // Each weight has tiles of its own.
         let tile_n = config.tile.n;
         let padded = |n: &usize| n.next_multiple_of(tile_n);
-        let n = match asked.form.widths.is_empty() {
-            true => asked.form.multiplied(asked.n),
-            false => asked.form.widths.iter().map(padded).sum(),
+        let n = match problem.form.widths.is_empty() {
+            true => problem.form.multiplied(problem.n),
+            false => problem.form.widths.iter().map(padded).sum(),
         };
-        let shape = [asked.layout.m(), n, asked.layout.k()];
-        Tiles::new(rates, config, shape, asked.dtype.bytes())
+        let shape = [problem.layout.m(), n, problem.layout.k()];
+        Tiles::new(rates, config, shape, problem.dtype.bytes())
     }
 
     pub fn new(rates: &'a Rates, config: &Config, [m, n, k]: [usize; 3], bytes: usize) -> Self {

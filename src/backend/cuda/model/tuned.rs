@@ -12,7 +12,7 @@ use crate::element::DType;
 use crate::error::{Error, Result};
 use crate::json::config::{ConfigJson, DTypeJson};
 use crate::schedule::plan::partial_sums::{self, is_sum};
-use crate::schedule::{Config, Description, Route};
+use crate::schedule::{Config, Problem, Route};
 
 /// The table that the library carries.
 const SHIPPED: &str = include_str!("tuned.jsonl");
@@ -81,8 +81,8 @@ impl Winner {
     }
 
     /// Whether it was measured for such operations: elements that are as wide take as long.
-    fn is_for(&self, asked: &Description) -> bool {
-        self.operation == asked.operation && self.dtype.bytes() == asked.dtype.bytes()
+    fn is_for(&self, problem: &Problem) -> bool {
+        self.operation == problem.operation && self.dtype.bytes() == problem.dtype.bytes()
     }
 }
 
@@ -117,23 +117,23 @@ impl Table {
 
     /// What was the fastest for the problem most like this one, by M and K or, of partial sums, M and N; and for this one. None
     /// if they differ in such an extent by more than a factor of 1.5.
-    pub fn find(&self, asked: &Description) -> Option<Measured> {
+    pub fn find(&self, problem: &Problem) -> Option<Measured> {
         const MOST: f64 = 1.5;
-        let wanted = [asked.layout.m(), asked.n, asked.layout.k()];
+        let wanted = [problem.layout.m(), problem.n, problem.layout.k()];
         let distance = |line: &Winner| {
-            let [have, want] = [line.shape(), wanted].map(|shape| alike(asked.operation, shape));
+            let [have, want] = [line.shape(), wanted].map(|shape| alike(problem.operation, shape));
             let ratios = have.into_iter().zip(want);
             let ratios = ratios.map(|(have, want)| have.max(want) as f64 / have.min(want) as f64);
             let worst = ratios.clone().fold(1.0, f64::max);
             (worst <= MOST).then(|| ratios.product::<f64>())
         };
-        let lines = || self.0.iter().filter(|line| line.is_for(asked));
+        let lines = || self.0.iter().filter(|line| line.is_for(problem));
         let near = lines().filter_map(|line| Some((distance(line)?, line)));
         // The first of equals: a user's line before the library's.
         let (_, nearest) = near.min_by(|(x, _), (y, _)| x.total_cmp(y))?;
         let alike = nearest.config;
-        let agrees = |config: &Config| match is_sum(asked.operation) {
-            true => partial_sums::agree(asked, config, &alike),
+        let agrees = |config: &Config| match is_sum(problem.operation) {
+            true => partial_sums::agree(problem, config, &alike),
             false => agree(config, &alike),
         };
         let mut exact = lines().filter(|line| line.shape() == wanted);
@@ -188,7 +188,7 @@ mod tests {
         dtype: DType,
         [m, n, k]: [usize; 3],
     ) -> Option<(usize, Option<usize>)> {
-        let found = table.find(&Description {
+        let found = table.find(&Problem {
             beside: None,
             form: Default::default(),
             operation,
@@ -363,7 +363,7 @@ pub mod fuzzing {
                 let Ok(layout) = Layout::balanced(m, k, 2) else {
                     continue;
                 };
-                let asked = Description {
+                let problem = Problem {
                     beside: None,
                     form: Default::default(),
                     operation,
@@ -371,9 +371,9 @@ pub mod fuzzing {
                     layout,
                     n,
                 };
-                if let Some(found) = table.find(&asked) {
+                if let Some(found) = table.find(&problem) {
                     for config in [Some(found.alike), found.exact].into_iter().flatten() {
-                        let _ = planner(&asked, 1, config);
+                        let _ = planner(&problem, 1, config);
                     }
                 }
             }

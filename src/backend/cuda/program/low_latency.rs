@@ -115,10 +115,10 @@ mod tests {
     use super::*;
     use crate::element::DType;
     use crate::schedule::plan::partial_sums::{ALL_NAME, NAME, all_reduce, reduce_scatter};
-    use crate::schedule::{Chunking, Description, Layout, Route, TileShape};
+    use crate::schedule::{Chunking, Layout, Problem, Route, TileShape};
 
     fn planned(operation: &'static str, rows: &[usize], n: usize, tile_m: usize) -> Vec<Schedule> {
-        let asked = Description {
+        let problem = Problem {
             beside: None,
             form: Default::default(),
             operation,
@@ -134,7 +134,7 @@ mod tests {
         };
         let ranks = 0..rows.len();
         ranks
-            .map(|rank| planner(&asked, rank, config).unwrap())
+            .map(|rank| planner(&problem, rank, config).unwrap())
             .collect()
     }
 

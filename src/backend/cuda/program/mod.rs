@@ -218,8 +218,8 @@ impl Program {
 
     /// What every kernel that may wait for peers is told, and nothing to multiply. `shared`: the number of the matrix that it stores to, if it
     /// stores rows.
-    pub fn params(&self, at: &Place, call: &Call<Cuda>, shared: usize) -> GemmeshParams {
-        let Place { cuda, members, .. } = *at;
+    pub fn params(&self, at: &EnqueueContext, call: &Call<Cuda>, shared: usize) -> GemmeshParams {
+        let EnqueueContext { cuda, members, .. } = *at;
         let (schedule, control) = (&self.schedule, &cuda.control);
         let pushed = schedule.is_pushed();
         let flags = match pushed {
@@ -321,7 +321,7 @@ unsafe impl bytemuck::Zeroable for GemmeshCopyTask {}
 unsafe impl bytemuck::Pod for GemmeshCopyTask {}
 
 /// Where an operation is put.
-pub struct Place<'a> {
+pub struct EnqueueContext<'a> {
     pub cuda: &'a Cuda,
     pub members: &'a Members,
     pub main: &'a Stream,
@@ -329,7 +329,7 @@ pub struct Place<'a> {
     pub recorded: bool,
 }
 
-impl<'a> Place<'a> {
+impl<'a> EnqueueContext<'a> {
     /// The words of operation `epoch`, or of one that is recorded.
     pub fn signals(&self, epoch: Epoch) -> Signals<'a> {
         match self.recorded {
@@ -351,8 +351,12 @@ pub struct Launch {
 
 impl Launch {
     /// The launch that `call` of `program` needs; none if nothing is multiplied, for lack of a product or of rows.
-    pub fn new(at: &Place, program: &Program, call: &Call<Cuda>) -> Result<Option<Launch>> {
-        let Place { cuda, members, .. } = *at;
+    pub fn new(
+        at: &EnqueueContext,
+        program: &Program,
+        call: &Call<Cuda>,
+    ) -> Result<Option<Launch>> {
+        let EnqueueContext { cuda, members, .. } = *at;
         let (schedule, rank) = (&program.schedule, members.rank);
         let Some(product) = schedule.product().filter(|_| !schedule.is_idle()) else {
             return Ok(None);
@@ -680,7 +684,7 @@ pub fn place(
 
 /// What a kernel is told that adds up rows of a reduction.
 pub fn sums(
-    at: &Place,
+    at: &EnqueueContext,
     schedule: &Schedule,
     reduction: &Reduction,
     rows: Range<usize>,
@@ -729,7 +733,7 @@ pub fn sums(
 
 /// Adds up rows of a reduction on `stream`, behind what has brought them.
 pub fn reduce(
-    at: &Place,
+    at: &EnqueueContext,
     stream: &Stream,
     schedule: &Schedule,
     reduction: &Reduction,

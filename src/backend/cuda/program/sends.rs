@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use super::low_latency;
-use super::{Place, Program, place, sums};
+use super::{EnqueueContext, Program, place, sums};
 use crate::backend::cuda::Cuda;
 use crate::backend::cuda::abi::{
     GEMMESH_EXCHANGE_THREADS, GEMMESH_IDENTITY, GemmeshParams, GemmeshReduction, GemmeshSend,
@@ -112,8 +112,8 @@ fn entries<'a>(
 }
 
 /// Puts the kernel on the main stream.
-pub fn launch(at: &Place, program: &Program, call: &Call<Cuda>) -> Result<()> {
-    let Place { cuda, main, .. } = *at;
+pub fn launch(at: &EnqueueContext, program: &Program, call: &Call<Cuda>) -> Result<()> {
+    let EnqueueContext { cuda, main, .. } = *at;
     let (schedule, matrices) = (&program.schedule, call.matrices);
     let rank = at.members.rank;
     let moved = schedule.arrivals().iter().chain(schedule.moves());
@@ -192,7 +192,7 @@ mod tests {
     use crate::element::DType;
     use crate::schedule::plan::all_gather;
     use crate::schedule::plan::collectives;
-    use crate::schedule::{Description, Layout, Planner};
+    use crate::schedule::{Layout, Planner, Problem};
 
     /// Every piece that a rank sends another has a place of its own in the landing area, where that one looks for it, and puts it where it
     /// would have been stored.
@@ -205,7 +205,7 @@ mod tests {
             ("all_reduce", collectives::all_reduce),
         ];
         for (rows, n) in [([5, 1, 0], 1024), ([16, 16, 16], 2048), ([1, 2, 40], 8)] {
-            let asked = Description {
+            let problem = Problem {
                 operation: "test",
                 dtype: DType::Bf16,
                 layout: Layout::new(&rows, n).unwrap(),
@@ -214,7 +214,7 @@ mod tests {
                 n,
             };
             for (name, planner) in planners {
-                let plan = |rank| planner(&asked, rank, collectives::stored()).unwrap();
+                let plan = |rank| planner(&problem, rank, collectives::stored()).unwrap();
                 let schedules: Vec<Schedule> = (0..rows.len()).map(plan).collect();
                 let pieces = n * DType::Bf16.bytes() / PIECE;
                 for (from, sender) in schedules.iter().enumerate() {
@@ -262,7 +262,7 @@ mod tests {
 
     #[test]
     fn many_rows_do_not_land() {
-        let asked = |rows| Description {
+        let problem = |rows| Problem {
             operation: "test",
             dtype: DType::Bf16,
             layout: Layout::new(&[rows; 4], 4096).unwrap(),
@@ -271,7 +271,7 @@ mod tests {
             n: 4096,
         };
         for (rows, expected) in [(16, true), (17, false)] {
-            let plan = collectives::all_reduce(&asked(rows), 1, collectives::stored()).unwrap();
+            let plan = collectives::all_reduce(&problem(rows), 1, collectives::stored()).unwrap();
             assert_eq!(lands(&plan), expected, "{rows} rows a rank");
         }
     }

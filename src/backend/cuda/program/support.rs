@@ -106,10 +106,10 @@ mod tests {
     use crate::error::Error;
     use crate::schedule::plan::all_gather::gather_and_multiply;
     use crate::schedule::plan::partial_sums::{NAME, all_reduce, multiply, reduce_scatter};
-    use crate::schedule::{Chunking, Config, Description, Layout, TileShape};
+    use crate::schedule::{Chunking, Config, Layout, Problem, TileShape};
 
-    fn asked(rows: &[usize]) -> Description {
-        Description {
+    fn problem(rows: &[usize]) -> Problem {
+        Problem {
             beside: None,
             form: Default::default(),
             operation: NAME,
@@ -124,14 +124,14 @@ mod tests {
     #[test]
     fn all_schedules_of_partial_sums_run_on_gpus() {
         for rows in [&[5, 3][..], &[8, 0], &[0, 8], &[8], &[3, 0, 40], &[4; 8]] {
-            let asked = asked(rows);
+            let problem = problem(rows);
             for rank in 0..rows.len() {
                 assert_eq!(
-                    check(&multiply(&asked, rank, CONFIG).unwrap()),
+                    check(&multiply(&problem, rank, CONFIG).unwrap()),
                     Ok(Outputs::One)
                 );
                 for planner in [reduce_scatter, all_reduce] {
-                    let plan = |route| planner(&asked, rank, CONFIG.with_route(route)).unwrap();
+                    let plan = |route| planner(&problem, rank, CONFIG.with_route(route)).unwrap();
                     assert_eq!(check(&plan(Route::Pull)), Ok(Outputs::One));
                     for route in [Route::Push, Route::Store] {
                         assert!(matches!(check(&plan(route)), Ok(Outputs::Places(_))));
@@ -143,10 +143,10 @@ mod tests {
 
     #[test]
     fn all_schedules_of_no_rows_run_on_gpus() {
-        let asked = asked(&[0; 9]);
+        let problem = problem(&[0; 9]);
         for planner in [reduce_scatter, all_reduce, multiply, gather_and_multiply] {
             for route in [Route::Pull, Route::Push, Route::Store] {
-                let schedule = planner(&asked, 3, CONFIG.with_route(route)).unwrap();
+                let schedule = planner(&problem, 3, CONFIG.with_route(route)).unwrap();
                 assert!(schedule.is_idle() && !schedule.is_pushed());
                 assert_eq!(check(&schedule), Ok(Outputs::One));
             }
@@ -155,9 +155,9 @@ mod tests {
 
     #[test]
     fn partials_are_stored_to_seven_peers_at_the_most() {
-        let asked = asked(&[4; 9]);
+        let problem = problem(&[4; 9]);
         for planner in [reduce_scatter, all_reduce] {
-            let plan = |route| planner(&asked, 2, CONFIG.with_route(route)).unwrap();
+            let plan = |route| planner(&problem, 2, CONFIG.with_route(route)).unwrap();
             assert!(matches!(check(&plan(Route::Push)), Ok(Outputs::Places(_))));
             let error = check(&plan(Route::Store)).unwrap_err();
             assert!(matches!(error, Error::NoRoute { rank: 2, .. }), "{error}");
@@ -184,7 +184,7 @@ mod tests {
     #[test]
     fn what_a_kernel_stores_takes_no_room_in_the_devices_queues() {
         for planner in [reduce_scatter, all_reduce, gather_and_multiply] {
-            let schedule = planner(&asked(&[40; 2]), 0, CONFIG.with_route(Route::Store)).unwrap();
+            let schedule = planner(&problem(&[40; 2]), 0, CONFIG.with_route(Route::Store)).unwrap();
             assert!(schedule.moves().next().is_some());
             assert_eq!(commands(&schedule), 3 * 2 + 4);
         }
@@ -192,15 +192,15 @@ mod tests {
 
     #[test]
     fn the_commands_of_sums_on_eight_ranks_are_all_counted_and_leave_room_for_others() {
-        let asked = Description {
+        let problem = Problem {
             n: 16_384,
-            ..asked(&[1024; 8])
+            ..problem(&[1024; 8])
         };
         for (count, last) in [(1, 1), (1, 4), (2, 2), (4, 8), (8, 8)] {
             let chunking = Chunking::new(count).with_last(last);
             let config = Config::new(TileShape::new(128, 256, 64), chunking, Route::Push);
             for planner in [reduce_scatter, all_reduce] {
-                let schedule = planner(&asked, 3, config).unwrap();
+                let schedule = planner(&problem, 3, config).unwrap();
                 let counted = commands(&schedule);
                 assert!(enqueued(&schedule) <= counted && counted <= COMMANDS);
                 if (count, last) == (1, 4) {

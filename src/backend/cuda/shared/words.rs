@@ -397,7 +397,7 @@ mod tests {
     use super::*;
     use crate::element::DType;
     use crate::schedule::plan::collectives;
-    use crate::schedule::{Description, Layout};
+    use crate::schedule::{Layout, Problem};
 
     #[test]
     fn what_is_missing_is_found_in_the_order_in_which_it_is_waited_for() {
@@ -449,7 +449,7 @@ mod tests {
 
     #[test]
     fn who_passes_on_waits_for_the_source_too() {
-        let asked = Description {
+        let problem = Problem {
             operation: "broadcast",
             dtype: DType::U8,
             beside: None,
@@ -458,7 +458,7 @@ mod tests {
             n: 16,
         };
         let schedule =
-            |rank| collectives::broadcast(&asked, rank, collectives::chunked(2)).unwrap();
+            |rank| collectives::broadcast(&problem, rank, collectives::chunked(2)).unwrap();
         let waits = |rank| Waits::of(&schedule(rank));
         let streams = |ready, done| Waits::Streams { ready, done };
         assert_eq!(waits(0), streams(0b110, 0));
