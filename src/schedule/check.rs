@@ -36,7 +36,10 @@ impl Parts {
                         let width = self.matrices[region.matrix].dtype.bytes();
                         (region.rows.len(), region.columns.len() * width)
                     };
-                    none("source and target of a transfer whose sizes differ", lengths(from) != lengths(to))?;
+                    none(
+                        "source and target of a transfer whose sizes differ",
+                        lengths(from) != lengths(to),
+                    )?;
                 }
                 let overlap = transfer.from == transfer.to && from.overlaps(to);
                 none("regions of one memory that overlap", overlap)?;

@@ -7,7 +7,7 @@ use lru::LruCache;
 use super::tuned::Measured;
 use crate::backend::KEPT;
 use crate::schedule::layout::MAX_EXTENT;
-use crate::schedule::{Config, Problem, Layout, Numerics};
+use crate::schedule::{Config, Layout, Numerics, Problem};
 
 /// All that a choice depends on, but for the device.
 type Key = (Problem, Numerics, Option<Measured>);
