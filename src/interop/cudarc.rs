@@ -80,7 +80,7 @@ impl Group<Cuda> {
     }
 
     fn require_context(&self, argument: &str, context: *mut std::ffi::c_void) -> Result<()> {
-        let device = self.inner().backend.device();
+        let device = &self.inner().backend.gpu().device;
         if device.context() == context {
             return Ok(());
         }

@@ -97,11 +97,11 @@ impl Group<Cuda> {
         stream: *mut c_void,
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<()> {
-        let cuda = &self.inner().backend;
+        let gpu = self.inner().backend.gpu();
         // SAFETY: as this function's.
-        let stream = unsafe { cuda.borrow_stream(self.rank(), stream, owner)? };
+        let stream = unsafe { gpu.borrow_stream(stream, owner)? };
         // What is in memory that the stream before orders may be freed there.
-        let guards = cuda.stream_guards();
+        let guards = gpu.streams().guards();
         if guards > 0 {
             return Err(Error::Unsuitable {
                 rank: self.rank(),
@@ -112,13 +112,13 @@ impl Group<Cuda> {
             });
         }
         // SAFETY: as this function's.
-        unsafe { cuda.set_stream(stream) }
+        unsafe { gpu.streams().set_main(stream) }
     }
 
     /// Within [`Group::exclusively`], lest another stream take over at this moment.
     pub(crate) fn guard_stream(&self) -> StreamGuard {
         StreamGuard {
-            _guard: self.inner().backend.guard_stream(),
+            _guard: self.inner().backend.gpu().streams().guard(),
             _owner: Arc::new(()),
         }
     }
@@ -132,7 +132,7 @@ impl Group<Cuda> {
     /// It is an event of the device's primary context.
     pub unsafe fn record_event(&self, event: *mut c_void) -> Result<()> {
         // SAFETY: as this function's.
-        self.exclusively(|_| unsafe { self.inner().backend.main().record(event) })
+        self.exclusively(|_| unsafe { self.inner().backend.gpu().main().record(event) })
     }
 
     /// Lets all later operations wait, on the device, for where a CUevent was recorded last.
@@ -144,17 +144,17 @@ impl Group<Cuda> {
     /// It is an event of a CUDA context of this process.
     pub unsafe fn wait_for_event(&self, event: *mut c_void) -> Result<()> {
         // SAFETY: as this function's.
-        self.exclusively(|_| unsafe { self.inner().backend.main().wait(event) })
+        self.exclusively(|_| unsafe { self.inner().backend.gpu().main().wait(event) })
     }
 
     /// This rank's GPU, as an ordinal among those visible to this process.
     pub fn device_ordinal(&self) -> usize {
-        self.inner().backend.device().ordinal()
+        self.inner().backend.gpu().device.ordinal()
     }
 
     /// The name of this rank's GPU.
     pub fn device_name(&self) -> &str {
-        self.inner().backend.device().name()
+        self.inner().backend.gpu().device.name()
     }
 
     /// The version of CUDA that the driver supports, as major · 1000 + minor · 10.
@@ -162,7 +162,7 @@ impl Group<Cuda> {
     /// # Errors
     /// [`Error::Cuda`] if the driver refuses.
     pub fn driver_version(&self) -> Result<i32> {
-        self.inner().backend.device().driver_version()
+        self.inner().backend.gpu().device.driver_version()
     }
 
     /// Writes a pattern into every peer's memory, reads every peer's, and verifies both. Collective.
@@ -258,9 +258,9 @@ impl<T: Value> Matrix<Cuda, T> {
                 found: vec![width],
             });
         }
-        let cuda = &group.inner().backend;
+        let gpu = group.inner().backend.gpu();
         // SAFETY: as this function's.
-        let buffer = unsafe { cuda.view(ptr, rows, width, pitch) };
+        let buffer = unsafe { gpu.view(ptr, [rows, width], pitch, None) };
         Ok(Matrix::new(group.clone(), buffer, rows, columns))
     }
 

@@ -175,7 +175,7 @@ pub struct TensorMap(sys::CUtensorMap);
 
 /// A row-major matrix of 16-bit floats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Layout {
+pub struct DeviceMatrix {
     pub ptr: DevicePtr,
     pub rows: usize,
     pub columns: usize,
@@ -194,7 +194,7 @@ impl TensorMap {
     pub fn new(
         rank: usize,
         dtype: DType,
-        matrix: Layout,
+        matrix: DeviceMatrix,
         rows: u32,
         columns: u32,
         promote_to_l2: bool,

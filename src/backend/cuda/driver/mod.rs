@@ -32,7 +32,7 @@ pub struct Device {
     /// How long an allocation may take at the most.
     timeout: Duration,
     ordinal: usize,
-    gpu: Arc<Gpu>,
+    gpu: Arc<Context>,
 }
 
 /// A GPU, through its primary context, which candle, cust and the runtime API use too.
@@ -42,7 +42,7 @@ pub struct Device {
 /// keep even this library's own threads from setting the stream free. So what needs them is made once for all groups of the
 /// process, and never given back as long as the context lives (see [`Lasting`]).
 #[derive(Debug)]
-struct Gpu {
+struct Context {
     device: sys::CUdevice,
     context: sys::CUcontext,
     symbols: Symbols,
@@ -83,12 +83,12 @@ type Pages = (usize, DevicePtr);
 pub type Uuid = [u8; 16];
 
 // SAFETY: a context may be used by any thread that makes it current.
-unsafe impl Send for Gpu {}
+unsafe impl Send for Context {}
 // SAFETY: the driver's calls are thread-safe.
-unsafe impl Sync for Gpu {}
+unsafe impl Sync for Context {}
 
 /// The GPUs that this process uses.
-static GPUS: Mutex<Vec<Weak<Gpu>>> = Mutex::new(Vec::new());
+static CONTEXTS: Mutex<Vec<Weak<Context>>> = Mutex::new(Vec::new());
 
 /// The process that has loaded the driver, which does nothing in a fork of it.
 static LOADED: OnceLock<Process> = OnceLock::new();
@@ -150,7 +150,7 @@ mod stream;
 mod symbols;
 
 use kernel::Loaded;
-pub use kernel::{Function, Layout, Module, TensorMap};
+pub use kernel::{DeviceMatrix, Function, Module, TensorMap};
 pub use memory::{Mapping, Memory, Pinned, Region};
 pub use stream::{Event, Priority, Stream, StreamMemOp};
 use symbols::Symbols;
@@ -183,14 +183,14 @@ impl Device {
         }
         let device = device(rank, ordinal)?;
         // Held while one is opened, so that it is opened once.
-        let mut gpus = lock(&GPUS);
+        let mut gpus = lock(&CONTEXTS);
         gpus.retain(|gpu| gpu.strong_count() > 0);
         let known = gpus.iter().filter_map(Weak::upgrade);
         let known = known.into_iter().find(|gpu| gpu.device == device);
         let gpu = match known {
             Some(gpu) => gpu,
             None => {
-                let gpu = Arc::new(Gpu::open(rank, device, symbols)?);
+                let gpu = Arc::new(Context::open(rank, device, symbols)?);
                 gpus.push(Arc::downgrade(&gpu));
                 gpu
             }
@@ -394,8 +394,8 @@ impl Drop for Bound {
     }
 }
 
-impl Gpu {
-    fn open(rank: usize, device: sys::CUdevice, symbols: Symbols) -> Result<Gpu> {
+impl Context {
+    fn open(rank: usize, device: sys::CUdevice, symbols: Symbols) -> Result<Context> {
         let attribute = |attribute| -> Result<i32> {
             let mut value = 0;
             // SAFETY: writes the local.
@@ -446,7 +446,7 @@ impl Gpu {
             let _bound = bind(rank, context.context)?;
             (memory(rank)?.1, Lasting::of_current(rank, device)?)
         };
-        Ok(Gpu {
+        Ok(Context {
             device,
             context: context.keep(),
             symbols,
@@ -562,7 +562,7 @@ fn bind(rank: usize, context: sys::CUcontext) -> Result<Bound> {
     }
 }
 
-impl Drop for Gpu {
+impl Drop for Context {
     fn drop(&mut self) {
         if is_fork() {
             return;

@@ -1,35 +1,35 @@
 //! How rows get from one rank to another: a file a route, and here what they share.
 //!
 //! [`copies`]: a stream takes or brings them, which waits for the other rank's word, and writes flags. [`push`]: the owner's copy stream
-//! brings them, when its kernel lets it. [`store`]: the owner's kernel brings them itself (cuda/protocol/push.cuh).
+//! brings them, when its kernel lets it. Stored rows: owner's kernel brings them itself (cuda/protocol/push.cuh).
 
 use std::ffi::c_void;
 use std::time::Duration;
 
 use smallvec::SmallVec;
 
+use super::context::EnqueueContext;
 use crate::backend::chunk_delay;
-use crate::backend::cuda::Cuda;
 use crate::backend::cuda::driver::{Stream, StreamMemOp};
-use crate::backend::cuda::program::{self, EnqueueContext, Program};
+use crate::backend::cuda::program::Program;
+use crate::backend::cuda::program::operands::{Operand, Operands};
 use crate::backend::cuda::shared::words::Waits;
-use crate::backend::sealed::Bound;
 use crate::error::Result;
 use crate::profile::nvtx::range;
 use crate::protocol::epoch::Epoch;
 use crate::schedule::layout::MAX_WORLD;
-use crate::schedule::{Agreed, MAX_FLAGS, Move, Region, Schedule, Transfer};
+use crate::schedule::{MAX_FLAGS, Move, Region, Schedule, Transfer};
 
 /// Says to every peer that this rank's own rows are final, on the main stream; what refreshes flags does so before. As
 /// [`announce`](crate::schedule::drive::announce) of the host.
 pub fn announce(at: &EnqueueContext, epoch: Epoch, and: Option<StreamMemOp>) -> Result<()> {
     let EnqueueContext {
-        cuda,
+        shared,
         members,
         main,
         ..
     } = *at;
-    let (rank, flags) = (members.rank, cuda.control.flags(epoch));
+    let (rank, flags) = (members.rank, shared.control.flags(epoch));
     if epoch.refreshes() {
         // Ahead of the operation's kernel: a fill may run as one, and find no room beside a kernel that waits for it.
         // SAFETY: the flags are as many words. Whoever else writes them has ended what came before, for the main stream
@@ -56,52 +56,51 @@ pub fn announce(at: &EnqueueContext, epoch: Epoch, and: Option<StreamMemOp>) -> 
 /// it the replay is counted.
 pub fn announce_by_gates(at: &EnqueueContext, program: &Program) -> Result<()> {
     let EnqueueContext {
-        cuda,
+        gpu,
+        shared,
         members,
         main,
         ..
     } = *at;
-    let (schedule, gates) = (&program.schedule, cuda.control.gates());
-    let name = schedule.agreed().map_or("", Agreed::name);
-    let recording = cuda.monitor.record(name, Waits::by_gates(schedule));
+    let (schedule, gates) = (&program.schedule, shared.control.gates());
+    let recording = at.record(program, Waits::by_gates(schedule));
     let mut words: SmallVec<[StreamMemOp; 16]> = SmallVec::new();
-    words.push(StreamMemOp::Write(cuda.monitor.running(), recording));
+    words.push(StreamMemOp::Write(shared.monitor.running(), recording));
     let movers = schedule.movers().iter();
     words.extend(movers.map(|&peer| gates.signal(gates.ready(peer, members.rank))));
-    let mut arguments = [cuda.control.replays(), cuda.monitor.replays()];
+    let mut arguments = [shared.control.replays(), shared.monitor.replays()];
     let [count, shown] = &mut arguments;
     let mut arguments = [(&raw mut *count).cast(), (&raw mut *shown).cast()];
-    let (counting, kernel) = (cuda.deferred_copies(), cuda.kernels.count);
+    let (counting, kernel) = (&gpu.streams().deferred_copies, gpu.kernels.count);
     // SAFETY: control blocks are unmapped when the streams have passed, and the monitor's words live as long as the backend, which waits for
     // them. The kernel's arguments are two words, which it alone writes; the main stream waits for it.
     unsafe {
         main.words(&words)?;
-        counting.wait_for(main, &cuda.forked)?;
+        counting.wait_for(main, &gpu.streams().forked)?;
         kernel.launch(counting, 1, 1, 0, &mut arguments)
     }
 }
 
-/// Copies the regions of a transfer, in which rank `own` takes part.
+/// Copies the regions of a transfer, in which this rank takes part.
 ///
 /// # Safety
 /// As [`Stream::copy`] for each region.
 pub unsafe fn copy_regions(
     stream: &Stream,
-    own: usize,
     schedule: &Schedule,
-    matrices: &[Bound<Cuda>],
+    operands: &Operands,
     transfer: &Transfer,
 ) -> Result<()> {
     let _range = range(|| format!("gemmesh {}", transfer.name()));
     for Move { from, to } in &transfer.regions {
         let place = |region: &Region, rank: usize| {
             let spec = schedule.matrices()[region.matrix];
-            let (base, pitch) = match rank == own {
-                true => program::place(schedule, matrices, region.matrix)?,
-                false => {
-                    let memory = matrices[region.matrix].symmetric()?;
-                    (memory.of(rank), spec.row_bytes())
+            let (base, pitch) = match rank == operands.rank {
+                true => {
+                    let Operand { ptr, pitch, .. } = operands.get(region.matrix)?;
+                    (ptr, pitch)
                 }
+                false => (operands.of_rank(region.matrix, rank)?, spec.row_bytes()),
             };
             let extent = spec.extent_of(region, pitch);
             Some((base + extent.offset as u64, extent))

@@ -2,13 +2,15 @@
 
 use smallvec::SmallVec;
 
+use super::collective::reduce;
+use super::context::{EnqueueContext, ProgramCall};
 use super::copies::{self, Enqueued};
 use super::stamps::Stamps;
-use crate::backend::cuda::Cuda;
 use crate::backend::cuda::driver::{Stream, StreamMemOp};
-use crate::backend::cuda::program::{self, EnqueueContext};
+use crate::backend::cuda::gpu::Gpu;
+use crate::backend::cuda::program::Program;
 use crate::backend::cuda::shared::words::Signals;
-use crate::backend::sealed::{Call, Consumer, Producer};
+use crate::backend::sealed::{Consumer, Producer};
 use crate::error::Result;
 use crate::profile::span::{Lane, Work};
 use crate::schedule::{Request, Schedule};
@@ -18,23 +20,23 @@ use crate::schedule::{Request, Schedule};
 /// the order in which the streams start. From then on each stream waits for its own work, and the other's stands first in line. The
 /// order is that of the calls, on all ranks.
 pub(super) struct Callers<'a> {
-    cuda: &'a Cuda,
+    gpu: &'a Gpu,
     calls: usize,
     pub(super) stamps: Stamps,
 }
 
 impl<'a> Callers<'a> {
-    pub(super) fn new(cuda: &'a Cuda, is_traced: bool) -> Self {
+    pub(super) fn new(gpu: &'a Gpu, is_traced: bool) -> Self {
         Callers {
-            cuda,
+            gpu,
             calls: 0,
-            stamps: Stamps::new(&cuda.device, is_traced),
+            stamps: Stamps::new(&gpu.device, is_traced),
         }
     }
 
     /// That of call `index`.
     fn of(&self, index: usize) -> &'a Stream {
-        &self.cuda.callers()[index % 2]
+        &self.gpu.streams().callers[index % 2]
     }
 
     /// That of the next call, behind what was on the main stream when the operation began.
@@ -42,10 +44,10 @@ impl<'a> Callers<'a> {
         let stream = self.of(self.calls);
         match self.calls {
             0 => {
-                stream.wait_until(&self.cuda.begun)?;
-                self.cuda.turn.record(stream)?;
+                stream.wait_until(&self.gpu.streams().begun)?;
+                self.gpu.streams().turn.record(stream)?;
             }
-            1 => stream.wait_until(&self.cuda.turn)?,
+            1 => stream.wait_until(&self.gpu.streams().turn)?,
             _ => {}
         }
         self.calls += 1;
@@ -69,7 +71,7 @@ impl<'a> Callers<'a> {
     /// The main stream goes on when all is done, on each of those that were used, whatever comes of the other.
     pub(super) fn join(&self, main: &Stream) -> Result<()> {
         let used = 0..self.calls.min(2);
-        let joined = used.map(|index| main.wait_for(self.of(index), &self.cuda.called));
+        let joined = used.map(|index| main.wait_for(self.of(index), &self.gpu.streams().called));
         joined.fold(Ok(()), Result::and)
     }
 }
@@ -115,46 +117,38 @@ pub(super) fn consume(
 /// a graph may run its branches one after the other, and a branch that waited for a peer would keep back what that waits for.
 pub(super) fn produce(
     at: &EnqueueContext,
-    schedule: &Schedule,
-    call: &Call<Cuda>,
+    program: &Program,
+    call: &ProgramCall,
     signals: &Signals,
     producer: &mut Producer,
     callers: &mut Callers,
 ) -> Result<Enqueued> {
-    let EnqueueContext { cuda, members, .. } = *at;
+    let (rank, schedule, streams) = (at.members.rank, &program.schedule, at.gpu.streams());
     let requests = schedule.requests();
     let mut up_to = |block: usize| make(at, requests, producer, callers, block);
-    let copies = copies::enqueue(
-        at,
-        cuda.copies(),
-        schedule,
-        call.matrices,
-        call.epoch,
-        Some(&mut up_to),
-        call.trace.is_some(),
-    )?;
-    let own = |request: &&Request| request.owner == schedule.rank();
+    let copies = copies::enqueue(at, &streams.copies, schedule, call, Some(&mut up_to))?;
+    let own = |request: &&Request| request.owner == rank;
     let first = requests.iter().find(own).map_or(0, |own| own.rows.start);
     if at.recorded {
-        at.main.wait_for(cuda.copies(), &cuda.gathered)?;
+        at.main.wait_for(&streams.copies, &streams.gathered)?;
     }
     for (block, request) in requests.iter().enumerate() {
         let made = make(at, requests, producer, callers, block)?;
-        let Some(reduction) = schedule.reduction().filter(|_| own(&request)) else {
+        if program.reduction().is_none() || !own(&request) {
             continue;
-        };
+        }
         let addends = request.addends.clone();
-        let words = addends.map(|flag| signals.wait(signals.chunk(members.rank, flag)));
+        let words = addends.map(|flag| signals.wait(signals.chunk(rank, flag)));
         let words: SmallVec<[StreamMemOp; 16]> = words.collect();
         let source = schedule.sources()[request.addends.clone()].last();
-        let source = source.map_or(members.rank, |&source| source);
+        let source = source.map_or(rank, |&source| source);
         let rows = request.rows.start - first..request.rows.end - first;
         // SAFETY: the control block is unmapped when the streams have passed: the main one waits for this.
         let wait = |stream: &Stream| unsafe { stream.words(&words) };
         let work = Work::Add { rows: rows.clone() };
-        let add = |stream: &Stream| program::reduce(at, stream, schedule, reduction, rows, call);
+        let add = |stream: &Stream| reduce(stream, program, Some(rows), &call.operands);
         if at.recorded {
-            at.main.wait_for(made, &cuda.called)?;
+            at.main.wait_for(made, &streams.called)?;
             wait(at.main)?;
             add(at.main)?;
         } else {
@@ -179,7 +173,7 @@ fn make<'a>(
         let stream = callers.next()?;
         if at.recorded && index > 0 {
             // A graph has no order but its edges: it might make first what is sent to nobody.
-            stream.wait_for(callers.of(index - 1), &at.cuda.called)?;
+            stream.wait_for(callers.of(index - 1), &at.gpu.streams().called)?;
         }
         let work = Work::Call {
             rank: request.owner,
@@ -188,7 +182,7 @@ fn make<'a>(
             let mut call = || producer(request, stream.raw());
             match at.recorded {
                 true => call(),
-                false => at.cuda.monitor.calling(call),
+                false => at.shared.monitor.calling(call),
             }
         })?;
     }

@@ -1,91 +1,56 @@
-//! Operations that multiply nothing: one kernel stores the rows, waits for the peers' and adds them.
+//! Kernels of operations that multiply nothing: one stores the rows, waits for the peers' and adds them; another only adds.
 
-use std::ffi::c_void;
+use std::ops::Range;
 
-use crate::backend::cuda::Cuda;
-use crate::backend::cuda::abi::{
-    GEMMESH_EXCHANGE_THREADS, GEMMESH_IDENTITY, GemmeshParams, GemmeshReduction, GemmeshSend,
-    GemmeshSends,
-};
-use crate::backend::cuda::program::sends::PIECE;
-use crate::backend::cuda::program::{self, EnqueueContext, Program};
-use crate::backend::sealed::Call;
-use crate::error::{Error, Result};
-use crate::schedule::Move;
-use crate::schedule::layout::MAX_WORLD;
+use super::context::{EnqueueContext, ProgramCall};
+use crate::backend::cuda::abi::{GEMMESH_EXCHANGE_THREADS, GEMMESH_REDUCE_THREADS};
+use crate::backend::cuda::driver::Stream;
+use crate::backend::cuda::program::operands::Operands;
+use crate::backend::cuda::program::{Program, params, reduction};
+use crate::error::Result;
 
-/// CTAs of a grid, all of which run at the same time: as many fit at least, for a multiprocessor holds two.
-const MOST_CTAS: usize = 128;
-
-/// Puts the kernel on the main stream.
-pub fn launch(at: &EnqueueContext, program: &Program, call: &Call<Cuda>) -> Result<()> {
-    let EnqueueContext { cuda, main, .. } = *at;
-    let (schedule, matrices) = (&program.schedule, call.matrices);
-    let rank = at.members.rank;
-    let moved = schedule.arrivals().iter().chain(schedule.moves());
-    let Some(Move { from, to }) = moved.map(|moved| &moved.regions[0]).next() else {
-        return Err(Error::Message {
-            rank,
-            reason: "an exchange of nothing".into(),
-        });
+/// Puts the kernel that stores rows and adds what comes on the main stream, if the program has it.
+pub fn launch(at: &EnqueueContext, program: &Program, call: &ProgramCall) -> Result<()> {
+    let Some(kernel) = program.collective() else {
+        return Ok(());
     };
-    let (source, target) = (from.matrix, to.matrix);
-    // Who sends nothing may have nothing bound.
-    let (from, from_pitch) = program::place(schedule, matrices, source).unwrap_or((0, 0));
-    let (sends, count) = program.sends();
-    let reduction = schedule.reduction();
-    let mut sums = match reduction {
-        Some(reduction) => program::sums(at, schedule, reduction, 0..reduction.rows, call)?,
-        None => NOTHING_ADDED,
-    };
-    let mut sends = GemmeshSends {
-        sends: sends as *const GemmeshSend,
-        from: from as *const c_void,
-        from_pitch: from_pitch as u64,
-        to_pitch: schedule.matrices()[target].row_bytes() as u64,
-        count,
-        flags: schedule.arrivals().len() as u32,
-        pieces: (schedule.matrices()[source].row_bytes() / PIECE) as u32,
-        reserved: 0,
-    };
-    let mut params: GemmeshParams = program.params(at, call, target);
-    let dtype = schedule.matrices()[target].dtype;
-    let kernel = cuda.kernels.exchange(dtype);
-    let pieces = reduction.map_or(0, |r| r.rows * (r.n * dtype.bytes()).div_ceil(PIECE));
-    let adders = pieces.div_ceil(GEMMESH_EXCHANGE_THREADS as usize);
-    let most = MOST_CTAS.min(2 * cuda.device.multiprocessors());
-    let moved = schedule.arrivals().len().max(count as usize);
-    let grid = adders.max(moved).clamp(1, most);
+    let (schedule, operands) = (&program.schedule, &call.operands);
+    let run = at.run(program, call.epoch);
+    let world = schedule.world();
+    let mut params = params::of_call(&kernel.params, world, run, operands, kernel.target);
+    let (mut sends, mut sums) = kernel.told(schedule, operands)?;
     let mut arguments = [
         (&raw mut params).cast(),
         (&raw mut sends).cast(),
         (&raw mut sums).cast(),
     ];
+    let (grid, threads) = (kernel.grid, GEMMESH_EXCHANGE_THREADS);
     // SAFETY: the arguments are what abi.h says. The matrices, the tables and the flags are alive until the stream has passed: as in
-    // `Launch::launch`.
+    // `product::launch`.
     unsafe {
-        kernel.launch(
-            main,
-            grid as u32,
-            GEMMESH_EXCHANGE_THREADS,
-            0,
-            &mut arguments,
-        )
+        kernel
+            .function
+            .launch(at.main, grid, threads, 0, &mut arguments)
     }
 }
 
-const NOTHING_ADDED: GemmeshReduction = GemmeshReduction {
-    addends: [std::ptr::null(); MAX_WORLD],
-    addend_pitches: [0; MAX_WORLD],
-    bias: std::ptr::null(),
-    out: std::ptr::null_mut(),
-    out_pitch: 0,
-    residual: std::ptr::null(),
-    residual_pitch: 0,
-    count: 0,
-    rows: 0,
-    n: 0,
-    activation: GEMMESH_IDENTITY,
-    is_f32: 0,
-    reserved: 0,
-};
+/// Adds up rows of the program's reduction on `stream`, behind what has brought them; all rows if none are given. Nothing if a kernel does it.
+pub fn reduce(
+    stream: &Stream,
+    program: &Program,
+    rows: Option<Range<usize>>,
+    operands: &Operands,
+) -> Result<()> {
+    let Some((reduction, kernel)) = program.reduction() else {
+        return Ok(());
+    };
+    let rows = rows.unwrap_or(0..reduction.rows);
+    let mut sums = reduction::sums(&program.schedule, reduction, rows, operands)?;
+    let grid = kernel.grid(&sums);
+    let mut arguments = [(&raw mut sums).cast()];
+    // SAFETY: the argument is what abi.h says. The matrices are alive until the stream has passed: as in `product::launch`.
+    unsafe {
+        let function = &kernel.function;
+        function.launch(stream, grid, GEMMESH_REDUCE_THREADS, 0, &mut arguments)
+    }
+}

@@ -1,12 +1,11 @@
 //! Rows that a stream pulls, or where no kernel waits for them pushes: copies, each with its flag behind it.
 
 use super::announce::{copy_regions, delay};
+use super::context::{EnqueueContext, ProgramCall};
 use super::stamps::Stamps;
-use crate::backend::cuda::Cuda;
 use crate::backend::cuda::driver::{Event, Stream, StreamMemOp};
-use crate::backend::cuda::program::EnqueueContext;
+use crate::backend::cuda::program::operands::Operands;
 use crate::backend::cuda::shared::words::{Signals, close};
-use crate::backend::sealed::Bound;
 use crate::error::{Error, Result};
 use crate::profile::span::{Lane, Work};
 use crate::protocol::epoch::Epoch;
@@ -37,34 +36,30 @@ impl Enqueued {
 }
 
 /// Puts all that this rank moves on a stream.
-pub fn enqueue<'a, 'm>(
-    at: &EnqueueContext<'a>,
+pub fn enqueue<'a, 'm, 'o>(
+    at: &'a EnqueueContext<'a>,
     stream: &'a Stream,
     schedule: &'a Schedule,
-    matrices: &'a [Bound<'a, Cuda>],
-    epoch: Epoch,
+    call: &'a ProgramCall<'o>,
     make: Option<&'a mut Make<'m>>,
-    is_traced: bool,
 ) -> Result<Enqueued> {
-    let EnqueueContext { cuda, members, .. } = *at;
     let gated = at.recorded && schedule.handshake();
     let mut copies = Copies {
-        cuda,
+        at,
         stream,
-        signals: at.signals(epoch),
-        rank: members.rank,
+        signals: at.signals(call.epoch),
         schedule,
-        matrices,
+        operands: &call.operands,
         make,
         words: [StreamMemOp::Write(0, 0); BATCH],
         pending: 0,
-        stamps: Stamps::new(&cuda.device, is_traced),
+        stamps: Stamps::new(&at.gpu.device, call.trace.is_some()),
         pulled: Vec::new(),
         gated,
     };
     match gated {
         true => drive::transfer_by_gates(schedule, schedule.moves(), &mut copies)?,
-        false => drive::transfer(schedule, schedule.moves(), epoch, &mut copies)?,
+        false => drive::transfer(schedule, schedule.moves(), call.epoch, &mut copies)?,
     }
     copies.flush()?;
     let Copies { stamps, pulled, .. } = copies;
@@ -75,13 +70,12 @@ pub fn enqueue<'a, 'm>(
 const BATCH: usize = 8;
 
 /// The copy engine: a stream.
-struct Copies<'a, 'm> {
-    cuda: &'a Cuda,
+struct Copies<'a, 'm, 'o> {
+    at: &'a EnqueueContext<'a>,
     stream: &'a Stream,
     signals: Signals<'a>,
-    rank: usize,
     schedule: &'a Schedule,
-    matrices: &'a [Bound<'a, Cuda>],
+    operands: &'a Operands<'o>,
     /// What makes the rows, if the caller does.
     make: Option<&'a mut Make<'m>>,
     /// Word operations that are still to be put on the stream: those between two copies go there in one call.
@@ -94,7 +88,7 @@ struct Copies<'a, 'm> {
     pulled: Vec<Option<Event>>,
 }
 
-impl Copies<'_, '_> {
+impl Copies<'_, '_, '_> {
     fn push(&mut self, operation: StreamMemOp) -> Result<()> {
         if self.pending == BATCH {
             self.flush()?;
@@ -114,11 +108,11 @@ impl Copies<'_, '_> {
     }
 }
 
-impl CopyEngine for Copies<'_, '_> {
+impl CopyEngine for Copies<'_, '_, '_> {
     type Error = Error;
 
     fn wait_ready(&mut self, peer: usize, _: Epoch) -> Result<()> {
-        let flag = self.signals.ready(self.rank, peer);
+        let flag = self.signals.ready(self.at.members.rank, peer);
         self.push(self.signals.wait(flag))
     }
 
@@ -127,7 +121,7 @@ impl CopyEngine for Copies<'_, '_> {
         if self.gated && matches!(awaited, Awaited::Chunk { pulled: true, .. }) {
             return Ok(());
         }
-        let flag = self.signals.chunk(self.rank, flag);
+        let flag = self.signals.chunk(self.at.members.rank, flag);
         self.push(self.signals.wait(flag))
     }
 
@@ -137,10 +131,10 @@ impl CopyEngine for Copies<'_, '_> {
         match &mut self.make {
             Some(make) => {
                 let made = make(block)?;
-                self.stream.wait_for(made, &self.cuda.produced)
+                self.stream.wait_for(made, &self.at.gpu.streams().produced)
             }
             None => Err(Error::Message {
-                rank: self.rank,
+                rank: self.at.members.rank,
                 reason: format!("nobody makes block {block}"),
             }),
         }
@@ -155,12 +149,11 @@ impl CopyEngine for Copies<'_, '_> {
         // on. Where they go, nobody reads them before the flag is written, and the kernels of earlier operations have ended: this
         // rank's in front of the stream, a peer's before its `ready`.
         unsafe {
-            let (schedule, matrices) = (self.schedule, self.matrices);
-            copy_regions(self.stream, self.rank, schedule, matrices, moved)?;
+            copy_regions(self.stream, self.schedule, self.operands, moved)?;
         }
         self.stamps.add(Lane::Copy, before, self.stream, || {
             let rows = moved.regions[0].to.rows.clone();
-            match moved.to == self.rank {
+            match moved.to == self.at.members.rank {
                 true => Work::Pull {
                     source: moved.source,
                     rows,
@@ -171,8 +164,8 @@ impl CopyEngine for Copies<'_, '_> {
     }
 
     fn signal_chunk(&mut self, moved: &Transfer, _: Epoch) -> Result<()> {
-        if self.gated && moved.to == self.rank {
-            let event = Event::new(&self.cuda.device, false)?;
+        if self.gated && moved.to == self.at.members.rank {
+            let event = Event::new(&self.at.gpu.device, false)?;
             event.record(self.stream)?;
             self.pulled
                 .resize_with(self.schedule.arrivals().len(), || None);
@@ -184,17 +177,17 @@ impl CopyEngine for Copies<'_, '_> {
     }
 
     fn signal_done(&mut self, peer: usize, _: Epoch) -> Result<()> {
-        let flag = self.signals.done(peer, self.rank);
+        let flag = self.signals.done(peer, self.at.members.rank);
         self.push(self.signals.signal(flag))
     }
 }
 
-impl GatedCopyEngine for Copies<'_, '_> {
+impl GatedCopyEngine for Copies<'_, '_, '_> {
     fn all_moved(&mut self) -> Result<()> {
-        self.push(self.signals.signal(self.cuda.control.moved()))
+        self.push(self.signals.signal(self.at.shared.control.moved()))
     }
 
     fn close_ready(&mut self, peer: usize) -> Result<()> {
-        self.push(close(self.signals.ready(self.rank, peer)))
+        self.push(close(self.signals.ready(self.at.members.rank, peer)))
     }
 }

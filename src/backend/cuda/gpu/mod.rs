@@ -1,5 +1,140 @@
-//! One GPU as a process uses it: its kernels, its queues, and what is freed late. Knows no group.
+//! One GPU as a rank uses it: its context, kernels, streams and memory, and what is freed late. Knows no group.
+//!
+//! All groups of a process share the context, the modules and the host's pages behind it (`driver::Context`). Streams are each group's
+//! own: where two groups' copies stood on one stream, a wait for a peer in one group would hold up the other.
 
+pub mod buffer;
 pub mod kernels;
 pub mod queues;
+pub mod rates;
 pub mod reclaim;
+pub mod streams;
+pub mod tables;
+pub mod workspace;
+
+use std::any::Any;
+use std::ffi::c_void;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::driver::{Device, Memory, Stream};
+use crate::backend::Owner;
+use crate::error::{Error, Result};
+use buffer::Buffer;
+use kernels::Kernels;
+use queues::Queues;
+use reclaim::{Deferred, Reclaimer};
+use streams::Streams;
+use tables::Tables;
+use workspace::Workspace;
+
+/// A GPU, opened.
+#[derive(Debug)]
+pub struct Gpu {
+    pub device: Arc<Device>,
+    pub kernels: Kernels,
+    /// What makes streams wait for one another, if anything does.
+    pub queues: Queues,
+    pub reclaimer: Arc<Reclaimer>,
+    pub tables: Arc<Tables>,
+    pub workspace: Workspace,
+}
+
+impl Gpu {
+    /// Opens the GPU with this ordinal among the visible ones, or else the one that falls to `rank`. An allocation may take `timeout`.
+    ///
+    /// # Errors
+    /// As [`Device::open`] and [`Kernels::load`]; [`Error::QueuedTogether`]; [`Error::OutOfMemory`].
+    pub fn open(rank: usize, ordinal: Option<usize>, timeout: Duration) -> Result<Gpu> {
+        let device = Device::open(rank, ordinal, timeout)?;
+        let kernels = Kernels::load(&device)?;
+        let queues = Queues::found(device.priorities()?);
+        queues.check(rank)?;
+        let reclaimer = Reclaimer::new(&device)?;
+        Ok(Gpu {
+            tables: Tables::new(&device, &reclaimer)?,
+            workspace: Workspace::new(&device, &reclaimer)?,
+            kernels,
+            queues,
+            reclaimer,
+            device,
+        })
+    }
+
+    /// Its streams.
+    pub fn streams(&self) -> &Streams {
+        &self.reclaimer.streams
+    }
+
+    /// The stream that operations are put on at this moment.
+    pub fn main(&self) -> Arc<Stream> {
+        self.streams().main()
+    }
+
+    /// A stream of the caller's, if operations can be put on it.
+    ///
+    /// # Safety
+    /// It is a stream of the device's primary context, and lives until another takes over or the group has ended.
+    pub unsafe fn borrow_stream(
+        &self,
+        stream: *mut c_void,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<Stream> {
+        // SAFETY: as this function's.
+        let stream = unsafe { Stream::borrowed(&self.device, stream, owner) };
+        self.queues
+            .check_main(self.device.rank, stream.priority()?)?;
+        Ok(stream)
+    }
+
+    /// Zeroed memory that is used on these streams, and is not freed while they may use it.
+    pub fn scratch(&self, bytes: usize) -> Result<Deferred<Memory>> {
+        let memory = Memory::zeroed(&self.device, bytes)?;
+        Ok(Deferred::new(memory, &self.reclaimer))
+    }
+
+    /// Zeroed memory for `rows` rows of `width` bytes. If there is no room, what was dropped is freed first: by this rank when its
+    /// operations have ended, by others perhaps a moment later. `patience`: how long the operations may take.
+    pub fn buffer(&self, [rows, width]: [usize; 2], patience: Duration) -> Result<Buffer> {
+        let pitch = width.next_multiple_of(16);
+        let memory = self.memory(rows.saturating_mul(pitch), patience)?;
+        Ok(Buffer::own(
+            Deferred::new(memory, &self.reclaimer),
+            pitch,
+            width,
+        ))
+    }
+
+    fn memory(&self, bytes: usize, patience: Duration) -> Result<Memory> {
+        const MOMENT: Duration = Duration::from_millis(250);
+        const NAP: Duration = Duration::from_millis(5);
+        self.reclaimer.settle();
+        let mut memory = Memory::zeroed(&self.device, bytes);
+        let is_refused = matches!(memory, Err(Error::OutOfMemory { .. }));
+        if is_refused && bytes <= self.device.bytes() {
+            self.reclaimer.drain(patience);
+            let begin = Instant::now();
+            while matches!(memory, Err(Error::OutOfMemory { .. })) && begin.elapsed() < MOMENT {
+                std::thread::sleep(NAP);
+                memory = Memory::zeroed(&self.device, bytes);
+            }
+        }
+        memory
+    }
+
+    /// Memory of the caller's as a matrix. `owner`, if there is one, is dropped when the device does not use it any more.
+    ///
+    /// # Safety
+    /// `ptr` is memory of the device of at least `(rows - 1) * pitch + width` bytes, while the buffer is used; of no rows it may be 0.
+    pub unsafe fn view(
+        &self,
+        ptr: u64,
+        shape: [usize; 2],
+        pitch: usize,
+        owner: Option<Owner>,
+    ) -> Buffer {
+        let owner = owner.map(|owner| Deferred::new(owner, &self.reclaimer));
+        // SAFETY: as this function's.
+        unsafe { Buffer::foreign(&self.device, ptr, shape, pitch, owner) }
+    }
+}

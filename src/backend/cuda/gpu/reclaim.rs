@@ -10,7 +10,8 @@ use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::backend::cuda::driver::{Device, Event, Priority, Stream, is_fork};
+use super::streams::Streams;
+use crate::backend::cuda::driver::{Device, Event, Stream, is_fork};
 use crate::error::Result;
 
 /// A mark on streams that are idle is passed within this.
@@ -69,17 +70,11 @@ impl Mark {
     }
 }
 
-/// The streams that use the memory of one group, and what it has dropped.
+/// What has been dropped while streams may still use it.
 #[derive(Debug)]
 pub struct Reclaimer {
     device: Arc<Device>,
-    /// Where operations are put; the caller may replace it.
-    main: Mutex<Arc<Stream>>,
-    pub copies: Stream,
-    /// For what tiles need late: it may come beside what they need first.
-    pub deferred_copies: Stream,
-    /// For what callers do with rows that come, by turns: the end of one kernel beside the beginning of the next.
-    pub callers: [Stream; 2],
+    pub streams: Streams,
     kept: Arc<Kept>,
 }
 
@@ -121,31 +116,15 @@ impl Reclaimer {
     pub fn new(device: &Arc<Device>) -> Result<Arc<Reclaimer>> {
         Ok(Arc::new(Reclaimer {
             device: device.clone(),
-            main: Mutex::new(Arc::new(Stream::new(device, Priority::Kernels)?)),
-            copies: Stream::new(device, Priority::Copies)?,
-            deferred_copies: Stream::new(device, Priority::Copies)?,
-            callers: [
-                Stream::new(device, Priority::Kernels)?,
-                Stream::new(device, Priority::Kernels)?,
-            ],
+            streams: Streams::new(device)?,
             kept: Arc::default(),
         }))
-    }
-
-    /// The main stream at this moment.
-    pub fn main(&self) -> Arc<Stream> {
-        self.lock_main().clone()
-    }
-
-    pub fn lock_main(&self) -> MutexGuard<'_, Arc<Stream>> {
-        // Each change is one assignment.
-        self.main.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Notes where the streams stand, after an operation has been put on them.
     pub fn mark(&self) -> Result<()> {
         // Held, so that no other stream takes over in between.
-        let main = self.lock_main();
+        let main = self.streams.lock_main();
         let State { marks, .. } = &mut *self.kept.lock();
         // Behind a lost one is behind this one.
         marks.retain(|mark| !mark.is_lost());
@@ -161,7 +140,7 @@ impl Reclaimer {
                 Some(unheld) => unheld,
                 None => Arc::new(Mark::new(&self.device, 2)?),
             };
-            mark.record(&[&main, &self.copies])?;
+            mark.record(&[&main, &self.streams.copies])?;
             Ok(mark)
         };
         let placed = place(latest.or_else(|| oldest(marks)));
@@ -183,13 +162,18 @@ impl Reclaimer {
     /// graphs. The latest operation's, if there is one, where the main stream is being captured, and what is put there
     /// does not run now.
     fn mark_of_all(&self) -> Result<Option<Arc<Mark>>> {
-        let main = self.main();
+        let main = self.streams.main();
         if main.is_capturing()? {
             return Ok(self.latest());
         }
         // Those of the caller's functions may be ahead of the main stream, amid a call.
-        let [first, second] = &self.callers;
-        let streams = [&main, &self.copies, &self.deferred_copies, first, second];
+        let Streams {
+            copies,
+            deferred_copies,
+            callers: [first, second],
+            ..
+        } = &self.streams;
+        let streams = [&main, copies, deferred_copies, first, second];
         let mark = Mark::new(&self.device, streams.len())?;
         mark.record(&streams)?;
         Ok(Some(Arc::new(mark)))

@@ -1,8 +1,8 @@
 //! Rates of a device, from what was measured on it.
 
 use super::gather::gathered;
-use super::rates::Rates;
 use super::tiles::Tiles;
+use crate::backend::cuda::gpu::rates::Rates;
 use crate::schedule::{Config, Problem};
 
 /// What a configuration of a gather and its product took.
@@ -100,9 +100,9 @@ pub fn median_error(rates: &Rates, samples: &[Sample]) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::rates::{H100, H200, Link};
     use super::*;
     use crate::backend::cuda::gpu::kernels::{WIDEST, configs};
+    use crate::backend::cuda::gpu::rates::{H100, H200, Link};
     use crate::element::DType;
     use crate::schedule::{Chunking, Layout, Route};
 

@@ -64,10 +64,10 @@ fn representative(problem: &Problem) -> Problem {
 
 #[cfg(test)]
 mod tests {
-    use super::super::rates::H200;
     use super::super::tiles::Tiles;
     use super::super::{WIDEST, choose, configs};
     use super::*;
+    use crate::backend::cuda::gpu::rates::H200;
     use crate::element::DType;
     use crate::schedule::{Chunking, Route, RowOrder};
 

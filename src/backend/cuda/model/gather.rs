@@ -1,9 +1,9 @@
 //! Rows that are gathered: when they are there, and what their product takes that begins with those that are.
 
 use super::fastest;
-use super::rates::{Link, Rates};
 use super::tiles::Tiles;
 use crate::backend::cuda::gpu::kernels::WIDEST;
+use crate::backend::cuda::gpu::rates::{Link, Rates};
 use crate::explanation::Prediction;
 use crate::schedule::plan::tile_order;
 use crate::schedule::{Chunking, Config, Numerics, Problem, Route};
@@ -241,9 +241,9 @@ pub fn choose(
 
 #[cfg(test)]
 mod tests {
-    use super::super::rates::H200;
     use super::super::testing::config;
     use super::*;
+    use crate::backend::cuda::gpu::rates::H200;
     use crate::backend::cuda::program::support;
     use crate::backend::cuda::tuned::agree;
     use crate::element::DType;

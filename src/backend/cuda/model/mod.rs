@@ -2,22 +2,21 @@
 //!
 //! The model knows waves of tiles ([`tiles`]): in a wave each multiprocessor is held up by its tensor cores, by what it loads, by what
 //! all of them load from the L2 cache, or by what comes from memory. It knows when rows are there ([`gather`]), or when partial sums
-//! have been made and moved ([`sums`]), and plays the tiles through in their order, by a few rates of the device ([`rates`]). Times are in
+//! have been made and moved ([`sums`]), and plays the tiles through in their order, by a few rates of the device ([`rates`](crate::backend::cuda::gpu::rates)). Times are in
 //! microseconds. It is a pure function of what all ranks know alike, and of a rank's own N where rows are gathered or its K where sums
 //! are made: ranks whose N or K differ agree on what they must.
 
 pub mod calibrate;
 pub mod choices;
 mod gather;
-pub mod rates;
 mod sums;
 mod tiles;
 pub mod tuned;
 
-use rates::Rates;
 use tiles::Tiles;
 
 use crate::backend::cuda::gpu::kernels::{WIDEST, configs, is_exchanged};
+use crate::backend::cuda::gpu::rates::Rates;
 use crate::backend::cuda::program::block_table::TARGETS;
 use crate::backend::cuda::program::k_slices;
 use crate::explanation::Prediction;
@@ -147,9 +146,9 @@ mod testing {
 
 #[cfg(test)]
 mod tests {
-    use super::rates::H200;
     use super::testing::config;
     use super::*;
+    use crate::backend::cuda::gpu::rates::H200;
     use crate::element::DType;
     use crate::schedule::Layout;
     use crate::schedule::plan::partial_sums::{ALL_NAME, NAME};

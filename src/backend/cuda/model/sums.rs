@@ -8,9 +8,9 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use super::rates::Rates;
 use super::tiles::Tiles;
 use crate::backend::cuda::gpu::kernels::{WIDEST, configs};
+use crate::backend::cuda::gpu::rates::Rates;
 use crate::backend::cuda::program::low_latency::can_exchange;
 use crate::explanation::Prediction;
 use crate::schedule::plan::partial_sums::{ALL_NAME, LOW_ROWS, agree, is_exchanged, pieces};
@@ -405,9 +405,9 @@ impl Clocks {
 
 #[cfg(test)]
 mod tests {
-    use super::super::rates::H200;
     use super::super::testing::config;
     use super::*;
+    use crate::backend::cuda::gpu::rates::H200;
     use crate::backend::cuda::program::block_table::TARGETS;
     use crate::backend::cuda::program::support;
     use crate::element::DType;

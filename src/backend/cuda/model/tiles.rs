@@ -1,7 +1,7 @@
 //! What the tiles of a product take, wave by wave.
 
-use super::rates::Rates;
 use crate::backend::cuda::gpu::kernels;
+use crate::backend::cuda::gpu::rates::Rates;
 use crate::backend::cuda::program::k_slices::Stream;
 use crate::schedule::{Config, Problem};
 
@@ -245,9 +245,9 @@ fn read_by_share(mut loads: [(f64, f64); 2], steps: f64) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::rates::H200;
     use super::super::testing::config;
     use super::*;
+    use crate::backend::cuda::gpu::rates::H200;
     use crate::schedule::{Chunking, Route};
 
     /// M, N, K, the shape, and the microseconds that an H200 took.

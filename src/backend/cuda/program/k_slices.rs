@@ -1,50 +1,19 @@
-//! Slices of K: which part of which tile each entry of a kernel's table makes, and memory for what slices have added up until the last of
-//! a tile's is there.
+//! Slices of K: which part of which tile each entry of a kernel's table makes.
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use smallvec::SmallVec;
 
 use crate::backend::cuda::abi::{GEMMESH_TILE_K, GemmeshSlice};
-use crate::backend::cuda::driver::{Device, DevicePtr, Memory};
-use crate::backend::cuda::gpu::kernels::CONSUMER_WARPS;
-use crate::backend::cuda::gpu::reclaim::{Deferred, Reclaimer};
+use crate::backend::cuda::gpu::workspace::BYTES;
 use crate::error::Result;
 use crate::schedule::Config;
 use crate::schedule::limits::limit;
 
-/// Bytes of partial sums: of 512 slices of the largest tiles.
-const BYTES: usize = 64 << 20;
-/// The smallest tile of a CTA.
-const SMALLEST: usize = 64 * 64;
-/// Warps of as many tiles as there is room for.
-const COUNTS: usize = BYTES / (SMALLEST * size_of::<f32>()) * CONSUMER_WARPS as usize;
 /// Shares that stream-K makes of a tile, at the most: more are not worth what adding them takes.
 const MOST_SHARES: usize = 8;
 /// Steps through K that such a share has at the least.
 const LEAST_STEPS: usize = 4;
-
-/// One memory for all operations of a group, for their kernels run one after the other.
-#[derive(Debug)]
-pub struct Workspace(Deferred<Memory>);
-
-impl Workspace {
-    pub fn new(device: &Arc<Device>, reclaimer: &Arc<Reclaimer>) -> Result<Workspace> {
-        let bytes = BYTES + COUNTS * size_of::<u32>();
-        let memory = Memory::zeroed(device, bytes)?;
-        Ok(Workspace(Deferred::new(memory, reclaimer)))
-    }
-
-    pub fn partials(&self) -> DevicePtr {
-        self.0.ptr()
-    }
-
-    /// Zero between operations: who counts the last takes the count back.
-    pub fn arrived(&self) -> DevicePtr {
-        self.0.ptr() + BYTES as u64
-    }
-}
 
 /// An entry of the table, where K is cut.
 #[derive(Clone, Copy, Debug)]
@@ -188,7 +157,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::backend::cuda::gpu::kernels::{WIDEST, configs};
+    use crate::backend::cuda::gpu::kernels::{CONSUMER_WARPS, WIDEST, configs};
+    use crate::backend::cuda::gpu::workspace::COUNTS;
     use crate::error::Error;
     use crate::schedule::{Chunking, Route};
 

@@ -9,7 +9,7 @@ use crate::schedule::plan::partial_sums::{LOW_ROWS, PADDED_COLUMNS};
 use crate::schedule::{Addend, Config, Reduction, Schedule};
 
 /// Bytes of a rank's area.
-pub const BYTES: usize = GEMMESH_LANDING_BYTES as usize;
+const BYTES: usize = GEMMESH_LANDING_BYTES as usize;
 /// Bytes of what is stored at once, with two tags, and how many elements it holds.
 const UNIT: usize = 16;
 const ELEMENTS: usize = 4;
@@ -58,7 +58,7 @@ impl Landing {
     }
 
     /// As a kernel takes it.
-    pub fn of_call(&self, control: &Control) -> GemmeshLanding {
+    pub fn of_kernel(&self, control: &Control) -> GemmeshLanding {
         let mut landing = areas(control, self.0.len());
         for (rank, rows) in self.0.iter().enumerate() {
             landing.begin[rank] = rows.start as u32;

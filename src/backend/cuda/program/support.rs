@@ -1,4 +1,4 @@
-//! What a schedule may ask of this engine, and where its product then goes.
+//! What kernels can do of what schedules can say, and where a product then goes.
 
 use super::block_table::Places;
 use super::low_latency::Landing;
@@ -9,7 +9,7 @@ use crate::schedule::{Block, Move, Route, Schedule, Transfer};
 
 /// Where the rows of a product go.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Outputs {
+pub enum Destination {
     /// All to one matrix.
     One,
     /// To several places, and what comes from others is added to some.
@@ -22,23 +22,23 @@ pub enum Outputs {
 ///
 /// # Errors
 /// [`Error::NoRoute`]; [`Error::Limit`] for what no operation needs.
-pub fn check(schedule: &Schedule) -> Result<Outputs> {
+pub fn check(schedule: &Schedule) -> Result<Destination> {
     // Kernels wait for flags of pulls, or for those of pushes.
     let routes = schedule.routes();
     limit("routes of an operation on GPUs", routes.len(), 0, 1)?;
     let Some(product) = schedule.product() else {
         sends::check(schedule)?;
-        return Ok(Outputs::One);
+        return Ok(Destination::One);
     };
     if schedule.is_idle() {
-        return Ok(Outputs::One);
+        return Ok(Destination::One);
     }
     if let Some(landing) = Landing::of(schedule) {
-        return Ok(Outputs::Landing(landing));
+        return Ok(Destination::Landing(landing));
     }
     if let Some(places) = Places::of(schedule) {
         places.check(schedule, product)?;
-        return Ok(Outputs::Places(places));
+        return Ok(Destination::Places(places));
     }
     let outputs = product.outputs();
     limit(
@@ -80,7 +80,7 @@ pub fn check(schedule: &Schedule) -> Result<Outputs> {
             )?;
         }
     }
-    Ok(Outputs::One)
+    Ok(Destination::One)
 }
 
 /// The commands that a queue of the device holds.
@@ -128,13 +128,13 @@ mod tests {
             for rank in 0..rows.len() {
                 assert_eq!(
                     check(&multiply(&problem, rank, CONFIG).unwrap()),
-                    Ok(Outputs::One)
+                    Ok(Destination::One)
                 );
                 for planner in [reduce_scatter, all_reduce] {
                     let plan = |route| planner(&problem, rank, CONFIG.with_route(route)).unwrap();
-                    assert_eq!(check(&plan(Route::Pull)), Ok(Outputs::One));
+                    assert_eq!(check(&plan(Route::Pull)), Ok(Destination::One));
                     for route in [Route::Push, Route::Store] {
-                        assert!(matches!(check(&plan(route)), Ok(Outputs::Places(_))));
+                        assert!(matches!(check(&plan(route)), Ok(Destination::Places(_))));
                     }
                 }
             }
@@ -148,7 +148,7 @@ mod tests {
             for route in [Route::Pull, Route::Push, Route::Store] {
                 let schedule = planner(&problem, 3, CONFIG.with_route(route)).unwrap();
                 assert!(schedule.is_idle() && !schedule.is_pushed());
-                assert_eq!(check(&schedule), Ok(Outputs::One));
+                assert_eq!(check(&schedule), Ok(Destination::One));
             }
         }
     }
@@ -158,7 +158,10 @@ mod tests {
         let problem = problem(&[4; 9]);
         for planner in [reduce_scatter, all_reduce] {
             let plan = |route| planner(&problem, 2, CONFIG.with_route(route)).unwrap();
-            assert!(matches!(check(&plan(Route::Push)), Ok(Outputs::Places(_))));
+            assert!(matches!(
+                check(&plan(Route::Push)),
+                Ok(Destination::Places(_))
+            ));
             let error = check(&plan(Route::Store)).unwrap_err();
             assert!(matches!(error, Error::NoRoute { rank: 2, .. }), "{error}");
             let words = error.to_string();

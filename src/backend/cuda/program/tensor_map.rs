@@ -6,7 +6,7 @@ use smallvec::SmallVec;
 
 use super::block_table::TARGETS;
 use crate::backend::cuda::abi::{GEMMESH_STORE_COLUMNS, GEMMESH_STORE_ROWS, GEMMESH_TILE_K};
-use crate::backend::cuda::driver::{Layout, TensorMap};
+use crate::backend::cuda::driver::{DeviceMatrix, TensorMap};
 use crate::backend::cuda::gpu::kernels::Instance;
 use crate::element::DType;
 use crate::error::Result;
@@ -15,16 +15,16 @@ use crate::schedule::{MAX_WEIGHTS, WeightLayout};
 /// The matrices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Matrices {
-    pub a: Layout,
-    pub weights: SmallVec<[Layout; MAX_WEIGHTS]>,
+    pub a: DeviceMatrix,
+    pub weights: SmallVec<[DeviceMatrix; MAX_WEIGHTS]>,
     pub weight_layout: WeightLayout,
     pub gated: bool,
     /// Where tiles go, by weight; of a kernel that adds partials, what is added.
-    pub outputs: SmallVec<[Layout; MAX_WEIGHTS]>,
+    pub outputs: SmallVec<[DeviceMatrix; MAX_WEIGHTS]>,
     /// Whether what has been finished is stored in f32.
     pub stores_f32: bool,
     /// Where the tiles of that kernel go, as it numbers these places.
-    pub targets: Option<[Option<Layout>; 2 * TARGETS]>,
+    pub targets: Option<[Option<DeviceMatrix>; 2 * TARGETS]>,
 }
 
 /// As the kernel takes them.
@@ -61,7 +61,7 @@ impl Cache {
         let shape = instance.shape;
         let tile_m = shape.tile_m;
         let loaded = |matrix, rows| TensorMap::new(rank, dtype, matrix, rows, GEMMESH_TILE_K, true);
-        let weight = |&matrix: &Layout| match (matrices.weight_layout, matrices.gated) {
+        let weight = |&matrix: &DeviceMatrix| match (matrices.weight_layout, matrices.gated) {
             (WeightLayout::Nk, false) => loaded(matrix, shape.tile_n / shape.cluster),
             (WeightLayout::Nk, true) => loaded(matrix, shape.gate_box()),
             // The box is as wide as a step through K, but along N.
@@ -71,7 +71,7 @@ impl Cache {
             TensorMap::new(rank, dtype, matrix, GEMMESH_STORE_ROWS, columns, false)
         };
         let stored = |matrix| boxes(matrix, dtype, GEMMESH_STORE_COLUMNS);
-        let out_or_added = |&matrix: &Layout| match matrices.targets {
+        let out_or_added = |&matrix: &DeviceMatrix| match matrices.targets {
             Some(_) => loaded(matrix, tile_m),
             // As many bytes.
             None if matrices.stores_f32 => boxes(matrix, DType::F32, GEMMESH_STORE_COLUMNS / 2),

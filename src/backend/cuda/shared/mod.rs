@@ -3,3 +3,55 @@
 pub mod monitor;
 pub mod symmetric;
 pub mod words;
+
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::gpu::Gpu;
+use crate::error::Result;
+use crate::protocol::epoch::Epoch;
+use crate::ranks::members::Members;
+use monitor::Monitor;
+use symmetric::{Peers, Symmetric};
+use words::Control;
+
+/// One group's words, memory and watch.
+#[derive(Debug)]
+pub struct Shared {
+    /// First: its thread uses what follows.
+    pub monitor: Monitor,
+    pub control: Control,
+    pub peers: Peers,
+    /// How often the ranks' streams have been aligned.
+    alignments: AtomicU32,
+}
+
+impl Shared {
+    /// Collective. All flags hold the epoch before `first`.
+    pub fn open(gpu: &Gpu, members: &Members, peers: Peers, first: Epoch) -> Result<Shared> {
+        let control = Control::open(gpu, members, &peers, first)?;
+        let own = control.own(members.rank);
+        Ok(Shared {
+            // Nothing fails between its start and the group's end, which waits for what it has put on the device.
+            monitor: Monitor::start(&gpu.device, members, own, first)?,
+            control,
+            peers,
+            alignments: AtomicU32::new(0),
+        })
+    }
+
+    /// Collective, as `call`. Zeroed memory of `bytes` bytes on each rank.
+    pub fn symmetric(
+        &self,
+        gpu: &Gpu,
+        members: &Members,
+        call: &str,
+        bytes: usize,
+    ) -> Result<Symmetric> {
+        Symmetric::allocate(gpu, members, &self.peers, call, bytes, |_| Ok(()))
+    }
+
+    /// The number of the alignment that begins now: from 1.
+    pub fn next_alignment(&self) -> u32 {
+        self.alignments.fetch_add(1, Ordering::Relaxed) + 1
+    }
+}

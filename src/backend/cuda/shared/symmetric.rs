@@ -11,8 +11,9 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::backend::cuda::driver::{Device, DevicePtr, Mapping, Region, Uuid};
-use crate::backend::cuda::gpu::reclaim::{Deferred, Reclaimer};
-use crate::backend::cuda::model::rates::Rates;
+use crate::backend::cuda::gpu::Gpu;
+use crate::backend::cuda::gpu::rates::Rates;
+use crate::backend::cuda::gpu::reclaim::Deferred;
 use crate::error::{Error, Result};
 use crate::ranks::members::{Members, OPENING};
 
@@ -28,14 +29,14 @@ impl Symmetric {
     /// Collective, as `call`. Zeroed, but for what `initialise` writes before another rank can see it. Where there is no
     /// room, all ranks first free what they have dropped, and try once more.
     pub fn allocate(
-        device: &Arc<Device>,
-        reclaimer: &Arc<Reclaimer>,
+        gpu: &Gpu,
         members: &Members,
         peers: &Peers,
         call: &str,
         bytes: usize,
         initialise: impl Fn(&mut Region) -> Result<()>,
     ) -> Result<Symmetric> {
+        let (device, reclaimer) = (&gpu.device, &gpu.reclaimer);
         let attempt = || -> Result<Vec<Mapping>> {
             reclaimer.settle();
             let mut own = None;
@@ -140,10 +141,12 @@ impl Introduction {
 #[derive(Debug)]
 pub struct Peers {
     uuids: Vec<Uuid>,
+    /// Whether each rank has a GPU to itself.
+    pub distinct: bool,
     /// Rank 0's, by which all ranks go: they must choose alike.
     pub rates: Rates,
     /// Whether copies run beside kernels on all of them.
-    pub push: bool,
+    push: bool,
 }
 
 impl Peers {
@@ -153,18 +156,18 @@ impl Peers {
     /// That of the first rank that has one; [`Error::NeedsProcesses`], [`Error::SharedGpu`].
     pub fn meet(
         members: &Members,
-        device: Result<(Arc<Device>, Rates, bool)>,
+        own: Result<(&Device, Rates, bool)>,
         chosen: bool,
     ) -> Result<Peers> {
-        let own = || -> Result<Vec<u8>> {
-            let (device, rates, pushes) = device?;
-            let introduction = Introduction::of(&device, chosen, rates, pushes)?;
+        let introduce = || -> Result<Vec<u8>> {
+            let (device, rates, pushes) = own?;
+            let introduction = Introduction::of(device, chosen, rates, pushes)?;
             serde_json::to_vec(&introduction).map_err(|e| Error::Message {
                 rank: members.rank,
                 reason: e.to_string(),
             })
         };
-        let own = own().map(|bytes| (bytes, None));
+        let own = introduce().map(|bytes| (bytes, None));
         let gathered = members.exchange(OPENING, own)?;
         let introductions = gathered.payloads.iter().enumerate();
         let introductions = introductions.map(|(rank, bytes)| {
@@ -174,6 +177,12 @@ impl Peers {
         ranks
             .and_then(|ranks| check(&ranks).map(|()| ranks))
             .map(|ranks| Peers {
+                distinct: ranks
+                    .iter()
+                    .map(|rank| rank.uuid)
+                    .collect::<HashSet<_>>()
+                    .len()
+                    == ranks.len(),
                 uuids: ranks.iter().map(|rank| rank.uuid).collect(),
                 rates: ranks[0].rates,
                 push: ranks.iter().all(|rank| rank.pushes),
@@ -181,9 +190,9 @@ impl Peers {
             .map_err(|error| members.fail(error))
     }
 
-    /// Whether each rank has a GPU to itself.
-    pub fn are_distinct(&self) -> bool {
-        self.uuids.iter().collect::<HashSet<_>>().len() == self.uuids.len()
+    /// Whether owners may move their rows: kernels that wait for one another must be able to run at the same time.
+    pub fn can_push(&self) -> bool {
+        self.distinct && self.push
     }
 
     fn import(

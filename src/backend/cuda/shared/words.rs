@@ -1,21 +1,19 @@
 //! The words in a rank's memory by which ranks hear of one another, and a rank's own for its kernels.
 
 use std::mem::offset_of;
-use std::sync::Arc;
 
 use super::symmetric::{Peers, Symmetric};
 use crate::backend::cuda::abi::{
-    GEMMESH_MAX_FLAGS, GEMMESH_MAX_WORLD, GEMMESH_REFRESH, GemmeshMailbox, GemmeshPushEpoch,
+    GEMMESH_LANDING_BYTES, GEMMESH_MAX_FLAGS, GEMMESH_MAX_WORLD, GEMMESH_REFRESH, GemmeshMailbox,
+    GemmeshPushEpoch,
 };
-use crate::backend::cuda::driver::{Device, DevicePtr, Region, StreamMemOp};
-use crate::backend::cuda::gpu::reclaim::Reclaimer;
-use crate::backend::cuda::program::low_latency;
+use crate::backend::cuda::driver::{DevicePtr, Region, StreamMemOp};
+use crate::backend::cuda::gpu::Gpu;
 use crate::error::Result;
 use crate::protocol::epoch::Epoch;
 use crate::protocol::flag::Awaited;
 use crate::ranks::members::{Members, OPENING};
 use crate::schedule::{MAX_BLOCKS, MAX_FLAGS, layout::MAX_WORLD};
-use crate::schedule::{Schedule, Transfer};
 
 /// Every rank's flags, and this rank's words for its kernels.
 #[derive(Debug)]
@@ -47,22 +45,18 @@ mod word {
     pub const END: usize = REPLAYS + 1;
 }
 
-/// The second MiB of the control block is for [`crate::backend::cuda::Group::check_peers`]: a box for each rank.
+/// The second MiB of the control block is for [`Group::check_peers`](crate::Group::check_peers): a box for each rank.
 const BOXES: usize = 1 << 20;
 /// Bytes of a box.
 pub const BOX: usize = (1 << 20) / MAX_WORLD;
 /// Behind that is the landing area.
 const LANDING: usize = BOXES + MAX_WORLD * BOX;
+/// Bytes of the control block.
+const BYTES: usize = LANDING + GEMMESH_LANDING_BYTES as usize;
 
 impl Control {
     /// Collective. All flags hold the epoch before `first`.
-    pub fn open(
-        device: &Arc<Device>,
-        reclaimer: &Arc<Reclaimer>,
-        members: &Members,
-        peers: &Peers,
-        first: Epoch,
-    ) -> Result<Control> {
+    pub fn open(gpu: &Gpu, members: &Members, peers: &Peers, first: Epoch) -> Result<Control> {
         const {
             assert!(word::END * 4 <= BOXES);
             // Kernels write two of its words at once.
@@ -81,10 +75,7 @@ impl Control {
             let bytes = bytemuck::cast_slice(&words);
             own.write_rows(0, bytes.len(), bytes.len(), bytes)
         };
-        let bytes = LANDING + low_latency::BYTES;
-        let memory = Symmetric::allocate(
-            device, reclaimer, members, peers, OPENING, bytes, initialise,
-        )?;
+        let memory = Symmetric::allocate(gpu, members, peers, OPENING, BYTES, initialise)?;
         Ok(Control { memory })
     }
 
@@ -296,61 +287,6 @@ pub enum Waits {
     Gates { ready: u64, sources: u64, done: u64 },
 }
 
-impl Waits {
-    pub fn of(schedule: &Schedule) -> Waits {
-        if schedule.is_pushed() {
-            return Waits::Kernel;
-        }
-        let Masks {
-            ready,
-            sources,
-            done,
-        } = Masks::of(schedule);
-        // What is passed on waits for its source, which therefore is to blame before those who wait for it too.
-        Waits::Streams {
-            ready: ready | sources,
-            done,
-        }
-    }
-
-    /// Of the same operation when it is recorded, by gates.
-    pub fn by_gates(schedule: &Schedule) -> Waits {
-        let Masks {
-            ready,
-            sources,
-            done,
-        } = Masks::of(schedule);
-        Waits::Gates {
-            ready,
-            sources: sources & done,
-            done,
-        }
-    }
-}
-
-/// Whom streams wait for: bit r for rank r.
-struct Masks {
-    /// Whose memory something is moved from or to.
-    ready: u64,
-    /// Whose rows are passed on.
-    sources: u64,
-    /// Who moves something from or to this rank's.
-    done: u64,
-}
-
-impl Masks {
-    fn of(schedule: &Schedule) -> Masks {
-        let ranks = |ranks: &mut dyn Iterator<Item = usize>| ranks.fold(0, |all, r| all | 1 << r);
-        let others = || schedule.moves().filter(|moved| moved.from != moved.to);
-        let passed_on = others().filter(|moved| !moved.after.is_empty());
-        Masks {
-            ready: ranks(&mut others().map(Transfer::peer)),
-            sources: ranks(&mut passed_on.map(|moved| moved.source)),
-            done: ranks(&mut schedule.movers().iter().copied()),
-        }
-    }
-}
-
 impl Snapshot {
     /// The epoch of the operation whose rows are being pushed, as the device counts them; none if no kernel is at it.
     pub fn pushed_epoch(&self) -> Option<Epoch> {
@@ -395,9 +331,6 @@ impl Snapshot {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::element::DType;
-    use crate::schedule::plan::collectives;
-    use crate::schedule::{Layout, Problem};
 
     #[test]
     fn what_is_missing_is_found_in_the_order_in_which_it_is_waited_for() {
@@ -445,31 +378,5 @@ mod tests {
         assert_eq!(words.pushed_epoch(), None);
         words.push_epoch.entered = 1;
         assert_eq!(words.pushed_epoch(), Some(Epoch::from_raw(0)));
-    }
-
-    #[test]
-    fn who_passes_on_waits_for_the_source_too() {
-        let problem = Problem {
-            operation: "broadcast",
-            dtype: DType::U8,
-            beside: None,
-            form: Default::default(),
-            layout: Layout::new(&[512, 0, 0], 16).unwrap(),
-            n: 16,
-        };
-        let schedule =
-            |rank| collectives::broadcast(&problem, rank, collectives::chunked(2)).unwrap();
-        let waits = |rank| Waits::of(&schedule(rank));
-        let streams = |ready, done| Waits::Streams { ready, done };
-        assert_eq!(waits(0), streams(0b110, 0));
-        assert_eq!(waits(1), streams(0b101, 0b101));
-        assert_eq!(waits(2), streams(0b011, 0b011));
-        // Nobody brings anything to rank 0, so it opens no gate.
-        let gates = Waits::Gates {
-            ready: 0b100,
-            sources: 0b1,
-            done: 0b101,
-        };
-        assert_eq!(Waits::by_gates(&schedule(1)), gates);
     }
 }

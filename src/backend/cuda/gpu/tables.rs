@@ -4,9 +4,9 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use super::reclaim::{Deferred, Mark, Reclaimer};
 use crate::backend::KEPT_PROGRAMS;
 use crate::backend::cuda::driver::{Device, DevicePtr, Memory, Pinned, is_fork};
-use crate::backend::cuda::gpu::reclaim::{Deferred, Mark, Reclaimer};
 use crate::error::Result;
 
 /// Slots of one size.
@@ -146,7 +146,10 @@ impl Tables {
                 from.add(offset)
                     .copy_from_nonoverlapping(table.as_ptr(), table.len());
             }
-            self.reclaimer.main().upload(slot.ptr(), from, length)?;
+            self.reclaimer
+                .streams
+                .main()
+                .upload(slot.ptr(), from, length)?;
         }
         Ok(Held::Slot(slot))
     }

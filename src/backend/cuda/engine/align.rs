@@ -1,0 +1,33 @@
+//! A starting line: the ranks' streams go on at the same time.
+
+use crate::backend::cuda::abi::{GEMMESH_MAX_WORLD, GemmeshAlignment};
+use crate::backend::cuda::driver::Stream;
+use crate::backend::cuda::gpu::Gpu;
+use crate::backend::cuda::shared::Shared;
+use crate::error::Result;
+use crate::ranks::members::Members;
+
+/// What is put on `stream` later begins at the same time on all ranks. Collective.
+pub fn align(gpu: &Gpu, shared: &Shared, members: &Members, stream: &Stream) -> Result<()> {
+    let control = &shared.control;
+    let mut words = [std::ptr::null_mut(); GEMMESH_MAX_WORLD as usize];
+    for (rank, words) in words.iter_mut().enumerate().take(members.world) {
+        *words = control.aligned(rank) as *mut u32;
+    }
+    let mut alignment = GemmeshAlignment {
+        words,
+        abort: control.abort() as *const u32,
+        deadline_ns: members.timeout.as_nanos().min(u64::MAX.into()) as u64,
+        count: shared.next_alignment(),
+        rank: members.rank as u32,
+        world: members.world as u32,
+        reserved: 0,
+    };
+    let mut arguments = [(&raw mut alignment).cast()];
+    let _bound = gpu.device.bind()?;
+    // SAFETY: the argument is what abi.h says; control blocks are unmapped when the streams have passed.
+    unsafe {
+        let align = gpu.kernels.align;
+        align.launch(stream, 1, GEMMESH_MAX_WORLD, 0, &mut arguments)
+    }
+}

@@ -1,0 +1,92 @@
+//! Whether each rank reads and writes every peer's memory.
+
+use super::wait;
+use crate::backend::cuda::driver::{Memory, Stream};
+use crate::backend::cuda::gpu::Gpu;
+use crate::backend::cuda::gpu::reclaim::Deferred;
+use crate::backend::cuda::shared::Shared;
+use crate::backend::cuda::shared::words::BOX;
+use crate::backend::scatter;
+use crate::error::{Error, Result};
+use crate::ranks::members::Members;
+
+/// Writes a pattern into every peer's memory, reads every peer's, and verifies both. Collective.
+///
+/// # Errors
+/// [`Error::PeerMemory`] names a pair that fails; the group's failure.
+pub fn check_peers(gpu: &Gpu, shared: &Shared, members: &Members) -> Result<()> {
+    let (rank, world) = (members.rank, members.world);
+    let _bound = gpu.device.bind()?;
+    let main = gpu.main();
+    let mut check = PeerCheck {
+        shared,
+        members,
+        stream: &main,
+        scratch: gpu.scratch(2 * BOX)?,
+    };
+    if main.is_capturing()? {
+        return Err(Error::Capturing { rank });
+    }
+    let peers = || (0..world).filter(move |&peer| peer != rank);
+    let inbox = |of: usize, by: usize| shared.control.inbox(of, by);
+    // Box p of rank r gets what r expects of p: first written by r itself, for p to read back ...
+    for peer in peers() {
+        check.write(inbox(rank, peer), rank, peer)?;
+    }
+    members.barrier()?;
+    for peer in peers() {
+        check.verify(inbox(peer, rank), peer, rank, peer)?;
+    }
+    members.barrier()?;
+    // ... then by p, for r to find.
+    for peer in peers() {
+        check.write(inbox(peer, rank), rank + world, peer)?;
+    }
+    members.barrier()?;
+    for peer in peers() {
+        check.verify(inbox(rank, peer), peer + world, rank, peer)?;
+    }
+    members.barrier()
+}
+
+struct PeerCheck<'a> {
+    shared: &'a Shared,
+    members: &'a Members,
+    stream: &'a Stream,
+    scratch: Deferred<Memory>,
+}
+
+impl PeerCheck<'_> {
+    /// Writes what `from` writes for `to` into a box.
+    fn write(&mut self, to_box: u64, from: usize, to: usize) -> Result<()> {
+        let bytes = pattern(from, to);
+        self.scratch.region_mut().write_rows(0, BOX, BOX, &bytes)?;
+        self.copy(to_box, self.scratch.ptr())
+    }
+
+    /// Checks that a box of `peer`'s, or for it, holds what `from` writes for `to`.
+    fn verify(&self, in_box: u64, from: usize, to: usize, peer: usize) -> Result<()> {
+        self.copy(self.scratch.ptr(), in_box)?;
+        let mut seen = vec![0u8; BOX];
+        self.scratch.region().read_rows(0, BOX, BOX, &mut seen)?;
+        if seen == pattern(from, to) {
+            return Ok(());
+        }
+        let rank = self.members.rank;
+        Err(self.members.fail(Error::PeerMemory { rank, peer }))
+    }
+
+    fn copy(&self, to: u64, from: u64) -> Result<()> {
+        // SAFETY: boxes and the scratch are BOX bytes long; the barriers keep writers and readers apart.
+        unsafe { self.stream.copy(to, from, BOX)? };
+        wait::until_idle(self.shared, self.members, self.stream)
+    }
+}
+
+/// Bytes that depend on who wrote them for whom.
+fn pattern(from: usize, to: usize) -> Vec<u8> {
+    let seed = (from as u64) << 32 | to as u64;
+    (0..BOX as u64 / 8)
+        .flat_map(|i| scatter(seed ^ i << 8).to_le_bytes())
+        .collect()
+}

@@ -1,0 +1,227 @@
+//! Operations without a kernel that waits for peers: the streams wait.
+
+use smallvec::SmallVec;
+
+use super::announce::{announce, announce_by_gates, pause};
+use super::callbacks::{Callers, consume, produce};
+use super::context::{EnqueueContext, ProgramCall};
+use super::copies::{self, Enqueued};
+use super::stamps::stamp;
+use super::{ENQUEUED, align, collective, product, wait};
+use crate::backend::cuda::driver::{DevicePtr, StreamMemOp};
+use crate::backend::cuda::program::Program;
+use crate::backend::cuda::program::launch::Launch;
+use crate::backend::cuda::shared::words::{Signals, close};
+use crate::backend::sealed::{Callback, Consumer};
+use crate::error::Result;
+use crate::protocol::epoch::Epoch;
+use crate::schedule::Route;
+
+/// Puts a call on the streams. Its kernel, if it has one, waits for the flags of copies.
+pub fn enqueue(
+    at: &EnqueueContext,
+    program: &Program,
+    call: &mut ProgramCall,
+    launch: Option<Launch>,
+    callback: Option<Callback>,
+) -> Result<()> {
+    let EnqueueContext { gpu, main, .. } = *at;
+    let traced = call.trace.is_some();
+    let work = Streamed {
+        at,
+        program,
+        signals: at.signals(call.epoch),
+    };
+    work.announce(call.epoch, traced)?;
+    let beside = work.fork(callback.is_some(), launch.is_some())?;
+    // Of a trace without a kernel, whose times then count.
+    let mut begun = None;
+    if traced && launch.is_none() {
+        begun = Some(stamp(&gpu.device, main)?);
+    }
+    let mut callers = Callers::new(gpu, traced);
+    let (copies, consumer) = work.copy(call, callback, beside, &mut callers)?;
+    if let Some(launch) = &launch {
+        if traced {
+            begun = Some(stamp(&gpu.device, main)?);
+        }
+        product::launch(main, launch)?;
+    }
+    work.join(beside, launch.is_some())?;
+    work.complete(call)?;
+    if let Some(consumer) = consumer {
+        let schedule = &program.schedule;
+        let consumed = consume(at, schedule, &work.signals, &copies, consumer, &mut callers);
+        let joined = callers.join(main);
+        consumed.and(joined)?;
+    }
+    work.close_gates()?;
+    let Some((spans, begun)) = call.trace.as_deref_mut().zip(begun) else {
+        return Ok(());
+    };
+    wait::until_idle(at.shared, at.members, main)?;
+    if let Some(launch) = launch {
+        launch.spans(spans)?;
+    }
+    copies.stamps.spans(&begun, spans)?;
+    callers.stamps.spans(&begun, spans)
+}
+
+/// A call whose streams wait, phase by phase.
+struct Streamed<'a> {
+    at: &'a EnqueueContext<'a>,
+    program: &'a Program,
+    signals: Signals<'a>,
+}
+
+impl<'a> Streamed<'a> {
+    /// Whether ranks tell one another by gates, as where the operation is recorded.
+    fn is_gated(&self) -> bool {
+        self.program.schedule.handshake() && self.at.recorded
+    }
+
+    /// The words by which others say that they have moved all that they move.
+    fn done(&self) -> impl Iterator<Item = DevicePtr> {
+        let peers = self.program.schedule.movers().iter();
+        peers.map(|&peer| self.signals.done(self.at.members.rank, peer))
+    }
+
+    /// Tells the peers that this rank's own rows are final.
+    fn announce(&self, epoch: Epoch, traced: bool) -> Result<()> {
+        let EnqueueContext {
+            gpu,
+            shared,
+            members,
+            main,
+            ..
+        } = *self.at;
+        if self.is_gated() {
+            return announce_by_gates(self.at, self.program);
+        }
+        if !self.program.schedule.handshake() {
+            return Ok(());
+        }
+        shared.monitor.begin(epoch, self.program.waits);
+        if traced {
+            // So that the picture shows the device and not the host: everything is on the streams before any rank begins.
+            pause(main, ENQUEUED)?;
+            align::align(gpu, shared, members, main)?;
+        }
+        let started = StreamMemOp::Write(shared.monitor.started(), epoch.raw());
+        announce(self.at, epoch, Some(started))
+    }
+
+    fn has_copies(&self) -> bool {
+        self.program.schedule.moves().next().is_some()
+    }
+
+    /// Whether copies run beside the main stream, for the caller's functions do or a kernel does. Where nothing runs beside them, the main
+    /// stream is theirs too: streams take a while to hear of one another.
+    ///
+    /// All copies are put on their stream before the kernel that waits for them; and none of them begins before the kernel of the
+    /// operation before, which is on the main stream, has ended.
+    fn fork(&self, has_callback: bool, has_kernel: bool) -> Result<bool> {
+        let beside = has_callback || (has_kernel && self.has_copies());
+        if beside {
+            let streams = self.at.gpu.streams();
+            streams.begun.record(self.at.main)?;
+            streams.copies.wait_until(&streams.begun)?;
+        }
+        Ok(beside)
+    }
+
+    /// Puts the copies on their stream, and what the caller makes for them on those of its functions. Returns the function that is to be
+    /// called for what comes, if there is one.
+    fn copy<'c>(
+        &self,
+        call: &ProgramCall,
+        callback: Option<Callback<'c>>,
+        beside: bool,
+        callers: &mut Callers<'a>,
+    ) -> Result<(Enqueued, Option<&'c mut Consumer<'c>>)> {
+        let at = self.at;
+        let consumer = match callback {
+            Some(Callback::Producer(producer)) => {
+                let produced = produce(at, self.program, call, &self.signals, producer, callers);
+                let joined = callers.join(at.main);
+                let produced = produced.and_then(|copies| joined.map(|()| copies));
+                if produced.is_err() {
+                    // Also what was put there before something failed.
+                    self.join(beside, false)?;
+                }
+                return produced.map(|copies| (copies, None));
+            }
+            Some(Callback::Consumer(function)) => Some(function),
+            None => None,
+        };
+        let stream = match beside {
+            true => &at.gpu.streams().copies,
+            false => at.main,
+        };
+        let copies = copies::enqueue(at, stream, &self.program.schedule, call, None)?;
+        Ok((copies, consumer))
+    }
+
+    /// The main stream goes on when the copies are done.
+    fn join(&self, beside: bool, has_kernel: bool) -> Result<()> {
+        let schedule = &self.program.schedule;
+        // Tiles that wait for all transfers end after them.
+        let awaited = schedule.handshake() && schedule.awaits_all() && has_kernel;
+        // (What is captured must be joined.)
+        if !beside || awaited || !(self.has_copies() || self.at.recorded) {
+            return Ok(());
+        }
+        let streams = self.at.gpu.streams();
+        self.at.main.wait_for(&streams.copies, &streams.gathered)
+    }
+
+    /// Adds up what has come, and ends the operation: own rows are free again, and what peers bring is there, when they say that they are
+    /// done.
+    fn complete(&self, call: &ProgramCall) -> Result<()> {
+        let (main, shared) = (self.at.main, self.at.shared);
+        let schedule = &self.program.schedule;
+        let waits = self.done().map(|word| self.signals.wait(word));
+        let mut words: SmallVec<[StreamMemOp; 16]> = waits.collect();
+        // What the caller makes has been added as it came.
+        if self.program.reduction().is_some() && schedule.requests().is_empty() {
+            if schedule.uses(Route::Push) {
+                // SAFETY: control blocks are unmapped when the streams have passed.
+                unsafe { main.words(&words)? };
+                words.clear();
+            }
+            collective::reduce(main, self.program, None, &call.operands)?;
+        }
+        if !schedule.handshake() {
+            return Ok(());
+        }
+        if self.is_gated() {
+            words.push(StreamMemOp::Write(shared.monitor.running(), 0));
+            words.extend(self.done().chain([shared.control.moved()]).map(close));
+        } else {
+            let completed = shared.monitor.completed();
+            words.push(StreamMemOp::Write(completed, call.epoch.raw()));
+        }
+        // SAFETY: as above; the monitor's words live as long as the backend.
+        unsafe { main.words(&words) }
+    }
+
+    /// Closes the gates of what has come, as complete_by_gates of the host: those who wait for chunks have been joined. What this rank pulls
+    /// opens none.
+    fn close_gates(&self) -> Result<()> {
+        if !self.is_gated() {
+            return Ok(());
+        }
+        let rank = self.at.members.rank;
+        let arrivals = self.program.schedule.arrivals().iter();
+        let brought =
+            arrivals.filter(|arrival| arrival.from != rank && arrival.route != Route::Pull);
+        let chunks = brought.map(|arrival| close(self.signals.chunk(rank, arrival.flag)));
+        let words: SmallVec<[StreamMemOp; 16]> = chunks.collect();
+        // SAFETY: control blocks are unmapped when the streams have passed.
+        unsafe { self.at.main.words(&words)? };
+        let streams = self.at.gpu.streams();
+        self.at
+            .main
+            .wait_for(&streams.deferred_copies, &streams.joined)
+    }
+}

@@ -1,0 +1,108 @@
+//! Waiting for what was put on the device, with a deadline, and as long as the group lives.
+
+use std::time::{Duration, Instant};
+
+use crate::backend::cuda::driver::Stream;
+use crate::backend::cuda::gpu::Gpu;
+use crate::backend::cuda::shared::Shared;
+use crate::backend::cuda::shared::monitor::Monitor;
+use crate::error::{Error, Result};
+use crate::ranks::members::Members;
+
+/// Waits until what was put on the main stream by this library is done. What never ends, the monitor ends; what the
+/// caller has put in front of it is not waited for longer than the timeout while nothing else moves.
+pub fn for_operations(gpu: &Gpu, shared: &Shared, members: &Members) -> Result<()> {
+    if let Some(mark) = gpu.reclaimer.latest() {
+        poll(shared, members, || mark.main_is_passed())?;
+    }
+    report(shared, members)
+}
+
+/// Waits until everything on a stream of this library's own is done.
+pub fn until_idle(shared: &Shared, members: &Members, stream: &Stream) -> Result<()> {
+    poll(shared, members, || stream.is_idle())?;
+    report(shared, members)
+}
+
+fn report(shared: &Shared, members: &Members) -> Result<()> {
+    shared.monitor.look();
+    members.fault().map_or(Ok(()), Err)
+}
+
+/// Waits until `is_done`, as long as anything moves on the device.
+pub fn poll(shared: &Shared, members: &Members, is_done: impl Fn() -> Result<bool>) -> Result<()> {
+    const SPINS: u32 = 1000;
+    const NAP: Duration = Duration::from_micros(50);
+    /// More than the monitor waits.
+    const GRACE: Duration = Duration::from_secs(2);
+    let mut progress = Progress::of(&shared.monitor);
+    let mut turn = 0;
+    while !is_done().map_err(|e| members.fail(e))? {
+        turn += 1;
+        if turn > SPINS {
+            std::thread::sleep(NAP);
+        }
+        let waited = progress.still_for(&shared.monitor);
+        if waited > members.timeout + GRACE {
+            // The group goes on: this rank may ask again.
+            return Err(Error::Timeout {
+                rank: members.rank,
+                waiting: members.rank,
+                what: "the work that its own program has put on the stream before".into(),
+                waited_ms: waited.as_millis() as u64,
+            });
+        }
+    }
+    Ok(())
+}
+
+/// The group ends: waits until its operations have. They end by themselves, or the monitor ends them, unless the caller's own work in front
+/// of them goes on.
+pub fn for_the_end(gpu: &Gpu, shared: &mut Shared, members: &Members, has_graphs: bool) {
+    let longest = members.timeout + Duration::from_secs(2);
+    if has_graphs && !gpu.main().is_capturing().unwrap_or(true) {
+        // Replays stand behind no mark. If this fails, the device has.
+        let _ = gpu.reclaimer.mark();
+    }
+    let at_rest = || gpu.reclaimer.latest().is_none_or(|mark| mark.is_passed());
+    let mut progress = Progress::of(&shared.monitor);
+    while !at_rest() && progress.still_for(&shared.monitor) < longest {
+        std::thread::sleep(Duration::from_micros(200));
+    }
+    if !at_rest() {
+        // Operations that have not begun yet then run through without waiting.
+        shared.monitor.release();
+    }
+    let (arrived, reports) = shared.monitor.stop();
+    if arrived {
+        gpu.reclaimer.retire(reports);
+    } else {
+        std::mem::forget(reports);
+        shared.control.abandon();
+    }
+    gpu.reclaimer.drain(Duration::from_millis(200));
+}
+
+/// What the monitor has seen move, and when it did last.
+struct Progress {
+    seen: (u32, u32),
+    since: Instant,
+}
+
+impl Progress {
+    fn of(monitor: &Monitor) -> Progress {
+        Progress {
+            seen: monitor.progress(),
+            since: Instant::now(),
+        }
+    }
+
+    /// How long nothing has moved.
+    fn still_for(&mut self, monitor: &Monitor) -> Duration {
+        let now = monitor.progress();
+        if now != self.seen {
+            *self = Progress::of(monitor);
+        }
+        self.since.elapsed()
+    }
+}

@@ -1,0 +1,78 @@
+//! The memory of one matrix.
+
+use std::sync::Arc;
+
+use super::reclaim::Deferred;
+use crate::backend::Owner;
+use crate::backend::cuda::driver::{Device, Memory, Region};
+
+/// Memory of one matrix: rows of whole 16 bytes.
+#[derive(Debug)]
+pub struct Buffer {
+    storage: Storage,
+    /// Bytes from row to row.
+    pub pitch: usize,
+    /// Bytes of a row that are elements.
+    pub width: usize,
+}
+
+#[derive(Debug)]
+enum Storage {
+    Own(Deferred<Memory>),
+    /// Somebody else's. What is dropped with it, if anything is, gives it back; otherwise the caller sees to it that it stays.
+    Foreign(Region, #[allow(dead_code)] Option<Deferred<Owner>>),
+}
+
+impl Buffer {
+    /// In memory of this library's.
+    pub fn own(memory: Deferred<Memory>, pitch: usize, width: usize) -> Buffer {
+        Buffer {
+            storage: Storage::Own(memory),
+            pitch,
+            width,
+        }
+    }
+
+    /// In memory of somebody else's.
+    ///
+    /// # Safety
+    /// `ptr` is memory of the device of at least `(rows - 1) * pitch + width` bytes, while the buffer is used; of no rows it may be 0.
+    pub unsafe fn foreign(
+        device: &Arc<Device>,
+        ptr: u64,
+        [rows, width]: [usize; 2],
+        pitch: usize,
+        owner: Option<Deferred<Owner>>,
+    ) -> Buffer {
+        let bytes = match rows {
+            0 => 0,
+            _ => (rows - 1).saturating_mul(pitch).saturating_add(width),
+        };
+        // SAFETY: as this function's.
+        let region = unsafe { Region::new(device, ptr, bytes) };
+        Buffer {
+            storage: Storage::Foreign(region, owner),
+            pitch,
+            width,
+        }
+    }
+
+    pub fn region(&self) -> &Region {
+        match &self.storage {
+            Storage::Own(memory) => memory.region(),
+            Storage::Foreign(region, _) => region,
+        }
+    }
+
+    pub fn region_mut(&mut self) -> &mut Region {
+        match &mut self.storage {
+            Storage::Own(memory) => memory.region_mut(),
+            Storage::Foreign(region, _) => region,
+        }
+    }
+
+    /// Where it lies, and the bytes from row to row.
+    pub fn place(&self) -> (u64, usize) {
+        (self.region().ptr(), self.pitch)
+    }
+}

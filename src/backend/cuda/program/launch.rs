@@ -1,0 +1,137 @@
+//! One call of a product's kernel: its arguments, and what it has noted.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use smallvec::{SmallVec, smallvec};
+
+use super::operands::{self, Operands};
+use super::params::{self, Run};
+use super::product::ProductKernel;
+use super::tensor_map::Maps;
+use crate::backend::cuda::abi::{GemmeshParams, GemmeshTraceEvent};
+use crate::backend::cuda::driver::Memory;
+use crate::backend::cuda::gpu::Gpu;
+use crate::backend::cuda::gpu::reclaim::Deferred;
+use crate::error::Result;
+use crate::profile::span::{Lane, Span, Work};
+use crate::schedule::{Product, Schedule};
+
+/// One launch of a product's kernel, with its arguments.
+pub struct Launch<'p> {
+    pub kernel: &'p ProductKernel,
+    schedule: &'p Schedule,
+    maps: Arc<Maps>,
+    params: GemmeshParams,
+    trace: Option<Deferred<Memory>>,
+}
+
+impl<'p> Launch<'p> {
+    /// The launch that a call of `kernel` needs.
+    pub fn new(
+        gpu: &Gpu,
+        kernel: &'p ProductKernel,
+        schedule: &'p Schedule,
+        product: &'p Product,
+        run: Run,
+        operands: &Operands,
+        traced: bool,
+    ) -> Result<Launch<'p>> {
+        let matrices = operands::matrices(kernel, schedule, product, operands)?;
+        let (world, a) = (schedule.world(), product.a);
+        let mut params = params::of_call(&kernel.params, world, run, operands, a);
+        let finished = operands::finished(kernel, schedule, product);
+        let dtype = kernel.instance.dtype;
+        operands::finish(&mut params.outputs, &finished, product, dtype, operands);
+        let events = kernel.entry_count(schedule) * kernel.instance.ctas();
+        let trace = match traced {
+            true => Some(gpu.scratch(events * size_of::<GemmeshTraceEvent>())?),
+            false => None,
+        };
+        params.trace = trace.as_ref().map_or(0, |trace| trace.ptr()) as *mut GemmeshTraceEvent;
+        Ok(Launch {
+            maps: kernel.maps.get(operands.rank, &kernel.instance, matrices)?,
+            kernel,
+            schedule,
+            params,
+            trace,
+        })
+    }
+
+    /// How many CTAs it has.
+    pub fn grid(&self) -> u32 {
+        (self.kernel.clusters * self.kernel.instance.ctas()) as u32
+    }
+
+    /// What the kernel is told, in its order.
+    pub fn arguments(&self) -> SmallVec<[*mut c_void; 6]> {
+        fn argument<T>(value: &T) -> *mut c_void {
+            (&raw const *value).cast_mut().cast()
+        }
+        let Maps {
+            operands,
+            targets,
+            more,
+        } = &*self.maps;
+        let [a, b, out_or_added] = operands.each_ref().map(argument);
+        let params = argument(&self.params);
+        match (targets, &self.kernel.sums) {
+            (Some(targets), Some(sums)) => {
+                let (targets, sums) = (argument(&**targets), argument(&sums.0));
+                smallvec![a, b, out_or_added, params, targets, sums]
+            }
+            _ => smallvec![a, b, out_or_added, params, argument(more)],
+        }
+    }
+
+    /// What the kernel noted. It has ended.
+    pub fn spans(&self, spans: &mut Vec<Span>) -> Result<()> {
+        let Some(trace) = &self.trace else {
+            return Ok(());
+        };
+        let of_entry = self.kernel.instance.ctas();
+        let count = self.kernel.entry_count(self.schedule) * of_entry;
+        let mut bytes = vec![0u8; count * size_of::<GemmeshTraceEvent>()];
+        let length = bytes.len();
+        trace.region().read_rows(0, length, length, &mut bytes)?;
+        let events = bytes.chunks_exact(size_of::<GemmeshTraceEvent>());
+        for (index, event) in events.enumerate() {
+            // SAFETY: the kernel wrote events of this layout; any bytes are valid for it.
+            let event = unsafe { event.as_ptr().cast::<GemmeshTraceEvent>().read_unaligned() };
+            self.add_spans(index / of_entry, &event, spans);
+        }
+        // GPUs' clocks differ by fractions of a millisecond; the ranks began together.
+        let origin = spans.iter().map(|span| span.begin).min().unwrap_or(0);
+        for span in spans.iter_mut() {
+            span.begin -= origin;
+            span.end -= origin;
+        }
+        Ok(())
+    }
+
+    /// What was noted of one entry of the table.
+    fn add_spans(&self, entry: usize, event: &GemmeshTraceEvent, spans: &mut Vec<Span>) {
+        let tile = self.kernel.tile_of(self.schedule, entry);
+        let lane = Lane::Worker(event.sm as usize);
+        if !tile.flags().is_empty() {
+            spans.push(Span {
+                lane,
+                work: Work::Wait {
+                    source: self.schedule.source_of_tile(tile),
+                },
+                begin: event.wait_begin,
+                end: event.wait_end,
+            });
+        }
+        spans.push(Span {
+            lane,
+            work: Work::Tile {
+                source: self.schedule.owner_of_tile(tile),
+                m: tile.m,
+                n: tile.n,
+            },
+            begin: event.load_begin,
+            end: event.done,
+        });
+    }
+}

@@ -1,0 +1,241 @@
+//! Where the matrices of a call lie, and what a kernel is told of them.
+
+use std::ffi::c_void;
+
+use smallvec::SmallVec;
+
+use super::block_table::{Places, TARGETS};
+use super::product::ProductKernel;
+use super::tensor_map::Matrices;
+use crate::backend::cuda::abi::GemmeshOutput;
+use crate::backend::cuda::driver::{DeviceMatrix, DevicePtr};
+use crate::backend::cuda::shared::symmetric::Symmetric;
+use crate::element::DType;
+use crate::error::{Error, Result};
+use crate::schedule::{
+    Bias, Block, MAX_WEIGHTS, MatrixSpec, Product, Reduction, Route, Schedule, Sum,
+};
+
+/// Where a matrix of a call lies.
+#[derive(Clone, Copy, Debug)]
+pub struct Operand<'a> {
+    /// In this rank's memory.
+    pub ptr: DevicePtr,
+    /// Bytes from row to row.
+    pub pitch: usize,
+    /// Where it lies in every rank's memory, if all have it.
+    pub symmetric: Option<&'a Symmetric>,
+}
+
+/// What a call binds to the numbers of its schedule.
+#[derive(Debug)]
+pub struct Operands<'a> {
+    pub rank: usize,
+    pub all: SmallVec<[Option<Operand<'a>>; 12]>,
+}
+
+impl<'a> Operands<'a> {
+    /// Where the matrix of a number lies, if the call has it.
+    pub fn get(&self, number: usize) -> Option<Operand<'a>> {
+        self.all[number]
+    }
+
+    /// Where a matrix lies that no call of the schedule can do without.
+    pub fn require(&self, number: usize) -> Result<Operand<'a>> {
+        self.get(number).ok_or_else(|| Error::Message {
+            rank: self.rank,
+            reason: format!("a call that lacks matrix {number} of its schedule"),
+        })
+    }
+
+    /// Where the matrix of a number lies in the memory of `rank`.
+    pub fn of_rank(&self, number: usize, rank: usize) -> Option<DevicePtr> {
+        Some(self.get(number)?.symmetric?.of(rank))
+    }
+
+    /// `rows` rows from `first` on, of `columns` columns.
+    fn part(
+        &self,
+        number: usize,
+        first: usize,
+        rows: usize,
+        columns: usize,
+    ) -> Result<DeviceMatrix> {
+        let Operand { ptr, pitch, .. } = self.require(number)?;
+        Ok(part(ptr, pitch, first, rows, columns))
+    }
+
+    fn whole(&self, schedule: &Schedule, number: usize) -> Result<DeviceMatrix> {
+        let MatrixSpec { rows, columns, .. } = schedule.matrices()[number];
+        self.part(number, 0, rows, columns)
+    }
+}
+
+/// Rows of a matrix that lies at `ptr`, `pitch` bytes from row to row.
+fn part(ptr: DevicePtr, pitch: usize, first: usize, rows: usize, columns: usize) -> DeviceMatrix {
+    DeviceMatrix {
+        ptr: ptr + (first * pitch) as u64,
+        rows,
+        columns,
+        pitch,
+    }
+}
+
+/// The matrices that a product's kernel has tensor maps of.
+pub fn matrices(
+    kernel: &ProductKernel,
+    schedule: &Schedule,
+    product: &Product,
+    operands: &Operands,
+) -> Result<Matrices> {
+    let a = operands.whole(schedule, product.a)?;
+    let weights = product.weights.iter();
+    let weights = weights.map(|weight| operands.whole(schedule, weight.b));
+    let (outputs, targets) = match &kernel.places {
+        Some(places) => {
+            let targets = targets(schedule, product, places, operands)?;
+            // Who is alone adds nothing, and a rank without rows of its own stores nothing: any matrix will do.
+            let added = targets[0].or(targets[TARGETS]).unwrap_or(a);
+            (SmallVec::from_slice(&[added]), Some(targets))
+        }
+        None => (outputs(kernel, schedule, product, operands)?, None),
+    };
+    Ok(Matrices {
+        a,
+        weights: weights.collect::<Result<_>>()?,
+        weight_layout: product.weight_layout,
+        gated: product.gated,
+        outputs,
+        stores_f32: kernel.stores_f32,
+        targets,
+    })
+}
+
+/// Where the tiles of each weight go: the rows of its block or, where partials are exchanged by low latency, those of their sums.
+fn outputs(
+    kernel: &ProductKernel,
+    schedule: &Schedule,
+    product: &Product,
+    operands: &Operands,
+) -> Result<SmallVec<[DeviceMatrix; MAX_WEIGHTS]>> {
+    let out = |block: &Block| {
+        let (rows, sum) = match (&kernel.landing, schedule.reduction()) {
+            (Some(_), Some(reduction)) => (reduction.rows, &reduction.sum),
+            _ => (product.m, &block.sum),
+        };
+        operands.part(sum.out, sum.first, rows, product.weights[block.weight].n)
+    };
+    product.blocks.iter().map(out).collect()
+}
+
+/// Where the tiles of a kernel that adds partials go: the partials in the memory of each rank that it reaches, then the sums.
+fn targets(
+    schedule: &Schedule,
+    product: &Product,
+    places: &Places,
+    operands: &Operands,
+) -> Result<[Option<DeviceMatrix>; 2 * TARGETS]> {
+    let (rank, world) = (schedule.rank(), schedule.world());
+    // Nobody stores to peers' memory where copies push.
+    let reached = match schedule.uses(Route::Store) {
+        true => world.min(TARGETS),
+        false => 1,
+    };
+    let mut targets = [None; 2 * TARGETS];
+    let mut add = |own: usize, number: usize, first, rows, columns| {
+        targets[own] = operands
+            .get(number)
+            .map(|Operand { ptr, pitch, .. }| part(ptr, pitch, first, rows, columns));
+        let pitch = schedule.matrices()[number].row_bytes();
+        for distance in 1..reached {
+            let ptr = operands.of_rank(number, (rank + distance) % world);
+            targets[own + distance] = ptr.map(|ptr| part(ptr, pitch, first, rows, columns));
+        }
+    };
+    if let Some(number) = places.partials {
+        let MatrixSpec { rows, columns, .. } = schedule.matrices()[number];
+        add(0, number, 0, rows, columns);
+    }
+    // Sums of f32 are stored without a map.
+    let is_f32 = |number: usize| schedule.matrices()[number].dtype == DType::F32;
+    let out = places.out.as_ref().filter(|(number, _)| !is_f32(*number));
+    if let Some((number, rows)) = out {
+        add(TARGETS, *number, rows.start, rows.len(), product.n());
+    }
+    Ok(targets)
+}
+
+/// A sum that the kernel of a product finishes.
+pub struct Finished<'a> {
+    /// The number of the weight.
+    weight: usize,
+    /// The row of `a` that its first row is of.
+    row: usize,
+    pub sum: &'a Sum,
+}
+
+/// The sums that the kernel of a product finishes.
+pub fn finished<'a>(
+    kernel: &ProductKernel,
+    schedule: &'a Schedule,
+    product: &'a Product,
+) -> SmallVec<[Finished<'a>; MAX_WEIGHTS]> {
+    let of_block = |block: &'a Block| Finished {
+        weight: block.weight,
+        row: block.rows.start,
+        sum: &block.sum,
+    };
+    match (&kernel.landing, &kernel.places) {
+        (Some(landing), _) => {
+            let of_reduction = |reduction: &'a Reduction| Finished {
+                weight: 0,
+                row: landing.first_row(schedule.rank()),
+                sum: &reduction.sum,
+            };
+            schedule.reduction().map(of_reduction).into_iter().collect()
+        }
+        (None, Some(_)) => {
+            let adds = |block: &&Block| !block.sum.addends.is_empty();
+            let first = product.blocks.iter().find(adds);
+            first.map(of_block).into_iter().collect()
+        }
+        (None, None) => product.blocks.iter().map(of_block).collect(),
+    }
+}
+
+/// What becomes of each weight's product: where it goes, and what is added to it.
+pub fn finish(
+    outputs: &mut [GemmeshOutput; MAX_WEIGHTS],
+    finished: &[Finished],
+    product: &Product,
+    dtype: DType,
+    operands: &Operands,
+) {
+    for &Finished { weight, row, sum } in finished {
+        let at = |number: usize, first: usize| {
+            let Operand { ptr, pitch, .. } = operands.get(number)?;
+            // Row 0 of `a` may be none of it.
+            let before = (row as u64)
+                .wrapping_sub(first as u64)
+                .wrapping_mul(pitch as u64);
+            Some((ptr.wrapping_sub(before), pitch as u64))
+        };
+        let output = &mut outputs[weight];
+        if let Some((ptr, pitch)) = at(sum.out, sum.first) {
+            (output.out, output.out_pitch) = (ptr as *mut c_void, pitch);
+        }
+        let residual = sum.residual;
+        if let Some((ptr, pitch)) = residual.and_then(|r| at(r.matrix, r.first)) {
+            (output.residual, output.residual_pitch) = (ptr as *const c_void, pitch);
+        }
+        if let Some(Bias { matrix, first }) = sum.bias
+            && let Some(Operand { ptr, .. }) = operands.get(matrix)
+        {
+            let column = |column: usize| (ptr + (column * dtype.bytes()) as u64) as *const c_void;
+            output.bias = column(first);
+            if product.gated {
+                outputs[1].bias = column(first + product.weights[0].n);
+            }
+        }
+    }
+}

@@ -1,0 +1,156 @@
+//! What every kernel that may wait for peers is told: most of it once, when its program is made.
+
+use std::ffi::c_void;
+
+use super::ProgramTables;
+use super::low_latency;
+use super::operands::Operands;
+use crate::backend::cuda::abi::{
+    GEMMESH_GELU, GEMMESH_GELU_TANH, GEMMESH_IDENTITY, GEMMESH_RELU, GEMMESH_SILU, GemmeshCopyTask,
+    GemmeshExchange, GemmeshFault, GemmeshMailbox, GemmeshOutput, GemmeshParams, GemmeshPushEpoch,
+};
+use crate::backend::cuda::shared::Shared;
+use crate::protocol::epoch::Epoch;
+use crate::ranks::members::Members;
+use crate::schedule::layout::MAX_WORLD;
+use crate::schedule::{Activation, MAX_WEIGHTS, Route, Schedule};
+
+/// Words for a kernel that are the same at each call.
+#[derive(Debug)]
+pub struct Fixed<T>(pub T);
+
+// SAFETY: they hold addresses of the device, which nothing on the host follows.
+unsafe impl<T> Send for Fixed<T> {}
+// SAFETY: as above.
+unsafe impl<T> Sync for Fixed<T> {}
+
+/// How a call runs.
+#[derive(Clone, Copy, Debug)]
+pub struct Run {
+    /// The number of its operation.
+    pub epoch: Epoch,
+    /// The number of its recording, if it is captured, to run whenever its graph is launched.
+    pub recording: Option<u32>,
+}
+
+/// The parameters of a kernel of `schedule` that multiplies nothing. `completes`: whether the operation is complete when the kernel
+/// has ended.
+pub fn fixed(
+    shared: &Shared,
+    members: &Members,
+    schedule: &Schedule,
+    tables: &ProgramTables,
+    completes: bool,
+) -> GemmeshParams {
+    let (control, monitor) = (&shared.control, &shared.monitor);
+    let flags = match schedule.is_pushed() {
+        true => control.pushed(members.rank, 0),
+        // Where they lie does not depend on the epoch.
+        false => control.flags(Epoch::FIRST).chunk(members.rank, 0),
+    };
+    GemmeshParams {
+        tiles: std::ptr::null(),
+        flags: flags as *const u32,
+        sources: tables.sources as *const u32,
+        abort: control.abort() as *mut u32,
+        fault: monitor.fault() as *mut GemmeshFault,
+        trace: std::ptr::null_mut(),
+        slices: std::ptr::null(),
+        partials: std::ptr::null_mut(),
+        arrived: std::ptr::null_mut(),
+        deadline_ns: members.timeout.as_nanos().min(u64::MAX.into()) as u64,
+        tile_count: 0,
+        epoch: 0,
+        m: 0,
+        k: 0,
+        deferred_flag: u32::MAX,
+        deferred_step: u32::MAX,
+        activation: GEMMESH_IDENTITY,
+        is_gated: 0,
+        is_f32: 0,
+        b_is_kn: 0,
+        recording: 0,
+        reserved: 0,
+        outputs: [NO_OUTPUT; MAX_WEIGHTS],
+        exchange: exchange(shared, members, schedule, tables, completes),
+        landing: low_latency::NONE,
+    }
+}
+
+/// What a kernel is told of its peers.
+fn exchange(
+    shared: &Shared,
+    members: &Members,
+    schedule: &Schedule,
+    tables: &ProgramTables,
+    completes: bool,
+) -> GemmeshExchange {
+    let (control, monitor) = (&shared.control, &shared.monitor);
+    let copies = schedule.uses(Route::Push);
+    let mut mailboxes = [std::ptr::null_mut(); MAX_WORLD];
+    for (peer, mailbox) in mailboxes.iter_mut().enumerate().take(members.world) {
+        *mailbox = control.mailbox(peer) as *mut GemmeshMailbox;
+    }
+    let push_epoch = match schedule.is_pushed() {
+        true => control.push_epoch(),
+        false => 0,
+    };
+    GemmeshExchange {
+        push_epoch: push_epoch as *mut GemmeshPushEpoch,
+        tasks: tables.tasks as *const GemmeshCopyTask,
+        // The kernel's waits have deadlines of their own. Where copies push, their stream says that it should run.
+        started: if copies { 0 } else { monitor.started() } as *mut u32,
+        // What follows a kernel is a part of the operation.
+        completed: if completes { monitor.completed() } else { 0 } as *mut u32,
+        task_count: tables.task_count,
+        copies: copies.into(),
+        rank: members.rank as u32,
+        world: members.world as u32,
+        mailboxes,
+        rows: [std::ptr::null_mut(); MAX_WORLD],
+    }
+}
+
+/// The parameters of one call. `stored`: the number of the matrix that the kernel stores to, if it stores rows.
+pub fn of_call(
+    fixed: &Fixed<GemmeshParams>,
+    world: usize,
+    run: Run,
+    operands: &Operands,
+    stored: usize,
+) -> GemmeshParams {
+    let mut params = fixed.0;
+    params.epoch = run.epoch.raw();
+    if let Some(recording) = run.recording {
+        params.recording = recording;
+        // The monitor counts no replays by these.
+        params.exchange.started = std::ptr::null_mut();
+        params.exchange.completed = std::ptr::null_mut();
+    }
+    for (peer, rows) in params.exchange.rows.iter_mut().enumerate().take(world) {
+        *rows = operands.of_rank(stored, peer).unwrap_or(0) as *mut c_void;
+    }
+    params
+}
+
+/// An activation, as kernels know it.
+pub fn function(activation: Activation) -> u32 {
+    match activation {
+        Activation::Identity => GEMMESH_IDENTITY,
+        Activation::Relu => GEMMESH_RELU,
+        Activation::Gelu => GEMMESH_GELU,
+        Activation::GeluTanh => GEMMESH_GELU_TANH,
+        Activation::Silu => GEMMESH_SILU,
+    }
+}
+
+/// An unused weight slot.
+const NO_OUTPUT: GemmeshOutput = GemmeshOutput {
+    bias: std::ptr::null(),
+    out: std::ptr::null_mut(),
+    out_pitch: 0,
+    residual: std::ptr::null(),
+    residual_pitch: 0,
+    n: 0,
+    reserved: 0,
+};

@@ -1,0 +1,202 @@
+//! The kernel of a product: which one it is, and what it is told that is the same at each call.
+
+use super::block_table::Places;
+use super::k_slices::{self, Entry};
+use super::low_latency::Landing;
+use super::params::{Fixed, function};
+use super::support::Destination;
+use super::tensor_map::Cache;
+use super::{ProgramTables, operands};
+use crate::backend::cuda::abi::{
+    GEMMESH_IDENTITY, GEMMESH_MAX_WEIGHTS, GEMMESH_TILE_K, GemmeshBlock, GemmeshParams,
+    GemmeshSlice, GemmeshStore, GemmeshSums, GemmeshTile,
+};
+use crate::backend::cuda::gpu::Gpu;
+use crate::backend::cuda::gpu::kernels::{Instance, Variant};
+use crate::backend::cuda::shared::Shared;
+use crate::element::DType;
+use crate::error::Result;
+use crate::schedule::config::CUT_COLUMNS;
+use crate::schedule::limits::limit;
+use crate::schedule::{MAX_WEIGHTS, Product, Schedule, Tile, WeightLayout};
+
+/// A kernel that multiplies, with all that it is told but where the operands of a call lie.
+#[derive(Debug)]
+pub struct ProductKernel {
+    pub instance: Instance,
+    /// How many of its clusters run.
+    pub clusters: usize,
+    /// Where K is cut: by entry of the kernel's table. Otherwise there are none, and each tile is an entry.
+    entries: Vec<Entry>,
+    /// Of a product whose blocks go to several places.
+    pub places: Option<Places>,
+    /// Of one whose partials are exchanged by low latency.
+    pub landing: Option<Landing>,
+    /// Whether what is finished is stored in f32.
+    pub stores_f32: bool,
+    pub params: Fixed<GemmeshParams>,
+    /// What it is told of blocks, if they go to several places.
+    pub sums: Option<Fixed<GemmeshSums>>,
+    pub maps: Cache,
+}
+
+/// The kernel that a product needs.
+pub struct Chosen<'a> {
+    product: &'a Product,
+    instance: Instance,
+    /// The entries of its table where K is cut; otherwise none.
+    pub entries: Vec<Entry>,
+}
+
+/// Finds the kernel that a product of `schedule` needs.
+///
+/// # Errors
+/// [`Error::NoKernel`](crate::Error::NoKernel); [`Error::Limit`](crate::Error::Limit).
+pub fn choose<'a>(
+    gpu: &Gpu,
+    shared: &Shared,
+    schedule: &Schedule,
+    product: &'a Product,
+    destination: &Destination,
+) -> Result<Chosen<'a>> {
+    let adds_partials = matches!(destination, Destination::Places(_));
+    let (config, rank) = (&product.config, schedule.rank());
+    if adds_partials {
+        let what = "Config::tile.k_slices of partial sums that are sent,";
+        limit(what, config.tile.k_slices, 1, 1)?;
+        let what = "Config::tile.stream_k of partial sums that are sent,";
+        limit(what, config.tile.stream_k.into(), 0, 0)?;
+    }
+    let dtype = schedule.matrices()[product.a].dtype;
+    let variant = Variant {
+        sums: adds_partials,
+    };
+    gpu.kernels.check_product(rank, product, variant)?;
+    let instance = gpu.kernels.find(rank, dtype, config, variant)?;
+    let clusters = clusters(instance, shared);
+    let entries = k_slices::cut(config, schedule.tiles().len(), product.k, clusters)?;
+    Ok(Chosen {
+        product,
+        instance: instance.clone(),
+        entries,
+    })
+}
+
+/// Clusters of a kernel that run at the same time.
+fn clusters(instance: &Instance, shared: &Shared) -> usize {
+    match shared.peers.distinct {
+        true => instance.resident,
+        // A copy between ranks that share a GPU may be a kernel of the driver's, and needs some room.
+        false => (instance.resident * 3 / 4).max(1),
+    }
+}
+
+impl ProductKernel {
+    /// `fixed`: what it is told as a kernel that waits for peers.
+    pub fn new(
+        gpu: &Gpu,
+        shared: &Shared,
+        schedule: &Schedule,
+        chosen: Chosen,
+        destination: Destination,
+        tables: &ProgramTables,
+        fixed: GemmeshParams,
+    ) -> ProductKernel {
+        let Chosen {
+            product,
+            instance,
+            entries,
+        } = chosen;
+        let (places, landing) = match destination {
+            Destination::One => (None, None),
+            Destination::Places(places) => (Some(places), None),
+            Destination::Landing(landing) => (None, Some(landing)),
+        };
+        let mut kernel = ProductKernel {
+            clusters: clusters(&instance, shared),
+            sums: places.as_ref().map(|_| sums(shared, schedule, tables)),
+            instance,
+            entries,
+            places,
+            landing,
+            stores_f32: false,
+            params: Fixed(fixed),
+            maps: Cache::default(),
+        };
+        // All of them run at the same time: those that push must not wait for those that wait for pushes. CTAs without tiles are good for
+        // pushing only.
+        let count = kernel.entry_count(schedule);
+        if !schedule.is_pushed() || tables.task_count == 0 {
+            kernel.clusters = kernel.clusters.min(count);
+        }
+        let finished = operands::finished(&kernel, schedule, product);
+        let is_f32 = |number: usize| schedule.matrices()[number].dtype == DType::F32;
+        let stores_f32 = finished.iter().any(|finished| is_f32(finished.sum.out));
+        let first = finished.first();
+        let activation = first.map_or(GEMMESH_IDENTITY, |of| function(of.sum.activation));
+        drop(finished);
+        kernel.stores_f32 = stores_f32;
+        let params = &mut kernel.params.0;
+        describe(params, product, activation, stores_f32);
+        params.tiles = tables.tiles as *const GemmeshTile;
+        params.tile_count = count as u32;
+        if !kernel.entries.is_empty() {
+            params.slices = tables.slices as *const GemmeshSlice;
+        }
+        params.partials = gpu.workspace.partials() as *mut f32;
+        params.arrived = gpu.workspace.arrived() as *mut u32;
+        if let Some(landing) = &kernel.landing {
+            params.landing = landing.of_kernel(&shared.control);
+        }
+        kernel
+    }
+
+    /// How many entries the kernel's table has.
+    pub fn entry_count(&self, schedule: &Schedule) -> usize {
+        match self.entries.len() {
+            0 => schedule.tiles().len(),
+            count => count,
+        }
+    }
+
+    /// The tile of an entry.
+    pub fn tile_of<'s>(&self, schedule: &'s Schedule, entry: usize) -> &'s Tile {
+        let tile = self.entries.get(entry).map_or(entry, |entry| entry.tile);
+        &schedule.tiles()[tile]
+    }
+}
+
+/// Tells a kernel what it multiplies.
+fn describe(params: &mut GemmeshParams, product: &Product, activation: u32, stores_f32: bool) {
+    params.m = product.m as u32;
+    params.k = product.k as u32;
+    params.activation = activation;
+    params.is_gated = product.gated.into();
+    params.is_f32 = stores_f32.into();
+    params.b_is_kn = (product.weight_layout == WeightLayout::Kn).into();
+    for (weight, output) in product.weights.iter().zip(&mut params.outputs) {
+        output.n = weight.n as u32;
+    }
+    if let Some(deferred) = product.deferred {
+        params.deferred_flag = deferred.flag as u32;
+        params.deferred_step = (deferred.column / CUT_COLUMNS) as u32;
+    }
+}
+
+/// What a kernel is told of blocks that go to several places.
+fn sums(shared: &Shared, schedule: &Schedule, tables: &ProgramTables) -> Fixed<GemmeshSums> {
+    let unawaited = schedule.unawaited();
+    Fixed(GemmeshSums {
+        blocks: tables.blocks as *const GemmeshBlock,
+        stores: tables.stores as *const GemmeshStore,
+        reports: tables.reports as *mut u32,
+        stored: shared.control.stored(0) as *mut u32,
+        flag_begin: unawaited.start as u32,
+        flag_end: unawaited.end as u32,
+    })
+}
+
+/// Both languages count alike.
+const _: () = assert!(MAX_WEIGHTS == GEMMESH_MAX_WEIGHTS as usize);
+/// A cut lies between two steps of a kernel.
+const _: () = assert!(CUT_COLUMNS == GEMMESH_TILE_K as usize);

@@ -1,0 +1,109 @@
+//! Rows that are added up by a kernel of their own, behind what has brought them.
+
+use std::ffi::c_void;
+use std::ops::Range;
+
+use super::operands::{Operand, Operands};
+use super::params::function;
+use crate::backend::cuda::abi::{GEMMESH_IDENTITY, GEMMESH_REDUCE_THREADS, GemmeshReduction};
+use crate::backend::cuda::driver::Function;
+use crate::backend::cuda::gpu::Gpu;
+use crate::element::DType;
+use crate::error::{Error, Result};
+use crate::schedule::layout::MAX_WORLD;
+use crate::schedule::{Addend, Reduction, Schedule};
+
+/// The kernel that adds up the rows of a schedule's reduction.
+#[derive(Clone, Copy, Debug)]
+pub struct ReductionKernel {
+    pub function: Function,
+    /// Bytes of an element.
+    bytes: usize,
+    /// The most CTAs of a launch.
+    most_ctas: usize,
+}
+
+/// CTAs of a reduction that a multiprocessor holds.
+const CTAS: usize = 8;
+
+impl ReductionKernel {
+    pub fn new(gpu: &Gpu, schedule: &Schedule, reduction: &Reduction) -> Result<ReductionKernel> {
+        let dtype = reduction.dtype(schedule.matrices());
+        let function = gpu.kernels.reduce(dtype).ok_or_else(|| Error::Message {
+            rank: schedule.rank(),
+            reason: format!("a sum of {dtype}"),
+        })?;
+        Ok(ReductionKernel {
+            function,
+            bytes: dtype.bytes(),
+            most_ctas: gpu.device.multiprocessors() * CTAS,
+        })
+    }
+
+    /// How many CTAs add these sums: enough to fill the device, each with the same number of pieces, about.
+    pub fn grid(&self, sums: &GemmeshReduction) -> u32 {
+        let pieces = sums.n.div_ceil(16 / self.bytes as u32) as usize * sums.rows as usize;
+        let ctas = pieces.div_ceil(GEMMESH_REDUCE_THREADS as usize);
+        ctas.clamp(1, self.most_ctas) as u32
+    }
+}
+
+/// What a kernel is told that adds up rows of a reduction.
+pub fn sums(
+    schedule: &Schedule,
+    reduction: &Reduction,
+    rows: Range<usize>,
+    operands: &Operands,
+) -> Result<GemmeshReduction> {
+    let Reduction { n, sum, .. } = reduction;
+    let row = |Operand { ptr, pitch, .. }: Operand, first: usize| {
+        ptr + ((first + rows.start) * pitch) as u64
+    };
+    let mut told = NOTHING_ADDED;
+    for (index, addend) in sum.addends.iter().enumerate() {
+        let &Addend::Rows { matrix, first } = addend else {
+            return Err(Error::Message {
+                rank: schedule.rank(),
+                reason: "a product that is added behind its kernel".into(),
+            });
+        };
+        let rows = operands.require(matrix)?;
+        told.addends[index] = row(rows, first) as *const c_void;
+        told.addend_pitches[index] = rows.pitch as u64;
+    }
+    if let Some(bias) = sum.bias.and_then(|bias| operands.get(bias.matrix)) {
+        told.bias = bias.ptr as *const c_void;
+    }
+    if let Some(residual) = sum.residual
+        && let Some(rows) = operands.get(residual.matrix)
+    {
+        told.residual = row(rows, residual.first) as *const c_void;
+        told.residual_pitch = rows.pitch as u64;
+    }
+    let out = operands.require(sum.out)?;
+    told.out = row(out, sum.first) as *mut c_void;
+    told.out_pitch = out.pitch as u64;
+    told.count = sum.addends.len() as u32;
+    told.rows = rows.len() as u32;
+    told.n = *n as u32;
+    told.activation = function(sum.activation);
+    told.is_f32 = (schedule.matrices()[sum.out].dtype == DType::F32).into();
+    Ok(told)
+}
+
+/// A reduction of no addends.
+pub const NOTHING_ADDED: GemmeshReduction = GemmeshReduction {
+    addends: [std::ptr::null(); MAX_WORLD],
+    addend_pitches: [0; MAX_WORLD],
+    bias: std::ptr::null(),
+    out: std::ptr::null_mut(),
+    out_pitch: 0,
+    residual: std::ptr::null(),
+    residual_pitch: 0,
+    count: 0,
+    rows: 0,
+    n: 0,
+    activation: GEMMESH_IDENTITY,
+    is_f32: 0,
+    reserved: 0,
+};

@@ -1,0 +1,94 @@
+//! For whose words a schedule's operation waits.
+
+use crate::backend::cuda::shared::words::Waits;
+use crate::schedule::{Schedule, Transfer};
+
+impl Waits {
+    /// Of a schedule, run at once.
+    pub fn of(schedule: &Schedule) -> Waits {
+        if schedule.is_pushed() {
+            return Waits::Kernel;
+        }
+        let Masks {
+            ready,
+            sources,
+            done,
+        } = Masks::of(schedule);
+        // What is passed on waits for its source, which therefore is to blame before those who wait for it too.
+        Waits::Streams {
+            ready: ready | sources,
+            done,
+        }
+    }
+
+    /// Of the same operation when it is recorded, by gates.
+    pub fn by_gates(schedule: &Schedule) -> Waits {
+        let Masks {
+            ready,
+            sources,
+            done,
+        } = Masks::of(schedule);
+        Waits::Gates {
+            ready,
+            sources: sources & done,
+            done,
+        }
+    }
+}
+
+/// Whom streams wait for: bit r for rank r.
+struct Masks {
+    /// Whose memory something is moved from or to.
+    ready: u64,
+    /// Whose rows are passed on.
+    sources: u64,
+    /// Who moves something from or to this rank's.
+    done: u64,
+}
+
+impl Masks {
+    fn of(schedule: &Schedule) -> Masks {
+        let ranks = |ranks: &mut dyn Iterator<Item = usize>| ranks.fold(0, |all, r| all | 1 << r);
+        let others = || schedule.moves().filter(|moved| moved.from != moved.to);
+        let passed_on = others().filter(|moved| !moved.after.is_empty());
+        Masks {
+            ready: ranks(&mut others().map(Transfer::peer)),
+            sources: ranks(&mut passed_on.map(|moved| moved.source)),
+            done: ranks(&mut schedule.movers().iter().copied()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::element::DType;
+    use crate::schedule::plan::collectives;
+    use crate::schedule::{Layout, Problem};
+
+    #[test]
+    fn who_passes_on_waits_for_the_source_too() {
+        let problem = Problem {
+            operation: "broadcast",
+            dtype: DType::U8,
+            beside: None,
+            form: Default::default(),
+            layout: Layout::new(&[512, 0, 0], 16).unwrap(),
+            n: 16,
+        };
+        let schedule =
+            |rank| collectives::broadcast(&problem, rank, collectives::chunked(2)).unwrap();
+        let waits = |rank| Waits::of(&schedule(rank));
+        let streams = |ready, done| Waits::Streams { ready, done };
+        assert_eq!(waits(0), streams(0b110, 0));
+        assert_eq!(waits(1), streams(0b101, 0b101));
+        assert_eq!(waits(2), streams(0b011, 0b011));
+        // Nobody brings anything to rank 0, so it opens no gate.
+        let gates = Waits::Gates {
+            ready: 0b100,
+            sources: 0b1,
+            done: 0b101,
+        };
+        assert_eq!(Waits::by_gates(&schedule(1)), gates);
+    }
+}
