@@ -16,7 +16,7 @@ const LARGE_SHARD: f64 = 80e6;
 
 /// Rows that arrive together.
 #[derive(Clone, Copy)]
-struct Group {
+struct ArrivalGroup {
     rows: usize,
     ready: f64,
     /// When the rest of their columns is there, if they come in two parts.
@@ -24,11 +24,11 @@ struct Group {
 }
 
 /// The rows of rank 0, then those that come to it, in their order.
-fn groups(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Group> {
+fn groups(rates: &Rates, problem: &Problem, config: &Config) -> Vec<ArrivalGroup> {
     let layout = &problem.layout;
     let link = rates.link(config.route);
     let row = (layout.k() * problem.dtype.bytes()) as f64;
-    let mut groups = vec![Group {
+    let mut groups = vec![ArrivalGroup {
         rows: layout.rows_of(0).len(),
         ready: 0.0,
         late: 0.0,
@@ -55,7 +55,7 @@ fn groups(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Group> {
                 None => ready,
             };
             let late = if cut.is_some() { clock } else { 0.0 };
-            groups.push(Group { rows, ready, late });
+            groups.push(ArrivalGroup { rows, ready, late });
         }
     }
     groups
@@ -63,20 +63,75 @@ fn groups(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Group> {
 
 /// Slots that are free from a time on.
 #[derive(Clone, Copy)]
-struct Free {
+struct FreeSlots {
     count: usize,
     at: f64,
 }
 
-impl Free {
+impl FreeSlots {
     /// Both, at about the time that they are free.
-    fn and(self, other: Free) -> Free {
+    fn and(self, other: FreeSlots) -> FreeSlots {
         let count = self.count + other.count;
         let at = self.count as f64 * self.at + other.count as f64 * other.at;
-        Free {
+        FreeSlots {
             count,
             at: at / count.max(1) as f64,
         }
+    }
+}
+
+/// All slots, which are free at one of two times: some are a tile ahead of the others.
+struct Waves {
+    early: FreeSlots,
+    later: FreeSlots,
+    /// When the last tile so far is made.
+    end: f64,
+}
+
+impl Waves {
+    fn new(slots: usize) -> Waves {
+        let free = |count| FreeSlots { count, at: 0.0 };
+        Waves {
+            early: free(slots),
+            later: free(0),
+            end: 0.0,
+        }
+    }
+
+    /// Makes `count` tiles, whose rows are ready at a time.
+    fn take(&mut self, tiles: &Tiles, count: usize, full_wave: f64, ready: f64) {
+        let Waves { early, later, end } = self;
+        let (full, rest) = (count / tiles.slots, count % tiles.slots);
+        for slots in [&mut *early, &mut *later] {
+            slots.at = slots.at.max(ready) + full as f64 * full_wave;
+        }
+        if full > 0 {
+            *end = end.max(if later.count > 0 { later.at } else { early.at });
+        }
+        let wave = match full {
+            0 => tiles.wave(rest),
+            _ => full_wave,
+        };
+        let of = |count, at| FreeSlots { count, at };
+        let (free, busy) = match rest.checked_sub(early.count) {
+            None => {
+                let left = of(early.count - rest, early.at).and(*later);
+                (left, of(rest, early.at + wave))
+            }
+            Some(more) => {
+                let first = of(early.count, early.at + wave);
+                let second = of(more, later.at + wave);
+                *end = end.max(if more > 0 { second.at } else { 0.0 });
+                (of(later.count - more, later.at), first.and(second))
+            }
+        };
+        if busy.count > 0 {
+            *end = end.max(busy.at);
+        }
+        (*early, *later) = match free.count > 0 && (busy.count == 0 || free.at <= busy.at) {
+            true => (free, busy),
+            false => (busy, free),
+        };
     }
 }
 
@@ -86,7 +141,7 @@ pub fn gathered(rates: &Rates, problem: &Problem, config: &Config) -> f64 {
     gathered_by(&tiles, problem, config, &groups(rates, problem, config))
 }
 
-fn gathered_by(tiles: &Tiles, problem: &Problem, config: &Config, groups: &[Group]) -> f64 {
+fn gathered_by(tiles: &Tiles, problem: &Problem, config: &Config, groups: &[ArrivalGroup]) -> f64 {
     let (rates, layout) = (tiles.rates, &problem.layout);
     let around = match layout.world() {
         1 => tiles.start,
@@ -102,10 +157,8 @@ fn gathered_by(tiles: &Tiles, problem: &Problem, config: &Config, groups: &[Grou
     let (streamed, stream) = tiles.streamed();
     let whole = tiles.entries - streamed;
     let full_wave = tiles.wave(tiles.slots.min(tiles.entries));
-    // All slots are free at one of two times: some are a tile ahead of the others.
-    let (mut early, mut later) = (tiles.slots, 0);
-    let (mut early_at, mut later_at) = (0.0f64, 0.0f64);
-    let (mut end, mut rows, mut taken) = (0.0f64, 0, 0);
+    let mut waves = Waves::new(tiles.slots);
+    let (mut rows, mut taken) = (0, 0);
     for group in groups {
         rows += group.rows;
         // A tile row that two groups share waits for the second.
@@ -119,61 +172,19 @@ fn gathered_by(tiles: &Tiles, problem: &Problem, config: &Config, groups: &[Grou
         if count == 0 {
             continue;
         }
-        (early_at, later_at) = (early_at.max(group.ready), later_at.max(group.ready));
-        let (full, rest) = (count / tiles.slots, count % tiles.slots);
-        early_at += full as f64 * full_wave;
-        later_at += full as f64 * full_wave;
-        if full > 0 {
-            end = end.max(if later > 0 { later_at } else { early_at });
-        }
-        let wave = if full > 0 {
-            full_wave
-        } else {
-            tiles.wave(rest)
-        };
-        let of = |count, at| Free { count, at };
-        let (free, busy) = match rest.checked_sub(early) {
-            None => {
-                let left = of(early - rest, early_at).and(of(later, later_at));
-                (left, of(rest, early_at + wave))
-            }
-            Some(more) => {
-                let first = of(early, early_at + wave);
-                let second = of(more, later_at + wave);
-                end = end.max(if more > 0 { second.at } else { 0.0 });
-                (of(later - more, later_at), first.and(second))
-            }
-        };
-        if busy.count > 0 {
-            end = end.max(busy.at);
-        }
-        let (first, second) = match free.count > 0 && (busy.count == 0 || free.at <= busy.at) {
-            true => (free, busy),
-            false => (busy, free),
-        };
-        (early, early_at) = (first.count, first.at);
-        (later, later_at) = (second.count, second.at);
+        waves.take(tiles, count, full_wave, group.ready);
         if group.late > 0.0 {
             let rest = 1.0 - config.cut(layout.k()).unwrap_or(0) as f64 / layout.k() as f64;
-            end = end.max(group.late + rest * full_wave);
+            waves.end = waves.end.max(group.late + rest * full_wave);
         }
     }
     if streamed > 0 {
-        let last = groups
-            .iter()
-            .map(|group| group.ready.max(group.late))
-            .fold(0.0, f64::max);
-        let free = Free {
-            count: early,
-            at: early_at,
-        }
-        .and(Free {
-            count: later,
-            at: later_at,
-        });
-        end = end.max(free.at.max(last) + stream);
+        let last = groups.iter().map(|group| group.ready.max(group.late));
+        let free = waves.early.and(waves.later);
+        let begin = free.at.max(last.fold(0.0, f64::max));
+        waves.end = waves.end.max(begin + stream);
     }
-    around + end
+    around + waves.end
 }
 
 /// What an operation takes that gathers rows, or multiplies those of one rank, cut up like that.

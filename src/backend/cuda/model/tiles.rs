@@ -36,7 +36,7 @@ pub struct Tiles<'a> {
     step_of_read: f64,
     /// What an entry takes beside its steps.
     beside: f64,
-    sums: Sums,
+    sums: SliceSums,
     /// Of tiles that would not fill a last wave, if stream-K cuts them.
     stream: Option<Stream>,
     /// What each of their shares reads from memory in a step, beside the others'.
@@ -45,13 +45,40 @@ pub struct Tiles<'a> {
 
 /// What slices of K take to be added.
 #[derive(Clone, Copy, Debug, Default)]
-struct Sums {
+struct SliceSums {
     join: f64,
     /// An entry at least, and each of these at a time.
     each: f64,
     of_cached: f64,
     /// The last slice of a tile beside that.
     joined: f64,
+}
+
+impl SliceSums {
+    /// Of tiles of so many elements in so many slices, each by so many CTAs. SliceSums are stored once and loaded once, but by the last slice of
+    /// a tile's as many as there are.
+    fn of(rates: &Rates, slices: usize, ctas: usize, area: f64) -> SliceSums {
+        if slices == 1 {
+            return SliceSums::default();
+        }
+        let bytes = area * size_of::<f32>() as f64;
+        SliceSums {
+            join: rates.slice_join,
+            each: 2.0 * bytes / rates.summed,
+            of_cached: 2.0 * ctas as f64 * bytes / rates.summed_cached,
+            joined: (slices - 2) as f64 * bytes / rates.summed,
+        }
+    }
+}
+
+/// Clusters of so many CTAs that run at the same time. Some multiprocessors have too few neighbours for a large cluster.
+fn slots(rates: &Rates, ctas: usize) -> usize {
+    let slots = match (rates.multiprocessors / ctas, ctas) {
+        (slots, ..=2) => slots,
+        (slots, 3..=4) => slots * 10 / 11,
+        (slots, _) => slots * 7 / 8,
+    };
+    slots.max(1)
 }
 
 impl<'a> Tiles<'a> {
@@ -70,13 +97,7 @@ impl<'a> Tiles<'a> {
     pub fn new(rates: &'a Rates, config: &Config, [m, n, k]: [usize; 3], bytes: usize) -> Self {
         let tile = &config.tile;
         let ctas = tile.cluster * tile.split_k;
-        // Some multiprocessors have too few neighbours for a large cluster.
-        let slots = match (rates.multiprocessors / ctas, ctas) {
-            (slots, ..=2) => slots,
-            (slots, 3..=4) => slots * 10 / 11,
-            (slots, _) => slots * 7 / 8,
-        };
-        let slots = slots.max(1);
+        let slots = slots(rates, ctas);
         // A slice of K is made as a tile is.
         let (rows, columns) = (config.entry_rows(), n.div_ceil(tile.n) * tile.k_slices);
         let entries = m.div_ceil(rows) * columns;
@@ -102,19 +123,7 @@ impl<'a> Tiles<'a> {
             Some(stream) => stream.shares.div_ceil(stream.streamed.max(1)) + 1,
             None => tile.k_slices,
         };
-        // Sums are stored once and loaded once, but by the last slice of a tile's as many as there are.
-        let sums = match most_slices {
-            1 => Sums::default(),
-            slices => {
-                let bytes = area * size_of::<f32>() as f64;
-                Sums {
-                    join: rates.slice_join,
-                    each: 2.0 * bytes / rates.summed,
-                    of_cached: 2.0 * ctas as f64 * bytes / rates.summed_cached,
-                    joined: (slices - 2) as f64 * bytes / rates.summed,
-                }
-            }
-        };
+        let sums = SliceSums::of(rates, most_slices, ctas, area);
         Tiles {
             rates,
             start: rates.start + rates.cluster * f64::from(ctas.ilog2()),
