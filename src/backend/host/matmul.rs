@@ -5,60 +5,28 @@ use std::ops::Range;
 use gemm_common::Parallelism;
 use gemm_f32::gemm::f32::get_gemm_fn;
 
-use super::sum::Rows;
+use super::matrices::RowsView;
+use super::scratch::{DEEPEST, LANES, TileScratch, grown};
 use crate::element::Element;
-
-/// The rows of a tile are padded to a multiple of this, which every SIMD width divides: `gemm` then takes the
-/// operands as they are, and packs nothing.
-const LANES: usize = 16;
-
-/// Deeper steps `gemm` cuts itself, where depends on the tile's height and width: then a row's bits would too.
-const DEEPEST: usize = 512;
-
-/// A worker's memory, kept from tile to tile.
-#[derive(Debug, Default)]
-pub struct Scratch {
-    /// [depth, padded rows]
-    a: Vec<f32>,
-    /// [columns, depth]
-    b: Vec<f32>,
-    /// [columns, padded rows]
-    sums: Vec<f32>,
-    /// [columns]
-    row: Vec<f32>,
-}
-
-impl Scratch {
-    /// How much of each a tile of so many rows and columns needs.
-    pub fn needed(rows: usize, columns: usize, tile_k: usize) -> [usize; 4] {
-        let (padded, depth) = (rows.next_multiple_of(LANES), tile_k.min(DEEPEST));
-        [depth * padded, columns * depth, columns * padded, columns]
-    }
-
-    pub fn vectors(&mut self) -> [&mut Vec<f32>; 4] {
-        let Scratch { a, b, sums, row } = self;
-        [a, b, sums, row]
-    }
-}
 
 /// What one tile is computed from.
 pub struct Operands<'a, T> {
     /// [rows, k]
-    pub a: Rows<'a, T>,
+    pub a: RowsView<'a, T>,
     pub b: Weight<'a, T>,
 }
 
 /// A weight, as it lies.
 pub enum Weight<'a, T> {
     /// [columns, k]
-    Nk(Rows<'a, T>),
+    Nk(RowsView<'a, T>),
     /// [k, columns]
-    Kn(Rows<'a, T>),
+    Kn(RowsView<'a, T>),
 }
 
 /// `a · bᵀ` in f32, handed to `store` row by row, unrounded. `tile_k` of K is widened at a time.
-pub fn tile<T: Element>(
-    scratch: &mut Scratch,
+pub fn multiply<T: Element>(
+    scratch: &mut TileScratch,
     operands: &Operands<T>,
     tile_k: usize,
     mut store: impl FnMut(usize, &mut [f32]),
@@ -70,58 +38,26 @@ pub fn tile<T: Element>(
         Weight::Kn(b) => b.columns,
     };
     let padded = rows.next_multiple_of(LANES);
-    let Scratch {
-        a: wide_a,
-        b: wide_b,
-        sums,
-        row: sums_of_row,
-    } = scratch;
     let tile_k = tile_k.min(DEEPEST);
-    let sums = grown(sums, columns * padded);
+    let sums = grown(&mut scratch.sums, columns * padded);
     for begin in (0..k).step_by(tile_k) {
         let depth = tile_k.min(k - begin);
-        let wide_a = grown(wide_a, depth * padded);
-        let wide_b = grown(wide_b, columns * depth);
-        let part = begin..begin + depth;
+        let wide_a = grown(&mut scratch.a, depth * padded);
+        let wide_b = grown(&mut scratch.b, columns * depth);
         widen_transposed(a, begin, padded, wide_a);
-        // where a column of the product, and a step through K, has its next element
-        let (next_column, next_step) = match b {
-            Weight::Nk(b) => {
-                widen_rows(b, 0..columns, part, wide_b);
-                (depth, 1)
-            }
-            Weight::Kn(b) => {
-                widen_rows(b, part, 0..columns, wide_b);
-                (1, columns)
-            }
-        };
-        // SAFETY: the operands hold padded · depth and columns · depth elements with these strides, the result
-        // padded · columns, and it overlaps neither.
+        let strides = widen_weight(b, begin..begin + depth, wide_b);
+        // SAFETY: `wide_b` has its elements at these strides; the others are as long as they have to be.
         unsafe {
-            get_gemm_fn()(
-                padded,
-                columns,
-                depth,
-                sums.as_mut_ptr(),
-                padded as isize,
-                1,
+            add_product(
+                sums,
+                [padded, columns, depth],
+                wide_a,
+                (wide_b, strides),
                 begin > 0,
-                wide_a.as_ptr(),
-                padded as isize,
-                1,
-                wide_b.as_ptr(),
-                next_column as isize,
-                next_step as isize,
-                1.0f32,
-                1.0f32,
-                false,
-                false,
-                false,
-                Parallelism::None,
             );
         }
     }
-    let sums_of_row = grown(sums_of_row, columns);
+    let sums_of_row = grown(&mut scratch.row, columns);
     for row in 0..rows {
         for (sum, column) in sums_of_row.iter_mut().zip(sums.chunks_exact(padded)) {
             *sum = column[row];
@@ -130,9 +66,64 @@ pub fn tile<T: Element>(
     }
 }
 
+/// `to` = `a · b`, [padded, columns], column by column; plus what it holds if `add`. `a`: [padded, depth], column by
+/// column. `b`: [depth, columns], with the elements from one column to the next, and from one step through K to the
+/// next.
+///
+/// # Safety
+/// `to` and `a` are as long as that, and `b` has each element at its strides.
+unsafe fn add_product(
+    to: &mut [f32],
+    [padded, columns, depth]: [usize; 3],
+    a: &[f32],
+    (b, [next_column, next_step]): (&[f32], [usize; 2]),
+    add: bool,
+) {
+    // SAFETY: as this function's; the result is borrowed exclusively, so that it overlaps neither operand.
+    unsafe {
+        get_gemm_fn()(
+            padded,
+            columns,
+            depth,
+            to.as_mut_ptr(),
+            padded as isize,
+            1,
+            add,
+            a.as_ptr(),
+            padded as isize,
+            1,
+            b.as_ptr(),
+            next_column as isize,
+            next_step as isize,
+            1.0f32,
+            1.0f32,
+            false,
+            false,
+            false,
+            Parallelism::None,
+        );
+    }
+}
+
+/// A part of K of a weight, as f32, as it lies. Returns how many elements on its next column is, and its next step
+/// through K.
+fn widen_weight<T: Element>(weight: &Weight<T>, part: Range<usize>, to: &mut [f32]) -> [usize; 2] {
+    let depth = part.len();
+    match weight {
+        Weight::Nk(b) => {
+            widen_rows(b, 0..b.rows, part, to);
+            [depth, 1]
+        }
+        Weight::Kn(b) => {
+            widen_rows(b, part, 0..b.columns, to);
+            [1, b.columns]
+        }
+    }
+}
+
 /// A part of a matrix, as f32, row by row.
 fn widen_rows<T: Element>(
-    from: &Rows<T>,
+    from: &RowsView<T>,
     rows: Range<usize>,
     columns: Range<usize>,
     to: &mut [f32],
@@ -145,7 +136,7 @@ fn widen_rows<T: Element>(
 
 /// Columns from `begin` on of a matrix, as f32, column by column; as many as `to` has room for
 /// with `padded` elements each, zeros behind the matrix's rows.
-fn widen_transposed<T: Element>(from: &Rows<T>, begin: usize, padded: usize, to: &mut [f32]) {
+fn widen_transposed<T: Element>(from: &RowsView<T>, begin: usize, padded: usize, to: &mut [f32]) {
     // A block of rows is widened as it lies and turned from there, so that both are done in registers.
     const BLOCK: usize = 64;
     let mut block = [[0.0f32; BLOCK]; LANES];
@@ -166,12 +157,4 @@ fn widen_transposed<T: Element>(from: &Rows<T>, begin: usize, padded: usize, to:
             }
         }
     }
-}
-
-/// The first `length` elements, more memory being taken where there is less.
-pub fn grown(memory: &mut Vec<f32>, length: usize) -> &mut [f32] {
-    if memory.len() < length {
-        memory.resize(length, 0.0);
-    }
-    &mut memory[..length]
 }

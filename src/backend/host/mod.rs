@@ -3,17 +3,22 @@
 //! It is the executable specification of the protocol: the same schedule, flags, epochs and errors as on GPUs.
 #![allow(unsafe_code)]
 
+mod copies;
 mod engine;
 mod matmul;
+mod matrices;
 mod memory;
+mod recorder;
+mod scratch;
 mod sum;
+mod tile;
 mod workers;
 
-use std::collections::TryReserveError;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use memory::{Flags, Symmetric};
 use rustix::io::Errno;
+use scratch::WorkerScratch;
 use workers::Workers;
 
 use super::sealed::{self, Call};
@@ -38,78 +43,17 @@ pub struct Host {
     /// Bytes per second of copies, if they are held to that.
     link: Option<usize>,
     /// By worker.
-    scratch: Vec<Mutex<Scratch>>,
-}
-
-/// A worker's memory.
-#[derive(Debug, Default)]
-struct Scratch {
-    tile: matmul::Scratch,
-    sum: sum::Scratch,
-    /// What the function of a gate is multiplied with: [rows, columns] of a tile.
-    times: Vec<f32>,
-}
-
-/// How many numbers each vector of a worker's memory holds.
-type Lengths = [usize; 8];
-
-impl Scratch {
-    fn vectors(&mut self) -> [&mut Vec<f32>; 8] {
-        let [a, b, sums, row] = self.tile.vectors();
-        let [total, wide, rounded] = self.sum.vectors();
-        [a, b, sums, row, &mut self.times, total, wide, rounded]
-    }
-
-    /// What any tile of a schedule needs, and any row of its sums.
-    fn needed(schedule: &Schedule) -> Lengths {
-        let mut needed = [0; 8];
-        let mut columns = schedule.reduction().map_or(0, |reduction| reduction.n);
-        if let Some(product) = schedule.product() {
-            let tiles = || schedule.tiles().iter();
-            let rows = tiles().map(|tile| product.rows(tile).len()).max();
-            let widest = tiles().map(|tile| product.columns(tile).len()).max();
-            let (rows, widest) = (rows.unwrap_or(0), widest.unwrap_or(0));
-            let depth = product.k.min(product.config.tile.k);
-            let times = if product.gated { rows * widest } else { 0 };
-            needed[..4].copy_from_slice(&matmul::Scratch::needed(rows, widest, depth));
-            needed[4] = times;
-            columns = columns.max(widest);
-        }
-        needed[5..].fill(columns);
-        needed
-    }
-
-    /// The bytes that are missing.
-    fn missing(&mut self, needed: &Lengths) -> usize {
-        let vectors = self.vectors().into_iter().zip(needed);
-        let missing = vectors.map(|(vector, &needed)| needed.saturating_sub(vector.capacity()));
-        missing.sum::<usize>().saturating_mul(size_of::<f32>())
-    }
-
-    fn reserve(&mut self, needed: &Lengths) -> Result<(), TryReserveError> {
-        let mut vectors = self.vectors().into_iter().zip(needed);
-        vectors.try_for_each(|(vector, &needed)| {
-            if needed <= vector.capacity() {
-                return Ok(());
-            }
-            let length = vector.len();
-            vector.try_reserve_exact(needed - length)?;
-            // Written once, so that who asks for memory next sees that it is taken.
-            vector.resize(needed, 0.0);
-            vector.truncate(length);
-            Ok(())
-        })
-    }
+    scratch: Vec<Mutex<WorkerScratch>>,
 }
 
 impl Host {
     /// Lets each worker have what it needs for a schedule, so that none finds it missing amid an operation.
     fn reserve(&self, rank: usize, schedule: &Schedule) -> Result<()> {
-        let needed = Scratch::needed(schedule);
+        let needed = WorkerScratch::needed(schedule);
         let scratches = self.scratch.iter();
         // A panic while one was held has not left it half-changed.
         let scratches = scratches.map(|one| one.lock().unwrap_or_else(PoisonError::into_inner));
-        let mut scratches: Vec<MutexGuard<Scratch>> = scratches.collect();
+        let mut scratches: Vec<MutexGuard<WorkerScratch>> = scratches.collect();
         let missing = scratches.iter_mut().map(|one| one.missing(&needed));
         let bytes = missing.fold(0, usize::saturating_add);
         if bytes == 0 {
@@ -239,7 +183,7 @@ impl sealed::Backend for Host {
     fn prepare(&self, members: &Members, schedule: Schedule) -> Result<Program> {
         let matrices = schedule.matrices().len();
         let what = "matrices of a schedule on the host";
-        limit(what, matrices, 0, engine::MAX_MATRICES)?;
+        limit(what, matrices, 0, matrices::MAX_MATRICES)?;
         self.reserve(members.rank, &schedule)?;
         Ok(Program {
             produced: Mutex::new(Produced::of(&schedule)),
@@ -309,7 +253,8 @@ impl sealed::Backend for Host {
 
     fn read(&self, from: &Buffer, to: &mut [u8]) -> Result<()> {
         for (index, row) in to.chunks_mut(from.width).enumerate() {
-            // SAFETY: the caller has checked that the buffer has as many rows. Buffers are written through exclusive borrows only.
+            // SAFETY: the caller has checked that the buffer has as many rows. Buffers are written through exclusive
+            // borrows only.
             unsafe {
                 let place = from.memory.as_ptr().add(index * from.pitch);
                 std::ptr::copy_nonoverlapping(place, row.as_mut_ptr(), row.len());

@@ -1,111 +1,131 @@
 //! The rows of a sum: what is added to a product, or to what has come, in the order that the schedule says.
 
-use std::marker::PhantomData;
-use std::ops::Range;
-
-use super::matmul::grown;
+use super::matrices::BoundMatrices;
+use super::scratch::{SumScratch, grown};
 use crate::element::{DType, Float};
-use crate::schedule::{Activation, Addend, Bias, MatrixSpec, Residual, Sum};
-
-/// Where a call's matrices lie, by number.
-pub type Places<'a> = &'a [Place];
-
-/// Where a matrix lies; null if the call does without.
-#[derive(Clone, Copy, Debug)]
-pub struct Place {
-    pub ptr: *mut u8,
-    /// Bytes from row to row.
-    pub pitch: usize,
-}
-
-impl Place {
-    pub const NOWHERE: Place = Place {
-        ptr: std::ptr::null_mut(),
-        pitch: 0,
-    };
-
-    /// An element.
-    ///
-    /// # Safety
-    /// The matrix has it, or it is the first behind a row's last.
-    unsafe fn element<T>(self, row: usize, column: usize) -> *mut T {
-        // SAFETY: as this function's.
-        unsafe { self.ptr.add(row * self.pitch).cast::<T>().add(column) }
-    }
-
-    /// A part of the matrix.
-    ///
-    /// # Safety
-    /// The matrix holds it, is of this type and aligned for it; nobody writes it while it is used.
-    pub unsafe fn part<'a, T>(self, rows: Range<usize>, columns: Range<usize>) -> Rows<'a, T> {
-        Rows {
-            // SAFETY: as this function's.
-            first: unsafe { self.element(rows.start, columns.start) },
-            pitch: self.pitch,
-            rows: rows.len(),
-            columns: columns.len(),
-            values: PhantomData,
-        }
-    }
-}
-
-/// Rows of a matrix, or a part of each, that nobody writes meanwhile.
-#[derive(Clone, Copy)]
-pub struct Rows<'a, T> {
-    first: *const T,
-    /// Bytes from row to row.
-    pitch: usize,
-    pub rows: usize,
-    pub columns: usize,
-    values: PhantomData<&'a [T]>,
-}
-
-impl<'a, T> Rows<'a, T> {
-    /// A row; none behind the last.
-    pub fn get(&self, row: usize) -> Option<&'a [T]> {
-        if row >= self.rows {
-            return None;
-        }
-        // SAFETY: who made this has said that the row is there.
-        unsafe {
-            let first = self.first.byte_add(row * self.pitch);
-            Some(std::slice::from_raw_parts(first, self.columns))
-        }
-    }
-}
-
-/// A thread's memory, kept from row to row.
-#[derive(Debug, Default)]
-pub struct Scratch {
-    total: Vec<f32>,
-    wide: Vec<f32>,
-    /// Room for rounded elements of any type.
-    rounded: Vec<f32>,
-}
-
-impl Scratch {
-    /// Each has as many as a sum has columns, at most.
-    pub fn vectors(&mut self) -> [&mut Vec<f32>; 3] {
-        let Scratch {
-            total,
-            wide,
-            rounded,
-        } = self;
-        [total, wide, rounded]
-    }
-}
+use crate::schedule::{Activation, Addend, Bias, Residual, Sum};
 
 /// Columns of a sum, as they lie in the call's matrices.
 #[derive(Clone, Copy)]
 pub struct Columns<'a> {
     pub sum: &'a Sum,
-    pub matrices: &'a [MatrixSpec],
-    pub places: Places<'a>,
+    pub matrices: &'a BoundMatrices<'a>,
     pub begin: usize,
     pub length: usize,
 }
 
 impl Columns<'_> {
+    /// Makes row `row` of the sum, of addends of this type. `product`: as it was multiplied; it is not needed any more
+    /// then. `up`: what the activated gate is multiplied with.
+    ///
+    /// # Safety
+    /// As [`Columns::row`] for all that is added; and nobody else touches these columns of the row that is written.
+    pub unsafe fn store<T: Float>(
+        &self,
+        scratch: &mut SumScratch,
+        row: usize,
+        product: &mut [f32],
+        up: Option<&[f32]>,
+    ) {
+        let out = self.sum.out;
+        let activation = self.sum.activation;
+        // SAFETY: as this function's.
+        unsafe {
+            let total = match self.sum.addends.is_empty() {
+                true => product,
+                false => self.add_up::<T>(scratch, row, product),
+            };
+            let bias_of_up = self.add_bias::<T>(total, up.is_some());
+            if activation != Activation::Identity {
+                total.iter_mut().for_each(|x| *x = activation.apply(*x));
+            }
+            if let Some(up) = up {
+                multiply_by(total, up, bias_of_up);
+            }
+            self.add_residual::<T>(total, row);
+            match self.matrices.spec(out).dtype {
+                DType::F32 => self.round::<f32>(row, total),
+                _ => self.round::<T>(row, total),
+            }
+        }
+    }
+
+    /// The addends' sum, in their order; the product is rounded before it is added.
+    ///
+    /// # Safety
+    /// As [`Columns::store`].
+    unsafe fn add_up<'s, T: Float>(
+        &self,
+        scratch: &'s mut SumScratch,
+        row: usize,
+        product: &[f32],
+    ) -> &'s mut [f32] {
+        let total = grown(&mut scratch.total, self.length);
+        let wide = grown(&mut scratch.wide, self.length);
+        let rounded = &mut scratch.rounded;
+        for (index, addend) in self.sum.addends.iter().enumerate() {
+            match *addend {
+                Addend::Product => {
+                    let room = (self.length * size_of::<T>()).div_ceil(size_of::<f32>());
+                    let room = bytemuck::cast_slice_mut(grown(rounded, room));
+                    let rounded: &mut [T] = &mut room[..self.length];
+                    T::round(product, rounded);
+                    T::widen(rounded, wide);
+                }
+                Addend::Rows { matrix, first } => {
+                    // SAFETY: as this function's.
+                    T::widen(unsafe { self.row(matrix, first + row, 0) }, wide);
+                }
+            }
+            match index {
+                0 => total.copy_from_slice(wide),
+                _ => add(total, wide.iter().copied()),
+            }
+        }
+        total
+    }
+
+    /// Adds the bias, if the call has one. Returns that of the up projection, which lies behind it, if there is one.
+    ///
+    /// # Safety
+    /// As [`Columns::row`].
+    unsafe fn add_bias<T: Float>(&self, total: &mut [f32], gated: bool) -> Option<&[T]> {
+        let Bias { matrix, first } = self.sum.bias.filter(|bias| self.is_bound(bias.matrix))?;
+        // SAFETY: as this function's.
+        let bias = unsafe { self.row::<T>(matrix, 0, first) };
+        add(total, bias.iter().map(|bias| bias.to_f32()));
+        let behind = first + self.matrices.spec(self.sum.out).columns;
+        // SAFETY: as this function's.
+        gated.then(|| unsafe { self.row(matrix, 0, behind) })
+    }
+
+    /// Adds the residual, if the call has one.
+    ///
+    /// # Safety
+    /// As [`Columns::row`].
+    unsafe fn add_residual<T: Float>(&self, total: &mut [f32], row: usize) {
+        let residual = self.sum.residual;
+        if let Some(Residual { matrix, first }) = residual.filter(|r| self.is_bound(r.matrix)) {
+            // SAFETY: as this function's.
+            let residual = unsafe { self.row::<T>(matrix, first + row, 0) };
+            add(total, residual.iter().map(|residual| residual.to_f32()));
+        }
+    }
+
+    /// Writes row `row` of the output.
+    ///
+    /// # Safety
+    /// As [`Columns::store`], and the output is of this type.
+    unsafe fn round<T: Float>(&self, row: usize, total: &[f32]) {
+        // SAFETY: as this function's.
+        let to = unsafe {
+            let place = self.matrices.place(self.sum.out);
+            let first = place.element::<T>(self.sum.first + row, self.begin);
+            std::slice::from_raw_parts_mut(first, self.length)
+        };
+        T::round(total, to);
+    }
+
     /// These columns of a row of a matrix, counted from the `first` of its columns.
     ///
     /// # Safety
@@ -114,108 +134,21 @@ impl Columns<'_> {
         let begin = first + self.begin;
         // SAFETY: as this function's; any bits are a valid float.
         unsafe {
-            let first = self.places[matrix].element::<T>(row, begin);
+            let first = self.matrices.place(matrix).element::<T>(row, begin);
             std::slice::from_raw_parts(first, self.length)
         }
     }
 
-    /// Makes row `row` of the sum, of addends of this type. `product`: as it was multiplied; it is not needed any more then. `times`: what
-    /// the function of a gate is multiplied with.
-    ///
-    /// # Safety
-    /// As [`Columns::row`] for all that is added; and nobody else touches these columns of the row that is written.
-    pub unsafe fn store<T: Float>(
-        &self,
-        scratch: &mut Scratch,
-        row: usize,
-        product: &mut [f32],
-        times: Option<&[f32]>,
-    ) {
-        let Scratch {
-            total,
-            wide,
-            rounded,
-        } = scratch;
-        let Sum {
-            out,
-            first,
-            ref addends,
-            bias,
-            activation,
-            residual,
-        } = *self.sum;
-        let is_bound = |matrix: usize| !self.places[matrix].ptr.is_null();
-        let total = match addends.is_empty() {
-            true => product,
-            false => {
-                let (total, wide) = (grown(total, self.length), grown(wide, self.length));
-                for (index, addend) in addends.iter().enumerate() {
-                    match *addend {
-                        Addend::Product => {
-                            rounded.resize(
-                                (self.length * size_of::<T>()).div_ceil(size_of::<f32>()),
-                                0.0,
-                            );
-                            let rounded: &mut [T] =
-                                &mut bytemuck::cast_slice_mut(rounded)[..self.length];
-                            T::round(product, rounded);
-                            T::widen(rounded, wide);
-                        }
-                        Addend::Rows { matrix, first } => {
-                            // SAFETY: as this function's.
-                            T::widen(unsafe { self.row(matrix, first + row, 0) }, wide);
-                        }
-                    }
-                    match index {
-                        0 => total.copy_from_slice(wide),
-                        _ => add(total, wide.iter().copied()),
-                    }
-                }
-                total
-            }
-        };
-        let bias = bias.filter(|bias| is_bound(bias.matrix));
-        // SAFETY: as this function's.
-        let bias = bias.map(|Bias { matrix, first }| unsafe {
-            let behind = first + self.matrices[out].columns;
-            let times = times.map(|_| self.row::<T>(matrix, 0, behind));
-            (self.row::<T>(matrix, 0, first), times)
-        });
-        if let Some((bias, _)) = bias {
-            add(total, bias.iter().map(|bias| bias.to_f32()));
-        }
-        if activation != Activation::Identity {
-            total.iter_mut().for_each(|x| *x = activation.apply(*x));
-        }
-        if let Some(times) = times {
-            let of_times = bias.and_then(|(_, of_times)| of_times);
-            for (column, (total, times)) in total.iter_mut().zip(times).enumerate() {
-                *total *= times + of_times.map_or(0.0, |bias| bias[column].to_f32());
-            }
-        }
-        if let Some(Residual { matrix, first }) = residual.filter(|r| is_bound(r.matrix)) {
-            // SAFETY: as this function's.
-            let residual = unsafe { self.row::<T>(matrix, first + row, 0) };
-            add(total, residual.iter().map(|residual| residual.to_f32()));
-        }
-        // SAFETY: as this function's.
-        unsafe {
-            match self.matrices[out].dtype {
-                DType::F32 => self.round::<f32>(first + row, total),
-                _ => self.round::<T>(first + row, total),
-            }
-        }
+    /// Whether the call has the matrix.
+    fn is_bound(&self, matrix: usize) -> bool {
+        self.matrices.place(matrix).is_bound()
     }
+}
 
-    /// # Safety
-    /// As [`Columns::store`], and the output is of this type.
-    unsafe fn round<T: Float>(&self, row: usize, total: &[f32]) {
-        // SAFETY: as this function's.
-        let to = unsafe {
-            let first = self.places[self.sum.out].element::<T>(row, self.begin);
-            std::slice::from_raw_parts_mut(first, self.length)
-        };
-        T::round(total, to);
+/// Multiplies with the up projection, its bias added.
+fn multiply_by<T: Float>(total: &mut [f32], up: &[f32], bias: Option<&[T]>) {
+    for (column, (total, up)) in total.iter_mut().zip(up).enumerate() {
+        *total *= up + bias.map_or(0.0, |bias| bias[column].to_f32());
     }
 }
 

@@ -1,0 +1,149 @@
+//! Where the matrices of a call lie.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use super::Host;
+use crate::backend::sealed::Bound;
+use crate::schedule::{Extent, MatrixSpec, Region};
+
+/// The most matrices of a schedule.
+pub const MAX_MATRICES: usize = 12;
+
+/// The matrices of a call, by number. Threads share it; the protocol says who may touch which rows when.
+pub struct BoundMatrices<'a> {
+    rank: usize,
+    specs: &'a [MatrixSpec],
+    bound: &'a [Bound<'a, Host>],
+    own: [MatrixPlace; MAX_MATRICES],
+}
+
+// SAFETY: the pointers are to memory that the call borrows while the threads use it: what is only read shared, what is
+// written exclusively and in disjoint parts; symmetric memory as the protocol says.
+unsafe impl Sync for BoundMatrices<'_> {}
+
+impl<'a> BoundMatrices<'a> {
+    pub fn new(
+        rank: usize,
+        specs: &'a [MatrixSpec],
+        bound: &'a [Bound<'a, Host>],
+    ) -> BoundMatrices<'a> {
+        let mut own = [MatrixPlace::NOWHERE; MAX_MATRICES];
+        for ((place, matrix), spec) in own.iter_mut().zip(bound).zip(specs) {
+            let (first, offset, pitch) = match matrix {
+                Bound::Nothing => continue,
+                Bound::Symmetric(memory) => (memory.own(), 0, spec.row_bytes()),
+                Bound::Part(memory, offset) => (memory.own(), *offset, spec.row_bytes()),
+                Bound::Input(memory, offset) | Bound::Output(memory, offset) => {
+                    (memory.memory.as_ptr(), *offset, memory.pitch)
+                }
+            };
+            // SAFETY: the operation that binds it has checked that it lies within.
+            let ptr = unsafe { first.add(offset) };
+            *place = MatrixPlace { ptr, pitch };
+        }
+        BoundMatrices {
+            rank,
+            specs,
+            bound,
+            own,
+        }
+    }
+
+    pub fn specs(&self) -> &'a [MatrixSpec] {
+        self.specs
+    }
+
+    pub fn spec(&self, matrix: usize) -> &MatrixSpec {
+        &self.specs[matrix]
+    }
+
+    /// Where this rank's memory of a matrix lies.
+    pub fn place(&self, matrix: usize) -> MatrixPlace {
+        self.own[matrix]
+    }
+
+    /// Where a region lies in the memory of `rank`; nowhere if that is a peer's, and peers cannot see the matrix.
+    pub fn region(&self, region: &Region, rank: usize) -> Option<(*mut u8, Extent)> {
+        let spec = self.spec(region.matrix);
+        let own = self.place(region.matrix);
+        // Rows of this rank's own memory may be padded.
+        let (ptr, pitch) = match rank == self.rank {
+            true => (own.ptr, own.pitch),
+            false => {
+                let memory = self.bound[region.matrix].symmetric()?;
+                (memory.of(rank), spec.row_bytes())
+            }
+        };
+        Some((ptr, spec.extent_of(region, pitch)))
+    }
+}
+
+/// Where a matrix lies.
+#[derive(Clone, Copy, Debug)]
+pub struct MatrixPlace {
+    ptr: *mut u8,
+    /// Bytes from row to row.
+    pitch: usize,
+}
+
+impl MatrixPlace {
+    /// Of a matrix that the call does without.
+    const NOWHERE: MatrixPlace = MatrixPlace {
+        ptr: std::ptr::null_mut(),
+        pitch: 0,
+    };
+
+    pub fn is_bound(self) -> bool {
+        !self.ptr.is_null()
+    }
+
+    /// An element.
+    ///
+    /// # Safety
+    /// The matrix has it, or it is the first behind a row's last.
+    pub unsafe fn element<T>(self, row: usize, column: usize) -> *mut T {
+        // SAFETY: as this function's.
+        unsafe { self.ptr.add(row * self.pitch).cast::<T>().add(column) }
+    }
+
+    /// A part of the matrix.
+    ///
+    /// # Safety
+    /// The matrix holds it, is of this type and aligned for it; nobody writes it while it is used.
+    pub unsafe fn part<'a, T>(self, rows: Range<usize>, columns: Range<usize>) -> RowsView<'a, T> {
+        RowsView {
+            // SAFETY: as this function's.
+            first: unsafe { self.element(rows.start, columns.start) },
+            pitch: self.pitch,
+            rows: rows.len(),
+            columns: columns.len(),
+            values: PhantomData,
+        }
+    }
+}
+
+/// Rows of a matrix, or a part of each, that nobody writes meanwhile.
+#[derive(Clone, Copy)]
+pub struct RowsView<'a, T> {
+    first: *const T,
+    /// Bytes from row to row.
+    pitch: usize,
+    pub rows: usize,
+    pub columns: usize,
+    values: PhantomData<&'a [T]>,
+}
+
+impl<'a, T> RowsView<'a, T> {
+    /// A row; none behind the last.
+    pub fn get(&self, row: usize) -> Option<&'a [T]> {
+        if row >= self.rows {
+            return None;
+        }
+        // SAFETY: who made this has said that the row is there.
+        unsafe {
+            let first = self.first.byte_add(row * self.pitch);
+            Some(std::slice::from_raw_parts(first, self.columns))
+        }
+    }
+}

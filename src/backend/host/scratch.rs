@@ -1,0 +1,112 @@
+//! The memory of a worker, kept from tile to tile and from row to row.
+
+use std::collections::TryReserveError;
+
+use crate::schedule::Schedule;
+
+/// The rows of a tile are padded to a multiple of this, which every SIMD width divides: `gemm` then takes the
+/// operands as they are, and packs nothing.
+pub const LANES: usize = 16;
+
+/// Deeper steps `gemm` cuts itself, where depends on the tile's height and width: then a row's bits would too.
+pub const DEEPEST: usize = 512;
+
+/// A worker's memory.
+#[derive(Debug, Default)]
+pub struct WorkerScratch {
+    pub tile: TileScratch,
+    pub sum: SumScratch,
+    /// The up projection that an activated gate is multiplied with: [rows, columns] of a tile.
+    pub up: Vec<f32>,
+}
+
+/// For the product of a tile.
+#[derive(Debug, Default)]
+pub struct TileScratch {
+    /// [depth, padded rows]
+    pub a: Vec<f32>,
+    /// [columns, depth]
+    pub b: Vec<f32>,
+    /// [columns, padded rows]
+    pub sums: Vec<f32>,
+    /// [columns]
+    pub row: Vec<f32>,
+}
+
+/// For a row of a sum: [columns] each.
+#[derive(Debug, Default)]
+pub struct SumScratch {
+    pub total: Vec<f32>,
+    pub wide: Vec<f32>,
+    /// Room for rounded elements of any type.
+    pub rounded: Vec<f32>,
+}
+
+/// How many numbers each vector of a worker's memory holds.
+pub type Lengths = [usize; 8];
+
+impl WorkerScratch {
+    fn vectors(&mut self) -> [&mut Vec<f32>; 8] {
+        let WorkerScratch {
+            tile: TileScratch { a, b, sums, row },
+            sum:
+                SumScratch {
+                    total,
+                    wide,
+                    rounded,
+                },
+            up,
+        } = self;
+        [a, b, sums, row, up, total, wide, rounded]
+    }
+
+    /// What any tile of a schedule needs, and any row of its sums.
+    pub fn needed(schedule: &Schedule) -> Lengths {
+        let mut needed = [0; 8];
+        let mut columns = schedule.reduction().map_or(0, |reduction| reduction.n);
+        if let Some(product) = schedule.product() {
+            let tiles = || schedule.tiles().iter();
+            let rows = tiles().map(|tile| product.rows(tile).len()).max();
+            let widest = tiles().map(|tile| product.columns(tile).len()).max();
+            let (rows, widest) = (rows.unwrap_or(0), widest.unwrap_or(0));
+            let padded = rows.next_multiple_of(LANES);
+            let depth = product.k.min(product.config.tile.k).min(DEEPEST);
+            let up = if product.gated { rows * widest } else { 0 };
+            let of_tile = [depth * padded, widest * depth, widest * padded, widest, up];
+            needed[..5].copy_from_slice(&of_tile);
+            columns = columns.max(widest);
+        }
+        needed[5..].fill(columns);
+        needed
+    }
+
+    /// The bytes that are missing.
+    pub fn missing(&mut self, needed: &Lengths) -> usize {
+        let vectors = self.vectors().into_iter().zip(needed);
+        let missing = vectors.map(|(vector, &needed)| needed.saturating_sub(vector.capacity()));
+        missing.sum::<usize>().saturating_mul(size_of::<f32>())
+    }
+
+    pub fn reserve(&mut self, needed: &Lengths) -> Result<(), TryReserveError> {
+        let mut vectors = self.vectors().into_iter().zip(needed);
+        vectors.try_for_each(|(vector, &needed)| {
+            if needed <= vector.capacity() {
+                return Ok(());
+            }
+            let length = vector.len();
+            vector.try_reserve_exact(needed - length)?;
+            // Written once, so that who asks for memory next sees that it is taken.
+            vector.resize(needed, 0.0);
+            vector.truncate(length);
+            Ok(())
+        })
+    }
+}
+
+/// The first `length` elements, more memory being taken where there is less.
+pub fn grown(memory: &mut Vec<f32>, length: usize) -> &mut [f32] {
+    if memory.len() < length {
+        memory.resize(length, 0.0);
+    }
+    &mut memory[..length]
+}
