@@ -5,8 +5,7 @@ use std::sync::Arc;
 use candle_core::{Module, Result, Tensor};
 
 use crate::failure::Failure;
-use crate::products::Product;
-use crate::ranks::LayerTensors;
+use crate::products::{LayerTensors, Product};
 use crate::tensor_parallel::TensorParallel;
 
 /// A linear layer of which each rank has some columns of the output: rows of the weight.

@@ -1,10 +1,12 @@
 #![doc = include_str!("../README.md")]
 
+mod any_ranks;
 mod device;
 mod error;
 mod failure;
 mod layers;
 mod parameters;
+mod pools;
 mod products;
 mod ranks;
 mod tensor_parallel;

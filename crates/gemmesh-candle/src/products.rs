@@ -3,7 +3,7 @@
 use std::fmt::Debug;
 use std::sync::Arc;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use gemmesh::{
     Activation, AllGatherMatmul, Error, Matmul, MatmulAllReduce, MatmulReduceScatter, Result,
 };
@@ -11,7 +11,23 @@ use gemmesh::{
 use crate::device::{Device, Half};
 use crate::failure::Failure;
 use crate::parameters::{Parameter, Parameters};
-use crate::ranks::{LayerTensors, MAKE, Ranks, Symmetric, lock, own_of, with_leading};
+use crate::pools::{Symmetric, lock};
+use crate::ranks::{Ranks, own_of, with_leading};
+
+/// The collective call in which ranks make a layer.
+pub const MAKE: &str = "a parallel layer";
+
+/// What a layer is made of, of this rank: weights [N, K], and a bias [N] of each or none.
+pub struct LayerTensors {
+    pub weights: Vec<Tensor>,
+    pub biases: Vec<Tensor>,
+}
+
+impl LayerTensors {
+    pub fn dtype(&self) -> DType {
+        self.weights[0].dtype()
+    }
+}
 
 /// What a layer does, whatever its backend and type.
 pub trait Product: Send + Sync + Debug {

@@ -1,43 +1,27 @@
-//! A rank's group, its device and what its layers share, whatever the backend.
+//! A rank's group, its device and what its layers share.
 
-use std::collections::HashMap;
-use std::fmt::Debug;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
-use candle_core::{DType, Device as CandleDevice, Error as CandleError, Tensor};
-use gemmesh::{
-    Error, Group, Result, ShardedMatrix, all_gather, all_reduce, bf16, f16, reduce_scatter,
-};
+use candle_core::{Device as CandleDevice, Error as CandleError, Tensor};
+use gemmesh::{Error, Group, Result, ShardedMatrix, all_gather, all_reduce, reduce_scatter};
 
-use crate::device::{Device, Half, Input, Rows, no_such_dtype};
+use crate::device::{Device, Half, Input, Rows};
 use crate::error::gemmesh_error;
 use crate::failure::Failure;
-use crate::products::{Columns, Product, RowsOfWeight};
+use crate::pools::{Pool, Pools, Symmetric, lock};
 
 /// The ranks of a model. Its symmetric matrices are shared by all layers: their operations follow one another.
 #[derive(Debug)]
 pub struct Ranks<B: Device> {
-    pub bf16: Pool<B, bf16>,
-    pub f16: Pool<B, f16>,
+    pools: Pools<B>,
     place: B::Place,
-    capacity: usize,
+    /// The most tokens of a step.
+    pub capacity: usize,
     /// M of the step.
-    tokens: AtomicUsize,
+    pub tokens: AtomicUsize,
     pub group: Group<B>,
-}
-
-/// Symmetric matrices by their columns.
-pub type Pool<B, T> = Mutex<HashMap<usize, Symmetric<B, T>>>;
-
-/// A symmetric matrix of as many rows as there may be tokens.
-pub type Symmetric<B, T> = Arc<Mutex<ShardedMatrix<B, T>>>;
-
-/// What a layer is made of, of this rank: weights [N, K], and a bias [N] of each or none.
-pub struct LayerTensors {
-    pub weights: Vec<Tensor>,
-    pub biases: Vec<Tensor>,
 }
 
 /// What is exchanged between layers.
@@ -46,33 +30,6 @@ pub enum Collective {
     AllGather,
     ReduceScatter,
     AllReduce,
-}
-
-/// Ranks of any backend.
-pub trait AnyRanks: Send + Sync + Debug {
-    fn rank(&self) -> usize;
-    fn world_size(&self) -> usize;
-    fn capacity(&self) -> usize;
-    fn set_tokens(&self, tokens: usize) -> Result<()>;
-    fn split(&self) -> Vec<usize>;
-    fn barrier(&self) -> Result<()>;
-    fn synchronize(&self) -> Result<()>;
-    fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
-    /// Whether this rank can make a call.
-    fn check(&self) -> Result<()>;
-    /// An error of a call that is not collective: the others are told of it if this rank leaves because of that.
-    fn noted(&self, error: Error) -> Error;
-    /// Tells the ranks that wait for this one in the making of a layer why it does not make one.
-    fn refuse_making(&self, error: &CandleError);
-    /// Column-parallel weights of one input; gated if there are a gate and its up projection.
-    fn columns(
-        self: Arc<Self>,
-        tensors: LayerTensors,
-        gated: bool,
-    ) -> Result<Arc<dyn Product>, Failure>;
-    /// A row-parallel weight.
-    fn rows(self: Arc<Self>, tensors: LayerTensors) -> Result<Arc<dyn Product>, Failure>;
-    fn exchange(&self, collective: Collective, x: &Tensor) -> Result<Tensor, Failure>;
 }
 
 impl<B: Device> Ranks<B> {
@@ -86,8 +43,10 @@ impl<B: Device> Ranks<B> {
             });
         }
         Ok(Ranks {
-            bf16: Pool::default(),
-            f16: Pool::default(),
+            pools: Pools {
+                bf16: Pool::default(),
+                f16: Pool::default(),
+            },
             place: B::place_of(&group, device)?,
             capacity,
             tokens: AtomicUsize::new(capacity),
@@ -119,7 +78,7 @@ impl<B: Device> Ranks<B> {
     }
 
     /// Tells the ranks that wait for this one in `call` of an error of candle's, or of one of gemmesh's that it wraps.
-    fn refuse(&self, call: &'static str, error: &CandleError) {
+    pub fn refuse(&self, call: &'static str, error: &CandleError) {
         let told = gemmesh_error(error).cloned();
         let told = told.unwrap_or_else(|| Error::System {
             rank: Some(self.group.rank()),
@@ -132,7 +91,7 @@ impl<B: Device> Ranks<B> {
     /// The symmetric matrix of so many columns. Collective if there is none yet.
     pub fn symmetric<T: Half>(&self, columns: usize) -> Result<Symmetric<B, T>> {
         self.group.check()?;
-        let mut pool = lock(T::pool(self));
+        let mut pool = lock(T::pool(&self.pools));
         if let Some(matrix) = pool.get(&columns) {
             return Ok(matrix.clone());
         }
@@ -189,7 +148,7 @@ impl<B: Device> Ranks<B> {
         B::enter(&self.group, &self.place)
     }
 
-    fn exchange_typed<T: Half>(
+    pub fn exchange_typed<T: Half>(
         &self,
         collective: Collective,
         x: &Tensor,
@@ -246,113 +205,6 @@ impl<B: Device> Ranks<B> {
     }
 }
 
-impl<B: Device> AnyRanks for Ranks<B> {
-    fn rank(&self) -> usize {
-        self.group.rank()
-    }
-
-    fn world_size(&self) -> usize {
-        self.group.world_size()
-    }
-
-    fn capacity(&self) -> usize {
-        self.capacity
-    }
-
-    fn set_tokens(&self, tokens: usize) -> Result<()> {
-        if tokens > self.capacity {
-            return Err(self.noted(Error::Limit {
-                what: "the tokens of a step".into(),
-                value: tokens,
-                min: 0,
-                max: self.capacity,
-            }));
-        }
-        self.tokens.store(tokens, Ordering::Relaxed);
-        Ok(())
-    }
-
-    fn split(&self) -> Vec<usize> {
-        let m = self.tokens.load(Ordering::Relaxed);
-        self.group.even_rows(m)
-    }
-
-    fn barrier(&self) -> Result<()> {
-        self.group.barrier()
-    }
-
-    fn synchronize(&self) -> Result<()> {
-        self.group.synchronize()
-    }
-
-    fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        self.group.all_gather_bytes(bytes)
-    }
-
-    fn check(&self) -> Result<()> {
-        self.group.check()
-    }
-
-    fn noted(&self, error: Error) -> Error {
-        let noted = self.group.noted::<()>(Err(error.clone()));
-        noted.err().unwrap_or(error)
-    }
-
-    fn refuse_making(&self, error: &CandleError) {
-        self.refuse(MAKE, error);
-    }
-
-    fn columns(
-        self: Arc<Self>,
-        tensors: LayerTensors,
-        gated: bool,
-    ) -> Result<Arc<dyn Product>, Failure> {
-        Ok(match tensors.dtype() {
-            DType::BF16 => Arc::new(Columns::<B, bf16>::new(self, tensors, gated)?),
-            DType::F16 => Arc::new(Columns::<B, f16>::new(self, tensors, gated)?),
-            other => return self.refuse_dtype(MAKE, "weight", other),
-        })
-    }
-
-    fn rows(self: Arc<Self>, tensors: LayerTensors) -> Result<Arc<dyn Product>, Failure> {
-        Ok(match tensors.dtype() {
-            DType::BF16 => Arc::new(RowsOfWeight::<B, bf16>::new(self, tensors)?),
-            DType::F16 => Arc::new(RowsOfWeight::<B, f16>::new(self, tensors)?),
-            other => return self.refuse_dtype(MAKE, "weight", other),
-        })
-    }
-
-    fn exchange(&self, collective: Collective, x: &Tensor) -> Result<Tensor, Failure> {
-        match x.dtype() {
-            DType::BF16 => self.exchange_typed::<bf16>(collective, x),
-            DType::F16 => self.exchange_typed::<f16>(collective, x),
-            other => self.refuse_dtype("a collective", "x", other),
-        }
-    }
-}
-
-impl<B: Device> Ranks<B> {
-    fn refuse_dtype<R>(
-        &self,
-        call: &'static str,
-        argument: &str,
-        dtype: DType,
-    ) -> Result<R, Failure> {
-        self.before(call, || {
-            Err(no_such_dtype(self.group.rank(), argument, dtype).into())
-        })
-    }
-}
-
-/// The collective call in which ranks make a layer.
-pub const MAKE: &str = "a parallel layer";
-
-impl LayerTensors {
-    fn dtype(&self) -> DType {
-        self.weights[0].dtype()
-    }
-}
-
 /// The rows of `rank` among those of all.
 pub fn own_of(split: &[usize], rank: usize) -> Range<usize> {
     let begin = split[..rank].iter().sum();
@@ -363,45 +215,4 @@ pub fn own_of(split: &[usize], rank: usize) -> Range<usize> {
 pub fn with_leading(out: Tensor, x: &Tensor) -> candle_core::Result<Tensor> {
     let leading = x.rank().saturating_sub(2);
     (0..leading).try_fold(out, |out, _| out.unsqueeze(0))
-}
-
-/// A panic while it was held has not left it half-changed: each change is one call.
-pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-#[cfg(test)]
-mod tests {
-    use std::sync::atomic::AtomicBool;
-
-    use gemmesh::Host;
-
-    use super::*;
-
-    #[test]
-    fn m_and_its_split_belong_together_whoever_sets_m_meanwhile() -> Result<()> {
-        const CAPACITY: usize = 64;
-        let rank = |group| {
-            let ranks = Ranks::<Host>::new(group, &CandleDevice::Cpu, CAPACITY)?;
-            let done = AtomicBool::new(false);
-            std::thread::scope(|scope| {
-                let setter = scope.spawn(|| {
-                    while !done.load(Ordering::Relaxed) {
-                        ranks.set_tokens(1)?;
-                        ranks.set_tokens(CAPACITY)?;
-                    }
-                    Ok::<_, Error>(())
-                });
-                let apart = (0..1_000_000).find(|_| {
-                    let (m, split) = ranks.step().expect("the group goes on");
-                    m != split.iter().sum::<usize>()
-                });
-                done.store(true, Ordering::Relaxed);
-                setter.join().expect("the setter ends")?;
-                assert_eq!(apart, None, "the step in which they were apart");
-                Ok(())
-            })
-        };
-        Group::<Host>::threads(1, rank).map(drop)
-    }
 }

@@ -6,10 +6,11 @@ use std::sync::Arc;
 use candle_core::{Device as CandleDevice, Result, Tensor};
 use gemmesh::{Error, Group};
 
+use crate::any_ranks::AnyRanks;
 use crate::device::Device;
 use crate::error;
 use crate::failure::Failure;
-use crate::ranks::{AnyRanks, Collective, Ranks, own_of};
+use crate::ranks::{Collective, Ranks, own_of};
 
 /// This rank among the ranks of a tensor-parallel model: its group, its device, and the tokens of the step. Cheap to clone.
 ///

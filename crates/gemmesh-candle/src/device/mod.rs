@@ -10,7 +10,7 @@ use candle_core::{DType, Device as CandleDevice, Layout, Storage, Tensor, WithDT
 use gemmesh::{Backend, Element, Error, Group, Matrix, Result, ShardedMatrix, bf16, f16};
 
 use crate::failure::Failure;
-use crate::ranks::{Pool, Ranks};
+use crate::pools::{Pool, Pools};
 
 /// A backend of gemmesh that works on candle's tensors: `Host` on those of the CPU, `Cuda` (feature `cuda`) on those of a GPU. Sealed.
 pub trait Device: Backend + Tensors {}
@@ -90,18 +90,18 @@ pub trait Tensors: Backend + Debug {
 /// The types of elements that there are products of: bf16 and f16.
 pub trait Half: Element + WithDType + OnDevice {
     /// The symmetric matrices of this type.
-    fn pool<B: Device>(ranks: &Ranks<B>) -> &Pool<B, Self>;
+    fn pool<B: Backend>(pools: &Pools<B>) -> &Pool<B, Self>;
 }
 
 impl Half for bf16 {
-    fn pool<B: Device>(ranks: &Ranks<B>) -> &Pool<B, bf16> {
-        &ranks.bf16
+    fn pool<B: Backend>(pools: &Pools<B>) -> &Pool<B, bf16> {
+        &pools.bf16
     }
 }
 
 impl Half for f16 {
-    fn pool<B: Device>(ranks: &Ranks<B>) -> &Pool<B, f16> {
-        &ranks.f16
+    fn pool<B: Backend>(pools: &Pools<B>) -> &Pool<B, f16> {
+        &pools.f16
     }
 }
 
@@ -144,32 +144,15 @@ impl<'a> Rows<'a> {
         shape: [usize; 2],
     ) -> Result<Rows<'a>> {
         let rank = group.rank();
-        let unsuitable = |what: &str, found: String, expected: String| Error::Unsuitable {
+        let unsuitable = |unfit: Unfit| Error::Unsuitable {
             rank,
             argument: argument.into(),
-            what: what.into(),
-            expected,
-            found,
+            what: unfit.what.into(),
+            expected: unfit.expected,
+            found: unfit.found,
         };
-        if !B::holds::<T>(place, storage) {
-            let found = match storage {
-                Storage::Cpu(_) => "the CPU",
-                Storage::Cuda(_) => "CUDA, of another GPU or stream",
-                Storage::Metal(_) => "Metal",
-            };
-            let expected = format!("{place:?}, where the group's tensors are");
-            return Err(unsuitable("the device", found.into(), expected));
-        }
-        let expected = <T as WithDType>::DTYPE;
-        if storage.dtype() != expected {
-            let expected = format!("{expected:?}, as of the weight");
-            return Err(unsuitable(
-                "the dtype",
-                format!("{:?}", storage.dtype()),
-                expected,
-            ));
-        }
-        let (dims, strides) = (layout.dims(), layout.stride());
+        check_kind::<B, T>(place, storage).map_err(unsuitable)?;
+        let dims = layout.dims();
         let leading = dims.len().saturating_sub(2);
         if dims[leading..] != shape || dims[..leading].iter().any(|&dim| dim != 1) {
             return Err(Error::Shape {
@@ -180,46 +163,86 @@ impl<'a> Rows<'a> {
             });
         }
         let [rows, columns] = shape;
-        // Of one row, or of none, the stride says nothing.
-        let pitch = match rows {
-            0 | 1 => columns,
-            _ => strides[leading],
-        };
-        if pitch < columns || columns > 1 && strides[leading + 1] != 1 {
-            let expected = format!(
-                "[{columns}, 1], or [more, 1], in elements; Tensor::contiguous makes a copy that is"
-            );
-            return Err(unsuitable(
-                "the strides",
-                format!("{:?}", &strides[leading..]),
-                expected,
-            ));
-        }
-        // A tensor may be made of any storage, whatever its shape.
-        let length = B::length::<T>(storage);
-        let end = match rows {
-            0 => 0,
-            _ => (rows - 1)
-                .saturating_mul(pitch)
-                .saturating_add(columns)
-                .saturating_add(layout.start_offset()),
-        };
-        if end > length {
-            let expected = format!("{end} elements at least, as its shape says");
-            return Err(unsuitable(
-                "the storage",
-                format!("{length} elements"),
-                expected,
-            ));
-        }
-        Ok(Rows {
+        let checked = Rows {
             storage,
             rows,
             columns,
             offset: layout.start_offset(),
-            pitch,
-        })
+            pitch: pitch_of(&layout.stride()[leading..], shape).map_err(unsuitable)?,
+        };
+        let length = B::length::<T>(storage);
+        checked.check_length(length).map_err(unsuitable)?;
+        Ok(checked)
     }
+
+    /// A tensor may be made of any storage, whatever its shape.
+    fn check_length(&self, length: usize) -> Result<(), Unfit> {
+        let end = match self.rows {
+            0 => 0,
+            rows => (rows - 1)
+                .saturating_mul(self.pitch)
+                .saturating_add(self.columns)
+                .saturating_add(self.offset),
+        };
+        if end > length {
+            return Err(Unfit {
+                what: "the storage",
+                found: format!("{length} elements"),
+                expected: format!("{end} elements at least, as its shape says"),
+            });
+        }
+        Ok(())
+    }
+}
+
+/// What of a tensor does not fit.
+struct Unfit {
+    what: &'static str,
+    found: String,
+    expected: String,
+}
+
+/// The device and the dtype.
+fn check_kind<B: Tensors, T: Half>(place: &B::Place, storage: &Storage) -> Result<(), Unfit> {
+    if !B::holds::<T>(place, storage) {
+        let found = match storage {
+            Storage::Cpu(_) => "the CPU",
+            Storage::Cuda(_) => "CUDA, of another GPU or stream",
+            Storage::Metal(_) => "Metal",
+        };
+        return Err(Unfit {
+            what: "the device",
+            found: found.into(),
+            expected: format!("{place:?}, where the group's tensors are"),
+        });
+    }
+    let expected = <T as WithDType>::DTYPE;
+    if storage.dtype() != expected {
+        return Err(Unfit {
+            what: "the dtype",
+            found: format!("{:?}", storage.dtype()),
+            expected: format!("{expected:?}, as of the weight"),
+        });
+    }
+    Ok(())
+}
+
+/// Elements from row to row. Of one row, or of none, the stride says nothing.
+fn pitch_of(strides: &[usize], [rows, columns]: [usize; 2]) -> Result<usize, Unfit> {
+    let pitch = match rows {
+        0 | 1 => columns,
+        _ => strides[0],
+    };
+    if pitch < columns || columns > 1 && strides[1] != 1 {
+        return Err(Unfit {
+            what: "the strides",
+            found: format!("{strides:?}"),
+            expected: format!(
+                "[{columns}, 1], or [more, 1], in elements; Tensor::contiguous makes a copy that is"
+            ),
+        });
+    }
+    Ok(pitch)
 }
 
 /// The error of a type that there are no products of.

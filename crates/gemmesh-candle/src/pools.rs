@@ -1,0 +1,24 @@
+//! Symmetric matrices that a model's layers share.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use gemmesh::{Backend, ShardedMatrix, bf16, f16};
+
+/// Those of each type.
+#[derive(Debug)]
+pub struct Pools<B: Backend> {
+    pub bf16: Pool<B, bf16>,
+    pub f16: Pool<B, f16>,
+}
+
+/// Symmetric matrices by their columns.
+pub type Pool<B, T> = Mutex<HashMap<usize, Symmetric<B, T>>>;
+
+/// A symmetric matrix of as many rows as there may be tokens.
+pub type Symmetric<B, T> = Arc<Mutex<ShardedMatrix<B, T>>>;
+
+/// A panic while it was held has not left it half-changed: each change is one call.
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
