@@ -1,10 +1,10 @@
-//! Matrix products over several GPUs that hide the communication behind the arithmetic: the rows of a sharded matrix are multiplied
-//! while they arrive.
+//! Matrix products over several GPUs that hide the communication behind the arithmetic. The rows of a sharded matrix
+//! are multiplied while they arrive.
 //!
 //! ```
 //! use gemmesh::{Group, Host, all_gather_matmul, bf16};
 //!
-//! // Four ranks, here as threads. As processes: Group::<Host>::from_env()
+//! // Four ranks as threads. Processes join a group by Group::<Host>::from_env().
 //! Group::<Host>::threads(4, |group| {
 //!     let (m, n, k) = (64, 32, 16);
 //!     let mut a = group.sharded::<bf16>(m, k)?; // [M, K]; this rank owns the rows a.rows()
@@ -29,22 +29,22 @@
 //! | use another library's memory | `Matrix::from_device_ptr`, `CudarcMatrix`, [`dlpack`] |
 //! | use a part of a matrix | [`MatrixView`], [`MatrixViewMut`] |
 //! | multiply what other ranks have | [`all_gather_matmul`], [`AllGatherMatmul`] |
-//! | sum what the ranks have multiplied | [`matmul_reduce_scatter`], [`matmul_all_reduce`], [`MatmulReduceScatter`], [`MatmulAllReduce`] |
+//! | sum the ranks' products | [`matmul_reduce_scatter`], [`matmul_all_reduce`], and the builders of the same names |
 //! | multiply on one rank | [`matmul`], [`Matmul`] |
-//! | exchange rows, without a product | [`all_gather`], [`reduce_scatter`], [`all_reduce`], [`all_to_all`], [`broadcast`] |
+//! | move rows, without a product | [`all_gather`], [`reduce_scatter`], [`all_reduce`], [`all_to_all`], [`broadcast`] |
 //! | overlap a kernel of your own | [`all_gather_and_consume`], [`produce_and_reduce_scatter`], [`produce_and_all_to_all`] |
-//! | plan once and run often | [`AllGatherMatmul::prepare`] and its like; [`Prepared`] |
-//! | see or say how a product is cut up | [`Prepared::explain`], [`Explanation`], [`Config`], [`Numerics`] |
+//! | plan once and run often | `prepare` of each builder, such as [`AllGatherMatmul::prepare`]; [`Prepared`] |
+//! | see or choose how a product is cut up | [`Prepared::explain`], [`Explanation`], [`Config`], [`Numerics`] |
 //! | see what happened when | [`Prepared::run_traced`], [`trace`] |
-//! | see who is waited for | [`Group::wait_times`] |
+//! | see which rank the others wait for | [`Group::wait_times`] |
 //! | learn what went wrong | [`Error`] |
 //!
-//! An operation in lower case is the short call; the type of the same name has its options:
+//! Most operations are a function, which is the short call, and a builder of the same name, which has options:
 //!
-//! | | options |
+//! | builder | options |
 //! |---|---|
-//! | every product | bias, activation, weights [K, N], configuration |
-//! | [`AllGatherMatmul`] | several weights, gates, outputs of f32 |
+//! | all of them | bias, activation, weights [K, N], configuration |
+//! | [`AllGatherMatmul`] | several weights, a gate and its up projection, outputs of f32 |
 //! | [`MatmulReduceScatter`] | residual, outputs of f32 |
 //! | [`MatmulAllReduce`] | residual |
 //! | [`Matmul`] | all of these |
@@ -53,12 +53,12 @@
 //!
 //! # Backends
 //!
-//! [`Host`] runs on any machine, on shared memory; a rank is a thread or a process. `Cuda` (feature `cuda`) runs on NVIDIA GPUs of the
-//! Hopper generation; a rank is a process with one GPU, and operations go on a stream and return at once. Both walk the same
-//! schedules and return the same errors.
+//! [`Host`] runs on any machine, on shared memory. A rank is a thread or a process. `Cuda` (feature `cuda`) runs on
+//! NVIDIA GPUs of the Hopper generation. A rank is a process with one GPU, and operations go on a stream and return at
+//! once. Both walk the same schedules and return the same errors.
 //!
-//! On GPUs the kernels of all ranks wait for one another. The documentation of `Cuda` says what that asks of other kernels on the same
-//! GPUs, under *Pushed rows and other kernels*.
+//! On GPUs the kernels of all ranks wait for one another. The documentation of `Cuda` has the rules for other kernels
+//! on the same GPUs, under *Pushed rows and other kernels*.
 //!
 //! # Features
 //!
@@ -66,16 +66,17 @@
 //! |---|---|---|
 //! | `timeline` (default) | draws traces as SVG | |
 //! | `cuda` | the backend `Cuda` | nvcc to build, or `GEMMESH_NO_KERNELS=1` to check; the driver is loaded at run time |
-//! | `cudarc` | cudarc 0.19's slices, streams and events as matrices' memory: `CudarcMatrix` | as `cuda` |
-//! | `cust` | cust 0.3's buffers and streams likewise: `Matrix::from_cust` | as `cuda`, and a toolkit that cust finds (`CUDA_LIBRARY_PATH`) |
+//! | `cudarc` | matrices in cudarc 0.19's slices, on its streams, with its events: `CudarcMatrix` | as `cuda` |
+//! | `cust` | matrices in cust 0.3's buffers, on its streams: `Matrix::from_cust` | as `cuda`, and a toolkit in `CUDA_LIBRARY_PATH` |
 //! | `nvtx` | names operations in NVIDIA's profilers | libclang and a C compiler |
 //! | `mpi` | finds the ranks over an MPI communicator | an MPI library and libclang |
 //! | `bindgen` | compares the kernels' header with its Rust side in the tests | libclang |
 //!
 //! # More
 //!
-//! The repository has a user's guide (`docs/guide.md`), pages on GPUs, tuning, results and the protocol (`docs/`), and examples of a page
-//! each (`examples/`).
+//! The repository has a user's guide (`docs/guide.md`), pages on GPUs, tuning, results and the protocol (`docs/`), and
+//! examples of a page each (`examples/`).
+#![cfg_attr(docsrs, feature(doc_cfg))]
 // loom explores the protocol alone.
 #![cfg_attr(loom, allow(dead_code))]
 
@@ -100,8 +101,6 @@ mod explanation;
 #[cfg(not(loom))]
 mod group;
 #[cfg(not(loom))]
-mod interop;
-#[cfg(not(loom))]
 mod matrix;
 #[cfg(not(loom))]
 mod ops;
@@ -112,6 +111,10 @@ mod ranks;
 mod resources;
 #[cfg(not(loom))]
 pub mod trace;
+
+// Last, so that the page of `Group` ends with raw streams: rustdoc shows `impl` blocks in the order of the modules.
+#[cfg(not(loom))]
+mod interop;
 
 pub use element::{DType, Element, Float, Value, bf16, f16};
 pub use error::{Error, Result};
@@ -137,14 +140,16 @@ pub use {
 };
 
 #[cfg(all(feature = "cudarc", not(loom)))]
+#[cfg_attr(docsrs, doc(cfg(feature = "cudarc")))]
 pub use interop::cudarc::{CudarcMatrix, CudarcMatrixMut};
 #[cfg(all(feature = "cuda", not(loom)))]
+#[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
 pub use {backend::Cuda, interop::stream::StreamGuard};
 
 #[cfg(not(loom))]
 #[doc(hidden)]
 pub mod testing {
-    //! What only the tests and benchmarks of this library use.
+    //! Items for this library's own tests and benchmarks.
     pub use crate::backend::KEPT_PROGRAMS;
     pub use crate::backend::delay_chunks;
     #[cfg(feature = "cuda")]
@@ -160,8 +165,8 @@ pub mod testing {
 
 #[cfg(fuzzing)]
 pub mod fuzzing {
-    //! What reads bytes that others wrote, for the targets in fuzz/. Each has a `parse`, which must not panic, and `seeds`,
-    //! which the library's own code writes.
+    //! Parsers of bytes from other processes, for the targets in fuzz/. Each module has a `parse`, which must not
+    //! panic, and `seeds`, which are valid inputs.
     #[cfg(feature = "cuda")]
     pub use crate::backend::{peer, winners};
     pub use crate::ranks::env::fuzzing as environment;
@@ -171,7 +176,7 @@ pub mod fuzzing {
     pub use crate::trace::fuzzing as trace;
 }
 
-/// The code in these pages runs as tests.
+/// The code of these pages runs as tests.
 #[cfg(all(doctest, not(loom)))]
 mod pages {
     #[doc = include_str!("../README.md")]

@@ -1,4 +1,4 @@
-//! How a group is made.
+//! Options of a group, and how it is opened.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -14,13 +14,25 @@ use crate::schedule::Numerics;
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::limits::limit;
 
-/// How long a rank waits for another before it gives up, unless the builder says otherwise.
+/// How long a rank waits for another before it gives up, unless [`Builder::timeout`] says otherwise.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Any longer one is for ever, and still a time that can be added to another.
+/// A longer timeout is cut to this one, which can still be added to a time.
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(1 << 32);
 
-/// Options of a group, for [`Group::builder`].
+/// Options of a group, made by [`Group::builder`].
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use gemmesh::{Group, Host, Numerics};
+///
+/// let options = Group::<Host>::builder()
+///     .timeout(Duration::from_secs(5))
+///     .numerics(Numerics::Invariant);
+/// options.threads(2, |group| group.barrier())?;
+/// # Ok::<(), gemmesh::Error>(())
+/// ```
 #[derive(Debug)]
 #[must_use = "there is no group before ranks have met"]
 pub struct Builder<B: Backend> {
@@ -34,7 +46,7 @@ pub struct Builder<B: Backend> {
 }
 
 impl<B: Backend> Builder<B> {
-    /// The defaults.
+    /// Default options.
     pub(super) fn new() -> Builder<B> {
         Builder {
             timeout: DEFAULT_TIMEOUT,
@@ -47,35 +59,37 @@ impl<B: Backend> Builder<B> {
         }
     }
 
-    /// How long a rank waits for another, in any call, before it gives up; what the other multiplies meanwhile, to send it, counts
-    /// too. [`DEFAULT_TIMEOUT`] if not given.
+    /// How long a rank waits for another in any call before it gives up. The default is [`DEFAULT_TIMEOUT`].
+    ///
+    /// The time in which the other rank multiplies what it will send counts too.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout.min(LONGEST_TIMEOUT);
         self
     }
 
-    /// How many threads a rank multiplies with on the host backend. If not given, the ranks share the cores.
+    /// How many threads a rank multiplies with on the host backend. By default the ranks share the cores.
     pub fn workers(mut self, workers: usize) -> Self {
         self.workers = Some(workers);
         self
     }
 
-    /// Makes each rank of the host backend copy no faster than `bytes_per_second`. In one machine's memory a gather costs next to
-    /// nothing; between GPUs it does not, and this shows what that changes. Products are as fast as before. Other backends have
-    /// links of their own.
+    /// Makes each rank of the host backend copy no faster than `bytes_per_second`, as over a link between GPUs.
+    ///
+    /// Within one machine's memory a gather costs almost nothing. With this option the host backend shows what
+    /// overlapping gains between GPUs. Products are as fast as before. The CUDA backend ignores it.
     pub fn link(mut self, bytes_per_second: usize) -> Self {
         self.link = Some(bytes_per_second);
         self
     }
 
-    /// What the bits of products may depend on. [`Numerics::Fast`] if not given.
+    /// What the bits of products may depend on. The default is [`Numerics::Fast`].
     pub fn numerics(mut self, numerics: Numerics) -> Self {
         self.numerics = numerics;
         self
     }
 
-    /// The GPU of this rank on the CUDA backend, as an ordinal among those visible to this process. If not given,
-    /// the ranks take the visible ones in turn.
+    /// The GPU of this rank on the CUDA backend, as an ordinal among those visible to this process. By default the
+    /// ranks take the visible GPUs in turn.
     pub fn device(mut self, ordinal: usize) -> Self {
         self.device = Some(ordinal);
         self
@@ -97,7 +111,7 @@ impl<B: Backend> Builder<B> {
         }
     }
 
-    /// As [`Group::from_env`].
+    /// [`Group::from_env`] with these options.
     ///
     /// # Errors
     /// As [`Group::from_env`].
@@ -116,7 +130,7 @@ impl<B: Backend> Builder<B> {
         group
     }
 
-    /// As [`Group::connect`].
+    /// [`Group::connect`] with these options.
     ///
     /// # Errors
     /// As [`Group::connect`].
@@ -124,7 +138,7 @@ impl<B: Backend> Builder<B> {
         self.connect_speaking(rank, world, address, rendezvous::PROTOCOL_VERSION)
     }
 
-    /// As [`Builder::connect`], as a build of another protocol version would, for tests.
+    /// [`Builder::connect`] as a build of protocol version `version`, for tests.
     #[doc(hidden)]
     pub fn connect_speaking(
         self,
@@ -157,7 +171,7 @@ impl<B: Backend> Builder<B> {
         Group::open(rendezvous::meet_speaking(&identity, version)?, &self)
     }
 
-    /// As [`Group::threads`].
+    /// [`Group::threads`] with these options.
     ///
     /// # Errors
     /// As [`Group::threads`].

@@ -1,4 +1,4 @@
-//! Groups: the ranks that multiply together.
+//! A group: the ranks that multiply together, and what they share.
 
 mod builder;
 #[cfg(feature = "mpi")]
@@ -27,13 +27,11 @@ use crate::resources::require_available;
 use crate::schedule::plan::tile_order;
 use crate::schedule::{Agreed, Config, Numerics, Planner, Problem, Schedule};
 
-/// This rank's membership of a group of ranks, which all make the same collective calls in the same
-/// order: calls of several threads of a rank have no order, unless the program gives them one. An operation waits for
-/// those of other threads to return, but no longer than the group's timeout ([`Error::Busy`]). Cheap to clone; the
-/// group ends when its last clone, matrix and prepared product are dropped.
+/// This rank's membership of a group of ranks that multiply together.
 ///
-/// It belongs to the process that made it. In a fork of that, calls return [`Error::Forked`], and dropping it does
-/// nothing.
+/// [`Group::from_env`] joins the group of a launcher's processes, [`Group::connect`] the group of the processes that
+/// give the same address, and [`Group::threads`] runs the ranks as threads. [`Group::builder`] has options. A group
+/// makes matrices ([`Group::sharded`], [`Group::upload`], [`Group::zeros`]); operations take them.
 ///
 /// ```
 /// use gemmesh::{Group, Host, all_gather_matmul, bf16};
@@ -53,6 +51,13 @@ use crate::schedule::{Agreed, Config, Numerics, Planner, Problem, Schedule};
 /// })?;
 /// # Ok::<(), gemmesh::Error>(())
 /// ```
+///
+/// All ranks make the same collective calls in the same order. If several threads of a rank make them, the program must
+/// order them. A call waits until the operations of other threads have returned, at most for the group's timeout
+/// ([`Error::Busy`]).
+///
+/// A group is cheap to clone. It ends when its last clone, matrix and prepared call have been dropped. It belongs to
+/// the process that made it: in a fork, calls return [`Error::Forked`], and dropping the group does nothing.
 pub struct Group<B: Backend> {
     inner: Arc<Own<Inner<B>>>,
 }
@@ -64,19 +69,20 @@ pub(crate) struct Inner<B: Backend> {
     numerics: Numerics,
     /// Held while an operation runs.
     state: Turns<State<B>>,
-    /// Programs that are not kept any longer. To drop one takes the host a tenth of planning another, so they go while it waits anyway.
+    /// Programs that are no longer kept. Dropping one takes a tenth of the time of planning one, so they are dropped
+    /// while the host waits anyway.
     evicted: Mutex<Vec<Kept<B>>>,
-    /// The memory of partial sums, and its bytes: what the largest operation so far needed. Its next ones use it too.
-    /// Held while more is made: not for ever, for ranks that wait for one another in that have deadlines, and call no
-    /// function of the caller's.
+    /// The memory of partial sums, and its bytes: as much as the largest operation so far needed. Later operations use
+    /// it too. The lock is held while more is made. It is not held for ever, because ranks that wait for one another
+    /// there have deadlines and call no function of the caller's.
     partials: Mutex<Option<(Arc<B::Symmetric>, usize)>>,
-    /// How many sharded matrices the group has made. Held while one is made, so that two threads of a rank number theirs
-    /// in the order in which the ranks have met for them. As `partials`, it is not held for ever.
+    /// How many sharded matrices the group has made. The lock is held while one is made, so that two threads of a rank
+    /// number theirs in the order in which the ranks meet for them. As with `partials`, it is not held for ever.
     matrices: Mutex<u32>,
 }
 
 impl<B: Backend> Inner<B> {
-    /// What `make` makes in a collective call, and its number.
+    /// Makes a sharded matrix in a collective call, and numbers it.
     pub fn numbered<R>(&self, make: impl FnOnce() -> Result<R>) -> Result<(R, u32)> {
         // A panic while it was held has not left it half-changed.
         let mut matrices = self.matrices.lock().unwrap_or_else(PoisonError::into_inner);
@@ -89,7 +95,7 @@ impl<B: Backend> Inner<B> {
 
 impl<B: Backend> Drop for Inner<B> {
     fn drop(&mut self) {
-        // Before what may wait for the others, who may be waiting for this rank.
+        // First: closing may wait for ranks that wait for this one.
         self.members.report_panic();
         self.backend.close(&self.members);
     }
@@ -99,9 +105,9 @@ struct State<B: Backend> {
     /// The next operation.
     epoch: Epoch,
     programs: LruCache<(Problem, Option<Config>), Kept<B>>,
-    /// What graphs run.
+    /// The programs that captured graphs run.
     recorded: Vec<Arc<B::Program>>,
-    /// The partials of operations that are.
+    /// The partial sums of captured operations.
     recorded_partials: Vec<Arc<B::Symmetric>>,
 }
 
@@ -110,7 +116,7 @@ thread_local! {
     static CALLBACKS: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Bytes of tiles that are not there without notice.
+/// A list of tiles of more bytes than this is asked for before it is made.
 const LONG_LIST: usize = 1 << 20;
 
 /// A program for the short calls.
@@ -120,42 +126,79 @@ struct Kept<B: Backend> {
 }
 
 impl<B: Backend> Group<B> {
-    /// What varies of a group: deadlines, threads of a rank, its GPU.
+    /// Options of a group: timeout, numerics, threads of a rank, its GPU.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    ///
+    /// use gemmesh::{Group, Host};
+    ///
+    /// let builder = Group::<Host>::builder().timeout(Duration::from_secs(10));
+    /// builder.threads(2, |group| group.barrier())?;
+    /// # Ok::<(), gemmesh::Error>(())
+    /// ```
     pub fn builder() -> Builder<B> {
         Builder::new()
     }
 
-    /// The group that the launcher of this process describes in the environment: [`launch`](crate::launch), torchrun,
-    /// Open MPI's mpirun, srun, or mpiexec of a PMI implementation. Of a launcher that started another, as srun does
-    /// mpiexec's agents, the inner one counts.
+    /// Joins the group that this process's launcher describes in the environment.
+    ///
+    /// The launchers are [`launch`](crate::launch), torchrun, Open MPI's mpirun, srun, and mpiexec of a PMI
+    /// implementation. If one launcher has started another, as srun starts mpiexec's agents, the inner one counts.
+    ///
+    /// ```no_run
+    /// use gemmesh::{Group, Host};
+    ///
+    /// let group = Group::<Host>::from_env()?;
+    /// println!("rank {} of {}", group.rank(), group.world_size());
+    /// # Ok::<(), gemmesh::Error>(())
+    /// ```
     ///
     /// # Errors
-    /// [`Error::Environment`] names the variables that are missing, [`Error::EnvironmentValue`] one that can't be used; else
-    /// as [`Group::connect`].
+    /// [`Error::Environment`] names the variables that are missing, and [`Error::EnvironmentValue`] one that cannot be
+    /// used. All other errors are those of [`Group::connect`].
     pub fn from_env() -> Result<Group<B>> {
         Builder::new().from_env()
     }
 
-    /// The group of `world` processes on this host that give the same `address`, any text; `rank` is this one. The
-    /// processes must be the same user's and share a network namespace; other namespaces may differ. Who can guess
-    /// the address can keep the ranks from meeting, but not take part: see "Who can join" in the guide.
+    /// Joins, as `rank`, the group of `world` processes on this host that give the same `address`, which is any text.
+    ///
+    /// The processes must belong to one user and share a network namespace; all other namespaces may differ. Whoever
+    /// can guess the address can keep the ranks from meeting, but cannot take part: see "Who can join" in the guide.
+    ///
+    /// ```
+    /// use gemmesh::{Group, Host};
+    ///
+    /// let address = format!("example {}", std::process::id());
+    /// let group = Group::<Host>::connect(0, 1, &address)?;
+    /// assert_eq!(group.world_size(), 1);
+    /// # Ok::<(), gemmesh::Error>(())
+    /// ```
     ///
     /// # Errors
-    /// On every rank that comes: [`Error::RanksMissing`], [`Error::DuplicateRank`], [`Error::Mismatch`]; and
-    /// what the backend needs and does not find. [`Error::AddressTaken`] if other processes are in the way,
-    /// [`Error::UnknownUser`] if the system does not tell whose a process is.
+    /// On every rank that comes: [`Error::RanksMissing`], [`Error::DuplicateRank`], [`Error::Mismatch`], and errors of
+    /// a backend that does not find what it needs. [`Error::AddressTaken`] if other processes hold the address,
+    /// [`Error::UnknownUser`] if the system does not say which user a process belongs to.
     pub fn connect(rank: usize, world: usize, address: &str) -> Result<Group<B>> {
         Builder::new().connect(rank, world, address)
     }
 
-    /// Runs `f` as `world` ranks on as many threads, and returns their results by rank.
+    /// Runs `f` on `world` threads, each of which is a rank, and returns the results by rank.
+    ///
+    /// ```
+    /// use gemmesh::{Error, Group, Host};
+    ///
+    /// let ranks = Group::<Host>::threads(3, |group| Ok::<_, Error>(group.rank()))?;
+    /// assert_eq!(ranks, [0, 1, 2]);
+    /// # Ok::<(), Error>(())
+    /// ```
     ///
     /// # Errors
-    /// The error of the rank that failed first. A rank that fails should return: those who wait for it then get its
-    /// error, in words, as [`Error::ProgramFailed`], or as what it is if this library made it.
+    /// The error of the rank that failed first. If `f` returns an error, the ranks that wait for this one get it: as it
+    /// is if this library made it, else as the words of an [`Error::ProgramFailed`].
     ///
     /// # Panics
-    /// If `f` does on some rank, once all ranks have ended.
+    /// If `f` panics on a rank. All ranks have ended then.
     pub fn threads<T, E>(
         world: usize,
         f: impl Fn(Group<B>) -> Result<T, E> + Sync,
@@ -167,6 +210,137 @@ impl<B: Backend> Group<B> {
         Builder::new().threads(world, f)
     }
 
+    /// This rank's number, from 0 to `world_size() - 1`.
+    pub fn rank(&self) -> usize {
+        self.inner.members.rank
+    }
+
+    /// The number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.inner.members.world
+    }
+
+    /// Waits until all operations of this rank are complete.
+    ///
+    /// # Errors
+    /// The failure of an operation, if it has not been reported yet.
+    pub fn synchronize(&self) -> Result<()> {
+        self.check()?;
+        let _range = range(|| "gemmesh synchronize".into());
+        let evicted = std::mem::take(&mut *self.evicted());
+        drop(evicted);
+        self.noted(self.inner.backend.synchronize(&self.inner.members))
+    }
+
+    /// Waits until every rank has called it. Collective.
+    ///
+    /// # Errors
+    /// The group's failure.
+    pub fn barrier(&self) -> Result<()> {
+        self.refuse_misplaced()?;
+        self.inner.members.barrier()
+    }
+
+    /// Sends `bytes` to every rank, and returns what each rank sent, by rank. Collective.
+    ///
+    /// It is for small messages, because all of them go through rank 0.
+    ///
+    /// ```
+    /// use gemmesh::{Error, Group, Host};
+    ///
+    /// Group::<Host>::threads(2, |group| {
+    ///     let sent = group.all_gather_bytes(&[group.rank() as u8])?;
+    ///     assert_eq!(sent, [[0], [1]]);
+    ///     Ok::<_, Error>(())
+    /// })?;
+    /// # Ok::<_, Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Limit`] if a rank sends more than its part of 256 MiB; the group's failure.
+    pub fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.gather_bytes("all_gather_bytes()", bytes)
+    }
+
+    /// How long this rank has waited for each other rank in operations since the group was opened, by rank.
+    ///
+    /// It counts waits for a rank to begin an operation, for the data that it moves, and for it to be done. Compare two
+    /// readings: all ranks wait for a late rank. A rank that others wait for may be waiting too, for example to push to
+    /// a late rank first. The late rank is the one that has waited for nobody.
+    ///
+    /// On the host a wait counts if it lasts some microseconds. On GPUs a thread looks at an operation that has waited
+    /// for 100 ms, and then ten times a second. It does not see shorter waits, nor the rest of longer ones. Calls in
+    /// which ranks meet, such as [`Group::barrier`], do not count.
+    pub fn wait_times(&self) -> Vec<Duration> {
+        self.inner.members.wait_times()
+    }
+
+    /// Ends the group on every rank, because this rank's own program cannot go on.
+    ///
+    /// All ranks get [`Error::ProgramFailed`] with this rank and `reason`, from the calls that they are in and from
+    /// later ones. Without this call, ranks that wait for a rank that leaves learn that it left, but not why.
+    ///
+    /// It returns the group's failure, which is the first one if the group had failed before. If this rank has just got
+    /// an error from this library, it returns that error. It may be called at any time, also in a function that was
+    /// given to a call.
+    ///
+    /// ```
+    /// use gemmesh::{Error, Group, Host, Result};
+    ///
+    /// fn rank(group: &Group<Host>) -> Result<()> {
+    ///     if group.rank() == 1 {
+    ///         let weights = std::fs::read("no such file");
+    ///         weights.map_err(|error| group.fail(format!("cannot read weights: {error}")))?;
+    ///     }
+    ///     group.barrier()
+    /// }
+    ///
+    /// let error = Group::<Host>::threads(2, |group| rank(&group)).unwrap_err();
+    /// assert!(matches!(error, Error::ProgramFailed { rank: 1, .. }));
+    /// ```
+    ///
+    /// A whole program reports its error so: `run(&group).map_err(|error| group.fail(error))`.
+    pub fn fail(&self, reason: impl fmt::Display) -> Error {
+        self.inner.members.fail_because(in_words(&reason))
+    }
+}
+
+/// For libraries that are built on this one.
+impl<B: Backend> Group<B> {
+    /// Checks that this rank can make a call. A library that locks something of its own calls this first.
+    ///
+    /// # Errors
+    /// The group's failure; [`Error::CallInCallback`]; [`Error::Forked`].
+    pub fn check(&self) -> Result<()> {
+        self.inner.members.check()?;
+        self.refuse_misplaced()
+    }
+
+    /// Tells the other ranks why this rank does not make the collective call `call`, and returns the error with the
+    /// call's name. A library that refuses arguments before it makes the call uses this.
+    ///
+    /// Ranks that wait for this one in the call get `error` half a second later, unless this rank makes the call after
+    /// all. A rank that was refused the call as often as this one, or more often, gets it at its deadline, because all
+    /// ranks may be about to try again.
+    pub fn refuse(&self, call: &str, error: Error) -> Error {
+        let error = Error::refused(self.rank(), call)(error);
+        // Nobody waits for a call that stands within another, or in a fork.
+        if !matches!(error.cause(), Error::CallInCallback { .. }) {
+            self.inner.members.refuse(&error);
+        }
+        error
+    }
+
+    /// Notes the result of a call that leaves the group as it is. If this rank then leaves, the ranks that wait for it
+    /// get the noted error. A call that succeeds clears the note.
+    #[doc(hidden)]
+    pub fn noted<R>(&self, result: Result<R>) -> Result<R> {
+        self.inner.members.note(result.as_ref().err());
+        result
+    }
+}
+
+impl<B: Backend> Group<B> {
     fn open(members: Members, builder: &Builder<B>) -> Result<Group<B>> {
         let backend = B::open(&members, &builder.options())?;
         Ok(Group {
@@ -187,75 +361,23 @@ impl<B: Backend> Group<B> {
         })
     }
 
-    /// This rank: 0 to `world_size() - 1`.
-    pub fn rank(&self) -> usize {
-        self.inner.members.rank
-    }
-
-    /// The number of ranks.
-    pub fn world_size(&self) -> usize {
-        self.inner.members.world
-    }
-
-    /// Returns when every rank has called it.
-    ///
-    /// # Errors
-    /// The group's failure.
-    pub fn barrier(&self) -> Result<()> {
-        self.refuse_misplaced()?;
-        self.inner.members.barrier()
-    }
-
-    /// Sends `bytes` to every rank and returns what each sent, by rank. For small things: it goes through rank 0.
-    ///
-    /// # Errors
-    /// [`Error::Limit`] if a rank sends more than its part of 256 MiB; the group's failure.
-    pub fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        self.gather_bytes("all_gather_bytes()", bytes)
-    }
-
     pub(crate) fn gather_bytes(&self, call: &str, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         self.refuse_misplaced()?;
         let gathered = self.inner.members.all_gather(call, bytes, None)?;
         Ok(gathered.payloads)
     }
 
-    /// How long this rank has waited for each other in operations, by rank, since the group was opened: for it to begin the operation, for
-    /// what it moves, and for it to be done. To be compared before and after; a rank that is late is waited for by all others.
-    ///
-    /// On the host a wait counts if it lasts some microseconds. On GPUs a thread looks at an operation that has waited for 100 ms, and
-    /// then ten times a second: shorter waits, and the rest of longer ones, are not seen. Calls in which ranks meet, such as
-    /// [`Group::barrier`], do not count.
-    ///
-    /// A rank that waits itself may be waited for too, as one that pushes to a late rank first: the late rank is the one
-    /// that has waited for nobody.
-    pub fn wait_times(&self) -> Vec<Duration> {
-        self.inner.members.wait_times()
-    }
-
-    /// Returns when all operations of this rank are complete.
-    ///
-    /// # Errors
-    /// The failure of an operation that had not been reported yet.
-    pub fn synchronize(&self) -> Result<()> {
-        self.check()?;
-        let _range = range(|| "gemmesh synchronize".into());
-        let evicted = std::mem::take(&mut *self.evicted());
-        drop(evicted);
-        self.noted(self.inner.backend.synchronize(&self.inner.members))
-    }
-
     pub(crate) fn inner(&self) -> &Inner<B> {
         &self.inner
     }
 
-    /// Symmetric memory for matrix `number` of a schedule, in which partial sums lie; operations use it one after the other. Ranks
-    /// that agree on the operation need as much: it is collective where there is not as much yet.
+    /// Symmetric memory for matrix `number` of a schedule, which holds partial sums. Operations use it one after the
+    /// other. If there is not enough yet, the call is collective: ranks that agree on the operation need the same size.
     pub(crate) fn partials(&self, schedule: &Schedule, number: usize) -> Result<Arc<B::Symmetric>> {
         self.check()?;
         let matrix = schedule.matrices()[number];
         let bytes = matrix.rows.saturating_mul(matrix.row_bytes());
-        // All of what is taken, so that some rows more need no other allocation. What overflows is too large for any
+        // Whole blocks, so that a few more rows need no new allocation. A size that overflows is too large for any
         // machine.
         let bytes = bytes.checked_next_multiple_of(B::BLOCK);
         let bytes = bytes.unwrap_or(usize::MAX);
@@ -279,7 +401,7 @@ impl<B: Backend> Group<B> {
         self.refuse_recording()
             .inspect_err(|error| members.refuse(error))?;
         members.withdraw_refusal();
-        // All ranks are here: what is too small goes first, and leaves its room.
+        // All ranks are here. Memory that is too small is freed first, to make room.
         *partials = None;
         let call = schedule.agreed().map_or(String::new(), |agreed| {
             format!("{}({})", agreed.name(), agreed.details())
@@ -293,9 +415,9 @@ impl<B: Backend> Group<B> {
         Arc::ptr_eq(&self.inner, &other.inner)
     }
 
-    /// The program for what is asked: prepared at its first use, kept for the next. Of too many, the one that has not been
-    /// used for the longest time goes. Without a configuration the backend's is taken. The operation's name in `problem` stands for
-    /// its planner.
+    /// The program for a problem. It is prepared at its first use and kept for the next one. If there are too many, the
+    /// least recently used one is dropped. Without a configuration, the backend chooses one. The operation's name in
+    /// `problem` stands for its planner.
     pub(crate) fn program(
         &self,
         planner: Planner,
@@ -306,7 +428,7 @@ impl<B: Backend> Group<B> {
         Ok(program)
     }
 
-    /// The same, with its configuration.
+    /// [`Group::program`], and its configuration.
     pub(crate) fn configured_program(
         &self,
         planner: Planner,
@@ -319,7 +441,7 @@ impl<B: Backend> Group<B> {
         if let Some(kept) = state.programs.get(&key) {
             return Ok((kept.program.clone(), kept.config));
         }
-        // What a program needs can't be allocated now.
+        // A capture allows no allocation.
         self.refuse_recording()?;
         let Inner {
             backend,
@@ -338,7 +460,7 @@ impl<B: Backend> Group<B> {
         });
         config.check_numerics(*numerics)?;
         let listed = tile_order::bytes(&key.0, &config);
-        // To ask takes longer than to plan little.
+        // Asking takes longer than planning a short list.
         if listed > LONG_LIST {
             require_available(listed).map_err(Error::out_of_memory(members.rank, listed))?;
         }
@@ -356,24 +478,25 @@ impl<B: Backend> Group<B> {
         Ok((program, config))
     }
 
-    /// Drops a program when this rank waits for the device, or the oldest of many at once.
+    /// Keeps a program until this rank waits for the device, and drops it then. If there are many, the oldest is
+    /// dropped at once.
     fn evict(&self, program: Kept<B>) {
         const MOST: usize = 16;
         let mut evicted = self.evicted();
         let oldest = (evicted.len() == MOST).then(|| evicted.remove(0));
         evicted.push(program);
-        // Nobody need wait while it goes.
+        // Unlocked first, so that nobody waits while a program is dropped.
         drop(evicted);
         drop(oldest);
     }
 
     fn evicted(&self) -> MutexGuard<'_, Vec<Kept<B>>> {
-        // Each change is one call.
+        // A panic cannot have left it half-changed, because each change is one call.
         let evicted = &self.inner.evicted;
         evicted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps what a graph runs for as long as the group lives.
+    /// Keeps the program of a captured operation as long as the group lives.
     pub(crate) fn keep_recorded(&self, program: &Arc<B::Program>) -> Result<()> {
         let recorded = &mut self.state(None)?.recorded;
         if !recorded.iter().any(|kept| Arc::ptr_eq(kept, program)) {
@@ -382,7 +505,8 @@ impl<B: Backend> Group<B> {
         Ok(())
     }
 
-    /// Calls a function of the caller's amid an operation. Calls of this group that it makes are refused: they would wait for the operation.
+    /// Calls a function of the caller's within an operation. Calls of this group that the function makes are refused,
+    /// because they would wait for the operation.
     pub(crate) fn in_callback<R>(&self, f: impl FnOnce() -> R) -> R {
         let this = Arc::as_ptr(&self.inner).addr();
         CALLBACKS.with_borrow_mut(|groups| groups.push(this));
@@ -391,17 +515,7 @@ impl<B: Backend> Group<B> {
         result
     }
 
-    /// Whether this rank can make a call: for code that stands on this library, and locks something of its own before
-    /// it makes one.
-    ///
-    /// # Errors
-    /// The group's failure; [`Error::CallInCallback`]; [`Error::Forked`].
-    pub fn check(&self) -> Result<()> {
-        self.inner.members.check()?;
-        self.refuse_misplaced()
-    }
-
-    /// Fails in a fork of this rank's process, and in a function of the caller's amid an operation.
+    /// Fails in a fork of this rank's process, and in a function that an operation has called.
     pub(crate) fn refuse_misplaced(&self) -> Result<()> {
         self.inner.members.refuse_fork()?;
         let this = Arc::as_ptr(&self.inner).addr();
@@ -411,56 +525,7 @@ impl<B: Backend> Group<B> {
         }
     }
 
-    /// Tells the ranks that will wait for this one in the collective call `call` why it does not make it: for code that stands on this
-    /// library and refuses arguments before it makes the call. They get `error` half a second later, unless this rank makes the call
-    /// after all. Those that were themselves refused the call, as often or more, get it at their deadline, for all ranks may be about to try
-    /// again. Returns the error with the call's name.
-    pub fn refuse(&self, call: &str, error: Error) -> Error {
-        let error = Error::refused(self.rank(), call)(error);
-        // Nobody waits for a call that stands within another, or in a fork.
-        if !matches!(error.cause(), Error::CallInCallback { .. }) {
-            self.inner.members.refuse(&error);
-        }
-        error
-    }
-
-    /// What this rank gets of a call that leaves the group as it is: those who wait for it get the error, if it leaves
-    /// because of that. After a call that works it does not leave because of one before.
-    #[doc(hidden)]
-    pub fn noted<R>(&self, result: Result<R>) -> Result<R> {
-        self.inner.members.note(result.as_ref().err());
-        result
-    }
-
-    /// Ends the group on every rank, because this rank's own program cannot go on: all get [`Error::ProgramFailed`]
-    /// with this rank and `reason`, from the calls that they are in and from later ones. Without it, those who wait for
-    /// a rank that leaves are told that it left, and not why.
-    ///
-    /// Returns the group's failure: this one or, if the group had failed before, what it has failed of. (An error of
-    /// this library's that this rank has just got remains what it is.) It may be called at any time, also by a function
-    /// that was given to a call.
-    ///
-    /// ```
-    /// use gemmesh::{Error, Group, Host, Result};
-    ///
-    /// fn rank(group: &Group<Host>) -> Result<()> {
-    ///     if group.rank() == 1 {
-    ///         let weights = std::fs::read("no such file");
-    ///         weights.map_err(|error| group.fail(format!("cannot read weights: {error}")))?;
-    ///     }
-    ///     group.barrier()
-    /// }
-    ///
-    /// let error = Group::<Host>::threads(2, |group| rank(&group)).unwrap_err();
-    /// assert!(matches!(error, Error::ProgramFailed { rank: 1, .. }));
-    /// ```
-    ///
-    /// For whatever a whole program may return: `run(&group).map_err(|error| group.fail(error))`.
-    pub fn fail(&self, reason: impl fmt::Display) -> Error {
-        self.inner.members.fail_because(in_words(&reason))
-    }
-
-    /// Begins a collective operation: no other begins on this rank before `run` returns.
+    /// Begins a collective operation. No other begins on this rank before `run` returns.
     pub(crate) fn operate<R>(
         &self,
         operation: Operation<'_>,
@@ -478,7 +543,7 @@ impl<B: Backend> Group<B> {
         run(epoch)
     }
 
-    /// Runs something that has no number of its own, but must not overlap with what has. It is given the epoch of the
+    /// Runs something that has no number of its own but must not overlap with operations. `run` gets the epoch of the
     /// last operation.
     pub(crate) fn exclusively<R>(&self, run: impl FnOnce(Epoch) -> Result<R>) -> Result<R> {
         self.check()?;
@@ -486,7 +551,7 @@ impl<B: Backend> Group<B> {
         self.noted(state.and_then(|state| run(state.epoch.previous())))
     }
 
-    /// Whether operations are only recorded at this moment, to run later.
+    /// True while operations are only captured, to run later.
     pub(crate) fn is_recording(&self) -> Result<bool> {
         self.refuse_misplaced()?;
         self.inner.backend.is_recording(&self.inner.members)
@@ -500,7 +565,7 @@ impl<B: Backend> Group<B> {
         Ok(())
     }
 
-    /// This thread's turn, for `operation` or something else, once other threads have had theirs.
+    /// Waits for this thread's turn, which is for `operation` or for something else.
     fn state(&self, operation: Option<&Agreed>) -> Result<Turn<'_, State<B>>> {
         let Members { rank, timeout, .. } = self.inner.members;
         self.inner.state.take(operation, |waited, other| {
@@ -517,10 +582,10 @@ impl<B: Backend> Group<B> {
     }
 }
 
-/// An error of a program's, with what stands behind it, where its type tells that so.
+/// A program's error in words, with its causes if its type prints them in the alternate form.
 fn in_words(error: &impl fmt::Display) -> String {
     let mut words = String::new();
-    // Of one that cannot be told to its end, what was told so far.
+    // If printing fails, the words so far are kept.
     let _ = write!(words, "{error:#}");
     words
 }

@@ -1,5 +1,4 @@
-//! Finding the other ranks over an MPI communicator. Only the rendezvous is MPI's; what follows is the
-//! same as without it.
+//! Finding the other ranks over an MPI communicator. Only the rendezvous uses MPI.
 
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator, Root};
@@ -9,12 +8,16 @@ use crate::backend::Backend;
 use crate::error::{Error, Result};
 use crate::ranks::address::draw;
 
-/// The address is drawn by rank 0 and told to the others.
+/// The length of the message by which rank 0 tells the others the address that it has drawn.
 const ADDRESS_BYTES: usize = 64;
 
+/// Rendezvous over MPI.
+#[cfg_attr(docsrs, doc(cfg(feature = "mpi")))]
 impl<B: Backend> Builder<B> {
-    /// Joins the group of the ranks of `communicator`, which must all run on this host. Collective: rank 0 tells the others
-    /// an address in a broadcast, for which MPI has no deadline. What follows has the builder's.
+    /// Joins the group of the ranks of `communicator`, which must all run on this host. Collective.
+    ///
+    /// Rank 0 tells the others an address in a broadcast, for which MPI has no deadline. All later steps have the
+    /// builder's deadline.
     ///
     /// # Errors
     /// As [`Builder::connect`].
@@ -37,8 +40,16 @@ impl<B: Backend> Builder<B> {
         self.connect(rank, world, address.trim())
     }
 
-    /// Joins the group of all ranks that mpirun started. MPI must be initialised, and stay so for as
-    /// long as the program uses it otherwise; the group itself does not need it afterwards.
+    /// Joins the group of all ranks that mpirun started. MPI must be initialised. The group does not need MPI
+    /// afterwards.
+    ///
+    /// ```no_run
+    /// use gemmesh::{Group, Host};
+    ///
+    /// let _mpi = mpi::initialize().expect("MPI was initialised before");
+    /// let group = Group::<Host>::builder().from_mpi()?;
+    /// # Ok::<(), gemmesh::Error>(())
+    /// ```
     ///
     /// # Errors
     /// As [`Builder::connect`]; [`Error::Environment`] if MPI is not initialised.

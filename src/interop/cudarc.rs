@@ -1,4 +1,4 @@
-//! cudarc's streams, events and memory, as this library uses them.
+//! Interop with cudarc: its streams, events and memory.
 #![allow(unsafe_code)]
 
 use std::fmt;
@@ -17,12 +17,12 @@ use crate::interop::stream::StreamGuard;
 use crate::matrix::{Matrix, MatrixView, MatrixViewMut, bytes_of};
 use crate::ops::{OutputOf, Outputs, Weights};
 
-/// CU_STREAM_PER_THREAD, which is another stream on each thread.
+/// CU_STREAM_PER_THREAD, which is a different stream on each thread.
 const PER_THREAD: usize = 2;
 
 mod memory {
-    /// Memory that is freed in the order of its stream, which it keeps: cudarc's other kinds, and types of others that can say where
-    /// memory is, need not be.
+    /// Memory that keeps its stream and is freed in the stream's order. Other kinds of memory, of cudarc or of types
+    /// that implement its traits, need not be.
     pub trait OrderedByItsStream {}
 }
 
@@ -32,16 +32,27 @@ impl<T> OrderedByItsStream for CudaSlice<T> {}
 impl<T> OrderedByItsStream for CudaView<'_, T> {}
 impl<T> OrderedByItsStream for CudaViewMut<'_, T> {}
 
+/// Streams and events of cudarc.
+#[cfg_attr(docsrs, doc(cfg(feature = "cudarc")))]
 impl Group<Cuda> {
-    /// Puts later operations on a stream of cudarc's, which the group keeps as long as it uses it. They begin after what was put on it
-    /// before, and what is put on it later waits for them.
+    /// Puts later operations on a stream of cudarc, which the group keeps as long as it uses it.
     ///
-    /// A graph that is captured from it keeps addresses alone, of operations as of all that cudarc captures. Keep the group and the matrices
-    /// until the graph is dropped: cudarc's `CudaGraph::launch` is a safe function, but it cannot see whether they live.
+    /// They begin after the stream's earlier work, and its later work begins after them.
+    ///
+    /// A graph that is captured from the stream holds only addresses. Keep the group and the matrices until the graph
+    /// is dropped: cudarc's `CudaGraph::launch` is a safe function, but it cannot see whether they live.
+    ///
+    /// ```no_run
+    /// # fn use_stream(group: gemmesh::Group<gemmesh::Cuda>) -> Result<(), Box<dyn std::error::Error>> {
+    /// let stream = cudarc::driver::CudaContext::new(group.device_ordinal())?.new_stream()?;
+    /// group.use_cudarc_stream(&stream)?;
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
-    /// [`Error::Unsuitable`] for a stream of another context than the GPU's primary one, such as of another GPU, for the default stream of each
-    /// thread, or while there are matrices in memory of the stream before ([`CudarcMatrix`]); as [`Group::set_stream`].
+    /// [`Error::Unsuitable`] if the stream is not of the GPU's primary context, if it is the default stream of each
+    /// thread, or while matrices lie in memory of the current stream ([`CudarcMatrix`]); as [`Group::set_stream`].
     pub fn use_cudarc_stream(&self, stream: &Arc<CudaStream>) -> Result<()> {
         self.require_context("the stream", stream.context().cu_ctx().cast())?;
         if stream.cu_stream().addr() == PER_THREAD {
@@ -58,19 +69,19 @@ impl Group<Cuda> {
         unsafe { self.set_stream_of(stream.cu_stream().cast(), owner) }
     }
 
-    /// Records an event of cudarc's behind all operations so far, for other streams, or the host, to wait for them.
+    /// Records an event of cudarc behind all operations so far. Other streams, or the host, can wait for it.
     ///
     /// # Errors
-    /// [`Error::Unsuitable`] for an event of another context than the GPU's primary one; [`Error::Cuda`] if the driver refuses; the group's
-    /// failure.
+    /// [`Error::Unsuitable`] if the event is not of the GPU's primary context; [`Error::Cuda`] if the driver refuses;
+    /// the group's failure.
     pub fn record_cudarc_event(&self, event: &CudaEvent) -> Result<()> {
         self.require_context("the event", event.context().cu_ctx().cast())?;
         // SAFETY: it is of the device's primary context and lives.
         unsafe { self.record_event(event.cu_event().cast()) }
     }
 
-    /// Lets all later operations wait, on the device, for where an event of cudarc's was recorded last, on any GPU. The event may be dropped
-    /// then.
+    /// Makes all later operations wait, on the device, for the last recording of an event of cudarc, on any GPU. The
+    /// event may be dropped after this call.
     ///
     /// # Errors
     /// [`Error::Cuda`] if the driver refuses; the group's failure.
@@ -94,12 +105,15 @@ impl Group<Cuda> {
     }
 }
 
-/// A matrix in memory of cudarc's, which it borrows: made by [`CudarcMatrix::new`] from a `CudaSlice` or a `CudaView`. The memory's stream must be the one
-/// that the group's operations are put on ([`Group::use_cudarc_stream`]): so what cudarc does with the memory afterwards, also
-/// freeing it, comes after them, and nobody on the host waits. When it is dropped it tells cudarc, so that cudarc's other streams wait too: one that
-/// is leaked (`mem::forget`) doesn't, and who then uses the memory on another stream without waiting by an event reads
-/// numbers of no meaning, as cudarc's own guards have it. Nothing is freed too early: that is in the order of the
-/// memory's stream, from which the group cannot be moved any more.
+/// A matrix that borrows memory of cudarc, a `CudaSlice` or a `CudaView`.
+///
+/// The memory's stream must be the one that the group's operations are put on ([`Group::use_cudarc_stream`]). Then
+/// cudarc's later uses of the memory, and its freeing, come after the operations, and no host waits. While the matrix
+/// lives, the group cannot change its stream.
+///
+/// When the matrix is dropped, it tells cudarc, so that cudarc's other streams wait too. A matrix that is leaked
+/// (`mem::forget`) does not: then a different stream reads meaningless numbers unless it waits by an event, as with
+/// cudarc's own guards. Even then nothing is freed too early, because the memory is freed in the order of its stream.
 ///
 /// ```no_run
 /// # fn multiply(group: gemmesh::Group<gemmesh::Cuda>, a: &cudarc::driver::CudaSlice<gemmesh::bf16>, b: &cudarc::driver::CudaSlice<gemmesh::bf16>,
@@ -113,6 +127,7 @@ impl Group<Cuda> {
 /// Matmul::new().run(&a, &b, &mut out)
 /// # }
 /// ```
+#[cfg_attr(docsrs, doc(cfg(feature = "cudarc")))]
 pub struct CudarcMatrix<'a, T: Value> {
     matrix: Matrix<Cuda, T>,
     _stream: StreamGuard,
@@ -120,7 +135,10 @@ pub struct CudarcMatrix<'a, T: Value> {
     _read: SyncOnDrop<'a>,
 }
 
-/// The same of memory that is written, made by [`CudarcMatrixMut::new`] from a `CudaSlice` or a `CudaViewMut`.
+/// A matrix that mutably borrows memory of cudarc, a `CudaSlice` or a `CudaViewMut`, for an output.
+///
+/// [`CudarcMatrix`] has an example, and says what holds of both.
+#[cfg_attr(docsrs, doc(cfg(feature = "cudarc")))]
 pub struct CudarcMatrixMut<'a, T: Value> {
     matrix: Matrix<Cuda, T>,
     _stream: StreamGuard,
@@ -131,8 +149,9 @@ impl<'a, T: Value> CudarcMatrix<'a, T> {
     /// [rows, columns], row by row, in memory of as many elements.
     ///
     /// # Errors
-    /// [`Error::Unsuitable`] unless the memory's context and stream are the group's; [`Error::Shape`] unless it has as many elements;
-    /// [`Error::Unaligned`] unless it and each row begin at a multiple of 16 bytes; [`Error::Limit`] for no columns.
+    /// [`Error::Unsuitable`] unless the memory's context and stream are the group's; [`Error::Shape`] unless it has as
+    /// many elements; [`Error::Unaligned`] unless it and each row begin at a multiple of 16 bytes; [`Error::Limit`] for
+    /// no columns.
     pub fn new<S: DevicePtr<T> + OrderedByItsStream>(
         group: &Group<Cuda>,
         memory: &'a S,
@@ -142,7 +161,8 @@ impl<'a, T: Value> CudarcMatrix<'a, T> {
         let guard = hold_stream(group, memory, rows, columns)?;
         let (ptr, read) = memory.device_ptr(memory.stream());
         Ok(CudarcMatrix {
-            // SAFETY: it is as long as that, borrowed as long as this lives, and behind that the stream orders what is done with it.
+            // SAFETY: it is as long as that, borrowed as long as this lives, and behind that the stream orders what is
+            // done with it.
             matrix: unsafe { of_memory(group, ptr, rows, columns)? },
             _stream: guard,
             _read: read,
@@ -169,7 +189,8 @@ impl<'a, T: Value> CudarcMatrixMut<'a, T> {
         let guard = hold_stream(group, memory, rows, columns)?;
         let stream = memory.stream().clone();
         let (ptr, written) = memory.device_ptr_mut(&stream);
-        // SAFETY: the stream that it borrows is the one that the memory keeps, and so lives as long as that is borrowed.
+        // SAFETY: the stream that it borrows is the one that the memory keeps, and so lives as long as that is
+        // borrowed.
         let written = unsafe { std::mem::transmute::<SyncOnDrop<'_>, SyncOnDrop<'a>>(written) };
         Ok(CudarcMatrixMut {
             // SAFETY: as in `CudarcMatrix::new`.

@@ -1,4 +1,4 @@
-//! cust's streams and memory, as this library uses them.
+//! Interop with cust: its streams and memory.
 #![allow(unsafe_code)]
 
 use cust::memory::{DeviceCopy, DeviceSlice};
@@ -10,31 +10,39 @@ use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::matrix::{Matrix, bytes_of};
 
+/// Streams of cust.
+#[cfg_attr(docsrs, doc(cfg(feature = "cust")))]
 impl Group<Cuda> {
-    /// Puts later operations on a stream of cust's. They begin after what was put on it before, and what is put on it later waits for them.
+    /// Puts later operations on a stream of cust.
+    ///
+    /// They begin after the stream's earlier work, and its later work begins after them.
     ///
     /// # Errors
     /// As [`Group::set_stream`].
     ///
     /// # Safety
-    /// As [`Group::set_stream`]: it is a stream of the GPU's primary context, which cust's `Context::new` gives, and lives until another
-    /// takes over or the group has ended.
+    /// As [`Group::set_stream`]: the stream is of the GPU's primary context, which cust's `Context::new` gives, and
+    /// lives until the group uses a different one or has ended.
     pub unsafe fn use_cust_stream(&self, stream: &Stream) -> Result<()> {
         // SAFETY: as this function's.
         unsafe { self.set_stream(stream.as_inner().cast()) }
     }
 }
 
+#[cfg_attr(docsrs, doc(cfg(feature = "cust")))]
 impl<T: Value> Matrix<Cuda, T> {
-    /// [rows, columns], row by row, in memory of cust's: a `DeviceBuffer`, or a part of one. cust knows half's types of an older version
-    /// only, so the memory's elements may be of any type that is as wide as `T`, such as `u16`.
+    /// A [rows, columns] matrix, row by row, in memory of cust: a `DeviceBuffer`, or a part of one.
+    ///
+    /// cust knows only the types of an older version of half. So the memory's elements may have any type of the width
+    /// of `T`, such as `u16`.
     ///
     /// # Errors
-    /// [`Error::Unsuitable`] for elements of another width; [`Error::Shape`] unless there are as many; as [`Matrix::from_device_ptr`].
+    /// [`Error::Unsuitable`] if elements are not as wide as `T`; [`Error::Shape`] unless there are rows · columns of
+    /// them; as [`Matrix::from_device_ptr`].
     ///
     /// # Safety
-    /// As [`Matrix::from_device_ptr`]: the memory is of the group's GPU, and neither freed nor used otherwise before the operations that
-    /// use the matrix have ended. (A `DeviceBuffer` does not wait for them when it is dropped.)
+    /// As [`Matrix::from_device_ptr`]: the memory is of the group's GPU, and is neither freed nor used otherwise before
+    /// the operations that use the matrix have ended. A `DeviceBuffer` does not wait for them when it is dropped.
     pub unsafe fn from_cust<D: DeviceCopy>(
         group: &Group<Cuda>,
         memory: &DeviceSlice<D>,

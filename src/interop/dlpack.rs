@@ -1,12 +1,12 @@
 //! Matrices from and for other libraries, with no copy, by [DLPack](https://dmlc.github.io/dlpack/latest/).
 //!
 //! [`Matrix::from_dlpack`] takes the memory of a tensor of PyTorch, JAX, CuPy or any other that speaks DLPack, and
-//! [`Matrix::into_dlpack`] gives a matrix to them. In Python such a tensor is in a capsule named `dltensor`; who takes it out names that
-//! `used_dltensor`.
+//! [`Matrix::into_dlpack`] gives a matrix to them. In Python such a tensor is in a capsule named `dltensor`; who takes
+//! it out names that `used_dltensor`.
 //!
-//! DLPack says where memory is, and not when it is written. On GPUs, who gives a tensor here has put what writes it on the group's stream, or
-//! has joined that to the group's stream by an event; and who gets one reads it in that order too, or after
-//! [`Group::synchronize`].
+//! DLPack says where memory is, and not when it is written. On GPUs, who gives a tensor here has put what writes it on
+//! the group's stream, or has joined that to the group's stream by an event; and who gets one reads it in that order
+//! too, or after [`Group::synchronize`].
 //!
 //! ```
 //! use gemmesh::{Group, Host, Matmul, Matrix, bf16};
@@ -119,18 +119,20 @@ struct Exported<B: Backend, T: Value> {
 }
 
 impl<B: Backend, T: Value> Matrix<B, T> {
-    /// A matrix in the memory of a tensor of two dimensions, which is given back when the matrix has been dropped and the operations
-    /// that use it have ended. If the tensor is refused, it is still the caller's.
+    /// A matrix in the memory of a tensor of two dimensions, which is given back when the matrix has been dropped and
+    /// the operations that use it have ended. If the tensor is refused, it is still the caller's.
     ///
     /// # Errors
-    /// [`Error::Unsuitable`] for a tensor on another device than the group's, of another type, of other than two dimensions, or whose rows do not
-    /// lie apart by a fixed distance with their elements side by side; [`Error::Unaligned`] on GPUs unless its first element and each row
-    /// begin at a multiple of 16 bytes; [`Error::Limit`] for one without columns. (Where one without rows lies does not matter; it may be null.)
+    /// [`Error::Unsuitable`] for a tensor on another device than the group's, of another type, of other than two
+    /// dimensions, or whose rows do not lie apart by a fixed distance with their elements side by side;
+    /// [`Error::Unaligned`] on GPUs unless its first element and each row begin at a multiple of 16 bytes;
+    /// [`Error::Limit`] for one without columns. (Where one without rows lies does not matter; it may be null.)
     ///
     /// # Safety
-    /// `tensor` points to a tensor that tells the truth and has not been given back. Until it is, nobody else writes its memory
-    /// while an operation uses it, nor reads it while it is written. On GPUs each row is there in whole pieces of 16 bytes, and if the
-    /// matrix is an output, these are its own: an operation may write behind a row's last element up to the next piece.
+    /// `tensor` points to a tensor that tells the truth and has not been given back. Until it is, nobody else writes
+    /// its memory while an operation uses it, nor reads it while it is written. On GPUs each row is there in whole
+    /// pieces of 16 bytes, and if the matrix is an output, these are its own: an operation may write behind a row's
+    /// last element up to the next piece.
     pub unsafe fn from_dlpack(
         group: &Group<B>,
         tensor: *mut DLManagedTensor,
@@ -201,8 +203,8 @@ impl<B: Backend, T: Value> Matrix<B, T> {
         Ok(Matrix::new(group.clone(), memory, rows, columns))
     }
 
-    /// Gives the matrix to another library, which calls the tensor's deleter when it needs it no more. The group lives as long. On GPUs
-    /// what operations have put on the group's stream may still be writing it.
+    /// Gives the matrix to another library, which calls the tensor's deleter when it needs it no more. The group lives
+    /// as long. On GPUs what operations have put on the group's stream may still be writing it.
     ///
     /// The tensor is lost, and its memory with it, unless somebody calls the deleter.
     #[must_use = "the tensor is lost unless somebody calls its deleter"]

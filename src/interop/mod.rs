@@ -1,4 +1,4 @@
-//! Doors to other libraries: their memory, and their streams.
+//! Interop: memory, streams and events of other libraries.
 
 #[cfg(feature = "cudarc")]
 pub mod cudarc;

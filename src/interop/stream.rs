@@ -1,4 +1,4 @@
-//! What groups and matrices on GPUs have beside: streams and device pointers, on which other CUDA code can stand.
+//! Streams, events and device pointers of groups and matrices on GPUs, for other CUDA code.
 #![allow(unsafe_code)]
 
 use std::any::Any;
@@ -14,8 +14,9 @@ use crate::matrix::ShardedMatrix;
 use crate::matrix::{Matrix, bytes_of};
 use crate::schedule::Config;
 
-/// As long as it lives, a group's operations stay on the stream that they are put on: [`Group::hold_stream_of`] makes it.
-#[must_use = "another stream may take over once it is dropped"]
+/// Keeps a group's operations on their stream until it is dropped. [`Group::hold_stream_of`] makes it.
+#[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
+#[must_use = "the stream may change once the guard is dropped"]
 pub struct StreamGuard {
     _guard: Arc<()>,
     _owner: Arc<dyn Any + Send + Sync>,
@@ -27,29 +28,42 @@ impl fmt::Debug for StreamGuard {
     }
 }
 
+/// The GPU, and raw streams and events of CUDA.
+#[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
 impl Group<Cuda> {
-    /// The stream that operations are put on: a CUstream of the device's primary context.
+    /// The stream that operations are put on, a CUstream of the device's primary context.
     pub fn stream(&self) -> *mut c_void {
         self.inner().backend.stream()
     }
 
-    /// Puts later operations on `stream`, a CUstream of the device's primary context, instead of the group's own.
-    /// They begin after what was put on the stream before.
+    /// Puts later operations on `stream`, a CUstream of the device's primary context.
+    ///
+    /// They begin after the stream's earlier work.
+    ///
+    /// ```no_run
+    /// # fn set(group: gemmesh::Group<gemmesh::Cuda>, mine: *mut std::ffi::c_void) -> gemmesh::Result<()> {
+    /// // SAFETY: `mine` is a stream of the primary context, and is destroyed after the group has ended.
+    /// # #[allow(unsafe_code)]
+    /// unsafe { group.set_stream(mine) }
+    /// # }
+    /// ```
     ///
     /// # Errors
-    /// [`Error::Unsuitable`] while a [`StreamGuard`] or a matrix in memory of cudarc's holds the stream before;
-    /// [`Error::QueuedTogether`] for a stream that shares a queue of the device with this library's own, as all of one
-    /// priority do under CUDA_DEVICE_MAX_CONNECTIONS=1; [`Error::Cuda`] if the driver refuses; the group's failure.
+    /// [`Error::Unsuitable`] while a [`StreamGuard`] or a matrix in cudarc's memory holds the current stream;
+    /// [`Error::QueuedTogether`] if the stream shares a queue of the device with the library's streams, as all streams
+    /// of one priority do under CUDA_DEVICE_MAX_CONNECTIONS=1; [`Error::Cuda`] if the driver refuses; the group's
+    /// failure.
     ///
     /// # Safety
-    /// The stream lives until another takes over or the group has ended.
+    /// The stream lives until the group uses a different one or has ended.
     pub unsafe fn set_stream(&self, stream: *mut c_void) -> Result<()> {
         // SAFETY: as this function's; there is nothing to keep.
         unsafe { self.set_stream_of(stream, Arc::new(())) }
     }
 
-    /// As [`Group::set_stream`], and keeps `owner` as long as the group uses the stream: what would destroy it when dropped, such as an
-    /// `Arc` of cudarc's `CudaStream`.
+    /// [`Group::set_stream`], which keeps `owner` as long as the group uses the stream.
+    ///
+    /// The owner is what destroys the stream when it is dropped, such as an `Arc` of cudarc's `CudaStream`.
     ///
     /// # Errors
     /// As [`Group::set_stream`].
@@ -65,8 +79,10 @@ impl Group<Cuda> {
         self.exclusively(|_| unsafe { self.take_over(stream, owner) })
     }
 
-    /// As [`Group::set_stream_of`], unless it is the group's stream already; and as long as what is returned lives, no other takes over:
-    /// for code that gives the group memory which `stream` keeps in order, such as one that is freed there.
+    /// [`Group::set_stream_of`], after which the group's stream cannot change until the guard is dropped.
+    ///
+    /// It is for code that gives the group memory whose uses `stream` orders, for example memory that is freed on it.
+    /// If the group is on `stream` already, only the guard is made.
     ///
     /// # Errors
     /// As [`Group::set_stream`].
@@ -100,7 +116,7 @@ impl Group<Cuda> {
         let gpu = self.inner().backend.gpu();
         // SAFETY: as this function's.
         let stream = unsafe { gpu.borrow_stream(stream, owner)? };
-        // What is in memory that the stream before orders may be freed there.
+        // The current stream may free memory that matrices still use.
         let guards = gpu.streams().guards();
         if guards > 0 {
             return Err(Error::Unsuitable {
@@ -115,7 +131,7 @@ impl Group<Cuda> {
         unsafe { gpu.streams().set_main(stream) }
     }
 
-    /// Within [`Group::exclusively`], lest another stream take over at this moment.
+    /// Must be called within [`Group::exclusively`], so that the stream does not change at the same moment.
     pub(crate) fn guard_stream(&self) -> StreamGuard {
         StreamGuard {
             _guard: self.inner().backend.gpu().streams().guard(),
@@ -123,25 +139,25 @@ impl Group<Cuda> {
         }
     }
 
-    /// Records a CUevent behind all operations so far, for other streams, or the host, to wait for them.
+    /// Records a CUevent behind all operations so far. Other streams, or the host, can wait for it.
     ///
     /// # Errors
     /// [`Error::Cuda`] if the driver refuses; the group's failure.
     ///
     /// # Safety
-    /// It is an event of the device's primary context.
+    /// `event` is an event of the device's primary context.
     pub unsafe fn record_event(&self, event: *mut c_void) -> Result<()> {
         // SAFETY: as this function's.
         self.exclusively(|_| unsafe { self.inner().backend.gpu().main().record(event) })
     }
 
-    /// Lets all later operations wait, on the device, for where a CUevent was recorded last.
+    /// Makes all later operations wait, on the device, for the last recording of a CUevent.
     ///
     /// # Errors
     /// As [`Group::record_event`].
     ///
     /// # Safety
-    /// It is an event of a CUDA context of this process.
+    /// `event` is an event of a CUDA context of this process.
     pub unsafe fn wait_for_event(&self, event: *mut c_void) -> Result<()> {
         // SAFETY: as this function's.
         self.exclusively(|_| unsafe { self.inner().backend.gpu().main().wait(event) })
@@ -165,10 +181,10 @@ impl Group<Cuda> {
         self.inner().backend.gpu().device.driver_version()
     }
 
-    /// Writes a pattern into every peer's memory, reads every peer's, and verifies both. Collective.
+    /// Writes a pattern into every peer's memory, reads every peer's memory, and verifies both. Collective.
     ///
     /// # Errors
-    /// [`Error::PeerMemory`] names a pair that fails; the group's failure.
+    /// [`Error::PeerMemory`] names a pair of GPUs that fails; the group's failure.
     pub fn check_peers(&self) -> Result<()> {
         self.check()?;
         let inner = self.inner();
@@ -176,22 +192,24 @@ impl Group<Cuda> {
     }
 }
 
+#[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
 impl Cuda {
-    /// The release of nvcc that this program's kernels were compiled by, such as "13.0"; none if it was built without kernels.
+    /// The release of nvcc that compiled this program's kernels, such as "13.0". It is `None` if the program was built
+    /// without kernels.
     pub fn nvcc_release() -> Option<&'static str> {
         let release = include_str!(concat!(env!("OUT_DIR"), "/nvcc.txt"));
         Some(release).filter(|release| !release.is_empty())
     }
 }
 
-/// `config` with the tile shape of each kernel there is, or of those that add partials; for benchmarks and tests.
+/// `config` with the tile shape of each kernel, or of each kernel that adds partial sums; for benchmarks and tests.
 #[doc(hidden)]
 pub fn with_each_kernel(config: &Config, sums: bool) -> Vec<Config> {
     Cuda::configs(config, sums).collect()
 }
 
-/// Rates of this device, as a file that `GEMMESH_RATES` may name, and the median of how far the model is from the samples; for
-/// benchmarks.
+/// Rates of this device, as text for a file that `GEMMESH_RATES` names, and the median error of the model on the
+/// samples; for benchmarks.
 ///
 /// # Errors
 /// [`Error::System`] if they can't be written as JSON.
@@ -200,13 +218,13 @@ pub fn calibrate(group: &Group<Cuda>, samples: &[Sample]) -> Result<(String, f64
     group.inner().backend.calibrate(group.rank(), samples)
 }
 
-/// Whether some ranks have the same GPU; for benchmarks.
+/// True if some ranks share a GPU; for benchmarks.
 #[doc(hidden)]
 pub fn ranks_share_gpus(group: &Group<Cuda>) -> bool {
     !group.inner().backend.is_distinct()
 }
 
-/// Aligns the ranks' streams: what is put on them later begins at the same time. Collective; for benchmarks.
+/// Aligns the ranks' streams, so that later work begins on all of them at the same time. Collective; for benchmarks.
 ///
 /// # Errors
 /// [`Error::Cuda`] if the driver refuses.
@@ -216,20 +234,38 @@ pub fn align_streams(group: &Group<Cuda>) -> Result<()> {
     inner.backend.align_streams(&inner.members)
 }
 
+#[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
 impl<T: Value> Matrix<Cuda, T> {
-    /// A matrix in memory of the caller's, such as a tensor of candle, cust or burn, or a part of one (some rows; some
-    /// columns, with the pitch of the whole): the door for other stacks. It is a view: making and dropping it costs
-    /// nothing and waits for nothing.
+    /// A matrix in the caller's device memory, such as a tensor of candle, cust or burn, or a part of one.
+    ///
+    /// `pitch` is the number of bytes from row to row; a part of a tensor has the pitch of the whole. The matrix is a
+    /// view, so making and dropping it costs nothing and waits for nothing.
+    ///
+    /// ```no_run
+    /// # fn wrap(group: gemmesh::Group<gemmesh::Cuda>, address: u64) -> gemmesh::Result<()> {
+    /// use gemmesh::{Cuda, Matrix, bf16};
+    ///
+    /// let (rows, columns) = (4096, 1024);
+    /// let pitch = columns * size_of::<bf16>();
+    /// // SAFETY: at `address` lie as many bf16 on the group's GPU, which nobody frees or writes before `synchronize`.
+    /// # #[allow(unsafe_code)]
+    /// let matrix =
+    ///     unsafe { Matrix::<Cuda, bf16>::from_device_ptr(&group, address, rows, columns, pitch)? };
+    /// group.synchronize()
+    /// # }
+    /// ```
     ///
     /// # Errors
-    /// [`Error::Unaligned`] unless `ptr` and `pitch`, the bytes from row to row, are multiples of 16;
-    /// [`Error::Shape`] if a row is longer than the pitch; [`Error::Limit`] for no columns. (Without rows `ptr` does not matter; it may be 0.)
+    /// [`Error::Unaligned`] unless `ptr` and `pitch` are multiples of 16; [`Error::Shape`] if a row is longer than the
+    /// pitch; [`Error::Limit`] if there are no columns. If there are no rows, `ptr` does not matter and may be 0.
     ///
     /// # Safety
-    /// `ptr` is memory of the group's device of at least `(rows - 1) * pitch` bytes and a row, in whole pieces of 16 bytes, which
-    /// stays allocated until the operations that use the matrix are complete (dropping the matrix does not wait for them), and
-    /// which nobody else writes meanwhile, nor reads if it is an output. If a row is no whole number of such pieces, an operation
-    /// whose output it is writes numbers of no meaning into its padding, up to the next.
+    /// - `ptr` is memory of the group's device, with at least `(rows - 1) * pitch` bytes and a row, in whole pieces of
+    ///   16 bytes.
+    /// - It stays allocated until the operations that use the matrix are complete. Dropping the matrix does not wait
+    ///   for them.
+    /// - Until then nobody else writes it, and nobody reads it if it is an output. If a row of an output does not end
+    ///   at a piece of 16 bytes, operations write meaningless numbers into its padding, up to the next piece.
     pub unsafe fn from_device_ptr(
         group: &Group<Cuda>,
         ptr: u64,
@@ -264,14 +300,15 @@ impl<T: Value> Matrix<Cuda, T> {
         Ok(Matrix::new(group.clone(), buffer, rows, columns))
     }
 
-    /// Where the matrix lies on the device, and the bytes from row to row.
+    /// The matrix's address on the device, and its pitch, the number of bytes from row to row.
     pub fn as_device_ptr(&self) -> (u64, usize) {
         self.memory().place()
     }
 }
 
+#[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
 impl<T: Value> ShardedMatrix<Cuda, T> {
-    /// Where the whole [M, K] matrix of this rank lies on the device; its rows follow one another without padding.
+    /// The address on the device of this rank's whole [M, K] matrix. Its rows follow one another without padding.
     pub fn as_device_ptr(&self) -> u64 {
         self.memory().own()
     }

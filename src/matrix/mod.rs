@@ -1,4 +1,4 @@
-//! Matrices of one rank's own, and those whose rows are sharded.
+//! Matrices of one rank, views of them, and matrices whose rows are sharded over the ranks.
 
 mod sharded;
 
@@ -21,23 +21,43 @@ use crate::schedule::limits::limit;
 
 /// A row-major [rows, columns] matrix in this rank's own memory: a weight, a bias (one row) or an output.
 ///
-/// It may be dropped at any time, and waits for nothing: operations that use it go on, and the memory is freed after them.
+/// [`Group::upload`] and [`Group::zeros`] make one.
+///
+/// ```
+/// use gemmesh::{Error, Group, Host};
+///
+/// Group::<Host>::threads(1, |group| {
+///     let mut matrix = group.zeros::<f32>(2, 3)?;
+///     matrix.copy_from_host(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0])?;
+///     assert_eq!(matrix.shape(), [2, 3]);
+///     assert_eq!(matrix.to_vec()?[3], 4.0);
+///     assert_eq!(matrix.rows(1..2)?.shape(), [1, 3]); // a view of the second row
+///     Ok::<_, Error>(())
+/// })?;
+/// # Ok::<_, Error>(())
+/// ```
+///
+/// A matrix may be dropped at any time, and dropping it waits for nothing. Operations that use it go on, and its memory
+/// is freed after them.
 pub struct Matrix<B: Backend, T> {
     // Freed before the group that it belongs to can end.
     memory: B::Buffer,
     group: Group<B>,
     rows: usize,
-    /// Rows that there is room for.
+    /// How many rows fit.
     capacity: usize,
     columns: usize,
     element: PhantomData<T>,
 }
 
+/// Matrices of this rank.
 impl<B: Backend> Group<B> {
-    /// Allocates a [rows, columns] matrix of this rank's own, all zero.
+    /// Allocates a [rows, columns] matrix of this rank, filled with zeros.
+    ///
+    /// There may be no rows. Operations then have nothing to do.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`]; [`Error::Limit`] for no columns. (There may be no rows: operations have nothing to do with them then.)
+    /// [`Error::OutOfMemory`]; [`Error::Limit`] if there are no columns.
     pub fn zeros<T: Value>(&self, rows: usize, columns: usize) -> Result<Matrix<B, T>> {
         let memory = || {
             bytes_of::<T>(rows, columns)?;
@@ -50,7 +70,7 @@ impl<B: Backend> Group<B> {
         Ok(Matrix::new(self.clone(), memory, rows, columns))
     }
 
-    /// Allocates a [rows, columns] matrix of this rank's own and copies `values`, row by row, into it.
+    /// Allocates a [rows, columns] matrix of this rank, and copies `values` into it, row by row.
     ///
     /// # Errors
     /// As [`Group::zeros`]; [`Error::Shape`] unless there are rows · columns values.
@@ -65,8 +85,8 @@ impl<B: Backend> Group<B> {
         Ok(matrix)
     }
 
-    /// Zeros for a copy of so many elements on the host, which is to be written at once. A vector that cannot be had
-    /// would end the process, and so would one that is promised and not there when it is written.
+    /// A vector of zeros on the host, which the caller writes at once. `vec!` would end the process if the memory
+    /// cannot be allocated, or is promised and then missing when it is written.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
@@ -101,16 +121,17 @@ impl<B: Backend, T: Value> Matrix<B, T> {
         }
     }
 
-    /// [rows, columns]
+    /// The shape [rows, columns].
     pub fn shape(&self) -> [usize; 2] {
         [self.rows, self.columns]
     }
 
-    /// Uses the first `rows` of the rows that the matrix was made with in what follows, as [`shape`](Matrix::shape) says then: for an
-    /// output whose M changes from step to step. Operations that were begun before keep theirs.
+    /// Makes later calls use only the first `rows` rows, for an output whose M changes from step to step.
+    ///
+    /// [`Matrix::shape`] then says so. Operations that have begun keep the rows that they began with.
     ///
     /// # Errors
-    /// [`Error::Limit`] for more rows than the matrix was made with.
+    /// [`Error::Limit`] if the matrix was made with fewer rows.
     pub fn set_rows(&mut self, rows: usize) -> Result<()> {
         let fits = limit("rows of a matrix", rows, 0, self.capacity);
         self.group.noted(fits)?;
@@ -118,7 +139,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
         Ok(())
     }
 
-    /// Overwrites the matrix with `values`, row by row, once the operations before are complete.
+    /// Overwrites the matrix with `values`, row by row, when the operations before are complete.
     ///
     /// # Errors
     /// [`Error::Shape`] unless there are rows · columns values; the group's failure.
@@ -130,7 +151,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
         self.group.noted(written)
     }
 
-    /// Copies the matrix to `values`, row by row, once the operations before are complete.
+    /// Copies the matrix to `values`, row by row, when the operations before are complete.
     ///
     /// # Errors
     /// [`Error::Shape`] unless there are rows · columns values; the group's failure.
@@ -142,7 +163,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
         self.group.noted(read)
     }
 
-    /// A copy of the matrix, row by row, once the operations before are complete.
+    /// Copies the matrix to a new vector, row by row, when the operations before are complete.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`]; the group's failure.
@@ -175,7 +196,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
         &self.memory
     }
 
-    /// All of it.
+    /// A view of the whole matrix.
     pub fn view(&self) -> MatrixView<'_, B, T> {
         MatrixView {
             memory: &self.memory,
@@ -186,7 +207,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
         }
     }
 
-    /// All of it, to be written.
+    /// A view of the whole matrix, to be written.
     pub fn view_mut(&mut self) -> MatrixViewMut<'_, B, T> {
         MatrixViewMut {
             view: self.view(),
@@ -194,7 +215,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
         }
     }
 
-    /// Some of the rows: [`MatrixView::rows`].
+    /// A view of some rows: [`MatrixView::rows`].
     ///
     /// # Errors
     /// As [`MatrixView::rows`].
@@ -202,7 +223,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
         self.view().rows(rows)
     }
 
-    /// Some of the columns: [`MatrixView::columns`].
+    /// A view of some columns: [`MatrixView::columns`].
     ///
     /// # Errors
     /// As [`MatrixView::columns`].
@@ -217,7 +238,7 @@ impl<B: Backend, T: Value> fmt::Debug for Matrix<B, T> {
     }
 }
 
-/// A part of a [`Matrix`], as an operand: some of its rows, some of its columns.
+/// Some rows and columns of a [`Matrix`], as an operand.
 #[must_use = "a view does nothing"]
 pub struct MatrixView<'a, B: Backend, T> {
     memory: &'a B::Buffer,
@@ -238,21 +259,21 @@ impl<B: Backend, T> Clone for MatrixView<'_, B, T> {
 impl<B: Backend, T> Copy for MatrixView<'_, B, T> {}
 
 impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
-    /// [rows, columns]
+    /// The shape [rows, columns].
     pub fn shape(&self) -> [usize; 2] {
         self.shape
     }
 
-    /// Some of the rows, or none.
+    /// Some of the view's rows, or none.
     ///
     /// # Errors
-    /// [`Error::Limit`] for rows that the matrix does not have.
+    /// [`Error::Limit`] if the view does not have these rows.
     pub fn rows(self, rows: Range<usize>) -> Result<Self> {
         let [all, columns] = self.shape;
         let fits = limit("the end of a view's rows", rows.end, 0, all)
             .and_then(|()| limit("the first row of a view", rows.start, 0, rows.end));
         self.group.noted(fits)?;
-        // No rows lie nowhere: behind the last there may be no memory.
+        // An empty view begins at the start, because there may be no memory behind the last row.
         let offset = match rows.is_empty() {
             true => 0,
             false => self.offset + rows.start * B::place(self.memory).1,
@@ -264,11 +285,11 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
         })
     }
 
-    /// Some of the columns.
+    /// Some of the view's columns.
     ///
     /// # Errors
-    /// [`Error::Limit`] for columns that the matrix does not have, or none; [`Error::Unaligned`] on GPUs unless the first begins at a
-    /// multiple of 16 bytes.
+    /// [`Error::Limit`] if there are none, or if the view does not have them; on GPUs [`Error::Unaligned`] unless the
+    /// first column begins at a multiple of 16 bytes.
     pub fn columns(self, columns: Range<usize>) -> Result<Self> {
         let [rows, all] = self.shape;
         let check = || {
@@ -294,13 +315,13 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
         self.group
     }
 
-    /// As something to be read.
+    /// Binds the view as an input.
     pub(crate) fn input(&self) -> Bound<'a, B> {
         Bound::Input(self.memory, self.offset)
     }
 }
 
-/// Memory is read and written by pieces of so many bytes, which columns of this size begin.
+/// Checks that a column begins a piece of `B::ROW_ALIGNMENT` bytes, by which memory is read and written.
 fn require_aligned<B: Backend>(
     group: &Group<B>,
     what: &str,
@@ -341,7 +362,7 @@ impl<B: Backend, T: Value> fmt::Debug for MatrixView<'_, B, T> {
     }
 }
 
-/// A part of a [`Matrix`], as an output.
+/// Some rows and columns of a [`Matrix`], as an output.
 #[must_use = "a view does nothing"]
 pub struct MatrixViewMut<'a, B: Backend, T> {
     view: MatrixView<'a, B, T>,
@@ -349,12 +370,12 @@ pub struct MatrixViewMut<'a, B: Backend, T> {
 }
 
 impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
-    /// [rows, columns]
+    /// The shape [rows, columns].
     pub fn shape(&self) -> [usize; 2] {
         self.view.shape
     }
 
-    /// Some of the rows.
+    /// Some of the view's rows.
     ///
     /// # Errors
     /// As [`MatrixView::rows`].
@@ -363,10 +384,11 @@ impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
         Ok(MatrixViewMut { view, ..self })
     }
 
-    /// Some of the columns.
+    /// Some of the view's columns.
     ///
     /// # Errors
-    /// As [`MatrixView::columns`], and likewise unless the columns end there, or with the matrix's last.
+    /// As [`MatrixView::columns`]; on GPUs also [`Error::Unaligned`] unless the columns end at a multiple of 16 bytes
+    /// or at the end of the view.
     pub fn columns(self, columns: Range<usize>) -> Result<Self> {
         let [_, all] = self.shape();
         if columns.end < all {
@@ -383,10 +405,22 @@ impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
         Ok(MatrixViewMut { view, ..self })
     }
 
-    /// Columns side by side, of these widths, which make up the matrix: as of Q, K and V.
+    /// Splits the view into columns of these widths, such as those of Q, K and V.
+    ///
+    /// ```
+    /// use gemmesh::{Error, Group, Host};
+    ///
+    /// Group::<Host>::threads(1, |group| {
+    ///     let mut qkv = group.zeros::<f32>(2, 16)?;
+    ///     let [q, k, v] = qkv.view_mut().split_columns([8, 4, 4])?;
+    ///     assert_eq!([q.shape(), k.shape(), v.shape()], [[2, 8], [2, 4], [2, 4]]);
+    ///     Ok::<_, Error>(())
+    /// })?;
+    /// # Ok::<_, Error>(())
+    /// ```
     ///
     /// # Errors
-    /// [`Error::Shape`] unless the widths make up the columns; as [`MatrixViewMut::columns`].
+    /// [`Error::Shape`] unless the sum of the widths is the number of columns; as [`MatrixViewMut::columns`].
     pub fn split_columns<const N: usize>(self, widths: [usize; N]) -> Result<[Self; N]> {
         let [_, columns] = self.shape();
         let all = widths
@@ -418,7 +452,7 @@ impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
         self.view.group
     }
 
-    /// As something to be written.
+    /// Binds the view as an output.
     pub(crate) fn output(&self) -> Bound<'a, B> {
         Bound::Output(self.view.memory, self.view.offset)
     }

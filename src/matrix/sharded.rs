@@ -15,39 +15,56 @@ use crate::schedule::{Layout, RowOrder};
 
 /// A row-major [M, K] matrix of which each rank owns some rows.
 ///
-/// Every rank has room for the whole matrix, in symmetric memory: its own rows are its input, the others
-/// are filled by an operation that gathers, and are there afterwards.
+/// Every rank has room for the whole matrix, in symmetric memory. A rank writes its own rows. An operation that gathers
+/// fills the other rows, which stay there afterwards.
 ///
-/// It may be dropped at any time, and waits for nothing: this rank's operations go on, and so do those of the others, who
-/// have mapped its memory. The memory is free for everybody when all ranks have dropped it and their operations have ended.
+/// ```
+/// use gemmesh::{Error, Group, Host, all_gather};
+///
+/// Group::<Host>::threads(2, |group| {
+///     let mut a = group.sharded::<f32>(4, 1)?;
+///     let first = a.rows().start as f32; // 0 on rank 0, and 2 on rank 1
+///     a.shard_mut().copy_from_host(&[first, first + 1.0])?;
+///     all_gather(&a)?;
+///     assert_eq!(a.to_vec()?, [0.0, 1.0, 2.0, 3.0]);
+///     Ok::<_, Error>(())
+/// })?;
+/// # Ok::<_, Error>(())
+/// ```
+///
+/// It may be dropped at any time, and dropping it waits for nothing. Operations of this rank and of the others go on.
+/// The memory is freed when all ranks have dropped the matrix and their operations have ended.
 pub struct ShardedMatrix<B: Backend, T> {
     // Freed before the group that it belongs to can end.
     memory: B::Symmetric,
     group: Group<B>,
     layout: Layout,
-    /// Rows that there is room for.
+    /// How many rows fit.
     capacity: usize,
     id: u32,
     element: PhantomData<T>,
 }
 
+/// Sharded matrices.
 impl<B: Backend> Group<B> {
     /// Allocates a symmetric [m, k] matrix whose rows are split evenly over the ranks. Collective.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] on every rank if it is so on one; [`Error::CallMismatch`] unless all ranks give
-    /// the same shape; the group's failure.
+    /// [`Error::OutOfMemory`] on every rank if one rank has too little memory; [`Error::CallMismatch`] unless all ranks
+    /// give the same shape; the group's failure.
     pub fn sharded<T: Value>(&self, m: usize, k: usize) -> Result<ShardedMatrix<B, T>> {
         self.sharded_rows(&balanced_rows(m, self.world_size()), k)
     }
 
-    /// How many of `m` rows each rank owns if they are split evenly, as [`Group::sharded`] splits them: the first ranks have one more where
-    /// they must. For [`ShardedMatrix::set_rows`].
+    /// How many of `m` rows each rank owns if they are split evenly, as [`Group::sharded`] splits them.
+    ///
+    /// The first ranks own one row more if `m` is no multiple of the world size. [`ShardedMatrix::set_rows`] takes the
+    /// result.
     pub fn even_rows(&self, m: usize) -> Vec<usize> {
         balanced_rows(m, self.world_size())
     }
 
-    /// As [`Group::sharded`], with `rows[r]` rows owned by rank r.
+    /// [`Group::sharded`], where rank r owns `rows[r]` rows. Collective.
     ///
     /// # Errors
     /// As [`Group::sharded`]; [`Error::Shape`] unless there is one count of rows a rank.
@@ -59,9 +76,11 @@ impl<B: Backend> Group<B> {
         self.allocate(layout, m, &format!("rows of each rank = {rows:?}"))
     }
 
-    /// As [`Group::sharded`], for a gather that goes stage by stage over all ranks: memory holds the first of `stages` blocks of each
-    /// rank's rows, rank after rank, then the second of each: [stages, W, m / (stages · W), k]. (Blocks are as even as whole rows allow.) A
-    /// product of it has its rows in the same places. A shard is written as ever, its blocks one after the other;
+    /// [`Group::sharded`], for a gather that goes stage by stage over all ranks. Collective.
+    ///
+    /// Each rank's rows are cut into `stages` blocks, as evenly as whole rows allow. Memory holds the first block of
+    /// each rank, rank after rank, then the second block of each: [stages, W, m / (stages · W), k]. A product of the
+    /// matrix has its rows in the same places. A shard is written as usual, its blocks one after the other.
     /// [`ShardedMatrix::blocks_of`] says where they lie.
     ///
     /// # Errors
@@ -79,9 +98,11 @@ impl<B: Backend> Group<B> {
         self.allocate(layout, m, &format!("M = {m}, {stages} stages"))
     }
 
-    /// Allocates a symmetric matrix with room for `capacity` rows of K = `k` columns, of which each call may use as many as
-    /// [`ShardedMatrix::set_rows`] says: for a program whose M changes from step to step. At first all are used, as by
-    /// [`Group::sharded`]. Collective.
+    /// Allocates a symmetric matrix with room for `capacity` rows of `k` columns, for a program whose M changes from
+    /// step to step. Collective.
+    ///
+    /// Calls use as many rows as [`ShardedMatrix::set_rows`] says. At first they use all rows, split as by
+    /// [`Group::sharded`].
     ///
     /// # Errors
     /// As [`Group::sharded`].
@@ -97,7 +118,7 @@ impl<B: Backend> Group<B> {
         self.allocate(layout, capacity, &format!("capacity = {capacity}"))
     }
 
-    /// A matrix with room for `capacity` rows, in a call in which all ranks say `rows`.
+    /// Makes a matrix with room for `capacity` rows. All ranks must say the same `rows`.
     fn allocate<T: Value>(
         &self,
         layout: Layout,
@@ -110,11 +131,11 @@ impl<B: Backend> Group<B> {
         let bytes = bytes_of::<T>(capacity, k)?;
         let call = format!("sharded({rows}, K = {k}, {dtype})");
         let made = inner.numbered(|| {
-            // To make much memory, or to find that it cannot be had, takes longer than a refusal stands.
+            // Allocating much memory, or failing to, takes longer than a refusal stands.
             inner.members.withdraw_refusal();
             inner.backend.symmetric(&inner.members, &call, bytes)
         });
-        // If it cannot be had, the group goes on; but this rank may leave because of that.
+        // If the allocation fails, the group goes on, but this rank may leave because of it.
         let (memory, id) = self.noted(made)?;
         Ok(ShardedMatrix {
             memory,
@@ -126,7 +147,7 @@ impl<B: Backend> Group<B> {
         })
     }
 
-    /// Who owns what of a sharded matrix.
+    /// Which rank owns which rows.
     fn layout(&self, rows: &[usize], k: usize, dtype: DType) -> Result<Layout> {
         let members = &self.inner().members;
         if rows.len() != members.world {
@@ -152,15 +173,18 @@ impl<B: Backend> Group<B> {
 }
 
 impl<B: Backend, T: Value> ShardedMatrix<B, T> {
-    /// Gives rank r `rows[r]` rows in what follows: those of rank 0 first, then those of rank 1, … A rank may have none, and so may
-    /// all: then operations have nothing to do. What the matrix held is lost: each rank writes its rows anew. Operations that were begun before keep theirs.
+    /// Changes how many rows each rank owns: `rows[r]` for rank r, in the order of the ranks.
     ///
-    /// Not collective; but operations compare it, so all ranks must say the same. The next operation takes an output of as many
-    /// rows. The first one with a split makes a schedule for it, of which the group keeps some; it cannot be captured.
+    /// The matrix's contents are lost, so each rank writes its rows again. Operations that have begun keep the rows
+    /// that they began with. A rank may own no rows. If no rank owns any, operations have nothing to do.
+    ///
+    /// The call is not collective, but all ranks must give the same `rows`, because operations compare them. The next
+    /// operation takes an output of as many rows. The first operation with new `rows` makes a schedule, so it cannot be
+    /// captured in a graph. The group keeps the schedules that were used last.
     ///
     /// # Errors
-    /// [`Error::Shape`] unless there is one count of rows a rank; [`Error::Limit`] for more rows than the matrix has room
-    /// for.
+    /// [`Error::Shape`] unless there is one count of rows a rank; [`Error::Limit`] if there are more rows than the
+    /// capacity.
     pub fn set_rows(&mut self, rows: &[usize]) -> Result<()> {
         let layout = || {
             let layout = self.group.layout(rows, self.layout.k(), T::DTYPE)?;
@@ -173,12 +197,12 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
         Ok(())
     }
 
-    /// How many rows there is room for.
+    /// How many rows fit into the matrix.
     pub fn capacity(&self) -> usize {
         self.capacity
     }
 
-    /// [M, K]
+    /// The shape [M, K].
     pub fn shape(&self) -> [usize; 2] {
         [self.layout.m(), self.layout.k()]
     }
@@ -188,8 +212,9 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
         self.rows_of(self.group.rank())
     }
 
-    /// The rows that `rank` owns, counted rank after rank: none if the group has no such rank. (In memory too, unless the matrix was made by
-    /// [`Group::sharded_staged`].)
+    /// The rows that `rank` owns, counted rank after rank; empty if the group has no such rank.
+    ///
+    /// Rows lie in memory in this order too, unless the matrix was made by [`Group::sharded_staged`].
     pub fn rows_of(&self, rank: usize) -> Range<usize> {
         let m = self.layout.m();
         match rank < self.layout.world() {
@@ -198,7 +223,8 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
         }
     }
 
-    /// Where the rows that `rank` owns lie in the matrix, in their order: one range, or of a staged matrix one a stage; empty ones are left out.
+    /// Where the rows that `rank` owns lie in the matrix, in order. This is one range, or one a stage in a staged
+    /// matrix. Empty ranges are left out.
     pub fn blocks_of(&self, rank: usize) -> Vec<Range<usize>> {
         let rows = self.rows_of(rank);
         match self.layout.order() {
@@ -208,12 +234,12 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
         }
     }
 
-    /// This rank's own rows, for writing.
+    /// This rank's own rows, to be written.
     pub fn shard_mut(&mut self) -> ShardMut<'_, B, T> {
         ShardMut(self)
     }
 
-    /// Copies the whole matrix, as this rank has it after an operation, to `values`, row by row.
+    /// Copies this rank's copy of the whole matrix to `values`, row by row, when the operations before are complete.
     ///
     /// # Errors
     /// [`Error::Shape`] unless there are M · K values; the group's failure.
@@ -233,7 +259,8 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
         inner.members.check()
     }
 
-    /// A copy of the whole matrix, as this rank has it after an operation, row by row.
+    /// Copies this rank's copy of the whole matrix to a new vector, row by row, when the operations before are
+    /// complete.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`]; the group's failure.
@@ -244,8 +271,7 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
         Ok(values)
     }
 
-    /// Overwrites the rows of the other ranks, as this rank has them, so that a test sees whether a gather
-    /// brings them.
+    /// Overwrites this rank's copy of the other ranks' rows, so that a test sees whether a gather brings them.
     ///
     /// # Errors
     /// The group's failure.
@@ -261,10 +287,10 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
         Ok(())
     }
 
-    /// Overwrites rows from `first_row` on, whoever owns them.
+    /// Overwrites rows from `first_row` on, whichever rank owns them.
     ///
     /// # Errors
-    /// [`Error::Limit`] for more values than the rows from that one on have; the group's failure.
+    /// [`Error::Limit`] if there are more values than elements from that row on; the group's failure.
     #[doc(hidden)]
     pub fn write(&mut self, first_row: usize, values: &[T]) -> Result<()> {
         let [m, k] = self.shape();
@@ -334,12 +360,12 @@ impl<B: Backend, T: Value> fmt::Debug for ShardedMatrix<B, T> {
 pub struct ShardMut<'a, B: Backend, T: Value>(&'a mut ShardedMatrix<B, T>);
 
 impl<B: Backend, T: Value> ShardMut<'_, B, T> {
-    /// How many elements the rows have: as many values does [`ShardMut::copy_from_host`] take.
+    /// How many elements the rows have. [`ShardMut::copy_from_host`] takes as many values.
     pub fn len(&self) -> usize {
         self.0.rows().len() * self.0.layout.k()
     }
 
-    /// Whether this rank owns no row.
+    /// True if this rank owns no row.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
