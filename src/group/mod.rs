@@ -34,21 +34,18 @@ use crate::schedule::{Agreed, Config, Numerics, Planner, Problem, Schedule};
 /// makes matrices ([`Group::sharded`], [`Group::upload`], [`Group::zeros`]); operations take them.
 ///
 /// ```
-/// use gemmesh::{Group, Host, all_gather_matmul, bf16};
+/// use gemmesh::{Group, Host, Result, all_gather};
 ///
-/// // Four ranks as threads; processes use Group::from_env or Group::connect.
-/// Group::<Host>::threads(4, |group| {
-///     let (m, n, k) = (64, 32, 16);
-///     let mut a = group.sharded::<bf16>(m, k)?;
-///     let rows = vec![bf16::from_f32(0.5); a.rows().len() * k];
-///     a.shard_mut().copy_from_host(&rows)?;
-///     let b = group.upload(&vec![bf16::ONE; n * k], n, k)?;
-///     let mut out = group.zeros::<bf16>(m, n)?;
-///     all_gather_matmul(&a, &b, &mut out)?;
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let mut ranks = group.sharded::<u32>(group.world_size(), 1)?;
+///     ranks.shard_mut().copy_from_host(&[group.rank() as u32])?;
+///     all_gather(&ranks)?;
 ///     group.synchronize()?;
-///     assert!(out.to_vec()?.iter().all(|&x| x == bf16::from_f32(8.0)));
-///     Ok::<(), gemmesh::Error>(())
-/// })?;
+///     assert_eq!(ranks.to_vec()?, [0, 1, 2, 3]);
+///     Ok(())
+/// }
+///
+/// Group::threads(4, rank)?; // as processes: rank(Group::from_env()?)
 /// # Ok::<(), gemmesh::Error>(())
 /// ```
 ///
