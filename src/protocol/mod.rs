@@ -1,4 +1,4 @@
-//! The words of the protocol: epochs, flags, and the board on which a rank's failure stands.
+#![doc = include_str!("README.md")]
 
 pub mod board;
 pub mod epoch;
