@@ -403,15 +403,7 @@ impl Context {
             Ok(value)
         };
         use sys::CUdevice_attribute_enum as attr;
-        let mut name = [0; 128];
-        // SAFETY: writes at most as many bytes as it is told, with a zero behind the name.
-        let name = unsafe {
-            cuda!(
-                rank,
-                cuDeviceGetName(name.as_mut_ptr(), name.len() as i32, device)
-            )?;
-            CStr::from_ptr(name.as_ptr()).to_string_lossy().into_owned()
-        };
+        let name = name(rank, device)?;
         let capability = (
             attribute(attr::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
             attribute(attr::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
@@ -456,6 +448,19 @@ impl Context {
             bytes,
             lasting,
         })
+    }
+}
+
+/// The driver's name of a GPU.
+fn name(rank: usize, device: sys::CUdevice) -> Result<String> {
+    let mut name = [0; 128];
+    // SAFETY: writes at most as many bytes as it is told, with a zero behind the name.
+    unsafe {
+        cuda!(
+            rank,
+            cuDeviceGetName(name.as_mut_ptr(), name.len() as i32, device)
+        )?;
+        Ok(CStr::from_ptr(name.as_ptr()).to_string_lossy().into_owned())
     }
 }
 

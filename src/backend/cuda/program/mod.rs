@@ -10,12 +10,10 @@ pub mod product;
 pub mod reduction;
 pub mod sends;
 pub mod support;
+mod tables;
 mod tensor_map;
 pub mod waits;
 
-use std::mem::offset_of;
-
-use crate::backend::cuda::abi::{GemmeshCopyTask, GemmeshSend, GemmeshSlice, GemmeshTile};
 use crate::backend::cuda::driver::DevicePtr;
 use crate::backend::cuda::gpu::Gpu;
 use crate::backend::cuda::gpu::tables::Held;
@@ -24,9 +22,7 @@ use crate::backend::cuda::shared::words::Waits;
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
 use crate::schedule::limits::limit;
-use crate::schedule::{Reduction, Route, Schedule, Tile};
-use block_table::BlockTables;
-use k_slices::Entry;
+use crate::schedule::{Reduction, Route, Schedule};
 use launch::Launch;
 use operands::Operands;
 use params::Run;
@@ -34,6 +30,7 @@ use product::ProductKernel;
 use reduction::ReductionKernel;
 use sends::CollectiveKernel;
 use support::Destination;
+use tables::ProgramTables;
 
 /// A schedule with its kernels, and their tables on the device.
 #[derive(Debug)]
@@ -55,24 +52,6 @@ enum Kernel {
     None,
     Product(Box<ProductKernel>),
     Collective(Box<CollectiveKernel>),
-}
-
-/// Where the tables of a program lie, as abi.h names them.
-#[derive(Debug)]
-pub struct ProgramTables {
-    pub tiles: DevicePtr,
-    pub slices: DevicePtr,
-    /// By flag: the rank whose rows it guards.
-    pub sources: DevicePtr,
-    /// What the kernel of a product stores for peers.
-    pub tasks: DevicePtr,
-    pub task_count: u32,
-    /// What is stored where nothing is multiplied. Behind it stands what comes, if that lands.
-    pub sends: DevicePtr,
-    pub send_count: u32,
-    pub blocks: DevicePtr,
-    pub stores: DevicePtr,
-    pub reports: DevicePtr,
 }
 
 impl Program {
@@ -172,122 +151,6 @@ fn check_pushes(gpu: &Gpu, schedule: &Schedule) -> Result<()> {
     let what = "commands of a pushed product, two a chunk";
     limit(what, support::commands(schedule), 1, support::COMMANDS)
 }
-
-impl ProgramTables {
-    /// Brings the tables of a schedule to the device. `entries`: of the kernel's table, where K is cut; otherwise none.
-    fn hold(
-        gpu: &Gpu,
-        schedule: &Schedule,
-        destination: &Destination,
-        entries: &[Entry],
-    ) -> Result<(Held, ProgramTables)> {
-        let sources: Vec<u32> = schedule
-            .sources()
-            .iter()
-            .map(|&source| source as u32)
-            .collect();
-        let tasks = tasks(schedule);
-        let mut sends = sends::sends(schedule);
-        let send_count = sends.len() as u32;
-        if sends::lands(schedule) {
-            sends.extend(sends::arrivals(schedule));
-        }
-        let BlockTables { blocks, stores } = match destination {
-            Destination::Places(places) => BlockTables::of(schedule, places),
-            _ => BlockTables::default(),
-        };
-        let none_yet = vec![0u32; blocks.len()];
-        let cut: Vec<Tile> = entries.iter().map(|e| schedule.tiles()[e.tile]).collect();
-        let tiles = match entries.is_empty() {
-            true => schedule.tiles(),
-            false => &cut,
-        };
-        let slices: Vec<GemmeshSlice> = entries.iter().map(|entry| entry.slice).collect();
-        let (held, places) = gpu.tables.hold([
-            bytemuck::cast_slice(tiles),
-            bytemuck::cast_slice(&slices),
-            bytemuck::cast_slice(&sources),
-            bytemuck::cast_slice(&tasks),
-            bytemuck::cast_slice(&sends),
-            bytemuck::cast_slice(&blocks),
-            bytemuck::cast_slice(&stores),
-            bytemuck::cast_slice(&none_yet),
-        ])?;
-        let [
-            tiles,
-            slices,
-            sources,
-            task_table,
-            sends,
-            blocks,
-            stores,
-            reports,
-        ] = places;
-        let tables = ProgramTables {
-            tiles,
-            slices,
-            sources,
-            tasks: task_table,
-            task_count: tasks.len() as u32,
-            sends,
-            send_count,
-            blocks,
-            stores,
-            reports,
-        };
-        Ok((held, tables))
-    }
-}
-
-/// The chunks that the kernel of a product stores, by warps that have nothing else to do.
-fn tasks(schedule: &Schedule) -> Vec<GemmeshCopyTask> {
-    let stored = schedule
-        .moves()
-        .filter(|transfer| transfer.route == Route::Store && transfer.produced.is_none());
-    let tasks = stored.flat_map(|transfer| {
-        transfer.regions.iter().map(move |moved| {
-            let spec = &schedule.matrices()[moved.from.matrix];
-            let extent = spec.extent_of(&moved.from, spec.row_bytes());
-            GemmeshCopyTask {
-                offset: extent.offset as u64,
-                bytes: extent.contiguous().unwrap_or(0) as u32,
-                peer: transfer.to as u32,
-                flag: transfer.flag as u32,
-                reserved: [0; 3],
-            }
-        })
-    });
-    let mut all = Vec::with_capacity(schedule.moves().count());
-    all.extend(tasks);
-    all
-}
-
-/// The kernel reads tiles as they are.
-const _: () = {
-    assert!(size_of::<Tile>() == size_of::<GemmeshTile>());
-    assert!(offset_of!(Tile, m) == offset_of!(GemmeshTile, m));
-    assert!(offset_of!(Tile, n) == offset_of!(GemmeshTile, n));
-    assert!(offset_of!(Tile, block) == offset_of!(GemmeshTile, block));
-    assert!(offset_of!(Tile, flag_begin) == offset_of!(GemmeshTile, flag_begin));
-    assert!(offset_of!(Tile, flag_end) == offset_of!(GemmeshTile, flag_end));
-};
-
-// SAFETY: plain words without padding, for which any bits are valid.
-unsafe impl bytemuck::Zeroable for Tile {}
-// SAFETY: as above.
-unsafe impl bytemuck::Pod for Tile {}
-// SAFETY: as above.
-unsafe impl bytemuck::Zeroable for GemmeshSlice {}
-// SAFETY: as above.
-unsafe impl bytemuck::Pod for GemmeshSlice {}
-// SAFETY: as above.
-unsafe impl bytemuck::Zeroable for GemmeshSend {}
-// SAFETY: as above.
-unsafe impl bytemuck::Pod for GemmeshSend {}
-// SAFETY: as above.
-unsafe impl bytemuck::Zeroable for GemmeshCopyTask {}
-// SAFETY: as above.
-unsafe impl bytemuck::Pod for GemmeshCopyTask {}
 
 /// Keeps the compiler honest about what a kernel is given.
 const _: () = assert!(size_of::<DevicePtr>() == size_of::<*const std::ffi::c_void>());

@@ -2,9 +2,9 @@
 
 use std::ffi::c_void;
 
-use super::ProgramTables;
 use super::low_latency;
 use super::operands::Operands;
+use super::tables::ProgramTables;
 use crate::backend::cuda::abi::{
     GEMMESH_GELU, GEMMESH_GELU_TANH, GEMMESH_IDENTITY, GEMMESH_RELU, GEMMESH_SILU, GemmeshCopyTask,
     GemmeshExchange, GemmeshFault, GemmeshMailbox, GemmeshOutput, GemmeshParams, GemmeshPushEpoch,

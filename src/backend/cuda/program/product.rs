@@ -3,10 +3,11 @@
 use super::block_table::Places;
 use super::k_slices::{self, Entry};
 use super::low_latency::Landing;
+use super::operands;
 use super::params::{Fixed, function};
 use super::support::Destination;
+use super::tables::ProgramTables;
 use super::tensor_map::Cache;
-use super::{ProgramTables, operands};
 use crate::backend::cuda::abi::{
     GEMMESH_IDENTITY, GEMMESH_MAX_WEIGHTS, GEMMESH_TILE_K, GemmeshBlock, GemmeshParams,
     GemmeshSlice, GemmeshStore, GemmeshSums, GemmeshTile,

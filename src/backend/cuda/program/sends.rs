@@ -2,10 +2,11 @@
 
 use std::ffi::c_void;
 
+use super::low_latency;
 use super::operands::Operands;
 use super::params::Fixed;
 use super::reduction::{self, NOTHING_ADDED};
-use super::{ProgramTables, low_latency};
+use super::tables::ProgramTables;
 use crate::backend::cuda::abi::{
     GEMMESH_EXCHANGE_THREADS, GemmeshParams, GemmeshReduction, GemmeshSend, GemmeshSends,
 };
@@ -119,7 +120,7 @@ pub fn check(schedule: &Schedule) -> Result<()> {
 }
 
 /// Whether what the kernel stores goes through landing areas: the same on every rank.
-pub fn lands(schedule: &Schedule) -> bool {
+fn lands(schedule: &Schedule) -> bool {
     /// Twice the bytes take longer than what they spare.
     const MOST: usize = 512 << 10;
     let is_stored = schedule.product().is_none() && schedule.uses(Route::Store);
@@ -132,8 +133,18 @@ pub fn lands(schedule: &Schedule) -> bool {
     source.rows * source.row_bytes() <= MOST.min(low_latency::room(schedule.world()))
 }
 
+/// The kernel's table: what it stores and, if that lands, what comes behind it; and how many entries are stored.
+pub fn table(schedule: &Schedule) -> (Vec<GemmeshSend>, u32) {
+    let mut table = sends(schedule);
+    let count = table.len() as u32;
+    if lands(schedule) {
+        table.extend(arrivals(schedule));
+    }
+    (table, count)
+}
+
 /// What the kernel stores: the peers' first.
-pub fn sends(schedule: &Schedule) -> Vec<GemmeshSend> {
+fn sends(schedule: &Schedule) -> Vec<GemmeshSend> {
     let stored = schedule.moves().filter(|moved| moved.route == Route::Store);
     entries(
         schedule,
@@ -144,7 +155,7 @@ pub fn sends(schedule: &Schedule) -> Vec<GemmeshSend> {
 }
 
 /// What comes to this rank through landing areas.
-pub fn arrivals(schedule: &Schedule) -> Vec<GemmeshSend> {
+fn arrivals(schedule: &Schedule) -> Vec<GemmeshSend> {
     let come = schedule.arrivals().iter();
     entries(
         schedule,
