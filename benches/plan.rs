@@ -3,8 +3,8 @@
 use std::hint::black_box;
 use std::time::Instant;
 
-use gemmesh::schedule::plan::all_gather;
-use gemmesh::schedule::{Chunking, Config, Layout, Problem, Route, TileShape};
+use gemmesh::schedule::plan::plan;
+use gemmesh::schedule::{Chunking, Config, Layout, Operation, Problem, Route, TileShape};
 use gemmesh::{DType, Result};
 
 const ROUNDS: usize = 101;
@@ -13,22 +13,12 @@ fn main() -> Result<()> {
     let tile = TileShape::new(128, 256, 64).with_group_m(8);
     let config = Config::new(tile, Chunking::new(4), Route::Pull);
     for (m, n, k, world) in [(16, 1792, 4096, 2), (16384, 6656, 16384, 8)] {
-        let problem = Problem {
-            beside: None,
-            form: Default::default(),
-            operation: "all_gather_matmul",
-            dtype: DType::Bf16,
-            layout: Layout::balanced(m, k, world)?,
-            n,
-        };
+        let layout = Layout::balanced(m, k, world)?;
+        let problem = Problem::new(Operation::AllGatherMatmul, DType::Bf16, layout, n);
         let mut times = Vec::with_capacity(ROUNDS);
         for _ in 0..ROUNDS {
             let began = Instant::now();
-            black_box(all_gather::gather_and_multiply(
-                black_box(&problem),
-                1,
-                config,
-            )?);
+            black_box(plan(black_box(&problem), 1, config)?);
             times.push(began.elapsed());
         }
         times.sort_unstable();

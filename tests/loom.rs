@@ -19,9 +19,9 @@ use gemmesh::protocol::flag::FlagBlock;
 use gemmesh::protocol::flag::Wait;
 use gemmesh::protocol::primitive::AtomicUsize;
 use gemmesh::schedule::drive::{self, CopyThread, Produced};
-use gemmesh::schedule::plan::all_gather;
-use gemmesh::schedule::plan::partial_sums;
-use gemmesh::schedule::{Addend, Block, Layout, Planner, Problem, Schedule, Transfer};
+use gemmesh::schedule::plan::matrices::MATRICES;
+use gemmesh::schedule::plan::plan;
+use gemmesh::schedule::{Addend, Block, Layout, Operation, Problem, Schedule, Transfer};
 use gemmesh::{Chunking, Config, DType, Route, TileShape};
 use loom::cell::UnsafeCell;
 use loom::model::Builder;
@@ -322,16 +322,9 @@ fn value(matrix: usize, row: usize, epoch: Epoch) -> u32 {
 /// The plans of all ranks, for tiles of two rows.
 fn plans(rows: &[usize], chunks: usize) -> std::sync::Arc<Plans> {
     let config = |route| Config::new(TILE, Chunking::new(chunks), route);
-    let problem = Problem {
-        beside: None,
-        form: Default::default(),
-        operation: "all_gather_matmul",
-        dtype: DType::Bf16,
-        layout: Layout::new(rows, 1).unwrap(),
-        n: 1,
-    };
-    let plan =
-        |rank, route| all_gather::gather_and_multiply(&problem, rank, config(route)).unwrap();
+    let layout = Layout::new(rows, 1).unwrap();
+    let problem = Problem::new(Operation::AllGatherMatmul, DType::Bf16, layout, 1);
+    let plan = |rank, route| plan(&problem, rank, config(route)).unwrap();
     let owned = |rank| problem.layout.rows_of(rank).collect();
     std::sync::Arc::new(Plans {
         schedules: both_ways(rows.len(), plan),
@@ -555,21 +548,15 @@ fn rows_that_another_rank_passes_on_are_seen() {
 }
 
 /// The plans of all ranks that add up partials, for tiles of two rows.
-fn sums(planner: Planner, rows: &[usize], chunks: usize) -> std::sync::Arc<Plans> {
-    let problem = Problem {
-        beside: None,
-        form: Default::default(),
-        operation: partial_sums::NAME,
-        dtype: DType::Bf16,
-        layout: Layout::new(rows, 1).unwrap(),
-        n: 1,
-    };
+fn sums(operation: Operation, rows: &[usize], chunks: usize) -> std::sync::Arc<Plans> {
+    let layout = Layout::new(rows, 1).unwrap();
+    let problem = Problem::new(operation, DType::Bf16, layout, 1);
     let config = Config::new(TILE, Chunking::new(chunks), Route::Push);
-    let plan = |rank, _| planner(&problem, rank, config).unwrap();
+    let plan = |rank, _| plan(&problem, rank, config).unwrap();
     std::sync::Arc::new(Plans {
         schedules: both_ways(rows.len(), plan),
         owned: vec![Vec::new(); rows.len()],
-        matrices: partial_sums::MATRICES,
+        matrices: MATRICES,
     })
 }
 
@@ -582,7 +569,7 @@ fn produced(world: &World, rank: usize, epoch: Epoch) -> Vec<Produced> {
 
 /// Two ranks with a tile for each other in so many operations; the orders are explored from the last one on.
 fn two_ranks_add(epochs: &'static [Epoch], patience: i32) {
-    let plans = sums(partial_sums::reduce_scatter, &[2, 2], 1);
+    let plans = sums(Operation::MatmulReduceScatter, &[2, 2], 1);
     explore(Some(1), move || {
         loom::stop_exploring();
         let world = Arc::new(World::new(&plans, epochs[0], i32::MAX));
@@ -634,7 +621,7 @@ fn slots_are_not_overwritten_before_they_have_been_added() {
 
 #[test]
 fn a_block_is_sent_when_all_workers_have_made_their_tiles_of_it() {
-    let plans = sums(partial_sums::reduce_scatter, &[0, 4], 1);
+    let plans = sums(Operation::MatmulReduceScatter, &[0, 4], 1);
     explore(Some(2), move || {
         let epoch = EPOCHS[1];
         let world = Arc::new(World::new(&plans, epoch, 4));
@@ -660,7 +647,7 @@ fn a_block_is_sent_when_all_workers_have_made_their_tiles_of_it() {
 
 #[test]
 fn all_partials_are_there_when_a_rank_adds_them_up_itself() {
-    let plans = sums(partial_sums::all_reduce, &[2, 2], 1);
+    let plans = sums(Operation::MatmulAllReduce, &[2, 2], 1);
     explore(Some(2), move || {
         loom::stop_exploring();
         let epoch = EPOCHS[1];

@@ -18,10 +18,10 @@ use gemmesh::protocol::primitive::AtomicUsize;
 use gemmesh::schedule::config::{CUT_COLUMNS, MAX_CHUNKS, MAX_CLUSTER, MAX_SLICES};
 use gemmesh::schedule::drive::{self, CopyEngine, CopyThread};
 use gemmesh::schedule::layout::{MAX_EXTENT, MAX_WORLD, balanced_rows};
-use gemmesh::schedule::plan::all_gather;
-use gemmesh::schedule::plan::all_gather::{B, BIAS, MATRICES, OUT};
+use gemmesh::schedule::plan;
+use gemmesh::schedule::plan::matrices::{B, BIAS, MATRICES, OUT};
 use gemmesh::schedule::{
-    Addend, Chunking, Config, Layout, MAX_WEIGHTS, MatrixSpec, Parts, Planner, Problem, Product,
+    Addend, Chunking, Config, Layout, MAX_WEIGHTS, MatrixSpec, Operation, Parts, Problem, Product,
     Reduction, Route, RowOrder, Schedule, Tile, TileShape, Transfer, Weight,
 };
 use gemmesh::{DType, Error};
@@ -72,15 +72,9 @@ fn plan(
     rank: usize,
     config: Config,
 ) -> Result<Schedule, Error> {
-    let problem = Problem {
-        beside: None,
-        form: Default::default(),
-        operation: "all_gather_matmul",
-        dtype: DType::Bf16,
-        layout: Layout::new(rows, k)?,
-        n,
-    };
-    all_gather::gather_and_multiply(&problem, rank, config)
+    let layout = Layout::new(rows, k)?;
+    let problem = Problem::new(Operation::AllGatherMatmul, DType::Bf16, layout, n);
+    plan::plan(&problem, rank, config)
 }
 
 fn product(schedule: &Schedule) -> &Product {
@@ -504,29 +498,25 @@ proptest! {
 
     #[test]
     fn what_is_done_in_part_is_a_part_of_the_whole(case in case()) {
-        let problem = Problem {
- beside: None,
- form: Default::default(),
-            operation: "all_gather_matmul",
-            dtype: DType::Bf16,
-            layout: Layout::new(&case.rows, case.k).unwrap(),
-            n: case.n,
+        let layout = Layout::new(&case.rows, case.k).unwrap();
+        let run = |operation| {
+            let problem = Problem::new(operation, DType::Bf16, layout.clone(), case.n);
+            plan::plan(&problem, case.rank, case.config).unwrap()
         };
-        let run = |planner: Planner| planner(&problem, case.rank, case.config).unwrap();
         let places = |schedule: &Schedule| -> BTreeSet<(u32, u32)> {
             schedule.tiles().iter().map(|tile| (tile.m, tile.n)).collect()
         };
         let whole = case.plan();
-        let gather = run(all_gather::gather);
+        let gather = run(Operation::Gather);
         let pulled = case.by(Route::Pull);
         prop_assert_eq!(gather.arrivals(), pulled.arrivals());
         prop_assert!(gather.tiles().is_empty() && gather.handshake());
         prop_assert_eq!(gather.awaits_all(), gather.arrivals().is_empty());
-        let multiply = run(all_gather::multiply);
+        let multiply = run(Operation::Multiply);
         prop_assert_eq!(places(&multiply), places(&whole));
         prop_assert!(multiply.tiles().iter().all(|tile| tile.flags().is_empty()));
         prop_assert!(multiply.moves().next().is_none() && multiply.agreed().is_none());
-        let copy = run(all_gather::copy);
+        let copy = run(Operation::Copy);
         prop_assert!(!copy.handshake() && copy.movers().is_empty() && copy.awaits_all());
         for source in ring(&case) {
             let moved: Vec<_> = arrivals_from(&copy, source).into_iter().map(rows_of).collect();
@@ -1097,22 +1087,14 @@ fn staged_rows_come_stage_by_stage() {
                 .unwrap()
                 .staged(stages, order)
                 .unwrap();
-            let problem = Problem {
-                beside: None,
-                form: Default::default(),
-                operation: "all_gather_matmul",
-                dtype: DType::Bf16,
-                layout: layout.clone(),
-                n: 12,
-            };
+            let operation = Operation::AllGatherMatmul;
+            let problem = Problem::new(operation, DType::Bf16, layout.clone(), 12);
             for (route, chunks) in routes.into_iter().flat_map(|r| [1, 4].map(|c| (r, c))) {
                 let tile = TileShape::new(16, 8, 8);
                 let chunking = Chunking::new(chunks).with_cut_last(true);
                 let config = Config::new(tile, chunking, route);
                 for rank in 0..rows.len() {
-                    let plan = |problem: &Problem| {
-                        all_gather::gather_and_multiply(problem, rank, config).unwrap()
-                    };
+                    let plan = |problem: &Problem| plan::plan(problem, rank, config).unwrap();
                     let schedule = plan(&problem);
                     staged_schedule_is_right(&layout, &schedule, rank);
                     let flat = Layout::new(rows, 64).unwrap();

@@ -21,11 +21,12 @@ use crate::error::{Error, Result};
 use crate::process::Own;
 use crate::profile::nvtx::range;
 use crate::protocol::epoch::Epoch;
-use crate::ranks::call::Operation;
+use crate::ranks::call::PostedCall;
 use crate::ranks::members::Members;
 use crate::resources::require_available;
-use crate::schedule::plan::tile_order;
-use crate::schedule::{Agreed, Config, Numerics, Planner, Problem, Schedule};
+use crate::schedule::plan::matrices::PARTIALS;
+use crate::schedule::plan::{plan, tile_order};
+use crate::schedule::{Agreed, Config, Numerics, Problem, Schedule};
 
 /// This rank's membership of a group of ranks that multiply together.
 ///
@@ -368,11 +369,11 @@ impl<B: Backend> Group<B> {
         &self.inner
     }
 
-    /// Symmetric memory for matrix `number` of a schedule, which holds partial sums. Operations use it one after the
+    /// Symmetric memory for the partial sums of a schedule. Operations use it one after the
     /// other. If there is not enough yet, the call is collective: ranks that agree on the operation need the same size.
-    pub(crate) fn partials(&self, schedule: &Schedule, number: usize) -> Result<Arc<B::Symmetric>> {
+    pub(crate) fn partials(&self, schedule: &Schedule) -> Result<Arc<B::Symmetric>> {
         self.check()?;
-        let matrix = schedule.matrices()[number];
+        let matrix = schedule.matrices()[PARTIALS];
         let bytes = matrix.rows.saturating_mul(matrix.row_bytes());
         // Whole blocks, so that a few more rows need no new allocation. A size that overflows is too large for any
         // machine.
@@ -413,22 +414,19 @@ impl<B: Backend> Group<B> {
     }
 
     /// The program for a problem. It is prepared at its first use and kept for the next one. If there are too many, the
-    /// least recently used one is dropped. Without a configuration, the backend chooses one. The operation's name in
-    /// `problem` stands for its planner.
+    /// least recently used one is dropped. Without a configuration, the backend chooses one.
     pub(crate) fn program(
         &self,
-        planner: Planner,
         problem: Problem,
         config: Option<Config>,
     ) -> Result<Arc<B::Program>> {
-        let (program, _) = self.configured_program(planner, problem, config)?;
+        let (program, _) = self.configured_program(problem, config)?;
         Ok(program)
     }
 
     /// [`Group::program`], and its configuration.
     pub(crate) fn configured_program(
         &self,
-        planner: Planner,
         problem: Problem,
         config: Option<Config>,
     ) -> Result<(Arc<B::Program>, Config)> {
@@ -461,7 +459,7 @@ impl<B: Backend> Group<B> {
         if listed > LONG_LIST {
             require_available(listed).map_err(Error::out_of_memory(members.rank, listed))?;
         }
-        let schedule = planner(&key.0, members.rank, config)?;
+        let schedule = plan(&key.0, members.rank, config)?;
         let program = Arc::new(backend.prepare(members, schedule)?);
         let kept = Kept {
             program: program.clone(),
@@ -525,17 +523,17 @@ impl<B: Backend> Group<B> {
     /// Begins a collective operation. No other begins on this rank before `run` returns.
     pub(crate) fn operate<R>(
         &self,
-        operation: Operation<'_>,
+        call: PostedCall<'_>,
         run: impl FnOnce(Epoch) -> Result<R>,
     ) -> Result<R> {
         self.check()?;
         // Before the operation gets its number, so that a refusal on one rank leaves all ranks in step.
         self.refuse_recording()
             .inspect_err(|error| self.inner.members.refuse(error))?;
-        let state = self.state(Some(operation.agreed));
+        let state = self.state(Some(call.agreed));
         let mut state = state.inspect_err(|error| self.inner.members.refuse(error))?;
         let epoch = state.epoch;
-        self.inner.members.post(epoch, operation)?;
+        self.inner.members.post(epoch, call)?;
         state.epoch = epoch.next();
         run(epoch)
     }

@@ -57,3 +57,24 @@ struct ChunkingJson {
     last: usize,
     cut_last: bool,
 }
+
+/// An operation, by its name.
+pub mod operation {
+    use serde::de::{Deserialize, Deserializer, Error};
+    use serde::ser::Serializer;
+
+    use crate::schedule::Operation;
+
+    pub fn serialize<S: Serializer>(
+        operation: &Operation,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(operation.name())
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Operation, D::Error> {
+        let name = String::deserialize(deserializer)?;
+        let named = Operation::named(&name);
+        named.ok_or_else(|| D::Error::custom(format_args!("no operation is called {name}")))
+    }
+}

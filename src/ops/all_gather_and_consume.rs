@@ -7,7 +7,7 @@ use std::ops::Range;
 use smallvec::SmallVec;
 
 use super::callback::{CallbackResult, Callbacks};
-use super::{describe, layout_of, require_same_group};
+use super::{layout_of, require_same_group};
 #[cfg(feature = "cuda")]
 use crate::backend::Cuda;
 use crate::backend::sealed::{Bound, Call, Callback};
@@ -16,14 +16,15 @@ use crate::element::{DType, Value};
 use crate::error::{Error, Result};
 use crate::matrix::ShardedMatrix;
 use crate::profile::span::Span;
-use crate::ranks::call::Operation;
+use crate::ranks::call::PostedCall;
 use crate::schedule::config::MAX_CHUNKS;
 use crate::schedule::limits::limit;
-use crate::schedule::plan::all_gather::{self, A, BESIDE, MATRICES};
-use crate::schedule::{Chunking, Config, Problem, Route, TileShape, Transfer};
+use crate::schedule::plan::matrices::{A, BESIDE, MATRICES};
+use crate::schedule::{Chunking, Config, Operation, Problem, Route, TileShape, Transfer};
 use crate::trace::Trace;
 
-const NAME: &str = "all_gather_and_consume";
+const OPERATION: Operation = Operation::AllGatherAndConsume;
+const NAME: &str = OPERATION.name();
 
 /// Gathers the rows of `a` on every rank, and meanwhile calls `consume` once for each chunk of them: first this rank's own rows, then
 /// the other ranks' in the order in which they are expected, a shard of the next rank in the ring first. Afterwards all rows are there, as after
@@ -197,12 +198,12 @@ impl AllGatherAndConsume {
             limit("chunks of a shard", chunks, 1, MAX_CHUNKS)?;
             let problem = Problem {
                 beside: beside.as_ref().map(|beside| beside.of),
-                ..describe::<T>(NAME, &layout_of(a, self.stages)?, 0)
+                ..Problem::new(OPERATION, T::DTYPE, layout_of(a, self.stages)?, 0)
             };
             // Nothing is multiplied.
             let tile = TileShape::new(1, 1, 1);
             let config = Config::new(tile, Chunking::new(chunks), Route::Pull);
-            group.program(all_gather::gather, problem, Some(config))
+            group.program(problem, Some(config))
         };
         let program = plan().map_err(|error| group.refuse(NAME, error))?;
         let schedule = B::schedule(&program);
@@ -216,7 +217,7 @@ impl AllGatherAndConsume {
             matrices[BESIDE] = Bound::Symmetric(*memory);
             shared.push(*id);
         }
-        let operation = Operation {
+        let posted = PostedCall {
             agreed,
             matrices: &shared,
             traced: trace.is_some(),
@@ -226,7 +227,7 @@ impl AllGatherAndConsume {
         let inner = group.inner();
         let mut callbacks = Callbacks::new(group, NAME);
         let own: SmallVec<[Range<usize>; 1]> = a.blocks_of(group.rank()).into();
-        let result = super::operate(group, None, &program, operation, |epoch| {
+        let result = super::operate(group, None, &program, posted, |epoch| {
             let mut consumer = |transfer: Option<&Transfer>, stream: *mut c_void| {
                 let (source, blocks) = match transfer {
                     Some(transfer) => {

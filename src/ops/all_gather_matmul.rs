@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use super::operands::{Options, Outputs, Weights};
-use super::{Added, describe, layout_of, product_of, require_same_group, require_shape};
+use super::{Added, layout_of, product_of, require_same_group, require_shape};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::Element;
@@ -14,8 +14,8 @@ use crate::group::Group;
 use crate::matrix::ShardedMatrix;
 use crate::matrix::{Matrix, MatrixView};
 use crate::profile::span::Span;
-use crate::schedule::plan::all_gather;
-use crate::schedule::{Activation, Config, Form, Layout, Problem, Schedule, WeightLayout};
+use crate::schedule::plan::matrices::{self, MATRICES};
+use crate::schedule::{Activation, Config, Operation, Problem, Schedule, WeightLayout};
 use crate::trace::Trace;
 
 /// `out = gather(a) · bᵀ`: gathers the rows of `a` from every rank while it multiplies them. Collective.
@@ -117,12 +117,14 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         let planned = || {
             let layout = layout_of(a, self.stages)?;
             let widths = self.options.widths(&weights);
-            let form = self.options.form(&widths, outputs.dtype());
-            let problem = self.describe(group, layout, &widths, form)?;
+            let problem = self
+                .options
+                .problem(PRODUCT, layout, &widths, outputs.dtype());
             let program = self.program(group, &problem)?;
             Ok((problem, program))
         };
-        let (problem, program) = planned().map_err(|error| group.refuse(PRODUCT, error))?;
+        let planned = planned().map_err(|error| group.refuse(PRODUCT.name(), error));
+        let (problem, program) = planned?;
         let call = Call {
             program: &program,
             group,
@@ -157,48 +159,30 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         let prepare = || -> Result<Prepared<'a, B, T>> {
             let layout = layout_of(a, self.stages)?;
             self.options.check_widths(group, widths)?;
-            let form = self.options.form(widths, None);
-            let problem = self.describe(group, layout, widths, form)?;
+            let problem = self.options.problem(PRODUCT, layout, widths, None);
             let program = self.program(group, &problem)?;
             let config = Some(product_of(B::schedule(&program)).config);
-            let gathers = describe::<T>(GATHER, &problem.layout, 0);
-            let multiplies = Problem {
+            let layout = problem.layout.clone();
+            let gather = Problem::new(Operation::Gather, T::DTYPE, layout, 0);
+            let multiply = Problem {
                 operation: MULTIPLY,
                 ..problem.clone()
             };
             Ok(Prepared {
-                gather: group.program(all_gather::gather, gathers, config)?,
-                multiply: group.program(all_gather::multiply, multiplies, config)?,
+                gather: group.program(gather, config)?,
+                multiply: group.program(multiply, config)?,
                 program,
                 group: group.clone(),
                 problem,
                 options: self.options.clone(),
             })
         };
-        group.noted(prepare().map_err(Error::refused(group.rank(), PRODUCT)))
-    }
-
-    fn describe(
-        &self,
-        group: &Group<B>,
-        layout: Layout,
-        widths: &[usize],
-        form: Form,
-    ) -> Result<Problem> {
-        let n = form.n_of(widths);
-        self.options.check(group, &form, n, layout.m())?;
-        Ok(Problem {
-            form,
-            ..describe::<T>(PRODUCT, &layout, n)
-        })
+        group.noted(prepare().map_err(Error::refused(group.rank(), PRODUCT.name())))
     }
 
     fn program(&self, group: &Group<B>, problem: &Problem) -> Result<Arc<B::Program>> {
-        group.program(
-            all_gather::gather_and_multiply,
-            problem.clone(),
-            self.options.config,
-        )
+        self.options.check(group, problem, problem.layout.m())?;
+        group.program(problem.clone(), self.options.config)
     }
 }
 
@@ -208,11 +192,9 @@ impl<B: Backend, T: Element> Default for AllGatherMatmul<'_, B, T> {
     }
 }
 
-/// The names of calls.
-const PRODUCT: &str = "all_gather_matmul";
-const GATHER: &str = "gather";
-const MULTIPLY: &str = all_gather::LOCAL;
-const COPY: &str = "copy";
+const PRODUCT: Operation = Operation::AllGatherMatmul;
+const MULTIPLY: Operation = Operation::Multiply;
+const COPY: Operation = Operation::Copy;
 
 /// A product that has been planned. It fits every `a` of the same group, shape and split. It keeps the group.
 #[derive(Debug)]
@@ -319,10 +301,9 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// Until it has ended no other rank writes its rows of the matrix that is to it what `a` is to this rank.
     #[doc(hidden)]
     pub unsafe fn copy(&self, a: &ShardedMatrix<B, T>) -> Result<()> {
-        let problem = describe::<T>(COPY, &self.problem.layout, 0);
-        let program = self
-            .group
-            .program(all_gather::copy, problem, Some(self.config()))?;
+        let layout = self.problem.layout.clone();
+        let problem = Problem::new(COPY, T::DTYPE, layout, 0);
+        let program = self.group.program(problem, Some(self.config()))?;
         self.call(&program).alone(COPY, a, None)
     }
 
@@ -370,15 +351,15 @@ impl<B: Backend, T: Element> Call<'_, B, T> {
         self.launch(a, product, trace)
     }
 
-    /// What this rank does by itself, in the call `name`.
+    /// What this rank does by itself.
     fn alone(
         &self,
-        name: &str,
+        operation: Operation,
         a: &ShardedMatrix<B, T>,
         product: Option<Operands<'_, '_, B, T>>,
     ) -> Result<()> {
         let (group, checked) = (a.group(), self.check(a, product.as_ref()));
-        group.noted(checked.map_err(Error::refused(group.rank(), name)))?;
+        group.noted(checked.map_err(Error::refused(group.rank(), operation.name())))?;
         self.launch(a, product, None)
     }
 
@@ -388,20 +369,19 @@ impl<B: Backend, T: Element> Call<'_, B, T> {
         product: Option<Operands<'_, '_, B, T>>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
-        let mut matrices = [const { Bound::Nothing }; all_gather::MATRICES];
-        matrices[all_gather::A] = Bound::Symmetric(a.memory());
-        self.options
-            .bind(&mut matrices, all_gather::BIAS, all_gather::RESIDUAL);
+        let mut bound = [const { Bound::Nothing }; MATRICES];
+        bound[matrices::A] = Bound::Symmetric(a.memory());
+        self.options.bind(&mut bound);
         if let Some((weights, outputs)) = product {
-            weights.bind(&mut matrices[all_gather::B..all_gather::OUT]);
-            outputs.bind(&mut matrices[all_gather::OUT..]);
+            weights.bind(&mut bound);
+            outputs.bind(&mut bound);
         }
         let shared = [a.id()];
         super::run(
             self.group,
             None,
             self.program,
-            &matrices,
+            &bound,
             &shared,
             Added::default(),
             trace,
@@ -433,7 +413,7 @@ impl<B: Backend, T: Element> Call<'_, B, T> {
         if let Some((weights, outputs)) = product {
             let widths = form.columns(self.problem.n)?;
             weights.check(group, form, &widths, layout.k())?;
-            outputs.check(group, "out [M, N]", form, &widths, layout.m())?;
+            outputs.check(group, "out [M, N]", self.problem, &widths, layout.m())?;
         }
         Ok(())
     }

@@ -9,9 +9,9 @@ use crate::group::Group;
 use crate::matrix::Matrix;
 use crate::matrix::ShardedMatrix;
 use crate::schedule::limits::limit;
-use crate::schedule::plan::all_gather as gather;
-use crate::schedule::plan::collectives::{self, INPUT, MATRICES, OUT, ROOM, chunked, stored};
-use crate::schedule::{Layout, Planner};
+use crate::schedule::plan::collectives::{chunked, leaves_gather, stored};
+use crate::schedule::plan::matrices::{A, MATRICES, OUT, PARTIALS};
+use crate::schedule::{Layout, Operation, Problem, Route};
 
 /// Gathers the rows of `a` on every rank, in place. Collective.
 ///
@@ -35,21 +35,20 @@ use crate::schedule::{Layout, Planner};
 /// [`Error::CallMismatch`](crate::Error::CallMismatch) if another rank makes another call; [`Error::Capturing`](crate::Error::Capturing)
 /// if it is captured in a graph at its first run; the group's failure.
 pub fn all_gather<B: Backend, T: Value>(a: &ShardedMatrix<B, T>) -> Result<()> {
-    const NAME: &str = "all_gather";
-    gather_named(NAME, a)
+    gather(Operation::AllGather, a)
 }
 
-fn gather_named<B: Backend, T: Value>(name: &'static str, a: &ShardedMatrix<B, T>) -> Result<()> {
+fn gather<B: Backend, T: Value>(operation: Operation, a: &ShardedMatrix<B, T>) -> Result<()> {
     let group = a.group();
-    let problem = super::describe::<T>(name, a.layout(), 0);
-    let planner: Planner = match is_better_stored::<B, T>(group, a.layout()) {
-        true => gather::gather_stored,
-        false => gather::gather,
+    let problem = Problem::new(operation, T::DTYPE, a.layout().clone(), 0);
+    let config = match is_better_stored::<B, T>(group, a.layout()) {
+        true => stored(),
+        false => chunked(1).with_route(Route::Pull),
     };
-    let program = group.program(planner, problem, Some(chunked(1)));
-    let program = program.map_err(|error| group.refuse(name, error))?;
-    let mut matrices = [const { Bound::Nothing }; gather::MATRICES];
-    matrices[gather::A] = Bound::Symmetric(a.memory());
+    let program = group.program(problem, Some(config));
+    let program = program.map_err(|error| group.refuse(operation.name(), error))?;
+    let mut matrices = [const { Bound::Nothing }; MATRICES];
+    matrices[A] = Bound::Symmetric(a.memory());
     super::run(
         group,
         None,
@@ -66,7 +65,7 @@ fn gather_named<B: Backend, T: Value>(name: &'static str, a: &ShardedMatrix<B, T
 /// # Errors
 /// As [`all_gather`]; [`Error::Limit`](crate::Error::Limit) for a root that is no rank.
 pub fn broadcast<B: Backend, T: Value>(a: &mut ShardedMatrix<B, T>, root: usize) -> Result<()> {
-    const NAME: &str = "broadcast";
+    const OPERATION: Operation = Operation::Broadcast;
     let [m, n] = a.shape();
     let group = a.group();
     let world = group.world_size();
@@ -76,14 +75,13 @@ pub fn broadcast<B: Backend, T: Value>(a: &mut ShardedMatrix<B, T>, root: usize)
         rows[root] = m;
         Layout::new(&rows, n)
     };
-    let layout = layout().map_err(|error| group.refuse(NAME, error))?;
+    let layout = layout().map_err(|error| group.refuse(OPERATION.name(), error))?;
     // Of two ranks, there is nobody to send anything on to meanwhile.
     let chunks = if world == 2 { 1 } else { 4 };
     let out = Bound::Symmetric(a.memory());
     let ids = [a.id()];
     Exchange {
-        name: NAME,
-        planner: collectives::broadcast,
+        operation: OPERATION,
         chunks,
     }
     .run::<B, T>(group, &layout, Bound::Nothing, out, &ids)
@@ -102,7 +100,7 @@ pub fn reduce_scatter<B: Backend, T: Float>(
     a: &Matrix<B, T>,
     out: &mut Matrix<B, T>,
 ) -> Result<()> {
-    const NAME: &str = "reduce_scatter";
+    const OPERATION: Operation = Operation::ReduceScatter;
     let group = a.group();
     let [m, n] = a.shape();
     let layout = || {
@@ -113,11 +111,10 @@ pub fn reduce_scatter<B: Backend, T: Float>(
         require_shape(group.rank(), what, [rows, n], out.shape())?;
         Ok(layout)
     };
-    let layout = layout().map_err(|error| group.refuse(NAME, error))?;
+    let layout = layout().map_err(|error| group.refuse(OPERATION.name(), error))?;
     let (input, out) = (Bound::Input(a.memory(), 0), Bound::Output(out.memory(), 0));
     Exchange {
-        name: NAME,
-        planner: collectives::reduce_scatter,
+        operation: OPERATION,
         chunks: 1,
     }
     .run::<B, T>(group, &layout, input, out, &[])
@@ -134,31 +131,22 @@ pub fn all_reduce<B: Backend, T: Float>(
     a: &Matrix<B, T>,
     out: &mut ShardedMatrix<B, T>,
 ) -> Result<()> {
-    const NAME: &str = "all_reduce";
-    /// Of an addend, where more ranks than two get each whole.
-    const FEW_BYTES: usize = 256 << 10;
+    const OPERATION: Operation = Operation::AllReduce;
     let group = a.group();
-    let world = group.world_size();
     let [m, n] = a.shape();
     let fits = require_same_group("out", out.group(), group)
         .and_then(|()| require_by_rank("out", out))
         .and_then(|()| require_shape(group.rank(), "out [M, N]", [m, n], out.shape()));
-    fits.map_err(|error| group.refuse(NAME, error))?;
-    let at_once = world <= 2 || m * n * size_of::<T>() <= FEW_BYTES;
-    let planner: Planner = match at_once {
-        true => collectives::all_reduce,
-        false => collectives::reduce_own_rows,
-    };
+    fits.map_err(|error| group.refuse(OPERATION.name(), error))?;
     let (input, sums) = (Bound::Input(a.memory(), 0), Bound::Symmetric(out.memory()));
     Exchange {
-        name: NAME,
-        planner,
+        operation: OPERATION,
         chunks: 1,
     }
     .run::<B, T>(group, out.layout(), input, sums, &[out.id()])?;
-    match at_once {
-        true => Ok(()),
-        false => gather_named("gather of all_reduce", out),
+    match leaves_gather(&Problem::new(OPERATION, T::DTYPE, out.layout().clone(), n)) {
+        true => gather(Operation::GatherOfAllReduce, out),
+        false => Ok(()),
     }
 }
 
@@ -171,7 +159,7 @@ pub fn all_to_all<B: Backend, T: Value>(
     a: &Matrix<B, T>,
     out: &mut ShardedMatrix<B, T>,
 ) -> Result<()> {
-    const NAME: &str = "all_to_all";
+    const OPERATION: Operation = Operation::AllToAll;
     let group = a.group();
     let [_, n] = out.shape();
     let rows = group.world_size() * out.rows().len();
@@ -180,11 +168,10 @@ pub fn all_to_all<B: Backend, T: Value>(
         require_by_rank("out", out)?;
         require_shape(group.rank(), what, [rows, n], a.shape())
     });
-    fits.map_err(|error| group.refuse(NAME, error))?;
+    fits.map_err(|error| group.refuse(OPERATION.name(), error))?;
     let (input, moved) = (Bound::Input(a.memory(), 0), Bound::Symmetric(out.memory()));
     Exchange {
-        name: NAME,
-        planner: collectives::all_to_all,
+        operation: OPERATION,
         chunks: 1,
     }
     .run::<B, T>(group, out.layout(), input, moved, &[out.id()])
@@ -192,8 +179,7 @@ pub fn all_to_all<B: Backend, T: Value>(
 
 /// An operation in which rows are exchanged that are there.
 struct Exchange {
-    name: &'static str,
-    planner: Planner,
+    operation: Operation,
     /// Of each block.
     chunks: usize,
 }
@@ -208,23 +194,23 @@ impl Exchange {
         out: Bound<B>,
         shared: &[u32],
     ) -> Result<()> {
-        let problem = super::describe::<T>(self.name, layout, layout.k());
+        let problem = Problem::new(self.operation, T::DTYPE, layout.clone(), layout.k());
         let config = match is_better_stored::<B, T>(group, layout) {
             true => stored(),
             false => chunked(self.chunks),
         };
-        let program = group.program(self.planner, problem, Some(config));
-        let program = program.map_err(|error| group.refuse(self.name, error))?;
+        let program = group.program(problem, Some(config));
+        let program = program.map_err(|error| group.refuse(self.operation.name(), error))?;
         let schedule = B::schedule(&program);
-        let room = match schedule.matrices()[ROOM].rows {
+        let room = match schedule.matrices()[PARTIALS].rows {
             0 => None,
-            _ => Some(group.partials(schedule, ROOM)?),
+            _ => Some(group.partials(schedule)?),
         };
         let mut matrices = [const { Bound::Nothing }; MATRICES];
-        matrices[INPUT] = input;
+        matrices[A] = input;
         matrices[OUT] = out;
         if let Some(room) = &room {
-            matrices[ROOM] = Bound::Symmetric(room.as_ref());
+            matrices[PARTIALS] = Bound::Symmetric(room.as_ref());
         }
         super::run(
             group,

@@ -3,16 +3,18 @@
 use std::sync::Arc;
 
 use super::operands::{Options, Outputs, Weights};
-use super::{Added, describe, product_of, require_same_group, require_shape};
+use super::{Added, product_of, require_same_group, require_shape};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
-use crate::element::Element;
+use crate::element::{DType, Element};
 use crate::error::{Error, Result};
 use crate::explanation::Explanation;
 use crate::group::Group;
 use crate::matrix::{Matrix, MatrixView};
-use crate::schedule::plan::all_gather::{self, LOCAL};
-use crate::schedule::{Activation, Config, Form, Layout, Problem, Schedule, WeightLayout};
+use crate::schedule::plan::matrices::{self, MATRICES};
+use crate::schedule::{Activation, Config, Layout, Operation, Problem, Schedule, WeightLayout};
+
+const OPERATION: Operation = Operation::Matmul;
 
 /// `out = a · bᵀ`, on this rank alone.
 ///
@@ -113,9 +115,9 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         let (a, weights, outputs) = (a.into(), weights.into(), outputs.into());
         let group = a.group();
         let widths = self.0.widths(&weights);
-        let form = self.0.form(&widths, outputs.dtype());
-        let planned = self.plan(group, a.shape(), &widths, form);
-        let planned = group.noted(planned.map_err(Error::refused(group.rank(), LOCAL)))?;
+        let planned = self.plan(group, a.shape(), &widths, outputs.dtype());
+        let planned =
+            group.noted(planned.map_err(Error::refused(group.rank(), OPERATION.name())))?;
         planned.run(a, weights, outputs)
     }
 
@@ -131,10 +133,9 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         [m, k]: [usize; 2],
         widths: &[usize],
     ) -> Result<PreparedMatmul<'a, B, T>> {
-        let form = self.0.form(widths, None);
         let checked = self.0.check_widths(group, widths);
-        let planned = checked.and_then(|()| self.plan(group, [m, k], widths, form));
-        group.noted(planned.map_err(Error::refused(group.rank(), LOCAL)))
+        let planned = checked.and_then(|()| self.plan(group, [m, k], widths, None));
+        group.noted(planned.map_err(Error::refused(group.rank(), OPERATION.name())))
     }
 
     fn plan(
@@ -142,16 +143,13 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         group: &Group<B>,
         [m, k]: [usize; 2],
         widths: &[usize],
-        form: Form,
+        out: Option<DType>,
     ) -> Result<PreparedMatmul<'a, B, T>> {
-        let n = form.n_of(widths);
-        self.0.check(group, &form, n, m)?;
-        let problem = Problem {
-            form,
-            ..describe::<T>(LOCAL, &Layout::new(&[m], k)?, n)
-        };
+        let layout = Layout::new(&[m], k)?;
+        let problem = self.0.problem(OPERATION, layout, widths, out);
+        self.0.check(group, &problem, m)?;
         Ok(PreparedMatmul {
-            program: group.program(all_gather::multiply_alone, problem.clone(), self.0.config)?,
+            program: group.program(problem.clone(), self.0.config)?,
             group: group.clone(),
             problem,
             options: self.0.clone(),
@@ -214,20 +212,19 @@ impl<B: Backend, T: Element> PreparedMatmul<'_, B, T> {
                 a.shape(),
             )?;
             weights.check(group, form, &widths, layout.k())?;
-            outputs.check(group, "out [M, N]", form, &widths, layout.m())
+            outputs.check(group, "out [M, N]", &self.problem, &widths, layout.m())
         };
-        group.noted(check().map_err(Error::refused(group.rank(), LOCAL)))?;
-        let mut matrices = [const { Bound::Nothing }; all_gather::MATRICES];
-        matrices[all_gather::A] = a.input();
-        self.options
-            .bind(&mut matrices, all_gather::BIAS, all_gather::RESIDUAL);
-        weights.bind(&mut matrices[all_gather::B..all_gather::OUT]);
-        outputs.bind(&mut matrices[all_gather::OUT..]);
+        group.noted(check().map_err(Error::refused(group.rank(), OPERATION.name())))?;
+        let mut bound = [const { Bound::Nothing }; MATRICES];
+        bound[matrices::A] = a.input();
+        self.options.bind(&mut bound);
+        weights.bind(&mut bound);
+        outputs.bind(&mut bound);
         super::run(
             group,
             None,
             &self.program,
-            &matrices,
+            &bound,
             &[],
             Added::default(),
             None,

@@ -15,9 +15,8 @@ use crate::group::Group;
 use crate::matrix::ShardedMatrix;
 use crate::matrix::{Matrix, MatrixView};
 use crate::profile::span::Span;
-use crate::schedule::plan::all_gather;
-use crate::schedule::plan::partial_sums::ALL_NAME;
-use crate::schedule::{Activation, Config, Form, Problem, Schedule, WeightLayout};
+use crate::schedule::plan::matrices::{self, MATRICES};
+use crate::schedule::{Activation, Config, Operation, Problem, Schedule, WeightLayout};
 use crate::trace::Trace;
 
 /// `out = Σ a_p · b_pᵀ` over all ranks p, on every rank, with the same bits. Collective.
@@ -96,7 +95,7 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     ) -> Result<()> {
         let a = a.into();
         let planned = self.plan(a, out);
-        let planned = planned.map_err(|error| a.group().refuse(ALL_NAME, error))?;
+        let planned = planned.map_err(|error| a.group().refuse(Which::All.name(), error))?;
         planned.run(a, b, out)
     }
 
@@ -114,7 +113,7 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
         let a = a.into();
         let planned = self.plan(a, out);
         let group = a.group();
-        group.noted(planned.map_err(Error::refused(group.rank(), ALL_NAME)))
+        group.noted(planned.map_err(Error::refused(group.rank(), Which::All.name())))
     }
 
     fn plan(
@@ -143,15 +142,9 @@ fn gather_of<B: Backend, T: Element>(
     out: &ShardedMatrix<B, T>,
     config: Config,
 ) -> Result<Arc<B::Program>> {
-    let problem = Problem {
-        beside: None,
-        operation: "gather of matmul_all_reduce",
-        dtype: T::DTYPE,
-        layout: out.layout().clone(),
-        n: 0,
-        form: Form::default(),
-    };
-    group.program(all_gather::gather, problem, Some(config))
+    let operation = Operation::GatherOfMatmulAllReduce;
+    let problem = Problem::new(operation, T::DTYPE, out.layout().clone(), 0);
+    group.program(problem, Some(config))
 }
 
 impl<B: Backend, T: Element> Default for MatmulAllReduce<'_, B, T> {
@@ -239,13 +232,13 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
         out: &ShardedMatrix<B, T>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
-        let mut matrices = [const { Bound::Nothing }; all_gather::MATRICES];
-        matrices[all_gather::A] = Bound::Symmetric(out.memory());
+        let mut bound = [const { Bound::Nothing }; MATRICES];
+        bound[matrices::A] = Bound::Symmetric(out.memory());
         super::run(
             self.sums.group(),
             None,
             gather,
-            &matrices,
+            &bound,
             &[out.id()],
             Added::default(),
             trace,

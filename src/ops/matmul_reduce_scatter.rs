@@ -12,7 +12,6 @@ use crate::explanation::Explanation;
 use crate::matrix::ShardedMatrix;
 use crate::matrix::{Matrix, MatrixView};
 use crate::profile::span::Span;
-use crate::schedule::plan::partial_sums::NAME;
 use crate::schedule::{Activation, Config, Layout, Schedule, WeightLayout};
 use crate::trace::Trace;
 
@@ -147,7 +146,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     ) -> Result<()> {
         let (a, b, out) = (a.into(), b.into(), out.into());
         let plan = || self.plan(a, self.options.n_of(b), self.layout(a)?, out.dtype());
-        let planned = plan().map_err(|error| a.group().refuse(NAME, error))?;
+        let planned = plan().map_err(|error| a.group().refuse(Which::Own.name(), error))?;
         planned.run(a, b, out)
     }
 
@@ -174,7 +173,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
             };
             self.plan(a, n, layout, Some(T::DTYPE))
         };
-        let planned = plan().map_err(|error| group.refuse(NAME, error))?;
+        let planned = plan().map_err(|error| group.refuse(Which::Own.name(), error))?;
         planned.run_into(a, b, out)
     }
 
@@ -192,7 +191,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         let a = a.into();
         let plan = || self.plan(a, n, self.layout(a)?, None);
         let group = a.group();
-        group.noted(plan().map_err(Error::refused(group.rank(), NAME)))
+        group.noted(plan().map_err(Error::refused(group.rank(), Which::Own.name())))
     }
 
     fn plan(

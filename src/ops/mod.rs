@@ -40,9 +40,9 @@ use crate::matrix::ShardedMatrix;
 use crate::profile::nvtx::range;
 use crate::profile::span::Span;
 use crate::protocol::epoch::Epoch;
-use crate::ranks::call::Operation;
+use crate::ranks::call::PostedCall;
 use crate::schedule::limits::limit;
-use crate::schedule::{Config, Form, Layout, Problem, Product, RowOrder, Schedule};
+use crate::schedule::{Config, Layout, Problem, Product, RowOrder, Schedule};
 
 /// What a call adds to sums that all ranks must give, or none.
 #[derive(Clone, Copy, Debug, Default)]
@@ -80,14 +80,14 @@ fn run<B: Backend>(
         let _range = range(|| format!("gemmesh {}", B::schedule(program).name()));
         return group.exclusively(|epoch| run(program, epoch));
     };
-    let operation = Operation {
+    let posted = PostedCall {
         agreed,
         matrices: shared,
         traced,
         biased: added.bias,
         residual: added.residual,
     };
-    operate(group, before, program, operation, |epoch| {
+    operate(group, before, program, posted, |epoch| {
         if let Some(before) = before {
             let failed = |error| match group.is_recording() {
                 Ok(true) => error,
@@ -106,36 +106,24 @@ fn operate<B: Backend>(
     group: &Group<B>,
     before: Option<&Arc<B::Program>>,
     program: &Arc<B::Program>,
-    operation: Operation<'_>,
+    call: PostedCall<'_>,
     run: impl FnOnce(Epoch) -> Result<()>,
 ) -> Result<()> {
     let schedule = B::schedule(program);
     // A kernel that waits for what is pulled has its epoch among its arguments.
     let waits = schedule.product().is_some() && !schedule.is_pushed();
     let can_be_recorded = !waits || schedule.is_idle();
-    if can_be_recorded && !operation.traced && group.is_recording()? {
+    if can_be_recorded && !call.traced && group.is_recording()? {
         // It has no number among those that run now: any will do.
         let mut programs = before.into_iter().chain([program]);
         programs.try_for_each(|program| group.keep_recorded(program))?;
         let _range = range(|| format!("gemmesh {}, recorded", schedule.name()));
         return group.exclusively(|_| run(Epoch::FIRST));
     }
-    group.operate(operation, |epoch| {
+    group.operate(call, |epoch| {
         let _range = range(|| format!("gemmesh {}, epoch {}", schedule.name(), epoch.raw()));
         run(epoch)
     })
-}
-
-/// What call `operation` is asked to do with a matrix of this layout and one of `n` rows.
-fn describe<T: Value>(operation: &'static str, layout: &Layout, n: usize) -> Problem {
-    Problem {
-        beside: None,
-        operation,
-        dtype: T::DTYPE,
-        layout: layout.clone(),
-        n,
-        form: Form::default(),
-    }
 }
 
 /// Why `group` cuts up like that what is asked.

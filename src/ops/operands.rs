@@ -13,7 +13,10 @@ use crate::group::Group;
 use crate::matrix::{Matrix, MatrixView, MatrixViewMut};
 use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::limits::limit;
-use crate::schedule::{Activation, Config, Form, MAX_WEIGHTS, WeightLayout, Widths};
+use crate::schedule::plan::matrices::{self, MATRICES};
+use crate::schedule::{
+    Activation, Config, Form, Layout, MAX_WEIGHTS, Operation, Problem, WeightLayout, Widths,
+};
 
 /// What varies of a product, wherever its rows come from and go to.
 #[derive(Debug)]
@@ -40,11 +43,16 @@ impl<'a, B: Backend, T: Element> Options<'a, B, T> {
         }
     }
 
-    /// The form of products of these widths; the output's type, if it is known.
-    pub fn form(&self, widths: &[usize], out: Option<DType>) -> Form {
-        let problem = self.f32_output.then_some(DType::F32);
+    /// What products of these widths are asked to do. `out`: the output's type, if it is known.
+    pub fn problem(
+        &self,
+        operation: Operation,
+        layout: Layout,
+        widths: &[usize],
+        out: Option<DType>,
+    ) -> Problem {
         let several = widths.len() > 1 && !self.gated;
-        Form {
+        let form = Form {
             widths: if several {
                 widths.into()
             } else {
@@ -53,8 +61,13 @@ impl<'a, B: Backend, T: Element> Options<'a, B, T> {
             gated: self.gated,
             activation: self.activation,
             weights: self.weights,
-            out: out.or(problem).filter(|&out| out != T::DTYPE),
+        };
+        let mut problem = Problem::new(operation, T::DTYPE, layout, form.n_of(widths));
+        problem.form = form;
+        if let Some(out) = out.or(self.f32_output.then_some(DType::F32)) {
+            problem.dtypes.output = out;
         }
+        problem
     }
 
     /// Refuses widths that gate and up can't have; one may stand for both.
@@ -83,8 +96,9 @@ impl<'a, B: Backend, T: Element> Options<'a, B, T> {
         }
     }
 
-    /// Checks what is added to N columns and `rows` rows.
-    pub fn check(&self, group: &Group<B>, form: &Form, n: usize, rows: usize) -> Result<()> {
+    /// Checks what is added to `rows` rows.
+    pub fn check(&self, group: &Group<B>, problem: &Problem, rows: usize) -> Result<()> {
+        let (form, n) = (&problem.form, problem.n);
         if let Some(bias) = &self.bias {
             // Before the shape: what fits no product is refused as that.
             limit("N", n, 1, MAX_EXTENT)?;
@@ -105,12 +119,12 @@ impl<'a, B: Backend, T: Element> Options<'a, B, T> {
         Ok(())
     }
 
-    pub fn bind<'m>(&'m self, matrices: &mut [Bound<'m, B>], bias: usize, residual: usize) {
+    pub fn bind<'m>(&'m self, matrices: &mut [Bound<'m, B>; MATRICES]) {
         if let Some(view) = &self.bias {
-            matrices[bias] = view.input();
+            matrices[matrices::BIAS] = view.input();
         }
         if let Some(view) = &self.residual {
-            matrices[residual] = view.input();
+            matrices[matrices::RESIDUAL] = view.input();
         }
     }
 }
@@ -176,11 +190,12 @@ impl<'a, B: Backend, T: Value> Weights<'a, B, T> {
         Ok(())
     }
 
-    pub(super) fn bind<'m>(&self, matrices: &mut [Bound<'m, B>])
+    pub(super) fn bind<'m>(&self, matrices: &mut [Bound<'m, B>; MATRICES])
     where
         'a: 'm,
     {
-        for (matrix, weight) in matrices.iter_mut().zip(&self.0) {
+        let places = matrices[matrices::B..matrices::OUT].iter_mut();
+        for (matrix, weight) in places.zip(&self.0) {
             *matrix = weight.input();
         }
     }
@@ -275,7 +290,7 @@ impl<'a, B: Backend, T: Element> Outputs<'a, B, T> {
         &self,
         group: &Group<B>,
         what: &str,
-        form: &Form,
+        problem: &Problem,
         widths: &[usize],
         m: usize,
     ) -> Result<()> {
@@ -284,7 +299,7 @@ impl<'a, B: Backend, T: Element> Outputs<'a, B, T> {
         for (out, &n) in self.all.iter().zip(widths) {
             require_same_group("out", out.group, group)?;
             require_shape(rank, what, [m, n], out.shape)?;
-            let expected = form.out.unwrap_or(T::DTYPE);
+            let expected = problem.dtypes.output;
             if out.dtype != expected {
                 return Err(Error::Shape {
                     rank,
@@ -303,11 +318,11 @@ impl<'a, B: Backend, T: Element> Outputs<'a, B, T> {
         out.map_or(Bound::Nothing, |out| out.bound)
     }
 
-    pub(super) fn bind<'m>(self, matrices: &mut [Bound<'m, B>])
+    pub(super) fn bind<'m>(self, matrices: &mut [Bound<'m, B>; MATRICES])
     where
         'a: 'm,
     {
-        for (matrix, out) in matrices.iter_mut().zip(self.all) {
+        for (matrix, out) in matrices[matrices::OUT..].iter_mut().zip(self.all) {
             *matrix = out.bound;
         }
     }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::operands::{Options, Outputs, Weights};
-use super::{Added, describe, require_same_group, require_shape};
+use super::{Added, require_same_group, require_shape};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::{DType, Element};
@@ -17,8 +17,9 @@ use crate::matrix::ShardedMatrix;
 use crate::profile::span::Span;
 use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::limits::limit;
-use crate::schedule::plan::partial_sums::{self, ALL_NAME, MATRICES, NAME};
-use crate::schedule::{Config, Layout, Planner, Problem, Route, Schedule};
+use crate::schedule::plan::matrices::{self, MATRICES, PARTIALS};
+use crate::schedule::plan::partials::is_exchanged;
+use crate::schedule::{Config, Layout, Operation, Problem, Route, Schedule};
 
 /// Who gets which sums.
 #[derive(Clone, Copy, Debug)]
@@ -30,24 +31,18 @@ pub enum Which {
 }
 
 impl Which {
-    /// The name of the call.
-    fn name(self) -> &'static str {
+    fn operation(self) -> Operation {
         match self {
-            Which::Own => NAME,
-            Which::All => ALL_NAME,
+            Which::Own => Operation::MatmulReduceScatter,
+            Which::All => Operation::MatmulAllReduce,
         }
     }
 
-    fn planner(self) -> Planner {
-        match self {
-            Which::Own => partial_sums::reduce_scatter,
-            Which::All => partial_sums::all_reduce,
-        }
+    /// The name of the call.
+    pub fn name(self) -> &'static str {
+        self.operation().name()
     }
 }
-
-/// The part of the call that a rank does by itself.
-const MULTIPLY: &str = "matmul of partials";
 
 impl<'a, B: Backend, T: Element> Planned<'a, B, T> {
     /// Plans the sums of products with weights of N = `n`. `layout`: who owns which rows, and this rank's part of K; `out`: the type of
@@ -61,27 +56,26 @@ impl<'a, B: Backend, T: Element> Planned<'a, B, T> {
         out: Option<DType>,
     ) -> Result<Planned<'a, B, T>> {
         limit("N", n, 1, MAX_EXTENT)?;
-        let form = options.form(&[n], out);
+        let problem = options.problem(which.operation(), layout, &[n], out);
+        let layout = &problem.layout;
         let rows = match which {
             Which::Own => layout.rows_of(group.rank()).len(),
             Which::All => layout.m(),
         };
-        options.check(group, &form, n, rows)?;
-        let describe = |operation| Problem {
-            form: form.clone(),
-            ..describe::<T>(operation, &layout, n)
-        };
-        let problem = describe(which.name());
-        let (sum, config) =
-            group.configured_program(which.planner(), problem.clone(), options.config)?;
+        options.check(group, &problem, rows)?;
+        let (sum, config) = group.configured_program(problem.clone(), options.config)?;
         let multiply = match B::schedule(&sum).product() {
             Some(_) => None,
             None => {
-                let problem = describe(MULTIPLY);
-                Some(group.program(partial_sums::multiply, problem, Some(config))?)
+                let operation = Operation::MultiplyPartials;
+                let problem = Problem {
+                    operation,
+                    ..problem.clone()
+                };
+                Some(group.program(problem, Some(config))?)
             }
         };
-        let exchanged = partial_sums::is_exchanged(&problem, &config);
+        let exchanged = is_exchanged(&problem, &config);
         Ok(Planned {
             reduces_own_rows: matches!(which, Which::All) && !exchanged,
             sum,
@@ -158,19 +152,14 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
     pub fn check_out(&self, out: &Outputs<B, T>) -> Result<()> {
         let rows = self.own_rows().len();
         let what = "out [rows of this rank, N]";
-        out.check(
-            &self.group,
-            what,
-            &self.problem.form,
-            &[self.problem.n],
-            rows,
-        )
+        out.check(&self.group, what, &self.problem, &[self.problem.n], rows)
     }
 
     /// Checks an output that is a sharded matrix: its rows are split like the sum's.
     pub fn check_sharded(&self, out: &ShardedMatrix<B, T>) -> Result<()> {
         let rank = self.group.rank();
-        if let Some(dtype) = self.problem.form.out {
+        let dtype = self.problem.dtypes.output;
+        if dtype != T::DTYPE {
             let argument = format!("bytes of an element of out, of {dtype} as planned,");
             return Err(Error::Shape {
                 rank,
@@ -211,16 +200,14 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
     /// Only multiplies: what is made stays here. Not collective.
     pub fn matmul(&self, operands: [MatrixView<B, T>; 2]) -> Result<()> {
         self.check(operands)?;
-        let program = self.part(MULTIPLY, partial_sums::multiply)?;
+        let program = self.part(Operation::MultiplyPartials)?;
         self.launch(None, &program, Some(operands), Bound::Nothing, &[], None)
     }
 
     /// Only adds up what has been made, and pulls it before.
     pub fn reduce(&self, out: Bound<B>, shared: &[u32]) -> Result<()> {
         let config = Some(self.config.with_route(Route::Pull));
-        let program = self
-            .group
-            .program(self.which.planner(), self.problem.clone(), config)?;
+        let program = self.group.program(self.problem.clone(), config)?;
         self.launch(None, &program, None, out, shared, None)
     }
 
@@ -230,18 +217,18 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
     /// Until it has ended no other rank begins anything that makes partials or sums, nor writes its rows of `out`.
     pub unsafe fn copy(&self, out: Bound<B>) -> Result<()> {
         let program = match self.which {
-            Which::Own => self.part("copy of partials", partial_sums::copy),
-            Which::All => self.part("copy of partials and sums", partial_sums::copy_all),
+            Which::Own => self.part(Operation::CopyPartials),
+            Which::All => self.part(Operation::CopyPartialsAndSums),
         };
         self.launch(None, &program?, None, out, &[], None)
     }
 
-    fn part(&self, name: &'static str, planner: Planner) -> Result<Arc<B::Program>> {
+    fn part(&self, operation: Operation) -> Result<Arc<B::Program>> {
         let problem = Problem {
-            operation: name,
+            operation,
             ..self.problem.clone()
         };
-        self.group.program(planner, problem, Some(self.config))
+        self.group.program(problem, Some(self.config))
     }
 
     fn launch(
@@ -253,9 +240,8 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
         shared: &[u32],
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
-        let number = partial_sums::PARTIALS;
         let bytes = |schedule: &Schedule| {
-            let partials = schedule.matrices()[number];
+            let partials = schedule.matrices()[PARTIALS];
             partials.rows.saturating_mul(partials.row_bytes())
         };
         let schedule = self.schedule();
@@ -266,32 +252,23 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
         }
         let partials = match schedule.is_idle() {
             true => None,
-            false => Some(self.group.partials(schedule, number)?),
+            false => Some(self.group.partials(schedule)?),
         };
-        let mut matrices = [const { Bound::Nothing }; MATRICES];
+        let mut bound = [const { Bound::Nothing }; MATRICES];
         if let Some([a, b]) = operands {
-            matrices[partial_sums::A] = a.input();
-            matrices[partial_sums::B] = b.input();
+            bound[matrices::A] = a.input();
+            bound[matrices::B] = b.input();
         }
-        matrices[partial_sums::OUT] = out;
+        bound[matrices::OUT] = out;
         if let Some(partials) = &partials {
-            matrices[partial_sums::PARTIALS] = Bound::Symmetric(partials.as_ref());
+            bound[PARTIALS] = Bound::Symmetric(partials.as_ref());
         }
-        self.options
-            .bind(&mut matrices, partial_sums::BIAS, partial_sums::RESIDUAL);
+        self.options.bind(&mut bound);
         let added = Added {
             bias: self.options.bias.is_some(),
             residual: self.options.residual.is_some(),
         };
-        super::run(
-            &self.group,
-            before,
-            program,
-            &matrices,
-            shared,
-            added,
-            trace,
-        )
+        super::run(&self.group, before, program, &bound, shared, added, trace)
     }
 }
 

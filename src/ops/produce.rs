@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::callback::{CallbackResult, Callbacks};
-use super::{describe, require_by_rank, require_shape};
+use super::{require_by_rank, require_shape};
 #[cfg(feature = "cuda")]
 use crate::backend::Cuda;
 use crate::backend::sealed::{Bound, Call, Callback};
@@ -18,15 +18,16 @@ use crate::group::Group;
 use crate::matrix::Matrix;
 use crate::matrix::ShardedMatrix;
 use crate::profile::span::Span;
-use crate::ranks::call::Operation;
+use crate::ranks::call::PostedCall;
 use crate::schedule::config::MAX_CHUNKS;
 use crate::schedule::limits::limit;
-use crate::schedule::plan::collectives::{self, MATRICES, OUT, ROOM, chunked};
-use crate::schedule::{Layout, Planner, Request};
+use crate::schedule::plan::collectives::chunked;
+use crate::schedule::plan::matrices::{MATRICES, OUT, PARTIALS};
+use crate::schedule::{Layout, Operation, Problem, Request};
 use crate::trace::Trace;
 
-const REDUCE: &str = "produce_and_reduce_scatter";
-const EXCHANGE: &str = "produce_and_all_to_all";
+const REDUCE: Operation = Operation::ProduceAndReduceScatter;
+const EXCHANGE: Operation = Operation::ProduceAndAllToAll;
 
 /// `out = the rows of this rank of Σ p_r`, where `produce` makes p_r, [m, N], this rank's addend. Collective.
 ///
@@ -183,7 +184,7 @@ impl<'a> ProduceAndReduceScatter<'a> {
             require_shape(group.rank(), what, [own, n], [rows, n])?;
             self.plan::<B, T>(&group, &layout)
         });
-        let planned = planned.map_err(|error| group.refuse(REDUCE, error))?;
+        let planned = planned.map_err(|error| group.refuse(REDUCE.name(), error))?;
         planned.run(Bound::Output(out.memory(), 0), &[], trace, produce)
     }
 
@@ -214,7 +215,7 @@ impl<'a> ProduceAndReduceScatter<'a> {
             require_by_rank("out", out)?;
             self.plan::<B, T>(&group, out.layout())
         };
-        let planned = planned().map_err(|error| group.refuse(REDUCE, error))?;
+        let planned = planned().map_err(|error| group.refuse(REDUCE.name(), error))?;
         let offset = out.rows().start * out.shape()[1] * size_of::<T>();
         planned.run(Bound::Part(out.memory_mut(), offset), &[], None, produce)
     }
@@ -227,8 +228,7 @@ impl<'a> ProduceAndReduceScatter<'a> {
     }
 
     fn plan<B: Backend, T: Float>(&self, group: &Group<B>, layout: &Layout) -> Result<Planned<B>> {
-        let planner = collectives::produce_and_reduce_scatter;
-        Planned::new::<T>(group, REDUCE, planner, layout, self.chunks)
+        Planned::new::<T>(group, REDUCE, layout, self.chunks)
     }
 }
 
@@ -265,10 +265,9 @@ impl ProduceAndAllToAll {
         produce: impl FnMut(Block<'_, B, T>) -> CallbackResult,
     ) -> Result<()> {
         let group = out.group().clone();
-        let planner = collectives::produce_and_all_to_all;
         let planned = require_by_rank("out", out)
-            .and_then(|()| Planned::new::<T>(&group, EXCHANGE, planner, out.layout(), self.chunks));
-        let planned = planned.map_err(|error| group.refuse(EXCHANGE, error))?;
+            .and_then(|()| Planned::new::<T>(&group, EXCHANGE, out.layout(), self.chunks));
+        let planned = planned.map_err(|error| group.refuse(EXCHANGE.name(), error))?;
         planned.run(Bound::Symmetric(out.memory()), &[out.id()], None, produce)
     }
 }
@@ -278,25 +277,24 @@ struct Planned<B: Backend> {
     // Freed before the group that it belongs to can end.
     program: Arc<B::Program>,
     group: Group<B>,
-    call: &'static str,
+    operation: Operation,
 }
 
 impl<B: Backend> Planned<B> {
     /// The columns of `layout` are those of the rows.
     fn new<T: Value>(
         group: &Group<B>,
-        call: &'static str,
-        planner: Planner,
+        operation: Operation,
         layout: &Layout,
         chunks: Option<usize>,
     ) -> Result<Self> {
         let chunks = chunks.unwrap_or(1);
         limit("blocks of a rank's rows", chunks, 1, MAX_CHUNKS)?;
-        let problem = describe::<T>(call, layout, layout.k());
+        let problem = Problem::new(operation, T::DTYPE, layout.clone(), layout.k());
         Ok(Planned {
-            program: group.program(planner, problem, Some(chunked(chunks)))?,
+            program: group.program(problem, Some(chunked(chunks)))?,
             group: group.clone(),
-            call,
+            operation,
         })
     }
 
@@ -315,23 +313,23 @@ impl<B: Backend> Planned<B> {
         let group = &self.group;
         let room = match schedule.is_idle() {
             true => None,
-            false => Some(group.partials(schedule, ROOM)?),
+            false => Some(group.partials(schedule)?),
         };
         let mut matrices = [const { Bound::Nothing }; MATRICES];
         matrices[OUT] = out;
         if let Some(room) = &room {
-            matrices[ROOM] = Bound::Symmetric(room.as_ref());
+            matrices[PARTIALS] = Bound::Symmetric(room.as_ref());
         }
         let inner = group.inner();
-        let mut callbacks = Callbacks::new(group, self.call);
-        let operation = Operation {
+        let mut callbacks = Callbacks::new(group, self.operation.name());
+        let posted = PostedCall {
             agreed,
             matrices: shared,
             traced: trace.is_some(),
             biased: false,
             residual: false,
         };
-        let result = super::operate(group, None, &self.program, operation, |epoch| {
+        let result = super::operate(group, None, &self.program, posted, |epoch| {
             let mut producer = |request: &Request, stream: *mut c_void| {
                 let Some(memory) = matrices[request.place.matrix].symmetric() else {
                     unreachable!("what is made lies in symmetric memory")

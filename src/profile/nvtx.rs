@@ -28,44 +28,39 @@ pub fn range(_: impl FnOnce() -> String) -> Range {
 mod tests {
     use super::range;
     use crate::element::DType;
-    use crate::schedule::plan::all_gather;
-    use crate::schedule::plan::partial_sums;
-    use crate::schedule::{Chunking, Config, Layout, Problem, Route, TileShape};
+    use crate::schedule::plan::plan;
+    use crate::schedule::{Chunking, Config, Layout, Operation, Problem, Route, TileShape};
 
-    fn problem(operation: &'static str) -> Problem {
-        Problem {
-            beside: None,
-            form: Default::default(),
-            operation,
-            dtype: DType::Bf16,
-            layout: Layout::new(&[5, 3], 16).unwrap(),
-            n: 12,
-        }
+    fn problem(operation: Operation) -> Problem {
+        let layout = Layout::new(&[5, 3], 16).unwrap();
+        Problem::new(operation, DType::Bf16, layout, 12)
     }
 
     const CONFIG: Config = Config::new(TileShape::new(4, 8, 8), Chunking::new(1), Route::Pull);
 
     #[test]
     fn operations_are_named_by_what_they_multiply() {
-        let plan =
-            all_gather::gather_and_multiply(&problem("all_gather_matmul"), 1, CONFIG).unwrap();
-        assert_eq!(plan.name(), "all_gather_matmul 8x12x16 bf16");
-        let alone = all_gather::multiply(&problem("anything"), 0, CONFIG).unwrap();
-        assert_eq!(alone.name(), "matmul 8x12x16 bf16");
-        let name = partial_sums::NAME;
+        let name = |operation, rank, config| {
+            let schedule = plan(&problem(operation), rank, config).unwrap();
+            schedule.name()
+        };
+        let product = name(Operation::AllGatherMatmul, 1, CONFIG);
+        assert_eq!(product, "all_gather_matmul 8x12x16 bf16");
+        let alone = name(Operation::Multiply, 0, CONFIG);
+        assert_eq!(alone, "matmul 8x12x16 bf16");
         let pushed = CONFIG.with_route(Route::Push);
-        let sums = partial_sums::reduce_scatter(&problem(name), 0, pushed).unwrap();
-        assert_eq!(sums.name(), format!("{name} 8x12x16 bf16"));
-        let gather = all_gather::gather(&problem("all_gather"), 0, CONFIG).unwrap();
+        let sums = name(Operation::MatmulReduceScatter, 0, pushed);
+        assert_eq!(sums, "matmul_reduce_scatter 8x12x16 bf16");
+        let gather = name(Operation::AllGather, 0, CONFIG);
         let named = "all_gather M = 8, K = 16, bf16, rows of each rank = [5, 3]";
-        assert_eq!(gather.name(), named);
+        assert_eq!(gather, named);
     }
 
     #[test]
     fn transfers_are_named_by_who_moves_what() {
         let moves = |route| {
             let config = CONFIG.with_route(route);
-            let plan = all_gather::gather_and_multiply(&problem("x"), 1, config).unwrap();
+            let plan = plan(&problem(Operation::AllGatherMatmul), 1, config).unwrap();
             plan.moves().map(|moved| moved.name()).collect::<Vec<_>>()
         };
         assert_eq!(moves(Route::Pull), ["pull rows 0..5 from rank 0"]);

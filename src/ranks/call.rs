@@ -25,7 +25,7 @@ const RESIDUAL: u64 = 1 << 61;
 
 /// A collective operation at a call.
 #[derive(Clone, Copy, Debug)]
-pub struct Operation<'a> {
+pub struct PostedCall<'a> {
     /// What all ranks must agree on, whatever the call binds.
     pub agreed: &'a Agreed,
     /// Which of the group's sharded matrices, counted from 0: at most [`MATRICES`].
@@ -38,7 +38,7 @@ pub struct Operation<'a> {
     pub residual: bool,
 }
 
-impl Operation<'_> {
+impl PostedCall<'_> {
     /// What is posted of it.
     pub fn to_words(self, epoch: Epoch) -> [u64; WORDS] {
         let mut words = [0; WORDS];
@@ -70,7 +70,7 @@ impl Operation<'_> {
     }
 }
 
-impl std::fmt::Display for Operation<'_> {
+impl std::fmt::Display for PostedCall<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
         f.write_str(&describe(self.to_words(Epoch::FIRST)))
     }

@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::call::Operation;
+use super::call::PostedCall;
 use super::panics;
 use super::pidfd;
 use super::shared_state::SharedState;
@@ -163,7 +163,7 @@ impl Members {
     /// # Errors
     /// [`Error::CallMismatch`] if another rank called something else; [`Error::Timeout`] if a rank is so
     /// far behind that its calls can't be compared any more.
-    pub fn post(&self, epoch: Epoch, operation: Operation<'_>) -> Result<()> {
+    pub fn post(&self, epoch: Epoch, operation: PostedCall<'_>) -> Result<()> {
         self.refuse_fork()?;
         let post = |number| self.shared.post_operation(number, epoch, operation);
         self.next_call(&|| operation.to_string(), post).map(drop)

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::call::{EXCHANGE, FIXED, Operation, WORDS, describe};
+use super::call::{EXCHANGE, FIXED, PostedCall, WORDS, describe};
 use super::panics;
 use super::reports::ReportSender;
 use crate::error::{Error, Result};
@@ -338,7 +338,7 @@ impl SharedState {
 
     /// Posts that this rank's call `number` is operation `epoch`, and compares it with what the others have posted.
     /// Of two ranks that differ, the one that posts later sees it.
-    pub fn post_operation(&self, number: u64, epoch: Epoch, operation: Operation) -> Result<()> {
+    pub fn post_operation(&self, number: u64, epoch: Epoch, operation: PostedCall) -> Result<()> {
         self.post(number, operation.to_words(epoch))
     }
 
@@ -606,8 +606,8 @@ mod tests {
         assert_eq!(ranks[0].culprit(1, fresh), 1, "a circle");
     }
 
-    fn operation(agreed: &Agreed) -> Operation<'_> {
-        Operation {
+    fn operation(agreed: &Agreed) -> PostedCall<'_> {
+        PostedCall {
             agreed,
             matrices: &[2],
             traced: false,
@@ -654,19 +654,19 @@ mod tests {
         let long = Agreed::new("all_gather_matmul", &"rows, ".repeat(100));
         let call = operation(&long);
         ranks[0].post_operation(1, Epoch::FIRST, call).unwrap();
-        let traced = Operation {
+        let traced = PostedCall {
             traced: true,
             ..call
         };
-        let biased = Operation {
+        let biased = PostedCall {
             biased: true,
             ..call
         };
-        let residual = Operation {
+        let residual = PostedCall {
             residual: true,
             ..call
         };
-        let other = Operation {
+        let other = PostedCall {
             matrices: &[0, 7],
             ..call
         };

@@ -1,12 +1,12 @@
 //! How an operation is cut up.
 
+pub use super::layout::MAX_CHUNKS;
+
 use super::layout::MAX_EXTENT;
 use super::limits::limit;
 use crate::error::Result;
 use crate::route::Route;
 
-/// The most chunks a shard can be moved in.
-pub const MAX_CHUNKS: usize = 64;
 /// Chunks are cut along K at multiples of this: between steps of GPUs' kernels.
 pub const CUT_COLUMNS: usize = 64;
 /// The most CTAs in a cluster.

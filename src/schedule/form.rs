@@ -2,6 +2,7 @@
 
 use smallvec::SmallVec;
 
+use super::MatrixSpec;
 use super::layout::MAX_EXTENT;
 use super::limits::limit;
 use crate::element::DType;
@@ -69,10 +70,20 @@ pub enum WeightLayout {
     Kn,
 }
 
+impl WeightLayout {
+    /// A weight of N columns of the product.
+    pub(super) fn spec(self, dtype: DType, n: usize, k: usize) -> MatrixSpec {
+        match self {
+            WeightLayout::Nk => MatrixSpec::new(dtype, n, k),
+            WeightLayout::Kn => MatrixSpec::new(dtype, k, n),
+        }
+    }
+}
+
 /// Columns of the outputs, by weight.
 pub type Widths = SmallVec<[usize; MAX_WEIGHTS]>;
 
-/// What a product is, beside its extents. The default: one weight [N, K], and the sums are the output, of the operands' type.
+/// What a product is, beside its extents. The default: one weight [N, K], and the sums are the output.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Form {
     /// Of several weights, each with an output of its own: the columns of each, which make up N. Empty: there is one.
@@ -83,8 +94,6 @@ pub struct Form {
     pub activation: Activation,
     /// How weights lie.
     pub weights: WeightLayout,
-    /// The output's type, if it is not that of the operands.
-    pub out: Option<DType>,
 }
 
 impl Form {
@@ -131,14 +140,10 @@ impl Form {
 
     /// In words, for what ranks compare: how it differs from the default, of what all must have alike to get the same sums.
     pub(crate) fn agreed(&self) -> String {
-        let mut words = String::new();
-        if self.activation != Activation::Identity {
-            words += &format!(", {}", self.activation.name());
+        match self.activation {
+            Activation::Identity => String::new(),
+            other => format!(", {}", other.name()),
         }
-        if let Some(out) = self.out {
-            words += &format!(", to {out}");
-        }
-        words
     }
 }
 

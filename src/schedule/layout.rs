@@ -3,7 +3,6 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::config::MAX_CHUNKS;
 use super::limits::limit;
 use crate::error::Result;
 
@@ -11,6 +10,8 @@ use crate::error::Result;
 pub const MAX_WORLD: usize = if cfg!(miri) { 4 } else { 64 };
 /// The largest extent of a matrix: tile coordinates are 32-bit signed numbers on a GPU.
 pub const MAX_EXTENT: usize = i32::MAX as usize;
+/// The most parts that a rank's rows can be cut into, as stages or as chunks.
+pub const MAX_CHUNKS: usize = 64;
 
 /// A matrix of M rows and K columns whose rows are spread over the ranks: rank r owns some that follow one another, behind
 /// those of r - 1; or none. They may be cut into stages: a gather goes stage by stage over all ranks.

@@ -7,6 +7,7 @@ pub mod drive;
 pub mod form;
 pub mod layout;
 pub mod limits;
+mod operation;
 mod parts;
 pub mod plan;
 mod problem;
@@ -18,8 +19,9 @@ pub use agreed::Agreed;
 pub use config::{Chunking, Config, Numerics, TileShape};
 pub use form::{Activation, Form, MAX_WEIGHTS, WeightLayout, Widths};
 pub use layout::{Layout, RowOrder};
+pub use operation::Operation;
 pub use parts::Parts;
-pub use problem::{Planner, Problem};
+pub use problem::{DTypes, Problem};
 pub use product::{
     Addend, Bias, Block, DeferredChunk, Product, Reduction, Residual, Sum, Tile, Weight,
 };
@@ -27,8 +29,7 @@ pub use transfer::{Extent, MatrixSpec, Move, Region, Request, Transfer};
 
 use std::ops::Range;
 
-use config::MAX_CHUNKS;
-use layout::MAX_WORLD;
+use layout::{MAX_CHUNKS, MAX_WORLD};
 use limits::limit;
 
 use crate::error::Result;
@@ -181,7 +182,7 @@ impl Schedule {
     /// The operation, for a profiler: its extents if it has a product, or else what ranks agree on.
     pub(crate) fn name(&self) -> String {
         let agreed = self.agreed();
-        let operation = agreed.map_or(plan::all_gather::LOCAL, Agreed::name);
+        let operation = agreed.map_or(Operation::Matmul.name(), Agreed::name);
         match self.product() {
             Some(product) => {
                 let dtype = self.matrices()[product.a].dtype;

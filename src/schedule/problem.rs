@@ -1,16 +1,15 @@
 //! What a call is asked to do.
 
-use super::{Config, Form, Layout, Schedule};
+use super::{Form, Layout, Operation};
 use crate::element::DType;
-use crate::error::Result;
 
-/// What an operation is asked to do. Its planner makes a schedule of it, a rank and a configuration.
+/// What an operation is asked to do. [`plan`](super::plan::plan) makes a schedule of it, a rank and a configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Problem {
-    /// Which operation: the name of the call.
-    pub operation: &'static str,
-    /// Of all matrices.
-    pub dtype: DType,
+    /// Which operation, or which part of one.
+    pub operation: Operation,
+    /// Of the matrices.
+    pub dtypes: DTypes,
     /// Who owns which rows.
     pub layout: Layout,
     /// Type and columns of a matrix whose rows are gathered with those of the first, and split alike.
@@ -22,9 +21,50 @@ pub struct Problem {
     pub form: Form,
 }
 
-/// A pure function from what is asked, a rank, and how it is to be cut up, to the rank's schedule.
-///
-/// # Errors
-/// [`Error::Limit`](crate::Error::Limit) when N is out of bounds, a field of the configuration is, or there are more transfers,
-/// blocks or tiles than a schedule can have.
-pub type Planner = fn(&Problem, rank: usize, config: Config) -> Result<Schedule>;
+impl Problem {
+    /// With matrices of one type, of which none is gathered beside, and a plain product.
+    pub fn new(operation: Operation, dtype: DType, layout: Layout, n: usize) -> Problem {
+        Problem {
+            operation,
+            dtypes: DTypes::all(dtype),
+            layout,
+            beside: None,
+            n,
+            form: Form::default(),
+        }
+    }
+}
+
+/// The types of an operation's matrices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct DTypes {
+    /// Of what is gathered, exchanged or multiplied.
+    pub operands: DType,
+    /// Of what is added up: partial sums, a bias, a residual.
+    pub partials: DType,
+    /// Of the output, or of all outputs.
+    pub output: DType,
+}
+
+impl DTypes {
+    /// One for all.
+    pub const fn all(dtype: DType) -> DTypes {
+        DTypes {
+            operands: dtype,
+            partials: dtype,
+            output: dtype,
+        }
+    }
+
+    /// In words, for what ranks compare: what is not of the operands' type.
+    pub(super) fn agreed(&self) -> String {
+        let mut words = String::new();
+        if self.partials != self.operands {
+            words += &format!(", partials of {}", self.partials);
+        }
+        if self.output != self.operands {
+            words += &format!(", to {}", self.output);
+        }
+        words
+    }
+}

@@ -19,6 +19,15 @@ pub struct MatrixSpec {
 }
 
 impl MatrixSpec {
+    /// Of so many rows and columns.
+    pub const fn new(dtype: DType, rows: usize, columns: usize) -> MatrixSpec {
+        MatrixSpec {
+            dtype,
+            rows,
+            columns,
+        }
+    }
+
     /// The bytes of a row.
     pub fn row_bytes(&self) -> usize {
         self.columns * self.dtype.bytes()

@@ -6,9 +6,10 @@ use std::time::Duration;
 use crate::support::numbers::rng;
 use crate::support::shared::reduce_scatter;
 use crate::test_name;
-use gemmesh::schedule::plan::partial_sums::{self as planner, OUT, PARTIALS};
-use gemmesh::schedule::plan::partials::Partials;
-use gemmesh::schedule::{Addend, Layout, Problem, Schedule, Tile, Transfer};
+use gemmesh::schedule::plan::matrices::{OUT, PARTIALS};
+use gemmesh::schedule::plan::partials::{Partials, is_exchanged};
+use gemmesh::schedule::plan::plan;
+use gemmesh::schedule::{Addend, Layout, Operation, Problem, Schedule, Tile, Transfer};
 use gemmesh::trace::Work;
 use gemmesh::{
     Chunking, Config, DType, Error, Group, Host, MatmulReduceScatter, Route, TileShape, bf16, f16,
@@ -257,25 +258,19 @@ struct Asked {
 impl Asked {
     fn schedules(&self) -> Vec<Schedule> {
         let problem = self.description();
-        let plan = |rank| planner::reduce_scatter(&problem, rank, self.config).unwrap();
+        let plan = |rank| plan(&problem, rank, self.config).unwrap();
         (0..self.rows.len()).map(plan).collect()
     }
 
     fn description(&self) -> Problem {
-        Problem {
-            beside: None,
-            form: Default::default(),
-            operation: planner::NAME,
-            dtype: DType::Bf16,
-            layout: Layout::new(&self.rows, 3).unwrap(),
-            n: self.n,
-        }
+        let layout = Layout::new(&self.rows, 3).unwrap();
+        Problem::new(Operation::MatmulReduceScatter, DType::Bf16, layout, self.n)
     }
 
     /// All ranks are to have all sums, of rows so long that they are not exchanged.
     fn all(&self) -> Problem {
         Problem {
-            operation: planner::ALL_NAME,
+            operation: Operation::MatmulAllReduce,
             n: (1 << 20) / self.rows.iter().sum::<usize>() + self.n,
             ..self.description()
         }
@@ -471,16 +466,16 @@ proptest! {
     #[test]
     fn no_rank_waits_in_a_circle(problem in any_asked(&[Route::Push, Route::Store])) {
         prop_assert!(all_end(&problem.schedules()));
-        let plan = |rank| planner::all_reduce(&problem.all(), rank, problem.config).unwrap();
+        let plan = |rank| plan(&problem.all(), rank, problem.config).unwrap();
         let schedules: Vec<Schedule> = (0..problem.rows.len()).map(plan).collect();
         prop_assert!(all_end(&schedules));
     }
 
     #[test]
     fn few_rows_are_exchanged_once_and_added_by_every_rank(problem in any_asked(&[Route::Pull, Route::Push, Route::Store])) {
-        let description = Problem { operation: planner::ALL_NAME, ..problem.description() };
-        prop_assert!(problem.rows.len() == 1 || planner::is_exchanged(&description, &problem.config));
-        let plan = |rank| planner::all_reduce(&description, rank, problem.config).unwrap();
+        let description = Problem { operation: Operation::MatmulAllReduce, ..problem.description() };
+        prop_assert!(problem.rows.len() == 1 || is_exchanged(&description, &problem.config));
+        let plan = |rank| plan(&description, rank, problem.config).unwrap();
         let schedules: Vec<Schedule> = (0..problem.rows.len()).map(plan).collect();
         let (m, world) = (description.layout.m(), problem.rows.len());
         let partials = Partials::exchanged(&description, problem.config.route);
@@ -528,9 +523,9 @@ proptest! {
         let config = Config::new(tile, problem.config.chunking, Route::Store);
         let description = problem.description();
         let world = problem.rows.len();
-        prop_assert_eq!(planner::is_exchanged(&description, &config), world > 1);
-        prop_assert!(!planner::is_exchanged(&description, &config.with_route(Route::Push)));
-        let plan = |rank| planner::reduce_scatter(&description, rank, config).unwrap();
+        prop_assert_eq!(is_exchanged(&description, &config), world > 1);
+        prop_assert!(!is_exchanged(&description, &config.with_route(Route::Push)));
+        let plan = |rank| plan(&description, rank, config).unwrap();
         let schedules: Vec<Schedule> = (0..world).map(plan).collect();
         prop_assert!(all_end(&schedules));
         let partials = Partials::of(&description, Route::Store);
@@ -564,7 +559,7 @@ proptest! {
     #[test]
     fn each_rank_gets_each_sum_from_its_owner_once(problem in any_asked(&[Route::Push, Route::Store])) {
         let description = problem.all();
-        let plan = |rank| planner::all_reduce(&description, rank, problem.config).unwrap();
+        let plan = |rank| plan(&description, rank, problem.config).unwrap();
         let schedules: Vec<Schedule> = (0..problem.rows.len()).map(plan).collect();
         let layout = &description.layout;
         for (rank, schedule) in schedules.iter().enumerate() {
@@ -610,9 +605,13 @@ proptest! {
             schedule.arrivals().iter().flat_map(rows).collect()
         };
         for rank in 0..problem.rows.len() {
-            let sum = planner::reduce_scatter(&description, rank, pulled).unwrap();
-            let copy = planner::copy(&description, rank, problem.config).unwrap();
-            let all = planner::copy_all(&description, rank, problem.config).unwrap();
+            let sum = plan(&description, rank, pulled).unwrap();
+            let copy = |operation| {
+                let description = Problem { operation, ..description.clone() };
+                plan(&description, rank, problem.config).unwrap()
+            };
+            let all = copy(Operation::CopyPartialsAndSums);
+            let copy = copy(Operation::CopyPartials);
             prop_assert_eq!(moved(&copy), moved(&sum));
             for schedule in [&copy, &all] {
                 prop_assert!(!schedule.handshake() && schedule.tiles().is_empty());
@@ -648,11 +647,11 @@ proptest! {
             layout: Layout::new(&problem.rows, 9).unwrap(),
             ..problem.description()
         };
-        let other = planner::reduce_scatter(&other, 0, problem.config).unwrap();
+        let other = plan(&other, 0, problem.config).unwrap();
         prop_assert_eq!(other.agreed(), schedules[0].agreed());
         prop_assert!(schedules.iter().all(|schedule| schedule.agreed() == other.agreed()));
         let wider = Problem { n: problem.n + 1, ..problem.description() };
-        let wider = planner::reduce_scatter(&wider, 0, problem.config).unwrap();
+        let wider = plan(&wider, 0, problem.config).unwrap();
         prop_assert_ne!(wider.agreed(), other.agreed());
     }
 }
@@ -668,8 +667,12 @@ fn more_chunks_than_a_rank_has_flags_for_are_refused_on_every_rank_by_the_name_o
     };
     let description = problem.description();
     for rank in 0..64 {
-        assert!(planner::reduce_scatter(&description, rank, problem.config).is_ok());
-        let refused = planner::all_reduce(&description, rank, problem.config).unwrap_err();
+        assert!(plan(&description, rank, problem.config).is_ok());
+        let all = Problem {
+            operation: Operation::MatmulAllReduce,
+            ..problem.description()
+        };
+        let refused = plan(&all, rank, problem.config).unwrap_err();
         assert!(
             matches!(
                 refused,

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use gemmesh::schedule::{Layout, Problem};
+use gemmesh::schedule::{self, Layout, Problem};
 use gemmesh::testing::{Sample, with_each_kernel};
 use gemmesh::{Chunking, Config, Cuda, Element, Error, Group, Result, Route};
 
@@ -132,14 +132,9 @@ fn sample<T: Element>(
     }
     let [micros] = common::medians(&common::slowest(group, &times[1..])?);
     let [m, n, k] = shape;
-    let problem = Problem {
-        beside: None,
-        form: Default::default(),
-        operation: AllGather::<Cuda, T>::NAME,
-        dtype: T::DTYPE,
-        layout: Layout::balanced(m, k, group.world_size())?,
-        n,
-    };
+    let layout = Layout::balanced(m, k, group.world_size())?;
+    let operation = schedule::Operation::AllGatherMatmul;
+    let problem = Problem::new(operation, T::DTYPE, layout, n);
     Ok(Some(Sample {
         problem,
         config,

@@ -458,7 +458,8 @@ impl<T: Element, O: OnGpus<T>> Timed<Cuda, T> for O {
         let winner = Winner {
             gpu: group.device_name().into(),
             world: group.world_size(),
-            operation: O::NAME.into(),
+            operation: gemmesh::schedule::Operation::named(O::NAME)
+                .ok_or(Failure::Usage("no operation has this name"))?,
             dtype: T::DTYPE,
             m,
             n,

@@ -5,10 +5,11 @@ use std::ops::Range;
 
 use super::Host;
 use crate::backend::sealed::Bound;
+use crate::schedule::plan::matrices::MATRICES;
 use crate::schedule::{Extent, MatrixSpec, Region};
 
 /// The most matrices of a schedule.
-pub const MAX_MATRICES: usize = 12;
+pub const MAX_MATRICES: usize = MATRICES;
 
 /// The matrices of a call, by number. Threads share it; the protocol says who may touch which rows when.
 pub struct BoundMatrices<'a> {

@@ -29,7 +29,6 @@ use crate::ranks::memfd::Mapping;
 use crate::resources::{explain, require_available};
 use crate::schedule::drive::Produced;
 use crate::schedule::limits::limit;
-use crate::schedule::plan::partial_sums;
 use crate::schedule::{Chunking, Config, Numerics, Problem, Route, Schedule, TileShape};
 
 /// The host's processors and shared memory. A rank is a process or a thread.
@@ -168,7 +167,7 @@ impl sealed::Backend for Host {
             // As much of K as keeps the widened tiles of both operands in a core's cache.
             TileShape::new(128, 256, problem.layout.k().min(512)).with_group_m(4),
             Chunking::new(4),
-            match partial_sums::is_sum(problem.operation) {
+            match problem.operation.is_sum() {
                 // Pulled partials would not be moved while others are made.
                 true => Route::Push,
                 false => Route::Pull,

@@ -11,59 +11,40 @@ use crate::route::Route;
 use crate::schedule::config::{CUT_COLUMNS, Chunking, Config};
 use crate::schedule::layout::{Layout, MAX_EXTENT, RowOrder, chunk_rows};
 use crate::schedule::limits::limit;
+use crate::schedule::plan::matrices::{self, A, B, BESIDE, BIAS, OUT, RESIDUAL};
 use crate::schedule::plan::tile_order::{self, ring};
 use crate::schedule::{
-    Agreed, Bias, Block, DeferredChunk, MAX_WEIGHTS, MatrixSpec, Move, Parts, Problem, Product,
-    Region, Residual, Schedule, Sum, Transfer, Weight, WeightLayout, Widths,
+    Agreed, Bias, Block, DTypes, DeferredChunk, MatrixSpec, Move, Parts, Problem, Product, Region,
+    Residual, Schedule, Sum, Transfer, Weight, Widths,
 };
 
-/// The number of the matrix that is gathered.
-pub const A: usize = 0;
-/// Of what is gathered beside it, if anything is.
-pub const BESIDE: usize = 1;
-/// Of what is added to each row of the outputs: columns for the first weight, then those for the next.
-pub const BIAS: usize = 2;
-/// Of what is added to the output, if there is one.
-pub const RESIDUAL: usize = 3;
-/// Of the first weight; the others have the next numbers.
-pub const B: usize = 4;
-/// Of the first weight's output; likewise.
-pub const OUT: usize = B + MAX_WEIGHTS;
-/// How many there are.
-pub const MATRICES: usize = OUT + MAX_WEIGHTS;
-
 /// Gathers the rows while it multiplies them: a tile waits for its rows.
-pub fn gather_and_multiply(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+pub(super) fn gather_and_multiply(
+    problem: &Problem,
+    rank: usize,
+    config: Config,
+) -> Result<Schedule> {
     plan(problem, rank, config, Moves::Chunks, true)
 }
 
-/// Gathers the rows. Each rank pulls them: nothing is launched.
-pub fn gather(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
-    plan(problem, rank, pulled(config), Moves::Chunks, false)
+/// Gathers the rows. Each rank pulls them, and nothing is launched; or their owners store them.
+pub(super) fn gather(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+    plan(problem, rank, config, Moves::Chunks, false)
 }
 
-/// The same by stores of the ranks that own them.
-pub fn gather_stored(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
-    plan(
-        problem,
-        rank,
-        config.with_route(Route::Store),
-        Moves::Chunks,
-        false,
-    )
+/// Gathers the rows, which each rank pulls, whatever the configuration says.
+pub(super) fn gather_pulled(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+    gather(problem, rank, pulled(config))
 }
 
 /// Multiplies rows that are there. The other ranks take no part.
-pub fn multiply(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+pub(super) fn multiply(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     plan(problem, rank, config, Moves::Nothing, true)
 }
 
-/// The name of a call that is one rank's alone.
-pub const LOCAL: &str = "matmul";
-
 /// Multiplies rows of this rank's own, of which there are no others.
-pub fn multiply_alone(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
-    let planned = plan(problem, 0, config, Moves::Nothing, true);
+pub(super) fn multiply_alone(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+    let planned = multiply(problem, 0, config);
     // In its schedule it is the only rank. In its group it is the one that lacks memory.
     planned.map_err(|error| match error {
         Error::OutOfMemory { bytes, reason, .. } => Error::OutOfMemory {
@@ -76,7 +57,7 @@ pub fn multiply_alone(problem: &Problem, rank: usize, config: Config) -> Result<
 }
 
 /// Copies the other ranks' rows, with no word to anyone.
-pub fn copy(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+pub(super) fn copy(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     plan(problem, rank, pulled(config), Moves::Shards, false)
 }
 
@@ -104,90 +85,26 @@ fn plan(
     let layout = &problem.layout;
     limit("rank", rank, 0, layout.world() - 1)?;
     config.check()?;
-    let mut widths = Widths::new();
-    if multiplies {
-        widths = problem.form.columns(problem.n)?;
-        // Of a gated product gate and up share a tile.
-        let least = problem.form.multiplied(1);
-        limit("Config::tile.n", config.tile.n, least, MAX_EXTENT)?;
-        let rows = layout.m().div_ceil(config.entry_rows());
-        let columns = widths
-            .iter()
-            .map(|&n| problem.form.multiplied(n).div_ceil(config.tile.n));
-        let count = rows.saturating_mul(columns.sum());
-        limit("tiles of the output", count, 0, 1 << 28)?;
-    }
-    let whole = Config {
-        chunking: Chunking::new(1),
-        ..config
+    let widths = match multiplies {
+        true => widths(problem, &config)?,
+        false => Widths::new(),
     };
-    let cutter = match moves {
-        Moves::Chunks => Some(Cutter::new(layout, &config)),
-        Moves::Shards => Some(Cutter::new(layout, &whole)),
-        Moves::Nothing => None,
-    };
-    let (mut arrivals, mut departures) = match &cutter {
-        Some(cutter) => (cutter.arrivals(rank), cutter.departures(rank)),
-        None => Default::default(),
-    };
-    let deferred = arrivals.iter().find(|arrival| arrival.is_deferred());
-    let deferred = deferred.map(|arrival| DeferredChunk {
-        flag: arrival.flag,
-        column: arrival.regions[0].to.columns.start,
-    });
-    let product = multiplies.then(|| product(problem, &widths, config, deferred));
+    let (mut arrivals, mut departures) = transfers(layout, &config, moves, rank);
+    let product = multiplies.then(|| product(problem, &widths, config, deferred(&arrivals)));
     let tiles = match &product {
         Some(product) => tile_order::tiles(rank, product, A, &arrivals)?,
         None => Vec::new(),
     };
-    let matrix = |rows, columns| MatrixSpec {
-        dtype: problem.dtype,
-        rows,
-        columns,
-    };
-    let (m, k) = (layout.m(), layout.k());
-    let mut matrices = vec![matrix(0, 0); MATRICES];
-    matrices[A] = matrix(m, k);
-    matrices[BIAS] = matrix(1, problem.form.multiplied(problem.n));
-    matrices[RESIDUAL] = matrix(m, problem.n);
-    for (number, &n) in widths.iter().enumerate() {
-        matrices[OUT + number] = MatrixSpec {
-            dtype: problem.form.out.unwrap_or(problem.dtype),
-            ..matrix(m, n)
-        };
-    }
-    for Weight { b, n } in product
-        .iter()
-        .flat_map(|product| product.weights.iter().copied())
-    {
-        matrices[b] = match problem.form.weights {
-            WeightLayout::Nk => matrix(n, k),
-            WeightLayout::Kn => matrix(k, n),
-        };
-    }
-    if let Some((dtype, columns)) = problem.beside {
+    if let Some((_, columns)) = problem.beside {
         limit("columns", columns, 1, MAX_EXTENT)?;
-        let rows = m;
-        matrices[BESIDE] = MatrixSpec {
-            dtype,
-            rows,
-            columns,
-        };
-        let also = |transfer: &mut Transfer| {
-            let rows = transfer.regions[0].to.rows.clone();
-            transfer.regions.push(Move::in_place(Region {
-                matrix: BESIDE,
-                rows,
-                columns: 0..columns,
-            }));
-        };
-        arrivals.iter_mut().chain(&mut departures).for_each(also);
+        let all = arrivals.iter_mut().chain(&mut departures);
+        all.for_each(|transfer| move_beside(transfer, columns));
     }
     Schedule::new(Parts {
         rank,
         world: layout.world(),
         agreed: (moves == Moves::Chunks).then(|| agree(problem, &config)),
-        matrices,
+        matrices: matrices(problem, &widths, product.as_ref()),
         arrivals,
         departures,
         product,
@@ -196,6 +113,85 @@ fn plan(
         reduction: None,
         exchanged: false,
     })
+}
+
+/// The columns of each output, once it is known that there can be such a product.
+fn widths(problem: &Problem, config: &Config) -> Result<Widths> {
+    let form = &problem.form;
+    let widths = form.columns(problem.n)?;
+    // Of a gated product gate and up share a tile.
+    let least = form.multiplied(1);
+    limit("Config::tile.n", config.tile.n, least, MAX_EXTENT)?;
+    let rows = problem.layout.m().div_ceil(config.entry_rows());
+    let columns = widths
+        .iter()
+        .map(|&n| form.multiplied(n).div_ceil(config.tile.n));
+    let count = rows.saturating_mul(columns.sum());
+    limit("tiles of the output", count, 0, 1 << 28)?;
+    Ok(widths)
+}
+
+/// What comes to this rank, and what goes from it.
+fn transfers(
+    layout: &Layout,
+    config: &Config,
+    moves: Moves,
+    rank: usize,
+) -> (Vec<Transfer>, Vec<Transfer>) {
+    let cutter = match moves {
+        Moves::Chunks => Cutter::new(layout, config),
+        Moves::Shards => {
+            let whole = Config {
+                chunking: Chunking::new(1),
+                ..*config
+            };
+            Cutter::new(layout, &whole)
+        }
+        Moves::Nothing => return Default::default(),
+    };
+    (cutter.arrivals(rank), cutter.departures(rank))
+}
+
+fn deferred(arrivals: &[Transfer]) -> Option<DeferredChunk> {
+    let arrival = arrivals.iter().find(|arrival| arrival.is_deferred())?;
+    Some(DeferredChunk {
+        flag: arrival.flag,
+        column: arrival.regions[0].to.columns.start,
+    })
+}
+
+/// Moves the same rows of what is gathered beside.
+fn move_beside(transfer: &mut Transfer, columns: usize) {
+    let rows = transfer.regions[0].to.rows.clone();
+    transfer.regions.push(Move::in_place(Region {
+        matrix: BESIDE,
+        rows,
+        columns: 0..columns,
+    }));
+}
+
+fn matrices(problem: &Problem, widths: &[usize], product: Option<&Product>) -> Vec<MatrixSpec> {
+    let Problem { form, n, .. } = problem;
+    let DTypes {
+        operands,
+        partials,
+        output,
+    } = problem.dtypes;
+    let (m, k) = (problem.layout.m(), problem.layout.k());
+    let mut matrices = matrices::unused(operands);
+    matrices[A] = MatrixSpec::new(operands, m, k);
+    matrices[BIAS] = MatrixSpec::new(partials, 1, form.multiplied(*n));
+    matrices[RESIDUAL] = MatrixSpec::new(partials, m, *n);
+    for (number, &n) in widths.iter().enumerate() {
+        matrices[OUT + number] = MatrixSpec::new(output, m, n);
+    }
+    for &Weight { b, n } in product.iter().flat_map(|product| &product.weights) {
+        matrices[b] = form.weights.spec(operands, n, k);
+    }
+    if let Some((dtype, columns)) = problem.beside {
+        matrices[BESIDE] = MatrixSpec::new(dtype, m, columns);
+    }
+    matrices
 }
 
 /// All rows, by each weight: a block for each output.
@@ -256,7 +252,7 @@ fn agree(problem: &Problem, config: &Config) -> Agreed {
         "M = {}, K = {}, {}",
         layout.m(),
         layout.k(),
-        problem.dtype
+        problem.dtypes.operands
     ));
     match (config.route, config.chunking.count, config.chunking.last) {
         (Route::Pull, ..) => {}
@@ -286,7 +282,7 @@ fn agree(problem: &Problem, config: &Config) -> Agreed {
     if !layout.is_balanced() {
         say(format_args!(", rows of each rank = {:?}", layout.rows()));
     }
-    Agreed::new(problem.operation, &details)
+    Agreed::new(problem.operation.name(), &details)
 }
 
 /// How rows are cut into chunks.

@@ -14,21 +14,13 @@ use crate::schedule::config::{Chunking, Config, TileShape};
 use crate::schedule::layout::{MAX_EXTENT, MAX_WORLD, chunk_rows};
 use crate::schedule::limits::limit;
 use crate::schedule::plan::all_gather::{Part, stored_parts};
+use crate::schedule::plan::matrices::{self, A, OUT, PARTIALS};
 use crate::schedule::plan::partials::{Incoming, Partials, Piece, among_others};
 use crate::schedule::plan::tile_order::ring;
 use crate::schedule::{
-    Activation, Addend, Agreed, MatrixSpec, Move, Parts, Problem, Reduction, Region, Request,
-    Schedule, Sum, Transfer,
+    Activation, Addend, Agreed, DTypes, MatrixSpec, Move, Parts, Problem, Reduction, Region,
+    Request, Schedule, Sum, Transfer,
 };
-
-/// The number of the matrix that this rank has, of its own.
-pub const INPUT: usize = 0;
-/// Of what it gets.
-pub const OUT: usize = 1;
-/// Of room in symmetric memory: for what the caller makes for others, then for what comes.
-pub const ROOM: usize = 2;
-/// How many there are.
-pub const MATRICES: usize = 3;
 
 /// Each block in so many chunks.
 pub const fn chunked(chunks: usize) -> Config {
@@ -46,31 +38,38 @@ pub const fn stored() -> Config {
 ///
 /// # Errors
 /// [`Error::Limit`](crate::Error::Limit) when N is out of bounds or a field of the configuration is.
-pub fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+pub(super) fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     Plan::new(problem, rank, config)?.sums(Blocks::Had, Sums::Own)
 }
 
-/// Each rank gets its rows of the sum, in a matrix of all rows that ranks share: a gather has to follow.
+/// Each rank gets all inputs, and adds up all rows. But where [`leaves_gather`] says so, each gets its rows of the sum, in a matrix of
+/// all rows that ranks share.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
-pub fn reduce_own_rows(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
-    Plan::new(problem, rank, config)?.sums(Blocks::Had, Sums::OwnAmongAll)
+pub(super) fn all_reduce(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+    let plan = Plan::new(problem, rank, config)?;
+    match leaves_gather(problem) {
+        true => plan.sums(Blocks::Had, Sums::OwnAmongAll),
+        false => plan.all_sums(),
+    }
 }
 
-/// Each rank gets all inputs, and adds up all rows.
-///
-/// # Errors
-/// As [`reduce_scatter`].
-pub fn all_reduce(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
-    Plan::new(problem, rank, config)?.all_sums()
+/// Whether a gather has to follow an all-reduce, for each rank has the sums of its own rows only: where more ranks than two would
+/// each get many bytes.
+pub fn leaves_gather(problem: &Problem) -> bool {
+    /// Of an addend, where more ranks than two get each whole.
+    const FEW_BYTES: usize = 256 << 10;
+    let elements = problem.layout.m().saturating_mul(problem.n);
+    let bytes = elements.saturating_mul(problem.dtypes.operands.bytes());
+    problem.layout.world() > 2 && bytes > FEW_BYTES
 }
 
 /// As [`reduce_scatter`], of blocks that the caller makes: those of the peers' rows first, in ring order, and its own last.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
-pub fn produce_and_reduce_scatter(
+pub(super) fn produce_and_reduce_scatter(
     problem: &Problem,
     rank: usize,
     config: Config,
@@ -83,7 +82,7 @@ pub fn produce_and_reduce_scatter(
 ///
 /// # Errors
 /// As [`reduce_scatter`].
-pub fn all_to_all(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+pub(super) fn all_to_all(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     Plan::new(problem, rank, config)?.exchange(Blocks::Had)
 }
 
@@ -91,7 +90,11 @@ pub fn all_to_all(problem: &Problem, rank: usize, config: Config) -> Result<Sche
 ///
 /// # Errors
 /// As [`reduce_scatter`].
-pub fn produce_and_all_to_all(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+pub(super) fn produce_and_all_to_all(
+    problem: &Problem,
+    rank: usize,
+    config: Config,
+) -> Result<Schedule> {
     Plan::new(problem, rank, config)?.exchange(Blocks::Made)
 }
 
@@ -100,7 +103,7 @@ pub fn produce_and_all_to_all(problem: &Problem, rank: usize, config: Config) ->
 ///
 /// # Errors
 /// As [`reduce_scatter`].
-pub fn broadcast(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+pub(super) fn broadcast(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     Plan::new(problem, rank, config)?.broadcast()
 }
 
@@ -208,8 +211,8 @@ impl<'a> Plan<'a> {
         let own = layout.rows_of(rank);
         let most = layout.rows().into_iter().max().unwrap_or(0);
         let (source, callers) = match blocks {
-            Blocks::Had => (INPUT, 0),
-            Blocks::Made => (ROOM, layout.m()),
+            Blocks::Had => (A, 0),
+            Blocks::Made => (PARTIALS, layout.m()),
         };
         let room = Partials::of_callers(problem, callers, most);
         // What each rank makes: the others' rows first, and its own last.
@@ -234,7 +237,7 @@ impl<'a> Plan<'a> {
             let columns = &columns[from][number];
             let moved = Move {
                 from: self.part(source, rows.clone(), columns),
-                to: self.part(ROOM, slot..slot + rows.len(), columns),
+                to: self.part(PARTIALS, slot..slot + rows.len(), columns),
             };
             let flag = incoming[*owner].flag(from, number);
             Transfer {
@@ -252,7 +255,7 @@ impl<'a> Plan<'a> {
         let request = |Piece { owner, rows }: &Piece| Request {
             owner: *owner,
             rows: rows.clone(),
-            place: self.region(ROOM, rows.clone()),
+            place: self.region(PARTIALS, rows.clone()),
             addends: match *owner == rank {
                 true => incoming[rank].flags(rows),
                 false => 0..0,
@@ -265,7 +268,7 @@ impl<'a> Plan<'a> {
                 first: own.start,
             },
             false => Addend::Rows {
-                matrix: ROOM,
+                matrix: PARTIALS,
                 first: room.slot(from, rank),
             },
         };
@@ -296,8 +299,8 @@ impl<'a> Plan<'a> {
             let parts = cut.iter().enumerate();
             let transfer = move |(part, Part { rows, columns }): (usize, &Part)| {
                 let moved = Move {
-                    from: self.part(INPUT, rows.clone(), columns),
-                    to: self.part(ROOM, slot + rows.start..slot + rows.end, columns),
+                    from: self.part(A, rows.clone(), columns),
+                    to: self.part(PARTIALS, slot + rows.start..slot + rows.end, columns),
                 };
                 self.transfer([from, to], moved, before + part)
             };
@@ -305,11 +308,11 @@ impl<'a> Plan<'a> {
         };
         let addend = |from: usize| match from == rank {
             true => Addend::Rows {
-                matrix: INPUT,
+                matrix: A,
                 first: 0,
             },
             false => Addend::Rows {
-                matrix: ROOM,
+                matrix: PARTIALS,
                 first: room.slot(from, rank),
             },
         };
@@ -327,8 +330,8 @@ impl<'a> Plan<'a> {
         let most = layout.rows().into_iter().max().unwrap_or(0);
         let sent = layout.rows_of(rank);
         let (source, callers) = match blocks {
-            Blocks::Had => (INPUT, 0),
-            Blocks::Made => (ROOM, (world - 1) * most),
+            Blocks::Had => (A, 0),
+            Blocks::Made => (PARTIALS, (world - 1) * most),
         };
         let room = Partials::of_callers(problem, callers, 0);
         // Where what `from` sends to `to` begins in its memory.
@@ -477,20 +480,20 @@ impl<'a> Plan<'a> {
     /// A schedule in which nothing is moved yet, of an input and an output of so many rows.
     fn parts(&self, [input, out]: [usize; 2], room: &Partials) -> Parts {
         let problem = self.problem;
-        let matrix = |rows, columns| MatrixSpec {
-            dtype: problem.dtype,
-            rows,
-            columns,
-        };
+        let DTypes {
+            operands,
+            partials,
+            output,
+        } = problem.dtypes;
+        let mut matrices = matrices::unused(operands);
+        matrices[A] = MatrixSpec::new(operands, input, problem.n);
+        matrices[OUT] = MatrixSpec::new(output, out, problem.n);
+        matrices[PARTIALS] = MatrixSpec::new(partials, room.rows(), room.columns());
         Parts {
             rank: self.rank,
             world: self.world(),
             agreed: Some(self.agree()),
-            matrices: vec![
-                matrix(input, problem.n),
-                matrix(out, problem.n),
-                matrix(room.rows(), room.columns()),
-            ],
+            matrices,
             arrivals: Vec::new(),
             departures: Vec::new(),
             product: None,
@@ -504,9 +507,10 @@ impl<'a> Plan<'a> {
     /// What the ranks must agree on: whoever sends knows how those who get it count.
     fn agree(&self) -> Agreed {
         let Problem {
-            layout, n, dtype, ..
+            layout, n, dtypes, ..
         } = self.problem;
-        let mut details = format!("M = {}, N = {n}, {dtype}", layout.m());
+        let mut details = format!("M = {}, N = {n}, {}", layout.m(), dtypes.operands);
+        details += &dtypes.agreed();
         details += &match self.config.route {
             Route::Store => ", stored".into(),
             _ => format!(", {} chunks", self.config.chunking.count),
@@ -514,6 +518,6 @@ impl<'a> Plan<'a> {
         if !layout.is_balanced() {
             details += &format!(", rows of each rank = {:?}", layout.rows());
         }
-        Agreed::new(self.problem.operation, &details)
+        Agreed::new(self.problem.operation.name(), &details)
     }
 }

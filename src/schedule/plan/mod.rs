@@ -1,9 +1,43 @@
 //! The planners: pure functions from a description of an operation to each rank's schedule.
 
-pub mod all_gather;
+mod all_gather;
 pub mod collectives;
+pub mod matrices;
 mod one_shot;
 pub mod partial_sums;
 pub mod partials;
 mod pieces;
 pub mod tile_order;
+
+use super::{Config, Operation, Problem, Schedule};
+use crate::error::Result;
+
+/// What `rank` does in the operation of `problem`, cut up as `config` says. It is a pure function: each rank plans for itself.
+///
+/// # Errors
+/// [`Error::Limit`](crate::Error::Limit) when an extent or a field of the configuration is out of bounds, or there are more transfers,
+/// blocks or tiles than a schedule can have. [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+pub fn plan(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+    let planner = match problem.operation {
+        Operation::AllGatherMatmul => all_gather::gather_and_multiply,
+        Operation::Matmul => all_gather::multiply_alone,
+        Operation::Multiply => all_gather::multiply,
+        Operation::Copy => all_gather::copy,
+        Operation::AllGather | Operation::GatherOfAllReduce => all_gather::gather,
+        Operation::AllGatherAndConsume | Operation::Gather | Operation::GatherOfMatmulAllReduce => {
+            all_gather::gather_pulled
+        }
+        Operation::MatmulReduceScatter => partial_sums::reduce_scatter,
+        Operation::MatmulAllReduce => partial_sums::all_reduce,
+        Operation::MultiplyPartials => partial_sums::multiply,
+        Operation::CopyPartials => partial_sums::copy,
+        Operation::CopyPartialsAndSums => partial_sums::copy_all,
+        Operation::ReduceScatter => collectives::reduce_scatter,
+        Operation::AllReduce => collectives::all_reduce,
+        Operation::AllToAll => collectives::all_to_all,
+        Operation::Broadcast => collectives::broadcast,
+        Operation::ProduceAndReduceScatter => collectives::produce_and_reduce_scatter,
+        Operation::ProduceAndAllToAll => collectives::produce_and_all_to_all,
+    };
+    planner(problem, rank, config)
+}

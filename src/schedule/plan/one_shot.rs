@@ -5,50 +5,14 @@ use std::ops::Range;
 
 use smallvec::smallvec;
 
-use super::partial_sums::{A, NAME, PARTIALS};
 use super::pieces::{Plan, Sums};
 use crate::error::Result;
 use crate::route::Route;
-use crate::schedule::config::Config;
 use crate::schedule::layout::chunk_rows;
+use crate::schedule::plan::matrices::{A, PARTIALS};
 use crate::schedule::plan::partials::among_others;
 use crate::schedule::plan::tile_order::{self, ring};
-use crate::schedule::{Addend, Block, Move, Problem, Reduction, Schedule, Sum, Transfer};
-
-/// Rows of the lowest tiles: no fewer are multiplied at a time.
-pub const LOW_ROWS: usize = 64;
-
-/// Whether each rank makes the partials of all rows at once, then those who are to have the sums get them, and add them up at the end.
-pub fn is_exchanged(problem: &Problem, config: &Config) -> bool {
-    match problem.operation {
-        NAME => by_owners(problem, config),
-        _ => are_few(problem),
-    }
-}
-
-/// Whether rows are so few that, where all ranks are to have the sums, one exchange takes less time than two, though more is moved. (The
-/// limits are those of vLLM's custom all-reduce. It has none for two ranks; here it is 1 MiB, because above that two steps can be
-/// hidden.)
-pub(super) fn are_few(problem: &Problem) -> bool {
-    let most = match problem.layout.world() {
-        1 => 0,
-        2 => 1 << 20,
-        3..=4 => 512 << 10,
-        5..=8 => 256 << 10,
-        _ => 0,
-    };
-    let columns = problem.n.next_multiple_of(PADDED_COLUMNS);
-    let elements = problem.layout.m().saturating_mul(columns);
-    elements.saturating_mul(problem.dtype.bytes()) <= most
-}
-
-/// Where the sums stay with the owners of the rows: low tiles of all of few rows take less than tiles for each rank's.
-pub(super) fn by_owners(problem: &Problem, config: &Config) -> bool {
-    config.route == Route::Store && config.entry_rows() == LOW_ROWS && are_few(problem)
-}
-
-/// What kernels send of a row is a multiple of this.
-pub const PADDED_COLUMNS: usize = 16;
+use crate::schedule::{Addend, Block, Move, Reduction, Schedule, Sum, Transfer};
 
 /// All rows are multiplied, then their partials go to those who are to have the sums, who add them up at the end.
 pub(super) fn exchange(planner: &Plan) -> Result<Schedule> {

@@ -5,52 +5,27 @@
 //! of that one, which adds up all partials in the order of the ranks, its own among them: so the bits do not depend on who owns a
 //! row, on the route, or on what comes first.
 
-pub use super::one_shot::{LOW_ROWS, PADDED_COLUMNS, is_exchanged};
 pub use super::pieces::agree;
 
-use super::one_shot::{are_few, exchange};
+use super::one_shot::exchange;
 use super::pieces::{Plan, Sums};
 use crate::error::Result;
 use crate::route::Route;
 use crate::schedule::config::{Chunking, Config};
-use crate::schedule::plan::partials::{Incoming, Piece};
+use crate::schedule::plan::matrices::{A, PARTIALS};
+use crate::schedule::plan::partials::{Incoming, Piece, are_few};
 use crate::schedule::plan::tile_order::{self, ring};
-use crate::schedule::{Addend, Block, Problem, Reduction, Schedule, Transfer};
-
-/// The number of the matrix whose columns are this rank's part of K.
-pub const A: usize = 0;
-/// Of the weight.
-pub const B: usize = 1;
-/// Of what is added to each row of the output.
-pub const BIAS: usize = 2;
-/// Of the output: this rank's rows, or a matrix in which they have their place.
-pub const OUT: usize = 3;
-/// Of the partials in symmetric memory.
-pub const PARTIALS: usize = 4;
-/// Of what is added to the sums last: it has the rows of the output.
-pub const RESIDUAL: usize = 5;
-/// How many there are.
-pub const MATRICES: usize = 6;
-
-/// The name of the call whose sums stay with the owners of the rows,
-pub const NAME: &str = "matmul_reduce_scatter";
-/// and of that whose sums all ranks get.
-pub const ALL_NAME: &str = "matmul_all_reduce";
-
-/// Whether an operation of this name makes partial sums and moves them.
-pub fn is_sum(operation: &str) -> bool {
-    [NAME, ALL_NAME].contains(&operation)
-}
+use crate::schedule::{Addend, Block, Operation, Problem, Reduction, Schedule, Transfer};
 
 /// Where partials are pushed or stored: multiplies the peers' rows first, each block sent to its owner when it is there, and this
 /// rank's own last, to which is added what has come. Where they are pulled, this stands behind [`multiply`]: takes what the
-/// others have made of this rank's rows, and adds it up; nobody needs a kernel of another rank to run. But where [`is_exchanged`] says
+/// others have made of this rank's rows, and adds it up; nobody needs a kernel of another rank to run. But where [`is_exchanged`](super::partials::is_exchanged) says
 /// so, all rows are made at once, and then each rank gets the partials of its own.
 ///
 /// # Errors
 /// [`Error::Limit`](crate::Error::Limit) when N is out of bounds, a field of the configuration is, or there are too many tiles
 /// or blocks.
-pub fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+pub(super) fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     let planner = Plan::new(problem, rank, config, Sums::Own)?;
     if planner.exchanged {
         return exchange(&planner);
@@ -63,11 +38,11 @@ pub fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> Result<
 
 /// The same, into a matrix of all rows that ranks share. Where partials are pushed or stored, rows are cut into panels, and each
 /// panel of this rank's rows is sent on to all others when it is made, while the next ones are multiplied; where they are pulled, a
-/// gather has to follow. But where [`is_exchanged`] says so, every rank gets all partials, and adds up all rows itself.
+/// gather has to follow. But where [`is_exchanged`](super::partials::is_exchanged) says so, every rank gets all partials, and adds up all rows itself.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
-pub fn all_reduce(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+pub(super) fn all_reduce(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     if are_few(problem) {
         return exchange(&Plan::new(problem, rank, config, Sums::Everywhere)?);
     }
@@ -140,7 +115,7 @@ fn multiply_and_reduce(planner: &Plan) -> Result<Schedule> {
 /// As the operation's.
 pub fn pieces(problem: &Problem, rank: usize, config: Config) -> Result<Vec<Piece>> {
     let sums = match problem.operation {
-        ALL_NAME => Sums::All,
+        Operation::MatmulAllReduce => Sums::All,
         _ => Sums::Own,
     };
     Ok(Plan::new(problem, rank, config, sums)?.pieces(rank))
@@ -150,7 +125,7 @@ pub fn pieces(problem: &Problem, rank: usize, config: Config) -> Result<Vec<Piec
 ///
 /// # Errors
 /// As [`reduce_scatter`].
-pub fn multiply(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+pub(super) fn multiply(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     let planner = Plan::new(problem, rank, config, Sums::Own)?;
     let all = 0..problem.layout.m();
     let mut rows = Vec::new();
@@ -172,7 +147,7 @@ pub fn multiply(problem: &Problem, rank: usize, config: Config) -> Result<Schedu
 ///
 /// # Errors
 /// As [`reduce_scatter`].
-pub fn copy(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+pub(super) fn copy(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     let planner = Plan::new(problem, rank, whole(config), Sums::Own)?;
     let copies = planner.pulls(&planner.all_pieces());
     planner.schedule(false, copies, Vec::new(), None, None)
@@ -182,7 +157,7 @@ pub fn copy(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> 
 ///
 /// # Errors
 /// As [`reduce_scatter`].
-pub fn copy_all(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
+pub(super) fn copy_all(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     let planner = Plan::new(problem, rank, whole(config), Sums::All)?;
     let made = planner.all_pieces();
     let mut copies = planner.pulls(&made);

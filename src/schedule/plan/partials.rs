@@ -1,9 +1,10 @@
-//! Partial sums: where they lie in the memory that ranks share, in which pieces they are made, and under which flags they come.
+//! Partial sums: when they are exchanged, where they lie in the memory that ranks share, in which pieces they are made, and under which
+//! flags they come.
 
 use std::ops::Range;
 
 use crate::route::Route;
-use crate::schedule::Problem;
+use crate::schedule::{Config, Operation, Problem};
 
 /// Rows of partials are as long as a multiple of this: 16 bytes, as copies and loads on GPUs ask for.
 const ALIGNMENT: usize = 16;
@@ -11,6 +12,41 @@ const ALIGNMENT: usize = 16;
 /// Kernels store 16 rows at a time, so up to 15 rows past a rank's last are overwritten: in the memory of who makes them or,
 /// where kernels store to slots, there.
 pub const STORED_ROWS: usize = 16;
+
+/// Rows of the lowest tiles: no fewer are multiplied at a time.
+pub const LOW_ROWS: usize = 64;
+
+/// Whether each rank makes the partials of all rows at once, then those who are to have the sums get them, and add them up at the end.
+pub fn is_exchanged(problem: &Problem, config: &Config) -> bool {
+    match problem.operation {
+        Operation::MatmulReduceScatter => by_owners(problem, config),
+        _ => are_few(problem),
+    }
+}
+
+/// Whether rows are so few that, where all ranks are to have the sums, one exchange takes less time than two, though more is moved. (The
+/// limits are those of vLLM's custom all-reduce. It has none for two ranks; here it is 1 MiB, because above that two steps can be
+/// hidden.)
+pub(super) fn are_few(problem: &Problem) -> bool {
+    let most = match problem.layout.world() {
+        1 => 0,
+        2 => 1 << 20,
+        3..=4 => 512 << 10,
+        5..=8 => 256 << 10,
+        _ => 0,
+    };
+    let columns = problem.n.next_multiple_of(PADDED_COLUMNS);
+    let elements = problem.layout.m().saturating_mul(columns);
+    elements.saturating_mul(problem.dtypes.partials.bytes()) <= most
+}
+
+/// Where the sums stay with the owners of the rows: low tiles of all of few rows take less than tiles for each rank's.
+pub(super) fn by_owners(problem: &Problem, config: &Config) -> bool {
+    config.route == Route::Store && config.entry_rows() == LOW_ROWS && are_few(problem)
+}
+
+/// What kernels send of a row is a multiple of this.
+pub const PADDED_COLUMNS: usize = 16;
 
 /// The partials of one operation: on each rank its own, then the slots for those of the others.
 #[derive(Clone, Copy, Debug)]
@@ -58,7 +94,7 @@ impl Partials {
             gap,
             columns: problem
                 .n
-                .next_multiple_of(ALIGNMENT / problem.dtype.bytes()),
+                .next_multiple_of(ALIGNMENT / problem.dtypes.partials.bytes()),
         }
     }
 

@@ -5,18 +5,19 @@ use std::ops::Range;
 
 use smallvec::smallvec;
 
-use super::one_shot::{LOW_ROWS, by_owners, is_exchanged};
-use super::partial_sums::{B, BIAS, OUT, PARTIALS, RESIDUAL};
 use crate::error::Result;
 use crate::route::Route;
 use crate::schedule::config::{Chunking, Config, TileShape};
 use crate::schedule::layout::{MAX_EXTENT, chunk_rows};
 use crate::schedule::limits::limit;
-use crate::schedule::plan::partials::{Incoming, Partials, Piece};
+use crate::schedule::plan::matrices::{self, A, B, BIAS, OUT, PARTIALS, RESIDUAL};
+use crate::schedule::plan::partials::{
+    Incoming, LOW_ROWS, Partials, Piece, by_owners, is_exchanged,
+};
 use crate::schedule::plan::tile_order::{TileRow, ring};
 use crate::schedule::{
-    Activation, Addend, Agreed, Bias, Block, MAX_FLAGS, MatrixSpec, Move, Parts, Problem, Product,
-    Reduction, Region, Residual, Schedule, Sum, Tile, Transfer, Weight, WeightLayout,
+    Activation, Addend, Agreed, Bias, Block, DTypes, MAX_FLAGS, MatrixSpec, Move, Parts, Problem,
+    Product, Reduction, Region, Residual, Schedule, Sum, Tile, Transfer, Weight,
 };
 
 /// What is asked, of one rank.
@@ -306,36 +307,12 @@ impl Plan<'_> {
         product: Option<(Product, Vec<Tile>)>,
         reduction: Option<Reduction>,
     ) -> Result<Schedule> {
-        let (problem, partials) = (self.problem, self.partials);
-        let matrix = |rows, columns| MatrixSpec {
-            dtype: problem.dtype,
-            rows,
-            columns,
-        };
-        let (m, k, n) = (problem.layout.m(), problem.layout.k(), problem.n);
-        let out = match self.sums {
-            Sums::Own => problem.layout.rows_of(self.rank).len(),
-            Sums::All | Sums::Everywhere => m,
-        };
         let (product, tiles) = product.unzip();
         Schedule::new(Parts {
             rank: self.rank,
-            world: problem.layout.world(),
+            world: self.problem.layout.world(),
             agreed: collective.then(|| self.agree()),
-            matrices: vec![
-                matrix(m, k),
-                match problem.form.weights {
-                    WeightLayout::Nk => matrix(n, k),
-                    WeightLayout::Kn => matrix(k, n),
-                },
-                matrix(1, n),
-                MatrixSpec {
-                    dtype: problem.form.out.unwrap_or(problem.dtype),
-                    ..matrix(out, n)
-                },
-                matrix(partials.rows(), partials.columns()),
-                matrix(out, n),
-            ],
+            matrices: self.matrices(),
             arrivals,
             departures,
             product,
@@ -346,20 +323,49 @@ impl Plan<'_> {
         })
     }
 
+    fn matrices(&self) -> Vec<MatrixSpec> {
+        let Problem {
+            dtypes,
+            layout,
+            form,
+            n,
+            ..
+        } = self.problem;
+        let DTypes {
+            operands,
+            partials,
+            output,
+        } = *dtypes;
+        let rows = match self.sums {
+            Sums::Own => layout.rows_of(self.rank).len(),
+            Sums::All | Sums::Everywhere => layout.m(),
+        };
+        let room = &self.partials;
+        let mut matrices = matrices::unused(operands);
+        matrices[A] = MatrixSpec::new(operands, layout.m(), layout.k());
+        matrices[B] = form.weights.spec(operands, *n, layout.k());
+        matrices[BIAS] = MatrixSpec::new(partials, 1, *n);
+        matrices[RESIDUAL] = MatrixSpec::new(partials, rows, *n);
+        matrices[PARTIALS] = MatrixSpec::new(partials, room.rows(), room.columns());
+        matrices[OUT] = MatrixSpec::new(output, rows, *n);
+        matrices
+    }
+
     /// What the ranks must agree on: each has a K of its own.
     fn agree(&self) -> Agreed {
         let Problem {
-            layout, n, dtype, ..
+            layout, n, dtypes, ..
         } = self.problem;
-        let mut details = format!("M = {}, N = {n}, {dtype}", layout.m());
+        let mut details = format!("M = {}, N = {n}, {}", layout.m(), dtypes.operands);
         details += &self.problem.form.agreed();
+        details += &dtypes.agreed();
         if let Some(cuts) = Cuts::of(&self.config, self.exchanged) {
             details += &cuts.to_string();
         }
         if !layout.is_balanced() {
             details += &format!(", rows of each rank = {:?}", layout.rows());
         }
-        Agreed::new(self.problem.operation, &details)
+        Agreed::new(self.problem.operation.name(), &details)
     }
 }
 

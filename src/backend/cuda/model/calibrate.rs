@@ -104,19 +104,13 @@ mod tests {
     use crate::backend::cuda::gpu::kernels::{WIDEST, configs};
     use crate::backend::cuda::gpu::rates::{H100, H200, Link};
     use crate::element::DType;
-    use crate::schedule::{Chunking, Layout, Route};
+    use crate::schedule::{Chunking, Layout, Operation, Route};
 
     /// What an imagined device takes for each kernel, alone and with rows that arrive.
     fn samples(device: &Rates, shapes: &[[usize; 3]]) -> Vec<Sample> {
         let of = |&[m, n, k]: &[usize; 3]| {
-            let problem = Problem {
-                beside: None,
-                form: Default::default(),
-                operation: "all_gather_matmul",
-                dtype: DType::Bf16,
-                layout: Layout::balanced(m, k, 2).unwrap(),
-                n,
-            };
+            let layout = Layout::balanced(m, k, 2).unwrap();
+            let problem = Problem::new(Operation::AllGatherMatmul, DType::Bf16, layout, n);
             let routes = [Route::Pull, Route::Push, Route::Store];
             let configs = routes.into_iter().flat_map(|route| {
                 configs(

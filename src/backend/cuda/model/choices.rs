@@ -69,17 +69,11 @@ mod tests {
     use super::*;
     use crate::backend::cuda::gpu::rates::H200;
     use crate::element::DType;
-    use crate::schedule::{Chunking, Route, RowOrder};
+    use crate::schedule::{Chunking, Operation, Route, RowOrder};
 
     fn problem(rows: &[usize]) -> Problem {
-        Problem {
-            beside: None,
-            form: Default::default(),
-            operation: "all_gather_matmul",
-            dtype: DType::Bf16,
-            layout: Layout::new(rows, 4096).unwrap(),
-            n: 1792,
-        }
+        let layout = Layout::new(rows, 4096).unwrap();
+        Problem::new(Operation::AllGatherMatmul, DType::Bf16, layout, 1792)
     }
 
     #[test]

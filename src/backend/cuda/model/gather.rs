@@ -27,7 +27,7 @@ struct ArrivalGroup {
 fn groups(rates: &Rates, problem: &Problem, config: &Config) -> Vec<ArrivalGroup> {
     let layout = &problem.layout;
     let link = rates.link(config.route);
-    let row = (layout.k() * problem.dtype.bytes()) as f64;
+    let row = (layout.k() * problem.dtypes.operands.bytes()) as f64;
     let mut groups = vec![ArrivalGroup {
         rows: layout.rows_of(0).len(),
         ready: 0.0,
@@ -210,7 +210,7 @@ pub fn predict(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Predict
 /// there it matters little how rows come.
 fn moved(rates: &Rates, problem: &Problem, pushes: bool) -> (Route, Chunking) {
     let world = problem.layout.world();
-    let bytes = (problem.layout.m() * problem.layout.k() * problem.dtype.bytes()) as f64;
+    let bytes = (problem.layout.m() * problem.layout.k() * problem.dtypes.operands.bytes()) as f64;
     let shard = bytes / world as f64;
     let Link { start, chunk, .. } = rates.push;
     let copies_begin = start + world as f64 * chunk;
@@ -258,18 +258,12 @@ mod tests {
     use crate::backend::cuda::program::support;
     use crate::backend::cuda::tuned::agree;
     use crate::element::DType;
-    use crate::schedule::Layout;
-    use crate::schedule::plan::all_gather::gather_and_multiply;
+    use crate::schedule::plan::plan;
+    use crate::schedule::{Layout, Operation};
 
     fn problem(m: usize, n: usize, k: usize, world: usize) -> Problem {
-        Problem {
-            beside: None,
-            form: Default::default(),
-            operation: "all_gather_matmul",
-            dtype: DType::Bf16,
-            layout: Layout::balanced(m, k, world).unwrap(),
-            n,
-        }
+        let layout = Layout::balanced(m, k, world).unwrap();
+        Problem::new(Operation::AllGatherMatmul, DType::Bf16, layout, n)
     }
 
     /// M, N, K, the route, the chunks, whether the last is cut, the shape, and the microseconds that two H200s took.
@@ -415,7 +409,7 @@ mod tests {
             };
             let config = choose(&H200, &problem, Numerics::Fast, true, None);
             for rank in 0..rows.len() {
-                let schedule = gather_and_multiply(&problem, rank, config).unwrap();
+                let schedule = plan(&problem, rank, config).unwrap();
                 support::check(&schedule).unwrap();
             }
         }

@@ -20,7 +20,7 @@ use crate::backend::cuda::gpu::rates::Rates;
 use crate::backend::cuda::program::block_table::TARGETS;
 use crate::backend::cuda::program::k_slices;
 use crate::explanation::Prediction;
-use crate::schedule::plan::partial_sums::{self, is_sum};
+use crate::schedule::plan::partial_sums;
 use crate::schedule::{Chunking, Config, Numerics, Problem, Route, WeightLayout};
 use tuned::Measured;
 
@@ -43,7 +43,7 @@ pub fn choose(
         return exact;
     }
     let near = measured.map(|measured| measured.alike);
-    if !is_sum(problem.operation) {
+    if !problem.operation.is_sum() {
         return gather::choose(rates, problem, numerics, pushes, near);
     }
     if pushes && near.is_none() && (2..=TARGETS).contains(&problem.layout.world()) {
@@ -55,7 +55,7 @@ pub fn choose(
 
 /// What an operation takes, cut up like that: parts of it, and at last the whole. Nothing if that is not known.
 pub fn predict(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Prediction> {
-    match is_sum(problem.operation) {
+    match problem.operation.is_sum() {
         true => sums::predict(rates, problem, config),
         false => gather::predict(rates, problem, config),
     }
@@ -87,7 +87,7 @@ fn fastest(
     // Of few rows, CTAs that share K are as fast alone, and faster with rows that arrive. Kernels that add partials have no slices.
     let sliced = numerics != Numerics::Invariant
         && problem.layout.m() > FEW_ROWS
-        && !is_sum(problem.operation);
+        && !problem.operation.is_sum();
     let mut best = (f64::INFINITY, base);
     let consider = |best: &mut (f64, Config), tiles: &Tiles, config: &Config| {
         let time = time(tiles, config, best.0);
@@ -97,7 +97,7 @@ fn fastest(
     };
     // Higher ones would be half empty at the least; but ranks may have to agree with those of `base`.
     let highest = (2 * problem.layout.m().max(FEW_ROWS)).max(base.entry_rows());
-    let configs = configs(base, is_sum(problem.operation), &problem.form)
+    let configs = configs(base, problem.operation.is_sum(), &problem.form)
         .filter(|config| config.entry_rows() <= highest && config.check_numerics(numerics).is_ok());
     // A configuration is changed where it stands: to copy one takes as long as a part of the forecast.
     configs.for_each(|mut config| {
@@ -151,17 +151,11 @@ mod tests {
     use crate::backend::cuda::gpu::rates::H200;
     use crate::element::DType;
     use crate::schedule::Layout;
-    use crate::schedule::plan::partial_sums::{ALL_NAME, NAME};
+    use crate::schedule::Operation::{self, AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter};
 
-    fn problem(operation: &'static str, m: usize, n: usize, k: usize) -> Problem {
-        Problem {
-            beside: None,
-            form: Default::default(),
-            operation,
-            dtype: DType::Bf16,
-            layout: Layout::balanced(m, k, 2).unwrap(),
-            n,
-        }
+    fn problem(operation: Operation, m: usize, n: usize, k: usize) -> Problem {
+        let layout = Layout::balanced(m, k, 2).unwrap();
+        Problem::new(operation, DType::Bf16, layout, n)
     }
 
     #[test]
@@ -173,7 +167,7 @@ mod tests {
         {
             let alike = config(*shape, route, Chunking::new(1));
             let measured = Some(Measured { alike, exact: None });
-            for operation in [NAME, crate::schedule::plan::partial_sums::ALL_NAME] {
+            for operation in [MatmulReduceScatter, MatmulAllReduce] {
                 for (m, n, k) in [64, 1600, 1792, 20_000]
                     .into_iter()
                     .flat_map(|k| [(48, 6144, k), (120, 2048, k), (4096, 4096, k)])
@@ -200,7 +194,7 @@ mod tests {
             alike,
             exact: Some(exact),
         });
-        for operation in [NAME, ALL_NAME, "all_gather_matmul"] {
+        for operation in [MatmulReduceScatter, MatmulAllReduce, AllGatherMatmul] {
             let problem = problem(operation, 4096, 1792, 4096);
             let of = |numerics, pushes| choose(&H200, &problem, numerics, pushes, measured);
             assert_eq!(of(Numerics::Fast, true), exact);
@@ -215,7 +209,7 @@ mod tests {
         alike.tile = alike.tile.with_k_slices(4);
         let measured = Some(Measured { alike, exact: None });
         for numerics in [Numerics::Fast, Numerics::Invariant] {
-            for operation in [NAME, "all_gather_matmul"] {
+            for operation in [MatmulReduceScatter, AllGatherMatmul] {
                 let problem = problem(operation, 4096, 4096, 1024);
                 let config = choose(&H200, &problem, numerics, false, measured);
                 assert_eq!(config.tile.k_slices, 1, "{operation}");
@@ -241,7 +235,7 @@ mod tests {
             let m = extent(index, 0.819_172_513_396, 1.0, 16384.0);
             let n = 8 * extent(index, 0.671_043_606_704, 32.0, 3584.0);
             let k = 64 * extent(index, 0.549_700_477_902, 8.0, 448.0);
-            let problem = problem("all_gather_matmul", m, n, k);
+            let problem = problem(AllGatherMatmul, m, n, k);
             let tile = choose(&H200, &problem, Numerics::Fast, true, None).tile;
             let kernel = tile.with_k_slices(1);
             unused.retain(|config| config.tile != kernel);

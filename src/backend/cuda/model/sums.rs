@@ -13,9 +13,9 @@ use crate::backend::cuda::gpu::kernels::{WIDEST, configs};
 use crate::backend::cuda::gpu::rates::Rates;
 use crate::backend::cuda::program::low_latency::can_exchange;
 use crate::explanation::Prediction;
-use crate::schedule::plan::partial_sums::{ALL_NAME, LOW_ROWS, agree, is_exchanged, pieces};
-use crate::schedule::plan::partials::Piece;
-use crate::schedule::{Chunking, Config, Form, Numerics, Problem, Route};
+use crate::schedule::plan::partial_sums::{agree, pieces};
+use crate::schedule::plan::partials::{LOW_ROWS, Piece, is_exchanged};
+use crate::schedule::{Chunking, Config, Form, Numerics, Operation, Problem, Route};
 
 /// Microseconds, and what happens in one. Measured on two H200s; benches/NOTES.md has the traces.
 mod rate {
@@ -87,7 +87,7 @@ pub fn choose(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
 
 /// What the ranks agree on, which does not depend on K: the route, the pieces, and of partials that are exchanged the tiles.
 fn for_any_depth(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
-    let is_for_all = problem.operation == ALL_NAME;
+    let is_for_all = problem.operation == Operation::MatmulAllReduce;
     let cuts: &[(Route, usize, usize)] = match is_for_all {
         true if is_exchanged(problem, &WHOLE) => &[(Route::Store, 1, 1)],
         false => &[
@@ -156,7 +156,7 @@ fn sent(problem: &Problem, config: &Config) -> Option<Vec<(Piece, usize)>> {
         return Some(vec![(Piece { owner: 1, rows }, world - 1)]);
     }
     let pieces = pieces(problem, 0, *config).ok()?;
-    let is_for_all = problem.operation == ALL_NAME;
+    let is_for_all = problem.operation == Operation::MatmulAllReduce;
     let to = |piece: &Piece| match piece.owner {
         0 if is_for_all => world - 1,
         0 => 0,
@@ -186,7 +186,7 @@ impl Kernel {
     /// `depth`: what is summed over.
     fn new(rates: &Rates, problem: &Problem, depth: usize, config: Config) -> Kernel {
         let shape = [problem.layout.m(), problem.n, depth];
-        let tiles = Tiles::new(rates, &config, shape, problem.dtype.bytes());
+        let tiles = Tiles::new(rates, &config, shape, problem.dtypes.operands.bytes());
         let of_tile = tiles.wave(tiles.slots.min(tiles.entries));
         Kernel {
             config,
@@ -254,7 +254,7 @@ impl<'a> Model<'a> {
         // Rows of which something is sent, and how many are sent.
         let (made, sent) = match (self.exchanged, problem.operation) {
             (true, _) => (m, m * (world - 1)),
-            (_, ALL_NAME) => (m, m - own + own * (world - 1)),
+            (_, Operation::MatmulAllReduce) => (m, m - own + own * (world - 1)),
             _ => (m - own, m - own),
         };
         let &Kernel {
@@ -266,7 +266,7 @@ impl<'a> Model<'a> {
         } = self.kernel;
         let tiles = made.div_ceil(self.config.entry_rows()) * columns;
         let made = tiles.div_ceil(slots) as f64 * of_tile;
-        let bytes = sent as f64 * problem.n as f64 * problem.dtype.bytes() as f64;
+        let bytes = sent as f64 * problem.n as f64 * problem.dtypes.partials.bytes() as f64;
         let moved = match self.config.route {
             _ if sent == 0 => 0.0,
             Route::Store => made.max(of_tile + bytes / rate::STORED) + rate::STORE_FLAG,
@@ -292,17 +292,19 @@ impl<'a> Model<'a> {
             // Each element is sent with as many bytes of tags, to one peer or to all.
             let [m, n, world] = [problem.layout.m(), problem.n, problem.layout.world()];
             let elements = match problem.operation {
-                ALL_NAME => m * n * (world - 1),
+                Operation::MatmulAllReduce => m * n * (world - 1),
                 _ => m * n * (world - 1) / world,
             };
-            let sent = (2 * elements * problem.dtype.bytes()) as f64;
+            let sent = (2 * elements * problem.dtypes.partials.bytes()) as f64;
             return of_tiles + sent / rate::STORED + rate::LANDED;
         }
         let Some(sent) = sent(problem, config) else {
             return f64::INFINITY;
         };
         let route = config.route;
-        let bytes = |rows: usize, to: usize| (rows * problem.n * problem.dtype.bytes() * to) as f64;
+        let bytes = |rows: usize, to: usize| {
+            (rows * problem.n * problem.dtypes.partials.bytes() * to) as f64
+        };
         // Rows of a piece, counted from its owner's first.
         let within = |piece: &Piece| {
             let first = problem
@@ -411,58 +413,53 @@ mod tests {
     use crate::backend::cuda::program::block_table::TARGETS;
     use crate::backend::cuda::program::support;
     use crate::element::DType;
-    use crate::schedule::plan::partial_sums::{NAME, all_reduce, reduce_scatter};
-    use crate::schedule::{Layout, Planner};
+    use crate::schedule::Layout;
+    use crate::schedule::Operation::{MatmulAllReduce, MatmulReduceScatter};
+    use crate::schedule::plan::plan;
 
-    fn problem(operation: &'static str, rows: &[usize], n: usize, k: usize) -> Problem {
-        Problem {
-            beside: None,
-            form: Default::default(),
-            operation,
-            dtype: DType::Bf16,
-            layout: Layout::new(rows, k).unwrap(),
-            n,
-        }
+    fn problem(operation: Operation, rows: &[usize], n: usize, k: usize) -> Problem {
+        let layout = Layout::new(rows, k).unwrap();
+        Problem::new(operation, DType::Bf16, layout, n)
     }
 
-    fn chosen(operation: &'static str, m: usize, n: usize) -> Config {
+    fn chosen(operation: Operation, m: usize, n: usize) -> Config {
         let problem = problem(operation, &[m / 2; 2], n, 64);
         choose(&H200, &problem, Numerics::Fast)
     }
 
     /// Operation, M, N, K, route, width of a tile, CTAs that share `b`, and K, chunks and those of the last; and the microseconds that
     /// two H200s took.
-    type Point = (&'static str, [usize; 3], Route, [usize; 3], [usize; 2], f64);
+    type Point = (Operation, [usize; 3], Route, [usize; 3], [usize; 2], f64);
 
     #[test]
     fn the_model_comes_within_a_seventh_of_what_was_measured() {
         use Route::{Push, Store};
         #[rustfmt::skip]
         const MEASURED: [Point; 24] = [
-            (NAME, [256, 4096, 1792], Store, [64, 1, 2], [1, 1], 25.0),
-            (NAME, [256, 8192, 3584], Store, [128, 1, 2], [1, 1], 53.0),
-            (NAME, [512, 8192, 3584], Store, [128, 2, 1], [1, 1], 67.0),
-            (NAME, [1024, 4096, 1792], Store, [128, 2, 1], [1, 1], 43.0),
-            (NAME, [1024, 4096, 1792], Store, [256, 1, 1], [1, 1], 50.0),
-            (NAME, [1024, 8192, 3584], Store, [256, 2, 1], [1, 1], 109.0),
-            (NAME, [1024, 8192, 3584], Push, [256, 2, 1], [1, 1], 94.0),
-            (NAME, [4096, 4096, 1792], Store, [256, 2, 1], [1, 8], 128.0),
-            (NAME, [4096, 4096, 1792], Push, [256, 2, 1], [1, 2], 105.0),
-            (NAME, [4096, 4096, 1792], Push, [256, 2, 1], [1, 3], 113.0),
-            (NAME, [4096, 4096, 1792], Push, [256, 2, 1], [1, 4], 119.0),
-            (NAME, [8192, 4096, 1792], Push, [256, 2, 1], [1, 2], 187.0),
-            (NAME, [8192, 4096, 1792], Push, [256, 2, 1], [1, 4], 191.0),
-            (NAME, [8192, 4096, 1792], Store, [256, 2, 1], [1, 8], 241.0),
-            (NAME, [16384, 4096, 1792], Push, [256, 2, 1], [1, 4], 354.0),
-            (NAME, [8192, 8192, 3584], Push, [224, 2, 1], [1, 2], 650.0),
-            (NAME, [8192, 8192, 3584], Store, [256, 2, 1], [1, 8], 749.0),
-            (ALL_NAME, [256, 4096, 1792], Store, [64, 1, 2], [1, 1], 31.0),
-            (ALL_NAME, [512, 8192, 3584], Store, [128, 2, 1], [1, 1], 79.0),
-            (ALL_NAME, [1024, 8192, 3584], Store, [256, 2, 1], [1, 1], 131.0),
-            (ALL_NAME, [4096, 4096, 1792], Push, [256, 2, 1], [2, 1], 163.0),
-            (ALL_NAME, [8192, 4096, 1792], Push, [256, 2, 1], [4, 1], 285.0),
-            (ALL_NAME, [8192, 8192, 3584], Push, [256, 2, 1], [2, 1], 758.0),
-            (ALL_NAME, [8192, 8192, 3584], Push, [256, 2, 1], [4, 1], 729.0),
+            (MatmulReduceScatter, [256, 4096, 1792], Store, [64, 1, 2], [1, 1], 25.0),
+            (MatmulReduceScatter, [256, 8192, 3584], Store, [128, 1, 2], [1, 1], 53.0),
+            (MatmulReduceScatter, [512, 8192, 3584], Store, [128, 2, 1], [1, 1], 67.0),
+            (MatmulReduceScatter, [1024, 4096, 1792], Store, [128, 2, 1], [1, 1], 43.0),
+            (MatmulReduceScatter, [1024, 4096, 1792], Store, [256, 1, 1], [1, 1], 50.0),
+            (MatmulReduceScatter, [1024, 8192, 3584], Store, [256, 2, 1], [1, 1], 109.0),
+            (MatmulReduceScatter, [1024, 8192, 3584], Push, [256, 2, 1], [1, 1], 94.0),
+            (MatmulReduceScatter, [4096, 4096, 1792], Store, [256, 2, 1], [1, 8], 128.0),
+            (MatmulReduceScatter, [4096, 4096, 1792], Push, [256, 2, 1], [1, 2], 105.0),
+            (MatmulReduceScatter, [4096, 4096, 1792], Push, [256, 2, 1], [1, 3], 113.0),
+            (MatmulReduceScatter, [4096, 4096, 1792], Push, [256, 2, 1], [1, 4], 119.0),
+            (MatmulReduceScatter, [8192, 4096, 1792], Push, [256, 2, 1], [1, 2], 187.0),
+            (MatmulReduceScatter, [8192, 4096, 1792], Push, [256, 2, 1], [1, 4], 191.0),
+            (MatmulReduceScatter, [8192, 4096, 1792], Store, [256, 2, 1], [1, 8], 241.0),
+            (MatmulReduceScatter, [16384, 4096, 1792], Push, [256, 2, 1], [1, 4], 354.0),
+            (MatmulReduceScatter, [8192, 8192, 3584], Push, [224, 2, 1], [1, 2], 650.0),
+            (MatmulReduceScatter, [8192, 8192, 3584], Store, [256, 2, 1], [1, 8], 749.0),
+            (MatmulAllReduce, [256, 4096, 1792], Store, [64, 1, 2], [1, 1], 31.0),
+            (MatmulAllReduce, [512, 8192, 3584], Store, [128, 2, 1], [1, 1], 79.0),
+            (MatmulAllReduce, [1024, 8192, 3584], Store, [256, 2, 1], [1, 1], 131.0),
+            (MatmulAllReduce, [4096, 4096, 1792], Push, [256, 2, 1], [2, 1], 163.0),
+            (MatmulAllReduce, [8192, 4096, 1792], Push, [256, 2, 1], [4, 1], 285.0),
+            (MatmulAllReduce, [8192, 8192, 3584], Push, [256, 2, 1], [2, 1], 758.0),
+            (MatmulAllReduce, [8192, 8192, 3584], Push, [256, 2, 1], [4, 1], 729.0),
         ];
         for (operation, [m, n, k], route, of_shape, [count, last], measured) in MEASURED {
             let problem = problem(operation, &[m / 2; 2], n, k);
@@ -480,7 +477,7 @@ mod tests {
 
     #[test]
     fn what_a_model_takes_at_the_least_is_no_more_than_it_takes() {
-        for operation in [NAME, ALL_NAME] {
+        for operation in [MatmulReduceScatter, MatmulAllReduce] {
             for (rows, n) in [
                 (&[1, 0][..], 8),
                 (&[37, 36, 0], 552),
@@ -527,7 +524,7 @@ mod tests {
 
     #[test]
     fn each_rank_splits_the_k_that_it_has() {
-        for operation in [NAME, ALL_NAME] {
+        for operation in [MatmulReduceScatter, MatmulAllReduce] {
             let split = |k| {
                 let problem = problem(operation, &[8; 2], 1024, k);
                 choose(&H200, &problem, Numerics::Fast).tile.split_k
@@ -538,7 +535,7 @@ mod tests {
 
     #[test]
     fn few_rows_are_stored_many_copied_and_the_last_block_in_parts() {
-        for operation in [NAME, ALL_NAME] {
+        for operation in [MatmulReduceScatter, MatmulAllReduce] {
             for (m, n) in [
                 (2, 4096),
                 (16, 8192),
@@ -570,13 +567,11 @@ mod tests {
             ] {
                 let mut rows = vec![m; world];
                 rows[world / 2] = 0;
-                for (operation, planner) in
-                    [(NAME, reduce_scatter as Planner), (ALL_NAME, all_reduce)]
-                {
+                for operation in [MatmulReduceScatter, MatmulAllReduce] {
                     let problem = problem(operation, &rows, n, 64);
                     let config = choose(&H200, &problem, Numerics::Fast);
                     for rank in 0..world {
-                        let schedule = planner(&problem, rank, config).unwrap();
+                        let schedule = plan(&problem, rank, config).unwrap();
                         support::check(&schedule).unwrap();
                         assert!(
                             support::commands(&schedule) <= support::COMMANDS,
@@ -590,7 +585,7 @@ mod tests {
 
     #[test]
     fn ranks_whose_k_differ_agree_and_where_bits_depend_on_k_alone_nobody_cuts_it() {
-        for operation in [NAME, ALL_NAME] {
+        for operation in [MatmulReduceScatter, MatmulAllReduce] {
             for m in [1, 64, 700, 5000] {
                 for n in [8, 1000, 8192] {
                     let of = |k| problem(operation, &[m, 2 * m, 0], n, k);
@@ -598,12 +593,7 @@ mod tests {
                         let [one, other] = [64, 9000].map(|k| choose(&H200, &of(k), numerics));
                         assert!(numerics == Numerics::Fast || one.tile.split_k == 1);
                         let agreed = |config: Config, k| {
-                            let planner = if operation == NAME {
-                                reduce_scatter
-                            } else {
-                                all_reduce
-                            };
-                            let schedule = planner(&of(k), 1, config).unwrap();
+                            let schedule = plan(&of(k), 1, config).unwrap();
                             schedule.agreed().unwrap().details().to_string()
                         };
                         assert_eq!(agreed(one, 64), agreed(other, 9000));

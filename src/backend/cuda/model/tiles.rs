@@ -91,7 +91,7 @@ impl<'a> Tiles<'a> {
             false => problem.form.widths.iter().map(padded).sum(),
         };
         let shape = [problem.layout.m(), n, problem.layout.k()];
-        Tiles::new(rates, config, shape, problem.dtype.bytes())
+        Tiles::new(rates, config, shape, problem.dtypes.operands.bytes())
     }
 
     pub fn new(rates: &'a Rates, config: &Config, [m, n, k]: [usize; 3], bytes: usize) -> Self {

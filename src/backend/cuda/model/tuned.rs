@@ -10,9 +10,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::element::DType;
 use crate::error::{Error, Result};
-use crate::json::config::{ConfigJson, DTypeJson};
-use crate::schedule::plan::partial_sums::{self, is_sum};
-use crate::schedule::{Config, Problem, Route};
+use crate::json::config::{self, ConfigJson, DTypeJson};
+use crate::schedule::plan::partial_sums;
+use crate::schedule::{Config, Operation, Problem, Route};
 
 /// The table that the library carries.
 const SHIPPED: &str = include_str!("tuned.jsonl");
@@ -38,8 +38,8 @@ pub fn agree(one: &Config, other: &Config) -> bool {
 
 /// The extents of a problem that all ranks have alike. Where rows are gathered, N is each rank's own; where partials are added up,
 /// K is.
-fn alike(operation: &str, [m, n, k]: [usize; 3]) -> [usize; 2] {
-    match is_sum(operation) {
+fn alike(operation: Operation, [m, n, k]: [usize; 3]) -> [usize; 2] {
+    match operation.is_sum() {
         true => [m, n],
         false => [m, k],
     }
@@ -57,8 +57,9 @@ pub struct Winner {
     pub gpu: String,
     /// How many ranks.
     pub world: usize,
-    /// The name of the call.
-    pub operation: String,
+    /// By its name.
+    #[serde(with = "config::operation")]
+    pub operation: Operation,
     /// Of the elements.
     #[serde(with = "DTypeJson")]
     pub dtype: DType,
@@ -82,7 +83,7 @@ impl Winner {
 
     /// Whether it was measured for such operations: elements that are as wide take as long.
     fn is_for(&self, problem: &Problem) -> bool {
-        self.operation == problem.operation && self.dtype.bytes() == problem.dtype.bytes()
+        self.operation == problem.operation && self.dtype.bytes() == problem.dtypes.operands.bytes()
     }
 }
 
@@ -132,7 +133,7 @@ impl Table {
         // The first of equals: a user's line before the library's.
         let (_, nearest) = near.min_by(|(x, _), (y, _)| x.total_cmp(y))?;
         let alike = nearest.config;
-        let agrees = |config: &Config| match is_sum(problem.operation) {
+        let agrees = |config: &Config| match problem.operation.is_sum() {
             true => partial_sums::agree(problem, config, &alike),
             false => agree(config, &alike),
         };
@@ -167,7 +168,6 @@ fn parse(text: &str, gpu: &str, world: usize, lines: &mut Vec<Winner>) -> Result
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::schedule::plan::partial_sums::{ALL_NAME, NAME};
     use crate::schedule::{Layout, TileShape};
 
     const LINE: &str = r#"{"gpu":"GPU","world":4,"operation":"all_gather_matmul","dtype":"Bf16","m":4096,"n":1792,"k":4096,"config":{"tile":{"m":128,"n":224,"k":64,"stages":4,"cluster":2,"split_k":1,"group_m":8},"chunking":{"count":2,"last":2,"cut_last":true},"route":"Push"},"us":101.5}"#;
@@ -179,23 +179,17 @@ mod tests {
 
     /// The chunks of the most similar line, and the width of this problem's own tiles.
     fn find(table: &Table, m: usize, n: usize, k: usize) -> Option<(usize, Option<usize>)> {
-        find_for(table, "all_gather_matmul", DType::F16, [m, n, k])
+        find_for(table, Operation::AllGatherMatmul, DType::F16, [m, n, k])
     }
 
     fn find_for(
         table: &Table,
-        operation: &'static str,
+        operation: Operation,
         dtype: DType,
         [m, n, k]: [usize; 3],
     ) -> Option<(usize, Option<usize>)> {
-        let found = table.find(&Problem {
-            beside: None,
-            form: Default::default(),
-            operation,
-            dtype,
-            layout: Layout::balanced(m, k, 4).unwrap(),
-            n,
-        })?;
+        let layout = Layout::balanced(m, k, 4).unwrap();
+        let found = table.find(&Problem::new(operation, dtype, layout, n))?;
         Some((
             found.alike.chunking.count,
             found.exact.map(|config| config.tile.n),
@@ -259,9 +253,9 @@ mod tests {
 
     #[test]
     fn ranks_whose_parts_of_k_differ_find_what_they_must_agree_on_in_one_line() {
-        for operation in [NAME, ALL_NAME] {
+        for operation in [Operation::MatmulReduceScatter, Operation::MatmulAllReduce] {
             let lines = [line(4096, 1792, 2, 224), line(4096, 512, 5, 64)];
-            let lines = lines.map(|line| line.replace("all_gather_matmul", operation));
+            let lines = lines.map(|line| line.replace("all_gather_matmul", operation.name()));
             let table = table(&lines.join("\n"), "GPU", 4).unwrap();
             let find = |n, k| find_for(&table, operation, DType::Bf16, [4096, n, k]);
             for k in [1, 512, 100_000] {
@@ -311,8 +305,8 @@ mod tests {
     fn lines_of_other_operations_are_not_used() {
         let table = table(LINE, "GPU", 4).unwrap();
         let find = |operation| find_for(&table, operation, DType::Bf16, [4096, 1792, 4096]);
-        assert_eq!(find("all_gather_matmul"), Some((2, Some(224))));
-        assert_eq!(find("another"), None);
+        assert_eq!(find(Operation::AllGatherMatmul), Some((2, Some(224))));
+        assert_eq!(find(Operation::Matmul), None);
     }
 
     #[test]
@@ -324,6 +318,7 @@ mod tests {
             LINE.replace("224", &usize::MAX.to_string()),
             LINE.replace(r#""world":4,"#, ""),
             LINE.replace("Bf16", "Int4"),
+            LINE.replace("all_gather_matmul", "all_gather_multiply"),
             "nonsense".into(),
         ] {
             let error = table(&format!("{LINE}\n{wrong}"), "GPU", 4).unwrap_err();
@@ -339,11 +334,15 @@ mod tests {
 pub mod fuzzing {
     //! A table of winners that somebody has written, and the schedule of what is found in it.
     use super::*;
-    use crate::schedule::plan::all_gather;
-    use crate::schedule::plan::partial_sums::{ALL_NAME, NAME, all_reduce, reduce_scatter};
-    use crate::schedule::{Layout, Planner};
+    use crate::schedule::Layout;
+    use crate::schedule::plan::plan;
 
     const GPU: &str = "NVIDIA H200";
+    const OPERATIONS: [Operation; 3] = [
+        Operation::AllGatherMatmul,
+        Operation::MatmulReduceScatter,
+        Operation::MatmulAllReduce,
+    ];
 
     /// A table.
     pub fn parse(data: &[u8]) {
@@ -353,27 +352,15 @@ pub mod fuzzing {
             assert!(reason.contains("line "));
         }
         let table = Table(lines);
-        let operations: [(&str, Planner); 3] = [
-            ("all_gather_matmul", all_gather::gather_and_multiply),
-            (NAME, reduce_scatter),
-            (ALL_NAME, all_reduce),
-        ];
-        for (operation, planner) in operations {
+        for operation in OPERATIONS {
             for (m, n, k) in [(64, 64, 64), (300, 40, 24)] {
                 let Ok(layout) = Layout::balanced(m, k, 2) else {
                     continue;
                 };
-                let problem = Problem {
-                    beside: None,
-                    form: Default::default(),
-                    operation,
-                    dtype: DType::Bf16,
-                    layout,
-                    n,
-                };
+                let problem = Problem::new(operation, DType::Bf16, layout, n);
                 if let Some(found) = table.find(&problem) {
                     for config in [Some(found.alike), found.exact].into_iter().flatten() {
-                        let _ = planner(&problem, 1, config);
+                        let _ = plan(&problem, 1, config);
                     }
                 }
             }
@@ -389,8 +376,8 @@ pub mod fuzzing {
         for mut line in lines {
             seeds.push(serde_json::to_vec(&line).unwrap_or_default());
             (line.m, line.n, line.k) = (64, 64, 64);
-            for operation in [NAME, ALL_NAME, "all_gather_matmul"] {
-                line.operation = operation.into();
+            for operation in OPERATIONS {
+                line.operation = operation;
                 seeds.push(serde_json::to_vec(&line).unwrap_or_default());
             }
             let right = serde_json::json!(&line);

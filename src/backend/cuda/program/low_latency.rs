@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::backend::cuda::abi::{GEMMESH_LANDING_BYTES, GEMMESH_MAX_TARGETS, GemmeshLanding};
 use crate::backend::cuda::shared::words::Control;
-use crate::schedule::plan::partial_sums::{LOW_ROWS, PADDED_COLUMNS};
+use crate::schedule::plan::partials::{LOW_ROWS, PADDED_COLUMNS};
 use crate::schedule::{Addend, Config, Reduction, Schedule};
 
 /// Bytes of a rank's area.
@@ -114,31 +114,22 @@ pub const NONE: GemmeshLanding = GemmeshLanding {
 mod tests {
     use super::*;
     use crate::element::DType;
-    use crate::schedule::plan::partial_sums::{ALL_NAME, NAME, all_reduce, reduce_scatter};
+    use crate::schedule::Operation::{self, MatmulAllReduce, MatmulReduceScatter};
+    use crate::schedule::plan::plan;
     use crate::schedule::{Chunking, Layout, Problem, Route, TileShape};
 
-    fn planned(operation: &'static str, rows: &[usize], n: usize, tile_m: usize) -> Vec<Schedule> {
-        let problem = Problem {
-            beside: None,
-            form: Default::default(),
-            operation,
-            dtype: DType::Bf16,
-            layout: Layout::new(rows, 512).unwrap(),
-            n,
-        };
+    fn planned(operation: Operation, rows: &[usize], n: usize, tile_m: usize) -> Vec<Schedule> {
+        let layout = Layout::new(rows, 512).unwrap();
+        let problem = Problem::new(operation, DType::Bf16, layout, n);
         let tile = TileShape::new(tile_m, 128, 64);
         let config = Config::new(tile, Chunking::new(1), Route::Store);
-        let planner = match operation {
-            NAME => reduce_scatter,
-            _ => all_reduce,
-        };
         let ranks = 0..rows.len();
         ranks
-            .map(|rank| planner(&problem, rank, config).unwrap())
+            .map(|rank| plan(&problem, rank, config).unwrap())
             .collect()
     }
 
-    fn landings(operation: &'static str, rows: &[usize], n: usize) -> Vec<Option<Landing>> {
+    fn landings(operation: Operation, rows: &[usize], n: usize) -> Vec<Option<Landing>> {
         let schedules = planned(operation, rows, n, LOW_ROWS);
         schedules.iter().map(Landing::of).collect()
     }
@@ -148,7 +139,10 @@ mod tests {
         for rows in [&[5, 3][..], &[0, 1], &[1, 0, 63], &[8; 8]] {
             let (m, world) = (rows.iter().sum::<usize>(), rows.len());
             let all = Landing(vec![0..m; world]);
-            assert_eq!(landings(ALL_NAME, rows, 1000), vec![Some(all); world]);
+            assert_eq!(
+                landings(MatmulAllReduce, rows, 1000),
+                vec![Some(all); world]
+            );
             let mut end = 0;
             let own = rows.iter().map(|&count| {
                 end += count;
@@ -156,7 +150,10 @@ mod tests {
                 if count == 0 { 0..0 } else { end - count..end }
             });
             let own = Landing(own.collect());
-            assert_eq!(landings(NAME, rows, 1000), vec![Some(own); world]);
+            assert_eq!(
+                landings(MatmulReduceScatter, rows, 1000),
+                vec![Some(own); world]
+            );
         }
     }
 
@@ -167,7 +164,7 @@ mod tests {
                 for n in [1, 8, 1000, 2048, 8184, 8192, 8200, 1 << 19] {
                     let mut rows = vec![0; world];
                     rows[world - 1] = m;
-                    for operation in [NAME, ALL_NAME] {
+                    for operation in [MatmulReduceScatter, MatmulAllReduce] {
                         for schedule in planned(operation, &rows, n, LOW_ROWS) {
                             let lands = Landing::of(&schedule).is_some();
                             assert_eq!(schedule.is_exchanged(), lands, "{world} {m} {n}");
@@ -180,7 +177,7 @@ mod tests {
 
     #[test]
     fn what_is_too_large_or_made_by_other_kernels_does_not_land() {
-        for operation in [NAME, ALL_NAME] {
+        for operation in [MatmulReduceScatter, MatmulAllReduce] {
             for schedule in planned(operation, &[20, 30], 256, 128) {
                 assert_eq!(Landing::of(&schedule), None);
             }
@@ -188,10 +185,13 @@ mod tests {
             assert_eq!(large, [None, None]);
         }
         // Ranks without rows make others' only, in one block: not an exchange, for those wait for blocks.
-        assert_eq!(landings(NAME, &[0, 0, 90], 4096), [None, None, None]);
+        assert_eq!(
+            landings(MatmulReduceScatter, &[0, 0, 90], 4096),
+            [None, None, None]
+        );
         // More rows than one tile has are all sent as they are made, too.
         assert!(
-            landings(ALL_NAME, &[100, 30], 256)
+            landings(MatmulAllReduce, &[100, 30], 256)
                 .iter()
                 .all(Option::is_some)
         );

@@ -12,6 +12,7 @@ use crate::backend::cuda::driver::{DeviceMatrix, DevicePtr};
 use crate::backend::cuda::shared::symmetric::Symmetric;
 use crate::element::DType;
 use crate::error::{Error, Result};
+use crate::schedule::plan::matrices::MATRICES;
 use crate::schedule::{
     Bias, Block, MAX_WEIGHTS, MatrixSpec, Product, Reduction, Route, Schedule, Sum,
 };
@@ -31,7 +32,7 @@ pub struct Operand<'a> {
 #[derive(Debug)]
 pub struct Operands<'a> {
     pub rank: usize,
-    pub all: SmallVec<[Option<Operand<'a>>; 12]>,
+    pub all: SmallVec<[Option<Operand<'a>>; MATRICES]>,
 }
 
 impl<'a> Operands<'a> {

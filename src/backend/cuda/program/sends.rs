@@ -204,38 +204,31 @@ mod tests {
 
     use super::*;
     use crate::element::DType;
-    use crate::schedule::plan::all_gather;
-    use crate::schedule::plan::collectives;
-    use crate::schedule::{Layout, Planner, Problem};
+    use crate::schedule::plan::collectives::stored;
+    use crate::schedule::plan::plan;
+    use crate::schedule::{Layout, Operation, Problem};
 
     /// Every piece that a rank sends another has a place of its own in the landing area, where that one looks for it, and puts it where it
     /// would have been stored.
     #[test]
     fn what_lands_is_sought_where_it_was_sent() {
-        let planners: [(&str, Planner); 4] = [
-            ("all_gather", all_gather::gather_stored),
-            ("reduce_scatter", collectives::reduce_scatter),
-            ("all_to_all", collectives::all_to_all),
-            ("all_reduce", collectives::all_reduce),
-        ];
         for (rows, n) in [([5, 1, 0], 1024), ([16, 16, 16], 2048), ([1, 2, 40], 8)] {
-            let problem = Problem {
-                operation: "test",
-                dtype: DType::Bf16,
-                layout: Layout::new(&rows, n).unwrap(),
-                beside: None,
-                form: Default::default(),
-                n,
-            };
-            for (name, planner) in planners {
-                let plan = |rank| planner(&problem, rank, collectives::stored()).unwrap();
+            for operation in [
+                Operation::AllGather,
+                Operation::ReduceScatter,
+                Operation::AllToAll,
+                Operation::AllReduce,
+            ] {
+                let layout = Layout::new(&rows, n).unwrap();
+                let problem = Problem::new(operation, DType::Bf16, layout, n);
+                let plan = |rank| plan(&problem, rank, stored()).unwrap();
                 let schedules: Vec<Schedule> = (0..rows.len()).map(plan).collect();
                 let pieces = n * DType::Bf16.bytes() / PIECE;
                 for (from, sender) in schedules.iter().enumerate() {
-                    assert!(lands(sender), "{name} {rows:?} rank {from}");
+                    assert!(lands(sender), "{operation} {rows:?} rank {from}");
                     for (to, receiver) in schedules.iter().enumerate().filter(|&(to, _)| to != from)
                     {
-                        let case = format!("{name} {rows:?} by {n} from {from} to {to}");
+                        let case = format!("{operation} {rows:?} by {n} from {from} to {to}");
                         let mut sent = sends(sender);
                         sent.retain(|sent| sent.peer as usize == to);
                         let mut come = arrivals(receiver);
@@ -276,16 +269,10 @@ mod tests {
 
     #[test]
     fn many_rows_do_not_land() {
-        let problem = |rows| Problem {
-            operation: "test",
-            dtype: DType::Bf16,
-            layout: Layout::new(&[rows; 4], 4096).unwrap(),
-            beside: None,
-            form: Default::default(),
-            n: 4096,
-        };
         for (rows, expected) in [(16, true), (17, false)] {
-            let plan = collectives::all_reduce(&problem(rows), 1, collectives::stored()).unwrap();
+            let layout = Layout::new(&[rows; 4], 4096).unwrap();
+            let problem = Problem::new(Operation::ReduceScatter, DType::Bf16, layout, 4096);
+            let plan = plan(&problem, 1, stored()).unwrap();
             assert_eq!(lands(&plan), expected, "{rows} rows a rank");
         }
     }

@@ -104,19 +104,15 @@ mod tests {
     use super::*;
     use crate::element::DType;
     use crate::error::Error;
-    use crate::schedule::plan::all_gather::gather_and_multiply;
-    use crate::schedule::plan::partial_sums::{NAME, all_reduce, multiply, reduce_scatter};
+    use crate::schedule::Operation::{
+        self, AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter, MultiplyPartials,
+    };
+    use crate::schedule::plan::plan;
     use crate::schedule::{Chunking, Config, Layout, Problem, TileShape};
 
-    fn problem(rows: &[usize]) -> Problem {
-        Problem {
-            beside: None,
-            form: Default::default(),
-            operation: NAME,
-            dtype: DType::Bf16,
-            layout: Layout::new(rows, 8).unwrap(),
-            n: 12,
-        }
+    fn problem(operation: Operation, rows: &[usize]) -> Problem {
+        let layout = Layout::new(rows, 8).unwrap();
+        Problem::new(operation, DType::Bf16, layout, 12)
     }
 
     const CONFIG: Config = Config::new(TileShape::new(4, 8, 8), Chunking::new(2), Route::Pull);
@@ -124,14 +120,12 @@ mod tests {
     #[test]
     fn all_schedules_of_partial_sums_run_on_gpus() {
         for rows in [&[5, 3][..], &[8, 0], &[0, 8], &[8], &[3, 0, 40], &[4; 8]] {
-            let problem = problem(rows);
             for rank in 0..rows.len() {
-                assert_eq!(
-                    check(&multiply(&problem, rank, CONFIG).unwrap()),
-                    Ok(Destination::One)
-                );
-                for planner in [reduce_scatter, all_reduce] {
-                    let plan = |route| planner(&problem, rank, CONFIG.with_route(route)).unwrap();
+                let multiply = plan(&problem(MultiplyPartials, rows), rank, CONFIG);
+                assert_eq!(check(&multiply.unwrap()), Ok(Destination::One));
+                for operation in [MatmulReduceScatter, MatmulAllReduce] {
+                    let problem = problem(operation, rows);
+                    let plan = |route| plan(&problem, rank, CONFIG.with_route(route)).unwrap();
                     assert_eq!(check(&plan(Route::Pull)), Ok(Destination::One));
                     for route in [Route::Push, Route::Store] {
                         assert!(matches!(check(&plan(route)), Ok(Destination::Places(_))));
@@ -143,10 +137,15 @@ mod tests {
 
     #[test]
     fn all_schedules_of_no_rows_run_on_gpus() {
-        let problem = problem(&[0; 9]);
-        for planner in [reduce_scatter, all_reduce, multiply, gather_and_multiply] {
+        for operation in [
+            MatmulReduceScatter,
+            MatmulAllReduce,
+            MultiplyPartials,
+            AllGatherMatmul,
+        ] {
+            let problem = problem(operation, &[0; 9]);
             for route in [Route::Pull, Route::Push, Route::Store] {
-                let schedule = planner(&problem, 3, CONFIG.with_route(route)).unwrap();
+                let schedule = plan(&problem, 3, CONFIG.with_route(route)).unwrap();
                 assert!(schedule.is_idle() && !schedule.is_pushed());
                 assert_eq!(check(&schedule), Ok(Destination::One));
             }
@@ -155,9 +154,9 @@ mod tests {
 
     #[test]
     fn partials_are_stored_to_seven_peers_at_the_most() {
-        let problem = problem(&[4; 9]);
-        for planner in [reduce_scatter, all_reduce] {
-            let plan = |route| planner(&problem, 2, CONFIG.with_route(route)).unwrap();
+        for operation in [MatmulReduceScatter, MatmulAllReduce] {
+            let problem = problem(operation, &[4; 9]);
+            let plan = |route| plan(&problem, 2, CONFIG.with_route(route)).unwrap();
             assert!(matches!(
                 check(&plan(Route::Push)),
                 Ok(Destination::Places(_))
@@ -166,7 +165,7 @@ mod tests {
             assert!(matches!(error, Error::NoRoute { rank: 2, .. }), "{error}");
             let words = error.to_string();
             assert!(
-                words.contains(NAME) && words.contains("Route::Push"),
+                words.contains(operation.name()) && words.contains("Route::Push"),
                 "{words}"
             );
         }
@@ -186,8 +185,9 @@ mod tests {
 
     #[test]
     fn what_a_kernel_stores_takes_no_room_in_the_devices_queues() {
-        for planner in [reduce_scatter, all_reduce, gather_and_multiply] {
-            let schedule = planner(&problem(&[40; 2]), 0, CONFIG.with_route(Route::Store)).unwrap();
+        for operation in [MatmulReduceScatter, MatmulAllReduce, AllGatherMatmul] {
+            let problem = problem(operation, &[40; 2]);
+            let schedule = plan(&problem, 0, CONFIG.with_route(Route::Store)).unwrap();
             assert!(schedule.moves().next().is_some());
             assert_eq!(commands(&schedule), 3 * 2 + 4);
         }
@@ -195,15 +195,15 @@ mod tests {
 
     #[test]
     fn the_commands_of_sums_on_eight_ranks_are_all_counted_and_leave_room_for_others() {
-        let problem = Problem {
+        let problem = |operation| Problem {
             n: 16_384,
-            ..problem(&[1024; 8])
+            ..problem(operation, &[1024; 8])
         };
         for (count, last) in [(1, 1), (1, 4), (2, 2), (4, 8), (8, 8)] {
             let chunking = Chunking::new(count).with_last(last);
             let config = Config::new(TileShape::new(128, 256, 64), chunking, Route::Push);
-            for planner in [reduce_scatter, all_reduce] {
-                let schedule = planner(&problem, 3, config).unwrap();
+            for operation in [MatmulReduceScatter, MatmulAllReduce] {
+                let schedule = plan(&problem(operation), 3, config).unwrap();
                 let counted = commands(&schedule);
                 assert!(enqueued(&schedule) <= counted && counted <= COMMANDS);
                 if (count, last) == (1, 4) {

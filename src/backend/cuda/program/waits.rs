@@ -63,21 +63,15 @@ impl Masks {
 mod tests {
     use super::*;
     use crate::element::DType;
-    use crate::schedule::plan::collectives;
-    use crate::schedule::{Layout, Problem};
+    use crate::schedule::plan::collectives::chunked;
+    use crate::schedule::plan::plan;
+    use crate::schedule::{Layout, Operation, Problem};
 
     #[test]
     fn who_passes_on_waits_for_the_source_too() {
-        let problem = Problem {
-            operation: "broadcast",
-            dtype: DType::U8,
-            beside: None,
-            form: Default::default(),
-            layout: Layout::new(&[512, 0, 0], 16).unwrap(),
-            n: 16,
-        };
-        let schedule =
-            |rank| collectives::broadcast(&problem, rank, collectives::chunked(2)).unwrap();
+        let layout = Layout::new(&[512, 0, 0], 16).unwrap();
+        let problem = Problem::new(Operation::Broadcast, DType::U8, layout, 16);
+        let schedule = |rank| plan(&problem, rank, chunked(2)).unwrap();
         let waits = |rank| Waits::of(&schedule(rank));
         let streams = |ready, done| Waits::Streams { ready, done };
         assert_eq!(waits(0), streams(0b110, 0));
