@@ -278,100 +278,137 @@ impl<'a> Model<'a> {
     /// Microseconds from the first product until rank 0 has all it waits for. What it waits for from others comes when others get the
     /// same from it, for all ranks do the same.
     fn time(&self) -> f64 {
-        let Model {
-            problem, config, ..
+        if self.lands() {
+            return self.landed();
+        }
+        let Some(sent) = sent(self.problem, &self.config) else {
+            return f64::INFINITY;
+        };
+        let mut timeline = Timeline {
+            model: self,
+            arrivals: Vec::new(),
+            clocks: Clocks::new(self.kernel.slots),
+            wire: 0.0,
+            complete: 0.0,
+        };
+        for (piece, to) in &sent {
+            timeline.add(piece, *to);
+        }
+        timeline.complete + self.around()
+    }
+
+    /// The same where partials are exchanged in landing areas. Each element is sent with as many bytes of tags, to one peer or to all.
+    fn landed(&self) -> f64 {
+        let problem = self.problem;
+        let [m, n, world] = [problem.layout.m(), problem.n, problem.layout.world()];
+        let elements = match problem.operation {
+            Operation::MatmulAllReduce => m * n * (world - 1),
+            _ => m * n * (world - 1) / world,
+        };
+        let sent = (2 * elements * problem.dtypes.partials.bytes()) as f64;
+        self.kernel.of_tiles + sent / rate::STORED + rate::LANDED
+    }
+
+    /// Bytes of so many rows that are sent to so many ranks.
+    fn bytes(&self, rows: usize, to: usize) -> f64 {
+        (rows * self.problem.n * self.problem.dtypes.partials.bytes() * to) as f64
+    }
+
+    /// Rows of a piece, counted from its owner's first.
+    fn within(&self, piece: &Piece) -> Range<usize> {
+        let owned = self.problem.layout.rows_of(piece.owner);
+        let first = owned.start.min(piece.rows.start);
+        piece.rows.start - first..piece.rows.end - first
+    }
+}
+
+/// Pieces that are made and sent, one after the other.
+struct Timeline<'a> {
+    model: &'a Model<'a>,
+    /// When others' rows, counted from their owner's first, arrive there; and the others' of this rank here.
+    arrivals: Vec<(Range<usize>, f64)>,
+    clocks: Clocks,
+    /// When the wire is free.
+    wire: f64,
+    /// When all so far is made and sent.
+    complete: f64,
+}
+
+impl Timeline<'_> {
+    /// A piece is made, and sent to so many ranks.
+    fn add(&mut self, piece: &Piece, to: usize) {
+        let model = self.model;
+        let rows = model.within(piece);
+        let adds = piece.owner == 0 && model.problem.layout.world() > 1;
+        let made = self.make(&rows, to, adds);
+        self.complete = self.complete.max(made);
+        if to == 0 {
+            return;
+        }
+        match model.config.route {
+            Route::Store => self.wire += rate::STORE_FLAG,
+            _ => {
+                let begin = (self.wire + rate::COPY_NEXT).max(made + rate::COPY_START);
+                let copied = model.bytes(rows.len(), to) / rate::COPIED;
+                self.wire = begin + (copied + rate::COPY_FLAG * to as f64);
+            }
+        }
+        self.complete = self.complete.max(self.wire);
+        if piece.owner != 0 {
+            self.arrivals.push((rows, self.wire));
+        }
+    }
+
+    /// When the last tile of these rows is made. Of those that are added, tiles wait for what has to come.
+    fn make(&mut self, rows: &Range<usize>, to: usize, adds: bool) -> f64 {
+        let Timeline {
+            model,
+            arrivals,
+            clocks,
+            wire,
+            ..
         } = self;
         let &Kernel {
             slots,
             columns,
             of_tile,
-            of_tiles,
             ..
-        } = self.kernel;
-        if self.lands() {
-            // Each element is sent with as many bytes of tags, to one peer or to all.
-            let [m, n, world] = [problem.layout.m(), problem.n, problem.layout.world()];
-            let elements = match problem.operation {
-                Operation::MatmulAllReduce => m * n * (world - 1),
-                _ => m * n * (world - 1) / world,
-            };
-            let sent = (2 * elements * problem.dtypes.partials.bytes()) as f64;
-            return of_tiles + sent / rate::STORED + rate::LANDED;
-        }
-        let Some(sent) = sent(problem, config) else {
-            return f64::INFINITY;
+        } = model.kernel;
+        arrivals.sort_by_key(|(of, _)| of.start);
+        let awaited = arrivals.iter();
+        let mut awaited = awaited
+            .filter(|(of, _)| adds && rows.start < of.end)
+            .peekable();
+        let tiles = rows.len().div_ceil(model.config.entry_rows()) * columns;
+        let moved = model.bytes(rows.len(), to) / tiles.max(1) as f64;
+        // The number of the first tile with some of these rows.
+        let first_of = |of: &Range<usize>| {
+            let before = (of.start + 1).saturating_sub(rows.start);
+            (before * tiles).div_ceil(rows.len()).saturating_sub(1)
         };
-        let route = config.route;
-        let bytes = |rows: usize, to: usize| {
-            (rows * problem.n * problem.dtypes.partials.bytes() * to) as f64
-        };
-        // Rows of a piece, counted from its owner's first.
-        let within = |piece: &Piece| {
-            let first = problem
-                .layout
-                .rows_of(piece.owner)
-                .start
-                .min(piece.rows.start);
-            piece.rows.start - first..piece.rows.end - first
-        };
-        // When others' rows, so counted, arrive there; and the others' of this rank here.
-        let mut arrivals: Vec<(Range<usize>, f64)> = Vec::new();
-        let mut clocks = Clocks::new(slots);
-        let (mut wire, mut complete) = (0.0f64, 0.0f64);
-        for (piece, to) in &sent {
-            let rows = within(piece);
-            let adds = piece.owner == 0 && problem.layout.world() > 1;
-            arrivals.sort_by_key(|(of, _)| of.start);
-            let mut awaited = arrivals
-                .iter()
-                .filter(|(of, _)| adds && rows.start < of.end)
-                .peekable();
-            let tiles = rows.len().div_ceil(config.entry_rows()) * columns;
-            let moved = bytes(rows.len(), *to) / tiles.max(1) as f64;
-            let (mut latest, mut made) = (0.0f64, 0.0f64);
-            // The number of the first tile with some of these rows.
-            let first_of = |of: &Range<usize>| {
-                let before = (of.start + 1).saturating_sub(rows.start);
-                (before * tiles).div_ceil(rows.len()).saturating_sub(1)
-            };
-            let mut taken = 0;
-            while taken < tiles {
-                while let Some((_, at)) = awaited.next_if(|(of, _)| first_of(of) <= taken) {
-                    latest = latest.max(*at);
+        let is_stored = model.config.route == Route::Store && to > 0;
+        let (mut latest, mut made, mut taken) = (0.0f64, 0.0f64, 0);
+        while taken < tiles {
+            while let Some((_, at)) = awaited.next_if(|(of, _)| first_of(of) <= taken) {
+                latest = latest.max(*at);
+            }
+            let end = awaited.peek().map_or(tiles, |(of, _)| first_of(of));
+            clocks.take(end.min(tiles) - taken, |count, mut clock| {
+                clock += of_tile;
+                if adds {
+                    clock = clock.max(latest) + rate::ADD;
                 }
-                let end = awaited.peek().map_or(tiles, |(of, _)| first_of(of));
-                clocks.take(end.min(tiles) - taken, |count, mut clock| {
-                    clock += of_tile;
-                    if adds {
-                        clock = clock.max(latest) + rate::ADD;
-                    }
-                    made = made.max(clock);
-                    if route == Route::Store && *to > 0 {
-                        wire = wire.max(clock) + count as f64 * moved / rate::STORED;
-                        // The next tile is held up, as all are that are stored at the same time.
-                        clock += rate::STORE_HINDERS * moved * slots as f64 / rate::STORED;
-                    }
-                    clock
-                });
-                taken = end.min(tiles);
-            }
-            complete = complete.max(made);
-            if *to == 0 {
-                continue;
-            }
-            match route {
-                Route::Store => wire += rate::STORE_FLAG,
-                _ => {
-                    wire = (wire + rate::COPY_NEXT).max(made + rate::COPY_START);
-                    wire += bytes(rows.len(), *to) / rate::COPIED + rate::COPY_FLAG * *to as f64;
+                made = made.max(clock);
+                if is_stored {
+                    *wire = wire.max(clock) + count as f64 * moved / rate::STORED;
+                    // The next tile is held up, as all are that are stored at the same time.
+                    clock += rate::STORE_HINDERS * moved * slots as f64 / rate::STORED;
                 }
-            }
-            complete = complete.max(wire);
-            if piece.owner != 0 {
-                arrivals.push((rows, wire));
-            }
+                clock
+            });
+            taken = end.min(tiles);
         }
-        complete + self.around()
+        made
     }
 }
 
