@@ -36,8 +36,8 @@ use program::operands::{Operand, Operands};
 use shared::Shared;
 use shared::symmetric::{Peers, Symmetric};
 
-use super::sealed::{self, Bound, Call};
-use super::{Backend, Options, Owner};
+use crate::backend::contract::sealed::{self, Bound, Call};
+use crate::backend::contract::{Backend, Options, Owner};
 use crate::error::{Error, Result};
 use crate::explanation::Prediction;
 use crate::ranks::members::Members;

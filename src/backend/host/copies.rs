@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::matrices::BoundMatrices;
 use super::recorder::Recorder;
-use crate::backend::chunk_delay;
+use crate::backend::delays::chunk_delay;
 use crate::profile::nvtx::range;
 use crate::profile::span::{Lane, Work};
 use crate::protocol::epoch::Epoch;

@@ -11,7 +11,7 @@ use super::scratch::WorkerScratch;
 use super::tile::{add_rows, multiply_tile};
 use super::workers::Role;
 use super::{Host, Program};
-use crate::backend::sealed::{Call, Callback, Consumer, Producer};
+use crate::backend::contract::sealed::{Call, Callback, Consumer, Producer};
 use crate::error::{Error, Result};
 use crate::profile::span::{Lane, Work};
 use crate::protocol::epoch::Epoch;

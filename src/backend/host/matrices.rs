@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::Host;
-use crate::backend::sealed::Bound;
+use crate::backend::contract::sealed::Bound;
 use crate::schedule::plan::matrices::MATRICES;
 use crate::schedule::{Extent, MatrixSpec, Region};
 

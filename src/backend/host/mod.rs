@@ -21,8 +21,8 @@ use rustix::io::Errno;
 use scratch::WorkerScratch;
 use workers::Workers;
 
-use super::sealed::{self, Call};
-use super::{Backend, Options, Owner};
+use crate::backend::contract::sealed::{self, Call};
+use crate::backend::contract::{Backend, Options, Owner};
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
 use crate::ranks::memfd::Mapping;

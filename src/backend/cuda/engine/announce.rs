@@ -9,11 +9,11 @@ use std::time::Duration;
 use smallvec::SmallVec;
 
 use super::context::EnqueueContext;
-use crate::backend::chunk_delay;
 use crate::backend::cuda::driver::{Stream, StreamMemOp};
 use crate::backend::cuda::program::Program;
 use crate::backend::cuda::program::operands::{Operand, Operands};
 use crate::backend::cuda::shared::words::Waits;
+use crate::backend::delays::chunk_delay;
 use crate::error::Result;
 use crate::profile::nvtx::range;
 use crate::protocol::epoch::Epoch;

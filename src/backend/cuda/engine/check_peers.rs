@@ -6,7 +6,7 @@ use crate::backend::cuda::gpu::Gpu;
 use crate::backend::cuda::gpu::reclaim::Deferred;
 use crate::backend::cuda::shared::Shared;
 use crate::backend::cuda::shared::words::BOX;
-use crate::backend::scatter;
+use crate::backend::delays::scatter;
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
 

@@ -18,11 +18,11 @@ pub mod warm_up;
 
 use std::time::Duration;
 
+use crate::backend::contract::sealed::Callback;
 use crate::backend::cuda::gpu::streams::Streams;
 use crate::backend::cuda::program::Program;
 use crate::backend::cuda::program::support::{COMMANDS, commands};
 use crate::backend::cuda::shared::monitor::OUTSTANDING;
-use crate::backend::sealed::Callback;
 use crate::error::Result;
 use crate::schedule::Schedule;
 use context::{EnqueueContext, ProgramCall};

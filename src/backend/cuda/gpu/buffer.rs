@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::reclaim::Deferred;
-use crate::backend::Owner;
+use crate::backend::contract::Owner;
 use crate::backend::cuda::driver::{Device, Memory, Region};
 
 /// Memory of one matrix: rows of whole 16 bytes.

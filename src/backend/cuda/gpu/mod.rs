@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::driver::{Device, Memory, Stream};
-use crate::backend::Owner;
+use crate::backend::contract::Owner;
 use crate::error::{Error, Result};
 use buffer::Buffer;
 use kernels::Kernels;

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::reclaim::{Deferred, Mark, Reclaimer};
-use crate::backend::KEPT_PROGRAMS;
+use crate::backend::contract::KEPT_PROGRAMS;
 use crate::backend::cuda::driver::{Device, DevicePtr, Memory, Pinned, is_fork};
 use crate::error::Result;
 

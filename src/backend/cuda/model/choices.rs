@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use lru::LruCache;
 
 use super::tuned::Measured;
-use crate::backend::KEPT;
+use crate::backend::contract::KEPT;
 use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::{Config, Layout, Numerics, Problem};
 
