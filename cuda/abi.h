@@ -9,8 +9,8 @@
  *              or of two of them, gate and up, if it is gated:
  *                 out = activation(a * gate^T (+ bias of gate)) * (a * up^T (+ bias of up)) (+ residual);
  *              of a kernel that adds partials: blocks of these rows are partials for others, rounded and as they are multiplied, and
- *              the others are added to what has come from there: GemmeshBlock. Or all rows are partials, exchanged as they are made,
- *              and `out` has the sums of this rank's rows: GemmeshLanding. Bias, activation and residual come after the adding.
+ *              the others are added to what has come from there: GemmeshBlock. Or all rows are partials, sent as they are made,
+ *              and `out` has the sums of this rank's rows: GemmeshLowLatency. Bias, activation and residual come after the adding.
  *
  * Kernel:      extern "C" void <name>(CUtensorMap a, CUtensorMap b, CUtensorMap out, GemmeshParams params,
  *                              struct {CUtensorMap b[GEMMESH_MAX_WEIGHTS - 1], out[GEMMESH_MAX_WEIGHTS - 1];} more)
@@ -42,7 +42,7 @@
  *
  *              b     {N, K}   {64, GEMMESH_TILE_K}                            256B
  *
- *              Maps that nothing is loaded or stored with may hold anything: `out` of kernels of exchanged operands, of f32 sums, and of
+ *              Maps that nothing is loaded or stored with may hold anything: `out` of kernels that swap operands, of f32 sums, and of
  *              gated products of the element type where Shape::gate_rows is less than GEMMESH_STORE_COLUMNS.
  *
  *              `added` is this rank's matrix of partials, with the boxes of `a`. The targets, with the boxes of `out`, are the
@@ -91,9 +91,9 @@
 #define GEMMESH_GIVEN_UP 1
 #define GEMMESH_GROUP_FAILED 2
 
-/* GemmeshFault.flag of a wait for `ready`, and for what lands in a landing area. */
+/* GemmeshFault.flag of a wait for `ready`, and for what comes to a low-latency area. */
 #define GEMMESH_READY 0xffffffffu
-#define GEMMESH_LANDED 0xfffffffeu
+#define GEMMESH_LOW_LATENCY 0xfffffffeu
 
 #define GEMMESH_FAULT_NONE 0
 #define GEMMESH_FAULT_CLAIMED 1
@@ -125,9 +125,9 @@ typedef struct GemmeshSlice {
 /* The first wait that ran into its deadline. The host zeroes the record, and may read it once it is marked. */
 typedef struct GemmeshFault {
     uint32_t state;     /* GEMMESH_FAULT_*; the first to give up claims the record, fills it, then marks it recorded */
-    uint32_t flag;      /* index of the chunk flag that did not arrive, or GEMMESH_READY, or GEMMESH_LANDED */
+    uint32_t flag;      /* index of the chunk flag that did not arrive, or GEMMESH_READY, or GEMMESH_LOW_LATENCY */
     uint32_t expected;  /* the epoch it should have reached */
-    uint32_t seen;      /* the value it had; nothing of GEMMESH_LANDED */
+    uint32_t seen;      /* the value it had; nothing of GEMMESH_LOW_LATENCY */
     uint64_t waited_ns; /* how long it was waited for */
     uint32_t peer;      /* the rank whose rows, or whose word, did not come */
     uint32_t pushed;    /* nonzero: the epoch is one of those that are counted on the device */
@@ -150,7 +150,7 @@ typedef struct GemmeshPushEpoch {
     uint32_t current; /* the epoch of the operation whose rows the copy engine pushes: what it copies into flags */
     uint32_t gate;    /* set by the kernel when every peer is ready, or when the group has failed; reset by the copy stream
                        * when it has pushed */
-    uint32_t landed;   /* how many pushed operations have used landing areas */
+    uint32_t low_latency;   /* how many pushed operations have used low-latency areas */
     uint32_t reserved;
 } GemmeshPushEpoch;
 
@@ -163,22 +163,22 @@ typedef struct GemmeshCopyTask {
     uint32_t reserved[3];
 } GemmeshCopyTask;
 
-/* What one CTA of gemmesh_exchange_<dtype> stores to a rank at a time: rows of one matrix, to rows of another, or parts of them. */
+/* What one CTA of gemmesh_collective_<dtype> stores to a rank at a time: rows of one matrix, to rows of another, or parts of them. */
 typedef struct GemmeshSend {
     uint32_t from_row;
     uint32_t to_row;
     uint32_t column; /* bytes from where a row begins, in both; a multiple of 16 */
     uint32_t width;  /* bytes of each row; a multiple of 16 */
     uint32_t rows;
-    uint32_t peer; /* whom it is for: GemmeshExchange.rows has the other matrix of each rank */
+    uint32_t peer; /* whom it is for: GemmeshPeers.rows has the other matrix of each rank */
     uint32_t flag; /* the peer's chunk flag */
-    uint32_t landed_row; /* in a landing area: how many rows of what goes from this rank to the peer, or the other way, come before */
+    uint32_t area_row; /* in a low-latency area: how many rows of what goes from this rank to the peer, or the other way, come before */
 } GemmeshSend;
 
-/* What the grid stores, and waits for. Any grid of CTAs of GEMMESH_EXCHANGE_THREADS threads, which all run at the same time. */
-#define GEMMESH_EXCHANGE_THREADS 512
+/* What the grid stores, and waits for. Any grid of CTAs of GEMMESH_COLLECTIVE_THREADS threads, which all run at the same time. */
+#define GEMMESH_COLLECTIVE_THREADS 512
 typedef struct GemmeshSends {
-    const GemmeshSend *sends; /* behind them, if landing areas are used, what comes: `peer` sends it, and `from_row` means nothing */
+    const GemmeshSend *sends; /* behind them, if low-latency areas are used, what comes: `peer` sends it, and `from_row` means nothing */
     const void *from;
     uint64_t from_pitch; /* bytes from row to row */
     uint64_t to_pitch;
@@ -189,7 +189,7 @@ typedef struct GemmeshSends {
 } GemmeshSends;
 
 /* How rows are pushed. */
-typedef struct GemmeshExchange {
+typedef struct GemmeshPeers {
     GemmeshPushEpoch *push_epoch;     /* null: rows are pulled, and nothing below is used */
     const GemmeshCopyTask *tasks;     /* what the kernel pushes itself; none if the copy engine does */
     uint32_t *started;                /* the host's: where GemmeshParams.epoch is written when the kernel runs, and */
@@ -200,7 +200,7 @@ typedef struct GemmeshExchange {
     uint32_t world;
     GemmeshMailbox *mailboxes[GEMMESH_MAX_WORLD]; /* by rank, as this GPU maps them */
     void *rows[GEMMESH_MAX_WORLD];                /* every rank's `a`, likewise */
-} GemmeshExchange;
+} GemmeshPeers;
 
 /* What one CTA did with one table entry; nanoseconds of %globaltimer. Event [entry * CTAs of a cluster + rank in
  * the cluster]. */
@@ -217,24 +217,24 @@ typedef struct GemmeshTraceEvent {
 
 /* The most ranks whose memory a kernel stores tiles to, its own among them. */
 #define GEMMESH_MAX_TARGETS 8
-/* Bytes of a rank's landing area. */
-#define GEMMESH_LANDING_BYTES (8u << 20)
+/* Bytes of a rank's low-latency area. */
+#define GEMMESH_LOW_LATENCY_BYTES (8u << 20)
 
-/* How few rows of partial sums are exchanged in landing areas, four elements and two tags a unit of 16 bytes, by the warps that make them, in
+/* How few rows of partial sums go through low-latency areas, four elements and two tags a unit of 16 bytes, by the warps that make them, in
  * tiles of 64 rows. */
-typedef struct GemmeshLanding {
+typedef struct GemmeshLowLatency {
     void *areas[GEMMESH_MAX_TARGETS];    /* by rank, as this GPU maps them: two halves, each with a share for every rank that writes */
     uint32_t begin[GEMMESH_MAX_TARGETS]; /* by rank: the first of the rows whose sums it gets, */
     uint32_t end[GEMMESH_MAX_TARGETS];   /* and the one behind the last. `out` has this rank's */
-    uint32_t share;                      /* of a rank in half an area, in units; 0: nothing is exchanged */
+    uint32_t share;                      /* of a rank in half an area, in units; 0: nothing goes through them */
     uint32_t reserved;
-} GemmeshLanding;
+} GemmeshLowLatency;
 
 /* Where the product with one weight goes. Rows are counted as those of `a`, where kernels have only some of them too. Base addresses
  * and pitches are multiples of 16 bytes, and behind an odd last column of `residual`, as of `out`, there is padding. */
 typedef struct GemmeshOutput {
     const void *bias;        /* [n] of the element type, or null */
-    void *out;               /* as its map says, for those who store without it: kernels of exchanged operands, sums in landing areas, and
+    void *out;               /* as its map says, for those who store without it: kernels that swap operands, sums in low-latency areas, and
                               * f32 sums */
     uint64_t out_pitch;      /* bytes from row to row */
     const void *residual;    /* added last, of the element type, or null */
@@ -265,14 +265,14 @@ typedef struct GemmeshParams {
     uint32_t deferred_step;         /* before this step through K, GEMMESH_TILE_K columns each; none: UINT32_MAX */
     uint32_t activation;            /* GEMMESH_IDENTITY, ... */
     uint32_t is_gated;              /* nonzero: outputs[0] is gate's, and all that is stored, and outputs[1] has up's bias. Not of kernels
-                                     * that add partials, nor with landing areas */
+                                     * that add partials, nor with low-latency areas */
     uint32_t is_f32;                /* nonzero: `out` is of f32, and partials are still of the element type */
     uint32_t b_is_kn;               /* nonzero: `b` is [K, N] in memory; what a CTA loads of it is a multiple of 64 columns */
     uint32_t recording;             /* nonzero: it is in a graph, `epoch` means nothing, and this is what the host calls it */
     uint32_t reserved;
     GemmeshOutput outputs[GEMMESH_MAX_WEIGHTS]; /* by weight */
-    GemmeshExchange exchange;
-    GemmeshLanding landing;
+    GemmeshPeers peers;
+    GemmeshLowLatency low_latency;
 } GemmeshParams;
 
 /* GemmeshStore.flag of rows that nobody waits for, and of those that the copy stream sends. */
@@ -363,16 +363,16 @@ static_assert(offsetof(GemmeshPushEpoch, entered) == 4, "it is written with the 
 static_assert(sizeof(GemmeshCopyTask) == 32, "a task is two 16-byte loads");
 static_assert(sizeof(GemmeshSend) == 32, "a task is two 16-byte loads");
 static_assert(sizeof(GemmeshSends) == 48, "");
-static_assert(sizeof(GemmeshExchange) == 48 + 16 * GEMMESH_MAX_WORLD, "");
-static_assert(offsetof(GemmeshExchange, task_count) == 32, "");
-static_assert(sizeof(GemmeshLanding) == 8 + 16 * GEMMESH_MAX_TARGETS, "");
+static_assert(sizeof(GemmeshPeers) == 48 + 16 * GEMMESH_MAX_WORLD, "");
+static_assert(offsetof(GemmeshPeers, task_count) == 32, "");
+static_assert(sizeof(GemmeshLowLatency) == 8 + 16 * GEMMESH_MAX_TARGETS, "");
 static_assert(sizeof(GemmeshOutput) == 48, "");
 static_assert(offsetof(GemmeshOutput, n) == 40, "");
-static_assert(sizeof(GemmeshParams) == 128 + 48 * GEMMESH_MAX_WEIGHTS + sizeof(GemmeshExchange) + sizeof(GemmeshLanding), "");
+static_assert(sizeof(GemmeshParams) == 128 + 48 * GEMMESH_MAX_WEIGHTS + sizeof(GemmeshPeers) + sizeof(GemmeshLowLatency), "");
 static_assert(offsetof(GemmeshParams, trace) == 40, "");
 static_assert(offsetof(GemmeshParams, tile_count) == 80, "");
 static_assert(offsetof(GemmeshParams, outputs) == 128, "");
-static_assert(offsetof(GemmeshParams, exchange) == 128 + 48 * GEMMESH_MAX_WEIGHTS, "");
+static_assert(offsetof(GemmeshParams, peers) == 128 + 48 * GEMMESH_MAX_WEIGHTS, "");
 static_assert(sizeof(GemmeshBlock) == 32, "a block is two 16-byte loads");
 static_assert(sizeof(GemmeshStore) == 16, "a store is one 16-byte load");
 static_assert(sizeof(GemmeshSums) == 40, "");

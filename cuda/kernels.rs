@@ -13,7 +13,7 @@ pub static FAMILIES: [Family; 1] = [Family {
 /// With as many stages as shared memory holds beside the boxes. Wide tiles move the fewest bytes for a product; which of
 /// the widths is best is a matter of how evenly a problem's tiles share out among the multiprocessors. Narrow tiles are for
 /// small problems, and for finer steps while rows arrive; tiles of 64 rows for few rows, where what counts is how fast `b` is read.
-/// Those of any other height exchange the operands: for products of a few hundred rows, which tiles of 128 rows do not fit.
+/// Those of any other height swap the operands (swap_ab): for products of a few hundred rows, which tiles of 128 rows do not fit.
 #[rustfmt::skip]
 const SM90: [Shape; 33] = [
     //  tile_m  tile_n  stages  cluster  split
@@ -117,16 +117,16 @@ const CONSUMER_ROWS: u32 = 64;
 const ELEMENT_BYTES: u32 = 2;
 
 /// Whether rows of `b` are the instructions' rows, so that tiles may be of such a height.
-pub fn is_exchanged(tile_m: u32) -> bool {
+pub fn swaps_ab(tile_m: u32) -> bool {
     ![CONSUMER_ROWS, CONSUMERS * CONSUMER_ROWS].contains(&tile_m)
 }
 
 impl Shape {
-    pub fn is_exchanged(&self) -> bool {
-        is_exchanged(self.tile_m)
+    pub fn swaps_ab(&self) -> bool {
+        swaps_ab(self.tile_m)
     }
 
-    /// Whether a gated product can use it; if it exchanges operands, without slices of K. Not the narrowest of tiles with many rows, half
+    /// Whether a gated product can use it; if it swaps operands, without slices of K. Not the narrowest of tiles with many rows, half
     /// of which is no box of the stores.
     pub fn is_gated(&self) -> bool {
         self.tile_m != CONSUMERS * CONSUMER_ROWS || self.tile_n >= 2 * BOX_COLUMNS
@@ -154,7 +154,7 @@ impl Shape {
     fn most_boxes(&self) -> u32 {
         match self.tile_m {
             // It lays out rows in one box, and stores them itself.
-            _ if self.is_exchanged() => 1,
+            _ if self.swaps_ab() => 1,
             CONSUMER_ROWS => (self.tile_n / CONSUMERS).div_ceil(BOX_COLUMNS),
             _ => self.tile_n.div_ceil(BOX_COLUMNS),
         }
@@ -177,10 +177,10 @@ impl Family {
         format!("matmul_{dtype}_{tile_m}x{tile_n}x{tile_k}_s{stages}_c{cluster}_k{split}{sums}")
     }
 
-    /// The kernels of a shape. Partials are not added by those that exchange operands.
+    /// The kernels of a shape. Partials are not added by those that swap operands.
     pub fn variants(&self, shape: &Shape) -> impl Iterator<Item = Variant> + use<> {
-        let is_exchanged = shape.is_exchanged();
-        let made = move |variant: &Variant| !(variant.sums && is_exchanged);
+        let swaps_ab = shape.swaps_ab();
+        let made = move |variant: &Variant| !(variant.sums && swaps_ab);
         VARIANTS.into_iter().filter(made)
     }
 
@@ -220,7 +220,7 @@ impl Family {
             let refused = if !(64..=256).contains(&shape.tile_n) || !shape.tile_n.is_multiple_of(16)
             {
                 "tile_n is a multiple of 16 from 64 to 256"
-            } else if shape.is_exchanged()
+            } else if shape.swaps_ab()
                 && !(shape.tile_n == CONSUMERS * CONSUMER_ROWS
                     && (80..=256).contains(&shape.tile_m)
                     && shape.tile_m.is_multiple_of(16))
@@ -237,7 +237,7 @@ impl Family {
                 "CTAs share b or K, not both: cluster or split is 1"
             } else if !(shape.tile_n / shape.cluster).is_multiple_of(8) {
                 "tile_n over cluster is a multiple of 8"
-            } else if shape.is_exchanged() && shape.split > 2 {
+            } else if shape.swaps_ab() && shape.split > 2 {
                 "CTAs that share K share a tile of another height by halves: split is 1 or 2"
             } else if self.boxes(shape) == 0 {
                 "its stages leave no room in shared memory for the boxes of the stores"

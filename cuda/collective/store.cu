@@ -1,10 +1,10 @@
-// What ranks exchange where nothing is multiplied, of rows so few that a copy engine's start counts: a module of its own.
+// What ranks send one another where nothing is multiplied, of rows so few that a copy engine's start counts: a module of its own.
 //
 // Every CTA tells nothing of its own: the first that comes says that this rank is ready, and when all peers are, each stores its part of
 // what this rank sends, a task after the other, each with the peer's chunk flag behind it. Then it waits for all that comes to this rank, and adds up
 // its part. What push.cuh says of epochs, and of kernels that must be able to run at the same time, holds here; all CTAs of a grid are needed.
 //
-// What fits in landing areas goes there instead, and nobody waits for `ready` before or writes a flag behind: low_latency.cuh.
+// What fits in low-latency areas goes there instead, and nobody waits for `ready` before or writes a flag behind: low_latency.cuh.
 
 #include "../abi.h"
 #include "../common/ptx.cuh"
@@ -31,7 +31,7 @@ __device__ void store_rows(const GemmeshParams& params, const GemmeshSends& send
     // Several loads are under way before the first store.
     constexpr uint32_t kUnroll = 4;
     const char* from = static_cast<const char*>(sends.from) + send.from_row * sends.from_pitch + send.column;
-    char* to = static_cast<char*>(params.exchange.rows[send.peer]) + send.to_row * sends.to_pitch + send.column;
+    char* to = static_cast<char*>(params.peers.rows[send.peer]) + send.to_row * sends.to_pitch + send.column;
     const uint32_t pieces = send.width / 16;
     const uint64_t all = uint64_t(pieces) * send.rows;
     const bool dense = sends.from_pitch == send.width && sends.to_pitch == send.width;
@@ -51,45 +51,45 @@ __device__ void store_rows(const GemmeshParams& params, const GemmeshSends& send
     }
 }
 
-// The whole CTA sends the rows of a task to the peer's landing area.
-__device__ void land_rows(const GemmeshSends& sends, const GemmeshSend& send, const LandingShare& share) {
+// The whole CTA sends the rows of a task to the peer's low-latency area.
+__device__ void send_rows(const GemmeshSends& sends, const GemmeshSend& send, const LowLatencyShare& share) {
     const char* from = static_cast<const char*>(sends.from) + send.from_row * sends.from_pitch + send.column;
     const uint32_t pieces = send.width / 16;
     for (uint64_t index = threadIdx.x; index < uint64_t(pieces) * send.rows; index += blockDim.x) {
         const uint64_t row = index / pieces;
         const uint32_t piece = index % pieces;
         const uint4 data = *reinterpret_cast<const uint4*>(from + row * sends.from_pitch + piece * 16);
-        share.send((send.landed_row + row) * sends.pieces + send.column / 16 + piece, data);
+        share.send((send.area_row + row) * sends.pieces + send.column / 16 + piece, data);
     }
 }
 
-// The whole CTA puts rows that land where they belong.
+// The whole CTA puts rows that come through low-latency areas where they belong.
 __device__ void take_rows(const GemmeshParams& params, const GemmeshSends& sends, const GemmeshSend& arrival,
-                          const LandingShare& share, uint32_t epoch) {
-    char* to = static_cast<char*>(params.exchange.rows[params.exchange.rank]) + arrival.to_row * sends.to_pitch + arrival.column;
+                          const LowLatencyShare& share, uint32_t epoch) {
+    char* to = static_cast<char*>(params.peers.rows[params.peers.rank]) + arrival.to_row * sends.to_pitch + arrival.column;
     const uint32_t pieces = arrival.width / 16;
     for (uint64_t index = threadIdx.x; index < uint64_t(pieces) * arrival.rows; index += blockDim.x) {
         const uint64_t row = index / pieces;
         const uint32_t piece = index % pieces;
-        const uint64_t landed = (arrival.landed_row + row) * sends.pieces + arrival.column / 16 + piece;
-        *reinterpret_cast<uint4*>(to + row * sends.to_pitch + piece * 16) = share.take(params, epoch, arrival.peer, landed);
+        const uint64_t unit = (arrival.area_row + row) * sends.pieces + arrival.column / 16 + piece;
+        *reinterpret_cast<uint4*>(to + row * sends.to_pitch + piece * 16) = share.take(params, epoch, arrival.peer, unit);
     }
 }
 
-// By landing areas.
+// By low-latency areas.
 template <class Element>
-__device__ void exchange_landing(const GemmeshParams& params, const GemmeshSends& sends, const GemmeshReduction& reduction,
+__device__ void move_few_rows(const GemmeshParams& params, const GemmeshSends& sends, const GemmeshReduction& reduction,
                                  const Entrance& entrance) {
-    const uint32_t rank = params.exchange.rank;
+    const uint32_t rank = params.peers.rank;
     const auto share = [&](uint32_t to, uint32_t from) {
-        return LandingShare(params.landing, entrance, to, from, params.exchange.world);
+        return LowLatencyShare(params.low_latency, entrance, to, from, params.peers.world);
     };
     for (uint32_t task = blockIdx.x; task < sends.count; task += gridDim.x) {
         const GemmeshSend send = load_send(sends.sends + task);
         if (send.peer == rank) {
             store_rows(params, sends, send);
         } else {
-            land_rows(sends, send, share(send.peer, rank));
+            send_rows(sends, send, share(send.peer, rank));
         }
     }
     // No lane waits for the others' before all of this warp's are sent: these would wait for them in turn.
@@ -99,8 +99,8 @@ __device__ void exchange_landing(const GemmeshParams& params, const GemmeshSends
         reduce<Element>(reduction, [&](uint32_t from, uint64_t row, uint32_t column) {
             if (from == rank) return load_addend<Element>(reduction, from, row, column);
             const uint64_t piece = row * sends.pieces + column / Piece<Element>::kLength;
-            const uint4 landed = share(rank, from).take(params, entrance.epoch, from, piece);
-            return *reinterpret_cast<const Piece<Element>*>(&landed);
+            const uint4 come = share(rank, from).take(params, entrance.epoch, from, piece);
+            return *reinterpret_cast<const Piece<Element>*>(&come);
         });
         return;
     }
@@ -111,21 +111,21 @@ __device__ void exchange_landing(const GemmeshParams& params, const GemmeshSends
 }
 
 template <class Element>
-__device__ void exchange(const GemmeshParams& params, const GemmeshSends& sends, const GemmeshReduction& reduction) {
+__device__ void move_rows(const GemmeshParams& params, const GemmeshSends& sends, const GemmeshReduction& reduction) {
     __shared__ Entrance entrance;
     __shared__ bool all_ready;
     const uint32_t lane = threadIdx.x % 32;
     if (threadIdx.x == 0) entrance = enter_push(params);
     __syncthreads();
     const uint32_t epoch = entrance.epoch;
-    const bool lands = params.landing.share != 0;
+    const bool is_low_latency = params.low_latency.share != 0;
     if (threadIdx.x < 32) {
         if (entrance.first) announce(params, epoch, lane);
-        const bool ready = lands || await_peers(params, epoch, lane);
+        const bool ready = is_low_latency || await_peers(params, epoch, lane);
         if (lane == 0) all_ready = ready;
     }
-    if (lands) {
-        exchange_landing<Element>(params, sends, reduction, entrance);
+    if (is_low_latency) {
+        move_few_rows<Element>(params, sends, reduction, entrance);
         if (threadIdx.x < 32) await_peers(params, epoch, lane);
         if (threadIdx.x == 0) leave_push(params, epoch);
         return;
@@ -139,7 +139,7 @@ __device__ void exchange(const GemmeshParams& params, const GemmeshSends& sends,
             // The threads' stores come before the barrier, and so before what one of them releases behind it.
             __syncthreads();
             if (threadIdx.x == 0) {
-                ptx::st_release_sys(&params.exchange.mailboxes[send.peer]->chunk[send.flag], epoch);
+                ptx::st_release_sys(&params.peers.mailboxes[send.peer]->chunk[send.flag], epoch);
             }
         }
     }
@@ -156,13 +156,13 @@ __device__ void exchange(const GemmeshParams& params, const GemmeshSends& sends,
 }  // namespace
 }  // namespace gemmesh
 
-#define GEMMESH_EXCHANGE(name, element)                                                                              \
-    extern "C" __global__ void __launch_bounds__(GEMMESH_EXCHANGE_THREADS, 2)                                        \
+#define GEMMESH_COLLECTIVE(name, element)                                                                              \
+    extern "C" __global__ void __launch_bounds__(GEMMESH_COLLECTIVE_THREADS, 2)                                        \
         name(const __grid_constant__ GemmeshParams params, const __grid_constant__ GemmeshSends sends,               \
              const __grid_constant__ GemmeshReduction reduction) {                                                   \
-        gemmesh::exchange<element>(params, sends, reduction);                                                        \
+        gemmesh::move_rows<element>(params, sends, reduction);                                                        \
     }
 
-GEMMESH_EXCHANGE(gemmesh_exchange_bf16, __nv_bfloat16)
-GEMMESH_EXCHANGE(gemmesh_exchange_f16, __half)
-GEMMESH_EXCHANGE(gemmesh_exchange_f32, float)
+GEMMESH_COLLECTIVE(gemmesh_collective_bf16, __nv_bfloat16)
+GEMMESH_COLLECTIVE(gemmesh_collective_f16, __half)
+GEMMESH_COLLECTIVE(gemmesh_collective_f32, float)

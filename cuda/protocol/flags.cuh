@@ -21,8 +21,8 @@ __device__ inline void give_up(const GemmeshParams& params, uint32_t flag, uint3
         fault->expected = epoch;
         fault->seen = seen;
         fault->waited_ns = waited;
-        fault->peer = flag == GEMMESH_READY || flag == GEMMESH_LANDED ? peer : params.sources[flag];
-        fault->pushed = params.exchange.push_epoch != nullptr;
+        fault->peer = flag == GEMMESH_READY || flag == GEMMESH_LOW_LATENCY ? peer : params.sources[flag];
+        fault->pushed = params.peers.push_epoch != nullptr;
         fault->operation = params.epoch;
         fault->recording = params.recording;
         // The host may be reading: whoever sees the mark sees the record.
@@ -32,7 +32,7 @@ __device__ inline void give_up(const GemmeshParams& params, uint32_t flag, uint3
 }
 
 // One thread: returns true when `look` finds what is waited for, false when it has been given up. `look` returns whether it is there, and
-// the value that it saw. `flag` is the number of its chunk flag; or GEMMESH_READY or GEMMESH_LANDED, and then `peer` is
+// the value that it saw. `flag` is the number of its chunk flag; or GEMMESH_READY or GEMMESH_LOW_LATENCY, and then `peer` is
 // who writes it.
 //
 // Giving up is for good and never by trap: a thread whose wait passes the deadline records it, sets the abort word and

@@ -1,4 +1,4 @@
-// What few rows go through on their way from rank to rank: the ranks' landing areas.
+// What few rows go through on their way from rank to rank: the ranks' low-latency areas.
 #pragma once
 
 #include "../abi.h"
@@ -8,7 +8,7 @@
 
 namespace gemmesh {
 
-// What one rank sends to another's landing area.
+// What one rank sends to another's low-latency area.
 //
 // No flag follows the data: a unit is two words of 64 bits, each with 32 bits of it and a tag, and each is written at once, so whoever sees
 // the tag sees the data. (NCCL's LL protocol.) It takes twice the bytes, and spares a fence and a trip.
@@ -16,14 +16,14 @@ namespace gemmesh {
 // Nobody says first that an area may be written. Areas come in two halves, used by turns; a kernel ends only when every peer's kernel of
 // the same operation has begun, and so when every peer's kernel of the operation before that used areas, and read the half that the
 // next one writes, has ended. A reader clears what it has read: a word never has the tag of another operation.
-struct LandingShare {
+struct LowLatencyShare {
     ulonglong2* units;
     uint32_t tag;
 
-    __device__ LandingShare(const GemmeshLanding& landing, const Entrance& entrance, uint32_t to, uint32_t from, uint32_t world)
-        : units(static_cast<ulonglong2*>(landing.areas[to]) + (entrance.landed % 2 * world + from) * landing.share),
+    __device__ LowLatencyShare(const GemmeshLowLatency& low_latency, const Entrance& entrance, uint32_t to, uint32_t from, uint32_t world)
+        : units(static_cast<ulonglong2*>(low_latency.areas[to]) + (entrance.low_latency % 2 * world + from) * low_latency.share),
           // not zero, which is what has been cleared
-          tag(entrance.landed * 2 + 1) {}
+          tag(entrance.low_latency * 2 + 1) {}
 
     __device__ uint64_t tagged(uint32_t data) const { return uint64_t{tag} << 32 | data; }
 
@@ -38,18 +38,18 @@ struct LandingShare {
     // One thread: waits for a piece that `from` sends, and clears it; zeros if it has been given up.
     __device__ uint4 take(const GemmeshParams& params, uint32_t epoch, uint32_t from, uint64_t piece) const {
         ulonglong2* at = units + 2 * piece;
-        ulonglong2 landed[2];
+        ulonglong2 come[2];
         const auto look = [&](uint32_t& seen) {
-            landed[0] = ptx::ld_relaxed_sys_v2(at);
-            landed[1] = ptx::ld_relaxed_sys_v2(at + 1);
+            come[0] = ptx::ld_relaxed_sys_v2(at);
+            come[1] = ptx::ld_relaxed_sys_v2(at + 1);
             seen = 0;
-            return is_tagged(landed[0]) && is_tagged(landed[1]);
+            return is_tagged(come[0]) && is_tagged(come[1]);
         };
-        if (!await_look(params, epoch, GEMMESH_LANDED, from, look)) return uint4{};
+        if (!await_look(params, epoch, GEMMESH_LOW_LATENCY, from, look)) return uint4{};
         ptx::st_relaxed_sys_v2(at, ulonglong2{});
         ptx::st_relaxed_sys_v2(at + 1, ulonglong2{});
-        return uint4{static_cast<uint32_t>(landed[0].x), static_cast<uint32_t>(landed[0].y), static_cast<uint32_t>(landed[1].x),
-                     static_cast<uint32_t>(landed[1].y)};
+        return uint4{static_cast<uint32_t>(come[0].x), static_cast<uint32_t>(come[0].y), static_cast<uint32_t>(come[1].x),
+                     static_cast<uint32_t>(come[1].y)};
     }
 };
 

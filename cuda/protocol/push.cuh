@@ -22,41 +22,41 @@ namespace gemmesh {
 // An operation as a CTA finds it.
 struct Entrance {
     uint32_t epoch;
-    uint32_t landed;  // how many operations before this one used landing areas
+    uint32_t low_latency;  // how many operations before this one used low-latency areas
     bool first;       // whether no CTA has come before this one
 };
 
 // One thread of each CTA.
 __device__ inline Entrance enter_push(const GemmeshParams& params) {
-    GemmeshPushEpoch* push_epoch = params.exchange.push_epoch;
+    GemmeshPushEpoch* push_epoch = params.peers.push_epoch;
     if (push_epoch == nullptr) return {params.epoch, 0, false};
     // three trips to memory at once
     const uint32_t before = ptx::atom_add_relaxed_gpu(&push_epoch->entered, 1);
-    const uint32_t landed = ptx::ld_relaxed_sys(&push_epoch->landed);
-    return {ptx::ld_relaxed_sys(&push_epoch->epoch) + 1, landed, before == 0};
+    const uint32_t low_latency = ptx::ld_relaxed_sys(&push_epoch->low_latency);
+    return {ptx::ld_relaxed_sys(&push_epoch->epoch) + 1, low_latency, before == 0};
 }
 
 // One thread of each CTA, when its warps take no more tasks, and the rows of all its tiles, or what is added to these, have come; or
 // when they have been given up. The last to leave moves the count on, for the kernels that follow: all have read it.
 __device__ inline void leave_push(const GemmeshParams& params, uint32_t epoch) {
-    const GemmeshExchange& exchange = params.exchange;
-    if (exchange.push_epoch == nullptr) return;
-    if (ptx::atom_add_acq_rel_gpu(&exchange.push_epoch->left, 1) + 1 < gridDim.x) return;
-    exchange.push_epoch->taken = 0;
-    exchange.push_epoch->left = 0;
-    if (params.landing.share != 0) exchange.push_epoch->landed += 1;
+    const GemmeshPeers& peers = params.peers;
+    if (peers.push_epoch == nullptr) return;
+    if (ptx::atom_add_acq_rel_gpu(&peers.push_epoch->left, 1) + 1 < gridDim.x) return;
+    peers.push_epoch->taken = 0;
+    peers.push_epoch->left = 0;
+    if (params.low_latency.share != 0) peers.push_epoch->low_latency += 1;
     // The host tells by `entered` whether the epoch is that of the operation before: both are written at once. Nothing is released, for what
     // follows on the device comes when this kernel has ended, and the host reads nothing behind these words.
-    ptx::st_relaxed_sys_pair(&exchange.push_epoch->epoch, epoch, 0);
-    if (exchange.completed != nullptr) ptx::st_relaxed_sys(exchange.completed, params.epoch);
+    ptx::st_relaxed_sys_pair(&peers.push_epoch->epoch, epoch, 0);
+    if (peers.completed != nullptr) ptx::st_relaxed_sys(peers.completed, params.epoch);
 }
 
 // One warp: whether every peer's kernel runs; waits for that.
 __device__ inline bool await_peers(const GemmeshParams& params, uint32_t epoch, uint32_t lane) {
-    const GemmeshExchange& exchange = params.exchange;
-    const GemmeshMailbox* own = exchange.mailboxes[exchange.rank];
+    const GemmeshPeers& peers = params.peers;
+    const GemmeshMailbox* own = peers.mailboxes[peers.rank];
     bool ready = true;
-    for (uint32_t peer = lane; peer < exchange.world; peer += 32) {
+    for (uint32_t peer = lane; peer < peers.world; peer += 32) {
         ready = ready && await(params, &own->ready[peer], epoch, GEMMESH_READY, peer);
     }
     const bool all_ready = __all_sync(~0u, ready);
@@ -67,10 +67,10 @@ __device__ inline bool await_peers(const GemmeshParams& params, uint32_t epoch, 
 
 // One warp of the first CTA: tells the peers, and the copy engine if it is to push.
 __device__ inline void announce(const GemmeshParams& params, uint32_t epoch, uint32_t lane) {
-    const GemmeshExchange& exchange = params.exchange;
-    if (lane == 0 && exchange.started != nullptr) ptx::st_relaxed_sys(exchange.started, params.epoch);
+    const GemmeshPeers& peers = params.peers;
+    if (lane == 0 && peers.started != nullptr) ptx::st_relaxed_sys(peers.started, params.epoch);
 
-    GemmeshMailbox* own = exchange.mailboxes[exchange.rank];
+    GemmeshMailbox* own = peers.mailboxes[peers.rank];
     if (epoch % GEMMESH_REFRESH == 0) {
         // The peers' flags are theirs to write only once they know that this rank is ready.
         for (uint32_t flag = lane; flag < GEMMESH_MAX_FLAGS; flag += 32) own->chunk[flag] = epoch - 1;
@@ -79,20 +79,20 @@ __device__ inline void announce(const GemmeshParams& params, uint32_t epoch, uin
     }
     // Without a release, for all that has to come before it are kernels that have ended: their reads are over, and what they wrote
     // here is in this GPU's memory.
-    for (uint32_t peer = lane; peer < exchange.world; peer += 32) {
-        ptx::st_relaxed_sys(&exchange.mailboxes[peer]->ready[exchange.rank], epoch);
+    for (uint32_t peer = lane; peer < peers.world; peer += 32) {
+        ptx::st_relaxed_sys(&peers.mailboxes[peer]->ready[peers.rank], epoch);
     }
-    if (exchange.copies == 0) return;
+    if (peers.copies == 0) return;
 
     const bool all_ready = await_peers(params, epoch, lane);
     if (lane != 0) return;
     if (all_ready) {
-        exchange.push_epoch->current = epoch;
+        peers.push_epoch->current = epoch;
     } else if (ptx::ld_relaxed_sys(params.abort) != GEMMESH_GROUP_FAILED) {
         return;
     }
     // After a failure too: the copies of a graph wait at each of its replays, and the host does not know how many there are.
-    ptx::st_release_sys(&exchange.push_epoch->gate, 1);
+    ptx::st_release_sys(&peers.push_epoch->gate, 1);
 }
 
 __device__ __forceinline__ GemmeshCopyTask load_task(const GemmeshCopyTask* at) {
@@ -147,22 +147,22 @@ struct Words {
 // to wait for it: the first bytes are on their way meanwhile.
 template <class Epoch>
 __device__ __forceinline__ void push(const GemmeshParams& params, Pushers& shared, const Epoch& epoch, uint32_t thread) {
-    const GemmeshExchange& exchange = params.exchange;
-    if (exchange.task_count == 0) return;
+    const GemmeshPeers& peers = params.peers;
+    if (peers.task_count == 0) return;
     while (true) {
         // take the next task that nobody has taken
-        if (thread == 0) shared.index = ptx::atom_add_relaxed_gpu(&exchange.push_epoch->taken, 1);
+        if (thread == 0) shared.index = ptx::atom_add_relaxed_gpu(&peers.push_epoch->taken, 1);
         Pushers::meet();
         const uint32_t index = shared.index;
-        if (index >= exchange.task_count) return;
-        const GemmeshCopyTask task = load_task(exchange.tasks + index);
-        const uint8_t* from = static_cast<const uint8_t*>(exchange.rows[exchange.rank]) + task.offset;
-        uint8_t* to = static_cast<uint8_t*>(exchange.rows[task.peer]) + task.offset;
+        if (index >= peers.task_count) return;
+        const GemmeshCopyTask task = load_task(peers.tasks + index);
+        const uint8_t* from = static_cast<const uint8_t*>(peers.rows[peers.rank]) + task.offset;
+        uint8_t* to = static_cast<uint8_t*>(peers.rows[task.peer]) + task.offset;
         Words words;
         words.load(from, 0, task.bytes, thread);
 
         // Wait until the peer's memory may be written. One who gives up stores nothing, and the flag is not written.
-        const uint32_t* ready = &exchange.mailboxes[exchange.rank]->ready[task.peer];
+        const uint32_t* ready = &peers.mailboxes[peers.rank]->ready[task.peer];
         const bool is_ready = await(params, ready, epoch(), GEMMESH_READY, task.peer);
         if (is_ready) words.store(to, 0, task.bytes, thread);
         for (uint32_t at = Words::kBytes; is_ready && at < task.bytes; at += Words::kBytes) {
@@ -172,7 +172,7 @@ __device__ __forceinline__ void push(const GemmeshParams& params, Pushers& share
 
         // The release is cumulative: what the others have stored, and the barrier has shown to this thread, comes before it.
         const bool is_there = Pushers::meet_all(is_ready);
-        if (thread == 0 && is_there) ptx::st_release_sys(&exchange.mailboxes[task.peer]->chunk[task.flag], epoch());
+        if (thread == 0 && is_there) ptx::st_release_sys(&peers.mailboxes[task.peer]->chunk[task.flag], epoch());
     }
 }
 

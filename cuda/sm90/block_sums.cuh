@@ -184,11 +184,11 @@ public:
     __device__ void await_ready(uint32_t row, uint32_t column) {
         row_ = row;
         column_ = column;
-        const GemmeshExchange& exchange = params_.exchange;
+        const GemmeshPeers& peers = params_.peers;
         // A rank that was ready once is until the kernel ends.
         const uint32_t bit = 1u << place_.map % GEMMESH_MAX_TARGETS;
-        if (is_used_ && place_.to != exchange.rank && (ready_ & bit) == 0) {
-            const uint32_t* word = &exchange.mailboxes[exchange.rank]->ready[place_.to];
+        if (is_used_ && place_.to != peers.rank && (ready_ & bit) == 0) {
+            const uint32_t* word = &peers.mailboxes[peers.rank]->ready[place_.to];
             is_used_ = await(params_, word, entrance_.get().epoch, GEMMESH_READY, place_.to);
             ready_ |= is_used_ ? bit : kGivenUp;
         }
@@ -240,7 +240,7 @@ public:
             if (told_.flag == GEMMESH_COPIED) {
                 ptx::st_release_sys(&sums.stored[index_], 1);
             } else if (told_.flag != GEMMESH_UNTOLD && ptx::ld_relaxed_sys(params_.abort) == 0) {
-                ptx::st_release_sys(&params_.exchange.mailboxes[told_.to]->chunk[told_.flag], entrance_.get().epoch);
+                ptx::st_release_sys(&params_.peers.mailboxes[told_.to]->chunk[told_.flag], entrance_.get().epoch);
             }
         }
         __syncwarp();

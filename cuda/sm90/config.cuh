@@ -29,7 +29,7 @@ static_assert(kConsumerRegisters == 224);
 
 // Each consumer multiplies 64 rows, the height of a wgmma, by all columns of the tile: of all ways to split a tile in
 // two this one reads the fewest bytes of shared memory for a product. Of a tile that is no higher, each takes half of the columns.
-// Or the operands are exchanged, and rows of `b` are the wgmma's rows: then a tile may have any number of rows that a wgmma has of
+// Or swap_ab: the operands are swapped, and rows of `b` are the wgmma's rows: then a tile may have any number of rows that a wgmma has of
 // columns, and fits a product of few of them.
 constexpr int kConsumerRows = 64;
 
@@ -39,10 +39,10 @@ struct Config {
     static constexpr int kTileM = TileM;
     static constexpr int kTileN = TileN;
     static constexpr bool kSideBySide = TileM == kConsumerRows;  // consumers, not one above the other
-    static constexpr bool kExchanged = TileM != kConsumerRows && TileM != kConsumers * kConsumerRows;
+    static constexpr bool kSwapAb = TileM != kConsumerRows && TileM != kConsumers * kConsumerRows;
     static constexpr int kConsumerN = kSideBySide ? TileN / kConsumers : TileN;
-    static constexpr int kColumns = kExchanged ? TileM : kConsumerN;  // of a consumer's accumulators
-    static_assert(!kExchanged || (TileN == kConsumers * kConsumerRows && TileM % 16 == 0 && TileM <= 256 && !Sums));
+    static constexpr int kColumns = kSwapAb ? TileM : kConsumerN;  // of a consumer's accumulators
+    static_assert(!kSwapAb || (TileN == kConsumers * kConsumerRows && TileM % 16 == 0 && TileM <= 256 && !Sums));
     static constexpr int kStages = Stages;
     static constexpr int kCluster = Cluster;        // CTAs that share the loads of b, on rows of their own
     static constexpr int kSplit = Split;            // or: CTAs that share a tile, each with a part of K
@@ -50,7 +50,7 @@ struct Config {
     static constexpr int kBoxes = Boxes;            // that a consumer warp has to store through
     static constexpr bool kSums = Sums;             // adds partials
     static constexpr bool kSliced = Split == 1 && !Sums;  // slices of K may be added through memory
-    static constexpr bool kLands = kSideBySide && !Sums;  // few rows of partial sums may be exchanged as they are made
+    static constexpr bool kLowLatency = kSideBySide && !Sums;  // few rows of partial sums may be sent as they are made
     static_assert(Cluster == 1 || Split == 1);
 
     static constexpr int kPartN = TileN / Cluster;  // what one CTA loads of the tile's b
@@ -59,12 +59,12 @@ struct Config {
     static constexpr bool kTakesKn = kPartN % 64 == 0;  // `b` may be given as [K, N]: see WeightLoads
 
     // A gated tile's rows of `b` are gate's and up's by turns, so many at a time. So the first half of a consumer's columns is gate's, and
-    // the second up's; where operands are exchanged, two of its warps have gate's, and the other two up's.
+    // the second up's; where operands are swapped, two of its warps have gate's, and the other two up's.
     static constexpr bool kGates = !Sums;
-    static constexpr int kGateRows = kSideBySide || kExchanged ? TileN / 4 : TileN / 2;
+    static constexpr int kGateRows = kSideBySide || kSwapAb ? TileN / 4 : TileN / 2;
     static constexpr int kGateBox = kGateRows < kPartN ? kGateRows : kPartN;  // what is loaded at a time
     static_assert(kGateRows % 8 == 0 && kPartN % kGateBox == 0);
-    static_assert(!kExchanged || Split <= 2, "SplitSum gives both warps of a pair to one CTA");
+    static_assert(!kSwapAb || Split <= 2, "SplitSum gives both warps of a pair to one CTA");
 };
 
 template <class C>

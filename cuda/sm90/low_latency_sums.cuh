@@ -1,5 +1,5 @@
-// Few rows of partial sums, exchanged by the warps that make them: each warp sends what it has of a tile to the landing areas of those ranks
-// that own the rows, takes what they have made of the same tile, and has the sums. LandingShare says why nobody has to ask first.
+// Few rows of partial sums, sent and added by the warps that make them: each warp sends what it has of a tile to the low-latency areas of those ranks
+// that own the rows, takes what they have made of the same tile, and has the sums. LowLatencyShare says why nobody has to ask first.
 //
 // All ranks have the same tiles in the same order, and each sends its part of a tile before it waits for the others': the first tile
 // that is not done everywhere is being made. All CTAs of every rank must run, or will: as of other sums, push.cuh.
@@ -18,10 +18,10 @@ namespace gemmesh {
 
 // One warp's rows of a tile, 16 of them by N columns.
 template <class Element, int N>
-class Landing {
+class LowLatencySums {
 public:
     // `row` and `column` are the warp's first.
-    __device__ Landing(const GemmeshParams& params, const GemmeshOutput& output, const Entrance& entrance, uint32_t row,
+    __device__ LowLatencySums(const GemmeshParams& params, const GemmeshOutput& output, const Entrance& entrance, uint32_t row,
                        uint32_t column, uint32_t lane)
         : params_(params),
           output_(output),
@@ -32,8 +32,8 @@ public:
 
     // The whole warp: the accumulators, what this rank has made, become the sums of its own rows. They are added in the order of the
     // ranks, each rounded before; or this has been given up.
-    __device__ void exchange(Accumulators<Element, N>& accumulators) const {
-        const GemmeshExchange& exchange = params_.exchange;
+    __device__ void send_and_add(Accumulators<Element, N>& accumulators) const {
+        const GemmeshPeers& peers = params_.peers;
         // As block_sums.cuh: the product is kept rounded, and to -0 any number may be added without a change.
         uint32_t product[kPairs * 2];
 #pragma unroll
@@ -43,12 +43,12 @@ public:
         }
 
         // send to the next rank first
-        for (uint32_t step = 1; step < exchange.world; ++step) {
-            const uint32_t peer = (exchange.rank + step) % exchange.world;
+        for (uint32_t step = 1; step < peers.world; ++step) {
+            const uint32_t peer = (peers.rank + step) % peers.world;
 #pragma unroll
             for (uint32_t half = 0; half < 2; ++half) {
                 if (!has_row(peer, half)) continue;
-                const LandingShare share = share_of(peer, exchange.rank);
+                const LowLatencyShare share = share_of(peer, peers.rank);
                 ulonglong2* to = share.units + unit(half);
 #pragma unroll
                 for (uint32_t i = 0; i < kPairs; i += 2) {
@@ -61,13 +61,13 @@ public:
 
         // No lane waits for the others' before all of this warp's are sent: these would wait for them in turn.
         __syncwarp();
-        for (uint32_t from = 0; from < exchange.world; ++from) {
+        for (uint32_t from = 0; from < peers.world; ++from) {
 #pragma unroll
             for (uint32_t half = 0; half < 2; ++half) {
-                if (from == exchange.rank) {
+                if (from == peers.rank) {
 #pragma unroll
                     for (uint32_t i = 0; i < kPairs; ++i) add(accumulators, i, half, product[2 * i + half]);
-                } else if (has_row(exchange.rank, half)) {
+                } else if (has_row(peers.rank, half)) {
                     take(accumulators, from, half);
                 }
             }
@@ -77,8 +77,8 @@ public:
 
     // Where this rank's rows of the sums are: a warp's may begin above these.
     __device__ WarpPlace place() const {
-        const uint32_t rank = params_.exchange.rank;
-        return {row_ - lane_ / 4, column_, params_.landing.begin[rank], params_.landing.end[rank]};
+        const uint32_t rank = params_.peers.rank;
+        return {row_ - lane_ / 4, column_, params_.low_latency.begin[rank], params_.low_latency.end[rank]};
     }
 
 private:
@@ -88,14 +88,14 @@ private:
     // Whether `rank` gets sums of this lane's upper or lower row.
     __device__ bool has_row(uint32_t rank, uint32_t half) const {
         const uint32_t row = row_ + half * kRowsApart;
-        return params_.landing.begin[rank] <= row && row < params_.landing.end[rank];
+        return params_.low_latency.begin[rank] <= row && row < params_.low_latency.end[rank];
     }
 
     // Whether this lane's pairs i and i + 1, and those of its neighbours in the row, have a column of the output among them.
     __device__ bool has_column(uint32_t i) const { return column_ + i * 8 < output_.n; }
 
-    __device__ LandingShare share_of(uint32_t to, uint32_t from) const {
-        return LandingShare(params_.landing, entrance_, to, from, params_.exchange.world);
+    __device__ LowLatencyShare share_of(uint32_t to, uint32_t from) const {
+        return LowLatencyShare(params_.low_latency, entrance_, to, from, params_.peers.world);
     }
 
     // This lane's first unit of its row; the one of pairs i and i + 1 stands 2 i behind. Lanes that share a row lie side by side.
@@ -112,29 +112,29 @@ private:
 
     // One lane: waits for what `from` has made of a row, clears it, and adds it.
     __device__ void take(Accumulators<Element, N>& accumulators, uint32_t from, uint32_t half) const {
-        const LandingShare share = share_of(params_.exchange.rank, from);
+        const LowLatencyShare share = share_of(params_.peers.rank, from);
         ulonglong2* at = share.units + unit(half);
-        ulonglong2 landed[kPairs / 2];
+        ulonglong2 come[kPairs / 2];
         const auto look = [&](uint32_t& seen) {
 #pragma unroll
             for (uint32_t i = 0; i < kPairs; i += 2) {
-                if (has_column(i)) landed[i / 2] = ptx::ld_relaxed_sys_v2(at + i * 2);
+                if (has_column(i)) come[i / 2] = ptx::ld_relaxed_sys_v2(at + i * 2);
             }
             bool all = true;
 #pragma unroll
             for (uint32_t i = 0; i < kPairs; i += 2) {
-                all = all && (!has_column(i) || share.is_tagged(landed[i / 2]));
+                all = all && (!has_column(i) || share.is_tagged(come[i / 2]));
             }
             seen = 0;
             return all;
         };
-        if (!await_look(params_, entrance_.epoch, GEMMESH_LANDED, from, look)) return;
+        if (!await_look(params_, entrance_.epoch, GEMMESH_LOW_LATENCY, from, look)) return;
 #pragma unroll
         for (uint32_t i = 0; i < kPairs; i += 2) {
             if (!has_column(i)) continue;
             ptx::st_relaxed_sys_v2(at + i * 2, ulonglong2{});
-            add(accumulators, i, half, static_cast<uint32_t>(landed[i / 2].x));
-            add(accumulators, i + 1, half, static_cast<uint32_t>(landed[i / 2].y));
+            add(accumulators, i, half, static_cast<uint32_t>(come[i / 2].x));
+            add(accumulators, i + 1, half, static_cast<uint32_t>(come[i / 2].y));
         }
     }
 

@@ -19,7 +19,7 @@
 // There may be several `b`, with outputs of their own: an entry says which of them its tile is of. Or a tile is of two of them, gate and up,
 // laid out so that each thread has, or gets from one other, both factors of what it stores: Config::kGateRows.
 //
-// Where few rows of partial sums are exchanged, the warp that has made rows of a tile sends them, adds what comes, and stores the sums:
+// Where few rows of partial sums go through low-latency areas, the warp that has made rows of a tile sends them, adds what comes, and stores the sums:
 // low_latency_sums.cuh.
 #pragma once
 
@@ -37,16 +37,16 @@
 
 namespace gemmesh {
 
-// The warps beside the producer's: tell the peers, and push rows. Where tiles are stored to peers, or exchanged with them, the operation
+// The warps beside the producer's: tell the peers, and push rows. Where tiles are stored to peers or sent to them, the operation
 // is not complete before these are ready.
 template <class C>
-__device__ __forceinline__ void exchange(const GemmeshParams& params, Shared<C>& shared) {
+__device__ __forceinline__ void serve_peers(const GemmeshParams& params, Shared<C>& shared) {
     const uint32_t pusher = threadIdx.x - (kWarpgroupThreads - Pushers::kThreads);
-    if (params.exchange.push_epoch == nullptr) return;
+    if (params.peers.push_epoch == nullptr) return;
     const auto epoch = [&] { return shared.entrance.get().epoch; };
     if (pusher < 32 && shared.entrance.get().first) {
         announce(params, epoch(), pusher);
-        if (C::kSums || (C::kLands && params.landing.share != 0)) await_peers(params, epoch(), pusher);
+        if (C::kSums || (C::kLowLatency && params.low_latency.share != 0)) await_peers(params, epoch(), pusher);
     }
     push(params, shared.pushers, epoch, pusher);
 }
@@ -69,7 +69,7 @@ __device__ __forceinline__ void multiply(Accumulators<typename C::Element, C::kC
         // multiply; meanwhile the stage before is finished and can be loaded again
         const uint32_t stage_a = a + at.stage * kStepA;
         const uint32_t stage_b = b + at.stage * kStepB;
-        if constexpr (C::kExchanged) {
+        if constexpr (C::kSwapAb) {
             accumulators.template multiply<BIsKn, false>(stage_b, stage_a, step == 0);
         } else {
             accumulators.template multiply<false, BIsKn>(stage_a, stage_b, step == 0);
@@ -95,8 +95,8 @@ __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& p
     using Element = typename C::Element;
     const uint32_t lane = threadIdx.x % 32;
     const uint32_t warp = threadIdx.x / 32 % 4;
-    const uint32_t own_row = C::kSideBySide || C::kExchanged ? 0 : consumer * kConsumerRows;
-    const uint32_t own_column = C::kSideBySide ? consumer * C::kConsumerN : C::kExchanged ? consumer * kConsumerRows : 0;
+    const uint32_t own_row = C::kSideBySide || C::kSwapAb ? 0 : consumer * kConsumerRows;
+    const uint32_t own_column = C::kSideBySide ? consumer * C::kConsumerN : C::kSwapAb ? consumer * kConsumerRows : 0;
     const uint32_t a = operand(&shared.a[0][own_row * GEMMESH_TILE_K]);
     const uint32_t b = operand(&shared.b[0][own_column * GEMMESH_TILE_K]);
     // The first warp whose rows this CTA stores.
@@ -122,10 +122,10 @@ __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& p
         const uint32_t weight = weight_of<C>(walk.tile());
         const bool is_gated = C::kGates && params.is_gated != 0;
         const uint32_t left = column + (is_gated ? own_column / 2 : own_column);
-        ColumnBias<Element, C::kExchanged ? 8 : C::kConsumerN> bias;
-        if constexpr (!C::kExchanged) {
+        ColumnBias<Element, C::kSwapAb ? 8 : C::kConsumerN> bias;
+        if constexpr (!C::kSwapAb) {
             if constexpr (!C::kSums) bias.load(params, params.outputs[weight], is_gated, left, lane);
-            if (!C::kSums && C::kSplit == 1 && params.landing.share == 0) {
+            if (!C::kSums && C::kSplit == 1 && params.low_latency.share == 0) {
                 const uint32_t row = first_row<C>(walk.tile(), rank) + own_row + warp * GEMMESH_STORE_ROWS;
                 prefetch_residual<Element, C::kConsumerN>(params.outputs[weight], params.m, row, left, lane);
             }
@@ -146,7 +146,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& p
         if (tracer) event_of<C>(params, walk.index(), rank).math_end = ptx::globaltimer();
 
         // store the tile; the producer is loading the next one
-        const uint32_t own = C::kExchanged ? 0 : own_row + warp * GEMMESH_STORE_ROWS;
+        const uint32_t own = C::kSwapAb ? 0 : own_row + warp * GEMMESH_STORE_ROWS;
         const auto row_of_warp = [&] { return first_row<C>(walk.tile(), rank) + own; };
         bool has_sums;
         if constexpr (C::kSliced) {
@@ -156,8 +156,8 @@ __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& p
             has_sums = shared.sum.gather(accumulators, turn, rank, consumer * 4 + warp, lane);
         }
         const uint32_t row = row_of_warp();
-        if constexpr (C::kExchanged) {
-            if (has_sums) store_exchanged<C>(accumulators, params, shared, weight, row, column, consumer * 4 + warp, lane);
+        if constexpr (C::kSwapAb) {
+            if (has_sums) store_swap_ab<C>(accumulators, params, shared, weight, row, column, consumer * 4 + warp, lane);
         } else if constexpr (C::kSums) {
             const bool has_rows = has_sums && row < block.rows;
             // a tile of few steps through K has not reported the one before
@@ -187,8 +187,8 @@ __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& p
     }
 
     if constexpr (C::kSums) placed.report(lane);
-    if constexpr (C::kLands) {
-        if (params.landing.share != 0) ptx::barrier_arrive<kLeaveBarrier, GEMMESH_THREADS>();
+    if constexpr (C::kLowLatency) {
+        if (params.low_latency.share != 0) ptx::barrier_arrive<kLeaveBarrier, GEMMESH_THREADS>();
     }
     // shared memory must outlive the stores that read it
     ptx::cp_async_bulk_wait_group_read<0>();
@@ -236,11 +236,11 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
         // Not the producer, whose first loads need not wait for it.
         if (threadIdx.x == 32) shared.entrance.publish(enter_push(params));
         if (threadIdx.x < 32) produce<C>(maps, params, partials, walk, shared, rank);
-        if (threadIdx.x >= 32) exchange(params, shared);
+        if (threadIdx.x >= 32) serve_peers(params, shared);
         __syncwarp();
-        if (params.exchange.push_epoch != nullptr) {
-            // the other warps of this warpgroup have pushed what they took; and the consumers have got what they exchange
-            if (C::kLands && params.landing.share != 0) {
+        if (params.peers.push_epoch != nullptr) {
+            // the other warps of this warpgroup have pushed what they took; and the consumers have got what peers send them
+            if (C::kLowLatency && params.low_latency.share != 0) {
                 ptx::barrier_sync<kLeaveBarrier, GEMMESH_THREADS>();
             } else {
                 ptx::barrier_sync<kLeaveBarrier, kWarpgroupThreads>();

@@ -53,10 +53,10 @@ __device__ __forceinline__ void store_tile(Accumulators<typename C::Element, C::
     const bool is_f32 = params.is_f32 != 0;
     auto& boxes = shared.boxes[warp];
     float* d = accumulators.d;
-    if (C::kLands && params.landing.share != 0) {
-        const Landing<Element, kN> landing(params, output, shared.entrance.get(), row, column, lane);
-        landing.exchange(accumulators);
-        const WarpPlace rows = landing.place();
+    if (C::kLowLatency && params.low_latency.share != 0) {
+        const LowLatencySums<Element, kN> low_latency(params, output, shared.entrance.get(), row, column, lane);
+        low_latency.send_and_add(accumulators);
+        const WarpPlace rows = low_latency.place();
         finish<Element, false, kN>(d, params, output, bias, boxes, rows, lane);
         const Place place(rows, lane);
         if (is_f32) {
@@ -76,11 +76,11 @@ __device__ __forceinline__ void store_tile(Accumulators<typename C::Element, C::
     }
 }
 
-// One warp: the same of a tile of exchanged operands, whose first row and column are given. Of a gated one, warps 0 and 1 of each
+// One warp: the same of a tile of swapped operands, whose first row and column are given. Of a gated one, warps 0 and 1 of each
 // consumer have gate's columns, and warps 2 and 3 have up's of the same number. Both have their sums, for SplitSum gives them to one CTA; not
 // so SliceSum, so K of gated products is not cut into slices here.
 template <class C>
-__device__ __forceinline__ void store_exchanged(Accumulators<typename C::Element, C::kColumns>& accumulators,
+__device__ __forceinline__ void store_swap_ab(Accumulators<typename C::Element, C::kColumns>& accumulators,
                                                 const GemmeshParams& params, Shared<C>& shared, uint32_t weight, uint32_t row,
                                                 uint32_t column, uint32_t warp, uint32_t lane) {
     const bool is_gated = params.is_gated != 0;
@@ -90,7 +90,7 @@ __device__ __forceinline__ void store_exchanged(Accumulators<typename C::Element
     auto& own = shared.boxes[warp][0];
     auto& gates = shared.boxes[pair / 2 * 4 + pair % 2][0];
     auto& ups = shared.boxes[pair / 2 * 4 + pair % 2 + 2][0];
-    ExchangedTile<typename C::Element, C::kColumns> tile(accumulators, params, output, row, column + (is_gated ? pair : warp) * 16, lane);
+    SwapAbTile<typename C::Element, C::kColumns> tile(accumulators, params, output, row, column + (is_gated ? pair : warp) * 16, lane);
     tile.add_bias(is_up ? params.outputs[1].bias : output.bias);
     if (is_up) {
         tile.give(ups, gates, kPairBarrier + pair);

@@ -1,4 +1,4 @@
-// The epilogue of tiles whose operands are exchanged: a warp has 16 columns of `out`, and all rows of the tile.
+// The epilogue of tiles whose operands are swapped (swap_ab): a warp has 16 columns of `out`, and all rows of the tile.
 #pragma once
 
 #include "../abi.h"
@@ -19,12 +19,12 @@ static_assert(kPairBarrier > Pushers::kBarrier);
 // One warp's columns of a tile of N rows. This lane's accumulators are each four of them of two columns, eight apart, and two
 // neighbouring rows, the next four eight rows on.
 template <class Element, int N>
-class ExchangedTile {
+class SwapAbTile {
 public:
     using Box = StoreBox<Element>;
 
     // `row` and `column` are the warp's first, of `out`.
-    __device__ ExchangedTile(Accumulators<Element, N>& accumulators, const GemmeshParams& params, const GemmeshOutput& output,
+    __device__ SwapAbTile(Accumulators<Element, N>& accumulators, const GemmeshParams& params, const GemmeshOutput& output,
                              uint32_t row, uint32_t column, uint32_t lane)
         : d_(accumulators.d), params_(params), output_(output), row_(row), column_(column), lane_(lane) {}
 

@@ -63,8 +63,8 @@ pub enum Awaited {
         /// another rank.
         pulled: bool,
     },
-    /// Rows or partial sums in this rank's landing area, each word of which says whether it has come.
-    Landed {
+    /// Rows or partial sums in this rank's low-latency area, each word of which says whether it has come.
+    LowLatency {
         /// The rank that makes them.
         source: usize,
     },
@@ -87,7 +87,7 @@ impl Awaited {
     pub fn describe(self, rank: usize) -> String {
         match self {
             Awaited::Ready { .. } => "has not begun it".into(),
-            Awaited::Chunk { .. } | Awaited::Landed { .. } => {
+            Awaited::Chunk { .. } | Awaited::LowLatency { .. } => {
                 format!("has rows that have not come to rank {rank}")
             }
             Awaited::Produced { .. } => "has not made what it sends".into(),
@@ -102,7 +102,7 @@ impl Awaited {
         match self {
             Awaited::Ready { source }
             | Awaited::Chunk { source, .. }
-            | Awaited::Landed { source } => source,
+            | Awaited::LowLatency { source } => source,
             Awaited::Produced { rank, .. } => rank,
             Awaited::Done { peer } => peer,
         }

@@ -841,7 +841,7 @@ mod tests {
             },
             come,
         );
-        says(Awaited::Landed { source }, come);
+        says(Awaited::LowLatency { source }, come);
         let moved = "has not moved all that it takes from rank 1, or brings it";
         says(Awaited::Done { peer }, moved);
         assert_eq!(ranks[1].call_of(epoch.next()), "an operation");

@@ -6,7 +6,7 @@
 // rules that this library can break: what a capture has spread to must be joined; events do not cross its border; a stream that is captured is not asked whether it is idle. A graph's nodes run one after the other, in any
 // order that their edges allow: so kernels that wait for copies of the same graph find no place here.
 //
-// It knows the kernels that it needs: reductions, exchanges, alignment, the count of replays, and products whose partials are not added by
+// It knows the kernels that it needs: reductions, collectives, alignment, the count of replays, and products whose partials are not added by
 // kernels. It says nothing about speed, nor about what a GPU may reorder.
 
 #include <cuda.h>
@@ -318,7 +318,7 @@ bool await(const GemmeshParams& params, const volatile uint32_t* flag, uint32_t 
             fault.seen = seen;
             fault.waited_ns = static_cast<uint64_t>(waited);
             fault.peer = peer;
-            fault.pushed = params.exchange.push_epoch != nullptr;
+            fault.pushed = params.peers.push_epoch != nullptr;
             fault.operation = params.epoch;
             fault.recording = params.recording;
             word(&fault.state) = GEMMESH_FAULT_RECORDED;
@@ -336,22 +336,22 @@ struct Entrance {
 };
 
 Entrance enter(const GemmeshParams& params) {
-    const GemmeshExchange& exchange = params.exchange;
-    if (exchange.push_epoch == nullptr) return {params.epoch, true};
-    GemmeshPushEpoch& push_epoch = *exchange.push_epoch;
+    const GemmeshPeers& peers = params.peers;
+    if (peers.push_epoch == nullptr) return {params.epoch, true};
+    GemmeshPushEpoch& push_epoch = *peers.push_epoch;
     const uint32_t epoch = word(&push_epoch.epoch) + 1;
     word(&push_epoch.entered) = 1;
-    if (exchange.started != nullptr) word(exchange.started) = params.epoch;
-    GemmeshMailbox& own = *exchange.mailboxes[exchange.rank];
+    if (peers.started != nullptr) word(peers.started) = params.epoch;
+    GemmeshMailbox& own = *peers.mailboxes[peers.rank];
     if (epoch % GEMMESH_REFRESH == 0) {
         for (uint32_t& flag : own.chunk) word(&flag) = epoch - 1;
     }
-    for (uint32_t peer = 0; peer < exchange.world; ++peer) word(&exchange.mailboxes[peer]->ready[exchange.rank]) = epoch;
+    for (uint32_t peer = 0; peer < peers.world; ++peer) word(&peers.mailboxes[peer]->ready[peers.rank]) = epoch;
     bool all_ready = true;
-    for (uint32_t peer = 0; peer < exchange.world && all_ready; ++peer) {
+    for (uint32_t peer = 0; peer < peers.world && all_ready; ++peer) {
         all_ready = await(params, &own.ready[peer], epoch, GEMMESH_READY, peer);
     }
-    if (exchange.copies != 0 && (all_ready || word(params.abort) == GEMMESH_GROUP_FAILED)) {
+    if (peers.copies != 0 && (all_ready || word(params.abort) == GEMMESH_GROUP_FAILED)) {
         if (all_ready) word(&push_epoch.current) = epoch;
         word(&push_epoch.gate) = 1;
     }
@@ -359,23 +359,23 @@ Entrance enter(const GemmeshParams& params) {
 }
 
 void leave(const GemmeshParams& params, uint32_t epoch) {
-    const GemmeshExchange& exchange = params.exchange;
-    if (exchange.push_epoch == nullptr) return;
-    word(&exchange.push_epoch->epoch) = epoch;
-    word(&exchange.push_epoch->entered) = 0;
-    if (exchange.completed != nullptr) word(exchange.completed) = params.epoch;
+    const GemmeshPeers& peers = params.peers;
+    if (peers.push_epoch == nullptr) return;
+    word(&peers.push_epoch->epoch) = epoch;
+    word(&peers.push_epoch->entered) = 0;
+    if (peers.completed != nullptr) word(peers.completed) = params.epoch;
 }
 
-void exchange(const GemmeshParams& params, const GemmeshSends& sends, const GemmeshReduction& reduction, Kind kind) {
+void collective(const GemmeshParams& params, const GemmeshSends& sends, const GemmeshReduction& reduction, Kind kind) {
     const auto [epoch, all_ready] = enter(params);
     for (uint32_t i = 0; i < sends.count && all_ready; ++i) {
         const GemmeshSend& send = sends.sends[i];
         for (uint32_t row = 0; row < send.rows; ++row) {
             const char* from = static_cast<const char*>(sends.from) + (send.from_row + row) * sends.from_pitch + send.column;
-            char* to = static_cast<char*>(params.exchange.rows[send.peer]) + (send.to_row + row) * sends.to_pitch + send.column;
+            char* to = static_cast<char*>(params.peers.rows[send.peer]) + (send.to_row + row) * sends.to_pitch + send.column;
             memmove(to, from, send.width);
         }
-        word(&params.exchange.mailboxes[send.peer]->chunk[send.flag]) = epoch;
+        word(&params.peers.mailboxes[send.peer]->chunk[send.flag]) = epoch;
     }
     bool waiting = all_ready;
     for (uint32_t flag = 0; flag < sends.flags && waiting; ++flag) {
@@ -412,11 +412,11 @@ float element(const Operands& operands, const GemmeshParams& params, uint32_t we
 
 void multiply(const Operands& operands, const GemmeshParams& params, const Shape& shape, Kind kind) {
     const auto [epoch, all_ready] = enter(params);
-    for (uint32_t i = 0; i < params.exchange.task_count && all_ready; ++i) {
-        const GemmeshCopyTask& task = params.exchange.tasks[i];
-        const char* from = static_cast<const char*>(params.exchange.rows[params.exchange.rank]) + task.offset;
-        memcpy(static_cast<char*>(params.exchange.rows[task.peer]) + task.offset, from, task.bytes);
-        word(&params.exchange.mailboxes[task.peer]->chunk[task.flag]) = epoch;
+    for (uint32_t i = 0; i < params.peers.task_count && all_ready; ++i) {
+        const GemmeshCopyTask& task = params.peers.tasks[i];
+        const char* from = static_cast<const char*>(params.peers.rows[params.peers.rank]) + task.offset;
+        memcpy(static_cast<char*>(params.peers.rows[task.peer]) + task.offset, from, task.bytes);
+        word(&params.peers.mailboxes[task.peer]->chunk[task.flag]) = epoch;
     }
     bool waiting = all_ready;
     for (uint32_t i = 0; i < params.tile_count && waiting; ++i) {
@@ -468,9 +468,9 @@ Work work_of(const std::string& name, void** arguments) {
         return [reduction = argument<GemmeshReduction>(arguments, 0), kind] { reduce(reduction, kind); };
     }
     const auto params = [&](int index) { return std::make_shared<GemmeshParams>(argument<GemmeshParams>(arguments, index)); };
-    if (begins("gemmesh_exchange_")) {
+    if (begins("gemmesh_collective_")) {
         return [params = params(0), sends = argument<GemmeshSends>(arguments, 1),
-                reduction = argument<GemmeshReduction>(arguments, 2), kind] { exchange(*params, sends, reduction, kind); };
+                reduction = argument<GemmeshReduction>(arguments, 2), kind] { collective(*params, sends, reduction, kind); };
     }
     Shape shape{};
     char dtype[8], rest[32] = "";

@@ -16,13 +16,13 @@ pub const GEMMESH_REFRESH: u32 = 268435456;
 pub const GEMMESH_GIVEN_UP: u32 = 1;
 pub const GEMMESH_GROUP_FAILED: u32 = 2;
 pub const GEMMESH_READY: u32 = 4294967295;
-pub const GEMMESH_LANDED: u32 = 4294967294;
+pub const GEMMESH_LOW_LATENCY: u32 = 4294967294;
 pub const GEMMESH_FAULT_NONE: u32 = 0;
 pub const GEMMESH_FAULT_CLAIMED: u32 = 1;
 pub const GEMMESH_FAULT_RECORDED: u32 = 2;
-pub const GEMMESH_EXCHANGE_THREADS: u32 = 512;
+pub const GEMMESH_COLLECTIVE_THREADS: u32 = 512;
 pub const GEMMESH_MAX_TARGETS: u32 = 8;
-pub const GEMMESH_LANDING_BYTES: u32 = 8388608;
+pub const GEMMESH_LOW_LATENCY_BYTES: u32 = 8388608;
 pub const GEMMESH_UNTOLD: u32 = 4294967295;
 pub const GEMMESH_COPIED: u32 = 4294967294;
 pub const GEMMESH_REDUCE_THREADS: u32 = 256;
@@ -124,7 +124,7 @@ pub struct GemmeshPushEpoch {
     pub left: u32,
     pub current: u32,
     pub gate: u32,
-    pub landed: u32,
+    pub low_latency: u32,
     pub reserved: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
@@ -143,8 +143,8 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshPushEpoch, current) - 16usize];
     ["Offset of field: GemmeshPushEpoch::gate"]
         [::core::mem::offset_of!(GemmeshPushEpoch, gate) - 20usize];
-    ["Offset of field: GemmeshPushEpoch::landed"]
-        [::core::mem::offset_of!(GemmeshPushEpoch, landed) - 24usize];
+    ["Offset of field: GemmeshPushEpoch::low_latency"]
+        [::core::mem::offset_of!(GemmeshPushEpoch, low_latency) - 24usize];
     ["Offset of field: GemmeshPushEpoch::reserved"]
         [::core::mem::offset_of!(GemmeshPushEpoch, reserved) - 28usize];
 };
@@ -182,7 +182,7 @@ pub struct GemmeshSend {
     pub rows: u32,
     pub peer: u32,
     pub flag: u32,
-    pub landed_row: u32,
+    pub area_row: u32,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -196,8 +196,8 @@ const _: () = {
     ["Offset of field: GemmeshSend::rows"][::core::mem::offset_of!(GemmeshSend, rows) - 16usize];
     ["Offset of field: GemmeshSend::peer"][::core::mem::offset_of!(GemmeshSend, peer) - 20usize];
     ["Offset of field: GemmeshSend::flag"][::core::mem::offset_of!(GemmeshSend, flag) - 24usize];
-    ["Offset of field: GemmeshSend::landed_row"]
-        [::core::mem::offset_of!(GemmeshSend, landed_row) - 28usize];
+    ["Offset of field: GemmeshSend::area_row"]
+        [::core::mem::offset_of!(GemmeshSend, area_row) - 28usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -232,7 +232,7 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
-pub struct GemmeshExchange {
+pub struct GemmeshPeers {
     pub push_epoch: *mut GemmeshPushEpoch,
     pub tasks: *const GemmeshCopyTask,
     pub started: *mut u32,
@@ -246,28 +246,25 @@ pub struct GemmeshExchange {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshExchange"][::core::mem::size_of::<GemmeshExchange>() - 1072usize];
-    ["Alignment of GemmeshExchange"][::core::mem::align_of::<GemmeshExchange>() - 8usize];
-    ["Offset of field: GemmeshExchange::push_epoch"]
-        [::core::mem::offset_of!(GemmeshExchange, push_epoch) - 0usize];
-    ["Offset of field: GemmeshExchange::tasks"]
-        [::core::mem::offset_of!(GemmeshExchange, tasks) - 8usize];
-    ["Offset of field: GemmeshExchange::started"]
-        [::core::mem::offset_of!(GemmeshExchange, started) - 16usize];
-    ["Offset of field: GemmeshExchange::completed"]
-        [::core::mem::offset_of!(GemmeshExchange, completed) - 24usize];
-    ["Offset of field: GemmeshExchange::task_count"]
-        [::core::mem::offset_of!(GemmeshExchange, task_count) - 32usize];
-    ["Offset of field: GemmeshExchange::copies"]
-        [::core::mem::offset_of!(GemmeshExchange, copies) - 36usize];
-    ["Offset of field: GemmeshExchange::rank"]
-        [::core::mem::offset_of!(GemmeshExchange, rank) - 40usize];
-    ["Offset of field: GemmeshExchange::world"]
-        [::core::mem::offset_of!(GemmeshExchange, world) - 44usize];
-    ["Offset of field: GemmeshExchange::mailboxes"]
-        [::core::mem::offset_of!(GemmeshExchange, mailboxes) - 48usize];
-    ["Offset of field: GemmeshExchange::rows"]
-        [::core::mem::offset_of!(GemmeshExchange, rows) - 560usize];
+    ["Size of GemmeshPeers"][::core::mem::size_of::<GemmeshPeers>() - 1072usize];
+    ["Alignment of GemmeshPeers"][::core::mem::align_of::<GemmeshPeers>() - 8usize];
+    ["Offset of field: GemmeshPeers::push_epoch"]
+        [::core::mem::offset_of!(GemmeshPeers, push_epoch) - 0usize];
+    ["Offset of field: GemmeshPeers::tasks"][::core::mem::offset_of!(GemmeshPeers, tasks) - 8usize];
+    ["Offset of field: GemmeshPeers::started"]
+        [::core::mem::offset_of!(GemmeshPeers, started) - 16usize];
+    ["Offset of field: GemmeshPeers::completed"]
+        [::core::mem::offset_of!(GemmeshPeers, completed) - 24usize];
+    ["Offset of field: GemmeshPeers::task_count"]
+        [::core::mem::offset_of!(GemmeshPeers, task_count) - 32usize];
+    ["Offset of field: GemmeshPeers::copies"]
+        [::core::mem::offset_of!(GemmeshPeers, copies) - 36usize];
+    ["Offset of field: GemmeshPeers::rank"][::core::mem::offset_of!(GemmeshPeers, rank) - 40usize];
+    ["Offset of field: GemmeshPeers::world"]
+        [::core::mem::offset_of!(GemmeshPeers, world) - 44usize];
+    ["Offset of field: GemmeshPeers::mailboxes"]
+        [::core::mem::offset_of!(GemmeshPeers, mailboxes) - 48usize];
+    ["Offset of field: GemmeshPeers::rows"][::core::mem::offset_of!(GemmeshPeers, rows) - 560usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -304,7 +301,7 @@ const _: () = {
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
-pub struct GemmeshLanding {
+pub struct GemmeshLowLatency {
     pub areas: [*mut ::core::ffi::c_void; 8usize],
     pub begin: [u32; 8usize],
     pub end: [u32; 8usize],
@@ -313,18 +310,18 @@ pub struct GemmeshLanding {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of GemmeshLanding"][::core::mem::size_of::<GemmeshLanding>() - 136usize];
-    ["Alignment of GemmeshLanding"][::core::mem::align_of::<GemmeshLanding>() - 8usize];
-    ["Offset of field: GemmeshLanding::areas"]
-        [::core::mem::offset_of!(GemmeshLanding, areas) - 0usize];
-    ["Offset of field: GemmeshLanding::begin"]
-        [::core::mem::offset_of!(GemmeshLanding, begin) - 64usize];
-    ["Offset of field: GemmeshLanding::end"]
-        [::core::mem::offset_of!(GemmeshLanding, end) - 96usize];
-    ["Offset of field: GemmeshLanding::share"]
-        [::core::mem::offset_of!(GemmeshLanding, share) - 128usize];
-    ["Offset of field: GemmeshLanding::reserved"]
-        [::core::mem::offset_of!(GemmeshLanding, reserved) - 132usize];
+    ["Size of GemmeshLowLatency"][::core::mem::size_of::<GemmeshLowLatency>() - 136usize];
+    ["Alignment of GemmeshLowLatency"][::core::mem::align_of::<GemmeshLowLatency>() - 8usize];
+    ["Offset of field: GemmeshLowLatency::areas"]
+        [::core::mem::offset_of!(GemmeshLowLatency, areas) - 0usize];
+    ["Offset of field: GemmeshLowLatency::begin"]
+        [::core::mem::offset_of!(GemmeshLowLatency, begin) - 64usize];
+    ["Offset of field: GemmeshLowLatency::end"]
+        [::core::mem::offset_of!(GemmeshLowLatency, end) - 96usize];
+    ["Offset of field: GemmeshLowLatency::share"]
+        [::core::mem::offset_of!(GemmeshLowLatency, share) - 128usize];
+    ["Offset of field: GemmeshLowLatency::reserved"]
+        [::core::mem::offset_of!(GemmeshLowLatency, reserved) - 132usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -379,8 +376,8 @@ pub struct GemmeshParams {
     pub recording: u32,
     pub reserved: u32,
     pub outputs: [GemmeshOutput; 4usize],
-    pub exchange: GemmeshExchange,
-    pub landing: GemmeshLanding,
+    pub peers: GemmeshPeers,
+    pub low_latency: GemmeshLowLatency,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -430,10 +427,10 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshParams, reserved) - 124usize];
     ["Offset of field: GemmeshParams::outputs"]
         [::core::mem::offset_of!(GemmeshParams, outputs) - 128usize];
-    ["Offset of field: GemmeshParams::exchange"]
-        [::core::mem::offset_of!(GemmeshParams, exchange) - 320usize];
-    ["Offset of field: GemmeshParams::landing"]
-        [::core::mem::offset_of!(GemmeshParams, landing) - 1392usize];
+    ["Offset of field: GemmeshParams::peers"]
+        [::core::mem::offset_of!(GemmeshParams, peers) - 320usize];
+    ["Offset of field: GemmeshParams::low_latency"]
+        [::core::mem::offset_of!(GemmeshParams, low_latency) - 1392usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::context::{EnqueueContext, ProgramCall};
-use crate::backend::cuda::abi::{GEMMESH_EXCHANGE_THREADS, GEMMESH_REDUCE_THREADS};
+use crate::backend::cuda::abi::{GEMMESH_COLLECTIVE_THREADS, GEMMESH_REDUCE_THREADS};
 use crate::backend::cuda::driver::Stream;
 use crate::backend::cuda::program::operands::Operands;
 use crate::backend::cuda::program::{Program, params, reduction};
@@ -24,7 +24,7 @@ pub fn launch(at: &EnqueueContext, program: &Program, call: &ProgramCall) -> Res
         (&raw mut sends).cast(),
         (&raw mut sums).cast(),
     ];
-    let (grid, threads) = (kernel.grid, GEMMESH_EXCHANGE_THREADS);
+    let (grid, threads) = (kernel.grid, GEMMESH_COLLECTIVE_THREADS);
     // SAFETY: the arguments are what abi.h says. The matrices, the tables and the flags are alive until the stream has passed: as in
     // `product::launch`.
     unsafe {

@@ -92,7 +92,7 @@ pub struct Kernels {
     pub count: Function,
     /// By dtype.
     reduce: [(DType, Function); 3],
-    exchange: [(DType, Function); 3],
+    collective: [(DType, Function); 3],
     _modules: Vec<Module>,
 }
 
@@ -104,7 +104,7 @@ impl Kernels {
     pub fn load(device: &Arc<Device>) -> Result<Kernels> {
         let module = |image| Module::load(device, embedded(device.rank, image)?);
         let (align, count) = (module(ALIGN)?, module(COUNT)?);
-        let (exchange, reduce) = (module(STORE)?, module(REDUCE)?);
+        let (collective, reduce) = (module(STORE)?, module(REDUCE)?);
         let mut kernels = Kernels {
             instances: Vec::new(),
             align: align.function(c"gemmesh_align", 0)?,
@@ -114,12 +114,21 @@ impl Kernels {
                 (DType::F16, reduce.function(c"gemmesh_reduce_f16", 0)?),
                 (DType::F32, reduce.function(c"gemmesh_reduce_f32", 0)?),
             ],
-            exchange: [
-                (DType::Bf16, exchange.function(c"gemmesh_exchange_bf16", 0)?),
-                (DType::F16, exchange.function(c"gemmesh_exchange_f16", 0)?),
-                (DType::F32, exchange.function(c"gemmesh_exchange_f32", 0)?),
+            collective: [
+                (
+                    DType::Bf16,
+                    collective.function(c"gemmesh_collective_bf16", 0)?,
+                ),
+                (
+                    DType::F16,
+                    collective.function(c"gemmesh_collective_f16", 0)?,
+                ),
+                (
+                    DType::F32,
+                    collective.function(c"gemmesh_collective_f32", 0)?,
+                ),
             ],
-            _modules: vec![align, count, exchange, reduce],
+            _modules: vec![align, count, collective, reduce],
         };
         for cubin in CUBINS {
             let module = module(cubin.image)?;
@@ -142,11 +151,11 @@ impl Kernels {
             .map(|(_, kernel)| *kernel)
     }
 
-    /// The kernel that exchanges rows, and adds up those of a type if it is a float.
-    pub fn exchange(&self, dtype: DType) -> Function {
-        let mut kernels = self.exchange.iter();
+    /// The kernel that moves rows, and adds up those of a type if it is a float.
+    pub fn collective(&self, dtype: DType) -> Function {
+        let mut kernels = self.collective.iter();
         let of = kernels.find(|(of, _)| *of == dtype);
-        of.unwrap_or(&self.exchange[0]).1
+        of.unwrap_or(&self.collective[0]).1
     }
 
     /// The kernel that `config` asks for.
@@ -185,7 +194,7 @@ impl Kernels {
         let mut of = self.instances.iter().filter(|i| i.is_asked(config));
         // Their halves would be added up apart.
         let sliced = config.tile.k_slices > 1 || config.tile.stream_k;
-        let apart = gated && sliced && is_exchanged(config);
+        let apart = gated && sliced && swaps_ab(config);
         if of.all(can) && !apart {
             return Ok(());
         }
@@ -224,9 +233,9 @@ pub fn storing_warps(config: &Config) -> u32 {
     list::CONSUMER_WARPS * config.tile.cluster as u32
 }
 
-/// Whether its kernel exchanges the operands.
-pub fn is_exchanged(config: &Config) -> bool {
-    list::is_exchanged(config.tile.m as u32)
+/// Whether its kernel swaps the operands.
+pub fn swaps_ab(config: &Config) -> bool {
+    list::swaps_ab(config.tile.m as u32)
 }
 
 /// Every shape, which there is for each of its family's dtypes.
@@ -330,7 +339,7 @@ mod tests {
                 variants.map(move |variant| family.kernel(dtype, shape, variant))
             };
             let loaded: Vec<String> = family.shapes.iter().flat_map(all).collect();
-            let exchanged = family.shapes.iter().filter(|s| s.is_exchanged()).count();
+            let exchanged = family.shapes.iter().filter(|s| s.swaps_ab()).count();
             assert_eq!(loaded.len(), 2 * family.shapes.len() - exchanged);
             let expected = loaded.iter().map(|name| (name.clone(), dtype.to_string()));
             assert_eq!(compiled(cubin), expected.collect::<Vec<_>>());

@@ -29,7 +29,8 @@ pub struct Rates {
     /// What a tile takes beside its products, for each of its columns of 128 rows; and one of exchanged operands, which are stored
     /// otherwise.
     pub column: f64,
-    pub exchanged_column: f64,
+    #[serde(alias = "exchanged_column")]
+    pub swap_ab_column: f64,
     /// What CTAs that share K take to wait for one another, and to add up 128 rows of 256 columns.
     pub join: f64,
     pub split: f64,
@@ -83,7 +84,7 @@ pub const H200: Rates = Rates {
     cached: 9.17e6,
     read: 4.31e6,
     column: 0.0073,
-    exchanged_column: 0.0111,
+    swap_ab_column: 0.0111,
     join: 0.49,
     split: 0.79,
     slice_join: 1.21,
@@ -119,7 +120,7 @@ pub const H100: Rates = Rates {
     cached: 8.13e6,
     read: 3.08e6,
     column: 0.0061,
-    exchanged_column: 0.0106,
+    swap_ab_column: 0.0106,
     join: 0.31,
     split: 1.19,
     slice_join: 1.40,
@@ -201,7 +202,7 @@ impl Rates {
             cached,
             read,
             column,
-            exchanged_column,
+            swap_ab_column,
             join,
             split,
             slice_join,
@@ -220,7 +221,7 @@ impl Rates {
             field("cached", Rate, cached),
             field("read", Rate, read),
             field("column", Time, column),
-            field("exchanged_column", Time, exchanged_column),
+            field("swap_ab_column", Time, swap_ab_column),
             field("join", Time, join),
             field("split", Time, split),
             field("slice_join", Time, slice_join),

@@ -15,7 +15,7 @@ pub mod tuned;
 
 use tiles::Tiles;
 
-use crate::backend::cuda::gpu::kernels::{WIDEST, configs, is_exchanged};
+use crate::backend::cuda::gpu::kernels::{WIDEST, configs, swaps_ab};
 use crate::backend::cuda::gpu::rates::Rates;
 use crate::backend::cuda::program::block_table::TARGETS;
 use crate::backend::cuda::program::k_slices;
@@ -103,7 +103,7 @@ fn fastest(
     configs.for_each(|mut config| {
         let tiles = Tiles::of(rates, problem, &config);
         consider(&mut best, &tiles, &config);
-        let can = config.tile.split_k == 1 && !(problem.form.gated && is_exchanged(&config));
+        let can = config.tile.split_k == 1 && !(problem.form.gated && swaps_ab(&config));
         // Others take longer though they filled all multiprocessors.
         if !sliced || !can || tiles.start + tiles.filled() >= best.0 {
             return;

@@ -11,7 +11,7 @@ use std::ops::Range;
 use super::tiles::Tiles;
 use crate::backend::cuda::gpu::kernels::{WIDEST, configs};
 use crate::backend::cuda::gpu::rates::Rates;
-use crate::backend::cuda::program::low_latency::can_exchange;
+use crate::backend::cuda::program::low_latency::fits;
 use crate::explanation::Prediction;
 use crate::schedule::plan::partial_sums::{agree, pieces};
 use crate::schedule::plan::partials::{LOW_ROWS, Piece, is_exchanged};
@@ -41,8 +41,8 @@ mod rate {
     pub const STORE_HINDERS: f64 = 0.6;
     /// What the flag behind stores takes.
     pub const STORE_FLAG: f64 = 4.0;
-    /// What the start and the end of a kernel take that exchanges partials in landing areas, and a word's way.
-    pub const LANDED: f64 = 15.0;
+    /// What the start and the end of a kernel take that exchanges partials in low-latency areas, and a word's way.
+    pub const LOW_LATENCY: f64 = 15.0;
 }
 
 /// What an operation takes, cut up like that; that is not known if partials are pulled.
@@ -122,8 +122,8 @@ fn for_any_depth(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config
     };
     // So few rows are made in one tile, and exchanged as fast as can be: where only some kernels can, by one of these.
     let has_few_rows = problem.layout.m() <= LOW_ROWS;
-    let landing = has_few_rows.then(|| fastest(models().filter(Model::lands)));
-    let best = landing.flatten().or_else(|| fastest(models()));
+    let low_latency = has_few_rows.then(|| fastest(models().filter(Model::is_low_latency)));
+    let best = low_latency.flatten().or_else(|| fastest(models()));
     best.unwrap_or(WHOLE)
 }
 
@@ -227,11 +227,11 @@ impl<'a> Model<'a> {
         }
     }
 
-    /// Whether partials are exchanged in landing areas.
-    fn lands(&self) -> bool {
+    /// Whether partials are exchanged in low-latency areas.
+    fn is_low_latency(&self) -> bool {
         let problem = self.problem;
         let shape = [problem.layout.m(), problem.n];
-        self.exchanged && can_exchange(&self.config, shape, problem.layout.world())
+        self.exchanged && fits(&self.config, shape, problem.layout.world())
     }
 
     /// What kernels take around it all.
@@ -246,7 +246,7 @@ impl<'a> Model<'a> {
     /// No more than [`Model::time`]: what all tiles take, or all that is moved, if nothing waited for anything but its own tiles.
     fn least(&self) -> f64 {
         let problem = self.problem;
-        if self.lands() {
+        if self.is_low_latency() {
             return self.time();
         }
         let (m, world) = (problem.layout.m(), problem.layout.world());
@@ -278,8 +278,8 @@ impl<'a> Model<'a> {
     /// Microseconds from the first product until rank 0 has all it waits for. What it waits for from others comes when others get the
     /// same from it, for all ranks do the same.
     fn time(&self) -> f64 {
-        if self.lands() {
-            return self.landed();
+        if self.is_low_latency() {
+            return self.by_low_latency();
         }
         let Some(sent) = sent(self.problem, &self.config) else {
             return f64::INFINITY;
@@ -297,8 +297,8 @@ impl<'a> Model<'a> {
         timeline.complete + self.around()
     }
 
-    /// The same where partials are exchanged in landing areas. Each element is sent with as many bytes of tags, to one peer or to all.
-    fn landed(&self) -> f64 {
+    /// The same where partials are exchanged in low-latency areas. Each element is sent with as many bytes of tags, to one peer or to all.
+    fn by_low_latency(&self) -> f64 {
         let problem = self.problem;
         let [m, n, world] = [problem.layout.m(), problem.n, problem.layout.world()];
         let elements = match problem.operation {
@@ -306,7 +306,7 @@ impl<'a> Model<'a> {
             _ => m * n * (world - 1) / world,
         };
         let sent = (2 * elements * problem.dtypes.partials.bytes()) as f64;
-        self.kernel.of_tiles + sent / rate::STORED + rate::LANDED
+        self.kernel.of_tiles + sent / rate::STORED + rate::LOW_LATENCY
     }
 
     /// Bytes of so many rows that are sent to so many ranks.

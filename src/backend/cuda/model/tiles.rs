@@ -108,8 +108,8 @@ impl<'a> Tiles<'a> {
         let cached = (tile.m as f64 + tile.n as f64 / tile.cluster as f64) * of_k;
         let read = ((m + n) * k * bytes) as f64 / (entries as f64 * steps);
         let products = 2.0 * area * tile.k as f64 / rates.operations + rates.step;
-        let column = match kernels::is_exchanged(config) {
-            true => rates.exchanged_column,
+        let column = match kernels::swaps_ab(config) {
+            true => rates.swap_ab_column,
             false => rates.column,
         };
         let split = match tile.split_k {

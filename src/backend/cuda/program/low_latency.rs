@@ -1,26 +1,28 @@
-//! Few rows, which kernels send to the ranks' landing areas: nobody says first that an area may be written, and no flag follows the
+//! Few rows, which kernels send to the ranks' low-latency areas: nobody says first that an area may be written, and no flag follows the
 //! data. cuda/protocol/low_latency.cuh says why that is safe. Partial sums are sent by the warps that make them, which add up what comes.
 
 use std::ops::Range;
 
-use crate::backend::cuda::abi::{GEMMESH_LANDING_BYTES, GEMMESH_MAX_TARGETS, GemmeshLanding};
+use crate::backend::cuda::abi::{
+    GEMMESH_LOW_LATENCY_BYTES, GEMMESH_MAX_TARGETS, GemmeshLowLatency,
+};
 use crate::backend::cuda::shared::words::Control;
 use crate::schedule::plan::partials::{LOW_ROWS, PADDED_COLUMNS};
 use crate::schedule::{Addend, Config, Reduction, Schedule};
 
 /// Bytes of a rank's area.
-const BYTES: usize = GEMMESH_LANDING_BYTES as usize;
+const BYTES: usize = GEMMESH_LOW_LATENCY_BYTES as usize;
 /// Bytes of what is stored at once, with two tags, and how many elements it holds.
 const UNIT: usize = 16;
 const ELEMENTS: usize = 4;
 
 /// By rank, the rows whose sums it gets.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Landing(Vec<Range<usize>>);
+pub struct LowLatencyRows(Vec<Range<usize>>);
 
-impl Landing {
+impl LowLatencyRows {
     /// Of a schedule whose partials are exchanged, by kernels that can do it, if there is room for them: the same on every rank.
-    pub fn of(schedule: &Schedule) -> Option<Landing> {
+    pub fn of(schedule: &Schedule) -> Option<LowLatencyRows> {
         let (product, world) = (schedule.product()?, schedule.world());
         let [block] = &product.blocks[..] else {
             return None;
@@ -28,7 +30,7 @@ impl Landing {
         let waits = schedule.tiles().iter().any(|tile| !tile.flags().is_empty());
         if !schedule.is_exchanged()
             || waits
-            || !can_exchange(&product.config, [product.m, product.n()], world)
+            || !fits(&product.config, [product.m, product.n()], world)
         {
             return None;
         }
@@ -49,7 +51,7 @@ impl Landing {
             };
             rows[rank] = of(first..first + own);
         }
-        Some(Landing(rows))
+        Some(LowLatencyRows(rows))
     }
 
     /// The first of the rows whose sums `rank` gets.
@@ -58,28 +60,28 @@ impl Landing {
     }
 
     /// As a kernel takes it.
-    pub fn of_kernel(&self, control: &Control) -> GemmeshLanding {
-        let mut landing = areas(control, self.0.len());
+    pub fn of_kernel(&self, control: &Control) -> GemmeshLowLatency {
+        let mut low_latency = areas(control, self.0.len());
         for (rank, rows) in self.0.iter().enumerate() {
-            landing.begin[rank] = rows.start as u32;
-            landing.end[rank] = rows.end as u32;
+            low_latency.begin[rank] = rows.start as u32;
+            low_latency.end[rank] = rows.end as u32;
         }
-        landing
+        low_latency
     }
 }
 
 /// The areas of all ranks, and nothing of a product.
-pub fn areas(control: &Control, world: usize) -> GemmeshLanding {
-    let mut landing = NONE;
-    for (rank, area) in landing.areas.iter_mut().enumerate().take(world) {
-        *area = control.landing(rank) as *mut _;
+pub fn areas(control: &Control, world: usize) -> GemmeshLowLatency {
+    let mut low_latency = NONE;
+    for (rank, area) in low_latency.areas.iter_mut().enumerate().take(world) {
+        *area = control.low_latency_area(rank) as *mut _;
     }
-    landing.share = share(world) as u32;
-    landing
+    low_latency.share = share(world) as u32;
+    low_latency
 }
 
 /// Whether there is room for partials of M rows and N columns, and a kernel that exchanges them.
-pub fn can_exchange(config: &Config, [m, n]: [usize; 2], world: usize) -> bool {
+pub fn fits(config: &Config, [m, n]: [usize; 2], world: usize) -> bool {
     let tile = &config.tile;
     let has_kernel = (tile.m, tile.cluster, tile.k_slices) == (LOW_ROWS, 1, 1) && !tile.stream_k;
     let units = m.saturating_mul(n.next_multiple_of(PADDED_COLUMNS)) / ELEMENTS;
@@ -102,7 +104,7 @@ fn share(world: usize) -> usize {
 }
 
 /// For kernels of other operations.
-pub const NONE: GemmeshLanding = GemmeshLanding {
+pub const NONE: GemmeshLowLatency = GemmeshLowLatency {
     areas: [std::ptr::null_mut(); GEMMESH_MAX_TARGETS as usize],
     begin: [0; GEMMESH_MAX_TARGETS as usize],
     end: [0; GEMMESH_MAX_TARGETS as usize],
@@ -129,18 +131,18 @@ mod tests {
             .collect()
     }
 
-    fn landings(operation: Operation, rows: &[usize], n: usize) -> Vec<Option<Landing>> {
+    fn areas_of(operation: Operation, rows: &[usize], n: usize) -> Vec<Option<LowLatencyRows>> {
         let schedules = planned(operation, rows, n, LOW_ROWS);
-        schedules.iter().map(Landing::of).collect()
+        schedules.iter().map(LowLatencyRows::of).collect()
     }
 
     #[test]
     fn each_rank_gets_its_rows_of_a_reduce_scatter_and_all_of_an_all_reduce() {
         for rows in [&[5, 3][..], &[0, 1], &[1, 0, 63], &[8; 8]] {
             let (m, world) = (rows.iter().sum::<usize>(), rows.len());
-            let all = Landing(vec![0..m; world]);
+            let all = LowLatencyRows(vec![0..m; world]);
             assert_eq!(
-                landings(MatmulAllReduce, rows, 1000),
+                areas_of(MatmulAllReduce, rows, 1000),
                 vec![Some(all); world]
             );
             let mut end = 0;
@@ -149,9 +151,9 @@ mod tests {
                 // Nobody sends rows to a rank that has none.
                 if count == 0 { 0..0 } else { end - count..end }
             });
-            let own = Landing(own.collect());
+            let own = LowLatencyRows(own.collect());
             assert_eq!(
-                landings(MatmulReduceScatter, rows, 1000),
+                areas_of(MatmulReduceScatter, rows, 1000),
                 vec![Some(own); world]
             );
         }
@@ -166,8 +168,8 @@ mod tests {
                     rows[world - 1] = m;
                     for operation in [MatmulReduceScatter, MatmulAllReduce] {
                         for schedule in planned(operation, &rows, n, LOW_ROWS) {
-                            let lands = Landing::of(&schedule).is_some();
-                            assert_eq!(schedule.is_exchanged(), lands, "{world} {m} {n}");
+                            let is_low_latency = LowLatencyRows::of(&schedule).is_some();
+                            assert_eq!(schedule.is_exchanged(), is_low_latency, "{world} {m} {n}");
                         }
                     }
                 }
@@ -176,22 +178,22 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_large_or_made_by_other_kernels_does_not_land() {
+    fn what_is_too_large_or_made_by_other_kernels_is_not_sent_by_low_latency() {
         for operation in [MatmulReduceScatter, MatmulAllReduce] {
             for schedule in planned(operation, &[20, 30], 256, 128) {
-                assert_eq!(Landing::of(&schedule), None);
+                assert_eq!(LowLatencyRows::of(&schedule), None);
             }
-            let large = landings(operation, &[32, 32], 16_384);
+            let large = areas_of(operation, &[32, 32], 16_384);
             assert_eq!(large, [None, None]);
         }
         // Ranks without rows make others' only, in one block: not an exchange, for those wait for blocks.
         assert_eq!(
-            landings(MatmulReduceScatter, &[0, 0, 90], 4096),
+            areas_of(MatmulReduceScatter, &[0, 0, 90], 4096),
             [None, None, None]
         );
         // More rows than one tile has are all sent as they are made, too.
         assert!(
-            landings(MatmulAllReduce, &[100, 30], 256)
+            areas_of(MatmulAllReduce, &[100, 30], 256)
                 .iter()
                 .all(Option::is_some)
         );

@@ -75,7 +75,7 @@ impl Program {
         let (held, tables) = ProgramTables::hold(gpu, &schedule, &destination, entries)?;
         // Also where a rank sends nothing, the kernel of a collective adds up what comes.
         let is_collective = schedule.product().is_none() && schedule.is_pushed();
-        let adds_itself = is_collective || matches!(destination, Destination::Landing(_));
+        let adds_itself = is_collective || matches!(destination, Destination::LowLatency(_));
         let added = schedule.reduction().filter(|_| !adds_itself);
         let reduction = added.map(|added| ReductionKernel::new(gpu, &schedule, added));
         let reduction = reduction.transpose()?;

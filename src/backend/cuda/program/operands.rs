@@ -120,7 +120,7 @@ fn outputs(
     operands: &Operands,
 ) -> Result<SmallVec<[DeviceMatrix; MAX_WEIGHTS]>> {
     let out = |block: &Block| {
-        let (rows, sum) = match (&kernel.landing, schedule.reduction()) {
+        let (rows, sum) = match (&kernel.low_latency, schedule.reduction()) {
             (Some(_), Some(reduction)) => (reduction.rows, &reduction.sum),
             _ => (product.m, &block.sum),
         };
@@ -186,11 +186,11 @@ pub fn finished<'a>(
         row: block.rows.start,
         sum: &block.sum,
     };
-    match (&kernel.landing, &kernel.places) {
-        (Some(landing), _) => {
+    match (&kernel.low_latency, &kernel.places) {
+        (Some(low_latency), _) => {
             let of_reduction = |reduction: &'a Reduction| Finished {
                 weight: 0,
-                row: landing.first_row(schedule.rank()),
+                row: low_latency.first_row(schedule.rank()),
                 sum: &reduction.sum,
             };
             schedule.reduction().map(of_reduction).into_iter().collect()

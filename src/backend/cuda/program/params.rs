@@ -7,7 +7,7 @@ use super::operands::Operands;
 use super::tables::ProgramTables;
 use crate::backend::cuda::abi::{
     GEMMESH_GELU, GEMMESH_GELU_TANH, GEMMESH_IDENTITY, GEMMESH_RELU, GEMMESH_SILU, GemmeshCopyTask,
-    GemmeshExchange, GemmeshFault, GemmeshMailbox, GemmeshOutput, GemmeshParams, GemmeshPushEpoch,
+    GemmeshFault, GemmeshMailbox, GemmeshOutput, GemmeshParams, GemmeshPeers, GemmeshPushEpoch,
 };
 use crate::backend::cuda::shared::Shared;
 use crate::protocol::epoch::Epoch;
@@ -72,19 +72,19 @@ pub fn fixed(
         recording: 0,
         reserved: 0,
         outputs: [NO_OUTPUT; MAX_WEIGHTS],
-        exchange: exchange(shared, members, schedule, tables, completes),
-        landing: low_latency::NONE,
+        peers: peers(shared, members, schedule, tables, completes),
+        low_latency: low_latency::NONE,
     }
 }
 
 /// What a kernel is told of its peers.
-fn exchange(
+fn peers(
     shared: &Shared,
     members: &Members,
     schedule: &Schedule,
     tables: &ProgramTables,
     completes: bool,
-) -> GemmeshExchange {
+) -> GemmeshPeers {
     let (control, monitor) = (&shared.control, &shared.monitor);
     let copies = schedule.uses(Route::Push);
     let mut mailboxes = [std::ptr::null_mut(); MAX_WORLD];
@@ -95,7 +95,7 @@ fn exchange(
         true => control.push_epoch(),
         false => 0,
     };
-    GemmeshExchange {
+    GemmeshPeers {
         push_epoch: push_epoch as *mut GemmeshPushEpoch,
         tasks: tables.tasks as *const GemmeshCopyTask,
         // The kernel's waits have deadlines of their own. Where copies push, their stream says that it should run.
@@ -124,10 +124,10 @@ pub fn of_call(
     if let Some(recording) = run.recording {
         params.recording = recording;
         // The monitor counts no replays by these.
-        params.exchange.started = std::ptr::null_mut();
-        params.exchange.completed = std::ptr::null_mut();
+        params.peers.started = std::ptr::null_mut();
+        params.peers.completed = std::ptr::null_mut();
     }
-    for (peer, rows) in params.exchange.rows.iter_mut().enumerate().take(world) {
+    for (peer, rows) in params.peers.rows.iter_mut().enumerate().take(world) {
         *rows = operands.of_rank(stored, peer).unwrap_or(0) as *mut c_void;
     }
     params

@@ -2,7 +2,7 @@
 
 use super::block_table::Places;
 use super::k_slices::{self, Entry};
-use super::low_latency::Landing;
+use super::low_latency::LowLatencyRows;
 use super::operands;
 use super::params::{Fixed, function};
 use super::support::Destination;
@@ -32,7 +32,7 @@ pub struct ProductKernel {
     /// Of a product whose blocks go to several places.
     pub places: Option<Places>,
     /// Of one whose partials are exchanged by low latency.
-    pub landing: Option<Landing>,
+    pub low_latency: Option<LowLatencyRows>,
     /// Whether what is finished is stored in f32.
     pub stores_f32: bool,
     pub params: Fixed<GemmeshParams>,
@@ -108,10 +108,10 @@ impl ProductKernel {
             instance,
             entries,
         } = chosen;
-        let (places, landing) = match destination {
+        let (places, low_latency) = match destination {
             Destination::One => (None, None),
             Destination::Places(places) => (Some(places), None),
-            Destination::Landing(landing) => (None, Some(landing)),
+            Destination::LowLatency(low_latency) => (None, Some(low_latency)),
         };
         let mut kernel = ProductKernel {
             clusters: clusters(&instance, shared),
@@ -119,7 +119,7 @@ impl ProductKernel {
             instance,
             entries,
             places,
-            landing,
+            low_latency,
             stores_f32: false,
             params: Fixed(fixed),
             maps: Cache::default(),
@@ -146,8 +146,8 @@ impl ProductKernel {
         }
         params.partials = gpu.workspace.partials() as *mut f32;
         params.arrived = gpu.workspace.arrived() as *mut u32;
-        if let Some(landing) = &kernel.landing {
-            params.landing = landing.of_kernel(&shared.control);
+        if let Some(low_latency) = &kernel.low_latency {
+            params.low_latency = low_latency.of_kernel(&shared.control);
         }
         kernel
     }

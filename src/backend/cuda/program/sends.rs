@@ -8,7 +8,7 @@ use super::params::Fixed;
 use super::reduction::{self, NOTHING_ADDED};
 use super::tables::ProgramTables;
 use crate::backend::cuda::abi::{
-    GEMMESH_EXCHANGE_THREADS, GemmeshParams, GemmeshReduction, GemmeshSend, GemmeshSends,
+    GEMMESH_COLLECTIVE_THREADS, GemmeshParams, GemmeshReduction, GemmeshSend, GemmeshSends,
 };
 use crate::backend::cuda::driver::Function;
 use crate::backend::cuda::gpu::Gpu;
@@ -47,8 +47,8 @@ impl CollectiveKernel {
     ) -> Option<CollectiveKernel> {
         let mut moved = schedule.arrivals().iter().chain(schedule.moves());
         let Move { from, to } = &moved.next()?.regions[0];
-        if lands(schedule) {
-            fixed.landing = low_latency::areas(control, schedule.world());
+        if is_low_latency(schedule) {
+            fixed.low_latency = low_latency::areas(control, schedule.world());
         }
         let [source, target] = [from, to].map(|region| schedule.matrices()[region.matrix]);
         let sends = GemmeshSends {
@@ -64,11 +64,11 @@ impl CollectiveKernel {
         let bytes = target.dtype.bytes();
         let added = schedule.reduction();
         let pieces = added.map_or(0, |added| added.rows * (added.n * bytes).div_ceil(PIECE));
-        let adders = pieces.div_ceil(GEMMESH_EXCHANGE_THREADS as usize);
+        let adders = pieces.div_ceil(GEMMESH_COLLECTIVE_THREADS as usize);
         let moved = schedule.arrivals().len().max(tables.send_count as usize);
         let most = MOST_CTAS.min(2 * gpu.device.multiprocessors());
         Some(CollectiveKernel {
-            function: gpu.kernels.exchange(target.dtype),
+            function: gpu.kernels.collective(target.dtype),
             grid: adders.max(moved).clamp(1, most) as u32,
             source: from.matrix,
             target: to.matrix,
@@ -119,8 +119,8 @@ pub fn check(schedule: &Schedule) -> Result<()> {
     Ok(())
 }
 
-/// Whether what the kernel stores goes through landing areas: the same on every rank.
-fn lands(schedule: &Schedule) -> bool {
+/// Whether what the kernel stores goes through low-latency areas: the same on every rank.
+fn is_low_latency(schedule: &Schedule) -> bool {
     /// Twice the bytes take longer than what they spare.
     const MOST: usize = 512 << 10;
     let is_stored = schedule.product().is_none() && schedule.uses(Route::Store);
@@ -133,11 +133,11 @@ fn lands(schedule: &Schedule) -> bool {
     source.rows * source.row_bytes() <= MOST.min(low_latency::room(schedule.world()))
 }
 
-/// The kernel's table: what it stores and, if that lands, what comes behind it; and how many entries are stored.
+/// The kernel's table: what it stores and, if it goes through low-latency areas, what comes behind it; and how many entries are stored.
 pub fn table(schedule: &Schedule) -> (Vec<GemmeshSend>, u32) {
     let mut table = sends(schedule);
     let count = table.len() as u32;
-    if lands(schedule) {
+    if is_low_latency(schedule) {
         table.extend(arrivals(schedule));
     }
     (table, count)
@@ -154,7 +154,7 @@ fn sends(schedule: &Schedule) -> Vec<GemmeshSend> {
     )
 }
 
-/// What comes to this rank through landing areas.
+/// What comes to this rank through low-latency areas.
 fn arrivals(schedule: &Schedule) -> Vec<GemmeshSend> {
     let come = schedule.arrivals().iter();
     entries(
@@ -165,7 +165,7 @@ fn arrivals(schedule: &Schedule) -> Vec<GemmeshSend> {
     )
 }
 
-/// As the kernel takes them. What goes from one rank to another lies in landing areas row by row, in the order of `row`.
+/// As the kernel takes them. What goes from one rank to another lies in low-latency areas row by row, in the order of `row`.
 fn entries<'a>(
     schedule: &Schedule,
     transfers: impl Iterator<Item = &'a Transfer> + Clone,
@@ -183,7 +183,7 @@ fn entries<'a>(
         let moved = &transfer.regions[0];
         let Move { from, to } = moved;
         let bytes = schedule.matrices()[from.matrix].dtype.bytes();
-        let landed_row = row(moved) - first_row(peer(transfer)).unwrap_or(0);
+        let area_row = row(moved) - first_row(peer(transfer)).unwrap_or(0);
         GemmeshSend {
             from_row: from.rows.start as u32,
             to_row: to.rows.start as u32,
@@ -192,7 +192,7 @@ fn entries<'a>(
             rows: from.rows.len() as u32,
             peer: peer(transfer) as u32,
             flag: transfer.flag as u32,
-            landed_row: landed_row as u32,
+            area_row: area_row as u32,
         }
     };
     transfers.clone().map(entry).collect()
@@ -208,10 +208,10 @@ mod tests {
     use crate::schedule::plan::plan;
     use crate::schedule::{Layout, Operation, Problem};
 
-    /// Every piece that a rank sends another has a place of its own in the landing area, where that one looks for it, and puts it where it
+    /// Every piece that a rank sends another has a place of its own in the low-latency area, where that one looks for it, and puts it where it
     /// would have been stored.
     #[test]
-    fn what_lands_is_sought_where_it_was_sent() {
+    fn what_is_sent_is_sought_where_it_was_sent() {
         for (rows, n) in [([5, 1, 0], 1024), ([16, 16, 16], 2048), ([1, 2, 40], 8)] {
             for operation in [
                 Operation::AllGather,
@@ -225,7 +225,7 @@ mod tests {
                 let schedules: Vec<Schedule> = (0..rows.len()).map(plan).collect();
                 let pieces = n * DType::Bf16.bytes() / PIECE;
                 for (from, sender) in schedules.iter().enumerate() {
-                    assert!(lands(sender), "{operation} {rows:?} rank {from}");
+                    assert!(is_low_latency(sender), "{operation} {rows:?} rank {from}");
                     for (to, receiver) in schedules.iter().enumerate().filter(|&(to, _)| to != from)
                     {
                         let case = format!("{operation} {rows:?} by {n} from {from} to {to}");
@@ -235,14 +235,14 @@ mod tests {
                         come.retain(|come| come.peer as usize == from);
                         let place = |send: &GemmeshSend| {
                             let GemmeshSend {
-                                landed_row,
+                                area_row,
                                 column,
                                 width,
                                 rows,
                                 to_row,
                                 ..
                             } = *send;
-                            [landed_row, column, width, rows, to_row]
+                            [area_row, column, width, rows, to_row]
                         };
                         let mut places =
                             [&sent, &come].map(|sends| sends.iter().map(place).collect::<Vec<_>>());
@@ -268,12 +268,12 @@ mod tests {
     }
 
     #[test]
-    fn many_rows_do_not_land() {
+    fn many_rows_are_not_sent_by_low_latency() {
         for (rows, expected) in [(16, true), (17, false)] {
             let layout = Layout::new(&[rows; 4], 4096).unwrap();
             let problem = Problem::new(Operation::ReduceScatter, DType::Bf16, layout, 4096);
             let plan = plan(&problem, 1, stored()).unwrap();
-            assert_eq!(lands(&plan), expected, "{rows} rows a rank");
+            assert_eq!(is_low_latency(&plan), expected, "{rows} rows a rank");
         }
     }
 }

@@ -1,7 +1,7 @@
 //! What kernels can do of what schedules can say, and where a product then goes.
 
 use super::block_table::Places;
-use super::low_latency::Landing;
+use super::low_latency::LowLatencyRows;
 use super::sends;
 use crate::error::Result;
 use crate::schedule::limits::limit;
@@ -14,8 +14,8 @@ pub enum Destination {
     One,
     /// To several places, and what comes from others is added to some.
     Places(Places),
-    /// As partials to landing areas; their sums to one matrix.
-    Landing(Landing),
+    /// As partials to low-latency areas; their sums to one matrix.
+    LowLatency(LowLatencyRows),
 }
 
 /// Checks that the kernels support this schedule. Returns where the rows of its product go.
@@ -33,8 +33,8 @@ pub fn check(schedule: &Schedule) -> Result<Destination> {
     if schedule.is_idle() {
         return Ok(Destination::One);
     }
-    if let Some(landing) = Landing::of(schedule) {
-        return Ok(Destination::Landing(landing));
+    if let Some(low_latency) = LowLatencyRows::of(schedule) {
+        return Ok(Destination::LowLatency(low_latency));
     }
     if let Some(places) = Places::of(schedule) {
         places.check(schedule, product)?;

@@ -23,7 +23,7 @@ pub struct ProgramTables {
     /// What the kernel of a product stores for peers.
     pub tasks: DevicePtr,
     pub task_count: u32,
-    /// What is stored where nothing is multiplied. Behind it stands what comes, if that lands.
+    /// What is stored where nothing is multiplied. Behind it stands what comes, if it goes through low-latency areas.
     pub sends: DevicePtr,
     pub send_count: u32,
     pub blocks: DevicePtr,

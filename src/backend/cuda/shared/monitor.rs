@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use super::words::{FlagLine, OwnWords, Snapshot, Waits};
 use crate::backend::cuda::abi::{
-    GEMMESH_FAULT_RECORDED, GEMMESH_GROUP_FAILED, GEMMESH_LANDED, GEMMESH_READY, GemmeshFault,
+    GEMMESH_FAULT_RECORDED, GEMMESH_GROUP_FAILED, GEMMESH_LOW_LATENCY, GEMMESH_READY, GemmeshFault,
     GemmeshPushEpoch,
 };
 use crate::backend::cuda::driver::{Device, DevicePtr, Pinned, Priority, Stream, StreamMemOp};
@@ -406,7 +406,7 @@ impl Watch {
         let source = fault.peer as usize;
         let noted = match fault.flag {
             GEMMESH_READY => Awaited::Ready { source },
-            GEMMESH_LANDED => Awaited::Landed { source },
+            GEMMESH_LOW_LATENCY => Awaited::LowLatency { source },
             flag => Awaited::Chunk {
                 source,
                 flag: flag as usize,

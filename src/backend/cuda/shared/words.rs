@@ -4,8 +4,8 @@ use std::mem::offset_of;
 
 use super::symmetric::{Peers, Symmetric};
 use crate::backend::cuda::abi::{
-    GEMMESH_LANDING_BYTES, GEMMESH_MAX_FLAGS, GEMMESH_MAX_WORLD, GEMMESH_REFRESH, GemmeshMailbox,
-    GemmeshPushEpoch,
+    GEMMESH_LOW_LATENCY_BYTES, GEMMESH_MAX_FLAGS, GEMMESH_MAX_WORLD, GEMMESH_REFRESH,
+    GemmeshMailbox, GemmeshPushEpoch,
 };
 use crate::backend::cuda::driver::{DevicePtr, Region, StreamMemOp};
 use crate::backend::cuda::gpu::Gpu;
@@ -49,10 +49,10 @@ mod word {
 const BOXES: usize = 1 << 20;
 /// Bytes of a box.
 pub const BOX: usize = (1 << 20) / MAX_WORLD;
-/// Behind that is the landing area.
-const LANDING: usize = BOXES + MAX_WORLD * BOX;
+/// Behind that is the low-latency area.
+const LOW_LATENCY: usize = BOXES + MAX_WORLD * BOX;
 /// Bytes of the control block.
-const BYTES: usize = LANDING + GEMMESH_LANDING_BYTES as usize;
+const BYTES: usize = LOW_LATENCY + GEMMESH_LOW_LATENCY_BYTES as usize;
 
 impl Control {
     /// Collective. All flags hold the epoch before `first`.
@@ -166,9 +166,9 @@ impl Control {
         Control::at(self.memory.of(rank), word::ALIGNED)
     }
 
-    /// The landing area of `rank`.
-    pub fn landing(&self, rank: usize) -> DevicePtr {
-        self.memory.of(rank) + LANDING as u64
+    /// The low-latency area of `rank`.
+    pub fn low_latency_area(&self, rank: usize) -> DevicePtr {
+        self.memory.of(rank) + LOW_LATENCY as u64
     }
 
     /// The box for `by` in the memory of `rank`.
