@@ -148,7 +148,7 @@ typedef struct GemmeshPushEpoch {
     uint32_t taken;   /* tasks that they have taken, and */
     uint32_t left;    /* its CTAs that have pushed what they took, and for whose tiles all rows have come */
     uint32_t current; /* the epoch of the operation whose rows the copy engine pushes: what it copies into flags */
-    uint32_t gate;    /* set by the kernel when every peer is ready, or when the group has failed; reset by the copy stream
+    uint32_t permit;   /* set by the kernel when every peer is ready, or when the group has failed; reset by the copy stream
                        * when it has pushed */
     uint32_t low_latency;   /* how many pushed operations have used low-latency areas */
     uint32_t reserved;
@@ -195,7 +195,7 @@ typedef struct GemmeshPeers {
     uint32_t *started;                /* the host's: where GemmeshParams.epoch is written when the kernel runs, and */
     uint32_t *completed;              /* when all that it waits for has come; null where somebody else does, or nobody is to know */
     uint32_t task_count;
-    uint32_t copies; /* nonzero: the copy engine pushes, and waits for push_epoch->gate */
+    uint32_t copies; /* nonzero: the copy engine pushes, and waits for push_epoch->permit */
     uint32_t rank;
     uint32_t world;
     GemmeshMailbox *mailboxes[GEMMESH_MAX_WORLD]; /* by rank, as this GPU maps them */

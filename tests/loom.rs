@@ -78,18 +78,18 @@ struct Plans {
 struct World {
     ranks: Vec<Rank>,
     plans: std::sync::Arc<Plans>,
-    /// Whether operations are recorded: epochs are those of their values, and flags are gates.
-    gated: bool,
+    /// Whether operations are recorded: epochs are those of their values, and flags are graph words.
+    in_graph: bool,
     /// How many more looks at flags may fail before no new orders are explored. Not loom's: it orders nothing.
     patience: AtomicI32,
 }
 
 impl World {
     /// For recorded operations.
-    fn gated(plans: &std::sync::Arc<Plans>, patience: i32) -> World {
+    fn in_graph(plans: &std::sync::Arc<Plans>, patience: i32) -> World {
         let world = World::new(plans, Epoch::OPEN, patience);
         World {
-            gated: true,
+            in_graph: true,
             ..world
         }
     }
@@ -109,7 +109,7 @@ impl World {
         World {
             ranks: plans.schedules.iter().map(rank).collect(),
             plans: plans.clone(),
-            gated: false,
+            in_graph: false,
             patience: AtomicI32::new(patience),
         }
     }
@@ -146,8 +146,8 @@ impl World {
 
     fn complete(&self, rank: usize, epoch: Epoch, way: Way) {
         let (plan, blocks) = (self.plan(rank, way), self.blocks());
-        let Ok(()) = match self.gated {
-            true => drive::complete_by_gates(plan, &blocks, self),
+        let Ok(()) = match self.in_graph {
+            true => drive::complete_in_graph(plan, &blocks, self),
             false => drive::complete(plan, epoch, &blocks, self),
         };
     }
@@ -170,8 +170,8 @@ impl World {
             },
         };
         let plan = self.plan(rank, way);
-        let Ok(()) = match self.gated {
-            true => drive::transfer_by_gates(plan, plan.moves(), &mut engine),
+        let Ok(()) = match self.in_graph {
+            true => drive::transfer_in_graph(plan, plan.moves(), &mut engine),
             false => drive::transfer(plan, plan.moves(), epoch, &mut engine),
         };
     }
@@ -274,9 +274,9 @@ impl World {
         begin: &Sender<Epoch>,
         ended: &Receiver<()>,
     ) {
-        if self.gated {
+        if self.in_graph {
             self.write(rank, epoch);
-            drive::announce_by_gates(self.plan(rank, way), &self.blocks());
+            drive::announce_in_graph(self.plan(rank, way), &self.blocks());
             begin.send(epoch).unwrap();
             self.consume(rank, epoch, way);
         } else {
@@ -493,7 +493,7 @@ fn a_matrix_and_its_scales_are_seen_under_one_flag() {
 }
 
 #[test]
-fn gates_of_replays_are_closed_before_they_are_opened_again() {
+fn graph_words_of_replays_are_closed_before_they_are_opened_again() {
     const ASKED: Asked = Asked {
         world: 2,
         block: 2,
@@ -512,7 +512,7 @@ fn gates_of_replays_are_closed_before_they_are_opened_again() {
         [Way::Pull, Way::Push, Way::Pull],
     ] {
         let plans = plans.clone();
-        let world = move || World::gated(&plans, i32::MAX);
+        let world = move || World::in_graph(&plans, i32::MAX);
         two_ranks_in(world, ways, 1, 6);
     }
 }

@@ -92,7 +92,7 @@ __device__ inline void announce(const GemmeshParams& params, uint32_t epoch, uin
         return;
     }
     // After a failure too: the copies of a graph wait at each of its replays, and the host does not know how many there are.
-    ptx::st_release_sys(&peers.push_epoch->gate, 1);
+    ptx::st_release_sys(&peers.push_epoch->permit, 1);
 }
 
 __device__ __forceinline__ GemmeshCopyTask load_task(const GemmeshCopyTask* at) {

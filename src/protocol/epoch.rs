@@ -12,7 +12,7 @@ impl Epoch {
     /// The first operation of a group.
     pub const FIRST: Epoch = Epoch(1);
 
-    /// What a gate holds that has been opened (see [`drive::transfer_by_gates`](crate::schedule::drive::transfer_by_gates)): its words know two epochs.
+    /// What a graph word holds that has been opened (see [`drive::transfer_in_graph`](crate::schedule::drive::transfer_in_graph)): its words know two epochs.
     pub const OPEN: Epoch = Epoch(1);
 
     /// What it holds before, and again when it has been passed.

@@ -32,8 +32,8 @@ pub trait CopyEngine {
     fn signal_done(&mut self, peer: usize, epoch: Epoch) -> Result<(), Self::Error>;
 }
 
-/// A copy engine whose words are gates: see [`transfer_by_gates`].
-pub trait GatedCopyEngine: CopyEngine {
+/// A copy engine whose words are graph words: see [`transfer_in_graph`].
+pub trait GraphCopyEngine: CopyEngine {
     /// Notes, for a report, that all is moved: from here on gates are closed that were open.
     fn all_moved(&mut self) -> Result<(), Self::Error>;
     /// Closes `ready` of `peer`.
@@ -52,12 +52,12 @@ pub fn transfer<'s, E: CopyEngine>(
 }
 
 /// As [`transfer`], in an operation that is recorded once and done often: what its streams wait for and write is the same each time, so
-/// their words count no epochs. They are gates: a peer opens one, and whoever has waited for it closes it.
+/// their words count no epochs. They are graph words: a peer opens one, and whoever has waited for it closes it.
 ///
-/// A gate is closed before its peer can open it again. `ready` of a peer is opened in its next operation, which begins when all who move
-/// rows from or to it are done with this one; so it is closed before this rank says `done`. To all of them at the end: until then the gates show
+/// A graph word is closed before its peer can open it again. `ready` of a peer is opened in its next operation, which begins when all who move
+/// rows from or to it are done with this one; so it is closed before this rank says `done`. To all of them at the end: until then the graph words show
 /// who is late.
-pub fn transfer_by_gates<'s, E: GatedCopyEngine>(
+pub fn transfer_in_graph<'s, E: GraphCopyEngine>(
     schedule: &'s Schedule,
     moves: impl Iterator<Item = &'s Transfer> + Clone,
     engine: &mut E,
@@ -280,10 +280,10 @@ pub fn announce(rank: usize, epoch: Epoch, blocks: &[FlagBlock]) {
     }
 }
 
-/// As [`announce`], by gates: to those who will wait for it, for they are who closes it.
-pub fn announce_by_gates(schedule: &Schedule, gates: &[FlagBlock]) {
+/// As [`announce`], by graph words: to those who will wait for it, for they are who closes it.
+pub fn announce_in_graph(schedule: &Schedule, words: &[FlagBlock]) {
     for &peer in schedule.movers() {
-        gates[peer].ready[schedule.rank()].signal(Epoch::OPEN);
+        words[peer].ready[schedule.rank()].signal(Epoch::OPEN);
     }
 }
 
@@ -307,15 +307,15 @@ pub fn complete<W: Wait>(
     Ok(())
 }
 
-/// As [`complete`] of what has no product, by gates; they are closed, for nobody opens one of them before this rank has announced its next
+/// As [`complete`] of what has no product, by graph words; they are closed, for nobody opens one of them before this rank has announced its next
 /// operation. Those of chunks are open, whether they were waited for or not: who brings them has said `done`, or is this rank, whose transfers
 /// have ended.
-pub fn complete_by_gates<W: Wait>(
+pub fn complete_in_graph<W: Wait>(
     schedule: &Schedule,
-    gates: &[FlagBlock],
+    words: &[FlagBlock],
     waiter: &W,
 ) -> Result<(), W::Error> {
-    let own = &gates[schedule.rank()];
+    let own = &words[schedule.rank()];
     for &peer in schedule.movers() {
         waiter.wait(&own.done[peer], Epoch::OPEN, Awaited::Done { peer })?;
         own.done[peer].signal(Epoch::CLOSED);
@@ -374,7 +374,7 @@ impl<W: Wait, C: FnMut(&Transfer)> CopyEngine for CopyThread<'_, W, C> {
     }
 }
 
-impl<W: Wait, C: FnMut(&Transfer)> GatedCopyEngine for CopyThread<'_, W, C> {
+impl<W: Wait, C: FnMut(&Transfer)> GraphCopyEngine for CopyThread<'_, W, C> {
     fn all_moved(&mut self) -> Result<(), W::Error> {
         Ok(())
     }

@@ -353,7 +353,7 @@ Entrance enter(const GemmeshParams& params) {
     }
     if (peers.copies != 0 && (all_ready || word(params.abort) == GEMMESH_GROUP_FAILED)) {
         if (all_ready) word(&push_epoch.current) = epoch;
-        word(&push_epoch.gate) = 1;
+        word(&push_epoch.permit) = 1;
     }
     return {epoch, all_ready};
 }

@@ -1,4 +1,4 @@
-//! Operations without a product, captured in graphs: streams wait for gates, at each replay for the same values.
+//! Operations without a product, captured in graphs: streams wait for graph words, at each replay for the same values.
 
 use std::time::{Duration, Instant};
 
@@ -44,7 +44,7 @@ fn rows_are_consumed_anew_at_each_replay() {
         operation.run(&a, |_| Ok(()))?;
         group.synchronize()?;
         gemmesh::testing::delay_chunks(Some(3));
-        // Two in one graph: the gates of the first are those of the second.
+        // Two in one graph: the graph words of the first are those of the second.
         let replay = Replay::capture(&group, RELAXED, || {
             for sink in &mut sinks {
                 let run = operation.run(&a, |chunk| {
@@ -258,7 +258,7 @@ fn a_replay_that_a_rank_does_not_make_ends_at_the_deadline_and_names_it_and_the_
         let steps = host_group(rank)?;
         let _context = Context::retain(rank.rank);
         steps.barrier()?;
-        let group = another_group(rank, "gates", SHORT)?;
+        let group = another_group(rank, "graphs", SHORT)?;
         let a = group.sharded::<bf16>(30, 8)?;
         all_gather_and_consume(&a, |_| Ok(()))?;
         group.synchronize()?;

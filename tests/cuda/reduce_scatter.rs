@@ -347,7 +347,7 @@ fn a_captured_reduce_scatter_gives_the_same_bits_at_each_replay() {
     }));
 }
 
-/// The product first, then a gather of partials by gates, then their sum: no kernel waits for another rank's.
+/// The product first, then a gather of partials by graph words, then their sum: no kernel waits for another rank's.
 #[test]
 fn a_captured_reduce_scatter_by_pulls_gives_the_same_bits_at_each_replay() {
     let Some(_leave) = gpu() else { return };

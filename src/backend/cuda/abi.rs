@@ -123,7 +123,7 @@ pub struct GemmeshPushEpoch {
     pub taken: u32,
     pub left: u32,
     pub current: u32,
-    pub gate: u32,
+    pub permit: u32,
     pub low_latency: u32,
     pub reserved: u32,
 }
@@ -141,8 +141,8 @@ const _: () = {
         [::core::mem::offset_of!(GemmeshPushEpoch, left) - 12usize];
     ["Offset of field: GemmeshPushEpoch::current"]
         [::core::mem::offset_of!(GemmeshPushEpoch, current) - 16usize];
-    ["Offset of field: GemmeshPushEpoch::gate"]
-        [::core::mem::offset_of!(GemmeshPushEpoch, gate) - 20usize];
+    ["Offset of field: GemmeshPushEpoch::permit"]
+        [::core::mem::offset_of!(GemmeshPushEpoch, permit) - 20usize];
     ["Offset of field: GemmeshPushEpoch::low_latency"]
         [::core::mem::offset_of!(GemmeshPushEpoch, low_latency) - 24usize];
     ["Offset of field: GemmeshPushEpoch::reserved"]

@@ -52,9 +52,9 @@ pub fn announce(at: &EnqueueContext, epoch: Epoch, and: Option<StreamMemOp>) -> 
     unsafe { main.words(&words[..count]) }
 }
 
-/// As [`announce`], of an operation that is recorded: as [`announce_by_gates`](crate::schedule::drive::announce_by_gates) of the host. Beside
+/// As [`announce`], of an operation that is recorded: as [`announce_in_graph`](crate::schedule::drive::announce_in_graph) of the host. Beside
 /// it the replay is counted.
-pub fn announce_by_gates(at: &EnqueueContext, program: &Program) -> Result<()> {
+pub fn announce_in_graph(at: &EnqueueContext, program: &Program) -> Result<()> {
     let EnqueueContext {
         gpu,
         shared,
@@ -62,12 +62,12 @@ pub fn announce_by_gates(at: &EnqueueContext, program: &Program) -> Result<()> {
         main,
         ..
     } = *at;
-    let (schedule, gates) = (&program.schedule, shared.control.gates());
-    let recording = at.record(program, Waits::by_gates(schedule));
+    let (schedule, graph) = (&program.schedule, shared.control.graph_words());
+    let recording = at.record(program, Waits::in_graph(schedule));
     let mut words: SmallVec<[StreamMemOp; 16]> = SmallVec::new();
     words.push(StreamMemOp::Write(shared.monitor.running(), recording));
     let movers = schedule.movers().iter();
-    words.extend(movers.map(|&peer| gates.signal(gates.ready(peer, members.rank))));
+    words.extend(movers.map(|&peer| graph.signal(graph.ready(peer, members.rank))));
     let mut arguments = [shared.control.replays(), shared.monitor.replays()];
     let [count, shown] = &mut arguments;
     let mut arguments = [(&raw mut *count).cast(), (&raw mut *shown).cast()];

@@ -36,7 +36,7 @@ impl<'a> EnqueueContext<'a> {
     /// The words of operation `epoch`, or of one that is recorded.
     pub fn signals(&self, epoch: Epoch) -> Signals<'a> {
         match self.recorded {
-            true => self.shared.control.gates(),
+            true => self.shared.control.graph_words(),
             false => self.shared.control.flags(epoch),
         }
     }

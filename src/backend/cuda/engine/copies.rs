@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::profile::span::{Lane, Work};
 use crate::protocol::epoch::Epoch;
 use crate::protocol::flag::Awaited;
-use crate::schedule::drive::{self, CopyEngine, GatedCopyEngine};
+use crate::schedule::drive::{self, CopyEngine, GraphCopyEngine};
 use crate::schedule::{Schedule, Transfer};
 
 /// Has the caller make all blocks up to one. They are there when the stream that is returned has done what is on it.
@@ -43,7 +43,7 @@ pub fn enqueue<'a, 'm, 'o>(
     call: &'a ProgramCall<'o>,
     make: Option<&'a mut Make<'m>>,
 ) -> Result<Enqueued> {
-    let gated = at.recorded && schedule.handshake();
+    let in_graph = at.recorded && schedule.handshake();
     let mut copies = Copies {
         at,
         stream,
@@ -55,10 +55,10 @@ pub fn enqueue<'a, 'm, 'o>(
         pending: 0,
         stamps: Stamps::new(&at.gpu.device, call.trace.is_some()),
         pulled: Vec::new(),
-        gated,
+        in_graph,
     };
-    match gated {
-        true => drive::transfer_by_gates(schedule, schedule.moves(), &mut copies)?,
+    match in_graph {
+        true => drive::transfer_in_graph(schedule, schedule.moves(), &mut copies)?,
         false => drive::transfer(schedule, schedule.moves(), call.epoch, &mut copies)?,
     }
     copies.flush()?;
@@ -82,9 +82,9 @@ struct Copies<'a, 'm, 'o> {
     words: [StreamMemOp; BATCH],
     pending: usize,
     stamps: Stamps,
-    /// Whether words are gates. A graph may run its branches one after the other, so no branch of it waits by a gate for what another does: by
+    /// Whether the operation is recorded. A graph may run its branches one after the other, so no branch waits for a graph word that another writes: by
     /// chunk flag, where this rank pulls it, the place of which others come after.
-    gated: bool,
+    in_graph: bool,
     pulled: Vec<Option<Event>>,
 }
 
@@ -118,7 +118,7 @@ impl CopyEngine for Copies<'_, '_, '_> {
 
     fn wait_chunk(&mut self, flag: usize, _: Epoch, awaited: Awaited) -> Result<()> {
         // What this rank pulls stands before on this very stream.
-        if self.gated && matches!(awaited, Awaited::Chunk { pulled: true, .. }) {
+        if self.in_graph && matches!(awaited, Awaited::Chunk { pulled: true, .. }) {
             return Ok(());
         }
         let flag = self.signals.chunk(self.at.members.rank, flag);
@@ -164,7 +164,7 @@ impl CopyEngine for Copies<'_, '_, '_> {
     }
 
     fn signal_chunk(&mut self, moved: &Transfer, _: Epoch) -> Result<()> {
-        if self.gated && moved.to == self.at.members.rank {
+        if self.in_graph && moved.to == self.at.members.rank {
             let event = Event::new(&self.at.gpu.device, false)?;
             event.record(self.stream)?;
             self.pulled
@@ -182,7 +182,7 @@ impl CopyEngine for Copies<'_, '_, '_> {
     }
 }
 
-impl GatedCopyEngine for Copies<'_, '_, '_> {
+impl GraphCopyEngine for Copies<'_, '_, '_> {
     fn all_moved(&mut self) -> Result<()> {
         self.push(self.signals.signal(self.at.shared.control.moved()))
     }

@@ -17,11 +17,11 @@ pub fn enqueue(at: &EnqueueContext, program: &Program, call: &ProgramCall) -> Re
     let (schedule, recorded) = (&program.schedule, at.recorded);
     let (control, streams) = (&at.shared.control, at.gpu.streams());
     let copies = &streams.copies;
-    let gate = control.push_epoch() + offset_of!(GemmeshPushEpoch, gate) as u64;
+    let permit = control.push_epoch() + offset_of!(GemmeshPushEpoch, permit) as u64;
     copies.wait_for(at.main, &streams.begun)?;
     // What the kernel waits for has deadlines. That the kernel runs has one only if the monitor knows that it should.
     let begins = StreamMemOp::Write(at.shared.monitor.started(), call.epoch.raw());
-    let words = [begins, StreamMemOp::Wait(gate, 1)];
+    let words = [begins, StreamMemOp::Wait(permit, 1)];
     // SAFETY: control blocks are unmapped when the streams have passed.
     unsafe { copies.words(&words[usize::from(recorded)..])? };
     // Two flows at once are slower than one after the other, but for a small one: it fills the gaps between
@@ -50,7 +50,7 @@ pub fn enqueue(at: &EnqueueContext, program: &Program, call: &ProgramCall) -> Re
         copies.wait_for(&streams.deferred_copies, &streams.joined)?;
     }
     // Behind all copies, where nobody waits for it, and before the kernel that sets them next, which waits for these copies.
-    stored.push(gate);
+    stored.push(permit);
     let resets = stored.iter().map(|&word| StreamMemOp::Write(word, 0));
     // SAFETY: as above.
     unsafe { copies.words(&resets.collect::<Vec<_>>()) }

@@ -2,7 +2,7 @@
 
 use smallvec::SmallVec;
 
-use super::announce::{announce, announce_by_gates, pause};
+use super::announce::{announce, announce_in_graph, pause};
 use super::callbacks::{Callers, consume, produce};
 use super::context::{EnqueueContext, ProgramCall};
 use super::copies::{self, Enqueued};
@@ -55,7 +55,7 @@ pub fn enqueue(
         let joined = callers.join(main);
         consumed.and(joined)?;
     }
-    work.close_gates()?;
+    work.close_graph_words()?;
     let Some((spans, begun)) = call.trace.as_deref_mut().zip(begun) else {
         return Ok(());
     };
@@ -75,8 +75,8 @@ struct Streamed<'a> {
 }
 
 impl<'a> Streamed<'a> {
-    /// Whether ranks tell one another by gates, as where the operation is recorded.
-    fn is_gated(&self) -> bool {
+    /// Whether ranks tell one another by graph words, as where the operation is recorded.
+    fn is_in_graph(&self) -> bool {
         self.program.schedule.handshake() && self.at.recorded
     }
 
@@ -95,8 +95,8 @@ impl<'a> Streamed<'a> {
             main,
             ..
         } = *self.at;
-        if self.is_gated() {
-            return announce_by_gates(self.at, self.program);
+        if self.is_in_graph() {
+            return announce_in_graph(self.at, self.program);
         }
         if !self.program.schedule.handshake() {
             return Ok(());
@@ -194,7 +194,7 @@ impl<'a> Streamed<'a> {
         if !schedule.handshake() {
             return Ok(());
         }
-        if self.is_gated() {
+        if self.is_in_graph() {
             words.push(StreamMemOp::Write(shared.monitor.running(), 0));
             words.extend(self.done().chain([shared.control.moved()]).map(close));
         } else {
@@ -205,10 +205,10 @@ impl<'a> Streamed<'a> {
         unsafe { main.words(&words) }
     }
 
-    /// Closes the gates of what has come, as complete_by_gates of the host: those who wait for chunks have been joined. What this rank pulls
+    /// Closes the graph words of what has come, as complete_in_graph of the host: those who wait for chunks have been joined. What this rank pulls
     /// opens none.
-    fn close_gates(&self) -> Result<()> {
-        if !self.is_gated() {
+    fn close_graph_words(&self) -> Result<()> {
+        if !self.is_in_graph() {
             return Ok(());
         }
         let rank = self.at.members.rank;

@@ -21,14 +21,14 @@ impl Waits {
         }
     }
 
-    /// Of the same operation when it is recorded, by gates.
-    pub fn by_gates(schedule: &Schedule) -> Waits {
+    /// Of the same operation when it is recorded, by graph words.
+    pub fn in_graph(schedule: &Schedule) -> Waits {
         let Masks {
             ready,
             sources,
             done,
         } = Masks::of(schedule);
-        Waits::Gates {
+        Waits::Graph {
             ready,
             sources: sources & done,
             done,
@@ -77,12 +77,12 @@ mod tests {
         assert_eq!(waits(0), streams(0b110, 0));
         assert_eq!(waits(1), streams(0b101, 0b101));
         assert_eq!(waits(2), streams(0b011, 0b011));
-        // Nobody brings anything to rank 0, so it opens no gate.
-        let gates = Waits::Gates {
+        // Nobody brings anything to rank 0, so it opens no graph word.
+        let graph = Waits::Graph {
             ready: 0b100,
             sources: 0b1,
             done: 0b101,
         };
-        assert_eq!(Waits::by_gates(&schedule(1)), gates);
+        assert_eq!(Waits::in_graph(&schedule(1)), graph);
     }
 }

@@ -223,7 +223,7 @@ impl Monitor {
         self.watch.look();
     }
 
-    /// Lets whatever waits on the device run through, now and later; but replays, which close gates behind themselves, once.
+    /// Lets whatever waits on the device run through, now and later; but replays, which close graph words behind themselves, once.
     pub fn release(&self) {
         // What can't be written can't be helped; the device itself has failed then.
         let _ = self.watch.release();
@@ -290,7 +290,7 @@ impl Watch {
             let next = Epoch::from_raw(completed).next();
             self.judge(Running::Live(next), since.0.elapsed());
             self.judge(Running::Replay(replayed.running), since.1.elapsed());
-            // Once, and again for what is on the device: replays close gates behind themselves. (Not always, for each time takes a turn of
+            // Once, and again for what is on the device: replays close graph words behind themselves. (Not always, for each time takes a turn of
             // the GPU from other processes.)
             let is_busy = self.outstanding() > 0 || self.replayed.read().running > 0;
             if self.failures.fault().is_some() && (is_busy || !released) {
@@ -522,8 +522,8 @@ impl Watch {
         // or, if the device does not do them, never reads it.
         unsafe {
             self.rescue.copy(snapshot, self.own.flags.ready, 2 * line)?;
-            let gates = at(offset_of!(Snapshot, gates_ready));
-            self.rescue.copy(gates, self.own.gates.ready, 2 * line)?;
+            let graph = at(offset_of!(Snapshot, graph_ready));
+            self.rescue.copy(graph, self.own.graph.ready, 2 * line)?;
             let moved = at(offset_of!(Snapshot, moved));
             self.rescue.copy(moved, self.own.moved, size_of::<u32>())?;
             let mailbox = at(offset_of!(Snapshot, mailbox));
@@ -555,12 +555,12 @@ impl Watch {
         let mut words = vec![
             StreamMemOp::Write(self.own.abort, GEMMESH_GROUP_FAILED),
             StreamMemOp::Write(
-                self.own.push_epoch + offset_of!(GemmeshPushEpoch, gate) as u64,
+                self.own.push_epoch + offset_of!(GemmeshPushEpoch, permit) as u64,
                 1,
             ),
         ];
-        let OwnWords { flags, gates, .. } = &self.own;
-        for (lines, value) in [(flags, last), (gates, Epoch::OPEN.raw())] {
+        let OwnWords { flags, graph, .. } = &self.own;
+        for (lines, value) in [(flags, last), (graph, Epoch::OPEN.raw())] {
             for peer in 0..self.world as u64 {
                 words.push(StreamMemOp::Write(lines.ready + 4 * peer, value));
                 words.push(StreamMemOp::Write(lines.done + 4 * peer, value));
@@ -581,7 +581,7 @@ impl Watch {
             self.rescue.words(&words)?;
             self.rescue.copy(flags.chunk, chunks, flags_bytes)?;
             // What is replayed closes them again: this is done as long as it goes on.
-            self.rescue.copy(gates.chunk, open, flags_bytes)?;
+            self.rescue.copy(graph.chunk, open, flags_bytes)?;
             // Of a product whose kernel was not launched.
             self.rescue.copy(self.own.stored, open, blocks_bytes)
         }

@@ -36,10 +36,10 @@ mod word {
     pub const PUSH_EPOCH: usize = MAILBOX + size_of::<GemmeshMailbox>() / 4;
     /// By block of a product: what its copy stream waits for before it sends it.
     pub const STORED: usize = PUSH_EPOCH + size_of::<GemmeshPushEpoch>() / 4;
-    /// As READY to CHUNK, but gates: of operations that are recorded. Closed between them, by value 0.
-    pub const GATES: usize = STORED + MAX_BLOCKS;
+    /// As READY to CHUNK, but graph words: of operations that are recorded. Closed between them, by value 0.
+    pub const GRAPH: usize = STORED + MAX_BLOCKS;
     /// Whether a recorded operation has moved all that this rank moves.
-    pub const MOVED: usize = GATES + FLAGS;
+    pub const MOVED: usize = GRAPH + FLAGS;
     /// How many of them have begun.
     pub const REPLAYS: usize = MOVED + 1;
     pub const END: usize = REPLAYS + 1;
@@ -98,10 +98,10 @@ impl Control {
     }
 
     /// The same where the operation is recorded.
-    pub fn gates(&self) -> Signals<'_> {
+    pub fn graph_words(&self) -> Signals<'_> {
         Signals {
             memory: &self.memory,
-            first: word::GATES,
+            first: word::GRAPH,
             epoch: Epoch::OPEN,
         }
     }
@@ -153,7 +153,7 @@ impl Control {
         OwnWords {
             abort: self.abort(),
             flags: lines(self.flags(Epoch::FIRST)),
-            gates: lines(self.gates()),
+            graph: lines(self.graph_words()),
             moved: self.moved(),
             mailbox: Control::at(self.memory.own(), word::MAILBOX),
             push_epoch: self.push_epoch(),
@@ -177,7 +177,7 @@ impl Control {
     }
 }
 
-/// The words by which the ranks' streams hear of one another in an operation: flags with epochs, or gates where it is recorded.
+/// The words by which the ranks' streams hear of one another in an operation: flags with epochs, or graph words where it is recorded.
 #[derive(Clone, Copy, Debug)]
 pub struct Signals<'a> {
     memory: &'a Symmetric,
@@ -218,9 +218,9 @@ impl Signals<'_> {
     }
 }
 
-/// Closes a gate.
-pub fn close(gate: DevicePtr) -> StreamMemOp {
-    StreamMemOp::Write(gate, Epoch::CLOSED.raw())
+/// Closes a graph word.
+pub fn close(word: DevicePtr) -> StreamMemOp {
+    StreamMemOp::Write(word, Epoch::CLOSED.raw())
 }
 
 /// Addresses in this rank's own control block.
@@ -228,7 +228,7 @@ pub fn close(gate: DevicePtr) -> StreamMemOp {
 pub struct OwnWords {
     pub abort: DevicePtr,
     pub flags: OwnLines,
-    pub gates: OwnLines,
+    pub graph: OwnLines,
     /// Whether a recorded operation has moved all.
     pub moved: DevicePtr,
     /// `ready`, by peer, stands first in it.
@@ -260,9 +260,9 @@ pub struct Snapshot {
     /// `ready` and `done` as they lie in a control block.
     pub ready: FlagLine,
     pub done: FlagLine,
-    /// The same of the gates.
-    pub gates_ready: FlagLine,
-    pub gates_done: FlagLine,
+    /// The same of the graph words.
+    pub graph_ready: FlagLine,
+    pub graph_done: FlagLine,
     /// `ready` of the mailbox.
     pub mailbox: FlagLine,
     pub push_epoch: GemmeshPushEpoch,
@@ -282,9 +282,9 @@ pub enum Waits {
     /// Its streams, for `ready` of the peers whose memory it moves something from or to, and for `done` of those that do so with this
     /// rank's: bit r for rank r.
     Streams { ready: u64, done: u64 },
-    /// The same of a recorded operation, for gates, which are opened for those who wait for them only; and for `sources` of what it passes
+    /// The same of a recorded operation, for graph words, which are opened for those who wait for them only; and for `sources` of what it passes
     /// on, which say `done` here too: they are to blame before those who wait for them as well.
-    Gates { ready: u64, sources: u64, done: u64 },
+    Graph { ready: u64, sources: u64, done: u64 },
 }
 
 impl Snapshot {
@@ -305,14 +305,14 @@ impl Snapshot {
         let (words, ready, done_words, sources, done) = match waits {
             Waits::Kernel => (&self.mailbox, u64::MAX, &self.done, 0, 0),
             Waits::Streams { ready, done } => (&self.ready, ready, &self.done, 0, done),
-            Waits::Gates {
+            Waits::Graph {
                 ready,
                 sources,
                 done,
             } => {
                 // Those that it has passed are closed again.
                 let ready = if self.moved == 0 { ready } else { 0 };
-                (&self.gates_ready, ready, &self.gates_done, sources, done)
+                (&self.graph_ready, ready, &self.graph_done, sources, done)
             }
         };
         let ring = |among: u64| {
@@ -352,27 +352,27 @@ mod tests {
         assert_eq!(words.missing(1, 4, epoch, streams(0b101, 0b1100)), None);
         let pulled = words.missing(1, 4, epoch, streams(0b1000, 0));
         assert_eq!(pulled, Some((Awaited::Ready { source: 3 }, 4)));
-        // Of gates, those that were passed are closed, once all is moved.
-        let gates = Waits::Gates {
+        // Of graph words, those that were passed are closed, once all is moved.
+        let graph = Waits::Graph {
             ready: 0b101,
             sources: 0,
             done: 0b1101,
         };
-        words.gates_ready[2] = 1;
-        let missing = |words: &Snapshot| words.missing(1, 4, Epoch::OPEN, gates);
+        words.graph_ready[2] = 1;
+        let missing = |words: &Snapshot| words.missing(1, 4, Epoch::OPEN, graph);
         assert_eq!(missing(&words), Some((Awaited::Ready { source: 0 }, 0)));
-        (words.moved, words.gates_ready[2]) = (1, 0);
-        words.gates_done[2] = 1;
+        (words.moved, words.graph_ready[2]) = (1, 0);
+        words.graph_done[2] = 1;
         assert_eq!(missing(&words), Some((Awaited::Done { peer: 3 }, 0)));
         // Whose rows are passed on is to blame first.
-        let relayed = Waits::Gates {
+        let relayed = Waits::Graph {
             ready: 0,
             sources: 0b1,
             done: 0b1001,
         };
         let first = words.missing(1, 4, Epoch::OPEN, relayed);
         assert_eq!(first, Some((Awaited::Done { peer: 0 }, 0)));
-        words.gates_done[..4].fill(1);
+        words.graph_done[..4].fill(1);
         assert_eq!(missing(&words), None);
         words.push_epoch.epoch = u32::MAX;
         assert_eq!(words.pushed_epoch(), None);
