@@ -21,7 +21,7 @@ pub(crate) const KEPT: NonZeroUsize = NonZeroUsize::new(512).expect("512 is not 
 /// A way to run the protocol: [`Host`] on any machine, `Cuda` on NVIDIA GPUs (feature `cuda`).
 ///
 /// Sealed: the protocol's safety rests on its implementations.
-pub trait Backend: sealed::Backend {}
+pub trait Backend: sealed::Implementation {}
 
 /// What gives another library's memory back when it is dropped.
 pub struct Owner(#[allow(dead_code)] Box<dyn Any + Send>);
@@ -44,7 +44,7 @@ impl Debug for Owner {
 
 /// What a backend is told when it is opened.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct OpenOptions {
     pub workers: Option<usize>,
     /// Bytes per second of the host's copies, if they are to be that slow.
     pub link: Option<usize>,
@@ -59,7 +59,7 @@ pub(crate) mod sealed {
 
     /// What a call binds to a number of its schedule. Shapes have been checked.
     #[derive(Debug)]
-    pub enum Bound<'a, B: Backend> {
+    pub enum Bound<'a, B: Implementation> {
         /// A matrix that the call does without.
         Nothing,
         /// The same on every rank.
@@ -72,7 +72,7 @@ pub(crate) mod sealed {
         Part(&'a mut B::Symmetric, usize),
     }
 
-    impl<'a, B: Backend> Bound<'a, B> {
+    impl<'a, B: Implementation> Bound<'a, B> {
         /// Memory that ranks share.
         pub fn symmetric(&self) -> Option<&'a B::Symmetric> {
             match self {
@@ -100,7 +100,7 @@ pub(crate) mod sealed {
     }
 
     /// A call of a schedule.
-    pub struct Call<'a, B: Backend> {
+    pub struct Call<'a, B: Implementation> {
         /// The operation's number; that of the one before for what is no operation.
         pub epoch: Epoch,
         /// By number in the schedule.
@@ -112,7 +112,7 @@ pub(crate) mod sealed {
     }
 
     /// The backend's side of the library.
-    pub trait Backend: Sized + Send + Sync + 'static {
+    pub trait Implementation: Sized + Send + Sync + 'static {
         /// As in error messages and results.
         const NAME: &'static str;
         /// The bytes of a row of a matrix that ranks share must be a multiple of this.
@@ -127,7 +127,7 @@ pub(crate) mod sealed {
         type Program: Send + Sync + Debug;
 
         /// Collective. Allocates the flags and starts what runs operations.
-        fn open(members: &Members, options: &Options) -> Result<Self>;
+        fn open(members: &Members, options: &OpenOptions) -> Result<Self>;
         /// The group ends: lets go of the peers' memory, then of its own when no peer maps it any more.
         fn close(&mut self, members: &Members);
         /// A good way to cut up what is asked.

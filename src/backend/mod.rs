@@ -8,7 +8,7 @@ mod host;
 
 #[doc(hidden)]
 pub use contract::KEPT_PROGRAMS;
-pub use contract::{Backend, Options, Owner};
+pub use contract::{Backend, OpenOptions, Owner};
 pub(crate) use contract::{KEPT, sealed};
 #[cfg(feature = "cuda")]
 pub use cuda::Cuda;

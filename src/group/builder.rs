@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use std::time::Duration;
 
 use super::{Group, threads};
-use crate::backend::{Backend, Options};
+use crate::backend::{Backend, OpenOptions};
 use crate::error::{Error, Result};
 use crate::protocol::epoch::Epoch;
 use crate::ranks::reports::ReportSender;
@@ -102,8 +102,8 @@ impl<B: Backend> Builder<B> {
         self
     }
 
-    pub(super) fn options(&self) -> Options {
-        Options {
+    pub(super) fn options(&self) -> OpenOptions {
+        OpenOptions {
             workers: self.workers,
             link: self.link,
             device: self.device,

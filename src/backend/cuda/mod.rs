@@ -26,7 +26,7 @@ use driver::Device;
 use engine::context::{EnqueueContext, ProgramCall};
 use engine::{align, check_peers, wait, warm_up};
 use gpu::Gpu;
-use gpu::buffer::Buffer;
+use gpu::buffer::DeviceBuffer;
 use gpu::kernels;
 use gpu::rates::Rates;
 use model::choices::Choices;
@@ -37,7 +37,7 @@ use shared::Shared;
 use shared::symmetric::{Peers, Symmetric};
 
 use crate::backend::contract::sealed::{self, Bound, Call};
-use crate::backend::contract::{Backend, Options, Owner};
+use crate::backend::contract::{Backend, OpenOptions, Owner};
 use crate::error::{Error, Result};
 use crate::explanation::Prediction;
 use crate::ranks::members::Members;
@@ -84,15 +84,15 @@ pub struct Cuda {
 
 impl Backend for Cuda {}
 
-impl sealed::Backend for Cuda {
+impl sealed::Implementation for Cuda {
     const NAME: &'static str = "cuda";
     const ROW_ALIGNMENT: usize = 16;
     const BLOCK: usize = driver::BLOCK;
     type Symmetric = Symmetric;
-    type Buffer = Buffer;
+    type Buffer = DeviceBuffer;
     type Program = Program;
 
-    fn open(members: &Members, options: &Options) -> Result<Cuda> {
+    fn open(members: &Members, options: &OpenOptions) -> Result<Cuda> {
         if members.in_process {
             return Err(members.fail(Error::NeedsProcesses { rank: members.rank }));
         }
@@ -168,7 +168,7 @@ impl sealed::Backend for Cuda {
         self.shared.symmetric(&self.gpu, members, call, bytes)
     }
 
-    fn buffer(&self, members: &Members, rows: usize, width: usize) -> Result<Buffer> {
+    fn buffer(&self, members: &Members, rows: usize, width: usize) -> Result<DeviceBuffer> {
         self.gpu.buffer([rows, width], members.timeout)
     }
 
@@ -182,12 +182,18 @@ impl sealed::Backend for Cuda {
         from.own_region().read_rows(offset, length, length, to)
     }
 
-    unsafe fn adopt(&self, ptr: u64, shape: [usize; 2], pitch: usize, owner: Owner) -> Buffer {
+    unsafe fn adopt(
+        &self,
+        ptr: u64,
+        shape: [usize; 2],
+        pitch: usize,
+        owner: Owner,
+    ) -> DeviceBuffer {
         // SAFETY: as this function's.
         unsafe { self.gpu.view(ptr, shape, pitch, Some(owner)) }
     }
 
-    fn place(of: &Buffer) -> (u64, usize) {
+    fn place(of: &DeviceBuffer) -> (u64, usize) {
         of.place()
     }
 
@@ -196,12 +202,12 @@ impl sealed::Backend for Cuda {
         (CUDA, self.gpu.device.ordinal() as i32)
     }
 
-    fn write(&self, to: &mut Buffer, from: &[u8]) -> Result<()> {
+    fn write(&self, to: &mut DeviceBuffer, from: &[u8]) -> Result<()> {
         let (pitch, width) = (to.pitch, to.width);
         to.region_mut().write_rows(0, pitch, width, from)
     }
 
-    fn read(&self, from: &Buffer, to: &mut [u8]) -> Result<()> {
+    fn read(&self, from: &DeviceBuffer, to: &mut [u8]) -> Result<()> {
         from.region().read_rows(0, from.pitch, from.width, to)
     }
 

@@ -10,7 +10,7 @@ use super::recorder::Recorder;
 use super::scratch::WorkerScratch;
 use super::tile::{add_rows, multiply_tile};
 use super::workers::Role;
-use super::{Host, Program};
+use super::{Host, HostProgram};
 use crate::backend::contract::sealed::{Call, Callback, Consumer, Producer};
 use crate::error::{Error, Result};
 use crate::profile::span::{Lane, Work};
@@ -21,7 +21,7 @@ use crate::schedule::drive::{self, CopyThread, Produced};
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::{Product, Reduction, Schedule, Tile, Transfer};
 
-pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) -> Result<()> {
+pub fn run(host: &Host, members: &Members, program: &HostProgram, call: Call<Host>) -> Result<()> {
     let schedule = &program.schedule;
     let Call {
         epoch,
@@ -37,7 +37,7 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
     produced
         .iter_mut()
         .for_each(|produced| produced.begin(epoch));
-    let run = Run {
+    let run = HostRun {
         host,
         members,
         schedule,
@@ -64,7 +64,7 @@ pub fn run(host: &Host, members: &Members, program: &Program, call: Call<Host>) 
 }
 
 /// A call while the rank's threads work on it.
-struct Run<'a> {
+struct HostRun<'a> {
     host: &'a Host,
     members: &'a Members,
     schedule: &'a Schedule,
@@ -79,7 +79,7 @@ struct Run<'a> {
     failure: Mutex<Option<Error>>,
 }
 
-impl Run<'_> {
+impl HostRun<'_> {
     /// What a thread of the pool does.
     fn job(&self, role: Role) {
         let _guard = ReportsPanic(self.members);

@@ -10,14 +10,14 @@ use super::scratch::{DEEPEST, LANES, TileScratch, grown};
 use crate::element::Element;
 
 /// What one tile is computed from.
-pub struct Operands<'a, T> {
+pub struct TileOperands<'a, T> {
     /// [rows, k]
     pub a: RowsView<'a, T>,
-    pub b: Weight<'a, T>,
+    pub b: TileWeight<'a, T>,
 }
 
 /// A weight, as it lies.
-pub enum Weight<'a, T> {
+pub enum TileWeight<'a, T> {
     /// [columns, k]
     Nk(RowsView<'a, T>),
     /// [k, columns]
@@ -27,15 +27,15 @@ pub enum Weight<'a, T> {
 /// `a · bᵀ` in f32, handed to `store` row by row, unrounded. `tile_k` of K is widened at a time.
 pub fn multiply<T: Element>(
     scratch: &mut TileScratch,
-    operands: &Operands<T>,
+    operands: &TileOperands<T>,
     tile_k: usize,
     mut store: impl FnMut(usize, &mut [f32]),
 ) {
-    let Operands { a, b } = operands;
+    let TileOperands { a, b } = operands;
     let (rows, k) = (a.rows, a.columns);
     let columns = match b {
-        Weight::Nk(b) => b.rows,
-        Weight::Kn(b) => b.columns,
+        TileWeight::Nk(b) => b.rows,
+        TileWeight::Kn(b) => b.columns,
     };
     let padded = rows.next_multiple_of(LANES);
     let tile_k = tile_k.min(DEEPEST);
@@ -107,14 +107,18 @@ unsafe fn add_product(
 
 /// A part of K of a weight, as f32, as it lies. Returns how many elements on its next column is, and its next step
 /// through K.
-fn widen_weight<T: Element>(weight: &Weight<T>, part: Range<usize>, to: &mut [f32]) -> [usize; 2] {
+fn widen_weight<T: Element>(
+    weight: &TileWeight<T>,
+    part: Range<usize>,
+    to: &mut [f32],
+) -> [usize; 2] {
     let depth = part.len();
     match weight {
-        Weight::Nk(b) => {
+        TileWeight::Nk(b) => {
             widen_rows(b, 0..b.rows, part, to);
             [depth, 1]
         }
-        Weight::Kn(b) => {
+        TileWeight::Kn(b) => {
             widen_rows(b, part, 0..b.columns, to);
             [1, b.columns]
         }

@@ -14,13 +14,13 @@ use crate::schedule::{MAX_FLAGS, layout::MAX_WORLD};
 
 /// The same number of bytes on every rank.
 #[derive(Debug)]
-pub struct Symmetric {
+pub struct HostSymmetric {
     rank: usize,
     /// Every rank's memory as this rank has mapped it, by rank.
     maps: Vec<Mapping>,
 }
 
-impl Symmetric {
+impl HostSymmetric {
     /// Collective, as `call`. `ready`: what this rank did before, for all to hear of. `initialise` writes this rank's
     /// memory before another rank can see it. If one rank cannot have its memory, or map that of all, all get its
     /// error, and the group goes on.
@@ -30,7 +30,7 @@ impl Symmetric {
         ready: Result<()>,
         bytes: usize,
         initialise: impl FnOnce(*mut u8),
-    ) -> Result<Symmetric> {
+    ) -> Result<HostSymmetric> {
         let rank = members.rank;
         // Ranks share a machine, and perhaps a control group: nobody begins unless there is room for all.
         let rooms = ready.map(|()| (serde_json::to_vec(&rooms()).unwrap_or_default(), None));
@@ -66,7 +66,7 @@ impl Symmetric {
             };
             fds.iter().enumerate().map(map).collect::<Result<Vec<_>>>()
         })?;
-        Ok(Symmetric { rank, maps })
+        Ok(HostSymmetric { rank, maps })
     }
 
     /// This rank's memory.
@@ -83,12 +83,12 @@ impl Symmetric {
 /// Every rank's flags.
 #[derive(Debug)]
 pub struct Flags {
-    memory: Symmetric,
+    memory: HostSymmetric,
     world: usize,
 }
 
 #[repr(C)]
-struct Layout {
+struct ControlLayout {
     ready: [Flag; MAX_WORLD],
     done: [Flag; MAX_WORLD],
     chunk: [Flag; MAX_FLAGS],
@@ -97,10 +97,10 @@ struct Layout {
 impl Flags {
     /// Collective. All flags hold the epoch before `first`. `ready`: what this rank did before, for all to hear of.
     pub fn open(members: &Members, ready: Result<()>, first: Epoch) -> Result<Flags> {
-        let bytes = size_of::<Layout>();
-        let memory = Symmetric::allocate(members, OPENING, ready, bytes, |own| {
+        let bytes = size_of::<ControlLayout>();
+        let memory = HostSymmetric::allocate(members, OPENING, ready, bytes, |own| {
             for index in 0..bytes / size_of::<Flag>() {
-                // SAFETY: the memory is page-aligned, as long as a Layout, which consists of flags, and not
+                // SAFETY: the memory is page-aligned, as long as a ControlLayout, which consists of flags, and not
                 // known to any other rank yet.
                 unsafe {
                     own.cast::<Flag>()
@@ -117,10 +117,10 @@ impl Flags {
 
     /// The flags in the memory of `rank`.
     pub fn of(&self, rank: usize) -> FlagBlock<'_> {
-        // SAFETY: each rank's memory is page-aligned, as long as a Layout, and initialised by its owner before
-        // it was published. A Layout consists of atomics, which every rank may write at any time. The
+        // SAFETY: each rank's memory is page-aligned, as long as a ControlLayout, and initialised by its owner before
+        // it was published. A ControlLayout consists of atomics, which every rank may write at any time. The
         // mapping lives as long as `self`.
-        let layout = unsafe { &*self.memory.of(rank).cast::<Layout>() };
+        let layout = unsafe { &*self.memory.of(rank).cast::<ControlLayout>() };
         FlagBlock {
             ready: &layout.ready[..self.world],
             done: &layout.done[..self.world],

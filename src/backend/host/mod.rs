@@ -16,13 +16,13 @@ mod workers;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use memory::{Flags, Symmetric};
+use memory::{Flags, HostSymmetric};
 use rustix::io::Errno;
 use scratch::WorkerScratch;
 use workers::Workers;
 
 use crate::backend::contract::sealed::{self, Call};
-use crate::backend::contract::{Backend, Options, Owner};
+use crate::backend::contract::{Backend, OpenOptions, Owner};
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
 use crate::ranks::memfd::Mapping;
@@ -73,43 +73,43 @@ impl Host {
 
 /// A rank's own memory of one matrix.
 #[derive(Debug)]
-pub struct Buffer {
-    memory: Memory,
+pub struct HostBuffer {
+    memory: HostMemory,
     /// Bytes from row to row.
     pitch: usize,
     /// Bytes of a row that are elements.
     width: usize,
 }
 
-enum Memory {
+enum HostMemory {
     Own(Mapping),
     /// Another library's: what is dropped with it gives it back.
     Adopted(*mut u8, #[allow(dead_code)] Owner),
 }
 
 // SAFETY: memory belongs to the process, not to a thread; an owner can be sent.
-unsafe impl Send for Memory {}
+unsafe impl Send for HostMemory {}
 // SAFETY: shared access yields only a raw pointer.
-unsafe impl Sync for Memory {}
+unsafe impl Sync for HostMemory {}
 
-impl std::fmt::Debug for Memory {
+impl std::fmt::Debug for HostMemory {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
-        write!(f, "Memory at {:p}", self.as_ptr())
+        write!(f, "HostMemory at {:p}", self.as_ptr())
     }
 }
 
-impl Memory {
+impl HostMemory {
     fn as_ptr(&self) -> *mut u8 {
         match self {
-            Memory::Own(mapping) => mapping.as_ptr(),
-            Memory::Adopted(first, _) => *first,
+            HostMemory::Own(mapping) => mapping.as_ptr(),
+            HostMemory::Adopted(first, _) => *first,
         }
     }
 }
 
 /// A schedule, and what is left to do of it while it runs.
 #[derive(Debug)]
-pub struct Program {
+pub struct HostProgram {
     schedule: Schedule,
     /// By block of the product, if transfers wait for them.
     produced: Mutex<Vec<Produced>>,
@@ -117,15 +117,15 @@ pub struct Program {
 
 impl Backend for Host {}
 
-impl sealed::Backend for Host {
+impl sealed::Implementation for Host {
     const NAME: &'static str = "host";
     const ROW_ALIGNMENT: usize = 1;
     const BLOCK: usize = 1;
-    type Symmetric = Symmetric;
-    type Buffer = Buffer;
-    type Program = Program;
+    type Symmetric = HostSymmetric;
+    type Buffer = HostBuffer;
+    type Program = HostProgram;
 
-    fn open(members: &Members, options: &Options) -> Result<Host> {
+    fn open(members: &Members, options: &OpenOptions) -> Result<Host> {
         let count = options.workers.unwrap_or_else(|| {
             let cores = std::thread::available_parallelism().map_or(1, usize::from);
             (cores / members.world).max(1)
@@ -179,45 +179,51 @@ impl sealed::Backend for Host {
         Ok(false)
     }
 
-    fn prepare(&self, members: &Members, schedule: Schedule) -> Result<Program> {
+    fn prepare(&self, members: &Members, schedule: Schedule) -> Result<HostProgram> {
         let matrices = schedule.matrices().len();
         let what = "matrices of a schedule on the host";
         limit(what, matrices, 0, matrices::MAX_MATRICES)?;
         self.reserve(members.rank, &schedule)?;
-        Ok(Program {
+        Ok(HostProgram {
             produced: Mutex::new(Produced::of(&schedule)),
             schedule,
         })
     }
 
-    fn schedule(program: &Program) -> &Schedule {
+    fn schedule(program: &HostProgram) -> &Schedule {
         &program.schedule
     }
 
-    fn symmetric(&self, members: &Members, call: &str, bytes: usize) -> Result<Symmetric> {
-        Symmetric::allocate(members, call, Ok(()), bytes, |_| {})
+    fn symmetric(&self, members: &Members, call: &str, bytes: usize) -> Result<HostSymmetric> {
+        HostSymmetric::allocate(members, call, Ok(()), bytes, |_| {})
     }
 
-    fn buffer(&self, members: &Members, rows: usize, width: usize) -> Result<Buffer> {
+    fn buffer(&self, members: &Members, rows: usize, width: usize) -> Result<HostBuffer> {
         let bytes = rows.saturating_mul(width);
         let memory = Mapping::private(bytes);
         let memory = memory.map_err(Error::out_of_memory(members.rank, bytes))?;
-        Ok(Buffer {
-            memory: Memory::Own(memory),
+        Ok(HostBuffer {
+            memory: HostMemory::Own(memory),
             pitch: width,
             width,
         })
     }
 
-    unsafe fn adopt(&self, ptr: u64, [_, width]: [usize; 2], pitch: usize, owner: Owner) -> Buffer {
-        Buffer {
-            memory: Memory::Adopted(ptr as *mut u8, owner),
+    unsafe fn adopt(
+        &self,
+        ptr: u64,
+        [_, width]: [usize; 2],
+        pitch: usize,
+        owner: Owner,
+    ) -> HostBuffer {
+        HostBuffer {
+            memory: HostMemory::Adopted(ptr as *mut u8, owner),
             pitch,
             width,
         }
     }
 
-    fn place(of: &Buffer) -> (u64, usize) {
+    fn place(of: &HostBuffer) -> (u64, usize) {
         (of.memory.as_ptr() as u64, of.pitch)
     }
 
@@ -226,20 +232,20 @@ impl sealed::Backend for Host {
         (CPU, 0)
     }
 
-    fn write_symmetric(&self, to: &mut Symmetric, offset: usize, from: &[u8]) -> Result<()> {
+    fn write_symmetric(&self, to: &mut HostSymmetric, offset: usize, from: &[u8]) -> Result<()> {
         // SAFETY: the caller has checked the range. `to` is borrowed exclusively, so no operation of this
         // rank runs; and peers read or write a rank's memory only during its operations.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.own().add(offset), from.len()) };
         Ok(())
     }
 
-    fn read_symmetric(&self, from: &mut Symmetric, offset: usize, to: &mut [u8]) -> Result<()> {
+    fn read_symmetric(&self, from: &mut HostSymmetric, offset: usize, to: &mut [u8]) -> Result<()> {
         // SAFETY: as above.
         unsafe { std::ptr::copy_nonoverlapping(from.own().add(offset), to.as_mut_ptr(), to.len()) };
         Ok(())
     }
 
-    fn write(&self, to: &mut Buffer, from: &[u8]) -> Result<()> {
+    fn write(&self, to: &mut HostBuffer, from: &[u8]) -> Result<()> {
         for (index, row) in from.chunks(to.width).enumerate() {
             // SAFETY: the caller has checked that the buffer has as many rows, and borrows it exclusively.
             unsafe {
@@ -250,7 +256,7 @@ impl sealed::Backend for Host {
         Ok(())
     }
 
-    fn read(&self, from: &Buffer, to: &mut [u8]) -> Result<()> {
+    fn read(&self, from: &HostBuffer, to: &mut [u8]) -> Result<()> {
         for (index, row) in to.chunks_mut(from.width).enumerate() {
             // SAFETY: the caller has checked that the buffer has as many rows. Buffers are written through exclusive
             // borrows only.
@@ -262,7 +268,7 @@ impl sealed::Backend for Host {
         Ok(())
     }
 
-    fn run(&self, members: &Members, program: &Program, call: Call<Host>) -> Result<()> {
+    fn run(&self, members: &Members, program: &HostProgram, call: Call<Host>) -> Result<()> {
         engine::run(self, members, program, call)
     }
 

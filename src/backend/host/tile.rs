@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::matmul::{Operands, Weight, multiply};
+use super::matmul::{TileOperands, TileWeight, multiply};
 use super::matrices::BoundMatrices;
 use super::scratch::{WorkerScratch, grown};
 use super::sum::Columns;
@@ -78,16 +78,16 @@ unsafe fn operands_of<'a, T: Element>(
     weight: usize,
     tile: &Tile,
     matrices: &BoundMatrices<'a>,
-) -> Operands<'a, T> {
+) -> TileOperands<'a, T> {
     let (rows, columns, depth) = (product.rows(tile), product.columns(tile), 0..product.k);
     let b = matrices.place(product.weights[weight].b);
     // SAFETY: as this function's; any bits are a valid float.
     unsafe {
-        Operands {
+        TileOperands {
             a: matrices.place(product.a).part(rows, depth.clone()),
             b: match product.weight_layout {
-                WeightLayout::Nk => Weight::Nk(b.part(columns, depth)),
-                WeightLayout::Kn => Weight::Kn(b.part(depth, columns)),
+                WeightLayout::Nk => TileWeight::Nk(b.part(columns, depth)),
+                WeightLayout::Kn => TileWeight::Kn(b.part(depth, columns)),
             },
         }
     }

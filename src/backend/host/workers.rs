@@ -44,7 +44,7 @@ pub struct Workers {
 /// The job that all threads do at a time.
 #[derive(Default)]
 struct JobSlot {
-    state: Mutex<State>,
+    state: Mutex<WorkersState>,
     /// There is a new job, or none will come.
     posted: Condvar,
     /// The last thread has finished the job.
@@ -52,10 +52,10 @@ struct JobSlot {
 }
 
 #[derive(Default)]
-struct State {
+struct WorkersState {
     /// Counts jobs, so that each thread takes each job once.
     number: u64,
-    job: Option<Shared>,
+    job: Option<WorkersShared>,
     /// Threads that have not finished the job.
     busy: usize,
     panic: Option<Box<dyn Any + Send>>,
@@ -64,10 +64,10 @@ struct State {
 
 /// A job, borrowed from the caller of [`Workers::run`] until that returns.
 #[derive(Clone, Copy)]
-struct Shared(*const Job<'static>);
+struct WorkersShared(*const Job<'static>);
 
 // SAFETY: the job is Sync, and [`Workers::run`] keeps it alive as long as a thread may use it.
-unsafe impl Send for Shared {}
+unsafe impl Send for WorkersShared {}
 
 impl Workers {
     pub fn start(rank: usize, workers: usize) -> Result<Workers> {
@@ -119,7 +119,7 @@ impl Workers {
         let mut state = self.slot.lock();
         // SAFETY: only the lifetime changes. The pointer is used by the threads between here and the end
         // of this function, which waits for all of them, also if they panic.
-        state.job = Some(Shared(unsafe {
+        state.job = Some(WorkersShared(unsafe {
             std::mem::transmute::<*const Job<'_>, *const Job<'static>>(job)
         }));
         state.number += 1;
@@ -162,7 +162,7 @@ impl fmt::Debug for Workers {
 }
 
 impl JobSlot {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, WorkersState> {
         // No code that can panic runs while it is held.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -173,7 +173,10 @@ impl JobSlot {
     }
 }
 
-fn wait<'a>(condition: &Condvar, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+fn wait<'a>(
+    condition: &Condvar,
+    state: MutexGuard<'a, WorkersState>,
+) -> MutexGuard<'a, WorkersState> {
     condition
         .wait(state)
         .unwrap_or_else(PoisonError::into_inner)

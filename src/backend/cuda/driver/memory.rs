@@ -17,17 +17,17 @@ use crate::error::{Error, Result};
 
 /// A range of the device's memory, which belongs to somebody else.
 #[derive(Debug)]
-pub struct Region {
+pub struct DeviceRegion {
     device: Arc<Device>,
     ptr: DevicePtr,
     bytes: usize,
 }
 
-impl Region {
+impl DeviceRegion {
     /// # Safety
     /// `bytes` bytes at `ptr` on `device` stay allocated as long as the result is used.
-    pub unsafe fn new(device: &Arc<Device>, ptr: DevicePtr, bytes: usize) -> Region {
-        Region {
+    pub unsafe fn new(device: &Arc<Device>, ptr: DevicePtr, bytes: usize) -> DeviceRegion {
+        DeviceRegion {
             device: device.clone(),
             ptr,
             bytes,
@@ -159,25 +159,25 @@ pub(super) fn plain(width: usize, rows: usize) -> sys::CUDA_MEMCPY2D {
 
 /// Memory of this rank's own, from the pool.
 #[derive(Debug)]
-pub struct Memory(Region);
+pub struct DeviceMemory(DeviceRegion);
 
-impl Memory {
+impl DeviceMemory {
     /// Zeroed memory.
-    pub fn zeroed(device: &Arc<Device>, bytes: usize) -> Result<Memory> {
-        let mut memory = Memory::uninitialised(device, bytes)?;
+    pub fn zeroed(device: &Arc<Device>, bytes: usize) -> Result<DeviceMemory> {
+        let mut memory = DeviceMemory::uninitialised(device, bytes)?;
         memory.0.clear()?;
         Ok(memory)
     }
 
     /// Memory with these bytes in it.
-    pub fn holding(device: &Arc<Device>, bytes: &[u8]) -> Result<Memory> {
-        let mut memory = Memory::uninitialised(device, bytes.len())?;
+    pub fn holding(device: &Arc<Device>, bytes: &[u8]) -> Result<DeviceMemory> {
+        let mut memory = DeviceMemory::uninitialised(device, bytes.len())?;
         let length = bytes.len();
         memory.0.write_rows(0, length, length, bytes)?;
         Ok(memory)
     }
 
-    fn uninitialised(device: &Arc<Device>, bytes: usize) -> Result<Memory> {
+    fn uninitialised(device: &Arc<Device>, bytes: usize) -> Result<DeviceMemory> {
         let gpu = &device.gpu;
         let _bound = device.bind()?;
         let bytes = bytes.max(16);
@@ -188,7 +188,7 @@ impl Memory {
             sys::cuMemAllocFromPoolAsync(&mut ptr, bytes, gpu.lasting.pool, gpu.lasting.host_stream)
         };
         refused(device, bytes, "cuMemAllocFromPoolAsync", result)?;
-        let memory = Memory(Region {
+        let memory = DeviceMemory(DeviceRegion {
             device: device.clone(),
             ptr,
             bytes,
@@ -198,11 +198,11 @@ impl Memory {
         Ok(memory)
     }
 
-    pub fn region(&self) -> &Region {
+    pub fn region(&self) -> &DeviceRegion {
         &self.0
     }
 
-    pub fn region_mut(&mut self) -> &mut Region {
+    pub fn region_mut(&mut self) -> &mut DeviceRegion {
         &mut self.0
     }
 
@@ -211,7 +211,7 @@ impl Memory {
     }
 }
 
-impl Drop for Memory {
+impl Drop for DeviceMemory {
     /// Nothing uses it any more.
     fn drop(&mut self) {
         let device = &self.0.device;
@@ -230,15 +230,15 @@ impl Drop for Memory {
 
 /// Memory that several ranks map, each where it likes.
 #[derive(Debug)]
-pub struct Mapping {
-    region: Region,
+pub struct DeviceMapping {
+    region: DeviceRegion,
     /// What has been reserved of the address space.
     reserved: usize,
 }
 
-impl Mapping {
+impl DeviceMapping {
     /// Zeroed memory of the device, and a descriptor with which another process maps it.
-    pub fn create(device: &Arc<Device>, bytes: usize) -> Result<(Mapping, OwnedFd)> {
+    pub fn create(device: &Arc<Device>, bytes: usize) -> Result<(DeviceMapping, OwnedFd)> {
         let rank = device.rank;
         fits(device, bytes)?;
         let _bound = device.bind()?;
@@ -262,7 +262,7 @@ impl Mapping {
             exported.map_err(|error| no_descriptor(rank).unwrap_or(error))?;
             OwnedFd::from_raw_fd(fd)
         };
-        let mut mapping = Mapping::map(device, &handle, bytes, reserved)?;
+        let mut mapping = DeviceMapping::map(device, &handle, bytes, reserved)?;
         mapping.region.clear()?;
         Ok((mapping, fd))
     }
@@ -270,7 +270,7 @@ impl Mapping {
     /// Maps `bytes` bytes of another process's memory, which it has created with as many. The driver refuses a
     /// descriptor that is not its own, and any number of bytes but those that were created: no mapping is longer than
     /// its memory.
-    pub fn import(device: &Arc<Device>, fd: &OwnedFd, bytes: usize) -> Result<Mapping> {
+    pub fn import(device: &Arc<Device>, fd: &OwnedFd, bytes: usize) -> Result<DeviceMapping> {
         let _bound = device.bind()?;
         let mut handle = 0;
         // SAFETY: writes the local; the descriptor is passed by value in the pointer's place.
@@ -282,7 +282,7 @@ impl Mapping {
             )?;
         }
         let reserved = bytes.max(1).next_multiple_of(BLOCK);
-        Mapping::map(device, &Handle(handle), bytes, reserved)
+        DeviceMapping::map(device, &Handle(handle), bytes, reserved)
     }
 
     /// The mapping keeps the memory: its handle may go.
@@ -291,7 +291,7 @@ impl Mapping {
         handle: &Handle,
         bytes: usize,
         reserved: usize,
-    ) -> Result<Mapping> {
+    ) -> Result<DeviceMapping> {
         let rank = device.rank;
         let mut ptr = 0;
         // SAFETY: a new range of the address space; each step is undone if the next one fails.
@@ -304,8 +304,8 @@ impl Mapping {
             mapped?;
         }
         // From here on dropped if what follows fails.
-        let mapping = Mapping {
-            region: Region {
+        let mapping = DeviceMapping {
+            region: DeviceRegion {
                 device: device.clone(),
                 ptr,
                 bytes,
@@ -325,16 +325,16 @@ impl Mapping {
         self.region.ptr
     }
 
-    pub fn region(&self) -> &Region {
+    pub fn region(&self) -> &DeviceRegion {
         &self.region
     }
 
-    pub fn region_mut(&mut self) -> &mut Region {
+    pub fn region_mut(&mut self) -> &mut DeviceRegion {
         &mut self.region
     }
 }
 
-impl Drop for Mapping {
+impl Drop for DeviceMapping {
     /// Nothing of this rank uses it any more.
     fn drop(&mut self) {
         if let Ok(_bound) = self.region.device.bind() {

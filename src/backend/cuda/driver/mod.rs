@@ -151,7 +151,7 @@ mod symbols;
 
 use kernel::Loaded;
 pub use kernel::{DeviceMatrix, Function, Module, TensorMap};
-pub use memory::{Mapping, Memory, Pinned, Region};
+pub use memory::{DeviceMapping, DeviceMemory, DeviceRegion, Pinned};
 pub use stream::{Event, Priority, Stream, StreamMemOp};
 use symbols::Symbols;
 
@@ -234,7 +234,7 @@ impl Device {
     }
 
     /// Makes the context current on this thread, as long as the result lives. Then the caller's is current again.
-    pub fn bind(&self) -> Result<Bound> {
+    pub fn bind(&self) -> Result<BoundContext> {
         bind(self.rank, self.gpu.context)
     }
 
@@ -372,7 +372,7 @@ impl Device {
 
 /// A context that is current on this thread. Capture of streams by the caller, on this thread or another, does not forbid
 /// this library's calls meanwhile: none of them touches a stream that is being captured unless it is to be captured.
-pub struct Bound {
+pub struct BoundContext {
     /// Whether the context was put on top of the caller's.
     pushed: bool,
     mode: sys::CUstreamCaptureMode,
@@ -380,7 +380,7 @@ pub struct Bound {
     _here: PhantomData<*const ()>,
 }
 
-impl Drop for Bound {
+impl Drop for BoundContext {
     fn drop(&mut self) {
         // SAFETY: gives back what was replaced, on the same thread; the pointers are to locals. The calls fail in a process
         // whose driver has ended only.
@@ -545,7 +545,7 @@ impl Lasting {
 }
 
 /// Makes a context that is retained current on this thread, as long as the result lives, and allows all calls meanwhile.
-fn bind(rank: usize, context: sys::CUcontext) -> Result<Bound> {
+fn bind(rank: usize, context: sys::CUcontext) -> Result<BoundContext> {
     let mut current = std::ptr::null_mut();
     let mut mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_RELAXED;
     // SAFETY: writes the locals.
@@ -559,7 +559,7 @@ fn bind(rank: usize, context: sys::CUcontext) -> Result<Bound> {
         if exchanged.is_err() && pushed {
             let _ = sys::cuCtxPopCurrent_v2(&mut current);
         }
-        exchanged.map(|()| Bound {
+        exchanged.map(|()| BoundContext {
             pushed,
             mode,
             _here: PhantomData,

@@ -1,7 +1,7 @@
 //! Whether each rank reads and writes every peer's memory.
 
 use super::wait;
-use crate::backend::cuda::driver::{Memory, Stream};
+use crate::backend::cuda::driver::{DeviceMemory, Stream};
 use crate::backend::cuda::gpu::Gpu;
 use crate::backend::cuda::gpu::reclaim::Deferred;
 use crate::backend::cuda::shared::Shared;
@@ -53,7 +53,7 @@ struct PeerCheck<'a> {
     shared: &'a Shared,
     members: &'a Members,
     stream: &'a Stream,
-    scratch: Deferred<Memory>,
+    scratch: Deferred<DeviceMemory>,
 }
 
 impl PeerCheck<'_> {

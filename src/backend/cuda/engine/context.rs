@@ -4,7 +4,7 @@ use crate::backend::cuda::driver::Stream;
 use crate::backend::cuda::gpu::Gpu;
 use crate::backend::cuda::program::Program;
 use crate::backend::cuda::program::operands::Operands;
-use crate::backend::cuda::program::params::Run;
+use crate::backend::cuda::program::params::CallNumbers;
 use crate::backend::cuda::shared::Shared;
 use crate::backend::cuda::shared::words::{Signals, Waits};
 use crate::profile::span::Span;
@@ -42,9 +42,9 @@ impl<'a> EnqueueContext<'a> {
     }
 
     /// How a kernel of `program` runs.
-    pub fn run(&self, program: &Program, epoch: Epoch) -> Run {
+    pub fn run(&self, program: &Program, epoch: Epoch) -> CallNumbers {
         let recording = self.recorded.then(|| self.record(program, program.waits));
-        Run { epoch, recording }
+        CallNumbers { epoch, recording }
     }
 
     /// The number under which `program` is recorded.

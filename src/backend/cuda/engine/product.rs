@@ -2,11 +2,11 @@
 
 use crate::backend::cuda::abi::GEMMESH_THREADS;
 use crate::backend::cuda::driver::Stream;
-use crate::backend::cuda::program::launch::Launch;
+use crate::backend::cuda::program::launch::ProductLaunch;
 use crate::error::Result;
 
 /// Puts a kernel on `stream`.
-pub fn launch(stream: &Stream, launch: &Launch) -> Result<()> {
+pub fn launch(stream: &Stream, launch: &ProductLaunch) -> Result<()> {
     let instance = &launch.kernel.instance;
     let (grid, shared_bytes) = (launch.grid(), instance.shared_bytes);
     let mut arguments = launch.arguments();

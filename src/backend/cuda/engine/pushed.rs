@@ -5,7 +5,7 @@ use super::context::{EnqueueContext, ProgramCall};
 use super::{ENQUEUED, align, collective, product, push, wait};
 use crate::backend::cuda::driver::StreamMemOp;
 use crate::backend::cuda::program::Program;
-use crate::backend::cuda::program::launch::Launch;
+use crate::backend::cuda::program::launch::ProductLaunch;
 use crate::error::Result;
 use crate::protocol::epoch::Epoch;
 use crate::schedule::Route;
@@ -39,7 +39,7 @@ pub fn enqueue_product(
     at: &EnqueueContext,
     program: &Program,
     call: &mut ProgramCall,
-    launch: Launch,
+    launch: ProductLaunch,
 ) -> Result<()> {
     let EnqueueContext {
         gpu,

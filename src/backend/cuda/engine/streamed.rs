@@ -11,7 +11,7 @@ use super::{ENQUEUED, align, collective, product, wait};
 use crate::backend::contract::sealed::{Callback, Consumer};
 use crate::backend::cuda::driver::{DevicePtr, StreamMemOp};
 use crate::backend::cuda::program::Program;
-use crate::backend::cuda::program::launch::Launch;
+use crate::backend::cuda::program::launch::ProductLaunch;
 use crate::backend::cuda::shared::words::{Signals, close};
 use crate::error::Result;
 use crate::protocol::epoch::Epoch;
@@ -22,7 +22,7 @@ pub fn enqueue(
     at: &EnqueueContext,
     program: &Program,
     call: &mut ProgramCall,
-    launch: Option<Launch>,
+    launch: Option<ProductLaunch>,
     callback: Option<Callback>,
 ) -> Result<()> {
     let EnqueueContext { gpu, main, .. } = *at;

@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use super::reclaim::Deferred;
 use crate::backend::contract::Owner;
-use crate::backend::cuda::driver::{Device, Memory, Region};
+use crate::backend::cuda::driver::{Device, DeviceMemory, DeviceRegion};
 
 /// Memory of one matrix: rows of whole 16 bytes.
 #[derive(Debug)]
-pub struct Buffer {
+pub struct DeviceBuffer {
     storage: Storage,
     /// Bytes from row to row.
     pub pitch: usize,
@@ -18,15 +18,15 @@ pub struct Buffer {
 
 #[derive(Debug)]
 enum Storage {
-    Own(Deferred<Memory>),
+    Own(Deferred<DeviceMemory>),
     /// Somebody else's. What is dropped with it, if anything is, gives it back; otherwise the caller sees to it that it stays.
-    Foreign(Region, #[allow(dead_code)] Option<Deferred<Owner>>),
+    Foreign(DeviceRegion, #[allow(dead_code)] Option<Deferred<Owner>>),
 }
 
-impl Buffer {
+impl DeviceBuffer {
     /// In memory of this library's.
-    pub fn own(memory: Deferred<Memory>, pitch: usize, width: usize) -> Buffer {
-        Buffer {
+    pub fn own(memory: Deferred<DeviceMemory>, pitch: usize, width: usize) -> DeviceBuffer {
+        DeviceBuffer {
             storage: Storage::Own(memory),
             pitch,
             width,
@@ -43,28 +43,28 @@ impl Buffer {
         [rows, width]: [usize; 2],
         pitch: usize,
         owner: Option<Deferred<Owner>>,
-    ) -> Buffer {
+    ) -> DeviceBuffer {
         let bytes = match rows {
             0 => 0,
             _ => (rows - 1).saturating_mul(pitch).saturating_add(width),
         };
         // SAFETY: as this function's.
-        let region = unsafe { Region::new(device, ptr, bytes) };
-        Buffer {
+        let region = unsafe { DeviceRegion::new(device, ptr, bytes) };
+        DeviceBuffer {
             storage: Storage::Foreign(region, owner),
             pitch,
             width,
         }
     }
 
-    pub fn region(&self) -> &Region {
+    pub fn region(&self) -> &DeviceRegion {
         match &self.storage {
             Storage::Own(memory) => memory.region(),
             Storage::Foreign(region, _) => region,
         }
     }
 
-    pub fn region_mut(&mut self) -> &mut Region {
+    pub fn region_mut(&mut self) -> &mut DeviceRegion {
         match &mut self.storage {
             Storage::Own(memory) => memory.region_mut(),
             Storage::Foreign(region, _) => region,

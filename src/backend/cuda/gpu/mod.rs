@@ -17,10 +17,10 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::driver::{Device, Memory, Stream};
+use super::driver::{Device, DeviceMemory, Stream};
 use crate::backend::contract::Owner;
 use crate::error::{Error, Result};
-use buffer::Buffer;
+use buffer::DeviceBuffer;
 use kernels::Kernels;
 use queues::Queues;
 use reclaim::{Deferred, Reclaimer};
@@ -88,35 +88,35 @@ impl Gpu {
     }
 
     /// Zeroed memory that is used on these streams, and is not freed while they may use it.
-    pub fn scratch(&self, bytes: usize) -> Result<Deferred<Memory>> {
-        let memory = Memory::zeroed(&self.device, bytes)?;
+    pub fn scratch(&self, bytes: usize) -> Result<Deferred<DeviceMemory>> {
+        let memory = DeviceMemory::zeroed(&self.device, bytes)?;
         Ok(Deferred::new(memory, &self.reclaimer))
     }
 
     /// Zeroed memory for `rows` rows of `width` bytes. If there is no room, what was dropped is freed first: by this rank when its
     /// operations have ended, by others perhaps a moment later. `patience`: how long the operations may take.
-    pub fn buffer(&self, [rows, width]: [usize; 2], patience: Duration) -> Result<Buffer> {
+    pub fn buffer(&self, [rows, width]: [usize; 2], patience: Duration) -> Result<DeviceBuffer> {
         let pitch = width.next_multiple_of(16);
         let memory = self.memory(rows.saturating_mul(pitch), patience)?;
-        Ok(Buffer::own(
+        Ok(DeviceBuffer::own(
             Deferred::new(memory, &self.reclaimer),
             pitch,
             width,
         ))
     }
 
-    fn memory(&self, bytes: usize, patience: Duration) -> Result<Memory> {
+    fn memory(&self, bytes: usize, patience: Duration) -> Result<DeviceMemory> {
         const MOMENT: Duration = Duration::from_millis(250);
         const NAP: Duration = Duration::from_millis(5);
         self.reclaimer.settle();
-        let mut memory = Memory::zeroed(&self.device, bytes);
+        let mut memory = DeviceMemory::zeroed(&self.device, bytes);
         let is_refused = matches!(memory, Err(Error::OutOfMemory { .. }));
         if is_refused && bytes <= self.device.bytes() {
             self.reclaimer.drain(patience);
             let begin = Instant::now();
             while matches!(memory, Err(Error::OutOfMemory { .. })) && begin.elapsed() < MOMENT {
                 std::thread::sleep(NAP);
-                memory = Memory::zeroed(&self.device, bytes);
+                memory = DeviceMemory::zeroed(&self.device, bytes);
             }
         }
         memory
@@ -132,9 +132,9 @@ impl Gpu {
         shape: [usize; 2],
         pitch: usize,
         owner: Option<Owner>,
-    ) -> Buffer {
+    ) -> DeviceBuffer {
         let owner = owner.map(|owner| Deferred::new(owner, &self.reclaimer));
         // SAFETY: as this function's.
-        unsafe { Buffer::foreign(&self.device, ptr, shape, pitch, owner) }
+        unsafe { DeviceBuffer::foreign(&self.device, ptr, shape, pitch, owner) }
     }
 }

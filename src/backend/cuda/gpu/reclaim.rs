@@ -75,33 +75,33 @@ impl Mark {
 pub struct Reclaimer {
     device: Arc<Device>,
     pub streams: Streams,
-    kept: Arc<Kept>,
+    kept: Arc<KeptObjects>,
 }
 
 #[derive(Debug, Default)]
-struct Kept(Mutex<State>);
+struct KeptObjects(Mutex<KeptState>);
 
 #[derive(Default)]
-struct State {
+struct KeptState {
     /// Where the streams stood after operations: after the latest one last.
     marks: Vec<Arc<Mark>>,
-    entries: Vec<Entry>,
+    entries: Vec<KeptEntry>,
     /// Whether the thread lives.
     watched: bool,
 }
 
-struct Entry {
+struct KeptEntry {
     after: Arc<Mark>,
     what: Box<dyn Send>,
 }
 
-impl std::fmt::Debug for State {
+impl std::fmt::Debug for KeptState {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
         write!(f, "{} kept", self.entries.len())
     }
 }
 
-impl Drop for State {
+impl Drop for KeptState {
     fn drop(&mut self) {
         // No thread could be started, and the group has ended: what may still be used is never freed.
         for entry in self.entries.drain(..) {
@@ -125,7 +125,7 @@ impl Reclaimer {
     pub fn mark(&self) -> Result<()> {
         // Held, so that no other stream takes over in between.
         let main = self.streams.lock_main();
-        let State { marks, .. } = &mut *self.kept.lock();
+        let KeptState { marks, .. } = &mut *self.kept.lock();
         // Behind a lost one is behind this one.
         marks.retain(|mark| !mark.is_lost());
         // A mark that is held stays where it is. Table slots hold those behind which they are free, and the oldest come free first.
@@ -198,7 +198,7 @@ impl Reclaimer {
         }
         let what = Box::new(what);
         let mut state = self.kept.lock();
-        state.entries.push(Entry { after, what });
+        state.entries.push(KeptEntry { after, what });
         if !state.watched {
             let kept = self.kept.clone();
             let thread = std::thread::Builder::new().name("gemmesh-reclaim".into());
@@ -221,8 +221,8 @@ impl Reclaimer {
     }
 }
 
-impl Kept {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl KeptObjects {
+    fn lock(&self) -> MutexGuard<'_, KeptState> {
         // Each change leaves the lists whole.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -232,11 +232,11 @@ impl Kept {
         let mut state = self.lock();
         let (free, left) = std::mem::take(&mut state.entries)
             .into_iter()
-            .partition(|entry: &Entry| entry.after.is_passed());
+            .partition(|entry: &KeptEntry| entry.after.is_passed());
         state.entries = left;
         let left = state.entries.len();
         drop(state);
-        for Entry { what, .. } in free {
+        for KeptEntry { what, .. } in free {
             drop(what);
         }
         left

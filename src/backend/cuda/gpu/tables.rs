@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::reclaim::{Deferred, Mark, Reclaimer};
 use crate::backend::contract::KEPT_PROGRAMS;
-use crate::backend::cuda::driver::{Device, DevicePtr, Memory, Pinned, is_fork};
+use crate::backend::cuda::driver::{Device, DeviceMemory, DevicePtr, Pinned, is_fork};
 use crate::error::Result;
 
 /// Slots of one size.
@@ -60,7 +60,7 @@ unsafe impl bytemuck::Zeroable for Staging {}
 /// The slots of one group.
 #[derive(Debug)]
 pub struct Tables {
-    memory: Deferred<(Memory, Pinned<Staging>)>,
+    memory: Deferred<(DeviceMemory, Pinned<Staging>)>,
     device: Arc<Device>,
     reclaimer: Arc<Reclaimer>,
     /// By class; longest free first.
@@ -77,9 +77,9 @@ struct Free {
 
 /// The tables of one program.
 #[derive(Debug)]
-pub enum Held {
+pub enum HeldTables {
     Slot(Slot),
-    Own(Deferred<Memory>),
+    Own(Deferred<DeviceMemory>),
 }
 
 /// A slot that a program has.
@@ -92,7 +92,7 @@ pub struct Slot {
 
 impl Tables {
     pub fn new(device: &Arc<Device>, reclaimer: &Arc<Reclaimer>) -> Result<Arc<Tables>> {
-        let memory = Memory::zeroed(device, BYTES)?;
+        let memory = DeviceMemory::zeroed(device, BYTES)?;
         let staging = Pinned::zeroed(device)?;
         let free = |index| Free { index, after: None };
         Ok(Arc::new(Tables {
@@ -107,7 +107,7 @@ impl Tables {
     pub fn hold<const N: usize>(
         self: &Arc<Tables>,
         tables: [&[u8]; N],
-    ) -> Result<(Held, [DevicePtr; N])> {
+    ) -> Result<(HeldTables, [DevicePtr; N])> {
         let mut length = 0usize;
         let offsets = tables.map(|table| {
             let offset = length.next_multiple_of(16);
@@ -121,8 +121,8 @@ impl Tables {
             None => {
                 let mut bytes = vec![0; length];
                 parts().for_each(|(at, table)| bytes[at..at + table.len()].copy_from_slice(table));
-                let memory = Memory::holding(&self.device, &bytes)?;
-                Held::Own(Deferred::new(memory, &self.reclaimer))
+                let memory = DeviceMemory::holding(&self.device, &bytes)?;
+                HeldTables::Own(Deferred::new(memory, &self.reclaimer))
             }
         };
         let places = offsets.map(|offset| held.ptr() + offset as u64);
@@ -135,7 +135,7 @@ impl Tables {
         slot: Slot,
         parts: impl Iterator<Item = (usize, &'a [u8])>,
         length: usize,
-    ) -> Result<Held> {
+    ) -> Result<HeldTables> {
         let (_, staging) = &*self.memory;
         let _bound = self.device.bind()?;
         // SAFETY: the slot is this program's, and long enough. What the device did with it has ended; but for the copy of a
@@ -151,7 +151,7 @@ impl Tables {
                 .main()
                 .upload(slot.ptr(), from, length)?;
         }
-        Ok(Held::Slot(slot))
+        Ok(HeldTables::Slot(slot))
     }
 
     /// A slot that the device does not use any more.
@@ -178,11 +178,11 @@ impl Tables {
     }
 }
 
-impl Held {
+impl HeldTables {
     fn ptr(&self) -> DevicePtr {
         match self {
-            Held::Slot(slot) => slot.ptr(),
-            Held::Own(memory) => memory.ptr(),
+            HeldTables::Slot(slot) => slot.ptr(),
+            HeldTables::Own(memory) => memory.ptr(),
         }
     }
 }

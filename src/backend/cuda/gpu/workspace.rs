@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::kernels::CONSUMER_WARPS;
 use super::reclaim::{Deferred, Reclaimer};
-use crate::backend::cuda::driver::{Device, DevicePtr, Memory};
+use crate::backend::cuda::driver::{Device, DeviceMemory, DevicePtr};
 use crate::error::Result;
 
 /// Bytes of partial sums: of 512 slices of the largest tiles.
@@ -16,12 +16,12 @@ pub const COUNTS: usize = BYTES / (SMALLEST * size_of::<f32>()) * CONSUMER_WARPS
 
 /// One memory for all operations of one main stream, whose kernels run one after the other.
 #[derive(Debug)]
-pub struct Workspace(Deferred<Memory>);
+pub struct Workspace(Deferred<DeviceMemory>);
 
 impl Workspace {
     pub fn new(device: &Arc<Device>, reclaimer: &Arc<Reclaimer>) -> Result<Workspace> {
         let bytes = BYTES + COUNTS * size_of::<u32>();
-        let memory = Memory::zeroed(device, bytes)?;
+        let memory = DeviceMemory::zeroed(device, bytes)?;
         Ok(Workspace(Deferred::new(memory, reclaimer)))
     }
 

@@ -63,7 +63,7 @@ pub fn predict(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Predict
 
 /// Microseconds of an operation, cut up like that.
 fn time(rates: &Rates, problem: &Problem, config: &Config) -> f64 {
-    let kernel = Kernel::new(rates, problem, problem.layout.k(), *config);
+    let kernel = KernelModel::new(rates, problem, problem.layout.k(), *config);
     Model::new(problem, &kernel, config.route, config.chunking).time()
 }
 
@@ -76,8 +76,8 @@ pub fn choose(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
     let candidates = configs(alike, true, &problem.form);
     let candidates = candidates
         .filter(|config| agree(problem, config, &alike) && config.check_numerics(numerics).is_ok());
-    let kernels: Vec<Kernel> = candidates
-        .map(|config| Kernel::new(rates, problem, problem.layout.k(), config))
+    let kernels: Vec<KernelModel> = candidates
+        .map(|config| KernelModel::new(rates, problem, problem.layout.k(), config))
         .collect();
     let models = kernels
         .iter()
@@ -109,9 +109,9 @@ fn for_any_depth(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config
     };
     let depth = (problem.n / 2).clamp(4096, 8192);
     // Nor on how a rank's weight lies.
-    let kernels: Vec<Kernel> = configs(WHOLE, true, &Form::default())
+    let kernels: Vec<KernelModel> = configs(WHOLE, true, &Form::default())
         .filter(|config| config.check_numerics(numerics).is_ok())
-        .map(|config| Kernel::new(rates, problem, depth, config))
+        .map(|config| KernelModel::new(rates, problem, depth, config))
         .collect();
     let models = || {
         cuts.iter().flat_map(|&(route, count, last)| {
@@ -170,7 +170,7 @@ fn sent(problem: &Problem, config: &Config) -> Option<Vec<(Piece, usize)>> {
 }
 
 /// What an operation's tiles are by one kernel.
-struct Kernel {
+struct KernelModel {
     /// With any cuts and route.
     config: Config,
     /// Tiles that are made at the same time.
@@ -182,13 +182,13 @@ struct Kernel {
     of_tiles: f64,
 }
 
-impl Kernel {
+impl KernelModel {
     /// `depth`: what is summed over.
-    fn new(rates: &Rates, problem: &Problem, depth: usize, config: Config) -> Kernel {
+    fn new(rates: &Rates, problem: &Problem, depth: usize, config: Config) -> KernelModel {
         let shape = [problem.layout.m(), problem.n, depth];
         let tiles = Tiles::new(rates, &config, shape, problem.dtypes.operands.bytes());
         let of_tile = tiles.wave(tiles.slots.min(tiles.entries));
-        Kernel {
+        KernelModel {
             config,
             slots: tiles.slots,
             columns: tiles.columns,
@@ -201,7 +201,7 @@ impl Kernel {
 /// An operation, by one configuration.
 struct Model<'a> {
     problem: &'a Problem,
-    kernel: &'a Kernel,
+    kernel: &'a KernelModel,
     config: Config,
     /// Whether all rows are made before any partial is moved.
     exchanged: bool,
@@ -210,7 +210,7 @@ struct Model<'a> {
 impl<'a> Model<'a> {
     fn new(
         problem: &'a Problem,
-        kernel: &'a Kernel,
+        kernel: &'a KernelModel,
         route: Route,
         chunking: Chunking,
     ) -> Model<'a> {
@@ -257,7 +257,7 @@ impl<'a> Model<'a> {
             (_, Operation::MatmulAllReduce) => (m, m - own + own * (world - 1)),
             _ => (m - own, m - own),
         };
-        let &Kernel {
+        let &KernelModel {
             slots,
             columns,
             of_tile,
@@ -284,7 +284,7 @@ impl<'a> Model<'a> {
         let Some(sent) = sent(self.problem, &self.config) else {
             return f64::INFINITY;
         };
-        let mut timeline = Timeline {
+        let mut timeline = SendTimeline {
             model: self,
             arrivals: Vec::new(),
             clocks: Clocks::new(self.kernel.slots),
@@ -323,7 +323,7 @@ impl<'a> Model<'a> {
 }
 
 /// Pieces that are made and sent, one after the other.
-struct Timeline<'a> {
+struct SendTimeline<'a> {
     model: &'a Model<'a>,
     /// When others' rows, counted from their owner's first, arrive there; and the others' of this rank here.
     arrivals: Vec<(Range<usize>, f64)>,
@@ -334,7 +334,7 @@ struct Timeline<'a> {
     complete: f64,
 }
 
-impl Timeline<'_> {
+impl SendTimeline<'_> {
     /// A piece is made, and sent to so many ranks.
     fn add(&mut self, piece: &Piece, to: usize) {
         let model = self.model;
@@ -361,14 +361,14 @@ impl Timeline<'_> {
 
     /// When the last tile of these rows is made. Of those that are added, tiles wait for what has to come.
     fn make(&mut self, rows: &Range<usize>, to: usize, adds: bool) -> f64 {
-        let Timeline {
+        let SendTimeline {
             model,
             arrivals,
             clocks,
             wire,
             ..
         } = self;
-        let &Kernel {
+        let &KernelModel {
             slots,
             columns,
             of_tile,
@@ -524,8 +524,8 @@ mod tests {
                 (&[300; 8], 256),
             ] {
                 let problem = problem(operation, rows, n, 4096);
-                let kernels: Vec<Kernel> = configs(WHOLE, true, &Form::default())
-                    .map(|config| Kernel::new(&H200, &problem, 4096, config))
+                let kernels: Vec<KernelModel> = configs(WHOLE, true, &Form::default())
+                    .map(|config| KernelModel::new(&H200, &problem, 4096, config))
                     .collect();
                 for (route, count, last) in [Route::Store, Route::Push]
                     .into_iter()

@@ -2,7 +2,7 @@
 
 use crate::backend::cuda::gpu::kernels;
 use crate::backend::cuda::gpu::rates::Rates;
-use crate::backend::cuda::program::k_slices::Stream;
+use crate::backend::cuda::program::k_slices::StreamK;
 use crate::schedule::{Config, Problem};
 
 /// Where there are more waves, the last one matters little.
@@ -38,7 +38,7 @@ pub struct Tiles<'a> {
     beside: f64,
     sums: SliceSums,
     /// Of tiles that would not fill a last wave, if stream-K cuts them.
-    stream: Option<Stream>,
+    stream: Option<StreamK>,
     /// What each of their shares reads from memory in a step, beside the others'.
     step_of_share: f64,
 }
@@ -118,7 +118,7 @@ impl<'a> Tiles<'a> {
         };
         let stream = tile
             .stream_k
-            .then(|| Stream::of(entries, steps as usize, slots));
+            .then(|| StreamK::of(entries, steps as usize, slots));
         let most_slices = match stream {
             Some(stream) => stream.shares.div_ceil(stream.streamed.max(1)) + 1,
             None => tile.k_slices,
@@ -174,7 +174,7 @@ impl<'a> Tiles<'a> {
     /// Entries that stream-K cuts, and what they take, dealt out among all slots.
     pub fn streamed(&self) -> (usize, f64) {
         match self.stream {
-            Some(Stream {
+            Some(StreamK {
                 streamed, shares, ..
             }) if streamed > 0 => {
                 let steps = self.steps * streamed as f64 / shares as f64;

@@ -17,7 +17,7 @@ const LEAST_STEPS: usize = 4;
 
 /// An entry of the table, where K is cut.
 #[derive(Clone, Copy, Debug)]
-pub struct Entry {
+pub struct SliceEntry {
     /// The number of the tile in the schedule.
     pub tile: usize,
     /// What it makes of the tile.
@@ -28,18 +28,18 @@ pub struct Entry {
 ///
 /// # Errors
 /// [`Error::Limit`](crate::Error::Limit) if there is no room for what they add up.
-pub fn cut(config: &Config, tiles: usize, k: usize, clusters: usize) -> Result<Vec<Entry>> {
+pub fn cut(config: &Config, tiles: usize, k: usize, clusters: usize) -> Result<Vec<SliceEntry>> {
     let steps = k.div_ceil(GEMMESH_TILE_K as usize);
     let tile = &config.tile;
     let (what, places) = match (tile.k_slices, tile.stream_k) {
         (1, false) => return Ok(Vec::new()),
-        (1, true) => ("stream_k", Stream::of(tiles, steps, clusters).places()),
+        (1, true) => ("stream_k", StreamK::of(tiles, steps, clusters).places()),
         (slices, _) => ("k_slices", tiles.saturating_mul(slices)),
     };
     let what = format!("bytes that Config::tile.{what} adds up");
     limit(&what, bytes(config, places), 0, BYTES)?;
     Ok(match tile.k_slices {
-        1 => Stream::of(tiles, steps, clusters).entries(),
+        1 => StreamK::of(tiles, steps, clusters).entries(),
         slices => alike(tiles, steps, slices).collect(),
     })
 }
@@ -56,7 +56,7 @@ pub fn fit(config: &Config, tiles: usize) -> bool {
 }
 
 /// Every tile in `count` slices.
-fn alike(tiles: usize, steps: usize, count: usize) -> impl Iterator<Item = Entry> {
+fn alike(tiles: usize, steps: usize, count: usize) -> impl Iterator<Item = SliceEntry> {
     (0..tiles * count).map(move |index| {
         let (tile, number) = (index / count, index % count);
         let part = steps * number / count..steps * (number + 1) / count;
@@ -69,7 +69,13 @@ fn alike(tiles: usize, steps: usize, count: usize) -> impl Iterator<Item = Entry
     })
 }
 
-fn entry(tile: usize, steps: Range<usize>, place: usize, number: usize, count: usize) -> Entry {
+fn entry(
+    tile: usize,
+    steps: Range<usize>,
+    place: usize,
+    number: usize,
+    count: usize,
+) -> SliceEntry {
     let slice = GemmeshSlice {
         begin: steps.start as u32,
         end: steps.end as u32,
@@ -77,13 +83,13 @@ fn entry(tile: usize, steps: Range<usize>, place: usize, number: usize, count: u
         number: number as u16,
         count: count as u16,
     };
-    Entry { tile, slice }
+    SliceEntry { tile, slice }
 }
 
 /// Stream-K (Osama et al., 2023): whole tiles as far as they fill waves; then the steps of the others, one tile's behind the other's, are
 /// dealt out among the clusters, as many to each. A share lies in one tile, or in two.
 #[derive(Clone, Copy, Debug)]
-pub struct Stream {
+pub struct StreamK {
     /// Tiles that are not cut.
     whole: usize,
     /// Those behind them.
@@ -93,12 +99,12 @@ pub struct Stream {
     steps: usize,
 }
 
-impl Stream {
+impl StreamK {
     /// Of a number of tiles of so many steps each, on so many clusters.
-    pub fn of(tiles: usize, steps: usize, clusters: usize) -> Stream {
+    pub fn of(tiles: usize, steps: usize, clusters: usize) -> StreamK {
         let streamed = tiles % clusters;
         let most = (streamed * MOST_SHARES).min(streamed * steps / LEAST_STEPS);
-        Stream {
+        StreamK {
             whole: tiles - streamed,
             streamed,
             shares: clusters.min(most).max(streamed),
@@ -123,7 +129,7 @@ impl Stream {
         }
     }
 
-    fn entries(&self) -> Vec<Entry> {
+    fn entries(&self) -> Vec<SliceEntry> {
         let bounds: Vec<usize> = (0..=self.shares).map(|index| self.bound(index)).collect();
         let shares = bounds.windows(2).enumerate().map(|(share, ends)| {
             let tiles = ends[0] / self.steps..ends[1].div_ceil(self.steps);
@@ -141,7 +147,7 @@ impl Stream {
                     behind - first,
                 )
             };
-            tiles.map(of_tile).collect::<SmallVec<[Entry; 2]>>()
+            tiles.map(of_tile).collect::<SmallVec<[SliceEntry; 2]>>()
         });
         // Clusters take entries in turn: where a share is two, the second is to come when its cluster has made the first.
         let (two, one): (Vec<_>, Vec<_>) = shares.partition(|share| share.len() > 1);
@@ -212,7 +218,7 @@ mod tests {
     }
 
     /// The slices of each tile, in their order.
-    fn by_tile(entries: &[Entry], tiles: usize) -> Vec<Vec<GemmeshSlice>> {
+    fn by_tile(entries: &[SliceEntry], tiles: usize) -> Vec<Vec<GemmeshSlice>> {
         let mut slices = vec![Vec::new(); tiles];
         entries
             .iter()
@@ -224,7 +230,7 @@ mod tests {
     }
 
     #[track_caller]
-    fn check(entries: &[Entry], tiles: usize, steps: usize) {
+    fn check(entries: &[SliceEntry], tiles: usize, steps: usize) {
         let mut places = Vec::new();
         for slices in by_tile(entries, tiles) {
             let mut reached = 0;
@@ -254,7 +260,7 @@ mod tests {
     proptest! {
         #[test]
         fn slices_are_all_of_each_tile(tiles in 1usize..40, steps in 1usize..300, count in 2usize..65) {
-            let entries: Vec<Entry> = alike(tiles, steps, count).collect();
+            let entries: Vec<SliceEntry> = alike(tiles, steps, count).collect();
             prop_assert_eq!(entries.len(), tiles * count);
             check(&entries, tiles, steps);
         }
@@ -263,7 +269,7 @@ mod tests {
         fn stream_k_deals_out_as_many_steps_to_each_cluster(
             tiles in 1usize..600, steps in 1usize..300, clusters in 1usize..145
         ) {
-            let stream = Stream::of(tiles, steps, clusters);
+            let stream = StreamK::of(tiles, steps, clusters);
             let entries = stream.entries();
             check(&entries, tiles, steps);
             prop_assert!(stream.shares <= clusters);

@@ -6,11 +6,11 @@ use std::sync::Arc;
 use smallvec::{SmallVec, smallvec};
 
 use super::operands::{self, Operands};
-use super::params::{self, Run};
+use super::params::{self, CallNumbers};
 use super::product::ProductKernel;
 use super::tensor_map::Maps;
 use crate::backend::cuda::abi::{GemmeshParams, GemmeshTraceEvent};
-use crate::backend::cuda::driver::Memory;
+use crate::backend::cuda::driver::DeviceMemory;
 use crate::backend::cuda::gpu::Gpu;
 use crate::backend::cuda::gpu::reclaim::Deferred;
 use crate::error::Result;
@@ -18,25 +18,25 @@ use crate::profile::span::{Lane, Span, Work};
 use crate::schedule::{Product, Schedule};
 
 /// One launch of a product's kernel, with its arguments.
-pub struct Launch<'p> {
+pub struct ProductLaunch<'p> {
     pub kernel: &'p ProductKernel,
     schedule: &'p Schedule,
     maps: Arc<Maps>,
     params: GemmeshParams,
-    trace: Option<Deferred<Memory>>,
+    trace: Option<Deferred<DeviceMemory>>,
 }
 
-impl<'p> Launch<'p> {
+impl<'p> ProductLaunch<'p> {
     /// The launch that a call of `kernel` needs.
     pub fn new(
         gpu: &Gpu,
         kernel: &'p ProductKernel,
         schedule: &'p Schedule,
         product: &'p Product,
-        run: Run,
+        run: CallNumbers,
         operands: &Operands,
         traced: bool,
-    ) -> Result<Launch<'p>> {
+    ) -> Result<ProductLaunch<'p>> {
         let matrices = operands::matrices(kernel, schedule, product, operands)?;
         let (world, a) = (schedule.world(), product.a);
         let mut params = params::of_call(&kernel.params, world, run, operands, a);
@@ -49,7 +49,7 @@ impl<'p> Launch<'p> {
             false => None,
         };
         params.trace = trace.as_ref().map_or(0, |trace| trace.ptr()) as *mut GemmeshTraceEvent;
-        Ok(Launch {
+        Ok(ProductLaunch {
             maps: kernel.maps.get(operands.rank, &kernel.instance, matrices)?,
             kernel,
             schedule,

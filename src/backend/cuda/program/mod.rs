@@ -16,16 +16,16 @@ pub mod waits;
 
 use crate::backend::cuda::driver::DevicePtr;
 use crate::backend::cuda::gpu::Gpu;
-use crate::backend::cuda::gpu::tables::Held;
+use crate::backend::cuda::gpu::tables::HeldTables;
 use crate::backend::cuda::shared::Shared;
 use crate::backend::cuda::shared::words::Waits;
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
 use crate::schedule::limits::limit;
 use crate::schedule::{Reduction, Route, Schedule};
-use launch::Launch;
+use launch::ProductLaunch;
 use operands::Operands;
-use params::Run;
+use params::CallNumbers;
 use product::ProductKernel;
 use reduction::ReductionKernel;
 use sends::CollectiveKernel;
@@ -38,16 +38,16 @@ pub struct Program {
     pub schedule: Schedule,
     /// For whom its operations wait.
     pub waits: Waits,
-    kernel: Kernel,
+    kernel: ProgramKernel,
     /// What adds up rows behind copies, or behind the kernel of a product.
     reduction: Option<ReductionKernel>,
     /// Keeps the tables of its kernel.
-    _held: Held,
+    _held: HeldTables,
 }
 
 /// What runs on the device beside copies.
 #[derive(Debug)]
-enum Kernel {
+enum ProgramKernel {
     /// Nothing is multiplied, for lack of a product or of rows, and no kernel moves anything.
     None,
     Product(Box<ProductKernel>),
@@ -81,7 +81,7 @@ impl Program {
         let reduction = reduction.transpose()?;
         let fixed = params::fixed(shared, members, &schedule, &tables, reduction.is_none());
         let kernel = match chosen {
-            Some(chosen) => Kernel::Product(Box::new(ProductKernel::new(
+            Some(chosen) => ProgramKernel::Product(Box::new(ProductKernel::new(
                 gpu,
                 shared,
                 &schedule,
@@ -92,9 +92,11 @@ impl Program {
             ))),
             None if is_collective => {
                 let kernel = CollectiveKernel::new(gpu, &shared.control, &schedule, &tables, fixed);
-                kernel.map_or(Kernel::None, |kernel| Kernel::Collective(Box::new(kernel)))
+                kernel.map_or(ProgramKernel::None, |kernel| {
+                    ProgramKernel::Collective(Box::new(kernel))
+                })
             }
-            None => Kernel::None,
+            None => ProgramKernel::None,
         };
         Ok(Program {
             waits: Waits::of(&schedule),
@@ -114,22 +116,24 @@ impl Program {
     pub fn launch(
         &self,
         gpu: &Gpu,
-        run: Run,
+        run: CallNumbers,
         operands: &Operands,
         traced: bool,
-    ) -> Result<Option<Launch<'_>>> {
-        let (Kernel::Product(kernel), Some(product)) = (&self.kernel, self.schedule.product())
+    ) -> Result<Option<ProductLaunch<'_>>> {
+        let (ProgramKernel::Product(kernel), Some(product)) =
+            (&self.kernel, self.schedule.product())
         else {
             return Ok(None);
         };
-        let launch = Launch::new(gpu, kernel, &self.schedule, product, run, operands, traced);
+        let launch =
+            ProductLaunch::new(gpu, kernel, &self.schedule, product, run, operands, traced);
         launch.map(Some)
     }
 
     /// The kernel that moves rows, if one does.
     pub fn collective(&self) -> Option<&CollectiveKernel> {
         match &self.kernel {
-            Kernel::Collective(kernel) => Some(kernel),
+            ProgramKernel::Collective(kernel) => Some(kernel),
             _ => None,
         }
     }

@@ -26,7 +26,7 @@ unsafe impl<T> Sync for Fixed<T> {}
 
 /// How a call runs.
 #[derive(Clone, Copy, Debug)]
-pub struct Run {
+pub struct CallNumbers {
     /// The number of its operation.
     pub epoch: Epoch,
     /// The number of its recording, if it is captured, to run whenever its graph is launched.
@@ -115,7 +115,7 @@ fn peers(
 pub fn of_call(
     fixed: &Fixed<GemmeshParams>,
     world: usize,
-    run: Run,
+    run: CallNumbers,
     operands: &Operands,
     stored: usize,
 ) -> GemmeshParams {

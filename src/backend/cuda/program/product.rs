@@ -1,7 +1,7 @@
 //! The kernel of a product: which one it is, and what it is told that is the same at each call.
 
 use super::block_table::Places;
-use super::k_slices::{self, Entry};
+use super::k_slices::{self, SliceEntry};
 use super::low_latency::LowLatencyRows;
 use super::operands;
 use super::params::{Fixed, function};
@@ -28,7 +28,7 @@ pub struct ProductKernel {
     /// How many of its clusters run.
     pub clusters: usize,
     /// Where K is cut: by entry of the kernel's table. Otherwise there are none, and each tile is an entry.
-    entries: Vec<Entry>,
+    entries: Vec<SliceEntry>,
     /// Of a product whose blocks go to several places.
     pub places: Option<Places>,
     /// Of one whose partials are exchanged by low latency.
@@ -46,7 +46,7 @@ pub struct Chosen<'a> {
     product: &'a Product,
     instance: Instance,
     /// The entries of its table where K is cut; otherwise none.
-    pub entries: Vec<Entry>,
+    pub entries: Vec<SliceEntry>,
 }
 
 /// Finds the kernel that a product of `schedule` needs.

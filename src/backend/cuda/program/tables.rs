@@ -3,13 +3,13 @@
 use std::mem::offset_of;
 
 use super::block_table::BlockTables;
-use super::k_slices::Entry;
+use super::k_slices::SliceEntry;
 use super::sends;
 use super::support::Destination;
 use crate::backend::cuda::abi::{GemmeshCopyTask, GemmeshSend, GemmeshSlice, GemmeshTile};
 use crate::backend::cuda::driver::DevicePtr;
 use crate::backend::cuda::gpu::Gpu;
-use crate::backend::cuda::gpu::tables::Held;
+use crate::backend::cuda::gpu::tables::HeldTables;
 use crate::error::Result;
 use crate::schedule::{Route, Schedule, Tile};
 
@@ -37,8 +37,8 @@ impl ProgramTables {
         gpu: &Gpu,
         schedule: &Schedule,
         destination: &Destination,
-        entries: &[Entry],
-    ) -> Result<(Held, ProgramTables)> {
+        entries: &[SliceEntry],
+    ) -> Result<(HeldTables, ProgramTables)> {
         let sources: Vec<u32> = schedule
             .sources()
             .iter()

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use crate::backend::cuda::driver::{Device, DevicePtr, Mapping, Region, Uuid};
+use crate::backend::cuda::driver::{Device, DeviceMapping, DevicePtr, DeviceRegion, Uuid};
 use crate::backend::cuda::gpu::Gpu;
 use crate::backend::cuda::gpu::rates::Rates;
 use crate::backend::cuda::gpu::reclaim::Deferred;
@@ -22,7 +22,7 @@ use crate::ranks::members::{Members, OPENING};
 pub struct Symmetric {
     rank: usize,
     /// Every rank's memory as this rank has mapped it, by rank.
-    maps: Deferred<Vec<Mapping>>,
+    maps: Deferred<Vec<DeviceMapping>>,
 }
 
 impl Symmetric {
@@ -34,14 +34,14 @@ impl Symmetric {
         peers: &Peers,
         call: &str,
         bytes: usize,
-        initialise: impl Fn(&mut Region) -> Result<()>,
+        initialise: impl Fn(&mut DeviceRegion) -> Result<()>,
     ) -> Result<Symmetric> {
         let (device, reclaimer) = (&gpu.device, &gpu.reclaimer);
-        let attempt = || -> Result<Vec<Mapping>> {
+        let attempt = || -> Result<Vec<DeviceMapping>> {
             reclaimer.settle();
             let mut own = None;
             let mut offer = || -> Result<OwnedFd> {
-                let (mut memory, fd) = Mapping::create(device, bytes)?;
+                let (mut memory, fd) = DeviceMapping::create(device, bytes)?;
                 initialise(memory.region_mut())?;
                 own = Some(memory);
                 Ok(fd)
@@ -82,12 +82,12 @@ impl Symmetric {
     }
 
     /// As the host copies from and to it.
-    pub fn own_region(&self) -> &Region {
+    pub fn own_region(&self) -> &DeviceRegion {
         self.maps[self.rank].region()
     }
 
     /// As [`Symmetric::own_region`].
-    pub fn own_region_mut(&mut self) -> &mut Region {
+    pub fn own_region_mut(&mut self) -> &mut DeviceRegion {
         let rank = self.rank;
         self.maps[rank].region_mut()
     }
@@ -202,7 +202,7 @@ impl Peers {
         peer: usize,
         fd: &OwnedFd,
         bytes: usize,
-    ) -> Result<Mapping> {
+    ) -> Result<DeviceMapping> {
         let refused = |reason: String| Error::NoPeerAccess {
             rank: members.rank,
             peer,
@@ -211,7 +211,7 @@ impl Peers {
         if !device.can_access(&self.uuids[peer])? {
             return Err(refused("the driver says that it cannot".into()));
         }
-        Mapping::import(device, fd, bytes).map_err(|e| refused(e.to_string()))
+        DeviceMapping::import(device, fd, bytes).map_err(|e| refused(e.to_string()))
     }
 }
 

@@ -7,7 +7,7 @@ use crate::backend::cuda::abi::{
     GEMMESH_LOW_LATENCY_BYTES, GEMMESH_MAX_FLAGS, GEMMESH_MAX_WORLD, GEMMESH_REFRESH,
     GemmeshMailbox, GemmeshPushEpoch,
 };
-use crate::backend::cuda::driver::{DevicePtr, Region, StreamMemOp};
+use crate::backend::cuda::driver::{DevicePtr, DeviceRegion, StreamMemOp};
 use crate::backend::cuda::gpu::Gpu;
 use crate::error::Result;
 use crate::protocol::epoch::Epoch;
@@ -67,7 +67,7 @@ impl Control {
             assert!(Epoch::REFRESH == GEMMESH_REFRESH);
         };
         let before = first.previous().raw();
-        let initialise = |own: &mut Region| {
+        let initialise = |own: &mut DeviceRegion| {
             let mut words = vec![0u32; word::END];
             words[..word::FLAGS].fill(before);
             words[word::MAILBOX..word::PUSH_EPOCH].fill(before);

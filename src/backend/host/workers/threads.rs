@@ -15,9 +15,9 @@ pub struct ThreadPool {
 }
 
 /// Which thread it is.
-pub struct Context(usize);
+pub struct ThreadContext(usize);
 
-impl Context {
+impl ThreadContext {
     pub fn index(&self) -> usize {
         self.0
     }
@@ -49,11 +49,11 @@ impl ThreadPool {
         self.count
     }
 
-    pub fn spawn_broadcast(&self, f: impl Fn(Context) + Send + Sync + 'static) {
+    pub fn spawn_broadcast(&self, f: impl Fn(ThreadContext) + Send + Sync + 'static) {
         let f = Arc::new(f);
         let threads = (0..self.count).map(|index| {
             let f = f.clone();
-            std::thread::spawn(move || f(Context(index)))
+            std::thread::spawn(move || f(ThreadContext(index)))
         });
         let mut all = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         all.extend(threads);
