@@ -12,8 +12,8 @@ const TEXT: usize = 24;
 /// The most matrices that ranks share in an operation.
 pub const MATRICES: usize = 4;
 
-/// The first word of an exchange; of an operation it is a digest, which is another.
-pub const EXCHANGE: u64 = u64::MAX;
+/// The first word of a call that gathers messages; of an operation it is a digest, which is another.
+pub const MESSAGES: u64 = u64::MAX;
 /// In the place of a matrix: none.
 const NO_MATRIX: u32 = u32::MAX;
 /// What the digest of a traced operation differs by,
@@ -42,7 +42,7 @@ impl PostedCall<'_> {
     /// What is posted of it.
     pub fn to_words(self, epoch: Epoch) -> [u64; WORDS] {
         let mut words = [0; WORDS];
-        // Never an exchange's.
+        // Never that of a call that gathers messages.
         words[0] = self.agreed.digest() >> 4;
         let bits = [
             (self.traced, TRACED),

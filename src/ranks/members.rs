@@ -194,7 +194,7 @@ impl Members {
     fn await_slower_ranks(&self, number: u64, words: &dyn Fn() -> String) -> Result<()> {
         let begin = Instant::now();
         while let Err(rank) = self.shared.may_post(number) {
-            self.pause(&Waiting {
+            self.pause(&PeerWait {
                 begin,
                 grace: Duration::ZERO,
                 rank,
@@ -238,7 +238,7 @@ impl Members {
     /// # Errors
     /// The group's first failure; or that the deadline has passed, or that a rank was refused the call and does not make it,
     /// which becomes it.
-    fn pause(&self, waiting: &Waiting) -> Result<()> {
+    fn pause(&self, waiting: &PeerWait) -> Result<()> {
         if let Some(fault) = self.shared.fault() {
             return Err(fault);
         }
@@ -281,7 +281,7 @@ impl Members {
 
     /// Exchanges what each rank has made, a message and perhaps a descriptor, or why it could not make it: if one
     /// could not, all get its error, and the group goes on. `call`: the call in words.
-    pub fn exchange(
+    pub fn gather_messages(
         &self,
         call: &str,
         own: Result<(Vec<u8>, Option<OwnedFd>)>,
@@ -307,7 +307,7 @@ impl Members {
         own: Result<OwnedFd>,
         take: impl FnOnce(Vec<OwnedFd>) -> Result<R>,
     ) -> Result<R> {
-        let gathered = self.exchange(call, own.map(|fd| (Vec::new(), Some(fd))))?;
+        let gathered = self.gather_messages(call, own.map(|fd| (Vec::new(), Some(fd))))?;
         let taken = match gathered.fds {
             Ok(fds) if fds.len() == self.world => take(fds).map(Some),
             // As rank 0 could not have them all, it says so.
@@ -318,7 +318,7 @@ impl Members {
             }
         };
         let outcome = taken.as_ref().map(|_| (Vec::new(), None));
-        self.exchange(call, outcome.map_err(Error::clone))?;
+        self.gather_messages(call, outcome.map_err(Error::clone))?;
         taken?.ok_or_else(|| self.garbage(0, "a descriptor of each rank"))
     }
 
@@ -367,23 +367,23 @@ impl Members {
         // What a rank calls is compared before it sends anything. So an exchange is complete only if all made it.
         let number = self.next_call(&|| words.clone(), |number| {
             self.shared
-                .post_exchange(number, hash(words.as_bytes()), &words)
+                .post_messages(number, hash(words.as_bytes()), &words)
         })?;
-        let exchange = Exchange {
+        let messages = MessageCall {
             words,
             number,
             begin: Instant::now(),
         };
         let (bytes, fds) = if self.rank == 0 {
-            self.collect(&connections, &exchange, payload, fd)?
+            self.collect(&connections, &messages, payload, fd)?
         } else {
-            let channel = self.channel(0, &connections[0], &exchange, GRACE);
+            let channel = self.channel(0, &connections[0], &messages, GRACE);
             channel
                 .send(payload, fd.as_slice())
-                .map_err(|e| self.wire_failure(0, &exchange, e))?;
+                .map_err(|e| self.wire_failure(0, &messages, e))?;
             channel
                 .receive(MAX_FRAME)
-                .map_err(|e| self.wire_failure(0, &exchange, e))?
+                .map_err(|e| self.wire_failure(0, &messages, e))?
         };
         let parts = split(&bytes).filter(|parts| parts.len() == self.world);
         let parts = parts.ok_or_else(|| self.garbage(0, "a list of messages"))?;
@@ -423,7 +423,7 @@ impl Members {
     fn collect(
         &self,
         connections: &[Arc<Connection>],
-        exchange: &Exchange,
+        messages: &MessageCall,
         payload: &[u8],
         fd: Option<BorrowedFd>,
     ) -> Result<Frame> {
@@ -431,9 +431,9 @@ impl Members {
         let mut fds = Ok(Vec::new());
         for (index, connection) in connections.iter().enumerate() {
             let (part, sent) = self
-                .channel(index + 1, connection, exchange, Duration::ZERO)
+                .channel(index + 1, connection, messages, Duration::ZERO)
                 .receive(MAX_FRAME)
-                .map_err(|e| self.wire_failure(index + 1, exchange, e))?;
+                .map_err(|e| self.wire_failure(index + 1, messages, e))?;
             parts.push(part);
             fds = fds.and_then(|mut fds: Vec<OwnedFd>| {
                 fds.extend(sent?);
@@ -449,9 +449,9 @@ impl Members {
             .chain(others.iter().map(AsFd::as_fd))
             .collect();
         for (index, connection) in connections.iter().enumerate() {
-            self.channel(index + 1, connection, exchange, GRACE)
+            self.channel(index + 1, connection, messages, GRACE)
                 .send(&all, &sent)
-                .map_err(|e| self.wire_failure(index + 1, exchange, e))?;
+                .map_err(|e| self.wire_failure(index + 1, messages, e))?;
         }
         let own = own.map(|fd| fd.try_clone_to_owned()).transpose();
         let fds = fds.and_then(|fds| Ok(own?.into_iter().chain(fds).collect()));
@@ -463,10 +463,10 @@ impl Members {
         &'a self,
         rank: usize,
         stream: &'a UnixStream,
-        exchange: &'a Exchange,
+        messages: &'a MessageCall,
         grace: Duration,
     ) -> Channel<'a, impl Fn() -> Result<(), Error>> {
-        let Exchange { begin, number, .. } = *exchange;
+        let MessageCall { begin, number, .. } = *messages;
         Channel {
             stream,
             deadline: begin + self.timeout + grace,
@@ -482,16 +482,16 @@ impl Members {
         }
     }
 
-    fn wire_failure(&self, rank: usize, exchange: &Exchange, error: WireError<Error>) -> Error {
-        let call = &exchange.words;
+    fn wire_failure(&self, rank: usize, messages: &MessageCall, error: WireError<Error>) -> Error {
+        let call = &messages.words;
         self.fail(match error {
             WireError::Stopped(error) => error,
             WireError::Late => {
                 let what = format!("{call}: rank {rank} has not come");
-                self.timeout(exchange.begin, rank, what)
+                self.timeout(messages.begin, rank, what)
             }
             WireError::Closed if self.shared.has_left(rank) => {
-                self.left(rank, Some(exchange.number), call.clone())
+                self.left(rank, Some(messages.number), call.clone())
             }
             WireError::Closed => Error::RankLost {
                 rank,
@@ -513,7 +513,7 @@ impl Members {
 }
 
 /// A call in which all ranks send something to all.
-struct Exchange {
+struct MessageCall {
     /// The call, in words.
     words: String,
     number: u64,
@@ -521,7 +521,7 @@ struct Exchange {
 }
 
 /// A wait for another rank.
-struct Waiting<'a> {
+struct PeerWait<'a> {
     begin: Instant,
     /// How much longer than the timeout it may last.
     grace: Duration,
@@ -651,7 +651,7 @@ impl Wait for Members {
         let number = OnceCell::new();
         let call = || *number.get_or_init(|| self.shared.number_of(epoch));
         let what = || self.shared.describe(epoch, awaited);
-        let waiting = Waiting {
+        let waiting = PeerWait {
             begin: Instant::now(),
             // A chunk that is pulled is written by this rank's own copy thread, which may itself wait for another rank than
             // the chunk's source: it knows the culprit. And what this rank's workers make takes as long as it takes: their

@@ -14,7 +14,7 @@ use super::{peer, wire};
 
 /// What is known of a peer.
 #[derive(Debug)]
-pub enum Peer {
+pub enum PeerProcess {
     /// The descriptor is readable once it has ended.
     Process(OwnedFd),
     Ended,
@@ -26,11 +26,11 @@ pub enum Peer {
 ///
 /// # Errors
 /// If this process can have no more descriptors.
-pub fn of_peer(stream: &UnixStream) -> io::Result<Peer> {
+pub fn of_peer(stream: &UnixStream) -> io::Result<PeerProcess> {
     match peer::pidfd(stream) {
-        Ok(fd) => Ok(Peer::Process(fd)),
+        Ok(fd) => Ok(PeerProcess::Process(fd)),
         // Its number is free again.
-        Err(Errno::SRCH | Errno::INVAL) => Ok(Peer::Ended),
+        Err(Errno::SRCH | Errno::INVAL) => Ok(PeerProcess::Ended),
         Err(error @ (Errno::MFILE | Errno::NFILE | Errno::NOMEM)) => Err(error.into()),
         // Linux before 6.5.
         Err(_) => by_number(stream),
@@ -39,29 +39,29 @@ pub fn of_peer(stream: &UnixStream) -> io::Result<Peer> {
 
 /// The same where the kernel has no descriptor for it. Should it have ended and its number be another's by now, the
 /// other is watched: then the connection has to do.
-fn by_number(stream: &UnixStream) -> io::Result<Peer> {
+fn by_number(stream: &UnixStream) -> io::Result<PeerProcess> {
     let number = peer::Peer::of(stream).ok().and_then(|peer| peer.pid);
     // In another namespace of processes it has no number here.
     let Some(pid) = number.and_then(|number| Pid::from_raw(number as i32)) else {
-        return Ok(Peer::Unknown);
+        return Ok(PeerProcess::Unknown);
     };
     match pidfd_open(pid, PidfdFlags::empty()) {
-        Ok(fd) => Ok(Peer::Process(fd)),
-        Err(Errno::SRCH) => Ok(Peer::Ended),
+        Ok(fd) => Ok(PeerProcess::Process(fd)),
+        Err(Errno::SRCH) => Ok(PeerProcess::Ended),
         Err(error @ (Errno::MFILE | Errno::NFILE | Errno::NOMEM)) => Err(error.into()),
-        Err(_) => Ok(Peer::Unknown),
+        Err(_) => Ok(PeerProcess::Unknown),
     }
 }
 
 /// Whether the process has ended, as far as anybody can tell. Keeps no descriptor.
 pub fn has_ended(stream: &UnixStream) -> bool {
     match of_peer(stream) {
-        Ok(Peer::Process(fd)) => {
+        Ok(PeerProcess::Process(fd)) => {
             let mut events = [PollFd::new(&fd, PollFlags::IN)];
             wire::poll(&mut events, Duration::ZERO).is_ok() && !events[0].revents().is_empty()
         }
-        Ok(Peer::Ended) => true,
-        Ok(Peer::Unknown) | Err(_) => false,
+        Ok(PeerProcess::Ended) => true,
+        Ok(PeerProcess::Unknown) | Err(_) => false,
     }
 }
 
@@ -93,7 +93,7 @@ mod tests {
     fn both_ways_find_the_process_at_the_other_end() {
         let (here, _there) = UnixStream::pair().unwrap();
         for found in [of_peer(&here), by_number(&here)] {
-            let Ok(Peer::Process(fd)) = found else {
+            let Ok(PeerProcess::Process(fd)) = found else {
                 panic!("{found:?}");
             };
             let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_raw_fd()));

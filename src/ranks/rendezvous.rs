@@ -252,7 +252,7 @@ fn members(
     let shared_state =
         SharedState::new(memory, rank, world).with_launcher(identity.launcher.clone());
     let members = Members::new(rank, timeout, false, shared_state, world, connections)?;
-    members.exchange(OPENING, Ok((Vec::new(), None)))?;
+    members.gather_messages(OPENING, Ok((Vec::new(), None)))?;
     Ok(members)
 }
 

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::call::{EXCHANGE, FIXED, PostedCall, WORDS, describe};
+use super::call::{FIXED, MESSAGES, PostedCall, WORDS, describe};
 use super::panics;
 use super::reports::ReportSender;
 use crate::error::{Error, Result};
@@ -37,7 +37,7 @@ const FAREWELL: Duration = Duration::from_secs(1);
 const CORRECTION: Duration = Duration::from_millis(500);
 
 #[repr(C)]
-struct Block {
+struct StateBlock {
     /// The first failure, as JSON.
     fault: Report<FAULT_BYTES>,
     /// Whether a rank has left in order: it has [`LEFT`], or is [`GONE`].
@@ -45,7 +45,7 @@ struct Block {
     /// Whom a rank waits for: 256 · the time in ms when it last looked + 1 + the other rank. For reports only.
     waits: [AtomicU64; MAX_WORLD],
     /// A rank's latest exchange, in words.
-    exchanges: [Note<NOTE_BYTES>; MAX_WORLD],
+    message_calls: [Note<NOTE_BYTES>; MAX_WORLD],
     /// Why a rank was last refused a call: when, in ms as 8 bytes, how often it has been refused that call, likewise, and the error as JSON.
     refusals: [Note<NOTE_BYTES>; MAX_WORLD],
     /// Why a rank that is gone has left, as JSON, as number [`GIVEN`].
@@ -103,7 +103,7 @@ struct Refusal {
 
 impl SharedState {
     /// How many bytes of shared memory the block takes.
-    pub const BYTES: usize = size_of::<Block>();
+    pub const BYTES: usize = size_of::<StateBlock>();
 
     /// `memory` holds [`SharedState::BYTES`] bytes that were zero when the first rank mapped them.
     pub fn new(memory: Mapping, rank: usize, world: usize) -> SharedState {
@@ -134,10 +134,10 @@ impl SharedState {
         }
     }
 
-    fn block(&self) -> &Block {
-        // SAFETY: the mapping is page-aligned and as long as a Block, which consists of atomics, for which
+    fn block(&self) -> &StateBlock {
+        // SAFETY: the mapping is page-aligned and as long as a StateBlock, which consists of atomics, for which
         // any bytes are valid and shared writing is defined. It lives as long as `self`.
-        unsafe { &*self.memory.as_ptr().cast::<Block>() }
+        unsafe { &*self.memory.as_ptr().cast::<StateBlock>() }
     }
 
     /// Reports a failure to every rank. Returns the group's first failure: this one, or an earlier.
@@ -343,10 +343,10 @@ impl SharedState {
     }
 
     /// As [`SharedState::post_operation`], for an exchange: a number that tells calls apart, and the call in words.
-    pub fn post_exchange(&self, number: u64, call: u64, words: &str) -> Result<()> {
-        self.block().exchanges[self.rank].write(number, words.as_bytes());
+    pub fn post_messages(&self, number: u64, call: u64, words: &str) -> Result<()> {
+        self.block().message_calls[self.rank].write(number, words.as_bytes());
         let mut post = [0; WORDS];
-        post[..2].copy_from_slice(&[EXCHANGE, call]);
+        post[..2].copy_from_slice(&[MESSAGES, call]);
         self.post(number, post)
     }
 
@@ -387,7 +387,7 @@ impl SharedState {
     /// The call `number` of `rank`, in words.
     fn call(&self, rank: usize, number: u64) -> String {
         let words = match self.slot(rank, number).read(number) {
-            Some([EXCHANGE, ..]) => self.block().exchanges[rank]
+            Some([MESSAGES, ..]) => self.block().message_calls[rank]
                 .read(number)
                 .map(|words| String::from_utf8_lossy(&words).into_owned()),
             words => words.map(describe),
@@ -404,7 +404,7 @@ impl SharedState {
         let mut numbers = posts.map(Post::latest).filter(|&number| number > 0);
         numbers.find(|&number| {
             let words = self.slot(self.rank, number).read(number);
-            words.is_some_and(|[name, its, ..]| name != EXCHANGE && its == u64::from(epoch.raw()))
+            words.is_some_and(|[name, its, ..]| name != MESSAGES && its == u64::from(epoch.raw()))
         })
     }
 
@@ -699,11 +699,11 @@ mod tests {
     #[test]
     fn exchanges_and_operations_are_one_sequence() {
         let ranks = ranks(2);
-        ranks[0].post_exchange(1, 7, "barrier()").unwrap();
-        ranks[1].post_exchange(1, 7, "barrier()").unwrap();
+        ranks[0].post_messages(1, 7, "barrier()").unwrap();
+        ranks[1].post_messages(1, 7, "barrier()").unwrap();
         post(&ranks[0], 2, &product(64)).unwrap();
         assert_eq!(
-            ranks[1].post_exchange(2, 7, "barrier()"),
+            ranks[1].post_messages(2, 7, "barrier()"),
             Err(Error::CallMismatch {
                 rank: 1,
                 theirs: "barrier()".into(),
@@ -712,8 +712,8 @@ mod tests {
                 call: 2,
             })
         );
-        ranks[0].post_exchange(3, 7, "barrier()").unwrap();
-        assert_blamed(ranks[1].post_exchange(3, 8, "another()"), 1, 0);
+        ranks[0].post_messages(3, 7, "barrier()").unwrap();
+        assert_blamed(ranks[1].post_messages(3, 8, "another()"), 1, 0);
     }
 
     #[test]
@@ -818,12 +818,12 @@ mod tests {
     fn a_wait_is_described_by_the_call_the_peer_and_what_that_has_not_done() {
         let ranks = ranks(2);
         let epoch = Epoch::from_raw(u32::MAX);
-        ranks[1].post_exchange(1, 7, "barrier()").unwrap();
+        ranks[1].post_messages(1, 7, "barrier()").unwrap();
         let product = product(64);
         ranks[1]
             .post_operation(2, epoch, operation(&product))
             .unwrap();
-        ranks[1].post_exchange(3, 7, "barrier()").unwrap();
+        ranks[1].post_messages(3, 7, "barrier()").unwrap();
         let says = |awaited, what: &str| {
             let call = "all_gather_matmul(M = 4096, K = 64, bf16, sharded matrix 2)";
             let expected = format!("{call}: rank 0 {what}");

@@ -21,11 +21,11 @@ impl WaitTimes {
     }
 
     /// A thread waits for `rank` as long as what is returned lives.
-    pub fn begin(&self, rank: usize) -> Waiting<'_> {
+    pub fn begin(&self, rank: usize) -> WaitingThread<'_> {
         let mut waited = self.of(rank);
         let (threads, since) = waited.now.unwrap_or((0, Instant::now()));
         waited.now = Some((threads + 1, since));
-        Waiting { times: self, rank }
+        WaitingThread { times: self, rank }
     }
 
     /// This rank has waited for `rank`.
@@ -51,12 +51,12 @@ impl WaitTimes {
 }
 
 /// A thread that waits.
-pub struct Waiting<'a> {
+pub struct WaitingThread<'a> {
     times: &'a WaitTimes,
     rank: usize,
 }
 
-impl Drop for Waiting<'_> {
+impl Drop for WaitingThread<'_> {
     fn drop(&mut self) {
         let mut waited = self.times.of(self.rank);
         match waited.now {

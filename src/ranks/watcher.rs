@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::pidfd::{self, Peer};
+use super::pidfd::{self, PeerProcess};
 use super::shared_state::SharedState;
 use super::wire::{self, Connection};
 use crate::error::{Error, Result};
@@ -31,7 +31,7 @@ impl Watcher {
     ) -> Result<Watcher> {
         let peers = connections.iter().enumerate().map(|(index, connection)| {
             let process = match in_process {
-                true => Peer::Unknown,
+                true => PeerProcess::Unknown,
                 false => pidfd::of_peer(connection)
                     .map_err(Error::system(rank, "watch another rank's process"))?,
             };
@@ -68,15 +68,15 @@ impl Drop for Watcher {
 struct Watched {
     rank: usize,
     connection: Arc<Connection>,
-    process: Peer,
+    process: PeerProcess,
 }
 
 impl Watched {
     /// What to wait for.
     fn events(&self) -> impl Iterator<Item = PollFd<'_>> {
         let process = match &self.process {
-            Peer::Process(fd) => Some(PollFd::new(fd, PollFlags::IN)),
-            Peer::Ended | Peer::Unknown => None,
+            PeerProcess::Process(fd) => Some(PollFd::new(fd, PollFlags::IN)),
+            PeerProcess::Ended | PeerProcess::Unknown => None,
         };
         [PollFd::new(&**self.connection, PollFlags::RDHUP)]
             .into_iter()
@@ -88,7 +88,7 @@ impl Watched {
         let mut events: Vec<PollFd> = self.events().collect();
         let looked = wire::poll(&mut events, Duration::ZERO);
         let mut happened = events.iter().map(PollFd::revents);
-        matches!(self.process, Peer::Ended)
+        matches!(self.process, PeerProcess::Ended)
             || looked.is_ok() && happened.any(|happened| happened.intersects(END))
     }
 }

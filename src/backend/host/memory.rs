@@ -34,7 +34,7 @@ impl HostSymmetric {
         let rank = members.rank;
         // Ranks share a machine, and perhaps a control group: nobody begins unless there is room for all.
         let rooms = ready.map(|()| (serde_json::to_vec(&rooms()).unwrap_or_default(), None));
-        let rooms = members.exchange(call, rooms)?.payloads;
+        let rooms = members.gather_messages(call, rooms)?.payloads;
         let rooms = rooms.iter().enumerate().map(|(rank, rooms)| {
             serde_json::from_slice(rooms).map_err(|error| {
                 let reason = error.to_string();

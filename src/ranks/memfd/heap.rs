@@ -16,28 +16,28 @@ const MOST: usize = 64 << 30;
 
 /// Zeroed memory, for as long as somebody holds it.
 #[derive(Debug)]
-struct Block {
+struct HeapBlock {
     begin: NonNull<u8>,
     layout: Layout,
 }
 
 // SAFETY: memory belongs to the process, not to a thread.
-unsafe impl Send for Block {}
+unsafe impl Send for HeapBlock {}
 // SAFETY: as above; shared access yields only a raw pointer.
-unsafe impl Sync for Block {}
+unsafe impl Sync for HeapBlock {}
 
-impl Block {
-    fn zeroed(bytes: usize) -> io::Result<Arc<Block>> {
+impl HeapBlock {
+    fn zeroed(bytes: usize) -> io::Result<Arc<HeapBlock>> {
         require_available(bytes)?;
         let layout = Layout::from_size_align(bytes.max(1), PAGE).map_err(io::Error::other)?;
         // SAFETY: there is at least one byte.
         let begin = NonNull::new(unsafe { alloc_zeroed(layout) });
         let begin = begin.ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))?;
-        Ok(Arc::new(Block { begin, layout }))
+        Ok(Arc::new(HeapBlock { begin, layout }))
     }
 }
 
-impl Drop for Block {
+impl Drop for HeapBlock {
     fn drop(&mut self) {
         // SAFETY: allocated like this, and nobody holds it any more.
         unsafe { dealloc(self.begin.as_ptr(), self.layout) };
@@ -46,12 +46,12 @@ impl Drop for Block {
 
 /// As the one of `memory.rs`.
 #[derive(Debug)]
-pub struct Mapping(Arc<Block>);
+pub struct Mapping(Arc<HeapBlock>);
 
 impl Mapping {
     /// Memory of this process alone.
     pub fn private(bytes: usize) -> io::Result<Mapping> {
-        Block::zeroed(bytes).map(Mapping)
+        HeapBlock::zeroed(bytes).map(Mapping)
     }
 
     /// The memory that a descriptor names.
@@ -72,12 +72,12 @@ impl Mapping {
 }
 
 /// Kept to the end: a descriptor does not say when it is closed.
-static SHARED: Mutex<Vec<Arc<Block>>> = Mutex::new(Vec::new());
+static SHARED: Mutex<Vec<Arc<HeapBlock>>> = Mutex::new(Vec::new());
 
 /// Zeroed memory, and a descriptor that names it: of a file without a name, as long as the memory's number.
 pub(crate) fn memfd(bytes: usize) -> io::Result<OwnedFd> {
     let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
-    shared.push(Block::zeroed(bytes)?);
+    shared.push(HeapBlock::zeroed(bytes)?);
     // Not by a name of ours, of which tests see in the same moment that it was left behind.
     let name = format!("heap-{}-{}", std::process::id(), shared.len());
     let path = std::env::temp_dir().join(name);

@@ -60,7 +60,7 @@ impl Symmetric {
             Err(Error::OutOfMemory { .. }) => {
                 // The others wait for this rank meanwhile.
                 reclaimer.drain(members.timeout / 2);
-                members.exchange(call, Ok((Vec::new(), None)))?;
+                members.gather_messages(call, Ok((Vec::new(), None)))?;
                 attempt()?
             }
             first => first?,
@@ -168,7 +168,7 @@ impl Peers {
             })
         };
         let own = introduce().map(|bytes| (bytes, None));
-        let gathered = members.exchange(OPENING, own)?;
+        let gathered = members.gather_messages(OPENING, own)?;
         let introductions = gathered.payloads.iter().enumerate();
         let introductions = introductions.map(|(rank, bytes)| {
             Introduction::parse(bytes).map_err(|reason| Error::Message { rank, reason })
