@@ -238,7 +238,8 @@ impl<T: Operand> Multiply<T> {
         })
     }
 
-    /// out[rows, N] = a[rows, K] · b[N, K]ᵀ on `stream`, the one of calls with this parity; addresses, and elements from row to row.
+    /// out[rows, N] = a[rows, K] · b[N, K]ᵀ on `stream`, the one of calls with this parity; addresses, and elements from
+    /// row to row.
     fn rows(
         &self,
         parity: usize,
@@ -248,58 +249,22 @@ impl<T: Operand> Multiply<T> {
         out: (u64, usize),
         rows: usize,
     ) -> Outcome {
-        use lt_sys::cublasLtMatmulDescAttributes_t as Attribute;
-        use lt_sys::cublasLtMatmulPreferenceAttributes_t as Preference;
         let [n, k] = b.shape();
         let (b, b_pitch) = b.as_device_ptr();
-        let (transposed, workspace_bytes) = (1i32, WORKSPACE_BYTES);
-        let (scale, _) = self.scale.as_device_ptr();
         let (one, zero) = (1f32, 0f32);
-        // SAFETY: handles are used as they were made, and destroyed once; attributes are of the types that they name. The memory holds
-        // matrices of these shapes, and lives until the streams have passed.
+        let (workspace, _) = self.workspaces[parity].as_device_ptr();
+        let desc = self.describe()?;
+        // Row-major out is column-major out' = b' · a'.
+        let layout = |kind, rows: usize, columns: usize, pitch: usize| {
+            lt::create_matrix_layout(kind, rows as u64, columns as u64, pitch as i64)
+        };
+        let of_b = layout(T::KIND, k, n, b_pitch / size_of::<T>())?;
+        let of_a = layout(T::KIND, k, rows, a.1)?;
+        let of_out = layout(lt_sys::cudaDataType::CUDA_R_16BF, n, rows, out.1)?;
+        let best = self.choose(desc, [of_b, of_a, of_out])?;
+        // SAFETY: handles are used as they were made, and destroyed once. The memory holds matrices of these shapes, and
+        // lives until the streams have passed.
         unsafe {
-            let desc = lt::create_matmul_desc(
-                lt_sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
-                lt_sys::cudaDataType::CUDA_R_32F,
-            )?;
-            let set = |attribute, value: *const c_void, bytes| {
-                lt::set_matmul_desc_attribute(desc, attribute, value, bytes)
-            };
-            let transa = Attribute::CUBLASLT_MATMUL_DESC_TRANSA;
-            set(transa, (&raw const transposed).cast(), size_of::<i32>())?;
-            if T::IS_SCALED {
-                for of in [
-                    Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER,
-                    Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER,
-                ] {
-                    set(of, (&raw const scale).cast(), size_of::<u64>())?;
-                }
-            }
-            // Row-major out is column-major out' = b' · a'.
-            let layout = |kind, rows: usize, columns: usize, pitch: usize| {
-                lt::create_matrix_layout(kind, rows as u64, columns as u64, pitch as i64)
-            };
-            let bf16 = lt_sys::cudaDataType::CUDA_R_16BF;
-            let of_b = layout(T::KIND, k, n, b_pitch / size_of::<T>())?;
-            let of_a = layout(T::KIND, k, rows, a.1)?;
-            let of_out = layout(bf16, n, rows, out.1)?;
-            let preference = lt::create_matmul_pref()?;
-            lt::set_matmul_pref_attribute(
-                preference,
-                Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                (&raw const workspace_bytes).cast(),
-                size_of::<usize>(),
-            )?;
-            let best = lt::get_matmul_algo_heuristic(
-                self.handle,
-                desc,
-                of_b,
-                of_a,
-                of_out,
-                of_out,
-                preference,
-            )?;
-            let (workspace, _) = self.workspaces[parity].as_device_ptr();
             lt::matmul(
                 self.handle,
                 desc,
@@ -318,13 +283,62 @@ impl<T: Operand> Multiply<T> {
                 WORKSPACE_BYTES,
                 stream.cast(),
             )?;
-            lt::destroy_matmul_pref(preference)?;
             for layout in [of_a, of_b, of_out] {
                 lt::destroy_matrix_layout(layout)?;
             }
             lt::destroy_matmul_desc(desc)?;
         }
         Ok(())
+    }
+
+    /// A product in f32 of operands of which the first is transposed; both are scaled, if they are of fp8.
+    fn describe(&self) -> Outcome<lt_sys::cublasLtMatmulDesc_t> {
+        use lt_sys::cublasLtMatmulDescAttributes_t as Attribute;
+        let desc = lt::create_matmul_desc(
+            lt_sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+            lt_sys::cudaDataType::CUDA_R_32F,
+        )?;
+        // SAFETY: attributes are of the types that they name.
+        let set = |attribute, value: *const c_void, bytes| unsafe {
+            lt::set_matmul_desc_attribute(desc, attribute, value, bytes)
+        };
+        let transposed = 1i32;
+        let transa = Attribute::CUBLASLT_MATMUL_DESC_TRANSA;
+        set(transa, (&raw const transposed).cast(), size_of::<i32>())?;
+        if T::IS_SCALED {
+            let (scale, _) = self.scale.as_device_ptr();
+            for of in [
+                Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER,
+                Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER,
+            ] {
+                set(of, (&raw const scale).cast(), size_of::<u64>())?;
+            }
+        }
+        Ok(desc)
+    }
+
+    /// The algorithm that cuBLASLt thinks best.
+    fn choose(
+        &self,
+        desc: lt_sys::cublasLtMatmulDesc_t,
+        [b, a, out]: [lt_sys::cublasLtMatrixLayout_t; 3],
+    ) -> Outcome<lt_sys::cublasLtMatmulHeuristicResult_t> {
+        use lt_sys::cublasLtMatmulPreferenceAttributes_t as Preference;
+        let workspace_bytes = WORKSPACE_BYTES;
+        let preference = lt::create_matmul_pref()?;
+        // SAFETY: handles are used as they were made, and destroyed once; the attribute is of the type that it names.
+        unsafe {
+            lt::set_matmul_pref_attribute(
+                preference,
+                Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                (&raw const workspace_bytes).cast(),
+                size_of::<usize>(),
+            )?;
+            let best =
+                lt::get_matmul_algo_heuristic(self.handle, desc, b, a, out, out, preference)?;
+            lt::destroy_matmul_pref(preference)?;
+            Ok(best)
+        }
     }
 }
 

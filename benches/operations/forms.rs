@@ -312,78 +312,8 @@ impl<B: Backend, T: Element> Operands<B, T> {
         let seed = 7 + own.start as u64;
         let count = rows_within(products, self.form.multiplied(), self.k).min(own.len());
         let rows = sample_rows(own.len(), count, seed);
-        // Where the operation is a sum, each rank has a part of K; else, if it gathers, a part of the rows.
-        let (ranks, of_k) = match self.op {
-            Op::MatmulReduceScatter | Op::MatmulAllReduce => (0..self.group.world_size(), true),
-            _ => (self.group.rank()..self.group.rank() + 1, false),
-        };
-        let a: Vec<Vec<T>> = match &self.a {
-            Rows::Gathered(_) => {
-                let (world, k) = (self.group.world_size(), self.k);
-                let layout = Layout::balanced(self.m, k, world)?;
-                let of = |rank| rows_of::<T>(rank, layout.rows_of(rank).len() * k);
-                vec![(0..world).flat_map(of).collect()]
-            }
-            Rows::Own(_) => ranks
-                .clone()
-                .map(|rank| rows_of(rank, self.m * self.k))
-                .collect(),
-        };
-        let bias: Vec<T> = random(self.form.multiplied(), BIAS);
-        let mut exact = Vec::new();
-        let mut first = 0;
-        for (weight, &n) in self.form.widths.iter().enumerate() {
-            let b: Vec<Vec<T>> = ranks
-                .clone()
-                .map(|rank| weight_of(rank, weight, n, self.k))
-                .collect();
-            let begin = if of_k { own.start } else { 0 } * self.k;
-            let factors: Vec<Factors<T>> = a
-                .iter()
-                .zip(&b)
-                .map(|(a, b)| Factors {
-                    a: &a[begin..],
-                    b,
-                    k: self.k,
-                })
-                .collect();
-            let terms = self.k * factors.len();
-            let mut numbers = in_blocks(&factors, &rows, n, |exact| {
-                let sums = (terms as f64).sqrt() * 2f64.powi(-23) * exact.magnitude;
-                let off = if of_k {
-                    sums + exact.products * 2f64.powi(-T::DIGITS)
-                } else {
-                    sums
-                };
-                Number {
-                    exact: exact.value,
-                    off,
-                }
-            });
-            if self.bias.is_some() {
-                for (index, number) in numbers.iter_mut().enumerate() {
-                    *number = number.plus(bias[first + index % n].to_f32().into());
-                }
-            }
-            first += n;
-            exact.push(numbers);
-        }
-        let activation = self.form.activation();
-        let to_f32 = self.form.has(Epilogue::F32);
-        let function = |numbers: &mut Vec<Number>| {
-            numbers
-                .iter_mut()
-                .for_each(|number| *number = number.activated(activation, to_f32));
-        };
-        if self.form.has(Epilogue::Gated) {
-            let up = exact.pop().unwrap_or_default();
-            exact.iter_mut().for_each(function);
-            for (gate, up) in exact.iter_mut().flatten().zip(up) {
-                *gate = gate.times(up);
-            }
-        } else {
-            exact.iter_mut().for_each(function);
-        }
+        let mut exact = self.exact_products(own.start, &rows)?;
+        self.follow(&mut exact);
         if self.residual.is_some() {
             let n = self.form.outputs()[0];
             let all: Vec<T> = random(self.m * n, RESIDUAL);
@@ -404,6 +334,77 @@ impl<B: Backend, T: Element> Operands<B, T> {
             }
         }
         Ok(check)
+    }
+
+    /// Rows of the product with each weight, counted from the `first` that this rank makes; with the bias.
+    fn exact_products(&self, first: usize, rows: &[usize]) -> Result<Vec<Vec<Number>>> {
+        // Where the operation is a sum, each rank has a part of K; else, if it gathers, a part of the rows.
+        let (ranks, of_k) = match self.op {
+            Op::MatmulReduceScatter | Op::MatmulAllReduce => (0..self.group.world_size(), true),
+            _ => (self.group.rank()..self.group.rank() + 1, false),
+        };
+        let a = self.multiplied_rows(ranks.clone())?;
+        let begin = if of_k { first } else { 0 } * self.k;
+        let bias: Vec<T> = random(self.form.multiplied(), BIAS);
+        let mut bias = &bias[..];
+        let mut exact = Vec::new();
+        for (weight, &n) in self.form.widths.iter().enumerate() {
+            let of = |rank| weight_of(rank, weight, n, self.k);
+            let b: Vec<Vec<T>> = ranks.clone().map(of).collect();
+            let factors = a.iter().zip(&b).map(|(a, b)| Factors {
+                a: &a[begin..],
+                b,
+                k: self.k,
+            });
+            let factors: Vec<Factors<T>> = factors.collect();
+            let terms = self.k * factors.len();
+            let mut numbers = in_blocks(&factors, rows, n, |exact| {
+                let sums = (terms as f64).sqrt() * 2f64.powi(-23) * exact.magnitude;
+                let off = if of_k {
+                    sums + exact.products * 2f64.powi(-T::DIGITS)
+                } else {
+                    sums
+                };
+                Number {
+                    exact: exact.value,
+                    off,
+                }
+            });
+            if self.bias.is_some() {
+                for (index, number) in numbers.iter_mut().enumerate() {
+                    *number = number.plus(bias[index % n].to_f32().into());
+                }
+            }
+            bias = &bias[n..];
+            exact.push(numbers);
+        }
+        Ok(exact)
+    }
+
+    /// What each of these ranks multiplies; where rows are gathered, those of all.
+    fn multiplied_rows(&self, ranks: Range<usize>) -> Result<Vec<Vec<T>>> {
+        let (world, k) = (self.group.world_size(), self.k);
+        Ok(match &self.a {
+            Rows::Gathered(_) => {
+                let layout = Layout::balanced(self.m, k, world)?;
+                let of = |rank| rows_of::<T>(rank, layout.rows_of(rank).len() * k);
+                vec![(0..world).flat_map(of).collect()]
+            }
+            Rows::Own(_) => ranks.map(|rank| rows_of(rank, self.m * k)).collect(),
+        })
+    }
+
+    /// Applies the function to products; with a gate, their second factor is taken from them.
+    fn follow(&self, exact: &mut Vec<Vec<Number>>) {
+        let (activation, to_f32) = (self.form.activation(), self.form.has(Epilogue::F32));
+        let is_gated = self.form.has(Epilogue::Gated);
+        let up = if is_gated { exact.pop() } else { None };
+        for number in exact.iter_mut().flatten() {
+            *number = number.activated(activation, to_f32);
+        }
+        for (gate, up) in exact.iter_mut().flatten().zip(up.unwrap_or_default()) {
+            *gate = gate.times(up);
+        }
     }
 }
 
@@ -592,22 +593,6 @@ pub fn run<B: Backend, T: Element, C: Clock<B, T>>(args: &Args) -> Result<(), Fa
         if group.rank() > 0 {
             continue;
         }
-        let mut line = format!(
-            "{:>4} {m:>6} {:>16} {k:>6}  {:<29}",
-            index + 1,
-            format!("{:?}", form.widths),
-            sweep::in_short(&config)
-        );
-        for time in times.iter().flatten() {
-            let _ = write!(line, " {time:>9.1}");
-        }
-        for (name, ratio) in RATIOS
-            .iter()
-            .zip(&ratios)
-            .filter_map(|(&(name, _), all)| Some((name, all.last()?)))
-        {
-            let _ = write!(line, "  {name} {ratio:.3}");
-        }
         if index == 0 {
             println!(
                 "\n{:?} {}, {} backend, {} ranks, {}",
@@ -619,6 +604,7 @@ pub fn run<B: Backend, T: Element, C: Clock<B, T>>(args: &Args) -> Result<(), Fa
             );
             println!("medians in µs: {}", titles(&times));
         }
+        let line = line(index, [m, k], &form, &config, &times, &ratios);
         println!("{line}");
         if let Some(path) = &args.json {
             let rows = VARIANTS
@@ -635,19 +621,49 @@ pub fn run<B: Backend, T: Element, C: Clock<B, T>>(args: &Args) -> Result<(), Fa
         }
     }
     if group.rank() == 0 {
-        for (&(name, _), ratios) in RATIOS.iter().zip(&ratios) {
-            if let (Some(mean), Some(worst)) = (
-                sweep::geometric_mean(ratios),
-                sweep::percentile(ratios, 1.0),
-            ) {
-                println!(
-                    "as problem {name}: geometric mean {mean:.3}, worst {worst:.3}, of {}",
-                    ratios.len()
-                );
-            }
-        }
+        summarize(&ratios);
     }
     Ok(())
+}
+
+/// A shape's line of the table.
+fn line(
+    index: usize,
+    [m, k]: [usize; 2],
+    form: &Form,
+    config: &Config,
+    times: &[Option<f64>],
+    ratios: &[Vec<f64>],
+) -> String {
+    let mut line = format!(
+        "{:>4} {m:>6} {:>16} {k:>6}  {:<29}",
+        index + 1,
+        format!("{:?}", form.widths),
+        sweep::in_short(config)
+    );
+    for time in times.iter().flatten() {
+        let _ = write!(line, " {time:>9.1}");
+    }
+    let last = |(&(name, _), all): (&(_, usize), &Vec<f64>)| Some((name, *all.last()?));
+    for (name, ratio) in RATIOS.iter().zip(ratios).filter_map(last) {
+        let _ = write!(line, "  {name} {ratio:.3}");
+    }
+    line
+}
+
+/// What there is to say of all shapes.
+fn summarize(ratios: &[Vec<f64>]) {
+    for (&(name, _), ratios) in RATIOS.iter().zip(ratios) {
+        if let (Some(mean), Some(worst)) = (
+            sweep::geometric_mean(ratios),
+            sweep::percentile(ratios, 1.0),
+        ) {
+            println!(
+                "as problem {name}: geometric mean {mean:.3}, worst {worst:.3}, of {}",
+                ratios.len()
+            );
+        }
+    }
 }
 
 /// Refuses what there is not.
@@ -757,12 +773,28 @@ fn time<B: Backend, T: Element, C: Clock<B, T>>(
         _ => None,
     };
     let there = [true, true, !each.is_empty(), peer.is_some()];
-    let mut run = |variant: usize| match variant {
+    let run = |variant: usize| match variant {
         0 | 1 => all[variant].run(&calls[variant], &mut outs[variant]),
         2 => (2..all.len()).try_for_each(|one| all[one].run(&calls[one], &mut outs[one])),
         _ => peer.iter().try_for_each(|peer| peer()),
     };
-    let mut samples: Vec<[f64; VARIANTS.len()]> = Vec::new();
+    let samples = samples::<B, T, C>(args, clock, there, run)?;
+    let times = common::medians(&common::slowest(group, &samples)?);
+    Ok((
+        check,
+        config,
+        std::array::from_fn(|variant| there[variant].then_some(times[variant])),
+    ))
+}
+
+/// The times of those variants that are `there`, in turn.
+fn samples<B: Backend, T: Element, C: Clock<B, T>>(
+    args: &Args,
+    clock: &C,
+    there: [bool; VARIANTS.len()],
+    mut run: impl FnMut(usize) -> Result<()>,
+) -> Result<Vec<[f64; VARIANTS.len()]>> {
+    let mut samples = Vec::new();
     for round in 0..args.warmup + args.iters {
         let mut times = [0.0; VARIANTS.len()];
         let mut order: Vec<usize> = (0..VARIANTS.len())
@@ -778,10 +810,5 @@ fn time<B: Backend, T: Element, C: Clock<B, T>>(
             samples.push(times);
         }
     }
-    let times = common::medians(&common::slowest(group, &samples)?);
-    Ok((
-        check,
-        config,
-        std::array::from_fn(|variant| there[variant].then_some(times[variant])),
-    ))
+    Ok(samples)
 }

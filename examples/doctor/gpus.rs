@@ -125,52 +125,16 @@ fn measure(section: &mut GpuSection, timeout: Duration, findings: &mut Vec<Findi
             }
         }
     }
-    let works = |gpu: &&Gpu| gpu.product.is_some();
-    let working: Vec<usize> = section
-        .gpus
-        .iter()
-        .filter(works)
-        .map(|gpu| gpu.ordinal)
-        .collect();
+    let gpus = section.gpus.iter().filter(|gpu| gpu.product.is_some());
+    let working: Vec<usize> = gpus.map(|gpu| gpu.ordinal).collect();
     for (at, &first) in working.iter().enumerate() {
         for &second in &working[at + 1..] {
             let gpus = [first, second];
-            let between = |link: &&Link| gpus.contains(&link.from) && gpus.contains(&link.to);
-            let measured = match section.links.iter().filter(between).all(|link| link.access) {
-                true => (Step::Pair { first, second })
-                    .run::<Measured>(timeout)
-                    .map(Some),
-                // Said before.
-                false => Ok(None),
-            };
-            let measured = measured.unwrap_or_else(|error| {
-                let what = format!("GPUs {first} and {second}: {error}");
-                let advice = "Keep the two out of one group until this is mended. Compare nvidia-smi topo -m, and the system's log (dmesg).";
-                findings.push(Finding::problem("GPUs", what, advice));
-                None
-            });
+            let measured = measure_pair(&section.links, gpus, timeout, findings);
             section.pairs.push(Pair { gpus, measured });
         }
     }
-    let measured = section
-        .pairs
-        .iter()
-        .filter_map(|pair| Some((pair.gpus, pair.measured.as_ref()?)));
-    let rate = |measured: &Measured| measured.copies.gb_per_s;
-    let best = measured
-        .clone()
-        .map(|(_, measured)| rate(measured))
-        .fold(0.0, f64::max);
-    for (gpus, measured) in measured.filter(|(_, measured)| rate(measured) < best / 2.0) {
-        let what = format!(
-            "GPUs {} and {} copy {:.1} GB/s, others {best:.1}",
-            gpus[0],
-            gpus[1],
-            rate(measured)
-        );
-        let advice = "A group is as fast as its slowest link. Compare nvidia-smi topo -m.";
-        findings.push(Finding::note("GPUs", what, advice));
-    }
+    note_slow_pairs(&section.pairs, findings);
     match working.len() {
         0 => (),
         1 => findings.push(Finding::ok(
@@ -185,6 +149,45 @@ fn measure(section: &mut GpuSection, timeout: Duration, findings: &mut Vec<Findi
                 format!("{count} GPUs work by themselves, and {pairs} of {all} pairs together");
             findings.push(Finding::ok("GPUs", what));
         }
+    }
+}
+
+/// Tries two GPUs that can map each other's memory.
+fn measure_pair(
+    links: &[Link],
+    [first, second]: [usize; 2],
+    timeout: Duration,
+    findings: &mut Vec<Finding>,
+) -> Option<Measured> {
+    let gpus = [first, second];
+    let mut between = links
+        .iter()
+        .filter(|link| gpus.contains(&link.from) && gpus.contains(&link.to));
+    if !between.all(|link| link.access) {
+        // Said before.
+        return None;
+    }
+    match (Step::Pair { first, second }).run(timeout) {
+        Ok(measured) => Some(measured),
+        Err(error) => {
+            let what = format!("GPUs {first} and {second}: {error}");
+            let advice = "Keep the two out of one group until this is mended. Compare nvidia-smi topo -m, and the system's log (dmesg).";
+            findings.push(Finding::problem("GPUs", what, advice));
+            None
+        }
+    }
+}
+
+/// Names those that copy less than half of what the best do.
+fn note_slow_pairs(pairs: &[Pair], findings: &mut Vec<Finding>) {
+    let rates = pairs
+        .iter()
+        .filter_map(|pair| Some((pair.gpus, pair.measured.as_ref()?.copies.gb_per_s)));
+    let best = rates.clone().map(|(_, rate)| rate).fold(0.0, f64::max);
+    for ([one, other], rate) in rates.filter(|&(_, rate)| rate < best / 2.0) {
+        let what = format!("GPUs {one} and {other} copy {rate:.1} GB/s, others {best:.1}");
+        let advice = "A group is as fast as its slowest link. Compare nvidia-smi topo -m.";
+        findings.push(Finding::note("GPUs", what, advice));
     }
 }
 

@@ -170,6 +170,17 @@ fn gpus(text: &mut String, section: &GpuSection) {
     if section.gpus.is_empty() {
         return;
     }
+    devices(text, section);
+    if !section.links.is_empty() {
+        links(text, section);
+    }
+    if !section.pairs.is_empty() {
+        pairs(text, section);
+    }
+}
+
+/// A line for each GPU.
+fn devices(text: &mut String, section: &GpuSection) {
     let header = [
         "GPU",
         "name",
@@ -199,22 +210,25 @@ fn gpus(text: &mut String, section: &GpuSection) {
         ]
     });
     table(text, Some(header), rows);
-    if !section.links.is_empty() {
-        line!(
-            text,
-            "\nPeer access, row to column: the link's rank of performance (lower is faster), + with native atomics, - for none"
-        );
-        square(text, section, |from, to| {
-            let mut links = section.links.iter();
-            let link = links.find(|link| (link.from, link.to) == (from, to))?;
-            let atomics = if link.native_atomics { "+" } else { "" };
-            link.access
-                .then(|| format!("{}{atomics}", link.performance_rank))
-        });
-    }
-    if section.pairs.is_empty() {
-        return;
-    }
+}
+
+/// Which GPUs can reach one another.
+fn links(text: &mut String, section: &GpuSection) {
+    line!(
+        text,
+        "\nPeer access, row to column: the link's rank of performance (lower is faster), + with native atomics, - for none"
+    );
+    square(text, section, |from, to| {
+        let mut links = section.links.iter();
+        let link = links.find(|link| (link.from, link.to) == (from, to))?;
+        let atomics = if link.native_atomics { "+" } else { "" };
+        link.access
+            .then(|| format!("{}{atomics}", link.performance_rank))
+    });
+}
+
+/// How fast each two GPUs are.
+fn pairs(text: &mut String, section: &GpuSection) {
     type Cell = fn(&Measured) -> Option<String>;
     let measured: [(&str, Cell); 4] = [
         (

@@ -159,30 +159,19 @@ impl<B: Backend, T: Value> Matrix<B, T> {
             pair(given.shape).map(|extent| usize::try_from(extent).unwrap_or(usize::MAX));
         bytes_of::<T>(rows, columns)?;
         let width = bytes_of::<T>(1, columns)?;
-        let [next_row, next_column] = match given.strides.is_null() {
+        let strides = match given.strides.is_null() {
             true => [columns as i64, 1],
             false => pair(given.strides),
         };
-        if rows > 0 && columns > 1 {
-            require(rank, "the distance of a row's elements", next_column, 1)?;
-        }
         let alignment = B::ROW_ALIGNMENT.max(align_of::<T>());
         let pitch = match rows {
             // Nobody asks for the next.
             0 | 1 => width.next_multiple_of(alignment),
-            _ => usize::try_from(next_row)
+            _ => usize::try_from(strides[0])
                 .unwrap_or(0)
                 .saturating_mul(size_of::<T>()),
         };
-        if pitch < width {
-            let least = format!("{columns} elements at least");
-            require(
-                rank,
-                "the distance of rows",
-                format!("{next_row} elements"),
-                least,
-            )?;
-        }
+        require_rows(rank, [rows, columns], strides, pitch < width)?;
         let ptr = (given.data as u64).wrapping_add(given.byte_offset);
         for (what, value) in [
             ("the tensor's first element", ptr as usize),
@@ -283,6 +272,24 @@ fn device(of: DLDevice) -> String {
         2 => format!("GPU {}", of.device_id),
         other => format!("DLPack's device type {other}, number {}", of.device_id),
     }
+}
+
+/// Refuses rows whose elements are apart, or that `overlap`.
+fn require_rows(
+    rank: usize,
+    [rows, columns]: [usize; 2],
+    [next_row, next_column]: [i64; 2],
+    overlap: bool,
+) -> Result<()> {
+    if rows > 0 && columns > 1 {
+        require(rank, "the distance of a row's elements", next_column, 1)?;
+    }
+    if overlap {
+        let found = format!("{next_row} elements");
+        let least = format!("{columns} elements at least");
+        require(rank, "the distance of rows", found, least)?;
+    }
+    Ok(())
 }
 
 fn require<V: PartialEq + ToString>(rank: usize, what: &str, found: V, expected: V) -> Result<()> {

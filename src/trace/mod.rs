@@ -103,10 +103,9 @@ impl Timeline {
         use serde_json::json;
         let origin = self.origin();
         let mut events = Vec::new();
-        for trace in &self.traces {
-            let rank = trace.rank;
+        for Trace { rank, spans } in &self.traces {
             events.push(json!({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": format!("rank {rank}")}}));
-            let mut lanes: Vec<Lane> = trace.spans.iter().map(|span| span.lane).collect();
+            let mut lanes: Vec<Lane> = spans.iter().map(|span| span.lane).collect();
             lanes.sort();
             lanes.dedup();
             for lane in lanes {
@@ -118,39 +117,8 @@ impl Timeline {
                 };
                 events.push(json!({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}}));
             }
-            for span in &trace.spans {
-                let (category, name, args) = match &span.work {
-                    Work::Pull { source, rows } => (
-                        "pull",
-                        format!("pull from {source}"),
-                        json!({"source": source, "first_row": rows.start, "rows": rows.len()}),
-                    ),
-                    Work::Push { to, rows } => (
-                        "push",
-                        format!("push to {to}"),
-                        json!({"to": to, "first_row": rows.start, "rows": rows.len()}),
-                    ),
-                    Work::Wait { source } => (
-                        "wait",
-                        format!("wait for {source}"),
-                        json!({"source": source}),
-                    ),
-                    Work::Tile { source, m, n } => (
-                        "tile",
-                        format!("tile {m}, {n}"),
-                        json!({"source": source, "m": m, "n": n}),
-                    ),
-                    Work::Call { rank } => (
-                        "call",
-                        format!("caller's work, rank {rank}"),
-                        json!({"rank": rank}),
-                    ),
-                    Work::Add { rows } => (
-                        "add",
-                        "add".to_string(),
-                        json!({"first_row": rows.start, "rows": rows.len()}),
-                    ),
-                };
+            for span in spans {
+                let (category, name, args) = words_of(&span.work);
                 let micros = |from: u64, to: u64| to.saturating_sub(from) as f64 / 1e3;
                 events.push(json!({
                     "ph": "X", "cat": category, "name": name, "pid": rank, "tid": thread_of(span.lane),
@@ -165,6 +133,43 @@ impl Timeline {
     fn origin(&self) -> u64 {
         let begins = self.traces.iter().flat_map(|trace| &trace.spans);
         begins.map(|span| span.begin).min().unwrap_or(0)
+    }
+}
+
+/// The category, the name and the arguments of what was done.
+fn words_of(work: &Work) -> (&'static str, String, serde_json::Value) {
+    use serde_json::json;
+    match work {
+        Work::Pull { source, rows } => (
+            "pull",
+            format!("pull from {source}"),
+            json!({"source": source, "first_row": rows.start, "rows": rows.len()}),
+        ),
+        Work::Push { to, rows } => (
+            "push",
+            format!("push to {to}"),
+            json!({"to": to, "first_row": rows.start, "rows": rows.len()}),
+        ),
+        Work::Wait { source } => (
+            "wait",
+            format!("wait for {source}"),
+            json!({"source": source}),
+        ),
+        Work::Tile { source, m, n } => (
+            "tile",
+            format!("tile {m}, {n}"),
+            json!({"source": source, "m": m, "n": n}),
+        ),
+        Work::Call { rank } => (
+            "call",
+            format!("caller's work, rank {rank}"),
+            json!({"rank": rank}),
+        ),
+        Work::Add { rows } => (
+            "add",
+            "add".to_string(),
+            json!({"first_row": rows.start, "rows": rows.len()}),
+        ),
     }
 }
 

@@ -337,6 +337,76 @@ impl Variant {
     }
 }
 
+/// A run in a CUDA graph, verified, if it can be captured. Collective.
+fn captured<T: Element, O: OnGpus<T>>(
+    operation: &mut O,
+    prepared: &O::Prepared,
+    timer: &Timer,
+) -> Result<Option<Graph>, Failure> {
+    if !O::can_be_captured(prepared) {
+        return Ok(None);
+    }
+    let graph = Graph::capture(timer.stream, || operation.run(prepared))?;
+    verify(&timer.group, operation, PRODUCTS, |_| {
+        graph.launch(timer.stream)
+    })?;
+    Ok(Some(graph))
+}
+
+/// The times of these variants, in turn, as often as `args` says; `progress` is called after each round.
+fn samples(
+    timer: &Timer,
+    args: &Args,
+    variants: &[Variant],
+    mut run: impl FnMut(Variant) -> Result<()>,
+    mut progress: impl FnMut(),
+) -> Result<Vec<[f64; Variant::ALL.len()]>> {
+    let mut samples = Vec::new();
+    for round in 0..args.warmup + args.iters {
+        let mut times = [0.0; Variant::ALL.len()];
+        for &variant in variants {
+            times[variant as usize] = timer.time(|| run(variant))?;
+        }
+        if round >= args.warmup {
+            samples.push(times);
+        }
+        progress();
+    }
+    Ok(samples)
+}
+
+/// What one of several fused calls in a row takes on the host: in all, and without functions of the caller's, if it has
+/// any. Collective.
+fn rows_of_host<T: Element, O: OnGpus<T>>(
+    operation: &mut O,
+    prepared: &O::Prepared,
+    timer: &Timer,
+    rounds: usize,
+) -> Result<[Row; 2]> {
+    let mut times = Vec::new();
+    let mut has_functions = false;
+    for _ in 0..rounds {
+        timer.prepare()?;
+        operation.in_functions();
+        let begin = Instant::now();
+        for _ in 0..CALLS {
+            operation.run(prepared)?;
+        }
+        let took = begin.elapsed();
+        let in_functions = operation.in_functions();
+        has_functions = in_functions.is_some();
+        let library = took.saturating_sub(in_functions.unwrap_or_default());
+        times.push([took, library].map(|time| time.as_secs_f64() * 1e6 / CALLS as f64));
+        timer.group.synchronize()?;
+    }
+    let [all, library] = common::medians(&common::slowest(&timer.group, &times)?);
+    let library = has_functions.then_some(library);
+    Ok([
+        Row::new("host, a fused call", "host_us", Some(all)),
+        Row::new("host, without its functions", "host_library_us", library),
+    ])
+}
+
 impl<T: Element, O: OnGpus<T>> Timed<Cuda, T> for O {
     type Instruments = Instruments;
 
@@ -350,7 +420,7 @@ impl<T: Element, O: OnGpus<T>> Timed<Cuda, T> for O {
         instruments: &Instruments,
         prepared: &O::Prepared,
         args: &Args,
-        mut progress: impl FnMut(),
+        progress: impl FnMut(),
     ) -> Result<Timing, Failure> {
         let Instruments {
             timer, side, nccl, ..
@@ -359,18 +429,13 @@ impl<T: Element, O: OnGpus<T>> Timed<Cuda, T> for O {
         clock::bind(group)?;
         let mut peers = self.peers(instruments, prepared)?;
         peers.product.tune(timer)?;
-        let mut graph = None;
-        if O::can_be_captured(prepared) {
-            let captured = Graph::capture(timer.stream, || self.run(prepared))?;
-            verify(group, self, PRODUCTS, |_| captured.launch(timer.stream))?;
-            graph = Some(captured);
-        }
+        let graph = captured(self, prepared, timer)?;
         let can = |variant| match variant {
             Variant::Nccl | Variant::Peers => nccl.is_some(),
             Variant::Graph => graph.is_some(),
             _ => true,
         };
-        let mut run = |variant| match variant {
+        let run = |variant| match variant {
             Variant::Cublaslt => peers.product.run(timer.stream),
             Variant::Matmul => self.multiply(prepared),
             Variant::Nccl => nccl
@@ -389,49 +454,15 @@ impl<T: Element, O: OnGpus<T>> Timed<Cuda, T> for O {
                 || self.copy(prepared),
             ),
         };
-        let mut samples: Vec<[f64; Variant::ALL.len()]> = Vec::new();
-        for round in 0..args.warmup + args.iters {
-            let mut times = [0.0; Variant::ALL.len()];
-            for variant in Variant::ALL.into_iter().filter(|&variant| can(variant)) {
-                times[variant as usize] = timer.time(|| run(variant))?;
-            }
-            if round >= args.warmup {
-                samples.push(times);
-            }
-            progress();
-        }
-        // What one of several fused calls in a row takes on the host.
-        let mut host = Vec::new();
-        let mut has_functions = false;
-        for _ in 0..args.iters.min(5) {
-            timer.prepare()?;
-            self.in_functions();
-            let begin = Instant::now();
-            for _ in 0..CALLS {
-                self.run(prepared)?;
-            }
-            let took = begin.elapsed();
-            let in_functions = self.in_functions();
-            has_functions = in_functions.is_some();
-            let library = took.saturating_sub(in_functions.unwrap_or_default());
-            host.push([took, library].map(|time| time.as_secs_f64() * 1e6 / CALLS as f64));
-            group.synchronize()?;
-        }
+        let there: Vec<Variant> = Variant::ALL.into_iter().filter(|&one| can(one)).collect();
+        let samples = samples(timer, args, &there, run, progress)?;
         let times = common::medians(&common::slowest(group, &samples)?);
-        let [host, library] = common::medians(&common::slowest(group, &host)?);
+        let host = rows_of_host(self, prepared, timer, args.iters.min(5))?;
         let time = |variant: Variant| can(variant).then_some(times[variant as usize]);
         let rows = Variant::ALL.map(|variant| variant.row::<T, O>(&peers, time(variant)));
-        let mut rows = Vec::from(rows);
-        rows.push(Row::new("host, a fused call", "host_us", Some(host)));
-        let library = has_functions.then_some(library);
-        rows.push(Row::new(
-            "host, without its functions",
-            "host_library_us",
-            library,
-        ));
         let shared = "NCCL's rows are left out: it needs a GPU for each rank, and ranks share one.";
         Ok(Timing {
-            rows,
+            rows: rows.into_iter().chain(host).collect(),
             more: json!({ "gpu": group.device_name(), "cuda_driver": group.driver_version()? }),
             baseline: time(Variant::Peers).map(|time| (peers.name(), time)),
             fused: times[Variant::Fused as usize],

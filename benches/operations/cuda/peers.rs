@@ -13,6 +13,8 @@ use super::memory::{Place, Scratch};
 use super::refused;
 use crate::common;
 
+/// What [`refused`] says.
+const SET_UP: &str = "set up cuBLASLt";
 const WORKSPACE_BYTES: usize = 64 << 20;
 /// Algorithms of cuBLASLt's choice that are tried; the fastest is its row.
 const ALGORITHMS: usize = 16;
@@ -26,7 +28,7 @@ pub struct CublasLt {
 impl CublasLt {
     pub fn new() -> Result<CublasLt> {
         let workspace = Scratch::new(WORKSPACE_BYTES)?;
-        let handle = lt::create_handle().map_err(refused("set up cuBLASLt"))?;
+        let handle = lt::create_handle().map_err(refused(SET_UP))?;
         Ok(CublasLt { handle, workspace })
     }
 }
@@ -64,70 +66,23 @@ impl Product {
             DType::F16 => lt_sys::cudaDataType::CUDA_R_16F,
             _ => lt_sys::cudaDataType::CUDA_R_16BF,
         };
-        let what = "set up cuBLASLt";
-        // SAFETY: handles are used as they were made; attributes are of the types that they name.
-        unsafe {
-            let desc = lt::create_matmul_desc(
-                lt_sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
-                lt_sys::cudaDataType::CUDA_R_32F,
-            )
-            .map_err(refused(what))?;
-            let transposed = 1i32;
-            lt::set_matmul_desc_attribute(
-                desc,
-                lt_sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA,
-                (&raw const transposed).cast(),
-                size_of::<i32>(),
-            )
-            .map_err(refused(what))?;
-            let layout = |rows: usize, columns: usize, place: Place| {
-                let (rows, columns) = (rows as u64, columns as u64);
-                lt::create_matrix_layout(kind, rows, columns, place.pitch as i64)
-                    .map_err(refused(what))
-            };
-            let layouts = [layout(k, n, b)?, layout(k, m, a)?, layout(n, m, out)?];
-            let workspace = WORKSPACE_BYTES;
-            let preference = lt::create_matmul_pref().map_err(refused(what))?;
-            lt::set_matmul_pref_attribute(
-                preference,
-                lt_sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                (&raw const workspace).cast(),
-                size_of::<usize>(),
-            )
-            .map_err(refused(what))?;
-            let mut found: Vec<lt_sys::cublasLtMatmulHeuristicResult_t> =
-                vec![std::mem::zeroed(); ALGORITHMS];
-            let mut count = 0;
-            let status = lt_sys::cublasLtMatmulAlgoGetHeuristic(
-                cublaslt.handle,
-                desc,
-                layouts[0],
-                layouts[1],
-                layouts[2],
-                layouts[2],
-                preference,
-                ALGORITHMS as i32,
-                found.as_mut_ptr(),
-                &mut count,
-            );
-            status.result().map_err(refused(what))?;
-            lt::destroy_matmul_pref(preference).map_err(refused(what))?;
-            found.truncate(count as usize);
-            found.retain(|found| found.state == lt_sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS);
-            if found.is_empty() {
-                return Err(refused(what)(format_args!("it knows no algorithm")));
-            }
-            Ok(Product {
-                cublaslt: cublaslt.clone(),
-                desc,
-                layouts,
-                algorithms: found.iter().map(|found| found.algo).collect(),
-                chosen: 0,
-                a: a.ptr as *const c_void,
-                b: b.ptr as *const c_void,
-                out: out.ptr as *mut c_void,
-            })
-        }
+        let desc = describe()?;
+        let layout = |rows: usize, columns: usize, place: Place| {
+            let (rows, columns) = (rows as u64, columns as u64);
+            lt::create_matrix_layout(kind, rows, columns, place.pitch as i64)
+                .map_err(refused(SET_UP))
+        };
+        let layouts = [layout(k, n, b)?, layout(k, m, a)?, layout(n, m, out)?];
+        Ok(Product {
+            cublaslt: cublaslt.clone(),
+            desc,
+            layouts,
+            algorithms: algorithms(cublaslt, desc, layouts)?,
+            chosen: 0,
+            a: a.ptr as *const c_void,
+            b: b.ptr as *const c_void,
+            out: out.ptr as *mut c_void,
+        })
     }
 
     pub fn run(&self, stream: driver_sys::CUstream) -> Result<()> {
@@ -197,6 +152,71 @@ impl Product {
         };
         Ok((0..algorithms.len()).map(median).collect())
     }
+}
+
+/// A product in f32 of operands of which the first is transposed.
+fn describe() -> Result<lt_sys::cublasLtMatmulDesc_t> {
+    let desc = lt::create_matmul_desc(
+        lt_sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+        lt_sys::cudaDataType::CUDA_R_32F,
+    )
+    .map_err(refused(SET_UP))?;
+    let transposed = 1i32;
+    // SAFETY: the attribute is of the type that it names.
+    unsafe {
+        lt::set_matmul_desc_attribute(
+            desc,
+            lt_sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA,
+            (&raw const transposed).cast(),
+            size_of::<i32>(),
+        )
+    }
+    .map_err(refused(SET_UP))?;
+    Ok(desc)
+}
+
+/// The algorithms that cuBLASLt would choose, the likeliest first: one at least.
+fn algorithms(
+    cublaslt: &CublasLt,
+    desc: lt_sys::cublasLtMatmulDesc_t,
+    [b, a, out]: [lt_sys::cublasLtMatrixLayout_t; 3],
+) -> Result<Vec<lt_sys::cublasLtMatmulAlgo_t>> {
+    let workspace = WORKSPACE_BYTES;
+    let preference = lt::create_matmul_pref().map_err(refused(SET_UP))?;
+    let mut count = 0;
+    // SAFETY: handles are used as they were made; the attribute is of the type that it names; any bits are a result.
+    let mut found = unsafe {
+        lt::set_matmul_pref_attribute(
+            preference,
+            lt_sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+            (&raw const workspace).cast(),
+            size_of::<usize>(),
+        )
+        .map_err(refused(SET_UP))?;
+        let mut found: Vec<lt_sys::cublasLtMatmulHeuristicResult_t> =
+            vec![std::mem::zeroed(); ALGORITHMS];
+        let status = lt_sys::cublasLtMatmulAlgoGetHeuristic(
+            cublaslt.handle,
+            desc,
+            b,
+            a,
+            out,
+            out,
+            preference,
+            ALGORITHMS as i32,
+            found.as_mut_ptr(),
+            &mut count,
+        );
+        status.result().map_err(refused(SET_UP))?;
+        lt::destroy_matmul_pref(preference).map_err(refused(SET_UP))?;
+        found
+    };
+    found.truncate(count as usize);
+    found.retain(|found| found.state == lt_sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS);
+    if found.is_empty() {
+        return Err(refused(SET_UP)(format_args!("it knows no algorithm")));
+    }
+    Ok(found.iter().map(|found| found.algo).collect())
 }
 
 impl Drop for Product {
