@@ -132,9 +132,9 @@ pub use {
         AllGatherAndConsume, AllGatherMatmul, Block, CallbackResult, Chunk, Matmul,
         MatmulAllReduce, MatmulReduceScatter, OutputOf, Outputs, Prepared, PreparedAllReduce,
         PreparedMatmul, PreparedReduceScatter, ProduceAndAllToAll, ProduceAndReduceScatter,
-        Weights, all_gather, all_gather_and_consume, all_gather_matmul, all_reduce, all_to_all,
-        broadcast, matmul, matmul_all_reduce, matmul_reduce_scatter, produce_and_all_to_all,
-        produce_and_reduce_scatter, reduce_scatter,
+        WeightWidths, Weights, all_gather, all_gather_and_consume, all_gather_matmul, all_reduce,
+        all_to_all, broadcast, matmul, matmul_all_reduce, matmul_reduce_scatter,
+        produce_and_all_to_all, produce_and_reduce_scatter, reduce_scatter,
     },
     ranks::launch,
 };

@@ -260,12 +260,12 @@ impl<B: Backend, T: Element> Operands<B, T> {
             scatters = scatters.f32_output();
         }
         Ok(match (&self.a, out) {
-            (Rows::Gathered(a), _) => Call::Gathers(gathers.prepare_several(a, &form.widths)?),
+            (Rows::Gathered(a), _) => Call::Gathers(gathers.prepare(a, &form.widths[..])?),
             (Rows::Own(a), Out::Shared(out)) => Call::Reduces(reduces.prepare(a, out)?),
             (Rows::Own(a), _) if self.op == Op::MatmulReduceScatter => {
                 Call::Scatters(scatters.prepare(a, form.widths[0])?)
             }
-            _ => Call::Alone(product.prepare(&self.group, [self.m, self.k], &form.widths)?),
+            _ => Call::Alone(product.prepare(&self.group, [self.m, self.k], &form.widths[..])?),
         })
     }
 

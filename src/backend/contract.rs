@@ -18,7 +18,7 @@ pub const KEPT_PROGRAMS: usize = KEPT.get();
 /// The same, as caches take it.
 pub(crate) const KEPT: NonZeroUsize = NonZeroUsize::new(512).expect("512 is not 0");
 
-/// A way to run the protocol: [`Host`] on any machine, `Cuda` on NVIDIA GPUs (feature `cuda`).
+/// A way to run the protocol: [`Host`](crate::Host) on any machine, `Cuda` on NVIDIA GPUs (feature `cuda`).
 ///
 /// Sealed: the protocol's safety rests on its implementations.
 pub trait Backend: sealed::Implementation {}

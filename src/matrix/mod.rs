@@ -315,9 +315,9 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
         self.group
     }
 
-    /// Binds the view as an input.
-    pub(crate) fn input(&self) -> Bound<'a, B> {
-        Bound::Input(self.memory, self.offset)
+    /// The memory, and the bytes before the view's first element.
+    pub(crate) fn memory(&self) -> (&'a B::Buffer, usize) {
+        (self.memory, self.offset)
     }
 }
 

@@ -6,8 +6,8 @@ use std::ops::Range;
 
 use smallvec::SmallVec;
 
+use super::call::{self, RawShards, require_same_group};
 use super::callback::{CallbackResult, Callbacks};
-use super::{layout_of, require_same_group};
 #[cfg(feature = "cuda")]
 use crate::backend::Cuda;
 use crate::backend::sealed::{Bound, Call, Callback};
@@ -198,7 +198,12 @@ impl AllGatherAndConsume {
             limit("chunks of a shard", chunks, 1, MAX_CHUNKS)?;
             let problem = Problem {
                 beside: beside.as_ref().map(|beside| beside.of),
-                ..Problem::new(OPERATION, T::DTYPE, layout_of(a, self.stages)?, 0)
+                ..Problem::new(
+                    OPERATION,
+                    T::DTYPE,
+                    RawShards::from(a).staged(self.stages)?,
+                    0,
+                )
             };
             // Nothing is multiplied.
             let tile = TileShape::new(1, 1, 1);
@@ -227,7 +232,7 @@ impl AllGatherAndConsume {
         let inner = group.inner();
         let mut callbacks = Callbacks::new(group, NAME);
         let own: SmallVec<[Range<usize>; 1]> = a.blocks_of(group.rank()).into();
-        let result = super::operate(group, None, &program, posted, |epoch| {
+        let result = call::operate(group, None, &program, posted, |epoch| {
             let mut consumer = |transfer: Option<&Transfer>, stream: *mut c_void| {
                 let (source, blocks) = match transfer {
                     Some(transfer) => {

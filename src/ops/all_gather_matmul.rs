@@ -1,10 +1,14 @@
 //! `out[M, N] = gather(a)[M, K] · b[N, K]ᵀ`, the rows of `a` arriving while they are multiplied.
 #![allow(unsafe_code)]
 
+use std::marker::PhantomData;
 use std::sync::Arc;
 
-use super::operands::{Options, Outputs, Weights};
-use super::{Added, layout_of, product_of, require_same_group, require_shape};
+use super::call::{self, Added, Arguments, RawShards, require_same_group};
+use super::operands::{Outputs, WeightWidths, Weights};
+use super::product::{
+    self, ProductOptions, RawOutputs, RawWeights, check_outputs, check_weights, product_of,
+};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::Element;
@@ -41,22 +45,24 @@ pub fn all_gather_matmul<B: Backend, T: Element>(
 #[derive(Debug)]
 #[must_use = "nothing is done before it is run"]
 pub struct AllGatherMatmul<'a, B: Backend, T: Element> {
-    options: Options<'a, B, T>,
+    options: ProductOptions<'a, B>,
     stages: Option<usize>,
+    element: PhantomData<T>,
 }
 
 impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     /// No bias, and the backend's configuration for the problem.
     pub fn new() -> Self {
         AllGatherMatmul {
-            options: Options::new(),
+            options: ProductOptions::new(T::DTYPE),
             stages: None,
+            element: PhantomData,
         }
     }
 
     /// Adds `bias`, [1, N], to every row, in f32 before the one rounding. Of several weights, N is that of all together.
     pub fn bias(mut self, bias: impl Into<MatrixView<'a, B, T>>) -> Self {
-        self.options.bias = Some(bias.into());
+        self.options.bias = Some(bias.into().into());
         self
     }
 
@@ -112,54 +118,45 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         weights: impl Into<Weights<'w, B, T>>,
         outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
-        let (weights, outputs) = (weights.into(), outputs.into());
-        let group = a.group();
+        let (a, weights, outputs) = (a.into(), weights.into().all, outputs.into().all);
+        let (RawShards { group, .. }, options) = (a, &self.options);
         let planned = || {
-            let layout = layout_of(a, self.stages)?;
-            let widths = self.options.widths(&weights);
-            let problem = self
-                .options
-                .problem(PRODUCT, layout, &widths, outputs.dtype());
+            let widths = options.widths(&weights);
+            let dtype = outputs.first().map(|out| out.dtype);
+            let problem = options.problem(PRODUCT, a.staged(self.stages)?, &widths, dtype);
             let program = self.program(group, &problem)?;
             Ok((problem, program))
         };
         let planned = planned().map_err(|error| group.refuse(PRODUCT.name(), error));
         let (problem, program) = planned?;
-        let call = Call {
+        let call = GatherCall {
             program: &program,
             group,
             problem: &problem,
-            options: &self.options,
+            options,
         };
         call.collective(a, Some((weights, outputs)), None)
     }
 
-    /// Prepares the product of matrices like `a` with a weight of N = `n`, to be run many times with no
-    /// allocation and no rendezvous. Not collective. (On the host, the crate that multiplies two tiles allocates a few
-    /// words each time, and frees them.)
+    /// Prepares the product of matrices like `a` with a weight of N = `n`, or with several of the N of an array, to be run many times with
+    /// no allocation and no rendezvous. Of a gated product these are the N of gate and up, which are equal, or just one. Not collective. (On
+    /// the host, the crate that multiplies two tiles allocates a few words each time, and frees them.)
     ///
     /// # Errors
-    /// [`Error::Limit`] for an `n` or a configuration that can't be; [`Error::Shape`] or [`Error::ForeignArgument`] for a
-    /// bias that does not fit; the group's failure.
-    pub fn prepare(&self, a: &ShardedMatrix<B, T>, n: usize) -> Result<Prepared<'a, B, T>> {
-        self.prepare_several(a, &[n])
-    }
-
-    /// The same with several weights, of N in `widths` each. Of a gated product the N of gate and up, which are equal, or just one.
-    ///
-    /// # Errors
-    /// As [`AllGatherMatmul::prepare`]; [`Error::Limit`] for more than four; of a gated product for N that differ, and [`Error::Shape`]
-    /// for more than two.
-    pub fn prepare_several(
+    /// [`Error::Limit`] for an `n` or a configuration that can't be, for more than four, and of a gated product for N that differ;
+    /// [`Error::Shape`] for more than two of a gated product; [`Error::Shape`] or [`Error::ForeignArgument`] for a bias that does not
+    /// fit; the group's failure.
+    pub fn prepare(
         &self,
         a: &ShardedMatrix<B, T>,
-        widths: &[usize],
+        n: impl Into<WeightWidths>,
     ) -> Result<Prepared<'a, B, T>> {
-        let group = a.group();
+        let (a, widths) = (RawShards::from(a), n.into().0);
+        let group = a.group;
         let prepare = || -> Result<Prepared<'a, B, T>> {
-            let layout = layout_of(a, self.stages)?;
-            self.options.check_widths(group, widths)?;
-            let problem = self.options.problem(PRODUCT, layout, widths, None);
+            let layout = a.staged(self.stages)?;
+            self.options.check_widths(group.rank(), &widths)?;
+            let problem = self.options.problem(PRODUCT, layout, &widths, None);
             let program = self.program(group, &problem)?;
             let config = Some(product_of(B::schedule(&program)).config);
             let layout = problem.layout.clone();
@@ -175,6 +172,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
                 group: group.clone(),
                 problem,
                 options: self.options.clone(),
+                element: PhantomData,
             })
         };
         group.noted(prepare().map_err(Error::refused(group.rank(), PRODUCT.name())))
@@ -205,7 +203,8 @@ pub struct Prepared<'a, B: Backend, T: Element> {
     multiply: Arc<B::Program>,
     group: Group<B>,
     problem: Problem,
-    options: Options<'a, B, T>,
+    options: ProductOptions<'a, B>,
+    element: PhantomData<T>,
 }
 
 // Derived, it would need a backend that can be cloned.
@@ -218,6 +217,7 @@ impl<B: Backend, T: Element> Clone for Prepared<'_, B, T> {
             group: self.group.clone(),
             problem: self.problem.clone(),
             options: self.options.clone(),
+            element: PhantomData,
         }
     }
 }
@@ -236,7 +236,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
 
     /// How the product is cut up, and what that is expected to take.
     pub fn explain(&self) -> Explanation {
-        super::explain(&self.group, &self.problem, self.config())
+        call::explain(&self.group, &self.problem, self.config())
     }
 
     /// As [`AllGatherMatmul::run`].
@@ -249,8 +249,8 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         weights: impl Into<Weights<'w, B, T>>,
         outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
-        let product = Some((weights.into(), outputs.into()));
-        self.call(&self.program).collective(a, product, None)
+        let product = Some((weights.into().all, outputs.into().all));
+        self.call(&self.program).collective(a.into(), product, None)
     }
 
     /// As [`Prepared::run`], and returns what happened when on this rank. All ranks trace an operation, or none does: those
@@ -266,8 +266,10 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     ) -> Result<Trace> {
         let call = self.call(&self.program);
         let rank = a.group().rank();
-        let product = Some((weights.into(), outputs.into()));
-        Trace::of(rank, |spans| call.collective(a, product, Some(spans)))
+        let product = Some((weights.into().all, outputs.into().all));
+        Trace::of(rank, |spans| {
+            call.collective(a.into(), product, Some(spans))
+        })
     }
 
     /// Only gathers the rows of `a`. Collective.
@@ -275,7 +277,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// # Errors
     /// As [`all_gather_matmul`].
     pub fn gather(&self, a: &ShardedMatrix<B, T>) -> Result<()> {
-        self.call(&self.gather).collective(a, None, None)
+        self.call(&self.gather).collective(a.into(), None, None)
     }
 
     /// Only multiplies, with the rows of `a` as they are on this rank: gathered before. Not collective.
@@ -288,8 +290,8 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         weights: impl Into<Weights<'w, B, T>>,
         outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
-        let product = Some((weights.into(), outputs.into()));
-        self.call(&self.multiply).alone(MULTIPLY, a, product)
+        let product = Some((weights.into().all, outputs.into().all));
+        self.call(&self.multiply).alone(MULTIPLY, a.into(), product)
     }
 
     /// Copies all rows from the other ranks, with no word to them. Not collective; for benchmarks.
@@ -304,11 +306,11 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         let layout = self.problem.layout.clone();
         let problem = Problem::new(COPY, T::DTYPE, layout, 0);
         let program = self.group.program(problem, Some(self.config()))?;
-        self.call(&program).alone(COPY, a, None)
+        self.call(&program).alone(COPY, a.into(), None)
     }
 
-    fn call<'c>(&'c self, program: &'c Arc<B::Program>) -> Call<'c, B, T> {
-        Call {
+    fn call<'c>(&'c self, program: &'c Arc<B::Program>) -> GatherCall<'c, B> {
+        GatherCall {
             program,
             group: &self.group,
             problem: &self.problem,
@@ -318,32 +320,27 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
 }
 
 /// The weights and the outputs of a call.
-type Operands<'w, 'o, B, T> = (Weights<'w, B, T>, Outputs<'o, B, T>);
+type RawProduct<'w, 'o, B> = (RawWeights<'w, B>, RawOutputs<'o, B>);
 
 /// A program that is about to be run.
-struct Call<'c, B: Backend, T: Element> {
+struct GatherCall<'c, B: Backend> {
     program: &'c Arc<B::Program>,
     /// That it belongs to.
     group: &'c Group<B>,
     /// The product that it is of, or that it is a part of.
     problem: &'c Problem,
-    options: &'c Options<'c, B, T>,
+    options: &'c ProductOptions<'c, B>,
 }
 
-impl<B: Backend, T: Element> Call<'_, B, T> {
-    fn schedule(&self) -> &Schedule {
-        B::schedule(self.program)
-    }
-
+impl<B: Backend> GatherCall<'_, B> {
     /// An operation of all ranks.
     fn collective(
         &self,
-        a: &ShardedMatrix<B, T>,
-        product: Option<Operands<'_, '_, B, T>>,
+        a: RawShards<B>,
+        product: Option<RawProduct<'_, '_, B>>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
-        let schedule = self.schedule();
-        let Some(agreed) = schedule.agreed() else {
+        let Some(agreed) = B::schedule(self.program).agreed() else {
             return self.alone(PRODUCT, a, product);
         };
         self.check(a, product.as_ref())
@@ -355,65 +352,44 @@ impl<B: Backend, T: Element> Call<'_, B, T> {
     fn alone(
         &self,
         operation: Operation,
-        a: &ShardedMatrix<B, T>,
-        product: Option<Operands<'_, '_, B, T>>,
+        a: RawShards<B>,
+        product: Option<RawProduct<'_, '_, B>>,
     ) -> Result<()> {
-        let (group, checked) = (a.group(), self.check(a, product.as_ref()));
+        let (group, checked) = (a.group, self.check(a, product.as_ref()));
         group.noted(checked.map_err(Error::refused(group.rank(), operation.name())))?;
         self.launch(a, product, None)
     }
 
     fn launch(
         &self,
-        a: &ShardedMatrix<B, T>,
-        product: Option<Operands<'_, '_, B, T>>,
+        a: RawShards<B>,
+        product: Option<RawProduct<'_, '_, B>>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let mut bound = [const { Bound::Nothing }; MATRICES];
-        bound[matrices::A] = Bound::Symmetric(a.memory());
+        bound[matrices::A] = a.bound();
         self.options.bind(&mut bound);
         if let Some((weights, outputs)) = product {
-            weights.bind(&mut bound);
-            outputs.bind(&mut bound);
+            product::bind(&mut bound, &weights, outputs);
         }
-        let shared = [a.id()];
-        super::run(
-            self.group,
-            None,
-            self.program,
-            &bound,
-            &shared,
-            Added::default(),
-            trace,
-        )
+        let arguments = Arguments {
+            matrices: &bound,
+            shared: &[a.id],
+            added: Added::default(),
+        };
+        call::run(self.group, None, self.program, arguments, trace)
     }
 
     /// Checks the arguments against what was planned, before anything is done. What is added was checked when it was made.
-    fn check(
-        &self,
-        a: &ShardedMatrix<B, T>,
-        product: Option<&Operands<'_, '_, B, T>>,
-    ) -> Result<()> {
-        let (group, layout, form) = (a.group(), &self.problem.layout, &self.problem.form);
+    fn check(&self, a: RawShards<B>, product: Option<&RawProduct<'_, '_, B>>) -> Result<()> {
+        let (group, problem) = (a.group, self.problem);
+        let layout = &problem.layout;
         require_same_group("the prepared product", self.group, group)?;
-        require_shape(
-            group.rank(),
-            "a [M, K]",
-            [layout.m(), layout.k()],
-            a.shape(),
-        )?;
-        if !layout.is_split_as(a.layout()) {
-            return Err(Error::Shape {
-                rank: group.rank(),
-                argument: "a (rows of each rank)".into(),
-                expected: layout.rows(),
-                found: a.layout().rows(),
-            });
-        }
+        a.require_split(["a [M, K]", "a (rows of each rank)"], layout, layout.k())?;
         if let Some((weights, outputs)) = product {
-            let widths = form.columns(self.problem.n)?;
-            weights.check(group, form, &widths, layout.k())?;
-            outputs.check(group, "out [M, N]", self.problem, &widths, layout.m())?;
+            let widths = problem.form.columns(problem.n)?;
+            check_weights(group, problem, &widths, weights)?;
+            check_outputs(group, "out [M, N]", problem, &widths, layout.m(), outputs)?;
         }
         Ok(())
     }

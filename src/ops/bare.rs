@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::Added;
+use super::call::{self, Added, Arguments};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::Element;
@@ -84,15 +84,12 @@ pub unsafe fn run_schedule<B: Backend, T: Element>(
     let inner = group.inner();
     let program = Arc::new(inner.backend.prepare(&inner.members, schedule)?);
     let numbers: Vec<u32> = shared.iter().map(|matrix| matrix.id()).collect();
-    super::run(
-        group,
-        None,
-        &program,
-        &matrices,
-        &numbers,
-        Added::default(),
-        None,
-    )
+    let arguments = Arguments {
+        matrices: &matrices,
+        shared: &numbers,
+        added: Added::default(),
+    };
+    call::run(group, None, &program, arguments, None)
 }
 
 /// Sees to it that what `schedule` moves and multiplies will be bound, if the first `shared` of its matrices and those

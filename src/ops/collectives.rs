@@ -1,6 +1,6 @@
 //! What is exchanged between products: embeddings, logits, norms, the tokens of experts.
 
-use super::{Added, require_by_rank, require_same_group, require_shape};
+use super::call::{self, Added, Arguments, RawShards, require_same_group, require_shape};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::{Float, Value};
@@ -49,15 +49,12 @@ fn gather<B: Backend, T: Value>(operation: Operation, a: &ShardedMatrix<B, T>) -
     let program = program.map_err(|error| group.refuse(operation.name(), error))?;
     let mut matrices = [const { Bound::Nothing }; MATRICES];
     matrices[A] = Bound::Symmetric(a.memory());
-    super::run(
-        group,
-        None,
-        &program,
-        &matrices,
-        &[a.id()],
-        Added::default(),
-        None,
-    )
+    let arguments = Arguments {
+        matrices: &matrices,
+        shared: &[a.id()],
+        added: Added::default(),
+    };
+    call::run(group, None, &program, arguments, None)
 }
 
 /// Gives every rank the whole matrix that rank `root` has, in place: its own rows, and those of the others as it has them. Collective.
@@ -135,7 +132,7 @@ pub fn all_reduce<B: Backend, T: Float>(
     let group = a.group();
     let [m, n] = a.shape();
     let fits = require_same_group("out", out.group(), group)
-        .and_then(|()| require_by_rank("out", out))
+        .and_then(|()| RawShards::from(&*out).require_by_rank("out"))
         .and_then(|()| require_shape(group.rank(), "out [M, N]", [m, n], out.shape()));
     fits.map_err(|error| group.refuse(OPERATION.name(), error))?;
     let (input, sums) = (Bound::Input(a.memory(), 0), Bound::Symmetric(out.memory()));
@@ -165,7 +162,7 @@ pub fn all_to_all<B: Backend, T: Value>(
     let rows = group.world_size() * out.rows().len();
     let fits = require_same_group("out", out.group(), group).and_then(|()| {
         let what = "a [W · rows of this rank, N]";
-        require_by_rank("out", out)?;
+        RawShards::from(&*out).require_by_rank("out")?;
         require_shape(group.rank(), what, [rows, n], a.shape())
     });
     fits.map_err(|error| group.refuse(OPERATION.name(), error))?;
@@ -212,15 +209,12 @@ impl Exchange {
         if let Some(room) = &room {
             matrices[PARTIALS] = Bound::Symmetric(room.as_ref());
         }
-        super::run(
-            group,
-            None,
-            &program,
-            &matrices,
+        let arguments = Arguments {
+            matrices: &matrices,
             shared,
-            Added::default(),
-            None,
-        )
+            added: Added::default(),
+        };
+        call::run(group, None, &program, arguments, None)
     }
 }
 

@@ -1,9 +1,13 @@
 //! `out[M, N] = a[M, K] · b[N, K]ᵀ` on one rank, by the kernels of the other operations: for the layers between them.
 
+use std::marker::PhantomData;
 use std::sync::Arc;
 
-use super::operands::{Options, Outputs, Weights};
-use super::{Added, product_of, require_same_group, require_shape};
+use super::call::{
+    self, Added, Arguments, RawView, require_dtype, require_same_group, require_shape,
+};
+use super::operands::{Outputs, WeightWidths, Weights};
+use super::product::{self, ProductOptions, check_outputs, check_weights, product_of};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::{DType, Element};
@@ -51,17 +55,17 @@ pub fn matmul<B: Backend, T: Element>(
 /// Builder for [`matmul`]: bias, activation, several weights, gates, residual, f32 output, configuration.
 #[derive(Debug)]
 #[must_use = "nothing is done before it is run"]
-pub struct Matmul<'a, B: Backend, T: Element>(Options<'a, B, T>);
+pub struct Matmul<'a, B: Backend, T: Element>(ProductOptions<'a, B>, PhantomData<T>);
 
 impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
     /// No bias, and the backend's configuration for the problem.
     pub fn new() -> Self {
-        Matmul(Options::new())
+        Matmul(ProductOptions::new(T::DTYPE), PhantomData)
     }
 
     /// As [`AllGatherMatmul::bias`](crate::AllGatherMatmul::bias).
     pub fn bias(mut self, bias: impl Into<MatrixView<'a, B, T>>) -> Self {
-        self.0.bias = Some(bias.into());
+        self.0.bias = Some(bias.into().into());
         self
     }
 
@@ -73,7 +77,7 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
 
     /// Adds `residual`, [M, N], last, in f32 before the one rounding. There is one output then.
     pub fn residual(mut self, residual: impl Into<MatrixView<'a, B, T>>) -> Self {
-        self.0.residual = Some(residual.into());
+        self.0.residual = Some(residual.into().into());
         self
     }
 
@@ -113,16 +117,15 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
         let (a, weights, outputs) = (a.into(), weights.into(), outputs.into());
-        let group = a.group();
-        let widths = self.0.widths(&weights);
-        let planned = self.plan(group, a.shape(), &widths, outputs.dtype());
-        let planned =
-            group.noted(planned.map_err(Error::refused(group.rank(), OPERATION.name())))?;
-        planned.run(a, weights, outputs)
+        let (group, widths) = (a.group(), self.0.widths(&weights.all));
+        let dtype = outputs.all.first().map(|out| out.dtype);
+        let planned = self.plan(group, a.shape(), &widths, dtype);
+        let planned = planned.map_err(Error::refused(group.rank(), OPERATION.name()));
+        group.noted(planned)?.run(a, weights, outputs)
     }
 
-    /// Prepares products of an `a` of `m` rows and `k` columns with weights of N in `widths` each, to be run many times with no
-    /// planning. Of a gated product the N of gate and up, which are equal, or just one.
+    /// Prepares products of an `a` of `m` rows and `k` columns with a weight of N = `n`, or with several of the N of an array, to be
+    /// run many times with no planning. Of a gated product these are the N of gate and up, which are equal, or just one.
     ///
     /// # Errors
     /// [`Error::Limit`] for a shape or a configuration that can't be; [`Error::Shape`] or [`Error::ForeignArgument`] for what is added
@@ -131,10 +134,11 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         &self,
         group: &Group<B>,
         [m, k]: [usize; 2],
-        widths: &[usize],
+        n: impl Into<WeightWidths>,
     ) -> Result<PreparedMatmul<'a, B, T>> {
-        let checked = self.0.check_widths(group, widths);
-        let planned = checked.and_then(|()| self.plan(group, [m, k], widths, None));
+        let widths = n.into().0;
+        let checked = self.0.check_widths(group.rank(), &widths);
+        let planned = checked.and_then(|()| self.plan(group, [m, k], &widths, None));
         group.noted(planned.map_err(Error::refused(group.rank(), OPERATION.name())))
     }
 
@@ -153,6 +157,7 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
             group: group.clone(),
             problem,
             options: self.0.clone(),
+            element: PhantomData,
         })
     }
 }
@@ -170,7 +175,8 @@ pub struct PreparedMatmul<'a, B: Backend, T: Element> {
     program: Arc<B::Program>,
     group: Group<B>,
     problem: Problem,
-    options: Options<'a, B, T>,
+    options: ProductOptions<'a, B>,
+    element: PhantomData<T>,
 }
 
 impl<B: Backend, T: Element> PreparedMatmul<'_, B, T> {
@@ -187,7 +193,7 @@ impl<B: Backend, T: Element> PreparedMatmul<'_, B, T> {
 
     /// How it is cut up, and what that is expected to take.
     pub fn explain(&self) -> Explanation {
-        super::explain(&self.group, &self.problem, self.config())
+        call::explain(&self.group, &self.problem, self.config())
     }
 
     /// As [`Matmul::run`].
@@ -200,34 +206,28 @@ impl<B: Backend, T: Element> PreparedMatmul<'_, B, T> {
         weights: impl Into<Weights<'m, B, T>>,
         outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
-        let (a, weights, outputs) = (a.into(), weights.into(), outputs.into());
-        let (group, Problem { layout, form, .. }) = (&self.group, &self.problem);
+        let a = RawView::from(a.into());
+        let (weights, outputs) = (weights.into().all, outputs.into().all);
+        let (group, problem) = (&self.group, &self.problem);
         let check = || {
-            let widths = form.columns(self.problem.n)?;
-            require_same_group("a", a.group(), group)?;
-            require_shape(
-                group.rank(),
-                "a [M, K]",
-                [layout.m(), layout.k()],
-                a.shape(),
-            )?;
-            weights.check(group, form, &widths, layout.k())?;
-            outputs.check(group, "out [M, N]", &self.problem, &widths, layout.m())
+            let (rank, layout) = (group.rank(), &problem.layout);
+            let widths = problem.form.columns(problem.n)?;
+            require_same_group("a", a.group, group)?;
+            require_shape(rank, "a [M, K]", [layout.m(), layout.k()], a.shape)?;
+            require_dtype(rank, "a", problem.dtypes.operands, a.dtype)?;
+            check_weights(group, problem, &widths, &weights)?;
+            check_outputs(group, "out [M, N]", problem, &widths, layout.m(), &outputs)
         };
         group.noted(check().map_err(Error::refused(group.rank(), OPERATION.name())))?;
         let mut bound = [const { Bound::Nothing }; MATRICES];
         bound[matrices::A] = a.input();
         self.options.bind(&mut bound);
-        weights.bind(&mut bound);
-        outputs.bind(&mut bound);
-        super::run(
-            group,
-            None,
-            &self.program,
-            &bound,
-            &[],
-            Added::default(),
-            None,
-        )
+        product::bind(&mut bound, &weights, outputs);
+        let arguments = Arguments {
+            matrices: &bound,
+            shared: &[],
+            added: Added::default(),
+        };
+        call::run(group, None, &self.program, arguments, None)
     }
 }

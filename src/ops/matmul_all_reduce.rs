@@ -1,11 +1,12 @@
 //! `out[M, N] = Σ_p a_p[M, K_p] · b_p[N, K_p]ᵀ` on every rank: each rank has a part of K, and gets all of the sum.
 #![allow(unsafe_code)]
 
+use std::marker::PhantomData;
 use std::sync::Arc;
 
-use super::operands::Options;
-use super::partial_sums::{Planned, Which};
-use super::{Added, require_by_rank, require_same_group, require_shape};
+use super::call::{self, Added, Arguments, RawShards, RawView, require_same_group, require_shape};
+use super::partial_sums::{PlannedSums, Which};
+use super::product::ProductOptions;
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::Element;
@@ -41,23 +42,23 @@ pub fn matmul_all_reduce<B: Backend, T: Element>(
 /// Builder for [`matmul_all_reduce`]: bias, activation, residual, configuration.
 #[derive(Debug)]
 #[must_use = "nothing is done before it is run"]
-pub struct MatmulAllReduce<'a, B: Backend, T: Element>(Options<'a, B, T>);
+pub struct MatmulAllReduce<'a, B: Backend, T: Element>(ProductOptions<'a, B>, PhantomData<T>);
 
 impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     /// No bias, and the backend's configuration for the problem.
     pub fn new() -> Self {
-        MatmulAllReduce(Options::new())
+        MatmulAllReduce(ProductOptions::new(T::DTYPE), PhantomData)
     }
 
     /// Adds `bias`, [1, N], to each row, in f32 before the last rounding. It is added once, and every rank must give the same.
     pub fn bias(mut self, bias: impl Into<MatrixView<'a, B, T>>) -> Self {
-        self.0.bias = Some(bias.into());
+        self.0.bias = Some(bias.into().into());
         self
     }
 
     /// Adds `residual`, [M, N], to the sums last, in f32 before the last rounding. Every rank gives the same, and its rows are added once.
     pub fn residual(mut self, residual: impl Into<MatrixView<'a, B, T>>) -> Self {
-        self.0.residual = Some(residual.into());
+        self.0.residual = Some(residual.into().into());
         self
     }
 
@@ -93,10 +94,10 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
         b: impl Into<MatrixView<'m, B, T>>,
         out: &mut ShardedMatrix<B, T>,
     ) -> Result<()> {
-        let a = a.into();
-        let planned = self.plan(a, out);
-        let planned = planned.map_err(|error| a.group().refuse(Which::All.name(), error))?;
-        planned.run(a, b, out)
+        let (a, b) = (RawView::from(a.into()), RawView::from(b.into()));
+        let planned = self.plan(a, RawShards::from(&*out));
+        let planned = planned.map_err(|error| a.group.refuse(Which::All.name(), error))?;
+        planned.collective([a, b], out, None)
     }
 
     /// Prepares the sums for matrices like `a` and outputs like `out`, to be run many times with no planning and no rendezvous on
@@ -110,40 +111,40 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
         a: impl Into<MatrixView<'m, B, T>>,
         out: &ShardedMatrix<B, T>,
     ) -> Result<PreparedAllReduce<'a, B, T>> {
-        let a = a.into();
-        let planned = self.plan(a, out);
-        let group = a.group();
+        let a = RawView::from(a.into());
+        let planned = self.plan(a, out.into());
+        let group = a.group;
         group.noted(planned.map_err(Error::refused(group.rank(), Which::All.name())))
     }
 
-    fn plan(
-        &self,
-        a: MatrixView<B, T>,
-        out: &ShardedMatrix<B, T>,
-    ) -> Result<PreparedAllReduce<'a, B, T>> {
-        let group = a.group();
-        let ([m, k], [_, n]) = (a.shape(), out.shape());
-        require_same_group("out", out.group(), group)?;
+    fn plan(&self, a: RawView<B>, out: RawShards<B>) -> Result<PreparedAllReduce<'a, B, T>> {
+        let group = a.group;
+        let ([m, k], [_, n]) = (a.shape, out.shape());
+        require_same_group("out", out.group, group)?;
         require_shape(group.rank(), "out [M, N]", [m, n], out.shape())?;
-        require_by_rank("out", out)?;
-        let layout = out.layout().of_columns(k)?;
-        let sums = Planned::new(&self.0, Which::All, group, layout, n, None)?;
+        out.require_by_rank("out")?;
+        let layout = out.layout.of_columns(k)?;
+        let sums = PlannedSums::new(&self.0, Which::All, group, layout, n, None)?;
         let gather = match sums.needs_gather() {
             true => Some(gather_of(group, out, sums.config())?),
             false => None,
         };
-        Ok(PreparedAllReduce { gather, sums })
+        Ok(PreparedAllReduce {
+            gather,
+            sums,
+            element: PhantomData,
+        })
     }
 }
 
 /// What gathers the sums of all rows, where each rank has those of its own.
-fn gather_of<B: Backend, T: Element>(
+fn gather_of<B: Backend>(
     group: &Group<B>,
-    out: &ShardedMatrix<B, T>,
+    out: RawShards<B>,
     config: Config,
 ) -> Result<Arc<B::Program>> {
     let operation = Operation::GatherOfMatmulAllReduce;
-    let problem = Problem::new(operation, T::DTYPE, out.layout().clone(), 0);
+    let problem = Problem::new(operation, out.dtype, out.layout.clone(), 0);
     group.program(problem, Some(config))
 }
 
@@ -160,7 +161,8 @@ pub struct PreparedAllReduce<'a, B: Backend, T: Element> {
     // Freed before the group that it belongs to can end.
     /// Where partials are pulled by the owners of rows, each rank has the sums of its own rows first.
     gather: Option<Arc<B::Program>>,
-    sums: Planned<'a, B, T>,
+    sums: PlannedSums<'a, B>,
+    element: PhantomData<T>,
 }
 
 impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
@@ -191,7 +193,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
         b: impl Into<MatrixView<'m, B, T>>,
         out: &mut ShardedMatrix<B, T>,
     ) -> Result<()> {
-        self.collective([a.into(), b.into()], out, None)
+        self.collective([a.into().into(), b.into().into()], out, None)
     }
 
     /// As [`PreparedAllReduce::run`], and returns what happened when on this rank. All ranks trace an operation, or none does: those
@@ -206,18 +208,19 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
         out: &mut ShardedMatrix<B, T>,
     ) -> Result<Trace> {
         let rank = self.sums.group().rank();
-        let operands = [a.into(), b.into()];
+        let operands = [a.into().into(), b.into().into()];
         Trace::of(rank, |spans| self.collective(operands, out, Some(spans)))
     }
 
     fn collective(
         &self,
-        operands: [MatrixView<B, T>; 2],
+        operands: [RawView<B>; 2],
         out: &mut ShardedMatrix<B, T>,
         mut trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
+        let out = RawShards::from(&*out);
         let checked = self.sums.check_sharded(out);
-        let (sums, shared) = (Bound::Symmetric(out.memory()), [out.id()]);
+        let (sums, shared) = (out.bound(), [out.id]);
         let first = trace.as_deref_mut();
         self.sums.run(operands, checked, sums, &shared, first)?;
         match &self.gather {
@@ -229,20 +232,17 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     fn gather(
         &self,
         gather: &Arc<B::Program>,
-        out: &ShardedMatrix<B, T>,
+        out: RawShards<B>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let mut bound = [const { Bound::Nothing }; MATRICES];
-        bound[matrices::A] = Bound::Symmetric(out.memory());
-        super::run(
-            self.sums.group(),
-            None,
-            gather,
-            &bound,
-            &[out.id()],
-            Added::default(),
-            trace,
-        )
+        bound[matrices::A] = out.bound();
+        let arguments = Arguments {
+            matrices: &bound,
+            shared: &[out.id],
+            added: Added::default(),
+        };
+        call::run(self.sums.group(), None, gather, arguments, trace)
     }
 
     /// Only multiplies: partials stay where they are made. Not collective; for benchmarks, after a run.
@@ -251,7 +251,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
     #[doc(hidden)]
     pub fn matmul(&self, a: &Matrix<B, T>, b: &Matrix<B, T>) -> Result<()> {
-        self.sums.matmul([a.view(), b.view()])
+        self.sums.matmul([a.view().into(), b.view().into()])
     }
 
     /// Only adds up the partials that the ranks have made before, and gathers the sums. Collective; for benchmarks, after a run.
@@ -260,14 +260,14 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     /// As [`matmul_all_reduce`].
     #[doc(hidden)]
     pub fn all_reduce(&self, out: &mut ShardedMatrix<B, T>) -> Result<()> {
+        let out = RawShards::from(&*out);
         self.sums.check_sharded(out)?;
         let gather = match (&self.gather, self.sums.reduces_own_rows) {
             (Some(gather), _) => Some(gather.clone()),
             (None, true) => Some(gather_of(self.sums.group(), out, self.config())?),
             (None, false) => None,
         };
-        let sums = Bound::Symmetric(out.memory());
-        self.sums.reduce(sums, &[out.id()])?;
+        self.sums.reduce(out.bound(), &[out.id])?;
         gather.map_or(Ok(()), |gather| self.gather(&gather, out, None))
     }
 
@@ -281,8 +281,9 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     /// Until it has ended no other rank begins anything that makes partials or sums, nor writes its rows of `out`.
     #[doc(hidden)]
     pub unsafe fn copy(&self, out: &mut ShardedMatrix<B, T>) -> Result<()> {
+        let out = RawShards::from(&*out);
         self.sums.check_sharded(out)?;
         // SAFETY: as this function's.
-        unsafe { self.sums.copy(Bound::Symmetric(out.memory())) }
+        unsafe { self.sums.copy(out.bound()) }
     }
 }

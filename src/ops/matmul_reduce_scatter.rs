@@ -1,9 +1,12 @@
 //! `out[rows of this rank, N] = Σ_p a_p[rows, K_p] · b_p[N, K_p]ᵀ`: each rank has a part of K, and gets its rows of the sum.
 #![allow(unsafe_code)]
 
-use super::operands::{Options, Outputs};
-use super::partial_sums::{Planned, Which, split};
-use super::{require_by_rank, require_same_group, require_shape};
+use std::marker::PhantomData;
+
+use super::call::{RawShards, RawView, require_same_group, require_shape};
+use super::operands::Outputs;
+use super::partial_sums::{PlannedSums, Which, split};
+use super::product::{ProductOptions, RawOutputs};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::{DType, Element};
@@ -73,28 +76,30 @@ pub fn matmul_reduce_scatter<B: Backend, T: Element>(
 #[derive(Debug)]
 #[must_use = "nothing is done before it is run"]
 pub struct MatmulReduceScatter<'a, B: Backend, T: Element> {
-    options: Options<'a, B, T>,
+    options: ProductOptions<'a, B>,
     rows: Option<&'a [usize]>,
+    element: PhantomData<T>,
 }
 
 impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// No bias, an even split, and the backend's configuration for the problem.
     pub fn new() -> Self {
         MatmulReduceScatter {
-            options: Options::new(),
+            options: ProductOptions::new(T::DTYPE),
             rows: None,
+            element: PhantomData,
         }
     }
 
     /// Adds `bias`, [1, N], to each of this rank's rows, in f32 before the last rounding. All ranks give one, or none does.
     pub fn bias(mut self, bias: impl Into<MatrixView<'a, B, T>>) -> Self {
-        self.options.bias = Some(bias.into());
+        self.options.bias = Some(bias.into().into());
         self
     }
 
     /// Adds `residual`, [rows, N], to the sums last, in f32 before the last rounding. All ranks give one, or none does.
     pub fn residual(mut self, residual: impl Into<MatrixView<'a, B, T>>) -> Self {
-        self.options.residual = Some(residual.into());
+        self.options.residual = Some(residual.into().into());
         self
     }
 
@@ -144,10 +149,12 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         b: impl Into<MatrixView<'m, B, T>>,
         out: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
-        let (a, b, out) = (a.into(), b.into(), out.into());
-        let plan = || self.plan(a, self.options.n_of(b), self.layout(a)?, out.dtype());
-        let planned = plan().map_err(|error| a.group().refuse(Which::Own.name(), error))?;
-        planned.run(a, b, out)
+        let (a, b) = (RawView::from(a.into()), RawView::from(b.into()));
+        let out = out.into().all;
+        let dtype = out.first().map(|out| out.dtype);
+        let plan = || self.plan(a, self.options.n_of(&b), self.layout(a)?, dtype);
+        let planned = plan().map_err(|error| a.group.refuse(Which::Own.name(), error))?;
+        planned.collective([a, b], out, None)
     }
 
     /// The same into the own rows of a sharded matrix, whose split it has: the next layer's input, with no copy. (On GPUs the rows
@@ -161,20 +168,21 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         b: impl Into<MatrixView<'m, B, T>>,
         out: &mut ShardedMatrix<B, T>,
     ) -> Result<()> {
-        let (a, b) = (a.into(), b.into());
-        let (group, [m, k], n) = (a.group(), a.shape(), self.options.n_of(b));
+        let (a, b) = (RawView::from(a.into()), RawView::from(b.into()));
+        let (group, [m, k], n) = (a.group, a.shape, self.options.n_of(&b));
         let plan = || -> Result<PreparedReduceScatter<'a, B, T>> {
-            require_same_group("out", out.group(), group)?;
+            let out = RawShards::from(&*out);
+            require_same_group("out", out.group, group)?;
             require_shape(group.rank(), "out [M, N]", [m, n], out.shape())?;
-            require_by_rank("out", out)?;
+            out.require_by_rank("out")?;
             let layout = match self.rows {
                 Some(_) => self.layout(a)?,
-                None => out.layout().of_columns(k)?,
+                None => out.layout.of_columns(k)?,
             };
-            self.plan(a, n, layout, Some(T::DTYPE))
+            self.plan(a, n, layout, Some(out.dtype))
         };
         let planned = plan().map_err(|error| group.refuse(Which::Own.name(), error))?;
-        planned.run_into(a, b, out)
+        planned.collective_into([a, b], out, None)
     }
 
     /// Prepares the sum for matrices like `a` and weights of N = `n`, to be run many times with no planning and no rendezvous
@@ -188,26 +196,26 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         a: impl Into<MatrixView<'m, B, T>>,
         n: usize,
     ) -> Result<PreparedReduceScatter<'a, B, T>> {
-        let a = a.into();
+        let a = RawView::from(a.into());
         let plan = || self.plan(a, n, self.layout(a)?, None);
-        let group = a.group();
+        let group = a.group;
         group.noted(plan().map_err(Error::refused(group.rank(), Which::Own.name())))
     }
 
     fn plan(
         &self,
-        a: MatrixView<B, T>,
+        a: RawView<B>,
         n: usize,
         layout: Layout,
         out: Option<DType>,
     ) -> Result<PreparedReduceScatter<'a, B, T>> {
-        let planned = Planned::new(&self.options, Which::Own, a.group(), layout, n, out)?;
-        Ok(PreparedReduceScatter(planned))
+        let planned = PlannedSums::new(&self.options, Which::Own, a.group, layout, n, out)?;
+        Ok(PreparedReduceScatter(planned, PhantomData))
     }
 
     /// Who gets which rows of the product of `a`.
-    fn layout(&self, a: MatrixView<B, T>) -> Result<Layout> {
-        let (group, [m, k]) = (a.group(), a.shape());
+    fn layout(&self, a: RawView<B>) -> Result<Layout> {
+        let (group, [m, k]) = (a.group, a.shape);
         match self.rows {
             Some(rows) => split(group, rows, [m, k]),
             None => Layout::balanced(m, k, group.world_size()),
@@ -224,7 +232,7 @@ impl<B: Backend, T: Element> Default for MatmulReduceScatter<'_, B, T> {
 /// A product and its sums that have been planned, by [`MatmulReduceScatter::prepare`]. They fit every `a`, `b` and output of the
 /// same group and shapes. It keeps the group.
 #[derive(Debug)]
-pub struct PreparedReduceScatter<'a, B: Backend, T: Element>(Planned<'a, B, T>);
+pub struct PreparedReduceScatter<'a, B: Backend, T: Element>(PlannedSums<'a, B>, PhantomData<T>);
 
 impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     /// What is moved and added up, and in which order; and what is multiplied, where partials are not pulled.
@@ -253,7 +261,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         b: impl Into<MatrixView<'m, B, T>>,
         out: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
-        self.collective([a.into(), b.into()], out.into(), None)
+        self.collective([a.into().into(), b.into().into()], out.into().all, None)
     }
 
     /// As [`PreparedReduceScatter::run`], and returns what happened when on this rank. All ranks trace an operation, or none does:
@@ -268,18 +276,18 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         out: impl Into<Outputs<'o, B, T>>,
     ) -> Result<Trace> {
         let rank = self.0.group().rank();
-        let (operands, out) = ([a.into(), b.into()], out.into());
+        let (operands, out) = ([a.into().into(), b.into().into()], out.into().all);
         Trace::of(rank, |spans| self.collective(operands, out, Some(spans)))
     }
 
     fn collective(
         &self,
-        operands: [MatrixView<B, T>; 2],
-        out: Outputs<B, T>,
+        operands: [RawView<B>; 2],
+        out: RawOutputs<B>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let checked = self.0.check_out(&out);
-        self.0.run(operands, checked, out.only(), &[], trace)
+        self.0.run(operands, checked, only(out), &[], trace)
     }
 
     /// The same into the own rows of a sharded matrix, [M, N], as [`MatmulReduceScatter::run_into`].
@@ -292,7 +300,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         b: impl Into<MatrixView<'m, B, T>>,
         out: &mut ShardedMatrix<B, T>,
     ) -> Result<()> {
-        self.collective_into([a.into(), b.into()], out, None)
+        self.collective_into([a.into().into(), b.into().into()], out, None)
     }
 
     /// As [`PreparedReduceScatter::run_into`], and returns what [`PreparedReduceScatter::run_traced`] does.
@@ -306,7 +314,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         out: &mut ShardedMatrix<B, T>,
     ) -> Result<Trace> {
         let rank = self.0.group().rank();
-        let operands = [a.into(), b.into()];
+        let operands = [a.into().into(), b.into().into()];
         Trace::of(rank, |spans| {
             self.collective_into(operands, out, Some(spans))
         })
@@ -314,11 +322,11 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
 
     fn collective_into(
         &self,
-        operands: [MatrixView<B, T>; 2],
+        operands: [RawView<B>; 2],
         out: &mut ShardedMatrix<B, T>,
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
-        let checked = self.0.check_sharded(out);
+        let checked = self.0.check_sharded(RawShards::from(&*out));
         let [_, n] = self.0.shape();
         let offset = self.0.own_rows().start * n * size_of::<T>();
         let out = Bound::Part(out.memory_mut(), offset);
@@ -331,7 +339,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
     #[doc(hidden)]
     pub fn matmul(&self, a: &Matrix<B, T>, b: &Matrix<B, T>) -> Result<()> {
-        self.0.matmul([a.view(), b.view()])
+        self.0.matmul([a.view().into(), b.view().into()])
     }
 
     /// Only adds up the partials that the ranks have made before. Collective; for benchmarks, after a run.
@@ -340,9 +348,9 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     /// As [`matmul_reduce_scatter`].
     #[doc(hidden)]
     pub fn reduce_scatter(&self, out: &mut Matrix<B, T>) -> Result<()> {
-        let out = out.into();
+        let out = Outputs::<B, T>::from(out).all;
         self.0.check_out(&out)?;
-        self.0.reduce(out.only(), &[])
+        self.0.reduce(only(out), &[])
     }
 
     /// Copies the others' partials of this rank's rows, with no word to them. Not collective; for benchmarks, after a
@@ -358,4 +366,10 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         // SAFETY: as this function's.
         unsafe { self.0.copy(Bound::Nothing) }
     }
+}
+
+/// The one output that there is: it has been checked.
+fn only<B: Backend>(outputs: RawOutputs<B>) -> Bound<B> {
+    let mut outputs = outputs.into_iter();
+    outputs.next().map_or(Bound::Nothing, |out| out.bound)
 }

@@ -4,16 +4,17 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::operands::{Options, Outputs, Weights};
-use super::{Added, require_same_group, require_shape};
+use super::call::{
+    self, Added, Arguments, RawOutput, RawShards, RawView, require_dtype, require_same_group,
+    require_shape,
+};
+use super::product::{ProductOptions, check_outputs, check_weights};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
-use crate::element::{DType, Element};
+use crate::element::DType;
 use crate::error::{Error, Result};
 use crate::explanation::Explanation;
 use crate::group::Group;
-use crate::matrix::MatrixView;
-use crate::matrix::ShardedMatrix;
 use crate::profile::span::Span;
 use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::limits::limit;
@@ -44,17 +45,17 @@ impl Which {
     }
 }
 
-impl<'a, B: Backend, T: Element> Planned<'a, B, T> {
+impl<'a, B: Backend> PlannedSums<'a, B> {
     /// Plans the sums of products with weights of N = `n`. `layout`: who owns which rows, and this rank's part of K; `out`: the type of
     /// the output, if it is known to be another than that of the operands.
     pub fn new(
-        options: &Options<'a, B, T>,
+        options: &ProductOptions<'a, B>,
         which: Which,
         group: &Group<B>,
         layout: Layout,
         n: usize,
         out: Option<DType>,
-    ) -> Result<Planned<'a, B, T>> {
+    ) -> Result<PlannedSums<'a, B>> {
         limit("N", n, 1, MAX_EXTENT)?;
         let problem = options.problem(which.operation(), layout, &[n], out);
         let layout = &problem.layout;
@@ -76,7 +77,7 @@ impl<'a, B: Backend, T: Element> Planned<'a, B, T> {
             }
         };
         let exchanged = is_exchanged(&problem, &config);
-        Ok(Planned {
+        Ok(PlannedSums {
             reduces_own_rows: matches!(which, Which::All) && !exchanged,
             sum,
             multiply,
@@ -91,7 +92,7 @@ impl<'a, B: Backend, T: Element> Planned<'a, B, T> {
 
 /// Sums that have been planned.
 #[derive(Debug)]
-pub struct Planned<'a, B: Backend, T: Element> {
+pub struct PlannedSums<'a, B: Backend> {
     // Freed before the group that they belong to can end.
     /// The sum; with the product, where partials are pushed or stored.
     sum: Arc<B::Program>,
@@ -104,10 +105,10 @@ pub struct Planned<'a, B: Backend, T: Element> {
     /// The sum: who owns which of its rows, and this rank's part of K.
     problem: Problem,
     config: Config,
-    options: Options<'a, B, T>,
+    options: ProductOptions<'a, B>,
 }
 
-impl<B: Backend, T: Element> Planned<'_, B, T> {
+impl<B: Backend> PlannedSums<'_, B> {
     pub fn group(&self) -> &Group<B> {
         &self.group
     }
@@ -121,7 +122,7 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
     }
 
     pub fn explain(&self) -> Explanation {
-        super::explain(&self.group, &self.problem, self.config)
+        call::explain(&self.group, &self.problem, self.config)
     }
 
     /// Whether what all ranks are to have still has to be gathered.
@@ -140,52 +141,36 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
     }
 
     /// Checks the operands. What is added was checked when it was planned.
-    pub fn check(&self, [a, b]: [MatrixView<B, T>; 2]) -> Result<()> {
-        let (group, Problem { layout, form, .. }) = (a.group(), &self.problem);
+    pub fn check(&self, [a, b]: [RawView<B>; 2]) -> Result<()> {
+        let (group, problem) = (a.group, &self.problem);
+        let (rank, layout) = (group.rank(), &problem.layout);
         require_same_group("the prepared sum", &self.group, group)?;
-        let shape = [layout.m(), layout.k()];
-        require_shape(group.rank(), "a [M, K]", shape, a.shape())?;
-        Weights::from(b).check(group, form, &[self.problem.n], layout.k())
+        require_shape(rank, "a [M, K]", [layout.m(), layout.k()], a.shape)?;
+        require_dtype(rank, "a", problem.dtypes.operands, a.dtype)?;
+        check_weights(group, problem, &[problem.n], &[b])
     }
 
     /// Checks an output of this rank's own.
-    pub fn check_out(&self, out: &Outputs<B, T>) -> Result<()> {
-        let rows = self.own_rows().len();
+    pub fn check_out(&self, out: &[RawOutput<B>]) -> Result<()> {
+        let (rows, problem) = (self.own_rows().len(), &self.problem);
         let what = "out [rows of this rank, N]";
-        out.check(&self.group, what, &self.problem, &[self.problem.n], rows)
+        check_outputs(&self.group, what, problem, &[problem.n], rows, out)
     }
 
     /// Checks an output that is a sharded matrix: its rows are split like the sum's.
-    pub fn check_sharded(&self, out: &ShardedMatrix<B, T>) -> Result<()> {
-        let rank = self.group.rank();
-        let dtype = self.problem.dtypes.output;
-        if dtype != T::DTYPE {
-            let argument = format!("bytes of an element of out, of {dtype} as planned,");
-            return Err(Error::Shape {
-                rank,
-                argument,
-                expected: vec![dtype.bytes()],
-                found: vec![size_of::<T>()],
-            });
-        }
-        require_same_group("out", out.group(), &self.group)?;
-        require_shape(rank, "out [M, N]", self.shape(), out.shape())?;
-        if !self.problem.layout.is_split_as(out.layout()) {
-            return Err(Error::Shape {
-                rank,
-                argument: "out (rows of each rank)".into(),
-                expected: self.problem.layout.rows(),
-                found: out.layout().rows(),
-            });
-        }
-        Ok(())
+    pub fn check_sharded(&self, out: RawShards<B>) -> Result<()> {
+        let Problem { layout, n, .. } = &self.problem;
+        let planned = self.problem.dtypes.output;
+        require_dtype(self.group.rank(), "out", planned, out.dtype)?;
+        require_same_group("out", out.group, &self.group)?;
+        out.require_split(["out [M, N]", "out (rows of each rank)"], layout, *n)
     }
 
     /// Does it, once the operands have been checked too. `checked`: whether `out` fits; `shared`: the numbers of the sharded matrices
     /// that are written.
     pub fn run(
         &self,
-        operands: [MatrixView<B, T>; 2],
+        operands: [RawView<B>; 2],
         checked: Result<()>,
         out: Bound<B>,
         shared: &[u32],
@@ -198,7 +183,7 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
     }
 
     /// Only multiplies: what is made stays here. Not collective.
-    pub fn matmul(&self, operands: [MatrixView<B, T>; 2]) -> Result<()> {
+    pub fn matmul(&self, operands: [RawView<B>; 2]) -> Result<()> {
         self.check(operands)?;
         let program = self.part(Operation::MultiplyPartials)?;
         self.launch(None, &program, Some(operands), Bound::Nothing, &[], None)
@@ -235,7 +220,7 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
         &self,
         before: Option<&Arc<B::Program>>,
         program: &Arc<B::Program>,
-        operands: Option<[MatrixView<B, T>; 2]>,
+        operands: Option<[RawView<B>; 2]>,
         out: Bound<B>,
         shared: &[u32],
         trace: Option<&mut Vec<Span>>,
@@ -268,7 +253,12 @@ impl<B: Backend, T: Element> Planned<'_, B, T> {
             bias: self.options.bias.is_some(),
             residual: self.options.residual.is_some(),
         };
-        super::run(&self.group, before, program, &bound, shared, added, trace)
+        let arguments = Arguments {
+            matrices: &bound,
+            shared,
+            added,
+        };
+        call::run(&self.group, before, program, arguments, trace)
     }
 }
 

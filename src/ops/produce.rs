@@ -6,8 +6,8 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::call::{self, RawShards, require_shape};
 use super::callback::{CallbackResult, Callbacks};
-use super::{require_by_rank, require_shape};
 #[cfg(feature = "cuda")]
 use crate::backend::Cuda;
 use crate::backend::sealed::{Bound, Call, Callback};
@@ -212,7 +212,7 @@ impl<'a> ProduceAndReduceScatter<'a> {
                     found: split.clone(),
                 });
             }
-            require_by_rank("out", out)?;
+            RawShards::from(&*out).require_by_rank("out")?;
             self.plan::<B, T>(&group, out.layout())
         };
         let planned = planned().map_err(|error| group.refuse(REDUCE.name(), error))?;
@@ -265,7 +265,8 @@ impl ProduceAndAllToAll {
         produce: impl FnMut(Block<'_, B, T>) -> CallbackResult,
     ) -> Result<()> {
         let group = out.group().clone();
-        let planned = require_by_rank("out", out)
+        let planned = RawShards::from(&*out)
+            .require_by_rank("out")
             .and_then(|()| Planned::new::<T>(&group, EXCHANGE, out.layout(), self.chunks));
         let planned = planned.map_err(|error| group.refuse(EXCHANGE.name(), error))?;
         planned.run(Bound::Symmetric(out.memory()), &[out.id()], None, produce)
@@ -329,7 +330,7 @@ impl<B: Backend> Planned<B> {
             biased: false,
             residual: false,
         };
-        let result = super::operate(group, None, &self.program, posted, |epoch| {
+        let result = call::operate(group, None, &self.program, posted, |epoch| {
             let mut producer = |request: &Request, stream: *mut c_void| {
                 let Some(memory) = matrices[request.place.matrix].symmetric() else {
                     unreachable!("what is made lies in symmetric memory")

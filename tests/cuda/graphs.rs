@@ -109,7 +109,7 @@ fn no_rows_are_captured_as_nothing() {
         let mut some = Arguments::new(&group, 301, 72, 16)?;
         let mut none = Arguments::new(&group, 0, 72, 16)?;
         let alone = group.zeros::<bf16>(0, 16)?;
-        let matmul = Matmul::new().prepare(&group, [0, 16], &[72])?;
+        let matmul = Matmul::new().prepare(&group, [0, 16], [72])?;
         // What was never run is refused.
         all_gather(&none.a)?;
         for (base, route) in (1..).zip([Route::Pull, Route::Push, Route::Store]) {

@@ -43,33 +43,59 @@ use crate::explanation::Prediction;
 use crate::ranks::members::Members;
 use crate::schedule::{Config, Numerics, Problem, Schedule};
 
-/// NVIDIA GPUs of the Hopper generation (H100, H200), a process each; several processes may share one.
+/// NVIDIA GPUs of the Hopper generation (H100, H200). A rank is a process with one GPU; several ranks may share a GPU.
 ///
-/// Operations are put on a stream and return at once; [`Group::synchronize`](crate::Group::synchronize) waits for them and reports what
-/// failed. Their matrices may be dropped before: the memory is freed when the operations have ended. Calls that read or
-/// write a matrix from the host wait for the operations before them. A program that uses a matrix by its address
-/// ([`Matrix::as_device_ptr`](crate::Matrix::as_device_ptr)) does so on that stream, or after [`Group::synchronize`](crate::Group::synchronize).
+/// Operations are put on a stream and return at once. [`Group::synchronize`](crate::Group::synchronize) waits for them
+/// and reports what failed. Their matrices may be dropped before that: the memory is freed when the operations have
+/// ended. Calls that read or write a matrix from the host wait for the operations before them. A program that uses a
+/// matrix by its address ([`Matrix::as_device_ptr`](crate::Matrix::as_device_ptr)) uses it on that stream, or after
+/// [`Group::synchronize`](crate::Group::synchronize).
 ///
-/// Besides its matrices a group takes about 88 MiB of its GPU, most of it workspace for products whose K is cut into slices, and the
-/// kernels' code.
+/// ```no_run
+/// use gemmesh::{Cuda, Group, Result, launch, matmul, bf16};
+///
+/// fn main() -> Result<()> {
+///     if !launch::is_rank() {
+///         return launch::launch(2); // a process for each of two GPUs
+///     }
+///     let group = Group::<Cuda>::from_env()?;
+///     let a = group.upload(&[bf16::ONE; 8 * 16], 8, 16)?;
+///     let b = group.upload(&[bf16::ONE; 8 * 16], 8, 16)?;
+///     let mut out = group.zeros::<bf16>(8, 8)?;
+///     matmul(&a, &b, &mut out)?; // returns at once
+///     group.synchronize()
+/// }
+/// ```
+///
+/// Besides its matrices a group takes about 88 MiB of its GPU. Most of it is workspace for products whose K is cut into
+/// slices, and the kernels' code.
 ///
 /// # Pushed rows and other kernels
 ///
-/// Wherever each rank has a GPU to itself, and streams share no queue, rows are pushed ([`Route::Push`], [`Route::Store`]) unless they
-/// were measured to arrive faster by pulls. So are partial sums of up to eight ranks; kernels store partial sums to seven peers at most. A
-/// kernel whose rows are pushed waits, on the device, for the peers' kernels of the same operation. Then these rules hold:
+/// Rows are pushed or stored ([`Route::Push`](crate::Route::Push), [`Route::Store`](crate::Route::Store)) if each rank has a GPU to itself and streams share no
+/// queue, unless they were measured to arrive faster by pulls. Partial sums of up to eight ranks are too. (A kernel
+/// stores partial sums to seven peers at most.) Collectives of up to 16 MiB a rank are stored by kernels.
 ///
-/// 1. The ranks' kernels must be able to run at the same time: on each GPU, multiprocessors for at least one cluster of the kernel (one to
-///    eight neighbours) must become free without the help of a rank that waits for it.
-/// 2. A kernel that holds *all* multiprocessors of a GPU and itself waits for another GPU must be ordered with the operation, in the same
-///    order on every rank. A kernel of another group of this library is such a kernel. One that leaves some multiprocessors free needs no order.
-/// 3. Where partial sums are pushed or stored, a rank waits for all that the peers' kernels make of its rows. There *any* kernel that holds
-///    multiprocessors and waits for another GPU must be ordered with the operation.
-/// 4. The device must know the order: put both on one stream, or join their streams by an event. The order in which the host makes the
-///    calls does not count, because streams are independent.
+/// A kernel whose rows are pushed or stored waits, on the device, for its peers' kernels of the same operation. If a
+/// different kernel keeps one of them from starting, and also waits for another GPU, all of them wait until the deadline.
+/// So these rules hold:
 ///
-/// An operation that breaks a rule ends at the deadline with an error. [`Route::Pull`] needs no order, except in a graph: a graph may run its
-/// branches one after the other, so operations of several groups must not stand on several of them.
+/// 1. *The ranks' kernels must be able to run at the same time.* On each GPU, multiprocessors for at least one cluster of
+///    the kernel (one to eight neighbouring multiprocessors) must become free without the help of a rank that waits for
+///    this one.
+/// 2. *A kernel that holds all multiprocessors of a GPU and waits for another GPU must be ordered with the operation*, in
+///    the same order on every rank. A kernel of a second group of this library is such a kernel. A kernel of a different
+///    communication library may be one. A kernel that leaves some multiprocessors free beside a gather needs no order.
+/// 3. *While partial sums are pushed or stored, this holds for a kernel on any multiprocessor.* A rank waits there for all
+///    that its peers' kernels make of its rows.
+/// 4. *The device must know the order.* Put both on one stream, or join their streams by an event. The order in which the
+///    host makes the calls does not count, because streams are independent.
+///
+/// A kernel that waits for no other GPU needs no order, because it ends without their help. Operations by [`Route::Pull`](crate::Route::Pull)(crate::Route::Pull)
+/// need no order either, because they wait only for copies, never for a peer's kernel. Graphs are the exception: a graph
+/// may run its branches one after the other, so operations of several groups must not stand on several of its branches.
+///
+/// If a program breaks a rule, the operation ends at the deadline with [`Error::Timeout`], and a new group works.
 #[derive(Debug)]
 pub struct Cuda {
     /// First: its monitor's thread uses the GPU.

@@ -599,23 +599,23 @@ pub fn forms_that_do_not_fit_are_refused<B: Tested>(test: &str) {
             .residual(&residual)
             .run(&a, [&b, &b], [&mut out, &mut second]);
         limit(two, "residual");
-        let five = op().prepare(&group, [m, k], &[n; 5]);
+        let five = op().prepare(&group, [m, k], [n; 5]);
         limit(five.map(drop), "weights of a product");
-        let unequal = op().gated().prepare(&group, [m, k], &[n, n + 8]);
+        let unequal = op().gated().prepare(&group, [m, k], [n, n + 8]);
         limit(unequal.map(drop), "N of up");
-        let three = op().gated().prepare(&group, [m, k], &[n; 3]);
+        let three = op().gated().prepare(&group, [m, k], [n; 3]);
         shape(three.map(drop), "weights");
         let rows = group.sharded::<bf16>(m, k)?;
         let gather = AllGatherMatmul::new().gated();
-        let unequal = gather.prepare_several(&rows, &[n, n + 8]);
+        let unequal = gather.prepare(&rows, [n, n + 8]);
         limit(unequal.map(drop), "N of up");
-        let prepared = op().prepare(&group, [m, k], &[n])?;
+        let prepared = op().prepare(&group, [m, k], [n])?;
         let mut wide = group.zeros::<f32>(m, n)?;
         shape(
             prepared.run(&a, &b, Outputs::from(&mut wide)),
             "bytes of an element",
         );
-        let prepared = op().f32_output().prepare(&group, [m, k], &[n])?;
+        let prepared = op().f32_output().prepare(&group, [m, k], [n])?;
         shape(prepared.run(&a, &b, &mut out), "bytes of an element");
         prepared.run(&a, &b, &mut wide)?;
         prepared.run(&a, &b, wide.view_mut())?;

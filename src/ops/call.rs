@@ -1,0 +1,326 @@
+//! Calls of operations without element types: what a caller gives is described by raw views, checked, agreed on with the other ranks, and
+//! run. Typed operations stand on it, and so can those of other languages.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::backend::Backend;
+use crate::backend::sealed::{Bound, Call};
+use crate::element::{DType, Value};
+use crate::error::{Error, Result};
+use crate::explanation::Explanation;
+use crate::group::Group;
+use crate::matrix::{MatrixView, MatrixViewMut, ShardedMatrix};
+use crate::profile::nvtx::range;
+use crate::profile::span::Span;
+use crate::protocol::epoch::Epoch;
+use crate::ranks::call::PostedCall;
+use crate::schedule::limits::limit;
+use crate::schedule::{Config, Layout, Problem, RowOrder};
+
+/// A matrix of this rank's own that an operation reads.
+pub struct RawView<'a, B: Backend> {
+    pub group: &'a Group<B>,
+    pub dtype: DType,
+    pub shape: [usize; 2],
+    memory: &'a B::Buffer,
+    /// Bytes before its first element.
+    offset: usize,
+}
+
+// Derived, it would need a backend that can be cloned.
+impl<B: Backend> Clone for RawView<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backend> Copy for RawView<'_, B> {}
+
+impl<B: Backend> fmt::Debug for RawView<'_, B> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let [rows, columns] = self.shape;
+        write!(f, "{rows} x {columns} of {}", self.dtype)
+    }
+}
+
+impl<'a, B: Backend, T: Value> From<MatrixView<'a, B, T>> for RawView<'a, B> {
+    fn from(view: MatrixView<'a, B, T>) -> Self {
+        let (memory, offset) = view.memory();
+        RawView {
+            group: view.group(),
+            dtype: T::DTYPE,
+            shape: view.shape(),
+            memory,
+            offset,
+        }
+    }
+}
+
+impl<'a, B: Backend> RawView<'a, B> {
+    /// Binds it as an input.
+    pub fn input(&self) -> Bound<'a, B> {
+        Bound::Input(self.memory, self.offset)
+    }
+}
+
+/// A matrix of this rank's own that an operation writes.
+#[derive(Debug)]
+pub struct RawOutput<'a, B: Backend> {
+    pub group: &'a Group<B>,
+    pub dtype: DType,
+    pub shape: [usize; 2],
+    pub bound: Bound<'a, B>,
+}
+
+impl<'a, B: Backend, T: Value> From<&MatrixViewMut<'a, B, T>> for RawOutput<'a, B> {
+    fn from(view: &MatrixViewMut<'a, B, T>) -> Self {
+        RawOutput {
+            group: view.group(),
+            dtype: T::DTYPE,
+            shape: view.shape(),
+            bound: view.output(),
+        }
+    }
+}
+
+/// A matrix that all ranks share.
+pub struct RawShards<'a, B: Backend> {
+    pub group: &'a Group<B>,
+    pub dtype: DType,
+    /// Its extents, and who owns which rows.
+    pub layout: &'a Layout,
+    /// Its number in the group.
+    pub id: u32,
+    memory: &'a B::Symmetric,
+}
+
+// Derived, it would need a backend that can be cloned.
+impl<B: Backend> Clone for RawShards<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backend> Copy for RawShards<'_, B> {}
+
+impl<'a, B: Backend, T: Value> From<&'a ShardedMatrix<B, T>> for RawShards<'a, B> {
+    fn from(matrix: &'a ShardedMatrix<B, T>) -> Self {
+        RawShards {
+            group: matrix.group(),
+            dtype: T::DTYPE,
+            layout: matrix.layout(),
+            id: matrix.id(),
+            memory: matrix.memory(),
+        }
+    }
+}
+
+impl<'a, B: Backend> RawShards<'a, B> {
+    /// [M, K].
+    pub fn shape(&self) -> [usize; 2] {
+        [self.layout.m(), self.layout.k()]
+    }
+
+    pub fn bound(&self) -> Bound<'a, B> {
+        Bound::Symmetric(self.memory)
+    }
+
+    /// How its rows lie and are gathered: in as many stages as a call asks for.
+    pub fn staged(&self, stages: Option<usize>) -> Result<Layout> {
+        let layout = self.layout.clone();
+        let Some(stages) = stages else {
+            return Ok(layout);
+        };
+        if layout.order() == RowOrder::ByStage {
+            let own = layout.stages();
+            limit("stages of a gather of a staged matrix", stages, own, own)?;
+            return Ok(layout);
+        }
+        layout.staged(stages, RowOrder::ByRank)
+    }
+
+    /// Checks that its rows, which are not gathered but made where they lie, follow one another rank after rank.
+    pub fn require_by_rank(&self, argument: &str) -> Result<()> {
+        let stages = match self.layout.order() {
+            RowOrder::ByRank => 1,
+            RowOrder::ByStage => self.layout.stages(),
+        };
+        limit(&format!("stages of {argument}"), stages, 1, 1)
+    }
+
+    /// Checks that it is [M, N] of `layout` and `columns`, and split alike.
+    pub fn require_split(
+        &self,
+        [name, of_rows]: [&str; 2],
+        layout: &Layout,
+        columns: usize,
+    ) -> Result<()> {
+        let rank = self.group.rank();
+        require_shape(rank, name, [layout.m(), columns], self.shape())?;
+        if layout.is_split_as(self.layout) {
+            return Ok(());
+        }
+        Err(Error::Shape {
+            rank,
+            argument: of_rows.into(),
+            expected: layout.rows(),
+            found: self.layout.rows(),
+        })
+    }
+}
+
+/// What a call adds to sums that all ranks must give, or none.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Added {
+    pub bias: bool,
+    pub residual: bool,
+}
+
+/// What a call binds.
+pub struct Arguments<'c, 'm, B: Backend> {
+    /// By number in the schedule.
+    pub matrices: &'c [Bound<'m, B>],
+    /// The numbers of the sharded matrices among them.
+    pub shared: &'c [u32],
+    pub added: Added,
+}
+
+/// Runs `program`, and before it what this rank does by itself, with the same matrices: as an operation of all ranks, if the
+/// schedule says on what they must agree.
+pub fn run<B: Backend>(
+    group: &Group<B>,
+    before: Option<&Arc<B::Program>>,
+    program: &Arc<B::Program>,
+    arguments: Arguments<B>,
+    mut trace: Option<&mut Vec<Span>>,
+) -> Result<()> {
+    let traced = trace.is_some();
+    let inner = group.inner();
+    let mut run = |program: &B::Program, epoch| {
+        let call = Call {
+            epoch,
+            matrices: arguments.matrices,
+            trace: trace.as_deref_mut(),
+            callback: None,
+        };
+        inner.backend.run(&inner.members, program, call)
+    };
+    let Some(agreed) = B::schedule(program).agreed() else {
+        if group.is_recording()? {
+            group.keep_recorded(program)?;
+        }
+        let _range = range(|| format!("gemmesh {}", B::schedule(program).name()));
+        return group.exclusively(|epoch| run(program, epoch));
+    };
+    let posted = PostedCall {
+        agreed,
+        matrices: arguments.shared,
+        traced,
+        biased: arguments.added.bias,
+        residual: arguments.added.residual,
+    };
+    operate(group, before, program, posted, |epoch| {
+        if let Some(before) = before {
+            let failed = |error| match group.is_recording() {
+                Ok(true) => error,
+                // The operation has its number: the others wait for this rank.
+                _ => inner.members.fail(error),
+            };
+            run(before, epoch).map_err(failed)?;
+        }
+        run(program, epoch)
+    })
+}
+
+/// An operation of all ranks, which `run` puts on the device with these programs: at once or, if it is captured, whenever the graph is
+/// launched.
+pub fn operate<B: Backend>(
+    group: &Group<B>,
+    before: Option<&Arc<B::Program>>,
+    program: &Arc<B::Program>,
+    call: PostedCall<'_>,
+    run: impl FnOnce(Epoch) -> Result<()>,
+) -> Result<()> {
+    let schedule = B::schedule(program);
+    // A kernel that waits for what is pulled has its epoch among its arguments.
+    let waits = schedule.product().is_some() && !schedule.is_pushed();
+    let can_be_recorded = !waits || schedule.is_idle();
+    if can_be_recorded && !call.traced && group.is_recording()? {
+        // It has no number among those that run now: any will do.
+        let mut programs = before.into_iter().chain([program]);
+        programs.try_for_each(|program| group.keep_recorded(program))?;
+        let _range = range(|| format!("gemmesh {}, recorded", schedule.name()));
+        return group.exclusively(|_| run(Epoch::FIRST));
+    }
+    group.operate(call, |epoch| {
+        let _range = range(|| format!("gemmesh {}, epoch {}", schedule.name(), epoch.raw()));
+        run(epoch)
+    })
+}
+
+/// How `group` cuts a problem up, and what it expects that to take.
+pub fn explain<B: Backend>(group: &Group<B>, problem: &Problem, config: Config) -> Explanation {
+    let predicted = match problem.layout.m() {
+        0 => Vec::new(),
+        _ => group.inner().backend.predict(problem, &config),
+    };
+    Explanation { config, predicted }
+}
+
+pub fn require_shape(
+    rank: usize,
+    argument: &str,
+    expected: [usize; 2],
+    found: [usize; 2],
+) -> Result<()> {
+    if expected == found {
+        return Ok(());
+    }
+    Err(Error::Shape {
+        rank,
+        argument: argument.into(),
+        expected: expected.into(),
+        found: found.into(),
+    })
+}
+
+pub fn require_count(rank: usize, what: &str, expected: usize, found: usize) -> Result<()> {
+    if expected == found {
+        return Ok(());
+    }
+    Err(Error::Shape {
+        rank,
+        argument: format!("how many {what} there are"),
+        expected: vec![expected],
+        found: vec![found],
+    })
+}
+
+/// Checks a type that was planned.
+pub fn require_dtype(rank: usize, argument: &str, expected: DType, found: DType) -> Result<()> {
+    if expected == found {
+        return Ok(());
+    }
+    Err(Error::Shape {
+        rank,
+        argument: format!("bytes of an element of {argument}, of {expected} as planned,"),
+        expected: vec![expected.bytes()],
+        found: vec![found.bytes()],
+    })
+}
+
+/// `group` is that whose rank makes the call.
+pub fn require_same_group<B: Backend>(
+    argument: &str,
+    its: &Group<B>,
+    group: &Group<B>,
+) -> Result<()> {
+    if its.is_same(group) {
+        return Ok(());
+    }
+    Err(Error::ForeignArgument {
+        rank: group.rank(),
+        argument: argument.into(),
+    })
+}

@@ -1,0 +1,214 @@
+//! What all products have in common: what varies of them, their weights and their outputs, without element types.
+
+use smallvec::SmallVec;
+
+use super::call::{
+    RawOutput, RawView, require_count, require_dtype, require_same_group, require_shape,
+};
+use crate::backend::Backend;
+use crate::backend::sealed::Bound;
+use crate::element::DType;
+use crate::error::Result;
+use crate::group::Group;
+use crate::schedule::layout::MAX_EXTENT;
+use crate::schedule::limits::limit;
+use crate::schedule::plan::matrices::{self, MATRICES};
+use crate::schedule::{
+    Activation, Config, Form, Layout, MAX_WEIGHTS, Operation, Problem, Product, Schedule,
+    WeightLayout, Widths,
+};
+
+/// The weights of a product, or of several for one gather of the rows.
+pub type RawWeights<'a, B> = SmallVec<[RawView<'a, B>; MAX_WEIGHTS]>;
+/// Their outputs.
+pub type RawOutputs<'a, B> = SmallVec<[RawOutput<'a, B>; MAX_WEIGHTS]>;
+
+/// What varies of a product, wherever its rows come from and go to.
+#[derive(Debug)]
+pub struct ProductOptions<'a, B: Backend> {
+    /// Of the operands.
+    pub dtype: DType,
+    pub bias: Option<RawView<'a, B>>,
+    pub residual: Option<RawView<'a, B>>,
+    pub activation: Activation,
+    pub gated: bool,
+    pub weights: WeightLayout,
+    pub f32_output: bool,
+    pub config: Option<Config>,
+}
+
+// Derived, it would need a backend that can be cloned.
+impl<B: Backend> Clone for ProductOptions<'_, B> {
+    fn clone(&self) -> Self {
+        ProductOptions { ..*self }
+    }
+}
+
+impl<'a, B: Backend> ProductOptions<'a, B> {
+    pub fn new(dtype: DType) -> Self {
+        ProductOptions {
+            dtype,
+            bias: None,
+            residual: None,
+            activation: Activation::Identity,
+            gated: false,
+            weights: WeightLayout::Nk,
+            f32_output: false,
+            config: None,
+        }
+    }
+
+    /// What products of these widths are asked to do. `out`: the output's type, if it is known.
+    pub fn problem(
+        &self,
+        operation: Operation,
+        layout: Layout,
+        widths: &[usize],
+        out: Option<DType>,
+    ) -> Problem {
+        let several = widths.len() > 1 && !self.gated;
+        let form = Form {
+            widths: if several {
+                widths.into()
+            } else {
+                Widths::new()
+            },
+            gated: self.gated,
+            activation: self.activation,
+            weights: self.weights,
+        };
+        let mut problem = Problem::new(operation, self.dtype, layout, form.n_of(widths));
+        problem.form = form;
+        if let Some(out) = out.or(self.f32_output.then_some(DType::F32)) {
+            problem.dtypes.output = out;
+        }
+        problem
+    }
+
+    /// Refuses widths that gate and up can't have; one may stand for both.
+    pub fn check_widths(&self, rank: usize, widths: &[usize]) -> Result<()> {
+        let [gate, others @ ..] = widths else {
+            return Ok(());
+        };
+        if self.gated && !others.is_empty() {
+            require_count(rank, "weights", 2, widths.len())?;
+            limit("N of up, as of the gate,", others[0], *gate, *gate)?;
+        }
+        Ok(())
+    }
+
+    /// N of each weight.
+    pub fn widths(&self, weights: &RawWeights<B>) -> Widths {
+        weights.iter().map(|weight| self.n_of(weight)).collect()
+    }
+
+    /// N of a weight.
+    pub fn n_of(&self, weight: &RawView<B>) -> usize {
+        let [rows, columns] = weight.shape;
+        match self.weights {
+            WeightLayout::Nk => rows,
+            WeightLayout::Kn => columns,
+        }
+    }
+
+    /// Checks what is added to `rows` rows.
+    pub fn check(&self, group: &Group<B>, problem: &Problem, rows: usize) -> Result<()> {
+        let (form, n, rank) = (&problem.form, problem.n, group.rank());
+        if let Some(bias) = &self.bias {
+            // Before the shape: what fits no product is refused as that.
+            limit("N", n, 1, MAX_EXTENT)?;
+            require_same_group("bias", bias.group, group)?;
+            let (what, columns) = match form.gated {
+                true => ("bias [1, 2 N]", form.multiplied(n)),
+                false => ("bias [1, N]", n),
+            };
+            require_shape(rank, what, [1, columns], bias.shape)?;
+            require_dtype(rank, "bias", self.dtype, bias.dtype)?;
+        }
+        if let Some(residual) = &self.residual {
+            let outputs = form.widths.len();
+            limit("outputs of a product with a residual", outputs, 0, 1)?;
+            require_same_group("residual", residual.group, group)?;
+            let shape = [rows, n];
+            require_shape(rank, "residual, as out,", shape, residual.shape)?;
+            require_dtype(rank, "residual", self.dtype, residual.dtype)?;
+        }
+        Ok(())
+    }
+
+    pub fn bind<'m>(&self, matrices: &mut [Bound<'m, B>; MATRICES])
+    where
+        'a: 'm,
+    {
+        if let Some(view) = &self.bias {
+            matrices[matrices::BIAS] = view.input();
+        }
+        if let Some(view) = &self.residual {
+            matrices[matrices::RESIDUAL] = view.input();
+        }
+    }
+}
+
+/// Checks weights of these widths, of depth K, against what was planned.
+pub fn check_weights<B: Backend>(
+    group: &Group<B>,
+    problem: &Problem,
+    widths: &[usize],
+    weights: &[RawView<B>],
+) -> Result<()> {
+    let (rank, form, k) = (group.rank(), &problem.form, problem.layout.k());
+    require_count(rank, "weights", form.weight_count(), weights.len())?;
+    for (number, weight) in weights.iter().enumerate() {
+        require_same_group("b", weight.group, group)?;
+        let n = widths[if form.gated { 0 } else { number }];
+        let (what, shape) = match form.weights {
+            WeightLayout::Nk => ("b [N, K]", [n, k]),
+            WeightLayout::Kn => ("b [K, N]", [k, n]),
+        };
+        require_shape(rank, what, shape, weight.shape)?;
+        require_dtype(rank, "b", problem.dtypes.operands, weight.dtype)?;
+    }
+    Ok(())
+}
+
+/// Checks outputs of these widths and of `rows` rows each against what was planned. `what`: how messages call one.
+pub fn check_outputs<B: Backend>(
+    group: &Group<B>,
+    what: &str,
+    problem: &Problem,
+    widths: &[usize],
+    rows: usize,
+    outputs: &[RawOutput<B>],
+) -> Result<()> {
+    let rank = group.rank();
+    require_count(rank, "outputs", widths.len(), outputs.len())?;
+    for (out, &n) in outputs.iter().zip(widths) {
+        require_same_group("out", out.group, group)?;
+        require_shape(rank, what, [rows, n], out.shape)?;
+        require_dtype(rank, "out", problem.dtypes.output, out.dtype)?;
+    }
+    Ok(())
+}
+
+/// Binds weights and outputs.
+pub fn bind<'m, 'o: 'm, B: Backend>(
+    matrices: &mut [Bound<'m, B>; MATRICES],
+    weights: &[RawView<'m, B>],
+    outputs: RawOutputs<'o, B>,
+) {
+    let places = matrices[matrices::B..matrices::OUT].iter_mut();
+    for (matrix, weight) in places.zip(weights) {
+        *matrix = weight.input();
+    }
+    for (matrix, out) in matrices[matrices::OUT..].iter_mut().zip(outputs) {
+        *matrix = out.bound;
+    }
+}
+
+/// The product of a schedule that has one.
+pub fn product_of(schedule: &Schedule) -> &Product {
+    match schedule.product() {
+        Some(product) => product,
+        None => unreachable!("the planner of a product makes one"),
+    }
+}
