@@ -8,6 +8,7 @@ use super::{Group, threads};
 use crate::backend::{Backend, OpenOptions};
 use crate::error::{Error, Result};
 use crate::protocol::epoch::Epoch;
+use crate::ranks::identity::Identity;
 use crate::ranks::reports::ReportSender;
 use crate::ranks::{env, rendezvous};
 use crate::schedule::Numerics;
@@ -160,7 +161,7 @@ impl<B: Backend> Builder<B> {
     ) -> Result<Group<B>> {
         limit("world size", world, 1, MAX_WORLD)?;
         limit("rank", rank, 0, world - 1)?;
-        let identity = rendezvous::Identity {
+        let identity = Identity {
             rank,
             world,
             address: address.into(),

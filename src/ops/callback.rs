@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use crate::backend::Backend;
 use crate::error::{Error, Result};
 use crate::group::Group;
-use crate::ranks::panics;
+use crate::ranks::last_panic;
 
 /// What a function of the caller's returns: an error, of any type, ends the operation on every rank.
 pub type CallbackResult = std::result::Result<(), Box<dyn std::error::Error + Send + Sync>>;
@@ -46,7 +46,7 @@ impl<'a, B: Backend> Callbacks<'a, B> {
                 reason,
             },
             Err(payload) => {
-                let message = panics::message_of(&*payload);
+                let message = last_panic::message_of(&*payload);
                 self.panic = Some(payload);
                 Error::RankPanicked { rank, message }
             }

@@ -77,7 +77,7 @@ pub fn broadcast<B: Backend, T: Value>(a: &mut ShardedMatrix<B, T>, root: usize)
     let chunks = if world == 2 { 1 } else { 4 };
     let out = Bound::Symmetric(a.memory());
     let ids = [a.id()];
-    Exchange {
+    CollectiveCall {
         operation: OPERATION,
         chunks,
     }
@@ -110,7 +110,7 @@ pub fn reduce_scatter<B: Backend, T: Float>(
     };
     let layout = layout().map_err(|error| group.refuse(OPERATION.name(), error))?;
     let (input, out) = (Bound::Input(a.memory(), 0), Bound::Output(out.memory(), 0));
-    Exchange {
+    CollectiveCall {
         operation: OPERATION,
         chunks: 1,
     }
@@ -136,7 +136,7 @@ pub fn all_reduce<B: Backend, T: Float>(
         .and_then(|()| require_shape(group.rank(), "out [M, N]", [m, n], out.shape()));
     fits.map_err(|error| group.refuse(OPERATION.name(), error))?;
     let (input, sums) = (Bound::Input(a.memory(), 0), Bound::Symmetric(out.memory()));
-    Exchange {
+    CollectiveCall {
         operation: OPERATION,
         chunks: 1,
     }
@@ -167,7 +167,7 @@ pub fn all_to_all<B: Backend, T: Value>(
     });
     fits.map_err(|error| group.refuse(OPERATION.name(), error))?;
     let (input, moved) = (Bound::Input(a.memory(), 0), Bound::Symmetric(out.memory()));
-    Exchange {
+    CollectiveCall {
         operation: OPERATION,
         chunks: 1,
     }
@@ -175,13 +175,13 @@ pub fn all_to_all<B: Backend, T: Value>(
 }
 
 /// An operation in which rows are exchanged that are there.
-struct Exchange {
+struct CollectiveCall {
     operation: Operation,
     /// Of each block.
     chunks: usize,
 }
 
-impl Exchange {
+impl CollectiveCall {
     /// The columns of `layout` are those of the rows. `shared`: the numbers of the sharded matrices.
     fn run<B: Backend, T: Value>(
         &self,

@@ -18,7 +18,7 @@ use rustix::process::{
     waitid,
 };
 
-use super::wire;
+use super::poll;
 
 /// How long a process that is killed may take to end. One that the kernel holds, as a driver may, is left to it.
 const LAST: Duration = Duration::from_secs(5);
@@ -86,7 +86,7 @@ impl Drop for Child {
     fn drop(&mut self) {
         if self.ended.is_none() {
             self.kill();
-            let _ = wire::poll(&mut [PollFd::new(&self.process, PollFlags::IN)], LAST);
+            let _ = poll::poll(&mut [PollFd::new(&self.process, PollFlags::IN)], LAST);
             let _ = self.look();
         }
     }

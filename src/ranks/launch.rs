@@ -11,7 +11,7 @@ use rustix::event::{PollFd, PollFlags};
 
 use super::children::Child;
 use super::reports::{FailureReport, ReportReceiver};
-use super::{address, env, wire};
+use super::{address, env, poll};
 use crate::error::{Error, Result};
 use crate::schedule::layout::MAX_WORLD;
 
@@ -278,7 +278,7 @@ fn wait(mut ranks: Vec<Rank>, mut receiver: ReportReceiver) -> Result<()> {
         }
         events.push(PollFd::new(&receiver, PollFlags::IN));
         let pause = left.unwrap_or(pause);
-        wire::poll(&mut events, pause).map_err(Error::system(None, "wait for the ranks"))?;
+        poll::poll(&mut events, pause).map_err(Error::system(None, "wait for the ranks"))?;
     }
 }
 

@@ -8,12 +8,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::call::PostedCall;
-use super::panics;
 use super::pidfd;
 use super::shared_state::SharedState;
 use super::waits::WaitTimes;
 use super::watcher::Watcher;
 use super::wire::{Channel, Connection, Frame, MAX_FRAME, WireError};
+use super::{last_panic, panics};
 use crate::error::{Error, Result};
 use crate::json;
 use crate::protocol::epoch::Epoch;
@@ -100,7 +100,7 @@ impl Members {
 
     /// Fails if the group has failed.
     pub fn check(&self) -> Result<()> {
-        panics::forget();
+        last_panic::forget();
         self.refuse_fork()?;
         match self.shared.fault() {
             None => Ok(()),

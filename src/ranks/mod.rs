@@ -5,6 +5,8 @@ pub mod address;
 pub mod call;
 mod children;
 pub mod env;
+pub mod identity;
+pub mod last_panic;
 pub mod launch;
 pub mod members;
 #[cfg(not(any(miri, gemmesh_heap)))]
@@ -15,6 +17,7 @@ pub mod memfd;
 pub mod panics;
 mod peer;
 mod pidfd;
+mod poll;
 pub mod rendezvous;
 pub mod reports;
 mod search;

@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-use super::{peer, wire};
+use super::{peer, poll};
 
 /// What is known of a peer.
 #[derive(Debug)]
@@ -58,7 +58,7 @@ pub fn has_ended(stream: &UnixStream) -> bool {
     match of_peer(stream) {
         Ok(PeerProcess::Process(fd)) => {
             let mut events = [PollFd::new(&fd, PollFlags::IN)];
-            wire::poll(&mut events, Duration::ZERO).is_ok() && !events[0].revents().is_empty()
+            poll::poll(&mut events, Duration::ZERO).is_ok() && !events[0].revents().is_empty()
         }
         Ok(PeerProcess::Ended) => true,
         Ok(PeerProcess::Unknown) | Err(_) => false,
@@ -77,7 +77,7 @@ pub fn check(stream: &UnixStream) -> Result<(), Ended> {
     }
     // After that look, so that this is all that it has sent.
     let mut events = [PollFd::new(stream, PollFlags::IN)];
-    let looked = wire::poll(&mut events, Duration::ZERO);
+    let looked = poll::poll(&mut events, Duration::ZERO);
     match looked.is_ok() && events[0].revents().contains(PollFlags::IN) {
         true => Ok(()),
         false => Err(Ended),

@@ -22,10 +22,11 @@ use rustix::net;
 use serde::{Deserialize, Serialize};
 
 use super::address;
+use super::identity::Identity;
 use super::members::{Members, OPENING};
 use super::peer::{Peer, User, user_of};
 use super::pidfd::{self, Ended};
-use super::reports::ReportSender;
+use super::poll;
 use super::search::{Found, RETRY, Search};
 use super::shared_state::SharedState;
 use super::wire::{self, Channel, Connection, Frame, WireError};
@@ -55,18 +56,6 @@ const ACCEPTED: usize = 64;
 /// How often rank 0 does that at its deadline, for those who were there in time: as many as the system keeps by
 /// default.
 const LAST_TURNS: usize = 4096 / ACCEPTED;
-
-/// Who a process says it is.
-#[derive(Clone, Debug)]
-pub struct Identity {
-    pub rank: usize,
-    pub world: usize,
-    pub address: String,
-    pub backend: &'static str,
-    pub timeout: Duration,
-    /// To the launcher, if it described this rank.
-    pub launcher: Option<ReportSender>,
-}
 
 /// The introduction, after its [`Prefix`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -520,7 +509,7 @@ impl<'a> Rendezvous<'a> {
                 .map(|stranger| PollFd::new(&**stranger.stream, PollFlags::IN)),
         );
         let left = until.saturating_duration_since(Instant::now());
-        wire::poll(&mut fds, left.min(Duration::from_millis(50)))
+        poll::poll(&mut fds, left.min(Duration::from_millis(50)))
             .map_err(Error::system(0, "wait for the other ranks"))?;
         drop(fds);
         let accepted = self.accept()?;

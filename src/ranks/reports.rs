@@ -21,7 +21,7 @@ use hmac_sha256::Hash;
 use rustix::event::{PollFd, PollFlags};
 use serde::{Deserialize, Serialize};
 
-use super::{address, wire};
+use super::{address, poll};
 use crate::error::{Error, Result};
 use crate::json::{self, optional};
 
@@ -132,7 +132,7 @@ impl ReportSender {
                         if left.is_zero() {
                             return Err(full);
                         }
-                        wire::poll(&mut [PollFd::new(&socket, PollFlags::OUT)], left)?;
+                        poll::poll(&mut [PollFd::new(&socket, PollFlags::OUT)], left)?;
                     }
                     sent => return sent.map(drop),
                 }

@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::address::{self, NAMES};
+use super::identity::Identity;
 use super::peer::{Peer, User, user_of};
 use super::pidfd;
-use super::rendezvous::Identity;
 use crate::error::{Error, Result};
 
 /// The pause after a try in vain.

@@ -11,7 +11,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::call::{FIXED, MESSAGES, PostedCall, WORDS, describe};
-use super::panics;
+use super::last_panic;
 use super::reports::ReportSender;
 use crate::error::{Error, Result};
 use crate::json;
@@ -167,7 +167,7 @@ impl SharedState {
         if std::thread::panicking() {
             self.fail(Error::RankPanicked {
                 rank: self.rank,
-                message: panics::message(),
+                message: last_panic::message(),
             });
         }
     }

@@ -8,6 +8,7 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags};
 
 use super::pidfd::{self, PeerProcess};
+use super::poll;
 use super::shared_state::SharedState;
 use super::wire::{self, Connection};
 use crate::error::{Error, Result};
@@ -86,7 +87,7 @@ impl Watched {
     /// Whether there is nobody at the other end any more.
     fn is_gone(&self) -> bool {
         let mut events: Vec<PollFd> = self.events().collect();
-        let looked = wire::poll(&mut events, Duration::ZERO);
+        let looked = poll::poll(&mut events, Duration::ZERO);
         let mut happened = events.iter().map(PollFd::revents);
         matches!(self.process, PeerProcess::Ended)
             || looked.is_ok() && happened.any(|happened| happened.intersects(END))
@@ -115,7 +116,7 @@ fn watch(rank: usize, shared: &SharedState, mut peers: Vec<Watched>, stopped: &U
         });
         let mut events: Vec<PollFd> = peers.iter().flat_map(Watched::events).collect();
         events.push(PollFd::new(stopped, PollFlags::IN | PollFlags::RDHUP));
-        if wire::poll(&mut events, PAUSE).is_err() {
+        if poll::poll(&mut events, PAUSE).is_err() {
             return;
         }
         if events

@@ -8,13 +8,14 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::event::{PollFd, PollFlags};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags,
 };
 
 use super::pidfd::Ended;
+use super::poll::poll;
 use crate::schedule::layout::MAX_WORLD;
 
 /// No message of an established group is longer: traces are the longest.
@@ -185,18 +186,6 @@ impl<E, C: Fn() -> Result<(), E>> Channel<'_, C> {
 
 const fn ancillary_space() -> usize {
     rustix::cmsg_space!(ScmRights(MAX_WORLD))
-}
-
-/// Waits until something happens on one of `fds`, or `timeout` has passed.
-pub fn poll(fds: &mut [PollFd], timeout: Duration) -> io::Result<()> {
-    let timeout = Timespec {
-        tv_sec: timeout.as_secs() as i64,
-        tv_nsec: timeout.subsec_nanos().into(),
-    };
-    match rustix::event::poll(fds, Some(&timeout)) {
-        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
-        Err(errno) => Err(errno.into()),
-    }
 }
 
 /// A connection that ends when it is dropped. To close it would not be enough: the other end sees nothing of that as

@@ -1,0 +1,17 @@
+//! Who a process says it is.
+
+use std::time::Duration;
+
+use super::reports::ReportSender;
+
+/// A process that looks for the others of its group.
+#[derive(Clone, Debug)]
+pub struct Identity {
+    pub rank: usize,
+    pub world: usize,
+    pub address: String,
+    pub backend: &'static str,
+    pub timeout: Duration,
+    /// To the launcher, if it described this rank.
+    pub launcher: Option<ReportSender>,
+}
