@@ -7,8 +7,7 @@ use cudarc::driver::sys;
 use gemmesh::{Block, Cuda, Matrix, Value};
 
 use crate::support::gpu::*;
-use crate::support::shared::collectives::{self, Produces};
-use crate::test_name;
+use crate::support::shared::collectives::Produces;
 
 impl Produces for Cuda {
     fn put<T: Value>(block: &mut Block<Cuda, T>, from: &Matrix<Cuda, T>, _: &[T], first: usize) {
@@ -42,92 +41,4 @@ impl Produces for Cuda {
     }
 }
 
-#[test]
-fn what_is_produced_is_summed_by_its_owner() {
-    let Some(_leave) = gpu() else { return };
-    collectives::what_is_produced_is_summed_by_its_owner::<Cuda>(test_name!());
-}
-
-#[test]
-fn what_is_produced_is_the_next_input() {
-    let Some(_leave) = gpu() else { return };
-    collectives::what_is_produced_is_the_next_input::<Cuda>(test_name!());
-}
-
-#[test]
-fn what_is_produced_reaches_its_rank() {
-    let Some(_leave) = gpu() else { return };
-    collectives::what_is_produced_reaches_its_rank::<Cuda>(test_name!());
-}
-
-#[test]
-fn an_error_of_a_producer_is_every_ranks() {
-    let Some(_leave) = gpu() else { return };
-    collectives::an_error_of_a_producer_is_every_ranks::<Cuda>(test_name!());
-}
-
-#[test]
-fn a_panic_of_a_producer_ends_the_group() {
-    let Some(_leave) = gpu() else { return };
-    collectives::a_panic_of_a_producer_ends_the_group::<Cuda>(test_name!());
-}
-
-#[test]
-fn a_producer_that_takes_too_long_is_named() {
-    let Some(_leave) = gpu() else { return };
-    collectives::a_producer_that_takes_too_long_is_named::<Cuda>(test_name!());
-}
-
-#[test]
-fn producers_of_other_blocks_are_a_mismatch() {
-    let Some(_leave) = gpu() else { return };
-    collectives::producers_of_other_blocks_are_a_mismatch::<Cuda>(test_name!());
-}
-
-#[test]
-fn what_cannot_be_exchanged_is_refused() {
-    let Some(_leave) = gpu() else { return };
-    collectives::what_cannot_be_exchanged_is_refused::<Cuda>(test_name!());
-}
-
-#[test]
-fn collectives_of_one_rank_exchange_what_they_have() {
-    let Some(_leave) = gpu() else { return };
-    collectives::collectives_exchange_what_ranks_have::<Cuda>(test_name!(), 1);
-}
-
-#[test]
-fn collectives_of_two_ranks_exchange_what_they_have() {
-    let Some(_leave) = gpu() else { return };
-    collectives::collectives_exchange_what_ranks_have::<Cuda>(test_name!(), 2);
-}
-
-#[test]
-fn collectives_of_three_ranks_exchange_what_they_have() {
-    let Some(_leave) = gpu() else { return };
-    collectives::collectives_exchange_what_ranks_have::<Cuda>(test_name!(), 3);
-}
-
-#[test]
-fn collectives_of_four_ranks_exchange_what_they_have() {
-    let Some(_leave) = gpu() else { return };
-    collectives::collectives_exchange_what_ranks_have::<Cuda>(test_name!(), 4);
-}
-
-#[test]
-fn ranks_out_of_step_lose_time_only() {
-    let Some(_leave) = gpu() else { return };
-    collectives::ranks_out_of_step_lose_time_only::<Cuda>(test_name!());
-}
-
-#[test]
-fn a_rank_that_sends_nothing_completes() {
-    let Some(_leave) = gpu() else { return };
-    collectives::a_rank_that_sends_nothing_completes::<Cuda>(test_name!());
-}
-
-#[test]
-fn a_trace_shows_blocks_sent_when_they_are_made() {
-    let Some(_leave) = gpu() else { return };
-    collectives::a_trace_shows_blocks_sent_when_they_are_made::<Cuda>(test_name!());
-}
+crate::support::shared::collectives_tests!(Cuda, gpu());

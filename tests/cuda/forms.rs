@@ -1,6 +1,6 @@
 //! Products of other forms, on GPUs.
 
-use gemmesh::{Config, Cuda, Numerics, Route};
+use gemmesh::{Config, Cuda, Numerics};
 
 use crate::support::gpu::*;
 use crate::support::shared::forms;
@@ -40,23 +40,4 @@ fn functions_and_gates_are_theirs_by_every_kernel() {
     forms::functions_and_gates_are_theirs_in_float64::<Cuda>(test_name!(), 200, each_kernel);
 }
 
-#[test]
-fn parts_of_matrices_are_operands() {
-    let Some(_leave) = gpu() else { return };
-    forms::parts_of_matrices_are_operands::<Cuda>(test_name!());
-}
-
-#[test]
-fn sums_are_finished_by_their_owners() {
-    let Some(_leave) = gpu() else { return };
-    forms::sums_are_finished_by_their_owners::<Cuda>(
-        test_name!(),
-        &[Route::Pull, Route::Push, Route::Store],
-    );
-}
-
-#[test]
-fn forms_that_do_not_fit_are_refused() {
-    let Some(_leave) = gpu() else { return };
-    forms::forms_that_do_not_fit_are_refused::<Cuda>(test_name!());
-}
+crate::support::shared::forms_tests!(Cuda, gpu());

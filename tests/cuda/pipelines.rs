@@ -5,7 +5,6 @@ use gemmesh::{Chunk, Cuda, Matrix, bf16};
 
 use crate::support::gpu::*;
 use crate::support::shared::pipelines::{self, Consumes};
-use crate::support::shared::staged;
 use crate::test_name;
 
 impl Consumes for Cuda {
@@ -62,85 +61,9 @@ impl Consumes for Cuda {
 }
 
 #[test]
-fn each_row_is_consumed_once_own_rows_first() {
-    let Some(_leave) = gpu() else { return };
-    pipelines::each_row_is_consumed_once_own_rows_first::<Cuda>(test_name!());
-}
-
-#[test]
-fn a_product_follows_a_consumer_of_the_same_rows() {
-    let Some(_leave) = gpu() else { return };
-    pipelines::a_product_follows_a_consumer_of_the_same_rows::<Cuda>(test_name!());
-}
-
-#[test]
-fn an_error_of_a_consumer_is_every_ranks() {
-    let Some(_leave) = gpu() else { return };
-    pipelines::an_error_of_a_consumer_is_every_ranks::<Cuda>(test_name!());
-}
-
-#[test]
-fn a_panic_of_a_consumer_ends_the_group() {
-    let Some(_leave) = gpu() else { return };
-    pipelines::a_panic_of_a_consumer_ends_the_group::<Cuda>(test_name!());
-}
-
-#[test]
-fn a_consumer_makes_no_calls_of_its_group() {
-    let Some(_leave) = gpu() else { return };
-    pipelines::a_consumer_makes_no_calls_of_its_group::<Cuda>(test_name!());
-}
-
-#[test]
-fn a_consumer_beside_a_product_is_a_mismatch() {
-    let Some(_leave) = gpu() else { return };
-    pipelines::a_consumer_beside_a_product_is_a_mismatch::<Cuda>(test_name!());
-}
-
-#[test]
-fn a_consumer_that_takes_too_long_is_named() {
-    let Some(_leave) = gpu() else { return };
-    pipelines::a_consumer_that_takes_too_long_is_named::<Cuda>(test_name!());
-}
-
-#[test]
 fn what_a_consumer_drops_outlives_its_use() {
     let Some(_leave) = gpu() else { return };
     pipelines::what_a_consumer_drops_outlives_its_use::<Cuda>(test_name!());
 }
 
-#[test]
-fn products_of_staged_rows_are_right() {
-    let Some(_leave) = gpu() else { return };
-    staged::products_of_staged_rows_are_right::<Cuda>(test_name!());
-}
-
-#[test]
-fn staged_rows_are_consumed_by_stage() {
-    let Some(_leave) = gpu() else { return };
-    staged::staged_rows_are_consumed_by_stage::<Cuda>(test_name!());
-}
-
-#[test]
-fn what_cannot_be_staged_is_refused() {
-    let Some(_leave) = gpu() else { return };
-    staged::what_cannot_be_staged_is_refused::<Cuda>(test_name!());
-}
-
-#[test]
-fn other_stages_are_a_mismatch() {
-    let Some(_leave) = gpu() else { return };
-    staged::other_stages_are_a_mismatch::<Cuda>(test_name!());
-}
-
-#[test]
-fn two_matrices_are_consumed_together() {
-    let Some(_leave) = gpu() else { return };
-    pipelines::two_matrices_are_consumed_together::<Cuda>(test_name!());
-}
-
-#[test]
-fn a_trace_shows_calls_behind_their_rows() {
-    let Some(_leave) = gpu() else { return };
-    pipelines::a_trace_shows_calls_behind_their_rows::<Cuda>(test_name!());
-}
+crate::support::shared::pipelines_tests!(Cuda, gpu());

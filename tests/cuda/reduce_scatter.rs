@@ -264,24 +264,6 @@ fn a_prepared_reduce_scatter_or_all_reduce_gives_the_bits_of_the_plain_one() {
 }
 
 #[test]
-fn a_reduce_scatter_refuses_what_does_not_fit() {
-    let Some(_leave) = gpu() else { return };
-    reduce_scatter::what_does_not_fit_is_refused::<Cuda>(test_name!());
-}
-
-#[test]
-fn another_m_in_a_reduce_scatter_is_a_mismatch() {
-    let Some(_leave) = gpu() else { return };
-    reduce_scatter::other_rows_are_a_mismatch::<Cuda>(test_name!(), [5, 5]);
-}
-
-#[test]
-fn a_bias_on_some_ranks_only_is_a_mismatch() {
-    let Some(_leave) = gpu() else { return };
-    reduce_scatter::a_bias_on_some_ranks_only_is_a_mismatch::<Cuda>(test_name!());
-}
-
-#[test]
 fn a_rank_killed_while_the_others_wait_for_its_partials_is_named_within_a_second() {
     let Some(_leave) = gpu_alone() else { return };
     reduce_scatter::kill_while_the_others_wait::<Cuda>(test_name!(), 1, None);
@@ -372,3 +354,5 @@ fn a_captured_reduce_scatter_by_pulls_gives_the_same_bits_at_each_replay() {
         Ok("the same bits".into())
     }));
 }
+
+crate::support::shared::reduce_scatter_tests!(Cuda, gpu());

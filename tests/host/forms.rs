@@ -30,18 +30,4 @@ fn so_are_those_of_an_odd_number_of_columns() {
     forms::functions_and_gates_are_theirs_in_float64::<Host>(test_name!(), 203, configs);
 }
 
-#[test]
-fn parts_of_matrices_are_operands() {
-    forms::parts_of_matrices_are_operands::<Host>(test_name!());
-}
-
-#[test]
-fn sums_are_finished_by_their_owners() {
-    let routes = [Route::Pull, Route::Push, Route::Store];
-    forms::sums_are_finished_by_their_owners::<Host>(test_name!(), &routes);
-}
-
-#[test]
-fn forms_that_do_not_fit_are_refused() {
-    forms::forms_that_do_not_fit_are_refused::<Host>(test_name!());
-}
+crate::support::shared::forms_tests!(Host, Some(()));

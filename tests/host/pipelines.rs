@@ -3,9 +3,7 @@
 use std::time::Duration;
 
 use crate::support::numbers::{nan, rng};
-use crate::support::shared::pipelines::{self, Consumes, called};
-use crate::support::shared::staged;
-use crate::test_name;
+use crate::support::shared::pipelines::{Consumes, called};
 use gemmesh::trace::{Lane, Timeline, Trace};
 use gemmesh::{
     AllGatherAndConsume, Chunk, Error, Group, Host, Matrix, ProduceAndReduceScatter, bf16,
@@ -32,71 +30,6 @@ impl Consumes for Host {
     fn taken((sink, _): &Self::Sink) -> Vec<bf16> {
         sink.clone()
     }
-}
-
-#[test]
-fn each_row_is_consumed_once_own_rows_first() {
-    pipelines::each_row_is_consumed_once_own_rows_first::<Host>(test_name!());
-}
-
-#[test]
-fn a_product_follows_a_consumer_of_the_same_rows() {
-    pipelines::a_product_follows_a_consumer_of_the_same_rows::<Host>(test_name!());
-}
-
-#[test]
-fn an_error_of_a_consumer_is_every_ranks() {
-    pipelines::an_error_of_a_consumer_is_every_ranks::<Host>(test_name!());
-}
-
-#[test]
-fn a_panic_of_a_consumer_ends_the_group() {
-    pipelines::a_panic_of_a_consumer_ends_the_group::<Host>(test_name!());
-}
-
-#[test]
-fn a_consumer_makes_no_calls_of_its_group() {
-    pipelines::a_consumer_makes_no_calls_of_its_group::<Host>(test_name!());
-}
-
-#[test]
-fn a_consumer_beside_a_product_is_a_mismatch() {
-    pipelines::a_consumer_beside_a_product_is_a_mismatch::<Host>(test_name!());
-}
-
-#[test]
-fn a_consumer_that_takes_too_long_is_named() {
-    pipelines::a_consumer_that_takes_too_long_is_named::<Host>(test_name!());
-}
-
-#[test]
-fn products_of_staged_rows_are_right() {
-    staged::products_of_staged_rows_are_right::<Host>(test_name!());
-}
-
-#[test]
-fn staged_rows_are_consumed_by_stage() {
-    staged::staged_rows_are_consumed_by_stage::<Host>(test_name!());
-}
-
-#[test]
-fn what_cannot_be_staged_is_refused() {
-    staged::what_cannot_be_staged_is_refused::<Host>(test_name!());
-}
-
-#[test]
-fn other_stages_are_a_mismatch() {
-    staged::other_stages_are_a_mismatch::<Host>(test_name!());
-}
-
-#[test]
-fn two_matrices_are_consumed_together() {
-    pipelines::two_matrices_are_consumed_together::<Host>(test_name!());
-}
-
-#[test]
-fn a_trace_shows_calls_behind_their_rows() {
-    pipelines::a_trace_shows_calls_behind_their_rows::<Host>(test_name!());
 }
 
 /// What a link takes for a chunk.
@@ -215,3 +148,5 @@ fn no_rank_waits_for_another_longer_than_a_chunk_because_of_the_order_in_which_b
         },
     );
 }
+
+crate::support::shared::pipelines_tests!(Host, Some(()));

@@ -181,21 +181,6 @@ fn a_prepared_reduce_scatter_or_all_reduce_gives_the_bits_of_the_plain_one() {
 }
 
 #[test]
-fn a_reduce_scatter_refuses_what_does_not_fit() {
-    reduce_scatter::what_does_not_fit_is_refused::<Host>(test_name!());
-}
-
-#[test]
-fn another_m_in_a_reduce_scatter_is_a_mismatch() {
-    reduce_scatter::other_rows_are_a_mismatch::<Host>(test_name!(), [5, 5]);
-}
-
-#[test]
-fn a_bias_on_some_ranks_only_is_a_mismatch() {
-    reduce_scatter::a_bias_on_some_ranks_only_is_a_mismatch::<Host>(test_name!());
-}
-
-#[test]
 fn another_split_in_a_reduce_scatter_is_a_mismatch() {
     reduce_scatter::other_rows_are_a_mismatch::<Host>(test_name!(), [6, 3]);
 }
@@ -690,3 +675,5 @@ fn more_chunks_than_a_rank_has_flags_for_are_refused_on_every_rank_by_the_name_o
         );
     }
 }
+
+crate::support::shared::reduce_scatter_tests!(Host, Some(()));

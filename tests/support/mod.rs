@@ -1,6 +1,6 @@
 //! What the test files share: ranks as processes, data from seeds, a reference in float64, and the tests of what every
 //! backend promises.
-#![allow(dead_code, unused_imports)] // Each test file uses a part of it.
+#![allow(dead_code, unused_imports, unused_macros)] // Each test file uses a part of it.
 
 #[cfg(feature = "cuda")]
 #[allow(unsafe_code)] // Calls of the CUDA driver.
