@@ -9,8 +9,11 @@
 //! kernel, and outputs side by side. Then each rank attends with its own heads, here on the CPU, and `x += Σ heads · Woᵀ` is one call
 //! of [`MatmulReduceScatter`], whose residual is added by the owner of each row.
 
+mod numbers;
+
 use clap::{Parser, ValueEnum};
 use gemmesh::{AllGatherMatmul, Backend, Group, Host, MatmulReduceScatter, Result, bf16};
+use numbers::{product, random, wide};
 
 const TOKENS: usize = 96;
 const MODEL: usize = 256;
@@ -92,7 +95,7 @@ fn block<B: Backend>(group: &Group<B>) -> Result<()> {
 fn weights(rank: usize) -> [Vec<bf16>; 4] {
     let weight = |number, rows, columns: usize| {
         random(
-            10 * rank + number,
+            (10 * rank + number + 1) as u64,
             rows * columns,
             (3.0 / columns as f32).sqrt(),
         )
@@ -108,7 +111,7 @@ fn weights(rank: usize) -> [Vec<bf16>; 4] {
 
 /// Tokens that a rank owns.
 fn tokens(rank: usize, count: usize) -> Vec<bf16> {
-    random(1000 + rank, count * MODEL, 3f32.sqrt())
+    random(1001 + rank as u64, count * MODEL, 3f32.sqrt())
 }
 
 /// The whole block in float64, with nothing rounded on the way. Ranks own as many tokens each.
@@ -131,18 +134,6 @@ fn reference(world: usize) -> Vec<f64> {
         out.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
     }
     out
-}
-
-/// `a · bᵀ`, over `k`.
-fn product(a: &[f64], b: &[f64], k: usize) -> Vec<f64> {
-    let dot = |x: &[f64], y: &[f64]| x.iter().zip(y).map(|(x, y)| x * y).sum();
-    let rows = a.chunks_exact(k);
-    rows.flat_map(|row| b.chunks_exact(k).map(move |column| dot(row, column)))
-        .collect()
-}
-
-fn wide(values: &[bf16]) -> Vec<f64> {
-    values.iter().map(|x| x.to_f64()).collect()
 }
 
 /// Causal attention of a rank's heads, `softmax(q · kᵀ / √d) · v`: rows are [q, k, v].
@@ -170,17 +161,4 @@ fn attend(qkv: &[f64]) -> Vec<f64> {
         }
     }
     out
-}
-
-/// Uniform in `-scale..scale`.
-fn random(seed: usize, count: usize, scale: f32) -> Vec<bf16> {
-    let mut state = (seed as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 40) as f32 / (1 << 23) as f32 - 1.0
-    };
-    let values = (0..count).map(|_| bf16::from_f32(next() * scale));
-    values.collect()
 }

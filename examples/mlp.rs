@@ -9,6 +9,8 @@
 //! written. Then `x = Σ h · downᵀ` by [`MatmulReduceScatter`], into the rows of `x` that this rank owns: the next layer's input, with no
 //! copy between. Once as gemmesh does it, and once with one step after the other.
 
+mod numbers;
+
 use std::time::Instant;
 
 use clap::{Parser, ValueEnum};
@@ -17,6 +19,7 @@ use gemmesh::{
     Activation, AllGatherMatmul, Backend, Group, Host, MatmulReduceScatter, Matrix, Prepared,
     PreparedReduceScatter, Result, Route, ShardedMatrix, bf16,
 };
+use numbers::{product, random, wide};
 
 const LAYERS: usize = 3;
 /// Rows of each rank that are compared with float64.
@@ -267,22 +270,8 @@ fn weights(rank: usize, world: usize, Size { model, hidden, .. }: Size) -> [Vec<
     [of(1, into), of(2, into), of(3, out)]
 }
 
-/// Uniform in `-scale..scale`.
-fn random(seed: u64, count: usize, scale: f32) -> Vec<bf16> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 40) as f32 / (1 << 23) as f32 - 1.0
-    };
-    let values = (0..count).map(|_| bf16::from_f32(next() * scale));
-    values.collect()
-}
-
 /// All layers of some rows in float64, with nothing rounded between them.
 fn reference(input: &[bf16], world: usize, size: Size) -> Vec<f64> {
-    let wide = |values: &[bf16]| -> Vec<f64> { values.iter().map(|x| x.to_f64()).collect() };
     let all: Vec<_> = (0..world)
         .map(|rank| weights(rank, world, size).map(|w| wide(&w)))
         .collect();
@@ -300,12 +289,4 @@ fn reference(input: &[bf16], world: usize, size: Size) -> Vec<f64> {
         x = sum;
     }
     x
-}
-
-/// `a · bᵀ`, over `k`.
-fn product(a: &[f64], b: &[f64], k: usize) -> Vec<f64> {
-    let dot = |x: &[f64], y: &[f64]| x.iter().zip(y).map(|(x, y)| x * y).sum();
-    let rows = a.chunks_exact(k);
-    rows.flat_map(|row| b.chunks_exact(k).map(move |column| dot(row, column)))
-        .collect()
 }
