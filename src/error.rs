@@ -30,6 +30,13 @@ pub enum Error {
         max: usize,
     },
 
+    /// A call, a configuration or a schedule asks for what is not done.
+    #[error("not supported: {what}")]
+    Unsupported {
+        /// What must hold instead.
+        what: String,
+    },
+
     /// An argument has another shape than the operation needs.
     #[error("rank {rank}: {argument} is {found:?} and must be {expected:?}")]
     Shape {
@@ -326,6 +333,17 @@ pub enum Error {
         reason: String,
     },
 
+    /// This library contradicts itself. Nothing that a program gives it can be to blame.
+    #[error(
+        "rank {rank}: {what}; this is a bug of gemmesh, please report it with the call that it came from"
+    )]
+    Internal {
+        /// The rank that found it.
+        rank: usize,
+        /// What should not be.
+        what: String,
+    },
+
     /// A number or address is not a multiple of what this backend needs.
     #[error("rank {rank}: {what} is {value}; this backend needs a multiple of {multiple}")]
     Unaligned {
@@ -539,16 +557,16 @@ impl Error {
 
     /// For `map_err`: the error of a rank that was refused `call`, which then names both.
     pub(crate) fn refused(rank: usize, call: &str) -> impl FnOnce(Error) -> Error {
-        let of_call = format!(" of {call}");
         move |mut error| {
             match &mut error {
                 Error::Shape { argument, .. }
                 | Error::Unsuitable { argument, .. }
                 | Error::ForeignArgument { argument, .. } => {
-                    *argument += &of_call;
+                    *argument += &format!(" of {call}");
                 }
-                Error::Unaligned { what, .. } => *what += &of_call,
-                Error::Limit { what, .. } => *what += &format!("{of_call} on rank {rank}"),
+                Error::Unaligned { what, .. } => *what += &format!(" of {call}"),
+                Error::Limit { what, .. } => *what += &format!(" of {call} on rank {rank}"),
+                Error::Unsupported { what } => *what += &format!(" ({call} on rank {rank})"),
                 _ => {}
             }
             error
@@ -587,6 +605,7 @@ impl Error {
             | Error::Timeout { rank, .. }
             | Error::RankFailed { rank, .. }
             | Error::Message { rank, .. }
+            | Error::Internal { rank, .. }
             | Error::Unaligned { rank, .. }
             | Error::NeedsProcesses { rank }
             | Error::NoGpu { rank, .. }
@@ -602,6 +621,7 @@ impl Error {
             | Error::Cuda { rank, .. } => vec![*rank],
             Error::SharedGpu { ranks, .. } => ranks.to_vec(),
             Error::Limit { .. }
+            | Error::Unsupported { .. }
             | Error::Environment { .. }
             | Error::EnvironmentValue { .. }
             | Error::AddressTaken { .. }
@@ -665,6 +685,21 @@ mod tests {
         assert_eq!(
             missing.to_string(),
             "rank 3 has not come to \"job\" within 500 ms; see whether it was started, and with the same address"
+        );
+        let unsupported = Error::Unsupported {
+            what: "operands must be bf16 or f16".into(),
+        };
+        assert_eq!(
+            unsupported.to_string(),
+            "not supported: operands must be bf16 or f16"
+        );
+        let internal = Error::Internal {
+            rank: 4,
+            what: "nobody makes block 7".into(),
+        };
+        assert_eq!(
+            internal.to_string(),
+            "rank 4: nobody makes block 7; this is a bug of gemmesh, please report it with the call that it came from"
         );
         let refused = Error::System {
             rank: Some(2),

@@ -11,6 +11,7 @@ use crate::ranks::memfd::{Mapping, memfd};
 use crate::ranks::shared_state::SharedState;
 use crate::ranks::wire::{self, Connection};
 use crate::schedule::layout::MAX_WORLD;
+use crate::schedule::limits::limit;
 
 /// Runs `f` on `world` threads, each with its rank's group. Returns the results by rank, or the error of the rank that
 /// failed first.
@@ -57,46 +58,21 @@ fn start<B: Backend>(
     };
     // For the last look at what has happened.
     let group = shared_state(0)?;
-    // Taken by its thread: a connection must not close because no thread takes it, before the others know why.
-    let ranks = ends.into_iter().enumerate();
-    let ranks = ranks.map(|(rank, ends)| Ok(Mutex::new(Some((shared_state(rank)?, ends)))));
+    let ranks = ends.into_iter().enumerate().map(|(rank, connections)| {
+        let parts = (shared_state(rank)?, connections);
+        Ok(Joining(Mutex::new(Some(parts))))
+    });
     let ranks = ranks.collect::<Result<Vec<_>>>()?;
-    let take = |rank: usize| {
-        let mut rank = ranks[rank].lock().unwrap_or_else(PoisonError::into_inner);
-        rank.take()
-    };
-    let join = |rank, shared_state, connections| {
-        Members::new(
-            rank,
-            builder.timeout,
-            true,
-            shared_state,
-            world,
-            connections,
-        )
-    };
-    let open = |members| Group::open(members, builder);
     std::thread::scope(|scope| {
         let mut threads = Vec::new();
-        for rank in 0..world {
-            let (take, join, open) = (&take, &join, &open);
-            let run = move || {
-                let Some((shared_state, connections)) = take(rank) else {
-                    return;
-                };
-                let members = join(rank, shared_state, connections);
-                let farewell = members.as_ref().ok().map(Farewell::of);
-                let reason = part(rank, members.and_then(open));
-                if let Some(farewell) = farewell {
-                    farewell.say(reason);
-                }
-            };
+        for (rank, joining) in ranks.iter().enumerate() {
+            let run = move || joining.run(builder, rank, world, part);
             match std::thread::Builder::new().spawn_scoped(scope, run) {
                 Ok(thread) => threads.push(thread),
                 // The others need not wait for it.
                 Err(error) => {
                     let error = Error::not_started(rank, "a thread")(error);
-                    let own = take(rank).map(|(own, _)| own.fail(error.clone()));
+                    let own = joining.take().map(|(own, _)| own.fail(error.clone()));
                     part(rank, Err(own.unwrap_or(error)));
                 }
             }
@@ -114,6 +90,38 @@ fn start<B: Backend>(
         _ => None,
     };
     Ok([left, group.reporter()].into_iter().flatten().collect())
+}
+
+/// What a rank joins its group with, until its thread takes it. If no thread does, its connections close when the others
+/// know why.
+struct Joining(Mutex<Option<(SharedState, Vec<Arc<Connection>>)>>);
+
+impl Joining {
+    fn take(&self) -> Option<(SharedState, Vec<Arc<Connection>>)> {
+        let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        parts.take()
+    }
+
+    /// Joins the group as `rank`, does its part, and tells the others how that ended.
+    fn run<B: Backend>(
+        &self,
+        builder: &Builder<B>,
+        rank: usize,
+        world: usize,
+        part: &(dyn Fn(usize, Result<Group<B>>) -> Option<String> + Sync),
+    ) {
+        let Some((shared_state, connections)) = self.take() else {
+            return;
+        };
+        let timeout = builder.timeout;
+        let members = Members::new(rank, timeout, true, shared_state, world, connections);
+        let farewell = members.as_ref().ok().map(Farewell::of);
+        let open = |members| Group::open(members, builder);
+        let reason = part(rank, members.and_then(open));
+        if let Some(farewell) = farewell {
+            farewell.say(reason);
+        }
+    }
 }
 
 /// What the others hear when a rank's function ends.
@@ -142,14 +150,7 @@ impl Drop for Farewell {
 
 /// The control connections, by rank: rank 0 holds one to each other rank.
 fn connect(world: usize) -> Result<Vec<Vec<Arc<Connection>>>> {
-    if !(1..=MAX_WORLD).contains(&world) {
-        return Err(Error::Limit {
-            what: "world size".into(),
-            value: world,
-            min: 1,
-            max: MAX_WORLD,
-        });
-    }
+    limit("world size", world, 1, MAX_WORLD)?;
     let mut ends = vec![Vec::new()];
     for rank in 1..world {
         let (ours, theirs) = wire::pair().map_err(Error::system(rank, "open a socket pair"))?;

@@ -179,6 +179,9 @@ enum ErrorJson {
         min: usize,
         max: usize,
     },
+    Unsupported {
+        what: String,
+    },
     Shape {
         rank: usize,
         argument: String,
@@ -302,6 +305,10 @@ enum ErrorJson {
         rank: usize,
         reason: String,
     },
+    Internal {
+        rank: usize,
+        what: String,
+    },
     Unaligned {
         rank: usize,
         what: String,
@@ -407,6 +414,13 @@ mod tests {
             failed(Some(Box::new(lost))),
             poisoned,
             no_route,
+            Error::Unsupported {
+                what: "operands must be bf16 or f16".into(),
+            },
+            Error::Internal {
+                rank: 4,
+                what: "nobody makes block 7".into(),
+            },
             program(&"long\0 ".repeat(1000)),
         ] {
             assert_eq!(super::error(&of_error(&error)).unwrap(), error);

@@ -3,20 +3,20 @@
 
 use std::ffi::c_void;
 use std::ops::Range;
+use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::call::{self, RawShards, require_same_group};
+use super::call::{self, Added, Arguments, RawShards, require_same_group};
 use super::callback::{CallbackResult, Callbacks};
 #[cfg(feature = "cuda")]
 use crate::backend::Cuda;
-use crate::backend::sealed::{Bound, Call, Callback};
+use crate::backend::sealed::{Bound, Callback};
 use crate::backend::{Backend, Host};
 use crate::element::{DType, Value};
 use crate::error::{Error, Result};
 use crate::matrix::ShardedMatrix;
 use crate::profile::span::Span;
-use crate::ranks::call::PostedCall;
 use crate::schedule::config::MAX_CHUNKS;
 use crate::schedule::limits::limit;
 use crate::schedule::plan::matrices::{A, BESIDE, MATRICES};
@@ -191,30 +191,9 @@ impl AllGatherAndConsume {
         mut consume: impl FnMut(Rows) -> CallbackResult,
     ) -> Result<()> {
         let group = a.group();
-        let plan = || {
-            // Of two ranks' only shard that moves, half is consumed while the rest is on its way.
-            let default = if group.world_size() == 2 { 2 } else { 1 };
-            let chunks = self.chunks.unwrap_or(default);
-            limit("chunks of a shard", chunks, 1, MAX_CHUNKS)?;
-            let problem = Problem {
-                beside: beside.as_ref().map(|beside| beside.of),
-                ..Problem::new(
-                    OPERATION,
-                    T::DTYPE,
-                    RawShards::from(a).staged(self.stages)?,
-                    0,
-                )
-            };
-            // Nothing is multiplied.
-            let tile = TileShape::new(1, 1, 1);
-            let config = Config::new(tile, Chunking::new(chunks), Route::Pull);
-            group.program(problem, Some(config))
-        };
-        let program = plan().map_err(|error| group.refuse(NAME, error))?;
-        let schedule = B::schedule(&program);
-        let Some(agreed) = schedule.agreed() else {
-            unreachable!("ranks agree on what they gather")
-        };
+        let beside_of = beside.as_ref().map(|beside| beside.of);
+        let program = self.plan(a.into(), beside_of);
+        let program = program.map_err(|error| group.refuse(NAME, error))?;
         let mut matrices = [const { Bound::Nothing }; MATRICES];
         let mut shared: SmallVec<[u32; 2]> = SmallVec::from_iter([a.id()]);
         matrices[A] = Bound::Symmetric(a.memory());
@@ -222,43 +201,53 @@ impl AllGatherAndConsume {
             matrices[BESIDE] = Bound::Symmetric(*memory);
             shared.push(*id);
         }
-        let posted = PostedCall {
-            agreed,
-            matrices: &shared,
-            traced: trace.is_some(),
-            biased: false,
-            residual: false,
+        let arguments = Arguments {
+            matrices: &matrices,
+            shared: &shared,
+            added: Added::default(),
         };
-        let inner = group.inner();
         let mut callbacks = Callbacks::new(group, NAME);
         let own: SmallVec<[Range<usize>; 1]> = a.blocks_of(group.rank()).into();
-        let result = call::operate(group, None, &program, posted, |epoch| {
-            let mut consumer = |transfer: Option<&Transfer>, stream: *mut c_void| {
-                let (source, blocks) = match transfer {
-                    Some(transfer) => {
-                        let rows = transfer.regions[0].to.rows.clone();
-                        (transfer.source, SmallVec::from_iter([rows]))
-                    }
-                    None => (group.rank(), own.clone()),
+        let mut consumer = |transfer: Option<&Transfer>, stream: *mut c_void| {
+            let (source, blocks) = match transfer {
+                Some(transfer) => {
+                    let rows = transfer.regions[0].to.rows.clone();
+                    (transfer.source, SmallVec::from_iter([rows]))
+                }
+                None => (group.rank(), own.clone()),
+            };
+            blocks.into_iter().try_for_each(|rows| {
+                let rows = Rows {
+                    rows,
+                    source,
+                    stream,
                 };
-                blocks.into_iter().try_for_each(|rows| {
-                    let rows = Rows {
-                        rows,
-                        source,
-                        stream,
-                    };
-                    callbacks.call(|| consume(rows))
-                })
-            };
-            let call = Call {
-                epoch,
-                matrices: &matrices,
-                trace,
-                callback: Some(Callback::Consumer(&mut consumer)),
-            };
-            inner.backend.run(&inner.members, &program, call)
-        });
+                callbacks.call(|| consume(rows))
+            })
+        };
+        let callback = Some(Callback::Consumer(&mut consumer));
+        let result = call::run_with(group, None, &program, arguments, trace, callback);
         callbacks.finish(result)
+    }
+
+    /// `beside`: type and columns of what is gathered beside `a`.
+    fn plan<B: Backend>(
+        &self,
+        a: RawShards<B>,
+        beside: Option<(DType, usize)>,
+    ) -> Result<Arc<B::Program>> {
+        // Of two ranks' only shard that moves, half is consumed while the rest is on its way.
+        let default = if a.group.world_size() == 2 { 2 } else { 1 };
+        let chunks = self.chunks.unwrap_or(default);
+        limit("chunks of a shard", chunks, 1, MAX_CHUNKS)?;
+        let problem = Problem {
+            beside,
+            ..Problem::new(OPERATION, a.dtype, a.staged(self.stages)?, 0)
+        };
+        // Nothing is multiplied.
+        let tile = TileShape::new(1, 1, 1);
+        let config = Config::new(tile, Chunking::new(chunks), Route::Pull);
+        a.group.program(problem, Some(config))
     }
 }
 

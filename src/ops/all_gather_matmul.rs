@@ -111,7 +111,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     /// kept.
     ///
     /// # Errors
-    /// As [`all_gather_matmul`], and [`Error::Limit`] for a configuration that can't be.
+    /// As [`all_gather_matmul`]; [`Error::Limit`] or [`Error::Unsupported`] for a configuration that can't be.
     pub fn run<'w, 'o>(
         &self,
         a: &ShardedMatrix<B, T>,
@@ -144,6 +144,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     ///
     /// # Errors
     /// [`Error::Limit`] for an `n` or a configuration that can't be, for more than four, and of a gated product for N that differ;
+    /// [`Error::Unsupported`] for such a configuration;
     /// [`Error::Shape`] for more than two of a gated product; [`Error::Shape`] or [`Error::ForeignArgument`] for a bias that does not
     /// fit; the group's failure.
     pub fn prepare(

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::call::{self, Added, Arguments};
+use super::call::{self, Added, Arguments, require_same_group};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::Element;
@@ -13,7 +13,7 @@ use crate::matrix::Matrix;
 use crate::matrix::ShardedMatrix;
 use crate::ranks::call::MATRICES;
 use crate::schedule::Schedule;
-use crate::schedule::limits::limit;
+use crate::schedule::limits::{limit, require};
 
 /// The weight and the output of a product.
 type Operands<'a, B, T> = (&'a Matrix<B, T>, &'a mut Matrix<B, T>);
@@ -38,46 +38,25 @@ pub unsafe fn run_schedule<B: Backend, T: Element>(
     // First of all: what prepares locks memory, which threads that a fork lacks may have locked.
     group.check()?;
     let rank = group.rank();
-    let fits = |number: usize, found: [usize; 2], of: &Group<B>| {
-        let argument = format!("matrix {number} of the schedule");
-        if !of.is_same(group) {
-            return Err(Error::ForeignArgument { rank, argument });
-        }
-        let spec = schedule.matrices().get(number);
-        let spec = spec.filter(|spec| spec.dtype == T::DTYPE);
-        let expected = spec.map(|spec| [spec.rows, spec.columns]);
-        if expected == Some(found) {
-            return Ok(());
-        }
-        Err(Error::Shape {
-            rank,
-            argument,
-            expected: expected.unwrap_or_default().into(),
-            found: found.into(),
-        })
-    };
     limit("the rank of a schedule", schedule.rank(), rank, rank)?;
     let world = group.world_size();
     limit("the ranks of a schedule", schedule.world(), world, world)?;
     check_numbers(&schedule, shared.len())?;
     let mut matrices: Vec<Bound<B>> = schedule.matrices().iter().map(|_| Bound::Nothing).collect();
     for (number, matrix) in shared.iter().enumerate() {
-        fits(number, matrix.shape(), matrix.group())?;
+        check_matrix::<B, T>(&schedule, number, matrix.shape(), [matrix.group(), group])?;
         matrices[number] = Bound::Symmetric(matrix.memory());
     }
-    if schedule.product().is_some() != product.is_some() {
-        return Err(Error::Shape {
-            rank,
-            argument: "the operands of the schedule's product".into(),
-            expected: vec![schedule.product().is_some().into()],
-            found: vec![product.is_some().into()],
-        });
-    }
+    let fitting = schedule.product().is_some() == product.is_some();
+    require(
+        "operands must be given for a product, and for nothing else",
+        fitting,
+    )?;
     if let (Some(described), Some((b, out))) = (schedule.product(), product) {
         let weight = described.weights[0].b;
         let sum = &described.blocks[0].sum;
-        fits(weight, b.shape(), b.group())?;
-        fits(sum.out, out.shape(), out.group())?;
+        check_matrix::<B, T>(&schedule, weight, b.shape(), [b.group(), group])?;
+        check_matrix::<B, T>(&schedule, sum.out, out.shape(), [out.group(), group])?;
         matrices[weight] = Bound::Input(b.memory(), 0);
         matrices[sum.out] = Bound::Output(out.memory(), 0);
     }
@@ -90,6 +69,29 @@ pub unsafe fn run_schedule<B: Backend, T: Element>(
         added: Added::default(),
     };
     call::run(group, None, &program, arguments, None)
+}
+
+/// The matrix of a number is of the schedule's shape and type, and of the group that runs the schedule.
+fn check_matrix<B: Backend, T: Element>(
+    schedule: &Schedule,
+    number: usize,
+    found: [usize; 2],
+    [its, group]: [&Group<B>; 2],
+) -> Result<()> {
+    let argument = format!("matrix {number} of the schedule");
+    require_same_group(&argument, its, group)?;
+    let spec = schedule.matrices().get(number);
+    let spec = spec.filter(|spec| spec.dtype == T::DTYPE);
+    let expected = spec.map(|spec| [spec.rows, spec.columns]);
+    if expected == Some(found) {
+        return Ok(());
+    }
+    Err(Error::Shape {
+        rank: group.rank(),
+        argument,
+        expected: expected.unwrap_or_default().into(),
+        found: found.into(),
+    })
 }
 
 /// Sees to it that what `schedule` moves and multiplies will be bound, if the first `shared` of its matrices and those
@@ -106,9 +108,13 @@ fn check_numbers(schedule: &Schedule, shared: usize) -> Result<()> {
             max: shared.saturating_sub(1),
         }),
     };
-    let reductions = usize::from(schedule.reduction().is_some());
-    limit("reductions", reductions, 0, 0)?;
-    limit("what a caller makes", schedule.requests().len(), 0, 0)?;
+    let none = schedule.reduction().is_none();
+    require("a schedule that is run as it is must not reduce", none)?;
+    let none = schedule.requests().is_empty();
+    require(
+        "a schedule that is run as it is must not ask for rows",
+        none,
+    )?;
     for moved in schedule.moves().flat_map(|transfer| &transfer.regions) {
         is_shared("a matrix that is moved", moved.from.matrix)?;
         is_shared("a matrix that is moved", moved.to.matrix)?;
@@ -120,7 +126,10 @@ fn check_numbers(schedule: &Schedule, shared: usize) -> Result<()> {
     limit("blocks of the product", product.blocks.len(), 1, 1)?;
     limit("weights of the product", product.weights.len(), 1, 1)?;
     let (weight, sum) = (product.weights[0].b, &product.blocks[0].sum);
-    limit("what is added to the product", sum.addends.len(), 0, 0)?;
+    require(
+        "nothing must be added to the product",
+        sum.addends.is_empty(),
+    )?;
     limit("the number of the weight", weight, shared, all)?;
     limit("the number of the output", sum.out, weight + 1, all)
 }

@@ -5,11 +5,11 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::backend::Backend;
-use crate::backend::sealed::{Bound, Call};
+use crate::backend::sealed::{Bound, Call, Callback};
 use crate::element::{DType, Value};
 use crate::error::{Error, Result};
 use crate::explanation::Explanation;
-use crate::group::Group;
+use crate::group::{Group, Inner};
 use crate::matrix::{MatrixView, MatrixViewMut, ShardedMatrix};
 use crate::profile::nvtx::range;
 use crate::profile::span::Span;
@@ -193,25 +193,54 @@ pub fn run<B: Backend>(
     before: Option<&Arc<B::Program>>,
     program: &Arc<B::Program>,
     arguments: Arguments<B>,
-    mut trace: Option<&mut Vec<Span>>,
+    trace: Option<&mut Vec<Span>>,
+) -> Result<()> {
+    run_with(group, before, program, arguments, trace, None)
+}
+
+/// The same, with what the caller does amid `program`.
+pub fn run_with<'c, B: Backend>(
+    group: &Group<B>,
+    before: Option<&Arc<B::Program>>,
+    program: &Arc<B::Program>,
+    arguments: Arguments<'c, '_, B>,
+    mut trace: Option<&'c mut Vec<Span>>,
+    callback: Option<Callback<'c>>,
 ) -> Result<()> {
     let traced = trace.is_some();
-    let inner = group.inner();
-    let mut run = |program: &B::Program, epoch| {
+    let Inner {
+        backend, members, ..
+    } = group.inner();
+    let matrices = arguments.matrices;
+    let run = |epoch| {
+        if let Some(before) = before {
+            let call = Call {
+                epoch,
+                matrices,
+                trace: trace.as_deref_mut(),
+                callback: None,
+            };
+            let failed = |error| match group.is_recording() {
+                Ok(true) => error,
+                // The operation has its number: the others wait for this rank.
+                _ => members.fail(error),
+            };
+            backend.run(members, before, call).map_err(failed)?;
+        }
         let call = Call {
             epoch,
-            matrices: arguments.matrices,
-            trace: trace.as_deref_mut(),
-            callback: None,
+            matrices,
+            trace,
+            callback,
         };
-        inner.backend.run(&inner.members, program, call)
+        backend.run(members, program, call)
     };
     let Some(agreed) = B::schedule(program).agreed() else {
         if group.is_recording()? {
             group.keep_recorded(program)?;
         }
         let _range = range(|| format!("gemmesh {}", B::schedule(program).name()));
-        return group.exclusively(|epoch| run(program, epoch));
+        return group.exclusively(run);
     };
     let posted = PostedCall {
         agreed,
@@ -220,22 +249,12 @@ pub fn run<B: Backend>(
         biased: arguments.added.bias,
         residual: arguments.added.residual,
     };
-    operate(group, before, program, posted, |epoch| {
-        if let Some(before) = before {
-            let failed = |error| match group.is_recording() {
-                Ok(true) => error,
-                // The operation has its number: the others wait for this rank.
-                _ => inner.members.fail(error),
-            };
-            run(before, epoch).map_err(failed)?;
-        }
-        run(program, epoch)
-    })
+    operate(group, before, program, posted, run)
 }
 
 /// An operation of all ranks, which `run` puts on the device with these programs: at once or, if it is captured, whenever the graph is
 /// launched.
-pub fn operate<B: Backend>(
+fn operate<B: Backend>(
     group: &Group<B>,
     before: Option<&Arc<B::Program>>,
     program: &Arc<B::Program>,

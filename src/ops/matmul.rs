@@ -109,7 +109,7 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
     /// [`AllGatherMatmul::run`](crate::AllGatherMatmul::run).
     ///
     /// # Errors
-    /// As [`matmul`], and [`Error::Limit`] for a configuration that can't be.
+    /// As [`matmul`]; [`Error::Limit`] or [`Error::Unsupported`] for a configuration that can't be.
     pub fn run<'m, 'o>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
@@ -128,7 +128,8 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
     /// run many times with no planning. Of a gated product these are the N of gate and up, which are equal, or just one.
     ///
     /// # Errors
-    /// [`Error::Limit`] for a shape or a configuration that can't be; [`Error::Shape`] or [`Error::ForeignArgument`] for what is added
+    /// [`Error::Limit`] for a shape or a configuration that can't be, and [`Error::Unsupported`] for such a configuration;
+    /// [`Error::Shape`] or [`Error::ForeignArgument`] for what is added
     /// and does not fit; the group's failure.
     pub fn prepare(
         &self,

@@ -87,7 +87,7 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     /// Does it, as [`matmul_all_reduce`]. The schedule is made at the first call for a shape and kept.
     ///
     /// # Errors
-    /// As [`matmul_all_reduce`]; [`Error::Limit`] for a configuration that can't be.
+    /// As [`matmul_all_reduce`]; [`Error::Limit`] or [`Error::Unsupported`] for a configuration that can't be.
     pub fn run<'m>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
@@ -104,8 +104,8 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     /// the way. Not collective. (The first call that needs more room for partials than the group has allocates it.)
     ///
     /// # Errors
-    /// [`Error::Shape`] or [`Error::ForeignArgument`] for an output or a bias that does not fit; [`Error::Limit`] for a
-    /// configuration that can't be; the group's failure.
+    /// [`Error::Shape`] or [`Error::ForeignArgument`] for an output or a bias that does not fit; [`Error::Limit`] or
+    /// [`Error::Unsupported`] for a configuration that can't be; the group's failure.
     pub fn prepare<'m>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,

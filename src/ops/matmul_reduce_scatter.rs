@@ -141,7 +141,8 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// Does it, as [`matmul_reduce_scatter`]. The schedule is made at the first call for a shape and kept.
     ///
     /// # Errors
-    /// As [`matmul_reduce_scatter`]; [`Error::Limit`] for a configuration that can't be; [`Error::Shape`] unless there is one
+    /// As [`matmul_reduce_scatter`]; [`Error::Limit`] or [`Error::Unsupported`] for a configuration that can't be;
+    /// [`Error::Shape`] unless there is one
     /// count of rows a rank, M in all.
     pub fn run<'m, 'o>(
         &self,
@@ -189,7 +190,8 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     /// on the way. Not collective. (The first call that needs more room for partials than the group has allocates it.)
     ///
     /// # Errors
-    /// [`Error::Limit`] for an `n` or a configuration that can't be; [`Error::Shape`] unless there is one count of rows a rank, M
+    /// [`Error::Limit`] for an `n` or a configuration that can't be, and [`Error::Unsupported`] for such a configuration;
+    /// [`Error::Shape`] unless there is one count of rows a rank, M
     /// in all; [`Error::Shape`] or [`Error::ForeignArgument`] for a bias that does not fit; the group's failure.
     pub fn prepare<'m>(
         &self,

@@ -6,11 +6,11 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::call::{self, RawShards, require_shape};
+use super::call::{self, Added, Arguments, RawShards, require_shape};
 use super::callback::{CallbackResult, Callbacks};
 #[cfg(feature = "cuda")]
 use crate::backend::Cuda;
-use crate::backend::sealed::{Bound, Call, Callback};
+use crate::backend::sealed::{Bound, Callback};
 use crate::backend::{Backend, Host};
 use crate::element::{Float, Value};
 use crate::error::{Error, Result};
@@ -18,7 +18,6 @@ use crate::group::Group;
 use crate::matrix::Matrix;
 use crate::matrix::ShardedMatrix;
 use crate::profile::span::Span;
-use crate::ranks::call::PostedCall;
 use crate::schedule::config::MAX_CHUNKS;
 use crate::schedule::limits::limit;
 use crate::schedule::plan::collectives::chunked;
@@ -308,9 +307,6 @@ impl<B: Backend> Planned<B> {
         mut produce: impl FnMut(Block<'_, B, T>) -> CallbackResult,
     ) -> Result<()> {
         let schedule = B::schedule(&self.program);
-        let Some(agreed) = schedule.agreed() else {
-            unreachable!("ranks agree on what they exchange")
-        };
         let group = &self.group;
         let room = match schedule.is_idle() {
             true => None,
@@ -321,40 +317,34 @@ impl<B: Backend> Planned<B> {
         if let Some(room) = &room {
             matrices[PARTIALS] = Bound::Symmetric(room.as_ref());
         }
-        let inner = group.inner();
-        let mut callbacks = Callbacks::new(group, self.operation.name());
-        let posted = PostedCall {
-            agreed,
-            matrices: shared,
-            traced: trace.is_some(),
-            biased: false,
-            residual: false,
+        let arguments = Arguments {
+            matrices: &matrices,
+            shared,
+            added: Added::default(),
         };
-        let result = call::operate(group, None, &self.program, posted, |epoch| {
-            let mut producer = |request: &Request, stream: *mut c_void| {
-                let Some(memory) = matrices[request.place.matrix].symmetric() else {
-                    unreachable!("what is made lies in symmetric memory")
-                };
-                let block = Block {
-                    memory,
-                    owner: request.owner,
-                    rows: request.rows.clone(),
-                    columns: request.place.columns.len(),
-                    pitch: schedule.matrices()[request.place.matrix].columns,
-                    first: request.place.rows.start,
-                    stream,
-                    element: PhantomData,
-                };
-                callbacks.call(|| produce(block))
+        let mut callbacks = Callbacks::new(group, self.operation.name());
+        let mut producer = |request: &Request, stream: *mut c_void| {
+            let number = request.place.matrix;
+            let memory = matrices[number].symmetric();
+            let block = Block {
+                memory: memory.ok_or_else(|| Error::Internal {
+                    rank: group.rank(),
+                    what: format!(
+                        "a caller makes rows of matrix {number}, which ranks do not share"
+                    ),
+                })?,
+                owner: request.owner,
+                rows: request.rows.clone(),
+                columns: request.place.columns.len(),
+                pitch: schedule.matrices()[number].columns,
+                first: request.place.rows.start,
+                stream,
+                element: PhantomData,
             };
-            let call = Call {
-                epoch,
-                matrices: &matrices,
-                trace,
-                callback: Some(Callback::Producer(&mut producer)),
-            };
-            inner.backend.run(&inner.members, &self.program, call)
-        });
+            callbacks.call(|| produce(block))
+        };
+        let callback = Some(Callback::Producer(&mut producer));
+        let result = call::run_with(group, None, &self.program, arguments, trace, callback);
         callbacks.finish(result)
     }
 }

@@ -3,10 +3,10 @@
 use std::ops::Range;
 
 use super::layout::MAX_WORLD;
-use super::limits::{limit, out_of};
+use super::limits::{limit, out_of, require};
 use super::{
     Addend, Bias, Block, MAX_BLOCKS, MAX_FLAGS, MAX_WEIGHTS, Move, Parts, Product, Reduction,
-    Region, Request, Residual, Sum, Tile, WeightLayout,
+    Region, Request, Residual, Sum, Tile, Transfer, WeightLayout,
 };
 use crate::element::DType;
 use crate::error::Result;
@@ -15,50 +15,75 @@ use crate::route::Route;
 impl Parts {
     /// Nothing lies outside of what it is a part of: engines rely on that. Says, by chunk flag, whether tiles wait for it.
     pub(super) fn check(&self) -> Result<Vec<bool>> {
+        self.check_flags()?;
+        for transfer in self.arrivals.iter().chain(&self.departures) {
+            self.check_transfer(transfer)?;
+        }
+        let is_own = self.arrivals.iter().all(|moved| moved.to == self.rank)
+            && self.departures.iter().all(|moved| moved.from == self.rank);
+        require("transfers must come to this rank or go from it", is_own)?;
+        let blocks = self.product.as_ref().map_or(0, |p| p.blocks.len());
+        let blocks = blocks.max(self.requests.len());
+        limit("blocks that a rank makes", blocks, 0, MAX_BLOCKS)?;
+        self.check_requests()?;
+        self.check_pushes(blocks)?;
+        if let Some(reduction) = &self.reduction {
+            self.check_reduction(reduction)?;
+        }
+        let Some(product) = &self.product else {
+            require("tiles must be of a product", self.tiles.is_empty())?;
+            return Ok(vec![false; self.arrivals.len()]);
+        };
+        product.config.check()?;
+        self.check_operands(product)?;
+        for block in &product.blocks {
+            self.check_block(product, block)?;
+        }
+        self.check_tiles(product)
+    }
+
+    /// Each transfer to this rank has a flag of its own.
+    fn check_flags(&self) -> Result<()> {
         let flags = self.arrivals.len();
         let mut seen = vec![false; flags];
         for arrival in &self.arrivals {
             below("a transfer's flag", arrival.flag, flags)?;
             let twice = std::mem::replace(&mut seen[arrival.flag], true);
-            limit("transfers under one flag", 1 + usize::from(twice), 1, 1)?;
-        }
-        for transfer in self.arrivals.iter().chain(&self.departures) {
-            let ranks = [transfer.from, transfer.to, transfer.source];
-            below("a rank", ranks.into_iter().fold(0, usize::max), self.world)?;
-            below("a transfer's flag", transfer.flag, MAX_FLAGS)?;
-            limit("flags to wait for", transfer.after.end, 0, MAX_FLAGS)?;
-            for Move { from, to } in &transfer.regions {
-                self.check_region(from)?;
-                // Most go where they come from.
-                if from != to {
-                    self.check_region(to)?;
-                    let lengths = |region: &Region| {
-                        let width = self.matrices[region.matrix].dtype.bytes();
-                        (region.rows.len(), region.columns.len() * width)
-                    };
-                    none(
-                        "source and target of a transfer whose sizes differ",
-                        lengths(from) != lengths(to),
-                    )?;
-                }
-                let overlap = transfer.from == transfer.to && from.overlaps(to);
-                none("regions of one memory that overlap", overlap)?;
-            }
-        }
-        let elsewhere = self.arrivals.iter().any(|moved| moved.to != self.rank)
-            || self.departures.iter().any(|moved| moved.from != self.rank);
-        none("transfers between other ranks", elsewhere)?;
-        let blocks = self.product.as_ref().map_or(0, |p| p.blocks.len());
-        let blocks = blocks.max(self.requests.len());
-        limit("blocks that a rank makes", blocks, 0, MAX_BLOCKS)?;
-        if self.product.is_some() {
-            limit(
-                "what a caller makes beside a product",
-                self.requests.len(),
-                0,
-                0,
+            require(
+                "each transfer to a rank must have a flag of its own",
+                !twice,
             )?;
         }
+        Ok(())
+    }
+
+    fn check_transfer(&self, transfer: &Transfer) -> Result<()> {
+        let ranks = [transfer.from, transfer.to, transfer.source];
+        below("a rank", ranks.into_iter().fold(0, usize::max), self.world)?;
+        below("a transfer's flag", transfer.flag, MAX_FLAGS)?;
+        limit("flags to wait for", transfer.after.end, 0, MAX_FLAGS)?;
+        for Move { from, to } in &transfer.regions {
+            self.check_region(from)?;
+            // Most go where they come from.
+            if from != to {
+                self.check_region(to)?;
+                let lengths = |region: &Region| {
+                    let width = self.matrices[region.matrix].dtype.bytes();
+                    (region.rows.len(), region.columns.len() * width)
+                };
+                let what = "source and target of a transfer must have the same size";
+                require(what, lengths(from) == lengths(to))?;
+            }
+            let overlap = transfer.from == transfer.to && from.overlaps(to);
+            require("regions of one memory must not overlap", !overlap)?;
+        }
+        Ok(())
+    }
+
+    /// What the caller makes has room, and stands beside no product.
+    fn check_requests(&self) -> Result<()> {
+        let alone = self.product.is_none() || self.requests.is_empty();
+        require("callers must make no rows beside a product", alone)?;
         for Request {
             owner,
             rows,
@@ -69,91 +94,90 @@ impl Parts {
             below("a rank", *owner, self.world)?;
             self.check_region(place)?;
             limit("rows of a place", place.rows.len(), rows.len(), rows.len())?;
+            let flags = self.arrivals.len();
             limit("flags of addends", addends.end, addends.start, flags)?;
         }
-        for transfer in self
-            .departures
-            .iter()
-            .filter(|moved| moved.route != Route::Pull)
-        {
+        Ok(())
+    }
+
+    /// What this rank sends waits for flags and blocks that there are.
+    fn check_pushes(&self, blocks: usize) -> Result<()> {
+        let pushed = |moved: &&Transfer| moved.route != Route::Pull;
+        for transfer in self.departures.iter().filter(pushed) {
+            let flags = self.arrivals.len();
             limit("flags to wait for", transfer.after.end, 0, flags)?;
             if let Some(block) = transfer.produced {
                 below("a block that is made", block, blocks)?;
             }
         }
-        if let Some(Reduction { rows, n, sum }) = &self.reduction {
-            let product = usize::from(sum.addends.contains(&Addend::Product));
-            limit("products that a reduction adds", product, 0, 0)?;
-            limit("what a reduction adds", sum.addends.len(), 1, MAX_WORLD)?;
-            self.check_sum(sum, *rows, *n, None)?;
-        }
-        let mut awaited = vec![false; flags];
-        let Some(product) = &self.product else {
-            limit("tiles without a product", self.tiles.len(), 0, 0)?;
-            return Ok(awaited);
-        };
-        product.config.check()?;
-        let is_multiplied = self
-            .matrices
-            .get(product.a)
-            .is_none_or(|a| a.dtype.is_multiplied());
-        limit(
-            "bytes that are no 16-bit floats, of a product's matrix,",
-            usize::from(!is_multiplied),
-            0,
-            0,
-        )?;
-        let Product { m, k, .. } = *product;
-        limit(
-            "weights of a product",
-            product.weights.len(),
-            1,
-            MAX_WEIGHTS,
-        )?;
-        let others = product
-            .weights
-            .iter()
-            .filter(|b| b.n != product.weights[0].n);
-        let others = others.count() * usize::from(product.gated);
-        limit("weights of other widths than the gate", others, 0, 0)?;
-        let gated = 2 * usize::from(product.gated);
-        limit(
-            "weights of a product with a gate",
-            product.weights.len(),
+        Ok(())
+    }
+
+    fn check_reduction(&self, Reduction { rows, n, sum }: &Reduction) -> Result<()> {
+        let adds_product = sum.addends.contains(&Addend::Product);
+        require("a reduction must add rows of matrices alone", !adds_product)?;
+        limit("what a reduction adds", sum.addends.len(), 1, MAX_WORLD)?;
+        self.check_sum(sum, *rows, *n, None)
+    }
+
+    /// The operands are what the product says they are, and can be multiplied.
+    fn check_operands(&self, product: &Product) -> Result<()> {
+        let Product {
+            a,
+            weights,
+            weight_layout,
             gated,
-            if product.gated { 2 } else { MAX_WEIGHTS },
-        )?;
-        let weights = product
-            .weights
-            .iter()
-            .map(|weight| match product.weight_layout {
-                WeightLayout::Nk => (weight.b, weight.n, k),
-                WeightLayout::Kn => (weight.b, k, weight.n),
-            });
-        for (number, rows, columns) in [(product.a, m, k)].into_iter().chain(weights) {
+            m,
+            k,
+            ..
+        } = product;
+        let a_spec = self.matrices.get(*a);
+        let is_multiplied = a_spec.is_none_or(|a| a.dtype.is_multiplied());
+        require("operands must be bf16 or f16", is_multiplied)?;
+        limit("weights of a product", weights.len(), 1, MAX_WEIGHTS)?;
+        if *gated {
+            let of_one_width = weights.iter().all(|b| b.n == weights[0].n);
+            let what = "the weights of a gated product must have the same N";
+            require(what, of_one_width)?;
+            limit("weights of a product with a gate", weights.len(), 2, 2)?;
+        }
+        let shapes = weights.iter().map(|weight| match weight_layout {
+            WeightLayout::Nk => (weight.b, weight.n, *k),
+            WeightLayout::Kn => (weight.b, *k, weight.n),
+        });
+        for (number, rows, columns) in [(*a, *m, *k)].into_iter().chain(shapes) {
             below("a matrix", number, self.matrices.len())?;
             let spec = self.matrices[number];
             limit("rows of a product's matrix", spec.rows, rows, rows)?;
             let what = "columns of a product's matrix";
             limit(what, spec.columns, columns, columns)?;
-            let differs = spec.dtype != self.matrices[product.a].dtype;
-            none("operands of another type than the first", differs)?;
+            let alike = spec.dtype == self.matrices[*a].dtype;
+            require("operands must be of one type", alike)?;
         }
-        for Block { rows, weight, sum } in &product.blocks {
-            limit("rows of a block", rows.end, rows.start, m)?;
-            below("a block's weight", *weight, product.outputs())?;
-            let n = product.weights[*weight].n;
-            let products = sum.addends.iter().filter(|a| **a == Addend::Product);
-            let least = usize::from(!sum.addends.is_empty());
-            limit("products that a block adds", products.count(), least, 1)?;
-            let dtype = self.matrices[product.a].dtype;
-            self.check_sum(sum, rows.len(), n, Some(dtype))?;
-        }
+        Ok(())
+    }
+
+    fn check_block(&self, product: &Product, block: &Block) -> Result<()> {
+        let Block { rows, weight, sum } = block;
+        limit("rows of a block", rows.end, rows.start, product.m)?;
+        below("a block's weight", *weight, product.outputs())?;
+        let products = sum.addends.iter().filter(|a| **a == Addend::Product);
+        let what = "a block's sum must add the product once";
+        require(what, sum.addends.is_empty() || products.count() == 1)?;
+        let dtype = self.matrices[product.a].dtype;
+        let n = product.weights[*weight].n;
+        self.check_sum(sum, rows.len(), n, Some(dtype))
+    }
+
+    /// Says, by chunk flag, whether tiles wait for it.
+    fn check_tiles(&self, product: &Product) -> Result<Vec<bool>> {
+        let flags = self.arrivals.len();
+        let mut awaited = vec![false; flags];
         let entry_rows = product.config.entry_rows();
         // There may be thousands, of few blocks, that wait for few ranges of flags.
         for tiles in self.tiles.chunk_by(Tile::is_alike) {
             let Tile { block, .. } = tiles[0];
-            below("a tile's block", block as usize, blocks)?;
+            below("a tile's block", block as usize, product.blocks.len())?;
             let Block { rows, weight, .. } = &product.blocks[block as usize];
             let rows = rows.len();
             let columns = product.weights[*weight].n.div_ceil(product.tile_columns());
@@ -195,8 +219,8 @@ impl Parts {
         let mut added = dtype;
         let mut check_type = |number: usize| {
             let its = self.matrices[number].dtype;
-            let differs = *added.get_or_insert(its) != its;
-            none("addends of another type", differs)
+            let alike = *added.get_or_insert(its) == its;
+            require("all that a sum adds must be of one type", alike)
         };
         let check = |number: usize, first: usize, rows: usize| -> Result<()> {
             below("a matrix", number, self.matrices.len())?;
@@ -211,12 +235,7 @@ impl Parts {
         };
         check(sum.out, sum.first, rows)?;
         let is_float = self.matrices[sum.out].dtype.is_float();
-        limit(
-            "matrices of sums that are no floats",
-            usize::from(!is_float),
-            0,
-            0,
-        )?;
+        require("sums must be bf16, f16 or f32", is_float)?;
         for addend in &sum.addends {
             if let Addend::Rows { matrix, first } = *addend {
                 check(matrix, first, rows)?;
@@ -241,12 +260,6 @@ impl Parts {
             _ => check_type(sum.out),
         }
     }
-}
-
-/// There are none of what is not to be.
-#[inline]
-fn none(what: &str, some: bool) -> Result<()> {
-    limit(what, some.into(), 0, 0)
 }
 
 /// `value` is the number of one of `end` things.

@@ -3,7 +3,7 @@
 pub use super::layout::MAX_CHUNKS;
 
 use super::layout::MAX_EXTENT;
-use super::limits::limit;
+use super::limits::{limit, require};
 use crate::error::Result;
 use crate::route::Route;
 
@@ -145,20 +145,20 @@ impl Config {
     /// Refuses to cut K where the bits must not depend on it.
     ///
     /// # Errors
-    /// [`Error::Limit`](crate::Error::Limit).
+    /// [`Error::Limit`](crate::Error::Limit); [`Error::Unsupported`](crate::Error::Unsupported) of tiles that are cut.
     pub(crate) fn check_numerics(&self, numerics: Numerics) -> Result<()> {
         if numerics == Numerics::Invariant {
             let TileShape {
                 split_k, k_slices, ..
             } = self.tile;
-            let what = "Config::tile.split_k, where Numerics::Invariant is problem for,";
+            let what = "Config::tile.split_k, where Numerics::Invariant is asked for,";
             limit(what, split_k, 1, 1)?;
-            let what = "Config::tile.k_slices, where Numerics::Invariant is problem for,";
+            let what = "Config::tile.k_slices, where Numerics::Invariant is asked for,";
             limit(what, k_slices, 1, 1)?;
         }
         if numerics != Numerics::StreamK {
-            let what = "Config::tile.stream_k, where Numerics::StreamK is not problem for,";
-            limit(what, self.tile.stream_k.into(), 0, 0)?;
+            let what = "Config::tile.stream_k must be false unless Numerics::StreamK is asked for";
+            require(what, !self.tile.stream_k)?;
         }
         Ok(())
     }

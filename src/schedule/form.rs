@@ -4,7 +4,7 @@ use smallvec::SmallVec;
 
 use super::MatrixSpec;
 use super::layout::MAX_EXTENT;
-use super::limits::limit;
+use super::limits::{limit, require};
 use crate::element::DType;
 use crate::error::Result;
 
@@ -100,7 +100,7 @@ impl Form {
     /// The columns of each output, of N in all.
     ///
     /// # Errors
-    /// [`Error::Limit`](crate::Error::Limit) for what cannot be.
+    /// [`Error::Limit`](crate::Error::Limit) and [`Error::Unsupported`](crate::Error::Unsupported) for what cannot be.
     pub fn columns(&self, n: usize) -> Result<Widths> {
         limit("N", n, 1, MAX_EXTENT)?;
         if self.widths.is_empty() {
@@ -108,8 +108,8 @@ impl Form {
         }
         let count = self.widths.len();
         limit("weights of a product", count, 1, MAX_WEIGHTS)?;
-        let gated = usize::from(self.gated);
-        limit("outputs of a gated product", count * gated, 0, 1)?;
+        let fits = !self.gated || count == 1;
+        require("a gated product must have one output", fits)?;
         for &width in &self.widths {
             limit("N of a weight", width, 1, MAX_EXTENT)?;
         }
@@ -213,10 +213,12 @@ mod tests {
             (form(&[1; MAX_WEIGHTS + 1], false), MAX_WEIGHTS + 1),
             (form(&[4, 4], true), 8),
         ] {
-            assert!(
-                matches!(form.columns(n), Err(Error::Limit { .. })),
-                "{form:?} {n}"
-            );
+            let refused = form.columns(n);
+            let expected = match form.gated {
+                true => matches!(refused, Err(Error::Unsupported { .. })),
+                false => matches!(refused, Err(Error::Limit { .. })),
+            };
+            assert!(expected, "{form:?} {n}");
         }
     }
 }

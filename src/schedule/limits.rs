@@ -1,4 +1,4 @@
-//! What is out of bounds is refused by its name.
+//! What is out of bounds is refused by its name, and what is not supported by what must hold instead.
 
 use crate::error::{Error, Result};
 
@@ -21,4 +21,21 @@ pub(super) fn out_of(what: &str, value: usize, min: usize, max: usize) -> Error 
         min,
         max,
     }
+}
+
+/// `what`: what must hold, for example "operands must be bf16 or f16".
+///
+/// # Errors
+/// [`Error::Unsupported`] unless it holds.
+#[inline]
+pub(crate) fn require(what: &str, holds: bool) -> Result<()> {
+    match holds {
+        true => Ok(()),
+        false => Err(unsupported(what)),
+    }
+}
+
+#[cold]
+fn unsupported(what: &str) -> Error {
+    Error::Unsupported { what: what.into() }
 }

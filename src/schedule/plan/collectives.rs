@@ -209,83 +209,19 @@ impl<'a> Plan<'a> {
         let &Plan { problem, rank, .. } = self;
         let (layout, world) = (&problem.layout, self.world());
         let own = layout.rows_of(rank);
-        let most = layout.rows().into_iter().max().unwrap_or(0);
-        let (source, callers) = match blocks {
-            Blocks::Had => (A, 0),
-            Blocks::Made => (PARTIALS, layout.m()),
+        let (first, out) = match sums {
+            Sums::Own => (0, own.len()),
+            Sums::OwnAmongAll => (own.start, layout.m()),
         };
-        let room = Partials::of_callers(problem, callers, most);
-        // What each rank makes: the others' rows first, and its own last.
-        let pieces = |rank: usize| -> (Vec<Piece>, Vec<Range<usize>>) {
-            let owners = ring(rank, world).chain([rank]);
-            let pieces = owners.flat_map(|owner| {
-                let rows = layout.rows_of(owner);
-                let parts = match owner == rank {
-                    true => self.cut_own(rows),
-                    false => self.cut(rows),
-                };
-                parts
-                    .into_iter()
-                    .map(move |Part { rows, columns }| (Piece { owner, rows }, columns))
-            });
-            pieces.unzip()
-        };
-        let (made, columns): (Vec<_>, Vec<_>) = (0..world).map(pieces).unzip();
-        let incoming: Vec<Incoming> = (0..world).map(|to| Incoming::of(&made, to)).collect();
-        let transfer = |from: usize, number: usize, Piece { owner, rows }: &Piece| {
-            let slot = room.slot(from, *owner) + rows.start - layout.rows_of(*owner).start;
-            let columns = &columns[from][number];
-            let moved = Move {
-                from: self.part(source, rows.clone(), columns),
-                to: self.part(PARTIALS, slot..slot + rows.len(), columns),
-            };
-            let flag = incoming[*owner].flag(from, number);
-            Transfer {
-                produced: (blocks == Blocks::Made).then_some(number),
-                ..self.transfer([from, *owner], moved, flag)
-            }
-        };
-        let sent = |from: usize, to: Option<usize>| {
-            let pieces = made[from].iter().enumerate();
-            let pieces = pieces.filter(move |(_, piece)| piece.owner != from);
-            let pieces = pieces.filter(move |(_, piece)| to.is_none_or(|to| piece.owner == to));
-            pieces.map(move |(number, piece)| transfer(from, number, piece))
-        };
+        let addends = AddendTransfers::new(self, blocks);
         let senders = (1..world).map(|step| (rank + world - step) % world);
-        let request = |Piece { owner, rows }: &Piece| Request {
-            owner: *owner,
-            rows: rows.clone(),
-            place: self.region(PARTIALS, rows.clone()),
-            addends: match *owner == rank {
-                true => incoming[rank].flags(rows),
-                false => 0..0,
-            },
-        };
-        let requests = made[rank].iter().filter(|_| blocks == Blocks::Made);
-        let addend = |from: usize| match from == rank {
-            true => Addend::Rows {
-                matrix: source,
-                first: own.start,
-            },
-            false => Addend::Rows {
-                matrix: PARTIALS,
-                first: room.slot(from, rank),
-            },
-        };
-        let first = match sums {
-            Sums::Own => 0,
-            Sums::OwnAmongAll => own.start,
-        };
-        let reduction = (!own.is_empty()).then(|| self.reduction(own.len(), first, addend));
-        let out = match sums {
-            Sums::Own => own.len(),
-            Sums::OwnAmongAll => layout.m(),
-        };
-        let mut parts = self.parts([layout.m(), out], &room);
-        parts.arrivals = senders.flat_map(|from| sent(from, Some(rank))).collect();
-        parts.departures = sent(rank, None).collect();
-        parts.requests = requests.map(request).collect();
-        parts.reduction = reduction;
+        let mut parts = self.parts([layout.m(), out], &addends.room);
+        let arrivals = senders.flat_map(|from| addends.sent(from, Some(rank)));
+        parts.arrivals = arrivals.collect();
+        parts.departures = addends.sent(rank, None).collect();
+        parts.requests = addends.requests();
+        parts.reduction = (!own.is_empty())
+            .then(|| self.reduction(own.len(), first, |from| addends.of_rank(from, own.start)));
         Schedule::new(parts)
     }
 
@@ -325,75 +261,18 @@ impl<'a> Plan<'a> {
     }
 
     fn exchange(&self, blocks: Blocks) -> Result<Schedule> {
-        let &Plan { problem, rank, .. } = self;
-        let (layout, world) = (&problem.layout, self.world());
+        let (layout, world) = (&self.problem.layout, self.world());
         let most = layout.rows().into_iter().max().unwrap_or(0);
-        let sent = layout.rows_of(rank);
-        let (source, callers) = match blocks {
-            Blocks::Had => (A, 0),
-            Blocks::Made => (PARTIALS, (world - 1) * most),
+        let callers = match blocks {
+            Blocks::Had => 0,
+            Blocks::Made => (world - 1) * most,
         };
-        let room = Partials::of_callers(problem, callers, 0);
-        // Where what `from` sends to `to` begins in its memory.
-        let begin = |from: usize, to: usize| match blocks {
-            Blocks::Had => to * layout.rows_of(from).len(),
-            Blocks::Made => among_others(to, from) * layout.rows_of(from).len(),
-        };
-        let parts_of = |from: usize| self.cut(layout.rows_of(from));
-        // By source, then by row.
-        let flag = |from: usize, part: usize, to: usize| {
-            let before = (0..from).filter(|&other| blocks == Blocks::Had || other != to);
-            before.map(|other| parts_of(other).len()).sum::<usize>() + part
-        };
-        let mut requests = Vec::new();
-        let mut departures = Vec::new();
-        for to in ring(rank, world).chain([rank]) {
-            let stays = to == rank && blocks == Blocks::Made;
-            for (part, Part { rows, columns }) in parts_of(rank).into_iter().enumerate() {
-                let first = begin(rank, to) + rows.start - sent.start;
-                let place = match stays {
-                    true => self.region(OUT, rows.clone()),
-                    false => self.part(source, first..first + rows.len(), &columns),
-                };
-                let number = requests.len();
-                if blocks == Blocks::Made {
-                    requests.push(Request {
-                        owner: to,
-                        rows: rows.start - sent.start..rows.end - sent.start,
-                        place: place.clone(),
-                        addends: 0..0,
-                    });
-                }
-                if !stays {
-                    let moved = Move {
-                        from: place,
-                        to: self.part(OUT, rows, &columns),
-                    };
-                    departures.push(Transfer {
-                        produced: (blocks == Blocks::Made).then_some(number),
-                        ..self.transfer([rank, to], moved, flag(rank, part, to))
-                    });
-                }
-            }
-        }
-        let senders = (1..world).map(|step| (rank + world - step) % world);
-        let senders = senders.chain((blocks == Blocks::Had).then_some(rank));
-        let mut arrivals = Vec::new();
-        for from in senders {
-            for (part, Part { rows, columns }) in parts_of(from).into_iter().enumerate() {
-                let first = begin(from, rank) + rows.start - layout.rows_of(from).start;
-                let moved = Move {
-                    from: self.part(source, first..first + rows.len(), &columns),
-                    to: self.part(OUT, rows, &columns),
-                };
-                arrivals.push(self.transfer([from, rank], moved, flag(from, part, rank)));
-            }
-        }
+        let room = Partials::of_callers(self.problem, callers, 0);
+        let exchange = BlockTransfers { plan: self, blocks };
         // Specs are of what lies where on any rank: of the longest input.
         let mut parts = self.parts([world * most, layout.m()], &room);
-        parts.arrivals = arrivals;
-        parts.departures = departures;
-        parts.requests = requests;
+        parts.arrivals = exchange.arrivals();
+        (parts.departures, parts.requests) = exchange.departures();
         Schedule::new(parts)
     }
 
@@ -519,5 +398,194 @@ impl<'a> Plan<'a> {
             details += &format!(", rows of each rank = {:?}", layout.rows());
         }
         Agreed::new(self.problem.operation.name(), &details)
+    }
+}
+
+/// What each rank sends the owners of rows, for sums that these make.
+struct AddendTransfers<'a> {
+    plan: &'a Plan<'a>,
+    blocks: Blocks,
+    /// The number of the matrix that rows are sent from.
+    source: usize,
+    room: Partials,
+    /// By rank, what it makes: the others' rows first, and its own last.
+    made: Vec<Vec<Piece>>,
+    /// The columns of each of these.
+    columns: Vec<Vec<Range<usize>>>,
+    /// By rank.
+    incoming: Vec<Incoming>,
+}
+
+impl<'a> AddendTransfers<'a> {
+    fn new(plan: &'a Plan<'a>, blocks: Blocks) -> AddendTransfers<'a> {
+        let (layout, world) = (&plan.problem.layout, plan.world());
+        let most = layout.rows().into_iter().max().unwrap_or(0);
+        let (source, callers) = match blocks {
+            Blocks::Had => (A, 0),
+            Blocks::Made => (PARTIALS, layout.m()),
+        };
+        let pieces = |rank: usize| -> (Vec<Piece>, Vec<Range<usize>>) {
+            let owners = ring(rank, world).chain([rank]);
+            let pieces = owners.flat_map(|owner| {
+                let rows = layout.rows_of(owner);
+                let parts = match owner == rank {
+                    true => plan.cut_own(rows),
+                    false => plan.cut(rows),
+                };
+                parts
+                    .into_iter()
+                    .map(move |Part { rows, columns }| (Piece { owner, rows }, columns))
+            });
+            pieces.unzip()
+        };
+        let (made, columns): (Vec<_>, Vec<_>) = (0..world).map(pieces).unzip();
+        AddendTransfers {
+            plan,
+            blocks,
+            source,
+            room: Partials::of_callers(plan.problem, callers, most),
+            incoming: (0..world).map(|to| Incoming::of(&made, to)).collect(),
+            made,
+            columns,
+        }
+    }
+
+    fn transfer(&self, from: usize, number: usize, piece: &Piece) -> Transfer {
+        let Piece { owner, rows } = piece;
+        let before = rows.start - self.plan.problem.layout.rows_of(*owner).start;
+        let slot = self.room.slot(from, *owner) + before;
+        let columns = &self.columns[from][number];
+        let moved = Move {
+            from: self.plan.part(self.source, rows.clone(), columns),
+            to: self.plan.part(PARTIALS, slot..slot + rows.len(), columns),
+        };
+        let flag = self.incoming[*owner].flag(from, number);
+        Transfer {
+            produced: (self.blocks == Blocks::Made).then_some(number),
+            ..self.plan.transfer([from, *owner], moved, flag)
+        }
+    }
+
+    /// What `from` sends: to one rank, or to all.
+    fn sent(&self, from: usize, to: Option<usize>) -> impl Iterator<Item = Transfer> {
+        let pieces = self.made[from].iter().enumerate();
+        let pieces = pieces.filter(move |(_, piece)| piece.owner != from);
+        let pieces = pieces.filter(move |(_, piece)| to.is_none_or(|to| piece.owner == to));
+        pieces.map(move |(number, piece)| self.transfer(from, number, piece))
+    }
+
+    /// What the caller of this rank makes.
+    fn requests(&self) -> Vec<Request> {
+        let rank = self.plan.rank;
+        let request = |Piece { owner, rows }: &Piece| Request {
+            owner: *owner,
+            rows: rows.clone(),
+            place: self.plan.region(PARTIALS, rows.clone()),
+            addends: match *owner == rank {
+                true => self.incoming[rank].flags(rows),
+                false => 0..0,
+            },
+        };
+        let made = self.made[rank].iter();
+        let made = made.filter(|_| self.blocks == Blocks::Made);
+        made.map(request).collect()
+    }
+
+    /// What `from` adds to the rows of this rank, of which `own` is the first.
+    fn of_rank(&self, from: usize, own: usize) -> Addend {
+        let rank = self.plan.rank;
+        match from == rank {
+            true => Addend::Rows {
+                matrix: self.source,
+                first: own,
+            },
+            false => Addend::Rows {
+                matrix: PARTIALS,
+                first: self.room.slot(from, rank),
+            },
+        }
+    }
+}
+
+/// What each rank sends each other, where nothing is added up.
+struct BlockTransfers<'a> {
+    plan: &'a Plan<'a>,
+    blocks: Blocks,
+}
+
+impl BlockTransfers<'_> {
+    /// What a rank sends each other.
+    fn parts_of(&self, from: usize) -> Vec<Part> {
+        self.plan.cut(self.plan.problem.layout.rows_of(from))
+    }
+
+    /// Where a part of what `from` sends to `to` lies in the memory of `from`.
+    fn source(&self, [from, to]: [usize; 2], Part { rows, columns }: &Part) -> Region {
+        let own = self.plan.problem.layout.rows_of(from);
+        let (matrix, before) = match self.blocks {
+            Blocks::Had => (A, to),
+            Blocks::Made => (PARTIALS, among_others(to, from)),
+        };
+        let first = before * own.len() + rows.start - own.start;
+        self.plan.part(matrix, first..first + rows.len(), columns)
+    }
+
+    /// Flags are numbered by source, then by row.
+    fn flag(&self, [from, to]: [usize; 2], part: usize) -> usize {
+        let before = (0..from).filter(|&other| self.blocks == Blocks::Had || other != to);
+        before
+            .map(|other| self.parts_of(other).len())
+            .sum::<usize>()
+            + part
+    }
+
+    fn transfer(&self, ends: [usize; 2], number: usize, part: &Part) -> Transfer {
+        let moved = Move {
+            from: self.source(ends, part),
+            to: self.plan.part(OUT, part.rows.clone(), &part.columns),
+        };
+        self.plan.transfer(ends, moved, self.flag(ends, number))
+    }
+
+    fn arrivals(&self) -> Vec<Transfer> {
+        let (rank, world) = (self.plan.rank, self.plan.world());
+        let senders = (1..world).map(|step| (rank + world - step) % world);
+        let senders = senders.chain((self.blocks == Blocks::Had).then_some(rank));
+        let arrivals = senders.flat_map(|from| {
+            let parts = self.parts_of(from).into_iter().enumerate();
+            parts.map(move |(number, part)| self.transfer([from, rank], number, &part))
+        });
+        arrivals.collect()
+    }
+
+    /// What goes from this rank, and what its caller makes.
+    fn departures(&self) -> (Vec<Transfer>, Vec<Request>) {
+        let rank = self.plan.rank;
+        let first = self.plan.problem.layout.rows_of(rank).start;
+        let (mut departures, mut requests) = (Vec::new(), Vec::new());
+        let is_made = self.blocks == Blocks::Made;
+        for to in ring(rank, self.plan.world()).chain([rank]) {
+            let stays = to == rank && is_made;
+            for (number, part) in self.parts_of(rank).iter().enumerate() {
+                if !stays {
+                    departures.push(Transfer {
+                        produced: is_made.then_some(requests.len()),
+                        ..self.transfer([rank, to], number, part)
+                    });
+                }
+                if is_made {
+                    requests.push(Request {
+                        owner: to,
+                        rows: part.rows.start - first..part.rows.end - first,
+                        place: match stays {
+                            true => self.plan.region(OUT, part.rows.clone()),
+                            false => self.source([rank, to], part),
+                        },
+                        addends: 0..0,
+                    });
+                }
+            }
+        }
+        (departures, requests)
     }
 }

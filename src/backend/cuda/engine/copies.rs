@@ -133,9 +133,9 @@ impl CopyEngine for Copies<'_, '_, '_> {
                 let made = make(block)?;
                 self.stream.wait_for(made, &self.at.gpu.streams().produced)
             }
-            None => Err(Error::Message {
+            None => Err(Error::Internal {
                 rank: self.at.members.rank,
-                reason: format!("nobody makes block {block}"),
+                what: format!("nobody makes block {block}"),
             }),
         }
     }

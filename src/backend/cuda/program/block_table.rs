@@ -8,7 +8,7 @@ use crate::backend::cuda::abi::{
 };
 use crate::backend::cuda::gpu::kernels::storing_warps;
 use crate::error::{Error, Result};
-use crate::schedule::limits::limit;
+use crate::schedule::limits::{limit, require};
 use crate::schedule::plan::partials::STORED_ROWS;
 use crate::schedule::{Addend, Agreed, Block, Product, Route, Schedule, Sum, Transfer};
 
@@ -57,9 +57,9 @@ impl Places {
     /// Refuses what the kernel has no room for.
     ///
     /// # Errors
-    /// [`Error::NoRoute`] to ranks too far for stores; [`Error::Limit`] for what no operation needs.
+    /// [`Error::NoRoute`] to ranks too far for stores; [`Error::Limit`] and [`Error::Unsupported`] for what no operation
+    /// needs.
     pub fn check(&self, schedule: &Schedule, product: &Product) -> Result<()> {
-        let others = |what: &str, count: usize| limit(what, count, 0, 0);
         if schedule.uses(Route::Store) && schedule.world() > TARGETS {
             return Err(Error::NoRoute {
                 rank: schedule.rank(),
@@ -68,66 +68,77 @@ impl Places {
                 instead: Route::Push,
             });
         }
-        let Places { out, partials } = self;
-        let out = out.as_ref().map(|(number, _)| *number);
         let adds = |block: &&Block| !block.sum.addends.is_empty();
         let first = product.blocks.iter().find(adds);
-        for block @ Block { rows, sum, weight } in &product.blocks {
-            limit("rows of a block on GPUs", rows.len(), 1, product.m)?;
-            limit("the weight of a block of partials on GPUs", *weight, 0, 0)?;
-            // What becomes of a sum is one for all, and so is its place behind the rows of `a`.
-            let finished = |block: &Block| {
-                let Block { rows, sum, .. } = block;
-                let behind = |first: usize| first.wrapping_sub(rows.start);
-                let residual = sum.residual.map(|r| (r.matrix, behind(r.first)));
-                (sum.bias, sum.activation, residual, behind(sum.first))
-            };
-            let is_sum = !sum.addends.is_empty();
-            let differs = is_sum && first.is_some_and(|first| finished(first) != finished(block));
-            others("sums that are finished in other ways", differs.into())?;
-            let matrix = if is_sum { out } else { *partials };
-            let elsewhere = usize::from(matrix != Some(sum.out));
-            others("other matrices that a kernel stores to", elsewhere)?;
-            let is_product = |addend: &&Addend| matches!(addend, Addend::Product);
-            let products = sum.addends.iter().filter(is_product).count();
-            limit("products in a sum on GPUs", products, 0, 1)?;
-            let lacks = !sum.addends.is_empty() && products == 0;
-            others("sums without the product on GPUs", lacks.into())?;
-            for addend in &sum.addends {
-                if let Addend::Rows { matrix, .. } = *addend {
-                    let elsewhere = usize::from(*partials != Some(matrix));
-                    others("other matrices that a kernel adds", elsewhere)?;
-                }
-            }
-            let (added, _) = addends(sum);
-            let step = |pair: &[usize]| pair[1].wrapping_sub(pair[0]);
-            let steps = added.windows(2).map(step);
-            let others_step = steps.clone().zip(steps.skip(1)).any(|(x, y)| x != y);
-            others("addends at other distances", others_step.into())?;
+        for block in &product.blocks {
+            limit("rows of a block on GPUs", block.rows.len(), 1, product.m)?;
+            let what = "the weight of a block of partials on GPUs";
+            limit(what, block.weight, 0, 0)?;
+            self.check_sum(block, first.unwrap_or(block))?;
         }
-        for moved in schedule.moves() {
-            others("flags to wait for on GPUs", moved.after.len())?;
-            let made = moved.produced.filter(|_| moved.route != Route::Pull);
-            let made = made.and_then(|block| product.blocks.get(block));
-            let Some(Block { rows, sum, .. }) = made else {
-                return others("transfers that do not wait for a block on GPUs", 1);
-            };
-            if moved.route == Route::Store {
-                limit("regions that a kernel stores", moved.regions.len(), 1, 1)?;
-                let (from, to) = (&moved.regions[0].from, &moved.regions[0].to);
-                let is_whole = from.matrix == sum.out
-                    && to.matrix == sum.out
-                    && from.rows == (sum.first..sum.first + rows.len())
-                    && from.columns == to.columns
-                    && from.columns.start == 0
-                    && from.columns.end >= product.n();
-                let is_within = sum.addends.is_empty() || to.rows == from.rows;
-                let whole = is_whole && is_within;
-                others("parts of blocks that a kernel stores", (!whole).into())?;
-            }
-        }
-        Ok(())
+        schedule
+            .moves()
+            .try_for_each(|moved| check_sent(moved, product))
     }
+
+    /// `first`: the first block whose sum adds something.
+    fn check_sum(&self, block: &Block, first: &Block) -> Result<()> {
+        let sum = &block.sum;
+        let is_sum = !sum.addends.is_empty();
+        // What becomes of a sum is one for all, and so is its place behind the rows of `a`.
+        let finished = |block: &Block| {
+            let Block { rows, sum, .. } = block;
+            let behind = |first: usize| first.wrapping_sub(rows.start);
+            let residual = sum.residual.map(|r| (r.matrix, behind(r.first)));
+            (sum.bias, sum.activation, residual, behind(sum.first))
+        };
+        let alike = !is_sum || finished(first) == finished(block);
+        require("sums on GPUs must all be finished in the same way", alike)?;
+        let matrix = match is_sum {
+            true => self.out.as_ref().map(|(number, _)| *number),
+            false => self.partials,
+        };
+        let what = "a kernel must store sums to one matrix, and partials to one";
+        require(what, matrix == Some(sum.out))?;
+        let is_product = |addend: &&Addend| matches!(addend, Addend::Product);
+        let products = sum.addends.iter().filter(is_product).count();
+        let what = "sums on GPUs must add the product once";
+        require(what, products == usize::from(is_sum))?;
+        let is_added = |addend: &Addend| match *addend {
+            Addend::Product => true,
+            Addend::Rows { matrix, .. } => self.partials == Some(matrix),
+        };
+        let added = sum.addends.iter().all(is_added);
+        require("a kernel must add partials of one matrix", added)?;
+        let (added, _) = addends(sum);
+        let step = |pair: &[usize]| pair[1].wrapping_sub(pair[0]);
+        let steps = added.windows(2).map(step);
+        let even = steps.clone().zip(steps.skip(1)).all(|(x, y)| x == y);
+        require("addends must lie at equal distances on GPUs", even)
+    }
+}
+
+/// Refuses what the kernel can't send of the blocks that it makes.
+fn check_sent(moved: &Transfer, product: &Product) -> Result<()> {
+    let waits_for_none = moved.after.is_empty();
+    require("transfers must wait for no flags on GPUs", waits_for_none)?;
+    let made = moved.produced.filter(|_| moved.route != Route::Pull);
+    let made = made.and_then(|block| product.blocks.get(block));
+    let what = "transfers beside a product must wait for a block of it on GPUs";
+    require(what, made.is_some())?;
+    let Some(Block { rows, sum, .. }) = made.filter(|_| moved.route == Route::Store) else {
+        return Ok(());
+    };
+    limit("regions that a kernel stores", moved.regions.len(), 1, 1)?;
+    let (from, to) = (&moved.regions[0].from, &moved.regions[0].to);
+    let is_whole = from.matrix == sum.out
+        && to.matrix == sum.out
+        && from.rows == (sum.first..sum.first + rows.len())
+        && from.columns == to.columns
+        && from.columns.start == 0
+        && from.columns.end >= product.n();
+    let is_within = sum.addends.is_empty() || to.rows == from.rows;
+    require("a kernel must store whole blocks", is_whole && is_within)
 }
 
 /// The kernel's tables of blocks.

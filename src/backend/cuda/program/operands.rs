@@ -43,9 +43,9 @@ impl<'a> Operands<'a> {
 
     /// Where a matrix lies that no call of the schedule can do without.
     pub fn require(&self, number: usize) -> Result<Operand<'a>> {
-        self.get(number).ok_or_else(|| Error::Message {
+        self.get(number).ok_or_else(|| Error::Internal {
             rank: self.rank,
-            reason: format!("a call that lacks matrix {number} of its schedule"),
+            what: format!("a call lacks matrix {number} of its schedule"),
         })
     }
 

@@ -18,7 +18,7 @@ use crate::backend::cuda::shared::Shared;
 use crate::element::DType;
 use crate::error::Result;
 use crate::schedule::config::CUT_COLUMNS;
-use crate::schedule::limits::limit;
+use crate::schedule::limits::{limit, require};
 use crate::schedule::{MAX_WEIGHTS, Product, Schedule, Tile, WeightLayout};
 
 /// A kernel that multiplies, with all that it is told but where the operands of a call lie.
@@ -52,7 +52,8 @@ pub struct Chosen<'a> {
 /// Finds the kernel that a product of `schedule` needs.
 ///
 /// # Errors
-/// [`Error::NoKernel`](crate::Error::NoKernel); [`Error::Limit`](crate::Error::Limit).
+/// [`Error::NoKernel`](crate::Error::NoKernel); [`Error::Limit`](crate::Error::Limit);
+/// [`Error::Unsupported`](crate::Error::Unsupported).
 pub fn choose<'a>(
     gpu: &Gpu,
     shared: &Shared,
@@ -65,8 +66,8 @@ pub fn choose<'a>(
     if adds_partials {
         let what = "Config::tile.k_slices of partial sums that are sent,";
         limit(what, config.tile.k_slices, 1, 1)?;
-        let what = "Config::tile.stream_k of partial sums that are sent,";
-        limit(what, config.tile.stream_k.into(), 0, 0)?;
+        let what = "Config::tile.stream_k must be false where partial sums are sent";
+        require(what, !config.tile.stream_k)?;
     }
     let dtype = schedule.matrices()[product.a].dtype;
     let variant = Variant {

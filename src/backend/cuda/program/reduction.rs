@@ -29,9 +29,9 @@ const CTAS: usize = 8;
 impl ReductionKernel {
     pub fn new(gpu: &Gpu, schedule: &Schedule, reduction: &Reduction) -> Result<ReductionKernel> {
         let dtype = reduction.dtype(schedule.matrices());
-        let function = gpu.kernels.reduce(dtype).ok_or_else(|| Error::Message {
+        let function = gpu.kernels.reduce(dtype).ok_or_else(|| Error::Internal {
             rank: schedule.rank(),
-            reason: format!("a sum of {dtype}"),
+            what: format!("a schedule adds {dtype}, which no kernel does"),
         })?;
         Ok(ReductionKernel {
             function,
@@ -62,9 +62,9 @@ pub fn sums(
     let mut told = NOTHING_ADDED;
     for (index, addend) in sum.addends.iter().enumerate() {
         let &Addend::Rows { matrix, first } = addend else {
-            return Err(Error::Message {
+            return Err(Error::Internal {
                 rank: schedule.rank(),
-                reason: "a product that is added behind its kernel".into(),
+                what: "a reduction adds a product".into(),
             });
         };
         let rows = operands.require(matrix)?;

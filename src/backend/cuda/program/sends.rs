@@ -14,7 +14,7 @@ use crate::backend::cuda::driver::Function;
 use crate::backend::cuda::gpu::Gpu;
 use crate::backend::cuda::shared::words::Control;
 use crate::error::Result;
-use crate::schedule::limits::limit;
+use crate::schedule::limits::{limit, require};
 use crate::schedule::{Move, Route, Schedule, Transfer};
 
 /// What a kernel stores and loads at once.
@@ -104,17 +104,17 @@ pub fn check(schedule: &Schedule) -> Result<()> {
         limit("regions that a kernel stores", stored.regions.len(), 1, 1)?;
         let Move { from, to } = &stored.regions[0];
         let first = *matrices.get_or_insert((from.matrix, to.matrix));
-        let others = usize::from(first != (from.matrix, to.matrix));
-        limit("other matrices that a kernel stores", others, 0, 0)?;
+        let alike = first == (from.matrix, to.matrix);
+        require("a kernel must store from one matrix to one", alike)?;
         let bytes = schedule.matrices()[from.matrix].dtype.bytes();
         for column in [from.columns.start, from.columns.end, to.columns.start] {
-            let what = "bytes of a row beyond 16, of what a kernel stores,";
-            limit(what, column * bytes % PIECE, 0, 0)?;
+            let what = "a kernel must store multiples of 16 bytes of a row";
+            require(what, (column * bytes).is_multiple_of(PIECE))?;
         }
         let what = "bytes of a row of which a kernel stores a part";
         limit(what, from.columns.end * bytes, 0, u32::MAX as usize)?;
-        let shifted = usize::from(from.columns != to.columns);
-        limit("other columns that a kernel stores", shifted, 0, 0)?;
+        let alike = from.columns == to.columns;
+        require("a kernel must store columns to the same columns", alike)?;
     }
     Ok(())
 }

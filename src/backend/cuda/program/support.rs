@@ -4,7 +4,7 @@ use super::block_table::Places;
 use super::low_latency::LowLatencyRows;
 use super::sends;
 use crate::error::Result;
-use crate::schedule::limits::limit;
+use crate::schedule::limits::{limit, require};
 use crate::schedule::{Block, Move, Route, Schedule, Transfer};
 
 /// Where the rows of a product go.
@@ -21,7 +21,7 @@ pub enum Destination {
 /// Checks that the kernels support this schedule. Returns where the rows of its product go.
 ///
 /// # Errors
-/// [`Error::NoRoute`]; [`Error::Limit`] for what no operation needs.
+/// [`Error::NoRoute`]; [`Error::Limit`] and [`Error::Unsupported`] for what no operation needs.
 pub fn check(schedule: &Schedule) -> Result<Destination> {
     // Kernels wait for flags of pulls, or for those of pushes.
     let routes = schedule.routes();
@@ -52,22 +52,15 @@ pub fn check(schedule: &Schedule) -> Result<Destination> {
         limit("the weight of a block on GPUs", *weight, number, number)?;
     }
     for moved in schedule.moves() {
-        limit("flags to wait for on GPUs", moved.after.len(), 0, 0)?;
+        let waits_for_none = moved.after.is_empty();
+        require("transfers must wait for no flags on GPUs", waits_for_none)?;
         if moved.route == Route::Store {
             limit("regions that a kernel stores", moved.regions.len(), 1, 1)?;
             let Move { from: region, to } = &moved.regions[0];
-            limit(
-                "other places that a kernel stores to",
-                usize::from(region != to),
-                0,
-                0,
-            )?;
-            limit(
-                "the matrix that a kernel stores",
-                region.matrix,
-                product.a,
-                product.a,
-            )?;
+            let what = "a kernel must store rows to the same place of the other rank's memory";
+            require(what, region == to)?;
+            let what = "a kernel must store the matrix that it multiplies";
+            require(what, region.matrix == product.a)?;
             limit("rows that a kernel stores", region.rows.len(), 1, product.m)?;
             let spec = &schedule.matrices()[region.matrix];
             let bytes = spec.extent_of(region, spec.row_bytes()).contiguous();

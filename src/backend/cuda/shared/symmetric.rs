@@ -162,9 +162,9 @@ impl Peers {
         let introduce = || -> Result<Vec<u8>> {
             let (device, rates, pushes) = own?;
             let introduction = Introduction::of(device, chosen, rates, pushes)?;
-            serde_json::to_vec(&introduction).map_err(|e| Error::Message {
+            serde_json::to_vec(&introduction).map_err(|e| Error::Internal {
                 rank: members.rank,
-                reason: e.to_string(),
+                what: format!("an introduction cannot be written: {e}"),
             })
         };
         let own = introduce().map(|bytes| (bytes, None));
