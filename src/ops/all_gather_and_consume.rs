@@ -76,6 +76,27 @@ pub fn all_gather_and_consume<B: Backend, T: Value>(
 }
 
 /// Builder for [`all_gather_and_consume`]: stages and chunks.
+///
+/// ```
+/// use gemmesh::{AllGatherAndConsume, Group, Host, Result, bf16};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let (m, k) = (8, 4);
+///     let mut a = group.sharded::<bf16>(m, k)?;
+///     let own = vec![bf16::ONE; a.rows().len() * k];
+///     a.shard_mut().copy_from_host(&own)?;
+///     let mut sum = 0.0;
+///     AllGatherAndConsume::new().chunks(2).run(&a, |chunk| {
+///         sum += chunk.values().iter().map(|x| x.to_f32()).sum::<f32>();
+///         Ok(())
+///     })?;
+///     assert_eq!(sum, 32.0);
+///     Ok(())
+/// }
+///
+/// Group::threads(2, rank)?;
+/// # Ok::<_, gemmesh::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default)]
 #[must_use = "nothing is done before it is run"]
 pub struct AllGatherAndConsume {

@@ -29,6 +29,25 @@ use crate::trace::Trace;
 /// all rows. The call may return before the operation is complete;
 /// [`Group::synchronize`](crate::Group::synchronize) waits for it. The host backend's returns when it is.
 ///
+/// ```
+/// use gemmesh::{Group, Host, Result, all_gather_matmul, bf16};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let (m, n, k) = (8, 4, 16);
+///     let mut a = group.sharded::<bf16>(m, k)?;
+///     let own = vec![bf16::ONE; a.rows().len() * k];
+///     a.shard_mut().copy_from_host(&own)?;
+///     let b = group.upload(&vec![bf16::ONE; n * k], n, k)?;
+///     let mut out = group.zeros::<bf16>(m, n)?;
+///     all_gather_matmul(&a, &b, &mut out)?;
+///     assert_eq!(out.to_vec()?[0].to_f32(), 16.0);
+///     Ok(())
+/// }
+///
+/// Group::threads(2, rank)?;
+/// # Ok::<_, gemmesh::Error>(())
+/// ```
+///
 /// # Errors
 /// [`Error::Shape`] or [`Error::ForeignArgument`] for arguments that don't fit together, before anything is
 /// done: the call may be made again with others. If you don't call again, the waiting ranks get this error half a second later,
@@ -42,6 +61,26 @@ pub fn all_gather_matmul<B: Backend, T: Element>(
 }
 
 /// Builder for [`all_gather_matmul`]: bias, activation, several weights, gates, f32 output, configuration.
+///
+/// ```
+/// use gemmesh::{Activation, AllGatherMatmul, Group, Host, Result, bf16};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let (m, n, k) = (8, 4, 16);
+///     let mut a = group.sharded::<bf16>(m, k)?;
+///     let own = vec![bf16::ONE; a.rows().len() * k];
+///     a.shard_mut().copy_from_host(&own)?;
+///     let b = group.upload(&vec![bf16::ONE; n * k], n, k)?;
+///     let bias = group.upload(&vec![bf16::NEG_ONE; n], 1, n)?;
+///     let mut out = group.zeros::<f32>(m, n)?;
+///     AllGatherMatmul::new().bias(&bias).activation(Activation::Relu).run(&a, &b, &mut out)?;
+///     assert_eq!(out.to_vec()?[0], 15.0);
+///     Ok(())
+/// }
+///
+/// Group::threads(2, rank)?;
+/// # Ok::<_, gemmesh::Error>(())
+/// ```
 #[derive(Debug)]
 #[must_use = "nothing is done before it is run"]
 pub struct AllGatherMatmul<'a, B: Backend, T: Element> {
@@ -196,6 +235,28 @@ const MULTIPLY: Operation = Operation::Multiply;
 const COPY: Operation = Operation::Copy;
 
 /// A product that has been planned. It fits every `a` of the same group, shape and split. It keeps the group.
+///
+/// ```
+/// use gemmesh::{AllGatherMatmul, Group, Host, Result, bf16};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let (m, n, k) = (8, 4, 16);
+///     let mut a = group.sharded::<bf16>(m, k)?;
+///     let own = vec![bf16::ONE; a.rows().len() * k];
+///     a.shard_mut().copy_from_host(&own)?;
+///     let b = group.upload(&vec![bf16::ONE; n * k], n, k)?;
+///     let mut out = group.zeros::<bf16>(m, n)?;
+///     let product = AllGatherMatmul::new().prepare(&a, n)?;
+///     for _ in 0..3 {
+///         product.run(&a, &b, &mut out)?;
+///     }
+///     assert_eq!(out.to_vec()?[0].to_f32(), 16.0);
+///     Ok(())
+/// }
+///
+/// Group::threads(2, rank)?;
+/// # Ok::<_, gemmesh::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct Prepared<'a, B: Backend, T: Element> {
     // Freed before the group that they belong to can end.

@@ -59,6 +59,21 @@ fn gather<B: Backend, T: Value>(operation: Operation, a: &ShardedMatrix<B, T>) -
 
 /// Gives every rank the whole matrix that rank `root` has, in place: its own rows, and those of the others as it has them. Collective.
 ///
+/// ```
+/// use gemmesh::{Group, Host, Result, broadcast};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let mut a = group.sharded::<f32>(2, 1)?;
+///     a.shard_mut().copy_from_host(&[group.rank() as f32 + 1.0])?;
+///     broadcast(&mut a, 1)?; // rank 1 has its own row, and zeros in rank 0's
+///     assert_eq!(a.to_vec()?, [0.0, 2.0]);
+///     Ok(())
+/// }
+///
+/// Group::threads(2, rank)?;
+/// # Ok::<_, gemmesh::Error>(())
+/// ```
+///
 /// # Errors
 /// As [`all_gather`]; [`Error::Limit`](crate::Error::Limit) for a root that is no rank.
 pub fn broadcast<B: Backend, T: Value>(a: &mut ShardedMatrix<B, T>, root: usize) -> Result<()> {
@@ -89,6 +104,22 @@ pub fn broadcast<B: Backend, T: Value>(a: &mut ShardedMatrix<B, T>, root: usize)
 ///
 /// Sums are made in f32, in the order of the ranks, and rounded once: they have the same bits each time. Room for what comes is
 /// kept by the group.
+///
+/// ```
+/// use gemmesh::{Group, Host, Result, reduce_scatter};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let a = group.upload(&[1.0f32, 2.0, 3.0, 4.0], 4, 1)?;
+///     let mut out = group.zeros::<f32>(2, 1)?;
+///     reduce_scatter(&a, &mut out)?;
+///     let sums = [[2.0, 4.0], [6.0, 8.0]];
+///     assert_eq!(out.to_vec()?, sums[group.rank()]);
+///     Ok(())
+/// }
+///
+/// Group::threads(2, rank)?;
+/// # Ok::<_, gemmesh::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`all_gather`]; [`Error::Shape`](crate::Error::Shape) or [`Error::ForeignArgument`](crate::Error::ForeignArgument) for an output that does not fit;
@@ -122,6 +153,21 @@ pub fn reduce_scatter<B: Backend, T: Float>(
 /// Sums are made as by [`reduce_scatter`], and have the same bits on every rank. Of two ranks, and of few bytes, each rank gets all addends;
 /// otherwise it adds up its rows of `out`, and gathers the others'.
 ///
+/// ```
+/// use gemmesh::{Group, Host, Result, all_reduce};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let a = group.upload(&[1.0f32, 2.0, 3.0, 4.0], 4, 1)?;
+///     let mut out = group.sharded::<f32>(4, 1)?;
+///     all_reduce(&a, &mut out)?;
+///     assert_eq!(out.to_vec()?, [2.0, 4.0, 6.0, 8.0]);
+///     Ok(())
+/// }
+///
+/// Group::threads(2, rank)?;
+/// # Ok::<_, gemmesh::Error>(())
+/// ```
+///
 /// # Errors
 /// As [`reduce_scatter`].
 pub fn all_reduce<B: Backend, T: Float>(
@@ -149,6 +195,23 @@ pub fn all_reduce<B: Backend, T: Float>(
 
 /// Rank s sends block p of its input to rank p, where it becomes s's rows of `out`, [M, N]: the input `a` is [W · rows, N], of as many rows a block
 /// as this rank owns of `out`. Collective.
+///
+/// ```
+/// use gemmesh::{Group, Host, Result, all_to_all};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let first = group.rank() as u32 * 10;
+///     let a = group.upload(&[first, first + 1], 2, 1)?; // a row for each rank
+///     let mut out = group.sharded::<u32>(2, 1)?;
+///     all_to_all(&a, &mut out)?;
+///     let received = [[0, 10], [1, 11]];
+///     assert_eq!(out.to_vec()?, received[group.rank()]);
+///     Ok(())
+/// }
+///
+/// Group::threads(2, rank)?;
+/// # Ok::<_, gemmesh::Error>(())
+/// ```
 ///
 /// # Errors
 /// As [`reduce_scatter`].

@@ -53,6 +53,24 @@ pub fn matmul<B: Backend, T: Element>(
 }
 
 /// Builder for [`matmul`]: bias, activation, several weights, gates, residual, f32 output, configuration.
+///
+/// ```
+/// use gemmesh::{Group, Host, Matmul, Result, bf16};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let (m, n, k) = (2, 4, 8);
+///     let a = group.upload(&vec![bf16::ONE; m * k], m, k)?;
+///     let b = group.upload(&vec![bf16::ONE; n * k], n, k)?;
+///     let residual = group.upload(&vec![bf16::ONE; m * n], m, n)?;
+///     let mut out = group.zeros::<bf16>(m, n)?;
+///     Matmul::new().residual(&residual).run(&a, &b, &mut out)?;
+///     assert_eq!(out.to_vec()?[0].to_f32(), 9.0);
+///     Ok(())
+/// }
+///
+/// Group::threads(1, rank)?;
+/// # Ok::<_, gemmesh::Error>(())
+/// ```
 #[derive(Debug)]
 #[must_use = "nothing is done before it is run"]
 pub struct Matmul<'a, B: Backend, T: Element>(ProductOptions<'a, B>, PhantomData<T>);
@@ -170,6 +188,24 @@ impl<B: Backend, T: Element> Default for Matmul<'_, B, T> {
 }
 
 /// A product of one rank that has been planned, by [`Matmul::prepare`]. It keeps the group.
+///
+/// ```
+/// use gemmesh::{Group, Host, Matmul, Result, bf16};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let (m, n, k) = (2, 4, 8);
+///     let a = group.upload(&vec![bf16::ONE; m * k], m, k)?;
+///     let b = group.upload(&vec![bf16::ONE; n * k], n, k)?;
+///     let mut out = group.zeros::<bf16>(m, n)?;
+///     let product = Matmul::new().prepare(&group, [m, k], n)?;
+///     product.run(&a, &b, &mut out)?;
+///     assert_eq!(out.to_vec()?[0].to_f32(), 8.0);
+///     Ok(())
+/// }
+///
+/// Group::threads(1, rank)?;
+/// # Ok::<_, gemmesh::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct PreparedMatmul<'a, B: Backend, T: Element> {
     // Freed before the group that it belongs to can end.

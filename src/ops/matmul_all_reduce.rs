@@ -29,6 +29,23 @@ use crate::trace::Trace;
 /// Numbers and memory are those of [`matmul_reduce_scatter`](crate::matmul_reduce_scatter), whichever way is taken; but where
 /// partials are exchanged, the room for what comes is for (W - 1) · M rows.
 ///
+/// ```
+/// use gemmesh::{Group, Host, Result, bf16, matmul_all_reduce};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let (m, n, k) = (8, 4, 16); // K is this rank's part
+///     let a = group.upload(&vec![bf16::ONE; m * k], m, k)?;
+///     let b = group.upload(&vec![bf16::ONE; n * k], n, k)?;
+///     let mut out = group.sharded::<bf16>(m, n)?;
+///     matmul_all_reduce(&a, &b, &mut out)?;
+///     assert!(out.to_vec()?.iter().all(|x| x.to_f32() == 32.0));
+///     Ok(())
+/// }
+///
+/// Group::threads(2, rank)?;
+/// # Ok::<_, gemmesh::Error>(())
+/// ```
+///
 /// # Errors
 /// As [`matmul_reduce_scatter`](crate::matmul_reduce_scatter).
 pub fn matmul_all_reduce<B: Backend, T: Element>(
@@ -40,6 +57,24 @@ pub fn matmul_all_reduce<B: Backend, T: Element>(
 }
 
 /// Builder for [`matmul_all_reduce`]: bias, activation, residual, configuration.
+///
+/// ```
+/// use gemmesh::{Activation, Group, Host, MatmulAllReduce, Result, bf16};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let (m, n, k) = (8, 4, 16); // K is this rank's part
+///     let a = group.upload(&vec![bf16::ONE; m * k], m, k)?;
+///     let b = group.upload(&vec![bf16::ONE; n * k], n, k)?;
+///     let bias = group.upload(&vec![bf16::from_f32(-40.0); n], 1, n)?;
+///     let mut out = group.sharded::<bf16>(m, n)?;
+///     MatmulAllReduce::new().bias(&bias).activation(Activation::Relu).run(&a, &b, &mut out)?;
+///     assert!(out.to_vec()?.iter().all(|x| x.to_f32() == 0.0));
+///     Ok(())
+/// }
+///
+/// Group::threads(2, rank)?;
+/// # Ok::<_, gemmesh::Error>(())
+/// ```
 #[derive(Debug)]
 #[must_use = "nothing is done before it is run"]
 pub struct MatmulAllReduce<'a, B: Backend, T: Element>(ProductOptions<'a, B>, PhantomData<T>);
@@ -156,6 +191,24 @@ impl<B: Backend, T: Element> Default for MatmulAllReduce<'_, B, T> {
 
 /// A product and its sums that have been planned, by [`MatmulAllReduce::prepare`]. They fit every `a`, `b` and output of the same
 /// group, shapes and split. It keeps the group.
+///
+/// ```
+/// use gemmesh::{Group, Host, MatmulAllReduce, Result, bf16};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let (m, n, k) = (8, 4, 16); // K is this rank's part
+///     let a = group.upload(&vec![bf16::ONE; m * k], m, k)?;
+///     let b = group.upload(&vec![bf16::ONE; n * k], n, k)?;
+///     let mut out = group.sharded::<bf16>(m, n)?;
+///     let product = MatmulAllReduce::new().prepare(&a, &out)?;
+///     product.run(&a, &b, &mut out)?;
+///     assert_eq!(out.to_vec()?[0].to_f32(), 32.0);
+///     Ok(())
+/// }
+///
+/// Group::threads(2, rank)?;
+/// # Ok::<_, gemmesh::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct PreparedAllReduce<'a, B: Backend, T: Element> {
     // Freed before the group that it belongs to can end.

@@ -73,6 +73,26 @@ pub fn matmul_reduce_scatter<B: Backend, T: Element>(
 }
 
 /// Builder for [`matmul_reduce_scatter`]: bias, activation, residual, f32 output, configuration.
+///
+/// ```
+/// use gemmesh::{Group, Host, MatmulReduceScatter, Result, bf16};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let (m, n, k) = (8, 4, 16); // K is this rank's part
+///     let a = group.upload(&vec![bf16::ONE; m * k], m, k)?;
+///     let b = group.upload(&vec![bf16::ONE; n * k], n, k)?;
+///     let rows = [6, 2]; // the rows that each rank gets
+///     let own = rows[group.rank()];
+///     let residual = group.upload(&vec![bf16::ONE; own * n], own, n)?;
+///     let mut out = group.zeros::<bf16>(own, n)?;
+///     MatmulReduceScatter::new().rows(&rows).residual(&residual).run(&a, &b, &mut out)?;
+///     assert_eq!(out.to_vec()?[0].to_f32(), 33.0);
+///     Ok(())
+/// }
+///
+/// Group::threads(2, rank)?;
+/// # Ok::<_, gemmesh::Error>(())
+/// ```
 #[derive(Debug)]
 #[must_use = "nothing is done before it is run"]
 pub struct MatmulReduceScatter<'a, B: Backend, T: Element> {
@@ -233,6 +253,25 @@ impl<B: Backend, T: Element> Default for MatmulReduceScatter<'_, B, T> {
 
 /// A product and its sums that have been planned, by [`MatmulReduceScatter::prepare`]. They fit every `a`, `b` and output of the
 /// same group and shapes. It keeps the group.
+///
+/// ```
+/// use gemmesh::{Group, Host, MatmulReduceScatter, Result, bf16};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let (m, n, k) = (8, 4, 16); // K is this rank's part
+///     let a = group.upload(&vec![bf16::ONE; m * k], m, k)?;
+///     let b = group.upload(&vec![bf16::ONE; n * k], n, k)?;
+///     let mut next = group.sharded::<bf16>(m, n)?; // the input of the next layer
+///     let product = MatmulReduceScatter::new().prepare(&a, n)?;
+///     product.run_into(&a, &b, &mut next)?;
+///     let first = next.rows().start;
+///     assert_eq!(next.to_vec()?[first * n].to_f32(), 32.0);
+///     Ok(())
+/// }
+///
+/// Group::threads(2, rank)?;
+/// # Ok::<_, gemmesh::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct PreparedReduceScatter<'a, B: Backend, T: Element>(PlannedSums<'a, B>, PhantomData<T>);
 

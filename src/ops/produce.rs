@@ -86,6 +86,26 @@ pub fn produce_and_reduce_scatter<B: Backend, T: Float>(
 /// `out` is [M, N]: rank r makes as many rows for each rank as it owns of `out`, and those that it makes for rank p become its rows of
 /// `out` on rank p, all M of which are written. `produce` is called as by [`produce_and_reduce_scatter`]; a block's rows count from 0.
 ///
+/// ```
+/// use gemmesh::{Group, Host, Result, produce_and_all_to_all};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let rank = group.rank() as u32;
+///     let mut out = group.sharded::<u32>(2, 1)?;
+///     produce_and_all_to_all(&mut out, |mut block| {
+///         let owner = block.owner() as u32;
+///         block.values_mut().fill(10 * rank + owner);
+///         Ok(())
+///     })?;
+///     let received = [[0, 10], [1, 11]];
+///     assert_eq!(out.to_vec()?, received[group.rank()]);
+///     Ok(())
+/// }
+///
+/// Group::threads(2, rank)?;
+/// # Ok::<_, gemmesh::Error>(())
+/// ```
+///
 /// # Errors
 /// As [`produce_and_reduce_scatter`].
 ///
@@ -99,6 +119,28 @@ pub fn produce_and_all_to_all<B: Backend, T: Value>(
 }
 
 /// Builder for [`produce_and_reduce_scatter`]: stages and chunks.
+///
+/// ```
+/// use gemmesh::{Group, Host, ProduceAndReduceScatter, Result};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let rows = [3, 1]; // the rows that each rank gets
+///     let mut out = group.zeros::<f32>(rows[group.rank()], 1)?;
+///     ProduceAndReduceScatter::new().rows(&rows).run(4, &mut out, |mut block| {
+///         let pitch = block.pitch(); // elements from row to row
+///         for (row, values) in block.rows().zip(block.values_mut().chunks_mut(pitch)) {
+///             values.fill(row as f32);
+///         }
+///         Ok(())
+///     })?;
+///     let sums = [vec![0.0, 2.0, 4.0], vec![6.0]];
+///     assert_eq!(out.to_vec()?, sums[group.rank()]);
+///     Ok(())
+/// }
+///
+/// Group::threads(2, rank)?;
+/// # Ok::<_, gemmesh::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default)]
 #[must_use = "nothing is done before it is run"]
 pub struct ProduceAndReduceScatter<'a> {
@@ -232,6 +274,24 @@ impl<'a> ProduceAndReduceScatter<'a> {
 }
 
 /// [`produce_and_all_to_all`] with a number of blocks.
+///
+/// ```
+/// use gemmesh::{Group, Host, ProduceAndAllToAll, Result};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let (rows, n) = (4, 1); // the rows of a block
+///     let mut out = group.sharded::<f32>(2 * rows, n)?;
+///     ProduceAndAllToAll::new().chunks(2).run(&mut out, |mut block| {
+///         block.values_mut().fill(1.0);
+///         Ok(())
+///     })?;
+///     assert!(out.to_vec()?.iter().all(|&x| x == 1.0));
+///     Ok(())
+/// }
+///
+/// Group::threads(2, rank)?;
+/// # Ok::<_, gemmesh::Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, Default)]
 #[must_use = "nothing is done before it is run"]
 pub struct ProduceAndAllToAll {
