@@ -6,7 +6,7 @@ use bytemuck::Pod;
 use half::slice::HalfFloatSliceExt;
 pub use half::{bf16, f16};
 
-/// The type of a matrix's elements, as a value.
+/// The type of a matrix's elements, at run time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum DType {
@@ -16,7 +16,7 @@ pub enum DType {
     F16,
     /// IEEE 754 binary32.
     F32,
-    /// A byte: of fp8, of packed numbers, of anything.
+    /// A byte, for example of fp8 or of packed numbers.
     U8,
     /// 16 bits.
     U16,
@@ -37,12 +37,12 @@ impl DType {
         }
     }
 
-    /// Whether it is that of a [`Float`], whose elements can be added.
+    /// True for the types of [`Float`], whose elements can be added.
     pub fn is_float(self) -> bool {
         matches!(self, DType::Bf16 | DType::F16 | DType::F32)
     }
 
-    /// Whether it is that of an [`Element`], which products are made of.
+    /// True for the types of [`Element`], which products take.
     pub fn is_multiplied(self) -> bool {
         matches!(self, DType::Bf16 | DType::F16)
     }
@@ -62,9 +62,9 @@ impl fmt::Display for DType {
     }
 }
 
-/// What a matrix may hold. Ranks can exchange its rows, whatever its bits mean: fp8 as `u8`, for one.
+/// A type that a matrix may hold. Ranks can move its rows, whatever the bits mean. For example, `u8` holds fp8.
 pub trait Value: Pod + sealed::Sealed + Send + Sync + fmt::Debug + PartialEq {
-    /// The type, as a value.
+    /// The type, at run time.
     const DTYPE: DType;
 }
 

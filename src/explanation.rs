@@ -1,32 +1,46 @@
-//! Why an operation is cut up as it is.
+//! How an operation is cut up, and why.
 
 use std::fmt::{Display, Formatter, Result};
 
 use crate::schedule::Config;
 
-/// How an operation is cut up, and what that is expected to take. Displayed as a line for each.
+/// How an operation is cut up, and its predicted time. `Display` prints a line for each prediction.
+///
+/// ```
+/// use gemmesh::{Group, Host, Matmul, Result, bf16};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let product = Matmul::<Host, bf16>::new().prepare(&group, [128, 64], 32)?;
+///     println!("{}", product.explain());
+///     Ok(())
+/// }
+///
+/// Group::threads(1, rank)?;
+/// # Ok::<_, gemmesh::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Explanation {
-    /// How it is cut up.
+    /// The configuration that was chosen.
     pub config: Config,
-    /// What the parts are expected to take, and at last the whole; on GPUs by the model that chooses configurations, where it knows the
-    /// operation. Nothing on the host backend, which has one configuration for all.
+    /// The predicted times of the parts, and last that of the whole. On GPUs the model that chooses configurations
+    /// makes them, if it knows the operation. On the host backend there are none, because it has one configuration for
+    /// all shapes.
     pub predicted: Vec<Prediction>,
 }
 
-/// What something is expected to take.
+/// A predicted time.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Prediction {
-    /// What.
+    /// The part of the operation that it is of.
     pub what: &'static str,
     /// From the beginning of the operation, in microseconds on the device.
     pub micros: f64,
 }
 
 impl Explanation {
-    /// What the whole operation is expected to take, in microseconds on the device, if that is known.
+    /// The predicted time of the whole operation, in microseconds on the device, if it is known.
     pub fn micros(&self) -> Option<f64> {
         self.predicted.last().map(|whole| whole.micros)
     }

@@ -1,8 +1,8 @@
-//! What belongs to one process, of which a fork has a copy that it must leave alone.
+//! Values that belong to one process. A fork has copies of them, which it must leave alone.
 //!
-//! A forked child has its parent's memory and descriptors, but only the thread that forked: others may have held locks
-//! at that moment, which nobody releases there, and to join one would last for ever. What is shared is still its
-//! parent's: a farewell would be taken for the parent's own.
+//! A forked child has its parent's memory and descriptors, but only the thread that forked. Other threads may have held
+//! locks at that moment, which nobody releases in the child, and joining them would last for ever. Shared memory and
+//! connections are still the parent's, so a farewell of the child would be taken for the parent's.
 
 #![allow(unsafe_code)]
 
@@ -16,13 +16,13 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::error::{Error, Result};
 
-/// A process: its number in the upper half, and below when it first asked, for a child may be number 1 of its own
-/// namespace as its parent is.
+/// A process. The upper half is its number, the lower half the time when it first asked, because a child may be number
+/// 1 of its own namespace as its parent is of its.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Process(u64);
 
 impl Process {
-    /// The one that asks: a load, as a rule.
+    /// The calling process. It usually costs a load.
     pub fn this() -> Process {
         let ask = |time: u64| u64::from(std::process::id()) << 32 | time & 0xffff_ffff;
         let Some(word) = word() else {
@@ -39,7 +39,7 @@ impl Process {
         }
     }
 
-    /// Whether it is the one that asks.
+    /// True if it is the calling process.
     pub fn is_this(self) -> bool {
         self == Process::this()
     }
@@ -54,7 +54,7 @@ impl Process {
         (self.0 >> 32) as u32
     }
 
-    /// Fails in any other process than this one, which made what belongs to `rank`.
+    /// Fails in every process but this one, which belongs to `rank`.
     pub fn require(self, rank: usize) -> Result<()> {
         let child = Process::this();
         if self == child {
@@ -105,7 +105,7 @@ fn word() -> Option<&'static AtomicU64> {
     }
 }
 
-/// A value that is dropped in the process that made it. Elsewhere dropping it does nothing.
+/// A value that is dropped only in the process that made it. In other processes dropping it does nothing.
 pub struct Own<T> {
     process: Process,
     value: ManuallyDrop<T>,

@@ -1,4 +1,4 @@
-//! What the system lets this process have: limits of its own, and those of the control groups that it is in.
+//! The system's limits on this process and on the control groups that it is in.
 
 use std::fs;
 use std::io;
@@ -51,7 +51,7 @@ impl Limit {
     }
 }
 
-/// The system's words for `error`, with the limits that it may come of.
+/// The system's words for `error`, with the limits that may have caused it.
 pub fn explain(error: &io::Error) -> String {
     let limits: &[Limit] = match Errno::from_io_error(error) {
         // Descriptors on their way count too.
@@ -63,7 +63,7 @@ pub fn explain(error: &io::Error) -> String {
     named(error, limits)
 }
 
-/// As [`explain`], where a thread or a process could not be started.
+/// [`explain`], if a thread or a process could not be started.
 pub fn explain_start(error: &io::Error) -> String {
     match Errno::from_io_error(error) {
         Some(Errno::AGAIN) => {
@@ -75,7 +75,7 @@ pub fn explain_start(error: &io::Error) -> String {
     }
 }
 
-/// As [`explain`], where memory could not be mapped.
+/// [`explain`], if memory could not be mapped.
 pub fn explain_memory(error: &io::Error) -> String {
     match Errno::from_io_error(error) {
         // Of a process that locks all that it will map.
@@ -89,14 +89,14 @@ fn named(error: &io::Error, limits: &[Limit]) -> String {
     words.fold(error.to_string(), |all, limit| all + &limit)
 }
 
-/// Whether `error` says that there is no memory, rather than no descriptor.
+/// True if `error` says that memory is missing, and not a descriptor.
 pub fn is_memory(error: &io::Error) -> bool {
     let refused = [Errno::NOMEM, Errno::AGAIN, Errno::NOSPC, Errno::FBIG];
     error.kind() == io::ErrorKind::OutOfMemory
         || Errno::from_io_error(error).is_some_and(|errno| refused.contains(&errno))
 }
 
-/// Fails for a file that this process may not write. The system would end the process by a signal, SIGXFSZ.
+/// Fails if the file is longer than this process may write. The system would end the process by SIGXFSZ.
 pub fn require_file_size(bytes: u64) -> io::Result<()> {
     match FILE_SIZE.value() {
         Some(most) if bytes > most => Err(Errno::FBIG.into()),
@@ -104,17 +104,17 @@ pub fn require_file_size(bytes: u64) -> io::Result<()> {
     }
 }
 
-/// Something that several ranks may share, and that has room for so much more.
+/// A limited amount of memory that several ranks may share.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Room {
-    /// The same for all that share it, wherever they see it from.
+    /// The same for all ranks that share it, from wherever they see it.
     id: (u64, u64),
     available: u64,
     /// In words: available where.
     place: String,
 }
 
-/// Where this process's memory comes from, outermost last.
+/// The limits on this process's memory, outermost last.
 pub fn rooms() -> Vec<Room> {
     // It takes minutes to interpret the reading of so much text.
     if cfg!(miri) {
@@ -135,7 +135,7 @@ pub fn rooms() -> Vec<Room> {
         .collect()
 }
 
-/// Linux promises more memory than there is, and ends processes when they use it; so ask first.
+/// Checks that there is enough memory. Linux promises more memory than there is, and ends processes when they use it.
 pub fn require_available(bytes: usize) -> io::Result<()> {
     match lacking(&[rooms()], bytes) {
         None => Ok(()),
@@ -143,7 +143,7 @@ pub fn require_available(bytes: usize) -> io::Result<()> {
     }
 }
 
-/// Whether ranks with these rooms lack memory for `bytes` each: if so, a rank that does, and why in words.
+/// A rank that lacks memory for `bytes` if every rank takes as much, and why.
 pub fn lacking(ranks: &[Vec<Room>], bytes: usize) -> Option<(usize, String)> {
     let rooms = ranks.iter().enumerate();
     let mut rooms = rooms.flat_map(|(rank, rooms)| rooms.iter().map(move |room| (rank, room)));

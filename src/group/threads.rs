@@ -92,8 +92,8 @@ fn start<B: Backend>(
     Ok([left, group.reporter()].into_iter().flatten().collect())
 }
 
-/// What a rank joins its group with, until its thread takes it. If no thread does, its connections close when the others
-/// know why.
+/// What a rank joins its group with, until its thread takes it. If no thread does, its connections close when the
+/// others know why.
 struct Joining(Mutex<Option<(SharedState, Vec<Arc<Connection>>)>>);
 
 impl Joining {

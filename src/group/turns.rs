@@ -1,4 +1,4 @@
-//! Turns: what threads of a rank do one after the other, each with a deadline for its turn to come.
+//! Turns, by which threads of a rank act one after the other. Each thread has a deadline for its turn to come.
 
 use std::collections::VecDeque;
 use std::ops::{Deref, DerefMut};
@@ -15,9 +15,9 @@ const EXPECTED: usize = 16;
 
 /// A value that threads use by turns, in the order in which they come.
 ///
-/// A turn lasts as long as an operation, and so as long as the functions of the caller's that it calls. One of these
-/// may wait for a thread that waits for its turn: then neither would go on. So unlike a mutex's, this wait looks around
-/// and can be given up.
+/// A turn lasts as long as an operation and the caller's functions that it calls. Such a function may wait for a thread
+/// that waits for its turn. Then neither would go on. So unlike a mutex, a thread that waits for its turn checks from
+/// time to time, and can give up.
 pub struct Turns<T> {
     line: Mutex<Line>,
     moved: Condvar,
@@ -35,7 +35,7 @@ struct Line {
     operation: Option<Agreed>,
 }
 
-/// A thread's turn: it ends when this is dropped.
+/// A thread's turn, which ends when this is dropped.
 pub struct Turn<'a, T> {
     // Unlocked before the next thread's turn begins.
     value: MutexGuard<'a, T>,

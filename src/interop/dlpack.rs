@@ -1,12 +1,12 @@
-//! Matrices from and for other libraries, with no copy, by [DLPack](https://dmlc.github.io/dlpack/latest/).
+//! Interop by [DLPack](https://dmlc.github.io/dlpack/latest/): matrices from and for other libraries, without a copy.
 //!
-//! [`Matrix::from_dlpack`] takes the memory of a tensor of PyTorch, JAX, CuPy or any other that speaks DLPack, and
-//! [`Matrix::into_dlpack`] gives a matrix to them. In Python such a tensor is in a capsule named `dltensor`; who takes
-//! it out names that `used_dltensor`.
+//! [`Matrix::from_dlpack`] takes a tensor of PyTorch, JAX, CuPy or any other library that speaks DLPack.
+//! [`Matrix::into_dlpack`] gives a matrix to them. In Python a tensor is in a capsule named `dltensor`. Code that takes
+//! the tensor out renames the capsule to `used_dltensor`.
 //!
-//! DLPack says where memory is, and not when it is written. On GPUs, who gives a tensor here has put what writes it on
-//! the group's stream, or has joined that to the group's stream by an event; and who gets one reads it in that order
-//! too, or after [`Group::synchronize`].
+//! DLPack says where memory is, but not when it is written. On GPUs, code that gives a tensor writes it on the group's
+//! stream, or joins its own stream to the group's by an event. Code that gets a tensor reads it in that order too, or
+//! after [`Group::synchronize`].
 //!
 //! ```
 //! use gemmesh::{Group, Host, Matmul, Matrix, bf16};
@@ -119,8 +119,10 @@ struct Exported<B: Backend, T: Value> {
 }
 
 impl<B: Backend, T: Value> Matrix<B, T> {
-    /// A matrix in the memory of a tensor of two dimensions, which is given back when the matrix has been dropped and
-    /// the operations that use it have ended. If the tensor is refused, it is still the caller's.
+    /// Makes a matrix of a tensor of two dimensions.
+    ///
+    /// The tensor is given back when the matrix has been dropped and the operations that use it have ended. If the call
+    /// returns an error, the tensor is still the caller's.
     ///
     /// # Errors
     /// [`Error::Unsuitable`] for a tensor on another device than the group's, of another type, of other than two
@@ -192,10 +194,11 @@ impl<B: Backend, T: Value> Matrix<B, T> {
         Ok(Matrix::new(group.clone(), memory, rows, columns))
     }
 
-    /// Gives the matrix to another library, which calls the tensor's deleter when it needs it no more. The group lives
-    /// as long. On GPUs what operations have put on the group's stream may still be writing it.
+    /// Gives the matrix to a different library, which calls the tensor's deleter when it no longer needs the tensor.
     ///
-    /// The tensor is lost, and its memory with it, unless somebody calls the deleter.
+    /// The group lives as long as the tensor. On GPUs, operations on the group's stream may still be writing it.
+    ///
+    /// Unless somebody calls the deleter, the memory is never freed.
     #[must_use = "the tensor is lost unless somebody calls its deleter"]
     pub fn into_dlpack(self) -> *mut DLManagedTensor {
         unsafe extern "C" fn give_back<B: Backend, T: Value>(tensor: *mut DLManagedTensor) {

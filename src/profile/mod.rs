@@ -1,4 +1,4 @@
-//! What profilers see: ranges by name, and spans of what was done when.
+//! What profilers see: named ranges, and spans of time.
 
 pub mod nvtx;
 #[cfg(not(loom))]

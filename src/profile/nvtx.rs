@@ -1,13 +1,14 @@
-//! Ranges that name what a thread does, for NVIDIA's profilers (feature `nvtx`). Without the feature there is nothing of them.
+//! Ranges that name a thread's work for NVIDIA's profilers (feature `nvtx`). Without the feature they do nothing.
 
-/// Ends when it is dropped, on the thread that began it.
+/// A range, which ends when it is dropped, on the thread that began it.
 #[must_use]
 pub struct Range {
     #[cfg(feature = "nvtx")]
     _range: nvtx::LocalRange,
 }
 
-/// Begins a range, in no domain of its own: of a domain NVTX keeps each name for good, and most of these are used once.
+/// Begins a range. It has no domain of its own, because NVTX keeps each name of a domain for ever, and most of these
+/// names are used once.
 #[cfg(feature = "nvtx")]
 pub fn range(name: impl FnOnce() -> String) -> Range {
     // Names hold no NUL.

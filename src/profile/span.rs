@@ -1,4 +1,4 @@
-//! One thing that a rank did, and the clock that says when.
+//! Spans of time in which a rank did something, and their clock.
 
 use std::fs;
 use std::ops::Range;
@@ -8,8 +8,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 const SECOND: i64 = 1_000_000_000;
 
-/// Nanoseconds of the machine's monotonic clock, which all processes of a host share, whichever time namespaces they
-/// are in.
+/// Nanoseconds of the machine's monotonic clock, which all processes of a host share, in whichever time namespace.
 pub(crate) fn now() -> u64 {
     // A process does not change its namespace as long as it has threads.
     static OFFSET: OnceLock<i64> = OnceLock::new();
@@ -42,12 +41,12 @@ fn offset(offsets: &str, clock: &str) -> Option<i64> {
     })
 }
 
-/// Who did something.
+/// Which part of a rank did something.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Lane {
     /// The copy engine.
     Copy,
-    /// The caller's functions, or what they put on one of two streams, counted from 0.
+    /// The caller's functions, or their work on one of two streams, counted from 0.
     Caller(usize),
     /// A worker that multiplies, counted from 0.
     Worker(usize),
@@ -60,45 +59,47 @@ pub enum Work {
     Pull {
         /// The rank it came from.
         source: usize,
-        /// Its rows of the matrix that they are gathered in; of partials, rows of the memory that these have.
+        /// Its rows of the gathered matrix, or of the memory of partial sums.
         rows: Range<usize>,
     },
     /// Rows were pushed to another rank.
     Push {
         /// The rank they went to.
         to: usize,
-        /// Rows of the matrix that they go to there; of partials, rows of the memory that these have.
+        /// Its rows of the matrix there, or of the memory of partial sums.
         rows: Range<usize>,
     },
-    /// The rows of a tile, of a chunk that is consumed, or what is added to them, were waited for.
+    /// A worker or a function waited for rows, or for partial sums of them.
     Wait {
         /// The rank whose rows they are.
         source: usize,
     },
     /// A tile was multiplied, and what is added to it was added.
     Tile {
-        /// The rank whose rows it holds; if it straddles shards, the last one's. Of partials that are pulled or exchanged, the rank
-        /// that makes them.
+        /// The rank whose rows it holds, or the last of these ranks. Of partial sums that are pulled or sent in one
+        /// step, the rank that makes them.
         source: usize,
         /// The tile's row, counted from its block's first.
         m: u32,
         /// The tile's column.
         n: u32,
     },
-    /// A function of the caller's ran, or on GPUs what it had put on a stream.
+    /// The caller's function ran, or on GPUs its work on a stream.
     Call {
-        /// The rank whose rows it consumed, or that gets what it made.
+        /// The rank whose rows it consumed, or that gets the rows it made.
         rank: usize,
     },
-    /// A worker, or a kernel, added up what ranks have made of the same rows.
+    /// A worker, or a kernel, added up the ranks' partial sums.
     Add {
         /// The rows of the sum.
         rows: Range<usize>,
     },
 }
 
-/// One thing that was done, from when to when, in nanoseconds of a clock that all ranks share: the host's monotonic
-/// clock, or on GPUs, whose clocks differ, the time since the ranks began the operation together.
+/// A span of time in which one part of a rank did something.
+///
+/// Times are nanoseconds of a clock that all ranks share. On the host it is the monotonic clock. GPUs' clocks differ,
+/// so there it is the time since the ranks began the operation together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Span {
     /// Who did it.

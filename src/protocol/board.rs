@@ -1,13 +1,13 @@
-//! What ranks let one another read beside the flags: what each calls, why it was refused a call, and the group's first
-//! failure.
+//! What ranks show one another besides flags: each rank's latest call, why a rank was refused a call, and the group's
+//! first failure.
 //!
-//! Like flags these are atomics over zeroed memory, so any rank may die at any moment and leave them readable.
+//! Like flags these are atomics over zeroed memory. So if a rank dies at any moment, they stay readable.
 
 use super::primitive::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
-/// What a rank calls, in `N` words, and which of its calls that is: they are numbered from 1. One writer.
+/// A rank's latest call, in `N` words, and its number. Calls are numbered from 1. It has one writer.
 ///
-/// The first `KEY` words tell calls apart, the rest is for readers: so those who compare look at one line of the cache.
+/// The first `KEY` words tell calls apart, and the rest is for readers, so comparing takes one line of the cache.
 #[repr(C, align(64))]
 pub struct Post<const N: usize, const KEY: usize> {
     /// 0 before the first post.
@@ -41,8 +41,8 @@ impl<const N: usize, const KEY: usize> Post<N, KEY> {
         std::array::from_fn(|word| self.words[word].load(Ordering::Relaxed))
     }
 
-    /// Posts `words` as call `number`, and returns the first of `others` whose key differs, with its words. Of two ranks that
-    /// differ, the one that posts later sees it at least.
+    /// Posts `words` as call `number`, and returns the first of `others` whose key differs, with its words. Of two
+    /// ranks that differ, the one that posts later sees it at least.
     pub fn post<'p>(
         &self,
         number: u64,
@@ -65,8 +65,8 @@ impl<const N: usize, const KEY: usize> Post<N, KEY> {
     }
 }
 
-/// What a rank has to say about one of its calls, in at most `BYTES` bytes: the latest such note. One writer, which may
-/// write the next while others read, or die while it writes.
+/// A rank's latest note about one of its calls, in at most `BYTES` bytes. It has one writer, which may write the next
+/// note while others read, or die while it writes.
 #[repr(C)]
 pub struct Note<const BYTES: usize> {
     /// Odd while a note is written.
@@ -119,7 +119,7 @@ impl<const BYTES: usize> Note<BYTES> {
     }
 }
 
-/// The first failure, in at most `BYTES` bytes. Any rank may write it, one does.
+/// The first failure, in at most `BYTES` bytes. Any rank may write it, and one does.
 #[repr(C)]
 pub struct Report<const BYTES: usize> {
     /// 0, or 1 + the rank that reports.

@@ -1,9 +1,10 @@
 //! The number of a collective operation.
 
-/// The number of a collective operation of a group: 1 for the first, one more for each next, wrapping.
+/// The number of a collective operation of a group. It is 1 for the first operation and one more for each next one, and
+/// wraps.
 ///
-/// Flags are never reset; they hold the epoch in which they were last written. Two epochs of one group
-/// are never 2³¹ operations apart (see [`Epoch::refreshes`]), so their cyclic distance orders them.
+/// Flags hold the epoch in which they were last written, and are never reset. Two epochs of one group are never 2³¹
+/// operations apart (see [`Epoch::refreshes`]), so their cyclic distance orders them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct Epoch(u32);
@@ -12,7 +13,8 @@ impl Epoch {
     /// The first operation of a group.
     pub const FIRST: Epoch = Epoch(1);
 
-    /// What a graph word holds that has been opened (see [`drive::transfer_in_graph`](crate::schedule::drive::transfer_in_graph)): its words know two epochs.
+    /// What a graph word holds that has been opened (see
+    /// [`drive::transfer_in_graph`](crate::schedule::drive::transfer_in_graph)): its words know two epochs.
     pub const OPEN: Epoch = Epoch(1);
 
     /// What it holds before, and again when it has been passed.
@@ -43,15 +45,16 @@ impl Epoch {
         Epoch(self.0.wrapping_sub(1))
     }
 
-    /// Whether a flag that holds `seen` says that this operation, or a later one, has happened.
+    /// True if a flag that holds `seen` says that this operation, or a later one, has happened.
     pub const fn reached_by(self, seen: u32) -> bool {
         seen.wrapping_sub(self.0) as i32 >= 0
     }
 
     /// Whether a rank must first bring up to the epoch before those of its flags that not every operation writes.
     ///
-    /// An operation writes only the chunk flags that its schedule uses, and `done` only where rows are pulled. A flag that no
-    /// schedule used for 2³¹ operations would look as if it lay in the future; so all are rewritten long before that.
+    /// An operation writes only the chunk flags that its schedule uses, and `done` only where rows are pulled. A flag
+    /// that no schedule used for 2³¹ operations would look as if it lay in the future; so all are rewritten long before
+    /// that.
     pub const fn refreshes(self) -> bool {
         self.0.is_multiple_of(Epoch::REFRESH)
     }

@@ -1,4 +1,4 @@
-//! Flags: words of symmetric memory that say how far a rank has come.
+//! Flags, which are words of symmetric memory that say how far a rank has come.
 
 use super::epoch::Epoch;
 use super::primitive::{AtomicU32, Ordering};
@@ -21,14 +21,14 @@ impl Flag {
         self.0.store(epoch.raw(), Ordering::Release);
     }
 
-    /// Whether `epoch` has been signalled.
+    /// True if `epoch` has been signalled.
     ///
     /// Acquire: pairs with [`Flag::signal`], so that the bytes that the flag guards may be read.
     pub fn reached(&self, epoch: Epoch) -> bool {
         epoch.reached_by(self.0.load(Ordering::Acquire))
     }
 
-    /// The value, for reports only: it orders nothing.
+    /// The value, for reports only. It orders nothing.
     pub fn peek(&self) -> u32 {
         self.0.load(Ordering::Relaxed)
     }
@@ -37,15 +37,17 @@ impl Flag {
 /// The flags in one rank's symmetric memory. Only that rank polls them.
 #[derive(Clone, Copy, Debug)]
 pub struct FlagBlock<'a> {
-    /// `ready[p]`, written by rank p: p's own rows are final and may be pulled, and its gathered rows may be overwritten.
+    /// `ready[p]`, written by rank p: p's own rows are final and may be pulled, and its gathered rows may be
+    /// overwritten.
     pub ready: &'a [Flag],
     /// `done[p]`, written by rank p: p has moved all that it moves itself out of this rank's memory, or into it.
     pub done: &'a [Flag],
-    /// `chunk[f]`, written by this rank's copy engine, or by the owner's that pushes: transfer f of the schedule has arrived.
+    /// `chunk[f]`, written by this rank's copy engine, or by the owner's that pushes: transfer f of the schedule has
+    /// arrived.
     pub chunk: &'a [Flag],
 }
 
-/// What a wait is for, so that a failure can say it.
+/// What a wait is for. Errors say it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Awaited {
     /// `ready[source]`
@@ -59,8 +61,8 @@ pub enum Awaited {
         source: usize,
         /// The flag's index in the schedule.
         flag: usize,
-        /// Whether it is this rank that moves it: what waits for it waits for an intermediary, which itself may wait for
-        /// another rank.
+        /// Whether it is this rank that moves it: what waits for it waits for an intermediary, which itself may wait
+        /// for another rank.
         pulled: bool,
     },
     /// Rows or partial sums in this rank's low-latency area, each word of which says whether it has come.
@@ -109,7 +111,7 @@ impl Awaited {
     }
 }
 
-/// Waiting, as an engine does it: with a deadline, watching for failures, giving way to other threads.
+/// A way to wait for flags, with a deadline, that watches for failures and gives way to other threads.
 pub trait Wait {
     /// Why a wait ended without its flag.
     type Error;

@@ -1,9 +1,9 @@
-//! Addresses: the texts that ranks agree on, and the sockets' names that follow from them.
+//! Addresses, which are texts that ranks agree on, and the names of sockets that follow from them.
 //!
-//! All on the machine can read the names that sockets have (/proc/net/unix), and can bind a name that they know and
-//! that is free. So a name tells nothing of its address, nor of another name: each is a one-way hash of the address
-//! and of what the name is for. Who does not know the address cannot bind a name of it before it has been used; and a
-//! name that has been used, and may be somebody else's by now, is not needed, for there are others.
+//! Every process on the machine can read the names of sockets (/proc/net/unix), and can bind a free name that it knows.
+//! So each name is a one-way hash of the address and of the name's purpose, and tells nothing of the address or of
+//! other names. A process that does not know the address cannot bind a name before it has been used. A name that has
+//! been used may then belong to a different process, but ranks do not need it, because there are more.
 
 use std::fmt::Write;
 use std::io;
@@ -13,16 +13,16 @@ use std::os::unix::net::SocketAddr;
 use hmac_sha256::{HMAC, Hash};
 use rustix::rand::{GetRandomFlags, getrandom};
 
-/// How many names rank 0 may listen at. A group that is made shows one to all on the machine.
+/// How many names rank 0 may listen at. Making a group shows one of them to every process on the machine.
 pub const NAMES: usize = 64;
 
-/// What is at the beginning of an address that [`draw`] has made.
+/// The beginning of an address that [`draw`] has made.
 const DRAWN: &str = "drawn:";
 const SECRET_BYTES: usize = 16;
-/// The longest address that is shown whole.
+/// A longer address is not shown whole.
 const SHOWN: usize = 80;
 
-/// An address that nobody can guess: 128 random bits.
+/// Draws an address of 128 random bits, which nobody can guess.
 pub fn draw() -> io::Result<String> {
     let mut secret = [0; SECRET_BYTES];
     // So few bytes come at once or not at all.
@@ -33,7 +33,7 @@ pub fn draw() -> io::Result<String> {
     Ok(format!("{DRAWN}{}", hex(&secret)))
 }
 
-/// Whether [`draw`] has made `address`.
+/// True if [`draw`] has made `address`.
 pub fn is_drawn(address: &str) -> bool {
     let secret = address.strip_prefix(DRAWN);
     secret.is_some_and(|secret| {
@@ -41,8 +41,8 @@ pub fn is_drawn(address: &str) -> bool {
     })
 }
 
-/// An address as errors show it: short, and of one that was drawn only what tells it from others, for errors are read
-/// by others than ranks.
+/// An address as errors show it, cut short. Of a drawn address it has only enough to tell it from others, because not
+/// only ranks read errors.
 pub fn shown(address: &str) -> String {
     let tag = || hex(&derive(address, "shown")[..4]);
     if is_drawn(address) {
@@ -63,7 +63,7 @@ pub fn meeting_names(address: &str) -> io::Result<Vec<SocketAddr>> {
         .collect()
 }
 
-/// The same as texts, for tests.
+/// [`meeting_names`] as texts, for tests.
 pub fn meeting_texts(address: &str) -> Vec<String> {
     let names = meeting_names(address).unwrap_or_default();
     let texts = names.iter().filter_map(SocketAddr::as_abstract_name);
@@ -77,7 +77,7 @@ pub fn report_name(address: &str) -> io::Result<SocketAddr> {
     name(address, "reports")
 }
 
-/// What shows that a report comes from a process that knows `address`.
+/// A token by which a report shows that its process knows `address`.
 pub fn report_token(address: &str) -> [u8; 32] {
     derive(address, "token of reports")
 }
@@ -87,7 +87,8 @@ fn name(address: &str, purpose: &str) -> io::Result<SocketAddr> {
     SocketAddr::from_abstract_name(format!("gemmesh/{hash}"))
 }
 
-/// The address is hashed before it is a key: HMAC takes keys that differ in zeros at their end for one.
+/// Derives a key. The address is hashed first, because HMAC does not tell keys apart that differ only in zeros at their
+/// end.
 fn derive(address: &str, purpose: &str) -> [u8; 32] {
     HMAC::mac(purpose, Hash::hash(address.as_bytes()))
 }

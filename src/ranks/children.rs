@@ -1,5 +1,5 @@
-//! Processes that this one starts, by descriptor: a number may be another's as soon as somebody has waited for its
-//! process.
+//! Child processes, by descriptor. A process's number may belong to a different process as soon as somebody has waited
+//! for the first one.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -20,10 +20,11 @@ use rustix::process::{
 
 use super::poll;
 
-/// How long a process that is killed may take to end. One that the kernel holds, as a driver may, is left to it.
+/// How long a killed process may take to end. A process that the kernel holds longer, for example in a driver, is left
+/// behind.
 const LAST: Duration = Duration::from_secs(5);
 
-/// A child, which does not outlive this value.
+/// A child process, which does not outlive this value.
 #[derive(Debug)]
 pub struct Child {
     process: OwnedFd,
@@ -43,10 +44,10 @@ impl Child {
         })
     }
 
-    /// How it has ended, if it has.
+    /// How the child has ended, if it has.
     ///
     /// # Errors
-    /// If something else in this process has waited for it.
+    /// If something else in this process has waited for the child.
     pub fn look(&mut self) -> io::Result<Option<ExitStatus>> {
         if self.ended.is_none() {
             let seen = waitid(self.id(), WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
@@ -58,14 +59,14 @@ impl Child {
         Ok(self.ended)
     }
 
-    /// Whether it is stopped, by SIGSTOP or from a terminal.
+    /// True if the child is stopped, by SIGSTOP or from a terminal.
     pub fn is_stopped(&self) -> bool {
         let options = WaitIdOptions::STOPPED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
         self.ended.is_none()
             && matches!(waitid(self.id(), options), Ok(Some(seen)) if seen.stopped())
     }
 
-    /// Does nothing if it has ended.
+    /// Kills the child, unless it has ended.
     pub fn kill(&self) {
         let _ = pidfd_send_signal(&self.process, Signal::KILL);
     }
@@ -92,7 +93,7 @@ impl Drop for Child {
     }
 }
 
-/// A descriptor of a process that has been started; it is killed if there is none to be had.
+/// A descriptor of a started process. If there is none left, the process is killed.
 fn descriptor(mut started: process::Child) -> io::Result<OwnedFd> {
     let pid = Pid::from_child(&started);
     match pidfd_open(pid, PidfdFlags::empty()) {
@@ -129,11 +130,12 @@ fn status(seen: WaitIdStatus) -> ExitStatus {
     ExitStatus::from_raw(exited.or_else(killed).unwrap_or(0))
 }
 
-/// As long as one lives, a child that has ended stays until it is waited for, so that how it ended can be learned.
+/// While one of these lives, a child that has ended stays until it is waited for, so that the launcher can learn how it
+/// ended.
 ///
-/// A process that ignores SIGCHLD, as it may have inherited from who started it, has no such children. So the signal
-/// has its default action meanwhile, which is to do nothing. Children that others have started stay too, if they end
-/// meanwhile, until they are waited for or this process ends.
+/// In a process that ignores SIGCHLD, perhaps because its parent did, children do not stay. So the signal has its
+/// default action meanwhile, which does nothing. Other children of this process that end meanwhile stay too, until
+/// somebody waits for them or this process ends.
 #[derive(Debug)]
 struct Waitable;
 

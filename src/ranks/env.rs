@@ -1,4 +1,4 @@
-//! Who this process is, as its launcher's environment says.
+//! This process's rank and world size, as its launcher's environment describes them.
 
 use std::ffi::OsString;
 
@@ -10,14 +10,14 @@ use crate::error::{Error, Result};
 pub struct Described {
     pub rank: usize,
     pub world: usize,
-    /// The same for all ranks of a job, and no other job's.
+    /// The same for all ranks of a job, and different for other jobs.
     pub address: String,
     /// The launcher's name.
     pub launcher: &'static str,
 }
 
 impl Described {
-    /// Whether [`super::launch`] has started it.
+    /// True if [`super::launch`] has started it.
     pub fn launched(&self) -> bool {
         self.launcher == LAUNCHERS[0].name
     }
@@ -48,8 +48,8 @@ struct Launcher {
     imitated: Option<&'static str>,
 }
 
-/// The innermost first, of those that start one another: mpirun and mpiexec start their agents by srun where Slurm is, so
-/// what srun says in the environment of their ranks is about the agent.
+/// The innermost first, of those that start one another: mpirun and mpiexec start their agents by srun where Slurm is,
+/// so what srun says in the environment of their ranks is about the agent.
 const LAUNCHERS: [Launcher; 9] = [
     Launcher {
         name: "gemmesh::launch",
@@ -264,8 +264,8 @@ fn task(process: &impl Surroundings) -> Option<u32> {
     number.to_str()?.parse().ok()
 }
 
-/// sbatch's script is task 0 of no step. What was set where the script was submitted is left in its environment, a step's number
-/// too.
+/// sbatch's script is task 0 of no step. What was set where the script was submitted is left in its environment, a
+/// step's number too.
 fn is_batch_script(process: &impl Surroundings) -> bool {
     let is_batch = process
         .variable("ENVIRONMENT")
@@ -275,9 +275,9 @@ fn is_batch_script(process: &impl Surroundings) -> bool {
         || task(process).is_some_and(|task| process.runs_batch_script(task))
 }
 
-/// Whether somebody works in this step of Slurm's, or has started this process there: `srun --pty bash`, salloc's shell, a notebook's
-/// terminal. Such a step has one task. srun gives its tasks no terminal but that of --pty, whose variables the tasks of steps
-/// that are started in it have too.
+/// Whether somebody works in this step of Slurm's, or has started this process there: `srun --pty bash`, salloc's
+/// shell, a notebook's terminal. Such a step has one task. srun gives its tasks no terminal but that of --pty, whose
+/// variables the tasks of steps that are started in it have too.
 fn is_interactive(process: &impl Surroundings) -> bool {
     let text = |names: &[&'static str]| process.variable(first_of(process, names)?);
     if text(STEP).is_some_and(|step| INTERACTIVE_STEP.iter().any(|&number| step == number)) {
@@ -292,17 +292,17 @@ fn is_interactive(process: &impl Surroundings) -> bool {
     is_alone && (process.has_terminal(None) == Some(true) || is_pty())
 }
 
-/// As [`describe`], for this process.
+/// [`describe`], for this process.
 pub fn describe_this_process() -> Result<Option<Described>> {
     describe(&ThisProcess)
 }
 
-/// Whether some launcher has started this process as a rank.
+/// True if a launcher has started this process as a rank.
 pub fn has_rank() -> bool {
     recognise(&ThisProcess).is_some()
 }
 
-/// That no launcher has started this process as a rank.
+/// The error that no launcher has started this process as a rank.
 pub fn no_launcher() -> Error {
     if std::env::var_os("SLURM_PROCID").is_some() {
         return Error::Environment {
@@ -318,7 +318,7 @@ pub fn no_launcher() -> Error {
     }
 }
 
-/// All variables that are read, by launcher; some launchers share some.
+/// All variables that are read, by launcher. Launchers share some of them.
 pub fn variables() -> impl Iterator<Item = &'static str> {
     LAUNCHERS.into_iter().flat_map(|launcher| {
         let sets = launcher.marks.iter().chain(launcher.required);
@@ -327,10 +327,10 @@ pub fn variables() -> impl Iterator<Item = &'static str> {
     })
 }
 
-/// What the launcher that started `process` as a rank says of it; `None` if none has.
+/// Describes `process` as its launcher does. `None` if no launcher has started it as a rank.
 ///
 /// # Errors
-/// [`Error::Environment`] names what is missing, [`Error::EnvironmentValue`] what can't be used.
+/// [`Error::Environment`] names missing variables, and [`Error::EnvironmentValue`] a value that cannot be used.
 pub fn describe(process: &impl Surroundings) -> Result<Option<Described>> {
     let Some(launcher) = recognise(process) else {
         return Ok(None);
@@ -405,8 +405,9 @@ fn number(process: &impl Surroundings, names: &[&'static str]) -> Result<(&'stat
     }
 }
 
-/// The launcher that started this process as a rank: the innermost. Where its variables are incomplete, or srun may have set them,
-/// another one that says the same is who has set them, for the sake of programs that know only the first.
+/// The launcher that started this process as a rank: the innermost. Where its variables are incomplete, or srun may
+/// have set them, another one that says the same is who has set them, for the sake of programs that know only the
+/// first.
 fn recognise(process: &impl Surroundings) -> Option<&'static Launcher> {
     let started = || LAUNCHERS.iter().filter(|l| l.has_started(process));
     let sure = started().find(|l| l.is_sure(process));

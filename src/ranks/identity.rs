@@ -1,4 +1,4 @@
-//! Who a process says it is.
+//! How a process that looks for its group introduces itself.
 
 use std::time::Duration;
 

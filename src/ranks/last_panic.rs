@@ -1,4 +1,4 @@
-//! What panics say, for those who hear of them only when they unwind.
+//! The messages of panics, for code that notices a panic only while it unwinds.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -16,12 +16,12 @@ pub fn set(message: Option<String>) {
     let _ = LAST.try_with(|last| last.replace(message));
 }
 
-/// What the panic of this thread that unwinds said, if that is known.
+/// The message of the panic that unwinds this thread, if it is known.
 pub fn message() -> Option<String> {
     LAST.try_with(|last| last.borrow().clone()).ok().flatten()
 }
 
-/// The same of a panic that has been caught.
+/// The message of a panic that has been caught.
 pub fn message_of(payload: &(dyn Any + Send)) -> Option<String> {
     let text = payload.downcast_ref::<&str>().copied();
     let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
@@ -33,7 +33,7 @@ pub fn message_of(payload: &(dyn Any + Send)) -> Option<String> {
     }
 }
 
-/// This thread goes on: a panic that it had is over.
+/// Forgets the last panic of this thread, which goes on.
 pub fn forget() {
     if !std::thread::panicking() {
         set(None);

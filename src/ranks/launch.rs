@@ -24,15 +24,18 @@ const PAUSE: Duration = Duration::from_secs(3600);
 /// But a rank that is stopped wakes nobody.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// True if a launcher, [`launch`] or any that [`Group::from_env`](crate::Group::from_env) knows, started this process as a rank, also
-/// if its variables are incomplete or wrong; `from_env` then says what is.
+/// True if a launcher started this process as a rank, also if its variables are incomplete or wrong.
 ///
-/// A shell in which somebody works, such as `srun --pty bash`, is no rank, nor is what that shell starts; nor is sbatch's script.
+/// The launchers are [`launch`] and all that [`Group::from_env`](crate::Group::from_env) knows. If variables are wrong,
+/// `from_env` says what is wrong.
+///
+/// An interactive shell such as `srun --pty bash` is no rank, and neither is a process that it starts. sbatch's script
+/// is no rank either.
 pub fn is_rank() -> bool {
     env::has_rank()
 }
 
-/// What a launcher says of this process.
+/// This process's rank, as its launcher's environment describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RankEnvironment {
@@ -44,8 +47,15 @@ pub struct RankEnvironment {
     pub launcher: &'static str,
 }
 
-/// What the environment says of this process, as [`Group::from_env`](crate::Group::from_env) reads it; `None` unless
-/// [`is_rank`].
+/// Reads this process's rank from the environment, as [`Group::from_env`](crate::Group::from_env) does. It is `None`
+/// unless [`is_rank`].
+///
+/// ```no_run
+/// if let Some(rank) = gemmesh::launch::rank_environment()? {
+///     println!("rank {} of {}, by {}", rank.rank, rank.world_size, rank.launcher);
+/// }
+/// # Ok::<(), gemmesh::Error>(())
+/// ```
 ///
 /// # Errors
 /// [`Error::Environment`] names the variables that are missing, [`Error::EnvironmentValue`] one that can't be used.
@@ -58,23 +68,24 @@ pub fn rank_environment() -> Result<Option<RankEnvironment>> {
     }))
 }
 
-/// The environment variables that tell ranks who they are, of all launchers; some are named several times.
+/// The environment variables by which all launchers tell ranks who they are. Some are named several times.
 pub fn variables() -> impl Iterator<Item = &'static str> {
     env::variables()
 }
 
-/// Starts this program again, `world` times, with this process's arguments; each is a rank that
-/// [`Group::from_env`](crate::Group::from_env) recognises. Returns when all have ended.
+/// Starts this program again, `world` times, as ranks, and returns when all of them have ended.
 ///
-/// It prints nothing: ranks write where this process writes, and have no input. Once a rank has failed, the others have 1.5
-/// seconds to end by themselves, and are killed then. So are ranks that are stopped, as by SIGSTOP, where their group
-/// has failed and all others have ended. If this process is killed, its ranks are too.
+/// Each process has this process's arguments, and joins the group by [`Group::from_env`](crate::Group::from_env).
 ///
-/// While it runs, SIGCHLD has its default action if this process ignores it, for else nobody could learn how the ranks
-/// end. Ranks begin with the default action too.
+/// It prints nothing. Ranks write where this process writes, and have no input. When a rank has failed, the others have
+/// 1.5 seconds to end, and are killed then. Ranks that are stopped, for example by SIGSTOP, are killed when their group
+/// has failed and all others have ended. If this process is killed, its ranks are killed too.
 ///
-/// A rank cannot launch, whoever started it: the ranks would launch ranks in turn, without end, or each rank of another
-/// launcher's job a whole job on the same machine. So ask [`is_rank`] first:
+/// If this process ignores SIGCHLD, the signal has its default action meanwhile. Otherwise nobody could learn how the
+/// ranks end. Ranks begin with the default action too.
+///
+/// A rank cannot launch, whichever launcher started it. Otherwise ranks would launch ranks without end, or each rank of
+/// a launcher's job would launch a whole job on the same machine. So ask [`is_rank`] first:
 ///
 /// ```no_run
 /// # fn main() -> gemmesh::Result<()> {
@@ -86,16 +97,27 @@ pub fn variables() -> impl Iterator<Item = &'static str> {
 /// ```
 ///
 /// # Errors
-/// [`Error::RankFailed`] if a rank fails, with the rank at fault, how it ended, and the cause as far as the ranks know it:
-/// the rank that is blamed for the failure of the group of [`Group::from_env`](crate::Group::from_env), although others may
-/// have ended before it, and although it may have ended as if it had done all; without such a failure, the first rank that
-/// failed. [`Error::AlreadyRank`] if this process is a rank, or [`Error::Environment`] or [`Error::EnvironmentValue`] if it is one
-/// whose variables are incomplete or wrong; [`Error::Limit`] unless there are 1 to 64 ranks.
+/// - [`Error::RankFailed`] if a rank fails. It names the rank at fault, how it ended, and the cause if the ranks know
+///   it. If the group has failed, this is the rank that the group blames, although others may have ended before it, and
+///   although its process may have ended without an error. Otherwise it is the first rank that failed.
+/// - [`Error::AlreadyRank`] if this process is a rank; [`Error::Environment`] or [`Error::EnvironmentValue`] if it is a
+///   rank whose variables are incomplete or wrong.
+/// - [`Error::Limit`] unless there are 1 to 64 ranks.
 pub fn launch(world: usize) -> Result<()> {
     Launch::new(world).run()
 }
 
-/// A launch with other arguments or variables than this process's own.
+/// Builder for [`launch`]: arguments and variables of the ranks.
+///
+/// ```no_run
+/// # fn main() -> gemmesh::Result<()> {
+/// use gemmesh::launch::{Launch, is_rank};
+///
+/// if !is_rank() {
+///     return Launch::new(4).args(["--verbose"]).env("RUST_BACKTRACE", "1").run();
+/// }
+/// # Ok(()) }
+/// ```
 #[derive(Debug)]
 #[must_use = "nothing is started before `run`"]
 pub struct Launch {
@@ -106,7 +128,7 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// `world` ranks of this program, with the arguments and the environment of this process, as [`launch`] starts them.
+    /// `world` ranks of this program, with this process's arguments and environment, as [`launch`] starts them.
     pub fn new(world: usize) -> Launch {
         Launch {
             world,
@@ -115,7 +137,7 @@ impl Launch {
         }
     }
 
-    /// Gives every rank these arguments instead of this process's, behind those of calls of this before.
+    /// Gives every rank these arguments instead of this process's. Repeated calls append.
     pub fn args(mut self, args: impl IntoIterator<Item = impl Into<OsString>>) -> Launch {
         let given = self.args.get_or_insert_default();
         given.extend(args.into_iter().map(Into::into));
@@ -292,8 +314,8 @@ struct Failure {
 }
 
 impl Failure {
-    /// Whether it comes of a failure that is seen later. The system closes the connections of a rank that is killed, which
-    /// ends the others, before it tells of its death.
+    /// Whether it comes of a failure that is seen later. The system closes the connections of a rank that is killed,
+    /// which ends the others, before it tells of its death.
     fn follows(&self, status: ExitStatus) -> bool {
         self.status.and_then(|status| status.signal()).is_none()
             && status.signal().is_some()
@@ -311,7 +333,8 @@ impl Failure {
             if at_fault.is_empty() {
                 at_fault.push(report.by);
             }
-            // Of several, one that has failed is likelier than one that still runs, and that than one that has done all.
+            // Of several, one that has failed is likelier than one that still runs, and that than one that has done
+            // all.
             let rank = at_fault.into_iter().min_by_key(|&rank| match ends[rank] {
                 Some(status) if !status.success() => 0,
                 None => 1,

@@ -1,4 +1,4 @@
-//! The ranks of a group as one rank sees them: messages to all, and who is still alive.
+//! The ranks of a group as one rank sees them: messages to all ranks, and failures of ranks.
 
 use std::cell::OnceCell;
 use std::io;
@@ -34,7 +34,7 @@ pub const OPENING: &str = "the opening of the backend";
 /// More than what stands around a rank's message among those of all.
 const OVERHEAD: usize = 4096;
 
-/// What every rank sent, by rank.
+/// The messages of all ranks, by rank.
 pub struct Gathered {
     pub payloads: Vec<Vec<u8>>,
     /// One descriptor of each rank if they were sent, none otherwise, nor where rank 0 could not have all; or why this
@@ -206,8 +206,8 @@ impl Members {
         Ok(())
     }
 
-    /// Notes why this rank was refused a collective call. It may make the call after all; if it does not, those who wait
-    /// for it in that call get the error.
+    /// Notes why this rank was refused a collective call. It may make the call after all; if it does not, those who
+    /// wait for it in that call get the error.
     pub fn refuse(&self, error: &Error) {
         if self.refuse_fork().is_err() {
             return;
@@ -217,14 +217,14 @@ impl Members {
         self.shared.note_got(Some(error));
     }
 
-    /// Notes what this rank got from a call that leaves the group as it is: an error, which those who wait for it get if
-    /// it leaves next; or none, with which it has lived on after one before.
+    /// Notes what this rank got from a call that leaves the group as it is: an error, which those who wait for it get
+    /// if it leaves next; or none, with which it has lived on after one before.
     pub fn note(&self, error: Option<&Error>) {
         self.shared.note_got(error);
     }
 
-    /// This rank makes its next collective call after all. It says so when what it does before it is there may take long,
-    /// so that those who wait do not take it for one that was refused and gave up.
+    /// This rank makes its next collective call after all. It says so when what it does before it is there may take
+    /// long, so that those who wait do not take it for one that was refused and gave up.
     pub fn withdraw_refusal(&self) {
         if self.refuse_fork().is_err() {
             return;
@@ -236,8 +236,8 @@ impl Members {
     /// One look around in a wait.
     ///
     /// # Errors
-    /// The group's first failure; or that the deadline has passed, or that a rank was refused the call and does not make it,
-    /// which becomes it.
+    /// The group's first failure; or that the deadline has passed, or that a rank was refused the call and does not
+    /// make it, which becomes it.
     fn pause(&self, waiting: &PeerWait) -> Result<()> {
         if let Some(fault) = self.shared.fault() {
             return Err(fault);
@@ -264,7 +264,8 @@ impl Members {
         timeout(&self.shared, self.timeout, begin.elapsed(), rank, what)
     }
 
-    /// `rank` has left while this rank waits for it in its call `number`. `what`: the call, and what `rank` has not done.
+    /// `rank` has left while this rank waits for it in its call `number`. `what`: the call, and what `rank` has not
+    /// done.
     fn left(&self, rank: usize, number: Option<u64>, what: String) -> Error {
         let reason = self.shared.why_left(rank, number);
         reason.unwrap_or(Error::RankLeft {
@@ -532,7 +533,8 @@ struct PeerWait<'a> {
     what: &'a dyn Fn() -> String,
 }
 
-/// A rank with this `timeout` has waited for `rank` for so long, in vain. `what`: the call, and what `rank` has not done.
+/// A rank with this `timeout` has waited for `rank` for so long, in vain. `what`: the call, and what `rank` has not
+/// done.
 fn timeout(
     shared: &SharedState,
     timeout: Duration,
@@ -575,8 +577,8 @@ impl FailureReporter {
         self.shared.fault()
     }
 
-    /// Notes that this rank waits for `peer`, and has done so for `time` since it was noted last. To be called a few times a second
-    /// while it does.
+    /// Notes that this rank waits for `peer`, and has done so for `time` since it was noted last. To be called a few
+    /// times a second while it does.
     pub fn note_wait(&self, peer: usize, time: Duration) {
         self.shared.note_wait(peer);
         self.waits.add(peer, time);
@@ -609,8 +611,8 @@ impl FailureReporter {
         self.shared.refusal(rank, number)
     }
 
-    /// Why some rank was refused operation `epoch`, if this rank has waited in that for `waited`, and the other had time to
-    /// make the call after all.
+    /// Why some rank was refused operation `epoch`, if this rank has waited in that for `waited`, and the other had
+    /// time to make the call after all.
     pub fn standing_refusal(&self, epoch: Epoch, waited: Duration) -> Option<Error> {
         let number = || self.shared.number_of(epoch);
         self.shared.standing_refusal(number, waited, self.timeout)
@@ -653,9 +655,9 @@ impl Wait for Members {
         let what = || self.shared.describe(epoch, awaited);
         let waiting = PeerWait {
             begin: Instant::now(),
-            // A chunk that is pulled is written by this rank's own copy thread, which may itself wait for another rank than
-            // the chunk's source: it knows the culprit. And what this rank's workers make takes as long as it takes: their
-            // waits for others have deadlines.
+            // A chunk that is pulled is written by this rank's own copy thread, which may itself wait for another rank
+            // than the chunk's source: it knows the culprit. And what this rank's workers make takes as long as it
+            // takes: their waits for others have deadlines.
             grace: match awaited {
                 Awaited::Chunk { pulled: true, .. } => GRACE,
                 Awaited::Produced { .. } => FOREVER,

@@ -1,5 +1,5 @@
-//! Anonymous memory: private to a process, or shared by descriptor. Nothing here has a name that a killed
-//! process could leave behind.
+//! Anonymous memory, private to a process or shared by descriptor. It has no name, so a killed process leaves nothing
+//! behind.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -15,8 +15,8 @@ use crate::resources::{require_available, require_file_size};
 /// No larger than those of any machine.
 const PAGE: usize = 4096;
 
-/// Zeroed, page-aligned memory, unmapped on drop. What may be done with its bytes, and when, is the
-/// business of whoever holds it: this type only hands out the pointer.
+/// Zeroed, page-aligned memory, which is unmapped on drop. This type only hands out the pointer. Its holder decides who
+/// may use the bytes, and when.
 #[derive(Debug)]
 pub struct Mapping {
     begin: NonNull<u8>,
@@ -29,7 +29,7 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Memory of this process alone, reserved in full.
+    /// Memory of this process, reserved in full.
     pub fn private(bytes: usize) -> io::Result<Mapping> {
         require_available(bytes)?;
         let mapping = Mapping::promised(bytes)?;
@@ -73,7 +73,8 @@ impl Mapping {
         Mapping::new(begin.cast(), bytes)
     }
 
-    /// The memory behind a descriptor that [`memfd`] has made of as many bytes, shared with whoever else maps it.
+    /// Maps the memory of a descriptor that [`memfd`] has made with as many bytes. Other processes that map it share
+    /// it.
     pub fn shared(fd: impl AsFd, bytes: usize) -> io::Result<Mapping> {
         let bytes = bytes.max(1);
         require_sealed(&fd, bytes)?;
@@ -97,7 +98,7 @@ impl Mapping {
         Ok(Mapping { begin, bytes })
     }
 
-    /// The first byte; the memory is page-aligned.
+    /// The address of the first byte, which begins a page.
     pub fn as_ptr(&self) -> *mut u8 {
         self.begin.as_ptr()
     }

@@ -1,5 +1,5 @@
-//! Who the ranks of a group are: how they find one another, what they tell one another, who has failed. Knows no backend and no
-//! matrix.
+//! The ranks of a group: how they find one another, what they tell one another, and which of them has failed. Nothing
+//! here knows a backend or a matrix.
 
 pub mod address;
 pub mod call;

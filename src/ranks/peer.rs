@@ -1,4 +1,4 @@
-//! Who is at the other end of a connection, as the system says.
+//! The process at the other end of a connection, and its user, as the system reports them.
 #![allow(unsafe_code)]
 
 use std::fmt;
@@ -12,13 +12,13 @@ use rustix::io::Errno;
 use rustix::process::geteuid;
 use rustix::thread::{CapabilitySet, capabilities};
 
-/// The process that has connected, or that has begun to listen.
+/// A process that has connected, or that has begun to listen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer {
-    /// None if it is in a PID namespace where this process sees none.
+    /// `None` if this process cannot see the other's PID namespace.
     pub pid: Option<u32>,
-    /// As this process's user namespace calls its effective user; all users that are not mapped there are called the
-    /// same.
+    /// Its effective user, as this process's user namespace numbers it. All users that are not mapped there have the
+    /// same number.
     pub uid: u32,
 }
 
@@ -32,13 +32,13 @@ impl fmt::Display for Peer {
     }
 }
 
-/// Whose process it is.
+/// The user whom a process belongs to.
 #[derive(Debug, PartialEq, Eq)]
 pub enum User {
-    /// This process's own effective user's.
+    /// This process's effective user.
     Same,
     Other,
-    /// It may be either; and why that is not known.
+    /// It may be this user or a different one, for the stated reason.
     Unknown(String),
 }
 
@@ -52,11 +52,11 @@ impl Peer {
     }
 }
 
-/// Whose process is at the other end of `stream`.
+/// Finds the user of the process at the other end of `stream`.
 ///
-/// Equal numbers prove it but for one: by the overflow uid the system calls every user that this process's user
-/// namespace does not map. A process that runs as that number itself, be it as `nobody` of a container, needs another
-/// proof.
+/// Equal numbers prove that the users are the same, with one exception. The system gives the overflow uid to every user
+/// that this process's user namespace does not map. A process that runs as that number, for example as `nobody` of a
+/// container, needs a different proof.
 pub fn user_of(stream: &UnixStream, peer: Peer) -> User {
     let own = geteuid().as_raw();
     if peer.uid != own {
@@ -96,7 +96,7 @@ fn maps_all(map: &str) -> bool {
     matches!(fields[..], [_, _, "4294967295"])
 }
 
-/// Proves that the process at the other end has this process's effective user, or says why there is no proof.
+/// Proves that the process at the other end has this process's effective user, or says why it cannot.
 ///
 /// The system lets a process look into another's namespaces if the other's real, effective and saved users all are
 /// the effective user of the first, whatever they are called. It also does so for capabilities: this process's own,
@@ -131,7 +131,7 @@ fn prove(stream: &UnixStream) -> Result<(), String> {
     Ok(())
 }
 
-/// Points at the process at the other end, also when its number is reused. Since Linux 6.5.
+/// A descriptor of the process at the other end, which stays valid when its number is reused. Needs Linux 6.5.
 pub fn pidfd(stream: &UnixStream) -> Result<OwnedFd, Errno> {
     let [fd] = option(stream, libc::SO_PEERPIDFD)?;
     // SAFETY: the system has just opened it, for this caller alone.

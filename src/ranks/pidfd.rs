@@ -1,5 +1,5 @@
-//! The process at the other end of a connection. A connection alone does not tell that it has ended: a child that it
-//! has forked may hold it open.
+//! Notices the end of the process at the other end of a connection. The connection does not tell, because a forked
+//! child may hold it open.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -15,10 +15,10 @@ use super::{peer, poll};
 /// What is known of a peer.
 #[derive(Debug)]
 pub enum PeerProcess {
-    /// The descriptor is readable once it has ended.
+    /// A descriptor that is readable when the process has ended.
     Process(OwnedFd),
     Ended,
-    /// The system does not say: its connection has to do.
+    /// The system does not say, so only the connection tells.
     Unknown,
 }
 
@@ -53,7 +53,7 @@ fn by_number(stream: &UnixStream) -> io::Result<PeerProcess> {
     }
 }
 
-/// Whether the process has ended, as far as anybody can tell. Keeps no descriptor.
+/// True if the process is known to have ended. Keeps no descriptor.
 pub fn has_ended(stream: &UnixStream) -> bool {
     match of_peer(stream) {
         Ok(PeerProcess::Process(fd)) => {
@@ -65,12 +65,12 @@ pub fn has_ended(stream: &UnixStream) -> bool {
     }
 }
 
-/// That the process has ended.
+/// The process has ended.
 #[derive(Debug)]
 pub struct Ended;
 
-/// Looks whether more is to be expected on a connection that is read: the process has not ended, or has sent something
-/// that is still to be read.
+/// Checks that more may come on a connection. It may if the process lives, or if something that it has sent has not
+/// been read.
 pub fn check(stream: &UnixStream) -> Result<(), Ended> {
     if !has_ended(stream) {
         return Ok(());

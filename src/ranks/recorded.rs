@@ -213,7 +213,8 @@ fn every_launcher_is_understood() {
 #[test]
 fn the_launcher_that_another_started_is_the_one_that_counts() {
     let jobs = "1601437697";
-    // mpiexec starts its agents by srun, each as the one task of a step; srun's own ranks were told PMI's variables of it.
+    // mpiexec starts its agents by srun, each as the one task of a step; srun's own ranks were told PMI's variables of
+    // it.
     for of_slurm in [ONE_TASK, SRUN_TASK, BATCH, INTERACTIVE, SALLOC] {
         assert_described(&[HYDRA, of_slurm], PMI, OF_PMI);
         assert_described(&[HYDRA, PMI2, of_slurm], PMI, OF_PMI);

@@ -1,13 +1,13 @@
-//! The rendezvous: processes of one host that agree on an address become a group.
+//! The rendezvous, in which processes of one host that agree on an address become a group.
 //!
-//! The names that follow from the address are in the abstract socket namespace, so nothing lies in any directory and
-//! nothing stays behind when a process is killed. Rank 0 listens at one of them; the others connect, say who they
-//! are, and get either the group's shared memory or the reason why there is no group. Whoever connects and does not
-//! speak this language, or is another user, is dropped, and listening goes on.
+//! The address gives names in the abstract socket namespace, so nothing lies in a directory, and a killed process
+//! leaves nothing behind. Rank 0 listens at one of these names. The others connect, introduce themselves, and get
+//! either the group's shared memory or the reason why there is no group. A connection of a different user, or one that
+//! does not speak this protocol, is dropped, and rank 0 goes on listening.
 //!
-//! Each time that rank 0 listens is an **attempt**. All who come to it get the same verdict, and get it when rank 0
-//! listens no more: who comes later takes part in the next attempt. So a connection that ends without a verdict says
-//! nothing, and its rank searches on.
+//! Each time that rank 0 listens is an **attempt**. All ranks that come to an attempt get the same **verdict**, when
+//! rank 0 has stopped listening. Ranks that come later take part in the next attempt. So a connection that ends without
+//! a verdict says nothing, and its rank goes on searching.
 
 use std::fs;
 use std::io::{self, Read};
@@ -36,7 +36,7 @@ use crate::ranks::memfd::{Mapping, memfd};
 use crate::schedule::layout::MAX_WORLD;
 
 const MAGIC: [u8; 8] = *b"gemmesh\0";
-/// Changes whenever ranks of an older build could not work with ranks of this one.
+/// Changes whenever ranks of older builds cannot work with ranks of this build.
 pub const PROTOCOL_VERSION: u32 = 5;
 /// The longest introduction: a few numbers and names.
 const MAX_HELLO: usize = 4096;

@@ -1,15 +1,15 @@
-//! What launched ranks tell their launcher: why their group has failed.
+//! Reports by which launched ranks tell their launcher why their group has failed.
 //!
-//! How a rank ends does not say why: the failure of one ends the others, often before the one has ended. So each rank tells
-//! the launcher of its group's first failure, before it acts on it itself. It does so in one datagram to an abstract socket
-//! whose name follows from the launch's address: there is nothing to inherit, to pass on or to leave behind, and where
-//! nobody listens nothing happens.
+//! A rank's exit does not say why the group failed, because one rank's failure ends the others, often before that rank
+//! has ended. So each rank tells the launcher of its group's first failure, and only then acts on it. It sends one
+//! datagram to an abstract socket whose name follows from the launch's address. Nothing is inherited, passed on or left
+//! behind. If nobody listens, nothing happens.
 //!
-//! Who may report is who knows the address, which is drawn for the launch and stands in its ranks' environment, where
-//! only their user can read it. That holds whichever namespaces ranks are in; what the system says of a datagram's
-//! sender does not. And nobody else can have the socket's name before the launcher binds it, nor while the ranks run,
-//! who end with it. All that others can do is to fill the socket's queue, so that reports get lost; then it goes by
-//! how the ranks end.
+//! A process may report if it knows the address. The address is drawn for the launch and stands in its ranks'
+//! environment, which only their user can read. This holds in all namespaces, unlike what the system says of a
+//! datagram's sender. No other process can have the socket's name before the launcher binds it, nor while the ranks
+//! run, because they end with the launcher. Others can only fill the socket's queue, so that reports get lost. Then the
+//! launcher judges by how the ranks end.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::{SocketAddr, UnixDatagram};
@@ -29,12 +29,12 @@ use crate::json::{self, optional};
 const MAX_REPORT: usize = 16 << 10;
 /// More than what stands around the error.
 const AROUND: usize = 256;
-/// How long a rank tries to tell a launcher that does not listen, be it stopped.
+/// How long a rank tries to tell a launcher that does not listen, for example because it is stopped.
 const PATIENCE: Duration = Duration::from_millis(200);
 /// How many datagrams are read before the launcher looks at its ranks again, whoever sends them.
 const READ: usize = 1024;
 
-/// One rank's word on the group that it is in.
+/// One rank's report on its group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FailureReport {
     pub rank: usize,
@@ -93,8 +93,8 @@ impl ReportSender {
         })
     }
 
-    /// Tells the launcher why the group has failed, as rank `by` has reported it. Once; returns when it is done, by whatever
-    /// thread. If it can't be told, it goes by how the ranks end.
+    /// Tells the launcher why the group has failed, as rank `by` has reported it. Once; returns when it is done, by
+    /// whatever thread. If it can't be told, it goes by how the ranks end.
     pub fn tell(&self, by: usize, error: &Error) {
         self.once.call_once(|| {
             TOLD.store(std::process::id(), Ordering::Relaxed);

@@ -1,7 +1,7 @@
-//! The search for rank 0 among the names of an address, any of which anybody may hold.
+//! The search for rank 0 among the names of an address. Any process may hold any of these names.
 //!
-//! Rank 0 listens at the first name that is not held by somebody else; the others look for it at all of them. What
-//! another user's process holds is passed over.
+//! Rank 0 listens at the first name that no other process holds. The other ranks look for it at all names, and pass
+//! over names that a different user's process holds.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -17,7 +17,7 @@ use super::peer::{Peer, User, user_of};
 use super::pidfd;
 use crate::error::{Error, Result};
 
-/// The pause after a try in vain.
+/// The pause after a failed try.
 pub const RETRY: Duration = Duration::from_millis(5);
 /// How long rank 0 tries to see who holds a name before it takes another: a rank 0 binds its name a moment before it
 /// listens.
@@ -25,9 +25,9 @@ const PATIENCE: Duration = Duration::from_millis(50);
 
 /// Where the ranks meet.
 pub enum Found {
-    /// Here: this is rank 0.
+    /// This process is rank 0 and listens.
     Here(UnixListener),
-    /// At a process of this user's that listens.
+    /// A process of this user listens.
     There(UnixStream, Peer),
 }
 

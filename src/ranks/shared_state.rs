@@ -1,4 +1,4 @@
-//! What all ranks of a group share beside their matrices: one block of host memory, for whatever backend.
+//! The block of host memory that all ranks of a group share beside their matrices, on every backend.
 //!
 //! It holds the first failure, which ranks have left, which wait for whom, what each rank called last, and why it was
 //! refused a call.
@@ -46,7 +46,8 @@ struct StateBlock {
     waits: [AtomicU64; MAX_WORLD],
     /// A rank's latest exchange, in words.
     message_calls: [Note<NOTE_BYTES>; MAX_WORLD],
-    /// Why a rank was last refused a call: when, in ms as 8 bytes, how often it has been refused that call, likewise, and the error as JSON.
+    /// Why a rank was last refused a call: when, in ms as 8 bytes, how often it has been refused that call, likewise,
+    /// and the error as JSON.
     refusals: [Note<NOTE_BYTES>; MAX_WORLD],
     /// Why a rank that is gone has left, as JSON, as number [`GIVEN`].
     reasons: [Note<NOTE_BYTES>; MAX_WORLD],
@@ -156,8 +157,8 @@ impl SharedState {
         }
     }
 
-    /// Fails in a fork of this rank's process. There nothing that other threads may have locked is touched, and nothing is told to
-    /// the other ranks or the launcher.
+    /// Fails in a fork of this rank's process. There nothing that other threads may have locked is touched, and nothing
+    /// is told to the other ranks or the launcher.
     pub fn refuse_fork(&self) -> Result<()> {
         self.process.require(self.rank)
     }
@@ -319,8 +320,8 @@ impl SharedState {
         peer
     }
 
-    /// Whether this rank may post its call `number`: the slot is not needed by a slower rank any more. If it is, returns
-    /// that rank.
+    /// Whether this rank may post its call `number`: the slot is not needed by a slower rank any more. If it is,
+    /// returns that rank.
     pub fn may_post(&self, number: u64) -> Result<(), usize> {
         if self.slot(self.rank, number).latest() == 0 {
             return Ok(());
@@ -468,11 +469,11 @@ impl SharedState {
         Some(self.refusal_of(rank, number)?.error)
     }
 
-    /// Why some rank was refused its call `number`, if this rank has waited in that call for `waited`, and the other had
-    /// time to make it after all: half a second, or half the `timeout`.
+    /// Why some rank was refused its call `number`, if this rank has waited in that call for `waited`, and the other
+    /// had time to make it after all: half a second, or half the `timeout`.
     ///
-    /// Where this rank was refused the same call before, so may the others have been, and they may try again as late as they like, within
-    /// the timeout: until then a refusal counts only if its rank was refused more often.
+    /// Where this rank was refused the same call before, so may the others have been, and they may try again as late as
+    /// they like, within the timeout: until then a refusal counts only if its rank was refused more often.
     pub fn standing_refusal(
         &self,
         number: impl FnOnce() -> Option<u64>,

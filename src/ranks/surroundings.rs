@@ -1,17 +1,17 @@
-//! What the system tells of this process and its ancestors, beside its variables.
+//! What the system tells of this process and its ancestors, besides environment variables.
 
 use std::ffi::OsString;
 use std::fs;
 
 use crate::profile::span::namespace_offset;
 
-/// What says who this process is.
+/// The surroundings of a process, by which launchers are recognised.
 pub trait Surroundings {
     /// An environment variable.
     fn variable(&self, name: &str) -> Option<OsString>;
 
-    /// Names the launcher's agent on this host: the same for all ranks of a job, and no other job's. `task` are the variables by
-    /// which the launcher tells its ranks apart.
+    /// Names the launcher's agent on this host: the same for all ranks of a job, and no other job's. `task` are the
+    /// variables by which the launcher tells its ranks apart.
     fn agent(&self, task: &[&str]) -> String;
 
     /// Whether process `pid`, or this one, has a terminal; `None` if that can't be known.
@@ -24,7 +24,7 @@ pub trait Surroundings {
     fn runs_batch_script(&self, pid: u32) -> bool;
 }
 
-/// This process, as it is.
+/// The surroundings of this process.
 pub struct ThisProcess;
 
 impl Surroundings for ThisProcess {
@@ -63,14 +63,15 @@ fn is_batch_script(command: &[u8]) -> bool {
     })
 }
 
-/// Programs that start ranks on their host. One that a rank of another job has started has that rank's variables, which may be equal
-/// to one of its own ranks'.
+/// Programs that start ranks on their host. One that a rank of another job has started has that rank's variables, which
+/// may be equal to one of its own ranks'.
 const AGENTS: [&str; 3] = ["hydra_pmi_proxy", "pmi_proxy", "mpispawn"];
 /// More ancestors than a rank has.
 const MOST_ANCESTORS: usize = 1000;
 
-/// The nearest ancestor that is not of this rank: what is between the agent and a rank, such as a profiler or a shell, was given the
-/// same variables. An ancestor of which nothing can be read, such as one that runs as another user, is between them too.
+/// The nearest ancestor that is not of this rank: what is between the agent and a rank, such as a profiler or a shell,
+/// was given the same variables. An ancestor of which nothing can be read, such as one that runs as another user, is
+/// between them too.
 ///
 /// If no ancestor is the agent, it is the parent, as far as anyone knows.
 fn agent(task: &[(String, OsString)]) -> String {
@@ -106,8 +107,8 @@ fn is_other_task(pid: u32, task: &[(String, OsString)]) -> bool {
     !environment.is_empty() && !task.iter().all(has)
 }
 
-/// Tells a process from others, be they in another container, or later ones of the same number. What the system does not tell, it
-/// tells none of the ranks.
+/// Tells a process from others, be they in another container, or later ones of the same number. What the system does
+/// not tell, it tells none of the ranks.
 fn name(pid: u32, stat: Option<Stat>) -> String {
     let namespace = fs::read_link("/proc/self/ns/pid").unwrap_or_default();
     let offset = namespace_offset("boottime");

@@ -1,4 +1,4 @@
-//! How long this rank has waited for each other.
+//! How long this rank has waited for each other rank.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};

@@ -1,4 +1,4 @@
-//! Who is still there: a rank's process ends, or closes its control connection.
+//! Notices that a rank's process ends, or that it closes its control connection.
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use super::shared_state::SharedState;
 use super::wire::{self, Connection};
 use crate::error::{Error, Result};
 
-/// A thread that sees the other ends of the control connections close, and the processes there end.
+/// A thread that notices when control connections close and when the processes at their other ends end.
 #[derive(Debug)]
 pub struct Watcher {
     /// Its end ends the thread.

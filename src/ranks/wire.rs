@@ -1,4 +1,4 @@
-//! Messages between ranks on control connections: frames of bytes, with descriptors where needed.
+//! Messages between ranks on control connections. A message is a frame of bytes, perhaps with descriptors.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -18,11 +18,11 @@ use super::pidfd::Ended;
 use super::poll::poll;
 use crate::schedule::layout::MAX_WORLD;
 
-/// No message of an established group is longer: traces are the longest.
+/// The longest message of a group. Traces are the longest messages.
 pub const MAX_FRAME: usize = 256 << 20;
-/// How long a wait for the other end lasts before the caller's check is asked again.
+/// How often a wait for the other end runs the caller's check.
 const SLICE: Duration = Duration::from_millis(20);
-/// How much is allocated ahead of what has arrived.
+/// How much memory is allocated ahead of the bytes that have arrived.
 const PIECE: usize = 1 << 20;
 
 /// Why a frame could not be sent or received.
@@ -32,7 +32,7 @@ pub enum WireError<E> {
     Late,
     /// The other end is closed.
     Closed,
-    /// The other end sent what is no frame.
+    /// The other end sent bytes that are no frame.
     Garbage(String),
     /// The caller's check said to stop.
     Stopped(E),
@@ -66,7 +66,7 @@ impl WireError<Ended> {
 /// A frame: its bytes, and the descriptors that came with it, or why this process could not have all of them.
 pub type Frame = (Vec<u8>, io::Result<Vec<OwnedFd>>);
 
-/// One control connection and how long, and how long only, to wait on it.
+/// A control connection, with a deadline for waits on it.
 pub struct Channel<'a, C> {
     /// Non-blocking.
     pub stream: &'a UnixStream,

@@ -1,4 +1,7 @@
-//! What happened when: the timeline of an operation, as a picture and for Perfetto.
+//! Timelines of operations, as pictures and for Perfetto.
+//!
+//! `run_traced` of a prepared call gives this rank's [`Trace`], and [`Timeline::collect`] brings all ranks' traces
+//! together.
 
 use std::path::Path;
 
@@ -12,12 +15,12 @@ use crate::resources::require_file_size;
 #[cfg(feature = "timeline")]
 mod svg;
 
-/// What one rank did in an operation, or in several.
+/// What one rank did in one or more operations.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Trace {
     /// The rank.
     pub rank: usize,
-    /// In order of their beginnings.
+    /// The spans, by their beginnings.
     pub spans: Vec<Span>,
 }
 
@@ -34,8 +37,10 @@ impl Trace {
         Trace { rank, spans }
     }
 
-    /// Adds what the same rank did in a next operation, which began when this one had ended: on the host all operations have one
-    /// clock; on GPUs the trace of each begins at 0, and is put behind the end of what there is.
+    /// Adds the trace of the same rank's next operation, which began when this one had ended.
+    ///
+    /// On the host all operations have one clock. On GPUs each trace begins at 0, so the next trace is moved behind the
+    /// end of this one.
     pub fn extend(&mut self, next: Trace) {
         let end = self.spans.iter().map(|span| span.end).max().unwrap_or(0);
         let begin = next.spans.iter().map(|span| span.begin).min();
@@ -54,15 +59,35 @@ impl Trace {
     }
 }
 
-/// What all ranks did in an operation, or in several.
+/// What all ranks did in one or more operations.
+///
+/// ```
+/// use gemmesh::trace::Timeline;
+/// use gemmesh::{AllGatherMatmul, Group, Host, Result, bf16};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let (m, n, k) = (8, 4, 16);
+///     let a = group.sharded::<bf16>(m, k)?;
+///     let b = group.zeros::<bf16>(n, k)?;
+///     let mut out = group.zeros::<bf16>(m, n)?;
+///     let product = AllGatherMatmul::new().prepare(&a, n)?;
+///     let trace = product.run_traced(&a, &b, &mut out)?;
+///     let timeline = Timeline::collect(&group, &trace)?;
+///     assert_eq!(timeline.traces.len(), group.world_size());
+///     Ok(())
+/// }
+///
+/// Group::threads(2, rank)?;
+/// # Ok::<_, gemmesh::Error>(())
+/// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Timeline {
-    /// By rank.
+    /// The traces, by rank.
     pub traces: Vec<Trace>,
 }
 
 impl Timeline {
-    /// Brings the ranks' traces together, numbered by the group's ranks. Collective; every rank gets the whole.
+    /// Brings the ranks' traces together. Collective. Every rank gets all traces.
     ///
     /// # Errors
     /// The group's failure.
@@ -86,8 +111,10 @@ impl Timeline {
         Ok(Timeline { traces })
     }
 
-    /// Writes the timeline in the Trace Event Format, which <https://ui.perfetto.dev> and chrome://tracing read:
-    /// a process a rank, a thread a lane, times in microseconds from the first span on.
+    /// Writes the timeline in the Trace Event Format, which <https://ui.perfetto.dev> and chrome://tracing read.
+    ///
+    /// Each rank is a process, and each lane is a thread. Times are in microseconds from the beginning of the first
+    /// span.
     ///
     /// # Errors
     /// [`Error::System`] if the file can't be written.

@@ -1,5 +1,5 @@
-//! The timeline as a picture: a band a rank, its copy engine above its workers and the streams of its caller, everything in the
-//! colour of the rank whose rows it handles.
+//! The timeline as a picture. Each rank is a band, with its copy engine above its workers and its caller's streams.
+//! Colour says whose rows they are.
 
 use std::path::Path;
 
@@ -17,7 +17,7 @@ const TOP: i32 = 92;
 const AXIS: i32 = 48;
 const LANE: i32 = 26;
 const LANE_GAP: i32 = 4;
-/// Above as many workers, theirs are drawn as thin lines without names: a GPU has more than a hundred.
+/// If there are more workers than this, they are thin lines without names. A GPU has more than a hundred.
 const NAMED_WORKERS: usize = 12;
 const THIN_LANE: i32 = 2;
 const BAND_GAP: i32 = 22;
@@ -40,8 +40,9 @@ type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 type Drawn = std::result::Result<(), Box<dyn std::error::Error>>;
 
 impl Timeline {
-    /// Draws the timeline: a band a rank, its copy engine above its workers, each chunk and tile in the colour of
-    /// the rank whose rows it holds, and grey where a worker waited.
+    /// Draws the timeline. Each rank is a band, with its copy engine above its workers.
+    ///
+    /// The colour of a chunk or tile says whose rows it holds. Grey says that a worker waited.
     ///
     /// # Errors
     /// [`Error::System`] if the file can't be written.
