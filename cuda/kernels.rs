@@ -1,5 +1,5 @@
-//! The kernels there are. build.rs compiles them, a cubin for each family and dtype, and the library loads what it has
-//! compiled: both read this list.
+//! The list of kernels, which build.rs and the library read. build.rs compiles a cubin for each family and dtype, and
+//! the library loads them.
 
 use std::fmt::Display;
 
@@ -10,10 +10,11 @@ pub static FAMILIES: [Family; 1] = [Family {
     shapes: &SM90,
 }];
 
-/// With as many stages as shared memory holds beside the boxes. Wide tiles move the fewest bytes for a product; which of
-/// the widths is best is a matter of how evenly a problem's tiles share out among the multiprocessors. Narrow tiles are for
-/// small problems, and for finer steps while rows arrive; tiles of 64 rows for few rows, where what counts is how fast `b` is read.
-/// Those of any other height swap the operands (swap_ab): for products of a few hundred rows, which tiles of 128 rows do not fit.
+/// Shapes have as many stages as shared memory holds beside the boxes. Wide tiles move the fewest bytes for a product.
+/// Which width is best depends on how evenly a problem's tiles fill the multiprocessors. Narrow tiles are for small
+/// problems, and for finer steps while rows arrive. Tiles of 64 rows are for few rows, where the speed of reading `b`
+/// counts. Tiles of any other height swap the operands (swap_ab). They are for products of a few hundred rows, which
+/// tiles of 128 rows do not fit.
 #[rustfmt::skip]
 const SM90: [Shape; 33] = [
     //  tile_m  tile_n  stages  cluster  split
@@ -64,7 +65,7 @@ pub struct Family {
     pub shapes: &'static [Shape],
 }
 
-/// What one kernel of a family has of its own. Each comes in several: see [`Family::variants`].
+/// What is particular to one kernel of a family. Each kernel comes in several variants: see [`Family::variants`].
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
     /// Rows of a CTA's tile.
@@ -82,8 +83,8 @@ pub struct Shape {
 /// What else there is to a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Variant {
-    /// Its rows go to several places, and partials are added to some. Its epilogue takes registers and code that the other does
-    /// not have, and it has more arguments.
+    /// Its rows go to several places, and partials are added to some. Its epilogue takes registers and code that the
+    /// other does not have, and it has more arguments.
     pub sums: bool,
 }
 
@@ -126,8 +127,8 @@ impl Shape {
         swaps_ab(self.tile_m)
     }
 
-    /// Whether a gated product can use it; if it swaps operands, without slices of K. Not the narrowest of tiles with many rows, half
-    /// of which is no box of the stores.
+    /// Whether a gated product can use it; if it swaps operands, without slices of K. Not the narrowest of tiles with
+    /// many rows, half of which is no box of the stores.
     pub fn is_gated(&self) -> bool {
         self.tile_m != CONSUMERS * CONSUMER_ROWS || self.tile_n >= 2 * BOX_COLUMNS
     }
@@ -145,7 +146,8 @@ impl Shape {
         self.gate_rows().min(self.tile_n / self.cluster)
     }
 
-    /// Whether `b` may be given as [K, N]: then each CTA that shares loads has whole boxes of it. A gated product needs besides that [`gate_rows`](Self::gate_rows) is a multiple of 64.
+    /// Whether `b` may be given as [K, N]: then each CTA that shares loads has whole boxes of it. A gated product needs
+    /// besides that [`gate_rows`](Self::gate_rows) is a multiple of 64.
     pub fn takes_kn(&self) -> bool {
         (self.tile_n / self.cluster).is_multiple_of(KN_COLUMNS)
     }

@@ -1,4 +1,4 @@
-// Adding up what ranks have made of the same rows, where no kernel adds it as it comes: a module of its own.
+// A kernel that adds up the ranks' parts of the same rows when all of them have come. It is a module of its own.
 
 #include "../abi.h"
 #include "reduce.cuh"

@@ -1,4 +1,4 @@
-// Adding up what ranks have made of the same rows.
+// Adds up the ranks' parts of the same rows.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -44,8 +44,9 @@ __device__ __forceinline__ void store(const float* values, Stored* out, uint32_t
     }
 }
 
-// A thread makes piece after piece of a row: what is in its registers is of the same columns, and bits depend on nothing but
-// the order of the addends. `load` returns a piece of an addend: of which, and its row and first column.
+// A thread makes piece after piece of a row. Its registers hold the same columns of all addends, so the bits depend
+// only on the order of the addends. `load` returns a piece of an addend; it gets the addend's number, the row and the
+// first column.
 template <class Element, class Load>
 __device__ void reduce(const GemmeshReduction& reduction, const Load& load) {
     using Piece = Piece<Element>;
@@ -84,7 +85,7 @@ __device__ void reduce(const GemmeshReduction& reduction, const Load& load) {
     }
 }
 
-// The same of addends that are all in memory.
+// The same for addends that are all in memory.
 template <class Element>
 __device__ void reduce(const GemmeshReduction& reduction) {
     reduce<Element>(reduction, [&](uint32_t addend, uint64_t row, uint32_t column) {

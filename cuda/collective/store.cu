@@ -1,10 +1,13 @@
-// What ranks send one another where nothing is multiplied, of rows so few that a copy engine's start counts: a module of its own.
+// A kernel that does collectives without a product, for rows so few that a copy engine's start counts. It is a module
+// of its own.
 //
-// Every CTA tells nothing of its own: the first that comes says that this rank is ready, and when all peers are, each stores its part of
-// what this rank sends, a task after the other, each with the peer's chunk flag behind it. Then it waits for all that comes to this rank, and adds up
-// its part. What push.cuh says of epochs, and of kernels that must be able to run at the same time, holds here; all CTAs of a grid are needed.
+// The CTA that comes first tells the peers that this rank is ready. When all peers are ready, each CTA stores its part
+// of this rank's rows, task after task, with the peer's chunk flag after each. Then it waits for all that comes to this
+// rank, and adds up its part. push.cuh says what holds of epochs, and of kernels that must be able to run at the same
+// time. Here all CTAs of a grid are needed.
 //
-// What fits in low-latency areas goes there instead, and nobody waits for `ready` before or writes a flag behind: low_latency.cuh.
+// Rows that fit in low-latency areas go there instead. Then nobody waits for `ready` first, and no flag follows
+// (low_latency.cuh).
 
 #include "../abi.h"
 #include "../common/ptx.cuh"
@@ -63,7 +66,7 @@ __device__ void send_rows(const GemmeshSends& sends, const GemmeshSend& send, co
     }
 }
 
-// The whole CTA puts rows that come through low-latency areas where they belong.
+// The whole CTA takes rows from its low-latency areas to their places.
 __device__ void take_rows(const GemmeshParams& params, const GemmeshSends& sends, const GemmeshSend& arrival,
                           const LowLatencyShare& share, uint32_t epoch) {
     char* to = static_cast<char*>(params.peers.rows[params.peers.rank]) + arrival.to_row * sends.to_pitch + arrival.column;
@@ -92,7 +95,8 @@ __device__ void move_few_rows(const GemmeshParams& params, const GemmeshSends& s
             send_rows(sends, send, share(send.peer, rank));
         }
     }
-    // No lane waits for the others' before all of this warp's are sent: these would wait for them in turn.
+    // All lanes of the warp send before any lane waits. Otherwise the peers' warps would wait for this one, and it for
+    // them.
     __syncwarp();
     if (reduction.count > 0) {
         // There is an addend of each rank, in their order.
@@ -131,7 +135,7 @@ __device__ void move_rows(const GemmeshParams& params, const GemmeshSends& sends
         return;
     }
     __syncthreads();
-    // What has been given up is void, and peers that are not ready may still read what would be overwritten.
+    // After giving up, results are void, and peers that are not ready may still read what would be overwritten.
     if (all_ready) {
         for (uint32_t task = blockIdx.x; task < sends.count; task += gridDim.x) {
             const GemmeshSend send = load_send(sends.sends + task);
@@ -147,7 +151,7 @@ __device__ void move_rows(const GemmeshParams& params, const GemmeshSends& sends
     for (uint32_t flag = threadIdx.x; flag < sends.flags; flag += blockDim.x) {
         waiting = waiting && await(params, params.flags + flag, epoch, flag);
     }
-    // What each thread has acquired comes before what all of them read.
+    // All threads read after what each thread has acquired.
     __syncthreads();
     if (reduction.count > 0) reduce<Element>(reduction);
     if (threadIdx.x == 0) leave_push(params, epoch);

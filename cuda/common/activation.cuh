@@ -1,4 +1,4 @@
-// What becomes of a product before it is stored: GEMMESH_RELU and the rest.
+// Activations, which are applied to a product before it is stored: GEMMESH_RELU and the rest.
 #pragma once
 
 #include "../abi.h"
@@ -6,9 +6,9 @@
 
 namespace gemmesh {
 
-// All but ReLU are x * sigmoid(s(x)) = x / (1 + exp(-s(x))), with s(x) = x * p(x^2). What a value becomes depends on nothing but itself: so a
-// row has the same bits in any batch, by any kernel, and NaN and infinity stay where they are. Four values that shared one reciprocal would cost
-// less, for MUFU's rate is an eighth.
+// All but ReLU are x * sigmoid(s(x)) = x / (1 + exp(-s(x))), with s(x) = x * p(x^2). Each result depends on its value
+// alone. So a row has the same bits in any batch and by any kernel, and NaN and infinity do not spread. Four values
+// that share one reciprocal would cost less, because MUFU's rate is an eighth.
 template <class Exponent>
 __device__ __forceinline__ float times_sigmoid(float x, const Exponent& exponent) {
     // of a large negative x: x * 1 / (1 + infinity)
@@ -27,9 +27,10 @@ struct GeluTanhExponent {
     }
 };
 
-// log(Phi(x) / Phi(-x)) / x, fitted by linear programming for the least error of x * Phi(x), absolute, and a thousandth of that of s, up to
-// x = 5. Behind it the tails go on to 0 and x. For an output of 16 bits three coefficients do: x * Phi(x) is off by less than 2^-15 of x,
-// an eighth of what rounding to f16 may do; seven, for one of f32, leave 2^-19.
+// log(Phi(x) / Phi(-x)) / x, fitted by linear programming up to x = 5, for the least absolute error of x * Phi(x) and a
+// thousandth of that of s. Beyond it the tails go to 0 and x. For an output of 16 bits three coefficients are enough: x
+// * Phi(x) is off by less than 2^-15 of x, an eighth of the rounding error of f16. Seven coefficients, for f32, leave
+// 2^-19.
 struct GeluExponent16 {
     __device__ __forceinline__ float operator()(float x) const {
         const float square = fminf(x * x, 25.0f);

@@ -1,5 +1,5 @@
-// The inline assembly that families share: clocks, and memory that the whole system sees. One instruction a function, named
-// as the PTX ISA names it.
+// The inline assembly that families share: clocks, and memory that the whole system sees. Each function is one
+// instruction, named as in the PTX ISA.
 #pragma once
 
 #include <cstdint>
@@ -28,19 +28,19 @@ __device__ __forceinline__ void barrier_sync() {
     asm volatile("barrier.sync %0, %1;" ::"n"(Barrier), "n"(Threads) : "memory");
 }
 
-// The same at a barrier whose number is known only when it runs.
+// The same at a barrier whose number is known only at run time.
 template <int Threads>
 __device__ __forceinline__ void barrier_sync(uint32_t barrier) {
     asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "n"(Threads) : "memory");
 }
 
-// Counts as one of those who meet, and goes on.
+// Arrives at the barrier without waiting.
 template <int Barrier, int Threads>
 __device__ __forceinline__ void barrier_arrive() {
     asm volatile("barrier.arrive %0, %1;" ::"n"(Barrier), "n"(Threads) : "memory");
 }
 
-// Meets them: whether all of them say so.
+// Meets them. Returns true if all of them say so.
 template <int Barrier, int Threads>
 __device__ __forceinline__ bool barrier_red_and(bool says) {
     uint32_t all;
@@ -120,7 +120,7 @@ __device__ __forceinline__ void fence_acq_rel_sys() {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 
-// Bytes that are read once: they need no place in the L1 cache.
+// Bytes that are read once, so they need no place in the L1 cache.
 __device__ __forceinline__ uint4 ld_global_no_allocate(const void* address) {
     uint4 value;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -1,11 +1,11 @@
-// The starting line of a benchmark: a module of its own.
+// A kernel that aligns the ranks' streams for benchmarks. It is a module of its own.
 
 #include "../abi.h"
 #include "../common/ptx.cuh"
 #include "flags.cuh"
 
-// A thread for each rank: tells it that this one has come, and waits until it has. Whoever waits in vain goes on: what
-// follows waits for the same rank, and says so.
+// One thread for each rank: tells it that this rank has come, and waits until it has come. If the wait is in vain, the
+// thread goes on, because the next kernel waits for the same rank and reports it.
 extern "C" __global__ void __launch_bounds__(GEMMESH_MAX_WORLD)
     gemmesh_align(const __grid_constant__ GemmeshAlignment alignment) {
     namespace ptx = gemmesh::ptx;

@@ -1,4 +1,4 @@
-// Waiting for words that others write, and giving up on them.
+// Waits for words that peers or copy engines write, and gives up at the deadline.
 #pragma once
 
 #include "../abi.h"
@@ -11,7 +11,7 @@ __device__ __forceinline__ bool reached(uint32_t seen, uint32_t epoch) {
     return static_cast<int32_t>(seen - epoch) >= 0;
 }
 
-// Notes what was waited for in vain, and tells everyone on this GPU to stop waiting.
+// Records the wait that was in vain, and tells all kernels on this GPU to stop waiting.
 __device__ inline void give_up(const GemmeshParams& params, uint32_t flag, uint32_t peer, uint32_t epoch,
                                uint32_t seen, uint64_t waited) {
     GemmeshFault* fault = params.fault;
@@ -25,23 +25,24 @@ __device__ inline void give_up(const GemmeshParams& params, uint32_t flag, uint3
         fault->pushed = params.peers.push_epoch != nullptr;
         fault->operation = params.epoch;
         fault->recording = params.recording;
-        // The host may be reading: whoever sees the mark sees the record.
+        // The host may be reading. If it sees the mark, it sees the record.
         ptx::st_release_sys(&fault->state, GEMMESH_FAULT_RECORDED);
     }
     ptx::atom_cas_relaxed_sys(params.abort, 0, GEMMESH_GIVEN_UP);
 }
 
-// One thread: returns true when `look` finds what is waited for, false when it has been given up. `look` returns whether it is there, and
-// the value that it saw. `flag` is the number of its chunk flag; or GEMMESH_READY or GEMMESH_LOW_LATENCY, and then `peer` is
-// who writes it.
+// One thread: waits until `look` succeeds, and returns true; or returns false if the wait has been given up. `look`
+// returns success and the value that it saw. `flag` is the number of a chunk flag, GEMMESH_READY or
+// GEMMESH_LOW_LATENCY. `peer` is the rank that writes the word.
 //
-// Giving up is for good and never by trap: a thread whose wait passes the deadline records it, sets the abort word and
-// waits for nothing more, so the kernel runs through on whatever bytes are there, no barrier is left hanging, and the
-// context lives. The output is then declared invalid by the record or by the abort word.
+// Giving up is final, and never a trap. A thread whose wait passes the deadline records it, sets the abort word and
+// waits for nothing more. So the kernel runs through on meaningless bytes, no barrier is left hanging, and the context
+// lives. The record or the abort word says that the output is invalid.
 template <class Look>
 __device__ __forceinline__ bool await_look(const GemmeshParams& params, uint32_t epoch, uint32_t flag, uint32_t peer,
                                            const Look& look) {
-    // Short against the microseconds between two chunks, long enough to keep the other CTAs' polls off the L2 cache.
+    // This is short compared with the microseconds between two chunks, and long enough to keep other CTAs' polls off
+    // the L2 cache.
     constexpr uint32_t kPollNanoseconds = 64;
     uint32_t seen;
     if (look(seen)) return true;
@@ -61,7 +62,7 @@ __device__ __forceinline__ bool await_look(const GemmeshParams& params, uint32_t
     }
 }
 
-// One thread: the same for a word, until it has reached the epoch.
+// One thread: waits until a word has reached the epoch.
 __device__ inline bool await(const GemmeshParams& params, const volatile uint32_t* word, uint32_t epoch, uint32_t flag,
                              uint32_t peer = 0) {
     return await_look(params, epoch, flag, peer, [&](uint32_t& seen) {
@@ -70,12 +71,13 @@ __device__ inline bool await(const GemmeshParams& params, const volatile uint32_
     });
 }
 
-// The view that one warp, the producer's, has of the chunk flags.
+// The producer warp's view of the chunk flags.
 class ChunkFlags {
 public:
     __device__ ChunkFlags(const GemmeshParams& params, uint32_t lane) : params_(params), lane_(lane) {}
 
-    // The whole warp: returns when every flag of the tile but a deferred one has reached the epoch, or has been given up.
+    // The whole warp: waits until every flag of the tile, but a deferred one, has reached the epoch or has been given
+    // up.
     __device__ void wait(const GemmeshTile& tile, uint32_t epoch) {
         // Neighbours in the table mostly wait for the same flags, and an epoch once reached stays reached.
         if (tile.flag_begin == begin_ && tile.flag_end == end_) return;
@@ -84,7 +86,7 @@ public:
         wait(begin_, end_, epoch);
     }
 
-    // The same for these flags. Each lane waits for some of them: a trip to memory is for 32 flags.
+    // Waits for these flags. Each lane waits for some of them, so one trip to memory reads 32 flags.
     __device__ void wait(uint32_t begin, uint32_t end, uint32_t epoch) {
         for (uint32_t flag = begin + lane_; flag < end; flag += 32) {
             if (flag != params_.deferred_flag) wait(flag, epoch);
@@ -94,21 +96,22 @@ public:
         ptx::fence_proxy_async();
     }
 
-    // Before which step through K of the tile `wait_deferred` must be called; a number that no step has if it need not be.
+    // The step through K of the tile before which `wait_deferred` must be called. No step has the number if it need not
+    // be called.
     __device__ uint32_t deferred_step(const GemmeshTile& tile) const {
         const bool needed = tile.flag_begin <= params_.deferred_flag && params_.deferred_flag < tile.flag_end;
         return needed ? params_.deferred_step : UINT32_MAX;
     }
 
-    // One lane: returns when the deferred flag has reached the epoch, or has been given up.
+    // One lane: waits until the deferred flag has reached the epoch or has been given up.
     __device__ void wait_deferred(uint32_t epoch) {
         wait(params_.deferred_flag, epoch);
         ptx::fence_proxy_async();
     }
 
 private:
-    // The acquire orders the rows before this thread's own accesses. The loads that follow are made by the async proxy,
-    // which only a proxy fence puts after them.
+    // The acquire orders the rows before this thread's own accesses. The async proxy makes the loads that follow, and
+    // only a proxy fence puts these after the rows.
     __device__ void wait(uint32_t flag, uint32_t epoch) {
         waiting_ = waiting_ && await(params_, params_.flags + flag, epoch, flag);
     }

@@ -1,4 +1,4 @@
-// What few rows go through on their way from rank to rank: the ranks' low-latency areas.
+// Low-latency areas, by which few rows go from rank to rank.
 #pragma once
 
 #include "../abi.h"
@@ -8,14 +8,16 @@
 
 namespace gemmesh {
 
-// What one rank sends to another's low-latency area.
+// One rank's share of another rank's low-latency area.
 //
-// No flag follows the data: a unit is two words of 64 bits, each with 32 bits of it and a tag, and each is written at once, so whoever sees
-// the tag sees the data. (NCCL's LL protocol.) It takes twice the bytes, and spares a fence and a trip.
+// No flag follows the data. A unit is two words of 64 bits, each of which has 32 bits of data and a tag, and is written
+// at once. So a reader that sees the tag sees the data. This is NCCL's LL protocol. It takes twice the bytes, and saves
+// a fence and a trip.
 //
-// Nobody says first that an area may be written. Areas come in two halves, used by turns; a kernel ends only when every peer's kernel of
-// the same operation has begun, and so when every peer's kernel of the operation before that used areas, and read the half that the
-// next one writes, has ended. A reader clears what it has read: a word never has the tag of another operation.
+// No rank says first that an area may be written. Areas have two halves, which operations use by turns. A kernel ends
+// only after every peer's kernel of the same operation has begun. By then every peer's kernel of the last operation
+// before it that used areas has ended. That operation read the half that the next operation writes. A reader clears
+// each word that it has read, so a word never has the tag of a different operation.
 struct LowLatencyShare {
     ulonglong2* units;
     uint32_t tag;
@@ -35,7 +37,7 @@ struct LowLatencyShare {
         ptx::st_relaxed_sys_v2(units + 2 * piece + 1, ulonglong2{tagged(data.z), tagged(data.w)});
     }
 
-    // One thread: waits for a piece that `from` sends, and clears it; zeros if it has been given up.
+    // One thread: waits for a piece from `from`, and clears it. Returns zeros if the wait has been given up.
     __device__ uint4 take(const GemmeshParams& params, uint32_t epoch, uint32_t from, uint64_t piece) const {
         ulonglong2* at = units + 2 * piece;
         ulonglong2 come[2];

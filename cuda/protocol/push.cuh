@@ -1,16 +1,16 @@
-// Rows that their owner pushes to the peers: by its copy engine, which the kernel tells when to begin, or by warps of
-// the kernel that have nothing else to do.
+// Rows that their owner pushes to the peers. Either its copy engine pushes them, and the kernel tells it when to begin.
+// Or warps of the kernel push them that have nothing else to do.
 //
-// Rank r, epoch e. The kernel begins: what r gathered before has been used. So r says ready[r] = e at every peer. When a
-// peer has said the same here, r's rows are written into its memory, chunk by chunk, each followed by the peer's chunk
-// flag. The peer's tiles wait for their flags, all of them by the kernel's end; so nothing is on its way to a rank whose
-// kernel has ended, and its next kernel may say that it is ready. r's own rows are free when its kernel and its copies
-// have ended: no peer reads them from afar.
+// Rank r, epoch e. When the kernel begins, the rows that r gathered before have been used. So r writes ready[r] = e at
+// every peer. When a peer has written its `ready` here, r's rows are written into the peer's memory, chunk by chunk,
+// and the peer's chunk flag after each. The peer's tiles wait for these flags, for all of them by the end of the
+// kernel. So nothing is on its way to a rank whose kernel has ended, and its next kernel may write `ready`. r's own
+// rows are free when its kernel and its copies have ended, because no peer reads them.
 //
-// Some of a kernel's CTAs may have to wait for a multiprocessor, because another kernel holds it. So no part of this belongs
-// to a certain CTA: whichever comes first tells the peers, and tasks are taken from a counter by those that run. One
-// running CTA is enough for the peers to get all rows; the tiles of those that come late are their own rank's business. (Not so
-// where tiles are partials for the peers: those of a CTA that comes late come late.)
+// Some of a kernel's CTAs may have to wait for a multiprocessor that a different kernel holds. So no part of this
+// belongs to a certain CTA. The CTA that comes first tells the peers, and the CTAs that run take tasks from a counter.
+// One running CTA is enough for the peers to get all rows. If CTAs come late, their tiles delay only their own rank.
+// Partial sums for the peers are the exception, because the tiles of a late CTA reach the peers late.
 #pragma once
 
 #include "../abi.h"
@@ -36,8 +36,9 @@ __device__ inline Entrance enter_push(const GemmeshParams& params) {
     return {ptx::ld_relaxed_sys(&push_epoch->epoch) + 1, low_latency, before == 0};
 }
 
-// One thread of each CTA, when its warps take no more tasks, and the rows of all its tiles, or what is added to these, have come; or
-// when they have been given up. The last to leave moves the count on, for the kernels that follow: all have read it.
+// One thread of each CTA. It is called when the CTA's warps take no more tasks, and when the rows or addends of all its
+// tiles have come or have been given up. The last CTA to leave moves the count on for the next kernels, because all
+// CTAs have read it.
 __device__ inline void leave_push(const GemmeshParams& params, uint32_t epoch) {
     const GemmeshPeers& peers = params.peers;
     if (peers.push_epoch == nullptr) return;
@@ -45,13 +46,13 @@ __device__ inline void leave_push(const GemmeshParams& params, uint32_t epoch) {
     peers.push_epoch->taken = 0;
     peers.push_epoch->left = 0;
     if (params.low_latency.share != 0) peers.push_epoch->low_latency += 1;
-    // The host tells by `entered` whether the epoch is that of the operation before: both are written at once. Nothing is released, for what
-    // follows on the device comes when this kernel has ended, and the host reads nothing behind these words.
+    // By `entered` the host tells if the epoch is that of the operation before; both are written at once. Nothing is
+    // released, because the next kernel begins when this one has ended, and the host reads nothing behind these words.
     ptx::st_relaxed_sys_pair(&peers.push_epoch->epoch, epoch, 0);
     if (peers.completed != nullptr) ptx::st_relaxed_sys(peers.completed, params.epoch);
 }
 
-// One warp: whether every peer's kernel runs; waits for that.
+// One warp: waits until every peer's kernel runs. Returns false if the wait has been given up.
 __device__ inline bool await_peers(const GemmeshParams& params, uint32_t epoch, uint32_t lane) {
     const GemmeshPeers& peers = params.peers;
     const GemmeshMailbox* own = peers.mailboxes[peers.rank];
@@ -72,13 +73,13 @@ __device__ inline void announce(const GemmeshParams& params, uint32_t epoch, uin
 
     GemmeshMailbox* own = peers.mailboxes[peers.rank];
     if (epoch % GEMMESH_REFRESH == 0) {
-        // The peers' flags are theirs to write only once they know that this rank is ready.
+        // Peers write this rank's flags only after they know that it is ready.
         for (uint32_t flag = lane; flag < GEMMESH_MAX_FLAGS; flag += 32) own->chunk[flag] = epoch - 1;
         __syncwarp();
         ptx::fence_acq_rel_sys();
     }
-    // Without a release, for all that has to come before it are kernels that have ended: their reads are over, and what they wrote
-    // here is in this GPU's memory.
+    // There is no release, because only kernels that have ended must come before this. Their reads are over, and what
+    // they wrote here is in this GPU's memory.
     for (uint32_t peer = lane; peer < peers.world; peer += 32) {
         ptx::st_relaxed_sys(&peers.mailboxes[peer]->ready[peers.rank], epoch);
     }
@@ -91,7 +92,8 @@ __device__ inline void announce(const GemmeshParams& params, uint32_t epoch, uin
     } else if (ptx::ld_relaxed_sys(params.abort) != GEMMESH_GROUP_FAILED) {
         return;
     }
-    // After a failure too: the copies of a graph wait at each of its replays, and the host does not know how many there are.
+    // After a failure too, because the copies of a graph wait at each of its replays, and the host does not know how
+    // many there are.
     ptx::st_release_sys(&peers.push_epoch->permit, 1);
 }
 
@@ -105,7 +107,7 @@ __device__ __forceinline__ GemmeshCopyTask load_task(const GemmeshCopyTask* at) 
     return loaded.task;
 }
 
-// A CTA's threads that push: together they take a task at a time.
+// The threads of a CTA that push. Together they take one task at a time.
 struct Pushers {
     static constexpr uint32_t kThreads = 96;
     static constexpr int kBarrier = 2;
@@ -114,11 +116,11 @@ struct Pushers {
     // All of them have reached this point.
     __device__ static void meet() { ptx::barrier_sync<kBarrier, kThreads>(); }
 
-    // The same: whether all of them say so.
+    // All of them have reached this point. Returns true if all say so.
     __device__ static bool meet_all(bool says) { return ptx::barrier_red_and<kBarrier, kThreads>(says); }
 };
 
-// Bytes on their way through the registers of a CTA's pushers, 16 a thread at a time.
+// Bytes in the registers of a CTA's pushers, 16 a thread at a time.
 struct Words {
     static constexpr uint32_t kInFlight = 4;
     static constexpr uint32_t kStep = Pushers::kThreads * sizeof(uint4);
@@ -143,8 +145,8 @@ struct Words {
     }
 };
 
-// The pushers of a CTA, of whom `thread` is one: push task after task, each with its flag. `epoch` returns the operation's, and may have
-// to wait for it: the first bytes are on their way meanwhile.
+// The pushers of a CTA, `thread` among them: push task after task, each with its flag. `epoch` returns the operation's
+// epoch, and may wait for it. Meanwhile the first bytes are being read.
 template <class Epoch>
 __device__ __forceinline__ void push(const GemmeshParams& params, Pushers& shared, const Epoch& epoch, uint32_t thread) {
     const GemmeshPeers& peers = params.peers;
@@ -161,7 +163,8 @@ __device__ __forceinline__ void push(const GemmeshParams& params, Pushers& share
         Words words;
         words.load(from, 0, task.bytes, thread);
 
-        // Wait until the peer's memory may be written. One who gives up stores nothing, and the flag is not written.
+        // Wait until the peer's memory may be written. If a thread has given up, it stores nothing, and the flag is not
+        // written.
         const uint32_t* ready = &peers.mailboxes[peers.rank]->ready[task.peer];
         const bool is_ready = await(params, ready, epoch(), GEMMESH_READY, task.peer);
         if (is_ready) words.store(to, 0, task.bytes, thread);
@@ -170,7 +173,7 @@ __device__ __forceinline__ void push(const GemmeshParams& params, Pushers& share
             words.store(to, at, task.bytes, thread);
         }
 
-        // The release is cumulative: what the others have stored, and the barrier has shown to this thread, comes before it.
+        // The release is cumulative. It covers the other threads' stores, which the barrier has shown to this thread.
         const bool is_there = Pushers::meet_all(is_ready);
         if (thread == 0 && is_there) ptx::st_release_sys(&peers.mailboxes[task.peer]->chunk[task.flag], epoch());
     }

@@ -1,12 +1,11 @@
-// Which tiles this CTA works on: the host's table, walked.
+// Walks the host's table of tiles, for one cluster.
 #pragma once
 
 #include "../abi.h"
 
 namespace gemmesh {
 
-// The entries of one cluster, in order. The entry after the current one is already being loaded, so that moving on
-// costs no trip to memory.
+// The entries of one cluster, in order. The next entry is already being loaded, so moving on costs no trip to memory.
 class TableWalk {
 public:
     __device__ TableWalk(const GemmeshParams& params, uint32_t cluster_size)

@@ -1,5 +1,5 @@
-// Rows of blocks: partial sums that are stored for other ranks, and sums of what these have stored meanwhile and of the tile's own
-// product. And telling the ranks, or the copy engine, that the rows of a block are there.
+// Stores a tile's rows as partial sums for other ranks, or adds the other ranks' partial sums to the tile's product and
+// stores the sums. Then tells the ranks, or the copy engine, that the rows of a block are there.
 #pragma once
 
 #include "../abi.h"
@@ -18,7 +18,7 @@ struct Targets {
     CUtensorMap maps[2 * GEMMESH_MAX_TARGETS];
 };
 
-// What a kernel that adds partials is launched with beside the rest; another has nothing of it.
+// Further arguments of kernels that add partial sums.
 struct SumArguments {
     const CUtensorMap* added;
     const Targets* targets;
@@ -36,11 +36,11 @@ __device__ __forceinline__ GemmeshBlock load_block(const GemmeshSums& sums, uint
     return loaded.block;
 }
 
-// Columns that are added at a time, a box: what `a` takes of one stage of the ring, for it has the same shape.
+// Columns of a box, which is added at a time. It has the shape, and the room, of `a` in one stage of the ring.
 constexpr uint32_t kSumColumns = GEMMESH_TILE_K;
 
-// Boxes of one addend that a stage takes: another one in the place of `b`, if that is as large. Of consumers side by side each has
-// one of them; otherwise they are both's.
+// Boxes of one addend in a stage. If `b` is as large as a box, its place holds a second one. Consumers that are side by
+// side take one box each. Others share all boxes.
 template <class C>
 constexpr uint32_t kStageBoxes = C::kTileN >= 2 * kSumColumns ? 2 : 1;
 template <class C>
@@ -50,12 +50,12 @@ constexpr uint32_t kConsumerBoxes = C::kSideBySide ? 1 : kStageBoxes<C>;
 template <class C>
 constexpr uint32_t kNextBox = C::kSideBySide ? C::kConsumerN : kSumColumns;
 
-// Boxes of one addend that a consumer adds to a tile.
+// Boxes of one addend that a consumer adds to its part of a tile.
 template <class C>
 constexpr uint32_t kSumBoxes = (C::kConsumerN + kSumColumns - 1) / kSumColumns;
 
-// One thread, the producer: loads what is added to a tile through the ring, behind the tile's operands. `row` is the tile's
-// first, counted from the block's.
+// One thread, the producer: loads a tile's addends through the ring, behind its operands. `row` is the tile's first
+// row, counted from the block's first.
 template <class C, class Shared>
 __device__ __forceinline__ void load_addends(const CUtensorMap& map_added, const GemmeshBlock& block, Shared& shared,
                                              RingPosition<C::kStages>& at, uint32_t row, uint32_t column) {
@@ -81,8 +81,8 @@ __device__ __forceinline__ void load_addends(const CUtensorMap& map_added, const
 // One warp: adds its rows of a box to the accumulators of the box's columns, the first of which `sum` is.
 template <class Element, uint32_t Groups>
 __device__ __forceinline__ void add_box(float* sum, const Element* box, uint32_t own_row, uint32_t lane) {
-    // As StoreBox: lanes 0-15 name the rows of the left piece, lanes 16-31 those of the right one; the swizzle exchanges a row's
-    // pieces of 16 bytes by the row modulo eight.
+    // As in StoreBox, lanes 0-15 name the rows of the left piece, and lanes 16-31 those of the right piece. The swizzle
+    // permutes a row's pieces of 16 bytes by the row modulo eight.
     constexpr uint32_t kPiece = 16 / sizeof(Element);
     const uint32_t row = own_row + lane % 16;
     const uint32_t begin = ptx::shared_address(box + row * kSumColumns);
@@ -98,7 +98,7 @@ __device__ __forceinline__ void add_box(float* sum, const Element* box, uint32_t
             sum[pair * 8 + i * 2] += addend.x;
             sum[pair * 8 + i * 2 + 1] += addend.y;
         }
-        // What has been read has been added; and no more is read ahead than there are registers for.
+        // All that has been read has been added. No more is read ahead than fits in registers.
         if (pair % 2 == 1 || pair + 1 == Groups / 2) {
 #pragma unroll
             for (uint32_t i = 0; i < (pair + 1) * 8; ++i) ptx::pin(sum[i]);
@@ -106,8 +106,8 @@ __device__ __forceinline__ void add_box(float* sum, const Element* box, uint32_t
     }
 }
 
-// One warp of the consumers: the accumulators of this stage's boxes and of those behind it become the sums. The ring's stages are
-// passed through also by a warp that has no rows to store. `own_row` is the warp's first in the tile.
+// One warp of the consumers: turns its accumulators into the sums. A warp without rows to store passes through the
+// ring's stages too. `own_row` is the warp's first row in the tile.
 template <class C, uint32_t Box = 0, class Shared>
 __device__ __forceinline__ void add(Accumulators<typename C::Element, C::kConsumerN>& accumulators,
                                     const GemmeshBlock& block, Shared& shared, RingPosition<C::kStages>& at,
@@ -120,8 +120,8 @@ __device__ __forceinline__ void add(Accumulators<typename C::Element, C::kConsum
     constexpr uint32_t kMost = kConsumerBoxes<C> * kGroupsOfBox;
     constexpr uint32_t kGroups = kLeft < kMost ? kLeft : kMost;
     constexpr uint32_t kOfFirst = kGroups < kGroupsOfBox ? kGroups : kGroupsOfBox;
-    // The sums take the place of the product, which is kept rounded, in half of the registers. -0.0 is the additive identity,
-    // also for zeros of both signs.
+    // The sums take the place of the product, which is kept rounded, in half of the registers. -0.0 is the additive
+    // identity, also for zeros of both signs.
     float* sum = &accumulators.d[kFirst * 4];
     uint32_t product[kGroups * 2];
 #pragma unroll
@@ -150,8 +150,8 @@ __device__ __forceinline__ void add(Accumulators<typename C::Element, C::kConsum
                 add_box<Element, kGroups - kOfFirst>(sum + kOfFirst * 4, shared.b[at.stage], own_row, lane);
             }
         }
-        // Every lane has read, and added what it read. So a neighbour's load of `b`, which comes after the neighbour has heard of
-        // it, does not overtake the reads.
+        // Every lane has read, and has added what it read. So a neighbour's load of `b` cannot overtake the reads,
+        // because it comes after the neighbour has been told.
         __syncwarp();
         shared.pipeline.release(at.stage, lane);
         at.advance();
@@ -163,7 +163,7 @@ __device__ __forceinline__ void add(Accumulators<typename C::Element, C::kConsum
     }
 }
 
-// Where one warp stores the rows of a tile: each lane at one place at the most, of its own.
+// Where one warp stores the rows of a tile. Each lane has at most one place.
 template <class Element, int N, int Boxes>
 class PlacedStores {
 public:
@@ -179,13 +179,13 @@ public:
         place_ = {words.x, words.y, words.z, words.w};
     }
 
-    // The whole warp, before it stores: returns when the rows of others may be written, or when this has been given up, and
-    // then they are not. `row` is the warp's first in the block, `column` the tile's.
+    // The whole warp, before it stores: waits until the rows of other ranks may be written. If the wait has been given
+    // up, they are not written. `row` is the warp's first row in the block, `column` the tile's first column.
     __device__ void await_ready(uint32_t row, uint32_t column) {
         row_ = row;
         column_ = column;
         const GemmeshPeers& peers = params_.peers;
-        // A rank that was ready once is until the kernel ends.
+        // A rank that is ready stays ready until the kernel ends.
         const uint32_t bit = 1u << place_.map % GEMMESH_MAX_TARGETS;
         if (is_used_ && place_.to != peers.rank && (ready_ & bit) == 0) {
             const uint32_t* word = &peers.mailboxes[peers.rank]->ready[place_.to];
@@ -210,23 +210,23 @@ public:
         ptx::cp_async_bulk_commit_group();
     }
 
-    // The whole warp: what it has stored of this block will be reported; not if it has given up, so that nobody takes the block
-    // for whole.
+    // The whole warp: notes that its stores of this block are to be reported. If it has given up, they are not, so that
+    // nobody takes the block for whole.
     __device__ void note(const GemmeshBlock& block, uint32_t index) {
         index_ = index;
         reports_ = __any_sync(~0u, (ready_ & kGivenUp) != 0) ? 0 : block.reports;
         told_ = is_used_ ? place_ : GemmeshStore{0, 0, 0, GEMMESH_UNTOLD};
     }
 
-    // The step through K of the next tile at which it is time to report: by then stores to this GPU's memory are over, and
+    // The step through K of the next tile at which to report. By then stores to this GPU's memory have ended, so
     // waiting for them takes no time.
     static constexpr uint32_t kReportStep = 2;
 
-    // The whole warp: reports what has been noted, and tells who waits for the block if that was the last.
+    // The whole warp: reports what has been noted. The last report signals the block.
     __device__ void report(uint32_t lane) {
         if (reports_ == 0) return;
-        // Stores by TMA that have completed are seen by the thread that issued them. Each report comes after the stores of its
-        // warp, the last one after all others, and the words, by their release, after it.
+        // A completed TMA store is seen by the thread that issued it. Each report comes after its warp's stores, and
+        // the last report after all others. The words come after the last report, by their release.
         ptx::cp_async_bulk_wait_group<0>();
         __syncwarp();
         const GemmeshSums& sums = *partials_.sums;
@@ -236,7 +236,7 @@ public:
             // A vote orders no memory.
             __syncwarp();
             if (lane == 0) sums.reports[index_] = 0;
-            // Sums of what has not come are not said to be there.
+            // If addends have not come, their sums are not reported.
             if (told_.flag == GEMMESH_COPIED) {
                 ptx::st_release_sys(&sums.stored[index_], 1);
             } else if (told_.flag != GEMMESH_UNTOLD && ptx::ld_relaxed_sys(params_.abort) == 0) {

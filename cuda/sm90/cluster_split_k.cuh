@@ -1,4 +1,4 @@
-// Adding up what the CTAs of a cluster that share a tile have each made of their part of K.
+// Adds up the parts of K of the CTAs of a cluster that share a tile.
 #pragma once
 
 #include "../abi.h"
@@ -8,17 +8,17 @@
 
 namespace gemmesh {
 
-// The rows of a tile are shared out among the CTAs, by warps: warp w's are CTA w / kOwn's to add up and to store. What a
-// CTA has made of others' rows it sends to their shared memory. The parts of K are added in their order, whoever adds them: so
-// a row's bits depend neither on its place in the tile nor on which CTA is early.
+// Each CTA adds up and stores some rows of the tile: CTA w / kOwn has the rows of warp w. It sends its part of the
+// other rows to their CTAs' shared memory. The parts of K are always added in their order. So a row's bits depend
+// neither on its place in the tile nor on which CTA is early.
 template <int Split, int N, int Warps>
 struct SplitSum {
     static constexpr uint32_t kOwn = Warps / Split;
     static constexpr uint32_t kPieces = N / 2 / 4;  // a thread's accumulators, by four
     static_assert(Warps % Split == 0);
 
-    // A thread sends to the thread of the same number, whose accumulators are of the same places of the tile. By sender,
-    // without this CTA.
+    // The parts, by sender without this CTA. A thread sends to the thread of the same number, whose accumulators have
+    // the same places in the tile.
     float4 parts[Split - 1][kOwn][kPieces][32];
     uint64_t full;   // all parts of a tile are there
     uint64_t empty;  // what this CTA has sent of a tile has been read
@@ -29,7 +29,8 @@ struct SplitSum {
         ptx::mbarrier_init(&empty, (Split - 1) * kOwn);
     }
 
-    // One warp of the consumers: returns whether it has the sums of its rows, to be stored. `turn` counts the tiles.
+    // One warp of the consumers: returns true if it has the sums of its rows and is to store them. `turn` counts the
+    // tiles.
     template <class Element>
     __device__ bool gather(Accumulators<Element, N>& accumulators, uint32_t turn, uint32_t rank, uint32_t warp,
                            uint32_t lane) {

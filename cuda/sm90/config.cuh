@@ -1,4 +1,4 @@
-// What a kernel is: its tile, its ring, its cluster, and how shared memory is laid out for it.
+// A kernel's configuration (tile, ring, cluster), and its layout of shared memory.
 #pragma once
 
 #include "../abi.h"
@@ -20,17 +20,19 @@ constexpr int kConsumers = 2;
 constexpr int kConsumerWarps = kConsumers * kWarpgroupThreads / 32;
 static_assert(GEMMESH_THREADS == (1 + kConsumers) * kWarpgroupThreads);
 
-// The warpgroups share out what the CTA is launched with: 65536 registers by its threads, in steps of 8. A warpgroup that
-// asks for more than the others have given up waits for ever. The products need most of them.
+// The CTA is launched with 65536 registers over its threads, in steps of 8. The warpgroups share them out, and the
+// consumers need most of them. A warpgroup that asks for more than the others have given up waits for ever.
 constexpr int kLaunchRegisters = 65536 / GEMMESH_THREADS / 8 * 8;
 constexpr int kProducerRegisters = 56;
 constexpr int kConsumerRegisters = ((1 + kConsumers) * kLaunchRegisters - kProducerRegisters) / kConsumers / 8 * 8;
 static_assert(kConsumerRegisters == 224);
 
-// Each consumer multiplies 64 rows, the height of a wgmma, by all columns of the tile: of all ways to split a tile in
-// two this one reads the fewest bytes of shared memory for a product. Of a tile that is no higher, each takes half of the columns.
-// Or swap_ab: the operands are swapped, and rows of `b` are the wgmma's rows: then a tile may have any number of rows that a wgmma has of
-// columns, and fits a product of few of them.
+// Each consumer multiplies 64 rows, the height of a wgmma, by all columns of the tile. Of all ways to split a tile in
+// two, this one reads the fewest bytes of shared memory. If a tile has only 64 rows, each consumer takes half of its
+// columns.
+//
+// With swap_ab the operands are swapped, and rows of `b` are the wgmma's rows. Then a tile may have as few rows as a
+// wgmma may have columns, and fits a product of few rows.
 constexpr int kConsumerRows = 64;
 
 template <class Element_, int TileM, int TileN, int Stages, int Cluster, int Split, int Boxes, bool Sums>
@@ -58,8 +60,9 @@ struct Config {
     static_assert(kPartN % 8 == 0, "a part of b begins on a whole swizzle pattern");
     static constexpr bool kTakesKn = kPartN % 64 == 0;  // `b` may be given as [K, N]: see WeightLoads
 
-    // A gated tile's rows of `b` are gate's and up's by turns, so many at a time. So the first half of a consumer's columns is gate's, and
-    // the second up's; where operands are swapped, two of its warps have gate's, and the other two up's.
+    // In a gated tile, kGateRows rows of gate and as many of up alternate in `b`. So the first half of a consumer's
+    // columns belongs to gate, and the second half to up. With swap_ab, two of its warps have gate's columns, and the
+    // other two have up's.
     static constexpr bool kGates = !Sums;
     static constexpr int kGateRows = kSideBySide || kSwapAb ? TileN / 4 : TileN / 2;
     static constexpr int kGateBox = kGateRows < kPartN ? kGateRows : kPartN;  // what is loaded at a time

@@ -1,4 +1,5 @@
-// From accumulators to the output: add the bias, apply the activation, multiply gate and up, add the residual, round once, store.
+// The epilogue, from accumulators to the output. It adds the bias, applies the activation, multiplies gate and up, adds
+// the residual, rounds once and stores.
 #pragma once
 
 #include "../abi.h"
@@ -8,8 +9,8 @@
 
 namespace gemmesh {
 
-// Where a warp lays out rows for a store: 16 rows of 128 bytes, of elements that are stored. The tensor map's swizzle exchanges the 16-byte pieces
-// within a row by the row's number modulo eight, which also spares bank conflicts.
+// A box, in which a warp lays out 16 rows of 128 bytes for a store. The tensor map's swizzle permutes the 16-byte
+// pieces of a row by the row's number modulo eight, which also avoids bank conflicts.
 template <class Element>
 struct alignas(1024) StoreBox {
     static constexpr int kRows = GEMMESH_STORE_ROWS;
@@ -22,8 +23,8 @@ struct alignas(1024) StoreBox {
     }
 };
 
-// Where a warp's 16 rows of a tile lie in `out`: the first row and column. Nothing is read or written outside of the rows from `begin` to
-// `end`, and behind the last column.
+// The first row and column, in `out`, of a warp's 16 rows of a tile. Only rows from `begin` to `end` are read and
+// written, up to the last column.
 struct WarpPlace {
     uint32_t row;
     uint32_t column;
@@ -31,8 +32,8 @@ struct WarpPlace {
     uint32_t end;
 };
 
-// Where this lane's accumulators lie in `out`: each four of them in two rows, eight apart, and two neighbouring columns, the next
-// four eight columns on.
+// The place, in `out`, of this lane's accumulators. Each four of them lie in two rows, eight apart, and two
+// neighbouring columns. The next four lie eight columns further.
 struct Place {
     static constexpr uint32_t kRowsApart = 8;
     uint32_t row;     // the upper one, of `a`
@@ -47,9 +48,10 @@ struct Place {
     __device__ bool has_row(uint32_t half) const { return begin <= row_of(half) && row_of(half) < end; }
 };
 
-// What is added to the columns of a warp's N: loaded while the tensor cores multiply, for a load that is waited for costs more than
-// all additions. Lane 4 j + p keeps the pair of columns p of blocks j, j + 8, ... of eight columns, and hands it to the lanes that have
-// accumulators there. Of a gated tile the first half of the blocks is gate's, and the other up's.
+// The bias of a warp's N columns. It is loaded while the tensor cores multiply, because waiting for a load costs more
+// than all additions. Lane 4 j + p keeps the pair of columns p of blocks j, j + 8, ... of eight columns, and hands it
+// to the lanes that have accumulators there. In a gated tile the first half of the blocks belongs to gate, and the
+// second to up.
 template <class Element, int N>
 class ColumnBias {
 public:
@@ -104,8 +106,8 @@ __device__ __forceinline__ void prefetch_residual(const GemmeshOutput& output, u
     }
 }
 
-// The boxes that a warp's rows of a tile take, and where each begins. Where boxes don't divide the tile's width, the last one is
-// moved left and holds some columns again, with the same values.
+// The boxes of a warp's rows of a tile, and the column at which each begins. If boxes don't divide the tile's width,
+// the last one is moved left and holds some columns again, with the same values.
 template <class Element, int N>
 constexpr int kStoreSteps = (N + StoreBox<Element>::kColumns - 1) / StoreBox<Element>::kColumns;
 
@@ -114,8 +116,9 @@ __device__ __forceinline__ constexpr int store_column(int step) {
     return step < kStoreSteps<Element, N> - 1 ? step * StoreBox<Element>::kColumns : N - StoreBox<Element>::kColumns;
 }
 
-// The residual of a warp's rows of N columns, on its way through the boxes that these are stored through afterwards, as many columns at a
-// time as there are boxes: the reverse of `store_rows`. A row of a box is a line of memory, which eight lanes copy.
+// Loads the residual of a warp's rows of N columns through the warp's boxes, as many columns at a time as fit. It is
+// the reverse of `store_rows`, which uses the same boxes afterwards. A row of a box is a line of memory, which eight
+// lanes copy.
 template <class Element, int N, int Boxes>
 class Residual {
 public:
@@ -124,7 +127,7 @@ public:
     __device__ Residual(const GemmeshOutput& output, StoreBox<Element> (&boxes)[Boxes], const WarpPlace& place, uint32_t lane)
         : output_(output), boxes_(boxes), place_(place), lane_(lane) {}
 
-    // All lanes of the warp: begins to copy. Who has stored from the boxes before may still be reading them.
+    // All lanes of the warp: begins to copy. TMA may still be reading the boxes for an earlier store.
     __device__ void begin() {
         if (output_.residual == nullptr) return;
         ptx::cp_async_bulk_wait_group_read<0>();
@@ -146,7 +149,7 @@ private:
     __device__ void copy() {
         const uint32_t piece = lane_ % kLanes;
         uint32_t of_box = lane_ / kLanes;
-        // Anew each time: kept, the addresses would take registers that there are not.
+        // Computed anew each time, because there are no registers to keep the addresses.
         ptx::pin(of_box);
         const uint32_t column = place_.column + piece * Box::kPiece;
         const uint32_t row = place_.row + of_box;
@@ -205,8 +208,9 @@ private:
     uint32_t lane_;
 };
 
-// All that comes between the products, or their sums, and rounding. The accumulators are of N columns of one weight; or the first
-// half is gate's and the other up's, if kernels can be gated (Gates) and this one is, and then the first half has what is to be stored.
+// Everything between the products, or their sums, and rounding. The accumulators have N columns of one weight. If the
+// product is gated, the first half has gate's columns and the second half up's, and afterwards the first half has the
+// results. `Gates` says that kernels can be gated.
 template <class Element, bool Gates, int N, int Boxes>
 __device__ __forceinline__ void finish(float* accumulators, const GemmeshParams& params, const GemmeshOutput& output,
                                        const ColumnBias<Element, N>& bias, StoreBox<Element> (&boxes)[Boxes],
@@ -228,7 +232,7 @@ __device__ __forceinline__ void finish(float* accumulators, const GemmeshParams&
     residual.add(accumulators, is_gated ? kHalf : N);
 }
 
-// Stores N columns of this lane's accumulators without a box, rounded or as they are: a sector of each row is that of four lanes.
+// Stores N columns of this lane's accumulators without a box, rounded or as f32. Four lanes store a sector of each row.
 template <class Stored, int N>
 __device__ __forceinline__ void store_directly(const float* accumulators, const GemmeshOutput& output, const Place& place) {
 #pragma unroll
@@ -252,8 +256,8 @@ __device__ __forceinline__ void store_directly(const float* accumulators, const 
     }
 }
 
-// Stores the warp's 16 rows of N columns of the accumulators, box by box, through `stores`: the tensor cores go on with the next tile while TMA
-// still reads the last boxes. A warp has boxes of its own, so the warps of a warpgroup never wait for each other.
+// Stores the warp's 16 rows of N columns, box by box, through `stores`. The tensor cores go on with the next tile while
+// TMA still reads the last boxes. Each warp has its own boxes, so the warps of a warpgroup never wait for each other.
 template <class Element, int N, class Stores>
 __device__ __forceinline__ void store_rows(const float* accumulators, Stores& stores, uint32_t lane) {
     using Box = StoreBox<Element>;
@@ -280,7 +284,7 @@ __device__ __forceinline__ void store_rows(const float* accumulators, Stores& st
     }
 }
 
-// The same of f32, of which a box holds half as many columns.
+// `store_rows` for f32. A box holds half as many columns.
 template <int N, class Stores>
 __device__ __forceinline__ void store_f32_rows(const float* accumulators, Stores& stores, uint32_t lane) {
     using Box = StoreBox<float>;
@@ -302,8 +306,8 @@ __device__ __forceinline__ void store_f32_rows(const float* accumulators, Stores
     }
 }
 
-// A thread that stores boxes of a tile, one of `Boxes` after the other, before it has the next one filled: waits until TMA has read
-// what was in it; for the first one, all of the tile before.
+// A thread that stores a tile's boxes, `Boxes` of them in turn, calls this before it fills the next one. It waits until
+// TMA has read the box, and before the first box until TMA has read all of the tile before.
 template <int Boxes>
 __device__ __forceinline__ void await_box(int step) {
     if (step == 0) {
@@ -313,7 +317,7 @@ __device__ __forceinline__ void await_box(int step) {
     }
 }
 
-// A warp that stores its boxes itself, to one matrix. `row` and `column` are the first of its rows and of the tile.
+// A warp's own stores, to one matrix. `row` is the first of its rows, `column` the first of the tile.
 template <class Element, int N, int Boxes>
 struct OwnStores {
     const CUtensorMap* out;

@@ -1,4 +1,4 @@
-// Slices of K: what an entry of the table makes of its tile, and adding up, through memory, what several have made of one.
+// Slices of K. If several entries of the table have a slice of one tile each, this adds up their parts through memory.
 #pragma once
 
 #include "../abi.h"
@@ -7,17 +7,17 @@
 
 namespace gemmesh {
 
-// What one warp has of an entry's tile. `Warps`: consumer warps of a cluster.
+// One warp's part of an entry's tile. `Warps` is the number of consumer warps of a cluster.
 template <uint32_t Warps>
 struct SliceSum {
     uint32_t index;  // of the entry
     uint32_t warp;   // in the cluster
 
-    // One warp of the consumers: returns whether it has the sums of its rows, to be stored. Without rows to store, `is_stored`, there
-    // is nothing to add, but somebody is the last all the same.
+    // One warp of the consumers: returns true if it has the sums of its rows and is to store them. If it has no rows to
+    // store (`is_stored`), it adds nothing, but it counts.
     //
-    // Each warp stores what it has, and counts. The last one of a tile's adds up, in the order of the slices, whoever was when: so
-    // bits depend on the slices only. Nobody waits, so nothing is asked of which entries run at the same time.
+    // Each warp stores its part and counts. The warp that counts last adds up the parts in the order of the slices. So
+    // the bits depend only on the slices. Nobody waits, so entries need not run at the same time.
     template <class Element, int N>
     __device__ __forceinline__ bool add(Accumulators<Element, N>& accumulators, const GemmeshParams& params, bool is_stored,
                                         uint32_t lane) const {
@@ -42,7 +42,7 @@ struct SliceSum {
             }
         }
 
-        // Every lane's stores come before the count, and who counts the last has all before it.
+        // Every lane's stores come before its count, so the warp that counts last sees all stores.
         __syncwarp();
         uint32_t* arrived = params.arrived + first * Warps + warp;
         uint32_t before = 0;

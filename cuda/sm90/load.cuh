@@ -13,7 +13,7 @@
 
 namespace gemmesh {
 
-// One warp: waits for each tile's rows, and one thread of it loads them, stage by stage.
+// One warp: waits for each tile's rows. One thread of it loads them, stage by stage.
 template <class C>
 __device__ __forceinline__ void produce(const Maps& maps, const GemmeshParams& params, const SumArguments& partials,
                                         TableWalk& walk, Shared<C>& shared, uint32_t rank) {
@@ -26,7 +26,7 @@ __device__ __forceinline__ void produce(const Maps& maps, const GemmeshParams& p
     GemmeshBlock block;
     GemmeshBlock next_block;
 
-    // Waits until the stage is free, and loads `b` into it, whose rows nobody waits for.
+    // Waits until the stage is free, and loads `b` into it. `b` needs no flag.
     const auto load_b = [&](const RingPosition<C::kStages>& to, uint32_t step) {
         shared.pipeline.acquire(to, kStageBytes);
         const GemmeshTile tile = walk.tile();

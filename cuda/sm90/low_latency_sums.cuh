@@ -1,8 +1,10 @@
-// Few rows of partial sums, sent and added by the warps that make them: each warp sends what it has of a tile to the low-latency areas of those ranks
-// that own the rows, takes what they have made of the same tile, and has the sums. LowLatencyShare says why nobody has to ask first.
+// Few rows of partial sums, which the warps that make them send and add. Each warp sends its part of a tile to the
+// low-latency areas of the ranks that own the rows. It takes those ranks' parts of the same tile, and adds them up.
+// LowLatencyShare says why no rank has to ask first.
 //
-// All ranks have the same tiles in the same order, and each sends its part of a tile before it waits for the others': the first tile
-// that is not done everywhere is being made. All CTAs of every rank must run, or will: as of other sums, push.cuh.
+// All ranks have the same tiles in the same order, and each sends its part of a tile before it waits for the others'
+// parts. So the first tile that is not done everywhere is being made. As with other sums (push.cuh), all CTAs of every
+// rank must run at some time.
 #pragma once
 
 #include "../abi.h"
@@ -30,8 +32,8 @@ public:
           column_(column),
           lane_(lane) {}
 
-    // The whole warp: the accumulators, what this rank has made, become the sums of its own rows. They are added in the order of the
-    // ranks, each rounded before; or this has been given up.
+    // The whole warp: turns the accumulators, this rank's part, into the sums of its own rows. Parts are rounded, and
+    // added in the order of the ranks. If this has been given up, the sums are meaningless.
     __device__ void send_and_add(Accumulators<Element, N>& accumulators) const {
         const GemmeshPeers& peers = params_.peers;
         // As block_sums.cuh: the product is kept rounded, and to -0 any number may be added without a change.
@@ -59,7 +61,8 @@ public:
             }
         }
 
-        // No lane waits for the others' before all of this warp's are sent: these would wait for them in turn.
+        // All lanes of the warp send before any lane waits. Otherwise the peers' warps would wait for this one, and it
+        // for them.
         __syncwarp();
         for (uint32_t from = 0; from < peers.world; ++from) {
 #pragma unroll
@@ -91,14 +94,16 @@ private:
         return params_.low_latency.begin[rank] <= row && row < params_.low_latency.end[rank];
     }
 
-    // Whether this lane's pairs i and i + 1, and those of its neighbours in the row, have a column of the output among them.
+    // Whether this lane's pairs i and i + 1, and those of its neighbours in the row, have a column of the output among
+    // them.
     __device__ bool has_column(uint32_t i) const { return column_ + i * 8 < output_.n; }
 
     __device__ LowLatencyShare share_of(uint32_t to, uint32_t from) const {
         return LowLatencyShare(params_.low_latency, entrance_, to, from, params_.peers.world);
     }
 
-    // This lane's first unit of its row; the one of pairs i and i + 1 stands 2 i behind. Lanes that share a row lie side by side.
+    // This lane's first unit of its row; the one of pairs i and i + 1 stands 2 i behind. Lanes that share a row lie
+    // side by side.
     __device__ uint32_t unit(uint32_t half) const {
         const uint32_t of_row = (output_.n + 15) / 16 * 4;
         return (row_ + half * kRowsApart) * of_row + column_ / 4 + lane_ % 4;
@@ -110,7 +115,7 @@ private:
         accumulators.d[4 * pair + 2 * half + 1] += addend.y;
     }
 
-    // One lane: waits for what `from` has made of a row, clears it, and adds it.
+    // One lane: waits for `from`'s part of a row, clears it, and adds it.
     __device__ void take(Accumulators<Element, N>& accumulators, uint32_t from, uint32_t half) const {
         const LowLatencyShare share = share_of(params_.peers.rank, from);
         ulonglong2* at = share.units + unit(half);

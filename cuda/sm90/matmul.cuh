@@ -1,26 +1,31 @@
-// out[M, N] = activation(a[M, K] * b[N, K]^T (+ bias)) (+ residual), while the rows of `a` are still arriving; or while what is made
-// of others' rows is on its way to them, and what they have made of this rank's on its way here, to be added.
+// out[M, N] = activation(a[M, K] * b[N, K]^T (+ bias)) (+ residual), while the rows of `a` are still arriving. Or, if
+// sums are made, while this rank's partial sums are on their way to the peers, and the peers' partial sums are on their
+// way here.
 //
-// One persistent kernel. A cluster of one to eight CTAs takes entry after entry of the host's table; in each CTA a
-// producer warp waits for the flags of the tile and feeds a ring of stages by TMA, and two consumer warpgroups
-// multiply what arrives and store the tile. Only the producer ever waits for a tile's flags, and the ring keeps filling
-// with the next tile while the consumers store this one; the first tile's `b` fills it before its flags are there. The producer
-// warpgroup's other warps tell the peers that this kernel runs and push rows to them, where rows are pushed and not pulled.
+// One persistent kernel. A cluster of one to eight CTAs takes entry after entry of the host's table. In each CTA a
+// producer warp waits for the flags of the tile and feeds a ring of stages by TMA. Two consumer warpgroups multiply
+// what arrives and store the tile. Only the producer waits for a tile's flags. The ring fills with the next tile while
+// the consumers store this one, and with the first tile's `b` before that tile's flags are there. If rows are pushed,
+// the other warps of the producer warpgroup tell the peers that this kernel runs, and push rows to them.
 //
-// A kernel that adds partials (kSums) has tiles of blocks, which go to places of their own, on this GPU or on others: block_sums.cuh.
-// What is added comes through the same ring behind the tile's operands, and then it is what the producer waits for, not `a`.
+// A kernel that adds partial sums (kSums) has tiles of blocks. Each block has a place on this GPU or on others:
+// block_sums.cuh. Addends come through the same ring, behind the tile's operands. Then the producer waits for the
+// addends, not for `a`.
 //
-// The CTAs of a cluster work on neighbouring rows and the same columns, so they share `b`: each loads its part and
-// multicasts it to both. Every producer waits for the flags itself, because it alone loads its CTA's rows of `a`; what
-// a neighbour loads on its behalf is `b`, which needs no flag. Or, for problems of too few tiles, they share K: each
-// multiplies its part of it, and then adds up and stores some of the rows. Or entries of the table have a slice of K each, and what
-// they make is added through memory, by the last of a tile's: k_slices.cuh.
+// The CTAs of a cluster work on neighbouring rows and the same columns, so they share `b`. Each loads its part and
+// multicasts it to all. Each producer waits for its own tile's flags, because it alone loads its CTA's rows of `a`. Its
+// neighbours load only `b` for it, which needs no flag.
 //
-// There may be several `b`, with outputs of their own: an entry says which of them its tile is of. Or a tile is of two of them, gate and up,
-// laid out so that each thread has, or gets from one other, both factors of what it stores: Config::kGateRows.
+// If a problem has too few tiles, the CTAs of a cluster share K instead. Each multiplies its part of K, and then adds
+// up and stores some of the rows (cluster_split_k.cuh). Or entries of the table have a slice of K each. The last of a
+// tile's entries to end adds up the slices through memory (k_slices.cuh).
 //
-// Where few rows of partial sums go through low-latency areas, the warp that has made rows of a tile sends them, adds what comes, and stores the sums:
-// low_latency_sums.cuh.
+// There may be several `b`, each with an output of its own. An entry says which of them its tile belongs to. In a gated
+// product a tile has rows of two of them, gate and up. They are laid out so that each thread has both factors of its
+// results, or gets one of them from one other thread (Config::kGateRows).
+//
+// If few rows of partial sums go through low-latency areas, the warp that has made rows of a tile sends them, adds the
+// peers' parts, and stores the sums (low_latency_sums.cuh).
 #pragma once
 
 #include "../abi.h"
@@ -37,8 +42,8 @@
 
 namespace gemmesh {
 
-// The warps beside the producer's: tell the peers, and push rows. Where tiles are stored to peers or sent to them, the operation
-// is not complete before these are ready.
+// The warps beside the producer: tell the peers that this kernel runs, and push rows. If tiles are stored or sent to
+// peers, the operation is complete only after the peers are ready.
 template <class C>
 __device__ __forceinline__ void serve_peers(const GemmeshParams& params, Shared<C>& shared) {
     const uint32_t pusher = threadIdx.x - (kWarpgroupThreads - Pushers::kThreads);
@@ -51,8 +56,8 @@ __device__ __forceinline__ void serve_peers(const GemmeshParams& params, Shared<
     push(params, shared.pushers, epoch, pusher);
 }
 
-// One warpgroup: the products of `count` steps through K. `a` and `b` are its operands in the first stage. Where `b` is [K, N], the
-// instructions say so: there is a loop for each of both.
+// One warpgroup: the products of `count` steps through K. `a` and `b` are its operands in the first stage. There is one
+// loop for `b` as [N, K] and one for [K, N], because the instructions differ.
 template <class C, bool BIsKn>
 __device__ __forceinline__ void multiply(Accumulators<typename C::Element, C::kColumns>& accumulators, Shared<C>& shared,
                                          RingPosition<C::kStages>& at, Placed<C>& placed, uint32_t a, uint32_t b,
@@ -61,7 +66,7 @@ __device__ __forceinline__ void multiply(Accumulators<typename C::Element, C::kC
     constexpr uint32_t kStepB = operand_step(sizeof(shared.b[0]));
     uint32_t previous = 0;
     uint32_t step = 0;
-    // There is one step at least, and that the compiler knows it keeps other instructions off the accumulators.
+    // There is at least one step. Because the compiler knows this, it keeps other instructions off the accumulators.
     do {
         // wait for the stage's bytes
         shared.pipeline.wait_full(at);
@@ -207,7 +212,7 @@ __device__ __forceinline__ void meet() {
 
 template <class C>
 __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& params, const SumArguments& partials) {
-    // The swizzle needs this alignment; with no static shared memory in front of it, it has it.
+    // The swizzle needs this alignment. It holds because no static shared memory stands in front.
     extern __shared__ __align__(1024) uint8_t dynamic_shared[];
     Shared<C>& shared = *reinterpret_cast<Shared<C>*>(dynamic_shared);
     const uint32_t warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
@@ -239,7 +244,7 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
         if (threadIdx.x >= 32) serve_peers(params, shared);
         __syncwarp();
         if (params.peers.push_epoch != nullptr) {
-            // the other warps of this warpgroup have pushed what they took; and the consumers have got what peers send them
+            // the other warps of this warpgroup have pushed their tasks, and the consumers have got the peers' parts
             if (C::kLowLatency && params.low_latency.share != 0) {
                 ptx::barrier_sync<kLeaveBarrier, GEMMESH_THREADS>();
             } else {
@@ -252,15 +257,15 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
         consume<C>(maps, params, partials, walk, shared, rank, warpgroup - 1);
     }
 
-    // A neighbour may still signal this CTA's barriers: nobody leaves before everybody is done.
+    // A neighbour may still signal this CTA's barriers, so nobody leaves before all are done.
     if constexpr (C::kCtas > 1) meet<C>();
 }
 
 }  // namespace gemmesh
 
-// One kernel of the list in cuda/kernels.rs: build.rs writes a source that includes this one and has such a line for each. The
-// list says how much shared memory a kernel is launched with, and how many boxes fit into it. The configuration's commas make it
-// several arguments of a macro.
+// Defines one kernel of the list in cuda/kernels.rs. build.rs writes a source that includes this one and has such a
+// line for each kernel. The list says how much shared memory a kernel is launched with, and how many boxes fit into it.
+// The configuration's commas make it several arguments of a macro.
 #define GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, Sums) \
     gemmesh::Config<gemmesh::Element, TileM, TileN, Stages, Cluster, Split, Boxes, Sums>
 
@@ -279,7 +284,7 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
             gemmesh::Maps{&a, &b, &out, &more}, params, gemmesh::SumArguments{});                          \
     }
 
-// The same, of one that adds partials.
+// The same for a kernel that adds partial sums.
 #define GEMMESH_MATMUL_SUMS(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes)      \
     GEMMESH_HEAD(name, Cluster, Split, shared_bytes,                                                       \
                  GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, true))               \

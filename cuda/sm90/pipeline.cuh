@@ -11,7 +11,7 @@ __device__ __forceinline__ void wait_phase(uint64_t* barrier, uint32_t parity) {
     }
 }
 
-// What one thread of a CTA finds out once, for all of them.
+// A value that one thread of a CTA finds out once, for all threads.
 template <class T>
 struct Published {
     T value;
@@ -46,8 +46,8 @@ struct RingPosition {
     }
 };
 
-// Two barriers a stage. `full` completes when the producer has announced the stage's bytes and all of them are there;
-// `empty` when every consumer warp of every CTA that this CTA writes to has read the stage.
+// Two barriers a stage. `full` completes when the producer has announced the stage's bytes and all of them are there.
+// `empty` completes when every consumer warp of every CTA that this CTA writes to has read the stage.
 template <int Stages, int Cluster>
 struct Pipeline {
     uint64_t full[Stages];
@@ -62,7 +62,8 @@ struct Pipeline {
     }
 
     // Producer: waits until the stage may be written, here and in the CTAs that share the load, and announces `bytes`
-    // to come. At the start every stage is free, which is the phase before the first: hence the other parity.
+    // to come. At the start every stage is free, as in the phase before the first, so the producer waits for the
+    // opposite parity.
     __device__ void acquire(const RingPosition<Stages>& at, uint32_t bytes) {
         wait_phase(&empty[at.stage], at.parity ^ 1);
         ptx::mbarrier_arrive_expect_tx(&full[at.stage], bytes);
@@ -71,9 +72,9 @@ struct Pipeline {
     // Consumer: waits until the stage's bytes are there.
     __device__ void wait_full(const RingPosition<Stages>& at) { wait_phase(&full[at.stage], at.parity); }
 
-    // Consumer, whole warp: this warp has read the stage. With a shared load every CTA's producer writes here, so
-    // every one of them is told. The products have been waited for, so their reads are over and the arrival has no
-    // memory to order; what a warp has read by itself, it has used. So the narrow default scope will do for a neighbour too.
+    // Consumer, whole warp: this warp has read the stage. With a shared load every CTA's producer writes here, so each
+    // of them is told. The warp has waited for the products, and has used what it read by other instructions. So all
+    // reads are over, the arrival orders no memory, and the narrow default scope is enough for a neighbour too.
     __device__ void release(uint32_t stage, uint32_t lane) {
         if constexpr (Cluster == 1) {
             if (lane == 0) ptx::mbarrier_arrive(&empty[stage]);

@@ -286,7 +286,8 @@ struct Wgmma;
 #define GEMMESH_REGISTERS_OF_240 GEMMESH_REGISTERS_OF_224, GEMMESH_EIGHT(112)
 #define GEMMESH_REGISTERS_OF_256 GEMMESH_REGISTERS_OF_240, GEMMESH_EIGHT(120)
 
-// `a_`, `b_` and `p_` are the numbers of the operands that follow the N/2 accumulators, and the others say what is transposed.
+// `a_`, `b_` and `p_` are the numbers of the operands that follow the N/2 accumulators, and the others say what is
+// transposed.
 #define GEMMESH_WGMMA(Element, type, N, a_, b_, p_, trans_a_, trans_b_)                                              \
     template <>                                                                                                      \
     struct Wgmma<Element, N> {                                                                                       \

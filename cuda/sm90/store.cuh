@@ -1,4 +1,4 @@
-// What follows a tile's products: adding what others have made of it, the epilogue, and the stores.
+// The steps after a tile's products: adding other CTAs' and ranks' parts, the epilogue, and the stores.
 #pragma once
 
 #include "../abi.h"
@@ -17,7 +17,7 @@
 
 namespace gemmesh {
 
-// What a warp of a consumer stores through. Only kernels that add partials have places for its stores.
+// What a consumer warp stores through. Only kernels that add partial sums have places for stores.
 template <class C>
 using Placed = PlacedStores<typename C::Element, C::kColumns, C::kBoxes>;
 
@@ -40,7 +40,7 @@ __device__ __forceinline__ void store_own(const float* accumulators, const CUten
     }
 }
 
-// One warp: finishes and stores its rows of a tile. `row` and `column` are its first.
+// One warp: finishes and stores its rows of a tile. `row` and `column` are its first ones.
 template <class C>
 __device__ __forceinline__ void store_tile(Accumulators<typename C::Element, C::kColumns>& accumulators, const Maps& maps,
                                            const GemmeshParams& params, Shared<C>& shared,
@@ -76,9 +76,10 @@ __device__ __forceinline__ void store_tile(Accumulators<typename C::Element, C::
     }
 }
 
-// One warp: the same of a tile of swapped operands, whose first row and column are given. Of a gated one, warps 0 and 1 of each
-// consumer have gate's columns, and warps 2 and 3 have up's of the same number. Both have their sums, for SplitSum gives them to one CTA; not
-// so SliceSum, so K of gated products is not cut into slices here.
+// One warp: the same for a tile of swapped operands. `row` and `column` are the tile's first ones. In a gated tile,
+// warps 0 and 1 of each consumer have gate's columns, and warps 2 and 3 have the same columns of up. A CTA needs the
+// sums of both. SplitSum gives them to one CTA, and SliceSum does not, so K of gated products is not cut into slices
+// here.
 template <class C>
 __device__ __forceinline__ void store_swap_ab(Accumulators<typename C::Element, C::kColumns>& accumulators,
                                                 const GemmeshParams& params, Shared<C>& shared, uint32_t weight, uint32_t row,

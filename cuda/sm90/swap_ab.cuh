@@ -1,4 +1,4 @@
-// The epilogue of tiles whose operands are swapped (swap_ab): a warp has 16 columns of `out`, and all rows of the tile.
+// The epilogue of tiles whose operands are swapped (swap_ab). A warp has 16 columns of `out`, and all rows of the tile.
 #pragma once
 
 #include "../abi.h"
@@ -11,13 +11,13 @@
 
 namespace gemmesh {
 
-// Two warps of a consumer, one of gate and one of up, that meet to multiply what they have. The first of the barriers that they
-// meet at; 0 is __syncthreads().
+// The first barrier at which two warps of a consumer, one of gate and one of up, meet to multiply their values. 0 is
+// __syncthreads().
 constexpr uint32_t kPairBarrier = 3;
 static_assert(kPairBarrier > Pushers::kBarrier);
 
-// One warp's columns of a tile of N rows. This lane's accumulators are each four of them of two columns, eight apart, and two
-// neighbouring rows, the next four eight rows on.
+// One warp's columns of a tile of N rows. Each four of this lane's accumulators lie in two columns, eight apart, and
+// two neighbouring rows. The next four lie eight rows further.
 template <class Element, int N>
 class SwapAbTile {
 public:
@@ -44,8 +44,8 @@ public:
         }
     }
 
-    // The warp of up hands what it has to the warp of gate, lane by lane, which multiplies. They have the same rows and columns, and
-    // share two boxes, used by turns: who fills one again has met, since, the one who has read it.
+    // The warp of up hands its values to the warp of gate, lane by lane, which multiplies. Both have the same rows and
+    // columns. They use two boxes by turns. A warp that fills a box again has met the warp that read it.
     __device__ void give(Box& even, Box& odd, uint32_t barrier) const {
         meet_by_boxes(even, odd, barrier, [](float4* at, const float* d) { *at = float4{d[0], d[1], d[2], d[3]}; }, true);
     }
@@ -118,7 +118,7 @@ public:
         __syncwarp();
     }
 
-    // The same of f32, without the box: eight lanes have a sector.
+    // `store` for f32, without the box. Eight lanes store a sector.
     __device__ void store_f32() const {
         const uint32_t left = column_ + lane_ / 4;
         uint8_t* out = static_cast<uint8_t*>(output_.out) + left * sizeof(float);

@@ -1,4 +1,4 @@
-// Where the tile of a table entry lies: its first row and column, its weight, and the steps through K.
+// The place of a table entry's tile: its first row and column, its weight, and the steps through K.
 #pragma once
 
 #include "../abi.h"
@@ -17,7 +17,7 @@ __device__ __forceinline__ Steps steps_of(const GemmeshParams& params, uint32_t 
     const uint32_t all = (params.k + GEMMESH_TILE_K - 1) / GEMMESH_TILE_K;
     if constexpr (C::kSplit > 1) {
         const Steps part{all * rank / C::kSplit, all * (rank + 1) / C::kSplit};
-        // Where K is too short to be shared, a step behind its end, where TMA reads zeros.
+        // If K is too short to be shared, a step behind its end, where TMA reads zeros.
         return part.begin < part.end ? part : Steps{all, all + 1};
     } else if (C::kSliced && params.slices != nullptr) {
         const uint2 steps = __ldg(reinterpret_cast<const uint2*>(params.slices + index));
@@ -37,14 +37,14 @@ __device__ __forceinline__ GemmeshTraceEvent& event_of(const GemmeshParams& para
     return params.trace[index * C::kCtas + rank];
 }
 
-// The first column of a tile in what is stored of it.
+// The first column of a tile in its output.
 template <class C>
 __device__ __forceinline__ uint32_t first_column(const GemmeshParams& params, const GemmeshTile& tile) {
     const bool is_gated = C::kGates && params.is_gated != 0;
     return tile.n * (is_gated ? C::kTileN / 2 : C::kTileN);
 }
 
-// The weight that a tile is of.
+// The weight of a tile.
 template <class C>
 __device__ __forceinline__ uint32_t weight_of(const GemmeshTile& tile) {
     return C::kSums ? 0 : tile.block;

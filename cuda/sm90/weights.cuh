@@ -1,4 +1,5 @@
-// What rows of `a` are multiplied with: one weight, several that have tiles of their own, or two, gate and up, that share tiles.
+// The weights that rows of `a` are multiplied with: one weight, several with tiles of their own, or gate and up, which
+// share tiles.
 #pragma once
 
 #include "../abi.h"
@@ -6,7 +7,7 @@
 
 namespace gemmesh {
 
-// The maps of the weights behind the first, and of what is made with them.
+// The maps of the weights behind the first, and of their outputs.
 struct Weights {
     CUtensorMap b[GEMMESH_MAX_WEIGHTS - 1];
     CUtensorMap out[GEMMESH_MAX_WEIGHTS - 1];
@@ -46,7 +47,7 @@ struct WeightLoads {
     }
 
 private:
-    // The CTA's rows of a tile whose rows are gate's and up's by turns, kGateRows at a time.
+    // The CTA's rows of a tile in which kGateRows rows of gate and of up alternate.
     __device__ void load_groups(Element* b, uint32_t column, uint32_t k, uint64_t* full) const {
 #pragma unroll 1
         for (uint32_t of_part = 0; of_part < C::kPartN; of_part += C::kGateBox) {
@@ -57,12 +58,13 @@ private:
         }
     }
 
-    // The CTA's blocks of columns of [K, N]: those that share loads take turns, and have as many each.
+    // The CTA's blocks of columns of [K, N]. The CTAs that share loads take turns, and have as many blocks each.
     __device__ void load_blocks(Element* b, uint32_t weight, uint32_t column, uint32_t k, bool is_gated, uint64_t* full) const {
         constexpr uint32_t kTurn = kBlock * C::kCluster;
         const uint32_t own = place() * kBlock;
         if (!is_gated) {
-            // A thread that takes long to ask for a stage holds up the tensor cores: so nothing is computed here that need not be.
+            // A thread that takes long to ask for a stage holds up the tensor cores. So as little as possible is
+            // computed here.
             const CUtensorMap* map = C::kSums ? maps.b : maps.b_of(weight);
 #pragma unroll
             for (uint32_t begin = 0; begin < C::kTileN; begin += kTurn) {
@@ -79,7 +81,8 @@ private:
         }
     }
 
-    // The CTA's number among those that share loads. What depends on it is computed where it is needed, and takes no registers elsewhere.
+    // The CTA's number among those that share loads. Values that depend on it are computed where they are needed, and
+    // take no registers elsewhere.
     __device__ uint32_t place() const {
         if constexpr (C::kCluster == 1) return 0;
         uint32_t place = rank;

@@ -6,12 +6,13 @@
 
 namespace gemmesh {
 
-// How an operand lies in shared memory, as TMA leaves it: rows of 128 bytes, swizzled by 128 bytes, of which groups of eight follow
-// each other at 1024 bytes. A row has 64 columns of K; or, if it is K that goes from row to row, 64 of the operand's rows, the next 64
-// of which lie behind all rows of the stage: that distance is the descriptor's leading dimension, which plays no role otherwise.
+// An operand's layout in shared memory, as TMA leaves it: rows of 128 bytes, swizzled by 128 bytes, in groups of eight
+// rows at 1024 bytes. A row has 64 columns of K. In a transposed operand K goes from row to row, and a row has 64 of
+// the operand's rows. The next 64 lie behind all rows of the stage. That distance is the descriptor's leading
+// dimension, which is unused otherwise.
 //
-// The upper half of a matrix descriptor is the same for all; the lower half, kept apart because it varies, holds the address in units of 16
-// bytes.
+// The upper half of a matrix descriptor is the same for all operands. The lower half holds the address in units of 16
+// bytes. It is kept apart, because it varies.
 template <bool IsTransposed>
 struct Layout {
     static constexpr uint32_t kNextBlock = IsTransposed ? GEMMESH_TILE_K * 128 : 0;  // bytes from 64 rows to the next
@@ -19,7 +20,7 @@ struct Layout {
 };
 
 __device__ __forceinline__ uint32_t operand(const void* shared) {
-    // What names the CTA of a cluster stands above, where a descriptor has the leading dimension.
+    // The upper bits of the address name the CTA of a cluster. In a descriptor the leading dimension stands there.
     constexpr uint32_t kOfCta = (1 << 18) - 1;
     // The shuffle tells the compiler that the whole warp has one value, and keeps it from computing it anew each time.
     return __shfl_sync(~0u, (ptx::shared_address(shared) & kOfCta) >> 4, 0);
@@ -41,8 +42,8 @@ template <class Element, int N>
 struct Accumulators {
     float d[N / 2];
 
-    // Issues the products of one stage, and leaves them running. `a` and `b` are the warpgroup's operands, whose layouts may be
-    // transposed. The first stage of a tile overwrites, which spares clearing the accumulators.
+    // Issues the products of one stage, and leaves them running. `a` and `b` are the warpgroup's operands, whose
+    // layouts may be transposed. The first stage of a tile overwrites, which spares clearing the accumulators.
     template <bool TransA = false, bool TransB = false>
     __device__ void multiply(uint32_t a, uint32_t b, bool first) {
         constexpr int kInstructionK = 16;
