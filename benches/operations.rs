@@ -4,7 +4,7 @@
 //! cargo bench --bench operations -- --op all-gather-matmul --ranks 4 --m 2048 --n 2048 --k 2048
 //! ```
 //!
-//! Launches its ranks itself, unless torchrun, mpirun or srun has.
+//! It launches its ranks, unless torchrun, mpirun or srun has launched them.
 
 mod common;
 #[cfg(feature = "cuda")]
@@ -53,16 +53,17 @@ struct Args {
     /// Rows of all ranks [default: 2048 on the host, 4096 on GPUs].
     #[arg(long)]
     m: Option<usize>,
-    /// Columns of the output; of all-gather-matmul on each rank [default: 2048 on the host; on GPUs 6656, of sums 16384].
+    /// Columns of the output; of all-gather-matmul on each rank [default: 2048 on the host; on GPUs 6656, of sums
+    /// 16384].
     #[arg(long)]
     n: Option<usize>,
-    /// What is summed over; of matmul-reduce-scatter and matmul-all-reduce on each rank [default: 2048 on the host; on GPUs
-    /// 16384, of sums 6656].
+    /// What is summed over; of matmul-reduce-scatter and matmul-all-reduce on each rank [default: 2048 on the host; on
+    /// GPUs 16384, of sums 6656].
     #[arg(long)]
     k: Option<usize>,
-    /// Runs several shapes instead. Of a tensor-parallel Llama 3: large, 4096, 8192 and 16384 rows by 8B, 70B and 405B; or
-    /// small, powers of two up to 1024 rows, of all-gather-matmul from 128 on, by 8B and 70B. Or random ones, a line each, with a
-    /// summary.
+    /// Runs several shapes instead. Of a tensor-parallel Llama 3: large, 4096, 8192 and 16384 rows by 8B, 70B and 405B;
+    /// or small, powers of two up to 1024 rows, of all-gather-matmul from 128 on, by 8B and 70B. Or random ones, a line
+    /// each, with a summary.
     #[arg(long, value_enum, num_args = 0..=1, default_missing_value = "large", conflicts_with_all = ["m", "n", "k"])]
     sweep: Option<Sweep>,
     /// What random shapes are drawn from [default: 1].
@@ -83,8 +84,8 @@ struct Args {
     #[cfg(feature = "cuda")]
     #[arg(long)]
     tune: Option<PathBuf>,
-    /// Time all kernels and ways to move rows on some shapes, in less than a minute, and write the device's rates to a file: with
-    /// GEMMESH_RATES=FILE the library chooses by them.
+    /// Time all kernels and ways to move rows on some shapes, in less than a minute, and write the device's rates to a
+    /// file: with GEMMESH_RATES=FILE the library chooses by them.
     #[cfg(feature = "cuda")]
     #[arg(long, value_name = "FILE", conflicts_with_all = ["tune", "sweep"])]
     calibrate: Option<PathBuf>,
@@ -227,7 +228,8 @@ impl Args {
         }
     }
 
-    /// Whether a product of another form than the plain one is asked for, or one of each rank alone, which is compared with the same.
+    /// Whether a product of another form than the plain one is asked for, or one of each rank alone, which is compared
+    /// with the same.
     fn has_form(&self) -> bool {
         let plain = self.weights.is_empty() && self.epilogue.is_empty();
         self.op == Op::Matmul || !plain || self.b_layout != forms::Layouts::Nk
@@ -235,7 +237,8 @@ impl Args {
 
     /// M, N and K of each run.
     fn shapes(&self) -> Vec<[usize; 3]> {
-        /// N and K of the first half of an MLP, on each of the ranks that share it. The second half has them the other way round.
+        /// N and K of the first half of an MLP, on each of the ranks that share it. The second half has them the other
+        /// way round.
         const LAYERS: [[usize; 2]; 3] = [[1792, 4096], [3584, 8192], [6656, 16384]];
         let of = |m: usize, [n, k]: [usize; 2]| match self.op {
             Op::Matmul | Op::AllGatherMatmul | Op::Consume => [m, n, k],

@@ -1,4 +1,4 @@
-//! How long planning takes: it stands before the first run of every new shape.
+//! Times planning, which comes before the first run of every new shape.
 
 use std::hint::black_box;
 use std::time::Instant;

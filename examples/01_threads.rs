@@ -1,5 +1,5 @@
-//! Four ranks as threads of one process. Each owns some rows of `a`; each multiplies all of them with its own columns of the layer.
-//! Run: `cargo run --release --example 01_threads`
+//! Four ranks as threads of one process. Each owns some rows of `a`, and multiplies all rows by its own columns of the
+//! layer. Run: `cargo run --release --example 01_threads`
 
 use gemmesh::{Group, Host, Result, all_gather_matmul, bf16};
 

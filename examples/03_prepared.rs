@@ -1,5 +1,5 @@
-//! A loop whose M changes at every step: memory is allocated once, and the product is prepared for each size that M is rounded up to.
-//! Run: `cargo run --release --example 03_prepared`
+//! A loop whose M changes at every step. Memory is allocated once, and a product is prepared for each size that M is
+//! rounded up to. Run: `cargo run --release --example 03_prepared`
 
 use std::collections::BTreeMap;
 

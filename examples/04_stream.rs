@@ -1,5 +1,5 @@
-//! An operation on a stream of the caller's, between its own copies: the host waits once, at the end. Two ranks, a GPU each.
-//! Run: `cargo run --release --features cuda --example 04_stream`
+//! An operation on the caller's stream, between the caller's copies. The host waits once, at the end. Two ranks, a GPU
+//! each. Run: `cargo run --release --features cuda --example 04_stream`
 #![allow(unsafe_code)]
 
 use cudarc::driver::{CudaContext, CudaStream, result};
@@ -29,8 +29,8 @@ fn rank(group: Group<Cuda>, stream: &CudaStream) -> Outcome {
     let own = a.rows().start * K..a.rows().end * K;
     let to = a.as_device_ptr() + (own.start * size_of::<bf16>()) as u64;
     let (own, mut found) = (values(0, own), vec![bf16::ZERO; M * N]);
-    // SAFETY: the stream outlives the group. The copies stay within the own rows and the output, whose rows are whole 16 bytes and so
-    // have no padding; the stream orders them, and is waited for before the vectors go.
+    // SAFETY: the stream outlives the group. The copies stay within the own rows and the output, whose rows are whole
+    // 16 bytes and so have no padding; the stream orders them, and is waited for before the vectors go.
     let begun = unsafe {
         group.set_stream(stream.cu_stream().cast())?;
         result::memcpy_htod_async(to, &own, stream.cu_stream())?;

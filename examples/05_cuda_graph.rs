@@ -1,4 +1,4 @@
-//! A product whose sum every rank gets, captured in a CUDA graph once and replayed for other rows. Two ranks, a GPU each.
+//! A `matmul_all_reduce` that is captured once in a CUDA graph, and replayed for new rows. Two ranks, a GPU each.
 //! Run: `cargo run --release --features cuda --example 05_cuda_graph`
 #![allow(unsafe_code)]
 

@@ -1,6 +1,5 @@
-//! A product of matrices in cudarc's memory, on cudarc's stream: nothing is copied, and the host waits once, at the end. Two ranks, a
-//! GPU each.
-//! Run: `cargo run --release --features cudarc --example 06_cudarc`
+//! A product of matrices in cudarc's memory, on cudarc's stream. Nothing is copied, and the host waits once, at the
+//! end. Two ranks, a GPU each. Run: `cargo run --release --features cudarc --example 06_cudarc`
 
 use cudarc::driver::CudaContext;
 use gemmesh::{AllGatherMatmul, Cuda, CudarcMatrix, CudarcMatrixMut, Group, bf16, launch};

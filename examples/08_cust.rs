@@ -1,5 +1,5 @@
-//! A product of matrices in cust's memory, on cust's stream, for programs of the Rust-CUDA project. Two ranks, a GPU each.
-//! Run: `cargo run --release --features cust --example 08_cust`
+//! A product of matrices in cust's memory, on cust's stream, for programs of the Rust-CUDA project. Two ranks, a GPU
+//! each. Run: `cargo run --release --features cust --example 08_cust`
 #![allow(unsafe_code)]
 
 use cust::context::Context;

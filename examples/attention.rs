@@ -1,13 +1,13 @@
-//! The projections of a tensor-parallel attention block: each rank keeps some tokens, and some of the heads.
+//! The projections of a tensor-parallel attention block. Each rank keeps some tokens and some heads.
 //!
 //! ```sh
 //! cargo run --release --example attention                                      # two ranks of the host
 //! cargo run --release --features cuda --example attention -- --backend cuda   # two GPUs
 //! ```
 //!
-//! `[q, k, v] = gather(x) · [Wq, Wk, Wv]ᵀ` is one call of [`AllGatherMatmul`] with three weights of different widths: one gather, one
-//! kernel, and outputs side by side. Then each rank attends with its own heads, here on the CPU, and `x += Σ heads · Woᵀ` is one call
-//! of [`MatmulReduceScatter`], whose residual is added by the owner of each row.
+//! `[q, k, v] = gather(x) · [Wq, Wk, Wv]ᵀ` is one call of [`AllGatherMatmul`] with three weights of different widths:
+//! one gather, one kernel, and outputs side by side. Then each rank attends with its own heads, here on the CPU, and
+//! `x += Σ heads · Woᵀ` is one call of [`MatmulReduceScatter`], whose residual is added by the owner of each row.
 
 mod numbers;
 

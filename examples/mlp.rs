@@ -1,13 +1,14 @@
-//! Layers of a gated, tensor-parallel MLP, as Llama has them: each rank keeps some rows of `x`, and a part of the three weights.
+//! Layers of a gated, tensor-parallel MLP, as in Llama. Each rank keeps some rows of `x`, and a part of the three
+//! weights.
 //!
 //! ```sh
 //! cargo run --release --example mlp                                      # four ranks of the host
 //! cargo run --release --features cuda --example mlp -- --backend cuda   # two GPUs
 //! ```
 //!
-//! `h = silu(gather(x) · gateᵀ) * (gather(x) · upᵀ)` is one call of [`AllGatherMatmul`]: one gather, one kernel, and neither product is
-//! written. Then `x = Σ h · downᵀ` by [`MatmulReduceScatter`], into the rows of `x` that this rank owns: the next layer's input, with no
-//! copy between. Once as gemmesh does it, and once with one step after the other.
+//! `h = silu(gather(x) · gateᵀ) * (gather(x) · upᵀ)` is one call of [`AllGatherMatmul`]: one gather, one kernel, and
+//! neither product is written. Then `x = Σ h · downᵀ` by [`MatmulReduceScatter`], into the rows of `x` that this rank
+//! owns: the next layer's input, with no copy between. Once as gemmesh does it, and once with one step after the other.
 
 mod numbers;
 
@@ -261,7 +262,8 @@ impl<B: Backend> Layer<B> {
     }
 }
 
-/// A rank's parts of the weights: gate and up `[hidden, model]`, and down `[model, hidden]`, of sizes that keep that of `x`.
+/// A rank's parts of the weights: gate and up `[hidden, model]`, and down `[model, hidden]`, of sizes that keep that of
+/// `x`.
 fn weights(rank: usize, world: usize, Size { model, hidden, .. }: Size) -> [Vec<bf16>; 3] {
     // Of x ~ N(0, 1), silu(x) has a square of 0.356 on average.
     let scale = |k: usize, square: f32| (3.0 / (k as f32 * square)).sqrt();

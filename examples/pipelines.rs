@@ -1,5 +1,6 @@
-//! What other kernels do beside what gemmesh moves: cuBLASLt multiplies rows while others are gathered, and makes partial sums while others
-//! are sent; in bf16 and in fp8, at once and from a CUDA graph. Each result is compared with float64.
+//! Kernels of a different library that overlap with gemmesh's communication. cuBLASLt multiplies rows while more rows
+//! are gathered, and makes partial sums while earlier ones are sent. It runs in bf16 and in fp8, directly and from a
+//! CUDA graph. Each result is compared with float64.
 //!
 //! ```sh
 //! cargo run --release --features cuda --example pipelines
@@ -238,8 +239,8 @@ impl<T: Operand> Multiply<T> {
         })
     }
 
-    /// out[rows, N] = a[rows, K] · b[N, K]ᵀ on `stream`, the one of calls with this parity; addresses, and elements from
-    /// row to row.
+    /// out[rows, N] = a[rows, K] · b[N, K]ᵀ on `stream`, the one of calls with this parity; addresses, and elements
+    /// from row to row.
     fn rows(
         &self,
         parity: usize,
@@ -262,8 +263,8 @@ impl<T: Operand> Multiply<T> {
         let of_a = layout(T::KIND, k, rows, a.1)?;
         let of_out = layout(lt_sys::cudaDataType::CUDA_R_16BF, n, rows, out.1)?;
         let best = self.choose(desc, [of_b, of_a, of_out])?;
-        // SAFETY: handles are used as they were made, and destroyed once. The memory holds matrices of these shapes, and
-        // lives until the streams have passed.
+        // SAFETY: handles are used as they were made, and destroyed once. The memory holds matrices of these shapes,
+        // and lives until the streams have passed.
         unsafe {
             lt::matmul(
                 self.handle,

@@ -1,4 +1,4 @@
-//! The whole library on one page: four ranks gather a sharded matrix while they multiply it.
+//! The whole library on one page. Four ranks gather a sharded matrix while they multiply it.
 //!
 //! ```sh
 //! cargo run --release --example quickstart               # ranks as processes

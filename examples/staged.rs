@@ -1,5 +1,5 @@
-//! A stage-parallel gather and product with a bias, as nvFuser's test of it (its #3606 and #3923): out[S, D, M / (S · D), N] =
-//! linear(gather(a)[S, D, M / (S · D), K], b[N, K], bias[N]) on D ranks, the rows gathered stage by stage.
+//! A stage-parallel gather and product with a bias, as in nvFuser's test (its #3606 and #3923). On D ranks, out[S, D, M
+//! / (S · D), N] = linear(gather(a)[S, D, M / (S · D), K], b[N, K], bias[N]). The rows are gathered stage by stage.
 //!
 //! ```sh
 //! cargo build --release --example staged

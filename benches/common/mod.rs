@@ -1,4 +1,4 @@
-//! What the benchmark and the quickstart share: random problems, the float64 check, and timing.
+//! Random problems, the float64 check and timing, for the benchmark and the quickstart.
 
 #![allow(dead_code)] // The quickstart uses a part of it.
 
@@ -108,7 +108,8 @@ fn worse(x: f64, y: f64) -> f64 {
     if x.is_nan() || x > y { x } else { y }
 }
 
-/// The rows of an output are those of `a`, [rows, k], times the weight `b`, [N, k]; or, of several such products, the sum.
+/// The rows of an output are those of `a`, [rows, k], times the weight `b`, [N, k]; or, of several such products, the
+/// sum.
 pub struct Factors<'a, T> {
     pub a: &'a [T],
     pub b: &'a [T],
@@ -126,8 +127,8 @@ pub struct Exact {
     pub products: f64,
 }
 
-/// Compares the given rows of `out`, [rows, N], with the float64 sum of `products`. `allowed`: how far rounding may move an
-/// element.
+/// Compares the given rows of `out`, [rows, N], with the float64 sum of `products`. `allowed`: how far rounding may
+/// move an element.
 pub fn check<T: Element>(
     products: &[Factors<T>],
     out: &[T],
@@ -316,8 +317,8 @@ pub struct Times {
     pub fused_to_sequential: f64,
 }
 
-/// Times an operation and its parts, alternating, every other round backwards, `iterations` times after `warmup`; `progress` is
-/// called after each round.
+/// Times an operation and its parts, alternating, every other round backwards, `iterations` times after `warmup`;
+/// `progress` is called after each round.
 pub fn measure<B: Backend, T: Element, O: Operation<B, T>>(
     group: &Group<B>,
     operation: &mut O,

@@ -1,4 +1,4 @@
-//! Products of other forms beside plain ones: several weights, what follows a product, weights [K, N], and products of one rank.
+//! Products with several weights, with an epilogue, with weights [K, N], and of one rank, timed beside plain products.
 
 use std::fmt::Write;
 use std::ops::Range;
@@ -441,8 +441,8 @@ impl Number {
         }
     }
 
-    /// No function's slope is above 1.13, and the function itself may be off by 2⁻¹⁹ of what it is of; GELU, for an output of 16 bits, by
-    /// 2⁻¹⁵.
+    /// No function's slope is above 1.13, and the function itself may be off by 2⁻¹⁹ of what it is of; GELU, for an
+    /// output of 16 bits, by 2⁻¹⁵.
     fn activated(self, activation: Activation, to_f32: bool) -> Number {
         let x = self.exact;
         let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());

@@ -1,4 +1,4 @@
-//! Products whose K is spread over the ranks, and their sum, of which each rank gets its rows, or all of them.
+//! Products whose K is spread over the ranks, and their sums. Each rank gets its rows of a sum, or all rows.
 
 use std::ops::Range;
 

@@ -1,4 +1,4 @@
-//! Random shapes, a line of a table for each, and a summary of all.
+//! Random shapes, with a line for each and a summary of all.
 
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
@@ -12,8 +12,8 @@ pub const LARGEST: [usize; 3] = [16384, 28672, 28672];
 /// The same for the host, where products take long.
 pub const LARGEST_ON_HOST: [usize; 3] = [512, 1024, 1024];
 
-/// As many random shapes M, N and K, the same for the same seed: fewer of them are the first of more. Logarithms are uniform. M is
-/// any number from 1 on; N, from 256 on, and K, from 512 on, are multiples of one of four numbers each.
+/// As many random shapes M, N and K, the same for the same seed: fewer of them are the first of more. Logarithms are
+/// uniform. M is any number from 1 on; N, from 256 on, and K, from 512 on, are multiples of one of four numbers each.
 pub fn draw(seed: u64, count: usize, largest: [usize; 3]) -> Vec<[usize; 3]> {
     let [m, n, k] = largest;
     let mut rng = SmallRng::seed_from_u64(seed);
@@ -137,7 +137,8 @@ fn width(title: &str) -> usize {
     title.len().max(9)
 }
 
-/// Route, tile, CTAs of a cluster, those that share a tile (s) or slices of K (k) or stream-K (sk), chunks of a shard and of the last.
+/// Route, tile, CTAs of a cluster, those that share a tile (s) or slices of K (k) or stream-K (sk), chunks of a shard
+/// and of the last.
 pub fn in_short(config: &Config) -> String {
     let route = match config.route {
         Route::Pull => "pull",

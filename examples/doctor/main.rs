@@ -7,8 +7,9 @@
 //! torchrun --nproc-per-node 4 --no-python target/release/examples/doctor    # and whether the launcher's ranks meet
 //! ```
 //!
-//! What may hang or crash, such as a driver, runs as a process of its own with a deadline: its failure is a finding, and the next
-//! step goes on. [`report::Report`] is what `--json` prints. The exit code is 1 if a problem keeps the backend from working.
+//! What may hang or crash, such as a driver, runs as a process of its own with a deadline: its failure is a finding,
+//! and the next step goes on. [`report::Report`] is what `--json` prints. The exit code is 1 if a problem keeps the
+//! backend from working.
 
 #[path = "../../benches/common/mod.rs"]
 mod common;
@@ -34,7 +35,8 @@ use step::Step;
 #[derive(Parser)]
 #[command(name = "gemmesh-doctor", version)]
 struct Args {
-    /// The backend that must work: the exit code is 1 if it does not. With feature cuda that is cuda unless this says otherwise.
+    /// The backend that must work: the exit code is 1 if it does not. With feature cuda that is cuda unless this says
+    /// otherwise.
     #[arg(long, value_enum)]
     backend: Option<BackendName>,
     /// Ranks of the host backend.

@@ -21,8 +21,8 @@ pub fn stream(group: &Group<Cuda>) -> Result<Arc<CudaStream>> {
     Ok(stream)
 }
 
-/// Runs the steps: prefills by calls, and decoding steps by replays. Rows that are pulled, as where ranks share a GPU, cannot be captured: then
-/// there are no times.
+/// Runs the steps: prefills by calls, and decoding steps by replays. Rows that are pulled, as where ranks share a GPU,
+/// cannot be captured: then there are no times.
 pub fn run(
     group: &Group<Cuda>,
     stream: &Arc<CudaStream>,

@@ -1,13 +1,15 @@
-//! A serving loop with continuous batching: requests come, their prompts are prefilled as room permits, and all that are running are decoded
-//! together, a token each. So M, the tokens of a step, changes at every step, within a capacity that memory is allocated for once.
+//! A serving loop with continuous batching. Requests come, their prompts are prefilled when there is room, and all
+//! running requests are decoded together, a token each. So M, the tokens of a step, changes at every step. Memory is
+//! allocated once, for a capacity.
 //!
 //! ```sh
 //! cargo run --release --example serving                                      # two ranks of the host
 //! cargo run --release --features cudarc --example serving -- --backend cuda # two GPUs
 //! ```
 //!
-//! The same 1,000 steps are run by short calls, which plan what they need for an M when it comes first, and by calls that were prepared for every
-//! M before. On GPUs also with decoding steps replayed from CUDA graphs: one for each size that M is rounded up to, while prefills stay calls.
+//! The same 1,000 steps are run by short calls, which plan what they need for an M when it comes first, and by calls
+//! that were prepared for every M before. On GPUs also with decoding steps replayed from CUDA graphs: one for each size
+//! that M is rounded up to, while prefills stay calls.
 
 mod batching;
 #[cfg(feature = "cudarc")]

@@ -76,7 +76,8 @@ impl<B: Backend> Model<B> {
         self.write_tokens(step)
     }
 
-    /// The same where M is set already, perhaps to more than the tokens: rows behind them are computed too, and not read.
+    /// The same where M is set already, perhaps to more than the tokens: rows behind them are computed too, and not
+    /// read.
     pub fn write_tokens(&mut self, step: usize) -> Result<()> {
         let [model, _] = self.width;
         let own = self.x.rows();
@@ -141,7 +142,8 @@ impl<B: Backend> Model<B> {
             |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
         let off = size(&mut found.iter().zip(&exact).map(|(x, y)| x - y));
         let all = size(&mut exact.iter().copied());
-        // Each layer rounds three times, by less than 2⁻⁹ in the root mean square, and these errors are independent: twice their sum.
+        // Each layer rounds three times, by less than 2⁻⁹ in the root mean square, and these errors are independent:
+        // twice their sum.
         let tolerance = 2.0 * 2f64.powi(-9) * (3.0 * self.layers.len() as f64).sqrt();
         assert!(off <= tolerance * all, "step {step}: off by {off} of {all}");
         Ok(())

@@ -63,7 +63,7 @@ pub fn meeting_names(address: &str) -> io::Result<Vec<SocketAddr>> {
         .collect()
 }
 
-/// The names that ranks meet at, as texts, for tests.
+/// The names of `meeting_names` as texts, for tests.
 pub fn meeting_texts(address: &str) -> Vec<String> {
     let names = meeting_names(address).unwrap_or_default();
     let texts = names.iter().filter_map(SocketAddr::as_abstract_name);

@@ -1,4 +1,4 @@
-//! Finding the rates by which the library's model reckons.
+//! Measures the rates that the library's model uses.
 
 use std::fs;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! What rows are timed with: streams, events and graphs.
+//! Streams, events and graphs that time the rows of the benchmark's table.
 
 use cudarc::driver::{result as driver, sys as driver_sys};
 use gemmesh::{Cuda, Group, Result};

@@ -1,4 +1,4 @@
-//! What is exchanged between products, beside NCCL's.
+//! Collectives without a product, beside NCCL's.
 
 use std::path::Path;
 
@@ -14,7 +14,8 @@ use super::peers::{Collective, Communication, Nccl};
 use crate::common::{self, Failure, random};
 use crate::{append, commit, unix_time};
 
-/// Bytes a rank: of its rows of what is gathered or scattered, of all that it sends to all ranks, of an addend, of all that is broadcast.
+/// Bytes a rank: of its rows of what is gathered or scattered, of all that it sends to all ranks, of an addend, of all
+/// that is broadcast.
 const BYTES: [usize; 8] = [
     1 << 10,
     16 << 10,

@@ -1,4 +1,4 @@
-//! Device memory: the benchmark's own, and where matrices lie.
+//! The benchmark's device memory, and the addresses of matrices.
 
 use cudarc::driver::{result as driver, sys as driver_sys};
 use gemmesh::{Cuda, Element, Matrix, Result};

@@ -1,4 +1,4 @@
-//! What others do of an operation, through cudarc: cuBLASLt the product, NCCL the rest.
+//! The baselines, through cudarc: cuBLASLt for products, NCCL for communication.
 
 use std::ffi::c_void;
 use std::rc::Rc;

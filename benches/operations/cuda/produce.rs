@@ -1,4 +1,4 @@
-//! Partial sums that cuBLASLt makes block by block, each sent to its owner while the next is made.
+//! Partial sums that cuBLASLt makes block by block. Each block is sent to its owner while the next one is made.
 
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -17,7 +17,8 @@ use super::{Instruments, OnGpus, Peers};
 use crate::common::{Check, Operation};
 use crate::sums::{Operands, ReduceScatter};
 
-/// `out[rows of this rank, N] = Σ_p a_p[rows, K_p] · b_p[N, K_p]ᵀ` by produce_and_reduce_scatter, whose producer is cuBLASLt.
+/// `out[rows of this rank, N] = Σ_p a_p[rows, K_p] · b_p[N, K_p]ᵀ` by produce_and_reduce_scatter, whose producer is
+/// cuBLASLt.
 pub struct Produce<T: Element> {
     sums: ReduceScatter<Cuda, T>,
     /// One for each of the two streams, for its products use the handle's memory.
