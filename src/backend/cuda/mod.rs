@@ -91,7 +91,7 @@ use crate::schedule::{Config, Numerics, Problem, Schedule};
 /// 4. *The device must know the order.* Put both on one stream, or join their streams by an event. The order in which the
 ///    host makes the calls does not count, because streams are independent.
 ///
-/// A kernel that waits for no other GPU needs no order, because it ends without their help. Operations by [`Route::Pull`](crate::Route::Pull)(crate::Route::Pull)
+/// A kernel that waits for no other GPU needs no order, because it ends without their help. Operations by [`Route::Pull`](crate::Route::Pull)
 /// need no order either, because they wait only for copies, never for a peer's kernel. Graphs are the exception: a graph
 /// may run its branches one after the other, so operations of several groups must not stand on several of its branches.
 ///
