@@ -348,7 +348,7 @@ pub mod fuzzing {
     pub fn parse(data: &[u8]) {
         let text = String::from_utf8_lossy(data);
         let mut lines = Vec::new();
-        if let Err(reason) = crate::backend::cuda::parse(&text, GPU, 2, &mut lines) {
+        if let Err(reason) = super::parse(&text, GPU, 2, &mut lines) {
             assert!(reason.contains("line "));
         }
         let table = Table(lines);
@@ -370,7 +370,7 @@ pub mod fuzzing {
     /// Lines of the library's own table, for small problems too; and these with each number out of bounds.
     pub fn seeds() -> Vec<Vec<u8>> {
         let mut lines = Vec::new();
-        let _ = crate::backend::cuda::parse(SHIPPED, GPU, 2, &mut lines);
+        let _ = super::parse(SHIPPED, GPU, 2, &mut lines);
         lines.truncate(4);
         let mut seeds = Vec::new();
         for mut line in lines {
