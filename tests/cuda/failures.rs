@@ -155,3 +155,11 @@ fn starved_ranks_are_set_free_also_when_all_streams_share_one_connection() {
         starve(rank, 4, &[Route::Pull, Route::Store])
     }));
 }
+
+/// A fork makes no CUDA call, and tells nobody: the group is its parent's.
+#[test]
+fn a_fork_amid_a_function_of_the_callers_ends_the_operation_in_the_child_alone() {
+    if let Some(_leave) = gpu() {
+        failures::fork_amid_a_function_of_the_callers::<Cuda>(test_name!());
+    }
+}

@@ -5,51 +5,16 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::{Duration, Instant};
 
 use gemmesh::launch::{self, Launch};
-use gemmesh::{Error, Group, Host, all_gather_and_consume, bf16};
+use gemmesh::{Error, Group, Host, bf16};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions, pidfd_open, waitpid};
 
+use crate::support::forks::{assert_right, end, fork, is_refused};
 use crate::support::processes::{Rank, sockets_of, start};
 use crate::support::products::Arguments as Products;
+use crate::support::shared::failures;
 use crate::support::tested::{all_done, poisoned, ranks};
 use crate::{Arguments, NOTICED, TIMEOUT, test_name};
-
-/// Goes on in a child too, where it returns none; in the parent, the child.
-fn fork() -> Option<Pid> {
-    // SAFETY: what the child does until it ends needs no other thread.
-    Pid::from_raw(unsafe { libc::fork() })
-}
-
-/// Ends a child: 0 if what it has seen was right. Nothing is dropped, nor flushed.
-fn end(right: bool) -> ! {
-    // SAFETY: a plain call.
-    unsafe { libc::_exit(i32::from(!right)) }
-}
-
-/// Waits for a child that has found everything right.
-#[track_caller]
-fn assert_right(child: Pid) {
-    let begin = Instant::now();
-    loop {
-        if let Some((_, status)) = waitpid(Some(child), WaitOptions::NOHANG).unwrap() {
-            assert_eq!(status.exit_status(), Some(0), "{status:?}");
-            return;
-        }
-        if begin.elapsed() > TIMEOUT {
-            rustix::process::kill_process(child, Signal::KILL).unwrap();
-            panic!("the child hangs");
-        }
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
-/// Whether a call was refused because this is a fork.
-fn is_refused<T>(result: Result<T, Error>, rank: usize) -> bool {
-    let parent = rustix::process::getppid().map(Pid::as_raw_pid);
-    let refused =
-        |process: u32, child: u32| (Some(process as i32), child) == (parent, std::process::id());
-    matches!(result, Err(Error::Forked { rank: its, process, child }) if its == rank && refused(process, child))
-}
 
 /// Every kind of call is refused in a child.
 fn all_refused(group: &Group<Host>, arguments: &mut Products<Host>) -> bool {
@@ -113,30 +78,7 @@ fn a_fork_that_calls_drops_panics_or_ends_leaves_its_parents_group_alone() {
 
 #[test]
 fn a_fork_amid_a_function_of_the_callers_ends_the_operation_in_the_child_alone() {
-    all_done(ranks::<Host>(test_name!(), 2, |rank| {
-        let group = rank.connect(TIMEOUT)?;
-        let mut a = group.sharded::<bf16>(64, 16)?;
-        let own = vec![bf16::ONE; a.rows().len() * 16];
-        a.shard_mut().copy_from_host(&own)?;
-        let (mut calls, mut parent, mut child) = (0, true, None);
-        let result = all_gather_and_consume(&a, |_| {
-            calls += 1;
-            if calls == 1 && group.rank() == 1 {
-                child = fork();
-                parent = child.is_some();
-            }
-            Ok(())
-        });
-        if !parent {
-            end(calls == 1 && is_refused(result, 1));
-        }
-        result?;
-        if let Some(child) = child {
-            assert_right(child);
-        }
-        group.barrier()?;
-        Ok("done".into())
-    }));
+    failures::fork_amid_a_function_of_the_callers::<Host>(test_name!());
 }
 
 /// Rank `parent` is killed while a child of it lives on, with all that it had open.

@@ -265,10 +265,9 @@ impl sealed::Implementation for Cuda {
             };
             engine::run(&at, program, its, call.callback)
         };
-        // If an operation has its number, and this rank does not do it, the peers wait for it in vain and must hear. A fork, which a
-        // function of the caller's may have made, tells nobody: that takes locks which other threads may have held.
-        let tells = || schedule.handshake() && !is_recorded && members.refuse_fork().is_ok();
-        recorded.and_then(run).map_err(|error| match tells() {
+        // If an operation has its number, and this rank does not do it, the peers wait for it in vain and must hear.
+        let numbered = schedule.handshake() && !is_recorded;
+        recorded.and_then(run).map_err(|error| match numbered {
             true => members.fail(error),
             false => error,
         })

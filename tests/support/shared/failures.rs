@@ -3,11 +3,12 @@
 use std::time::{Duration, Instant};
 
 use gemmesh::{
-    AllGatherAndConsume, AllGatherMatmul, Error, Group, Route, bf16, produce_and_all_to_all,
-    produce_and_reduce_scatter,
+    AllGatherAndConsume, AllGatherMatmul, Error, Group, Route, all_gather_and_consume, bf16,
+    produce_and_all_to_all, produce_and_reduce_scatter,
 };
 use rustix::process::Signal;
 
+use crate::support::forks::{assert_right, end, fork, is_refused};
 use crate::support::processes::{Processes, Rank};
 use crate::support::products::Arguments;
 use crate::support::tested::{
@@ -553,4 +554,32 @@ pub fn wait_for_a_late_rank<B: Tested>(test: &str, route: Route) {
         Ok(all)
     });
     all_done(ranks);
+}
+
+/// The call that a function of the caller's has forked in fails in the child, and the parent's group goes on.
+pub fn fork_amid_a_function_of_the_callers<B: Tested>(test: &str) {
+    all_done(ranks::<B>(test, 2, |rank| {
+        let group = connect::<B>(rank, B::TIMEOUT)?;
+        let mut a = group.sharded::<bf16>(64, 16)?;
+        let own = vec![bf16::ONE; a.rows().len() * 16];
+        a.shard_mut().copy_from_host(&own)?;
+        let (mut calls, mut parent, mut child) = (0, true, None);
+        let result = all_gather_and_consume(&a, |_| {
+            calls += 1;
+            if calls == 1 && group.rank() == 1 {
+                child = fork();
+                parent = child.is_some();
+            }
+            Ok(())
+        });
+        if !parent {
+            end(calls == 1 && is_refused(result, 1));
+        }
+        result?;
+        if let Some(child) = child {
+            assert_right(child);
+        }
+        group.barrier()?;
+        Ok("done".into())
+    }));
 }

@@ -1,0 +1,47 @@
+//! Forks of a rank's process.
+#![allow(unsafe_code)] // To fork.
+
+use std::time::{Duration, Instant};
+
+use gemmesh::Error;
+use rustix::process::{Pid, Signal, WaitOptions, waitpid};
+
+/// What a child that only looks and ends takes at the most.
+const TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Goes on in a child too, where it returns none; in the parent, the child.
+pub fn fork() -> Option<Pid> {
+    // SAFETY: what the child does until it ends needs no other thread.
+    Pid::from_raw(unsafe { libc::fork() })
+}
+
+/// Ends a child: 0 if what it has seen was right. Nothing is dropped, nor flushed.
+pub fn end(right: bool) -> ! {
+    // SAFETY: a plain call.
+    unsafe { libc::_exit(i32::from(!right)) }
+}
+
+/// Waits for a child that has found everything right.
+#[track_caller]
+pub fn assert_right(child: Pid) {
+    let begin = Instant::now();
+    loop {
+        if let Some((_, status)) = waitpid(Some(child), WaitOptions::NOHANG).unwrap() {
+            assert_eq!(status.exit_status(), Some(0), "{status:?}");
+            return;
+        }
+        if begin.elapsed() > TIMEOUT {
+            rustix::process::kill_process(child, Signal::KILL).unwrap();
+            panic!("the child hangs");
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Whether a call was refused because this is a fork.
+pub fn is_refused<T>(result: Result<T, Error>, rank: usize) -> bool {
+    let parent = rustix::process::getppid().map(Pid::as_raw_pid);
+    let refused =
+        |process: u32, child: u32| (Some(process as i32), child) == (parent, std::process::id());
+    matches!(result, Err(Error::Forked { rank: its, process, child }) if its == rank && refused(process, child))
+}
