@@ -13,6 +13,22 @@
 
 namespace gemmesh {
 
+// One thread: loads the steps of a tile into the ring, `a` and what is still to be loaded of `b`: from step `ahead` on.
+template <class C, class LoadB, class Event>
+__device__ __forceinline__ void load_steps(const Maps& maps, const TableWalk& walk, Shared<C>& shared, ChunkFlags& flags,
+                                           RingPosition<C::kStages>& at, const Steps& steps, uint32_t ahead, uint32_t row,
+                                           bool tracer, const LoadB& load_b, const Event& event) {
+    const uint32_t deferred_step = max(flags.deferred_step(walk.tile()), steps.begin);
+    for (uint32_t step = steps.begin; step < steps.end; ++step) {
+        if (step == deferred_step) flags.wait_deferred(shared.entrance.get().epoch);
+        if (step >= ahead) load_b(at, step);
+        if (tracer && step == steps.begin) event().load_begin = ptx::globaltimer();
+        uint64_t* full = &shared.pipeline.full[at.stage];
+        ptx::cp_async_bulk_tensor_2d_load(shared.a[at.stage], maps.a, step * GEMMESH_TILE_K, row, full);
+        at.advance();
+    }
+}
+
 // One warp: waits for each tile's rows. One thread of it loads them, stage by stage.
 template <class C>
 __device__ __forceinline__ void produce(const Maps& maps, const GemmeshParams& params, const SumArguments& partials,
@@ -61,15 +77,7 @@ __device__ __forceinline__ void produce(const Maps& maps, const GemmeshParams& p
         }
 
         if (lane == 0) {
-            const uint32_t deferred_step = max(flags.deferred_step(walk.tile()), steps.begin);
-            for (uint32_t step = steps.begin; step < steps.end; ++step) {
-                if (step == deferred_step) flags.wait_deferred(shared.entrance.get().epoch);
-                if (step >= ahead) load_b(at, step);
-                if (tracer && step == steps.begin) event().load_begin = ptx::globaltimer();
-                uint64_t* full = &shared.pipeline.full[at.stage];
-                ptx::cp_async_bulk_tensor_2d_load(shared.a[at.stage], maps.a, step * GEMMESH_TILE_K, row, full);
-                at.advance();
-            }
+            load_steps<C>(maps, walk, shared, flags, at, steps, ahead, row, tracer, load_b, event);
         }
 
         if constexpr (C::kSums) {

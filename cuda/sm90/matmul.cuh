@@ -93,6 +93,44 @@ __device__ __forceinline__ void multiply(Accumulators<typename C::Element, C::kC
     shared.pipeline.release(previous, lane);
 }
 
+// One warpgroup: the same, with the loop for the layout that `b` has in this call.
+template <class C>
+__device__ __forceinline__ void multiply_tile(Accumulators<typename C::Element, C::kColumns>& accumulators,
+                                              const GemmeshParams& params, Shared<C>& shared,
+                                              RingPosition<C::kStages>& at, Placed<C>& placed, uint32_t a, uint32_t b,
+                                              uint32_t count, uint32_t lane) {
+    if constexpr (C::kTakesKn) {
+        if (params.b_is_kn != 0) {
+            multiply<C, true>(accumulators, shared, at, placed, a, b, count, lane);
+        } else {
+            multiply<C, false>(accumulators, shared, at, placed, a, b, count, lane);
+        }
+    } else {
+        multiply<C, false>(accumulators, shared, at, placed, a, b, count, lane);
+    }
+}
+
+// One warp: loads what follows the product while it is made: the bias, and the residual into the cache. `left` is the
+// warp's first column.
+template <class C, class Bias>
+__device__ __forceinline__ void load_epilogue(Bias& bias, const GemmeshParams& params, const TableWalk& walk,
+                                              uint32_t weight, bool is_gated, uint32_t rank, uint32_t own_row,
+                                              uint32_t left, uint32_t warp, uint32_t lane) {
+    using Element = typename C::Element;
+    if constexpr (!C::kSums) bias.load(params, params.outputs[weight], is_gated, left, lane);
+    if (!C::kSums && C::kSplit == 1 && params.low_latency.share == 0) {
+        const uint32_t row = first_row<C>(walk.tile(), rank) + own_row + warp * GEMMESH_STORE_ROWS;
+        prefetch_residual<Element, C::kConsumerN>(params.outputs[weight], params.m, row, left, lane);
+    }
+}
+
+// Notes in a trace that a tile is stored.
+__device__ __forceinline__ void note_done(GemmeshTraceEvent& event, uint32_t index) {
+    event.done = ptx::globaltimer();
+    event.sm = ptx::smid();
+    event.tile = index;
+}
+
 // One warpgroup: multiplies its rows of each tile and stores them.
 template <class C>
 __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& params, const SumArguments& partials,
@@ -129,25 +167,13 @@ __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& p
         const uint32_t left = column + (is_gated ? own_column / 2 : own_column);
         ColumnBias<Element, C::kSwapAb ? 8 : C::kConsumerN> bias;
         if constexpr (!C::kSwapAb) {
-            if constexpr (!C::kSums) bias.load(params, params.outputs[weight], is_gated, left, lane);
-            if (!C::kSums && C::kSplit == 1 && params.low_latency.share == 0) {
-                const uint32_t row = first_row<C>(walk.tile(), rank) + own_row + warp * GEMMESH_STORE_ROWS;
-                prefetch_residual<Element, C::kConsumerN>(params.outputs[weight], params.m, row, left, lane);
-            }
+            load_epilogue<C>(bias, params, walk, weight, is_gated, rank, own_row, left, warp, lane);
         }
         if (params.trace != nullptr) {
             shared.pipeline.wait_full(at);
             if (tracer) event_of<C>(params, walk.index(), rank).math_begin = ptx::globaltimer();
         }
-        if constexpr (C::kTakesKn) {
-            if (params.b_is_kn != 0) {
-                multiply<C, true>(accumulators, shared, at, placed, a, b, count, lane);
-            } else {
-                multiply<C, false>(accumulators, shared, at, placed, a, b, count, lane);
-            }
-        } else {
-            multiply<C, false>(accumulators, shared, at, placed, a, b, count, lane);
-        }
+        multiply_tile<C>(accumulators, params, shared, at, placed, a, b, count, lane);
         if (tracer) event_of<C>(params, walk.index(), rank).math_end = ptx::globaltimer();
 
         // store the tile; the producer is loading the next one
@@ -183,12 +209,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& p
         } else if (has_sums && row < params.m) {
             store_tile<C>(accumulators, maps, params, shared, bias, weight, row, left, consumer * 4 + warp, lane);
         }
-        if (tracer) {
-            GemmeshTraceEvent& event = event_of<C>(params, walk.index(), rank);
-            event.done = ptx::globaltimer();
-            event.sm = ptx::smid();
-            event.tile = walk.index();
-        }
+        if (tracer) note_done(event_of<C>(params, walk.index(), rank), walk.index());
     }
 
     if constexpr (C::kSums) placed.report(lane);
