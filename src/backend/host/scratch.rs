@@ -29,11 +29,11 @@ pub struct TileScratch {
     pub b: Vec<f32>,
     /// [columns, padded rows]
     pub sums: Vec<f32>,
-    /// [columns]
+    /// `[columns]`
     pub row: Vec<f32>,
 }
 
-/// For a row of a sum: [columns] each.
+/// For a row of a sum: `[columns]` each.
 #[derive(Debug, Default)]
 pub struct SumScratch {
     pub total: Vec<f32>,

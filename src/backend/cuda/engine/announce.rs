@@ -1,7 +1,8 @@
-//! How rows get from one rank to another: a file a route, and here what they share.
+//! What the routes by which rows get from one rank to another share.
 //!
-//! [`copies`]: a stream takes or brings them, which waits for the other rank's word, and writes flags. [`push`]: the owner's copy stream
-//! brings them, when its kernel lets it. Stored rows: owner's kernel brings them itself (cuda/protocol/push.cuh).
+//! [`copies`](super::copies): a stream takes or brings rows, waits for the other rank's word, and writes flags.
+//! [`push`](super::push): the owner's copy stream brings them, when its kernel lets it. Stored rows are brought by the
+//! owner's kernel (cuda/protocol/push.cuh).
 
 use std::ffi::c_void;
 use std::time::Duration;

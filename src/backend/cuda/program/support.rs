@@ -21,7 +21,8 @@ pub enum Destination {
 /// Checks that the kernels support this schedule. Returns where the rows of its product go.
 ///
 /// # Errors
-/// [`Error::NoRoute`]; [`Error::Limit`] and [`Error::Unsupported`] for what no operation needs.
+/// [`Error::NoRoute`](crate::Error::NoRoute); [`Error::Limit`](crate::Error::Limit) and
+/// [`Error::Unsupported`](crate::Error::Unsupported) for what no operation needs.
 pub fn check(schedule: &Schedule) -> Result<Destination> {
     // Kernels wait for flags of pulls, or for those of pushes.
     let routes = schedule.routes();
