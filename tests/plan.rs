@@ -850,7 +850,7 @@ fn what_lies_outside_of_what_it_is_a_part_of_is_refused() {
         tiles: schedule.tiles().to_vec(),
         requests: Vec::new(),
         reduction: None,
-        exchanged: false,
+        one_shot: false,
     };
     assert!(Schedule::new(parts(&good())).is_ok());
     let changes: [fn(&mut Parts); 35] = [

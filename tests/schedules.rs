@@ -213,7 +213,7 @@ fn copies_within(first: usize, rank: usize, world: usize) -> gemmesh::Result<Sch
         tiles: Vec::new(),
         requests: Vec::new(),
         reduction: None,
-        exchanged: false,
+        one_shot: false,
     })
 }
 

@@ -19,7 +19,7 @@ use crate::profile::span::Span;
 use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::limits::limit;
 use crate::schedule::plan::matrices::{self, MATRICES, PARTIALS};
-use crate::schedule::plan::partials::is_exchanged;
+use crate::schedule::plan::partials::is_one_shot;
 use crate::schedule::{Config, Layout, Operation, Problem, Route, Schedule};
 
 /// Who gets which sums.
@@ -76,9 +76,9 @@ impl<'a, B: Backend> PlannedSums<'a, B> {
                 Some(group.program(problem, Some(config))?)
             }
         };
-        let exchanged = is_exchanged(&problem, &config);
+        let one_shot = is_one_shot(&problem, &config);
         Ok(PlannedSums {
-            reduces_own_rows: matches!(which, Which::All) && !exchanged,
+            reduces_own_rows: matches!(which, Which::All) && !one_shot,
             sum,
             multiply,
             group: group.clone(),
@@ -100,7 +100,7 @@ pub struct PlannedSums<'a, B: Backend> {
     multiply: Option<Arc<B::Program>>,
     group: Group<B>,
     which: Which,
-    /// Pulled sums must still be gathered: those of an all-reduce that is not exchanged.
+    /// Pulled sums must still be gathered: those of an all-reduce of two steps.
     pub reduces_own_rows: bool,
     /// The sum: who owns which of its rows, and this rank's part of K.
     problem: Problem,

@@ -249,8 +249,8 @@ impl Schedule {
 
     /// Whether all ranks make all rows, by the same tiles in the same order, before partials are stored and added: then an engine may do
     /// both tile by tile.
-    pub fn is_exchanged(&self) -> bool {
-        self.parts.exchanged
+    pub fn is_one_shot(&self) -> bool {
+        self.parts.one_shot
     }
 
     /// Every tile of the output once, in the order in which they become ready.
@@ -258,7 +258,7 @@ impl Schedule {
         &self.parts.tiles
     }
 
-    /// The rank whose rows a tile holds, as far as the schedule says: of partials that are pulled or exchanged, this rank, which
+    /// The rank whose rows a tile holds, as far as the schedule says: of partials that are pulled or sent in one step, this rank, which
     /// makes them; of rows of several ranks, as [`Schedule::source_of_tile`].
     pub fn owner_of_tile(&self, tile: &Tile) -> usize {
         let adds = self.product().map(|product| {

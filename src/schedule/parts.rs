@@ -28,5 +28,5 @@ pub struct Parts {
     pub reduction: Option<Reduction>,
     /// Whether all ranks make all rows, by the same tiles in the same order, before partials are stored and added: then they may as well
     /// do both tile by tile.
-    pub exchanged: bool,
+    pub one_shot: bool,
 }

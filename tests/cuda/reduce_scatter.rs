@@ -53,7 +53,7 @@ fn sent_by(route: Route) -> Option<Config> {
 const SENT: [Route; 2] = [Route::Push, Route::Store];
 
 /// Few rows, which are exchanged by the warps that make them.
-fn exchanged() -> Option<Config> {
+fn one_shot() -> Option<Config> {
     let mut low = configs().into_iter().flatten();
     let low = low.find(|config| (config.tile.m, config.tile.n) == (64, 128));
     low.map(|config| Config::new(config.tile, Chunking::new(1), Route::Store))
@@ -61,7 +61,7 @@ fn exchanged() -> Option<Config> {
 
 /// All ways to send them.
 fn ways() -> [Option<Config>; 3] {
-    [sent_by(Route::Push), sent_by(Route::Store), exchanged()]
+    [sent_by(Route::Push), sent_by(Route::Store), one_shot()]
 }
 
 /// Rows that end within tiles and within what a warp stores, ranks without rows, columns of no whole tile.
@@ -286,7 +286,7 @@ fn so_is_one_whose_partials_would_be_stored() {
 #[test]
 fn so_is_one_whose_partials_would_be_exchanged() {
     let Some(_leave) = gpu_alone() else { return };
-    reduce_scatter::kill_while_the_others_wait::<Cuda>(test_name!(), 1, exchanged());
+    reduce_scatter::kill_while_the_others_wait::<Cuda>(test_name!(), 1, one_shot());
 }
 
 #[test]

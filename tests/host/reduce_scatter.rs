@@ -7,7 +7,7 @@ use crate::support::numbers::rng;
 use crate::support::shared::reduce_scatter;
 use crate::test_name;
 use gemmesh::schedule::plan::matrices::{OUT, PARTIALS};
-use gemmesh::schedule::plan::partials::{Partials, is_exchanged};
+use gemmesh::schedule::plan::partials::{Partials, is_one_shot};
 use gemmesh::schedule::plan::plan;
 use gemmesh::schedule::{Addend, Layout, Operation, Problem, Schedule, Tile, Transfer};
 use gemmesh::trace::Work;
@@ -459,11 +459,11 @@ proptest! {
     #[test]
     fn few_rows_are_exchanged_once_and_added_by_every_rank(problem in any_asked(&[Route::Pull, Route::Push, Route::Store])) {
         let description = Problem { operation: Operation::MatmulAllReduce, ..problem.description() };
-        prop_assert!(problem.rows.len() == 1 || is_exchanged(&description, &problem.config));
+        prop_assert!(problem.rows.len() == 1 || is_one_shot(&description, &problem.config));
         let plan = |rank| plan(&description, rank, problem.config).unwrap();
         let schedules: Vec<Schedule> = (0..problem.rows.len()).map(plan).collect();
         let (m, world) = (description.layout.m(), problem.rows.len());
-        let partials = Partials::exchanged(&description, problem.config.route);
+        let partials = Partials::one_shot(&description, problem.config.route);
         for (rank, schedule) in schedules.iter().enumerate().filter(|_| world > 1) {
             // By row of the slots: who writes it, and of which row it is.
             let mut slots = vec![None; partials.rows()];
@@ -508,8 +508,8 @@ proptest! {
         let config = Config::new(tile, problem.config.chunking, Route::Store);
         let description = problem.description();
         let world = problem.rows.len();
-        prop_assert_eq!(is_exchanged(&description, &config), world > 1);
-        prop_assert!(!is_exchanged(&description, &config.with_route(Route::Push)));
+        prop_assert_eq!(is_one_shot(&description, &config), world > 1);
+        prop_assert!(!is_one_shot(&description, &config.with_route(Route::Push)));
         let plan = |rank| plan(&description, rank, config).unwrap();
         let schedules: Vec<Schedule> = (0..world).map(plan).collect();
         prop_assert!(all_end(&schedules));

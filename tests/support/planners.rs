@@ -108,7 +108,7 @@ fn schedule(
         tiles,
         requests: Vec::new(),
         reduction: None,
-        exchanged: false,
+        one_shot: false,
     })
     .unwrap()
 }

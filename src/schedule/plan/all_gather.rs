@@ -111,7 +111,7 @@ fn plan(
         tiles,
         requests: Vec::new(),
         reduction: None,
-        exchanged: false,
+        one_shot: false,
     })
 }
 

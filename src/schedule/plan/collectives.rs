@@ -379,7 +379,7 @@ impl<'a> Plan<'a> {
             tiles: Vec::new(),
             requests: Vec::new(),
             reduction: None,
-            exchanged: false,
+            one_shot: false,
         }
     }
 

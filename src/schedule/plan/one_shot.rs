@@ -15,7 +15,7 @@ use crate::schedule::plan::tile_order::{self, ring};
 use crate::schedule::{Addend, Block, Move, Product, Reduction, Schedule, Sum, Tile, Transfer};
 
 /// All rows are multiplied, then their partials go to those who are to have the sums, who add them up at the end.
-pub(super) fn exchange(planner: &Plan) -> Result<Schedule> {
+pub(super) fn one_shot(planner: &Plan) -> Result<Schedule> {
     let rank = planner.rank;
     let parts = parts(planner);
     let all = || parts.iter().enumerate();

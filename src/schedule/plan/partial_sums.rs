@@ -7,7 +7,7 @@
 
 pub use super::pieces::agree;
 
-use super::one_shot::exchange;
+use super::one_shot::one_shot;
 use super::pieces::{Plan, Sums};
 use crate::error::Result;
 use crate::route::Route;
@@ -19,7 +19,7 @@ use crate::schedule::{Addend, Block, Operation, Problem, Reduction, Schedule, Tr
 
 /// Where partials are pushed or stored: multiplies the peers' rows first, each block sent to its owner when it is there, and this
 /// rank's own last, to which is added what has come. Where they are pulled, this stands behind [`multiply`]: takes what the
-/// others have made of this rank's rows, and adds it up; nobody needs a kernel of another rank to run. But where [`is_exchanged`](super::partials::is_exchanged) says
+/// others have made of this rank's rows, and adds it up; nobody needs a kernel of another rank to run. But where [`is_one_shot`](super::partials::is_one_shot) says
 /// so, all rows are made at once, and then each rank gets the partials of its own.
 ///
 /// # Errors
@@ -27,8 +27,8 @@ use crate::schedule::{Addend, Block, Operation, Problem, Reduction, Schedule, Tr
 /// or blocks.
 pub(super) fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     let planner = Plan::new(problem, rank, config, Sums::Own)?;
-    if planner.exchanged {
-        return exchange(&planner);
+    if planner.one_shot {
+        return one_shot(&planner);
     }
     match config.route {
         Route::Pull => reduce(&planner),
@@ -38,13 +38,13 @@ pub(super) fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> 
 
 /// The same, into a matrix of all rows that ranks share. Where partials are pushed or stored, rows are cut into panels, and each
 /// panel of this rank's rows is sent on to all others when it is made, while the next ones are multiplied; where they are pulled, a
-/// gather has to follow. But where [`is_exchanged`](super::partials::is_exchanged) says so, every rank gets all partials, and adds up all rows itself.
+/// gather has to follow. But where [`is_one_shot`](super::partials::is_one_shot) says so, every rank gets all partials, and adds up all rows itself.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
 pub(super) fn all_reduce(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     if are_few(problem) {
-        return exchange(&Plan::new(problem, rank, config, Sums::Everywhere)?);
+        return one_shot(&Plan::new(problem, rank, config, Sums::Everywhere)?);
     }
     let planner = Plan::new(problem, rank, config, Sums::All)?;
     match config.route {
@@ -109,7 +109,7 @@ fn multiply_and_reduce(planner: &Plan) -> Result<Schedule> {
     planner.schedule(true, arrivals.collect(), departures, product, None)
 }
 
-/// What a rank makes and sends at once, in this order, where its kernel runs beside the transfers and nothing is exchanged.
+/// What a rank makes and sends at once, in this order, where its kernel runs beside the transfers and no partials go in one step.
 ///
 /// # Errors
 /// As the operation's.

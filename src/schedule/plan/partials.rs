@@ -17,7 +17,7 @@ pub const STORED_ROWS: usize = 16;
 pub const LOW_ROWS: usize = 64;
 
 /// Whether each rank makes the partials of all rows at once, then those who are to have the sums get them, and add them up at the end.
-pub fn is_exchanged(problem: &Problem, config: &Config) -> bool {
+pub fn is_one_shot(problem: &Problem, config: &Config) -> bool {
     match problem.operation {
         Operation::MatmulReduceScatter => by_owners(problem, config),
         _ => are_few(problem),
@@ -69,7 +69,7 @@ impl Partials {
     }
 
     /// Those of operations in which all ranks get all of them.
-    pub fn exchanged(problem: &Problem, route: Route) -> Partials {
+    pub fn one_shot(problem: &Problem, route: Route) -> Partials {
         Partials::new(problem, route, problem.layout.m())
     }
 

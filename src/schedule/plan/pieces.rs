@@ -12,7 +12,7 @@ use crate::schedule::layout::{MAX_EXTENT, chunk_rows};
 use crate::schedule::limits::limit;
 use crate::schedule::plan::matrices::{self, A, B, BIAS, OUT, PARTIALS, RESIDUAL};
 use crate::schedule::plan::partials::{
-    Incoming, LOW_ROWS, Partials, Piece, by_owners, is_exchanged,
+    Incoming, LOW_ROWS, Partials, Piece, by_owners, is_one_shot,
 };
 use crate::schedule::plan::tile_order::{TileRow, ring};
 use crate::schedule::{
@@ -28,7 +28,7 @@ pub(super) struct Plan<'a> {
     pub(super) partials: Partials,
     pub(super) sums: Sums,
     /// Whether all rows are made before any partial is moved.
-    pub(super) exchanged: bool,
+    pub(super) one_shot: bool,
 }
 
 /// Who gets the sums of a rank's rows.
@@ -64,7 +64,7 @@ impl Plan<'_> {
         limit("tiles of the output", tiles, 1, 1 << 28)?;
         let partials = match sums {
             Sums::Own | Sums::All => Partials::of(problem, config.route),
-            Sums::Everywhere => Partials::exchanged(problem, config.route),
+            Sums::Everywhere => Partials::one_shot(problem, config.route),
         };
         limit("rows of all partials", partials.rows(), 0, MAX_EXTENT)?;
         // Also of the rank to which the most comes: all ranks find the same.
@@ -78,7 +78,7 @@ impl Plan<'_> {
         let flags = (problem.layout.world() - 1) * each;
         let what = "transfers to a rank, of the chunks that Config::chunking asks for,";
         limit(what, flags, 0, MAX_FLAGS)?;
-        let exchanged = match sums {
+        let one_shot = match sums {
             Sums::Own => by_owners(problem, &config),
             Sums::All => false,
             Sums::Everywhere => true,
@@ -89,7 +89,7 @@ impl Plan<'_> {
             config,
             partials,
             sums,
-            exchanged,
+            one_shot,
         })
     }
 
@@ -319,7 +319,7 @@ impl Plan<'_> {
             tiles: tiles.unwrap_or_default(),
             requests: Vec::new(),
             reduction,
-            exchanged: collective && self.exchanged && is_by_tiles(&self.config),
+            one_shot: collective && self.one_shot && is_by_tiles(&self.config),
         })
     }
 
@@ -359,7 +359,7 @@ impl Plan<'_> {
         let mut details = format!("M = {}, N = {n}, {}", layout.m(), dtypes.operands);
         details += &self.problem.form.agreed();
         details += &dtypes.agreed();
-        if let Some(cuts) = Cuts::of(&self.config, self.exchanged) {
+        if let Some(cuts) = Cuts::of(&self.config, self.one_shot) {
             details += &cuts.to_string();
         }
         if !layout.is_balanced() {
@@ -383,15 +383,15 @@ struct Cuts {
 }
 
 impl Cuts {
-    /// How partials are pulled is each rank's own affair. `exchanged`: whether all rows are made before any partial is moved.
-    fn of(config: &Config, exchanged: bool) -> Option<Cuts> {
+    /// How partials are pulled is each rank's own affair. `one_shot`: whether all rows are made before any partial is moved.
+    fn of(config: &Config, one_shot: bool) -> Option<Cuts> {
         let TileShape { n, group_m, .. } = config.tile;
         (config.route != Route::Pull).then(|| Cuts {
             chunks: config.chunking.count,
             last: config.chunking.last,
             rows: config.entry_rows(),
             route: config.route,
-            tiles: (exchanged && is_by_tiles(config)).then_some([n, group_m]),
+            tiles: (one_shot && is_by_tiles(config)).then_some([n, group_m]),
         })
     }
 }
@@ -420,7 +420,7 @@ impl fmt::Display for Cuts {
 
 /// Whether ranks may use the two in one operation of partial sums.
 pub fn agree(problem: &Problem, one: &Config, other: &Config) -> bool {
-    let of = |config| Cuts::of(config, is_exchanged(problem, config));
+    let of = |config| Cuts::of(config, is_one_shot(problem, config));
     of(one) == of(other)
 }
 

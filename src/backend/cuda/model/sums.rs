@@ -14,7 +14,7 @@ use crate::backend::cuda::gpu::rates::Rates;
 use crate::backend::cuda::program::low_latency::fits;
 use crate::explanation::Prediction;
 use crate::schedule::plan::partial_sums::{agree, pieces};
-use crate::schedule::plan::partials::{LOW_ROWS, Piece, is_exchanged};
+use crate::schedule::plan::partials::{LOW_ROWS, Piece, is_one_shot};
 use crate::schedule::{Chunking, Config, Form, Numerics, Operation, Problem, Route};
 
 /// Microseconds, and what happens in one. Measured on two H200s; benches/NOTES.md has the traces.
@@ -67,7 +67,7 @@ fn time(rates: &Rates, problem: &Problem, config: &Config) -> f64 {
     Model::new(problem, &kernel, config.route, config.chunking).time()
 }
 
-/// As good as any where nothing is exchanged.
+/// As good as any where no partials go in one step.
 const WHOLE: Config = Config::new(WIDEST, Chunking::new(1), Route::Push);
 
 /// The configuration that should be the fastest. Ranks whose K differ get configurations that agree.
@@ -85,11 +85,11 @@ pub fn choose(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
     fastest(models).unwrap_or(alike)
 }
 
-/// What the ranks agree on, which does not depend on K: the route, the pieces, and of partials that are exchanged the tiles.
+/// What the ranks agree on, which does not depend on K: the route, the pieces, and of one-shot partials the tiles.
 fn for_any_depth(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
     let is_for_all = problem.operation == Operation::MatmulAllReduce;
     let cuts: &[(Route, usize, usize)] = match is_for_all {
-        true if is_exchanged(problem, &WHOLE) => &[(Route::Store, 1, 1)],
+        true if is_one_shot(problem, &WHOLE) => &[(Route::Store, 1, 1)],
         false => &[
             (Route::Store, 1, 1),
             (Route::Store, 1, 2),
@@ -151,7 +151,7 @@ fn fastest<'a>(models: impl Iterator<Item = Model<'a>> + Clone) -> Option<Config
 /// Rank 0's view of the operation: what it makes, and to how many ranks each piece goes.
 fn sent(problem: &Problem, config: &Config) -> Option<Vec<(Piece, usize)>> {
     let world = problem.layout.world();
-    if is_exchanged(problem, config) {
+    if is_one_shot(problem, config) {
         let rows = 0..problem.layout.m();
         return Some(vec![(Piece { owner: 1, rows }, world - 1)]);
     }
@@ -204,7 +204,7 @@ struct Model<'a> {
     kernel: &'a KernelModel,
     config: Config,
     /// Whether all rows are made before any partial is moved.
-    exchanged: bool,
+    one_shot: bool,
 }
 
 impl<'a> Model<'a> {
@@ -223,21 +223,21 @@ impl<'a> Model<'a> {
             problem,
             kernel,
             config,
-            exchanged: is_exchanged(problem, &config),
+            one_shot: is_one_shot(problem, &config),
         }
     }
 
-    /// Whether partials are exchanged in low-latency areas.
+    /// Whether partials go both ways in one step in low-latency areas.
     fn is_low_latency(&self) -> bool {
         let problem = self.problem;
         let shape = [problem.layout.m(), problem.n];
-        self.exchanged && fits(&self.config, shape, problem.layout.world())
+        self.one_shot && fits(&self.config, shape, problem.layout.world())
     }
 
     /// What kernels take around it all.
     fn around(&self) -> f64 {
         match self.config.route {
-            Route::Store if self.exchanged => rate::KERNEL + rate::REDUCED,
+            Route::Store if self.one_shot => rate::KERNEL + rate::REDUCED,
             Route::Store => rate::KERNEL,
             _ => rate::COPIES,
         }
@@ -252,7 +252,7 @@ impl<'a> Model<'a> {
         let (m, world) = (problem.layout.m(), problem.layout.world());
         let own = problem.layout.rows_of(0).len();
         // Rows of which something is sent, and how many are sent.
-        let (made, sent) = match (self.exchanged, problem.operation) {
+        let (made, sent) = match (self.one_shot, problem.operation) {
             (true, _) => (m, m * (world - 1)),
             (_, Operation::MatmulAllReduce) => (m, m - own + own * (world - 1)),
             _ => (m - own, m - own),
@@ -297,7 +297,7 @@ impl<'a> Model<'a> {
         timeline.complete + self.around()
     }
 
-    /// The same where partials are exchanged in low-latency areas. Each element is sent with as many bytes of tags, to one peer or to all.
+    /// The same where partials go both ways in one step in low-latency areas. Each element is sent with as many bytes of tags, to one peer or to all.
     fn by_low_latency(&self) -> f64 {
         let problem = self.problem;
         let [m, n, world] = [problem.layout.m(), problem.n, problem.layout.world()];

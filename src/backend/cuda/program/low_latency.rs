@@ -21,14 +21,14 @@ const ELEMENTS: usize = 4;
 pub struct LowLatencyRows(Vec<Range<usize>>);
 
 impl LowLatencyRows {
-    /// Of a schedule whose partials are exchanged, by kernels that can do it, if there is room for them: the same on every rank.
+    /// Of a schedule whose partials go both ways in one step, by kernels that can do it, if there is room for them: the same on every rank.
     pub fn of(schedule: &Schedule) -> Option<LowLatencyRows> {
         let (product, world) = (schedule.product()?, schedule.world());
         let [block] = &product.blocks[..] else {
             return None;
         };
         let waits = schedule.tiles().iter().any(|tile| !tile.flags().is_empty());
-        if !schedule.is_exchanged()
+        if !schedule.is_one_shot()
             || waits
             || !fits(&product.config, [product.m, product.n()], world)
         {
@@ -169,7 +169,7 @@ mod tests {
                     for operation in [MatmulReduceScatter, MatmulAllReduce] {
                         for schedule in planned(operation, &rows, n, LOW_ROWS) {
                             let is_low_latency = LowLatencyRows::of(&schedule).is_some();
-                            assert_eq!(schedule.is_exchanged(), is_low_latency, "{world} {m} {n}");
+                            assert_eq!(schedule.is_one_shot(), is_low_latency, "{world} {m} {n}");
                         }
                     }
                 }

@@ -112,7 +112,7 @@ pub fn matrices(
     })
 }
 
-/// Where the tiles of each weight go: the rows of its block or, where partials are exchanged by low latency, those of their sums.
+/// Where the tiles of each weight go: the rows of its block or, where partials go both ways in one step by low latency, those of their sums.
 fn outputs(
     kernel: &ProductKernel,
     schedule: &Schedule,

@@ -31,7 +31,7 @@ pub struct ProductKernel {
     entries: Vec<SliceEntry>,
     /// Of a product whose blocks go to several places.
     pub places: Option<Places>,
-    /// Of one whose partials are exchanged by low latency.
+    /// Of one whose partials go both ways in one step by low latency.
     pub low_latency: Option<LowLatencyRows>,
     /// Whether what is finished is stored in f32.
     pub stores_f32: bool,
