@@ -180,7 +180,8 @@ public:
     }
 
     // The whole warp, before it stores: waits until the rows of other ranks may be written. If the wait has been given
-    // up, they are not written. `row` is the warp's first row in the block, `column` the tile's first column.
+    // up, they are not written. `row` is the warp's first row in the block, and `column` the consumer's first column. The
+    // stores that follow go there.
     __device__ void await_ready(uint32_t row, uint32_t column) {
         row_ = row;
         column_ = column;
@@ -226,7 +227,7 @@ public:
     __device__ void report(uint32_t lane) {
         if (reports_ == 0) return;
         // A completed TMA store is seen by the thread that issued it. Each report comes after its warp's stores, and
-        // the last report after all others. The words come after the last report, by their release.
+        // the last report after all others. The signal's release orders it after all reports.
         ptx::cp_async_bulk_wait_group<0>();
         __syncwarp();
         const GemmeshSums& sums = *partials_.sums;
@@ -236,7 +237,8 @@ public:
             // A vote orders no memory.
             __syncwarp();
             if (lane == 0) sums.reports[index_] = 0;
-            // If addends have not come, their sums are not reported.
+            // A peer is not signalled if the wait for addends was given up. A copy of this rank's is, because its
+            // stream must run through.
             if (told_.flag == GEMMESH_COPIED) {
                 ptx::st_release_sys(&sums.stored[index_], 1);
             } else if (told_.flag != GEMMESH_UNTOLD && ptx::ld_relaxed_sys(params_.abort) == 0) {

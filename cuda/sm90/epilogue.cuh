@@ -36,7 +36,7 @@ struct WarpPlace {
 // neighbouring columns. The next four lie eight columns further.
 struct Place {
     static constexpr uint32_t kRowsApart = 8;
-    uint32_t row;     // the upper one, of `a`
+    uint32_t row;     // the upper one
     uint32_t column;  // the left one of the first four
     uint32_t begin;
     uint32_t end;
@@ -317,7 +317,7 @@ __device__ __forceinline__ void await_box(int step) {
     }
 }
 
-// A warp's own stores, to one matrix. `row` is the first of its rows, `column` the first of the tile.
+// A warp's own stores, to one matrix. `row` is its first row, and `column` the consumer's first column.
 template <class Element, int N, int Boxes>
 struct OwnStores {
     const CUtensorMap* out;

@@ -13,13 +13,13 @@ struct SliceSum {
     uint32_t index;  // of the entry
     uint32_t warp;   // in the cluster
 
-    // One warp of the consumers: returns true if it has the sums of its rows and is to store them. If it has no rows to
-    // store (`is_stored`), it adds nothing, but it counts.
+    // One warp of the consumers: returns true if it has the sums of its rows and is to store them. If none of its rows
+    // is in the output (`has_rows`), it adds nothing, but it counts.
     //
     // Each warp stores its part and counts. The warp that counts last adds up the parts in the order of the slices. So
     // the bits depend only on the slices. Nobody waits, so entries need not run at the same time.
     template <class Element, int N>
-    __device__ __forceinline__ bool add(Accumulators<Element, N>& accumulators, const GemmeshParams& params, bool is_stored,
+    __device__ __forceinline__ bool add(Accumulators<Element, N>& accumulators, const GemmeshParams& params, bool has_rows,
                                         uint32_t lane) const {
         constexpr int kPieces = N / 8;  // of four accumulators
         constexpr int kAtATime = 16;    // as many loads as there are registers for
@@ -33,7 +33,7 @@ struct SliceSum {
 
         // pieces of a warp's lanes lie side by side
         float4* parts = reinterpret_cast<float4*>(params.partials) + (first * kNext + warp * (kPieces * 32) + lane);
-        if (is_stored) {
+        if (has_rows) {
             float4* own = parts + slice * kNext;
 #pragma unroll
             for (int i = 0; i < kPieces; ++i) {
@@ -50,7 +50,7 @@ struct SliceSum {
         __syncwarp();
         if (__shfl_sync(~0u, before, 0) + 1 < count) return false;
         if (lane == 0) *arrived = 0;
-        if (!is_stored) return true;
+        if (!has_rows) return true;
 
         if (slice > 0) {
 #pragma unroll

@@ -1,5 +1,5 @@
 // Few rows of partial sums, which the warps that make them send and add. Each warp sends its part of a tile to the
-// low-latency areas of the ranks that own the rows. It takes those ranks' parts of the same tile, and adds them up.
+// low-latency areas of the ranks that own the rows. Of the rows that this rank owns, it adds up all ranks' parts.
 // LowLatencyShare says why no rank has to ask first.
 //
 // All ranks have the same tiles in the same order, and each sends its part of a tile before it waits for the others'

@@ -8,7 +8,7 @@
 // the consumers store this one, and with the first tile's `b` before that tile's flags are there. If rows are pushed,
 // the other warps of the producer warpgroup tell the peers that this kernel runs, and push rows to them.
 //
-// A kernel that adds partial sums (kSums) has tiles of blocks. Each block has a place on this GPU or on others:
+// A kernel with block sums (kSums) has tiles of blocks. Each block has a place on this GPU or on others:
 // block_sums.cuh. Addends come through the same ring, behind the tile's operands. Then the producer waits for the
 // addends, not for `a`.
 //
@@ -43,7 +43,7 @@
 namespace gemmesh {
 
 // The warps beside the producer: tell the peers that this kernel runs, and push rows. If tiles are stored or sent to
-// peers, the operation is complete only after the peers are ready.
+// peers, they also wait until the peers are ready.
 template <class C>
 __device__ __forceinline__ void serve_peers(const GemmeshParams& params, Shared<C>& shared) {
     const uint32_t pusher = threadIdx.x - (kWarpgroupThreads - Pushers::kThreads);
@@ -191,7 +191,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& p
             if (has_sums) store_swap_ab<C>(accumulators, params, shared, weight, row, column, consumer * 4 + warp, lane);
         } else if constexpr (C::kSums) {
             const bool has_rows = has_sums && row < block.rows;
-            // a tile of few steps through K has not reported the one before
+            // report the tile before, unless multiply had steps enough to do so
             placed.report(lane);
             const bool is_sum = block.sum != 0;
             const bool is_f32 = is_sum && params.is_f32 != 0;
@@ -220,7 +220,7 @@ __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& p
     ptx::cp_async_bulk_wait_group_read<0>();
 }
 
-// Every thread of the cluster has reached this point.
+// Waits until every thread of the cluster has come here.
 template <class C>
 __device__ __forceinline__ void meet() {
     if constexpr (C::kCtas == 1) {
@@ -259,7 +259,7 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
 
     if (warpgroup == 0) {
         ptx::setmaxnreg_dec<kProducerRegisters>();
-        // Not the producer, whose first loads need not wait for it.
+        // Thread 32 enters, because the producer's first loads need no epoch.
         if (threadIdx.x == 32) shared.entrance.publish(enter_push(params));
         if (threadIdx.x < 32) produce<C>(maps, params, partials, walk, shared, rank);
         if (threadIdx.x >= 32) serve_peers(params, shared);

@@ -17,7 +17,7 @@ __device__ __forceinline__ Steps steps_of(const GemmeshParams& params, uint32_t 
     const uint32_t all = (params.k + GEMMESH_TILE_K - 1) / GEMMESH_TILE_K;
     if constexpr (C::kSplit > 1) {
         const Steps part{all * rank / C::kSplit, all * (rank + 1) / C::kSplit};
-        // If K is too short to be shared, a step behind its end, where TMA reads zeros.
+        // If K is too short to be shared, a CTA without a part multiplies zeros: TMA reads them behind K's end.
         return part.begin < part.end ? part : Steps{all, all + 1};
     } else if (C::kSliced && params.slices != nullptr) {
         const uint2 steps = __ldg(reinterpret_cast<const uint2*>(params.slices + index));

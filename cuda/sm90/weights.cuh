@@ -32,7 +32,7 @@ struct WeightLoads {
     const Maps& maps;
     uint32_t rank;  // in the cluster
 
-    // `column` is the tile's first, or its half if gate and up share the tile; `step` the one through K.
+    // `column` is the tile's first column in its weight, and `step` counts through K.
     __device__ void load(const GemmeshParams& params, Element* b, uint32_t weight, uint32_t column, uint32_t step, uint64_t* full) const {
         const uint32_t k = step * GEMMESH_TILE_K;
         if (C::kTakesKn && params.b_is_kn != 0) {
@@ -58,7 +58,7 @@ private:
         }
     }
 
-    // The CTA's blocks of columns of [K, N]. The CTAs that share loads take turns, and have as many blocks each.
+    // The CTA's blocks of columns of [K, N]. The CTAs that share loads get blocks in turn, and as many each.
     __device__ void load_blocks(Element* b, uint32_t weight, uint32_t column, uint32_t k, bool is_gated, uint64_t* full) const {
         constexpr uint32_t kTurn = kBlock * C::kCluster;
         const uint32_t own = place() * kBlock;
