@@ -1,4 +1,5 @@
-//! With feature `cuda`: compiles the kernels in cuda/ with nvcc to cubins that the crate embeds, one for each family and dtype.
+//! With feature `cuda`: compiles the kernels in cuda/ with nvcc to cubins that the crate embeds, one for each family
+//! and dtype.
 
 use std::env;
 use std::fmt::Write;

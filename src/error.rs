@@ -10,10 +10,10 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Everything that can go wrong. Ranks are numbers from 0 to W - 1.
 ///
-/// What one rank does wrong or fails to do in a call that all make reaches all ranks: each gets the same error, naming the
-/// rank at fault, and the group has failed. An argument that this rank alone can judge ([`Error::Shape`], for one) is at
-/// first an error here only: nothing has been done, and the rank may make the call with another. If it does not, those who
-/// wait for it in that call get its error half a second later, or at once when it leaves.
+/// What one rank does wrong or fails to do in a call that all make reaches all ranks: each gets the same error, naming
+/// the rank at fault, and the group has failed. An argument that this rank alone can judge ([`Error::Shape`], for one)
+/// is at first an error here only: nothing has been done, and the rank may make the call with another. If it does not,
+/// those who wait for it in that call get its error half a second later, or at once when it leaves.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -50,7 +50,8 @@ pub enum Error {
         found: Vec<usize>,
     },
 
-    /// An argument of another library's is on another device than the operation needs, of another type, or laid out in another way.
+    /// An argument of another library's is on another device than the operation needs, of another type, or laid out in
+    /// another way.
     #[error("rank {rank}: {what} of {argument} is {found} and must be {expected}")]
     Unsuitable {
         /// The rank that made the call.
@@ -173,7 +174,8 @@ pub enum Error {
         other: usize,
         /// The call that was expected.
         expected: String,
-        /// The number of the call among those that each rank made together with the others, some of them in several steps.
+        /// The number of the call among those that each rank made together with the others, some of them in several
+        /// steps.
         call: u64,
     },
 

@@ -182,8 +182,8 @@ struct Rank {
     all: ShardedMatrix<Host, bf16>,
 }
 
-/// Repeats `call` on every rank and looks at what was allocated on which thread. `prepare` makes what `call` is given, and says how
-/// many products it takes.
+/// Repeats `call` on every rank and looks at what was allocated on which thread. `prepare` makes what `call` is given,
+/// and says how many products it takes.
 #[track_caller]
 fn assert_allocates_nothing<P>(
     prepare: impl Fn(&Rank) -> Result<(P, u64), Error> + Sync,

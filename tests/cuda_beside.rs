@@ -1,5 +1,5 @@
-//! What else runs in a process or on its GPU: the caller's contexts, captures, streams and kernels, other groups. None of it
-//! disturbs a group or is disturbed by one; what can't work is refused, or ends in time with an error.
+//! What else runs in a process or on its GPU: the caller's contexts, captures, streams and kernels, other groups. None
+//! of it disturbs a group or is disturbed by one; what can't work is refused, or ends in time with an error.
 //!
 //! As tests/cuda/main.rs.
 #![allow(unsafe_code)]
@@ -324,8 +324,8 @@ fn two_groups_in_opposite_orders(test: &str, route: Route) {
                 open(&format!("first-{round}"))?,
                 open(&format!("second-{round}"))?,
             ];
-            // More tiles than multiprocessors: each kernel fills the GPU. Where ranks share one, copies between them need room
-            // beside both kernels.
+            // More tiles than multiprocessors: each kernel fills the GPU. Where ranks share one, copies between them
+            // need room beside both kernels.
             let (m, n) = if devices() > 1 {
                 (4096, 2048)
             } else {

@@ -74,9 +74,10 @@ fn more_memory_than_there_is_is_refused_on_every_rank_and_the_group_goes_on() {
     refusals::too_much_memory::<Cuda>(test_name!(), 2, [m, COLUMNS]);
 }
 
-/// As in a serving loop: other rows, and another split of them, at every step. Allocating would take a hundred microseconds more. How much
-/// longer planning takes depends on what the host's cores do just then: beside two H100s a call takes 9 to 13 µs for few rows and 21 to 36 for
-/// thousands, and other rows 14 to 24 more. Of 35 runs seven were over the bound, where known calls took up to 16 and 44.
+/// As in a serving loop: other rows, and another split of them, at every step. Allocating would take a hundred
+/// microseconds more. How much longer planning takes depends on what the host's cores do just then: beside two H100s a
+/// call takes 9 to 13 µs for few rows and 21 to 36 for thousands, and other rows 14 to 24 more. Of 35 runs seven were
+/// over the bound, where known calls took up to 16 and 44.
 #[test]
 fn a_call_with_other_rows_takes_no_longer_than_planning_does() {
     const CAPACITY: usize = 8192;
@@ -140,8 +141,8 @@ fn a_call_with_other_rows_takes_no_longer_than_planning_does() {
     }));
 }
 
-/// What a gather with a consumer takes on the host, besides the consumer: 15 µs on one rank of two H200s and 47 on the other. Events or
-/// streams made for each call would take hundreds.
+/// What a gather with a consumer takes on the host, besides the consumer: 15 µs on one rank of two H200s and 47 on the
+/// other. Events or streams made for each call would take hundreds.
 #[test]
 fn a_gather_whose_rows_are_consumed_takes_the_host_microseconds() {
     const CALLS: u32 = 8;
@@ -427,8 +428,8 @@ fn a_group_that_timed_out_leaves_all_memory_as_it_was() {
     }));
 }
 
-/// Where two ranks share a GPU, the driver takes some hundred megabytes for each process at some point. So what a thousand
-/// groups leave is measured from the groups on after which it has.
+/// Where two ranks share a GPU, the driver takes some hundred megabytes for each process at some point. So what a
+/// thousand groups leave is measured from the groups on after which it has.
 #[test]
 fn a_thousand_groups_leave_the_gpus_memory_as_it_was() {
     const SPARE: usize = 16 << 20;

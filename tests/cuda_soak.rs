@@ -1,6 +1,6 @@
 //! Two ranks that do for minutes whatever programs do: products of random shapes by every route, in two groups at once,
-//! of owned matrices and views, made and dropped in between; a failure each round, and new groups after it. Every result is
-//! checked, and nothing grows.
+//! of owned matrices and views, made and dropped in between; a failure each round, and new groups after it. Every
+//! result is checked, and nothing grows.
 //!
 //! `GEMMESH_SOAK_SECONDS` says how long; twenty if it is not given. As tests/cuda/main.rs.
 #![allow(unsafe_code)]
@@ -84,8 +84,8 @@ fn verify_views<T: Element>(group: &Group<Cuda>, case: &Case) -> Result<(), Stri
     Ok(())
 }
 
-/// Several products that run one behind the other, whose matrices are dropped before any of them has ended but the outputs,
-/// which must have the bits that the first one had.
+/// Several products that run one behind the other, whose matrices are dropped before any of them has ended but the
+/// outputs, which must have the bits that the first one had.
 fn verify_in_flight<T: Element>(group: &Group<Cuda>, case: &Case) -> Result<(), String> {
     let words = |error: Error| error.to_string();
     let (a, (b, bias)) = (case.a::<T>(), case.b::<T>(group.rank()));

@@ -1,4 +1,5 @@
-//! What a profiler sees of NVTX's ranges: this program is one. NVTX calls it at the first range, as it does a tool that is linked in.
+//! What a profiler sees of NVTX's ranges: this program is one. NVTX calls it at the first range, as it does a tool that
+//! is linked in.
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
@@ -44,8 +45,8 @@ extern "C" fn attach(export: ExportTable) -> c_int {
     const RANGE_PUSH: usize = 9;
     const RANGE_POP: usize = 11;
     let (mut table, mut entries) = (std::ptr::null(), 0);
-    // SAFETY: the table is a static of NVTX. Of the core module it has that many entries, each of which points to where the
-    // function is looked up.
+    // SAFETY: the table is a static of NVTX. Of the core module it has that many entries, each of which points to where
+    // the function is looked up.
     unsafe {
         let callbacks = &*export(CALLBACKS);
         if (callbacks.table)(CORE, &mut table, &mut entries) == 0 || entries as usize <= RANGE_POP {

@@ -1,4 +1,5 @@
-//! What every schedule of an all-gather promises, over shapes that are awkward; and that the drivers do what a schedule says.
+//! What every schedule of an all-gather promises, over shapes that are awkward; and that the drivers do what a schedule
+//! says.
 
 #[path = "support/planners.rs"]
 mod planners;
@@ -775,7 +776,8 @@ fn a_push_waits_for_its_peer_and_signals_the_peers_chunk_after_its_rows() {
 
 #[test]
 fn a_flag_that_no_plan_used_for_half_the_epochs_is_not_taken_for_arrived() {
-    // A plan with one chunk flag; the second flag is written in the first operation only. So is what a peer writes that pulls.
+    // A plan with one chunk flag; the second flag is written in the first operation only. So is what a peer writes that
+    // pulls.
     let plan = plan(&[1, 1], 1, 1, 0, CONFIG).unwrap();
     assert_eq!(plan.arrivals().len(), 1);
     let first = Epoch::from_raw(u32::MAX - 5);

@@ -23,8 +23,8 @@ const ASKED: Asked = Asked {
 /// Operations of each test, one after the other, with chunks that come late.
 const OPERATIONS: usize = 40;
 
-/// What stands in row `row` and column `column` of matrix `matrix` in operation `operation`: small numbers, whose products
-/// bf16 and f32 hold exactly.
+/// What stands in row `row` and column `column` of matrix `matrix` in operation `operation`: small numbers, whose
+/// products bf16 and f32 hold exactly.
 fn value(matrix: usize, row: usize, column: usize, operation: usize) -> bf16 {
     bf16::from_f32(((matrix * 7 + row * 3 + column + operation) % 5) as f32 - 2.0)
 }
@@ -39,8 +39,8 @@ fn rows(
         .collect()
 }
 
-/// Runs schedules as `plan` makes them on every rank, on matrices of which each rank has written the rows that `owner` gives
-/// it; then sees whether all rows are there and the product is right. `widths`: the columns of the matrices.
+/// Runs schedules as `plan` makes them on every rank, on matrices of which each rank has written the rows that `owner`
+/// gives it; then sees whether all rows are there and the product is right. `widths`: the columns of the matrices.
 fn check(
     widths: &[usize],
     problem: Asked,

@@ -180,8 +180,8 @@ public:
     }
 
     // The whole warp, before it stores: waits until the rows of other ranks may be written. If the wait has been given
-    // up, they are not written. `row` is the warp's first row in the block, and `column` the consumer's first column. The
-    // stores that follow go there.
+    // up, they are not written. `row` is the warp's first row in the block, and `column` the consumer's first column.
+    // The stores that follow go there.
     __device__ void await_ready(uint32_t row, uint32_t column) {
         row_ = row;
         column_ = column;

@@ -239,8 +239,8 @@ __device__ __forceinline__ void pin(uint32_t& value) {
     asm volatile("" : "+r"(value)::"memory");
 }
 
-// d[64, N] = a[64, 16] * b[N, 16]^T + (accumulate ? d : 0). Both operands are in shared memory. An operand is K-major if
-// its transposition is 0, and MN-major if it is 1.
+// d[64, N] = a[64, 16] * b[N, 16]^T + (accumulate ? d : 0). Both operands are in shared memory. An operand is K-major
+// if its transposition is 0, and MN-major if it is 1.
 //
 // The thread holds d as N/8 blocks of four: rows r, r, r+8, r+8 and columns c, c+1, c, c+1, where r is
 // 16 * (warp in warpgroup) + lane / 4 and c is 8 * block + 2 * (lane % 4).

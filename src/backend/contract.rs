@@ -12,7 +12,8 @@ use crate::protocol::epoch::Epoch;
 use crate::ranks::members::Members;
 use crate::schedule::{Config, Numerics, Problem, Request, Schedule, Transfer};
 
-/// How many programs a group keeps for the short calls: those of some hundred M of a serving loop, for a few products each.
+/// How many programs a group keeps for the short calls: those of some hundred M of a serving loop, for a few products
+/// each.
 #[doc(hidden)]
 pub const KEPT_PROGRAMS: usize = KEPT.get();
 /// The same, as caches take it.
@@ -82,20 +83,22 @@ pub(crate) mod sealed {
         }
     }
 
-    /// What a caller does with rows of the first matrix: this rank's own if there is no transfer, or those that a transfer has brought.
-    /// On a backend with streams they are there on a stream, for what is put there from now on; elsewhere they are there.
+    /// What a caller does with rows of the first matrix: this rank's own if there is no transfer, or those that a
+    /// transfer has brought. On a backend with streams they are there on a stream, for what is put there from now on;
+    /// elsewhere they are there.
     pub type Consumer<'a> = dyn FnMut(Option<&Transfer>, *mut c_void) -> Result<()> + 'a;
 
-    /// What a caller does to make rows. On a backend with streams they are there once a stream has done what was put on it; elsewhere when
-    /// the function returns.
+    /// What a caller does to make rows. On a backend with streams they are there once a stream has done what was put on
+    /// it; elsewhere when the function returns.
     pub type Producer<'a> = dyn FnMut(&Request, *mut c_void) -> Result<()> + 'a;
 
     /// What a caller does amid an operation.
     pub enum Callback<'a> {
-        /// Called once with the own rows and then with each arrival, in the schedule's order. Whatever it returns, all that is moved is
-        /// moved; after an error it is not called again.
+        /// Called once with the own rows and then with each arrival, in the schedule's order. Whatever it returns, all
+        /// that is moved is moved; after an error it is not called again.
         Consumer(&'a mut Consumer<'a>),
-        /// Called for each request, in the schedule's order. After an error it is not called again, and the operation fails.
+        /// Called for each request, in the schedule's order. After an error it is not called again, and the operation
+        /// fails.
         Producer(&'a mut Producer<'a>),
     }
 
@@ -132,12 +135,13 @@ pub(crate) mod sealed {
         fn close(&mut self, members: &Members);
         /// A good way to cut up what is asked.
         fn default_config(&self, problem: &Problem, numerics: Numerics) -> Config;
-        /// Whether rows of so many bytes a rank, which are exchanged and not multiplied, are better stored by a kernel than copied: the same on
-        /// all ranks.
+        /// Whether rows of so many bytes a rank, which are exchanged and not multiplied, are better stored by a kernel
+        /// than copied: the same on all ranks.
         fn is_better_stored(&self, _bytes: usize) -> bool {
             false
         }
-        /// What it is expected to take, cut up like that: parts of it, and at last the whole. Nothing if that is not known.
+        /// What it is expected to take, cut up like that: parts of it, and at last the whole. Nothing if that is not
+        /// known.
         fn predict(&self, _problem: &Problem, _config: &Config) -> Vec<Prediction> {
             Vec::new()
         }
@@ -151,11 +155,12 @@ pub(crate) mod sealed {
         /// Collective, as `call`. Zeroed memory of `bytes` bytes on each rank.
         fn symmetric(&self, members: &Members, call: &str, bytes: usize)
         -> Result<Self::Symmetric>;
-        /// Memory of another library's for `shape[0]` rows of `shape[1]` bytes, `pitch` bytes from row to row. `owner` is dropped when nothing
-        /// uses it any more.
+        /// Memory of another library's for `shape[0]` rows of `shape[1]` bytes, `pitch` bytes from row to row. `owner`
+        /// is dropped when nothing uses it any more.
         ///
         /// # Safety
-        /// Until then it is there, and nobody else writes it in a way that the order of this rank's operations does not know.
+        /// Until then it is there, and nobody else writes it in a way that the order of this rank's operations does not
+        /// know.
         #[allow(unsafe_code)]
         unsafe fn adopt(
             &self,

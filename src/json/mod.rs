@@ -1,5 +1,5 @@
-//! What ranks tell one another, and what tables of tuned configurations hold, as JSON. The types of the interface are described here a second
-//! time, so that serde's traits are no part of it; nothing compiles if the two differ.
+//! What ranks tell one another, and what tables of tuned configurations hold, as JSON. The types of the interface are
+//! described here a second time, so that serde's traits are no part of it; nothing compiles if the two differ.
 
 #[cfg(feature = "cuda")]
 pub mod config;

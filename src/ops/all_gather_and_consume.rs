@@ -26,16 +26,17 @@ use crate::trace::Trace;
 const OPERATION: Operation = Operation::AllGatherAndConsume;
 const NAME: &str = OPERATION.name();
 
-/// Gathers the rows of `a` on every rank, and meanwhile calls `consume` once for each chunk of them: first this rank's own rows, then
-/// the other ranks' in the order in which they are expected, a shard of the next rank in the ring first. Afterwards all rows are there, as after
-/// any gather. Collective.
+/// Gathers the rows of `a` on every rank, and meanwhile calls `consume` once for each chunk of them: first this rank's
+/// own rows, then the other ranks' in the order in which they are expected, a shard of the next rank in the ring first.
+/// Afterwards all rows are there, as after any gather. Collective.
 ///
-/// On the host `consume` is called when a chunk has come, and may read it ([`Chunk::values`]). On GPUs it is called at once, and puts its work
-/// on the chunk's stream, on which the rows will be there: the stream waits for them, and the host never does. Such streams alternate
-/// between two, so that one chunk's kernels begin while the last of another's end; both begin after what was put on the group's
-/// stream before, which goes on when both are done. Other ranks wait for no consumer. (It leaves the current CUDA context as it was, and
-/// captures nothing that it does not end.) Where the operation is captured in a graph, after it has run once, `consume` is called then, and not
-/// when the graph is replayed: what it has put on the streams is.
+/// On the host `consume` is called when a chunk has come, and may read it ([`Chunk::values`]). On GPUs it is called at
+/// once, and puts its work on the chunk's stream, on which the rows will be there: the stream waits for them, and the
+/// host never does. Such streams alternate between two, so that one chunk's kernels begin while the last of another's
+/// end; both begin after what was put on the group's stream before, which goes on when both are done. Other ranks wait
+/// for no consumer. (It leaves the current CUDA context as it was, and captures nothing that it does not end.) Where
+/// the operation is captured in a graph, after it has run once, `consume` is called then, and not when the graph is
+/// replayed: what it has put on the streams is.
 ///
 /// ```
 /// use gemmesh::{Group, Host, all_gather_and_consume, bf16};
@@ -59,12 +60,12 @@ const NAME: &str = OPERATION.name();
 /// ```
 ///
 /// # Errors
-/// On every rank, of this call or a later one: [`Error::Callback`] if `consume` fails on one; [`Error::RankPanicked`] if it panics
-/// there. [`Error::CallMismatch`] unless all ranks make the same call. [`Error::Capturing`] if it is captured at its first run. The group's
-/// failure. Calls of the same group that `consume` makes, also those that read or write a matrix from the host, return
-/// [`Error::CallInCallback`]. Other threads that make such calls wait until this one has returned, for as long as the
-/// group's timeout, and then get [`Error::Busy`]: so `consume` must not wait for them. It is not called once the group
-/// has failed.
+/// On every rank, of this call or a later one: [`Error::Callback`] if `consume` fails on one; [`Error::RankPanicked`]
+/// if it panics there. [`Error::CallMismatch`] unless all ranks make the same call. [`Error::Capturing`] if it is
+/// captured at its first run. The group's failure. Calls of the same group that `consume` makes, also those that read
+/// or write a matrix from the host, return [`Error::CallInCallback`]. Other threads that make such calls wait until
+/// this one has returned, for as long as the group's timeout, and then get [`Error::Busy`]: so `consume` must not wait
+/// for them. It is not called once the group has failed.
 ///
 /// # Panics
 /// If `consume` does, when what it had put on the streams has been joined with the group's.
@@ -113,8 +114,8 @@ impl AllGatherAndConsume {
         }
     }
 
-    /// Gathers in as many stages, from 1 to 64: of each rank's rows the first of so many blocks, then the second of each. A matrix that was
-    /// made by [`Group::sharded_staged`](crate::Group::sharded_staged) has its own.
+    /// Gathers in as many stages, from 1 to 64: of each rank's rows the first of so many blocks, then the second of
+    /// each. A matrix that was made by [`Group::sharded_staged`](crate::Group::sharded_staged) has its own.
     pub const fn stages(self, stages: usize) -> AllGatherAndConsume {
         AllGatherAndConsume {
             stages: Some(stages),
@@ -122,8 +123,8 @@ impl AllGatherAndConsume {
         }
     }
 
-    /// With each other rank's shard in as many chunks, from 1 to 64: smaller ones come sooner, and each costs a copy's start. A rank may
-    /// give another number than its peers.
+    /// With each other rank's shard in as many chunks, from 1 to 64: smaller ones come sooner, and each costs a copy's
+    /// start. A rank may give another number than its peers.
     pub const fn chunks(self, chunks: usize) -> AllGatherAndConsume {
         AllGatherAndConsume {
             chunks: Some(chunks),
@@ -146,8 +147,9 @@ impl AllGatherAndConsume {
         self.gather(a, None, None, |rows| consume(Chunk { a, rows }))
     }
 
-    /// As [`AllGatherAndConsume::run`], and returns what happened when on this rank: when rows came, when each call of the function
-    /// ran, or on GPUs what it had put on its stream, and what it waited for. All ranks trace an operation, or none does.
+    /// As [`AllGatherAndConsume::run`], and returns what happened when on this rank: when rows came, when each call of
+    /// the function ran, or on GPUs what it had put on its stream, and what it waited for. All ranks trace an
+    /// operation, or none does.
     ///
     /// # Errors
     /// As [`AllGatherAndConsume::run`].
@@ -164,11 +166,12 @@ impl AllGatherAndConsume {
         })
     }
 
-    /// The same of two matrices whose rows belong together, such as values and their scales: both come under one flag, and the function gets the
-    /// same rows of both, on the same stream.
+    /// The same of two matrices whose rows belong together, such as values and their scales: both come under one flag,
+    /// and the function gets the same rows of both, on the same stream.
     ///
     /// # Errors
-    /// As [`AllGatherAndConsume::run`]; [`Error::Shape`] or [`Error::ForeignArgument`] unless the rows of `beside` are split like those of `a`.
+    /// As [`AllGatherAndConsume::run`]; [`Error::Shape`] or [`Error::ForeignArgument`] unless the rows of `beside` are
+    /// split like those of `a`.
     ///
     /// # Panics
     /// As [`all_gather_and_consume`].
@@ -323,8 +326,9 @@ impl<T: Value> Chunk<'_, Host, T> {
     /// The rows, one after the other.
     pub fn values(&self) -> &[T] {
         let [rows, k] = self.shape();
-        // SAFETY: the memory holds the matrix, aligned for its type, whose every bit pattern is a value. The own rows are not written while the
-        // operation runs, which borrows the matrix; others' are not once their flag has been acquired, before the next operation.
+        // SAFETY: the memory holds the matrix, aligned for its type, whose every bit pattern is a value. The own rows
+        // are not written while the operation runs, which borrows the matrix; others' are not once their flag has been
+        // acquired, before the next operation.
         unsafe {
             let first = self.a.memory().own().add(self.offset());
             std::slice::from_raw_parts(first.cast_const().cast(), rows * k)
@@ -334,12 +338,14 @@ impl<T: Value> Chunk<'_, Host, T> {
 
 #[cfg(feature = "cuda")]
 impl<T: Value> Chunk<'_, Cuda, T> {
-    /// Where the first of the rows lies on the device; the others follow it without padding. For reading, on the chunk's stream or behind it.
+    /// Where the first of the rows lies on the device; the others follow it without padding. For reading, on the
+    /// chunk's stream or behind it.
     pub fn as_device_ptr(&self) -> u64 {
         self.a.as_device_ptr() + self.offset() as u64
     }
 
-    /// A CUstream of the device's primary context on which the rows are there, for what is put on it before the function returns.
+    /// A CUstream of the device's primary context on which the rows are there, for what is put on it before the
+    /// function returns.
     pub fn stream(&self) -> *mut c_void {
         self.rows.stream
     }

@@ -24,10 +24,10 @@ use crate::trace::Trace;
 
 /// `out = gather(a) · bᵀ`: gathers the rows of `a` from every rank while it multiplies them. Collective.
 ///
-/// `a` is [M, K], spread over the ranks by rows; `b` is [N, K], this rank's own, as a linear layer stores its
-/// weight; `out` is [M, N]. N may differ between ranks. Products are summed in f32 and rounded once. Afterwards `a` holds
-/// all rows. The call may return before the operation is complete;
-/// [`Group::synchronize`](crate::Group::synchronize) waits for it. The host backend's returns when it is.
+/// `a` is [M, K], spread over the ranks by rows; `b` is [N, K], this rank's own, as a linear layer stores its weight;
+/// `out` is [M, N]. N may differ between ranks. Products are summed in f32 and rounded once. Afterwards `a` holds all
+/// rows. The call may return before the operation is complete; [`Group::synchronize`](crate::Group::synchronize) waits
+/// for it. The host backend's returns when it is.
 ///
 /// ```
 /// use gemmesh::{Group, Host, Result, all_gather_matmul, bf16};
@@ -49,8 +49,8 @@ use crate::trace::Trace;
 /// ```
 ///
 /// # Errors
-/// [`Error::Shape`] or [`Error::ForeignArgument`] for arguments that don't fit together, before anything is
-/// done: the call may be made again with others. If you don't call again, the waiting ranks get this error half a second later,
+/// [`Error::Shape`] or [`Error::ForeignArgument`] for arguments that don't fit together, before anything is done: the
+/// call may be made again with others. If you don't call again, the waiting ranks get this error half a second later,
 /// and the group has failed. [`Error::CallMismatch`] if another rank makes another call; the group's failure.
 pub fn all_gather_matmul<B: Backend, T: Element>(
     a: &ShardedMatrix<B, T>,
@@ -99,7 +99,8 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         }
     }
 
-    /// Adds `bias`, [1, N], to every row, in f32 before the one rounding. Of several weights, N is that of all together.
+    /// Adds `bias`, [1, N], to every row, in f32 before the one rounding. Of several weights, N is that of all
+    /// together.
     pub fn bias(mut self, bias: impl Into<MatrixView<'a, B, T>>) -> Self {
         self.options.bias = Some(bias.into().into());
         self
@@ -112,8 +113,8 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     }
 
     /// Multiplies with two weights of N columns, [gate, up], and makes one output of both, as SwiGLU does:
-    /// `activation(a · gateᵀ) * (a · upᵀ)`, in f32 before the one rounding; neither product is written. A bias is [1, 2 N], the gate's
-    /// first.
+    /// `activation(a · gateᵀ) * (a · upᵀ)`, in f32 before the one rounding; neither product is written. A bias is [1, 2
+    /// N], the gate's first.
     pub fn gated(mut self) -> Self {
         self.options.gated = true;
         self
@@ -131,8 +132,8 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         self
     }
 
-    /// Gathers in as many stages, from 1 to 64: of each rank's rows the first of so many blocks, then the second of each. The output has its
-    /// rows in order. A matrix that was made by [`Group::sharded_staged`] has its own.
+    /// Gathers in as many stages, from 1 to 64: of each rank's rows the first of so many blocks, then the second of
+    /// each. The output has its rows in order. A matrix that was made by [`Group::sharded_staged`] has its own.
     pub fn stages(mut self, stages: usize) -> Self {
         self.stages = Some(stages);
         self
@@ -146,8 +147,8 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
 
     /// Does it, as [`all_gather_matmul`]: with one weight and one output, or with several, `[&q, &k, &v]` and
     /// `[&mut out_q, &mut out_k, &mut out_v]`, whose N may differ. Outputs may be of f32, and parts of a larger matrix
-    /// ([`MatrixViewMut::split_columns`](crate::MatrixViewMut::split_columns)). The schedule is made at the first call for a shape and
-    /// kept.
+    /// ([`MatrixViewMut::split_columns`](crate::MatrixViewMut::split_columns)). The schedule is made at the first call
+    /// for a shape and kept.
     ///
     /// # Errors
     /// As [`all_gather_matmul`]; [`Error::Limit`] or [`Error::Unsupported`] for a configuration that can't be.
@@ -177,15 +178,15 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         call.collective(a, Some((weights, outputs)), None)
     }
 
-    /// Prepares the product of matrices like `a` with a weight of N = `n`, or with several of the N of an array, to be run many times with
-    /// no allocation and no rendezvous. Of a gated product these are the N of gate and up, which are equal, or just one. Not collective. (On
-    /// the host, the crate that multiplies two tiles allocates a few words each time, and frees them.)
+    /// Prepares the product of matrices like `a` with a weight of N = `n`, or with several of the N of an array, to be
+    /// run many times with no allocation and no rendezvous. Of a gated product these are the N of gate and up, which
+    /// are equal, or just one. Not collective. (On the host, the crate that multiplies two tiles allocates a few words
+    /// each time, and frees them.)
     ///
     /// # Errors
-    /// [`Error::Limit`] for an `n` or a configuration that can't be, for more than four, and of a gated product for N that differ;
-    /// [`Error::Unsupported`] for such a configuration;
-    /// [`Error::Shape`] for more than two of a gated product; [`Error::Shape`] or [`Error::ForeignArgument`] for a bias that does not
-    /// fit; the group's failure.
+    /// [`Error::Limit`] for an `n` or a configuration that can't be, for more than four, and of a gated product for N
+    /// that differ; [`Error::Unsupported`] for such a configuration; [`Error::Shape`] for more than two of a gated
+    /// product; [`Error::Shape`] or [`Error::ForeignArgument`] for a bias that does not fit; the group's failure.
     pub fn prepare(
         &self,
         a: &ShardedMatrix<B, T>,
@@ -315,8 +316,8 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         self.call(&self.program).collective(a.into(), product, None)
     }
 
-    /// As [`Prepared::run`], and returns what happened when on this rank. All ranks trace an operation, or none does: those
-    /// that do begin it together.
+    /// As [`Prepared::run`], and returns what happened when on this rank. All ranks trace an operation, or none does:
+    /// those that do begin it together.
     ///
     /// # Errors
     /// As [`all_gather_matmul`].
@@ -442,7 +443,8 @@ impl<B: Backend> GatherCall<'_, B> {
         call::run(self.group, None, self.program, arguments, trace)
     }
 
-    /// Checks the arguments against what was planned, before anything is done. What is added was checked when it was made.
+    /// Checks the arguments against what was planned, before anything is done. What is added was checked when it was
+    /// made.
     fn check(&self, a: RawShards<B>, product: Option<&RawProduct<'_, '_, B>>) -> Result<()> {
         let (group, problem) = (a.group, self.problem);
         let layout = &problem.layout;

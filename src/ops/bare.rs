@@ -18,8 +18,8 @@ use crate::schedule::limits::{limit, require};
 /// The weight and the output of a product.
 type Operands<'a, B, T> = (&'a Matrix<B, T>, &'a mut Matrix<B, T>);
 
-/// Does what `schedule` says, with `shared` as its first matrices and `product` as the weight and the output of its product.
-/// Collective.
+/// Does what `schedule` says, with `shared` as its first matrices and `product` as the weight and the output of its
+/// product. Collective.
 ///
 /// # Errors
 /// [`Error::Shape`], [`Error::Limit`] and [`Error::ForeignArgument`] for matrices that are not those of the schedule;

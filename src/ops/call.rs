@@ -1,5 +1,5 @@
-//! Calls of operations without element types: what a caller gives is described by raw views, checked, agreed on with the other ranks, and
-//! run. Typed operations stand on it, and so can those of other languages.
+//! Calls of operations without element types: what a caller gives is described by raw views, checked, agreed on with
+//! the other ranks, and run. Typed operations stand on it, and so can those of other languages.
 
 use std::fmt;
 use std::sync::Arc;
@@ -186,8 +186,8 @@ pub struct Arguments<'c, 'm, B: Backend> {
     pub added: Added,
 }
 
-/// Runs `program`, and before it what this rank does by itself, with the same matrices: as an operation of all ranks, if the
-/// schedule says on what they must agree.
+/// Runs `program`, and before it what this rank does by itself, with the same matrices: as an operation of all ranks,
+/// if the schedule says on what they must agree.
 pub fn run<B: Backend>(
     group: &Group<B>,
     before: Option<&Arc<B::Program>>,
@@ -252,8 +252,8 @@ pub fn run_with<'c, B: Backend>(
     operate(group, before, program, posted, run)
 }
 
-/// An operation of all ranks, which `run` puts on the device with these programs: at once or, if it is captured, whenever the graph is
-/// launched.
+/// An operation of all ranks, which `run` puts on the device with these programs: at once or, if it is captured,
+/// whenever the graph is launched.
 fn operate<B: Backend>(
     group: &Group<B>,
     before: Option<&Arc<B::Program>>,

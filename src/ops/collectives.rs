@@ -29,11 +29,12 @@ use crate::schedule::{Layout, Operation, Problem, Route};
 /// # Ok::<(), gemmesh::Error>(())
 /// ```
 ///
-/// The call may return before it is complete, as every operation: see [`matmul_reduce_scatter`](crate::matmul_reduce_scatter).
+/// The call may return before it is complete, as every operation: see
+/// [`matmul_reduce_scatter`](crate::matmul_reduce_scatter).
 ///
 /// # Errors
-/// [`Error::CallMismatch`](crate::Error::CallMismatch) if another rank makes another call; [`Error::Capturing`](crate::Error::Capturing)
-/// if it is captured in a graph at its first run; the group's failure.
+/// [`Error::CallMismatch`](crate::Error::CallMismatch) if another rank makes another call;
+/// [`Error::Capturing`](crate::Error::Capturing) if it is captured in a graph at its first run; the group's failure.
 pub fn all_gather<B: Backend, T: Value>(a: &ShardedMatrix<B, T>) -> Result<()> {
     gather(Operation::AllGather, a)
 }
@@ -57,7 +58,8 @@ fn gather<B: Backend, T: Value>(operation: Operation, a: &ShardedMatrix<B, T>) -
     call::run(group, None, &program, arguments, None)
 }
 
-/// Gives every rank the whole matrix that rank `root` has, in place: its own rows, and those of the others as it has them. Collective.
+/// Gives every rank the whole matrix that rank `root` has, in place: its own rows, and those of the others as it has
+/// them. Collective.
 ///
 /// ```
 /// use gemmesh::{Group, Host, Result, broadcast};
@@ -99,11 +101,11 @@ pub fn broadcast<B: Backend, T: Value>(a: &mut ShardedMatrix<B, T>, root: usize)
     .run::<B, T>(group, &layout, Bound::Nothing, out, &ids)
 }
 
-/// `out = the rows of this rank of Σ a_r`, over all ranks r: each has an addend `a`, [M, N], and gets its rows, as many as any other, the
-/// first ranks one more if they can't be split evenly; `out` is [rows, N]. Collective.
+/// `out = the rows of this rank of Σ a_r`, over all ranks r: each has an addend `a`, [M, N], and gets its rows, as many
+/// as any other, the first ranks one more if they can't be split evenly; `out` is [rows, N]. Collective.
 ///
-/// Sums are made in f32, in the order of the ranks, and rounded once: they have the same bits each time. Room for what comes is
-/// kept by the group.
+/// Sums are made in f32, in the order of the ranks, and rounded once: they have the same bits each time. Room for what
+/// comes is kept by the group.
 ///
 /// ```
 /// use gemmesh::{Group, Host, Result, reduce_scatter};
@@ -122,7 +124,8 @@ pub fn broadcast<B: Backend, T: Value>(a: &mut ShardedMatrix<B, T>, root: usize)
 /// ```
 ///
 /// # Errors
-/// As [`all_gather`]; [`Error::Shape`](crate::Error::Shape) or [`Error::ForeignArgument`](crate::Error::ForeignArgument) for an output that does not fit;
+/// As [`all_gather`]; [`Error::Shape`](crate::Error::Shape) or
+/// [`Error::ForeignArgument`](crate::Error::ForeignArgument) for an output that does not fit;
 /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
 pub fn reduce_scatter<B: Backend, T: Float>(
     a: &Matrix<B, T>,
@@ -150,8 +153,8 @@ pub fn reduce_scatter<B: Backend, T: Float>(
 
 /// `out = Σ a_r` over all ranks r, on every rank: each has an addend `a`, [M, N], as is `out`. Collective.
 ///
-/// Sums are made as by [`reduce_scatter`], and have the same bits on every rank. Of two ranks, and of few bytes, each rank gets all addends;
-/// otherwise it adds up its rows of `out`, and gathers the others'.
+/// Sums are made as by [`reduce_scatter`], and have the same bits on every rank. Of two ranks, and of few bytes, each
+/// rank gets all addends; otherwise it adds up its rows of `out`, and gathers the others'.
 ///
 /// ```
 /// use gemmesh::{Group, Host, Result, all_reduce};
@@ -193,8 +196,8 @@ pub fn all_reduce<B: Backend, T: Float>(
     }
 }
 
-/// Rank s sends block p of its input to rank p, where it becomes s's rows of `out`, [M, N]: the input `a` is [W · rows, N], of as many rows a block
-/// as this rank owns of `out`. Collective.
+/// Rank s sends block p of its input to rank p, where it becomes s's rows of `out`, [M, N]: the input `a` is [W · rows,
+/// N], of as many rows a block as this rank owns of `out`. Collective.
 ///
 /// ```
 /// use gemmesh::{Group, Host, Result, all_to_all};

@@ -22,9 +22,9 @@ const OPERATION: Operation = Operation::Matmul;
 
 /// `out = a · bᵀ`, on this rank alone.
 ///
-/// `a` is [M, K], `b` is [N, K], as a linear layer stores its weight, `out` is [M, N]. Products are summed in f32 and rounded once.
-/// The call may return before the product is complete; [`Group::synchronize`](crate::Group::synchronize) waits for it. It stands in
-/// line with this rank's operations. The host backend's returns when it is.
+/// `a` is [M, K], `b` is [N, K], as a linear layer stores its weight, `out` is [M, N]. Products are summed in f32 and
+/// rounded once. The call may return before the product is complete; [`Group::synchronize`](crate::Group::synchronize)
+/// waits for it. It stands in line with this rank's operations. The host backend's returns when it is.
 ///
 /// ```
 /// use gemmesh::{Activation, Group, Host, Matmul, Result, bf16};
@@ -142,13 +142,14 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         group.noted(planned)?.run(a, weights, outputs)
     }
 
-    /// Prepares products of an `a` of `m` rows and `k` columns with a weight of N = `n`, or with several of the N of an array, to be
-    /// run many times with no planning. Of a gated product these are the N of gate and up, which are equal, or just one.
+    /// Prepares products of an `a` of `m` rows and `k` columns with a weight of N = `n`, or with several of the N of an
+    /// array, to be run many times with no planning. Of a gated product these are the N of gate and up, which are
+    /// equal, or just one.
     ///
     /// # Errors
-    /// [`Error::Limit`] for a shape or a configuration that can't be, and [`Error::Unsupported`] for such a configuration;
-    /// [`Error::Shape`] or [`Error::ForeignArgument`] for what is added
-    /// and does not fit; the group's failure.
+    /// [`Error::Limit`] for a shape or a configuration that can't be, and [`Error::Unsupported`] for such a
+    /// configuration; [`Error::Shape`] or [`Error::ForeignArgument`] for what is added and does not fit; the group's
+    /// failure.
     pub fn prepare(
         &self,
         group: &Group<B>,

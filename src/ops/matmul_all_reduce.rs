@@ -22,12 +22,13 @@ use crate::trace::Trace;
 
 /// `out = Σ a_p · b_pᵀ` over all ranks p, on every rank, with the same bits. Collective.
 ///
-/// `a` is [M, K_p] and `b` is [N, K_p], this rank's own: its part of K, which may be another on each rank. `out` is [M, N]; who
-/// owns which of its rows says who adds them up, and sends the sums on. For few rows (M · N elements in 1 MiB on two ranks, in
-/// 512 KiB on up to four, in 256 KiB on up to eight) all ranks exchange all partials instead, and each adds up all rows.
+/// `a` is [M, K_p] and `b` is [N, K_p], this rank's own: its part of K, which may be another on each rank. `out` is [M,
+/// N]; who owns which of its rows says who adds them up, and sends the sums on. For few rows (M · N elements in 1 MiB
+/// on two ranks, in 512 KiB on up to four, in 256 KiB on up to eight) all ranks exchange all partials instead, and each
+/// adds up all rows.
 ///
-/// Numbers and memory are those of [`matmul_reduce_scatter`](crate::matmul_reduce_scatter), whichever way is taken; but where
-/// partials are exchanged, the room for what comes is for (W - 1) · M rows.
+/// Numbers and memory are those of [`matmul_reduce_scatter`](crate::matmul_reduce_scatter), whichever way is taken; but
+/// where partials are exchanged, the room for what comes is for (W - 1) · M rows.
 ///
 /// ```
 /// use gemmesh::{Group, Host, Result, bf16, matmul_all_reduce};
@@ -85,13 +86,15 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
         MatmulAllReduce(ProductOptions::new(T::DTYPE), PhantomData)
     }
 
-    /// Adds `bias`, [1, N], to each row, in f32 before the last rounding. It is added once, and every rank must give the same.
+    /// Adds `bias`, [1, N], to each row, in f32 before the last rounding. It is added once, and every rank must give
+    /// the same.
     pub fn bias(mut self, bias: impl Into<MatrixView<'a, B, T>>) -> Self {
         self.0.bias = Some(bias.into().into());
         self
     }
 
-    /// Adds `residual`, [M, N], to the sums last, in f32 before the last rounding. Every rank gives the same, and its rows are added once.
+    /// Adds `residual`, [M, N], to the sums last, in f32 before the last rounding. Every rank gives the same, and its
+    /// rows are added once.
     pub fn residual(mut self, residual: impl Into<MatrixView<'a, B, T>>) -> Self {
         self.0.residual = Some(residual.into().into());
         self
@@ -109,11 +112,11 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
         self
     }
 
-    /// Cuts the problem up as `config` says. Where partials are pulled ([`Route::Pull`](crate::Route::Pull)), product, sum and
-    /// gather follow one another. Where they are pushed ([`Route::Push`](crate::Route::Push)) or stored by the kernel
-    /// ([`Route::Store`](crate::Route::Store), on GPUs to seven peers at the most), the chunks are panels, of which one is summed
-    /// while the next is multiplied. Up to eight ranks with
-    /// GPUs of their own store few rows and push many; others pull.
+    /// Cuts the problem up as `config` says. Where partials are pulled ([`Route::Pull`](crate::Route::Pull)), product,
+    /// sum and gather follow one another. Where they are pushed ([`Route::Push`](crate::Route::Push)) or stored by the
+    /// kernel ([`Route::Store`](crate::Route::Store), on GPUs to seven peers at the most), the chunks are panels, of
+    /// which one is summed while the next is multiplied. Up to eight ranks with GPUs of their own store few rows and
+    /// push many; others pull.
     pub fn config(mut self, config: Config) -> Self {
         self.0.config = Some(config);
         self
@@ -135,8 +138,9 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
         planned.collective([a, b], out, None)
     }
 
-    /// Prepares the sums for matrices like `a` and outputs like `out`, to be run many times with no planning and no rendezvous on
-    /// the way. Not collective. (The first call that needs more room for partials than the group has allocates it.)
+    /// Prepares the sums for matrices like `a` and outputs like `out`, to be run many times with no planning and no
+    /// rendezvous on the way. Not collective. (The first call that needs more room for partials than the group has
+    /// allocates it.)
     ///
     /// # Errors
     /// [`Error::Shape`] or [`Error::ForeignArgument`] for an output or a bias that does not fit; [`Error::Limit`] or
@@ -189,8 +193,8 @@ impl<B: Backend, T: Element> Default for MatmulAllReduce<'_, B, T> {
     }
 }
 
-/// A product and its sums that have been planned, by [`MatmulAllReduce::prepare`]. They fit every `a`, `b` and output of the same
-/// group, shapes and split. It keeps the group.
+/// A product and its sums that have been planned, by [`MatmulAllReduce::prepare`]. They fit every `a`, `b` and output
+/// of the same group, shapes and split. It keeps the group.
 ///
 /// ```
 /// use gemmesh::{Group, Host, MatmulAllReduce, Result, bf16};
@@ -219,8 +223,8 @@ pub struct PreparedAllReduce<'a, B: Backend, T: Element> {
 }
 
 impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
-    /// What is moved and added up, and in which order; and what is multiplied, where partials are not pulled. Where they are, and
-    /// are not exchanged, a gather follows.
+    /// What is moved and added up, and in which order; and what is multiplied, where partials are not pulled. Where
+    /// they are, and are not exchanged, a gather follows.
     #[doc(hidden)]
     pub fn schedule(&self) -> &Schedule {
         self.sums.schedule()
@@ -249,8 +253,8 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
         self.collective([a.into().into(), b.into().into()], out, None)
     }
 
-    /// As [`PreparedAllReduce::run`], and returns what happened when on this rank. All ranks trace an operation, or none does: those
-    /// that do begin it together. (On GPUs copies are not in it.)
+    /// As [`PreparedAllReduce::run`], and returns what happened when on this rank. All ranks trace an operation, or
+    /// none does: those that do begin it together. (On GPUs copies are not in it.)
     ///
     /// # Errors
     /// As [`matmul_all_reduce`].
@@ -307,7 +311,8 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
         self.sums.matmul([a.view().into(), b.view().into()])
     }
 
-    /// Only adds up the partials that the ranks have made before, and gathers the sums. Collective; for benchmarks, after a run.
+    /// Only adds up the partials that the ranks have made before, and gathers the sums. Collective; for benchmarks,
+    /// after a run.
     ///
     /// # Errors
     /// As [`matmul_all_reduce`].

@@ -1,4 +1,5 @@
-//! `out[rows of this rank, N] = Σ_p a_p[rows, K_p] · b_p[N, K_p]ᵀ`: each rank has a part of K, and gets its rows of the sum.
+//! `out[rows of this rank, N] = Σ_p a_p[rows, K_p] · b_p[N, K_p]ᵀ`: each rank has a part of K, and gets its rows of the
+//! sum.
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;
@@ -21,24 +22,26 @@ use crate::trace::Trace;
 /// `out = Σ a_p · b_pᵀ` over all ranks p, of which each gets its rows. Collective.
 ///
 /// `a` is [M, K_p] and `b` is [N, K_p], this rank's own: its part of K, which may be another on each rank. `out` is
-/// [rows, N], this rank's rows of the sum: M are split over the ranks as evenly as whole rows allow, the longer parts first.
-/// [`MatmulReduceScatter`] has other splits, a bias, and an output that is a sharded matrix.
+/// [rows, N], this rank's rows of the sum: M are split over the ranks as evenly as whole rows allow, the longer parts
+/// first. [`MatmulReduceScatter`] has other splits, a bias, and an output that is a sharded matrix.
 ///
 /// # What it computes
-/// A rank's *partial* p_r is a_r · b_rᵀ, summed in f32 and rounded once to `T`. Then s = p_0, s += p_1, … in f32, in the order of the
-/// ranks, then the bias, the activation and the residual, in f32 too; the result is rounded once, unless the output is of f32. So the
-/// bits depend neither on who owns a row nor on what comes first, and are the same each time.
+/// A rank's *partial* p_r is a_r · b_rᵀ, summed in f32 and rounded once to `T`. Then s = p_0, s += p_1, … in f32, in
+/// the order of the ranks, then the bias, the activation and the residual, in f32 too; the result is rounded once,
+/// unless the output is of f32. So the bits depend neither on who owns a row nor on what comes first, and are the same
+/// each time.
 ///
-/// With u the unit roundoff of `T` (2⁻⁸ for bf16, 2⁻¹¹ for f16) and v = 2⁻²⁴ that of f32, no element is farther from the exact
-/// sum, without an activation and a residual, than (K_max + W) · v · Σ |a| · |b| + u · Σ |p_r| + u · |out|, to first order: the sums in f32, the rounding of each
-/// partial, and the last one; while no partial is too large for `T` (an f16 ends at 65504), nor so small that it loses digits.
+/// With u the unit roundoff of `T` (2⁻⁸ for bf16, 2⁻¹¹ for f16) and v = 2⁻²⁴ that of f32, no element is farther from
+/// the exact sum, without an activation and a residual, than (K_max + W) · v · Σ |a| · |b| + u · Σ |p_r| + u · |out|,
+/// to first order: the sums in f32, the rounding of each partial, and the last one; while no partial is too large for
+/// `T` (an f16 ends at 65504), nor so small that it loses digits.
 ///
 /// # Memory
-/// At its first call a group allocates room for partials on each rank, in symmetric memory: for what comes, (W - 1) times as many
-/// rows as the rank has that owns most; for what goes, M rows, and where it is pushed or stored 15 more for each rank. Where it is
-/// stored, 15 more rows stand behind what comes from each. A row is of N elements, rounded up to 16 bytes; on GPUs all of it is rounded
-/// up to 2 MiB. Later calls use it again, and only one that needs more allocates anew. It is free when the
-/// group ends.
+/// At its first call a group allocates room for partials on each rank, in symmetric memory: for what comes, (W - 1)
+/// times as many rows as the rank has that owns most; for what goes, M rows, and where it is pushed or stored 15 more
+/// for each rank. Where it is stored, 15 more rows stand behind what comes from each. A row is of N elements, rounded
+/// up to 16 bytes; on GPUs all of it is rounded up to 2 MiB. Later calls use it again, and only one that needs more
+/// allocates anew. It is free when the group ends.
 ///
 /// ```
 /// use gemmesh::{Group, Host, Result, bf16, matmul_reduce_scatter};
@@ -57,13 +60,13 @@ use crate::trace::Trace;
 /// # Ok::<_, gemmesh::Error>(())
 /// ```
 ///
-/// The call may return before the operation is complete; [`Group::synchronize`](crate::Group::synchronize) waits for it. The host
-/// backend's returns when it is.
+/// The call may return before the operation is complete; [`Group::synchronize`](crate::Group::synchronize) waits for
+/// it. The host backend's returns when it is.
 ///
 /// # Errors
 /// [`Error::Shape`] or [`Error::ForeignArgument`] for arguments that don't fit together, before anything is done.
-/// [`Error::CallMismatch`] if another rank makes another call; [`Error::OutOfMemory`] if the room for partials cannot be had; the
-/// group's failure.
+/// [`Error::CallMismatch`] if another rank makes another call; [`Error::OutOfMemory`] if the room for partials cannot
+/// be had; the group's failure.
 pub fn matmul_reduce_scatter<B: Backend, T: Element>(
     a: &Matrix<B, T>,
     b: &Matrix<B, T>,
@@ -111,7 +114,8 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         }
     }
 
-    /// Adds `bias`, [1, N], to each of this rank's rows, in f32 before the last rounding. All ranks give one, or none does.
+    /// Adds `bias`, [1, N], to each of this rank's rows, in f32 before the last rounding. All ranks give one, or none
+    /// does.
     pub fn bias(mut self, bias: impl Into<MatrixView<'a, B, T>>) -> Self {
         self.options.bias = Some(bias.into().into());
         self
@@ -141,12 +145,12 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         self
     }
 
-    /// Cuts the problem up as `config` says. Where partials are pulled ([`Route::Pull`](crate::Route::Pull)), all rows are
-    /// multiplied before any are moved: that needs nothing of other ranks while a kernel runs. Where they are pushed
-    /// ([`Route::Push`](crate::Route::Push)), each block is sent when it is made, and the kernel adds what has come. Where the kernel
-    /// stores them ([`Route::Store`](crate::Route::Store), on GPUs to seven peers at the most), each tile goes to its owner at once.
-    /// Up to eight ranks with
-    /// GPUs of their own store few rows and push many; others pull.
+    /// Cuts the problem up as `config` says. Where partials are pulled ([`Route::Pull`](crate::Route::Pull)), all rows
+    /// are multiplied before any are moved: that needs nothing of other ranks while a kernel runs. Where they are
+    /// pushed ([`Route::Push`](crate::Route::Push)), each block is sent when it is made, and the kernel adds what has
+    /// come. Where the kernel stores them ([`Route::Store`](crate::Route::Store), on GPUs to seven peers at the most),
+    /// each tile goes to its owner at once. Up to eight ranks with GPUs of their own store few rows and push many;
+    /// others pull.
     pub fn config(mut self, config: Config) -> Self {
         self.options.config = Some(config);
         self
@@ -178,8 +182,8 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         planned.collective([a, b], out, None)
     }
 
-    /// The same into the own rows of a sharded matrix, whose split it has: the next layer's input, with no copy. (On GPUs the rows
-    /// of a sharded matrix are whole 16 bytes.)
+    /// The same into the own rows of a sharded matrix, whose split it has: the next layer's input, with no copy. (On
+    /// GPUs the rows of a sharded matrix are whole 16 bytes.)
     ///
     /// # Errors
     /// As [`MatmulReduceScatter::run`]; [`Error::Shape`] unless `out` is [M, N], or if other rows were asked for.
@@ -206,13 +210,14 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         planned.collective_into([a, b], out, None)
     }
 
-    /// Prepares the sum for matrices like `a` and weights of N = `n`, to be run many times with no planning and no rendezvous
-    /// on the way. Not collective. (The first call that needs more room for partials than the group has allocates it.)
+    /// Prepares the sum for matrices like `a` and weights of N = `n`, to be run many times with no planning and no
+    /// rendezvous on the way. Not collective. (The first call that needs more room for partials than the group has
+    /// allocates it.)
     ///
     /// # Errors
-    /// [`Error::Limit`] for an `n` or a configuration that can't be, and [`Error::Unsupported`] for such a configuration;
-    /// [`Error::Shape`] unless there is one count of rows a rank, M
-    /// in all; [`Error::Shape`] or [`Error::ForeignArgument`] for a bias that does not fit; the group's failure.
+    /// [`Error::Limit`] for an `n` or a configuration that can't be, and [`Error::Unsupported`] for such a
+    /// configuration; [`Error::Shape`] unless there is one count of rows a rank, M in all; [`Error::Shape`] or
+    /// [`Error::ForeignArgument`] for a bias that does not fit; the group's failure.
     pub fn prepare<'m>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
@@ -251,8 +256,8 @@ impl<B: Backend, T: Element> Default for MatmulReduceScatter<'_, B, T> {
     }
 }
 
-/// A product and its sums that have been planned, by [`MatmulReduceScatter::prepare`]. They fit every `a`, `b` and output of the
-/// same group and shapes. It keeps the group.
+/// A product and its sums that have been planned, by [`MatmulReduceScatter::prepare`]. They fit every `a`, `b` and
+/// output of the same group and shapes. It keeps the group.
 ///
 /// ```
 /// use gemmesh::{Group, Host, MatmulReduceScatter, Result, bf16};
@@ -305,8 +310,8 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         self.collective([a.into().into(), b.into().into()], out.into().all, None)
     }
 
-    /// As [`PreparedReduceScatter::run`], and returns what happened when on this rank. All ranks trace an operation, or none does:
-    /// those that do begin it together. (On GPUs copies are not in it.)
+    /// As [`PreparedReduceScatter::run`], and returns what happened when on this rank. All ranks trace an operation, or
+    /// none does: those that do begin it together. (On GPUs copies are not in it.)
     ///
     /// # Errors
     /// As [`matmul_reduce_scatter`].

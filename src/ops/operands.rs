@@ -11,8 +11,8 @@ use crate::element::{Element, Value};
 use crate::matrix::{Matrix, MatrixView, MatrixViewMut};
 use crate::schedule::Widths;
 
-/// What rows are multiplied with: a weight or, for one gather of the rows, up to four. Made from a [`Matrix`], a [`MatrixView`], or an
-/// array of either, or collected from views.
+/// What rows are multiplied with: a weight or, for one gather of the rows, up to four. Made from a [`Matrix`], a
+/// [`MatrixView`], or an array of either, or collected from views.
 #[derive(Debug)]
 #[must_use = "operands do nothing"]
 pub struct Weights<'a, B: Backend, T: Value> {
@@ -86,8 +86,8 @@ pub trait OutputOf<T>: Value {}
 impl<T: Element> OutputOf<T> for T {}
 impl<T: Element> OutputOf<T> for f32 {}
 
-/// Where products go: a matrix of their operands' type or of f32, or one for each of several weights. Made from a `&mut`
-/// [`Matrix`], a [`MatrixViewMut`], an array of either, or collected from views.
+/// Where products go: a matrix of their operands' type or of f32, or one for each of several weights. Made from a
+/// `&mut` [`Matrix`], a [`MatrixViewMut`], an array of either, or collected from views.
 #[derive(Debug)]
 #[must_use = "operands do nothing"]
 pub struct Outputs<'a, B: Backend, T: Value> {

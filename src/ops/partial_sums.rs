@@ -46,8 +46,8 @@ impl Which {
 }
 
 impl<'a, B: Backend> PlannedSums<'a, B> {
-    /// Plans the sums of products with weights of N = `n`. `layout`: who owns which rows, and this rank's part of K; `out`: the type of
-    /// the output, if it is known to be another than that of the operands.
+    /// Plans the sums of products with weights of N = `n`. `layout`: who owns which rows, and this rank's part of K;
+    /// `out`: the type of the output, if it is known to be another than that of the operands.
     pub fn new(
         options: &ProductOptions<'a, B>,
         which: Which,
@@ -166,8 +166,8 @@ impl<B: Backend> PlannedSums<'_, B> {
         out.require_split(["out [M, N]", "out (rows of each rank)"], layout, *n)
     }
 
-    /// Does it, once the operands have been checked too. `checked`: whether `out` fits; `shared`: the numbers of the sharded matrices
-    /// that are written.
+    /// Does it, once the operands have been checked too. `checked`: whether `out` fits; `shared`: the numbers of the
+    /// sharded matrices that are written.
     pub fn run(
         &self,
         operands: [RawView<B>; 2],

@@ -1,4 +1,5 @@
-//! Rows that a function of the caller's makes, block by block, each of which is on its way to its owner while the next is made.
+//! Rows that a function of the caller's makes, block by block, each of which is on its way to its owner while the next
+//! is made.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -30,16 +31,17 @@ const EXCHANGE: Operation = Operation::ProduceAndAllToAll;
 
 /// `out = the rows of this rank of Σ p_r`, where `produce` makes p_r, [m, N], this rank's addend. Collective.
 ///
-/// `produce` is called block by block: first for the rows of the next rank in the ring, then of the one behind it, and at last for this rank's own.
-/// A block is sent to its owner while the next is made. Each rank gets as many rows of the m as any other, the first ones one more if
-/// they can't be split evenly; `out` is [rows, N]. Sums are made in f32, in the order of the ranks, and rounded once, so they have the same
-/// bits each time.
+/// `produce` is called block by block: first for the rows of the next rank in the ring, then of the one behind it, and
+/// at last for this rank's own. A block is sent to its owner while the next is made. Each rank gets as many rows of the
+/// m as any other, the first ones one more if they can't be split evenly; `out` is [rows, N]. Sums are made in f32, in
+/// the order of the ranks, and rounded once, so they have the same bits each time.
 ///
-/// On the host `produce` writes to [`Block::values_mut`] before it returns. On GPUs it puts its work on the block's stream, and returns at
-/// once: the copies wait for the stream, and the host never does. Such streams alternate between two, so that one block's
-/// kernels begin while the last of another's end; both begin after what was put on the group's stream before, which goes on when all
-/// sums are made. (It leaves the current CUDA context as it was, and captures nothing that it does not end.) Where the operation is captured in
-/// a graph, after it has run once, `produce` is called then, and not when the graph is replayed: what it has put on the streams is.
+/// On the host `produce` writes to [`Block::values_mut`] before it returns. On GPUs it puts its work on the block's
+/// stream, and returns at once: the copies wait for the stream, and the host never does. Such streams alternate between
+/// two, so that one block's kernels begin while the last of another's end; both begin after what was put on the group's
+/// stream before, which goes on when all sums are made. (It leaves the current CUDA context as it was, and captures
+/// nothing that it does not end.) Where the operation is captured in a graph, after it has run once, `produce` is
+/// called then, and not when the graph is replayed: what it has put on the streams is.
 ///
 /// ```
 /// use gemmesh::{Group, Host, produce_and_reduce_scatter};
@@ -64,12 +66,13 @@ const EXCHANGE: Operation = Operation::ProduceAndAllToAll;
 /// As [`matmul_reduce_scatter`](crate::matmul_reduce_scatter), whose room it shares.
 ///
 /// # Errors
-/// On every rank, of this call or a later one: [`Error::Callback`] if `produce` fails on one; [`Error::RankPanicked`] if it panics
-/// there; [`Error::Timeout`] names a rank whose function does not return. [`Error::CallMismatch`] unless all ranks make the same call.
-/// [`Error::Shape`] for an output that does not fit; [`Error::OutOfMemory`]; [`Error::Capturing`] if it is captured at its first run. The
-/// group's failure. Calls of the same group that `produce` makes return [`Error::CallInCallback`]. Other threads that
-/// make such calls wait until this one has returned, for as long as the group's timeout, and then get [`Error::Busy`]:
-/// so `produce` must not wait for them. It is not called once the group has failed.
+/// On every rank, of this call or a later one: [`Error::Callback`] if `produce` fails on one; [`Error::RankPanicked`]
+/// if it panics there; [`Error::Timeout`] names a rank whose function does not return. [`Error::CallMismatch`] unless
+/// all ranks make the same call. [`Error::Shape`] for an output that does not fit; [`Error::OutOfMemory`];
+/// [`Error::Capturing`] if it is captured at its first run. The group's failure. Calls of the same group that `produce`
+/// makes return [`Error::CallInCallback`]. Other threads that make such calls wait until this one has returned, for as
+/// long as the group's timeout, and then get [`Error::Busy`]: so `produce` must not wait for them. It is not called
+/// once the group has failed.
 ///
 /// # Panics
 /// If `produce` does, when what it had put on the streams has been joined with the group's.
@@ -83,8 +86,9 @@ pub fn produce_and_reduce_scatter<B: Backend, T: Float>(
 
 /// Each rank makes a block of rows for each rank, and gets those that the others make for it. Collective.
 ///
-/// `out` is [M, N]: rank r makes as many rows for each rank as it owns of `out`, and those that it makes for rank p become its rows of
-/// `out` on rank p, all M of which are written. `produce` is called as by [`produce_and_reduce_scatter`]; a block's rows count from 0.
+/// `out` is [M, N]: rank r makes as many rows for each rank as it owns of `out`, and those that it makes for rank p
+/// become its rows of `out` on rank p, all M of which are written. `produce` is called as by
+/// [`produce_and_reduce_scatter`]; a block's rows count from 0.
 ///
 /// ```
 /// use gemmesh::{Group, Host, Result, produce_and_all_to_all};
@@ -165,9 +169,9 @@ impl<'a> ProduceAndReduceScatter<'a> {
         }
     }
 
-    /// Makes the rows of each other rank in as many blocks, from 1 to 64, of multiples of 128 rows: smaller ones are on their way sooner, and
-    /// each costs a copy's start, and kernels of fewer rows. The same on all ranks. (This rank's own rows are made in two: the last quarter apart,
-    /// so that little is left to add up when all is made.)
+    /// Makes the rows of each other rank in as many blocks, from 1 to 64, of multiples of 128 rows: smaller ones are on
+    /// their way sooner, and each costs a copy's start, and kernels of fewer rows. The same on all ranks. (This rank's
+    /// own rows are made in two: the last quarter apart, so that little is left to add up when all is made.)
     pub const fn chunks(self, chunks: usize) -> Self {
         ProduceAndReduceScatter {
             chunks: Some(chunks),
@@ -178,8 +182,8 @@ impl<'a> ProduceAndReduceScatter<'a> {
     /// As [`produce_and_reduce_scatter`]: `m` rows in all.
     ///
     /// # Errors
-    /// As [`produce_and_reduce_scatter`]; [`Error::Limit`] for a number of blocks that cannot be; [`Error::Shape`] unless there is one count
-    /// of rows a rank, m in all.
+    /// As [`produce_and_reduce_scatter`]; [`Error::Limit`] for a number of blocks that cannot be; [`Error::Shape`]
+    /// unless there is one count of rows a rank, m in all.
     ///
     /// # Panics
     /// As [`produce_and_reduce_scatter`].
@@ -192,8 +196,9 @@ impl<'a> ProduceAndReduceScatter<'a> {
         self.sum(m, out, None, produce)
     }
 
-    /// As [`ProduceAndReduceScatter::run`], and returns what happened when on this rank: when rows were sent, when each call of the function
-    /// ran, or on GPUs what it had put on its stream, and when they were added up. All ranks trace an operation, or none does.
+    /// As [`ProduceAndReduceScatter::run`], and returns what happened when on this rank: when rows were sent, when each
+    /// call of the function ran, or on GPUs what it had put on its stream, and when they were added up. All ranks trace
+    /// an operation, or none does.
     ///
     /// # Errors
     /// As [`ProduceAndReduceScatter::run`].
@@ -229,8 +234,8 @@ impl<'a> ProduceAndReduceScatter<'a> {
         planned.run(Bound::Output(out.memory(), 0), &[], trace, produce)
     }
 
-    /// The same into the own rows of a sharded matrix, [m, N], whose split it has: the next layer's input, with no copy. (On GPUs the rows of a
-    /// sharded matrix are whole 16 bytes.)
+    /// The same into the own rows of a sharded matrix, [m, N], whose split it has: the next layer's input, with no
+    /// copy. (On GPUs the rows of a sharded matrix are whole 16 bytes.)
     ///
     /// # Errors
     /// As [`ProduceAndReduceScatter::run`]; [`Error::Shape`] if another split was asked for.
@@ -441,7 +446,8 @@ impl<B: Backend, T: Value> Block<'_, B, T> {
         [self.rows.len(), self.columns]
     }
 
-    /// The elements from row to row where they are to lie: N or, so that each row begins with whole 16 bytes, a few more.
+    /// The elements from row to row where they are to lie: N or, so that each row begins with whole 16 bytes, a few
+    /// more.
     pub fn pitch(&self) -> usize {
         self.pitch
     }
@@ -456,8 +462,8 @@ impl<T: Value> Block<'_, Host, T> {
     /// Where the rows are to lie, [`Block::pitch`] elements each. What they hold at first is of no meaning.
     pub fn values_mut(&mut self) -> &mut [T] {
         let length = self.rows.len() * self.pitch;
-        // SAFETY: the memory holds the rows, aligned for their type, whose every bit pattern is a value. Nobody else touches them until
-        // the function has returned: what is sent has been made before, and peers write elsewhere.
+        // SAFETY: the memory holds the rows, aligned for their type, whose every bit pattern is a value. Nobody else
+        // touches them until the function has returned: what is sent has been made before, and peers write elsewhere.
         unsafe {
             let first = self.memory.own().add(self.offset());
             std::slice::from_raw_parts_mut(first.cast(), length)
@@ -467,13 +473,14 @@ impl<T: Value> Block<'_, Host, T> {
 
 #[cfg(feature = "cuda")]
 impl<T: Value> Block<'_, Cuda, T> {
-    /// Where the first of the rows is to lie on the device; each begins [`Block::pitch`] elements behind the one before. For what is put on the
-    /// block's stream, or joined with it.
+    /// Where the first of the rows is to lie on the device; each begins [`Block::pitch`] elements behind the one
+    /// before. For what is put on the block's stream, or joined with it.
     pub fn as_device_ptr(&self) -> u64 {
         self.memory.own() + self.offset() as u64
     }
 
-    /// A CUstream of the device's primary context, which the copies of the rows wait for: for what is put on it before the function returns.
+    /// A CUstream of the device's primary context, which the copies of the rows wait for: for what is put on it before
+    /// the function returns.
     pub fn stream(&self) -> *mut c_void {
         self.stream
     }

@@ -13,7 +13,8 @@ use crate::error::Result;
 use crate::route::Route;
 
 impl Parts {
-    /// Nothing lies outside of what it is a part of: engines rely on that. Says, by chunk flag, whether tiles wait for it.
+    /// Nothing lies outside of what it is a part of: engines rely on that. Says, by chunk flag, whether tiles wait for
+    /// it.
     pub(super) fn check(&self) -> Result<Vec<bool>> {
         self.check_flags()?;
         for transfer in self.arrivals.iter().chain(&self.departures) {

@@ -14,8 +14,8 @@ pub const MAX_CLUSTER: usize = 16;
 /// The most slices of K.
 pub const MAX_SLICES: usize = 64;
 
-/// How an operation is cut up: the tiles, the chunks, and who moves these. The result depends on it only in the order in which
-/// f32 sums are made.
+/// How an operation is cut up: the tiles, the chunks, and who moves these. The result depends on it only in the order
+/// in which f32 sums are made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Config {
@@ -27,23 +27,26 @@ pub struct Config {
     pub route: Route,
 }
 
-/// What the bits of a product may depend on, where the library chooses how it is cut up ([`Builder::numerics`](crate::Builder::numerics)).
+/// What the bits of a product may depend on, where the library chooses how it is cut up
+/// ([`Builder::numerics`](crate::Builder::numerics)).
 ///
-/// They never depend on what comes first; nor, but for [`Numerics::StreamK`], on who makes a row, who owns it, or how it is moved.
+/// They never depend on what comes first; nor, but for [`Numerics::StreamK`], on who makes a row, who owns it, or how
+/// it is moved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Numerics {
-    /// On everything that affects speed: where there are few tiles, K is cut into parts, which are summed apart and then added. How many
-    /// depends on M, N, K and the number of ranks.
+    /// On everything that affects speed: where there are few tiles, K is cut into parts, which are summed apart and
+    /// then added. How many depends on M, N, K and the number of ranks.
     #[default]
     Fast,
-    /// On K, the type of the elements and the device only, and for sums on how K is spread over the ranks: no rank cuts its K. A row
-    /// of a batch has the bits that it has in any other. (A configuration that a call gives the host backend still says how deep
-    /// its steps through K are.)
+    /// On K, the type of the elements and the device only, and for sums on how K is spread over the ranks: no rank cuts
+    /// its K. A row of a batch has the bits that it has in any other. (A configuration that a call gives the host
+    /// backend still says how deep its steps through K are.)
     Invariant,
-    /// As [`Numerics::Fast`], and tiles of one product need not be cut alike ([`TileShape::stream_k`]). What that gives up: rows of `a`
-    /// that are equal may have different products, and a row's bits depend also on who makes it, who owns it, how rows are moved, whether
-    /// they are moved at all, and how many multiprocessors the GPU has. The same call of the same ranks on the same GPUs still has the same bits each time.
+    /// As [`Numerics::Fast`], and tiles of one product need not be cut alike ([`TileShape::stream_k`]). What that gives
+    /// up: rows of `a` that are equal may have different products, and a row's bits depend also on who makes it, who
+    /// owns it, how rows are moved, whether they are moved at all, and how many multiprocessors the GPU has. The same
+    /// call of the same ranks on the same GPUs still has the same bits each time.
     StreamK,
 }
 
@@ -63,25 +66,26 @@ pub struct TileShape {
     pub cluster: usize,
     /// CTAs that share a tile, each with a part of K, where there are few tiles. The host backend has one.
     pub split_k: usize,
-    /// Slices of K that are multiplied apart and added through memory, where tiles are few or leave a part of the device idle. The host
-    /// backend has one.
+    /// Slices of K that are multiplied apart and added through memory, where tiles are few or leave a part of the
+    /// device idle. The host backend has one.
     pub k_slices: usize,
-    /// Stream-K: tiles that would not fill a last wave are cut along K wherever that gives all CTAs the same to do, each elsewhere. Only
-    /// where [`Numerics::StreamK`] is asked for, and not where partial sums are sent. The host backend has no such thing.
+    /// Stream-K: tiles that would not fill a last wave are cut along K wherever that gives all CTAs the same to do,
+    /// each elsewhere. Only where [`Numerics::StreamK`] is asked for, and not where partial sums are sent. The host
+    /// backend has no such thing.
     pub stream_k: bool,
     /// Tile rows that are walked together, column by column, so that a cache holds what they share.
     pub group_m: usize,
 }
 
-/// The chunks that a shard is copied in, each with its own flag. What kernels store of rows that are gathered is cut much finer, whatever
-/// stands here.
+/// The chunks that a shard is copied in, each with its own flag. What kernels store of rows that are gathered is cut
+/// much finer, whatever stands here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Chunking {
     /// How many. Of an all-reduce it is the number of panels.
     pub count: usize,
-    /// The same for the shard that comes last in the ring: when it arrives, its tiles are all that is left to do. Of partial sums,
-    /// for those that are sent last: when they are made, all that is left to do is to move them.
+    /// The same for the shard that comes last in the ring: when it arrives, its tiles are all that is left to do. Of
+    /// partial sums, for those that are sent last: when they are made, all that is left to do is to move them.
     pub last: usize,
     /// Whether the last chunk of all comes in two parts along K, for tiles to begin with the first.
     pub cut_last: bool,
@@ -173,8 +177,8 @@ impl Config {
 }
 
 impl TileShape {
-    /// Tiles of `m` rows and `n` columns, of which `k` columns of the operands are brought close at a time: one CTA a tile,
-    /// with one stage, row by row.
+    /// Tiles of `m` rows and `n` columns, of which `k` columns of the operands are brought close at a time: one CTA a
+    /// tile, with one stage, row by row.
     pub const fn new(m: usize, n: usize, k: usize) -> TileShape {
         TileShape {
             m,

@@ -51,12 +51,13 @@ pub fn transfer<'s, E: CopyEngine>(
     walk(schedule, moves, epoch, engine, done)
 }
 
-/// As [`transfer`], in an operation that is recorded once and done often: what its streams wait for and write is the same each time, so
-/// their words count no epochs. They are graph words: a peer opens one, and whoever has waited for it closes it.
+/// As [`transfer`], in an operation that is recorded once and done often: what its streams wait for and write is the
+/// same each time, so their words count no epochs. They are graph words: a peer opens one, and whoever has waited for
+/// it closes it.
 ///
-/// A graph word is closed before its peer can open it again. `ready` of a peer is opened in its next operation, which begins when all who move
-/// rows from or to it are done with this one; so it is closed before this rank says `done`. To all of them at the end: until then the graph words show
-/// who is late.
+/// A graph word is closed before its peer can open it again. `ready` of a peer is opened in its next operation, which
+/// begins when all who move rows from or to it are done with this one; so it is closed before this rank says `done`. To
+/// all of them at the end: until then the graph words show who is late.
 pub fn transfer_in_graph<'s, E: GraphCopyEngine>(
     schedule: &'s Schedule,
     moves: impl Iterator<Item = &'s Transfer> + Clone,
@@ -157,7 +158,8 @@ pub fn wait_addends<W: Wait>(
     Ok(())
 }
 
-/// Hands on rows as they come: this rank's own first, and then what each transfer brings, in the order in which they are expected.
+/// Hands on rows as they come: this rank's own first, and then what each transfer brings, in the order in which they
+/// are expected.
 pub fn consume<W: Wait>(
     schedule: &Schedule,
     epoch: Epoch,
@@ -262,8 +264,8 @@ fn take<'s>(schedule: &'s Schedule, next: &AtomicUsize) -> Option<(usize, &'s Ti
     schedule.tiles().get(index).map(|tile| (index, tile))
 }
 
-/// Says to every peer that this rank's own rows are final, and that those it gathered may be overwritten. Before that, an
-/// operation that refreshes brings all flags of this rank that not every operation writes to the epoch before.
+/// Says to every peer that this rank's own rows are final, and that those it gathered may be overwritten. Before that,
+/// an operation that refreshes brings all flags of this rank that not every operation writes to the epoch before.
 ///
 /// Nobody else writes these meanwhile: the operation before has ended, and the others begin when they have heard.
 pub fn announce(rank: usize, epoch: Epoch, blocks: &[FlagBlock]) {
@@ -287,8 +289,8 @@ pub fn announce_in_graph(schedule: &Schedule, words: &[FlagBlock]) {
     }
 }
 
-/// Waits until nothing is under way to this rank or out of its memory: what came has come, also where no tile waited for it,
-/// and those who pull have said that they are done.
+/// Waits until nothing is under way to this rank or out of its memory: what came has come, also where no tile waited
+/// for it, and those who pull have said that they are done.
 pub fn complete<W: Wait>(
     schedule: &Schedule,
     epoch: Epoch,
@@ -307,9 +309,9 @@ pub fn complete<W: Wait>(
     Ok(())
 }
 
-/// As [`complete`] of what has no product, by graph words; they are closed, for nobody opens one of them before this rank has announced its next
-/// operation. Those of chunks are open, whether they were waited for or not: who brings them has said `done`, or is this rank, whose transfers
-/// have ended.
+/// As [`complete`] of what has no product, by graph words; they are closed, for nobody opens one of them before this
+/// rank has announced its next operation. Those of chunks are open, whether they were waited for or not: who brings
+/// them has said `done`, or is this rank, whose transfers have ended.
 pub fn complete_in_graph<W: Wait>(
     schedule: &Schedule,
     words: &[FlagBlock],

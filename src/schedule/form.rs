@@ -11,7 +11,8 @@ use crate::error::Result;
 /// The most weights of one product.
 pub const MAX_WEIGHTS: usize = 4;
 
-/// An elementwise function, in f32. On GPUs its value is off by 2⁻¹⁹ of x at the most, and GELU's for an output of 16 bits by 2⁻¹⁵.
+/// An elementwise function, in f32. On GPUs its value is off by 2⁻¹⁹ of x at the most, and GELU's for an output of 16
+/// bits by 2⁻¹⁵.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Activation {
@@ -20,7 +21,8 @@ pub enum Activation {
     Identity,
     /// max(x, 0)
     Relu,
-    /// x · Φ(x), Φ being the normal distribution's: GELU as [Hendrycks and Gimpel](https://arxiv.org/abs/1606.08415) define it.
+    /// x · Φ(x), Φ being the normal distribution's: GELU as [Hendrycks and Gimpel](https://arxiv.org/abs/1606.08415)
+    /// define it.
     Gelu,
     /// Their approximation of it: x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³))).
     GeluTanh,
@@ -138,7 +140,8 @@ impl Form {
         n * (1 + usize::from(self.gated))
     }
 
-    /// In words, for what ranks compare: how it differs from the default, of what all must have alike to get the same sums.
+    /// In words, for what ranks compare: how it differs from the default, of what all must have alike to get the same
+    /// sums.
     pub(crate) fn agreed(&self) -> String {
         match self.activation {
             Activation::Identity => String::new(),

@@ -13,8 +13,8 @@ pub const MAX_EXTENT: usize = i32::MAX as usize;
 /// The most parts that a rank's rows can be cut into, as stages or as chunks.
 pub const MAX_CHUNKS: usize = 64;
 
-/// A matrix of M rows and K columns whose rows are spread over the ranks: rank r owns some that follow one another, behind
-/// those of r - 1; or none. They may be cut into stages: a gather goes stage by stage over all ranks.
+/// A matrix of M rows and K columns whose rows are spread over the ranks: rank r owns some that follow one another,
+/// behind those of r - 1; or none. They may be cut into stages: a gather goes stage by stage over all ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Layout {
     /// Rank r owns the rows `offsets[r]..offsets[r + 1]`.
@@ -38,7 +38,8 @@ impl Layout {
     /// `m` rows split over `world` ranks as evenly as whole rows allow, the longer shards first.
     ///
     /// # Errors
-    /// [`Error::Limit`](crate::Error::Limit) when an extent is above [`MAX_EXTENT`], `k` is 0, or `world` is 0 or above [`MAX_WORLD`].
+    /// [`Error::Limit`](crate::Error::Limit) when an extent is above [`MAX_EXTENT`], `k` is 0, or `world` is 0 or above
+    /// [`MAX_WORLD`].
     pub fn balanced(m: usize, k: usize, world: usize) -> Result<Layout> {
         limit("world size", world, 1, MAX_WORLD)?;
         Layout::new(&balanced_rows(m, world), k)

@@ -65,8 +65,8 @@ impl Schedule {
     /// The schedule of these parts.
     ///
     /// # Errors
-    /// [`Error::Limit`](crate::Error::Limit) when more comes to this rank than it has flags for, there are more than 2²⁸
-    /// tiles, or something lies outside of what it is a part of.
+    /// [`Error::Limit`](crate::Error::Limit) when more comes to this rank than it has flags for, there are more than
+    /// 2²⁸ tiles, or something lies outside of what it is a part of.
     pub fn new(parts: Parts) -> Result<Schedule> {
         limit("transfers to a rank", parts.arrivals.len(), 0, MAX_FLAGS)?;
         limit("tiles of the output", parts.tiles.len(), 0, 1 << 28)?;
@@ -247,8 +247,8 @@ impl Schedule {
         self.parts.reduction.as_ref()
     }
 
-    /// Whether all ranks make all rows, by the same tiles in the same order, before partials are stored and added: then an engine may do
-    /// both tile by tile.
+    /// Whether all ranks make all rows, by the same tiles in the same order, before partials are stored and added: then
+    /// an engine may do both tile by tile.
     pub fn is_one_shot(&self) -> bool {
         self.parts.one_shot
     }
@@ -258,8 +258,8 @@ impl Schedule {
         &self.parts.tiles
     }
 
-    /// The rank whose rows a tile holds, as far as the schedule says: of partials that are pulled or sent in one step, this rank, which
-    /// makes them; of rows of several ranks, as [`Schedule::source_of_tile`].
+    /// The rank whose rows a tile holds, as far as the schedule says: of partials that are pulled or sent in one step,
+    /// this rank, which makes them; of rows of several ranks, as [`Schedule::source_of_tile`].
     pub fn owner_of_tile(&self, tile: &Tile) -> usize {
         let adds = self.product().map(|product| {
             let block = product.block(tile);
@@ -282,8 +282,8 @@ impl Schedule {
     }
 }
 
-/// Whoever pulls says when it has, for the rows are their owner's again then. Of what is pushed or stored a kernel has waited for the flags; where
-/// there is none, who pushes says so too.
+/// Whoever pulls says when it has, for the rows are their owner's again then. Of what is pushed or stored a kernel has
+/// waited for the flags; where there is none, who pushes says so too.
 fn says_done(parts: &Parts, moved: &Transfer) -> bool {
     moved.from != moved.to
         && match moved.route {

@@ -22,7 +22,8 @@ pub enum Operation {
     Broadcast,
     /// Gives each rank its rows of the sum of all ranks' rows.
     ReduceScatter,
-    /// Gives each rank all rows of that sum. Of many rows each rank gets its own, and [`Operation::GatherOfAllReduce`] follows.
+    /// Gives each rank all rows of that sum. Of many rows each rank gets its own, and [`Operation::GatherOfAllReduce`]
+    /// follows.
     AllReduce,
     /// Each rank sends each other a block of rows.
     AllToAll,

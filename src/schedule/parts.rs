@@ -9,8 +9,8 @@ pub struct Parts {
     pub rank: usize,
     /// The number of ranks.
     pub world: usize,
-    /// What all ranks must agree on. If they do, they tell one another when rows may be moved and have been; if there is
-    /// nothing, the others take no part, or the caller keeps them apart.
+    /// What all ranks must agree on. If they do, they tell one another when rows may be moved and have been; if there
+    /// is nothing, the others take no part, or the caller keeps them apart.
     pub agreed: Option<Agreed>,
     /// By number.
     pub matrices: Vec<MatrixSpec>,
@@ -26,7 +26,7 @@ pub struct Parts {
     pub requests: Vec<Request>,
     /// What is added up at the end.
     pub reduction: Option<Reduction>,
-    /// Whether all ranks make all rows, by the same tiles in the same order, before partials are stored and added: then they may as well
-    /// do both tile by tile.
+    /// Whether all ranks make all rows, by the same tiles in the same order, before partials are stored and added: then
+    /// they may as well do both tile by tile.
     pub one_shot: bool,
 }

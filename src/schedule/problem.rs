@@ -14,8 +14,8 @@ pub struct Problem {
     pub layout: Layout,
     /// Type and columns of a matrix whose rows are gathered with those of the first, and split alike.
     pub beside: Option<(DType, usize)>,
-    /// Columns of the output, or of all outputs: each rank's own where rows are gathered, the same on all where sums are made. 0 where
-    /// there is none.
+    /// Columns of the output, or of all outputs: each rank's own where rows are gathered, the same on all where sums
+    /// are made. 0 where there is none.
     pub n: usize,
     /// What the product is, beside its extents.
     pub form: Form,

@@ -16,7 +16,8 @@ pub struct Product {
     pub weights: SmallVec<[Weight; 1]>,
     /// How these lie.
     pub weight_layout: WeightLayout,
-    /// Whether the first weight's product is a gate of the second's: the output is the sum's function of the one, times the other.
+    /// Whether the first weight's product is a gate of the second's: the output is the sum's function of the one, times
+    /// the other.
     pub gated: bool,
     /// Rows of the product.
     pub m: usize,
@@ -93,8 +94,8 @@ pub struct Sum {
     pub out: usize,
     /// The first of its rows that is written.
     pub first: usize,
-    /// What is added up in f32, in this order, each of it rounded to the matrix's type before. If nothing is named, it is the
-    /// product, not rounded before.
+    /// What is added up in f32, in this order, each of it rounded to the matrix's type before. If nothing is named, it
+    /// is the product, not rounded before.
     pub addends: Vec<Addend>,
     /// Added then, if the call binds it.
     pub bias: Option<Bias>,
@@ -109,7 +110,8 @@ pub struct Sum {
 pub struct Bias {
     /// Its number.
     pub matrix: usize,
-    /// The first of its columns. Of a gated product these are added to the gate, and as many behind them to what it is multiplied with.
+    /// The first of its columns. Of a gated product these are added to the gate, and as many behind them to what it is
+    /// multiplied with.
     pub first: usize,
 }
 
@@ -136,8 +138,8 @@ pub enum Addend {
     },
 }
 
-/// Rows that are added up once everything has arrived and this rank's own blocks are made. What this rank makes is among the addends
-/// as rows of a matrix.
+/// Rows that are added up once everything has arrived and this rank's own blocks are made. What this rank makes is
+/// among the addends as rows of a matrix.
 #[derive(Clone, Debug)]
 pub struct Reduction {
     /// How many rows.
@@ -184,8 +186,8 @@ pub struct Tile {
 }
 
 impl Tile {
-    /// The tile in row `m` of a block and column `n`, both below [`MAX_EXTENT`](super::layout::MAX_EXTENT), whose operands wait for
-    /// `flags`, which end with [`MAX_FLAGS`] at the most.
+    /// The tile in row `m` of a block and column `n`, both below [`MAX_EXTENT`](super::layout::MAX_EXTENT), whose
+    /// operands wait for `flags`, which end with [`MAX_FLAGS`] at the most.
     pub fn new(block: usize, m: usize, n: usize, flags: Range<usize>) -> Tile {
         // What is too large stays too large, and is refused.
         let word = |flag: usize| u16::try_from(flag).unwrap_or(u16::MAX);

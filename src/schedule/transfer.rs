@@ -33,7 +33,8 @@ impl MatrixSpec {
         self.columns * self.dtype.bytes()
     }
 
-    /// What a region of it takes in memory whose rows begin `pitch` bytes apart: where ranks share it, [`row_bytes`](Self::row_bytes).
+    /// What a region of it takes in memory whose rows begin `pitch` bytes apart: where ranks share it,
+    /// [`row_bytes`](Self::row_bytes).
     pub fn extent_of(&self, region: &Region, pitch: usize) -> Extent {
         let width = self.dtype.bytes();
         Extent {

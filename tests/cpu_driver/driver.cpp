@@ -1,13 +1,15 @@
-// A CUDA driver that runs on the CPU, for tests of what the CUDA backend puts on streams where there is no GPU: libcuda.so.1 for the tests'
-// processes. `run` beside it builds and uses it.
+// A CUDA driver that runs on the CPU, for tests of what the CUDA backend puts on streams where there is no GPU:
+// libcuda.so.1 for the tests' processes. `run` beside it builds and uses it.
 //
-// There is one GPU, which ranks share, or as many as CPU_DRIVER_GPUS says. With CPU_DRIVER_HANGS the driver never starts. A stream is a thread
-// that does one thing after the other; device memory is the host's, and what processes pass on to one another are memfds. Of capture it keeps the
-// rules that this library can break: what a capture has spread to must be joined; events do not cross its border; a stream that is captured is not asked whether it is idle. A graph's nodes run one after the other, in any
-// order that their edges allow: so kernels that wait for copies of the same graph find no place here.
+// There is one GPU, which ranks share, or as many as CPU_DRIVER_GPUS says. With CPU_DRIVER_HANGS the driver never
+// starts. A stream is a thread that does one thing after the other; device memory is the host's, and what processes
+// pass on to one another are memfds. Of capture it keeps the rules that this library can break: what a capture has
+// spread to must be joined; events do not cross its border; a stream that is captured is not asked whether it is idle.
+// A graph's nodes run one after the other, in any order that their edges allow: so kernels that wait for copies of the
+// same graph find no place here.
 //
-// It knows the kernels that it needs: reductions, collectives, alignment, the count of replays, and products whose partials are not added by
-// kernels. It says nothing about speed, nor about what a GPU may reorder.
+// It knows the kernels that it needs: reductions, collectives, alignment, the count of replays, and products whose
+// partials are not added by kernels. It says nothing about speed, nor about what a GPU may reorder.
 
 #include <cuda.h>
 
@@ -174,7 +176,8 @@ struct CUgraphExec_st {
     std::vector<Node> nodes;
     std::mt19937 random;
 
-    // One after the other, as a GPU may, for which branches that could run at the same time need not: in any order that is one.
+    // One after the other, as a GPU may, for which branches that could run at the same time need not: in any order that
+    // is one.
     void run() {
         std::vector<bool> done(nodes.size());
         for (size_t count = 0; count < nodes.size(); ++count) {

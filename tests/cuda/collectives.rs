@@ -13,8 +13,8 @@ impl Produces for Cuda {
     fn put<T: Value>(block: &mut Block<Cuda, T>, from: &Matrix<Cuda, T>, _: &[T], first: usize) {
         let ([rows, n], (ptr, pitch)) = (block.shape(), from.as_device_ptr());
         let mut copy = std::mem::MaybeUninit::<sys::CUDA_MEMCPY2D>::zeroed();
-        // SAFETY: plain numbers, for which zero is valid, but for the two types, which are written first. Both memories hold the rows,
-        // and the group's stream joins the block's.
+        // SAFETY: plain numbers, for which zero is valid, but for the two types, which are written first. Both memories
+        // hold the rows, and the group's stream joins the block's.
         unsafe {
             let to = copy.as_mut_ptr();
             (&raw mut (*to).srcMemoryType).write(sys::CUmemorytype::CU_MEMORYTYPE_DEVICE);

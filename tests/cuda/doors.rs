@@ -81,7 +81,8 @@ fn events_of_cudarc_order_the_group_and_other_streams() {
         let context = context(&group)?;
         let other = of_cudarc(context.new_stream())?;
         let as_slice = |(ptr, _): (u64, usize), count| {
-            // SAFETY: memory of a matrix whose rows follow one another. It is leaked before the matrix goes, and events order who uses it.
+            // SAFETY: memory of a matrix whose rows follow one another. It is leaked before the matrix goes, and events
+            // order who uses it.
             unsafe { other.upgrade_device_ptr::<bf16>(ptr, count) }
         };
         let b = group.zeros::<bf16>(N, K)?;

@@ -25,8 +25,8 @@ fn case(rows: &[usize], n: usize, k: usize, more: usize, bias: bool) -> Case {
 
 const ROUTES: [Route; 3] = [Route::Pull, Route::Push, Route::Store];
 
-/// The kernels whose CTAs share K in so many parts: what they add up is of the same bits. Blocks are sent in one part and in
-/// several.
+/// The kernels whose CTAs share K in so many parts: what they add up is of the same bits. Blocks are sent in one part
+/// and in several.
 fn configs_of_split(parts: usize) -> Vec<Option<Config>> {
     let base = Config::new(TileShape::new(128, 128, 64), Chunking::new(1), Route::Pull);
     let kernels = with_each_kernel(&base, true).into_iter();

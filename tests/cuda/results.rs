@@ -59,7 +59,8 @@ fn a_rows_bits_do_not_depend_on_its_place_in_a_tile() {
         let group = connect(rank, TIMEOUT)?;
         let [m, n, k] = SHAPE;
         let (mut row, mut b) = (normal::<bf16>(1, k), normal::<bf16>(2, n * k));
-        // What the first of four parts of K adds up to is large, and the third takes it away: another order of the parts shows.
+        // What the first of four parts of K adds up to is large, and the third takes it away: another order of the
+        // parts shows.
         let [first, third] = [0, 9 * 64];
         for column in 0..4 * 64 {
             row[first + column] *= bf16::from_f32(2f32.powi(20));

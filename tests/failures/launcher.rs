@@ -1,5 +1,5 @@
-//! The launcher: which rank it returns, and what it leaves. Rank processes inherit the test's environment, so they play the
-//! same part.
+//! The launcher: which rank it returns, and what it leaves. Rank processes inherit the test's environment, so they play
+//! the same part.
 
 use std::io::Write;
 use std::process::{Command, Stdio};
@@ -49,7 +49,8 @@ fn launched_ranks_meet_and_their_output_is_forwarded() {
     }
 }
 
-/// As the agent of mpiexec: starts this process again as `world` ranks, each through a shell that waits for it, in a shell that does.
+/// As the agent of mpiexec: starts this process again as `world` ranks, each through a shell that waits for it, in a
+/// shell that does.
 fn started_through_shells(world: usize) -> Result<String, Error> {
     const SHELL: &str = r#""$@"; exit $?"#;
     let this: Vec<_> = std::env::args_os().collect();
@@ -257,8 +258,8 @@ fn end(result: Result<(), Error>) -> ! {
     std::process::exit(result.is_err().into())
 }
 
-/// Launches three ranks of `test` with each fault, `times` times each, on rank `faulty`, and lists what was returned and is
-/// wrong; in such a rank: plays its part.
+/// Launches three ranks of `test` with each fault, `times` times each, on rank `faulty`, and lists what was returned
+/// and is wrong; in such a rank: plays its part.
 fn faulty(test: &str, faulty: usize, times: usize) -> Result<String, Error> {
     if !launch::is_rank() {
         let mut wrong = Vec::new();
@@ -540,7 +541,8 @@ fn generation() -> usize {
     ancestors.take_while(|pid| program(pid) == own).count()
 }
 
-/// Tries to launch as a rank of some launcher. Were it possible, the ranks would try too: those of a third generation don't.
+/// Tries to launch as a rank of some launcher. Were it possible, the ranks would try too: those of a third generation
+/// don't.
 fn launch_as_rank(me: &Rank, test: &str) -> Result<String, Error> {
     if generation() > 2 {
         me.say("a rank of a rank");

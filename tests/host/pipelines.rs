@@ -41,8 +41,9 @@ const TRIES: usize = 4;
 const ROWS: usize = 16;
 const K: usize = 512;
 
-/// Runs what `prepare` makes on three ranks 100 times, with a link that takes [`CHUNK`] for a chunk, each rank a while later than others; it is
-/// given what each call of the caller's function is to do. `loses` says by how much a rank's last transfer came later than it could have.
+/// Runs what `prepare` makes on three ranks 100 times, with a link that takes [`CHUNK`] for a chunk, each rank a while
+/// later than others; it is given what each call of the caller's function is to do. `loses` says by how much a rank's
+/// last transfer came later than it could have.
 #[track_caller]
 fn check_order<F: FnMut(&mut dyn FnMut()) -> Result<Trace, Error>>(
     prepare: impl Fn(Group<Host>) -> Result<F, Error> + Sync,
@@ -83,7 +84,8 @@ fn check_order<F: FnMut(&mut dyn FnMut()) -> Result<Trace, Error>>(
     println!("at most {longest:?} lost to order, of chunks of {CHUNK:?}");
 }
 
-/// When one engine could have ended transfers of a chunk each that can begin at these times, and from `begin` on; by how much later it has.
+/// When one engine could have ended transfers of a chunk each that can begin at these times, and from `begin` on; by
+/// how much later it has.
 fn late(mut begins: Vec<u64>, begin: u64, end: u64) -> Duration {
     begins.sort_unstable();
     let chunk = CHUNK.as_nanos() as u64;

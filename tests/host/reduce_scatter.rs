@@ -286,8 +286,8 @@ fn any_asked(route: &'static [Route]) -> impl Strategy<Value = Asked> {
     })
 }
 
-/// Whether all ranks come to the end where each has one worker, which takes tiles as they stand, and a copy engine that does one
-/// transfer after the other.
+/// Whether all ranks come to the end where each has one worker, which takes tiles as they stand, and a copy engine that
+/// does one transfer after the other.
 fn all_end(schedules: &[Schedule]) -> bool {
     let flags = |schedule: &Schedule| vec![false; schedule.arrivals().len()];
     let mut arrived: Vec<Vec<bool>> = schedules.iter().map(flags).collect();

@@ -1,5 +1,5 @@
-//! Planners of what no operation does yet, so that schedules are seen to be able to say it: rows that each rank owns in several
-//! blocks, a matrix and its scales that arrive together, rows that others pass on.
+//! Planners of what no operation does yet, so that schedules are seen to be able to say it: rows that each rank owns in
+//! several blocks, a matrix and its scales that arrive together, rows that others pass on.
 
 #![allow(dead_code)] // Each test file uses a part of it.
 
@@ -113,8 +113,8 @@ fn schedule(
     .unwrap()
 }
 
-/// Rank d of D owns block d of each of `stages` stages: the rows of stage s, rank d begin at (s · D + d) · block. The gather
-/// goes stage by stage over all ranks.
+/// Rank d of D owns block d of each of `stages` stages: the rows of stage s, rank d begin at (s · D + d) · block. The
+/// gather goes stage by stage over all ranks.
 pub fn staged(problem: Asked, stages: usize, rank: usize, config: Config) -> Schedule {
     let Asked {
         world, block, k, ..
@@ -146,8 +146,8 @@ pub fn staged(problem: Asked, stages: usize, rank: usize, config: Config) -> Sch
     schedule("staged", problem, rank, rows, config, arrivals, departures)
 }
 
-/// Each rank owns a block of a matrix and of its scales. Both arrive under one flag, or, `apart`, the scales after the matrix
-/// under a flag that no tile waits for.
+/// Each rank owns a block of a matrix and of its scales. Both arrive under one flag, or, `apart`, the scales after the
+/// matrix under a flag that no tile waits for.
 pub fn with_scales(problem: Asked, apart: bool, rank: usize, config: Config) -> Schedule {
     let Asked {
         world, block, k, ..
@@ -186,14 +186,15 @@ pub fn with_scales(problem: Asked, apart: bool, rank: usize, config: Config) -> 
     )
 }
 
-/// Each rank owns a block, and writes only to the next one of a ring: its own block, then what came from the one before, when
-/// it has come.
+/// Each rank owns a block, and writes only to the next one of a ring: its own block, then what came from the one
+/// before, when it has come.
 pub fn relayed(problem: Asked, rank: usize, config: Config) -> Schedule {
     let Asked {
         world, block, k, ..
     } = problem;
     let flag_of = |source: usize, at: usize| source - usize::from(source > at);
-    // What `to` gets from the rank before it, in this order: that one's own block, the block of the one before that, ...
+    // What `to` gets from the rank before it, in this order: that one's own block, the block of the one before that,
+    // ...
     let transfers = |to: usize| -> Vec<Transfer> {
         let from = (to + world - 1) % world;
         let transfer = |step: usize| {

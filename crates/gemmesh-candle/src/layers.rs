@@ -10,8 +10,8 @@ use crate::tensor_parallel::TensorParallel;
 
 /// A linear layer of which each rank has some columns of the output: rows of the weight.
 ///
-/// [`Module::forward`] takes this rank's tokens, [tokens of this rank, K], and returns all tokens' columns of this rank, [tokens, N of
-/// this rank]: the tokens are gathered while they are multiplied.
+/// [`Module::forward`] takes this rank's tokens, [tokens of this rank, K], and returns all tokens' columns of this
+/// rank, [tokens, N of this rank]: the tokens are gathered while they are multiplied.
 #[derive(Clone, Debug)]
 pub struct ColumnParallelLinear(Arc<dyn Product>);
 
@@ -19,8 +19,8 @@ impl ColumnParallelLinear {
     /// A layer of this rank's rows of the weight, [N of this rank, K], and of the bias, [N of this rank]. Collective.
     ///
     /// # Errors
-    /// [`Error::Unsuitable`](gemmesh::Error::Unsuitable) for a tensor of another device than the ranks', of another type than BF16 or F16,
-    /// or whose rows don't lie one after the other; [`Error::Shape`](gemmesh::Error::Shape);
+    /// [`Error::Unsuitable`](gemmesh::Error::Unsuitable) for a tensor of another device than the ranks', of another
+    /// type than BF16 or F16, or whose rows don't lie one after the other; [`Error::Shape`](gemmesh::Error::Shape);
     /// [`Error::Unaligned`](gemmesh::Error::Unaligned) on GPUs unless N and K are multiples of 8;
     /// [`Error::OutOfMemory`](gemmesh::Error::OutOfMemory).
     pub fn new(ranks: &TensorParallel, weight: Tensor, bias: Option<Tensor>) -> Result<Self> {
@@ -70,10 +70,12 @@ impl Module for ColumnParallelLinear {
     }
 }
 
-/// The projections to queries, keys and values: three column-parallel layers of one input, which is gathered once, in one product.
+/// The projections to queries, keys and values: three column-parallel layers of one input, which is gathered once, in
+/// one product.
 ///
-/// Each rank has some heads: [`TensorParallel::heads`]. Where keys and values have fewer heads than queries, these are shared by neighbours, so
-/// those of a rank belong together. Where they have fewer than there are ranks, neighbours have the same.
+/// Each rank has some heads: [`TensorParallel::heads`]. Where keys and values have fewer heads than queries, these are
+/// shared by neighbours, so those of a rank belong together. Where they have fewer than there are ranks, neighbours
+/// have the same.
 #[derive(Clone, Debug)]
 pub struct QkvParallelLinear(Arc<dyn Product>);
 
@@ -98,8 +100,8 @@ impl QkvParallelLinear {
         .map(Self)
     }
 
-    /// The same of the whole weights and biases, of which this rank takes its parts: those of its heads, of `heads` of the queries, and of
-    /// `kv_heads` of the keys and the values.
+    /// The same of the whole weights and biases, of which this rank takes its parts: those of its heads, of `heads` of
+    /// the queries, and of `kv_heads` of the keys and the values.
     ///
     /// # Errors
     /// As [`QkvParallelLinear::new`] and [`TensorParallel::heads`], and unless each N is that of as many heads.
@@ -125,8 +127,8 @@ impl QkvParallelLinear {
         Self::new(ranks, weights, bias)
     }
 
-    /// All tokens' queries, keys and values of this rank's heads, [tokens, N of each], of this rank's tokens, [tokens of this rank, K].
-    /// Collective.
+    /// All tokens' queries, keys and values of this rank's heads, [tokens, N of each], of this rank's tokens, [tokens
+    /// of this rank, K]. Collective.
     ///
     /// # Errors
     /// As those of [`ColumnParallelLinear`].
@@ -147,7 +149,8 @@ impl QkvParallelLinear {
     }
 }
 
-/// The first half of a gated MLP, `silu(x · gateᵀ) * (x · upᵀ)`, column-parallel: x is gathered once, and neither product is written.
+/// The first half of a gated MLP, `silu(x · gateᵀ) * (x · upᵀ)`, column-parallel: x is gathered once, and neither
+/// product is written.
 ///
 /// [`Module::forward`] is as [`ColumnParallelLinear`]'s.
 #[derive(Clone, Debug)]
@@ -212,14 +215,15 @@ impl Module for GatedParallelLinear {
 
 /// A linear layer of which each rank has a part of K: columns of the weight.
 ///
-/// [`Module::forward`] takes all tokens' part of this rank, [tokens, K of this rank], as a column-parallel layer makes it, and returns
-/// the sums of this rank's tokens, [tokens of this rank, N]: rows of others are sent while the next are multiplied.
+/// [`Module::forward`] takes all tokens' part of this rank, [tokens, K of this rank], as a column-parallel layer makes
+/// it, and returns the sums of this rank's tokens, [tokens of this rank, N]: rows of others are sent while the next are
+/// multiplied.
 #[derive(Clone, Debug)]
 pub struct RowParallelLinear(Arc<dyn Product>);
 
 impl RowParallelLinear {
-    /// A layer of this rank's columns of the weight, [N, K of this rank], and of the whole bias, of N, which is added once: every rank has
-    /// one, or none does. Collective.
+    /// A layer of this rank's columns of the weight, [N, K of this rank], and of the whole bias, of N, which is added
+    /// once: every rank has one, or none does. Collective.
     ///
     /// # Errors
     /// As [`ColumnParallelLinear::new`].
@@ -253,8 +257,8 @@ impl RowParallelLinear {
             .map_err(Failure::of("RowParallelLinear::forward_residual"))
     }
 
-    /// The sums of all tokens on every rank, [tokens, N], as when few are decoded; with a `residual` that every rank has, [tokens, N].
-    /// Collective.
+    /// The sums of all tokens on every rank, [tokens, N], as when few are decoded; with a `residual` that every rank
+    /// has, [tokens, N]. Collective.
     ///
     /// # Errors
     /// As those of [`ColumnParallelLinear`].

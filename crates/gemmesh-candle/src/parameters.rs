@@ -68,8 +68,8 @@ impl<B: Device, T: Half> Parameters<B, T> {
 
 /// Locks the storages of tensors for reading, of which some may share one, as parts of a packed weight do.
 fn locked<'a>(tensors: impl Iterator<Item = &'a Tensor>) -> Vec<StorageRef<'a>> {
-    // `storage_and_layout` waits behind a thread that waits to write. That one would wait for this thread, had it locked the storage
-    // before: so no storage is locked yet, and then each is in a way that waits for no such thread.
+    // `storage_and_layout` waits behind a thread that waits to write. That one would wait for this thread, had it
+    // locked the storage before: so no storage is locked yet, and then each is in a way that waits for no such thread.
     let locks = tensors.map(|tensor| {
         let (storage, _) = tensor.storage_and_layout();
         StorageRef::rwlock(&storage)

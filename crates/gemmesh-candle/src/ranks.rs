@@ -54,8 +54,9 @@ impl<B: Device> Ranks<B> {
         })
     }
 
-    /// M of the step, and how many of these tokens each rank has, as gemmesh splits rows. Both together, for another thread may set M.
-    /// First of all in a call, before anything is locked: in a fork, threads that are not there may have locked it.
+    /// M of the step, and how many of these tokens each rank has, as gemmesh splits rows. Both together, for another
+    /// thread may set M. First of all in a call, before anything is locked: in a fork, threads that are not there may
+    /// have locked it.
     pub fn step(&self) -> Result<(usize, Vec<usize>)> {
         self.group.check()?;
         let m = self.tokens.load(Ordering::Relaxed);

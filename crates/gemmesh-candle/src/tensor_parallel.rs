@@ -12,23 +12,24 @@ use crate::error;
 use crate::failure::Failure;
 use crate::ranks::{Collective, Ranks, own_of};
 
-/// This rank among the ranks of a tensor-parallel model: its group, its device, and the tokens of the step. Cheap to clone.
+/// This rank among the ranks of a tensor-parallel model: its group, its device, and the tokens of the step. Cheap to
+/// clone.
 ///
 /// All ranks make their layers, and call them, in the same order.
 #[derive(Clone, Debug)]
 pub struct TensorParallel(Arc<dyn AnyRanks>);
 
 impl TensorParallel {
-    /// The ranks of `group`, whose tensors are on `device`, and of which a step has `capacity` tokens at the most: as many are set at
-    /// first.
+    /// The ranks of `group`, whose tensors are on `device`, and of which a step has `capacity` tokens at the most: as
+    /// many are set at first.
     ///
-    /// A `Group<Host>` goes with `Device::Cpu`. A `Group<Cuda>` goes with a device of candle's on the group's GPU that has a stream of its
-    /// own, `Device::new_cuda_with_stream(group.device_ordinal())`: the group's operations then stand on that stream, and no call waits
-    /// for the GPU.
+    /// A `Group<Host>` goes with `Device::Cpu`. A `Group<Cuda>` goes with a device of candle's on the group's GPU that
+    /// has a stream of its own, `Device::new_cuda_with_stream(group.device_ordinal())`: the group's operations then
+    /// stand on that stream, and no call waits for the GPU.
     ///
     /// # Errors
-    /// [`Error::Unsuitable`] for another device, or one whose stream is each thread's default stream (`Device::new_cuda`);
-    /// [`Error::Limit`] for no capacity.
+    /// [`Error::Unsuitable`] for another device, or one whose stream is each thread's default stream
+    /// (`Device::new_cuda`); [`Error::Limit`] for no capacity.
     pub fn new<B: Device>(
         group: Group<B>,
         device: &CandleDevice,
@@ -54,8 +55,9 @@ impl TensorParallel {
         self.0.capacity()
     }
 
-    /// Says how many tokens the next steps have, all ranks together, and returns those of this rank: they are split as evenly as whole
-    /// tokens allow, the longer parts first. A rank may have none, and so may all. All ranks say the same; what has been begun keeps its own.
+    /// Says how many tokens the next steps have, all ranks together, and returns those of this rank: they are split as
+    /// evenly as whole tokens allow, the longer parts first. A rank may have none, and so may all. All ranks say the
+    /// same; what has been begun keeps its own.
     ///
     /// # Errors
     /// [`Error::Limit`] for more than the capacity.
@@ -70,8 +72,8 @@ impl TensorParallel {
         own_of(&self.0.split(), self.rank())
     }
 
-    /// This rank's part of a whole weight: of its rows (`dim` 0, for a column-parallel layer) or its columns (1, for a row-parallel one). A
-    /// copy, so that the whole may be dropped.
+    /// This rank's part of a whole weight: of its rows (`dim` 0, for a column-parallel layer) or its columns (1, for a
+    /// row-parallel one). A copy, so that the whole may be dropped.
     ///
     /// # Errors
     /// [`Error::Shape`] unless the ranks can share the dimension evenly.
@@ -92,8 +94,8 @@ impl TensorParallel {
             .force_contiguous()
     }
 
-    /// Which of `heads` query heads, and which of `kv_heads` heads of keys and values, this rank has. Where there are fewer of these than
-    /// ranks, as many neighbours have the same one as share it.
+    /// Which of `heads` query heads, and which of `kv_heads` heads of keys and values, this rank has. Where there are
+    /// fewer of these than ranks, as many neighbours have the same one as share it.
     ///
     /// ```
     /// # use candle_core::Device;
@@ -109,8 +111,8 @@ impl TensorParallel {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Shape`] unless the ranks can share `heads` evenly; unless they can share `kv_heads` evenly, or each of these is had by the same
-    /// number of ranks; or unless the same number of query heads goes with each of them.
+    /// [`Error::Shape`] unless the ranks can share `heads` evenly; unless they can share `kv_heads` evenly, or each of
+    /// these is had by the same number of ranks; or unless the same number of query heads goes with each of them.
     pub fn heads(&self, heads: usize, kv_heads: usize) -> Result<[Range<usize>; 2]> {
         let (rank, world) = (self.rank(), self.world_size());
         let refuse = |argument: String, expected: usize, found: usize| {
@@ -174,7 +176,8 @@ impl TensorParallel {
         self.exchange(Collective::AllGather, "TensorParallel::all_gather", x)
     }
 
-    /// The rows of this rank's tokens of the sum over all ranks of `x`, [tokens, N]; summed in f32 and rounded once. Collective.
+    /// The rows of this rank's tokens of the sum over all ranks of `x`, [tokens, N]; summed in f32 and rounded once.
+    /// Collective.
     ///
     /// # Errors
     /// As [`TensorParallel::all_gather`].
@@ -194,8 +197,8 @@ impl TensorParallel {
         self.exchange(Collective::AllReduce, "TensorParallel::all_reduce", x)
     }
 
-    /// Sends `bytes` to every rank and returns what each sent, by rank. For small things, such as a token: it goes by way of the host.
-    /// Collective.
+    /// Sends `bytes` to every rank and returns what each sent, by rank. For small things, such as a token: it goes by
+    /// way of the host. Collective.
     ///
     /// # Errors
     /// As [`Group::all_gather_bytes`].
@@ -217,7 +220,8 @@ impl TensorParallel {
     /// Returns when all that this rank has begun is complete.
     ///
     /// # Errors
-    /// The failure of an operation that had not been reported yet: on GPUs calls return before their operations are complete.
+    /// The failure of an operation that had not been reported yet: on GPUs calls return before their operations are
+    /// complete.
     pub fn synchronize(&self) -> Result<()> {
         let done = self.0.synchronize();
         done.map_err(error::of("TensorParallel::synchronize"))

@@ -1,7 +1,7 @@
 //! Layers on tensors of GPUs, two ranks that are processes, against float64.
 //!
-//! Without a GPU nothing is tested, unless GEMMESH_REQUIRE_GPU is set. Arguments choose tests by parts of their names. Candle's own
-//! kernels are not used, so that a driver without them will do.
+//! Without a GPU nothing is tested, unless GEMMESH_REQUIRE_GPU is set. Arguments choose tests by parts of their names.
+//! Candle's own kernels are not used, so that a driver without them will do.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,4 +1,5 @@
-//! Layers on tensors of the CPU, by ranks that are threads, against candle's own linear layer with the whole weight in f64.
+//! Layers on tensors of the CPU, by ranks that are threads, against candle's own linear layer with the whole weight in
+//! f64.
 
 use candle_core::{DType, Device, Module, Tensor};
 use candle_nn::Linear;

@@ -1,5 +1,5 @@
-//! The backend of NVIDIA GPUs: a rank is a process with one GPU; symmetric memory is virtual memory of CUDA, which processes pass
-//! on to one another as descriptors.
+//! The backend of NVIDIA GPUs: a rank is a process with one GPU; symmetric memory is virtual memory of CUDA, which
+//! processes pass on to one another as descriptors.
 #![allow(unsafe_code)]
 
 mod abi;
@@ -72,28 +72,31 @@ use crate::schedule::{Config, Numerics, Problem, Schedule};
 ///
 /// # Pushed rows and other kernels
 ///
-/// Rows are pushed or stored ([`Route::Push`](crate::Route::Push), [`Route::Store`](crate::Route::Store)) if each rank has a GPU to itself and streams share no
-/// queue, unless they were measured to arrive faster by pulls. Partial sums of up to eight ranks are too. (A kernel
-/// stores partial sums to seven peers at most.) Collectives of up to 16 MiB a rank are stored by kernels.
+/// Rows are pushed or stored ([`Route::Push`](crate::Route::Push), [`Route::Store`](crate::Route::Store)) if each rank
+/// has a GPU to itself and streams share no queue, unless they were measured to arrive faster by pulls. Partial sums of
+/// up to eight ranks are too. (A kernel stores partial sums to seven peers at most.) Collectives of up to 16 MiB a rank
+/// are stored by kernels.
 ///
 /// A kernel whose rows are pushed or stored waits, on the device, for its peers' kernels of the same operation. If a
-/// different kernel keeps one of them from starting, and also waits for another GPU, all of them wait until the deadline.
-/// So these rules hold:
+/// different kernel keeps one of them from starting, and also waits for another GPU, all of them wait until the
+/// deadline. So these rules hold:
 ///
-/// 1. *The ranks' kernels must be able to run at the same time.* On each GPU, multiprocessors for at least one cluster of
-///    the kernel (one to eight neighbouring multiprocessors) must become free without the help of a rank that waits for
-///    this one.
-/// 2. *A kernel that holds all multiprocessors of a GPU and waits for another GPU must be ordered with the operation*, in
-///    the same order on every rank. A kernel of a second group of this library is such a kernel. A kernel of a different
-///    communication library may be one. A kernel that leaves some multiprocessors free beside a gather needs no order.
-/// 3. *While partial sums are pushed or stored, this holds for a kernel on any multiprocessor.* A rank waits there for all
-///    that its peers' kernels make of its rows.
-/// 4. *The device must know the order.* Put both on one stream, or join their streams by an event. The order in which the
-///    host makes the calls does not count, because streams are independent.
+/// 1. *The ranks' kernels must be able to run at the same time.* On each GPU, multiprocessors for at least one cluster
+///    of the kernel (one to eight neighbouring multiprocessors) must become free without the help of a rank that waits
+///    for this one.
+/// 2. *A kernel that holds all multiprocessors of a GPU and waits for another GPU must be ordered with the operation*,
+///    in the same order on every rank. A kernel of a second group of this library is such a kernel. A kernel of a
+///    different communication library may be one. A kernel that leaves some multiprocessors free beside a gather needs
+///    no order.
+/// 3. *While partial sums are pushed or stored, this holds for a kernel on any multiprocessor.* A rank waits there for
+///    all that its peers' kernels make of its rows.
+/// 4. *The device must know the order.* Put both on one stream, or join their streams by an event. The order in which
+///    the host makes the calls does not count, because streams are independent.
 ///
-/// A kernel that waits for no other GPU needs no order, because it ends without their help. Operations by [`Route::Pull`](crate::Route::Pull)
-/// need no order either, because they wait only for copies, never for a peer's kernel. Graphs are the exception: a graph
-/// may run its branches one after the other, so operations of several groups must not stand on several of its branches.
+/// A kernel that waits for no other GPU needs no order, because it ends without their help. Operations by
+/// [`Route::Pull`](crate::Route::Pull) need no order either, because they wait only for copies, never for a peer's
+/// kernel. Graphs are the exception: a graph may run its branches one after the other, so operations of several groups
+/// must not stand on several of its branches.
 ///
 /// If a program breaks a rule, the operation ends at the deadline with [`Error::Timeout`], and a new group works.
 #[derive(Debug)]
@@ -333,8 +336,8 @@ impl Cuda {
         kernels::configs(*config, sums, &Default::default())
     }
 
-    /// The rates by which the model comes closest to the samples, as a file that `GEMMESH_RATES` may name, and by how much it is off
-    /// in the median.
+    /// The rates by which the model comes closest to the samples, as a file that `GEMMESH_RATES` may name, and by how
+    /// much it is off in the median.
     pub(crate) fn calibrate(&self, rank: usize, samples: &[Sample]) -> Result<(String, f64)> {
         let device: &Device = &self.gpu.device;
         let begin = Rates {

@@ -339,7 +339,8 @@ impl<'a> Cutter<'a> {
         self.by_stage(sources.map(|source| (source, rank)))
     }
 
-    /// What goes from `rank`, stage by stage: to r - 1 first, for it needs this rank's rows first, then to r - 2, … around the ring.
+    /// What goes from `rank`, stage by stage: to r - 1 first, for it needs this rank's rows first, then to r - 2, …
+    /// around the ring.
     fn departures(&self, rank: usize) -> Vec<Transfer> {
         let world = self.layout.world();
         let peers = (1..world).map(|step| (rank + world - step) % world);
@@ -356,9 +357,9 @@ impl<'a> Cutter<'a> {
         all
     }
 
-    /// How the rows of `source` in a stage are moved to `peer`, each chunk with its flag there: a rank numbers the chunks of all others by the
-    /// places of their rows. So the flags that a tile needs, whatever chunks or shards it straddles, are one range. The second part of a chunk
-    /// that is cut along K has the number after the first's.
+    /// How the rows of `source` in a stage are moved to `peer`, each chunk with its flag there: a rank numbers the
+    /// chunks of all others by the places of their rows. So the flags that a tile needs, whatever chunks or shards it
+    /// straddles, are one range. The second part of a chunk that is cut along K has the number after the first's.
     fn transfers(
         &self,
         source: usize,
@@ -397,7 +398,8 @@ impl<'a> Cutter<'a> {
     }
 }
 
-/// Each block of the shard is cut apart, into as many chunks as make, of all together, about what the configuration says, one at least.
+/// Each block of the shard is cut apart, into as many chunks as make, of all together, about what the configuration
+/// says, one at least.
 fn cut_shard(layout: &Layout, config: &Config, source: usize, is_last: bool) -> Vec<Chunk> {
     let (k, stages) = (layout.k(), layout.stages());
     let mut all = Vec::new();
@@ -428,15 +430,16 @@ fn cut_shard(layout: &Layout, config: &Config, source: usize, is_last: bool) -> 
     all
 }
 
-/// Chunks of so many rows are cut at multiples of this: a power of two, as tiles are high, so that few of these wait for two chunks. It
-/// does not depend on the tiles, for each rank has its own.
+/// Chunks of so many rows are cut at multiples of this: a power of two, as tiles are high, so that few of these wait
+/// for two chunks. It does not depend on the tiles, for each rank has its own.
 fn boundary(rows: usize) -> usize {
     const MOST: usize = 128;
     1 << (rows / 8).clamp(1, MOST).ilog2()
 }
 
-/// What a kernel stores is cut into parts, for as many CTAs: some rows each or, of few rows, a piece of one. Each has its flag, which is
-/// no more to look at than the bytes are to store; where there are many peers, fewer parts are for each.
+/// What a kernel stores is cut into parts, for as many CTAs: some rows each or, of few rows, a piece of one. Each has
+/// its flag, which is no more to look at than the bytes are to store; where there are many peers, fewer parts are for
+/// each.
 pub(super) fn stored_parts(shard: Range<usize>, k: usize, world: usize) -> Vec<Part> {
     const MOST: usize = 64;
     const ELEMENTS: usize = 3072;

@@ -1,8 +1,8 @@
-//! The planners of what is exchanged, and perhaps added up, but not multiplied: rows that a rank has, or that its caller makes block by
-//! block while those before are on their way.
+//! The planners of what is exchanged, and perhaps added up, but not multiplied: rows that a rank has, or that its
+//! caller makes block by block while those before are on their way.
 //!
-//! Whoever has rows pushes them: no kernel waits for anything, streams do. Or stores them, if they are there and few: by a kernel that waits
-//! for what comes.
+//! Whoever has rows pushes them: no kernel waits for anything, streams do. Or stores them, if they are there and few:
+//! by a kernel that waits for what comes.
 
 use std::ops::Range;
 
@@ -42,8 +42,8 @@ pub(super) fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> 
     Plan::new(problem, rank, config)?.sums(Blocks::Had, Sums::Own)
 }
 
-/// Each rank gets all inputs, and adds up all rows. But where [`leaves_gather`] says so, each gets its rows of the sum, in a matrix of
-/// all rows that ranks share.
+/// Each rank gets all inputs, and adds up all rows. But where [`leaves_gather`] says so, each gets its rows of the sum,
+/// in a matrix of all rows that ranks share.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
@@ -55,8 +55,8 @@ pub(super) fn all_reduce(problem: &Problem, rank: usize, config: Config) -> Resu
     }
 }
 
-/// Whether a gather has to follow an all-reduce, for each rank has the sums of its own rows only: where more ranks than two would
-/// each get many bytes.
+/// Whether a gather has to follow an all-reduce, for each rank has the sums of its own rows only: where more ranks than
+/// two would each get many bytes.
 pub fn leaves_gather(problem: &Problem) -> bool {
     /// Of an addend, where more ranks than two get each whole.
     const FEW_BYTES: usize = 256 << 10;
@@ -65,7 +65,8 @@ pub fn leaves_gather(problem: &Problem) -> bool {
     problem.layout.world() > 2 && bytes > FEW_BYTES
 }
 
-/// As [`reduce_scatter`], of blocks that the caller makes: those of the peers' rows first, in ring order, and its own last.
+/// As [`reduce_scatter`], of blocks that the caller makes: those of the peers' rows first, in ring order, and its own
+/// last.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
@@ -77,8 +78,8 @@ pub(super) fn produce_and_reduce_scatter(
     Plan::new(problem, rank, config)?.sums(Blocks::Made, Sums::Own)
 }
 
-/// Rank s sends each rank as many rows as it has in the layout of the output, where they come to lie in its place: row i of block p of
-/// its input becomes the i-th of its rows on rank p.
+/// Rank s sends each rank as many rows as it has in the layout of the output, where they come to lie in its place: row
+/// i of block p of its input becomes the i-th of its rows on rank p.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
@@ -86,7 +87,8 @@ pub(super) fn all_to_all(problem: &Problem, rank: usize, config: Config) -> Resu
     Plan::new(problem, rank, config)?.exchange(Blocks::Had)
 }
 
-/// As [`all_to_all`], of blocks that the caller makes: those for the peers first, in ring order, and that for itself last.
+/// As [`all_to_all`], of blocks that the caller makes: those for the peers first, in ring order, and that for itself
+/// last.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
@@ -98,8 +100,8 @@ pub(super) fn produce_and_all_to_all(
     Plan::new(problem, rank, config)?.exchange(Blocks::Made)
 }
 
-/// All ranks get the rows of the one that has all in the layout. It sends each other rank a share of them, which that one sends on: so
-/// each link carries all of them once, about. What is stored goes to each at once.
+/// All ranks get the rows of the one that has all in the layout. It sends each other rank a share of them, which that
+/// one sends on: so each link carries all of them once, about. What is stored goes to each at once.
 ///
 /// # Errors
 /// As [`reduce_scatter`].

@@ -12,11 +12,12 @@ pub mod tile_order;
 use super::{Config, Operation, Problem, Schedule};
 use crate::error::Result;
 
-/// What `rank` does in the operation of `problem`, cut up as `config` says. It is a pure function: each rank plans for itself.
+/// What `rank` does in the operation of `problem`, cut up as `config` says. It is a pure function: each rank plans for
+/// itself.
 ///
 /// # Errors
-/// [`Error::Limit`](crate::Error::Limit) when an extent or a field of the configuration is out of bounds, or there are more transfers,
-/// blocks or tiles than a schedule can have. [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+/// [`Error::Limit`](crate::Error::Limit) when an extent or a field of the configuration is out of bounds, or there are
+/// more transfers, blocks or tiles than a schedule can have. [`Error::OutOfMemory`](crate::Error::OutOfMemory).
 pub fn plan(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     let planner = match problem.operation {
         Operation::AllGatherMatmul => all_gather::gather_and_multiply,

@@ -1,5 +1,5 @@
-//! Partials of all rows, which go to those who are to have the sums once all have been made; or, where ranks have the same tiles, once each
-//! tile has.
+//! Partials of all rows, which go to those who are to have the sums once all have been made; or, where ranks have the
+//! same tiles, once each tile has.
 
 use std::ops::Range;
 

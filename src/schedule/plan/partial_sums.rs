@@ -1,9 +1,9 @@
 //! The planner of the product whose partial sums are added up by who owns the rows:
 //! `out[rows of this rank, N] = Σ_p a_p[rows, K_p] · b_p[N, K_p]ᵀ + bias`; and of that whose sums all ranks get.
 //!
-//! Each rank multiplies its part of K for all rows. What it makes of another's rows, a *partial*, goes to a slot in the memory
-//! of that one, which adds up all partials in the order of the ranks, its own among them: so the bits do not depend on who owns a
-//! row, on the route, or on what comes first.
+//! Each rank multiplies its part of K for all rows. What it makes of another's rows, a *partial*, goes to a slot in the
+//! memory of that one, which adds up all partials in the order of the ranks, its own among them: so the bits do not
+//! depend on who owns a row, on the route, or on what comes first.
 
 pub use super::pieces::agree;
 
@@ -17,14 +17,15 @@ use crate::schedule::plan::partials::{Incoming, Piece, are_few};
 use crate::schedule::plan::tile_order::{self, ring};
 use crate::schedule::{Addend, Block, Operation, Problem, Reduction, Schedule, Transfer};
 
-/// Where partials are pushed or stored: multiplies the peers' rows first, each block sent to its owner when it is there, and this
-/// rank's own last, to which is added what has come. Where they are pulled, this stands behind [`multiply`]: takes what the
-/// others have made of this rank's rows, and adds it up; nobody needs a kernel of another rank to run. But where [`is_one_shot`](super::partials::is_one_shot) says
-/// so, all rows are made at once, and then each rank gets the partials of its own.
+/// Where partials are pushed or stored: multiplies the peers' rows first, each block sent to its owner when it is
+/// there, and this rank's own last, to which is added what has come. Where they are pulled, this stands behind
+/// [`multiply`]: takes what the others have made of this rank's rows, and adds it up; nobody needs a kernel of another
+/// rank to run. But where [`is_one_shot`](super::partials::is_one_shot) says so, all rows are made at once, and then
+/// each rank gets the partials of its own.
 ///
 /// # Errors
-/// [`Error::Limit`](crate::Error::Limit) when N is out of bounds, a field of the configuration is, or there are too many tiles
-/// or blocks.
+/// [`Error::Limit`](crate::Error::Limit) when N is out of bounds, a field of the configuration is, or there are too
+/// many tiles or blocks.
 pub(super) fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     let planner = Plan::new(problem, rank, config, Sums::Own)?;
     if planner.one_shot {
@@ -36,9 +37,10 @@ pub(super) fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> 
     }
 }
 
-/// The same, into a matrix of all rows that ranks share. Where partials are pushed or stored, rows are cut into panels, and each
-/// panel of this rank's rows is sent on to all others when it is made, while the next ones are multiplied; where they are pulled, a
-/// gather has to follow. But where [`is_one_shot`](super::partials::is_one_shot) says so, every rank gets all partials, and adds up all rows itself.
+/// The same, into a matrix of all rows that ranks share. Where partials are pushed or stored, rows are cut into panels,
+/// and each panel of this rank's rows is sent on to all others when it is made, while the next ones are multiplied;
+/// where they are pulled, a gather has to follow. But where [`is_one_shot`](super::partials::is_one_shot) says so,
+/// every rank gets all partials, and adds up all rows itself.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
@@ -109,7 +111,8 @@ fn multiply_and_reduce(planner: &Plan) -> Result<Schedule> {
     planner.schedule(true, arrivals.collect(), departures, product, None)
 }
 
-/// What a rank makes and sends at once, in this order, where its kernel runs beside the transfers and no partials go in one step.
+/// What a rank makes and sends at once, in this order, where its kernel runs beside the transfers and no partials go in
+/// one step.
 ///
 /// # Errors
 /// As the operation's.

@@ -1,5 +1,5 @@
-//! Partial sums: when they are exchanged, where they lie in the memory that ranks share, in which pieces they are made, and under which
-//! flags they come.
+//! Partial sums: when they are exchanged, where they lie in the memory that ranks share, in which pieces they are made,
+//! and under which flags they come.
 
 use std::ops::Range;
 
@@ -9,14 +9,15 @@ use crate::schedule::{Config, Operation, Problem};
 /// Rows of partials are as long as a multiple of this: 16 bytes, as copies and loads on GPUs ask for.
 const ALIGNMENT: usize = 16;
 
-/// Kernels store 16 rows at a time, so up to 15 rows past a rank's last are overwritten: in the memory of who makes them or,
-/// where kernels store to slots, there.
+/// Kernels store 16 rows at a time, so up to 15 rows past a rank's last are overwritten: in the memory of who makes
+/// them or, where kernels store to slots, there.
 pub const STORED_ROWS: usize = 16;
 
 /// Rows of the lowest tiles: no fewer are multiplied at a time.
 pub const LOW_ROWS: usize = 64;
 
-/// Whether each rank makes the partials of all rows at once, then those who are to have the sums get them, and add them up at the end.
+/// Whether each rank makes the partials of all rows at once, then those who are to have the sums get them, and add them
+/// up at the end.
 pub fn is_one_shot(problem: &Problem, config: &Config) -> bool {
     match problem.operation {
         Operation::MatmulReduceScatter => by_owners(problem, config),
@@ -24,9 +25,9 @@ pub fn is_one_shot(problem: &Problem, config: &Config) -> bool {
     }
 }
 
-/// Whether rows are so few that, where all ranks are to have the sums, one exchange takes less time than two, though more is moved. (The
-/// limits are those of vLLM's custom all-reduce. It has none for two ranks; here it is 1 MiB, because above that two steps can be
-/// hidden.)
+/// Whether rows are so few that, where all ranks are to have the sums, one exchange takes less time than two, though
+/// more is moved. (The limits are those of vLLM's custom all-reduce. It has none for two ranks; here it is 1 MiB,
+/// because above that two steps can be hidden.)
 pub(super) fn are_few(problem: &Problem) -> bool {
     let most = match problem.layout.world() {
         1 => 0,
@@ -132,8 +133,8 @@ pub struct Piece {
     pub rows: Range<usize>,
 }
 
-/// What comes to one rank, by flag: partials are numbered by the first row that they are of, and then by sender, and all sums
-/// behind them.
+/// What comes to one rank, by flag: partials are numbered by the first row that they are of, and then by sender, and
+/// all sums behind them.
 pub struct Incoming {
     /// The sender, the number of the piece among its own, and the rows.
     partials: Vec<(usize, usize, Range<usize>)>,
@@ -176,8 +177,8 @@ impl Incoming {
         })
     }
 
-    /// Those of partials of these rows. Between the first and the last there may be others of smaller pieces, which come before
-    /// what the rows need, or with it.
+    /// Those of partials of these rows. Between the first and the last there may be others of smaller pieces, which
+    /// come before what the rows need, or with it.
     pub fn flags(&self, rows: &Range<usize>) -> Range<usize> {
         let needed = |(_, _, piece): &(usize, usize, Range<usize>)| {
             piece.start < rows.end && rows.start < piece.end

@@ -99,10 +99,10 @@ impl Plan<'_> {
         ranks.map(|rank| self.pieces(rank)).collect()
     }
 
-    /// All that a rank makes, in this order: panel by panel, the peers' rows; and its own rows of a panel when the peers' of the
-    /// next one are made too, for by then what the peers have made of them has usually come. Where sums stay with the owners, all rows
-    /// are one panel, and peers' rows are cut as the configuration says; the last peer's finer: when they are there, all that is
-    /// left to do is to move them.
+    /// All that a rank makes, in this order: panel by panel, the peers' rows; and its own rows of a panel when the
+    /// peers' of the next one are made too, for by then what the peers have made of them has usually come. Where sums
+    /// stay with the owners, all rows are one panel, and peers' rows are cut as the configuration says; the last peer's
+    /// finer: when they are there, all that is left to do is to move them.
     pub(super) fn pieces(&self, rank: usize) -> Vec<Piece> {
         let layout = &self.problem.layout;
         let world = layout.world();
@@ -177,7 +177,8 @@ impl Plan<'_> {
         }
     }
 
-    /// What becomes of rows that this rank makes for others, or pulls together with what those have made: from `first` on.
+    /// What becomes of rows that this rank makes for others, or pulls together with what those have made: from `first`
+    /// on.
     pub(super) fn own_partials(&self, first: usize) -> Sum {
         Sum {
             out: PARTIALS,
@@ -212,8 +213,8 @@ impl Plan<'_> {
         pulls.collect()
     }
 
-    /// The tile rows of a block, which wait for the flags that `flags` says of the rows that they are of, counted from the
-    /// block's first.
+    /// The tile rows of a block, which wait for the flags that `flags` says of the rows that they are of, counted from
+    /// the block's first.
     pub(super) fn tile_rows(
         &self,
         block: usize,
@@ -239,7 +240,8 @@ impl Plan<'_> {
         }
     }
 
-    /// All partials of this rank's rows from `first` on, in the order of the ranks, its own where `own` says, and the bias.
+    /// All partials of this rank's rows from `first` on, in the order of the ranks, its own where `own` says, and the
+    /// bias.
     pub(super) fn sum(&self, first: usize, own: impl Fn(usize) -> Addend) -> Sum {
         let addend = |from: usize| match from == self.rank {
             true => own(from),
@@ -377,13 +379,14 @@ struct Cuts {
     /// The pieces that are moved are multiples of so many rows.
     rows: usize,
     route: Route,
-    /// Columns of a tile, and how many are one above the other: tiles that wait for the others' of the same place must come in the
-    /// same order.
+    /// Columns of a tile, and how many are one above the other: tiles that wait for the others' of the same place must
+    /// come in the same order.
     tiles: Option<[usize; 2]>,
 }
 
 impl Cuts {
-    /// How partials are pulled is each rank's own affair. `one_shot`: whether all rows are made before any partial is moved.
+    /// How partials are pulled is each rank's own affair. `one_shot`: whether all rows are made before any partial is
+    /// moved.
     fn of(config: &Config, one_shot: bool) -> Option<Cuts> {
         let TileShape { n, group_m, .. } = config.tile;
         (config.route != Route::Pull).then(|| Cuts {

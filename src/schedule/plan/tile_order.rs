@@ -22,8 +22,8 @@ pub fn bytes(problem: &Problem, config: &Config) -> usize {
 /// tiles of rows that are there first, then each tile after the last arrival that it needs. (The rank pivot of
 /// symm-mem-recipes' `triton_all_gather_matmul.py`, for any split of rows.)
 ///
-/// Not so where a kernel stores rows of few tiles, and `b` is larger than a cache: the rows come in less time than it takes to read
-/// `b` once more for them.
+/// Not so where a kernel stores rows of few tiles, and `b` is larger than a cache: the rows come in less time than it
+/// takes to read `b` once more for them.
 ///
 /// `matrix` is the one whose rows arrive; its chunk flags are numbered by rows.
 ///
@@ -52,8 +52,8 @@ pub fn reads_once(config: &Config, [m, n, k]: [usize; 3]) -> bool {
     config.route == Route::Store && has_few_rows && n.saturating_mul(k) > CACHED
 }
 
-/// The tiles of these tile rows: of each group, the rows that become ready together, column by column, weight after weight. Of several
-/// weights the rows are of the first one's block, behind which the others' stand.
+/// The tiles of these tile rows: of each group, the rows that become ready together, column by column, weight after
+/// weight. Of several weights the rows are of the first one's block, behind which the others' stand.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] of `rank`.
@@ -88,8 +88,8 @@ pub fn walk(rank: usize, product: &Product, rows: &[TileRow]) -> Result<Vec<Tile
 pub struct TileRow {
     /// The first of them.
     pub first: Tile,
-    /// Where it stands among those that become ready at other times: for rows that arrive, 0 if it waits for no chunk, else 1 +
-    /// the position among the arrivals of the last one that it waits for.
+    /// Where it stands among those that become ready at other times: for rows that arrive, 0 if it waits for no chunk,
+    /// else 1 + the position among the arrivals of the last one that it waits for.
     pub ready: usize,
 }
 

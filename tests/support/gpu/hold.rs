@@ -11,8 +11,8 @@ pub struct Hold {
     word: *mut u32,
 }
 
-/// Each CTA takes so much shared memory that it has its multiprocessor to itself, and ends when the word is not zero, or
-/// after some twenty seconds whatever happens.
+/// Each CTA takes so much shared memory that it has its multiprocessor to itself, and ends when the word is not zero,
+/// or after some twenty seconds whatever happens.
 const HOLD: &str = "
 .version 7.8
 .target sm_90

@@ -69,7 +69,8 @@ fn with_delays(mut step: impl FnMut(u64) -> Result<(), Error>) -> Result<String,
 
 const ROWS: [[usize; 3]; 4] = [[40, 0, 17], [1, 1, 1], [0, 0, 65], [128, 300, 130]];
 
-/// Each rank gets its rows of the sum of what the ranks make: the peers' rows are asked for first, and its own last, each row once.
+/// Each rank gets its rows of the sum of what the ranks make: the peers' rows are asked for first, and its own last,
+/// each row once.
 #[track_caller]
 pub fn what_is_produced_is_summed_by_its_owner<B: Produces>(test: &str) {
     fn step<B: Produces, T: Float>(group: &Group<B>, seed: u64) -> Result<(), Error> {
@@ -224,8 +225,8 @@ pub fn what_is_produced_reaches_its_rank<B: Produces>(test: &str) {
     }));
 }
 
-/// Where one rank's first block is late, so that its second is made first, and each rank's function is held up for a while now and then, that
-/// costs time: 100 times, the sums are right.
+/// Where one rank's first block is late, so that its second is made first, and each rank's function is held up for a
+/// while now and then, that costs time: 100 times, the sums are right.
 #[track_caller]
 pub fn ranks_out_of_step_lose_time_only<B: Produces>(test: &str) {
     const ROUNDS: u64 = 100;
@@ -366,7 +367,8 @@ pub fn collectives_exchange_what_ranks_have<B: Tested>(test: &str, world: usize)
     }));
 }
 
-/// A rank that only adds up, and sends nothing, completes its operations too: many in a row, and no deadline passes afterwards.
+/// A rank that only adds up, and sends nothing, completes its operations too: many in a row, and no deadline passes
+/// afterwards.
 #[track_caller]
 pub fn a_rank_that_sends_nothing_completes<B: Tested>(test: &str) {
     all_done(ranks::<B>(test, 2, |rank| {

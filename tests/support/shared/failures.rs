@@ -220,7 +220,8 @@ pub fn exchanges<B: Tested>(group: &Group<B>, called: &mut dyn FnMut()) -> Resul
     })
 }
 
-/// The second operation of rank 1 goes no further than the call of its function with number `phase`: it says so, and stays there.
+/// The second operation of rank 1 goes no further than the call of its function with number `phase`: it says so, and
+/// stays there.
 fn stay_in_a_function<B: Tested>(
     rank: &Rank,
     group: &Group<B>,
@@ -517,8 +518,8 @@ macro_rules! told_within_a_second {
 
 // Late.
 
-/// Rank 2 comes late to operations. The others have waited for it, and where each takes its rows itself for nobody else as long; it has
-/// waited for nobody.
+/// Rank 2 comes late to operations. The others have waited for it, and where each takes its rows itself for nobody else
+/// as long; it has waited for nobody.
 pub fn wait_for_a_late_rank<B: Tested>(test: &str, route: Route) {
     const LATE: usize = 2;
     const TIMES: u32 = 4;

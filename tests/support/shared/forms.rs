@@ -1,5 +1,5 @@
-//! Products of other forms: several weights, functions, gates, weights [K, N], outputs of f32, residuals, parts of matrices, and
-//! products of one rank alone.
+//! Products of other forms: several weights, functions, gates, weights [K, N], outputs of f32, residuals, parts of
+//! matrices, and products of one rank alone.
 
 use gemmesh::{
     Activation, AllGatherMatmul, Backend, Config, Error, Float, Group, Matmul, MatmulAllReduce,
@@ -61,7 +61,8 @@ impl Number {
         .rounded(23)
     }
 
-    /// No slope is above 1.13, and the function itself may be off by 2⁻¹⁹ of x; GELU, for an output of 16 bits, by 2⁻¹⁵.
+    /// No slope is above 1.13, and the function itself may be off by 2⁻¹⁹ of x; GELU, for an output of 16 bits, by
+    /// 2⁻¹⁵.
     fn activated<T: Float>(self, activation: Activation) -> Number {
         let x = self.exact;
         let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
@@ -159,7 +160,8 @@ fn is_elsewhere(result: &Result<(), Error>) -> bool {
     matches!(result, Err(Error::NoKernel { .. }))
 }
 
-/// Several weights for one gather give the bits that each gives alone, apart and side by side in one matrix; and so do weights [K, N].
+/// Several weights for one gather give the bits that each gives alone, apart and side by side in one matrix; and so do
+/// weights [K, N].
 #[track_caller]
 pub fn several_weights_give_the_bits_of_each<B: Tested>(
     test: &str,

@@ -11,8 +11,8 @@ pub mod refusals;
 pub mod results;
 pub mod staged;
 
-/// Runs functions of this folder as tests on a backend: those listed by their file under their own names, and calls with
-/// arguments under the names before them. A test holds what `$leave` gives, and does nothing if that is `None`.
+/// Runs functions of this folder as tests on a backend: those listed by their file under their own names, and calls
+/// with arguments under the names before them. A test holds what `$leave` gives, and does nothing if that is `None`.
 macro_rules! on_backend {
     (
         $backend:ty, $leave:expr;

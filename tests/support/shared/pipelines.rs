@@ -33,8 +33,8 @@ pub trait Consumes: Tested {
     fn taken(sink: &Self::Sink) -> Vec<bf16>;
 }
 
-/// Own rows first, then those of the next ranks in the ring, each row once, and as it was; in any number of chunks, each rank its
-/// own, however late they come.
+/// Own rows first, then those of the next ranks in the ring, each row once, and as it was; in any number of chunks,
+/// each rank its own, however late they come.
 #[track_caller]
 pub fn each_row_is_consumed_once_own_rows_first<B: Consumes>(test: &str) {
     const ROWS: [[usize; 3]; 4] = [[40, 0, 17], [1, 1, 1], [0, 0, 65], [128, 127, 130]];
@@ -87,7 +87,8 @@ pub fn each_row_is_consumed_once_own_rows_first<B: Consumes>(test: &str) {
     }));
 }
 
-/// A trace shows the own rows' call first, each other call when its rows had come, and between them what was waited for.
+/// A trace shows the own rows' call first, each other call when its rows had come, and between them what was waited
+/// for.
 #[track_caller]
 pub fn a_trace_shows_calls_behind_their_rows<B: Consumes>(test: &str) {
     const K: usize = 64;
@@ -148,7 +149,8 @@ pub fn assert_in_turn(calls: &[(usize, &Span)], ranks: [usize; 3]) {
     assert!(ranks.iter().all(has), "{calls:?}");
 }
 
-/// Values and their scales come together: the function gets the same rows of both. Only matrices that are split alike go together.
+/// Values and their scales come together: the function gets the same rows of both. Only matrices that are split alike
+/// go together.
 #[track_caller]
 pub fn two_matrices_are_consumed_together<B: Consumes>(test: &str) {
     const ROWS: [[usize; 3]; 3] = [[40, 0, 17], [1, 1, 1], [128, 127, 130]];
@@ -195,7 +197,8 @@ pub fn two_matrices_are_consumed_together<B: Consumes>(test: &str) {
     }));
 }
 
-/// A gather whose rows are consumed stands among other operations as any other: they follow one another on the same matrix.
+/// A gather whose rows are consumed stands among other operations as any other: they follow one another on the same
+/// matrix.
 #[track_caller]
 pub fn a_product_follows_a_consumer_of_the_same_rows<B: Consumes>(test: &str) {
     const K: usize = 16;
@@ -278,8 +281,8 @@ pub fn a_panic_of_a_consumer_ends_the_group<B: Consumes>(test: &str) {
     assert_eq!(*same_error(&outcomes), expected);
 }
 
-/// Calls of the same group that the function makes are refused, for they would wait for it; those of another are not. The
-/// group goes on.
+/// Calls of the same group that the function makes are refused, for they would wait for it; those of another are not.
+/// The group goes on.
 #[track_caller]
 pub fn a_consumer_makes_no_calls_of_its_group<B: Consumes>(test: &str) {
     all_done(ranks::<B>(test, 2, |rank| {

@@ -23,7 +23,8 @@ pub struct Case {
     /// By how much it is more on each next rank.
     pub more: usize,
     pub bias: bool,
-    /// What ranks 0 and 1 make is large, and adds up to nothing: added in another order, it takes what rank 2 makes with it.
+    /// What ranks 0 and 1 make is large, and adds up to nothing: added in another order, it takes what rank 2 makes
+    /// with it.
     pub cancels: bool,
     pub workers: usize,
     pub seed: u64,
@@ -243,8 +244,8 @@ pub fn verify<B: Tested, T: Element>(
     Ok(())
 }
 
-/// 100 times, under delays that differ each time, by all routes and in several ways to cut it up: the bits of a plain sum of
-/// partials in the order of the ranks. And each is as near to float64 as the documentation says.
+/// 100 times, under delays that differ each time, by all routes and in several ways to cut it up: the bits of a plain
+/// sum of partials in the order of the ranks. And each is as near to float64 as the documentation says.
 #[track_caller]
 pub fn partials_are_added_in_the_order_of_the_ranks<B: Tested>(
     test: &str,
@@ -450,7 +451,8 @@ pub fn the_output_may_be_the_own_rows_of_a_sharded_matrix<B: Tested>(
     }));
 }
 
-/// A call that was prepared gives the bits of the plain one each time, and refuses other shapes; then the group goes on.
+/// A call that was prepared gives the bits of the plain one each time, and refuses other shapes; then the group goes
+/// on.
 #[track_caller]
 pub fn a_prepared_call_gives_the_bits_of_the_plain_one<B: Tested>(
     test: &str,

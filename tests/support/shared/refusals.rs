@@ -6,7 +6,8 @@ use crate::support::processes::Outcome;
 use crate::support::products::Arguments;
 use crate::support::tested::{Tested, connect, ranks};
 
-/// More memory than there is, for a matrix of all ranks and for one of each alone: what the ranks were told of the first.
+/// More memory than there is, for a matrix of all ranks and for one of each alone: what the ranks were told of the
+/// first.
 #[track_caller]
 pub fn too_much_memory<B: Tested>(test: &str, world: usize, [m, k]: [usize; 2]) -> Vec<Outcome> {
     let ranks = ranks::<B>(test, world, |rank| {

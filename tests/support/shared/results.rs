@@ -14,8 +14,8 @@ use crate::support::numbers::{Reference, bits, normal};
 use crate::support::products::{Arguments, Case, Placed, ROUTES};
 use crate::support::tested::{Tested, all_done, assert_call_mismatch, poisoned, ranks, same_error};
 
-/// 100 times: the fused product of one of `cases`, under delays that differ each time, has the bits of the product after
-/// the gather; where stream-K cuts tiles, of another fused one.
+/// 100 times: the fused product of one of `cases`, under delays that differ each time, has the bits of the product
+/// after the gather; where stream-K cuts tiles, of another fused one.
 #[track_caller]
 pub fn fused_is_gather_then_matmul<B: Tested>(test: &str, world: usize, cases: &[Case]) {
     let ranks = ranks::<B>(test, world, |rank| {

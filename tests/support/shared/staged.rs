@@ -63,8 +63,8 @@ fn staged<B: Tested>(
     Ok(a)
 }
 
-/// A product of a staged matrix has its rows where that has them, and one that is only gathered in stages has them in order; by all routes,
-/// however late the blocks come.
+/// A product of a staged matrix has its rows where that has them, and one that is only gathered in stages has them in
+/// order; by all routes, however late the blocks come.
 #[track_caller]
 pub fn products_of_staged_rows_are_right<B: Tested>(test: &str) {
     const MS: [usize; 4] = [96, 61, 5, 300];
@@ -125,7 +125,8 @@ pub fn products_of_staged_rows_are_right<B: Tested>(test: &str) {
     }));
 }
 
-/// A staged matrix is consumed stage by stage: own blocks first, then of each stage those of the next ranks in the ring.
+/// A staged matrix is consumed stage by stage: own blocks first, then of each stage those of the next ranks in the
+/// ring.
 #[track_caller]
 pub fn staged_rows_are_consumed_by_stage<B: Consumes>(test: &str) {
     const K: usize = 24;

@@ -1,4 +1,5 @@
-//! A tensor-parallel Llama with random weights: gemmesh's fused layers beside the same products and exchanges one after the other.
+//! A tensor-parallel Llama with random weights: gemmesh's fused layers beside the same products and exchanges one after
+//! the other.
 //!
 //! ```sh
 //! cargo run --release -p gemmesh-candle --example llama                                       # two processes on the CPU
@@ -7,10 +8,10 @@
 //!     --device cuda --size 8b --prompt 8192 --baseline nccl                                   # two GPUs
 //! ```
 //!
-//! Each way takes a prompt and then decodes greedily. A prompt's tokens are spread over the ranks between the layers (sequence
-//! parallelism): each rank has its own, and norms and residuals are of those alone. A decoded token is on every rank. The logits of both
-//! ways are compared with candle's own layers in one process, in f32, with the same weights; if they are off by more than rounding
-//! allows, the example fails.
+//! Each way takes a prompt and then decodes greedily. A prompt's tokens are spread over the ranks between the layers
+//! (sequence parallelism): each rank has its own, and norms and residuals are of those alone. A decoded token is on
+//! every rank. The logits of both ways are compared with candle's own layers in one process, in f32, with the same
+//! weights; if they are off by more than rounding allows, the example fails.
 
 mod linears;
 mod model;
@@ -216,8 +217,8 @@ struct Timer<'a> {
 }
 
 impl Timer<'_> {
-    /// Takes the prompt and decodes, as often as asked for, and once before. The tokens are those that are given, if any: so all ways have
-    /// the same.
+    /// Takes the prompt and decodes, as often as asked for, and once before. The tokens are those that are given, if
+    /// any: so all ways have the same.
     fn run<L: Linears>(
         &self,
         way: &'static str,
@@ -361,8 +362,8 @@ fn report(args: &Args, world: usize, runs: &[Run]) -> Result<()> {
     }
 }
 
-/// The logits of candle's own layers in one process, in f32, behind the prompt and each of `tokens`: all of them at once, with nothing
-/// cached.
+/// The logits of candle's own layers in one process, in f32, behind the prompt and each of `tokens`: all of them at
+/// once, with nothing cached.
 fn reference(args: &Args, tokens: &[u32]) -> Result<Vec<Vec<f32>>> {
     let device = match args.device {
         Place::Cpu => Device::Cpu,
@@ -378,7 +379,8 @@ fn reference(args: &Args, tokens: &[u32]) -> Result<Vec<Vec<f32>>> {
     Ok(model.forward(&all, tokens.len() + 1)?.to_vec2()?)
 }
 
-/// How far logits are from exact ones at the most, of any token: the length of the difference, as a part of that of the exact.
+/// How far logits are from exact ones at the most, of any token: the length of the difference, as a part of that of the
+/// exact.
 fn farthest(logits: &[Vec<f32>], exact: &[Vec<f32>]) -> f64 {
     let length = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
     let off = |(found, exact): (&Vec<f32>, &Vec<f32>)| {
@@ -393,12 +395,12 @@ fn farthest(logits: &[Vec<f32>], exact: &[Vec<f32>]) -> f64 {
 
 /// How far the logits of a model that rounds to bf16 may be from those of one that does not, as a part of their length.
 ///
-/// On the way to a logit 15 tensors are rounded in each layer: two norms, the projections, the rotation and its two factors, the scaled
-/// queries, scores, their softmax, what is seen, the gated product, and of both sums the parts, the sums, and the sums with their
-/// residual. Three more follow: the last norm, what is gathered as it is, the logits. Each rounding changes an element by a part of at
-/// most u = 2⁻⁸. What stands behind passes a change on as it passes on the tensor: norms and products with random weights keep
-/// its part of the length, a residual makes it smaller. Rounding errors do not know of one another, so R of them add up to √R · u,
-/// and not to R · u (Higham and Mary, 2019).
+/// On the way to a logit 15 tensors are rounded in each layer: two norms, the projections, the rotation and its two
+/// factors, the scaled queries, scores, their softmax, what is seen, the gated product, and of both sums the parts, the
+/// sums, and the sums with their residual. Three more follow: the last norm, what is gathered as it is, the logits.
+/// Each rounding changes an element by a part of at most u = 2⁻⁸. What stands behind passes a change on as it passes on
+/// the tensor: norms and products with random weights keep its part of the length, a residual makes it smaller.
+/// Rounding errors do not know of one another, so R of them add up to √R · u, and not to R · u (Higham and Mary, 2019).
 fn tolerance(config: &Config) -> f64 {
     const UNIT_ROUNDOFF: f64 = 1.0 / (1 << 8) as f64;
     let roundings = 15 * config.layers + 3;

@@ -109,7 +109,8 @@ impl<L: Linears> Model<L> {
         self.caches.iter_mut().for_each(KvCache::reset);
     }
 
-    /// Takes the next tokens, and returns the logits behind the last `wanted` of them, [wanted, vocabulary of this rank].
+    /// Takes the next tokens, and returns the logits behind the last `wanted` of them, [wanted, vocabulary of this
+    /// rank].
     pub fn forward(&mut self, tokens: &[u32], wanted: usize) -> Result<Tensor> {
         let lie = match tokens.len() {
             1 => Tokens::Replicated,

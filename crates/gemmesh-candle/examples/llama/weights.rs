@@ -40,7 +40,8 @@ impl Name {
     }
 }
 
-/// Some rows and columns of a weight of so many columns, [rows, columns] in bf16: uniform, so that their mean square is `scale`².
+/// Some rows and columns of a weight of so many columns, [rows, columns] in bf16: uniform, so that their mean square is
+/// `scale`².
 pub fn part(
     name: Name,
     rows: Range<usize>,

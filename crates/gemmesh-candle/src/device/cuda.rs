@@ -131,7 +131,8 @@ impl Tensors for Cuda {
         unsafe { group.hold_stream_of(stream, place.stream.clone()) }
     }
 
-    /// Rows are read and written in pieces of 16 bytes: what is no whole number of them would reach beyond candle's memory.
+    /// Rows are read and written in pieces of 16 bytes: what is no whole number of them would reach beyond candle's
+    /// memory.
     fn check_columns<T: Half>(group: &Group<Cuda>, columns: usize) -> Result<()> {
         let multiple = 16 / size_of::<T>();
         if columns.is_multiple_of(multiple) {
@@ -211,8 +212,8 @@ impl Tensors for Cuda {
                 // That is said when it is: by `Gpu::tensor`.
                 std::mem::forget(written);
                 let pitch = columns * size_of::<T>();
-                // SAFETY: the slice has as many elements, which nobody else knows yet, in whole pieces of 16 bytes. It is freed in the
-                // order of candle's stream, which operations stand on.
+                // SAFETY: the slice has as many elements, which nobody else knows yet, in whole pieces of 16 bytes. It
+                // is freed in the order of candle's stream, which operations stand on.
                 unsafe { Matrix::from_device_ptr(group, pointer, rows, columns, pitch)? }
             }
         };

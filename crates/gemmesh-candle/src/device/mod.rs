@@ -12,7 +12,8 @@ use gemmesh::{Backend, Element, Error, Group, Matrix, Result, ShardedMatrix, bf1
 use crate::failure::Failure;
 use crate::pools::{Pool, Pools};
 
-/// A backend of gemmesh that works on candle's tensors: `Host` on those of the CPU, `Cuda` (feature `cuda`) on those of a GPU. Sealed.
+/// A backend of gemmesh that works on candle's tensors: `Host` on those of the CPU, `Cuda` (feature `cuda`) on those of
+/// a GPU. Sealed.
 pub trait Device: Backend + Tensors {}
 
 impl<B: Backend + Tensors> Device for B {}

@@ -1,8 +1,8 @@
 //! Memory: a rank's own, what ranks share, and the host's that the device can reach.
 //!
-//! None of it is given back by a call that waits for the device (see [`super::Device`]): a rank's own comes from a pool, and
-//! shared memory is virtual memory, which the driver keeps as long as any process maps it. So nobody needs to know
-//! when the others have let go of it, be it that they dropped it, closed their group, or died.
+//! None of it is given back by a call that waits for the device (see [`super::Device`]): a rank's own comes from a
+//! pool, and shared memory is virtual memory, which the driver keeps as long as any process maps it. So nobody needs to
+//! know when the others have let go of it, be it that they dropped it, closed their group, or died.
 
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
@@ -38,7 +38,8 @@ impl DeviceRegion {
         self.ptr
     }
 
-    /// Copies `rows` rows of `width` bytes from the host, from byte `offset` on, `pitch` bytes apart; returns when done.
+    /// Copies `rows` rows of `width` bytes from the host, from byte `offset` on, `pitch` bytes apart; returns when
+    /// done.
     pub fn write_rows(
         &mut self,
         offset: usize,
@@ -52,8 +53,8 @@ impl DeviceRegion {
         let device = self.ptr + offset as u64;
         let _bound = self.device.bind()?;
         self.device.settle()?;
-        // SAFETY: the device's side lies within this range, as `rows` has checked; the host's is as long. `finish` returns when
-        // the bytes have been copied.
+        // SAFETY: the device's side lies within this range, as `rows` has checked; the host's is as long. `finish`
+        // returns when the bytes have been copied.
         let begun = unsafe {
             match (rows, width == pitch) {
                 (0, _) => return Ok(()),
@@ -377,8 +378,8 @@ pub(super) fn location(device: sys::CUdevice) -> sys::CUmemLocation {
     unsafe { std::mem::transmute::<[i32; 2], sys::CUmemLocation>([kind, device]) }
 }
 
-/// More than the GPU has is not asked for: to find that out may take the driver longer than other ranks wait, and what it
-/// takes on the way others lack.
+/// More than the GPU has is not asked for: to find that out may take the driver longer than other ranks wait, and what
+/// it takes on the way others lack.
 fn fits(device: &Device, bytes: usize) -> Result<()> {
     if bytes > device.bytes() {
         return Err(out_of_memory(device, bytes)?);

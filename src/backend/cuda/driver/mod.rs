@@ -18,8 +18,8 @@ use crate::process::Process;
 /// A pointer to a device's memory.
 pub type DevicePtr = u64;
 
-/// Memory that other processes map is taken in whole blocks of this size, the granularity of virtual memory on every Hopper
-/// GPU: a peer that maps it sees nothing else.
+/// Memory that other processes map is taken in whole blocks of this size, the granularity of virtual memory on every
+/// Hopper GPU: a peer that maps it sees nothing else.
 pub const BLOCK: usize = 2 << 20;
 
 /// The least compute capability, and the only major one, that the kernels are built for.
@@ -37,10 +37,10 @@ pub struct Device {
 
 /// A GPU, through its primary context, which candle, cust and the runtime API use too.
 ///
-/// Some calls of the driver wait until the whole device is idle, and most of them hold up every other call meanwhile: freeing
-/// memory of cuMemAlloc or cuMemHostAlloc, loading and unloading modules. While a stream waits for a peer, such a call would
-/// keep even this library's own threads from setting the stream free. So what needs them is made once for all groups of the
-/// process, and never given back as long as the context lives (see [`Lasting`]).
+/// Some calls of the driver wait until the whole device is idle, and most of them hold up every other call meanwhile:
+/// freeing memory of cuMemAlloc or cuMemHostAlloc, loading and unloading modules. While a stream waits for a peer, such
+/// a call would keep even this library's own threads from setting the stream free. So what needs them is made once for
+/// all groups of the process, and never given back as long as the context lives (see [`Lasting`]).
 #[derive(Debug)]
 struct Context {
     device: sys::CUdevice,
@@ -55,8 +55,8 @@ struct Context {
     lasting: Arc<Lasting>,
 }
 
-/// What lives as long as a context. The last group of a process releases the context. If nobody else retains it, the driver
-/// destroys it and these objects; else the next group finds them again.
+/// What lives as long as a context. The last group of a process releases the context. If nobody else retains it, the
+/// driver destroys it and these objects; else the next group finds them again.
 #[derive(Debug)]
 struct Lasting {
     device: sys::CUdevice,
@@ -159,7 +159,8 @@ impl Device {
     /// Opens the GPU with this ordinal among the visible ones; if none is given, the ranks share them in turn.
     ///
     /// # Errors
-    /// [`Error::NoGpu`] without a driver or a GPU; [`Error::DriverTooOld`]; [`Error::UnsupportedGpu`] unless it is a Hopper GPU.
+    /// [`Error::NoGpu`] without a driver or a GPU; [`Error::DriverTooOld`]; [`Error::UnsupportedGpu`] unless it is a
+    /// Hopper GPU.
     pub fn open(rank: usize, ordinal: Option<usize>, timeout: Duration) -> Result<Arc<Device>> {
         refuse_fork(rank)?;
         let none = |reason: String| Error::NoGpu { rank, reason };
@@ -333,8 +334,8 @@ impl Device {
         unsafe { sys::cuStreamQuery(self.gpu.lasting.host_stream) }
     }
 
-    /// Waits for copies to or from the caller's memory, which nothing may end before they do. They need no multiprocessor, and
-    /// nothing stands in front of them: [`Device::settle`] has returned before.
+    /// Waits for copies to or from the caller's memory, which nothing may end before they do. They need no
+    /// multiprocessor, and nothing stands in front of them: [`Device::settle`] has returned before.
     fn finish(&self) -> Result<()> {
         // SAFETY: the stream lives as long as the context.
         unsafe { cuda!(self.rank, cuStreamSynchronize(self.gpu.lasting.host_stream)) }
@@ -370,8 +371,9 @@ impl Device {
     }
 }
 
-/// A context that is current on this thread. Capture of streams by the caller, on this thread or another, does not forbid
-/// this library's calls meanwhile: none of them touches a stream that is being captured unless it is to be captured.
+/// A context that is current on this thread. Capture of streams by the caller, on this thread or another, does not
+/// forbid this library's calls meanwhile: none of them touches a stream that is being captured unless it is to be
+/// captured.
 pub struct BoundContext {
     /// Whether the context was put on top of the caller's.
     pushed: bool,
@@ -382,8 +384,8 @@ pub struct BoundContext {
 
 impl Drop for BoundContext {
     fn drop(&mut self) {
-        // SAFETY: gives back what was replaced, on the same thread; the pointers are to locals. The calls fail in a process
-        // whose driver has ended only.
+        // SAFETY: gives back what was replaced, on the same thread; the pointers are to locals. The calls fail in a
+        // process whose driver has ended only.
         unsafe {
             let _ = sys::cuThreadExchangeStreamCaptureMode(&mut self.mode);
             if self.pushed {
@@ -544,7 +546,8 @@ impl Lasting {
     }
 }
 
-/// Makes a context that is retained current on this thread, as long as the result lives, and allows all calls meanwhile.
+/// Makes a context that is retained current on this thread, as long as the result lives, and allows all calls
+/// meanwhile.
 fn bind(rank: usize, context: sys::CUcontext) -> Result<BoundContext> {
     let mut current = std::ptr::null_mut();
     let mut mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_RELAXED;

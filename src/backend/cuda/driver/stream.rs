@@ -132,8 +132,8 @@ impl Stream {
     }
 
     /// # Safety
-    /// Both ranges are allocated, and stay so until the copy is done; nobody reads or writes them in a way that this copy's
-    /// place on the stream does not order.
+    /// Both ranges are allocated, and stay so until the copy is done; nobody reads or writes them in a way that this
+    /// copy's place on the stream does not order.
     pub unsafe fn copy(&self, to: DevicePtr, from: DevicePtr, bytes: usize) -> Result<()> {
         // SAFETY: as this function's.
         unsafe {

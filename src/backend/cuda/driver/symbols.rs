@@ -5,8 +5,8 @@ use libloading::Library;
 
 use crate::error::{Error, Result};
 
-/// Every function of the driver that this folder calls, beside [`EVENT_ELAPSED_TIME`]. A test compares the list with the
-/// calls.
+/// Every function of the driver that this folder calls, beside [`EVENT_ELAPSED_TIME`]. A test compares the list with
+/// the calls.
 const CALLED: [&str; 60] = [
     "cuCtxGetCurrent",
     "cuCtxGetId",

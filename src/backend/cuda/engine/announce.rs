@@ -53,8 +53,8 @@ pub fn announce(at: &EnqueueContext, epoch: Epoch, and: Option<StreamMemOp>) -> 
     unsafe { main.words(&words[..count]) }
 }
 
-/// As [`announce`], of an operation that is recorded: as [`announce_in_graph`](crate::schedule::drive::announce_in_graph) of the host. Beside
-/// it the replay is counted.
+/// As [`announce`], of an operation that is recorded: as
+/// [`announce_in_graph`](crate::schedule::drive::announce_in_graph) of the host. Beside it the replay is counted.
 pub fn announce_in_graph(at: &EnqueueContext, program: &Program) -> Result<()> {
     let EnqueueContext {
         gpu,
@@ -73,8 +73,9 @@ pub fn announce_in_graph(at: &EnqueueContext, program: &Program) -> Result<()> {
     let [count, shown] = &mut arguments;
     let mut arguments = [(&raw mut *count).cast(), (&raw mut *shown).cast()];
     let (counting, kernel) = (&gpu.streams().deferred_copies, gpu.kernels.count);
-    // SAFETY: control blocks are unmapped when the streams have passed, and the monitor's words live as long as the backend, which waits for
-    // them. The kernel's arguments are two words, which it alone writes; the main stream waits for it.
+    // SAFETY: control blocks are unmapped when the streams have passed, and the monitor's words live as long as the
+    // backend, which waits for them. The kernel's arguments are two words, which it alone writes; the main stream waits
+    // for it.
     unsafe {
         main.words(&words)?;
         counting.wait_for(main, &gpu.streams().forked)?;

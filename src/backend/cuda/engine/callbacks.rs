@@ -15,10 +15,10 @@ use crate::error::Result;
 use crate::profile::span::{Lane, Work};
 use crate::schedule::{Request, Schedule};
 
-/// The streams of a caller's function. Calls use them by turns, so that one call's work begins while the last of the call before ends.
-/// A device may start two streams in either order, and a kernel that takes all multiprocessors keeps them to its end. So an event fixes
-/// the order in which the streams start. From then on each stream waits for its own work, and the other's stands first in line. The
-/// order is that of the calls, on all ranks.
+/// The streams of a caller's function. Calls use them by turns, so that one call's work begins while the last of the
+/// call before ends. A device may start two streams in either order, and a kernel that takes all multiprocessors keeps
+/// them to its end. So an event fixes the order in which the streams start. From then on each stream waits for its own
+/// work, and the other's stands first in line. The order is that of the calls, on all ranks.
 pub(super) struct Callers<'a> {
     gpu: &'a Gpu,
     calls: usize,
@@ -76,10 +76,11 @@ impl<'a> Callers<'a> {
     }
 }
 
-/// Calls the caller's function for this rank's own rows and for each arrival, as [`drive::consume`](crate::schedule::drive::consume) of the
-/// host, with a stream that waits for the arrival's flag. All copies are on their stream, and what completes the operation is on the main
-/// one: peers wait neither for the function nor for what it puts on the streams. If the operation fails, the copies run through, and so their
-/// flags are written.
+/// Calls the caller's function for this rank's own rows and for each arrival, as
+/// [`drive::consume`](crate::schedule::drive::consume) of the host, with a stream that waits for the arrival's flag.
+/// All copies are on their stream, and what completes the operation is on the main one: peers wait neither for the
+/// function nor for what it puts on the streams. If the operation fails, the copies run through, and so their flags are
+/// written.
 pub(super) fn consume(
     at: &EnqueueContext,
     schedule: &Schedule,
@@ -111,10 +112,11 @@ pub(super) fn consume(
     Ok(())
 }
 
-/// Has the caller's function make block after block, as [`drive::produce`](crate::schedule::drive::produce) of the host, on streams of its
-/// calls: the copy stream asks for a block when it comes to it, and what this rank keeps follows. Of that a block is added to what has
-/// come as soon as both are there, while the next is made: by the stream that made it, or, in a graph, by the main one behind the copies, for
-/// a graph may run its branches one after the other, and a branch that waited for a peer would keep back what that waits for.
+/// Has the caller's function make block after block, as [`drive::produce`](crate::schedule::drive::produce) of the
+/// host, on streams of its calls: the copy stream asks for a block when it comes to it, and what this rank keeps
+/// follows. Of that a block is added to what has come as soon as both are there, while the next is made: by the stream
+/// that made it, or, in a graph, by the main one behind the copies, for a graph may run its branches one after the
+/// other, and a branch that waited for a peer would keep back what that waits for.
 pub(super) fn produce(
     at: &EnqueueContext,
     program: &Program,

@@ -1,4 +1,5 @@
-//! Kernels of operations that multiply nothing: one stores the rows, waits for the peers' and adds them; another only adds.
+//! Kernels of operations that multiply nothing: one stores the rows, waits for the peers' and adds them; another only
+//! adds.
 
 use std::ops::Range;
 
@@ -25,8 +26,8 @@ pub fn launch(at: &EnqueueContext, program: &Program, call: &ProgramCall) -> Res
         (&raw mut sums).cast(),
     ];
     let (grid, threads) = (kernel.grid, GEMMESH_COLLECTIVE_THREADS);
-    // SAFETY: the arguments are what abi.h says. The matrices, the tables and the flags are alive until the stream has passed: as in
-    // `product::launch`.
+    // SAFETY: the arguments are what abi.h says. The matrices, the tables and the flags are alive until the stream has
+    // passed: as in `product::launch`.
     unsafe {
         kernel
             .function
@@ -34,7 +35,8 @@ pub fn launch(at: &EnqueueContext, program: &Program, call: &ProgramCall) -> Res
     }
 }
 
-/// Adds up rows of the program's reduction on `stream`, behind what has brought them; all rows if none are given. Nothing if a kernel does it.
+/// Adds up rows of the program's reduction on `stream`, behind what has brought them; all rows if none are given.
+/// Nothing if a kernel does it.
 pub fn reduce(
     stream: &Stream,
     program: &Program,
@@ -48,7 +50,8 @@ pub fn reduce(
     let mut sums = reduction::sums(&program.schedule, reduction, rows, operands)?;
     let grid = kernel.grid(&sums);
     let mut arguments = [(&raw mut sums).cast()];
-    // SAFETY: the argument is what abi.h says. The matrices are alive until the stream has passed: as in `product::launch`.
+    // SAFETY: the argument is what abi.h says. The matrices are alive until the stream has passed: as in
+    // `product::launch`.
     unsafe {
         let function = &kernel.function;
         function.launch(stream, grid, GEMMESH_REDUCE_THREADS, 0, &mut arguments)

@@ -25,8 +25,8 @@ pub struct Enqueued {
 }
 
 impl Enqueued {
-    /// What is put on `stream` next comes after the chunk that this rank pulls under `flag`. False if it is not recorded, and so says it by its
-    /// flag.
+    /// What is put on `stream` next comes after the chunk that this rank pulls under `flag`. False if it is not
+    /// recorded, and so says it by its flag.
     pub fn precedes(&self, flag: usize, stream: &Stream) -> Result<bool> {
         match self.pulled.get(flag) {
             Some(Some(event)) => stream.wait_until(event).map(|()| true),
@@ -82,8 +82,8 @@ struct Copies<'a, 'm, 'o> {
     words: [StreamMemOp; BATCH],
     pending: usize,
     stamps: Stamps,
-    /// Whether the operation is recorded. A graph may run its branches one after the other, so no branch waits for a graph word that another writes: by
-    /// chunk flag, where this rank pulls it, the place of which others come after.
+    /// Whether the operation is recorded. A graph may run its branches one after the other, so no branch waits for a
+    /// graph word that another writes: by chunk flag, where this rank pulls it, the place of which others come after.
     in_graph: bool,
     pulled: Vec<Option<Event>>,
 }
@@ -144,10 +144,11 @@ impl CopyEngine for Copies<'_, '_, '_> {
         self.flush()?;
         delay(self.stream, moved.to, moved.flag, self.signals.epoch)?;
         let before = self.stamps.now(self.stream)?;
-        // SAFETY: both ranks' memories hold the matrix. Another's rows are final, for the stream has waited for `ready`, and it does not
-        // write them before `done`; this rank's are, for the stream has waited for what made them, or for the flag of what it passes
-        // on. Where they go, nobody reads them before the flag is written, and the kernels of earlier operations have ended: this
-        // rank's in front of the stream, a peer's before its `ready`.
+        // SAFETY: both ranks' memories hold the matrix. Another's rows are final, for the stream has waited for
+        // `ready`, and it does not write them before `done`; this rank's are, for the stream has waited for what made
+        // them, or for the flag of what it passes on. Where they go, nobody reads them before the flag is written, and
+        // the kernels of earlier operations have ended: this rank's in front of the stream, a peer's before its
+        // `ready`.
         unsafe {
             copy_regions(self.stream, self.schedule, self.operands, moved)?;
         }

@@ -1,5 +1,5 @@
-//! Walks a schedule with a GPU: a stream copies and writes flags while one kernel multiplies. Only this folder puts operations on streams;
-//! each file has one kind of work.
+//! Walks a schedule with a GPU: a stream copies and writes flags while one kernel multiplies. Only this folder puts
+//! operations on streams; each file has one kind of work.
 
 pub mod align;
 mod announce;
@@ -94,8 +94,8 @@ fn rejoin(at: &EnqueueContext) {
     }
 }
 
-/// Waits until the device's queues have room for another operation. They are bounded, and a driver that waits for room has
-/// no deadline and does not hear of a failure.
+/// Waits until the device's queues have room for another operation. They are bounded, and a driver that waits for room
+/// has no deadline and does not hear of a failure.
 fn make_room(at: &EnqueueContext, schedule: &Schedule) -> Result<()> {
     let EnqueueContext {
         shared, members, ..

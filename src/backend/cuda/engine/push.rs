@@ -1,5 +1,5 @@
-//! Rows that their owner's copy stream pushes, when its kernel has heard that every peer's runs; and what the kernel makes for the
-//! peers, block by block, when it has stored it.
+//! Rows that their owner's copy stream pushes, when its kernel has heard that every peer's runs; and what the kernel
+//! makes for the peers, block by block, when it has stored it.
 
 use std::mem::offset_of;
 
@@ -11,8 +11,8 @@ use crate::backend::cuda::program::Program;
 use crate::error::Result;
 use crate::schedule::{Schedule, Transfer};
 
-/// Puts all that this rank pushes on the copy stream, behind what is on the main stream, before the kernel that lets it go. The
-/// main stream must wait for it behind that.
+/// Puts all that this rank pushes on the copy stream, behind what is on the main stream, before the kernel that lets it
+/// go. The main stream must wait for it behind that.
 pub fn enqueue(at: &EnqueueContext, program: &Program, call: &ProgramCall) -> Result<()> {
     let (schedule, recorded) = (&program.schedule, at.recorded);
     let (control, streams) = (&at.shared.control, at.gpu.streams());
@@ -49,7 +49,8 @@ pub fn enqueue(at: &EnqueueContext, program: &Program, call: &ProgramCall) -> Re
     if forks {
         copies.wait_for(&streams.deferred_copies, &streams.joined)?;
     }
-    // Behind all copies, where nobody waits for it, and before the kernel that sets them next, which waits for these copies.
+    // Behind all copies, where nobody waits for it, and before the kernel that sets them next, which waits for these
+    // copies.
     stored.push(permit);
     let resets = stored.iter().map(|&word| StreamMemOp::Write(word, 0));
     // SAFETY: as above.
@@ -68,11 +69,11 @@ fn copy(
     let current = control.push_epoch() + offset_of!(GemmeshPushEpoch, current) as u64;
     delay(stream, at.members.rank, push.flag, call.epoch)?;
     let flag = control.pushed(push.to, push.flag);
-    // SAFETY: control blocks are unmapped when the streams have passed; all ranks' memories hold M
-    // rows. The own rows are final, for the copies wait for the main stream; and the peers' may be written, for the
-    // kernel lets the copies go when every peer's kernel has begun, or when the group has failed and nobody uses what
-    // they overwrite. What the kernel makes is final, for the copies wait for its word. A flag is copied after its rows:
-    // nobody reads them before.
+    // SAFETY: control blocks are unmapped when the streams have passed; all ranks' memories hold M rows. The own rows
+    // are final, for the copies wait for the main stream; and the peers' may be written, for the kernel lets the copies
+    // go when every peer's kernel has begun, or when the group has failed and nobody uses what they overwrite. What the
+    // kernel makes is final, for the copies wait for its word. A flag is copied after its rows: nobody reads them
+    // before.
     unsafe {
         copy_regions(stream, schedule, &call.operands, push)?;
         // Its value is on the device, so that a graph can be replayed; hence a copy, and not a word of the stream.

@@ -33,8 +33,8 @@ fn begin(at: &EnqueueContext, program: &Program, epoch: Epoch) -> Result<()> {
     Ok(())
 }
 
-/// An operation whose rows their owners push: the kernel tells the peers that it runs, and the copy stream when they do. It
-/// counts its epochs on the device, so what is enqueued here may as well be recorded, to run again and again.
+/// An operation whose rows their owners push: the kernel tells the peers that it runs, and the copy stream when they
+/// do. It counts its epochs on the device, so what is enqueued here may as well be recorded, to run again and again.
 pub fn enqueue_product(
     at: &EnqueueContext,
     program: &Program,

@@ -103,7 +103,8 @@ impl<'a> Streamed<'a> {
         }
         shared.monitor.begin(epoch, self.program.waits);
         if traced {
-            // So that the picture shows the device and not the host: everything is on the streams before any rank begins.
+            // So that the picture shows the device and not the host: everything is on the streams before any rank
+            // begins.
             pause(main, ENQUEUED)?;
             align::align(gpu, shared, members, main)?;
         }
@@ -115,11 +116,11 @@ impl<'a> Streamed<'a> {
         self.program.schedule.moves().next().is_some()
     }
 
-    /// Whether copies run beside the main stream, for the caller's functions do or a kernel does. Where nothing runs beside them, the main
-    /// stream is theirs too: streams take a while to hear of one another.
+    /// Whether copies run beside the main stream, for the caller's functions do or a kernel does. Where nothing runs
+    /// beside them, the main stream is theirs too: streams take a while to hear of one another.
     ///
-    /// All copies are put on their stream before the kernel that waits for them; and none of them begins before the kernel of the
-    /// operation before, which is on the main stream, has ended.
+    /// All copies are put on their stream before the kernel that waits for them; and none of them begins before the
+    /// kernel of the operation before, which is on the main stream, has ended.
     fn fork(&self, has_callback: bool, has_kernel: bool) -> Result<bool> {
         let beside = has_callback || (has_kernel && self.has_copies());
         if beside {
@@ -130,8 +131,8 @@ impl<'a> Streamed<'a> {
         Ok(beside)
     }
 
-    /// Puts the copies on their stream, and what the caller makes for them on those of its functions. Returns the function that is to be
-    /// called for what comes, if there is one.
+    /// Puts the copies on their stream, and what the caller makes for them on those of its functions. Returns the
+    /// function that is to be called for what comes, if there is one.
     fn copy<'c>(
         &self,
         call: &ProgramCall,
@@ -175,8 +176,8 @@ impl<'a> Streamed<'a> {
         self.at.main.wait_for(&streams.copies, &streams.gathered)
     }
 
-    /// Adds up what has come, and ends the operation: own rows are free again, and what peers bring is there, when they say that they are
-    /// done.
+    /// Adds up what has come, and ends the operation: own rows are free again, and what peers bring is there, when they
+    /// say that they are done.
     fn complete(&self, call: &ProgramCall) -> Result<()> {
         let (main, shared) = (self.at.main, self.at.shared);
         let schedule = &self.program.schedule;
@@ -205,8 +206,8 @@ impl<'a> Streamed<'a> {
         unsafe { main.words(&words) }
     }
 
-    /// Closes the graph words of what has come, as complete_in_graph of the host: those who wait for chunks have been joined. What this rank pulls
-    /// opens none.
+    /// Closes the graph words of what has come, as complete_in_graph of the host: those who wait for chunks have been
+    /// joined. What this rank pulls opens none.
     fn close_graph_words(&self) -> Result<()> {
         if !self.is_in_graph() {
             return Ok(());

@@ -56,8 +56,8 @@ pub fn poll(shared: &Shared, members: &Members, is_done: impl Fn() -> Result<boo
     Ok(())
 }
 
-/// The group ends: waits until its operations have. They end by themselves, or the monitor ends them, unless the caller's own work in front
-/// of them goes on.
+/// The group ends: waits until its operations have. They end by themselves, or the monitor ends them, unless the
+/// caller's own work in front of them goes on.
 pub fn for_the_end(gpu: &Gpu, shared: &mut Shared, members: &Members, has_graphs: bool) {
     let longest = members.timeout + Duration::from_secs(2);
     if has_graphs && !gpu.main().is_capturing().unwrap_or(true) {

@@ -19,7 +19,8 @@ pub struct DeviceBuffer {
 #[derive(Debug)]
 enum Storage {
     Own(Deferred<DeviceMemory>),
-    /// Somebody else's. What is dropped with it, if anything is, gives it back; otherwise the caller sees to it that it stays.
+    /// Somebody else's. What is dropped with it, if anything is, gives it back; otherwise the caller sees to it that it
+    /// stays.
     Foreign(DeviceRegion, #[allow(dead_code)] Option<Deferred<Owner>>),
 }
 
@@ -36,7 +37,8 @@ impl DeviceBuffer {
     /// In memory of somebody else's.
     ///
     /// # Safety
-    /// `ptr` is memory of the device of at least `(rows - 1) * pitch + width` bytes, while the buffer is used; of no rows it may be 0.
+    /// `ptr` is memory of the device of at least `(rows - 1) * pitch + width` bytes, while the buffer is used; of no
+    /// rows it may be 0.
     pub unsafe fn foreign(
         device: &Arc<Device>,
         ptr: u64,

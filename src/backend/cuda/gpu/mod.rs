@@ -1,7 +1,8 @@
 //! One GPU as a rank uses it: its context, kernels, streams and memory, and what is freed late. Knows no group.
 //!
-//! All groups of a process share the context, the modules and the host's pages behind it (`driver::Context`). Streams are each group's
-//! own: where two groups' copies stood on one stream, a wait for a peer in one group would hold up the other.
+//! All groups of a process share the context, the modules and the host's pages behind it (`driver::Context`). Streams
+//! are each group's own: where two groups' copies stood on one stream, a wait for a peer in one group would hold up the
+//! other.
 
 pub mod buffer;
 pub mod kernels;
@@ -41,7 +42,8 @@ pub struct Gpu {
 }
 
 impl Gpu {
-    /// Opens the GPU with this ordinal among the visible ones, or else the one that falls to `rank`. An allocation may take `timeout`.
+    /// Opens the GPU with this ordinal among the visible ones, or else the one that falls to `rank`. An allocation may
+    /// take `timeout`.
     ///
     /// # Errors
     /// As [`Device::open`] and [`Kernels::load`]; [`Error::QueuedTogether`]; [`Error::OutOfMemory`].
@@ -93,8 +95,9 @@ impl Gpu {
         Ok(Deferred::new(memory, &self.reclaimer))
     }
 
-    /// Zeroed memory for `rows` rows of `width` bytes. If there is no room, what was dropped is freed first: by this rank when its
-    /// operations have ended, by others perhaps a moment later. `patience`: how long the operations may take.
+    /// Zeroed memory for `rows` rows of `width` bytes. If there is no room, what was dropped is freed first: by this
+    /// rank when its operations have ended, by others perhaps a moment later. `patience`: how long the operations may
+    /// take.
     pub fn buffer(&self, [rows, width]: [usize; 2], patience: Duration) -> Result<DeviceBuffer> {
         let pitch = width.next_multiple_of(16);
         let memory = self.memory(rows.saturating_mul(pitch), patience)?;
@@ -122,10 +125,12 @@ impl Gpu {
         memory
     }
 
-    /// Memory of the caller's as a matrix. `owner`, if there is one, is dropped when the device does not use it any more.
+    /// Memory of the caller's as a matrix. `owner`, if there is one, is dropped when the device does not use it any
+    /// more.
     ///
     /// # Safety
-    /// `ptr` is memory of the device of at least `(rows - 1) * pitch + width` bytes, while the buffer is used; of no rows it may be 0.
+    /// `ptr` is memory of the device of at least `(rows - 1) * pitch + width` bytes, while the buffer is used; of no
+    /// rows it may be 0.
     pub unsafe fn view(
         &self,
         ptr: u64,

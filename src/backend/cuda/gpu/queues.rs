@@ -2,8 +2,8 @@
 
 use crate::error::{Error, Result};
 
-/// Whether a stream's work can be held up by another's that stands in the same queue of the device: the device has fewer
-/// queues than a process may have streams, but streams of different priority share none.
+/// Whether a stream's work can be held up by another's that stands in the same queue of the device: the device has
+/// fewer queues than a process may have streams, but streams of different priority share none.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Queues {
     /// Why kernels and copies may share one.

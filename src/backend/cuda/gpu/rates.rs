@@ -13,8 +13,8 @@ use crate::schedule::Route;
 #[serde(deny_unknown_fields)]
 pub struct Rates {
     pub multiprocessors: usize,
-    /// From the launch to the first product, and from the last one to the kernel's end; and what CTAs of a cluster take more, for each
-    /// doubling of their number.
+    /// From the launch to the first product, and from the last one to the kernel's end; and what CTAs of a cluster take
+    /// more, for each doubling of their number.
     pub start: f64,
     pub cluster: f64,
     /// Operations of one multiprocessor, two a product; and what each step through K takes beside these.
@@ -26,15 +26,16 @@ pub struct Rates {
     pub cached: f64,
     /// Bytes that come from memory.
     pub read: f64,
-    /// What a tile takes beside its products, for each of its columns of 128 rows; and one of exchanged operands, which are stored
-    /// otherwise.
+    /// What a tile takes beside its products, for each of its columns of 128 rows; and one of exchanged operands, which
+    /// are stored otherwise.
     pub column: f64,
     #[serde(alias = "exchanged_column")]
     pub swap_ab_column: f64,
     /// What CTAs that share K take to wait for one another, and to add up 128 rows of 256 columns.
     pub join: f64,
     pub split: f64,
-    /// What a slice of K takes to be counted; and bytes of its sums that one multiprocessor stores or loads, and all of them.
+    /// What a slice of K takes to be counted; and bytes of its sums that one multiprocessor stores or loads, and all of
+    /// them.
     pub slice_join: f64,
     pub summed: f64,
     pub summed_cached: f64,
@@ -73,7 +74,8 @@ pub enum Kind {
     Time,
 }
 
-/// Fitted to 120 shapes by all kernels, and to 400 products of random sweeps on two GPUs; links to 74 shapes: benches/NOTES.md.
+/// Fitted to 120 shapes by all kernels, and to 400 products of random sweeps on two GPUs; links to 74 shapes:
+/// benches/NOTES.md.
 pub const H200: Rates = Rates {
     multiprocessors: 132,
     start: 5.03,

@@ -1,9 +1,9 @@
 //! Deferred frees: what has been dropped while the device may still use it.
 //!
 //! An operation returns before the device has done it, so a matrix, a product's tables or a whole group may be dropped
-//! while they are in use. Whoever drops them waits for nothing: they are kept until everything that was put on the group's
-//! streams before has ended, and then freed, at once where that is so already, else by a thread that lives as long as
-//! something is kept. It outlives the group if need be.
+//! while they are in use. Whoever drops them waits for nothing: they are kept until everything that was put on the
+//! group's streams before has ended, and then freed, at once where that is so already, else by a thread that lives as
+//! long as something is kept. It outlives the group if need be.
 
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
@@ -128,7 +128,8 @@ impl Reclaimer {
         let KeptState { marks, .. } = &mut *self.kept.lock();
         // Behind a lost one is behind this one.
         marks.retain(|mark| !mark.is_lost());
-        // A mark that is held stays where it is. Table slots hold those behind which they are free, and the oldest come free first.
+        // A mark that is held stays where it is. Table slots hold those behind which they are free, and the oldest come
+        // free first.
         let is_unheld = |mark: &Arc<Mark>| Arc::strong_count(mark) == 1;
         let oldest = |marks: &mut Vec<Arc<Mark>>| {
             let unheld = marks.iter().position(is_unheld)?;
@@ -158,9 +159,9 @@ impl Reclaimer {
         self.kept.lock().marks.last().cloned()
     }
 
-    /// A mark behind all that is on the streams now, be it this library's or the caller's: kernels of the caller's, replays of
-    /// graphs. The latest operation's, if there is one, where the main stream is being captured, and what is put there
-    /// does not run now.
+    /// A mark behind all that is on the streams now, be it this library's or the caller's: kernels of the caller's,
+    /// replays of graphs. The latest operation's, if there is one, where the main stream is being captured, and what is
+    /// put there does not run now.
     fn mark_of_all(&self) -> Result<Option<Arc<Mark>>> {
         let main = self.streams.main();
         if main.is_capturing()? {

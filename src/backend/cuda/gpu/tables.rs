@@ -1,5 +1,5 @@
-//! Memory for the tables of programs, there from the beginning: a new shape allocates nothing, unless its tables are large, and
-//! these go to the device in their turn, on the stream that needs them.
+//! Memory for the tables of programs, there from the beginning: a new shape allocates nothing, unless its tables are
+//! large, and these go to the device in their turn, on the stream that needs them.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,11 +16,11 @@ struct Class {
     count: usize,
 }
 
-/// By size. Tables that are larger, or for which no slot is free, get memory of their own. No slots are added later: page-locked memory
-/// can't be had while a kernel waits for another rank.
+/// By size. Tables that are larger, or for which no slot is free, get memory of their own. No slots are added later:
+/// page-locked memory can't be had while a kernel waits for another rank.
 const CLASSES: [Class; 3] = [
-    // The tables of 200 tiles, as of the few rows of a decoding step. A gather that is prepared has three programs, so there is room for some 150
-    // beside those that a group keeps. Where these are taken, those that are larger are.
+    // The tables of 200 tiles, as of the few rows of a decoding step. A gather that is prepared has three programs, so
+    // there is room for some 150 beside those that a group keeps. Where these are taken, those that are larger are.
     Class {
         bytes: 4 << 10,
         count: KEPT_PROGRAMS + 448,
@@ -30,7 +30,8 @@ const CLASSES: [Class; 3] = [
         bytes: 16 << 10,
         count: KEPT_PROGRAMS,
     },
-    // Those of 1,800. Where more programs than this have so many tiles, each new one allocates: that takes less time than its product.
+    // Those of 1,800. Where more programs than this have so many tiles, each new one allocates: that takes less time
+    // than its product.
     Class {
         bytes: 32 << 10,
         count: 96,
@@ -138,8 +139,8 @@ impl Tables {
     ) -> Result<HeldTables> {
         let (_, staging) = &*self.memory;
         let _bound = self.device.bind()?;
-        // SAFETY: the slot is this program's, and long enough. What the device did with it has ended; but for the copy of a
-        // program that never ran, which may now read the new bytes, in front of the copy that brings them.
+        // SAFETY: the slot is this program's, and long enough. What the device did with it has ended; but for the copy
+        // of a program that never ran, which may now read the new bytes, in front of the copy that brings them.
         unsafe {
             let from = staging.as_ptr().cast::<u8>().add(slot.offset());
             for (offset, table) in parts {
@@ -199,8 +200,9 @@ impl Slot {
 }
 
 impl Drop for Slot {
-    /// Every operation is followed by a mark, and what graphs run is kept as long as the group: behind the latest mark, nothing
-    /// uses the slot. A copy of a program that never ran may come later; it is on the same stream as the next one's.
+    /// Every operation is followed by a mark, and what graphs run is kept as long as the group: behind the latest mark,
+    /// nothing uses the slot. A copy of a program that never ran may come later; it is on the same stream as the next
+    /// one's.
     fn drop(&mut self) {
         if is_fork() {
             return;

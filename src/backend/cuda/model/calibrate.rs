@@ -33,8 +33,9 @@ impl Sample {
     }
 }
 
-/// The rates by which the model comes closest to the samples, beginning with those of a similar device: what no sample tells of stays
-/// as it is, and so does what is 0. Configurations count the more the faster they are, for it is among these that the model chooses.
+/// The rates by which the model comes closest to the samples, beginning with those of a similar device: what no sample
+/// tells of stays as it is, and so does what is 0. Configurations count the more the faster they are, for it is among
+/// these that the model chooses.
 pub fn fit(begin: &Rates, samples: &[Sample]) -> Rates {
     /// Off by more than this, a sample pulls no harder.
     const CLOSE: f64 = 0.1;

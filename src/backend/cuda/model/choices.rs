@@ -1,4 +1,5 @@
-//! Configurations that were chosen before. In a serving loop M differs from step to step, and choosing takes as long as planning.
+//! Configurations that were chosen before. In a serving loop M differs from step to step, and choosing takes as long as
+//! planning.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -21,7 +22,8 @@ impl Choices {
         Choices(Mutex::new(LruCache::new(KEPT)))
     }
 
-    /// What `choose` says of [the problem that stands for](representative) `problem`, with what was measured for `problem` itself.
+    /// What `choose` says of [the problem that stands for](representative) `problem`, with what was measured for
+    /// `problem` itself.
     pub fn of(
         &self,
         problem: &Problem,
@@ -40,12 +42,12 @@ impl Choices {
     }
 }
 
-/// The problem whose choice is taken for all like `problem`. It is a function of `problem` alone, so no choice depends on what was asked
-/// before.
+/// The problem whose choice is taken for all like `problem`. It is a function of `problem` alone, so no choice depends
+/// on what was asked before.
 ///
-/// M is rounded up to a multiple of 16 rows, or of M / 128 to M / 64 where that is more. Every tile's height is a multiple of 16, so up
-/// to M = 2048 the forecast counts the same tiles. The rows are split evenly: the forecast takes rank 0's view for every rank's, and a
-/// rank that waits for more rows leaves more of their own to others.
+/// M is rounded up to a multiple of 16 rows, or of M / 128 to M / 64 where that is more. Every tile's height is a
+/// multiple of 16, so up to M = 2048 the forecast counts the same tiles. The rows are split evenly: the forecast takes
+/// rank 0's view for every rank's, and a rank that waits for more rows leaves more of their own to others.
 fn representative(problem: &Problem) -> Problem {
     const STEP: usize = 16;
     let layout = &problem.layout;

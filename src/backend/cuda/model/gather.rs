@@ -8,8 +8,8 @@ use crate::explanation::Prediction;
 use crate::schedule::plan::tile_order;
 use crate::schedule::{Chunking, Config, Numerics, Problem, Route};
 
-/// Bytes that are stored rather than copied, for each microsecond that copies take to begin and to be told of. More would come
-/// sooner by stores too, but these hold up products.
+/// Bytes that are stored rather than copied, for each microsecond that copies take to begin and to be told of. More
+/// would come sooner by stores too, but these hold up products.
 const STORED_INSTEAD: f64 = 320e3;
 /// A shard of more bytes is copied in two chunks.
 const LARGE_SHARD: f64 = 80e6;
@@ -206,8 +206,8 @@ pub fn predict(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Predict
         .collect()
 }
 
-/// How rows should be moved: by what all ranks have alike, so not by N. That counts where the product takes longer than the gather, and
-/// there it matters little how rows come.
+/// How rows should be moved: by what all ranks have alike, so not by N. That counts where the product takes longer than
+/// the gather, and there it matters little how rows come.
 fn moved(rates: &Rates, problem: &Problem, pushes: bool) -> (Route, Chunking) {
     let world = problem.layout.world();
     let bytes = (problem.layout.m() * problem.layout.k() * problem.dtypes.operands.bytes()) as f64;
@@ -226,8 +226,9 @@ fn moved(rates: &Rates, problem: &Problem, pushes: bool) -> (Route, Chunking) {
     }
 }
 
-/// How a gather and its product should be cut up. `pushes`: whether owners may move their rows. `near`: how rows were moved where the
-/// most similar problem was the fastest, if one was measured. Ranks whose problems differ in N get configurations that agree.
+/// How a gather and its product should be cut up. `pushes`: whether owners may move their rows. `near`: how rows were
+/// moved where the most similar problem was the fastest, if one was measured. Ranks whose problems differ in N get
+/// configurations that agree.
 pub fn choose(
     rates: &Rates,
     problem: &Problem,

@@ -1,10 +1,11 @@
 //! What operations take on GPUs, and so how they should be cut up where nothing was measured.
 //!
-//! The model knows waves of tiles ([`tiles`]): in a wave each multiprocessor is held up by its tensor cores, by what it loads, by what
-//! all of them load from the L2 cache, or by what comes from memory. It knows when rows are there ([`gather`]), or when partial sums
-//! have been made and moved ([`sums`]), and plays the tiles through in their order, by a few rates of the device ([`rates`](crate::backend::cuda::gpu::rates)). Times are in
-//! microseconds. It is a pure function of what all ranks know alike, and of a rank's own N where rows are gathered or its K where sums
-//! are made: ranks whose N or K differ agree on what they must.
+//! The model knows waves of tiles ([`tiles`]): in a wave each multiprocessor is held up by its tensor cores, by what it
+//! loads, by what all of them load from the L2 cache, or by what comes from memory. It knows when rows are there
+//! ([`gather`]), or when partial sums have been made and moved ([`sums`]), and plays the tiles through in their order,
+//! by a few rates of the device ([`rates`](crate::backend::cuda::gpu::rates)). Times are in microseconds. It is a pure
+//! function of what all ranks know alike, and of a rank's own N where rows are gathered or its K where sums are made:
+//! ranks whose N or K differ agree on what they must.
 
 pub mod calibrate;
 pub mod choices;
@@ -24,8 +25,8 @@ use crate::schedule::plan::partial_sums;
 use crate::schedule::{Chunking, Config, Numerics, Problem, Route, WeightLayout};
 use tuned::Measured;
 
-/// How an operation should be cut up: as was measured to be the fastest for this very problem, or else by the model. `pushes`: whether
-/// owners may move their rows.
+/// How an operation should be cut up: as was measured to be the fastest for this very problem, or else by the model.
+/// `pushes`: whether owners may move their rows.
 pub fn choose(
     rates: &Rates,
     problem: &Problem,
@@ -84,7 +85,8 @@ fn fastest(
         tile: base.tile.with_k_slices(1).with_stream_k(false),
         ..base
     };
-    // Of few rows, CTAs that share K are as fast alone, and faster with rows that arrive. Kernels that add partials have no slices.
+    // Of few rows, CTAs that share K are as fast alone, and faster with rows that arrive. Kernels that add partials
+    // have no slices.
     let sliced = numerics != Numerics::Invariant
         && problem.layout.m() > FEW_ROWS
         && !problem.operation.is_sum();

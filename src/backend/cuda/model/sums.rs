@@ -1,9 +1,9 @@
-//! How partial sums are made and moved where nothing was measured: of all kernels, routes and parts, those by which a small model
-//! is done first.
+//! How partial sums are made and moved where nothing was measured: of all kernels, routes and parts, those by which a
+//! small model is done first.
 //!
-//! The model knows waves of tiles, when each part of a block has been made and has arrived, and that what waits for it ends later.
-//! What ranks must agree on it must find the same on every rank, and K may differ between ranks: so that goes by a K that suits N, and only
-//! the rest by the rank's own. It sees the operation as rank 0 does.
+//! The model knows waves of tiles, when each part of a block has been made and has arrived, and that what waits for it
+//! ends later. What ranks must agree on it must find the same on every rank, and K may differ between ranks: so that
+//! goes by a K that suits N, and only the rest by the rank's own. It sees the operation as rank 0 does.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -127,8 +127,8 @@ fn for_any_depth(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config
     best.unwrap_or(WHOLE)
 }
 
-/// The configuration of the model that is done first, the first of those alike. Most take longer by what is known at once, and are not
-/// played through.
+/// The configuration of the model that is done first, the first of those alike. Most take longer by what is known at
+/// once, and are not played through.
 fn fastest<'a>(models: impl Iterator<Item = Model<'a>> + Clone) -> Option<Config> {
     let promising = models
         .clone()
@@ -243,7 +243,8 @@ impl<'a> Model<'a> {
         }
     }
 
-    /// No more than [`Model::time`]: what all tiles take, or all that is moved, if nothing waited for anything but its own tiles.
+    /// No more than [`Model::time`]: what all tiles take, or all that is moved, if nothing waited for anything but its
+    /// own tiles.
     fn least(&self) -> f64 {
         let problem = self.problem;
         if self.is_low_latency() {
@@ -275,8 +276,8 @@ impl<'a> Model<'a> {
         of_tiles.max(moved) + self.around()
     }
 
-    /// Microseconds from the first product until rank 0 has all it waits for. What it waits for from others comes when others get the
-    /// same from it, for all ranks do the same.
+    /// Microseconds from the first product until rank 0 has all it waits for. What it waits for from others comes when
+    /// others get the same from it, for all ranks do the same.
     fn time(&self) -> f64 {
         if self.is_low_latency() {
             return self.by_low_latency();
@@ -297,7 +298,8 @@ impl<'a> Model<'a> {
         timeline.complete + self.around()
     }
 
-    /// The same where partials go both ways in one step in low-latency areas. Each element is sent with as many bytes of tags, to one peer or to all.
+    /// The same where partials go both ways in one step in low-latency areas. Each element is sent with as many bytes
+    /// of tags, to one peer or to all.
     fn by_low_latency(&self) -> f64 {
         let problem = self.problem;
         let [m, n, world] = [problem.layout.m(), problem.n, problem.layout.world()];
@@ -412,8 +414,8 @@ impl SendTimeline<'_> {
     }
 }
 
-/// When each cluster is done with its latest tile. They take tiles in turn, each when it is done with the one before; those next to
-/// one another are often done together, and kept as one.
+/// When each cluster is done with its latest tile. They take tiles in turn, each when it is done with the one before;
+/// those next to one another are often done together, and kept as one.
 struct Clocks(VecDeque<(usize, f64)>);
 
 impl Clocks {
@@ -422,7 +424,8 @@ impl Clocks {
         Clocks(VecDeque::from([(slots, 0.0)]))
     }
 
-    /// The next `tiles` are taken. `make` is told how many clusters take one at which time, and says when they are done.
+    /// The next `tiles` are taken. `make` is told how many clusters take one at which time, and says when they are
+    /// done.
     fn take(&mut self, tiles: usize, mut make: impl FnMut(usize, f64) -> f64) {
         let mut left = tiles;
         while left > 0
@@ -464,8 +467,8 @@ mod tests {
         choose(&H200, &problem, Numerics::Fast)
     }
 
-    /// Operation, M, N, K, route, width of a tile, CTAs that share `b`, and K, chunks and those of the last; and the microseconds that
-    /// two H200s took.
+    /// Operation, M, N, K, route, width of a tile, CTAs that share `b`, and K, chunks and those of the last; and the
+    /// microseconds that two H200s took.
     type Point = (Operation, [usize; 3], Route, [usize; 3], [usize; 2], f64);
 
     #[test]

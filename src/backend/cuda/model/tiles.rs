@@ -55,8 +55,8 @@ struct SliceSums {
 }
 
 impl SliceSums {
-    /// Of tiles of so many elements in so many slices, each by so many CTAs. SliceSums are stored once and loaded once, but by the last slice of
-    /// a tile's as many as there are.
+    /// Of tiles of so many elements in so many slices, each by so many CTAs. SliceSums are stored once and loaded once,
+    /// but by the last slice of a tile's as many as there are.
     fn of(rates: &Rates, slices: usize, ctas: usize, area: f64) -> SliceSums {
         if slices == 1 {
             return SliceSums::default();
@@ -71,7 +71,8 @@ impl SliceSums {
     }
 }
 
-/// Clusters of so many CTAs that run at the same time. Some multiprocessors have too few neighbours for a large cluster.
+/// Clusters of so many CTAs that run at the same time. Some multiprocessors have too few neighbours for a large
+/// cluster.
 fn slots(rates: &Rates, ctas: usize) -> usize {
     let slots = match (rates.multiprocessors / ctas, ctas) {
         (slots, ..=2) => slots,
@@ -236,9 +237,9 @@ impl<'a> Tiles<'a> {
     }
 }
 
-/// Bytes that a share of stream-K reads from memory in a step. It loads so many of each operand, as do so many tiles of the same; `steps`:
-/// of all these tiles. Shares are at different places along K: of what others have loaded they find what the cache holds of the whole
-/// operand, of the smaller one first.
+/// Bytes that a share of stream-K reads from memory in a step. It loads so many of each operand, as do so many tiles of
+/// the same; `steps`: of all these tiles. Shares are at different places along K: of what others have loaded they find
+/// what the cache holds of the whole operand, of the smaller one first.
 fn read_by_share(mut loads: [(f64, f64); 2], steps: f64) -> f64 {
     let whole = |(load, sharers): (f64, f64)| load * steps / sharers;
     loads.sort_by(|one, other| whole(*one).total_cmp(&whole(*other)));

@@ -24,8 +24,8 @@ const NONE: &str = "none";
 /// What was the fastest for problems like one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Measured {
-    /// For the most similar problem, by the extents that all ranks have alike: so that they agree on who moves the rows and how
-    /// these are cut.
+    /// For the most similar problem, by the extents that all ranks have alike: so that they agree on who moves the rows
+    /// and how these are cut.
     pub alike: Config,
     /// For this very problem, if that was measured and agrees with it.
     pub exact: Option<Config>,
@@ -36,8 +36,8 @@ pub fn agree(one: &Config, other: &Config) -> bool {
     one.route == other.route && (one.route != Route::Push || one.chunking == other.chunking)
 }
 
-/// The extents of a problem that all ranks have alike. Where rows are gathered, N is each rank's own; where partials are added up,
-/// K is.
+/// The extents of a problem that all ranks have alike. Where rows are gathered, N is each rank's own; where partials
+/// are added up, K is.
 fn alike(operation: Operation, [m, n, k]: [usize; 3]) -> [usize; 2] {
     match operation.is_sum() {
         true => [m, n],
@@ -116,8 +116,8 @@ impl Table {
         Ok(Table(lines))
     }
 
-    /// What was the fastest for the problem most like this one, by M and K or, of partial sums, M and N; and for this one. None
-    /// if they differ in such an extent by more than a factor of 1.5.
+    /// What was the fastest for the problem most like this one, by M and K or, of partial sums, M and N; and for this
+    /// one. None if they differ in such an extent by more than a factor of 1.5.
     pub fn find(&self, problem: &Problem) -> Option<Measured> {
         const MOST: f64 = 1.5;
         let wanted = [problem.layout.m(), problem.n, problem.layout.k()];

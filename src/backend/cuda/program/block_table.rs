@@ -57,8 +57,8 @@ impl Places {
     /// Refuses what the kernel has no room for.
     ///
     /// # Errors
-    /// [`Error::NoRoute`] to ranks too far for stores; [`Error::Limit`] and [`Error::Unsupported`] for what no operation
-    /// needs.
+    /// [`Error::NoRoute`] to ranks too far for stores; [`Error::Limit`] and [`Error::Unsupported`] for what no
+    /// operation needs.
     pub fn check(&self, schedule: &Schedule, product: &Product) -> Result<()> {
         if schedule.uses(Route::Store) && schedule.world() > TARGETS {
             return Err(Error::NoRoute {

@@ -86,8 +86,8 @@ fn entry(
     SliceEntry { tile, slice }
 }
 
-/// Stream-K (Osama et al., 2023): whole tiles as far as they fill waves; then the steps of the others, one tile's behind the other's, are
-/// dealt out among the clusters, as many to each. A share lies in one tile, or in two.
+/// Stream-K (Osama et al., 2023): whole tiles as far as they fill waves; then the steps of the others, one tile's
+/// behind the other's, are dealt out among the clusters, as many to each. A share lies in one tile, or in two.
 #[derive(Clone, Copy, Debug)]
 pub struct StreamK {
     /// Tiles that are not cut.
@@ -138,7 +138,8 @@ impl StreamK {
                 let part = ends[0].max(all.start) - all.start..ends[1].min(all.end) - all.start;
                 let first = bounds.partition_point(|&bound| bound <= all.start) - 1;
                 let behind = bounds.partition_point(|&bound| bound < all.end);
-                // Shares and tiles both go on from slice to slice, one or the other or both: their sum tells slices apart.
+                // Shares and tiles both go on from slice to slice, one or the other or both: their sum tells slices
+                // apart.
                 entry(
                     self.whole + tile,
                     part,
@@ -149,7 +150,8 @@ impl StreamK {
             };
             tiles.map(of_tile).collect::<SmallVec<[SliceEntry; 2]>>()
         });
-        // Clusters take entries in turn: where a share is two, the second is to come when its cluster has made the first.
+        // Clusters take entries in turn: where a share is two, the second is to come when its cluster has made the
+        // first.
         let (two, one): (Vec<_>, Vec<_>) = shares.partition(|share| share.len() > 1);
         let whole = (0..self.whole).map(|tile| entry(tile, 0..self.steps, 0, 0, 1));
         let first = two.iter().chain(&one).map(|share| share[0]);

@@ -1,5 +1,6 @@
-//! Few rows, which kernels send to the ranks' low-latency areas: nobody says first that an area may be written, and no flag follows the
-//! data. cuda/protocol/low_latency.cuh says why that is safe. Partial sums are sent by the warps that make them, which add up what comes.
+//! Few rows, which kernels send to the ranks' low-latency areas: nobody says first that an area may be written, and no
+//! flag follows the data. cuda/protocol/low_latency.cuh says why that is safe. Partial sums are sent by the warps that
+//! make them, which add up what comes.
 
 use std::ops::Range;
 
@@ -21,7 +22,8 @@ const ELEMENTS: usize = 4;
 pub struct LowLatencyRows(Vec<Range<usize>>);
 
 impl LowLatencyRows {
-    /// Of a schedule whose partials go both ways in one step, by kernels that can do it, if there is room for them: the same on every rank.
+    /// Of a schedule whose partials go both ways in one step, by kernels that can do it, if there is room for them: the
+    /// same on every rank.
     pub fn of(schedule: &Schedule) -> Option<LowLatencyRows> {
         let (product, world) = (schedule.product()?, schedule.world());
         let [block] = &product.blocks[..] else {

@@ -112,7 +112,8 @@ pub fn matrices(
     })
 }
 
-/// Where the tiles of each weight go: the rows of its block or, where partials go both ways in one step by low latency, those of their sums.
+/// Where the tiles of each weight go: the rows of its block or, where partials go both ways in one step by low latency,
+/// those of their sums.
 fn outputs(
     kernel: &ProductKernel,
     schedule: &Schedule,
@@ -129,7 +130,8 @@ fn outputs(
     product.blocks.iter().map(out).collect()
 }
 
-/// Where the tiles of a kernel that adds partials go: the partials in the memory of each rank that it reaches, then the sums.
+/// Where the tiles of a kernel that adds partials go: the partials in the memory of each rank that it reaches, then the
+/// sums.
 fn targets(
     schedule: &Schedule,
     product: &Product,

@@ -33,8 +33,8 @@ pub struct CallNumbers {
     pub recording: Option<u32>,
 }
 
-/// The parameters of a kernel of `schedule` that multiplies nothing. `completes`: whether the operation is complete when the kernel
-/// has ended.
+/// The parameters of a kernel of `schedule` that multiplies nothing. `completes`: whether the operation is complete
+/// when the kernel has ended.
 pub fn fixed(
     shared: &Shared,
     members: &Members,

@@ -125,8 +125,8 @@ impl ProductKernel {
             params: Fixed(fixed),
             maps: Cache::default(),
         };
-        // All of them run at the same time: those that push must not wait for those that wait for pushes. CTAs without tiles are good for
-        // pushing only.
+        // All of them run at the same time: those that push must not wait for those that wait for pushes. CTAs without
+        // tiles are good for pushing only.
         let count = kernel.entry_count(schedule);
         if !schedule.is_pushed() || tables.task_count == 0 {
             kernel.clusters = kernel.clusters.min(count);

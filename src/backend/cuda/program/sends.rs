@@ -36,8 +36,8 @@ pub struct CollectiveKernel {
 }
 
 impl CollectiveKernel {
-    /// The kernel of a schedule that moves something and multiplies nothing; none if it moves nothing. `fixed`: what it is told as a kernel
-    /// that waits for peers.
+    /// The kernel of a schedule that moves something and multiplies nothing; none if it moves nothing. `fixed`: what it
+    /// is told as a kernel that waits for peers.
     pub fn new(
         gpu: &Gpu,
         control: &Control,
@@ -133,7 +133,8 @@ fn is_low_latency(schedule: &Schedule) -> bool {
     source.rows * source.row_bytes() <= MOST.min(low_latency::room(schedule.world()))
 }
 
-/// The kernel's table: what it stores and, if it goes through low-latency areas, what comes behind it; and how many entries are stored.
+/// The kernel's table: what it stores and, if it goes through low-latency areas, what comes behind it; and how many
+/// entries are stored.
 pub fn table(schedule: &Schedule) -> (Vec<GemmeshSend>, u32) {
     let mut table = sends(schedule);
     let count = table.len() as u32;
@@ -165,7 +166,8 @@ fn arrivals(schedule: &Schedule) -> Vec<GemmeshSend> {
     )
 }
 
-/// As the kernel takes them. What goes from one rank to another lies in low-latency areas row by row, in the order of `row`.
+/// As the kernel takes them. What goes from one rank to another lies in low-latency areas row by row, in the order of
+/// `row`.
 fn entries<'a>(
     schedule: &Schedule,
     transfers: impl Iterator<Item = &'a Transfer> + Clone,
@@ -208,8 +210,8 @@ mod tests {
     use crate::schedule::plan::plan;
     use crate::schedule::{Layout, Operation, Problem};
 
-    /// Every piece that a rank sends another has a place of its own in the low-latency area, where that one looks for it, and puts it where it
-    /// would have been stored.
+    /// Every piece that a rank sends another has a place of its own in the low-latency area, where that one looks for
+    /// it, and puts it where it would have been stored.
     #[test]
     fn what_is_sent_is_sought_where_it_was_sent() {
         for (rows, n) in [([5, 1, 0], 1024), ([16, 16, 16], 2048), ([1, 2, 40], 8)] {

@@ -165,8 +165,8 @@ mod tests {
         }
     }
 
-    /// What `push::enqueue` puts on the copy stream: a wait for the permit, a wait for each block, two copies a transfer, and each
-    /// word's reset.
+    /// What `push::enqueue` puts on the copy stream: a wait for the permit, a wait for each block, two copies a
+    /// transfer, and each word's reset.
     fn enqueued(schedule: &Schedule) -> usize {
         let mut last = None;
         let mut count = 2;

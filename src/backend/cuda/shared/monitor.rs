@@ -26,7 +26,8 @@ use crate::schedule::{MAX_BLOCKS, MAX_FLAGS};
 const PERIOD: Duration = Duration::from_millis(2);
 /// How much longer than the kernels' own deadline it waits: they know more.
 const GRACE: Duration = Duration::from_millis(500);
-/// How long an operation must have waited before it is asked whether its peers are still there, and how often for whom it waits.
+/// How long an operation must have waited before it is asked whether its peers are still there, and how often for whom
+/// it waits.
 const LEFT_AFTER: Duration = Duration::from_millis(100);
 
 /// The most operations that are on the device at a time.
@@ -92,7 +93,8 @@ struct Replayed {
 // SAFETY: plain words, for which zero is valid.
 unsafe impl bytemuck::Zeroable for Replayed {}
 
-/// Words that copies bring where streams wait. (Not a fill, which is a kernel: it may have to wait for what it is to set free.)
+/// Words that copies bring where streams wait. (Not a fill, which is a kernel: it may have to wait for what it is to
+/// set free.)
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 struct Satisfying {
@@ -223,14 +225,16 @@ impl Monitor {
         self.watch.look();
     }
 
-    /// Lets whatever waits on the device run through, now and later; but replays, which close graph words behind themselves, once.
+    /// Lets whatever waits on the device run through, now and later; but replays, which close graph words behind
+    /// themselves, once.
     pub fn release(&self) {
         // What can't be written can't be helped; the device itself has failed then.
         let _ = self.watch.release();
     }
 
-    /// Ends the thread, and waits until the words that it has sent have arrived: what they are written to may be unmapped
-    /// then. False if that can't be known. What is returned is used by the device as long as an operation runs.
+    /// Ends the thread, and waits until the words that it has sent have arrived: what they are written to may be
+    /// unmapped then. False if that can't be known. What is returned is used by the device as long as an operation
+    /// runs.
     pub fn stop(&mut self) -> (bool, impl Send + use<>) {
         self.end();
         let begin = Instant::now();
@@ -290,8 +294,8 @@ impl Watch {
             let next = Epoch::from_raw(completed).next();
             self.judge(Running::Live(next), since.0.elapsed());
             self.judge(Running::Replay(replayed.running), since.1.elapsed());
-            // Once, and again for what is on the device: replays close graph words behind themselves. (Not always, for each time takes a turn of
-            // the GPU from other processes.)
+            // Once, and again for what is on the device: replays close graph words behind themselves. (Not always, for
+            // each time takes a turn of the GPU from other processes.)
             let is_busy = self.outstanding() > 0 || self.replayed.read().running > 0;
             if self.failures.fault().is_some() && (is_busy || !released) {
                 // What can't be written can't be helped; the device itself has failed then.
@@ -323,8 +327,8 @@ impl Watch {
         }
     }
 
-    /// Notes for whom an operation waits, which has `waited`, now and then: who waits for this rank meanwhile names that one in its
-    /// stead.
+    /// Notes for whom an operation waits, which has `waited`, now and then: who waits for this rank meanwhile names
+    /// that one in its stead.
     fn note(&self, running: Running, waited: Duration) {
         let mut noted = lock(&self.noted);
         if noted.elapsed() < LEFT_AFTER || self.waits_for_its_caller(running) {
@@ -363,8 +367,8 @@ impl Watch {
         let Ok(Some((awaited, expected, seen))) = self.missing(running) else {
             return;
         };
-        // A rank that left had done its part; so look at the words after that. And this rank's own part may be ending at this
-        // moment, while they are read: they must be the same twice.
+        // A rank that left had done its part; so look at the words after that. And this rank's own part may be ending
+        // at this moment, while they are read: they must be the same twice.
         if !self.failures.has_left(awaited.peer()) {
             return;
         }

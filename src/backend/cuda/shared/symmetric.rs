@@ -1,8 +1,8 @@
 //! Symmetric memory between processes: device memory that every rank maps.
 //!
-//! It is passed on as descriptors of the driver's virtual memory. Unlike a legacy CUDA IPC handle, such a mapping keeps the
-//! memory for as long as it lasts, whatever becomes of the rank that made it; so a rank lets go of its own mappings when
-//! its own work has ended, and asks nobody. When all ranks have, or have died, the memory is the driver's again.
+//! It is passed on as descriptors of the driver's virtual memory. Unlike a legacy CUDA IPC handle, such a mapping keeps
+//! the memory for as long as it lasts, whatever becomes of the rank that made it; so a rank lets go of its own mappings
+//! when its own work has ended, and asks nobody. When all ranks have, or have died, the memory is the driver's again.
 
 use std::collections::HashSet;
 use std::os::fd::OwnedFd;
@@ -26,8 +26,8 @@ pub struct Symmetric {
 }
 
 impl Symmetric {
-    /// Collective, as `call`. Zeroed, but for what `initialise` writes before another rank can see it. Where there is no
-    /// room, all ranks first free what they have dropped, and try once more.
+    /// Collective, as `call`. Zeroed, but for what `initialise` writes before another rank can see it. Where there is
+    /// no room, all ranks first free what they have dropped, and try once more.
     pub fn allocate(
         gpu: &Gpu,
         members: &Members,

@@ -137,8 +137,8 @@ impl Control {
         Control::at(self.memory.own(), word::PUSH_EPOCH)
     }
 
-    /// The word that says that a block of this rank's product is stored: 0 between operations. (No stream can wait for a word
-    /// of a pool's memory, where programs have their tables.)
+    /// The word that says that a block of this rank's product is stored: 0 between operations. (No stream can wait for
+    /// a word of a pool's memory, where programs have their tables.)
     pub fn stored(&self, block: usize) -> DevicePtr {
         Control::at(self.memory.own(), word::STORED + block)
     }
@@ -177,7 +177,8 @@ impl Control {
     }
 }
 
-/// The words by which the ranks' streams hear of one another in an operation: flags with epochs, or graph words where it is recorded.
+/// The words by which the ranks' streams hear of one another in an operation: flags with epochs, or graph words where
+/// it is recorded.
 #[derive(Clone, Copy, Debug)]
 pub struct Signals<'a> {
     memory: &'a Symmetric,
@@ -279,11 +280,12 @@ unsafe impl bytemuck::Zeroable for Snapshot {}
 pub enum Waits {
     /// Its kernel, for `ready` of every peer in the mailbox.
     Kernel,
-    /// Its streams, for `ready` of the peers whose memory it moves something from or to, and for `done` of those that do so with this
-    /// rank's: bit r for rank r.
+    /// Its streams, for `ready` of the peers whose memory it moves something from or to, and for `done` of those that
+    /// do so with this rank's: bit r for rank r.
     Streams { ready: u64, done: u64 },
-    /// The same of a recorded operation, for graph words, which are opened for those who wait for them only; and for `sources` of what it passes
-    /// on, which say `done` here too: they are to blame before those who wait for them as well.
+    /// The same of a recorded operation, for graph words, which are opened for those who wait for them only; and for
+    /// `sources` of what it passes on, which say `done` here too: they are to blame before those who wait for them as
+    /// well.
     Graph { ready: u64, sources: u64, done: u64 },
 }
 
