@@ -76,17 +76,13 @@ __device__ __forceinline__ void produce(const Maps& maps, const GemmeshParams& p
             wait_for_flags();
         }
 
-        if (lane == 0) {
-            load_steps<C>(maps, walk, shared, flags, at, steps, ahead, row, tracer, load_b, event);
-        }
+        if (lane == 0) load_steps<C>(maps, walk, shared, flags, at, steps, ahead, row, tracer, load_b, event);
 
         if constexpr (C::kSums) {
             // wait for what is added, while the consumers multiply
             wait_for_flags();
-            if (lane == 0) {
-                const uint32_t column = walk.tile().n * C::kTileN;
-                load_addends<C>(*partials.added, block, shared, at, row - block.row, column);
-            }
+            const uint32_t column = first_column<C>(params, walk.tile());
+            if (lane == 0) load_addends<C>(*partials.added, block, shared, at, row - block.row, column);
         }
     }
     if constexpr (C::kSums) {

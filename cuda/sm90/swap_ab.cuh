@@ -137,8 +137,8 @@ public:
 private:
     static constexpr uint32_t kColumns = 16;
     static constexpr uint32_t kRows = 16;
-    static constexpr uint32_t kPieces = kColumns / Box::kPiece;                              // of a row
-    static constexpr uint32_t kTurns = Box::kRows * Box::kColumns / (kRows * kColumns);      // 16 rows each that fit in a box
+    static constexpr uint32_t kPieces = kColumns / Box::kPiece;                          // of a row
+    static constexpr uint32_t kTurns = Box::kRows * Box::kColumns / (kRows * kColumns);  // by 16 rows, through a box
     static constexpr uint32_t kMetAtATime = sizeof(Box::elements) / (32 * sizeof(float4));  // fours of accumulators
 
     // What this lane stores and loads of rows: a piece.

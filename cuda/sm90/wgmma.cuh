@@ -16,7 +16,7 @@ namespace gemmesh {
 template <bool IsTransposed>
 struct Layout {
     static constexpr uint32_t kNextBlock = IsTransposed ? GEMMESH_TILE_K * 128 : 0;  // bytes from 64 rows to the next
-    static constexpr uint32_t kAlongK = IsTransposed ? 16 * 128 : 16 * 2;            // bytes from one instruction's K to the next's
+    static constexpr uint32_t kAlongK = IsTransposed ? 16 * 128 : 16 * 2;  // bytes from one instruction's K to the next's
 };
 
 __device__ __forceinline__ uint32_t operand(const void* shared) {
