@@ -1,4 +1,4 @@
-//! With feature `cuda`: compiles the kernels in cuda/ with nvcc to cubins that the crate embeds, one for each family
+//! With feature `cuda`, compiles the kernels in cuda/ with nvcc to cubins that the crate embeds, one for each family
 //! and dtype.
 
 use std::env;
@@ -18,12 +18,12 @@ mod kernels;
 
 /// The first release whose assembler knows all that the kernels use.
 const OLDEST: (u32, u32) = (12, 4);
-/// Who sets one of these checks, documents or tests the crate without nvcc, and gets a program that can't use GPUs.
+/// If one of these is set, the crate is checked, documented or tested without nvcc, and the program can't use GPUs.
 const NO_KERNELS: [&str; 2] = ["GEMMESH_NO_KERNELS", "DOCS_RS"];
 
-/// What nvcc makes one cubin of.
+/// The source of one cubin.
 struct Unit {
-    /// The cubin's, without its ending.
+    /// The cubin's name, without its ending.
     name: String,
     source: PathBuf,
 }
@@ -50,7 +50,7 @@ fn build() -> Result<(), String> {
     println!("cargo:rerun-if-changed=cuda");
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set: run cargo")?);
     let units = units(&out)?;
-    // For whoever reports a bug.
+    // For bug reports.
     let release = out.join("nvcc.txt");
     if NO_KERNELS.iter().any(|name| env::var_os(name).is_some()) {
         write(&release, b"")?;
@@ -75,8 +75,8 @@ fn build() -> Result<(), String> {
     })
 }
 
-/// The units, those that take the longest first. Writes the sources of the families', and cubins.rs, which embeds their
-/// cubins.
+/// Writes the sources of the families, and cubins.rs, which embeds their cubins. Returns the units, with those first
+/// that take the longest.
 fn units(out: &Path) -> Result<Vec<Unit>, String> {
     let mut units = Vec::new();
     let mut cubins = String::from("[\n");
@@ -162,7 +162,7 @@ fn compile(nvcc: &Path, unit: &Unit, out: &Path) -> Result<(), String> {
             .unwrap_or("no message");
         return Err(format!("nvcc cannot compile {}: {first}", source.display()));
     }
-    // Kept for whoever wants to see registers and spills.
+    // Kept, because it shows registers and spills.
     write(&out.join(format!("{name}.ptxas.txt")), report.as_bytes())
 }
 
@@ -170,7 +170,7 @@ fn write(path: &Path, bytes: &[u8]) -> Result<(), String> {
     fs::write(path, bytes).map_err(|e| format!("cannot write {}: {e}", path.display()))
 }
 
-/// NVCC, else CUDA_HOME's, else the first on PATH.
+/// The nvcc that NVCC names, or else CUDA_HOME's, or else the first on PATH.
 fn find() -> Result<PathBuf, String> {
     if let Some(nvcc) = env::var_os("NVCC") {
         return Ok(nvcc.into());
@@ -186,7 +186,7 @@ fn find() -> Result<PathBuf, String> {
         })
 }
 
-/// With its release.
+/// Checks that nvcc is new enough, and returns it with its release.
 fn new_enough(nvcc: PathBuf) -> Result<(PathBuf, (u32, u32)), String> {
     let version = version(&nvcc)?;
     if version < OLDEST {

@@ -35,7 +35,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Map, Value, json};
 use sums::{AllReduce, ReduceScatter};
 
-/// Products that are compared with float64. They take seconds.
+/// The number of products that are compared with float64. They take seconds.
 const PRODUCTS: usize = 1 << 33;
 
 /// Times an operation beside its parts and beside perfect overlap.
@@ -211,7 +211,7 @@ impl From<RouteName> for Route {
 }
 
 impl Args {
-    /// Refuses what clap can't tell.
+    /// Refuses arguments that clap can't check.
     fn check(&self) -> Result<(), Failure> {
         if self.gather_stages != 1 && !matches!(self.op, Op::AllGatherMatmul | Op::Consume) {
             return Err(Failure::Usage(
@@ -228,8 +228,8 @@ impl Args {
         }
     }
 
-    /// Whether a product of another form than the plain one is asked for, or one of each rank alone, which is compared
-    /// with the same.
+    /// True if the arguments ask for a product that is not of the plain form, or for one of each rank alone, which is
+    /// compared with the same.
     fn has_form(&self) -> bool {
         let plain = self.weights.is_empty() && self.epilogue.is_empty();
         self.op == Op::Matmul || !plain || self.b_layout != forms::Layouts::Nk
@@ -237,8 +237,7 @@ impl Args {
 
     /// M, N and K of each run.
     fn shapes(&self) -> Vec<[usize; 3]> {
-        /// N and K of the first half of an MLP, on each of the ranks that share it. The second half has them the other
-        /// way round.
+        /// N and K of the first half of an MLP on each rank. The second half has them the other way round.
         const LAYERS: [[usize; 2]; 3] = [[1792, 4096], [3584, 8192], [6656, 16384]];
         let of = |m: usize, [n, k]: [usize; 2]| match self.op {
             Op::Matmul | Op::AllGatherMatmul | Op::Consume => [m, n, k],
@@ -281,7 +280,7 @@ impl Args {
         }
     }
 
-    /// What is asked for of a configuration, and the rest as by default.
+    /// The configuration that the arguments ask for. The default fills the rest.
     fn config(&self, default: Config) -> Config {
         let tile = TileShape::new(
             self.tile_m.unwrap_or(default.tile.m),
@@ -313,7 +312,7 @@ fn main() -> ExitCode {
     common::exit(args.check().and_then(|()| launch_or_run(&args)))
 }
 
-/// Tells the library, and the ranks that this process launches.
+/// Tells the library, and the ranks that this process launches, to use no table of measured winners.
 #[cfg(feature = "cuda")]
 #[allow(unsafe_code)]
 fn use_no_table() {
@@ -364,7 +363,7 @@ fn launch_or_run(args: &Args) -> Result<(), Failure> {
 
 /// An operation that is timed on a backend.
 trait Timed<B: Backend, T: Element>: Operation<B, T> {
-    /// What all shapes are timed with, for making it may take seconds.
+    /// The tools that time all shapes. Making them may take seconds.
     type Instruments;
 
     /// Makes them. Collective.
@@ -391,7 +390,7 @@ trait Timed<B: Backend, T: Element>: Operation<B, T> {
     }
 }
 
-/// What is reported of a shape.
+/// The report on a shape.
 struct Run {
     shape: [usize; 3],
     explanation: Explanation,
@@ -402,13 +401,13 @@ struct Run {
 /// Its times, in microseconds.
 struct Timing {
     rows: Vec<Row>,
-    /// What else belongs in the JSON.
+    /// Further fields of the JSON.
     more: Value,
-    /// What the operation is compared with, if that can be timed here.
+    /// The baseline, if it can be timed here.
     baseline: Option<(&'static str, f64)>,
     fused: f64,
     ideal: f64,
-    /// What there is to say of the rows.
+    /// A note about the rows.
     note: Option<&'static str>,
 }
 
@@ -419,7 +418,7 @@ impl Timing {
 }
 
 impl Run {
-    /// What a line of a sweep shows of it.
+    /// The times that a line of a sweep shows.
     fn in_short(&self) -> sweep::Times {
         let timing = &self.timing;
         sweep::Times {
@@ -520,13 +519,13 @@ fn run_each<B: Backend, T: Element, O: Timed<B, T>>(
     Ok(())
 }
 
-/// Reports each shape on a line, and what all come to.
+/// Reports each shape on a line, and then a summary.
 fn run_random<B: Backend, T: Element, O: Timed<B, T>>(
     args: &Args,
     group: &Group<B>,
     instruments: &O::Instruments,
 ) -> Result<(), Failure> {
-    /// There are many shapes, and these take a fraction of a second.
+    /// There are many shapes. This many products take a fraction of a second.
     const PRODUCTS: usize = 1 << 30;
     let shapes = args.shapes();
     let bar = progress(group, shapes.len(), "shapes");
@@ -561,7 +560,7 @@ fn run_random<B: Backend, T: Element, O: Timed<B, T>>(
     Ok(())
 }
 
-/// What stands above the lines of random shapes.
+/// Prints the head of the table of random shapes.
 fn introduce<B: Backend, T: Element, O: Operation<B, T>>(group: &Group<B>, run: &Run) {
     let timing = &run.timing;
     let (world, dtype) = (group.world_size(), T::DTYPE);
@@ -576,7 +575,7 @@ fn introduce<B: Backend, T: Element, O: Operation<B, T>>(group: &Group<B>, run: 
     println!("\n{}", sweep::head(&run.in_short()));
 }
 
-/// Verifies a shape, by comparing about so many products or fewer, and times it.
+/// Verifies a shape by comparing at most about `products` products, and times it.
 fn bench<B: Backend, T: Element, O: Timed<B, T>>(
     args: &Args,
     group: &Group<B>,

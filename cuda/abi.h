@@ -1,26 +1,30 @@
-/* What the host and the kernels share: the whole contract.
+/* The contract between the host and the kernels: all that they share.
  *
  * Plain C, so that bindgen can read it. Every struct is laid out without hidden padding, and each size and offset
  * that the host relies on is asserted below.
  *
- * Operation:   out[M, N] = activation(a[M, K] * b[N, K]^T (+ bias[N])) (+ residual[M, N]),   all of it in f32, rounded once or
- *              stored as it is;
- *              for each of several weights `b`, which have outputs of their own: GemmeshOutput;
- *              or of two of them, gate and up, if it is gated:
- *                 out = activation(a * gate^T (+ bias of gate)) * (a * up^T (+ bias of up)) (+ residual);
- *              of a kernel that adds partials: blocks of these rows are partials for others, rounded and as they are multiplied, and
- *              the others are added to what has come from there: GemmeshBlock. Or all rows are partials, sent as they are made,
- *              and `out` has the sums of this rank's rows: GemmeshLowLatency. Bias, activation and residual come after the adding.
+ * Operation:   out[M, N] = activation(a[M, K] * b[N, K]^T (+ bias[N])) (+ residual[M, N])
+ *
+ *              All of it is computed in f32, and the result is rounded once, or stored as f32. Several weights `b` have
+ *              an output each (GemmeshOutput). In a gated operation there are two weights, gate and up:
+ *
+ *              out = activation(a * gate^T (+ bias of gate)) * (a * up^T (+ bias of up)) (+ residual)
+ *
+ *              A kernel may add partials (GemmeshBlock). Then some blocks of these rows are partials for peers. They
+ *              are rounded and sent as they are made. The peers' partials are added to the other blocks.
+ *              Or all rows are partials, sent as they are made, and `out` has the sums of this rank's rows
+ *              (GemmeshLowLatency). Bias, activation and residual follow the sum.
  *
  * Kernel:      extern "C" void <name>(CUtensorMap a, CUtensorMap b, CUtensorMap out, GemmeshParams params,
  *                              struct {CUtensorMap b[GEMMESH_MAX_WEIGHTS - 1], out[GEMMESH_MAX_WEIGHTS - 1];} more)
  *              or, if it adds partials,
  *                              <name>(CUtensorMap a, CUtensorMap b, CUtensorMap added, GemmeshParams params,
  *                                     struct {CUtensorMap maps[2 * GEMMESH_MAX_TARGETS];} targets, GemmeshSums sums)
- *              every argument is __grid_constant__; kernels.rs lists the kernels, and says what is meant here by their
- *              tile_m, tile_n, cluster and split.
  *
- * Launch:      grid    whole clusters of cluster * split CTAs, at most one to a multiprocessor: as many as the device
+ *              Every argument is __grid_constant__. kernels.rs lists the kernels, with the tile_m, tile_n, cluster and
+ *              split of each.
+ *
+ * Launch:      grid    whole clusters of cluster * split CTAs, at most one on a multiprocessor: as many as the device
  *                      holds at a time, and no more than tile_count unless they have rows to push
  *              block   GEMMESH_THREADS
  *              cluster compiled into the kernel; no launch attribute is needed
@@ -28,8 +32,8 @@
  *                      CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES to it first
  *
  * Tensor maps: rank 2, dimension 0 the contiguous one, element strides 1, interleave none, swizzle 128B, out-of-bounds
- *              fill zeros. Base addresses and row pitches are multiples of 16 bytes; the sizes are the logical ones, so
- *              that what a tile reads past an edge is zero and what it writes there is dropped.
+ *              fill zeros. Base addresses and row pitches are multiples of 16 bytes. Sizes are the logical ones, so
+ *              a tile reads zeros past an edge, and its writes there are dropped.
  *
  *              map   sizes    box                                             L2 promotion
  *              a     {K, M}   {GEMMESH_TILE_K, tile_m}                        256B
@@ -37,21 +41,23 @@
  *              out   {N, M}   {GEMMESH_STORE_COLUMNS, GEMMESH_STORE_ROWS}     none
  *               f32  {N, M}   {GEMMESH_STORE_COLUMNS / 2, GEMMESH_STORE_ROWS} none
  *
- *              `more` has the maps of the weights behind the first, and of what is made with them. A gated product has gate's
- *              as `b` and up's as more.b[0], with boxes of Shape::gate_box of kernels.rs rows. Where `b` is given as [K, N]:
+ *              `more` has the maps of the other weights and their outputs. In a gated product, `b` is gate's map,
+ *              more.b[0] is up's, and their boxes have Shape::gate_box rows (kernels.rs). If `b` is [K, N]:
  *
  *              b     {N, K}   {64, GEMMESH_TILE_K}                            256B
  *
- *              Maps that nothing is loaded or stored with may hold anything: `out` of kernels that swap operands, of f32 sums, and of
- *              gated products of the element type where Shape::gate_rows is less than GEMMESH_STORE_COLUMNS.
+ *              A map that no load or store uses may hold anything. This is so for `out` of kernels that swap operands,
+ *              of f32 sums, and of gated products of the element type if Shape::gate_rows is less than
+ *              GEMMESH_STORE_COLUMNS.
  *
- *              `added` is this rank's matrix of partials, with the boxes of `a`. The targets, with the boxes of `out`, are the
- *              matrices of partials of this rank and of those behind it in the ring; then, from GEMMESH_MAX_TARGETS on, those
- *              of sums, with the rows that are written there and no more.
+ *              `added` is this rank's matrix of partials, with the boxes of `a`. The targets have the boxes of `out`.
+ *              They are the matrices of partials of this rank and of the ranks after it in the ring. From
+ *              GEMMESH_MAX_TARGETS on they are the matrices of sums, with only the rows that are written there.
  *
- *              TMA drops columns in pieces of 16 bytes: where N is no multiple of 8, a row's columns from N to the next
- *              multiple of 8 are written, with numbers of no meaning: zeros, or NaN where the row of `a` is not finite, and what
- *              stands behind the residual's. Of f32 the pieces are 4 columns. They are padding, for pitches are multiples too.
+ *              TMA drops columns in pieces of 16 bytes. If N is no multiple of 8, a row's columns from N to the next
+ *              multiple of 8 are written too. (Pieces of f32 are 4 columns.) These columns are padding, because
+ *              pitches are multiples of 16 bytes too. Their numbers have no meaning: zeros, or NaN if the row of `a`
+ *              is not finite, plus the residual's padding.
  */
 #ifndef GEMMESH_ABI_H
 #define GEMMESH_ABI_H
@@ -83,15 +89,15 @@
 #define GEMMESH_MAX_WORLD 64
 /* The most chunk flags of a rank. */
 #define GEMMESH_MAX_FLAGS 4096
-/* How many epochs apart all chunk flags are brought up to date, so that no idle one comes to look like the future. */
+/* After this many epochs all chunk flags are brought up to date, so that no idle flag comes to look like the future. */
 #define GEMMESH_REFRESH (1u << 28)
 
-/* Values of the abort word. A kernel has given up: no kernel waits any more; and the group has failed: copies are not held
- * back either, for nobody uses what they overwrite. */
+/* Values of the abort word. GIVEN_UP: a kernel has given up, and no kernel waits any more. GROUP_FAILED: copies are not
+ * held back either, because nobody uses the rows that they overwrite. */
 #define GEMMESH_GIVEN_UP 1
 #define GEMMESH_GROUP_FAILED 2
 
-/* GemmeshFault.flag of a wait for `ready`, and for what comes to a low-latency area. */
+/* GemmeshFault.flag of a wait for `ready`, and of a wait for words of a low-latency area. */
 #define GEMMESH_READY 0xffffffffu
 #define GEMMESH_LOW_LATENCY 0xfffffffeu
 
@@ -99,27 +105,28 @@
 #define GEMMESH_FAULT_CLAIMED 1
 #define GEMMESH_FAULT_RECORDED 2
 
-/* One entry of the table that the host computes: what one cluster works on next.
+/* One entry of the table that the host computes: the next tile of one cluster.
  *
- * Clusters take the entries in turn (cluster c of C: entries c, c + C, ...), so the table is in the order in which
- * tiles become ready, and neighbours in it run at the same time: group them for the L2 cache. Where K is cut into slices, each has an
- * entry of its own: GemmeshSlice. */
+ * Clusters take the entries in turn (cluster c of C: entries c, c + C, ...). So the table is in the order in which
+ * tiles become ready. Neighbours in it run at the same time, so they are grouped for the L2 cache. If K is cut into
+ * slices, each slice has an entry of its own (GemmeshSlice). */
 typedef struct GemmeshTile {
-    uint32_t m;          /* tile row, in units of tile_m * cluster rows; CTA r of the cluster takes the r-th part;
-                          * or all of it, and a part of K */
-    uint32_t n;          /* tile column, in units of tile_n columns; of tile_n / 2 columns of `out` if the product is gated */
-    uint32_t block;      /* of a kernel that adds partials: whose rows m counts; of another: the number of the weight */
-    uint16_t flag_begin; /* rows of `a`, or what is added, are there once flags[flag_begin..flag_end) have all reached the */
+    uint32_t m;          /* tile row, in units of tile_m * cluster rows; CTA r of the cluster takes the r-th part,
+                          * or all of it and a part of K */
+    uint32_t n;          /* tile column, in units of tile_n columns, or of tile_n / 2 columns of `out` if the product
+                          * is gated */
+    uint32_t block;      /* the block whose rows m counts if the kernel adds partials; otherwise the weight's number */
+    uint16_t flag_begin; /* rows of `a`, or addends, are there when flags[flag_begin..flag_end) have all reached the */
     uint16_t flag_end;   /* epoch; an empty range waits for nothing */
 } GemmeshTile;
 
-/* What an entry makes of its tile, where K is cut. */
+/* The part of its tile that an entry computes, if K is cut. */
 typedef struct GemmeshSlice {
     uint32_t begin;  /* the first step through K, GEMMESH_TILE_K columns each, */
-    uint32_t end;    /* and the one behind the last; operands behind K are zero. At least one step */
-    uint32_t place;  /* where the tile's first slice leaves what it has added up; the others behind it, in their order */
-    uint16_t number; /* of this slice of the tile's, from 0 */
-    uint16_t count;  /* of the tile's slices; 1: nothing is left anywhere */
+    uint32_t end;    /* and the one after the last; operands after K are zero. At least one step */
+    uint32_t place;  /* where the tile's first slice leaves its sums; the other slices follow, in their order */
+    uint16_t number; /* of this slice in its tile, from 0 */
+    uint16_t count;  /* of the tile's slices; if it is 1, no sums are left anywhere */
 } GemmeshSlice;
 
 /* The first wait that ran into its deadline. The host zeroes the record, and may read it once it is marked. */
@@ -127,63 +134,67 @@ typedef struct GemmeshFault {
     uint32_t state;     /* GEMMESH_FAULT_*; the first to give up claims the record, fills it, then marks it recorded */
     uint32_t flag;      /* index of the chunk flag that did not arrive, or GEMMESH_READY, or GEMMESH_LOW_LATENCY */
     uint32_t expected;  /* the epoch it should have reached */
-    uint32_t seen;      /* the value it had; nothing of GEMMESH_LOW_LATENCY */
-    uint64_t waited_ns; /* how long it was waited for */
+    uint32_t seen;      /* the value it had; without meaning for GEMMESH_LOW_LATENCY */
+    uint64_t waited_ns; /* how long the wait lasted */
     uint32_t peer;      /* the rank whose rows, or whose word, did not come */
-    uint32_t pushed;    /* nonzero: the epoch is one of those that are counted on the device */
+    uint32_t pushed;    /* nonzero: the epoch was counted on the device */
     uint32_t operation; /* GemmeshParams.epoch */
     uint32_t recording; /* GemmeshParams.recording */
 } GemmeshFault;
 
-/* What the peers write into a rank's memory when rows are pushed: flags that hold epochs. */
+/* The flags that peers write into a rank's memory when rows are pushed. Flags hold epochs. */
 typedef struct GemmeshMailbox {
-    uint32_t ready[GEMMESH_MAX_WORLD]; /* by rank: its kernel runs, so what it gathered before may be overwritten */
+    uint32_t ready[GEMMESH_MAX_WORLD]; /* by rank: its kernel runs, and its gathered rows may be overwritten */
     uint32_t chunk[GEMMESH_MAX_FLAGS]; /* its rows have arrived */
 } GemmeshMailbox;
 
-/* The epochs of pushed operations are counted here, so that an operation in a graph has another at each replay. */
+/* The count of pushed operations on the device. So an operation in a graph has a new epoch at each replay. */
 typedef struct GemmeshPushEpoch {
     uint32_t epoch;   /* of the last operation whose rows have all come */
-    uint32_t entered; /* CTAs of the next one that have begun: written with `epoch` at the end, at once; */
-    uint32_t taken;   /* tasks that they have taken, and */
-    uint32_t left;    /* its CTAs that have pushed what they took, and for whose tiles all rows have come */
-    uint32_t current; /* the epoch of the operation whose rows the copy engine pushes: what it copies into flags */
-    uint32_t permit;   /* set by the kernel when every peer is ready, or when the group has failed; reset by the copy stream
-                       * when it has pushed */
+    uint32_t entered; /* CTAs of the next operation that have begun; written at once with `epoch`, at the end */
+    uint32_t taken;   /* tasks that these CTAs have taken */
+    uint32_t left;    /* of these CTAs, those that have pushed their tasks and whose tiles' rows have all come */
+    uint32_t current; /* the epoch of the operation whose rows the copy engine pushes, which it copies into flags */
+    uint32_t permit;   /* set by the kernel when every peer is ready, or when the group has failed; reset by the copy
+                        * stream when it has pushed */
     uint32_t low_latency;   /* how many pushed operations have used low-latency areas */
     uint32_t reserved;
 } GemmeshPushEpoch;
 
-/* What the warps of a CTA push together: a chunk. */
+/* A chunk that the warps of a CTA push together. */
 typedef struct GemmeshCopyTask {
     uint64_t offset; /* bytes from the beginning of `a`, the same on every rank; a multiple of 16 */
     uint32_t bytes;  /* a multiple of 16 */
-    uint32_t peer;   /* whom it is for */
+    uint32_t peer;   /* the rank that gets it */
     uint32_t flag;   /* the peer's chunk flag */
     uint32_t reserved[3];
 } GemmeshCopyTask;
 
-/* What one CTA of gemmesh_collective_<dtype> stores to a rank at a time: rows of one matrix, to rows of another, or parts of them. */
+/* A task of one CTA of gemmesh_collective_<dtype>. It stores rows of one matrix, or parts of them, to rows of a rank's
+ * matrix. */
 typedef struct GemmeshSend {
     uint32_t from_row;
     uint32_t to_row;
-    uint32_t column; /* bytes from where a row begins, in both; a multiple of 16 */
+    uint32_t column; /* bytes from the beginning of a row, in both matrices; a multiple of 16 */
     uint32_t width;  /* bytes of each row; a multiple of 16 */
     uint32_t rows;
-    uint32_t peer; /* whom it is for: GemmeshPeers.rows has the other matrix of each rank */
+    uint32_t peer; /* the rank that gets them; GemmeshPeers.rows has its matrix */
     uint32_t flag; /* the peer's chunk flag */
-    uint32_t area_row; /* in a low-latency area: how many rows of what goes from this rank to the peer, or the other way, come before */
+    uint32_t area_row; /* in a low-latency area: how many rows between this rank and the peer, in the same direction,
+                        * come before these */
 } GemmeshSend;
 
-/* What the grid stores, and waits for. Any grid of CTAs of GEMMESH_COLLECTIVE_THREADS threads, which all run at the same time. */
+/* What the grid stores and waits for. The grid may have any number of CTAs of GEMMESH_COLLECTIVE_THREADS threads, if
+ * all of them can run at the same time. */
 #define GEMMESH_COLLECTIVE_THREADS 512
 typedef struct GemmeshSends {
-    const GemmeshSend *sends; /* behind them, if low-latency areas are used, what comes: `peer` sends it, and `from_row` means nothing */
+    const GemmeshSend *sends; /* if low-latency areas are used, the arrivals follow: `peer` sends them, and `from_row`
+                               * has no meaning */
     const void *from;
     uint64_t from_pitch; /* bytes from row to row */
     uint64_t to_pitch;
     uint32_t count; /* of sends */
-    uint32_t flags; /* how many of this rank's chunk flags say that all has come to it: one for each thing that comes */
+    uint32_t flags; /* how many chunk flags this rank waits for: one for each arrival */
     uint32_t pieces; /* of 16 bytes, of a whole row */
     uint32_t reserved;
 } GemmeshSends;
@@ -191,9 +202,10 @@ typedef struct GemmeshSends {
 /* How rows are pushed. */
 typedef struct GemmeshPeers {
     GemmeshPushEpoch *push_epoch;     /* null: rows are pulled, and nothing below is used */
-    const GemmeshCopyTask *tasks;     /* what the kernel pushes itself; none if the copy engine does */
-    uint32_t *started;                /* the host's: where GemmeshParams.epoch is written when the kernel runs, and */
-    uint32_t *completed;              /* when all that it waits for has come; null where somebody else does, or nobody is to know */
+    const GemmeshCopyTask *tasks;     /* the chunks that the kernel pushes; none if the copy engine pushes */
+    uint32_t *started;                /* a word of the host; gets GemmeshParams.epoch when the kernel runs */
+    uint32_t *completed;              /* gets it when all that the kernel waits for has come; null if something else
+                                       * writes it, or if nobody reads it */
     uint32_t task_count;
     uint32_t copies; /* nonzero: the copy engine pushes, and waits for push_epoch->permit */
     uint32_t rank;
@@ -202,15 +214,15 @@ typedef struct GemmeshPeers {
     void *rows[GEMMESH_MAX_WORLD];                /* every rank's `a`, likewise */
 } GemmeshPeers;
 
-/* What one CTA did with one table entry; nanoseconds of %globaltimer. Event [entry * CTAs of a cluster + rank in
- * the cluster]. */
+/* The times at which one CTA worked on one table entry, in nanoseconds of %globaltimer. It is the event
+ * [entry * CTAs of a cluster + rank in the cluster]. */
 typedef struct GemmeshTraceEvent {
     uint64_t wait_begin; /* the producer turned to this tile */
-    uint64_t wait_end;   /* its flags were there, or were given up */
-    uint64_t load_begin; /* a stage was free and the first load of `a` was issued; of `b` perhaps before */
+    uint64_t wait_end;   /* its flags had arrived, or the wait was given up */
+    uint64_t load_begin; /* a stage was free, and the first load of `a` was issued; loads of `b` may come before */
     uint64_t math_begin; /* the first stage had arrived */
     uint64_t math_end;   /* the accumulators were complete */
-    uint64_t done;       /* the first warp that stores rows of this CTA's has issued its stores */
+    uint64_t done;       /* the first warp that stores rows of this CTA has issued its stores */
     uint32_t sm;         /* %smid */
     uint32_t tile;       /* index into the table */
 } GemmeshTraceEvent;
@@ -220,22 +232,25 @@ typedef struct GemmeshTraceEvent {
 /* Bytes of a rank's low-latency area. */
 #define GEMMESH_LOW_LATENCY_BYTES (8u << 20)
 
-/* How few rows of partial sums go through low-latency areas, four elements and two tags a unit of 16 bytes, by the warps that make them, in
- * tiles of 64 rows. */
+/* How a few rows of partials go through low-latency areas. The warps that make them store them, in tiles of 64 rows.
+ * A unit of 16 bytes has four elements and two tags. */
 typedef struct GemmeshLowLatency {
-    void *areas[GEMMESH_MAX_TARGETS];    /* by rank, as this GPU maps them: two halves, each with a share for every rank that writes */
+    void *areas[GEMMESH_MAX_TARGETS];    /* by rank, as this GPU maps them: two halves, each with a share for every
+                                          * rank that writes */
     uint32_t begin[GEMMESH_MAX_TARGETS]; /* by rank: the first of the rows whose sums it gets, */
-    uint32_t end[GEMMESH_MAX_TARGETS];   /* and the one behind the last. `out` has this rank's */
-    uint32_t share;                      /* of a rank in half an area, in units; 0: nothing goes through them */
+    uint32_t end[GEMMESH_MAX_TARGETS];   /* and the one after the last. `out` has this rank's */
+    uint32_t share;                      /* units of a rank's share of half an area; 0: the areas are not used */
     uint32_t reserved;
 } GemmeshLowLatency;
 
-/* Where the product with one weight goes. Rows are counted as those of `a`, where kernels have only some of them too. Base addresses
- * and pitches are multiples of 16 bytes, and behind an odd last column of `residual`, as of `out`, there is padding. */
+/* Where the product with one weight goes. Rows are counted like those of `a`, also if a kernel has only some of them.
+ *
+ * Base addresses and pitches are multiples of 16 bytes. There is padding after an odd last column of `residual` and of
+ * `out`. */
 typedef struct GemmeshOutput {
     const void *bias;        /* [n] of the element type, or null */
-    void *out;               /* as its map says, for those who store without it: kernels that swap operands, sums in low-latency areas, and
-                              * f32 sums */
+    void *out;               /* the same matrix as its map's, for stores without the map: of kernels that swap operands,
+                              * of sums in low-latency areas, and of f32 sums */
     uint64_t out_pitch;      /* bytes from row to row */
     const void *residual;    /* added last, of the element type, or null */
     uint64_t residual_pitch; /* bytes from row to row */
@@ -248,76 +263,81 @@ typedef struct GemmeshParams {
     const GemmeshTile *tiles;       /* the table, 16-byte aligned */
     const volatile uint32_t *flags; /* in this GPU's memory; written while the kernel runs */
     const uint32_t *sources;        /* by flag: the rank whose rows it guards */
-    uint32_t *abort;                /* nonzero: stop waiting. GEMMESH_GROUP_FAILED is the host's to write */
+    uint32_t *abort;                /* nonzero: stop waiting. Only the host writes GEMMESH_GROUP_FAILED */
     GemmeshFault *fault;
     GemmeshTraceEvent *trace;       /* [tile_count * CTAs of a cluster], to be filled; or null */
-    const GemmeshSlice *slices;     /* by entry; null where K is not cut, a cluster's CTAs share it, or partials are added */
-    float *partials;                /* what slices of K have added up: for each place and CTA of the cluster tile_m * tile_n of them */
-    uint32_t *arrived;              /* for each place, CTA of the cluster and consumer warp; that of a tile's first slice counts how many
-                                     * have stored theirs. Zero between operations */
+    const GemmeshSlice *slices;     /* by entry; null if K is not cut, if a cluster's CTAs share it, or if partials are
+                                     * added */
+    float *partials;                /* the sums of slices of K: tile_m * tile_n for each place and CTA of the cluster */
+    uint32_t *arrived;              /* for each place, CTA of the cluster and consumer warp; the one of a tile's first
+                                     * slice counts how many have stored their sums. Zero between operations */
     uint64_t deadline_ns;           /* the longest that a single wait may last */
     uint32_t tile_count;
-    uint32_t epoch;                 /* a flag has arrived when (int32_t)(flag - epoch) >= 0; where rows are pushed,
-                                     * when it has reached push_epoch->epoch, and this one is for the host */
+    uint32_t epoch;                 /* a flag has arrived when (int32_t)(flag - epoch) >= 0. If rows are pushed, flags
+                                     * are compared with the epoch that push_epoch counts; this one is for the host */
     uint32_t m;                     /* rows of `a` and `out`; m, n and k are at least 1 */
     uint32_t k;                     /* columns of `a` and `b` */
-    uint32_t deferred_flag;         /* the one flag that tiles which need it wait for only */
-    uint32_t deferred_step;         /* before this step through K, GEMMESH_TILE_K columns each; none: UINT32_MAX */
+    uint32_t deferred_flag;         /* the one flag that tiles await only before `deferred_step` */
+    uint32_t deferred_step;         /* a step through K, of GEMMESH_TILE_K columns; UINT32_MAX if there is none */
     uint32_t activation;            /* GEMMESH_IDENTITY, ... */
-    uint32_t is_gated;              /* nonzero: outputs[0] is gate's, and all that is stored, and outputs[1] has up's bias. Not of kernels
-                                     * that add partials, nor with low-latency areas */
-    uint32_t is_f32;                /* nonzero: `out` is of f32, and partials are still of the element type */
-    uint32_t b_is_kn;               /* nonzero: `b` is [K, N] in memory; what a CTA loads of it is a multiple of 64 columns */
-    uint32_t recording;             /* nonzero: it is in a graph, `epoch` means nothing, and this is what the host calls it */
+    uint32_t is_gated;              /* nonzero: outputs[0] is gate's and the only one that is stored, and outputs[1] has
+                                     * up's bias. Zero for kernels that add partials, and with low-latency areas */
+    uint32_t is_f32;                /* nonzero: `out` is f32, and partials still have the element type */
+    uint32_t b_is_kn;               /* nonzero: `b` is [K, N] in memory; a CTA loads a multiple of 64 columns of it */
+    uint32_t recording;             /* nonzero: the operation is in a graph, `epoch` has no meaning, and this is the
+                                     * host's number of the recording */
     uint32_t reserved;
     GemmeshOutput outputs[GEMMESH_MAX_WEIGHTS]; /* by weight */
     GemmeshPeers peers;
     GemmeshLowLatency low_latency;
 } GemmeshParams;
 
-/* GemmeshStore.flag of rows that nobody waits for, and of those that the copy stream sends. */
+/* GemmeshStore.flag of rows that nobody waits for, and of rows that the copy stream sends. */
 #define GEMMESH_UNTOLD 0xffffffffu
 #define GEMMESH_COPIED 0xfffffffeu
 
 /* One place where the rows of a block are stored. */
 typedef struct GemmeshStore {
     uint32_t map;  /* number among the targets */
-    uint32_t row;  /* where the block's first row goes. Where the block has no whole number of GEMMESH_STORE_ROWS, and the map
-                    * more rows, the rows up to the next are written too */
+    uint32_t row;  /* where the block's first row goes. If the block's rows are no multiple of GEMMESH_STORE_ROWS, rows
+                    * up to the next multiple are written too, as far as the map has them */
     uint32_t to;   /* the rank whose memory it is */
-    uint32_t flag; /* its chunk flag, written when all of the block is there; or GEMMESH_UNTOLD, or GEMMESH_COPIED */
+    uint32_t flag; /* its chunk flag, written when the whole block is there; or GEMMESH_UNTOLD or GEMMESH_COPIED */
 } GemmeshStore;
 
-/* Rows of the product that go the same ways. Tiles are counted from the first of them, and end with the last.
+/* Rows of the product that go to the same places. Tiles are counted from the first row, and end with the last.
  *
- * They are stored as partials, rounded; or what is added up is, in the order of the ranks, each rounded before: rows of other
- * ranks' partials, the product itself, and the others' again; then bias, activation and residual follow. Sums of f32 are not stored
- * in these places but to outputs[0], and nobody waits for them. */
+ * The rows are stored as rounded partials, or as a sum. A sum adds rounded addends in the order of the ranks: peers'
+ * partials, the product, and further peers' partials. Then bias, activation and residual follow. Sums of f32 are not
+ * stored in these places but in outputs[0], and nobody waits for them. */
 typedef struct GemmeshBlock {
     uint32_t row;         /* the first: row of `a` */
     uint32_t rows;        /* how many */
-    uint32_t addend;      /* the first of what is added to it: row of `added` */
-    uint32_t addend_step; /* from there to the next */
+    uint32_t addend;      /* the first row of the first addend: row of `added` */
+    uint32_t addend_step; /* rows from there to the next addend */
     uint16_t addends;     /* how many, */
     uint16_t before;      /* and how many of them before the product */
-    uint32_t store_begin; /* where they go: stores[store_begin..+stores), GEMMESH_MAX_TARGETS at the most */
+    uint32_t store_begin; /* where they go: stores[store_begin..+stores), at most GEMMESH_MAX_TARGETS */
     uint16_t stores;
-    uint16_t sum;         /* nonzero: what is stored is the sum */
-    uint32_t reports;     /* of a block that somebody waits for: one for each tile and each warp that stores rows of it; else 0 */
+    uint16_t sum;         /* nonzero: the sum is stored */
+    uint32_t reports;     /* if somebody waits for the block: one for each tile and each warp that stores its rows;
+                           * otherwise 0 */
 } GemmeshBlock;
 
 /* What a kernel that adds partials needs beside GemmeshParams. All pointers are device addresses. */
 typedef struct GemmeshSums {
     const GemmeshBlock *blocks; /* by number */
     const GemmeshStore *stores;
-    uint32_t *reports;   /* by block: how many there are; zero between operations */
-    uint32_t *stored;    /* by block: 1 once all are there, for the copy stream, which waits for it and resets it */
+    uint32_t *reports;   /* by block: how many reports have come; zero between operations */
+    uint32_t *stored;    /* by block: 1 when all reports have come; the copy stream waits for it and resets it */
     uint32_t flag_begin; /* no tile waits for flags[flag_begin..flag_end), but the kernel does before it ends */
     uint32_t flag_end;
 } GemmeshSums;
 
-/* gemmesh_reduce_<dtype>: rows that are added up in f32, one addend after the other, then bias, activation and residual; rounded once,
- * or stored as f32. Any grid of CTAs of GEMMESH_REDUCE_THREADS threads.
+/* The argument of gemmesh_reduce_<dtype>, which adds up rows in f32, one addend after the other.
+ *
+ * Bias, activation and residual follow. The result is rounded once, or stored as f32. The grid may have any number of
+ * CTAs of GEMMESH_REDUCE_THREADS threads.
  *
  * Base addresses and pitches are multiples of 16 bytes. */
 #define GEMMESH_REDUCE_THREADS 256
@@ -337,13 +357,15 @@ typedef struct GemmeshReduction {
     uint32_t reserved;   /* zero */
 } GemmeshReduction;
 
-/* For benchmarks: gemmesh_align, one CTA of GEMMESH_MAX_WORLD threads with this argument, ends on all ranks at the same
- * time, give or take a microsecond. Words of streams would let them go on up to ten apart. */
+/* The argument of gemmesh_align, which aligns ranks for benchmarks. It is one CTA of GEMMESH_MAX_WORLD threads.
+ *
+ * The kernel ends on all ranks at the same time, to within a microsecond. Words of streams would let ranks go on up to
+ * ten microseconds apart. */
 typedef struct GemmeshAlignment {
     uint32_t *words[GEMMESH_MAX_WORLD]; /* by rank, as this GPU maps them: its words, by the rank that writes them */
     const uint32_t *abort;              /* nonzero: stop waiting */
     uint64_t deadline_ns;               /* the longest that it waits */
-    uint32_t count;                     /* the number of this alignment: what is written, and waited for */
+    uint32_t count;                     /* the number of this alignment, which is written and waited for */
     uint32_t rank;
     uint32_t world;
     uint32_t reserved;

@@ -16,12 +16,12 @@ fn main() -> Result<()> {
 }
 
 fn rank(group: Group<Host>) -> Result<usize> {
-    // [M, K] in all; this rank writes the rows that it owns.
+    // All ranks' rows are [M, K]. This rank writes the rows that it owns.
     let mut a = group.sharded::<bf16>(M, K)?;
     let own: Vec<bf16> = a.rows().flat_map(|row| line(row, input)).collect();
     a.shard_mut().copy_from_host(&own)?;
 
-    // [N, K]: this rank's columns of the layer, a row each, as a linear layer stores its weight.
+    // [N, K]: each of this rank's columns of the layer is a row, as in the weight of a linear layer.
     let first = group.rank() * N;
     let weights: Vec<bf16> = (first..first + N).flat_map(|n| line(n, weight)).collect();
     let b = group.upload(&weights, N, K)?;
@@ -42,7 +42,7 @@ fn line(row: usize, value: fn(usize, usize) -> f64) -> impl Iterator<Item = bf16
     (0..K).map(move |k| bf16::from_f64(value(row, k)))
 }
 
-/// Whole numbers, whose sums are exact in f32: the result is rounded once.
+/// Whole numbers, whose sums are exact in f32. So the result is rounded once.
 fn input(row: usize, k: usize) -> f64 {
     ((row * 7 + k * 3) % 9) as f64 - 4.0
 }

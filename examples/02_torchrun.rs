@@ -7,13 +7,13 @@
 //! srun -n 4 target/release/examples/02_torchrun
 //! ```
 //!
-//! For GPUs write `Cuda` instead of `Host`, and build with feature `cuda`: each rank takes a GPU.
+//! For GPUs, write `Cuda` instead of `Host`, and build with feature `cuda`. Each rank takes a GPU.
 
 use gemmesh::{Group, Host, MatmulReduceScatter, Result, bf16, launch};
 
 const M: usize = 64;
 const N: usize = 40;
-/// Of each rank.
+/// K of each rank.
 const K: usize = 32;
 
 fn main() -> Result<()> {
@@ -23,7 +23,7 @@ fn main() -> Result<()> {
     let group = Group::<Host>::from_env()?;
     let (rank, world) = (group.rank(), group.world_size());
 
-    // out = Σ a_r · b_rᵀ over the ranks r: each has a part of K, and gets some rows of the sum.
+    // out = Σ a_r · b_rᵀ over the ranks r. Each rank has a part of K, and gets some rows of the sum.
     let a: Vec<bf16> = values(M, |row, k| input(rank, row, k));
     let b: Vec<bf16> = values(N, |column, k| weight(rank, column, k));
     let (a, b) = (group.upload(&a, M, K)?, group.upload(&b, N, K)?);

@@ -32,7 +32,7 @@ fn rank(group: Group<Host>) -> Result<usize> {
     let mut rows = 0;
     for step in 0..60 {
         let tokens = 1 + step * 37 % CAPACITY;
-        // The smallest size that holds them. Rows behind the tokens are multiplied too, and not read.
+        // The smallest size that holds the tokens. Rows after them are multiplied too, and not read.
         let fitting = products.range(tokens..).next();
         let (&m, product) = fitting.expect("tokens are at most CAPACITY");
         a.set_rows(&[m / RANKS; RANKS])?;
@@ -52,7 +52,7 @@ fn rank(group: Group<Host>) -> Result<usize> {
     Ok(rows)
 }
 
-/// Whole numbers, whose sums are exact in f32: results are rounded once.
+/// Whole numbers, whose sums are exact in f32. So results are rounded once.
 fn value(seed: usize, i: usize) -> f64 {
     ((seed + i * i + i / 7) % 9) as f64 - 4.0
 }

@@ -29,8 +29,9 @@ fn rank(group: Group<Cuda>, stream: &CudaStream) -> Outcome {
     let own = a.rows().start * K..a.rows().end * K;
     let to = a.as_device_ptr() + (own.start * size_of::<bf16>()) as u64;
     let (own, mut found) = (values(0, own), vec![bf16::ZERO; M * N]);
-    // SAFETY: the stream outlives the group. The copies stay within the own rows and the output, whose rows are whole
-    // 16 bytes and so have no padding; the stream orders them, and is waited for before the vectors go.
+    // SAFETY: the stream outlives the group. The copies stay within the own rows and the output, whose rows are
+    // multiples of 16 bytes and so have no padding. The stream orders them, and it is waited for before the vectors are
+    // dropped.
     let begun = unsafe {
         group.set_stream(stream.cu_stream().cast())?;
         result::memcpy_htod_async(to, &own, stream.cu_stream())?;
@@ -40,7 +41,7 @@ fn rank(group: Group<Cuda>, stream: &CudaStream) -> Outcome {
     };
     stream.synchronize()?;
     begun?;
-    // Whether the operation succeeded.
+    // Checks that the operation succeeded.
     group.synchronize()?;
     for (i, found) in found.into_iter().enumerate() {
         let term = |k| value(0, i / N * K + k) * value(7, i % N * K + k);
@@ -54,7 +55,7 @@ fn values(seed: usize, range: std::ops::Range<usize>) -> Vec<bf16> {
     range.map(|i| bf16::from_f64(value(seed, i))).collect()
 }
 
-/// Whole numbers, whose sums are exact in f32: results are rounded once.
+/// Whole numbers, whose sums are exact in f32. So results are rounded once.
 fn value(seed: usize, i: usize) -> f64 {
     ((seed + i * i + i / 7) % 9) as f64 - 4.0
 }

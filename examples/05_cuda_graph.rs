@@ -32,7 +32,7 @@ fn rank(group: Group<Cuda>, stream: &Arc<CudaStream>) -> Outcome {
     let b = group.upload(&values(rank, N * K), N, K)?;
     let mut out = group.sharded::<bf16>(M, N)?;
 
-    // The first run allocates, which a capture cannot.
+    // The first run allocates, which is not possible during a capture.
     matmul_all_reduce(&a, &b, &mut out)?;
     stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED)?;
     let captured = matmul_all_reduce(&a, &b, &mut out);
@@ -40,7 +40,7 @@ fn rank(group: Group<Cuda>, stream: &Arc<CudaStream>) -> Outcome {
     captured?;
     let graph = graph.ok_or("nothing was captured")?;
 
-    // All ranks launch it equally often.
+    // All ranks launch the graph equally often.
     for step in 1..=20 {
         a.copy_from_host(&values(step + rank, M * K))?;
         graph.launch()?;

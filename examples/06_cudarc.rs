@@ -21,7 +21,7 @@ fn main() -> Outcome {
     let mut a = group.sharded::<bf16>(M, K)?;
     let own = a.rows().start * K..a.rows().end * K;
     a.shard_mut().copy_from_host(&values(0, own))?;
-    // As another library has made them.
+    // Operands that a different library has made.
     let weight = stream.clone_htod(&values(7, 0..N * K))?;
     let mut product = stream.alloc_zeros::<bf16>(M * N)?;
     {
@@ -29,10 +29,10 @@ fn main() -> Outcome {
         let mut out = CudarcMatrixMut::new(&group, &mut product, M, N)?;
         AllGatherMatmul::new().run(&a, &b, &mut out)?;
     }
-    // In line behind the product.
+    // This copy follows the product on the stream.
     let found: Vec<bf16> = stream.clone_dtoh(&product)?;
     stream.synchronize()?;
-    // Whether the operation succeeded.
+    // Checks that the operation succeeded.
     group.synchronize()?;
     for (i, found) in found.into_iter().enumerate() {
         let term = |k| value(0, i / N * K + k) * value(7, i % N * K + k);
@@ -46,7 +46,7 @@ fn values(seed: usize, range: std::ops::Range<usize>) -> Vec<bf16> {
     range.map(|i| bf16::from_f64(value(seed, i))).collect()
 }
 
-/// Whole numbers, whose sums are exact in f32: results are rounded once.
+/// Whole numbers, whose sums are exact in f32. So results are rounded once.
 fn value(seed: usize, i: usize) -> f64 {
     ((seed + i * i + i / 7) % 9) as f64 - 4.0
 }

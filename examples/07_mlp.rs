@@ -26,7 +26,7 @@ fn rank(group: Group<Host>) -> Result<f64> {
 
     let gated = AllGatherMatmul::new().gated().activation(Activation::Silu);
     gated.run(&x, [&gate, &up], &mut hidden)?;
-    // Into the own rows of x: the next layer's input.
+    // The sums go to the own rows of x, which is the next layer's input.
     let sum = MatmulReduceScatter::new().residual(&residual);
     sum.run_into(&hidden, &down, &mut x)?;
     let (found, mut off, mut size) = (x.to_vec()?, 0.0, 0.0);

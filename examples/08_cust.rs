@@ -20,19 +20,19 @@ fn main() -> Outcome {
     }
     let group = Group::<Cuda>::from_env()?;
     cust::init(cust::CudaFlags::empty())?;
-    // The primary context, as this library's.
+    // The primary context, which gemmesh uses too.
     let _context = Context::new(Device::get_device(group.device_ordinal() as u32)?)?;
     let stream = Stream::new(StreamFlags::NON_BLOCKING, None)?;
 
     let mut a = group.sharded::<bf16>(M, K)?;
     let own = a.rows().start * K..a.rows().end * K;
     a.shard_mut().copy_from_host(&values(0, own))?;
-    // cust knows bf16 of an older version of half, so as bits.
+    // cust knows the bf16 of an older version of half, so the values are copied as bits.
     let bits = |values: Vec<bf16>| values.into_iter().map(bf16::to_bits).collect::<Vec<u16>>();
     let weight = DeviceBuffer::from_slice(&bits(values(7, 0..N * K)))?;
     let product = DeviceBuffer::from_slice(&vec![0u16; M * N])?;
 
-    // SAFETY: the stream and the memory live until the group has been waited for, and it is the last that uses them.
+    // SAFETY: the stream and the memory live until the group has been waited for, which is the last to use them.
     unsafe {
         group.use_cust_stream(&stream)?;
         let b = Matrix::<Cuda, bf16>::from_cust(&group, &weight, N, K)?;
@@ -47,7 +47,7 @@ fn main() -> Outcome {
         assert_eq!(found, bf16::from_f64((0..K).map(term).sum()), "element {i}");
     }
     println!("{group:?}: {M} rows are exact up to one rounding");
-    // Before the stream that it uses.
+    // Dropped before the stream that they use.
     drop((a, group));
     Ok(())
 }
@@ -56,7 +56,7 @@ fn values(seed: usize, range: std::ops::Range<usize>) -> Vec<bf16> {
     range.map(|i| bf16::from_f64(value(seed, i))).collect()
 }
 
-/// Whole numbers, whose sums are exact in f32: results are rounded once.
+/// Whole numbers, whose sums are exact in f32. So results are rounded once.
 fn value(seed: usize, i: usize) -> f64 {
     ((seed + i * i + i / 7) % 9) as f64 - 4.0
 }

@@ -5,9 +5,9 @@
 //! cargo run --release --features cuda --example attention -- --backend cuda   # two GPUs
 //! ```
 //!
-//! `[q, k, v] = gather(x) · [Wq, Wk, Wv]ᵀ` is one call of [`AllGatherMatmul`] with three weights of different widths:
-//! one gather, one kernel, and outputs side by side. Then each rank attends with its own heads, here on the CPU, and
-//! `x += Σ heads · Woᵀ` is one call of [`MatmulReduceScatter`], whose residual is added by the owner of each row.
+//! `[q, k, v] = gather(x) · [Wq, Wk, Wv]ᵀ` is one call of [`AllGatherMatmul`] with three weights of different widths.
+//! It is one gather and one kernel, with outputs side by side. Then each rank attends with its own heads, here on the
+//! CPU. `x += Σ heads · Woᵀ` is one call of [`MatmulReduceScatter`], in which the owner of each row adds the residual.
 
 mod numbers;
 
@@ -17,7 +17,7 @@ use numbers::{product, random, wide};
 
 const TOKENS: usize = 96;
 const MODEL: usize = 256;
-/// Of each rank: query heads, two of which share a head of keys and values.
+/// Query heads of each rank. Two of them share a head of keys and values.
 const HEADS: usize = 4;
 const KV_HEADS: usize = 2;
 const HEAD: usize = 32;
@@ -55,14 +55,14 @@ fn block<B: Backend>(group: &Group<B>) -> Result<()> {
         [(&wq, q), (&wk, kv), (&wv, kv)].map(|(weight, rows)| group.upload(weight, rows, MODEL));
     let (wq, wk, wv, wo) = (wq?, wk?, wv?, group.upload(&wo, MODEL, q)?);
 
-    // The own tokens, and again as what is added in the end.
+    // The own tokens, and a copy of them as the residual.
     let mut x = group.sharded::<bf16>(TOKENS, MODEL)?;
     let own = x.rows();
     let tokens = tokens(group.rank(), own.len());
     x.shard_mut().copy_from_host(&tokens)?;
     let residual = group.upload(&tokens, own.len(), MODEL)?;
 
-    // Q, K and V of all tokens, for the own heads: columns of one matrix.
+    // Q, K and V of all tokens for the own heads, as columns of one matrix.
     let mut qkv = group.zeros::<bf16>(TOKENS, q + 2 * kv)?;
     let parts = qkv.view_mut().split_columns([q, kv, kv])?;
     AllGatherMatmul::new().run(&x, [&wq, &wk, &wv], parts)?;
@@ -73,7 +73,7 @@ fn block<B: Backend>(group: &Group<B>) -> Result<()> {
         .collect();
     let heads = group.upload(&heads, TOKENS, q)?;
 
-    // The own rows of x, for the next block.
+    // The result goes to the own rows of x, for the next block.
     let output = MatmulReduceScatter::new().residual(&residual);
     output.run_into(&heads, &wo, &mut x)?;
 
@@ -114,7 +114,7 @@ fn tokens(rank: usize, count: usize) -> Vec<bf16> {
     random(1001 + rank as u64, count * MODEL, 3f32.sqrt())
 }
 
-/// The whole block in float64, with nothing rounded on the way. Ranks own as many tokens each.
+/// The whole block in float64, with nothing rounded on the way. All ranks own the same number of tokens.
 fn reference(world: usize) -> Vec<f64> {
     let x: Vec<bf16> = (0..world)
         .flat_map(|rank| tokens(rank, TOKENS / world))

@@ -6,9 +6,10 @@
 //! cargo run --release --features cuda --example mlp -- --backend cuda   # two GPUs
 //! ```
 //!
-//! `h = silu(gather(x) · gateᵀ) * (gather(x) · upᵀ)` is one call of [`AllGatherMatmul`]: one gather, one kernel, and
-//! neither product is written. Then `x = Σ h · downᵀ` by [`MatmulReduceScatter`], into the rows of `x` that this rank
-//! owns: the next layer's input, with no copy between. Once as gemmesh does it, and once with one step after the other.
+//! `h = silu(gather(x) · gateᵀ) * (gather(x) · upᵀ)` is one call of [`AllGatherMatmul`]. It is one gather and one
+//! kernel, and neither product is written. Then `x = Σ h · downᵀ` by [`MatmulReduceScatter`] goes to the rows of `x`
+//! that this rank owns, which are the next layer's input, without a copy between. The layers run twice: as gemmesh does
+//! it, and with one step after the other.
 
 mod numbers;
 
@@ -81,14 +82,14 @@ fn main() -> Result<()> {
     }
 }
 
-/// What the ranks found, the worst of them; the same on every rank.
+/// The worst of the ranks' results, the same on every rank.
 struct Outcome {
-    /// How far rows are off, as a part of their size.
+    /// The error of rows, relative to their size.
     error: f64,
     /// Milliseconds.
     overlapped: f64,
     sequential: f64,
-    /// Of one layer, overlapped.
+    /// The timeline of one overlapped layer.
     timeline: Timeline,
 }
 
@@ -136,9 +137,9 @@ struct Layer<B: Backend> {
     down: Matrix<B, bf16>,
     hidden: Matrix<B, bf16>,
     gather: Prepared<'static, B, bf16>,
-    /// Where partials are pushed, each block is sent while the next is made;
+    /// If partials are pushed, each block is sent while the next is made.
     pushed: PreparedReduceScatter<'static, B, bf16>,
-    /// where they are pulled, all of them are made before.
+    /// If they are pulled, all of them are made before.
     pulled: PreparedReduceScatter<'static, B, bf16>,
 }
 
@@ -159,7 +160,7 @@ impl<B: Backend> Layer<B> {
             let sum = MatmulReduceScatter::new().config(config);
             sum.prepare(&hidden, model)
         };
-        // On the host, and where GPUs are shared, the library pulls unless it is asked to push.
+        // On the host, and if ranks share GPUs, the library pulls unless it is asked to push.
         let route = if chosen.route == Route::Pull {
             Route::Push
         } else {
@@ -192,7 +193,7 @@ impl<B: Backend> Layer<B> {
         self.pulled.run_into(&self.hidden, &self.down, &mut self.x)
     }
 
-    /// As [`Layer::run_overlapped`], and what happened when.
+    /// As [`Layer::run_overlapped`], with a trace.
     fn run_traced(&mut self) -> Result<Trace> {
         let gate_and_up = [&self.gate, &self.up];
         let mut trace = self
@@ -205,7 +206,7 @@ impl<B: Backend> Layer<B> {
         Ok(trace)
     }
 
-    /// All layers. Returns milliseconds.
+    /// Runs all layers. Returns milliseconds.
     fn all(&mut self, input: &[bf16], overlapped: bool) -> Result<f64> {
         self.x.shard_mut().copy_from_host(input)?;
         self.group.barrier()?;
@@ -220,7 +221,7 @@ impl<B: Backend> Layer<B> {
         Ok(begin.elapsed().as_secs_f64() * 1e3)
     }
 
-    /// Both ways: first right, then how long.
+    /// Checks both ways, then times them.
     fn compare(mut self) -> Result<Outcome> {
         let (own, model) = (self.x.rows(), self.size.model);
         let input = random(own.start as u64, own.len() * model, 3f32.sqrt());
@@ -262,10 +263,10 @@ impl<B: Backend> Layer<B> {
     }
 }
 
-/// A rank's parts of the weights: gate and up `[hidden, model]`, and down `[model, hidden]`, of sizes that keep that of
-/// `x`.
+/// A rank's parts of the weights: gate and up `[hidden, model]`, and down `[model, hidden]`. Their scale keeps the
+/// scale of `x`.
 fn weights(rank: usize, world: usize, Size { model, hidden, .. }: Size) -> [Vec<bf16>; 3] {
-    // Of x ~ N(0, 1), silu(x) has a square of 0.356 on average.
+    // For x ~ N(0, 1), the square of silu(x) is 0.356 on average.
     let scale = |k: usize, square: f32| (3.0 / (k as f32 * square)).sqrt();
     let of = |number: u64, scale| random((3 * rank as u64 + number) << 32, hidden * model, scale);
     let [into, out] = [scale(model, 1.0), scale(world * hidden, 0.356)];

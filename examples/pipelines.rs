@@ -6,7 +6,7 @@
 //! cargo run --release --features cuda --example pipelines
 //! ```
 //!
-//! It launches two ranks itself; any other launcher will do.
+//! It launches two ranks if no launcher has started it.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -26,7 +26,7 @@ type Outcome<T = ()> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
 const M: usize = 2048;
 const N: usize = 1024;
 const K: usize = 2048;
-/// What the numbers of an fp8 matrix stand for is as much of them.
+/// The scale of an fp8 matrix: its numbers are multiplied by this.
 const SCALE: f32 = 0.25;
 /// How often a graph is launched.
 const REPLAYS: usize = 10;
@@ -47,9 +47,9 @@ fn main() -> ExitCode {
 
 fn run() -> Outcome {
     let group = Group::<Cuda>::from_env()?;
-    // cuBLASLt works in the context that is current: the group's.
+    // cuBLASLt works in the current context, which is made the group's.
     let mut context = std::ptr::null_mut();
-    // SAFETY: a stream of a group that lives; the context does as long.
+    // SAFETY: the group lives, so its stream does, and the context lives as long.
     unsafe {
         sys::cuStreamGetCtx(group.stream().cast(), &mut context).result()?;
         driver::ctx::set_current(context)?;
@@ -62,7 +62,7 @@ fn run() -> Outcome {
 
 /// out[M, N] = gather(a)[M, K] · b[N, K]ᵀ
 fn consume<T: Operand>(group: &Group<Cuda>) -> Outcome {
-    // The same on every rank: each can check its output.
+    // The same on every rank, so that each can check its output.
     let (all, weight) = (random::<T>(1, M * K), random::<T>(2, N * K));
     let mut a = group.sharded::<T>(M, K)?;
     let own = a.rows();
@@ -117,7 +117,7 @@ fn produce<T: Operand>(group: &Group<Cuda>) -> Outcome {
     check::<T>(group, "produced", &mut out, rows, pipeline, expected)
 }
 
-/// Runs `pipeline` at once, and from a graph; its output has these rows of what is expected.
+/// Runs `pipeline` directly and from a graph, and compares its output with these rows of the expected result.
 fn check<T: Operand>(
     group: &Group<Cuda>,
     what: &str,
@@ -140,7 +140,7 @@ fn check<T: Operand>(
             );
             let expected = expected(rows.start + row, column);
             let error = (found[row * N + column].to_f64() - expected).abs();
-            // NaN stays.
+            // NaN is kept.
             worst = if error > worst || error.is_nan() {
                 error
             } else {
@@ -176,10 +176,10 @@ fn check<T: Operand>(
     Ok(group.barrier()?)
 }
 
-/// Of the largest number that is expected: partial sums are rounded to bf16, and so is their sum.
+/// The allowed error, relative to the largest expected number. Partial sums are rounded to bf16, and so is their sum.
 const ALLOWED: f64 = 1.0 / 128.0;
 
-/// What was put on a group's stream, to be done again and again.
+/// Captured work of a group's stream, to be replayed.
 struct Graph {
     executable: sys::CUgraphExec,
     stream: sys::CUstream,
@@ -190,7 +190,7 @@ impl Graph {
         let stream: sys::CUstream = group.stream().cast();
         let relaxed = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_RELAXED;
         let (mut graph, mut executable) = (std::ptr::null_mut(), std::ptr::null_mut());
-        // SAFETY: the stream lives as long as the group; the calls write the locals.
+        // SAFETY: the stream lives as long as the group, and the calls write the locals.
         unsafe {
             sys::cuStreamBeginCapture_v2(stream, relaxed).result()?;
             let put = put();
@@ -221,7 +221,7 @@ struct Multiply<T: Operand> {
     handle: lt_sys::cublasLtHandle_t,
     /// One for each of the two streams.
     workspaces: [Matrix<Cuda, u8>; 2],
-    /// The same for both operands.
+    /// The scale, which is the same for both operands.
     scale: Matrix<Cuda, f32>,
     operands: std::marker::PhantomData<T>,
 }
@@ -239,8 +239,8 @@ impl<T: Operand> Multiply<T> {
         })
     }
 
-    /// out[rows, N] = a[rows, K] · b[N, K]ᵀ on `stream`, the one of calls with this parity; addresses, and elements
-    /// from row to row.
+    /// out[rows, N] = a[rows, K] · b[N, K]ᵀ on `stream`, which is the one for calls of this parity. Matrices are
+    /// addresses, and pitches are elements from row to row.
     fn rows(
         &self,
         parity: usize,
@@ -292,14 +292,14 @@ impl<T: Operand> Multiply<T> {
         Ok(())
     }
 
-    /// A product in f32 of operands of which the first is transposed; both are scaled, if they are of fp8.
+    /// A product in f32 whose first operand is transposed. Operands of fp8 are scaled.
     fn describe(&self) -> Outcome<lt_sys::cublasLtMatmulDesc_t> {
         use lt_sys::cublasLtMatmulDescAttributes_t as Attribute;
         let desc = lt::create_matmul_desc(
             lt_sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
             lt_sys::cudaDataType::CUDA_R_32F,
         )?;
-        // SAFETY: attributes are of the types that they name.
+        // SAFETY: attributes have the types that they name.
         let set = |attribute, value: *const c_void, bytes| unsafe {
             lt::set_matmul_desc_attribute(desc, attribute, value, bytes)
         };
@@ -318,7 +318,7 @@ impl<T: Operand> Multiply<T> {
         Ok(desc)
     }
 
-    /// The algorithm that cuBLASLt thinks best.
+    /// The algorithm that cuBLASLt ranks first.
     fn choose(
         &self,
         desc: lt_sys::cublasLtMatmulDesc_t,
@@ -327,7 +327,7 @@ impl<T: Operand> Multiply<T> {
         use lt_sys::cublasLtMatmulPreferenceAttributes_t as Preference;
         let workspace_bytes = WORKSPACE_BYTES;
         let preference = lt::create_matmul_pref()?;
-        // SAFETY: handles are used as they were made, and destroyed once; the attribute is of the type that it names.
+        // SAFETY: handles are used as they were made, and destroyed once. The attribute has the type that it names.
         unsafe {
             lt::set_matmul_pref_attribute(
                 preference,
@@ -345,12 +345,12 @@ impl<T: Operand> Multiply<T> {
 
 impl<T: Operand> Drop for Multiply<T> {
     fn drop(&mut self) {
-        // SAFETY: made by `new`, used no more.
+        // SAFETY: made by `new` and not used again.
         let _ = unsafe { lt::destroy_handle(self.handle) };
     }
 }
 
-/// What cuBLASLt multiplies.
+/// An element type that cuBLASLt multiplies.
 trait Operand: Value {
     const NAME: &'static str;
     const KIND: lt_sys::cudaDataType;

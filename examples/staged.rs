@@ -6,7 +6,7 @@
 //! mpirun --oversubscribe -n 4 target/release/examples/staged
 //! ```
 //!
-//! Any launcher will do; without one it launches four ranks itself. `--backend cuda` runs on GPUs (feature `cuda`).
+//! Any launcher works. Without one it launches four ranks. `--backend cuda` runs on GPUs (feature `cuda`).
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -66,7 +66,7 @@ fn main() -> ExitCode {
 fn run<B: Backend>(args: &Args) -> Result<()> {
     let group = Group::<B>::builder().from_env()?;
     let &Args { m, n, k, s, .. } = args;
-    // The same on every rank: each can check its output.
+    // The same on every rank, so that each can check its output.
     let all = normal(1, m * k);
     let (weight, bias) = (normal(2, n * k), normal(3, n));
     let mut a = group.sharded_staged::<bf16>(m, k, s)?;
@@ -87,7 +87,7 @@ fn run<B: Backend>(args: &Args) -> Result<()> {
         worst = worst.max(error(&out.to_vec()?, &expected));
     }
     let worst = slowest(&group, worst)?;
-    // One rounding is half of it; sums in f32 are far better.
+    // One rounding takes half of this. The error of sums in f32 is far smaller.
     let allowed = 2f64.powi(-8);
     if worst.is_nan() || worst > allowed {
         return Err(Error::System {
@@ -121,7 +121,7 @@ fn normal(seed: u64, count: usize) -> Vec<bf16> {
     numbers.take(count).map(bf16::from_f32).collect()
 }
 
-/// In float64.
+/// The result in float64.
 fn reference(a: &[bf16], b: &[bf16], bias: &[bf16], k: usize) -> Vec<f64> {
     let wide = |values: &[bf16]| -> Vec<f64> { values.iter().map(|x| x.to_f64()).collect() };
     let (a, b, bias) = (wide(a), wide(b), wide(bias));
@@ -133,7 +133,7 @@ fn reference(a: &[bf16], b: &[bf16], bias: &[bf16], k: usize) -> Vec<f64> {
     a.par_chunks_exact(k).flat_map_iter(row).collect()
 }
 
-/// The largest, relative to the largest number that is expected; NaN if anything is.
+/// The largest error, relative to the largest expected number. NaN if any number is NaN.
 fn error(found: &[bf16], expected: &[f64]) -> f64 {
     let largest = expected
         .iter()
@@ -164,7 +164,7 @@ fn slowest<B: Backend>(group: &Group<B>, value: f64) -> Result<f64> {
         .fold(f64::MIN, |x, y| if y > x || y.is_nan() { y } else { x }))
 }
 
-/// As pytest-benchmark prints it.
+/// Prints the times as pytest-benchmark does.
 fn table(times: &mut [f64]) {
     times.sort_by(f64::total_cmp);
     let count = times.len() as f64;

@@ -8,12 +8,14 @@ use crate::route::Route;
 /// A result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Everything that can go wrong. Ranks are numbers from 0 to W - 1.
+/// Everything that can go wrong.
 ///
-/// What one rank does wrong or fails to do in a call that all make reaches all ranks: each gets the same error, naming
-/// the rank at fault, and the group has failed. An argument that this rank alone can judge ([`Error::Shape`], for one)
-/// is at first an error here only: nothing has been done, and the rank may make the call with another. If it does not,
-/// those who wait for it in that call get its error half a second later, or at once when it leaves.
+/// Ranks are numbered from 0 to W - 1. If one rank fails or makes a mistake in a collective call, all ranks get the
+/// same error. It names the rank at fault, and the group has failed.
+///
+/// An argument that only this rank can judge is at first an error on this rank alone, for example an [`Error::Shape`].
+/// Nothing has been done, and the rank may make the call with a different argument. If it does not, the ranks that wait
+/// for it in that call get its error half a second later, or at once if it leaves. The group has then failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -30,14 +32,14 @@ pub enum Error {
         max: usize,
     },
 
-    /// A call, a configuration or a schedule asks for what is not done.
+    /// A call, a configuration or a schedule asks for something that is not supported.
     #[error("not supported: {what}")]
     Unsupported {
         /// What must hold instead.
         what: String,
     },
 
-    /// An argument has another shape than the operation needs.
+    /// An argument has the wrong shape for the operation.
     #[error("rank {rank}: {argument} is {found:?} and must be {expected:?}")]
     Shape {
         /// The rank that made the call.
@@ -50,23 +52,22 @@ pub enum Error {
         found: Vec<usize>,
     },
 
-    /// An argument of another library's is on another device than the operation needs, of another type, or laid out in
-    /// another way.
+    /// An argument from another library has the wrong device, type or layout.
     #[error("rank {rank}: {what} of {argument} is {found} and must be {expected}")]
     Unsuitable {
         /// The rank that made the call.
         rank: usize,
         /// The argument.
         argument: String,
-        /// What does not fit: its device, its dtype, its strides.
+        /// The property that does not fit, such as its device, dtype or strides.
         what: String,
-        /// What it must be.
+        /// What the property must be.
         expected: String,
-        /// What it is.
+        /// What the property is.
         found: String,
     },
 
-    /// An argument belongs to another group than the one it is used with.
+    /// An argument belongs to a different group.
     #[error("rank {rank}: {argument} was made by another group; make all arguments with one group")]
     ForeignArgument {
         /// The rank that made the call.
@@ -104,42 +105,43 @@ pub enum Error {
     RanksMissing {
         /// The ranks that did not come.
         ranks: Vec<usize>,
-        /// Where they were waited for.
+        /// The address at which the ranks were to meet.
         address: String,
-        /// For how long.
+        /// How long this rank waited.
         waited_ms: u64,
     },
 
-    /// Other processes had the names of the sockets at which ranks could meet, or one of the same user did and gave
-    /// no answer.
+    /// The socket names at which the ranks could meet are taken.
+    ///
+    /// Other processes hold them, or a process of the same user holds one and gives no answer.
     #[error(
         "rank {rank} found the names of address {address:?} taken for {waited_ms} ms, by {holder}; end that process, or choose another address"
     )]
     AddressTaken {
         /// The rank.
         rank: usize,
-        /// Where it was to meet the others.
+        /// The address at which it was to meet the others.
         address: String,
-        /// A process in the way, and its user, as far as the system tells.
+        /// A process that holds a name, and its user, as far as the system tells.
         holder: String,
-        /// For how long it was tried.
+        /// How long the rank tried.
         waited_ms: u64,
     },
 
-    /// Ranks did not come to the rendezvous; or one came, and could not be told from a process of another user.
+    /// Ranks did not come to the rendezvous, and a process came whose user is not known.
     #[error("{} not come to {address:?}, where rank {rank} turned a process away: {reason}", Ranks(.ranks, "has", "have"))]
     UnknownUser {
         /// The ranks that did not come.
         ranks: Vec<usize>,
         /// The rank that turned the process away.
         rank: usize,
-        /// Where they were to meet.
+        /// The address at which the ranks were to meet.
         address: String,
-        /// Why its user is not known, and what to do.
+        /// Why the user of the process is not known, and what to do.
         reason: String,
     },
 
-    /// Two processes say that they are one rank.
+    /// Two processes claim the same rank.
     #[error("two processes are rank {rank} (pids {} and {}); give each its own rank", .pids[0], .pids[1])]
     DuplicateRank {
         /// The rank.
@@ -148,7 +150,7 @@ pub enum Error {
         pids: [u32; 2],
     },
 
-    /// A rank disagrees with rank 0 about something that must be the same everywhere.
+    /// A rank disagrees with rank 0 about something that must be the same on all ranks.
     #[error("rank {rank} has {what} {theirs}, rank 0 has {expected}; start all ranks alike")]
     Mismatch {
         /// The rank that differs.
@@ -161,7 +163,9 @@ pub enum Error {
         expected: String,
     },
 
-    /// A rank made another call than the others; all ranks must make the same calls in the same order.
+    /// A rank made a different call than the others.
+    ///
+    /// All ranks must make the same calls in the same order.
     #[error(
         "rank {rank} called {theirs} while rank {other} called {expected} (call {call}); all ranks must make the same calls in the same order"
     )]
@@ -170,16 +174,15 @@ pub enum Error {
         rank: usize,
         /// Its call.
         theirs: String,
-        /// A rank that called what was expected.
+        /// A rank that made the expected call.
         other: usize,
         /// The call that was expected.
         expected: String,
-        /// The number of the call among those that each rank made together with the others, some of them in several
-        /// steps.
+        /// The call's number among the collective calls of each rank. A call of several steps counts several times.
         call: u64,
     },
 
-    /// Memory could not be had.
+    /// Memory could not be allocated.
     #[error(
         "rank {rank} has no memory for {bytes} bytes ({reason}); use smaller matrices or fewer ranks"
     )]
@@ -192,7 +195,9 @@ pub enum Error {
         reason: String,
     },
 
-    /// A rank died: its control connection ended without a farewell or a panic.
+    /// A rank died.
+    ///
+    /// Its control connection ended without a farewell or a panic.
     #[error("rank {rank} died (noticed by rank {noticed_by}); see that rank's own output")]
     RankLost {
         /// The rank that died.
@@ -206,18 +211,20 @@ pub enum Error {
     RankPanicked {
         /// The rank.
         rank: usize,
-        /// What the panic said, and where, if that is known. (The first group of a process puts a panic hook in front
-        /// of the program's own, and hears what is said; one that takes its place keeps it from that.)
+        /// What the panic said, and where, if that is known. (The first group of a process installs a panic hook that
+        /// notes this and then calls the program's own hook. If the program replaces that hook, it is not noted.)
         message: Option<String>,
     },
 
-    /// A rank's own program has failed, which is why the rank does not go on: it called
-    /// [`Group::fail`](crate::Group::fail), or returned its error from [`Group::threads`](crate::Group::threads).
+    /// A rank's own program has failed, so the rank does not go on.
+    ///
+    /// The rank called [`Group::fail`](crate::Group::fail), or returned an error from the function that it gave to
+    /// [`Group::threads`](crate::Group::threads).
     #[error("the program of rank {rank} failed: {reason}")]
     ProgramFailed {
         /// The rank.
         rank: usize,
-        /// Its error, in its own words.
+        /// The program's error, in its own words.
         reason: String,
     },
 
@@ -228,11 +235,13 @@ pub enum Error {
         rank: usize,
         /// The call.
         call: String,
-        /// The error, in its own words.
+        /// The function's error, in its own words.
         reason: String,
     },
 
-    /// A function that a program gave to a call has called the same group, which waits for it to return.
+    /// A function that a program gave to a call of a group has called the same group.
+    ///
+    /// The group cannot do anything else before the function returns.
     #[error(
         "rank {rank}: a function that was given to a call of a group makes another call of the same group; return from it first"
     )]
@@ -247,16 +256,17 @@ pub enum Error {
          or exec in the fork what is to be a rank of its own"
     )]
     Forked {
-        /// The rank that the parent is.
+        /// The rank of the process that made the group.
         rank: usize,
-        /// The process that is the rank.
+        /// The process that made the group.
         process: u32,
         /// The process that made the call.
         child: u32,
     },
 
-    /// Another thread of this rank is amid a call of the same group, and has been for longer than the group's timeout.
-    /// Nothing has been done: this rank may make its call again.
+    /// Another thread of this rank was still in a call of the same group when the timeout had passed.
+    ///
+    /// Nothing has been done. This rank may make its call again.
     #[error(
         "rank {rank} waited {waited_ms} ms for another thread's {call} of the same group to return; \
          a function that is given to a call must not wait for other calls of its group"
@@ -266,11 +276,13 @@ pub enum Error {
         rank: usize,
         /// The call of the other thread.
         call: String,
-        /// For how long it was waited for.
+        /// How long this thread waited for it.
         waited_ms: u64,
     },
 
-    /// A rank has left the group, in order and without a reason that it could tell, while this rank still waits for it.
+    /// A rank left the group while this rank still waited for it.
+    ///
+    /// It left in order, and gave no reason.
     #[error(
         "rank {rank} left the group while rank {waiting} waited in {what}; \
          see that rank's own output, and whether all ranks make the same calls"
@@ -280,7 +292,7 @@ pub enum Error {
         rank: usize,
         /// The rank that waits.
         waiting: usize,
-        /// The call in which it waits; of an operation also what it waits for.
+        /// The call in which it waits. For an operation, also what it waits for.
         what: String,
     },
 
@@ -289,7 +301,7 @@ pub enum Error {
         "rank {waiting} gave up after {waited_ms} ms in {what}; see whether rank {rank} is stopped, slow, or making other calls"
     )]
     Timeout {
-        /// The rank that is waited for, at the end of the chain if it waits itself.
+        /// The rank that is waited for. If it waits for a rank too, the last rank of the chain.
         rank: usize,
         /// The rank that waits.
         waiting: usize,
@@ -299,30 +311,30 @@ pub enum Error {
         waited_ms: u64,
     },
 
-    /// The group has failed before; it can do nothing more.
+    /// The group has failed before and can do nothing more.
     #[error("the group has failed and must be made anew: {cause}")]
     Poisoned {
         /// The first failure.
         cause: Box<Error>,
     },
 
-    /// A rank process that was launched failed.
+    /// A launched rank process failed.
     #[error("rank {rank} failed: {status}{}", Because(.cause))]
     RankFailed {
         /// The rank at fault.
         rank: usize,
-        /// How it ended.
+        /// How its process ended.
         status: String,
         /// The group's first failure, if the ranks had a group that failed.
         cause: Option<Box<Error>>,
     },
 
-    /// A rank was to launch ranks.
+    /// A process that is a rank tried to launch ranks.
     #[error(
         "this process is a rank, started by {launcher}, and cannot launch ranks; where gemmesh::launch::is_rank() is true, call Group::from_env instead"
     )]
     AlreadyRank {
-        /// Who started it.
+        /// The launcher that started it.
         launcher: String,
     },
 
@@ -335,18 +347,20 @@ pub enum Error {
         reason: String,
     },
 
-    /// This library contradicts itself. Nothing that a program gives it can be to blame.
+    /// A bug of this library.
+    ///
+    /// No argument that a program gives can cause this.
     #[error(
         "rank {rank}: {what}; this is a bug of gemmesh, please report it with the call that it came from"
     )]
     Internal {
         /// The rank that found it.
         rank: usize,
-        /// What should not be.
+        /// What is wrong.
         what: String,
     },
 
-    /// A number or address is not a multiple of what this backend needs.
+    /// A number or an address is not aligned as this backend needs.
     #[error("rank {rank}: {what} is {value}; this backend needs a multiple of {multiple}")]
     Unaligned {
         /// The rank that made the call.
@@ -359,8 +373,10 @@ pub enum Error {
         multiple: usize,
     },
 
-    /// Ranks on GPUs must be processes: in one process the driver orders the copies of different devices' streams
-    /// behind one another, and a wait in one would block all.
+    /// Ranks on GPUs must be processes.
+    ///
+    /// In one process, the driver puts copies of different devices' streams one behind the other, and a wait in one
+    /// stream would block all.
     #[error(
         "rank {rank} is in one process with another rank: ranks on GPUs must be processes of their own; start them with gemmesh::launch, torchrun or mpirun"
     )]
@@ -369,7 +385,7 @@ pub enum Error {
         rank: usize,
     },
 
-    /// Two ranks have taken the same GPU, though there is one for each.
+    /// Two ranks use the same GPU, though there are enough GPUs for all ranks.
     #[error(
         "ranks {} and {} use the same GPU, though the ranks see {visible}; give CUDA_VISIBLE_DEVICES the same order on every rank, or choose each rank's GPU with Builder::device",
         .ranks[0], .ranks[1]
@@ -381,7 +397,7 @@ pub enum Error {
         visible: usize,
     },
 
-    /// There is no GPU to be used.
+    /// No GPU can be used.
     #[error("rank {rank} finds no GPU: {reason}")]
     NoGpu {
         /// The rank.
@@ -397,7 +413,7 @@ pub enum Error {
     DriverTooOld {
         /// The rank.
         rank: usize,
-        /// The function that it does not have.
+        /// The function that the driver lacks.
         function: String,
     },
 
@@ -410,7 +426,7 @@ pub enum Error {
         rank: usize,
     },
 
-    /// The GPU is of a generation that there are no kernels for.
+    /// There are no kernels for this generation of GPU.
     #[error(
         "rank {rank} has {name:?} (compute capability {capability}); the kernels need a Hopper GPU (9.0), such as H100 or H200"
     )]
@@ -423,27 +439,27 @@ pub enum Error {
         capability: String,
     },
 
-    /// A rank's GPU cannot map another's memory.
+    /// A rank's GPU cannot map the memory of a peer's GPU.
     #[error(
         "rank {rank} cannot map the memory of rank {peer}'s GPU ({reason}); the GPUs must be peers, see nvidia-smi topo -p2p r"
     )]
     NoPeerAccess {
         /// The rank that maps.
         rank: usize,
-        /// The rank whose memory it is.
+        /// The rank that owns the memory.
         peer: usize,
-        /// Who refused it.
+        /// Why it cannot.
         reason: String,
     },
 
-    /// What one GPU wrote is not what the other read.
+    /// A GPU did not read what its peer wrote.
     #[error(
         "the memory of rank {rank} and rank {peer} does not hold what they write into one another's; do not trust results between these GPUs"
     )]
     PeerMemory {
         /// The rank that read.
         rank: usize,
-        /// The other.
+        /// Its peer.
         peer: usize,
     },
 
@@ -454,11 +470,11 @@ pub enum Error {
         rank: usize,
         /// The configuration.
         asked: String,
-        /// Those there are.
+        /// The kernels that there are.
         known: String,
     },
 
-    /// The backend has no such way to move what an operation moves.
+    /// This backend cannot do an operation by this route.
     #[error(
         "rank {rank}: GPUs cannot do {operation} by Route::{asked:?}; choose Route::{instead:?} (Config::route)"
     )]
@@ -467,22 +483,22 @@ pub enum Error {
         rank: usize,
         /// The name of the call.
         operation: String,
-        /// What was asked for.
+        /// The route that was asked for.
         asked: Route,
-        /// What there is.
+        /// A route that works.
         instead: Route,
     },
 
-    /// Streams that must not hold one another up share a queue of the device.
+    /// Streams that must not block one another share a queue of the device.
     #[error(
         "rank {rank}: {what} needs streams that do not hold one another up, which {cause} prevents; remove the cause, or choose another route or stream"
     )]
     QueuedTogether {
         /// The rank.
         rank: usize,
-        /// What needs them.
+        /// What needs separate queues.
         what: String,
-        /// What makes them share a queue: a variable of the environment, or a property of the driver.
+        /// Why the streams share a queue: a variable of the environment, or a property of the driver.
         cause: String,
     },
 
@@ -532,7 +548,7 @@ impl Error {
         }
     }
 
-    /// For `map_err`: a thread or a process, `what`, could not be started.
+    /// For `map_err`: `what`, a thread or a process, could not be started.
     pub(crate) fn not_started(
         rank: usize,
         what: impl Into<String>,
@@ -545,7 +561,7 @@ impl Error {
         }
     }
 
-    /// For `map_err`: memory of `bytes` bytes could not be had, or no descriptor of it.
+    /// For `map_err`: `bytes` bytes of memory, or a descriptor for them, could not be allocated.
     pub(crate) fn out_of_memory(rank: usize, bytes: usize) -> impl FnOnce(std::io::Error) -> Error {
         move |error| match resources::is_memory(&error) {
             true => Error::OutOfMemory {
@@ -557,7 +573,7 @@ impl Error {
         }
     }
 
-    /// For `map_err`: the error of a rank that was refused `call`, which then names both.
+    /// For `map_err`: adds the refused `call`, and its rank if needed, to the error.
     pub(crate) fn refused(rank: usize, call: &str) -> impl FnOnce(Error) -> Error {
         move |mut error| {
             match &mut error {

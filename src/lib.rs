@@ -1,5 +1,6 @@
-//! Matrix products over several GPUs that hide the communication behind the arithmetic. The rows of a sharded matrix
-//! are multiplied while they arrive.
+//! Matrix products over several GPUs that hide communication behind arithmetic.
+//!
+//! The rows of a sharded matrix are multiplied while they arrive.
 //!
 //! ```
 //! use gemmesh::{Group, Host, all_gather_matmul, bf16};
@@ -28,7 +29,7 @@
 //! | change M between calls | [`Group::sharded_with_capacity`], [`ShardedMatrix::set_rows`], [`Matrix::set_rows`] |
 //! | use another library's memory | `Matrix::from_device_ptr`, `CudarcMatrix`, [`dlpack`] |
 //! | use a part of a matrix | [`MatrixView`], [`MatrixViewMut`] |
-//! | multiply what other ranks have | [`all_gather_matmul`], [`AllGatherMatmul`] |
+//! | multiply rows that other ranks own | [`all_gather_matmul`], [`AllGatherMatmul`] |
 //! | sum the ranks' products | [`matmul_reduce_scatter`], [`matmul_all_reduce`], and the builders of the same names |
 //! | multiply on one rank | [`matmul`], [`Matmul`] |
 //! | move rows, without a product | [`all_gather`], [`reduce_scatter`], [`all_reduce`], [`all_to_all`], [`broadcast`] |
@@ -39,7 +40,7 @@
 //! | see which rank the others wait for | [`Group::wait_times`] |
 //! | learn what went wrong | [`Error`] |
 //!
-//! Most operations are a function, which is the short call, and a builder of the same name, which has options:
+//! Most operations have a function, which is the short call, and a builder of the same name, which takes options:
 //!
 //! | builder | options |
 //! |---|---|
@@ -49,7 +50,7 @@
 //! | [`MatmulAllReduce`] | residual |
 //! | [`Matmul`] | all of these |
 //!
-//! All ranks make the same collective calls in the same order.
+//! A **collective** call is one that all ranks make. All ranks make the same collective calls in the same order.
 //!
 //! # Backends
 //!
@@ -77,11 +78,11 @@
 //! The repository has a user's guide (`docs/guide.md`), pages on GPUs, tuning, results and the protocol (`docs/`), and
 //! examples of a page each (`examples/`).
 #![cfg_attr(docsrs, feature(doc_cfg))]
-// loom explores the protocol alone.
+// loom explores only the protocol.
 #![cfg_attr(loom, allow(dead_code))]
 
 pub mod error;
-// Unstable: for this library's own tests and benchmarks; any release may change it.
+// Unstable, because it is for this library's own tests and benchmarks. Any release may change it.
 #[doc(hidden)]
 pub mod schedule;
 
@@ -112,7 +113,7 @@ mod resources;
 #[cfg(not(loom))]
 pub mod trace;
 
-// Last, so that the page of `Group` ends with raw streams: rustdoc shows `impl` blocks in the order of the modules.
+// Last, so that the page of `Group` ends with raw streams. rustdoc shows `impl` blocks in the order of the modules.
 #[cfg(not(loom))]
 mod interop;
 
@@ -176,7 +177,7 @@ pub mod fuzzing {
     pub use crate::trace::fuzzing as trace;
 }
 
-/// The code of these pages runs as tests.
+/// Runs the code of these pages as tests.
 #[cfg(all(doctest, not(loom)))]
 mod pages {
     #[doc = include_str!("../README.md")]

@@ -16,19 +16,19 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::error::{Error, Result};
 
-/// A process. The upper half is its number, the lower half the time when it first asked, because a child may be number
-/// 1 of its own namespace as its parent is of its.
+/// A process. The upper half is its pid, and the lower half is the time when it first asked. The time is needed,
+/// because a child may be number 1 of its own namespace, as its parent may be of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Process(u64);
 
 impl Process {
-    /// The calling process. It usually costs a load.
+    /// The calling process. Usually this costs one load.
     pub fn this() -> Process {
         let ask = |time: u64| u64::from(std::process::id()) << 32 | time & 0xffff_ffff;
         let Some(word) = word() else {
             return Process(ask(0));
         };
-        // Only this process writes the word, and nothing else is published by it.
+        // Only this process writes the word, and it publishes nothing else by it.
         match word.load(Ordering::Relaxed) {
             0 => {
                 let new = ask(crate::profile::span::now());
@@ -44,7 +44,7 @@ impl Process {
         self == Process::this()
     }
 
-    /// None that a test runs in.
+    /// A process in which no test runs.
     #[cfg(test)]
     pub fn another() -> Process {
         Process(1)
@@ -54,7 +54,7 @@ impl Process {
         (self.0 >> 32) as u32
     }
 
-    /// Fails in every process but this one, which belongs to `rank`.
+    /// Fails if the caller is not in this process, which belongs to `rank`.
     pub fn require(self, rank: usize) -> Result<()> {
         let child = Process::this();
         if self == child {
@@ -68,22 +68,23 @@ impl Process {
     }
 }
 
-/// A word that is zero until this process writes it, for the kernel clears its page in a fork, however that is made.
-/// None where it cannot.
+/// A word that is zero until this process writes it, because the kernel clears its page in every kind of fork. None if
+/// the kernel can't do that.
 fn word() -> Option<&'static AtomicU64> {
-    // Null: not asked for. A lock would be held for ever in the child of a fork amid that.
+    // Null until it is first asked for. This is no lock, because a lock that is held during a fork stays locked in the
+    // child.
     static WORD: AtomicPtr<AtomicU64> = AtomicPtr::new(null_mut());
     let known = WORD.load(Ordering::Acquire);
     if !known.is_null() {
-        // SAFETY: below, a page that is never unmapped is put there.
+        // SAFETY: the pointer is to a page that was mapped below and is never unmapped.
         return Some(unsafe { &*known });
     }
     if cfg!(miri) {
         return None;
     }
     const PAGE: usize = 4096;
-    // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing, and the advice is for it alone. It
-    // is zeroed and aligned for the word.
+    // SAFETY: a new mapping at an address that the kernel chooses overlaps nothing, and the advice applies only to it.
+    // It is zeroed, and aligned for the word.
     let page = unsafe {
         let access = ProtFlags::READ | ProtFlags::WRITE;
         let page = rustix::mm::mmap_anonymous(null_mut(), PAGE, access, MapFlags::PRIVATE);
@@ -95,7 +96,7 @@ fn word() -> Option<&'static AtomicU64> {
         page
     };
     let first = WORD.compare_exchange(null_mut(), page.cast(), Ordering::AcqRel, Ordering::Acquire);
-    // SAFETY: the page of another thread that was first is never unmapped, and this one nobody knows then.
+    // SAFETY: if another thread was first, its page is never unmapped, and nobody knows this one.
     unsafe {
         if let Err(first) = first {
             let _ = rustix::mm::munmap(page, PAGE);
@@ -143,7 +144,7 @@ impl<T: fmt::Debug> fmt::Debug for Own<T> {
 impl<T> Drop for Own<T> {
     fn drop(&mut self) {
         if self.process.is_this() {
-            // SAFETY: dropped once, and not used after this.
+            // SAFETY: the value is dropped once and not used afterwards.
             unsafe {
                 ManuallyDrop::drop(&mut self.value);
             }

@@ -9,7 +9,7 @@ use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 use serde::{Deserialize, Serialize};
 
-/// A limit of this process: on what, and what the system and `ulimit` call it.
+/// A limit of this process: the resource, and the names that the system and `ulimit` have for it.
 struct Limit(Resource, &'static str, &'static str);
 
 const OPEN_FILES: Limit = Limit(Resource::Nofile, "open files", "RLIMIT_NOFILE, ulimit -n");
@@ -36,12 +36,12 @@ const PROCESSES: Limit = Limit(
 );
 
 impl Limit {
-    /// How much is allowed, if not everything.
+    /// How much is allowed. None if there is no limit.
     fn value(&self) -> Option<u64> {
         getrlimit(self.0).current
     }
 
-    /// In words, if there is one.
+    /// The limit in words, if there is one.
     fn words(&self) -> Option<String> {
         let Limit(_, what, names) = self;
         Some(format!(
@@ -54,7 +54,7 @@ impl Limit {
 /// The system's words for `error`, with the limits that may have caused it.
 pub fn explain(error: &io::Error) -> String {
     let limits: &[Limit] = match Errno::from_io_error(error) {
-        // Descriptors on their way count too.
+        // Descriptors in messages that are not received yet count too.
         Some(Errno::MFILE | Errno::TOOMANYREFS) => &[OPEN_FILES],
         Some(Errno::NOMEM) => &[ADDRESS_SPACE, DATA],
         Some(Errno::FBIG) => &[FILE_SIZE],
@@ -78,7 +78,7 @@ pub fn explain_start(error: &io::Error) -> String {
 /// [`explain`], if memory could not be mapped.
 pub fn explain_memory(error: &io::Error) -> String {
     match Errno::from_io_error(error) {
-        // Of a process that locks all that it will map.
+        // A process that locks all memory that it maps gets this error.
         Some(Errno::AGAIN) => named(error, &[LOCKED]),
         _ => explain(error),
     }
@@ -107,16 +107,16 @@ pub fn require_file_size(bytes: u64) -> io::Result<()> {
 /// A limited amount of memory that several ranks may share.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Room {
-    /// The same for all ranks that share it, from wherever they see it.
+    /// The same for all ranks that share the memory, wherever they see it from.
     id: (u64, u64),
     available: u64,
-    /// In words: available where.
+    /// Where the memory is available, in words.
     place: String,
 }
 
 /// The limits on this process's memory, outermost last.
 pub fn rooms() -> Vec<Room> {
-    // It takes minutes to interpret the reading of so much text.
+    // Under Miri, parsing so much text takes minutes.
     if cfg!(miri) {
         return Vec::new();
     }
@@ -143,13 +143,13 @@ pub fn require_available(bytes: usize) -> io::Result<()> {
     }
 }
 
-/// A rank that lacks memory for `bytes` if every rank takes as much, and why.
+/// A rank that lacks memory if every rank takes `bytes`, and why.
 pub fn lacking(ranks: &[Vec<Room>], bytes: usize) -> Option<(usize, String)> {
     let rooms = ranks.iter().enumerate();
     let mut rooms = rooms.flat_map(|(rank, rooms)| rooms.iter().map(move |room| (rank, room)));
     rooms.find_map(|(rank, room)| {
         let sharers = ranks.iter().flatten().filter(|other| other.id == room.id);
-        // They have looked at different moments.
+        // The ranks have looked at different moments.
         let (count, available) = sharers.fold((0, 0), |(count, most), other| {
             (count + 1, most.max(other.available))
         });
@@ -164,7 +164,7 @@ pub fn lacking(ranks: &[Vec<Room>], bytes: usize) -> Option<(usize, String)> {
     })
 }
 
-/// What a control group's limit leaves, if it has one.
+/// The memory that a control group's limit leaves, if it has a limit.
 fn room_of(directory: &Path) -> Option<Room> {
     let number = |names: [&str; 2]| {
         let mut texts = names
@@ -176,8 +176,8 @@ fn room_of(directory: &Path) -> Option<Room> {
     let limit = number(["memory.max", "memory.limit_in_bytes"])?;
     let used = number(["memory.current", "memory.usage_in_bytes"])?;
     let statistics = fs::read_to_string(directory.join("memory.stat")).ok()?;
-    // Pages of files make room for others, and shared memory is not among these. Version 1 counts those of groups
-    // within apart.
+    // The page cache of files gives way to other memory. Shared memory is not part of these counts. In version 1, only
+    // the counts with `total_` include the groups within.
     let cached = |name: &str| {
         let total = stat(&statistics, &format!("total_{name}"));
         total.or_else(|| stat(&statistics, name)).unwrap_or(0)
@@ -191,8 +191,8 @@ fn room_of(directory: &Path) -> Option<Room> {
     })
 }
 
-/// The directories of this process's control group and of those around it, as far as it sees them, that may have limits
-/// of `controller`. A container's is one.
+/// The directories of this process's control group and of the groups around it, as far as the process sees them. These
+/// groups may have limits of `controller`. A container's group is one of them.
 fn control_groups(controller: &str) -> Vec<PathBuf> {
     let read = |path| fs::read_to_string(path).unwrap_or_default();
     found(
@@ -202,7 +202,7 @@ fn control_groups(controller: &str) -> Vec<PathBuf> {
     )
 }
 
-/// The same, by what the files of these names say: of both versions, which a system may have side by side.
+/// [`control_groups`], from the text of these files. A system may have both versions side by side.
 fn found(controller: &str, groups: &str, mounts: &str) -> Vec<PathBuf> {
     let has = |list: &str| list.split(',').any(|name| name == controller);
     let mounts = mounts.lines().filter_map(|line| {
@@ -220,7 +220,7 @@ fn found(controller: &str, groups: &str, mounts: &str) -> Vec<PathBuf> {
             "cgroup" if has(options) => groups.find(|(controllers, _)| has(controllers))?,
             _ => return None,
         };
-        // In a container the mount may begin at its own group, whose path is that on the host.
+        // In a container, the mount may begin at the container's own group, whose path is then the one on the host.
         let below = Path::new(group).strip_prefix(root);
         Some((
             PathBuf::from(point),
@@ -237,14 +237,14 @@ fn found(controller: &str, groups: &str, mounts: &str) -> Vec<PathBuf> {
     directories.collect()
 }
 
-/// How many threads the strictest of this process's control groups may have.
+/// How many threads the strictest control group of this process allows.
 fn threads_of_control_group() -> Option<u64> {
     let groups = control_groups("pids").into_iter();
     let most = groups.filter_map(|group| fs::read_to_string(group.join("pids.max")).ok());
     most.filter_map(|most| most.trim().parse().ok()).min()
 }
 
-/// A number of a control group's statistics.
+/// Reads a number from a control group's statistics.
 fn stat(text: &str, name: &str) -> Option<u64> {
     let mut lines = text.lines().filter_map(|line| line.split_once(' '));
     lines.find(|(key, _)| *key == name)?.1.parse().ok()

@@ -1,17 +1,23 @@
-//! How rows come from one rank to another.
+//! How rows get from one rank to another.
 
-/// Who moves the rows of another rank.
+/// Who moves rows from one rank to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Route {
-    /// The copy engine of the rank that needs them. On GPUs the only one that needs no kernel of another rank to run;
-    /// an all_gather_matmul can't be captured in a graph.
+    /// The copy engine of the rank that receives the rows.
+    ///
+    /// On GPUs this is the only route that does not need kernels of other ranks to run at the same time. An
+    /// all_gather_matmul that pulls can't be captured in a graph.
     Pull,
-    /// The copy engine of the rank that owns them. Kernels of all ranks must be able to run at the same time: the
-    /// documentation of `Cuda` says what that asks of other kernels on the same GPUs. When an operation fails, a rank
-    /// may write to its peers before they are ready: the gathered rows of operations before may be lost too.
+    /// The copy engine of the rank that sends the rows.
+    ///
+    /// Kernels of all ranks must be able to run at the same time. The documentation of `Cuda` says what follows for
+    /// other kernels on the same GPUs. When an operation fails, a rank may write to its peers before they are ready.
+    /// Then the gathered rows of earlier operations may be lost too.
     Push,
-    /// The kernel of the rank that owns them, by stores of warps that have nothing else to do, or of partial sums by
-    /// those that made them: meant for shards so small that a copy engine's start counts. Kernels as for
-    /// [`Route::Push`], which it is on the host backend.
+    /// The kernel of the rank that sends the rows.
+    ///
+    /// Idle warps store gathered rows. Partial sums are stored by the warps that computed them. This route is for
+    /// shards so small that the start of a copy engine counts. The rules for other kernels are those of
+    /// [`Route::Push`]. The host backend treats this route as [`Route::Push`].
     Store,
 }

@@ -79,11 +79,11 @@ impl<B: Backend, T: Element> Operation<B, T> for AllGather<B, T> {
         self.out.copy_from_host(&vec![nan; m * n])
     }
 
-    /// An element may be off by half an ulp of its type, for the one rounding, and by √K · 2⁻²³ · Σ|a·b| for the sums
-    /// in f32.
+    /// An element may be off by half an ulp of its type for its one rounding, and by √K · 2⁻²³ · Σ|a·b| for the sums in
+    /// f32.
     fn check(&mut self, products: usize) -> Result<Check> {
         let ([m, n], [_, k]) = (self.out.shape(), self.a.shape());
-        // Each rank compares other rows.
+        // Each rank compares different rows.
         let seed = 7 + self.a.rows().start as u64;
         let rows = sample_rows(m, rows_within(products, n, k), seed);
         let (a, out) = (self.a.to_vec()?, self.out.to_vec()?);

@@ -36,7 +36,7 @@ pub fn random<T: Element>(count: usize, seed: u64) -> Vec<T> {
     values
 }
 
-/// A prime: no two rows of a matrix are equal whose rows are fewer and shorter.
+/// A prime, so that no two rows of a matrix are equal if its rows are fewer and shorter.
 const PERIOD: usize = (1 << 24) - 3;
 
 /// Up to `count` different rows of `m`, in order: the first, the last, and random ones.
@@ -61,9 +61,9 @@ pub struct Check {
     pub elements: usize,
     /// The largest |out - exact|.
     pub max_abs_err: f64,
-    /// That, relative to the largest |exact|.
+    /// The largest |out - exact|, relative to the largest |exact|.
     pub max_rel_err: f64,
-    /// The largest |out - exact| as a share of what rounding allows: right if at most 1.
+    /// The largest |out - exact|, relative to what rounding allows. At most 1 is right.
     pub worst: f64,
 }
 
@@ -72,7 +72,7 @@ impl Check {
         self.elements > 0 && self.worst <= 1.0
     }
 
-    /// Counts an element: how far it is off, and that as a share of what rounding allows.
+    /// Counts an element with its error, and with its error relative to what rounding allows.
     pub fn add(&mut self, error: f64, share: f64) {
         self.elements += 1;
         self.max_abs_err = worse(error, self.max_abs_err);
@@ -108,8 +108,9 @@ fn worse(x: f64, y: f64) -> f64 {
     if x.is_nan() || x > y { x } else { y }
 }
 
-/// The rows of an output are those of `a`, [rows, k], times the weight `b`, [N, k]; or, of several such products, the
-/// sum.
+/// Factors of an output: rows of `a`, [rows, k], times the weight `b`, [N, k].
+///
+/// With several of them, the output is the sum of their products.
 pub struct Factors<'a, T> {
     pub a: &'a [T],
     pub b: &'a [T],
@@ -119,7 +120,7 @@ pub struct Factors<'a, T> {
 /// An element in float64.
 #[derive(Clone, Copy, Default)]
 pub struct Exact {
-    /// What it should be.
+    /// The exact value.
     pub value: f64,
     /// Σ|a·b| over all that is added up.
     pub magnitude: f64,
@@ -127,7 +128,7 @@ pub struct Exact {
     pub products: f64,
 }
 
-/// Compares the given rows of `out`, [rows, N], with the float64 sum of `products`. `allowed`: how far rounding may
+/// Compares the given rows of `out`, [rows, N], with the float64 sum of `products`. `allowed` is how far rounding may
 /// move an element.
 pub fn check<T: Element>(
     products: &[Factors<T>],
@@ -201,7 +202,7 @@ pub fn exact<T: Element>(
     exact
 }
 
-/// How many rows of `n` elements over `k` take about so many products to compare.
+/// How many rows of `n` elements over `k` take about `products` products to compare.
 pub fn rows_within(products: usize, n: usize, k: usize) -> usize {
     (products / (n * k)).max(16)
 }
@@ -218,7 +219,7 @@ fn product(a: &[f64], b: &[f64], m: usize, n: usize, k: usize) -> Vec<f64> {
     assert_eq!((a.len(), b.len()), (m * k, n * k));
     let mut c = vec![0.0; m * n];
     let (n_stride, k_stride) = (n as isize, k as isize);
-    // As cᵀ = b · aᵀ, for these kernels want columns that lie together.
+    // Computed as cᵀ = b · aᵀ, because these kernels want contiguous columns.
     // SAFETY: the slices are as long as the shapes and strides say.
     unsafe {
         get_gemm_fn()(
@@ -250,24 +251,24 @@ fn product(a: &[f64], b: &[f64], m: usize, n: usize, k: usize) -> Vec<f64> {
 pub trait Operation<B: Backend, T: Element>: Sized {
     /// The name of the call.
     const NAME: &'static str;
-    /// What it communicates by.
+    /// The collective that it communicates by.
     const COLLECTIVE: &'static str;
     /// Its two parts, one after the other.
     const SEQUENTIAL: &'static str;
     /// A call that has been planned.
     type Prepared;
 
-    /// A problem of M, N and K, whose rows are gathered in so many stages, if they are. Collective.
+    /// A random problem of M, N and K. If rows are gathered, they come in `stages` stages. Collective.
     fn random(group: &Group<B>, shape: [usize; 3], stages: usize) -> Result<Self>;
     /// M, N and K, and which of them are a rank's own.
     fn describe(shape: [usize; 3]) -> String;
-    /// Plans it; without a configuration by the backend's.
+    /// Plans it. Without a configuration, the backend chooses one.
     fn prepare(&self, config: Option<Config>) -> Result<Self::Prepared>;
     /// How it is cut up.
     fn config(prepared: &Self::Prepared) -> Config {
         Self::explain(prepared).config
     }
-    /// The same, with what that is expected to take.
+    /// The plan, with the time that it is expected to take.
     fn explain(prepared: &Self::Prepared) -> Explanation;
     /// Does all of it.
     fn run(&mut self, prepared: &Self::Prepared) -> Result<()>;
@@ -277,11 +278,12 @@ pub trait Operation<B: Backend, T: Element>: Sized {
     fn communicate(&mut self, prepared: &Self::Prepared) -> Result<()>;
     /// Does one part after the other.
     fn run_in_sequence(&mut self, prepared: &Self::Prepared) -> Result<()>;
-    /// Does all of it, and says what happened when.
+    /// Does all of it, and returns a trace.
     fn trace(&mut self, prepared: &Self::Prepared) -> Result<Trace>;
     /// Spoils everything that a run should write.
     fn poison(&mut self) -> Result<()>;
-    /// Compares rows of this rank's output with float64: all of them, if that takes no more than so many products.
+    /// Compares rows of this rank's output with float64. It compares all rows, if that takes at most `products`
+    /// products.
     fn check(&mut self, products: usize) -> Result<Check>;
 }
 
@@ -317,8 +319,9 @@ pub struct Times {
     pub fused_to_sequential: f64,
 }
 
-/// Times an operation and its parts, alternating, every other round backwards, `iterations` times after `warmup`;
-/// `progress` is called after each round.
+/// Times an operation and its parts in turn, `iterations` times after `warmup`.
+///
+/// Every second round goes backwards. `progress` is called after each round.
 pub fn measure<B: Backend, T: Element, O: Operation<B, T>>(
     group: &Group<B>,
     operation: &mut O,
@@ -392,7 +395,7 @@ pub fn slowest<B: Backend, const N: usize>(
         .collect())
 }
 
-/// The median of each column over the runs, of which there is one at least.
+/// The median of each column over the runs. There must be at least one run.
 pub fn medians<const N: usize>(runs: &[[f64; N]]) -> [f64; N] {
     std::array::from_fn(|column| {
         let mut times: Vec<f64> = runs.iter().map(|run| run[column]).collect();
@@ -423,7 +426,7 @@ pub enum Failure {
     Gemmesh(Error),
     /// The result was compared with float64.
     Wrong(Check),
-    /// The arguments ask for what there is not.
+    /// The arguments ask for something that does not exist.
     Usage(&'static str),
     /// One of several problems failed.
     Of {
@@ -433,7 +436,7 @@ pub enum Failure {
 }
 
 impl Failure {
-    /// The same, of the problem that is described.
+    /// The same failure, with a description of the problem.
     pub fn of(self, problem: String) -> Failure {
         let cause = Box::new(self);
         Failure::Of { problem, cause }
@@ -457,7 +460,7 @@ impl Display for Failure {
     }
 }
 
-/// Ends the program, in an error's own words if there is one.
+/// The program's exit code. If there is an error, it prints the error's own words.
 pub fn exit(result: Result<(), Failure>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,

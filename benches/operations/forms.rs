@@ -16,7 +16,7 @@ use serde_json::json;
 use crate::common::{self, Check, Exact, Factors, Failure, Row, random, rows_within, sample_rows};
 use crate::{Args, Op, PRODUCTS, Sweep, append, commit, sweep, unix_time};
 
-/// What follows a product before it is stored.
+/// A step of the epilogue, which follows a product before it is stored.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Epilogue {
     Bias,
@@ -37,7 +37,7 @@ pub enum Layouts {
     Kn,
 }
 
-/// What is asked for, beside extents.
+/// The form that the arguments ask for, without extents.
 #[derive(Clone)]
 struct Form {
     /// The columns that are multiplied, of each weight.
@@ -66,7 +66,7 @@ impl Form {
         }
     }
 
-    /// One weight of so many columns, [N, K], and nothing else.
+    /// One weight [N, K] of `n` columns, and nothing else.
     fn plain(n: usize) -> Form {
         Form {
             widths: vec![n],
@@ -105,7 +105,7 @@ impl Form {
     }
 }
 
-/// What a rank multiplies.
+/// The rows that a rank multiplies.
 enum Rows<B: Backend, T: Element> {
     Own(Matrix<B, T>),
     Gathered(ShardedMatrix<B, T>),
@@ -228,7 +228,7 @@ impl<B: Backend, T: Element> Operands<B, T> {
 
     fn prepare<'a>(&'a self, out: &Out<B, T>, config: Option<Config>) -> Result<Call<'a, B, T>> {
         let form = &self.form;
-        /// What all operations can be told.
+        /// Sets the options that all operations have.
         macro_rules! told {
             ($operation:expr) => {{
                 let mut operation = $operation
@@ -305,7 +305,7 @@ impl<B: Backend, T: Element> Operands<B, T> {
         }
     }
 
-    /// Compares what was made with float64: rows of it, if all take more than so many products.
+    /// Compares the output with float64, or some rows of it if all take more than `products` products.
     fn check(&self, out: &mut Out<B, T>, products: usize) -> Result<Check> {
         let mut check = Check::default();
         let own = own_rows(&self.group, self.op, self.m)?;
@@ -336,9 +336,9 @@ impl<B: Backend, T: Element> Operands<B, T> {
         Ok(check)
     }
 
-    /// Rows of the product with each weight, counted from the `first` that this rank makes; with the bias.
+    /// Rows of the product with each weight, counted from the `first` that this rank makes, with the bias.
     fn exact_products(&self, first: usize, rows: &[usize]) -> Result<Vec<Vec<Number>>> {
-        // Where the operation is a sum, each rank has a part of K; else, if it gathers, a part of the rows.
+        // If the operation is a sum, each rank has a part of K. If it gathers, each rank has a part of the rows.
         let (ranks, of_k) = match self.op {
             Op::MatmulReduceScatter | Op::MatmulAllReduce => (0..self.group.world_size(), true),
             _ => (self.group.rank()..self.group.rank() + 1, false),
@@ -381,7 +381,7 @@ impl<B: Backend, T: Element> Operands<B, T> {
         Ok(exact)
     }
 
-    /// What each of these ranks multiplies; where rows are gathered, those of all.
+    /// The rows that each of these ranks multiplies. If rows are gathered, these are the rows of all ranks.
     fn multiplied_rows(&self, ranks: Range<usize>) -> Result<Vec<Vec<T>>> {
         let (world, k) = (self.group.world_size(), self.k);
         Ok(match &self.a {
@@ -394,7 +394,7 @@ impl<B: Backend, T: Element> Operands<B, T> {
         })
     }
 
-    /// Applies the function to products; with a gate, their second factor is taken from them.
+    /// Applies the function to products. With a gate, the second factors are taken out of them.
     fn follow(&self, exact: &mut Vec<Vec<Number>>) {
         let (activation, to_f32) = (self.form.activation(), self.form.has(Epilogue::F32));
         let is_gated = self.form.has(Epilogue::Gated);
@@ -408,7 +408,7 @@ impl<B: Backend, T: Element> Operands<B, T> {
     }
 }
 
-/// The rows of the output that this rank makes, of M.
+/// The rows of the output, of M, that this rank makes.
 fn own_rows<B: Backend>(group: &Group<B>, op: Op, m: usize) -> Result<Range<usize>> {
     Ok(match op {
         Op::MatmulReduceScatter | Op::MatmulAllReduce => {
@@ -418,7 +418,7 @@ fn own_rows<B: Backend>(group: &Group<B>, op: Op, m: usize) -> Result<Range<usiz
     })
 }
 
-/// A number in float64, and how far another may be from it before it is rounded to its type.
+/// A number in float64, and how far a result may be from it before it is rounded to its type.
 #[derive(Clone, Copy)]
 struct Number {
     exact: f64,
@@ -441,8 +441,8 @@ impl Number {
         }
     }
 
-    /// No function's slope is above 1.13, and the function itself may be off by 2⁻¹⁹ of what it is of; GELU, for an
-    /// output of 16 bits, by 2⁻¹⁵.
+    /// No function's slope is above 1.13. The function may be off by 2⁻¹⁹ of its argument, and GELU, for an output of
+    /// 16 bits, by 2⁻¹⁵.
     fn activated(self, activation: Activation, to_f32: bool) -> Number {
         let x = self.exact;
         let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
@@ -509,7 +509,7 @@ fn compare<T: Float>(check: &mut Check, exact: &[Number], out: &[T], rows: &[usi
         for (exact, found) in exact.iter().zip(&out[row * n..]) {
             let error = (f64::from(found.to_f32()) - exact.exact).abs();
             let rounding = (exact.exact.abs() + exact.off) * 2f64.powi(-T::DIGITS);
-            // Also of numbers near zero, which have fewer digits.
+            // This also holds for numbers near zero, which have fewer digits.
             let allowed = 1.001 * (exact.off + rounding) + 2f64.powi(T::MIN_EXPONENT - T::DIGITS);
             check.add(error, error / allowed);
             largest = largest.max(exact.exact.abs());
@@ -518,7 +518,7 @@ fn compare<T: Float>(check: &mut Check, exact: &[Number], out: &[T], rows: &[usi
     check.max_rel_err = check.max_rel_err.max(check.max_abs_err / largest);
 }
 
-/// A matrix of so many columns, transposed.
+/// Transposes a matrix of `columns` columns.
 fn turned<T: Element>(values: &[T], columns: usize) -> Vec<T> {
     let rows = values.len() / columns;
     let mut turned: Vec<T> = bytemuck::zeroed_vec(values.len());
@@ -532,12 +532,12 @@ fn turned<T: Element>(values: &[T], columns: usize) -> Vec<T> {
     turned
 }
 
-/// What calls are timed with on a backend.
+/// A clock for the calls of a backend.
 pub trait Clock<B: Backend, T: Element>: Sized {
     fn new(group: &Group<B>) -> Result<Self>;
-    /// Microseconds of what `run` begins. Collective.
+    /// Microseconds that the work takes that `run` begins. Collective.
     fn time(&self, run: impl FnOnce() -> Result<()>) -> Result<f64>;
-    /// `a · bᵀ` as others do it, if there are others here.
+    /// `a · bᵀ` by a different library, if there is one here.
     #[allow(clippy::type_complexity)]
     fn peer<'a>(
         &'a self,
@@ -572,7 +572,7 @@ const VARIANTS: [(&str, &str); 4] = [
     ("plain: a call for each weight", "calls_us"),
     ("cuBLASLt, one weight [N, K] of all columns", "cublaslt_us"),
 ];
-/// As what the first is compared with the others.
+/// The ratios of the first variant to the others.
 const RATIOS: [(&str, usize); 3] = [("/ plain", 1), ("/ calls", 2), ("/ cuBLASLt", 3)];
 
 /// Times products of the form that is asked for.
@@ -651,7 +651,7 @@ fn line(
     line
 }
 
-/// What there is to say of all shapes.
+/// Prints the summary of all shapes.
 fn summarize(ratios: &[Vec<f64>]) {
     for (&(name, _), ratios) in RATIOS.iter().zip(ratios) {
         if let (Some(mean), Some(worst)) = (
@@ -666,7 +666,7 @@ fn summarize(ratios: &[Vec<f64>]) {
     }
 }
 
-/// Refuses what there is not.
+/// Refuses arguments that don't fit together.
 fn check(args: &Args) -> Result<(), Failure> {
     let has = |what| args.epilogue.contains(&what);
     let is_sum = matches!(args.op, Op::MatmulReduceScatter | Op::MatmulAllReduce);
@@ -727,7 +727,7 @@ fn titles(times: &[Option<f64>]) -> String {
     titles.join("; ")
 }
 
-/// Verifies a form, and times it beside others: the medians of [`VARIANTS`].
+/// Verifies a form, and times it beside others. Returns the medians of [`VARIANTS`].
 fn time<B: Backend, T: Element, C: Clock<B, T>>(
     args: &Args,
     group: &Group<B>,

@@ -32,14 +32,14 @@ impl<B: Backend, T: Element> Operands<B, T> {
         })
     }
 
-    /// M, N, and K a rank.
+    /// M, N, and the K of a rank.
     pub fn shape(&self) -> [usize; 3] {
         let ([m, k], [n, _]) = (self.a.shape(), self.b.shape());
         [m, n, k]
     }
 
-    /// Compares rows of `out`, which are the rows `of` of the sum. How far an element may be off stands at
-    /// [`matmul_reduce_scatter`](gemmesh::matmul_reduce_scatter).
+    /// Compares rows of `out`, which are the rows `of` of the sum. The documentation of
+    /// [`matmul_reduce_scatter`](gemmesh::matmul_reduce_scatter) says how far an element may be off.
     fn check(&self, out: &[T], of: Range<usize>, products: usize) -> Check {
         let shape = self.shape();
         let [_, n, k] = shape;
@@ -55,7 +55,7 @@ impl<B: Backend, T: Element> Operands<B, T> {
             .collect();
         let count = rows_within(products, n, k * world);
         let rows = sample_rows(of.len(), count, 7 + self.group.rank() as u64);
-        // Unit roundoffs of the type and of f32; and what the first order leaves out.
+        // Unit roundoffs of the type and of f32, and a factor for what the first order leaves out.
         let (u, v, more) = (2f64.powi(-T::DIGITS), 2f64.powi(-24), 1.01);
         let terms = (k + world) as f64;
         check(&factors, out, n, &rows, |exact| {
@@ -64,7 +64,7 @@ impl<B: Backend, T: Element> Operands<B, T> {
     }
 }
 
-/// The operands of a rank: each can make those of the others, to check the sum.
+/// The operands of a rank. Each rank can make those of the others, to check the sum.
 fn values<T: Element>(rank: usize, [m, n, k]: [usize; 3]) -> [Vec<T>; 2] {
     let seed = rank as u64;
     [random(m * k, 1 + seed), random(n * k, 1001 + seed)]

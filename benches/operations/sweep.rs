@@ -12,8 +12,10 @@ pub const LARGEST: [usize; 3] = [16384, 28672, 28672];
 /// The same for the host, where products take long.
 pub const LARGEST_ON_HOST: [usize; 3] = [512, 1024, 1024];
 
-/// As many random shapes M, N and K, the same for the same seed: fewer of them are the first of more. Logarithms are
-/// uniform. M is any number from 1 on; N, from 256 on, and K, from 512 on, are multiples of one of four numbers each.
+/// Draws `count` random shapes M, N and K.
+///
+/// The same seed gives the same shapes, and fewer of them are the first of more. Logarithms are uniform. M is any
+/// number from 1 on. N, from 256 on, and K, from 512 on, are multiples of one of four numbers each.
 pub fn draw(seed: u64, count: usize, largest: [usize; 3]) -> Vec<[usize; 3]> {
     let [m, n, k] = largest;
     let mut rng = SmallRng::seed_from_u64(seed);
@@ -34,29 +36,29 @@ fn multiple(rng: &mut SmallRng, factors: [usize; 4], least: usize, most: usize) 
     nearest * factor
 }
 
-/// A number whose logarithm is uniform: each stands for what lies between it and the next.
+/// A number whose logarithm is uniform. Each stands for the numbers between it and the next.
 fn log_uniform(rng: &mut SmallRng, least: usize, most: usize) -> usize {
     let [low, high] = [least, most + 1].map(|bound| (bound as f64).ln());
     let logarithm = low + (high - low) * rng.random::<f64>();
     (logarithm.exp() as usize).clamp(least, most)
 }
 
-/// Times of a shape in microseconds. None is what can't be timed here.
+/// Times of a shape in microseconds. A time is none if it can't be measured here.
 #[derive(Clone, Copy, Debug)]
 pub struct Times {
     /// gemmesh's product without its communication.
     pub alone: f64,
     pub cublaslt: Option<f64>,
-    /// What the operation is compared with.
+    /// The time of the baseline.
     pub baseline: Option<f64>,
     pub fused: f64,
     pub ideal: f64,
-    /// What `fused` was expected to be.
+    /// The predicted time of `fused`.
     pub predicted: Option<f64>,
 }
 
 impl Times {
-    /// How far the prediction is off, as a part of what it is of.
+    /// The error of the prediction, relative to the time.
     fn misprediction(&self) -> Option<f64> {
         self.predicted.map(|time| (time / self.fused - 1.0).abs())
     }

@@ -8,7 +8,7 @@ use gemmesh::{Error, launch};
 
 use super::report::{Backend, Finding, Launcher, Variable};
 
-/// What the launcher says of this process, as the library reads it.
+/// The launcher's description of this process, as the library reads it.
 pub fn launcher(findings: &mut Vec<Finding>) -> Option<Launcher> {
     match launch::rank_environment() {
         Ok(Some(environment)) => Some(Launcher {
@@ -59,7 +59,7 @@ pub fn variables(backend: Backend, findings: &mut Vec<Finding>) -> Vec<Variable>
     variables
 }
 
-/// What a variable does, if it does anything or seems to be meant to.
+/// What a variable does, if it has an effect or seems meant to have one.
 fn effect(
     name: &str,
     value: &OsStr,
@@ -107,7 +107,7 @@ fn effect(
         _ if name.starts_with("NCCL_") => {
             Some("none: gemmesh uses no NCCL; the benchmark's baselines do")
         }
-        // The tests'.
+        // Only tests read it.
         "GEMMESH_REQUIRE_GPU" => None,
         _ if name.starts_with("GEMMESH_TEST") => None,
         _ if name.starts_with("GEMMESH_") => {

@@ -1,4 +1,4 @@
-//! GPUs: what the driver says of them, whether each works alone and with each other, and how fast.
+//! The GPUs: what the driver says of them, whether each works alone and with the others, and how fast they are.
 #![allow(unsafe_code)] // Calls of the driver that write a number.
 
 use std::time::Duration;
@@ -16,7 +16,7 @@ use super::step::Step;
 
 /// The compute capability that the kernels are for.
 const HOPPER: (i32, i32) = (9, 0);
-/// Streams of the least, of the copies' and of the rescuer's priority.
+/// The priorities that the library uses: the lowest, that of copies, and that of the stream that releases waits.
 const PRIORITIES: i32 = 3;
 
 /// What the driver says.
@@ -25,11 +25,11 @@ pub struct Inspection {
     driver: String,
     gpus: Vec<Gpu>,
     links: Vec<Link>,
-    /// What could not be asked.
+    /// Questions that the driver did not answer.
     failures: Vec<String>,
 }
 
-/// Looks at all that this process sees.
+/// Inspects and measures the GPUs that this process sees.
 pub fn look(backend: Backend, timeout: Duration, findings: &mut Vec<Finding>) -> GpuSection {
     let mut section = GpuSection {
         compiled: true,
@@ -86,7 +86,7 @@ pub fn look(backend: Backend, timeout: Duration, findings: &mut Vec<Finding>) ->
     section
 }
 
-/// What to know of one GPU.
+/// Adds the findings on one GPU.
 fn judge(gpu: &Gpu, backend: Backend, findings: &mut Vec<Finding>) {
     let Gpu {
         ordinal,
@@ -113,7 +113,7 @@ fn judge(gpu: &Gpu, backend: Backend, findings: &mut Vec<Finding>) {
     }
 }
 
-/// Tries each GPU alone, and each two that work.
+/// Tries each GPU alone, and each pair of GPUs that work.
 fn measure(section: &mut GpuSection, timeout: Duration, findings: &mut Vec<Finding>) {
     for gpu in section.gpus.iter_mut().filter(|gpu| gpu.hopper) {
         match (Step::Alone { gpu: gpu.ordinal }).run(timeout) {
@@ -164,7 +164,7 @@ fn measure_pair(
         .iter()
         .filter(|link| gpus.contains(&link.from) && gpus.contains(&link.to));
     if !between.all(|link| link.access) {
-        // Said before.
+        // A finding says so already.
         return None;
     }
     match (Step::Pair { first, second }).run(timeout) {
@@ -178,7 +178,7 @@ fn measure_pair(
     }
 }
 
-/// Names those that copy less than half of what the best do.
+/// Names the pairs that copy less than half as fast as the best pair.
 fn note_slow_pairs(pairs: &[Pair], findings: &mut Vec<Finding>) {
     let rates = pairs
         .iter()
@@ -194,7 +194,7 @@ fn note_slow_pairs(pairs: &[Pair], findings: &mut Vec<Finding>) {
 /// Asks the driver.
 ///
 /// # Errors
-/// That there is none, or that it does not start.
+/// There is no driver, or it does not start.
 pub fn inspect() -> Result<Inspection, String> {
     // SAFETY: loading the driver runs its initialisers, which any CUDA program does.
     if !unsafe { sys::is_culib_present() } {
@@ -240,7 +240,7 @@ pub fn inspect() -> Result<Inspection, String> {
     Ok(inspection)
 }
 
-/// The driver's own.
+/// The driver's words for an error.
 fn words(error: DriverError) -> String {
     let name = error.error_name().map(|name| name.to_string_lossy());
     let text = error.error_string().map(|text| text.to_string_lossy());
@@ -282,7 +282,7 @@ fn inspect_gpu(ordinal: usize) -> Result<Gpu, DriverError> {
             value(attribute::CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID)?
         ),
         ecc: value(attribute::CU_DEVICE_ATTRIBUTE_ECC_ENABLED)? != 0,
-        // The driver names parts so.
+        // The driver's name of a part of a GPU has this in it.
         mig: name.contains(" MIG "),
         stream_priorities: least - greatest + 1,
         name,
@@ -328,7 +328,7 @@ pub fn pair(gpu: usize, wait: Duration) -> Result<Measured, Failure> {
     let product = measure::product(&group)?;
     let copies = measure::gather(&group, Way::Copies, 64 << 20)?;
     let no_stores = no_stores(&group)?;
-    // The most that the library stores.
+    // The most bytes that the library stores.
     let stores = match no_stores {
         None => Some(measure::gather(&group, Way::Chosen, 16 << 20)?),
         Some(_) => None,
@@ -341,7 +341,7 @@ pub fn pair(gpu: usize, wait: Duration) -> Result<Measured, Failure> {
     })
 }
 
-/// Why kernels may not wait for one another, if they may not: then nothing is pushed, nor stored.
+/// Why kernels may not wait for one another, if they may not. Then nothing is pushed or stored.
 fn no_stores(group: &Group<Cuda>) -> Result<Option<String>, Failure> {
     const N: usize = 128;
     let a = group.sharded::<bf16>(256, 256)?;

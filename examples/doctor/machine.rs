@@ -8,7 +8,7 @@ use rustix::process::{Resource, getrlimit};
 
 use super::report::{Backend, Finding, Machine};
 
-/// Enough for a group of 64 ranks: a connection to each, and the memory of each while it is mapped.
+/// Enough descriptors for a group of 64 ranks: a connection to each, and the memory of each while it is mapped.
 const OPEN_FILES: u64 = 256;
 
 pub fn look(backend: Backend, ranks: usize, findings: &mut Vec<Finding>) -> Machine {
@@ -78,7 +78,7 @@ fn meminfo(text: &str, field: &str) -> Option<u64> {
     Some(kib * 1024)
 }
 
-/// Tries what the host backend does for each sharded matrix.
+/// Makes shared memory as the host backend does for each sharded matrix.
 fn memfd() -> io::Result<()> {
     let bytes = 1 << 20;
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;

@@ -1,4 +1,6 @@
-//! Says whether gemmesh works on this machine, how fast ranks reach one another, and how to mend what does not work.
+//! Checks whether gemmesh works on this machine, and says how to fix what does not work.
+//!
+//! It also measures how fast ranks reach one another.
 //!
 //! ```sh
 //! cargo run --release --example doctor                    # the host backend
@@ -7,9 +9,9 @@
 //! torchrun --nproc-per-node 4 --no-python target/release/examples/doctor    # and whether the launcher's ranks meet
 //! ```
 //!
-//! What may hang or crash, such as a driver, runs as a process of its own with a deadline: its failure is a finding,
-//! and the next step goes on. [`report::Report`] is what `--json` prints. The exit code is 1 if a problem keeps the
-//! backend from working.
+//! A step that may hang or crash, for example in a driver, runs as a separate process with a deadline. Its failure is a
+//! finding, and the next step goes on. [`report::Report`] is what `--json` prints. The exit code is 1 if a problem
+//! keeps the backend from working.
 
 #[path = "../../benches/common/mod.rs"]
 mod common;
@@ -58,7 +60,7 @@ enum BackendName {
     Cuda,
 }
 
-/// Makes the report, or in a process of the doctor's own a step of it.
+/// Makes the report, or runs a step of it if this is a process that the doctor has started.
 pub fn main() -> ExitCode {
     let args = Args::parse();
     let timeout = Duration::from_secs(args.timeout);
@@ -74,7 +76,7 @@ pub fn main() -> ExitCode {
     let mut findings = Vec::new();
     let launcher = environment::launcher(&mut findings);
     if let Some(launcher) = &launcher {
-        // Every rank of the launcher's job is a doctor: they meet, and rank 0 goes on.
+        // Every rank of the launcher's job is a doctor. They meet, and rank 0 goes on.
         let met = Group::<Host>::builder()
             .timeout(timeout / 3)
             .from_env()

@@ -1,4 +1,4 @@
-//! A group's product against float64, and how fast rows come from other ranks: the same on every backend.
+//! Compares a group's product with float64, and times all-gathers, on every backend.
 
 use std::time::Instant;
 
@@ -11,20 +11,20 @@ use super::common::gather::AllGather;
 use super::common::{self, Failure, Operation};
 use super::report::{HostGroup, Product, Speed};
 
-/// M, N and K of the product: all is compared.
+/// M, N and K of the product. All its elements are compared.
 const SHAPE: [usize; 3] = [512, 128, 512];
-/// Bytes that each rank has where latency counts.
+/// Bytes of each rank, to measure latency.
 const FEW: usize = 16;
-/// Elements of a row where bandwidth counts.
+/// Elements of a row, to measure bandwidth.
 const COLUMNS: usize = 4096;
-/// Times that are taken; the median counts.
+/// The number of times that are taken. The median counts.
 const ROUNDS: usize = 9;
 
 /// How an all-gather is done.
 pub enum Way {
-    /// By the backend's copies: each rank pulls.
+    /// By the backend's copies. Each rank pulls.
     Copies,
-    /// By the route that the library chooses, which on GPUs is that of stores for so few bytes.
+    /// By the route that the library chooses. On GPUs it stores so few bytes.
     #[cfg(feature = "cuda")]
     Chosen,
 }
@@ -81,12 +81,12 @@ pub fn gather<B: Backend>(group: &Group<B>, way: Way, bytes: usize) -> Result<Sp
 /// An all-gather of random numbers.
 struct Gather<B: Backend> {
     matrix: ShardedMatrix<B, bf16>,
-    /// For what pulls.
+    /// The prepared gather, if ranks pull.
     pulls: Option<Prepared<'static, B, bf16>>,
 }
 
 impl<B: Backend> Gather<B> {
-    /// Each rank has `bytes`, in rows of `columns`. Verified. Collective.
+    /// Makes and verifies a gather in which each rank has `bytes`, in rows of `columns`. Collective.
     fn new(group: &Group<B>, way: &Way, bytes: usize, columns: usize) -> Result<Self, Failure> {
         let rows = bytes / (columns * size_of::<bf16>());
         let (rank, world) = (group.rank(), group.world_size());
@@ -104,7 +104,7 @@ impl<B: Backend> Gather<B> {
         let bits = |values: Vec<bf16>| values.into_iter().map(bf16::to_bits).collect::<Vec<_>>();
         let expected = (0..world).flat_map(|rank| bits(values(rank)));
         let is_right = bits(gather.matrix.to_vec()?).into_iter().eq(expected);
-        // All ranks go on, or none does.
+        // All ranks go on or none does.
         let all = group.all_gather_bytes(&[u8::from(is_right)])?;
         match all.iter().all(|rank| rank == &[1]) {
             true => Ok(gather),
@@ -121,7 +121,7 @@ impl<B: Backend> Gather<B> {
         }
     }
 
-    /// Seconds of one of `calls` in a row: the median over the rounds of the slowest rank's. Collective.
+    /// Seconds of one of `calls` in a row. It is the median, over the rounds, of the slowest rank's time. Collective.
     fn time(&self, group: &Group<B>, calls: usize) -> Result<f64, Failure> {
         let mut samples = Vec::new();
         for round in 0..=ROUNDS {
@@ -131,7 +131,7 @@ impl<B: Backend> Gather<B> {
                 self.run()?;
             }
             group.synchronize()?;
-            // The first warms up.
+            // The first round warms up.
             if round > 0 {
                 samples.push([begin.elapsed().as_secs_f64() / calls as f64]);
             }

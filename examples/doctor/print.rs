@@ -18,12 +18,12 @@ macro_rules! line {
     }};
 }
 
-/// Prints a text. That nobody reads it is no failure.
+/// Prints a text. It is no failure if nobody reads it.
 pub fn out(text: &str) {
     let _ = std::io::stdout().lock().write_all(text.as_bytes());
 }
 
-/// The same, beside the report.
+/// Prints a text on stderr, beside the report.
 pub fn err(text: &str) {
     let _ = std::io::stderr().lock().write_all(text.as_bytes());
 }
@@ -71,7 +71,7 @@ pub fn text(report: &Report) -> String {
     text
 }
 
-/// What was found, and below it what to do.
+/// A finding, and below it what to do.
 pub fn finding(finding: &Finding) -> String {
     let severity = match finding.severity {
         Severity::Ok => "ok",
@@ -227,7 +227,7 @@ fn links(text: &mut String, section: &GpuSection) {
     });
 }
 
-/// How fast each two GPUs are.
+/// The speed of each pair of GPUs.
 fn pairs(text: &mut String, section: &GpuSection) {
     type Cell = fn(&Measured) -> Option<String>;
     let measured: [(&str, Cell); 4] = [
@@ -258,7 +258,7 @@ fn pairs(text: &mut String, section: &GpuSection) {
     }
 }
 
-/// A square of GPUs, with what there is between each two.
+/// A table with an entry for each pair of GPUs.
 fn square(
     text: &mut String,
     section: &GpuSection,

@@ -1,4 +1,4 @@
-//! What the doctor has found: all that it prints, as people read it and as JSON.
+//! The report that the doctor prints, for people and as JSON.
 
 use serde::{Deserialize, Serialize};
 
@@ -12,7 +12,7 @@ pub struct Report {
     pub machine: Machine,
     /// What the launcher says of this process, if there is one.
     pub launcher: Option<Launcher>,
-    /// The variables of the environment that matter, as far as they are set.
+    /// The environment variables that are set and matter.
     pub variables: Vec<Variable>,
     /// A group of the host backend, if it works.
     pub host: Option<HostGroup>,
@@ -41,9 +41,9 @@ pub struct Machine {
     pub cores: usize,
     pub memory_bytes: Option<u64>,
     pub available_memory_bytes: Option<u64>,
-    /// Whether shared memory without a name can be had, which the host backend needs.
+    /// True if anonymous shared memory works, which the host backend needs.
     pub memfd: bool,
-    /// What is free in /dev/shm, which gemmesh does not use, but NCCL does.
+    /// Free bytes in /dev/shm, which NCCL uses and gemmesh does not.
     pub dev_shm_free_bytes: Option<u64>,
     /// The limit on open files; none if there is no limit.
     pub open_files: Option<u64>,
@@ -62,7 +62,7 @@ pub struct Launcher {
 pub struct Variable {
     pub name: String,
     pub value: String,
-    /// What it does to gemmesh.
+    /// Its effect on gemmesh.
     pub effect: &'static str,
 }
 
@@ -78,42 +78,42 @@ pub struct HostGroup {
 #[derive(Serialize, Deserialize)]
 pub struct Product {
     pub elements: usize,
-    /// The largest error as a share of what rounding allows: right if at most 1.
+    /// The largest error relative to what rounding allows. At most 1 is right.
     pub worst: f64,
 }
 
-/// How rows of an all-gather come from the other ranks: medians, as the slowest rank sees it, of calls in a row.
+/// The speed of all-gathers: medians over calls in a row, as the slowest rank sees it.
 #[derive(Serialize, Deserialize)]
 pub struct Speed {
-    /// Of a call in which each rank has 16 bytes.
+    /// The time of a call in which each rank has 16 bytes.
     pub latency_us: f64,
-    /// What comes to a rank in a second, where each has `bytes`, in 10⁹ bytes.
+    /// 10⁹ bytes that come to a rank in a second if each rank has `bytes`.
     pub gb_per_s: f64,
     pub bytes: usize,
 }
 
 #[derive(Default, Serialize)]
 pub struct GpuSection {
-    /// Whether this program was built with feature cuda.
+    /// True if this program was built with feature cuda.
     pub compiled: bool,
     /// The release of nvcc that has compiled the kernels, if there are any.
     pub nvcc: Option<&'static str>,
     /// The newest CUDA that the driver supports, if there is a driver.
     pub driver: Option<String>,
     pub gpus: Vec<Gpu>,
-    /// From each GPU to each other, as the driver says it.
+    /// The driver's description of the links between GPUs.
     pub links: Vec<Link>,
-    /// Each two GPUs, as measured.
+    /// The measurements of each pair of GPUs.
     pub pairs: Vec<Pair>,
 }
 
 #[derive(Serialize, Deserialize)]
 pub struct Gpu {
-    /// Among those that this process sees.
+    /// Its number among the GPUs that this process sees.
     pub ordinal: usize,
     pub name: String,
     pub capability: String,
-    /// Whether it is of the generation that the kernels are for.
+    /// True if the kernels support its generation.
     pub hopper: bool,
     pub multiprocessors: i32,
     pub memory_bytes: usize,
@@ -121,7 +121,7 @@ pub struct Gpu {
     pub uuid: String,
     pub pci: String,
     pub ecc: bool,
-    /// Whether it is a part of a GPU.
+    /// True if it is a part of a GPU.
     pub mig: bool,
     /// The number of priorities that streams can have.
     pub stream_priorities: i32,
@@ -133,7 +133,7 @@ pub struct Gpu {
 pub struct Link {
     pub from: usize,
     pub to: usize,
-    /// Whether the one can map the other's memory.
+    /// True if one can map the other's memory.
     pub access: bool,
     /// The driver's rank of the link among all: lower is faster.
     pub performance_rank: i32,
@@ -150,11 +150,11 @@ pub struct Pair {
 #[derive(Serialize, Deserialize)]
 pub struct Measured {
     pub product: Product,
-    /// By copy engines: each GPU pulls.
+    /// The speed of copy engines. Each GPU pulls.
     pub copies: Speed,
-    /// By stores of kernels, where these may wait for one another.
+    /// The speed of stores by kernels, if kernels may wait for one another.
     pub stores: Option<Speed>,
-    /// Why they may not.
+    /// Why kernels may not wait for one another.
     pub no_stores: Option<String>,
 }
 
@@ -172,7 +172,7 @@ pub enum Severity {
 #[derive(Serialize)]
 pub struct Finding {
     pub severity: Severity,
-    /// What it is about.
+    /// Its subject.
     pub about: &'static str,
     pub what: String,
     /// What to do, unless it works.
@@ -209,7 +209,7 @@ impl Finding {
         }
     }
 
-    /// A problem only if GPUs must work.
+    /// A finding that is a problem only if GPUs must work.
     pub fn of_gpus(backend: Backend, what: impl Into<String>, advice: &str) -> Finding {
         match backend {
             Backend::Cuda => Finding::problem("GPUs", what, advice),

@@ -1,4 +1,4 @@
-//! Steps that may crash or hang: each is a process of its own, with a deadline.
+//! Steps that may crash or hang. Each runs in a separate process with a deadline.
 
 use std::io::{IsTerminal, Read};
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
@@ -48,9 +48,9 @@ impl Step {
         }
     }
 
-    /// Does it, in the process that is there for it.
+    /// Runs the step in the process that was started for it.
     pub fn play(self, timeout: Duration) -> ExitCode {
-        // A group's own deadline comes first, for its error says more.
+        // A group's own deadline comes first, because its error says more.
         let wait = timeout / 3;
         match self {
             Step::Host { ranks } => {
@@ -83,10 +83,10 @@ impl Step {
         }
     }
 
-    /// Has a process do it.
+    /// Runs the step in a separate process.
     ///
     /// # Errors
-    /// Its error in words; or that it has crashed, or did not end in time.
+    /// Its error in words, or that it has crashed or did not end in time.
     pub fn run<T: DeserializeOwned>(self, timeout: Duration) -> Result<T, String> {
         let arguments = self.arguments();
         // All steps of many GPUs take minutes.
@@ -106,7 +106,7 @@ impl Step {
 /// As [`Step::run`].
 fn run<T: DeserializeOwned>(arguments: &[String], timeout: Duration) -> Result<T, String> {
     let mut command = Command::new("/proc/self/exe");
-    // It is no rank of a launcher's.
+    // The process is no rank of a launcher.
     launch::variables().for_each(|name| {
         command.env_remove(name);
     });
@@ -123,7 +123,7 @@ fn run<T: DeserializeOwned>(arguments: &[String], timeout: Duration) -> Result<T
     let mut process = process.map_err(|error| format!("can't start a process: {error}"))?;
     let (said, complained) = (read(process.stdout.take()), read(process.stderr.take()));
     let status = end(&mut process, timeout)?;
-    // What it has started ends with it.
+    // Processes that it has started end with it.
     const MOMENT: Duration = Duration::from_secs(1);
     let said = said.recv_timeout(MOMENT).unwrap_or_default();
     let outcomes = said
@@ -132,7 +132,7 @@ fn run<T: DeserializeOwned>(arguments: &[String], timeout: Duration) -> Result<T
     let outcomes: Vec<Result<T, String>> = outcomes.collect();
     let first_error = outcomes.iter().position(Result::is_err).unwrap_or(0);
     match outcomes.into_iter().nth(first_error) {
-        // It may have crashed after all.
+        // It may have crashed after it reported.
         Some(Ok(value)) if status.success() => return Ok(value),
         Some(Err(error)) => return Err(error),
         _ => (),
@@ -146,20 +146,20 @@ fn run<T: DeserializeOwned>(arguments: &[String], timeout: Duration) -> Result<T
     ))
 }
 
-/// Says to the doctor how a step went.
+/// Reports the outcome of a step to the doctor.
 fn say<T: Serialize, E: ToString>(outcome: Result<T, E>) -> ExitCode {
     let outcome = outcome.map_err(|error| error.to_string());
     print::out(&(serde_json::to_string(&outcome).unwrap_or_default() + "\n"));
     ExitCode::from(u8::from(outcome.is_err()))
 }
 
-/// All that comes, once it has ended.
+/// Reads everything until the end.
 fn read(from: Option<impl Read + Send + 'static>) -> Receiver<String> {
     let (to, received) = mpsc::channel();
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
         if let Some(mut from) = from {
-            // As much as could be read.
+            // An error leaves what was read before.
             let _ = from.read_to_end(&mut bytes);
         }
         let _ = to.send(String::from_utf8_lossy(&bytes).into_owned());
@@ -176,7 +176,7 @@ fn end(process: &mut Child, timeout: Duration) -> Result<ExitStatus, String> {
             Ok(Some(status)) => return Ok(status),
             Ok(None) if begin.elapsed() < timeout => std::thread::sleep(NAP),
             Ok(None) => {
-                // If a driver does not let it end, nobody waits for it.
+                // If a driver does not let the process end, nobody waits for it.
                 let _ = process.kill();
                 let seconds = timeout.as_secs();
                 return Err(format!("it did not end within {seconds} s, and was killed"));

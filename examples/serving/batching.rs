@@ -8,7 +8,7 @@ use rand::{RngExt, SeedableRng};
 /// The most requests that are decoded together.
 const RUNNING: usize = 64;
 
-/// The tokens of one step: of prompts, or one of each request that is running.
+/// The tokens of one step: those of prompts, or one of each running request.
 #[derive(Clone, Copy, Debug)]
 pub struct Step {
     pub tokens: usize,
@@ -17,7 +17,7 @@ pub struct Step {
 
 struct Request {
     prompt: usize,
-    /// Tokens that are still to be made.
+    /// Tokens that are still to be decoded.
     left: usize,
 }
 
@@ -53,7 +53,7 @@ impl Batching {
 impl Iterator for Batching {
     type Item = Step;
 
-    /// Prompts first: as many as fit.
+    /// As many prompts as fit come first.
     fn next(&mut self) -> Option<Step> {
         self.arrive();
         while self.waiting.is_empty() && self.running.is_empty() {

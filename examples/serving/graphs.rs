@@ -21,8 +21,9 @@ pub fn stream(group: &Group<Cuda>) -> Result<Arc<CudaStream>> {
     Ok(stream)
 }
 
-/// Runs the steps: prefills by calls, and decoding steps by replays. Rows that are pulled, as where ranks share a GPU,
-/// cannot be captured: then there are no times.
+/// Runs the steps, prefills by calls and decoding steps by replays.
+///
+/// Rows that are pulled, as when ranks share a GPU, cannot be captured. Then it returns no times.
 pub fn run(
     group: &Group<Cuda>,
     stream: &Arc<CudaStream>,
@@ -54,7 +55,7 @@ pub fn run(
             model.check(number)?;
         }
     }
-    // The graphs use the model's matrices: they go first.
+    // The graphs use the model's matrices, so they are dropped first.
     drop(graphs);
     Ok(times)
 }
@@ -67,14 +68,14 @@ fn capture(
 ) -> Result<CudaGraph> {
     let of_driver = || of_driver(group);
     model.take_tokens(bucket, 0)?;
-    // The first run allocates, which a capture cannot.
+    // The first run allocates, which is not possible during a capture.
     model.run()?;
     group.synchronize()?;
     stream
         .begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED)
         .map_err(of_driver())?;
     let captured = model.run();
-    // It ends in any case; why the step failed comes first.
+    // The capture ends in any case. An error of the step comes first.
     let graph = stream.end_capture(sys::CUgraphInstantiate_flags(0));
     captured?;
     let graph = graph.map_err(of_driver())?;

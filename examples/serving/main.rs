@@ -7,9 +7,9 @@
 //! cargo run --release --features cudarc --example serving -- --backend cuda # two GPUs
 //! ```
 //!
-//! The same 1,000 steps are run by short calls, which plan what they need for an M when it comes first, and by calls
-//! that were prepared for every M before. On GPUs also with decoding steps replayed from CUDA graphs: one for each size
-//! that M is rounded up to, while prefills stay calls.
+//! The same 1,000 steps run by short calls, which plan each M when it comes first, and by calls that were prepared for
+//! every M before. On GPUs they also run with decoding steps that are replayed from CUDA graphs, one for each size that
+//! M is rounded up to. Prefills stay calls.
 
 mod batching;
 #[cfg(feature = "cudarc")]
@@ -76,7 +76,7 @@ fn main() -> Result<()> {
     }
 }
 
-/// A rank's part: `replay` runs the steps once more, if the backend has something to replay.
+/// A rank's part. `replay` runs the steps once more, if the backend has something to replay.
 fn serve<B: Backend>(
     group: &Group<B>,
     args: &Args,
@@ -86,11 +86,11 @@ fn serve<B: Backend>(
     let steps: Vec<Step> = Batching::new(args.capacity).take(STEPS).collect();
     let mut model = Model::new(group, args.capacity, [args.model, args.hidden], args.layers)?;
 
-    // Room for sums of as many rows as there may be: what is larger than all before allocates.
+    // Allocates room for sums of the most rows, because a larger M than before allocates.
     model.take_tokens(args.capacity, 0)?;
     model.run()?;
     group.synchronize()?;
-    // What a call finds kept is what calls before it have used.
+    // A call only finds plans that calls before it have made.
     let by_calls = run(group, &mut model, &steps, |model, _| model.run())?;
     let mut prepared: BTreeMap<usize, PreparedLayers<B>> = BTreeMap::new();
     for step in &steps {
@@ -118,7 +118,7 @@ fn serve<B: Backend>(
     Ok(())
 }
 
-/// Runs all steps, and says how long each took.
+/// Runs all steps, and returns how long each took.
 fn run<B: Backend>(
     group: &Group<B>,
     model: &mut Model<B>,
@@ -128,7 +128,7 @@ fn run<B: Backend>(
     let mut times = Vec::with_capacity(steps.len());
     for (number, step) in steps.iter().enumerate() {
         model.take_tokens(step.tokens, number)?;
-        // Ranks begin a step about together: what one does beside its steps is not the others' time.
+        // Ranks begin a step at about the same time, so that one rank's other work does not count in the others' time.
         group.barrier()?;
         let began = Instant::now();
         layers(model, step)?;

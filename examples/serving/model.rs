@@ -1,4 +1,4 @@
-//! Layers of two products each, and what they must be in float64.
+//! Layers of two products each, and their reference in float64.
 
 use gemmesh::{
     Activation, AllGatherMatmul, Backend, Group, MatmulReduceScatter, Matrix, Prepared,
@@ -7,11 +7,11 @@ use gemmesh::{
 use rand::rngs::SmallRng;
 use rand::{RngExt, SeedableRng};
 
-/// A rank's part of `x = relu(x · upᵀ) · downᵀ`, once a layer.
+/// A rank's part of a model. Each layer is `x = relu(x · upᵀ) · downᵀ`.
 pub struct Model<B: Backend> {
     group: Group<B>,
     layers: Vec<Layer<B>>,
-    /// All ranks' weights of two layers, whose values the layers have by turns: few enough to be kept for the checks.
+    /// All ranks' weights of two layers, which the layers use in turn. They are few enough to be kept for the checks.
     weights: [Vec<[Vec<bf16>; 2]>; 2],
     x: ShardedMatrix<B, bf16>,
     hidden: Matrix<B, bf16>,
@@ -64,20 +64,20 @@ impl<B: Backend> Model<B> {
         self.x.capacity()
     }
 
-    /// M of what follows, of which each rank owns an even part.
+    /// Sets M of the next steps. Each rank owns an even part of the rows.
     pub fn set_tokens(&mut self, tokens: usize) -> Result<()> {
         self.x.set_rows(&self.group.even_rows(tokens))?;
         self.hidden.set_rows(tokens)
     }
 
-    /// The tokens of a step: this rank's own rows.
+    /// Sets M and writes this rank's tokens of a step.
     pub fn take_tokens(&mut self, tokens: usize, step: usize) -> Result<()> {
         self.set_tokens(tokens)?;
         self.write_tokens(step)
     }
 
-    /// The same where M is set already, perhaps to more than the tokens: rows behind them are computed too, and not
-    /// read.
+    /// Writes this rank's tokens of a step, if M is set already, perhaps to more than the tokens. Rows after them are
+    /// computed too, and not read.
     pub fn write_tokens(&mut self, step: usize) -> Result<()> {
         let [model, _] = self.width;
         let own = self.x.rows();
@@ -94,7 +94,7 @@ impl<B: Backend> Model<B> {
         Ok(())
     }
 
-    /// The products for M as it is set.
+    /// Prepares the products for the current M.
     pub fn prepare(&self) -> Result<PreparedLayers<B>> {
         let [model, hidden] = self.width;
         let up = AllGatherMatmul::new().activation(Activation::Relu);
@@ -142,19 +142,19 @@ impl<B: Backend> Model<B> {
             |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
         let off = size(&mut found.iter().zip(&exact).map(|(x, y)| x - y));
         let all = size(&mut exact.iter().copied());
-        // Each layer rounds three times, by less than 2⁻⁹ in the root mean square, and these errors are independent:
-        // twice their sum.
+        // Each layer rounds three times. Each error is less than 2⁻⁹ in the root mean square, and errors are
+        // independent. This allows twice their sum.
         let tolerance = 2.0 * 2f64.powi(-9) * (3.0 * self.layers.len() as f64).sqrt();
         assert!(off <= tolerance * all, "step {step}: off by {off} of {all}");
         Ok(())
     }
 }
 
-/// A rank's weights of a layer, of sizes that keep that of `x`.
+/// A rank's weights of a layer. Their scale keeps the scale of `x`.
 fn weights(rank: usize, world: usize, layer: usize, [model, hidden]: [usize; 2]) -> [Vec<bf16>; 2] {
     let seed = 1 + 2 * (rank + 64 * layer) as u64;
     let scale = |k: usize| (3.0 / k as f32).sqrt();
-    // Of x ~ N(0, 1), relu(x) has a square of 1/2 on average.
+    // For x ~ N(0, 1), the square of relu(x) is 1/2 on average.
     let [up, down] = [scale(model), scale(world * hidden) * 2f32.sqrt()];
     [
         random(seed, hidden * model, up),
@@ -186,7 +186,7 @@ fn product(a: &[f64], b: &[bf16], k: usize) -> Vec<f64> {
     products
 }
 
-/// In as many sums as fill a processor's vectors.
+/// The dot product, in as many sums as fill a processor's vectors.
 fn dot(x: &[f64], y: &[f64]) -> f64 {
     const LANES: usize = 8;
     let mut sums = [0.0; LANES];

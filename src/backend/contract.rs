@@ -1,4 +1,4 @@
-//! What a backend does, and what it is told.
+//! The contract of a backend: what it does, and what it is given.
 
 use std::any::Any;
 use std::ffi::c_void;
@@ -12,11 +12,12 @@ use crate::protocol::epoch::Epoch;
 use crate::ranks::members::Members;
 use crate::schedule::{Config, Numerics, Problem, Request, Schedule, Transfer};
 
-/// How many programs a group keeps for the short calls: those of some hundred M of a serving loop, for a few products
-/// each.
+/// How many programs a group keeps for the short calls.
+///
+/// This is enough for some hundred values of M in a serving loop, with a few products each.
 #[doc(hidden)]
 pub const KEPT_PROGRAMS: usize = KEPT.get();
-/// The same, as caches take it.
+/// The same number, as caches take it.
 pub(crate) const KEPT: NonZeroUsize = NonZeroUsize::new(512).expect("512 is not 0");
 
 /// A way to run the protocol: [`Host`](crate::Host) on any machine, `Cuda` on NVIDIA GPUs (feature `cuda`).
@@ -24,10 +25,10 @@ pub(crate) const KEPT: NonZeroUsize = NonZeroUsize::new(512).expect("512 is not 
 /// Sealed: the protocol's safety rests on its implementations.
 pub trait Backend: sealed::Implementation {}
 
-/// What gives another library's memory back when it is dropped.
+/// An object that gives another library's memory back when it is dropped.
 pub struct Owner(#[allow(dead_code)] Box<dyn Any + Send>);
 
-// SAFETY: nobody touches it but to drop it.
+// SAFETY: it is only ever dropped.
 #[allow(unsafe_code)]
 unsafe impl Sync for Owner {}
 
@@ -43,11 +44,11 @@ impl Debug for Owner {
     }
 }
 
-/// What a backend is told when it is opened.
+/// The options with which a backend is opened.
 #[derive(Clone, Debug)]
 pub struct OpenOptions {
     pub workers: Option<usize>,
-    /// Bytes per second of the host's copies, if they are to be that slow.
+    /// The limit of the host's copies in bytes per second, if there is one.
     pub link: Option<usize>,
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub device: Option<usize>,
@@ -58,18 +59,18 @@ pub struct OpenOptions {
 pub(crate) mod sealed {
     use super::*;
 
-    /// What a call binds to a number of its schedule. Shapes have been checked.
+    /// What a call binds to a matrix of its schedule. Shapes have been checked.
     #[derive(Debug)]
     pub enum Bound<'a, B: Implementation> {
-        /// A matrix that the call does without.
+        /// The call does not have this matrix.
         Nothing,
-        /// The same on every rank.
+        /// Symmetric memory: the same on every rank.
         Symmetric(&'a B::Symmetric),
-        /// This rank's own from a byte on, and only read.
+        /// This rank's own memory from a byte on. It is only read.
         Input(&'a B::Buffer, usize),
-        /// This rank's own from a byte on, and written: by nobody else, nor read.
+        /// This rank's own memory from a byte on. It is written, and nobody else reads or writes it.
         Output(&'a B::Buffer, usize),
-        /// This rank's memory of what ranks share, from a byte on: written, and not shared meanwhile.
+        /// This rank's part of symmetric memory, from a byte on. It is written, and not shared meanwhile.
         Part(&'a mut B::Symmetric, usize),
     }
 
@@ -83,19 +84,23 @@ pub(crate) mod sealed {
         }
     }
 
-    /// What a caller does with rows of the first matrix: this rank's own if there is no transfer, or those that a
-    /// transfer has brought. On a backend with streams they are there on a stream, for what is put there from now on;
-    /// elsewhere they are there.
+    /// The caller's function for rows of the first matrix: those that a transfer has brought or, without a transfer,
+    /// this rank's own.
+    ///
+    /// On a backend with streams, the rows are there for work that is put on the given stream from now on. Elsewhere
+    /// they are there when the function is called.
     pub type Consumer<'a> = dyn FnMut(Option<&Transfer>, *mut c_void) -> Result<()> + 'a;
 
-    /// What a caller does to make rows. On a backend with streams they are there once a stream has done what was put on
-    /// it; elsewhere when the function returns.
+    /// The caller's function that makes rows.
+    ///
+    /// On a backend with streams, the rows are there once the given stream has done the work that was put on it.
+    /// Elsewhere they are there when the function returns.
     pub type Producer<'a> = dyn FnMut(&Request, *mut c_void) -> Result<()> + 'a;
 
-    /// What a caller does amid an operation.
+    /// The caller's function that runs during an operation.
     pub enum Callback<'a> {
         /// Called once with the own rows and then with each arrival, in the schedule's order. Whatever it returns, all
-        /// that is moved is moved; after an error it is not called again.
+        /// transfers are made. After an error it is not called again.
         Consumer(&'a mut Consumer<'a>),
         /// Called for each request, in the schedule's order. After an error it is not called again, and the operation
         /// fails.
@@ -104,23 +109,23 @@ pub(crate) mod sealed {
 
     /// A call of a schedule.
     pub struct Call<'a, B: Implementation> {
-        /// The operation's number; that of the one before for what is no operation.
+        /// The operation's epoch. A call that is no operation has the epoch of the operation before.
         pub epoch: Epoch,
         /// By number in the schedule.
         pub matrices: &'a [Bound<'a, B>],
-        /// Where what happened when is noted.
+        /// Where the spans of a traced call go.
         pub trace: Option<&'a mut Vec<Span>>,
-        /// What the caller does beside.
+        /// The caller's function, if it has one.
         pub callback: Option<Callback<'a>>,
     }
 
     /// The backend's side of the library.
     pub trait Implementation: Sized + Send + Sync + 'static {
-        /// As in error messages and results.
+        /// The backend's name in error messages and results.
         const NAME: &'static str;
         /// The bytes of a row of a matrix that ranks share must be a multiple of this.
         const ROW_ALIGNMENT: usize;
-        /// Memory that ranks share comes in multiples of so many bytes.
+        /// Memory that ranks share comes in multiples of this many bytes.
         const BLOCK: usize;
         /// Memory that every rank of the group maps.
         type Symmetric: Send + Sync + Debug;
@@ -129,38 +134,39 @@ pub(crate) mod sealed {
         /// A schedule, ready to run.
         type Program: Send + Sync + Debug;
 
-        /// Collective. Allocates the flags and starts what runs operations.
+        /// Opens the backend: allocates the flags, and starts its threads. Collective.
         fn open(members: &Members, options: &OpenOptions) -> Result<Self>;
-        /// The group ends: lets go of the peers' memory, then of its own when no peer maps it any more.
+        /// Closes the backend, because the group ends. Memory lives as long as any rank maps it.
         fn close(&mut self, members: &Members);
-        /// A good way to cut up what is asked.
+        /// A good configuration for a problem.
         fn default_config(&self, problem: &Problem, numerics: Numerics) -> Config;
-        /// Whether rows of so many bytes a rank, which are exchanged and not multiplied, are better stored by a kernel
-        /// than copied: the same on all ranks.
+        /// Whether a collective of this many bytes a rank is faster if a kernel stores the rows than if they are
+        /// copied.
+        ///
+        /// All ranks get the same answer.
         fn is_better_stored(&self, _bytes: usize) -> bool {
             false
         }
-        /// What it is expected to take, cut up like that: parts of it, and at last the whole. Nothing if that is not
-        /// known.
+        /// Predicts the times of a problem's parts, and last of the whole. Empty if they are not known.
         fn predict(&self, _problem: &Problem, _config: &Config) -> Vec<Prediction> {
             Vec::new()
         }
-        /// Whether what is begun now is only recorded, to run later and often.
+        /// Whether operations that begin now are captured into a graph, to run later and often.
         fn is_recording(&self, members: &Members) -> Result<bool>;
         /// Makes a schedule ready to run.
         fn prepare(&self, members: &Members, schedule: Schedule) -> Result<Self::Program>;
         /// The schedule of a program.
         fn schedule(program: &Self::Program) -> &Schedule;
 
-        /// Collective, as `call`. Zeroed memory of `bytes` bytes on each rank.
+        /// Allocates `bytes` zeroed bytes on each rank. Collective, as `call`.
         fn symmetric(&self, members: &Members, call: &str, bytes: usize)
         -> Result<Self::Symmetric>;
-        /// Memory of another library's for `shape[0]` rows of `shape[1]` bytes, `pitch` bytes from row to row. `owner`
-        /// is dropped when nothing uses it any more.
+        /// Adopts another library's memory for `shape[0]` rows of `shape[1]` bytes, `pitch` bytes from row to row.
+        ///
+        /// `owner` is dropped when nothing uses the memory any more.
         ///
         /// # Safety
-        /// Until then it is there, and nobody else writes it in a way that the order of this rank's operations does not
-        /// know.
+        /// Until then the memory is valid, and all writes by others are ordered with this rank's operations.
         #[allow(unsafe_code)]
         unsafe fn adopt(
             &self,
@@ -169,9 +175,9 @@ pub(crate) mod sealed {
             pitch: usize,
             owner: Owner,
         ) -> Self::Buffer;
-        /// Where a buffer lies, and the bytes from row to row.
+        /// A buffer's address, and the bytes from row to row.
         fn place(of: &Self::Buffer) -> (u64, usize);
-        /// What DLPack calls the memory: the type of the device, and its number.
+        /// DLPack's type and number of the device.
         fn dlpack_device(&self) -> (i32, i32);
         /// Zeroed memory for `rows` rows of `width` bytes.
         fn buffer(&self, members: &Members, rows: usize, width: usize) -> Result<Self::Buffer>;
@@ -195,7 +201,7 @@ pub(crate) mod sealed {
         /// Copies a buffer's first rows, as many as `to` has room for.
         fn read(&self, from: &Self::Buffer, to: &mut [u8]) -> Result<()>;
 
-        /// Does what the program's schedule says.
+        /// Runs the program's schedule.
         fn run(
             &self,
             members: &Members,

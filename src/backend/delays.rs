@@ -21,7 +21,8 @@ pub fn delay_chunks(seed: Option<u64>) {
     DELAY_SEED.store(seed.map_or(0, |seed| seed | 1 << 63), Ordering::Relaxed);
 }
 
-/// None to half a millisecond, differently for every chunk of every operation; if a test wants delays.
+/// A delay of up to half a millisecond, which differs for every chunk of every operation. None unless a test wants
+/// delays.
 pub fn chunk_delay(rank: usize, flag: usize, epoch: Epoch) -> Option<Duration> {
     let seed = DELAY_SEED.load(Ordering::Relaxed);
     let chunk = (rank as u64) << 48 ^ (flag as u64) << 32 ^ u64::from(epoch.raw());

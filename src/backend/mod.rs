@@ -1,4 +1,4 @@
-//! Backends: what a rank is, where symmetric memory lies, and who walks schedules.
+//! Backends: what a rank is, where symmetric memory lies, and who runs schedules.
 
 mod contract;
 #[cfg(feature = "cuda")]

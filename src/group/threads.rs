@@ -41,9 +41,11 @@ where
     results.into_iter().collect()
 }
 
-/// Starts a thread for each rank and waits for them all. `part` is told a rank and its group, or why there is none, and
-/// returns its error in words. It takes neither `f` nor what that returns, so that it is compiled once and not for
-/// each. Returns the ranks whose errors come before others', the first first.
+/// Starts a thread for each rank and waits for them all. Returns the ranks whose errors are reported before others',
+/// the first one first.
+///
+/// `part` gets a rank and its group, or the reason why there is no group. It returns its error in words. `start` does
+/// not depend on the types of `f`, so it is compiled only once.
 fn start<B: Backend>(
     builder: &Builder<B>,
     ends: Vec<Vec<Arc<Connection>>>,
@@ -56,7 +58,7 @@ fn start<B: Backend>(
             .map_err(Error::out_of_memory(rank, SharedState::BYTES))
             .map(|memory| SharedState::new(memory, rank, world))
     };
-    // For the last look at what has happened.
+    // For a last look at the group's failure.
     let group = shared_state(0)?;
     let ranks = ends.into_iter().enumerate().map(|(rank, connections)| {
         let parts = (shared_state(rank)?, connections);
@@ -69,7 +71,7 @@ fn start<B: Backend>(
             let run = move || joining.run(builder, rank, world, part);
             match std::thread::Builder::new().spawn_scoped(scope, run) {
                 Ok(thread) => threads.push(thread),
-                // The others need not wait for it.
+                // The other ranks need not wait for this one.
                 Err(error) => {
                     let error = Error::not_started(rank, "a thread")(error);
                     let own = joining.take().map(|(own, _)| own.fail(error.clone()));
@@ -83,8 +85,8 @@ fn start<B: Backend>(
             }
         }
     });
-    // The failure of one rank makes others fail after it. So first comes a rank that left while another waited for it,
-    // then the one that reported the group's failure.
+    // The failure of one rank makes others fail after it. So the error of a rank that left while another waited for it
+    // comes first, then that of the rank that reported the group's failure.
     let left = match group.fault() {
         Some(Error::RankLeft { rank, .. } | Error::ProgramFailed { rank, .. }) => Some(rank),
         _ => None,
@@ -92,8 +94,8 @@ fn start<B: Backend>(
     Ok([left, group.reporter()].into_iter().flatten().collect())
 }
 
-/// What a rank joins its group with, until its thread takes it. If no thread does, its connections close when the
-/// others know why.
+/// What a rank joins its group with, until its thread takes it. If no thread takes it, its connections close after the
+/// other ranks know why.
 struct Joining(Mutex<Option<(SharedState, Vec<Arc<Connection>>)>>);
 
 impl Joining {
@@ -124,7 +126,7 @@ impl Joining {
     }
 }
 
-/// What the others hear when a rank's function ends.
+/// Tells the other ranks that a rank's function has ended.
 struct Farewell(Arc<SharedState>);
 
 impl Farewell {
@@ -132,7 +134,7 @@ impl Farewell {
         Farewell(members.shared_state())
     }
 
-    /// The function has returned, with an error of these words or none.
+    /// Tells that the function has returned. `reason`: its error in words, if it returned one.
     fn say(self, reason: Option<String>) {
         if self.0.refuse_fork().is_ok() {
             let reason = reason.map(|reason| self.0.program_failed(reason));
@@ -143,7 +145,7 @@ impl Farewell {
 
 impl Drop for Farewell {
     fn drop(&mut self) {
-        // Of a function that had let go of its group before, or has given it to others.
+        // If the function panics, its group may already be gone, or be in other hands, and not report it.
         self.0.report_panic();
     }
 }

@@ -23,15 +23,15 @@ pub struct Turns<T> {
     moved: Condvar,
     /// Locked by the thread whose turn it is.
     value: Mutex<T>,
-    /// Whose threads these are.
+    /// The process whose threads take turns.
     process: Process,
 }
 
 struct Line {
-    /// Of the thread whose turn it is, then of those that wait.
+    /// The ticket of the thread whose turn it is, then those of the threads that wait.
     tickets: VecDeque<u64>,
     next: u64,
-    /// What the first one has its turn for, if that is an operation of all ranks.
+    /// The operation of the thread whose turn it is, if the turn is for an operation of all ranks.
     operation: Option<Agreed>,
 }
 
@@ -60,8 +60,10 @@ impl<T> Turns<T> {
         }
     }
 
-    /// Waits for this thread's turn, which it needs for `operation`, or for something else. `look` is told now and then
-    /// how long it has waited, and for which operation; its error ends the wait.
+    /// Waits for this thread's turn, which is for `operation` or for something else.
+    ///
+    /// Now and then `look` is called with the time that this thread has waited, and the operation that it waits for. If
+    /// `look` returns an error, the wait ends.
     pub fn take<E>(
         &self,
         operation: Option<&Agreed>,
@@ -91,7 +93,7 @@ impl<T> Turns<T> {
 
 impl<T> Drop for Place<'_, T> {
     fn drop(&mut self) {
-        // In a fork, threads that are not there may have locked the line. No other has its turn there.
+        // In a fork, a thread that the fork lacks may hold the lock. No other thread of the fork waits for a turn.
         if !self.0.process.is_this() {
             return;
         }
@@ -118,7 +120,7 @@ impl<T> DerefMut for Turn<'_, T> {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // A panic while it was held has not left it half-changed: each change is one assignment.
+    // A panic while it was held has not left it half-changed, because each change is one assignment.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -21,8 +21,8 @@ use crate::ops::{OutputOf, Outputs, Weights};
 const PER_THREAD: usize = 2;
 
 mod memory {
-    /// Memory that keeps its stream and is freed in the stream's order. Other kinds of memory, of cudarc or of types
-    /// that implement its traits, need not be.
+    /// Memory that keeps its stream and is freed in the stream's order. Other memory of cudarc, and other types that
+    /// implement its traits, may do neither.
     pub trait OrderedByItsStream {}
 }
 
@@ -131,7 +131,7 @@ impl Group<Cuda> {
 pub struct CudarcMatrix<'a, T: Value> {
     matrix: Matrix<Cuda, T>,
     _stream: StreamGuard,
-    /// Tells cudarc, behind the operations that use it, that it is read.
+    /// When it is dropped, after the operations that use the matrix, it tells cudarc that the memory is read.
     _read: SyncOnDrop<'a>,
 }
 
@@ -146,12 +146,12 @@ pub struct CudarcMatrixMut<'a, T: Value> {
 }
 
 impl<'a, T: Value> CudarcMatrix<'a, T> {
-    /// [rows, columns], row by row, in memory of as many elements.
+    /// A [rows, columns] matrix, row by row, in memory of as many elements.
     ///
     /// # Errors
-    /// [`Error::Unsuitable`] unless the memory's context and stream are the group's; [`Error::Shape`] unless it has as
-    /// many elements; [`Error::Unaligned`] unless it and each row begin at a multiple of 16 bytes; [`Error::Limit`] for
-    /// no columns.
+    /// [`Error::Unsuitable`] unless the memory's context and stream are the group's; [`Error::Shape`] unless it has
+    /// rows · columns elements; [`Error::Unaligned`] unless the memory and each row begin at a multiple of 16 bytes;
+    /// [`Error::Limit`] if there are no columns.
     pub fn new<S: DevicePtr<T> + OrderedByItsStream>(
         group: &Group<Cuda>,
         memory: &'a S,
@@ -161,15 +161,15 @@ impl<'a, T: Value> CudarcMatrix<'a, T> {
         let guard = hold_stream(group, memory, rows, columns)?;
         let (ptr, read) = memory.device_ptr(memory.stream());
         Ok(CudarcMatrix {
-            // SAFETY: it is as long as that, borrowed as long as this lives, and behind that the stream orders what is
-            // done with it.
+            // SAFETY: the memory has as many elements and is borrowed as long as this matrix lives. Later uses of the
+            // memory come after the operations, in the order of its stream.
             matrix: unsafe { of_memory(group, ptr, rows, columns)? },
             _stream: guard,
             _read: read,
         })
     }
 
-    /// As an operand.
+    /// The matrix as an operand.
     pub fn view(&self) -> MatrixView<'_, Cuda, T> {
         self.matrix.view()
     }
@@ -189,7 +189,7 @@ impl<'a, T: Value> CudarcMatrixMut<'a, T> {
         let guard = hold_stream(group, memory, rows, columns)?;
         let stream = memory.stream().clone();
         let (ptr, written) = memory.device_ptr_mut(&stream);
-        // SAFETY: the stream that it borrows is the one that the memory keeps, and so lives as long as that is
+        // SAFETY: `written` borrows the stream that the memory keeps. So the stream lives as long as the memory is
         // borrowed.
         let written = unsafe { std::mem::transmute::<SyncOnDrop<'_>, SyncOnDrop<'a>>(written) };
         Ok(CudarcMatrixMut {
@@ -200,13 +200,13 @@ impl<'a, T: Value> CudarcMatrixMut<'a, T> {
         })
     }
 
-    /// As an output.
+    /// The matrix as an output.
     pub fn view_mut(&mut self) -> MatrixViewMut<'_, Cuda, T> {
         self.matrix.view_mut()
     }
 }
 
-/// Checks memory for a matrix, and keeps the group's operations on its stream as long as what is returned lives.
+/// Checks memory for a matrix. The group's operations stay on the memory's stream until the guard is dropped.
 fn hold_stream<T: Value>(
     group: &Group<Cuda>,
     memory: &impl DeviceSlice<T>,
@@ -223,7 +223,7 @@ fn hold_stream<T: Value>(
             found: vec![memory.len()],
         });
     }
-    // Default streams of all contexts have one handle.
+    // The default streams of all contexts have the same handle, so the context is compared too.
     group.require_context(
         "the memory of a matrix",
         memory.stream().context().cu_ctx().cast(),

@@ -37,7 +37,7 @@ use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::matrix::{Matrix, bytes_of};
 
-/// Where memory is.
+/// Which device memory is on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct DLDevice {
@@ -63,9 +63,9 @@ pub struct DLDataType {
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct DLTensor {
-    /// Where the memory begins.
+    /// The beginning of the memory.
     pub data: *mut c_void,
-    /// Where it is.
+    /// The device of the memory.
     pub device: DLDevice,
     /// How many dimensions there are.
     pub ndim: i32,
@@ -85,9 +85,9 @@ pub struct DLTensor {
 pub struct DLManagedTensor {
     /// The tensor.
     pub dl_tensor: DLTensor,
-    /// The business of whoever made it.
+    /// For the library that made the tensor.
     pub manager_ctx: *mut c_void,
-    /// To be called once, by whoever has the tensor last, on any thread.
+    /// The function that gives the memory back. The last holder of the tensor calls it once, on any thread.
     pub deleter: Option<unsafe extern "C" fn(*mut DLManagedTensor)>,
 }
 
@@ -99,7 +99,7 @@ unsafe impl Send for Managed {}
 
 impl Drop for Managed {
     fn drop(&mut self) {
-        // SAFETY: it is alive: nobody else gives it back.
+        // SAFETY: the tensor is alive, because nobody else gives it back.
         unsafe {
             if let Some(deleter) = (*self.0).deleter {
                 deleter(self.0);
@@ -108,10 +108,10 @@ impl Drop for Managed {
     }
 }
 
-/// A matrix that another library has.
+/// A matrix that has been given to another library.
 #[repr(C)]
 struct Exported<B: Backend, T: Value> {
-    // First: a pointer to it is one to this.
+    // First, so that a pointer to it also points to this struct.
     tensor: DLManagedTensor,
     shape: [i64; 2],
     strides: [i64; 2],
@@ -125,16 +125,17 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     /// returns an error, the tensor is still the caller's.
     ///
     /// # Errors
-    /// [`Error::Unsuitable`] for a tensor on another device than the group's, of another type, of other than two
-    /// dimensions, or whose rows do not lie apart by a fixed distance with their elements side by side;
-    /// [`Error::Unaligned`] on GPUs unless its first element and each row begin at a multiple of 16 bytes;
-    /// [`Error::Limit`] for one without columns. (Where one without rows lies does not matter; it may be null.)
+    /// [`Error::Unsuitable`] unless the tensor has the group's device, the type `T` and two dimensions, and unless its
+    /// rows lie a fixed distance apart with their elements side by side; [`Error::Unaligned`] on GPUs unless its first
+    /// element and each row begin at a multiple of 16 bytes; [`Error::Limit`] if it has no columns. (The address of a
+    /// tensor without rows does not matter and may be null.)
     ///
     /// # Safety
-    /// `tensor` points to a tensor that tells the truth and has not been given back. Until it is, nobody else writes
-    /// its memory while an operation uses it, nor reads it while it is written. On GPUs each row is there in whole
-    /// pieces of 16 bytes, and if the matrix is an output, these are its own: an operation may write behind a row's
-    /// last element up to the next piece.
+    /// - `tensor` points to a tensor whose fields are true and which has not been given back.
+    /// - Until the tensor is given back, nobody else writes its memory while an operation uses it, and nobody else
+    ///   reads the memory while an operation writes it.
+    /// - On GPUs each row is allocated in whole pieces of 16 bytes. If the matrix is an output, these pieces hold
+    ///   nothing else, because an operation may write after a row's last element, up to the next piece.
     pub unsafe fn from_dlpack(
         group: &Group<B>,
         tensor: *mut DLManagedTensor,
@@ -155,7 +156,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
         )?;
         require(rank, "the dtype", dtype(given.dtype), T::DTYPE.to_string())?;
         require(rank, "the number of dimensions", given.ndim, 2)?;
-        // SAFETY: as this function's: there are two of each.
+        // SAFETY: as this function's. There are two dimensions, so there are two of each.
         let pair = |of: *const i64| unsafe { [*of, *of.add(1)] };
         let [rows, columns] =
             pair(given.shape).map(|extent| usize::try_from(extent).unwrap_or(usize::MAX));
@@ -167,7 +168,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
         };
         let alignment = B::ROW_ALIGNMENT.max(align_of::<T>());
         let pitch = match rows {
-            // Nobody asks for the next.
+            // Without a second row, the tensor's own stride does not matter.
             0 | 1 => width.next_multiple_of(alignment),
             _ => usize::try_from(strides[0])
                 .unwrap_or(0)
@@ -202,7 +203,8 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     #[must_use = "the tensor is lost unless somebody calls its deleter"]
     pub fn into_dlpack(self) -> *mut DLManagedTensor {
         unsafe extern "C" fn give_back<B: Backend, T: Value>(tensor: *mut DLManagedTensor) {
-            // SAFETY: made from such a box, of which the tensor is the first field, and given back once.
+            // SAFETY: the tensor is the first field of such a box, from which the pointer was made. It is given back
+            // once.
             drop(unsafe { Box::from_raw(tensor.cast::<Exported<B, T>>()) });
         }
         // A deleter may be called on any thread.
@@ -231,9 +233,9 @@ impl<B: Backend, T: Value> Matrix<B, T> {
             strides: [(pitch / size_of::<T>()) as i64, 1],
             _matrix: self,
         }));
-        // Pointers into a box are void once it moves or is borrowed: so they are made of that which its owner gets, and
-        // what is behind it is never borrowed again.
-        // SAFETY: it points to a whole value, of which nobody else knows.
+        // A pointer into a box is invalid once the box moves or is borrowed. So both pointers are made from the raw
+        // pointer that the box's owner gets, and the box is never borrowed again.
+        // SAFETY: the pointer points to a whole value that nobody else knows.
         unsafe {
             (*exported).tensor.dl_tensor.shape = (&raw mut (*exported).shape).cast();
             (*exported).tensor.dl_tensor.strides = (&raw mut (*exported).strides).cast();
@@ -242,7 +244,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     }
 }
 
-/// What DLPack calls a type.
+/// The DLPack type of `dtype`.
 fn data_type(dtype: DType) -> DLDataType {
     const UNSIGNED: u8 = 1;
     const FLOAT: u8 = 2;
@@ -259,7 +261,7 @@ fn data_type(dtype: DType) -> DLDataType {
     }
 }
 
-/// What this library calls one of DLPack's, if it knows it.
+/// This library's name of a DLPack type, or a description if there is none.
 fn dtype(of: DLDataType) -> String {
     use DType::{Bf16, F16, F32, U8, U16, U32, U64};
     let known = [Bf16, F16, F32, U8, U16, U32, U64];
@@ -277,7 +279,7 @@ fn device(of: DLDevice) -> String {
     }
 }
 
-/// Refuses rows whose elements are apart, or that `overlap`.
+/// Fails if the elements of a row are apart, or if rows `overlap`.
 fn require_rows(
     rank: usize,
     [rows, columns]: [usize; 2],

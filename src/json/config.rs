@@ -1,4 +1,4 @@
-//! How an operation is cut up.
+//! Configurations and operations in tables of tuned configurations.
 
 use serde::{Deserialize, Serialize};
 
@@ -38,7 +38,7 @@ struct TileShapeJson {
     stages: usize,
     cluster: usize,
     split_k: usize,
-    // Tables that were written before there were slices have none of either.
+    // Older tables have neither `k_slices` nor `stream_k`.
     #[serde(default = "one")]
     k_slices: usize,
     #[serde(default)]
@@ -58,7 +58,7 @@ struct ChunkingJson {
     cut_last: bool,
 }
 
-/// An operation, by its name.
+/// An operation, by name.
 pub mod operation {
     use serde::de::{Deserialize, Deserializer, Error};
     use serde::ser::Serializer;

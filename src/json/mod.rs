@@ -1,5 +1,7 @@
-//! What ranks tell one another, and what tables of tuned configurations hold, as JSON. The types of the interface are
-//! described here a second time, so that serde's traits are no part of it; nothing compiles if the two differ.
+//! Messages between ranks and tables of tuned configurations, as JSON.
+//!
+//! The public types are described here a second time, so that serde's traits are no part of the interface. If the two
+//! descriptions differ, the crate does not compile.
 
 #[cfg(feature = "cuda")]
 pub mod config;
@@ -14,12 +16,12 @@ use crate::error::{Error, Result};
 use crate::profile::span::{Lane, Span, Work};
 use crate::schedule::Route;
 
-/// An error.
+/// Writes an error.
 pub fn of_error(error: &Error) -> Vec<u8> {
     serde_json::to_vec(&SentError(error.clone())).unwrap_or_default()
 }
 
-/// The error, with its texts cut so that [`of_error`] writes at most `most` bytes of it, should it write more.
+/// The error, with its texts cut if [`of_error`] would write more than `most` bytes of it.
 pub fn fitted(error: Error, most: usize) -> Error {
     const SHORTEST: usize = 8;
     let bytes = of_error(&error);
@@ -38,11 +40,11 @@ pub fn fitted(error: Error, most: usize) -> Error {
             return self::error(&bytes).unwrap_or(error);
         }
     }
-    // Beside texts there are a few numbers.
+    // Apart from texts, there are only a few numbers.
     error
 }
 
-/// Cuts texts to about as many bytes.
+/// Cuts texts to about `length` bytes.
 fn cut_texts(value: &mut Value, length: usize) {
     match value {
         Value::String(text) if text.len() > length => {
@@ -57,30 +59,30 @@ fn cut_texts(value: &mut Value, length: usize) {
     }
 }
 
-/// What [`of_error`] has written.
+/// Reads what [`of_error`] has written.
 pub fn error(bytes: &[u8]) -> serde_json::Result<Error> {
     serde_json::from_slice(bytes).map(|SentError(error)| error)
 }
 
-/// A result, or its error.
+/// Writes a result with its value or its error.
 pub fn of_outcome<T: Serialize>(outcome: &Result<T>) -> Vec<u8> {
     let outcome = outcome.as_ref().map_err(|error| SentError(error.clone()));
     serde_json::to_vec(&outcome).unwrap_or_default()
 }
 
-/// What [`of_outcome`] has written.
+/// Reads what [`of_outcome`] has written.
 pub fn outcome<T: DeserializeOwned>(bytes: &[u8]) -> serde_json::Result<Result<T>> {
     let outcome: Result<T, SentError> = serde_json::from_slice(bytes)?;
     Ok(outcome.map_err(|SentError(error)| error))
 }
 
-/// What a rank did.
+/// Writes the spans of a rank.
 pub fn of_spans(spans: &[Span]) -> serde_json::Result<Vec<u8>> {
     let spans: Vec<SentSpan> = spans.iter().cloned().map(SentSpan).collect();
     serde_json::to_vec(&spans)
 }
 
-/// What [`of_spans`] has written.
+/// Reads what [`of_spans`] has written.
 pub fn spans(bytes: &[u8]) -> serde_json::Result<Vec<Span>> {
     let spans: Vec<SentSpan> = serde_json::from_slice(bytes)?;
     Ok(spans.into_iter().map(|SentSpan(span)| span).collect())
@@ -130,7 +132,7 @@ enum WorkJson {
 #[derive(Serialize, Deserialize)]
 struct SentError(#[serde(with = "ErrorJson")] Error);
 
-/// Of an error that a field may hold, boxed or not.
+/// For an error that a field may hold, boxed or not.
 pub mod optional {
     use std::borrow::Borrow;
 

@@ -105,7 +105,7 @@ impl<B: Backend> Group<B> {
 pub(crate) fn bytes_of<T: Value>(rows: usize, columns: usize) -> Result<usize> {
     limit("rows", rows, 0, MAX_EXTENT)?;
     limit("columns", columns, 1, MAX_EXTENT)?;
-    // Two extents below 2³¹ stay below 2⁶²; what is larger than the memory of any machine is too large for this one.
+    // Two extents below 2³¹ have a product below 2⁶². A saturated size is more than the memory of any machine.
     Ok((rows * columns).saturating_mul(size_of::<T>()))
 }
 

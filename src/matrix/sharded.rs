@@ -67,7 +67,7 @@ impl<B: Backend> Group<B> {
     /// [`Group::sharded`], where rank r owns `rows[r]` rows. Collective.
     ///
     /// # Errors
-    /// As [`Group::sharded`]; [`Error::Shape`] unless there is one count of rows a rank.
+    /// As [`Group::sharded`]; [`Error::Shape`] unless `rows` has one count for each rank.
     pub fn sharded_rows<T: Value>(&self, rows: &[usize], k: usize) -> Result<ShardedMatrix<B, T>> {
         self.check()?;
         let layout = self.layout(rows, k, T::DTYPE);
@@ -183,7 +183,7 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     /// captured in a graph. The group keeps the schedules that were used last.
     ///
     /// # Errors
-    /// [`Error::Shape`] unless there is one count of rows a rank; [`Error::Limit`] if there are more rows than the
+    /// [`Error::Shape`] unless `rows` has one count for each rank; [`Error::Limit`] if there are more rows than the
     /// capacity.
     pub fn set_rows(&mut self, rows: &[usize]) -> Result<()> {
         let layout = || {
@@ -223,8 +223,9 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
         }
     }
 
-    /// Where the rows that `rank` owns lie in the matrix, in order. This is one range, or one a stage in a staged
-    /// matrix. Empty ranges are left out.
+    /// Where the rows that `rank` owns lie in the matrix, in order.
+    ///
+    /// This is one range, or one range for each stage of a staged matrix. Empty ranges are left out.
     pub fn blocks_of(&self, rank: usize) -> Vec<Range<usize>> {
         let rows = self.rows_of(rank);
         match self.layout.order() {
@@ -255,7 +256,7 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
         let values = bytemuck::cast_slice_mut(values);
         let read = inner.backend.read_symmetric(&mut self.memory, 0, values);
         self.group.noted(read)?;
-        // A peer whose operation has failed meanwhile may have written to the rows of others.
+        // A peer whose operation has failed meanwhile may have written to other ranks' rows.
         inner.members.check()
     }
 

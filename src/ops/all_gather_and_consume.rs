@@ -1,4 +1,4 @@
-//! Gathers a matrix, and gives its rows to a function of the caller's, chunk by chunk, as they arrive.
+//! Gathers a matrix, and calls a function of the caller for each chunk of rows as it arrives.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -26,17 +26,20 @@ use crate::trace::Trace;
 const OPERATION: Operation = Operation::AllGatherAndConsume;
 const NAME: &str = OPERATION.name();
 
-/// Gathers the rows of `a` on every rank, and meanwhile calls `consume` once for each chunk of them: first this rank's
-/// own rows, then the other ranks' in the order in which they are expected, a shard of the next rank in the ring first.
-/// Afterwards all rows are there, as after any gather. Collective.
+/// Gathers the rows of `a` on every rank, and calls `consume` once for each chunk of rows. Collective.
 ///
-/// On the host `consume` is called when a chunk has come, and may read it ([`Chunk::values`]). On GPUs it is called at
-/// once, and puts its work on the chunk's stream, on which the rows will be there: the stream waits for them, and the
-/// host never does. Such streams alternate between two, so that one chunk's kernels begin while the last of another's
-/// end; both begin after what was put on the group's stream before, which goes on when both are done. Other ranks wait
-/// for no consumer. (It leaves the current CUDA context as it was, and captures nothing that it does not end.) Where
-/// the operation is captured in a graph, after it has run once, `consume` is called then, and not when the graph is
-/// replayed: what it has put on the streams is.
+/// This rank's own rows come first. The other ranks' rows follow in the order in which they are expected, beginning
+/// with the next rank in the ring. Afterwards `a` holds all rows, as after any gather.
+///
+/// On the host, `consume` is called when a chunk has arrived, and may read it ([`Chunk::values`]). On GPUs, `consume`
+/// is called at once and puts its work on the chunk's stream. That stream waits for the rows; the host never does. The
+/// chunks use two streams in turn, so that one chunk's kernels begin while the last kernels of the previous chunk end.
+/// Both streams begin after the earlier work of the group's stream, and its later work begins after both. No other rank
+/// waits for a consumer. (`consume` must leave the current CUDA context as it was, and must end every capture that it
+/// begins.)
+///
+/// The operation can be captured in a graph after it has run once. `consume` is called during the capture, and not when
+/// the graph is replayed. The replay repeats the work that `consume` put on the streams.
 ///
 /// ```
 /// use gemmesh::{Group, Host, all_gather_and_consume, bf16};
@@ -60,15 +63,18 @@ const NAME: &str = OPERATION.name();
 /// ```
 ///
 /// # Errors
-/// On every rank, of this call or a later one: [`Error::Callback`] if `consume` fails on one; [`Error::RankPanicked`]
-/// if it panics there. [`Error::CallMismatch`] unless all ranks make the same call. [`Error::Capturing`] if it is
-/// captured at its first run. The group's failure. Calls of the same group that `consume` makes, also those that read
-/// or write a matrix from the host, return [`Error::CallInCallback`]. Other threads that make such calls wait until
-/// this one has returned, for as long as the group's timeout, and then get [`Error::Busy`]: so `consume` must not wait
-/// for them. It is not called once the group has failed.
+/// On every rank, from this call or a later one: [`Error::Callback`] if `consume` returns an error on one rank;
+/// [`Error::RankPanicked`] if it panics there; [`Error::CallMismatch`] unless all ranks make the same call.
+///
+/// [`Error::Capturing`] if the first run is captured; the group's failure.
+///
+/// `consume` is not called once the group has failed. It must not call the same group: such calls return
+/// [`Error::CallInCallback`], also those that read or write a matrix from the host. Nor may it wait for other threads'
+/// calls of the group. They wait until this call has returned, at most for the group's timeout, and then get
+/// [`Error::Busy`].
 ///
 /// # Panics
-/// If `consume` does, when what it had put on the streams has been joined with the group's.
+/// If `consume` panics. Its work on the streams has been joined with the group's stream before.
 pub fn all_gather_and_consume<B: Backend, T: Value>(
     a: &ShardedMatrix<B, T>,
     consume: impl FnMut(Chunk<'_, B, T>) -> CallbackResult,
@@ -106,7 +112,7 @@ pub struct AllGatherAndConsume {
 }
 
 impl AllGatherAndConsume {
-    /// With the other rank's shard in two chunks where there are two ranks, and otherwise each in one.
+    /// Default options: each shard is one chunk, or two chunks if there are two ranks.
     pub const fn new() -> AllGatherAndConsume {
         AllGatherAndConsume {
             chunks: None,
@@ -114,8 +120,11 @@ impl AllGatherAndConsume {
         }
     }
 
-    /// Gathers in as many stages, from 1 to 64: of each rank's rows the first of so many blocks, then the second of
-    /// each. A matrix that was made by [`Group::sharded_staged`](crate::Group::sharded_staged) has its own.
+    /// Gathers in `stages` stages, from 1 to 64.
+    ///
+    /// Each rank's rows are cut into `stages` blocks. The first stage gathers the first block of every rank, the second
+    /// stage the second block, and so on. A matrix made by [`Group::sharded_staged`](crate::Group::sharded_staged) has
+    /// its own number of stages.
     pub const fn stages(self, stages: usize) -> AllGatherAndConsume {
         AllGatherAndConsume {
             stages: Some(stages),
@@ -123,8 +132,9 @@ impl AllGatherAndConsume {
         }
     }
 
-    /// With each other rank's shard in as many chunks, from 1 to 64: smaller ones come sooner, and each costs a copy's
-    /// start. A rank may give another number than its peers.
+    /// Cuts each other rank's shard into `chunks` chunks, from 1 to 64.
+    ///
+    /// Smaller chunks arrive sooner, but each costs the start of a copy. The number may differ between ranks.
     pub const fn chunks(self, chunks: usize) -> AllGatherAndConsume {
         AllGatherAndConsume {
             chunks: Some(chunks),
@@ -132,10 +142,10 @@ impl AllGatherAndConsume {
         }
     }
 
-    /// As [`all_gather_and_consume`].
+    /// Runs the operation, as [`all_gather_and_consume`].
     ///
     /// # Errors
-    /// As [`all_gather_and_consume`]; [`Error::Limit`] for a number of chunks or stages that cannot be.
+    /// As [`all_gather_and_consume`]; [`Error::Limit`] if the number of chunks or stages is out of range.
     ///
     /// # Panics
     /// As [`all_gather_and_consume`].
@@ -147,9 +157,10 @@ impl AllGatherAndConsume {
         self.gather(a, None, None, |rows| consume(Chunk { a, rows }))
     }
 
-    /// As [`AllGatherAndConsume::run`], and returns what happened when on this rank: when rows came, when each call of
-    /// the function ran, or on GPUs what it had put on its stream, and what it waited for. All ranks trace an
-    /// operation, or none does.
+    /// As [`AllGatherAndConsume::run`], and returns a trace of this rank's work.
+    ///
+    /// The trace shows when rows arrived and what the function waited for. It also shows when each call of the function
+    /// ran or, on GPUs, when the work ran that it put on its stream. Either all ranks trace an operation or none does.
     ///
     /// # Errors
     /// As [`AllGatherAndConsume::run`].
@@ -166,8 +177,9 @@ impl AllGatherAndConsume {
         })
     }
 
-    /// The same of two matrices whose rows belong together, such as values and their scales: both come under one flag,
-    /// and the function gets the same rows of both, on the same stream.
+    /// Gathers two matrices whose rows belong together, such as values and their scales.
+    ///
+    /// The rows of both arrive under one flag. The function gets the same rows of both, on the same stream.
     ///
     /// # Errors
     /// As [`AllGatherAndConsume::run`]; [`Error::Shape`] or [`Error::ForeignArgument`] unless the rows of `beside` are
@@ -254,13 +266,13 @@ impl AllGatherAndConsume {
         callbacks.finish(result)
     }
 
-    /// `beside`: type and columns of what is gathered beside `a`.
+    /// `beside`: the type and the columns of the matrix that is gathered together with `a`.
     fn plan<B: Backend>(
         &self,
         a: RawShards<B>,
         beside: Option<(DType, usize)>,
     ) -> Result<Arc<B::Program>> {
-        // Of two ranks' only shard that moves, half is consumed while the rest is on its way.
+        // If there are two ranks, only one shard moves. Half of it is consumed while the other half arrives.
         let default = if a.group.world_size() == 2 { 2 } else { 1 };
         let chunks = self.chunks.unwrap_or(default);
         limit("chunks of a shard", chunks, 1, MAX_CHUNKS)?;
@@ -275,25 +287,25 @@ impl AllGatherAndConsume {
     }
 }
 
-/// A matrix that is gathered with another.
+/// A matrix that is gathered together with `a`.
 struct Beside<'a, B: Backend> {
-    /// Its type and columns.
+    /// Its type and its columns.
     of: (DType, usize),
     memory: &'a B::Symmetric,
     id: u32,
 }
 
-/// Which rows are there.
+/// The rows of a chunk.
 #[derive(Clone, Debug)]
 struct Rows {
     rows: Range<usize>,
     source: usize,
-    /// Nobody else's for as long as the function runs.
+    /// Nothing else uses it while the function runs.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     stream: *mut c_void,
 }
 
-/// Rows of a sharded matrix that are there, or will be on a stream.
+/// Rows of a sharded matrix that have arrived or, on GPUs, that a stream waits for.
 #[derive(Debug)]
 pub struct Chunk<'a, B: Backend, T: Value> {
     a: &'a ShardedMatrix<B, T>,
@@ -301,12 +313,12 @@ pub struct Chunk<'a, B: Backend, T: Value> {
 }
 
 impl<B: Backend, T: Value> Chunk<'_, B, T> {
-    /// Which rows of the matrix.
+    /// The numbers of the rows in the matrix.
     pub fn rows(&self) -> Range<usize> {
         self.rows.rows.clone()
     }
 
-    /// The rank that owns them.
+    /// The rank that owns the rows.
     pub fn source(&self) -> usize {
         self.rows.source
     }
@@ -316,19 +328,19 @@ impl<B: Backend, T: Value> Chunk<'_, B, T> {
         [self.rows.rows.len(), self.a.shape()[1]]
     }
 
-    /// Bytes of the matrix in front of them.
+    /// Bytes of the matrix before the rows.
     fn offset(&self) -> usize {
         self.rows.rows.start * self.shape()[1] * size_of::<T>()
     }
 }
 
 impl<T: Value> Chunk<'_, Host, T> {
-    /// The rows, one after the other.
+    /// The values, row by row.
     pub fn values(&self) -> &[T] {
         let [rows, k] = self.shape();
-        // SAFETY: the memory holds the matrix, aligned for its type, whose every bit pattern is a value. The own rows
-        // are not written while the operation runs, which borrows the matrix; others' are not once their flag has been
-        // acquired, before the next operation.
+        // SAFETY: the memory holds the matrix and is aligned for its type, of which every bit pattern is a value. The
+        // operation borrows the matrix, so the own rows are not written while it runs. Other ranks' rows are not
+        // written after their flag has been acquired and before the next operation.
         unsafe {
             let first = self.a.memory().own().add(self.offset());
             std::slice::from_raw_parts(first.cast_const().cast(), rows * k)
@@ -338,14 +350,16 @@ impl<T: Value> Chunk<'_, Host, T> {
 
 #[cfg(feature = "cuda")]
 impl<T: Value> Chunk<'_, Cuda, T> {
-    /// Where the first of the rows lies on the device; the others follow it without padding. For reading, on the
-    /// chunk's stream or behind it.
+    /// The address of the first row on the device. The other rows follow it without padding.
+    ///
+    /// Code on the chunk's stream, or behind it, may read the rows.
     pub fn as_device_ptr(&self) -> u64 {
         self.a.as_device_ptr() + self.offset() as u64
     }
 
-    /// A CUstream of the device's primary context on which the rows are there, for what is put on it before the
-    /// function returns.
+    /// A CUstream of the device's primary context that waits for the rows.
+    ///
+    /// The function must put its work on this stream before it returns.
     pub fn stream(&self) -> *mut c_void {
         self.rows.stream
     }

@@ -1,4 +1,4 @@
-//! `out[M, N] = gather(a)[M, K] · b[N, K]ᵀ`, the rows of `a` arriving while they are multiplied.
+//! `out[M, N] = gather(a)[M, K] · b[N, K]ᵀ`: the rows of `a` are multiplied while they arrive.
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;
@@ -22,12 +22,14 @@ use crate::schedule::plan::matrices::{self, MATRICES};
 use crate::schedule::{Activation, Config, Operation, Problem, Schedule, WeightLayout};
 use crate::trace::Trace;
 
-/// `out = gather(a) · bᵀ`: gathers the rows of `a` from every rank while it multiplies them. Collective.
+/// Gathers the rows of `a` from every rank and multiplies them as they arrive: `out = gather(a) · bᵀ`. Collective.
 ///
-/// `a` is [M, K], spread over the ranks by rows; `b` is [N, K], this rank's own, as a linear layer stores its weight;
-/// `out` is [M, N]. N may differ between ranks. Products are summed in f32 and rounded once. Afterwards `a` holds all
-/// rows. The call may return before the operation is complete; [`Group::synchronize`](crate::Group::synchronize) waits
-/// for it. The host backend's returns when it is.
+/// `a` is [M, K], and its rows are sharded over the ranks. `b` is [N, K], this rank's own, as a linear layer stores its
+/// weight. `out` is [M, N]. N may differ between ranks. Products are summed in f32 and rounded once. Afterwards `a`
+/// holds all rows.
+///
+/// The call may return before the operation is complete. [`Group::synchronize`](crate::Group::synchronize) waits for
+/// it. On the host backend the operation is complete when the call returns.
 ///
 /// ```
 /// use gemmesh::{Group, Host, Result, all_gather_matmul, bf16};
@@ -49,9 +51,10 @@ use crate::trace::Trace;
 /// ```
 ///
 /// # Errors
-/// [`Error::Shape`] or [`Error::ForeignArgument`] for arguments that don't fit together, before anything is done: the
-/// call may be made again with others. If you don't call again, the waiting ranks get this error half a second later,
-/// and the group has failed. [`Error::CallMismatch`] if another rank makes another call; the group's failure.
+/// [`Error::Shape`] or [`Error::ForeignArgument`] if the arguments don't fit together. Nothing has been done then, and
+/// you may make the call again with other arguments. If you don't call again, the waiting ranks get this error half a
+/// second later, and the group has failed. [`Error::CallMismatch`] if a rank makes a different call; the group's
+/// failure.
 pub fn all_gather_matmul<B: Backend, T: Element>(
     a: &ShardedMatrix<B, T>,
     b: &Matrix<B, T>,
@@ -90,7 +93,7 @@ pub struct AllGatherMatmul<'a, B: Backend, T: Element> {
 }
 
 impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
-    /// No bias, and the backend's configuration for the problem.
+    /// Default options: no bias, and the configuration that the backend chooses.
     pub fn new() -> Self {
         AllGatherMatmul {
             options: ProductOptions::new(T::DTYPE),
@@ -99,59 +102,66 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         }
     }
 
-    /// Adds `bias`, [1, N], to every row, in f32 before the one rounding. Of several weights, N is that of all
-    /// together.
+    /// Adds `bias`, [1, N], to every row, in f32 before the result is rounded.
+    ///
+    /// If there are several weights, N is the sum of their N.
     pub fn bias(mut self, bias: impl Into<MatrixView<'a, B, T>>) -> Self {
         self.options.bias = Some(bias.into().into());
         self
     }
 
-    /// Applies a function to each element, in f32 behind the bias and before the one rounding.
+    /// Applies a function to each element, in f32, after the bias and before the result is rounded.
     pub fn activation(mut self, activation: Activation) -> Self {
         self.options.activation = activation;
         self
     }
 
-    /// Multiplies with two weights of N columns, [gate, up], and makes one output of both, as SwiGLU does:
-    /// `activation(a · gateᵀ) * (a · upᵀ)`, in f32 before the one rounding; neither product is written. A bias is [1, 2
-    /// N], the gate's first.
+    /// Multiplies with two weights, [gate, up], and makes one output of both products, as SwiGLU does.
+    ///
+    /// The output is `activation(a · gateᵀ) * (a · upᵀ)`, computed in f32 and rounded once. Neither product is written
+    /// to memory. Both weights have the same N. A bias is [1, 2 N]; the gate's part comes first.
     pub fn gated(mut self) -> Self {
         self.options.gated = true;
         self
     }
 
-    /// How weights lie: [N, K], unless this says [K, N].
+    /// How the weights are stored. The default is [N, K]; the other layout is [K, N].
     pub fn weight_layout(mut self, layout: WeightLayout) -> Self {
         self.options.weights = layout;
         self
     }
 
-    /// Prepares for outputs of f32. (A call that was not prepared sees what it is given.)
+    /// Makes [`AllGatherMatmul::prepare`] plan for f32 outputs. [`AllGatherMatmul::run`] needs no such hint.
     pub fn f32_output(mut self) -> Self {
         self.options.f32_output = true;
         self
     }
 
-    /// Gathers in as many stages, from 1 to 64: of each rank's rows the first of so many blocks, then the second of
-    /// each. The output has its rows in order. A matrix that was made by [`Group::sharded_staged`] has its own.
+    /// Gathers in `stages` stages, from 1 to 64.
+    ///
+    /// Each rank's rows are cut into `stages` blocks. The first stage gathers the first block of every rank, the second
+    /// stage the second block, and so on. The rows of the output stay in order. A matrix made by
+    /// [`Group::sharded_staged`] has its own number of stages.
     pub fn stages(mut self, stages: usize) -> Self {
         self.stages = Some(stages);
         self
     }
 
-    /// Cuts the problem up as `config` says.
+    /// Uses `config` instead of the configuration that the backend would choose.
     pub fn config(mut self, config: Config) -> Self {
         self.options.config = Some(config);
         self
     }
 
-    /// Does it, as [`all_gather_matmul`]: with one weight and one output, or with several, `[&q, &k, &v]` and
-    /// `[&mut out_q, &mut out_k, &mut out_v]`, whose N may differ. Outputs may be of f32, and parts of a larger matrix
-    /// ([`MatrixViewMut::split_columns`](crate::MatrixViewMut::split_columns)). The schedule is made at the first call
-    /// for a shape and kept.
+    /// Runs the product, as [`all_gather_matmul`].
+    ///
+    /// It takes one weight and one output, or several, whose N may differ, such as `[&q, &k, &v]` and
+    /// `[&mut out_q, &mut out_k, &mut out_v]`. Outputs may be f32. They may be parts of a larger matrix
+    /// ([`MatrixViewMut::split_columns`](crate::MatrixViewMut::split_columns)). The first call for a shape makes the
+    /// schedule. Later calls use it again.
     ///
     /// # Errors
-    /// As [`all_gather_matmul`]; [`Error::Limit`] or [`Error::Unsupported`] for a configuration that can't be.
+    /// As [`all_gather_matmul`]; [`Error::Limit`] or [`Error::Unsupported`] if the configuration can't be used.
     pub fn run<'w, 'o>(
         &self,
         a: &ShardedMatrix<B, T>,
@@ -178,15 +188,17 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         call.collective(a, Some((weights, outputs)), None)
     }
 
-    /// Prepares the product of matrices like `a` with a weight of N = `n`, or with several of the N of an array, to be
-    /// run many times with no allocation and no rendezvous. Of a gated product these are the N of gate and up, which
-    /// are equal, or just one. Not collective. (On the host, the crate that multiplies two tiles allocates a few words
-    /// each time, and frees them.)
+    /// Plans the product of matrices like `a` with a weight of N = `n`, so that it can run many times.
+    ///
+    /// For several weights, `n` is an array of their N. For a gated product, `n` holds the N of gate and up, which are
+    /// equal, or one N for both. Later runs allocate nothing and have no rendezvous. (On the host, the crate that
+    /// multiplies two tiles allocates and frees a few words each time.) This call is not collective.
     ///
     /// # Errors
-    /// [`Error::Limit`] for an `n` or a configuration that can't be, for more than four, and of a gated product for N
-    /// that differ; [`Error::Unsupported`] for such a configuration; [`Error::Shape`] for more than two of a gated
-    /// product; [`Error::Shape`] or [`Error::ForeignArgument`] for a bias that does not fit; the group's failure.
+    /// [`Error::Limit`] if `n` or the configuration is out of range, if there are more than four weights, or if gate
+    /// and up differ in N; [`Error::Unsupported`] if the configuration is not supported; [`Error::Shape`] if a gated
+    /// product has more than two weights; [`Error::Shape`] or [`Error::ForeignArgument`] if the bias does not fit; the
+    /// group's failure.
     pub fn prepare(
         &self,
         a: &ShardedMatrix<B, T>,
@@ -235,7 +247,9 @@ const PRODUCT: Operation = Operation::AllGatherMatmul;
 const MULTIPLY: Operation = Operation::Multiply;
 const COPY: Operation = Operation::Copy;
 
-/// A product that has been planned. It fits every `a` of the same group, shape and split. It keeps the group.
+/// A product planned by [`AllGatherMatmul::prepare`].
+///
+/// It fits every `a` of the same group, shape and split. It keeps the group alive.
 ///
 /// ```
 /// use gemmesh::{AllGatherMatmul, Group, Host, Result, bf16};
@@ -270,7 +284,7 @@ pub struct Prepared<'a, B: Backend, T: Element> {
     element: PhantomData<T>,
 }
 
-// Derived, it would need a backend that can be cloned.
+// A derived `Clone` would need a backend that can be cloned.
 impl<B: Backend, T: Element> Clone for Prepared<'_, B, T> {
     fn clone(&self) -> Self {
         Prepared {
@@ -286,7 +300,7 @@ impl<B: Backend, T: Element> Clone for Prepared<'_, B, T> {
 }
 
 impl<B: Backend, T: Element> Prepared<'_, B, T> {
-    /// What is moved and multiplied, and in which order.
+    /// The schedule: what is moved and multiplied, and in which order.
     #[doc(hidden)]
     pub fn schedule(&self) -> &Schedule {
         B::schedule(&self.program)
@@ -297,7 +311,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         product_of(self.schedule()).config
     }
 
-    /// How the product is cut up, and what that is expected to take.
+    /// How the product is cut up, and how long that is expected to take.
     pub fn explain(&self) -> Explanation {
         call::explain(&self.group, &self.problem, self.config())
     }
@@ -316,8 +330,9 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         self.call(&self.program).collective(a.into(), product, None)
     }
 
-    /// As [`Prepared::run`], and returns what happened when on this rank. All ranks trace an operation, or none does:
-    /// those that do begin it together.
+    /// As [`Prepared::run`], and returns a trace of this rank's work.
+    ///
+    /// Either all ranks trace an operation or none does. Ranks that trace an operation begin it together.
     ///
     /// # Errors
     /// As [`all_gather_matmul`].
@@ -343,7 +358,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         self.call(&self.gather).collective(a.into(), None, None)
     }
 
-    /// Only multiplies, with the rows of `a` as they are on this rank: gathered before. Not collective.
+    /// Only multiplies, with the rows of `a` that this rank has gathered before. Not collective.
     ///
     /// # Errors
     /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
@@ -357,13 +372,13 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         self.call(&self.multiply).alone(MULTIPLY, a.into(), product)
     }
 
-    /// Copies all rows from the other ranks, with no word to them. Not collective; for benchmarks.
+    /// Copies all rows from the other ranks without notifying them. Not collective; for benchmarks.
     ///
     /// # Errors
     /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
     ///
     /// # Safety
-    /// Until it has ended no other rank writes its rows of the matrix that is to it what `a` is to this rank.
+    /// Until the copy has ended, no other rank writes its own rows of this matrix.
     #[doc(hidden)]
     pub unsafe fn copy(&self, a: &ShardedMatrix<B, T>) -> Result<()> {
         let layout = self.problem.layout.clone();
@@ -388,15 +403,15 @@ type RawProduct<'w, 'o, B> = (RawWeights<'w, B>, RawOutputs<'o, B>);
 /// A program that is about to be run.
 struct GatherCall<'c, B: Backend> {
     program: &'c Arc<B::Program>,
-    /// That it belongs to.
+    /// The group that the program belongs to.
     group: &'c Group<B>,
-    /// The product that it is of, or that it is a part of.
+    /// The problem of the whole product. The program may do only a part of it.
     problem: &'c Problem,
     options: &'c ProductOptions<'c, B>,
 }
 
 impl<B: Backend> GatherCall<'_, B> {
-    /// An operation of all ranks.
+    /// Runs the program as an operation of all ranks.
     fn collective(
         &self,
         a: RawShards<B>,
@@ -411,7 +426,7 @@ impl<B: Backend> GatherCall<'_, B> {
         self.launch(a, product, trace)
     }
 
-    /// What this rank does by itself.
+    /// Runs the program on this rank alone.
     fn alone(
         &self,
         operation: Operation,
@@ -443,8 +458,7 @@ impl<B: Backend> GatherCall<'_, B> {
         call::run(self.group, None, self.program, arguments, trace)
     }
 
-    /// Checks the arguments against what was planned, before anything is done. What is added was checked when it was
-    /// made.
+    /// Checks the arguments against the plan, before anything is done. The bias was checked when the plan was made.
     fn check(&self, a: RawShards<B>, product: Option<&RawProduct<'_, '_, B>>) -> Result<()> {
         let (group, problem) = (a.group, self.problem);
         let layout = &problem.layout;

@@ -1,4 +1,4 @@
-//! Any schedule, as it is: for tests of what schedules can say and no operation needs yet.
+//! Runs a schedule as it is, for tests of schedules that no operation makes yet.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -18,24 +18,25 @@ use crate::schedule::limits::{limit, require};
 /// The weight and the output of a product.
 type Operands<'a, B, T> = (&'a Matrix<B, T>, &'a mut Matrix<B, T>);
 
-/// Does what `schedule` says, with `shared` as its first matrices and `product` as the weight and the output of its
-/// product. Collective.
+/// Runs `schedule`. Collective.
+///
+/// `shared` are the schedule's first matrices. `product` has the weight and the output of its product.
 ///
 /// # Errors
-/// [`Error::Shape`], [`Error::Limit`] and [`Error::ForeignArgument`] for matrices that are not those of the schedule;
-/// [`Error::Limit`] for a schedule of another rank; as any operation.
+/// [`Error::Shape`], [`Error::Limit`] or [`Error::ForeignArgument`] if the matrices do not fit the schedule;
+/// [`Error::Limit`] if the schedule is a different rank's; the errors of any operation.
 ///
 /// # Safety
-/// Tiles are disjoint and wait for the flags of what they read, and the ranks' schedules belong together: under a flag
-/// a rank gets what another moves there, and nobody moves or multiplies what is written at that moment. (A rank sees no
-/// schedule but its own, so it cannot check that.)
+/// Tiles are disjoint and wait for the flags of the rows that they read. The ranks' schedules belong together: when a
+/// rank writes a flag, the rows under it are those that its peer expects, and no rank moves or multiplies rows while
+/// they are written. (A rank sees only its own schedule, so it cannot check this.)
 pub unsafe fn run_schedule<B: Backend, T: Element>(
     group: &Group<B>,
     schedule: Schedule,
     shared: &[&ShardedMatrix<B, T>],
     product: Option<Operands<B, T>>,
 ) -> Result<()> {
-    // First of all: what prepares locks memory, which threads that a fork lacks may have locked.
+    // First, because preparing takes locks, which may be held by threads that a fork lacks.
     group.check()?;
     let rank = group.rank();
     limit("the rank of a schedule", schedule.rank(), rank, rank)?;
@@ -71,7 +72,7 @@ pub unsafe fn run_schedule<B: Backend, T: Element>(
     call::run(group, None, &program, arguments, None)
 }
 
-/// The matrix of a number is of the schedule's shape and type, and of the group that runs the schedule.
+/// Checks that a matrix has the schedule's shape and type, and belongs to the group that runs the schedule.
 fn check_matrix<B: Backend, T: Element>(
     schedule: &Schedule,
     number: usize,
@@ -94,8 +95,8 @@ fn check_matrix<B: Backend, T: Element>(
     })
 }
 
-/// Sees to it that what `schedule` moves and multiplies will be bound, if the first `shared` of its matrices and those
-/// of its product are, and that a matrix is bound once.
+/// Checks that every matrix that `schedule` moves or multiplies is bound, and only once. The first `shared` matrices
+/// and those of the product are bound.
 fn check_numbers(schedule: &Schedule, shared: usize) -> Result<()> {
     let all = schedule.matrices().len();
     limit("shared matrices", shared, 0, MATRICES.min(all))?;

@@ -1,5 +1,6 @@
-//! Calls of operations without element types: what a caller gives is described by raw views, checked, agreed on with
-//! the other ranks, and run. Typed operations stand on it, and so can those of other languages.
+//! Calls of operations without element types. Raw views describe a caller's arguments. The arguments are checked, the
+//! ranks agree on the call, and it runs. The typed operations use this module, and bindings for other languages can use
+//! it too.
 
 use std::fmt;
 use std::sync::Arc;
@@ -24,11 +25,11 @@ pub struct RawView<'a, B: Backend> {
     pub dtype: DType,
     pub shape: [usize; 2],
     memory: &'a B::Buffer,
-    /// Bytes before its first element.
+    /// Bytes before the first element.
     offset: usize,
 }
 
-// Derived, it would need a backend that can be cloned.
+// A derived `Clone` would need a backend that can be cloned.
 impl<B: Backend> Clone for RawView<'_, B> {
     fn clone(&self) -> Self {
         *self
@@ -58,7 +59,7 @@ impl<'a, B: Backend, T: Value> From<MatrixView<'a, B, T>> for RawView<'a, B> {
 }
 
 impl<'a, B: Backend> RawView<'a, B> {
-    /// Binds it as an input.
+    /// Binds the view as an input.
     pub fn input(&self) -> Bound<'a, B> {
         Bound::Input(self.memory, self.offset)
     }
@@ -88,14 +89,14 @@ impl<'a, B: Backend, T: Value> From<&MatrixViewMut<'a, B, T>> for RawOutput<'a, 
 pub struct RawShards<'a, B: Backend> {
     pub group: &'a Group<B>,
     pub dtype: DType,
-    /// Its extents, and who owns which rows.
+    /// The extents, and which rank owns which rows.
     pub layout: &'a Layout,
-    /// Its number in the group.
+    /// The matrix's number in the group.
     pub id: u32,
     memory: &'a B::Symmetric,
 }
 
-// Derived, it would need a backend that can be cloned.
+// A derived `Clone` would need a backend that can be cloned.
 impl<B: Backend> Clone for RawShards<'_, B> {
     fn clone(&self) -> Self {
         *self
@@ -117,7 +118,7 @@ impl<'a, B: Backend, T: Value> From<&'a ShardedMatrix<B, T>> for RawShards<'a, B
 }
 
 impl<'a, B: Backend> RawShards<'a, B> {
-    /// [M, K].
+    /// The shape [M, K].
     pub fn shape(&self) -> [usize; 2] {
         [self.layout.m(), self.layout.k()]
     }
@@ -126,7 +127,7 @@ impl<'a, B: Backend> RawShards<'a, B> {
         Bound::Symmetric(self.memory)
     }
 
-    /// How its rows lie and are gathered: in as many stages as a call asks for.
+    /// The layout for a gather in as many stages as the call asks for.
     pub fn staged(&self, stages: Option<usize>) -> Result<Layout> {
         let layout = self.layout.clone();
         let Some(stages) = stages else {
@@ -140,7 +141,7 @@ impl<'a, B: Backend> RawShards<'a, B> {
         layout.staged(stages, RowOrder::ByRank)
     }
 
-    /// Checks that its rows, which are not gathered but made where they lie, follow one another rank after rank.
+    /// Checks that the rows lie rank after rank. An operation that makes rows in place needs this.
     pub fn require_by_rank(&self, argument: &str) -> Result<()> {
         let stages = match self.layout.order() {
             RowOrder::ByRank => 1,
@@ -149,7 +150,7 @@ impl<'a, B: Backend> RawShards<'a, B> {
         limit(&format!("stages of {argument}"), stages, 1, 1)
     }
 
-    /// Checks that it is [M, N] of `layout` and `columns`, and split alike.
+    /// Checks that the matrix is [M, `columns`], with the M and the split of `layout`.
     pub fn require_split(
         &self,
         [name, of_rows]: [&str; 2],
@@ -170,24 +171,25 @@ impl<'a, B: Backend> RawShards<'a, B> {
     }
 }
 
-/// What a call adds to sums that all ranks must give, or none.
+/// Which addends a call has. Either all ranks give an addend or none does.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Added {
     pub bias: bool,
     pub residual: bool,
 }
 
-/// What a call binds.
+/// The arguments of a call.
 pub struct Arguments<'c, 'm, B: Backend> {
-    /// By number in the schedule.
+    /// The matrices, by number in the schedule.
     pub matrices: &'c [Bound<'m, B>],
     /// The numbers of the sharded matrices among them.
     pub shared: &'c [u32],
     pub added: Added,
 }
 
-/// Runs `program`, and before it what this rank does by itself, with the same matrices: as an operation of all ranks,
-/// if the schedule says on what they must agree.
+/// Runs `before`, which is work of this rank alone, and then `program`, with the same matrices.
+///
+/// If the schedule says what the ranks must agree on, this is an operation of all ranks.
 pub fn run<B: Backend>(
     group: &Group<B>,
     before: Option<&Arc<B::Program>>,
@@ -198,7 +200,7 @@ pub fn run<B: Backend>(
     run_with(group, before, program, arguments, trace, None)
 }
 
-/// The same, with what the caller does amid `program`.
+/// [`run`], with a function of the caller that `program` calls.
 pub fn run_with<'c, B: Backend>(
     group: &Group<B>,
     before: Option<&Arc<B::Program>>,
@@ -222,7 +224,7 @@ pub fn run_with<'c, B: Backend>(
             };
             let failed = |error| match group.is_recording() {
                 Ok(true) => error,
-                // The operation has its number: the others wait for this rank.
+                // The operation has its number, so the other ranks wait for this one.
                 _ => members.fail(error),
             };
             backend.run(members, before, call).map_err(failed)?;
@@ -252,8 +254,8 @@ pub fn run_with<'c, B: Backend>(
     operate(group, before, program, posted, run)
 }
 
-/// An operation of all ranks, which `run` puts on the device with these programs: at once or, if it is captured,
-/// whenever the graph is launched.
+/// Runs an operation of all ranks: `run` enqueues these programs. If the operation is captured, it runs whenever the
+/// graph is launched.
 fn operate<B: Backend>(
     group: &Group<B>,
     before: Option<&Arc<B::Program>>,
@@ -262,11 +264,11 @@ fn operate<B: Backend>(
     run: impl FnOnce(Epoch) -> Result<()>,
 ) -> Result<()> {
     let schedule = B::schedule(program);
-    // A kernel that waits for what is pulled has its epoch among its arguments.
+    // A kernel that waits for pulled rows has its epoch among its arguments, so it can't be captured.
     let waits = schedule.product().is_some() && !schedule.is_pushed();
     let can_be_recorded = !waits || schedule.is_idle();
     if can_be_recorded && !call.traced && group.is_recording()? {
-        // It has no number among those that run now: any will do.
+        // A captured operation has no number among the operations that run now, so any number will do.
         let mut programs = before.into_iter().chain([program]);
         programs.try_for_each(|program| group.keep_recorded(program))?;
         let _range = range(|| format!("gemmesh {}, recorded", schedule.name()));
@@ -278,7 +280,7 @@ fn operate<B: Backend>(
     })
 }
 
-/// How `group` cuts a problem up, and what it expects that to take.
+/// How `group` cuts a problem up, and how long it expects that to take.
 pub fn explain<B: Backend>(group: &Group<B>, problem: &Problem, config: Config) -> Explanation {
     let predicted = match problem.layout.m() {
         0 => Vec::new(),
@@ -316,7 +318,7 @@ pub fn require_count(rank: usize, what: &str, expected: usize, found: usize) -> 
     })
 }
 
-/// Checks a type that was planned.
+/// Checks that a type is the planned one.
 pub fn require_dtype(rank: usize, argument: &str, expected: DType, found: DType) -> Result<()> {
     if expected == found {
         return Ok(());
@@ -329,7 +331,7 @@ pub fn require_dtype(rank: usize, argument: &str, expected: DType, found: DType)
     })
 }
 
-/// `group` is that whose rank makes the call.
+/// `group`: the group whose rank makes the call.
 pub fn require_same_group<B: Backend>(
     argument: &str,
     its: &Group<B>,

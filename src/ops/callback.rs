@@ -1,4 +1,4 @@
-//! Functions of the caller's that operations call.
+//! Functions that a caller gives to operations.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -8,10 +8,10 @@ use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::ranks::last_panic;
 
-/// What a function of the caller's returns: an error, of any type, ends the operation on every rank.
+/// The result of a function that a caller gives to an operation. An error of any type ends the operation on every rank.
 pub type CallbackResult = std::result::Result<(), Box<dyn std::error::Error + Send + Sync>>;
 
-/// Calls them amid operation `call` of `group`.
+/// Calls the caller's functions within operation `call` of `group`.
 pub struct Callbacks<'a, B: Backend> {
     group: &'a Group<B>,
     call: &'static str,
@@ -27,16 +27,15 @@ impl<'a, B: Backend> Callbacks<'a, B> {
         }
     }
 
-    /// Calls `f`, unless the group has failed: nobody needs what it would do. An error or a panic of its is the group's
-    /// failure.
+    /// Calls `f`, unless the group has failed. If `f` returns an error or panics, the group fails.
     pub fn call(&mut self, f: impl FnOnce() -> CallbackResult) -> Result<()> {
         let members = &self.group.inner().members;
         members.fault().map_or(Ok(()), Err)?;
         let rank = members.rank;
-        // The error's words are the caller's code too, and so is its end.
+        // Formatting and dropping the error may also run the caller's code.
         let f = || f().map_err(|error| error.to_string());
         let called = self.group.in_callback(|| catch_unwind(AssertUnwindSafe(f)));
-        // The function may have forked, and return in the child too: there the operation ends here.
+        // The function may have forked and also return in the child. The operation ends there.
         let forked = self.group.inner().members.refuse_fork();
         let error = match called {
             Ok(Ok(())) => return forked,
@@ -54,7 +53,7 @@ impl<'a, B: Backend> Callbacks<'a, B> {
         Err(members.fail(error))
     }
 
-    /// What the operation returns, once nothing is called any more: a panic goes on.
+    /// Returns the operation's result, or resumes the panic of a function.
     pub fn finish(self, result: Result<()>) -> Result<()> {
         match self.panic {
             Some(payload) => resume_unwind(payload),

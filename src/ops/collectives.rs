@@ -1,4 +1,4 @@
-//! What is exchanged between products: embeddings, logits, norms, the tokens of experts.
+//! Collectives without a product, for embeddings, logits, norms and the tokens of experts.
 
 use super::call::{self, Added, Arguments, RawShards, require_same_group, require_shape};
 use crate::backend::Backend;
@@ -29,12 +29,12 @@ use crate::schedule::{Layout, Operation, Problem, Route};
 /// # Ok::<(), gemmesh::Error>(())
 /// ```
 ///
-/// The call may return before it is complete, as every operation: see
+/// Like every operation, the call may return before it is complete: see
 /// [`matmul_reduce_scatter`](crate::matmul_reduce_scatter).
 ///
 /// # Errors
-/// [`Error::CallMismatch`](crate::Error::CallMismatch) if another rank makes another call;
-/// [`Error::Capturing`](crate::Error::Capturing) if it is captured in a graph at its first run; the group's failure.
+/// [`Error::CallMismatch`](crate::Error::CallMismatch) if a rank makes a different call;
+/// [`Error::Capturing`](crate::Error::Capturing) if the first run is captured in a graph; the group's failure.
 pub fn all_gather<B: Backend, T: Value>(a: &ShardedMatrix<B, T>) -> Result<()> {
     gather(Operation::AllGather, a)
 }
@@ -58,8 +58,9 @@ fn gather<B: Backend, T: Value>(operation: Operation, a: &ShardedMatrix<B, T>) -
     call::run(group, None, &program, arguments, None)
 }
 
-/// Gives every rank the whole matrix that rank `root` has, in place: its own rows, and those of the others as it has
-/// them. Collective.
+/// Copies the whole matrix of rank `root` to every rank, in place. Collective.
+///
+/// These are the root's own rows, and the other ranks' rows as the root has them.
 ///
 /// ```
 /// use gemmesh::{Group, Host, Result, broadcast};
@@ -77,7 +78,7 @@ fn gather<B: Backend, T: Value>(operation: Operation, a: &ShardedMatrix<B, T>) -
 /// ```
 ///
 /// # Errors
-/// As [`all_gather`]; [`Error::Limit`](crate::Error::Limit) for a root that is no rank.
+/// As [`all_gather`]; [`Error::Limit`](crate::Error::Limit) unless `root` is a rank.
 pub fn broadcast<B: Backend, T: Value>(a: &mut ShardedMatrix<B, T>, root: usize) -> Result<()> {
     const OPERATION: Operation = Operation::Broadcast;
     let [m, n] = a.shape();
@@ -90,7 +91,7 @@ pub fn broadcast<B: Backend, T: Value>(a: &mut ShardedMatrix<B, T>, root: usize)
         Layout::new(&rows, n)
     };
     let layout = layout().map_err(|error| group.refuse(OPERATION.name(), error))?;
-    // Of two ranks, there is nobody to send anything on to meanwhile.
+    // With two ranks, no rank sends chunks on while others arrive.
     let chunks = if world == 2 { 1 } else { 4 };
     let out = Bound::Symmetric(a.memory());
     let ids = [a.id()];
@@ -101,11 +102,13 @@ pub fn broadcast<B: Backend, T: Value>(a: &mut ShardedMatrix<B, T>, root: usize)
     .run::<B, T>(group, &layout, Bound::Nothing, out, &ids)
 }
 
-/// `out = the rows of this rank of Σ a_r`, over all ranks r: each has an addend `a`, [M, N], and gets its rows, as many
-/// as any other, the first ranks one more if they can't be split evenly; `out` is [rows, N]. Collective.
+/// Sums the ranks' addends; each rank gets its rows of the sum. Collective.
 ///
-/// Sums are made in f32, in the order of the ranks, and rounded once: they have the same bits each time. Room for what
-/// comes is kept by the group.
+/// Rank r has the addend a_r, which is `a`, [M, N]. `out` is [rows, N], this rank's rows of Σ a_r. The M rows are split
+/// over the ranks evenly. If M is no multiple of the world size, the first ranks get one row more.
+///
+/// Sums are made in f32, in the order of the ranks, and rounded once, so they have the same bits each time. The group
+/// keeps the memory for incoming rows.
 ///
 /// ```
 /// use gemmesh::{Group, Host, Result, reduce_scatter};
@@ -125,7 +128,7 @@ pub fn broadcast<B: Backend, T: Value>(a: &mut ShardedMatrix<B, T>, root: usize)
 ///
 /// # Errors
 /// As [`all_gather`]; [`Error::Shape`](crate::Error::Shape) or
-/// [`Error::ForeignArgument`](crate::Error::ForeignArgument) for an output that does not fit;
+/// [`Error::ForeignArgument`](crate::Error::ForeignArgument) if the output does not fit;
 /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
 pub fn reduce_scatter<B: Backend, T: Float>(
     a: &Matrix<B, T>,
@@ -151,10 +154,12 @@ pub fn reduce_scatter<B: Backend, T: Float>(
     .run::<B, T>(group, &layout, input, out, &[])
 }
 
-/// `out = Σ a_r` over all ranks r, on every rank: each has an addend `a`, [M, N], as is `out`. Collective.
+/// Sums the ranks' addends; every rank gets the whole sum. Collective.
 ///
-/// Sums are made as by [`reduce_scatter`], and have the same bits on every rank. Of two ranks, and of few bytes, each
-/// rank gets all addends; otherwise it adds up its rows of `out`, and gathers the others'.
+/// Rank r has the addend a_r, which is `a`. `out` is Σ a_r. Both are [M, N].
+///
+/// Sums are made as by [`reduce_scatter`], and have the same bits on every rank. If there are two ranks or few bytes,
+/// each rank gets all addends. Otherwise each rank adds its own rows of `out` and gathers the others'.
 ///
 /// ```
 /// use gemmesh::{Group, Host, Result, all_reduce};
@@ -196,8 +201,10 @@ pub fn all_reduce<B: Backend, T: Float>(
     }
 }
 
-/// Rank s sends block p of its input to rank p, where it becomes s's rows of `out`, [M, N]: the input `a` is [W · rows,
-/// N], of as many rows a block as this rank owns of `out`. Collective.
+/// Sends block p of each rank's input to rank p. Collective.
+///
+/// Block p of rank s becomes s's rows of `out` on rank p. `out` is [M, N]. The input `a` is [W · rows, N]. Each block
+/// has as many rows as this rank owns of `out`.
 ///
 /// ```
 /// use gemmesh::{Group, Host, Result, all_to_all};
@@ -240,15 +247,15 @@ pub fn all_to_all<B: Backend, T: Value>(
     .run::<B, T>(group, out.layout(), input, moved, &[out.id()])
 }
 
-/// An operation in which rows are exchanged that are there.
+/// A collective without a product whose input exists when it begins.
 struct CollectiveCall {
     operation: Operation,
-    /// Of each block.
+    /// How many chunks each block has.
     chunks: usize,
 }
 
 impl CollectiveCall {
-    /// The columns of `layout` are those of the rows. `shared`: the numbers of the sharded matrices.
+    /// `layout` has as many columns as the rows. `shared`: the numbers of the sharded matrices.
     fn run<B: Backend, T: Value>(
         &self,
         group: &Group<B>,
@@ -284,7 +291,7 @@ impl CollectiveCall {
     }
 }
 
-/// Whether a kernel should store the rows of this layout: whole 16 bytes each, and few.
+/// True if a kernel should store the rows of this layout. They must be few, and each a multiple of 16 bytes long.
 fn is_better_stored<B: Backend, T: Value>(group: &Group<B>, layout: &Layout) -> bool {
     let row = layout.k() * size_of::<T>();
     let bytes = layout.m().div_ceil(group.world_size()) * row;

@@ -1,4 +1,4 @@
-//! `out[M, N] = a[M, K] · b[N, K]ᵀ` on one rank, by the kernels of the other operations: for the layers between them.
+//! `out[M, N] = a[M, K] · b[N, K]ᵀ` on one rank, for the layers between the collective operations.
 
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -20,11 +20,14 @@ use crate::schedule::{Activation, Config, Layout, Operation, Problem, Schedule, 
 
 const OPERATION: Operation = Operation::Matmul;
 
-/// `out = a · bᵀ`, on this rank alone.
+/// Multiplies on this rank alone: `out = a · bᵀ`.
 ///
-/// `a` is [M, K], `b` is [N, K], as a linear layer stores its weight, `out` is [M, N]. Products are summed in f32 and
-/// rounded once. The call may return before the product is complete; [`Group::synchronize`](crate::Group::synchronize)
-/// waits for it. It stands in line with this rank's operations. The host backend's returns when it is.
+/// `a` is [M, K]. `b` is [N, K], as a linear layer stores its weight. `out` is [M, N]. Products are summed in f32 and
+/// rounded once.
+///
+/// The product runs after the earlier operations of this rank. The call may return before the product is complete.
+/// [`Group::synchronize`](crate::Group::synchronize) waits for it. On the host backend the product is complete when the
+/// call returns.
 ///
 /// ```
 /// use gemmesh::{Activation, Group, Host, Matmul, Result, bf16};
@@ -43,7 +46,7 @@ const OPERATION: Operation = Operation::Matmul;
 /// ```
 ///
 /// # Errors
-/// [`Error::Shape`] or [`Error::ForeignArgument`] for arguments that don't fit together; the group's failure.
+/// [`Error::Shape`] or [`Error::ForeignArgument`] if the arguments don't fit together; the group's failure.
 pub fn matmul<B: Backend, T: Element>(
     a: &Matrix<B, T>,
     b: &Matrix<B, T>,
@@ -76,7 +79,7 @@ pub fn matmul<B: Backend, T: Element>(
 pub struct Matmul<'a, B: Backend, T: Element>(ProductOptions<'a, B>, PhantomData<T>);
 
 impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
-    /// No bias, and the backend's configuration for the problem.
+    /// Default options: no bias, and the configuration that the backend chooses.
     pub fn new() -> Self {
         Matmul(ProductOptions::new(T::DTYPE), PhantomData)
     }
@@ -93,7 +96,7 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         self
     }
 
-    /// Adds `residual`, [M, N], last, in f32 before the one rounding. There is one output then.
+    /// Adds `residual`, [M, N], last, in f32 before the result is rounded. There must be only one output.
     pub fn residual(mut self, residual: impl Into<MatrixView<'a, B, T>>) -> Self {
         self.0.residual = Some(residual.into().into());
         self
@@ -105,29 +108,30 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         self
     }
 
-    /// How weights lie: [N, K], unless this says [K, N].
+    /// How the weights are stored. The default is [N, K]; the other layout is [K, N].
     pub fn weight_layout(mut self, layout: WeightLayout) -> Self {
         self.0.weights = layout;
         self
     }
 
-    /// Prepares for outputs of f32. (A call that was not prepared sees what it is given.)
+    /// Makes [`Matmul::prepare`] plan for f32 outputs. [`Matmul::run`] needs no such hint.
     pub fn f32_output(mut self) -> Self {
         self.0.f32_output = true;
         self
     }
 
-    /// Cuts the problem up as `config` says.
+    /// Uses `config` instead of the configuration that the backend would choose.
     pub fn config(mut self, config: Config) -> Self {
         self.0.config = Some(config);
         self
     }
 
-    /// Does it, as [`matmul`]: with one weight and one output, or with several, as
-    /// [`AllGatherMatmul::run`](crate::AllGatherMatmul::run).
+    /// Runs the product, as [`matmul`].
+    ///
+    /// It takes one weight and one output, or several, as [`AllGatherMatmul::run`](crate::AllGatherMatmul::run).
     ///
     /// # Errors
-    /// As [`matmul`]; [`Error::Limit`] or [`Error::Unsupported`] for a configuration that can't be.
+    /// As [`matmul`]; [`Error::Limit`] or [`Error::Unsupported`] if the configuration can't be used.
     pub fn run<'m, 'o>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
@@ -142,14 +146,15 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         group.noted(planned)?.run(a, weights, outputs)
     }
 
-    /// Prepares products of an `a` of `m` rows and `k` columns with a weight of N = `n`, or with several of the N of an
-    /// array, to be run many times with no planning. Of a gated product these are the N of gate and up, which are
-    /// equal, or just one.
+    /// Plans products of a matrix [m, k] with a weight of N = `n`, so that they can run many times.
+    ///
+    /// For several weights, `n` is an array of their N. For a gated product, `n` holds the N of gate and up, which are
+    /// equal, or one N for both. Later runs need no planning.
     ///
     /// # Errors
-    /// [`Error::Limit`] for a shape or a configuration that can't be, and [`Error::Unsupported`] for such a
-    /// configuration; [`Error::Shape`] or [`Error::ForeignArgument`] for what is added and does not fit; the group's
-    /// failure.
+    /// [`Error::Limit`] if a shape or the configuration is out of range; [`Error::Unsupported`] if the configuration is
+    /// not supported; [`Error::Shape`] or [`Error::ForeignArgument`] if the bias or the residual does not fit; the
+    /// group's failure.
     pub fn prepare(
         &self,
         group: &Group<B>,
@@ -188,7 +193,7 @@ impl<B: Backend, T: Element> Default for Matmul<'_, B, T> {
     }
 }
 
-/// A product of one rank that has been planned, by [`Matmul::prepare`]. It keeps the group.
+/// A product of one rank, planned by [`Matmul::prepare`]. It keeps the group alive.
 ///
 /// ```
 /// use gemmesh::{Group, Host, Matmul, Result, bf16};
@@ -218,18 +223,18 @@ pub struct PreparedMatmul<'a, B: Backend, T: Element> {
 }
 
 impl<B: Backend, T: Element> PreparedMatmul<'_, B, T> {
-    /// What is multiplied, in which order.
+    /// The schedule: what is multiplied, and in which order.
     #[doc(hidden)]
     pub fn schedule(&self) -> &Schedule {
         B::schedule(&self.program)
     }
 
-    /// How it is cut up.
+    /// How the product is cut up.
     pub fn config(&self) -> Config {
         product_of(self.schedule()).config
     }
 
-    /// How it is cut up, and what that is expected to take.
+    /// How the product is cut up, and how long that is expected to take.
     pub fn explain(&self) -> Explanation {
         call::explain(&self.group, &self.problem, self.config())
     }

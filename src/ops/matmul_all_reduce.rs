@@ -1,4 +1,4 @@
-//! `out[M, N] = Σ_p a_p[M, K_p] · b_p[N, K_p]ᵀ` on every rank: each rank has a part of K, and gets all of the sum.
+//! `out[M, N] = Σ_p a_p[M, K_p] · b_p[N, K_p]ᵀ` on every rank: each rank has a slice of K and gets the whole sum.
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;
@@ -20,21 +20,22 @@ use crate::schedule::plan::matrices::{self, MATRICES};
 use crate::schedule::{Activation, Config, Operation, Problem, Schedule, WeightLayout};
 use crate::trace::Trace;
 
-/// `out = Σ a_p · b_pᵀ` over all ranks p, on every rank, with the same bits. Collective.
+/// Sums `a_p · b_pᵀ` over all ranks p; every rank gets the whole sum, with the same bits. Collective.
 ///
-/// `a` is [M, K_p] and `b` is [N, K_p], this rank's own: its part of K, which may be another on each rank. `out` is [M,
-/// N]; who owns which of its rows says who adds them up, and sends the sums on. For few rows (M · N elements in 1 MiB
-/// on two ranks, in 512 KiB on up to four, in 256 KiB on up to eight) all ranks exchange all partials instead, and each
-/// adds up all rows.
+/// `a` is [M, K_p] and `b` is [N, K_p], this rank's slices of K. K_p may differ between ranks. `out` is [M, N].
 ///
-/// Numbers and memory are those of [`matmul_reduce_scatter`](crate::matmul_reduce_scatter), whichever way is taken; but
-/// where partials are exchanged, the room for what comes is for (W - 1) · M rows.
+/// The owner of a row of `out` adds its partials and sends the sum to all ranks. For few rows, all ranks send their
+/// partials to all ranks instead, and each rank adds all rows. Rows are few if M · N elements fit in 1 MiB on two
+/// ranks, in 512 KiB on up to four, or in 256 KiB on up to eight.
+///
+/// The numbers and the memory are those of [`matmul_reduce_scatter`](crate::matmul_reduce_scatter), with one exception.
+/// If each rank adds all rows, the memory for incoming partials has (W - 1) · M rows.
 ///
 /// ```
 /// use gemmesh::{Group, Host, Result, bf16, matmul_all_reduce};
 ///
 /// fn rank(group: Group<Host>) -> Result<()> {
-///     let (m, n, k) = (8, 4, 16); // K is this rank's part
+///     let (m, n, k) = (8, 4, 16); // K is this rank's slice
 ///     let a = group.upload(&vec![bf16::ONE; m * k], m, k)?;
 ///     let b = group.upload(&vec![bf16::ONE; n * k], n, k)?;
 ///     let mut out = group.sharded::<bf16>(m, n)?;
@@ -63,7 +64,7 @@ pub fn matmul_all_reduce<B: Backend, T: Element>(
 /// use gemmesh::{Activation, Group, Host, MatmulAllReduce, Result, bf16};
 ///
 /// fn rank(group: Group<Host>) -> Result<()> {
-///     let (m, n, k) = (8, 4, 16); // K is this rank's part
+///     let (m, n, k) = (8, 4, 16); // K is this rank's slice
 ///     let a = group.upload(&vec![bf16::ONE; m * k], m, k)?;
 ///     let b = group.upload(&vec![bf16::ONE; n * k], n, k)?;
 ///     let bias = group.upload(&vec![bf16::from_f32(-40.0); n], 1, n)?;
@@ -81,51 +82,58 @@ pub fn matmul_all_reduce<B: Backend, T: Element>(
 pub struct MatmulAllReduce<'a, B: Backend, T: Element>(ProductOptions<'a, B>, PhantomData<T>);
 
 impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
-    /// No bias, and the backend's configuration for the problem.
+    /// Default options: no bias, and the configuration that the backend chooses.
     pub fn new() -> Self {
         MatmulAllReduce(ProductOptions::new(T::DTYPE), PhantomData)
     }
 
-    /// Adds `bias`, [1, N], to each row, in f32 before the last rounding. It is added once, and every rank must give
-    /// the same.
+    /// Adds `bias`, [1, N], to each row, in f32 before the last rounding.
+    ///
+    /// It is added once. Every rank must give the same bias.
     pub fn bias(mut self, bias: impl Into<MatrixView<'a, B, T>>) -> Self {
         self.0.bias = Some(bias.into().into());
         self
     }
 
-    /// Adds `residual`, [M, N], to the sums last, in f32 before the last rounding. Every rank gives the same, and its
-    /// rows are added once.
+    /// Adds `residual`, [M, N], to the sums last, in f32 before the last rounding.
+    ///
+    /// It is added once. Every rank must give the same residual.
     pub fn residual(mut self, residual: impl Into<MatrixView<'a, B, T>>) -> Self {
         self.0.residual = Some(residual.into().into());
         self
     }
 
-    /// Applies a function to each sum, in f32 behind the bias: never to a part of it.
+    /// Applies a function to each sum, in f32, after the bias. It is never applied to a partial.
     pub fn activation(mut self, activation: Activation) -> Self {
         self.0.activation = activation;
         self
     }
 
-    /// How weights lie: [N, K], unless this says [K, N].
+    /// How the weights are stored. The default is [N, K]; the other layout is [K, N].
     pub fn weight_layout(mut self, layout: WeightLayout) -> Self {
         self.0.weights = layout;
         self
     }
 
-    /// Cuts the problem up as `config` says. Where partials are pulled ([`Route::Pull`](crate::Route::Pull)), product,
-    /// sum and gather follow one another. Where they are pushed ([`Route::Push`](crate::Route::Push)) or stored by the
-    /// kernel ([`Route::Store`](crate::Route::Store), on GPUs to seven peers at the most), the chunks are panels, of
-    /// which one is summed while the next is multiplied. Up to eight ranks with GPUs of their own store few rows and
-    /// push many; others pull.
+    /// Uses `config` instead of the configuration that the backend would choose.
+    ///
+    /// - [`Route::Pull`](crate::Route::Pull): product, sum and gather follow one another.
+    /// - [`Route::Push`](crate::Route::Push) and [`Route::Store`](crate::Route::Store): the chunks are panels. One
+    ///   panel is summed while the next is multiplied. With `Store`, the kernel stores partials itself, on GPUs to at
+    ///   most seven peers.
+    ///
+    /// By default, up to eight ranks with GPUs of their own store few rows and push many. Other groups pull.
     pub fn config(mut self, config: Config) -> Self {
         self.0.config = Some(config);
         self
     }
 
-    /// Does it, as [`matmul_all_reduce`]. The schedule is made at the first call for a shape and kept.
+    /// Runs the operation, as [`matmul_all_reduce`].
+    ///
+    /// The first call for a shape makes the schedule. Later calls use it again.
     ///
     /// # Errors
-    /// As [`matmul_all_reduce`]; [`Error::Limit`] or [`Error::Unsupported`] for a configuration that can't be.
+    /// As [`matmul_all_reduce`]; [`Error::Limit`] or [`Error::Unsupported`] if the configuration can't be used.
     pub fn run<'m>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
@@ -138,13 +146,14 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
         planned.collective([a, b], out, None)
     }
 
-    /// Prepares the sums for matrices like `a` and outputs like `out`, to be run many times with no planning and no
-    /// rendezvous on the way. Not collective. (The first call that needs more room for partials than the group has
-    /// allocates it.)
+    /// Plans the sums for matrices like `a` and outputs like `out`, so that they can run many times.
+    ///
+    /// Later runs need no planning and no rendezvous. The first run that needs more memory for partials than the group
+    /// has allocates it. This call is not collective.
     ///
     /// # Errors
-    /// [`Error::Shape`] or [`Error::ForeignArgument`] for an output or a bias that does not fit; [`Error::Limit`] or
-    /// [`Error::Unsupported`] for a configuration that can't be; the group's failure.
+    /// [`Error::Shape`] or [`Error::ForeignArgument`] if the output, the bias or the residual does not fit;
+    /// [`Error::Limit`] or [`Error::Unsupported`] if the configuration can't be used; the group's failure.
     pub fn prepare<'m>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
@@ -176,7 +185,7 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     }
 }
 
-/// What gathers the sums of all rows, where each rank has those of its own.
+/// The program that gathers the sums of all rows, if each rank has the sums of its own rows.
 fn gather_of<B: Backend>(
     group: &Group<B>,
     out: RawShards<B>,
@@ -193,14 +202,15 @@ impl<B: Backend, T: Element> Default for MatmulAllReduce<'_, B, T> {
     }
 }
 
-/// A product and its sums that have been planned, by [`MatmulAllReduce::prepare`]. They fit every `a`, `b` and output
-/// of the same group, shapes and split. It keeps the group.
+/// A product and its sums, planned by [`MatmulAllReduce::prepare`].
+///
+/// They fit every `a`, `b` and output of the same group, shapes and split. They keep the group alive.
 ///
 /// ```
 /// use gemmesh::{Group, Host, MatmulAllReduce, Result, bf16};
 ///
 /// fn rank(group: Group<Host>) -> Result<()> {
-///     let (m, n, k) = (8, 4, 16); // K is this rank's part
+///     let (m, n, k) = (8, 4, 16); // K is this rank's slice
 ///     let a = group.upload(&vec![bf16::ONE; m * k], m, k)?;
 ///     let b = group.upload(&vec![bf16::ONE; n * k], n, k)?;
 ///     let mut out = group.sharded::<bf16>(m, n)?;
@@ -216,26 +226,26 @@ impl<B: Backend, T: Element> Default for MatmulAllReduce<'_, B, T> {
 #[derive(Debug)]
 pub struct PreparedAllReduce<'a, B: Backend, T: Element> {
     // Freed before the group that it belongs to can end.
-    /// Where partials are pulled by the owners of rows, each rank has the sums of its own rows first.
+    /// Gathers the sums, if the owners of rows pull partials. Each rank then has the sums of only its own rows.
     gather: Option<Arc<B::Program>>,
     sums: PlannedSums<'a, B>,
     element: PhantomData<T>,
 }
 
 impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
-    /// What is moved and added up, and in which order; and what is multiplied, where partials are not pulled. Where
-    /// they are, and are not exchanged, a gather follows.
+    /// The schedule: what is moved and added, and in which order. If partials are not pulled, also what is multiplied.
+    /// If each rank pulls only the partials of its own rows, a gather follows that is not in this schedule.
     #[doc(hidden)]
     pub fn schedule(&self) -> &Schedule {
         self.sums.schedule()
     }
 
-    /// How it is cut up.
+    /// How the operation is cut up.
     pub fn config(&self) -> Config {
         self.sums.config()
     }
 
-    /// How it is cut up, and what that is expected to take.
+    /// How the operation is cut up, and how long that is expected to take.
     pub fn explain(&self) -> Explanation {
         self.sums.explain()
     }
@@ -253,8 +263,10 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
         self.collective([a.into().into(), b.into().into()], out, None)
     }
 
-    /// As [`PreparedAllReduce::run`], and returns what happened when on this rank. All ranks trace an operation, or
-    /// none does: those that do begin it together. (On GPUs copies are not in it.)
+    /// As [`PreparedAllReduce::run`], and returns a trace of this rank's work.
+    ///
+    /// Either all ranks trace an operation or none does. Ranks that trace an operation begin it together. (On GPUs the
+    /// trace has no copies.)
     ///
     /// # Errors
     /// As [`matmul_all_reduce`].
@@ -302,7 +314,7 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
         call::run(self.sums.group(), None, gather, arguments, trace)
     }
 
-    /// Only multiplies: partials stay where they are made. Not collective; for benchmarks, after a run.
+    /// Only multiplies, and leaves the partials where they are made. Not collective; for benchmarks, after a run.
     ///
     /// # Errors
     /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
@@ -311,8 +323,8 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
         self.sums.matmul([a.view().into(), b.view().into()])
     }
 
-    /// Only adds up the partials that the ranks have made before, and gathers the sums. Collective; for benchmarks,
-    /// after a run.
+    /// Only adds the partials that the ranks have made before, and gathers the sums. Collective; for benchmarks, after
+    /// a run.
     ///
     /// # Errors
     /// As [`matmul_all_reduce`].
@@ -329,14 +341,15 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
         gather.map_or(Ok(()), |gather| self.gather(&gather, out, None))
     }
 
-    /// Copies the others' partials of this rank's rows, and their rows of `out`, with no word to them. Not collective;
-    /// for benchmarks, after a run.
+    /// Copies the other ranks' partials of this rank's rows, and their rows of `out`, without notifying them. Not
+    /// collective; for benchmarks, after a run.
     ///
     /// # Errors
     /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
     ///
     /// # Safety
-    /// Until it has ended no other rank begins anything that makes partials or sums, nor writes its rows of `out`.
+    /// Until the copy has ended, no other rank begins an operation that makes partials or sums, or writes its rows of
+    /// `out`.
     #[doc(hidden)]
     pub unsafe fn copy(&self, out: &mut ShardedMatrix<B, T>) -> Result<()> {
         let out = RawShards::from(&*out);

@@ -1,4 +1,4 @@
-//! `out[rows of this rank, N] = Σ_p a_p[rows, K_p] · b_p[N, K_p]ᵀ`: each rank has a part of K, and gets its rows of the
+//! `out[rows of this rank, N] = Σ_p a_p[rows, K_p] · b_p[N, K_p]ᵀ`: each rank has a slice of K and gets its rows of the
 //! sum.
 #![allow(unsafe_code)]
 
@@ -19,35 +19,38 @@ use crate::profile::span::Span;
 use crate::schedule::{Activation, Config, Layout, Schedule, WeightLayout};
 use crate::trace::Trace;
 
-/// `out = Σ a_p · b_pᵀ` over all ranks p, of which each gets its rows. Collective.
+/// Sums `a_p · b_pᵀ` over all ranks p; each rank gets its rows of the sum. Collective.
 ///
-/// `a` is [M, K_p] and `b` is [N, K_p], this rank's own: its part of K, which may be another on each rank. `out` is
-/// [rows, N], this rank's rows of the sum: M are split over the ranks as evenly as whole rows allow, the longer parts
-/// first. [`MatmulReduceScatter`] has other splits, a bias, and an output that is a sharded matrix.
+/// `a` is [M, K_p] and `b` is [N, K_p], this rank's slices of K. K_p may differ between ranks. `out` is [rows, N], this
+/// rank's rows of the sum. The M rows are split over the ranks evenly. If M is no multiple of the world size, the first
+/// ranks get one row more. [`MatmulReduceScatter`] offers other splits, a bias, and a sharded matrix as output.
 ///
 /// # What it computes
-/// A rank's *partial* p_r is a_r · b_rᵀ, summed in f32 and rounded once to `T`. Then s = p_0, s += p_1, … in f32, in
-/// the order of the ranks, then the bias, the activation and the residual, in f32 too; the result is rounded once,
-/// unless the output is of f32. So the bits depend neither on who owns a row nor on what comes first, and are the same
-/// each time.
+/// A rank's **partial** p_r is a_r · b_rᵀ, summed in f32 and rounded once to `T`. The partials are then added in f32,
+/// in the order of the ranks: s = p_0, s += p_1, … Then come the bias, the activation and the residual, in f32 too. The
+/// result is rounded once, unless the output is f32. So the bits are the same each time. They depend neither on who
+/// owns a row nor on which partial arrives first.
 ///
-/// With u the unit roundoff of `T` (2⁻⁸ for bf16, 2⁻¹¹ for f16) and v = 2⁻²⁴ that of f32, no element is farther from
-/// the exact sum, without an activation and a residual, than (K_max + W) · v · Σ |a| · |b| + u · Σ |p_r| + u · |out|,
-/// to first order: the sums in f32, the rounding of each partial, and the last one; while no partial is too large for
-/// `T` (an f16 ends at 65504), nor so small that it loses digits.
+/// Let u be the unit roundoff of `T` (2⁻⁸ for bf16, 2⁻¹¹ for f16) and v = 2⁻²⁴ that of f32. Without an activation and a
+/// residual, an element differs from the exact sum by at most (K_max + W) · v · Σ |a| · |b| + u · Σ |p_r| + u · |out|,
+/// to first order. The three terms bound the sums in f32, the rounding of the partials, and the last rounding. This
+/// holds while no partial is too large for `T` (f16 ends at 65504) or so small that it loses digits.
 ///
 /// # Memory
-/// At its first call a group allocates room for partials on each rank, in symmetric memory: for what comes, (W - 1)
-/// times as many rows as the rank has that owns most; for what goes, M rows, and where it is pushed or stored 15 more
-/// for each rank. Where it is stored, 15 more rows stand behind what comes from each. A row is of N elements, rounded
-/// up to 16 bytes; on GPUs all of it is rounded up to 2 MiB. Later calls use it again, and only one that needs more
-/// allocates anew. It is free when the group ends.
+/// The first call of a group allocates symmetric memory for partials on each rank:
+///
+/// - For incoming partials, (W - 1) times as many rows as the rank that owns most has. If partials are stored, 15 more
+///   rows for each sender.
+/// - For outgoing partials, M rows. If partials are pushed or stored, 15 more rows for each rank.
+///
+/// A row has N elements, rounded up to 16 bytes. On GPUs the total is rounded up to 2 MiB. Later calls use the same
+/// memory. Only a call that needs more allocates again. The memory is freed when the group ends.
 ///
 /// ```
 /// use gemmesh::{Group, Host, Result, bf16, matmul_reduce_scatter};
 ///
 /// fn rank(group: Group<Host>) -> Result<()> {
-///     let (m, n, k) = (8, 4, 16); // K is this rank's part
+///     let (m, n, k) = (8, 4, 16); // K is this rank's slice
 ///     let a = group.upload(&vec![bf16::ONE; m * k], m, k)?;
 ///     let b = group.upload(&vec![bf16::ONE; n * k], n, k)?;
 ///     let mut out = group.zeros::<bf16>(m / 2, n)?;
@@ -60,13 +63,13 @@ use crate::trace::Trace;
 /// # Ok::<_, gemmesh::Error>(())
 /// ```
 ///
-/// The call may return before the operation is complete; [`Group::synchronize`](crate::Group::synchronize) waits for
-/// it. The host backend's returns when it is.
+/// The call may return before the operation is complete. [`Group::synchronize`](crate::Group::synchronize) waits for
+/// it. On the host backend the operation is complete when the call returns.
 ///
 /// # Errors
-/// [`Error::Shape`] or [`Error::ForeignArgument`] for arguments that don't fit together, before anything is done.
-/// [`Error::CallMismatch`] if another rank makes another call; [`Error::OutOfMemory`] if the room for partials cannot
-/// be had; the group's failure.
+/// [`Error::Shape`] or [`Error::ForeignArgument`] if the arguments don't fit together; nothing has been done then.
+/// [`Error::CallMismatch`] if a rank makes a different call; [`Error::OutOfMemory`] if the memory for partials cannot
+/// be allocated; the group's failure.
 pub fn matmul_reduce_scatter<B: Backend, T: Element>(
     a: &Matrix<B, T>,
     b: &Matrix<B, T>,
@@ -81,7 +84,7 @@ pub fn matmul_reduce_scatter<B: Backend, T: Element>(
 /// use gemmesh::{Group, Host, MatmulReduceScatter, Result, bf16};
 ///
 /// fn rank(group: Group<Host>) -> Result<()> {
-///     let (m, n, k) = (8, 4, 16); // K is this rank's part
+///     let (m, n, k) = (8, 4, 16); // K is this rank's slice
 ///     let a = group.upload(&vec![bf16::ONE; m * k], m, k)?;
 ///     let b = group.upload(&vec![bf16::ONE; n * k], n, k)?;
 ///     let rows = [6, 2]; // the rows that each rank gets
@@ -105,7 +108,7 @@ pub struct MatmulReduceScatter<'a, B: Backend, T: Element> {
 }
 
 impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
-    /// No bias, an even split, and the backend's configuration for the problem.
+    /// Default options: no bias, an even split, and the configuration that the backend chooses.
     pub fn new() -> Self {
         MatmulReduceScatter {
             options: ProductOptions::new(T::DTYPE),
@@ -114,43 +117,50 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         }
     }
 
-    /// Adds `bias`, [1, N], to each of this rank's rows, in f32 before the last rounding. All ranks give one, or none
-    /// does.
+    /// Adds `bias`, [1, N], to each of this rank's rows, in f32 before the last rounding.
+    ///
+    /// Either all ranks give a bias or none does.
     pub fn bias(mut self, bias: impl Into<MatrixView<'a, B, T>>) -> Self {
         self.options.bias = Some(bias.into().into());
         self
     }
 
-    /// Adds `residual`, [rows, N], to the sums last, in f32 before the last rounding. All ranks give one, or none does.
+    /// Adds `residual`, [rows, N], to the sums last, in f32 before the last rounding.
+    ///
+    /// Either all ranks give a residual or none does.
     pub fn residual(mut self, residual: impl Into<MatrixView<'a, B, T>>) -> Self {
         self.options.residual = Some(residual.into().into());
         self
     }
 
-    /// Applies a function to each sum, in f32 behind the bias: never to a part of it.
+    /// Applies a function to each sum, in f32, after the bias. It is never applied to a partial.
     pub fn activation(mut self, activation: Activation) -> Self {
         self.options.activation = activation;
         self
     }
 
-    /// How weights lie: [N, K], unless this says [K, N].
+    /// How the weights are stored. The default is [N, K]; the other layout is [K, N].
     pub fn weight_layout(mut self, layout: WeightLayout) -> Self {
         self.options.weights = layout;
         self
     }
 
-    /// Prepares for an output of f32. (A call that was not prepared sees what it is given.)
+    /// Makes [`MatmulReduceScatter::prepare`] plan for an f32 output. [`MatmulReduceScatter::run`] needs no such hint.
     pub fn f32_output(mut self) -> Self {
         self.options.f32_output = true;
         self
     }
 
-    /// Cuts the problem up as `config` says. Where partials are pulled ([`Route::Pull`](crate::Route::Pull)), all rows
-    /// are multiplied before any are moved: that needs nothing of other ranks while a kernel runs. Where they are
-    /// pushed ([`Route::Push`](crate::Route::Push)), each block is sent when it is made, and the kernel adds what has
-    /// come. Where the kernel stores them ([`Route::Store`](crate::Route::Store), on GPUs to seven peers at the most),
-    /// each tile goes to its owner at once. Up to eight ranks with GPUs of their own store few rows and push many;
-    /// others pull.
+    /// Uses `config` instead of the configuration that the backend would choose.
+    ///
+    /// - [`Route::Pull`](crate::Route::Pull): all rows are multiplied before any are moved. While a kernel runs, it
+    ///   needs nothing of other ranks.
+    /// - [`Route::Push`](crate::Route::Push): each block is sent when it has been computed, and the kernel adds the
+    ///   blocks that have arrived.
+    /// - [`Route::Store`](crate::Route::Store): the kernel stores each tile to its owner at once. On GPUs it stores to
+    ///   at most seven peers.
+    ///
+    /// By default, up to eight ranks with GPUs of their own store few rows and push many. Other groups pull.
     pub fn config(mut self, config: Config) -> Self {
         self.options.config = Some(config);
         self
@@ -162,12 +172,13 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         self
     }
 
-    /// Does it, as [`matmul_reduce_scatter`]. The schedule is made at the first call for a shape and kept.
+    /// Runs the operation, as [`matmul_reduce_scatter`].
+    ///
+    /// The first call for a shape makes the schedule. Later calls use it again.
     ///
     /// # Errors
-    /// As [`matmul_reduce_scatter`]; [`Error::Limit`] or [`Error::Unsupported`] for a configuration that can't be;
-    /// [`Error::Shape`] unless there is one
-    /// count of rows a rank, M in all.
+    /// As [`matmul_reduce_scatter`]; [`Error::Limit`] or [`Error::Unsupported`] if the configuration can't be used;
+    /// [`Error::Shape`] unless [`MatmulReduceScatter::rows`] has one count for each rank, M in all.
     pub fn run<'m, 'o>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
@@ -182,11 +193,14 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         planned.collective([a, b], out, None)
     }
 
-    /// The same into the own rows of a sharded matrix, whose split it has: the next layer's input, with no copy. (On
-    /// GPUs the rows of a sharded matrix are whole 16 bytes.)
+    /// As [`MatmulReduceScatter::run`], but writes the sums into this rank's own rows of a sharded matrix.
+    ///
+    /// The sum is split as `out` is. `out` can be the next layer's input, without a copy. (On GPUs each row of a
+    /// sharded matrix is a multiple of 16 bytes long.)
     ///
     /// # Errors
-    /// As [`MatmulReduceScatter::run`]; [`Error::Shape`] unless `out` is [M, N], or if other rows were asked for.
+    /// As [`MatmulReduceScatter::run`]; [`Error::Shape`] unless `out` is [M, N], or if [`MatmulReduceScatter::rows`]
+    /// gives a different split.
     pub fn run_into<'m>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
@@ -210,14 +224,15 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         planned.collective_into([a, b], out, None)
     }
 
-    /// Prepares the sum for matrices like `a` and weights of N = `n`, to be run many times with no planning and no
-    /// rendezvous on the way. Not collective. (The first call that needs more room for partials than the group has
-    /// allocates it.)
+    /// Plans the sum for matrices like `a` and weights of N = `n`, so that it can run many times.
+    ///
+    /// Later runs need no planning and no rendezvous. The first run that needs more memory for partials than the group
+    /// has allocates it. This call is not collective.
     ///
     /// # Errors
-    /// [`Error::Limit`] for an `n` or a configuration that can't be, and [`Error::Unsupported`] for such a
-    /// configuration; [`Error::Shape`] unless there is one count of rows a rank, M in all; [`Error::Shape`] or
-    /// [`Error::ForeignArgument`] for a bias that does not fit; the group's failure.
+    /// [`Error::Limit`] if `n` or the configuration is out of range; [`Error::Unsupported`] if the configuration is not
+    /// supported; [`Error::Shape`] unless [`MatmulReduceScatter::rows`] has one count for each rank, M in all;
+    /// [`Error::Shape`] or [`Error::ForeignArgument`] if the bias or the residual does not fit; the group's failure.
     pub fn prepare<'m>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
@@ -240,7 +255,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         Ok(PreparedReduceScatter(planned, PhantomData))
     }
 
-    /// Who gets which rows of the product of `a`.
+    /// Which rank owns which rows of the product of `a`.
     fn layout(&self, a: RawView<B>) -> Result<Layout> {
         let (group, [m, k]) = (a.group, a.shape);
         match self.rows {
@@ -256,14 +271,15 @@ impl<B: Backend, T: Element> Default for MatmulReduceScatter<'_, B, T> {
     }
 }
 
-/// A product and its sums that have been planned, by [`MatmulReduceScatter::prepare`]. They fit every `a`, `b` and
-/// output of the same group and shapes. It keeps the group.
+/// A product and its sums, planned by [`MatmulReduceScatter::prepare`].
+///
+/// They fit every `a`, `b` and output of the same group and shapes. They keep the group alive.
 ///
 /// ```
 /// use gemmesh::{Group, Host, MatmulReduceScatter, Result, bf16};
 ///
 /// fn rank(group: Group<Host>) -> Result<()> {
-///     let (m, n, k) = (8, 4, 16); // K is this rank's part
+///     let (m, n, k) = (8, 4, 16); // K is this rank's slice
 ///     let a = group.upload(&vec![bf16::ONE; m * k], m, k)?;
 ///     let b = group.upload(&vec![bf16::ONE; n * k], n, k)?;
 ///     let mut next = group.sharded::<bf16>(m, n)?; // the input of the next layer
@@ -281,18 +297,18 @@ impl<B: Backend, T: Element> Default for MatmulReduceScatter<'_, B, T> {
 pub struct PreparedReduceScatter<'a, B: Backend, T: Element>(PlannedSums<'a, B>, PhantomData<T>);
 
 impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
-    /// What is moved and added up, and in which order; and what is multiplied, where partials are not pulled.
+    /// The schedule: what is moved and added, and in which order. If partials are not pulled, also what is multiplied.
     #[doc(hidden)]
     pub fn schedule(&self) -> &Schedule {
         self.0.schedule()
     }
 
-    /// How it is cut up.
+    /// How the operation is cut up.
     pub fn config(&self) -> Config {
         self.0.config()
     }
 
-    /// How it is cut up, and what that is expected to take.
+    /// How the operation is cut up, and how long that is expected to take.
     pub fn explain(&self) -> Explanation {
         self.0.explain()
     }
@@ -310,8 +326,10 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         self.collective([a.into().into(), b.into().into()], out.into().all, None)
     }
 
-    /// As [`PreparedReduceScatter::run`], and returns what happened when on this rank. All ranks trace an operation, or
-    /// none does: those that do begin it together. (On GPUs copies are not in it.)
+    /// As [`PreparedReduceScatter::run`], and returns a trace of this rank's work.
+    ///
+    /// Either all ranks trace an operation or none does. Ranks that trace an operation begin it together. (On GPUs the
+    /// trace has no copies.)
     ///
     /// # Errors
     /// As [`matmul_reduce_scatter`].
@@ -336,7 +354,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         self.0.run(operands, checked, only(out), &[], trace)
     }
 
-    /// The same into the own rows of a sharded matrix, [M, N], as [`MatmulReduceScatter::run_into`].
+    /// As [`PreparedReduceScatter::run`], but writes into this rank's own rows of a sharded matrix, [M, N].
     ///
     /// # Errors
     /// As [`MatmulReduceScatter::run_into`].
@@ -349,7 +367,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         self.collective_into([a.into().into(), b.into().into()], out, None)
     }
 
-    /// As [`PreparedReduceScatter::run_into`], and returns what [`PreparedReduceScatter::run_traced`] does.
+    /// As [`PreparedReduceScatter::run_into`], and returns a trace, as [`PreparedReduceScatter::run_traced`].
     ///
     /// # Errors
     /// As [`MatmulReduceScatter::run_into`].
@@ -379,7 +397,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         self.0.run(operands, checked, out, &[], trace)
     }
 
-    /// Only multiplies: partials stay where they are made. Not collective; for benchmarks, after a run.
+    /// Only multiplies, and leaves the partials where they are made. Not collective; for benchmarks, after a run.
     ///
     /// # Errors
     /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
@@ -388,7 +406,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         self.0.matmul([a.view().into(), b.view().into()])
     }
 
-    /// Only adds up the partials that the ranks have made before. Collective; for benchmarks, after a run.
+    /// Only adds the partials that the ranks have made before. Collective; for benchmarks, after a run.
     ///
     /// # Errors
     /// As [`matmul_reduce_scatter`].
@@ -399,14 +417,14 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         self.0.reduce(only(out), &[])
     }
 
-    /// Copies the others' partials of this rank's rows, with no word to them. Not collective; for benchmarks, after a
-    /// run.
+    /// Copies the other ranks' partials of this rank's rows without notifying them. Not collective; for benchmarks,
+    /// after a run.
     ///
     /// # Errors
     /// The group's failure.
     ///
     /// # Safety
-    /// Until it has ended no other rank begins anything that makes partials or sums.
+    /// Until the copy has ended, no other rank begins an operation that makes partials or sums.
     #[doc(hidden)]
     pub unsafe fn copy(&self) -> Result<()> {
         // SAFETY: as this function's.
@@ -414,7 +432,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     }
 }
 
-/// The one output that there is: it has been checked.
+/// The only output, which has been checked.
 fn only<B: Backend>(outputs: RawOutputs<B>) -> Bound<B> {
     let mut outputs = outputs.into_iter();
     outputs.next().map_or(Bound::Nothing, |out| out.bound)

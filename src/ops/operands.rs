@@ -11,8 +11,9 @@ use crate::element::{Element, Value};
 use crate::matrix::{Matrix, MatrixView, MatrixViewMut};
 use crate::schedule::Widths;
 
-/// What rows are multiplied with: a weight or, for one gather of the rows, up to four. Made from a [`Matrix`], a
-/// [`MatrixView`], or an array of either, or collected from views.
+/// The weights of a product: one, or up to four that share one gather of the rows.
+///
+/// Made from a [`Matrix`], a [`MatrixView`], or an array of either, or collected from views.
 #[derive(Debug)]
 #[must_use = "operands do nothing"]
 pub struct Weights<'a, B: Backend, T: Value> {
@@ -52,7 +53,9 @@ impl<'a, B: Backend, T: Value> FromIterator<MatrixView<'a, B, T>> for Weights<'a
     }
 }
 
-/// N of each weight of a product that is prepared. Made from one number, or from an array or a slice of them.
+/// The N of each weight of a prepared product.
+///
+/// Made from one number, or from an array or a slice of numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WeightWidths(pub(super) Widths);
 
@@ -80,14 +83,16 @@ impl<const N: usize> From<[usize; N]> for WeightWidths {
     }
 }
 
-/// A type that products of `T` can be stored as: itself, or f32.
+/// A type in which products of `T` can be stored: `T` or f32.
 pub trait OutputOf<T>: Value {}
 
 impl<T: Element> OutputOf<T> for T {}
 impl<T: Element> OutputOf<T> for f32 {}
 
-/// Where products go: a matrix of their operands' type or of f32, or one for each of several weights. Made from a
-/// `&mut` [`Matrix`], a [`MatrixViewMut`], an array of either, or collected from views.
+/// The outputs of a product: one, or one for each of several weights.
+///
+/// An output has the type of the operands, or f32. Made from a `&mut` [`Matrix`], a [`MatrixViewMut`], an array of
+/// either, or collected from views.
 #[derive(Debug)]
 #[must_use = "operands do nothing"]
 pub struct Outputs<'a, B: Backend, T: Value> {

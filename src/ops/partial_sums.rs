@@ -1,4 +1,4 @@
-//! What products have in common whose K is spread over the ranks.
+//! Plans and runs the products whose K is spread over the ranks.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -22,12 +22,12 @@ use crate::schedule::plan::matrices::{self, MATRICES, PARTIALS};
 use crate::schedule::plan::partials::is_one_shot;
 use crate::schedule::{Config, Layout, Operation, Problem, Route, Schedule};
 
-/// Who gets which sums.
+/// Which sums each rank gets.
 #[derive(Clone, Copy, Debug)]
 pub enum Which {
-    /// Each rank those of its rows.
+    /// The sums of its own rows.
     Own,
-    /// All ranks all of them, in a matrix that they share.
+    /// All sums, in a sharded matrix.
     All,
 }
 
@@ -46,8 +46,8 @@ impl Which {
 }
 
 impl<'a, B: Backend> PlannedSums<'a, B> {
-    /// Plans the sums of products with weights of N = `n`. `layout`: who owns which rows, and this rank's part of K;
-    /// `out`: the type of the output, if it is known to be another than that of the operands.
+    /// Plans the sums of products with weights of N = `n`. `layout`: who owns which rows, and this rank's slice of K.
+    /// `out`: the output's type, if it is known.
     pub fn new(
         options: &ProductOptions<'a, B>,
         which: Which,
@@ -94,15 +94,15 @@ impl<'a, B: Backend> PlannedSums<'a, B> {
 #[derive(Debug)]
 pub struct PlannedSums<'a, B: Backend> {
     // Freed before the group that they belong to can end.
-    /// The sum; with the product, where partials are pushed or stored.
+    /// The sum. If partials are not pulled, it includes the product.
     sum: Arc<B::Program>,
-    /// Where partials are pulled, they are made before.
+    /// The product, if partials are pulled. It runs before the sum.
     multiply: Option<Arc<B::Program>>,
     group: Group<B>,
     which: Which,
-    /// Pulled sums must still be gathered: those of an all-reduce of two steps.
+    /// True for an all-reduce of two steps. If partials are pulled, the sums must still be gathered.
     pub reduces_own_rows: bool,
-    /// The sum: who owns which of its rows, and this rank's part of K.
+    /// The problem of the sum: who owns which rows, and this rank's slice of K.
     problem: Problem,
     config: Config,
     options: ProductOptions<'a, B>,
@@ -125,12 +125,12 @@ impl<B: Backend> PlannedSums<'_, B> {
         call::explain(&self.group, &self.problem, self.config)
     }
 
-    /// Whether what all ranks are to have still has to be gathered.
+    /// True if a gather must follow, so that all ranks have all sums.
     pub fn needs_gather(&self) -> bool {
         self.multiply.is_some() && self.reduces_own_rows
     }
 
-    /// [M, N] of the sum.
+    /// The shape [M, N] of the sum.
     pub fn shape(&self) -> [usize; 2] {
         [self.problem.layout.m(), self.problem.n]
     }
@@ -140,7 +140,7 @@ impl<B: Backend> PlannedSums<'_, B> {
         self.problem.layout.rows_of(self.group.rank())
     }
 
-    /// Checks the operands. What is added was checked when it was planned.
+    /// Checks the operands. Bias and residual were checked when the sum was planned.
     pub fn check(&self, [a, b]: [RawView<B>; 2]) -> Result<()> {
         let (group, problem) = (a.group, &self.problem);
         let (rank, layout) = (group.rank(), &problem.layout);
@@ -150,7 +150,7 @@ impl<B: Backend> PlannedSums<'_, B> {
         check_weights(group, problem, &[problem.n], &[b])
     }
 
-    /// Checks an output of this rank's own.
+    /// Checks an output that is this rank's own.
     pub fn check_out(&self, out: &[RawOutput<B>]) -> Result<()> {
         let (rows, problem) = (self.own_rows().len(), &self.problem);
         let what = "out [rows of this rank, N]";
@@ -166,8 +166,8 @@ impl<B: Backend> PlannedSums<'_, B> {
         out.require_split(["out [M, N]", "out (rows of each rank)"], layout, *n)
     }
 
-    /// Does it, once the operands have been checked too. `checked`: whether `out` fits; `shared`: the numbers of the
-    /// sharded matrices that are written.
+    /// Runs the sum, once the operands have been checked too. `checked`: the result of checking `out`. `shared`: the
+    /// numbers of the sharded matrices that are written.
     pub fn run(
         &self,
         operands: [RawView<B>; 2],
@@ -182,24 +182,25 @@ impl<B: Backend> PlannedSums<'_, B> {
         self.launch(before, &self.sum, Some(operands), out, shared, trace)
     }
 
-    /// Only multiplies: what is made stays here. Not collective.
+    /// Only multiplies, and leaves the partials where they are made. Not collective.
     pub fn matmul(&self, operands: [RawView<B>; 2]) -> Result<()> {
         self.check(operands)?;
         let program = self.part(Operation::MultiplyPartials)?;
         self.launch(None, &program, Some(operands), Bound::Nothing, &[], None)
     }
 
-    /// Only adds up what has been made, and pulls it before.
+    /// Only pulls the partials that have been made, and adds them.
     pub fn reduce(&self, out: Bound<B>, shared: &[u32]) -> Result<()> {
         let config = Some(self.config.with_route(Route::Pull));
         let program = self.group.program(self.problem.clone(), config)?;
         self.launch(None, &program, None, out, shared, None)
     }
 
-    /// Only copies what a run moves, with no word to anyone. Not collective.
+    /// Only copies what a run moves, without notifying other ranks. Not collective.
     ///
     /// # Safety
-    /// Until it has ended no other rank begins anything that makes partials or sums, nor writes its rows of `out`.
+    /// Until the copy has ended, no other rank begins an operation that makes partials or sums, or writes its rows of
+    /// `out`.
     pub unsafe fn copy(&self, out: Bound<B>) -> Result<()> {
         let program = match self.which {
             Which::Own => self.part(Operation::CopyPartials),
@@ -232,7 +233,7 @@ impl<B: Backend> PlannedSums<'_, B> {
         let schedule = self.schedule();
         let room = bytes(schedule);
         for part in before.into_iter().chain([program]) {
-            // Only pulled partials lie without gaps, and a part of a sum is planned as those are.
+            // A part of a sum is planned as with pulled partials, and only these lie without gaps.
             limit("bytes of partials", bytes(B::schedule(part)), 0, room)?;
         }
         let partials = match schedule.is_idle() {
@@ -262,7 +263,7 @@ impl<B: Backend> PlannedSums<'_, B> {
     }
 }
 
-/// `m` rows, of which rank r gets `rows[r]`, of a product over `k`.
+/// The split of `m` rows of a product over `k`: rank r gets `rows[r]` rows.
 pub fn split<B: Backend>(group: &Group<B>, rows: &[usize], [m, k]: [usize; 2]) -> Result<Layout> {
     let shape = |argument: &str, expected: usize, found: usize| {
         if expected == found {

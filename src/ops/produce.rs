@@ -1,5 +1,4 @@
-//! Rows that a function of the caller's makes, block by block, each of which is on its way to its owner while the next
-//! is made.
+//! Rows that a function of the caller makes block by block. Each block is sent to its owner while the next is made.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -29,19 +28,23 @@ use crate::trace::Trace;
 const REDUCE: Operation = Operation::ProduceAndReduceScatter;
 const EXCHANGE: Operation = Operation::ProduceAndAllToAll;
 
-/// `out = the rows of this rank of Σ p_r`, where `produce` makes p_r, [m, N], this rank's addend. Collective.
+/// Sums the rows that `produce` makes on all ranks; each rank gets its rows of the sum. Collective.
 ///
-/// `produce` is called block by block: first for the rows of the next rank in the ring, then of the one behind it, and
-/// at last for this rank's own. A block is sent to its owner while the next is made. Each rank gets as many rows of the
-/// m as any other, the first ones one more if they can't be split evenly; `out` is [rows, N]. Sums are made in f32, in
-/// the order of the ranks, and rounded once, so they have the same bits each time.
+/// Rank r makes the addend p_r, [m, N]. `out` is [rows, N], this rank's rows of Σ p_r. The m rows are split over the
+/// ranks evenly. If m is no multiple of the world size, the first ranks get one row more. Sums are made in f32, in the
+/// order of the ranks, and rounded once, so they have the same bits each time.
 ///
-/// On the host `produce` writes to [`Block::values_mut`] before it returns. On GPUs it puts its work on the block's
-/// stream, and returns at once: the copies wait for the stream, and the host never does. Such streams alternate between
-/// two, so that one block's kernels begin while the last of another's end; both begin after what was put on the group's
-/// stream before, which goes on when all sums are made. (It leaves the current CUDA context as it was, and captures
-/// nothing that it does not end.) Where the operation is captured in a graph, after it has run once, `produce` is
-/// called then, and not when the graph is replayed: what it has put on the streams is.
+/// `produce` is called block by block, first for the rows of the next rank in the ring, then for those of the rank
+/// after it, and last for this rank's own. A block is sent to its owner while the next is made.
+///
+/// On the host, `produce` writes to [`Block::values_mut`] before it returns. On GPUs, it puts its work on the block's
+/// stream and returns at once. The copies wait for that stream; the host never does. The blocks use two streams in
+/// turn, so that one block's kernels begin while the last kernels of the previous block end. Both streams begin after
+/// the earlier work of the group's stream, and its later work begins when all sums are made. (`produce` must leave the
+/// current CUDA context as it was, and must end every capture that it begins.)
+///
+/// The operation can be captured in a graph after it has run once. `produce` is called during the capture, and not when
+/// the graph is replayed. The replay repeats the work that `produce` put on the streams.
 ///
 /// ```
 /// use gemmesh::{Group, Host, produce_and_reduce_scatter};
@@ -63,19 +66,22 @@ const EXCHANGE: Operation = Operation::ProduceAndAllToAll;
 /// ```
 ///
 /// # Memory
-/// As [`matmul_reduce_scatter`](crate::matmul_reduce_scatter), whose room it shares.
+/// As [`matmul_reduce_scatter`](crate::matmul_reduce_scatter), with which it shares the memory for partials.
 ///
 /// # Errors
-/// On every rank, of this call or a later one: [`Error::Callback`] if `produce` fails on one; [`Error::RankPanicked`]
-/// if it panics there; [`Error::Timeout`] names a rank whose function does not return. [`Error::CallMismatch`] unless
-/// all ranks make the same call. [`Error::Shape`] for an output that does not fit; [`Error::OutOfMemory`];
-/// [`Error::Capturing`] if it is captured at its first run. The group's failure. Calls of the same group that `produce`
-/// makes return [`Error::CallInCallback`]. Other threads that make such calls wait until this one has returned, for as
-/// long as the group's timeout, and then get [`Error::Busy`]: so `produce` must not wait for them. It is not called
-/// once the group has failed.
+/// On every rank, from this call or a later one: [`Error::Callback`] if `produce` returns an error on one rank;
+/// [`Error::RankPanicked`] if it panics there; [`Error::Timeout`], which names the rank, if it does not return there;
+/// [`Error::CallMismatch`] unless all ranks make the same call.
+///
+/// [`Error::Shape`] if the output does not fit; [`Error::OutOfMemory`]; [`Error::Capturing`] if the first run is
+/// captured; the group's failure.
+///
+/// `produce` is not called once the group has failed. It must not call the same group: such calls return
+/// [`Error::CallInCallback`]. Nor may it wait for other threads' calls of the group. They wait until this call has
+/// returned, at most for the group's timeout, and then get [`Error::Busy`].
 ///
 /// # Panics
-/// If `produce` does, when what it had put on the streams has been joined with the group's.
+/// If `produce` panics. Its work on the streams has been joined with the group's stream before.
 pub fn produce_and_reduce_scatter<B: Backend, T: Float>(
     m: usize,
     out: &mut Matrix<B, T>,
@@ -84,11 +90,11 @@ pub fn produce_and_reduce_scatter<B: Backend, T: Float>(
     ProduceAndReduceScatter::new().run(m, out, produce)
 }
 
-/// Each rank makes a block of rows for each rank, and gets those that the others make for it. Collective.
+/// Sends each rank the rows that `produce` makes for it. Collective.
 ///
-/// `out` is [M, N]: rank r makes as many rows for each rank as it owns of `out`, and those that it makes for rank p
-/// become its rows of `out` on rank p, all M of which are written. `produce` is called as by
-/// [`produce_and_reduce_scatter`]; a block's rows count from 0.
+/// `out` is [M, N]. Rank r makes as many rows for each rank as it owns of `out`. The rows that it makes for rank p
+/// become its rows of `out` on rank p. All M rows of `out` are written. `produce` is called as by
+/// [`produce_and_reduce_scatter`]. A block's rows count from 0.
 ///
 /// ```
 /// use gemmesh::{Group, Host, Result, produce_and_all_to_all};
@@ -122,7 +128,7 @@ pub fn produce_and_all_to_all<B: Backend, T: Value>(
     ProduceAndAllToAll::new().run(out, produce)
 }
 
-/// Builder for [`produce_and_reduce_scatter`]: stages and chunks.
+/// Builder for [`produce_and_reduce_scatter`]: rows of each rank and chunks.
 ///
 /// ```
 /// use gemmesh::{Group, Host, ProduceAndReduceScatter, Result};
@@ -153,7 +159,7 @@ pub struct ProduceAndReduceScatter<'a> {
 }
 
 impl<'a> ProduceAndReduceScatter<'a> {
-    /// An even split, and the rows of each other rank in one block.
+    /// Default options: an even split, and one block for each other rank.
     pub const fn new() -> Self {
         ProduceAndReduceScatter {
             rows: None,
@@ -169,9 +175,11 @@ impl<'a> ProduceAndReduceScatter<'a> {
         }
     }
 
-    /// Makes the rows of each other rank in as many blocks, from 1 to 64, of multiples of 128 rows: smaller ones are on
-    /// their way sooner, and each costs a copy's start, and kernels of fewer rows. The same on all ranks. (This rank's
-    /// own rows are made in two: the last quarter apart, so that little is left to add up when all is made.)
+    /// Makes the rows of each other rank in `chunks` blocks, from 1 to 64. All ranks give the same number.
+    ///
+    /// A block has a multiple of 128 rows. Smaller blocks are sent sooner, but each costs the start of a copy, and
+    /// kernels of fewer rows. This rank's own rows are made in two blocks. The second is the last quarter, so that
+    /// little is left to add when all rows are made.
     pub const fn chunks(self, chunks: usize) -> Self {
         ProduceAndReduceScatter {
             chunks: Some(chunks),
@@ -179,11 +187,11 @@ impl<'a> ProduceAndReduceScatter<'a> {
         }
     }
 
-    /// As [`produce_and_reduce_scatter`]: `m` rows in all.
+    /// Runs the operation with `m` rows in all, as [`produce_and_reduce_scatter`].
     ///
     /// # Errors
-    /// As [`produce_and_reduce_scatter`]; [`Error::Limit`] for a number of blocks that cannot be; [`Error::Shape`]
-    /// unless there is one count of rows a rank, m in all.
+    /// As [`produce_and_reduce_scatter`]; [`Error::Limit`] if the number of blocks is out of range; [`Error::Shape`]
+    /// unless [`ProduceAndReduceScatter::rows`] has one count for each rank, m in all.
     ///
     /// # Panics
     /// As [`produce_and_reduce_scatter`].
@@ -196,9 +204,10 @@ impl<'a> ProduceAndReduceScatter<'a> {
         self.sum(m, out, None, produce)
     }
 
-    /// As [`ProduceAndReduceScatter::run`], and returns what happened when on this rank: when rows were sent, when each
-    /// call of the function ran, or on GPUs what it had put on its stream, and when they were added up. All ranks trace
-    /// an operation, or none does.
+    /// As [`ProduceAndReduceScatter::run`], and returns a trace of this rank's work.
+    ///
+    /// The trace shows when rows were sent and when they were added. It also shows when each call of the function ran
+    /// or, on GPUs, when the work ran that it put on its stream. Either all ranks trace an operation or none does.
     ///
     /// # Errors
     /// As [`ProduceAndReduceScatter::run`].
@@ -234,11 +243,14 @@ impl<'a> ProduceAndReduceScatter<'a> {
         planned.run(Bound::Output(out.memory(), 0), &[], trace, produce)
     }
 
-    /// The same into the own rows of a sharded matrix, [m, N], whose split it has: the next layer's input, with no
-    /// copy. (On GPUs the rows of a sharded matrix are whole 16 bytes.)
+    /// As [`ProduceAndReduceScatter::run`], but writes into this rank's own rows of a sharded matrix, [m, N].
+    ///
+    /// The sum is split as `out` is. `out` can be the next layer's input, without a copy. (On GPUs each row of a
+    /// sharded matrix is a multiple of 16 bytes long.)
     ///
     /// # Errors
-    /// As [`ProduceAndReduceScatter::run`]; [`Error::Shape`] if another split was asked for.
+    /// As [`ProduceAndReduceScatter::run`]; [`Error::Shape`] if [`ProduceAndReduceScatter::rows`] gives a different
+    /// split.
     ///
     /// # Panics
     /// As [`produce_and_reduce_scatter`].
@@ -278,7 +290,7 @@ impl<'a> ProduceAndReduceScatter<'a> {
     }
 }
 
-/// [`produce_and_all_to_all`] with a number of blocks.
+/// Builder for [`produce_and_all_to_all`]: chunks.
 ///
 /// ```
 /// use gemmesh::{Group, Host, ProduceAndAllToAll, Result};
@@ -304,7 +316,7 @@ pub struct ProduceAndAllToAll {
 }
 
 impl ProduceAndAllToAll {
-    /// The rows for each rank in one block.
+    /// Default options: one block for each rank.
     pub const fn new() -> Self {
         ProduceAndAllToAll { chunks: None }
     }
@@ -316,10 +328,10 @@ impl ProduceAndAllToAll {
         }
     }
 
-    /// As [`produce_and_all_to_all`].
+    /// Runs the operation, as [`produce_and_all_to_all`].
     ///
     /// # Errors
-    /// As [`produce_and_all_to_all`]; [`Error::Limit`] for a number of blocks that cannot be.
+    /// As [`produce_and_all_to_all`]; [`Error::Limit`] if the number of blocks is out of range.
     ///
     /// # Panics
     /// As [`produce_and_all_to_all`].
@@ -337,7 +349,7 @@ impl ProduceAndAllToAll {
     }
 }
 
-/// An operation whose rows the caller makes.
+/// A planned operation whose rows the caller makes.
 struct Planned<B: Backend> {
     // Freed before the group that it belongs to can end.
     program: Arc<B::Program>,
@@ -346,7 +358,7 @@ struct Planned<B: Backend> {
 }
 
 impl<B: Backend> Planned<B> {
-    /// The columns of `layout` are those of the rows.
+    /// `layout` has as many columns as the rows.
     fn new<T: Value>(
         group: &Group<B>,
         operation: Operation,
@@ -363,7 +375,7 @@ impl<B: Backend> Planned<B> {
         })
     }
 
-    /// `shared`: the numbers of the sharded matrices that are written on other ranks too.
+    /// `shared`: the numbers of the sharded matrices that are also written on other ranks.
     fn run<T: Value>(
         &self,
         out: Bound<B>,
@@ -414,7 +426,7 @@ impl<B: Backend> Planned<B> {
     }
 }
 
-/// Rows that the caller is to make.
+/// Rows for the caller to make.
 #[derive(Debug)]
 pub struct Block<'a, B: Backend, T: Value> {
     memory: &'a B::Symmetric,
@@ -424,19 +436,19 @@ pub struct Block<'a, B: Backend, T: Value> {
     pitch: usize,
     /// The first row's number in the memory.
     first: usize,
-    /// Nobody else's for as long as the function runs.
+    /// Nothing else uses it while the function runs.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     stream: *mut c_void,
     element: PhantomData<T>,
 }
 
 impl<B: Backend, T: Value> Block<'_, B, T> {
-    /// The rank that gets them.
+    /// The rank that gets the rows.
     pub fn owner(&self) -> usize {
         self.owner
     }
 
-    /// Which rows: of the m of a sum, or of those that this rank makes for `owner`.
+    /// The numbers of the rows, among the m rows of a sum or among the rows that this rank makes for `owner`.
     pub fn rows(&self) -> Range<usize> {
         self.rows.clone()
     }
@@ -446,24 +458,26 @@ impl<B: Backend, T: Value> Block<'_, B, T> {
         [self.rows.len(), self.columns]
     }
 
-    /// The elements from row to row where they are to lie: N or, so that each row begins with whole 16 bytes, a few
-    /// more.
+    /// The number of elements from one row to the next in memory.
+    ///
+    /// It is N, or a few more so that each row begins at a multiple of 16 bytes.
     pub fn pitch(&self) -> usize {
         self.pitch
     }
 
-    /// Bytes of the memory in front of them.
+    /// Bytes of the memory before the rows.
     fn offset(&self) -> usize {
         self.first * self.pitch * size_of::<T>()
     }
 }
 
 impl<T: Value> Block<'_, Host, T> {
-    /// Where the rows are to lie, [`Block::pitch`] elements each. What they hold at first is of no meaning.
+    /// The memory for the rows, [`Block::pitch`] elements each. Its first contents have no meaning.
     pub fn values_mut(&mut self) -> &mut [T] {
         let length = self.rows.len() * self.pitch;
-        // SAFETY: the memory holds the rows, aligned for their type, whose every bit pattern is a value. Nobody else
-        // touches them until the function has returned: what is sent has been made before, and peers write elsewhere.
+        // SAFETY: the memory holds the rows and is aligned for their type, of which every bit pattern is a value.
+        // Nothing else touches them until the function has returned, because rows are sent after they are made, and
+        // peers write elsewhere.
         unsafe {
             let first = self.memory.own().add(self.offset());
             std::slice::from_raw_parts_mut(first.cast(), length)
@@ -473,14 +487,16 @@ impl<T: Value> Block<'_, Host, T> {
 
 #[cfg(feature = "cuda")]
 impl<T: Value> Block<'_, Cuda, T> {
-    /// Where the first of the rows is to lie on the device; each begins [`Block::pitch`] elements behind the one
-    /// before. For what is put on the block's stream, or joined with it.
+    /// The address of the first row on the device. Each row begins [`Block::pitch`] elements after the one before.
+    ///
+    /// Work on the block's stream, or on a stream that is joined with it, writes the rows.
     pub fn as_device_ptr(&self) -> u64 {
         self.memory.own() + self.offset() as u64
     }
 
-    /// A CUstream of the device's primary context, which the copies of the rows wait for: for what is put on it before
-    /// the function returns.
+    /// A CUstream of the device's primary context. The copies of the rows wait for it.
+    ///
+    /// The function must put its work on this stream before it returns.
     pub fn stream(&self) -> *mut c_void {
         self.stream
     }

@@ -1,4 +1,4 @@
-//! What all products have in common: what varies of them, their weights and their outputs, without element types.
+//! What all products share: options, weights and outputs, without element types.
 
 use smallvec::SmallVec;
 
@@ -18,15 +18,15 @@ use crate::schedule::{
     WeightLayout, Widths,
 };
 
-/// The weights of a product, or of several for one gather of the rows.
+/// The weights of a product. All of them use one gather of the rows.
 pub type RawWeights<'a, B> = SmallVec<[RawView<'a, B>; MAX_WEIGHTS]>;
-/// Their outputs.
+/// The outputs of a product.
 pub type RawOutputs<'a, B> = SmallVec<[RawOutput<'a, B>; MAX_WEIGHTS]>;
 
-/// What varies of a product, wherever its rows come from and go to.
+/// The options of a product, wherever its rows come from and go to.
 #[derive(Debug)]
 pub struct ProductOptions<'a, B: Backend> {
-    /// Of the operands.
+    /// The type of the operands.
     pub dtype: DType,
     pub bias: Option<RawView<'a, B>>,
     pub residual: Option<RawView<'a, B>>,
@@ -37,7 +37,7 @@ pub struct ProductOptions<'a, B: Backend> {
     pub config: Option<Config>,
 }
 
-// Derived, it would need a backend that can be cloned.
+// A derived `Clone` would need a backend that can be cloned.
 impl<B: Backend> Clone for ProductOptions<'_, B> {
     fn clone(&self) -> Self {
         ProductOptions { ..*self }
@@ -58,7 +58,7 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
         }
     }
 
-    /// What products of these widths are asked to do. `out`: the output's type, if it is known.
+    /// The problem of a product with weights of these widths. `out`: the output's type, if it is known.
     pub fn problem(
         &self,
         operation: Operation,
@@ -85,7 +85,7 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
         problem
     }
 
-    /// Refuses widths that gate and up can't have; one may stand for both.
+    /// Checks that gate and up have the same N. One N may stand for both.
     pub fn check_widths(&self, rank: usize, widths: &[usize]) -> Result<()> {
         let [gate, others @ ..] = widths else {
             return Ok(());
@@ -111,11 +111,11 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
         }
     }
 
-    /// Checks what is added to `rows` rows.
+    /// Checks the bias and the residual, which are added to `rows` rows.
     pub fn check(&self, group: &Group<B>, problem: &Problem, rows: usize) -> Result<()> {
         let (form, n, rank) = (&problem.form, problem.n, group.rank());
         if let Some(bias) = &self.bias {
-            // Before the shape: what fits no product is refused as that.
+            // Before the shape, so that an N that no product can have is refused as a limit.
             limit("N", n, 1, MAX_EXTENT)?;
             require_same_group("bias", bias.group, group)?;
             let (what, columns) = match form.gated {
@@ -149,7 +149,7 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
     }
 }
 
-/// Checks weights of these widths, of depth K, against what was planned.
+/// Checks the weights' widths and depth K against the plan.
 pub fn check_weights<B: Backend>(
     group: &Group<B>,
     problem: &Problem,
@@ -171,7 +171,7 @@ pub fn check_weights<B: Backend>(
     Ok(())
 }
 
-/// Checks outputs of these widths and of `rows` rows each against what was planned. `what`: how messages call one.
+/// Checks the outputs' widths and their `rows` rows against the plan. `what`: the name of an output in messages.
 pub fn check_outputs<B: Backend>(
     group: &Group<B>,
     what: &str,
@@ -205,7 +205,7 @@ pub fn bind<'m, 'o: 'm, B: Backend>(
     }
 }
 
-/// The product of a schedule that has one.
+/// The product of a schedule, which must have one.
 pub fn product_of(schedule: &Schedule) -> &Product {
     match schedule.product() {
         Some(product) => product,

@@ -27,7 +27,7 @@ impl<const N: usize, const KEY: usize> Post<N, KEY> {
 
     /// The number of the latest call that was posted here; 0 if none was.
     ///
-    /// Acquire: what its rank has read before it posted that, it has read before what the caller does next.
+    /// Acquire: all reads of that rank before its post happen before what the caller does next.
     pub fn latest(&self) -> u64 {
         self.number.load(Ordering::Acquire)
     }
@@ -89,7 +89,7 @@ impl<const BYTES: usize> Note<BYTES> {
         }
     }
 
-    /// Notes `bytes`, as many as there is room for, about call `number`, in the place of the note before.
+    /// Replaces the note by `bytes`, as many as there is room for, about call `number`.
     pub fn write(&self, number: u64, bytes: &[u8]) {
         let version = self.version.load(Ordering::Relaxed);
         self.version.store(version + 1, Ordering::Relaxed);
@@ -145,7 +145,8 @@ impl<const BYTES: usize> Report<BYTES> {
         (self.by.load(Ordering::Relaxed) as usize).checked_sub(1)
     }
 
-    /// Reports `bytes`, as many as there is room for, unless a rank did so before. Whether it is the first.
+    /// Reports `bytes`, as many as there is room for, unless a rank did so before. Returns true if this report is the
+    /// first.
     pub fn write(&self, rank: usize, bytes: &[u8]) -> bool {
         let by = rank as u32 + 1;
         let claimed = self

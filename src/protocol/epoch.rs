@@ -13,11 +13,11 @@ impl Epoch {
     /// The first operation of a group.
     pub const FIRST: Epoch = Epoch(1);
 
-    /// What a graph word holds that has been opened (see
-    /// [`drive::transfer_in_graph`](crate::schedule::drive::transfer_in_graph)): its words know two epochs.
+    /// The value of an open graph word (see [`drive::transfer_in_graph`](crate::schedule::drive::transfer_in_graph)).
+    /// Graph words have only two values.
     pub const OPEN: Epoch = Epoch(1);
 
-    /// What it holds before, and again when it has been passed.
+    /// The value of a closed graph word: before it is opened, and after a stream has passed it.
     pub const CLOSED: Epoch = Epoch(0);
 
     /// How many operations apart two refreshes of the flags are; see [`Epoch::refreshes`].
@@ -50,11 +50,11 @@ impl Epoch {
         seen.wrapping_sub(self.0) as i32 >= 0
     }
 
-    /// Whether a rank must first bring up to the epoch before those of its flags that not every operation writes.
+    /// True if a rank must first set those of its flags to the epoch before that not every operation writes.
     ///
-    /// An operation writes only the chunk flags that its schedule uses, and `done` only where rows are pulled. A flag
-    /// that no schedule used for 2³¹ operations would look as if it lay in the future; so all are rewritten long before
-    /// that.
+    /// An operation writes only the chunk flags that its schedule uses, and `done` only if its schedule uses it. A flag
+    /// that no schedule used for 2³¹ operations would look as if it lay in the future. So all flags are rewritten long
+    /// before that.
     pub const fn refreshes(self) -> bool {
         self.0.is_multiple_of(Epoch::REFRESH)
     }

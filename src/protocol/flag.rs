@@ -40,14 +40,14 @@ pub struct FlagBlock<'a> {
     /// `ready[p]`, written by rank p: p's own rows are final and may be pulled, and its gathered rows may be
     /// overwritten.
     pub ready: &'a [Flag],
-    /// `done[p]`, written by rank p: p has moved all that it moves itself out of this rank's memory, or into it.
+    /// `done[p]`, written by rank p: p has made its last transfer out of this rank's memory, or into it.
     pub done: &'a [Flag],
-    /// `chunk[f]`, written by this rank's copy engine, or by the owner's that pushes: transfer f of the schedule has
-    /// arrived.
+    /// `chunk[f]`, written by this rank's copy engine, or by the owner that pushes or stores: transfer f of the
+    /// schedule has arrived.
     pub chunk: &'a [Flag],
 }
 
-/// What a wait is for. Errors say it.
+/// What a wait is for. Errors name it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Awaited {
     /// `ready[source]`
@@ -61,16 +61,15 @@ pub enum Awaited {
         source: usize,
         /// The flag's index in the schedule.
         flag: usize,
-        /// Whether it is this rank that moves it: what waits for it waits for an intermediary, which itself may wait
-        /// for another rank.
+        /// True if this rank pulls it. Then the wait is for this rank's copy engine, which may wait for another rank.
         pulled: bool,
     },
-    /// Rows or partial sums in this rank's low-latency area, each word of which says whether it has come.
+    /// Rows or partials in this rank's low-latency area. Each of its words says whether it has come.
     LowLatency {
         /// The rank that makes them.
         source: usize,
     },
-    /// A block of this rank's own: of its product, or that its caller makes.
+    /// A block of this rank's product, or a block that its caller makes.
     Produced {
         /// This rank.
         rank: usize,
@@ -79,13 +78,13 @@ pub enum Awaited {
     },
     /// `done[peer]`
     Done {
-        /// The rank that moves them.
+        /// The rank that makes the transfers.
         peer: usize,
     },
 }
 
 impl Awaited {
-    /// In words, after the name of [`Awaited::peer`]: what it has not done for `rank`, which waits.
+    /// What [`Awaited::peer`] has not done for `rank`, which waits. The words follow the peer's name.
     pub fn describe(self, rank: usize) -> String {
         match self {
             Awaited::Ready { .. } => "has not begun it".into(),

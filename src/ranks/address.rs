@@ -25,7 +25,7 @@ const SHOWN: usize = 80;
 /// Draws an address of 128 random bits, which nobody can guess.
 pub fn draw() -> io::Result<String> {
     let mut secret = [0; SECRET_BYTES];
-    // So few bytes come at once or not at all.
+    // So few bytes come in one piece or not at all.
     let drawn = getrandom(&mut secret, GetRandomFlags::empty())?;
     if drawn < SECRET_BYTES {
         return Err(io::ErrorKind::UnexpectedEof.into());

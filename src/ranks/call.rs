@@ -1,48 +1,48 @@
-//! A collective call as ranks post it for one another: as words of 64 bits, that are compared and can be read.
+//! The words in which a rank posts a collective call, for the other ranks to compare and to read.
 
 use crate::protocol::epoch::Epoch;
 use crate::schedule::Agreed;
 
 /// Words of a post.
 pub const WORDS: usize = FIXED + TEXT;
-/// Words of a post before its text: what the call is, an operation's epoch, and which matrices it is of.
+/// Words of a post before its text: the call's digest, the operation's epoch, and its matrices.
 pub const FIXED: usize = 2 + MATRICES / 2;
-/// Words of a post that say in words what ranks must agree on.
+/// Words of a post that hold text: what ranks must agree on.
 const TEXT: usize = 24;
 /// The most matrices that ranks share in an operation.
 pub const MATRICES: usize = 4;
 
-/// The first word of a call that gathers messages; of an operation it is a digest, which is another.
+/// The first word of a call that gathers messages. An operation's first word is a digest, which is always different.
 pub const MESSAGES: u64 = u64::MAX;
-/// In the place of a matrix: none.
+/// The number in the place of a matrix that is not there.
 const NO_MATRIX: u32 = u32::MAX;
-/// What the digest of a traced operation differs by,
+/// This bit of the first word is set if the operation is traced.
 const TRACED: u64 = 1 << 63;
-/// of one that adds a bias,
+/// This bit of the first word is set if the operation adds a bias.
 const BIASED: u64 = 1 << 62;
-/// and of one that adds rows to its sums.
+/// This bit of the first word is set if the operation adds a residual.
 const RESIDUAL: u64 = 1 << 61;
 
-/// A collective operation at a call.
+/// A call of a collective operation, as it is posted.
 #[derive(Clone, Copy, Debug)]
 pub struct PostedCall<'a> {
-    /// What all ranks must agree on, whatever the call binds.
+    /// What all ranks must agree on, apart from the memory that the call binds.
     pub agreed: &'a Agreed,
-    /// Which of the group's sharded matrices, counted from 0: at most [`MATRICES`].
+    /// The numbers of the group's sharded matrices that the call uses, counted from 0. At most [`MATRICES`].
     pub matrices: &'a [u32],
-    /// Whether the call is traced, which all are or none.
+    /// True if the call is traced. All ranks trace it or none does.
     pub traced: bool,
-    /// Whether it adds a bias that all ranks give, or none does.
+    /// True if it adds a bias. All ranks give one or none does.
     pub biased: bool,
-    /// Whether it adds rows to the sums, which likewise all ranks give or none does.
+    /// True if it adds a residual. All ranks give one or none does.
     pub residual: bool,
 }
 
 impl PostedCall<'_> {
-    /// What is posted of it.
+    /// The words of the post.
     pub fn to_words(self, epoch: Epoch) -> [u64; WORDS] {
         let mut words = [0; WORDS];
-        // Never that of a call that gathers messages.
+        // The shift makes it differ from the first word of a call that gathers messages.
         words[0] = self.agreed.digest() >> 4;
         let bits = [
             (self.traced, TRACED),
@@ -60,7 +60,7 @@ impl PostedCall<'_> {
         for (word, pair) in words[2..].iter_mut().zip(matrices.chunks_exact(2)) {
             *word = u64::from(pair[0]) << 32 | u64::from(pair[1]);
         }
-        // As much as there is room for: it is for readers, the digest tells calls apart.
+        // The text is cut to the room that is left. It is for readers; the digest tells calls apart.
         let text = [self.agreed.name(), "(", self.agreed.details()];
         let bytes = text.iter().flat_map(|part| part.bytes()).take(8 * TEXT);
         for (index, byte) in bytes.enumerate() {
@@ -76,7 +76,7 @@ impl std::fmt::Display for PostedCall<'_> {
     }
 }
 
-/// Says what operation a rank posted, in the words of the call.
+/// The operation that a rank posted, in words.
 pub fn describe(words: [u64; WORDS]) -> String {
     let is = |bit: u64, word| if words[0] & bit == 0 { "" } else { word };
     let (traced, biased) = (is(TRACED, "traced "), is(BIASED, ", with a bias"));

@@ -30,7 +30,7 @@ pub struct Child {
     process: OwnedFd,
     /// How it ended, once that is known.
     ended: Option<ExitStatus>,
-    /// As long as it may have to be waited for.
+    /// Held as long as the child may have to be waited for.
     _waitable: Waitable,
 }
 
@@ -100,8 +100,8 @@ fn descriptor(mut started: process::Child) -> io::Result<OwnedFd> {
         Ok(process) => Ok(process),
         Err(Errno::SRCH) => Err(waited_for()),
         Err(error) => {
-            // Once somebody has waited for it, its number may be another's. For that to happen between this look and
-            // the signal, the system would have to use up all other numbers meanwhile.
+            // After somebody has waited for it, its number may belong to a different process. For that to happen
+            // between this look and the signal, the system would have to use up all other numbers in that time.
             let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
             if matches!(waitid(WaitId::Pid(pid), options), Err(Errno::CHILD)) {
                 return Err(waited_for());
@@ -121,7 +121,7 @@ fn waited_for() -> io::Error {
     )
 }
 
-/// As `wait` would have it.
+/// The status as `wait` encodes it.
 fn status(seen: WaitIdStatus) -> ExitStatus {
     const CORE: i32 = 0x80;
     let core = if seen.dumped() { CORE } else { 0 };
@@ -130,19 +130,19 @@ fn status(seen: WaitIdStatus) -> ExitStatus {
     ExitStatus::from_raw(exited.or_else(killed).unwrap_or(0))
 }
 
-/// While one of these lives, a child that has ended stays until it is waited for, so that the launcher can learn how it
-/// ended.
+/// While a value of this type lives, a child that has ended stays until it is waited for, so that the launcher can
+/// learn how it ended.
 ///
 /// In a process that ignores SIGCHLD, perhaps because its parent did, children do not stay. So the signal has its
-/// default action meanwhile, which does nothing. Other children of this process that end meanwhile stay too, until
-/// somebody waits for them or this process ends.
+/// default action, which does nothing, for that time. Other children of this process that end in that time stay too,
+/// until somebody waits for them or this process ends.
 #[derive(Debug)]
 struct Waitable;
 
 struct Held {
     /// Several threads may launch.
     holders: usize,
-    /// What was changed, and to what.
+    /// The action before the change, and the new one.
     changed: Option<[libc::sigaction; 2]>,
 }
 
@@ -182,7 +182,7 @@ impl Drop for Waitable {
         if held.holders == 0
             && let Some([before, keeping]) = held.changed.take()
         {
-            // The calls fail for signals that there are not only. What the program has set meanwhile stays.
+            // The calls fail only for signals that do not exist. An action that the program has set since then stays.
             let is_ours = |now: libc::sigaction| now.sa_sigaction == keeping.sa_sigaction;
             if action(None).is_ok_and(is_ours) {
                 let _ = action(Some(&before));
@@ -195,11 +195,11 @@ fn keeps_children(action: &libc::sigaction) -> bool {
     action.sa_sigaction != libc::SIG_IGN && action.sa_flags & libc::SA_NOCLDWAIT == 0
 }
 
-/// What is done on SIGCHLD, after changing it if there is a `new` one.
+/// Returns the action of SIGCHLD before the call, and sets the `new` one if there is one.
 fn action(new: Option<&libc::sigaction>) -> io::Result<libc::sigaction> {
     let mut before = MaybeUninit::<libc::sigaction>::zeroed();
-    // SAFETY: reads a valid action or none, and writes the local, for which zero is valid. What is set is what was
-    // there before, or the default, or the same handler with other flags.
+    // SAFETY: the call reads a valid action or none, and writes the local, for which zero is valid. The new action is
+    // one that was there before, the default, or the same handler with other flags.
     unsafe {
         let new = new.map_or(null(), |new| new as *const libc::sigaction);
         match libc::sigaction(libc::SIGCHLD, new, before.as_mut_ptr()) {

@@ -17,7 +17,7 @@ pub struct Described {
 }
 
 impl Described {
-    /// True if [`super::launch`] has started it.
+    /// True if [`super::launch`] has started this rank.
     pub fn launched(&self) -> bool {
         self.launcher == LAUNCHERS[0].name
     }
@@ -30,26 +30,28 @@ pub const ADDRESS: &str = "GEMMESH_ADDRESS";
 
 struct Launcher {
     name: &'static str,
-    /// Who has all variables of one of these sets was started by it.
+    /// A process that has all variables of one of these sets was started by this launcher.
     marks: &'static [&'static [&'static str]],
-    /// Without any of these its marks may be somebody else's; if none is listed, they are its own.
+    /// If none of these variables is set, somebody else may have set the marks. If this list is empty, the marks are
+    /// proof.
     sure: &'static [&'static str],
-    /// The same in several variables: the first that is there counts. So do those of `required` and `job`.
+    /// Several variables may hold the rank. The first that is set counts. The same goes for `world`, `required` and
+    /// `job`.
     rank: &'static [&'static str],
     world: &'static [&'static str],
-    /// Variables without which rank and world size may mean something else.
+    /// Without these variables, rank and world size may mean something else.
     required: &'static [&'static [&'static str]],
-    /// How many of the ranks run on this host: all must.
+    /// The variable that holds the number of ranks on this host. All ranks must run on it.
     local_world: Option<&'static str>,
-    /// Variables that together tell this job from others.
+    /// The variables that together tell this job from others.
     job: &'static [&'static [&'static str]],
-    /// Where srun sets these variables too, for the sake of MPI: the one that tells whose they are. Srun does not set
-    /// `local_world`.
+    /// If srun also sets this launcher's variables, for MPI, the variable that tells who has set them. srun does not
+    /// set `local_world`.
     imitated: Option<&'static str>,
 }
 
-/// The innermost first, of those that start one another: mpirun and mpiexec start their agents by srun where Slurm is,
-/// so what srun says in the environment of their ranks is about the agent.
+/// The launchers, with inner ones first. In a Slurm job, mpirun and mpiexec start their agents by srun, so srun's
+/// variables in the environment of their ranks describe the agent.
 const LAUNCHERS: [Launcher; 9] = [
     Launcher {
         name: "gemmesh::launch",
@@ -69,7 +71,7 @@ const LAUNCHERS: [Launcher; 9] = [
             &["RANK", "MASTER_ADDR"],
             &["RANK", "MASTER_PORT"],
         ],
-        // Without LOCAL_RANK, RANK and WORLD_SIZE are set by others too, and may count nodes.
+        // Programs other than torchrun set RANK and WORLD_SIZE too, and may count nodes. They don't set LOCAL_RANK.
         sure: &["LOCAL_RANK", "TORCHELASTIC_RUN_ID"],
         rank: &["RANK"],
         world: &["WORLD_SIZE"],
@@ -102,7 +104,7 @@ const LAUNCHERS: [Launcher; 9] = [
     },
     Launcher {
         name: "a PMI launcher (mpiexec)",
-        // With -pmi-port, ranks are to ask for their number and for how many there are.
+        // With -pmi-port, ranks have to ask for their number and for the number of ranks.
         marks: &[&["PMI_RANK"], &["PMI_ID", "PMI_PORT"]],
         rank: &["PMI_RANK", "PMI_ID"],
         world: &["PMI_SIZE"],
@@ -125,7 +127,7 @@ const LAUNCHERS: [Launcher; 9] = [
         name: "a PMIx launcher (prterun)",
         marks: &[&["PMIX_RANK", "PMIX_NAMESPACE"]],
         rank: &["PMIX_RANK"],
-        // Only calls of PMIx tell it.
+        // Without Open MPI's variable, only calls of PMIx tell the world size.
         world: &["OMPI_COMM_WORLD_SIZE"],
         job: &[&["PMIX_NAMESPACE"]],
         imitated: Some("PMIX_NAMESPACE"),
@@ -144,7 +146,7 @@ const LAUNCHERS: [Launcher; 9] = [
         name: SRUN,
         marks: &[&["SLURM_PROCID"]],
         rank: &["SLURM_PROCID"],
-        // The others are the job's where srun preserves its environment.
+        // The other two hold the job's size if srun preserves the job's environment.
         world: &["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"],
         required: &[&["SLURM_JOB_ID", "SLURM_JOBID"], STEP],
         local_world: Some("SLURM_STEP_TASKS_PER_NODE"),
@@ -169,14 +171,14 @@ const SRUN: &str = "srun";
 const STEP: &[&str] = &["SLURM_STEP_ID", "SLURM_STEPID"];
 /// The number of the step in which salloc runs a shell, as 32 bits without and with a sign.
 const INTERACTIVE_STEP: [&str; 2] = ["4294967290", "-6"];
-/// Where Kubernetes' PyTorchJob sets these, RANK and WORLD_SIZE count its pods.
+/// If Kubernetes' PyTorchJob has set one of these, RANK and WORLD_SIZE count its pods.
 const COUNTED_PODS: [&str; 2] = ["PET_NNODES", "PET_NODE_RANK"];
 
 impl Launcher {
-    /// Whether it has started this process, and as more than a shell: a rank, be its variables complete or not.
+    /// True if this launcher has started this process as a rank, also if its variables are incomplete or wrong.
     fn has_started(&self, process: &impl Surroundings) -> bool {
         let is_set = |name: &&str| process.variable(name).is_some();
-        // Those of another step may be left. Without srun's own they have to do.
+        // srun's own variables may be left from a different step. If they are missing, the imitated ones have to do.
         let srun = &LAUNCHERS[LAUNCHERS.len() - 1];
         let is_known = || srun.missing(process).is_empty() || is_batch_script(process);
         if self.is_of_srun(process) == Some(true) && is_known() {
@@ -198,7 +200,7 @@ impl Launcher {
         local.any(|name| process.variable(name).is_some())
     }
 
-    /// Whether srun has set its variables; `None` if nothing tells.
+    /// True if srun has set this launcher's variables. `None` if nothing tells.
     fn is_of_srun(&self, process: &impl Surroundings) -> Option<bool> {
         match self.imitated {
             Some(job) if !self.is_local(process) => {
@@ -209,7 +211,7 @@ impl Launcher {
         }
     }
 
-    /// The variables that it sets and that are not there.
+    /// The variables that this launcher sets and that are missing.
     fn missing(&self, process: &impl Surroundings) -> Vec<&'static str> {
         let needed = [self.rank, self.world].into_iter();
         let needed = needed.chain(self.required.iter().copied());
@@ -217,7 +219,7 @@ impl Launcher {
         missing.map(|names| names[0]).collect()
     }
 
-    /// Whether another launcher may have set the variables of both: it says no other rank and world size.
+    /// True if `other` may have set the variables of both launchers, because it gives the same rank and world size.
     fn agrees(&self, process: &impl Surroundings, other: &Launcher) -> bool {
         let value = |names| process.variable(first_of(process, names)?);
         let agrees = |own, others| value(own).is_none_or(|own| Some(own) == value(others));
@@ -227,7 +229,7 @@ impl Launcher {
             Some(_) => is_srun && self.is_of_srun(process) == Some(false),
             None => is_batch,
         };
-        // The other's only rank may be the agent of this one's, and rank 0 of these has its number.
+        // The only rank of `other` may be this launcher's agent, and its number is that of rank 0.
         let is_agent = (is_srun || self.imitated.is_none())
             && value(self.world).is_none()
             && (is_batch || value(other.world).is_some_and(|world| world == "1"));
@@ -237,7 +239,7 @@ impl Launcher {
             && agrees(self.world, other.world)
     }
 
-    /// The variables by which its ranks, or those of another of its jobs, are told apart.
+    /// The variables that differ between this launcher's ranks, or between its jobs.
     fn of_task(&self) -> Vec<&'static str> {
         let names = self.rank.iter().chain(self.world);
         names.copied().chain(self.local_world).collect()
@@ -250,7 +252,7 @@ fn first_of(process: &impl Surroundings, names: &[&'static str]) -> Option<&'sta
     names.find(|name| process.variable(name).is_some())
 }
 
-/// Whether this is how srun calls one of its steps for MPI: 9.0, or slurm.pmix.9.0.
+/// True if `job` is a name that srun gives a step for MPI: 9.0, or slurm.pmix.9.0.
 fn is_step(job: &str) -> bool {
     let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     let numbers = job.split_once('.');
@@ -258,14 +260,15 @@ fn is_step(job: &str) -> bool {
         || numbers.is_some_and(|(job, step)| is_number(job) && is_number(step))
 }
 
-/// The process that Slurm has started as this step's task on this host, or as the batch script.
+/// The process that Slurm started as this step's task on this host, or as the batch script.
 fn task(process: &impl Surroundings) -> Option<u32> {
     let number = process.variable("SLURM_TASK_PID")?;
     number.to_str()?.parse().ok()
 }
 
-/// sbatch's script is task 0 of no step. What was set where the script was submitted is left in its environment, a
-/// step's number too.
+/// True in sbatch's script, which is task 0 but belongs to no step.
+///
+/// Its environment still has the variables of the process that submitted it, which may have a step's number.
 fn is_batch_script(process: &impl Surroundings) -> bool {
     let is_batch = process
         .variable("ENVIRONMENT")
@@ -275,9 +278,11 @@ fn is_batch_script(process: &impl Surroundings) -> bool {
         || task(process).is_some_and(|task| process.runs_batch_script(task))
 }
 
-/// Whether somebody works in this step of Slurm's, or has started this process there: `srun --pty bash`, salloc's
-/// shell, a notebook's terminal. Such a step has one task. srun gives its tasks no terminal but that of --pty, whose
-/// variables the tasks of steps that are started in it have too.
+/// True if a user works in this step of Slurm, or started this process there: `srun --pty bash`, salloc's shell, or a
+/// notebook's terminal.
+///
+/// Such a step has one task. srun gives its tasks no terminal except by --pty. The tasks of steps that are started in
+/// such a shell inherit the variables of --pty.
 fn is_interactive(process: &impl Surroundings) -> bool {
     let text = |names: &[&'static str]| process.variable(first_of(process, names)?);
     if text(STEP).is_some_and(|step| INTERACTIVE_STEP.iter().any(|&number| step == number)) {
@@ -391,7 +396,7 @@ fn text(process: &impl Surroundings, name: &str) -> Result<Option<String>> {
     }
 }
 
-/// The number in the first of these variables that is set, and that variable.
+/// The first of these variables that is set, and its number.
 fn number(process: &impl Surroundings, names: &[&'static str]) -> Result<(&'static str, usize)> {
     let name = first_of(process, names).unwrap_or(names[0]);
     let value = text(process, name)?.unwrap_or_default();
@@ -405,9 +410,10 @@ fn number(process: &impl Surroundings, names: &[&'static str]) -> Result<(&'stat
     }
 }
 
-/// The launcher that started this process as a rank: the innermost. Where its variables are incomplete, or srun may
-/// have set them, another one that says the same is who has set them, for the sake of programs that know only the
-/// first.
+/// The launcher that started this process as a rank: the innermost one.
+///
+/// If its variables are incomplete, or srun may have set them, a different launcher that gives the same rank and world
+/// size may be the one. That launcher then set the variables of both, for programs that only know the first.
 fn recognise(process: &impl Surroundings) -> Option<&'static Launcher> {
     let started = || LAUNCHERS.iter().filter(|l| l.has_started(process));
     let sure = started().find(|l| l.is_sure(process));
@@ -438,7 +444,7 @@ mod recorded;
 
 #[cfg(fuzzing)]
 pub mod fuzzing {
-    //! The environment that a launcher or somebody else has made.
+    //! The environment that a launcher or a different program has made.
     use std::collections::HashMap;
     use std::os::unix::ffi::OsStringExt;
 
@@ -470,7 +476,7 @@ pub mod fuzzing {
         }
     }
 
-    /// A variable a line; `stat` is what the system tells of a process.
+    /// One variable in each line. `stat` is what the system tells of a process.
     pub fn parse(data: &[u8]) {
         let lines = data.split(|&byte| byte == b'\n');
         let pairs = lines.filter_map(|line| {
@@ -486,7 +492,7 @@ pub mod fuzzing {
         }
     }
 
-    /// What each launcher sets.
+    /// The variables that each launcher sets.
     pub fn seeds() -> Vec<Vec<u8>> {
         let environments = LAUNCHERS.iter().map(|launcher| {
             let named = launcher.required.iter().chain(launcher.job);

@@ -12,6 +12,6 @@ pub struct Identity {
     pub address: String,
     pub backend: &'static str,
     pub timeout: Duration,
-    /// To the launcher, if it described this rank.
+    /// Sends reports to the launcher, if it described this rank.
     pub launcher: Option<ReportSender>,
 }

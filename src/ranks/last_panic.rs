@@ -8,11 +8,11 @@ thread_local! {
     static LAST: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// Of a payload that is no text.
+/// The message of a payload that is no text.
 pub const NO_WORDS: &str = "a value without words";
 
 pub fn set(message: Option<String>) {
-    // A thread that ends has no place for it any more.
+    // A thread that ends may have destroyed its place for the message.
     let _ = LAST.try_with(|last| last.replace(message));
 }
 
@@ -26,7 +26,7 @@ pub fn message_of(payload: &(dyn Any + Send)) -> Option<String> {
     let text = payload.downcast_ref::<&str>().copied();
     let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
     match (message(), text) {
-        // What was noted may be of an earlier panic: who resumes one calls no hook.
+        // The noted message may be of an earlier panic, because resuming a panic calls no hook.
         (Some(noted), Some(text)) if !noted.starts_with(text) => Some(text.into()),
         (None, text) => text.map(str::to_string),
         (noted, _) => noted,

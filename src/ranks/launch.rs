@@ -15,13 +15,13 @@ use super::{address, env, poll};
 use crate::error::{Error, Result};
 use crate::schedule::layout::MAX_WORLD;
 
-/// How long the other ranks have, once one has failed, to end by themselves before they are killed.
+/// After a rank has failed, the other ranks have this long to end before they are killed.
 const GRACE: Duration = Duration::from_millis(1500);
-/// How much later than a rank that fails on its account the death of a rank may be seen.
+/// The death of a rank may be seen this much later than the end of a rank that failed because of it.
 const SETTLED: Duration = Duration::from_millis(200);
-/// Nothing but an end or a report wakes the launcher, so the pause between looks can be long.
+/// The pause between looks. It can be long, because every end and every report wakes the launcher.
 const PAUSE: Duration = Duration::from_secs(3600);
-/// But a rank that is stopped wakes nobody.
+/// The pause after a report, because a rank that is stopped wakes nobody.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// True if a launcher started this process as a rank, also if its variables are incomplete or wrong.
@@ -81,8 +81,8 @@ pub fn variables() -> impl Iterator<Item = &'static str> {
 /// 1.5 seconds to end, and are killed then. Ranks that are stopped, for example by SIGSTOP, are killed when their group
 /// has failed and all others have ended. If this process is killed, its ranks are killed too.
 ///
-/// If this process ignores SIGCHLD, the signal has its default action meanwhile. Otherwise nobody could learn how the
-/// ranks end. Ranks begin with the default action too.
+/// If this process ignores SIGCHLD, the signal has its default action until the call returns. Otherwise nobody could
+/// learn how the ranks end. Ranks begin with the default action too.
 ///
 /// A rank cannot launch, whichever launcher started it. Otherwise ranks would launch ranks without end, or each rank of
 /// a launcher's job would launch a whole job on the same machine. So ask [`is_rank`] first:
@@ -122,13 +122,13 @@ pub fn launch(world: usize) -> Result<()> {
 #[must_use = "nothing is started before `run`"]
 pub struct Launch {
     world: usize,
-    /// None: this process's.
+    /// The arguments of the ranks. If there are none, this process's.
     args: Option<Vec<OsString>>,
     envs: Vec<(OsString, OsString)>,
 }
 
 impl Launch {
-    /// `world` ranks of this program, with this process's arguments and environment, as [`launch`] starts them.
+    /// Starts `world` ranks of this program, with this process's arguments and environment, as [`launch`] does.
     pub fn new(world: usize) -> Launch {
         Launch {
             world,
@@ -172,7 +172,7 @@ impl Launch {
 
     fn start(&self, rank: usize, address: &str) -> Result<Rank> {
         let launcher = rustix::process::getpid();
-        // Not current_exe(): the program's file may have been replaced meanwhile.
+        // Not current_exe(), because the program's file may have been replaced since it started.
         let mut command = Command::new("/proc/self/exe");
         let own = || std::env::args_os().skip(1).collect();
         let args = self.args.clone().unwrap_or_else(own);
@@ -217,7 +217,7 @@ fn refuse_rank(this: Result<Option<env::Described>>) -> Result<()> {
     }
 }
 
-/// A process, which does not outlive this value.
+/// A rank's process, which does not outlive this value.
 struct Rank {
     rank: usize,
     process: Child,
@@ -225,7 +225,7 @@ struct Rank {
 }
 
 impl Rank {
-    /// Looks whether it has ended, and says how if it had not at the last look.
+    /// Returns how the process has ended, if it has ended since the last look.
     fn look(&mut self) -> Result<Option<ExitStatus>> {
         if self.ended.is_some() {
             return Ok(None);
@@ -242,14 +242,14 @@ impl Rank {
     }
 }
 
-/// The first of the ranks that have not ended, if all of these are stopped.
+/// The first rank that has not ended, if all ranks that have not ended are stopped.
 fn stopped(ranks: &[Rank]) -> Option<usize> {
     let mut running = ranks.iter().filter(|rank| rank.ended.is_none());
     let first = running.clone().next()?;
     running.all(Rank::is_stopped).then_some(first.rank)
 }
 
-/// Waits until all have ended, or one has failed and the others have had time to say what they know of it.
+/// Waits until all ranks have ended, or one has failed and the others have had time to report why.
 fn wait(mut ranks: Vec<Rank>, mut receiver: ReportReceiver) -> Result<()> {
     let mut failure: Option<Failure> = None;
     let mut stopped_since: Option<Instant> = None;
@@ -266,10 +266,9 @@ fn wait(mut ranks: Vec<Rank>, mut receiver: ReportReceiver) -> Result<()> {
                 });
             }
         }
-        // After the look at the ranks: what one has said before its end is here.
+        // This comes after the look at the ranks, so that the reports of ended ranks are all here.
         receiver.read();
-        // Nothing else ends a rank that is stopped where its group has failed and the others have ended, however that
-        // was.
+        // Nothing else ends a stopped rank if its group has failed and the others have ended, in whatever way.
         let failed = !receiver.reports().is_empty();
         let last = stopped(&ranks).filter(|_| failed);
         stopped_since = last.map(|_| stopped_since.unwrap_or_else(Instant::now));
@@ -291,7 +290,7 @@ fn wait(mut ranks: Vec<Rank>, mut receiver: ReportReceiver) -> Result<()> {
             .map(|rank| PollFd::new(&rank.process, PollFlags::IN))
             .collect();
         if events.is_empty() || left.is_some_and(|left| left.is_zero()) {
-            // At once, and each is waited for when it is dropped.
+            // All are killed at once. Each is waited for when it is dropped.
             ranks.iter().for_each(|rank| rank.process.kill());
             let ends: Vec<_> = ranks.iter().map(|rank| rank.ended).collect();
             return failing.map_or(Ok(()), |failure| {
@@ -308,22 +307,24 @@ fn wait(mut ranks: Vec<Rank>, mut receiver: ReportReceiver) -> Result<()> {
 #[derive(Clone)]
 struct Failure {
     rank: usize,
-    /// None of one that hangs.
+    /// None if the rank hangs.
     status: Option<ExitStatus>,
     since: Instant,
 }
 
 impl Failure {
-    /// Whether it comes of a failure that is seen later. The system closes the connections of a rank that is killed,
-    /// which ends the others, before it tells of its death.
+    /// True if a failure that is seen later has caused this one.
+    ///
+    /// The system closes the connections of a rank that is killed, which ends the other ranks, before it tells of its
+    /// death.
     fn follows(&self, status: ExitStatus) -> bool {
         self.status.and_then(|status| status.signal()).is_none()
             && status.signal().is_some()
             && self.since.elapsed() < SETTLED
     }
 
-    /// Says who is at fault: whom the ranks blame, or else the rank of this failure. `ends` are by rank; a rank that
-    /// has none still runs.
+    /// The error that names the rank at fault: the one that the ranks blame, or else the rank of this failure. `ends`
+    /// are by rank. A rank that still runs has none.
     fn blame(&self, ends: &[Option<ExitStatus>], reports: &[FailureReport]) -> Error {
         let done = |rank: usize| ends[rank].is_some_and(|status| status.success());
         let blamed = reports.iter().find_map(|report| {
@@ -333,14 +334,14 @@ impl Failure {
             if at_fault.is_empty() {
                 at_fault.push(report.by);
             }
-            // Of several, one that has failed is likelier than one that still runs, and that than one that has done
-            // all.
+            // Of several ranks, one that has failed is the likeliest, then one that still runs, then one that ended
+            // without an error.
             let rank = at_fault.into_iter().min_by_key(|&rank| match ends[rank] {
                 Some(status) if !status.success() => 0,
                 None => 1,
                 Some(_) => 2,
             })?;
-            // A failure that both could live with is not why the launch has failed.
+            // A report is not the cause if both the rank at fault and the reporter ended without an error.
             (!done(rank) || !done(report.rank)).then(|| (rank, error.clone()))
         });
         let (rank, cause) = match blamed {
@@ -384,7 +385,7 @@ mod tests {
         }
     }
 
-    /// Whom the launcher blames if rank 0 was seen to fail first, and for what end and cause.
+    /// The rank that the launcher blames if rank 0 was seen to fail first, how it ended, and the cause.
     fn blame(
         ends: &[Option<ExitStatus>],
         reports: &[FailureReport],

@@ -20,25 +20,25 @@ use crate::protocol::epoch::Epoch;
 use crate::protocol::flag::{Awaited, Flag, Wait};
 use crate::schedule::agreed::hash;
 
-/// How much longer a wait for an intermediary lasts than the intermediary's own, so that it is the
-/// intermediary, which knows the culprit, that reports.
+/// How much longer a rank waits for an intermediary than the intermediary waits itself. So the intermediary, which
+/// knows the culprit, reports first.
 const GRACE: Duration = Duration::from_millis(500);
-/// Still a time that can be added to another.
+/// A very long time that can still be added to others.
 const FOREVER: Duration = Duration::from_secs(1 << 32);
-/// A rank that waits says so more often than this, even on a busy machine.
+/// A rank that waits notes it more often than this, even on a busy machine.
 const FRESH: Duration = Duration::from_millis(250);
 
 /// The call in which the backends of the ranks open.
 pub const OPENING: &str = "the opening of the backend";
 
-/// More than what stands around a rank's message among those of all.
+/// Room for what is added around a rank's message.
 const OVERHEAD: usize = 4096;
 
 /// The messages of all ranks, by rank.
 pub struct Gathered {
     pub payloads: Vec<Vec<u8>>,
-    /// One descriptor of each rank if they were sent, none otherwise, nor where rank 0 could not have all; or why this
-    /// rank could not.
+    /// One descriptor of each rank, if ranks sent descriptors and rank 0 could receive them all. Otherwise none. An
+    /// error if this rank could not receive them.
     pub fds: io::Result<Vec<OwnedFd>>,
 }
 
@@ -48,24 +48,24 @@ pub struct Members {
     pub rank: usize,
     pub world: usize,
     pub timeout: Duration,
-    /// Whether the ranks are threads of one process.
+    /// True if the ranks are threads of one process.
     pub in_process: bool,
     shared: Arc<SharedState>,
     waits: Arc<WaitTimes>,
     /// The number of this rank's latest collective call. Locked while one is posted or refused.
     calls: Mutex<u64>,
-    /// On rank 0 the connections to 1, 2, …; elsewhere the one to rank 0. Locked for one exchange at a time: not for
-    /// ever, for it has a deadline, and calls no function of the caller's.
+    /// On rank 0 the connections to 1, 2, …, and on other ranks the one to rank 0. Locked for one exchange of messages
+    /// at a time, which has a deadline and calls no function of the caller's.
     connections: Mutex<Vec<Arc<Connection>>>,
-    /// Ends when this is dropped, after the farewell; and only then do the connections end, which it has too.
+    /// The watcher ends when this is dropped, after the farewell. It shares the connections, which only end then.
     _watcher: Option<Watcher>,
 }
 
 impl Members {
-    /// `connections` are as in the struct, each non-blocking.
+    /// Makes this rank's end. `connections` are as in the struct, and each is non-blocking.
     ///
     /// # Errors
-    /// Those of this rank's own. The others hear of them before they see its connections close.
+    /// Errors of this rank. The other ranks hear of them before they see its connections close.
     pub fn new(
         rank: usize,
         timeout: Duration,
@@ -92,8 +92,8 @@ impl Members {
         })
     }
 
-    /// Fails in a fork of this rank's process. There nothing that other threads may have locked is touched, and nothing
-    /// is told to the other ranks or the launcher.
+    /// Fails in a fork of this rank's process. It touches nothing there that other threads may have locked, and tells
+    /// the other ranks and the launcher nothing.
     pub fn refuse_fork(&self) -> Result<()> {
         self.shared.refuse_fork()
     }
@@ -116,7 +116,7 @@ impl Members {
         forked.or_else(|| self.shared.fault())
     }
 
-    /// Reports a failure to every rank; the group can do nothing more. Returns the first failure.
+    /// Reports a failure to every rank, after which the group can do nothing more. Returns the first failure.
     pub fn fail(&self, error: Error) -> Error {
         self.shared.fail(error)
     }
@@ -129,17 +129,17 @@ impl Members {
         self.fail(self.shared.program_failed(reason))
     }
 
-    /// If this thread panics, tells the others that this rank does.
+    /// Tells the other ranks that this rank panics, if this thread does.
     pub fn report_panic(&self) {
         self.shared.report_panic();
     }
 
-    /// What the ranks share, for who outlives this.
+    /// The ranks' shared state, for users that outlive this value.
     pub fn shared_state(&self) -> Arc<SharedState> {
         self.shared.clone()
     }
 
-    /// For a thread of a backend that watches over this rank.
+    /// A reporter for a thread of a backend that watches this rank.
     #[cfg(feature = "cuda")]
     pub fn failure_reporter(&self) -> FailureReporter {
         FailureReporter {
@@ -150,7 +150,7 @@ impl Members {
         }
     }
 
-    /// How long this rank has waited for each in operations.
+    /// How long this rank has waited for each rank in operations.
     pub fn wait_times(&self) -> Vec<Duration> {
         match self.refuse_fork() {
             Ok(()) => self.waits.all(),
@@ -206,8 +206,8 @@ impl Members {
         Ok(())
     }
 
-    /// Notes why this rank was refused a collective call. It may make the call after all; if it does not, those who
-    /// wait for it in that call get the error.
+    /// Notes why this rank was refused a collective call. The rank may make the call after all. Otherwise the ranks
+    /// that wait for it in that call get the error.
     pub fn refuse(&self, error: &Error) {
         if self.refuse_fork().is_err() {
             return;
@@ -217,14 +217,16 @@ impl Members {
         self.shared.note_got(Some(error));
     }
 
-    /// Notes what this rank got from a call that leaves the group as it is: an error, which those who wait for it get
-    /// if it leaves next; or none, with which it has lived on after one before.
+    /// Notes an error that this rank got from a call, if the group goes on. The ranks that wait for this rank get the
+    /// error if it leaves next. `None` says that it went on after an error.
     pub fn note(&self, error: Option<&Error>) {
         self.shared.note_got(error);
     }
 
-    /// This rank makes its next collective call after all. It says so when what it does before it is there may take
-    /// long, so that those who wait do not take it for one that was refused and gave up.
+    /// Notes that this rank makes its next collective call after all.
+    ///
+    /// It is called before long work that precedes the call, so that the waiting ranks do not take an earlier refusal
+    /// for the end.
     pub fn withdraw_refusal(&self) {
         if self.refuse_fork().is_err() {
             return;
@@ -233,17 +235,17 @@ impl Members {
         self.shared.withdraw_refusal();
     }
 
-    /// One look around in a wait.
+    /// One check during a wait.
     ///
     /// # Errors
-    /// The group's first failure; or that the deadline has passed, or that a rank was refused the call and does not
-    /// make it, which becomes it.
+    /// The group's first failure. It may be new: the deadline has passed, or a rank was refused the call and does not
+    /// make it.
     fn pause(&self, waiting: &PeerWait) -> Result<()> {
         if let Some(fault) = self.shared.fault() {
             return Err(fault);
         }
         let waited = waiting.begin.elapsed();
-        // A wait for an intermediary of this same rank says nothing about another.
+        // A wait for an intermediary of this rank says nothing about other ranks.
         if waiting.grace.is_zero() {
             self.shared.note_wait(waiting.rank);
         }
@@ -259,13 +261,14 @@ impl Members {
         Ok(())
     }
 
-    /// A wait for `rank` that began at `begin` has been in vain. `what`: the call, and what `rank` has not done.
+    /// The error of a wait for `rank` that began at `begin` and was in vain. `what` is the call and what `rank` has not
+    /// done.
     fn timeout(&self, begin: Instant, rank: usize, what: String) -> Error {
         timeout(&self.shared, self.timeout, begin.elapsed(), rank, what)
     }
 
-    /// `rank` has left while this rank waits for it in its call `number`. `what`: the call, and what `rank` has not
-    /// done.
+    /// The error if `rank` has left while this rank waits for it in its call `number`. `what` is the call and what
+    /// `rank` has not done.
     fn left(&self, rank: usize, number: Option<u64>, what: String) -> Error {
         let reason = self.shared.why_left(rank, number);
         reason.unwrap_or(Error::RankLeft {
@@ -280,8 +283,10 @@ impl Members {
         self.all_gather("barrier()", &[], None).map(drop)
     }
 
-    /// Exchanges what each rank has made, a message and perhaps a descriptor, or why it could not make it: if one
-    /// could not, all get its error, and the group goes on. `call`: the call in words.
+    /// Exchanges a message, and perhaps a descriptor, that each rank has made.
+    ///
+    /// A rank that could not make its part sends the reason. Then all ranks get its error, and the group goes on.
+    /// `call` is the call in words.
     pub fn gather_messages(
         &self,
         call: &str,
@@ -300,8 +305,9 @@ impl Members {
         Ok(gathered)
     }
 
-    /// Shares what each rank has made, a descriptor, or why it could not make it, and returns what `take` makes of all
-    /// ranks', by rank. If one rank could not do its part, all get its error, and the group goes on.
+    /// Shares a descriptor that each rank has made, and returns what `take` makes of all ranks' descriptors, by rank.
+    ///
+    /// If a rank could not do its part, all ranks get its error, and the group goes on.
     pub fn share<R>(
         &self,
         call: &str,
@@ -311,7 +317,7 @@ impl Members {
         let gathered = self.gather_messages(call, own.map(|fd| (Vec::new(), Some(fd))))?;
         let taken = match gathered.fds {
             Ok(fds) if fds.len() == self.world => take(fds).map(Some),
-            // As rank 0 could not have them all, it says so.
+            // Rank 0 could not receive them all, and says so.
             Ok(_) => Ok(None),
             Err(error) => {
                 let action = format!("receive {} descriptors", self.world);
@@ -323,7 +329,7 @@ impl Members {
         taken?.ok_or_else(|| self.garbage(0, "a descriptor of each rank"))
     }
 
-    /// For a rank that has no memory to share with the others: tells them why, in the place of its part in their first
+    /// Tells the other ranks why this rank has no memory to share with them, in the place of its part in their first
     /// exchange.
     pub fn decline(stream: &UnixStream, timeout: Duration, error: &Error) {
         let outcome = json::of_outcome::<()>(&Err(error.clone()));
@@ -333,7 +339,8 @@ impl Members {
             check: || pidfd::check(stream),
         };
         let mut told = channel.send(&join(&[outcome, Vec::new()]), &[]);
-        // Until rank 0 has told all and closes the connection: it would take this rank for dead if it went before.
+        // This waits until rank 0 has told all and closes the connection. Rank 0 would take this rank for dead if it
+        // left earlier.
         while told.is_ok() {
             told = channel.receive(MAX_FRAME).map(drop);
         }
@@ -365,7 +372,7 @@ impl Members {
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         let words = call.to_string();
-        // What a rank calls is compared before it sends anything. So an exchange is complete only if all made it.
+        // Calls are compared before anything is sent. So an exchange is complete only if all ranks made it.
         let number = self.next_call(&|| words.clone(), |number| {
             self.shared
                 .post_messages(number, hash(words.as_bytes()), &words)
@@ -395,8 +402,8 @@ impl Members {
         })
     }
 
-    /// Room for a message. A vector that cannot be had would end the process. Others wait for the message, so that is
-    /// the group's failure.
+    /// Memory for a message. A failed allocation of a vector would end the process. Other ranks wait for the message,
+    /// so it is the group's failure instead.
     fn room(&self, bytes: usize) -> Result<Vec<u8>> {
         let mut room = Vec::new();
         let refused = Error::out_of_memory(self.rank, bytes);
@@ -442,7 +449,7 @@ impl Members {
             });
         }
         let all = self.joined(&parts)?;
-        // All or none: who lacks one must not take another's for it.
+        // A rank gets all descriptors or none, so that it takes none for a different rank's.
         let others = fds.as_ref().map_or(&[][..], |fds| fds);
         let own = fd.filter(|_| fds.is_ok());
         let sent: Vec<BorrowedFd> = own
@@ -524,17 +531,16 @@ struct MessageCall {
 /// A wait for another rank.
 struct PeerWait<'a> {
     begin: Instant,
-    /// How much longer than the timeout it may last.
+    /// How much longer than the timeout the wait may last.
     grace: Duration,
     rank: usize,
     /// The number of the call in which this rank waits.
     call: &'a dyn Fn() -> Option<u64>,
-    /// That call, and what the other rank has not done.
+    /// The call in words, and what the other rank has not done.
     what: &'a dyn Fn() -> String,
 }
 
-/// A rank with this `timeout` has waited for `rank` for so long, in vain. `what`: the call, and what `rank` has not
-/// done.
+/// The error of a rank that has waited for `rank` this long in vain. `what` is the call and what `rank` has not done.
 fn timeout(
     shared: &SharedState,
     timeout: Duration,
@@ -577,19 +583,19 @@ impl FailureReporter {
         self.shared.fault()
     }
 
-    /// Notes that this rank waits for `peer`, and has done so for `time` since it was noted last. To be called a few
-    /// times a second while it does.
+    /// Notes that this rank waits for `peer`, and has waited for `time` since the last note. It has to be called a few
+    /// times a second during a wait.
     pub fn note_wait(&self, peer: usize, time: Duration) {
         self.shared.note_wait(peer);
         self.waits.add(peer, time);
     }
 
-    /// This rank has waited for `peer` for so long, in vain. `what`: the call, and what `peer` has not done.
+    /// The error if this rank has waited for `peer` this long in vain. `what` is the call and what `peer` has not done.
     pub fn timed_out(&self, peer: usize, waited: Duration, what: String) -> Error {
         timeout(&self.shared, self.timeout, waited, peer, what)
     }
 
-    /// Whether `rank` has left the group in order.
+    /// True if `rank` has left the group in order.
     pub fn has_left(&self, rank: usize) -> bool {
         self.shared.has_left(rank)
     }
@@ -599,20 +605,20 @@ impl FailureReporter {
         self.shared.call_of(epoch)
     }
 
-    /// Why `rank`, which has left, does not come to operation `epoch`, or to another, if it has said so.
+    /// Why `rank`, which has left, does not come to operation `epoch`, or to any operation, if it has said so.
     pub fn why_left(&self, rank: usize, epoch: Option<Epoch>) -> Option<Error> {
         let number = epoch.and_then(|epoch| self.shared.number_of(epoch));
         self.shared.why_left(rank, number)
     }
 
-    /// Why `rank`, which does not come to operation `epoch`, was refused that call, if it was.
+    /// Why `rank` was refused operation `epoch`, if it was.
     pub fn refusal(&self, rank: usize, epoch: Epoch) -> Option<Error> {
         let number = self.shared.number_of(epoch)?;
         self.shared.refusal(rank, number)
     }
 
-    /// Why some rank was refused operation `epoch`, if this rank has waited in that for `waited`, and the other had
-    /// time to make the call after all.
+    /// Why some rank was refused operation `epoch`. None until this rank has waited there for so long that the other
+    /// had time to make the call after all.
     pub fn standing_refusal(&self, epoch: Epoch, waited: Duration) -> Option<Error> {
         let number = || self.shared.number_of(epoch);
         self.shared.standing_refusal(number, waited, self.timeout)
@@ -622,11 +628,11 @@ impl FailureReporter {
 impl Drop for Members {
     fn drop(&mut self) {
         self.report_panic();
-        // A rank that unwinds has not completed what it began: it does not leave in order.
+        // A rank that unwinds has not completed what it began, so it does not leave in order.
         if std::thread::panicking() {
             return;
         }
-        // A thread's error is known when its function has returned; of a process nobody hears of one.
+        // A thread's error is known when its function has returned. Nobody hears of a process's error.
         match self.in_process {
             true => self.shared.let_go(),
             false => self.shared.leave_with_what_it_got(),
@@ -634,8 +640,8 @@ impl Drop for Members {
     }
 }
 
-/// Waiting as a thread of the host does it: it looks, then yields, then sleeps, so that ranks and
-/// workers can outnumber the cores.
+/// Waiting on a thread of the host. The thread looks, then yields, then sleeps, so that ranks and workers can outnumber
+/// the cores.
 impl Wait for Members {
     type Error = Error;
 
@@ -655,9 +661,9 @@ impl Wait for Members {
         let what = || self.shared.describe(epoch, awaited);
         let waiting = PeerWait {
             begin: Instant::now(),
-            // A chunk that is pulled is written by this rank's own copy thread, which may itself wait for another rank
-            // than the chunk's source: it knows the culprit. And what this rank's workers make takes as long as it
-            // takes: their waits for others have deadlines.
+            // The flag of a pulled chunk is written by this rank's copy thread. That may wait for a rank other than the
+            // chunk's source, and knows the culprit. A block that this rank's workers make takes as long as it takes,
+            // because their waits for other ranks have deadlines.
             grace: match awaited {
                 Awaited::Chunk { pulled: true, .. } => GRACE,
                 Awaited::Produced { .. } => FOREVER,
@@ -667,12 +673,12 @@ impl Wait for Members {
             call: &call,
             what: &what,
         };
-        // As above: what this rank does itself, and waits for with another thread, is no wait for another.
+        // As above, a wait for a thread of this rank is not a wait for a different rank.
         let _waits = (waiting.grace.is_zero()).then(|| self.waits.begin(waiting.rank));
         let mut yields = YIELDS;
         loop {
-            // A rank that left had signalled everything before, and for a chunk that is pulled waited for `done`, which
-            // follows the flag; so look at the flag after that.
+            // A rank that left had signalled everything before. For a pulled chunk it had waited for `done`, which
+            // follows the flag. So the flag is read after that.
             let left = self.shared.has_left(awaited.peer());
             if flag.reached(epoch) {
                 return Ok(());
@@ -691,7 +697,7 @@ impl Wait for Members {
     }
 }
 
-/// Puts parts behind one another, each behind its length.
+/// Joins parts, each after its length.
 fn join(parts: &[Vec<u8>]) -> Vec<u8> {
     let mut bytes = Vec::new();
     join_into(&mut bytes, parts);
@@ -716,7 +722,7 @@ fn split(mut bytes: &[u8]) -> Option<Vec<&[u8]>> {
     Some(parts)
 }
 
-/// What a rank sends in an exchange: what it has made, or why it could not.
+/// Splits what a rank sends in an exchange into its result and its bytes.
 fn outcome(bytes: &[u8]) -> Option<(Result<()>, &[u8])> {
     match split(bytes)?[..] {
         [outcome, payload] => Some((json::outcome(outcome).ok()?, payload)),
@@ -747,7 +753,7 @@ pub mod fuzzing {
 
     use super::*;
 
-    /// The first byte says how long a frame may be; the rest is what the other end of a connection sends.
+    /// The first byte says how long a frame may be. The rest is what the other end of a connection sends.
     pub fn parse(data: &[u8]) {
         let Some((limit, sent)) = data.split_first() else {
             return;
@@ -755,7 +761,7 @@ pub mod fuzzing {
         let Ok((other, stream)) = wire::pair() else {
             return;
         };
-        // What the socket's buffer does not hold is not sent.
+        // Bytes that do not fit in the socket's buffer are not sent.
         let _ = (&*other).write(sent);
         let _ = other.shutdown(Shutdown::Write);
         let channel = Channel {
@@ -777,7 +783,7 @@ pub mod fuzzing {
         }
     }
 
-    /// What ranks send in an exchange that all complete, and in one that a rank can't.
+    /// Messages of an exchange that all complete, and of one that a rank can't complete.
     pub fn seeds() -> Vec<Vec<u8>> {
         let died = Error::RankLost {
             rank: 2,
@@ -790,12 +796,12 @@ pub mod fuzzing {
         let messages = outcomes.each_ref().map(message);
         let frames = [messages[0].clone(), messages[2].clone(), join(&messages)];
         let frames = frames.into_iter().map(|frame| sent(&frame));
-        // Headers of what never comes.
+        // Headers of frames that never come.
         let huge = [vec![0, 0, 0, 0, 16], sent(&u64::MAX.to_le_bytes())];
         frames.chain(huge).collect()
     }
 
-    /// As [`Channel::send`] puts it on the connection, behind the byte for the longest limit.
+    /// A frame as [`Channel::send`] sends it, after the byte for the longest limit.
     fn sent(frame: &[u8]) -> Vec<u8> {
         [&[0], &(frame.len() as u32).to_le_bytes()[..], frame].concat()
     }

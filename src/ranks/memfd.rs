@@ -12,7 +12,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::resources::{require_available, require_file_size};
 
-/// No larger than those of any machine.
+/// The smallest page size of any machine.
 const PAGE: usize = 4096;
 
 /// Zeroed, page-aligned memory, which is unmapped on drop. This type only hands out the pointer. Its holder decides who
@@ -33,8 +33,9 @@ impl Mapping {
     pub fn private(bytes: usize) -> io::Result<Mapping> {
         require_available(bytes)?;
         let mapping = Mapping::promised(bytes)?;
-        // Who asks next must see that it is taken. The kernel ends a process that lacks a page when it writes to it.
-        // SAFETY: the range is this mapping's; its bytes stay what they are.
+        // The pages are taken now, so that the next allocation sees that they are gone. Otherwise the kernel would end
+        // a process that writes to a page that it cannot get.
+        // SAFETY: the range is this mapping's, and its bytes do not change.
         let taken = unsafe {
             rustix::mm::madvise(
                 mapping.as_ptr().cast(),
@@ -43,22 +44,22 @@ impl Mapping {
             )
         };
         match taken {
-            // Linux has it since 5.14.
+            // Linux before 5.14 does not have this call.
             Err(Errno::INVAL) => mapping.touch(),
             taken => taken?,
         }
         Ok(mapping)
     }
 
-    /// Writes to each page, of which nobody knows yet.
+    /// Writes to each page, so that it is there. Nobody else knows the mapping yet.
     fn touch(&self) {
         for offset in (0..self.bytes).step_by(PAGE) {
-            // SAFETY: it lies within the mapping, of which no one else knows.
+            // SAFETY: the address lies within the mapping, which nobody else knows yet.
             unsafe { self.as_ptr().add(offset).write_volatile(0) };
         }
     }
 
-    /// Memory of this process alone, of which no page is there before it is touched.
+    /// Private memory whose pages are only allocated when they are touched.
     fn promised(bytes: usize) -> io::Result<Mapping> {
         let bytes = bytes.max(1);
         // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing.
@@ -73,8 +74,7 @@ impl Mapping {
         Mapping::new(begin.cast(), bytes)
     }
 
-    /// Maps the memory of a descriptor that [`memfd`] has made with as many bytes. Other processes that map it share
-    /// it.
+    /// Maps `bytes` bytes of a descriptor that [`memfd`] made with that size. Other processes that map it share it.
     pub fn shared(fd: impl AsFd, bytes: usize) -> io::Result<Mapping> {
         let bytes = bytes.max(1);
         require_sealed(&fd, bytes)?;
@@ -107,25 +107,26 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: the range was mapped by this value, whose owner holds no reference into it any more.
-        // The call fails for ranges that are not mapped only.
+        // The call fails only for ranges that are not mapped.
         let _ = unsafe { rustix::mm::munmap(self.begin.as_ptr().cast(), self.bytes) };
     }
 }
 
-/// What keeps the size of shared memory as it is.
+/// The seals that fix the size of shared memory.
 const SEALS: SealFlags = SealFlags::SHRINK
     .union(SealFlags::GROW)
     .union(SealFlags::SEAL);
 
-/// Whether a descriptor, which another process may have made, is what [`memfd`] makes. To look at memory that is cut
-/// short would end this process.
+/// Checks that a descriptor, perhaps from a different process, is one that [`memfd`] makes.
+///
+/// Reading memory that has been cut short would end this process.
 fn require_sealed(fd: &impl AsFd, bytes: usize) -> io::Result<()> {
     let size = rustix::fs::fstat(fd)?.st_size as u64;
     if size != bytes as u64 {
         let reason = format!("the shared memory holds {size} bytes, not {bytes}");
         return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
     }
-    // It fails for what is no memory, too.
+    // The call also fails for a descriptor that is not memory.
     let seals = rustix::fs::fcntl_get_seals(fd).unwrap_or(SealFlags::empty());
     if !seals.contains(SEALS) {
         let reason = "the shared memory is not sealed at its size";
@@ -141,7 +142,7 @@ pub(crate) fn memfd(bytes: usize) -> io::Result<OwnedFd> {
     require_file_size(bytes)?;
     let fd = rustix::fs::memfd_create("gemmesh", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
     rustix::fs::ftruncate(&fd, bytes)?;
-    // Pages that are found missing only when they are touched would end the process by SIGBUS.
+    // Without this, a missing page would end the process by SIGBUS when it is touched.
     rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, bytes)?;
     rustix::fs::fcntl_add_seals(&fd, SEALS)?;
     Ok(fd)
@@ -163,11 +164,11 @@ mod tests {
         );
     }
 
-    /// Whether each page of a mapping is there.
+    /// For each page of a mapping, true if it is there.
     fn pages(mapping: &Mapping) -> Vec<bool> {
         let mut pages = vec![0; mapping.bytes.div_ceil(PAGE)];
         let begin = mapping.as_ptr().cast();
-        // SAFETY: the mapping is of so many bytes, and there is a byte for each of its pages.
+        // SAFETY: the mapping has that many bytes, and there is a byte for each of its pages.
         let asked = unsafe { libc::mincore(begin, mapping.bytes, pages.as_mut_ptr()) };
         assert_eq!(asked, 0);
         pages.iter().map(|page| page & 1 == 1).collect()
@@ -194,7 +195,7 @@ mod tests {
             Mapping::shared(&fd, 4096).unwrap(),
             Mapping::shared(&fd, 4096).unwrap(),
         );
-        // SAFETY: both mappings hold 4096 bytes and no other thread knows them.
+        // SAFETY: both mappings hold 4096 bytes, and no other thread knows them.
         let seen = unsafe {
             one.as_ptr().add(4095).write(7);
             two.as_ptr().add(4095).read()

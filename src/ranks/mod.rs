@@ -1,5 +1,6 @@
-//! The ranks of a group: how they find one another, what they tell one another, and which of them has failed. Nothing
-//! here knows a backend or a matrix.
+//! The ranks of a group: how they find one another, what they tell one another, and which of them has failed.
+//!
+//! Nothing here knows a backend or a matrix.
 
 pub mod address;
 pub mod call;

@@ -7,11 +7,13 @@ use super::last_panic::{NO_WORDS, set};
 use super::shared_state::SharedState;
 use crate::error::Error;
 
-/// The groups of a process that a panic aborts: it unwinds nothing that would tell the other ranks.
+/// The groups of this process, if its panics abort. Such a panic unwinds nothing that could tell the other ranks.
 static ABORTED: Mutex<Vec<Weak<SharedState>>> = Mutex::new(Vec::new());
 
-/// Notes from now on what panics say, before the process's own hook hears it; where they abort, tells this group. A
-/// hook that the program sets later may replace this one: then that a rank panicked is known, and not why.
+/// Notes the messages of panics from now on, before the process's own hook runs. If panics abort, it tells this group
+/// of them.
+///
+/// A hook that the program sets later may replace this one. Then the group learns that a rank panicked, but not why.
 pub fn listen(group: &Arc<SharedState>) {
     static ONCE: Once = Once::new();
     if cfg!(panic = "abort") {
@@ -19,7 +21,7 @@ pub fn listen(group: &Arc<SharedState>) {
         groups.retain(|group| group.strong_count() > 0);
         groups.push(Arc::downgrade(group));
     }
-    // A thread that unwinds may set no hook; the next group does.
+    // A thread that unwinds may not set a hook. The next group sets it.
     if std::thread::panicking() {
         return;
     }
@@ -38,7 +40,7 @@ fn note(panic: &PanicHookInfo) {
         Some(place) => format!("{words} ({place})"),
         None => words.into(),
     };
-    // (Not while the thread that panics is changing the list.)
+    // (try_lock, because the thread that panics may hold the lock.)
     if let (true, Ok(groups)) = (cfg!(panic = "abort"), ABORTED.try_lock()) {
         tell(&groups, &message);
     }

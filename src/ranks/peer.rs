@@ -43,8 +43,10 @@ pub enum User {
 }
 
 impl Peer {
-    /// The other end of `stream`. Not by rustix, for which there is no process 0, which is what the system says of
-    /// one in another PID namespace.
+    /// The process at the other end of `stream`.
+    ///
+    /// rustix does not fit here: it has no process 0, which is what the system says of a process in a different PID
+    /// namespace.
     pub fn of(stream: &UnixStream) -> io::Result<Peer> {
         let [pid, uid, _gid] = option(stream, libc::SO_PEERCRED)?;
         let pid = (pid > 0).then_some(pid);
@@ -74,7 +76,7 @@ pub fn user_of(stream: &UnixStream, peer: Peer) -> User {
     }
 }
 
-/// What the system calls users that are not mapped.
+/// The number that the system gives to users that are not mapped.
 fn overflow_uid() -> u32 {
     static UID: OnceLock<u32> = OnceLock::new();
     *UID.get_or_init(|| {
@@ -84,8 +86,9 @@ fn overflow_uid() -> u32 {
     })
 }
 
-/// Whether this process's user namespace maps every user, as the first does. Of those within it only one that maps all
-/// users of all namespaces around it can.
+/// True if this process's user namespace maps every user, as the first namespace does.
+///
+/// A nested namespace can only do so if all namespaces around it do.
 fn all_users_are_mapped() -> bool {
     let map = fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
     maps_all(&map)
@@ -98,16 +101,15 @@ fn maps_all(map: &str) -> bool {
 
 /// Proves that the process at the other end has this process's effective user, or says why it cannot.
 ///
-/// The system lets a process look into another's namespaces if the other's real, effective and saved users all are
-/// the effective user of the first, whatever they are called. It also does so for capabilities: this process's own,
-/// which are asked for; and those that it has over user namespaces that it has made, so that the other must be in the
-/// same one.
+/// The system lets a process look into another's namespaces if the other's real, effective and saved users are all the
+/// effective user of the first, whatever their names are. It also does so for capabilities. Those of this process are
+/// checked for. Others come with user namespaces that it has made, so the other process must be in the same namespace.
 ///
-/// The process is the one that the system itself has noted for this connection, so nobody can pass on another's
-/// proof. Its number is read from the mount of /proc that is then asked, before and after: as long as it has one, no
-/// other process has the same. That it had the same user when it connected does not follow. A process that did not,
-/// and now has in all three respects, has been given this user's rights by a program of this user's or of root's, as
-/// `su` does.
+/// The process is the one that the system has noted for this connection, so nobody can pass on another's proof. Its
+/// number is read from the same mount of /proc that is then asked, before and after. As long as the process has the
+/// number, no other process has it. This does not prove that the process had the same user when it connected. But a
+/// process that has become this user in all three respects got this user's rights from a program of this user or of
+/// root, as with `su`.
 fn prove(stream: &UnixStream) -> Result<(), String> {
     let is_capable = capabilities(None).map_or(true, |own| {
         own.effective.contains(CapabilitySet::SYS_PTRACE)
@@ -138,7 +140,7 @@ pub fn pidfd(stream: &UnixStream) -> Result<OwnedFd, Errno> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
 }
 
-/// The number of a process as /proc calls it; none once it is reaped, or where /proc does not see it.
+/// The number of a process in /proc. None once it is reaped, or if /proc does not show it.
 fn number(pidfd: &OwnedFd) -> Option<u32> {
     let info = fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).ok()?;
     let mut lines = info.lines();
@@ -146,11 +148,12 @@ fn number(pidfd: &OwnedFd) -> Option<u32> {
     number.trim().parse().ok().filter(|&number| number > 0)
 }
 
-/// A socket's option, which is `N` numbers.
+/// Reads a socket option of `N` numbers.
 fn option<const N: usize>(socket: &UnixStream, name: libc::c_int) -> Result<[u32; N], Errno> {
     let mut numbers = [0; N];
     let mut bytes = size_of_val(&numbers) as libc::socklen_t;
-    // SAFETY: the system writes no more bytes than it is told the local has, whose bytes may be any.
+    // SAFETY: the system writes at most the number of bytes that it is told, which is the local's size. All bytes are
+    // valid for it.
     let result = unsafe {
         libc::getsockopt(
             socket.as_raw_fd(),

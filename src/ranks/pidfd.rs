@@ -18,14 +18,14 @@ pub enum PeerProcess {
     /// A descriptor that is readable when the process has ended.
     Process(OwnedFd),
     Ended,
-    /// The system does not say, so only the connection tells.
+    /// The system does not tell, so only the connection does.
     Unknown,
 }
 
-/// Who has made the connection, or listens where it leads to.
+/// The process that has made the connection, or that listens at its other end.
 ///
 /// # Errors
-/// If this process can have no more descriptors.
+/// If this process has no descriptors left.
 pub fn of_peer(stream: &UnixStream) -> io::Result<PeerProcess> {
     match peer::pidfd(stream) {
         Ok(fd) => Ok(PeerProcess::Process(fd)),
@@ -37,11 +37,13 @@ pub fn of_peer(stream: &UnixStream) -> io::Result<PeerProcess> {
     }
 }
 
-/// The same where the kernel has no descriptor for it. Should it have ended and its number be another's by now, the
-/// other is watched: then the connection has to do.
+/// As [`of_peer`], on kernels that give no descriptor for a connection.
+///
+/// The process may have ended, and its number may belong to a different process by now. Then that process is watched,
+/// and only the connection tells.
 fn by_number(stream: &UnixStream) -> io::Result<PeerProcess> {
     let number = peer::Peer::of(stream).ok().and_then(|peer| peer.pid);
-    // In another namespace of processes it has no number here.
+    // A process in a different PID namespace has no number here.
     let Some(pid) = number.and_then(|number| Pid::from_raw(number as i32)) else {
         return Ok(PeerProcess::Unknown);
     };
@@ -53,7 +55,7 @@ fn by_number(stream: &UnixStream) -> io::Result<PeerProcess> {
     }
 }
 
-/// True if the process is known to have ended. Keeps no descriptor.
+/// True if the process is known to have ended. This keeps no descriptor.
 pub fn has_ended(stream: &UnixStream) -> bool {
     match of_peer(stream) {
         Ok(PeerProcess::Process(fd)) => {
@@ -69,13 +71,12 @@ pub fn has_ended(stream: &UnixStream) -> bool {
 #[derive(Debug)]
 pub struct Ended;
 
-/// Checks that more may come on a connection. It may if the process lives, or if something that it has sent has not
-/// been read.
+/// Checks that more may come on a connection: the process lives, or has sent something that has not been read.
 pub fn check(stream: &UnixStream) -> Result<(), Ended> {
     if !has_ended(stream) {
         return Ok(());
     }
-    // After that look, so that this is all that it has sent.
+    // This comes after that look, so that it finds all that the process has sent.
     let mut events = [PollFd::new(stream, PollFlags::IN)];
     let looked = poll::poll(&mut events, Duration::ZERO);
     match looked.is_ok() && events[0].revents().contains(PollFlags::IN) {

@@ -1,4 +1,4 @@
-//! What launchers, their shells and others set, as recorded, and what is read from it.
+//! Recorded environments of launchers, their shells and other programs, and what is read from them.
 
 use std::ffi::OsString;
 
@@ -6,16 +6,16 @@ use proptest::strategy::Strategy;
 
 use super::*;
 
-/// What a process of a test is told.
+/// The surroundings of a process in a test.
 #[derive(Default)]
 struct Recorded {
     variables: Vec<(String, OsString)>,
-    /// Its own terminal.
+    /// True if it has a terminal.
     terminal: bool,
-    /// That of the task of its step, if that task can be seen.
+    /// True if the task of its step has a terminal. None if that task cannot be seen.
     task_terminal: Option<bool>,
     batch_step: bool,
-    /// Whether that task is a batch script.
+    /// True if that task is a batch script.
     batch_task: bool,
 }
 
@@ -49,7 +49,7 @@ impl Surroundings for Recorded {
     }
 }
 
-/// The process with these variables, of which the first of a name counts: one `NAME=value` a word.
+/// A process with these variables, one `NAME=value` in each word. The first of a name counts.
 fn process(variables: &[&str]) -> Recorded {
     let words = variables.iter().flat_map(|part| part.split_whitespace());
     Recorded {
@@ -72,7 +72,7 @@ fn without(variables: &str, names: &[&str]) -> String {
     kept.collect::<Vec<_>>().join(" ")
 }
 
-/// The same of rank 0.
+/// The same variables for rank 0.
 fn first(variables: &str) -> String {
     let ranks = ["RANK=1", "RANKID=1", "PMI_ID=1"];
     let words = variables.split_whitespace().map(|word| {
@@ -90,11 +90,11 @@ const LAUNCHED: &str = "GEMMESH_RANK=1 GEMMESH_WORLD_SIZE=2 GEMMESH_ADDRESS=x";
 const TORCHRUN: &str = "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 GROUP_WORLD_SIZE=1 ROLE_RANK=1
     ROLE_WORLD_SIZE=2 ROLE_NAME=default MASTER_ADDR=localhost MASTER_PORT=36713 TORCHELASTIC_RUN_ID=5f0c
     TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_MAX_RESTARTS=0 TORCHELASTIC_USE_AGENT_STORE=True";
-/// DeepSpeed's launcher, of two processes on one host.
+/// DeepSpeed's launcher, with two processes on one host.
 const DEEPSPEED: &str =
     "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_SIZE=2 CROSS_RANK=0 CROSS_SIZE=1 MASTER_ADDR=127.0.0.1
     MASTER_PORT=29500";
-/// A pod of Kubernetes' PyTorchJob of two, without and with what it sets for torchrun.
+/// A pod of Kubernetes' PyTorchJob with two pods, without and with the variables that it sets for torchrun.
 const OLD_POD: &str =
     "RANK=1 WORLD_SIZE=2 MASTER_ADDR=job-master-0 MASTER_PORT=23456 PYTHONUNBUFFERED=1";
 const POD: &str =
@@ -107,7 +107,7 @@ const OPEN_MPI: &str = "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_
 /// Open MPI 5's.
 const OPEN_MPI_5: &str = "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1
     OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_NODE_RANK=1 PMIX_RANK=1 PMIX_NAMESPACE=prterun-vm-4711@1";
-/// prterun of a program that is not Open MPI's.
+/// prterun, for a program that does not use Open MPI.
 const PRTERUN: &str = "PMIX_RANK=1 PMIX_NAMESPACE=prterun-vm-4711@1 PMIX_HOSTNAME=vm";
 /// MPICH 4.0's mpiexec -n 2, and with -pmi-port.
 const HYDRA: &str =
@@ -128,7 +128,7 @@ const SRUN_TASK: &str = "SLURM_GTIDS=0,1 SLURM_JOBID=9 SLURM_JOB_ID=9 SLURM_LAUN
     SLURM_NPROCS=2 SLURM_NTASKS=2 SLURM_PROCID=1 SLURM_SRUN_COMM_HOST=127.0.0.1 SLURM_SRUN_COMM_PORT=39015 SLURM_STEPID=0
     SLURM_STEP_ID=0 SLURM_STEP_LAUNCHER_PORT=39015 SLURM_STEP_NODELIST=vm SLURM_STEP_NUM_NODES=1 SLURM_STEP_NUM_TASKS=2
     SLURM_STEP_TASKS_PER_NODE=2 SLURM_TASKS_PER_NODE=2 SLURM_TASK_PID=14857";
-/// What --mpi=pmi2 and --mpi=pmix set besides, and Cray's plugin.
+/// The additional variables of --mpi=pmi2, --mpi=pmix and Cray's plugin.
 const PMI2: &str = "PMI_FD=13 PMI_JOBID=9.0 PMI_RANK=1 PMI_SIZE=2";
 const PMIX: &str = "PMIX_NAMESPACE=slurm.pmix.9.0 PMIX_RANK=1 PMIX_HOSTNAME=vm PMIX_SERVER_TMPDIR=/tmp/slurm/spool/pmix.9.0/";
 const CRAY: &str = "PMI_JOBID=9.0 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=2 PMI_RANK=1 PMI_SIZE=2 PALS_APID=9.0 PALS_RANKID=1 PALS_LOCAL_RANKID=1
@@ -137,21 +137,21 @@ const CRAY: &str = "PMI_JOBID=9.0 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=2 PMI_RANK=1 P
 const ONE_TASK: &str = "SLURM_GTIDS=0 SLURM_JOBID=9 SLURM_JOB_ID=9 SLURM_LOCALID=0 SLURM_NPROCS=1 SLURM_NTASKS=1 SLURM_PROCID=0
     SLURM_STEPID=0 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=vm SLURM_STEP_NUM_NODES=1 SLURM_STEP_NUM_TASKS=1
     SLURM_STEP_TASKS_PER_NODE=1 SLURM_TASKS_PER_NODE=1 SLURM_TASK_PID=15007";
-/// What srun --pty sets besides.
+/// The additional variables of srun --pty.
 const PTY: &str = "SLURM_PTY_PORT=40721 SLURM_PTY_WIN_COL=80 SLURM_PTY_WIN_ROW=24";
-/// salloc -n 2: its shell, and the same where it is a step (use_interactive_step).
+/// salloc -n 2: its shell, and its shell as a step (use_interactive_step).
 const SALLOC: &str =
     "SLURM_JOBID=9 SLURM_JOB_ID=9 SLURM_NPROCS=2 SLURM_NTASKS=2 SLURM_TASKS_PER_NODE=2";
 const INTERACTIVE: &str = "SLURM_GTIDS=0 SLURM_JOBID=9 SLURM_JOB_ID=9 SLURM_LOCALID=0 SLURM_NPROCS=2 SLURM_NTASKS=2 SLURM_PROCID=0
     SLURM_PTY_PORT=44427 SLURM_STEPID=4294967290 SLURM_STEP_ID=4294967290 SLURM_STEP_NODELIST=vm SLURM_STEP_NUM_NODES=1
     SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1 SLURM_TASKS_PER_NODE=2 SLURM_TASK_PID=15087";
-/// The script of sbatch -n 2, submitted from outside of a job, and in a step of one task.
+/// The script of sbatch -n 2, submitted outside of a job, and submitted in a step of one task.
 const BATCH: &str = "ENVIRONMENT=BATCH SLURM_GTIDS=0 SLURM_JOBID=9 SLURM_JOB_ID=9 SLURM_LOCALID=0 SLURM_NPROCS=2 SLURM_NTASKS=2
     SLURM_PROCID=0 SLURM_TASKS_PER_NODE=2 SLURM_TASK_PID=15922";
 const BATCH_OF_STEP: &str = "ENVIRONMENT=BATCH SLURM_GTIDS=0 SLURM_JOBID=9 SLURM_JOB_ID=9 SLURM_LAUNCH_NODE_IPADDR=127.0.0.1
     SLURM_LOCALID=0 SLURM_NPROCS=2 SLURM_NTASKS=2 SLURM_PROCID=0 SLURM_STEPID=0 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1
     SLURM_STEP_TASKS_PER_NODE=1 SLURM_TASKS_PER_NODE=2 SLURM_TASK_PID=16054";
-/// srun -E -n 1 in an allocation of two tasks: what is the job's there stays the job's.
+/// srun -E -n 1 in an allocation of two tasks. The job's variables keep the job's values.
 const PRESERVED: &str = "SLURM_GTIDS=0 SLURM_JOBID=9 SLURM_JOB_ID=9 SLURM_LOCALID=0 SLURM_NPROCS=2 SLURM_NTASKS=2 SLURM_PROCID=0
     SLURM_STEPID=0 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1 SLURM_TASKS_PER_NODE=2 SLURM_TASK_PID=16342";
 
@@ -161,7 +161,7 @@ const AGENTS: [&str; 4] = [ONE_TASK, INTERACTIVE, BATCH, BATCH_OF_STEP];
 const PMI: &str = "a PMI launcher (mpiexec)";
 const OF_PMI: &str = "a PMI launcher (mpiexec)/whoever has no PMI_RANK, PMI_SIZE, MPI_LOCALNRANKS";
 
-/// Rank 1 of 2, started by `launcher` and met at `address`.
+/// Checks that the process is rank 1 of 2, started by `launcher`, with `address`.
 #[track_caller]
 fn assert_described(variables: &[&str], launcher: &'static str, address: &str) {
     let described = describe(&process(variables)).unwrap().unwrap();
@@ -174,7 +174,7 @@ fn assert_described(variables: &[&str], launcher: &'static str, address: &str) {
     assert_eq!(described, expected);
 }
 
-/// A rank of which these variables are missing.
+/// Checks that the process is a rank and that these variables are missing.
 #[track_caller]
 fn assert_missing(variables: &[&str], launcher: &str, missing: &str) {
     let process = process(variables);
@@ -213,8 +213,7 @@ fn every_launcher_is_understood() {
 #[test]
 fn the_launcher_that_another_started_is_the_one_that_counts() {
     let jobs = "1601437697";
-    // mpiexec starts its agents by srun, each as the one task of a step; srun's own ranks were told PMI's variables of
-    // it.
+    // mpiexec starts each of its agents by srun as the one task of a step. srun gives its own ranks PMI's variables.
     for of_slurm in [ONE_TASK, SRUN_TASK, BATCH, INTERACTIVE, SALLOC] {
         assert_described(&[HYDRA, of_slurm], PMI, OF_PMI);
         assert_described(&[HYDRA, PMI2, of_slurm], PMI, OF_PMI);
@@ -247,11 +246,11 @@ fn what_srun_sets_for_mpi_is_its_own() {
         assert_described(&[of_mpi, SRUN_TASK], "srun", "9/0");
         let alone = first(of_mpi).replace("SIZE=2", "SIZE=1");
         assert_no_rank(&process(&[&alone, PTY, ONE_TASK]));
-        // Left by another step.
+        // A variable that is left from a different step.
         let left = describe(&process(&[of_mpi, ONE_TASK])).unwrap().unwrap();
         assert_eq!((left.rank, left.world, left.launcher), (0, 1, "srun"));
     }
-    // A container may be given these alone, and srun's own only in part.
+    // A container may have only these variables, and only some of srun's own.
     let agent = format!("{PMI}/whoever has no PMI_RANK, PMI_SIZE");
     assert_described(&[PMI2], PMI, &agent);
     assert_described(&[PMI2, "SLURM_PROCID=1"], PMI, &agent);
@@ -283,7 +282,7 @@ fn a_rank_of_srun_is_one_whatever_tells_the_number_of_tasks() {
     );
     let old = without(SRUN_TASK, &["SLURM_STEP_ID", "SLURM_JOB_ID"]);
     assert_described(&[&old], "srun", "9/0");
-    // What a container is given of them may be too little.
+    // A container may have too few of them.
     assert_missing(
         &["SLURM_PROCID=0 SLURM_NTASKS=2"],
         "srun",
@@ -302,13 +301,13 @@ fn a_shell_of_slurm_is_no_rank() {
     let signed = INTERACTIVE.replace("4294967290", "-6");
     assert_no_rank(&process(&[&signed]));
     assert_no_rank(&process(&[PTY, ONE_TASK]));
-    // A notebook's server is a task without a terminal, which gives the programs of its users one.
+    // A notebook's server is a task without a terminal. It gives its users' programs one.
     let terminal = true;
     assert_no_rank(&Recorded {
         terminal,
         ..process(&[ONE_TASK])
     });
-    // What is started without one, in the background of a shell, is the shell's all the same.
+    // A process without a terminal, in the background of a shell, still belongs to the shell.
     let task_terminal = Some(true);
     assert_no_rank(&Recorded {
         task_terminal,
@@ -327,7 +326,7 @@ fn a_step_that_a_shell_of_slurm_starts_has_ranks() {
     };
     let alone = describe(&alone).unwrap().unwrap();
     assert_eq!((alone.rank, alone.world), (0, 1));
-    // A debugger in a window of its own for each.
+    // Each rank has a debugger in a window of its own.
     let terminal = true;
     let debugged = Recorded {
         terminal,
@@ -339,7 +338,7 @@ fn a_step_that_a_shell_of_slurm_starts_has_ranks() {
 #[test]
 fn a_batch_script_is_no_rank_and_what_it_starts_by_srun_is() {
     assert_no_rank(&process(&[BATCH]));
-    // What was set where the script was submitted: a shell, a terminal's shell, a notebook's server.
+    // Variables from the place where the script was submitted: a shell, a terminal's shell, a notebook's server.
     assert_no_rank(&process(&[BATCH, PTY, ONE_TASK]));
     assert_no_rank(&process(&[BATCH, INTERACTIVE]));
     let batch_step = true;
@@ -383,7 +382,7 @@ fn a_batch_script_that_a_step_of_one_task_has_submitted_is_no_rank() {
 fn a_rank_of_torchrun_is_one_though_variables_are_missing() {
     for name in ["MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"] {
         assert_missing(&[&without(TORCHRUN, &[name])], "torchrun", name);
-        // The agent is the one task of a step, the rank is not.
+        // The agent is the one task of a step. The rank is not.
         assert_missing(
             &[
                 &without(TORCHRUN, &[name]),
@@ -429,7 +428,7 @@ fn ranks_of_every_launcher_are_ranks_though_the_size_is_missing() {
         (MVAPICH, "MV2_COMM_WORLD_SIZE", "MVAPICH's mpirun_rsh"),
     ] {
         assert_missing(&[&without(variables, &[size])], launcher, size);
-        // Nor does it become the only task of the step in which the launcher runs.
+        // It does not become the only task of the launcher's step either.
         for variables in [variables, &first(variables)] {
             for of_slurm in AGENTS {
                 assert_missing(&[&without(variables, &[size]), of_slurm], launcher, size);
@@ -438,7 +437,7 @@ fn ranks_of_every_launcher_are_ranks_though_the_size_is_missing() {
             }
         }
     }
-    // Nor a shell, where a script that a task of two has submitted runs it.
+    // A shell is no rank either if a script runs it that a task of two has submitted.
     let script = BATCH_OF_STEP.replace("TASKS=1", "TASKS=2");
     for (variables, launcher) in [(TORCHRUN, "torchrun"), (OPEN_MPI, "Open MPI's mpirun")] {
         let batch_step = true;
@@ -455,7 +454,7 @@ fn ranks_of_every_launcher_are_ranks_though_the_size_is_missing() {
     }
     let nothing_else = without(&first(HYDRA_PORT), &["MPI_LOCALNRANKS"]);
     assert_missing(&[&nothing_else, ONE_TASK], PMI, "PMI_SIZE");
-    // Nor one of those of the step in whose only shell it runs.
+    // It does not become one of the ranks of the step either, in whose only shell it runs.
     for (variables, size, launcher) in [
         (HYDRA, "PMI_SIZE", PMI),
         (PRTERUN, "OMPI_COMM_WORLD_SIZE", "a PMIx launcher (prterun)"),
@@ -470,7 +469,7 @@ fn variables_of_one_launcher_that_another_sets_do_not_hide_it() {
     let exported = "RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 MASTER_ADDR=vm";
     assert_described(&[exported, SRUN_TASK], "srun", "9/0");
     assert_described(&[exported, OPEN_MPI], "Open MPI's mpirun", "1601437697");
-    // Nodes.
+    // These count nodes.
     let nodes = "RANK=0 WORLD_SIZE=2 MASTER_ADDR=h";
     assert_described(&[nodes, OPEN_MPI], "Open MPI's mpirun", "1601437697");
     assert_described(&[nodes, SRUN_TASK], "srun", "9/0");
@@ -480,14 +479,14 @@ fn variables_of_one_launcher_that_another_sets_do_not_hide_it() {
 fn pods_of_kubernetes_are_no_ranks() {
     assert_no_rank(&process(&[POD]));
     assert_described(&[TORCHRUN, POD], "torchrun", "localhost/36713/5f0c/0");
-    // These are told from ranks by nothing, so somebody has to say.
+    // Nothing tells these from ranks, so the user has to.
     assert_missing(&[OLD_POD], "torchrun", "LOCAL_RANK");
 }
 
 #[test]
 fn without_a_launcher_there_is_no_rank() {
     assert_no_rank(&process(&[]));
-    // Anybody's.
+    // Anybody may set these.
     assert_no_rank(&process(&["RANK=3 LOCAL_RANK=1"].map(|own| &own[..6])));
     assert_no_rank(&process(&[
         "LOCAL_RANK=0 ENVIRONMENT=production MASTER_ADDR=h",

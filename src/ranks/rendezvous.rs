@@ -44,17 +44,17 @@ const MAX_HELLO: usize = 4096;
 const MAX_VERDICT: usize = 64 << 10;
 /// How long a connection may take to introduce itself.
 const INTRODUCTION: Duration = Duration::from_secs(2);
-/// How long rank 0 goes on listening, once there can be no group, to tell those who come late; and how long a rank
-/// waits for that.
+/// If there can be no group, rank 0 listens this long for late ranks, to tell them, and a rank waits this long for
+/// that.
 const LINGER: Duration = Duration::from_secs(1);
-/// How long rank 0 listens, once all have come, for a process that has come twice.
+/// After all ranks have come, rank 0 listens this long for a rank that comes twice.
 const LAST_CALL: Duration = Duration::from_millis(20);
 /// How many connections that have not introduced themselves are kept.
 const MAX_STRANGERS: usize = 256;
 /// How many connections are accepted before rank 0 looks at the time again.
 const ACCEPTED: usize = 64;
-/// How often rank 0 does that at its deadline, for those who were there in time: as many as the system keeps by
-/// default.
+/// How often rank 0 does that at its deadline, for ranks that were there in time. It is enough for as many connections
+/// as the system keeps by default.
 const LAST_TURNS: usize = 4096 / ACCEPTED;
 
 /// The introduction, after its [`Prefix`].
@@ -69,7 +69,7 @@ struct Hello {
 
 impl Hello {
     /// # Errors
-    /// If this process can open nothing more.
+    /// If this process has no descriptors left.
     fn new(identity: &Identity) -> Result<Hello> {
         let boot_id = match fs::read_to_string("/proc/sys/kernel/random/boot_id") {
             Ok(id) => id.trim().into(),
@@ -87,7 +87,7 @@ impl Hello {
     }
 }
 
-/// The first bytes of an introduction; their layout is the same in every version.
+/// The first bytes of an introduction. Their layout is the same in every version.
 struct Prefix {
     version: u32,
     rank: u32,
@@ -122,17 +122,16 @@ impl Prefix {
     }
 }
 
-/// Meets the other ranks, speaking protocol version `version`.
+/// Meets the other ranks by protocol version `version`.
 ///
 /// # Errors
-/// On every rank that comes, the same: [`Error::RanksMissing`], [`Error::DuplicateRank`] or
-/// [`Error::Mismatch`].
+/// The same on every rank that comes: [`Error::RanksMissing`], [`Error::DuplicateRank`] or [`Error::Mismatch`].
 pub fn meet_speaking(identity: &Identity, version: u32) -> Result<Members> {
     if identity.world == 1 {
-        // Nobody is to be met, so nobody can be in the way.
+        // There are no other ranks, so no process can be in the way.
         return members(identity, allocate()?.0, Vec::new());
     }
-    // It opens something. What follows does so only once rank 0 can be told that it failed.
+    // This opens a file. What follows opens files only when rank 0 can be told of a failure.
     let hello = Hello::new(identity)?;
     let mut search = Search::new(identity)?;
     loop {
@@ -156,7 +155,7 @@ pub fn meet_speaking(identity: &Identity, version: u32) -> Result<Members> {
     }
 }
 
-/// Says who this rank is to the process that listens, and waits for the verdict.
+/// Introduces this rank to the process that listens, and waits for the verdict.
 fn introduce(
     identity: &Identity,
     hello: &Hello,
@@ -174,7 +173,7 @@ fn introduce(
     })
 }
 
-/// The same as bytes. It stops where the other process has ended.
+/// The verdict as bytes. The wait stops if the other process has ended.
 fn verdict_on(
     identity: &Identity,
     hello: &Hello,
@@ -189,7 +188,7 @@ fn verdict_on(
     };
     let channel = Channel {
         stream,
-        // Rank 0 may have begun later than this rank, and knows better who is missing.
+        // Rank 0 may have begun later than this rank, and it knows which ranks are missing.
         deadline: Instant::now() + identity.timeout + LINGER,
         check: || pidfd::check(stream),
     };
@@ -197,7 +196,7 @@ fn verdict_on(
     channel.receive(MAX_VERDICT)
 }
 
-/// The group's shared memory, of the descriptors that came with rank 0's verdict.
+/// Maps the group's shared memory from the descriptors that came with rank 0's verdict.
 fn map(rank: usize, fds: io::Result<Vec<OwnedFd>>) -> Result<Mapping> {
     let fds = fds.map_err(Error::system(rank, "receive the group's shared memory"))?;
     let [memory] = &fds[..] else {
@@ -216,13 +215,14 @@ fn allocate() -> Result<(Mapping, OwnedFd)> {
     Ok((memory, fd))
 }
 
-/// Whether this process, or the machine, can open nothing more at the moment.
+/// True if this process, or the machine, has no descriptors left at the moment.
 fn is_out_of_descriptors(error: &io::Error) -> bool {
     let refused = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
     Errno::from_io_error(error).is_some_and(|errno| refused.contains(&errno))
 }
 
-/// Takes part in the group, once all ranks have what they need for that. If one lacks something, all get its error.
+/// Makes this rank's end of the group, when all ranks have what they need. If a rank lacks something, all get its
+/// error.
 fn members(
     identity: &Identity,
     memory: Mapping,
@@ -235,7 +235,7 @@ fn members(
         ..
     } = identity;
     if let Some(launcher) = &identity.launcher {
-        // All ranks are here, whatever became of an earlier group.
+        // All ranks are here, so reports about earlier groups are void.
         launcher.withdraw();
     }
     let shared_state =
@@ -255,17 +255,17 @@ struct Stranger {
 /// What a stranger turned out to be.
 enum Introduced {
     NotYet,
-    /// Not a rank of this library: to be dropped.
+    /// A process that is not a rank of this library. Its connection is dropped.
     Nobody,
     Rank(Guest),
 }
 
-/// A connection that speaks our language.
+/// A connection that has introduced itself.
 struct Guest {
     stream: Arc<Connection>,
     rank: usize,
     version: u32,
-    /// None if its version is another, so that the words can't be understood.
+    /// None if its protocol version is different, because then its words can't be understood.
     hello: Option<Hello>,
 }
 
@@ -332,16 +332,16 @@ struct Rendezvous<'a> {
     /// The protocol version that this rank speaks.
     version: u32,
     listener: UnixListener,
-    /// A descriptor with which to hear and tell those who come, one after the other, where there is none left for them.
+    /// A spare descriptor. If there are no others left, rank 0 uses it to hear and tell ranks one after the other.
     spare: Option<UnixListener>,
     strangers: Vec<Stranger>,
-    /// By rank; none for rank 0.
+    /// The guests by rank. Rank 0 has none.
     guests: Vec<Option<Guest>>,
-    /// Guests that have no place.
+    /// Guests that have no place in the group.
     rejected: Vec<Guest>,
-    /// By rank, of as many as a guest counts on: whether it has been told already that there is no group.
+    /// By rank, for as many ranks as a guest expects: true if the rank has been told already that there is no group.
     told: Vec<bool>,
-    /// Why the latest of those whose user is not known is not.
+    /// Why the user of the latest connection with an unknown user is not known.
     unknown_user: Option<String>,
 }
 
@@ -371,7 +371,7 @@ impl<'a> Rendezvous<'a> {
         })
     }
 
-    /// One attempt, as part of a search that began at `begin`.
+    /// Makes one attempt, as part of a search that began at `begin`.
     fn run(mut self, begin: Instant) -> Result<Members> {
         let outcome = self.receive_all(begin).and_then(|()| {
             self.spare = None;
@@ -396,7 +396,7 @@ impl<'a> Rendezvous<'a> {
             strangers,
             ..
         } = self;
-        // Before anybody hears of it: who has, and comes again, is to find the next attempt.
+        // This comes before the verdict, so that a rank that has heard it and comes again finds the next attempt.
         close(&listener);
         drop((listener, strangers));
         let guests = guests.into_iter().flatten();
@@ -437,7 +437,7 @@ impl<'a> Rendezvous<'a> {
         Ok(())
     }
 
-    /// That ranks are missing at the deadline.
+    /// The error that ranks are missing at the deadline.
     fn incomplete(&mut self, begin: Instant) -> Error {
         let missing = (1..self.identity.world).filter(|&rank| self.guests[rank].is_none());
         let ranks = missing.collect();
@@ -461,21 +461,21 @@ impl<'a> Rendezvous<'a> {
         self.guests.iter().skip(1).all(Option::is_some)
     }
 
-    /// There will be no group: receives those who have not come, for a while, to tell them too.
+    /// Receives late ranks for a while, to tell them too that there is no group.
     fn await_late(&mut self, error: &Error) {
         let deadline = Instant::now() + LINGER;
         self.spare = None;
         while !self.all_have_come() && Instant::now() < deadline {
-            // What else is wrong with those who come now does not matter any more.
+            // Other errors of late ranks do not matter any more.
             if let Err(Error::System { .. }) = self.receive(deadline) {
-                // There is no descriptor for who comes: those who have come make room.
+                // There is no descriptor for a new connection, so ranks that have come make room.
                 self.tell_early(error);
                 std::thread::sleep(RETRY);
             }
         }
     }
 
-    /// If world sizes differ, it may be rank 0 that is wrong: all that the others count on will come.
+    /// If world sizes differ, rank 0's may be wrong, so this counts all ranks that the guests expect.
     fn all_have_come(&self) -> bool {
         let guests = || self.guests.iter().flatten().chain(&self.rejected);
         let theirs = guests().filter_map(|guest| Some(guest.hello.as_ref()?.world));
@@ -485,7 +485,7 @@ impl<'a> Rendezvous<'a> {
         (1..world.min(MAX_WORLD)).all(has_come)
     }
 
-    /// Tells those who have come, and lets them go.
+    /// Tells the ranks that have come, and closes their connections.
     fn tell_early(&mut self, error: &Error) {
         let seated = self.guests.iter_mut().filter_map(Option::take);
         for guest in seated.chain(self.rejected.drain(..)) {
@@ -499,8 +499,8 @@ impl<'a> Rendezvous<'a> {
         }
     }
 
-    /// Waits for something to happen, until `until` at most, and handles so much of it that it is soon done, however
-    /// many connect. Returns how many connections it has accepted.
+    /// Waits until something happens, or until `until`, and handles a bounded number of connections. Returns how many
+    /// it has accepted.
     fn receive(&mut self, until: Instant) -> Result<usize> {
         let mut fds = vec![PollFd::new(&self.listener, PollFlags::IN)];
         fds.extend(
@@ -517,12 +517,12 @@ impl<'a> Rendezvous<'a> {
         Ok(accepted)
     }
 
-    /// Lets in whoever has connected and is this user.
+    /// Accepts connections of this user.
     fn accept(&mut self) -> Result<usize> {
         for accepted in 0..ACCEPTED {
             let stream = match self.listener.accept() {
                 Ok((stream, _)) => stream,
-                // One of these may be nobody, and leave its place.
+                // One of the strangers may turn out to be no rank, and free its descriptor.
                 Err(error) if is_out_of_descriptors(&error) && !self.strangers.is_empty() => {
                     std::thread::sleep(RETRY);
                     return Ok(accepted);
@@ -533,7 +533,7 @@ impl<'a> Rendezvous<'a> {
                     _ => return Err(Error::system(0, "accept another rank's connection")(error)),
                 },
             };
-            // These fail for connections that are none only.
+            // These calls fail only for connections that have ended.
             let Ok(peer) = Peer::of(&stream) else {
                 continue;
             };
@@ -553,7 +553,7 @@ impl<'a> Rendezvous<'a> {
         Ok(ACCEPTED)
     }
 
-    /// Hears what those who have connected say, and seats those who are ranks.
+    /// Reads introductions, and gives ranks their places.
     fn listen(&mut self) -> Result<()> {
         let mut introduced = Vec::new();
         let version = self.version;
@@ -566,10 +566,11 @@ impl<'a> Rendezvous<'a> {
                 Introduced::Nobody => false,
                 Introduced::NotYet => stranger.since.elapsed() < INTRODUCTION,
             });
-        // A rank introduces itself as soon as it is connected; so the oldest of a crowd is the least likely one.
+        // A rank introduces itself as soon as it is connected. So the oldest of many strangers is the least likely to
+        // be a rank.
         let crowd = self.strangers.len().saturating_sub(MAX_STRANGERS);
         self.strangers.drain(..crowd);
-        // Everyone who has come is to be told, also of what is wrong with another.
+        // Every rank that has come is told, also of what is wrong with a different rank.
         let verdicts = introduced.into_iter().map(|guest| self.seat(guest));
         verdicts.fold(Ok(()), Result::and)
     }
@@ -622,7 +623,7 @@ impl<'a> Rendezvous<'a> {
         }
         let first = match rank {
             0 => Some(own.pid),
-            // One that has gone and comes again is the same rank.
+            // A rank that has gone and comes again is the same rank.
             _ => self.guests[rank]
                 .as_ref()
                 .filter(|seated| !seated.has_gone())
@@ -638,18 +639,18 @@ impl<'a> Rendezvous<'a> {
     }
 }
 
-/// Listens no more, also where a child that was forked meanwhile has the socket too. Who has connected and was not
-/// heard searches on.
+/// Stops listening, also if a forked child has the socket too. Ranks that have connected and were not heard go on
+/// searching.
 fn close(listener: &UnixListener) {
-    // It does not fail for what listens. From now on connections are refused.
+    // The call does not fail for a listening socket. From now on connections are refused.
     let _ = net::shutdown(listener, net::Shutdown::Both);
-    // A process that has no descriptor left leaves them to the end of the socket, as does one without a child.
+    // A process without descriptors leaves the connections to the end of the socket. So does one without a child.
     while let Ok((stream, _)) = listener.accept() {
         drop(Connection::from(stream));
     }
 }
 
-/// Sends the verdict. A guest that has gone meanwhile is found missing by the first call it should make.
+/// Sends the verdict. If a guest has gone by then, the first call finds it missing.
 fn tell(stream: &UnixStream, verdict: &Result<()>, fds: &[BorrowedFd]) {
     let channel = Channel {
         stream,
@@ -672,7 +673,7 @@ mod tests {
         let address = SocketAddr::from_abstract_name(name).unwrap();
         let listener = UnixListener::bind_addr(&address).unwrap();
         listener.set_nonblocking(true).unwrap();
-        // As a forked child has it.
+        // A copy as a forked child has it.
         let _copy = listener.try_clone().unwrap();
         let waiting = [(); 3].map(|()| UnixStream::connect_addr(&address).unwrap());
         close(&listener);
@@ -685,7 +686,7 @@ mod tests {
 
 #[cfg(fuzzing)]
 pub mod fuzzing {
-    //! What comes to a connection on which rank 0 waits for the others.
+    //! The bytes that come to a connection on which rank 0 waits for the other ranks.
     use std::io::Write;
     use std::net::Shutdown;
     use std::os::linux::net::SocketAddrExt;
@@ -744,7 +745,7 @@ pub mod fuzzing {
         }
     }
 
-    /// The introductions of a rank, of the same on another host, and of one of another version.
+    /// The introductions of a rank, of the same rank on a different host, and of one with a different version.
     pub fn seeds() -> Vec<Vec<u8>> {
         let hello = Hello::new(&IDENTITY).expect("the kernel's id");
         let elsewhere = Hello {

@@ -27,7 +27,7 @@ use crate::json::{self, optional};
 
 /// The longest report: an error.
 const MAX_REPORT: usize = 16 << 10;
-/// More than what stands around the error.
+/// Room for what is added around the error.
 const AROUND: usize = 256;
 /// How long a rank tries to tell a launcher that does not listen, for example because it is stopped.
 const PATIENCE: Duration = Duration::from_millis(200);
@@ -40,19 +40,20 @@ pub struct FailureReport {
     pub rank: usize,
     /// The rank that reported the failure to the group.
     pub by: usize,
-    /// The group's first failure. None if it has met the others anew, and what it said before is void.
+    /// The group's first failure. None withdraws earlier reports, because the rank has met the others again.
     #[serde(with = "optional")]
     pub error: Option<Error>,
 }
 
-/// What begins a report, and shows who sent it. Not shown to anybody else.
+/// The beginning of a report, which proves who sent it. It is not shown to anybody else.
 #[derive(Clone)]
 struct Token([u8; Token::BYTES]);
 
 impl Token {
     const BYTES: usize = 32;
 
-    /// What follows it, if it begins `datagram`. How long the comparison takes tells nothing of it.
+    /// The rest of `datagram`, if it begins with this token. The time that the comparison takes does not depend on the
+    /// token.
     fn open<'a>(&self, datagram: &'a [u8]) -> Option<&'a [u8]> {
         let (token, report) = datagram.split_first_chunk::<{ Token::BYTES }>()?;
         (Hash::hash(token) == Hash::hash(&self.0)).then_some(report)
@@ -65,11 +66,12 @@ impl std::fmt::Debug for Token {
     }
 }
 
-/// The process that has told its launcher something that is not void: 0 if this has not, some other if its parent had
-/// before a fork.
+/// The number of the process that has told its launcher something that still counts.
+///
+/// It is 0 if this process has not. It may be a parent's number after a fork.
 static TOLD: AtomicU32 = AtomicU32::new(0);
 
-/// A rank's end, for one group.
+/// A rank's end of the reports, for one group.
 #[derive(Clone, Debug)]
 pub struct ReportSender {
     rank: usize,
@@ -79,8 +81,8 @@ pub struct ReportSender {
 }
 
 impl ReportSender {
-    /// `launch` is the address that the launcher gave its ranks. None if no launcher has drawn it: then anybody may
-    /// listen in its place.
+    /// `launch` is the address that the launcher gave its ranks. Returns none if no launcher has drawn it, because then
+    /// any process may listen in the launcher's place.
     pub fn new(rank: usize, launch: &str) -> Option<ReportSender> {
         if !address::is_drawn(launch) {
             return None;
@@ -93,8 +95,10 @@ impl ReportSender {
         })
     }
 
-    /// Tells the launcher why the group has failed, as rank `by` has reported it. Once; returns when it is done, by
-    /// whatever thread. If it can't be told, it goes by how the ranks end.
+    /// Tells the launcher why the group has failed, as rank `by` has reported it.
+    ///
+    /// It does so once, by any thread, and returns when it is done. If the launcher can't be told, it judges by how the
+    /// ranks end.
     pub fn tell(&self, by: usize, error: &Error) {
         self.once.call_once(|| {
             TOLD.store(std::process::id(), Ordering::Relaxed);
@@ -106,7 +110,7 @@ impl ReportSender {
         });
     }
 
-    /// Says that what this process has told of earlier groups is void.
+    /// Withdraws the reports of this process on earlier groups.
     pub fn withdraw(&self) {
         if TOLD.swap(0, Ordering::Relaxed) == std::process::id() {
             self.send(&FailureReport {
@@ -143,13 +147,13 @@ impl ReportSender {
     }
 }
 
-/// The launcher's end.
+/// The launcher's end of the reports.
 #[derive(Debug)]
 pub struct ReportReceiver {
     socket: UnixDatagram,
     token: Token,
     world: usize,
-    /// At most one a rank, in the order in which they came.
+    /// At most one report from each rank, in the order in which they came.
     reports: Vec<FailureReport>,
 }
 
@@ -168,14 +172,14 @@ impl ReportReceiver {
         })
     }
 
-    /// What the ranks have said.
+    /// The reports of the ranks.
     pub fn reports(&self) -> &[FailureReport] {
         &self.reports
     }
 
-    /// Reads what has come, without waiting. Any process can send something: what is no rank's report is dropped.
+    /// Reads reports without waiting. Any process can send a datagram. One that is no rank's report is dropped.
     pub fn read(&mut self) {
-        // A longer one is cut, and then no report.
+        // A longer datagram is cut, and then is no valid report.
         let mut bytes = vec![0; MAX_REPORT];
         for _ in 0..READ {
             match self.socket.recv(&mut bytes) {
@@ -246,7 +250,7 @@ mod tests {
         first.tell(0, &lost(1));
         first.clone().tell(0, &lost(0));
         assert_eq!(told(&mut receiver), [(2, 1)]);
-        // It tried again without success: the first failure remains the cause.
+        // A second try failed too. The first failure remains the cause.
         ReportSender::new(2, &launch).unwrap().tell(2, &lost(0));
         assert_eq!(told(&mut receiver), [(2, 1)]);
         let second = ReportSender::new(2, &launch).unwrap();
@@ -306,7 +310,7 @@ mod tests {
             sender.send(&[&token, bytes.as_slice()].concat()).unwrap();
             receiver.read();
         }
-        // Of who does not know the address.
+        // A report of a process that does not know the address.
         let well_formed = FailureReport { rank: 1, ..foreign };
         let well_formed = serde_json::to_vec(&well_formed).unwrap();
         for token in [&[][..], &token[1..], &report_token("another")] {
@@ -334,11 +338,11 @@ mod tests {
                     }
                 });
             }
-            // After each of these looks it looks at its ranks and the time.
+            // After each read the launcher looks at its ranks and at the time.
             (0..3).for_each(|_| receiver.read());
             assert!(begin.elapsed() < FLOOD);
             over.store(true, Ordering::Relaxed);
-            // So that no sender waits for room.
+            // This makes room, so that no sender waits.
             receiver.read();
         });
     }
@@ -365,7 +369,7 @@ mod tests {
 
 #[cfg(fuzzing)]
 pub mod fuzzing {
-    //! What comes to a launcher's socket.
+    //! The datagrams that come to a launcher's socket.
     use super::*;
 
     thread_local! {
@@ -385,7 +389,7 @@ pub mod fuzzing {
         });
     }
 
-    /// As ranks write it.
+    /// Reports as ranks write them.
     pub fn seeds() -> Vec<Vec<u8>> {
         let left = Error::RankLeft {
             rank: 1,

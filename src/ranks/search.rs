@@ -19,8 +19,8 @@ use crate::error::{Error, Result};
 
 /// The pause after a failed try.
 pub const RETRY: Duration = Duration::from_millis(5);
-/// How long rank 0 tries to see who holds a name before it takes another: a rank 0 binds its name a moment before it
-/// listens.
+/// How long rank 0 tries to see who holds a name before it takes a different one. (A rank 0 binds its name a moment
+/// before it listens.)
 const PATIENCE: Duration = Duration::from_millis(50);
 
 /// Where the ranks meet.
@@ -33,13 +33,13 @@ pub enum Found {
 
 /// Who holds a name.
 enum Holder {
-    /// A process of this user's: the connection to it.
+    /// A process of this user, with a connection to it.
     Same(UnixStream, Peer),
-    /// Somebody else.
+    /// A process of a different user.
     Other,
-    /// A process that accepts no connections, be it this user's: whose it is can't be known before it does.
+    /// A process that accepts no connections. Its user cannot be known before it does.
     Full,
-    /// Nobody, or a process that does not listen.
+    /// No process, or one that does not listen.
     Silent,
 }
 
@@ -50,13 +50,13 @@ pub struct Search<'a> {
     begin: Instant,
     /// A process that is in the way.
     holder: Option<Peer>,
-    /// Whether one is in the way that accepts no connections.
+    /// True if a process that accepts no connections is in the way.
     full: bool,
     /// Why a process that listened could not be trusted.
     untrusted: Option<String>,
-    /// Since when rank 0 has found names that are taken by nobody who listens.
+    /// Since when rank 0 has found only names that are taken but that nobody listens at.
     silent: Option<Instant>,
-    /// Whether a connection to rank 0 has ended without an answer.
+    /// True if a connection to rank 0 has ended without an answer.
     closed: bool,
 }
 
@@ -75,12 +75,12 @@ impl<'a> Search<'a> {
         })
     }
 
-    /// When it began.
+    /// When the search began.
     pub fn begin(&self) -> Instant {
         self.begin
     }
 
-    /// Searches until it has found something, or the deadline.
+    /// Searches until it has found a place to meet, or until the deadline.
     pub fn look(&mut self) -> Result<Found> {
         loop {
             let found = match self.identity.rank {
@@ -94,13 +94,14 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// What was found has closed the connection without an answer. The next attempt may be under way.
+    /// Notes that the process that was found has closed the connection without an answer. The next attempt may be under
+    /// way.
     pub fn was_closed(&mut self) -> Result<()> {
         self.closed = true;
         self.pause()
     }
 
-    /// `peer`, which listens, has given no answer in time. To another rank than 0 it may be rank 0.
+    /// The error if `peer`, which listens, gave no answer in time. To a rank other than 0 it may be rank 0.
     pub fn was_silent(&mut self, peer: Peer) -> Error {
         self.holder = (self.identity.rank == 0).then_some(peer);
         self.failure()
@@ -114,7 +115,7 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Rank 0's way.
+    /// Binds a name, as rank 0.
     fn bind(&mut self) -> Result<Option<Found>> {
         let mut socket = None;
         for number in 0..self.names.len() {
@@ -124,7 +125,7 @@ impl<'a> Search<'a> {
                 Err(error) => return Err(Error::system(0, "listen for the other ranks")(error)),
             }
             match self.visit(number, &mut socket)? {
-                // Another rank 0, which tells all ranks of it.
+                // A second rank 0, which tells all ranks of it.
                 Holder::Same(stream, peer) => return Ok(Some(Found::There(stream, peer))),
                 Holder::Other => {}
                 Holder::Full | Holder::Silent => {
@@ -138,7 +139,7 @@ impl<'a> Search<'a> {
         Ok(None)
     }
 
-    /// The other ranks' way.
+    /// Looks for rank 0, as one of the other ranks.
     fn find(&mut self) -> Result<Option<Found>> {
         let (mut taken, mut socket) = (0, None);
         for number in 0..self.names.len() {
@@ -155,7 +156,7 @@ impl<'a> Search<'a> {
         Ok(None)
     }
 
-    /// Sees who holds a name, by `socket`, which is there again after a try in vain.
+    /// Sees who holds a name, by connecting `socket`. After a failed try the socket is still there.
     fn visit(&mut self, number: usize, socket: &mut Option<OwnedFd>) -> Result<Holder> {
         let opened = socket.take().map_or_else(open, Ok);
         let opened = opened.map_err(Error::system(self.identity.rank, "open a socket"))?;
@@ -170,12 +171,12 @@ impl<'a> Search<'a> {
             });
         }
         let stream = UnixStream::from(opened);
-        // It fails for connections that are none only.
+        // The call fails only for connections that have ended.
         let Ok(peer) = Peer::of(&stream) else {
             return Ok(Holder::Silent);
         };
         Ok(match user_of(&stream, peer) {
-            // A child that it has forked has the socket, and does not know that it listens.
+            // A child that the process has forked has the socket, and does not listen.
             User::Same if pidfd::has_ended(&stream) => Holder::Silent,
             User::Same => Holder::Same(stream, peer),
             User::Other => {
@@ -190,7 +191,7 @@ impl<'a> Search<'a> {
         })
     }
 
-    /// Why the search has been in vain.
+    /// The error of a search that found nothing.
     fn failure(&self) -> Error {
         let rank = self.identity.rank;
         let address = address::shown(&self.identity.address);
@@ -225,7 +226,7 @@ impl<'a> Search<'a> {
     }
 }
 
-/// A socket that does not block, also when it connects: a stopped rank 0 accepts only so many.
+/// Opens a socket that does not block, also when it connects. (A stopped rank 0 accepts only so many connections.)
 fn open() -> io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;

@@ -1,8 +1,8 @@
-//! The block of host memory that all ranks of a group share beside their matrices, on every backend.
+//! The block of host memory that all ranks of a group share, on every backend.
 //!
-//! It holds the first failure, which ranks have left, which wait for whom, what each rank called last, and why it was
-//! refused a call.
-//! All of it is atomics over zeroed memory, so any rank may die at any moment and leave it readable.
+//! It holds the first failure, and for each rank whether it has left, which rank it waits for, its latest calls, and
+//! why it was refused a call. All of it is atomics over zeroed memory. So if a rank dies at any moment, it stays
+//! readable.
 #![allow(unsafe_code)]
 
 use std::collections::BTreeMap;
@@ -23,42 +23,44 @@ use crate::protocol::flag::Flag;
 use crate::ranks::memfd::Mapping;
 use crate::schedule::layout::MAX_WORLD;
 
-/// How many calls the fastest rank may be ahead of the slowest. (Whatever borrows the block, miri looks at all of it.)
+/// How many calls the fastest rank may be ahead of the slowest. (Miri checks the whole block at each borrow, so there
+/// it is lower.)
 const POSTS: u64 = if cfg!(miri) { 4 } else { 256 };
 const FAULT_BYTES: usize = 4096;
 /// A call in words, whatever the number of ranks; or why it was refused.
 const NOTE_BYTES: usize = 2048;
 
-/// How long a rank that finds that calls differ waits for those who have not called, to know what most have called.
+/// If calls differ, a rank waits this long for ranks that have not called, to learn which call most ranks made.
 const LATE_VOTES: Duration = Duration::from_millis(500);
-/// How long those who wait for a rank that has let go of the group wait for it to say why.
+/// If a rank has let go of the group, the ranks that wait for it give it this long to say why.
 const FAREWELL: Duration = Duration::from_secs(1);
-/// How long a rank that was refused a call has to make it after all, once another waits for it in that call.
+/// A rank that was refused a call has this long to make it after all, from when a different rank waits for it there.
 const CORRECTION: Duration = Duration::from_millis(500);
 
 #[repr(C)]
 struct StateBlock {
     /// The first failure, as JSON.
     fault: Report<FAULT_BYTES>,
-    /// Whether a rank has left in order: it has [`LEFT`], or is [`GONE`].
+    /// [`LEFT`] or [`GONE`] for each rank that has left in order.
     left: [Flag; MAX_WORLD],
-    /// Whom a rank waits for: 256 · the time in ms when it last looked + 1 + the other rank. For reports only.
+    /// The rank that each rank waits for: 256 · the time in ms when it last looked + 1 + the other rank. For reports
+    /// only.
     waits: [AtomicU64; MAX_WORLD],
     /// A rank's latest exchange, in words.
     message_calls: [Note<NOTE_BYTES>; MAX_WORLD],
-    /// Why a rank was last refused a call: when, in ms as 8 bytes, how often it has been refused that call, likewise,
-    /// and the error as JSON.
+    /// Why each rank was last refused a call: the time in ms as 8 bytes, the number of refusals of that call as 8
+    /// bytes, and the error as JSON.
     refusals: [Note<NOTE_BYTES>; MAX_WORLD],
-    /// Why a rank that is gone has left, as JSON, as number [`GIVEN`].
+    /// Why each rank that is gone has left, as JSON, under the number [`GIVEN`].
     reasons: [Note<NOTE_BYTES>; MAX_WORLD],
     posts: [[Post<WORDS, FIXED>; POSTS as usize]; MAX_WORLD],
 }
 
-/// It has let go of the group, having completed all it began; but its thread goes on, and may say why.
+/// The rank has completed all that it began and let go of the group. But its thread goes on, and may say why.
 const LEFT: Epoch = Epoch::FIRST;
-/// And has nothing more to say.
+/// The rank has left, and has nothing more to say.
 const GONE: Epoch = Epoch::from_raw(2);
-/// The number of a note of zeroed memory is another.
+/// The number of a given reason. A note of zeroed memory has a different number.
 const GIVEN: u64 = 1;
 
 fn now_ms() -> u64 {
@@ -76,21 +78,21 @@ pub struct SharedState {
     memory: Mapping,
     rank: usize,
     world: usize,
-    /// By call: how often this rank was refused it.
+    /// By call, how often this rank was refused it.
     refused: Mutex<BTreeMap<u64, u64>>,
     departure: Mutex<Departure>,
-    /// To a launcher that wants to know of the first failure.
+    /// Sends the first failure to the launcher, if it wants to know it.
     launcher: Option<ReportSender>,
-    /// The rank's. A fork of it has nothing to tell.
+    /// The rank's process. A fork of it tells nothing.
     process: Process,
 }
 
 /// What is known of why this rank leaves.
 #[derive(Debug, Default)]
 struct Departure {
-    /// The error that it got last, unless it has made a call since.
+    /// The last error that the rank got, unless it has made a call since.
     got: Option<Error>,
-    /// Whether the function of a rank that is a thread has ended.
+    /// True if the rank is a thread and its function has ended.
     has_ended: bool,
 }
 
@@ -98,7 +100,7 @@ struct Departure {
 struct Refusal {
     error: Error,
     age: Duration,
-    /// How often it has been by now.
+    /// How often the rank has been refused that call by now.
     count: u64,
 }
 
@@ -141,12 +143,12 @@ impl SharedState {
         unsafe { &*self.memory.as_ptr().cast::<StateBlock>() }
     }
 
-    /// Reports a failure to every rank. Returns the group's first failure: this one, or an earlier.
+    /// Reports a failure to every rank. Returns the group's first failure, which is this one or an earlier one.
     pub fn fail(&self, error: Error) -> Error {
         if let Err(forked) = self.refuse_fork() {
             return forked;
         }
-        // As the others will read it.
+        // The error as the other ranks will read it.
         let error = json::fitted(error, FAULT_BYTES);
         let bytes = json::of_error(&error);
         if self.block().fault.write(self.rank, &bytes) {
@@ -157,13 +159,13 @@ impl SharedState {
         }
     }
 
-    /// Fails in a fork of this rank's process. There nothing that other threads may have locked is touched, and nothing
-    /// is told to the other ranks or the launcher.
+    /// Fails in a fork of this rank's process. It touches nothing there that other threads may have locked, and tells
+    /// the other ranks and the launcher nothing.
     pub fn refuse_fork(&self) -> Result<()> {
         self.process.require(self.rank)
     }
 
-    /// If this thread panics, tells the others that this rank does.
+    /// Tells the other ranks that this rank panics, if this thread does.
     pub fn report_panic(&self) {
         if std::thread::panicking() {
             self.fail(Error::RankPanicked {
@@ -187,7 +189,7 @@ impl SharedState {
     }
 
     fn read_fault(&self, by: usize) -> Error {
-        // The reporter writes a few hundred bytes; if it was killed in between, that is the failure.
+        // The reporter writes a few hundred bytes. If it was killed while it wrote, that is the failure.
         let deadline = Instant::now() + Duration::from_millis(500);
         loop {
             if let Some(bytes) = self.block().fault.read() {
@@ -206,7 +208,7 @@ impl SharedState {
         }
     }
 
-    /// This rank has got an error from a call that it may make again; or has made one that works since.
+    /// Notes an error from a call that this rank may make again. None says that a later call has worked.
     pub fn note_got(&self, error: Option<&Error>) {
         if self.refuse_fork().is_ok() {
             self.departure().got = error.cloned();
@@ -219,8 +221,8 @@ impl SharedState {
         departure.unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The failure of this rank's program with an error of these words: that error itself, if this rank has got it here
-    /// and it names the rank.
+    /// The failure of this rank's program with this reason. If this rank has got the error here and the error names the
+    /// rank, it is that error.
     pub fn program_failed(&self, reason: String) -> Error {
         let got = self.departure().got.clone();
         let got = got.filter(|error| error.to_string() == reason);
@@ -231,8 +233,8 @@ impl SharedState {
         })
     }
 
-    /// Says that this rank lets go of the group in order: it has completed all it began. Unless its function has ended,
-    /// that may say why.
+    /// Says that this rank lets go of the group in order, having completed all that it began. Its function may say why
+    /// until it ends.
     pub fn let_go(&self) {
         if self.refuse_fork().is_err() {
             return;
@@ -242,8 +244,9 @@ impl SharedState {
         self.block().left[self.rank].signal(if has_ended { GONE } else { LEFT });
     }
 
-    /// This rank's function has ended, because of `reason` if it has one, which those who wait for the rank get. It may
-    /// have handed the group on: then the rank has not left yet.
+    /// Notes that this rank's function has ended. The ranks that wait for this rank get the `reason`, if there is one.
+    ///
+    /// The function may have handed the group on. Then the rank has not left yet.
     pub fn end(&self, reason: Option<Error>) {
         if self.refuse_fork().is_err() {
             return;
@@ -257,7 +260,7 @@ impl SharedState {
         }
     }
 
-    /// Says that this rank leaves, and why, if it has a reason: those who wait for it get that.
+    /// Says that this rank leaves, and why. The ranks that wait for it get the reason, if there is one.
     fn leave(&self, reason: Option<&Error>) {
         if self.refuse_fork().is_err() {
             return;
@@ -269,8 +272,8 @@ impl SharedState {
         self.block().left[self.rank].signal(GONE);
     }
 
-    /// Says that this rank, a process, leaves in order; and why, as far as that is known: the last that it has got of
-    /// the group is an error.
+    /// Says that this rank, a process, leaves in order. The reason is the last thing that it got from the group, if
+    /// that was an error.
     pub fn leave_with_what_it_got(&self) {
         if self.refuse_fork().is_err() {
             return;
@@ -280,12 +283,12 @@ impl SharedState {
         self.leave(reason.as_ref());
     }
 
-    /// Whether `rank` has left in order. If so, all flags that it signalled before are seen.
+    /// True if `rank` has left in order. Then all flags that it signalled before are seen.
     pub fn has_left(&self, rank: usize) -> bool {
         self.block().left[rank].reached(LEFT)
     }
 
-    /// Why `rank`, which has left, does not make its call `number`, or another; if it has said so. It has a moment to.
+    /// Why `rank`, which has left, does not make its call `number`, or any call, if it says so within a moment.
     pub fn why_left(&self, rank: usize, number: Option<u64>) -> Option<Error> {
         let deadline = Instant::now() + FAREWELL;
         let is_gone = || self.block().left[rank].reached(GONE) || self.reporter().is_some();
@@ -297,15 +300,16 @@ impl SharedState {
         reason.or_else(|| self.refusal(rank, number?))
     }
 
-    /// Notes that this rank waits for `peer`, now. To be called every few milliseconds while it does.
+    /// Notes that this rank waits for `peer` now. It has to be called every few milliseconds during a wait.
     pub fn note_wait(&self, peer: usize) {
         let word = now_ms() << 8 | (peer as u64 + 1);
         self.block().waits[self.rank].store(word, Ordering::Relaxed);
     }
 
-    /// Who is to blame for a wait for `peer` that has been in vain: if `peer` itself waits, whom it waits for,
-    /// and so on to a rank that waits for nobody, be it stopped or busy elsewhere. `peer` if all wait in a
-    /// circle. A wait counts if it was noted during the last `fresh`.
+    /// The rank to blame for a wait for `peer` that was in vain.
+    ///
+    /// If `peer` waits for a rank, the blame goes on to that rank, and so on to a rank that waits for nobody. If all
+    /// wait in a circle, it is `peer`. A wait counts if it was noted during the last `fresh`.
     pub fn culprit(&self, peer: usize, fresh: Duration) -> usize {
         let mut culprit = peer;
         for _ in 0..self.world {
@@ -320,8 +324,8 @@ impl SharedState {
         peer
     }
 
-    /// Whether this rank may post its call `number`: the slot is not needed by a slower rank any more. If it is,
-    /// returns that rank.
+    /// Checks that this rank may post its call `number`, because no slower rank needs the slot any more. Otherwise
+    /// returns the rank that needs it.
     pub fn may_post(&self, number: u64) -> Result<(), usize> {
         if self.slot(self.rank, number).latest() == 0 {
             return Ok(());
@@ -343,7 +347,7 @@ impl SharedState {
         self.post(number, operation.to_words(epoch))
     }
 
-    /// As [`SharedState::post_operation`], for an exchange: a number that tells calls apart, and the call in words.
+    /// As [`SharedState::post_operation`], for an exchange of messages. `call` is a number that tells calls apart.
     pub fn post_messages(&self, number: u64, call: u64, words: &str) -> Result<()> {
         self.block().message_calls[self.rank].write(number, words.as_bytes());
         let mut post = [0; WORDS];
@@ -360,11 +364,11 @@ impl SharedState {
         }
     }
 
-    /// Names the rank whose call `number` fewer ranks made. In a tie, the lowest rank is right.
+    /// The error that names the rank whose call `number` fewer ranks made. In a tie, the lowest rank is right.
     fn odd_one_out(&self, number: u64) -> Error {
         let posted =
             || (0..self.world).filter_map(|r| Some((r, self.slot(r, number).read(number)?)));
-        // The majority is known once all have called; a rank that is late is not waited for long.
+        // The majority is known when all have called. But a late rank is not awaited for long.
         let deadline = Instant::now() + LATE_VOTES;
         while posted().count() < self.world && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
@@ -396,9 +400,9 @@ impl SharedState {
         words.unwrap_or_else(|| format!("its call {number}"))
     }
 
-    /// Which of this rank's calls is operation `epoch`, if it is one of the latest.
+    /// The number of this rank's call that is operation `epoch`, if it is one of the latest.
     ///
-    /// This rank may post another call meanwhile. Its slot then shows the words of the one or the other, and neither is
+    /// This rank may post the next call at the same time. Its slot then shows the words of either call, and neither is
     /// this operation.
     pub fn number_of(&self, epoch: Epoch) -> Option<u64> {
         let posts = self.block().posts[self.rank].iter();
@@ -424,12 +428,12 @@ impl SharedState {
         format!("{call}: rank {} {what}", awaited.peer())
     }
 
-    /// Notes why this rank was refused a call, which would have been its call `number`. Not from two threads at once.
+    /// Notes why this rank was refused what would have been its call `number`. Two threads must not call this at once.
     pub fn note_refusal(&self, number: u64, error: &Error) {
         let mut refused = self.refused();
         let count = refused.get(&number).unwrap_or(&0) + 1;
         refused.insert(number, count);
-        // Nobody waits in a call that long ago.
+        // Nobody waits in a call from that long ago.
         refused.retain(|of, _| of + POSTS > number);
         drop(refused);
         let mut bytes = [now_ms(), count].map(u64::to_le_bytes).concat();
@@ -442,7 +446,8 @@ impl SharedState {
         self.refused.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// This rank makes its next call, whatever it was refused before. Not from two threads at once.
+    /// Notes that this rank makes its next call, whatever it was refused before. Two threads must not call this at
+    /// once.
     pub fn withdraw_refusal(&self) {
         // Calls are numbered from 1.
         self.block().refusals[self.rank].write(0, &[]);
@@ -464,16 +469,16 @@ impl SharedState {
         })
     }
 
-    /// The error of that.
+    /// The error of that refusal.
     pub fn refusal(&self, rank: usize, number: u64) -> Option<Error> {
         Some(self.refusal_of(rank, number)?.error)
     }
 
-    /// Why some rank was refused its call `number`, if this rank has waited in that call for `waited`, and the other
-    /// had time to make it after all: half a second, or half the `timeout`.
+    /// Why some rank was refused its call `number`. None until this rank has waited in that call for `waited`, and the
+    /// other had time to make it after all: half a second, or half the `timeout`.
     ///
-    /// Where this rank was refused the same call before, so may the others have been, and they may try again as late as
-    /// they like, within the timeout: until then a refusal counts only if its rank was refused more often.
+    /// If this rank was refused the same call before, the other ranks may have been refused too, and may try again at
+    /// any time within the timeout. Until then a refusal counts only if its rank was refused more often than this one.
     pub fn standing_refusal(
         &self,
         number: impl FnOnce() -> Option<u64>,
@@ -586,7 +591,7 @@ mod tests {
         let begin = Instant::now();
         assert_eq!(ranks[1].why_left(0, None), None);
         assert!(begin.elapsed() < FAREWELL, "it has nothing more to say");
-        // But who failed makes no more calls, whoever has the group.
+        // But a failed rank makes no more calls, whoever has the group.
         let reason = Error::Capturing { rank: 1 };
         ranks[1].end(Some(reason.clone()));
         assert_eq!(ranks[0].fault(), Some(reason));
@@ -682,7 +687,7 @@ mod tests {
             assert!(differs.to_string().contains('…'), "{differs}");
             assert_blamed(ranks[1].post_operation(1, Epoch::FIRST, differs), 1, 0);
         }
-        // Only the end differs, which has no room in the post.
+        // Only the end differs, for which the post has no room.
         let longer = Agreed::new("all_gather_matmul", &"rows, ".repeat(101));
         assert_blamed(post(&ranks[1], 1, &longer), 1, 0);
     }
@@ -744,7 +749,7 @@ mod tests {
     #[test]
     fn a_refusal_stands_until_its_rank_makes_the_call() {
         const WAITED: Duration = Duration::from_secs(1);
-        // Half of which a rank has to make its call after all: more than a neighbour takes from this test.
+        // A rank has half of this to make its call after all. That is longer than a busy machine delays this test.
         const TIMEOUT: Duration = Duration::from_millis(400);
         let ranks = ranks(2);
         let error = |value| Error::Limit {
@@ -787,12 +792,12 @@ mod tests {
         (0..2).for_each(|rank| refuse(rank, 1));
         assert_eq!(standing(1, WAITED), None);
         assert_eq!(standing(1, TIMEOUT), Some(error.clone()), "it did not come");
-        // The other has tried again, and was refused again.
+        // The other rank has tried again, and was refused again.
         refuse(1, 1);
         assert_eq!(standing(1, WAITED), Some(error.clone()));
         refuse(0, 1);
         assert_eq!(standing(1, WAITED), None);
-        // Of the next call it is counted anew, and what is known of this one stays.
+        // The next call has a new count, and the note about this call stays.
         refuse(0, 2);
         assert_eq!(standing(1, WAITED), None);
         refuse(1, 2);

@@ -10,17 +10,18 @@ pub trait Surroundings {
     /// An environment variable.
     fn variable(&self, name: &str) -> Option<OsString>;
 
-    /// Names the launcher's agent on this host: the same for all ranks of a job, and no other job's. `task` are the
-    /// variables by which the launcher tells its ranks apart.
+    /// A name of the launcher's agent on this host. It is the same for all ranks of a job, and no other job has it.
+    ///
+    /// `task` are the variables by which the launcher tells its ranks apart.
     fn agent(&self, task: &[&str]) -> String;
 
-    /// Whether process `pid`, or this one, has a terminal; `None` if that can't be known.
+    /// True if process `pid`, or this one, has a terminal. `None` if that can't be known.
     fn has_terminal(&self, pid: Option<u32>) -> Option<bool>;
 
-    /// Whether Slurm counts this process to a batch script.
+    /// True if Slurm counts this process to a batch script.
     fn is_in_batch_step(&self) -> bool;
 
-    /// Whether process `pid` is one of sbatch's scripts.
+    /// True if process `pid` is one of sbatch's scripts.
     fn runs_batch_script(&self, pid: u32) -> bool;
 }
 
@@ -53,7 +54,7 @@ impl Surroundings for ThisProcess {
     }
 }
 
-/// Whether a command is Slurm's copy of a script, as slurmd starts it: `…/job00042/slurm_script`, behind its shell.
+/// True if a command is Slurm's copy of a script, as slurmd starts it: a shell with `…/job00042/slurm_script`.
 fn is_batch_script(command: &[u8]) -> bool {
     let mut words = command.split(|&byte| byte == 0);
     words.any(|word| {
@@ -63,17 +64,18 @@ fn is_batch_script(command: &[u8]) -> bool {
     })
 }
 
-/// Programs that start ranks on their host. One that a rank of another job has started has that rank's variables, which
-/// may be equal to one of its own ranks'.
+/// Programs that start ranks on their host. If a rank of a different job has started one, it has that rank's variables,
+/// which may be equal to those of one of its own ranks.
 const AGENTS: [&str; 3] = ["hydra_pmi_proxy", "pmi_proxy", "mpispawn"];
 /// More ancestors than a rank has.
 const MOST_ANCESTORS: usize = 1000;
 
-/// The nearest ancestor that is not of this rank: what is between the agent and a rank, such as a profiler or a shell,
-/// was given the same variables. An ancestor of which nothing can be read, such as one that runs as another user, is
-/// between them too.
+/// The name of the nearest ancestor that does not belong to this rank.
 ///
-/// If no ancestor is the agent, it is the parent, as far as anyone knows.
+/// Processes between the agent and a rank, such as a profiler or a shell, have the rank's variables. An ancestor that
+/// cannot be read, such as one of a different user, counts as one of these.
+///
+/// If no ancestor is the agent, it is the name of the parent.
 fn agent(task: &[(String, OsString)]) -> String {
     let parent = std::os::unix::process::parent_id();
     let mut pid = parent;
@@ -89,7 +91,7 @@ fn agent(task: &[(String, OsString)]) -> String {
     name(parent, Stat::of(parent))
 }
 
-/// Whether process `pid` was started with variables that are not these.
+/// True if process `pid` was started with different values of these variables.
 fn is_other_task(pid: u32, task: &[(String, OsString)]) -> bool {
     use std::os::unix::ffi::OsStrExt;
     let Ok(environment) = fs::read(format!("/proc/{pid}/environ")) else {
@@ -103,12 +105,13 @@ fn is_other_task(pid: u32, task: &[(String, OsString)]) -> bool {
         });
         values.any(|found| found == value.as_bytes())
     };
-    // A process that is ending has none any more.
+    // A process that is ending has no environment any more.
     !environment.is_empty() && !task.iter().all(has)
 }
 
-/// Tells a process from others, be they in another container, or later ones of the same number. What the system does
-/// not tell, it tells none of the ranks.
+/// A name that tells a process from others, also in other containers, and from later ones with the same number.
+///
+/// What the system does not tell this rank, it tells none of the ranks.
 fn name(pid: u32, stat: Option<Stat>) -> String {
     let namespace = fs::read_link("/proc/self/ns/pid").unwrap_or_default();
     let offset = namespace_offset("boottime");
@@ -116,24 +119,25 @@ fn name(pid: u32, stat: Option<Stat>) -> String {
     format!("{pid}/{begun}/{}", namespace.to_string_lossy())
 }
 
-/// What all say of a process that this one says to have begun at tick `shown`, whichever time namespaces they are in.
-/// This one's sets the clock forward by `offset` nanoseconds. The system rounds the sum of both, so that this may be a
-/// tick off where the offset is no number of whole ticks. It is one of seconds but where a process was restored from a
-/// checkpoint; and there all ranks were, and are off alike.
+/// The tick at which a process began, as processes in all time namespaces compute it, if this one's shows `shown`.
+///
+/// This process's time namespace sets the clock forward by `offset` nanoseconds. The system rounds the sum of both, so
+/// the result may be a tick off if the offset is no whole number of ticks. The offset is whole seconds, unless a
+/// process was restored from a checkpoint. Then all ranks were, and all are off by the same.
 fn begun(shown: i64, offset: i64) -> i64 {
-    // Of 10 ms on all of Linux's processors, whatever its timer does.
+    // A tick is 10 ms on all of Linux's processors, whatever its timer does.
     const TICK: i64 = 10_000_000;
     shown.wrapping_sub(offset.div_euclid(TICK))
 }
 
-/// What /proc says of a process.
+/// The fields of a process in /proc.
 #[derive(Debug, PartialEq, Eq)]
 struct Stat {
     name: String,
     parent: u32,
-    /// 0 for none.
+    /// The terminal's number, or 0.
     terminal: i64,
-    /// When it began, in ticks since the machine did, as the reader's time namespace has it.
+    /// When the process began, in ticks since the machine began, in the reader's time namespace.
     begun: i64,
 }
 
@@ -144,7 +148,7 @@ impl Stat {
     }
 
     fn parse(text: &str) -> Option<Stat> {
-        // The name in parentheses may hold anything. The state behind it is the third field of all.
+        // The name in parentheses may hold anything. The state after it is the third field.
         let (before, fields) = text.rsplit_once(')')?;
         let (_, name) = before.split_once('(')?;
         let field = |number: usize| fields.split_whitespace().nth(number - 3);
@@ -168,7 +172,7 @@ mod tests {
 
     #[test]
     fn a_process_is_read_whatever_its_name() {
-        // As /proc shows it, with a name that looks like fields.
+        // A line as /proc shows it, with a name that looks like fields.
         let fields: Vec<String> = (4..=30).map(|field| field.to_string()).collect();
         let text = format!("77 (a) S 1 (b) S {}\n", fields.join(" "));
         let stat = Stat {
@@ -229,14 +233,14 @@ mod tests {
     #[test]
     fn the_agent_is_the_nearest_ancestor_that_is_not_of_the_rank() {
         let parent = std::os::unix::process::parent_id();
-        // Nobody's variable: the parent is no part of the rank.
+        // Nobody has this variable, so the parent does not belong to the rank.
         let rank = [("GEMMESH_TEST_RANK".to_string(), "1".into())];
         assert_eq!(agent(&rank), name(parent, Stat::of(parent)));
         assert_eq!(
             std::thread::spawn(move || agent(&rank)).join().unwrap(),
             agent(&[("X".into(), "1".into())])
         );
-        // Every ancestor is of the rank: no agent is found, and the parent stands for it.
+        // Every ancestor belongs to the rank. No agent is found, and the parent stands for it.
         assert_eq!(agent(&[]), name(parent, Stat::of(parent)));
     }
 

@@ -1,9 +1,9 @@
-//! How long this rank has waited for each other rank.
+//! How long this rank has waited for each of the other ranks.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// By rank. Threads of this rank that wait for the same other at the same time wait once.
+/// The times by rank. Threads of this rank that wait for the same rank at the same time count once.
 #[derive(Debug)]
 pub struct WaitTimes(Vec<Mutex<Waited>>);
 
@@ -11,7 +11,7 @@ pub struct WaitTimes(Vec<Mutex<Waited>>);
 struct Waited {
     /// Waits that have ended.
     before: Duration,
-    /// Threads that wait now, and since when one does.
+    /// The number of threads that wait now, and when the first of them began.
     now: Option<(usize, Instant)>,
 }
 
@@ -20,7 +20,7 @@ impl WaitTimes {
         WaitTimes((0..world).map(|_| Mutex::default()).collect())
     }
 
-    /// A thread waits for `rank` as long as what is returned lives.
+    /// Notes that a thread waits for `rank` as long as the returned value lives.
     pub fn begin(&self, rank: usize) -> WaitingThread<'_> {
         let mut waited = self.of(rank);
         let (threads, since) = waited.now.unwrap_or((0, Instant::now()));
@@ -28,13 +28,13 @@ impl WaitTimes {
         WaitingThread { times: self, rank }
     }
 
-    /// This rank has waited for `rank`.
+    /// Adds a time for which this rank has waited for `rank`.
     #[cfg(feature = "cuda")]
     pub fn add(&self, rank: usize, time: Duration) {
         self.of(rank).before += time;
     }
 
-    /// By rank, with the waits that go on.
+    /// The times by rank, with the waits that go on.
     pub fn all(&self) -> Vec<Duration> {
         let ranks = 0..self.0.len();
         let time = |rank| {

@@ -16,14 +16,16 @@ use crate::error::{Error, Result};
 /// A thread that notices when control connections close and when the processes at their other ends end.
 #[derive(Debug)]
 pub struct Watcher {
-    /// Its end ends the thread.
+    /// The thread ends when this connection ends.
     stop: Option<Connection>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Watcher {
-    /// Starts it. A connection that closes before its rank has left is the group's failure, and so is the end of the
-    /// process there, unless all ranks are this one.
+    /// Starts the thread.
+    ///
+    /// If a connection closes before its rank has left, the group has failed. The same is true if the process at its
+    /// other end ends, unless all ranks are threads of this process.
     pub fn spawn(
         rank: usize,
         in_process: bool,
@@ -59,7 +61,7 @@ impl Drop for Watcher {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
-            // It can't panic, and there is nothing to do if it did.
+            // The thread can't panic, and there would be nothing to do if it did.
             let _ = thread.join();
         }
     }
@@ -73,7 +75,7 @@ struct Watched {
 }
 
 impl Watched {
-    /// What to wait for.
+    /// The events to wait for.
     fn events(&self) -> impl Iterator<Item = PollFd<'_>> {
         let process = match &self.process {
             PeerProcess::Process(fd) => Some(PollFd::new(fd, PollFlags::IN)),
@@ -84,7 +86,7 @@ impl Watched {
             .chain(process)
     }
 
-    /// Whether there is nobody at the other end any more.
+    /// True if there is nobody at the other end any more.
     fn is_gone(&self) -> bool {
         let mut events: Vec<PollFd> = self.events().collect();
         let looked = poll::poll(&mut events, Duration::ZERO);
@@ -94,14 +96,14 @@ impl Watched {
     }
 }
 
-/// A connection has closed, or a process has ended.
+/// Events of a closed connection or an ended process.
 const END: PollFlags = PollFlags::HUP
     .union(PollFlags::RDHUP)
     .union(PollFlags::ERR)
     .union(PollFlags::IN);
 
 fn watch(rank: usize, shared: &SharedState, mut peers: Vec<Watched>, stopped: &UnixStream) {
-    // Nothing wakes the thread but an end, so the pause between looks can be long.
+    // Every end wakes the thread, so the pause between looks can be long.
     const PAUSE: Duration = Duration::from_secs(3600);
     loop {
         peers.retain(|peer| {

@@ -52,7 +52,7 @@ impl<E> From<io::Error> for WireError<E> {
 }
 
 impl WireError<Ended> {
-    /// As if the connection had told.
+    /// The same error, or `Closed` if the process at the other end has ended.
     pub fn or_closed<E>(self) -> WireError<E> {
         match self {
             WireError::Stopped(Ended) | WireError::Closed => WireError::Closed,
@@ -71,7 +71,7 @@ pub struct Channel<'a, C> {
     /// Non-blocking.
     pub stream: &'a UnixStream,
     pub deadline: Instant,
-    /// Asked every few milliseconds while waiting; an error ends the wait.
+    /// Called every few milliseconds during a wait. An error ends the wait.
     pub check: C,
 }
 
@@ -158,7 +158,7 @@ impl<E, C: Fn() -> Result<(), E>> Channel<'_, C> {
                     fds.extend(rights);
                 }
             }
-            // There is room for as many as a frame has. So it is the receiver's limit that holds some back.
+            // There is room for all descriptors of a frame. So the receiver's limit holds some back.
             if matches!(&received, Ok(message) if message.flags.contains(ReturnFlags::CTRUNC)) {
                 *fds = Err(rustix::io::Errno::MFILE.into());
             }
@@ -188,8 +188,10 @@ const fn ancillary_space() -> usize {
     rustix::cmsg_space!(ScmRights(MAX_WORLD))
 }
 
-/// A connection that ends when it is dropped. To close it would not be enough: the other end sees nothing of that as
-/// long as a child that was forked meanwhile has it open too. What was sent before still arrives.
+/// A connection that ends when it is dropped.
+///
+/// Closing it would not be enough, because the other end sees nothing while a forked child has it open too. Bytes that
+/// were sent before still arrive.
 #[derive(Debug)]
 pub struct Connection(UnixStream);
 
@@ -209,7 +211,7 @@ impl Deref for Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        // It fails where the other end has done so.
+        // The call fails if the other end has already done so.
         let _ = self.0.shutdown(Shutdown::Both);
     }
 }
@@ -222,7 +224,7 @@ pub fn pair() -> io::Result<(Connection, Connection)> {
     Ok((one.into(), two.into()))
 }
 
-/// Whether the other end is closed.
+/// True if the other end is closed.
 pub fn has_hung_up(stream: &UnixStream) -> bool {
     let mut fds = [PollFd::new(stream, PollFlags::RDHUP)];
     let closed = PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR;

@@ -1,9 +1,10 @@
-//! What all ranks must agree on in an operation: compared at each call.
+//! What all ranks must agree on in an operation. It is compared at each call.
 
 use std::sync::Arc;
 
-/// An operation as far as all ranks must agree on it, in words and as a number that tells operations apart. What a rank
-/// multiplies with, into how many columns, is its own affair and no part of it.
+/// What all ranks must agree on in an operation, in words, and as a digest that tells operations apart.
+///
+/// If rows are gathered, the weight of a rank and its N are not part of it, because they may differ between ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Agreed {
     digest: u64,
@@ -12,7 +13,7 @@ pub struct Agreed {
 }
 
 impl Agreed {
-    /// `name`: the call's. `details`: what ranks must agree on, for a reader.
+    /// `name` is the name of the call. `details` says what ranks must agree on, for a reader.
     pub fn new(name: &str, details: &str) -> Agreed {
         Agreed {
             digest: [name, "(", details, ")"]
@@ -23,7 +24,7 @@ impl Agreed {
         }
     }
 
-    /// Differs where ranks do not agree.
+    /// A number that differs if ranks do not agree.
     pub fn digest(&self) -> u64 {
         self.digest
     }
@@ -39,14 +40,14 @@ impl Agreed {
     }
 }
 
-/// FNV-1a: the same in every build.
+/// The FNV-1a hash, which is the same in every build.
 pub fn hash(bytes: &[u8]) -> u64 {
     absorb(OFFSET, bytes)
 }
 
 const OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
 
-/// The hash of what came before and of these bytes.
+/// Continues `hash` with these bytes.
 fn absorb(hash: u64, bytes: &[u8]) -> u64 {
     bytes.iter().fold(hash, |hash, byte| {
         (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3)

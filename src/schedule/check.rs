@@ -1,4 +1,4 @@
-//! What every schedule keeps, whoever planned it: engines rely on that.
+//! The rules that every schedule keeps. Engines rely on them.
 
 use std::ops::Range;
 
@@ -13,8 +13,7 @@ use crate::error::Result;
 use crate::route::Route;
 
 impl Parts {
-    /// Nothing lies outside of what it is a part of: engines rely on that. Says, by chunk flag, whether tiles wait for
-    /// it.
+    /// Checks that every part is in bounds and of a supported type. Returns, by chunk flag, whether tiles wait for it.
     pub(super) fn check(&self) -> Result<Vec<bool>> {
         self.check_flags()?;
         for transfer in self.arrivals.iter().chain(&self.departures) {
@@ -43,7 +42,7 @@ impl Parts {
         self.check_tiles(product)
     }
 
-    /// Each transfer to this rank has a flag of its own.
+    /// Checks that each transfer to this rank has a flag of its own.
     fn check_flags(&self) -> Result<()> {
         let flags = self.arrivals.len();
         let mut seen = vec![false; flags];
@@ -65,7 +64,7 @@ impl Parts {
         limit("flags to wait for", transfer.after.end, 0, MAX_FLAGS)?;
         for Move { from, to } in &transfer.regions {
             self.check_region(from)?;
-            // Most go where they come from.
+            // Most moves have the same region as source and target.
             if from != to {
                 self.check_region(to)?;
                 let lengths = |region: &Region| {
@@ -81,7 +80,7 @@ impl Parts {
         Ok(())
     }
 
-    /// What the caller makes has room, and stands beside no product.
+    /// Checks that there is room for the caller's blocks, and no product beside them.
     fn check_requests(&self) -> Result<()> {
         let alone = self.product.is_none() || self.requests.is_empty();
         require("callers must make no rows beside a product", alone)?;
@@ -101,7 +100,7 @@ impl Parts {
         Ok(())
     }
 
-    /// What this rank sends waits for flags and blocks that there are.
+    /// Checks that the flags and blocks exist for which this rank's pushes wait.
     fn check_pushes(&self, blocks: usize) -> Result<()> {
         let pushed = |moved: &&Transfer| moved.route != Route::Pull;
         for transfer in self.departures.iter().filter(pushed) {
@@ -121,7 +120,7 @@ impl Parts {
         self.check_sum(sum, *rows, *n, None)
     }
 
-    /// The operands are what the product says they are, and can be multiplied.
+    /// Checks that the operands have the extents of the product, and types that can be multiplied.
     fn check_operands(&self, product: &Product) -> Result<()> {
         let Product {
             a,
@@ -170,12 +169,12 @@ impl Parts {
         self.check_sum(sum, rows.len(), n, Some(dtype))
     }
 
-    /// Says, by chunk flag, whether tiles wait for it.
+    /// Returns, by chunk flag, whether tiles wait for it.
     fn check_tiles(&self, product: &Product) -> Result<Vec<bool>> {
         let flags = self.arrivals.len();
         let mut awaited = vec![false; flags];
         let entry_rows = product.config.entry_rows();
-        // There may be thousands, of few blocks, that wait for few ranges of flags.
+        // There may be thousands of tiles, but they have few blocks and wait for few ranges of flags.
         for tiles in self.tiles.chunk_by(Tile::is_alike) {
             let Tile { block, .. } = tiles[0];
             below("a tile's block", block as usize, product.blocks.len())?;
@@ -214,8 +213,9 @@ impl Parts {
         )
     }
 
-    /// The matrices of `rows` rows and `n` columns that become a sum hold them, and what is added is of one type:
-    /// `dtype`, that of the operands, if there are any.
+    /// Checks that the sum's matrices have room for `rows` rows and `n` columns, and that all addends are of one type.
+    ///
+    /// The type is `dtype`, that of the operands, if there are any.
     fn check_sum(&self, sum: &Sum, rows: usize, n: usize, dtype: Option<DType>) -> Result<()> {
         let mut added = dtype;
         let mut check_type = |number: usize| {
@@ -255,7 +255,7 @@ impl Parts {
             check(matrix, first, rows)?;
             check_type(matrix)?;
         }
-        // Sums are stored as what is added, or as f32.
+        // Sums are stored in the addends' type or in f32.
         match self.matrices[sum.out].dtype {
             DType::F32 => Ok(()),
             _ => check_type(sum.out),
@@ -263,7 +263,7 @@ impl Parts {
     }
 }
 
-/// `value` is the number of one of `end` things.
+/// Checks that `value` is the number of one of `end` things.
 #[inline]
 fn below(what: &str, value: usize, end: usize) -> Result<()> {
     match value < end {

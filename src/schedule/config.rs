@@ -7,46 +7,50 @@ use super::limits::{limit, require};
 use crate::error::Result;
 use crate::route::Route;
 
-/// Chunks are cut along K at multiples of this: between steps of GPUs' kernels.
+/// Chunks are cut along K at multiples of this many columns, so that a cut lies between two steps of a GPU's kernel.
 pub const CUT_COLUMNS: usize = 64;
 /// The most CTAs in a cluster.
 pub const MAX_CLUSTER: usize = 16;
 /// The most slices of K.
 pub const MAX_SLICES: usize = 64;
 
-/// How an operation is cut up: the tiles, the chunks, and who moves these. The result depends on it only in the order
-/// in which f32 sums are made.
+/// How an operation is cut up: its tiles, its chunks, and who moves the chunks.
+///
+/// The result depends on it only in the order in which f32 sums are made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Config {
-    /// What a kernel is made for.
+    /// The tiles. A kernel is compiled for a tile shape.
     pub tile: TileShape,
-    /// How rows are cut.
+    /// How rows are cut into chunks.
     pub chunking: Chunking,
-    /// Who moves them.
+    /// Who moves the chunks.
     pub route: Route,
 }
 
-/// What the bits of a product may depend on, where the library chooses how it is cut up
+/// What the bits of a product may depend on, if the library chooses how it is cut up
 /// ([`Builder::numerics`](crate::Builder::numerics)).
 ///
-/// They never depend on what comes first; nor, but for [`Numerics::StreamK`], on who makes a row, who owns it, or how
-/// it is moved.
+/// They never depend on which transfer comes first. Except with [`Numerics::StreamK`], they don't depend on who makes a
+/// row, who owns it, or how it is moved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Numerics {
-    /// On everything that affects speed: where there are few tiles, K is cut into parts, which are summed apart and
-    /// then added. How many depends on M, N, K and the number of ranks.
+    /// On all that affects speed. If there are few tiles, K is cut into parts, which are summed separately and then
+    /// added. The number of parts depends on M, N, K and the number of ranks.
     #[default]
     Fast,
-    /// On K, the type of the elements and the device only, and for sums on how K is spread over the ranks: no rank cuts
-    /// its K. A row of a batch has the bits that it has in any other. (A configuration that a call gives the host
-    /// backend still says how deep its steps through K are.)
+    /// On K, the type of the elements and the device only. A sum over ranks also depends on how K is spread over the
+    /// ranks.
+    ///
+    /// No rank cuts its K. A row has the same bits in every batch. (A configuration that a call gives the host backend
+    /// still says how deep its steps through K are.)
     Invariant,
-    /// As [`Numerics::Fast`], and tiles of one product need not be cut alike ([`TileShape::stream_k`]). What that gives
-    /// up: rows of `a` that are equal may have different products, and a row's bits depend also on who makes it, who
-    /// owns it, how rows are moved, whether they are moved at all, and how many multiprocessors the GPU has. The same
-    /// call of the same ranks on the same GPUs still has the same bits each time.
+    /// As [`Numerics::Fast`], and tiles of one product may be cut in different ways ([`TileShape::stream_k`]).
+    ///
+    /// Rows of `a` that are equal may then have different products. A row's bits also depend on who makes it, who owns
+    /// it, how and whether rows are moved, and how many multiprocessors the GPU has. The same call of the same ranks on
+    /// the same GPUs still has the same bits each time.
     StreamK,
 }
 
@@ -58,41 +62,48 @@ pub struct TileShape {
     pub m: usize,
     /// Columns of a tile of the output.
     pub n: usize,
-    /// How much of K is brought close to the arithmetic at a time.
+    /// The columns of K that are loaded in one step.
     pub k: usize,
     /// Stages of a CTA's ring of loads. The host backend has one.
     pub stages: usize,
-    /// CTAs that share the loads of `b`, each with a tile of its own, one above the other. The host backend has one.
+    /// CTAs of a cluster that share the loads of `b`. Each has a tile of its own, one above the other. The host backend
+    /// has one.
     pub cluster: usize,
-    /// CTAs that share a tile, each with a part of K, where there are few tiles. The host backend has one.
+    /// CTAs that share a tile if there are few tiles. Each has a part of K. The host backend has one.
     pub split_k: usize,
-    /// Slices of K that are multiplied apart and added through memory, where tiles are few or leave a part of the
-    /// device idle. The host backend has one.
+    /// Slices of K that are multiplied separately and added through memory. They help if there are few tiles, or if
+    /// tiles leave a part of the device idle. The host backend has one.
     pub k_slices: usize,
-    /// Stream-K: tiles that would not fill a last wave are cut along K wherever that gives all CTAs the same to do,
-    /// each elsewhere. Only where [`Numerics::StreamK`] is asked for, and not where partial sums are sent. The host
-    /// backend has no such thing.
+    /// Stream-K: tiles that would not fill a last wave are cut along K, each at a different place, so that all CTAs
+    /// have the same amount of work.
+    ///
+    /// It is used only if [`Numerics::StreamK`] is asked for, and not if partial sums are sent. The host backend has no
+    /// Stream-K.
     pub stream_k: bool,
-    /// Tile rows that are walked together, column by column, so that a cache holds what they share.
+    /// Tile rows that are walked together, column by column, so that a cache holds the operands that they share.
     pub group_m: usize,
 }
 
-/// The chunks that a shard is copied in, each with its own flag. What kernels store of rows that are gathered is cut
-/// much finer, whatever stands here.
+/// The chunks that a shard is copied in, each with its own flag.
+///
+/// If kernels store the rows of a gather, rows are cut much finer, whatever these fields say.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Chunking {
-    /// How many. Of an all-reduce it is the number of panels.
+    /// The number of chunks. In an all-reduce it is the number of panels.
     pub count: usize,
-    /// The same for the shard that comes last in the ring: when it arrives, its tiles are all that is left to do. Of
-    /// partial sums, for those that are sent last: when they are made, all that is left to do is to move them.
+    /// The number of chunks of the shard that comes last in the ring. When it arrives, its tiles are all that is left
+    /// to do.
+    ///
+    /// For partial sums, it is the number of chunks that are sent last. When they are made, only moving them is left to
+    /// do.
     pub last: usize,
-    /// Whether the last chunk of all comes in two parts along K, for tiles to begin with the first.
+    /// True if the very last chunk is cut in two along K, so that tiles can begin with the first part.
     pub cut_last: bool,
 }
 
 impl Config {
-    /// All of it.
+    /// A configuration of these three.
     pub const fn new(tile: TileShape, chunking: Chunking, route: Route) -> Config {
         Config {
             tile,
@@ -101,7 +112,7 @@ impl Config {
         }
     }
 
-    /// The same by another route.
+    /// The same configuration with a different route.
     #[must_use]
     pub const fn with_route(self, route: Route) -> Config {
         Config { route, ..self }
@@ -146,10 +157,11 @@ impl Config {
         limit("Config::chunking.last", self.chunking.last, 1, MAX_CHUNKS)
     }
 
-    /// Refuses to cut K where the bits must not depend on it.
+    /// Checks that the tiles cut K only in ways that `numerics` allows.
     ///
     /// # Errors
-    /// [`Error::Limit`](crate::Error::Limit); [`Error::Unsupported`](crate::Error::Unsupported) of tiles that are cut.
+    /// [`Error::Limit`](crate::Error::Limit) for parts of K, and [`Error::Unsupported`](crate::Error::Unsupported) for
+    /// Stream-K.
     pub(crate) fn check_numerics(&self, numerics: Numerics) -> Result<()> {
         if numerics == Numerics::Invariant {
             let TileShape {
@@ -167,8 +179,10 @@ impl Config {
         Ok(())
     }
 
-    /// Where the last chunk is cut along K, if it is. Where moving a chunk takes about as long as multiplying it, and
-    /// beginning another copy a little, the first part's products then take as long as moving the second.
+    /// The column at which the last chunk is cut along K, if it is.
+    ///
+    /// It is at 5/8 of K. Moving a chunk takes about as long as multiplying it, and beginning a second copy takes a
+    /// little. So multiplying the first part takes about as long as moving the second.
     pub(crate) fn cut(&self, k: usize) -> Option<usize> {
         let column = (k.div_ceil(CUT_COLUMNS) * 5).div_ceil(8) * CUT_COLUMNS;
         let cut = self.chunking.cut_last && self.route != Route::Store && column < k;
@@ -177,8 +191,8 @@ impl Config {
 }
 
 impl TileShape {
-    /// Tiles of `m` rows and `n` columns, of which `k` columns of the operands are brought close at a time: one CTA a
-    /// tile, with one stage, row by row.
+    /// Tiles of `m` rows and `n` columns, which load `k` columns of the operands in one step. Each has one CTA with one
+    /// stage. They are walked row by row.
     pub const fn new(m: usize, n: usize, k: usize) -> TileShape {
         TileShape {
             m,
@@ -193,37 +207,37 @@ impl TileShape {
         }
     }
 
-    /// With as many stages of loads.
+    /// Sets the stages of loads.
     #[must_use]
     pub const fn with_stages(self, stages: usize) -> TileShape {
         TileShape { stages, ..self }
     }
 
-    /// With as many CTAs that share the loads of `b`.
+    /// Sets the number of CTAs that share the loads of `b`.
     #[must_use]
     pub const fn with_cluster(self, cluster: usize) -> TileShape {
         TileShape { cluster, ..self }
     }
 
-    /// With as many CTAs that share a tile.
+    /// Sets the number of CTAs that share a tile.
     #[must_use]
     pub const fn with_split_k(self, split_k: usize) -> TileShape {
         TileShape { split_k, ..self }
     }
 
-    /// With as many slices of K.
+    /// Sets the number of slices of K.
     #[must_use]
     pub const fn with_k_slices(self, k_slices: usize) -> TileShape {
         TileShape { k_slices, ..self }
     }
 
-    /// With tiles that are cut along K to fill the last wave, or not.
+    /// Sets whether tiles are cut along K to fill the last wave.
     #[must_use]
     pub const fn with_stream_k(self, stream_k: bool) -> TileShape {
         TileShape { stream_k, ..self }
     }
 
-    /// With as many tile rows that are walked together.
+    /// Sets the number of tile rows that are walked together.
     #[must_use]
     pub const fn with_group_m(self, group_m: usize) -> TileShape {
         TileShape { group_m, ..self }
@@ -231,7 +245,7 @@ impl TileShape {
 }
 
 impl Chunking {
-    /// As many chunks a shard, the last one's too.
+    /// Cuts every shard, also the last one, into `count` chunks.
     pub const fn new(count: usize) -> Chunking {
         Chunking {
             count,
@@ -240,13 +254,13 @@ impl Chunking {
         }
     }
 
-    /// With as many chunks of the last shard.
+    /// Sets the number of chunks of the last shard.
     #[must_use]
     pub const fn with_last(self, last: usize) -> Chunking {
         Chunking { last, ..self }
     }
 
-    /// With the last chunk of all cut along K, or not.
+    /// Sets whether the very last chunk is cut along K.
     #[must_use]
     pub const fn with_cut_last(self, cut_last: bool) -> Chunking {
         Chunking { cut_last, ..self }

@@ -1,46 +1,45 @@
-//! The protocol's steps, in order, for any engine: what is waited for, what is moved, what is signalled.
+//! The protocol's steps in their order, for all engines.
 //!
-//! An engine says how a step is done (a thread copies and stores, or a stream enqueues); that it is done,
-//! and when, is said here once.
+//! An engine says how a step is done: a thread copies and stores, or a stream enqueues. The order of the steps is here.
 
 use super::{Request, Schedule, Tile, Transfer};
 use crate::protocol::epoch::Epoch;
 use crate::protocol::flag::{Awaited, Flag, FlagBlock, Wait};
 use crate::protocol::primitive::{AtomicUsize, Ordering};
 
-/// The steps of a rank's transfers, as a copy engine does them, one after the other.
+/// The steps of a rank's transfers. A copy engine does them one after the other.
 pub trait CopyEngine {
     /// Why a step could not be done.
     type Error;
 
-    /// Waits until the rows of `peer` are final, and what it gathered before may be overwritten.
+    /// Waits until the rows of `peer` are final, and the rows that it gathered before may be overwritten.
     fn wait_ready(&mut self, peer: usize, epoch: Epoch) -> Result<(), Self::Error>;
-    /// Waits until what this rank passes on has come, as its flag says.
+    /// Waits for the flag of a chunk that this rank passes on.
     fn wait_chunk(
         &mut self,
         flag: usize,
         epoch: Epoch,
         awaited: Awaited,
     ) -> Result<(), Self::Error>;
-    /// Waits until this rank has made a block of its product, or its caller one.
+    /// Waits until this rank has made a block of its product, or its caller has made a block.
     fn wait_produced(&mut self, block: usize, epoch: Epoch) -> Result<(), Self::Error>;
     /// Moves all regions of a transfer.
     fn copy(&mut self, transfer: &Transfer) -> Result<(), Self::Error>;
-    /// Says in the memory of `transfer.to` that its regions have arrived, after their bytes.
+    /// Writes the chunk flag in the memory of `transfer.to`, after the bytes of the regions.
     fn signal_chunk(&mut self, transfer: &Transfer, epoch: Epoch) -> Result<(), Self::Error>;
-    /// Says to `peer` that this rank has moved all that it takes from it, or brings it.
+    /// Tells `peer` that this rank has made its last transfer from or to it.
     fn signal_done(&mut self, peer: usize, epoch: Epoch) -> Result<(), Self::Error>;
 }
 
-/// A copy engine whose words are graph words: see [`transfer_in_graph`].
+/// A copy engine that uses graph words; see [`transfer_in_graph`].
 pub trait GraphCopyEngine: CopyEngine {
-    /// Notes, for a report, that all is moved: from here on gates are closed that were open.
+    /// Notes for reports that all rows are moved. From here on, graph words are closed that were open.
     fn all_moved(&mut self) -> Result<(), Self::Error>;
     /// Closes `ready` of `peer`.
     fn close_ready(&mut self, peer: usize) -> Result<(), Self::Error>;
 }
 
-/// Does what `schedule` has this rank move by the routes that `engine` goes, peer by peer, a flag after each transfer.
+/// Makes `moves`, which are transfers of `schedule` that this engine can make, and writes a flag after each.
 pub fn transfer<'s, E: CopyEngine>(
     schedule: &'s Schedule,
     moves: impl Iterator<Item = &'s Transfer> + Clone,
@@ -51,13 +50,14 @@ pub fn transfer<'s, E: CopyEngine>(
     walk(schedule, moves, epoch, engine, done)
 }
 
-/// As [`transfer`], in an operation that is recorded once and done often: what its streams wait for and write is the
-/// same each time, so their words count no epochs. They are graph words: a peer opens one, and whoever has waited for
-/// it closes it.
+/// As [`transfer`], for an operation that is recorded once in a graph and replayed.
 ///
-/// A graph word is closed before its peer can open it again. `ready` of a peer is opened in its next operation, which
-/// begins when all who move rows from or to it are done with this one; so it is closed before this rank says `done`. To
-/// all of them at the end: until then the graph words show who is late.
+/// Its streams wait for the same values and write the same values each time, so its words hold no epochs. They are
+/// **graph words**: a peer opens one, and the rank that has waited for it closes it.
+///
+/// A graph word is closed before its peer can open it again. A peer opens `ready` in its next operation, which begins
+/// when all ranks that move its rows are done with this one. So this rank closes `ready` before it writes `done`. It
+/// writes all `done` at the end, so that until then the graph words show which rank is late.
 pub fn transfer_in_graph<'s, E: GraphCopyEngine>(
     schedule: &'s Schedule,
     moves: impl Iterator<Item = &'s Transfer> + Clone,
@@ -79,7 +79,7 @@ pub fn transfer_in_graph<'s, E: GraphCopyEngine>(
     Ok(())
 }
 
-/// Moves all, and calls `done` for each peer after the last transfer of its.
+/// Makes all transfers, and calls `done` for each peer after the last transfer from or to it.
 fn walk<'s, E: CopyEngine>(
     schedule: &'s Schedule,
     mut moves: impl Iterator<Item = &'s Transfer> + Clone,
@@ -94,7 +94,7 @@ fn walk<'s, E: CopyEngine>(
             continue;
         }
         let towards = (transfer.peer(), transfer.route);
-        // What stays within a rank needs nobody's leave.
+        // A transfer within a rank waits for no other rank.
         if before != Some(towards) && transfer.from != transfer.to {
             engine.wait_ready(transfer.peer(), epoch)?;
         }
@@ -107,7 +107,7 @@ fn walk<'s, E: CopyEngine>(
         }
         engine.copy(transfer)?;
         engine.signal_chunk(transfer, epoch)?;
-        // The peer may overwrite its rows then: so not before the last transfer of its, wherever that stands.
+        // The peer may overwrite its rows after `done`, so this waits for the last transfer from or to it.
         let again = |next: &Transfer| schedule.says_done(next) && next.peer() == transfer.peer();
         if schedule.says_done(transfer) && !moves.clone().any(again) {
             done(engine, transfer.peer())?;
@@ -116,10 +116,10 @@ fn walk<'s, E: CopyEngine>(
     Ok(())
 }
 
-/// Takes tiles from the table until it is empty, each when its flags have arrived.
+/// Takes tiles from the table until it is empty, and runs each when its flags have arrived.
 ///
-/// Any number of workers share `next`. A worker waits only for transfers, never for another worker, so
-/// any number of them, down to one, finishes the table.
+/// Any number of workers share `next`. A worker waits only for transfers, never for another worker, so even a single
+/// worker finishes the table.
 pub fn multiply<W: Wait>(
     schedule: &Schedule,
     epoch: Epoch,
@@ -141,7 +141,7 @@ pub fn multiply<W: Wait>(
     Ok(())
 }
 
-/// Waits until all that a reduction adds is there: what comes to this rank, and what it makes itself.
+/// Waits until all addends of a reduction are there: the transfers to this rank, and the blocks that it makes.
 pub fn wait_addends<W: Wait>(
     schedule: &Schedule,
     epoch: Epoch,
@@ -158,8 +158,7 @@ pub fn wait_addends<W: Wait>(
     Ok(())
 }
 
-/// Hands on rows as they come: this rank's own first, and then what each transfer brings, in the order in which they
-/// are expected.
+/// Calls `consumer` for rows as they come: first for this rank's own, then for each arrival, in the expected order.
 pub fn consume<W: Wait>(
     schedule: &Schedule,
     epoch: Epoch,
@@ -175,7 +174,7 @@ pub fn consume<W: Wait>(
     Ok(())
 }
 
-/// Has the caller make block after block of what it is asked for.
+/// Calls `producer` for the requested blocks, one after the other.
 pub fn produce<E>(
     schedule: &Schedule,
     epoch: Epoch,
@@ -191,19 +190,22 @@ pub fn produce<E>(
     Ok(())
 }
 
-/// How much of a block that this rank makes is left to do, for its copy engine: other ranks have chunk flags.
+/// How much is left to do of a block that this rank makes.
+///
+/// The rank's copy engine waits for it. Other ranks wait for chunk flags instead.
 #[derive(Debug)]
 pub struct Produced {
-    /// Tiles in all; what the caller makes counts as one.
+    /// The number of tiles. A block that the caller makes counts as one.
     tiles: usize,
-    /// Those left.
+    /// Tiles that are left.
     left: AtomicUsize,
-    /// Reached when none are.
+    /// Signalled when no tile is left.
     flag: Flag,
 }
 
 impl Produced {
-    /// By block; nothing for a schedule whose transfers wait for none.
+    /// One for each block that the caller makes. Otherwise one for each block of the product, if a transfer waits for a
+    /// block.
     pub fn of(schedule: &Schedule) -> Vec<Produced> {
         let is_awaited = schedule.moves().any(|moved| moved.produced.is_some());
         if !schedule.requests().is_empty() {
@@ -229,15 +231,15 @@ impl Produced {
         }
     }
 
-    /// Before the threads of an operation begin.
+    /// Resets the count. Called before the threads of an operation begin.
     pub fn begin(&mut self, epoch: Epoch) {
         self.left = AtomicUsize::new(self.tiles);
-        // A block of no rows is there.
+        // A block without rows is complete.
         let is_there = self.tiles == 0;
         self.flag = Flag::new(if is_there { epoch } else { epoch.previous() });
     }
 
-    /// Waits until all tiles of `block`, whose this is, are done.
+    /// Waits until all tiles are done of `block`, which is the block of this count.
     pub fn wait<W: Wait>(
         &self,
         rank: usize,
@@ -248,7 +250,7 @@ impl Produced {
         waiter.wait(&self.flag, epoch, Awaited::Produced { rank, block })
     }
 
-    /// One more tile is done.
+    /// Counts one more tile as done.
     fn count(&self, epoch: Epoch) {
         // A worker's stores come before its count, and all counts before the last one's signal.
         if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
@@ -264,8 +266,11 @@ fn take<'s>(schedule: &'s Schedule, next: &AtomicUsize) -> Option<(usize, &'s Ti
     schedule.tiles().get(index).map(|tile| (index, tile))
 }
 
-/// Says to every peer that this rank's own rows are final, and that those it gathered may be overwritten. Before that,
-/// an operation that refreshes brings all flags of this rank that not every operation writes to the epoch before.
+/// Tells every peer that this rank's own rows are final, and that its gathered rows may be overwritten.
+///
+/// In an operation that refreshes, it first sets those flags of this rank to the epoch before that not every operation
+/// writes. Nobody else writes these flags at that time: the operation before has ended, and peers begin this one after
+/// they have seen `ready`.
 ///
 /// Nobody else writes these meanwhile: the operation before has ended, and the others begin when they have heard.
 pub fn announce(rank: usize, epoch: Epoch, blocks: &[FlagBlock]) {
@@ -282,15 +287,16 @@ pub fn announce(rank: usize, epoch: Epoch, blocks: &[FlagBlock]) {
     }
 }
 
-/// As [`announce`], by graph words: to those who will wait for it, for they are who closes it.
+/// As [`announce`], by graph words, and only at the ranks that wait for them, because these ranks close them.
 pub fn announce_in_graph(schedule: &Schedule, words: &[FlagBlock]) {
     for &peer in schedule.movers() {
         words[peer].ready[schedule.rank()].signal(Epoch::OPEN);
     }
 }
 
-/// Waits until nothing is under way to this rank or out of its memory: what came has come, also where no tile waited
-/// for it, and those who pull have said that they are done.
+/// Waits until no transfer is under way into this rank's memory or out of it.
+///
+/// That is when all chunks have come, also those that no tile awaits, and all movers have written `done`.
 pub fn complete<W: Wait>(
     schedule: &Schedule,
     epoch: Epoch,
@@ -309,9 +315,11 @@ pub fn complete<W: Wait>(
     Ok(())
 }
 
-/// As [`complete`] of what has no product, by graph words; they are closed, for nobody opens one of them before this
-/// rank has announced its next operation. Those of chunks are open, whether they were waited for or not: who brings
-/// them has said `done`, or is this rank, whose transfers have ended.
+/// As [`complete`], by graph words, for operations without a product.
+///
+/// It closes the words, because nobody opens one of them before this rank has announced its next operation. The words
+/// of chunks are all open by now, even if nobody waited for them: each was written by a rank that has written `done`,
+/// or by this rank, whose transfers have ended.
 pub fn complete_in_graph<W: Wait>(
     schedule: &Schedule,
     words: &[FlagBlock],
@@ -328,13 +336,13 @@ pub fn complete_in_graph<W: Wait>(
     Ok(())
 }
 
-/// The copy engine of a backend whose flags are words that the processor can store to.
+/// The copy engine of a backend whose flags the processor can write.
 pub struct CopyThread<'a, W, C> {
     /// This rank.
     pub rank: usize,
     /// Every rank's flags, by rank.
     pub blocks: &'a [FlagBlock<'a>],
-    /// By block that this rank makes: what is left of it.
+    /// What is left of each block that this rank makes.
     pub produced: &'a [Produced],
     /// How to wait.
     pub waiter: &'a W,

@@ -1,4 +1,4 @@
-//! What a product is, beside its extents: which weights, how they lie, and what becomes of the sums.
+//! The form of a product: its weights, their layout, and the function that is applied to its sums.
 
 use smallvec::SmallVec;
 
@@ -11,8 +11,8 @@ use crate::error::Result;
 /// The most weights of one product.
 pub const MAX_WEIGHTS: usize = 4;
 
-/// An elementwise function, in f32. On GPUs its value is off by 2⁻¹⁹ of x at the most, and GELU's for an output of 16
-/// bits by 2⁻¹⁵.
+/// An elementwise function, computed in f32. On GPUs its value is off by at most 2⁻¹⁹ of x, and GELU's value for an
+/// output of 16 bits by at most 2⁻¹⁵ of x.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Activation {
@@ -21,21 +21,21 @@ pub enum Activation {
     Identity,
     /// max(x, 0)
     Relu,
-    /// x · Φ(x), Φ being the normal distribution's: GELU as [Hendrycks and Gimpel](https://arxiv.org/abs/1606.08415)
-    /// define it.
+    /// GELU as [Hendrycks and Gimpel](https://arxiv.org/abs/1606.08415) define it: x · Φ(x), where Φ is the
+    /// distribution function of the standard normal distribution.
     Gelu,
-    /// Their approximation of it: x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³))).
+    /// The tanh approximation of GELU: x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³))).
     GeluTanh,
     /// x / (1 + e⁻ˣ), also called swish.
     Silu,
 }
 
 impl Activation {
-    /// Its value at `x`, to within a few units in the last place.
+    /// The function's value at `x`, to within a few units in the last place.
     pub fn apply(self, x: f32) -> f32 {
         match self {
             Activation::Identity => x,
-            // As `max`, but it keeps NaN.
+            // Unlike `max`, this keeps NaN.
             Activation::Relu if x < 0.0 => 0.0,
             Activation::Relu => x,
             Activation::Gelu => 0.5 * x * libm::erfcf(-x * std::f32::consts::FRAC_1_SQRT_2),
@@ -73,7 +73,7 @@ pub enum WeightLayout {
 }
 
 impl WeightLayout {
-    /// A weight of N columns of the product.
+    /// The matrix of a weight that gives N columns of the product.
     pub(super) fn spec(self, dtype: DType, n: usize, k: usize) -> MatrixSpec {
         match self {
             WeightLayout::Nk => MatrixSpec::new(dtype, n, k),
@@ -82,27 +82,29 @@ impl WeightLayout {
     }
 }
 
-/// Columns of the outputs, by weight.
+/// Columns of the outputs, one entry for each weight.
 pub type Widths = SmallVec<[usize; MAX_WEIGHTS]>;
 
-/// What a product is, beside its extents. The default: one weight [N, K], and the sums are the output.
+/// The form of a product, without its extents. The default has one weight [N, K], and its sums are the output.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Form {
-    /// Of several weights, each with an output of its own: the columns of each, which make up N. Empty: there is one.
+    /// The columns of each weight's output if there are several weights; they add up to N. Empty if there is one
+    /// weight.
     pub widths: Widths,
-    /// There are two weights of N columns, and one output: the function of the first product, times the second.
+    /// True for a gated product. It has two weights of N columns and one output, `activation(a · gateᵀ) * (a · upᵀ)`.
     pub gated: bool,
-    /// What becomes of a sum when the bias has been added.
+    /// The function that is applied to a sum after the bias is added.
     pub activation: Activation,
-    /// How weights lie.
+    /// How weights lie in memory.
     pub weights: WeightLayout,
 }
 
 impl Form {
-    /// The columns of each output, of N in all.
+    /// The columns of each output. Together they are N.
     ///
     /// # Errors
-    /// [`Error::Limit`](crate::Error::Limit) and [`Error::Unsupported`](crate::Error::Unsupported) for what cannot be.
+    /// [`Error::Limit`](crate::Error::Limit) if N or a width is out of bounds, or if the widths don't add up to N.
+    /// [`Error::Unsupported`](crate::Error::Unsupported) if a gated product has several widths.
     pub fn columns(&self, n: usize) -> Result<Widths> {
         limit("N", n, 1, MAX_EXTENT)?;
         if self.widths.is_empty() {
@@ -120,14 +122,14 @@ impl Form {
         Ok(self.widths.clone())
     }
 
-    /// Columns of all outputs, of weights of these widths.
+    /// The columns of all outputs together, if the weights have these widths.
     pub fn n_of(&self, widths: &[usize]) -> usize {
         let outputs = if self.gated { 1 } else { widths.len() };
         let outputs = widths.iter().take(outputs);
         outputs.fold(0, |sum: usize, &n| sum.saturating_add(n))
     }
 
-    /// How many weights there are.
+    /// The number of weights.
     pub fn weight_count(&self) -> usize {
         match self.gated {
             true => 2,
@@ -135,13 +137,13 @@ impl Form {
         }
     }
 
-    /// Columns that are multiplied, of N that are made.
+    /// The columns that are multiplied to make `n` columns of output.
     pub fn multiplied(&self, n: usize) -> usize {
         n * (1 + usize::from(self.gated))
     }
 
-    /// In words, for what ranks compare: how it differs from the default, of what all must have alike to get the same
-    /// sums.
+    /// How this form differs from the default, in words that ranks compare. It has only what all ranks must have alike
+    /// to get the same sums.
     pub(crate) fn agreed(&self) -> String {
         match self.activation {
             Activation::Identity => String::new(),

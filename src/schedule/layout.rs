@@ -1,4 +1,4 @@
-//! Who owns which rows of a matrix, and how rows are cut.
+//! Which rank owns which rows of a matrix, and how rows are cut.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -6,36 +6,38 @@ use std::sync::Arc;
 use super::limits::limit;
 use crate::error::Result;
 
-/// The most ranks a group can have. (Whatever borrows their flags, miri looks at all of them.)
+/// The most ranks that a group can have. (Miri checks all flags at each borrow, so there it is lower.)
 pub const MAX_WORLD: usize = if cfg!(miri) { 4 } else { 64 };
 /// The largest extent of a matrix: tile coordinates are 32-bit signed numbers on a GPU.
 pub const MAX_EXTENT: usize = i32::MAX as usize;
-/// The most parts that a rank's rows can be cut into, as stages or as chunks.
+/// The most stages or chunks that a rank's rows can be cut into.
 pub const MAX_CHUNKS: usize = 64;
 
-/// A matrix of M rows and K columns whose rows are spread over the ranks: rank r owns some that follow one another,
-/// behind those of r - 1; or none. They may be cut into stages: a gather goes stage by stage over all ranks.
+/// How the rows of an M×K matrix are spread over the ranks.
+///
+/// Rank r owns consecutive rows, which follow those of rank r - 1. It may own none. Rows may be cut into stages, and
+/// then a gather brings stage after stage of all ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Layout {
     /// Rank r owns the rows `offsets[r]..offsets[r + 1]`.
     offsets: Arc<[usize]>,
     columns: usize,
-    /// Into how many blocks each rank's rows are cut.
+    /// The number of blocks that each rank's rows are cut into.
     stages: usize,
     order: RowOrder,
 }
 
-/// Where the blocks of the stages lie in memory.
+/// In which order the blocks of the stages lie in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RowOrder {
-    /// Rank after rank: a row's number is its place.
+    /// Rank by rank. A row's number is its place.
     ByRank,
-    /// Stage after stage, of each the ranks' blocks: [stages, ranks, rows, K].
+    /// Stage by stage, and in each stage rank by rank: [stages, ranks, rows, K].
     ByStage,
 }
 
 impl Layout {
-    /// `m` rows split over `world` ranks as evenly as whole rows allow, the longer shards first.
+    /// Splits `m` rows over `world` ranks as evenly as whole rows allow, the longer shards first.
     ///
     /// # Errors
     /// [`Error::Limit`](crate::Error::Limit) when an extent is above [`MAX_EXTENT`], `k` is 0, or `world` is 0 or above
@@ -45,7 +47,7 @@ impl Layout {
         Layout::new(&balanced_rows(m, world), k)
     }
 
-    /// `rows[r]` rows for rank r; a rank may have none, and so may all.
+    /// Gives rank r `rows[r]` rows. A rank may have none, and so may all.
     ///
     /// # Errors
     /// As [`Layout::balanced`]; M is the sum of `rows`.
@@ -67,10 +69,10 @@ impl Layout {
         })
     }
 
-    /// The same, with each rank's rows cut into `stages` blocks, as evenly as whole rows allow.
+    /// The same layout, with each rank's rows cut into `stages` blocks, as evenly as whole rows allow.
     ///
     /// # Errors
-    /// [`Error::Limit`](crate::Error::Limit) for no stages, or more than [`MAX_CHUNKS`].
+    /// [`Error::Limit`](crate::Error::Limit) if `stages` is 0 or above [`MAX_CHUNKS`].
     pub fn staged(self, stages: usize, order: RowOrder) -> Result<Layout> {
         limit("stages", stages, 1, MAX_CHUNKS)?;
         Ok(Layout {
@@ -94,7 +96,7 @@ impl Layout {
         })
     }
 
-    /// Of a matrix without rows: the same with one, for whoever has to say something of it that only rows have.
+    /// For a matrix without rows, the same layout with one row, for checks that need a row.
     pub(crate) fn with_a_row(&self) -> Option<Layout> {
         let offsets = (0..=self.world()).map(|rank| usize::from(rank > 0));
         (self.m() == 0).then(|| Layout {
@@ -103,12 +105,12 @@ impl Layout {
         })
     }
 
-    /// Into how many blocks each rank's rows are cut.
+    /// The number of blocks that each rank's rows are cut into.
     pub fn stages(&self) -> usize {
         self.stages
     }
 
-    /// Where the blocks lie: of one stage, all the same.
+    /// The order of the blocks. With one stage it is always [`RowOrder::ByRank`].
     pub fn order(&self) -> RowOrder {
         match self.stages {
             1 => RowOrder::ByRank,
@@ -116,10 +118,10 @@ impl Layout {
         }
     }
 
-    /// Where the block of `rank` lies in stage `stage`; perhaps it is empty.
+    /// The rows in memory of the block of `rank` in stage `stage`, which may be empty.
     pub fn block(&self, rank: usize, stage: usize) -> Range<usize> {
         let rows = self.rows_of(rank);
-        // What a rank has in the stages before one.
+        // The rows of a rank in the stages before this one.
         let before = |rank: usize, stage: usize| self.rows_of(rank).len() * stage / self.stages;
         let length = |rank: usize| before(rank, stage + 1) - before(rank, stage);
         let begin = match self.order() {
@@ -132,18 +134,18 @@ impl Layout {
         begin..begin + length(rank)
     }
 
-    /// Where the rows of `rank` lie, in their order.
+    /// The rows in memory of all blocks of `rank` that are not empty, in their order.
     pub fn blocks_of(&self, rank: usize) -> impl Iterator<Item = Range<usize>> {
         let blocks = (0..self.stages).map(move |stage| self.block(rank, stage));
         blocks.filter(|rows| !rows.is_empty())
     }
 
-    /// M, the rows of all ranks together.
+    /// M, the number of rows of all ranks together.
     pub fn m(&self) -> usize {
         self.offsets[self.world()]
     }
 
-    /// K, the columns.
+    /// K, the number of columns.
     pub fn k(&self) -> usize {
         self.columns
     }
@@ -153,19 +155,19 @@ impl Layout {
         self.offsets.len() - 1
     }
 
-    /// The rows that `rank` owns, by number: where they lie, [`Layout::blocks_of`] says.
+    /// The numbers of the rows that `rank` owns. [`Layout::blocks_of`] says where they lie.
     pub fn rows_of(&self, rank: usize) -> Range<usize> {
         self.offsets[rank]..self.offsets[rank + 1]
     }
 
-    /// Whether the rows are split as by [`Layout::balanced`].
+    /// True if the rows are split as by [`Layout::balanced`].
     pub fn is_balanced(&self) -> bool {
         let world = self.world();
         let even = |rank| balanced_rows_of(rank, self.m(), world);
         (0..world).all(|rank| self.rows_of(rank).len() == even(rank))
     }
 
-    /// Whether the two have the same rows in the same places, and each has the same owner.
+    /// True if both layouts have the same rows in the same places with the same owners.
     pub fn is_split_as(&self, other: &Layout) -> bool {
         let places = |layout: &Layout| (layout.order(), layout.stages);
         let alike = self.order() == RowOrder::ByRank && other.order() == RowOrder::ByRank;
@@ -180,7 +182,7 @@ impl Layout {
     }
 }
 
-/// `m` rows over `world` ranks, as evenly as whole rows allow, the longer shards first.
+/// The rows of each rank if `m` rows are split as evenly as whole rows allow, the longer shards first.
 pub fn balanced_rows(m: usize, world: usize) -> Vec<usize> {
     (0..world)
         .map(|rank| balanced_rows_of(rank, m, world))
@@ -191,8 +193,8 @@ fn balanced_rows_of(rank: usize, m: usize, world: usize) -> usize {
     m / world + usize::from(rank < m % world)
 }
 
-/// Cuts `rows` into at most `chunks` parts, about equal, at boundaries of tiles, so that few tiles wait for
-/// two chunks; parts that this leaves empty are dropped.
+/// Cuts `rows` into at most `chunks` parts of about the same size, at boundaries of tiles, so that few tiles wait for
+/// two chunks. Empty parts are dropped.
 pub fn chunk_rows(
     rows: Range<usize>,
     chunks: usize,

@@ -1,9 +1,9 @@
-//! What is out of bounds is refused by its name, and what is not supported by what must hold instead.
+//! Checks that return an error: `limit` for numbers out of bounds, `require` for what is not supported.
 
 use crate::error::{Error, Result};
 
 /// # Errors
-/// [`Error::Limit`] where `value` is below `min` or above `max`.
+/// [`Error::Limit`] if `value` is below `min` or above `max`.
 #[inline]
 pub(crate) fn limit(what: &str, value: usize, min: usize, max: usize) -> Result<()> {
     if (min..=max).contains(&value) {
@@ -12,7 +12,7 @@ pub(crate) fn limit(what: &str, value: usize, min: usize, max: usize) -> Result<
     Err(out_of(what, value, min, max))
 }
 
-/// Apart, so that what is within its limits takes no longer for it.
+/// A separate cold function, so that the common path stays short.
 #[cold]
 pub(super) fn out_of(what: &str, value: usize, min: usize, max: usize) -> Error {
     Error::Limit {
@@ -23,10 +23,10 @@ pub(super) fn out_of(what: &str, value: usize, min: usize, max: usize) -> Error 
     }
 }
 
-/// `what`: what must hold, for example "operands must be bf16 or f16".
+/// Checks that `holds`. `what` says what must hold, for example "operands must be bf16 or f16".
 ///
 /// # Errors
-/// [`Error::Unsupported`] unless it holds.
+/// [`Error::Unsupported`] if `holds` is false.
 #[inline]
 pub(crate) fn require(what: &str, holds: bool) -> Result<()> {
     match holds {

@@ -41,7 +41,10 @@ pub const MAX_FLAGS: usize = MAX_WORLD * MAX_CHUNKS;
 /// The most blocks of a product: one for each transfer that it makes, and its own.
 pub const MAX_BLOCKS: usize = MAX_FLAGS + 1;
 
-/// What one rank does in an operation, as data. What walks it knows no operation.
+/// What one rank does in an operation, as data.
+///
+/// Matrices have numbers. A call binds memory to the numbers, and an epoch to the flags. Engines that walk a schedule
+/// know no operation.
 ///
 /// Matrices are numbered; a call binds memory to the numbers, and an epoch to the flags.
 #[derive(Clone, Debug)]
@@ -51,22 +54,23 @@ pub struct Schedule {
     sources: Vec<usize>,
     /// By chunk flag of this rank: what a wait for it is for.
     awaited: Vec<Awaited>,
-    /// The ranks that move something out of this rank's memory or into it, and say when they have.
+    /// The ranks that move rows out of this rank's memory or into it, and then say so in `done`.
     movers: Vec<usize>,
-    /// Whether tiles wait for every flag, or there is nobody who writes them.
+    /// True if tiles wait for every flag, or if nobody writes the flags.
     awaits_all: bool,
     /// The smallest range that holds every chunk flag of this rank that no tile awaits.
     unawaited: Range<usize>,
-    /// By what routes something comes to this rank, or goes from it.
+    /// The routes by which rows come to this rank or go from it.
     routes: Vec<Route>,
 }
 
 impl Schedule {
-    /// The schedule of these parts.
+    /// Checks these parts and makes a schedule of them.
     ///
     /// # Errors
-    /// [`Error::Limit`](crate::Error::Limit) when more comes to this rank than it has flags for, there are more than
-    /// 2²⁸ tiles, or something lies outside of what it is a part of.
+    /// [`Error::Limit`](crate::Error::Limit) if more transfers come to this rank than it has flags, if there are more
+    /// than 2²⁸ tiles, or if something is out of bounds. [`Error::Unsupported`](crate::Error::Unsupported) if a type or
+    /// a combination of parts is not supported.
     pub fn new(parts: Parts) -> Result<Schedule> {
         limit("transfers to a rank", parts.arrivals.len(), 0, MAX_FLAGS)?;
         limit("tiles of the output", parts.tiles.len(), 0, 1 << 28)?;
@@ -121,22 +125,23 @@ impl Schedule {
         self.parts.world
     }
 
-    /// What all ranks must agree on; none if the others take no part.
+    /// What all ranks must agree on. None if the other ranks take no part.
     pub fn agreed(&self) -> Option<&Agreed> {
         self.parts.agreed.as_ref()
     }
 
-    /// Whether ranks tell one another when rows may be moved and have been. If not, the caller keeps them apart.
+    /// True if ranks tell one another when rows may be moved and when they have been. Otherwise the caller orders the
+    /// accesses.
     pub fn handshake(&self) -> bool {
         self.parts.agreed.is_some()
     }
 
-    /// What is known of the matrices, by number.
+    /// The types and extents of the matrices, by number.
     pub fn matrices(&self) -> &[MatrixSpec] {
         &self.parts.matrices
     }
 
-    /// What this rank moves, in this order: what it pulls, then what it pushes.
+    /// The transfers that this rank makes, in this order: first its pulls, then its pushes and stores.
     pub fn moves(&self) -> impl Iterator<Item = &Transfer> + Clone {
         let pulls = |transfer: &&Transfer| transfer.route == Route::Pull;
         let pulled = self.parts.arrivals.iter().filter(pulls);
@@ -144,17 +149,17 @@ impl Schedule {
         pulled.chain(pushed.filter(move |transfer| !pulls(transfer)))
     }
 
-    /// What comes to this rank, whoever moves it, in the order in which it should come.
+    /// The transfers to this rank, whoever makes them, in the order in which they should come.
     pub fn arrivals(&self) -> &[Transfer] {
         &self.parts.arrivals
     }
 
-    /// The ranks that move something out of this rank's memory or into it, and say when they have.
+    /// The ranks that move rows out of this rank's memory or into it, and then say so in `done`.
     pub fn movers(&self) -> &[usize] {
         &self.movers
     }
 
-    /// Whether the rank that makes this transfer tells the other when it was the last.
+    /// True if the rank that makes this transfer writes `done` at its peer after the last such transfer.
     pub fn says_done(&self, transfer: &Transfer) -> bool {
         says_done(&self.parts, transfer)
     }
@@ -169,17 +174,17 @@ impl Schedule {
         self.awaited[flag]
     }
 
-    /// Whether something comes to this rank, or goes from it, by `route`.
+    /// True if rows come to this rank, or go from it, by `route`.
     pub fn uses(&self, route: Route) -> bool {
         self.routes.contains(&route)
     }
 
-    /// By what routes something comes to this rank, or goes from it.
+    /// The routes by which rows come to this rank or go from it.
     pub fn routes(&self) -> &[Route] {
         &self.routes
     }
 
-    /// The operation, for a profiler: its extents if it has a product, or else what ranks agree on.
+    /// The operation's name for a profiler, with the extents of its product, or else with what ranks agree on.
     pub(crate) fn name(&self) -> String {
         let agreed = self.agreed();
         let operation = agreed.map_or(Operation::Matmul.name(), Agreed::name);
@@ -193,7 +198,8 @@ impl Schedule {
         }
     }
 
-    /// Whether there is nothing to do, for there are no rows. It is so on all ranks or on none, unless a rank is alone.
+    /// True if there is nothing to do because there are no rows. Unless a rank is alone, this is true on all ranks or
+    /// on none.
     pub fn is_idle(&self) -> bool {
         let Parts {
             arrivals,
@@ -222,7 +228,7 @@ impl Schedule {
         self.handshake() && pushed
     }
 
-    /// Whether tiles wait for all that comes to this rank: when they have ended, nothing is under way to it.
+    /// True if tiles wait for every transfer to this rank. When they have ended, no transfer to it is left.
     pub fn awaits_all(&self) -> bool {
         self.awaits_all
     }
@@ -232,34 +238,36 @@ impl Schedule {
         self.unawaited.clone()
     }
 
-    /// The product that the tiles are of.
+    /// The product that the tiles are part of.
     pub fn product(&self) -> Option<&Product> {
         self.parts.product.as_ref()
     }
 
-    /// What the caller makes, block by block, in this order.
+    /// The blocks that the caller makes, in this order.
     pub fn requests(&self) -> &[Request] {
         &self.parts.requests
     }
 
-    /// What is added up when all that comes to this rank has come.
+    /// The sum that is made when all transfers to this rank have come.
     pub fn reduction(&self) -> Option<&Reduction> {
         self.parts.reduction.as_ref()
     }
 
-    /// Whether all ranks make all rows, by the same tiles in the same order, before partials are stored and added: then
-    /// an engine may do both tile by tile.
+    /// True if all ranks make all rows, by the same tiles in the same order, before partials are stored and added. An
+    /// engine may then store and add tile by tile.
     pub fn is_one_shot(&self) -> bool {
         self.parts.one_shot
     }
 
-    /// Every tile of the output once, in the order in which they become ready.
+    /// Every tile of the output once, in the order in which tiles become ready.
     pub fn tiles(&self) -> &[Tile] {
         &self.parts.tiles
     }
 
-    /// The rank whose rows a tile holds, as far as the schedule says: of partials that are pulled or sent in one step,
-    /// this rank, which makes them; of rows of several ranks, as [`Schedule::source_of_tile`].
+    /// The rank whose rows a tile holds, as far as the schedule says.
+    ///
+    /// For partials that are pulled or sent in one step it is this rank, which makes them. For rows of several ranks,
+    /// see [`Schedule::source_of_tile`].
     pub fn owner_of_tile(&self, tile: &Tile) -> usize {
         let adds = self.product().map(|product| {
             let block = product.block(tile);
@@ -275,15 +283,15 @@ impl Schedule {
         }
     }
 
-    /// The rank whose rows a tile waits for; if there are several, the last one's; if there is none, this one.
+    /// The rank whose rows a tile waits for: the last one if there are several, and this rank if there is none.
     pub fn source_of_tile(&self, tile: &Tile) -> usize {
         let last = tile.flags().last();
         last.map_or(self.rank(), |flag| self.sources[flag])
     }
 }
 
-/// Whoever pulls says when it has, for the rows are their owner's again then. Of what is pushed or stored a kernel has
-/// waited for the flags; where there is none, who pushes says so too.
+/// A rank that pulls says when it has, because then the owner has its rows back. A kernel waits for the flags of pushed
+/// and stored rows. If there is no product, a rank that pushes says so too.
 fn says_done(parts: &Parts, moved: &Transfer) -> bool {
     moved.from != moved.to
         && match moved.route {

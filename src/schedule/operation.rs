@@ -1,57 +1,61 @@
-//! The operations, and the parts of them that are planned by themselves.
+//! The operations, and the parts of operations that have planners of their own.
 
 use std::fmt;
 
-/// What a call does: its planner follows from it.
+/// What a call does. It determines the planner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Operation {
     /// Gathers the rows of `a` while it multiplies them.
     AllGatherMatmul,
-    /// A product of one rank's own. Its layout has one rank, whichever that is in its group.
+    /// A product on one rank. Its layout has one rank, whichever rank of its group that is.
     Matmul,
-    /// Multiplies parts of K, and gives each rank its rows of the sum.
+    /// Multiplies each rank's part of K, and gives each rank its own rows of the sum.
     MatmulReduceScatter,
-    /// Multiplies parts of K, and gives each rank all rows of the sum.
+    /// Multiplies each rank's part of K, and gives each rank all rows of the sum.
     MatmulAllReduce,
-    /// Gathers rows: pulled, or stored by their owners.
+    /// Gathers rows, which each rank pulls or their owners store.
     AllGather,
-    /// Gathers rows, which are pulled and given to a function of the caller's.
+    /// Gathers rows, which each rank pulls and gives to a function of the caller.
     AllGatherAndConsume,
-    /// Gives all ranks the rows of one.
+    /// Gives all ranks the rows of one rank.
     Broadcast,
     /// Gives each rank its rows of the sum of all ranks' rows.
     ReduceScatter,
-    /// Gives each rank all rows of that sum. Of many rows each rank gets its own, and [`Operation::GatherOfAllReduce`]
-    /// follows.
+    /// Gives each rank all rows of the sum of all ranks' rows. If there are many rows, each rank gets its own rows
+    /// only, and [`Operation::GatherOfAllReduce`] follows.
     AllReduce,
-    /// Each rank sends each other a block of rows.
+    /// Each rank sends a block of rows to each other rank.
     AllToAll,
-    /// As [`Operation::ReduceScatter`], of rows that a function of the caller's makes.
+    /// As [`Operation::ReduceScatter`], of rows that a function of the caller makes.
     ProduceAndReduceScatter,
-    /// As [`Operation::AllToAll`], of rows that a function of the caller's makes.
+    /// As [`Operation::AllToAll`], of rows that a function of the caller makes.
     ProduceAndAllToAll,
 
-    /// The gather of [`Operation::AllGatherMatmul`] alone: rows are pulled.
+    /// The gather of [`Operation::AllGatherMatmul`] alone. Each rank pulls the rows.
     Gather,
-    /// The product of [`Operation::AllGatherMatmul`] alone, of rows that are there. The other ranks take no part.
+    /// The product of [`Operation::AllGatherMatmul`] alone, of rows that are gathered already. The other ranks take no
+    /// part.
     Multiply,
-    /// The copies of [`Operation::AllGatherMatmul`] alone, with no word to anyone.
+    /// The copies of [`Operation::AllGatherMatmul`] alone, without synchronisation.
     Copy,
-    /// The product of sums over ranks alone: partials stay here. The other ranks take no part.
+    /// The product of sums over ranks alone. Its partials stay on this rank. The other ranks take no part.
     MultiplyPartials,
-    /// The copies of [`Operation::MatmulReduceScatter`] alone, with no word to anyone.
+    /// The copies of [`Operation::MatmulReduceScatter`] alone, without synchronisation.
     CopyPartials,
-    /// The copies of [`Operation::MatmulAllReduce`] alone, with no word to anyone.
+    /// The copies of [`Operation::MatmulAllReduce`] alone, without synchronisation.
     CopyPartialsAndSums,
-    /// What follows [`Operation::MatmulAllReduce`] where partials are pulled: the rows of the sum are.
+    /// The gather that follows [`Operation::MatmulAllReduce`] if partials are pulled: each rank pulls the rows of the
+    /// sum.
     GatherOfMatmulAllReduce,
-    /// What follows [`Operation::AllReduce`] where each rank has its rows of the sum: they are pulled, or stored.
+    /// The gather that follows [`Operation::AllReduce`] if each rank has its own rows of the sum, which are pulled or
+    /// stored.
     GatherOfAllReduce,
 }
 
 impl Operation {
-    /// All of them. Where two have one name, the whole operation stands before the part.
+    /// All operations, in the order of their declaration. Of two with one name, the whole operation stands before the
+    /// part.
     const ALL: [Operation; 20] = [
         Operation::AllGatherMatmul,
         Operation::Matmul,
@@ -75,7 +79,7 @@ impl Operation {
         Operation::GatherOfAllReduce,
     ];
 
-    /// The name of the call, as users read it and as ranks compare it.
+    /// The name of the call that users read and ranks compare.
     pub const fn name(self) -> &'static str {
         match self {
             Operation::AllGatherMatmul => "all_gather_matmul",
@@ -106,7 +110,7 @@ impl Operation {
         all.find(|operation| operation.name() == name)
     }
 
-    /// Whether it makes partial sums and moves them.
+    /// True if it makes partial sums and moves them.
     pub const fn is_sum(self) -> bool {
         matches!(
             self,

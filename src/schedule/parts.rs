@@ -1,32 +1,32 @@
-//! What a planner says of an operation.
+//! What a planner hands to [`Schedule::new`](super::Schedule::new).
 
 use super::{Agreed, MatrixSpec, Product, Reduction, Request, Tile, Transfer};
 
-/// What a planner says of an operation, before it is checked.
+/// A schedule as its planner made it, before it is checked.
 #[derive(Clone, Debug)]
 pub struct Parts {
     /// This rank.
     pub rank: usize,
     /// The number of ranks.
     pub world: usize,
-    /// What all ranks must agree on. If they do, they tell one another when rows may be moved and have been; if there
-    /// is nothing, the others take no part, or the caller keeps them apart.
+    /// What all ranks must agree on. If it is given, ranks tell one another when rows may be moved and when they have
+    /// been. If it is none, the other ranks take no part, or the caller orders the accesses.
     pub agreed: Option<Agreed>,
-    /// By number.
+    /// The matrices, by number.
     pub matrices: Vec<MatrixSpec>,
-    /// What comes to this rank, whoever moves it, in the order in which it should come.
+    /// The transfers to this rank, whoever makes them, in the order in which they should come.
     pub arrivals: Vec<Transfer>,
-    /// What goes from this rank, whoever moves it, in the order in which it should go.
+    /// The transfers from this rank, whoever makes them, in the order in which they should go.
     pub departures: Vec<Transfer>,
-    /// The product that the tiles are of; none if nothing is multiplied.
+    /// The product that the tiles are part of. None if nothing is multiplied.
     pub product: Option<Product>,
-    /// In the order in which they become ready.
+    /// The tiles, in the order in which they become ready.
     pub tiles: Vec<Tile>,
-    /// What the caller makes, in this order.
+    /// The blocks that the caller makes, in this order.
     pub requests: Vec<Request>,
-    /// What is added up at the end.
+    /// The sum that is made at the end.
     pub reduction: Option<Reduction>,
-    /// Whether all ranks make all rows, by the same tiles in the same order, before partials are stored and added: then
-    /// they may as well do both tile by tile.
+    /// True if all ranks make all rows, by the same tiles in the same order, before partials are stored and added. An
+    /// engine may then store and add tile by tile.
     pub one_shot: bool,
 }

@@ -3,26 +3,29 @@
 use super::{Form, Layout, Operation};
 use crate::element::DType;
 
-/// What an operation is asked to do. [`plan`](super::plan::plan) makes a schedule of it, a rank and a configuration.
+/// What an operation is asked to do. [`plan`](super::plan::plan) makes a schedule of a problem, a rank and a
+/// configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Problem {
     /// Which operation, or which part of one.
     pub operation: Operation,
-    /// Of the matrices.
+    /// The types of the matrices.
     pub dtypes: DTypes,
-    /// Who owns which rows.
+    /// Which rank owns which rows.
     pub layout: Layout,
-    /// Type and columns of a matrix whose rows are gathered with those of the first, and split alike.
+    /// Type and columns of a second matrix. Its rows are split like the first one's and gathered with them.
     pub beside: Option<(DType, usize)>,
-    /// Columns of the output, or of all outputs: each rank's own where rows are gathered, the same on all where sums
-    /// are made. 0 where there is none.
+    /// Columns of the output, or of all outputs together.
+    ///
+    /// If rows are gathered, each rank has its own N. If sums are made, N is the same on all ranks. It is 0 if there is
+    /// no output.
     pub n: usize,
-    /// What the product is, beside its extents.
+    /// The form of the product.
     pub form: Form,
 }
 
 impl Problem {
-    /// With matrices of one type, of which none is gathered beside, and a plain product.
+    /// A problem with matrices of one type, no second matrix, and a product of the default form.
     pub fn new(operation: Operation, dtype: DType, layout: Layout, n: usize) -> Problem {
         Problem {
             operation,
@@ -38,16 +41,16 @@ impl Problem {
 /// The types of an operation's matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DTypes {
-    /// Of what is gathered, exchanged or multiplied.
+    /// The type of rows that are gathered, sent or multiplied.
     pub operands: DType,
-    /// Of what is added up: partial sums, a bias, a residual.
+    /// The type of addends: partial sums, a bias, a residual.
     pub partials: DType,
-    /// Of the output, or of all outputs.
+    /// The type of the output, or of all outputs.
     pub output: DType,
 }
 
 impl DTypes {
-    /// One for all.
+    /// One type for all matrices.
     pub const fn all(dtype: DType) -> DTypes {
         DTypes {
             operands: dtype,
@@ -56,7 +59,7 @@ impl DTypes {
         }
     }
 
-    /// In words, for what ranks compare: what is not of the operands' type.
+    /// The types that differ from the operands' type, in words that ranks compare.
     pub(super) fn agreed(&self) -> String {
         let mut words = String::new();
         if self.partials != self.operands {

@@ -1,4 +1,4 @@
-//! What is multiplied, into which tiles, and what is added up.
+//! A product, its blocks and tiles, and sums.
 
 use std::ops::Range;
 
@@ -7,27 +7,27 @@ use smallvec::SmallVec;
 use super::{Activation, Config, MatrixSpec, WeightLayout};
 use crate::element::DType;
 
-/// `a[m, k] · b[n, k]ᵀ`, of matrices by number, with one or several weights b, whose rows go to one or several places.
+/// The product `a[m, k] · b[n, k]ᵀ` of numbered matrices, with one or several weights b and one or several outputs.
 #[derive(Clone, Debug)]
 pub struct Product {
     /// `[m, k]`
     pub a: usize,
-    /// What it is multiplied with. Of a gated product the gate, and then what the gate's function is multiplied with.
+    /// The matrices that `a` is multiplied with. A gated product has two, first the gate and then up.
     pub weights: SmallVec<[Weight; 1]>,
-    /// How these lie.
+    /// How the weights lie in memory.
     pub weight_layout: WeightLayout,
-    /// Whether the first weight's product is a gate of the second's: the output is the sum's function of the one, times
-    /// the other.
+    /// True for a gated product: its output is `activation(a · gateᵀ) * (a · upᵀ)`.
     pub gated: bool,
     /// Rows of the product.
     pub m: usize,
-    /// What is summed over.
+    /// The extent that is summed over.
     pub k: usize,
-    /// The shape of the tiles.
+    /// How the product is cut up, with the shape of its tiles.
     pub config: Config,
-    /// Its rows, each at most once. Tiles are counted from the first row of a block, and end with it.
+    /// Blocks of its rows. Each weight has each row in at most one block. Tiles are counted from the first row of a
+    /// block, and end at its last.
     pub blocks: Vec<Block>,
-    /// The one flag that tiles which wait for it need late, if there is one.
+    /// The one chunk, if any, that tiles need only for their later steps through K.
     pub deferred: Option<DeferredChunk>,
 }
 
@@ -45,12 +45,12 @@ impl Product {
         extent(tile.n, self.tile_columns(), n)
     }
 
-    /// Columns of the output that a tile has: of a gated product half of those that are multiplied.
+    /// Columns of the output in a tile. In a gated product they are half of the columns that are multiplied.
     pub fn tile_columns(&self) -> usize {
         self.config.tile.n >> usize::from(self.gated)
     }
 
-    /// How many outputs there are: one for each weight, or for both of a gated product.
+    /// The number of outputs: one for each weight, or one for both weights of a gated product.
     pub fn outputs(&self) -> usize {
         if self.gated { 1 } else { self.weights.len() }
     }
@@ -61,7 +61,7 @@ impl Product {
         outputs.iter().map(|weight| weight.n).sum()
     }
 
-    /// The block that a tile is of.
+    /// The block of a tile.
     pub fn block(&self, tile: &Tile) -> &Block {
         &self.blocks[tile.block as usize]
     }
@@ -72,86 +72,87 @@ impl Product {
 pub struct Weight {
     /// Its matrix, `[n, k]`, or `[k, n]`.
     pub b: usize,
-    /// Columns of the product with it.
+    /// Columns of the product with this weight.
     pub n: usize,
 }
 
-/// Rows of the product with one weight that go to one place.
+/// Rows of the product with one weight, and their output.
 #[derive(Clone, Debug)]
 pub struct Block {
-    /// Which.
+    /// The rows of the product.
     pub rows: Range<usize>,
-    /// The number of the weight. Of a gated product, that of the gate.
+    /// The number of the weight, or of the gate in a gated product.
     pub weight: usize,
-    /// Where they go, and what is added.
+    /// What is added, and where the result is stored.
     pub sum: Sum,
 }
 
-/// Rows of a matrix, and what they become.
+/// What is added up, what is applied to the sum, and where it is stored.
 #[derive(Clone, Debug)]
 pub struct Sum {
-    /// The number of the matrix, of as many columns as the product or, for padding, more.
+    /// The number of the output matrix. It has as many columns as the product, or more if rows are padded.
     pub out: usize,
-    /// The first of its rows that is written.
+    /// The first of its rows that this sum is written to.
     pub first: usize,
-    /// What is added up in f32, in this order, each of it rounded to the matrix's type before. If nothing is named, it
-    /// is the product, not rounded before.
+    /// The addends, which are added in f32 in this order. Each one is first rounded to the type of the sum's matrices.
+    /// If there are none, the sum is the product, without that rounding.
     pub addends: Vec<Addend>,
-    /// Added then, if the call binds it.
+    /// Added next, if the call binds it.
     pub bias: Option<Bias>,
-    /// What becomes of the sum then.
+    /// Applied next.
     pub activation: Activation,
     /// Added last, if the call binds it. Then the sum is rounded.
     pub residual: Option<Residual>,
 }
 
-/// Columns of a matrix of one row, which are added to each row of a sum.
+/// Columns of a matrix with one row. They are added to each row of a sum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bias {
-    /// Its number.
+    /// The number of the matrix.
     pub matrix: usize,
-    /// The first of its columns. Of a gated product these are added to the gate, and as many behind them to what it is
-    /// multiplied with.
+    /// The first of the columns. In a gated product, they are added to the gate's product, and as many columns after
+    /// them to up's product.
     pub first: usize,
 }
 
-/// Rows of a matrix of the call's, of the operands' type, which are added to those of a sum.
+/// Rows of a matrix of the call, which are added to the rows of a sum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Residual {
-    /// Its number.
+    /// The number of the matrix.
     pub matrix: usize,
     /// The first row.
     pub first: usize,
 }
 
-/// What is added.
+/// One of the rows that a sum adds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Addend {
     /// The product that this rank makes.
     Product,
     /// Rows of a matrix that ranks share, in this rank's memory.
     Rows {
-        /// Its number.
+        /// The number of the matrix.
         matrix: usize,
         /// The first row.
         first: usize,
     },
 }
 
-/// Rows that are added up once everything has arrived and this rank's own blocks are made. What this rank makes is
-/// among the addends as rows of a matrix.
+/// A sum that is made once all transfers have arrived and this rank's own blocks are made.
+///
+/// The rows that this rank makes are addends like the others, as rows of a matrix.
 #[derive(Clone, Debug)]
 pub struct Reduction {
-    /// How many rows.
+    /// The number of rows.
     pub rows: usize,
-    /// How many columns.
+    /// The number of columns.
     pub n: usize,
-    /// Where they go, and what is added.
+    /// What is added, and where the result is stored.
     pub sum: Sum,
 }
 
 impl Reduction {
-    /// The type of what is added. The output's may be another.
+    /// The type of the addends. The output may have a different type.
     pub(crate) fn dtype(&self, matrices: &[MatrixSpec]) -> DType {
         let rows = |addend: &Addend| match addend {
             Addend::Rows { matrix, .. } => Some(*matrix),
@@ -162,16 +163,16 @@ impl Reduction {
     }
 }
 
-/// The second part of a chunk that is cut along K: what tiles need of it they need late.
+/// The second part of a chunk that is cut along K, which tiles need only for their later steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeferredChunk {
-    /// Its chunk flag.
+    /// The flag of this part.
     pub flag: usize,
-    /// Its first column, a multiple of [`CUT_COLUMNS`](super::config::CUT_COLUMNS).
+    /// The first column of this part, a multiple of [`CUT_COLUMNS`](super::config::CUT_COLUMNS).
     pub column: usize,
 }
 
-/// One entry of the table: a tile of the output, or as many, one above the other, as a cluster has CTAs.
+/// One entry of the table: a tile of the output, or one tile for each CTA of a cluster, one above the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct Tile {
@@ -179,17 +180,18 @@ pub struct Tile {
     pub m: u32,
     /// The tile's column: output columns from `n * tile_n`.
     pub n: u32,
-    /// The block of the product that it is of.
+    /// The number of its block in the product.
     pub block: u32,
     pub(crate) flag_begin: u16,
     pub(crate) flag_end: u16,
 }
 
 impl Tile {
-    /// The tile in row `m` of a block and column `n`, both below [`MAX_EXTENT`](super::layout::MAX_EXTENT), whose
-    /// operands wait for `flags`, which end with [`MAX_FLAGS`] at the most.
+    /// Makes the tile in row `m` and column `n` of a block, whose operands wait for `flags`.
+    ///
+    /// `m` and `n` must be below [`MAX_EXTENT`](super::layout::MAX_EXTENT). `flags` must not end after [`MAX_FLAGS`].
     pub fn new(block: usize, m: usize, n: usize, flags: Range<usize>) -> Tile {
-        // What is too large stays too large, and is refused.
+        // A flag that is too large stays too large, so the schedule's check refuses it.
         let word = |flag: usize| u16::try_from(flag).unwrap_or(u16::MAX);
         Tile {
             m: m as u32,
@@ -200,12 +202,12 @@ impl Tile {
         }
     }
 
-    /// The chunk flags that this tile's operands wait for; none if they are there from the beginning.
+    /// The chunk flags that this tile's operands wait for. Empty if the operands are there from the beginning.
     pub fn flags(&self) -> Range<usize> {
         self.flag_begin as usize..self.flag_end as usize
     }
 
-    /// Whether the two are of one block and wait for the same.
+    /// True if both tiles are in the same block and wait for the same flags.
     pub(super) fn is_alike(&self, other: &Tile) -> bool {
         let of = |tile: &Tile| (tile.block, tile.flag_begin, tile.flag_end);
         of(self) == of(other)

@@ -1,4 +1,4 @@
-//! What is moved: regions of matrices that ranks share, and what the caller makes.
+//! Transfers between ranks, the regions that they move, and the blocks that the caller makes.
 
 use std::ops::Range;
 
@@ -7,10 +7,12 @@ use smallvec::SmallVec;
 use crate::element::DType;
 use crate::route::Route;
 
-/// What is known of a matrix before a call binds it: its rows follow one another without padding where ranks share it.
+/// The type and extents of a matrix, which a call binds to memory.
+///
+/// The rows of a shared matrix follow one another without padding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MatrixSpec {
-    /// Of its elements.
+    /// The type of its elements.
     pub dtype: DType,
     /// Its rows.
     pub rows: usize,
@@ -19,7 +21,7 @@ pub struct MatrixSpec {
 }
 
 impl MatrixSpec {
-    /// Of so many rows and columns.
+    /// A matrix of `rows` rows and `columns` columns.
     pub const fn new(dtype: DType, rows: usize, columns: usize) -> MatrixSpec {
         MatrixSpec {
             dtype,
@@ -33,7 +35,7 @@ impl MatrixSpec {
         self.columns * self.dtype.bytes()
     }
 
-    /// What a region of it takes in memory whose rows begin `pitch` bytes apart: where ranks share it,
+    /// The bytes of a region in memory whose rows begin `pitch` bytes apart. In a shared matrix the pitch is
     /// [`row_bytes`](Self::row_bytes).
     pub fn extent_of(&self, region: &Region, pitch: usize) -> Extent {
         let width = self.dtype.bytes();
@@ -49,24 +51,24 @@ impl MatrixSpec {
 /// A region of a matrix in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// From the matrix's beginning.
+    /// Bytes from the matrix's beginning.
     pub offset: usize,
-    /// Of a row of the region.
+    /// Bytes of a row of the region.
     pub width: usize,
-    /// From row to row.
+    /// Bytes from row to row.
     pub pitch: usize,
-    /// How many rows.
+    /// The number of rows.
     pub rows: usize,
 }
 
 impl Extent {
-    /// Its one length, if its rows follow one another without a gap.
+    /// Its length in bytes, if its rows follow one another without a gap.
     pub fn contiguous(&self) -> Option<usize> {
         (self.width == self.pitch || self.rows <= 1).then_some(self.width * self.rows)
     }
 }
 
-/// Rows and columns of a matrix that ranks share; or, in the memory of the rank that moves them, of any.
+/// Rows and columns of a shared matrix, or of any matrix of the rank that makes the transfer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Region {
     /// The matrix's number.
@@ -78,7 +80,7 @@ pub struct Region {
 }
 
 impl Region {
-    /// Whether the two have an element in common.
+    /// True if both regions have an element in common.
     pub(super) fn overlaps(&self, other: &Region) -> bool {
         let meet = |a: &Range<usize>, b: &Range<usize>| a.start.max(b.start) < a.end.min(b.end);
         self.matrix == other.matrix
@@ -87,17 +89,17 @@ impl Region {
     }
 }
 
-/// A region of one rank's memory and where it goes in another's: as many rows and columns.
+/// A region of one rank's memory, and a region of the same size in another rank's memory that it is copied to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Move {
-    /// What is read.
+    /// The region that is read.
     pub from: Region,
-    /// What is written.
+    /// The region that is written.
     pub to: Region,
 }
 
 impl Move {
-    /// To the same place.
+    /// A move to the same region of the other rank's memory.
     pub fn in_place(region: Region) -> Move {
         Move {
             from: region.clone(),
@@ -106,29 +108,29 @@ impl Move {
     }
 }
 
-/// Regions that are moved at once, from one rank's memory into another's, under one flag.
+/// Regions that are moved together from one rank's memory into another's, under one flag.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Transfer {
     /// The rank whose memory is read.
     pub from: usize,
     /// The rank whose memory is written.
     pub to: usize,
-    /// The rank whose rows they are: `from`, unless that passes on what it got.
+    /// The rank whose rows they are. It is `from`, unless `from` passes on rows that it got.
     pub source: usize,
-    /// What is moved.
+    /// The regions.
     pub regions: SmallVec<[Move; 1]>,
-    /// Chunk flags of the rank that moves them: it waits for these first.
+    /// Chunk flags that the mover waits for first.
     pub after: Range<usize>,
-    /// A block of the product of the rank that moves them, or one that its caller makes: it waits for that too.
+    /// A block of the mover's product, or of its caller, that it waits for too.
     pub produced: Option<usize>,
-    /// The chunk flag of `to` that says that they have arrived.
+    /// The chunk flag of `to` that says that the regions have arrived.
     pub flag: usize,
-    /// Who moves them.
+    /// Who moves the regions.
     pub route: Route,
 }
 
 impl Transfer {
-    /// The rank that moves them.
+    /// The rank that moves the regions.
     pub fn mover(&self) -> usize {
         match self.route {
             Route::Pull => self.to,
@@ -136,7 +138,7 @@ impl Transfer {
         }
     }
 
-    /// The other rank, for the one that moves them.
+    /// The rank that is not the mover.
     pub fn peer(&self) -> usize {
         match self.route {
             Route::Pull => self.from,
@@ -144,7 +146,7 @@ impl Transfer {
         }
     }
 
-    /// For a profiler.
+    /// The transfer's name for a profiler.
     pub(crate) fn name(&self) -> String {
         let rows = self
             .regions
@@ -158,22 +160,22 @@ impl Transfer {
         }
     }
 
-    /// Whether they are the part of a copied chunk that tiles need late.
+    /// True for the second part of a copied chunk that is cut along K.
     pub fn is_deferred(&self) -> bool {
         let is_behind = |moved: &Move| moved.to.columns.start > 0;
         self.route != Route::Store && self.regions.iter().any(is_behind)
     }
 }
 
-/// Rows that the caller makes: a block.
+/// A block of rows that the caller makes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Request {
     /// The rank that gets them.
     pub owner: usize,
-    /// Which rows, of all that this rank makes.
+    /// The rows, counted among all that this rank makes.
     pub rows: Range<usize>,
-    /// Where they are to lie in this rank's memory.
+    /// Where the caller puts them in this rank's memory.
     pub place: Region,
-    /// Of what this rank keeps, and others' is added to: the chunk flags of that.
+    /// The chunk flags of the other ranks' addends, if this rank keeps the rows.
     pub addends: Range<usize>,
 }

@@ -20,12 +20,12 @@ mod svg;
 pub struct Trace {
     /// The rank.
     pub rank: usize,
-    /// The spans, by their beginnings.
+    /// The spans, in the order in which they begin.
     pub spans: Vec<Span>,
 }
 
 impl Trace {
-    /// What `run` notes.
+    /// The trace of the spans that `run` notes.
     pub(crate) fn of(rank: usize, run: impl FnOnce(&mut Vec<Span>) -> Result<()>) -> Result<Trace> {
         let mut spans = Vec::new();
         run(&mut spans)?;
@@ -52,7 +52,7 @@ impl Trace {
         }));
     }
 
-    /// What `rank` has sent.
+    /// Parses the trace that `rank` has sent.
     fn parse(rank: usize, bytes: &[u8]) -> serde_json::Result<Trace> {
         let spans = json::spans(bytes)?;
         Ok(Trace { rank, spans })
@@ -163,7 +163,7 @@ impl Timeline {
     }
 }
 
-/// The category, the name and the arguments of what was done.
+/// The category, the name and the arguments of a span's work.
 fn words_of(work: &Work) -> (&'static str, String, serde_json::Value) {
     use serde_json::json;
     match work {
@@ -288,10 +288,10 @@ mod tests {
 
 #[cfg(fuzzing)]
 pub mod fuzzing {
-    //! The trace of another rank, and what is drawn of it.
+    //! Parses the trace of another rank and converts it for Chrome.
     use super::*;
 
-    /// A trace.
+    /// Parses a trace and converts it for Chrome.
     pub fn parse(data: &[u8]) {
         if let Ok(trace) = Trace::parse(0, data) {
             let timeline = Timeline {
@@ -301,7 +301,7 @@ pub mod fuzzing {
         }
     }
 
-    /// One with all that there may be in it.
+    /// A trace with work and lanes of every kind.
     pub fn seeds() -> Vec<Vec<u8>> {
         let pull = Work::Pull {
             source: 1,

@@ -25,7 +25,8 @@ const INK: RGBColor = RGBColor(38, 44, 52);
 const FAINT: RGBColor = RGBColor(120, 128, 138);
 const GROUND: RGBColor = RGBColor(243, 245, 247);
 const WAITING: RGBColor = RGBColor(208, 213, 219);
-/// Colours that stay apart also for colour-blind eyes (Okabe and Ito), then around again.
+/// Colours that colour-blind eyes can tell apart (Okabe and Ito). Ranks beyond the last colour begin again at the
+/// first.
 const RANKS: [RGBColor; 7] = [
     RGBColor(0, 114, 178),
     RGBColor(230, 159, 0),
@@ -90,7 +91,7 @@ impl Timeline {
                     Lane::Copy => "copies".to_string(),
                     Lane::Caller(index) => format!("caller's stream {index}"),
                     Lane::Worker(index) if !band.thin => format!("worker {index}"),
-                    // The first stands for all.
+                    // The first worker's lane stands for all.
                     Lane::Worker(_) if band.workers().next() == Some(lane) => {
                         format!("{} workers", band.workers().count())
                     }
@@ -136,7 +137,7 @@ impl Timeline {
 /// The lanes of one rank, from the top.
 struct Band {
     lanes: Vec<Lane>,
-    /// Whether its workers are too many for names.
+    /// True if there are too many workers for names.
     thin: bool,
 }
 

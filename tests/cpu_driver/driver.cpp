@@ -1,15 +1,17 @@
-// A CUDA driver that runs on the CPU, for tests of what the CUDA backend puts on streams where there is no GPU:
-// libcuda.so.1 for the tests' processes. `run` beside it builds and uses it.
+// A CUDA driver that runs on the CPU. It tests the work that the CUDA backend enqueues, on machines without a GPU. It
+// is libcuda.so.1 for the tests' processes. `run` beside it builds and uses it.
 //
 // There is one GPU, which ranks share, or as many as CPU_DRIVER_GPUS says. With CPU_DRIVER_HANGS the driver never
-// starts. A stream is a thread that does one thing after the other; device memory is the host's, and what processes
-// pass on to one another are memfds. Of capture it keeps the rules that this library can break: what a capture has
-// spread to must be joined; events do not cross its border; a stream that is captured is not asked whether it is idle.
-// A graph's nodes run one after the other, in any order that their edges allow: so kernels that wait for copies of the
-// same graph find no place here.
+// starts. A stream is a thread that does one thing after the other. Device memory is host memory, and processes pass
+// memfds to one another.
 //
-// It knows the kernels that it needs: reductions, collectives, alignment, the count of replays, and products whose
-// partials are not added by kernels. It says nothing about speed, nor about what a GPU may reorder.
+// It enforces the rules of capture that this library can break. Streams that a capture has spread to must be joined.
+// Events do not cross the border of a capture. A stream that is captured must not be asked whether it is idle. A
+// graph's nodes run one after the other, in any order that their edges allow. So kernels that wait for copies of the
+// same graph cannot run here.
+//
+// It has the kernels that it needs: reductions, collectives, alignment, the count of replays, and products whose
+// partials are not added by kernels. It says nothing about speed, or about what a GPU may reorder.
 
 #include <cuda.h>
 
@@ -40,7 +42,7 @@
 
 #include "../../cuda/abi.h"
 
-// The same under the old name, which is what is exported everywhere.
+// The same function under the old name, which is the exported one everywhere.
 #undef cuEventElapsedTime
 
 namespace {
@@ -51,7 +53,7 @@ double now_ns() {
     return std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// What a program did wrong, or what this driver can't.
+// A program's mistake, or something that this driver can't do.
 CUresult refuse(CUresult result, const char* why, ...) {
     va_list arguments;
     va_start(arguments, why);
@@ -80,7 +82,7 @@ struct Capture {
     }
 };
 
-// Of all captures, what streams and events have to do with them, and the list of streams.
+// Guards all captures, the state of streams and events in them, and the list of streams.
 std::mutex capturing;
 
 // A place on a stream that has been recorded.
@@ -220,7 +222,7 @@ void nap() { std::this_thread::sleep_for(std::chrono::microseconds(10)); }
 
 bool has_reached(uint32_t seen, uint32_t expected) { return static_cast<int32_t>(seen - expected) >= 0; }
 
-// Numbers of 16 bits, and of 32.
+// Numbers of 16 and of 32 bits.
 
 enum class Kind { bf16, f16, f32 };
 
@@ -274,7 +276,7 @@ float function(float x, uint32_t activation) {
     }
 }
 
-// Of a matrix that may not be there, for a sum of f32.
+// The operand may be missing, for a sum of f32.
 float addend(const void* rows, uint64_t offset, uint64_t column, Kind kind) {
     return rows == nullptr ? 0 : load(static_cast<const char*>(rows) + offset, column, kind);
 }
@@ -397,7 +399,7 @@ struct Shape {
     int tile_m, tile_n, cluster, split;
 };
 
-// What a product is made of, and where it goes, by weight.
+// The operands and outputs of a product, by weight.
 struct Operands {
     Matrix a, b[GEMMESH_MAX_WEIGHTS], out[GEMMESH_MAX_WEIGHTS];
 };
@@ -489,7 +491,7 @@ Work work_of(const std::string& name, void** arguments) {
     return [operands, params = params(3), shape, kind] { multiply(operands, *params, shape, kind); };
 }
 
-// Ordinary memory, with some room behind it, for kernels load whole pieces.
+// Ordinary memory, with some room after it, because kernels load whole pieces.
 CUresult allocate(CUdeviceptr* to, size_t bytes) {
     void* memory;
     if (posix_memalign(&memory, 4096, bytes + 512) != 0) return CUDA_ERROR_OUT_OF_MEMORY;
@@ -602,7 +604,7 @@ CUresult cuGetErrorString(CUresult, const char** words) { return *words = "of th
 // Tests say what else than the truth who asks for an event, or for a stream, is told.
 void cpuDriverAnswers(CUresult events, CUresult of_streams) { events_answer = events, streams_answer = of_streams; }
 
-// Streams and events. What is destroyed may still run: nothing is freed.
+// Streams and events. A destroyed one may still be in use, so nothing is freed.
 
 CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned, int priority) {
     std::lock_guard<std::mutex> lock(capturing);
@@ -659,7 +661,7 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
             stream->last.clear();
         }
         if (stream->capture != event->capture) return refuse(CUDA_ERROR_STREAM_CAPTURE_MERGE, "two captures meet");
-        // Also a stream that does no more than wait has to be joined.
+        // A stream that only waits has to be joined too.
         std::vector<int> after = stream->last;
         after.insert(after.end(), event->last.begin(), event->last.end());
         stream->last = {stream->capture->add([] {}, after)};

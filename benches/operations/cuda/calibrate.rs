@@ -11,7 +11,7 @@ use super::clock::{self, Timer};
 use crate::common::gather::AllGather;
 use crate::common::{self, Failure, Operation};
 
-/// Few rows, some hundreds and thousands; narrow and wide, shallow and deep.
+/// Shapes with few, hundreds and thousands of rows; narrow and wide, shallow and deep.
 const SHAPES: [[usize; 3]; 28] = [
     [1, 3584, 2048],
     [2, 1024, 12_288],
@@ -42,12 +42,12 @@ const SHAPES: [[usize; 3]; 28] = [
     [8192, 1792, 2048],
     [12_000, 4096, 1024],
 ];
-/// Slices of K that are tried beside none.
+/// Slices of K that are tried, beside none.
 const SLICES: [usize; 3] = [2, 4, 12];
 /// Runs that count, after one that does not.
 const ROUNDS: usize = 3;
 
-/// Times kernels on `SHAPES`, and ways to move rows, and writes the rates that explain it to a file. Collective.
+/// Times kernels and ways to move rows on `SHAPES`, and writes the rates that explain the times to a file. Collective.
 pub fn calibrate<T: Element>(group: &Group<Cuda>, path: &Path) -> Result<(), Failure> {
     clock::bind(group)?;
     let timer = Timer::new(group)?;
@@ -96,7 +96,7 @@ pub fn calibrate<T: Element>(group: &Group<Cuda>, path: &Path) -> Result<(), Fai
     Ok(())
 }
 
-/// How rows are moved.
+/// Ways to move rows.
 fn ways() -> [(Route, Chunking); 5] {
     let one = Chunking::new(1);
     [
@@ -108,7 +108,7 @@ fn ways() -> [(Route, Chunking); 5] {
     ]
 }
 
-/// The median time of a configuration, if there is one like that for the shape. Collective.
+/// The median time of a configuration. None if the shape can't have it. Collective.
 fn sample<T: Element>(
     timer: &Timer,
     operation: &mut AllGather<Cuda, T>,
@@ -117,7 +117,7 @@ fn sample<T: Element>(
     gathers: bool,
 ) -> Result<Option<Sample>> {
     let prepared = match operation.prepare(Some(config)) {
-        // Slices need more room than there is; or ranks share a GPU, and nobody pushes.
+        // Slices need more room than there is, or ranks share a GPU and nobody pushes.
         Err(Error::Limit { .. } | Error::NoRoute { .. }) => return Ok(None),
         prepared => prepared?,
     };

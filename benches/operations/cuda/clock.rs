@@ -13,7 +13,7 @@ const FLUSH_BYTES: usize = 256 << 20;
 pub struct Timer {
     pub group: Group<Cuda>,
     pub stream: driver_sys::CUstream,
-    /// Where what is timed begins.
+    /// The beginning of the timed work.
     pub begin: driver_sys::CUevent,
     end: driver_sys::CUevent,
     flush: Scratch,
@@ -32,20 +32,20 @@ impl Timer {
 
     /// Flushes the L2 cache and aligns the ranks, on the device.
     pub fn prepare(&self) -> Result<()> {
-        // SAFETY: the buffer is as long.
+        // SAFETY: the buffer has this length.
         unsafe { driver::memset_d8_async(self.flush.ptr(), 0, FLUSH_BYTES, self.stream) }
             .map_err(refused("flush the cache"))?;
         gemmesh::testing::align_streams(&self.group)
     }
 
-    /// Microseconds on the device from the starting line to the end of what `run` puts on the stream.
+    /// Microseconds on the device from the starting line to the end of the work that `run` enqueues on the stream.
     pub fn time(&self, run: impl FnOnce() -> Result<()>) -> Result<f64> {
         self.prepare()?;
         record(self.begin, self.stream)?;
         run()?;
         record(self.end, self.stream)?;
         self.group.synchronize()?;
-        // Also the peers', which the group knows nothing of.
+        // This also waits for the baselines' work, which the group does not know.
         // SAFETY: the event lives.
         unsafe { driver::event::synchronize(self.end) }.map_err(refused("wait for the end"))?;
         // SAFETY: both have been recorded, and passed.
@@ -57,7 +57,7 @@ impl Timer {
 
 impl Drop for Timer {
     fn drop(&mut self) {
-        // SAFETY: made by `new`; what recorded them has been waited for.
+        // SAFETY: made by `new`, and the streams that recorded them have been waited for.
         unsafe {
             let _ = driver::event::destroy(self.begin);
             let _ = driver::event::destroy(self.end);
@@ -80,7 +80,7 @@ impl Side {
         })
     }
 
-    /// Does both at once: `beside` on this stream, `run` on that of `timer`, which then waits for both.
+    /// Runs both at the same time: `beside` on this stream, and `run` on that of `timer`, which then waits for both.
     pub fn run(
         &self,
         timer: &Timer,
@@ -97,7 +97,7 @@ impl Side {
 
 impl Drop for Side {
     fn drop(&mut self) {
-        // SAFETY: made by `new`, used no more: every row has been waited for.
+        // SAFETY: made by `new` and not used again, because every row has been waited for.
         unsafe {
             let _ = driver::stream::destroy(self.stream);
             let _ = driver::event::destroy(self.joined);
@@ -122,7 +122,7 @@ fn wait(stream: driver_sys::CUstream, event: driver_sys::CUevent) -> Result<()> 
         .map_err(refused("wait for an event"))
 }
 
-/// What a stream was told, to be told again.
+/// Captured work of a stream, to be replayed.
 pub struct Graph {
     graph: driver_sys::CUgraph,
     executable: driver_sys::CUgraphExec,
@@ -136,7 +136,7 @@ impl Graph {
         let mode = driver_sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         let what = "capture a graph";
         let (mut graph, mut executable) = (std::ptr::null_mut(), std::ptr::null_mut());
-        // SAFETY: the stream lives; the calls write the locals.
+        // SAFETY: the stream lives, and the calls write the locals.
         unsafe {
             let begun = driver_sys::cuStreamBeginCapture_v2(stream, mode);
             begun.result().map_err(refused(what))?;
@@ -151,7 +151,7 @@ impl Graph {
     }
 
     pub fn launch(&self, stream: driver_sys::CUstream) -> Result<()> {
-        // SAFETY: both live; what was captured is alive as long as the benchmark.
+        // SAFETY: both live, and all that was captured lives as long as the benchmark.
         let launched = unsafe { driver_sys::cuGraphLaunch(self.executable, stream) };
         launched.result().map_err(refused("launch a graph"))
     }
@@ -159,7 +159,7 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        // SAFETY: made by `capture`; its last launch has been waited for.
+        // SAFETY: made by `capture`, and its last launch has been waited for.
         unsafe {
             let _ = driver_sys::cuGraphExecDestroy(self.executable);
             let _ = driver_sys::cuGraphDestroy(self.graph);
@@ -167,9 +167,9 @@ impl Drop for Graph {
     }
 }
 
-/// Makes the primary context of the rank's GPU, in which everything lies, current for the calls of this folder.
+/// Makes the primary context of the rank's GPU current for the calls of this folder. Everything lies in it.
 pub fn bind(group: &Group<Cuda>) -> Result<()> {
-    // SAFETY: a stream of a group that lives; the context does as long.
+    // SAFETY: the group lives, so its stream does, and the context lives as long.
     unsafe {
         let mut context = std::ptr::null_mut();
         let found = driver_sys::cuStreamGetCtx(group.stream().cast(), &mut context);

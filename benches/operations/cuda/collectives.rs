@@ -14,8 +14,8 @@ use super::peers::{Collective, Communication, Nccl};
 use crate::common::{self, Failure, random};
 use crate::{append, commit, unix_time};
 
-/// Bytes a rank: of its rows of what is gathered or scattered, of all that it sends to all ranks, of an addend, of all
-/// that is broadcast.
+/// Bytes of a rank: of its rows if they are gathered or scattered, of all that it sends in an all-to-all, of its
+/// addend, or of all rows that are broadcast.
 const BYTES: [usize; 8] = [
     1 << 10,
     16 << 10,
@@ -36,21 +36,21 @@ const ALL: [(&str, Collective); 5] = [
     ("broadcast", Collective::Broadcast),
 ];
 
-/// One collective, and what it is done with.
+/// One collective, and its matrices.
 struct Exchange {
     collective: Collective,
-    /// This rank's own.
+    /// This rank's input.
     input: Matrix<Cuda, bf16>,
     own: Matrix<Cuda, bf16>,
     shared: ShardedMatrix<Cuda, bf16>,
 }
 
 impl Exchange {
-    /// Random numbers, which differ from rank to rank.
+    /// Makes the matrices of random numbers, which differ between ranks.
     fn new(group: &Group<Cuda>, collective: Collective, bytes: usize) -> Result<Exchange> {
         let world = group.world_size();
         let rows = bytes / (COLUMNS * size_of::<bf16>());
-        // Of the input, of what is this rank's own in the end, and of the sharded matrix.
+        // The rows of the input, of this rank's result, and of the sharded matrix.
         let [input, own, shared] = match collective {
             Collective::Gather => [1, 1, world * rows],
             Collective::ReduceScatter => [world * rows, rows, world],
@@ -85,7 +85,7 @@ impl Exchange {
         }
     }
 
-    /// Whether a run has brought what the other ranks had, bit for bit.
+    /// True if a run has brought the other ranks' rows, bit for bit.
     fn check(&mut self, group: &Group<Cuda>) -> Result<bool> {
         let (rank, world) = (group.rank(), group.world_size());
         let [input, _] = self.input.shape();
@@ -132,7 +132,7 @@ impl Exchange {
         Ok(bits(&found) == bits(&expected))
     }
 
-    /// The same by NCCL, in memory of the benchmark's own.
+    /// The same collective by NCCL, in the benchmark's own memory.
     fn communication(&self, world: usize, bytes: usize) -> Result<Communication> {
         let count = bytes / size_of::<bf16>();
         let (from, to, count) = match self.collective {
@@ -151,12 +151,12 @@ impl Exchange {
     }
 }
 
-/// What rank `rank` has.
+/// The rows of rank `rank`.
 fn values(rank: usize, rows: usize) -> Vec<bf16> {
     random(rows * COLUMNS, 1 + rank as u64)
 }
 
-/// Times them, from a kilobyte a rank on. Collective.
+/// Times all collectives, from a kilobyte for each rank on. Collective.
 pub fn run(group: &Group<Cuda>, rounds: [usize; 2], json: Option<&Path>) -> Result<(), Failure> {
     let [warmup, iters] = rounds;
     clock::bind(group)?;

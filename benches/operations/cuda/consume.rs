@@ -20,7 +20,7 @@ use crate::common::{Check, Operation};
 /// `out[M, N] = gather(a)[M, K] · b[N, K]ᵀ` by all_gather_and_consume, whose consumer is cuBLASLt.
 pub struct Consume<T: Element> {
     gather: AllGather<Cuda, T>,
-    /// One for each of the two streams, for its products use the handle's memory.
+    /// One for each of the two streams, because products use the handle's memory.
     cublaslt: [Rc<CublasLt>; 2],
     /// In the order of the calls.
     products: Vec<Product>,
@@ -72,13 +72,13 @@ impl<T: Element> Operation<Cuda, T> for Consume<T> {
         AllGather::<Cuda, T>::describe(shape)
     }
 
-    /// The product of gemmesh's own beside which it is timed, and the number of chunks.
+    /// gemmesh's own product, which is timed beside it, and the number of chunks.
     fn prepare(&self, config: Option<Config>) -> Result<Self::Prepared> {
         let pulled = match config {
             Some(config) => config,
             None => {
                 let tile = self.gather.prepare(None)?.config().tile;
-                // As the library does.
+                // The number that the library chooses.
                 let chunks = if self.gather.a.rows().len() < self.gather.a.shape()[0] / 3 {
                     1
                 } else {

@@ -24,7 +24,7 @@ impl Scratch {
     /// Copies `bytes` bytes, which both hold.
     ///
     /// # Safety
-    /// They do; and nobody else uses them meanwhile.
+    /// Both hold `bytes` bytes, and nobody else uses them during the call.
     pub unsafe fn copy_from(&self, from: driver_sys::CUdeviceptr, bytes: usize) -> Result<()> {
         if bytes == 0 {
             return Ok(());
@@ -36,7 +36,7 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // SAFETY: allocated by `new`; the streams that used it have been waited for.
+        // SAFETY: allocated by `new`, and the streams that used it have been waited for.
         let _ = unsafe { driver::free_sync(self.0) };
     }
 }

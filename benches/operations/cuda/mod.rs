@@ -1,4 +1,4 @@
-//! The rows of the CUDA backend: gemmesh, and its peers NCCL and cuBLASLt.
+//! The rows of the CUDA backend's table: gemmesh, and its baselines NCCL and cuBLASLt.
 #![allow(unsafe_code)]
 
 mod calibrate;
@@ -29,7 +29,7 @@ use crate::forms::Clock;
 use crate::sums::{AllReduce, Operands, ReduceScatter};
 use crate::{Args, PRODUCTS, Timed, Timing, append, verify};
 
-/// Calls in a row whose time on the host is taken; few enough for the device's queues.
+/// Calls in a row whose time on the host is taken. They are few enough for the device's queues.
 const CALLS: usize = 12;
 
 /// For `map_err`: the driver, cuBLASLt or NCCL refused `action`.
@@ -41,32 +41,32 @@ fn refused<E: Debug>(action: &str) -> impl FnOnce(E) -> Error {
     }
 }
 
-/// An operation beside what others do instead.
+/// An operation, and the baselines that it is timed beside.
 pub trait OnGpus<T: Element>: Operation<Cuda, T> {
-    /// What cuBLASLt and NCCL do, with the operands of this one. Collective.
+    /// The same work by cuBLASLt and NCCL, with the same operands. Collective.
     fn peers(&mut self, instruments: &Instruments, prepared: &Self::Prepared) -> Result<Peers>;
-    /// Copies what a run moves, in no order with anything.
+    /// Makes a run's copies, without any order.
     fn copy(&mut self, prepared: &Self::Prepared) -> Result<()>;
-    /// Whether its kernels add partials.
+    /// True if its kernels add partials.
     const ADDS: bool;
-    /// How rows may be moved.
+    /// Ways to move its rows.
     fn ways() -> Vec<(Route, Chunking)>;
-    /// Whether a run can be captured in a CUDA graph.
+    /// True if a run can be captured in a CUDA graph.
     fn can_be_captured(prepared: &Self::Prepared) -> bool {
         Self::config(prepared).route != Route::Pull
     }
-    /// The host's time in functions of the caller's since this was asked last, if it has any.
+    /// The host's time in the caller's functions since the last call of this, if there are any.
     fn in_functions(&mut self) -> Option<Duration> {
         None
     }
 }
 
-/// What all shapes are timed with: NCCL alone takes a second to set up.
+/// The tools that time all shapes. NCCL alone takes a second to set up.
 pub struct Instruments {
     timer: Timer,
     side: Side,
     cublaslt: Rc<CublasLt>,
-    /// None where ranks share a GPU.
+    /// None if ranks share a GPU.
     nccl: Option<Nccl>,
 }
 
@@ -120,11 +120,11 @@ impl<T: Element> Clock<Cuda, T> for Instruments {
     }
 }
 
-/// What cuBLASLt and NCCL do of an operation, in memory of the benchmark's own.
+/// An operation by cuBLASLt and NCCL, in the benchmark's own memory.
 pub struct Peers {
     product: Product,
     communication: Communication,
-    /// Where the product goes, if it is not communicated.
+    /// The product, if it is not communicated.
     _out: Option<Scratch>,
 }
 
@@ -136,7 +136,7 @@ impl Peers {
         }
     }
 
-    /// Puts one after the other on the stream of `timer`.
+    /// Enqueues one after the other on the stream of `timer`.
     fn run(&self, nccl: &Nccl, timer: &Timer) -> Result<()> {
         match self.communication.collective {
             Collective::Gather => {
@@ -158,17 +158,18 @@ impl<T: Element> OnGpus<T> for AllGather<Cuda, T> {
         let group = &instruments.timer.group;
         let ([m, k], [n, _]) = (self.a.shape(), self.b.shape());
         let (own, row) = (self.a.rows(), k * size_of::<T>());
-        // NCCL gathers equal shards only; where the rows don't divide, each rank sends as many as the longest has.
+        // NCCL gathers equal shards only. If the rows don't divide evenly, each rank sends as many as the longest shard
+        // has.
         let (longest, world) = (m.div_ceil(group.world_size()), group.world_size());
         let shard = Scratch::new(longest * row)?;
         let gathered = Scratch::new(world * longest * row)?;
         let pitch = n.next_multiple_of(8);
         let out = Scratch::new(m * pitch * size_of::<T>())?;
-        // The products of cuBLASLt read what a gather has brought, like gemmesh's own.
+        // cuBLASLt's products read the gathered rows, like gemmesh's own.
         prepared.gather(&self.a)?;
         group.synchronize()?;
         let a = self.a.as_device_ptr();
-        // SAFETY: the one holds a shard, the other M rows, as does `a`, which nobody writes now.
+        // SAFETY: one holds a shard and the other M rows, as `a` does, which nobody writes now.
         unsafe {
             shard.copy_from(a + (own.start * row) as u64, own.len() * row)?;
             gathered.copy_from(a, m * row)?;
@@ -196,7 +197,8 @@ impl<T: Element> OnGpus<T> for AllGather<Cuda, T> {
     }
 
     fn copy(&mut self, prepared: &Self::Prepared) -> Result<()> {
-        // SAFETY: what the ranks do is timed from where their streams are aligned, and nobody writes `a` meanwhile.
+        // SAFETY: ranks are timed from the point where their streams are aligned, and nobody writes `a` during the
+        // copies.
         unsafe { prepared.copy(&self.a) }
     }
 
@@ -217,7 +219,8 @@ impl<T: Element> Operands<Cuda, T> {
     fn peers(&self, instruments: &Instruments, collective: Collective) -> Result<Peers> {
         let shape = self.shape();
         let ([m, n, _], world) = (shape, self.group.world_size());
-        // NCCL scatters equal parts only; where the rows don't divide, each rank gets as many as the longest has.
+        // NCCL scatters equal parts only. If the rows don't divide evenly, each rank gets as many as the longest part
+        // has.
         let longest = m.div_ceil(world);
         let count = match collective {
             Collective::AllReduce => m * n,
@@ -244,7 +247,8 @@ impl<T: Element> Operands<Cuda, T> {
     }
 }
 
-/// Sums by all routes: what is sent last is cut finer, for when it is made, all that is left to do is to move it.
+/// Ways to make sums, by all routes. The last chunks are cut more finely, because when they are made, only moving them
+/// is left to do.
 fn ways_of_sums(counts: &[(usize, usize)]) -> Vec<(Route, Chunking)> {
     let cuts = counts
         .iter()
@@ -262,7 +266,8 @@ impl<T: Element> OnGpus<T> for ReduceScatter<Cuda, T> {
     }
 
     fn copy(&mut self, prepared: &Self::Prepared) -> Result<()> {
-        // SAFETY: what the ranks do is timed from where their streams are aligned: nobody makes partials meanwhile.
+        // SAFETY: ranks are timed from the point where their streams are aligned, and nobody makes partials during the
+        // copies.
         unsafe { prepared.copy() }
     }
 
@@ -288,7 +293,7 @@ impl<T: Element> OnGpus<T> for AllReduce<Cuda, T> {
     }
 }
 
-/// What is timed on the device.
+/// The variants that are timed on the device.
 #[derive(Clone, Copy)]
 enum Variant {
     Cublaslt,
@@ -298,7 +303,7 @@ enum Variant {
     Peers,
     Sequential,
     Fused,
-    /// The same, replayed from a CUDA graph, if it can be captured.
+    /// The fused call, replayed from a CUDA graph, if it can be captured.
     Graph,
     /// cuBLASLt on one stream and plain copies on another, with nothing between them.
     Ideal,
@@ -353,7 +358,7 @@ fn captured<T: Element, O: OnGpus<T>>(
     Ok(Some(graph))
 }
 
-/// The times of these variants, in turn, as often as `args` says; `progress` is called after each round.
+/// The times of these variants, which run in turn, as often as `args` says. `progress` is called after each round.
 fn samples(
     timer: &Timer,
     args: &Args,
@@ -375,8 +380,8 @@ fn samples(
     Ok(samples)
 }
 
-/// What one of several fused calls in a row takes on the host: in all, and without functions of the caller's, if it has
-/// any. Collective.
+/// The host's time in one of several fused calls in a row: in all, and without the caller's functions if there are any.
+/// Collective.
 fn rows_of_host<T: Element, O: OnGpus<T>>(
     operation: &mut O,
     prepared: &O::Prepared,
@@ -414,7 +419,7 @@ impl<T: Element, O: OnGpus<T>> Timed<Cuda, T> for O {
         Instruments::new(group)
     }
 
-    /// Times all rows, alternating, as often as `args` says; `progress` is called after each round.
+    /// Times all rows in turn, as often as `args` says. `progress` is called after each round.
     fn time(
         &mut self,
         instruments: &Instruments,
@@ -510,9 +515,9 @@ fn fastest<T: Element, O: OnGpus<T>>(
     operation: &mut O,
 ) -> Result<(Config, f64)> {
     const ROUNDS: usize = 9;
-    /// Longer by this in a first round is reason enough to go on to the next.
+    /// A configuration that takes this many times as long in a first round is not tried again.
     const HOPELESS: f64 = 1.2;
-    /// Shorter by less than this is no reason to choose another configuration: it is noise.
+    /// A configuration is only chosen if it is faster by this factor. Less is noise.
     const NOISE: f64 = 0.995;
     clock::bind(group)?;
     let timer = Timer::new(group)?;
@@ -522,13 +527,13 @@ fn fastest<T: Element, O: OnGpus<T>>(
     for (route, chunking) in O::ways() {
         for config in with_each_kernel(&Config::new(tile, chunking, route), O::ADDS) {
             let other = match operation.prepare(Some(config)) {
-                // Nor for another kernel.
+                // A different kernel cannot use this route either.
                 Err(Error::NoRoute { .. }) => break,
                 other => other?,
             };
             let mut run = |prepared: &O::Prepared| timer.time(|| operation.run(prepared));
             run(&other)?;
-            // In turn with the best so far: what a GPU loses as it grows warm, both lose.
+            // It runs in turn with the best so far. If the GPU gets slower as it grows warm, both lose the same.
             let mut rounds = |count: usize| -> Result<[f64; 2]> {
                 let times: Vec<[f64; 2]> = (0..count)
                     .map(|_| Ok([run(&best)?, run(&other)?]))

@@ -13,10 +13,10 @@ use super::memory::{Place, Scratch};
 use super::refused;
 use crate::common;
 
-/// What [`refused`] says.
+/// The action that [`refused`] names.
 const SET_UP: &str = "set up cuBLASLt";
 const WORKSPACE_BYTES: usize = 64 << 20;
-/// Algorithms of cuBLASLt's choice that are tried; the fastest is its row.
+/// The number of cuBLASLt's proposed algorithms that are tried. The fastest is its row.
 const ALGORITHMS: usize = 16;
 
 /// A handle of cuBLASLt, and the memory that its products work in, one after the other.
@@ -35,18 +35,19 @@ impl CublasLt {
 
 impl Drop for CublasLt {
     fn drop(&mut self) {
-        // SAFETY: made by `new`, used no more: each product keeps it.
+        // SAFETY: made by `new` and not used again, because each product keeps it.
         let _ = unsafe { lt::destroy_handle(self.handle) };
     }
 }
 
-/// One product by cuBLASLt: out[M, N] = a[M, K] · b[N, K]ᵀ, row-major, as out' = b' · a' in its column-major eyes.
+/// One product by cuBLASLt: out[M, N] = a[M, K] · b[N, K]ᵀ, row-major. For cuBLASLt, which is column-major, it is out'
+/// = b' · a'.
 pub struct Product {
     cublaslt: Rc<CublasLt>,
     desc: lt_sys::cublasLtMatmulDesc_t,
     layouts: [lt_sys::cublasLtMatrixLayout_t; 3],
     pub algorithms: Vec<lt_sys::cublasLtMatmulAlgo_t>,
-    /// The one that runs.
+    /// The algorithm that runs.
     pub chosen: usize,
     a: *const c_void,
     b: *const c_void,
@@ -54,7 +55,7 @@ pub struct Product {
 }
 
 impl Product {
-    /// The memory holds matrices of this shape, and lives as long.
+    /// The memory holds matrices of this shape, and lives as long as this value.
     pub fn new<T: Element>(
         cublaslt: &Rc<CublasLt>,
         a: Place,
@@ -88,7 +89,7 @@ impl Product {
     pub fn run(&self, stream: driver_sys::CUstream) -> Result<()> {
         let (one, zero) = (1f32, 0f32);
         let [b, a, out] = self.layouts;
-        // SAFETY: the matrices are as the layouts say and live as long as the benchmark.
+        // SAFETY: the matrices are as the layouts say, and live as long as the benchmark.
         let result = unsafe {
             lt::matmul(
                 self.cublaslt.handle,
@@ -112,12 +113,12 @@ impl Product {
         result.map_err(refused("multiply with cuBLASLt"))
     }
 
-    /// Chooses the fastest algorithm: by medians, for the best of a few runs is luck. Collective.
+    /// Chooses the fastest algorithm by medians, because the best of a few runs is luck. Collective.
     pub fn tune(&mut self, timer: &Timer) -> Result<()> {
-        /// Runs of each that count; of long products as few as take about so many microseconds together.
+        /// Runs of each algorithm that count: as few for long products as take about this many microseconds together.
         const ROUNDS: [usize; 2] = [3, 7];
         const TOGETHER: f64 = 300e3;
-        /// Longer by this when warm is reason enough to try it no more.
+        /// An algorithm that takes this many times as long when warm is not tried again.
         const HOPELESS: f64 = 1.5;
         let mut algorithms: Vec<usize> = (0..self.algorithms.len()).collect();
         // The first run loads the kernel.
@@ -135,7 +136,7 @@ impl Product {
         Ok(())
     }
 
-    /// The median time of each algorithm, in turn with the others, the slowest rank counted. Collective.
+    /// The median time of each algorithm on the slowest rank. Algorithms run in turn. Collective.
     fn times(&mut self, timer: &Timer, algorithms: &[usize], rounds: usize) -> Result<Vec<f64>> {
         let mut samples = Vec::new();
         for _ in 0..rounds {
@@ -154,7 +155,7 @@ impl Product {
     }
 }
 
-/// A product in f32 of operands of which the first is transposed.
+/// A product in f32 whose first operand is transposed.
 fn describe() -> Result<lt_sys::cublasLtMatmulDesc_t> {
     let desc = lt::create_matmul_desc(
         lt_sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
@@ -162,7 +163,7 @@ fn describe() -> Result<lt_sys::cublasLtMatmulDesc_t> {
     )
     .map_err(refused(SET_UP))?;
     let transposed = 1i32;
-    // SAFETY: the attribute is of the type that it names.
+    // SAFETY: the attribute has the type that it names.
     unsafe {
         lt::set_matmul_desc_attribute(
             desc,
@@ -175,7 +176,7 @@ fn describe() -> Result<lt_sys::cublasLtMatmulDesc_t> {
     Ok(desc)
 }
 
-/// The algorithms that cuBLASLt would choose, the likeliest first: one at least.
+/// The algorithms that cuBLASLt proposes, the best first. There is at least one.
 fn algorithms(
     cublaslt: &CublasLt,
     desc: lt_sys::cublasLtMatmulDesc_t,
@@ -184,7 +185,8 @@ fn algorithms(
     let workspace = WORKSPACE_BYTES;
     let preference = lt::create_matmul_pref().map_err(refused(SET_UP))?;
     let mut count = 0;
-    // SAFETY: handles are used as they were made; the attribute is of the type that it names; any bits are a result.
+    // SAFETY: handles are used as they were made, the attribute has the type that it names, and any bits are a valid
+    // result.
     let mut found = unsafe {
         lt::set_matmul_pref_attribute(
             preference,
@@ -221,7 +223,7 @@ fn algorithms(
 
 impl Drop for Product {
     fn drop(&mut self) {
-        // SAFETY: made by `new`, used no more.
+        // SAFETY: made by `new` and not used again.
         unsafe {
             for layout in self.layouts {
                 let _ = lt::destroy_matrix_layout(layout);
@@ -231,7 +233,7 @@ impl Drop for Product {
     }
 }
 
-/// What NCCL does, with parts that are equal on all ranks.
+/// A collective of NCCL, with parts that are equal on all ranks.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Collective {
     Gather,
@@ -248,7 +250,7 @@ pub struct Communication {
     pub dtype: DType,
     pub from: Scratch,
     pub to: Scratch,
-    /// Elements: of a rank's part, and where all ranks get the same, of all.
+    /// Elements of a rank's part, or of all rows if all ranks get the same.
     pub count: usize,
 }
 
@@ -271,7 +273,7 @@ impl Nccl {
         }
         let mut comm = std::ptr::null_mut();
         let (rank, world) = (group.rank() as i32, group.world_size() as i32);
-        // SAFETY: writes the local; every rank makes the same call.
+        // SAFETY: the call writes the local, and every rank makes the same call.
         unsafe { nccl::comm_init_rank(&mut comm, world, id, rank) }.map_err(refused(what))?;
         Ok(Nccl {
             comm,
@@ -293,7 +295,7 @@ impl Nccl {
             what.to.ptr() as *mut c_void,
         );
         let stream = stream.cast();
-        // SAFETY: the one that holds a part holds `count` elements, the one that holds all parts as many for each rank.
+        // SAFETY: a buffer of a part holds `count` elements. A buffer of all parts holds that many for each rank.
         let result = unsafe {
             match collective {
                 Collective::Gather => nccl::all_gather(from, to, count, dtype, self.comm, stream),
@@ -344,7 +346,7 @@ impl Nccl {
 
 impl Drop for Nccl {
     fn drop(&mut self) {
-        // SAFETY: made by `new`, used no more.
+        // SAFETY: made by `new` and not used again.
         let _ = unsafe { nccl::comm_destroy(self.comm) };
     }
 }

@@ -21,7 +21,7 @@ use crate::sums::{Operands, ReduceScatter};
 /// cuBLASLt.
 pub struct Produce<T: Element> {
     sums: ReduceScatter<Cuda, T>,
-    /// One for each of the two streams, for its products use the handle's memory.
+    /// One for each of the two streams, because products use the handle's memory.
     cublaslt: [Rc<CublasLt>; 2],
     /// In the order of the calls.
     products: Vec<Product>,
@@ -75,7 +75,7 @@ impl<T: Element> Operation<Cuda, T> for Produce<T> {
         ReduceScatter::<Cuda, T>::describe(shape)
     }
 
-    /// The product of gemmesh's own beside which it is timed, and the number of blocks.
+    /// gemmesh's own product, which is timed beside it, and the number of blocks.
     fn prepare(&self, config: Option<Config>) -> Result<Self::Prepared> {
         let pulled = match config {
             Some(config) => config,

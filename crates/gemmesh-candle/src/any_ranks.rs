@@ -1,4 +1,4 @@
-//! Ranks, whatever the backend.
+//! The ranks of a model as a trait object, for every backend.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -22,19 +22,19 @@ pub trait AnyRanks: Send + Sync + Debug {
     fn barrier(&self) -> Result<()>;
     fn synchronize(&self) -> Result<()>;
     fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
-    /// Whether this rank can make a call.
+    /// Checks that this rank can make a call.
     fn check(&self) -> Result<()>;
-    /// An error of a call that is not collective: the others are told of it if this rank leaves because of that.
+    /// Notes an error of a call that is not collective. The other ranks learn of it if this rank leaves because of it.
     fn noted(&self, error: Error) -> Error;
     /// Tells the ranks that wait for this one in the making of a layer why it does not make one.
     fn refuse_making(&self, error: &CandleError);
-    /// Column-parallel weights of one input; gated if there are a gate and its up projection.
+    /// Makes a layer of column-parallel weights with one input. It is gated if they are a gate and its up projection.
     fn columns(
         self: Arc<Self>,
         tensors: LayerTensors,
         gated: bool,
     ) -> Result<Arc<dyn Product>, Failure>;
-    /// A row-parallel weight.
+    /// Makes a layer of a row-parallel weight.
     fn rows(self: Arc<Self>, tensors: LayerTensors) -> Result<Arc<dyn Product>, Failure>;
     fn exchange(&self, collective: Collective, x: &Tensor) -> Result<Tensor, Failure>;
 }

@@ -1,10 +1,10 @@
-//! This library's errors inside candle's.
+//! gemmesh's errors inside candle's.
 
 use std::fmt;
 
 use candle_core::Error as CandleError;
 
-/// Prints as a sentence where candle prints what it wraps by its `Debug`.
+/// An error whose `Debug` is a sentence, because candle prints wrapped errors by `Debug`.
 struct Sentence(gemmesh::Error);
 
 impl fmt::Debug for Sentence {
@@ -21,7 +21,7 @@ impl fmt::Display for Sentence {
 
 impl std::error::Error for Sentence {}
 
-/// For `map_err`: an error of `call` as candle's.
+/// For `map_err`: wraps an error of `call` in candle's error.
 pub(crate) fn of(call: &'static str) -> impl Fn(gemmesh::Error) -> CandleError {
     move |error| {
         CandleError::WrappedContext {
@@ -32,7 +32,7 @@ pub(crate) fn of(call: &'static str) -> impl Fn(gemmesh::Error) -> CandleError {
     }
 }
 
-/// The error of gemmesh inside an error of candle, if it is one: who is at fault, and what to do.
+/// The error of gemmesh inside an error of candle, if there is one. It says which rank is at fault and what to do.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

@@ -1,4 +1,4 @@
-//! What fails in between: a call of gemmesh's, or one of candle's.
+//! A failed call of gemmesh or candle.
 
 use candle_core::Error as CandleError;
 
@@ -10,7 +10,7 @@ pub enum Failure {
 }
 
 impl Failure {
-    /// For `map_err`: as an error of candle's, which names `call`.
+    /// For `map_err`: turns the failure into candle's error, which names `call`.
     pub fn of(call: &'static str) -> impl Fn(Failure) -> CandleError {
         move |failure| match failure {
             Failure::Gemmesh(error) => error::of(call)(error),

@@ -1,4 +1,4 @@
-//! The layers.
+//! The tensor-parallel layers.
 
 use std::sync::Arc;
 
@@ -8,19 +8,20 @@ use crate::failure::Failure;
 use crate::products::{LayerTensors, Product};
 use crate::tensor_parallel::TensorParallel;
 
-/// A linear layer of which each rank has some columns of the output: rows of the weight.
+/// A column-parallel linear layer: each rank has some rows of the weight, and so some columns of the output.
 ///
-/// [`Module::forward`] takes this rank's tokens, [tokens of this rank, K], and returns all tokens' columns of this
-/// rank, [tokens, N of this rank]: the tokens are gathered while they are multiplied.
+/// [`Module::forward`] takes this rank's tokens, [tokens of this rank, K], and returns this rank's columns for all
+/// tokens, [tokens, N of this rank]. Tokens are gathered while they are multiplied.
 #[derive(Clone, Debug)]
 pub struct ColumnParallelLinear(Arc<dyn Product>);
 
 impl ColumnParallelLinear {
-    /// A layer of this rank's rows of the weight, [N of this rank, K], and of the bias, [N of this rank]. Collective.
+    /// Makes a layer of this rank's rows of the weight, [N of this rank, K], and of the bias, [N of this rank].
+    /// Collective.
     ///
     /// # Errors
-    /// [`Error::Unsuitable`](gemmesh::Error::Unsuitable) for a tensor of another device than the ranks', of another
-    /// type than BF16 or F16, or whose rows don't lie one after the other; [`Error::Shape`](gemmesh::Error::Shape);
+    /// [`Error::Unsuitable`](gemmesh::Error::Unsuitable) for a tensor on a different device than the ranks', with a
+    /// type other than BF16 or F16, or whose rows don't follow one another; [`Error::Shape`](gemmesh::Error::Shape);
     /// [`Error::Unaligned`](gemmesh::Error::Unaligned) on GPUs unless N and K are multiples of 8;
     /// [`Error::OutOfMemory`](gemmesh::Error::OutOfMemory).
     pub fn new(ranks: &TensorParallel, weight: Tensor, bias: Option<Tensor>) -> Result<Self> {
@@ -34,10 +35,10 @@ impl ColumnParallelLinear {
         .map(Self)
     }
 
-    /// The same of the whole weight, [N, K], and bias, of N, of which this rank takes its part.
+    /// Makes a layer of this rank's part of the whole weight, [N, K], and bias, [N].
     ///
     /// # Errors
-    /// As [`ColumnParallelLinear::new`], and unless the ranks can share N evenly.
+    /// As [`ColumnParallelLinear::new`]; also if the ranks cannot share N evenly.
     pub fn from_whole(
         ranks: &TensorParallel,
         weight: &Tensor,
@@ -51,10 +52,11 @@ impl ColumnParallelLinear {
         Self::new(ranks, weight, bias)
     }
 
-    /// The same product of tokens that every rank has, [tokens, K], as when few are decoded: with no communication.
+    /// The product of tokens that every rank has, [tokens, K], without communication, as for a few tokens that are
+    /// decoded.
     ///
     /// # Errors
-    /// As those of [`Module::forward`].
+    /// As [`Module::forward`].
     pub fn forward_replicated(&self, x: &Tensor) -> Result<Tensor> {
         let out = self.0.replicated(x, None);
         out.map(only)
@@ -70,17 +72,18 @@ impl Module for ColumnParallelLinear {
     }
 }
 
-/// The projections to queries, keys and values: three column-parallel layers of one input, which is gathered once, in
-/// one product.
+/// The projections to queries, keys and values: three column-parallel layers of one input.
 ///
-/// Each rank has some heads: [`TensorParallel::heads`]. Where keys and values have fewer heads than queries, these are
-/// shared by neighbours, so those of a rank belong together. Where they have fewer than there are ranks, neighbours
-/// have the same.
+/// The input is gathered once, in one product.
+///
+/// Each rank has some heads, as [`TensorParallel::heads`] says. If there are fewer heads of keys and values than of
+/// queries, neighbouring heads of queries share one, and they belong to the same rank. If there are fewer of them than
+/// ranks, neighbouring ranks have the same ones.
 #[derive(Clone, Debug)]
 pub struct QkvParallelLinear(Arc<dyn Product>);
 
 impl QkvParallelLinear {
-    /// Layers of this rank's rows of the weights, [N of each, K], and biases, [N of each]. Collective.
+    /// Makes layers of this rank's rows of the weights, [N of each, K], and biases, [N of each]. Collective.
     ///
     /// # Errors
     /// As [`ColumnParallelLinear::new`].
@@ -100,11 +103,12 @@ impl QkvParallelLinear {
         .map(Self)
     }
 
-    /// The same of the whole weights and biases, of which this rank takes its parts: those of its heads, of `heads` of
-    /// the queries, and of `kv_heads` of the keys and the values.
+    /// Makes layers of this rank's parts of the whole weights and biases.
+    ///
+    /// They are the parts of this rank's heads, of `heads` heads of queries and `kv_heads` heads of keys and values.
     ///
     /// # Errors
-    /// As [`QkvParallelLinear::new`] and [`TensorParallel::heads`], and unless each N is that of as many heads.
+    /// As [`QkvParallelLinear::new`] and [`TensorParallel::heads`]; also if an N does not fit its number of heads.
     pub fn from_whole(
         ranks: &TensorParallel,
         [heads, kv_heads]: [usize; 2],
@@ -127,11 +131,11 @@ impl QkvParallelLinear {
         Self::new(ranks, weights, bias)
     }
 
-    /// All tokens' queries, keys and values of this rank's heads, [tokens, N of each], of this rank's tokens, [tokens
-    /// of this rank, K]. Collective.
+    /// Takes this rank's tokens, [tokens of this rank, K], and returns the queries, keys and values of this rank's
+    /// heads for all tokens, [tokens, N of each]. Collective.
     ///
     /// # Errors
-    /// As those of [`ColumnParallelLinear`].
+    /// As for [`ColumnParallelLinear`].
     pub fn forward(&self, x: &Tensor) -> Result<[Tensor; 3]> {
         let out = self.0.sequence_parallel(x, None);
         out.map(three)
@@ -149,15 +153,17 @@ impl QkvParallelLinear {
     }
 }
 
-/// The first half of a gated MLP, `silu(x · gateᵀ) * (x · upᵀ)`, column-parallel: x is gathered once, and neither
-/// product is written.
+/// The first half of a gated MLP, column-parallel: `silu(x · gateᵀ) * (x · upᵀ)`.
 ///
-/// [`Module::forward`] is as [`ColumnParallelLinear`]'s.
+/// x is gathered once, and neither product is written to memory.
+///
+/// [`Module::forward`] is like that of [`ColumnParallelLinear`].
 #[derive(Clone, Debug)]
 pub struct GatedParallelLinear(Arc<dyn Product>);
 
 impl GatedParallelLinear {
-    /// A layer of this rank's rows of both weights, [N of this rank, K], and biases, [N of this rank]. Collective.
+    /// Makes a layer of this rank's rows of both weights, [N of this rank, K], and biases, [N of this rank].
+    /// Collective.
     ///
     /// # Errors
     /// As [`ColumnParallelLinear::new`].
@@ -177,10 +183,10 @@ impl GatedParallelLinear {
         .map(Self)
     }
 
-    /// The same of the whole weights and biases, of which this rank takes its parts.
+    /// Makes a layer of this rank's parts of the whole weights and biases.
     ///
     /// # Errors
-    /// As [`GatedParallelLinear::new`], and unless the ranks can share N evenly.
+    /// As [`GatedParallelLinear::new`]; also if the ranks cannot share N evenly.
     pub fn from_whole(
         ranks: &TensorParallel,
         weights: [&Tensor; 2],
@@ -213,17 +219,18 @@ impl Module for GatedParallelLinear {
     }
 }
 
-/// A linear layer of which each rank has a part of K: columns of the weight.
+/// A row-parallel linear layer: each rank has a part of K, which is some columns of the weight.
 ///
-/// [`Module::forward`] takes all tokens' part of this rank, [tokens, K of this rank], as a column-parallel layer makes
-/// it, and returns the sums of this rank's tokens, [tokens of this rank, N]: rows of others are sent while the next are
-/// multiplied.
+/// [`Module::forward`] takes this rank's part of all tokens, [tokens, K of this rank], as a column-parallel layer makes
+/// it. It returns the sums of this rank's tokens, [tokens of this rank, N]. Other ranks' rows are sent while the next
+/// rows are multiplied.
 #[derive(Clone, Debug)]
 pub struct RowParallelLinear(Arc<dyn Product>);
 
 impl RowParallelLinear {
-    /// A layer of this rank's columns of the weight, [N, K of this rank], and of the whole bias, of N, which is added
-    /// once: every rank has one, or none does. Collective.
+    /// Makes a layer of this rank's columns of the weight, [N, K of this rank], and of the whole bias, [N]. Collective.
+    ///
+    /// The bias is added once. Every rank gives it, or none does.
     ///
     /// # Errors
     /// As [`ColumnParallelLinear::new`].
@@ -233,10 +240,10 @@ impl RowParallelLinear {
         made.map(Self).map_err(Failure::of("RowParallelLinear"))
     }
 
-    /// The same of the whole weight, [N, K], of which this rank takes its part.
+    /// Makes a layer of this rank's part of the whole weight, [N, K].
     ///
     /// # Errors
-    /// As [`RowParallelLinear::new`], and unless the ranks can share K evenly.
+    /// As [`RowParallelLinear::new`]; also if the ranks cannot share K evenly.
     pub fn from_whole(
         ranks: &TensorParallel,
         weight: &Tensor,
@@ -247,21 +254,22 @@ impl RowParallelLinear {
         Self::new(ranks, weight, bias.cloned())
     }
 
-    /// As [`Module::forward`], and adds `residual`, [tokens of this rank, N], before the one rounding.
+    /// As [`Module::forward`], and adds `residual`, [tokens of this rank, N], before the result is rounded once.
     ///
     /// # Errors
-    /// As those of [`ColumnParallelLinear`].
+    /// As for [`ColumnParallelLinear`].
     pub fn forward_residual(&self, x: &Tensor, residual: &Tensor) -> Result<Tensor> {
         let out = self.0.sequence_parallel(x, Some(residual));
         out.map(only)
             .map_err(Failure::of("RowParallelLinear::forward_residual"))
     }
 
-    /// The sums of all tokens on every rank, [tokens, N], as when few are decoded; with a `residual` that every rank
-    /// has, [tokens, N]. Collective.
+    /// The sums of all tokens on every rank, [tokens, N], as for a few tokens that are decoded. Collective.
+    ///
+    /// It adds `residual`, [tokens, N], if every rank has one.
     ///
     /// # Errors
-    /// As those of [`ColumnParallelLinear`].
+    /// As for [`ColumnParallelLinear`].
     pub fn forward_replicated(&self, x: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
         let out = self.0.replicated(x, residual);
         out.map(only)

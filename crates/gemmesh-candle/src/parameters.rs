@@ -1,4 +1,4 @@
-//! The weights and the bias of a layer: when it is made, and during a call.
+//! The weights and the bias of a layer, as it keeps them and as a call reads them.
 
 use std::fmt::{self, Debug};
 
@@ -9,7 +9,7 @@ use crate::device::{Device, Half, Input};
 use crate::failure::Failure;
 use crate::ranks::Ranks;
 
-/// What a layer keeps.
+/// The weights and the bias that a layer keeps.
 #[derive(Debug)]
 pub struct Parameters<B: Device, T: Half> {
     pub weights: Vec<Parameter<B, T>>,
@@ -20,11 +20,11 @@ pub struct Parameters<B: Device, T: Half> {
 pub enum Parameter<B: Device, T> {
     /// On the CPU.
     Copy(Matrix<B, T>),
-    /// On a GPU: read where it lies, which in-place operations may change between calls.
+    /// On a GPU. It is read in place. In-place operations may change its storage between calls.
     Tensor(Tensor, [usize; 2]),
 }
 
-/// The parameters of a layer, and what a call of it reads beside, while nobody changes where they lie.
+/// The locked parameters and inputs of a call. Their storages do not change while this lives.
 pub struct Held<'a, B: Device, T> {
     weights: Vec<HeldParameter<'a, B, T>>,
     bias: Option<HeldParameter<'a, B, T>>,
@@ -48,7 +48,7 @@ enum Operand<'a, B: Device, T> {
 }
 
 impl<B: Device, T: Half> Parameters<B, T> {
-    /// With what a call reads beside.
+    /// Locks the parameters and the other inputs of a call.
     pub fn hold<'a>(&'a self, inputs: &[&'a Tensor]) -> Held<'a, B, T> {
         let parameters = || self.weights.iter().chain(&self.bias);
         let tensors = parameters().filter_map(Parameter::tensor);
@@ -66,10 +66,11 @@ impl<B: Device, T: Half> Parameters<B, T> {
     }
 }
 
-/// Locks the storages of tensors for reading, of which some may share one, as parts of a packed weight do.
+/// Locks the storages of tensors for reading. Some tensors may share a storage, as parts of a packed weight do.
 fn locked<'a>(tensors: impl Iterator<Item = &'a Tensor>) -> Vec<StorageRef<'a>> {
-    // `storage_and_layout` waits behind a thread that waits to write. That one would wait for this thread, had it
-    // locked the storage before: so no storage is locked yet, and then each is in a way that waits for no such thread.
+    // `storage_and_layout` waits behind a thread that waits to write. That thread would wait for this one if this one
+    // held the lock already. So this runs before any storage is locked, and each is then locked without waiting for
+    // such a thread.
     let locks = tensors.map(|tensor| {
         let (storage, _) = tensor.storage_and_layout();
         StorageRef::rwlock(&storage)
@@ -86,7 +87,7 @@ impl<B: Device, T: Half> Parameter<B, T> {
         tensor: Tensor,
         shape: [usize; 2],
     ) -> Result<Self, Failure> {
-        // As in every call: first of all, before a tensor is locked.
+        // As in every call, this comes before a tensor is locked.
         ranks.group.check()?;
         let matrix = {
             let (storage, layout) = tensor.storage_and_layout();
@@ -108,7 +109,7 @@ impl<B: Device, T: Half> Parameter<B, T> {
         Parameter::new(ranks, "bias [N]", row, [1, n])
     }
 
-    /// Where it is read, if that is a tensor.
+    /// The tensor that is read in place, if it is one.
     fn tensor(&self) -> Option<&Tensor> {
         match self {
             Parameter::Copy(_) => None,
@@ -116,7 +117,7 @@ impl<B: Device, T: Half> Parameter<B, T> {
         }
     }
 
-    /// With the next of the storages, if it is a tensor.
+    /// The parameter with the next of the storages, if it is a tensor.
     fn hold<'a>(
         &'a self,
         storages: &mut impl Iterator<Item = StorageRef<'a>>,
@@ -131,7 +132,7 @@ impl<B: Device, T: Half> Parameter<B, T> {
 }
 
 impl<B: Device, T: Half> Held<'_, B, T> {
-    /// One of those that the call reads beside, by its place among them.
+    /// The input of this index.
     pub fn input(&self, index: usize) -> (&Storage, &Layout) {
         let (storage, layout) = &self.inputs[index];
         (storage, layout)
@@ -163,7 +164,7 @@ impl<B: Device, T: Half> Operands<'_, B, T> {
         self.weights.iter().map(Operand::view).collect()
     }
 
-    /// The only one.
+    /// The only weight.
     pub fn weight(&self) -> MatrixView<'_, B, T> {
         self.weights[0].view()
     }

@@ -5,17 +5,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use gemmesh::{Backend, ShardedMatrix, bf16, f16};
 
-/// Those of each type.
+/// The pool of each type.
 #[derive(Debug)]
 pub struct Pools<B: Backend> {
     pub bf16: Pool<B, bf16>,
     pub f16: Pool<B, f16>,
 }
 
-/// Symmetric matrices by their columns.
+/// Symmetric matrices by their number of columns.
 pub type Pool<B, T> = Mutex<HashMap<usize, Symmetric<B, T>>>;
 
-/// A symmetric matrix of as many rows as there may be tokens.
+/// A symmetric matrix with a row for each token of the capacity.
 pub type Symmetric<B, T> = Arc<Mutex<ShardedMatrix<B, T>>>;
 
 /// A panic while it was held has not left it half-changed: each change is one call.

@@ -17,7 +17,7 @@ use crate::ranks::{Ranks, own_of, with_leading};
 /// The collective call in which ranks make a layer.
 pub const MAKE: &str = "a parallel layer";
 
-/// What a layer is made of, of this rank: weights [N, K], and a bias [N] of each or none.
+/// A rank's tensors of a layer: weights [N, K], and a bias [N] for each or none.
 pub struct LayerTensors {
     pub weights: Vec<Tensor>,
     pub biases: Vec<Tensor>,
@@ -29,20 +29,20 @@ impl LayerTensors {
     }
 }
 
-/// What a layer does, whatever its backend and type.
+/// A layer's products, for every backend and type.
 pub trait Product: Send + Sync + Debug {
-    /// Of tokens that are spread over the ranks. The residual is added last.
+    /// The product of tokens that are spread over the ranks. The residual is added last.
     fn sequence_parallel(
         &self,
         x: &Tensor,
         residual: Option<&Tensor>,
     ) -> Result<Vec<Tensor>, Failure>;
 
-    /// Of tokens that every rank has.
+    /// The product of tokens that every rank has.
     fn replicated(&self, x: &Tensor, residual: Option<&Tensor>) -> Result<Vec<Tensor>, Failure>;
 }
 
-/// [N, K] of a weight.
+/// Checks a weight and returns its N and K.
 fn extents<B: Device>(ranks: &Ranks<B>, weight: &Tensor) -> Result<[usize; 2], Failure> {
     match weight.dims() {
         &[n, k] => Ok([n, k]),
@@ -55,7 +55,8 @@ fn extents<B: Device>(ranks: &Ranks<B>, weight: &Tensor) -> Result<[usize; 2], F
     }
 }
 
-/// Those of all weights, in one. Each is as long as its weight has rows: else columns would get their neighbour's.
+/// Joins the biases of all weights. Each must be as long as its weight has rows, or columns would get a neighbour's
+/// bias.
 fn bias_of(rank: usize, biases: &[Tensor], widths: &[usize]) -> Result<Option<Tensor>, Failure> {
     for (bias, &n) in biases.iter().zip(widths) {
         if bias.elem_count() != n {
@@ -74,13 +75,13 @@ fn bias_of(rank: usize, biases: &[Tensor], widths: &[usize]) -> Result<Option<Te
     })
 }
 
-/// Weights of which each rank has some columns of the output.
+/// Column-parallel weights.
 #[derive(Debug)]
 pub struct Columns<B: Device, T: Half> {
     parameters: Parameters<B, T>,
     /// N of each output.
     widths: Vec<usize>,
-    /// The weights are a gate and its up projection.
+    /// True if the weights are a gate and its up projection.
     gated: bool,
     k: usize,
     gathered: Symmetric<B, T>,
@@ -120,7 +121,7 @@ impl<B: Device, T: Half> Columns<B, T> {
         })
     }
 
-    /// Of `m` rows.
+    /// Allocates the outputs, with `m` rows.
     fn outputs(&self, m: usize) -> Result<Vec<B::Output<T>>, Failure> {
         let widths = self.widths.iter();
         widths.map(|&n| self.ranks.output([m, n])).collect()
@@ -197,7 +198,7 @@ impl<B: Device, T: Half> Product for Columns<B, T> {
     }
 }
 
-/// A weight of which each rank has a part of K.
+/// A row-parallel weight.
 #[derive(Debug)]
 pub struct RowsOfWeight<B: Device, T: Half> {
     parameters: Parameters<B, T>,
@@ -310,7 +311,7 @@ impl<B: Device, T: Half> Product for RowsOfWeight<B, T> {
     }
 }
 
-/// The rows of a tensor, if it is one of rows.
+/// The number of rows of a tensor with these dimensions.
 fn rows_of(dims: &[usize]) -> usize {
     match dims {
         [.., rows, _] => *rows,

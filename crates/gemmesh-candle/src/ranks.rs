@@ -1,4 +1,4 @@
-//! A rank's group, its device and what its layers share.
+//! A rank's group, its device, and the matrices that its layers share.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,7 +12,7 @@ use crate::error::gemmesh_error;
 use crate::failure::Failure;
 use crate::pools::{Pool, Pools, Symmetric, lock};
 
-/// The ranks of a model. Its symmetric matrices are shared by all layers: their operations follow one another.
+/// The ranks of a model. All layers share its symmetric matrices, because their operations follow one another.
 #[derive(Debug)]
 pub struct Ranks<B: Device> {
     pools: Pools<B>,
@@ -24,7 +24,7 @@ pub struct Ranks<B: Device> {
     pub group: Group<B>,
 }
 
-/// What is exchanged between layers.
+/// A collective that a model calls between layers.
 #[derive(Clone, Copy)]
 pub enum Collective {
     AllGather,
@@ -54,16 +54,17 @@ impl<B: Device> Ranks<B> {
         })
     }
 
-    /// M of the step, and how many of these tokens each rank has, as gemmesh splits rows. Both together, for another
-    /// thread may set M. First of all in a call, before anything is locked: in a fork, threads that are not there may
-    /// have locked it.
+    /// M of the step, and how many of these tokens each rank has. Both are read together, because a different thread
+    /// may set M.
+    ///
+    /// A call does this first, before it locks anything. In a fork, threads that no longer exist may hold a lock.
     pub fn step(&self) -> Result<(usize, Vec<usize>)> {
         self.group.check()?;
         let m = self.tokens.load(Ordering::Relaxed);
         Ok((m, self.group.even_rows(m)))
     }
 
-    /// What comes before this rank makes `call`. If it fails, the ranks that wait there are told.
+    /// Does the work before this rank makes `call`. If it fails, the ranks that wait there are told.
     pub fn before<R>(
         &self,
         call: &'static str,
@@ -78,7 +79,7 @@ impl<B: Device> Ranks<B> {
         })
     }
 
-    /// Tells the ranks that wait for this one in `call` of an error of candle's, or of one of gemmesh's that it wraps.
+    /// Tells the ranks that wait for this one in `call` of an error of candle, or of the error of gemmesh inside it.
     pub fn refuse(&self, call: &'static str, error: &CandleError) {
         let told = gemmesh_error(error).cloned();
         let told = told.unwrap_or_else(|| Error::System {
@@ -89,7 +90,7 @@ impl<B: Device> Ranks<B> {
         self.group.refuse(call, told);
     }
 
-    /// The symmetric matrix of so many columns. Collective if there is none yet.
+    /// The symmetric matrix with this number of columns. Collective if there is none yet.
     pub fn symmetric<T: Half>(&self, columns: usize) -> Result<Symmetric<B, T>> {
         self.group.check()?;
         let mut pool = lock(T::pool(&self.pools));
@@ -144,7 +145,7 @@ impl<B: Device> Ranks<B> {
         B::take(&self.place, from, to)
     }
 
-    /// Puts what the group does next behind what candle has begun, as long as what is returned lives.
+    /// Orders the group's next operations after candle's, as long as the returned value lives.
     pub fn enter(&self) -> Result<B::Order> {
         B::enter(&self.group, &self.place)
     }
@@ -206,13 +207,13 @@ impl<B: Device> Ranks<B> {
     }
 }
 
-/// The rows of `rank` among those of all.
+/// The rows of `rank` among all rows.
 pub fn own_of(split: &[usize], rank: usize) -> Range<usize> {
     let begin = split[..rank].iter().sum();
     begin..begin + split[rank]
 }
 
-/// With the leading dimensions of 1 that `x` has.
+/// Gives `out` the leading dimensions of 1 that `x` has.
 pub fn with_leading(out: Tensor, x: &Tensor) -> candle_core::Result<Tensor> {
     let leading = x.rank().saturating_sub(2);
     (0..leading).try_fold(out, |out, _| out.unsqueeze(0))

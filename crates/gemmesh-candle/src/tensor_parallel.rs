@@ -12,24 +12,24 @@ use crate::error;
 use crate::failure::Failure;
 use crate::ranks::{Collective, Ranks, own_of};
 
-/// This rank among the ranks of a tensor-parallel model: its group, its device, and the tokens of the step. Cheap to
-/// clone.
+/// A rank of a tensor-parallel model: its group, its device, and the tokens of the step. Cheap to clone.
 ///
-/// All ranks make their layers, and call them, in the same order.
+/// All ranks make and call their layers in the same order.
 #[derive(Clone, Debug)]
 pub struct TensorParallel(Arc<dyn AnyRanks>);
 
 impl TensorParallel {
-    /// The ranks of `group`, whose tensors are on `device`, and of which a step has `capacity` tokens at the most: as
-    /// many are set at first.
+    /// Makes a rank of `group` whose tensors are on `device`, and whose steps have at most `capacity` tokens.
     ///
-    /// A `Group<Host>` goes with `Device::Cpu`. A `Group<Cuda>` goes with a device of candle's on the group's GPU that
-    /// has a stream of its own, `Device::new_cuda_with_stream(group.device_ordinal())`: the group's operations then
-    /// stand on that stream, and no call waits for the GPU.
+    /// The first step has `capacity` tokens, until [`TensorParallel::set_tokens`] changes that.
+    ///
+    /// A `Group<Host>` goes with `Device::Cpu`. A `Group<Cuda>` goes with a candle device on the group's GPU that has a
+    /// stream of its own, `Device::new_cuda_with_stream(group.device_ordinal())`. The group's operations then run on
+    /// that stream, and no call waits for the GPU.
     ///
     /// # Errors
-    /// [`Error::Unsuitable`] for another device, or one whose stream is each thread's default stream
-    /// (`Device::new_cuda`); [`Error::Limit`] for no capacity.
+    /// [`Error::Unsuitable`] for a different device, or one whose stream is each thread's default stream
+    /// (`Device::new_cuda`); [`Error::Limit`] if `capacity` is 0.
     pub fn new<B: Device>(
         group: Group<B>,
         device: &CandleDevice,
@@ -50,14 +50,15 @@ impl TensorParallel {
         self.0.world_size()
     }
 
-    /// How many tokens a step may have.
+    /// The most tokens of a step.
     pub fn capacity(&self) -> usize {
         self.0.capacity()
     }
 
-    /// Says how many tokens the next steps have, all ranks together, and returns those of this rank: they are split as
-    /// evenly as whole tokens allow, the longer parts first. A rank may have none, and so may all. All ranks say the
-    /// same; what has been begun keeps its own.
+    /// Sets the number of tokens of the next steps, on all ranks together, and returns those of this rank.
+    ///
+    /// Tokens are split as evenly as whole tokens allow, the longer parts first. A rank may have none, and so may all.
+    /// All ranks must set the same number. Operations that have begun keep theirs.
     ///
     /// # Errors
     /// [`Error::Limit`] for more than the capacity.
@@ -67,13 +68,15 @@ impl TensorParallel {
         Ok(self.tokens())
     }
 
-    /// The tokens of this rank, among those of all.
+    /// The tokens of this rank among all tokens.
     pub fn tokens(&self) -> Range<usize> {
         own_of(&self.0.split(), self.rank())
     }
 
-    /// This rank's part of a whole weight: of its rows (`dim` 0, for a column-parallel layer) or its columns (1, for a
-    /// row-parallel one). A copy, so that the whole may be dropped.
+    /// A copy of this rank's part of a whole weight.
+    ///
+    /// The part is some of its rows if `dim` is 0, for a column-parallel layer, or of its columns if `dim` is 1, for a
+    /// row-parallel layer. It is a copy, so that the whole weight may be dropped.
     ///
     /// # Errors
     /// [`Error::Shape`] unless the ranks can share the dimension evenly.
@@ -94,8 +97,9 @@ impl TensorParallel {
             .force_contiguous()
     }
 
-    /// Which of `heads` query heads, and which of `kv_heads` heads of keys and values, this rank has. Where there are
-    /// fewer of these than ranks, as many neighbours have the same one as share it.
+    /// This rank's heads of `heads` query heads, and of `kv_heads` heads of keys and values.
+    ///
+    /// If there are fewer heads of keys and values than ranks, neighbouring ranks share one.
     ///
     /// ```
     /// # use candle_core::Device;
@@ -111,8 +115,8 @@ impl TensorParallel {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Shape`] unless the ranks can share `heads` evenly; unless they can share `kv_heads` evenly, or each of
-    /// these is had by the same number of ranks; or unless the same number of query heads goes with each of them.
+    /// [`Error::Shape`] if the ranks cannot share `heads` evenly, if they cannot share `kv_heads` evenly and no equal
+    /// number of ranks can share each of these, or if a different number of query heads would go with each of them.
     pub fn heads(&self, heads: usize, kv_heads: usize) -> Result<[Range<usize>; 2]> {
         let (rank, world) = (self.rank(), self.world_size());
         let refuse = |argument: String, expected: usize, found: usize| {
@@ -147,7 +151,7 @@ impl TensorParallel {
         Ok([rank * own..(rank + 1) * own, first_kv..first_kv + own_kv])
     }
 
-    /// The rows of `whole`, or the elements of a bias, of these of `count` heads.
+    /// The rows of `whole`, or the elements of a bias, that belong to these of `count` heads.
     pub(crate) fn of_heads(
         &self,
         whole: &Tensor,
@@ -168,7 +172,7 @@ impl TensorParallel {
         part.force_contiguous()
     }
 
-    /// All tokens' rows, [tokens, N], of each rank's own, [tokens of this rank, N]. Collective.
+    /// Gathers all tokens' rows, [tokens, N], from each rank's own, [tokens of this rank, N]. Collective.
     ///
     /// # Errors
     /// [`Error::Unsuitable`], [`Error::Shape`]; [`Error::CallMismatch`] and the group's failure.
@@ -176,8 +180,9 @@ impl TensorParallel {
         self.exchange(Collective::AllGather, "TensorParallel::all_gather", x)
     }
 
-    /// The rows of this rank's tokens of the sum over all ranks of `x`, [tokens, N]; summed in f32 and rounded once.
-    /// Collective.
+    /// The rows of this rank's tokens in the sum of all ranks' `x`, [tokens, N]. Collective.
+    ///
+    /// The sum is made in f32 and rounded once.
     ///
     /// # Errors
     /// As [`TensorParallel::all_gather`].
@@ -189,7 +194,7 @@ impl TensorParallel {
         )
     }
 
-    /// The sum over all ranks of `x`, [tokens, N], on every rank; summed in f32 and rounded once. Collective.
+    /// The sum of all ranks' `x`, [tokens, N], on every rank. It is made in f32 and rounded once. Collective.
     ///
     /// # Errors
     /// As [`TensorParallel::all_gather`].
@@ -197,8 +202,9 @@ impl TensorParallel {
         self.exchange(Collective::AllReduce, "TensorParallel::all_reduce", x)
     }
 
-    /// Sends `bytes` to every rank and returns what each sent, by rank. For small things, such as a token: it goes by
-    /// way of the host. Collective.
+    /// Sends `bytes` to every rank and returns what each rank sent, by rank. Collective.
+    ///
+    /// It is meant for small data, such as a token, because it goes through the host.
     ///
     /// # Errors
     /// As [`Group::all_gather_bytes`].
@@ -217,10 +223,10 @@ impl TensorParallel {
             .map_err(error::of("TensorParallel::barrier"))
     }
 
-    /// Returns when all that this rank has begun is complete.
+    /// Returns when all operations that this rank has begun are complete.
     ///
     /// # Errors
-    /// The failure of an operation that had not been reported yet: on GPUs calls return before their operations are
+    /// The failure of an operation, if no call has reported it yet. On GPUs, calls return before their operations are
     /// complete.
     pub fn synchronize(&self) -> Result<()> {
         let done = self.0.synchronize();
@@ -232,7 +238,7 @@ impl TensorParallel {
         exchanged.map_err(Failure::of(call))
     }
 
-    /// What comes before this rank makes a layer of whole weights, in `call`. If it fails, the ranks that wait there
+    /// Does the work before this rank makes a layer of whole weights, in `call`. If it fails, the ranks that wait there
     /// are told.
     pub(crate) fn before_making<R>(
         &self,

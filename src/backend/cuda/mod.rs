@@ -1,5 +1,7 @@
-//! The backend of NVIDIA GPUs: a rank is a process with one GPU; symmetric memory is virtual memory of CUDA, which
-//! processes pass on to one another as descriptors.
+//! The backend of NVIDIA GPUs.
+//!
+//! A rank is a process with one GPU. Symmetric memory is CUDA virtual memory, which processes share as file
+//! descriptors.
 #![allow(unsafe_code)]
 
 mod abi;
@@ -67,15 +69,15 @@ use crate::schedule::{Config, Numerics, Problem, Schedule};
 /// }
 /// ```
 ///
-/// Besides its matrices a group takes about 88 MiB of its GPU. Most of it is workspace for products whose K is cut into
-/// slices, and the kernels' code.
+/// Beside its matrices, a group takes about 88 MiB of its GPU's memory. Most of it is kernel code, and workspace for
+/// products whose K is cut into slices.
 ///
 /// # Pushed rows and other kernels
 ///
 /// Rows are pushed or stored ([`Route::Push`](crate::Route::Push), [`Route::Store`](crate::Route::Store)) if each rank
-/// has a GPU to itself and streams share no queue, unless they were measured to arrive faster by pulls. Partial sums of
-/// up to eight ranks are too. (A kernel stores partial sums to seven peers at most.) Collectives of up to 16 MiB a rank
-/// are stored by kernels.
+/// has a GPU to itself and streams share no queue, unless pulls were measured to be faster. The same holds for partial
+/// sums of up to eight ranks. (A kernel stores partial sums to seven peers at most.) Kernels store the rows of
+/// collectives of up to 16 MiB a rank.
 ///
 /// A kernel whose rows are pushed or stored waits, on the device, for its peers' kernels of the same operation. If a
 /// different kernel keeps one of them from starting, and also waits for another GPU, all of them wait until the
@@ -88,26 +90,26 @@ use crate::schedule::{Config, Numerics, Problem, Schedule};
 ///    in the same order on every rank. A kernel of a second group of this library is such a kernel. A kernel of a
 ///    different communication library may be one. A kernel that leaves some multiprocessors free beside a gather needs
 ///    no order.
-/// 3. *While partial sums are pushed or stored, this holds for a kernel on any multiprocessor.* A rank waits there for
-///    all that its peers' kernels make of its rows.
+/// 3. *While partial sums are pushed or stored, rule 2 holds for a kernel on any multiprocessor.* A rank then waits for
+///    all partial sums of its rows, which its peers' kernels make.
 /// 4. *The device must know the order.* Put both on one stream, or join their streams by an event. The order in which
 ///    the host makes the calls does not count, because streams are independent.
 ///
 /// A kernel that waits for no other GPU needs no order, because it ends without their help. Operations by
 /// [`Route::Pull`](crate::Route::Pull) need no order either, because they wait only for copies, never for a peer's
-/// kernel. Graphs are the exception: a graph may run its branches one after the other, so operations of several groups
-/// must not stand on several of its branches.
+/// kernel. Graphs are the exception. A graph may run its branches one after the other, so operations of several groups
+/// must not stand on different branches.
 ///
 /// If a program breaks a rule, the operation ends at the deadline with [`Error::Timeout`], and a new group works.
 #[derive(Debug)]
 pub struct Cuda {
-    /// First: its monitor's thread uses the GPU.
+    /// Dropped first, because its monitor's thread uses the GPU.
     shared: Shared,
     gpu: Gpu,
-    /// What was measured of problems.
+    /// Measured configurations.
     tuned: tuned::Table,
     choices: Choices,
-    /// Whether a graph was captured: what it runs is on the main stream, behind no mark.
+    /// Whether a graph was captured. Its replays run on the main stream, and no mark follows them.
     recorded: AtomicBool,
 }
 
@@ -125,7 +127,7 @@ impl sealed::Implementation for Cuda {
         if members.in_process {
             return Err(members.fail(Error::NeedsProcesses { rank: members.rank }));
         }
-        // What fails before the ranks meet is told to the others when they do.
+        // A failure before the ranks meet is reported to the other ranks when they meet.
         let load = || -> Result<(Gpu, Rates, tuned::Table)> {
             let gpu = Gpu::open(members.rank, options.device, members.timeout)?;
             let rates = Rates::load(members.rank, gpu.device.name())?;
@@ -246,7 +248,7 @@ impl sealed::Implementation for Cuda {
         let schedule = &program.schedule;
         let recorded = main.is_capturing();
         let is_recorded = matches!(recorded, Ok(true));
-        // Otherwise it has a number, which the others and the monitor count.
+        // Any other idle operation runs, because the other ranks and the monitor count its epoch.
         if schedule.is_idle() && (is_recorded || !schedule.handshake()) {
             return Ok(());
         }
@@ -268,7 +270,7 @@ impl sealed::Implementation for Cuda {
             };
             engine::run(&at, program, its, call.callback)
         };
-        // If an operation has its number, and this rank does not do it, the peers wait for it in vain and must hear.
+        // If this rank fails an operation that has an epoch, its peers wait in vain, so they must be told.
         let numbered = schedule.handshake() && !is_recorded;
         recorded.and_then(run).map_err(|error| match numbered {
             true => members.fail(error),
@@ -287,7 +289,7 @@ impl sealed::Implementation for Cuda {
     }
 }
 
-/// Where the matrices of a call lie.
+/// The addresses of a call's matrices.
 fn bind<'a>(schedule: &Schedule, matrices: &'a [Bound<Cuda>]) -> Operands<'a> {
     let bound = matrices.iter().zip(schedule.matrices());
     let all = bound.map(|(bound, spec)| {
@@ -314,7 +316,7 @@ fn bind<'a>(schedule: &Schedule, matrices: &'a [Bound<Cuda>]) -> Operands<'a> {
     }
 }
 
-/// What `Group<Cuda>` and the integrations stand on.
+/// What `Group<Cuda>` and the integrations use.
 impl Cuda {
     /// The GPU, with its streams.
     pub(crate) fn gpu(&self) -> &Gpu {
@@ -331,13 +333,14 @@ impl Cuda {
         self.shared.peers.distinct
     }
 
-    /// `config` with the tile shape of each kernel there is; or of those that add partials.
+    /// `config` with the tile shape of each kernel. `sums`: only of the kernels that add partials.
     pub(crate) fn configs(config: &Config, sums: bool) -> impl Iterator<Item = Config> {
         kernels::configs(*config, sums, &Default::default())
     }
 
-    /// The rates by which the model comes closest to the samples, as a file that `GEMMESH_RATES` may name, and by how
-    /// much it is off in the median.
+    /// Fits the model's rates to the samples.
+    ///
+    /// Returns the text of a file for `GEMMESH_RATES`, and the model's median relative error.
     pub(crate) fn calibrate(&self, rank: usize, samples: &[Sample]) -> Result<(String, f64)> {
         let device: &Device = &self.gpu.device;
         let begin = Rates {
@@ -355,7 +358,7 @@ impl Cuda {
         Ok((text + "\n", error))
     }
 
-    /// What is put on the ranks' streams later begins at the same time. Collective.
+    /// Makes later work on the ranks' streams begin at the same time. Collective.
     pub(crate) fn align_streams(&self, members: &Members) -> Result<()> {
         let main = self.gpu.main();
         if main.is_capturing()? {
@@ -365,7 +368,7 @@ impl Cuda {
         self.gpu.reclaimer.mark()
     }
 
-    /// Writes a pattern into every peer's memory, reads every peer's, and verifies both. Collective.
+    /// Writes a pattern to every peer's memory, reads one from it, and verifies both. Collective.
     pub(crate) fn check_peers(&self, members: &Members) -> Result<()> {
         check_peers::check_peers(&self.gpu, &self.shared, members)
     }

@@ -16,7 +16,7 @@ pub struct Copier<'a, 's> {
     pub members: &'a Members,
     pub matrices: &'a BoundMatrices<'a>,
     pub epoch: Epoch,
-    /// Bytes per second of copies, if they are held to that.
+    /// The limit of copies in bytes per second, if there is one.
     pub link: Option<usize>,
     pub recorder: &'a Recorder<'s>,
 }
@@ -47,7 +47,7 @@ impl Copier<'_, '_> {
         });
     }
 
-    /// Returns how many bytes that were.
+    /// Copies the transfer's regions. Returns how many bytes they have.
     fn move_regions(&self, transfer: &Transfer) -> usize {
         let mut bytes = 0;
         for Move { from, to } in &transfer.regions {
@@ -56,12 +56,12 @@ impl Copier<'_, '_> {
             let (Some((source, read)), Some((target, written))) = (read, written) else {
                 continue;
             };
-            // SAFETY: the memories of both ranks hold the matrix. What is read is final: `ready` of a source that is
-            // pulled from has been acquired, and it does not write its rows before `done`; the own rows are the
-            // caller's, who waits for this; and of what is passed on the flags have been acquired. Nobody reads what is
-            // written before this transfer's flag is released, nor do tiles of an operation before any more: this
-            // rank's have ended, and a peer has said `ready` since. What tiles of this rank make, or its caller, they
-            // have made: the block's count has been acquired. Regions of one rank's memory do not overlap.
+            // SAFETY: the memories of both ranks hold the matrix. What is read is final. For a pull, the source's
+            // `ready` has been acquired, and the source does not write its rows before `done`. This rank's own rows are
+            // the caller's, who waits for this copy. For a block that this rank's tiles or its caller make, the block's
+            // count has been acquired. For rows that are passed on, their flags have been acquired. Nobody reads what
+            // is written before this transfer's flag is released. Tiles of earlier operations no longer read it: this
+            // rank's have ended, and a peer has said `ready` since. Regions of one rank's memory do not overlap.
             unsafe { copy_part(source, &read, target, &written) };
             bytes += read.rows * read.width;
         }
@@ -69,10 +69,10 @@ impl Copier<'_, '_> {
     }
 }
 
-/// Copies a part of a matrix to a part of another that is as large.
+/// Copies a part of a matrix to a part of the same size.
 ///
 /// # Safety
-/// Both matrices hold the part; nobody writes what is read, nor reads or writes what is written.
+/// Both matrices hold their parts. Nobody else writes what is read, and nobody else reads or writes what is written.
 unsafe fn copy_part(from: *const u8, read: &Extent, to: *mut u8, written: &Extent) {
     let copy = |from_offset: usize, to_offset: usize, bytes: usize| {
         // SAFETY: as this function's.

@@ -1,4 +1,4 @@
-//! Walks a schedule with a rank's threads.
+//! Runs a schedule with a rank's threads.
 
 use std::ffi::c_void;
 use std::sync::atomic::AtomicUsize;
@@ -75,7 +75,7 @@ struct HostRun<'a> {
     recorder: Recorder<'a>,
     /// The next tile that no worker has taken.
     next: AtomicUsize,
-    /// Of this rank's threads: the first.
+    /// The first failure of this rank's threads.
     failure: Mutex<Option<Error>>,
 }
 
@@ -99,8 +99,7 @@ impl HostRun<'_> {
     }
 
     fn note(&self, result: Result<()>) {
-        // Where a function of the caller's has forked and returns in the child, a thread that is not there may have
-        // locked this.
+        // If a callback has forked and returns in the child, a thread that the child does not have may hold this lock.
         if let Err(error) = result
             && self.members.refuse_fork().is_ok()
         {
@@ -182,7 +181,7 @@ impl HostRun<'_> {
         let share = |part: usize| reduction.rows * part / workers;
         let rows = share(worker)..share(worker + 1);
         let mut scratch = self.scratch(worker);
-        // SAFETY: all that comes has come, and what this rank makes is made. Workers make rows of their own.
+        // SAFETY: all arrivals have come, and all of this rank's blocks are made. Each worker makes rows of its own.
         unsafe { add_rows(&mut scratch, reduction, rows.clone(), &self.matrices) };
         recorder.end(begin, Lane::Worker(worker), || Work::Add { rows });
         Ok(())
@@ -224,22 +223,22 @@ impl HostRun<'_> {
         })
     }
 
-    /// Those of what comes to this rank.
+    /// The chunk flags of this rank's arrivals.
     fn chunk_flags(&self) -> &[Flag] {
         self.blocks[self.members.rank].chunk
     }
 
-    /// A panic in a tile leaves nothing in it that the next tile would read.
+    /// A worker's memory. A panic in a tile leaves nothing in it that the next tile reads.
     fn scratch(&self, worker: usize) -> MutexGuard<'_, WorkerScratch> {
         let scratch = self.host.scratch[worker].lock();
         scratch.unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// What callbacks get for a stream.
+/// The stream that callbacks get on the host.
 const NO_STREAM: *mut c_void = std::ptr::null_mut();
 
-/// Tells of a panic of its thread at once: also this rank's other threads may be waiting for what that was to do.
+/// Reports a panic of its thread at once, because this rank's other threads too may wait for that thread's work.
 struct ReportsPanic<'a>(&'a Members);
 
 impl Drop for ReportsPanic<'_> {

@@ -9,14 +9,14 @@ use super::matrices::RowsView;
 use super::scratch::{DEEPEST, LANES, TileScratch, grown};
 use crate::element::Element;
 
-/// What one tile is computed from.
+/// The operands of one tile.
 pub struct TileOperands<'a, T> {
     /// [rows, k]
     pub a: RowsView<'a, T>,
     pub b: TileWeight<'a, T>,
 }
 
-/// A weight, as it lies.
+/// A weight in its layout.
 pub enum TileWeight<'a, T> {
     /// [columns, k]
     Nk(RowsView<'a, T>),
@@ -46,7 +46,7 @@ pub fn multiply<T: Element>(
         let wide_b = grown(&mut scratch.b, columns * depth);
         widen_transposed(a, begin, padded, wide_a);
         let strides = widen_weight(b, begin..begin + depth, wide_b);
-        // SAFETY: `wide_b` has its elements at these strides; the others are as long as they have to be.
+        // SAFETY: `wide_b` has its elements at these strides; `sums` and `wide_a` have the required lengths.
         unsafe {
             add_product(
                 sums,
@@ -66,9 +66,10 @@ pub fn multiply<T: Element>(
     }
 }
 
-/// `to` = `a · b`, [padded, columns], column by column; plus what it holds if `add`. `a`: [padded, depth], column by
-/// column. `b`: [depth, columns], with the elements from one column to the next, and from one step through K to the
-/// next.
+/// Sets `to` to `a · b`, or adds `a · b` to it if `add`.
+///
+/// `to`: [padded, columns], column by column. `a`: [padded, depth], column by column. `b`: [depth, columns], with the
+/// elements from one column to the next, and from one step through K to the next.
 ///
 /// # Safety
 /// `to` and `a` are as long as that, and `b` has each element at its strides.
@@ -105,8 +106,8 @@ unsafe fn add_product(
     }
 }
 
-/// A part of K of a weight, as f32, as it lies. Returns how many elements on its next column is, and its next step
-/// through K.
+/// Widens a part of K of a weight to f32, in its layout. Returns the elements from one column to the next, and from one
+/// step through K to the next.
 fn widen_weight<T: Element>(
     weight: &TileWeight<T>,
     part: Range<usize>,
@@ -125,7 +126,7 @@ fn widen_weight<T: Element>(
     }
 }
 
-/// A part of a matrix, as f32, row by row.
+/// Widens a part of a matrix to f32, row by row.
 fn widen_rows<T: Element>(
     from: &RowsView<T>,
     rows: Range<usize>,
@@ -138,10 +139,11 @@ fn widen_rows<T: Element>(
     }
 }
 
-/// Columns from `begin` on of a matrix, as f32, column by column; as many as `to` has room for
-/// with `padded` elements each, zeros behind the matrix's rows.
+/// Widens columns of a matrix to f32, column by column, from `begin` on.
+///
+/// There are as many as `to` has room for with `padded` elements each. Zeros follow the matrix's rows.
 fn widen_transposed<T: Element>(from: &RowsView<T>, begin: usize, padded: usize, to: &mut [f32]) {
-    // A block of rows is widened as it lies and turned from there, so that both are done in registers.
+    // A block of rows is widened in its layout and then transposed, so that both are done in registers.
     const BLOCK: usize = 64;
     let mut block = [[0.0f32; BLOCK]; LANES];
     for first in (0..padded).step_by(LANES) {

@@ -1,4 +1,4 @@
-//! Where the matrices of a call lie.
+//! The addresses of a call's matrices.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -19,8 +19,9 @@ pub struct BoundMatrices<'a> {
     own: [MatrixPlace; MAX_MATRICES],
 }
 
-// SAFETY: the pointers are to memory that the call borrows while the threads use it: what is only read shared, what is
-// written exclusively and in disjoint parts; symmetric memory as the protocol says.
+// SAFETY: the pointers are to memory that the call borrows while the threads use it. Memory that is only read is
+// borrowed shared. Memory that is written is borrowed exclusively, and the threads write disjoint parts. Symmetric
+// memory is used as the protocol says.
 unsafe impl Sync for BoundMatrices<'_> {}
 
 impl<'a> BoundMatrices<'a> {
@@ -39,7 +40,7 @@ impl<'a> BoundMatrices<'a> {
                     (memory.memory.as_ptr(), *offset, memory.pitch)
                 }
             };
-            // SAFETY: the operation that binds it has checked that it lies within.
+            // SAFETY: the operation that binds the memory has checked that the offset lies within it.
             let ptr = unsafe { first.add(offset) };
             *place = MatrixPlace { ptr, pitch };
         }
@@ -59,12 +60,12 @@ impl<'a> BoundMatrices<'a> {
         &self.specs[matrix]
     }
 
-    /// Where this rank's memory of a matrix lies.
+    /// The place of a matrix in this rank's memory.
     pub fn place(&self, matrix: usize) -> MatrixPlace {
         self.own[matrix]
     }
 
-    /// Where a region lies in the memory of `rank`; nowhere if that is a peer's, and peers cannot see the matrix.
+    /// Where a region lies in the memory of `rank`. None if `rank` is a peer and the matrix is not symmetric.
     pub fn region(&self, region: &Region, rank: usize) -> Option<(*mut u8, Extent)> {
         let spec = self.spec(region.matrix);
         let own = self.place(region.matrix);
@@ -89,7 +90,7 @@ pub struct MatrixPlace {
 }
 
 impl MatrixPlace {
-    /// Of a matrix that the call does without.
+    /// The place of a matrix that the call does not have.
     const NOWHERE: MatrixPlace = MatrixPlace {
         ptr: std::ptr::null_mut(),
         pitch: 0,
@@ -99,10 +100,10 @@ impl MatrixPlace {
         !self.ptr.is_null()
     }
 
-    /// An element.
+    /// The address of an element.
     ///
     /// # Safety
-    /// The matrix has it, or it is the first behind a row's last.
+    /// The matrix has the element, or it is the one behind a row's last.
     pub unsafe fn element<T>(self, row: usize, column: usize) -> *mut T {
         // SAFETY: as this function's.
         unsafe { self.ptr.add(row * self.pitch).cast::<T>().add(column) }
@@ -141,7 +142,7 @@ impl<'a, T> RowsView<'a, T> {
         if row >= self.rows {
             return None;
         }
-        // SAFETY: who made this has said that the row is there.
+        // SAFETY: whoever made this view has promised that the row is there.
         unsafe {
             let first = self.first.byte_add(row * self.pitch);
             Some(std::slice::from_raw_parts(first, self.columns))

@@ -21,8 +21,10 @@ pub struct HostSymmetric {
 }
 
 impl HostSymmetric {
-    /// Collective, as `call`. `ready`: what this rank did before, for all to hear of. `initialise` writes this rank's
-    /// memory before another rank can see it. If one rank cannot have its memory, or map that of all, all get its
+    /// Allocates memory on every rank. Collective, as `call`.
+    ///
+    /// `ready`: the result of this rank's earlier steps, which all ranks learn. `initialise` writes this rank's memory
+    /// before another rank can see it. If a rank cannot allocate its memory or map that of all ranks, all ranks get its
     /// error, and the group goes on.
     pub fn allocate(
         members: &Members,
@@ -32,7 +34,7 @@ impl HostSymmetric {
         initialise: impl FnOnce(*mut u8),
     ) -> Result<HostSymmetric> {
         let rank = members.rank;
-        // Ranks share a machine, and perhaps a control group: nobody begins unless there is room for all.
+        // Ranks share a machine, and perhaps a control group. No rank begins unless there is room for all.
         let rooms = ready.map(|()| (serde_json::to_vec(&rooms()).unwrap_or_default(), None));
         let rooms = members.gather_messages(call, rooms)?.payloads;
         let rooms = rooms.iter().enumerate().map(|(rank, rooms)| {
@@ -95,7 +97,8 @@ struct ControlLayout {
 }
 
 impl Flags {
-    /// Collective. All flags hold the epoch before `first`. `ready`: what this rank did before, for all to hear of.
+    /// Collective. All flags hold the epoch before `first`. `ready`: the result of this rank's earlier steps, which all
+    /// ranks learn.
     pub fn open(members: &Members, ready: Result<()>, first: Epoch) -> Result<Flags> {
         let bytes = size_of::<ControlLayout>();
         let memory = HostSymmetric::allocate(members, OPENING, ready, bytes, |own| {

@@ -1,4 +1,4 @@
-//! The backend of every machine: the protocol between processes or threads, on shared memory.
+//! The backend for every machine: the protocol between processes or threads, on shared memory.
 //!
 //! It is the executable specification of the protocol: the same schedule, flags, epochs and errors as on GPUs.
 #![allow(unsafe_code)]
@@ -39,18 +39,18 @@ use crate::schedule::{Chunking, Config, Numerics, Problem, Route, Schedule, Tile
 pub struct Host {
     flags: Flags,
     workers: Workers,
-    /// Bytes per second of copies, if they are held to that.
+    /// The limit of copies in bytes per second, if there is one.
     link: Option<usize>,
     /// By worker.
     scratch: Vec<Mutex<WorkerScratch>>,
 }
 
 impl Host {
-    /// Lets each worker have what it needs for a schedule, so that none finds it missing amid an operation.
+    /// Reserves each worker's memory for a schedule, so that none lacks memory during an operation.
     fn reserve(&self, rank: usize, schedule: &Schedule) -> Result<()> {
         let needed = WorkerScratch::needed(schedule);
         let scratches = self.scratch.iter();
-        // A panic while one was held has not left it half-changed.
+        // A panic of a holder does not leave one half-changed.
         let scratches = scratches.map(|one| one.lock().unwrap_or_else(PoisonError::into_inner));
         let mut scratches: Vec<MutexGuard<WorkerScratch>> = scratches.collect();
         let missing = scratches.iter_mut().map(|one| one.missing(&needed));
@@ -83,7 +83,7 @@ pub struct HostBuffer {
 
 enum HostMemory {
     Own(Mapping),
-    /// Another library's: what is dropped with it gives it back.
+    /// Another library's memory. Dropping the owner gives it back.
     Adopted(*mut u8, #[allow(dead_code)] Owner),
 }
 
@@ -107,11 +107,11 @@ impl HostMemory {
     }
 }
 
-/// A schedule, and what is left to do of it while it runs.
+/// A schedule, and its progress while it runs.
 #[derive(Debug)]
 pub struct HostProgram {
     schedule: Schedule,
-    /// By block of the product, if transfers wait for them.
+    /// By block of the product: what has been made, if transfers wait for blocks.
     produced: Mutex<Vec<Produced>>,
 }
 
@@ -146,7 +146,7 @@ impl sealed::Implementation for Host {
                 max: usize::MAX,
             }));
         }
-        // If that fails, the others are told in the first exchange.
+        // If this fails, the other ranks learn it from the first message.
         let workers = Workers::start(members.rank, count);
         let ready = workers.as_ref().map(|_| ()).map_err(Error::clone);
         let flags = Flags::open(members, ready, options.first_epoch)?;
@@ -159,7 +159,7 @@ impl sealed::Implementation for Host {
     }
 
     fn close(&mut self, _members: &Members) {
-        // A mapping keeps a peer's memory for as long as it is needed.
+        // Nothing to do: a mapping keeps a peer's memory for as long as it is needed.
     }
 
     fn default_config(&self, problem: &Problem, _: Numerics) -> Config {

@@ -1,10 +1,10 @@
-//! What a rank's threads did when, for who wants to know.
+//! The spans of a rank's threads, for a trace.
 
 use std::sync::{Mutex, PoisonError};
 
 use crate::profile::span::{Lane, Span, Work, now};
 
-/// Notes what happened when, if somebody wants to know.
+/// Notes spans, if the call is traced.
 pub struct Recorder<'a>(Option<Mutex<&'a mut Vec<Span>>>);
 
 impl<'a> Recorder<'a> {

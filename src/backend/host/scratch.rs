@@ -4,11 +4,15 @@ use std::collections::TryReserveError;
 
 use crate::schedule::Schedule;
 
-/// The rows of a tile are padded to a multiple of this, which every SIMD width divides: `gemm` then takes the
-/// operands as they are, and packs nothing.
+/// The rows of a tile are padded to a multiple of this.
+///
+/// Every SIMD width divides it, so `gemm` takes the operands as they are and packs nothing.
 pub const LANES: usize = 16;
 
-/// Deeper steps `gemm` cuts itself, where depends on the tile's height and width: then a row's bits would too.
+/// The deepest step through K.
+///
+/// `gemm` cuts deeper steps at places that depend on the tile's height and width. Then a row's bits would depend on
+/// them too.
 pub const DEEPEST: usize = 512;
 
 /// A worker's memory.
@@ -16,7 +20,7 @@ pub const DEEPEST: usize = 512;
 pub struct WorkerScratch {
     pub tile: TileScratch,
     pub sum: SumScratch,
-    /// The up projection that an activated gate is multiplied with: [rows, columns] of a tile.
+    /// The up projection by which an activated gate is multiplied: [rows, columns] of a tile.
     pub up: Vec<f32>,
 }
 
@@ -95,7 +99,7 @@ impl WorkerScratch {
             }
             let length = vector.len();
             vector.try_reserve_exact(needed - length)?;
-            // Written once, so that who asks for memory next sees that it is taken.
+            // Written once, so that whoever asks for memory next sees that it is taken.
             vector.resize(needed, 0.0);
             vector.truncate(length);
             Ok(())
@@ -103,7 +107,7 @@ impl WorkerScratch {
     }
 }
 
-/// The first `length` elements, more memory being taken where there is less.
+/// The first `length` elements. Grows the memory if it has fewer.
 pub fn grown(memory: &mut Vec<f32>, length: usize) -> &mut [f32] {
     if memory.len() < length {
         memory.resize(length, 0.0);

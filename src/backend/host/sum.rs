@@ -1,4 +1,4 @@
-//! The rows of a sum: what is added to a product, or to what has come, in the order that the schedule says.
+//! Makes the rows of a sum. Addends are added in the schedule's order.
 
 use super::matrices::BoundMatrices;
 use super::scratch::{SumScratch, grown};
@@ -15,11 +15,13 @@ pub struct Columns<'a> {
 }
 
 impl Columns<'_> {
-    /// Makes row `row` of the sum, of addends of this type. `product`: as it was multiplied; it is not needed any more
-    /// then. `up`: what the activated gate is multiplied with.
+    /// Makes row `row` of the sum, from addends of this type.
+    ///
+    /// `product`: the unrounded product, which this may overwrite. `up`: the up projection by which the activated gate
+    /// is multiplied.
     ///
     /// # Safety
-    /// As [`Columns::row`] for all that is added; and nobody else touches these columns of the row that is written.
+    /// As [`Columns::row`] for everything that is added. Nobody else touches these columns of the row that is written.
     pub unsafe fn store<T: Float>(
         &self,
         scratch: &mut SumScratch,
@@ -85,7 +87,8 @@ impl Columns<'_> {
         total
     }
 
-    /// Adds the bias, if the call has one. Returns that of the up projection, which lies behind it, if there is one.
+    /// Adds the bias, if the call has one. Returns the up projection's bias, which lies behind it, if the product is
+    /// gated.
     ///
     /// # Safety
     /// As [`Columns::row`].
@@ -126,7 +129,7 @@ impl Columns<'_> {
         T::round(total, to);
     }
 
-    /// These columns of a row of a matrix, counted from the `first` of its columns.
+    /// These columns of a row of a matrix, counted from its column `first`.
     ///
     /// # Safety
     /// The matrix lies at its place, is of this type and aligned for it; nobody writes the elements meanwhile.
@@ -145,7 +148,7 @@ impl Columns<'_> {
     }
 }
 
-/// Multiplies with the up projection, its bias added.
+/// Multiplies by the up projection, to which its bias is added.
 fn multiply_by<T: Float>(total: &mut [f32], up: &[f32], bias: Option<&[T]>) {
     for (column, (total, up)) in total.iter_mut().zip(up).enumerate() {
         *total *= up + bias.map_or(0.0, |bias| bias[column].to_f32());

@@ -10,8 +10,8 @@ use crate::element::{DType, Element, bf16, f16};
 use crate::schedule::{Product, Reduction, Tile, WeightLayout};
 
 /// # Safety
-/// The matrices lie at their places, aligned for their type; the rows of the tile are not written meanwhile, nor what
-/// is added to them, and nobody else touches the tile of the output.
+/// The matrices lie at their places, aligned for their type. Nobody writes the tile's rows or their addends meanwhile,
+/// and nobody else touches the tile of the output.
 pub unsafe fn multiply_tile(
     scratch: &mut WorkerScratch,
     product: &Product,

@@ -1,5 +1,7 @@
-//! The threads of a rank: one that copies, and rayon workers that multiply. They live as long as the group
-//! and wait for the next operation, so that an operation starts no thread and allocates nothing.
+//! The threads of a rank: one that copies, and rayon workers that multiply.
+//!
+//! They live as long as the group and wait for the next operation, so that an operation starts no thread and allocates
+//! nothing.
 
 use std::any::Any;
 use std::error::Error as _;
@@ -31,17 +33,17 @@ type Job<'a> = dyn Fn(Role) + Sync + 'a;
 
 /// The threads. Dropping it ends them.
 pub struct Workers {
-    /// Theirs: a fork has none of them.
+    /// The threads' process. A fork of it has none of them.
     process: Process,
-    /// Held while a job runs: there is one slot.
+    /// Held while a job runs, because there is one slot.
     turn: Mutex<()>,
     slot: Arc<JobSlot>,
     copier: Option<JoinHandle<()>>,
-    /// Its threads run [`work`] all their life.
+    /// Its threads run [`work`] until they end.
     pool: ThreadPool,
 }
 
-/// The job that all threads do at a time.
+/// The job that all threads do at the moment.
 #[derive(Default)]
 struct JobSlot {
     state: Mutex<WorkersState>,
@@ -85,7 +87,7 @@ impl Workers {
             .build()
             .map_err(|error| {
                 let refused = error.source().and_then(|source| source.downcast_ref());
-                // Its own words, if it is not the system that refuses.
+                // Rayon's own words, if the system is not what refuses.
                 let refused = refused.and_then(io::Error::raw_os_error);
                 let refused = match refused {
                     Some(number) => io::Error::from_raw_os_error(number),
@@ -112,8 +114,9 @@ impl Workers {
         Ok(workers)
     }
 
-    /// Calls `job` once on each thread, and `beside` on the caller's, and returns when all calls have. If `beside`
-    /// forks, it returns in the child too, at once.
+    /// Calls `job` once on each thread and `beside` on the caller's thread. Returns when all calls have returned.
+    ///
+    /// If `beside` forks, this returns in the child at once.
     pub fn run(&self, job: &Job, beside: impl FnOnce()) {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         let mut state = self.slot.lock();
@@ -182,7 +185,7 @@ fn wait<'a>(
         .unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A thread's life.
+/// The loop of a thread.
 fn work(slot: &JobSlot, role: Role) {
     let mut done = 0;
     let mut state = slot.lock();
@@ -218,7 +221,7 @@ mod tests {
     fn every_thread_does_every_job_once() {
         let workers = Workers::start(0, 3).unwrap();
         let counts: [AtomicUsize; 4] = Default::default();
-        // An interpreter takes its time.
+        // Miri is slow.
         const JOBS: usize = if cfg!(miri) { 10 } else { 1000 };
         for _ in 0..JOBS {
             workers.run(

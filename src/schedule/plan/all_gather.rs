@@ -1,5 +1,4 @@
-//! The planner of operations that gather the rows of a matrix, and may multiply them with another:
-//! `out[M, N] = gather(a)[M, K] · b[N, K]ᵀ`.
+//! The planner of gathers, and of products of gathered rows: `out[M, N] = gather(a)[M, K] · b[N, K]ᵀ`.
 
 use std::fmt::Write;
 use std::ops::Range;
@@ -18,7 +17,7 @@ use crate::schedule::{
     Residual, Schedule, Sum, Transfer, Weight, Widths,
 };
 
-/// Gathers the rows while it multiplies them: a tile waits for its rows.
+/// Gathers rows and multiplies them at the same time. A tile waits for its rows.
 pub(super) fn gather_and_multiply(
     problem: &Problem,
     rank: usize,
@@ -27,25 +26,25 @@ pub(super) fn gather_and_multiply(
     plan(problem, rank, config, Moves::Chunks, true)
 }
 
-/// Gathers the rows. Each rank pulls them, and nothing is launched; or their owners store them.
+/// Gathers rows. Each rank pulls them without a kernel, or their owners store them.
 pub(super) fn gather(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     plan(problem, rank, config, Moves::Chunks, false)
 }
 
-/// Gathers the rows, which each rank pulls, whatever the configuration says.
+/// Gathers rows, which each rank pulls, whatever the configuration says.
 pub(super) fn gather_pulled(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     gather(problem, rank, pulled(config))
 }
 
-/// Multiplies rows that are there. The other ranks take no part.
+/// Multiplies rows that are gathered already. The other ranks take no part.
 pub(super) fn multiply(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     plan(problem, rank, config, Moves::Nothing, true)
 }
 
-/// Multiplies rows of this rank's own, of which there are no others.
+/// The product of `matmul`, which `rank` makes alone.
 pub(super) fn multiply_alone(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     let planned = multiply(problem, 0, config);
-    // In its schedule it is the only rank. In its group it is the one that lacks memory.
+    // The schedule has one rank, 0. The error has to name this rank's number in its group.
     planned.map_err(|error| match error {
         Error::OutOfMemory { bytes, reason, .. } => Error::OutOfMemory {
             rank,
@@ -56,17 +55,17 @@ pub(super) fn multiply_alone(problem: &Problem, rank: usize, config: Config) -> 
     })
 }
 
-/// Copies the other ranks' rows, with no word to anyone.
+/// Copies the other ranks' rows without synchronisation.
 pub(super) fn copy(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     plan(problem, rank, pulled(config), Moves::Shards, false)
 }
 
-/// What is moved.
+/// What a schedule moves.
 #[derive(Clone, Copy, PartialEq)]
 enum Moves {
-    /// Rows of the others, in chunks, each with its flag.
+    /// The other ranks' rows in chunks, each with its flag.
     Chunks,
-    /// Rows of the others, a shard at a time, with no word to anyone.
+    /// The other ranks' rows, a shard at a time, without synchronisation.
     Shards,
     Nothing,
 }
@@ -115,11 +114,11 @@ fn plan(
     })
 }
 
-/// The columns of each output, once it is known that there can be such a product.
+/// Checks the product and its number of tiles, and returns the columns of each output.
 fn widths(problem: &Problem, config: &Config) -> Result<Widths> {
     let form = &problem.form;
     let widths = form.columns(problem.n)?;
-    // Of a gated product gate and up share a tile.
+    // In a gated product, gate and up share a tile.
     let least = form.multiplied(1);
     limit("Config::tile.n", config.tile.n, least, MAX_EXTENT)?;
     let rows = problem.layout.m().div_ceil(config.entry_rows());
@@ -131,7 +130,7 @@ fn widths(problem: &Problem, config: &Config) -> Result<Widths> {
     Ok(widths)
 }
 
-/// What comes to this rank, and what goes from it.
+/// The transfers to this rank, and the transfers from it.
 fn transfers(
     layout: &Layout,
     config: &Config,
@@ -160,7 +159,7 @@ fn deferred(arrivals: &[Transfer]) -> Option<DeferredChunk> {
     })
 }
 
-/// Moves the same rows of what is gathered beside.
+/// Adds the same rows of the second matrix to a transfer.
 fn move_beside(transfer: &mut Transfer, columns: usize) {
     let rows = transfer.regions[0].to.rows.clone();
     transfer.regions.push(Move::in_place(Region {
@@ -194,7 +193,7 @@ fn matrices(problem: &Problem, widths: &[usize], product: Option<&Product>) -> V
     matrices
 }
 
-/// All rows, by each weight: a block for each output.
+/// The product of all rows with each weight. Each output has a block.
 fn product(
     problem: &Problem,
     widths: &[usize],
@@ -242,11 +241,11 @@ fn product(
     }
 }
 
-/// What the ranks must agree on. How rows are pulled is each rank's own affair.
+/// What the ranks must agree on. How a rank pulls rows is its own choice.
 fn agree(problem: &Problem, config: &Config) -> Agreed {
     let layout = &problem.layout;
     let mut details = String::with_capacity(128);
-    // To write to a string does not fail.
+    // Writing to a string cannot fail.
     let mut say = |words: std::fmt::Arguments| _ = details.write_fmt(words);
     say(format_args!(
         "M = {}, K = {}, {}",
@@ -278,7 +277,7 @@ fn agree(problem: &Problem, config: &Config) -> Agreed {
         }
         (RowOrder::ByRank, _) => {}
     }
-    // Last, for it may be long, and there is not always room for all words.
+    // This comes last, because it may be long and there is not always room for all words.
     if !layout.is_balanced() {
         say(format_args!(", rows of each rank = {:?}", layout.rows()));
     }
@@ -289,20 +288,20 @@ fn agree(problem: &Problem, config: &Config) -> Agreed {
 struct Cutter<'a> {
     layout: &'a Layout,
     route: Route,
-    /// By source: the chunks that its shard is moved in.
+    /// The chunks of each source's shard.
     chunks: Vec<Vec<Chunk>>,
-    /// Those for the rank for which it is the last, if they are others.
+    /// The chunks of each source's shard for the rank to which it comes last, if they differ.
     last_chunks: Option<Vec<Vec<Chunk>>>,
 }
 
-/// What is moved of a shard at once.
+/// A part of a shard that one transfer moves.
 struct Chunk {
-    /// The block of the shard that it is of.
+    /// The stage of its block.
     stage: usize,
     part: Part,
 }
 
-/// Rows, or a part of each.
+/// Rows, or a range of their columns.
 pub(super) struct Part {
     pub(super) rows: Range<usize>,
     pub(super) columns: Range<usize>,
@@ -326,21 +325,21 @@ impl<'a> Cutter<'a> {
         }
     }
 
-    /// What the shard of `source` is moved to `peer` in.
+    /// The chunks in which the shard of `source` is moved to `peer`.
     fn chunks_of(&self, source: usize, peer: usize) -> &[Chunk] {
         let is_last = peer == (source + 1) % self.layout.world();
         let last_chunks = self.last_chunks.as_ref().filter(|_| is_last);
         &last_chunks.unwrap_or(&self.chunks)[source]
     }
 
-    /// What comes to `rank`: stage by stage, of each source by source around the ring.
+    /// The transfers to `rank`, stage by stage, and in each stage source by source around the ring.
     fn arrivals(&self, rank: usize) -> Vec<Transfer> {
         let sources = ring(rank, self.layout.world());
         self.by_stage(sources.map(|source| (source, rank)))
     }
 
-    /// What goes from `rank`, stage by stage: to r - 1 first, for it needs this rank's rows first, then to r - 2, …
-    /// around the ring.
+    /// The transfers from `rank`, stage by stage, and in each stage backwards around the ring: the rank before needs
+    /// these rows first.
     fn departures(&self, rank: usize) -> Vec<Transfer> {
         let world = self.layout.world();
         let peers = (1..world).map(|step| (rank + world - step) % world);
@@ -357,9 +356,11 @@ impl<'a> Cutter<'a> {
         all
     }
 
-    /// How the rows of `source` in a stage are moved to `peer`, each chunk with its flag there: a rank numbers the
-    /// chunks of all others by the places of their rows. So the flags that a tile needs, whatever chunks or shards it
-    /// straddles, are one range. The second part of a chunk that is cut along K has the number after the first's.
+    /// The transfers of a stage's rows from `source` to `peer`, each with its flag at `peer`.
+    ///
+    /// A rank numbers all chunks that come to it in the order of their rows. So the flags that a tile needs are one
+    /// range, even if the tile straddles chunks or shards. The second part of a chunk that is cut along K has the
+    /// number after the first's.
     fn transfers(
         &self,
         source: usize,
@@ -367,7 +368,7 @@ impl<'a> Cutter<'a> {
         stage: usize,
     ) -> impl Iterator<Item = Transfer> {
         let chunks = |other: usize| self.chunks_of(other, peer);
-        // A shard's chunks in the stages before one.
+        // The chunks of a shard in the stages before this one.
         let before = |other, stage| chunks(other).partition_point(|chunk| chunk.stage < stage);
         let others = (0..self.layout.world()).filter(|&other| other != peer);
         let lower = others.clone().take_while(|&other| other < source);
@@ -398,8 +399,9 @@ impl<'a> Cutter<'a> {
     }
 }
 
-/// Each block of the shard is cut apart, into as many chunks as make, of all together, about what the configuration
-/// says, one at least.
+/// Cuts each block of a shard into chunks.
+///
+/// All blocks together have about as many chunks as the configuration says, and each block has at least one.
 fn cut_shard(layout: &Layout, config: &Config, source: usize, is_last: bool) -> Vec<Chunk> {
     let (k, stages) = (layout.k(), layout.stages());
     let mut all = Vec::new();
@@ -430,16 +432,20 @@ fn cut_shard(layout: &Layout, config: &Config, source: usize, is_last: bool) -> 
     all
 }
 
-/// Chunks of so many rows are cut at multiples of this: a power of two, as tiles are high, so that few of these wait
-/// for two chunks. It does not depend on the tiles, for each rank has its own.
+/// The number of rows at whose multiples chunks of `rows` rows are cut.
+///
+/// It is a power of two, like the height of tiles, so that few tiles wait for two chunks. It does not depend on the
+/// tiles, because each rank chooses its own.
 fn boundary(rows: usize) -> usize {
     const MOST: usize = 128;
     1 << (rows / 8).clamp(1, MOST).ilog2()
 }
 
-/// What a kernel stores is cut into parts, for as many CTAs: some rows each or, of few rows, a piece of one. Each has
-/// its flag, which is no more to look at than the bytes are to store; where there are many peers, fewer parts are for
-/// each.
+/// Cuts rows that a kernel stores into parts, one for each CTA: some rows each, or a piece of a row if there are few
+/// rows.
+///
+/// Each part has a flag. Looking at the flag costs no more than storing the bytes. If there are many peers, each gets
+/// fewer parts.
 pub(super) fn stored_parts(shard: Range<usize>, k: usize, world: usize) -> Vec<Part> {
     const MOST: usize = 64;
     const ELEMENTS: usize = 3072;

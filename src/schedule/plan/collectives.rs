@@ -1,8 +1,9 @@
-//! The planners of what is exchanged, and perhaps added up, but not multiplied: rows that a rank has, or that its
-//! caller makes block by block while those before are on their way.
+//! The planners of collectives without a product. Rows are sent and perhaps added up, but not multiplied.
 //!
-//! Whoever has rows pushes them: no kernel waits for anything, streams do. Or stores them, if they are there and few:
-//! by a kernel that waits for what comes.
+//! A rank has its rows already, or its caller makes them block by block while earlier blocks are on their way.
+//!
+//! The rank that has rows pushes them. Streams wait, and no kernel does. Or, if the rows are there and few, its kernel
+//! stores them and waits for the rows that come.
 
 use std::ops::Range;
 
@@ -22,28 +23,29 @@ use crate::schedule::{
     Request, Schedule, Sum, Transfer,
 };
 
-/// Each block in so many chunks.
+/// Cuts each block into `chunks` chunks.
 pub const fn chunked(chunks: usize) -> Config {
-    // Nothing is multiplied; chunks are cut at multiples of the tile's rows, as kernels like them.
+    // Nothing is multiplied. Chunks are cut at multiples of the tile's rows, which suits kernels.
     let tile = TileShape::new(128, 128, 64);
     Config::new(tile, Chunking::new(chunks), Route::Push)
 }
 
-/// By stores of a kernel, as finely cut as these like.
+/// Stores rows by a kernel, cut as finely as kernels need.
 pub const fn stored() -> Config {
     chunked(1).with_route(Route::Store)
 }
 
-/// Each rank gets its rows of the sum of all inputs, [M, N].
+/// Gives each rank its rows of the sum of all inputs, [M, N].
 ///
 /// # Errors
-/// [`Error::Limit`](crate::Error::Limit) when N is out of bounds or a field of the configuration is.
+/// [`Error::Limit`](crate::Error::Limit) if N or a field of the configuration is out of bounds.
 pub(super) fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     Plan::new(problem, rank, config)?.sums(Blocks::Had, Sums::Own)
 }
 
-/// Each rank gets all inputs, and adds up all rows. But where [`leaves_gather`] says so, each gets its rows of the sum,
-/// in a matrix of all rows that ranks share.
+/// Gives each rank all inputs, and each rank adds up all rows.
+///
+/// If [`leaves_gather`] is true, each rank only gets its own rows of the sum, in a shared matrix of all rows.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
@@ -55,18 +57,18 @@ pub(super) fn all_reduce(problem: &Problem, rank: usize, config: Config) -> Resu
     }
 }
 
-/// Whether a gather has to follow an all-reduce, for each rank has the sums of its own rows only: where more ranks than
-/// two would each get many bytes.
+/// True if a gather has to follow an all-reduce, because each rank has the sums of its own rows only.
+///
+/// This is so if more than two ranks would each get many bytes.
 pub fn leaves_gather(problem: &Problem) -> bool {
-    /// Of an addend, where more ranks than two get each whole.
+    /// The most bytes of an addend, if each of more than two ranks gets all of it.
     const FEW_BYTES: usize = 256 << 10;
     let elements = problem.layout.m().saturating_mul(problem.n);
     let bytes = elements.saturating_mul(problem.dtypes.operands.bytes());
     problem.layout.world() > 2 && bytes > FEW_BYTES
 }
 
-/// As [`reduce_scatter`], of blocks that the caller makes: those of the peers' rows first, in ring order, and its own
-/// last.
+/// As [`reduce_scatter`], of blocks that the caller makes: first those of the peers' rows, in ring order, then its own.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
@@ -78,8 +80,10 @@ pub(super) fn produce_and_reduce_scatter(
     Plan::new(problem, rank, config)?.sums(Blocks::Made, Sums::Own)
 }
 
-/// Rank s sends each rank as many rows as it has in the layout of the output, where they come to lie in its place: row
-/// i of block p of its input becomes the i-th of its rows on rank p.
+/// Each rank sends every rank a block of rows.
+///
+/// Rank s sends each rank as many rows as s has in the layout of the output, and they come to lie in the place of s:
+/// row i of block p of the input of s becomes the i-th row of s in the output of rank p.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
@@ -87,8 +91,7 @@ pub(super) fn all_to_all(problem: &Problem, rank: usize, config: Config) -> Resu
     Plan::new(problem, rank, config)?.exchange(Blocks::Had)
 }
 
-/// As [`all_to_all`], of blocks that the caller makes: those for the peers first, in ring order, and that for itself
-/// last.
+/// As [`all_to_all`], of blocks that the caller makes: first those for the peers, in ring order, then its own.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
@@ -100,8 +103,10 @@ pub(super) fn produce_and_all_to_all(
     Plan::new(problem, rank, config)?.exchange(Blocks::Made)
 }
 
-/// All ranks get the rows of the one that has all in the layout. It sends each other rank a share of them, which that
-/// one sends on: so each link carries all of them once, about. What is stored goes to each at once.
+/// Gives all ranks the rows of the root, which has all rows in the layout.
+///
+/// If rows are pushed, the root sends each other rank a share of them, which that rank sends on. So each link carries
+/// all rows about once. If rows are stored, the root stores them to all ranks.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
@@ -112,18 +117,18 @@ pub(super) fn broadcast(problem: &Problem, rank: usize, config: Config) -> Resul
 /// Where the rows that a rank sends come from.
 #[derive(Clone, Copy, PartialEq)]
 enum Blocks {
-    /// They are there.
+    /// The rank has them.
     Had,
     /// The caller makes them.
     Made,
 }
 
-/// Who gets which sums.
+/// Where a rank's sums are stored.
 #[derive(Clone, Copy, PartialEq)]
 enum Sums {
-    /// A rank its own.
+    /// In a matrix of the rank's own rows.
     Own,
-    /// Likewise, at their place among all.
+    /// In a matrix of all rows, at the place of the rank's own.
     OwnAmongAll,
 }
 
@@ -151,7 +156,7 @@ impl<'a> Plan<'a> {
         self.problem.layout.world()
     }
 
-    /// The parts of these rows that are made and sent at once.
+    /// The parts of these rows that are each made and sent as one.
     fn cut(&self, rows: Range<usize>) -> Vec<Part> {
         let n = self.problem.n;
         if self.config.route == Route::Store {
@@ -166,7 +171,7 @@ impl<'a> Plan<'a> {
         parts.collect()
     }
 
-    /// The parts of this rank's own rows: when the last, a quarter, is made, all that is left to do is to add it up.
+    /// The parts of this rank's own rows. The last is a quarter. When it is made, only adding it up is left to do.
     fn cut_own(&self, rows: Range<usize>) -> Vec<Part> {
         let height = self.config.entry_rows();
         let quarter = (rows.len() / 4).next_multiple_of(height);
@@ -271,7 +276,7 @@ impl<'a> Plan<'a> {
         };
         let room = Partials::of_callers(self.problem, callers, 0);
         let exchange = BlockTransfers { plan: self, blocks };
-        // Specs are of what lies where on any rank: of the longest input.
+        // A matrix has the same extents on all ranks, those of the longest input.
         let mut parts = self.parts([world * most, layout.m()], &room);
         parts.arrivals = exchange.arrivals();
         (parts.departures, parts.requests) = exchange.departures();
@@ -285,7 +290,7 @@ impl<'a> Plan<'a> {
             .find(|&rank| !layout.rows_of(rank).is_empty())
             .unwrap_or(0);
         let stored = self.config.route == Route::Store;
-        // Each other rank's share, in ring order, chunk by chunk. What is stored goes to each at once.
+        // The share of each other rank, in ring order, chunk by chunk. Stored rows go to all ranks at once.
         let count = world - 1;
         let share = |number: usize| match stored {
             true => 0..layout.m(),
@@ -298,7 +303,7 @@ impl<'a> Plan<'a> {
         };
         let receivers: Vec<usize> = ring(root, world).collect();
         let most = chunks.iter().map(Vec::len).max().unwrap_or(0);
-        // All chunks in the order in which they are sent: the first of every share, then the second.
+        // All chunks in the order in which they are sent: the first chunk of every share, then the second, and so on.
         let mut all = Vec::new();
         for number in 0..most {
             for (share, chunks) in chunks.iter().enumerate() {
@@ -358,7 +363,7 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// A schedule in which nothing is moved yet, of an input and an output of so many rows.
+    /// The parts of a schedule that moves nothing yet, with an input and an output of these numbers of rows.
     fn parts(&self, [input, out]: [usize; 2], room: &Partials) -> Parts {
         let problem = self.problem;
         let DTypes {
@@ -385,7 +390,7 @@ impl<'a> Plan<'a> {
         }
     }
 
-    /// What the ranks must agree on: whoever sends knows how those who get it count.
+    /// What the ranks must agree on. A rank that sends has to know the flag numbers of the ranks that it sends to.
     fn agree(&self) -> Agreed {
         let Problem {
             layout, n, dtypes, ..
@@ -403,18 +408,18 @@ impl<'a> Plan<'a> {
     }
 }
 
-/// What each rank sends the owners of rows, for sums that these make.
+/// The transfers of addends to the owners of rows, which add them up.
 struct AddendTransfers<'a> {
     plan: &'a Plan<'a>,
     blocks: Blocks,
     /// The number of the matrix that rows are sent from.
     source: usize,
     room: Partials,
-    /// By rank, what it makes: the others' rows first, and its own last.
+    /// The pieces that each rank makes: first the other ranks' rows, then its own.
     made: Vec<Vec<Piece>>,
-    /// The columns of each of these.
+    /// The columns of each of these pieces.
     columns: Vec<Vec<Range<usize>>>,
-    /// By rank.
+    /// The transfers to each rank.
     incoming: Vec<Incoming>,
 }
 
@@ -468,7 +473,7 @@ impl<'a> AddendTransfers<'a> {
         }
     }
 
-    /// What `from` sends: to one rank, or to all.
+    /// The transfers from `from` to one rank, or to all.
     fn sent(&self, from: usize, to: Option<usize>) -> impl Iterator<Item = Transfer> {
         let pieces = self.made[from].iter().enumerate();
         let pieces = pieces.filter(move |(_, piece)| piece.owner != from);
@@ -476,7 +481,7 @@ impl<'a> AddendTransfers<'a> {
         pieces.map(move |(number, piece)| self.transfer(from, number, piece))
     }
 
-    /// What the caller of this rank makes.
+    /// The blocks that the caller of this rank makes.
     fn requests(&self) -> Vec<Request> {
         let rank = self.plan.rank;
         let request = |Piece { owner, rows }: &Piece| Request {
@@ -493,7 +498,7 @@ impl<'a> AddendTransfers<'a> {
         made.map(request).collect()
     }
 
-    /// What `from` adds to the rows of this rank, of which `own` is the first.
+    /// The addend of `from` for the rows of this rank, of which `own` is the first.
     fn of_rank(&self, from: usize, own: usize) -> Addend {
         let rank = self.plan.rank;
         match from == rank {
@@ -509,19 +514,19 @@ impl<'a> AddendTransfers<'a> {
     }
 }
 
-/// What each rank sends each other, where nothing is added up.
+/// The transfers between ranks, if nothing is added up.
 struct BlockTransfers<'a> {
     plan: &'a Plan<'a>,
     blocks: Blocks,
 }
 
 impl BlockTransfers<'_> {
-    /// What a rank sends each other.
+    /// The parts of the rows that a rank sends to each other rank.
     fn parts_of(&self, from: usize) -> Vec<Part> {
         self.plan.cut(self.plan.problem.layout.rows_of(from))
     }
 
-    /// Where a part of what `from` sends to `to` lies in the memory of `from`.
+    /// The region in the memory of `from` of a part that it sends to `to`.
     fn source(&self, [from, to]: [usize; 2], Part { rows, columns }: &Part) -> Region {
         let own = self.plan.problem.layout.rows_of(from);
         let (matrix, before) = match self.blocks {
@@ -560,7 +565,7 @@ impl BlockTransfers<'_> {
         arrivals.collect()
     }
 
-    /// What goes from this rank, and what its caller makes.
+    /// The transfers from this rank, and the blocks that its caller makes.
     fn departures(&self) -> (Vec<Transfer>, Vec<Request>) {
         let rank = self.plan.rank;
         let first = self.plan.problem.layout.rows_of(rank).start;

@@ -1,26 +1,28 @@
-//! The numbers of the matrices in the schedules of all planners. A call binds memory to those that it has.
+//! The numbers of the matrices in all schedules. A call binds memory to those that it has.
 
 use crate::element::DType;
 use crate::schedule::{MAX_WEIGHTS, MatrixSpec};
 
-/// What is gathered or multiplied, or what a rank sends of its own.
+/// The rows that are gathered, multiplied or sent.
 pub const A: usize = 0;
-/// What is gathered beside it.
+/// A second matrix that is gathered with the first.
 pub const BESIDE: usize = 1;
-/// What is added to each row of the outputs: columns for the first weight, then those for the next.
+/// The bias, which is added to each row of the outputs: first the columns for the first weight, then those for the
+/// next.
 pub const BIAS: usize = 2;
-/// What is added to the output last. It has the output's rows.
+/// The residual, which is added to the output last. It has the output's rows.
 pub const RESIDUAL: usize = 3;
-/// Room in symmetric memory, which a group keeps: for what a rank makes for others, then for what comes.
+/// A buffer in symmetric memory that the group keeps. It has the partials that a rank makes, then the slots for those
+/// that come.
 pub const PARTIALS: usize = 4;
-/// The first weight; the others have the next numbers.
+/// The first weight. The other weights have the next numbers.
 pub const B: usize = 5;
-/// The first weight's output; likewise. Where nothing is multiplied, what a rank gets.
+/// The first weight's output. The other outputs have the next numbers. If nothing is multiplied, it is the result.
 pub const OUT: usize = B + MAX_WEIGHTS;
-/// How many there are.
+/// The number of matrices.
 pub const MATRICES: usize = OUT + MAX_WEIGHTS;
 
-/// Their specifications, if an operation had none of them.
+/// The specifications of all matrices of an operation that uses none.
 pub(super) fn unused(dtype: DType) -> Vec<MatrixSpec> {
     vec![MatrixSpec::new(dtype, 0, 0); MATRICES]
 }

@@ -1,4 +1,4 @@
-//! The planners: pure functions from a description of an operation to each rank's schedule.
+//! The planners, which make each rank's schedule of a problem.
 
 mod all_gather;
 pub mod collectives;
@@ -12,12 +12,13 @@ pub mod tile_order;
 use super::{Config, Operation, Problem, Schedule};
 use crate::error::Result;
 
-/// What `rank` does in the operation of `problem`, cut up as `config` says. It is a pure function: each rank plans for
-/// itself.
+/// Makes the schedule of `rank` for `problem`, cut up as `config` says.
+///
+/// It is a pure function. Each rank plans for itself.
 ///
 /// # Errors
-/// [`Error::Limit`](crate::Error::Limit) when an extent or a field of the configuration is out of bounds, or there are
-/// more transfers, blocks or tiles than a schedule can have. [`Error::OutOfMemory`](crate::Error::OutOfMemory).
+/// [`Error::Limit`](crate::Error::Limit) if an extent or a field of the configuration is out of bounds, or if a
+/// schedule cannot have so many transfers, blocks or tiles. [`Error::OutOfMemory`](crate::Error::OutOfMemory).
 pub fn plan(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     let planner = match problem.operation {
         Operation::AllGatherMatmul => all_gather::gather_and_multiply,

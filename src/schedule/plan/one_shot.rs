@@ -1,5 +1,7 @@
-//! Partials of all rows, which go to those who are to have the sums once all have been made; or, where ranks have the
-//! same tiles, once each tile has.
+//! The planner of sums in one step: each rank makes the partials of all rows, then sends them to the ranks that add
+//! them.
+//!
+//! If all ranks have the same tiles, each tile may be sent as soon as it is made.
 
 use std::ops::Range;
 
@@ -14,7 +16,7 @@ use crate::schedule::plan::partials::among_others;
 use crate::schedule::plan::tile_order::{self, ring};
 use crate::schedule::{Addend, Block, Move, Product, Reduction, Schedule, Sum, Tile, Transfer};
 
-/// All rows are multiplied, then their partials go to those who are to have the sums, who add them up at the end.
+/// Multiplies all rows, and sends their partials to the ranks that get the sums. These add them up at the end.
 pub(super) fn one_shot(planner: &Plan) -> Result<Schedule> {
     let rank = planner.rank;
     let parts = parts(planner);
@@ -36,19 +38,19 @@ pub(super) fn one_shot(planner: &Plan) -> Result<Schedule> {
     planner.schedule(true, arrivals, departures, product, reduction(planner))
 }
 
-/// The rows that are made, and sent, at once.
+/// The parts of the rows that are each made and sent as one.
 fn parts(planner: &Plan) -> Vec<Range<usize>> {
     let config = &planner.config;
     let count = match planner.sums {
         Sums::Everywhere => config.chunking.count,
-        // Parts that owners' rows straddle have no one place to go to.
+        // A part with rows of several owners has no single target.
         Sums::Own | Sums::All => 1,
     };
     let all = 0..planner.problem.layout.m();
     chunk_rows(all, count, config.entry_rows()).collect()
 }
 
-/// The rows whose sums `rank` is to have.
+/// The rows whose sums `rank` gets.
 fn rows_for(planner: &Plan, rank: usize) -> Range<usize> {
     let layout = &planner.problem.layout;
     match planner.sums {
@@ -57,7 +59,7 @@ fn rows_for(planner: &Plan, rank: usize) -> Range<usize> {
     }
 }
 
-/// What goes from one rank to another of the part of a number; none if that one is to have none of its rows.
+/// The transfer of part `number` from one rank to another. None if that rank gets none of its rows.
 fn transfer(
     planner: &Plan,
     [from, to]: [usize; 2],
@@ -84,7 +86,7 @@ fn transfer(
     })
 }
 
-/// A block for each part.
+/// The product, with a block for each part.
 fn product(planner: &Plan, parts: &[Range<usize>]) -> Result<(Product, Vec<Tile>)> {
     let mut rows = Vec::new();
     let blocks = parts.iter().enumerate().map(|(block, part)| {
@@ -100,7 +102,7 @@ fn product(planner: &Plan, parts: &[Range<usize>]) -> Result<(Product, Vec<Tile>
     Ok((product, tiles))
 }
 
-/// All ranks' partials of the rows that this rank is to have, if it is to have any.
+/// The sum of all ranks' partials of the rows that this rank gets. None if it gets no rows.
 fn reduction(planner: &Plan) -> Option<Reduction> {
     let &Plan {
         problem,

@@ -1,9 +1,9 @@
-//! The planner of the product whose partial sums are added up by who owns the rows:
-//! `out[rows of this rank, N] = Σ_p a_p[rows, K_p] · b_p[N, K_p]ᵀ + bias`; and of that whose sums all ranks get.
+//! The planner of products whose partial sums are added up over the ranks: `out[rows of this rank, N] = Σ_p a_p[rows,
+//! K_p] · b_p[N, K_p]ᵀ + bias`, or the same for all rows on every rank.
 //!
-//! Each rank multiplies its part of K for all rows. What it makes of another's rows, a *partial*, goes to a slot in the
-//! memory of that one, which adds up all partials in the order of the ranks, its own among them: so the bits do not
-//! depend on who owns a row, on the route, or on what comes first.
+//! Each rank multiplies its part of K for all rows. A *partial*, which is what it makes of the rows of a peer, goes to
+//! a slot in the peer's memory. The peer adds up all partials in the order of the ranks, with its own among them. So
+//! the bits do not depend on who owns a row, on the route, or on which partial comes first.
 
 pub use super::pieces::agree;
 
@@ -17,14 +17,19 @@ use crate::schedule::plan::partials::{Incoming, Piece, are_few};
 use crate::schedule::plan::tile_order::{self, ring};
 use crate::schedule::{Addend, Block, Operation, Problem, Reduction, Schedule, Transfer};
 
-/// Where partials are pushed or stored: multiplies the peers' rows first, each block sent to its owner when it is
-/// there, and this rank's own last, to which is added what has come. Where they are pulled, this stands behind
-/// [`multiply`]: takes what the others have made of this rank's rows, and adds it up; nobody needs a kernel of another
-/// rank to run. But where [`is_one_shot`](super::partials::is_one_shot) says so, all rows are made at once, and then
-/// each rank gets the partials of its own.
+/// Gives each rank its rows of the sum.
+///
+/// If partials are pushed or stored, a rank multiplies the peers' rows first, and sends each block to its owner when it
+/// is made. It multiplies its own rows last, and adds the partials that have come.
+///
+/// If partials are pulled, this schedule follows that of [`multiply`]. It pulls the peers' partials of this rank's rows
+/// and adds them up. No kernel of a peer has to run at that time.
+///
+/// If [`is_one_shot`](super::partials::is_one_shot) is true, all rows are made first, and then each rank gets the
+/// partials of its own rows.
 ///
 /// # Errors
-/// [`Error::Limit`](crate::Error::Limit) when N is out of bounds, a field of the configuration is, or there are too
+/// [`Error::Limit`](crate::Error::Limit) if N or a field of the configuration is out of bounds, or if there are too
 /// many tiles or blocks.
 pub(super) fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     let planner = Plan::new(problem, rank, config, Sums::Own)?;
@@ -37,10 +42,12 @@ pub(super) fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> 
     }
 }
 
-/// The same, into a matrix of all rows that ranks share. Where partials are pushed or stored, rows are cut into panels,
-/// and each panel of this rank's rows is sent on to all others when it is made, while the next ones are multiplied;
-/// where they are pulled, a gather has to follow. But where [`is_one_shot`](super::partials::is_one_shot) says so,
-/// every rank gets all partials, and adds up all rows itself.
+/// Gives each rank all rows of the sum, in a shared matrix.
+///
+/// If partials are pushed or stored, rows are cut into panels. Each panel of this rank's rows is sent on to all peers
+/// when it is made, while the next panels are multiplied. If partials are pulled, a gather has to follow.
+///
+/// If [`is_one_shot`](super::partials::is_one_shot) is true, every rank gets all partials and adds up all rows.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
@@ -90,7 +97,7 @@ fn multiply_and_reduce(planner: &Plan) -> Result<Schedule> {
             sum,
         });
     }
-    // In the order in which they are made: at the same time, those of the nearest rank first.
+    // Sorted by when they are made. Of those made at the same time, the nearest rank's come first.
     let mut arrivals: Vec<(usize, usize, Transfer)> = Vec::new();
     for step in 1..world {
         let from = (rank + world - step) % world;
@@ -111,11 +118,11 @@ fn multiply_and_reduce(planner: &Plan) -> Result<Schedule> {
     planner.schedule(true, arrivals.collect(), departures, product, None)
 }
 
-/// What a rank makes and sends at once, in this order, where its kernel runs beside the transfers and no partials go in
-/// one step.
+/// The pieces that a rank makes and sends, in this order, if its kernel runs beside the transfers and the sum is not
+/// made in one step.
 ///
 /// # Errors
-/// As the operation's.
+/// As the planner's.
 pub fn pieces(problem: &Problem, rank: usize, config: Config) -> Result<Vec<Piece>> {
     let sums = match problem.operation {
         Operation::MatmulAllReduce => Sums::All,
@@ -124,7 +131,7 @@ pub fn pieces(problem: &Problem, rank: usize, config: Config) -> Result<Vec<Piec
     Ok(Plan::new(problem, rank, config, sums)?.pieces(rank))
 }
 
-/// Multiplies all rows; what is made of them stays here. The other ranks take no part.
+/// Multiplies all rows. The partials stay on this rank. The other ranks take no part.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
@@ -146,7 +153,7 @@ pub(super) fn multiply(problem: &Problem, rank: usize, config: Config) -> Result
     planner.schedule(false, Vec::new(), Vec::new(), Some((product, tiles)), None)
 }
 
-/// Takes what the others have made of this rank's rows, a block of each rank's at a time, with no word to anyone.
+/// Copies the peers' partials of this rank's rows, one block from each peer, without synchronisation.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
@@ -156,7 +163,7 @@ pub(super) fn copy(problem: &Problem, rank: usize, config: Config) -> Result<Sch
     planner.schedule(false, copies, Vec::new(), None, None)
 }
 
-/// The same, and then the sums of the others' rows.
+/// As [`copy`], and then copies the sums of the peers' rows.
 ///
 /// # Errors
 /// As [`reduce_scatter`].
@@ -175,7 +182,7 @@ pub(super) fn copy_all(problem: &Problem, rank: usize, config: Config) -> Result
     planner.schedule(false, copies, Vec::new(), None, None)
 }
 
-/// Pulled in as few parts as there can be.
+/// The configuration that pulls each block in one part.
 fn whole(config: Config) -> Config {
     Config {
         chunking: Chunking::new(1),

@@ -1,23 +1,22 @@
-//! Partial sums: when they are exchanged, where they lie in the memory that ranks share, in which pieces they are made,
-//! and under which flags they come.
+//! Partial sums: where they lie in shared memory, in which pieces they are made, and under which flags they come.
 
 use std::ops::Range;
 
 use crate::route::Route;
 use crate::schedule::{Config, Operation, Problem};
 
-/// Rows of partials are as long as a multiple of this: 16 bytes, as copies and loads on GPUs ask for.
+/// The length of a row of partials is a multiple of 16 bytes, which copies and loads on GPUs require.
 const ALIGNMENT: usize = 16;
 
-/// Kernels store 16 rows at a time, so up to 15 rows past a rank's last are overwritten: in the memory of who makes
-/// them or, where kernels store to slots, there.
+/// Kernels store 16 rows at a time, so they overwrite up to 15 rows after a rank's last. These rows lie in the memory
+/// of the rank that makes the partials, or after the slot that a kernel stores to.
 pub const STORED_ROWS: usize = 16;
 
-/// Rows of the lowest tiles: no fewer are multiplied at a time.
+/// Rows of the lowest tiles. No fewer rows are multiplied at a time.
 pub const LOW_ROWS: usize = 64;
 
-/// Whether each rank makes the partials of all rows at once, then those who are to have the sums get them, and add them
-/// up at the end.
+/// True if the sum is made in one step: each rank makes the partials of all rows, then the ranks that get the sums
+/// receive these partials and add them up.
 pub fn is_one_shot(problem: &Problem, config: &Config) -> bool {
     match problem.operation {
         Operation::MatmulReduceScatter => by_owners(problem, config),
@@ -25,9 +24,10 @@ pub fn is_one_shot(problem: &Problem, config: &Config) -> bool {
     }
 }
 
-/// Whether rows are so few that, where all ranks are to have the sums, one exchange takes less time than two, though
-/// more is moved. (The limits are those of vLLM's custom all-reduce. It has none for two ranks; here it is 1 MiB,
-/// because above that two steps can be hidden.)
+/// True if there are so few rows that one step takes less time than two, though it moves more bytes.
+///
+/// (The limits are those of vLLM's custom all-reduce. It has none for two ranks. Here that limit is 1 MiB, because
+/// above it two steps can be hidden.)
 pub(super) fn are_few(problem: &Problem) -> bool {
     let most = match problem.layout.world() {
         1 => 0,
@@ -41,40 +41,44 @@ pub(super) fn are_few(problem: &Problem) -> bool {
     elements.saturating_mul(problem.dtypes.partials.bytes()) <= most
 }
 
-/// Where the sums stay with the owners of the rows: low tiles of all of few rows take less than tiles for each rank's.
+/// True if a reduce-scatter is made in one step. Low tiles of all rows take less time than tiles of each rank's few
+/// rows.
 pub(super) fn by_owners(problem: &Problem, config: &Config) -> bool {
     config.route == Route::Store && config.entry_rows() == LOW_ROWS && are_few(problem)
 }
 
-/// What kernels send of a row is a multiple of this.
+/// Kernels send a multiple of this many columns of a row.
 pub const PADDED_COLUMNS: usize = 16;
 
-/// The partials of one operation: on each rank its own, then the slots for those of the others.
+/// The buffer of one operation's partials. It has the rank's own partials, then the slots for those of the peers.
 #[derive(Clone, Copy, Debug)]
 pub struct Partials {
-    /// Rows of a slot: the most that come from a rank to another, and some that nobody uses.
+    /// Rows of a slot: the most rows that come from one rank to another, and padding.
     slot: usize,
     world: usize,
     m: usize,
-    /// Rows that nobody uses, behind what a rank makes of the rows of each.
+    /// Rows of padding after the partials of each owner's rows.
     gap: usize,
-    /// Of a row, with what is padding.
+    /// Columns of a row, with its padding.
     columns: usize,
 }
 
 impl Partials {
-    /// The same on every rank. Where partials are pulled, those of all rows are made at once, and there are no gaps.
+    /// The buffer of an operation in which each rank gets the partials of its own rows. It is the same on every rank.
+    ///
+    /// If partials are pulled, those of all rows are made first, and there is no padding between them.
     pub fn of(problem: &Problem, route: Route) -> Partials {
         let rows = problem.layout.rows().into_iter();
         Partials::new(problem, route, rows.max().unwrap_or(0))
     }
 
-    /// Those of operations in which all ranks get all of them.
+    /// The buffer of an operation in which all ranks get all partials.
     pub fn one_shot(problem: &Problem, route: Route) -> Partials {
         Partials::new(problem, route, problem.layout.m())
     }
 
-    /// Those of rows that no kernel of this library makes: `own` rows of this rank's own, and slots of `slot` rows.
+    /// The buffer of rows that no kernel of this library makes, with `own` rows of the rank's own and slots of `slot`
+    /// rows.
     pub fn of_callers(problem: &Problem, own: usize, slot: usize) -> Partials {
         Partials {
             m: own,
@@ -99,7 +103,7 @@ impl Partials {
         }
     }
 
-    /// All rows.
+    /// The number of all rows.
     pub fn rows(&self) -> usize {
         self.slots() + (self.world - 1) * self.slot
     }
@@ -109,32 +113,32 @@ impl Partials {
         self.columns
     }
 
-    /// The first row of all slots. The own partials before them begin in the same place, whatever the slots are for.
+    /// The first row of the first slot. The own partials before it begin at the same place, whatever the slots are for.
     fn slots(&self) -> usize {
         self.m + self.world * self.gap
     }
 
-    /// Where what `from` makes of the rows of `to` comes to lie in the memory of `to`: its first row.
+    /// The first row of the slot, in the memory of `to`, for the partials that `from` makes of the rows of `to`.
     pub(super) fn slot(&self, from: usize, to: usize) -> usize {
         self.slots() + among_others(from, to) * self.slot
     }
 
-    /// Where what a rank makes of row `row`, which `owner` owns, lies in its own memory.
+    /// The row, in a rank's own memory, of its partial of row `row`, which `owner` owns.
     pub fn own(&self, owner: usize, row: usize) -> usize {
         owner * self.gap + row
     }
 }
 
-/// Rows that a rank makes, and sends, at once: of another rank, a partial; its own, sums.
+/// Rows that a rank makes and sends as one. A peer's rows are partials, and its own rows are sums.
 pub struct Piece {
     /// The rank that owns them.
     pub owner: usize,
-    /// Which.
+    /// The rows.
     pub rows: Range<usize>,
 }
 
-/// What comes to one rank, by flag: partials are numbered by the first row that they are of, and then by sender, and
-/// all sums behind them.
+/// The pieces that come to one rank, by flag. Flags of partials are numbered by first row, then by sender. Flags of
+/// sums come after them.
 pub struct Incoming {
     /// The sender, the number of the piece among its own, and the rows.
     partials: Vec<(usize, usize, Range<usize>)>,
@@ -142,7 +146,7 @@ pub struct Incoming {
 }
 
 impl Incoming {
-    /// `made`: by rank.
+    /// The pieces that come to `to`. `made` has the pieces that each rank makes.
     pub fn of(made: &[Vec<Piece>], to: usize) -> Incoming {
         let others = || (0..made.len()).filter(|&from| from != to);
         let pieces = |from: usize| {
@@ -172,13 +176,15 @@ impl Incoming {
         let mut sums = self.sums.iter();
         partial.unwrap_or_else(|| {
             let sum = sums.position(|sum| *sum == (from, number));
-            // What never comes has no flag: a schedule with that is refused.
+            // A piece that does not come to this rank has no flag. A schedule that names it is refused.
             sum.map_or(usize::MAX, |sum| self.partials.len() + sum)
         })
     }
 
-    /// Those of partials of these rows. Between the first and the last there may be others of smaller pieces, which
-    /// come before what the rows need, or with it.
+    /// The flags of the partials of these rows.
+    ///
+    /// The range may also hold flags of smaller pieces. These come before the pieces that the rows need, or together
+    /// with them.
     pub fn flags(&self, rows: &Range<usize>) -> Range<usize> {
         let needed = |(_, _, piece): &(usize, usize, Range<usize>)| {
             piece.start < rows.end && rows.start < piece.end

@@ -1,4 +1,4 @@
-//! What planners of partial sums have in common: pieces, their transfers, sums and tiles of one rank.
+//! What the planners of partial sums share: pieces, their transfers, sums and tiles of one rank.
 
 use std::fmt;
 use std::ops::Range;
@@ -20,25 +20,25 @@ use crate::schedule::{
     Product, Reduction, Region, Residual, Schedule, Sum, Tile, Transfer, Weight,
 };
 
-/// What is asked, of one rank.
+/// A planner of partial sums for one rank.
 pub(super) struct Plan<'a> {
     pub(super) problem: &'a Problem,
     pub(super) rank: usize,
     pub(super) config: Config,
     pub(super) partials: Partials,
     pub(super) sums: Sums,
-    /// Whether all rows are made before any partial is moved.
+    /// True if all rows are made before any partial is moved.
     pub(super) one_shot: bool,
 }
 
-/// Who gets the sums of a rank's rows.
+/// Which ranks get the sums of a rank's rows, and who makes them.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Sums {
-    /// It alone.
+    /// Only this rank, which makes them.
     Own,
-    /// All ranks, from it.
+    /// All ranks. This rank makes them and sends them on.
     All,
-    /// All ranks, which make them.
+    /// All ranks. Each makes them.
     Everywhere,
 }
 
@@ -52,7 +52,7 @@ impl Plan<'_> {
         limit("rank", rank, 0, problem.layout.world() - 1)?;
         config.check()?;
         limit("N", problem.n, 1, MAX_EXTENT)?;
-        // What comes behind a gate is no sum of what comes behind the parts of one.
+        // A gated product is not a sum of gated products over parts of K.
         limit(
             "weights of a sum over ranks",
             problem.form.weight_count(),
@@ -67,11 +67,11 @@ impl Plan<'_> {
             Sums::Everywhere => Partials::one_shot(problem, config.route),
         };
         limit("rows of all partials", partials.rows(), 0, MAX_EXTENT)?;
-        // Also of the rank to which the most comes: all ranks find the same.
+        // This counts for the rank that gets the most transfers, so that all ranks agree.
         let Chunking { count, last, .. } = config.chunking;
         let each = match sums {
             Sums::Own => count.max(last),
-            // Panels of partials, the last of them in parts, and panels of sums.
+            // Panels of partials, of which the last is in parts, and panels of sums.
             Sums::All => (count - 1 + last) + count,
             Sums::Everywhere => count,
         };
@@ -93,16 +93,19 @@ impl Plan<'_> {
         })
     }
 
-    /// What each rank makes.
+    /// The pieces that each rank makes.
     pub(super) fn all_pieces(&self) -> Vec<Vec<Piece>> {
         let ranks = 0..self.problem.layout.world();
         ranks.map(|rank| self.pieces(rank)).collect()
     }
 
-    /// All that a rank makes, in this order: panel by panel, the peers' rows; and its own rows of a panel when the
-    /// peers' of the next one are made too, for by then what the peers have made of them has usually come. Where sums
-    /// stay with the owners, all rows are one panel, and peers' rows are cut as the configuration says; the last peer's
-    /// finer: when they are there, all that is left to do is to move them.
+    /// The pieces that a rank makes, in this order.
+    ///
+    /// It makes the peers' rows panel by panel. It makes its own rows of a panel after the peers' rows of the next
+    /// panel, because by then the peers' partials of its own rows have usually come.
+    ///
+    /// If sums stay with the owners, all rows are one panel, and the configuration says how peers' rows are cut. Those
+    /// of the last peer are cut more finely, because when they are made, only moving them is left to do.
     pub(super) fn pieces(&self, rank: usize) -> Vec<Piece> {
         let layout = &self.problem.layout;
         let world = layout.world();
@@ -132,7 +135,7 @@ impl Plan<'_> {
         pieces
     }
 
-    /// A piece on its way: a partial to its owner, sums to another rank.
+    /// The transfer of a piece: of a partial to its owner, or of sums to a peer.
     pub(super) fn transfer(
         &self,
         from: usize,
@@ -168,7 +171,7 @@ impl Plan<'_> {
         }
     }
 
-    /// Rows of partials, with their padding.
+    /// The region of these rows of partials, with their padding.
     pub(super) fn partial(&self, rows: Range<usize>) -> Region {
         Region {
             matrix: PARTIALS,
@@ -177,8 +180,7 @@ impl Plan<'_> {
         }
     }
 
-    /// What becomes of rows that this rank makes for others, or pulls together with what those have made: from `first`
-    /// on.
+    /// The sum that stores partials as they are, from row `first` of the buffer on.
     pub(super) fn own_partials(&self, first: usize) -> Sum {
         Sum {
             out: PARTIALS,
@@ -190,7 +192,7 @@ impl Plan<'_> {
         }
     }
 
-    /// What `to` pulls from `from` of what the ranks make.
+    /// The transfers in which `to` pulls pieces from `from`.
     pub(super) fn pulls_of(
         &self,
         made: &[Vec<Piece>],
@@ -205,7 +207,7 @@ impl Plan<'_> {
         })
     }
 
-    /// What this rank pulls.
+    /// The transfers in which this rank pulls.
     pub(super) fn pulls(&self, made: &[Vec<Piece>]) -> Vec<Transfer> {
         let peers = ring(self.rank, self.problem.layout.world());
         let incoming = Incoming::of(made, self.rank);
@@ -213,8 +215,7 @@ impl Plan<'_> {
         pulls.collect()
     }
 
-    /// The tile rows of a block, which wait for the flags that `flags` says of the rows that they are of, counted from
-    /// the block's first.
+    /// Appends the tile rows of a block. `flags` says which flags these rows of the product wait for.
     pub(super) fn tile_rows(
         &self,
         block: usize,
@@ -228,7 +229,8 @@ impl Plan<'_> {
         for m in 0..rows.len().div_ceil(height) {
             let begin = rows.start + m * height;
             let flags = flags(&(begin..(begin + height).min(rows.end)));
-            // What has not come yet would hold up the tiles behind: those that wait for other rows are walked apart.
+            // Rows that have not come yet would hold up the tiles after them. So tile rows that wait for other rows are
+            // walked separately.
             if last
                 .replace(flags.end)
                 .is_some_and(|last| last != flags.end)
@@ -240,8 +242,8 @@ impl Plan<'_> {
         }
     }
 
-    /// All partials of this rank's rows from `first` on, in the order of the ranks, its own where `own` says, and the
-    /// bias.
+    /// The sum of all partials of this rank's rows from `first` on, in the order of the ranks. `own` says where its own
+    /// are.
     pub(super) fn sum(&self, first: usize, own: impl Fn(usize) -> Addend) -> Sum {
         let addend = |from: usize| match from == self.rank {
             true => own(from),
@@ -266,7 +268,7 @@ impl Plan<'_> {
         }
     }
 
-    /// What becomes of a sum of rows from the first of OUT on.
+    /// A sum that is stored from the first row of OUT on, with its bias, activation and residual.
     pub(super) fn finished(&self) -> Sum {
         Sum {
             out: OUT,
@@ -353,7 +355,7 @@ impl Plan<'_> {
         matrices
     }
 
-    /// What the ranks must agree on: each has a K of its own.
+    /// What the ranks must agree on. K may differ between ranks.
     fn agree(&self) -> Agreed {
         let Problem {
             layout, n, dtypes, ..
@@ -371,22 +373,23 @@ impl Plan<'_> {
     }
 }
 
-/// What ranks must agree on of a configuration.
+/// The parts of a configuration that ranks must agree on.
 #[derive(PartialEq)]
 struct Cuts {
     chunks: usize,
     last: usize,
-    /// The pieces that are moved are multiples of so many rows.
+    /// Pieces are multiples of this many rows.
     rows: usize,
     route: Route,
-    /// Columns of a tile, and how many are one above the other: tiles that wait for the others' of the same place must
-    /// come in the same order.
+    /// Columns of a tile, and tiles that are walked one above the other.
+    ///
+    /// Tiles that wait for the peers' tiles of the same place must come in the same order on all ranks.
     tiles: Option<[usize; 2]>,
 }
 
 impl Cuts {
-    /// How partials are pulled is each rank's own affair. `one_shot`: whether all rows are made before any partial is
-    /// moved.
+    /// None if partials are pulled, because that is each rank's own choice. `one_shot` is true if all rows are made
+    /// before any partial is moved.
     fn of(config: &Config, one_shot: bool) -> Option<Cuts> {
         let TileShape { n, group_m, .. } = config.tile;
         (config.route != Route::Pull).then(|| Cuts {
@@ -421,18 +424,18 @@ impl fmt::Display for Cuts {
     }
 }
 
-/// Whether ranks may use the two in one operation of partial sums.
+/// True if ranks may use these two configurations in one operation.
 pub fn agree(problem: &Problem, one: &Config, other: &Config) -> bool {
     let of = |config| Cuts::of(config, is_one_shot(problem, config));
     of(one) == of(other)
 }
 
-/// Whether what is exchanged may be exchanged tile by tile: ranks have the same tiles.
+/// True if partials may be sent tile by tile, because all ranks have the same tiles.
 fn is_by_tiles(config: &Config) -> bool {
     config.route == Route::Store && config.entry_rows() == LOW_ROWS
 }
 
-/// As [`chunk_rows`], at boundaries of tiles that begin with the block.
+/// As [`chunk_rows`], at boundaries of tiles that are counted from the block's first row.
 fn chunk_rows_of_block(
     rows: Range<usize>,
     count: usize,

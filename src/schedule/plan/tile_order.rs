@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::schedule::{Config, Problem, Product, Route, Tile, Transfer};
 
-/// The bytes of a product's tiles, about: for who asks beforehand whether there is so much memory.
+/// About how many bytes a product's tiles take, for checks of memory before planning.
 pub fn bytes(problem: &Problem, config: &Config) -> usize {
     let rows = problem.layout.m().div_ceil(config.entry_rows().max(1));
     let columns = problem
@@ -14,18 +14,19 @@ pub fn bytes(problem: &Problem, config: &Config) -> usize {
         .saturating_mul(size_of::<Tile>())
 }
 
-/// Every tile of the output, in the order in which they become ready.
+/// Every tile of the output, in the order in which tiles become ready.
 ///
-/// First the order that a cache likes: groups of `group_m` tile rows, each walked column by column, so
-/// that a group's rows of `a` and a column's rows of `b` are used again while they are near. Then a
-/// stable sort by readiness, which moves whole shards in front of others and keeps the grouping inside:
-/// tiles of rows that are there first, then each tile after the last arrival that it needs. (The rank pivot of
+/// Tiles start in an order that suits the cache: groups of `group_m` tile rows, each walked column by column, so that a
+/// group's rows of `a` and a column's rows of `b` are used again while they are cached.
+///
+/// Then a stable sort by readiness moves whole shards before others and keeps the groups inside them. Tiles whose rows
+/// are there come first, then each tile after the last arrival that it needs. (This is the rank pivot of
 /// symm-mem-recipes' `triton_all_gather_matmul.py`, for any split of rows.)
 ///
-/// Not so where a kernel stores rows of few tiles, and `b` is larger than a cache: the rows come in less time than it
-/// takes to read `b` once more for them.
+/// There is no sort if a kernel stores the rows, they have few tiles, and `b` is larger than a cache. Then the rows
+/// come in less time than a second read of `b` would take.
 ///
-/// `matrix` is the one whose rows arrive; its chunk flags are numbered by rows.
+/// `matrix` is the matrix whose rows arrive. Its chunk flags are numbered in the order of rows.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] of `rank`.
@@ -44,16 +45,19 @@ pub fn tiles(
     walk(rank, product, &rows)
 }
 
-/// Whether a column of tiles should have all its rows before the next one is begun, in a product of M, N and K.
+/// True if all rows of a column of tiles should come before the next column, in a product of M, N and K.
 pub fn reads_once(config: &Config, [m, n, k]: [usize; 3]) -> bool {
-    /// Elements of `b` that stay in a cache, about.
+    /// About how many elements of `b` stay in a cache.
     const CACHED: usize = 12 << 20;
     let has_few_rows = m.div_ceil(config.entry_rows()) <= config.tile.group_m;
     config.route == Route::Store && has_few_rows && n.saturating_mul(k) > CACHED
 }
 
-/// The tiles of these tile rows: of each group, the rows that become ready together, column by column, weight after
-/// weight. Of several weights the rows are of the first one's block, behind which the others' stand.
+/// The tiles of these tile rows. In each group, the rows that become ready together are walked column by column, weight
+/// after weight.
+///
+/// With several weights, the tile rows are those of the first weight's block. The blocks of the other weights follow
+/// it.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] of `rank`.
@@ -86,15 +90,15 @@ pub fn walk(rank: usize, product: &Product, rows: &[TileRow]) -> Result<Vec<Tile
 /// What the tiles of one tile row have in common.
 #[derive(Clone, Copy, Debug)]
 pub struct TileRow {
-    /// The first of them.
+    /// The first tile.
     pub first: Tile,
-    /// Where it stands among those that become ready at other times: for rows that arrive, 0 if it waits for no chunk,
-    /// else 1 + the position among the arrivals of the last one that it waits for.
+    /// Its place in the order of readiness. For rows that arrive it is 0 if the tiles wait for no chunk, or else 1 +
+    /// the position, among the arrivals, of the last chunk that they wait for.
     pub ready: usize,
 }
 
 fn tile_rows(product: &Product, matrix: usize, arrivals: &[Transfer]) -> Vec<TileRow> {
-    // Flags are numbered by rows: (rows, position in the order of arrivals) by flag.
+    // Flags are numbered in the order of rows. By flag: (rows, position in the order of arrivals).
     let mut chunks = vec![(0..0, 0); arrivals.len()];
     for (position, arrival) in arrivals.iter().enumerate() {
         let mut regions = arrival.regions.iter().map(|moved| &moved.to);
@@ -129,7 +133,7 @@ fn tile_rows(product: &Product, matrix: usize, arrivals: &[Transfer]) -> Vec<Til
         .collect()
 }
 
-/// The other ranks, in the order in which their rows come: r + 1, r + 2, … around the ring.
+/// The other ranks in the order in which their rows come: r + 1, r + 2, and so on around the ring.
 pub fn ring(rank: usize, world: usize) -> impl Iterator<Item = usize> + Clone {
     (1..world).map(move |step| (rank + step) % world)
 }

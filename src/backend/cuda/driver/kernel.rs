@@ -1,4 +1,4 @@
-//! Modules, kernels, and how kernels see matrices.
+//! Modules, kernels and tensor maps.
 
 use std::ffi::{CStr, c_void};
 use std::mem::MaybeUninit;
@@ -20,7 +20,7 @@ pub struct Module {
 /// A module of the driver's. Unloaded with the context.
 #[derive(Debug)]
 pub(super) struct Loaded {
-    /// Where its image lies, which tells it from others.
+    /// The address of its image, which identifies it.
     image: usize,
     module: sys::CUmodule,
 }
@@ -31,7 +31,7 @@ unsafe impl Send for Loaded {}
 unsafe impl Sync for Loaded {}
 
 impl Loaded {
-    /// In the current context.
+    /// Loads a cubin into the current context.
     fn new(rank: usize, cubin: &'static [u8]) -> Result<Loaded> {
         let mut module = std::ptr::null_mut();
         // SAFETY: writes the local; the image is a whole cubin, which says its own length.
@@ -73,7 +73,8 @@ impl Module {
         })
     }
 
-    /// A kernel, loaded now and not at its first launch, which could wait for what the launch is to release.
+    /// Finds a kernel, and loads it now. Loading at its first launch could wait for a kernel that this launch is to
+    /// release.
     pub fn function(&self, name: &CStr, shared_bytes: u32) -> Result<Function> {
         let _bound = self.device.bind()?;
         let rank = self.device.rank;
@@ -137,7 +138,8 @@ impl Module {
 
 impl Function {
     /// # Safety
-    /// `arguments` point to values of the kernel's parameters' types; what those point to is as the kernel needs it.
+    /// `arguments` point to values of the kernel's parameter types. The memory to which these values point is as the
+    /// kernel needs it.
     pub unsafe fn launch(
         self,
         stream: &Stream,
@@ -168,12 +170,12 @@ impl Function {
     }
 }
 
-/// How a kernel's bulk copies see a matrix.
+/// A tensor map: how a kernel's TMA copies see a matrix.
 #[derive(Clone, Copy, Debug)]
 #[repr(transparent)]
 pub struct TensorMap(sys::CUtensorMap);
 
-/// A row-major matrix of 16-bit floats.
+/// A row-major matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceMatrix {
     pub ptr: DevicePtr,
@@ -184,13 +186,13 @@ pub struct DeviceMatrix {
 }
 
 impl TensorMap {
-    /// In the place of one that a kernel does not use.
+    /// A placeholder for a map that the kernel does not use.
     pub fn none() -> TensorMap {
         // SAFETY: a plain struct.
         TensorMap(unsafe { MaybeUninit::zeroed().assume_init() })
     }
 
-    /// Boxes of `rows` by `columns` elements, swizzled by 128 bytes; zeros beyond the edges.
+    /// A map with boxes of `rows` by `columns` elements, a swizzle of 128 bytes, and zeros beyond the edges.
     pub fn new(
         rank: usize,
         dtype: DType,
@@ -202,7 +204,7 @@ impl TensorMap {
         use sys::CUtensorMapDataType_enum as Type;
         use sys::CUtensorMapL2promotion_enum as Promotion;
         let TensorMap(mut map) = TensorMap::none();
-        // SAFETY: the pointers are to locals of the lengths that rank 2 means.
+        // SAFETY: the pointers are to locals that are as long as two dimensions need.
         unsafe {
             cuda!(
                 rank,

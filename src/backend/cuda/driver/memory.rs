@@ -1,8 +1,8 @@
-//! Memory: a rank's own, what ranks share, and the host's that the device can reach.
+//! Memory: a rank's own, memory that ranks share, and host memory that the device can reach.
 //!
-//! None of it is given back by a call that waits for the device (see [`super::Device`]): a rank's own comes from a
-//! pool, and shared memory is virtual memory, which the driver keeps as long as any process maps it. So nobody needs to
-//! know when the others have let go of it, be it that they dropped it, closed their group, or died.
+//! No call that waits for the device frees memory (see [`super::Device`]). A rank's own memory comes from a pool.
+//! Shared memory is virtual memory, which the driver keeps as long as any process maps it. So no rank needs to know
+//! when the others have dropped the memory, closed their group, or died.
 
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
@@ -15,7 +15,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use super::{BLOCK, Device, DevicePtr, check, is_fork, lock};
 use crate::error::{Error, Result};
 
-/// A range of the device's memory, which belongs to somebody else.
+/// A range of device memory that somebody else owns.
 #[derive(Debug)]
 pub struct DeviceRegion {
     device: Arc<Device>,
@@ -38,8 +38,7 @@ impl DeviceRegion {
         self.ptr
     }
 
-    /// Copies `rows` rows of `width` bytes from the host, from byte `offset` on, `pitch` bytes apart; returns when
-    /// done.
+    /// Copies rows of `width` bytes from the host, to byte `offset` and on, `pitch` bytes apart. Returns when done.
     pub fn write_rows(
         &mut self,
         offset: usize,
@@ -73,7 +72,7 @@ impl DeviceRegion {
         begun.and_then(|()| self.device.finish())
     }
 
-    /// Copies rows of `width` bytes to the host, from byte `offset` on, `pitch` bytes apart; returns when done.
+    /// Copies rows of `width` bytes to the host, from byte `offset` on, `pitch` bytes apart. Returns when done.
     pub fn read_rows(
         &self,
         offset: usize,
@@ -106,7 +105,7 @@ impl DeviceRegion {
         begun.and_then(|()| self.device.finish())
     }
 
-    /// How many rows of `width` bytes `bytes` bytes of the host are.
+    /// How many rows of `width` bytes the host's `bytes` bytes are. Fails if they do not fit this range.
     fn rows(&self, offset: usize, pitch: usize, width: usize, bytes: usize) -> Result<usize> {
         let rows = bytes / width.max(1);
         let last = rows.saturating_sub(1).saturating_mul(pitch);
@@ -136,7 +135,7 @@ impl DeviceRegion {
     }
 }
 
-/// A copy of `rows` rows of `width` bytes on the device, but for where from and where to.
+/// A copy of `rows` rows of `width` bytes on the device, without its addresses.
 pub(super) fn plain(width: usize, rows: usize) -> sys::CUDA_MEMCPY2D {
     sys::CUDA_MEMCPY2D {
         srcXInBytes: 0,
@@ -194,7 +193,7 @@ impl DeviceMemory {
             ptr,
             bytes,
         });
-        // Before this its stream alone may use it.
+        // Before this, only the host stream may use the memory.
         device.settle()?;
         Ok(memory)
     }
@@ -218,10 +217,10 @@ impl Drop for DeviceMemory {
         let device = &self.0.device;
         if let Ok(_bound) = device.bind() {
             let lasting = &device.gpu.lasting;
-            // What cannot be freed is lost: nobody is there to hear of it.
+            // Memory that cannot be freed is lost, because a drop returns no error.
             // SAFETY: allocated by this value.
             let _ = unsafe { sys::cuMemFreeAsync(self.0.ptr, lasting.host_stream) };
-            // A pool gives back what it sees to be free when its stream is synchronized, which a query is not.
+            // A pool learns which memory is free when the stream is synchronized. A query is not enough.
             let _ = device.settle().and_then(|()| device.finish());
             // SAFETY: the pool lives as long as the context.
             let _ = unsafe { sys::cuMemPoolTrimTo(lasting.pool, 0) };
@@ -229,11 +228,11 @@ impl Drop for DeviceMemory {
     }
 }
 
-/// Memory that several ranks map, each where it likes.
+/// Memory that several ranks map, each at an address of its own.
 #[derive(Debug)]
 pub struct DeviceMapping {
     region: DeviceRegion,
-    /// What has been reserved of the address space.
+    /// Reserved bytes of the address space.
     reserved: usize,
 }
 
@@ -268,9 +267,10 @@ impl DeviceMapping {
         Ok((mapping, fd))
     }
 
-    /// Maps `bytes` bytes of another process's memory, which it has created with as many. The driver refuses a
-    /// descriptor that is not its own, and any number of bytes but those that were created: no mapping is longer than
-    /// its memory.
+    /// Maps memory that another process has created with `bytes` bytes.
+    ///
+    /// The driver refuses a descriptor that is not its own, and any size other than the created one. So no mapping is
+    /// longer than its memory.
     pub fn import(device: &Arc<Device>, fd: &OwnedFd, bytes: usize) -> Result<DeviceMapping> {
         let _bound = device.bind()?;
         let mut handle = 0;
@@ -286,7 +286,7 @@ impl DeviceMapping {
         DeviceMapping::map(device, &Handle(handle), bytes, reserved)
     }
 
-    /// The mapping keeps the memory: its handle may go.
+    /// Maps a handle's memory. The mapping keeps the memory, so the handle may be released.
     fn map(
         device: &Arc<Device>,
         handle: &Handle,
@@ -304,7 +304,7 @@ impl DeviceMapping {
             }
             mapped?;
         }
-        // From here on dropped if what follows fails.
+        // From here on, a failure drops the mapping.
         let mapping = DeviceMapping {
             region: DeviceRegion {
                 device: device.clone(),
@@ -348,7 +348,7 @@ impl Drop for DeviceMapping {
     }
 }
 
-/// If this process can have no more descriptors: that, which the driver does not say.
+/// The error that this process can have no more descriptors, if this is so. The driver does not say it.
 fn no_descriptor(rank: usize) -> Option<Error> {
     let refused = eventfd(0, EventfdFlags::CLOEXEC).err()?;
     Some(Error::system(rank, "share memory of its GPU")(
@@ -356,7 +356,7 @@ fn no_descriptor(rank: usize) -> Option<Error> {
     ))
 }
 
-/// Memory as the driver counts who keeps it.
+/// One reference to memory, which the driver counts.
 struct Handle(sys::CUmemGenericAllocationHandle);
 
 impl Drop for Handle {
@@ -366,11 +366,11 @@ impl Drop for Handle {
     }
 }
 
-/// Descriptors, which cross processes, containers and users that may receive them, and nobody else.
+/// File descriptors. Any process, container or user that receives one can map the memory, and nobody else can.
 const HANDLE: sys::CUmemAllocationHandleType =
     sys::CUmemAllocationHandleType_enum::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
-/// A device, as memory's place. The bindings of some CUDA versions have the second field in a union.
+/// A device as a memory location. The bindings of some CUDA versions have the second field in a union.
 pub(super) fn location(device: sys::CUdevice) -> sys::CUmemLocation {
     const { assert!(size_of::<sys::CUmemLocation>() == 8) };
     let kind = sys::CUmemLocationType_enum::CU_MEM_LOCATION_TYPE_DEVICE as i32;
@@ -378,8 +378,9 @@ pub(super) fn location(device: sys::CUdevice) -> sys::CUmemLocation {
     unsafe { std::mem::transmute::<[i32; 2], sys::CUmemLocation>([kind, device]) }
 }
 
-/// More than the GPU has is not asked for: to find that out may take the driver longer than other ranks wait, and what
-/// it takes on the way others lack.
+/// Refuses more bytes than the GPU has.
+///
+/// The driver might take longer to refuse them than other ranks wait, and would take memory from others meanwhile.
 fn fits(device: &Device, bytes: usize) -> Result<()> {
     if bytes > device.bytes() {
         return Err(out_of_memory(device, bytes)?);
@@ -420,7 +421,7 @@ unsafe impl<T: Copy + Send> Send for Pinned<T> {}
 unsafe impl<T: Copy + Send> Sync for Pinned<T> {}
 
 impl<T> Pinned<T> {
-    /// Memory that another group of the process has left may be taken for any type of as many pages.
+    /// Whole pages, so that memory that another group has left can be reused for any type of as many pages.
     const BYTES: usize = size_of::<T>().next_multiple_of(4096);
 }
 
@@ -456,17 +457,17 @@ impl<T: bytemuck::Zeroable + Copy> Pinned<T> {
 
     /// The value at this moment.
     pub fn read(&self) -> T {
-        // SAFETY: the memory lives as long as `self`; the device may write it at any time, which a volatile
-        // read of plain words bears.
+        // SAFETY: the memory lives as long as `self`; the device may write it at any time, which is fine for a volatile
+        // read of plain words.
         unsafe { self.host.read_volatile() }
     }
 
-    /// Where the value lies on the host.
+    /// The value's address on the host.
     pub fn as_ptr(&self) -> *mut T {
         self.host
     }
 
-    /// Sets the value. No other thread does at this moment.
+    /// Sets the value. No other thread may set it at the same time.
     pub fn write(&self, value: T) {
         // SAFETY: as in `read`.
         unsafe { self.host.write_volatile(value) }
@@ -478,7 +479,7 @@ impl<T: bytemuck::Zeroable + Copy> Pinned<T> {
 }
 
 impl<T> Drop for Pinned<T> {
-    /// The device does not write it any more. It is kept for the next group: giving it back would wait for the device.
+    /// The device no longer writes it. It is kept for the next group, because freeing it would wait for the device.
     fn drop(&mut self) {
         if is_fork() {
             return;

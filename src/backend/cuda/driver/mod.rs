@@ -1,6 +1,6 @@
 //! The CUDA driver, as far as this library uses it: the only folder with CUDA calls.
 //!
-//! Types own what they name and give it back when dropped. Every call that fails becomes an error that names the
+//! Types own their driver objects, and release them when dropped. Every call that fails becomes an error that names the
 //! rank, the call and the driver's own words.
 
 use std::collections::HashMap;
@@ -18,14 +18,15 @@ use crate::process::Process;
 /// A pointer to a device's memory.
 pub type DevicePtr = u64;
 
-/// Memory that other processes map is taken in whole blocks of this size, the granularity of virtual memory on every
-/// Hopper GPU: a peer that maps it sees nothing else.
+/// Memory that other processes map is allocated in whole blocks of this size, so a peer that maps it sees nothing else.
+///
+/// It is the granularity of virtual memory on every Hopper GPU.
 pub const BLOCK: usize = 2 << 20;
 
-/// The least compute capability, and the only major one, that the kernels are built for.
+/// The compute capability that the kernels are built for.
 const HOPPER: (i32, i32) = (9, 0);
 
-/// A GPU as one rank uses it. All groups of a process that use the same GPU share what lies behind it.
+/// A GPU as one rank uses it. All groups of a process that use the same GPU share its context.
 #[derive(Debug)]
 pub struct Device {
     pub rank: usize,
@@ -37,16 +38,16 @@ pub struct Device {
 
 /// A GPU, through its primary context, which candle, cust and the runtime API use too.
 ///
-/// Some calls of the driver wait until the whole device is idle, and most of them hold up every other call meanwhile:
-/// freeing memory of cuMemAlloc or cuMemHostAlloc, loading and unloading modules. While a stream waits for a peer, such
-/// a call would keep even this library's own threads from setting the stream free. So what needs them is made once for
-/// all groups of the process, and never given back as long as the context lives (see [`Lasting`]).
+/// Some driver calls wait until the whole device is idle: freeing memory of cuMemAlloc or cuMemHostAlloc, loading and
+/// unloading modules. Most of them hold up every other call meanwhile. While a stream waits for a peer, such a call
+/// would keep even this library's own threads from releasing the stream. So objects that need such calls are made once
+/// for all groups of the process, and kept as long as the context lives (see [`Lasting`]).
 #[derive(Debug)]
 struct Context {
     device: sys::CUdevice,
     context: sys::CUcontext,
     symbols: Symbols,
-    /// As the driver calls it.
+    /// The driver's name of the GPU.
     name: String,
     uuid: Uuid,
     multiprocessors: u32,
@@ -55,18 +56,21 @@ struct Context {
     lasting: Arc<Lasting>,
 }
 
-/// What lives as long as a context. The last group of a process releases the context. If nobody else retains it, the
-/// driver destroys it and these objects; else the next group finds them again.
+/// Objects that live as long as a context.
+///
+/// The last group of a process releases the context. If nobody else retains it, the driver destroys it and these
+/// objects. Otherwise the next group finds them again.
 #[derive(Debug)]
 struct Lasting {
     device: sys::CUdevice,
-    /// The context's number, which no other ever has.
+    /// The context's number, which no other context ever has.
     context: u64,
-    /// Where memory of a rank's own comes from. What is freed goes back to the driver.
+    /// The pool of a rank's own memory. Freed memory goes back to the driver.
     pool: sys::CUmemoryPool,
-    /// For allocations and for copies between host and device, each of which is waited for: it never waits for a peer.
+    /// For allocations and for copies between host and device. The host waits for each of them. The stream never waits
+    /// for a peer.
     host_stream: sys::CUstream,
-    /// Pages of the host's memory that no group uses any more, by bytes.
+    /// Page-locked host memory that no group uses any more, by bytes.
     pages: Mutex<HashMap<usize, Vec<Pages>>>,
     modules: Mutex<Vec<Arc<Loaded>>>,
 }
@@ -76,10 +80,10 @@ unsafe impl Send for Lasting {}
 // SAFETY: the driver's calls are thread-safe.
 unsafe impl Sync for Lasting {}
 
-/// Pages of the host's memory that the device can write: where they lie for the one and for the other.
+/// Page-locked host memory that the device can write: its address on the host and its address on the device.
 type Pages = (usize, DevicePtr);
 
-/// Tells a GPU from any other.
+/// Identifies a GPU.
 pub type Uuid = [u8; 16];
 
 // SAFETY: a context may be used by any thread that makes it current.
@@ -90,7 +94,7 @@ unsafe impl Sync for Context {}
 /// The GPUs that this process uses.
 static CONTEXTS: Mutex<Vec<Weak<Context>>> = Mutex::new(Vec::new());
 
-/// The process that has loaded the driver, which does nothing in a fork of it.
+/// The process that has loaded the driver. The driver does not work in a fork of it.
 static LOADED: OnceLock<Process> = OnceLock::new();
 
 /// Fails in a fork of the process that has loaded the driver.
@@ -98,17 +102,18 @@ fn refuse_fork(rank: usize) -> Result<()> {
     LOADED.get_or_init(Process::this).require(rank)
 }
 
-/// Whether what is dropped is a copy that a fork has. It is left as it is: the driver is the parent's, and its locks
-/// may be held.
+/// Whether this process is a fork of the one that has loaded the driver.
+///
+/// Then drops do nothing, because the driver is the parent's and its locks may be held.
 pub fn is_fork() -> bool {
     LOADED.get().is_some_and(|loaded| !loaded.is_this())
 }
 
-/// What was made in the contexts of this process.
+/// The lasting objects of this process's contexts.
 static LASTING: Mutex<Vec<Arc<Lasting>>> = Mutex::new(Vec::new());
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Lists only, each change of which is one call.
+    // Each change of these lists is one call.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -156,7 +161,7 @@ pub use stream::{Event, Priority, Stream, StreamMemOp};
 use symbols::Symbols;
 
 impl Device {
-    /// Opens the GPU with this ordinal among the visible ones; if none is given, the ranks share them in turn.
+    /// Opens the visible GPU with this ordinal. Without one, the ranks take the visible GPUs in turn.
     ///
     /// # Errors
     /// [`Error::NoGpu`] without a driver or a GPU; [`Error::DriverTooOld`]; [`Error::UnsupportedGpu`] unless it is a
@@ -234,13 +239,15 @@ impl Device {
             .collect()
     }
 
-    /// Makes the context current on this thread, as long as the result lives. Then the caller's is current again.
+    /// Makes the context current on this thread as long as the result lives. Then the caller's context is current
+    /// again.
     pub fn bind(&self) -> Result<BoundContext> {
         bind(self.rank, self.gpu.context)
     }
 
-    /// Whether this device can read and write the memory of the visible device with this UUID; true for one that
-    /// is not visible, which mapping its memory will tell.
+    /// Whether this device can read and write the memory of the device with this UUID.
+    ///
+    /// True if that device is not visible here. Mapping its memory will tell.
     pub fn can_access(&self, other: &Uuid) -> Result<bool> {
         if *other == self.gpu.uuid {
             return Ok(true);
@@ -270,7 +277,7 @@ impl Device {
         Ok(version)
     }
 
-    /// The GPU's memory in bytes that is free.
+    /// The free bytes of the GPU's memory.
     pub fn free_bytes(&self) -> Result<usize> {
         let _bound = self.bind()?;
         Ok(memory(self.rank)?.0)
@@ -295,11 +302,13 @@ impl Device {
         Ok((least, greatest))
     }
 
-    /// Whether the context has ended, with all that was put on the device: a kernel has failed, the hardware has, or
-    /// somebody has destroyed the context. Then the device does nothing of it any more, whatever else cannot be asked.
+    /// Whether the context has ended, because a kernel or the hardware has failed or somebody has destroyed the
+    /// context.
+    ///
+    /// Then the device no longer does any work that was put on it, even if no other query succeeds.
     pub fn has_ended(&self) -> bool {
         use sys::CUresult as is;
-        // Without a context the query says so itself.
+        // If binding fails, the query itself fails.
         let _bound = self.bind();
         matches!(
             self.ask(),
@@ -319,7 +328,7 @@ impl Device {
         )
     }
 
-    /// Fails with the device.
+    /// Fails if the device has failed.
     pub fn require_alive(&self) -> Result<()> {
         let _bound = self.bind()?;
         match self.ask() {
@@ -328,24 +337,26 @@ impl Device {
         }
     }
 
-    /// What the driver says of a stream that is never captured.
+    /// The driver's answer about a stream that is never captured.
     fn ask(&self) -> sys::CUresult {
         // SAFETY: the stream lives as long as the context, and the driver knows which have ended.
         unsafe { sys::cuStreamQuery(self.gpu.lasting.host_stream) }
     }
 
-    /// Waits for copies to or from the caller's memory, which nothing may end before they do. They need no
-    /// multiprocessor, and nothing stands in front of them: [`Device::settle`] has returned before.
+    /// Waits for copies to or from the caller's memory.
+    ///
+    /// There is no deadline, because the memory must outlive the copies. They need no multiprocessor, and nothing
+    /// stands in front of them, because [`Device::settle`] has returned before.
     fn finish(&self) -> Result<()> {
         // SAFETY: the stream lives as long as the context.
         unsafe { cuda!(self.rank, cuStreamSynchronize(self.gpu.lasting.host_stream)) }
     }
 
-    /// Waits for what was put on the host stream.
+    /// Waits for the work on the host stream, with a deadline.
     fn settle(&self) -> Result<()> {
         const SPINS: u32 = 10_000;
         const NAP: Duration = Duration::from_micros(20);
-        /// A kernel that waits for a peer, and leaves no room for a fill, gives up in time.
+        /// A kernel that waits for a peer and leaves no room for a fill gives up within this time.
         const GRACE: Duration = Duration::from_secs(2);
         let begin = Instant::now();
         let mut turn = 0;
@@ -371,9 +382,10 @@ impl Device {
     }
 }
 
-/// A context that is current on this thread. Capture of streams by the caller, on this thread or another, does not
-/// forbid this library's calls meanwhile: none of them touches a stream that is being captured unless it is to be
-/// captured.
+/// A context that is current on this thread.
+///
+/// Meanwhile the caller's stream captures, on this or any other thread, do not forbid this library's calls. None of
+/// these calls touches a stream that is being captured, unless the call is to be captured.
 pub struct BoundContext {
     /// Whether the context was put on top of the caller's.
     pushed: bool,
@@ -384,8 +396,8 @@ pub struct BoundContext {
 
 impl Drop for BoundContext {
     fn drop(&mut self) {
-        // SAFETY: gives back what was replaced, on the same thread; the pointers are to locals. The calls fail in a
-        // process whose driver has ended only.
+        // SAFETY: restores what was replaced, on the same thread; the pointers are to locals. The calls fail only if
+        // the process's driver has ended.
         unsafe {
             let _ = sys::cuThreadExchangeStreamCaptureMode(&mut self.mode);
             if self.pushed {
@@ -466,7 +478,7 @@ fn name(rank: usize, device: sys::CUdevice) -> Result<String> {
     }
 }
 
-/// The bytes of the current context's GPU that are free, and all of them.
+/// The free bytes and all bytes of the current context's GPU.
 fn memory(rank: usize) -> Result<(usize, usize)> {
     let (mut free, mut total) = (0, 0);
     // SAFETY: writes the locals.
@@ -474,7 +486,7 @@ fn memory(rank: usize) -> Result<(usize, usize)> {
     Ok((free, total))
 }
 
-/// A primary context that is let go if opening the GPU fails.
+/// A primary context that is released if opening the GPU fails.
 struct Retained {
     device: sys::CUdevice,
     context: sys::CUcontext,
@@ -503,14 +515,14 @@ impl Drop for Retained {
 }
 
 impl Lasting {
-    /// What there is in the current context, made if there is nothing yet.
+    /// The lasting objects of the current context, which are made if there are none yet.
     fn of_current(rank: usize, device: sys::CUdevice) -> Result<Arc<Lasting>> {
         let mut context = 0;
         // SAFETY: writes the local; null is the current context.
         unsafe { cuda!(rank, cuCtxGetId(std::ptr::null_mut(), &mut context))? };
         // Held while it is made, so that it is made once.
         let mut all = lock(&LASTING);
-        // What another context of the device had has ended with it.
+        // Objects of the device's earlier contexts have ended with these contexts.
         all.retain(|lasting| lasting.device != device || lasting.context == context);
         if let Some(known) = all.iter().find(|lasting| lasting.context == context) {
             return Ok(known.clone());
@@ -526,7 +538,7 @@ impl Lasting {
         unsafe {
             cuda!(rank, cuMemPoolCreate(&mut pool, &properties))?;
             cuda!(rank, cuCtxGetStreamPriorityRange(&mut least, &mut greatest))?;
-            // Neither that of copies between ranks nor that of the words that set the device free.
+            // Neither the priority of copies between ranks nor that of the rescue stream.
             let priority = (greatest + 2).min(least);
             cuda!(
                 rank,
@@ -546,8 +558,7 @@ impl Lasting {
     }
 }
 
-/// Makes a context that is retained current on this thread, as long as the result lives, and allows all calls
-/// meanwhile.
+/// Makes a retained context current on this thread as long as the result lives. Meanwhile all calls are allowed.
 fn bind(rank: usize, context: sys::CUcontext) -> Result<BoundContext> {
     let mut current = std::ptr::null_mut();
     let mut mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_RELAXED;

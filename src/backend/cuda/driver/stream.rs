@@ -11,12 +11,12 @@ use super::memory::plain;
 use super::{Device, DevicePtr, check};
 use crate::error::Result;
 
-/// Work that the device does in order. It may be the caller's.
+/// A stream, whose work the device does in order. It may be the caller's.
 #[derive(Debug)]
 pub struct Stream {
     pub(super) device: Arc<Device>,
     pub(super) stream: sys::CUstream,
-    /// Of the caller's stream: what keeps it alive.
+    /// Keeps a caller's stream alive. None for this library's streams.
     owner: Option<Arc<dyn Any + Send + Sync>>,
 }
 
@@ -132,8 +132,8 @@ impl Stream {
     }
 
     /// # Safety
-    /// Both ranges are allocated, and stay so until the copy is done; nobody reads or writes them in a way that this
-    /// copy's place on the stream does not order.
+    /// Both ranges are allocated, and stay so until the copy is done. This copy's place on the stream is ordered with
+    /// all other reads and writes of them.
     pub unsafe fn copy(&self, to: DevicePtr, from: DevicePtr, bytes: usize) -> Result<()> {
         // SAFETY: as this function's.
         unsafe {
@@ -157,7 +157,7 @@ impl Stream {
     }
 
     /// # Safety
-    /// As [`Stream::copy`], for `rows` rows of `width` bytes. An address comes with the bytes from row to row.
+    /// As [`Stream::copy`], for `rows` rows of `width` bytes. Each address comes with its bytes from row to row.
     pub unsafe fn copy_rows(
         &self,
         (to, to_pitch): (DevicePtr, usize),
@@ -224,13 +224,13 @@ impl Stream {
         Ok(())
     }
 
-    /// Everything put on this stream later waits for what is on `other` now. `event` carries the news.
+    /// Makes later work on this stream wait for the work that is on `other` now. `event` is recorded for this.
     pub fn wait_for(&self, other: &Stream, event: &Event) -> Result<()> {
         event.record(other)?;
         self.wait_until(event)
     }
 
-    /// Records an event of the caller's here.
+    /// Records an event of the caller's on this stream.
     ///
     /// # Safety
     /// It is a CUevent of the stream's context.
@@ -240,7 +240,7 @@ impl Stream {
         unsafe { cuda!(self.device.rank, cuEventRecord(event.cast(), self.stream)) }
     }
 
-    /// Everything put on this stream later waits for where an event of the caller's was recorded last.
+    /// Makes later work on this stream wait for the last record of an event of the caller's.
     ///
     /// # Safety
     /// It is a CUevent.
@@ -255,7 +255,7 @@ impl Stream {
         }
     }
 
-    /// Everything put on this stream later waits for where `event` was recorded last.
+    /// Makes later work on this stream wait for the last record of `event`.
     pub fn wait_until(&self, event: &Event) -> Result<()> {
         let _bound = self.device.bind()?;
         // SAFETY: both live; an event may be recorded again once a wait for it has been put on a stream.
@@ -267,7 +267,7 @@ impl Stream {
         }
     }
 
-    /// Calls `function(data)` on a thread of the driver when the stream has come to it.
+    /// Calls `function(data)` on a thread of the driver when the stream reaches the call.
     ///
     /// # Safety
     /// `data` may be used by another thread until the stream has passed. The function makes no CUDA call.
@@ -298,7 +298,7 @@ impl Drop for Stream {
     }
 }
 
-/// A place on a stream; with its time, if it was made to take it.
+/// A position on a stream. It has a time if it was created as timed.
 #[derive(Debug)]
 pub struct Event {
     device: Arc<Device>,
@@ -334,7 +334,7 @@ impl Event {
         unsafe { cuda!(self.device.rank, cuEventRecord(self.event, stream.stream)) }
     }
 
-    /// Whether all that was on the stream when this was recorded last is done; true if it never was.
+    /// Whether all work in front of the event's last record is done. True if it was never recorded.
     pub fn is_done(&self) -> Result<bool> {
         let _bound = self.device.bind()?;
         // SAFETY: the event lives.
@@ -344,12 +344,12 @@ impl Event {
         }
     }
 
-    /// Whether the device certainly does nothing any more of what was on the stream when this was recorded last.
+    /// Whether the device certainly does no more work in front of the event's last record.
     pub fn is_over(&self) -> bool {
         self.is_done().unwrap_or_else(|_| self.device.has_ended())
     }
 
-    /// Microseconds from `earlier` to this. Both were made to take the time and have been passed.
+    /// Microseconds from `earlier` to this event. Both must be timed, and the device must have passed both.
     pub fn micros_since(&self, earlier: &Event) -> Result<f64> {
         let mut millis = 0f32;
         let elapsed = self.device.gpu.symbols.event_elapsed_time;

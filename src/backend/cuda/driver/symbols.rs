@@ -70,7 +70,7 @@ const CALLED: [&str; 60] = [
     "cuThreadExchangeStreamCaptureMode",
 ];
 
-/// cudarc has it under one name up to CUDA 12.9 and under another from 12.8 on; every driver exports this one.
+/// cudarc binds one name for it up to CUDA 12.9 and a different one from 12.8 on. Every driver exports this one.
 const EVENT_ELAPSED_TIME: &str = "cuEventElapsedTime";
 type EventElapsedTime = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> sys::CUresult;
 
@@ -78,12 +78,12 @@ type EventElapsedTime = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUeven
 #[derive(Debug)]
 pub struct Symbols {
     pub event_elapsed_time: EventElapsedTime,
-    /// The function is there as long as this is.
+    /// Keeps the function loaded.
     _library: Library,
 }
 
 impl Symbols {
-    /// Looks up every function, so that none is missing at its first call, where cudarc would panic.
+    /// Looks up every function, because cudarc would panic at the first call of a missing one.
     ///
     /// # Errors
     /// [`Error::DriverTooOld`] names the first that is missing.

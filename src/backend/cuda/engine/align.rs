@@ -7,7 +7,7 @@ use crate::backend::cuda::shared::Shared;
 use crate::error::Result;
 use crate::ranks::members::Members;
 
-/// What is put on `stream` later begins at the same time on all ranks. Collective.
+/// Makes later work on `stream` begin at the same time on all ranks. Collective.
 pub fn align(gpu: &Gpu, shared: &Shared, members: &Members, stream: &Stream) -> Result<()> {
     let control = &shared.control;
     let mut words = [std::ptr::null_mut(); GEMMESH_MAX_WORLD as usize];

@@ -1,8 +1,8 @@
-//! What the routes by which rows get from one rank to another share.
+//! Functions that several routes share.
 //!
-//! [`copies`](super::copies): a stream takes or brings rows, waits for the other rank's word, and writes flags.
-//! [`push`](super::push): the owner's copy stream brings them, when its kernel lets it. Stored rows are brought by the
-//! owner's kernel (cuda/protocol/push.cuh).
+//! [`copies`](super::copies): a stream pulls or pushes rows, waits for the other rank's flags, and writes flags.
+//! [`push`](super::push): the owner's copy stream pushes rows when its kernel gives the permit. The owner's kernel
+//! stores rows (cuda/protocol/push.cuh).
 
 use std::ffi::c_void;
 use std::time::Duration;
@@ -21,8 +21,11 @@ use crate::protocol::epoch::Epoch;
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::{MAX_FLAGS, Move, Region, Schedule, Transfer};
 
-/// Says to every peer that this rank's own rows are final, on the main stream; what refreshes flags does so before. As
-/// [`announce`](crate::schedule::drive::announce) of the host.
+/// Tells every peer, on the main stream, that this rank's own rows are final. Refreshes flags first if the epoch asks
+/// for it.
+///
+/// Does what [`announce`](crate::schedule::drive::announce) does on the host. `and`: a word operation in front of the
+/// others.
 pub fn announce(at: &EnqueueContext, epoch: Epoch, and: Option<StreamMemOp>) -> Result<()> {
     let EnqueueContext {
         shared,
@@ -32,9 +35,10 @@ pub fn announce(at: &EnqueueContext, epoch: Epoch, and: Option<StreamMemOp>) -> 
     } = *at;
     let (rank, flags) = (members.rank, shared.control.flags(epoch));
     if epoch.refreshes() {
-        // Ahead of the operation's kernel: a fill may run as one, and find no room beside a kernel that waits for it.
-        // SAFETY: the flags are as many words. Whoever else writes them has ended what came before, for the main stream
-        // has waited for it, and goes on after this.
+        // The fills stand ahead of the operation's kernel. A fill may run as a kernel, which might find no room beside
+        // a kernel that waits for it.
+        // SAFETY: there are as many flags. Their other writers have ended earlier operations, because the main stream
+        // has waited for this, and they go on after these fills.
         unsafe {
             let before = epoch.previous().raw();
             main.fill(flags.done(rank, 0), before, members.world)?;
@@ -53,8 +57,9 @@ pub fn announce(at: &EnqueueContext, epoch: Epoch, and: Option<StreamMemOp>) -> 
     unsafe { main.words(&words[..count]) }
 }
 
-/// As [`announce`], of an operation that is recorded: as
-/// [`announce_in_graph`](crate::schedule::drive::announce_in_graph) of the host. Beside it the replay is counted.
+/// [`announce`] for a captured operation. Also counts its replays.
+///
+/// Does what [`announce_in_graph`](crate::schedule::drive::announce_in_graph) does on the host.
 pub fn announce_in_graph(at: &EnqueueContext, program: &Program) -> Result<()> {
     let EnqueueContext {
         gpu,
@@ -83,7 +88,7 @@ pub fn announce_in_graph(at: &EnqueueContext, program: &Program) -> Result<()> {
     }
 }
 
-/// Copies the regions of a transfer, in which this rank takes part.
+/// Enqueues the copies of a transfer in which this rank takes part.
 ///
 /// # Safety
 /// As [`Stream::copy`] for each region.
@@ -129,7 +134,7 @@ pub fn delay(stream: &Stream, rank: usize, flag: usize, epoch: Epoch) -> Result<
     chunk_delay(rank, flag, epoch).map_or(Ok(()), |time| pause(stream, time))
 }
 
-/// The stream does nothing for a while.
+/// Makes the stream pause.
 pub fn pause(stream: &Stream, time: Duration) -> Result<()> {
     unsafe extern "C" fn sleep(micros: *mut c_void) {
         std::thread::sleep(Duration::from_micros(micros as u64));

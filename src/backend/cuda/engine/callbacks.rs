@@ -1,4 +1,4 @@
-//! The functions of the caller's that an operation calls, and the streams that they get.
+//! The calls of the caller's functions, and the streams that these functions get.
 
 use smallvec::SmallVec;
 
@@ -15,10 +15,12 @@ use crate::error::Result;
 use crate::profile::span::{Lane, Work};
 use crate::schedule::{Request, Schedule};
 
-/// The streams of a caller's function. Calls use them by turns, so that one call's work begins while the last of the
-/// call before ends. A device may start two streams in either order, and a kernel that takes all multiprocessors keeps
-/// them to its end. So an event fixes the order in which the streams start. From then on each stream waits for its own
-/// work, and the other's stands first in line. The order is that of the calls, on all ranks.
+/// The streams of a caller's function.
+///
+/// Calls alternate between two streams, so that one call's work begins while the end of the previous call's work runs.
+/// The device may start two streams in either order, and a kernel that takes all multiprocessors keeps them until it
+/// ends. So an event fixes the order in which the streams start. From then on, each stream waits for its own earlier
+/// work, and the other stream's work is next in line. So the work runs in the order of the calls, on all ranks.
 pub(super) struct Callers<'a> {
     gpu: &'a Gpu,
     calls: usize,
@@ -34,12 +36,12 @@ impl<'a> Callers<'a> {
         }
     }
 
-    /// That of call `index`.
+    /// The stream of call `index`.
     fn of(&self, index: usize) -> &'a Stream {
         &self.gpu.streams().callers[index % 2]
     }
 
-    /// That of the next call, behind what was on the main stream when the operation began.
+    /// The stream of the next call, behind the work that was on the main stream when the operation began.
     fn next(&mut self) -> Result<&'a Stream> {
         let stream = self.of(self.calls);
         match self.calls {
@@ -54,7 +56,7 @@ impl<'a> Callers<'a> {
         Ok(stream)
     }
 
-    /// Puts something on the stream of call `index`.
+    /// Enqueues work on the stream of call `index`.
     fn put(
         &mut self,
         index: usize,
@@ -68,7 +70,7 @@ impl<'a> Callers<'a> {
         self.stamps.add(lane, before, stream, || work)
     }
 
-    /// The main stream goes on when all is done, on each of those that were used, whatever comes of the other.
+    /// Makes the main stream wait for each stream that was used, also if the wait for the other one fails.
     pub(super) fn join(&self, main: &Stream) -> Result<()> {
         let used = 0..self.calls.min(2);
         let joined = used.map(|index| main.wait_for(self.of(index), &self.gpu.streams().called));
@@ -76,11 +78,11 @@ impl<'a> Callers<'a> {
     }
 }
 
-/// Calls the caller's function for this rank's own rows and for each arrival, as
-/// [`drive::consume`](crate::schedule::drive::consume) of the host, with a stream that waits for the arrival's flag.
-/// All copies are on their stream, and what completes the operation is on the main one: peers wait neither for the
-/// function nor for what it puts on the streams. If the operation fails, the copies run through, and so their flags are
-/// written.
+/// Calls the consumer for this rank's own rows and for each arrival, with a stream that waits for the arrival's flag.
+///
+/// Does what [`drive::consume`](crate::schedule::drive::consume) does on the host. All copies are already on their
+/// stream, and the commands that complete the operation are on the main stream. So peers wait neither for the consumer
+/// nor for the work that it enqueues. If the operation fails, the copies run through, so their flags are written.
 pub(super) fn consume(
     at: &EnqueueContext,
     schedule: &Schedule,
@@ -102,7 +104,7 @@ pub(super) fn consume(
             if copies.precedes(arrival.flag, stream)? {
                 return Ok(());
             }
-            // SAFETY: the control block is unmapped when the streams have passed: the main one waits for this.
+            // SAFETY: the control block is unmapped when the streams have passed, and the main stream waits for this.
             unsafe { stream.words(&[signals.wait(flag)]) }
         })?;
         callers.put(index, Work::Call { rank: source }, |stream| {
@@ -112,11 +114,13 @@ pub(super) fn consume(
     Ok(())
 }
 
-/// Has the caller's function make block after block, as [`drive::produce`](crate::schedule::drive::produce) of the
-/// host, on streams of its calls: the copy stream asks for a block when it comes to it, and what this rank keeps
-/// follows. Of that a block is added to what has come as soon as both are there, while the next is made: by the stream
-/// that made it, or, in a graph, by the main one behind the copies, for a graph may run its branches one after the
-/// other, and a branch that waited for a peer would keep back what that waits for.
+/// Has the producer make block after block, on the streams of its calls.
+///
+/// Does what [`drive::produce`](crate::schedule::drive::produce) does on the host. The copy stream asks for a block
+/// when it comes to it. The blocks that this rank keeps follow. A kept block is added to the arrived partials as soon
+/// as both are there, while the next block is made. The stream that made the block adds it. In a graph, the main stream
+/// adds it, behind the copies. A graph may run its branches one after the other, so a branch that waited for a peer
+/// could hold back the work that this peer waits for.
 pub(super) fn produce(
     at: &EnqueueContext,
     program: &Program,
@@ -145,7 +149,7 @@ pub(super) fn produce(
         let source = schedule.sources()[request.addends.clone()].last();
         let source = source.map_or(rank, |&source| source);
         let rows = request.rows.start - first..request.rows.end - first;
-        // SAFETY: the control block is unmapped when the streams have passed: the main one waits for this.
+        // SAFETY: the control block is unmapped when the streams have passed, and the main stream waits for this.
         let wait = |stream: &Stream| unsafe { stream.words(&words) };
         let work = Work::Add { rows: rows.clone() };
         let add = |stream: &Stream| reduce(stream, program, Some(rows), &call.operands);
@@ -161,7 +165,7 @@ pub(super) fn produce(
     Ok(copies)
 }
 
-/// Has the caller's function make all blocks up to `block`, each once; returns its stream.
+/// Has the producer make all blocks up to `block`, each once. Returns the stream of `block`.
 fn make<'a>(
     at: &EnqueueContext,
     requests: &[Request],
@@ -174,7 +178,7 @@ fn make<'a>(
         let request = &requests[index];
         let stream = callers.next()?;
         if at.recorded && index > 0 {
-            // A graph has no order but its edges: it might make first what is sent to nobody.
+            // Only edges order a graph. Without this one it might first make a block that is sent to nobody.
             stream.wait_for(callers.of(index - 1), &at.gpu.streams().called)?;
         }
         let work = Work::Call {

@@ -1,4 +1,4 @@
-//! Whether each rank reads and writes every peer's memory.
+//! Checks that each rank can read and write every peer's memory.
 
 use super::wait;
 use crate::backend::cuda::driver::{DeviceMemory, Stream};
@@ -10,10 +10,10 @@ use crate::backend::delays::scatter;
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
 
-/// Writes a pattern into every peer's memory, reads every peer's, and verifies both. Collective.
+/// Writes a pattern to every peer's memory, reads one from it, and verifies both. Collective.
 ///
 /// # Errors
-/// [`Error::PeerMemory`] names a pair that fails; the group's failure.
+/// [`Error::PeerMemory`] names a pair that fails. Otherwise the group's failure.
 pub fn check_peers(gpu: &Gpu, shared: &Shared, members: &Members) -> Result<()> {
     let (rank, world) = (members.rank, members.world);
     let _bound = gpu.device.bind()?;
@@ -29,7 +29,7 @@ pub fn check_peers(gpu: &Gpu, shared: &Shared, members: &Members) -> Result<()> 
     }
     let peers = || (0..world).filter(move |&peer| peer != rank);
     let inbox = |of: usize, by: usize| shared.control.inbox(of, by);
-    // Box p of rank r gets what r expects of p: first written by r itself, for p to read back ...
+    // Box p of rank r belongs to this pair. First r writes it and p reads it ...
     for peer in peers() {
         check.write(inbox(rank, peer), rank, peer)?;
     }
@@ -38,7 +38,7 @@ pub fn check_peers(gpu: &Gpu, shared: &Shared, members: &Members) -> Result<()> 
         check.verify(inbox(peer, rank), peer, rank, peer)?;
     }
     members.barrier()?;
-    // ... then by p, for r to find.
+    // ... then p writes it and r reads it.
     for peer in peers() {
         check.write(inbox(peer, rank), rank + world, peer)?;
     }
@@ -57,14 +57,14 @@ struct PeerCheck<'a> {
 }
 
 impl PeerCheck<'_> {
-    /// Writes what `from` writes for `to` into a box.
+    /// Writes the pattern of `from` for `to` to a box.
     fn write(&mut self, to_box: u64, from: usize, to: usize) -> Result<()> {
         let bytes = pattern(from, to);
         self.scratch.region_mut().write_rows(0, BOX, BOX, &bytes)?;
         self.copy(to_box, self.scratch.ptr())
     }
 
-    /// Checks that a box of `peer`'s, or for it, holds what `from` writes for `to`.
+    /// Checks that a box of `peer`, or a box for it, holds the pattern of `from` for `to`.
     fn verify(&self, in_box: u64, from: usize, to: usize, peer: usize) -> Result<()> {
         self.copy(self.scratch.ptr(), in_box)?;
         let mut seen = vec![0u8; BOX];

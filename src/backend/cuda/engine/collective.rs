@@ -1,5 +1,6 @@
-//! Kernels of operations that multiply nothing: one stores the rows, waits for the peers' and adds them; another only
-//! adds.
+//! Launches of the kernels that multiply nothing.
+//!
+//! One stores rows to the peers, waits for the peers' rows and adds them. The other only adds.
 
 use std::ops::Range;
 
@@ -10,7 +11,7 @@ use crate::backend::cuda::program::operands::Operands;
 use crate::backend::cuda::program::{Program, params, reduction};
 use crate::error::Result;
 
-/// Puts the kernel that stores rows and adds what comes on the main stream, if the program has it.
+/// Launches the kernel that stores rows and adds arrivals on the main stream, if the program has one.
 pub fn launch(at: &EnqueueContext, program: &Program, call: &ProgramCall) -> Result<()> {
     let Some(kernel) = program.collective() else {
         return Ok(());
@@ -27,7 +28,7 @@ pub fn launch(at: &EnqueueContext, program: &Program, call: &ProgramCall) -> Res
     ];
     let (grid, threads) = (kernel.grid, GEMMESH_COLLECTIVE_THREADS);
     // SAFETY: the arguments are what abi.h says. The matrices, the tables and the flags are alive until the stream has
-    // passed: as in `product::launch`.
+    // passed, as in `product::launch`.
     unsafe {
         kernel
             .function
@@ -35,8 +36,9 @@ pub fn launch(at: &EnqueueContext, program: &Program, call: &ProgramCall) -> Res
     }
 }
 
-/// Adds up rows of the program's reduction on `stream`, behind what has brought them; all rows if none are given.
-/// Nothing if a kernel does it.
+/// Launches the program's reduction on `stream`, behind the work that brings its addends.
+///
+/// Adds `rows`, or all rows if none are given. Does nothing if the program's main kernel adds them.
 pub fn reduce(
     stream: &Stream,
     program: &Program,
@@ -50,7 +52,7 @@ pub fn reduce(
     let mut sums = reduction::sums(&program.schedule, reduction, rows, operands)?;
     let grid = kernel.grid(&sums);
     let mut arguments = [(&raw mut sums).cast()];
-    // SAFETY: the argument is what abi.h says. The matrices are alive until the stream has passed: as in
+    // SAFETY: the argument is what abi.h says. The matrices are alive until the stream has passed, as in
     // `product::launch`.
     unsafe {
         let function = &kernel.function;

@@ -1,4 +1,4 @@
-//! What all that is put on streams needs.
+//! The context of an enqueued call.
 
 use crate::backend::cuda::driver::Stream;
 use crate::backend::cuda::gpu::Gpu;
@@ -12,28 +12,28 @@ use crate::protocol::epoch::Epoch;
 use crate::ranks::members::Members;
 use crate::schedule::Agreed;
 
-/// Where an operation is put.
+/// What enqueueing an operation needs.
 #[derive(Clone, Copy)]
 pub struct EnqueueContext<'a> {
     pub gpu: &'a Gpu,
     pub shared: &'a Shared,
     pub members: &'a Members,
     pub main: &'a Stream,
-    /// It is recorded, to run later and often.
+    /// Whether the operation is captured into a graph, to run later and often.
     pub recorded: bool,
 }
 
 /// A call of a program.
 pub struct ProgramCall<'a> {
-    /// The operation's number; that of the one before for what is no operation.
+    /// The operation's epoch. A call that is no operation has the epoch of the operation before.
     pub epoch: Epoch,
     pub operands: Operands<'a>,
-    /// Where what happened when is noted.
+    /// Where the spans of a traced call go.
     pub trace: Option<&'a mut Vec<Span>>,
 }
 
 impl<'a> EnqueueContext<'a> {
-    /// The words of operation `epoch`, or of one that is recorded.
+    /// The flags of operation `epoch`, or the graph words if it is captured.
     pub fn signals(&self, epoch: Epoch) -> Signals<'a> {
         match self.recorded {
             true => self.shared.control.graph_words(),
@@ -41,13 +41,13 @@ impl<'a> EnqueueContext<'a> {
         }
     }
 
-    /// How a kernel of `program` runs.
+    /// The epoch and, in a capture, the recording's number of a call of `program`.
     pub fn run(&self, program: &Program, epoch: Epoch) -> CallNumbers {
         let recording = self.recorded.then(|| self.record(program, program.waits));
         CallNumbers { epoch, recording }
     }
 
-    /// The number under which `program` is recorded.
+    /// The number of the recording of `program`.
     pub fn record(&self, program: &Program, waits: Waits) -> u32 {
         let name = program.schedule.agreed().map_or("", Agreed::name);
         self.shared.monitor.record(name, waits)

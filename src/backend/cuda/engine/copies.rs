@@ -1,4 +1,4 @@
-//! Rows that a stream pulls, or where no kernel waits for them pushes: copies, each with its flag behind it.
+//! Copies by a stream, each with its flag behind it: pulls, and pushes that no kernel waits for.
 
 use super::announce::{copy_regions, delay};
 use super::context::{EnqueueContext, ProgramCall};
@@ -13,20 +13,20 @@ use crate::protocol::flag::Awaited;
 use crate::schedule::drive::{self, CopyEngine, GraphCopyEngine};
 use crate::schedule::{Schedule, Transfer};
 
-/// Has the caller make all blocks up to one. They are there when the stream that is returned has done what is on it.
+/// Has the caller make all blocks up to an index. They are complete when the returned stream has done its work.
 pub type Make<'a> = dyn FnMut(usize) -> Result<&'a Stream> + 'a;
 
-/// What has been put on the copy stream.
+/// The copies that have been enqueued.
 pub struct Enqueued {
     /// When each transfer was made, if the call is traced.
     pub stamps: Stamps,
-    /// By chunk flag of this rank, if the operation is recorded: when this rank has pulled it.
+    /// By chunk flag of this rank: the event behind this rank's pull, if the operation is captured.
     pulled: Vec<Option<Event>>,
 }
 
 impl Enqueued {
-    /// What is put on `stream` next comes after the chunk that this rank pulls under `flag`. False if it is not
-    /// recorded, and so says it by its flag.
+    /// Makes later work on `stream` wait for this rank's pull of chunk `flag`. Returns false if the pull has no event:
+    /// then its flag says when the chunk has arrived.
     pub fn precedes(&self, flag: usize, stream: &Stream) -> Result<bool> {
         match self.pulled.get(flag) {
             Some(Some(event)) => stream.wait_until(event).map(|()| true),
@@ -35,7 +35,7 @@ impl Enqueued {
     }
 }
 
-/// Puts all that this rank moves on a stream.
+/// Enqueues all of this rank's transfers on `stream`.
 pub fn enqueue<'a, 'm, 'o>(
     at: &'a EnqueueContext<'a>,
     stream: &'a Stream,
@@ -66,7 +66,7 @@ pub fn enqueue<'a, 'm, 'o>(
     Ok(Enqueued { stamps, pulled })
 }
 
-/// Word operations between two copies: a chunk's flag, `done`, and the next `ready`.
+/// Word operations in one call. Between two copies stand a chunk's flag, `done`, and the next `ready`.
 const BATCH: usize = 8;
 
 /// The copy engine: a stream.
@@ -76,15 +76,16 @@ struct Copies<'a, 'm, 'o> {
     signals: Signals<'a>,
     schedule: &'a Schedule,
     operands: &'a Operands<'o>,
-    /// What makes the rows, if the caller does.
+    /// Makes the rows, if a producer does.
     make: Option<&'a mut Make<'m>>,
-    /// Word operations that are still to be put on the stream: those between two copies go there in one call.
+    /// Word operations that are not enqueued yet. Those between two copies are enqueued in one call.
     words: [StreamMemOp; BATCH],
     pending: usize,
     stamps: Stamps,
-    /// Whether the operation is recorded. A graph may run its branches one after the other, so no branch waits for a
-    /// graph word that another writes: by chunk flag, where this rank pulls it, the place of which others come after.
+    /// Whether the operation is captured. A graph may run its branches one after the other, so no branch waits for a
+    /// graph word that a different branch writes.
     in_graph: bool,
+    /// By chunk flag: in a capture, the event behind this rank's pull, for which other branches wait.
     pulled: Vec<Option<Event>>,
 }
 
@@ -117,7 +118,7 @@ impl CopyEngine for Copies<'_, '_, '_> {
     }
 
     fn wait_chunk(&mut self, flag: usize, _: Epoch, awaited: Awaited) -> Result<()> {
-        // What this rank pulls stands before on this very stream.
+        // This rank's pull stands earlier on this stream.
         if self.in_graph && matches!(awaited, Awaited::Chunk { pulled: true, .. }) {
             return Ok(());
         }
@@ -126,7 +127,7 @@ impl CopyEngine for Copies<'_, '_, '_> {
     }
 
     fn wait_produced(&mut self, block: usize, _: Epoch) -> Result<()> {
-        // What is on its way need not wait for the caller.
+        // Earlier flags need not wait for the caller.
         self.flush()?;
         match &mut self.make {
             Some(make) => {
@@ -144,11 +145,11 @@ impl CopyEngine for Copies<'_, '_, '_> {
         self.flush()?;
         delay(self.stream, moved.to, moved.flag, self.signals.epoch)?;
         let before = self.stamps.now(self.stream)?;
-        // SAFETY: both ranks' memories hold the matrix. Another's rows are final, for the stream has waited for
-        // `ready`, and it does not write them before `done`; this rank's are, for the stream has waited for what made
-        // them, or for the flag of what it passes on. Where they go, nobody reads them before the flag is written, and
-        // the kernels of earlier operations have ended: this rank's in front of the stream, a peer's before its
-        // `ready`.
+        // SAFETY: both ranks' memories hold the matrix. A peer's rows are final, because the stream has waited for its
+        // `ready`, and the peer does not write them before `done`. This rank's rows are final, because the stream has
+        // waited for the work that made them, or for the flag of rows that it passes on. At the target, nobody reads
+        // the rows before the flag is written, and the kernels of earlier operations have ended: this rank's in front
+        // of this copy, a peer's before its `ready`.
         unsafe {
             copy_regions(self.stream, self.schedule, self.operands, moved)?;
         }

@@ -1,5 +1,6 @@
-//! Walks a schedule with a GPU: a stream copies and writes flags while one kernel multiplies. Only this folder puts
-//! operations on streams; each file has one kind of work.
+//! Runs a schedule on a GPU: streams copy rows and write flags while one kernel multiplies.
+//!
+//! Only this folder enqueues operations on streams. Each file has one kind of work.
 
 pub mod align;
 mod announce;
@@ -27,10 +28,10 @@ use crate::error::Result;
 use crate::schedule::Schedule;
 use context::{EnqueueContext, ProgramCall};
 
-/// Longer than it takes to put an operation on the streams.
+/// A pause that is longer than enqueueing an operation takes.
 const ENQUEUED: Duration = Duration::from_millis(2);
 
-/// Puts a call on the streams. `callback`: what the caller does amid it.
+/// Enqueues a call. `callback`: the caller's function that runs during the call.
 pub fn run(
     at: &EnqueueContext,
     program: &Program,
@@ -39,12 +40,12 @@ pub fn run(
 ) -> Result<()> {
     let EnqueueContext { gpu, members, .. } = *at;
     let begun = enqueue(at, program, &mut call, callback);
-    // A function of the caller's may have forked. What follows locks what other threads may have locked then.
+    // The callback may have forked. The code below takes locks that other threads may have held at the fork.
     members.refuse_fork()?;
     if at.recorded {
         return begun.inspect_err(|_| rejoin(at));
     }
-    // Also what was put on the streams before something failed.
+    // This also covers work that was enqueued before a failure.
     let Streams {
         copies,
         deferred_copies,
@@ -78,7 +79,9 @@ fn enqueue(
     }
 }
 
-/// A capture that ends while a stream that it has spread to was not joined ends in an error of its own.
+/// Joins the streams of a capture after a failure.
+///
+/// Otherwise the capture would end in an error of its own, because a stream that it has spread to is not joined.
 fn rejoin(at: &EnqueueContext) {
     let Streams {
         copies,
@@ -94,8 +97,10 @@ fn rejoin(at: &EnqueueContext) {
     }
 }
 
-/// Waits until the device's queues have room for another operation. They are bounded, and a driver that waits for room
-/// has no deadline and does not hear of a failure.
+/// Waits until the device's queues have room for another operation.
+///
+/// The queues are bounded. If the driver waited for room, it would have no deadline and would not notice a failed
+/// group.
 fn make_room(at: &EnqueueContext, schedule: &Schedule) -> Result<()> {
     let EnqueueContext {
         shared, members, ..

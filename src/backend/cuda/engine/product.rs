@@ -1,17 +1,17 @@
-//! The kernel of a product.
+//! The launch of a product's kernel.
 
 use crate::backend::cuda::abi::GEMMESH_THREADS;
 use crate::backend::cuda::driver::Stream;
 use crate::backend::cuda::program::launch::ProductLaunch;
 use crate::error::Result;
 
-/// Puts a kernel on `stream`.
+/// Launches a product's kernel on `stream`.
 pub fn launch(stream: &Stream, launch: &ProductLaunch) -> Result<()> {
     let instance = &launch.kernel.instance;
     let (grid, shared_bytes) = (launch.grid(), instance.shared_bytes);
     let mut arguments = launch.arguments();
-    // SAFETY: the arguments are what abi.h says. The matrices, the tables and the flags are alive until the stream
-    // has passed: a caller's memory by contract of its view, the rest because it is freed after that only.
+    // SAFETY: the arguments are what abi.h says. The matrices, the tables and the flags are alive until the stream has
+    // passed: a caller's memory by the contract of its view, all other memory because it is freed only after that.
     unsafe {
         let function = &instance.function;
         function.launch(stream, grid, GEMMESH_THREADS, shared_bytes, &mut arguments)

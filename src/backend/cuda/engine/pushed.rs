@@ -1,4 +1,4 @@
-//! Operations whose kernel waits for what peers push.
+//! Operations whose kernel waits for rows that peers push or store.
 
 use super::announce::{announce, pause};
 use super::context::{EnqueueContext, ProgramCall};
@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::protocol::epoch::Epoch;
 use crate::schedule::Route;
 
-/// An operation that multiplies nothing, and whose kernel moves its rows.
+/// Enqueues an operation that multiplies nothing and whose kernel moves its rows.
 pub fn enqueue_collective(
     at: &EnqueueContext,
     program: &Program,
@@ -20,21 +20,23 @@ pub fn enqueue_collective(
     collective::launch(at, program, call)
 }
 
-/// The host's part of an operation whose kernel waits for peers.
+/// Begins an operation whose kernel waits for peers, unless it is captured.
 fn begin(at: &EnqueueContext, program: &Program, epoch: Epoch) -> Result<()> {
     if at.recorded {
         return Ok(());
     }
     at.shared.monitor.begin(epoch, program.waits);
     if epoch.refreshes() {
-        // Words that only pulls write, and others read: they too must not come to look like the future.
+        // Refreshes the flags that only pulls write. Their old values too must never compare as future epochs.
         announce(at, epoch, None)?;
     }
     Ok(())
 }
 
-/// An operation whose rows their owners push: the kernel tells the peers that it runs, and the copy stream when they
-/// do. It counts its epochs on the device, so what is enqueued here may as well be recorded, to run again and again.
+/// Enqueues a product whose rows their owners push or store.
+///
+/// The kernel tells the peers that it runs, and gives the copy stream its permit when their kernels run. It counts
+/// epochs on the device, so the enqueued work can also be captured and replayed.
 pub fn enqueue_product(
     at: &EnqueueContext,
     program: &Program,
@@ -58,7 +60,7 @@ pub fn enqueue_product(
         push::enqueue(at, program, call)?;
     }
     product::launch(main, &launch)?;
-    // The kernel has waited for what no tile waits for, and copies only read what is added.
+    // The kernel has waited for the flags that no tile awaits, and copies only read the addends.
     collective::reduce(main, program, None, &call.operands)?;
     if by_copies {
         let streams = gpu.streams();

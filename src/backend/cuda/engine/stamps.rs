@@ -1,4 +1,4 @@
-//! When streams did what, for a trace.
+//! Times of the streams' work, for a trace.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use crate::backend::cuda::driver::{Device, Event, Stream};
 use crate::error::Result;
 use crate::profile::span::{Lane, Span, Work};
 
-/// Before and after each thing that was put on a stream, if somebody wants to know.
+/// Events before and after each piece of work on a stream, if the call is traced.
 #[derive(Debug)]
 pub struct Stamps {
     device: Arc<Device>,
@@ -21,7 +21,7 @@ impl Stamps {
         }
     }
 
-    /// Where `stream` stands now.
+    /// An event at the present end of `stream`, if the call is traced.
     pub fn now(&self, stream: &Stream) -> Result<Option<Event>> {
         match self.taken {
             Some(_) => stamp(&self.device, stream).map(Some),
@@ -29,7 +29,7 @@ impl Stamps {
         }
     }
 
-    /// What was put on `stream` since `before`.
+    /// Notes the work that was put on `stream` since `before`.
     pub fn add(
         &mut self,
         lane: Lane,
@@ -43,7 +43,7 @@ impl Stamps {
         Ok(())
     }
 
-    /// What was done when, since `begun`. The streams have passed.
+    /// Adds the spans, with times counted from `begun`. The streams must have passed all events.
     pub fn spans(self, begun: &Event, spans: &mut Vec<Span>) -> Result<()> {
         let nanos = |event: &Event| -> Result<u64> {
             Ok((event.micros_since(begun)?.max(0.0) * 1e3) as u64)
@@ -61,7 +61,7 @@ impl Stamps {
     }
 }
 
-/// A place on a stream, with its time.
+/// Records an event that takes the time.
 pub fn stamp(device: &Arc<Device>, stream: &Stream) -> Result<Event> {
     let event = Event::new(device, true)?;
     event.record(stream)?;

@@ -1,4 +1,4 @@
-//! Operations without a kernel that waits for peers: the streams wait.
+//! Operations in which streams, not kernels, wait for peers.
 
 use smallvec::SmallVec;
 
@@ -17,7 +17,7 @@ use crate::error::Result;
 use crate::protocol::epoch::Epoch;
 use crate::schedule::Route;
 
-/// Puts a call on the streams. Its kernel, if it has one, waits for the flags of copies.
+/// Enqueues a call. Its kernel, if it has one, waits for the flags of copies.
 pub fn enqueue(
     at: &EnqueueContext,
     program: &Program,
@@ -34,7 +34,7 @@ pub fn enqueue(
     };
     work.announce(call.epoch, traced)?;
     let beside = work.fork(callback.is_some(), launch.is_some())?;
-    // Of a trace without a kernel, whose times then count.
+    // Without a kernel, the trace begins here.
     let mut begun = None;
     if traced && launch.is_none() {
         begun = Some(stamp(&gpu.device, main)?);
@@ -67,7 +67,7 @@ pub fn enqueue(
     callers.stamps.spans(&begun, spans)
 }
 
-/// A call whose streams wait, phase by phase.
+/// The phases of a call whose streams wait.
 struct Streamed<'a> {
     at: &'a EnqueueContext<'a>,
     program: &'a Program,
@@ -75,12 +75,12 @@ struct Streamed<'a> {
 }
 
 impl<'a> Streamed<'a> {
-    /// Whether ranks tell one another by graph words, as where the operation is recorded.
+    /// Whether ranks signal by graph words, because the operation is captured.
     fn is_in_graph(&self) -> bool {
         self.program.schedule.handshake() && self.at.recorded
     }
 
-    /// The words by which others say that they have moved all that they move.
+    /// The `done` words of the peers that move rows from or to this rank's memory.
     fn done(&self) -> impl Iterator<Item = DevicePtr> {
         let peers = self.program.schedule.movers().iter();
         peers.map(|&peer| self.signals.done(self.at.members.rank, peer))
@@ -103,8 +103,7 @@ impl<'a> Streamed<'a> {
         }
         shared.monitor.begin(epoch, self.program.waits);
         if traced {
-            // So that the picture shows the device and not the host: everything is on the streams before any rank
-            // begins.
+            // The trace must show the device, not the host, so everything is enqueued before any rank begins.
             pause(main, ENQUEUED)?;
             align::align(gpu, shared, members, main)?;
         }
@@ -116,11 +115,12 @@ impl<'a> Streamed<'a> {
         self.program.schedule.moves().next().is_some()
     }
 
-    /// Whether copies run beside the main stream, for the caller's functions do or a kernel does. Where nothing runs
-    /// beside them, the main stream is theirs too: streams take a while to hear of one another.
+    /// Forks the copy stream from the main stream if a callback or a kernel runs beside copies. Returns true if so.
     ///
-    /// All copies are put on their stream before the kernel that waits for them; and none of them begins before the
-    /// kernel of the operation before, which is on the main stream, has ended.
+    /// Otherwise the copies go on the main stream, because streams take a while to learn of one another's progress.
+    ///
+    /// All copies are enqueued before the kernel that waits for them. None of them begins before the previous
+    /// operation's kernel, which is on the main stream, has ended.
     fn fork(&self, has_callback: bool, has_kernel: bool) -> Result<bool> {
         let beside = has_callback || (has_kernel && self.has_copies());
         if beside {
@@ -131,8 +131,8 @@ impl<'a> Streamed<'a> {
         Ok(beside)
     }
 
-    /// Puts the copies on their stream, and what the caller makes for them on those of its functions. Returns the
-    /// function that is to be called for what comes, if there is one.
+    /// Enqueues the copies, and lets a producer make their rows on the callers' streams. Returns the consumer, if there
+    /// is one.
     fn copy<'c>(
         &self,
         call: &ProgramCall,
@@ -147,7 +147,7 @@ impl<'a> Streamed<'a> {
                 let joined = callers.join(at.main);
                 let produced = produced.and_then(|copies| joined.map(|()| copies));
                 if produced.is_err() {
-                    // Also what was put there before something failed.
+                    // This also joins work that was enqueued before the failure.
                     self.join(beside, false)?;
                 }
                 return produced.map(|copies| (copies, None));
@@ -163,7 +163,7 @@ impl<'a> Streamed<'a> {
         Ok((copies, consumer))
     }
 
-    /// The main stream goes on when the copies are done.
+    /// Makes the main stream wait for the copies.
     fn join(&self, beside: bool, has_kernel: bool) -> Result<()> {
         let schedule = &self.program.schedule;
         // Tiles that wait for all transfers end after them.
@@ -176,14 +176,15 @@ impl<'a> Streamed<'a> {
         self.at.main.wait_for(&streams.copies, &streams.gathered)
     }
 
-    /// Adds up what has come, and ends the operation: own rows are free again, and what peers bring is there, when they
-    /// say that they are done.
+    /// Adds arrivals, and completes the operation when the peers say `done`.
+    ///
+    /// Then this rank's own rows are free again, and the rows that peers bring have arrived.
     fn complete(&self, call: &ProgramCall) -> Result<()> {
         let (main, shared) = (self.at.main, self.at.shared);
         let schedule = &self.program.schedule;
         let waits = self.done().map(|word| self.signals.wait(word));
         let mut words: SmallVec<[StreamMemOp; 16]> = waits.collect();
-        // What the caller makes has been added as it came.
+        // A producer's blocks have been added already, one by one.
         if self.program.reduction().is_some() && schedule.requests().is_empty() {
             if schedule.uses(Route::Push) {
                 // SAFETY: control blocks are unmapped when the streams have passed.
@@ -206,8 +207,9 @@ impl<'a> Streamed<'a> {
         unsafe { main.words(&words) }
     }
 
-    /// Closes the graph words of what has come, as complete_in_graph of the host: those who wait for chunks have been
-    /// joined. What this rank pulls opens none.
+    /// Closes the graph words of arrivals, as complete_in_graph does on the host.
+    ///
+    /// All streams that wait for chunks have been joined. This rank's own pulls open no graph words.
     fn close_graph_words(&self) -> Result<()> {
         if !self.is_in_graph() {
             return Ok(());

@@ -1,4 +1,4 @@
-//! Waiting for what was put on the device, with a deadline, and as long as the group lives.
+//! Waits for work on the device, each with a deadline.
 
 use std::time::{Duration, Instant};
 
@@ -9,8 +9,10 @@ use crate::backend::cuda::shared::monitor::Monitor;
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
 
-/// Waits until what was put on the main stream by this library is done. What never ends, the monitor ends; what the
-/// caller has put in front of it is not waited for longer than the timeout while nothing else moves.
+/// Waits until the operations on the main stream are done.
+///
+/// The monitor ends an operation that is stuck. The wait for the caller's own work in front of the operations ends with
+/// [`Error::Timeout`] if nothing moves for longer than the timeout.
 pub fn for_operations(gpu: &Gpu, shared: &Shared, members: &Members) -> Result<()> {
     if let Some(mark) = gpu.reclaimer.latest() {
         poll(shared, members, || mark.main_is_passed())?;
@@ -18,7 +20,7 @@ pub fn for_operations(gpu: &Gpu, shared: &Shared, members: &Members) -> Result<(
     report(shared, members)
 }
 
-/// Waits until everything on a stream of this library's own is done.
+/// Waits until everything on `stream` is done.
 pub fn until_idle(shared: &Shared, members: &Members, stream: &Stream) -> Result<()> {
     poll(shared, members, || stream.is_idle())?;
     report(shared, members)
@@ -29,11 +31,11 @@ fn report(shared: &Shared, members: &Members) -> Result<()> {
     members.fault().map_or(Ok(()), Err)
 }
 
-/// Waits until `is_done`, as long as anything moves on the device.
+/// Polls until `is_done`. Fails if nothing moves on the device for longer than the timeout.
 pub fn poll(shared: &Shared, members: &Members, is_done: impl Fn() -> Result<bool>) -> Result<()> {
     const SPINS: u32 = 1000;
     const NAP: Duration = Duration::from_micros(50);
-    /// More than the monitor waits.
+    /// Longer than the monitor waits.
     const GRACE: Duration = Duration::from_secs(2);
     let mut progress = Progress::of(&shared.monitor);
     let mut turn = 0;
@@ -44,7 +46,7 @@ pub fn poll(shared: &Shared, members: &Members, is_done: impl Fn() -> Result<boo
         }
         let waited = progress.still_for(&shared.monitor);
         if waited > members.timeout + GRACE {
-            // The group goes on: this rank may ask again.
+            // The group goes on, and this rank may wait again.
             return Err(Error::Timeout {
                 rank: members.rank,
                 waiting: members.rank,
@@ -56,12 +58,13 @@ pub fn poll(shared: &Shared, members: &Members, is_done: impl Fn() -> Result<boo
     Ok(())
 }
 
-/// The group ends: waits until its operations have. They end by themselves, or the monitor ends them, unless the
-/// caller's own work in front of them goes on.
+/// Waits until the operations have ended, because the group ends.
+///
+/// They end by themselves, or the monitor ends them, unless the caller's own work in front of them does not end.
 pub fn for_the_end(gpu: &Gpu, shared: &mut Shared, members: &Members, has_graphs: bool) {
     let longest = members.timeout + Duration::from_secs(2);
     if has_graphs && !gpu.main().is_capturing().unwrap_or(true) {
-        // Replays stand behind no mark. If this fails, the device has.
+        // No mark follows replays yet. If marking fails, the device has failed.
         let _ = gpu.reclaimer.mark();
     }
     let at_rest = || gpu.reclaimer.latest().is_none_or(|mark| mark.is_passed());
@@ -83,7 +86,7 @@ pub fn for_the_end(gpu: &Gpu, shared: &mut Shared, members: &Members, has_graphs
     gpu.reclaimer.drain(Duration::from_millis(200));
 }
 
-/// What the monitor has seen move, and when it did last.
+/// The last progress that the monitor has seen, and since when.
 struct Progress {
     seen: (u32, u32),
     since: Instant,

@@ -1,4 +1,4 @@
-//! What the driver does at first use.
+//! First uses of stream commands, at set-up.
 
 use super::wait;
 use crate::backend::cuda::driver::StreamMemOp;
@@ -8,11 +8,12 @@ use crate::backend::cuda::shared::words::BOX;
 use crate::error::Result;
 use crate::ranks::members::Members;
 
-/// Does once what the streams do in operations, while nothing waits for them: what the driver does at first
-/// use may wait for kernels to end.
+/// Uses each kind of stream command once, while nothing waits for the streams.
+///
+/// At a command's first use, the driver may wait for kernels to end.
 pub fn warm_up(gpu: &Gpu, shared: &Shared, members: &Members) -> Result<()> {
     let _bound = gpu.device.bind()?;
-    // Not memory of the pool, whose words no stream can wait for.
+    // The boxes are not memory of the pool, because no stream can wait for a word of pool memory.
     let [from, to] = [0, 1].map(|by| shared.control.inbox(members.rank, by));
     let streams = gpu.streams();
     for stream in [&streams.copies, &streams.deferred_copies] {

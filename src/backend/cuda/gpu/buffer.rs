@@ -6,7 +6,7 @@ use super::reclaim::Deferred;
 use crate::backend::contract::Owner;
 use crate::backend::cuda::driver::{Device, DeviceMemory, DeviceRegion};
 
-/// Memory of one matrix: rows of whole 16 bytes.
+/// The memory of one matrix. Rows begin at multiples of 16 bytes.
 #[derive(Debug)]
 pub struct DeviceBuffer {
     storage: Storage,
@@ -19,13 +19,12 @@ pub struct DeviceBuffer {
 #[derive(Debug)]
 enum Storage {
     Own(Deferred<DeviceMemory>),
-    /// Somebody else's. What is dropped with it, if anything is, gives it back; otherwise the caller sees to it that it
-    /// stays.
+    /// Somebody else's. Dropping the owner gives it back. Without an owner, the caller keeps it alive.
     Foreign(DeviceRegion, #[allow(dead_code)] Option<Deferred<Owner>>),
 }
 
 impl DeviceBuffer {
-    /// In memory of this library's.
+    /// A matrix in this library's memory.
     pub fn own(memory: Deferred<DeviceMemory>, pitch: usize, width: usize) -> DeviceBuffer {
         DeviceBuffer {
             storage: Storage::Own(memory),
@@ -34,11 +33,11 @@ impl DeviceBuffer {
         }
     }
 
-    /// In memory of somebody else's.
+    /// A matrix in somebody else's memory.
     ///
     /// # Safety
-    /// `ptr` is memory of the device of at least `(rows - 1) * pitch + width` bytes, while the buffer is used; of no
-    /// rows it may be 0.
+    /// While the buffer is used, `ptr` is device memory of at least `(rows - 1) * pitch + width` bytes. Without rows it
+    /// may be 0.
     pub unsafe fn foreign(
         device: &Arc<Device>,
         ptr: u64,
@@ -73,7 +72,7 @@ impl DeviceBuffer {
         }
     }
 
-    /// Where it lies, and the bytes from row to row.
+    /// Its address, and the bytes from row to row.
     pub fn place(&self) -> (u64, usize) {
         (self.region().ptr(), self.pitch)
     }

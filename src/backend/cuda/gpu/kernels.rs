@@ -1,4 +1,4 @@
-//! The kernels, and which one suits a problem.
+//! The kernels, and the search for the one that a configuration needs.
 
 use std::ffi::CString;
 use std::sync::Arc;
@@ -17,11 +17,11 @@ mod list;
 pub use list::{CONSUMER_WARPS, Variant};
 use list::{FAMILIES, Family, Shape};
 
-/// A family's kernels for a dtype, as build.rs has nvcc make them.
+/// A family's kernels for a dtype, which nvcc compiles in build.rs.
 struct Cubin {
     family: &'static Family,
     dtype: DType,
-    /// Empty if build.rs was told to do without.
+    /// Empty if build.rs was told to build without kernels.
     image: &'static [u8],
 }
 
@@ -38,7 +38,7 @@ pub struct Instance {
     pub dtype: DType,
     pub family: &'static Family,
     pub shape: &'static Shape,
-    /// Clusters, as the hardware sees them, that the device holds at a time.
+    /// How many hardware clusters the device holds at a time.
     pub resident: usize,
     pub shared_bytes: u32,
     pub variant: Variant,
@@ -70,7 +70,7 @@ impl Instance {
 
     /// Whether it has the shape that `config` asks for.
     fn is_asked(&self, config: &Config) -> bool {
-        // Most differ in these.
+        // Most kernels differ in these two extents.
         let extents = (self.shape.tile_m as usize, self.shape.tile_n as usize);
         extents == (config.tile.m, config.tile.n)
             && configured(self.family, self.shape, config) == *config
@@ -86,9 +86,9 @@ impl Instance {
 #[derive(Debug)]
 pub struct Kernels {
     instances: Vec<Instance>,
-    /// Ends on all ranks at the same time.
+    /// The kernel that ends on all ranks at the same time.
     pub align: Function,
-    /// Counts replays.
+    /// The kernel that counts replays.
     pub count: Function,
     /// By dtype.
     reduce: [(DType, Function); 3],
@@ -97,7 +97,7 @@ pub struct Kernels {
 }
 
 impl Kernels {
-    /// Loads every kernel, so that none is loaded at its first launch: what loads one may wait for a kernel that waits.
+    /// Loads every kernel now. Loading one at its first launch might have to wait for a kernel that waits for a peer.
     ///
     /// # Errors
     /// [`Error::BuiltWithoutKernels`]; [`Error::Cuda`] if the driver refuses.
@@ -143,7 +143,7 @@ impl Kernels {
         Ok(kernels)
     }
 
-    /// The kernel that adds up rows of a type, which every float has.
+    /// The kernel that adds rows of `dtype`. Every float has one.
     pub fn reduce(&self, dtype: DType) -> Option<Function> {
         let mut kernels = self.reduce.iter();
         kernels
@@ -151,7 +151,7 @@ impl Kernels {
             .map(|(_, kernel)| *kernel)
     }
 
-    /// The kernel that moves rows, and adds up those of a type if it is a float.
+    /// The kernel that moves rows, and adds rows of `dtype` if it is a float.
     pub fn collective(&self, dtype: DType) -> Function {
         let mut kernels = self.collective.iter();
         let of = kernels.find(|(of, _)| *of == dtype);
@@ -161,7 +161,7 @@ impl Kernels {
     /// The kernel that `config` asks for.
     ///
     /// # Errors
-    /// [`Error::NoKernel`] names those there are.
+    /// [`Error::NoKernel`] names the kernels that exist.
     pub fn find(
         &self,
         rank: usize,
@@ -183,16 +183,16 @@ impl Kernels {
         })
     }
 
-    /// Refuses products that the kernel of their configuration can't make.
+    /// Checks that the kernel of a product's configuration can compute the product.
     ///
     /// # Errors
-    /// [`Error::NoKernel`] names those that can.
+    /// [`Error::NoKernel`] names the kernels that can.
     pub fn check_product(&self, rank: usize, product: &Product, variant: Variant) -> Result<()> {
         let (config, gated, layout) = (&product.config, product.gated, product.weight_layout);
         let with_shape = |i: &Instance| configured(i.family, i.shape, config);
         let can = |i: &Instance| multiplies(i.shape, gated, layout);
         let mut of = self.instances.iter().filter(|i| i.is_asked(config));
-        // Their halves would be added up apart.
+        // With swap_ab, the two halves of a gated tile would be added separately.
         let sliced = config.tile.k_slices > 1 || config.tile.stream_k;
         let apart = gated && sliced && swaps_ab(config);
         if of.all(can) && !apart {
@@ -209,7 +209,7 @@ impl Kernels {
             .iter()
             .filter(|i| can(i) && i.variant == variant);
         let mut known: Vec<String> = known.map(|i| words(&with_shape(i))).collect();
-        // Each is there for each dtype.
+        // Each kernel exists for each dtype.
         known.sort_unstable();
         known.dedup();
         Err(Error::NoKernel {
@@ -233,18 +233,18 @@ pub fn storing_warps(config: &Config) -> u32 {
     list::CONSUMER_WARPS * config.tile.cluster as u32
 }
 
-/// Whether its kernel swaps the operands.
+/// Whether the configuration's kernel swaps the operands.
 pub fn swaps_ab(config: &Config) -> bool {
     list::swaps_ab(config.tile.m as u32)
 }
 
-/// Every shape, which there is for each of its family's dtypes.
+/// Every shape of every family. Each exists for each of its family's dtypes.
 fn shapes() -> impl Iterator<Item = (&'static Family, &'static Shape)> {
     let of = |family: &'static Family| family.shapes.iter().map(move |shape| (family, shape));
     FAMILIES.iter().flat_map(of)
 }
 
-/// `base` with each of the shapes; or, if the kernel is to add partials, of those that do.
+/// `base` with each shape that supports `form`. `sums`: only shapes whose kernels add partials.
 pub fn configs(base: Config, sums: bool, form: &Form) -> impl Iterator<Item = Config> + use<> {
     let (gated, layout) = (form.gated, form.weights);
     let has = move |(family, shape): &(&Family, &Shape)| {
@@ -255,10 +255,10 @@ pub fn configs(base: Config, sums: bool, form: &Form) -> impl Iterator<Item = Co
     shapes().filter(has).map(configured)
 }
 
-/// Whether kernels of a shape can make such products.
+/// Whether kernels of a shape can compute products of this form.
 fn multiplies(shape: &Shape, gated: bool, layout: WeightLayout) -> bool {
     let lies = layout == WeightLayout::Nk || shape.takes_kn();
-    // Blocks of 64 columns are one weight's.
+    // Each block of 64 columns must belong to one weight.
     let apart = !(gated && layout == WeightLayout::Kn) || shape.gate_rows().is_multiple_of(64);
     lies && apart && (!gated || shape.is_gated())
 }
@@ -273,7 +273,7 @@ fn configured(family: &Family, shape: &Shape, base: &Config) -> Config {
     tile.stages = shape.stages as usize;
     tile.cluster = shape.cluster as usize;
     tile.split_k = shape.split as usize;
-    // CTAs share K in one way.
+    // CTAs share K in only one way.
     if shape.split > 1 {
         (tile.k_slices, tile.stream_k) = (1, false);
     }
@@ -288,7 +288,7 @@ fn embedded(rank: usize, cubin: &'static [u8]) -> Result<&'static [u8]> {
     Ok(cubin)
 }
 
-/// The tiles that are best where there are many.
+/// The tile shape that is best if there are many tiles.
 pub const WIDEST: TileShape = TileShape::new(128, 256, GEMMESH_TILE_K as usize)
     .with_stages(4)
     .with_cluster(2)
@@ -344,7 +344,7 @@ mod tests {
             let expected = loaded.iter().map(|name| (name.clone(), dtype.to_string()));
             assert_eq!(compiled(cubin), expected.collect::<Vec<_>>());
             for name in loaded {
-                // The section of the code; there is none where nvcc was done without.
+                // The section of the code. There is none if the build had no nvcc.
                 let section = format!(".text.{name}\0").into_bytes();
                 let image = cubin.image;
                 let has = image.windows(section.len()).any(|bytes| bytes == section);

@@ -1,7 +1,7 @@
-//! One GPU as a rank uses it: its context, kernels, streams and memory, and what is freed late. Knows no group.
+//! One GPU as a rank uses it: context, kernels, streams, memory and deferred frees. Knows no group.
 //!
-//! All groups of a process share the context, the modules and the host's pages behind it (`driver::Context`). Streams
-//! are each group's own: where two groups' copies stood on one stream, a wait for a peer in one group would hold up the
+//! All groups of a process share the context with its modules and page-locked host memory (`driver::Context`). Each
+//! group has its own streams. If two groups' copies shared a stream, a wait for a peer in one group would hold up the
 //! other.
 
 pub mod buffer;
@@ -34,7 +34,7 @@ use workspace::Workspace;
 pub struct Gpu {
     pub device: Arc<Device>,
     pub kernels: Kernels,
-    /// What makes streams wait for one another, if anything does.
+    /// Which streams may hold one another up.
     pub queues: Queues,
     pub reclaimer: Arc<Reclaimer>,
     pub tables: Arc<Tables>,
@@ -42,8 +42,8 @@ pub struct Gpu {
 }
 
 impl Gpu {
-    /// Opens the GPU with this ordinal among the visible ones, or else the one that falls to `rank`. An allocation may
-    /// take `timeout`.
+    /// Opens the visible GPU with this ordinal or, without one, the GPU that falls to `rank`. `timeout`: how long an
+    /// allocation may take.
     ///
     /// # Errors
     /// As [`Device::open`] and [`Kernels::load`]; [`Error::QueuedTogether`]; [`Error::OutOfMemory`].
@@ -76,7 +76,8 @@ impl Gpu {
     /// A stream of the caller's, if operations can be put on it.
     ///
     /// # Safety
-    /// It is a stream of the device's primary context, and lives until another takes over or the group has ended.
+    /// `stream` belongs to the device's primary context, and lives until a different stream replaces it or the group
+    /// has ended.
     pub unsafe fn borrow_stream(
         &self,
         stream: *mut c_void,
@@ -95,9 +96,10 @@ impl Gpu {
         Ok(Deferred::new(memory, &self.reclaimer))
     }
 
-    /// Zeroed memory for `rows` rows of `width` bytes. If there is no room, what was dropped is freed first: by this
-    /// rank when its operations have ended, by others perhaps a moment later. `patience`: how long the operations may
-    /// take.
+    /// Zeroed memory for `rows` rows of `width` bytes.
+    ///
+    /// If there is no room, this rank first frees what was dropped, when its operations have ended. Other ranks may
+    /// free theirs a moment later. `patience`: how long the operations may take.
     pub fn buffer(&self, [rows, width]: [usize; 2], patience: Duration) -> Result<DeviceBuffer> {
         let pitch = width.next_multiple_of(16);
         let memory = self.memory(rows.saturating_mul(pitch), patience)?;
@@ -125,12 +127,11 @@ impl Gpu {
         memory
     }
 
-    /// Memory of the caller's as a matrix. `owner`, if there is one, is dropped when the device does not use it any
-    /// more.
+    /// The caller's memory as a matrix. `owner`, if there is one, is dropped when the device no longer uses the memory.
     ///
     /// # Safety
-    /// `ptr` is memory of the device of at least `(rows - 1) * pitch + width` bytes, while the buffer is used; of no
-    /// rows it may be 0.
+    /// While the buffer is used, `ptr` is device memory of at least `(rows - 1) * pitch + width` bytes. Without rows it
+    /// may be 0.
     pub unsafe fn view(
         &self,
         ptr: u64,

@@ -1,14 +1,15 @@
-//! The device's queues: which streams may hold one another up.
+//! The device's queues, in which streams may hold one another up.
 
 use crate::error::{Error, Result};
 
-/// Whether a stream's work can be held up by another's that stands in the same queue of the device: the device has
-/// fewer queues than a process may have streams, but streams of different priority share none.
+/// Which streams may share a queue of the device. In a shared queue, one stream's work can hold up another's.
+///
+/// The device has fewer queues than a process may have streams. Streams of different priorities share none.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Queues {
-    /// Why kernels and copies may share one.
+    /// Why kernels and copies may share a queue, if they may.
     pub together: Option<String>,
-    /// Whether all streams of one priority share one.
+    /// Whether all streams of one priority share a queue.
     single: bool,
     /// The least and the greatest priority: lower numbers are higher priorities.
     priorities: (i32, i32),
@@ -41,7 +42,7 @@ impl Queues {
         }
     }
 
-    /// What sets the device free after a failure needs a queue that nothing waits in.
+    /// Checks that the stream that releases the device after a failure has a queue in which nothing waits.
     pub fn check(&self, rank: usize) -> Result<()> {
         let (least, greatest) = self.priorities;
         if self.single && least - greatest < 2 {
@@ -55,10 +56,10 @@ impl Queues {
         Ok(())
     }
 
-    /// Whether a stream of the caller's may be the one that operations are put on.
+    /// Checks that operations may be put on a caller's stream of this priority.
     pub fn check_main(&self, rank: usize, priority: i32) -> Result<()> {
         let (least, greatest) = self.priorities;
-        // Those of the rescuer's stream, the copies' and the host's.
+        // The priorities of the rescue stream, the copy streams and the host stream.
         let ours = priority <= (greatest + 2).min(least);
         if self.single && ours {
             return Err(Error::QueuedTogether {

@@ -1,4 +1,4 @@
-//! Rates of a device, by which the model reckons.
+//! Rates of a device, from which the model predicts times.
 
 use std::fs;
 use std::path::PathBuf;
@@ -8,53 +8,56 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::schedule::Route;
 
-/// What a device does in a microsecond, and what takes how many of them. All ranks go by those of rank 0.
+/// Rates of a device per microsecond, and times in microseconds. All ranks use those of rank 0.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rates {
     pub multiprocessors: usize,
-    /// From the launch to the first product, and from the last one to the kernel's end; and what CTAs of a cluster take
-    /// more, for each doubling of their number.
+    /// From the launch to the first product, and from the last product to the kernel's end.
     pub start: f64,
+    /// What `start` grows by, for each doubling of the CTAs of a cluster.
     pub cluster: f64,
-    /// Operations of one multiprocessor, two a product; and what each step through K takes beside these.
+    /// Operations of one multiprocessor, two a product.
     pub operations: f64,
+    /// What each step through K takes beside its operations.
     pub step: f64,
     /// Bytes that one multiprocessor loads.
     pub loaded: f64,
-    /// Bytes that all of them load, through the L2 cache.
+    /// Bytes that all multiprocessors load through the L2 cache.
     pub cached: f64,
-    /// Bytes that come from memory.
+    /// Bytes that come from device memory.
     pub read: f64,
-    /// What a tile takes beside its products, for each of its columns of 128 rows; and one of exchanged operands, which
-    /// are stored otherwise.
+    /// What a tile takes beside its products, for each of its columns of 128 rows.
     pub column: f64,
+    /// The same for a tile of swapped operands, which is stored differently.
     #[serde(alias = "exchanged_column")]
     pub swap_ab_column: f64,
-    /// What CTAs that share K take to wait for one another, and to add up 128 rows of 256 columns.
+    /// What CTAs that share K take to wait for one another.
     pub join: f64,
+    /// What CTAs that share K take to add 128 rows of 256 columns.
     pub split: f64,
-    /// What a slice of K takes to be counted; and bytes of its sums that one multiprocessor stores or loads, and all of
-    /// them.
+    /// What a slice of K takes to be counted.
     pub slice_join: f64,
+    /// Bytes of a slice's partial sums that one multiprocessor stores or loads.
     pub summed: f64,
+    /// Bytes of partial sums that all multiprocessors store or load.
     pub summed_cached: f64,
     pub pull: Link,
     pub push: Link,
     pub store: Link,
 }
 
-/// What a route takes.
+/// The times and the rate of a route.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Link {
-    /// Before the first tile and behind the last one.
+    /// Time before the first tile and behind the last one.
     pub around: f64,
-    /// Until the first byte moves, while own tiles are made.
+    /// Time until the first byte moves, while own tiles are made.
     pub start: f64,
     /// Bytes in a microsecond.
     pub bytes: f64,
-    /// Between two chunks, with the flag.
+    /// Time between two chunks, with the flag.
     pub chunk: f64,
 }
 
@@ -68,14 +71,16 @@ pub struct Field<'a> {
 
 #[derive(Clone, Copy, Debug)]
 pub enum Kind {
-    /// In a microsecond: above 0.
+    /// Per microsecond: above 0.
     Rate,
     /// Microseconds: not below 0.
     Time,
 }
 
-/// Fitted to 120 shapes by all kernels, and to 400 products of random sweeps on two GPUs; links to 74 shapes:
-/// benches/NOTES.md.
+/// Rates of an H200.
+///
+/// They are fitted to 120 shapes by all kernels, and to 400 products of random sweeps on two GPUs. The links are fitted
+/// to 74 shapes (benches/NOTES.md).
 pub const H200: Rates = Rates {
     multiprocessors: 132,
     start: 5.03,
@@ -112,7 +117,7 @@ pub const H200: Rates = Rates {
     },
 };
 
-/// Fitted to 92 shapes by all kernels on an H100; links could not be measured.
+/// Rates of an H100, fitted to 92 shapes by all kernels. Its links could not be measured, so they are the H200's.
 pub const H100: Rates = Rates {
     start: 5.44,
     cluster: 0.98,
@@ -138,10 +143,10 @@ const MOST_MULTIPROCESSORS: usize = 4096;
 pub const VARIABLE: &str = "GEMMESH_RATES";
 
 impl Rates {
-    /// Those of the file that the environment names, or else those that the library has for devices of this name.
+    /// Reads the rates from the file that the environment names. Without one, takes the library's rates for this GPU.
     ///
     /// # Errors
-    /// [`Error::System`] if the file can't be read, or what it says makes no sense.
+    /// [`Error::System`] if the file can't be read, or its rates are invalid.
     pub fn load(rank: usize, gpu: &str) -> Result<Rates> {
         let Some(path) = std::env::var_os(VARIABLE).map(PathBuf::from) else {
             return Ok(Rates::of(gpu));
@@ -157,7 +162,7 @@ impl Rates {
         })
     }
 
-    /// Those that the library has: measured for an H100 and an H200, and taken for other GPUs of their kind.
+    /// The library's rates. They were measured on an H100 and an H200, and are used for other Hopper GPUs too.
     pub fn of(gpu: &str) -> Rates {
         match gpu.contains("H100") {
             true => H100,
@@ -165,7 +170,7 @@ impl Rates {
         }
     }
 
-    /// Refuses rates by which nothing can be reckoned, and says which and why.
+    /// Checks that the model can use the rates. The error says which rate is wrong, and why.
     pub fn check(&self) -> Result<(), String> {
         let count = self.multiprocessors;
         if !(1..=MOST_MULTIPROCESSORS).contains(&count) {
@@ -188,7 +193,7 @@ impl Rates {
         Ok(())
     }
 
-    /// All but the number of multiprocessors.
+    /// All rates, without the number of multiprocessors.
     pub fn fields(&mut self) -> [Field<'_>; 26] {
         use Kind::{Rate, Time};
         fn field<'a>(name: &'static str, kind: Kind, value: &'a mut f64) -> Field<'a> {

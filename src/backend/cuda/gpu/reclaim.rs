@@ -1,9 +1,9 @@
-//! Deferred frees: what has been dropped while the device may still use it.
+//! Deferred frees of objects that were dropped while the device may still use them.
 //!
-//! An operation returns before the device has done it, so a matrix, a product's tables or a whole group may be dropped
-//! while they are in use. Whoever drops them waits for nothing: they are kept until everything that was put on the
-//! group's streams before has ended, and then freed, at once where that is so already, else by a thread that lives as
-//! long as something is kept. It outlives the group if need be.
+//! An operation returns before the device has done it. So a matrix, a product's tables or a whole group may be dropped
+//! while they are in use. The drop does not wait for operations. It keeps the object until everything that was put on
+//! the group's streams before has ended. If this is so already, the object is freed at once. Otherwise a thread frees
+//! it. The thread lives as long as something is kept, if need be longer than the group.
 
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
@@ -14,16 +14,16 @@ use super::streams::Streams;
 use crate::backend::cuda::driver::{Device, Event, Stream, is_fork};
 use crate::error::Result;
 
-/// A mark on streams that are idle is passed within this.
+/// Idle streams pass a mark within this time.
 const MOMENT: Duration = Duration::from_micros(50);
 /// The first pause of the thread, and the longest: each is twice the one before.
 const PAUSES: [Duration; 2] = [Duration::from_micros(500), Duration::from_millis(20)];
 
-/// A place on each of some streams.
+/// A position on each of several streams.
 #[derive(Debug)]
 pub struct Mark {
     device: Arc<Device>,
-    /// None for a place that the driver did not mark: nobody knows when it is passed.
+    /// Empty if the driver failed to record the mark. Then nobody knows when it is passed.
     events: Vec<Event>,
 }
 
@@ -52,8 +52,7 @@ impl Mark {
         places.try_for_each(|(event, stream)| event.record(stream))
     }
 
-    /// Whether the device has done everything before it, or does nothing any more. What cannot be asked has not been
-    /// passed.
+    /// Whether the device has done everything before the mark, or has ended. False if the driver can't be asked.
     pub fn is_passed(&self) -> bool {
         match self.is_lost() {
             true => self.device.has_ended(),
@@ -61,7 +60,7 @@ impl Mark {
         }
     }
 
-    /// The same for the main stream alone: an operation is complete, unless it has failed.
+    /// Whether the main stream has passed the mark. Then the operation is complete, unless it has failed.
     pub fn main_is_passed(&self) -> Result<bool> {
         match self.events.first() {
             Some(event) => event.is_done(),
@@ -70,7 +69,7 @@ impl Mark {
     }
 }
 
-/// What has been dropped while streams may still use it.
+/// Keeps dropped objects while streams may still use them.
 #[derive(Debug)]
 pub struct Reclaimer {
     device: Arc<Device>,
@@ -83,7 +82,7 @@ struct KeptObjects(Mutex<KeptState>);
 
 #[derive(Default)]
 struct KeptState {
-    /// Where the streams stood after operations: after the latest one last.
+    /// The marks behind operations. The latest operation's is last.
     marks: Vec<Arc<Mark>>,
     entries: Vec<KeptEntry>,
     /// Whether the thread lives.
@@ -103,7 +102,7 @@ impl std::fmt::Debug for KeptState {
 
 impl Drop for KeptState {
     fn drop(&mut self) {
-        // No thread could be started, and the group has ended: what may still be used is never freed.
+        // No thread could be started, and the group has ended. Objects that may still be in use are never freed.
         for entry in self.entries.drain(..) {
             if !entry.after.is_passed() {
                 std::mem::forget(entry.what);
@@ -121,15 +120,15 @@ impl Reclaimer {
         }))
     }
 
-    /// Notes where the streams stand, after an operation has been put on them.
+    /// Records a mark on the streams, after an operation has been put on them.
     pub fn mark(&self) -> Result<()> {
-        // Held, so that no other stream takes over in between.
+        // Held, so that the main stream is not replaced in between.
         let main = self.streams.lock_main();
         let KeptState { marks, .. } = &mut *self.kept.lock();
-        // Behind a lost one is behind this one.
+        // The new mark stands behind all lost ones, which are needed no longer.
         marks.retain(|mark| !mark.is_lost());
-        // A mark that is held stays where it is. Table slots hold those behind which they are free, and the oldest come
-        // free first.
+        // A mark that somebody holds must not be recorded again. Table slots hold the marks behind which they are free,
+        // and the oldest marks come free first.
         let is_unheld = |mark: &Arc<Mark>| Arc::strong_count(mark) == 1;
         let oldest = |marks: &mut Vec<Arc<Mark>>| {
             let unheld = marks.iter().position(is_unheld)?;
@@ -145,7 +144,7 @@ impl Reclaimer {
             Ok(mark)
         };
         let placed = place(latest.or_else(|| oldest(marks)));
-        // Of what could not be marked nobody must think that it is over.
+        // If no mark could be recorded, nobody may think that the operation has ended.
         let (mark, result) = match placed {
             Ok(mark) => (mark, Ok(())),
             Err(error) => (Arc::new(Mark::lost(&self.device)), Err(error)),
@@ -159,15 +158,16 @@ impl Reclaimer {
         self.kept.lock().marks.last().cloned()
     }
 
-    /// A mark behind all that is on the streams now, be it this library's or the caller's: kernels of the caller's,
-    /// replays of graphs. The latest operation's, if there is one, where the main stream is being captured, and what is
-    /// put there does not run now.
+    /// A mark behind all work that is on the streams now, including the caller's kernels and replays of graphs.
+    ///
+    /// While the main stream is being captured, its new work does not run. Then this is the latest operation's mark, if
+    /// there is one.
     fn mark_of_all(&self) -> Result<Option<Arc<Mark>>> {
         let main = self.streams.main();
         if main.is_capturing()? {
             return Ok(self.latest());
         }
-        // Those of the caller's functions may be ahead of the main stream, amid a call.
+        // During a call, the callbacks' streams may be ahead of the main stream.
         let Streams {
             copies,
             deferred_copies,
@@ -180,7 +180,8 @@ impl Reclaimer {
         Ok(Some(Arc::new(mark)))
     }
 
-    /// Drops `what` when the device has done all that is on the streams now: never, if nobody can say when that is.
+    /// Drops `what` when the device has done all work that is on the streams now. Never drops it if nobody can say
+    /// when.
     pub fn retire(&self, what: impl Send + 'static) {
         let after = match self.mark_of_all() {
             Ok(Some(mark)) => mark,
@@ -188,7 +189,7 @@ impl Reclaimer {
             Err(_) if self.device.has_ended() => return,
             Err(_) => return std::mem::forget(what),
         };
-        // Where no operation is under way, this mark is passed in a moment, and what is dropped is free on return.
+        // If no operation is under way, this mark is passed in a moment, and the object is freed on return.
         let is_idle = self.latest().is_none_or(|mark| mark.is_passed());
         let begin = Instant::now();
         while is_idle && !after.is_passed() && begin.elapsed() < MOMENT {
@@ -203,7 +204,7 @@ impl Reclaimer {
         if !state.watched {
             let kept = self.kept.clone();
             let thread = std::thread::Builder::new().name("gemmesh-reclaim".into());
-            // Without a thread it is freed by the next allocation, or when the group ends.
+            // Without a thread, the object is freed by the next allocation or when the group ends.
             state.watched = thread.spawn(move || kept.watch()).is_ok();
         }
     }
@@ -228,7 +229,7 @@ impl KeptObjects {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Frees what can be freed, and says how much is left.
+    /// Frees what can be freed. Returns how many objects are left.
     fn settle(&self) -> usize {
         let mut state = self.lock();
         let (free, left) = std::mem::take(&mut state.entries)
@@ -243,7 +244,7 @@ impl KeptObjects {
         left
     }
 
-    /// The thread's life.
+    /// The loop of the thread.
     fn watch(&self) {
         let mut pause = PAUSES[0];
         loop {
@@ -261,7 +262,9 @@ impl KeptObjects {
     }
 }
 
-/// Something that the device may use: it is dropped when the device has done all that is on the streams when this is.
+/// An object that the device may use.
+///
+/// After this value is dropped, the object lives until the device has done all work that is on the streams then.
 #[derive(Debug)]
 pub struct Deferred<T: Send + 'static> {
     what: ManuallyDrop<T>,
@@ -278,7 +281,7 @@ impl<T: Send + 'static> Deferred<T> {
         }
     }
 
-    /// Never drops it.
+    /// Makes the object live forever.
     pub fn abandon(&mut self) {
         self.abandoned = true;
     }

@@ -11,19 +11,19 @@ pub struct Streams {
     /// Where operations are put; the caller may replace it.
     main: Mutex<Arc<Stream>>,
     pub copies: Stream,
-    /// For what tiles need late: it may come beside what they need first.
+    /// For rows that tiles need late. They may arrive beside the rows that tiles need first.
     pub deferred_copies: Stream,
-    /// For what callers do with rows that come, by turns: the end of one kernel beside the beginning of the next.
+    /// For the work of callbacks. They alternate, so that one kernel's end overlaps the next one's beginning.
     pub callers: [Stream; 2],
-    /// The main stream has come to an operation's copies.
+    /// The main stream has reached an operation's copies.
     pub begun: Event,
-    /// The copies of an operation have begun.
+    /// The deferred copy stream may begin: the stream from which it forks has reached the fork.
     pub forked: Event,
-    /// Those that are needed late are done.
+    /// The deferred copies are done.
     pub joined: Event,
-    /// The copies of a gather are done.
+    /// An operation's copies are done.
     pub gathered: Event,
-    /// A stream of the caller's functions has made a block.
+    /// A producer's stream has made a block.
     pub produced: Event,
     /// Stream 0 has reached the first callback's work.
     pub turn: Event,
@@ -31,7 +31,7 @@ pub struct Streams {
     pub called: Event,
     /// Recorded on the old stream by [`Streams::set_main`].
     handed_over: Event,
-    /// Held by all who want the main stream to stay what it is.
+    /// Held by all who need the main stream to stay the same.
     guard: Arc<()>,
 }
 
@@ -66,10 +66,11 @@ impl Streams {
         self.main.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Puts later operations on `stream`. Not while another thread has put a part of an operation on the stream before.
+    /// Puts later operations on `stream`. Not to be called while a thread is enqueueing an operation on the old stream.
     ///
     /// # Safety
-    /// It is a stream of the device's primary context, and lives until another takes over or the group has ended.
+    /// `stream` belongs to the device's primary context, and lives until a different stream replaces it or the group
+    /// has ended.
     pub unsafe fn set_main(&self, stream: Stream) -> Result<()> {
         let mut main = self.lock_main();
         stream.wait_for(&main, &self.handed_over)?;
@@ -77,12 +78,12 @@ impl Streams {
         Ok(())
     }
 
-    /// As long as it is held, no other stream should take over from the main stream.
+    /// A guard. While it is held, the main stream should not be replaced.
     pub fn guard(&self) -> Arc<()> {
         self.guard.clone()
     }
 
-    /// How many hold that.
+    /// How many guards are held.
     pub fn guards(&self) -> usize {
         Arc::strong_count(&self.guard) - 1
     }

@@ -1,5 +1,7 @@
-//! Memory for the tables of programs, there from the beginning: a new shape allocates nothing, unless its tables are
-//! large, and these go to the device in their turn, on the stream that needs them.
+//! Memory for the tables of programs, allocated at the beginning.
+//!
+//! A new shape allocates nothing, unless its tables are large. Its tables are uploaded on the stream that needs them,
+//! in order with the stream's other work.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,21 +18,23 @@ struct Class {
     count: usize,
 }
 
-/// By size. Tables that are larger, or for which no slot is free, get memory of their own. No slots are added later:
-/// page-locked memory can't be had while a kernel waits for another rank.
+/// The classes of slots, by size.
+///
+/// Larger tables, and tables for which no slot is free, get memory of their own. No slots are added later, because
+/// page-locked memory can't be allocated while a kernel waits for another rank.
 const CLASSES: [Class; 3] = [
-    // The tables of 200 tiles, as of the few rows of a decoding step. A gather that is prepared has three programs, so
-    // there is room for some 150 beside those that a group keeps. Where these are taken, those that are larger are.
+    // For tables of 200 tiles, as for the few rows of a decoding step. A prepared gather has three programs, so about
+    // 150 of them have room beside the programs that a group keeps. If these slots are taken, larger ones are used.
     Class {
         bytes: 4 << 10,
         count: KEPT_PROGRAMS + 448,
     },
-    // Those of 900, as of a prompt: for the programs that a group keeps.
+    // For tables of 900 tiles, as for a prompt: a slot for each program that a group keeps.
     Class {
         bytes: 16 << 10,
         count: KEPT_PROGRAMS,
     },
-    // Those of 1,800. Where more programs than this have so many tiles, each new one allocates: that takes less time
+    // For tables of 1,800 tiles. If more programs have so many tiles, each new one allocates, which takes less time
     // than its product.
     Class {
         bytes: 32 << 10,
@@ -38,7 +42,7 @@ const CLASSES: [Class; 3] = [
     },
 ];
 
-/// Where the slots of a class begin.
+/// The offset at which the slots of a class begin.
 const fn begin(class: usize) -> usize {
     let mut begin = 0;
     let mut before = 0;
@@ -51,7 +55,7 @@ const fn begin(class: usize) -> usize {
 
 const BYTES: usize = begin(CLASSES.len());
 
-/// What the host writes and the device copies: as the slots lie.
+/// Page-locked memory that the host writes and the device copies, laid out as the slots.
 #[derive(Clone, Copy, Debug)]
 struct Staging(#[allow(dead_code)] [u8; BYTES]);
 
@@ -64,7 +68,7 @@ pub struct Tables {
     memory: Deferred<(DeviceMemory, Pinned<Staging>)>,
     device: Arc<Device>,
     reclaimer: Arc<Reclaimer>,
-    /// By class; longest free first.
+    /// By class: the free slots, the longest free first.
     free: [Mutex<VecDeque<Free>>; CLASSES.len()],
 }
 
@@ -72,7 +76,7 @@ pub struct Tables {
 #[derive(Debug)]
 struct Free {
     index: usize,
-    /// The device may use it until it has passed this.
+    /// The device may use the slot until it has passed this mark.
     after: Option<Arc<Mark>>,
 }
 
@@ -104,7 +108,7 @@ impl Tables {
         }))
     }
 
-    /// Memory with these tables in it, for what is put on the main stream from now on; and where each of them lies.
+    /// Memory with these tables in it, and the address of each, for work that is put on the main stream from now on.
     pub fn hold<const N: usize>(
         self: &Arc<Tables>,
         tables: [&[u8]; N],
@@ -130,7 +134,7 @@ impl Tables {
         Ok((held, places))
     }
 
-    /// The slot with these tables, each with its offset, of `length` bytes in all.
+    /// Uploads tables to a slot. `parts`: the tables with their offsets. `length`: the bytes of all.
     fn hold_in<'a>(
         &self,
         slot: Slot,
@@ -139,8 +143,9 @@ impl Tables {
     ) -> Result<HeldTables> {
         let (_, staging) = &*self.memory;
         let _bound = self.device.bind()?;
-        // SAFETY: the slot is this program's, and long enough. What the device did with it has ended; but for the copy
-        // of a program that never ran, which may now read the new bytes, in front of the copy that brings them.
+        // SAFETY: the slot is this program's, and long enough. The device no longer uses it, except for the upload of a
+        // program that never ran. That upload may now read the new bytes, but it stands in front of the upload that
+        // brings them.
         unsafe {
             let from = staging.as_ptr().cast::<u8>().add(slot.offset());
             for (offset, table) in parts {
@@ -159,7 +164,7 @@ impl Tables {
     fn take(self: &Arc<Tables>, class: usize) -> Option<Slot> {
         let mut free = self.lock(class);
         if free.front()?.after.is_some() {
-            // The streams pass marks in order: what is asked of one is known of those before it.
+            // The streams pass marks in order, so a passed mark tells that all marks before it are passed.
             let is_passed = |at: &usize| free[*at].after.as_ref().is_none_or(|m| m.is_passed());
             let passed = [free.len() / 2, 0].into_iter().find(is_passed)?;
             free.range_mut(..=passed).for_each(|free| free.after = None);
@@ -200,15 +205,17 @@ impl Slot {
 }
 
 impl Drop for Slot {
-    /// Every operation is followed by a mark, and what graphs run is kept as long as the group: behind the latest mark,
-    /// nothing uses the slot. A copy of a program that never ran may come later; it is on the same stream as the next
-    /// one's.
+    /// Returns the slot, free behind the latest mark.
+    ///
+    /// Nothing uses it behind that mark, because a mark follows every operation, and programs that graphs run are kept
+    /// as long as the group. The upload of a program that never ran may come later, but it is on the same stream as the
+    /// next program's upload.
     fn drop(&mut self) {
         if is_fork() {
             return;
         }
         let mut free = self.tables.lock(self.class);
-        // Read while nobody else can push, so that marks stand in their order.
+        // Read under the lock, so that marks stand in their order.
         let after = self.tables.reclaimer.latest();
         let index = self.index;
         free.push_back(Free { index, after });

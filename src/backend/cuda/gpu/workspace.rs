@@ -1,4 +1,4 @@
-//! Memory for the sums of slices of K, until the last slice of a tile has been added up.
+//! Memory for the partial sums of slices of K, until a tile's last slice has been added.
 
 use std::sync::Arc;
 
@@ -7,14 +7,14 @@ use super::reclaim::{Deferred, Reclaimer};
 use crate::backend::cuda::driver::{Device, DeviceMemory, DevicePtr};
 use crate::error::Result;
 
-/// Bytes of partial sums: of 512 slices of the largest tiles.
+/// Bytes of partial sums: enough for 512 slices of the largest tiles.
 pub const BYTES: usize = 64 << 20;
-/// The smallest tile of a CTA.
+/// Elements of a CTA's smallest tile.
 const SMALLEST: usize = 64 * 64;
-/// Warps of as many tiles as there is room for.
+/// Counts of arrivals: one for each warp of as many of the smallest tiles as there is room for.
 pub const COUNTS: usize = BYTES / (SMALLEST * size_of::<f32>()) * CONSUMER_WARPS as usize;
 
-/// One memory for all operations of one main stream, whose kernels run one after the other.
+/// One memory for all operations of a main stream, because their kernels run one after the other.
 #[derive(Debug)]
 pub struct Workspace(Deferred<DeviceMemory>);
 
@@ -29,7 +29,8 @@ impl Workspace {
         self.0.ptr()
     }
 
-    /// Zero between operations: who counts the last takes the count back.
+    /// Counts of arrived slices. They are zero between operations, because whoever counts the last slice resets the
+    /// count.
     pub fn arrived(&self) -> DevicePtr {
         self.0.ptr() + BYTES as u64
     }

@@ -1,25 +1,25 @@
-//! Rates of a device, from what was measured on it.
+//! Fits the rates of a device to measurements.
 
 use super::gather::gathered;
 use super::tiles::Tiles;
 use crate::backend::cuda::gpu::rates::Rates;
 use crate::schedule::{Config, Problem};
 
-/// What a configuration of a gather and its product took.
+/// The measured time of a gather and its product.
 #[derive(Clone, Debug)]
 pub struct Sample {
-    /// What was asked for.
+    /// The problem that was measured.
     pub problem: Problem,
-    /// How it was cut up.
+    /// Its configuration.
     pub config: Config,
-    /// Whether rows were gathered; else the product alone, with all rows there.
+    /// Whether rows were gathered. If not, the product ran alone, with all rows there.
     pub gathers: bool,
     /// Microseconds on the device.
     pub micros: f64,
 }
 
 impl Sample {
-    /// How far the model is from it: the logarithm of the ratio.
+    /// The model's error: the logarithm of the ratio of predicted to measured time.
     fn off(&self, rates: &Rates) -> f64 {
         let predicted = match self.gathers {
             true => gathered(rates, &self.problem, &self.config),
@@ -33,15 +33,16 @@ impl Sample {
     }
 }
 
-/// The rates by which the model comes closest to the samples, beginning with those of a similar device: what no sample
-/// tells of stays as it is, and so does what is 0. Configurations count the more the faster they are, for it is among
-/// these that the model chooses.
+/// The rates with which the model comes closest to the samples, starting with those of a similar device.
+///
+/// A rate stays as it is if no sample depends on it, or if it is 0. Faster configurations weigh more, because the model
+/// chooses among these.
 pub fn fit(begin: &Rates, samples: &[Sample]) -> Rates {
-    /// Off by more than this, a sample pulls no harder.
+    /// If its error is greater than this, a sample pulls no harder.
     const CLOSE: f64 = 0.1;
-    /// How fast weights fall with the time that a sample took more than the best like it.
+    /// How fast a sample's weight falls with its extra time over the best sample like it.
     const FALL: f64 = 5.0;
-    /// What keeps rates where they are that hardly matter.
+    /// Keeps rates in place if they hardly matter.
     const KEEP: f64 = 4e-4;
     const FIRST_STEP: f64 = 0.3;
     const LAST_STEP: f64 = 0.004;
@@ -89,7 +90,7 @@ pub fn fit(begin: &Rates, samples: &[Sample]) -> Rates {
     rates
 }
 
-/// The median of how far the model is from the samples, as a share of what they took.
+/// The median of the model's relative errors on the samples.
 pub fn median_error(rates: &Rates, samples: &[Sample]) -> f64 {
     let off = samples
         .iter()
@@ -107,7 +108,7 @@ mod tests {
     use crate::element::DType;
     use crate::schedule::{Chunking, Layout, Operation, Route};
 
-    /// What an imagined device takes for each kernel, alone and with rows that arrive.
+    /// The times of an imagined device for each kernel, alone and with rows that arrive.
     fn samples(device: &Rates, shapes: &[[usize; 3]]) -> Vec<Sample> {
         let of = |&[m, n, k]: &[usize; 3]| {
             let layout = Layout::balanced(m, k, 2).unwrap();
@@ -160,7 +161,7 @@ mod tests {
         assert_eq!(rates.check(), Ok(()));
         assert!(median_error(&H200, &measured) > 0.05);
         assert!(median_error(&rates, &measured) < 0.01, "{rates:?}");
-        // And of shapes that it was not told of.
+        // And for shapes that are not among the samples.
         let others = samples(&device, &[[64, 3584, 8192], [1024, 3584, 2048]]);
         let error = median_error(&rates, &others);
         assert!(error < 0.03, "{error}: {rates:?}");

@@ -1,5 +1,6 @@
-//! Configurations that were chosen before. In a serving loop M differs from step to step, and choosing takes as long as
-//! planning.
+//! A cache of chosen configurations.
+//!
+//! In a serving loop M differs from step to step, and choosing takes as long as planning.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -10,7 +11,7 @@ use crate::backend::contract::KEPT;
 use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::{Config, Layout, Numerics, Problem};
 
-/// All that a choice depends on, but for the device.
+/// Everything that a choice depends on, except the device.
 type Key = (Problem, Numerics, Option<Measured>);
 
 /// The latest choices.
@@ -22,8 +23,10 @@ impl Choices {
         Choices(Mutex::new(LruCache::new(KEPT)))
     }
 
-    /// What `choose` says of [the problem that stands for](representative) `problem`, with what was measured for
-    /// `problem` itself.
+    /// The choice for `problem`.
+    ///
+    /// It is that of `choose` for its [representative](representative), with the `measured` configurations of `problem`
+    /// itself.
     pub fn of(
         &self,
         problem: &Problem,
@@ -42,12 +45,14 @@ impl Choices {
     }
 }
 
-/// The problem whose choice is taken for all like `problem`. It is a function of `problem` alone, so no choice depends
-/// on what was asked before.
+/// The problem whose choice is taken for all problems like `problem`.
 ///
-/// M is rounded up to a multiple of 16 rows, or of M / 128 to M / 64 where that is more. Every tile's height is a
-/// multiple of 16, so up to M = 2048 the forecast counts the same tiles. The rows are split evenly: the forecast takes
-/// rank 0's view for every rank's, and a rank that waits for more rows leaves more of their own to others.
+/// It is a function of `problem` alone, so no choice depends on earlier calls.
+///
+/// M is rounded up to a multiple of 16 rows or, if that is more, of M / 128 to M / 64 rows. Every tile's height is a
+/// multiple of 16, so up to M = 2048 the prediction counts the same tiles. The rows are split evenly, because the
+/// prediction takes rank 0's view as every rank's. If one rank waits for more rows, the others have more rows of their
+/// own.
 fn representative(problem: &Problem) -> Problem {
     const STEP: usize = 16;
     let layout = &problem.layout;
@@ -56,7 +61,7 @@ fn representative(problem: &Problem) -> Problem {
     let rounded = m.next_multiple_of(step).min(MAX_EXTENT);
     let layout = Layout::balanced(rounded, layout.k(), layout.world())
         .and_then(|even| even.staged(layout.stages(), layout.order()))
-        // It has the extents of one that there is.
+        // This does not fail, because a layout with these extents exists.
         .unwrap_or_else(|_| layout.clone());
     Problem {
         layout,
@@ -91,7 +96,7 @@ mod tests {
         let second = problems.iter().rev().map(|rows| of(&downward, rows));
         let second: Vec<Config> = second.collect();
         assert!(first.iter().eq(second.iter().rev()));
-        // Some were known, and there is more than one.
+        // Some choices came from the cache, and not all choices are the same.
         assert!(upward.0.lock().unwrap().len() < problems.len());
         assert!(first.iter().any(|config| *config != first[0]));
     }

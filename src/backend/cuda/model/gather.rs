@@ -1,4 +1,4 @@
-//! Rows that are gathered: when they are there, and what their product takes that begins with those that are.
+//! Predicts gathers: when rows arrive, and how long a product takes that begins with the rows that are there.
 
 use super::fastest;
 use super::tiles::Tiles;
@@ -8,8 +8,8 @@ use crate::explanation::Prediction;
 use crate::schedule::plan::tile_order;
 use crate::schedule::{Chunking, Config, Numerics, Problem, Route};
 
-/// Bytes that are stored rather than copied, for each microsecond that copies take to begin and to be told of. More
-/// would come sooner by stores too, but these hold up products.
+/// Bytes that are stored rather than copied, for each microsecond that copies take to begin and to signal. Even more
+/// bytes would arrive sooner by stores, but stores hold up products.
 const STORED_INSTEAD: f64 = 320e3;
 /// A shard of more bytes is copied in two chunks.
 const LARGE_SHARD: f64 = 80e6;
@@ -23,7 +23,7 @@ struct ArrivalGroup {
     late: f64,
 }
 
-/// The rows of rank 0, then those that come to it, in their order.
+/// The rows of rank 0, then its arrivals, in their order.
 fn groups(rates: &Rates, problem: &Problem, config: &Config) -> Vec<ArrivalGroup> {
     let layout = &problem.layout;
     let link = rates.link(config.route);
@@ -69,7 +69,7 @@ struct FreeSlots {
 }
 
 impl FreeSlots {
-    /// Both, at about the time that they are free.
+    /// Both together, free at their mean time.
     fn and(self, other: FreeSlots) -> FreeSlots {
         let count = self.count + other.count;
         let at = self.count as f64 * self.at + other.count as f64 * other.at;
@@ -80,7 +80,7 @@ impl FreeSlots {
     }
 }
 
-/// All slots, which are free at one of two times: some are a tile ahead of the others.
+/// All slots. Each is free at one of two times, because some are a tile ahead of the others.
 struct Waves {
     early: FreeSlots,
     later: FreeSlots,
@@ -98,7 +98,7 @@ impl Waves {
         }
     }
 
-    /// Makes `count` tiles, whose rows are ready at a time.
+    /// Makes `count` tiles, whose rows are there at `ready`.
     fn take(&mut self, tiles: &Tiles, count: usize, full_wave: f64, ready: f64) {
         let Waves { early, later, end } = self;
         let (full, rest) = (count / tiles.slots, count % tiles.slots);
@@ -135,7 +135,7 @@ impl Waves {
     }
 }
 
-/// What a product takes whose rows are gathered meanwhile, as rank 0 sees it.
+/// The time of a product whose rows are gathered meanwhile, as rank 0 sees it.
 pub fn gathered(rates: &Rates, problem: &Problem, config: &Config) -> f64 {
     let tiles = Tiles::of(rates, problem, config);
     gathered_by(&tiles, problem, config, &groups(rates, problem, config))
@@ -187,7 +187,7 @@ fn gathered_by(tiles: &Tiles, problem: &Problem, config: &Config, groups: &[Arri
     around + waves.end
 }
 
-/// What an operation takes that gathers rows, or multiplies those of one rank, cut up like that.
+/// Predicts an operation that gathers rows, or multiplies those of one rank.
 pub fn predict(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Prediction> {
     let arrived = groups(rates, problem, config).into_iter();
     let arrived = arrived
@@ -198,7 +198,7 @@ pub fn predict(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Predict
         ("the last rows' arrival", rates.start + arrived),
         ("fused", gathered(rates, problem, config)),
     ];
-    // Of one rank no rows arrive.
+    // With one rank, no rows arrive.
     let count = if problem.layout.world() == 1 { 1 } else { 3 };
     let parts = parts.into_iter().take(count);
     parts
@@ -206,8 +206,10 @@ pub fn predict(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Predict
         .collect()
 }
 
-/// How rows should be moved: by what all ranks have alike, so not by N. That counts where the product takes longer than
-/// the gather, and there it matters little how rows come.
+/// How rows should be moved.
+///
+/// This depends only on what all ranks have alike, so not on N. N counts if the product takes longer than the gather,
+/// but then it matters little how rows are moved.
 fn moved(rates: &Rates, problem: &Problem, pushes: bool) -> (Route, Chunking) {
     let world = problem.layout.world();
     let bytes = (problem.layout.m() * problem.layout.k() * problem.dtypes.operands.bytes()) as f64;
@@ -226,9 +228,10 @@ fn moved(rates: &Rates, problem: &Problem, pushes: bool) -> (Route, Chunking) {
     }
 }
 
-/// How a gather and its product should be cut up. `pushes`: whether owners may move their rows. `near`: how rows were
-/// moved where the most similar problem was the fastest, if one was measured. Ranks whose problems differ in N get
-/// configurations that agree.
+/// Chooses the configuration of a gather and its product. Ranks whose N differ get configurations that agree.
+///
+/// `pushes`: whether rows may be pushed or stored. `near`: the fastest configuration of the most similar problem, if
+/// one was measured. Rows are moved as in `near`.
 pub fn choose(
     rates: &Rates,
     problem: &Problem,
@@ -243,7 +246,7 @@ pub fn choose(
     let base = Config::new(WIDEST, chunking, route);
     let groups = groups(rates, problem, &base);
     fastest(rates, problem, numerics, base, |tiles, config, best| {
-        // Most are slower with all rows there.
+        // Most configurations are slower even with all rows there.
         match tiles.alone() < best {
             true => gathered_by(tiles, problem, config, &groups),
             false => f64::INFINITY,
@@ -425,7 +428,7 @@ mod tests {
         }
         let micros = begin.elapsed().as_secs_f64() * 1e6 / CHOICES as f64;
         println!("{micros:.1} µs");
-        // Five to nine when optimised. Not so here, on a machine that does other things as well.
+        // Five to nine in an optimised build. Here the build is not optimised, and the machine does other things too.
         assert!(micros < 200.0, "{micros:.1} µs");
     }
 }

@@ -1,11 +1,13 @@
-//! What operations take on GPUs, and so how they should be cut up where nothing was measured.
+//! Predicts how long operations take on GPUs, and chooses configurations where nothing was measured.
 //!
-//! The model knows waves of tiles ([`tiles`]): in a wave each multiprocessor is held up by its tensor cores, by what it
-//! loads, by what all of them load from the L2 cache, or by what comes from memory. It knows when rows are there
-//! ([`gather`]), or when partial sums have been made and moved ([`sums`]), and plays the tiles through in their order,
-//! by a few rates of the device ([`rates`](crate::backend::cuda::gpu::rates)). Times are in microseconds. It is a pure
-//! function of what all ranks know alike, and of a rank's own N where rows are gathered or its K where sums are made:
-//! ranks whose N or K differ agree on what they must.
+//! The model knows waves of tiles ([`tiles`]). The limit of a wave is the tensor cores, the loads of each
+//! multiprocessor, the loads of all multiprocessors from the L2 cache, or device memory. The model knows when gathered
+//! rows arrive ([`gather`]), and when partial sums have been made and moved ([`sums`]). It plays the tiles through in
+//! their order, with a few rates of the device ([`rates`](crate::backend::cuda::gpu::rates)). Times are in
+//! microseconds.
+//!
+//! The model is a pure function of what all ranks know alike, and of the rank's own N (if rows are gathered) or K (if
+//! sums are made). Ranks whose N or K differ still agree on everything that they must agree on.
 
 pub mod calibrate;
 pub mod choices;
@@ -25,8 +27,9 @@ use crate::schedule::plan::partial_sums;
 use crate::schedule::{Chunking, Config, Numerics, Problem, Route, WeightLayout};
 use tuned::Measured;
 
-/// How an operation should be cut up: as was measured to be the fastest for this very problem, or else by the model.
-/// `pushes`: whether owners may move their rows.
+/// Chooses an operation's configuration: the fastest measured for this very problem, or else the model's choice.
+///
+/// `pushes`: whether rows may be pushed or stored.
 pub fn choose(
     rates: &Rates,
     problem: &Problem,
@@ -54,7 +57,7 @@ pub fn choose(
     tiled(rates, problem, numerics, base)
 }
 
-/// What an operation takes, cut up like that: parts of it, and at last the whole. Nothing if that is not known.
+/// Predicts the times of an operation's parts, and last of the whole. Empty if they are not known.
 pub fn predict(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Prediction> {
     match problem.operation.is_sum() {
         true => sums::predict(rates, problem, config),
@@ -62,10 +65,10 @@ pub fn predict(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Predict
     }
 }
 
-/// How a product should be cut up whose rows are moved as in `base`, where that takes as long by all tiles.
+/// Chooses the tiles of a product whose rows are moved as in `base`, if moving them takes as long with any tiles.
 fn tiled(rates: &Rates, problem: &Problem, numerics: Numerics, base: Config) -> Config {
     fastest(rates, problem, numerics, base, |tiles, config, _| {
-        // Pieces that are sent are cut by tiles, and ranks must agree on them, whose K may differ.
+        // Pieces that are sent are cut by tiles. Ranks must agree on them, although their K may differ.
         match partial_sums::agree(problem, config, &base) {
             true => tiles.alone(),
             false => f64::INFINITY,
@@ -73,7 +76,7 @@ fn tiled(rates: &Rates, problem: &Problem, numerics: Numerics, base: Config) -> 
     })
 }
 
-/// `base` with the shape, and the slices of K, that take the shortest time. `time` is told the shortest so far.
+/// `base` with the tile shape and the slices of K that take the shortest time. `time` gets the shortest time so far.
 fn fastest(
     rates: &Rates,
     problem: &Problem,
@@ -85,8 +88,8 @@ fn fastest(
         tile: base.tile.with_k_slices(1).with_stream_k(false),
         ..base
     };
-    // Of few rows, CTAs that share K are as fast alone, and faster with rows that arrive. Kernels that add partials
-    // have no slices.
+    // With few rows, CTAs that share K are as fast as slices in a product alone, and faster while rows arrive. Kernels
+    // that add partials have no slices.
     let sliced = numerics != Numerics::Invariant
         && problem.layout.m() > FEW_ROWS
         && !problem.operation.is_sum();
@@ -97,16 +100,16 @@ fn fastest(
             *best = (time, *config);
         }
     };
-    // Higher ones would be half empty at the least; but ranks may have to agree with those of `base`.
+    // Higher tiles would be at least half empty. But ranks may have to agree on those of `base`.
     let highest = (2 * problem.layout.m().max(FEW_ROWS)).max(base.entry_rows());
     let configs = configs(base, problem.operation.is_sum(), &problem.form)
         .filter(|config| config.entry_rows() <= highest && config.check_numerics(numerics).is_ok());
-    // A configuration is changed where it stands: to copy one takes as long as a part of the forecast.
+    // The configuration is changed in place, because copying one takes as long as a part of the prediction.
     configs.for_each(|mut config| {
         let tiles = Tiles::of(rates, problem, &config);
         consider(&mut best, &tiles, &config);
         let can = config.tile.split_k == 1 && !(problem.form.gated && swaps_ab(&config));
-        // Others take longer though they filled all multiprocessors.
+        // Slices would not help: the tiles take longer than the best even if they filled all multiprocessors.
         if !sliced || !can || tiles.start + tiles.filled() >= best.0 {
             return;
         }
@@ -125,16 +128,16 @@ fn fastest(
     best.1
 }
 
-/// More slices are not worth what adding them takes.
+/// The most slices. Adding more takes longer than they save.
 const MOST_SLICES: usize = 8;
-/// Those of one low tile.
+/// The rows of one low tile.
 const FEW_ROWS: usize = 64;
 
 #[cfg(test)]
 mod testing {
     use super::*;
 
-    /// With the kernel of this shape: rows, columns, CTAs that share `b`, and K.
+    /// A configuration with the kernel of this shape: rows, columns, CTAs that share `b`, and CTAs that share K.
     pub fn config(shape: [usize; 4], route: Route, chunking: Chunking) -> Config {
         let has_shape = |c: &Config| [c.tile.m, c.tile.n, c.tile.cluster, c.tile.split_k] == shape;
         let mut all = configs(

@@ -1,9 +1,10 @@
-//! How partial sums are made and moved where nothing was measured: of all kernels, routes and parts, those by which a
-//! small model is done first.
+//! Predicts operations of partial sums, and chooses the kernel, route and pieces that take the shortest time.
 //!
-//! The model knows waves of tiles, when each part of a block has been made and has arrived, and that what waits for it
-//! ends later. What ranks must agree on it must find the same on every rank, and K may differ between ranks: so that
-//! goes by a K that suits N, and only the rest by the rank's own. It sees the operation as rank 0 does.
+//! The model knows waves of tiles, and when each piece of a block has been made and has arrived. Tiles that wait for it
+//! end later. The model sees the operation as rank 0 does.
+//!
+//! What ranks must agree on must be the same on every rank, but K may differ between ranks. So that choice uses a K
+//! that suits N, and only the rest uses the rank's own K.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -17,7 +18,7 @@ use crate::schedule::plan::partial_sums::{agree, pieces};
 use crate::schedule::plan::partials::{LOW_ROWS, Piece, is_one_shot};
 use crate::schedule::{Chunking, Config, Form, Numerics, Operation, Problem, Route};
 
-/// Microseconds, and what happens in one. Measured on two H200s; benches/NOTES.md has the traces.
+/// Microseconds, and bytes per microsecond. Measured on two H200s; benches/NOTES.md has the traces.
 mod rate {
     /// What adding to a tile takes.
     pub const ADD: f64 = 1.2;
@@ -31,21 +32,21 @@ mod rate {
     pub const COPY_FLAG: f64 = 5.0;
     /// What a kernel's start and end take.
     pub const KERNEL: f64 = 10.0;
-    /// The same of a kernel with copies beside it.
+    /// The same for a kernel with copies beside it.
     pub const COPIES: f64 = 13.0;
-    /// What another kernel takes behind it that adds up what has been exchanged.
+    /// What a second kernel takes, which adds one-shot partials.
     pub const REDUCED: f64 = 4.5;
     /// Bytes that kernels store to a peer.
     pub const STORED: f64 = 330e3;
-    /// The share of the time of stores in which nothing is multiplied, for loads wait behind them.
+    /// The share of the stores' time in which nothing is multiplied, because loads wait behind them.
     pub const STORE_HINDERS: f64 = 0.6;
     /// What the flag behind stores takes.
     pub const STORE_FLAG: f64 = 4.0;
-    /// What the start and the end of a kernel take that exchanges partials in low-latency areas, and a word's way.
+    /// What the start and the end of a low-latency kernel take, with the way of one word.
     pub const LOW_LATENCY: f64 = 15.0;
 }
 
-/// What an operation takes, cut up like that; that is not known if partials are pulled.
+/// Predicts an operation. Empty if partials are pulled, because their time is not known.
 pub fn predict(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Prediction> {
     let alone = Prediction {
         what: "matmul alone",
@@ -61,16 +62,16 @@ pub fn predict(rates: &Rates, problem: &Problem, config: &Config) -> Vec<Predict
     }
 }
 
-/// Microseconds of an operation, cut up like that.
+/// Microseconds of an operation with this configuration.
 fn time(rates: &Rates, problem: &Problem, config: &Config) -> f64 {
     let kernel = KernelModel::new(rates, problem, problem.layout.k(), *config);
     Model::new(problem, &kernel, config.route, config.chunking).time()
 }
 
-/// As good as any where no partials go in one step.
+/// The base of all candidates, and the choice if there is none.
 const WHOLE: Config = Config::new(WIDEST, Chunking::new(1), Route::Push);
 
-/// The configuration that should be the fastest. Ranks whose K differ get configurations that agree.
+/// The configuration with the shortest predicted time. Ranks whose K differ get configurations that agree.
 pub fn choose(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
     let alike = for_any_depth(rates, problem, numerics);
     let candidates = configs(alike, true, &problem.form);
@@ -85,7 +86,7 @@ pub fn choose(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
     fastest(models).unwrap_or(alike)
 }
 
-/// What the ranks agree on, which does not depend on K: the route, the pieces, and of one-shot partials the tiles.
+/// What the ranks agree on, independent of K: the route, the pieces and, for one-shot partials, the tiles.
 fn for_any_depth(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config {
     let is_for_all = problem.operation == Operation::MatmulAllReduce;
     let cuts: &[(Route, usize, usize)] = match is_for_all {
@@ -96,7 +97,7 @@ fn for_any_depth(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config
             (Route::Push, 1, 1),
             (Route::Push, 1, 2),
         ],
-        // More panels by copies take longer than the model says: benches/NOTES.md.
+        // With more panels, copies take longer than the model says (benches/NOTES.md).
         true => &[
             (Route::Store, 1, 1),
             (Route::Store, 2, 1),
@@ -108,7 +109,7 @@ fn for_any_depth(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config
         ],
     };
     let depth = (problem.n / 2).clamp(4096, 8192);
-    // Nor on how a rank's weight lies.
+    // The choice does not depend on the layout of a rank's weight either.
     let kernels: Vec<KernelModel> = configs(WHOLE, true, &Form::default())
         .filter(|config| config.check_numerics(numerics).is_ok())
         .map(|config| KernelModel::new(rates, problem, depth, config))
@@ -120,15 +121,17 @@ fn for_any_depth(rates: &Rates, problem: &Problem, numerics: Numerics) -> Config
             kernels.iter().map(with)
         })
     };
-    // So few rows are made in one tile, and exchanged as fast as can be: where only some kernels can, by one of these.
+    // So few rows fit one tile, and low latency sends them the fastest. If some kernels can do so, one of these is
+    // chosen.
     let has_few_rows = problem.layout.m() <= LOW_ROWS;
     let low_latency = has_few_rows.then(|| fastest(models().filter(Model::is_low_latency)));
     let best = low_latency.flatten().or_else(|| fastest(models()));
     best.unwrap_or(WHOLE)
 }
 
-/// The configuration of the model that is done first, the first of those alike. Most take longer by what is known at
-/// once, and are not played through.
+/// The configuration of the model with the shortest time. Of equals, the first.
+///
+/// Most models are too slow already by their lower bound, and are not played through.
 fn fastest<'a>(models: impl Iterator<Item = Model<'a>> + Clone) -> Option<Config> {
     let promising = models
         .clone()
@@ -136,7 +139,7 @@ fn fastest<'a>(models: impl Iterator<Item = Model<'a>> + Clone) -> Option<Config
     let reached = promising?.time();
     let mut best = (f64::INFINITY, None);
     for model in models {
-        // The least is a sum of other terms: it may be rounded up.
+        // The lower bound adds other terms, so it may be rounded up.
         if model.least() > reached.min(best.0) * (1.0 + 1e-9) {
             continue;
         }
@@ -169,21 +172,21 @@ fn sent(problem: &Problem, config: &Config) -> Option<Vec<(Piece, usize)>> {
     Some(pieces.collect())
 }
 
-/// What an operation's tiles are by one kernel.
+/// The tiles of an operation with one kernel.
 struct KernelModel {
-    /// With any cuts and route.
+    /// Its chunking and route may be any.
     config: Config,
     /// Tiles that are made at the same time.
     slots: usize,
     columns: usize,
-    /// What one takes.
+    /// The time of one tile.
     of_tile: f64,
-    /// What all take at least.
+    /// The least time of all tiles.
     of_tiles: f64,
 }
 
 impl KernelModel {
-    /// `depth`: what is summed over.
+    /// `depth`: the K that is summed over.
     fn new(rates: &Rates, problem: &Problem, depth: usize, config: Config) -> KernelModel {
         let shape = [problem.layout.m(), problem.n, depth];
         let tiles = Tiles::new(rates, &config, shape, problem.dtypes.operands.bytes());
@@ -198,7 +201,7 @@ impl KernelModel {
     }
 }
 
-/// An operation, by one configuration.
+/// An operation with one configuration.
 struct Model<'a> {
     problem: &'a Problem,
     kernel: &'a KernelModel,
@@ -234,7 +237,7 @@ impl<'a> Model<'a> {
         self.one_shot && fits(&self.config, shape, problem.layout.world())
     }
 
-    /// What kernels take around it all.
+    /// The time around all tiles and transfers.
     fn around(&self) -> f64 {
         match self.config.route {
             Route::Store if self.one_shot => rate::KERNEL + rate::REDUCED,
@@ -243,8 +246,9 @@ impl<'a> Model<'a> {
         }
     }
 
-    /// No more than [`Model::time`]: what all tiles take, or all that is moved, if nothing waited for anything but its
-    /// own tiles.
+    /// A lower bound of [`Model::time`].
+    ///
+    /// It is the time of all tiles, or of all transfers if they waited only for their own tiles.
     fn least(&self) -> f64 {
         let problem = self.problem;
         if self.is_low_latency() {
@@ -252,7 +256,7 @@ impl<'a> Model<'a> {
         }
         let (m, world) = (problem.layout.m(), problem.layout.world());
         let own = problem.layout.rows_of(0).len();
-        // Rows of which something is sent, and how many are sent.
+        // How many rows are made to be sent, and how many rows are sent.
         let (made, sent) = match (self.one_shot, problem.operation) {
             (true, _) => (m, m * (world - 1)),
             (_, Operation::MatmulAllReduce) => (m, m - own + own * (world - 1)),
@@ -276,8 +280,9 @@ impl<'a> Model<'a> {
         of_tiles.max(moved) + self.around()
     }
 
-    /// Microseconds from the first product until rank 0 has all it waits for. What it waits for from others comes when
-    /// others get the same from it, for all ranks do the same.
+    /// Microseconds from the first product until rank 0 has everything that it waits for.
+    ///
+    /// Rows from others come when the others get the same rows from rank 0, because all ranks do the same.
     fn time(&self) -> f64 {
         if self.is_low_latency() {
             return self.by_low_latency();
@@ -298,8 +303,9 @@ impl<'a> Model<'a> {
         timeline.complete + self.around()
     }
 
-    /// The same where partials go both ways in one step in low-latency areas. Each element is sent with as many bytes
-    /// of tags, to one peer or to all.
+    /// The time of one-shot partials in low-latency areas.
+    ///
+    /// Each element is sent with as many bytes of tags, to one peer or to all.
     fn by_low_latency(&self) -> f64 {
         let problem = self.problem;
         let [m, n, world] = [problem.layout.m(), problem.n, problem.layout.world()];
@@ -311,7 +317,7 @@ impl<'a> Model<'a> {
         self.kernel.of_tiles + sent / rate::STORED + rate::LOW_LATENCY
     }
 
-    /// Bytes of so many rows that are sent to so many ranks.
+    /// The bytes of `rows` rows that are sent to `to` ranks.
     fn bytes(&self, rows: usize, to: usize) -> f64 {
         (rows * self.problem.n * self.problem.dtypes.partials.bytes() * to) as f64
     }
@@ -327,7 +333,8 @@ impl<'a> Model<'a> {
 /// Pieces that are made and sent, one after the other.
 struct SendTimeline<'a> {
     model: &'a Model<'a>,
-    /// When others' rows, counted from their owner's first, arrive there; and the others' of this rank here.
+    /// Rows of other owners, counted from their owner's first, and when they arrive there. The others' partials of this
+    /// rank's rows arrive here at the same times.
     arrivals: Vec<(Range<usize>, f64)>,
     clocks: Clocks,
     /// When the wire is free.
@@ -337,7 +344,7 @@ struct SendTimeline<'a> {
 }
 
 impl SendTimeline<'_> {
-    /// A piece is made, and sent to so many ranks.
+    /// Makes a piece, and sends it to `to` ranks.
     fn add(&mut self, piece: &Piece, to: usize) {
         let model = self.model;
         let rows = model.within(piece);
@@ -361,7 +368,7 @@ impl SendTimeline<'_> {
         }
     }
 
-    /// When the last tile of these rows is made. Of those that are added, tiles wait for what has to come.
+    /// When the last tile of these rows is made. `adds`: whether tiles wait for partials from others, to add them.
     fn make(&mut self, rows: &Range<usize>, to: usize, adds: bool) -> f64 {
         let SendTimeline {
             model,
@@ -403,7 +410,8 @@ impl SendTimeline<'_> {
                 made = made.max(clock);
                 if is_stored {
                     *wire = wire.max(clock) + count as f64 * moved / rate::STORED;
-                    // The next tile is held up, as all are that are stored at the same time.
+                    // Stores hold up the next tile of this cluster, and those of all clusters that store at the same
+                    // time.
                     clock += rate::STORE_HINDERS * moved * slots as f64 / rate::STORED;
                 }
                 clock
@@ -414,18 +422,20 @@ impl SendTimeline<'_> {
     }
 }
 
-/// When each cluster is done with its latest tile. They take tiles in turn, each when it is done with the one before;
-/// those next to one another are often done together, and kept as one.
+/// When each cluster is done with its latest tile.
+///
+/// Clusters take tiles in turn, each when it is done with the one before. Neighbours are often done together, and are
+/// kept as one entry.
 struct Clocks(VecDeque<(usize, f64)>);
 
 impl Clocks {
-    /// So many clusters, which are free.
+    /// `slots` clusters, all free.
     fn new(slots: usize) -> Clocks {
         Clocks(VecDeque::from([(slots, 0.0)]))
     }
 
-    /// The next `tiles` are taken. `make` is told how many clusters take one at which time, and says when they are
-    /// done.
+    /// Takes the next `tiles` tiles. `make` gets how many clusters take one and at which time, and returns when they
+    /// are done.
     fn take(&mut self, tiles: usize, mut make: impl FnMut(usize, f64) -> f64) {
         let mut left = tiles;
         while left > 0
@@ -539,7 +549,8 @@ mod tests {
                         let model = Model::new(&problem, kernel, route, chunking);
                         let (least, time) = (model.least(), model.time());
                         assert!(least <= time * (1.0 + 1e-9), "{rows:?} {n}: {least} {time}");
-                        // Close enough to be of use; with more ranks flags, which it leaves out, take most of it.
+                        // The bound is close enough to be of use. With more ranks, flags take most of the time, and the
+                        // bound leaves them out.
                         let is_close = rows.len() > 2 || least > 0.4 * time;
                         assert!(is_close, "{rows:?} {n}: {least} {time}");
                     }

@@ -1,62 +1,66 @@
-//! What the tiles of a product take, wave by wave.
+//! Predicts how long the tiles of a product take, wave by wave.
 
 use crate::backend::cuda::gpu::kernels;
 use crate::backend::cuda::gpu::rates::Rates;
 use crate::backend::cuda::program::k_slices::StreamK;
 use crate::schedule::{Config, Problem};
 
-/// Where there are more waves, the last one matters little.
+/// The most waves for which slices are considered. With more waves, the last one matters little.
 const MOST_WAVES: usize = 12;
 /// Bytes of operands that the L2 cache holds while they are used.
 const CACHE: f64 = 40e6;
-/// Slices are worth a look where they take so much less than fewer do.
+/// More slices are considered only if they take less than this share of the time of fewer slices.
 const WORTH: f64 = 0.95;
-/// Steps through K that a slice has at the least.
+/// The fewest steps through K of a slice.
 const LEAST_STEPS: f64 = 4.0;
 
 /// The tiles of a product of M rows, N columns and depth K.
 #[derive(Clone, Copy, Debug)]
 pub struct Tiles<'a> {
     pub rates: &'a Rates,
-    /// Around all of them.
+    /// The time around all tiles.
     pub start: f64,
-    /// Those that are made at the same time, counted by entries of the table.
+    /// How many entries of the table are made at the same time.
     pub slots: usize,
     /// Rows of an entry.
     pub rows: usize,
-    /// Entries side by side.
+    /// Entries across N.
     pub columns: usize,
-    /// All of them.
+    /// The number of all entries.
     pub entries: usize,
     /// Steps through K that a CTA makes.
     steps: f64,
-    /// What a step takes at least, and each of these entries at a time.
+    /// The least time of a step.
     step: f64,
+    /// The time in the L2 cache that a step takes, for each entry that is made at the same time.
     step_of_cached: f64,
+    /// The time in device memory that a step takes, for each entry that is made at the same time.
     step_of_read: f64,
     /// What an entry takes beside its steps.
     beside: f64,
     sums: SliceSums,
-    /// Of tiles that would not fill a last wave, if stream-K cuts them.
+    /// Stream-K's cuts of the tiles that would not fill a last wave, if it cuts them.
     stream: Option<StreamK>,
-    /// What each of their shares reads from memory in a step, beside the others'.
+    /// The time in device memory that a step takes, for each share of stream-K.
     step_of_share: f64,
 }
 
-/// What slices of K take to be added.
+/// The times of adding slices of K.
 #[derive(Clone, Copy, Debug, Default)]
 struct SliceSums {
     join: f64,
-    /// An entry at least, and each of these at a time.
+    /// The least time of an entry.
     each: f64,
+    /// The time in the L2 cache of an entry, for each entry at the same time.
     of_cached: f64,
-    /// The last slice of a tile beside that.
+    /// What a tile's last slice takes beside that.
     joined: f64,
 }
 
 impl SliceSums {
-    /// Of tiles of so many elements in so many slices, each by so many CTAs. SliceSums are stored once and loaded once,
-    /// but by the last slice of a tile's as many as there are.
+    /// The times for tiles of `area` elements in `slices` slices, each made by `ctas` CTAs.
+    ///
+    /// Partial sums are stored once and loaded once. But a tile's last slice loads those of all others.
     fn of(rates: &Rates, slices: usize, ctas: usize, area: f64) -> SliceSums {
         if slices == 1 {
             return SliceSums::default();
@@ -71,8 +75,9 @@ impl SliceSums {
     }
 }
 
-/// Clusters of so many CTAs that run at the same time. Some multiprocessors have too few neighbours for a large
-/// cluster.
+/// How many clusters of `ctas` CTAs run at the same time.
+///
+/// Some multiprocessors have too few neighbours for a large cluster.
 fn slots(rates: &Rates, ctas: usize) -> usize {
     let slots = match (rates.multiprocessors / ctas, ctas) {
         (slots, ..=2) => slots,
@@ -99,7 +104,7 @@ impl<'a> Tiles<'a> {
         let tile = &config.tile;
         let ctas = tile.cluster * tile.split_k;
         let slots = slots(rates, ctas);
-        // A slice of K is made as a tile is.
+        // A slice of K counts as a tile.
         let (rows, columns) = (config.entry_rows(), n.div_ceil(tile.n) * tile.k_slices);
         let entries = m.div_ceil(rows) * columns;
         let parts = (tile.split_k * tile.k_slices) as f64;
@@ -150,7 +155,7 @@ impl<'a> Tiles<'a> {
         }
     }
 
-    /// What `count` entries take that are made at the same time.
+    /// The time of `count` entries that are made at the same time.
     pub fn wave(&self, count: usize) -> f64 {
         let sums = match self.stream {
             None => self.sums_of(count),
@@ -159,11 +164,11 @@ impl<'a> Tiles<'a> {
         self.steps * self.step_of(count, self.step_of_read) + self.beside + sums
     }
 
-    /// A step of as many entries at the same time, and what each of them reads from memory.
+    /// The time of a step of `count` entries at the same time. `read`: the time in device memory, for each of them.
     fn step_of(&self, count: usize, read: f64) -> f64 {
         let count = count as f64;
         let step = self.step.max(count * self.step_of_cached);
-        // What comes from memory is hidden behind the rest, the better the less of it there is.
+        // Reads from memory are hidden behind the rest, the better the fewer there are.
         let read = count * read;
         (step * step + read * read).sqrt()
     }
@@ -172,7 +177,7 @@ impl<'a> Tiles<'a> {
         self.sums.join + self.sums.each.max(count as f64 * self.sums.of_cached)
     }
 
-    /// Entries that stream-K cuts, and what they take, dealt out among all slots.
+    /// How many entries stream-K cuts, and their time if all slots share them.
     pub fn streamed(&self) -> (usize, f64) {
         match self.stream {
             Some(StreamK {
@@ -190,7 +195,7 @@ impl<'a> Tiles<'a> {
         }
     }
 
-    /// What all of them take.
+    /// The time of all entries.
     pub fn all(&self) -> f64 {
         let (streamed, last) = self.streamed();
         let whole = self.entries - streamed;
@@ -206,18 +211,18 @@ impl<'a> Tiles<'a> {
         }
     }
 
-    /// What all of them would take if the last wave were as full as any.
+    /// The time of all entries if the last wave were as full as the others.
     pub fn filled(&self) -> f64 {
         let count = self.slots.min(self.entries);
         self.entries as f64 / self.slots as f64 * self.wave(count)
     }
 
-    /// Into how many slices K may be worth cutting, where it is not cut so far: numbers that fill whole waves.
+    /// Numbers of slices into which an uncut K may be worth cutting: those that fill whole waves.
     pub fn slices(&self, most: usize) -> impl Iterator<Item = usize> {
         let most = most.min((self.steps / LEAST_STEPS) as usize);
         let waves = if most > 1 { MOST_WAVES } else { 0 };
         let (slots, entries) = (self.slots, self.entries.max(1));
-        // The share of a whole wave that each slice is, times the waves.
+        // The time of the best number of slices so far, in waves of whole tiles.
         let mut least = entries.div_ceil(slots) as f64;
         (1..=waves)
             .map(move |waves| (waves, waves * slots / entries))
@@ -231,15 +236,17 @@ impl<'a> Tiles<'a> {
             .map(|(_, slices)| slices)
     }
 
-    /// From the launch to the end.
+    /// The time from the launch to the end.
     pub fn alone(&self) -> f64 {
         self.start + self.all()
     }
 }
 
-/// Bytes that a share of stream-K reads from memory in a step. It loads so many of each operand, as do so many tiles of
-/// the same; `steps`: of all these tiles. Shares are at different places along K: of what others have loaded they find
-/// what the cache holds of the whole operand, of the smaller one first.
+/// Bytes that a share of stream-K reads from memory in a step.
+///
+/// `loads`: for each operand, the bytes that a share loads, and how many tiles load the same bytes. `steps`: those of
+/// all these tiles. Shares are at different places along K, so a share finds in the cache only as much of each operand
+/// as the cache holds. The smaller operand is cached first.
 fn read_by_share(mut loads: [(f64, f64); 2], steps: f64) -> f64 {
     let whole = |(load, sharers): (f64, f64)| load * steps / sharers;
     loads.sort_by(|one, other| whole(*one).total_cmp(&whole(*other)));

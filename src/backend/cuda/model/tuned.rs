@@ -1,4 +1,4 @@
-//! Configurations that were measured to be the fastest: a table that the library carries, and one that a user may name.
+//! Configurations that were measured to be the fastest: the library's table, and one that a user may name.
 //!
 //! A line is one winner of the benchmark's `--tune`, as JSON; empty lines and those that begin with # are skipped.
 
@@ -16,28 +16,28 @@ use crate::schedule::{Config, Operation, Problem, Route};
 
 /// The table that the library carries.
 const SHIPPED: &str = include_str!("tuned.jsonl");
-/// The environment variable that names another, whose lines come before the library's; or that says [`NONE`].
+/// The environment variable that names a further table, or is [`NONE`]. That table's lines come before the library's.
 pub const VARIABLE: &str = "GEMMESH_TUNED";
-/// No table at all: neither the library's nor another.
+/// The value for no table at all, not even the library's.
 const NONE: &str = "none";
 
-/// What was the fastest for problems like one.
+/// The configurations that were measured to be the fastest for a problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Measured {
-    /// For the most similar problem, by the extents that all ranks have alike: so that they agree on who moves the rows
-    /// and how these are cut.
+    /// For the most similar problem, by the extents that all ranks have alike. So ranks agree on who moves the rows and
+    /// how these are cut.
     pub alike: Config,
-    /// For this very problem, if that was measured and agrees with it.
+    /// For this very problem, if it was measured and its configuration agrees with `alike`.
     pub exact: Option<Config>,
 }
 
-/// Whether ranks may use the two in one operation. How rows are pulled is each rank's own affair.
+/// Whether ranks may use the two in one operation. Each rank may choose on its own how it pulls rows.
 pub fn agree(one: &Config, other: &Config) -> bool {
     one.route == other.route && (one.route != Route::Push || one.chunking == other.chunking)
 }
 
-/// The extents of a problem that all ranks have alike. Where rows are gathered, N is each rank's own; where partials
-/// are added up, K is.
+/// The extents of a problem that all ranks have alike. If rows are gathered, N may differ between ranks; if partials
+/// are added, K may.
 fn alike(operation: Operation, [m, n, k]: [usize; 3]) -> [usize; 2] {
     match operation.is_sum() {
         true => [m, n],
@@ -81,7 +81,7 @@ impl Winner {
         [self.m, self.n, self.k]
     }
 
-    /// Whether it was measured for such operations: elements that are as wide take as long.
+    /// Whether it was measured for the problem's operation and element size. Elements of one size take the same time.
     fn is_for(&self, problem: &Problem) -> bool {
         self.operation == problem.operation && self.dtype.bytes() == problem.dtypes.operands.bytes()
     }
@@ -91,7 +91,7 @@ impl Table {
     /// Reads the tables that the environment asks for.
     ///
     /// # Errors
-    /// [`Error::System`] if the user's can't be read, or a line of it makes no sense.
+    /// [`Error::System`] if the user's table can't be read, or has an invalid line.
     pub fn load(rank: usize, gpu: &str, world: usize) -> Result<Table> {
         Table::read(std::env::var_os(VARIABLE), rank, gpu, world)
     }
@@ -111,13 +111,15 @@ impl Table {
                 reason,
             })?;
         }
-        // A test sees to it that it can be read.
+        // A test checks that it can be read.
         let _ = parse(SHIPPED, gpu, world, &mut lines);
         Ok(Table(lines))
     }
 
-    /// What was the fastest for the problem most like this one, by M and K or, of partial sums, M and N; and for this
-    /// one. None if they differ in such an extent by more than a factor of 1.5.
+    /// The fastest configurations for the most similar problem, and for this very one.
+    ///
+    /// Similar problems are near in M and K or, for partial sums, in M and N. None if every problem differs in one of
+    /// these by more than a factor of 1.5.
     pub fn find(&self, problem: &Problem) -> Option<Measured> {
         const MOST: f64 = 1.5;
         let wanted = [problem.layout.m(), problem.n, problem.layout.k()];
@@ -280,7 +282,8 @@ mod tests {
             let mut other = pushed;
             differ(&mut other);
             assert!(!agree(&pushed, &other));
-            // Who copies has them; pulls are each rank's own affair, and what is stored is cut by itself.
+            // Only pushes by copies must agree on chunks. Each rank pulls on its own, and stored rows are cut by other
+            // rules.
             for route in [Route::Pull, Route::Store] {
                 assert!(agree(&pushed.with_route(route), &other.with_route(route)));
             }
@@ -332,7 +335,7 @@ mod tests {
 
 #[cfg(fuzzing)]
 pub mod fuzzing {
-    //! A table of winners that somebody has written, and the schedule of what is found in it.
+    //! Tables of winners that somebody has written, and the schedules of what is found in them.
     use super::*;
     use crate::schedule::Layout;
     use crate::schedule::plan::plan;
@@ -367,7 +370,7 @@ pub mod fuzzing {
         }
     }
 
-    /// Lines of the library's own table, for small problems too; and these with each number out of bounds.
+    /// Lines of the library's own table, the same for small problems, and these with each number out of bounds.
     pub fn seeds() -> Vec<Vec<u8>> {
         let mut lines = Vec::new();
         let _ = super::parse(SHIPPED, GPU, 2, &mut lines);

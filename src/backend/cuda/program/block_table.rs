@@ -1,4 +1,4 @@
-//! A product whose blocks go to several places, with partials that are added: what its kernel is told of them.
+//! The kernel's tables for a product whose blocks go to several places, with partials that are added.
 
 use std::ops::Range;
 
@@ -12,20 +12,20 @@ use crate::schedule::limits::{limit, require};
 use crate::schedule::plan::partials::STORED_ROWS;
 use crate::schedule::{Addend, Agreed, Block, Product, Route, Schedule, Sum, Transfer};
 
-/// Places in the ring whose memory a kernel stores tiles to.
+/// The most ranks whose memory a kernel stores tiles to, counted around the ring from this rank, which is included.
 pub const TARGETS: usize = GEMMESH_MAX_TARGETS as usize;
 
-/// Where the rows of all blocks go: what is added up to one matrix, what others are sent to another.
+/// Where the rows of all blocks go: sums to one matrix, partials to a second one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Places {
-    /// The number of the matrix of sums, and its rows that are written.
+    /// The number of the matrix of sums, and which of its rows are written.
     pub out: Option<(usize, Range<usize>)>,
-    /// The number of the matrix of partials: those that are stored, and those that are added.
+    /// The number of the matrix of partials, both stored and added ones.
     pub partials: Option<usize>,
 }
 
 impl Places {
-    /// Of a product that has such blocks; none if all its rows go to one place as they are, and nobody waits for them.
+    /// The places of a product's blocks. None if no block adds anything and no block is sent.
     pub fn of(schedule: &Schedule) -> Option<Places> {
         let product = schedule.product()?;
         let adds = |block: &Block| !block.sum.addends.is_empty();
@@ -54,11 +54,11 @@ impl Places {
         Some(places)
     }
 
-    /// Refuses what the kernel has no room for.
+    /// Checks that the kernel supports the blocks and their transfers.
     ///
     /// # Errors
-    /// [`Error::NoRoute`] to ranks too far for stores; [`Error::Limit`] and [`Error::Unsupported`] for what no
-    /// operation needs.
+    /// [`Error::NoRoute`] if there are more ranks than a kernel stores to; [`Error::Limit`] and [`Error::Unsupported`]
+    /// for schedules that no operation needs.
     pub fn check(&self, schedule: &Schedule, product: &Product) -> Result<()> {
         if schedule.uses(Route::Store) && schedule.world() > TARGETS {
             return Err(Error::NoRoute {
@@ -85,7 +85,7 @@ impl Places {
     fn check_sum(&self, block: &Block, first: &Block) -> Result<()> {
         let sum = &block.sum;
         let is_sum = !sum.addends.is_empty();
-        // What becomes of a sum is one for all, and so is its place behind the rows of `a`.
+        // All sums have the same bias, activation and residual, and the same distance from their rows of `a`.
         let finished = |block: &Block| {
             let Block { rows, sum, .. } = block;
             let behind = |first: usize| first.wrapping_sub(rows.start);
@@ -118,7 +118,7 @@ impl Places {
     }
 }
 
-/// Refuses what the kernel can't send of the blocks that it makes.
+/// Checks that the kernel can send a transfer's block.
 fn check_sent(moved: &Transfer, product: &Product) -> Result<()> {
     let waits_for_none = moved.after.is_empty();
     require("transfers must wait for no flags on GPUs", waits_for_none)?;
@@ -170,7 +170,7 @@ impl BlockTables {
         tables
     }
 
-    /// Adds a block of `tiles` tiles, which is sent as `sent` says.
+    /// Adds a block of `tiles` tiles. `sent`: its transfers.
     fn add(
         &mut self,
         schedule: &Schedule,
@@ -181,7 +181,7 @@ impl BlockTables {
         tiles: u32,
     ) {
         let is_sum = !sum.addends.is_empty();
-        // The number of this rank's map, and the row of the matrix that is the maps' first.
+        // The number of this rank's tensor map, and the matrix's row at which the maps begin.
         let (own_map, origin) = match (&places.out, is_sum) {
             (Some((_, rows)), true) => (TARGETS, rows.start),
             _ => (0, 0),
@@ -189,7 +189,8 @@ impl BlockTables {
         let (rank, world) = (schedule.rank(), schedule.world());
         let store_begin = self.stores.len();
         let is_copied = sent.iter().any(|moved| moved.route == Route::Push);
-        // Partials that a peer's memory takes at once need no place in this rank's, if nobody reads them there.
+        // Partials that are stored to a peer directly need no place in this rank's memory, unless somebody reads them
+        // here.
         if is_sum || is_copied || sent.is_empty() || schedule.reduction().is_some() {
             self.stores.push(GemmeshStore {
                 map: own_map as u32,
@@ -229,7 +230,7 @@ impl BlockTables {
     }
 }
 
-/// The first rows of what is added to a product, and how many of them come before it.
+/// The first row of each addend other than the product, and how many of these come before the product.
 fn addends(sum: &Sum) -> (Vec<usize>, usize) {
     let is_product = |addend: &Addend| matches!(addend, Addend::Product);
     let rows = sum.addends.iter().filter_map(|addend| match *addend {

@@ -10,24 +10,24 @@ use crate::error::Result;
 use crate::schedule::Config;
 use crate::schedule::limits::limit;
 
-/// Shares that stream-K makes of a tile, at the most: more are not worth what adding them takes.
+/// The most shares that stream-K makes of a tile. Adding more takes longer than they save.
 const MOST_SHARES: usize = 8;
-/// Steps through K that such a share has at the least.
+/// The fewest steps through K of such a share.
 const LEAST_STEPS: usize = 4;
 
-/// An entry of the table, where K is cut.
+/// An entry of the kernel's table if K is cut.
 #[derive(Clone, Copy, Debug)]
 pub struct SliceEntry {
     /// The number of the tile in the schedule.
     pub tile: usize,
-    /// What it makes of the tile.
+    /// Which slice of the tile it makes.
     pub slice: GemmeshSlice,
 }
 
-/// The entries for a number of tiles of depth K, of which `clusters` are made at a time; none if K is not cut.
+/// The table's entries for `tiles` tiles of depth `k`, of which `clusters` are made at a time. Empty if K is not cut.
 ///
 /// # Errors
-/// [`Error::Limit`](crate::Error::Limit) if there is no room for what they add up.
+/// [`Error::Limit`](crate::Error::Limit) if the workspace has no room for the partial sums.
 pub fn cut(config: &Config, tiles: usize, k: usize, clusters: usize) -> Result<Vec<SliceEntry>> {
     let steps = k.div_ceil(GEMMESH_TILE_K as usize);
     let tile = &config.tile;
@@ -44,13 +44,13 @@ pub fn cut(config: &Config, tiles: usize, k: usize, clusters: usize) -> Result<V
     })
 }
 
-/// What sums of so many slices take until they are added.
+/// Bytes of the partial sums of `places` slices.
 fn bytes(config: &Config, places: usize) -> usize {
     let factors = [config.entry_rows(), config.tile.n, size_of::<f32>()];
     factors.into_iter().fold(places, usize::saturating_mul)
 }
 
-/// Whether there is room for every slice's.
+/// Whether the workspace has room for the partial sums of all slices.
 pub fn fit(config: &Config, tiles: usize) -> bool {
     bytes(config, tiles.saturating_mul(config.tile.k_slices)) <= BYTES
 }
@@ -61,7 +61,7 @@ fn alike(tiles: usize, steps: usize, count: usize) -> impl Iterator<Item = Slice
         let (tile, number) = (index / count, index % count);
         let part = steps * number / count..steps * (number + 1) / count;
         let part = match part.is_empty() {
-            // Where K is too short to be shared, a step behind its end, where operands are zero.
+            // If K is too short to be shared, the slice takes a step behind its end, where operands are zero.
             true => steps..steps + 1,
             false => part,
         };
@@ -86,21 +86,23 @@ fn entry(
     SliceEntry { tile, slice }
 }
 
-/// Stream-K (Osama et al., 2023): whole tiles as far as they fill waves; then the steps of the others, one tile's
-/// behind the other's, are dealt out among the clusters, as many to each. A share lies in one tile, or in two.
+/// Stream-K (Osama et al., 2023).
+///
+/// As many whole tiles are made as fill waves. The steps through K of the other tiles stand in a row, and each cluster
+/// gets an equal share of them. A share lies in one tile or in two.
 #[derive(Clone, Copy, Debug)]
 pub struct StreamK {
     /// Tiles that are not cut.
     whole: usize,
-    /// Those behind them.
+    /// Tiles that are cut, behind the whole ones.
     pub streamed: usize,
-    /// Into so many shares.
+    /// The shares into which these are cut.
     pub shares: usize,
     steps: usize,
 }
 
 impl StreamK {
-    /// Of a number of tiles of so many steps each, on so many clusters.
+    /// Stream-K for `tiles` tiles of `steps` steps each on `clusters` clusters.
     pub fn of(tiles: usize, steps: usize, clusters: usize) -> StreamK {
         let streamed = tiles % clusters;
         let most = (streamed * MOST_SHARES).min(streamed * steps / LEAST_STEPS);
@@ -112,15 +114,15 @@ impl StreamK {
         }
     }
 
-    /// Numbers that slices are told apart by.
+    /// How many places of the workspace the slices need.
     fn places(&self) -> usize {
         self.shares + self.streamed
     }
 
-    /// The step that share `index` begins with, of all steps of all streamed tiles.
+    /// The first step of share `index`, counted over all streamed tiles.
     fn bound(&self, index: usize) -> usize {
         let bound = index * self.streamed * self.steps / self.shares.max(1);
-        // What is so short is left to its neighbour.
+        // A part as short as this is left to the neighbouring share.
         let (behind, before) = (bound % self.steps, self.steps - bound % self.steps);
         match (behind < LEAST_STEPS / 2, before < LEAST_STEPS / 2) {
             (true, _) => bound - behind,
@@ -138,8 +140,7 @@ impl StreamK {
                 let part = ends[0].max(all.start) - all.start..ends[1].min(all.end) - all.start;
                 let first = bounds.partition_point(|&bound| bound <= all.start) - 1;
                 let behind = bounds.partition_point(|&bound| bound < all.end);
-                // Shares and tiles both go on from slice to slice, one or the other or both: their sum tells slices
-                // apart.
+                // From one slice to the next, the share or the tile or both advance, so their sum identifies a slice.
                 entry(
                     self.whole + tile,
                     part,
@@ -150,8 +151,8 @@ impl StreamK {
             };
             tiles.map(of_tile).collect::<SmallVec<[SliceEntry; 2]>>()
         });
-        // Clusters take entries in turn: where a share is two, the second is to come when its cluster has made the
-        // first.
+        // Clusters take entries in turn. If a share has two entries, the second must come up when its cluster has made
+        // the first.
         let (two, one): (Vec<_>, Vec<_>) = shares.partition(|share| share.len() > 1);
         let whole = (0..self.whole).map(|tile| entry(tile, 0..self.steps, 0, 0, 1));
         let first = two.iter().chain(&one).map(|share| share[0]);
@@ -284,7 +285,7 @@ mod tests {
             }
             let all = tiles * steps;
             let (most, fair) = (made.iter().max().unwrap(), all.div_ceil(clusters));
-            // Shares that are as short as they may be fill less.
+            // Shares of the minimum length may leave clusters idle.
             let coarse = stream.shares < clusters;
             prop_assert!(*most <= fair + LEAST_STEPS || coarse, "{} {}", most, fair);
             prop_assert!(*most <= tiles.div_ceil(clusters) * steps);

@@ -1,4 +1,4 @@
-//! One call of a product's kernel: its arguments, and what it has noted.
+//! One launch of a product's kernel: its arguments and its trace.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -63,7 +63,7 @@ impl<'p> ProductLaunch<'p> {
         (self.kernel.clusters * self.kernel.instance.ctas()) as u32
     }
 
-    /// What the kernel is told, in its order.
+    /// The kernel's arguments, in order.
     pub fn arguments(&self) -> SmallVec<[*mut c_void; 6]> {
         fn argument<T>(value: &T) -> *mut c_void {
             (&raw const *value).cast_mut().cast()
@@ -84,7 +84,7 @@ impl<'p> ProductLaunch<'p> {
         }
     }
 
-    /// What the kernel noted. It has ended.
+    /// Adds the spans that the kernel noted. The kernel must have ended.
     pub fn spans(&self, spans: &mut Vec<Span>) -> Result<()> {
         let Some(trace) = &self.trace else {
             return Ok(());
@@ -100,7 +100,8 @@ impl<'p> ProductLaunch<'p> {
             let event = unsafe { event.as_ptr().cast::<GemmeshTraceEvent>().read_unaligned() };
             self.add_spans(index / of_entry, &event, spans);
         }
-        // GPUs' clocks differ by fractions of a millisecond; the ranks began together.
+        // Times are counted from the first span, because GPUs' clocks differ by fractions of a millisecond and the
+        // ranks began together.
         let origin = spans.iter().map(|span| span.begin).min().unwrap_or(0);
         for span in spans.iter_mut() {
             span.begin -= origin;
@@ -109,7 +110,7 @@ impl<'p> ProductLaunch<'p> {
         Ok(())
     }
 
-    /// What was noted of one entry of the table.
+    /// Adds the spans of one entry of the table.
     fn add_spans(&self, entry: usize, event: &GemmeshTraceEvent, spans: &mut Vec<Span>) {
         let tile = self.kernel.tile_of(self.schedule, entry);
         let lane = Lane::Worker(event.sm as usize);

@@ -1,6 +1,7 @@
-//! Few rows, which kernels send to the ranks' low-latency areas: nobody says first that an area may be written, and no
-//! flag follows the data. cuda/protocol/low_latency.cuh says why that is safe. Partial sums are sent by the warps that
-//! make them, which add up what comes.
+//! Few rows, which kernels send to the ranks' low-latency areas.
+//!
+//! Nobody says first that an area may be written, and no flag follows the data. cuda/protocol/low_latency.cuh says why
+//! this is safe. The warps that make partial sums send them, and add the arrivals.
 
 use std::ops::Range;
 
@@ -13,17 +14,18 @@ use crate::schedule::{Addend, Config, Reduction, Schedule};
 
 /// Bytes of a rank's area.
 const BYTES: usize = GEMMESH_LOW_LATENCY_BYTES as usize;
-/// Bytes of what is stored at once, with two tags, and how many elements it holds.
+/// Bytes of what is stored at once, with two tags.
 const UNIT: usize = 16;
+/// Elements in a unit.
 const ELEMENTS: usize = 4;
 
-/// By rank, the rows whose sums it gets.
+/// By rank: the rows whose sums the rank gets.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LowLatencyRows(Vec<Range<usize>>);
 
 impl LowLatencyRows {
-    /// Of a schedule whose partials go both ways in one step, by kernels that can do it, if there is room for them: the
-    /// same on every rank.
+    /// The rows of a one-shot schedule, if its kernel can use low latency and the areas have room. The same on every
+    /// rank.
     pub fn of(schedule: &Schedule) -> Option<LowLatencyRows> {
         let (product, world) = (schedule.product()?, schedule.world());
         let [block] = &product.blocks[..] else {
@@ -36,7 +38,7 @@ impl LowLatencyRows {
         {
             return None;
         }
-        // The rows that these of the partials are of.
+        // The output rows to which a range of partials belongs.
         let before = block.sum.first;
         let of = |partials: Range<usize>| partials.start - before..partials.end - before;
         let mut rows = vec![0..0; world];
@@ -61,7 +63,7 @@ impl LowLatencyRows {
         self.0[rank].start
     }
 
-    /// As a kernel takes it.
+    /// The kernel's argument.
     pub fn of_kernel(&self, control: &Control) -> GemmeshLowLatency {
         let mut low_latency = areas(control, self.0.len());
         for (rank, rows) in self.0.iter().enumerate() {
@@ -72,7 +74,7 @@ impl LowLatencyRows {
     }
 }
 
-/// The areas of all ranks, and nothing of a product.
+/// The argument of a collective's kernel: the areas of all ranks, without rows of a product.
 pub fn areas(control: &Control, world: usize) -> GemmeshLowLatency {
     let mut low_latency = NONE;
     for (rank, area) in low_latency.areas.iter_mut().enumerate().take(world) {
@@ -82,7 +84,7 @@ pub fn areas(control: &Control, world: usize) -> GemmeshLowLatency {
     low_latency
 }
 
-/// Whether there is room for partials of M rows and N columns, and a kernel that exchanges them.
+/// Whether areas have room for partials of M rows and N columns, and the configuration's kernel can send them.
 pub fn fits(config: &Config, [m, n]: [usize; 2], world: usize) -> bool {
     let tile = &config.tile;
     let has_kernel = (tile.m, tile.cluster, tile.k_slices) == (LOW_ROWS, 1, 1) && !tile.stream_k;
@@ -90,7 +92,7 @@ pub fn fits(config: &Config, [m, n]: [usize; 2], world: usize) -> bool {
     has_kernel && world <= GEMMESH_MAX_TARGETS as usize && units <= share(world)
 }
 
-/// How many bytes a rank can send to another; none if there are too many ranks.
+/// How many bytes a rank can send to another. 0 if there are too many ranks.
 pub fn room(world: usize) -> usize {
     let has_areas = world <= GEMMESH_MAX_TARGETS as usize;
     if has_areas {
@@ -100,12 +102,12 @@ pub fn room(world: usize) -> usize {
     }
 }
 
-/// What a rank has of half an area, in units.
+/// A rank's share of half an area, in units.
 fn share(world: usize) -> usize {
     BYTES / UNIT / 2 / world
 }
 
-/// For kernels of other operations.
+/// The argument of kernels that use no areas.
 pub const NONE: GemmeshLowLatency = GemmeshLowLatency {
     areas: [std::ptr::null_mut(); GEMMESH_MAX_TARGETS as usize],
     begin: [0; GEMMESH_MAX_TARGETS as usize],
@@ -188,12 +190,13 @@ mod tests {
             let large = areas_of(operation, &[32, 32], 16_384);
             assert_eq!(large, [None, None]);
         }
-        // Ranks without rows make others' only, in one block: not an exchange, for those wait for blocks.
+        // Ranks without rows make only others' rows, in one block. This is not one-shot, because the transfers wait for
+        // the block.
         assert_eq!(
             areas_of(MatmulReduceScatter, &[0, 0, 90], 4096),
             [None, None, None]
         );
-        // More rows than one tile has are all sent as they are made, too.
+        // Rows of more than one tile are sent as they are made, too.
         assert!(
             areas_of(MatmulAllReduce, &[100, 30], 256)
                 .iter()

@@ -36,19 +36,19 @@ use tables::ProgramTables;
 #[derive(Debug)]
 pub struct Program {
     pub schedule: Schedule,
-    /// For whom its operations wait.
+    /// Which ranks its operations wait for.
     pub waits: Waits,
     kernel: ProgramKernel,
-    /// What adds up rows behind copies, or behind the kernel of a product.
+    /// The kernel that adds rows behind copies or behind a product's kernel.
     reduction: Option<ReductionKernel>,
-    /// Keeps the tables of its kernel.
+    /// Keeps the kernel's tables.
     _held: HeldTables,
 }
 
-/// What runs on the device beside copies.
+/// The kernel that runs beside copies.
 #[derive(Debug)]
 enum ProgramKernel {
-    /// Nothing is multiplied, for lack of a product or of rows, and no kernel moves anything.
+    /// There is no product or it has no rows, and no kernel moves rows.
     None,
     Product(Box<ProductKernel>),
     Collective(Box<CollectiveKernel>),
@@ -73,7 +73,7 @@ impl Program {
         let chosen = chosen.transpose()?;
         let entries = chosen.as_ref().map_or(&[][..], |chosen| &chosen.entries);
         let (held, tables) = ProgramTables::hold(gpu, &schedule, &destination, entries)?;
-        // Also where a rank sends nothing, the kernel of a collective adds up what comes.
+        // A collective's kernel adds arrivals, also if this rank sends nothing.
         let is_collective = schedule.product().is_none() && schedule.is_pushed();
         let adds_itself = is_collective || matches!(destination, Destination::LowLatency(_));
         let added = schedule.reduction().filter(|_| !adds_itself);
@@ -107,7 +107,7 @@ impl Program {
         })
     }
 
-    /// What is added up behind copies or behind the kernel, and by what; nothing where the kernel does it.
+    /// The reduction behind copies or behind the main kernel, and its kernel. None if the main kernel adds.
     pub fn reduction(&self) -> Option<(&Reduction, &ReductionKernel)> {
         self.schedule.reduction().zip(self.reduction.as_ref())
     }
@@ -139,7 +139,7 @@ impl Program {
     }
 }
 
-/// Refuses pushes that could not run beside the kernel that waits for them. Without a product no kernel does.
+/// Checks that pushes can run beside the kernel that waits for them. Without a product, no kernel waits.
 fn check_pushes(gpu: &Gpu, schedule: &Schedule) -> Result<()> {
     if !(schedule.is_pushed() && schedule.uses(Route::Push)) {
         return Ok(());
@@ -151,10 +151,10 @@ fn check_pushes(gpu: &Gpu, schedule: &Schedule) -> Result<()> {
             cause: cause.clone(),
         });
     }
-    // All of a push is on its stream before the kernel that it waits for is launched.
+    // All commands of a push are on its stream before the kernel that permits it is launched.
     let what = "commands of a pushed product, two a chunk";
     limit(what, support::commands(schedule), 1, support::COMMANDS)
 }
 
-/// Keeps the compiler honest about what a kernel is given.
+/// A kernel takes addresses as pointers.
 const _: () = assert!(size_of::<DevicePtr>() == size_of::<*const std::ffi::c_void>());

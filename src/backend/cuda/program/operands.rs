@@ -1,4 +1,4 @@
-//! Where the matrices of a call lie, and what a kernel is told of them.
+//! The addresses of a call's matrices, and the kernel parameters that are made of them.
 
 use std::ffi::c_void;
 
@@ -17,18 +17,18 @@ use crate::schedule::{
     Bias, Block, MAX_WEIGHTS, MatrixSpec, Product, Reduction, Route, Schedule, Sum,
 };
 
-/// Where a matrix of a call lies.
+/// A matrix of a call.
 #[derive(Clone, Copy, Debug)]
 pub struct Operand<'a> {
-    /// In this rank's memory.
+    /// Its address in this rank's memory.
     pub ptr: DevicePtr,
     /// Bytes from row to row.
     pub pitch: usize,
-    /// Where it lies in every rank's memory, if all have it.
+    /// Its memory on every rank, if it is symmetric.
     pub symmetric: Option<&'a Symmetric>,
 }
 
-/// What a call binds to the numbers of its schedule.
+/// The matrices of a call, by number in its schedule.
 #[derive(Debug)]
 pub struct Operands<'a> {
     pub rank: usize,
@@ -36,12 +36,12 @@ pub struct Operands<'a> {
 }
 
 impl<'a> Operands<'a> {
-    /// Where the matrix of a number lies, if the call has it.
+    /// The matrix with this number, if the call has it.
     pub fn get(&self, number: usize) -> Option<Operand<'a>> {
         self.all[number]
     }
 
-    /// Where a matrix lies that no call of the schedule can do without.
+    /// A matrix that every call of the schedule must have.
     pub fn require(&self, number: usize) -> Result<Operand<'a>> {
         self.get(number).ok_or_else(|| Error::Internal {
             rank: self.rank,
@@ -49,7 +49,7 @@ impl<'a> Operands<'a> {
         })
     }
 
-    /// Where the matrix of a number lies in the memory of `rank`.
+    /// The address of a matrix in the memory of `rank`, if it is symmetric.
     pub fn of_rank(&self, number: usize, rank: usize) -> Option<DevicePtr> {
         Some(self.get(number)?.symmetric?.of(rank))
     }
@@ -82,7 +82,7 @@ fn part(ptr: DevicePtr, pitch: usize, first: usize, rows: usize, columns: usize)
     }
 }
 
-/// The matrices that a product's kernel has tensor maps of.
+/// The matrices for which a product's kernel has tensor maps.
 pub fn matrices(
     kernel: &ProductKernel,
     schedule: &Schedule,
@@ -95,7 +95,8 @@ pub fn matrices(
     let (outputs, targets) = match &kernel.places {
         Some(places) => {
             let targets = targets(schedule, product, places, operands)?;
-            // Who is alone adds nothing, and a rank without rows of its own stores nothing: any matrix will do.
+            // A rank alone adds nothing, and a rank without rows of its own stores nothing. Any matrix will do for
+            // these.
             let added = targets[0].or(targets[TARGETS]).unwrap_or(a);
             (SmallVec::from_slice(&[added]), Some(targets))
         }
@@ -112,8 +113,7 @@ pub fn matrices(
     })
 }
 
-/// Where the tiles of each weight go: the rows of its block or, where partials go both ways in one step by low latency,
-/// those of their sums.
+/// Where each weight's tiles go: to the rows of its block or, for low-latency partials, to the rows of their sums.
 fn outputs(
     kernel: &ProductKernel,
     schedule: &Schedule,
@@ -130,8 +130,7 @@ fn outputs(
     product.blocks.iter().map(out).collect()
 }
 
-/// Where the tiles of a kernel that adds partials go: the partials in the memory of each rank that it reaches, then the
-/// sums.
+/// Where the tiles of a kernel that adds partials go: partials in the memory of each rank that it reaches, then sums.
 fn targets(
     schedule: &Schedule,
     product: &Product,
@@ -139,7 +138,7 @@ fn targets(
     operands: &Operands,
 ) -> Result<[Option<DeviceMatrix>; 2 * TARGETS]> {
     let (rank, world) = (schedule.rank(), schedule.world());
-    // Nobody stores to peers' memory where copies push.
+    // If copies push, no kernel stores to peers' memory.
     let reached = match schedule.uses(Route::Store) {
         true => world.min(TARGETS),
         false => 1,
@@ -159,7 +158,7 @@ fn targets(
         let MatrixSpec { rows, columns, .. } = schedule.matrices()[number];
         add(0, number, 0, rows, columns);
     }
-    // Sums of f32 are stored without a map.
+    // f32 sums are stored without a tensor map.
     let is_f32 = |number: usize| schedule.matrices()[number].dtype == DType::F32;
     let out = places.out.as_ref().filter(|(number, _)| !is_f32(*number));
     if let Some((number, rows)) = out {
@@ -168,16 +167,16 @@ fn targets(
     Ok(targets)
 }
 
-/// A sum that the kernel of a product finishes.
+/// A sum that a product's kernel finishes, with bias, activation and residual.
 pub struct Finished<'a> {
     /// The number of the weight.
     weight: usize,
-    /// The row of `a` that its first row is of.
+    /// The row of `a` to which its first row belongs.
     row: usize,
     pub sum: &'a Sum,
 }
 
-/// The sums that the kernel of a product finishes.
+/// The sums that a product's kernel finishes.
 pub fn finished<'a>(
     kernel: &ProductKernel,
     schedule: &'a Schedule,
@@ -206,7 +205,7 @@ pub fn finished<'a>(
     }
 }
 
-/// What becomes of each weight's product: where it goes, and what is added to it.
+/// Sets where each weight's product goes, and what is added to it.
 pub fn finish(
     outputs: &mut [GemmeshOutput; MAX_WEIGHTS],
     finished: &[Finished],
@@ -217,7 +216,7 @@ pub fn finish(
     for &Finished { weight, row, sum } in finished {
         let at = |number: usize, first: usize| {
             let Operand { ptr, pitch, .. } = operands.get(number)?;
-            // Row 0 of `a` may be none of it.
+            // The kernel counts from row 0 of `a`, whose address may lie before the matrix.
             let before = (row as u64)
                 .wrapping_sub(first as u64)
                 .wrapping_mul(pitch as u64);

@@ -1,4 +1,4 @@
-//! What every kernel that may wait for peers is told: most of it once, when its program is made.
+//! The parameters of every kernel that may wait for peers. Most are set once, when the program is made.
 
 use std::ffi::c_void;
 
@@ -15,26 +15,26 @@ use crate::ranks::members::Members;
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::{Activation, MAX_WEIGHTS, Route, Schedule};
 
-/// Words for a kernel that are the same at each call.
+/// Kernel parameters that are the same at each call.
 #[derive(Debug)]
 pub struct Fixed<T>(pub T);
 
-// SAFETY: they hold addresses of the device, which nothing on the host follows.
+// SAFETY: they hold addresses of the device, which the host never dereferences.
 unsafe impl<T> Send for Fixed<T> {}
 // SAFETY: as above.
 unsafe impl<T> Sync for Fixed<T> {}
 
-/// How a call runs.
+/// The numbers of a call.
 #[derive(Clone, Copy, Debug)]
 pub struct CallNumbers {
-    /// The number of its operation.
+    /// The epoch of its operation.
     pub epoch: Epoch,
-    /// The number of its recording, if it is captured, to run whenever its graph is launched.
+    /// The number of its recording, if it is captured. It then runs whenever its graph is launched.
     pub recording: Option<u32>,
 }
 
-/// The parameters of a kernel of `schedule` that multiplies nothing. `completes`: whether the operation is complete
-/// when the kernel has ended.
+/// The parameters of a kernel of `schedule` that depend neither on a product nor on a call. `completes`: whether the
+/// operation is complete when the kernel has ended.
 pub fn fixed(
     shared: &Shared,
     members: &Members,
@@ -45,7 +45,7 @@ pub fn fixed(
     let (control, monitor) = (&shared.control, &shared.monitor);
     let flags = match schedule.is_pushed() {
         true => control.pushed(members.rank, 0),
-        // Where they lie does not depend on the epoch.
+        // Their address does not depend on the epoch.
         false => control.flags(Epoch::FIRST).chunk(members.rank, 0),
     };
     GemmeshParams {
@@ -77,7 +77,7 @@ pub fn fixed(
     }
 }
 
-/// What a kernel is told of its peers.
+/// A kernel's parameters about its peers.
 fn peers(
     shared: &Shared,
     members: &Members,
@@ -98,9 +98,10 @@ fn peers(
     GemmeshPeers {
         push_epoch: push_epoch as *mut GemmeshPushEpoch,
         tasks: tables.tasks as *const GemmeshCopyTask,
-        // The kernel's waits have deadlines of their own. Where copies push, their stream says that it should run.
+        // The kernel itself notes its start, because from then on its waits have deadlines. If copies push, their
+        // stream notes that the kernel should run.
         started: if copies { 0 } else { monitor.started() } as *mut u32,
-        // What follows a kernel is a part of the operation.
+        // Work behind the kernel is a part of the operation.
         completed: if completes { monitor.completed() } else { 0 } as *mut u32,
         task_count: tables.task_count,
         copies: copies.into(),
@@ -123,7 +124,7 @@ pub fn of_call(
     params.epoch = run.epoch.raw();
     if let Some(recording) = run.recording {
         params.recording = recording;
-        // The monitor counts no replays by these.
+        // The monitor does not count replays by these words.
         params.peers.started = std::ptr::null_mut();
         params.peers.completed = std::ptr::null_mut();
     }
@@ -133,7 +134,7 @@ pub fn of_call(
     params
 }
 
-/// An activation, as kernels know it.
+/// The kernels' number of an activation.
 pub fn function(activation: Activation) -> u32 {
     match activation {
         Activation::Identity => GEMMESH_IDENTITY,

@@ -1,4 +1,4 @@
-//! The kernel of a product: which one it is, and what it is told that is the same at each call.
+//! The kernel of a product: its choice, and its parameters that are the same at each call.
 
 use super::block_table::Places;
 use super::k_slices::{self, SliceEntry};
@@ -21,31 +21,31 @@ use crate::schedule::config::CUT_COLUMNS;
 use crate::schedule::limits::{limit, require};
 use crate::schedule::{MAX_WEIGHTS, Product, Schedule, Tile, WeightLayout};
 
-/// A kernel that multiplies, with all that it is told but where the operands of a call lie.
+/// A product's kernel, with all its parameters except the addresses of a call's operands.
 #[derive(Debug)]
 pub struct ProductKernel {
     pub instance: Instance,
-    /// How many of its clusters run.
+    /// How many clusters are launched.
     pub clusters: usize,
-    /// Where K is cut: by entry of the kernel's table. Otherwise there are none, and each tile is an entry.
+    /// The entries of the kernel's table, if K is cut. Otherwise empty, and each tile is an entry.
     entries: Vec<SliceEntry>,
-    /// Of a product whose blocks go to several places.
+    /// Where blocks go, if they go to several places.
     pub places: Option<Places>,
-    /// Of one whose partials go both ways in one step by low latency.
+    /// The rows of each rank, if partials are sent by low latency.
     pub low_latency: Option<LowLatencyRows>,
-    /// Whether what is finished is stored in f32.
+    /// Whether results are stored in f32.
     pub stores_f32: bool,
     pub params: Fixed<GemmeshParams>,
-    /// What it is told of blocks, if they go to several places.
+    /// The parameters about blocks, if they go to several places.
     pub sums: Option<Fixed<GemmeshSums>>,
     pub maps: Cache,
 }
 
-/// The kernel that a product needs.
+/// The kernel that was chosen for a product.
 pub struct Chosen<'a> {
     product: &'a Product,
     instance: Instance,
-    /// The entries of its table where K is cut; otherwise none.
+    /// The entries of its table if K is cut. Otherwise empty.
     pub entries: Vec<SliceEntry>,
 }
 
@@ -94,7 +94,7 @@ fn clusters(instance: &Instance, shared: &Shared) -> usize {
 }
 
 impl ProductKernel {
-    /// `fixed`: what it is told as a kernel that waits for peers.
+    /// `fixed`: its parameters as a kernel that may wait for peers.
     pub fn new(
         gpu: &Gpu,
         shared: &Shared,
@@ -125,8 +125,8 @@ impl ProductKernel {
             params: Fixed(fixed),
             maps: Cache::default(),
         };
-        // All of them run at the same time: those that push must not wait for those that wait for pushes. CTAs without
-        // tiles are good for pushing only.
+        // All clusters run at the same time, because those that store rows for peers must not wait for those that wait
+        // for rows. CTAs without tiles are only good for storing.
         let count = kernel.entry_count(schedule);
         if !schedule.is_pushed() || tables.task_count == 0 {
             kernel.clusters = kernel.clusters.min(count);
@@ -168,7 +168,7 @@ impl ProductKernel {
     }
 }
 
-/// Tells a kernel what it multiplies.
+/// Sets the parameters about the product.
 fn describe(params: &mut GemmeshParams, product: &Product, activation: u32, stores_f32: bool) {
     params.m = product.m as u32;
     params.k = product.k as u32;
@@ -185,7 +185,7 @@ fn describe(params: &mut GemmeshParams, product: &Product, activation: u32, stor
     }
 }
 
-/// What a kernel is told of blocks that go to several places.
+/// A kernel's parameters about blocks that go to several places.
 fn sums(shared: &Shared, schedule: &Schedule, tables: &ProgramTables) -> Fixed<GemmeshSums> {
     let unawaited = schedule.unawaited();
     Fixed(GemmeshSums {
@@ -198,7 +198,7 @@ fn sums(shared: &Shared, schedule: &Schedule, tables: &ProgramTables) -> Fixed<G
     })
 }
 
-/// Both languages count alike.
+/// Rust and CUDA agree on this limit.
 const _: () = assert!(MAX_WEIGHTS == GEMMESH_MAX_WEIGHTS as usize);
-/// A cut lies between two steps of a kernel.
+/// A cut through the columns of `a` lies between two steps of a kernel.
 const _: () = assert!(CUT_COLUMNS == GEMMESH_TILE_K as usize);

@@ -1,4 +1,4 @@
-//! Rows that are added up by a kernel of their own, behind what has brought them.
+//! Reductions by a kernel of their own, behind the work that brings the rows.
 
 use std::ffi::c_void;
 use std::ops::Range;
@@ -40,7 +40,7 @@ impl ReductionKernel {
         })
     }
 
-    /// How many CTAs add these sums: enough to fill the device, each with the same number of pieces, about.
+    /// How many CTAs add these sums: at most as many as fill the device, each with about the same number of pieces.
     pub fn grid(&self, sums: &GemmeshReduction) -> u32 {
         let pieces = sums.n.div_ceil(16 / self.bytes as u32) as usize * sums.rows as usize;
         let ctas = pieces.div_ceil(GEMMESH_REDUCE_THREADS as usize);
@@ -48,7 +48,7 @@ impl ReductionKernel {
     }
 }
 
-/// What a kernel is told that adds up rows of a reduction.
+/// The parameters of the kernel that adds `rows` of a reduction.
 pub fn sums(
     schedule: &Schedule,
     reduction: &Reduction,

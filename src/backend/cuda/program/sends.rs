@@ -1,4 +1,4 @@
-//! Rows that a kernel stores to the peers where nothing is multiplied.
+//! Rows that a collective's kernel stores to the peers. Nothing is multiplied.
 
 use std::ffi::c_void;
 
@@ -17,27 +17,27 @@ use crate::error::Result;
 use crate::schedule::limits::{limit, require};
 use crate::schedule::{Move, Route, Schedule, Transfer};
 
-/// What a kernel stores and loads at once.
+/// Bytes that a kernel stores or loads at once.
 const PIECE: usize = 16;
-/// CTAs of a grid, all of which run at the same time: as many fit at least, for a multiprocessor holds two.
+/// The most CTAs of a grid. All run at the same time, and at least as many fit, because a multiprocessor holds two.
 const MOST_CTAS: usize = 128;
 
-/// A kernel that stores rows, waits for the peers' and adds them.
+/// A kernel that stores rows, waits for the peers' rows and adds them.
 #[derive(Debug)]
 pub struct CollectiveKernel {
     pub function: Function,
     pub grid: u32,
-    /// The number of the matrix whose rows it sends,
+    /// The number of the matrix whose rows it sends.
     source: usize,
-    /// and of the one that it stores to.
+    /// The number of the matrix that it stores to.
     pub target: usize,
     pub params: Fixed<GemmeshParams>,
     sends: Fixed<GemmeshSends>,
 }
 
 impl CollectiveKernel {
-    /// The kernel of a schedule that moves something and multiplies nothing; none if it moves nothing. `fixed`: what it
-    /// is told as a kernel that waits for peers.
+    /// The kernel of a schedule without a product. None if nothing is moved. `fixed`: its parameters as a kernel that
+    /// may wait for peers.
     pub fn new(
         gpu: &Gpu,
         control: &Control,
@@ -77,14 +77,14 @@ impl CollectiveKernel {
         })
     }
 
-    /// What the kernel is told of one call: what it sends, and what it adds.
+    /// The kernel's parameters for one call: what it sends, and what it adds.
     pub fn told(
         &self,
         schedule: &Schedule,
         operands: &Operands,
     ) -> Result<(GemmeshSends, GemmeshReduction)> {
         let mut sends = self.sends.0;
-        // A rank that sends nothing may have nothing bound.
+        // A rank that sends nothing may have no source matrix.
         if let Some(source) = operands.get(self.source) {
             sends.from = source.ptr as *const c_void;
             sends.from_pitch = source.pitch as u64;
@@ -97,7 +97,7 @@ impl CollectiveKernel {
     }
 }
 
-/// Refuses what the kernel can't store: it goes from one matrix to another, in whole pieces.
+/// Checks that the kernel can store these rows: from one matrix to one other, in whole pieces.
 pub fn check(schedule: &Schedule) -> Result<()> {
     let mut matrices = None;
     for stored in schedule.moves().filter(|moved| moved.route == Route::Store) {
@@ -119,22 +119,22 @@ pub fn check(schedule: &Schedule) -> Result<()> {
     Ok(())
 }
 
-/// Whether what the kernel stores goes through low-latency areas: the same on every rank.
+/// Whether the kernel's stores go through low-latency areas. The same on every rank.
 fn is_low_latency(schedule: &Schedule) -> bool {
-    /// Twice the bytes take longer than what they spare.
+    /// The most bytes. Above this, sending twice the bytes takes longer than it saves.
     const MOST: usize = 512 << 10;
     let is_stored = schedule.product().is_none() && schedule.uses(Route::Store);
     let moved = schedule.arrivals().iter().chain(schedule.moves()).next();
     let Some(Move { from, .. }) = moved.filter(|_| is_stored).map(|moved| &moved.regions[0]) else {
         return false;
     };
-    // No rank sends another more than this whole matrix, of which all know the extents.
+    // No rank sends another more than this whole matrix, and all ranks know its extents.
     let source = &schedule.matrices()[from.matrix];
     source.rows * source.row_bytes() <= MOST.min(low_latency::room(schedule.world()))
 }
 
-/// The kernel's table: what it stores and, if it goes through low-latency areas, what comes behind it; and how many
-/// entries are stored.
+/// The kernel's table, and how many of its entries are stores. Arrivals stand behind these if they come through
+/// low-latency areas.
 pub fn table(schedule: &Schedule) -> (Vec<GemmeshSend>, u32) {
     let mut table = sends(schedule);
     let count = table.len() as u32;
@@ -144,7 +144,7 @@ pub fn table(schedule: &Schedule) -> (Vec<GemmeshSend>, u32) {
     (table, count)
 }
 
-/// What the kernel stores: the peers' first.
+/// What the kernel stores, in the schedule's order.
 fn sends(schedule: &Schedule) -> Vec<GemmeshSend> {
     let stored = schedule.moves().filter(|moved| moved.route == Route::Store);
     entries(
@@ -166,8 +166,8 @@ fn arrivals(schedule: &Schedule) -> Vec<GemmeshSend> {
     )
 }
 
-/// As the kernel takes them. What goes from one rank to another lies in low-latency areas row by row, in the order of
-/// `row`.
+/// The kernel's entries for `transfers`. In a low-latency area, the rows from one rank lie one after the other, in the
+/// order of `row`.
 fn entries<'a>(
     schedule: &Schedule,
     transfers: impl Iterator<Item = &'a Transfer> + Clone,
@@ -210,8 +210,8 @@ mod tests {
     use crate::schedule::plan::plan;
     use crate::schedule::{Layout, Operation, Problem};
 
-    /// Every piece that a rank sends another has a place of its own in the low-latency area, where that one looks for
-    /// it, and puts it where it would have been stored.
+    /// Every piece that a rank sends has a place of its own in the low-latency area. The receiver looks for it there,
+    /// and puts it where it would have been stored.
     #[test]
     fn what_is_sent_is_sought_where_it_was_sent() {
         for (rows, n) in [([5, 1, 0], 1024), ([16, 16, 16], 2048), ([1, 2, 40], 8)] {

@@ -1,4 +1,4 @@
-//! What kernels can do of what schedules can say, and where a product then goes.
+//! Which schedules the kernels support, and where the rows of their products go.
 
 use super::block_table::Places;
 use super::low_latency::LowLatencyRows;
@@ -12,9 +12,9 @@ use crate::schedule::{Block, Move, Route, Schedule, Transfer};
 pub enum Destination {
     /// All to one matrix.
     One,
-    /// To several places, and what comes from others is added to some.
+    /// To several places. At some of them, partials from other ranks are added.
     Places(Places),
-    /// As partials to low-latency areas; their sums to one matrix.
+    /// As partials to low-latency areas. Their sums go to one matrix.
     LowLatency(LowLatencyRows),
 }
 
@@ -22,9 +22,9 @@ pub enum Destination {
 ///
 /// # Errors
 /// [`Error::NoRoute`](crate::Error::NoRoute); [`Error::Limit`](crate::Error::Limit) and
-/// [`Error::Unsupported`](crate::Error::Unsupported) for what no operation needs.
+/// [`Error::Unsupported`](crate::Error::Unsupported) for schedules that no operation needs.
 pub fn check(schedule: &Schedule) -> Result<Destination> {
-    // Kernels wait for flags of pulls, or for those of pushes.
+    // A kernel waits either for flags of pulls or for flags of pushes.
     let routes = schedule.routes();
     limit("routes of an operation on GPUs", routes.len(), 0, 1)?;
     let Some(product) = schedule.product() else {
@@ -80,11 +80,11 @@ pub fn check(schedule: &Schedule) -> Result<Destination> {
 /// The commands that a queue of the device holds.
 pub const COMMANDS: usize = 1024;
 
-/// The most commands that an operation puts on one stream. What kernels store is none of them.
+/// The most commands that an operation puts on one stream. Stores by kernels need none.
 pub fn commands(schedule: &Schedule) -> usize {
     let copied = || schedule.moves().filter(|moved| moved.route != Route::Store);
     let copies: usize = copied().map(|moved| moved.regions.len()).sum();
-    // The stream waits for a block when it turns to it, and takes its word back.
+    // The stream waits for a block's word when it comes to the block, and resets the word.
     let mut last = None;
     let is_next = |moved: &&Transfer| {
         moved.produced.is_some() && std::mem::replace(&mut last, moved.produced) != moved.produced

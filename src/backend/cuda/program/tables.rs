@@ -1,4 +1,4 @@
-//! The tables that kernels read: what stands in them, and where they lie.
+//! The tables that kernels read: their contents and their addresses.
 
 use std::mem::offset_of;
 
@@ -13,17 +13,17 @@ use crate::backend::cuda::gpu::tables::HeldTables;
 use crate::error::Result;
 use crate::schedule::{Route, Schedule, Tile};
 
-/// Where the tables of a program lie, as abi.h names them.
+/// The addresses of a program's tables, named as in abi.h.
 #[derive(Debug)]
 pub struct ProgramTables {
     pub tiles: DevicePtr,
     pub slices: DevicePtr,
     /// By flag: the rank whose rows it guards.
     pub sources: DevicePtr,
-    /// What the kernel of a product stores for peers.
+    /// The chunks that a product's kernel stores for peers.
     pub tasks: DevicePtr,
     pub task_count: u32,
-    /// What is stored where nothing is multiplied. Behind it stands what comes, if it goes through low-latency areas.
+    /// What a collective's kernel stores. Arrivals stand behind it if they come through low-latency areas.
     pub sends: DevicePtr,
     pub send_count: u32,
     pub blocks: DevicePtr,
@@ -32,7 +32,7 @@ pub struct ProgramTables {
 }
 
 impl ProgramTables {
-    /// Brings the tables of a schedule to the device. `entries`: of the kernel's table, where K is cut; otherwise none.
+    /// Uploads the tables of a schedule. `entries`: those of the kernel's table if K is cut, otherwise empty.
     pub fn hold(
         gpu: &Gpu,
         schedule: &Schedule,
@@ -93,7 +93,7 @@ impl ProgramTables {
     }
 }
 
-/// The chunks that the kernel of a product stores, by warps that have nothing else to do.
+/// The chunks that a product's kernel stores, by warps that have nothing else to do.
 fn tasks(schedule: &Schedule) -> Vec<GemmeshCopyTask> {
     let stored = schedule
         .moves()
@@ -116,7 +116,7 @@ fn tasks(schedule: &Schedule) -> Vec<GemmeshCopyTask> {
     all
 }
 
-/// The kernel reads tiles as they are.
+/// The kernel reads the schedule's tiles as they lie in memory.
 const _: () = {
     assert!(size_of::<Tile>() == size_of::<GemmeshTile>());
     assert!(offset_of!(Tile, m) == offset_of!(GemmeshTile, m));

@@ -1,4 +1,4 @@
-//! The tensor maps of an operation, kept as long as its matrices stay where they are.
+//! The tensor maps of an operation, kept while its matrices stay where they are.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -12,33 +12,33 @@ use crate::element::DType;
 use crate::error::Result;
 use crate::schedule::{MAX_WEIGHTS, WeightLayout};
 
-/// The matrices.
+/// The matrices that the maps describe.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Matrices {
     pub a: DeviceMatrix,
     pub weights: SmallVec<[DeviceMatrix; MAX_WEIGHTS]>,
     pub weight_layout: WeightLayout,
     pub gated: bool,
-    /// Where tiles go, by weight; of a kernel that adds partials, what is added.
+    /// By weight: where its tiles go or, for a kernel that adds partials, the addends.
     pub outputs: SmallVec<[DeviceMatrix; MAX_WEIGHTS]>,
-    /// Whether what has been finished is stored in f32.
+    /// Whether results are stored in f32.
     pub stores_f32: bool,
-    /// Where the tiles of that kernel go, as it numbers these places.
+    /// Where the tiles of a kernel that adds partials go, in the kernel's numbering.
     pub targets: Option<[Option<DeviceMatrix>; 2 * TARGETS]>,
 }
 
-/// As the kernel takes them.
+/// The tensor maps that the kernel takes.
 #[derive(Debug)]
 pub struct Maps {
-    /// a, b, and where tiles go or what is added.
+    /// Those of a, of b, and of the output or the addends.
     pub operands: [TensorMap; 3],
-    /// Those of the other weights, and where their tiles go.
+    /// Those of the other weights, and of their outputs.
     pub more: [[TensorMap; MAX_WEIGHTS - 1]; 2],
-    /// Of a kernel that adds partials.
+    /// Those of the targets of a kernel that adds partials.
     pub targets: Option<Box<[TensorMap; 2 * TARGETS]>>,
 }
 
-/// The maps of the last call. They are thousands of bytes, so that nobody copies them.
+/// The maps of the last call. They are thousands of bytes, so they are shared and not copied.
 #[derive(Debug, Default)]
 pub struct Cache(Mutex<Option<Box<Known>>>);
 
@@ -73,7 +73,7 @@ impl Cache {
         let stored = |matrix| boxes(matrix, dtype, GEMMESH_STORE_COLUMNS);
         let out_or_added = |&matrix: &DeviceMatrix| match matrices.targets {
             Some(_) => loaded(matrix, tile_m),
-            // As many bytes.
+            // Half the columns are as many bytes.
             None if matrices.stores_f32 => boxes(matrix, DType::F32, GEMMESH_STORE_COLUMNS / 2),
             None => stored(matrix),
         };

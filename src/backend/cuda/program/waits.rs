@@ -1,10 +1,10 @@
-//! For whose words a schedule's operation waits.
+//! Which ranks' words a schedule's operation waits for.
 
 use crate::backend::cuda::shared::words::Waits;
 use crate::schedule::{Schedule, Transfer};
 
 impl Waits {
-    /// Of a schedule, run at once.
+    /// The waits of an operation that is not captured.
     pub fn of(schedule: &Schedule) -> Waits {
         if schedule.is_pushed() {
             return Waits::Kernel;
@@ -14,14 +14,15 @@ impl Waits {
             sources,
             done,
         } = Masks::of(schedule);
-        // What is passed on waits for its source, which therefore is to blame before those who wait for it too.
+        // A transfer that passes rows on waits for their source. So the source is to blame before other ranks that wait
+        // for it too.
         Waits::Streams {
             ready: ready | sources,
             done,
         }
     }
 
-    /// Of the same operation when it is recorded, by graph words.
+    /// The waits of a captured operation, for graph words.
     pub fn in_graph(schedule: &Schedule) -> Waits {
         let Masks {
             ready,
@@ -36,13 +37,13 @@ impl Waits {
     }
 }
 
-/// Whom streams wait for: bit r for rank r.
+/// The ranks that streams wait for: bit r for rank r.
 struct Masks {
-    /// Whose memory something is moved from or to.
+    /// Ranks from or to whose memory this rank moves something.
     ready: u64,
-    /// Whose rows are passed on.
+    /// Ranks whose rows this rank passes on.
     sources: u64,
-    /// Who moves something from or to this rank's.
+    /// Ranks that move something from or to this rank's memory.
     done: u64,
 }
 

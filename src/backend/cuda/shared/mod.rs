@@ -1,4 +1,5 @@
-//! What the ranks of a group share on their GPUs: control words, symmetric memory, and the thread that watches both.
+//! What a group's ranks share on their GPUs: control words, symmetric memory, and the thread that watches them.
+//!
 //! Knows no operation.
 
 pub mod monitor;
@@ -15,10 +16,10 @@ use monitor::Monitor;
 use symmetric::{Peers, Symmetric};
 use words::Control;
 
-/// One group's words, memory and watch.
+/// One group's control words, peers and monitor.
 #[derive(Debug)]
 pub struct Shared {
-    /// First: its thread uses what follows.
+    /// Dropped first, because its thread uses the other fields.
     pub monitor: Monitor,
     pub control: Control,
     pub peers: Peers,
@@ -32,7 +33,8 @@ impl Shared {
         let control = Control::open(gpu, members, &peers, first)?;
         let own = control.own(members.rank);
         Ok(Shared {
-            // Nothing fails between its start and the group's end, which waits for what it has put on the device.
+            // After the monitor's start, nothing fails without closing the group, and closing waits for the monitor's
+            // work on the device.
             monitor: Monitor::start(&gpu.device, members, own, first)?,
             control,
             peers,
@@ -40,7 +42,7 @@ impl Shared {
         })
     }
 
-    /// Collective, as `call`. Zeroed memory of `bytes` bytes on each rank.
+    /// Allocates `bytes` zeroed bytes on each rank. Collective, as `call`.
     pub fn symmetric(
         &self,
         gpu: &Gpu,
@@ -51,7 +53,7 @@ impl Shared {
         Symmetric::allocate(gpu, members, &self.peers, call, bytes, |_| Ok(()))
     }
 
-    /// The number of the alignment that begins now: from 1.
+    /// The number of the alignment that begins now, counted from 1.
     pub fn next_alignment(&self) -> u32 {
         self.alignments.fetch_add(1, Ordering::Relaxed) + 1
     }

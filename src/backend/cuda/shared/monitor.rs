@@ -1,8 +1,8 @@
-//! The thread that sees when operations on the device get stuck, says why, and sets the device free.
+//! The thread that notices operations that are stuck on the device, says why, and releases the device.
 //!
-//! Kernels have deadlines of their own. Streams have none: a wait for a word lasts until the word is written. So
-//! this thread looks at the oldest operation that is not complete; and once the group has failed, whoever
-//! noticed it, it writes what this rank's kernels and streams wait for, so that they run through.
+//! Kernels have deadlines of their own. Streams have none: they wait for a word until it is written. So this thread
+//! watches the oldest operation that is not complete. Once the group has failed, whoever noticed it, the thread writes
+//! the words that this rank's kernels and streams wait for, so that they run through.
 
 use std::mem::offset_of;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
@@ -24,10 +24,10 @@ use crate::schedule::{MAX_BLOCKS, MAX_FLAGS};
 
 /// How often the thread looks.
 const PERIOD: Duration = Duration::from_millis(2);
-/// How much longer than the kernels' own deadline it waits: they know more.
+/// How much longer than the kernels' own deadline it waits, because kernels know more.
 const GRACE: Duration = Duration::from_millis(500);
-/// How long an operation must have waited before it is asked whether its peers are still there, and how often for whom
-/// it waits.
+/// How long an operation must have waited before the monitor checks whether peers have left. It is also the time
+/// between two notes of which rank the operation waits for.
 const LEFT_AFTER: Duration = Duration::from_millis(100);
 
 /// The most operations that are on the device at a time.
@@ -45,33 +45,33 @@ struct Watch {
     failures: FailureReporter,
     world: usize,
     device: Arc<Device>,
-    /// In the control block, which outlives the thread.
+    /// Words in the control block, which outlives the thread.
     own: OwnWords,
     /// Written by kernels.
     fault: Pinned<GemmeshFault>,
-    /// The last operation that streams have come to, or whose kernel runs.
+    /// The last operation that streams have reached, or whose kernel runs.
     started: Pinned<u32>,
-    /// The last operation that is complete, or whose rows have all come; written by streams and kernels.
+    /// The last operation that is complete, or whose rows have all arrived. Written by streams and kernels.
     completed: Pinned<u32>,
-    /// Recorded operations; written by streams and a kernel.
+    /// The progress of captured operations. Written by streams and a kernel.
     replayed: Pinned<Replayed>,
-    /// By the number in `replayed`, less one: what a recorded operation is called, and for whom it waits.
+    /// By the number in `replayed`, less one: a captured operation's name, and which ranks it waits for.
     recordings: Mutex<Vec<(String, Waits)>>,
     /// A copy of this rank's words, for a report.
     snapshot: Pinned<Snapshot>,
-    /// What sets the device free.
+    /// The values that release the device.
     satisfying: Pinned<Satisfying>,
     /// The last operation that was begun.
     begun: AtomicU32,
-    /// A function of the caller's is to put a part of the latest operation on the device.
+    /// Whether a callback is running that is to enqueue a part of the latest operation.
     calling: AtomicBool,
-    /// By epoch, modulo their number: for whom the operation waits.
+    /// By epoch, modulo the array's length: which ranks the operation waits for.
     waits: Mutex<[Waits; OUTSTANDING]>,
-    /// When it was noted last for whom an operation waits.
+    /// When it was last noted which rank an operation waits for.
     noted: Mutex<Instant>,
     /// Held while `satisfying` is written.
     releases: Mutex<()>,
-    /// For the words that set the device free, behind nothing else.
+    /// For the words that release the device. Nothing else stands in front of them.
     rescue: Stream,
     closing: Mutex<bool>,
     closed: Condvar,
@@ -80,21 +80,22 @@ struct Watch {
 // SAFETY: plain words and pointers, for which zero is valid.
 unsafe impl bytemuck::Zeroable for GemmeshFault {}
 
-/// How far a rank has come with what was recorded. Streams write the same at each replay, so they can't count.
+/// A rank's progress in captured operations. Streams write the same values at each replay, so they can't count.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Replayed {
-    /// The number of the recording that runs; 0 between them.
+    /// The number of the recording that runs. 0 between replays.
     running: u32,
-    /// How many replays have begun, by a kernel that counts them.
+    /// How many replays have begun. A kernel counts them.
     begun: u32,
 }
 
 // SAFETY: plain words, for which zero is valid.
 unsafe impl bytemuck::Zeroable for Replayed {}
 
-/// Words that copies bring where streams wait. (Not a fill, which is a kernel: it may have to wait for what it is to
-/// set free.)
+/// Values that copies bring to the words that streams wait for.
+///
+/// (A fill will not do, because it is a kernel, which may have to wait for the kernel that it is to release.)
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 struct Satisfying {
@@ -108,9 +109,9 @@ unsafe impl bytemuck::Zeroable for Satisfying {}
 /// An operation that has not ended.
 #[derive(Clone, Copy, Debug)]
 enum Running {
-    /// By its number.
+    /// Identified by its epoch.
     Live(Epoch),
-    /// By that of its recording.
+    /// Identified by the number of its recording.
     Replay(u32),
 }
 
@@ -158,13 +159,13 @@ impl Monitor {
         })
     }
 
-    /// An operation is about to be put on the device.
+    /// Notes that an operation is about to be enqueued.
     pub fn begin(&self, epoch: Epoch, waits: Waits) {
         lock(&self.watch.waits)[epoch.raw() as usize % OUTSTANDING] = waits;
         self.watch.begun.store(epoch.raw(), Ordering::Release);
     }
 
-    /// An operation `name` is being recorded. The number of its recording.
+    /// Notes that an operation `name` is being captured. Returns the number of its recording.
     pub fn record(&self, name: &str, waits: Waits) -> u32 {
         let mut recordings = lock(&self.watch.recordings);
         let known = recordings
@@ -187,7 +188,8 @@ impl Monitor {
         self.watch.replayed.ptr() + offset_of!(Replayed, begun) as u64
     }
 
-    /// Runs what calls a function of the caller's, without which the operation that was begun last does not go on.
+    /// Runs `call`, which calls a function of the caller's. The latest operation can't go on before this function
+    /// returns.
     pub fn calling<R>(&self, call: impl FnOnce() -> R) -> R {
         self.watch.calling.store(true, Ordering::Relaxed);
         let result = call();
@@ -195,22 +197,22 @@ impl Monitor {
         result
     }
 
-    /// What changes when operations end, or replays begin.
+    /// Numbers that change when operations end or replays begin.
     pub fn progress(&self) -> (u32, u32) {
         (self.outstanding(), self.watch.replayed.read().begun)
     }
 
-    /// Operations that were begun and are not complete.
+    /// How many operations were begun and are not complete.
     pub fn outstanding(&self) -> u32 {
         self.watch.outstanding()
     }
 
-    /// Where it is written that streams have come to an operation.
+    /// Where streams and kernels write the last operation that has started.
     pub fn started(&self) -> DevicePtr {
         self.watch.started.ptr()
     }
 
-    /// Where it is written that an operation is complete.
+    /// Where streams and kernels write the last operation that is complete.
     pub fn completed(&self) -> DevicePtr {
         self.watch.completed.ptr()
     }
@@ -220,21 +222,23 @@ impl Monitor {
         self.watch.fault.ptr()
     }
 
-    /// Reports what a kernel has written, if it has.
+    /// Reports the fault that a kernel has written, if there is one.
     pub fn look(&self) {
         self.watch.look();
     }
 
-    /// Lets whatever waits on the device run through, now and later; but replays, which close graph words behind
-    /// themselves, once.
+    /// Lets everything that waits on the device run through, now and later.
+    ///
+    /// Replays run through only once, because they close graph words behind themselves.
     pub fn release(&self) {
-        // What can't be written can't be helped; the device itself has failed then.
+        // If the words can't be written, the device has failed, and nothing helps.
         let _ = self.watch.release();
     }
 
-    /// Ends the thread, and waits until the words that it has sent have arrived: what they are written to may be
-    /// unmapped then. False if that can't be known. What is returned is used by the device as long as an operation
-    /// runs.
+    /// Ends the thread, and waits until the words that it has sent have arrived.
+    ///
+    /// Returns true if they have: then the memory to which they go may be unmapped. False if that can't be known. The
+    /// device uses the second value as long as an operation runs.
     pub fn stop(&mut self) -> (bool, impl Send + use<>) {
         self.end();
         let begin = Instant::now();
@@ -280,7 +284,8 @@ impl Watch {
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
             let completed = self.completed.read();
-            // What a stream has not come to yet is not late: the caller's own work may be in front of it.
+            // An operation that the streams have not reached is not late, because the caller's own work may be in front
+            // of it.
             if completed == self.started.read() || completed != last.0 {
                 last.0 = completed;
                 since.0 = Instant::now();
@@ -294,11 +299,11 @@ impl Watch {
             let next = Epoch::from_raw(completed).next();
             self.judge(Running::Live(next), since.0.elapsed());
             self.judge(Running::Replay(replayed.running), since.1.elapsed());
-            // Once, and again for what is on the device: replays close graph words behind themselves. (Not always, for
-            // each time takes a turn of the GPU from other processes.)
+            // Release once, and again while work is on the device, because replays close graph words behind themselves.
+            // (Not more often, because each release takes a turn of the GPU from other processes.)
             let is_busy = self.outstanding() > 0 || self.replayed.read().running > 0;
             if self.failures.fault().is_some() && (is_busy || !released) {
-                // What can't be written can't be helped; the device itself has failed then.
+                // If the words can't be written, the device has failed, and nothing helps.
                 released = self.release().is_ok();
             }
         }
@@ -309,7 +314,7 @@ impl Watch {
         begun.wrapping_sub(self.completed.read())
     }
 
-    /// Ends the group if an operation has waited too long, or in vain.
+    /// Fails the group if an operation has waited too long, or waits in vain.
     fn judge(&self, running: Running, waited: Duration) {
         let refusal = || match running {
             Running::Live(epoch) => self.failures.standing_refusal(epoch, waited),
@@ -327,8 +332,9 @@ impl Watch {
         }
     }
 
-    /// Notes for whom an operation waits, which has `waited`, now and then: who waits for this rank meanwhile names
-    /// that one in its stead.
+    /// Notes now and then which rank an operation waits for. `waited`: for how long it has waited.
+    ///
+    /// Ranks that wait for this rank then blame that one instead.
     fn note(&self, running: Running, waited: Duration) {
         let mut noted = lock(&self.noted);
         if noted.elapsed() < LEFT_AFTER || self.waits_for_its_caller(running) {
@@ -341,14 +347,14 @@ impl Watch {
         }
     }
 
-    /// Whether what is missing is what a function of this rank's caller has not put on the device yet.
+    /// Whether the operation waits for work that a callback on this rank has not enqueued yet.
     fn waits_for_its_caller(&self, running: Running) -> bool {
         let latest = Epoch::from_raw(self.begun.load(Ordering::Acquire));
         let is_latest = matches!(running, Running::Live(epoch) if epoch == latest);
         is_latest && self.calling.load(Ordering::Relaxed)
     }
 
-    /// The name of a recorded operation, and for whom it waits.
+    /// The name of a captured operation, and which ranks it waits for.
     fn recording(&self, number: u32) -> Option<(String, Waits)> {
         let index = (number as usize).checked_sub(1)?;
         lock(&self.recordings).get(index).cloned()
@@ -362,13 +368,13 @@ impl Watch {
         (0..self.world).any(|rank| self.failures.has_left(rank))
     }
 
-    /// If an operation waits for a rank that has left, it waits in vain.
+    /// Fails the group if an operation waits for a rank that has left.
     fn blame_the_one_who_left(&self, running: Running) {
         let Ok(Some((awaited, expected, seen))) = self.missing(running) else {
             return;
         };
-        // A rank that left had done its part; so look at the words after that. And this rank's own part may be ending
-        // at this moment, while they are read: they must be the same twice.
+        // A rank that left may have done its part first, so the words are read again after it has left. This rank's own
+        // part may end while they are read, so both reads must be the same.
         if !self.failures.has_left(awaited.peer()) {
             return;
         }
@@ -388,7 +394,7 @@ impl Watch {
         }
     }
 
-    /// Why `rank`, which an operation waits for, was refused that call, if it was.
+    /// The error with which `rank`, which an operation waits for, was refused that call, if it was.
     fn refusal(&self, running: Running, rank: usize) -> Option<Error> {
         match running {
             Running::Live(epoch) => self.failures.refusal(rank, epoch),
@@ -397,8 +403,8 @@ impl Watch {
     }
 
     fn look(&self) {
-        // SAFETY: the record lives as long as `self`. The kernel marks it after it has filled it; so once the mark is
-        // seen, and the fence passed, the rest is final.
+        // SAFETY: the record lives as long as `self`. The kernel writes the state after the rest. So once the state is
+        // seen and the fence has passed, the rest is final.
         let state = unsafe { (&raw const (*self.fault.as_ptr()).state).read_volatile() };
         if state != GEMMESH_FAULT_RECORDED || self.failures.fault().is_some() {
             return;
@@ -417,8 +423,8 @@ impl Watch {
                 pulled: fault.pushed == 0,
             },
         };
-        // Rows that come late may be those of a rank that waits itself, for another's word: the one that has not given
-        // its word is to blame.
+        // The owner of late rows may be waiting for `ready` of a third rank. Then the rank whose `ready` is missing is
+        // to blame.
         let (rank, world) = (self.failures.rank, self.world);
         let waits = match fault.pushed {
             0 => self.waits_of(epoch),
@@ -430,8 +436,8 @@ impl Watch {
             Some((awaited @ Awaited::Ready { .. }, _)) => awaited,
             _ => noted,
         };
-        // Flags of pushes count operations of their own. And by now the kernel may have run through, and those behind
-        // it too.
+        // The record names the operation. Flags of pushes have a count of their own, and by now this kernel and those
+        // behind it may have run through.
         let running = match fault.recording {
             0 => Running::Live(Epoch::from_raw(fault.operation)),
             recording => Running::Replay(recording),
@@ -464,7 +470,7 @@ impl Watch {
         }
     }
 
-    /// Says what an operation waits for.
+    /// The error of an operation that has waited too long.
     fn diagnose(&self, running: Running, waited: Duration) -> Error {
         let rank = self.failures.rank;
         let unknown = |reason: String| Error::Timeout {
@@ -487,7 +493,7 @@ impl Watch {
         }
     }
 
-    /// The first word that an operation waits for and that has not come, the epoch that it should have, and its value.
+    /// The first missing word of an operation, the epoch that it should have reached, and its value.
     fn missing(&self, running: Running) -> Result<Option<(Awaited, Epoch, u32)>> {
         let words = self.read_words()?;
         let (waits, expected, has_ended) = match running {
@@ -550,9 +556,9 @@ impl Watch {
         Ok(self.snapshot.read())
     }
 
-    /// Lets this rank's kernels and streams run through. Their results are void: the group has failed.
+    /// Lets this rank's kernels and streams run through. Their results are void, because the group has failed.
     ///
-    /// It is safe that this writes flags that are others' to write: nobody uses what they guard any more.
+    /// It is safe that this writes flags of other writers, because nobody uses what they guard any more.
     fn release(&self) -> Result<()> {
         let last = self.begun.load(Ordering::Acquire);
         let _bound = self.device.bind()?;
@@ -571,7 +577,7 @@ impl Watch {
             }
         }
         const { assert!(MAX_FLAGS <= MAX_BLOCKS) };
-        // The thread and whoever closes the group may both be here.
+        // The monitor's thread and the thread that closes the group may both be here.
         let _alone = lock(&self.releases);
         self.satisfying.write(Satisfying {
             chunks: [last; MAX_FLAGS],
@@ -584,9 +590,9 @@ impl Watch {
         unsafe {
             self.rescue.words(&words)?;
             self.rescue.copy(flags.chunk, chunks, flags_bytes)?;
-            // What is replayed closes them again: this is done as long as it goes on.
+            // A replay closes them again, so this is repeated as long as the replay goes on.
             self.rescue.copy(graph.chunk, open, flags_bytes)?;
-            // Of a product whose kernel was not launched.
+            // For the blocks of a product whose kernel was not launched.
             self.rescue.copy(self.own.stored, open, blocks_bytes)
         }
     }

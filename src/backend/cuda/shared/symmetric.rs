@@ -1,8 +1,9 @@
 //! Symmetric memory between processes: device memory that every rank maps.
 //!
-//! It is passed on as descriptors of the driver's virtual memory. Unlike a legacy CUDA IPC handle, such a mapping keeps
-//! the memory for as long as it lasts, whatever becomes of the rank that made it; so a rank lets go of its own mappings
-//! when its own work has ended, and asks nobody. When all ranks have, or have died, the memory is the driver's again.
+//! Ranks send one another file descriptors of the driver's virtual memory. Unlike a legacy CUDA IPC handle, a mapping
+//! keeps the memory alive, whatever happens to the rank that allocated it. So a rank unmaps everything when its own
+//! work has ended, without asking the others. When all ranks have unmapped the memory or have died, the driver frees
+//! it.
 
 use std::collections::HashSet;
 use std::os::fd::OwnedFd;
@@ -26,8 +27,10 @@ pub struct Symmetric {
 }
 
 impl Symmetric {
-    /// Collective, as `call`. Zeroed, but for what `initialise` writes before another rank can see it. Where there is
-    /// no room, all ranks first free what they have dropped, and try once more.
+    /// Allocates zeroed memory on every rank. Collective, as `call`.
+    ///
+    /// `initialise` writes this rank's memory before another rank can see it. If a rank has no room, all ranks free
+    /// what they have dropped, and try once more.
     pub fn allocate(
         gpu: &Gpu,
         members: &Members,
@@ -56,7 +59,7 @@ impl Symmetric {
             })
         };
         let maps = match attempt() {
-            // The same on every rank.
+            // Every rank gets this error.
             Err(Error::OutOfMemory { .. }) => {
                 // The others wait for this rank meanwhile.
                 reclaimer.drain(members.timeout / 2);
@@ -71,7 +74,7 @@ impl Symmetric {
         })
     }
 
-    /// Leaves it mapped for good: this rank's device may still write to it.
+    /// Leaves the memory mapped forever, because this rank's device may still write to it.
     pub fn abandon(&mut self) {
         self.maps.abandon();
     }
@@ -81,7 +84,7 @@ impl Symmetric {
         self.of(self.rank)
     }
 
-    /// As the host copies from and to it.
+    /// This rank's memory, for copies to and from the host.
     pub fn own_region(&self) -> &DeviceRegion {
         self.maps[self.rank].region()
     }
@@ -103,7 +106,7 @@ impl Symmetric {
 pub struct Introduction {
     /// Its process.
     pid: u32,
-    /// Where that number counts.
+    /// The PID namespace.
     namespace: String,
     uuid: Uuid,
     /// The GPUs that it sees.
@@ -129,7 +132,7 @@ impl Introduction {
         })
     }
 
-    /// Reads what another rank has sent.
+    /// Parses what another rank has sent.
     pub fn parse(bytes: &[u8]) -> Result<Introduction, String> {
         let parsed: Result<Introduction, _> = serde_json::from_slice(bytes);
         let introduction = parsed.map_err(|error| error.to_string())?;
@@ -143,17 +146,19 @@ pub struct Peers {
     uuids: Vec<Uuid>,
     /// Whether each rank has a GPU to itself.
     pub distinct: bool,
-    /// Rank 0's, by which all ranks go: they must choose alike.
+    /// Rank 0's rates. All ranks use them, because they must choose alike.
     pub rates: Rates,
     /// Whether copies run beside kernels on all of them.
     push: bool,
 }
 
 impl Peers {
-    /// Collective. A rank without a device tells the others why.
+    /// Gathers the ranks' introductions. Collective.
+    ///
+    /// A rank without a device tells the others why.
     ///
     /// # Errors
-    /// That of the first rank that has one; [`Error::NeedsProcesses`], [`Error::SharedGpu`].
+    /// The error of the first rank that has one; [`Error::NeedsProcesses`]; [`Error::SharedGpu`].
     pub fn meet(
         members: &Members,
         own: Result<(&Device, Rates, bool)>,
@@ -190,7 +195,9 @@ impl Peers {
             .map_err(|error| members.fail(error))
     }
 
-    /// Whether owners may move their rows: kernels that wait for one another must be able to run at the same time.
+    /// Whether rows may be pushed or stored.
+    ///
+    /// For that, kernels that wait for one another must be able to run at the same time.
     pub fn can_push(&self) -> bool {
         self.distinct && self.push
     }
@@ -215,7 +222,7 @@ impl Peers {
     }
 }
 
-/// Finds two ranks of one process, or two that share a GPU though there is one for each.
+/// Refuses two ranks of one process, and two ranks that share a GPU by accident although there is one for each rank.
 fn check(ranks: &[Introduction]) -> Result<()> {
     let visible: HashSet<&Uuid> = ranks.iter().flat_map(|rank| &rank.visible).collect();
     for (later, rank) in ranks.iter().enumerate() {
@@ -290,14 +297,14 @@ pub mod fuzzing {
     //! What another rank says of itself.
     use super::*;
 
-    /// An introduction; and what several of them, made of parts of the bytes, say together.
+    /// Parses each line as an introduction, and checks all that parse together.
     pub fn parse(data: &[u8]) {
         let ranks = data.split(|&byte| byte == b'\n');
         let ranks: Vec<_> = ranks.flat_map(Introduction::parse).collect();
         let _ = check(&ranks);
     }
 
-    /// As ranks make it.
+    /// Introductions as ranks make them.
     pub fn seeds() -> Vec<Vec<u8>> {
         let introduction = |pid, chosen| Introduction {
             pid,

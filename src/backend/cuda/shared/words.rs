@@ -1,4 +1,4 @@
-//! The words in a rank's memory by which ranks hear of one another, and a rank's own for its kernels.
+//! The words in a rank's memory: those by which ranks signal one another, and those for its own kernels.
 
 use std::mem::offset_of;
 
@@ -21,7 +21,7 @@ pub struct Control {
     memory: Symmetric,
 }
 
-/// Where things lie in a rank's control block, in words.
+/// Offsets in a rank's control block, in words.
 mod word {
     use super::{GemmeshMailbox, GemmeshPushEpoch, MAX_BLOCKS, MAX_FLAGS, MAX_WORLD};
     pub const READY: usize = 0;
@@ -29,18 +29,19 @@ mod word {
     pub const CHUNK: usize = DONE + MAX_WORLD;
     pub const FLAGS: usize = CHUNK + MAX_FLAGS;
     pub const ABORT: usize = FLAGS;
-    /// `aligned[p]`, written by rank p when its stream has come to a benchmark's starting line.
+    /// `aligned[p]`, which rank p writes when its stream has reached a benchmark's starting line.
     pub const ALIGNED: usize = ABORT + 64;
-    /// What peers write when rows are pushed; and the count of those operations.
+    /// What peers write when rows are pushed.
     pub const MAILBOX: usize = ALIGNED + MAX_WORLD;
+    /// The count of operations whose rows are pushed.
     pub const PUSH_EPOCH: usize = MAILBOX + size_of::<GemmeshMailbox>() / 4;
-    /// By block of a product: what its copy stream waits for before it sends it.
+    /// By block of a product: the word that the copy stream waits for before it sends the block.
     pub const STORED: usize = PUSH_EPOCH + size_of::<GemmeshPushEpoch>() / 4;
-    /// As READY to CHUNK, but graph words: of operations that are recorded. Closed between them, by value 0.
+    /// Like READY to CHUNK, but graph words, for captured operations. Between operations they are closed: 0.
     pub const GRAPH: usize = STORED + MAX_BLOCKS;
-    /// Whether a recorded operation has moved all that this rank moves.
+    /// Whether a captured operation has made all of this rank's transfers.
     pub const MOVED: usize = GRAPH + FLAGS;
-    /// How many of them have begun.
+    /// How many captured operations have begun.
     pub const REPLAYS: usize = MOVED + 1;
     pub const END: usize = REPLAYS + 1;
 }
@@ -59,9 +60,9 @@ impl Control {
     pub fn open(gpu: &Gpu, members: &Members, peers: &Peers, first: Epoch) -> Result<Control> {
         const {
             assert!(word::END * 4 <= BOXES);
-            // Kernels write two of its words at once.
+            // Kernels write two of these words at once.
             assert!(word::PUSH_EPOCH.is_multiple_of(2));
-            // Both languages count alike.
+            // Rust and CUDA agree on these limits.
             assert!(MAX_WORLD == GEMMESH_MAX_WORLD as usize);
             assert!(MAX_FLAGS == GEMMESH_MAX_FLAGS as usize);
             assert!(Epoch::REFRESH == GEMMESH_REFRESH);
@@ -79,7 +80,7 @@ impl Control {
         Ok(Control { memory })
     }
 
-    /// Leaves the ranks' blocks mapped for good: this rank's device may still write to them.
+    /// Leaves the ranks' blocks mapped forever, because this rank's device may still write to them.
     pub fn abandon(&mut self) {
         self.memory.abandon();
     }
@@ -88,7 +89,7 @@ impl Control {
         base + 4 * word as u64
     }
 
-    /// What streams wait for and write in operation `epoch`.
+    /// The flags that streams wait for and write in operation `epoch`.
     pub fn flags(&self, epoch: Epoch) -> Signals<'_> {
         Signals {
             memory: &self.memory,
@@ -97,7 +98,7 @@ impl Control {
         }
     }
 
-    /// The same where the operation is recorded.
+    /// The graph words that streams wait for and write in a captured operation.
     pub fn graph_words(&self) -> Signals<'_> {
         Signals {
             memory: &self.memory,
@@ -106,12 +107,12 @@ impl Control {
         }
     }
 
-    /// Where a recorded operation notes that this rank has moved all that it moves.
+    /// Where a captured operation notes that this rank has made all its transfers.
     pub fn moved(&self) -> DevicePtr {
         Control::at(self.memory.own(), word::MOVED)
     }
 
-    /// Where recorded operations are counted.
+    /// Where captured operations are counted.
     pub fn replays(&self) -> DevicePtr {
         Control::at(self.memory.own(), word::REPLAYS)
     }
@@ -137,8 +138,10 @@ impl Control {
         Control::at(self.memory.own(), word::PUSH_EPOCH)
     }
 
-    /// The word that says that a block of this rank's product is stored: 0 between operations. (No stream can wait for
-    /// a word of a pool's memory, where programs have their tables.)
+    /// The word that says that a block of this rank's product is stored. It is 0 between operations.
+    ///
+    /// (It is not in the program's tables, because these are memory of a pool, and no stream can wait for a word
+    /// there.)
     pub fn stored(&self, block: usize) -> DevicePtr {
         Control::at(self.memory.own(), word::STORED + block)
     }
@@ -177,14 +180,15 @@ impl Control {
     }
 }
 
-/// The words by which the ranks' streams hear of one another in an operation: flags with epochs, or graph words where
-/// it is recorded.
+/// The words by which the ranks' streams signal one another in an operation.
+///
+/// They are flags with epochs or, in a captured operation, graph words.
 #[derive(Clone, Copy, Debug)]
 pub struct Signals<'a> {
     memory: &'a Symmetric,
-    /// The word before `ready[0]`.
+    /// The offset of `ready[0]` in a control block, in words.
     first: usize,
-    /// What is waited for and written.
+    /// The value that is waited for and written.
     pub epoch: Epoch,
 }
 
@@ -230,13 +234,13 @@ pub struct OwnWords {
     pub abort: DevicePtr,
     pub flags: OwnLines,
     pub graph: OwnLines,
-    /// Whether a recorded operation has moved all.
+    /// Whether a captured operation has made all transfers.
     pub moved: DevicePtr,
-    /// `ready`, by peer, stands first in it.
+    /// The mailbox, which begins with `ready`, by peer.
     pub mailbox: DevicePtr,
     /// The count of the operations whose rows are pushed.
     pub push_epoch: DevicePtr,
-    /// By block of a product.
+    /// The first `stored` word. There is one for each block of a product.
     pub stored: DevicePtr,
 }
 
@@ -261,13 +265,13 @@ pub struct Snapshot {
     /// `ready` and `done` as they lie in a control block.
     pub ready: FlagLine,
     pub done: FlagLine,
-    /// The same of the graph words.
+    /// `ready` and `done` of the graph words.
     pub graph_ready: FlagLine,
     pub graph_done: FlagLine,
     /// `ready` of the mailbox.
     pub mailbox: FlagLine,
     pub push_epoch: GemmeshPushEpoch,
-    /// Whether the recorded operation that runs has moved all.
+    /// Whether the captured operation that runs has made all transfers.
     pub moved: u32,
     pub reserved: u32,
 }
@@ -275,28 +279,28 @@ pub struct Snapshot {
 // SAFETY: plain words, for which zero is valid.
 unsafe impl bytemuck::Zeroable for Snapshot {}
 
-/// For whose words an operation waits.
+/// Which ranks' words an operation waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Waits {
-    /// Its kernel, for `ready` of every peer in the mailbox.
+    /// Its kernel waits for `ready` of every peer, in the mailbox.
     Kernel,
-    /// Its streams, for `ready` of the peers whose memory it moves something from or to, and for `done` of those that
-    /// do so with this rank's: bit r for rank r.
+    /// Its streams wait. Bit r stands for rank r. `ready`: the peers from or to whose memory this rank moves something.
+    /// `done`: the peers that move something from or to this rank's memory.
     Streams { ready: u64, done: u64 },
-    /// The same of a recorded operation, for graph words, which are opened for those who wait for them only; and for
-    /// `sources` of what it passes on, which say `done` here too: they are to blame before those who wait for them as
-    /// well.
+    /// The streams of a captured operation wait for graph words, which are opened only for ranks that wait for them.
+    /// `ready` and `done`: as for [`Waits::Streams`]. `sources`: ranks whose rows this rank passes on and which say
+    /// `done` here too. They are to blame before other ranks that wait for them as well.
     Graph { ready: u64, sources: u64, done: u64 },
 }
 
 impl Snapshot {
-    /// The epoch of the operation whose rows are being pushed, as the device counts them; none if no kernel is at it.
+    /// The epoch of the pushed operation that runs, as the device counts it. None if no kernel runs.
     pub fn pushed_epoch(&self) -> Option<Epoch> {
         let is_running = self.push_epoch.entered > 0;
         is_running.then(|| Epoch::from_raw(self.push_epoch.epoch).next())
     }
 
-    /// The first word, in the order in which an operation waits for them, that has not reached `epoch`; and its value.
+    /// The first word that has not reached `epoch`, and its value, in the order in which an operation waits.
     pub fn missing(
         &self,
         rank: usize,
@@ -312,7 +316,7 @@ impl Snapshot {
                 sources,
                 done,
             } => {
-                // Those that it has passed are closed again.
+                // The graph words that it has passed are closed again.
                 let ready = if self.moved == 0 { ready } else { 0 };
                 (&self.graph_ready, ready, &self.graph_done, sources, done)
             }
@@ -349,12 +353,12 @@ mod tests {
         words.done[0] = 4;
         let pulled = words.missing(1, 4, epoch, all);
         assert_eq!(pulled, Some((Awaited::Done { peer: 0 }, 4)));
-        // Whom nothing is pulled from, and who pulls nothing, is not waited for.
+        // Ranks from which nothing is pulled, and ranks that pull nothing, are not waited for.
         words.ready[3] = 4;
         assert_eq!(words.missing(1, 4, epoch, streams(0b101, 0b1100)), None);
         let pulled = words.missing(1, 4, epoch, streams(0b1000, 0));
         assert_eq!(pulled, Some((Awaited::Ready { source: 3 }, 4)));
-        // Of graph words, those that were passed are closed, once all is moved.
+        // Once all is moved, the graph words that were passed are closed.
         let graph = Waits::Graph {
             ready: 0b101,
             sources: 0,
@@ -366,7 +370,7 @@ mod tests {
         (words.moved, words.graph_ready[2]) = (1, 0);
         words.graph_done[2] = 1;
         assert_eq!(missing(&words), Some((Awaited::Done { peer: 3 }, 0)));
-        // Whose rows are passed on is to blame first.
+        // The rank whose rows are passed on is to blame first.
         let relayed = Waits::Graph {
             ready: 0,
             sources: 0b1,

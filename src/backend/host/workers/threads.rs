@@ -1,14 +1,15 @@
-//! What stands in the place of rayon's pool under miri: crossbeam-epoch, on which that stands, is not right by stacked
-//! borrows.
+//! A replacement of rayon's pool under miri.
+//!
+//! Rayon uses crossbeam-epoch, which stacked borrows do not accept.
 
 use std::convert::Infallible;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-/// As rayon's, as far as it is used.
+/// Like rayon's, as far as this crate uses it.
 pub struct ThreadPoolBuilder(usize);
 
-/// As rayon's; but dropping it waits for the threads.
+/// Like rayon's, but dropping it waits for the threads.
 pub struct ThreadPool {
     count: usize,
     threads: Mutex<Vec<JoinHandle<()>>>,
