@@ -110,16 +110,27 @@ __device__ __forceinline__ void multiply_tile(Accumulators<typename C::Element, 
     }
 }
 
-// One warp: loads what follows the product while it is made: the bias, and the residual into the cache.
+// One warp: loads what follows the product while it is made: the bias, and the residual into the cache. `left` is the
+// warp's first column.
 template <class C, class Bias>
-__device__ __forceinline__ void load_epilogue(Bias& bias, const GemmeshParams& params, const GemmeshTile& tile,
-                                              const WarpPart<C>& part, uint32_t rank) {
-    const GemmeshOutput& output = params.outputs[weight_of<C>(tile)];
-    const uint32_t left = part.left(params, tile);
-    if constexpr (!C::kSums) bias.load(params, output, C::kGates && params.is_gated != 0, left, part.lane);
+__device__ __forceinline__ void load_epilogue(Bias& bias, const GemmeshParams& params, const TableWalk& walk,
+                                              uint32_t weight, uint32_t rank, uint32_t own_row,
+                                              uint32_t left, uint32_t warp, uint32_t lane) {
+    using Element = typename C::Element;
+    if constexpr (!C::kSums) bias.load(params, params.outputs[weight], is_gated<C>(params), left, lane);
     if (!C::kSums && C::kSplit == 1 && params.low_latency.share == 0) {
-        const uint32_t row = first_row<C>(tile, rank) + part.row;
-        prefetch_residual<typename C::Element, C::kConsumerN>(output, params.m, row, left, part.lane);
+        const uint32_t row = first_row<C>(walk.tile(), rank) + own_row + warp * GEMMESH_STORE_ROWS;
+        prefetch_residual<Element, C::kConsumerN>(params.outputs[weight], params.m, row, left, lane);
+    }
+}
+
+// Notes in a trace that a tile's first operands have come.
+template <class C>
+__device__ __forceinline__ void note_begin(const GemmeshParams& params, const TableWalk& walk, Shared<C>& shared,
+                                           const RingPosition<C::kStages>& at, uint32_t rank, bool tracer) {
+    if (params.trace != nullptr) {
+        shared.pipeline.wait_full(at);
+        if (tracer) event_of<C>(params, walk.index(), rank).math_begin = ptx::globaltimer();
     }
 }
 
@@ -135,49 +146,56 @@ template <class C>
 __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& params, const SumArguments& partials,
                                         TableWalk& walk, Shared<C>& shared, uint32_t rank, uint32_t consumer) {
     using Element = typename C::Element;
-    const WarpPart<C> part(consumer);
-    const uint32_t a = operand(&shared.a[0][part.consumer_row * GEMMESH_TILE_K]);
-    const uint32_t b = operand(&shared.b[0][part.column * GEMMESH_TILE_K]);
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t warp = threadIdx.x / 32 % 4;
+    const uint32_t own_row = C::kSideBySide || C::kSwapAb ? 0 : consumer * kConsumerRows;
+    const uint32_t own_column = C::kSideBySide ? consumer * C::kConsumerN : C::kSwapAb ? consumer * kConsumerRows : 0;
+    const uint32_t a = operand(&shared.a[0][own_row * GEMMESH_TILE_K]);
+    const uint32_t b = operand(&shared.b[0][own_column * GEMMESH_TILE_K]);
     // The first warp whose rows this CTA stores.
     const uint32_t first_warp = C::kSplit == 1 ? 0 : rank * (kConsumerWarps / C::kSplit);
-    const bool tracer = params.trace != nullptr && part.warp == first_warp && part.lane == 0;
+    const bool tracer = params.trace != nullptr && consumer * 4 + warp == first_warp && lane == 0;
+    auto& boxes = shared.boxes[consumer * 4 + warp];
     Accumulators<Element, C::kColumns> accumulators;
     RingPosition<C::kStages> at;
-    Placed<C> placed(params, partials, shared.entrance, shared.boxes[part.warp]);
+    Placed<C> placed(params, partials, shared.entrance, boxes);
 
     for (uint32_t turn = 0; walk.valid(); walk.advance(), ++turn) {
-        GemmeshBlock block;
-        if constexpr (C::kSums) {
-            block = load_block(*partials.sums, walk.tile().block);
-            placed.turn_to(block, part.lane);
-        }
-
+        const GemmeshBlock block = begin_block<C>(placed, partials, walk.tile(), lane);
         const Steps steps = steps_of<C>(params, walk.index(), rank);
         const uint32_t count = steps.end - steps.begin;
         // what follows the product comes while it is made
+        const uint32_t column = first_column<C>(params, walk.tile());
+        const uint32_t weight = weight_of<C>(walk.tile());
+        const uint32_t left = column + (is_gated<C>(params) ? own_column / 2 : own_column);
         ColumnBias<Element, C::kSwapAb ? 8 : C::kConsumerN> bias;
-        if constexpr (!C::kSwapAb) load_epilogue<C>(bias, params, walk.tile(), part, rank);
-        if (params.trace != nullptr) {
-            shared.pipeline.wait_full(at);
-            if (tracer) event_of<C>(params, walk.index(), rank).math_begin = ptx::globaltimer();
+        if constexpr (!C::kSwapAb) {
+            load_epilogue<C>(bias, params, walk, weight, rank, own_row, left, warp, lane);
         }
-        multiply_tile<C>(accumulators, params, shared, at, placed, a, b, count, part.lane);
+        note_begin<C>(params, walk, shared, at, rank, tracer);
+        multiply_tile<C>(accumulators, params, shared, at, placed, a, b, count, lane);
         if (tracer) event_of<C>(params, walk.index(), rank).math_end = ptx::globaltimer();
 
         // store the tile; the producer is loading the next one
-        const bool has_sums = add_parts_of_k<C>(accumulators, params, walk, shared, turn, rank, part);
-        const uint32_t row = first_row<C>(walk.tile(), rank) + part.row;
+        const uint32_t own = C::kSwapAb ? 0 : own_row + warp * GEMMESH_STORE_ROWS;
+        bool has_sums;
+        if constexpr (C::kSliced) {
+            has_sums = add_slices<C>(accumulators, params, walk, rank, own, consumer * 4 + warp, lane);
+        } else {
+            has_sums = shared.sum.gather(accumulators, turn, rank, consumer * 4 + warp, lane);
+        }
+        const uint32_t row = first_row<C>(walk.tile(), rank) + own;
         if constexpr (C::kSums) {
-            store_sums<C>(accumulators, params, block, walk.tile(), shared, at, placed, bias, part, row, has_sums);
-        } else if constexpr (C::kSwapAb) {
-            if (has_sums) store_swap_ab<C>(accumulators, params, shared, walk.tile(), part, row);
-        } else if (has_sums && row < params.m) {
-            store_tile<C>(accumulators, maps, params, shared, bias, walk.tile(), part, row);
+            const uint32_t index = walk.tile().block;
+            store_sums<C>(accumulators, params, block, index, shared, at, placed, bias, boxes, consumer, own, row, left,
+                          has_sums, lane);
+        } else if (has_sums) {
+            store_product<C>(accumulators, maps, params, shared, bias, weight, row, column, left, consumer, warp, lane);
         }
         if (tracer) note_done(event_of<C>(params, walk.index(), rank), walk.index());
     }
 
-    if constexpr (C::kSums) placed.report(part.lane);
+    if constexpr (C::kSums) placed.report(lane);
     if constexpr (C::kLowLatency) {
         if (params.low_latency.share != 0) ptx::barrier_arrive<kLeaveBarrier, GEMMESH_THREADS>();
     }

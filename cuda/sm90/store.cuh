@@ -40,65 +40,69 @@ __device__ __forceinline__ void store_own(const float* accumulators, const CUten
     }
 }
 
-// One warp: adds the parts of K that other CTAs or entries have of its rows. Returns true if the warp has the sums and
-// is to store them. `turn` counts the tiles.
+// One warp: turns to the block of a tile that a kernel with block sums is about to make.
 template <class C>
-__device__ __forceinline__ bool add_parts_of_k(Accumulators<typename C::Element, C::kColumns>& accumulators,
-                                               const GemmeshParams& params, const TableWalk& walk, Shared<C>& shared,
-                                               uint32_t turn, uint32_t rank, const WarpPart<C>& part) {
-    if constexpr (C::kSliced) {
-        const SliceSum<C::kCluster * kConsumerWarps> sum{walk.index(), rank * kConsumerWarps + part.warp};
-        const bool has_rows = first_row<C>(walk.tile(), rank) + part.row < params.m;
-        return sum.add(accumulators, params, has_rows, part.lane);
+__device__ __forceinline__ GemmeshBlock begin_block(Placed<C>& placed, const SumArguments& partials,
+                                                    const GemmeshTile& tile, uint32_t lane) {
+    if constexpr (C::kSums) {
+        const GemmeshBlock block = load_block(*partials.sums, tile.block);
+        placed.turn_to(block, lane);
+        return block;
     } else {
-        return shared.sum.gather(accumulators, turn, rank, part.warp, part.lane);
+        return {};
     }
+}
+
+// One warp: adds up the slices of K of its rows, as SliceSum::add. `own` is the warp's first row in the tile, and `warp`
+// its number in the CTA.
+template <class C>
+__device__ __forceinline__ bool add_slices(Accumulators<typename C::Element, C::kColumns>& accumulators,
+                                           const GemmeshParams& params, const TableWalk& walk, uint32_t rank,
+                                           uint32_t own, uint32_t warp, uint32_t lane) {
+    const SliceSum<C::kCluster * kConsumerWarps> sum{walk.index(), rank * kConsumerWarps + warp};
+    return sum.add(accumulators, params, first_row<C>(walk.tile(), rank) + own < params.m, lane);
 }
 
 // One warp: stores its rows of a block's tile: sums if the block is this rank's, else partial sums. `row` is its first
 // row in the block. A warp without rows passes through the addends' stages too.
 template <class C, class Bias>
 __device__ __forceinline__ void store_sums(Accumulators<typename C::Element, C::kColumns>& accumulators,
-                                           const GemmeshParams& params, const GemmeshBlock& block,
-                                           const GemmeshTile& tile, Shared<C>& shared, RingPosition<C::kStages>& at,
-                                           Placed<C>& placed, Bias& bias, const WarpPart<C>& part, uint32_t row,
-                                           bool has_sums) {
+                                           const GemmeshParams& params, const GemmeshBlock& block, uint32_t index,
+                                           Shared<C>& shared, RingPosition<C::kStages>& at, Placed<C>& placed,
+                                           Bias& bias, StoreBox<typename C::Element> (&boxes)[C::kBoxes],
+                                           uint32_t consumer, uint32_t own, uint32_t row, uint32_t left, bool has_sums,
+                                           uint32_t lane) {
     using Element = typename C::Element;
-    const uint32_t left = part.left(params, tile);
     const bool has_rows = has_sums && row < block.rows;
     // report the tile before, unless multiply had steps enough to do so
-    placed.report(part.lane);
+    placed.report(lane);
     const bool is_sum = block.sum != 0;
     const bool is_f32 = is_sum && params.is_f32 != 0;
     const GemmeshOutput& output = params.outputs[0];
     const WarpPlace place{block.row + row, left, 0, block.row + block.rows};
-    if (is_sum) add<C>(accumulators, block, shared, at, has_rows, part.consumer, part.row, part.lane);
+    if (is_sum) add<C>(accumulators, block, shared, at, has_rows, consumer, own, lane);
     if (is_sum && has_rows) {
-        bias.load(params, output, false, left, part.lane);
-        auto& boxes = shared.boxes[part.warp];
-        finish<Element, false, C::kConsumerN>(accumulators.d, params, output, bias, boxes, place, part.lane);
+        bias.load(params, output, false, left, lane);
+        finish<Element, false, C::kConsumerN>(accumulators.d, params, output, bias, boxes, place, lane);
     }
     placed.await_ready(row, left);
-    if (has_rows && is_f32) store_directly<float, C::kConsumerN>(accumulators.d, output, Place(place, part.lane));
-    if (has_rows && !is_f32) store_rows<Element, C::kConsumerN>(accumulators.d, placed, part.lane);
-    if (has_sums) placed.note(block, tile.block);
+    if (has_rows && is_f32) store_directly<float, C::kConsumerN>(accumulators.d, output, Place(place, lane));
+    if (has_rows && !is_f32) store_rows<Element, C::kConsumerN>(accumulators.d, placed, lane);
+    if (has_sums) placed.note(block, index);
 }
 
-// One warp: finishes and stores its rows of a tile. `row` is its first row.
+// One warp: finishes and stores its rows of a tile. `row` and `column` are its first ones.
 template <class C>
 __device__ __forceinline__ void store_tile(Accumulators<typename C::Element, C::kColumns>& accumulators, const Maps& maps,
                                            const GemmeshParams& params, Shared<C>& shared,
-                                           const ColumnBias<typename C::Element, C::kColumns>& bias,
-                                           const GemmeshTile& tile, const WarpPart<C>& part, uint32_t row) {
+                                           const ColumnBias<typename C::Element, C::kColumns>& bias, uint32_t weight,
+                                           uint32_t row, uint32_t column, uint32_t warp, uint32_t lane) {
     using Element = typename C::Element;
-    const uint32_t weight = weight_of<C>(tile);
-    const uint32_t column = part.left(params, tile);
-    const uint32_t lane = part.lane;
     constexpr int kN = C::kColumns;
     const GemmeshOutput& output = params.outputs[weight];
     const bool is_gated = params.is_gated != 0;
     const bool is_f32 = params.is_f32 != 0;
-    auto& boxes = shared.boxes[part.warp];
+    auto& boxes = shared.boxes[warp];
     float* d = accumulators.d;
     if (C::kLowLatency && params.low_latency.share != 0) {
         const LowLatencySums<Element, kN> low_latency(params, output, shared.entrance.get(), row, column, lane);
@@ -123,34 +127,48 @@ __device__ __forceinline__ void store_tile(Accumulators<typename C::Element, C::
     }
 }
 
-// One warp: the same for a tile of swapped operands. `row` is the tile's first row. In a gated tile, warps 0 and 1
-// of each consumer have gate's columns, and warps 2 and 3 have the same columns of up. A CTA needs the sums of both.
-// SplitSum gives them to one CTA, and SliceSum does not, so K of gated products is not cut into slices here.
+// One warp: the same for a tile of swapped operands. `row` and `column` are the tile's first ones. In a gated tile,
+// warps 0 and 1 of each consumer have gate's columns, and warps 2 and 3 have the same columns of up. A CTA needs the
+// sums of both. SplitSum gives them to one CTA, and SliceSum does not, so K of gated products is not cut into slices
+// here.
 template <class C>
 __device__ __forceinline__ void store_swap_ab(Accumulators<typename C::Element, C::kColumns>& accumulators,
-                                              const GemmeshParams& params, Shared<C>& shared, const GemmeshTile& tile,
-                                              const WarpPart<C>& part, uint32_t row) {
+                                                const GemmeshParams& params, Shared<C>& shared, uint32_t weight, uint32_t row,
+                                                uint32_t column, uint32_t warp, uint32_t lane) {
     const bool is_gated = params.is_gated != 0;
-    const bool is_up = is_gated && part.warp % 4 >= 2;
-    const uint32_t pair = part.warp / 4 * 2 + part.warp % 2;
-    const GemmeshOutput& output = params.outputs[weight_of<C>(tile)];
-    auto& own = shared.boxes[part.warp][0];
+    const bool is_up = is_gated && warp % 4 >= 2;
+    const uint32_t pair = warp / 4 * 2 + warp % 2;
+    const GemmeshOutput& output = params.outputs[weight];
+    auto& own = shared.boxes[warp][0];
     auto& gates = shared.boxes[pair / 2 * 4 + pair % 2][0];
     auto& ups = shared.boxes[pair / 2 * 4 + pair % 2 + 2][0];
-    const uint32_t column = first_column<C>(params, tile) + (is_gated ? pair : part.warp) * 16;
-    SwapAbTile<typename C::Element, C::kColumns> own_tile(accumulators, params, output, row, column, part.lane);
-    own_tile.add_bias(is_up ? params.outputs[1].bias : output.bias);
+    SwapAbTile<typename C::Element, C::kColumns> tile(accumulators, params, output, row, column + (is_gated ? pair : warp) * 16, lane);
+    tile.add_bias(is_up ? params.outputs[1].bias : output.bias);
     if (is_up) {
-        own_tile.give(ups, gates, kPairBarrier + pair);
+        tile.give(ups, gates, kPairBarrier + pair);
         return;
     }
     activate<C::kColumns / 2>(accumulators.d, params.activation, params.is_f32 != 0);
-    if (is_gated) own_tile.multiply(ups, gates, kPairBarrier + pair);
-    own_tile.add_residual(own);
+    if (is_gated) tile.multiply(ups, gates, kPairBarrier + pair);
+    tile.add_residual(own);
     if (params.is_f32 != 0) {
-        own_tile.store_f32();
+        tile.store_f32();
     } else {
-        own_tile.store(own);
+        tile.store(own);
+    }
+}
+
+// One warp: finishes and stores its rows of a tile, with or without swap_ab. `column` is the tile's first column, and
+// `left` the warp's.
+template <class C, class Bias>
+__device__ __forceinline__ void store_product(Accumulators<typename C::Element, C::kColumns>& accumulators,
+                                              const Maps& maps, const GemmeshParams& params, Shared<C>& shared,
+                                              const Bias& bias, uint32_t weight, uint32_t row, uint32_t column,
+                                              uint32_t left, uint32_t consumer, uint32_t warp, uint32_t lane) {
+    if constexpr (C::kSwapAb) {
+        store_swap_ab<C>(accumulators, params, shared, weight, row, column, consumer * 4 + warp, lane);
+    } else if (row < params.m) {
+        store_tile<C>(accumulators, maps, params, shared, bias, weight, row, left, consumer * 4 + warp, lane);
     }
 }
 

@@ -1,5 +1,4 @@
-// The place of a table entry's tile (its first row and column, its weight, the steps through K), and a warp's part of
-// it.
+// The place of a table entry's tile: its first row and column, its weight, and the steps through K.
 #pragma once
 
 #include "../abi.h"
@@ -38,11 +37,16 @@ __device__ __forceinline__ GemmeshTraceEvent& event_of(const GemmeshParams& para
     return params.trace[index * C::kCtas + rank];
 }
 
+// True if the product is gated.
+template <class C>
+__device__ __forceinline__ bool is_gated(const GemmeshParams& params) {
+    return C::kGates && params.is_gated != 0;
+}
+
 // The first column of a tile in its output.
 template <class C>
 __device__ __forceinline__ uint32_t first_column(const GemmeshParams& params, const GemmeshTile& tile) {
-    const bool is_gated = C::kGates && params.is_gated != 0;
-    return tile.n * (is_gated ? C::kTileN / 2 : C::kTileN);
+    return tile.n * (is_gated<C>(params) ? C::kTileN / 2 : C::kTileN);
 }
 
 // The weight of a tile.
@@ -50,30 +54,5 @@ template <class C>
 __device__ __forceinline__ uint32_t weight_of(const GemmeshTile& tile) {
     return C::kSums ? 0 : tile.block;
 }
-
-// The part of a tile that one warp of the consumers multiplies and stores.
-template <class C>
-struct WarpPart {
-    uint32_t consumer;
-    uint32_t warp;  // among all consumers' warps
-    uint32_t lane;
-    uint32_t consumer_row;  // the consumer's first row in the tile, or 0 if operands are swapped
-    uint32_t row;           // the warp's first row in the tile, or 0 if operands are swapped
-    uint32_t column;        // the consumer's first column of `b` in the tile
-
-    __device__ explicit WarpPart(uint32_t of)
-        : consumer(of),
-          warp(of * 4 + threadIdx.x / 32 % 4),
-          lane(threadIdx.x % 32),
-          consumer_row(C::kSideBySide || C::kSwapAb ? 0 : of * kConsumerRows),
-          row(C::kSwapAb ? 0 : consumer_row + threadIdx.x / 32 % 4 * GEMMESH_STORE_ROWS),
-          column(C::kSideBySide ? of * C::kConsumerN : C::kSwapAb ? of * kConsumerRows : 0) {}
-
-    // The consumer's first column in the output.
-    __device__ uint32_t left(const GemmeshParams& params, const GemmeshTile& tile) const {
-        const bool is_gated = C::kGates && params.is_gated != 0;
-        return first_column<C>(params, tile) + (is_gated ? column / 2 : column);
-    }
-};
 
 }  // namespace gemmesh

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use gemmesh::{AllGatherMatmul, Cuda, Error, Route, TileShape, all_gather_matmul, bf16};
+use gemmesh::{AllGatherMatmul, Cuda, Error, Matmul, Route, TileShape, all_gather_matmul, bf16};
 
 use crate::support::gpu::*;
 use crate::support::processes::{Rank, Setting};
@@ -29,6 +29,7 @@ fn what_cannot_be_done_is_refused_and_the_group_goes_on() {
             |tile| tile.stages = 3,
             |tile| tile.cluster = 4,
         ];
+        let own = group.zeros::<bf16>(20, 16)?;
         for change in changes {
             let mut wrong = config(0, 1, 1);
             change(&mut wrong.tile);
@@ -37,9 +38,20 @@ fn what_cannot_be_done_is_refused_and_the_group_goes_on() {
                 .run(&arguments.a, &arguments.b, &mut arguments.out)
                 .unwrap_err();
             match &error {
-                Error::NoKernel { known, .. } => assert!(known.contains("128x256x64"), "{error}"),
+                Error::NoKernel {
+                    rank: at, known, ..
+                } => {
+                    assert_eq!(*at, rank.rank, "{error}");
+                    assert!(known.contains("128x256x64"), "{error}");
+                }
                 other => panic!("{other}"),
             }
+            // A product of this rank alone fails on this rank, too.
+            let alone = Matmul::new().config(wrong);
+            assert_eq!(
+                alone.run(&own, &arguments.b, &mut arguments.out),
+                Err(error)
+            );
         }
         let error = group.zeros::<bf16>(1 << 24, 1 << 24).unwrap_err();
         assert!(matches!(error, Error::OutOfMemory { .. }), "{error}");

@@ -265,7 +265,7 @@ impl sealed::Implementation for Cuda {
             };
             let its = ProgramCall {
                 epoch: call.epoch,
-                operands: bind(schedule, call.matrices),
+                operands: bind(self.gpu.device.rank, schedule, call.matrices),
                 trace: call.trace,
             };
             engine::run(&at, program, its, call.callback)
@@ -289,8 +289,8 @@ impl sealed::Implementation for Cuda {
     }
 }
 
-/// The addresses of a call's matrices.
-fn bind<'a>(schedule: &Schedule, matrices: &'a [Bound<Cuda>]) -> Operands<'a> {
+/// The addresses of the matrices of a call of `rank`.
+fn bind<'a>(rank: usize, schedule: &Schedule, matrices: &'a [Bound<Cuda>]) -> Operands<'a> {
     let bound = matrices.iter().zip(schedule.matrices());
     let all = bound.map(|(bound, spec)| {
         let shared = spec.row_bytes();
@@ -311,7 +311,7 @@ fn bind<'a>(schedule: &Schedule, matrices: &'a [Bound<Cuda>]) -> Operands<'a> {
         })
     });
     Operands {
-        rank: schedule.rank(),
+        rank,
         all: all.collect(),
     }
 }

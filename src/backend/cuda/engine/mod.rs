@@ -67,7 +67,7 @@ fn enqueue(
     callback: Option<Callback>,
 ) -> Result<()> {
     make_room(at, &program.schedule)?;
-    let run = at.run(program, call.epoch);
+    let run = || at.run(program, call.epoch);
     let traced = call.trace.is_some();
     let launch = program.launch(at.gpu, run, &call.operands, traced)?;
     match launch {

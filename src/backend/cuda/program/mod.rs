@@ -112,11 +112,11 @@ impl Program {
         self.schedule.reduction().zip(self.reduction.as_ref())
     }
 
-    /// The launch that a call of a product needs; none if nothing is multiplied.
+    /// The launch that a call of a product needs; none if nothing is multiplied. `run` gives the call its numbers.
     pub fn launch(
         &self,
         gpu: &Gpu,
-        run: CallNumbers,
+        run: impl FnOnce() -> CallNumbers,
         operands: &Operands,
         traced: bool,
     ) -> Result<Option<ProductLaunch<'_>>> {
@@ -125,8 +125,15 @@ impl Program {
         else {
             return Ok(None);
         };
-        let launch =
-            ProductLaunch::new(gpu, kernel, &self.schedule, product, run, operands, traced);
+        let launch = ProductLaunch::new(
+            gpu,
+            kernel,
+            &self.schedule,
+            product,
+            run(),
+            operands,
+            traced,
+        );
         launch.map(Some)
     }
 

@@ -62,7 +62,8 @@ pub fn choose<'a>(
     destination: &Destination,
 ) -> Result<Chosen<'a>> {
     let adds_partials = matches!(destination, Destination::Places(_));
-    let (config, rank) = (&product.config, schedule.rank());
+    // A product of this rank alone has a schedule for a world of one, in which its rank is 0.
+    let (config, rank) = (&product.config, gpu.device.rank);
     if adds_partials {
         let what = "Config::tile.k_slices of partial sums that are sent,";
         limit(what, config.tile.k_slices, 1, 1)?;
