@@ -21,7 +21,7 @@ use gemmesh::protocol::primitive::AtomicUsize;
 use gemmesh::schedule::drive::{self, CopyThread, Produced};
 use gemmesh::schedule::plan::matrices::MATRICES;
 use gemmesh::schedule::plan::plan;
-use gemmesh::schedule::{Addend, Block, Layout, Operation, Problem, Schedule, Transfer};
+use gemmesh::schedule::{Addend, Layout, Operation, OutputBlock, Problem, Schedule, Transfer};
 use gemmesh::{Chunking, Config, DType, Route, TileShape};
 use loom::cell::UnsafeCell;
 use loom::model::Builder;
@@ -221,7 +221,7 @@ impl World {
         let plan = self.plan(rank, Way::Push);
         let product = plan.product().unwrap();
         let Ok(()) = drive::multiply(plan, epoch, chunk, next, produced, self, |_, tile| {
-            let Block {
+            let OutputBlock {
                 rows: block, sum, ..
             } = product.block(tile);
             for row in product.rows(tile) {

@@ -16,7 +16,7 @@ use crate::schedule::Schedule;
 use crate::schedule::limits::{limit, require};
 
 /// The weight and the output of a product.
-type Operands<'a, B, T> = (&'a Matrix<B, T>, &'a mut Matrix<B, T>);
+type BareOperands<'a, B, T> = (&'a Matrix<B, T>, &'a mut Matrix<B, T>);
 
 /// Runs `schedule`. Collective.
 ///
@@ -34,7 +34,7 @@ pub unsafe fn run_schedule<B: Backend, T: Element>(
     group: &Group<B>,
     schedule: Schedule,
     shared: &[&ShardedMatrix<B, T>],
-    product: Option<Operands<B, T>>,
+    product: Option<BareOperands<B, T>>,
 ) -> Result<()> {
     // First, because preparing takes locks, which may be held by threads that a fork lacks.
     group.check()?;

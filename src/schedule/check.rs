@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::layout::MAX_WORLD;
 use super::limits::{limit, out_of, require};
 use super::{
-    Addend, Bias, Block, MAX_BLOCKS, MAX_FLAGS, MAX_WEIGHTS, Move, Parts, Product, Reduction,
+    Addend, Bias, MAX_BLOCKS, MAX_FLAGS, MAX_WEIGHTS, Move, OutputBlock, Parts, Product, Reduction,
     Region, Request, Residual, Sum, Tile, Transfer, WeightLayout,
 };
 use crate::element::DType;
@@ -157,8 +157,8 @@ impl Parts {
         Ok(())
     }
 
-    fn check_block(&self, product: &Product, block: &Block) -> Result<()> {
-        let Block { rows, weight, sum } = block;
+    fn check_block(&self, product: &Product, block: &OutputBlock) -> Result<()> {
+        let OutputBlock { rows, weight, sum } = block;
         limit("rows of a block", rows.end, rows.start, product.m)?;
         below("a block's weight", *weight, product.outputs())?;
         let products = sum.addends.iter().filter(|a| **a == Addend::Product);
@@ -178,7 +178,7 @@ impl Parts {
         for tiles in self.tiles.chunk_by(Tile::is_alike) {
             let Tile { block, .. } = tiles[0];
             below("a tile's block", block as usize, product.blocks.len())?;
-            let Block { rows, weight, .. } = &product.blocks[block as usize];
+            let OutputBlock { rows, weight, .. } = &product.blocks[block as usize];
             let rows = rows.len();
             let columns = product.weights[*weight].n.div_ceil(product.tile_columns());
             let (mut m, mut n) = (0, 0);

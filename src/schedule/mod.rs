@@ -23,7 +23,7 @@ pub use operation::Operation;
 pub use parts::Parts;
 pub use problem::{DTypes, Problem};
 pub use product::{
-    Addend, Bias, Block, DeferredChunk, Product, Reduction, Residual, Sum, Tile, Weight,
+    Addend, Bias, DeferredChunk, OutputBlock, Product, Reduction, Residual, Sum, Tile, Weight,
 };
 pub use transfer::{Extent, MatrixSpec, Move, Region, Request, Transfer};
 

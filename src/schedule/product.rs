@@ -26,7 +26,7 @@ pub struct Product {
     pub config: Config,
     /// Blocks of its rows. Each weight has each row in at most one block. Tiles are counted from the first row of a
     /// block, and end at its last.
-    pub blocks: Vec<Block>,
+    pub blocks: Vec<OutputBlock>,
     /// The one chunk, if any, that tiles need only for their later steps through K.
     pub deferred: Option<DeferredChunk>,
 }
@@ -62,7 +62,7 @@ impl Product {
     }
 
     /// The block of a tile.
-    pub fn block(&self, tile: &Tile) -> &Block {
+    pub fn block(&self, tile: &Tile) -> &OutputBlock {
         &self.blocks[tile.block as usize]
     }
 }
@@ -78,7 +78,7 @@ pub struct Weight {
 
 /// Rows of the product with one weight, and their output.
 #[derive(Clone, Debug)]
-pub struct Block {
+pub struct OutputBlock {
     /// The rows of the product.
     pub rows: Range<usize>,
     /// The number of the weight, or of the gate in a gated product.

@@ -8,7 +8,7 @@ use std::ops::Range;
 use gemmesh::DType;
 use gemmesh::schedule::plan::tile_order;
 use gemmesh::schedule::{
-    Activation, Agreed, Bias, Block, Config, MatrixSpec, Move, Parts, Product, Region, Route,
+    Activation, Agreed, Bias, Config, MatrixSpec, Move, OutputBlock, Parts, Product, Region, Route,
     Schedule, Sum, Tile, Transfer, Weight, WeightLayout,
 };
 
@@ -70,7 +70,7 @@ fn schedule(
         k,
         config,
         deferred: None,
-        blocks: vec![Block {
+        blocks: vec![OutputBlock {
             rows: 0..rows,
             weight: 0,
             sum: Sum {

@@ -13,8 +13,8 @@ use crate::schedule::limits::limit;
 use crate::schedule::plan::matrices::{self, A, B, BESIDE, BIAS, OUT, RESIDUAL};
 use crate::schedule::plan::tile_order::{self, ring};
 use crate::schedule::{
-    Agreed, Bias, Block, DTypes, DeferredChunk, MatrixSpec, Move, Parts, Problem, Product, Region,
-    Residual, Schedule, Sum, Transfer, Weight, Widths,
+    Agreed, Bias, DTypes, DeferredChunk, MatrixSpec, Move, OutputBlock, Parts, Problem, Product,
+    Region, Residual, Schedule, Sum, Transfer, Weight, Widths,
 };
 
 /// Gathers rows and multiplies them at the same time. A tile waits for its rows.
@@ -204,7 +204,7 @@ fn product(
     let rows = 0..layout.m();
     let blocks = (0..widths.len()).map(|weight| {
         let begin = widths[..weight].iter().sum();
-        Block {
+        OutputBlock {
             rows: rows.clone(),
             weight,
             sum: Sum {
@@ -289,13 +289,13 @@ struct Cutter<'a> {
     layout: &'a Layout,
     route: Route,
     /// The chunks of each source's shard.
-    chunks: Vec<Vec<Chunk>>,
+    chunks: Vec<Vec<StagedChunk>>,
     /// The chunks of each source's shard for the rank to which it comes last, if they differ.
-    last_chunks: Option<Vec<Vec<Chunk>>>,
+    last_chunks: Option<Vec<Vec<StagedChunk>>>,
 }
 
 /// A part of a shard that one transfer moves.
-struct Chunk {
+struct StagedChunk {
     /// The stage of its block.
     stage: usize,
     part: Part,
@@ -326,7 +326,7 @@ impl<'a> Cutter<'a> {
     }
 
     /// The chunks in which the shard of `source` is moved to `peer`.
-    fn chunks_of(&self, source: usize, peer: usize) -> &[Chunk] {
+    fn chunks_of(&self, source: usize, peer: usize) -> &[StagedChunk] {
         let is_last = peer == (source + 1) % self.layout.world();
         let last_chunks = self.last_chunks.as_ref().filter(|_| is_last);
         &last_chunks.unwrap_or(&self.chunks)[source]
@@ -382,7 +382,7 @@ impl<'a> Cutter<'a> {
             }
         };
         let chunks = chunks(source)[own].iter().enumerate();
-        chunks.map(move |(index, Chunk { part, .. })| Transfer {
+        chunks.map(move |(index, StagedChunk { part, .. })| Transfer {
             from: source,
             to: peer,
             source,
@@ -402,14 +402,14 @@ impl<'a> Cutter<'a> {
 /// Cuts each block of a shard into chunks.
 ///
 /// All blocks together have about as many chunks as the configuration says, and each block has at least one.
-fn cut_shard(layout: &Layout, config: &Config, source: usize, is_last: bool) -> Vec<Chunk> {
+fn cut_shard(layout: &Layout, config: &Config, source: usize, is_last: bool) -> Vec<StagedChunk> {
     let (k, stages) = (layout.k(), layout.stages());
     let mut all = Vec::new();
     for stage in 0..stages {
         let block = layout.block(source, stage);
         if config.route == Route::Store {
             let parts = stored_parts(block, k, layout.world());
-            all.extend(parts.into_iter().map(|part| Chunk { stage, part }));
+            all.extend(parts.into_iter().map(|part| StagedChunk { stage, part }));
             continue;
         }
         let (count, cut) = match is_last && stage + 1 == stages {
@@ -426,7 +426,7 @@ fn cut_shard(layout: &Layout, config: &Config, source: usize, is_last: bool) -> 
                 rows: rows.clone(),
                 columns,
             });
-            parts.map(move |part| Chunk { stage, part })
+            parts.map(move |part| StagedChunk { stage, part })
         }));
     }
     all

@@ -40,7 +40,7 @@ pub const fn stored() -> Config {
 /// # Errors
 /// [`Error::Limit`](crate::Error::Limit) if N or a field of the configuration is out of bounds.
 pub(super) fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
-    Plan::new(problem, rank, config)?.sums(Blocks::Had, Sums::Own)
+    CollectivePlan::new(problem, rank, config)?.sums(Blocks::Had, SumPlace::Own)
 }
 
 /// Gives each rank all inputs, and each rank adds up all rows.
@@ -50,9 +50,9 @@ pub(super) fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> 
 /// # Errors
 /// As [`reduce_scatter`].
 pub(super) fn all_reduce(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
-    let plan = Plan::new(problem, rank, config)?;
+    let plan = CollectivePlan::new(problem, rank, config)?;
     match leaves_gather(problem) {
-        true => plan.sums(Blocks::Had, Sums::OwnAmongAll),
+        true => plan.sums(Blocks::Had, SumPlace::OwnAmongAll),
         false => plan.all_sums(),
     }
 }
@@ -77,7 +77,7 @@ pub(super) fn produce_and_reduce_scatter(
     rank: usize,
     config: Config,
 ) -> Result<Schedule> {
-    Plan::new(problem, rank, config)?.sums(Blocks::Made, Sums::Own)
+    CollectivePlan::new(problem, rank, config)?.sums(Blocks::Made, SumPlace::Own)
 }
 
 /// Each rank sends every rank a block of rows.
@@ -88,7 +88,7 @@ pub(super) fn produce_and_reduce_scatter(
 /// # Errors
 /// As [`reduce_scatter`].
 pub(super) fn all_to_all(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
-    Plan::new(problem, rank, config)?.exchange(Blocks::Had)
+    CollectivePlan::new(problem, rank, config)?.exchange(Blocks::Had)
 }
 
 /// As [`all_to_all`], of blocks that the caller makes: first those for the peers, in ring order, then its own.
@@ -100,7 +100,7 @@ pub(super) fn produce_and_all_to_all(
     rank: usize,
     config: Config,
 ) -> Result<Schedule> {
-    Plan::new(problem, rank, config)?.exchange(Blocks::Made)
+    CollectivePlan::new(problem, rank, config)?.exchange(Blocks::Made)
 }
 
 /// Gives all ranks the rows of the root, which has all rows in the layout.
@@ -111,7 +111,7 @@ pub(super) fn produce_and_all_to_all(
 /// # Errors
 /// As [`reduce_scatter`].
 pub(super) fn broadcast(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
-    Plan::new(problem, rank, config)?.broadcast()
+    CollectivePlan::new(problem, rank, config)?.broadcast()
 }
 
 /// Where the rows that a rank sends come from.
@@ -125,27 +125,27 @@ enum Blocks {
 
 /// Where a rank's sums are stored.
 #[derive(Clone, Copy, PartialEq)]
-enum Sums {
+enum SumPlace {
     /// In a matrix of the rank's own rows.
     Own,
     /// In a matrix of all rows, at the place of the rank's own.
     OwnAmongAll,
 }
 
-struct Plan<'a> {
+struct CollectivePlan<'a> {
     problem: &'a Problem,
     rank: usize,
     config: Config,
 }
 
-impl<'a> Plan<'a> {
-    fn new(problem: &'a Problem, rank: usize, config: Config) -> Result<Plan<'a>> {
+impl<'a> CollectivePlan<'a> {
+    fn new(problem: &'a Problem, rank: usize, config: Config) -> Result<CollectivePlan<'a>> {
         limit("rank", rank, 0, problem.layout.world() - 1)?;
         config.check()?;
         limit("N", problem.n, 1, MAX_EXTENT)?;
         let what = "rows that are exchanged, of all ranks,";
         limit(what, problem.layout.m(), 0, MAX_EXTENT / MAX_WORLD)?;
-        Ok(Plan {
+        Ok(CollectivePlan {
             problem,
             rank,
             config,
@@ -212,13 +212,13 @@ impl<'a> Plan<'a> {
         }
     }
 
-    fn sums(&self, blocks: Blocks, sums: Sums) -> Result<Schedule> {
-        let &Plan { problem, rank, .. } = self;
+    fn sums(&self, blocks: Blocks, sums: SumPlace) -> Result<Schedule> {
+        let &CollectivePlan { problem, rank, .. } = self;
         let (layout, world) = (&problem.layout, self.world());
         let own = layout.rows_of(rank);
         let (first, out) = match sums {
-            Sums::Own => (0, own.len()),
-            Sums::OwnAmongAll => (own.start, layout.m()),
+            SumPlace::Own => (0, own.len()),
+            SumPlace::OwnAmongAll => (own.start, layout.m()),
         };
         let addends = AddendTransfers::new(self, blocks);
         let senders = (1..world).map(|step| (rank + world - step) % world);
@@ -233,7 +233,7 @@ impl<'a> Plan<'a> {
     }
 
     fn all_sums(&self) -> Result<Schedule> {
-        let &Plan { problem, rank, .. } = self;
+        let &CollectivePlan { problem, rank, .. } = self;
         let (m, world) = (problem.layout.m(), self.world());
         let room = Partials::of_callers(problem, 0, m);
         let cut = self.cut(0..m);
@@ -284,7 +284,7 @@ impl<'a> Plan<'a> {
     }
 
     fn broadcast(&self) -> Result<Schedule> {
-        let &Plan { problem, rank, .. } = self;
+        let &CollectivePlan { problem, rank, .. } = self;
         let (layout, world) = (&problem.layout, self.world());
         let root = (0..world)
             .find(|&rank| !layout.rows_of(rank).is_empty())
@@ -410,7 +410,7 @@ impl<'a> Plan<'a> {
 
 /// The transfers of addends to the owners of rows, which add them up.
 struct AddendTransfers<'a> {
-    plan: &'a Plan<'a>,
+    plan: &'a CollectivePlan<'a>,
     blocks: Blocks,
     /// The number of the matrix that rows are sent from.
     source: usize,
@@ -424,7 +424,7 @@ struct AddendTransfers<'a> {
 }
 
 impl<'a> AddendTransfers<'a> {
-    fn new(plan: &'a Plan<'a>, blocks: Blocks) -> AddendTransfers<'a> {
+    fn new(plan: &'a CollectivePlan<'a>, blocks: Blocks) -> AddendTransfers<'a> {
         let (layout, world) = (&plan.problem.layout, plan.world());
         let most = layout.rows().into_iter().max().unwrap_or(0);
         let (source, callers) = match blocks {
@@ -516,7 +516,7 @@ impl<'a> AddendTransfers<'a> {
 
 /// The transfers between ranks, if nothing is added up.
 struct BlockTransfers<'a> {
-    plan: &'a Plan<'a>,
+    plan: &'a CollectivePlan<'a>,
     blocks: Blocks,
 }
 

@@ -7,17 +7,19 @@ use std::ops::Range;
 
 use smallvec::smallvec;
 
-use super::pieces::{Plan, Sums};
+use super::pieces::{SumOwners, SumPlan};
 use crate::error::Result;
 use crate::route::Route;
 use crate::schedule::layout::chunk_rows;
 use crate::schedule::plan::matrices::{A, PARTIALS};
 use crate::schedule::plan::partials::among_others;
 use crate::schedule::plan::tile_order::{self, ring};
-use crate::schedule::{Addend, Block, Move, Product, Reduction, Schedule, Sum, Tile, Transfer};
+use crate::schedule::{
+    Addend, Move, OutputBlock, Product, Reduction, Schedule, Sum, Tile, Transfer,
+};
 
 /// Multiplies all rows, and sends their partials to the ranks that get the sums. These add them up at the end.
-pub(super) fn one_shot(planner: &Plan) -> Result<Schedule> {
+pub(super) fn one_shot(planner: &SumPlan) -> Result<Schedule> {
     let rank = planner.rank;
     let parts = parts(planner);
     let all = || parts.iter().enumerate();
@@ -39,29 +41,29 @@ pub(super) fn one_shot(planner: &Plan) -> Result<Schedule> {
 }
 
 /// The parts of the rows that are each made and sent as one.
-fn parts(planner: &Plan) -> Vec<Range<usize>> {
+fn parts(planner: &SumPlan) -> Vec<Range<usize>> {
     let config = &planner.config;
     let count = match planner.sums {
-        Sums::Everywhere => config.chunking.count,
+        SumOwners::Everywhere => config.chunking.count,
         // A part with rows of several owners has no single target.
-        Sums::Own | Sums::All => 1,
+        SumOwners::Own | SumOwners::All => 1,
     };
     let all = 0..planner.problem.layout.m();
     chunk_rows(all, count, config.entry_rows()).collect()
 }
 
 /// The rows whose sums `rank` gets.
-fn rows_for(planner: &Plan, rank: usize) -> Range<usize> {
+fn rows_for(planner: &SumPlan, rank: usize) -> Range<usize> {
     let layout = &planner.problem.layout;
     match planner.sums {
-        Sums::Everywhere => 0..layout.m(),
-        Sums::Own | Sums::All => layout.rows_of(rank),
+        SumOwners::Everywhere => 0..layout.m(),
+        SumOwners::Own | SumOwners::All => layout.rows_of(rank),
     }
 }
 
 /// The transfer of part `number` from one rank to another. None if that rank gets none of its rows.
 fn transfer(
-    planner: &Plan,
+    planner: &SumPlan,
     [from, to]: [usize; 2],
     number: usize,
     part: &Range<usize>,
@@ -87,11 +89,11 @@ fn transfer(
 }
 
 /// The product, with a block for each part.
-fn product(planner: &Plan, parts: &[Range<usize>]) -> Result<(Product, Vec<Tile>)> {
+fn product(planner: &SumPlan, parts: &[Range<usize>]) -> Result<(Product, Vec<Tile>)> {
     let mut rows = Vec::new();
     let blocks = parts.iter().enumerate().map(|(block, part)| {
         planner.tile_rows(block, part, |_| 0..0, &mut rows);
-        Block {
+        OutputBlock {
             rows: part.clone(),
             weight: 0,
             sum: planner.own_partials(planner.partials.own(0, part.start)),
@@ -103,8 +105,8 @@ fn product(planner: &Plan, parts: &[Range<usize>]) -> Result<(Product, Vec<Tile>
 }
 
 /// The sum of all ranks' partials of the rows that this rank gets. None if it gets no rows.
-fn reduction(planner: &Plan) -> Option<Reduction> {
-    let &Plan {
+fn reduction(planner: &SumPlan) -> Option<Reduction> {
+    let &SumPlan {
         problem,
         rank,
         partials,

@@ -8,14 +8,14 @@
 pub use super::pieces::agree;
 
 use super::one_shot::one_shot;
-use super::pieces::{Plan, Sums};
+use super::pieces::{SumOwners, SumPlan};
 use crate::error::Result;
 use crate::route::Route;
 use crate::schedule::config::{Chunking, Config};
 use crate::schedule::plan::matrices::{A, PARTIALS};
 use crate::schedule::plan::partials::{Incoming, Piece, are_few};
 use crate::schedule::plan::tile_order::{self, ring};
-use crate::schedule::{Addend, Block, Operation, Problem, Reduction, Schedule, Transfer};
+use crate::schedule::{Addend, Operation, OutputBlock, Problem, Reduction, Schedule, Transfer};
 
 /// Gives each rank its rows of the sum.
 ///
@@ -32,7 +32,7 @@ use crate::schedule::{Addend, Block, Operation, Problem, Reduction, Schedule, Tr
 /// [`Error::Limit`](crate::Error::Limit) if N or a field of the configuration is out of bounds, or if there are too
 /// many tiles or blocks.
 pub(super) fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
-    let planner = Plan::new(problem, rank, config, Sums::Own)?;
+    let planner = SumPlan::new(problem, rank, config, SumOwners::Own)?;
     if planner.one_shot {
         return one_shot(&planner);
     }
@@ -53,17 +53,17 @@ pub(super) fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> 
 /// As [`reduce_scatter`].
 pub(super) fn all_reduce(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     if are_few(problem) {
-        return one_shot(&Plan::new(problem, rank, config, Sums::Everywhere)?);
+        return one_shot(&SumPlan::new(problem, rank, config, SumOwners::Everywhere)?);
     }
-    let planner = Plan::new(problem, rank, config, Sums::All)?;
+    let planner = SumPlan::new(problem, rank, config, SumOwners::All)?;
     match config.route {
         Route::Pull => reduce(&planner),
         Route::Push | Route::Store => multiply_and_reduce(&planner),
     }
 }
 
-fn multiply_and_reduce(planner: &Plan) -> Result<Schedule> {
-    let &Plan { problem, rank, .. } = planner;
+fn multiply_and_reduce(planner: &SumPlan) -> Result<Schedule> {
+    let &SumPlan { problem, rank, .. } = planner;
     let layout = &problem.layout;
     let world = layout.world();
     let made = planner.all_pieces();
@@ -86,12 +86,12 @@ fn multiply_and_reduce(planner: &Plan) -> Result<Schedule> {
             planner.tile_rows(block, &piece.rows, |_| 0..0, &mut rows);
             planner.own_partials(planner.partials.own(owner, piece.rows.start))
         };
-        let is_shared = owner == rank && planner.sums == Sums::All;
+        let is_shared = owner == rank && planner.sums == SumOwners::All;
         for peer in ring(rank, world).filter(|&peer| peer == owner || is_shared) {
             let flag = incoming[peer].flag(rank, block);
             departures.push(planner.transfer(rank, peer, piece, flag, Some(block)));
         }
-        blocks.push(Block {
+        blocks.push(OutputBlock {
             rows: piece.rows.clone(),
             weight: 0,
             sum,
@@ -102,7 +102,7 @@ fn multiply_and_reduce(planner: &Plan) -> Result<Schedule> {
     for step in 1..world {
         let from = (rank + world - step) % world;
         for (block, piece) in made[from].iter().enumerate() {
-            let is_shared = piece.owner == from && planner.sums == Sums::All;
+            let is_shared = piece.owner == from && planner.sums == SumOwners::All;
             if piece.owner == rank || is_shared {
                 let flag = incoming[rank].flag(from, block);
                 let transfer = planner.transfer(from, rank, piece, flag, Some(block));
@@ -125,10 +125,10 @@ fn multiply_and_reduce(planner: &Plan) -> Result<Schedule> {
 /// As the planner's.
 pub fn pieces(problem: &Problem, rank: usize, config: Config) -> Result<Vec<Piece>> {
     let sums = match problem.operation {
-        Operation::MatmulAllReduce => Sums::All,
-        _ => Sums::Own,
+        Operation::MatmulAllReduce => SumOwners::All,
+        _ => SumOwners::Own,
     };
-    Ok(Plan::new(problem, rank, config, sums)?.pieces(rank))
+    Ok(SumPlan::new(problem, rank, config, sums)?.pieces(rank))
 }
 
 /// Multiplies all rows. The partials stay on this rank. The other ranks take no part.
@@ -136,14 +136,14 @@ pub fn pieces(problem: &Problem, rank: usize, config: Config) -> Result<Vec<Piec
 /// # Errors
 /// As [`reduce_scatter`].
 pub(super) fn multiply(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
-    let planner = Plan::new(problem, rank, config, Sums::Own)?;
+    let planner = SumPlan::new(problem, rank, config, SumOwners::Own)?;
     let all = 0..problem.layout.m();
     let mut rows = Vec::new();
     planner.tile_rows(0, &all, |_| 0..0, &mut rows);
     let sum = planner.own_partials(planner.partials.own(0, 0));
     let product = planner.product(
         A,
-        vec![Block {
+        vec![OutputBlock {
             rows: all,
             weight: 0,
             sum,
@@ -158,7 +158,7 @@ pub(super) fn multiply(problem: &Problem, rank: usize, config: Config) -> Result
 /// # Errors
 /// As [`reduce_scatter`].
 pub(super) fn copy(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
-    let planner = Plan::new(problem, rank, whole(config), Sums::Own)?;
+    let planner = SumPlan::new(problem, rank, whole(config), SumOwners::Own)?;
     let copies = planner.pulls(&planner.all_pieces());
     planner.schedule(false, copies, Vec::new(), None, None)
 }
@@ -168,7 +168,7 @@ pub(super) fn copy(problem: &Problem, rank: usize, config: Config) -> Result<Sch
 /// # Errors
 /// As [`reduce_scatter`].
 pub(super) fn copy_all(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
-    let planner = Plan::new(problem, rank, whole(config), Sums::All)?;
+    let planner = SumPlan::new(problem, rank, whole(config), SumOwners::All)?;
     let made = planner.all_pieces();
     let mut copies = planner.pulls(&made);
     let incoming = Incoming::of(&made, rank);
@@ -190,8 +190,8 @@ fn whole(config: Config) -> Config {
     }
 }
 
-fn reduce(planner: &Plan) -> Result<Schedule> {
-    let &Plan { problem, rank, .. } = planner;
+fn reduce(planner: &SumPlan) -> Result<Schedule> {
+    let &SumPlan { problem, rank, .. } = planner;
     let world = problem.layout.world();
     let made = planner.all_pieces();
     let mut departures = Vec::new();

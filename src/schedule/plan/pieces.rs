@@ -16,24 +16,24 @@ use crate::schedule::plan::partials::{
 };
 use crate::schedule::plan::tile_order::{TileRow, ring};
 use crate::schedule::{
-    Activation, Addend, Agreed, Bias, Block, DTypes, MAX_FLAGS, MatrixSpec, Move, Parts, Problem,
-    Product, Reduction, Region, Residual, Schedule, Sum, Tile, Transfer, Weight,
+    Activation, Addend, Agreed, Bias, DTypes, MAX_FLAGS, MatrixSpec, Move, OutputBlock, Parts,
+    Problem, Product, Reduction, Region, Residual, Schedule, Sum, Tile, Transfer, Weight,
 };
 
 /// A planner of partial sums for one rank.
-pub(super) struct Plan<'a> {
+pub(super) struct SumPlan<'a> {
     pub(super) problem: &'a Problem,
     pub(super) rank: usize,
     pub(super) config: Config,
     pub(super) partials: Partials,
-    pub(super) sums: Sums,
+    pub(super) sums: SumOwners,
     /// True if all rows are made before any partial is moved.
     pub(super) one_shot: bool,
 }
 
 /// Which ranks get the sums of a rank's rows, and who makes them.
 #[derive(Clone, Copy, PartialEq)]
-pub(super) enum Sums {
+pub(super) enum SumOwners {
     /// Only this rank, which makes them.
     Own,
     /// All ranks. This rank makes them and sends them on.
@@ -42,13 +42,13 @@ pub(super) enum Sums {
     Everywhere,
 }
 
-impl Plan<'_> {
+impl SumPlan<'_> {
     pub(super) fn new(
         problem: &Problem,
         rank: usize,
         config: Config,
-        sums: Sums,
-    ) -> Result<Plan<'_>> {
+        sums: SumOwners,
+    ) -> Result<SumPlan<'_>> {
         limit("rank", rank, 0, problem.layout.world() - 1)?;
         config.check()?;
         limit("N", problem.n, 1, MAX_EXTENT)?;
@@ -63,27 +63,27 @@ impl Plan<'_> {
         let tiles = entries.saturating_mul(problem.n.div_ceil(config.tile.n));
         limit("tiles of the output", tiles, 1, 1 << 28)?;
         let partials = match sums {
-            Sums::Own | Sums::All => Partials::of(problem, config.route),
-            Sums::Everywhere => Partials::one_shot(problem, config.route),
+            SumOwners::Own | SumOwners::All => Partials::of(problem, config.route),
+            SumOwners::Everywhere => Partials::one_shot(problem, config.route),
         };
         limit("rows of all partials", partials.rows(), 0, MAX_EXTENT)?;
         // This counts for the rank that gets the most transfers, so that all ranks agree.
         let Chunking { count, last, .. } = config.chunking;
         let each = match sums {
-            Sums::Own => count.max(last),
+            SumOwners::Own => count.max(last),
             // Panels of partials, of which the last is in parts, and panels of sums.
-            Sums::All => (count - 1 + last) + count,
-            Sums::Everywhere => count,
+            SumOwners::All => (count - 1 + last) + count,
+            SumOwners::Everywhere => count,
         };
         let flags = (problem.layout.world() - 1) * each;
         let what = "transfers to a rank, of the chunks that Config::chunking asks for,";
         limit(what, flags, 0, MAX_FLAGS)?;
         let one_shot = match sums {
-            Sums::Own => by_owners(problem, &config),
-            Sums::All => false,
-            Sums::Everywhere => true,
+            SumOwners::Own => by_owners(problem, &config),
+            SumOwners::All => false,
+            SumOwners::Everywhere => true,
         };
-        Ok(Plan {
+        Ok(SumPlan {
             problem,
             rank,
             config,
@@ -112,8 +112,8 @@ impl Plan<'_> {
         let height = self.config.entry_rows();
         let Chunking { count, last, .. } = self.config.chunking;
         let (panels, count) = match self.sums {
-            Sums::All => (count, 1),
-            Sums::Own | Sums::Everywhere => (1, count),
+            SumOwners::All => (count, 1),
+            SumOwners::Own | SumOwners::Everywhere => (1, count),
         };
         let panels_of = |owner| chunk_rows_of_block(layout.rows_of(owner), panels, height);
         let rows_of = |owner, panel| panels_of(owner).nth(panel).unwrap_or(0..0);
@@ -253,8 +253,8 @@ impl Plan<'_> {
             },
         };
         let place = match self.sums {
-            Sums::Own => 0,
-            Sums::All | Sums::Everywhere => self.problem.layout.rows_of(self.rank).start,
+            SumOwners::Own => 0,
+            SumOwners::All | SumOwners::Everywhere => self.problem.layout.rows_of(self.rank).start,
         };
         let rows = place + first;
         Sum {
@@ -286,7 +286,7 @@ impl Plan<'_> {
         }
     }
 
-    pub(super) fn product(&self, a: usize, blocks: Vec<Block>) -> Product {
+    pub(super) fn product(&self, a: usize, blocks: Vec<OutputBlock>) -> Product {
         Product {
             a,
             weights: smallvec![Weight {
@@ -341,8 +341,8 @@ impl Plan<'_> {
             output,
         } = *dtypes;
         let rows = match self.sums {
-            Sums::Own => layout.rows_of(self.rank).len(),
-            Sums::All | Sums::Everywhere => layout.m(),
+            SumOwners::Own => layout.rows_of(self.rank).len(),
+            SumOwners::All | SumOwners::Everywhere => layout.m(),
         };
         let room = &self.partials;
         let mut matrices = matrices::unused(operands);

@@ -10,7 +10,7 @@ use crate::backend::cuda::gpu::kernels::storing_warps;
 use crate::error::{Error, Result};
 use crate::schedule::limits::{limit, require};
 use crate::schedule::plan::partials::STORED_ROWS;
-use crate::schedule::{Addend, Agreed, Block, Product, Route, Schedule, Sum, Transfer};
+use crate::schedule::{Addend, Agreed, OutputBlock, Product, Route, Schedule, Sum, Transfer};
 
 /// The most ranks whose memory a kernel stores tiles to, counted around the ring from this rank, which is included.
 pub const TARGETS: usize = GEMMESH_MAX_TARGETS as usize;
@@ -28,7 +28,7 @@ impl Places {
     /// The places of a product's blocks. None if no block adds anything and no block is sent.
     pub fn of(schedule: &Schedule) -> Option<Places> {
         let product = schedule.product()?;
-        let adds = |block: &Block| !block.sum.addends.is_empty();
+        let adds = |block: &OutputBlock| !block.sum.addends.is_empty();
         let is_sent = schedule.moves().any(|moved| moved.produced.is_some());
         if !is_sent && !product.blocks.iter().any(adds) {
             return None;
@@ -37,7 +37,7 @@ impl Places {
             out: None,
             partials: None,
         };
-        for Block { rows, sum, .. } in &product.blocks {
+        for OutputBlock { rows, sum, .. } in &product.blocks {
             if sum.addends.is_empty() {
                 places.partials = Some(sum.out);
                 continue;
@@ -68,7 +68,7 @@ impl Places {
                 instead: Route::Push,
             });
         }
-        let adds = |block: &&Block| !block.sum.addends.is_empty();
+        let adds = |block: &&OutputBlock| !block.sum.addends.is_empty();
         let first = product.blocks.iter().find(adds);
         for block in &product.blocks {
             limit("rows of a block on GPUs", block.rows.len(), 1, product.m)?;
@@ -82,12 +82,12 @@ impl Places {
     }
 
     /// `first`: the first block whose sum adds something.
-    fn check_sum(&self, block: &Block, first: &Block) -> Result<()> {
+    fn check_sum(&self, block: &OutputBlock, first: &OutputBlock) -> Result<()> {
         let sum = &block.sum;
         let is_sum = !sum.addends.is_empty();
         // All sums have the same bias, activation and residual, and the same distance from their rows of `a`.
-        let finished = |block: &Block| {
-            let Block { rows, sum, .. } = block;
+        let finished = |block: &OutputBlock| {
+            let OutputBlock { rows, sum, .. } = block;
             let behind = |first: usize| first.wrapping_sub(rows.start);
             let residual = sum.residual.map(|r| (r.matrix, behind(r.first)));
             (sum.bias, sum.activation, residual, behind(sum.first))
@@ -126,7 +126,7 @@ fn check_sent(moved: &Transfer, product: &Product) -> Result<()> {
     let made = made.and_then(|block| product.blocks.get(block));
     let what = "transfers beside a product must wait for a block of it on GPUs";
     require(what, made.is_some())?;
-    let Some(Block { rows, sum, .. }) = made.filter(|_| moved.route == Route::Store) else {
+    let Some(OutputBlock { rows, sum, .. }) = made.filter(|_| moved.route == Route::Store) else {
         return Ok(());
     };
     limit("regions that a kernel stores", moved.regions.len(), 1, 1)?;
@@ -176,7 +176,7 @@ impl BlockTables {
         schedule: &Schedule,
         places: &Places,
         product: &Product,
-        Block { rows, sum, .. }: &Block,
+        OutputBlock { rows, sum, .. }: &OutputBlock,
         sent: &[&Transfer],
         tiles: u32,
     ) {

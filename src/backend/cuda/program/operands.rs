@@ -14,7 +14,7 @@ use crate::element::DType;
 use crate::error::{Error, Result};
 use crate::schedule::plan::matrices::MATRICES;
 use crate::schedule::{
-    Bias, Block, MAX_WEIGHTS, MatrixSpec, Product, Reduction, Route, Schedule, Sum,
+    Bias, MAX_WEIGHTS, MatrixSpec, OutputBlock, Product, Reduction, Route, Schedule, Sum,
 };
 
 /// A matrix of a call.
@@ -120,7 +120,7 @@ fn outputs(
     product: &Product,
     operands: &Operands,
 ) -> Result<SmallVec<[DeviceMatrix; MAX_WEIGHTS]>> {
-    let out = |block: &Block| {
+    let out = |block: &OutputBlock| {
         let (rows, sum) = match (&kernel.low_latency, schedule.reduction()) {
             (Some(_), Some(reduction)) => (reduction.rows, &reduction.sum),
             _ => (product.m, &block.sum),
@@ -182,7 +182,7 @@ pub fn finished<'a>(
     schedule: &'a Schedule,
     product: &'a Product,
 ) -> SmallVec<[Finished<'a>; MAX_WEIGHTS]> {
-    let of_block = |block: &'a Block| Finished {
+    let of_block = |block: &'a OutputBlock| Finished {
         weight: block.weight,
         row: block.rows.start,
         sum: &block.sum,
@@ -197,7 +197,7 @@ pub fn finished<'a>(
             schedule.reduction().map(of_reduction).into_iter().collect()
         }
         (None, Some(_)) => {
-            let adds = |block: &&Block| !block.sum.addends.is_empty();
+            let adds = |block: &&OutputBlock| !block.sum.addends.is_empty();
             let first = product.blocks.iter().find(adds);
             first.map(of_block).into_iter().collect()
         }

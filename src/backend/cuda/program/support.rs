@@ -5,7 +5,7 @@ use super::low_latency::LowLatencyRows;
 use super::sends;
 use crate::error::Result;
 use crate::schedule::limits::{limit, require};
-use crate::schedule::{Block, Move, Route, Schedule, Transfer};
+use crate::schedule::{Move, OutputBlock, Route, Schedule, Transfer};
 
 /// Where the rows of a product go.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -48,7 +48,7 @@ pub fn check(schedule: &Schedule) -> Result<Destination> {
         outputs,
         outputs,
     )?;
-    for (number, Block { rows, weight, .. }) in product.blocks.iter().enumerate() {
+    for (number, OutputBlock { rows, weight, .. }) in product.blocks.iter().enumerate() {
         limit("rows of a block on GPUs", rows.len(), product.m, product.m)?;
         limit("the weight of a block on GPUs", *weight, number, number)?;
     }
