@@ -68,7 +68,9 @@ pub enum Error {
     },
 
     /// An argument belongs to a different group.
-    #[error("rank {rank}: {argument} was made by another group; make all arguments with one group")]
+    #[error(
+        "rank {rank}: {argument} belongs to a different group; make all arguments with one group"
+    )]
     ForeignArgument {
         /// The rank that made the call.
         rank: usize,
@@ -253,7 +255,7 @@ pub enum Error {
     /// A call of a group was made in a fork of the process that the group belongs to.
     #[error(
         "rank {rank}: process {child} is a fork of process {process}, which is the rank; make the call there, \
-         or exec in the fork what is to be a rank of its own"
+         or exec a program in the fork that joins as a rank of its own"
     )]
     Forked {
         /// The rank of the process that made the group.
@@ -338,8 +340,8 @@ pub enum Error {
         launcher: String,
     },
 
-    /// A message from another rank was not understood.
-    #[error("rank {rank} sent what cannot be understood: {reason}")]
+    /// A message from a rank cannot be read.
+    #[error("rank {rank} sent a message that cannot be read: {reason}")]
     Message {
         /// The rank that sent it.
         rank: usize,
@@ -454,7 +456,7 @@ pub enum Error {
 
     /// A GPU did not read what its peer wrote.
     #[error(
-        "the memory of rank {rank} and rank {peer} does not hold what they write into one another's; do not trust results between these GPUs"
+        "the GPUs of ranks {rank} and {peer} do not read what they write to each other; do not trust results between these GPUs"
     )]
     PeerMemory {
         /// The rank that read.
@@ -464,7 +466,7 @@ pub enum Error {
     },
 
     /// There is no kernel for a configuration.
-    #[error("rank {rank}: there is no kernel {asked}; there are {known}")]
+    #[error("rank {rank}: there is no kernel {asked}; choose one of {known}")]
     NoKernel {
         /// The rank.
         rank: usize,
@@ -491,7 +493,7 @@ pub enum Error {
 
     /// Streams that must not block one another share a queue of the device.
     #[error(
-        "rank {rank}: {what} needs streams that do not hold one another up, which {cause} prevents; remove the cause, or choose another route or stream"
+        "rank {rank}: {what} needs streams that do not block one another, which {cause} prevents; remove the cause, or choose another route or stream"
     )]
     QueuedTogether {
         /// The rank.
@@ -504,7 +506,8 @@ pub enum Error {
 
     /// Something that can't be captured in a CUDA graph was put on a stream that is being captured.
     #[error(
-        "rank {rank}: this cannot be captured in a CUDA graph; what can are operations that have run before, but no all_gather_matmul whose rows are pulled (Config::route)"
+        "rank {rank}: this call cannot be captured in a CUDA graph; run it once before the capture, and give an \
+         all_gather_matmul a different route than Route::Pull (Config::route)"
     )]
     Capturing {
         /// The rank.

@@ -36,7 +36,7 @@ public:
     // added in the order of the ranks. If this has been given up, the sums are meaningless.
     __device__ void send_and_add(Accumulators<Element, N>& accumulators) const {
         const GemmeshPeers& peers = params_.peers;
-        // As block_sums.cuh: the product is kept rounded, and to -0 any number may be added without a change.
+        // As in block_sums.cuh, the product is kept rounded, and -0.0 is the additive identity.
         uint32_t product[kPairs * 2];
 #pragma unroll
         for (uint32_t i = 0; i < kPairs * 2; ++i) {

@@ -116,8 +116,12 @@ impl Group<Cuda> {
 /// cudarc's own guards. Even then nothing is freed too early, because the memory is freed in the order of its stream.
 ///
 /// ```no_run
-/// # fn multiply(group: gemmesh::Group<gemmesh::Cuda>, a: &cudarc::driver::CudaSlice<gemmesh::bf16>, b: &cudarc::driver::CudaSlice<gemmesh::bf16>,
-/// #     out: &mut cudarc::driver::CudaSlice<gemmesh::bf16>, [m, n, k]: [usize; 3]) -> gemmesh::Result<()> {
+/// # use cudarc::driver::CudaSlice;
+/// # use gemmesh::{Cuda, Group, bf16};
+/// # type Slice = CudaSlice<bf16>;
+/// # fn multiply(
+/// #     group: Group<Cuda>, a: &Slice, b: &Slice, out: &mut Slice, [m, n, k]: [usize; 3],
+/// # ) -> gemmesh::Result<()> {
 /// use gemmesh::{CudarcMatrix, CudarcMatrixMut, Matmul};
 ///
 /// group.use_cudarc_stream(a.stream())?;

@@ -129,7 +129,7 @@ impl Timeline {
             text(area, &label, (x + 20, 53), 13, &INK, HPos::Left)?;
             x += 34 + 7 * label.len() as i32;
         }
-        let hint = "Tiles, and rows that the caller consumes: the colour of their owner. Copies: of the source if pulled. What is pushed, or made for a rank: of the receiver.";
+        let hint = "Colour: whose rows they are. Rows that are pushed, or made for another rank, have the receiver's colour.";
         text(area, hint, (LEFT, 76), 13, &FAINT, HPos::Left)
     }
 }

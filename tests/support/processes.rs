@@ -26,13 +26,13 @@ const DEADLINE: Duration = Duration::from_secs(20);
 /// A process whose parent was killed ends on its own.
 const LIFE: Duration = Duration::from_secs(60);
 
-/// How processes are started and waited for, where the defaults don't do.
+/// Options of processes.
 pub struct Setting<'a> {
     /// How long they may take.
     pub deadline: Duration,
     /// What is in the environment of the process at a place.
     pub variables: &'a dyn Fn(usize) -> Vec<(&'static str, String)>,
-    /// What starts this program at a place, be it by another.
+    /// The command that starts this program at a place, directly or through other programs.
     pub command: &'a dyn Fn(usize) -> Command,
 }
 
@@ -183,7 +183,7 @@ pub fn start(
     start_with(test, places, &Setting::default(), part)
 }
 
-/// As [`start`], with what varies.
+/// As [`start`], with options.
 pub fn start_with(
     test: &str,
     places: &[(usize, usize)],
