@@ -182,6 +182,31 @@ struct Rank {
     all: ShardedMatrix<Host, bf16>,
 }
 
+impl Rank {
+    /// Collective.
+    fn new(group: &Group<Host>) -> Result<Rank, Error> {
+        Ok(Rank {
+            a: group.sharded_rows(&ROWS, K)?,
+            b: group.upload(&vec![bf16::ONE; N * K], N, K)?,
+            bias: group.zeros(1, N)?,
+            out: group.zeros(ROWS.iter().sum(), N)?,
+            part: group.zeros(ROWS.iter().sum(), K)?,
+            own: group.zeros(ROWS[group.rank()], N)?,
+            all: group.sharded_rows(&ROWS, N)?,
+        })
+    }
+}
+
+/// The workers of an earlier group end on their own.
+#[track_caller]
+fn wait_for_workers_to_end() {
+    let begin = std::time::Instant::now();
+    while seen("gemmesh").threads > 0 {
+        assert!(begin.elapsed().as_secs() < 5, "they don't");
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+}
+
 /// Repeats `call` on every rank and looks at what was allocated on which thread. `prepare` makes what `call` is given,
 /// and says how many products it takes.
 #[track_caller]
@@ -189,25 +214,12 @@ fn assert_allocates_nothing<P>(
     prepare: impl Fn(&Rank) -> Result<(P, u64), Error> + Sync,
     call: impl Fn(&P, &mut Rank) -> Result<(), Error> + Sync,
 ) {
-    // The workers of an earlier group end on their own.
-    let begin = std::time::Instant::now();
-    while seen("gemmesh").threads > 0 {
-        assert!(begin.elapsed().as_secs() < 5, "they don't");
-        std::thread::sleep(std::time::Duration::from_millis(1));
-    }
+    wait_for_workers_to_end();
     let together = Barrier::new(WORLD);
     let found = Group::<Host>::builder()
         .workers(1)
         .threads(WORLD, |group| {
-            let mut rank = Rank {
-                a: group.sharded_rows(&ROWS, K)?,
-                b: group.upload(&vec![bf16::ONE; N * K], N, K)?,
-                bias: group.zeros(1, N)?,
-                out: group.zeros(ROWS.iter().sum(), N)?,
-                part: group.zeros(ROWS.iter().sum(), K)?,
-                own: group.zeros(ROWS[group.rank()], N)?,
-                all: group.sharded_rows(&ROWS, N)?,
-            };
+            let mut rank = Rank::new(&group)?;
             let (prepared, products) = prepare(&rank)?;
             for _ in 0..3 {
                 call(&prepared, &mut rank)?;
@@ -240,19 +252,8 @@ fn assert_allocates_nothing<P>(
         })
         .unwrap();
     // Only here: a rank that panicked above would leave the others waiting.
-    for Found {
-        by_caller,
-        products,
-        copier,
-        worker,
-    } in found
-    {
-        assert_eq!(by_caller, 0, "the calling thread");
-        assert_eq!((copier.threads, copier.count), (1, 0), "{copier:?}");
-        assert_eq!(worker.threads, 1);
-        assert!(worker.count <= REPEATS * products, "{worker:?}");
-        assert!(worker.largest <= FLAGS, "{worker:?}");
-        assert_eq!(worker.live, 0, "{worker:?}");
+    for of_rank in found {
+        of_rank.assert_only_flags();
     }
 }
 
@@ -262,6 +263,24 @@ struct Found {
     products: u64,
     copier: Seen,
     worker: Seen,
+}
+
+impl Found {
+    #[track_caller]
+    fn assert_only_flags(&self) {
+        let Found {
+            by_caller,
+            products,
+            copier,
+            worker,
+        } = self;
+        assert_eq!(*by_caller, 0, "the calling thread");
+        assert_eq!((copier.threads, copier.count), (1, 0), "{copier:?}");
+        assert_eq!(worker.threads, 1);
+        assert!(worker.count <= REPEATS * products, "{worker:?}");
+        assert!(worker.largest <= FLAGS, "{worker:?}");
+        assert_eq!(worker.live, 0, "{worker:?}");
+    }
 }
 
 /// One test, because the counters are the whole process's.

@@ -74,6 +74,12 @@ fn more_memory_than_there_is_is_refused_on_every_rank_and_the_group_goes_on() {
     refusals::too_much_memory::<Cuda>(test_name!(), 2, [m, COLUMNS]);
 }
 
+fn median(times: &[f64]) -> f64 {
+    let mut times = times.to_vec();
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
 /// As in a serving loop: other rows, and another split of them, at every step. Allocating would take a hundred
 /// microseconds more. How much longer planning takes depends on what the host's cores do just then: beside two H100s a
 /// call takes 9 to 13 µs for few rows and 21 to 36 for thousands, and other rows 14 to 24 more. Of 35 runs seven were
@@ -123,11 +129,7 @@ fn a_call_with_other_rows_takes_no_longer_than_planning_does() {
         // Not those that came before as many programs were kept as there may be.
         let mut words = Vec::new();
         for steps in [KEPT..STEPS / 2, STEPS / 2..STEPS] {
-            let [new, known] = [0, 1].map(|which: usize| {
-                let mut times = times[which][steps.clone()].to_vec();
-                times.sort_by(f64::total_cmp);
-                times[times.len() / 2]
-            });
+            let [new, known] = times.each_ref().map(|times| median(&times[steps.clone()]));
             words.push(format!("{new:.1} and {known:.1} µs"));
             assert!(new < known + 25.0, "{}", words.join("; "));
         }

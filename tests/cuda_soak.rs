@@ -10,12 +10,12 @@ mod support;
 use std::fs;
 use std::time::{Duration, Instant};
 
-use gemmesh::{AllGatherMatmul, Cuda, Element, Error, Group, Matrix, bf16, f16};
+use gemmesh::{AllGatherMatmul, Cuda, Element, Error, Group, Host, Matrix, bf16, f16};
 use rand::RngExt;
 use rand::rngs::StdRng;
 use support::gpu::*;
 use support::numbers::{Reference, bits, nan, rng};
-use support::processes::Setting;
+use support::processes::{Rank, Setting};
 
 /// What may not grow.
 #[derive(Clone, Copy, Debug)]
@@ -116,6 +116,71 @@ fn verify(group: &Group<Cuda>, case: &Case, kind: u32, is_f16: bool) -> Result<(
     }
 }
 
+/// What one rank does.
+struct Program<'a> {
+    rank: &'a Rank,
+    /// To keep step.
+    steps: Group<Host>,
+    /// The same on every rank.
+    random: StdRng,
+    checked: usize,
+}
+
+impl Program<'_> {
+    fn open(&self, round: u32, name: &str) -> Result<Group<Cuda>, Error> {
+        self.steps.barrier()?;
+        another_group(self.rank, format!("{round}-{name}"), SHORT)
+    }
+
+    /// Random products, in either group.
+    fn multiply_for(
+        &mut self,
+        length: Duration,
+        round: u32,
+        groups: &[Group<Cuda>],
+    ) -> Result<(), Error> {
+        let begin = Instant::now();
+        loop {
+            let go_on = [u8::from(begin.elapsed() < length)];
+            if self.steps.all_gather_bytes(&go_on)?[0] == [0] {
+                return Ok(());
+            }
+            for _ in 0..20 {
+                let random = &mut self.random;
+                let case = random_case(random, self.rank.world, self.checked);
+                let group = &groups[random.random_range(0..groups.len())];
+                let (kind, is_f16) = (random.random_range(0..4), random.random_bool(0.5));
+                if let Err(what) = verify(group, &case, kind, is_f16) {
+                    panic!(
+                        "rank {}, round {round}, {kind}: {what}\n{case:?}",
+                        self.rank.rank
+                    );
+                }
+                self.checked += 1;
+            }
+        }
+    }
+
+    /// One rank does not call what the other does; in the other group all goes on.
+    fn fail_in_the_first(&self, round: u32, groups: &[Group<Cuda>]) -> Result<Arguments, Error> {
+        let culprit = round as usize % self.rank.world;
+        let mut arguments = Arguments::new(&groups[0], 301, 72, 264)?;
+        let route = ROUTES[round as usize % ROUTES.len()];
+        arguments.verify_by(&groups[0], route)?;
+        self.steps.barrier()?;
+        if self.rank.rank == culprit {
+            self.steps.barrier()?;
+        }
+        let result = arguments.verify_by(&groups[0], route);
+        if self.rank.rank != culprit {
+            self.steps.barrier()?;
+        }
+        assert_timeout_names(&poisoned(&groups[0], result).unwrap_err(), culprit);
+        Arguments::new(&groups[1], 301, 72, 264)?.verify(&groups[1])?;
+        Ok(arguments)
+    }
+}
+
 #[test]
 fn two_ranks_do_whatever_programs_do_and_nothing_grows() {
     let Some(_leave) = gpu_alone() else { return };
@@ -129,64 +194,34 @@ fn two_ranks_do_whatever_programs_do_and_nothing_grows() {
     };
     all_done(ranks_with(test_name!(), 2, &setting, |rank| {
         let context = Context::retain(rank.rank);
-        let steps = host_group(rank)?;
+        let mut program = Program {
+            rank,
+            steps: host_group(rank)?,
+            random: rng(2026),
+            checked: 0,
+        };
         let total = context.free_bytes();
-        let mut random: StdRng = rng(2026);
-        let (mut before, mut checked, mut calls) = (None, 0u32, 0usize);
+        let mut before = None;
         for round in 0..=rounds {
-            let open = |name: &str| -> Result<Group<Cuda>, Error> {
-                steps.barrier()?;
-                another_group(rank, format!("{round}-{name}"), SHORT)
-            };
-            let groups = [open("first")?, open("second")?];
-            let begin = Instant::now();
+            let groups = [
+                program.open(round, "first")?,
+                program.open(round, "second")?,
+            ];
             // The first round is for what stays for good.
             let length = if round == 0 {
                 length / rounds / 4
             } else {
                 length / rounds
             };
-            loop {
-                let go_on = [u8::from(begin.elapsed() < length)];
-                if steps.all_gather_bytes(&go_on)?[0] == [0] {
-                    break;
-                }
-                for _ in 0..20 {
-                    let case = random_case(&mut random, rank.world, calls);
-                    let group = &groups[random.random_range(0..groups.len())];
-                    let (kind, is_f16) = (random.random_range(0..4), random.random_bool(0.5));
-                    if let Err(what) = verify(group, &case, kind, is_f16) {
-                        panic!(
-                            "rank {}, round {round}, {kind}: {what}\n{case:?}",
-                            rank.rank
-                        );
-                    }
-                    calls += 1;
-                    checked += 1;
-                }
-            }
-            // One rank does not call what the other does; in the other group all goes on.
-            let culprit = round as usize % rank.world;
-            let mut arguments = Arguments::new(&groups[0], 301, 72, 264)?;
-            let route = ROUTES[round as usize % ROUTES.len()];
-            arguments.verify_by(&groups[0], route)?;
-            steps.barrier()?;
-            if rank.rank == culprit {
-                steps.barrier()?;
-            }
-            let result = arguments.verify_by(&groups[0], route);
-            if rank.rank != culprit {
-                steps.barrier()?;
-            }
-            assert_timeout_names(&poisoned(&groups[0], result).unwrap_err(), culprit);
-            Arguments::new(&groups[1], 301, 72, 264)?.verify(&groups[1])?;
+            program.multiply_for(length, round, &groups)?;
+            let arguments = program.fail_in_the_first(round, &groups)?;
             drop((arguments, groups));
-            steps.barrier()?;
+            program.steps.barrier()?;
             // Threads end by themselves.
             std::thread::sleep(Duration::from_millis(500));
             let now = Holdings::now(&context, total);
-            println!("round {round}: {checked} checked, {now:?}");
-            steps.barrier()?;
+            println!("round {round}: {} checked, {now:?}", program.checked);
+            program.steps.barrier()?;
             match &before {
                 // Two rounds, so that each rank has been the culprit.
                 None if round == 0 => {}
@@ -194,6 +229,6 @@ fn two_ranks_do_whatever_programs_do_and_nothing_grows() {
                 Some(before) => now.assert_no_more_than(before),
             }
         }
-        Ok(format!("{checked} products"))
+        Ok(format!("{} products", program.checked))
     }));
 }

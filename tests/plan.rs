@@ -23,7 +23,7 @@ use gemmesh::schedule::plan;
 use gemmesh::schedule::plan::matrices::{B, BIAS, MATRICES, OUT};
 use gemmesh::schedule::{
     Addend, Chunking, Config, Layout, MAX_WEIGHTS, MatrixSpec, Operation, Parts, Problem, Product,
-    Reduction, Route, RowOrder, Schedule, Tile, TileShape, Transfer, Weight,
+    Reduction, Route, RowOrder, Schedule, Sum, Tile, TileShape, Transfer, Weight,
 };
 use gemmesh::{DType, Error};
 use proptest::prelude::*;
@@ -838,10 +838,107 @@ fn a_peer_hears_that_its_rows_were_pulled_after_the_last_of_them() {
     }
 }
 
-#[test]
-fn what_lies_outside_of_what_it_is_a_part_of_is_refused() {
-    let good = || plan(&[2, 3], 4, 1, 0, CONFIG).unwrap();
-    let parts = |schedule: &Schedule| Parts {
+/// A change that makes parts of a schedule wrong.
+type Change = fn(&mut Parts);
+
+const WRONG_MATRICES: [Change; 5] = [
+    |parts| parts.matrices.clear(),
+    |parts| parts.matrices[0].rows -= 1,
+    |parts| parts.matrices[B].dtype = DType::F16,
+    |parts| parts.matrices[BIAS].dtype = DType::F32,
+    |parts| parts.matrices[OUT].dtype = DType::F16,
+];
+
+const WRONG_TRANSFERS: [Change; 8] = [
+    |parts| parts.arrivals[0].flag = 2,
+    |parts| parts.arrivals[0].flag = parts.arrivals[1].flag,
+    |parts| parts.arrivals[0].from = 2,
+    |parts| parts.arrivals[0].to = 1,
+    |parts| parts.arrivals[0].regions[0].to.matrix = MATRICES,
+    |parts| parts.arrivals[0].regions[0].to.rows.end = 6,
+    |parts| parts.arrivals[0].regions[0].to.columns.end = 2,
+    |parts| {
+        let mut departure = parts.arrivals[0].clone();
+        (departure.route, departure.produced) = (Route::Push, Some(1));
+        parts.departures.push(departure);
+    },
+];
+
+const WRONG_TILES: [Change; 4] = [
+    |parts| parts.tiles[0] = Tile::new(0, 3, 0, 0..0),
+    |parts| parts.tiles[0] = Tile::new(0, 0, 0, 0..3),
+    |parts| parts.tiles[0] = Tile::new(0, 0, 0, 0..1 << 16),
+    |parts| parts.tiles[0] = Tile::new(1, 0, 0, 0..0),
+];
+
+const WRONG_PRODUCTS: [Change; 10] = [
+    |parts| parts.product = None,
+    |parts| product_of(parts).config.tile.n = 0,
+    |parts| product_of(parts).blocks.clear(),
+    |parts| product_of(parts).blocks[0].rows.end = 6,
+    |parts| product_of(parts).blocks[0].weight = 1,
+    |parts| product_of(parts).gated = true,
+    |parts| product_of(parts).weights.clear(),
+    |parts| product_of(parts).weights[0].n += 1,
+    |parts| {
+        let weights = &mut product_of(parts).weights;
+        weights.extend([weights[0]; MAX_WEIGHTS]);
+    },
+    |parts| {
+        let product = product_of(parts);
+        let Weight { b, n } = product.weights[0];
+        product.weights.push(Weight { b, n: n + 1 });
+        product.gated = true;
+    },
+];
+
+const WRONG_SUMS: [Change; 8] = [
+    |parts| sum_of(parts).first = 1,
+    |parts| sum_of(parts).out = MATRICES,
+    |parts| sum_of(parts).addends = vec![Addend::Product; 2],
+    |parts| {
+        let rows = Addend::Rows {
+            matrix: OUT,
+            first: 1,
+        };
+        sum_of(parts).addends = vec![Addend::Product, rows];
+    },
+    |parts| sum_of(parts).bias.as_mut().unwrap().first = 1,
+    |parts| sum_of(parts).residual.as_mut().unwrap().first = 1,
+    |parts| {
+        let mut sum = sum_of(parts).clone();
+        sum.addends = vec![Addend::Product];
+        let n = parts.matrices[OUT].columns;
+        parts.reduction = Some(Reduction { rows: 1, n, sum });
+    },
+    |parts| {
+        let mut sum = sum_of(parts).clone();
+        sum.addends = vec![Addend::Rows {
+            matrix: OUT,
+            first: 0,
+        }];
+        let MatrixSpec { rows, columns, .. } = parts.matrices[OUT];
+        parts.reduction = Some(Reduction {
+            rows: rows + 1,
+            n: columns,
+            sum,
+        });
+    },
+];
+
+fn product_of(parts: &mut Parts) -> &mut Product {
+    parts.product.as_mut().unwrap()
+}
+
+/// The sum of the first block.
+fn sum_of(parts: &mut Parts) -> &mut Sum {
+    &mut product_of(parts).blocks[0].sum
+}
+
+/// The parts of a schedule that is right.
+fn right_parts() -> Parts {
+    let schedule = plan(&[2, 3], 4, 1, 0, CONFIG).unwrap();
+    Parts {
         rank: schedule.rank(),
         world: schedule.world(),
         agreed: schedule.agreed().cloned(),
@@ -853,111 +950,48 @@ fn what_lies_outside_of_what_it_is_a_part_of_is_refused() {
         requests: Vec::new(),
         reduction: None,
         one_shot: false,
-    };
-    assert!(Schedule::new(parts(&good())).is_ok());
-    let changes: [fn(&mut Parts); 35] = [
-        |parts| parts.matrices.clear(),
-        |parts| parts.arrivals[0].flag = 2,
-        |parts| parts.arrivals[0].flag = parts.arrivals[1].flag,
-        |parts| parts.arrivals[0].from = 2,
-        |parts| parts.arrivals[0].regions[0].to.matrix = MATRICES,
-        |parts| parts.arrivals[0].regions[0].to.rows.end = 6,
-        |parts| parts.arrivals[0].regions[0].to.columns.end = 2,
-        |parts| parts.matrices[0].rows -= 1,
-        |parts| parts.matrices[B].dtype = DType::F16,
-        |parts| parts.matrices[BIAS].dtype = DType::F32,
-        |parts| parts.matrices[OUT].dtype = DType::F16,
-        |parts| parts.arrivals[0].to = 1,
-        |parts| parts.product = None,
-        |parts| parts.product.as_mut().unwrap().config.tile.n = 0,
-        |parts| parts.tiles[0] = Tile::new(0, 3, 0, 0..0),
-        |parts| parts.tiles[0] = Tile::new(0, 0, 0, 0..3),
-        |parts| parts.tiles[0] = Tile::new(0, 0, 0, 0..1 << 16),
-        |parts| parts.tiles[0] = Tile::new(1, 0, 0, 0..0),
-        |parts| parts.product.as_mut().unwrap().blocks.clear(),
-        |parts| parts.product.as_mut().unwrap().blocks[0].rows.end = 6,
-        |parts| parts.product.as_mut().unwrap().blocks[0].sum.first = 1,
-        |parts| parts.product.as_mut().unwrap().blocks[0].sum.out = MATRICES,
-        |parts| parts.product.as_mut().unwrap().blocks[0].sum.addends = vec![Addend::Product; 2],
-        |parts| {
-            let rows = Addend::Rows {
-                matrix: OUT,
-                first: 1,
-            };
-            let sum = &mut parts.product.as_mut().unwrap().blocks[0].sum;
-            sum.addends = vec![Addend::Product, rows];
-        },
-        |parts| parts.product.as_mut().unwrap().blocks[0].weight = 1,
-        |parts| parts.product.as_mut().unwrap().gated = true,
-        |parts| parts.product.as_mut().unwrap().weights.clear(),
-        |parts| {
-            let weights = &mut parts.product.as_mut().unwrap().weights;
-            weights.extend([weights[0]; MAX_WEIGHTS]);
-        },
-        |parts| {
-            let product = parts.product.as_mut().unwrap();
-            let Weight { b, n } = product.weights[0];
-            product.weights.push(Weight { b, n: n + 1 });
-            product.gated = true;
-        },
-        |parts| parts.product.as_mut().unwrap().weights[0].n += 1,
-        |parts| {
-            parts.product.as_mut().unwrap().blocks[0]
-                .sum
-                .bias
-                .as_mut()
-                .unwrap()
-                .first = 1
-        },
-        |parts| {
-            parts.product.as_mut().unwrap().blocks[0]
-                .sum
-                .residual
-                .as_mut()
-                .unwrap()
-                .first = 1
-        },
-        |parts| {
-            let mut departure = parts.arrivals[0].clone();
-            (departure.route, departure.produced) = (Route::Push, Some(1));
-            parts.departures.push(departure);
-        },
-        |parts| {
-            let mut sum = parts.product.as_ref().unwrap().blocks[0].sum.clone();
-            sum.addends = vec![Addend::Product];
-            let n = parts.matrices[OUT].columns;
-            parts.reduction = Some(Reduction { rows: 1, n, sum });
-        },
-        |parts| {
-            let mut sum = parts.product.as_ref().unwrap().blocks[0].sum.clone();
-            sum.addends = vec![Addend::Rows {
-                matrix: OUT,
-                first: 0,
-            }];
-            let MatrixSpec { rows, columns, .. } = parts.matrices[OUT];
-            parts.reduction = Some(Reduction {
-                rows: rows + 1,
-                n: columns,
-                sum,
-            });
-        },
+    }
+}
+
+#[test]
+fn what_lies_outside_of_what_it_is_a_part_of_is_refused() {
+    assert!(Schedule::new(right_parts()).is_ok());
+    let changes: [(&str, &[Change]); 5] = [
+        ("matrices", &WRONG_MATRICES),
+        ("transfers", &WRONG_TRANSFERS),
+        ("tiles", &WRONG_TILES),
+        ("products", &WRONG_PRODUCTS),
+        ("sums", &WRONG_SUMS),
     ];
-    for (index, change) in changes.into_iter().enumerate() {
-        let mut wrong = parts(&good());
-        change(&mut wrong);
-        let refused = Schedule::new(wrong);
-        assert!(
-            matches!(
-                refused,
-                Err(Error::Limit { .. } | Error::Unsupported { .. })
-            ),
-            "change {index}"
-        );
+    for (what, changes) in changes {
+        for (index, change) in changes.iter().enumerate() {
+            let mut wrong = right_parts();
+            change(&mut wrong);
+            let refused = Schedule::new(wrong);
+            assert!(
+                matches!(
+                    refused,
+                    Err(Error::Limit { .. } | Error::Unsupported { .. })
+                ),
+                "change {index} of {what}"
+            );
+        }
     }
 }
 
 #[test]
 fn what_is_outside_the_limits_is_named() {
+    assert_problems_have_limits();
+    assert_fields_have_limits();
+    assert_fields_have_limits_together();
+
+    let huge = balanced_rows(MAX_EXTENT, 2);
+    let tiles = MAX_EXTENT.div_ceil(2) * MAX_EXTENT.div_ceil(3);
+    let error = plan(&huge, MAX_EXTENT, 1, 0, CONFIG).unwrap_err();
+    assert_limit(error, "tiles of the output", tiles, 0, 1 << 28);
+}
+
+fn assert_problems_have_limits() {
     let problem = |rows: &[usize], n, k, rank| plan(rows, n, k, rank, CONFIG).unwrap_err();
     let large = MAX_EXTENT + 1;
     assert_limit(problem(&[], 1, 1, 0), "world size", 0, 1, MAX_WORLD);
@@ -980,7 +1014,10 @@ fn what_is_outside_the_limits_is_named() {
     let balanced = |m, world| Layout::balanced(m, 1, world).unwrap_err();
     assert_limit(balanced(1, 0), "world size", 0, 1, MAX_WORLD);
     assert_limit(balanced(1, 65), "world size", 65, 1, MAX_WORLD);
+}
 
+/// Each field of a configuration alone.
+fn assert_fields_have_limits() {
     type Field = (&'static str, fn(&mut Config) -> &mut usize, usize);
     let fields: [Field; 10] = [
         ("Config::tile.m", |c| &mut c.tile.m, MAX_EXTENT),
@@ -1017,7 +1054,10 @@ fn what_is_outside_the_limits_is_named() {
         }
         assert!(plan(1).is_ok() && plan(max).is_ok(), "{name}");
     }
+}
 
+/// Fields of which each is within its limits.
+fn assert_fields_have_limits_together() {
     let mut config = CONFIG;
     config.tile = TileShape::new(MAX_EXTENT, 3, 1).with_cluster(2);
     let error = plan(&[3; 3], 9, 9, 0, config).unwrap_err();
@@ -1031,11 +1071,6 @@ fn what_is_outside_the_limits_is_named() {
         let parts = "Config::tile.split_k · tile.k_slices, where stream_k is set,";
         assert_limit(error, parts, 2, 1, 1);
     }
-
-    let huge = balanced_rows(MAX_EXTENT, 2);
-    let tiles = MAX_EXTENT.div_ceil(2) * MAX_EXTENT.div_ceil(3);
-    let error = plan(&huge, MAX_EXTENT, 1, 0, CONFIG).unwrap_err();
-    assert_limit(error, "tiles of the output", tiles, 0, 1 << 28);
 }
 
 #[track_caller]

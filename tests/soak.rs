@@ -104,6 +104,23 @@ struct Weight<T: Element> {
     known: HashMap<usize, Vec<T>>,
 }
 
+impl<T: Element> Weight<T> {
+    /// Compares the product of `contents` with what is known under `key`, or else with the reference.
+    fn compare(&mut self, key: usize, contents: &[T], seed: u64) -> Result<(), Error> {
+        let out = self.out.to_vec()?;
+        match self.known.get(&key) {
+            Some(known) => assert_eq!(bits(&out), bits(known), "seed {seed}"),
+            None => {
+                let [_, k] = self.b.shape();
+                let reference = Reference::new(contents, &self.values, None, k);
+                reference.check(&out).unwrap();
+                self.known.insert(key, out);
+            }
+        }
+        Ok(())
+    }
+}
+
 impl<T: Element> Item<T> {
     fn new(group: &Group<Host>, seed: u64) -> Result<Item<T>, Error> {
         // The same on every rank.
@@ -191,22 +208,13 @@ impl<T: Element> Item<T> {
         if !local && kind < 2 {
             return Ok(());
         }
-        let out = weight.out.to_vec()?;
         // The short call cuts up K differently, so its bits may differ from the others'.
         let key = if kind == 2 {
             VERSIONS + version
         } else {
             version
         };
-        match weight.known.get(&key) {
-            Some(known) => assert_eq!(bits(&out), bits(known), "seed {}", self.seed),
-            None => {
-                let reference = Reference::new(&contents[version], &weight.values, None, k);
-                reference.check(&out).unwrap();
-                weight.known.insert(key, out);
-            }
-        }
-        Ok(())
+        weight.compare(key, &contents[version], self.seed)
     }
 }
 

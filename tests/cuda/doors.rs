@@ -121,82 +121,108 @@ fn what_of_cudarc_does_not_fit_is_refused() {
         group.use_cudarc_stream(&stream)?;
         let own = upload(&stream, &normal(1, 16 * 16))?;
         let others = upload(&other, &normal(1, 16 * 16))?;
-        let error = CudarcMatrix::new(&group, &others, 16, 16).unwrap_err();
-        assert!(
-            matches!(&error, Error::Unsuitable { what, .. } if what == "the stream"),
-            "{error}"
-        );
-        let error = CudarcMatrix::new(&group, &own, 16, 15).unwrap_err();
-        assert!(
-            matches!(&error, Error::Shape { expected, found, .. } if (expected[0], found[0]) == (240, 256)),
-            "{error}"
-        );
-        let part = own.slice(1..241);
-        let error = CudarcMatrix::new(&group, &part, 15, 16).unwrap_err();
-        assert!(
-            matches!(error, Error::Unaligned { multiple: 16, .. }),
-            "{error}"
-        );
-        let part = own.slice(..240);
-        let error = CudarcMatrix::new(&group, &part, 20, 12).unwrap_err();
-        assert!(
-            matches!(error, Error::Unaligned { value: 24, .. }),
-            "{error}"
-        );
-        let error = CudarcMatrix::new(&group, &own, 0, 16).unwrap_err();
-        assert!(
-            matches!(&error, Error::Shape { expected, .. } if expected[0] == 0),
-            "{error}"
-        );
-        let error = CudarcMatrix::new(&group, &own, 16, 0).unwrap_err();
-        assert!(matches!(error, Error::Limit { .. }), "{error}");
-
-        // Another stream on each thread.
-        let each_threads = own.stream().context().per_thread_stream();
-        let error = group.use_cudarc_stream(&each_threads).unwrap_err();
-        assert!(
-            matches!(&error, Error::Unsuitable { what, .. } if what == "the handle"),
-            "{error}"
-        );
-
-        // While a matrix is in memory that the stream orders, no other stream takes over.
-        let matrix = CudarcMatrix::new(&group, &own, 16, 16)?;
-        let error = group.use_cudarc_stream(&other).unwrap_err();
-        assert!(
-            matches!(&error, Error::Unsuitable { found, .. } if found == "1"),
-            "{error}"
-        );
-        let handle = other.cu_stream().cast();
-        // SAFETY: the stream is what is kept.
-        let error = unsafe { group.set_stream_of(handle, Arc::new(other.clone())) }.unwrap_err();
-        assert!(
-            matches!(&error, Error::Unsuitable { found, .. } if found == "1"),
-            "{error}"
-        );
-        drop(matrix);
-        group.use_cudarc_stream(&other)?;
+        memory_that_does_not_fit_is_refused(&group, &own, &others);
+        a_stream_of_each_thread_is_refused(&group, &own);
+        another_stream_has_to_wait_for_matrices(&group, &own, &other)?;
         CudarcMatrix::new(&group, &others, 16, 16)?;
-
-        // Streams, events and memory of another GPU's, where there is one.
-        let others = group.device_ordinal() + 1;
-        if others < of_cudarc(CudaContext::device_count())? as usize {
-            let foreign = of_cudarc(CudaContext::new(others))?;
-            let stream = of_cudarc(foreign.new_stream())?;
-            let event = of_cudarc(foreign.new_event(None))?;
-            let mut memory = upload(&stream, &normal(1, 16 * 16))?;
-            for error in [
-                group.use_cudarc_stream(&stream).unwrap_err(),
-                group.record_cudarc_event(&event).unwrap_err(),
-                CudarcMatrix::new(&group, &memory, 16, 16).unwrap_err(),
-                CudarcMatrixMut::new(&group, &mut memory, 16, 16).unwrap_err(),
-            ] {
-                let expected =
-                    matches!(&error, Error::Unsuitable { what, .. } if what == "the context");
-                assert!(expected, "{error}");
-            }
-        }
+        what_is_another_gpus_is_refused(&group)?;
         Ok("refused".into())
     }));
+}
+
+/// `own` is ordered by the group's stream, and `others` by another.
+fn memory_that_does_not_fit_is_refused(
+    group: &Group<gemmesh::Cuda>,
+    own: &CudaSlice<bf16>,
+    others: &CudaSlice<bf16>,
+) {
+    let error = CudarcMatrix::new(group, others, 16, 16).unwrap_err();
+    assert!(
+        matches!(&error, Error::Unsuitable { what, .. } if what == "the stream"),
+        "{error}"
+    );
+    let error = CudarcMatrix::new(group, own, 16, 15).unwrap_err();
+    assert!(
+        matches!(
+            &error,
+            Error::Shape { expected, found, .. } if (expected[0], found[0]) == (240, 256)
+        ),
+        "{error}"
+    );
+    let part = own.slice(1..241);
+    let error = CudarcMatrix::new(group, &part, 15, 16).unwrap_err();
+    assert!(
+        matches!(error, Error::Unaligned { multiple: 16, .. }),
+        "{error}"
+    );
+    let part = own.slice(..240);
+    let error = CudarcMatrix::new(group, &part, 20, 12).unwrap_err();
+    assert!(
+        matches!(error, Error::Unaligned { value: 24, .. }),
+        "{error}"
+    );
+    let error = CudarcMatrix::new(group, own, 0, 16).unwrap_err();
+    assert!(
+        matches!(&error, Error::Shape { expected, .. } if expected[0] == 0),
+        "{error}"
+    );
+    let error = CudarcMatrix::new(group, own, 16, 0).unwrap_err();
+    assert!(matches!(error, Error::Limit { .. }), "{error}");
+}
+
+/// Such a stream is another one on each thread.
+fn a_stream_of_each_thread_is_refused(group: &Group<gemmesh::Cuda>, own: &CudaSlice<bf16>) {
+    let each_threads = own.stream().context().per_thread_stream();
+    let error = group.use_cudarc_stream(&each_threads).unwrap_err();
+    assert!(
+        matches!(&error, Error::Unsuitable { what, .. } if what == "the handle"),
+        "{error}"
+    );
+}
+
+/// While a matrix is in memory that the stream orders, no other stream takes over.
+fn another_stream_has_to_wait_for_matrices(
+    group: &Group<gemmesh::Cuda>,
+    own: &CudaSlice<bf16>,
+    other: &Arc<CudaStream>,
+) -> Result<()> {
+    let matrix = CudarcMatrix::new(group, own, 16, 16)?;
+    let error = group.use_cudarc_stream(other).unwrap_err();
+    assert!(
+        matches!(&error, Error::Unsuitable { found, .. } if found == "1"),
+        "{error}"
+    );
+    let handle = other.cu_stream().cast();
+    // SAFETY: the stream is what is kept.
+    let error = unsafe { group.set_stream_of(handle, Arc::new(other.clone())) }.unwrap_err();
+    assert!(
+        matches!(&error, Error::Unsuitable { found, .. } if found == "1"),
+        "{error}"
+    );
+    drop(matrix);
+    group.use_cudarc_stream(other)
+}
+
+/// Streams, events and memory, where there is another GPU.
+fn what_is_another_gpus_is_refused(group: &Group<gemmesh::Cuda>) -> Result<()> {
+    let others = group.device_ordinal() + 1;
+    if others < of_cudarc(CudaContext::device_count())? as usize {
+        let foreign = of_cudarc(CudaContext::new(others))?;
+        let stream = of_cudarc(foreign.new_stream())?;
+        let event = of_cudarc(foreign.new_event(None))?;
+        let mut memory = upload(&stream, &normal(1, 16 * 16))?;
+        for error in [
+            group.use_cudarc_stream(&stream).unwrap_err(),
+            group.record_cudarc_event(&event).unwrap_err(),
+            CudarcMatrix::new(group, &memory, 16, 16).unwrap_err(),
+            CudarcMatrixMut::new(group, &mut memory, 16, 16).unwrap_err(),
+        ] {
+            let expected =
+                matches!(&error, Error::Unsuitable { what, .. } if what == "the context");
+            assert!(expected, "{error}");
+        }
+    }
+    Ok(())
 }
 
 #[test]

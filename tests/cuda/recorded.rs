@@ -1,5 +1,6 @@
 //! Operations without a product, captured in graphs: streams wait for graph words, at each replay for the same values.
 
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
@@ -84,6 +85,23 @@ fn put(block: &mut Block<Cuda, f32>, from: &Matrix<Cuda, f32>, first: usize) {
     Cuda::put(block, from, &[], first);
 }
 
+/// The sums of these elements, in the order of the addends.
+fn sums_in_order(addends: &[Vec<f32>], elements: Range<usize>) -> Vec<f32> {
+    elements
+        .map(|i| addends[1..].iter().fold(addends[0][i], |sum, a| sum + a[i]))
+        .collect()
+}
+
+/// What `rank` gets of what each rank sends.
+fn blocks_for(rank: usize, sent: impl Fn(usize) -> Vec<f32>) -> Vec<f32> {
+    let mut blocks = Vec::new();
+    for (from, &rows) in ROWS.iter().enumerate() {
+        let block = rank * rows * N..(rank + 1) * rows * N;
+        blocks.extend_from_slice(&sent(from)[block]);
+    }
+    blocks
+}
+
 #[test]
 fn blocks_are_made_and_sent_anew_at_each_replay() {
     let Some(_leave) = gpu() else { return };
@@ -133,15 +151,9 @@ fn blocks_are_made_and_sent_anew_at_each_replay() {
             replay.launch();
             group.synchronize()?;
             let addends: Vec<Vec<f32>> = (0..3).map(of).collect();
-            let sums: Vec<f32> = (first * N..(first + own) * N)
-                .map(|i| addends[1..].iter().fold(addends[0][i], |sum, a| sum + a[i]))
-                .collect();
+            let sums = sums_in_order(&addends, first * N..(first + own) * N);
             assert_eq!(out.to_vec()?, sums, "turn {turn}");
-            let mut expected = Vec::new();
-            for (from, &rows) in ROWS.iter().enumerate() {
-                let block = rank.rank * rows * N..(rank.rank + 1) * rows * N;
-                expected.extend_from_slice(&to(from)[block]);
-            }
+            let expected = blocks_for(rank.rank, to);
             assert_eq!(brought.to_vec()?, expected, "turn {turn}");
         }
         Ok(format!("{count} replays"))

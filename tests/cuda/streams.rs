@@ -36,6 +36,45 @@ fn pushes_do_not_share_a_queue_with_any_stream_of_the_callers() {
     }));
 }
 
+/// A product of `rows`, which are copied before it. Its output is copied to `result` behind it. Only the stream orders
+/// these.
+///
+/// # Safety
+/// `rows` has the elements of the own rows and `result` those of the output, and both live until the stream has been
+/// waited for.
+unsafe fn run_between_copies(
+    arguments: &mut Arguments,
+    rows: &[bf16],
+    result: &mut [bf16],
+    stream: sys::CUstream,
+) -> Result<(), Error> {
+    let ([_, k], [m, n]) = (arguments.a.shape(), arguments.out.shape());
+    let (out, pitch) = arguments.out.as_device_ptr();
+    assert_eq!(pitch, n * 2);
+    let to = arguments.a.as_device_ptr() + (arguments.a.rows().start * k * 2) as u64;
+    // SAFETY: the ranges are those of the own rows and of the output; the rest is the caller's promise.
+    unsafe {
+        driver(sys::cuMemcpyHtoDAsync_v2(
+            to,
+            rows.as_ptr().cast(),
+            size_of_val(rows),
+            stream,
+        ));
+        driver(sys::cuMemsetD8Async(out, 0xff, m * n * 2, stream));
+    }
+    arguments.run()?;
+    // SAFETY: as above.
+    unsafe {
+        driver(sys::cuMemcpyDtoHAsync_v2(
+            result.as_mut_ptr().cast(),
+            out,
+            m * n * 2,
+            stream,
+        ));
+    }
+    Ok(())
+}
+
 #[test]
 fn operations_on_a_stream_of_the_callers_keep_its_order() {
     const ROUNDS: usize = 20;
@@ -57,31 +96,9 @@ fn operations_on_a_stream_of_the_callers_keep_its_order() {
             })
             .collect();
         let mut results = vec![vec![bf16::ZERO; m * n]; ROUNDS];
-        let (out, pitch) = arguments.out.as_device_ptr();
-        assert_eq!(pitch, n * 2);
         for (rows, result) in rows.iter().zip(&mut results) {
-            let to = arguments.a.as_device_ptr() + (own.start * k * 2) as u64;
-            // SAFETY: the ranges are those of the own rows and of the output; everything is ordered by
-            // the stream, and the host's vectors live until it has been waited for.
-            unsafe {
-                driver(sys::cuMemcpyHtoDAsync_v2(
-                    to,
-                    rows.as_ptr().cast(),
-                    size_of_val(rows.as_slice()),
-                    stream,
-                ));
-                driver(sys::cuMemsetD8Async(out, 0xff, m * n * 2, stream));
-            }
-            arguments.run()?;
-            // SAFETY: as above.
-            unsafe {
-                driver(sys::cuMemcpyDtoHAsync_v2(
-                    result.as_mut_ptr().cast(),
-                    out,
-                    m * n * 2,
-                    stream,
-                ));
-            }
+            // SAFETY: the vectors have as many elements, and live until the stream has been waited for.
+            unsafe { run_between_copies(&mut arguments, rows, result, stream)? };
         }
         // SAFETY: the stream lives.
         unsafe { driver(sys::cuStreamSynchronize(stream)) };

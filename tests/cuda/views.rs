@@ -1,6 +1,8 @@
 //! Matrices in memory of the caller's.
 
-use gemmesh::{Chunking, Config, Cuda, Error, MatmulReduceScatter, Matrix, Route, TileShape, f16};
+use gemmesh::{
+    Chunking, Config, Cuda, Error, Group, MatmulReduceScatter, Matrix, Route, TileShape, f16,
+};
 
 use crate::support::gpu::*;
 use crate::support::numbers::{Reference, bits, nan, normal};
@@ -29,24 +31,9 @@ fn matrices_in_memory_of_the_callers_work_and_nothing_beside_them_is_written() {
         let out_memory = Foreign::new(case.m() * out_pitch);
         let mut placed = Placed::new(&group, &case, &a_values, &b_values, Some(&bias_values))?;
         // SAFETY: the memory is as large as the matrices, which are dropped before it.
-        let (mut b, mut out) = unsafe {
-            (
-                Matrix::<Cuda, f16>::from_device_ptr(
-                    &group,
-                    b_memory.ptr,
-                    case.n,
-                    case.k,
-                    b_pitch,
-                )?,
-                Matrix::<Cuda, f16>::from_device_ptr(
-                    &group,
-                    out_memory.ptr,
-                    case.m(),
-                    case.n,
-                    out_pitch,
-                )?,
-            )
-        };
+        let mut b = unsafe { matrix_in(&group, &b_memory, [case.n, case.k], b_pitch)? };
+        // SAFETY: likewise.
+        let mut out = unsafe { matrix_in(&group, &out_memory, [case.m(), case.n], out_pitch)? };
         assert_eq!(b.as_device_ptr(), (b_memory.ptr, b_pitch));
         assert_eq!(out.shape(), [case.m(), case.n]);
         b.copy_from_host(&b_values)?;
@@ -61,43 +48,61 @@ fn matrices_in_memory_of_the_callers_work_and_nothing_beside_them_is_written() {
             }
             // What is documented: zeros up to the next multiple of eight elements.
             let written = (case.n * 2).next_multiple_of(16);
-            let bytes = out_memory.read();
-            for (row, bytes) in bytes.chunks(out_pitch).enumerate() {
-                assert!(
-                    bytes[written..].iter().all(|&byte| byte == 0x5a),
-                    "kernel {shape}, row {row}: written beyond the padding"
-                );
-            }
-            assert!(
-                b_memory
-                    .read()
-                    .chunks(b_pitch)
-                    .all(|row| { row[case.k * 2..].iter().all(|&byte| byte == 0x5a) })
-            );
+            let what = format!("kernel {shape}");
+            assert_untouched_beside(&out_memory, out_pitch, written, &what);
+            assert_untouched_beside(&b_memory, b_pitch, case.k * 2, &what);
         }
-        let refused = |ptr: u64, columns: usize, pitch: usize| {
-            // SAFETY: within the memory if it were made, and never used.
-            unsafe { Matrix::<Cuda, f16>::from_device_ptr(&group, ptr, 2, columns, pitch) }
-                .unwrap_err()
-        };
-        for (ptr, pitch) in [(b_memory.ptr + 2, 160), (b_memory.ptr, 152)] {
-            let error = refused(ptr, 8, pitch);
-            assert!(
-                matches!(error, Error::Unaligned { multiple: 16, .. }),
-                "{error}"
-            );
-        }
-        // No rows lie nowhere.
-        for ptr in [0, 2] {
-            // SAFETY: it is no memory.
-            let none = unsafe { Matrix::<Cuda, f16>::from_device_ptr(&group, ptr, 0, 8, 16)? };
-            assert_eq!(none.to_vec()?, []);
-        }
-        let error = refused(b_memory.ptr, 81, 160);
-        assert!(matches!(error, Error::Shape { .. }), "{error}");
+        pointers_that_do_not_fit_are_refused(&group, b_memory.ptr)?;
         drop((b, out, placed));
         Ok("right".into())
     }));
+}
+
+/// # Safety
+/// The memory has room for the matrix, and outlives it.
+unsafe fn matrix_in(
+    group: &Group<Cuda>,
+    memory: &Foreign,
+    [rows, columns]: [usize; 2],
+    pitch: usize,
+) -> Result<Matrix<Cuda, f16>, Error> {
+    // SAFETY: as the caller promises.
+    unsafe { Matrix::from_device_ptr(group, memory.ptr, rows, columns, pitch) }
+}
+
+/// That nothing was written from byte `written` of each row on.
+#[track_caller]
+fn assert_untouched_beside(memory: &Foreign, pitch: usize, written: usize, what: &str) {
+    for (row, bytes) in memory.read().chunks(pitch).enumerate() {
+        assert!(
+            bytes[written..].iter().all(|&byte| byte == 0x5a),
+            "{what}, row {row}: written beyond the padding"
+        );
+    }
+}
+
+/// `begin` is where memory begins that has room for two rows.
+fn pointers_that_do_not_fit_are_refused(group: &Group<Cuda>, begin: u64) -> Result<(), Error> {
+    let refused = |ptr: u64, columns: usize, pitch: usize| {
+        // SAFETY: within the memory if it were made, and never used.
+        unsafe { Matrix::<Cuda, f16>::from_device_ptr(group, ptr, 2, columns, pitch) }.unwrap_err()
+    };
+    for (ptr, pitch) in [(begin + 2, 160), (begin, 152)] {
+        let error = refused(ptr, 8, pitch);
+        assert!(
+            matches!(error, Error::Unaligned { multiple: 16, .. }),
+            "{error}"
+        );
+    }
+    // No rows lie nowhere.
+    for ptr in [0, 2] {
+        // SAFETY: it is no memory.
+        let none = unsafe { Matrix::<Cuda, f16>::from_device_ptr(group, ptr, 0, 8, 16)? };
+        assert_eq!(none.to_vec()?, []);
+    }
+    let error = refused(begin, 81, 160);
+    assert!(matches!(error, Error::Shape { .. }), "{error}");
+    Ok(())
 }
 
 #[test]
@@ -116,9 +121,7 @@ fn sums_of_matrices_in_memory_of_the_callers_are_right_and_nothing_beside_them_i
         let out_memory = Foreign::new(own * out_pitch);
         let view = |memory: &Foreign, rows, columns, pitch| {
             // SAFETY: the memory is as large as the matrix, which is dropped before it.
-            unsafe {
-                Matrix::<Cuda, f16>::from_device_ptr(&group, memory.ptr, rows, columns, pitch)
-            }
+            unsafe { matrix_in(&group, memory, [rows, columns], pitch) }
         };
         let mut a = view(&a_memory, m, k, in_pitch)?;
         let mut b = view(&b_memory, n, k, in_pitch)?;
@@ -142,15 +145,7 @@ fn sums_of_matrices_in_memory_of_the_callers_are_right_and_nothing_beside_them_i
             operation.run(&a, &b, &mut out)?;
             assert!(bits(&out.to_vec()?) == bits(&expected), "{route:?}");
             let written = (n * 2).next_multiple_of(16);
-            let bytes = out_memory.read();
-            for (row, bytes) in bytes.chunks(out_pitch).enumerate() {
-                let padding = &bytes[written..];
-                let untouched = padding.iter().all(|&byte| byte == 0x5a);
-                assert!(
-                    untouched,
-                    "{route:?}, row {row}: written beyond the padding"
-                );
-            }
+            assert_untouched_beside(&out_memory, out_pitch, written, &format!("{route:?}"));
         }
         drop((a, b, out));
         Ok("right".into())

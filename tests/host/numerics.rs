@@ -488,53 +488,8 @@ fn arguments_of_another_shape_are_refused_with_nothing_done() {
         let untouched = placed.read()?;
         // Only one rank makes the mistakes; the others must not notice.
         if group.rank() == 1 {
-            let prepared = AllGatherMatmul::new().prepare(&placed.a, 6)?;
-            let shape = |result: Result<(), Error>, name: &str, must: &[usize], is: &[usize]| {
-                let expected = Error::Shape {
-                    rank: 1,
-                    argument: name.into(),
-                    expected: must.into(),
-                    found: is.into(),
-                };
-                assert_eq!(result, Err(expected));
-                assert_eq!(bits(&placed.out.to_vec()?), bits(&untouched.1));
-                Ok::<(), Error>(())
-            };
-            let mut out = group.zeros::<bf16>(12, 6)?;
-            let other = group.zeros::<bf16>(7, 5)?;
-            let result = prepared.run(&placed.a, &other, &mut out);
-            shape(result, "b [N, K] of all_gather_matmul", &[6, 5], &[7, 5])?;
-            let result = prepared.matmul(&placed.a, &other, &mut out);
-            shape(result, "b [N, K] of matmul", &[6, 5], &[7, 5])?;
-            let transposed = group.zeros::<bf16>(5, 6)?;
-            let result = prepared.run(&placed.a, &transposed, &mut out);
-            shape(result, "b [N, K] of all_gather_matmul", &[6, 5], &[5, 6])?;
-            for (rows, columns) in [(11, 6), (12, 7), (6, 12)] {
-                let mut other = group.zeros::<bf16>(rows, columns)?;
-                let result = all_gather_matmul(&placed.a, &placed.b, &mut other);
-                shape(
-                    result,
-                    "out [M, N] of all_gather_matmul",
-                    &[12, 6],
-                    &[rows, columns],
-                )?;
-            }
-            let bias = group.zeros::<bf16>(6, 1)?;
-            let biased = AllGatherMatmul::new().bias(&bias);
-            let result = biased.run(&placed.a, &placed.b, &mut out);
-            shape(result, "bias [1, N] of all_gather_matmul", &[1, 6], &[6, 1])?;
-            let result = biased.prepare(&placed.a, 6).map(drop);
-            shape(result, "bias [1, N] of all_gather_matmul", &[1, 6], &[6, 1])?;
-
-            let short = vec![bf16::ONE; 11];
-            let result = placed.b.copy_from_host(&short);
-            assert!(matches!(result, Err(Error::Shape { .. })));
-            let result = placed.a.shard_mut().copy_from_host(&short);
-            assert!(matches!(result, Err(Error::Shape { .. })));
-            let result = group.upload(&short, 3, 4);
-            assert!(matches!(result, Err(Error::Shape { .. })));
-            let result = group.sharded_rows::<bf16>(&[12], 5);
-            assert!(matches!(result, Err(Error::Shape { .. })));
+            operands_of_another_shape_are_refused(&group, &placed, &untouched.1)?;
+            values_of_another_number_are_refused(&group, &mut placed)?;
             let chunks = AllGatherMatmul::new().config(config(8, 8, 8, 1, 65));
             let result = chunks.run(&placed.a, &placed.b, &mut placed.out);
             assert!(matches!(result, Err(Error::Limit { .. })));
@@ -546,6 +501,67 @@ fn arguments_of_another_shape_are_refused_with_nothing_done() {
         Ok::<(), Failure>(())
     })
     .unwrap();
+}
+
+/// By rank 1, whose output stays as it was.
+fn operands_of_another_shape_are_refused(
+    group: &Group<Host>,
+    placed: &Placed<Host, bf16>,
+    untouched: &[bf16],
+) -> Result<(), Error> {
+    let prepared = AllGatherMatmul::new().prepare(&placed.a, 6)?;
+    let shape = |result: Result<(), Error>, name: &str, must: &[usize], is: &[usize]| {
+        let expected = Error::Shape {
+            rank: 1,
+            argument: name.into(),
+            expected: must.into(),
+            found: is.into(),
+        };
+        assert_eq!(result, Err(expected));
+        assert_eq!(bits(&placed.out.to_vec()?), bits(untouched));
+        Ok::<(), Error>(())
+    };
+    let mut out = group.zeros::<bf16>(12, 6)?;
+    let other = group.zeros::<bf16>(7, 5)?;
+    let result = prepared.run(&placed.a, &other, &mut out);
+    shape(result, "b [N, K] of all_gather_matmul", &[6, 5], &[7, 5])?;
+    let result = prepared.matmul(&placed.a, &other, &mut out);
+    shape(result, "b [N, K] of matmul", &[6, 5], &[7, 5])?;
+    let transposed = group.zeros::<bf16>(5, 6)?;
+    let result = prepared.run(&placed.a, &transposed, &mut out);
+    shape(result, "b [N, K] of all_gather_matmul", &[6, 5], &[5, 6])?;
+    for (rows, columns) in [(11, 6), (12, 7), (6, 12)] {
+        let mut other = group.zeros::<bf16>(rows, columns)?;
+        let result = all_gather_matmul(&placed.a, &placed.b, &mut other);
+        shape(
+            result,
+            "out [M, N] of all_gather_matmul",
+            &[12, 6],
+            &[rows, columns],
+        )?;
+    }
+    let bias = group.zeros::<bf16>(6, 1)?;
+    let biased = AllGatherMatmul::new().bias(&bias);
+    let result = biased.run(&placed.a, &placed.b, &mut out);
+    shape(result, "bias [1, N] of all_gather_matmul", &[1, 6], &[6, 1])?;
+    let result = biased.prepare(&placed.a, 6).map(drop);
+    shape(result, "bias [1, N] of all_gather_matmul", &[1, 6], &[6, 1])
+}
+
+fn values_of_another_number_are_refused(
+    group: &Group<Host>,
+    placed: &mut Placed<Host, bf16>,
+) -> Result<(), Error> {
+    let short = vec![bf16::ONE; 11];
+    let result = placed.b.copy_from_host(&short);
+    assert!(matches!(result, Err(Error::Shape { .. })));
+    let result = placed.a.shard_mut().copy_from_host(&short);
+    assert!(matches!(result, Err(Error::Shape { .. })));
+    let result = group.upload(&short, 3, 4);
+    assert!(matches!(result, Err(Error::Shape { .. })));
+    let result = group.sharded_rows::<bf16>(&[12], 5);
+    assert!(matches!(result, Err(Error::Shape { .. })));
+    Ok(())
 }
 
 #[test]

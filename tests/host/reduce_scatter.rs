@@ -9,7 +9,7 @@ use crate::test_name;
 use gemmesh::schedule::plan::matrices::{OUT, PARTIALS};
 use gemmesh::schedule::plan::partials::{Partials, is_one_shot};
 use gemmesh::schedule::plan::plan;
-use gemmesh::schedule::{Addend, Layout, Operation, Problem, Schedule, Tile, Transfer};
+use gemmesh::schedule::{Addend, Layout, Operation, Problem, Schedule, Sum, Tile, Transfer};
 use gemmesh::trace::Work;
 use gemmesh::{
     Chunking, Config, DType, Error, Group, Host, MatmulReduceScatter, Route, TileShape, bf16, f16,
@@ -330,6 +330,29 @@ fn sent(transfer: &Transfer, partials: &Partials) -> Range<usize> {
     start - first..end - first
 }
 
+/// None if the rank owns no rows.
+fn sum_of_own_rows(schedule: &Schedule) -> Option<&Sum> {
+    match (schedule.reduction(), schedule.product()) {
+        (Some(reduction), None) => Some(&reduction.sum),
+        (None, Some(product)) => {
+            let mut sums = product.blocks.iter().map(|block| &block.sum);
+            sums.find(|sum| sum.out == OUT)
+        }
+        (None, None) => None,
+        both => panic!("{both:?}"),
+    }
+}
+
+/// The tiles whose sums are this row of the output.
+fn tiles_that_finish(schedule: &Schedule, row: usize) -> impl Iterator<Item = &Tile> {
+    let product = schedule.product();
+    schedule.tiles().iter().filter(move |tile| {
+        product.is_some_and(|product| {
+            product.block(tile).sum.out == OUT && product.rows(tile).contains(&row)
+        })
+    })
+}
+
 proptest! {
     #[test]
     fn each_element_is_made_once_and_goes_where_it_belongs(problem in any_asked(&[Route::Push, Route::Store])) {
@@ -400,15 +423,7 @@ proptest! {
                     prop_assert_eq!(before, None);
                 }
             }
-            let sum = match (schedule.reduction(), schedule.product()) {
-                (Some(reduction), None) => &reduction.sum,
-                (None, Some(product)) => match product.blocks.iter().find(|b| b.sum.out == OUT) {
-                    Some(block) => &block.sum,
-                    None => continue,
-                },
-                (None, None) => continue,
-                both => panic!("{both:?}"),
-            };
+            let Some(sum) = sum_of_own_rows(schedule) else { continue };
             prop_assert!(!mine.is_empty());
             prop_assert_eq!(sum.addends.len(), layout.world());
             for (from, addend) in sum.addends.iter().enumerate() {
@@ -423,13 +438,7 @@ proptest! {
                             let (sender, of, flag) = slots[first + row - mine.start].unwrap();
                             prop_assert_eq!((sender, of), (from, row));
                             // Whoever adds it has waited for it.
-                            let product = schedule.product();
-                            let tiles = schedule.tiles().iter().filter(|tile| {
-                                product.is_some_and(|product| {
-                                    product.block(tile).sum.out == OUT && product.rows(tile).contains(&row)
-                                })
-                            });
-                            for tile in tiles {
+                            for tile in tiles_that_finish(schedule, row) {
                                 prop_assert!(tile.flags().contains(&flag));
                             }
                         }

@@ -50,18 +50,10 @@ fn region(matrix: usize, rows: Range<usize>, columns: usize) -> Move {
     })
 }
 
-/// The schedule of transfers; their flags are numbered by rows.
-fn schedule(
-    name: &str,
-    problem: Asked,
-    rank: usize,
-    rows: usize,
-    config: Config,
-    arrivals: Vec<Transfer>,
-    departures: Vec<Transfer>,
-) -> Schedule {
-    let Asked { world, k, n, .. } = problem;
-    let product = (n > 0).then_some(Product {
+/// All rows in one block; nothing without columns.
+fn product(problem: Asked, rows: usize, config: Config) -> Option<Product> {
+    let Asked { k, n, .. } = problem;
+    (n > 0).then_some(Product {
         a: A,
         weights: [Weight { b: B, n }].into_iter().collect(),
         weight_layout: WeightLayout::Nk,
@@ -85,7 +77,21 @@ fn schedule(
                 residual: None,
             },
         }],
-    });
+    })
+}
+
+/// The schedule of transfers; their flags are numbered by rows.
+fn schedule(
+    name: &str,
+    problem: Asked,
+    rank: usize,
+    rows: usize,
+    config: Config,
+    arrivals: Vec<Transfer>,
+    departures: Vec<Transfer>,
+) -> Schedule {
+    let Asked { world, k, n, .. } = problem;
+    let product = product(problem, rows, config);
     let tiles: Vec<Tile> = match &product {
         Some(product) => tile_order::tiles(rank, product, A, &arrivals).unwrap(),
         None => Vec::new(),

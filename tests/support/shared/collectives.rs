@@ -268,100 +268,107 @@ pub fn ranks_out_of_step_lose_time_only<B: Produces>(test: &str) {
     }));
 }
 
+/// What is gathered, what one rank has, and what each has for each other. Collective.
+fn values_of_any_type_are_exchanged<B: Tested, T: Value>(
+    group: &Group<B>,
+    seed: u64,
+) -> Result<(), Error> {
+    let (rank, world) = (group.rank(), group.world_size());
+    let rows = (0..world).map(|rank| [40, 0, 17, 301][(seed as usize + rank) % 4]);
+    let mut rows: Vec<usize> = rows.collect();
+    rows[0] = rows[0].max(1);
+    let (m, n) = (rows.iter().sum::<usize>(), 16);
+    let all = random::<T>(seed, m * n);
+    let mut a = group.sharded_rows::<T>(&rows, n)?;
+    let own = a.rows();
+    a.shard_mut()
+        .copy_from_host(&all[own.start * n..own.end * n])?;
+    a.poison(T::zeroed())?;
+    all_gather(&a)?;
+    assert_eq!(bytes(&a.to_vec()?), bytes(&all), "gather, seed {seed}");
+
+    let root = seed as usize % world;
+    let roots = |rank: usize| random::<T>(seed * 8 + rank as u64 + 1, m * n);
+    let whole = roots(rank);
+    a.shard_mut()
+        .copy_from_host(&whole[own.start * n..own.end * n])?;
+    for others in [0..own.start, own.end..m] {
+        a.write(others.start, &whole[others.start * n..others.end * n])?;
+    }
+    broadcast(&mut a, root)?;
+    assert_eq!(
+        bytes(&a.to_vec()?),
+        bytes(&roots(root)),
+        "broadcast from {root}, seed {seed}"
+    );
+
+    let sent = |rank: usize| random::<T>(seed * 8 + rank as u64 + 2, world * rows[rank] * n);
+    let input = sent(rank);
+    let input = group.upload(&input, world * rows[rank], n)?;
+    all_to_all(&input, &mut a)?;
+    let mut expected = Vec::new();
+    for (from, &rows) in rows.iter().enumerate() {
+        let of = sent(from);
+        expected.extend_from_slice(&of[rank * rows * n..(rank + 1) * rows * n]);
+    }
+    assert_eq!(
+        bytes(&a.to_vec()?),
+        bytes(&expected),
+        "all to all, seed {seed}"
+    );
+    Ok(())
+}
+
+/// Sums of which each rank gets its rows, and sums of which each gets all. Collective.
+fn floats_are_added_up<B: Tested, T: Float>(group: &Group<B>, seed: u64) -> Result<(), Error> {
+    let (rank, world) = (group.rank(), group.world_size());
+    // The last is too large for each rank to get all of it, where there are more than two.
+    let m = [7, 64, 1, 5000][seed as usize % 4];
+    let n = [13, 16, 40][seed as usize % 3];
+    let addend = |rank: usize| normal::<T>(seed * 8 + rank as u64, m * n);
+    let expected = sums(&(0..world).map(addend).collect::<Vec<_>>());
+    let input = group.upload(&addend(rank), m, n)?;
+    let rows = |rank: usize| m / world + usize::from(rank < m % world);
+    let first: usize = (0..rank).map(rows).sum();
+    let mut out = group.upload(&vec![nan::<T>(); rows(rank) * n], rows(rank), n)?;
+    reduce_scatter(&input, &mut out)?;
+    let own = &expected[first * n..(first + rows(rank)) * n];
+    assert_eq!(bytes(&out.to_vec()?), bytes(own), "scatter, seed {seed}");
+
+    // The rows of a sharded matrix are whole 16 bytes.
+    let n = n.next_multiple_of(8);
+    let addend = |rank: usize| normal::<T>(seed * 8 + rank as u64, m * n);
+    let expected = sums(&(0..world).map(addend).collect::<Vec<_>>());
+    let input = group.upload(&addend(rank), m, n)?;
+    let mut all = group.sharded::<T>(m, n)?;
+    let poison = vec![nan(); all.rows().len() * n];
+    all.shard_mut().copy_from_host(&poison)?;
+    all.poison(nan())?;
+    all_reduce(&input, &mut all)?;
+    assert_eq!(
+        bytes(&all.to_vec()?),
+        bytes(&expected),
+        "reduce, seed {seed}"
+    );
+    Ok(())
+}
+
 /// All collectives, one after the other on the same memory, of `world` ranks.
 #[track_caller]
 pub fn collectives_exchange_what_ranks_have<B: Tested>(test: &str, world: usize) {
-    fn values<B: Tested, T: Value>(group: &Group<B>, seed: u64) -> Result<(), Error> {
-        let (rank, world) = (group.rank(), group.world_size());
-        let rows = (0..world).map(|rank| [40, 0, 17, 301][(seed as usize + rank) % 4]);
-        let mut rows: Vec<usize> = rows.collect();
-        rows[0] = rows[0].max(1);
-        let (m, n) = (rows.iter().sum::<usize>(), 16);
-        let all = random::<T>(seed, m * n);
-        let mut a = group.sharded_rows::<T>(&rows, n)?;
-        let own = a.rows();
-        a.shard_mut()
-            .copy_from_host(&all[own.start * n..own.end * n])?;
-        a.poison(T::zeroed())?;
-        all_gather(&a)?;
-        assert_eq!(bytes(&a.to_vec()?), bytes(&all), "gather, seed {seed}");
-
-        let root = seed as usize % world;
-        let roots = |rank: usize| random::<T>(seed * 8 + rank as u64 + 1, m * n);
-        let whole = roots(rank);
-        a.shard_mut()
-            .copy_from_host(&whole[own.start * n..own.end * n])?;
-        for others in [0..own.start, own.end..m] {
-            a.write(others.start, &whole[others.start * n..others.end * n])?;
-        }
-        broadcast(&mut a, root)?;
-        assert_eq!(
-            bytes(&a.to_vec()?),
-            bytes(&roots(root)),
-            "broadcast from {root}, seed {seed}"
-        );
-
-        let sent = |rank: usize| random::<T>(seed * 8 + rank as u64 + 2, world * rows[rank] * n);
-        let input = sent(rank);
-        let input = group.upload(&input, world * rows[rank], n)?;
-        all_to_all(&input, &mut a)?;
-        let mut expected = Vec::new();
-        for (from, &rows) in rows.iter().enumerate() {
-            let of = sent(from);
-            expected.extend_from_slice(&of[rank * rows * n..(rank + 1) * rows * n]);
-        }
-        assert_eq!(
-            bytes(&a.to_vec()?),
-            bytes(&expected),
-            "all to all, seed {seed}"
-        );
-        Ok(())
-    }
-    fn floats<B: Tested, T: Float>(group: &Group<B>, seed: u64) -> Result<(), Error> {
-        let (rank, world) = (group.rank(), group.world_size());
-        // The last is too large for each rank to get all of it, where there are more than two.
-        let m = [7, 64, 1, 5000][seed as usize % 4];
-        let n = [13, 16, 40][seed as usize % 3];
-        let addend = |rank: usize| normal::<T>(seed * 8 + rank as u64, m * n);
-        let expected = sums(&(0..world).map(addend).collect::<Vec<_>>());
-        let input = group.upload(&addend(rank), m, n)?;
-        let rows = |rank: usize| m / world + usize::from(rank < m % world);
-        let first: usize = (0..rank).map(rows).sum();
-        let mut out = group.upload(&vec![nan::<T>(); rows(rank) * n], rows(rank), n)?;
-        reduce_scatter(&input, &mut out)?;
-        let own = &expected[first * n..(first + rows(rank)) * n];
-        assert_eq!(bytes(&out.to_vec()?), bytes(own), "scatter, seed {seed}");
-
-        // The rows of a sharded matrix are whole 16 bytes.
-        let n = n.next_multiple_of(8);
-        let addend = |rank: usize| normal::<T>(seed * 8 + rank as u64, m * n);
-        let expected = sums(&(0..world).map(addend).collect::<Vec<_>>());
-        let input = group.upload(&addend(rank), m, n)?;
-        let mut all = group.sharded::<T>(m, n)?;
-        let poison = vec![nan(); all.rows().len() * n];
-        all.shard_mut().copy_from_host(&poison)?;
-        all.poison(nan())?;
-        all_reduce(&input, &mut all)?;
-        assert_eq!(
-            bytes(&all.to_vec()?),
-            bytes(&expected),
-            "reduce, seed {seed}"
-        );
-        Ok(())
-    }
     all_done(ranks::<B>(test, world, |rank| {
         let group = connect::<B>(rank, B::TIMEOUT)?;
         with_delays(|seed| {
             match seed % 4 {
-                0 => values::<B, u8>(&group, seed)?,
-                1 => values::<B, u16>(&group, seed)?,
-                2 => values::<B, f32>(&group, seed)?,
-                _ => values::<B, u64>(&group, seed)?,
+                0 => values_of_any_type_are_exchanged::<B, u8>(&group, seed)?,
+                1 => values_of_any_type_are_exchanged::<B, u16>(&group, seed)?,
+                2 => values_of_any_type_are_exchanged::<B, f32>(&group, seed)?,
+                _ => values_of_any_type_are_exchanged::<B, u64>(&group, seed)?,
             }
             match seed % 3 {
-                0 => floats::<B, bf16>(&group, seed),
-                1 => floats::<B, f16>(&group, seed),
-                _ => floats::<B, f32>(&group, seed),
+                0 => floats_are_added_up::<B, bf16>(&group, seed),
+                1 => floats_are_added_up::<B, f16>(&group, seed),
+                _ => floats_are_added_up::<B, f32>(&group, seed),
             }
         })
     }));

@@ -1,9 +1,12 @@
 //! Products of other forms: several weights, functions, gates, weights [K, N], outputs of f32, residuals, parts of
 //! matrices, and products of one rank alone.
 
+use std::ops::Range;
+
 use gemmesh::{
     Activation, AllGatherMatmul, Backend, Config, Error, Float, Group, Matmul, MatmulAllReduce,
-    MatmulReduceScatter, Matrix, Numerics, Outputs, Route, TileShape, WeightLayout, bf16,
+    MatmulReduceScatter, Matrix, MatrixView, Numerics, Outputs, Route, ShardedMatrix, TileShape,
+    WeightLayout, bf16,
 };
 
 use crate::support::numbers::{bits, nan, normal};
@@ -160,6 +163,152 @@ fn is_elsewhere(result: &Result<(), Error>) -> bool {
     matches!(result, Err(Error::NoKernel { .. }))
 }
 
+/// How many columns each of several weights has.
+const WIDTHS: [usize; 3] = [200, 72, 8];
+const ALL_WIDTHS: usize = WIDTHS[0] + WIDTHS[1] + WIDTHS[2];
+
+/// Rows that are gathered for several weights, and the biases of these.
+struct SeveralWeights<'a, B: Tested> {
+    group: &'a Group<B>,
+    rows: Vec<bf16>,
+    a: ShardedMatrix<B, bf16>,
+    bias_values: Vec<bf16>,
+    bias: Matrix<B, bf16>,
+}
+
+/// One of several weights, and what it gives alone.
+struct Alone<B: Tested> {
+    values: Vec<bf16>,
+    weight: Matrix<B, bf16>,
+    out: Vec<bf16>,
+}
+
+impl<'a, B: Tested> SeveralWeights<'a, B> {
+    /// Collective.
+    fn new(group: &'a Group<B>) -> Result<Self, Error> {
+        let rows: Vec<bf16> = normal(1, M * K);
+        let mut a = group.sharded_rows::<bf16>(&ROWS, K)?;
+        let own = a.rows();
+        a.shard_mut()
+            .copy_from_host(&rows[own.start * K..own.end * K])?;
+        let bias_values: Vec<bf16> = normal(2, ALL_WIDTHS);
+        let bias = group.upload(&bias_values, 1, ALL_WIDTHS)?;
+        Ok(SeveralWeights {
+            group,
+            rows,
+            a,
+            bias_values,
+            bias,
+        })
+    }
+
+    /// The product of each weight alone, compared with float64. Collective, as what follows.
+    fn multiply_alone(&self, config: Option<Config>) -> Result<Vec<Alone<B>>, Error> {
+        let mut first = 0;
+        let mut all = Vec::new();
+        for (number, n) in WIDTHS.into_iter().enumerate() {
+            let values: Vec<bf16> = normal(10 + number as u64, n * K);
+            let weight = self.group.upload(&values, n, K)?;
+            let of_bias = &self.bias_values[first..first + n];
+            let bias = self.group.upload(of_bias, 1, n)?;
+            let mut out = poisoned::<B, bf16>(self.group, M, n)?;
+            let operation = gather_matmul(config).bias(&bias);
+            operation.run(&self.a, &weight, &mut out)?;
+            let out = out.to_vec()?;
+            let exact = product(&self.rows, &values, Some(of_bias), K);
+            check(&format!("{config:?}, {n} columns"), &exact, &out);
+            first += n;
+            all.push(Alone {
+                values,
+                weight,
+                out,
+            });
+        }
+        Ok(all)
+    }
+
+    /// An output for each weight.
+    fn outputs_apart(&self) -> [Matrix<B, bf16>; 3] {
+        WIDTHS.map(|n| poisoned::<B, bf16>(self.group, M, n).unwrap())
+    }
+
+    fn check_outputs_apart(&self, config: Option<Config>, alone: &[Alone<B>]) -> Result<(), Error> {
+        let mut outputs = self.outputs_apart();
+        let operation = gather_matmul(config).bias(&self.bias);
+        operation.run(&self.a, weights_of(alone), outputs.each_mut())?;
+        for (out, alone) in outputs.iter().zip(alone) {
+            assert_eq!(bits(&out.to_vec()?), bits(&alone.out), "{config:?}");
+        }
+        Ok(())
+    }
+
+    /// In the middle of a larger matrix.
+    fn check_outputs_side_by_side(
+        &self,
+        config: Option<Config>,
+        alone: &[Alone<B>],
+    ) -> Result<(), Error> {
+        let columns = 8..8 + ALL_WIDTHS;
+        let mut whole = poisoned::<B, bf16>(self.group, M, ALL_WIDTHS + 16)?;
+        let parts = whole.view_mut().columns(columns.clone())?;
+        let parts = parts.split_columns(WIDTHS)?;
+        let operation = gather_matmul(config).bias(&self.bias);
+        operation.run(&self.a, weights_of(alone), parts)?;
+        for (row, values) in whole.to_vec()?.chunks(ALL_WIDTHS + 16).enumerate() {
+            let mut beside = values[..8].iter().chain(&values[columns.end..]);
+            assert!(beside.all(|x| x.is_nan()));
+            let mut first = columns.start;
+            for (alone, n) in alone.iter().zip(WIDTHS) {
+                let expected = &alone.out[row * n..(row + 1) * n];
+                let found = &values[first..first + n];
+                assert_eq!(bits(found), bits(expected), "{config:?} row {row}");
+                first += n;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the configuration has a kernel for weights [K, N].
+    fn check_turned_weights(
+        &self,
+        config: Option<Config>,
+        alone: &[Alone<B>],
+    ) -> Result<bool, Error> {
+        let mut turned_weights = Vec::new();
+        for (alone, n) in alone.iter().zip(WIDTHS) {
+            turned_weights.push(self.group.upload(&turned(&alone.values, K), K, n)?);
+        }
+        let turned: [Matrix<B, bf16>; 3] = turned_weights.try_into().unwrap();
+        let mut outputs = self.outputs_apart();
+        let operation = gather_matmul(config).bias(&self.bias);
+        let operation = operation.weight_layout(WeightLayout::Kn);
+        let result = operation.run(&self.a, turned.each_ref(), outputs.each_mut());
+        if config.is_some() && is_elsewhere(&result) {
+            return Ok(false);
+        }
+        result?;
+        for (out, alone) in outputs.iter().zip(alone) {
+            assert_eq!(
+                bits(&out.to_vec()?),
+                bits(&alone.out),
+                "{config:?}, weights [K, N]"
+            );
+        }
+        Ok(true)
+    }
+}
+
+fn weights_of<B: Tested>(alone: &[Alone<B>]) -> [&Matrix<B, bf16>; 3] {
+    [0, 1, 2].map(|number| &alone[number].weight)
+}
+
+fn gather_matmul<'a, B: Tested>(config: Option<Config>) -> AllGatherMatmul<'a, B, bf16> {
+    match config {
+        Some(config) => AllGatherMatmul::new().config(config),
+        None => AllGatherMatmul::new(),
+    }
+}
+
 /// Several weights for one gather give the bits that each gives alone, apart and side by side in one matrix; and so do
 /// weights [K, N].
 #[track_caller]
@@ -168,95 +317,165 @@ pub fn several_weights_give_the_bits_of_each<B: Tested>(
     numerics: Numerics,
     configs: impl Fn() -> Vec<Option<Config>>,
 ) {
-    const WIDTHS: [usize; 3] = [200, 72, 8];
-    const N: usize = WIDTHS[0] + WIDTHS[1] + WIDTHS[2];
     all_done(ranks::<B>(test, 2, |rank| {
         let group = connect::<B>(rank, numerics)?;
-        let rows: Vec<bf16> = normal(1, M * K);
-        let mut a = group.sharded_rows::<bf16>(&ROWS, K)?;
-        let own = a.rows();
-        a.shard_mut()
-            .copy_from_host(&rows[own.start * K..own.end * K])?;
-        let bias_values: Vec<bf16> = normal(2, N);
-        let bias = group.upload(&bias_values, 1, N)?;
+        let several = SeveralWeights::new(&group)?;
         let mut tested = [0; 2];
         for config in configs() {
-            let operation = || match config {
-                Some(config) => AllGatherMatmul::new().config(config),
-                None => AllGatherMatmul::new(),
-            };
-            let mut first = 0;
-            let (mut weights, mut values, mut alone) = (Vec::new(), Vec::new(), Vec::new());
-            for (number, n) in WIDTHS.into_iter().enumerate() {
-                let of_weight: Vec<bf16> = normal(10 + number as u64, n * K);
-                let weight = group.upload(&of_weight, n, K)?;
-                let columns = first..first + n;
-                let of_bias = group.upload(&bias_values[columns], 1, n)?;
-                let mut out = poisoned::<B, bf16>(&group, M, n)?;
-                operation().bias(&of_bias).run(&a, &weight, &mut out)?;
-                let out = out.to_vec()?;
-                let exact = product(&rows, &of_weight, Some(&bias_values[first..first + n]), K);
-                check(&format!("{config:?}, {n} columns"), &exact, &out);
-                first += n;
-                weights.push(weight);
-                values.push(of_weight);
-                alone.push(out);
-            }
-            let weights: [Matrix<B, bf16>; 3] = weights.try_into().unwrap();
-            let apart = || WIDTHS.map(|n| poisoned::<B, bf16>(&group, M, n).unwrap());
-            let mut outputs = apart();
-            let operation = || operation().bias(&bias);
-            operation().run(&a, weights.each_ref(), outputs.each_mut())?;
-            for (out, alone) in outputs.iter().zip(&alone) {
-                assert_eq!(bits(&out.to_vec()?), bits(alone), "{config:?}");
-            }
+            let alone = several.multiply_alone(config)?;
+            several.check_outputs_apart(config, &alone)?;
             tested[0] += 1;
-            // side by side, in the middle of a larger one
-            let mut whole = poisoned::<B, bf16>(&group, M, N + 16)?;
-            let parts = whole.view_mut().columns(8..8 + N)?.split_columns(WIDTHS)?;
-            operation().run(&a, weights.each_ref(), parts)?;
-            for (row, values) in whole.to_vec()?.chunks(N + 16).enumerate() {
-                assert!(
-                    values[..8]
-                        .iter()
-                        .chain(&values[8 + N..])
-                        .all(|x| x.is_nan())
-                );
-                let mut first = 8;
-                for (alone, n) in alone.iter().zip(WIDTHS) {
-                    let expected = &alone[row * n..(row + 1) * n];
-                    assert_eq!(
-                        bits(&values[first..first + n]),
-                        bits(expected),
-                        "{config:?} row {row}"
-                    );
-                    first += n;
-                }
-            }
-            let mut turned_weights = Vec::new();
-            for (values, n) in values.iter().zip(WIDTHS) {
-                turned_weights.push(group.upload(&turned(values, K), K, n)?);
-            }
-            let turned: [Matrix<B, bf16>; 3] = turned_weights.try_into().unwrap();
-            let mut outputs = apart();
-            let operation = operation().weight_layout(WeightLayout::Kn);
-            let result = operation.run(&a, turned.each_ref(), outputs.each_mut());
-            if config.is_some() && is_elsewhere(&result) {
-                continue;
-            }
-            result?;
-            for (out, alone) in outputs.iter().zip(&alone) {
-                assert_eq!(
-                    bits(&out.to_vec()?),
-                    bits(alone),
-                    "{config:?}, weights [K, N]"
-                );
-            }
-            tested[1] += 1;
+            several.check_outputs_side_by_side(config, &alone)?;
+            tested[1] += usize::from(several.check_turned_weights(config, &alone)?);
         }
         assert!(tested.iter().all(|&count| count > 0), "{tested:?}");
         Ok(format!("{tested:?}"))
     }));
+}
+
+/// What functions and gates are given, and the sums that they are functions of.
+struct GivenSums<'a, B: Tested> {
+    group: &'a Group<B>,
+    n: usize,
+    a: Matrix<B, bf16>,
+    /// The weights of the gate and of what it lets through, [N, K]
+    nk: [Matrix<B, bf16>; 2],
+    /// and [K, N].
+    kn: [Matrix<B, bf16>; 2],
+    /// The bias of the gate,
+    bias: Matrix<B, bf16>,
+    /// and of both.
+    both: Matrix<B, bf16>,
+    residuals: Vec<bf16>,
+    residual: Matrix<B, bf16>,
+    of_gate: Vec<Number>,
+    of_up: Vec<Number>,
+}
+
+impl<'a, B: Tested> GivenSums<'a, B> {
+    fn new(group: &'a Group<B>, n: usize) -> Result<Self, Error> {
+        let rows: Vec<bf16> = normal(1, M * K);
+        let a = group.upload(&rows, M, K)?;
+        let (gate, up) = (small_weight(3, n), small_weight(4, n));
+        let biases: Vec<bf16> = normal(5, 2 * n);
+        let residuals: Vec<bf16> = normal(6, M * n);
+        let weights = [&gate, &up];
+        Ok(GivenSums {
+            group,
+            n,
+            a,
+            nk: weights.map(|values| group.upload(values, n, K).unwrap()),
+            kn: weights.map(|values| group.upload(&turned(values, K), K, n).unwrap()),
+            bias: group.upload(&biases[..n], 1, n)?,
+            both: group.upload(&biases, 1, 2 * n)?,
+            residual: group.upload(&residuals, M, n)?,
+            residuals,
+            of_gate: product(&rows, &gate, Some(&biases[..n]), K),
+            of_up: product(&rows, &up, Some(&biases[n..]), K),
+        })
+    }
+
+    /// With the residuals.
+    fn finished(&self, values: impl Iterator<Item = Number>) -> Vec<Number> {
+        let residuals = self.residuals.iter().map(|residual| residual.to_f32());
+        let both = values.zip(residuals);
+        both.map(|(value, residual)| value.plus(residual)).collect()
+    }
+
+    fn check_function(&self, config: Option<Config>, activation: Activation) -> Result<(), Error> {
+        let what = format!("{config:?}, {activation:?}");
+        let of_gate = || self.of_gate.iter();
+        let to_narrow = self.finished(of_gate().map(|x| x.activated::<bf16>(activation)));
+        let to_wide = self.finished(of_gate().map(|x| x.activated::<f32>(activation)));
+        let plain = || {
+            matmul(config)
+                .activation(activation)
+                .bias(&self.bias)
+                .residual(&self.residual)
+        };
+        let (mut narrow, mut wide) = (self.output::<bf16>()?, self.output::<f32>()?);
+        let [b, _] = &self.nk;
+        plain().run(&self.a, b, &mut narrow)?;
+        check(&what, &to_narrow, &narrow.to_vec()?);
+        plain().run(&self.a, b, &mut wide)?;
+        check(&format!("{what}, to f32"), &to_wide, &wide.to_vec()?);
+        Ok(())
+    }
+
+    /// What the gate lets through, for outputs of T.
+    fn gated<T: Float>(&self, activation: Activation) -> Vec<Number> {
+        let both = self.of_gate.iter().zip(&self.of_up);
+        self.finished(both.map(|(gate, up)| gate.activated::<T>(activation).times(*up)))
+    }
+
+    /// Whether the configuration has a kernel for the gate. The output must be `to_narrow` in bf16, `to_wide` in f32.
+    fn check_gate(
+        &self,
+        config: Option<Config>,
+        activation: Activation,
+        layout: WeightLayout,
+        [to_narrow, to_wide]: [&[Number]; 2],
+    ) -> Result<bool, Error> {
+        let what = format!("{config:?}, {activation:?}, gated, {layout:?}");
+        let weights = match layout {
+            WeightLayout::Kn => self.kn.each_ref(),
+            _ => self.nk.each_ref(),
+        };
+        let gated = || {
+            matmul(config)
+                .activation(activation)
+                .bias(&self.both)
+                .residual(&self.residual)
+                .gated()
+                .weight_layout(layout)
+        };
+        let (mut narrow, mut wide) = (self.output::<bf16>()?, self.output::<f32>()?);
+        let result = gated().run(&self.a, weights, &mut narrow);
+        if config.is_some() && is_elsewhere(&result) {
+            return Ok(false);
+        }
+        result?;
+        check(&what, to_narrow, &narrow.to_vec()?);
+        gated().run(&self.a, weights, &mut wide)?;
+        check(&format!("{what}, to f32"), to_wide, &wide.to_vec()?);
+        Ok(true)
+    }
+
+    /// A weight [K, N], to columns of f32 of which there may be an odd number. Whether the configuration has a kernel
+    /// for it.
+    fn check_turned_weight(&self, config: Option<Config>) -> Result<bool, Error> {
+        let plain = matmul(config).weight_layout(WeightLayout::Kn);
+        let plain = plain.bias(&self.bias);
+        let mut wide = self.output::<f32>()?;
+        let result = plain.run(&self.a, &self.kn[0], &mut wide);
+        if config.is_some() && is_elsewhere(&result) {
+            return Ok(false);
+        }
+        result?;
+        check(
+            &format!("{config:?}, [K, N]"),
+            &self.of_gate,
+            &wide.to_vec()?,
+        );
+        Ok(true)
+    }
+
+    fn output<T: Float>(&self) -> Result<Matrix<B, T>, Error> {
+        poisoned(self.group, M, self.n)
+    }
+}
+
+/// A weight whose sums are about one.
+fn small_weight(seed: u64, n: usize) -> Vec<bf16> {
+    let all = normal::<bf16>(seed, n * K).into_iter();
+    all.map(|x| bf16::from_f32(x.to_f32() * 0.06)).collect()
+}
+
+fn matmul<'a, B: Tested>(config: Option<Config>) -> Matmul<'a, B, bf16> {
+    match config {
+        Some(config) => Matmul::new().config(config),
+        None => Matmul::new(),
+    }
 }
 
 /// A function of the sum and of the bias, and a gate, with outputs of both types.
@@ -268,112 +487,106 @@ pub fn functions_and_gates_are_theirs_in_float64<B: Tested>(
 ) {
     all_done(ranks::<B>(test, 1, |rank| {
         let group = connect::<B>(rank, Numerics::Fast)?;
-        let rows: Vec<bf16> = normal(1, M * K);
-        let a = group.upload(&rows, M, K)?;
-        // Sums of about one.
-        let weight = |seed| -> Vec<bf16> {
-            let all = normal::<bf16>(seed, n * K).into_iter();
-            all.map(|x| bf16::from_f32(x.to_f32() * 0.06)).collect()
-        };
-        let (gate, up) = (weight(3), weight(4));
-        let biases: Vec<bf16> = normal(5, 2 * n);
-        let residuals: Vec<bf16> = normal(6, M * n);
-        let [b, b_up] = [&gate, &up].map(|values| group.upload(values, n, K).unwrap());
-        let [kn, kn_up] =
-            [&gate, &up].map(|values| group.upload(&turned(values, K), K, n).unwrap());
-        let bias = group.upload(&biases[..n], 1, n)?;
-        let both = group.upload(&biases, 1, 2 * n)?;
-        let residual = group.upload(&residuals, M, n)?;
-        let of_gate = product(&rows, &gate, Some(&biases[..n]), K);
-        let of_up = product(&rows, &up, Some(&biases[n..]), K);
-        let plus = |number: Number, index: usize| number.plus(residuals[index].to_f32());
+        let given = GivenSums::new(&group, n)?;
         let mut tested = [0; 4];
         for config in configs() {
-            let operation = || match config {
-                Some(config) => Matmul::new().config(config),
-                None => Matmul::new(),
-            };
             for activation in ACTIVATIONS {
-                let what = format!("{config:?}, {activation:?}");
-                let plus_all = |x: Vec<Number>| -> Vec<Number> {
-                    x.into_iter().enumerate().map(|(i, x)| plus(x, i)).collect()
-                };
-                let to_narrow = of_gate.iter().map(|x| x.activated::<bf16>(activation));
-                let to_wide = of_gate.iter().map(|x| x.activated::<f32>(activation));
-                let (to_narrow, to_wide) =
-                    (plus_all(to_narrow.collect()), plus_all(to_wide.collect()));
-                let plain = || {
-                    operation()
-                        .activation(activation)
-                        .bias(&bias)
-                        .residual(&residual)
-                };
-                let (mut narrow, mut wide) = (
-                    poisoned::<B, bf16>(&group, M, n)?,
-                    poisoned::<B, f32>(&group, M, n)?,
-                );
-                plain().run(&a, &b, &mut narrow)?;
-                check(&what, &to_narrow, &narrow.to_vec()?);
-                plain().run(&a, &b, &mut wide)?;
-                check(&format!("{what}, to f32"), &to_wide, &wide.to_vec()?);
+                given.check_function(config, activation)?;
                 tested[0] += 1;
-
-                let both_of = || of_gate.iter().zip(&of_up);
-                let to_narrow =
-                    both_of().map(|(gate, up)| gate.activated::<bf16>(activation).times(*up));
-                let to_wide =
-                    both_of().map(|(gate, up)| gate.activated::<f32>(activation).times(*up));
-                let (to_narrow, to_wide) =
-                    (plus_all(to_narrow.collect()), plus_all(to_wide.collect()));
-                let gated = || {
-                    operation()
-                        .activation(activation)
-                        .bias(&both)
-                        .residual(&residual)
-                        .gated()
-                };
-                for (layout, weights) in [
-                    (WeightLayout::Nk, [&b, &b_up]),
-                    (WeightLayout::Kn, [&kn, &kn_up]),
-                ] {
-                    let gated = || gated().weight_layout(layout);
-                    let (mut narrow, mut wide) = (
-                        poisoned::<B, bf16>(&group, M, n)?,
-                        poisoned::<B, f32>(&group, M, n)?,
-                    );
-                    let result = gated().run(&a, weights, &mut narrow);
-                    if config.is_some() && is_elsewhere(&result) {
-                        continue;
-                    }
-                    result?;
-                    check(
-                        &format!("{what}, gated, {layout:?}"),
-                        &to_narrow,
-                        &narrow.to_vec()?,
-                    );
-                    gated().run(&a, weights, &mut wide)?;
-                    check(
-                        &format!("{what}, gated, {layout:?}, to f32"),
-                        &to_wide,
-                        &wide.to_vec()?,
-                    );
-                    tested[1 + usize::from(layout == WeightLayout::Kn)] += 1;
+                let to_narrow = given.gated::<bf16>(activation);
+                let to_wide = given.gated::<f32>(activation);
+                for (index, layout) in [(1, WeightLayout::Nk), (2, WeightLayout::Kn)] {
+                    let expected = [&to_narrow[..], &to_wide];
+                    let is_tested = given.check_gate(config, activation, layout, expected)?;
+                    tested[index] += usize::from(is_tested);
                 }
             }
-            // [K, N], to odd columns of f32
-            let plain = operation().weight_layout(WeightLayout::Kn).bias(&bias);
-            let mut wide = poisoned::<B, f32>(&group, M, n)?;
-            let result = plain.run(&a, &kn, &mut wide);
-            if config.is_some() && is_elsewhere(&result) {
-                continue;
-            }
-            result?;
-            check(&format!("{config:?}, [K, N]"), &of_gate, &wide.to_vec()?);
-            tested[3] += 1;
+            tested[3] += usize::from(given.check_turned_weight(config)?);
         }
         assert!(tested.iter().all(|&count| count > 0), "{tested:?}");
         Ok(format!("{tested:?}"))
     }));
+}
+
+/// The values, with NaN around them: a row above and one below, and 8 columns on either side.
+fn framed(values: &[bf16], columns: usize) -> Vec<bf16> {
+    let frame = [nan::<bf16>(); 8];
+    let row = |row: &[bf16]| [&frame[..], row, &frame[..]].concat();
+    let rows: Vec<_> = values.chunks(columns).map(row).collect();
+    let edge = vec![nan::<bf16>(); columns + 16];
+    [edge.clone(), rows.concat(), edge].concat()
+}
+
+/// That the values are in a frame as [`framed`] gives them, which is as it was.
+#[track_caller]
+fn check_framed(exact: &[Number], found: &[bf16], n: usize) {
+    for (row, values) in found.chunks(n + 16).enumerate() {
+        let (inside, first) = (1..=M, 8..n + 8);
+        if inside.contains(&row) {
+            check(
+                "a part",
+                &exact[(row - 1) * n..row * n],
+                &values[first.clone()],
+            );
+        }
+        let beside = values.iter().enumerate();
+        let mut beside =
+            beside.filter(|(column, _)| !inside.contains(&row) || !first.contains(column));
+        assert!(beside.all(|(_, x)| x.is_nan()), "row {row}");
+    }
+}
+
+#[track_caller]
+fn assert_limited(result: Result<(), Error>) {
+    assert!(matches!(result, Err(Error::Limit { .. })), "{result:?}");
+}
+
+fn bad_parts_are_refused<B: Tested>(
+    a: MatrixView<'_, B, bf16>,
+    out: &mut Matrix<B, f32>,
+) -> Result<(), Error> {
+    assert_limited(a.rows(0..M + 1).map(drop));
+    assert_eq!(a.rows(3..3)?.shape(), [0, K]);
+    assert_limited(a.columns(8..8).map(drop));
+    assert_limited(a.columns(K..K + 1).map(drop));
+    #[allow(clippy::reversed_empty_ranges)]
+    assert_limited(a.columns(8..2).map(drop));
+    if B::NAME == "cuda" {
+        unaligned_parts_are_refused(a, out);
+    }
+    let split = out.view_mut().split_columns([4, 4]);
+    assert!(matches!(split, Err(Error::Shape { .. })), "{split:?}");
+    Ok(())
+}
+
+fn unaligned_parts_are_refused<B: Tested>(a: MatrixView<'_, B, bf16>, out: &mut Matrix<B, f32>) {
+    let error = a.columns(3..K).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            Error::Unaligned {
+                rank: 0,
+                value: 3,
+                multiple: 8,
+                ..
+            }
+        ),
+        "{error}"
+    );
+    let words = error.to_string();
+    assert!(words.contains("0 and 8"), "{words}");
+    let error = out.view_mut().columns(0..5).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            Error::Unaligned {
+                value: 5,
+                multiple: 4,
+                ..
+            }
+        ),
+        "{error}"
+    );
 }
 
 /// Parts of matrices as operands and outputs; nothing beside these is written. Odd extents of f32.
@@ -383,13 +596,6 @@ pub fn parts_of_matrices_are_operands<B: Tested>(test: &str) {
     all_done(ranks::<B>(test, 1, |rank| {
         let group = connect::<B>(rank, Numerics::Fast)?;
         let [rows, weights] = [(M, 1), (N, 2)].map(|(rows, seed)| normal::<bf16>(seed, rows * K));
-        let framed = |values: &[bf16], columns: usize| -> Vec<bf16> {
-            let frame = [nan::<bf16>(); 8];
-            let row = |row: &[bf16]| [&frame[..], row, &frame[..]].concat();
-            let rows: Vec<_> = values.chunks(columns).map(row).collect();
-            let edge = vec![nan::<bf16>(); columns + 16];
-            [edge.clone(), rows.concat(), edge].concat()
-        };
         let a = group.upload(&framed(&rows, K), M + 2, K + 16)?;
         let b = group.upload(&framed(&weights, K), N + 2, K + 16)?;
         let (a, b) = (
@@ -401,21 +607,7 @@ pub fn parts_of_matrices_are_operands<B: Tested>(test: &str) {
         let part = out.view_mut().rows(1..M + 1)?.columns(8..N + 8)?;
         Matmul::new().run(a, b, part)?;
         let exact = product(&rows, &weights, None, K);
-        let found = out.to_vec()?;
-        for (row, values) in found.chunks(N + 16).enumerate() {
-            let (inside, first) = (1..=M, 8..N + 8);
-            if inside.contains(&row) {
-                check(
-                    "a part",
-                    &exact[(row - 1) * N..row * N],
-                    &values[first.clone()],
-                );
-            }
-            let beside = values.iter().enumerate();
-            let mut beside =
-                beside.filter(|(column, _)| !inside.contains(&row) || !first.contains(column));
-            assert!(beside.all(|(_, x)| x.is_nan()), "row {row}");
-        }
+        check_framed(&exact, &out.to_vec()?, N);
         // Fewer columns, of which the last is odd.
         let mut out = poisoned::<B, f32>(&group, M, N - 3)?;
         Matmul::new().run(a, b.rows(0..N - 3)?, &mut out)?;
@@ -425,50 +617,156 @@ pub fn parts_of_matrices_are_operands<B: Tested>(test: &str) {
             .copied()
             .collect();
         check("odd columns", &exact, &out.to_vec()?);
-
-        // Bad parts.
-        let limits = |result: Result<(), Error>| {
-            assert!(matches!(result, Err(Error::Limit { .. })), "{result:?}")
-        };
-        limits(a.rows(0..M + 1).map(drop));
-        assert_eq!(a.rows(3..3)?.shape(), [0, K]);
-        limits(a.columns(8..8).map(drop));
-        limits(a.columns(K..K + 1).map(drop));
-        #[allow(clippy::reversed_empty_ranges)]
-        limits(a.columns(8..2).map(drop));
-        if B::NAME == "cuda" {
-            let error = a.columns(3..K).unwrap_err();
-            assert!(
-                matches!(
-                    error,
-                    Error::Unaligned {
-                        rank: 0,
-                        value: 3,
-                        multiple: 8,
-                        ..
-                    }
-                ),
-                "{error}"
-            );
-            let words = error.to_string();
-            assert!(words.contains("0 and 8"), "{words}");
-            let error = out.view_mut().columns(0..5).unwrap_err();
-            assert!(
-                matches!(
-                    error,
-                    Error::Unaligned {
-                        value: 5,
-                        multiple: 4,
-                        ..
-                    }
-                ),
-                "{error}"
-            );
-        }
-        let split = out.view_mut().split_columns([4, 4]);
-        assert!(matches!(split, Err(Error::Shape { .. })), "{split:?}");
+        bad_parts_are_refused(a, &mut out)?;
         Ok("parts".into())
     }));
+}
+
+/// What two ranks multiply, and what becomes of the sums.
+struct GivenPartials<'a, B: Tested> {
+    group: &'a Group<B>,
+    /// The rows of each rank.
+    rows: [usize; 2],
+    n: usize,
+    a: Matrix<B, bf16>,
+    b: Matrix<B, bf16>,
+    kn: Matrix<B, bf16>,
+    biases: Vec<bf16>,
+    bias: Matrix<B, bf16>,
+    residuals: Vec<bf16>,
+    /// Of the own rows,
+    residual: Matrix<B, bf16>,
+    /// and of all.
+    residual_of_all: Matrix<B, bf16>,
+    /// Of each rank, before they are rounded on their way.
+    partials: [Vec<Number>; 2],
+}
+
+impl<'a, B: Tested> GivenPartials<'a, B> {
+    fn new(group: &'a Group<B>, rows: [usize; 2], n: usize) -> Result<Self, Error> {
+        let m = rows[0] + rows[1];
+        let of = |rank: usize| -> [Vec<bf16>; 2] {
+            [
+                normal(10 + rank as u64, m * K),
+                small_weight(20 + rank as u64, n),
+            ]
+        };
+        let [a_values, b_values] = of(group.rank());
+        let biases: Vec<bf16> = normal(30, n);
+        let residuals: Vec<bf16> = normal(31, m * n);
+        let own = own_rows(group, rows);
+        let owned = &residuals[own.start * n..own.end * n];
+        Ok(GivenPartials {
+            group,
+            rows,
+            n,
+            a: group.upload(&a_values, m, K)?,
+            b: group.upload(&b_values, n, K)?,
+            kn: group.upload(&turned(&b_values, K), K, n)?,
+            bias: group.upload(&biases, 1, n)?,
+            residual: group.upload(owned, own.len(), n)?,
+            residual_of_all: group.upload(&residuals, m, n)?,
+            biases,
+            residuals,
+            partials: [0, 1].map(|rank| {
+                let [a, b] = of(rank);
+                product(&a, &b, None, K)
+            }),
+        })
+    }
+
+    /// What all rows become.
+    fn exact(&self, activation: Activation) -> Vec<Number> {
+        let sums = self.partials[0].iter().zip(&self.partials[1]).enumerate();
+        let sums = sums.map(|(index, (x, y))| {
+            let sum = Number::ZERO.add(x.rounded(8)).add(y.rounded(8));
+            let sum = sum.plus(self.biases[index % self.n].to_f32());
+            let sum = sum.activated::<bf16>(activation);
+            sum.plus(self.residuals[index].to_f32())
+        });
+        sums.collect()
+    }
+
+    /// By all functions and layouts of weights. Collective.
+    fn check_by(&self, route: Route) -> Result<(), Error> {
+        let (n, rows) = (self.n, self.rows);
+        let mut sharded = self.group.sharded_rows::<bf16>(&rows, n)?;
+        let scatter = MatmulReduceScatter::new().rows(&rows);
+        let config = scatter.prepare(&self.a, n)?.config().with_route(route);
+        let config_of_all = MatmulAllReduce::new().prepare(&self.a, &sharded)?.config();
+        let config_of_all = config_of_all.with_route(route);
+        for activation in ACTIVATIONS {
+            let expected = self.exact(activation);
+            let own = own_rows(self.group, rows);
+            let own = &expected[own.start * n..own.end * n];
+            for layout in [WeightLayout::Nk, WeightLayout::Kn] {
+                self.check_reduce_scatter(config, activation, layout, own)?;
+                let all = MatmulAllReduce::new()
+                    .bias(&self.bias)
+                    .activation(activation);
+                let all = all.residual(&self.residual_of_all).weight_layout(layout);
+                let all = all.config(config_of_all);
+                all.run(&self.a, self.weight(layout), &mut sharded)?;
+                let what = self.description(route, activation);
+                check(
+                    &format!("all-reduce, {what}"),
+                    &expected,
+                    &sharded.to_vec()?,
+                );
+            }
+        }
+        Ok(())
+    }
+
+    fn check_reduce_scatter(
+        &self,
+        config: Config,
+        activation: Activation,
+        layout: WeightLayout,
+        expected: &[Number],
+    ) -> Result<(), Error> {
+        let what = self.description(config.route, activation);
+        let own = own_rows(self.group, self.rows).len();
+        let scatter = || {
+            let scatter = MatmulReduceScatter::new().rows(&self.rows);
+            let scatter = scatter.bias(&self.bias).activation(activation);
+            let scatter = scatter.residual(&self.residual);
+            scatter.weight_layout(layout).config(config)
+        };
+        let mut out = poisoned::<B, bf16>(self.group, own, self.n)?;
+        scatter().run(&self.a, self.weight(layout), &mut out)?;
+        check(
+            &format!("reduce-scatter, {what}, {layout:?}"),
+            expected,
+            &out.to_vec()?,
+        );
+        let mut out = poisoned::<B, f32>(self.group, own, self.n)?;
+        scatter().run(&self.a, self.weight(layout), &mut out)?;
+        check(
+            &format!("reduce-scatter to f32, {what}"),
+            expected,
+            &out.to_vec()?,
+        );
+        Ok(())
+    }
+
+    fn weight(&self, layout: WeightLayout) -> &Matrix<B, bf16> {
+        match layout {
+            WeightLayout::Kn => &self.kn,
+            _ => &self.b,
+        }
+    }
+
+    fn description(&self, route: Route, activation: Activation) -> String {
+        let m = self.rows[0] + self.rows[1];
+        format!("{m} rows, {route:?}, {activation:?}")
+    }
+}
+
+/// Of the two ranks' rows this rank's.
+fn own_rows<B: Tested>(group: &Group<B>, rows: [usize; 2]) -> Range<usize> {
+    let first = group.rank() * rows[0];
+    first..first + rows[group.rank()]
 }
 
 /// What becomes of sums over ranks becomes of the sums, not of their parts.
@@ -478,151 +776,100 @@ pub fn sums_are_finished_by_their_owners<B: Tested>(test: &str, routes: &[Route]
         let group = connect::<B>(rank, Numerics::Fast)?;
         // few rows, which are exchanged, and more
         for (rows, n) in [([3, 2], 72), (ROWS, 200)] {
-            let m = rows[0] + rows[1];
-            let of = |rank: usize| -> [Vec<bf16>; 2] {
-                let weights = normal::<bf16>(20 + rank as u64, n * K).into_iter();
-                let weights = weights.map(|x| bf16::from_f32(x.to_f32() * 0.06));
-                [normal(10 + rank as u64, m * K), weights.collect()]
-            };
-            let [a_values, b_values] = of(rank.rank);
-            let (a, b) = (
-                group.upload(&a_values, m, K)?,
-                group.upload(&b_values, n, K)?,
-            );
-            let kn = group.upload(&turned(&b_values, K), K, n)?;
-            let biases: Vec<bf16> = normal(30, n);
-            let bias = group.upload(&biases, 1, n)?;
-            let residuals: Vec<bf16> = normal(31, m * n);
-            let first = rank.rank * rows[0];
-            let own = first..first + rows[rank.rank];
-            let owned = &residuals[own.start * n..own.end * n];
-            let residual = group.upload(owned, own.len(), n)?;
-            let residual_of_all = group.upload(&residuals, m, n)?;
-            // Partials are rounded on their way.
-            let partials = [0, 1].map(|rank| {
-                let [a, b] = of(rank);
-                product(&a, &b, None, K)
-            });
-            let exact = |activation| -> Vec<Number> {
-                let sums = partials[0].iter().zip(&partials[1]).enumerate();
-                let sums = sums.map(|(index, (x, y))| {
-                    let sum = Number::ZERO.add(x.rounded(8)).add(y.rounded(8));
-                    let sum = sum.plus(biases[index % n].to_f32());
-                    let sum = sum.activated::<bf16>(activation);
-                    sum.plus(residuals[index].to_f32())
-                });
-                sums.collect()
-            };
+            let given = GivenPartials::new(&group, rows, n)?;
             for &route in routes {
-                let mut sharded = group.sharded_rows::<bf16>(&rows, n)?;
-                let config = MatmulReduceScatter::new()
-                    .rows(&rows)
-                    .prepare(&a, n)?
-                    .config();
-                let config_of_all = MatmulAllReduce::new().prepare(&a, &sharded)?.config();
-                for activation in ACTIVATIONS {
-                    let what = format!("{m} rows, {route:?}, {activation:?}");
-                    let expected = exact(activation);
-                    let own = &expected[own.start * n..own.end * n];
-                    for (b, layout) in [(&b, WeightLayout::Nk), (&kn, WeightLayout::Kn)] {
-                        let scatter = || {
-                            let scatter = MatmulReduceScatter::new().rows(&rows).bias(&bias);
-                            let scatter = scatter.activation(activation).residual(&residual);
-                            scatter
-                                .weight_layout(layout)
-                                .config(config.with_route(route))
-                        };
-                        let mut out = poisoned::<B, bf16>(&group, rows[rank.rank], n)?;
-                        scatter().run(&a, b, &mut out)?;
-                        check(
-                            &format!("reduce-scatter, {what}, {layout:?}"),
-                            own,
-                            &out.to_vec()?,
-                        );
-                        let mut out = poisoned::<B, f32>(&group, rows[rank.rank], n)?;
-                        scatter().run(&a, b, &mut out)?;
-                        check(
-                            &format!("reduce-scatter to f32, {what}"),
-                            own,
-                            &out.to_vec()?,
-                        );
-                        let all = MatmulAllReduce::new().bias(&bias).activation(activation);
-                        let all = all.residual(&residual_of_all).weight_layout(layout);
-                        all.config(config_of_all.with_route(route))
-                            .run(&a, b, &mut sharded)?;
-                        check(
-                            &format!("all-reduce, {what}"),
-                            &expected,
-                            &sharded.to_vec()?,
-                        );
-                    }
-                }
+                given.check_by(route)?;
             }
         }
         Ok("sums".into())
     }));
 }
 
-/// What does not fit is refused before anything is done, and the group goes on.
 #[track_caller]
-pub fn forms_that_do_not_fit_are_refused<B: Tested>(test: &str) {
-    all_done(ranks::<B>(test, 1, |rank| {
-        let group = connect::<B>(rank, Numerics::Fast)?;
-        let (m, n, k) = (4, 16, 8);
-        let a = group.zeros::<bf16>(m, k)?;
-        let [b, other] = [n, n + 8].map(|n| group.zeros::<bf16>(n, k).unwrap());
-        let mut out = group.zeros::<bf16>(m, n)?;
-        let shape = |result: Result<(), Error>, what: &str| match result {
-            Err(Error::Shape { argument, .. }) if argument.contains(what) => {}
-            other => panic!("{what}: {other:?}"),
-        };
-        let limit = |result: Result<(), Error>, what: &str| match result {
-            Err(Error::Limit { what: found, .. }) if found.contains(what) => {}
-            other => panic!("{what}: {other:?}"),
-        };
-        let op = || Matmul::<B, bf16>::new();
-        shape(op().run(&a, [&b, &b], &mut out), "outputs");
-        shape(op().gated().run(&a, &b, &mut out), "weights");
-        shape(op().gated().run(&a, [&b, &other], &mut out), "b [N, K]");
-        shape(op().gated().run(&a, [&b, &b, &b], &mut out), "weights");
-        let short = group.zeros::<bf16>(1, n)?;
-        shape(
-            op().gated().bias(&short).run(&a, [&b, &b], &mut out),
-            "bias [1, 2 N]",
-        );
-        shape(op().residual(&b).run(&a, &b, &mut out), "residual");
-        shape(
-            op().weight_layout(WeightLayout::Kn).run(&a, &b, &mut out),
-            "b [K, N]",
-        );
-        let mut second = group.zeros::<bf16>(m, n)?;
-        let residual = group.zeros::<bf16>(m, 2 * n)?;
-        let two = op()
-            .residual(&residual)
-            .run(&a, [&b, &b], [&mut out, &mut second]);
-        limit(two, "residual");
-        let five = op().prepare(&group, [m, k], [n; 5]);
-        limit(five.map(drop), "weights of a product");
-        let unequal = op().gated().prepare(&group, [m, k], [n, n + 8]);
-        limit(unequal.map(drop), "N of up");
-        let three = op().gated().prepare(&group, [m, k], [n; 3]);
-        shape(three.map(drop), "weights");
-        let rows = group.sharded::<bf16>(m, k)?;
+fn assert_shape_of(what: &str, result: Result<(), Error>) {
+    match result {
+        Err(Error::Shape { argument, .. }) if argument.contains(what) => {}
+        other => panic!("{what}: {other:?}"),
+    }
+}
+
+#[track_caller]
+fn assert_limit_of(what: &str, result: Result<(), Error>) {
+    match result {
+        Err(Error::Limit { what: found, .. }) if found.contains(what) => {}
+        other => panic!("{what}: {other:?}"),
+    }
+}
+
+/// A product, whose matrices fit.
+struct Fitting<'a, B: Tested> {
+    group: &'a Group<B>,
+    a: Matrix<B, bf16>,
+    b: Matrix<B, bf16>,
+    out: Matrix<B, bf16>,
+}
+
+impl<B: Tested> Fitting<'_, B> {
+    const M: usize = 4;
+    const N: usize = 16;
+    const K: usize = 8;
+
+    fn operands_that_do_not_fit_are_refused(&mut self) -> Result<(), Error> {
+        let Fitting { group, a, b, out } = self;
+        let (a, b) = (&*a, &*b);
+        let other = group.zeros::<bf16>(Self::N + 8, Self::K)?;
+        let op = Matmul::<B, bf16>::new;
+        assert_shape_of("outputs", op().run(a, [b, b], &mut *out));
+        assert_shape_of("weights", op().gated().run(a, b, &mut *out));
+        let result = op().gated().run(a, [b, &other], &mut *out);
+        assert_shape_of("b [N, K]", result);
+        assert_shape_of("weights", op().gated().run(a, [b, b, b], &mut *out));
+        let short = group.zeros::<bf16>(1, Self::N)?;
+        let result = op().gated().bias(&short).run(a, [b, b], &mut *out);
+        assert_shape_of("bias [1, 2 N]", result);
+        assert_shape_of("residual", op().residual(b).run(a, b, &mut *out));
+        let turned = op().weight_layout(WeightLayout::Kn);
+        assert_shape_of("b [K, N]", turned.run(a, b, &mut *out));
+        let mut second = group.zeros::<bf16>(Self::M, Self::N)?;
+        let residual = group.zeros::<bf16>(Self::M, 2 * Self::N)?;
+        let two = op().residual(&residual);
+        let two = two.run(a, [b, b], [&mut *out, &mut second]);
+        assert_limit_of("residual", two);
+        Ok(())
+    }
+
+    /// Before there are any.
+    fn weights_that_do_not_fit_are_refused(&self) -> Result<(), Error> {
+        let (group, shape, n) = (self.group, [Self::M, Self::K], Self::N);
+        let op = Matmul::<B, bf16>::new;
+        let five = op().prepare(group, shape, [n; 5]);
+        assert_limit_of("weights of a product", five.map(drop));
+        let unequal = op().gated().prepare(group, shape, [n, n + 8]);
+        assert_limit_of("N of up", unequal.map(drop));
+        let three = op().gated().prepare(group, shape, [n; 3]);
+        assert_shape_of("weights", three.map(drop));
+        let rows = group.sharded::<bf16>(Self::M, Self::K)?;
         let gather = AllGatherMatmul::new().gated();
         let unequal = gather.prepare(&rows, [n, n + 8]);
-        limit(unequal.map(drop), "N of up");
-        let prepared = op().prepare(&group, [m, k], [n])?;
-        let mut wide = group.zeros::<f32>(m, n)?;
-        shape(
-            prepared.run(&a, &b, Outputs::from(&mut wide)),
-            "bytes of an element",
-        );
-        let prepared = op().f32_output().prepare(&group, [m, k], [n])?;
-        shape(prepared.run(&a, &b, &mut out), "bytes of an element");
-        prepared.run(&a, &b, &mut wide)?;
-        prepared.run(&a, &b, wide.view_mut())?;
+        assert_limit_of("N of up", unequal.map(drop));
+        Ok(())
+    }
+
+    fn outputs_that_do_not_fit_are_refused(&mut self) -> Result<(), Error> {
+        let Fitting { group, a, b, out } = self;
+        let (group, a, b) = (*group, &*a, &*b);
+        let (shape, n) = ([Self::M, Self::K], Self::N);
+        let op = Matmul::<B, bf16>::new;
+        let prepared = op().prepare(group, shape, [n])?;
+        let mut wide = group.zeros::<f32>(Self::M, n)?;
+        let result = prepared.run(a, b, Outputs::from(&mut wide));
+        assert_shape_of("bytes of an element", result);
+        let prepared = op().f32_output().prepare(group, shape, [n])?;
+        assert_shape_of("bytes of an element", prepared.run(a, b, &mut *out));
+        prepared.run(a, b, &mut wide)?;
+        prepared.run(a, b, wide.view_mut())?;
         // A call that was not prepared sees what it is given.
-        op().f32_output().run(&a, &b, &mut out)?;
+        op().f32_output().run(a, b, &mut *out)?;
         // Of a gated product gate and up share a tile.
         let narrow = prepared.config();
         let narrow = Config::new(
@@ -630,12 +877,29 @@ pub fn forms_that_do_not_fit_are_refused<B: Tested>(test: &str) {
             narrow.chunking,
             narrow.route,
         );
-        limit(
-            op().gated().config(narrow).run(&a, [&b, &b], &mut out),
-            "tile.n",
-        );
+        let result = op().gated().config(narrow).run(a, [b, b], &mut *out);
+        assert_limit_of("tile.n", result);
         let parts = out.view_mut().split_columns([usize::MAX, 1]);
-        shape(parts.map(drop), "widths");
+        assert_shape_of("widths", parts.map(drop));
+        Ok(())
+    }
+}
+
+/// What does not fit is refused before anything is done, and the group goes on.
+#[track_caller]
+pub fn forms_that_do_not_fit_are_refused<B: Tested>(test: &str) {
+    all_done(ranks::<B>(test, 1, |rank| {
+        let group = connect::<B>(rank, Numerics::Fast)?;
+        let (m, n, k) = (Fitting::<B>::M, Fitting::<B>::N, Fitting::<B>::K);
+        let mut fitting = Fitting {
+            a: group.zeros(m, k)?,
+            b: group.zeros(n, k)?,
+            out: group.zeros(m, n)?,
+            group: &group,
+        };
+        fitting.operands_that_do_not_fit_are_refused()?;
+        fitting.weights_that_do_not_fit_are_refused()?;
+        fitting.outputs_that_do_not_fit_are_refused()?;
         group.synchronize()?;
         Ok("refused".into())
     }));

@@ -5,8 +5,8 @@ use std::ops::Range;
 use gemmesh::{
     AllGatherMatmul, CallbackResult, Config, Error, Group, Matmul, MatmulAllReduce,
     MatmulReduceScatter, Matrix, MatrixView, MatrixViewMut, Numerics, ProduceAndReduceScatter,
-    Route, all_gather, all_gather_and_consume, all_gather_matmul, all_reduce, all_to_all, bf16,
-    broadcast, matmul_all_reduce, matmul_reduce_scatter, produce_and_all_to_all,
+    Route, ShardedMatrix, all_gather, all_gather_and_consume, all_gather_matmul, all_reduce,
+    all_to_all, bf16, broadcast, matmul_all_reduce, matmul_reduce_scatter, produce_and_all_to_all,
     produce_and_reduce_scatter, reduce_scatter,
 };
 
@@ -164,20 +164,30 @@ pub fn no_rows_are_nothing_to_do<B: Tested>(test: &str) {
         Matmul::new().bias(&bias).run(&own, &b, &mut out)?;
         matmul_reduce_scatter(&own, &b, &mut out)?;
         matmul_all_reduce(&own, &b, &mut sums)?;
-        all_gather(&a)?;
-        broadcast(&mut a, 1)?;
-        reduce_scatter(&own, &mut group.zeros(0, K)?)?;
-        all_reduce(&own, &mut a)?;
-        all_to_all(&own, &mut a)?;
-        let called = |what: &str| -> CallbackResult { panic!("called to {what} no rows") };
-        all_gather_and_consume(&a, |_| called("consume"))?;
-        produce_and_reduce_scatter(0, &mut own, |_| called("make"))?;
-        ProduceAndReduceScatter::new().run_into(&mut a, |_| called("make"))?;
-        produce_and_all_to_all(&mut a, |_| called("make"))?;
+        no_rows_are_exchanged(&group, &mut a, &mut own)?;
         some.fill(&group, 5)?;
         some.verify(&group)?;
         Ok("nothing".into())
     }));
+}
+
+/// By each operation without a product.
+fn no_rows_are_exchanged<B: Tested>(
+    group: &Group<B>,
+    a: &mut ShardedMatrix<B, bf16>,
+    own: &mut Matrix<B, bf16>,
+) -> Result<(), Error> {
+    let [_, k] = a.shape();
+    all_gather(&*a)?;
+    broadcast(a, 1)?;
+    reduce_scatter(&*own, &mut group.zeros(0, k)?)?;
+    all_reduce(&*own, a)?;
+    all_to_all(&*own, a)?;
+    let called = |what: &str| -> CallbackResult { panic!("called to {what} no rows") };
+    all_gather_and_consume(&*a, |_| called("consume"))?;
+    produce_and_reduce_scatter(0, own, |_| called("make"))?;
+    ProduceAndReduceScatter::new().run_into(a, |_| called("make"))?;
+    produce_and_all_to_all(a, |_| called("make"))
 }
 
 /// No rows of a matrix that has some are a view like others, wherever they would begin.
@@ -282,51 +292,60 @@ pub fn rows_change_within_a_capacity<B: Tested>(test: &str) {
                 seed: step as u64,
                 ..Case::default()
             };
-            a.set_rows(rows)?;
-            assert_eq!(a.shape(), [case.m(), K]);
-            let all = case.a::<bf16>();
-            let own = a.rows();
-            a.shard_mut()
-                .copy_from_host(&all[own.start * K..own.end * K])?;
-            a.poison(bf16::NAN)?;
-            let (weight, _) = case.b::<bf16>(rank.rank);
-            let b = group.upload(&weight, case.n, K)?;
-            out.set_rows(case.m())?;
-            out.copy_from_host(&vec![bf16::NAN; case.m() * N])?;
-            // Nobody poisons what a peer has written already.
-            group.barrier()?;
-            all_gather_matmul(&a, &b, &mut out)?;
-            let gathered = a.to_vec()?;
-            assert_eq!(bits(&gathered), bits(&all), "{case:?}");
-            let reference = Reference::new(&all, &weight, None, K);
-            if let Err(what) = reference.check(&out.to_vec()?) {
-                panic!("rank {}, {case:?}: {what}", rank.rank);
-            }
+            verify_in(&group, &case, &mut a, &mut out)?;
         }
-        let before = a.shape();
-        let error = a.set_rows(&[300, 0, 1]).unwrap_err();
-        assert!(
-            matches!(
-                error,
-                Error::Limit {
-                    value: 301,
-                    max: CAPACITY,
-                    ..
-                }
-            ),
-            "{error}"
-        );
-        assert!(matches!(a.set_rows(&[1; 2]), Err(Error::Shape { .. })));
-        assert_eq!(a.shape(), before);
-        let before = out.shape();
-        let error = out.set_rows(CAPACITY + 1).unwrap_err();
-        assert!(
-            matches!(error, Error::Limit { max: CAPACITY, .. }),
-            "{error}"
-        );
-        assert_eq!(out.shape(), before);
+        rows_beyond_the_capacity_are_refused(&mut a, &mut out);
         Ok("right".into())
     }));
+}
+
+/// The product of `case`, in matrices that get the rows of the case. Collective.
+fn verify_in<B: Tested>(
+    group: &Group<B>,
+    case: &Case,
+    a: &mut ShardedMatrix<B, bf16>,
+    out: &mut Matrix<B, bf16>,
+) -> Result<(), Error> {
+    let (m, n, k) = (case.m(), case.n, case.k);
+    a.set_rows(&case.rows)?;
+    assert_eq!(a.shape(), [m, k]);
+    let all = case.a::<bf16>();
+    let own = a.rows();
+    a.shard_mut()
+        .copy_from_host(&all[own.start * k..own.end * k])?;
+    a.poison(bf16::NAN)?;
+    let (weight, _) = case.b::<bf16>(group.rank());
+    let b = group.upload(&weight, n, k)?;
+    out.set_rows(m)?;
+    out.copy_from_host(&vec![bf16::NAN; m * n])?;
+    // Nobody poisons what a peer has written already.
+    group.barrier()?;
+    all_gather_matmul(&*a, &b, &mut *out)?;
+    let gathered = a.to_vec()?;
+    assert_eq!(bits(&gathered), bits(&all), "{case:?}");
+    let reference = Reference::new(&all, &weight, None, k);
+    if let Err(what) = reference.check(&out.to_vec()?) {
+        panic!("rank {}, {case:?}: {what}", group.rank());
+    }
+    Ok(())
+}
+
+fn rows_beyond_the_capacity_are_refused<B: Tested>(
+    a: &mut ShardedMatrix<B, bf16>,
+    out: &mut Matrix<B, bf16>,
+) {
+    let capacity = a.capacity();
+    let assert_limited = |error: Error| match error {
+        Error::Limit { value, max, .. } => assert_eq!((value, max), (capacity + 1, capacity)),
+        other => panic!("{other}"),
+    };
+    let before = a.shape();
+    assert_limited(a.set_rows(&[capacity, 0, 1]).unwrap_err());
+    assert!(matches!(a.set_rows(&[1; 2]), Err(Error::Shape { .. })));
+    assert_eq!(a.shape(), before);
+    let before = out.shape();
+    assert_limited(out.set_rows(capacity + 1).unwrap_err());
+    assert_eq!(out.shape(), before);
 }
 
 /// Ranks that give a matrix other rows are told so at their next operation, also where there are as many in all.
