@@ -13,7 +13,8 @@
 
 namespace gemmesh {
 
-// Where tiles may be stored.
+// Where tiles may be stored: first the matrices of partial sums of this rank and of those after it in the ring of
+// ranks, then the matrices of sums (abi.h).
 struct Targets {
     CUtensorMap maps[2 * GEMMESH_MAX_TARGETS];
 };
@@ -36,11 +37,12 @@ __device__ __forceinline__ GemmeshBlock load_block(const GemmeshSums& sums, uint
     return loaded.block;
 }
 
-// Columns of a box, which is added at a time. It has the shape, and the room, of `a` in one stage of the ring.
+// Addends are loaded and added in boxes of this many columns and the tile's rows. A box has the shape of a stage's `a`,
+// and is loaded into its room.
 constexpr uint32_t kSumColumns = GEMMESH_TILE_K;
 
-// Boxes of one addend in a stage. If `b` is as large as a box, its place holds a second one. Consumers that are side by
-// side take one box each. Others share all boxes.
+// Boxes of one addend in a stage. If the tile has columns for two boxes, the second is loaded into the room of `b`.
+// Consumers that are side by side take one box each. Others share all boxes.
 template <class C>
 constexpr uint32_t kStageBoxes = C::kTileN >= 2 * kSumColumns ? 2 : 1;
 template <class C>
@@ -54,7 +56,7 @@ constexpr uint32_t kNextBox = C::kSideBySide ? C::kConsumerN : kSumColumns;
 template <class C>
 constexpr uint32_t kSumBoxes = (C::kConsumerN + kSumColumns - 1) / kSumColumns;
 
-// One thread, the producer: loads a tile's addends through the ring, behind its operands. `row` is the tile's first
+// One thread, the producer: loads a tile's addends through the ring, after its operands. `row` is the tile's first
 // row, counted from the block's first.
 template <class C, class Shared>
 __device__ __forceinline__ void load_addends(const CUtensorMap& map_added, const GemmeshBlock& block, Shared& shared,
@@ -81,8 +83,8 @@ __device__ __forceinline__ void load_addends(const CUtensorMap& map_added, const
 // One warp: adds its rows of a box to the accumulators of the box's columns, the first of which `sum` is.
 template <class Element, uint32_t Groups>
 __device__ __forceinline__ void add_box(float* sum, const Element* box, uint32_t own_row, uint32_t lane) {
-    // As in StoreBox, lanes 0-15 name the rows of the left piece, and lanes 16-31 those of the right piece. The swizzle
-    // permutes a row's pieces of 16 bytes by the row modulo eight.
+    // As in store_rows, lanes 0-15 name the rows of the left piece, and lanes 16-31 those of the right piece. The
+    // swizzle permutes a row's pieces of 16 bytes by the row modulo eight.
     constexpr uint32_t kPiece = 16 / sizeof(Element);
     const uint32_t row = own_row + lane % 16;
     const uint32_t begin = ptx::shared_address(box + row * kSumColumns);
@@ -106,8 +108,9 @@ __device__ __forceinline__ void add_box(float* sum, const Element* box, uint32_t
     }
 }
 
-// One warp of the consumers: turns its accumulators into the sums. A warp without rows to store passes through the
-// ring's stages too. `own_row` is the warp's first row in the tile.
+// One warp of the consumers: turns its accumulators into the sums, from box `Box` on. It adds `block.before` addends,
+// then the product, then the other addends. A warp without rows to store passes through the ring's stages too.
+// `own_row` is the warp's first row in the tile.
 template <class C, uint32_t Box = 0, class Shared>
 __device__ __forceinline__ void add(Accumulators<typename C::Element, C::kConsumerN>& accumulators,
                                     const GemmeshBlock& block, Shared& shared, RingPosition<C::kStages>& at,
@@ -150,8 +153,8 @@ __device__ __forceinline__ void add(Accumulators<typename C::Element, C::kConsum
                 add_box<Element, kGroups - kOfFirst>(sum + kOfFirst * 4, shared.b[at.stage], own_row, lane);
             }
         }
-        // Every lane has read, and has added what it read. So a neighbour's load of `b` cannot overtake the reads,
-        // because it comes after the neighbour has been told.
+        // After this every lane has read and added its part of the boxes. So the neighbours may be told, and no load of
+        // theirs overwrites what is still to be read.
         __syncwarp();
         shared.pipeline.release(at.stage, lane);
         at.advance();
@@ -163,7 +166,8 @@ __device__ __forceinline__ void add(Accumulators<typename C::Element, C::kConsum
     }
 }
 
-// Where one warp stores the rows of a tile. Each lane has at most one place.
+// Where one warp stores the rows of a tile. Each lane has at most one place and stores the whole box there, so a warp
+// stores to several GPUs at once.
 template <class Element, int N, int Boxes>
 class PlacedStores {
 public:
@@ -179,9 +183,9 @@ public:
         place_ = {words.x, words.y, words.z, words.w};
     }
 
-    // The whole warp, before it stores: waits until the rows of other ranks may be written. If the wait has been given
-    // up, they are not written. `row` is the warp's first row in the block, and `column` the consumer's first column.
-    // The stores that follow go there.
+    // The whole warp, before it stores: waits until the rows of other ranks may be written. A wait is given up when the
+    // group fails or its deadline passes; then the rows are not written. The stores that follow begin at `row`, the
+    // warp's first row in the block, and `column`, the consumer's first column.
     __device__ void await_ready(uint32_t row, uint32_t column) {
         row_ = row;
         column_ = column;
@@ -237,8 +241,8 @@ public:
             // A vote orders no memory.
             __syncwarp();
             if (lane == 0) sums.reports[index_] = 0;
-            // A peer is not signalled if the wait for addends was given up. A copy of this rank's is, because its
-            // stream must run through.
+            // If the wait for addends was given up, no peer is signalled. This rank's own copy is, because the stream
+            // that waits for it must run to its end.
             if (told_.flag == GEMMESH_COPIED) {
                 ptx::st_release_sys(&sums.stored[index_], 1);
             } else if (told_.flag != GEMMESH_UNTOLD && ptx::ld_relaxed_sys(params_.abort) == 0) {
@@ -255,13 +259,13 @@ private:
     Published<Entrance>& entrance_;
     StoreBox<Element> (&boxes_)[Boxes];
     static constexpr uint32_t kGivenUp = 1u << 31;
-    uint32_t ready_ = 0;  // by place in the ring: ranks that this lane has found ready; or kGivenUp
+    uint32_t ready_ = 0;  // a bit for each target that this lane has found ready, and kGivenUp once a wait was given up
     GemmeshStore place_{};
     GemmeshStore told_{};
     uint32_t row_ = 0;
     uint32_t column_ = 0;
     uint32_t index_ = 0;
-    uint32_t reports_ = 0;  // none: there is nothing to report
+    uint32_t reports_ = 0;  // how many the whole block needs; 0: this warp has nothing to report
     bool is_used_ = false;
 };
 

@@ -8,8 +8,8 @@
 
 namespace gemmesh {
 
-// Each CTA adds up and stores some rows of the tile: CTA w / kOwn has the rows of warp w. It sends its part of the
-// other rows to their CTAs' shared memory. The parts of K are always added in their order. So a row's bits depend
+// Each CTA adds up and stores some warps' rows of the tile: CTA w / kOwn has the rows of warp w. It sends its part of
+// the other rows to their CTAs' shared memory. The parts of K are always added in their order. So a row's bits depend
 // neither on its place in the tile nor on which CTA is early.
 template <int Split, int N, int Warps>
 struct SplitSum {
@@ -32,15 +32,15 @@ struct SplitSum {
     // One warp of the consumers: returns true if it has the sums of its rows and is to store them. `turn` counts the
     // tiles.
     template <class Element>
-    __device__ bool gather(Accumulators<Element, N>& accumulators, uint32_t turn, uint32_t rank, uint32_t warp,
+    __device__ bool gather(Accumulators<Element, N>& accumulators, uint32_t turn, uint32_t cta, uint32_t warp,
                            uint32_t lane) {
         const uint32_t parity = turn % 2;
         const uint32_t owner = warp / kOwn;
-        if (owner != rank) {
+        if (owner != cta) {
             // wait until the parts of the tile before have been read
             wait_phase(&empty, parity ^ 1);
             const uint32_t barrier = ptx::mapa(ptx::shared_address(&full), owner);
-            const uint32_t sender = rank < owner ? rank : rank - 1;
+            const uint32_t sender = cta < owner ? cta : cta - 1;
             const uint32_t to = ptx::mapa(ptx::shared_address(&parts[sender][warp % kOwn][0][lane]), owner);
 #pragma unroll
             for (uint32_t i = 0; i < kPieces; ++i) {
@@ -57,7 +57,7 @@ struct SplitSum {
             float* d = &accumulators.d[4 * i];
             const float4 own = {d[0], d[1], d[2], d[3]};
             const auto part = [&](uint32_t of) {
-                return of == rank ? own : parts[of < rank ? of : of - 1][warp % kOwn][i][lane];
+                return of == cta ? own : parts[of < cta ? of : of - 1][warp % kOwn][i][lane];
             };
             float4 sum = part(0);
 #pragma unroll
@@ -73,7 +73,7 @@ struct SplitSum {
         // every lane has read
         __syncwarp();
         if (lane < Split - 1) {
-            const uint32_t sender = lane < rank ? lane : lane + 1;
+            const uint32_t sender = lane < cta ? lane : lane + 1;
             ptx::mbarrier_arrive_cluster(ptx::mapa(ptx::shared_address(&empty), sender));
         }
         return true;

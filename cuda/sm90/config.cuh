@@ -31,8 +31,11 @@ static_assert(kConsumerRegisters == 224);
 // two, this one reads the fewest bytes of shared memory. If a tile has only 64 rows, each consumer takes half of its
 // columns.
 //
-// With swap_ab the operands are swapped, and rows of `b` are the wgmma's rows. Then a tile may have as few rows as a
-// wgmma may have columns, and fits a product of few rows.
+// With swap_ab the operands are swapped: rows of `b` are the wgmma's rows, and the tile's rows are its columns. Then a
+// tile may have any multiple of 16 rows for which ptx.cuh has a wgmma, so it fits M more closely.
+//
+// A warp's part of a tile is 16 rows of its consumer's columns or, with swap_ab, 16 columns of all rows. Comments say
+// "its rows" for both.
 constexpr int kConsumerRows = 64;
 
 template <class Element_, int TileM, int TileN, int Stages, int Cluster, int Split, int Boxes, bool Sums>
@@ -40,7 +43,7 @@ struct Config {
     using Element = Element_;
     static constexpr int kTileM = TileM;
     static constexpr int kTileN = TileN;
-    static constexpr bool kSideBySide = TileM == kConsumerRows;  // consumers, not one above the other
+    static constexpr bool kSideBySide = TileM == kConsumerRows;  // consumers without swap_ab, not one above the other
     static constexpr bool kSwapAb = TileM != kConsumerRows && TileM != kConsumers * kConsumerRows;
     static constexpr int kConsumerN = kSideBySide ? TileN / kConsumers : TileN;
     static constexpr int kColumns = kSwapAb ? TileM : kConsumerN;  // of a consumer's accumulators

@@ -48,10 +48,10 @@ struct Place {
     __device__ bool has_row(uint32_t half) const { return begin <= row_of(half) && row_of(half) < end; }
 };
 
-// The bias of a warp's N columns. It is loaded while the tensor cores multiply, because waiting for a load costs more
-// than all additions. Lane 4 j + p keeps the pair of columns p of blocks j, j + 8, ... of eight columns, and hands it
-// to the lanes that have accumulators there. In a gated tile the first half of the blocks belongs to gate, and the
-// second to up.
+// The bias of a warp's N columns. Where the warp will surely add it, it is loaded while the tensor cores multiply,
+// because waiting for a load costs more than all additions. In groups of eight columns, lane 4 j + p keeps the p-th
+// pair of columns of groups j, j + 8, ..., and hands it to the lanes that have accumulators there. In a gated tile the
+// first half of the groups belongs to gate, and the second to up.
 template <class Element, int N>
 class ColumnBias {
 public:
@@ -60,13 +60,13 @@ public:
         if (output.bias == nullptr) return;
 #pragma unroll
         for (uint32_t i = 0; i < kHeld; ++i) {
-            const uint32_t block = lane / 4 + 8 * i;
-            const bool is_up = is_gated && block >= kBlocks / 2;
+            const uint32_t group = lane / 4 + 8 * i;
+            const bool is_up = is_gated && group >= kGroups / 2;
             const Element* bias = static_cast<const Element*>(is_up ? params.outputs[1].bias : output.bias);
-            const uint32_t left = column + (is_up ? block - kBlocks / 2 : block) * 8 + lane % 4 * 2;
+            const uint32_t left = column + (is_up ? group - kGroups / 2 : group) * 8 + lane % 4 * 2;
             Element pair[2] = {};
-            if (block < kBlocks && left < output.n) pair[0] = bias[left];
-            if (block < kBlocks && left + 1 < output.n) pair[1] = bias[left + 1];
+            if (group < kGroups && left < output.n) pair[0] = bias[left];
+            if (group < kGroups && left + 1 < output.n) pair[1] = bias[left + 1];
             memcpy(&held_[i], pair, sizeof pair);
         }
     }
@@ -75,10 +75,10 @@ public:
     __device__ void add(float* accumulators, const GemmeshOutput& output, uint32_t lane) const {
         if (output.bias == nullptr) return;
 #pragma unroll
-        for (uint32_t block = 0; block < kBlocks; ++block) {
-            const uint32_t pair = __shfl_sync(~0u, held_[block / 8], block % 8 * 4 + lane % 4);
+        for (uint32_t group = 0; group < kGroups; ++group) {
+            const uint32_t pair = __shfl_sync(~0u, held_[group / 8], group % 8 * 4 + lane % 4);
             const float2 bias = ptx::unpack<Element>(pair);
-            float* d = &accumulators[block * 4];
+            float* d = &accumulators[group * 4];
             d[0] += bias.x;
             d[1] += bias.y;
             d[2] += bias.x;
@@ -87,8 +87,8 @@ public:
     }
 
 private:
-    static constexpr uint32_t kBlocks = N / 8;
-    static constexpr uint32_t kHeld = (kBlocks + 7) / 8;
+    static constexpr uint32_t kGroups = N / 8;
+    static constexpr uint32_t kHeld = (kGroups + 7) / 8;
     uint32_t held_[kHeld];
 };
 
@@ -208,9 +208,9 @@ private:
     uint32_t lane_;
 };
 
-// Everything between the products, or their sums, and rounding. The accumulators have N columns of one weight. If the
-// product is gated, the first half has gate's columns and the second half up's, and afterwards the first half has the
-// results. `Gates` says that kernels can be gated.
+// Bias, activation, gating and residual, in place, before rounding. The accumulators have N columns. If the product is
+// gated, the first half has gate's columns and the second half up's, and afterwards the first half has the results.
+// `Gates` is false if a product is never gated here.
 template <class Element, bool Gates, int N, int Boxes>
 __device__ __forceinline__ void finish(float* accumulators, const GemmeshParams& params, const GemmeshOutput& output,
                                        const ColumnBias<Element, N>& bias, StoreBox<Element> (&boxes)[Boxes],
@@ -245,7 +245,7 @@ __device__ __forceinline__ void store_directly(const float* accumulators, const 
             const float* d = &accumulators[4 * i + 2 * half];
             uint8_t* at = row + column * sizeof(Stored);
             if constexpr (!std::is_same_v<Stored, float>) {
-                // behind a last odd column there is padding
+                // after a last odd column there is padding
                 if (column < output.n) *reinterpret_cast<uint32_t*>(at) = ptx::cvt_rn_x2<Stored>(d[0], d[1]);
             } else if (column + 1 < output.n) {
                 *reinterpret_cast<float2*>(at) = float2{d[0], d[1]};

@@ -1,4 +1,5 @@
-// Slices of K. If several entries of the table have a slice of one tile each, this adds up their parts through memory.
+// Slices of K. If several entries of the table have the same tile, each with a slice of its K, this adds up their parts
+// through memory.
 #pragma once
 
 #include "../abi.h"
@@ -13,8 +14,8 @@ struct SliceSum {
     uint32_t index;  // of the entry
     uint32_t warp;   // in the cluster
 
-    // One warp of the consumers: returns true if it has the sums of its rows and is to store them. If none of its rows
-    // is in the output (`has_rows`), it adds nothing, but it counts.
+    // One warp of the consumers: returns true if it has the sums of its rows and is to store them. `has_rows` is
+    // false if none of its rows is in the output. Then it adds nothing, but still counts as arrived.
     //
     // Each warp stores its part and counts. The warp that counts last adds up the parts in the order of the slices. So
     // the bits depend only on the slices. Nobody waits, so entries need not run at the same time.

@@ -1,4 +1,4 @@
-// The producer warp: waits for a tile's rows, and loads its operands into the ring.
+// The producer warp: waits for a tile's rows or addends, and loads its operands and addends into the ring.
 #pragma once
 
 #include "../abi.h"
@@ -13,7 +13,9 @@
 
 namespace gemmesh {
 
-// One thread: loads the steps of a tile into the ring, `a` and what is still to be loaded of `b`: from step `ahead` on.
+// One thread: loads the steps of a tile into the ring: `a` of all steps, and `b` from step `ahead` on, because the
+// earlier ones are under way. A flag may be deferred (protocol/flags.cuh): rows that come last are awaited only before
+// their first step.
 template <class C, class LoadB, class Event>
 __device__ __forceinline__ void load_steps(const Maps& maps, const TableWalk& walk, Shared<C>& shared, ChunkFlags& flags,
                                            RingPosition<C::kStages>& at, const Steps& steps, uint32_t ahead, uint32_t row,
@@ -32,11 +34,11 @@ __device__ __forceinline__ void load_steps(const Maps& maps, const TableWalk& wa
 // One warp: waits for each tile's rows. One thread of it loads them, stage by stage.
 template <class C>
 __device__ __forceinline__ void produce(const Maps& maps, const GemmeshParams& params, const SumArguments& partials,
-                                        TableWalk& walk, Shared<C>& shared, uint32_t rank) {
+                                        TableWalk& walk, Shared<C>& shared, uint32_t cta) {
     constexpr uint32_t kStageBytes = sizeof(shared.a[0]) + sizeof(shared.b[0]);
     const uint32_t lane = threadIdx.x % 32;
     const bool tracer = params.trace != nullptr && lane == 0;
-    const WeightLoads<C> weights{maps, rank};
+    const WeightLoads<C> weights{maps, cta};
     ChunkFlags flags(params, lane);
     RingPosition<C::kStages> at;
     GemmeshBlock block;
@@ -49,21 +51,21 @@ __device__ __forceinline__ void produce(const Maps& maps, const GemmeshParams& p
         const uint32_t column = first_column<C>(params, tile);
         weights.load(params, shared.b[to.stage], weight_of<C>(tile), column, step, &shared.pipeline.full[to.stage]);
     };
-    const auto event = [&]() -> GemmeshTraceEvent& { return event_of<C>(params, walk.index(), rank); };
+    const auto event = [&]() -> GemmeshTraceEvent& { return event_of<C>(params, walk.index(), cta); };
 
     if constexpr (C::kSums) next_block = load_block(*partials.sums, walk.tile().block);
     for (bool first = true; walk.valid(); walk.advance(), first = false) {
-        const Steps steps = steps_of<C>(params, walk.index(), rank);
+        const Steps steps = steps_of<C>(params, walk.index(), cta);
         const bool waits = walk.tile().flag_begin < walk.tile().flag_end;
         const auto wait_for_flags = [&] {
             if (tracer) event().wait_begin = ptx::globaltimer();
             if (waits) flags.wait(walk.tile(), shared.entrance.get().epoch);
             if (tracer) event().wait_end = ptx::globaltimer();
         };
-        uint32_t row = first_row<C>(walk.tile(), rank);
+        uint32_t row = first_row<C>(walk.tile(), cta);
         uint32_t ahead = steps.begin;  // the first step whose `b` has not been asked for
         if constexpr (C::kSums) {
-            // the next tile's is on its way while this one is multiplied
+            // the next tile's block is on its way while this tile is multiplied
             block = next_block;
             next_block = load_block(*partials.sums, walk.next().block);
             row += block.row;
@@ -86,6 +88,7 @@ __device__ __forceinline__ void produce(const Maps& maps, const GemmeshParams& p
         }
     }
     if constexpr (C::kSums) {
+        // rows that no tile adds must have come before the kernel ends
         const GemmeshSums& sums = *partials.sums;
         if (sums.flag_begin < sums.flag_end) flags.wait(sums.flag_begin, sums.flag_end, shared.entrance.get().epoch);
     }

@@ -1,10 +1,10 @@
-// Few rows of partial sums, which the warps that make them send and add. Each warp sends its part of a tile to the
-// low-latency areas of the ranks that own the rows. Of the rows that this rank owns, it adds up all ranks' parts.
-// LowLatencyShare says why no rank has to ask first.
+// Few rows of partial sums. The warps that make them also send them and add the peers' parts. Each warp sends its part
+// of a tile to the low-latency areas of the ranks that own the rows. Of the rows that this rank owns, it adds up all
+// ranks' parts. LowLatencyShare says why no rank has to ask first.
 //
 // All ranks have the same tiles in the same order, and each sends its part of a tile before it waits for the others'
-// parts. So the first tile that is not done everywhere is being made. As with other sums (push.cuh), all CTAs of every
-// rank must run at some time.
+// parts. So there is no deadlock: every rank makes, or has sent, its part of the first tile that is unfinished
+// anywhere. As with other sums (push.cuh), all CTAs of every rank must run at some time.
 #pragma once
 
 #include "../abi.h"
@@ -78,7 +78,7 @@ public:
         __syncwarp();
     }
 
-    // Where this rank's rows of the sums are: a warp's may begin above these.
+    // The warp's place, limited to the rows that this rank owns. The warp's first row may lie above them.
     __device__ WarpPlace place() const {
         const uint32_t rank = params_.peers.rank;
         return {row_ - lane_ / 4, column_, params_.low_latency.begin[rank], params_.low_latency.end[rank]};
@@ -102,8 +102,8 @@ private:
         return LowLatencyShare(params_.low_latency, entrance_, to, from, params_.peers.world);
     }
 
-    // This lane's first unit of its row; the one of pairs i and i + 1 stands 2 i behind. Lanes that share a row lie
-    // side by side.
+    // This lane's first unit of its row. The unit of pairs i and i + 1 is 2 i after it. Units of lanes that share a row
+    // lie side by side.
     __device__ uint32_t unit(uint32_t half) const {
         const uint32_t of_row = (output_.n + 15) / 16 * 4;
         return (row_ + half * kRowsApart) * of_row + column_ / 4 + lane_ % 4;

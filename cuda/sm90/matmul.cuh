@@ -1,6 +1,10 @@
-// out[M, N] = activation(a[M, K] * b[N, K]^T (+ bias)) (+ residual), while the rows of `a` are still arriving. Or, if
-// sums are made, while this rank's partial sums are on their way to the peers, and the peers' partial sums are on their
-// way here.
+// out[M, N] = activation(a[M, K] * b[N, K]^T (+ bias)) (+ residual), fused with its communication among GPUs (ranks).
+//
+// Either rows of `a` come from the peers while the kernel multiplies those that are there. Or each rank makes partial
+// sums of the output, sends them to the ranks that own the rows, and adds the peers' partial sums to its own rows.
+// Flags in this GPU's memory say what has come: a flag has arrived when it holds the operation's number, the epoch
+// (protocol/flags.cuh). If rows are pushed, the epoch is counted on the device: a CTA finds it when it enters
+// (protocol/push.cuh).
 //
 // One persistent kernel. A cluster of one to eight CTAs takes entry after entry of the host's table. In each CTA a
 // producer warp waits for the flags of the tile and feeds a ring of stages by TMA. Two consumer warpgroups multiply
@@ -8,24 +12,25 @@
 // the consumers store this one, and with the first tile's `b` before that tile's flags are there. If rows are pushed,
 // the other warps of the producer warpgroup tell the peers that this kernel runs, and push rows to them.
 //
-// A kernel with block sums (kSums) has tiles of blocks. Each block has a place on this GPU or on others:
-// block_sums.cuh. Addends come through the same ring, behind the tile's operands. Then the producer waits for the
-// addends, not for `a`.
+// In a kernel with block sums (kSums), the rows of `a` are cut into blocks. A block's product is stored to one or
+// several places on this GPU or on others, as partial sums or, if this rank owns the rows, as sums (block_sums.cuh).
+// The producer loads a tile's operands without waiting. Then it waits for the tile's flags, which stand for the
+// addends, and loads these through the same ring.
 //
 // The CTAs of a cluster work on neighbouring rows and the same columns, so they share `b`. Each loads its part and
 // multicasts it to all. Each producer waits for its own tile's flags, because it alone loads its CTA's rows of `a`. Its
 // neighbours load only `b` for it, which needs no flag.
 //
 // If a problem has too few tiles, the CTAs of a cluster share K instead. Each multiplies its part of K, and then adds
-// up and stores some of the rows (cluster_split_k.cuh). Or entries of the table have a slice of K each. The last of a
+// up and stores a part of the tile (cluster_split_k.cuh). Or entries of the table have a slice of K each. The last of a
 // tile's entries to end adds up the slices through memory (k_slices.cuh).
 //
-// There may be several `b`, each with an output of its own. An entry says which of them its tile belongs to. In a gated
-// product a tile has rows of two of them, gate and up. They are laid out so that each thread has both factors of its
-// results, or gets one of them from one other thread (Config::kGateRows).
+// There may be several `b` (weights), each with an output of its own. An entry says which of them its tile belongs to.
+// In a gated product a tile has rows of two weights, gate and up. They are laid out so that each thread has both
+// factors of its results, or gets one of them from one other thread (Config::kGateRows).
 //
-// If few rows of partial sums go through low-latency areas, the warp that has made rows of a tile sends them, adds the
-// peers' parts, and stores the sums (low_latency_sums.cuh).
+// If there are few rows of partial sums, they go through low-latency areas, whose words hold data and flag. The warp
+// that has made rows of a tile sends them, adds the peers' parts, and stores the sums (low_latency_sums.cuh).
 #pragma once
 
 #include "../abi.h"
@@ -42,8 +47,8 @@
 
 namespace gemmesh {
 
-// The warps beside the producer: tell the peers that this kernel runs, and push rows. If tiles are stored or sent to
-// peers, they also wait until the peers are ready.
+// The warps beside the producer: push rows. In the first CTA that has entered, one of them also tells the peers that
+// this kernel runs. If tiles are stored or sent to peers, it then waits until the peers are ready.
 template <class C>
 __device__ __forceinline__ void serve_peers(const GemmeshParams& params, Shared<C>& shared) {
     const uint32_t pusher = threadIdx.x - (kWarpgroupThreads - Pushers::kThreads);
@@ -62,18 +67,19 @@ template <class C, bool BIsKn>
 __device__ __forceinline__ void multiply(Accumulators<typename C::Element, C::kColumns>& accumulators, Shared<C>& shared,
                                          RingPosition<C::kStages>& at, Placed<C>& placed, uint32_t a, uint32_t b,
                                          uint32_t count, uint32_t lane) {
-    constexpr uint32_t kStepA = operand_step(sizeof(shared.a[0]));
-    constexpr uint32_t kStepB = operand_step(sizeof(shared.b[0]));
+    constexpr uint32_t kStageA = operand_distance(sizeof(shared.a[0]));
+    constexpr uint32_t kStageB = operand_distance(sizeof(shared.b[0]));
     uint32_t previous = 0;
     uint32_t step = 0;
-    // There is at least one step. Because the compiler knows this, it keeps other instructions off the accumulators.
+    // There is at least one step, and `do` tells the compiler so. Then it puts no other instruction on the
+    // accumulators.
     do {
         // wait for the stage's bytes
         shared.pipeline.wait_full(at);
 
         // multiply; meanwhile the stage before is finished and can be loaded again
-        const uint32_t stage_a = a + at.stage * kStepA;
-        const uint32_t stage_b = b + at.stage * kStepB;
+        const uint32_t stage_a = a + at.stage * kStageA;
+        const uint32_t stage_b = b + at.stage * kStageB;
         if constexpr (C::kSwapAb) {
             accumulators.template multiply<BIsKn, false>(stage_b, stage_a, step == 0);
         } else {
@@ -110,16 +116,16 @@ __device__ __forceinline__ void multiply_tile(Accumulators<typename C::Element, 
     }
 }
 
-// One warp: loads what follows the product while it is made: the bias, and the residual into the cache. `left` is the
-// warp's first column.
+// One warp: loads what follows the product while it is made: the bias, and the residual into the cache. Warps that may
+// have no rows to finish load neither now. `left` is the warp's first column.
 template <class C, class Bias>
 __device__ __forceinline__ void load_epilogue(Bias& bias, const GemmeshParams& params, const TableWalk& walk,
-                                              uint32_t weight, uint32_t rank, uint32_t own_row,
+                                              uint32_t weight, uint32_t cta, uint32_t own_row,
                                               uint32_t left, uint32_t warp, uint32_t lane) {
     using Element = typename C::Element;
     if constexpr (!C::kSums) bias.load(params, params.outputs[weight], is_gated<C>(params), left, lane);
     if (!C::kSums && C::kSplit == 1 && params.low_latency.share == 0) {
-        const uint32_t row = first_row<C>(walk.tile(), rank) + own_row + warp * GEMMESH_STORE_ROWS;
+        const uint32_t row = first_row<C>(walk.tile(), cta) + own_row + warp * GEMMESH_STORE_ROWS;
         prefetch_residual<Element, C::kConsumerN>(params.outputs[weight], params.m, row, left, lane);
     }
 }
@@ -127,10 +133,10 @@ __device__ __forceinline__ void load_epilogue(Bias& bias, const GemmeshParams& p
 // Notes in a trace that a tile's first operands have come.
 template <class C>
 __device__ __forceinline__ void note_begin(const GemmeshParams& params, const TableWalk& walk, Shared<C>& shared,
-                                           const RingPosition<C::kStages>& at, uint32_t rank, bool tracer) {
+                                           const RingPosition<C::kStages>& at, uint32_t cta, bool tracer) {
     if (params.trace != nullptr) {
         shared.pipeline.wait_full(at);
-        if (tracer) event_of<C>(params, walk.index(), rank).math_begin = ptx::globaltimer();
+        if (tracer) event_of<C>(params, walk.index(), cta).math_begin = ptx::globaltimer();
     }
 }
 
@@ -141,19 +147,19 @@ __device__ __forceinline__ void note_done(GemmeshTraceEvent& event, uint32_t ind
     event.tile = index;
 }
 
-// One warpgroup: multiplies its rows of each tile and stores them.
+// One warpgroup: multiplies its part of each tile and stores it.
 template <class C>
 __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& params, const SumArguments& partials,
-                                        TableWalk& walk, Shared<C>& shared, uint32_t rank, uint32_t consumer) {
+                                        TableWalk& walk, Shared<C>& shared, uint32_t cta, uint32_t consumer) {
     using Element = typename C::Element;
     const uint32_t lane = threadIdx.x % 32;
     const uint32_t warp = threadIdx.x / 32 % 4;
     const uint32_t own_row = C::kSideBySide || C::kSwapAb ? 0 : consumer * kConsumerRows;
     const uint32_t own_column = C::kSideBySide ? consumer * C::kConsumerN : C::kSwapAb ? consumer * kConsumerRows : 0;
-    const uint32_t a = operand(&shared.a[0][own_row * GEMMESH_TILE_K]);
-    const uint32_t b = operand(&shared.b[0][own_column * GEMMESH_TILE_K]);
+    const uint32_t a = operand_address(&shared.a[0][own_row * GEMMESH_TILE_K]);
+    const uint32_t b = operand_address(&shared.b[0][own_column * GEMMESH_TILE_K]);
     // The first warp whose rows this CTA stores.
-    const uint32_t first_warp = C::kSplit == 1 ? 0 : rank * (kConsumerWarps / C::kSplit);
+    const uint32_t first_warp = C::kSplit == 1 ? 0 : cta * (kConsumerWarps / C::kSplit);
     const bool tracer = params.trace != nullptr && consumer * 4 + warp == first_warp && lane == 0;
     auto& boxes = shared.boxes[consumer * 4 + warp];
     Accumulators<Element, C::kColumns> accumulators;
@@ -162,37 +168,37 @@ __device__ __forceinline__ void consume(const Maps& maps, const GemmeshParams& p
 
     for (uint32_t turn = 0; walk.valid(); walk.advance(), ++turn) {
         const GemmeshBlock block = begin_block<C>(placed, partials, walk.tile(), lane);
-        const Steps steps = steps_of<C>(params, walk.index(), rank);
+        const Steps steps = steps_of<C>(params, walk.index(), cta);
         const uint32_t count = steps.end - steps.begin;
         // what follows the product comes while it is made
         const uint32_t column = first_column<C>(params, walk.tile());
         const uint32_t weight = weight_of<C>(walk.tile());
         const uint32_t left = column + (is_gated<C>(params) ? own_column / 2 : own_column);
-        ColumnBias<Element, C::kSwapAb ? 8 : C::kConsumerN> bias;
+        ColumnBias<Element, C::kSwapAb ? 8 : C::kConsumerN> bias;  // not used with swap_ab
         if constexpr (!C::kSwapAb) {
-            load_epilogue<C>(bias, params, walk, weight, rank, own_row, left, warp, lane);
+            load_epilogue<C>(bias, params, walk, weight, cta, own_row, left, warp, lane);
         }
-        note_begin<C>(params, walk, shared, at, rank, tracer);
+        note_begin<C>(params, walk, shared, at, cta, tracer);
         multiply_tile<C>(accumulators, params, shared, at, placed, a, b, count, lane);
-        if (tracer) event_of<C>(params, walk.index(), rank).math_end = ptx::globaltimer();
+        if (tracer) event_of<C>(params, walk.index(), cta).math_end = ptx::globaltimer();
 
         // store the tile; the producer is loading the next one
         const uint32_t own = C::kSwapAb ? 0 : own_row + warp * GEMMESH_STORE_ROWS;
-        bool has_sums;
+        bool has_all_of_k;
         if constexpr (C::kSliced) {
-            has_sums = add_slices<C>(accumulators, params, walk, rank, own, consumer * 4 + warp, lane);
+            has_all_of_k = add_slices<C>(accumulators, params, walk, cta, own, consumer * 4 + warp, lane);
         } else {
-            has_sums = shared.sum.gather(accumulators, turn, rank, consumer * 4 + warp, lane);
+            has_all_of_k = shared.sum.gather(accumulators, turn, cta, consumer * 4 + warp, lane);
         }
-        const uint32_t row = first_row<C>(walk.tile(), rank) + own;
+        const uint32_t row = first_row<C>(walk.tile(), cta) + own;
         if constexpr (C::kSums) {
             const uint32_t index = walk.tile().block;
             store_sums<C>(accumulators, params, block, index, shared, at, placed, bias, boxes, consumer, own, row, left,
-                          has_sums, lane);
-        } else if (has_sums) {
+                          has_all_of_k, lane);
+        } else if (has_all_of_k) {
             store_product<C>(accumulators, maps, params, shared, bias, weight, row, column, left, consumer, warp, lane);
         }
-        if (tracer) note_done(event_of<C>(params, walk.index(), rank), walk.index());
+        if (tracer) note_done(event_of<C>(params, walk.index(), cta), walk.index());
     }
 
     if constexpr (C::kSums) placed.report(lane);
@@ -220,7 +226,7 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
     extern __shared__ __align__(1024) uint8_t dynamic_shared[];
     Shared<C>& shared = *reinterpret_cast<Shared<C>*>(dynamic_shared);
     const uint32_t warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
-    const uint32_t rank = C::kCtas == 1 ? 0 : __shfl_sync(~0u, ptx::cluster_ctarank(), 0);
+    const uint32_t cta = C::kCtas == 1 ? 0 : __shfl_sync(~0u, ptx::cluster_ctarank(), 0);
 
     if (threadIdx.x == 0) {
         ptx::prefetch_tensormap(maps.a);
@@ -236,19 +242,20 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
         shared.entrance.init();
         ptx::fence_mbarrier_init();
     }
-    // on its way from memory while the CTAs meet
+    // the first entry is on its way from memory while the CTAs meet
     TableWalk walk(params, C::kCtas);
     meet<C>();
 
     if (warpgroup == 0) {
         ptx::setmaxnreg_dec<kProducerRegisters>();
-        // Thread 32 enters, because the producer's first loads need no epoch.
+        // Thread 32 enters and publishes the epoch. The producer does not, because its first loads need no epoch.
         if (threadIdx.x == 32) shared.entrance.publish(enter_push(params));
-        if (threadIdx.x < 32) produce<C>(maps, params, partials, walk, shared, rank);
+        if (threadIdx.x < 32) produce<C>(maps, params, partials, walk, shared, cta);
         if (threadIdx.x >= 32) serve_peers(params, shared);
         __syncwarp();
         if (params.peers.push_epoch != nullptr) {
-            // the other warps of this warpgroup have pushed their tasks, and the consumers have got the peers' parts
+            // wait until the other warps of this warpgroup have pushed their tasks and, with low-latency areas, the
+            // consumers have got the peers' parts
             if (C::kLowLatency && params.low_latency.share != 0) {
                 ptx::barrier_sync<kLeaveBarrier, GEMMESH_THREADS>();
             } else {
@@ -258,7 +265,7 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
         }
     } else {
         ptx::setmaxnreg_inc<kConsumerRegisters>();
-        consume<C>(maps, params, partials, walk, shared, rank, warpgroup - 1);
+        consume<C>(maps, params, partials, walk, shared, cta, warpgroup - 1);
     }
 
     // A neighbour may still signal this CTA's barriers, so nobody leaves before all are done.
@@ -267,9 +274,8 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
 
 }  // namespace gemmesh
 
-// Defines one kernel of the list in cuda/kernels.rs. build.rs writes a source that includes this one and has such a
-// line for each kernel. The list says how much shared memory a kernel is launched with, and how many boxes fit into it.
-// The configuration's commas make it several arguments of a macro.
+// The configuration of a kernel. It is the variadic argument of GEMMESH_HEAD, because the preprocessor splits it at its
+// commas.
 #define GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, Sums) \
     gemmesh::Config<gemmesh::Element, TileM, TileN, Stages, Cluster, Split, Boxes, Sums>
 
@@ -278,12 +284,14 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
                   #name ": cuda/kernels.rs gives it less shared memory than it uses, or more");            \
     extern "C" __global__ void __cluster_dims__(Cluster * Split, 1, 1) __launch_bounds__(GEMMESH_THREADS, 1) name
 
+// Defines one kernel of the list in cuda/kernels.rs. build.rs writes a source that includes this one and has such a
+// line for each kernel. The list says how much shared memory a kernel is launched with, and how many boxes fit into it.
 #define GEMMESH_MATMUL(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes)           \
     GEMMESH_HEAD(name, Cluster, Split, shared_bytes,                                                       \
                  GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, false))              \
     (const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,                         \
      const __grid_constant__ CUtensorMap out, const __grid_constant__ GemmeshParams params,                \
-     const __grid_constant__ gemmesh::Weights more) {                                                      \
+     const __grid_constant__ gemmesh::MoreWeights more) {                                                      \
         gemmesh::matmul<GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, false)>(      \
             gemmesh::Maps{&a, &b, &out, &more}, params, gemmesh::SumArguments{});                          \
     }

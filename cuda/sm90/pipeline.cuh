@@ -73,8 +73,8 @@ struct Pipeline {
     __device__ void wait_full(const RingPosition<Stages>& at) { wait_phase(&full[at.stage], at.parity); }
 
     // Consumer, whole warp: this warp has read the stage. With a shared load every CTA's producer writes here, so each
-    // of them is told. The warp has waited for the products, and has used what it read by other instructions. So all
-    // reads are over, the arrival orders no memory, and the narrow default scope is enough for a neighbour too.
+    // of them is told. All of the warp's reads are over: its wgmmas are complete, and what it loaded with ldmatrix has
+    // been used. So the arrival need not order memory for a neighbour, and the default scope, the CTA, is enough.
     __device__ void release(uint32_t stage, uint32_t lane) {
         if constexpr (Cluster == 1) {
             if (lane == 0) ptx::mbarrier_arrive(&empty[stage]);

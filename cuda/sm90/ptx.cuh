@@ -25,9 +25,9 @@ __device__ __forceinline__ void fence_proxy_async_shared_cta() {
 // ---- CTAs and clusters ---------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t cluster_ctarank() {
-    uint32_t rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
+    uint32_t cta;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(cta));
+    return cta;
 }
 
 __device__ __forceinline__ void barrier_cluster_arrive() {
@@ -38,10 +38,10 @@ __device__ __forceinline__ void barrier_cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// The address, in the cluster's shared memory, of what lies at `address` in CTA `rank`.
-__device__ __forceinline__ uint32_t mapa(uint32_t address, uint32_t rank) {
+// The address, in the cluster's shared memory, of what lies at `address` in CTA `cta`.
+__device__ __forceinline__ uint32_t mapa(uint32_t address, uint32_t cta) {
     uint32_t mapped;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(cta));
     return mapped;
 }
 
@@ -208,7 +208,7 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t shared, uint32_t& r0,
 
 // ---- cp.async, one thread's copies ---------------------------------------------------------------------------------
 
-// 16 bytes; zeros unless they are there.
+// Copies 16 bytes, or writes zeros if `is_there` is false.
 __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global, bool is_there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(is_there ? 16 : 0) : "memory");
 }
@@ -242,12 +242,12 @@ __device__ __forceinline__ void pin(uint32_t& value) {
 // d[64, N] = a[64, 16] * b[N, 16]^T + (accumulate ? d : 0). Both operands are in shared memory. An operand is K-major
 // if its transposition is 0, and MN-major if it is 1.
 //
-// The thread holds d as N/8 blocks of four: rows r, r, r+8, r+8 and columns c, c+1, c, c+1, where r is
-// 16 * (warp in warpgroup) + lane / 4 and c is 8 * block + 2 * (lane % 4).
+// The thread holds d as N/8 groups of four: rows r, r, r+8, r+8 and columns c, c+1, c, c+1, where r is
+// 16 * (warp in warpgroup) + lane / 4 and c is 8 * group + 2 * (lane % 4).
 template <class Element, int N>
 struct Wgmma;
 
-// The operand lists, each by that of 16 columns less.
+// The operand lists. Each extends the list for 16 columns fewer.
 #define GEMMESH_EIGHT(i) \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
         "+f"(d[i + 7])

@@ -17,7 +17,7 @@
 
 namespace gemmesh {
 
-// What a consumer warp stores through. Only kernels that add partial sums have places for stores.
+// What a consumer warp of a kernel with block sums stores through. Other kernels do not use it.
 template <class C>
 using Placed = PlacedStores<typename C::Element, C::kColumns, C::kBoxes>;
 
@@ -53,14 +53,14 @@ __device__ __forceinline__ GemmeshBlock begin_block(Placed<C>& placed, const Sum
     }
 }
 
-// One warp: adds up the slices of K of its rows, as SliceSum::add. `own` is the warp's first row in the tile, and `warp`
-// its number in the CTA.
+// One warp: adds up the slices of K of its rows, as SliceSum::add. `own` is the warp's first row in the tile, and
+// `warp` its number in the CTA.
 template <class C>
 __device__ __forceinline__ bool add_slices(Accumulators<typename C::Element, C::kColumns>& accumulators,
-                                           const GemmeshParams& params, const TableWalk& walk, uint32_t rank,
+                                           const GemmeshParams& params, const TableWalk& walk, uint32_t cta,
                                            uint32_t own, uint32_t warp, uint32_t lane) {
-    const SliceSum<C::kCluster * kConsumerWarps> sum{walk.index(), rank * kConsumerWarps + warp};
-    return sum.add(accumulators, params, first_row<C>(walk.tile(), rank) + own < params.m, lane);
+    const SliceSum<C::kCluster * kConsumerWarps> sum{walk.index(), cta * kConsumerWarps + warp};
+    return sum.add(accumulators, params, first_row<C>(walk.tile(), cta) + own < params.m, lane);
 }
 
 // One warp: stores its rows of a block's tile: sums if the block is this rank's, else partial sums. `row` is its first
@@ -70,10 +70,10 @@ __device__ __forceinline__ void store_sums(Accumulators<typename C::Element, C::
                                            const GemmeshParams& params, const GemmeshBlock& block, uint32_t index,
                                            Shared<C>& shared, RingPosition<C::kStages>& at, Placed<C>& placed,
                                            Bias& bias, StoreBox<typename C::Element> (&boxes)[C::kBoxes],
-                                           uint32_t consumer, uint32_t own, uint32_t row, uint32_t left, bool has_sums,
+                                           uint32_t consumer, uint32_t own, uint32_t row, uint32_t left, bool has_all_of_k,
                                            uint32_t lane) {
     using Element = typename C::Element;
-    const bool has_rows = has_sums && row < block.rows;
+    const bool has_rows = has_all_of_k && row < block.rows;
     // report the tile before, unless multiply had steps enough to do so
     placed.report(lane);
     const bool is_sum = block.sum != 0;
@@ -88,7 +88,7 @@ __device__ __forceinline__ void store_sums(Accumulators<typename C::Element, C::
     placed.await_ready(row, left);
     if (has_rows && is_f32) store_directly<float, C::kConsumerN>(accumulators.d, output, Place(place, lane));
     if (has_rows && !is_f32) store_rows<Element, C::kConsumerN>(accumulators.d, placed, lane);
-    if (has_sums) placed.note(block, index);
+    if (has_all_of_k) placed.note(block, index);
 }
 
 // One warp: finishes and stores its rows of a tile. `row` and `column` are its first ones.

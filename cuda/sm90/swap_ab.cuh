@@ -31,9 +31,9 @@ public:
     __device__ void add_bias(const void* of_columns) {
         if (of_columns == nullptr) return;
         const Element* bias = static_cast<const Element*>(of_columns);
-        const uint32_t upper = column_ + lane_ / 4;
-        const float left = upper < output_.n ? static_cast<float>(bias[upper]) : 0.0f;
-        const float right = upper + 8 < output_.n ? static_cast<float>(bias[upper + 8]) : 0.0f;
+        const uint32_t first = column_ + lane_ / 4;
+        const float left = first < output_.n ? static_cast<float>(bias[first]) : 0.0f;
+        const float right = first + 8 < output_.n ? static_cast<float>(bias[first + 8]) : 0.0f;
 #pragma unroll
         for (int i = 0; i < N / 8; ++i) {
             float* d = &d_[i * 4];
@@ -109,12 +109,12 @@ public:
                                    ptx::cvt_rn_x2<Element>(d[6], d[7]));
             __syncwarp();
             const uint4 values = *piece(box, i % kTurns);
-            // as TMA: a piece that begins within the row is written whole
+            // A piece that begins within the row is written whole, as by TMA: rows are padded to 16 bytes.
             if (piece_row(i) < params_.m && piece_column() < output_.n) {
                 ptx::st_global(out + piece_row(i) * output_.out_pitch, values);
             }
         }
-        // the next tile's come after these have been read
+        // the box is filled for the next tile only after all lanes have read it
         __syncwarp();
     }
 
@@ -167,7 +167,7 @@ private:
             }
             if (gives) ptx::barrier_sync<64>(barrier);
         }
-        // the next tile's come after these have been read
+        // the boxes are filled for the next tile only after these have been read
         ptx::barrier_sync<64>(barrier);
     }
 

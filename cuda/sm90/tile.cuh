@@ -13,11 +13,11 @@ struct Steps {
 };
 
 template <class C>
-__device__ __forceinline__ Steps steps_of(const GemmeshParams& params, uint32_t index, uint32_t rank) {
+__device__ __forceinline__ Steps steps_of(const GemmeshParams& params, uint32_t index, uint32_t cta) {
     const uint32_t all = (params.k + GEMMESH_TILE_K - 1) / GEMMESH_TILE_K;
     if constexpr (C::kSplit > 1) {
-        const Steps part{all * rank / C::kSplit, all * (rank + 1) / C::kSplit};
-        // If K is too short to be shared, a CTA without a part multiplies zeros: TMA reads them behind K's end.
+        const Steps part{all * cta / C::kSplit, all * (cta + 1) / C::kSplit};
+        // If K is too short to be shared, a CTA without a part multiplies zeros: TMA reads them past K's end.
         return part.begin < part.end ? part : Steps{all, all + 1};
     } else if (C::kSliced && params.slices != nullptr) {
         const uint2 steps = __ldg(reinterpret_cast<const uint2*>(params.slices + index));
@@ -27,14 +27,16 @@ __device__ __forceinline__ Steps steps_of(const GemmeshParams& params, uint32_t 
     }
 }
 
+// The first row of a CTA's tile: of the matrix or, in a kernel with block sums, of the block. An entry has one tile for
+// each of the kCluster CTAs that share `b`, one below the other.
 template <class C>
-__device__ __forceinline__ uint32_t first_row(const GemmeshTile& tile, uint32_t rank) {
-    return (tile.m * C::kCluster + (C::kSplit == 1 ? rank : 0)) * C::kTileM;
+__device__ __forceinline__ uint32_t first_row(const GemmeshTile& tile, uint32_t cta) {
+    return (tile.m * C::kCluster + (C::kSplit == 1 ? cta : 0)) * C::kTileM;
 }
 
 template <class C>
-__device__ __forceinline__ GemmeshTraceEvent& event_of(const GemmeshParams& params, uint32_t index, uint32_t rank) {
-    return params.trace[index * C::kCtas + rank];
+__device__ __forceinline__ GemmeshTraceEvent& event_of(const GemmeshParams& params, uint32_t index, uint32_t cta) {
+    return params.trace[index * C::kCtas + cta];
 }
 
 // True if the product is gated.
@@ -49,7 +51,7 @@ __device__ __forceinline__ uint32_t first_column(const GemmeshParams& params, co
     return tile.n * (is_gated<C>(params) ? C::kTileN / 2 : C::kTileN);
 }
 
-// The weight of a tile.
+// The number of a tile's weight, which an entry of a kernel without block sums has in `block`.
 template <class C>
 __device__ __forceinline__ uint32_t weight_of(const GemmeshTile& tile) {
     return C::kSums ? 0 : tile.block;

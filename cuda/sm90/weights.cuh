@@ -7,8 +7,8 @@
 
 namespace gemmesh {
 
-// The maps of the weights behind the first, and of their outputs.
-struct Weights {
+// The maps of the weights after the first, and of their outputs.
+struct MoreWeights {
     CUtensorMap b[GEMMESH_MAX_WEIGHTS - 1];
     CUtensorMap out[GEMMESH_MAX_WEIGHTS - 1];
 };
@@ -18,7 +18,7 @@ struct Maps {
     const CUtensorMap* a;
     const CUtensorMap* b;
     const CUtensorMap* out;  // null where partials are added
-    const Weights* more;     // likewise
+    const MoreWeights* more;  // likewise
 
     __device__ const CUtensorMap* b_of(uint32_t weight) const { return weight == 0 ? b : &more->b[weight - 1]; }
     __device__ const CUtensorMap* out_of(uint32_t weight) const { return weight == 0 ? out : &more->out[weight - 1]; }
@@ -30,7 +30,7 @@ struct WeightLoads {
     using Element = typename C::Element;
     static constexpr uint32_t kBlock = 64;  // columns of a row of [K, N]: the width of the swizzle
     const Maps& maps;
-    uint32_t rank;  // in the cluster
+    uint32_t cta;  // of the cluster
 
     // `column` is the tile's first column in its weight, and `step` counts through K.
     __device__ void load(const GemmeshParams& params, Element* b, uint32_t weight, uint32_t column, uint32_t step, uint64_t* full) const {
@@ -41,7 +41,7 @@ struct WeightLoads {
         } else if (C::kGates && params.is_gated != 0) {
             load_groups(b, column, k, full);
         } else {
-            const uint32_t part = C::kCluster == 1 ? 0 : rank * C::kPartN;
+            const uint32_t part = C::kCluster == 1 ? 0 : cta * C::kPartN;
             load_box(b + part * GEMMESH_TILE_K, C::kSums ? maps.b : maps.b_of(weight), k, column + part, full);
         }
     }
@@ -85,7 +85,7 @@ private:
     // take no registers elsewhere.
     __device__ uint32_t place() const {
         if constexpr (C::kCluster == 1) return 0;
-        uint32_t place = rank;
+        uint32_t place = cta;
         ptx::pin(place);
         return place;
     }

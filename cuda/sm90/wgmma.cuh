@@ -7,34 +7,35 @@
 namespace gemmesh {
 
 // An operand's layout in shared memory, as TMA leaves it: rows of 128 bytes, swizzled by 128 bytes, in groups of eight
-// rows at 1024 bytes. A row has 64 columns of K. In a transposed operand K goes from row to row, and a row has 64 of
-// the operand's rows. The next 64 lie behind all rows of the stage. That distance is the descriptor's leading
-// dimension, which is unused otherwise.
+// rows at 1024 bytes. Each has 64 columns of K. In a transposed (MN-major) operand,
+// each of these rows has one k and 64 consecutive m or n. The next 64 lie GEMMESH_TILE_K rows further. That distance is
+// the descriptor's leading dimension, which is unused otherwise.
 //
-// The upper half of a matrix descriptor is the same for all operands. The lower half holds the address in units of 16
-// bytes. It is kept apart, because it varies.
+// Only the address in a descriptor (bits 0 to 13, in units of 16 bytes) varies at run time, so it is kept apart.
 template <bool IsTransposed>
 struct Layout {
-    static constexpr uint32_t kNextBlock = IsTransposed ? GEMMESH_TILE_K * 128 : 0;  // bytes from 64 rows to the next
-    static constexpr uint32_t kAlongK = IsTransposed ? 16 * 128 : 16 * 2;  // bytes from one instruction's K to the next's
+    static constexpr uint32_t kNext64 = IsTransposed ? GEMMESH_TILE_K * 128 : 0;  // bytes from 64 m or n to the next
+    static constexpr uint32_t kAlongK = IsTransposed ? 16 * 128 : 16 * 2;  // bytes from one instruction's k to the next
 };
 
-__device__ __forceinline__ uint32_t operand(const void* shared) {
+// The address of an operand, as its descriptor has it.
+__device__ __forceinline__ uint32_t operand_address(const void* shared) {
     // The upper bits of the address name the CTA of a cluster. In a descriptor the leading dimension stands there.
     constexpr uint32_t kOfCta = (1 << 18) - 1;
     // The shuffle tells the compiler that the whole warp has one value, and keeps it from computing it anew each time.
     return __shfl_sync(~0u, (ptx::shared_address(shared) & kOfCta) >> 4, 0);
 }
 
-__device__ __forceinline__ constexpr uint32_t operand_step(uint32_t bytes) { return bytes >> 4; }
+// A distance between operands, in the descriptor's units.
+__device__ __forceinline__ constexpr uint32_t operand_distance(uint32_t bytes) { return bytes >> 4; }
 
 template <bool IsTransposed>
-__device__ __forceinline__ uint64_t descriptor(uint32_t operand) {
+__device__ __forceinline__ uint64_t descriptor(uint32_t address) {
     constexpr uint64_t kEightRows = 1024;
     constexpr uint64_t kSwizzle128B = 1;
-    constexpr uint64_t kNextBlock = Layout<IsTransposed>::kNextBlock;
-    constexpr uint64_t kLayout = (kNextBlock >> 4 << 16) | (kEightRows >> 4 << 32) | (kSwizzle128B << 62);
-    return kLayout | operand;
+    constexpr uint64_t kNext64 = Layout<IsTransposed>::kNext64;
+    constexpr uint64_t kLayout = (kNext64 >> 4 << 16) | (kEightRows >> 4 << 32) | (kSwizzle128B << 62);
+    return kLayout | address;
 }
 
 // The accumulators of one warpgroup: 64 rows, N columns. ptx.cuh says which of them a thread holds.
@@ -42,8 +43,9 @@ template <class Element, int N>
 struct Accumulators {
     float d[N / 2];
 
-    // Issues the products of one stage, and leaves them running. `a` and `b` are the warpgroup's operands, whose
-    // layouts may be transposed. The first stage of a tile overwrites, which spares clearing the accumulators.
+    // Issues the products of one stage, and leaves them running. `a` and `b` are the addresses of the warpgroup's
+    // operands, whose layouts may be transposed. The first stage of a tile overwrites, which spares clearing the
+    // accumulators.
     template <bool TransA = false, bool TransB = false>
     __device__ void multiply(uint32_t a, uint32_t b, bool first) {
         constexpr int kInstructionK = 16;
@@ -51,8 +53,8 @@ struct Accumulators {
         ptx::wgmma_fence();
 #pragma unroll
         for (int k = 0; k < GEMMESH_TILE_K / kInstructionK; ++k) {
-            const uint64_t k_of_a = descriptor<TransA>(a + operand_step(k * Layout<TransA>::kAlongK));
-            const uint64_t k_of_b = descriptor<TransB>(b + operand_step(k * Layout<TransB>::kAlongK));
+            const uint64_t k_of_a = descriptor<TransA>(a + operand_distance(k * Layout<TransA>::kAlongK));
+            const uint64_t k_of_b = descriptor<TransB>(b + operand_distance(k * Layout<TransB>::kAlongK));
             ptx::Wgmma<Element, N>::template mma_async<TransA, TransB>(d, k_of_a, k_of_b, !first || k > 0);
         }
         ptx::wgmma_commit_group();
