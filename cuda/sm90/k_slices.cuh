@@ -34,14 +34,7 @@ struct SliceSum {
 
         // pieces of a warp's lanes lie side by side
         float4* parts = reinterpret_cast<float4*>(params.partials) + (first * kNext + warp * (kPieces * 32) + lane);
-        if (has_rows) {
-            float4* own = parts + slice * kNext;
-#pragma unroll
-            for (int i = 0; i < kPieces; ++i) {
-                const float* d = &accumulators.d[4 * i];
-                __stcg(own + i * 32, float4{d[0], d[1], d[2], d[3]});
-            }
-        }
+        if (has_rows) store_part(accumulators, parts + slice * kNext);
 
         // Every lane's stores come before its count, so the warp that counts last sees all stores.
         __syncwarp();
@@ -86,6 +79,17 @@ struct SliceSum {
             }
         }
         return true;
+    }
+
+private:
+    // One lane: stores its pieces of its entry's part.
+    template <class Element, int N>
+    __device__ static __forceinline__ void store_part(const Accumulators<Element, N>& accumulators, float4* part) {
+#pragma unroll
+        for (int i = 0; i < N / 8; ++i) {
+            const float* d = &accumulators.d[4 * i];
+            __stcg(part + i * 32, float4{d[0], d[1], d[2], d[3]});
+        }
     }
 };
 
