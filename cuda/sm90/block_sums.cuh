@@ -19,7 +19,7 @@ struct Targets {
     CUtensorMap maps[2 * GEMMESH_MAX_TARGETS];
 };
 
-// Further arguments of kernels that add partial sums.
+// Further arguments of kernels with block sums.
 struct SumArguments {
     const CUtensorMap* added;
     const Targets* targets;
@@ -37,8 +37,8 @@ __device__ __forceinline__ GemmeshBlock load_block(const GemmeshSums& sums, uint
     return loaded.block;
 }
 
-// Addends are loaded and added in boxes of this many columns and the tile's rows. A box has the shape of a stage's `a`,
-// and is loaded into its room.
+// Addends are loaded and added in addend boxes of this many columns and the tile's rows. Such a box has the shape of a
+// stage's `a`, and is loaded into its room.
 constexpr uint32_t kSumColumns = GEMMESH_TILE_K;
 
 // Boxes of one addend in a stage. If the tile has columns for two boxes, the second is loaded into the room of `b`.
@@ -166,8 +166,8 @@ __device__ __forceinline__ void add(Accumulators<typename C::Element, C::kConsum
     }
 }
 
-// Where one warp stores the rows of a tile. Each lane has at most one place and stores the whole box there, so a warp
-// stores to several GPUs at once.
+// Where one warp stores the rows of a tile. Each lane has at most one place and stores the warp's whole StoreBox there,
+// so a warp stores to several GPUs at once.
 template <class Element, int N, int Boxes>
 class PlacedStores {
 public:

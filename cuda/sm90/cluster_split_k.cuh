@@ -17,8 +17,8 @@ struct SplitSum {
     static constexpr uint32_t kPieces = N / 2 / 4;  // a thread's accumulators, by four
     static_assert(Warps % Split == 0);
 
-    // The parts, by sender without this CTA. A thread sends to the thread of the same number, whose accumulators have
-    // the same places in the tile.
+    // The parts that the other CTAs send, by sender; the senders' numbers skip this CTA. A thread sends to the thread
+    // of the same number, whose accumulators have the same places in the tile.
     float4 parts[Split - 1][kOwn][kPieces][32];
     uint64_t full;   // all parts of a tile are there
     uint64_t empty;  // what this CTA has sent of a tile has been read

@@ -31,8 +31,9 @@ static_assert(kConsumerRegisters == 224);
 // two, this one reads the fewest bytes of shared memory. If a tile has only 64 rows, each consumer takes half of its
 // columns.
 //
-// With swap_ab the operands are swapped: rows of `b` are the wgmma's rows, and the tile's rows are its columns. Then a
-// tile may have any multiple of 16 rows for which ptx.cuh has a wgmma, so it fits M more closely.
+// With swap_ab the operands are swapped: rows of `b` are the wgmma's rows, and the tile's rows are its columns. A tile
+// whose height is neither 64 nor 128 has swap_ab. Its height may be any other multiple of 16 for which ptx.cuh has a
+// wgmma, so it fits M more closely.
 //
 // A warp's part of a tile is 16 rows of its consumer's columns or, with swap_ab, 16 columns of all rows. Comments say
 // "its rows" for both.
@@ -43,7 +44,7 @@ struct Config {
     using Element = Element_;
     static constexpr int kTileM = TileM;
     static constexpr int kTileN = TileN;
-    static constexpr bool kSideBySide = TileM == kConsumerRows;  // consumers without swap_ab, not one above the other
+    static constexpr bool kSideBySide = TileM == kConsumerRows;  // without swap_ab: the consumers split the columns, not the rows
     static constexpr bool kSwapAb = TileM != kConsumerRows && TileM != kConsumers * kConsumerRows;
     static constexpr int kConsumerN = kSideBySide ? TileN / kConsumers : TileN;
     static constexpr int kColumns = kSwapAb ? TileM : kConsumerN;  // of a consumer's accumulators
@@ -53,7 +54,7 @@ struct Config {
     static constexpr int kSplit = Split;            // or: CTAs that share a tile, each with a part of K
     static constexpr int kCtas = Cluster * Split;   // in a cluster, as the hardware sees it
     static constexpr int kBoxes = Boxes;            // that a consumer warp has to store through
-    static constexpr bool kSums = Sums;             // adds partials
+    static constexpr bool kSums = Sums;             // block sums
     static constexpr bool kSliced = Split == 1 && !Sums;  // slices of K may be added through memory
     static constexpr bool kLowLatency = kSideBySide && !Sums;  // few rows of partial sums may be sent as they are made
     static_assert(Cluster == 1 || Split == 1);

@@ -48,7 +48,7 @@ struct Place {
     __device__ bool has_row(uint32_t half) const { return begin <= row_of(half) && row_of(half) < end; }
 };
 
-// The bias of a warp's N columns. Where the warp will surely add it, it is loaded while the tensor cores multiply,
+// The bias of a warp's N columns. Except with block sums it is loaded while the tensor cores multiply,
 // because waiting for a load costs more than all additions. In groups of eight columns, lane 4 j + p keeps the p-th
 // pair of columns of groups j, j + 8, ..., and hands it to the lanes that have accumulators there. In a gated tile the
 // first half of the groups belongs to gate, and the second to up.
@@ -232,7 +232,8 @@ __device__ __forceinline__ void finish(float* accumulators, const GemmeshParams&
     residual.add(accumulators, is_gated ? kHalf : N);
 }
 
-// Stores N columns of this lane's accumulators without a box, rounded or as f32. Four lanes store a sector of each row.
+// Stores N columns of this lane's accumulators without a box, rounded or as f32. Four lanes store a sector of each row
+// as f32, and half a sector rounded.
 template <class Stored, int N>
 __device__ __forceinline__ void store_directly(const float* accumulators, const GemmeshOutput& output, const Place& place) {
 #pragma unroll

@@ -14,8 +14,8 @@
 namespace gemmesh {
 
 // One thread: loads the steps of a tile into the ring: `a` of all steps, and `b` from step `ahead` on, because the
-// earlier ones are under way. A flag may be deferred (protocol/flags.cuh): rows that come last are awaited only before
-// their first step.
+// earlier ones are under way. A flag may be deferred (protocol/flags.cuh): it stands for the columns of `a` from step
+// `deferred_step` on, and is awaited just before that step.
 template <class C, class LoadB, class Event>
 __device__ __forceinline__ void load_steps(const Maps& maps, const TableWalk& walk, Shared<C>& shared, ChunkFlags& flags,
                                            RingPosition<C::kStages>& at, const Steps& steps, uint32_t ahead, uint32_t row,
@@ -88,7 +88,8 @@ __device__ __forceinline__ void produce(const Maps& maps, const GemmeshParams& p
         }
     }
     if constexpr (C::kSums) {
-        // rows that no tile adds must have come before the kernel ends
+        // Rows that come to this rank but are no tile's addends, such as the peers' sums of an all-reduce, must have
+        // come before the kernel ends, because the operation ends with it.
         const GemmeshSums& sums = *partials.sums;
         if (sums.flag_begin < sums.flag_end) flags.wait(sums.flag_begin, sums.flag_end, shared.entrance.get().epoch);
     }

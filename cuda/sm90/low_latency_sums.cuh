@@ -1,6 +1,7 @@
 // Few rows of partial sums. The warps that make them also send them and add the peers' parts. Each warp sends its part
 // of a tile to the low-latency areas of the ranks that own the rows. Of the rows that this rank owns, it adds up all
-// ranks' parts. LowLatencyShare says why no rank has to ask first.
+// ranks' parts. It does not wait until the peer is ready; LowLatencyShare says why. (A unit is two words, each with two
+// elements and a tag.)
 //
 // All ranks have the same tiles in the same order, and each sends its part of a tile before it waits for the others'
 // parts. So there is no deadlock: every rank makes, or has sent, its part of the first tile that is unfinished

@@ -3,14 +3,15 @@
 // Either rows of `a` come from the peers while the kernel multiplies those that are there. Or each rank makes partial
 // sums of the output, sends them to the ranks that own the rows, and adds the peers' partial sums to its own rows.
 // Flags in this GPU's memory say what has come: a flag has arrived when it holds the operation's number, the epoch
-// (protocol/flags.cuh). If rows are pushed, the epoch is counted on the device: a CTA finds it when it enters
-// (protocol/push.cuh).
+// (protocol/flags.cuh). If the operation pushes or stores to peers, the epoch is counted on the device, and each CTA
+// finds it when it enters (protocol/push.cuh).
 //
 // One persistent kernel. A cluster of one to eight CTAs takes entry after entry of the host's table. In each CTA a
 // producer warp waits for the flags of the tile and feeds a ring of stages by TMA. Two consumer warpgroups multiply
 // what arrives and store the tile. Only the producer waits for a tile's flags. The ring fills with the next tile while
-// the consumers store this one, and with the first tile's `b` before that tile's flags are there. If rows are pushed,
-// the other warps of the producer warpgroup tell the peers that this kernel runs, and push rows to them.
+// the consumers store this one, and with the first tile's `b` before that tile's flags are there. If the operation
+// pushes or stores to peers, the other warps of the producer warpgroup tell the peers that this kernel runs, and push
+// rows to them.
 //
 // In a kernel with block sums (kSums), the rows of `a` are cut into blocks. A block's product is stored to one or
 // several places on this GPU or on others, as partial sums or, if this rank owns the rows, as sums (block_sums.cuh).
@@ -22,8 +23,8 @@
 // neighbours load only `b` for it, which needs no flag.
 //
 // If a problem has too few tiles, the CTAs of a cluster share K instead. Each multiplies its part of K, and then adds
-// up and stores a part of the tile (cluster_split_k.cuh). Or entries of the table have a slice of K each. The last of a
-// tile's entries to end adds up the slices through memory (k_slices.cuh).
+// up and stores a part of the tile (cluster_split_k.cuh). Or entries of the table have a slice of K each. For each
+// warp's rows, the last of the tile's entries to get there adds up the slices through memory (k_slices.cuh).
 //
 // There may be several `b` (weights), each with an output of its own. An entry says which of them its tile belongs to.
 // In a gated product a tile has rows of two weights, gate and up. They are laid out so that each thread has both
@@ -116,8 +117,10 @@ __device__ __forceinline__ void multiply_tile(Accumulators<typename C::Element, 
     }
 }
 
-// One warp: loads what follows the product while it is made: the bias, and the residual into the cache. Warps that may
-// have no rows to finish load neither now. `left` is the warp's first column.
+// One warp: loads what the epilogue adds, while the product is made. It loads the bias except with block sums, where
+// only this rank's blocks add it (store_sums loads it). It fetches the residual into the cache except with block sums,
+// with CTAs that share K and with low-latency areas, where a warp may finish none of the rows that it multiplies.
+// `left` is the warp's first column.
 template <class C, class Bias>
 __device__ __forceinline__ void load_epilogue(Bias& bias, const GemmeshParams& params, const TableWalk& walk,
                                               uint32_t weight, uint32_t cta, uint32_t own_row,
@@ -248,7 +251,8 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
 
     if (warpgroup == 0) {
         ptx::setmaxnreg_dec<kProducerRegisters>();
-        // Thread 32 enters and publishes the epoch. The producer does not, because its first loads need no epoch.
+        // Thread 32 enters and publishes the epoch, so that the producer's first loads, which need no epoch, do not
+        // wait.
         if (threadIdx.x == 32) shared.entrance.publish(enter_push(params));
         if (threadIdx.x < 32) produce<C>(maps, params, partials, walk, shared, cta);
         if (threadIdx.x >= 32) serve_peers(params, shared);
@@ -296,7 +300,7 @@ __device__ __forceinline__ void matmul(const Maps& maps, const GemmeshParams& pa
             gemmesh::Maps{&a, &b, &out, &more}, params, gemmesh::SumArguments{});                          \
     }
 
-// The same for a kernel that adds partial sums.
+// The same for a kernel with block sums.
 #define GEMMESH_MATMUL_SUMS(name, Element, TileM, TileN, Stages, Cluster, Split, Boxes, shared_bytes)      \
     GEMMESH_HEAD(name, Cluster, Split, shared_bytes,                                                       \
                  GEMMESH_CONFIG(Element, TileM, TileN, Stages, Cluster, Split, Boxes, true))               \

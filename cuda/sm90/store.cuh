@@ -129,8 +129,8 @@ __device__ __forceinline__ void store_tile(Accumulators<typename C::Element, C::
 
 // One warp: the same for a tile of swapped operands. `row` and `column` are the tile's first ones. In a gated tile,
 // warps 0 and 1 of each consumer have gate's columns, and warps 2 and 3 have the same columns of up. A CTA needs the
-// sums of both. SplitSum gives them to one CTA, and SliceSum does not, so K of gated products is not cut into slices
-// here.
+// sums of both warps. SplitSum gives both to the same CTA. With SliceSum the two warps may be last in different
+// entries, so K of gated products is not cut into slices here.
 template <class C>
 __device__ __forceinline__ void store_swap_ab(Accumulators<typename C::Element, C::kColumns>& accumulators,
                                                 const GemmeshParams& params, Shared<C>& shared, uint32_t weight, uint32_t row,

@@ -17,7 +17,7 @@ struct MoreWeights {
 struct Maps {
     const CUtensorMap* a;
     const CUtensorMap* b;
-    const CUtensorMap* out;  // null where partials are added
+    const CUtensorMap* out;  // null in a kernel with block sums
     const MoreWeights* more;  // likewise
 
     __device__ const CUtensorMap* b_of(uint32_t weight) const { return weight == 0 ? b : &more->b[weight - 1]; }
