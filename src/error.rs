@@ -506,8 +506,8 @@ pub enum Error {
 
     /// Something that can't be captured in a CUDA graph was put on a stream that is being captured.
     #[error(
-        "rank {rank}: this call cannot be captured in a CUDA graph; run it once before the capture, and give an \
-         all_gather_matmul a different route than Route::Pull (Config::route)"
+        "rank {rank}: this call cannot be captured in a CUDA graph; capture only operations without a trace that have run \
+         once before, and all_gather_matmul only by a route other than Route::Pull (Config::route)"
     )]
     Capturing {
         /// The rank.

@@ -175,11 +175,11 @@ impl<'a> ProduceAndReduceScatter<'a> {
         }
     }
 
-    /// Makes the rows of each other rank in `chunks` blocks, from 1 to 64. All ranks give the same number.
+    /// Makes the rows of each other rank in at most `chunks` blocks, from 1 to 64. All ranks give the same number.
     ///
-    /// A block has a multiple of 128 rows. Smaller blocks are sent sooner, but each costs the start of a copy, and
-    /// kernels of fewer rows. This rank's own rows are made in two blocks. The second is the last quarter, so that
-    /// little is left to add when all rows are made.
+    /// Blocks are cut at multiples of 128 rows, and the last one has the rest. Smaller blocks are sent sooner, but each
+    /// costs the start of a copy, and kernels of fewer rows. This rank's own rows are made in two blocks. The second is
+    /// the last quarter, so that little is left to add when all rows are made.
     pub const fn chunks(self, chunks: usize) -> Self {
         ProduceAndReduceScatter {
             chunks: Some(chunks),

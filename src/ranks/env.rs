@@ -219,7 +219,8 @@ impl Launcher {
         missing.map(|names| names[0]).collect()
     }
 
-    /// True if `other` may have set the variables of both launchers, because it gives the same rank and world size.
+    /// True if `other` may have set the variables of both launchers, because it contradicts neither rank nor world
+    /// size.
     fn agrees(&self, process: &impl Surroundings, other: &Launcher) -> bool {
         let value = |names| process.variable(first_of(process, names)?);
         let agrees = |own, others| value(own).is_none_or(|own| Some(own) == value(others));
@@ -412,8 +413,8 @@ fn number(process: &impl Surroundings, names: &[&'static str]) -> Result<(&'stat
 
 /// The launcher that started this process as a rank: the innermost one.
 ///
-/// If its variables are incomplete, or srun may have set them, a different launcher that gives the same rank and world
-/// size may be the one. That launcher then set the variables of both, for programs that only know the first.
+/// If its variables are incomplete, or srun may have set them, a different launcher that contradicts neither rank nor
+/// world size may be the one. That launcher then set the variables of both, for programs that only know the first.
 fn recognise(process: &impl Surroundings) -> Option<&'static Launcher> {
     let started = || LAUNCHERS.iter().filter(|l| l.has_started(process));
     let sure = started().find(|l| l.is_sure(process));

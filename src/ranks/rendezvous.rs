@@ -215,7 +215,7 @@ fn allocate() -> Result<(Mapping, OwnedFd)> {
     Ok((memory, fd))
 }
 
-/// True if this process, or the machine, has no descriptors left at the moment.
+/// True if this process, or the machine, has no descriptors or no memory left to open anything at the moment.
 fn is_out_of_descriptors(error: &io::Error) -> bool {
     let refused = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
     Errno::from_io_error(error).is_some_and(|errno| refused.contains(&errno))
@@ -533,7 +533,7 @@ impl<'a> Rendezvous<'a> {
                     _ => return Err(Error::system(0, "accept another rank's connection")(error)),
                 },
             };
-            // These calls fail only for connections that have ended.
+            // These calls fail only for sockets that are not connections.
             let Ok(peer) = Peer::of(&stream) else {
                 continue;
             };

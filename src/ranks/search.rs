@@ -171,12 +171,12 @@ impl<'a> Search<'a> {
             });
         }
         let stream = UnixStream::from(opened);
-        // The call fails only for connections that have ended.
+        // The call fails only for sockets that are not connections.
         let Ok(peer) = Peer::of(&stream) else {
             return Ok(Holder::Silent);
         };
         Ok(match user_of(&stream, peer) {
-            // A child that the process has forked has the socket, and does not listen.
+            // A child that the process has forked still has the socket, and never accepts from it.
             User::Same if pidfd::has_ended(&stream) => Holder::Silent,
             User::Same => Holder::Same(stream, peer),
             User::Other => {

@@ -271,8 +271,6 @@ fn take<'s>(schedule: &'s Schedule, next: &AtomicUsize) -> Option<(usize, &'s Ti
 /// In an operation that refreshes, it first sets those flags of this rank to the epoch before that not every operation
 /// writes. Nobody else writes these flags at that time: the operation before has ended, and peers begin this one after
 /// they have seen `ready`.
-///
-/// Nobody else writes these meanwhile: the operation before has ended, and the others begin when they have heard.
 pub fn announce(rank: usize, epoch: Epoch, blocks: &[FlagBlock]) {
     if epoch.refreshes() {
         let own = &blocks[rank];

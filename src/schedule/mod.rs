@@ -45,8 +45,6 @@ pub const MAX_BLOCKS: usize = MAX_FLAGS + 1;
 ///
 /// Matrices have numbers. A call binds memory to the numbers, and an epoch to the flags. Engines that walk a schedule
 /// know no operation.
-///
-/// Matrices are numbered; a call binds memory to the numbers, and an epoch to the flags.
 #[derive(Clone, Debug)]
 pub struct Schedule {
     parts: Parts,

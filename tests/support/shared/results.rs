@@ -294,7 +294,7 @@ pub fn rows_change_within_a_capacity<B: Tested>(test: &str) {
             };
             verify_in(&group, &case, &mut a, &mut out)?;
         }
-        rows_beyond_the_capacity_are_refused(&mut a, &mut out);
+        rows_beyond_the_capacity_are_refused(&mut a, &mut out, CAPACITY);
         Ok("right".into())
     }));
 }
@@ -333,8 +333,8 @@ fn verify_in<B: Tested>(
 fn rows_beyond_the_capacity_are_refused<B: Tested>(
     a: &mut ShardedMatrix<B, bf16>,
     out: &mut Matrix<B, bf16>,
+    capacity: usize,
 ) {
-    let capacity = a.capacity();
     let assert_limited = |error: Error| match error {
         Error::Limit { value, max, .. } => assert_eq!((value, max), (capacity + 1, capacity)),
         other => panic!("{other}"),
