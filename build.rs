@@ -26,6 +26,8 @@ struct Unit {
     /// The cubin's name, without its ending.
     name: String,
     source: PathBuf,
+    /// The architecture that it is compiled for.
+    arch: &'static str,
 }
 
 fn main() -> ExitCode {
@@ -94,7 +96,11 @@ fn units(out: &Path) -> Result<Vec<Unit>, String> {
             );
             let source = out.join(format!("{name}.cu"));
             write(&source, source_of(family, dtype).as_bytes())?;
-            units.push(Unit { name, source });
+            units.push(Unit {
+                name,
+                source,
+                arch: family.arch,
+            });
         }
     }
     write(&out.join("cubins.rs"), (cubins + "]\n").as_bytes())?;
@@ -108,6 +114,7 @@ fn units(out: &Path) -> Result<Vec<Unit>, String> {
         units.push(Unit {
             name: name.into(),
             source: format!("cuda/{source}.cu").into(),
+            arch: FAMILIES[0].arch,
         });
     }
     Ok(units)
@@ -115,10 +122,16 @@ fn units(out: &Path) -> Result<Vec<Unit>, String> {
 
 /// The family's kernels for a dtype.
 fn source_of(family: &Family, dtype: &str) -> String {
-    let Family { name, tile_k, .. } = family;
+    let Family {
+        name,
+        tile_k,
+        threads,
+        ..
+    } = family;
     let mut source = format!(
         "#include \"cuda/{name}/matmul.cuh\"\n\
-         static_assert(GEMMESH_TILE_K == {tile_k}, \"cuda/kernels.rs says so\");\n"
+         static_assert(GEMMESH_TILE_K == {tile_k}, \"cuda/kernels.rs says so\");\n\
+         static_assert(GEMMESH_THREADS == {threads}, \"cuda/kernels.rs says so\");\n"
     );
     for shape in family.shapes {
         for variant in family.variants(shape) {
@@ -144,10 +157,10 @@ fn source_of(family: &Family, dtype: &str) -> String {
 }
 
 fn compile(nvcc: &Path, unit: &Unit, out: &Path) -> Result<(), String> {
-    let Unit { name, source } = unit;
+    let Unit { name, source, arch } = unit;
     let output = Command::new(nvcc)
         .args(["-std=c++17", "-O3", "-cubin", "-Xptxas", "-v", "-I."])
-        .arg("-gencode=arch=compute_90a,code=sm_90a")
+        .arg(format!("-gencode=arch=compute_{arch},code=sm_{arch}"))
         .arg("-o")
         .arg(out.join(format!("{name}.cubin")))
         .arg(source)

@@ -5,6 +5,8 @@ use std::fmt::Display;
 
 pub static FAMILIES: [Family; 1] = [Family {
     name: "sm90",
+    arch: "90a",
+    threads: 384,
     tile_k: 64,
     dtypes: &["bf16", "f16"],
     shapes: &SM90,
@@ -57,6 +59,10 @@ const SM90: [Shape; 33] = [
 #[derive(Clone, Copy, Debug)]
 pub struct Family {
     pub name: &'static str,
+    /// The architecture that nvcc compiles them for.
+    pub arch: &'static str,
+    /// Threads of a CTA.
+    pub threads: u32,
     /// Columns of `a` and `b` that a stage holds.
     pub tile_k: u32,
     /// The element types, by the names that they have in Rust and in the kernels' source.

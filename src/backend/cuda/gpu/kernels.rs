@@ -3,7 +3,7 @@
 use std::ffi::CString;
 use std::sync::Arc;
 
-use crate::backend::cuda::abi::{GEMMESH_THREADS, GEMMESH_TILE_K};
+use crate::backend::cuda::abi::GEMMESH_TILE_K;
 use crate::backend::cuda::driver::{Device, Function, Module};
 use crate::element::DType;
 use crate::error::{Error, Result};
@@ -56,7 +56,7 @@ impl Instance {
         let shared_bytes = family.shared_bytes(shape);
         let function = module.function(&name, shared_bytes)?;
         let ctas = shape.cluster * shape.split;
-        let resident = module.resident_clusters(function, ctas, GEMMESH_THREADS, shared_bytes)?;
+        let resident = module.resident_clusters(function, ctas, family.threads, shared_bytes)?;
         Ok(Instance {
             function,
             dtype,
@@ -300,6 +300,7 @@ mod tests {
     use std::path::Path;
 
     use super::*;
+    use crate::backend::cuda::abi::GEMMESH_THREADS;
 
     #[test]
     fn a_program_that_was_built_without_kernels_says_so() {
@@ -334,6 +335,7 @@ mod tests {
         for cubin in CUBINS {
             let &Cubin { family, dtype, .. } = cubin;
             assert_eq!(family.tile_k, GEMMESH_TILE_K);
+            assert_eq!(family.threads, GEMMESH_THREADS);
             let all = |shape| {
                 let variants = family.variants(shape);
                 variants.map(move |variant| family.kernel(dtype, shape, variant))

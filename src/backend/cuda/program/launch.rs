@@ -3,12 +3,12 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use smallvec::{SmallVec, smallvec};
+use smallvec::SmallVec;
 
 use super::operands::{self, Operands};
 use super::params::{self, CallNumbers};
 use super::product::ProductKernel;
-use super::tensor_map::Maps;
+use super::sm90::Maps;
 use crate::backend::cuda::abi::{GemmeshParams, GemmeshTraceEvent};
 use crate::backend::cuda::driver::DeviceMemory;
 use crate::backend::cuda::gpu::Gpu;
@@ -65,23 +65,8 @@ impl<'p> ProductLaunch<'p> {
 
     /// The kernel's arguments, in order.
     pub fn arguments(&self) -> SmallVec<[*mut c_void; 6]> {
-        fn argument<T>(value: &T) -> *mut c_void {
-            (&raw const *value).cast_mut().cast()
-        }
-        let Maps {
-            operands,
-            targets,
-            more,
-        } = &*self.maps;
-        let [a, b, out_or_added] = operands.each_ref().map(argument);
-        let params = argument(&self.params);
-        match (targets, &self.kernel.sums) {
-            (Some(targets), Some(sums)) => {
-                let (targets, sums) = (argument(&**targets), argument(&sums.0));
-                smallvec![a, b, out_or_added, params, targets, sums]
-            }
-            _ => smallvec![a, b, out_or_added, params, argument(more)],
-        }
+        let sums = self.kernel.sums.as_ref();
+        self.maps.arguments(&self.params, sums)
     }
 
     /// Adds the spans that the kernel noted. The kernel must have ended.

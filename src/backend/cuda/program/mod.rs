@@ -9,9 +9,9 @@ pub mod params;
 pub mod product;
 pub mod reduction;
 pub mod sends;
+mod sm90;
 pub mod support;
 mod tables;
-mod tensor_map;
 pub mod waits;
 
 use crate::backend::cuda::driver::DevicePtr;

@@ -6,7 +6,6 @@ use smallvec::SmallVec;
 
 use super::block_table::{Places, TARGETS};
 use super::product::ProductKernel;
-use super::tensor_map::Matrices;
 use crate::backend::cuda::abi::GemmeshOutput;
 use crate::backend::cuda::driver::{DeviceMatrix, DevicePtr};
 use crate::backend::cuda::shared::symmetric::Symmetric;
@@ -15,6 +14,7 @@ use crate::error::{Error, Result};
 use crate::schedule::plan::matrices::MATRICES;
 use crate::schedule::{
     Bias, MAX_WEIGHTS, MatrixSpec, OutputBlock, Product, Reduction, Route, Schedule, Sum,
+    WeightLayout,
 };
 
 /// A matrix of a call.
@@ -82,7 +82,22 @@ fn part(ptr: DevicePtr, pitch: usize, first: usize, rows: usize, columns: usize)
     }
 }
 
-/// The matrices for which a product's kernel has tensor maps.
+/// The matrices that a product's kernel reads and writes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Matrices {
+    pub a: DeviceMatrix,
+    pub weights: SmallVec<[DeviceMatrix; MAX_WEIGHTS]>,
+    pub weight_layout: WeightLayout,
+    pub gated: bool,
+    /// By weight: where its tiles go or, for a kernel that adds partials, the addends.
+    pub outputs: SmallVec<[DeviceMatrix; MAX_WEIGHTS]>,
+    /// Whether results are stored in f32.
+    pub stores_f32: bool,
+    /// Where the tiles of a kernel that adds partials go, in the kernel's numbering.
+    pub targets: Option<[Option<DeviceMatrix>; 2 * TARGETS]>,
+}
+
+/// The matrices that a product's kernel reads and writes.
 pub fn matrices(
     kernel: &ProductKernel,
     schedule: &Schedule,

@@ -5,9 +5,9 @@ use super::k_slices::{self, SliceEntry};
 use super::low_latency::LowLatencyRows;
 use super::operands;
 use super::params::{Fixed, function};
+use super::sm90::KnownMaps;
 use super::support::Destination;
 use super::tables::ProgramTables;
-use super::tensor_map::Cache;
 use crate::backend::cuda::abi::{
     GEMMESH_IDENTITY, GEMMESH_MAX_WEIGHTS, GEMMESH_TILE_K, GemmeshBlock, GemmeshParams,
     GemmeshSlice, GemmeshStore, GemmeshSums, GemmeshTile,
@@ -38,7 +38,7 @@ pub struct ProductKernel {
     pub params: Fixed<GemmeshParams>,
     /// The parameters about blocks, if they go to several places.
     pub sums: Option<Fixed<GemmeshSums>>,
-    pub maps: Cache,
+    pub maps: KnownMaps,
 }
 
 /// The kernel that was chosen for a product.
@@ -124,7 +124,7 @@ impl ProductKernel {
             low_latency,
             stores_f32: false,
             params: Fixed(fixed),
-            maps: Cache::default(),
+            maps: KnownMaps::default(),
         };
         // All clusters run at the same time, because those that store rows for peers must not wait for those that wait
         // for rows. CTAs without tiles are only good for storing.

@@ -1,31 +1,21 @@
-//! The tensor maps of an operation, kept while its matrices stay where they are.
+//! How kernels of family sm90 are launched: by tensor maps, which are kept while the matrices stay where they are.
 
+use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 
 use super::block_table::TARGETS;
-use crate::backend::cuda::abi::{GEMMESH_STORE_COLUMNS, GEMMESH_STORE_ROWS, GEMMESH_TILE_K};
+use super::operands::Matrices;
+use super::params::Fixed;
+use crate::backend::cuda::abi::{
+    GEMMESH_STORE_COLUMNS, GEMMESH_STORE_ROWS, GEMMESH_TILE_K, GemmeshParams, GemmeshSums,
+};
 use crate::backend::cuda::driver::{DeviceMatrix, TensorMap};
 use crate::backend::cuda::gpu::kernels::Instance;
 use crate::element::DType;
 use crate::error::Result;
 use crate::schedule::{MAX_WEIGHTS, WeightLayout};
-
-/// The matrices that the maps describe.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Matrices {
-    pub a: DeviceMatrix,
-    pub weights: SmallVec<[DeviceMatrix; MAX_WEIGHTS]>,
-    pub weight_layout: WeightLayout,
-    pub gated: bool,
-    /// By weight: where its tiles go or, for a kernel that adds partials, the addends.
-    pub outputs: SmallVec<[DeviceMatrix; MAX_WEIGHTS]>,
-    /// Whether results are stored in f32.
-    pub stores_f32: bool,
-    /// Where the tiles of a kernel that adds partials go, in the kernel's numbering.
-    pub targets: Option<[Option<DeviceMatrix>; 2 * TARGETS]>,
-}
 
 /// The tensor maps that the kernel takes.
 #[derive(Debug)]
@@ -38,9 +28,31 @@ pub struct Maps {
     pub targets: Option<Box<[TensorMap; 2 * TARGETS]>>,
 }
 
+impl Maps {
+    /// The kernel's arguments, in order. `sums` are those of a kernel with block sums.
+    pub fn arguments(
+        &self,
+        params: &GemmeshParams,
+        sums: Option<&Fixed<GemmeshSums>>,
+    ) -> SmallVec<[*mut c_void; 6]> {
+        fn argument<T>(value: &T) -> *mut c_void {
+            (&raw const *value).cast_mut().cast()
+        }
+        let [a, b, out_or_added] = self.operands.each_ref().map(argument);
+        let params = argument(params);
+        match (&self.targets, sums) {
+            (Some(targets), Some(sums)) => {
+                let (targets, sums) = (argument(&**targets), argument(&sums.0));
+                smallvec![a, b, out_or_added, params, targets, sums]
+            }
+            _ => smallvec![a, b, out_or_added, params, argument(&self.more)],
+        }
+    }
+}
+
 /// The maps of the last call. They are thousands of bytes, so they are shared and not copied.
 #[derive(Debug, Default)]
-pub struct Cache(Mutex<Option<Box<Known>>>);
+pub struct KnownMaps(Mutex<Option<Box<Known>>>);
 
 #[derive(Debug)]
 struct Known {
@@ -48,7 +60,7 @@ struct Known {
     maps: Arc<Maps>,
 }
 
-impl Cache {
+impl KnownMaps {
     /// The maps for these matrices.
     pub fn get(&self, rank: usize, instance: &Instance, matrices: Matrices) -> Result<Arc<Maps>> {
         let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
