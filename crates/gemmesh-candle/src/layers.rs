@@ -35,7 +35,7 @@ impl ColumnParallelLinear {
         .map(Self)
     }
 
-    /// Makes a layer of this rank's part of the whole weight, [N, K], and bias, [N].
+    /// Makes a layer of this rank's part of the whole weight, [N, K], and of the bias of N elements.
     ///
     /// # Errors
     /// As [`ColumnParallelLinear::new`]; also if the ranks cannot share N evenly.
@@ -228,7 +228,7 @@ impl Module for GatedParallelLinear {
 pub struct RowParallelLinear(Arc<dyn Product>);
 
 impl RowParallelLinear {
-    /// Makes a layer of this rank's columns of the weight, [N, K of this rank], and of the whole bias, [N]. Collective.
+    /// Makes a layer of this rank's columns of the weight, [N, K of this rank], and of the whole bias. Collective.
     ///
     /// The bias is added once. Every rank gives it, or none does.
     ///
