@@ -41,10 +41,10 @@ const PRODUCTS: usize = 1 << 33;
 /// Times an operation beside its parts and beside perfect overlap.
 #[derive(Parser)]
 struct Args {
-    /// What is timed.
+    /// The operation to time.
     #[arg(long, value_enum, default_value_t = Op::AllGatherMatmul)]
     op: Op,
-    /// Where the ranks run.
+    /// The backend that runs it.
     #[arg(long, value_enum, default_value_t = BackendName::Host)]
     backend: BackendName,
     /// Ranks to launch.
@@ -53,23 +53,21 @@ struct Args {
     /// Rows of all ranks [default: 2048 on the host, 4096 on GPUs].
     #[arg(long)]
     m: Option<usize>,
-    /// Columns of the output; of all-gather-matmul on each rank [default: 2048 on the host; on GPUs 6656, of sums
-    /// 16384].
+    /// Columns of a rank's output [default: 2048 on the host; on GPUs 6656, or 16384 for sums].
     #[arg(long)]
     n: Option<usize>,
-    /// What is summed over; of matmul-reduce-scatter and matmul-all-reduce on each rank [default: 2048 on the host; on
-    /// GPUs 16384, of sums 6656].
+    /// Columns of a rank's operands [default: 2048 on the host; on GPUs 16384, or 6656 for sums].
     #[arg(long)]
     k: Option<usize>,
-    /// Runs several shapes instead. Of a tensor-parallel Llama 3: large, 4096, 8192 and 16384 rows by 8B, 70B and 405B;
-    /// or small, powers of two up to 1024 rows, of all-gather-matmul from 128 on, by 8B and 70B. Or random ones, a line
-    /// each, with a summary.
+    /// Times several shapes: large or small ones of a tensor-parallel Llama 3, or random ones with a summary. Large:
+    /// 4096, 8192 and 16384 rows of 8B, 70B and 405B. Small: powers of two up to 1024 rows of 8B and 70B
+    /// (all-gather-matmul from 128 rows on).
     #[arg(long, value_enum, num_args = 0..=1, default_missing_value = "large", conflicts_with_all = ["m", "n", "k"])]
     sweep: Option<Sweep>,
-    /// What random shapes are drawn from [default: 1].
+    /// The seed of random shapes [default: 1].
     #[arg(long)]
     seed: Option<u64>,
-    /// Random shapes [default: 20].
+    /// The number of random shapes [default: 20].
     #[arg(long, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     count: Option<usize>,
     /// Uses no table of measured winners, neither the library's nor the one that GEMMESH_TUNED names.
@@ -79,13 +77,13 @@ struct Args {
     /// Lets stream-K cut the tiles of the last wave: Numerics::StreamK.
     #[arg(long)]
     stream_k: bool,
-    /// Times every configuration that may be the fastest, and appends the fastest to this file; a program in whose
-    /// environment GEMMESH_TUNED names it uses it.
+    /// Times every configuration that may be the fastest, and appends the fastest to this file. Programs use the file
+    /// if GEMMESH_TUNED names it.
     #[cfg(feature = "cuda")]
     #[arg(long)]
     tune: Option<PathBuf>,
-    /// Time all kernels and ways to move rows on some shapes, in less than a minute, and write the device's rates to a
-    /// file: with GEMMESH_RATES=FILE the library chooses by them.
+    /// Times all kernels and routes on some shapes, in less than a minute, and writes the device's rates to this file.
+    /// The library chooses by them if GEMMESH_RATES names the file.
     #[cfg(feature = "cuda")]
     #[arg(long, value_name = "FILE", conflicts_with_all = ["tune", "sweep"])]
     calibrate: Option<PathBuf>,
@@ -116,40 +114,40 @@ struct Args {
     /// Tile rows that are walked together.
     #[arg(long)]
     group_m: Option<usize>,
-    /// Chunks that a shard is moved in.
+    /// Chunks of a shard.
     #[arg(long)]
     chunks: Option<usize>,
-    /// Chunks that the shard that comes last is moved in.
+    /// Chunks of the shard that comes last.
     #[arg(long)]
     last_chunks: Option<usize>,
-    /// Whether the last chunk of all comes in two parts along K.
+    /// True if the very last chunk comes in two parts along K.
     #[arg(long)]
     cut_last: Option<bool>,
-    /// Stages in which rows are gathered; their matrix is [stages, ranks, M / (stages · ranks), K].
+    /// Stages of the gather. The gathered matrix is [stages, ranks, M / (stages · ranks), K].
     #[arg(long, default_value_t = 1)]
     gather_stages: usize,
-    /// Who moves rows.
+    /// The route by which rows move.
     #[arg(long, value_enum)]
     route: Option<RouteName>,
-    /// Multiplies with several weights, which have N in these shares: 4,1,1 for Q, K and V.
+    /// Multiplies with several weights that share N in these parts, such as 4,1,1 for Q, K and V.
     #[arg(long, value_delimiter = ',')]
     weights: Vec<usize>,
-    /// What follows the product before it is stored.
+    /// Steps between the product and its rounding.
     #[arg(long, value_enum, value_delimiter = ',')]
     epilogue: Vec<forms::Epilogue>,
-    /// How weights lie: [N, K] or [K, N].
+    /// The layout of weights, [N, K] or [K, N].
     #[arg(long, value_enum, default_value_t = forms::Layouts::Nk)]
     b_layout: forms::Layouts,
-    /// Rounds that count.
+    /// Timed rounds.
     #[arg(long, default_value_t = 20, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     iters: usize,
-    /// Rounds before them.
+    /// Rounds before the timed ones.
     #[arg(long, default_value_t = 2)]
     warmup: usize,
-    /// Appends the result to this file, one JSON object a run and line.
+    /// Appends each result to this file, as one line of JSON.
     #[arg(long)]
     json: Option<PathBuf>,
-    /// Draws a timeline of one fused run into this SVG file, and writes it for Perfetto beside it.
+    /// Draws a timeline of one fused run into this SVG file, and writes a trace for Perfetto beside it.
     #[cfg(feature = "timeline")]
     #[arg(long)]
     trace: Option<PathBuf>,

@@ -25,7 +25,7 @@ const HEAD: usize = 32;
 /// Runs the projections of an attention block: on two ranks of the host, threads of this process, or on two GPUs.
 #[derive(Parser)]
 struct Args {
-    /// Where the ranks run.
+    /// The backend that runs the ranks.
     #[arg(long, value_enum, default_value_t = BackendName::Host)]
     backend: BackendName,
 }

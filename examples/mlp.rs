@@ -30,10 +30,10 @@ const CHECKED: usize = 16;
 /// Runs layers of an MLP: on four ranks of the host, threads of this process, or on two GPUs.
 #[derive(Parser)]
 struct Args {
-    /// Where the ranks run.
+    /// The backend that runs the ranks.
     #[arg(long, value_enum, default_value_t = BackendName::Host)]
     backend: BackendName,
-    /// Gigabytes per second that a rank of the host copies at the most, as if the ranks were on GPUs of their own.
+    /// The most gigabytes per second that a rank of the host copies, to imitate a link between GPUs.
     #[arg(long, default_value_t = 0.1)]
     link: f64,
 }

@@ -28,7 +28,7 @@ struct Args {
     /// Run the ranks as threads of this process.
     #[arg(long)]
     threads: bool,
-    /// Gigabytes per second that a rank copies at the most, as if the ranks were on GPUs of their own.
+    /// The most gigabytes per second that a rank copies, to imitate a link between GPUs.
     #[arg(long, default_value_t = 0.5)]
     link: f64,
 }

@@ -31,10 +31,10 @@ struct Args {
     n: usize,
     #[arg(long, default_value_t = 1024)]
     k: usize,
-    /// Stages.
+    /// The number of stages.
     #[arg(long, default_value_t = 8)]
     s: usize,
-    /// Where the ranks run.
+    /// The backend that runs the ranks.
     #[arg(long, value_enum, default_value_t = BackendName::Host)]
     backend: BackendName,
 }

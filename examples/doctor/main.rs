@@ -33,12 +33,12 @@ use gemmesh::{Group, Host};
 use report::{Backend, Finding, GpuSection, Report};
 use step::Step;
 
-/// Says whether gemmesh works on this machine, how fast ranks reach one another, and how to mend what does not work.
+/// Checks whether gemmesh works on this machine, measures how fast ranks reach each other, and says how to mend faults.
 #[derive(Parser)]
 #[command(name = "gemmesh-doctor", version)]
 struct Args {
-    /// The backend that must work: the exit code is 1 if it does not. With feature cuda that is cuda unless this says
-    /// otherwise.
+    /// The backend that must work. The exit code is 1 if it does not. The default is cuda in a build with feature cuda,
+    /// else host.
     #[arg(long, value_enum)]
     backend: Option<BackendName>,
     /// Ranks of the host backend.

@@ -32,7 +32,7 @@ const CHECKED: usize = 249;
 /// Serves random requests on two ranks, and times how M that changes is dealt with.
 #[derive(Parser)]
 struct Args {
-    /// Where the ranks run.
+    /// The backend that runs the ranks.
     #[arg(long, value_enum, default_value_t = BackendName::Host)]
     backend: BackendName,
     /// Columns of a token.

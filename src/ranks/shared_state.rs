@@ -476,8 +476,8 @@ impl SharedState {
 
     /// Why some rank was refused its call `number`. `waited` is how long this rank has waited in that call.
     ///
-    /// None until that, and the age of the refusal, reach half a second or half the `timeout`: until then the other rank
-    /// may still make the call.
+    /// None until that, and the age of the refusal, reach half a second or half the `timeout`: until then the other
+    /// rank may still make the call.
     ///
     /// If this rank was refused the same call before, the other ranks may have been refused too, and may try again at
     /// any time within the timeout. Until then a refusal counts only if its rank was refused more often than this one.

@@ -95,8 +95,8 @@ pub struct Chunking {
     /// The number of chunks of the shard that comes last in the ring. When it arrives, its tiles are all that is left
     /// to do.
     ///
-    /// For partial sums, it is the number of chunks of the rows that are sent last. When they are made, only moving them
-    /// is left to do.
+    /// For partial sums, it is the number of chunks of the rows that are sent last. When they are made, only moving
+    /// them is left to do.
     pub last: usize,
     /// True if the very last chunk is cut in two along K, so that tiles can begin with the first part.
     pub cut_last: bool,

@@ -35,19 +35,19 @@ type Result<T, E = Failure> = std::result::Result<T, E>;
 /// A tensor-parallel Llama with random weights, checked against candle's own layers in one process, and timed.
 #[derive(Parser)]
 struct Args {
-    /// The model's sizes: those of Llama 3, or a tiny one.
+    /// The model: a Llama 3, or a tiny one.
     #[arg(long, value_enum, default_value_t = Size::Tiny)]
     size: Size,
-    /// How many ranks to start, unless a launcher has.
+    /// The number of ranks to start. A launcher's ranks ignore it.
     #[arg(long, default_value_t = 2)]
     ranks: usize,
-    /// Run the ranks as threads of this process: on the CPU alone.
+    /// Run the ranks as threads of this process. Only on the CPU.
     #[arg(long)]
     threads: bool,
-    /// Where the ranks run.
+    /// The backend, or device, of the ranks.
     #[arg(long, value_enum, default_value_t = Place::Cpu)]
     device: Place,
-    /// What the fused layers are compared with.
+    /// The layers that the fused ones are compared with.
     #[arg(long, value_enum, default_value_t = Baseline::Sequential)]
     baseline: Baseline,
     /// Tokens of the prompt.
@@ -56,10 +56,10 @@ struct Args {
     /// Tokens to decode.
     #[arg(long, default_value_t = 16)]
     decode: usize,
-    /// How often each is timed; the median counts.
+    /// Timed runs of each, of which the median is reported.
     #[arg(long, default_value_t = 5)]
     runs: usize,
-    /// Don't compare the logits with those of one process, which needs the whole model in f32.
+    /// Skip the comparison with one process, which needs the whole model in f32.
     #[arg(long)]
     no_check: bool,
 }
