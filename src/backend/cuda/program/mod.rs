@@ -1,12 +1,14 @@
 //! A schedule compiled for this GPU: made once, then only read.
 
 pub mod block_table;
+pub mod collective;
 pub mod k_slices;
 pub mod launch;
 pub mod low_latency;
 pub mod operands;
 pub mod params;
 pub mod product;
+mod product_operands;
 pub mod reduction;
 pub mod sends;
 mod sm90;
@@ -23,12 +25,12 @@ use crate::error::{Error, Result};
 use crate::ranks::members::Members;
 use crate::schedule::limits::limit;
 use crate::schedule::{Reduction, Route, Schedule};
+use collective::CollectiveKernel;
 use launch::ProductLaunch;
 use operands::Operands;
 use params::CallNumbers;
 use product::ProductKernel;
 use reduction::ReductionKernel;
-use sends::CollectiveKernel;
 use support::Destination;
 use tables::ProgramTables;
 

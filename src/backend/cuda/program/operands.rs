@@ -1,21 +1,13 @@
-//! The addresses of a call's matrices, and the kernel parameters that are made of them.
-
-use std::ffi::c_void;
+//! The addresses of a call's matrices.
 
 use smallvec::SmallVec;
 
-use super::block_table::{Places, TARGETS};
-use super::product::ProductKernel;
-use crate::backend::cuda::abi::GemmeshOutput;
+use super::block_table::TARGETS;
 use crate::backend::cuda::driver::{DeviceMatrix, DevicePtr};
 use crate::backend::cuda::shared::symmetric::Symmetric;
-use crate::element::DType;
 use crate::error::{Error, Result};
 use crate::schedule::plan::matrices::MATRICES;
-use crate::schedule::{
-    Bias, MAX_WEIGHTS, MatrixSpec, OutputBlock, Product, Reduction, Route, Schedule, Sum,
-    WeightLayout,
-};
+use crate::schedule::{MAX_WEIGHTS, MatrixSpec, Schedule, WeightLayout};
 
 /// A matrix of a call.
 #[derive(Clone, Copy, Debug)]
@@ -55,7 +47,7 @@ impl<'a> Operands<'a> {
     }
 
     /// `rows` rows from `first` on, of `columns` columns.
-    fn part(
+    pub fn part(
         &self,
         number: usize,
         first: usize,
@@ -66,14 +58,20 @@ impl<'a> Operands<'a> {
         Ok(part(ptr, pitch, first, rows, columns))
     }
 
-    fn whole(&self, schedule: &Schedule, number: usize) -> Result<DeviceMatrix> {
+    pub fn whole(&self, schedule: &Schedule, number: usize) -> Result<DeviceMatrix> {
         let MatrixSpec { rows, columns, .. } = schedule.matrices()[number];
         self.part(number, 0, rows, columns)
     }
 }
 
 /// Rows of a matrix that lies at `ptr`, `pitch` bytes from row to row.
-fn part(ptr: DevicePtr, pitch: usize, first: usize, rows: usize, columns: usize) -> DeviceMatrix {
+pub fn part(
+    ptr: DevicePtr,
+    pitch: usize,
+    first: usize,
+    rows: usize,
+    columns: usize,
+) -> DeviceMatrix {
     DeviceMatrix {
         ptr: ptr + (first * pitch) as u64,
         rows,
@@ -95,164 +93,4 @@ pub struct Matrices {
     pub stores_f32: bool,
     /// Where the tiles of a kernel that adds partials go, in the kernel's numbering.
     pub targets: Option<[Option<DeviceMatrix>; 2 * TARGETS]>,
-}
-
-/// The matrices that a product's kernel reads and writes.
-pub fn matrices(
-    kernel: &ProductKernel,
-    schedule: &Schedule,
-    product: &Product,
-    operands: &Operands,
-) -> Result<Matrices> {
-    let a = operands.whole(schedule, product.a)?;
-    let weights = product.weights.iter();
-    let weights = weights.map(|weight| operands.whole(schedule, weight.b));
-    let (outputs, targets) = match &kernel.places {
-        Some(places) => {
-            let targets = targets(schedule, product, places, operands)?;
-            // A rank alone adds nothing, and a rank without rows of its own stores nothing. Any matrix will do for
-            // these.
-            let added = targets[0].or(targets[TARGETS]).unwrap_or(a);
-            (SmallVec::from_slice(&[added]), Some(targets))
-        }
-        None => (outputs(kernel, schedule, product, operands)?, None),
-    };
-    Ok(Matrices {
-        a,
-        weights: weights.collect::<Result<_>>()?,
-        weight_layout: product.weight_layout,
-        gated: product.gated,
-        outputs,
-        stores_f32: kernel.stores_f32,
-        targets,
-    })
-}
-
-/// Where each weight's tiles go: to the rows of its block or, for low-latency partials, to the rows of their sums.
-fn outputs(
-    kernel: &ProductKernel,
-    schedule: &Schedule,
-    product: &Product,
-    operands: &Operands,
-) -> Result<SmallVec<[DeviceMatrix; MAX_WEIGHTS]>> {
-    let out = |block: &OutputBlock| {
-        let (rows, sum) = match (&kernel.low_latency, schedule.reduction()) {
-            (Some(_), Some(reduction)) => (reduction.rows, &reduction.sum),
-            _ => (product.m, &block.sum),
-        };
-        operands.part(sum.out, sum.first, rows, product.weights[block.weight].n)
-    };
-    product.blocks.iter().map(out).collect()
-}
-
-/// Where the tiles of a kernel that adds partials go: partials in the memory of each rank that it reaches, then sums.
-fn targets(
-    schedule: &Schedule,
-    product: &Product,
-    places: &Places,
-    operands: &Operands,
-) -> Result<[Option<DeviceMatrix>; 2 * TARGETS]> {
-    let (rank, world) = (schedule.rank(), schedule.world());
-    // If copies push, no kernel stores to peers' memory.
-    let reached = match schedule.uses(Route::Store) {
-        true => world.min(TARGETS),
-        false => 1,
-    };
-    let mut targets = [None; 2 * TARGETS];
-    let mut add = |own: usize, number: usize, first, rows, columns| {
-        targets[own] = operands
-            .get(number)
-            .map(|Operand { ptr, pitch, .. }| part(ptr, pitch, first, rows, columns));
-        let pitch = schedule.matrices()[number].row_bytes();
-        for distance in 1..reached {
-            let ptr = operands.of_rank(number, (rank + distance) % world);
-            targets[own + distance] = ptr.map(|ptr| part(ptr, pitch, first, rows, columns));
-        }
-    };
-    if let Some(number) = places.partials {
-        let MatrixSpec { rows, columns, .. } = schedule.matrices()[number];
-        add(0, number, 0, rows, columns);
-    }
-    // f32 sums are stored without a tensor map.
-    let is_f32 = |number: usize| schedule.matrices()[number].dtype == DType::F32;
-    let out = places.out.as_ref().filter(|(number, _)| !is_f32(*number));
-    if let Some((number, rows)) = out {
-        add(TARGETS, *number, rows.start, rows.len(), product.n());
-    }
-    Ok(targets)
-}
-
-/// A sum that a product's kernel finishes, with bias, activation and residual.
-pub struct Finished<'a> {
-    /// The number of the weight.
-    weight: usize,
-    /// The row of `a` to which its first row belongs.
-    row: usize,
-    pub sum: &'a Sum,
-}
-
-/// The sums that a product's kernel finishes.
-pub fn finished<'a>(
-    kernel: &ProductKernel,
-    schedule: &'a Schedule,
-    product: &'a Product,
-) -> SmallVec<[Finished<'a>; MAX_WEIGHTS]> {
-    let of_block = |block: &'a OutputBlock| Finished {
-        weight: block.weight,
-        row: block.rows.start,
-        sum: &block.sum,
-    };
-    match (&kernel.low_latency, &kernel.places) {
-        (Some(low_latency), _) => {
-            let of_reduction = |reduction: &'a Reduction| Finished {
-                weight: 0,
-                row: low_latency.first_row(schedule.rank()),
-                sum: &reduction.sum,
-            };
-            schedule.reduction().map(of_reduction).into_iter().collect()
-        }
-        (None, Some(_)) => {
-            let adds = |block: &&OutputBlock| !block.sum.addends.is_empty();
-            let first = product.blocks.iter().find(adds);
-            first.map(of_block).into_iter().collect()
-        }
-        (None, None) => product.blocks.iter().map(of_block).collect(),
-    }
-}
-
-/// Sets where each weight's product goes, and what is added to it.
-pub fn finish(
-    outputs: &mut [GemmeshOutput; MAX_WEIGHTS],
-    finished: &[Finished],
-    product: &Product,
-    dtype: DType,
-    operands: &Operands,
-) {
-    for &Finished { weight, row, sum } in finished {
-        let at = |number: usize, first: usize| {
-            let Operand { ptr, pitch, .. } = operands.get(number)?;
-            // The kernel counts from row 0 of `a`, whose address may lie before the matrix.
-            let before = (row as u64)
-                .wrapping_sub(first as u64)
-                .wrapping_mul(pitch as u64);
-            Some((ptr.wrapping_sub(before), pitch as u64))
-        };
-        let output = &mut outputs[weight];
-        if let Some((ptr, pitch)) = at(sum.out, sum.first) {
-            (output.out, output.out_pitch) = (ptr as *mut c_void, pitch);
-        }
-        let residual = sum.residual;
-        if let Some((ptr, pitch)) = residual.and_then(|r| at(r.matrix, r.first)) {
-            (output.residual, output.residual_pitch) = (ptr as *const c_void, pitch);
-        }
-        if let Some(Bias { matrix, first }) = sum.bias
-            && let Some(Operand { ptr, .. }) = operands.get(matrix)
-        {
-            let column = |column: usize| (ptr + (column * dtype.bytes()) as u64) as *const c_void;
-            output.bias = column(first);
-            if product.gated {
-                outputs[1].bias = column(first + product.weights[0].n);
-            }
-        }
-    }
 }

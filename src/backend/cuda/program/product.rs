@@ -1,9 +1,10 @@
 //! The kernel of a product: its choice, and its parameters that are the same at each call.
 
+use smallvec::SmallVec;
+
 use super::block_table::Places;
 use super::k_slices::{self, SliceEntry};
 use super::low_latency::LowLatencyRows;
-use super::operands;
 use super::params::{Fixed, function};
 use super::sm90::KnownMaps;
 use super::support::Destination;
@@ -19,7 +20,9 @@ use crate::element::DType;
 use crate::error::Result;
 use crate::schedule::config::CUT_COLUMNS;
 use crate::schedule::limits::{limit, require};
-use crate::schedule::{MAX_WEIGHTS, Product, Schedule, Tile, WeightLayout};
+use crate::schedule::{
+    MAX_WEIGHTS, OutputBlock, Product, Reduction, Schedule, Sum, Tile, WeightLayout,
+};
 
 /// A product's kernel, with all its parameters except the addresses of a call's operands.
 #[derive(Debug)]
@@ -39,6 +42,15 @@ pub struct ProductKernel {
     /// The parameters about blocks, if they go to several places.
     pub sums: Option<Fixed<GemmeshSums>>,
     pub maps: KnownMaps,
+}
+
+/// A sum that a product's kernel finishes, with bias, activation and residual.
+pub struct Finished<'a> {
+    /// The number of the weight.
+    pub weight: usize,
+    /// The row of `a` to which its first row belongs.
+    pub row: usize,
+    pub sum: &'a Sum,
 }
 
 /// The kernel that was chosen for a product.
@@ -132,7 +144,7 @@ impl ProductKernel {
         if !schedule.is_pushed() || tables.task_count == 0 {
             kernel.clusters = kernel.clusters.min(count);
         }
-        let finished = operands::finished(&kernel, schedule, product);
+        let finished = kernel.finished(schedule, product);
         let is_f32 = |number: usize| schedule.matrices()[number].dtype == DType::F32;
         let stores_f32 = finished.iter().any(|finished| is_f32(finished.sum.out));
         let first = finished.first();
@@ -152,6 +164,35 @@ impl ProductKernel {
             params.low_latency = low_latency.of_kernel(&shared.control);
         }
         kernel
+    }
+
+    /// The sums that a product's kernel finishes.
+    pub fn finished<'a>(
+        &self,
+        schedule: &'a Schedule,
+        product: &'a Product,
+    ) -> SmallVec<[Finished<'a>; MAX_WEIGHTS]> {
+        let of_block = |block: &'a OutputBlock| Finished {
+            weight: block.weight,
+            row: block.rows.start,
+            sum: &block.sum,
+        };
+        match (&self.low_latency, &self.places) {
+            (Some(low_latency), _) => {
+                let of_reduction = |reduction: &'a Reduction| Finished {
+                    weight: 0,
+                    row: low_latency.first_row(schedule.rank()),
+                    sum: &reduction.sum,
+                };
+                schedule.reduction().map(of_reduction).into_iter().collect()
+            }
+            (None, Some(_)) => {
+                let adds = |block: &&OutputBlock| !block.sum.addends.is_empty();
+                let first = product.blocks.iter().find(adds);
+                first.map(of_block).into_iter().collect()
+            }
+            (None, None) => product.blocks.iter().map(of_block).collect(),
+        }
     }
 
     /// How many entries the kernel's table has.
