@@ -5,10 +5,9 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::operands::Operands;
+use super::operands::{self, Operands};
 use super::params::{self, CallNumbers};
 use super::product::ProductKernel;
-use super::product_operands;
 use super::sm90::Maps;
 use crate::backend::cuda::abi::{GemmeshParams, GemmeshTraceEvent};
 use crate::backend::cuda::driver::DeviceMemory;
@@ -38,12 +37,19 @@ impl<'p> ProductLaunch<'p> {
         operands: &Operands,
         traced: bool,
     ) -> Result<ProductLaunch<'p>> {
-        let matrices = product_operands::matrices(kernel, schedule, product, operands)?;
+        let matrices = operands::matrices(
+            schedule,
+            product,
+            kernel.places.as_ref(),
+            kernel.low_latency.is_some(),
+            kernel.stores_f32,
+            operands,
+        )?;
         let (world, a) = (schedule.world(), product.a);
         let mut params = params::of_call(&kernel.params, world, run, operands, a);
         let finished = kernel.finished(schedule, product);
         let dtype = kernel.instance.dtype;
-        product_operands::finish(&mut params.outputs, &finished, product, dtype, operands);
+        operands::finish(&mut params.outputs, &finished, product, dtype, operands);
         let events = kernel.entry_count(schedule) * kernel.instance.ctas();
         let trace = match traced {
             true => Some(gpu.scratch(events * size_of::<GemmeshTraceEvent>())?),

@@ -8,7 +8,6 @@ pub mod low_latency;
 pub mod operands;
 pub mod params;
 pub mod product;
-mod product_operands;
 pub mod reduction;
 pub mod sends;
 mod sm90;

@@ -5,6 +5,7 @@ use smallvec::SmallVec;
 use super::block_table::Places;
 use super::k_slices::{self, SliceEntry};
 use super::low_latency::LowLatencyRows;
+use super::operands::Finished;
 use super::params::{Fixed, function};
 use super::sm90::KnownMaps;
 use super::support::Destination;
@@ -20,9 +21,7 @@ use crate::element::DType;
 use crate::error::Result;
 use crate::schedule::config::CUT_COLUMNS;
 use crate::schedule::limits::{limit, require};
-use crate::schedule::{
-    MAX_WEIGHTS, OutputBlock, Product, Reduction, Schedule, Sum, Tile, WeightLayout,
-};
+use crate::schedule::{MAX_WEIGHTS, OutputBlock, Product, Reduction, Schedule, Tile, WeightLayout};
 
 /// A product's kernel, with all its parameters except the addresses of a call's operands.
 #[derive(Debug)]
@@ -42,15 +41,6 @@ pub struct ProductKernel {
     /// The parameters about blocks, if they go to several places.
     pub sums: Option<Fixed<GemmeshSums>>,
     pub maps: KnownMaps,
-}
-
-/// A sum that a product's kernel finishes, with bias, activation and residual.
-pub struct Finished<'a> {
-    /// The number of the weight.
-    pub weight: usize,
-    /// The row of `a` to which its first row belongs.
-    pub row: usize,
-    pub sum: &'a Sum,
 }
 
 /// The kernel that was chosen for a product.
