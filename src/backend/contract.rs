@@ -17,7 +17,7 @@ use crate::schedule::{Config, Numerics, Problem, Request, Schedule, Transfer};
 /// This is enough for some hundred values of M in a serving loop, with a few products each.
 #[doc(hidden)]
 pub const KEPT_PROGRAMS: usize = KEPT.get();
-/// The same number, as caches take it.
+/// The same number, as caches take it. The compiler evaluates it.
 pub(crate) const KEPT: NonZeroUsize = NonZeroUsize::new(512).expect("512 is not 0");
 
 /// A way to run the protocol: [`Host`](crate::Host) on any machine, `Cuda` on NVIDIA GPUs (feature `cuda`).

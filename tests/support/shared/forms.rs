@@ -726,27 +726,19 @@ impl<'a, B: Tested> GivenPartials<'a, B> {
         expected: &[Number],
     ) -> Result<(), Error> {
         let what = self.description(config.route, activation);
+        let scatter = MatmulReduceScatter::new().rows(&self.rows);
+        let scatter = scatter.bias(&self.bias).activation(activation);
+        let scatter = scatter.residual(&self.residual);
+        let scatter = scatter.weight_layout(layout).config(config);
         let own = own_rows(self.group, self.rows).len();
-        let scatter = || {
-            let scatter = MatmulReduceScatter::new().rows(&self.rows);
-            let scatter = scatter.bias(&self.bias).activation(activation);
-            let scatter = scatter.residual(&self.residual);
-            scatter.weight_layout(layout).config(config)
-        };
         let mut out = poisoned::<B, bf16>(self.group, own, self.n)?;
-        scatter().run(&self.a, self.weight(layout), &mut out)?;
-        check(
-            &format!("reduce-scatter, {what}, {layout:?}"),
-            expected,
-            &out.to_vec()?,
-        );
+        scatter.run(&self.a, self.weight(layout), &mut out)?;
+        let case = format!("reduce-scatter, {what}, {layout:?}");
+        check(&case, expected, &out.to_vec()?);
         let mut out = poisoned::<B, f32>(self.group, own, self.n)?;
-        scatter().run(&self.a, self.weight(layout), &mut out)?;
-        check(
-            &format!("reduce-scatter to f32, {what}"),
-            expected,
-            &out.to_vec()?,
-        );
+        scatter.run(&self.a, self.weight(layout), &mut out)?;
+        let case = format!("reduce-scatter to f32, {what}");
+        check(&case, expected, &out.to_vec()?);
         Ok(())
     }
 

@@ -11,6 +11,7 @@
 
 pub mod calibrate;
 pub mod choices;
+mod clocks;
 mod gather;
 mod sums;
 mod tiles;
