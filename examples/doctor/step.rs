@@ -126,9 +126,10 @@ fn run<T: DeserializeOwned>(arguments: &[String], timeout: Duration) -> Result<T
     // Processes that it has started end with it.
     const MOMENT: Duration = Duration::from_secs(1);
     let said = said.recv_timeout(MOMENT).unwrap_or_default();
+    // Before what a launched rank has said stands the rank.
     let outcomes = said
         .lines()
-        .filter_map(|line| serde_json::from_str(line).ok());
+        .filter_map(|line| serde_json::from_str(&line[line.find('{')?..]).ok());
     let outcomes: Vec<Result<T, String>> = outcomes.collect();
     let first_error = outcomes.iter().position(Result::is_err).unwrap_or(0);
     match outcomes.into_iter().nth(first_error) {

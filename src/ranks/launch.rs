@@ -3,13 +3,16 @@
 
 use std::ffi::OsString;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
 use super::children::Child;
+use super::output::Outputs;
 use super::reports::{FailureReport, ReportReceiver};
 use super::{address, env, poll};
 use crate::error::{Error, Result};
@@ -77,9 +80,15 @@ pub fn variables() -> impl Iterator<Item = &'static str> {
 ///
 /// Each process has this process's arguments, and joins the group by [`Group::from_env`](crate::Group::from_env).
 ///
-/// It prints nothing. Ranks write where this process writes, and have no input. When a rank has failed, the others have
-/// 1.5 seconds to end, and are killed then. Ranks that are stopped, for example by SIGSTOP, are killed when their group
-/// has failed and all others have ended. If this process is killed, its ranks are killed too.
+/// It prints nothing of its own. What ranks print comes out here in whole lines, with the rank before each line, such
+/// as `[2] text`: their standard output on this process's, their error output on this process's. So ranks write to
+/// pipes, also if this process writes to a terminal. A carriage return ends a line too, and a line of more than 64 KiB
+/// comes in pieces. The call returns when all lines are out. If nobody reads them any more, they are dropped, and the
+/// ranks go on. Ranks have no input.
+///
+/// When a rank has failed, the others have 1.5 seconds to end, and are killed then. Ranks that are stopped, for example
+/// by SIGSTOP, are killed when their group has failed and all others have ended. If this process is killed, its ranks
+/// are killed too. `ps` shows ranks by the program's name.
 ///
 /// If this process ignores SIGCHLD, the signal has its default action until the call returns. Otherwise nobody could
 /// learn how the ranks end. Ranks begin with the default action too.
@@ -166,16 +175,21 @@ impl Launch {
         }
         let address = address::draw().map_err(Error::system(None, "draw a random address"))?;
         let receiver = ReportReceiver::new(&address, self.world)?;
-        let ranks = (0..self.world).map(|rank| self.start(rank, &address));
-        wait(ranks.collect::<Result<_>>()?, receiver)
+        let mut outputs = Outputs::default();
+        let ranks = (0..self.world).map(|rank| self.start(rank, &address, &mut outputs));
+        let ranks = ranks.collect::<Result<_>>();
+        let result = outputs.forward_during(|| wait(ranks?, receiver));
+        result.map_err(Error::system(None, "forward what ranks print"))?
     }
 
-    fn start(&self, rank: usize, address: &str) -> Result<Rank> {
+    fn start(&self, rank: usize, address: &str, outputs: &mut Outputs) -> Result<Rank> {
         let launcher = rustix::process::getpid();
-        // Not current_exe(), because the program's file may have been replaced since it started.
-        let mut command = Command::new("/proc/self/exe");
-        let own = || std::env::args_os().skip(1).collect();
-        let args = self.args.clone().unwrap_or_else(own);
+        let mut own = std::env::args_os();
+        let mut command = Command::new(this_program());
+        if let Some(name) = own.next() {
+            command.arg0(name);
+        }
+        let args = self.args.clone().unwrap_or_else(|| own.collect());
         command
             .args(args)
             .envs(self.envs.iter().map(|(name, value)| (name, value)))
@@ -197,7 +211,9 @@ impl Launch {
                 Ok(())
             });
         }
-        let process = Child::start(&mut command)
+        let process = outputs
+            .take(rank, &mut command)
+            .and_then(|()| Child::start(&mut command))
             .map_err(Error::not_started(rank, "a process of this program"))?;
         Ok(Rank {
             rank,
@@ -205,6 +221,18 @@ impl Launch {
             ended: None,
         })
     }
+}
+
+/// This program's file, by the path that it was started from, so that its processes have its name. If a different file
+/// is there by now, or none, it is the kernel's link to the file.
+fn this_program() -> PathBuf {
+    const LINK: &str = "/proc/self/exe";
+    let file = |path: &Path| std::fs::metadata(path).map(|file| (file.dev(), file.ino()));
+    let path = std::env::current_exe().ok().filter(|path| {
+        let files = file(path).and_then(|there| Ok((there, file(LINK.as_ref())?)));
+        files.is_ok_and(|(there, here)| there == here)
+    });
+    path.unwrap_or_else(|| LINK.into())
 }
 
 /// Fails if `this` process is a rank.

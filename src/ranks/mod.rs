@@ -15,6 +15,7 @@ pub mod memfd;
 #[cfg(any(miri, gemmesh_heap))]
 #[path = "memfd/heap.rs"]
 pub mod memfd;
+mod output;
 pub mod panics;
 mod peer;
 mod pidfd;

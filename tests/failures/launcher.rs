@@ -39,14 +39,154 @@ fn launched_ranks_meet_and_their_output_is_forwarded() {
     });
     let outcome = &ranks.outcomes()[0];
     assert_eq!(outcome.value(), "all ranks have succeeded");
+    let lines: Vec<&str> = outcome.text.lines().collect();
     for rank in 0..3 {
-        assert!(outcome.text.contains(&format!("rank {rank} of 3")));
-        assert!(
-            outcome
-                .text
-                .contains(&format!("an error message of rank {rank}"))
-        );
+        let said = format!("[{rank}] @say rank {rank} of 3");
+        assert!(lines.contains(&&*said), "{lines:?}");
+        let written = format!("[{rank}] an error message of rank {rank}");
+        assert!(lines.contains(&&*written), "{lines:?}");
     }
+}
+
+#[test]
+fn lines_that_launched_ranks_write_in_pieces_at_the_same_time_do_not_mix() {
+    const LINES: usize = 100;
+    let test = test_name!();
+    let ranks = start(test, &[(0, 1)], |me| {
+        if !launch::is_rank() {
+            return launched(me, 4);
+        }
+        let group = Group::<Host>::from_env()?;
+        let rank = group.rank();
+        group.barrier()?;
+        for line in 0..LINES {
+            // The error output has no buffer: each part is written by itself.
+            eprintln!("line {line} of rank {rank}: {} {} {}", 1, 2, 3);
+        }
+        drop(group);
+        std::process::exit(0);
+    });
+    let outcome = &ranks.outcomes()[0];
+    assert_eq!(outcome.value(), "all ranks have succeeded");
+    for rank in 0..4 {
+        let begin = format!("[{rank}] line ");
+        let own: Vec<&str> = outcome
+            .text
+            .lines()
+            .filter(|line| line.starts_with(&begin))
+            .collect();
+        let written: Vec<String> = (0..LINES)
+            .map(|line| format!("{begin}{line} of rank {rank}: 1 2 3"))
+            .collect();
+        assert_eq!(own, written);
+    }
+}
+
+#[test]
+fn what_launched_ranks_write_last_comes_out_however_they_end() {
+    let test = test_name!();
+    let ranks = start(test, &[(0, 1)], |me| {
+        if launch::is_rank() {
+            let rank = std::env::var("GEMMESH_RANK").unwrap();
+            std::io::stdout().write_all(b"\nlast words").unwrap();
+            std::io::stdout().flush().unwrap();
+            eprint!("last words of {rank}");
+            match &*rank {
+                "0" => std::process::abort(),
+                "1" => std::process::exit(3),
+                "2" => rustix::process::kill_process(rustix::process::getpid(), Signal::KILL),
+                // It is killed.
+                _ => rustix::process::kill_process(rustix::process::getpid(), Signal::STOP),
+            }
+            .unwrap();
+            std::thread::sleep(Duration::from_secs(60));
+        }
+        let failed = launched(me, 4);
+        // The error is returned after all else.
+        me.say("returned");
+        failed
+    });
+    let outcome = &ranks.outcomes()[0];
+    assert!(matches!(outcome.error(), Error::RankFailed { .. }));
+    let lines: Vec<&str> = outcome.text.lines().collect();
+    let place = |what: &str| lines.iter().position(|line| line.ends_with(what));
+    for rank in 0..4 {
+        let said = place(&format!("[{rank}] last words")).expect("its last words");
+        assert!(Some(said) < place("@say returned"));
+        assert!(place(&format!("[{rank}] last words of {rank}")).is_some());
+    }
+}
+
+#[test]
+fn a_process_that_a_launched_rank_leaves_behind_is_not_waited_for() {
+    let test = test_name!();
+    let ranks = start(test, &[(0, 1)], |me| {
+        if !launch::is_rank() {
+            return launched(me, 2);
+        }
+        let left = Command::new("sleep").arg("300").spawn();
+        me.say(format!("left {}", left.unwrap().id()));
+        std::process::exit(0);
+    });
+    let outcomes = ranks.outcomes();
+    let lines = outcomes[0].text.lines();
+    for pid in lines.filter_map(|line| line.split_once("@say left ")) {
+        let pid = rustix::process::Pid::from_raw(pid.1.parse().unwrap()).unwrap();
+        rustix::process::kill_process(pid, Signal::KILL).unwrap();
+    }
+    assert_eq!(outcomes[0].value(), "all ranks have succeeded");
+}
+
+/// How `ps` shows this process: its name, and the program in its command line.
+fn shown() -> String {
+    let read = |name: &str| std::fs::read_to_string(format!("/proc/self/{name}")).unwrap();
+    let command = read("cmdline");
+    let program = command.split('\0').next().unwrap();
+    format!("{} {program}", read("comm").trim_end())
+}
+
+#[test]
+fn ps_shows_launched_ranks_by_the_name_of_the_program() {
+    let test = test_name!();
+    let ranks = start(test, &[(0, 1)], |me| {
+        if !launch::is_rank() {
+            return launched(me, 2).map(|_| shown());
+        }
+        me.say(shown());
+        std::process::exit(0);
+    });
+    let outcomes = ranks.outcomes();
+    let launcher = outcomes[0].value();
+    for rank in 0..2 {
+        let said = format!("[{rank}] @say {launcher}");
+        assert!(outcomes[0].text.contains(&said), "{}", outcomes[0].text);
+    }
+    assert!(!launcher.starts_with("exe "), "{launcher}");
+}
+
+#[test]
+fn a_program_whose_file_has_been_replaced_launches_itself_and_not_the_new_one() {
+    let test = test_name!();
+    let file = this_program().with_file_name(format!("replaced-{}", std::process::id()));
+    let setting = Setting {
+        command: &|_| {
+            std::fs::hard_link(this_program(), &file).unwrap();
+            Command::new(&file)
+        },
+        ..Setting::default()
+    };
+    let ranks = start_with(test, &[(0, 1)], &setting, |me| {
+        if launch::is_rank() {
+            std::process::exit(0);
+        }
+        let own = this_program();
+        std::fs::remove_file(&own).unwrap();
+        std::os::unix::fs::symlink("/bin/false", &own).unwrap();
+        let launched = launched(me, 2);
+        std::fs::remove_file(&own).unwrap();
+        launched
+    });
+    assert_eq!(ranks.outcomes()[0].value(), "all ranks have succeeded");
 }
 
 /// As the agent of mpiexec: starts this process again as `world` ranks, each through a shell that waits for it, in a

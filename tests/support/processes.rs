@@ -424,9 +424,10 @@ impl Ear {
         for line in BufReader::new(output).split(b'\n').map_while(Result::ok) {
             let line = String::from_utf8_lossy(&line).into_owned();
             let mut heard = self.lock();
-            if let Some(said) = line.strip_prefix(SAY) {
+            let text = without_rank(&line);
+            if let Some(said) = text.strip_prefix(SAY) {
                 heard.said.push((said.into(), Instant::now()));
-            } else if let Some(outcome) = line.strip_prefix(OUTCOME) {
+            } else if let Some(outcome) = text.strip_prefix(OUTCOME) {
                 let outcome = gemmesh::testing::outcome(outcome.as_bytes());
                 let outcome = outcome.expect("an outcome");
                 heard.outcome = Some((outcome, Instant::now()));
@@ -439,6 +440,17 @@ impl Ear {
         heard.open -= 1;
         heard.closed_at = Some(Instant::now());
         self.changed.notify_all();
+    }
+}
+
+/// A line without the rank that `gemmesh::launch` puts before it.
+fn without_rank(line: &str) -> &str {
+    let parts = line
+        .strip_prefix('[')
+        .and_then(|line| line.split_once("] "));
+    match parts {
+        Some((rank, text)) if rank.parse::<usize>().is_ok() => text,
+        _ => line,
     }
 }
 
