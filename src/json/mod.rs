@@ -48,7 +48,8 @@ pub fn fitted(error: Error, most: usize) -> Error {
 fn cut_texts(value: &mut Value, length: usize) {
     match value {
         Value::String(text) if text.len() > length => {
-            text.truncate(text.floor_char_boundary(length));
+            let end = (0..=length).rfind(|&end| text.is_char_boundary(end));
+            text.truncate(end.unwrap_or(0));
             text.push('…');
         }
         Value::Array(values) => values.iter_mut().for_each(|value| cut_texts(value, length)),

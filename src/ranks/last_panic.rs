@@ -21,11 +21,15 @@ pub fn message() -> Option<String> {
     LAST.try_with(|last| last.borrow().clone()).ok().flatten()
 }
 
+/// The text of a panic's payload, if it is one.
+pub fn text_of(payload: &(dyn Any + Send)) -> Option<&str> {
+    let text = payload.downcast_ref::<&str>().copied();
+    text.or_else(|| payload.downcast_ref::<String>().map(String::as_str))
+}
+
 /// The message of a panic that has been caught.
 pub fn message_of(payload: &(dyn Any + Send)) -> Option<String> {
-    let text = payload.downcast_ref::<&str>().copied();
-    let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
-    match (message(), text) {
+    match (message(), text_of(payload)) {
         // The noted message may be of an earlier panic, because resuming a panic calls no hook.
         (Some(noted), Some(text)) if !noted.starts_with(text) => Some(text.into()),
         (None, text) => text.map(str::to_string),

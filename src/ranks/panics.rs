@@ -3,7 +3,7 @@
 use std::panic::PanicHookInfo;
 use std::sync::{Arc, Mutex, Once, PoisonError, Weak};
 
-use super::last_panic::{NO_WORDS, set};
+use super::last_panic::{NO_WORDS, set, text_of};
 use super::shared_state::SharedState;
 use crate::error::Error;
 
@@ -35,7 +35,7 @@ pub fn listen(group: &Arc<SharedState>) {
 }
 
 fn note(panic: &PanicHookInfo) {
-    let words = panic.payload_as_str().unwrap_or(NO_WORDS);
+    let words = text_of(panic.payload()).unwrap_or(NO_WORDS);
     let message = match panic.location() {
         Some(place) => format!("{words} ({place})"),
         None => words.into(),
