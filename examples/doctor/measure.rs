@@ -98,7 +98,7 @@ impl<B: Backend> Gather<B> {
             #[cfg(feature = "cuda")]
             Way::Chosen => None,
         };
-        let mut gather = Gather { matrix, pulls };
+        let gather = Gather { matrix, pulls };
         gather.run()?;
         group.synchronize()?;
         let bits = |values: Vec<bf16>| values.into_iter().map(bf16::to_bits).collect::<Vec<_>>();

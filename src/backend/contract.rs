@@ -70,8 +70,9 @@ pub(crate) mod sealed {
         Input(&'a B::Buffer, usize),
         /// This rank's own memory from a byte on. It is written, and nobody else reads or writes it.
         Output(&'a B::Buffer, usize),
-        /// This rank's part of symmetric memory, from a byte on. It is written, and not shared meanwhile.
-        Part(&'a mut B::Symmetric, usize),
+        /// Rows of this rank's part of symmetric memory: the byte of the first row, and the bytes from row to row. The
+        /// call reads them, or writes them while nobody else reads or writes them.
+        Rows(&'a B::Symmetric, usize, usize),
     }
 
     impl<'a, B: Implementation> Bound<'a, B> {
@@ -190,9 +191,11 @@ pub(crate) mod sealed {
             from: &[u8],
         ) -> Result<()>;
         /// Copies from this rank's memory, from byte `offset` on. The caller has checked the range.
+        ///
+        /// No operation of this rank runs meanwhile, because peers may write this memory during one.
         fn read_symmetric(
             &self,
-            from: &mut Self::Symmetric,
+            from: &Self::Symmetric,
             offset: usize,
             to: &mut [u8],
         ) -> Result<()>;
@@ -200,6 +203,15 @@ pub(crate) mod sealed {
         fn write(&self, to: &mut Self::Buffer, from: &[u8]) -> Result<()>;
         /// Copies a buffer's first rows, as many as `to` has room for.
         fn read(&self, from: &Self::Buffer, to: &mut [u8]) -> Result<()>;
+        /// Copies `rows` rows of `width` bytes after this rank's earlier operations and before its later ones. The
+        /// caller has checked that both matrices have them.
+        fn copy(
+            &self,
+            from: &Bound<'_, Self>,
+            to: &Bound<'_, Self>,
+            rows: usize,
+            width: usize,
+        ) -> Result<()>;
 
         /// Runs the program's schedule.
         fn run(

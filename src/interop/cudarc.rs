@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::fmt;
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 
 use cudarc::driver::{
@@ -210,6 +211,121 @@ impl<'a, T: Value> CudarcMatrixMut<'a, T> {
     }
 }
 
+/// Rows of the library's matrices, as memory of cudarc.
+#[cfg_attr(docsrs, doc(cfg(feature = "cudarc")))]
+impl<T: Value> MatrixView<'_, Cuda, T> {
+    /// Calls `f` with the rows as memory of cudarc, for kernels and copies that read them.
+    ///
+    /// `stream` must be the group's stream ([`Group::use_cudarc_stream`]). What `f` puts on it follows the group's
+    /// earlier operations. cudarc's events order its other streams: they begin behind the earlier operations, and the
+    /// group's later operations wait for them.
+    ///
+    /// # Errors
+    /// [`Error::Unsuitable`] unless `stream` is the group's; [`Error::Unsupported`] unless the rows follow one another
+    /// without padding; the group's failure.
+    pub fn with_cudarc<R>(
+        &self,
+        stream: &Arc<CudaStream>,
+        f: impl FnOnce(CudaView<'_, T>) -> R,
+    ) -> Result<R> {
+        lend(self, stream, |memory| f(memory.as_view()))
+    }
+}
+
+/// Rows of the library's matrices, as memory of cudarc that is written.
+#[cfg_attr(docsrs, doc(cfg(feature = "cudarc")))]
+impl<T: Value> MatrixViewMut<'_, Cuda, T> {
+    /// As [`MatrixView::with_cudarc`], for kernels and copies that write the rows, for example those that a gather
+    /// sends next.
+    ///
+    /// ```no_run
+    /// # use std::sync::Arc;
+    /// # use cudarc::driver::{CudaSlice, CudaStream};
+    /// # use gemmesh::{Cuda, ShardedMatrix, all_gather, bf16};
+    /// # type Outcome = Result<(), Box<dyn std::error::Error>>;
+    /// fn send(
+    ///     x: &mut ShardedMatrix<Cuda, bf16>,
+    ///     normed: &CudaSlice<bf16>,
+    ///     stream: &Arc<CudaStream>,
+    /// ) -> Outcome {
+    ///     let mut own = x.shard_mut().view_mut()?;
+    ///     own.with_cudarc(stream, |mut rows| stream.memcpy_dtod(normed, &mut rows))??;
+    ///     Ok(all_gather(x)?)
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`MatrixView::with_cudarc`].
+    pub fn with_cudarc<R>(
+        &mut self,
+        stream: &Arc<CudaStream>,
+        f: impl FnOnce(CudaViewMut<'_, T>) -> R,
+    ) -> Result<R> {
+        lend(&self.as_view(), stream, |memory| f(memory.as_view_mut()))
+    }
+}
+
+/// Memory of this library that cudarc uses for a while. cudarc never frees it.
+struct Lent<T> {
+    memory: ManuallyDrop<CudaSlice<T>>,
+}
+
+impl<T> Drop for Lent<T> {
+    // Also if the caller's function has panicked.
+    fn drop(&mut self) {
+        // SAFETY: the value is not used again. Leaking it makes its stream wait for cudarc's other streams, and gives
+        // back all but the memory.
+        unsafe { ManuallyDrop::take(&mut self.memory) }.leak();
+    }
+}
+
+/// Lends the memory of a view to `f`.
+///
+/// A function instead of a guard: nobody can leak it, so the group's stream always waits for what `f` has begun on
+/// cudarc's other streams, before the memory can be freed.
+fn lend<T: Value, R>(
+    view: &MatrixView<'_, Cuda, T>,
+    stream: &Arc<CudaStream>,
+    f: impl FnOnce(&mut CudaSlice<T>) -> R,
+) -> Result<R> {
+    let group = view.group();
+    let [rows, columns] = view.shape();
+    let (first, pitch) = view.as_device_ptr();
+    if rows > 1 && pitch != columns * size_of::<T>() {
+        let what = format!("rows must follow one another, but they are {pitch} bytes apart");
+        let refused = Error::refused(group.rank(), "with_cudarc");
+        return group.noted(Err(refused(Error::Unsupported { what })));
+    }
+    let _guard = hold(group, "with_cudarc", stream)?;
+    // SAFETY: the view borrows this memory, which has as many elements and is initialised. `Lent` leaks the slice.
+    let memory = unsafe { stream.upgrade_device_ptr(first, rows * columns) };
+    let mut lent = Lent {
+        memory: ManuallyDrop::new(memory),
+    };
+    // cudarc's other streams wait for this use of the memory, and so for the group's operations so far.
+    drop(lent.memory.device_ptr_mut(stream));
+    Ok(f(&mut lent.memory))
+}
+
+/// Keeps the group's operations on `stream`, which must be theirs, until the guard is dropped.
+fn hold(group: &Group<Cuda>, argument: &str, stream: &Arc<CudaStream>) -> Result<StreamGuard> {
+    // The default streams of all contexts have the same handle, so the context is compared too.
+    group.require_context(argument, stream.context().cu_ctx().cast())?;
+    group.exclusively(|_| {
+        let (own, groups) = (stream.cu_stream().cast(), group.stream());
+        if own == groups {
+            return Ok(group.guard_stream());
+        }
+        Err(Error::Unsuitable {
+            rank: group.rank(),
+            argument: argument.into(),
+            what: "the stream".into(),
+            expected: format!("the group's, {groups:p}: see Group::use_cudarc_stream"),
+            found: format!("{own:p}"),
+        })
+    })
+}
+
 /// Checks memory for a matrix. The group's operations stay on the memory's stream until the guard is dropped.
 fn hold_stream<T: Value>(
     group: &Group<Cuda>,
@@ -227,24 +343,7 @@ fn hold_stream<T: Value>(
             found: vec![memory.len()],
         });
     }
-    // The default streams of all contexts have the same handle, so the context is compared too.
-    group.require_context(
-        "the memory of a matrix",
-        memory.stream().context().cu_ctx().cast(),
-    )?;
-    group.exclusively(|_| {
-        let (own, groups) = (memory.stream().cu_stream().cast(), group.stream());
-        if own == groups {
-            return Ok(group.guard_stream());
-        }
-        Err(Error::Unsuitable {
-            rank,
-            argument: "the memory of a matrix".into(),
-            what: "the stream".into(),
-            expected: format!("the group's, {groups:p}: see Group::use_cudarc_stream"),
-            found: format!("{own:p}"),
-        })
-    })
+    hold(group, "the memory of a matrix", memory.stream())
 }
 
 /// # Safety

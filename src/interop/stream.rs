@@ -10,8 +10,7 @@ use crate::backend::{Cuda, Sample};
 use crate::element::Value;
 use crate::error::{Error, Result};
 use crate::group::Group;
-use crate::matrix::ShardedMatrix;
-use crate::matrix::{Matrix, bytes_of};
+use crate::matrix::{Matrix, MatrixView, MatrixViewMut, ShardedMatrix, ViewMemory, bytes_of};
 use crate::schedule::Config;
 
 /// Keeps a group's operations on their stream until it is dropped. [`Group::hold_stream_of`] makes it.
@@ -303,6 +302,28 @@ impl<T: Value> Matrix<Cuda, T> {
     /// The matrix's address on the device, and its pitch, the number of bytes from row to row.
     pub fn as_device_ptr(&self) -> (u64, usize) {
         self.memory().place()
+    }
+}
+
+#[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
+impl<T: Value> MatrixView<'_, Cuda, T> {
+    /// The address of the first element on the device, and the pitch, the number of bytes from row to row.
+    pub fn as_device_ptr(&self) -> (u64, usize) {
+        let (memory, offset) = self.memory();
+        let (first, pitch) = match memory {
+            ViewMemory::Buffer(memory) => memory.place(),
+            ViewMemory::Shared(memory, pitch) => (memory.own(), pitch),
+        };
+        (first + offset as u64, pitch)
+    }
+}
+
+#[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
+impl<T: Value> MatrixViewMut<'_, Cuda, T> {
+    /// As [`MatrixView::as_device_ptr`]. Write the memory on the group's stream, or between
+    /// [`Group::synchronize`] and the next operation.
+    pub fn as_device_ptr(&self) -> (u64, usize) {
+        self.as_view().as_device_ptr()
     }
 }
 

@@ -1,5 +1,6 @@
 //! Matrices of one rank, views of them, and matrices whose rows are sharded over the ranks.
 
+mod host;
 mod sharded;
 
 pub use sharded::{ShardMut, ShardedMatrix};
@@ -199,7 +200,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     /// A view of the whole matrix.
     pub fn view(&self) -> MatrixView<'_, B, T> {
         MatrixView {
-            memory: &self.memory,
+            memory: ViewMemory::Buffer(&self.memory),
             group: &self.group,
             offset: 0,
             shape: self.shape(),
@@ -238,10 +239,56 @@ impl<B: Backend, T: Value> fmt::Debug for Matrix<B, T> {
     }
 }
 
-/// Some rows and columns of a [`Matrix`], as an operand.
+/// The memory of a view.
+#[derive(Debug)]
+pub(crate) enum ViewMemory<'a, B: Backend> {
+    /// A matrix of this rank.
+    Buffer(&'a B::Buffer),
+    /// This rank's part of a sharded matrix, and the bytes from row to row.
+    Shared(&'a B::Symmetric, usize),
+}
+
+// Derived, they would need a backend that can be copied.
+impl<B: Backend> Clone for ViewMemory<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backend> Copy for ViewMemory<'_, B> {}
+
+impl<'a, B: Backend> ViewMemory<'a, B> {
+    /// Bytes from row to row.
+    fn pitch(self) -> usize {
+        match self {
+            ViewMemory::Buffer(memory) => B::place(memory).1,
+            ViewMemory::Shared(_, pitch) => pitch,
+        }
+    }
+
+    /// Binds the memory from byte `offset` on as an input.
+    pub fn input(self, offset: usize) -> Bound<'a, B> {
+        match self {
+            ViewMemory::Buffer(memory) => Bound::Input(memory, offset),
+            ViewMemory::Shared(memory, pitch) => Bound::Rows(memory, offset, pitch),
+        }
+    }
+
+    /// Binds the memory from byte `offset` on as an output.
+    fn output(self, offset: usize) -> Bound<'a, B> {
+        match self {
+            ViewMemory::Buffer(memory) => Bound::Output(memory, offset),
+            ViewMemory::Shared(memory, pitch) => Bound::Rows(memory, offset, pitch),
+        }
+    }
+}
+
+/// Some rows and columns of a [`Matrix`] or of a [`ShardedMatrix`], as an operand.
+///
+/// [`Matrix::view`], [`ShardedMatrix::view`] and [`ShardedMatrix::shard`] make one.
 #[must_use = "a view does nothing"]
 pub struct MatrixView<'a, B: Backend, T> {
-    memory: &'a B::Buffer,
+    memory: ViewMemory<'a, B>,
     group: &'a Group<B>,
     /// Bytes from the memory's beginning.
     offset: usize,
@@ -276,7 +323,7 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
         // An empty view begins at the start, because there may be no memory behind the last row.
         let offset = match rows.is_empty() {
             true => 0,
-            false => self.offset + rows.start * B::place(self.memory).1,
+            false => self.offset + rows.start * self.memory.pitch(),
         };
         Ok(MatrixView {
             offset,
@@ -311,12 +358,28 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
         })
     }
 
+    /// Checks that the view can be copied into rows of `shape` of the same group.
+    fn require_copied(&self, group: &Group<B>, shape: [usize; 2]) -> Result<()> {
+        let (rank, argument) = (group.rank(), "the view to copy".to_string());
+        let fits = match (self.group.is_same(group), self.shape == shape) {
+            (false, _) => Err(Error::ForeignArgument { rank, argument }),
+            (_, false) => Err(Error::Shape {
+                rank,
+                argument: argument + " [rows, columns]",
+                expected: shape.into(),
+                found: self.shape.into(),
+            }),
+            _ => Ok(()),
+        };
+        group.noted(fits.map_err(Error::refused(rank, "copy_from")))
+    }
+
     pub(crate) fn group(&self) -> &'a Group<B> {
         self.group
     }
 
     /// The memory, and the bytes before the view's first element.
-    pub(crate) fn memory(&self) -> (&'a B::Buffer, usize) {
+    pub(crate) fn memory(&self) -> (ViewMemory<'a, B>, usize) {
         (self.memory, self.offset)
     }
 }
@@ -362,7 +425,9 @@ impl<B: Backend, T: Value> fmt::Debug for MatrixView<'_, B, T> {
     }
 }
 
-/// Some rows and columns of a [`Matrix`], as an output.
+/// Some rows and columns of a [`Matrix`], or own rows of a [`ShardedMatrix`], as an output.
+///
+/// [`Matrix::view_mut`] and [`ShardMut::view_mut`] make one.
 #[must_use = "a view does nothing"]
 pub struct MatrixViewMut<'a, B: Backend, T> {
     view: MatrixView<'a, B, T>,
@@ -448,13 +513,49 @@ impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
         Ok(parts.unwrap_or_else(|_| unreachable!("there is one for each width")))
     }
 
+    /// Overwrites the view with the values of a view of the same shape, after this rank's earlier operations and before
+    /// its later ones.
+    ///
+    /// On GPUs the copy is put on the group's stream, and no host waits.
+    ///
+    /// ```
+    /// use gemmesh::{Error, Group, Host};
+    ///
+    /// Group::<Host>::threads(1, |group| {
+    ///     let from = group.upload(&[1.0f32, 2.0, 3.0, 4.0], 2, 2)?;
+    ///     let mut to = group.zeros::<f32>(2, 3)?;
+    ///     to.view_mut().columns(0..2)?.copy_from(&from)?;
+    ///     assert_eq!(to.to_vec()?, [1.0, 2.0, 0.0, 3.0, 4.0, 0.0]);
+    ///     Ok::<_, Error>(())
+    /// })?;
+    /// # Ok::<_, Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Shape`] unless the shapes are equal; [`Error::ForeignArgument`] if the matrices belong to different
+    /// groups; the group's failure.
+    pub fn copy_from<'m>(&mut self, from: impl Into<MatrixView<'m, B, T>>) -> Result<()> {
+        let (from, group) = (from.into(), self.view.group);
+        let [rows, columns] = self.shape();
+        from.require_copied(group, [rows, columns])?;
+        let backend = &group.inner().backend;
+        let from = from.memory.input(from.offset);
+        let width = columns * size_of::<T>();
+        group.exclusively(|_| backend.copy(&from, &self.output(), rows, width))
+    }
+
+    #[cfg(feature = "cuda")]
+    pub(crate) fn as_view(&self) -> MatrixView<'_, B, T> {
+        self.view
+    }
+
     pub(crate) fn group(&self) -> &'a Group<B> {
         self.view.group
     }
 
     /// Binds the view as an output.
     pub(crate) fn output(&self) -> Bound<'a, B> {
-        Bound::Output(self.view.memory, self.view.offset)
+        self.view.memory.output(self.view.offset)
     }
 }
 

@@ -5,10 +5,11 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use crate::backend::Backend;
+use crate::backend::sealed::Bound;
 use crate::element::{DType, Value};
 use crate::error::{Error, Result};
 use crate::group::Group;
-use crate::matrix::bytes_of;
+use crate::matrix::{MatrixView, MatrixViewMut, ViewMemory, bytes_of};
 use crate::schedule::layout::balanced_rows;
 use crate::schedule::limits::limit;
 use crate::schedule::{Layout, RowOrder};
@@ -235,16 +236,79 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
         }
     }
 
+    /// This rank's copy of the whole matrix, as an operand of this rank's own calls, for example after a gather.
+    ///
+    /// ```
+    /// use gemmesh::{Group, Host, Result, all_gather, bf16, Matmul};
+    ///
+    /// fn rank(group: Group<Host>) -> Result<()> {
+    ///     let mut x = group.sharded::<bf16>(2, 8)?;
+    ///     x.shard_mut().copy_from_host(&[bf16::ONE; 8])?;
+    ///     all_gather(&x)?;
+    ///     let w = group.upload(&[bf16::ONE; 4 * 8], 4, 8)?;
+    ///     let mut y = group.zeros::<bf16>(2, 4)?;
+    ///     Matmul::new().run(x.view(), &w, &mut y)?;
+    ///     assert_eq!(y.to_vec()?, [bf16::from_f32(8.0); 8]);
+    ///     Ok(())
+    /// }
+    ///
+    /// Group::threads(2, rank)?;
+    /// # Ok::<_, gemmesh::Error>(())
+    /// ```
+    pub fn view(&self) -> MatrixView<'_, B, T> {
+        self.view_of(0..self.layout.m())
+    }
+
+    /// This rank's own rows, [rows, K], as an operand, for example as a residual.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if the rows lie in several places, which [`ShardedMatrix::blocks_of`] lists.
+    pub fn shard(&self) -> Result<MatrixView<'_, B, T>> {
+        let blocks = self.blocks_of(self.group.rank());
+        match &blocks[..] {
+            [] => Ok(self.view_of(0..0)),
+            [rows] => Ok(self.view_of(rows.clone())),
+            several => {
+                let what = format!(
+                    "own rows must be one block to be viewed, but {} stages have {}: use views of them \
+                     (ShardedMatrix::view, ShardedMatrix::blocks_of)",
+                    self.layout.stages(),
+                    several.len()
+                );
+                let refused = Error::refused(self.group.rank(), "shard");
+                self.group.noted(Err(refused(Error::Unsupported { what })))
+            }
+        }
+    }
+
     /// This rank's own rows, to be written.
     pub fn shard_mut(&mut self) -> ShardMut<'_, B, T> {
         ShardMut(self)
+    }
+
+    /// Some rows of this rank's copy of the matrix, which has them.
+    pub(super) fn view_of(&self, rows: Range<usize>) -> MatrixView<'_, B, T> {
+        let width = self.layout.k() * size_of::<T>();
+        MatrixView {
+            memory: ViewMemory::Shared(&self.memory, width),
+            group: &self.group,
+            offset: rows.start * width,
+            shape: [rows.len(), self.layout.k()],
+            element: PhantomData,
+        }
+    }
+
+    /// Binds this rank's own rows, which lie rank after rank, as an output.
+    pub(crate) fn own_rows(&mut self) -> Bound<'_, B> {
+        let width = self.layout.k() * size_of::<T>();
+        Bound::Rows(&self.memory, self.rows().start * width, width)
     }
 
     /// Copies this rank's copy of the whole matrix to `values`, row by row, when the operations before are complete.
     ///
     /// # Errors
     /// [`Error::Shape`] unless there are M · K values; the group's failure.
-    pub fn copy_to_host(&mut self, values: &mut [T]) -> Result<()> {
+    pub fn copy_to_host(&self, values: &mut [T]) -> Result<()> {
         let [m, k] = self.shape();
         self.check_length(
             "the host copy of a sharded matrix [M * K]",
@@ -254,8 +318,12 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
         self.group.synchronize()?;
         let inner = self.group.inner();
         let values = bytemuck::cast_slice_mut(values);
-        let read = inner.backend.read_symmetric(&mut self.memory, 0, values);
-        self.group.noted(read)?;
+        // A different thread may call an operation that gathers rows into this memory through a shared borrow. It
+        // waits, and what it has begun since is complete first.
+        self.group.exclusively(|_| {
+            inner.backend.synchronize(&inner.members)?;
+            inner.backend.read_symmetric(&self.memory, 0, values)
+        })?;
         // A peer whose operation has failed meanwhile may have written to other ranks' rows.
         inner.members.check()
     }
@@ -265,7 +333,7 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`]; the group's failure.
-    pub fn to_vec(&mut self) -> Result<Vec<T>> {
+    pub fn to_vec(&self) -> Result<Vec<T>> {
         let [m, k] = self.shape();
         let mut values = self.group.zeros_of_host(m * k)?;
         self.copy_to_host(&mut values)?;
@@ -329,10 +397,6 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
         &self.memory
     }
 
-    pub(crate) fn memory_mut(&mut self) -> &mut B::Symmetric {
-        &mut self.memory
-    }
-
     pub(crate) fn layout(&self) -> &Layout {
         &self.layout
     }
@@ -360,7 +424,7 @@ impl<B: Backend, T: Value> fmt::Debug for ShardedMatrix<B, T> {
 #[must_use = "a shard is written by its methods"]
 pub struct ShardMut<'a, B: Backend, T: Value>(&'a mut ShardedMatrix<B, T>);
 
-impl<B: Backend, T: Value> ShardMut<'_, B, T> {
+impl<'a, B: Backend, T: Value> ShardMut<'a, B, T> {
     /// How many elements the rows have. [`ShardMut::copy_from_host`] takes as many values.
     pub fn len(&self) -> usize {
         self.0.rows().len() * self.0.layout.k()
@@ -386,5 +450,73 @@ impl<B: Backend, T: Value> ShardMut<'_, B, T> {
             values = rest;
         }
         Ok(())
+    }
+
+    /// Overwrites the rows with the values of `rows`, [rows, K], after this rank's earlier operations and before its
+    /// later ones.
+    ///
+    /// On GPUs the copy is put on the group's stream, and no host waits.
+    ///
+    /// ```
+    /// use gemmesh::{Group, Host, Result, all_gather};
+    ///
+    /// fn rank(group: Group<Host>) -> Result<()> {
+    ///     let own = group.upload(&[group.rank() as f32], 1, 1)?;
+    ///     let mut x = group.sharded::<f32>(2, 1)?;
+    ///     x.shard_mut().copy_from(&own)?;
+    ///     all_gather(&x)?;
+    ///     assert_eq!(x.to_vec()?, [0.0, 1.0]);
+    ///     Ok(())
+    /// }
+    ///
+    /// Group::threads(2, rank)?;
+    /// # Ok::<_, gemmesh::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`MatrixViewMut::copy_from`].
+    pub fn copy_from<'m>(&mut self, rows: impl Into<MatrixView<'m, B, T>>) -> Result<()> {
+        let (from, matrix) = (rows.into(), &mut *self.0);
+        from.require_copied(&matrix.group, [matrix.rows().len(), matrix.layout.k()])?;
+        let mut first = 0;
+        for block in matrix.blocks_of(matrix.group.rank()) {
+            let rows = first..first + block.len();
+            first = rows.end;
+            let mut to = MatrixViewMut {
+                view: matrix.view_of(block),
+                exclusive: PhantomData,
+            };
+            to.copy_from(from.rows(rows)?)?;
+        }
+        Ok(())
+    }
+
+    /// The rows as an output, [rows, K], so that a product or a kernel of the caller's writes what is gathered next.
+    ///
+    /// ```
+    /// use gemmesh::{Group, Host, Matmul, Result, all_gather, bf16};
+    ///
+    /// fn rank(group: Group<Host>) -> Result<()> {
+    ///     let h = group.upload(&[bf16::ONE; 8], 1, 8)?;
+    ///     let w = group.upload(&[bf16::ONE; 4 * 8], 4, 8)?;
+    ///     let mut x = group.sharded::<bf16>(2, 4)?;
+    ///     Matmul::new().run(&h, &w, x.shard_mut().view_mut()?)?;
+    ///     all_gather(&x)?;
+    ///     assert_eq!(x.to_vec()?, [bf16::from_f32(8.0); 8]);
+    ///     Ok(())
+    /// }
+    ///
+    /// Group::threads(2, rank)?;
+    /// # Ok::<_, gemmesh::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`ShardedMatrix::shard`].
+    pub fn view_mut(self) -> Result<MatrixViewMut<'a, B, T>> {
+        let matrix: &'a ShardedMatrix<B, T> = self.0;
+        Ok(MatrixViewMut {
+            view: matrix.shard()?,
+            exclusive: PhantomData,
+        })
     }
 }

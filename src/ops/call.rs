@@ -11,7 +11,7 @@ use crate::element::{DType, Value};
 use crate::error::{Error, Result};
 use crate::explanation::Explanation;
 use crate::group::{Group, Inner};
-use crate::matrix::{MatrixView, MatrixViewMut, ShardedMatrix};
+use crate::matrix::{MatrixView, MatrixViewMut, ShardedMatrix, ViewMemory};
 use crate::profile::nvtx::range;
 use crate::profile::span::Span;
 use crate::protocol::epoch::Epoch;
@@ -24,7 +24,7 @@ pub struct RawView<'a, B: Backend> {
     pub group: &'a Group<B>,
     pub dtype: DType,
     pub shape: [usize; 2],
-    memory: &'a B::Buffer,
+    memory: ViewMemory<'a, B>,
     /// Bytes before the first element.
     offset: usize,
 }
@@ -61,7 +61,7 @@ impl<'a, B: Backend, T: Value> From<MatrixView<'a, B, T>> for RawView<'a, B> {
 impl<'a, B: Backend> RawView<'a, B> {
     /// Binds the view as an input.
     pub fn input(&self) -> Bound<'a, B> {
-        Bound::Input(self.memory, self.offset)
+        self.memory.input(self.offset)
     }
 }
 

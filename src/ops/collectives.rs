@@ -1,13 +1,12 @@
 //! Collectives without a product, for embeddings, logits, norms and the tokens of experts.
 
-use super::call::{self, Added, Arguments, RawShards, require_same_group, require_shape};
+use super::call::{self, Added, Arguments, RawShards, RawView, require_same_group, require_shape};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::{Float, Value};
 use crate::error::Result;
 use crate::group::Group;
-use crate::matrix::Matrix;
-use crate::matrix::ShardedMatrix;
+use crate::matrix::{MatrixView, MatrixViewMut, ShardedMatrix};
 use crate::schedule::limits::limit;
 use crate::schedule::plan::collectives::{chunked, leaves_gather, stored};
 use crate::schedule::plan::matrices::{A, MATRICES, OUT, PARTIALS};
@@ -130,11 +129,12 @@ pub fn broadcast<B: Backend, T: Value>(a: &mut ShardedMatrix<B, T>, root: usize)
 /// As [`all_gather`]; [`Error::Shape`](crate::Error::Shape) or
 /// [`Error::ForeignArgument`](crate::Error::ForeignArgument) if the output does not fit;
 /// [`Error::OutOfMemory`](crate::Error::OutOfMemory).
-pub fn reduce_scatter<B: Backend, T: Float>(
-    a: &Matrix<B, T>,
-    out: &mut Matrix<B, T>,
+pub fn reduce_scatter<'a, 'o, B: Backend, T: Float>(
+    a: impl Into<MatrixView<'a, B, T>>,
+    out: impl Into<MatrixViewMut<'o, B, T>>,
 ) -> Result<()> {
     const OPERATION: Operation = Operation::ReduceScatter;
+    let (a, out) = (a.into(), out.into());
     let group = a.group();
     let [m, n] = a.shape();
     let layout = || {
@@ -146,7 +146,7 @@ pub fn reduce_scatter<B: Backend, T: Float>(
         Ok(layout)
     };
     let layout = layout().map_err(|error| group.refuse(OPERATION.name(), error))?;
-    let (input, out) = (Bound::Input(a.memory(), 0), Bound::Output(out.memory(), 0));
+    let (input, out) = (RawView::from(a).input(), out.output());
     CollectiveCall {
         operation: OPERATION,
         chunks: 1,
@@ -178,18 +178,19 @@ pub fn reduce_scatter<B: Backend, T: Float>(
 ///
 /// # Errors
 /// As [`reduce_scatter`].
-pub fn all_reduce<B: Backend, T: Float>(
-    a: &Matrix<B, T>,
+pub fn all_reduce<'a, B: Backend, T: Float>(
+    a: impl Into<MatrixView<'a, B, T>>,
     out: &mut ShardedMatrix<B, T>,
 ) -> Result<()> {
     const OPERATION: Operation = Operation::AllReduce;
+    let a = a.into();
     let group = a.group();
     let [m, n] = a.shape();
     let fits = require_same_group("out", out.group(), group)
         .and_then(|()| RawShards::from(&*out).require_by_rank("out"))
         .and_then(|()| require_shape(group.rank(), "out [M, N]", [m, n], out.shape()));
     fits.map_err(|error| group.refuse(OPERATION.name(), error))?;
-    let (input, sums) = (Bound::Input(a.memory(), 0), Bound::Symmetric(out.memory()));
+    let (input, sums) = (RawView::from(a).input(), Bound::Symmetric(out.memory()));
     CollectiveCall {
         operation: OPERATION,
         chunks: 1,
@@ -225,11 +226,12 @@ pub fn all_reduce<B: Backend, T: Float>(
 ///
 /// # Errors
 /// As [`reduce_scatter`].
-pub fn all_to_all<B: Backend, T: Value>(
-    a: &Matrix<B, T>,
+pub fn all_to_all<'a, B: Backend, T: Value>(
+    a: impl Into<MatrixView<'a, B, T>>,
     out: &mut ShardedMatrix<B, T>,
 ) -> Result<()> {
     const OPERATION: Operation = Operation::AllToAll;
+    let a = a.into();
     let group = a.group();
     let [_, n] = out.shape();
     let rows = group.world_size() * out.rows().len();
@@ -239,7 +241,7 @@ pub fn all_to_all<B: Backend, T: Value>(
         require_shape(group.rank(), what, [rows, n], a.shape())
     });
     fits.map_err(|error| group.refuse(OPERATION.name(), error))?;
-    let (input, moved) = (Bound::Input(a.memory(), 0), Bound::Symmetric(out.memory()));
+    let (input, moved) = (RawView::from(a).input(), Bound::Symmetric(out.memory()));
     CollectiveCall {
         operation: OPERATION,
         chunks: 1,

@@ -391,10 +391,7 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let checked = self.0.check_sharded(RawShards::from(&*out));
-        let [_, n] = self.0.shape();
-        let offset = self.0.own_rows().start * n * size_of::<T>();
-        let out = Bound::Part(out.memory_mut(), offset);
-        self.0.run(operands, checked, out, &[], trace)
+        self.0.run(operands, checked, out.own_rows(), &[], trace)
     }
 
     /// Only multiplies, and leaves the partials where they are made. Not collective; for benchmarks, after a run.

@@ -130,11 +130,6 @@ impl<B: Backend> PlannedSums<'_, B> {
         self.multiply.is_some() && self.reduces_own_rows
     }
 
-    /// The shape [M, N] of the sum.
-    pub fn shape(&self) -> [usize; 2] {
-        [self.problem.layout.m(), self.problem.n]
-    }
-
     /// The rows of the sum that this rank owns.
     pub fn own_rows(&self) -> Range<usize> {
         self.problem.layout.rows_of(self.group.rank())

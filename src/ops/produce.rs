@@ -274,8 +274,7 @@ impl<'a> ProduceAndReduceScatter<'a> {
             self.plan::<B, T>(&group, out.layout())
         };
         let planned = planned().map_err(|error| group.refuse(REDUCE.name(), error))?;
-        let offset = out.rows().start * out.shape()[1] * size_of::<T>();
-        planned.run(Bound::Part(out.memory_mut(), offset), &[], None, produce)
+        planned.run(out.own_rows(), &[], None, produce)
     }
 
     fn layout<B: Backend>(&self, group: &Group<B>, m: usize, n: usize) -> Result<Layout> {

@@ -110,6 +110,51 @@ fn events_of_cudarc_order_the_group_and_other_streams() {
     }));
 }
 
+/// Kernels and copies of cudarc write what is gathered and read what was, also on a stream of their own, and no host
+/// waits.
+#[test]
+fn shards_are_memory_of_cudarcs() {
+    let Some(_leave) = gpu() else { return };
+    all_done(ranks(test_name!(), 2, |rank| {
+        let group = connect(rank, TIMEOUT)?;
+        let context = context(&group)?;
+        let [stream, other] = [(); 2].map(|()| of_cudarc(context.new_stream()));
+        let (stream, other) = (stream?, other?);
+        group.use_cudarc_stream(&stream)?;
+        let weight: Vec<bf16> = normal(2, N * K);
+        let b = group.upload(&weight, N, K)?;
+        let mut x = group.sharded::<bf16>(M, K)?;
+        let own = x.rows();
+        let mut outs = Vec::new();
+        for step in 0..6 {
+            let all: Vec<bf16> = normal(10 + step, M * K);
+            let used = if step % 2 == 0 { &stream } else { &other };
+            let rows = upload(used, &all[own.start * K..own.end * K])?;
+            let mut shard = x.shard_mut().view_mut()?;
+            let copied = shard.with_cudarc(&stream, |mut to| used.memcpy_dtod(&rows, &mut to))?;
+            of_cudarc(copied)?;
+            let mut out = group.upload::<bf16>(&vec![nan(); M * N], M, N)?;
+            AllGatherMatmul::new().run(&x, &b, &mut out)?;
+            let gathered = x.view().with_cudarc(&stream, |all| used.clone_dtoh(&all))?;
+            outs.push((all, of_cudarc(gathered)?, out));
+        }
+        of_cudarc(other.synchronize())?;
+        for (all, gathered, out) in outs {
+            assert_eq!(gathered, all);
+            let reference = Reference::new(&all, &weight, None, K);
+            reference.check(&out.to_vec()?).unwrap();
+        }
+        let refused = x.view().with_cudarc(&other, |_| ()).unwrap_err();
+        assert!(matches!(refused, Error::Unsuitable { .. }), "{refused}");
+        let padded = x.view().columns(0..8)?.with_cudarc(&stream, |_| ());
+        assert!(
+            matches!(padded, Err(Error::Unsupported { .. })),
+            "{padded:?}"
+        );
+        Ok("verified".into())
+    }));
+}
+
 #[test]
 fn what_of_cudarc_does_not_fit_is_refused() {
     let Some(_leave) = gpu() else { return };

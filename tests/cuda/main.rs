@@ -20,5 +20,6 @@ mod reduce_scatter;
 mod refusals;
 mod rendezvous;
 mod results;
+mod shards;
 mod streams;
 mod views;

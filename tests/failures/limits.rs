@@ -416,7 +416,7 @@ fn a_rank_that_takes_its_control_groups_memory_bit_by_bit_is_refused_what_is_not
         matrix.copy_from_host(&values)?;
         refused("a copy", matrix.to_vec().unwrap_err());
         drop(matrix);
-        let mut shared = group.sharded::<bf16>(ROWS, 1 << 10)?;
+        let shared = group.sharded::<bf16>(ROWS, 1 << 10)?;
         refused("a copy of what is shared", shared.to_vec().unwrap_err());
         drop(shared);
         work(&group)?;

@@ -11,3 +11,4 @@ mod numerics;
 mod pipelines;
 mod reduce_scatter;
 mod safety;
+mod shards;

@@ -208,7 +208,7 @@ impl sealed::Implementation for Cuda {
         to.own_region_mut().write_rows(offset, length, length, from)
     }
 
-    fn read_symmetric(&self, from: &mut Symmetric, offset: usize, to: &mut [u8]) -> Result<()> {
+    fn read_symmetric(&self, from: &Symmetric, offset: usize, to: &mut [u8]) -> Result<()> {
         let length = to.len();
         from.own_region().read_rows(offset, length, length, to)
     }
@@ -240,6 +240,15 @@ impl sealed::Implementation for Cuda {
 
     fn read(&self, from: &DeviceBuffer, to: &mut [u8]) -> Result<()> {
         from.region().read_rows(0, from.pitch, from.width, to)
+    }
+
+    fn copy(&self, from: &Bound<Cuda>, to: &Bound<Cuda>, rows: usize, width: usize) -> Result<()> {
+        match (operand(from, 0), operand(to, 0)) {
+            (Some(from), Some(to)) if rows > 0 => {
+                engine::copy_rows::copy_rows(&self.gpu, from, to, rows, width)
+            }
+            _ => Ok(()),
+        }
     }
 
     fn run(&self, members: &Members, program: &Program, call: Call<Cuda>) -> Result<()> {
@@ -292,28 +301,30 @@ impl sealed::Implementation for Cuda {
 /// The addresses of the matrices of a call of `rank`.
 fn bind<'a>(rank: usize, schedule: &Schedule, matrices: &'a [Bound<Cuda>]) -> Operands<'a> {
     let bound = matrices.iter().zip(schedule.matrices());
-    let all = bound.map(|(bound, spec)| {
-        let shared = spec.row_bytes();
-        let (ptr, pitch) = match bound {
-            Bound::Nothing => return None,
-            Bound::Symmetric(memory) => (memory.own(), shared),
-            Bound::Part(memory, offset) => (memory.own() + *offset as u64, shared),
-            Bound::Input(memory, offset) | Bound::Output(memory, offset) => {
-                let (ptr, pitch) = memory.place();
-                (ptr + *offset as u64, pitch)
-            }
-        };
-        let symmetric = bound.symmetric();
-        Some(Operand {
-            ptr,
-            pitch,
-            symmetric,
-        })
-    });
+    let all = bound.map(|(bound, spec)| operand(bound, spec.row_bytes()));
     Operands {
         rank,
         all: all.collect(),
     }
+}
+
+/// The address of a bound matrix. `shared`: bytes from row to row of symmetric memory.
+fn operand<'a>(bound: &Bound<'a, Cuda>, shared: usize) -> Option<Operand<'a>> {
+    let (ptr, pitch) = match bound {
+        Bound::Nothing => return None,
+        Bound::Symmetric(memory) => (memory.own(), shared),
+        Bound::Rows(memory, offset, pitch) => (memory.own() + *offset as u64, *pitch),
+        Bound::Input(memory, offset) | Bound::Output(memory, offset) => {
+            let (ptr, pitch) = memory.place();
+            (ptr + *offset as u64, pitch)
+        }
+    };
+    let symmetric = bound.symmetric();
+    Some(Operand {
+        ptr,
+        pitch,
+        symmetric,
+    })
 }
 
 /// What `Group<Cuda>` and the integrations use.

@@ -32,17 +32,9 @@ impl<'a> BoundMatrices<'a> {
     ) -> BoundMatrices<'a> {
         let mut own = [MatrixPlace::NOWHERE; MAX_MATRICES];
         for ((place, matrix), spec) in own.iter_mut().zip(bound).zip(specs) {
-            let (first, offset, pitch) = match matrix {
-                Bound::Nothing => continue,
-                Bound::Symmetric(memory) => (memory.own(), 0, spec.row_bytes()),
-                Bound::Part(memory, offset) => (memory.own(), *offset, spec.row_bytes()),
-                Bound::Input(memory, offset) | Bound::Output(memory, offset) => {
-                    (memory.memory.as_ptr(), *offset, memory.pitch)
-                }
-            };
-            // SAFETY: the operation that binds the memory has checked that the offset lies within it.
-            let ptr = unsafe { first.add(offset) };
-            *place = MatrixPlace { ptr, pitch };
+            if let Some(found) = MatrixPlace::of(matrix, spec.row_bytes()) {
+                *place = found;
+            }
         }
         BoundMatrices {
             rank,
@@ -95,6 +87,21 @@ impl MatrixPlace {
         ptr: std::ptr::null_mut(),
         pitch: 0,
     };
+
+    /// The place of a bound matrix. `shared`: bytes from row to row of symmetric memory.
+    pub fn of(bound: &Bound<Host>, shared: usize) -> Option<MatrixPlace> {
+        let (first, offset, pitch) = match bound {
+            Bound::Nothing => return None,
+            Bound::Symmetric(memory) => (memory.own(), 0, shared),
+            Bound::Rows(memory, offset, pitch) => (memory.own(), *offset, *pitch),
+            Bound::Input(memory, offset) | Bound::Output(memory, offset) => {
+                (memory.memory.as_ptr(), *offset, memory.pitch)
+            }
+        };
+        // SAFETY: the call that binds the memory has checked that the offset lies within it.
+        let ptr = unsafe { first.add(offset) };
+        Some(MatrixPlace { ptr, pitch })
+    }
 
     pub fn is_bound(self) -> bool {
         !self.ptr.is_null()

@@ -16,12 +16,13 @@ mod workers;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use matrices::MatrixPlace;
 use memory::{Flags, HostSymmetric};
 use rustix::io::Errno;
 use scratch::WorkerScratch;
 use workers::Workers;
 
-use crate::backend::contract::sealed::{self, Call};
+use crate::backend::contract::sealed::{self, Bound, Call};
 use crate::backend::contract::{Backend, OpenOptions, Owner};
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
@@ -79,6 +80,13 @@ pub struct HostBuffer {
     pitch: usize,
     /// Bytes of a row that are elements.
     width: usize,
+}
+
+impl HostBuffer {
+    /// The address of its first byte.
+    pub fn first(&self) -> *mut u8 {
+        self.memory.as_ptr()
+    }
 }
 
 enum HostMemory {
@@ -239,8 +247,8 @@ impl sealed::Implementation for Host {
         Ok(())
     }
 
-    fn read_symmetric(&self, from: &mut HostSymmetric, offset: usize, to: &mut [u8]) -> Result<()> {
-        // SAFETY: as above.
+    fn read_symmetric(&self, from: &HostSymmetric, offset: usize, to: &mut [u8]) -> Result<()> {
+        // SAFETY: the caller has checked the range. No operation of this rank runs meanwhile.
         unsafe { std::ptr::copy_nonoverlapping(from.own().add(offset), to.as_mut_ptr(), to.len()) };
         Ok(())
     }
@@ -264,6 +272,19 @@ impl sealed::Implementation for Host {
                 let place = from.memory.as_ptr().add(index * from.pitch);
                 std::ptr::copy_nonoverlapping(place, row.as_mut_ptr(), row.len());
             }
+        }
+        Ok(())
+    }
+
+    fn copy(&self, from: &Bound<Host>, to: &Bound<Host>, rows: usize, width: usize) -> Result<()> {
+        let [from, to] = [from, to].map(|bound| MatrixPlace::of(bound, 0));
+        let (Some(from), Some(to)) = (from, to) else {
+            return Ok(());
+        };
+        for row in 0..rows {
+            // SAFETY: the caller has checked that both have these rows, and borrows `to` exclusively. No operation of
+            // this rank runs meanwhile. Adopted memory of both may overlap, which this copy allows.
+            unsafe { std::ptr::copy(from.element::<u8>(row, 0), to.element(row, 0), width) };
         }
         Ok(())
     }

@@ -9,6 +9,7 @@ pub mod pipelines;
 pub mod reduce_scatter;
 pub mod refusals;
 pub mod results;
+pub mod shards;
 pub mod staged;
 
 /// Runs functions of this folder as tests on a backend: those listed by their file under their own names, and calls
@@ -112,6 +113,26 @@ macro_rules! forms_tests {
     };
 }
 pub(crate) use forms_tests;
+
+/// Data that goes into shards and out of them without the host.
+macro_rules! shards_tests {
+    ($backend:ty, $leave:expr) => {
+        $crate::support::shared::on_backend! {
+            $backend, $leave;
+            shards {
+                a_product_writes_own_rows
+                own_rows_are_copied_in_order
+                a_residual_is_the_shard
+                gathered_rows_are_operands
+                staged_shards_are_copied_block_by_block
+                parts_of_matrices_are_moved_by_collectives
+                copies_that_do_not_fit_are_refused
+            }
+            ;
+        }
+    };
+}
+pub(crate) use shards_tests;
 
 /// Sums over ranks that each have a part of K.
 macro_rules! reduce_scatter_tests {

@@ -138,7 +138,7 @@ pub fn staged_rows_are_consumed_by_stage<B: Consumes>(test: &str) {
                 seed += 1;
                 gemmesh::testing::delay_chunks(Some(seed));
                 let all = normal::<bf16>(seed, m * K);
-                let mut a = staged(&group, &all, K, stages)?;
+                let a = staged(&group, &all, K, stages)?;
                 let mut sink = B::sink(m, K);
                 let mut calls = Vec::new();
                 AllGatherAndConsume::new().chunks(1).run(&a, |chunk| {

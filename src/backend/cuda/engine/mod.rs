@@ -9,6 +9,7 @@ pub mod check_peers;
 mod collective;
 pub mod context;
 mod copies;
+pub mod copy_rows;
 mod product;
 mod push;
 mod pushed;
