@@ -21,15 +21,15 @@ fn rank(group: Group<Host>) -> Result<f64> {
     let mut x = group.sharded::<bf16>(TOKENS, MODEL)?;
     let own = x.rows().start * MODEL..x.rows().end * MODEL;
     x.shard_mut().copy_from_host(&values(0, own.clone()))?;
-    let residual = group.upload(&values(0, own.clone()), x.rows().len(), MODEL)?;
+    let mut next = group.sharded::<bf16>(TOKENS, MODEL)?;
     let mut hidden = group.zeros::<bf16>(TOKENS, HIDDEN)?;
 
     let gated = AllGatherMatmul::new().gated().activation(Activation::Silu);
     gated.run(&x, [&gate, &up], &mut hidden)?;
-    // The sums go to the own rows of x, which is the next layer's input.
-    let sum = MatmulReduceScatter::new().residual(&residual);
-    sum.run_into(&hidden, &down, &mut x)?;
-    let (found, mut off, mut size) = (x.to_vec()?, 0.0, 0.0);
+    // The residual is this rank's shard. The sums go to the own rows of the next layer's input.
+    let sum = MatmulReduceScatter::new().residual(x.shard()?);
+    sum.run_into(&hidden, &down, &mut next)?;
+    let (found, mut off, mut size) = (next.to_vec()?, 0.0, 0.0);
     for i in own {
         let exact = exact(i / MODEL, i % MODEL);
         off += (found[i].to_f64() - exact).powi(2);

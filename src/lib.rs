@@ -29,6 +29,7 @@
 //! | change M between calls | [`Group::sharded_with_capacity`], [`ShardedMatrix::set_rows`], [`Matrix::set_rows`] |
 //! | use another library's memory | `Matrix::from_device_ptr`, `CudarcMatrix`, [`dlpack`] |
 //! | use a part of a matrix | [`MatrixView`], [`MatrixViewMut`] |
+//! | read and write own rows between two products | [`ShardedMatrix::shard`], [`ShardMut::copy_from`], [`ShardMut::view_mut`] |
 //! | multiply rows that other ranks own | [`all_gather_matmul`], [`AllGatherMatmul`] |
 //! | sum the ranks' products | [`matmul_reduce_scatter`], [`matmul_all_reduce`], and the builders of the same names |
 //! | multiply on one rank | [`matmul`], [`Matmul`] |
