@@ -300,7 +300,8 @@ pub enum Error {
 
     /// A rank did not do its part in time.
     #[error(
-        "rank {waiting} gave up after {waited_ms} ms in {what}; see whether rank {rank} is stopped, slow, or making other calls"
+        "rank {waiting} gave up after {waited_ms} ms in {what}; \
+         see whether rank {rank} is stopped, slow, or making other calls, or raise {deadline}"
     )]
     Timeout {
         /// The rank that is waited for. If it waits for a rank too, the last rank of the chain.
@@ -309,8 +310,10 @@ pub enum Error {
         waiting: usize,
         /// The call in which it waits, and what it waits for.
         what: String,
-        /// For how long it waited.
+        /// For how long it waited. If all ranks have begun the call, since then.
         waited_ms: u64,
+        /// The deadline that has passed.
+        deadline: Deadline,
     },
 
     /// The group has failed before and can do nothing more.
@@ -535,6 +538,24 @@ pub enum Error {
         /// The system's words, with its error number.
         reason: String,
     },
+}
+
+/// A deadline of a group, which a wait has passed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Deadline {
+    /// That of calls that all ranks have begun: [`Builder::timeout`](crate::Builder::timeout).
+    Call,
+    /// That of ranks that have not come: [`Builder::arrival_timeout`](crate::Builder::arrival_timeout).
+    Arrival,
+}
+
+impl fmt::Display for Deadline {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(match self {
+            Deadline::Call => "Builder::timeout",
+            Deadline::Arrival => "Builder::arrival_timeout",
+        })
+    }
 }
 
 impl Error {

@@ -152,7 +152,7 @@ fn two_ranks(
 fn a_rank_that_is_late_is_named_and_the_group_starts_nothing_more() -> Result<(), Error> {
     // By rank 1: then rank 0 comes.
     let given_up = AtomicBool::new(false);
-    let group = Group::<Host>::builder().timeout(Duration::from_secs(1));
+    let group = Group::<Host>::builder().arrival_timeout(Duration::from_secs(1));
     group.threads(2, |group| {
         let a = group.sharded::<bf16>(M, K)?;
         let b = group.zeros(5, K)?;

@@ -311,7 +311,10 @@ fn inspect_link(from: i32, to: i32) -> Result<Link, DriverError> {
 }
 
 fn builder(gpu: usize, wait: Duration) -> Builder<Cuda> {
-    Group::builder().device(gpu).timeout(wait)
+    Group::builder()
+        .device(gpu)
+        .timeout(wait)
+        .arrival_timeout(wait)
 }
 
 /// A group of one GPU.

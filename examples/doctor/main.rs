@@ -79,6 +79,7 @@ pub fn main() -> ExitCode {
         // Every rank of the launcher's job is a doctor. They meet, and rank 0 goes on.
         let met = Group::<Host>::builder()
             .timeout(timeout / 3)
+            .arrival_timeout(timeout / 3)
             .from_env()
             .and_then(|group| group.barrier());
         let failed = met.is_err();

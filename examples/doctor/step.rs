@@ -55,6 +55,7 @@ impl Step {
         match self {
             Step::Host { ranks } => {
                 let builder = Group::<Host>::builder().timeout(wait);
+                let builder = builder.arrival_timeout(wait);
                 say(measure::host(builder, ranks))
             }
             #[cfg(feature = "cuda")]

@@ -8,6 +8,7 @@ use super::{Group, threads};
 use crate::backend::{Backend, OpenOptions};
 use crate::error::{Error, Result};
 use crate::protocol::epoch::Epoch;
+use crate::ranks::deadlines::Deadlines;
 use crate::ranks::identity::Identity;
 use crate::ranks::reports::ReportSender;
 use crate::ranks::{env, rendezvous};
@@ -15,11 +16,8 @@ use crate::schedule::Numerics;
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::limits::limit;
 
-/// How long a rank waits for another before it gives up, unless [`Builder::timeout`] says otherwise.
+/// How long a rank waits in a call that all ranks have begun, unless [`Builder::timeout`] says otherwise.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
-
-/// A longer timeout is cut to this one, which can still be added to a time.
-const LONGEST_TIMEOUT: Duration = Duration::from_secs(1 << 32);
 
 /// Options of a group, made by [`Group::builder`].
 ///
@@ -37,7 +35,8 @@ const LONGEST_TIMEOUT: Duration = Duration::from_secs(1 << 32);
 #[derive(Debug)]
 #[must_use = "there is no group before ranks have met"]
 pub struct Builder<B: Backend> {
-    pub(super) timeout: Duration,
+    timeout: Duration,
+    arrival_timeout: Option<Duration>,
     workers: Option<usize>,
     link: Option<usize>,
     device: Option<usize>,
@@ -51,6 +50,7 @@ impl<B: Backend> Builder<B> {
     pub(super) fn new() -> Builder<B> {
         Builder {
             timeout: DEFAULT_TIMEOUT,
+            arrival_timeout: None,
             workers: None,
             link: None,
             device: None,
@@ -60,12 +60,58 @@ impl<B: Backend> Builder<B> {
         }
     }
 
-    /// How long a rank waits for another in any call before it gives up. The default is [`DEFAULT_TIMEOUT`].
+    /// How long a rank waits for another in a call that all ranks have begun, before it gives up with
+    /// [`Error::Timeout`]. The default is [`DEFAULT_TIMEOUT`].
     ///
-    /// The time in which the other rank multiplies what it will send counts too.
+    /// The clock starts when the last rank begins the call. The time in which the other rank multiplies what it will
+    /// send counts. On GPUs a rank begins a call when it enqueues it, and a replay of a graph has no beginning that
+    /// others see. So there the work that stands before it on the other rank's stream counts too.
     pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = timeout.min(LONGEST_TIMEOUT);
+        self.timeout = timeout;
         self
+    }
+
+    /// How long a rank waits for another that has not come, before it gives up with [`Error::Timeout`].
+    ///
+    /// By default it waits as long as that rank lives. The wait ends at once if that rank dies, panics, leaves, fails
+    /// or makes a different call. So ranks may load weights at different speeds, and a server may be idle:
+    ///
+    /// ```
+    /// use gemmesh::{Error, Group, Host};
+    ///
+    /// Group::<Host>::threads(2, |group| loop {
+    ///     // Rank 0 takes requests, and the other ranks wait here for as long as none comes.
+    ///     let request = match group.rank() {
+    ///         0 => b"stop".to_vec(),
+    ///         _ => Vec::new(),
+    ///     };
+    ///     let request = group.all_gather_bytes(&request)?.swap_remove(0);
+    ///     if request == b"stop" {
+    ///         return Ok::<_, Error>(());
+    ///     }
+    /// })?;
+    /// # Ok::<_, Error>(())
+    /// ```
+    ///
+    /// It also bounds the rendezvous, in which a process that was never started cannot be seen to be dead. There the
+    /// default is ten minutes, after which ranks get [`Error::RanksMissing`].
+    ///
+    /// ```
+    /// use std::time::Duration;
+    ///
+    /// use gemmesh::{Error, Group, Host};
+    ///
+    /// let builder = Group::<Host>::builder().arrival_timeout(Duration::from_secs(600));
+    /// builder.threads(2, |group| group.barrier())?;
+    /// # Ok::<_, Error>(())
+    /// ```
+    pub fn arrival_timeout(mut self, timeout: Duration) -> Self {
+        self.arrival_timeout = Some(timeout);
+        self
+    }
+
+    pub(super) fn deadlines(&self) -> Deadlines {
+        Deadlines::new(self.timeout, self.arrival_timeout)
     }
 
     /// How many threads a rank multiplies with on the host backend. By default the ranks share the cores.
@@ -166,7 +212,7 @@ impl<B: Backend> Builder<B> {
             world,
             address: address.into(),
             backend: B::NAME,
-            timeout: self.timeout,
+            deadlines: self.deadlines(),
             launcher,
         };
         Group::open(rendezvous::meet_speaking(&identity, version)?, &self)

@@ -8,7 +8,7 @@ mod turns;
 
 pub use builder::{Builder, DEFAULT_TIMEOUT};
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::fmt::{self, Write};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -52,7 +52,7 @@ use crate::schedule::{Agreed, Config, Numerics, Problem, Schedule};
 ///
 /// All ranks make the same collective calls in the same order. If several threads of a rank make them, the program must
 /// order them. A call waits until the operations of other threads have returned, at most for the group's timeout
-/// ([`Error::Busy`]).
+/// ([`Error::Busy`]). Time in which such an operation waits for a rank that has not begun it does not count.
 ///
 /// A group is cheap to clone. It ends when its last clone, matrix and prepared call have been dropped. It belongs to
 /// the process that made it: in a fork, calls return [`Error::Forked`], and dropping the group does nothing.
@@ -71,11 +71,11 @@ pub(crate) struct Inner<B: Backend> {
     /// while the host waits anyway.
     evicted: Mutex<Vec<Kept<B>>>,
     /// The memory of partial sums, and its bytes: as much as the largest operation so far needed. Later operations use
-    /// it too. The lock is held while more is made. It is not held for ever, because ranks that wait for one another
-    /// there have deadlines and call no function of the caller's.
+    /// it too. The lock is held while more is made. It is not held for ever by a failed rank, because ranks that wait
+    /// for one another there see failures and call no function of the caller's.
     partials: Mutex<Option<(Arc<B::Symmetric>, usize)>>,
     /// How many sharded matrices the group has made. The lock is held while one is made, so that two threads of a rank
-    /// number theirs in the order in which the ranks meet for them. As with `partials`, it is not held for ever.
+    /// number theirs in the order in which the ranks meet for them. As with `partials`, a failure ends it.
     matrices: Mutex<u32>,
 }
 
@@ -318,8 +318,8 @@ impl<B: Backend> Group<B> {
     /// call's name. A library that refuses arguments before it makes the call uses this.
     ///
     /// Ranks that wait for this one in the call get `error` half a second later, unless this rank makes the call after
-    /// all. A rank that was refused the call as often as this one, or more often, gets it at its deadline, because all
-    /// ranks may be about to try again.
+    /// all. A rank that was refused the call as often as this one, or more often, waits longer, because all ranks may
+    /// be about to try again: for [`Builder::arrival_timeout`] or, if there is none, for [`Builder::timeout`].
     pub fn refuse(&self, call: &str, error: Error) -> Error {
         let error = Error::refused(self.rank(), call)(error);
         // Nobody waits for a call that stands within another, or in a fork.
@@ -562,10 +562,16 @@ impl<B: Backend> Group<B> {
 
     /// Waits for this thread's turn, which is for `operation` or for something else.
     fn state(&self, operation: Option<&Agreed>) -> Result<Turn<'_, State<B>>> {
-        let Members { rank, timeout, .. } = self.inner.members;
+        let members = &self.inner.members;
+        let (rank, longest) = (members.rank, members.deadlines.call());
+        // How long this thread had waited when a rank was last seen not to have come to the other thread's operation.
+        let until_all_came = Cell::new(Duration::ZERO);
         self.inner.state.take(operation, |waited, other| {
-            self.inner.members.check()?;
-            if waited < timeout {
+            members.check()?;
+            if members.awaits_a_rank() {
+                until_all_came.set(waited);
+            }
+            if waited - until_all_came.get() < longest {
                 return Ok(());
             }
             Err(Error::Busy {

@@ -17,7 +17,7 @@ impl<B: Backend> Builder<B> {
     /// Joins the group of the ranks of `communicator`, which must all run on this host. Collective.
     ///
     /// Rank 0 tells the others an address in a broadcast, for which MPI has no deadline. All later steps have the
-    /// builder's deadline.
+    /// builder's deadlines.
     ///
     /// # Errors
     /// As [`Builder::connect`].

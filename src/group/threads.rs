@@ -115,8 +115,8 @@ impl Joining {
         let Some((shared_state, connections)) = self.take() else {
             return;
         };
-        let timeout = builder.timeout;
-        let members = Members::new(rank, timeout, true, shared_state, world, connections);
+        let deadlines = builder.deadlines();
+        let members = Members::new(rank, deadlines, true, shared_state, world, connections);
         let farewell = members.as_ref().ok().map(Farewell::of);
         let open = |members| Group::open(members, builder);
         let reason = part(rank, members.and_then(open));

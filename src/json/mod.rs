@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::error::{Error, Result};
+use crate::error::{Deadline, Error, Result};
 use crate::profile::span::{Lane, Span, Work};
 use crate::schedule::Route;
 
@@ -95,6 +95,13 @@ enum RouteJson {
     Pull,
     Push,
     Store,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "Deadline")]
+enum DeadlineJson {
+    Call,
+    Arrival,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -290,6 +297,8 @@ enum ErrorJson {
         waiting: usize,
         what: String,
         waited_ms: u64,
+        #[serde(with = "DeadlineJson")]
+        deadline: Deadline,
     },
     Poisoned {
         #[serde(with = "boxed")]
@@ -417,6 +426,13 @@ mod tests {
             failed(Some(Box::new(lost))),
             poisoned,
             no_route,
+            Error::Timeout {
+                rank: 1,
+                waiting: 0,
+                what: "barrier()".into(),
+                waited_ms: 300,
+                deadline: Deadline::Arrival,
+            },
             Error::Unsupported {
                 what: "operands must be bf16 or f16".into(),
             },

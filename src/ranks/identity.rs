@@ -1,7 +1,6 @@
 //! How a process that looks for its group introduces itself.
 
-use std::time::Duration;
-
+use super::deadlines::Deadlines;
 use super::reports::ReportSender;
 
 /// A process that looks for the others of its group.
@@ -11,7 +10,7 @@ pub struct Identity {
     pub world: usize,
     pub address: String,
     pub backend: &'static str,
-    pub timeout: Duration,
+    pub deadlines: Deadlines,
     /// Sends reports to the launcher, if it described this rank.
     pub launcher: Option<ReportSender>,
 }

@@ -4,17 +4,19 @@ use std::cell::OnceCell;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::call::PostedCall;
+use super::deadlines::{Clock, Deadlines};
 use super::pidfd;
 use super::shared_state::SharedState;
 use super::waits::WaitTimes;
 use super::watcher::Watcher;
 use super::wire::{Channel, Connection, Frame, MAX_FRAME, WireError};
 use super::{last_panic, panics};
-use crate::error::{Error, Result};
+use crate::error::{Deadline, Error, Result};
 use crate::json;
 use crate::protocol::epoch::Epoch;
 use crate::protocol::flag::{Awaited, Flag, Wait};
@@ -27,6 +29,8 @@ const GRACE: Duration = Duration::from_millis(500);
 const FOREVER: Duration = Duration::from_secs(1 << 32);
 /// A rank that waits notes it more often than this, even on a busy machine.
 const FRESH: Duration = Duration::from_millis(250);
+/// A wait is this long before it asks whether all ranks have begun the call, which takes some microseconds.
+const NOT_SHORT: Duration = Duration::from_millis(1);
 
 /// The call in which the backends of the ranks open.
 pub const OPENING: &str = "the opening of the backend";
@@ -47,15 +51,17 @@ pub struct Gathered {
 pub struct Members {
     pub rank: usize,
     pub world: usize,
-    pub timeout: Duration,
+    pub deadlines: Deadlines,
     /// True if the ranks are threads of one process.
     pub in_process: bool,
     shared: Arc<SharedState>,
     waits: Arc<WaitTimes>,
     /// The number of this rank's latest collective call. Locked while one is posted or refused.
     calls: Mutex<u64>,
+    /// The number of this rank's latest operation.
+    operation: AtomicU64,
     /// On rank 0 the connections to 1, 2, …, and on other ranks the one to rank 0. Locked for one exchange of messages
-    /// at a time, which has a deadline and calls no function of the caller's.
+    /// at a time, which ends if the group fails, and calls no function of the caller's.
     connections: Mutex<Vec<Arc<Connection>>>,
     /// The watcher ends when this is dropped, after the farewell. It shares the connections, which only end then.
     _watcher: Option<Watcher>,
@@ -68,7 +74,7 @@ impl Members {
     /// Errors of this rank. The other ranks hear of them before they see its connections close.
     pub fn new(
         rank: usize,
-        timeout: Duration,
+        deadlines: Deadlines,
         in_process: bool,
         shared: SharedState,
         world: usize,
@@ -82,11 +88,12 @@ impl Members {
         Ok(Members {
             rank,
             world,
-            timeout,
+            deadlines,
             in_process,
             shared,
             waits: Arc::new(WaitTimes::new(world)),
             calls: Mutex::new(0),
+            operation: AtomicU64::new(0),
             connections: Mutex::new(connections),
             _watcher: watcher,
         })
@@ -144,7 +151,7 @@ impl Members {
     pub fn failure_reporter(&self) -> FailureReporter {
         FailureReporter {
             rank: self.rank,
-            timeout: self.timeout,
+            deadlines: self.deadlines,
             shared: self.shared.clone(),
             waits: self.waits.clone(),
         }
@@ -161,12 +168,20 @@ impl Members {
     /// Agrees with the other ranks that the next call is operation `epoch`, without a message.
     ///
     /// # Errors
-    /// [`Error::CallMismatch`] if another rank called something else; [`Error::Timeout`] if a rank is so
-    /// far behind that its calls can't be compared any more.
+    /// [`Error::CallMismatch`] if another rank called something else; the group's failure while this rank waits for one
+    /// that is so far behind that its calls can't be compared any more.
     pub fn post(&self, epoch: Epoch, operation: PostedCall<'_>) -> Result<()> {
         self.refuse_fork()?;
         let post = |number| self.shared.post_operation(number, epoch, operation);
-        self.next_call(&|| operation.to_string(), post).map(drop)
+        let number = self.next_call(&|| operation.to_string(), post)?;
+        self.operation.store(number, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// True if a rank has not begun this rank's latest operation.
+    pub fn awaits_a_rank(&self) -> bool {
+        let latest = self.operation.load(Ordering::Relaxed);
+        !self.shared.all_have_begun(latest)
     }
 
     /// Gives the next number to a call of this rank, which `post` posts, and returns it.
@@ -192,13 +207,15 @@ impl Members {
     }
 
     fn await_slower_ranks(&self, number: u64, words: &dyn Fn() -> String) -> Result<()> {
-        let begin = Instant::now();
+        let clock = Clock::start();
+        let needed = SharedState::needed_for(number);
         while let Err(rank) = self.shared.may_post(number) {
             self.pause(&PeerWait {
-                begin,
+                clock: &clock,
                 grace: Duration::ZERO,
+                is_for_a_peer: true,
                 rank,
-                call: &|| None,
+                call: &|| Some(needed),
                 what: &|| format!("{}: rank {rank} is too many calls behind", words()),
             })?;
             std::thread::sleep(Duration::from_micros(100));
@@ -238,33 +255,35 @@ impl Members {
     /// One check during a wait.
     ///
     /// # Errors
-    /// The group's first failure. It may be new: the deadline has passed, or a rank was refused the call and does not
+    /// The group's first failure. It may be new: a deadline has passed, or a rank was refused the call and does not
     /// make it.
     fn pause(&self, waiting: &PeerWait) -> Result<()> {
         if let Some(fault) = self.shared.fault() {
             return Err(fault);
         }
-        let waited = waiting.begin.elapsed();
-        // A wait for an intermediary of this rank says nothing about other ranks.
-        if waiting.grace.is_zero() {
-            self.shared.note_wait(waiting.rank);
+        let &PeerWait { clock, rank, .. } = waiting;
+        if waiting.is_for_a_peer {
+            self.shared.note_wait(rank);
         }
+        let total = clock.total();
         let refusal = self
             .shared
-            .standing_refusal(waiting.call, waited, self.timeout);
+            .standing_refusal(waiting.call, total, &self.deadlines);
         if let Some(error) = refusal {
             return Err(self.fail(error));
         }
-        if waited >= self.timeout + waiting.grace {
-            return Err(self.fail(self.timeout(waiting.begin, waiting.rank, (waiting.what)())));
+        if total >= NOT_SHORT {
+            // A call that is no more among this rank's latest has been begun by all.
+            let all_have_begun = |number| self.shared.all_have_begun(number);
+            clock.look(|| (waiting.call)().is_none_or(all_have_begun));
         }
-        Ok(())
-    }
-
-    /// The error of a wait for `rank` that began at `begin` and was in vain. `what` is the call and what `rank` has not
-    /// done.
-    fn timeout(&self, begin: Instant, rank: usize, what: String) -> Error {
-        timeout(&self.shared, self.timeout, begin.elapsed(), rank, what)
+        match self.deadlines.passed(clock, waiting.grace) {
+            Some(passed) => {
+                let what = (waiting.what)();
+                Err(self.fail(timeout(&self.shared, passed, clock.waited(), rank, what)))
+            }
+            None => Ok(()),
+        }
     }
 
     /// The error if `rank` has left while this rank waits for it in its call `number`. `what` is the call and what
@@ -331,11 +350,11 @@ impl Members {
 
     /// Tells the other ranks why this rank has no memory to share with them, in the place of its part in their first
     /// exchange.
-    pub fn decline(stream: &UnixStream, timeout: Duration, error: &Error) {
+    pub fn decline(stream: &UnixStream, deadlines: &Deadlines, error: &Error) {
         let outcome = json::of_outcome::<()>(&Err(error.clone()));
         let channel = Channel {
             stream,
-            deadline: Instant::now() + timeout + GRACE,
+            deadline: Instant::now() + deadlines.rendezvous() + GRACE,
             check: || pidfd::check(stream),
         };
         let mut told = channel.send(&join(&[outcome, Vec::new()]), &[]);
@@ -349,8 +368,8 @@ impl Members {
     /// Sends `payload`, and a descriptor if there is one, to every rank, and returns what all sent.
     ///
     /// # Errors
-    /// [`Error::CallMismatch`] unless all ranks make the same `call`; the group's failure if a rank does not
-    /// come within the timeout, is lost or has left.
+    /// [`Error::CallMismatch`] unless all ranks make the same `call`; the group's failure if a rank is lost or has
+    /// left, or if a deadline has passed.
     pub fn all_gather(
         &self,
         call: &str,
@@ -380,7 +399,7 @@ impl Members {
         let messages = MessageCall {
             words,
             number,
-            begin: Instant::now(),
+            clock: Clock::start(),
         };
         let (bytes, fds) = if self.rank == 0 {
             self.collect(&connections, &messages, payload, fd)?
@@ -474,18 +493,19 @@ impl Members {
         messages: &'a MessageCall,
         grace: Duration,
     ) -> Channel<'a, impl Fn() -> Result<(), Error>> {
-        let MessageCall { begin, number, .. } = *messages;
         Channel {
             stream,
-            deadline: begin + self.timeout + grace,
+            // The check has the deadlines.
+            deadline: Instant::now() + FOREVER,
             check: move || {
-                self.shared.note_wait(rank);
-                let refusal = || {
-                    let waited = begin.elapsed();
-                    self.shared
-                        .standing_refusal(|| Some(number), waited, self.timeout)
-                };
-                self.shared.fault().or_else(refusal).map_or(Ok(()), Err)
+                self.pause(&PeerWait {
+                    clock: &messages.clock,
+                    grace,
+                    is_for_a_peer: true,
+                    rank,
+                    call: &|| Some(messages.number),
+                    what: &|| messages.awaited(rank),
+                })
             },
         }
     }
@@ -495,8 +515,9 @@ impl Members {
         self.fail(match error {
             WireError::Stopped(error) => error,
             WireError::Late => {
-                let what = format!("{call}: rank {rank} has not come");
-                self.timeout(messages.begin, rank, what)
+                let (waited, what) = (messages.clock.waited(), messages.awaited(rank));
+                let passed = (Deadline::Call, FOREVER);
+                timeout(&self.shared, passed, waited, rank, what)
             }
             WireError::Closed if self.shared.has_left(rank) => {
                 self.left(rank, Some(messages.number), call.clone())
@@ -525,14 +546,27 @@ struct MessageCall {
     /// The call, in words.
     words: String,
     number: u64,
-    begin: Instant,
+    clock: Clock,
+}
+
+impl MessageCall {
+    /// The call, and what `rank` has not done in it.
+    fn awaited(&self, rank: usize) -> String {
+        let what = match self.clock.has_begun() {
+            true => "has not sent its part",
+            false => "has not come",
+        };
+        format!("{}: rank {rank} {what}", self.words)
+    }
 }
 
 /// A wait for another rank.
 struct PeerWait<'a> {
-    begin: Instant,
-    /// How much longer than the timeout the wait may last.
+    clock: &'a Clock,
+    /// How much longer than its deadline the wait may last.
     grace: Duration,
+    /// False if a thread of this rank is waited for, which says nothing about other ranks.
+    is_for_a_peer: bool,
     rank: usize,
     /// The number of the call in which this rank waits.
     call: &'a dyn Fn() -> Option<u64>,
@@ -540,15 +574,16 @@ struct PeerWait<'a> {
     what: &'a dyn Fn() -> String,
 }
 
-/// The error of a rank that has waited for `rank` this long in vain. `what` is the call and what `rank` has not done.
+/// The error of a rank that has waited for `rank` this long in vain. `passed` is the deadline and its length. `what` is
+/// the call and what `rank` has not done.
 fn timeout(
     shared: &SharedState,
-    timeout: Duration,
+    (deadline, longest): (Deadline, Duration),
     waited: Duration,
     rank: usize,
     what: String,
 ) -> Error {
-    let culprit = shared.culprit(rank, FRESH.min(timeout / 2));
+    let culprit = shared.culprit(rank, FRESH.min(longest / 2));
     Error::Timeout {
         rank: culprit,
         waiting: shared.rank(),
@@ -558,6 +593,7 @@ fn timeout(
             format!("{what}, held up by rank {culprit}")
         },
         waited_ms: waited.as_millis() as u64,
+        deadline,
     }
 }
 
@@ -566,7 +602,7 @@ fn timeout(
 #[derive(Debug)]
 pub struct FailureReporter {
     pub rank: usize,
-    pub timeout: Duration,
+    pub deadlines: Deadlines,
     shared: Arc<SharedState>,
     waits: Arc<WaitTimes>,
 }
@@ -590,9 +626,22 @@ impl FailureReporter {
         self.waits.add(peer, time);
     }
 
-    /// The error if this rank has waited for `peer` this long in vain. `what` is the call and what `peer` has not done.
-    pub fn timed_out(&self, peer: usize, waited: Duration, what: String) -> Error {
-        timeout(&self.shared, self.timeout, waited, peer, what)
+    /// The error if this rank has waited for `peer` this long in vain. `passed` is the deadline and its length. `what`
+    /// is the call and what `peer` has not done.
+    pub fn timed_out(
+        &self,
+        passed: (Deadline, Duration),
+        peer: usize,
+        waited: Duration,
+        what: String,
+    ) -> Error {
+        timeout(&self.shared, passed, waited, peer, what)
+    }
+
+    /// True if every rank has begun operation `epoch`, which this rank has begun.
+    pub fn all_have_begun(&self, epoch: Epoch) -> bool {
+        let number = self.shared.number_of(epoch);
+        number.is_none_or(|number| self.shared.all_have_begun(number))
     }
 
     /// True if `rank` has left the group in order.
@@ -621,7 +670,8 @@ impl FailureReporter {
     /// had time to make the call after all.
     pub fn standing_refusal(&self, epoch: Epoch, waited: Duration) -> Option<Error> {
         let number = || self.shared.number_of(epoch);
-        self.shared.standing_refusal(number, waited, self.timeout)
+        self.shared
+            .standing_refusal(number, waited, &self.deadlines)
     }
 }
 
@@ -659,22 +709,23 @@ impl Wait for Members {
         let number = OnceCell::new();
         let call = || *number.get_or_init(|| self.shared.number_of(epoch));
         let what = || self.shared.describe(epoch, awaited);
+        // The flag of a pulled chunk is written by this rank's copy thread. That may wait for a rank other than the
+        // chunk's source, and knows the culprit. A block that this rank's workers make takes as long as it takes,
+        // because their waits for other ranks end.
+        let grace = match awaited {
+            Awaited::Chunk { pulled: true, .. } => GRACE,
+            Awaited::Produced { .. } => FOREVER,
+            _ => Duration::ZERO,
+        };
         let waiting = PeerWait {
-            begin: Instant::now(),
-            // The flag of a pulled chunk is written by this rank's copy thread. That may wait for a rank other than the
-            // chunk's source, and knows the culprit. A block that this rank's workers make takes as long as it takes,
-            // because their waits for other ranks have deadlines.
-            grace: match awaited {
-                Awaited::Chunk { pulled: true, .. } => GRACE,
-                Awaited::Produced { .. } => FOREVER,
-                _ => Duration::ZERO,
-            },
+            clock: &Clock::start(),
+            grace,
+            is_for_a_peer: grace.is_zero(),
             rank: awaited.peer(),
             call: &call,
             what: &what,
         };
-        // As above, a wait for a thread of this rank is not a wait for a different rank.
-        let _waits = (waiting.grace.is_zero()).then(|| self.waits.begin(waiting.rank));
+        let _waits = (waiting.is_for_a_peer).then(|| self.waits.begin(waiting.rank));
         let mut yields = YIELDS;
         loop {
             // A rank that left had signalled everything before. For a pulled chunk it had waited for `done`, which

@@ -5,6 +5,7 @@
 pub mod address;
 pub mod call;
 mod children;
+pub mod deadlines;
 pub mod env;
 pub mod identity;
 pub mod last_panic;

@@ -37,7 +37,7 @@ use crate::schedule::layout::MAX_WORLD;
 
 const MAGIC: [u8; 8] = *b"gemmesh\0";
 /// Changes whenever ranks of older builds cannot work with ranks of this build.
-pub const PROTOCOL_VERSION: u32 = 5;
+pub const PROTOCOL_VERSION: u32 = 6;
 /// The longest introduction: a few numbers and names.
 const MAX_HELLO: usize = 4096;
 /// The longest answer: an error.
@@ -168,7 +168,7 @@ fn introduce(
     let verdict = json::outcome::<()>(&verdict).map_err(garbage)?;
     verdict.map_err(WireError::Stopped)?;
     map(identity.rank, fds).map_err(|error| {
-        Members::decline(stream, identity.timeout, &error);
+        Members::decline(stream, &identity.deadlines, &error);
         WireError::Stopped(error)
     })
 }
@@ -189,7 +189,7 @@ fn verdict_on(
     let channel = Channel {
         stream,
         // Rank 0 may have begun later than this rank, and it knows which ranks are missing.
-        deadline: Instant::now() + identity.timeout + LINGER,
+        deadline: Instant::now() + identity.deadlines.rendezvous() + LINGER,
         check: || pidfd::check(stream),
     };
     channel.send_raw(&[prefix.encode().as_slice(), &hello].concat())?;
@@ -231,7 +231,7 @@ fn members(
     let &Identity {
         rank,
         world,
-        timeout,
+        deadlines,
         ..
     } = identity;
     if let Some(launcher) = &identity.launcher {
@@ -240,7 +240,7 @@ fn members(
     }
     let shared_state =
         SharedState::new(memory, rank, world).with_launcher(identity.launcher.clone());
-    let members = Members::new(rank, timeout, false, shared_state, world, connections)?;
+    let members = Members::new(rank, deadlines, false, shared_state, world, connections)?;
     members.gather_messages(OPENING, Ok((Vec::new(), None)))?;
     Ok(members)
 }
@@ -420,7 +420,7 @@ impl<'a> Rendezvous<'a> {
 
     /// Receives guests until each rank has come once.
     fn receive_all(&mut self, begin: Instant) -> Result<()> {
-        let deadline = begin + self.identity.timeout;
+        let deadline = begin + self.identity.deadlines.rendezvous();
         let mut turns = 0;
         while !self.complete() {
             let is_late = Instant::now() >= deadline;
@@ -693,13 +693,14 @@ pub mod fuzzing {
     use std::os::unix::net::SocketAddr;
 
     use super::*;
+    use crate::ranks::deadlines::Deadlines;
 
     const IDENTITY: Identity = Identity {
         rank: 0,
         world: 4,
         address: String::new(),
         backend: "host",
-        timeout: Duration::from_secs(1),
+        deadlines: Deadlines::new(Duration::from_secs(1), None),
         launcher: None,
     };
 

@@ -108,7 +108,7 @@ impl<'a> Search<'a> {
     }
 
     fn pause(&self) -> Result<()> {
-        if self.begin.elapsed() >= self.identity.timeout {
+        if self.begin.elapsed() >= self.identity.deadlines.rendezvous() {
             return Err(self.failure());
         }
         std::thread::sleep(RETRY);

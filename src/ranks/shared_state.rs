@@ -11,6 +11,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::call::{FIXED, MESSAGES, PostedCall, WORDS, describe};
+use super::deadlines::Deadlines;
 use super::last_panic;
 use super::reports::ReportSender;
 use crate::error::{Error, Result};
@@ -34,8 +35,6 @@ const NOTE_BYTES: usize = 2048;
 const LATE_VOTES: Duration = Duration::from_millis(500);
 /// If a rank has let go of the group, the ranks that wait for it give it this long to say why.
 const FAREWELL: Duration = Duration::from_secs(1);
-/// A rank that was refused a call has this long to make it after all, from when a different rank waits for it there.
-const CORRECTION: Duration = Duration::from_millis(500);
 
 #[repr(C)]
 struct StateBlock {
@@ -331,10 +330,23 @@ impl SharedState {
             return Ok(());
         }
         // A rank that has posted the call after the one in the slot no longer compares with the slot.
-        let oldest = number - (POSTS - 1);
-        (0..self.world)
-            .find(|&rank| self.slot(rank, oldest).latest() < oldest)
-            .map_or(Ok(()), Err)
+        let oldest = SharedState::needed_for(number);
+        let slow = (0..self.world).find(|&rank| !self.has_begun(rank, oldest));
+        slow.map_or(Ok(()), Err)
+    }
+
+    /// The call that every rank must have begun before one may post its call `number`.
+    pub fn needed_for(number: u64) -> u64 {
+        number.saturating_sub(POSTS - 1)
+    }
+
+    fn has_begun(&self, rank: usize, number: u64) -> bool {
+        self.slot(rank, number).latest() >= number
+    }
+
+    /// True if every rank has posted its call `number`.
+    pub fn all_have_begun(&self, number: u64) -> bool {
+        (0..self.world).all(|rank| self.has_begun(rank, number))
     }
 
     fn slot(&self, rank: usize, number: u64) -> &Post<WORDS, FIXED> {
@@ -456,7 +468,7 @@ impl SharedState {
     /// Why `rank` was refused its call `number`, if it has not made that call after all.
     fn refusal_of(&self, rank: usize, number: u64) -> Option<Refusal> {
         let bytes = self.block().refusals[rank].read(number)?;
-        if self.slot(rank, number).latest() >= number {
+        if self.has_begun(rank, number) {
             return None;
         }
         let (noted, bytes) = bytes.split_first_chunk::<8>()?;
@@ -476,18 +488,19 @@ impl SharedState {
 
     /// Why some rank was refused its call `number`. `waited` is how long this rank has waited in that call.
     ///
-    /// None until that, and the age of the refusal, reach half a second or half the `timeout`: until then the other
-    /// rank may still make the call.
+    /// None until that, and the age of the refusal, reach [`Deadlines::correction`]: until then the other rank may
+    /// still make the call.
     ///
-    /// If this rank was refused the same call before, the other ranks may have been refused too, and may try again at
-    /// any time within the timeout. Until then a refusal counts only if its rank was refused more often than this one.
+    /// If this rank was refused the same call before, the other ranks may have been refused too, and may try again
+    /// within [`Deadlines::another_try`]. Until then a refusal counts only if its rank was refused more often than this
+    /// one.
     pub fn standing_refusal(
         &self,
         number: impl FnOnce() -> Option<u64>,
         waited: Duration,
-        timeout: Duration,
+        deadlines: &Deadlines,
     ) -> Option<Error> {
-        let time = CORRECTION.min(timeout / 2);
+        let time = deadlines.correction();
         if waited < time {
             return None;
         }
@@ -495,7 +508,10 @@ impl SharedState {
         let own = self.refused().get(&number).copied().unwrap_or(0);
         let mut refusals = (0..self.world).filter_map(|rank| self.refusal_of(rank, number));
         refusals
-            .find(|refusal| refusal.age >= time && (refusal.count > own || waited >= timeout))
+            .find(|refusal| {
+                let may_try_again = refusal.count <= own && waited < deadlines.another_try();
+                refusal.age >= time && !may_try_again
+            })
             .map(|refusal| refusal.error)
     }
 }
@@ -768,7 +784,9 @@ mod tests {
         assert_eq!(ranks[0].refusal(1, 3), None);
         assert_eq!(ranks[0].refusal(0, 2), None);
 
-        let standing = |number, waited| ranks[0].standing_refusal(|| Some(number), waited, TIMEOUT);
+        let deadlines = Deadlines::new(Duration::ZERO, Some(TIMEOUT));
+        let standing =
+            |number, waited| ranks[0].standing_refusal(|| Some(number), waited, &deadlines);
         assert_eq!(standing(2, WAITED), None, "it was refused only now");
         std::thread::sleep(TIMEOUT);
         assert_eq!(standing(2, WAITED), Some(error(11)));
@@ -789,7 +807,8 @@ mod tests {
         let refuse = |rank: usize, number| ranks[rank].note_refusal(number, &error);
         let standing = |number, waited| {
             std::thread::sleep(TIMEOUT);
-            ranks[0].standing_refusal(|| Some(number), waited, TIMEOUT)
+            let deadlines = Deadlines::new(Duration::ZERO, Some(TIMEOUT));
+            ranks[0].standing_refusal(|| Some(number), waited, &deadlines)
         };
         (0..2).for_each(|rank| refuse(rank, 1));
         assert_eq!(standing(1, WAITED), None);
@@ -812,7 +831,8 @@ mod tests {
         const WAITED: Duration = Duration::from_secs(1);
         let ranks = ranks(2);
         let error = Error::Capturing { rank: 1 };
-        let standing = || ranks[0].standing_refusal(|| Some(1), WAITED, Duration::ZERO);
+        let deadlines = Deadlines::new(Duration::ZERO, Some(Duration::ZERO));
+        let standing = || ranks[0].standing_refusal(|| Some(1), WAITED, &deadlines);
         ranks[1].note_refusal(1, &error);
         assert_eq!(standing(), Some(error.clone()));
         ranks[1].withdraw_refusal();

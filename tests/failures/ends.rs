@@ -127,7 +127,7 @@ fn a_rank_that_never_calls_is_named_at_the_timeout() {
 #[test]
 fn a_rank_that_never_calls_is_named_also_by_ranks_without_rows_of_their_own() {
     let error = Group::<Host>::builder()
-        .timeout(SHORT)
+        .arrival_timeout(SHORT)
         .workers(3)
         .threads(4, |group| {
             let a = group.sharded_rows::<bf16>(&[0, 5, 0, 5], 3)?;

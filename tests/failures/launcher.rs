@@ -528,7 +528,7 @@ fn a_launched_rank_that_ends_before_the_others_meet_it_is_returned() {
         if std::env::var("GEMMESH_RANK").unwrap() == "1" {
             return Ok(());
         }
-        let builder = Group::<Host>::builder().timeout(SHORT / 2);
+        let builder = Group::<Host>::builder().arrival_timeout(SHORT / 2);
         builder.from_env().map(drop)
     });
     let cause = assert_failed(&error, 1, "exit status: 0").expect("a cause");
@@ -541,7 +541,9 @@ fn a_launched_rank_that_ends_before_the_others_meet_it_is_returned() {
 #[test]
 fn a_launched_rank_that_never_calls_is_returned_and_killed() {
     let error = launched_failure(test_name!(), || {
-        let group = Group::<Host>::builder().timeout(SHORT / 2).from_env()?;
+        let group = Group::<Host>::builder()
+            .arrival_timeout(SHORT / 2)
+            .from_env()?;
         group.barrier()?;
         if group.rank() == 2 {
             std::thread::sleep(Duration::from_secs(60));
@@ -652,7 +654,9 @@ fn a_rank_that_is_stopped_when_its_group_has_failed_and_the_others_have_ended_is
  {
     let begin = Instant::now();
     let error = launched_failure(test_name!(), || {
-        let group = Group::<Host>::builder().timeout(SHORT / 2).from_env()?;
+        let group = Group::<Host>::builder()
+            .arrival_timeout(SHORT / 2)
+            .from_env()?;
         group.barrier()?;
         if group.rank() == 1 {
             rustix::process::kill_process(rustix::process::getpid(), Signal::STOP).unwrap();

@@ -109,8 +109,11 @@ fn few_descriptors(test: &str, limited: usize) {
                 (rank.rank == limited).then(|| Limited::to(Resource::Nofile, limit_for(more)));
             let connect = || {
                 let builder = Group::<Host>::builder().workers(1);
-                let builder =
-                    builder.timeout(Duration::from_millis(if more < 2 { 300 } else { 5000 }));
+                let builder = builder.arrival_timeout(Duration::from_millis(if more < 2 {
+                    300
+                } else {
+                    5000
+                }));
                 builder.connect(rank.rank, 3, &format!("{}-{more}", rank.address))
             };
             let own = attempt(connect, limit);

@@ -226,7 +226,7 @@ fn one_of_them_that_gives_up_is_named_with_the_reason_at_the_deadline() {
     const SHORT: Duration = Duration::from_millis(800);
     let over = std::sync::Barrier::new(3);
     Group::<Host>::builder()
-        .timeout(SHORT)
+        .arrival_timeout(SHORT)
         .threads(3, |group| -> Result<(), Error> {
             let mut arguments = Arguments::new(&group, 6, 5, 4)?;
             let b = group.zeros(5, 3)?;
@@ -265,7 +265,7 @@ fn a_rank_that_makes_another_call_when_it_is_refused_one_is_named_with_that() {
 fn a_refusal_is_the_reason_also_where_the_timeout_is_short() {
     let timeout = Duration::from_millis(200);
     let error = Group::<Host>::builder()
-        .timeout(timeout)
+        .arrival_timeout(timeout)
         .threads(2, |group| {
             let mut arguments = Arguments::new(&group, 6, 5, 4)?;
             if group.rank() == 0 {

@@ -12,17 +12,18 @@ fn a_rank_that_does_not_come_is_told_of_by_the_call_the_rank_and_what_it_has_not
         (
             |_, arguments| arguments.run(),
             "all_gather_matmul(M = 6, K = 4, bf16, sharded matrix 0): rank 0 has not begun it; \
-             see whether rank 0 is stopped, slow, or making other calls",
+             see whether rank 0 is stopped, slow, or making other calls, or raise Builder::arrival_timeout",
         ),
         (
             |group, _| group.barrier(),
-            "barrier(): rank 0 has not come; see whether rank 0 is stopped, slow, or making other calls",
+            "barrier(): rank 0 has not come; \
+             see whether rank 0 is stopped, slow, or making other calls, or raise Builder::arrival_timeout",
         ),
     ];
     for (call, what) in calls {
         let given_up = std::sync::Barrier::new(2);
         let result = Group::<Host>::builder()
-            .timeout(Duration::from_millis(300))
+            .arrival_timeout(Duration::from_millis(300))
             .workers(1)
             .threads(2, |group| {
                 let mut arguments = Arguments::new(&group, 6, 5, 4)?;
@@ -50,17 +51,19 @@ fn a_rank_that_does_not_come_is_told_of_by_the_call_the_rank_and_what_it_has_not
 
 #[test]
 fn a_rank_that_holds_up_the_one_that_is_waited_for_is_told_of() {
-    let result = Group::<Host>::builder().timeout(SHORT).threads(3, |group| {
-        if group.rank() == 2 {
-            std::thread::sleep(SHORT + SLACK);
-            return Ok(());
-        }
-        if group.rank() == 0 {
-            // So that rank 1's time is over first, though it waits half a second longer for an intermediary.
-            std::thread::sleep(Duration::from_millis(700));
-        }
-        group.barrier()
-    });
+    let result = Group::<Host>::builder()
+        .arrival_timeout(SHORT)
+        .threads(3, |group| {
+            if group.rank() == 2 {
+                std::thread::sleep(SHORT + SLACK);
+                return Ok(());
+            }
+            if group.rank() == 0 {
+                // So that rank 1's time is over first, though it waits half a second longer for an intermediary.
+                std::thread::sleep(Duration::from_millis(700));
+            }
+            group.barrier()
+        });
     let error = result.unwrap_err();
     let Error::Timeout { waited_ms, .. } = error else {
         panic!("{error}")
@@ -69,7 +72,7 @@ fn a_rank_that_holds_up_the_one_that_is_waited_for_is_told_of() {
         error.to_string(),
         format!(
             "rank 1 gave up after {waited_ms} ms in barrier(): rank 0 has not come, held up by rank 2; \
-             see whether rank 2 is stopped, slow, or making other calls"
+             see whether rank 2 is stopped, slow, or making other calls, or raise Builder::arrival_timeout"
         )
     );
 }

@@ -144,9 +144,10 @@ impl Rank {
         std::process::exit(0);
     }
 
-    /// The group of all processes of the test.
+    /// The group of all processes of the test, with this timeout for late ranks too.
     pub fn connect(&self, timeout: Duration) -> Result<Group<Host>, Error> {
         let builder = Group::<Host>::builder().timeout(timeout);
+        let builder = builder.arrival_timeout(timeout);
         builder.connect(self.rank, self.world, &self.address)
     }
 

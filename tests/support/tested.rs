@@ -99,9 +99,11 @@ pub fn ranks_with(
     start_with(test, &places, setting, part)
 }
 
-/// A group of all ranks. What a rank keeps is there from now on.
+/// A group of all ranks, with this timeout for late ranks too. What a rank keeps is there from now on.
 pub fn connect<B: Tested>(rank: &Rank, timeout: Duration) -> Result<Group<B>, Error> {
-    let builder = Group::<B>::builder().timeout(timeout);
+    let builder = Group::<B>::builder()
+        .timeout(timeout)
+        .arrival_timeout(timeout);
     let group = builder.connect(rank.rank, rank.world, &rank.address)?;
     std::mem::forget(B::keep(rank));
     Ok(group)
@@ -118,7 +120,9 @@ pub fn connect_short<B: Tested>(rank: &Rank) -> Result<(B::Kept, Group<B>), Erro
 pub fn host_group(rank: &Rank) -> Result<Group<Host>, Error> {
     let address = format!("{}-host", rank.address);
     let deadline = Duration::from_secs(90);
-    let builder = Group::<Host>::builder().timeout(deadline).workers(1);
+    let builder = Group::<Host>::builder()
+        .arrival_timeout(deadline)
+        .workers(1);
     builder.connect(rank.rank, rank.world, &address)
 }
 

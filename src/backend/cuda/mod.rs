@@ -100,7 +100,8 @@ use crate::schedule::{Config, Numerics, Problem, Schedule};
 /// kernel. Graphs are the exception. A graph may run its branches one after the other, so operations of several groups
 /// must not stand on different branches.
 ///
-/// If a program breaks a rule, the operation ends at the deadline with [`Error::Timeout`], and a new group works.
+/// If a program breaks a rule, the operation ends at the deadline ([`Builder::timeout`](crate::Builder::timeout)) with
+/// [`Error::Timeout`], and a new group works.
 #[derive(Debug)]
 pub struct Cuda {
     /// Dropped first, because its monitor's thread uses the GPU.
@@ -129,7 +130,7 @@ impl sealed::Implementation for Cuda {
         }
         // A failure before the ranks meet is reported to the other ranks when they meet.
         let load = || -> Result<(Gpu, Rates, tuned::Table)> {
-            let gpu = Gpu::open(members.rank, options.device, members.timeout)?;
+            let gpu = Gpu::open(members.rank, options.device, members.deadlines.call())?;
             let rates = Rates::load(members.rank, gpu.device.name())?;
             let tuned = tuned::Table::load(members.rank, gpu.device.name(), members.world)?;
             Ok((gpu, rates, tuned))
@@ -200,7 +201,7 @@ impl sealed::Implementation for Cuda {
     }
 
     fn buffer(&self, members: &Members, rows: usize, width: usize) -> Result<DeviceBuffer> {
-        self.gpu.buffer([rows, width], members.timeout)
+        self.gpu.buffer([rows, width], members.deadlines.call())
     }
 
     fn write_symmetric(&self, to: &mut Symmetric, offset: usize, from: &[u8]) -> Result<()> {

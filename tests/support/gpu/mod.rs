@@ -159,14 +159,16 @@ pub fn connect(rank: &Rank, timeout: Duration) -> Result<Group<Cuda>, Error> {
     tested::connect(rank, timeout)
 }
 
-/// Another group of the same ranks, by a name that no other of theirs has.
+/// Another group of the same ranks, with this timeout for late ranks too, by a name that no other of theirs has.
 pub fn another_group(
     rank: &Rank,
     name: impl Display,
     timeout: Duration,
 ) -> Result<Group<Cuda>, Error> {
     let address = format!("{}-{name}", rank.address);
-    let builder = Group::<Cuda>::builder().timeout(timeout);
+    let builder = Group::<Cuda>::builder()
+        .timeout(timeout)
+        .arrival_timeout(timeout);
     builder.connect(rank.rank, rank.world, &address)
 }
 

@@ -4,6 +4,7 @@
 pub mod collectives;
 pub mod failures;
 pub mod forms;
+pub mod late;
 pub mod mismatches;
 pub mod pipelines;
 pub mod reduce_scatter;

@@ -4,12 +4,13 @@
 //! rank, the call and the driver's own words.
 
 use std::ffi::{CStr, c_void};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
 
-use crate::error::{Error, Result};
+use crate::error::{Deadline, Error, Result};
 use crate::process::Process;
 
 /// A pointer to a device's memory.
@@ -26,6 +27,8 @@ pub struct Device {
     pub rank: usize,
     /// How long an allocation may take at the most.
     timeout: Duration,
+    /// True while an operation on this GPU waits for a rank that has not begun it. Such a wait has no end of its own.
+    awaits_a_rank: AtomicBool,
     ordinal: usize,
     gpu: Arc<Context>,
 }
@@ -142,6 +145,7 @@ impl Device {
         Ok(Arc::new(Device {
             rank,
             timeout,
+            awaits_a_rank: AtomicBool::new(false),
             ordinal,
             gpu,
         }))
@@ -290,13 +294,24 @@ impl Device {
         unsafe { cuda!(self.rank, cuStreamSynchronize(self.gpu.lasting.host_stream)) }
     }
 
-    /// Waits for the work on the host stream, with a deadline.
+    /// Notes whether an operation on this GPU waits for a rank that has not begun it.
+    pub fn note_awaited_rank(&self, awaits: bool) {
+        self.awaits_a_rank.store(awaits, Ordering::Relaxed);
+    }
+
+    /// True while an operation on this GPU waits for a rank that has not begun it.
+    pub fn awaits_a_rank(&self) -> bool {
+        self.awaits_a_rank.load(Ordering::Relaxed)
+    }
+
+    /// Waits for the work on the host stream, with a deadline. Time in which an operation waits for a rank that has not
+    /// begun it does not count.
     fn settle(&self) -> Result<()> {
         const SPINS: u32 = 10_000;
         const NAP: Duration = Duration::from_micros(20);
-        /// A kernel that waits for a peer and leaves no room for a fill gives up within this time.
+        /// A kernel that waits for a peer and leaves no room for a fill ends this much after the deadline.
         const GRACE: Duration = Duration::from_secs(2);
-        let begin = Instant::now();
+        let mut begin = Instant::now();
         let mut turn = 0;
         loop {
             // SAFETY: the stream lives as long as the context.
@@ -304,12 +319,16 @@ impl Device {
             if result != sys::CUresult::CUDA_ERROR_NOT_READY {
                 return check(self.rank, "cuStreamQuery", result);
             }
+            if self.awaits_a_rank() {
+                begin = Instant::now();
+            }
             if begin.elapsed() > self.timeout + GRACE {
                 return Err(Error::Timeout {
                     rank: self.rank,
                     waiting: self.rank,
                     what: "a fill or a free of memory: its GPU is busy".into(),
                     waited_ms: begin.elapsed().as_millis() as u64,
+                    deadline: Deadline::Call,
                 });
             }
             turn += 1;

@@ -3,6 +3,7 @@
 use crate::backend::cuda::abi::{GEMMESH_MAX_WORLD, GemmeshAlignment};
 use crate::backend::cuda::driver::Stream;
 use crate::backend::cuda::gpu::Gpu;
+use crate::backend::cuda::program::params::nanoseconds;
 use crate::backend::cuda::shared::Shared;
 use crate::error::Result;
 use crate::ranks::members::Members;
@@ -17,7 +18,11 @@ pub fn align(gpu: &Gpu, shared: &Shared, members: &Members, stream: &Stream) -> 
     let mut alignment = GemmeshAlignment {
         words,
         abort: control.abort() as *const u32,
-        deadline_ns: members.timeout.as_nanos().min(u64::MAX.into()) as u64,
+        // If a rank that has not come fails, the monitor writes the abort word.
+        deadline_ns: match members.deadlines.arrival() {
+            Some(arrival) => nanoseconds(arrival),
+            None => u64::MAX,
+        },
         count: shared.next_alignment(),
         rank: members.rank as u32,
         world: members.world as u32,

@@ -69,7 +69,7 @@ pub fn announce_in_graph(at: &EnqueueContext, program: &Program) -> Result<()> {
         ..
     } = *at;
     let (schedule, graph) = (&program.schedule, shared.control.graph_words());
-    let recording = at.record(program, Waits::in_graph(schedule));
+    let recording = at.record(program, &Waits::in_graph(schedule));
     let mut words: SmallVec<[StreamMemOp; 16]> = SmallVec::new();
     words.push(StreamMemOp::Write(shared.monitor.running(), recording));
     let movers = schedule.movers().iter();

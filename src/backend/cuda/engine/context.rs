@@ -43,12 +43,12 @@ impl<'a> EnqueueContext<'a> {
 
     /// The epoch and, in a capture, the recording's number of a call of `program`.
     pub fn run(&self, program: &Program, epoch: Epoch) -> CallNumbers {
-        let recording = self.recorded.then(|| self.record(program, program.waits));
+        let recording = self.recorded.then(|| self.record(program, &program.waits));
         CallNumbers { epoch, recording }
     }
 
     /// The number of the recording of `program`.
-    pub fn record(&self, program: &Program, waits: Waits) -> u32 {
+    pub fn record(&self, program: &Program, waits: &Waits) -> u32 {
         let name = program.schedule.agreed().map_or("", Agreed::name);
         self.shared.monitor.record(name, waits)
     }

@@ -25,7 +25,7 @@ fn begin(at: &EnqueueContext, program: &Program, epoch: Epoch) -> Result<()> {
     if at.recorded {
         return Ok(());
     }
-    at.shared.monitor.begin(epoch, program.waits);
+    at.shared.monitor.begin(epoch, &program.waits);
     if epoch.refreshes() {
         // Refreshes the flags that only pulls write. Their old values too must never compare as future epochs.
         announce(at, epoch, None)?;

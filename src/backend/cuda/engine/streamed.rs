@@ -101,7 +101,7 @@ impl<'a> Streamed<'a> {
         if !self.program.schedule.handshake() {
             return Ok(());
         }
-        shared.monitor.begin(epoch, self.program.waits);
+        shared.monitor.begin(epoch, &self.program.waits);
         if traced {
             // The trace must show the device, not the host, so everything is enqueued before any rank begins.
             pause(main, ENQUEUED)?;

@@ -6,13 +6,13 @@ use crate::backend::cuda::driver::Stream;
 use crate::backend::cuda::gpu::Gpu;
 use crate::backend::cuda::shared::Shared;
 use crate::backend::cuda::shared::monitor::Monitor;
-use crate::error::{Error, Result};
+use crate::error::{Deadline, Error, Result};
 use crate::ranks::members::Members;
 
 /// Waits until the operations on the main stream are done.
 ///
 /// The monitor ends an operation that is stuck. The wait for the caller's own work in front of the operations ends with
-/// [`Error::Timeout`] if nothing moves for longer than the timeout.
+/// [`Error::Timeout`] if nothing moves for longer than the timeout, and no rank is late.
 pub fn for_operations(gpu: &Gpu, shared: &Shared, members: &Members) -> Result<()> {
     if let Some(mark) = gpu.reclaimer.latest() {
         poll(shared, members, || mark.main_is_passed())?;
@@ -31,7 +31,8 @@ fn report(shared: &Shared, members: &Members) -> Result<()> {
     members.fault().map_or(Ok(()), Err)
 }
 
-/// Polls until `is_done`. Fails if nothing moves on the device for longer than the timeout.
+/// Polls until `is_done`. Fails if nothing moves on the device for longer than the timeout, although all ranks have
+/// begun what runs there.
 pub fn poll(shared: &Shared, members: &Members, is_done: impl Fn() -> Result<bool>) -> Result<()> {
     const SPINS: u32 = 1000;
     const NAP: Duration = Duration::from_micros(50);
@@ -44,14 +45,18 @@ pub fn poll(shared: &Shared, members: &Members, is_done: impl Fn() -> Result<boo
         if turn > SPINS {
             std::thread::sleep(NAP);
         }
+        if shared.monitor.awaits_a_rank() {
+            progress = Progress::of(&shared.monitor);
+        }
         let waited = progress.still_for(&shared.monitor);
-        if waited > members.timeout + GRACE {
+        if waited > members.deadlines.call() + GRACE {
             // The group goes on, and this rank may wait again.
             return Err(Error::Timeout {
                 rank: members.rank,
                 waiting: members.rank,
                 what: "the work that its own program has put on the stream before".into(),
                 waited_ms: waited.as_millis() as u64,
+                deadline: Deadline::Call,
             });
         }
     }
@@ -60,9 +65,11 @@ pub fn poll(shared: &Shared, members: &Members, is_done: impl Fn() -> Result<boo
 
 /// Waits until the operations have ended, because the group ends.
 ///
-/// They end by themselves, or the monitor ends them, unless the caller's own work in front of them does not end.
+/// They end by themselves, or the monitor ends them, unless the caller's own work in front of them does not end. From
+/// now on a rank that has not come is waited for no longer than a rank that has, so that dropping a group always ends.
 pub fn for_the_end(gpu: &Gpu, shared: &mut Shared, members: &Members, has_graphs: bool) {
-    let longest = members.timeout + Duration::from_secs(2);
+    shared.monitor.hurry();
+    let longest = members.deadlines.call() + Duration::from_secs(2);
     if has_graphs && !gpu.main().is_capturing().unwrap_or(true) {
         // No mark follows replays yet. If marking fails, the device has failed.
         let _ = gpu.reclaimer.mark();

@@ -76,7 +76,12 @@ impl Program {
         let (held, tables) = ProgramTables::hold(gpu, &schedule, &destination, entries)?;
         // A collective's kernel adds arrivals, also if this rank sends nothing.
         let is_collective = schedule.product().is_none() && schedule.is_pushed();
-        let adds_itself = is_collective || matches!(destination, Destination::LowLatency(_));
+        let has_low_latency = matches!(destination, Destination::LowLatency(_));
+        let waits = Waits::of(
+            &schedule,
+            !has_low_latency && !sends::is_low_latency(&schedule),
+        );
+        let adds_itself = is_collective || has_low_latency;
         let added = schedule.reduction().filter(|_| !adds_itself);
         let reduction = added.map(|added| ReductionKernel::new(gpu, &schedule, added));
         let reduction = reduction.transpose()?;
@@ -100,7 +105,7 @@ impl Program {
             None => ProgramKernel::None,
         };
         Ok(Program {
-            waits: Waits::of(&schedule),
+            waits,
             kernel,
             reduction,
             _held: held,

@@ -1,6 +1,7 @@
 //! The parameters of every kernel that may wait for peers. Most are set once, when the program is made.
 
 use std::ffi::c_void;
+use std::time::Duration;
 
 use super::low_latency;
 use super::operands::Operands;
@@ -58,7 +59,7 @@ pub fn fixed(
         slices: std::ptr::null(),
         partials: std::ptr::null_mut(),
         arrived: std::ptr::null_mut(),
-        deadline_ns: members.timeout.as_nanos().min(u64::MAX.into()) as u64,
+        deadline_ns: nanoseconds(members.deadlines.call()),
         tile_count: 0,
         epoch: 0,
         m: 0,
@@ -98,8 +99,8 @@ fn peers(
     GemmeshPeers {
         push_epoch: push_epoch as *mut GemmeshPushEpoch,
         tasks: tables.tasks as *const GemmeshCopyTask,
-        // The kernel itself notes its start, because from then on its waits have deadlines. If copies push, their
-        // stream notes that the kernel should run.
+        // The kernel itself notes its start, because from then on it waits for peers. If copies push, their stream
+        // notes that the kernel should run.
         started: if copies { 0 } else { monitor.started() } as *mut u32,
         // Work behind the kernel is a part of the operation.
         completed: if completes { monitor.completed() } else { 0 } as *mut u32,
@@ -122,16 +123,25 @@ pub fn of_call(
 ) -> GemmeshParams {
     let mut params = fixed.0;
     params.epoch = run.epoch.raw();
-    if let Some(recording) = run.recording {
-        params.recording = recording;
-        // The monitor does not count replays by these words.
-        params.peers.started = std::ptr::null_mut();
-        params.peers.completed = std::ptr::null_mut();
+    match run.recording {
+        Some(recording) => {
+            params.recording = recording;
+            // The monitor does not count replays by these words.
+            params.peers.started = std::ptr::null_mut();
+            params.peers.completed = std::ptr::null_mut();
+        }
+        // A kernel cannot see whether all ranks have begun the call. The monitor can, and writes the abort word.
+        None => params.deadline_ns = u64::MAX,
     }
     for (peer, rows) in params.peers.rows.iter_mut().enumerate().take(world) {
         *rows = operands.of_rank(stored, peer).unwrap_or(0) as *mut c_void;
     }
     params
+}
+
+/// A time as kernels count it.
+pub fn nanoseconds(time: Duration) -> u64 {
+    time.as_nanos().min(u64::MAX.into()) as u64
 }
 
 /// The kernels' number of an activation.

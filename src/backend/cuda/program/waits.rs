@@ -4,10 +4,13 @@ use crate::backend::cuda::shared::words::Waits;
 use crate::schedule::{Schedule, Transfer};
 
 impl Waits {
-    /// The waits of an operation that is not captured.
-    pub fn of(schedule: &Schedule) -> Waits {
+    /// The waits of an operation that is not captured. `has_flags`: false if rows come through low-latency areas.
+    pub fn of(schedule: &Schedule, has_flags: bool) -> Waits {
         if schedule.is_pushed() {
-            return Waits::Kernel;
+            let sources = if has_flags { schedule.sources() } else { &[] };
+            return Waits::Kernel {
+                sources: sources.into(),
+            };
         }
         let Masks {
             ready,
@@ -73,7 +76,7 @@ mod tests {
         let layout = Layout::new(&[512, 0, 0], 16).unwrap();
         let problem = Problem::new(Operation::Broadcast, DType::U8, layout, 16);
         let schedule = |rank| plan(&problem, rank, chunked(2)).unwrap();
-        let waits = |rank| Waits::of(&schedule(rank));
+        let waits = |rank| Waits::of(&schedule(rank), true);
         let streams = |ready, done| Waits::Streams { ready, done };
         assert_eq!(waits(0), streams(0b110, 0));
         assert_eq!(waits(1), streams(0b101, 0b101));

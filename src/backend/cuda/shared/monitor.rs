@@ -1,8 +1,9 @@
 //! The thread that notices operations that are stuck on the device, says why, and releases the device.
 //!
-//! Kernels have deadlines of their own. Streams have none: they wait for a word until it is written. So this thread
-//! watches the oldest operation that is not complete. Once the group has failed, whoever noticed it, the thread writes
-//! the words that this rank's kernels and streams wait for, so that they run through.
+//! Kernels have a deadline of their own in graphs alone, because they cannot see whether all ranks have begun a call.
+//! Streams have none: they wait for a word until it is written. So this thread watches the oldest operation that is not
+//! complete. Once the group has failed, whoever noticed it, the thread writes the words that this rank's kernels and
+//! streams wait for, so that they run through.
 
 use std::mem::offset_of;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
@@ -13,19 +14,23 @@ use std::time::{Duration, Instant};
 use super::words::{FlagLine, OwnWords, Snapshot, Waits};
 use crate::backend::cuda::abi::{
     GEMMESH_FAULT_RECORDED, GEMMESH_GROUP_FAILED, GEMMESH_LOW_LATENCY, GEMMESH_READY, GemmeshFault,
-    GemmeshPushEpoch,
+    GemmeshMailbox, GemmeshPushEpoch,
 };
 use crate::backend::cuda::driver::{Device, DevicePtr, Pinned, Priority, Stream, StreamMemOp};
-use crate::error::{Error, Result};
+use crate::error::{Deadline, Error, Result};
 use crate::protocol::epoch::Epoch;
 use crate::protocol::flag::Awaited;
+use crate::ranks::deadlines::{Clock, Deadlines};
 use crate::ranks::members::{FailureReporter, Members};
 use crate::schedule::{MAX_BLOCKS, MAX_FLAGS};
 
 /// How often the thread looks.
 const PERIOD: Duration = Duration::from_millis(2);
-/// How much longer than the kernels' own deadline it waits, because kernels know more.
+/// How much longer than the kernels' own deadline it waits for a graph, because kernels know more. Also how long a copy
+/// of words may take.
 const GRACE: Duration = Duration::from_millis(500);
+/// An operation has waited this long before the monitor asks whether all ranks have begun it.
+const NOT_SHORT: Duration = Duration::from_millis(10);
 /// How long an operation must have waited before the monitor checks whether peers have left. It is also the time
 /// between two notes of which rank the operation waits for.
 const LEFT_AFTER: Duration = Duration::from_millis(100);
@@ -63,6 +68,8 @@ struct Watch {
     satisfying: Pinned<Satisfying>,
     /// The last operation that was begun.
     begun: AtomicU32,
+    /// Whether a rank that has not come has only as long as a call.
+    hurried: AtomicBool,
     /// Whether a callback is running that is to enqueue a part of the latest operation.
     calling: AtomicBool,
     /// By epoch, modulo the array's length: which ranks the operation waits for.
@@ -136,8 +143,9 @@ impl Monitor {
             snapshot: Pinned::zeroed(device)?,
             satisfying: Pinned::zeroed(device)?,
             begun: AtomicU32::new(before),
+            hurried: AtomicBool::new(false),
             calling: AtomicBool::new(false),
-            waits: Mutex::new([Waits::Kernel; OUTSTANDING]),
+            waits: Mutex::new(std::array::from_fn(|_| no_flags())),
             noted: Mutex::new(Instant::now()),
             releases: Mutex::new(()),
             rescue: Stream::new(device, Priority::Rescue)?,
@@ -160,19 +168,19 @@ impl Monitor {
     }
 
     /// Notes that an operation is about to be enqueued.
-    pub fn begin(&self, epoch: Epoch, waits: Waits) {
-        lock(&self.watch.waits)[epoch.raw() as usize % OUTSTANDING] = waits;
+    pub fn begin(&self, epoch: Epoch, waits: &Waits) {
+        lock(&self.watch.waits)[epoch.raw() as usize % OUTSTANDING] = waits.clone();
         self.watch.begun.store(epoch.raw(), Ordering::Release);
     }
 
     /// Notes that an operation `name` is being captured. Returns the number of its recording.
-    pub fn record(&self, name: &str, waits: Waits) -> u32 {
+    pub fn record(&self, name: &str, waits: &Waits) -> u32 {
         let mut recordings = lock(&self.watch.recordings);
         let known = recordings
             .iter()
-            .position(|(its, w)| (&**its, *w) == (name, waits));
+            .position(|(its, w)| (&**its, w) == (name, waits));
         let index = known.unwrap_or_else(|| {
-            recordings.push((name.into(), waits));
+            recordings.push((name.into(), waits.clone()));
             recordings.len() - 1
         });
         index as u32 + 1
@@ -205,6 +213,16 @@ impl Monitor {
     /// How many operations were begun and are not complete.
     pub fn outstanding(&self) -> u32 {
         self.watch.outstanding()
+    }
+
+    /// True while the operation that runs waits for a rank that has not begun it.
+    pub fn awaits_a_rank(&self) -> bool {
+        self.watch.device.awaits_a_rank()
+    }
+
+    /// From now on a rank that has not come is waited for no longer than a call may take.
+    pub fn hurry(&self) {
+        self.watch.hurried.store(true, Ordering::Relaxed);
     }
 
     /// Where streams and kernels write the last operation that has started.
@@ -266,6 +284,13 @@ impl Drop for Monitor {
     }
 }
 
+/// The waits of a kernel of which only `ready` of its peers is known.
+fn no_flags() -> Waits {
+    Waits::Kernel {
+        sources: Arc::default(),
+    }
+}
+
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     // No code that can panic runs while one is held.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -274,7 +299,8 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 impl Watch {
     fn run(&self) {
         let mut last = (self.completed.read(), self.replayed.read());
-        let mut since = (Instant::now(), Instant::now());
+        let mut clocks = (Clock::start(), Clock::start());
+        let mut hurried = false;
         let mut released = false;
         let mut closing = lock(&self.closing);
         while !*closing {
@@ -286,19 +312,30 @@ impl Watch {
             let completed = self.completed.read();
             // An operation that the streams have not reached is not late, because the caller's own work may be in front
             // of it.
-            if completed == self.started.read() || completed != last.0 {
+            let is_idle = completed == self.started.read();
+            let hurry = !hurried && self.hurried.load(Ordering::Relaxed);
+            if is_idle || completed != last.0 || hurry {
                 last.0 = completed;
-                since.0 = Instant::now();
+                clocks.0 = Clock::start();
+                hurried |= hurry;
             }
             let replayed = self.replayed.read();
             if replayed.running == 0 || replayed != last.1 {
                 last.1 = replayed;
-                since.1 = Instant::now();
+                clocks.1 = Clock::start();
             }
             self.look();
             let next = Epoch::from_raw(completed).next();
-            self.judge(Running::Live(next), since.0.elapsed());
-            self.judge(Running::Replay(replayed.running), since.1.elapsed());
+            if clocks.0.total() >= NOT_SHORT {
+                clocks.0.look(|| self.failures.all_have_begun(next));
+            }
+            let has_failed = self.failures.fault().is_some();
+            self.device
+                .note_awaited_rank(!is_idle && !clocks.0.has_begun() && !has_failed);
+            // Nobody sees whether a rank has begun a replay.
+            clocks.1.look(|| true);
+            self.judge(Running::Live(next), &clocks.0);
+            self.judge(Running::Replay(replayed.running), &clocks.1);
             // Release once, and again while work is on the device, because replays close graph words behind themselves.
             // (Not more often, because each release takes a turn of the GPU from other processes.)
             let is_busy = self.outstanding() > 0 || self.replayed.read().running > 0;
@@ -307,6 +344,7 @@ impl Watch {
                 released = self.release().is_ok();
             }
         }
+        self.device.note_awaited_rank(false);
     }
 
     fn outstanding(&self) -> u32 {
@@ -314,14 +352,28 @@ impl Watch {
         begun.wrapping_sub(self.completed.read())
     }
 
+    fn deadlines(&self) -> Deadlines {
+        let deadlines = self.failures.deadlines;
+        match self.hurried.load(Ordering::Relaxed) {
+            true => Deadlines::new(deadlines.call(), Some(deadlines.call())),
+            false => deadlines,
+        }
+    }
+
     /// Fails the group if an operation has waited too long, or waits in vain.
-    fn judge(&self, running: Running, waited: Duration) {
+    fn judge(&self, running: Running, clock: &Clock) {
+        let waited = clock.total();
         let refusal = || match running {
             Running::Live(epoch) => self.failures.standing_refusal(epoch, waited),
             Running::Replay(_) => None,
         };
-        if waited > self.failures.timeout + GRACE {
-            self.failures.fail(self.diagnose(running, waited));
+        let grace = match running {
+            Running::Live(_) => Duration::ZERO,
+            Running::Replay(_) => GRACE,
+        };
+        if let Some(passed) = self.deadlines().passed(clock, grace) {
+            self.failures
+                .fail(self.diagnose(running, passed, clock.waited()));
         } else if let Some(error) = refusal() {
             self.failures.fail(error);
         } else if waited > LEFT_AFTER {
@@ -361,7 +413,7 @@ impl Watch {
     }
 
     fn waits_of(&self, epoch: Epoch) -> Waits {
-        lock(&self.waits)[epoch.raw() as usize % OUTSTANDING]
+        lock(&self.waits)[epoch.raw() as usize % OUTSTANDING].clone()
     }
 
     fn someone_has_left(&self) -> bool {
@@ -428,10 +480,10 @@ impl Watch {
         let (rank, world) = (self.failures.rank, self.world);
         let waits = match fault.pushed {
             0 => self.waits_of(epoch),
-            _ => Waits::Kernel,
+            _ => no_flags(),
         };
         let missing = self.read_words().ok();
-        let missing = missing.and_then(|words| words.missing(rank, world, epoch, waits));
+        let missing = missing.and_then(|words| words.missing(rank, world, epoch, &waits));
         let awaited = match missing {
             Some((awaited @ Awaited::Ready { .. }, _)) => awaited,
             _ => noted,
@@ -442,14 +494,24 @@ impl Watch {
             0 => Running::Live(Epoch::from_raw(fault.operation)),
             recording => Running::Replay(recording),
         };
-        self.failures.fail(self.late(running, awaited, waited));
+        let passed = (Deadline::Call, self.failures.deadlines.call());
+        self.failures
+            .fail(self.late(running, passed, awaited, waited));
     }
 
-    fn late(&self, running: Running, awaited: Awaited, waited: Duration) -> Error {
+    /// The error if `awaited` has not come before the deadline that has `passed`, which is given with its length.
+    fn late(
+        &self,
+        running: Running,
+        passed: (Deadline, Duration),
+        awaited: Awaited,
+        waited: Duration,
+    ) -> Error {
         let refusal = self.refusal(running, awaited.peer());
         refusal.unwrap_or_else(|| {
             let what = self.describe(running, awaited);
-            self.failures.timed_out(awaited.peer(), waited, what)
+            self.failures
+                .timed_out(passed, awaited.peer(), waited, what)
         })
     }
 
@@ -470,21 +532,22 @@ impl Watch {
         }
     }
 
-    /// The error of an operation that has waited too long.
-    fn diagnose(&self, running: Running, waited: Duration) -> Error {
+    /// The error of an operation that has waited too long. `passed` is the deadline and its length.
+    fn diagnose(&self, running: Running, passed: (Deadline, Duration), waited: Duration) -> Error {
         let rank = self.failures.rank;
         let unknown = |reason: String| Error::Timeout {
             rank,
             waiting: rank,
             what: format!("{} on its own GPU ({reason})", self.name(running)),
             waited_ms: waited.as_millis() as u64,
+            deadline: passed.0,
         };
         if self.waits_for_its_caller(running) {
             return unknown("its caller's function has not returned".into());
         }
-        let by_kernel = |epoch| self.waits_of(epoch) == Waits::Kernel;
+        let by_kernel = |epoch| matches!(self.waits_of(epoch), Waits::Kernel { .. });
         match self.missing(running) {
-            Ok(Some((awaited, ..))) => self.late(running, awaited, waited),
+            Ok(Some((awaited, ..))) => self.late(running, passed, awaited, waited),
             Ok(None) if matches!(running, Running::Live(epoch) if by_kernel(epoch)) => {
                 unknown("its kernel does not run, or does not end".into())
             }
@@ -499,10 +562,10 @@ impl Watch {
         let (waits, expected, has_ended) = match running {
             Running::Live(epoch) => {
                 let waits = self.waits_of(epoch);
-                let expected = match (waits, words.pushed_epoch()) {
-                    (Waits::Kernel, Some(expected)) => expected,
+                let expected = match (&waits, words.pushed_epoch()) {
+                    (Waits::Kernel { .. }, Some(expected)) => expected,
                     // No kernel waits.
-                    (Waits::Kernel, None) => return Ok(None),
+                    (Waits::Kernel { .. }, None) => return Ok(None),
                     _ => epoch,
                 };
                 let has_ended = epoch.reached_by(self.completed.read());
@@ -519,7 +582,7 @@ impl Watch {
         if has_ended {
             return Ok(None);
         }
-        let missing = words.missing(self.failures.rank, self.world, expected, waits);
+        let missing = words.missing(self.failures.rank, self.world, expected, &waits);
         Ok(missing.map(|(awaited, seen)| (awaited, expected, seen)))
     }
 
@@ -537,7 +600,8 @@ impl Watch {
             let moved = at(offset_of!(Snapshot, moved));
             self.rescue.copy(moved, self.own.moved, size_of::<u32>())?;
             let mailbox = at(offset_of!(Snapshot, mailbox));
-            self.rescue.copy(mailbox, self.own.mailbox, line)?;
+            let length = size_of::<GemmeshMailbox>();
+            self.rescue.copy(mailbox, self.own.mailbox, length)?;
             let push_epoch = at(offset_of!(Snapshot, push_epoch));
             let length = size_of::<GemmeshPushEpoch>();
             self.rescue.copy(push_epoch, self.own.push_epoch, length)?;

@@ -62,7 +62,7 @@ impl Symmetric {
             // Every rank gets this error.
             Err(Error::OutOfMemory { .. }) => {
                 // The others wait for this rank meanwhile.
-                reclaimer.drain(members.timeout / 2);
+                reclaimer.drain(members.deadlines.call() / 2);
                 members.gather_messages(call, Ok((Vec::new(), None)))?;
                 attempt()?
             }

@@ -1,6 +1,7 @@
 //! The words in a rank's memory: those by which ranks signal one another, and those for its own kernels.
 
 use std::mem::offset_of;
+use std::sync::Arc;
 
 use super::symmetric::{Peers, Symmetric};
 use crate::backend::cuda::abi::{
@@ -268,8 +269,7 @@ pub struct Snapshot {
     /// `ready` and `done` of the graph words.
     pub graph_ready: FlagLine,
     pub graph_done: FlagLine,
-    /// `ready` of the mailbox.
-    pub mailbox: FlagLine,
+    pub mailbox: GemmeshMailbox,
     pub push_epoch: GemmeshPushEpoch,
     /// Whether the captured operation that runs has made all transfers.
     pub moved: u32,
@@ -280,10 +280,11 @@ pub struct Snapshot {
 unsafe impl bytemuck::Zeroable for Snapshot {}
 
 /// Which ranks' words an operation waits for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Waits {
-    /// Its kernel waits for `ready` of every peer, in the mailbox.
-    Kernel,
+    /// Its kernel waits for `ready` of every peer, in the mailbox, and then for chunk flags there. `sources`: by flag,
+    /// the rank whose rows it guards. Empty if rows come through low-latency areas.
+    Kernel { sources: Arc<[usize]> },
     /// Its streams wait. Bit r stands for rank r. `ready`: the peers from or to whose memory this rank moves something.
     /// `done`: the peers that move something from or to this rank's memory.
     Streams { ready: u64, done: u64 },
@@ -306,12 +307,16 @@ impl Snapshot {
         rank: usize,
         world: usize,
         epoch: Epoch,
-        waits: Waits,
+        waits: &Waits,
     ) -> Option<(Awaited, u32)> {
+        let mut guards: &[usize] = &[];
         let (words, ready, done_words, sources, done) = match waits {
-            Waits::Kernel => (&self.mailbox, u64::MAX, &self.done, 0, 0),
-            Waits::Streams { ready, done } => (&self.ready, ready, &self.done, 0, done),
-            Waits::Graph {
+            Waits::Kernel { sources } => {
+                guards = sources;
+                (&self.mailbox.ready, u64::MAX, &self.done, 0, 0)
+            }
+            &Waits::Streams { ready, done } => (&self.ready, ready, &self.done, 0, done),
+            &Waits::Graph {
                 ready,
                 sources,
                 done,
@@ -328,7 +333,17 @@ impl Snapshot {
         let words = ring(ready).map(|source| (Awaited::Ready { source }, words[source]));
         let done = ring(sources).chain(ring(done));
         let done = done.map(|peer| (Awaited::Done { peer }, done_words[peer]));
-        let words = words.chain(done);
+        let chunks = guards.iter().zip(self.mailbox.chunk).enumerate();
+        let chunks = chunks.map(|(flag, (&source, seen))| {
+            let pulled = false;
+            let awaited = Awaited::Chunk {
+                source,
+                flag,
+                pulled,
+            };
+            (awaited, seen)
+        });
+        let words = words.chain(chunks).chain(done);
         let mut late = words.filter(|(_, seen)| !epoch.reached_by(*seen));
         late.next()
     }
@@ -344,22 +359,37 @@ mod tests {
         let epoch = Epoch::from_raw(5);
         words.ready[..4].fill(5);
         words.done[..4].fill(5);
-        words.mailbox[..4].copy_from_slice(&[5, 5, 4, 3]);
+        words.mailbox.ready[..4].copy_from_slice(&[5, 5, 4, 3]);
+        words.mailbox.chunk[..3].copy_from_slice(&[5, 5, 4]);
         let streams = |ready, done| Waits::Streams { ready, done };
-        let all = streams(0b1111, 0b1111);
+        let all = &streams(0b1111, 0b1111);
         assert_eq!(words.missing(1, 4, epoch, all), None);
-        let pushed = words.missing(1, 4, epoch, Waits::Kernel);
+        let kernel = |sources: &[usize]| Waits::Kernel {
+            sources: sources.into(),
+        };
+        let pushed = words.missing(1, 4, epoch, &kernel(&[2, 3, 0]));
         assert_eq!(pushed, Some((Awaited::Ready { source: 2 }, 4)));
+        // Once all are ready, rows are missing.
+        words.mailbox.ready[..4].fill(5);
+        let pushed = words.missing(1, 4, epoch, &kernel(&[2, 3, 0]));
+        let (source, flag, pulled) = (0, 2, false);
+        let rows = Awaited::Chunk {
+            source,
+            flag,
+            pulled,
+        };
+        assert_eq!(pushed, Some((rows, 4)));
+        assert_eq!(words.missing(1, 4, epoch, &kernel(&[2, 3])), None);
         words.done[0] = 4;
         let pulled = words.missing(1, 4, epoch, all);
         assert_eq!(pulled, Some((Awaited::Done { peer: 0 }, 4)));
         // Ranks from which nothing is pulled, and ranks that pull nothing, are not waited for.
         words.ready[3] = 4;
-        assert_eq!(words.missing(1, 4, epoch, streams(0b101, 0b1100)), None);
-        let pulled = words.missing(1, 4, epoch, streams(0b1000, 0));
+        assert_eq!(words.missing(1, 4, epoch, &streams(0b101, 0b1100)), None);
+        let pulled = words.missing(1, 4, epoch, &streams(0b1000, 0));
         assert_eq!(pulled, Some((Awaited::Ready { source: 3 }, 4)));
         // Once all is moved, the graph words that were passed are closed.
-        let graph = Waits::Graph {
+        let graph = &Waits::Graph {
             ready: 0b101,
             sources: 0,
             done: 0b1101,
@@ -371,7 +401,7 @@ mod tests {
         words.graph_done[2] = 1;
         assert_eq!(missing(&words), Some((Awaited::Done { peer: 3 }, 0)));
         // The rank whose rows are passed on is to blame first.
-        let relayed = Waits::Graph {
+        let relayed = &Waits::Graph {
             ready: 0,
             sources: 0b1,
             done: 0b1001,

@@ -1,0 +1,140 @@
+//! Ranks that come late, however late, and ranks that begin a call and do not end it.
+
+use std::time::{Duration, Instant};
+
+use gemmesh::{
+    AllGatherMatmul, Deadline, Error, Group, Host, Route, all_gather, bf16, matmul_reduce_scatter,
+    produce_and_reduce_scatter,
+};
+
+use crate::support::shared::late;
+use crate::support::tested::Tested;
+use crate::{Arguments, MakeCall, SHORT, SLACK, each_route};
+
+/// Later than the timeout.
+const LATE: Duration = SHORT.checked_add(Duration::from_millis(500)).unwrap();
+
+/// What a rank may be late for.
+const CALLS: [MakeCall; 7] = [
+    |group, _| group.barrier(),
+    |group, _| group.sharded::<bf16>(6, 4).map(drop),
+    |group, arguments| arguments.verify_by(group, Route::Pull),
+    |group, arguments| arguments.verify_by(group, Route::Push),
+    |group, arguments| arguments.verify_by(group, Route::Store),
+    |group, _| {
+        // The ranks make room for their partial sums first.
+        let [a, b] = [group.zeros::<bf16>(6, 4)?, group.zeros::<bf16>(5, 4)?];
+        matmul_reduce_scatter(&a, &b, &mut group.zeros(3, 5)?)
+    },
+    |_, arguments| all_gather(&arguments.a),
+];
+
+#[test]
+fn a_rank_that_comes_later_than_the_timeout_is_waited_for() {
+    std::thread::scope(|scope| {
+        for call in CALLS {
+            scope.spawn(move || {
+                let builder = Group::<Host>::builder().timeout(SHORT).workers(1);
+                let come = builder.threads(2, |group| {
+                    let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+                    if group.rank() == 1 {
+                        std::thread::sleep(LATE);
+                    }
+                    call(&group, &mut arguments)
+                });
+                come.unwrap();
+            });
+        }
+    });
+}
+
+each_route!(Host::leave, late::wait_longer_than_the_timeout::<Host>:
+    a_process_that_comes_later_than_the_timeout_to_pull_is_waited_for by Pull,
+    a_process_that_comes_later_than_the_timeout_to_push_is_waited_for by Push,
+    a_process_that_comes_later_than_the_timeout_to_store_is_waited_for by Store,
+);
+
+/// Ranks other than 0 learn what to do from it, and wait for as long as it has nothing to do.
+#[test]
+fn an_idle_rank_waits_for_a_request_longer_than_the_timeout() {
+    let builder = Group::<Host>::builder().timeout(SHORT).workers(1);
+    let served = builder.threads(3, |group| {
+        let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+        for served in 0.. {
+            let mut request = Vec::new();
+            if group.rank() == 0 {
+                std::thread::sleep(LATE / 2 * served);
+                request = vec![u8::from(served < 2)];
+            }
+            if group.all_gather_bytes(&request)?[0] == [0] {
+                return Ok::<_, Error>(served);
+            }
+            arguments.verify(&group)?;
+        }
+        unreachable!("requests end")
+    });
+    assert_eq!(served, Ok(vec![2; 3]));
+}
+
+/// Its clock does not run while a rank is late.
+#[test]
+fn a_rank_that_stays_in_a_call_which_all_have_begun_is_named_at_the_timeout() {
+    let begin = Instant::now();
+    let builder = Group::<Host>::builder().timeout(SHORT).workers(1);
+    let results = builder.threads(3, |group| {
+        let mut out = group.zeros::<bf16>(2, 4)?;
+        if group.rank() == 2 {
+            std::thread::sleep(LATE);
+        }
+        let result = produce_and_reduce_scatter(6, &mut out, |_| {
+            // It is refused as a call of its own group, or because that has failed.
+            let has_failed = || matches!(group.synchronize(), Err(Error::Poisoned { .. }));
+            while group.rank() == 1 && !has_failed() {
+                assert!(begin.elapsed() < 10 * SHORT, "nobody gives up");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            Ok(())
+        });
+        Ok::<_, Error>(result.unwrap_err())
+    });
+    for error in results.unwrap() {
+        let Error::Timeout {
+            rank,
+            waited_ms,
+            deadline,
+            ..
+        } = error.cause()
+        else {
+            panic!("{error}")
+        };
+        assert_eq!((*rank, *deadline), (1, Deadline::Call), "{error}");
+        let waited = Duration::from_millis(*waited_ms);
+        assert!(waited >= SHORT && waited < SHORT + SLACK, "{error}");
+        assert!(error.to_string().ends_with("or raise Builder::timeout"));
+    }
+    assert!(begin.elapsed() >= LATE + SHORT);
+}
+
+/// The thread in front of it loses nothing by waiting, so neither does this one.
+#[test]
+fn a_thread_behind_one_that_waits_for_a_late_rank_waits_longer_than_the_timeout() {
+    let builder = Group::<Host>::builder().timeout(SHORT).workers(1);
+    let come = builder.threads(2, |group| {
+        let mut arguments = Arguments::new(&group, 6, 5, 4)?;
+        let other = group.sharded::<bf16>(6, 4)?;
+        let prepared = AllGatherMatmul::<_, bf16>::new().prepare(&other, 5)?;
+        if group.rank() == 1 {
+            std::thread::sleep(LATE);
+            arguments.run()?;
+            return prepared.gather(&other);
+        }
+        std::thread::scope(|scope| {
+            let first = scope.spawn(|| arguments.run());
+            // By then the first waits for rank 1.
+            std::thread::sleep(Duration::from_millis(100));
+            let second = prepared.gather(&other);
+            first.join().unwrap().and(second)
+        })
+    });
+    come.unwrap();
+}
