@@ -76,8 +76,8 @@
 //!
 //! # More
 //!
-//! The repository has a user's guide (`docs/guide.md`), pages on GPUs, tuning, results and the protocol (`docs/`), and
-//! examples of a page each (`examples/`).
+//! The repository has a user's guide (`docs/guide.md`), pages on training, GPUs, tuning, results and the protocol
+//! (`docs/`), and examples of a page each (`examples/`).
 #![cfg_attr(docsrs, feature(doc_cfg))]
 // loom explores only the protocol.
 #![cfg_attr(loom, allow(dead_code))]
@@ -185,6 +185,8 @@ mod pages {
     mod readme {}
     #[doc = include_str!("../docs/guide.md")]
     mod guide {}
+    #[doc = include_str!("../docs/training.md")]
+    mod training {}
     #[doc = include_str!("../docs/tuning.md")]
     mod tuning {}
 }
