@@ -527,11 +527,10 @@ fn run_random<B: Backend, T: Element, O: Timed<B, T>>(
     const PRODUCTS: usize = 1 << 30;
     let shapes = args.shapes();
     let bar = progress(group, shapes.len(), "shapes");
-    let (mut lines, mut worst) = (Vec::new(), 0f64);
+    let mut lines = Vec::new();
     for (index, shape) in shapes.into_iter().enumerate() {
         let run = bench::<B, T, O>(args, group, instruments, shape, PRODUCTS, || {})
             .map_err(|failure| failure.of(O::describe(shape)))?;
-        worst = worst.max(run.check.worst);
         let line = sweep::Line {
             shape,
             config: run.explanation.config,
@@ -553,7 +552,10 @@ fn run_random<B: Backend, T: Element, O: Timed<B, T>>(
     bar.finish_and_clear();
     if group.rank() == 0 {
         println!("\n{}", sweep::table(&sweep::summary(&lines)));
-        println!("\nverified against float64: worst error {worst:.3} of what rounding allows");
+        println!(
+            "\nverified: all elements that were compared agree with float64 to within {}'s rounding",
+            T::DTYPE
+        );
     }
     Ok(())
 }
@@ -655,8 +657,9 @@ fn report<B: Backend, T: Element, O: Operation<B, T>>(group: &Group<B>, run: &Ru
     );
     println!("{explanation}");
     println!(
-        "verified {} elements against float64: worst error {:.2e}, {:.3} of what rounding allows\n",
-        check.elements, check.max_abs_err, check.worst
+        "verified: all {} elements that were compared agree with float64 to within {}'s rounding\n",
+        check.elements,
+        T::DTYPE
     );
     println!("{}", common::table(&timing.rows));
     if let Some(note) = timing.note {

@@ -453,7 +453,12 @@ impl Display for Failure {
     fn fmt(&self, f: &mut Formatter) -> std::fmt::Result {
         match self {
             Failure::Gemmesh(error) => error.fmt(f),
-            Failure::Wrong(check) => write!(f, "a wrong result: {check:?}"),
+            Failure::Wrong(Check {
+                elements, worst, ..
+            }) => write!(
+                f,
+                "a wrong result: of {elements} elements one is {worst:.3} times as far from float64 as rounding may move it"
+            ),
             Failure::Usage(reason) => f.write_str(reason),
             Failure::Of { problem, cause } => write!(f, "{problem}: {cause}"),
         }

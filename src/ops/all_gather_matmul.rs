@@ -17,7 +17,7 @@ use crate::explanation::Explanation;
 use crate::group::Group;
 use crate::matrix::ShardedMatrix;
 use crate::matrix::{Matrix, MatrixView};
-use crate::profile::span::Span;
+use crate::profile::span::{Span, Work};
 use crate::schedule::plan::matrices::{self, MATRICES};
 use crate::schedule::{Activation, Config, Operation, Problem, Schedule, WeightLayout};
 use crate::trace::Trace;
@@ -369,7 +369,41 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
         let product = Some((weights.into().all, outputs.into().all));
-        self.call(&self.multiply).alone(MULTIPLY, a.into(), product)
+        let call = self.call(&self.multiply);
+        call.alone(MULTIPLY, a.into(), product, None)
+    }
+
+    /// [`Prepared::gather`] and then [`Prepared::matmul`], and returns a trace of both. Collective; for pictures of what
+    /// overlapping gains. On GPUs, copies that are pushed are not in it.
+    ///
+    /// # Errors
+    /// As [`all_gather_matmul`].
+    #[doc(hidden)]
+    pub fn run_in_sequence_traced<'w, 'o>(
+        &self,
+        a: &ShardedMatrix<B, T>,
+        weights: impl Into<Weights<'w, B, T>>,
+        outputs: impl Into<Outputs<'o, B, T>>,
+    ) -> Result<Trace> {
+        let rank = a.group().rank();
+        let mut trace = Trace::of(rank, |spans| {
+            let call = self.call(&self.gather);
+            call.collective(a.into(), None, Some(spans))
+        })?;
+        let product = Some((weights.into().all, outputs.into().all));
+        trace.extend(Trace::of(rank, |spans| {
+            let call = self.call(&self.multiply);
+            call.alone(MULTIPLY, a.into(), product, Some(spans))
+        })?);
+        // All rows are there, so the schedule does not say whose they are.
+        let rows = self.config().tile.m;
+        let owner = |row| (0..a.group().world_size()).find(|&rank| a.rows_of(rank).contains(&row));
+        for span in &mut trace.spans {
+            if let Work::Tile { source, m, .. } = &mut span.work {
+                *source = owner(*m as usize * rows).unwrap_or(rank);
+            }
+        }
+        Ok(trace)
     }
 
     /// Copies all rows from the other ranks without notifying them. Not collective; for benchmarks.
@@ -384,7 +418,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
         let layout = self.problem.layout.clone();
         let problem = Problem::new(COPY, T::DTYPE, layout, 0);
         let program = self.group.program(problem, Some(self.config()))?;
-        self.call(&program).alone(COPY, a.into(), None)
+        self.call(&program).alone(COPY, a.into(), None, None)
     }
 
     fn call<'c>(&'c self, program: &'c Arc<B::Program>) -> GatherCall<'c, B> {
@@ -419,7 +453,7 @@ impl<B: Backend> GatherCall<'_, B> {
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let Some(agreed) = B::schedule(self.program).agreed() else {
-            return self.alone(PRODUCT, a, product);
+            return self.alone(PRODUCT, a, product, None);
         };
         self.check(a, product.as_ref())
             .map_err(|error| self.group.refuse(agreed.name(), error))?;
@@ -432,10 +466,11 @@ impl<B: Backend> GatherCall<'_, B> {
         operation: Operation,
         a: RawShards<B>,
         product: Option<RawProduct<'_, '_, B>>,
+        trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let (group, checked) = (a.group, self.check(a, product.as_ref()));
         group.noted(checked.map_err(Error::refused(group.rank(), operation.name())))?;
-        self.launch(a, product, None)
+        self.launch(a, product, trace)
     }
 
     fn launch(

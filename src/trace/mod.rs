@@ -4,6 +4,7 @@
 //! together.
 
 use std::path::Path;
+use std::time::Duration;
 
 use crate::backend::Backend;
 use crate::error::{Error, Result};
@@ -14,6 +15,8 @@ use crate::resources::require_file_size;
 
 #[cfg(feature = "timeline")]
 mod svg;
+#[cfg(feature = "timeline")]
+pub use svg::Picture;
 
 /// What one rank did in one or more operations.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -154,6 +157,13 @@ impl Timeline {
             }
         }
         json!({ "traceEvents": events, "displayTimeUnit": "ms" })
+    }
+
+    /// The time from the beginning of the first span to the end of the last.
+    pub fn duration(&self) -> Duration {
+        let ends = self.traces.iter().flat_map(|trace| &trace.spans);
+        let end = ends.map(|span| span.end).max().unwrap_or(0);
+        Duration::from_nanos(end.saturating_sub(self.origin()))
     }
 
     /// When the first span of any rank began.
