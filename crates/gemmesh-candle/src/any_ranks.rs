@@ -1,6 +1,5 @@
 //! The ranks of a model as a trait object, for every backend.
 
-use std::fmt::Debug;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -13,7 +12,7 @@ use crate::products::{Columns, LayerTensors, MAKE, Product, RowsOfWeight};
 use crate::ranks::{Collective, Ranks};
 
 /// Ranks of any backend.
-pub trait AnyRanks: Send + Sync + Debug {
+pub trait AnyRanks: Send + Sync {
     fn rank(&self) -> usize;
     fn world_size(&self) -> usize;
     fn capacity(&self) -> usize;

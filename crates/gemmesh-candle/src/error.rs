@@ -9,13 +9,14 @@ struct Sentence(gemmesh::Error);
 
 impl fmt::Debug for Sentence {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        self.0.fmt(f)
+        // At once, so that the lines of several ranks do not mix.
+        f.write_str(&self.0.to_string())
     }
 }
 
 impl fmt::Display for Sentence {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        self.0.fmt(f)
+        fmt::Debug::fmt(self, f)
     }
 }
 
@@ -29,6 +30,14 @@ pub(crate) fn of(call: &'static str) -> impl Fn(gemmesh::Error) -> CandleError {
             context: call.into(),
         }
         .bt()
+    }
+}
+
+/// What an error of candle says, without the backtrace that it may have.
+pub(crate) fn words(error: &CandleError) -> String {
+    match error {
+        CandleError::WithBacktrace { inner, .. } => words(inner),
+        other => other.to_string(),
     }
 }
 

@@ -6,7 +6,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use gemmesh::{Backend, ShardedMatrix, bf16, f16};
 
 /// The pool of each type.
-#[derive(Debug)]
 pub struct Pools<B: Backend> {
     pub bf16: Pool<B, bf16>,
     pub f16: Pool<B, f16>,

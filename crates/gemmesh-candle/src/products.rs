@@ -1,6 +1,6 @@
 //! Products of candle's tensors with weights that are spread over the ranks, by backend and type.
 
-use std::fmt::Debug;
+use std::fmt::{self, Debug};
 use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
@@ -76,7 +76,6 @@ fn bias_of(rank: usize, biases: &[Tensor], widths: &[usize]) -> Result<Option<Te
 }
 
 /// Column-parallel weights.
-#[derive(Debug)]
 pub struct Columns<B: Device, T: Half> {
     parameters: Parameters<B, T>,
     /// N of each output.
@@ -130,6 +129,12 @@ impl<B: Device, T: Half> Columns<B, T> {
     fn finish(&self, outputs: Vec<B::Output<T>>, x: &Tensor) -> Result<Vec<Tensor>, Failure> {
         let tensor = |output| Ok(with_leading(self.ranks.finish(output)?, x)?);
         outputs.into_iter().map(tensor).collect()
+    }
+}
+
+impl<B: Device, T: Half> Debug for Columns<B, T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        self.parameters.fmt(f)
     }
 }
 
@@ -199,7 +204,6 @@ impl<B: Device, T: Half> Product for Columns<B, T> {
 }
 
 /// A row-parallel weight.
-#[derive(Debug)]
 pub struct RowsOfWeight<B: Device, T: Half> {
     parameters: Parameters<B, T>,
     n: usize,
@@ -233,6 +237,12 @@ impl<B: Device, T: Half> RowsOfWeight<B, T> {
             sums: ranks.symmetric(n)?,
             ranks,
         })
+    }
+}
+
+impl<B: Device, T: Half> Debug for RowsOfWeight<B, T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        self.parameters.fmt(f)
     }
 }
 

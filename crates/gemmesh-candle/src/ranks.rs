@@ -8,12 +8,11 @@ use candle_core::{Device as CandleDevice, Error as CandleError, Tensor};
 use gemmesh::{Error, Group, Result, ShardedMatrix, all_gather, all_reduce, reduce_scatter};
 
 use crate::device::{Device, Half, Input, Rows};
-use crate::error::gemmesh_error;
+use crate::error::{gemmesh_error, words};
 use crate::failure::Failure;
 use crate::pools::{Pool, Pools, Symmetric, lock};
 
 /// The ranks of a model. All layers share its symmetric matrices, because their operations follow one another.
-#[derive(Debug)]
 pub struct Ranks<B: Device> {
     pools: Pools<B>,
     place: B::Place,
@@ -85,7 +84,7 @@ impl<B: Device> Ranks<B> {
         let told = told.unwrap_or_else(|| Error::System {
             rank: Some(self.group.rank()),
             action: format!("use tensors of candle's in {call}"),
-            reason: error.to_string(),
+            reason: words(error),
         });
         self.group.refuse(call, told);
     }

@@ -1,9 +1,10 @@
 //! A rank of a tensor-parallel model.
 
+use std::fmt::{self, Debug};
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{Device as CandleDevice, Result, Tensor};
+use candle_core::{Device as CandleDevice, Error as CandleError, Tensor};
 use gemmesh::{Error, Group};
 
 use crate::any_ranks::AnyRanks;
@@ -12,11 +13,23 @@ use crate::error;
 use crate::failure::Failure;
 use crate::ranks::{Collective, Ranks, own_of};
 
+type Result<T, E = CandleError> = std::result::Result<T, E>;
+
 /// A rank of a tensor-parallel model: its group, its device, and the tokens of the step. Cheap to clone.
 ///
 /// All ranks make and call their layers in the same order.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct TensorParallel(Arc<dyn AnyRanks>);
+
+impl Debug for TensorParallel {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.debug_struct("TensorParallel")
+            .field("rank", &self.rank())
+            .field("world_size", &self.world_size())
+            .field("capacity", &self.capacity())
+            .finish()
+    }
+}
 
 impl TensorParallel {
     /// Makes a rank of `group` whose tensors are on `device`, and whose steps have at most `capacity` tokens.
@@ -81,20 +94,27 @@ impl TensorParallel {
     /// # Errors
     /// [`Error::Shape`] unless the ranks can share the dimension evenly.
     pub fn shard(&self, whole: &Tensor, dim: usize) -> Result<Tensor> {
-        let (size, world) = (whole.dim(dim)?, self.world_size());
-        if !size.is_multiple_of(world) {
-            let refused = self.0.noted(Error::Shape {
-                rank: self.rank(),
-                argument: format!("dimension {dim} of a weight that {world} ranks share evenly"),
-                expected: vec![size.next_multiple_of(world)],
-                found: vec![size],
-            });
-            return Err(error::of("TensorParallel::shard")(refused));
-        }
-        let part = size / world;
+        let size = whole.dim(dim)?;
+        let shared = self.check_even("a weight", size, dim);
+        shared.map_err(|error| error::of("TensorParallel::shard")(self.0.noted(error)))?;
+        let part = size / self.world_size();
         whole
             .narrow(dim, self.rank() * part, part)?
             .force_contiguous()
+    }
+
+    /// Checks that the ranks can share a dimension of `weight` evenly.
+    pub(crate) fn check_even(&self, weight: &str, size: usize, dim: usize) -> Result<(), Error> {
+        let world = self.world_size();
+        if size.is_multiple_of(world) {
+            return Ok(());
+        }
+        Err(Error::Shape {
+            rank: self.rank(),
+            argument: format!("dimension {dim} of {weight} that {world} ranks share evenly"),
+            expected: vec![size.next_multiple_of(world)],
+            found: vec![size],
+        })
     }
 
     /// This rank's heads of `heads` query heads, and of `kv_heads` heads of keys and values.

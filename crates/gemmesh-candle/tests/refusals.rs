@@ -1,5 +1,7 @@
 //! What a layer can't take is refused with gemmesh's errors, on every rank.
 
+use std::fmt::Write;
+
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Module, Storage, Tensor};
 use gemmesh::{Error, bf16};
@@ -14,6 +16,60 @@ type Failure = Box<dyn std::error::Error + Send + Sync>;
 const TOKENS: usize = 6;
 const N: usize = 16;
 const K: usize = 8;
+
+#[test]
+fn errors_print_a_sentence_at_once_and_a_rank_and_its_layers_a_line() -> Result<(), Failure> {
+    /// The texts that are written.
+    struct Texts(Vec<String>);
+
+    impl std::fmt::Write for Texts {
+        fn write_str(&mut self, text: &str) -> std::fmt::Result {
+            self.0.push(text.into());
+            Ok(())
+        }
+    }
+
+    one(|ranks| {
+        let weight = Tensor::ones((N, K), DType::F64, &Device::Cpu)?;
+        let error = ColumnParallelLinear::new(ranks, weight, None).unwrap_err();
+        let said = "rank 0: the dtype of weight of a parallel layer is F64 and must be BF16 or F16";
+        let mut texts = Texts(Vec::new());
+        write!(texts, "{error:?}")?;
+        assert!(texts.0.iter().any(|text| text == said), "{:?}", texts.0);
+
+        let bias = Tensor::zeros(N, DType::BF16, &Device::Cpu)?;
+        let column = ColumnParallelLinear::new(ranks, ones(N, K)?, Some(bias))?;
+        let qkv = QkvParallelLinear::new(ranks, [ones(N, K)?, ones(K, K)?, ones(K, K)?], None)?;
+        let gated = GatedParallelLinear::new(ranks, [ones(N, K)?, ones(N, K)?], None)?;
+        let row = RowParallelLinear::new(ranks, ones(N, K)?, None)?;
+        let lines = [
+            (
+                format!("{ranks:?}"),
+                "TensorParallel { rank: 0, world_size: 1, capacity: 6 }",
+            ),
+            (
+                format!("{column:?}"),
+                "ColumnParallelLinear(Parameters { weights: [[16, 8]], bias: Some([1, 16]) })",
+            ),
+            (
+                format!("{qkv:?}"),
+                "QkvParallelLinear(Parameters { weights: [[16, 8], [8, 8], [8, 8]], bias: None })",
+            ),
+            (
+                format!("{gated:?}"),
+                "GatedParallelLinear(Parameters { weights: [[16, 8], [16, 8]], bias: None })",
+            ),
+            (
+                format!("{row:?}"),
+                "RowParallelLinear(Parameters { weights: [[16, 8]], bias: None })",
+            ),
+        ];
+        for (found, line) in lines {
+            assert_eq!(found, line);
+        }
+        Ok(())
+    })
+}
 
 #[test]
 #[cfg(not(feature = "cuda"))]
