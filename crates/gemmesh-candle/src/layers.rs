@@ -1,10 +1,13 @@
 //! The tensor-parallel layers.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Module, Result, Tensor};
+use candle_nn::var_builder::{Backend, Shard, VarBuilderArgs};
 
 use crate::failure::Failure;
+use crate::load::{Hints, Reader};
 use crate::products::{LayerTensors, Product};
 use crate::tensor_parallel::TensorParallel;
 
@@ -49,6 +52,43 @@ impl ColumnParallelLinear {
             Ok((ranks.shard(weight, 0)?, bias))
         };
         let (weight, bias) = ranks.before_making("ColumnParallelLinear", parts)?;
+        Self::new(ranks, weight, bias)
+    }
+
+    /// Reads this rank's part of a layer from `in_dim` to `out_dim` features. Collective.
+    ///
+    /// `vb` has a `weight`, [out_dim, in_dim], and a `bias` of out_dim elements if it is wanted. With a
+    /// `ShardedVarBuilder` a rank reads nothing else of the file. A plain `VarBuilder` reads the whole weight first.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Module, Tensor};
+    /// use candle_nn::VarBuilder;
+    /// use gemmesh_candle::{ColumnParallelLinear, Group, Host, TensorParallel};
+    ///
+    /// Group::<Host>::threads(2, |group| {
+    ///     let ranks = TensorParallel::new(group, &Device::Cpu, 4).unwrap();
+    ///     let vb = VarBuilder::zeros(DType::BF16, &Device::Cpu).pp("up_proj");
+    ///     let layer = ColumnParallelLinear::load(&ranks, 8, 16, true, vb).unwrap();
+    ///     let x = Tensor::ones((2, 8), DType::BF16, &Device::Cpu).unwrap(); // two of four tokens
+    ///     assert_eq!(layer.forward(&x).unwrap().dims(), [4, 8]);
+    ///     Ok::<_, gemmesh::Error>(())
+    /// }).unwrap();
+    /// ```
+    ///
+    /// # Errors
+    /// As [`ColumnParallelLinear::from_whole`]; [`Error::Shape`](gemmesh::Error::Shape) also if a tensor has a
+    /// different shape in the file; [`Error::System`](gemmesh::Error::System) if it cannot be read. They name the
+    /// tensor.
+    pub fn load<B: Backend<Hints: Hints>>(
+        ranks: &TensorParallel,
+        in_dim: usize,
+        out_dim: usize,
+        bias: bool,
+        vb: VarBuilderArgs<B>,
+    ) -> Result<Self> {
+        let layer = "ColumnParallelLinear::load";
+        let parts = || Reader { ranks, layer }.rows(&vb, [out_dim, in_dim], bias);
+        let (weight, bias) = ranks.before_making(layer, parts)?;
         Self::new(ranks, weight, bias)
     }
 
@@ -131,6 +171,46 @@ impl QkvParallelLinear {
         Self::new(ranks, weights, bias)
     }
 
+    /// Reads this rank's heads of three layers from `in_dim` features. Collective.
+    ///
+    /// There are `heads` heads of queries and `kv_heads` heads of keys and values, of `head_dim` features each. `vbs`
+    /// are those of Q, K and V, such as `["q_proj", "k_proj", "v_proj"].map(|name| vb.pp(name))`. Each has a `weight`,
+    /// [heads · head_dim, in_dim], and a `bias` if it is wanted.
+    ///
+    /// # Errors
+    /// As [`ColumnParallelLinear::load`] and [`TensorParallel::heads`].
+    pub fn load<B: Backend<Hints: Hints>>(
+        ranks: &TensorParallel,
+        in_dim: usize,
+        [heads, kv_heads]: [usize; 2],
+        head_dim: usize,
+        bias: bool,
+        vbs: [VarBuilderArgs<B>; 3],
+    ) -> Result<Self> {
+        let layer = "QkvParallelLinear::load";
+        let parts = || {
+            let [queries, keys] = ranks.heads(heads, kv_heads)?;
+            let part = |vb: &VarBuilderArgs<B>, count: usize, own: &Range<usize>| {
+                let part = Shard {
+                    dim: 0,
+                    rank: own.start / own.len(),
+                    world_size: count / own.len(),
+                };
+                Reader { ranks, layer }.part_of_rows(vb, [count * head_dim, in_dim], bias, part)
+            };
+            let [q, k, v] = &vbs;
+            let [(q, q_bias), (k, k_bias), (v, v_bias)] = [
+                part(q, heads, &queries)?,
+                part(k, kv_heads, &keys)?,
+                part(v, kv_heads, &keys)?,
+            ];
+            let biases = q_bias.zip(k_bias).zip(v_bias);
+            Ok(([q, k, v], biases.map(|((q, k), v)| [q, k, v])))
+        };
+        let (weights, bias) = ranks.before_making(layer, parts)?;
+        Self::new(ranks, weights, bias)
+    }
+
     /// Takes this rank's tokens, [tokens of this rank, K], and returns the queries, keys and values of this rank's
     /// heads for all tokens, [tokens, N of each]. Collective.
     ///
@@ -200,6 +280,31 @@ impl GatedParallelLinear {
         Self::new(ranks, weights, bias)
     }
 
+    /// Reads this rank's parts of the gate and of up, from `in_dim` to `out_dim` features. Collective.
+    ///
+    /// `vbs` are those of the gate and of up, such as `["gate_proj", "up_proj"].map(|name| vb.pp(name))`. Each has a
+    /// `weight`, [out_dim, in_dim], and a `bias` if it is wanted.
+    ///
+    /// # Errors
+    /// As [`ColumnParallelLinear::load`].
+    pub fn load<B: Backend<Hints: Hints>>(
+        ranks: &TensorParallel,
+        in_dim: usize,
+        out_dim: usize,
+        bias: bool,
+        vbs: [VarBuilderArgs<B>; 2],
+    ) -> Result<Self> {
+        let layer = "GatedParallelLinear::load";
+        let parts = || {
+            let part = |vb| Reader { ranks, layer }.rows(vb, [out_dim, in_dim], bias);
+            let [gate, up] = &vbs;
+            let [(gate, gate_bias), (up, up_bias)] = [part(gate)?, part(up)?];
+            Ok(([gate, up], gate_bias.zip(up_bias).map(Into::into)))
+        };
+        let (weights, bias) = ranks.before_making(layer, parts)?;
+        Self::new(ranks, weights, bias)
+    }
+
     /// As [`ColumnParallelLinear::forward_replicated`].
     ///
     /// # Errors
@@ -252,6 +357,26 @@ impl RowParallelLinear {
         let part = || ranks.shard(weight, 1);
         let weight = ranks.before_making("RowParallelLinear", part)?;
         Self::new(ranks, weight, bias.cloned())
+    }
+
+    /// Reads this rank's part of a layer from `in_dim` to `out_dim` features. Collective.
+    ///
+    /// `vb` has a `weight`, [out_dim, in_dim], of which a rank reads its columns. Each rank reads the whole `bias`, of
+    /// out_dim elements, if it is wanted. It is added once.
+    ///
+    /// # Errors
+    /// As [`ColumnParallelLinear::load`].
+    pub fn load<B: Backend<Hints: Hints>>(
+        ranks: &TensorParallel,
+        in_dim: usize,
+        out_dim: usize,
+        bias: bool,
+        vb: VarBuilderArgs<B>,
+    ) -> Result<Self> {
+        let layer = "RowParallelLinear::load";
+        let parts = || Reader { ranks, layer }.columns(&vb, [out_dim, in_dim], bias);
+        let (weight, bias) = ranks.before_making(layer, parts)?;
+        Self::new(ranks, weight, bias)
     }
 
     /// As [`Module::forward`], and adds `residual`, [tokens of this rank, N], before the result is rounded once.

@@ -1,28 +1,18 @@
 //! Layers on tensors of the CPU, by ranks that are threads, against candle's own linear layer with the whole weight in
 //! f64.
 
+mod exact;
+mod load;
+
 use candle_core::{DType, Device, Module, Tensor};
-use candle_nn::Linear;
 use gemmesh_candle::{
-    ColumnParallelLinear, GatedParallelLinear, Group, Host, QkvParallelLinear, RowParallelLinear,
-    TensorParallel,
+    ColumnParallelLinear, GatedParallelLinear, QkvParallelLinear, RowParallelLinear,
 };
 
-type Result<T, E = candle_core::Error> = std::result::Result<T, E>;
-type Failure = Box<dyn std::error::Error + Send + Sync>;
+use crate::exact::{CAPACITY, DTYPES, Exact, Failure, Result, V, each, random, wide};
 
-const WORLDS: [usize; 3] = [1, 2, 4];
-const CAPACITY: usize = 24;
 /// Of steps: as many as there is room for, a number that no world shares evenly, one, none, and again more.
 const TOKENS: [usize; 5] = [CAPACITY, 7, 1, 0, 22];
-/// The unit roundoff of f32.
-const V: f64 = 1.0 / (1 << 24) as f64;
-
-/// A type, and its unit roundoff.
-const DTYPES: [(DType, f64); 2] = [
-    (DType::BF16, 1.0 / (1 << 8) as f64),
-    (DType::F16, 1.0 / (1 << 11) as f64),
-];
 
 #[test]
 fn column_parallel_layers_equal_candles_linear() -> Result<(), Failure> {
@@ -269,117 +259,4 @@ fn collectives_gather_and_add_up_the_tokens_of_a_step() -> Result<(), Failure> {
         })?;
     }
     Ok(())
-}
-
-/// Runs `f` on each rank of each world.
-fn each(f: impl Fn(&TensorParallel) -> Result<(), Failure> + Sync) -> Result<(), Failure> {
-    for world in WORLDS {
-        Group::<Host>::threads(world, |group| {
-            f(&TensorParallel::new(group, &Device::Cpu, CAPACITY)?)
-        })?;
-    }
-    Ok(())
-}
-
-/// What candle's linear layer says in f64, and by how much a sum in f32 may differ from it before it is rounded.
-#[derive(Clone)]
-struct Exact {
-    value: Tensor,
-    slack: Tensor,
-}
-
-impl Exact {
-    /// `x · weightᵀ + bias`, summed in f32 in any order: K + 1 roundings of no more than the sum of magnitudes.
-    fn new(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Exact> {
-        let f64 = |tensor: &Tensor| tensor.to_dtype(DType::F64);
-        let [x, weight] = [f64(x)?, f64(weight)?];
-        let bias = bias.map(f64).transpose()?;
-        let magnitudes = bias.as_ref().map(Tensor::abs).transpose()?;
-        let magnitudes = Linear::new(weight.abs()?, magnitudes).forward(&x.abs()?)?;
-        let k = weight.dim(1)? as f64;
-        Ok(Exact {
-            value: Linear::new(weight, bias).forward(&x)?,
-            slack: (magnitudes * ((k + 1.0) * V))?,
-        })
-    }
-
-    /// Partial sums of each rank's part of K are rounded to the type, by `u`, before they are added up.
-    fn partials(mut self, x: &Tensor, weight: &Tensor, world: usize, u: f64) -> Result<Exact> {
-        let part = x.dim(1)? / world;
-        for rank in 0..world {
-            let columns = |tensor: &Tensor| tensor.narrow(1, rank * part, part)?.contiguous();
-            let partial = Exact::new(&columns(x)?, &columns(weight)?, None)?;
-            self.slack = (self.slack + (partial.value.abs()? * (u + world as f64 * V))?)?;
-        }
-        Ok(self)
-    }
-
-    fn plus(&self, residual: &Tensor) -> Result<Exact> {
-        let residual = residual.to_dtype(DType::F64)?;
-        let value = (&self.value + residual)?;
-        let slack = (&self.slack + (value.abs()? * V)?)?;
-        Ok(Exact { value, slack })
-    }
-
-    /// `silu(self) * up`: silu's slope is less than 1.1, and it is itself exact to 2⁻¹⁹.
-    fn gated(&self, up: &Exact) -> Result<Exact> {
-        let silu = candle_nn::ops::silu(&self.value)?;
-        let value = (&silu * &up.value)?;
-        let by_gate = (((&self.slack * 1.1)? + (self.value.abs()? * (1.0 / (1 << 19) as f64))?)?
-            * up.value.abs()?)?;
-        let by_up = (silu.abs()? * &up.slack)?;
-        let slack = ((by_gate + by_up)? + (value.abs()? * (2.0 * V))?)?;
-        Ok(Exact { value, slack })
-    }
-
-    /// Those of this rank.
-    fn columns(&self, ranks: &TensorParallel) -> Result<Exact> {
-        Ok(Exact {
-            value: ranks.shard(&self.value, 1)?,
-            slack: ranks.shard(&self.slack, 1)?,
-        })
-    }
-
-    fn rows(&self, rows: &std::ops::Range<usize>) -> Result<Exact> {
-        let rows = |tensor: &Tensor| tensor.narrow(0, rows.start, rows.len());
-        Ok(Exact {
-            value: rows(&self.value)?,
-            slack: rows(&self.slack)?,
-        })
-    }
-
-    /// Every element, after the one rounding by `u`; the first order counts twice for all that is not.
-    fn check(&self, found: &Tensor, u: f64) -> Result<()> {
-        assert_eq!(found.dims(), self.value.dims());
-        let (found, exact, slack) = (wide(found)?, wide(&self.value)?, wide(&self.slack)?);
-        for (element, ((found, exact), slack)) in found.iter().zip(&exact).zip(&slack).enumerate() {
-            // Below 2⁻¹⁴ f16 has fewer digits.
-            let tolerance = 2.0 * slack + u * exact.abs() + u * 2f64.powi(-14);
-            assert!(
-                (found - exact).abs() <= tolerance,
-                "element {element} is {found} and should be {exact} ± {tolerance}"
-            );
-        }
-        Ok(())
-    }
-}
-
-fn wide(tensor: &Tensor) -> Result<Vec<f64>> {
-    tensor.to_dtype(DType::F64)?.flatten_all()?.to_vec1()
-}
-
-/// Uniform in -1..1, the same for the same seed.
-fn random(seed: usize, shape: impl Into<candle_core::Shape>, dtype: DType) -> Result<Tensor> {
-    let mut state = (seed as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    let next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 40) as f32 / (1 << 23) as f32 - 1.0
-    };
-    let shape = shape.into();
-    let values: Vec<f32> = std::iter::repeat_with(next)
-        .take(shape.elem_count())
-        .collect();
-    Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)
 }

@@ -1,0 +1,177 @@
+//! A rank's parts of the tensors that a `VarBuilder` gives.
+
+use candle_core::{Error as CandleError, Result, Tensor};
+use candle_nn::Init;
+use candle_nn::var_builder::{Backend, Shard, VarBuilderArgs};
+use gemmesh::Error;
+
+use crate::error;
+use crate::tensor_parallel::TensorParallel;
+
+/// How the backend of a `VarBuilder` gives a part of a tensor.
+///
+/// A `ShardedVarBuilder` takes a `Shard`, and reads only this part of the file. A plain `VarBuilder` takes an `Init`,
+/// and reads the whole tensor, of which the part is then copied.
+pub trait Hints: Sized {
+    /// Reads a part of `name`, which should be `whole` in the file.
+    ///
+    /// # Errors
+    /// candle's. An error for a different shape holds the shape in the file.
+    fn read<B: Backend<Hints = Self>>(
+        vb: &VarBuilderArgs<B>,
+        name: &str,
+        whole: &[usize],
+        part: Shard,
+    ) -> Result<Tensor>;
+}
+
+impl Hints for Shard {
+    fn read<B: Backend<Hints = Self>>(
+        vb: &VarBuilderArgs<B>,
+        name: &str,
+        whole: &[usize],
+        part: Shard,
+    ) -> Result<Tensor> {
+        // candle does not check the shape of a tensor that it splits. But if there are more parts than elements, it
+        // reads nothing, and its error holds the shape.
+        let no_part = Shard {
+            dim: 0,
+            rank: 0,
+            world_size: usize::MAX,
+        };
+        match vb.get_with_hints((), name, no_part) {
+            Err(error) if shape_in(&error).is_some_and(|found| found != whole) => Err(error),
+            _ => vb.get_with_hints(whole, name, part),
+        }
+    }
+}
+
+impl Hints for Init {
+    fn read<B: Backend<Hints = Self>>(
+        vb: &VarBuilderArgs<B>,
+        name: &str,
+        whole: &[usize],
+        part: Shard,
+    ) -> Result<Tensor> {
+        let size = whole[part.dim] / part.world_size;
+        let tensor = vb.get(whole, name)?;
+        let part = tensor.narrow(part.dim, part.rank * size, size)?;
+        part.force_contiguous()
+    }
+}
+
+/// The shape in the file, if the error is about it.
+fn shape_in(error: &CandleError) -> Option<&[usize]> {
+    match error {
+        CandleError::ShapeMismatchSplit { shape, .. }
+        | CandleError::UnexpectedShape { got: shape, .. } => Some(shape.dims()),
+        CandleError::WithBacktrace { inner, .. }
+        | CandleError::Context { inner, .. }
+        | CandleError::WithPath { inner, .. } => shape_in(inner),
+        _ => None,
+    }
+}
+
+/// The layer that reads tensors, and the rank that it does so for.
+pub struct Reader<'a> {
+    pub ranks: &'a TensorParallel,
+    pub layer: &'static str,
+}
+
+impl Reader<'_> {
+    /// This rank's rows of a column-parallel weight, [N, K], and its part of the bias, if it is wanted.
+    pub fn rows<B: Backend<Hints: Hints>>(
+        &self,
+        vb: &VarBuilderArgs<B>,
+        [n, k]: [usize; 2],
+        bias: bool,
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        let part = self.even_part(vb, [n, k], 0)?;
+        self.part_of_rows(vb, [n, k], bias, part)
+    }
+
+    /// These rows of a column-parallel weight, [N, K], and of the bias, if it is wanted.
+    pub fn part_of_rows<B: Backend<Hints: Hints>>(
+        &self,
+        vb: &VarBuilderArgs<B>,
+        [n, k]: [usize; 2],
+        bias: bool,
+        part: Shard,
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        let weight = self.read(vb, "weight", &[n, k], part)?;
+        let bias = bias.then(|| self.read(vb, "bias", &[n], part));
+        Ok((weight, bias.transpose()?))
+    }
+
+    /// This rank's columns of a row-parallel weight, [N, K], and the whole bias, if it is wanted.
+    pub fn columns<B: Backend<Hints: Hints>>(
+        &self,
+        vb: &VarBuilderArgs<B>,
+        [n, k]: [usize; 2],
+        bias: bool,
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        let part = self.even_part(vb, [n, k], 1)?;
+        let weight = self.read(vb, "weight", &[n, k], part)?;
+        let bias = bias.then(|| self.read(vb, "bias", &[n], Shard::default()));
+        Ok((weight, bias.transpose()?))
+    }
+
+    /// This rank's part of a dimension that the ranks share evenly.
+    fn even_part<B: Backend>(
+        &self,
+        vb: &VarBuilderArgs<B>,
+        shape: [usize; 2],
+        dim: usize,
+    ) -> Result<Shard> {
+        let weight = path(vb, "weight");
+        let shared = self.ranks.check_even(&weight, shape[dim], dim);
+        shared.map_err(error::of(self.layer))?;
+        Ok(Shard {
+            dim,
+            rank: self.ranks.rank(),
+            world_size: self.ranks.world_size(),
+        })
+    }
+
+    fn read<B: Backend<Hints: Hints>>(
+        &self,
+        vb: &VarBuilderArgs<B>,
+        name: &str,
+        whole: &[usize],
+        part: Shard,
+    ) -> Result<Tensor> {
+        let rank = self.ranks.rank();
+        let shape = |what, expected: &[usize], found: &[usize]| Error::Shape {
+            rank,
+            argument: format!("{} {what}", path(vb, name)),
+            expected: expected.to_vec(),
+            found: found.to_vec(),
+        };
+        let read = B::Hints::read(vb, name, whole, part);
+        let read = read.map_err(|error| match shape_in(&error) {
+            Some(found) => shape("in the file", whole, found),
+            None => Error::System {
+                rank: Some(rank),
+                action: format!("read {}", path(vb, name)),
+                reason: error::words(&error),
+            },
+        });
+        let read = read.and_then(|tensor| {
+            let mut expected = whole.to_vec();
+            expected[part.dim] /= part.world_size;
+            match tensor.dims() == expected {
+                true => Ok(tensor),
+                false => Err(shape("as this rank's part", &expected, tensor.dims())),
+            }
+        });
+        read.map_err(error::of(self.layer))
+    }
+}
+
+/// The name of a tensor in the file.
+fn path<B: Backend>(vb: &VarBuilderArgs<B>, name: &str) -> String {
+    match vb.prefix() {
+        prefix if prefix.is_empty() => name.into(),
+        prefix => format!("{prefix}.{name}"),
+    }
+}
