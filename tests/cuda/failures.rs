@@ -2,11 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use gemmesh::{Cuda, Error, Route};
+use gemmesh::{Cuda, Deadline, Error, Route};
 
 use crate::support::gpu::*;
 use crate::support::processes::{Rank, Setting};
-use crate::support::shared::failures;
+use crate::support::shared::{failures, late};
 use crate::support::tested::MakeCall;
 use crate::{amid_functions, each_route, test_name, told_within_a_second};
 
@@ -57,6 +57,56 @@ each_route!(gpu, failures::wait_for_a_late_rank::<Cuda>:
     a_rank_that_pulls_late_is_waited_for_by_name by Pull,
     a_rank_that_pushes_late_is_waited_for_by_name by Push,
     a_rank_that_stores_late_is_waited_for_by_name by Store,
+);
+
+each_route!(gpu, late::wait_longer_than_the_timeout::<Cuda>:
+    a_rank_that_comes_later_than_the_timeout_to_pull_is_waited_for by Pull,
+    a_rank_that_comes_later_than_the_timeout_to_push_is_waited_for by Push,
+    a_rank_that_comes_later_than_the_timeout_to_store_is_waited_for by Store,
+);
+
+#[test]
+fn a_rank_that_stays_in_a_call_which_a_late_one_has_begun_too_is_named_at_the_timeout() {
+    if let Some(_leave) = gpu() {
+        late::stay_in_a_call_that_all_have_begun::<Cuda>(test_name!());
+    }
+}
+
+/// Rank 1 does not call what rank 0 has put on its stream. Rank 0's drop ends all the same, and both are told.
+#[track_caller]
+fn drop_while_a_rank_does_not_come(test: &str, route: Route) {
+    all_done(ranks(test, 2, |rank| {
+        let steps = host_group(rank)?;
+        let (_context, group) = late::connect_patient::<Cuda>(&Rank {
+            address: format!("{}-cuda", rank.address),
+            ..*rank
+        })?;
+        let mut arguments = Arguments::new(&group, 300, 72, 264)?;
+        arguments.verify_by(&group, route)?;
+        if rank.rank == 0 {
+            arguments.run_by(route)?;
+            let begin = Instant::now();
+            drop((arguments, group));
+            let took = begin.elapsed();
+            steps.barrier()?;
+            assert!(took < SHORT + NOTICED, "{took:?}");
+            return Ok(format!("dropped in {took:?}"));
+        }
+        steps.barrier()?;
+        let error = group.barrier().unwrap_err();
+        let deadline = Deadline::Arrival;
+        assert!(
+            matches!(error.cause(), Error::Timeout { rank: 1, deadline: d, .. } if *d == deadline),
+            "{error}"
+        );
+        Ok("told".into())
+    }));
+}
+
+each_route!(gpu, drop_while_a_rank_does_not_come:
+    a_group_that_pulls_from_a_rank_that_does_not_come_can_be_dropped by Pull,
+    a_group_that_pushes_to_a_rank_that_does_not_come_can_be_dropped by Push,
+    a_group_that_stores_at_a_rank_that_does_not_come_can_be_dropped by Store,
 );
 
 told_within_a_second!(Cuda);

@@ -9,7 +9,7 @@ use gemmesh::{
 
 use crate::support::shared::late;
 use crate::support::tested::Tested;
-use crate::{Arguments, MakeCall, SHORT, SLACK, each_route};
+use crate::{Arguments, MakeCall, SHORT, SLACK, each_route, test_name};
 
 /// Later than the timeout.
 const LATE: Duration = SHORT.checked_add(Duration::from_millis(500)).unwrap();
@@ -53,6 +53,11 @@ each_route!(Host::leave, late::wait_longer_than_the_timeout::<Host>:
     a_process_that_comes_later_than_the_timeout_to_push_is_waited_for by Push,
     a_process_that_comes_later_than_the_timeout_to_store_is_waited_for by Store,
 );
+
+#[test]
+fn a_process_that_stays_in_a_call_which_a_late_one_has_begun_too_is_named_at_the_timeout() {
+    late::stay_in_a_call_that_all_have_begun::<Host>(test_name!());
+}
 
 /// Ranks other than 0 learn what to do from it, and wait for as long as it has nothing to do.
 #[test]

@@ -2,10 +2,12 @@
 
 use std::time::Duration;
 
-use gemmesh::{Error, Group, Route};
+use gemmesh::{Deadline, Error, Group, Route};
+use rustix::process::Signal;
 
 use crate::support::processes::Rank;
 use crate::support::products::Arguments;
+use crate::support::shared::failures::{fails, produces};
 use crate::support::tested::{Tested, all_done, host_group, ranks};
 
 /// A group whose timeout is short, in which late ranks are waited for. What a rank keeps is there from now on.
@@ -37,4 +39,44 @@ pub fn wait_longer_than_the_timeout<B: Tested>(test: &str, route: Route) {
         group.barrier()?;
         Ok("waited for".into())
     }));
+}
+
+/// Rank 1 does not leave its function. The others name it as soon after the late rank 2 has come as if that had not been
+/// late.
+#[track_caller]
+pub fn stay_in_a_call_that_all_have_begun<B: Tested>(test: &str) {
+    let ranks = ranks::<B>(test, 3, |rank| {
+        let (_kept, group) = connect_patient::<B>(rank)?;
+        produces(&group, &mut || ())?;
+        group.synchronize()?;
+        if rank.rank == 2 {
+            std::thread::sleep(B::SHORT + B::SLACK);
+        }
+        rank.say("begins");
+        let result = produces(&group, &mut || {
+            if rank.rank == 1 {
+                std::thread::sleep(Duration::from_secs(600));
+            }
+        });
+        fails(rank, &group, result.and_then(|()| group.synchronize()))
+    });
+    let last = ranks.heard(2, "begins");
+    for place in [0, 2] {
+        let took = ranks.heard(place, "failed").saturating_duration_since(last);
+        assert!(took > B::SHORT / 2, "rank {place} took {took:?}");
+        assert!(took < B::SHORT + B::SLACK, "rank {place} took {took:?}");
+    }
+    ranks.signal(1, Signal::KILL);
+    for outcome in ranks.outcomes() {
+        if outcome.rank == 1 {
+            outcome.assert_killed();
+            continue;
+        }
+        match outcome.error().cause() {
+            Error::Timeout { rank, deadline, .. } => {
+                assert_eq!((*rank, *deadline), (1, Deadline::Call));
+            }
+            other => panic!("{other}"),
+        }
+    }
 }

@@ -26,8 +26,9 @@ use crate::schedule::{MAX_BLOCKS, MAX_FLAGS};
 
 /// How often the thread looks.
 const PERIOD: Duration = Duration::from_millis(2);
-/// How much longer than the kernels' own deadline it waits for a graph, because kernels know more. Also how long a copy
-/// of words may take.
+/// How much longer than the deadline it waits. A kernel in a graph has the deadline itself and knows more. A call that a
+/// function waits for gives up at the deadline, and then the function may return. It is also how long a copy of words
+/// may take.
 const GRACE: Duration = Duration::from_millis(500);
 /// An operation has waited this long before the monitor asks whether all ranks have begun it.
 const NOT_SHORT: Duration = Duration::from_millis(10);
@@ -367,11 +368,7 @@ impl Watch {
             Running::Live(epoch) => self.failures.standing_refusal(epoch, waited),
             Running::Replay(_) => None,
         };
-        let grace = match running {
-            Running::Live(_) => Duration::ZERO,
-            Running::Replay(_) => GRACE,
-        };
-        if let Some(passed) = self.deadlines().passed(clock, grace) {
+        if let Some(passed) = self.deadlines().passed(clock, GRACE) {
             self.failures
                 .fail(self.diagnose(running, passed, clock.waited()));
         } else if let Some(error) = refusal() {
