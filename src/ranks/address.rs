@@ -82,6 +82,11 @@ pub fn report_token(address: &str) -> [u8; 32] {
     derive(address, "token of reports")
 }
 
+/// The name that the launcher of the ranks at `address` takes when the process of `rank` has ended.
+pub fn end_name(address: &str, rank: usize) -> io::Result<SocketAddr> {
+    name(address, &format!("end of rank {rank}"))
+}
+
 fn name(address: &str, purpose: &str) -> io::Result<SocketAddr> {
     let hash = hex(&derive(address, purpose)[..16]);
     SocketAddr::from_abstract_name(format!("gemmesh/{hash}"))
@@ -109,6 +114,7 @@ mod tests {
     fn names(address: &str) -> Vec<Vec<u8>> {
         let mut all = meeting_names(address).unwrap();
         all.push(report_name(address).unwrap());
+        all.push(end_name(address, 1).unwrap());
         all.iter()
             .map(|name| name.as_abstract_name().unwrap().to_vec())
             .collect()
@@ -130,7 +136,7 @@ mod tests {
         ];
         let all: Vec<_> = texts.iter().flat_map(|text| names(text)).collect();
         let distinct: HashSet<_> = all.iter().collect();
-        assert_eq!(distinct.len(), texts.len() * (NAMES + 1));
+        assert_eq!(distinct.len(), texts.len() * (NAMES + 2));
         assert!(all.iter().all(|name| name.len() == 40));
         assert_eq!(names(&long), names(&long), "the same on every rank");
     }

@@ -14,3 +14,11 @@ pub struct Identity {
     /// Sends reports to the launcher, if it described this rank.
     pub launcher: Option<ReportSender>,
 }
+
+impl Identity {
+    /// True if `rank` is another rank, and this rank's launcher says that its process has ended.
+    pub fn has_ended(&self, rank: usize) -> bool {
+        let launcher = self.launcher.as_ref().filter(|_| rank != self.rank);
+        launcher.is_some_and(|launcher| launcher.has_ended(rank))
+    }
+}

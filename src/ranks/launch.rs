@@ -283,9 +283,13 @@ fn wait(mut ranks: Vec<Rank>, mut receiver: ReportReceiver) -> Result<()> {
     let mut stopped_since: Option<Instant> = None;
     loop {
         for rank in &mut ranks {
-            let Some(status) = rank.look()?.filter(|status| !status.success()) else {
+            let Some(status) = rank.look()? else {
                 continue;
             };
+            receiver.show_end(rank.rank);
+            if status.success() {
+                continue;
+            }
             if failure.as_ref().is_none_or(|first| first.follows(status)) {
                 failure = Some(Failure {
                     rank: rank.rank,

@@ -428,6 +428,9 @@ impl<'a> Rendezvous<'a> {
             if is_late && !self.complete() && (accepted == 0 || turns == LAST_TURNS) {
                 return Err(self.incomplete(begin));
             }
+            if accepted == 0 && self.missing().any(|rank| self.identity.has_ended(rank)) {
+                return Err(self.incomplete(begin));
+            }
             turns += usize::from(is_late);
         }
         let last_call = Instant::now() + LAST_CALL;
@@ -437,10 +440,9 @@ impl<'a> Rendezvous<'a> {
         Ok(())
     }
 
-    /// The error that ranks are missing at the deadline.
+    /// The error that ranks are missing at the deadline, or that one of them will not come.
     fn incomplete(&mut self, begin: Instant) -> Error {
-        let missing = (1..self.identity.world).filter(|&rank| self.guests[rank].is_none());
-        let ranks = missing.collect();
+        let ranks = self.missing().collect();
         let address = address::shown(&self.identity.address);
         match self.unknown_user.take() {
             Some(reason) => Error::UnknownUser {
@@ -457,8 +459,13 @@ impl<'a> Rendezvous<'a> {
         }
     }
 
+    /// The ranks that have not come.
+    fn missing(&self) -> impl Iterator<Item = usize> {
+        (1..self.identity.world).filter(|&rank| self.guests[rank].is_none())
+    }
+
     fn complete(&self) -> bool {
-        self.guests.iter().skip(1).all(Option::is_some)
+        self.missing().next().is_none()
     }
 
     /// Receives late ranks for a while, to tell them too that there is no group.

@@ -10,6 +10,9 @@
 //! datagram's sender. No other process can have the socket's name before the launcher binds it, nor while the ranks
 //! run, because they end with the launcher. Others can only fill the socket's queue, so that reports get lost. Then the
 //! launcher judges by how the ranks end.
+//!
+//! In return the launcher shows which ranks have ended. It takes an abstract name for each, which follows from the
+//! address too. So a rank in the rendezvous need not wait for one that will not come.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::{SocketAddr, UnixDatagram};
@@ -75,6 +78,7 @@ static TOLD: AtomicU32 = AtomicU32::new(0);
 #[derive(Clone, Debug)]
 pub struct ReportSender {
     rank: usize,
+    launch: Arc<str>,
     name: SocketAddr,
     token: Token,
     once: Arc<Once>,
@@ -89,6 +93,7 @@ impl ReportSender {
         }
         Some(ReportSender {
             rank,
+            launch: launch.into(),
             name: address::report_name(launch).ok()?,
             token: Token(address::report_token(launch)),
             once: Arc::new(Once::new()),
@@ -121,6 +126,15 @@ impl ReportSender {
         }
     }
 
+    /// True if the process that was launched as `rank` has ended. False if that can't be known.
+    pub fn has_ended(&self, rank: usize) -> bool {
+        let reach = || -> std::io::Result<()> {
+            let name = address::end_name(&self.launch, rank)?;
+            UnixDatagram::unbound()?.connect_addr(&name)
+        };
+        reach().is_ok()
+    }
+
     fn send(&self, report: &FailureReport) {
         let send = || -> std::io::Result<()> {
             let bytes = [self.token.0.to_vec(), serde_json::to_vec(report)?].concat();
@@ -150,7 +164,10 @@ impl ReportSender {
 /// The launcher's end of the reports.
 #[derive(Debug)]
 pub struct ReportReceiver {
+    launch: String,
     socket: UnixDatagram,
+    /// Sockets whose names say which ranks have ended.
+    ends: Vec<UnixDatagram>,
     token: Token,
     world: usize,
     /// At most one report from each rank, in the order in which they came.
@@ -165,6 +182,8 @@ impl ReportReceiver {
             Ok(socket)
         };
         Ok(ReportReceiver {
+            launch: launch.into(),
+            ends: Vec::new(),
             socket: open().map_err(Error::system(None, "listen to the ranks"))?,
             token: Token(address::report_token(launch)),
             world,
@@ -175,6 +194,14 @@ impl ReportReceiver {
     /// The reports of the ranks.
     pub fn reports(&self) -> &[FailureReport] {
         &self.reports
+    }
+
+    /// Shows the other ranks that the process of `rank` has ended. If it can't, they wait for it in a rendezvous until
+    /// the deadline.
+    pub fn show_end(&mut self, rank: usize) {
+        let name = address::end_name(&self.launch, rank);
+        let shown = name.and_then(|name| UnixDatagram::bind_addr(&name));
+        self.ends.extend(shown);
     }
 
     /// Reads reports without waiting. Any process can send a datagram. One that is no rank's report is dropped.
@@ -276,6 +303,16 @@ mod tests {
         assert_eq!(told(&mut receiver), []);
         assert_eq!(rank.fault(), Some(lost(1)));
         assert_eq!(told(&mut receiver), [(1, 1)]);
+    }
+
+    #[test]
+    fn a_rank_learns_which_ranks_have_ended() {
+        let launch = draw().unwrap();
+        let mut receiver = ReportReceiver::new(&launch, 3).unwrap();
+        let rank = ReportSender::new(0, &launch).unwrap();
+        assert!(!rank.has_ended(1));
+        receiver.show_end(1);
+        assert!(rank.has_ended(1) && !rank.has_ended(2));
     }
 
     #[test]

@@ -108,7 +108,8 @@ impl<'a> Search<'a> {
     }
 
     fn pause(&self) -> Result<()> {
-        if self.begin.elapsed() >= self.identity.deadlines.rendezvous() {
+        let is_late = self.begin.elapsed() >= self.identity.deadlines.rendezvous();
+        if is_late || self.identity.has_ended(0) {
             return Err(self.failure());
         }
         std::thread::sleep(RETRY);

@@ -524,18 +524,32 @@ fn launched_ranks_without_a_group_are_judged_by_how_they_end() {
 
 #[test]
 fn a_launched_rank_that_ends_before_the_others_meet_it_is_returned() {
-    let error = launched_failure(test_name!(), || {
-        if std::env::var("GEMMESH_RANK").unwrap() == "1" {
+    ends_before_the_others_meet_it(test_name!(), 1);
+}
+
+#[test]
+fn a_launched_rank_0_that_ends_before_the_others_meet_it_is_returned() {
+    ends_before_the_others_meet_it(test_name!(), 0);
+}
+
+/// The others know that rank `missing` has ended, and do not wait for it.
+#[track_caller]
+fn ends_before_the_others_meet_it(test: &str, missing: usize) {
+    let error = launched_failure(test, || {
+        if std::env::var("GEMMESH_RANK").unwrap() == missing.to_string() {
             return Ok(());
         }
-        let builder = Group::<Host>::builder().arrival_timeout(SHORT / 2);
-        builder.from_env().map(drop)
+        Group::<Host>::from_env().map(drop)
     });
-    let cause = assert_failed(&error, 1, "exit status: 0").expect("a cause");
-    assert!(
-        matches!(&cause, Error::RanksMissing { ranks, .. } if ranks == &[1]),
-        "{cause}"
-    );
+    let cause = assert_failed(&error, missing, "exit status: 0").expect("a cause");
+    let Error::RanksMissing {
+        ranks, waited_ms, ..
+    } = &cause
+    else {
+        panic!("{cause}")
+    };
+    assert_eq!(ranks, &[missing], "{cause}");
+    assert!(u128::from(*waited_ms) < TIMEOUT.as_millis(), "{cause}");
 }
 
 #[test]
