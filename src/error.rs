@@ -152,8 +152,8 @@ pub enum Error {
         pids: [u32; 2],
     },
 
-    /// A rank disagrees with rank 0 about something that must be the same on all ranks.
-    #[error("rank {rank} has {what} {theirs}, rank 0 has {expected}; start all ranks alike")]
+    /// A rank disagrees with others about something that must be the same on all ranks.
+    #[error("rank {rank} has {what} {theirs}, rank {other} has {expected}; start all ranks alike")]
     Mismatch {
         /// The rank that differs.
         rank: usize,
@@ -161,7 +161,9 @@ pub enum Error {
         what: String,
         /// Its value on that rank.
         theirs: String,
-        /// Its value on rank 0.
+        /// The first rank that has the expected value.
+        other: usize,
+        /// Its value on that rank.
         expected: String,
     },
 

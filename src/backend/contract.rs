@@ -137,6 +137,8 @@ pub(crate) mod sealed {
 
         /// Opens the backend: allocates the flags, and starts its threads. Collective.
         fn open(members: &Members, options: &OpenOptions) -> Result<Self>;
+        /// The options that open it again for a part of the group: on the same device, with as many threads.
+        fn reopening(&self) -> OpenOptions;
         /// Closes the backend, because the group ends. Memory lives as long as any rank maps it.
         fn close(&mut self, members: &Members);
         /// A good configuration for a problem.

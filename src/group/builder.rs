@@ -9,9 +9,13 @@ use crate::backend::{Backend, OpenOptions};
 use crate::error::{Error, Result};
 use crate::protocol::epoch::Epoch;
 use crate::ranks::deadlines::Deadlines;
+use crate::ranks::env::{self, Described};
 use crate::ranks::identity::Identity;
+use crate::ranks::members::Members;
+use crate::ranks::naming::{self, Arrival, JobRank, Naming};
+use crate::ranks::rendezvous;
 use crate::ranks::reports::ReportSender;
-use crate::ranks::{env, rendezvous};
+use crate::ranks::split::Claim;
 use crate::schedule::Numerics;
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::limits::limit;
@@ -35,13 +39,14 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 #[derive(Debug)]
 #[must_use = "there is no group before ranks have met"]
 pub struct Builder<B: Backend> {
-    timeout: Duration,
+    timeout: Option<Duration>,
     arrival_timeout: Option<Duration>,
     workers: Option<usize>,
     link: Option<usize>,
     device: Option<usize>,
-    pub(super) numerics: Numerics,
-    pub(super) first_epoch: Epoch,
+    numerics: Option<Numerics>,
+    pub(super) name: Option<String>,
+    first_epoch: Epoch,
     backend: PhantomData<B>,
 }
 
@@ -49,12 +54,13 @@ impl<B: Backend> Builder<B> {
     /// Default options.
     pub(super) fn new() -> Builder<B> {
         Builder {
-            timeout: DEFAULT_TIMEOUT,
+            timeout: None,
             arrival_timeout: None,
             workers: None,
             link: None,
             device: None,
-            numerics: Numerics::Fast,
+            numerics: None,
+            name: None,
             first_epoch: Epoch::FIRST,
             backend: PhantomData,
         }
@@ -67,7 +73,7 @@ impl<B: Backend> Builder<B> {
     /// send counts. On GPUs a rank begins a call when it enqueues it, and a replay of a graph has no beginning that
     /// others see. So there the work that stands before it on the other rank's stream counts too.
     pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = timeout;
+        self.timeout = Some(timeout);
         self
     }
 
@@ -110,8 +116,12 @@ impl<B: Backend> Builder<B> {
         self
     }
 
-    pub(super) fn deadlines(&self) -> Deadlines {
-        Deadlines::new(self.timeout, self.arrival_timeout)
+    /// Deadlines that are not set are those of `whole`, of which the group is a part.
+    pub(super) fn deadlines(&self, whole: Option<&Deadlines>) -> Deadlines {
+        let call = self.timeout.or(whole.map(Deadlines::call));
+        let arrival = whole.and_then(Deadlines::arrival);
+        let call = call.unwrap_or(DEFAULT_TIMEOUT);
+        Deadlines::new(call, self.arrival_timeout.or(arrival))
     }
 
     /// How many threads a rank multiplies with on the host backend. By default the ranks share the cores.
@@ -131,7 +141,7 @@ impl<B: Backend> Builder<B> {
 
     /// What the bits of products may depend on. The default is [`Numerics::Fast`].
     pub fn numerics(mut self, numerics: Numerics) -> Self {
-        self.numerics = numerics;
+        self.numerics = Some(numerics);
         self
     }
 
@@ -142,6 +152,25 @@ impl<B: Backend> Builder<B> {
         self
     }
 
+    /// The group's name, which its errors and [`Group::name`] say. All ranks give the same name, of at most 100 bytes.
+    ///
+    /// ```
+    /// use gemmesh::{Error, Group, Host};
+    ///
+    /// Group::<Host>::threads(4, |world| {
+    ///     let pair = world.rank() / 2;
+    ///     let builder = Group::builder().name(format!("pair {pair}"));
+    ///     let group = builder.split(&world, pair, world.rank())?;
+    ///     assert_eq!(group.name(), Some(format!("pair {pair}").as_str()));
+    ///     Ok::<_, Error>(())
+    /// })?;
+    /// # Ok::<_, Error>(())
+    /// ```
+    pub fn name(mut self, name: impl Into<String>) -> Self {
+        self.name = Some(name.into());
+        self
+    }
+
     /// The number of the first operation, for tests of what happens when it wraps.
     #[doc(hidden)]
     pub fn first_epoch(mut self, epoch: u32) -> Self {
@@ -149,13 +178,45 @@ impl<B: Backend> Builder<B> {
         self
     }
 
-    pub(super) fn options(&self) -> OpenOptions {
-        OpenOptions {
-            workers: self.workers,
-            link: self.link,
-            device: self.device,
+    /// Opens the group of `members`. Options that are not set are those of `whole`, of which the group is a part.
+    pub(super) fn open(&self, members: Members, whole: Option<&Group<B>>) -> Result<Group<B>> {
+        let whole = whole.map(Group::inner);
+        let its = whole.map(|whole| whole.backend.reopening());
+        let its = |option: fn(&OpenOptions) -> Option<usize>| its.as_ref().and_then(option);
+        let numerics = self.numerics.or(whole.map(|whole| whole.numerics));
+        let options = OpenOptions {
+            workers: self.workers.or(its(|its| its.workers)),
+            link: self.link.or(its(|its| its.link)),
+            device: self.device.or(its(|its| its.device)),
             first_epoch: self.first_epoch,
-        }
+        };
+        Group::open(members, numerics.unwrap_or(Numerics::Fast), &options)
+    }
+
+    /// [`Group::split`] with these options. Options that are not set are those of `group`.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    ///
+    /// use gemmesh::{Error, Group, Host};
+    ///
+    /// Group::<Host>::threads(4, |world| {
+    ///     let builder = Group::builder().name("replicas").timeout(Duration::from_secs(5));
+    ///     let group = builder.split(&world, world.rank() % 2, world.rank() / 2)?;
+    ///     assert_eq!((group.rank(), group.world_size()), (world.rank() / 2, 2));
+    ///     Ok::<_, Error>(())
+    /// })?;
+    /// # Ok::<_, Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Group::split`]; [`Error::Mismatch`] if ranks of a color give different names.
+    pub fn split(self, group: &Group<B>, color: usize, key: usize) -> Result<Group<B>> {
+        let checked = naming::check(self.name.as_deref());
+        let name = self.name.clone();
+        let claim = checked.map(|()| Claim { color, key, name });
+        let deadlines = self.deadlines(Some(&group.inner().members.deadlines));
+        group.noted(group.split_into(claim, deadlines, |members| self.open(members, Some(group))))
     }
 
     /// [`Group::from_env`] with these options.
@@ -164,13 +225,18 @@ impl<B: Backend> Builder<B> {
     /// As [`Group::from_env`].
     pub fn from_env(self) -> Result<Group<B>> {
         let described = env::describe_this_process()?.ok_or_else(env::no_launcher)?;
+        naming::check(self.name.as_deref())?;
         let (rank, address) = (described.rank, &described.address);
         let launcher = match described.launched() {
             true => ReportSender::new(rank, address),
             false => None,
         };
-        let version = rendezvous::PROTOCOL_VERSION;
-        let group = self.meet(rank, described.world, address, version, launcher.clone());
+        let identity = Identity {
+            naming: Some(Naming::of_job(self.name.clone(), described.world)),
+            launcher: launcher.clone(),
+            ..self.identity(rank, described.world, address, Some(&described))
+        };
+        let group = self.meet(&identity, rendezvous::PROTOCOL_VERSION);
         if let (Some(launcher), Err(error)) = (launcher, &group) {
             launcher.tell(rank, error);
         }
@@ -194,28 +260,39 @@ impl<B: Backend> Builder<B> {
         address: &str,
         version: u32,
     ) -> Result<Group<B>> {
-        self.meet(rank, world, address, version, None)
+        naming::check(self.name.as_deref())?;
+        // A process whose environment is wrong is none of a job.
+        let described = env::describe_this_process().ok().flatten();
+        let identity = self.identity(rank, world, address, described.as_ref());
+        self.meet(&identity, version)
     }
 
-    fn meet(
-        self,
+    fn identity(
+        &self,
         rank: usize,
         world: usize,
         address: &str,
-        version: u32,
-        launcher: Option<ReportSender>,
-    ) -> Result<Group<B>> {
-        limit("world size", world, 1, MAX_WORLD)?;
-        limit("rank", rank, 0, world - 1)?;
-        let identity = Identity {
+        described: Option<&Described>,
+    ) -> Identity {
+        Identity {
             rank,
             world,
             address: address.into(),
             backend: B::NAME,
-            deadlines: self.deadlines(),
-            launcher,
-        };
-        Group::open(rendezvous::meet_speaking(&identity, version)?, &self)
+            deadlines: self.deadlines(None),
+            arrival: Arrival {
+                name: self.name.clone(),
+                job: described.map(JobRank::of),
+            },
+            naming: None,
+            launcher: None,
+        }
+    }
+
+    fn meet(&self, identity: &Identity, version: u32) -> Result<Group<B>> {
+        limit("world size", identity.world, 1, MAX_WORLD)?;
+        limit("rank", identity.rank, 0, identity.world - 1)?;
+        self.open(rendezvous::meet_speaking(identity, version)?, None)
     }
 
     /// [`Group::threads`] with these options.
@@ -234,6 +311,7 @@ impl<B: Backend> Builder<B> {
         T: Send,
         E: From<Error> + fmt::Display + Send,
     {
+        naming::check(self.name.as_deref())?;
         threads::run(&self, world, f)
     }
 }

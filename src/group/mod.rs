@@ -16,13 +16,15 @@ use std::time::Duration;
 use lru::LruCache;
 
 use self::turns::{Turn, Turns};
-use crate::backend::{Backend, KEPT};
+use crate::backend::{Backend, KEPT, OpenOptions};
 use crate::error::{Error, Result};
 use crate::process::Own;
 use crate::profile::nvtx::range;
 use crate::protocol::epoch::Epoch;
 use crate::ranks::call::PostedCall;
+use crate::ranks::deadlines::Deadlines;
 use crate::ranks::members::Members;
+use crate::ranks::split::{self, Claim, SPLIT};
 use crate::resources::require_available;
 use crate::schedule::plan::matrices::PARTIALS;
 use crate::schedule::plan::{plan, tile_order};
@@ -77,6 +79,8 @@ pub(crate) struct Inner<B: Backend> {
     /// How many sharded matrices the group has made. The lock is held while one is made, so that two threads of a rank
     /// number theirs in the order in which the ranks meet for them. As with `partials`, a failure ends it.
     matrices: Mutex<u32>,
+    /// Locked while the group is split, so that two threads of a rank split it one after the other.
+    splits: Mutex<()>,
 }
 
 impl<B: Backend> Inner<B> {
@@ -218,6 +222,48 @@ impl<B: Backend> Group<B> {
         self.inner.members.world
     }
 
+    /// The group's name: the one that [`Builder::name`] gave it, or a default if it is a part of a job or of a different
+    /// group. `None` if it is the job itself and was given no name.
+    pub fn name(&self) -> Option<&str> {
+        self.inner.members.name()
+    }
+
+    /// Splits the group: ranks that give the same `color` become a group of their own. Collective.
+    ///
+    /// The new ranks are numbered in the order of their keys. Of equal keys, the lower rank of this group comes first.
+    /// It is what MPI calls `MPI_Comm_split` and NCCL `ncclCommSplit`. The ranks need no address, because they are
+    /// connected already.
+    ///
+    /// The new group has this group's options: its timeouts, numerics, workers, link and GPU. [`Builder::split`] gives it
+    /// other options, or a name. Without a name it is called `color 1`, for example. Apart from that, the groups have
+    /// nothing to do with each other. Matrices stay with the group that made them. Either group may end or fail without
+    /// the other.
+    ///
+    /// The call waits for this rank's operations in this group first. On GPUs, operations of two groups at the same time
+    /// have rules. They are those of two kernels that wait for other GPUs: see `Cuda`.
+    ///
+    /// ```
+    /// use gemmesh::{Error, Group, Host};
+    ///
+    /// // Tensor parallelism in the pairs {0, 1} and {2, 3}, data parallelism in {0, 2} and {1, 3}.
+    /// Group::<Host>::threads(4, |world| {
+    ///     let rank = world.rank();
+    ///     let tensor = world.split(rank / 2, rank)?;
+    ///     let data = world.split(rank % 2, rank)?;
+    ///     assert_eq!((tensor.rank(), tensor.world_size()), (rank % 2, 2));
+    ///     assert_eq!((data.rank(), data.world_size()), (rank / 2, 2));
+    ///     Ok::<_, Error>(())
+    /// })?;
+    /// # Ok::<_, Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// The same on every rank of this group, and it goes on: the error of a rank that has no memory or descriptors left,
+    /// or whose new group does not open. If this group fails, its failure.
+    pub fn split(&self, color: usize, key: usize) -> Result<Group<B>> {
+        Builder::new().split(self, color, key)
+    }
+
     /// Waits until all operations of this rank are complete.
     ///
     /// # Errors
@@ -339,15 +385,15 @@ impl<B: Backend> Group<B> {
 }
 
 impl<B: Backend> Group<B> {
-    fn open(members: Members, builder: &Builder<B>) -> Result<Group<B>> {
-        let backend = B::open(&members, &builder.options())?;
+    fn open(members: Members, numerics: Numerics, options: &OpenOptions) -> Result<Group<B>> {
+        let backend = B::open(&members, options)?;
         Ok(Group {
             inner: Arc::new(Own::new(Inner {
                 backend,
                 members,
-                numerics: builder.numerics,
+                numerics,
                 state: Turns::new(State {
-                    epoch: builder.first_epoch,
+                    epoch: options.first_epoch,
                     programs: LruCache::new(KEPT),
                     recorded: Vec::new(),
                     recorded_partials: Vec::new(),
@@ -355,8 +401,29 @@ impl<B: Backend> Group<B> {
                 evicted: Mutex::new(Vec::new()),
                 partials: Mutex::new(None),
                 matrices: Mutex::new(0),
+                splits: Mutex::new(()),
             })),
         })
+    }
+
+    /// Makes the part of this group that `claim` asks for. Collective.
+    fn split_into(
+        &self,
+        claim: Result<Claim>,
+        deadlines: Deadlines,
+        open: impl FnOnce(Members) -> Result<Group<B>>,
+    ) -> Result<Group<B>> {
+        // A group that opens runs kernels, which operations of this group must not keep from starting.
+        self.synchronize()?;
+        let members = &self.inner.members;
+        // A panic while it was held has not left it half-changed.
+        let splits = self.inner.splits.lock();
+        let _split = splits.unwrap_or_else(PoisonError::into_inner);
+        let part = split::split(members, claim, deadlines)?;
+        let opened = open(part);
+        let outcome = opened.as_ref().map(|_| (Vec::new(), None));
+        members.gather_messages(SPLIT, outcome.map_err(Error::clone))?;
+        opened
     }
 
     pub(crate) fn gather_bytes(&self, call: &str, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {

@@ -8,7 +8,10 @@ use crate::backend::Backend;
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
 use crate::ranks::memfd::{Mapping, memfd};
+use crate::ranks::naming::Naming;
+use crate::ranks::pidfd::PeerProcess;
 use crate::ranks::shared_state::SharedState;
+use crate::ranks::watcher::Watched;
 use crate::ranks::wire::{self, Connection};
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::limits::limit;
@@ -115,10 +118,13 @@ impl Joining {
         let Some((shared_state, connections)) = self.take() else {
             return;
         };
-        let deadlines = builder.deadlines();
-        let members = Members::new(rank, deadlines, true, shared_state, world, connections);
+        let deadlines = builder.deadlines(None);
+        shared_state.set_naming(Naming::of_job(builder.name.clone(), world));
+        let processes = std::iter::repeat_with(|| Ok(PeerProcess::Unknown));
+        let members = Watched::of(rank, &connections, processes)
+            .and_then(|peers| Members::new(rank, deadlines, true, shared_state, world, peers));
         let farewell = members.as_ref().ok().map(Farewell::of);
-        let open = |members| Group::open(members, builder);
+        let open = |members| builder.open(members, None);
         let reason = part(rank, members.and_then(open));
         if let Some(farewell) = farewell {
             farewell.say(reason);

@@ -243,6 +243,7 @@ enum ErrorJson {
         rank: usize,
         what: String,
         theirs: String,
+        other: usize,
         expected: String,
     },
     CallMismatch {

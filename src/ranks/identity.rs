@@ -1,6 +1,7 @@
 //! How a process that looks for its group introduces itself.
 
 use super::deadlines::Deadlines;
+use super::naming::{Arrival, Naming};
 use super::reports::ReportSender;
 
 /// A process that looks for the others of its group.
@@ -11,6 +12,10 @@ pub struct Identity {
     pub address: String,
     pub backend: &'static str,
     pub deadlines: Deadlines,
+    /// What it says of itself when all have come.
+    pub arrival: Arrival,
+    /// What the group is called, if that is known before all have come.
+    pub naming: Option<Naming>,
     /// Sends reports to the launcher, if it described this rank.
     pub launcher: Option<ReportSender>,
 }

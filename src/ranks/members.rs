@@ -1,5 +1,6 @@
 //! The ranks of a group as one rank sees them: messages to all ranks, and failures of ranks.
 
+use std::borrow::Cow;
 use std::cell::OnceCell;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -10,10 +11,12 @@ use std::time::{Duration, Instant};
 
 use super::call::PostedCall;
 use super::deadlines::{Clock, Deadlines};
+use super::naming::Naming;
 use super::pidfd;
+use super::reports::ReportSender;
 use super::shared_state::SharedState;
 use super::waits::WaitTimes;
-use super::watcher::Watcher;
+use super::watcher::{Watched, Watcher};
 use super::wire::{Channel, Connection, Frame, MAX_FRAME, WireError};
 use super::{last_panic, panics};
 use crate::error::{Deadline, Error, Result};
@@ -54,6 +57,8 @@ pub struct Members {
     pub deadlines: Deadlines,
     /// True if the ranks are threads of one process.
     pub in_process: bool,
+    /// True if the rank's function says why it has left, after this has been dropped.
+    pub(super) says_farewell: bool,
     shared: Arc<SharedState>,
     waits: Arc<WaitTimes>,
     /// The number of this rank's latest collective call. Locked while one is posted or refused.
@@ -68,7 +73,7 @@ pub struct Members {
 }
 
 impl Members {
-    /// Makes this rank's end. `connections` are as in the struct, and each is non-blocking.
+    /// Makes this rank's end. `peers` are in the order of the struct's connections.
     ///
     /// # Errors
     /// Errors of this rank. The other ranks hear of them before they see its connections close.
@@ -78,11 +83,12 @@ impl Members {
         in_process: bool,
         shared: SharedState,
         world: usize,
-        connections: Vec<Arc<Connection>>,
+        peers: Vec<Watched>,
     ) -> Result<Members> {
         let shared = Arc::new(shared);
         panics::listen(&shared);
-        let watch = || Watcher::spawn(rank, in_process, shared.clone(), &connections);
+        let connections = peers.iter().map(|peer| peer.connection.clone()).collect();
+        let watch = || Watcher::spawn(rank, shared.clone(), peers);
         let watcher = (world > 1).then(watch).transpose();
         let watcher = watcher.map_err(|error| shared.fail(error))?;
         Ok(Members {
@@ -90,6 +96,7 @@ impl Members {
             world,
             deadlines,
             in_process,
+            says_farewell: in_process,
             shared,
             waits: Arc::new(WaitTimes::new(world)),
             calls: Mutex::new(0),
@@ -144,6 +151,27 @@ impl Members {
     /// The ranks' shared state, for users that outlive this value.
     pub fn shared_state(&self) -> Arc<SharedState> {
         self.shared.clone()
+    }
+
+    /// What the group is called, and which ranks of the job its ranks are.
+    pub fn naming(&self) -> Cow<'_, Naming> {
+        let unnamed = || Cow::Owned(Naming::of_job(None, self.world));
+        self.shared.naming().map_or_else(unnamed, Cow::Borrowed)
+    }
+
+    /// The group's name, if it has one.
+    pub fn name(&self) -> Option<&str> {
+        self.shared.naming()?.name.as_deref()
+    }
+
+    /// The sender of reports to the launcher, if it wants to know of failures.
+    pub fn launcher(&self) -> Option<&ReportSender> {
+        self.shared.launcher()
+    }
+
+    /// Names the group, once.
+    pub fn set_naming(&self, naming: Naming) {
+        self.shared.set_naming(naming);
     }
 
     /// A reporter for a thread of a backend that watches this rank.
@@ -683,7 +711,7 @@ impl Drop for Members {
             return;
         }
         // A thread's error is known when its function has returned. Nobody hears of a process's error.
-        match self.in_process {
+        match self.says_farewell {
             true => self.shared.let_go(),
             false => self.shared.leave_with_what_it_got(),
         }

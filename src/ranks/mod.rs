@@ -16,16 +16,18 @@ pub mod memfd;
 #[cfg(any(miri, gemmesh_heap))]
 #[path = "memfd/heap.rs"]
 pub mod memfd;
+pub mod naming;
 mod output;
 pub mod panics;
 mod peer;
-mod pidfd;
+pub mod pidfd;
 mod poll;
 pub mod rendezvous;
 pub mod reports;
 mod search;
 pub mod shared_state;
+pub mod split;
 mod surroundings;
 pub mod waits;
-mod watcher;
+pub mod watcher;
 pub mod wire;

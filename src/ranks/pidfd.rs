@@ -6,9 +6,9 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 use rustix::io::Errno;
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, getpid, pidfd_open};
 
 use super::{peer, poll};
 
@@ -53,6 +53,20 @@ fn by_number(stream: &UnixStream) -> io::Result<PeerProcess> {
         Err(error @ (Errno::MFILE | Errno::NFILE | Errno::NOMEM)) => Err(error.into()),
         Err(_) => Ok(PeerProcess::Unknown),
     }
+}
+
+/// A descriptor of this process for other processes, which may be in other PID namespaces. It is readable when the
+/// process has ended. If the system has no such descriptors, it is one that is never readable.
+///
+/// # Errors
+/// If this process has no descriptors left.
+pub fn of_this_process() -> io::Result<OwnedFd> {
+    let fd = match pidfd_open(getpid(), PidfdFlags::empty()) {
+        Err(error @ (Errno::MFILE | Errno::NFILE | Errno::NOMEM)) => return Err(error.into()),
+        Err(_) => eventfd(0, EventfdFlags::CLOEXEC)?,
+        Ok(fd) => fd,
+    };
+    Ok(fd)
 }
 
 /// True if the process is known to have ended. This keeps no descriptor.

@@ -24,11 +24,13 @@ use serde::{Deserialize, Serialize};
 use super::address;
 use super::identity::Identity;
 use super::members::{Members, OPENING};
+use super::naming::{Arrival, Naming};
 use super::peer::{Peer, User, user_of};
 use super::pidfd::{self, Ended};
 use super::poll;
 use super::search::{Found, RETRY, Search};
 use super::shared_state::SharedState;
+use super::watcher::Watched;
 use super::wire::{self, Channel, Connection, Frame, WireError};
 use crate::error::{Error, Result};
 use crate::json;
@@ -240,9 +242,36 @@ fn members(
     }
     let shared_state =
         SharedState::new(memory, rank, world).with_launcher(identity.launcher.clone());
-    let members = Members::new(rank, deadlines, false, shared_state, world, connections)?;
-    members.gather_messages(OPENING, Ok((Vec::new(), None)))?;
+    let processes = connections
+        .iter()
+        .map(|connection| pidfd::of_peer(connection));
+    let peers = Watched::of(rank, &connections, processes)
+        .map_err(Error::system(rank, "watch another rank's process"))
+        .map_err(|error| shared_state.fail(error))?;
+    if let Some(naming) = &identity.naming {
+        shared_state.set_naming(naming.clone());
+    }
+    let members = Members::new(rank, deadlines, false, shared_state, world, peers)?;
+    members.set_naming(agree(&members, identity)?);
     Ok(members)
+}
+
+/// Agrees with the other ranks on what the group is called.
+fn agree(members: &Members, identity: &Identity) -> Result<Naming> {
+    let own = serde_json::to_vec(&identity.arrival).map_err(|error| Error::Internal {
+        rank: identity.rank,
+        what: format!("an arrival cannot be written: {error}"),
+    });
+    let gathered = members.gather_messages(OPENING, own.map(|bytes| (bytes, None)))?;
+    let arrivals = gathered.payloads.iter().enumerate().map(|(rank, bytes)| {
+        serde_json::from_slice::<Arrival>(bytes).map_err(|error| Error::Message {
+            rank,
+            reason: error.to_string(),
+        })
+    });
+    let arrivals = arrivals.collect::<Result<Vec<_>>>();
+    let arrivals = arrivals.map_err(|error| members.fail(error))?;
+    Naming::agreed(&arrivals, || address::shown(&identity.address))
 }
 
 /// A connection that has not introduced itself yet.
@@ -605,6 +634,7 @@ impl<'a> Rendezvous<'a> {
                 rank,
                 what: what.into(),
                 theirs,
+                other: 0,
                 expected,
             })
         };
@@ -708,6 +738,11 @@ pub mod fuzzing {
         address: String::new(),
         backend: "host",
         deadlines: Deadlines::new(Duration::from_secs(1), None),
+        arrival: Arrival {
+            name: None,
+            job: None,
+        },
+        naming: None,
         launcher: None,
     };
 

@@ -100,6 +100,14 @@ impl ReportSender {
         })
     }
 
+    /// For a different group of the same process.
+    pub fn for_next_group(&self) -> ReportSender {
+        ReportSender {
+            once: Arc::new(Once::new()),
+            ..self.clone()
+        }
+    }
+
     /// Tells the launcher why the group has failed, as rank `by` has reported it.
     ///
     /// It does so once, by any thread, and returns when it is done. If the launcher can't be told, it judges by how the

@@ -7,12 +7,13 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::call::{FIXED, MESSAGES, PostedCall, WORDS, describe};
 use super::deadlines::Deadlines;
 use super::last_panic;
+use super::naming::Naming;
 use super::reports::ReportSender;
 use crate::error::{Error, Result};
 use crate::json;
@@ -80,6 +81,8 @@ pub struct SharedState {
     /// By call, how often this rank was refused it.
     refused: Mutex<BTreeMap<u64, u64>>,
     departure: Mutex<Departure>,
+    /// What the group is called, once its ranks have agreed on it.
+    naming: OnceLock<Naming>,
     /// Sends the first failure to the launcher, if it wants to know it.
     launcher: Option<ReportSender>,
     /// The rank's process. A fork of it tells nothing.
@@ -115,6 +118,7 @@ impl SharedState {
             world,
             refused: Mutex::default(),
             departure: Mutex::default(),
+            naming: OnceLock::new(),
             launcher: None,
             process: Process::this(),
         }
@@ -123,6 +127,22 @@ impl SharedState {
     /// Tells the launcher of the group's first failure, before this rank learns of it.
     pub fn with_launcher(self, launcher: Option<ReportSender>) -> SharedState {
         SharedState { launcher, ..self }
+    }
+
+    /// The sender of reports to the launcher, if it wants to know of failures.
+    pub fn launcher(&self) -> Option<&ReportSender> {
+        self.launcher.as_ref()
+    }
+
+    /// Names the group, once.
+    pub fn set_naming(&self, naming: Naming) {
+        // Ranks agree on one name.
+        let _ = self.naming.set(naming);
+    }
+
+    /// What the group is called, once its ranks have agreed on it.
+    pub fn naming(&self) -> Option<&Naming> {
+        self.naming.get()
     }
 
     /// This rank.

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::pidfd::{self, PeerProcess};
+use super::pidfd::PeerProcess;
 use super::poll;
 use super::shared_state::SharedState;
 use super::wire::{self, Connection};
@@ -24,27 +24,9 @@ pub struct Watcher {
 impl Watcher {
     /// Starts the thread.
     ///
-    /// If a connection closes before its rank has left, the group has failed. The same is true if the process at its
-    /// other end ends, unless all ranks are threads of this process.
-    pub fn spawn(
-        rank: usize,
-        in_process: bool,
-        shared: Arc<SharedState>,
-        connections: &[Arc<Connection>],
-    ) -> Result<Watcher> {
-        let peers = connections.iter().enumerate().map(|(index, connection)| {
-            let process = match in_process {
-                true => PeerProcess::Unknown,
-                false => pidfd::of_peer(connection)
-                    .map_err(Error::system(rank, "watch another rank's process"))?,
-            };
-            Ok(Watched {
-                rank: if rank == 0 { index + 1 } else { 0 },
-                connection: connection.clone(),
-                process,
-            })
-        });
-        let peers = peers.collect::<Result<Vec<_>>>()?;
+    /// If a connection closes before its rank has left, the group has failed. The same is true if its rank's process
+    /// ends.
+    pub fn spawn(rank: usize, shared: Arc<SharedState>, peers: Vec<Watched>) -> Result<Watcher> {
         let (stop, stopped) = wire::pair().map_err(Error::system(rank, "open a socket pair"))?;
         let thread = std::thread::Builder::new()
             .name(format!("gemmesh-watch-{rank}"))
@@ -67,14 +49,34 @@ impl Drop for Watcher {
     }
 }
 
-/// Another rank, as the thread sees it.
-struct Watched {
-    rank: usize,
-    connection: Arc<Connection>,
-    process: PeerProcess,
+/// A rank at the other end of a control connection.
+#[derive(Debug)]
+pub struct Watched {
+    pub rank: usize,
+    /// Non-blocking.
+    pub connection: Arc<Connection>,
+    pub process: PeerProcess,
 }
 
 impl Watched {
+    /// The ranks at the other ends of `connections`, and the process of each. The connections are those of `rank`: on
+    /// rank 0 to ranks 1, 2, …, and on other ranks to rank 0.
+    pub fn of<E>(
+        rank: usize,
+        connections: &[Arc<Connection>],
+        processes: impl IntoIterator<Item = Result<PeerProcess, E>>,
+    ) -> Result<Vec<Watched>, E> {
+        let peers = connections.iter().zip(processes).enumerate();
+        let peers = peers.map(|(index, (connection, process))| {
+            Ok(Watched {
+                rank: if rank == 0 { index + 1 } else { 0 },
+                connection: connection.clone(),
+                process: process?,
+            })
+        });
+        peers.collect()
+    }
+
     /// The events to wait for.
     fn events(&self) -> impl Iterator<Item = PollFd<'_>> {
         let process = match &self.process {

@@ -14,6 +14,7 @@ mod epochs;
 mod failures;
 mod forms;
 mod graphs;
+mod groups;
 mod pipelines;
 mod recorded;
 mod reduce_scatter;

@@ -46,6 +46,7 @@ fn a_host_rank_among_cuda_ranks_is_named() {
         rank: 2,
         what: "backend".into(),
         theirs: "host".into(),
+        other: 0,
         expected: "cuda".into(),
     };
     assert_eq!(same_error(&ranks.outcomes()), &expected);

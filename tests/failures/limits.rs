@@ -13,10 +13,10 @@ use crate::support::tested::{all_done, ranks};
 use crate::{Arguments, TIMEOUT, test_name};
 
 /// Sets a limit, until it is lifted.
-struct Limited(Resource, Rlimit);
+pub struct Limited(Resource, Rlimit);
 
 impl Limited {
-    fn to(resource: Resource, value: u64) -> Limited {
+    pub fn to(resource: Resource, value: u64) -> Limited {
         let before = getrlimit(resource);
         let limit = Rlimit {
             current: Some(value),
@@ -44,7 +44,7 @@ fn mapped() -> u64 {
 }
 
 /// The limit on descriptors with which a process can open so many more.
-fn limit_for(more: u64) -> u64 {
+pub fn limit_for(more: u64) -> u64 {
     use std::os::fd::AsRawFd;
     let open = |_| std::fs::File::open("/dev/null").unwrap();
     let opened: Vec<_> = (0..=more).map(open).collect();

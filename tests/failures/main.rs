@@ -6,6 +6,7 @@ mod support;
 
 mod ends;
 mod forks;
+mod groups;
 mod late;
 mod launcher;
 mod limits;

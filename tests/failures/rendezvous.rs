@@ -22,6 +22,7 @@ fn a_rank_with_another_world_size_is_named() {
         rank: 2,
         what: "world size".into(),
         theirs: "4".into(),
+        other: 0,
         expected: "3".into(),
     };
     assert_eq!(same_error(&ranks.outcomes()), &expected);

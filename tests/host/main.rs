@@ -7,6 +7,7 @@ mod support;
 mod collectives;
 mod dlpack;
 mod forms;
+mod groups;
 mod numerics;
 mod pipelines;
 mod reduce_scatter;

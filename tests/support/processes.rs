@@ -146,9 +146,14 @@ impl Rank {
 
     /// The group of all processes of the test, with this timeout for late ranks too.
     pub fn connect(&self, timeout: Duration) -> Result<Group<Host>, Error> {
+        self.connect_as(&self.address, timeout)
+    }
+
+    /// As [`Rank::connect`], at a different address.
+    pub fn connect_as(&self, address: &str, timeout: Duration) -> Result<Group<Host>, Error> {
         let builder = Group::<Host>::builder().timeout(timeout);
         let builder = builder.arrival_timeout(timeout);
-        builder.connect(self.rank, self.world, &self.address)
+        builder.connect(self.rank, self.world, address)
     }
 
     /// Tells the parent.

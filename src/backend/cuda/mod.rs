@@ -42,6 +42,7 @@ use crate::backend::contract::sealed::{self, Bound, Call};
 use crate::backend::contract::{Backend, OpenOptions, Owner};
 use crate::error::{Error, Result};
 use crate::explanation::Prediction;
+use crate::protocol::epoch::Epoch;
 use crate::ranks::members::Members;
 use crate::schedule::{Config, Numerics, Problem, Schedule};
 
@@ -159,6 +160,16 @@ impl sealed::Implementation for Cuda {
             }
         };
         open().map_err(|error| members.fail(error))
+    }
+
+    fn reopening(&self) -> OpenOptions {
+        OpenOptions {
+            workers: None,
+            link: None,
+            // A GPU by the rank's number in the part would be a different one.
+            device: Some(self.gpu.device.ordinal()),
+            first_epoch: Epoch::FIRST,
+        }
     }
 
     fn close(&mut self, members: &Members) {

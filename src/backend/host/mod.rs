@@ -25,6 +25,7 @@ use workers::Workers;
 use crate::backend::contract::sealed::{self, Bound, Call};
 use crate::backend::contract::{Backend, OpenOptions, Owner};
 use crate::error::{Error, Result};
+use crate::protocol::epoch::Epoch;
 use crate::ranks::members::Members;
 use crate::ranks::memfd::Mapping;
 use crate::resources::{explain, require_available};
@@ -164,6 +165,15 @@ impl sealed::Implementation for Host {
             link: options.link,
             scratch: (0..count).map(|_| Mutex::default()).collect(),
         })
+    }
+
+    fn reopening(&self) -> OpenOptions {
+        OpenOptions {
+            workers: Some(self.scratch.len()),
+            link: self.link,
+            device: None,
+            first_epoch: Epoch::FIRST,
+        }
     }
 
     fn close(&mut self, _members: &Members) {

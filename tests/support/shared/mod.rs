@@ -4,6 +4,7 @@
 pub mod collectives;
 pub mod failures;
 pub mod forms;
+pub mod groups;
 pub mod late;
 pub mod mismatches;
 pub mod pipelines;
@@ -150,3 +151,19 @@ macro_rules! reduce_scatter_tests {
     };
 }
 pub(crate) use reduce_scatter_tests;
+
+/// Parts of a group.
+macro_rules! groups_tests {
+    ($backend:ty, $leave:expr) => {
+        $crate::support::shared::on_backend! {
+            $backend, $leave;
+            groups {
+                products_of_all_parts_at_once_are_right
+                sums_of_all_parts_at_once_are_right
+                a_rank_is_in_several_groups
+            }
+            ;
+        }
+    };
+}
+pub(crate) use groups_tests;
