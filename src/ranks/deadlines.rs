@@ -107,3 +107,52 @@ impl Clock {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MOMENT: Duration = Duration::from_millis(20);
+    const LONG: Duration = Duration::from_secs(3600);
+
+    #[test]
+    fn a_rank_that_has_not_come_has_no_deadline_unless_one_is_given() {
+        let clock = Clock::start();
+        clock.look(|| false);
+        let passed = |arrival| Deadlines::new(Duration::ZERO, arrival).passed(&clock, MOMENT);
+        std::thread::sleep(MOMENT);
+        assert_eq!(passed(None), None);
+        assert_eq!(passed(Some(LONG)), None);
+        let arrival = Some((Deadline::Arrival, Duration::ZERO));
+        assert_eq!(passed(Some(Duration::ZERO)), arrival);
+    }
+
+    #[test]
+    fn the_clock_starts_again_once_when_all_have_begun() {
+        let clock = Clock::start();
+        std::thread::sleep(MOMENT);
+        clock.look(|| true);
+        let waited = clock.waited();
+        assert!(clock.total() >= waited + MOMENT);
+        std::thread::sleep(MOMENT);
+        clock.look(|| true);
+        assert!(clock.waited() >= MOMENT);
+        let call = |call| Deadlines::new(call, Some(Duration::ZERO)).passed(&clock, MOMENT);
+        assert_eq!(call(LONG), None);
+        assert_eq!(call(Duration::ZERO), Some((Deadline::Call, Duration::ZERO)));
+    }
+
+    #[test]
+    fn a_refused_rank_has_a_limited_time_also_without_a_deadline_for_arrivals() {
+        let times = |call, arrival| {
+            let deadlines = Deadlines::new(call, arrival);
+            (deadlines.correction(), deadlines.another_try())
+        };
+        assert_eq!(times(LONG, None), (CORRECTION, LONG));
+        assert_eq!(times(MOMENT, None), (CORRECTION, CORRECTION));
+        assert_eq!(times(LONG, Some(MOMENT)), (MOMENT / 2, MOMENT));
+        let rendezvous = |arrival| Deadlines::new(MOMENT, arrival).rendezvous();
+        assert_eq!(rendezvous(None), RENDEZVOUS);
+        assert_eq!(rendezvous(Some(LONG)), LONG);
+    }
+}

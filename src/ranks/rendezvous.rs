@@ -732,26 +732,28 @@ pub mod fuzzing {
     use super::*;
     use crate::ranks::deadlines::Deadlines;
 
-    const IDENTITY: Identity = Identity {
-        rank: 0,
-        world: 4,
-        address: String::new(),
-        backend: "host",
-        deadlines: Deadlines::new(Duration::from_secs(1), None),
-        arrival: Arrival {
-            name: None,
-            job: None,
-        },
-        naming: None,
-        launcher: None,
-    };
+    fn identity() -> Identity {
+        Identity {
+            rank: 0,
+            world: 4,
+            address: String::new(),
+            backend: "host",
+            deadlines: Deadlines::new(Duration::from_secs(1), None),
+            arrival: Arrival {
+                name: None,
+                job: None,
+            },
+            naming: None,
+            launcher: None,
+        }
+    }
 
     thread_local! {
         static HOST: Rendezvous<'static> = {
             let name = format!("gemmesh/fuzz/{}", std::process::id());
             let address = SocketAddr::from_abstract_name(name).expect("an address");
             let listener = UnixListener::bind_addr(&address).expect("a listener");
-            let identity = Box::leak(Box::new(IDENTITY));
+            let identity = Box::leak(Box::new(identity()));
             let hello = Hello::new(identity).expect("the kernel's id");
             Rendezvous::new(identity, hello, listener, PROTOCOL_VERSION).expect("a host")
         };
@@ -790,7 +792,7 @@ pub mod fuzzing {
 
     /// The introductions of a rank, of the same rank on a different host, and of one with a different version.
     pub fn seeds() -> Vec<Vec<u8>> {
-        let hello = Hello::new(&IDENTITY).expect("the kernel's id");
+        let hello = Hello::new(&identity()).expect("the kernel's id");
         let elsewhere = Hello {
             boot_id: "another".into(),
             ..hello.clone()
