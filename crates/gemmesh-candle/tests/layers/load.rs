@@ -198,6 +198,35 @@ fn errors_name_the_tensor_its_shape_in_the_file_and_the_rank() -> Result<(), Fai
     Ok(())
 }
 
+#[test]
+fn ranks_that_wait_hear_of_one_that_cannot_read_its_part() -> Result<(), Failure> {
+    let dtype = DType::BF16;
+    let both = std::sync::Barrier::new(2);
+    Group::<Host>::threads(2, |group| {
+        let rank = group.rank();
+        let ranks = &TensorParallel::new(group, &Device::Cpu, CAPACITY)?;
+        let tensors = match rank {
+            0 => HashMap::from([(
+                "weight".into(),
+                Tensor::zeros((16, 8), dtype, &Device::Cpu)?,
+            )]),
+            _ => HashMap::new(),
+        };
+        let vb = VarBuilder::from_tensors(tensors, dtype, &Device::Cpu);
+        let made = ColumnParallelLinear::load(ranks, 8, 16, false, vb);
+        // Rank 1 lives, and does not try again.
+        both.wait();
+        let error = made.unwrap_err();
+        let error = gemmesh_error(&error)
+            .expect("an error of gemmesh's")
+            .cause();
+        let said = "rank 1: cannot read weight: cannot find tensor weight";
+        assert_eq!(error.to_string(), said);
+        Ok::<_, Failure>(())
+    })
+    .map(drop)
+}
+
 /// A layer of each kind.
 struct Model {
     qkv: QkvParallelLinear,
