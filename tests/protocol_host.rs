@@ -199,7 +199,7 @@ fn a_message_too_long_for_all_is_refused_and_its_sender_named() {
 
 #[test]
 fn the_failure_of_a_rank_ends_the_waits_of_the_others_at_once() -> Result<(), Error> {
-    let timeout = Duration::from_secs(5);
+    let timeout = Duration::from_secs(30);
     let all_have_failed = Barrier::new(2);
     let group = Group::<Host>::builder().timeout(timeout);
     group.threads(2, |group| {

@@ -177,7 +177,7 @@ mod tests {
     use crate::element::bf16;
     use crate::ops::AllGatherMatmul;
 
-    const LATE: Duration = Duration::from_millis(300);
+    const LATE: Duration = Duration::from_millis(100);
 
     #[test]
     fn a_rank_that_left_for_a_reason_of_its_own_is_the_first_to_fail() {

@@ -626,9 +626,13 @@ mod tests {
         assert!(!ranks[1].has_left(0));
         ranks[0].let_go();
         assert!(ranks[1].has_left(0));
-        let begin = Instant::now();
-        assert_eq!(ranks[1].why_left(0, None), None);
-        assert!(begin.elapsed() < FAREWELL, "it has nothing more to say");
+        // A busy machine may hold this thread up, but not each time.
+        let is_quick = (0..20).any(|_| {
+            let begin = Instant::now();
+            assert_eq!(ranks[1].why_left(0, None), None);
+            begin.elapsed() < FAREWELL
+        });
+        assert!(is_quick, "it has nothing more to say");
         // But a failed rank makes no more calls, whoever has the group.
         let reason = Error::Capturing { rank: 1 };
         ranks[1].end(Some(reason.clone()));
@@ -788,7 +792,7 @@ mod tests {
     fn a_refusal_stands_until_its_rank_makes_the_call() {
         const WAITED: Duration = Duration::from_secs(1);
         // A rank has half of this to make its call after all. That is longer than a busy machine delays this test.
-        const TIMEOUT: Duration = Duration::from_millis(400);
+        const TIMEOUT: Duration = Duration::from_secs(1);
         let ranks = ranks(2);
         let error = |value| Error::Limit {
             what: "N".into(),

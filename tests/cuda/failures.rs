@@ -8,7 +8,7 @@ use crate::support::gpu::*;
 use crate::support::processes::{Rank, Setting};
 use crate::support::shared::{failures, late};
 use crate::support::tested::MakeCall;
-use crate::{amid_functions, each_route, test_name, told_within_a_second};
+use crate::{amid_functions, each_route, test_name, told_at_once};
 
 /// An operation that is waited for.
 const PRODUCT: MakeCall<Cuda> = |group, arguments| arguments.verify_by(group, Route::Pull);
@@ -109,7 +109,7 @@ each_route!(gpu, drop_while_a_rank_does_not_come:
     a_group_that_stores_at_a_rank_that_does_not_come_can_be_dropped by Store,
 );
 
-told_within_a_second!(Cuda);
+told_at_once!(Cuda);
 
 amid_functions!(gpu, Cuda);
 

@@ -264,7 +264,7 @@ fn a_prepared_reduce_scatter_or_all_reduce_gives_the_bits_of_the_plain_one() {
 }
 
 #[test]
-fn a_rank_killed_while_the_others_wait_for_its_partials_is_named_within_a_second() {
+fn a_rank_killed_while_the_others_wait_for_its_partials_is_named_at_once() {
     let Some(_leave) = gpu_alone() else { return };
     reduce_scatter::kill_while_the_others_wait::<Cuda>(test_name!(), 1, None);
 }

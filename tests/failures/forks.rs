@@ -122,12 +122,12 @@ fn outlived(test: &str, parent: usize) {
 }
 
 #[test]
-fn a_rank_that_is_outlived_by_a_fork_is_named_within_a_second() {
+fn a_rank_that_is_outlived_by_a_fork_is_named_at_once() {
     outlived(test_name!(), 2);
 }
 
 #[test]
-fn rank_0_that_is_outlived_by_a_fork_is_named_within_a_second() {
+fn rank_0_that_is_outlived_by_a_fork_is_named_at_once() {
     outlived(test_name!(), 0);
 }
 

@@ -282,7 +282,7 @@ fn the_first_launched_rank_that_fails_is_returned_and_the_others_are_killed() {
     });
     let begin = Instant::now();
     let outcome = &ranks.outcomes()[0];
-    assert!(begin.elapsed() < Duration::from_secs(5));
+    assert!(begin.elapsed() < Duration::from_secs(30));
     match outcome.error() {
         Error::RankFailed { rank, status, .. } => {
             assert_eq!(*rank, 1);
@@ -556,7 +556,7 @@ fn ends_before_the_others_meet_it(test: &str, missing: usize) {
 fn a_launched_rank_that_never_calls_is_returned_and_killed() {
     let error = launched_failure(test_name!(), || {
         let group = Group::<Host>::builder()
-            .arrival_timeout(SHORT / 2)
+            .arrival_timeout(2 * SHORT)
             .from_env()?;
         group.barrier()?;
         if group.rank() == 2 {
@@ -669,7 +669,7 @@ fn a_rank_that_is_stopped_when_its_group_has_failed_and_the_others_have_ended_is
     let begin = Instant::now();
     let error = launched_failure(test_name!(), || {
         let group = Group::<Host>::builder()
-            .arrival_timeout(SHORT / 2)
+            .arrival_timeout(2 * SHORT)
             .from_env()?;
         group.barrier()?;
         if group.rank() == 1 {
@@ -683,7 +683,7 @@ fn a_rank_that_is_stopped_when_its_group_has_failed_and_the_others_have_ended_is
     });
     let cause = assert_failed(&error, 1, "still running, and killed").expect("a cause");
     assert!(matches!(cause, Error::Timeout { rank: 1, .. }), "{cause}");
-    assert!(begin.elapsed() < Duration::from_secs(10));
+    assert!(begin.elapsed() < Duration::from_secs(30));
 }
 
 /// How many processes of this program this one descends from.

@@ -110,9 +110,9 @@ fn few_descriptors(test: &str, limited: usize) {
             let connect = || {
                 let builder = Group::<Host>::builder().workers(1);
                 let builder = builder.arrival_timeout(Duration::from_millis(if more < 2 {
-                    300
+                    1000
                 } else {
-                    5000
+                    10_000
                 }));
                 builder.connect(rank.rank, 3, &format!("{}-{more}", rank.address))
             };

@@ -80,7 +80,7 @@ fn a_rank_that_multiplies_another_matrix_of_the_same_shape_is_named() {
 }
 
 #[test]
-fn a_rank_at_a_barrier_while_the_others_multiply_is_named_within_a_second() {
+fn a_rank_at_a_barrier_while_the_others_multiply_is_named_at_once() {
     let ranks = ranks::<Host>(test_name!(), 3, |rank| {
         let group = rank.connect(TIMEOUT)?;
         let mut arguments = Arguments::new(&group, 6, 5, 4)?;
@@ -166,7 +166,7 @@ const COLLECTIVE_CALLS: [CollectiveCall; 10] = [
 ];
 
 #[test]
-fn any_two_calls_that_differ_are_named_within_a_second_whoever_comes_first() {
+fn any_two_calls_that_differ_are_named_at_once_whoever_comes_first() {
     let pairs = COLLECTIVE_CALLS.iter().flat_map(|one| {
         let others = COLLECTIVE_CALLS.iter().filter(|other| other.0 != one.0);
         others.map(move |other| [one, other])
@@ -204,7 +204,8 @@ fn any_two_calls_that_differ_are_named_within_a_second_whoever_comes_first() {
 }
 
 #[test]
-fn calls_that_differ_are_named_within_a_second_though_a_rank_makes_none() {
+fn calls_that_differ_are_named_at_once_though_a_rank_makes_none() {
+    let over = std::sync::Barrier::new(3);
     let error = Group::<Host>::builder()
         .timeout(TIMEOUT)
         .threads(3, |group| {
@@ -214,11 +215,12 @@ fn calls_that_differ_are_named_within_a_second_though_a_rank_makes_none() {
                 0 => group.barrier(),
                 1 => arguments.run(),
                 _ => {
-                    std::thread::sleep(NOTICED);
+                    over.wait();
                     return group.barrier();
                 }
             };
             let took = begin.elapsed();
+            over.wait();
             assert!(took < NOTICED, "{took:?}");
             result
         });

@@ -19,7 +19,7 @@ use crate::support::processes::{
     Rank, Setting, as_user, in_namespaces, start, start_with, this_program,
 };
 use crate::support::tested::ranks;
-use crate::{Arguments, SLACK, TIMEOUT, test_name};
+use crate::{Arguments, SHORT, SLACK, TIMEOUT, test_name};
 
 /// Not this user, whoever that is.
 const STRANGER: u32 = 4_242;
@@ -183,7 +183,7 @@ fn assert_user_is_named(test: &str, queue: i32) {
     let mut ranks = start_with(test, &places, &setting, |me| {
         if me.rank < 2 {
             me.hear();
-            let timeout = Duration::from_millis(200);
+            let timeout = Duration::from_secs(1);
             let met = meet(me.rank, 2, &me.address, timeout);
             me.say("over");
             return met.map(|()| "met".into());
@@ -253,7 +253,7 @@ fn who_holds_all_names_and_accepts_nobody_is_in_the_way() {
     let address = &address(test_name!());
     let _held = hold_all_and_accept_nobody(address);
     std::thread::scope(|scope| {
-        let meet = |rank| scope.spawn(move || meet(rank, 2, address, Duration::from_millis(300)));
+        let meet = |rank| scope.spawn(move || meet(rank, 2, address, SHORT));
         for rank in [0, 1].map(meet) {
             match rank.join().unwrap() {
                 Err(Error::AddressTaken { holder, .. }) => {
@@ -288,7 +288,7 @@ fn ranks_that_cannot_tell_their_user_from_others_say_so() {
         ..Setting::default()
     };
     // Each in a namespace of its own, where they could be anybody's.
-    let timeout = Duration::from_millis(700);
+    let timeout = 2 * SHORT;
     let mut ranks = start_with(test_name!(), &[(0, 2), (1, 2)], &setting, |me| {
         me.say("here");
         me.hear();
@@ -376,7 +376,7 @@ fn a_refusal_in_another_time_namespace_is_as_old_as_it_is() {
             std::thread::sleep(Duration::from_millis(700));
             let wrong = group.zeros(5, 3)?;
             all_gather_matmul(&arguments.a, &wrong, &mut arguments.out).unwrap_err();
-            std::thread::sleep(Duration::from_millis(100));
+            std::thread::sleep(Duration::from_millis(20));
         }
         arguments.run()?;
         group.barrier().map(|()| "done".into())
@@ -488,7 +488,7 @@ fn nobody_is_in_the_way_of_a_rank_that_meets_nobody() {
 #[test]
 fn a_new_job_at_an_address_gets_no_verdict_of_the_one_before() {
     let address = &address(test_name!());
-    let short = Duration::from_millis(200);
+    let short = SHORT;
     std::thread::scope(|scope| {
         let first = scope.spawn(move || meet(0, 3, address, short));
         let told = meet(1, 3, address, TIMEOUT).unwrap_err();

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use gemmesh::{AllGatherMatmul, Error, Group, Host, bf16};
 
-use crate::{Arguments, MakeCall, SHORT, SLACK, TIMEOUT};
+use crate::{Arguments, MakeCall, SHORT, TIMEOUT};
 
 #[test]
 fn a_rank_that_does_not_come_is_told_of_by_the_call_the_rank_and_what_it_has_not_done() {
@@ -23,7 +23,7 @@ fn a_rank_that_does_not_come_is_told_of_by_the_call_the_rank_and_what_it_has_not
     for (call, what) in calls {
         let given_up = std::sync::Barrier::new(2);
         let result = Group::<Host>::builder()
-            .arrival_timeout(Duration::from_millis(300))
+            .arrival_timeout(SHORT)
             .workers(1)
             .threads(2, |group| {
                 let mut arguments = Arguments::new(&group, 6, 5, 4)?;
@@ -51,18 +51,21 @@ fn a_rank_that_does_not_come_is_told_of_by_the_call_the_rank_and_what_it_has_not
 
 #[test]
 fn a_rank_that_holds_up_the_one_that_is_waited_for_is_told_of() {
+    let given_up = std::sync::Barrier::new(3);
     let result = Group::<Host>::builder()
-        .arrival_timeout(SHORT)
+        .arrival_timeout(2 * SHORT)
         .threads(3, |group| {
-            if group.rank() == 2 {
-                std::thread::sleep(SHORT + SLACK);
-                return Ok(());
-            }
-            if group.rank() == 0 {
-                // So that rank 1's time is over first, though it waits half a second longer for an intermediary.
-                std::thread::sleep(Duration::from_millis(700));
-            }
-            group.barrier()
+            let result = match group.rank() {
+                0 => {
+                    // So that rank 1's time is over first, though it waits half a second longer for an intermediary.
+                    std::thread::sleep(Duration::from_millis(1250));
+                    group.barrier()
+                }
+                1 => group.barrier(),
+                _ => Ok(()),
+            };
+            given_up.wait();
+            result
         });
     let error = result.unwrap_err();
     let Error::Timeout { waited_ms, .. } = error else {

@@ -186,7 +186,7 @@ fn another_split_in_a_reduce_scatter_is_a_mismatch() {
 }
 
 #[test]
-fn a_rank_killed_while_the_others_wait_for_its_partials_is_named_within_a_second() {
+fn a_rank_killed_while_the_others_wait_for_its_partials_is_named_at_once() {
     reduce_scatter::kill_while_the_others_wait::<Host>(test_name!(), 1, None);
 }
 

@@ -7,7 +7,7 @@ use gemmesh::Error;
 use rustix::process::{Pid, Signal, WaitOptions, waitpid};
 
 /// What a child that only looks and ends takes at the most.
-const TIMEOUT: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Goes on in a child too, where it returns none; in the parent, the child.
 pub fn fork() -> Option<Pid> {

@@ -22,7 +22,7 @@ const LIFE_SECONDS: &str = "GEMMESH_TEST_LIFE";
 const SAY: &str = "@say ";
 const OUTCOME: &str = "@outcome ";
 /// Nothing here lasts longer; what does, hangs.
-const DEADLINE: Duration = Duration::from_secs(20);
+const DEADLINE: Duration = Duration::from_secs(60);
 /// A process whose parent was killed ends on its own.
 const LIFE: Duration = Duration::from_secs(60);
 

@@ -266,7 +266,7 @@ fn ranks_that_wait_for_a_refused_call_get_its_error() -> Result<(), Failure> {
             matches!(&own, Error::Shape { rank: 1, found, .. } if found == &[2, 8]),
             "{own}"
         );
-        assert!(begin.elapsed().as_secs() < 5, "waited for the deadline");
+        assert!(begin.elapsed().as_secs() < 20, "waited for the deadline");
         if rank == 1 {
             std::thread::sleep(std::time::Duration::from_secs(2));
         }

@@ -34,6 +34,7 @@ impl Tested for Cuda {
     const TIMEOUT: Duration = Duration::from_secs(20);
     const SHORT: Duration = Duration::from_millis(1500);
     const SLACK: Duration = Duration::from_secs(2);
+    const AWAY: Duration = Duration::from_millis(3500);
     // By the GPU's clock or the host's, whichever gave up.
     const WAITED: Range<Duration> = Duration::ZERO..Self::DEADLINE;
     const NOTICED: Duration = Duration::from_secs(2);

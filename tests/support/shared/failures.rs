@@ -398,7 +398,7 @@ macro_rules! amid_functions {
 /// Rank 1 plays `part` instead of calling the operation that the others are in, which must end within [`TOLD`] with an
 /// error that `expected` knows.
 #[track_caller]
-fn told_within_a_second<B: Tested>(
+fn told_at_once<B: Tested>(
     test: &str,
     route: Route,
     part: impl FnOnce(&Rank, Group<B>, Arguments<B>) -> Result<String, Error>,
@@ -427,12 +427,12 @@ fn told_within_a_second<B: Tested>(
     }
 }
 
-/// Within this everybody knows.
-const TOLD: Duration = Duration::from_secs(1);
+/// Within this everybody knows, long before the timeout and on a machine as busy as it may be.
+const TOLD: Duration = Duration::from_secs(10);
 
 #[track_caller]
 pub fn leave<B: Tested>(test: &str, route: Route) {
-    told_within_a_second::<B>(
+    told_at_once::<B>(
         test,
         route,
         |_, group, arguments| {
@@ -445,7 +445,7 @@ pub fn leave<B: Tested>(test: &str, route: Route) {
 
 #[track_caller]
 pub fn panic<B: Tested>(test: &str, route: Route) {
-    told_within_a_second::<B>(
+    told_at_once::<B>(
         test,
         route,
         |_, group, arguments| {
@@ -462,7 +462,7 @@ pub fn panic<B: Tested>(test: &str, route: Route) {
 
 #[track_caller]
 pub fn barrier<B: Tested>(test: &str, route: Route) {
-    told_within_a_second::<B>(
+    told_at_once::<B>(
         test,
         route,
         |_, group, _arguments| poisoned(&group, group.barrier()),
@@ -472,7 +472,7 @@ pub fn barrier<B: Tested>(test: &str, route: Route) {
 
 #[track_caller]
 pub fn wrong_argument<B: Tested>(test: &str, route: Route) {
-    told_within_a_second::<B>(
+    told_at_once::<B>(
         test,
         route,
         |_, group, arguments| {
@@ -482,36 +482,41 @@ pub fn wrong_argument<B: Tested>(test: &str, route: Route) {
             let prepared = arguments.prepare(route)?;
             let error = prepared.run(&arguments.a, &wrong, &mut out).unwrap_err();
             assert!(matches!(error, Error::Shape { rank: 1, .. }), "{error}");
-            std::thread::sleep(2 * TOLD);
+            // It does not leave before they are told.
+            let begin = Instant::now();
+            while group.synchronize().is_ok() {
+                assert!(begin.elapsed() < 2 * TOLD, "nobody is told");
+                std::thread::sleep(Duration::from_millis(1));
+            }
             Ok("refused".into())
         },
         |error| matches!(error, Error::Shape { rank: 1, argument, .. } if argument.contains("b [N, K]")),
     );
 }
 
-/// What all ranks are told within a second, however rows move.
+/// What all ranks are told long before the timeout, however rows move.
 #[macro_export]
-macro_rules! told_within_a_second {
+macro_rules! told_at_once {
     ($backend:ident) => {
         $crate::each_route!($backend::leave_alone, $crate::support::shared::failures::leave::<$backend>:
-            a_rank_that_leaves_while_the_others_pull_is_named_within_a_second by Pull,
-            a_rank_that_leaves_while_the_others_push_is_named_within_a_second by Push,
-            a_rank_that_leaves_while_the_others_store_is_named_within_a_second by Store,
+            a_rank_that_leaves_while_the_others_pull_is_named_at_once by Pull,
+            a_rank_that_leaves_while_the_others_push_is_named_at_once by Push,
+            a_rank_that_leaves_while_the_others_store_is_named_at_once by Store,
         );
         $crate::each_route!($backend::leave_alone, $crate::support::shared::failures::panic::<$backend>:
-            a_rank_that_panics_while_the_others_pull_is_named_within_a_second by Pull,
-            a_rank_that_panics_while_the_others_push_is_named_within_a_second by Push,
-            a_rank_that_panics_while_the_others_store_is_named_within_a_second by Store,
+            a_rank_that_panics_while_the_others_pull_is_named_at_once by Pull,
+            a_rank_that_panics_while_the_others_push_is_named_at_once by Push,
+            a_rank_that_panics_while_the_others_store_is_named_at_once by Store,
         );
         $crate::each_route!($backend::leave_alone, $crate::support::shared::failures::barrier::<$backend>:
-            a_rank_at_a_barrier_while_the_others_pull_is_named_within_a_second by Pull,
-            a_rank_at_a_barrier_while_the_others_push_is_named_within_a_second by Push,
-            a_rank_at_a_barrier_while_the_others_store_is_named_within_a_second by Store,
+            a_rank_at_a_barrier_while_the_others_pull_is_named_at_once by Pull,
+            a_rank_at_a_barrier_while_the_others_push_is_named_at_once by Push,
+            a_rank_at_a_barrier_while_the_others_store_is_named_at_once by Store,
         );
         $crate::each_route!($backend::leave_alone, $crate::support::shared::failures::wrong_argument::<$backend>:
-            a_wrong_weight_on_one_rank_is_known_to_all_that_pull_within_a_second by Pull,
-            a_wrong_weight_on_one_rank_is_known_to_all_that_push_within_a_second by Push,
-            a_wrong_weight_on_one_rank_is_known_to_all_that_store_within_a_second by Store,
+            a_wrong_weight_on_one_rank_is_known_to_all_that_pull_at_once by Pull,
+            a_wrong_weight_on_one_rank_is_known_to_all_that_push_at_once by Push,
+            a_wrong_weight_on_one_rank_is_known_to_all_that_store_at_once by Store,
         );
     };
 }
@@ -543,7 +548,7 @@ pub fn wait_for_a_late_rank<B: Tested>(test: &str, route: Route) {
         assert_eq!(waited[rank.rank], Duration::ZERO, "{all}");
         let late = B::LATE * TIMES;
         match rank.rank {
-            LATE => assert!(waited.iter().all(|time| *time < late / 2), "{all}"),
+            LATE => assert!(waited.iter().all(|time| *time < late), "{all}"),
             other => {
                 let third = waited[1 - other];
                 assert!(waited[LATE] > late / 2, "{all}");

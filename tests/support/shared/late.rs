@@ -24,7 +24,7 @@ pub fn connect_patient<B: Tested>(rank: &Rank) -> Result<(B::Kept, Group<B>), Er
 #[track_caller]
 pub fn wait_longer_than_the_timeout<B: Tested>(test: &str, route: Route) {
     // On GPUs ranks that wait for their own device wait two seconds longer.
-    let late = B::SHORT + B::SLACK + Duration::from_millis(500);
+    let late = B::AWAY + Duration::from_millis(500);
     all_done(ranks::<B>(test, 2, |rank| {
         let (_kept, group) = connect_patient::<B>(rank)?;
         let mut arguments = Arguments::small(&group)?;
