@@ -319,10 +319,23 @@ pub enum Error {
     },
 
     /// The group has failed before and can do nothing more.
-    #[error("the group has failed and must be made anew: {cause}")]
+    #[error("{} has failed and must be made anew: {}", GroupOf(.cause, "the group"), WithinGroup(.cause))]
     Poisoned {
         /// The first failure.
         cause: Box<Error>,
+    },
+
+    /// An error of a group that has a name, or that is a part of a job or of a different group.
+    ///
+    /// [`Error::cause`] returns the error without the group.
+    #[error("{}: {}", GroupOf(self, "the group"), WithinGroup(self))]
+    InGroup {
+        /// The group's name ([`Group::name`](crate::Group::name)).
+        group: String,
+        /// By rank of the group: which rank of the job it is. Without a launcher, the job is the group that was split.
+        job_ranks: Vec<usize>,
+        /// The error. The ranks that it names are those of the group.
+        error: Box<Error>,
     },
 
     /// A launched rank process failed.
@@ -617,18 +630,51 @@ impl Error {
         }
     }
 
-    /// The failure itself, without saying that it happened earlier.
+    /// The failure itself, without saying that it happened earlier, nor in which group it happened. The ranks that it
+    /// names are those of the group.
+    ///
+    /// ```
+    /// use gemmesh::{Error, Group, Host};
+    ///
+    /// Group::<Host>::threads(4, |world| {
+    ///     let pair = world.split(world.rank() / 2, 0)?;
+    ///     let error = pair.fail("no more data");
+    ///     let Error::ProgramFailed { rank, .. } = error.cause() else {
+    ///         return Err(error);
+    ///     };
+    ///     assert!(*rank < 2);
+    ///     Ok(())
+    /// })?;
+    /// # Ok::<_, Error>(())
+    /// ```
     pub fn cause(&self) -> &Error {
         match self {
             Error::Poisoned { cause } => cause.cause(),
+            Error::InGroup { error, .. } => error.cause(),
             other => other,
         }
     }
 
-    /// The ranks at fault, as far as the error names them.
+    /// The failure itself, with its group, without saying that it happened earlier.
+    pub(crate) fn first(&self) -> &Error {
+        match self {
+            Error::Poisoned { cause } => cause.first(),
+            other => other,
+        }
+    }
+
+    /// The ranks at fault, as far as the error names them. They are ranks of the job.
     pub(crate) fn at_fault(&self) -> Vec<usize> {
         match self {
             Error::Poisoned { cause } => cause.at_fault(),
+            Error::InGroup {
+                job_ranks, error, ..
+            } => {
+                let ranks = error.at_fault().into_iter();
+                ranks
+                    .filter_map(|rank| job_ranks.get(rank).copied())
+                    .collect()
+            }
             Error::RanksMissing { ranks, .. } | Error::UnknownUser { ranks, .. } => ranks.clone(),
             Error::System { rank, .. } => rank.iter().copied().collect(),
             Error::Shape { rank, .. }
@@ -679,8 +725,67 @@ struct Because<'a>(&'a Option<Box<Error>>);
 impl fmt::Display for Because<'_> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match self.0 {
-            Some(cause) => write!(f, " (its group failed: {cause})"),
+            Some(cause) => write!(
+                f,
+                " ({} failed: {})",
+                GroupOf(cause, "its group"),
+                WithinGroup(cause)
+            ),
             None => Ok(()),
+        }
+    }
+}
+
+/// The group of an error. If the error does not name it, these words.
+struct GroupOf<'a>(&'a Error, &'static str);
+
+impl fmt::Display for GroupOf<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self.0 {
+            Error::InGroup { group, .. } => write!(f, "group {group:?}"),
+            _ => f.write_str(self.1),
+        }
+    }
+}
+
+/// An error without its group's name, and which ranks of the job the group's ranks are.
+struct WithinGroup<'a>(&'a Error);
+
+impl fmt::Display for WithinGroup<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let Error::InGroup {
+            job_ranks, error, ..
+        } = self.0
+        else {
+            return self.0.fmt(f);
+        };
+        error.fmt(f)?;
+        let own: Vec<usize> = (0..job_ranks.len()).collect();
+        if *job_ranks == own {
+            return Ok(());
+        }
+        let its = Listed(&own);
+        let (are, jobs) = (if own.len() == 1 { "is" } else { "are" }, Listed(job_ranks));
+        write!(f, " (its {its} {are} {jobs} of the job)")
+    }
+}
+
+/// A list of ranks, as words.
+struct Listed<'a>(&'a [usize]);
+
+impl fmt::Display for Listed<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let is_range = self.0.windows(2).all(|pair| pair[1] == pair[0] + 1);
+        match *self.0 {
+            [rank] => write!(f, "rank {rank}"),
+            [first, .., last] if is_range && self.0.len() > 2 => {
+                write!(f, "ranks {first} to {last}")
+            }
+            [ref ranks @ .., last] => {
+                let ranks: Vec<String> = ranks.iter().map(usize::to_string).collect();
+                write!(f, "ranks {} and {last}", ranks.join(", "))
+            }
+            [] => f.write_str("no rank"),
         }
     }
 }
@@ -754,6 +859,31 @@ mod tests {
             refused.to_string(),
             "rank 2: cannot map 4096 bytes: Cannot allocate memory"
         );
+        let in_group = |job_ranks: &[usize]| Error::InGroup {
+            group: "tp 1".into(),
+            job_ranks: job_ranks.to_vec(),
+            error: Box::new(Error::Capturing { rank: 1 }),
+        };
+        let within = |job_ranks| in_group(job_ranks).to_string();
+        let its = Error::Capturing { rank: 1 };
+        assert_eq!(within(&[0, 1]), format!("group \"tp 1\": {its}"));
+        assert_eq!(
+            within(&[4, 6]),
+            format!("group \"tp 1\": {its} (its ranks 0 and 1 are ranks 4 and 6 of the job)")
+        );
+        assert_eq!(
+            within(&[4, 5, 6]),
+            format!("group \"tp 1\": {its} (its ranks 0 to 2 are ranks 4 to 6 of the job)")
+        );
+        let poisoned = Error::Poisoned {
+            cause: Box::new(in_group(&[5, 3])),
+        };
+        let again = "group \"tp 1\" has failed and must be made anew";
+        assert_eq!(
+            poisoned.to_string(),
+            format!("{again}: {its} (its ranks 0 and 1 are ranks 5 and 3 of the job)")
+        );
+        assert_eq!((poisoned.cause(), poisoned.at_fault()), (&its, vec![3]));
         let left = Error::RankFailed {
             rank: 1,
             status: "exit status: 0".into(),

@@ -227,17 +227,12 @@ impl<B: Backend> Builder<B> {
         let described = env::describe_this_process()?.ok_or_else(env::no_launcher)?;
         naming::check(self.name.as_deref())?;
         let (rank, address) = (described.rank, &described.address);
-        let launcher = match described.launched() {
-            true => ReportSender::new(rank, address),
-            false => None,
-        };
         let identity = Identity {
             naming: Some(Naming::of_job(self.name.clone(), described.world)),
-            launcher: launcher.clone(),
             ..self.identity(rank, described.world, address, Some(&described))
         };
         let group = self.meet(&identity, rendezvous::PROTOCOL_VERSION);
-        if let (Some(launcher), Err(error)) = (launcher, &group) {
+        if let (Some(launcher), Err(error)) = (identity.launcher, &group) {
             launcher.tell(rank, error);
         }
         group
@@ -285,7 +280,9 @@ impl<B: Backend> Builder<B> {
                 job: described.map(JobRank::of),
             },
             naming: None,
-            launcher: None,
+            launcher: described
+                .filter(|described| described.launched())
+                .and_then(|described| ReportSender::new(described.rank, &described.address)),
         }
     }
 

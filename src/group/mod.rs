@@ -368,6 +368,7 @@ impl<B: Backend> Group<B> {
     /// be about to try again: for [`Builder::arrival_timeout`] or, if there is none, for [`Builder::timeout`].
     pub fn refuse(&self, call: &str, error: Error) -> Error {
         let error = Error::refused(self.rank(), call)(error);
+        let error = self.inner.members.named(error);
         // Nobody waits for a call that stands within another, or in a fork.
         if !matches!(error.cause(), Error::CallInCallback { .. }) {
             self.inner.members.refuse(&error);
@@ -379,6 +380,7 @@ impl<B: Backend> Group<B> {
     /// get the noted error. A call that succeeds clears the note.
     #[doc(hidden)]
     pub fn noted<R>(&self, result: Result<R>) -> Result<R> {
+        let result = result.map_err(|error| self.inner.members.named(error));
         self.inner.members.note(result.as_ref().err());
         result
     }
@@ -386,7 +388,7 @@ impl<B: Backend> Group<B> {
 
 impl<B: Backend> Group<B> {
     fn open(members: Members, numerics: Numerics, options: &OpenOptions) -> Result<Group<B>> {
-        let backend = B::open(&members, options)?;
+        let backend = B::open(&members, options).map_err(|error| members.named(error))?;
         Ok(Group {
             inner: Arc::new(Own::new(Inner {
                 backend,
@@ -579,10 +581,11 @@ impl<B: Backend> Group<B> {
 
     /// Fails in a fork of this rank's process, and in a function that an operation has called.
     pub(crate) fn refuse_misplaced(&self) -> Result<()> {
-        self.inner.members.refuse_fork()?;
+        let members = &self.inner.members;
+        members.refuse_fork()?;
         let this = Arc::as_ptr(&self.inner).addr();
         match CALLBACKS.with_borrow(|groups| groups.contains(&this)) {
-            true => Err(Error::CallInCallback { rank: self.rank() }),
+            true => Err(members.named(Error::CallInCallback { rank: self.rank() })),
             false => Ok(()),
         }
     }
@@ -602,7 +605,7 @@ impl<B: Backend> Group<B> {
         let epoch = state.epoch;
         self.inner.members.post(epoch, call)?;
         state.epoch = epoch.next();
-        run(epoch)
+        run(epoch).map_err(|error| self.inner.members.named(error))
     }
 
     /// Runs something that has no number of its own but must not overlap with operations. `run` gets the epoch of the
@@ -616,13 +619,15 @@ impl<B: Backend> Group<B> {
     /// True while operations are only captured, to run later.
     pub(crate) fn is_recording(&self) -> Result<bool> {
         self.refuse_misplaced()?;
-        self.inner.backend.is_recording(&self.inner.members)
+        let members = &self.inner.members;
+        let is_recording = self.inner.backend.is_recording(members);
+        is_recording.map_err(|error| members.named(error))
     }
 
     fn refuse_recording(&self) -> Result<()> {
         if self.is_recording()? {
             let rank = self.rank();
-            return Err(Error::Capturing { rank });
+            return Err(self.inner.members.named(Error::Capturing { rank }));
         }
         Ok(())
     }
@@ -641,11 +646,11 @@ impl<B: Backend> Group<B> {
             if waited - until_all_came.get() < longest {
                 return Ok(());
             }
-            Err(Error::Busy {
+            Err(members.named(Error::Busy {
                 rank,
                 call: other.map_or("call", Agreed::name).into(),
                 waited_ms: waited.as_millis() as u64,
-            })
+            }))
         })
     }
 }

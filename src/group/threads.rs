@@ -90,8 +90,8 @@ fn start<B: Backend>(
     });
     // The failure of one rank makes others fail after it. So the error of a rank that left while another waited for it
     // comes first, then that of the rank that reported the group's failure.
-    let left = match group.fault() {
-        Some(Error::RankLeft { rank, .. } | Error::ProgramFailed { rank, .. }) => Some(rank),
+    let left = match group.fault().as_ref().map(Error::cause) {
+        Some(Error::RankLeft { rank, .. } | Error::ProgramFailed { rank, .. }) => Some(*rank),
         _ => None,
     };
     Ok([left, group.reporter()].into_iter().flatten().collect())

@@ -305,6 +305,12 @@ enum ErrorJson {
         #[serde(with = "boxed")]
         cause: Box<Error>,
     },
+    InGroup {
+        group: String,
+        job_ranks: Vec<usize>,
+        #[serde(with = "boxed")]
+        error: Box<Error>,
+    },
     RankFailed {
         rank: usize,
         status: String,

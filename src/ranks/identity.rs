@@ -16,7 +16,7 @@ pub struct Identity {
     pub arrival: Arrival,
     /// What the group is called, if that is known before all have come.
     pub naming: Option<Naming>,
-    /// Sends reports to the launcher, if it described this rank.
+    /// Sends reports to the launcher, if it has started this process.
     pub launcher: Option<ReportSender>,
 }
 

@@ -159,6 +159,11 @@ impl Members {
         self.shared.naming().map_or_else(unnamed, Cow::Borrowed)
     }
 
+    /// An error of this rank or of a different one, with the group's name if it has one.
+    pub fn named(&self, error: Error) -> Error {
+        self.shared.named(error)
+    }
+
     /// The group's name, if it has one.
     pub fn name(&self) -> Option<&str> {
         self.shared.naming()?.name.as_deref()
@@ -346,7 +351,7 @@ impl Members {
         for (rank, bytes) in gathered.payloads.iter_mut().enumerate() {
             let parts = self::outcome(bytes).ok_or_else(|| self.garbage(rank, "an outcome"))?;
             let (outcome, payload) = parts;
-            outcome?;
+            outcome.map_err(|error| self.named(error))?;
             *bytes = payload.to_vec();
         }
         Ok(gathered)

@@ -55,6 +55,25 @@ impl Naming {
         }
     }
 
+    /// An error of the group as others read it: with the group's name, and which ranks of the job its ranks are.
+    pub fn named(&self, error: Error) -> Error {
+        let Some(group) = &self.name else {
+            return error;
+        };
+        match error {
+            // It has come through a call that has named it, or it is of a part of the group.
+            Error::InGroup { .. } => error,
+            Error::Poisoned { cause } => Error::Poisoned {
+                cause: Box::new(self.named(*cause)),
+            },
+            error => Error::InGroup {
+                group: group.clone(),
+                job_ranks: self.job_ranks.clone(),
+                error: Box::new(error),
+            },
+        }
+    }
+
     /// Of a group whose ranks have met. `other` is its name if it has none and is a part of a job.
     ///
     /// # Errors

@@ -41,7 +41,7 @@ const READ: usize = 1024;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FailureReport {
     pub rank: usize,
-    /// The rank that reported the failure to the group.
+    /// The rank that reported the failure to the group. Both are ranks of the job.
     pub by: usize,
     /// The group's first failure. None withdraws earlier reports, because the rank has met the others again.
     #[serde(with = "optional")]
@@ -118,7 +118,7 @@ impl ReportSender {
             self.send(&FailureReport {
                 rank: self.rank,
                 by,
-                error: Some(json::fitted(error.cause().clone(), MAX_REPORT - AROUND)),
+                error: Some(json::fitted(error.first().clone(), MAX_REPORT - AROUND)),
             });
         });
     }

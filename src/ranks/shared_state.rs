@@ -150,9 +150,22 @@ impl SharedState {
         self.rank
     }
 
+    /// Does nothing before the ranks of a part of the job know which ranks of the job they are.
     fn tell_launcher(&self, first: &Error) {
-        if let (Some(launcher), Some(by)) = (&self.launcher, self.reporter()) {
+        let (Some(launcher), Some(naming)) = (&self.launcher, self.naming()) else {
+            return;
+        };
+        let by = self.reporter().and_then(|by| naming.job_ranks.get(by));
+        if let Some(&by) = by {
             launcher.tell(by, first);
+        }
+    }
+
+    /// An error of this rank or of a different one, with the group's name if it has one.
+    pub fn named(&self, error: Error) -> Error {
+        match self.naming() {
+            Some(naming) => naming.named(error),
+            None => error,
         }
     }
 
@@ -168,7 +181,7 @@ impl SharedState {
             return forked;
         }
         // The error as the other ranks will read it.
-        let error = json::fitted(error, FAULT_BYTES);
+        let error = json::fitted(self.named(error), FAULT_BYTES);
         let bytes = json::of_error(&error);
         if self.block().fault.write(self.rank, &bytes) {
             self.tell_launcher(&error);
@@ -181,7 +194,8 @@ impl SharedState {
     /// Fails in a fork of this rank's process. It touches nothing there that other threads may have locked, and tells
     /// the other ranks and the launcher nothing.
     pub fn refuse_fork(&self) -> Result<()> {
-        self.process.require(self.rank)
+        let required = self.process.require(self.rank);
+        required.map_err(|forked| self.named(forked))
     }
 
     /// Tells the other ranks that this rank panics, if this thread does.
@@ -202,7 +216,7 @@ impl SharedState {
     /// The group's first failure. Costs one load as long as there is none.
     pub fn fault(&self) -> Option<Error> {
         let by = self.reporter()?;
-        let fault = self.read_fault(by);
+        let fault = self.named(self.read_fault(by));
         self.tell_launcher(&fault);
         Some(fault)
     }
@@ -230,7 +244,7 @@ impl SharedState {
     /// Notes an error from a call that this rank may make again. None says that a later call has worked.
     pub fn note_got(&self, error: Option<&Error>) {
         if self.refuse_fork().is_ok() {
-            self.departure().got = error.cloned();
+            self.departure().got = error.cloned().map(|error| self.named(error));
         }
     }
 
@@ -245,7 +259,7 @@ impl SharedState {
     pub fn program_failed(&self, reason: String) -> Error {
         let got = self.departure().got.clone();
         let got = got.filter(|error| error.to_string() == reason);
-        let got = got.filter(|error| error.at_fault().contains(&self.rank));
+        let got = got.filter(|error| error.cause().at_fault().contains(&self.rank));
         got.unwrap_or(Error::ProgramFailed {
             rank: self.rank,
             reason,

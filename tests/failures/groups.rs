@@ -3,12 +3,13 @@
 
 use std::time::{Duration, Instant};
 
+use gemmesh::launch::{self, Launch};
 use gemmesh::{Error, Group, Host, bf16};
 use rustix::process::{Resource, Signal};
 
 use crate::limits::{Limited, limit_for};
 use crate::support::forks::{assert_right, end, fork};
-use crate::support::processes::{Rank, Setting, in_namespaces, this_program};
+use crate::support::processes::{Rank, Setting, in_namespaces, start, this_program};
 use crate::support::tested::{all_done, ranks, ranks_with};
 use crate::{Arguments, NOTICED, SHORT, TIMEOUT, test_name};
 
@@ -334,6 +335,165 @@ fn a_call_within_a_function_of_an_operation_cannot_split_its_group() {
                 .contains("makes another call of the same group"),
             "{error}"
         );
+        Ok::<_, Error>(())
+    })
+    .unwrap();
+}
+
+/// How rank 3 of a launched job fails in the pair {2, 3}.
+#[derive(Clone, Copy)]
+enum Failing {
+    Dies,
+    Panics,
+    Differs,
+}
+
+/// The pair of this process in a launched job of four, and its rank in the job.
+fn launched_pair(me: &Rank, by_split: bool) -> Result<(Group<Host>, usize), Error> {
+    let job = launch::rank_environment()?.expect("a rank").rank;
+    if !by_split {
+        let address = format!("{} tp {}", me.address, job / 2);
+        return Ok((Group::connect(job % 2, 2, &address)?, job));
+    }
+    let world = Group::<Host>::from_env()?;
+    let builder = Group::builder().name(format!("{} tp {}", me.address, job / 2));
+    Ok((builder.split(&world, job / 2, job)?, job))
+}
+
+/// The launcher of four ranks in pairs blames rank 3, and rank 2 reads the pair's name and who its ranks are.
+fn blamed(test: &str, failing: Failing, by_split: bool) {
+    let ranks = start(test, &[(0, 1)], |me| {
+        if !launch::is_rank() {
+            return Launch::new(4).run().map(|()| "all have succeeded".into());
+        }
+        if let Failing::Panics = failing {
+            std::panic::set_hook(Box::new(|_| {}));
+        }
+        let (pair, job) = launched_pair(me, by_split)?;
+        pair.barrier()?;
+        let result = match (job, failing) {
+            (3, Failing::Dies) => {
+                rustix::process::kill_process(rustix::process::getpid(), Signal::KILL).unwrap();
+                Ok(())
+            }
+            (3, Failing::Panics) => panic!("planted"),
+            (3, Failing::Differs) => pair.all_gather_bytes(&[]).map(drop),
+            (0 | 1, _) => Ok(()),
+            _ => pair.barrier(),
+        };
+        if let Err(error) = &result {
+            me.say(format!("rank {job} says: {error}"));
+        }
+        std::process::exit(result.is_err().into());
+    });
+    let address = ranks.address.clone();
+    let outcome = &ranks.outcomes()[0];
+    let Error::RankFailed { rank, .. } = outcome.error() else {
+        panic!("{}", outcome.error());
+    };
+    assert_eq!(*rank, 3, "{}", outcome.error());
+    let name = format!("group \"{address} tp 1\"");
+    let jobs = "(its ranks 0 and 1 are ranks 2 and 3 of the job)";
+    let words = match failing {
+        Failing::Dies => "rank 1 died",
+        Failing::Panics => "rank 1 panicked",
+        Failing::Differs => "rank 1 called all_gather_bytes() while rank 0 called barrier()",
+    };
+    let said = outcome
+        .text
+        .lines()
+        .find(|line| line.contains("rank 2 says: "))
+        .unwrap();
+    assert!(
+        [&name, words, jobs].iter().all(|part| said.contains(*part)),
+        "{said}"
+    );
+    let report = outcome.error().to_string();
+    assert!(
+        report.contains(&format!("({name} failed: {words}")),
+        "{report}"
+    );
+}
+
+#[test]
+fn the_launcher_blames_the_rank_of_the_job_that_dies_in_a_split_pair() {
+    blamed(test_name!(), Failing::Dies, true);
+}
+
+#[test]
+fn the_launcher_blames_the_rank_of_the_job_that_dies_in_a_connected_pair() {
+    blamed(test_name!(), Failing::Dies, false);
+}
+
+#[test]
+fn the_launcher_blames_the_rank_of_the_job_that_panics_in_a_split_pair() {
+    blamed(test_name!(), Failing::Panics, true);
+}
+
+#[test]
+fn the_launcher_blames_the_rank_of_the_job_that_panics_in_a_connected_pair() {
+    blamed(test_name!(), Failing::Panics, false);
+}
+
+#[test]
+fn the_launcher_blames_the_rank_of_the_job_that_makes_a_different_call_in_a_split_pair() {
+    blamed(test_name!(), Failing::Differs, true);
+}
+
+#[test]
+fn the_launcher_blames_the_rank_of_the_job_that_makes_a_different_call_in_a_connected_pair() {
+    blamed(test_name!(), Failing::Differs, false);
+}
+
+/// That an error names its group once, and who its ranks are.
+#[track_caller]
+fn assert_named<T>(result: Result<T, Error>, group: &str) {
+    let Err(error) = result else {
+        panic!("a call that cannot have worked");
+    };
+    let words = error.to_string();
+    assert_eq!(
+        words.matches(&format!("group {group:?}")).count(),
+        1,
+        "{words}"
+    );
+    let jobs = "(its ranks 0 and 1 are ranks 2 and 3 of the job)";
+    assert_eq!(words.contains(jobs), group == "pair 1", "{words}");
+}
+
+#[test]
+fn every_call_of_a_named_group_names_it() {
+    Group::<Host>::threads(4, |world| {
+        let name = format!("pair {}", world.rank() / 2);
+        let builder = Group::builder().name(&name);
+        let pair = builder.split(&world, world.rank() / 2, world.rank())?;
+        let mut arguments = Arguments::new(&pair, 9, 5, 3)?;
+        let wrong = pair.zeros::<bf16>(5, 4)?;
+        let a = &mut arguments.a;
+        assert_named(a.shard_mut().copy_from_host(&[bf16::ONE]), &name);
+        assert_named(
+            gemmesh::all_gather_matmul(a, &wrong, &mut arguments.out),
+            &name,
+        );
+        assert_named(
+            gemmesh::AllGatherMatmul::new().prepare(a, 0).map(drop),
+            &name,
+        );
+        assert_named(pair.sharded_rows::<bf16>(&[1], 3), &name);
+        assert_named(pair.upload(&[bf16::ONE], 5, 4), &name);
+        assert_named(pair.zeros::<bf16>(1 << 30, 1 << 20), &name);
+        assert_named(pair.sharded::<bf16>(1 << 30, 1 << 20), &name);
+        arguments.verify(&pair)?;
+        pair.barrier()?;
+        let failed = pair.fail("planted");
+        assert_named(Err::<(), _>(failed), &name);
+        assert_named(pair.barrier(), &name);
+        assert_named(pair.synchronize(), &name);
+        assert_named(pair.check(), &name);
+        assert_named(pair.all_gather_bytes(&[]), &name);
+        assert_named(pair.sharded::<bf16>(4, 8), &name);
+        assert_named(pair.split(0, 0), &name);
+        assert_named(arguments.run(), &name);
         Ok::<_, Error>(())
     })
     .unwrap();

@@ -60,7 +60,7 @@ impl Symmetric {
         };
         let maps = match attempt() {
             // Every rank gets this error.
-            Err(Error::OutOfMemory { .. }) => {
+            Err(error) if matches!(error.cause(), Error::OutOfMemory { .. }) => {
                 // The others wait for this rank meanwhile.
                 reclaimer.drain(members.deadlines.call() / 2);
                 members.gather_messages(call, Ok((Vec::new(), None)))?;
