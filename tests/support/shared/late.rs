@@ -50,7 +50,7 @@ pub fn stay_in_a_call_that_all_have_begun<B: Tested>(test: &str) {
         produces(&group, &mut || ())?;
         group.synchronize()?;
         if rank.rank == 2 {
-            std::thread::sleep(B::SHORT + B::SLACK);
+            std::thread::sleep(B::AWAY);
         }
         rank.say("begins");
         let result = produces(&group, &mut || {
