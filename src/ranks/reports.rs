@@ -255,6 +255,7 @@ impl AsFd for ReportReceiver {
 mod tests {
     use super::*;
     use crate::ranks::memfd::{Mapping, memfd};
+    use crate::ranks::naming::Naming;
     use std::sync::atomic::AtomicBool;
 
     use crate::ranks::address::{draw, report_token};
@@ -306,6 +307,7 @@ mod tests {
         };
         let silent = shared_state(0);
         let rank = shared_state(1).with_launcher(ReportSender::new(1, &launch));
+        rank.set_naming(Naming::of_job(None, 2));
         assert_eq!(rank.fault(), None);
         silent.fail(lost(1));
         assert_eq!(told(&mut receiver), []);
