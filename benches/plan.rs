@@ -3,13 +3,13 @@
 use std::hint::black_box;
 use std::time::Instant;
 
+use gemmesh::DType;
 use gemmesh::schedule::plan::plan;
-use gemmesh::schedule::{Chunking, Config, Layout, Operation, Problem, Route, TileShape};
-use gemmesh::{DType, Result};
+use gemmesh::schedule::{Chunking, Config, Layout, Operation, Problem, Refusal, Route, TileShape};
 
 const ROUNDS: usize = 101;
 
-fn main() -> Result<()> {
+fn main() -> Result<(), Refusal> {
     let tile = TileShape::new(128, 256, 64).with_group_m(8);
     let config = Config::new(tile, Chunking::new(4), Route::Pull);
     for (m, n, k, world) in [(16, 1792, 4096, 2), (16384, 6656, 16384, 8)] {

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use crate::element::DType;
 use crate::resources;
 use crate::route::Route;
 
@@ -16,12 +17,18 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// An argument that only this rank can judge is at first an error on this rank alone, for example an [`Error::Shape`].
 /// Nothing has been done, and the rank may make the call with a different argument. If it does not, the ranks that wait
 /// for it in that call get its error half a second later, or at once if it leaves. The group has then failed.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+///
+/// `Debug` prints the same sentence as `Display`, because a program prints it whose `main` returns a [`Result`].
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A number is outside what this library can do.
-    #[error("{what} is {value}; it must be from {min} to {max}")]
+    #[error("{}{call}: {what} is {value}; it must be {}{}", Who(.rank), Bounds(*.min, *.max), .call.place())]
     Limit {
+        /// The rank that made the call. None if there are no ranks yet.
+        rank: Option<usize>,
+        /// The call.
+        call: CallSite,
         /// What the number is.
         what: String,
         /// The number.
@@ -33,17 +40,24 @@ pub enum Error {
     },
 
     /// A call, a configuration or a schedule asks for something that is not supported.
-    #[error("not supported: {what}")]
+    #[error("rank {rank}: {call}: not supported: {what}{}", .call.place())]
     Unsupported {
+        /// The rank that made the call.
+        rank: usize,
+        /// The call.
+        call: CallSite,
         /// What must hold instead.
         what: String,
     },
 
     /// An argument has the wrong shape for the operation.
-    #[error("rank {rank}: {argument} is {found:?} and must be {expected:?}")]
+    #[error("rank {rank}: {call}: {argument} is {found:?} and must be {expected:?}{}{}",
+        Transposed(.argument, .expected, .found), .call.place())]
     Shape {
         /// The rank that made the call.
         rank: usize,
+        /// The call.
+        call: CallSite,
         /// The argument, with the names of its extents.
         argument: String,
         /// The shape it must have.
@@ -52,11 +66,49 @@ pub enum Error {
         found: Vec<usize>,
     },
 
+    /// There are too many or too few of something, such as values for the elements of a matrix.
+    #[error("rank {rank}: {call}: {whole} has {}, but {part} has {found}{}",
+        Counted(*.expected, .unit), .call.place())]
+    Count {
+        /// The rank that made the call.
+        rank: usize,
+        /// The call.
+        call: CallSite,
+        /// What says how many there must be, such as a matrix.
+        whole: String,
+        /// What is counted, such as "element".
+        unit: String,
+        /// How many there must be.
+        expected: usize,
+        /// What has a different number, such as a slice.
+        part: String,
+        /// How many there are.
+        found: usize,
+    },
+
+    /// The elements of an argument have a different type than the call was prepared for.
+    #[error("rank {rank}: {call}: {argument} is {found}, but this call was prepared for {expected}; {}{}",
+        Prepare(*.expected, *.found), .call.place())]
+    DType {
+        /// The rank that made the call.
+        rank: usize,
+        /// The call.
+        call: CallSite,
+        /// The argument.
+        argument: String,
+        /// The type that the call was prepared for.
+        expected: DType,
+        /// The argument's type.
+        found: DType,
+    },
+
     /// An argument from another library has the wrong device, type or layout.
-    #[error("rank {rank}: {what} of {argument} is {found} and must be {expected}")]
+    #[error("rank {rank}: {call}: {what} of {argument} is {found} and must be {expected}{}", .call.place())]
     Unsuitable {
         /// The rank that made the call.
         rank: usize,
+        /// The call.
+        call: CallSite,
         /// The argument.
         argument: String,
         /// The property that does not fit, such as its device, dtype or strides.
@@ -69,11 +121,14 @@ pub enum Error {
 
     /// An argument belongs to a different group.
     #[error(
-        "rank {rank}: {argument} belongs to a different group; make all arguments with one group"
+        "rank {rank}: {call}: {argument} belongs to a different group; make all arguments with one group{}",
+        .call.place()
     )]
     ForeignArgument {
         /// The rank that made the call.
         rank: usize,
+        /// The call.
+        call: CallSite,
         /// The argument.
         argument: String,
     },
@@ -381,10 +436,13 @@ pub enum Error {
     },
 
     /// A number or an address is not aligned as this backend needs.
-    #[error("rank {rank}: {what} is {value}; this backend needs a multiple of {multiple}")]
+    #[error("rank {rank}: {call}: {what} is {value}; this backend needs a multiple of {multiple}{}{}",
+        Nearest(*.value, *.multiple), .call.place())]
     Unaligned {
         /// The rank that made the call.
         rank: usize,
+        /// The call.
+        call: CallSite,
         /// What the number is.
         what: String,
         /// The number.
@@ -612,22 +670,20 @@ impl Error {
         }
     }
 
-    /// For `map_err`: adds the refused `call`, and its rank if needed, to the error.
-    pub(crate) fn refused(rank: usize, call: &str) -> impl FnOnce(Error) -> Error {
-        move |mut error| {
-            match &mut error {
-                Error::Shape { argument, .. }
-                | Error::Unsuitable { argument, .. }
-                | Error::ForeignArgument { argument, .. } => {
-                    *argument += &format!(" of {call}");
-                }
-                Error::Unaligned { what, .. } => *what += &format!(" of {call}"),
-                Error::Limit { what, .. } => *what += &format!(" of {call} on rank {rank}"),
-                Error::Unsupported { what } => *what += &format!(" ({call} on rank {rank})"),
-                _ => {}
-            }
-            error
+    /// The error, of `call`.
+    pub(crate) fn in_call(mut self, name: &str) -> Error {
+        if let Error::Limit { call, .. }
+        | Error::Unsupported { call, .. }
+        | Error::Shape { call, .. }
+        | Error::Count { call, .. }
+        | Error::DType { call, .. }
+        | Error::Unsuitable { call, .. }
+        | Error::ForeignArgument { call, .. }
+        | Error::Unaligned { call, .. } = &mut self
+        {
+            call.name = name.into();
         }
+        self
     }
 
     /// The failure itself, without saying that it happened earlier, nor in which group it happened. The ranks that it
@@ -676,8 +732,13 @@ impl Error {
                     .collect()
             }
             Error::RanksMissing { ranks, .. } | Error::UnknownUser { ranks, .. } => ranks.clone(),
-            Error::System { rank, .. } => rank.iter().copied().collect(),
-            Error::Shape { rank, .. }
+            Error::Limit { rank, .. } | Error::System { rank, .. } => {
+                rank.iter().copied().collect()
+            }
+            Error::Unsupported { rank, .. }
+            | Error::Shape { rank, .. }
+            | Error::Count { rank, .. }
+            | Error::DType { rank, .. }
             | Error::Unsuitable { rank, .. }
             | Error::ForeignArgument { rank, .. }
             | Error::DuplicateRank { rank, .. }
@@ -710,13 +771,132 @@ impl Error {
             | Error::Capturing { rank }
             | Error::Cuda { rank, .. } => vec![*rank],
             Error::SharedGpu { ranks, .. } => ranks.to_vec(),
-            Error::Limit { .. }
-            | Error::Unsupported { .. }
-            | Error::Environment { .. }
+            Error::Environment { .. }
             | Error::EnvironmentValue { .. }
             | Error::AddressTaken { .. }
             | Error::AlreadyRank { .. } => Vec::new(),
         }
+    }
+}
+
+/// Written at once, so that the lines of several ranks do not mix.
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(&self.to_string())
+    }
+}
+
+/// A call of this library, and where the program makes it.
+///
+/// Two are equal if they name the same call, wherever it is made.
+#[derive(Clone, Debug, Eq)]
+pub struct CallSite {
+    /// The name of the call, such as `all_gather_matmul` or `Group::upload`.
+    pub name: String,
+    /// The program's file and line, as `src/main.rs:12`, if they are known.
+    pub place: Option<String>,
+}
+
+impl CallSite {
+    /// The place as the end of a sentence.
+    fn place(&self) -> impl fmt::Display {
+        let place = self.place.as_ref();
+        place.map_or(String::new(), |place| format!(" ({place})"))
+    }
+}
+
+impl From<&str> for CallSite {
+    /// A call whose place is not known.
+    fn from(name: &str) -> CallSite {
+        CallSite {
+            name: name.into(),
+            place: None,
+        }
+    }
+}
+
+impl PartialEq for CallSite {
+    fn eq(&self, other: &CallSite) -> bool {
+        self.name == other.name
+    }
+}
+
+impl fmt::Display for CallSite {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(&self.name)
+    }
+}
+
+/// What a number must be, from the least to the most.
+struct Bounds(usize, usize);
+
+impl fmt::Display for Bounds {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match *self {
+            Bounds(min, max) if min == max => write!(f, "{min}"),
+            Bounds(min, usize::MAX) => write!(f, "at least {min}"),
+            Bounds(min, max) => write!(f, "from {min} to {max}"),
+        }
+    }
+}
+
+/// What to do about a matrix that has rows for columns.
+struct Transposed<'a>(&'a str, &'a [usize], &'a [usize]);
+
+impl fmt::Display for Transposed<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let Transposed(argument, expected, found) = self;
+        if expected.len() != 2 || expected == found || !expected.iter().eq(found.iter().rev()) {
+            return Ok(());
+        }
+        f.write_str("; it looks transposed")?;
+        match *argument {
+            "b [N, K]" => f.write_str(": pass [N, K], or call .weight_layout(WeightLayout::Kn)"),
+            "b [K, N]" => f.write_str(": pass [K, N], or call .weight_layout(WeightLayout::Nk)"),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// A number with its noun.
+struct Counted<'a>(usize, &'a str);
+
+impl fmt::Display for Counted<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match *self {
+            Counted(1, unit) => write!(f, "1 {unit}"),
+            Counted(count, unit) => write!(f, "{count} {unit}s"),
+        }
+    }
+}
+
+/// How a call is prepared for an argument's type.
+struct Prepare(DType, DType);
+
+impl fmt::Display for Prepare {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match *self {
+            Prepare(_, DType::F32) => f.write_str("prepare it with f32_output()"),
+            Prepare(DType::F32, _) => f.write_str("prepare it without f32_output()"),
+            Prepare(expected, _) => write!(f, "give it {expected}"),
+        }
+    }
+}
+
+/// The multiples beside a number, if it is an extent. Those of an address say nothing.
+struct Nearest(usize, usize);
+
+impl fmt::Display for Nearest {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let &Nearest(value, multiple) = self;
+        if value > i32::MAX as usize || multiple == 0 {
+            return Ok(());
+        }
+        let (below, above) = (
+            value / multiple * multiple,
+            value.next_multiple_of(multiple),
+        );
+        write!(f, "; the nearest are {below} and {above}")
     }
 }
 
@@ -824,6 +1004,30 @@ impl fmt::Display for Who<'_> {
 mod tests {
     use super::*;
 
+    /// Counts what is written to it.
+    #[derive(Default)]
+    struct Writes(Vec<String>);
+
+    impl fmt::Write for Writes {
+        fn write_str(&mut self, text: &str) -> fmt::Result {
+            self.0.push(text.into());
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn debug_is_the_sentence_written_at_once() {
+        let error = Error::DuplicateRank {
+            rank: 1,
+            pids: [7, 8],
+        };
+        let sentence = error.to_string();
+        let (mut short, mut long) = (Writes::default(), Writes::default());
+        fmt::write(&mut short, format_args!("{error:?}")).unwrap();
+        fmt::write(&mut long, format_args!("{error:#?}")).unwrap();
+        assert_eq!([short.0, long.0], [[sentence.clone()], [sentence]]);
+    }
+
     #[test]
     fn messages_name_the_rank_the_value_and_the_remedy() {
         let missing = Error::RanksMissing {
@@ -836,11 +1040,13 @@ mod tests {
             "rank 3 has not come to \"job\" within 500 ms; see whether it was started, and with the same address"
         );
         let unsupported = Error::Unsupported {
+            rank: 1,
+            call: "matmul".into(),
             what: "operands must be bf16 or f16".into(),
         };
         assert_eq!(
             unsupported.to_string(),
-            "not supported: operands must be bf16 or f16"
+            "rank 1: matmul: not supported: operands must be bf16 or f16"
         );
         let internal = Error::Internal {
             rank: 4,

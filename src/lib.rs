@@ -91,6 +91,7 @@ mod element;
 #[cfg(not(loom))]
 mod json;
 mod profile;
+mod refusal;
 mod route;
 // Unstable, as `schedule`.
 #[doc(hidden)]

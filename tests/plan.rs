@@ -9,6 +9,7 @@ use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::ops::Range;
 
+use gemmesh::DType;
 use gemmesh::protocol::epoch::Epoch;
 use gemmesh::protocol::flag::Awaited;
 use gemmesh::protocol::flag::Flag;
@@ -22,9 +23,8 @@ use gemmesh::schedule::plan;
 use gemmesh::schedule::plan::matrices::{B, BIAS, MATRICES, OUT};
 use gemmesh::schedule::{
     Addend, Chunking, Config, Layout, MAX_WEIGHTS, MatrixSpec, Operation, Parts, Problem, Product,
-    Reduction, Route, RowOrder, Schedule, Sum, Tile, TileShape, Transfer, Weight,
+    Reduction, Refusal, Route, RowOrder, Schedule, Sum, Tile, TileShape, Transfer, Weight,
 };
-use gemmesh::{DType, Error};
 use proptest::prelude::*;
 use proptest::sample::select;
 
@@ -71,7 +71,7 @@ fn plan(
     k: usize,
     rank: usize,
     config: Config,
-) -> Result<Schedule, Error> {
+) -> Result<Schedule, Refusal> {
     let layout = Layout::new(rows, k)?;
     let problem = Problem::new(Operation::AllGatherMatmul, DType::Bf16, layout, n);
     plan::plan(&problem, rank, config)
@@ -970,7 +970,7 @@ fn what_lies_outside_of_what_it_is_a_part_of_is_refused() {
             assert!(
                 matches!(
                     refused,
-                    Err(Error::Limit { .. } | Error::Unsupported { .. })
+                    Err(Refusal::Limit { .. } | Refusal::Unsupported { .. })
                 ),
                 "change {index} of {what}"
             );
@@ -1073,11 +1073,11 @@ fn assert_fields_have_limits_together() {
 }
 
 #[track_caller]
-fn assert_limit(error: Error, what: &str, value: usize, min: usize, max: usize) {
+fn assert_limit(error: Refusal, what: &str, value: usize, min: usize, max: usize) {
     let what = what.into();
     assert_eq!(
         error,
-        Error::Limit {
+        Refusal::Limit {
             what,
             value,
             min,

@@ -189,8 +189,10 @@ fn a_message_too_long_for_all_is_refused_and_its_sender_named() {
         group.all_gather_bytes(&vec![0; group.rank() << 28])
     });
     match error.unwrap_err() {
-        Error::Limit { what, value, .. } => {
-            assert_eq!(what, "bytes that rank 1 sends to all");
+        Error::Limit {
+            rank, call, value, ..
+        } => {
+            assert_eq!((rank, call.name.as_str()), (Some(1), "all_gather_bytes"));
             assert_eq!(value, 1 << 28);
         }
         other => panic!("{other}"),

@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::ops::Range;
 
 use clap::ValueEnum;
-use gemmesh::schedule::Layout;
+use gemmesh::schedule::{Layout, Refusal};
 use gemmesh::{
     Activation, AllGatherMatmul, Backend, Config, Element, Float, Group, Host, Matmul,
     MatmulAllReduce, MatmulReduceScatter, Matrix, Prepared, PreparedAllReduce, PreparedMatmul,
@@ -386,7 +386,8 @@ impl<B: Backend, T: Element> Operands<B, T> {
         let (world, k) = (self.group.world_size(), self.k);
         Ok(match &self.a {
             Rows::Gathered(_) => {
-                let layout = Layout::balanced(self.m, k, world)?;
+                let layout = Layout::balanced(self.m, k, world)
+                    .map_err(Refusal::of(self.group.rank(), "Layout::balanced"))?;
                 let of = |rank| rows_of::<T>(rank, layout.rows_of(rank).len() * k);
                 vec![(0..world).flat_map(of).collect()]
             }
@@ -411,9 +412,9 @@ impl<B: Backend, T: Element> Operands<B, T> {
 /// The rows of the output, of M, that this rank makes.
 fn own_rows<B: Backend>(group: &Group<B>, op: Op, m: usize) -> Result<Range<usize>> {
     Ok(match op {
-        Op::MatmulReduceScatter | Op::MatmulAllReduce => {
-            Layout::balanced(m, 1, group.world_size())?.rows_of(group.rank())
-        }
+        Op::MatmulReduceScatter | Op::MatmulAllReduce => Layout::balanced(m, 1, group.world_size())
+            .map_err(Refusal::of(group.rank(), "Layout::balanced"))?
+            .rows_of(group.rank()),
         _ => 0..m,
     })
 }

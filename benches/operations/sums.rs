@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use gemmesh::schedule::Layout;
+use gemmesh::schedule::{Layout, Refusal};
 use gemmesh::trace::Trace;
 use gemmesh::{
     Backend, Config, Element, Explanation, Group, MatmulAllReduce, MatmulReduceScatter, Matrix,
@@ -28,7 +28,9 @@ impl<B: Backend, T: Element> Operands<B, T> {
             group: group.clone(),
             a: group.upload(&a, m, k)?,
             b: group.upload(&b, n, k)?,
-            own: Layout::balanced(m, k, group.world_size())?.rows_of(rank),
+            own: Layout::balanced(m, k, group.world_size())
+                .map_err(Refusal::of(rank, "Layout::balanced"))?
+                .rows_of(rank),
         })
     }
 

@@ -16,6 +16,7 @@ use crate::ranks::naming::{self, Arrival, JobRank, Naming};
 use crate::ranks::rendezvous;
 use crate::ranks::reports::ReportSender;
 use crate::ranks::split::Claim;
+use crate::refusal::Refusal;
 use crate::schedule::Numerics;
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::limits::limit;
@@ -212,7 +213,7 @@ impl<B: Backend> Builder<B> {
     /// # Errors
     /// As [`Group::split`]; [`Error::Mismatch`] if ranks of a color give different names.
     pub fn split(self, group: &Group<B>, color: usize, key: usize) -> Result<Group<B>> {
-        let checked = naming::check(self.name.as_deref());
+        let checked = naming::check(Some(group.rank()), self.name.as_deref());
         let name = self.name.clone();
         let claim = checked.map(|()| Claim { color, key, name });
         let deadlines = self.deadlines(Some(&group.inner().members.deadlines));
@@ -225,7 +226,7 @@ impl<B: Backend> Builder<B> {
     /// As [`Group::from_env`].
     pub fn from_env(self) -> Result<Group<B>> {
         let described = env::describe_this_process()?.ok_or_else(env::no_launcher)?;
-        naming::check(self.name.as_deref())?;
+        naming::check(Some(described.rank), self.name.as_deref())?;
         let (rank, address) = (described.rank, &described.address);
         let identity = Identity {
             naming: Some(Naming::of_job(self.name.clone(), described.world)),
@@ -255,7 +256,7 @@ impl<B: Backend> Builder<B> {
         address: &str,
         version: u32,
     ) -> Result<Group<B>> {
-        naming::check(self.name.as_deref())?;
+        naming::check(Some(rank), self.name.as_deref())?;
         // A process whose environment is wrong is none of a job.
         let described = env::describe_this_process().ok().flatten();
         let identity = self.identity(rank, world, address, described.as_ref());
@@ -287,8 +288,9 @@ impl<B: Backend> Builder<B> {
     }
 
     fn meet(&self, identity: &Identity, version: u32) -> Result<Group<B>> {
-        limit("world size", identity.world, 1, MAX_WORLD)?;
-        limit("rank", identity.rank, 0, identity.world - 1)?;
+        limit("the world size", identity.world, 1, MAX_WORLD)
+            .and_then(|()| limit("the rank", identity.rank, 0, identity.world - 1))
+            .map_err(Refusal::of(identity.rank, "Group::connect"))?;
         self.open(rendezvous::meet_speaking(identity, version)?, None)
     }
 
@@ -308,7 +310,7 @@ impl<B: Backend> Builder<B> {
         T: Send,
         E: From<Error> + fmt::Display + Send,
     {
-        naming::check(self.name.as_deref())?;
+        naming::check(None, self.name.as_deref())?;
         threads::run(&self, world, f)
     }
 }

@@ -25,6 +25,7 @@ use crate::ranks::call::PostedCall;
 use crate::ranks::deadlines::Deadlines;
 use crate::ranks::members::Members;
 use crate::ranks::split::{self, Claim, SPLIT};
+use crate::refusal::{self, Refusal};
 use crate::resources::require_available;
 use crate::schedule::plan::matrices::PARTIALS;
 use crate::schedule::plan::{plan, tile_order};
@@ -361,13 +362,28 @@ impl<B: Backend> Group<B> {
     }
 
     /// Tells the other ranks why this rank does not make the collective call `call`, and returns the error with the
-    /// call's name. A library that refuses arguments before it makes the call uses this.
+    /// name of this call. A library that refuses arguments before it makes the call uses this.
     ///
     /// Ranks that wait for this one in the call get `error` half a second later, unless this rank makes the call after
     /// all. A rank that was refused the call as often as this one, or more often, waits longer, because all ranks may
     /// be about to try again: for [`Builder::arrival_timeout`] or, if there is none, for [`Builder::timeout`].
     pub fn refuse(&self, call: &str, error: Error) -> Error {
-        let error = Error::refused(self.rank(), call)(error);
+        self.tell(error.in_call(call))
+    }
+
+    /// For `map_err`: tells the other ranks why this rank does not make the collective call `call`, and makes an error
+    /// of the refusal.
+    pub(crate) fn refusal<'g>(&'g self, call: &'g str) -> impl FnOnce(Refusal) -> Error + 'g {
+        let of = Refusal::of(self.rank(), call);
+        move |refusal| self.tell(of(refusal))
+    }
+
+    /// Makes an error of a refusal of `call`, which this rank makes alone, and notes the result.
+    pub(crate) fn judged<R>(&self, call: &str, result: refusal::Result<R>) -> Result<R> {
+        self.noted(result.map_err(Refusal::of(self.rank(), call)))
+    }
+
+    fn tell(&self, error: Error) -> Error {
         let error = self.inner.members.named(error);
         // Nobody waits for a call that stands within another, or in a fork.
         if !matches!(error.cause(), Error::CallInCallback { .. }) {
@@ -488,7 +504,7 @@ impl<B: Backend> Group<B> {
         &self,
         problem: Problem,
         config: Option<Config>,
-    ) -> Result<Arc<B::Program>> {
+    ) -> refusal::Result<Arc<B::Program>> {
         let (program, _) = self.configured_program(problem, config)?;
         Ok(program)
     }
@@ -498,7 +514,7 @@ impl<B: Backend> Group<B> {
         &self,
         problem: Problem,
         config: Option<Config>,
-    ) -> Result<(Arc<B::Program>, Config)> {
+    ) -> refusal::Result<(Arc<B::Program>, Config)> {
         let key = (problem, config);
         self.refuse_misplaced()?;
         let mut state = self.state(None)?;

@@ -13,6 +13,7 @@ use crate::ranks::pidfd::PeerProcess;
 use crate::ranks::shared_state::SharedState;
 use crate::ranks::watcher::Watched;
 use crate::ranks::wire::{self, Connection};
+use crate::refusal::Refusal;
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::limits::limit;
 
@@ -158,7 +159,8 @@ impl Drop for Farewell {
 
 /// The control connections, by rank: rank 0 holds one to each other rank.
 fn connect(world: usize) -> Result<Vec<Vec<Arc<Connection>>>> {
-    limit("world size", world, 1, MAX_WORLD)?;
+    let world_size = limit("the world size", world, 1, MAX_WORLD);
+    world_size.map_err(Refusal::of(None, "Group::threads"))?;
     let mut ends = vec![Vec::new()];
     for rank in 1..world {
         let (ours, theirs) = wire::pair().map_err(Error::system(rank, "open a socket pair"))?;

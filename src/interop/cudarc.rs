@@ -12,11 +12,15 @@ use cudarc::driver::{
 
 use crate::backend::Cuda;
 use crate::element::{Element, Value};
-use crate::error::{Error, Result};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
 use crate::group::Group;
 use crate::interop::stream::StreamGuard;
 use crate::matrix::{Matrix, MatrixView, MatrixViewMut, bytes_of};
 use crate::ops::{OutputOf, Outputs, Weights};
+use crate::refusal::{self, Refusal, require_count};
+use crate::schedule::limits::require;
 
 /// CU_STREAM_PER_THREAD, which is a different stream on each thread.
 const PER_THREAD: usize = 2;
@@ -55,16 +59,19 @@ impl Group<Cuda> {
     /// [`Error::Unsuitable`] if the stream is not of the GPU's primary context, if it is the default stream of each
     /// thread, or while matrices lie in memory of the current stream ([`CudarcMatrix`]); as [`Group::set_stream`].
     pub fn use_cudarc_stream(&self, stream: &Arc<CudaStream>) -> Result<()> {
-        self.require_context("the stream", stream.context().cu_ctx().cast())?;
-        if stream.cu_stream().addr() == PER_THREAD {
-            return Err(Error::Unsuitable {
-                rank: self.rank(),
-                argument: "the stream".into(),
-                what: "the handle".into(),
-                expected: "one stream, whichever thread uses it".into(),
-                found: "CU_STREAM_PER_THREAD".into(),
-            });
-        }
+        let check = || {
+            self.require_context("the stream", stream.context().cu_ctx().cast())?;
+            if stream.cu_stream().addr() == PER_THREAD {
+                return Err(Refusal::Unsuitable {
+                    argument: "the stream".into(),
+                    what: "the handle".into(),
+                    expected: "one stream, whichever thread uses it".into(),
+                    found: "CU_STREAM_PER_THREAD".into(),
+                });
+            }
+            Ok(())
+        };
+        check().map_err(Refusal::of(self.rank(), "Group::use_cudarc_stream"))?;
         let owner = Arc::new(stream.clone());
         // SAFETY: it is of the device's primary context, and lives as long as what is kept.
         unsafe { self.set_stream_of(stream.cu_stream().cast(), owner) }
@@ -76,7 +83,8 @@ impl Group<Cuda> {
     /// [`Error::Unsuitable`] if the event is not of the GPU's primary context; [`Error::Cuda`] if the driver refuses;
     /// the group's failure.
     pub fn record_cudarc_event(&self, event: &CudaEvent) -> Result<()> {
-        self.require_context("the event", event.context().cu_ctx().cast())?;
+        self.require_context("the event", event.context().cu_ctx().cast())
+            .map_err(Refusal::of(self.rank(), "Group::record_cudarc_event"))?;
         // SAFETY: it is of the device's primary context and lives.
         unsafe { self.record_event(event.cu_event().cast()) }
     }
@@ -91,13 +99,16 @@ impl Group<Cuda> {
         unsafe { self.wait_for_event(event.cu_event().cast()) }
     }
 
-    fn require_context(&self, argument: &str, context: *mut std::ffi::c_void) -> Result<()> {
+    fn require_context(
+        &self,
+        argument: &str,
+        context: *mut std::ffi::c_void,
+    ) -> refusal::Result<()> {
         let device = &self.inner().backend.gpu().device;
         if device.context() == context {
             return Ok(());
         }
-        Err(Error::Unsuitable {
-            rank: self.rank(),
+        Err(Refusal::Unsuitable {
             argument: argument.into(),
             what: "the context".into(),
             expected: format!("the primary one of GPU {}", device.ordinal()),
@@ -163,12 +174,13 @@ impl<'a, T: Value> CudarcMatrix<'a, T> {
         rows: usize,
         columns: usize,
     ) -> Result<Self> {
-        let guard = hold_stream(group, memory, rows, columns)?;
+        let of = || Refusal::of(group.rank(), "CudarcMatrix::new");
+        let guard = hold_stream(group, memory, rows, columns).map_err(of())?;
         let (ptr, read) = memory.device_ptr(memory.stream());
         Ok(CudarcMatrix {
             // SAFETY: the memory has as many elements and is borrowed as long as this matrix lives. Later uses of the
             // memory come after the operations, in the order of its stream.
-            matrix: unsafe { of_memory(group, ptr, rows, columns)? },
+            matrix: unsafe { of_memory(group, ptr, rows, columns) }.map_err(of())?,
             _stream: guard,
             _read: read,
         })
@@ -191,7 +203,8 @@ impl<'a, T: Value> CudarcMatrixMut<'a, T> {
         rows: usize,
         columns: usize,
     ) -> Result<Self> {
-        let guard = hold_stream(group, memory, rows, columns)?;
+        let of = || Refusal::of(group.rank(), "CudarcMatrixMut::new");
+        let guard = hold_stream(group, memory, rows, columns).map_err(of())?;
         let stream = memory.stream().clone();
         let (ptr, written) = memory.device_ptr_mut(&stream);
         // SAFETY: `written` borrows the stream that the memory keeps. So the stream lives as long as the memory is
@@ -199,7 +212,7 @@ impl<'a, T: Value> CudarcMatrixMut<'a, T> {
         let written = unsafe { std::mem::transmute::<SyncOnDrop<'_>, SyncOnDrop<'a>>(written) };
         Ok(CudarcMatrixMut {
             // SAFETY: as in `CudarcMatrix::new`.
-            matrix: unsafe { of_memory(group, ptr, rows, columns)? },
+            matrix: unsafe { of_memory(group, ptr, rows, columns) }.map_err(of())?,
             _stream: guard,
             _written: written,
         })
@@ -291,12 +304,12 @@ fn lend<T: Value, R>(
     let group = view.group();
     let [rows, columns] = view.shape();
     let (first, pitch) = view.as_device_ptr();
-    if rows > 1 && pitch != columns * size_of::<T>() {
+    let hold = || {
         let what = format!("rows must follow one another, but they are {pitch} bytes apart");
-        let refused = Error::refused(group.rank(), "with_cudarc");
-        return group.noted(Err(refused(Error::Unsupported { what })));
-    }
-    let _guard = hold(group, "with_cudarc", stream)?;
+        require(&what, rows <= 1 || pitch == columns * size_of::<T>())?;
+        hold(group, "this call", stream)
+    };
+    let _guard = group.judged("with_cudarc", hold())?;
     // SAFETY: the view borrows this memory, which has as many elements and is initialised. `Lent` leaks the slice.
     let memory = unsafe { stream.upgrade_device_ptr(first, rows * columns) };
     let mut lent = Lent {
@@ -308,22 +321,25 @@ fn lend<T: Value, R>(
 }
 
 /// Keeps the group's operations on `stream`, which must be theirs, until the guard is dropped.
-fn hold(group: &Group<Cuda>, argument: &str, stream: &Arc<CudaStream>) -> Result<StreamGuard> {
+fn hold(
+    group: &Group<Cuda>,
+    argument: &str,
+    stream: &Arc<CudaStream>,
+) -> refusal::Result<StreamGuard> {
     // The default streams of all contexts have the same handle, so the context is compared too.
     group.require_context(argument, stream.context().cu_ctx().cast())?;
     group.exclusively(|_| {
         let (own, groups) = (stream.cu_stream().cast(), group.stream());
         if own == groups {
-            return Ok(group.guard_stream());
+            return Ok(Ok(group.guard_stream()));
         }
-        Err(Error::Unsuitable {
-            rank: group.rank(),
+        Ok(Err(Refusal::Unsuitable {
             argument: argument.into(),
             what: "the stream".into(),
             expected: format!("the group's, {groups:p}: see Group::use_cudarc_stream"),
             found: format!("{own:p}"),
-        })
-    })
+        }))
+    })?
 }
 
 /// Checks memory for a matrix. The group's operations stay on the memory's stream until the guard is dropped.
@@ -332,17 +348,16 @@ fn hold_stream<T: Value>(
     memory: &impl DeviceSlice<T>,
     rows: usize,
     columns: usize,
-) -> Result<StreamGuard> {
-    let rank = group.rank();
+) -> refusal::Result<StreamGuard> {
     bytes_of::<T>(rows, columns)?;
-    if memory.len() != rows * columns {
-        return Err(Error::Shape {
-            rank,
-            argument: "the memory of a matrix [rows * columns]".into(),
-            expected: vec![rows * columns],
-            found: vec![memory.len()],
-        });
-    }
+    let whole = format!("a [{rows}, {columns}] matrix");
+    require_count(
+        &whole,
+        "element",
+        rows * columns,
+        "the memory",
+        memory.len(),
+    )?;
     hold(group, "the memory of a matrix", memory.stream())
 }
 
@@ -353,10 +368,10 @@ unsafe fn of_memory<T: Value>(
     ptr: u64,
     rows: usize,
     columns: usize,
-) -> Result<Matrix<Cuda, T>> {
+) -> refusal::Result<Matrix<Cuda, T>> {
     let pitch = columns * size_of::<T>();
     // SAFETY: as this function's.
-    unsafe { Matrix::from_device_ptr(group, ptr, rows, columns, pitch) }
+    unsafe { Matrix::of_device_ptr(group, ptr, [rows, columns], pitch) }
 }
 
 impl<'m, T: Value> From<&'m CudarcMatrix<'_, T>> for MatrixView<'m, Cuda, T> {

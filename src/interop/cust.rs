@@ -6,9 +6,12 @@ use cust::stream::Stream;
 
 use crate::backend::Cuda;
 use crate::element::Value;
-use crate::error::{Error, Result};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
 use crate::group::Group;
 use crate::matrix::{Matrix, bytes_of};
+use crate::refusal::{self, Refusal, require_count};
 
 /// Streams of cust.
 #[cfg_attr(docsrs, doc(cfg(feature = "cust")))]
@@ -49,10 +52,21 @@ impl<T: Value> Matrix<Cuda, T> {
         rows: usize,
         columns: usize,
     ) -> Result<Matrix<Cuda, T>> {
-        let rank = group.rank();
+        // SAFETY: as this function's.
+        let matrix = unsafe { Matrix::of_cust(group, memory, rows, columns) };
+        matrix.map_err(Refusal::of(group.rank(), "Matrix::from_cust"))
+    }
+
+    /// # Safety
+    /// As [`Matrix::from_cust`].
+    unsafe fn of_cust<D: DeviceCopy>(
+        group: &Group<Cuda>,
+        memory: &DeviceSlice<D>,
+        rows: usize,
+        columns: usize,
+    ) -> refusal::Result<Matrix<Cuda, T>> {
         if size_of::<D>() != size_of::<T>() {
-            return Err(Error::Unsuitable {
-                rank,
+            return Err(Refusal::Unsuitable {
                 argument: "the memory of a matrix".into(),
                 what: "an element's width".into(),
                 expected: format!("{} bytes, of {}", size_of::<T>(), T::DTYPE),
@@ -61,16 +75,16 @@ impl<T: Value> Matrix<Cuda, T> {
         }
         bytes_of::<T>(rows, columns)?;
         let pitch = bytes_of::<T>(1, columns)?;
-        if memory.len() != rows * columns {
-            return Err(Error::Shape {
-                rank,
-                argument: "the memory of a matrix [rows * columns]".into(),
-                expected: vec![rows * columns],
-                found: vec![memory.len()],
-            });
-        }
+        let whole = format!("a [{rows}, {columns}] matrix");
+        require_count(
+            &whole,
+            "element",
+            rows * columns,
+            "the memory",
+            memory.len(),
+        )?;
         let ptr = memory.as_device_ptr().as_raw();
         // SAFETY: as this function's.
-        unsafe { Matrix::from_device_ptr(group, ptr, rows, columns, pitch) }
+        unsafe { Matrix::of_device_ptr(group, ptr, [rows, columns], pitch) }
     }
 }

@@ -33,9 +33,12 @@ use std::ffi::c_void;
 
 use crate::backend::{Backend, Owner};
 use crate::element::{DType, Value};
-use crate::error::{Error, Result};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
 use crate::group::Group;
 use crate::matrix::{Matrix, bytes_of};
+use crate::refusal::{self, Refusal};
 
 /// Which device memory is on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -140,13 +143,22 @@ impl<B: Backend, T: Value> Matrix<B, T> {
         group: &Group<B>,
         tensor: *mut DLManagedTensor,
     ) -> Result<Matrix<B, T>> {
-        let rank = group.rank();
+        // SAFETY: as this function's.
+        let adopted = unsafe { Matrix::adopt(group, tensor) };
+        adopted.map_err(Refusal::of(group.rank(), "Matrix::from_dlpack"))
+    }
+
+    /// # Safety
+    /// As [`Matrix::from_dlpack`].
+    unsafe fn adopt(
+        group: &Group<B>,
+        tensor: *mut DLManagedTensor,
+    ) -> refusal::Result<Matrix<B, T>> {
         // SAFETY: as this function's.
         let given = unsafe { (*tensor).dl_tensor };
         let backend = &group.inner().backend;
         let (device_type, device_id) = backend.dlpack_device();
         require(
-            rank,
             "the device",
             device(given.device),
             device(DLDevice {
@@ -154,8 +166,8 @@ impl<B: Backend, T: Value> Matrix<B, T> {
                 device_id,
             }),
         )?;
-        require(rank, "the dtype", dtype(given.dtype), T::DTYPE.to_string())?;
-        require(rank, "the number of dimensions", given.ndim, 2)?;
+        require("the dtype", dtype(given.dtype), T::DTYPE.to_string())?;
+        require("the number of dimensions", given.ndim, 2)?;
         // SAFETY: as this function's. There are two dimensions, so there are two of each.
         let pair = |of: *const i64| unsafe { [*of, *of.add(1)] };
         let [rows, columns] =
@@ -174,15 +186,14 @@ impl<B: Backend, T: Value> Matrix<B, T> {
                 .unwrap_or(0)
                 .saturating_mul(size_of::<T>()),
         };
-        require_rows(rank, [rows, columns], strides, pitch < width)?;
+        require_rows([rows, columns], strides, pitch < width)?;
         let ptr = (given.data as u64).wrapping_add(given.byte_offset);
         for (what, value) in [
             ("the tensor's first element", ptr as usize),
             ("the tensor's pitch", pitch),
         ] {
             if rows > 0 && !value.is_multiple_of(alignment) {
-                return Err(Error::Unaligned {
-                    rank,
+                return Err(Refusal::Unaligned {
                     what: what.into(),
                     value,
                     multiple: alignment,
@@ -281,28 +292,26 @@ fn device(of: DLDevice) -> String {
 
 /// Fails if the elements of a row are apart, or if rows `overlap`.
 fn require_rows(
-    rank: usize,
     [rows, columns]: [usize; 2],
     [next_row, next_column]: [i64; 2],
     overlap: bool,
-) -> Result<()> {
+) -> refusal::Result<()> {
     if rows > 0 && columns > 1 {
-        require(rank, "the distance of a row's elements", next_column, 1)?;
+        require("the distance of a row's elements", next_column, 1)?;
     }
     if overlap {
         let found = format!("{next_row} elements");
         let least = format!("{columns} elements at least");
-        require(rank, "the distance of rows", found, least)?;
+        require("the distance of rows", found, least)?;
     }
     Ok(())
 }
 
-fn require<V: PartialEq + ToString>(rank: usize, what: &str, found: V, expected: V) -> Result<()> {
+fn require<V: PartialEq + ToString>(what: &str, found: V, expected: V) -> refusal::Result<()> {
     if found == expected {
         return Ok(());
     }
-    Err(Error::Unsuitable {
-        rank,
+    Err(Refusal::Unsuitable {
         argument: "a DLPack tensor".into(),
         what: what.into(),
         expected: expected.to_string(),

@@ -8,9 +8,12 @@ use std::sync::Arc;
 
 use crate::backend::{Cuda, Sample};
 use crate::element::Value;
-use crate::error::{Error, Result};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
 use crate::group::Group;
 use crate::matrix::{Matrix, MatrixView, MatrixViewMut, ShardedMatrix, ViewMemory, bytes_of};
+use crate::refusal::{self, Refusal};
 use crate::schedule::Config;
 
 /// Keeps a group's operations on their stream until it is dropped. [`Group::hold_stream_of`] makes it.
@@ -75,7 +78,9 @@ impl Group<Cuda> {
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<()> {
         // SAFETY: as this function's.
-        self.exclusively(|_| unsafe { self.take_over(stream, owner) })
+        let of = Refusal::of(self.rank(), "Group::set_stream");
+        // SAFETY: as this function's.
+        self.exclusively(|_| unsafe { self.take_over(stream, owner) }.map_err(of))
     }
 
     /// [`Group::set_stream_of`], after which the group's stream cannot change until the guard is dropped.
@@ -93,10 +98,11 @@ impl Group<Cuda> {
         stream: *mut c_void,
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<StreamGuard> {
+        let of = Refusal::of(self.rank(), "Group::hold_stream_of");
         self.exclusively(|_| {
             if self.stream() != stream {
                 // SAFETY: as this function's.
-                unsafe { self.take_over(stream, owner.clone())? };
+                unsafe { self.take_over(stream, owner.clone()) }.map_err(of)?;
             }
             Ok(StreamGuard {
                 _owner: owner,
@@ -111,15 +117,14 @@ impl Group<Cuda> {
         &self,
         stream: *mut c_void,
         owner: Arc<dyn Any + Send + Sync>,
-    ) -> Result<()> {
+    ) -> refusal::Result<()> {
         let gpu = self.inner().backend.gpu();
         // SAFETY: as this function's.
         let stream = unsafe { gpu.borrow_stream(stream, owner)? };
         // The current stream may free memory that matrices still use.
         let guards = gpu.streams().guards();
         if guards > 0 {
-            return Err(Error::Unsuitable {
-                rank: self.rank(),
+            return Err(Refusal::Unsuitable {
                 argument: "the stream before".into(),
                 what: "the number of holders (StreamGuard, CudarcMatrix)".into(),
                 expected: "0".into(),
@@ -127,7 +132,7 @@ impl Group<Cuda> {
             });
         }
         // SAFETY: as this function's.
-        unsafe { gpu.streams().set_main(stream) }
+        Ok(unsafe { gpu.streams().set_main(stream) }?)
     }
 
     /// Must be called within [`Group::exclusively`], so that the stream does not change at the same moment.
@@ -255,8 +260,8 @@ impl<T: Value> Matrix<Cuda, T> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Unaligned`] unless `ptr` and `pitch` are multiples of 16; [`Error::Shape`] if a row is longer than the
-    /// pitch; [`Error::Limit`] if there are no columns. If there are no rows, `ptr` does not matter and may be 0.
+    /// [`Error::Unaligned`] unless `ptr` and `pitch` are multiples of 16; [`Error::Limit`] if a row is longer
+    /// than the pitch, or if there are no columns. If there are no rows, `ptr` does not matter and may be 0.
     ///
     /// # Safety
     /// - `ptr` is memory of the group's device, with at least `(rows - 1) * pitch` bytes and a row, in whole pieces of
@@ -272,13 +277,24 @@ impl<T: Value> Matrix<Cuda, T> {
         columns: usize,
         pitch: usize,
     ) -> Result<Matrix<Cuda, T>> {
-        let rank = group.rank();
+        // SAFETY: as this function's.
+        let matrix = unsafe { Matrix::of_device_ptr(group, ptr, [rows, columns], pitch) };
+        matrix.map_err(Refusal::of(group.rank(), "Matrix::from_device_ptr"))
+    }
+
+    /// # Safety
+    /// As [`Matrix::from_device_ptr`].
+    pub(crate) unsafe fn of_device_ptr(
+        group: &Group<Cuda>,
+        ptr: u64,
+        [rows, columns]: [usize; 2],
+        pitch: usize,
+    ) -> refusal::Result<Matrix<Cuda, T>> {
         bytes_of::<T>(rows, columns)?;
         let width = bytes_of::<T>(1, columns)?;
-        for (what, value) in [("device pointer", ptr as usize), ("pitch", pitch)] {
+        for (what, value) in [("the device pointer", ptr as usize), ("the pitch", pitch)] {
             if rows > 0 && !value.is_multiple_of(16) {
-                return Err(Error::Unaligned {
-                    rank,
+                return Err(Refusal::Unaligned {
                     what: what.into(),
                     value,
                     multiple: 16,
@@ -286,11 +302,11 @@ impl<T: Value> Matrix<Cuda, T> {
             }
         }
         if pitch < width {
-            return Err(Error::Shape {
-                rank,
-                argument: "the bytes of a row".into(),
-                expected: vec![pitch],
-                found: vec![width],
+            return Err(Refusal::Limit {
+                what: "the pitch, in bytes,".into(),
+                value: pitch,
+                min: width,
+                max: usize::MAX,
             });
         }
         let gpu = group.inner().backend.gpu();

@@ -3,20 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::RouteJson;
-use crate::element::DType;
 use crate::schedule::{Chunking, Config, Route, TileShape};
-
-#[derive(Serialize, Deserialize)]
-#[serde(remote = "DType")]
-pub enum DTypeJson {
-    Bf16,
-    F16,
-    F32,
-    U8,
-    U16,
-    U32,
-    U64,
-}
 
 #[derive(Serialize, Deserialize)]
 #[serde(remote = "Config")]

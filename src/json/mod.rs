@@ -12,7 +12,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::error::{Deadline, Error, Result};
+use crate::element::DType;
+use crate::error::{CallSite, Deadline, Error, Result};
 use crate::profile::span::{Lane, Span, Work};
 use crate::schedule::Route;
 
@@ -105,6 +106,25 @@ enum DeadlineJson {
 }
 
 #[derive(Serialize, Deserialize)]
+#[serde(remote = "DType")]
+pub enum DTypeJson {
+    Bf16,
+    F16,
+    F32,
+    U8,
+    U16,
+    U32,
+    U64,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "CallSite")]
+struct CallSiteJson {
+    name: String,
+    place: Option<String>,
+}
+
+#[derive(Serialize, Deserialize)]
 struct SentSpan(#[serde(with = "SpanJson")] Span);
 
 #[derive(Serialize, Deserialize)]
@@ -184,22 +204,52 @@ mod boxed {
 #[serde(remote = "Error")]
 enum ErrorJson {
     Limit {
+        rank: Option<usize>,
+        #[serde(with = "CallSiteJson")]
+        call: CallSite,
         what: String,
         value: usize,
         min: usize,
         max: usize,
     },
     Unsupported {
+        rank: usize,
+        #[serde(with = "CallSiteJson")]
+        call: CallSite,
         what: String,
     },
     Shape {
         rank: usize,
+        #[serde(with = "CallSiteJson")]
+        call: CallSite,
         argument: String,
         expected: Vec<usize>,
         found: Vec<usize>,
     },
+    Count {
+        rank: usize,
+        #[serde(with = "CallSiteJson")]
+        call: CallSite,
+        whole: String,
+        unit: String,
+        expected: usize,
+        part: String,
+        found: usize,
+    },
+    DType {
+        rank: usize,
+        #[serde(with = "CallSiteJson")]
+        call: CallSite,
+        argument: String,
+        #[serde(with = "DTypeJson")]
+        expected: DType,
+        #[serde(with = "DTypeJson")]
+        found: DType,
+    },
     Unsuitable {
         rank: usize,
+        #[serde(with = "CallSiteJson")]
+        call: CallSite,
         argument: String,
         what: String,
         expected: String,
@@ -207,6 +257,8 @@ enum ErrorJson {
     },
     ForeignArgument {
         rank: usize,
+        #[serde(with = "CallSiteJson")]
+        call: CallSite,
         argument: String,
     },
     Environment {
@@ -330,6 +382,8 @@ enum ErrorJson {
     },
     Unaligned {
         rank: usize,
+        #[serde(with = "CallSiteJson")]
+        call: CallSite,
         what: String,
         value: usize,
         multiple: usize,
@@ -441,6 +495,8 @@ mod tests {
                 deadline: Deadline::Arrival,
             },
             Error::Unsupported {
+                rank: 2,
+                call: "matmul".into(),
                 what: "operands must be bf16 or f16".into(),
             },
             Error::Internal {

@@ -4,7 +4,10 @@
 use super::{Matrix, MatrixView, ShardedMatrix, ViewMemory};
 use crate::backend::Host;
 use crate::element::Value;
-use crate::error::{Error, Result};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
+use crate::schedule::limits::require;
 
 /// On the host, memory that the caller may read and write in place.
 impl<T: Value> Matrix<Host, T> {
@@ -91,8 +94,7 @@ fn place<T: Value>(view: &MatrixView<'_, Host, T>) -> Result<(*mut T, usize)> {
     let pitch = view.memory.pitch();
     if rows > 1 && pitch != columns * size_of::<T>() {
         let what = format!("rows must follow one another, but they are {pitch} bytes apart");
-        let refused = Error::refused(view.group.rank(), "as_slice");
-        return view.group.noted(Err(refused(Error::Unsupported { what })));
+        view.group.judged("as_slice", require(&what, false))?;
     }
     let first = match view.memory {
         ViewMemory::Buffer(buffer) => buffer.first(),

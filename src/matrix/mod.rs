@@ -16,6 +16,7 @@ use crate::backend::sealed::Bound;
 use crate::element::Value;
 use crate::error::{Error, Result};
 use crate::group::Group;
+use crate::refusal::{self, Refusal, require_count};
 use crate::resources::require_available;
 use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::limits::limit;
@@ -60,14 +61,18 @@ impl<B: Backend> Group<B> {
     /// # Errors
     /// [`Error::OutOfMemory`]; [`Error::Limit`] if there are no columns.
     pub fn zeros<T: Value>(&self, rows: usize, columns: usize) -> Result<Matrix<B, T>> {
-        let memory = || {
+        self.zeros_for("Group::zeros", rows, columns)
+    }
+
+    fn zeros_for<T: Value>(&self, call: &str, rows: usize, columns: usize) -> Result<Matrix<B, T>> {
+        let memory = || -> refusal::Result<B::Buffer> {
             bytes_of::<T>(rows, columns)?;
             let width = bytes_of::<T>(1, columns)?;
             let inner = self.inner();
             inner.members.refuse_fork()?;
-            inner.backend.buffer(&inner.members, rows, width)
+            Ok(inner.backend.buffer(&inner.members, rows, width)?)
         };
-        let memory = self.noted(memory())?;
+        let memory = self.judged(call, memory())?;
         Ok(Matrix::new(self.clone(), memory, rows, columns))
     }
 
@@ -81,8 +86,10 @@ impl<B: Backend> Group<B> {
         rows: usize,
         columns: usize,
     ) -> Result<Matrix<B, T>> {
-        let mut matrix = self.zeros(rows, columns)?;
-        matrix.copy_from_host(values)?;
+        const CALL: &str = "Group::upload";
+        let mut matrix = self.zeros_for(CALL, rows, columns)?;
+        matrix.require_length(CALL, values.len())?;
+        matrix.write(values)?;
         Ok(matrix)
     }
 
@@ -103,9 +110,9 @@ impl<B: Backend> Group<B> {
 }
 
 /// The bytes of a [rows, columns] matrix.
-pub(crate) fn bytes_of<T: Value>(rows: usize, columns: usize) -> Result<usize> {
-    limit("rows", rows, 0, MAX_EXTENT)?;
-    limit("columns", columns, 1, MAX_EXTENT)?;
+pub(crate) fn bytes_of<T: Value>(rows: usize, columns: usize) -> refusal::Result<usize> {
+    limit("the number of rows", rows, 0, MAX_EXTENT)?;
+    limit("the number of columns", columns, 1, MAX_EXTENT)?;
     // Two extents below 2³¹ have a product below 2⁶². A saturated size is more than the memory of any machine.
     Ok((rows * columns).saturating_mul(size_of::<T>()))
 }
@@ -134,8 +141,8 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     /// # Errors
     /// [`Error::Limit`] if the matrix was made with fewer rows.
     pub fn set_rows(&mut self, rows: usize) -> Result<()> {
-        let fits = limit("rows of a matrix", rows, 0, self.capacity);
-        self.group.noted(fits)?;
+        let fits = limit("the number of rows", rows, 0, self.capacity);
+        self.group.judged("Matrix::set_rows", fits)?;
         self.rows = rows;
         Ok(())
     }
@@ -145,7 +152,12 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     /// # Errors
     /// [`Error::Shape`] unless there are rows · columns values; the group's failure.
     pub fn copy_from_host(&mut self, values: &[T]) -> Result<()> {
-        self.check_length(values.len())?;
+        self.require_length("Matrix::copy_from_host", values.len())?;
+        self.write(values)
+    }
+
+    /// Overwrites the matrix with as many values.
+    fn write(&mut self, values: &[T]) -> Result<()> {
         self.group.synchronize()?;
         let bytes = bytemuck::cast_slice(values);
         let written = self.group.inner().backend.write(&mut self.memory, bytes);
@@ -157,7 +169,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     /// # Errors
     /// [`Error::Shape`] unless there are rows · columns values; the group's failure.
     pub fn copy_to_host(&self, values: &mut [T]) -> Result<()> {
-        self.check_length(values.len())?;
+        self.require_length("Matrix::copy_to_host", values.len())?;
         self.group.synchronize()?;
         let bytes = bytemuck::cast_slice_mut(values);
         let read = self.group.inner().backend.read(&self.memory, bytes);
@@ -174,19 +186,8 @@ impl<B: Backend, T: Value> Matrix<B, T> {
         Ok(values)
     }
 
-    fn check_length(&self, length: usize) -> Result<()> {
-        if length == self.rows * self.columns {
-            return Ok(());
-        }
-        self.group.noted(Err(Error::Shape {
-            rank: self.group.rank(),
-            argument: format!(
-                "the host copy of a [{}, {}] matrix",
-                self.rows, self.columns
-            ),
-            expected: vec![self.rows * self.columns],
-            found: vec![length],
-        }))
+    fn require_length(&self, call: &str, length: usize) -> Result<()> {
+        require_length(&self.group, call, self.shape(), length)
     }
 
     pub(crate) fn group(&self) -> &Group<B> {
@@ -317,9 +318,9 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
     /// [`Error::Limit`] if the view does not have these rows.
     pub fn rows(self, rows: Range<usize>) -> Result<Self> {
         let [all, columns] = self.shape;
-        let fits = limit("the end of a view's rows", rows.end, 0, all)
-            .and_then(|()| limit("the first row of a view", rows.start, 0, rows.end));
-        self.group.noted(fits)?;
+        let fits = limit("the end of the rows", rows.end, 0, all)
+            .and_then(|()| limit("the first row", rows.start, 0, rows.end));
+        self.group.judged("MatrixView::rows", fits)?;
         // An empty view begins at the start, because there may be no memory behind the last row.
         let offset = match rows.is_empty() {
             true => 0,
@@ -340,12 +341,12 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
     pub fn columns(self, columns: Range<usize>) -> Result<Self> {
         let [rows, all] = self.shape;
         let check = || {
-            let what = "the first column of a view";
-            limit("the end of a view's columns", columns.end, 1, all)?;
+            let what = "the first column";
+            limit("the end of the columns", columns.end, 1, all)?;
             limit(what, columns.start, 0, columns.end - 1)?;
-            require_aligned::<B>(self.group, what, columns.start, size_of::<T>())
+            require_aligned::<B>(what, columns.start, size_of::<T>())
         };
-        self.group.noted(check())?;
+        self.group.judged("MatrixView::columns", check())?;
         // As in `rows`.
         let before = match rows {
             0 => 0,
@@ -360,18 +361,17 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
 
     /// Checks that the view can be copied into rows of `shape` of the same group.
     fn require_copied(&self, group: &Group<B>, shape: [usize; 2]) -> Result<()> {
-        let (rank, argument) = (group.rank(), "the view to copy".to_string());
+        let argument = "the view to copy".to_string();
         let fits = match (self.group.is_same(group), self.shape == shape) {
-            (false, _) => Err(Error::ForeignArgument { rank, argument }),
-            (_, false) => Err(Error::Shape {
-                rank,
+            (false, _) => Err(Refusal::ForeignArgument { argument }),
+            (_, false) => Err(Refusal::Shape {
                 argument: argument + " [rows, columns]",
                 expected: shape.into(),
                 found: self.shape.into(),
             }),
             _ => Ok(()),
         };
-        group.noted(fits.map_err(Error::refused(rank, "copy_from")))
+        group.judged("copy_from", fits)
     }
 
     pub(crate) fn group(&self) -> &'a Group<B> {
@@ -384,24 +384,29 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
     }
 }
 
-/// Checks that a column begins a piece of `B::ROW_ALIGNMENT` bytes, by which memory is read and written.
-fn require_aligned<B: Backend>(
+/// Checks that a slice of `length` values has one for each element.
+fn require_length<B: Backend>(
     group: &Group<B>,
-    what: &str,
-    column: usize,
-    size: usize,
+    call: &str,
+    shape @ [rows, columns]: [usize; 2],
+    length: usize,
 ) -> Result<()> {
+    let whole = || format!("a {shape:?} matrix");
+    let fits = match length == rows * columns {
+        true => Ok(()),
+        false => require_count(&whole(), "element", rows * columns, "the slice", length),
+    };
+    group.judged(call, fits)
+}
+
+/// Checks that a column begins a piece of `B::ROW_ALIGNMENT` bytes, by which memory is read and written.
+fn require_aligned<B: Backend>(what: &str, column: usize, size: usize) -> refusal::Result<()> {
     let multiple = (B::ROW_ALIGNMENT / size).max(1);
     if column.is_multiple_of(multiple) {
         return Ok(());
     }
-    let (below, above) = (
-        column / multiple * multiple,
-        column.next_multiple_of(multiple),
-    );
-    Err(Error::Unaligned {
-        rank: group.rank(),
-        what: format!("{what} (the nearest that work are {below} and {above})"),
+    Err(Refusal::Unaligned {
+        what: what.into(),
         value: column,
         multiple,
     })
@@ -458,13 +463,8 @@ impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
         let [_, all] = self.shape();
         if columns.end < all {
             let what = "the end of the columns of an output";
-            let group = self.view.group;
-            group.noted(require_aligned::<B>(
-                group,
-                what,
-                columns.end,
-                size_of::<T>(),
-            ))?;
+            let fits = require_aligned::<B>(what, columns.end, size_of::<T>());
+            self.view.group.judged("MatrixViewMut::columns", fits)?;
         }
         let view = self.view.columns(columns)?;
         Ok(MatrixViewMut { view, ..self })
@@ -491,14 +491,11 @@ impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
         let all = widths
             .iter()
             .fold(0, |sum: usize, &n| sum.saturating_add(n));
-        if all != columns {
-            return self.view.group.noted(Err(Error::Shape {
-                rank: self.view.group.rank(),
-                argument: "the widths that columns are split into".into(),
-                expected: vec![columns],
-                found: widths.into(),
-            }));
-        }
+        let part = format!("the list of widths {widths:?}, in all,");
+        let fits = require_count("the view", "column", columns, &part, all);
+        self.view
+            .group
+            .judged("MatrixViewMut::split_columns", fits)?;
         let mut begin = 0;
         let mut parts = Vec::with_capacity(N);
         for width in widths {

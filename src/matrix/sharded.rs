@@ -7,9 +7,12 @@ use std::ops::Range;
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::{DType, Value};
-use crate::error::{Error, Result};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
 use crate::group::Group;
-use crate::matrix::{MatrixView, MatrixViewMut, ViewMemory, bytes_of};
+use crate::matrix::{MatrixView, MatrixViewMut, ViewMemory, bytes_of, require_length};
+use crate::refusal::{self, Refusal, require_count};
 use crate::schedule::layout::balanced_rows;
 use crate::schedule::limits::limit;
 use crate::schedule::{Layout, RowOrder};
@@ -72,7 +75,7 @@ impl<B: Backend> Group<B> {
     pub fn sharded_rows<T: Value>(&self, rows: &[usize], k: usize) -> Result<ShardedMatrix<B, T>> {
         self.check()?;
         let layout = self.layout(rows, k, T::DTYPE);
-        let layout = layout.map_err(|error| self.refuse("sharded", error))?;
+        let layout = layout.map_err(self.refusal("Group::sharded"))?;
         let m = layout.m();
         self.allocate(layout, m, &format!("rows of each rank = {rows:?}"))
     }
@@ -95,7 +98,7 @@ impl<B: Backend> Group<B> {
         self.check()?;
         let layout = self.layout(&balanced_rows(m, self.world_size()), k, T::DTYPE);
         let layout = layout.and_then(|layout| layout.staged(stages, RowOrder::ByStage));
-        let layout = layout.map_err(|error| self.refuse("sharded_staged", error))?;
+        let layout = layout.map_err(self.refusal("Group::sharded_staged"))?;
         self.allocate(layout, m, &format!("M = {m}, {stages} stages"))
     }
 
@@ -115,7 +118,7 @@ impl<B: Backend> Group<B> {
         self.check()?;
         let rows = balanced_rows(capacity, self.world_size());
         let layout = self.layout(&rows, k, T::DTYPE);
-        let layout = layout.map_err(|error| self.refuse("sharded_with_capacity", error))?;
+        let layout = layout.map_err(self.refusal("Group::sharded_with_capacity"))?;
         self.allocate(layout, capacity, &format!("capacity = {capacity}"))
     }
 
@@ -129,7 +132,7 @@ impl<B: Backend> Group<B> {
         let inner = self.inner();
         let (k, dtype) = (layout.k(), T::DTYPE);
         // The capacity and K are within the limits of every matrix.
-        let bytes = bytes_of::<T>(capacity, k)?;
+        let bytes = bytes_of::<T>(capacity, k).map_err(self.refusal("Group::sharded"))?;
         let call = format!("sharded({rows}, K = {k}, {dtype})");
         let made = inner.numbered(|| {
             // Allocating much memory, or failing to, takes longer than a refusal stands.
@@ -149,21 +152,18 @@ impl<B: Backend> Group<B> {
     }
 
     /// Which rank owns which rows.
-    fn layout(&self, rows: &[usize], k: usize, dtype: DType) -> Result<Layout> {
-        let members = &self.inner().members;
-        if rows.len() != members.world {
-            return Err(Error::Shape {
-                rank: members.rank,
-                argument: "rows [world size]".into(),
-                expected: vec![members.world],
-                found: vec![rows.len()],
-            });
-        }
+    fn layout(&self, rows: &[usize], k: usize, dtype: DType) -> refusal::Result<Layout> {
+        require_count(
+            "the group",
+            "rank",
+            self.world_size(),
+            "the list of rows",
+            rows.len(),
+        )?;
         let layout = Layout::new(rows, k)?;
         let multiple = (B::ROW_ALIGNMENT / dtype.bytes()).max(1);
         if !k.is_multiple_of(multiple) {
-            return Err(Error::Unaligned {
-                rank: members.rank,
+            return Err(Refusal::Unaligned {
                 what: "K".into(),
                 value: k,
                 multiple,
@@ -190,11 +190,10 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
         let layout = || {
             let layout = self.group.layout(rows, self.layout.k(), T::DTYPE)?;
             let layout = layout.staged(self.layout.stages(), self.layout.order())?;
-            let what = "M, the rows of a sharded matrix,";
-            limit(what, layout.m(), 0, self.capacity)?;
+            limit("M", layout.m(), 0, self.capacity)?;
             Ok(layout)
         };
-        self.layout = self.group.noted(layout())?;
+        self.layout = self.group.judged("ShardedMatrix::set_rows", layout())?;
         Ok(())
     }
 
@@ -275,8 +274,8 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
                     self.layout.stages(),
                     several.len()
                 );
-                let refused = Error::refused(self.group.rank(), "shard");
-                self.group.noted(Err(refused(Error::Unsupported { what })))
+                let refused = Err(Refusal::Unsupported { what });
+                self.group.judged("ShardedMatrix::shard", refused)
             }
         }
     }
@@ -310,11 +309,8 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     /// [`Error::Shape`] unless there are M · K values; the group's failure.
     pub fn copy_to_host(&self, values: &mut [T]) -> Result<()> {
         let [m, k] = self.shape();
-        self.check_length(
-            "the host copy of a sharded matrix [M * K]",
-            m * k,
-            values.len(),
-        )?;
+        let call = "ShardedMatrix::copy_to_host";
+        require_length(&self.group, call, [m, k], values.len())?;
         self.group.synchronize()?;
         let inner = self.group.inner();
         let values = bytemuck::cast_slice_mut(values);
@@ -368,25 +364,13 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
             let most = (m - first_row) * k;
             limit("values from that row on", values.len(), 0, most)
         };
-        self.group.noted(check())?;
+        self.group.judged("ShardedMatrix::write", check())?;
         let offset = first_row * k * size_of::<T>();
         self.group.synchronize()?;
         let backend = &self.group.inner().backend;
         let values = bytemuck::cast_slice(values);
         self.group
             .noted(backend.write_symmetric(&mut self.memory, offset, values))
-    }
-
-    fn check_length(&self, argument: &str, expected: usize, found: usize) -> Result<()> {
-        if expected == found {
-            return Ok(());
-        }
-        self.group.noted(Err(Error::Shape {
-            rank: self.group.rank(),
-            argument: argument.into(),
-            expected: vec![expected],
-            found: vec![found],
-        }))
     }
 
     pub(crate) fn group(&self) -> &Group<B> {
@@ -441,8 +425,13 @@ impl<'a, B: Backend, T: Value> ShardMut<'a, B, T> {
     /// [`Error::Shape`] unless there is one value for each element; the group's failure.
     pub fn copy_from_host(&mut self, values: &[T]) -> Result<()> {
         let k = self.0.layout.k();
-        let what = "the host copy of a shard [rows * K]";
-        self.0.check_length(what, self.len(), values.len())?;
+        let shape = [self.0.rows().len(), k];
+        require_length(
+            &self.0.group,
+            "ShardMut::copy_from_host",
+            shape,
+            values.len(),
+        )?;
         let mut values = values;
         for rows in self.0.blocks_of(self.0.group.rank()) {
             let (block, rest) = values.split_at(rows.len() * k);

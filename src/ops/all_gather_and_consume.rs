@@ -14,9 +14,12 @@ use crate::backend::Cuda;
 use crate::backend::sealed::{Bound, Callback};
 use crate::backend::{Backend, Host};
 use crate::element::{DType, Value};
-use crate::error::{Error, Result};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
 use crate::matrix::ShardedMatrix;
 use crate::profile::span::Span;
+use crate::refusal::{self, Refusal};
 use crate::schedule::config::MAX_CHUNKS;
 use crate::schedule::limits::limit;
 use crate::schedule::plan::matrices::{A, BESIDE, MATRICES};
@@ -196,15 +199,14 @@ impl AllGatherAndConsume {
         let fits = require_same_group("beside", beside.group(), a.group()).and_then(|()| {
             match a.layout().is_split_as(beside.layout()) {
                 true => Ok(()),
-                false => Err(Error::Shape {
-                    rank: a.group().rank(),
+                false => Err(Refusal::Shape {
                     argument: "beside (rows of each rank)".into(),
                     expected: a.layout().rows(),
                     found: beside.layout().rows(),
                 }),
             }
         });
-        fits.map_err(|error| a.group().refuse(NAME, error))?;
+        fits.map_err(a.group().refusal(NAME))?;
         let with = Beside {
             of: (U::DTYPE, beside.shape()[1]),
             memory: beside.memory(),
@@ -229,7 +231,7 @@ impl AllGatherAndConsume {
         let group = a.group();
         let beside_of = beside.as_ref().map(|beside| beside.of);
         let program = self.plan(a.into(), beside_of);
-        let program = program.map_err(|error| group.refuse(NAME, error))?;
+        let program = program.map_err(group.refusal(NAME))?;
         let mut matrices = [const { Bound::Nothing }; MATRICES];
         let mut shared: SmallVec<[u32; 2]> = SmallVec::from_iter([a.id()]);
         matrices[A] = Bound::Symmetric(a.memory());
@@ -271,7 +273,7 @@ impl AllGatherAndConsume {
         &self,
         a: RawShards<B>,
         beside: Option<(DType, usize)>,
-    ) -> Result<Arc<B::Program>> {
+    ) -> refusal::Result<Arc<B::Program>> {
         // If there are two ranks, only one shard moves. Half of it is consumed while the other half arrives.
         let default = if a.group.world_size() == 2 { 2 } else { 1 };
         let chunks = self.chunks.unwrap_or(default);

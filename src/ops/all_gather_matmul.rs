@@ -12,12 +12,15 @@ use super::product::{
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::Element;
-use crate::error::{Error, Result};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
 use crate::explanation::Explanation;
 use crate::group::Group;
 use crate::matrix::ShardedMatrix;
 use crate::matrix::{Matrix, MatrixView};
 use crate::profile::span::{Span, Work};
+use crate::refusal::{self, Refusal};
 use crate::schedule::plan::matrices::{self, MATRICES};
 use crate::schedule::{Activation, Config, Operation, Problem, Schedule, WeightLayout};
 use crate::trace::Trace;
@@ -177,8 +180,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
             let program = self.program(group, &problem)?;
             Ok((problem, program))
         };
-        let planned = planned().map_err(|error| group.refuse(PRODUCT.name(), error));
-        let (problem, program) = planned?;
+        let (problem, program) = planned().map_err(group.refusal(PRODUCT.name()))?;
         let call = GatherCall {
             program: &program,
             group,
@@ -206,9 +208,9 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     ) -> Result<Prepared<'a, B, T>> {
         let (a, widths) = (RawShards::from(a), n.into().0);
         let group = a.group;
-        let prepare = || -> Result<Prepared<'a, B, T>> {
+        let prepare = || -> refusal::Result<Prepared<'a, B, T>> {
             let layout = a.staged(self.stages)?;
-            self.options.check_widths(group.rank(), &widths)?;
+            self.options.check_widths(&widths)?;
             let problem = self.options.problem(PRODUCT, layout, &widths, None);
             let program = self.program(group, &problem)?;
             let config = Some(product_of(B::schedule(&program)).config);
@@ -228,10 +230,10 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
                 element: PhantomData,
             })
         };
-        group.noted(prepare().map_err(Error::refused(group.rank(), PRODUCT.name())))
+        group.judged(PRODUCT.name(), prepare())
     }
 
-    fn program(&self, group: &Group<B>, problem: &Problem) -> Result<Arc<B::Program>> {
+    fn program(&self, group: &Group<B>, problem: &Problem) -> refusal::Result<Arc<B::Program>> {
         self.options.check(group, problem, problem.layout.m())?;
         group.program(problem.clone(), self.options.config)
     }
@@ -417,7 +419,8 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     pub unsafe fn copy(&self, a: &ShardedMatrix<B, T>) -> Result<()> {
         let layout = self.problem.layout.clone();
         let problem = Problem::new(COPY, T::DTYPE, layout, 0);
-        let program = self.group.program(problem, Some(self.config()))?;
+        let program = self.group.program(problem, Some(self.config()));
+        let program = program.map_err(Refusal::of(self.group.rank(), COPY.name()))?;
         self.call(&program).alone(COPY, a.into(), None, None)
     }
 
@@ -456,7 +459,7 @@ impl<B: Backend> GatherCall<'_, B> {
             return self.alone(PRODUCT, a, product, None);
         };
         self.check(a, product.as_ref())
-            .map_err(|error| self.group.refuse(agreed.name(), error))?;
+            .map_err(a.group.refusal(agreed.name()))?;
         self.launch(a, product, trace)
     }
 
@@ -469,7 +472,7 @@ impl<B: Backend> GatherCall<'_, B> {
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let (group, checked) = (a.group, self.check(a, product.as_ref()));
-        group.noted(checked.map_err(Error::refused(group.rank(), operation.name())))?;
+        group.judged(operation.name(), checked)?;
         self.launch(a, product, trace)
     }
 
@@ -494,7 +497,11 @@ impl<B: Backend> GatherCall<'_, B> {
     }
 
     /// Checks the arguments against the plan, before anything is done. The bias was checked when the plan was made.
-    fn check(&self, a: RawShards<B>, product: Option<&RawProduct<'_, '_, B>>) -> Result<()> {
+    fn check(
+        &self,
+        a: RawShards<B>,
+        product: Option<&RawProduct<'_, '_, B>>,
+    ) -> refusal::Result<()> {
         let (group, problem) = (a.group, self.problem);
         let layout = &problem.layout;
         require_same_group("the prepared product", self.group, group)?;

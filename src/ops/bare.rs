@@ -5,13 +5,16 @@ use std::sync::Arc;
 
 use super::call::{self, Added, Arguments, require_same_group};
 use crate::backend::Backend;
-use crate::backend::sealed::Bound;
+use crate::backend::sealed::{Bound, Implementation};
 use crate::element::Element;
-use crate::error::{Error, Result};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
 use crate::group::Group;
 use crate::matrix::Matrix;
 use crate::matrix::ShardedMatrix;
 use crate::ranks::call::MATRICES;
+use crate::refusal::{self, Refusal};
 use crate::schedule::Schedule;
 use crate::schedule::limits::{limit, require};
 
@@ -39,6 +42,27 @@ pub unsafe fn run_schedule<B: Backend, T: Element>(
     // First, because preparing takes locks, which may be held by threads that a fork lacks.
     group.check()?;
     let rank = group.rank();
+    let bound = bind(group, schedule, shared, product);
+    let (program, matrices) = bound.map_err(Refusal::of(rank, "run_schedule"))?;
+    let numbers: Vec<u32> = shared.iter().map(|matrix| matrix.id()).collect();
+    let arguments = Arguments {
+        matrices: &matrices,
+        shared: &numbers,
+        added: Added::default(),
+    };
+    call::run(group, None, &program, arguments, None)
+}
+
+/// The program of a schedule, and its matrices by number.
+type BoundProgram<'m, B> = (Arc<<B as Implementation>::Program>, Vec<Bound<'m, B>>);
+
+fn bind<'m, B: Backend, T: Element>(
+    group: &Group<B>,
+    schedule: Schedule,
+    shared: &[&'m ShardedMatrix<B, T>],
+    product: Option<BareOperands<'m, B, T>>,
+) -> refusal::Result<BoundProgram<'m, B>> {
+    let rank = group.rank();
     limit("the rank of a schedule", schedule.rank(), rank, rank)?;
     let world = group.world_size();
     limit("the ranks of a schedule", schedule.world(), world, world)?;
@@ -63,13 +87,7 @@ pub unsafe fn run_schedule<B: Backend, T: Element>(
     }
     let inner = group.inner();
     let program = Arc::new(inner.backend.prepare(&inner.members, schedule)?);
-    let numbers: Vec<u32> = shared.iter().map(|matrix| matrix.id()).collect();
-    let arguments = Arguments {
-        matrices: &matrices,
-        shared: &numbers,
-        added: Added::default(),
-    };
-    call::run(group, None, &program, arguments, None)
+    Ok((program, matrices))
 }
 
 /// Checks that a matrix has the schedule's shape and type, and belongs to the group that runs the schedule.
@@ -78,7 +96,7 @@ fn check_matrix<B: Backend, T: Element>(
     number: usize,
     found: [usize; 2],
     [its, group]: [&Group<B>; 2],
-) -> Result<()> {
+) -> refusal::Result<()> {
     let argument = format!("matrix {number} of the schedule");
     require_same_group(&argument, its, group)?;
     let spec = schedule.matrices().get(number);
@@ -87,8 +105,7 @@ fn check_matrix<B: Backend, T: Element>(
     if expected == Some(found) {
         return Ok(());
     }
-    Err(Error::Shape {
-        rank: group.rank(),
+    Err(Refusal::Shape {
         argument,
         expected: expected.unwrap_or_default().into(),
         found: found.into(),
@@ -97,12 +114,12 @@ fn check_matrix<B: Backend, T: Element>(
 
 /// Checks that every matrix that `schedule` moves or multiplies is bound, and only once. The first `shared` matrices
 /// and those of the product are bound.
-fn check_numbers(schedule: &Schedule, shared: usize) -> Result<()> {
+fn check_numbers(schedule: &Schedule, shared: usize) -> refusal::Result<()> {
     let all = schedule.matrices().len();
     limit("shared matrices", shared, 0, MATRICES.min(all))?;
     let is_shared = |what: &str, number: usize| match number < shared {
         true => Ok(()),
-        false => Err(Error::Limit {
+        false => Err(Refusal::Limit {
             what: format!("{what}, of {shared} that are shared,"),
             value: number,
             min: 0,

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use crate::backend::Backend;
 use crate::backend::sealed::{Bound, Call, Callback};
 use crate::element::{DType, Value};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::explanation::Explanation;
 use crate::group::{Group, Inner};
 use crate::matrix::{MatrixView, MatrixViewMut, ShardedMatrix, ViewMemory};
@@ -16,6 +16,7 @@ use crate::profile::nvtx::range;
 use crate::profile::span::Span;
 use crate::protocol::epoch::Epoch;
 use crate::ranks::call::PostedCall;
+use crate::refusal::{self, Refusal};
 use crate::schedule::limits::limit;
 use crate::schedule::{Config, Layout, Problem, RowOrder};
 
@@ -128,7 +129,7 @@ impl<'a, B: Backend> RawShards<'a, B> {
     }
 
     /// The layout for a gather in as many stages as the call asks for.
-    pub fn staged(&self, stages: Option<usize>) -> Result<Layout> {
+    pub fn staged(&self, stages: Option<usize>) -> refusal::Result<Layout> {
         let layout = self.layout.clone();
         let Some(stages) = stages else {
             return Ok(layout);
@@ -142,7 +143,7 @@ impl<'a, B: Backend> RawShards<'a, B> {
     }
 
     /// Checks that the rows lie rank after rank. An operation that makes rows in place needs this.
-    pub fn require_by_rank(&self, argument: &str) -> Result<()> {
+    pub fn require_by_rank(&self, argument: &str) -> refusal::Result<()> {
         let stages = match self.layout.order() {
             RowOrder::ByRank => 1,
             RowOrder::ByStage => self.layout.stages(),
@@ -156,14 +157,12 @@ impl<'a, B: Backend> RawShards<'a, B> {
         [name, of_rows]: [&str; 2],
         layout: &Layout,
         columns: usize,
-    ) -> Result<()> {
-        let rank = self.group.rank();
-        require_shape(rank, name, [layout.m(), columns], self.shape())?;
+    ) -> refusal::Result<()> {
+        require_shape(name, [layout.m(), columns], self.shape())?;
         if layout.is_split_as(self.layout) {
             return Ok(());
         }
-        Err(Error::Shape {
-            rank,
+        Err(Refusal::Shape {
             argument: of_rows.into(),
             expected: layout.rows(),
             found: self.layout.rows(),
@@ -290,44 +289,29 @@ pub fn explain<B: Backend>(group: &Group<B>, problem: &Problem, config: Config) 
 }
 
 pub fn require_shape(
-    rank: usize,
     argument: &str,
     expected: [usize; 2],
     found: [usize; 2],
-) -> Result<()> {
+) -> refusal::Result<()> {
     if expected == found {
         return Ok(());
     }
-    Err(Error::Shape {
-        rank,
+    Err(Refusal::Shape {
         argument: argument.into(),
         expected: expected.into(),
         found: found.into(),
     })
 }
 
-pub fn require_count(rank: usize, what: &str, expected: usize, found: usize) -> Result<()> {
-    if expected == found {
-        return Ok(());
-    }
-    Err(Error::Shape {
-        rank,
-        argument: format!("how many {what} there are"),
-        expected: vec![expected],
-        found: vec![found],
-    })
-}
-
 /// Checks that a type is the planned one.
-pub fn require_dtype(rank: usize, argument: &str, expected: DType, found: DType) -> Result<()> {
+pub fn require_dtype(argument: &str, expected: DType, found: DType) -> refusal::Result<()> {
     if expected == found {
         return Ok(());
     }
-    Err(Error::Shape {
-        rank,
-        argument: format!("bytes of an element of {argument}, of {expected} as planned,"),
-        expected: vec![expected.bytes()],
-        found: vec![found.bytes()],
+    Err(Refusal::DType {
+        argument: argument.into(),
+        expected,
+        found,
     })
 }
 
@@ -336,12 +320,11 @@ pub fn require_same_group<B: Backend>(
     argument: &str,
     its: &Group<B>,
     group: &Group<B>,
-) -> Result<()> {
+) -> refusal::Result<()> {
     if its.is_same(group) {
         return Ok(());
     }
-    Err(Error::ForeignArgument {
-        rank: group.rank(),
+    Err(Refusal::ForeignArgument {
         argument: argument.into(),
     })
 }

@@ -46,7 +46,7 @@ fn gather<B: Backend, T: Value>(operation: Operation, a: &ShardedMatrix<B, T>) -
         false => chunked(1).with_route(Route::Pull),
     };
     let program = group.program(problem, Some(config));
-    let program = program.map_err(|error| group.refuse(operation.name(), error))?;
+    let program = program.map_err(group.refusal(operation.name()))?;
     let mut matrices = [const { Bound::Nothing }; MATRICES];
     matrices[A] = Bound::Symmetric(a.memory());
     let arguments = Arguments {
@@ -89,7 +89,7 @@ pub fn broadcast<B: Backend, T: Value>(a: &mut ShardedMatrix<B, T>, root: usize)
         rows[root] = m;
         Layout::new(&rows, n)
     };
-    let layout = layout().map_err(|error| group.refuse(OPERATION.name(), error))?;
+    let layout = layout().map_err(group.refusal(OPERATION.name()))?;
     // With two ranks, no rank sends chunks on while others arrive.
     let chunks = if world == 2 { 1 } else { 4 };
     let out = Bound::Symmetric(a.memory());
@@ -142,10 +142,10 @@ pub fn reduce_scatter<'a, 'o, B: Backend, T: Float>(
         require_same_group("out", out.group(), group)?;
         let rows = layout.rows_of(group.rank()).len();
         let what = "out [rows of this rank, N]";
-        require_shape(group.rank(), what, [rows, n], out.shape())?;
+        require_shape(what, [rows, n], out.shape())?;
         Ok(layout)
     };
-    let layout = layout().map_err(|error| group.refuse(OPERATION.name(), error))?;
+    let layout = layout().map_err(group.refusal(OPERATION.name()))?;
     let (input, out) = (RawView::from(a).input(), out.output());
     CollectiveCall {
         operation: OPERATION,
@@ -188,8 +188,8 @@ pub fn all_reduce<'a, B: Backend, T: Float>(
     let [m, n] = a.shape();
     let fits = require_same_group("out", out.group(), group)
         .and_then(|()| RawShards::from(&*out).require_by_rank("out"))
-        .and_then(|()| require_shape(group.rank(), "out [M, N]", [m, n], out.shape()));
-    fits.map_err(|error| group.refuse(OPERATION.name(), error))?;
+        .and_then(|()| require_shape("out [M, N]", [m, n], out.shape()));
+    fits.map_err(group.refusal(OPERATION.name()))?;
     let (input, sums) = (RawView::from(a).input(), Bound::Symmetric(out.memory()));
     CollectiveCall {
         operation: OPERATION,
@@ -238,9 +238,9 @@ pub fn all_to_all<'a, B: Backend, T: Value>(
     let fits = require_same_group("out", out.group(), group).and_then(|()| {
         let what = "a [W · rows of this rank, N]";
         RawShards::from(&*out).require_by_rank("out")?;
-        require_shape(group.rank(), what, [rows, n], a.shape())
+        require_shape(what, [rows, n], a.shape())
     });
-    fits.map_err(|error| group.refuse(OPERATION.name(), error))?;
+    fits.map_err(group.refusal(OPERATION.name()))?;
     let (input, moved) = (RawView::from(a).input(), Bound::Symmetric(out.memory()));
     CollectiveCall {
         operation: OPERATION,
@@ -272,7 +272,7 @@ impl CollectiveCall {
             false => chunked(self.chunks),
         };
         let program = group.program(problem, Some(config));
-        let program = program.map_err(|error| group.refuse(self.operation.name(), error))?;
+        let program = program.map_err(group.refusal(self.operation.name()))?;
         let schedule = B::schedule(&program);
         let room = match schedule.matrices()[PARTIALS].rows {
             0 => None,

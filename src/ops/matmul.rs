@@ -11,10 +11,13 @@ use super::product::{self, ProductOptions, check_outputs, check_weights, product
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::{DType, Element};
-use crate::error::{Error, Result};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
 use crate::explanation::Explanation;
 use crate::group::Group;
 use crate::matrix::{Matrix, MatrixView};
+use crate::refusal;
 use crate::schedule::plan::matrices::{self, MATRICES};
 use crate::schedule::{Activation, Config, Layout, Operation, Problem, Schedule, WeightLayout};
 
@@ -142,8 +145,9 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         let (group, widths) = (a.group(), self.0.widths(&weights.all));
         let dtype = outputs.all.first().map(|out| out.dtype);
         let planned = self.plan(group, a.shape(), &widths, dtype);
-        let planned = planned.map_err(Error::refused(group.rank(), OPERATION.name()));
-        group.noted(planned)?.run(a, weights, outputs)
+        group
+            .judged(OPERATION.name(), planned)?
+            .run(a, weights, outputs)
     }
 
     /// Plans products of a matrix [m, k] with a weight of N = `n`, so that they can run many times.
@@ -162,9 +166,9 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         n: impl Into<WeightWidths>,
     ) -> Result<PreparedMatmul<'a, B, T>> {
         let widths = n.into().0;
-        let checked = self.0.check_widths(group.rank(), &widths);
+        let checked = self.0.check_widths(&widths);
         let planned = checked.and_then(|()| self.plan(group, [m, k], &widths, None));
-        group.noted(planned.map_err(Error::refused(group.rank(), OPERATION.name())))
+        group.judged(OPERATION.name(), planned)
     }
 
     fn plan(
@@ -173,7 +177,7 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         [m, k]: [usize; 2],
         widths: &[usize],
         out: Option<DType>,
-    ) -> Result<PreparedMatmul<'a, B, T>> {
+    ) -> refusal::Result<PreparedMatmul<'a, B, T>> {
         let layout = Layout::new(&[m], k)?;
         let problem = self.0.problem(OPERATION, layout, widths, out);
         self.0.check(group, &problem, m)?;
@@ -253,15 +257,15 @@ impl<B: Backend, T: Element> PreparedMatmul<'_, B, T> {
         let (weights, outputs) = (weights.into().all, outputs.into().all);
         let (group, problem) = (&self.group, &self.problem);
         let check = || {
-            let (rank, layout) = (group.rank(), &problem.layout);
+            let layout = &problem.layout;
             let widths = problem.form.columns(problem.n)?;
             require_same_group("a", a.group, group)?;
-            require_shape(rank, "a [M, K]", [layout.m(), layout.k()], a.shape)?;
-            require_dtype(rank, "a", problem.dtypes.operands, a.dtype)?;
+            require_shape("a [M, K]", [layout.m(), layout.k()], a.shape)?;
+            require_dtype("a", problem.dtypes.operands, a.dtype)?;
             check_weights(group, problem, &widths, &weights)?;
             check_outputs(group, "out [M, N]", problem, &widths, layout.m(), &outputs)
         };
-        group.noted(check().map_err(Error::refused(group.rank(), OPERATION.name())))?;
+        group.judged(OPERATION.name(), check())?;
         let mut bound = [const { Bound::Nothing }; MATRICES];
         bound[matrices::A] = a.input();
         self.options.bind(&mut bound);

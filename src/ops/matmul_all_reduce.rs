@@ -10,12 +10,15 @@ use super::product::ProductOptions;
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::Element;
-use crate::error::{Error, Result};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
 use crate::explanation::Explanation;
 use crate::group::Group;
 use crate::matrix::ShardedMatrix;
 use crate::matrix::{Matrix, MatrixView};
 use crate::profile::span::Span;
+use crate::refusal::{self, Refusal};
 use crate::schedule::plan::matrices::{self, MATRICES};
 use crate::schedule::{Activation, Config, Operation, Problem, Schedule, WeightLayout};
 use crate::trace::Trace;
@@ -142,7 +145,7 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     ) -> Result<()> {
         let (a, b) = (RawView::from(a.into()), RawView::from(b.into()));
         let planned = self.plan(a, RawShards::from(&*out));
-        let planned = planned.map_err(|error| a.group.refuse(Which::All.name(), error))?;
+        let planned = planned.map_err(a.group.refusal(Which::All.name()))?;
         planned.collective([a, b], out, None)
     }
 
@@ -162,14 +165,18 @@ impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
         let a = RawView::from(a.into());
         let planned = self.plan(a, out.into());
         let group = a.group;
-        group.noted(planned.map_err(Error::refused(group.rank(), Which::All.name())))
+        group.judged(Which::All.name(), planned)
     }
 
-    fn plan(&self, a: RawView<B>, out: RawShards<B>) -> Result<PreparedAllReduce<'a, B, T>> {
+    fn plan(
+        &self,
+        a: RawView<B>,
+        out: RawShards<B>,
+    ) -> refusal::Result<PreparedAllReduce<'a, B, T>> {
         let group = a.group;
         let ([m, k], [_, n]) = (a.shape, out.shape());
         require_same_group("out", out.group, group)?;
-        require_shape(group.rank(), "out [M, N]", [m, n], out.shape())?;
+        require_shape("out [M, N]", [m, n], out.shape())?;
         out.require_by_rank("out")?;
         let layout = out.layout.of_columns(k)?;
         let sums = PlannedSums::new(&self.0, Which::All, group, layout, n, None)?;
@@ -190,7 +197,7 @@ fn gather_of<B: Backend>(
     group: &Group<B>,
     out: RawShards<B>,
     config: Config,
-) -> Result<Arc<B::Program>> {
+) -> refusal::Result<Arc<B::Program>> {
     let operation = Operation::GatherOfMatmulAllReduce;
     let problem = Problem::new(operation, out.dtype, out.layout.clone(), 0);
     group.program(problem, Some(config))
@@ -331,10 +338,11 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     #[doc(hidden)]
     pub fn all_reduce(&self, out: &mut ShardedMatrix<B, T>) -> Result<()> {
         let out = RawShards::from(&*out);
-        self.sums.check_sharded(out)?;
+        let of = || Refusal::of(self.sums.group().rank(), Which::All.name());
+        self.sums.check_sharded(out).map_err(of())?;
         let gather = match (&self.gather, self.sums.reduces_own_rows) {
             (Some(gather), _) => Some(gather.clone()),
-            (None, true) => Some(gather_of(self.sums.group(), out, self.config())?),
+            (None, true) => Some(gather_of(self.sums.group(), out, self.config()).map_err(of())?),
             (None, false) => None,
         };
         self.sums.reduce(out.bound(), &[out.id])?;
@@ -353,7 +361,8 @@ impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {
     #[doc(hidden)]
     pub unsafe fn copy(&self, out: &mut ShardedMatrix<B, T>) -> Result<()> {
         let out = RawShards::from(&*out);
-        self.sums.check_sharded(out)?;
+        let checked = self.sums.check_sharded(out);
+        checked.map_err(Refusal::of(self.sums.group().rank(), Which::All.name()))?;
         // SAFETY: as this function's.
         unsafe { self.sums.copy(out.bound()) }
     }

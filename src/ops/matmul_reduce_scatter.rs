@@ -11,11 +11,14 @@ use super::product::{ProductOptions, RawOutputs};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::{DType, Element};
-use crate::error::{Error, Result};
+#[cfg(doc)]
+use crate::error::Error;
+use crate::error::Result;
 use crate::explanation::Explanation;
 use crate::matrix::ShardedMatrix;
 use crate::matrix::{Matrix, MatrixView};
 use crate::profile::span::Span;
+use crate::refusal::{self, Refusal};
 use crate::schedule::{Activation, Config, Layout, Schedule, WeightLayout};
 use crate::trace::Trace;
 
@@ -189,7 +192,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         let out = out.into().all;
         let dtype = out.first().map(|out| out.dtype);
         let plan = || self.plan(a, self.options.n_of(&b), self.layout(a)?, dtype);
-        let planned = plan().map_err(|error| a.group.refuse(Which::Own.name(), error))?;
+        let planned = plan().map_err(a.group.refusal(Which::Own.name()))?;
         planned.collective([a, b], out, None)
     }
 
@@ -209,10 +212,10 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     ) -> Result<()> {
         let (a, b) = (RawView::from(a.into()), RawView::from(b.into()));
         let (group, [m, k], n) = (a.group, a.shape, self.options.n_of(&b));
-        let plan = || -> Result<PreparedReduceScatter<'a, B, T>> {
+        let plan = || -> refusal::Result<PreparedReduceScatter<'a, B, T>> {
             let out = RawShards::from(&*out);
             require_same_group("out", out.group, group)?;
-            require_shape(group.rank(), "out [M, N]", [m, n], out.shape())?;
+            require_shape("out [M, N]", [m, n], out.shape())?;
             out.require_by_rank("out")?;
             let layout = match self.rows {
                 Some(_) => self.layout(a)?,
@@ -220,7 +223,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
             };
             self.plan(a, n, layout, Some(out.dtype))
         };
-        let planned = plan().map_err(|error| group.refuse(Which::Own.name(), error))?;
+        let planned = plan().map_err(group.refusal(Which::Own.name()))?;
         planned.collective_into([a, b], out, None)
     }
 
@@ -241,7 +244,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         let a = RawView::from(a.into());
         let plan = || self.plan(a, n, self.layout(a)?, None);
         let group = a.group;
-        group.noted(plan().map_err(Error::refused(group.rank(), Which::Own.name())))
+        group.judged(Which::Own.name(), plan())
     }
 
     fn plan(
@@ -250,13 +253,13 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         n: usize,
         layout: Layout,
         out: Option<DType>,
-    ) -> Result<PreparedReduceScatter<'a, B, T>> {
+    ) -> refusal::Result<PreparedReduceScatter<'a, B, T>> {
         let planned = PlannedSums::new(&self.options, Which::Own, a.group, layout, n, out)?;
         Ok(PreparedReduceScatter(planned, PhantomData))
     }
 
     /// Which rank owns which rows of the product of `a`.
-    fn layout(&self, a: RawView<B>) -> Result<Layout> {
+    fn layout(&self, a: RawView<B>) -> refusal::Result<Layout> {
         let (group, [m, k]) = (a.group, a.shape);
         match self.rows {
             Some(rows) => split(group, rows, [m, k]),
@@ -410,7 +413,8 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     #[doc(hidden)]
     pub fn reduce_scatter(&self, out: &mut Matrix<B, T>) -> Result<()> {
         let out = Outputs::<B, T>::from(out).all;
-        self.0.check_out(&out)?;
+        let checked = self.0.check_out(&out);
+        checked.map_err(Refusal::of(self.0.group().rank(), "reduce_scatter"))?;
         self.0.reduce(only(out), &[])
     }
 

@@ -12,10 +12,11 @@ use super::product::{ProductOptions, check_outputs, check_weights};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::DType;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::explanation::Explanation;
 use crate::group::Group;
 use crate::profile::span::Span;
+use crate::refusal::{self, Refusal, require_count};
 use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::limits::limit;
 use crate::schedule::plan::matrices::{self, MATRICES, PARTIALS};
@@ -55,7 +56,7 @@ impl<'a, B: Backend> PlannedSums<'a, B> {
         layout: Layout,
         n: usize,
         out: Option<DType>,
-    ) -> Result<PlannedSums<'a, B>> {
+    ) -> refusal::Result<PlannedSums<'a, B>> {
         limit("N", n, 1, MAX_EXTENT)?;
         let problem = options.problem(which.operation(), layout, &[n], out);
         let layout = &problem.layout;
@@ -136,27 +137,27 @@ impl<B: Backend> PlannedSums<'_, B> {
     }
 
     /// Checks the operands. Bias and residual were checked when the sum was planned.
-    pub fn check(&self, [a, b]: [RawView<B>; 2]) -> Result<()> {
+    pub fn check(&self, [a, b]: [RawView<B>; 2]) -> refusal::Result<()> {
         let (group, problem) = (a.group, &self.problem);
-        let (rank, layout) = (group.rank(), &problem.layout);
+        let layout = &problem.layout;
         require_same_group("the prepared sum", &self.group, group)?;
-        require_shape(rank, "a [M, K]", [layout.m(), layout.k()], a.shape)?;
-        require_dtype(rank, "a", problem.dtypes.operands, a.dtype)?;
+        require_shape("a [M, K]", [layout.m(), layout.k()], a.shape)?;
+        require_dtype("a", problem.dtypes.operands, a.dtype)?;
         check_weights(group, problem, &[problem.n], &[b])
     }
 
     /// Checks an output that is this rank's own.
-    pub fn check_out(&self, out: &[RawOutput<B>]) -> Result<()> {
+    pub fn check_out(&self, out: &[RawOutput<B>]) -> refusal::Result<()> {
         let (rows, problem) = (self.own_rows().len(), &self.problem);
         let what = "out [rows of this rank, N]";
         check_outputs(&self.group, what, problem, &[problem.n], rows, out)
     }
 
     /// Checks an output that is a sharded matrix: its rows are split like the sum's.
-    pub fn check_sharded(&self, out: RawShards<B>) -> Result<()> {
+    pub fn check_sharded(&self, out: RawShards<B>) -> refusal::Result<()> {
         let Problem { layout, n, .. } = &self.problem;
         let planned = self.problem.dtypes.output;
-        require_dtype(self.group.rank(), "out", planned, out.dtype)?;
+        require_dtype("out", planned, out.dtype)?;
         require_same_group("out", out.group, &self.group)?;
         out.require_split(["out [M, N]", "out (rows of each rank)"], layout, *n)
     }
@@ -166,20 +167,21 @@ impl<B: Backend> PlannedSums<'_, B> {
     pub fn run(
         &self,
         operands: [RawView<B>; 2],
-        checked: Result<()>,
+        checked: refusal::Result<()>,
         out: Bound<B>,
         shared: &[u32],
         trace: Option<&mut Vec<Span>>,
     ) -> Result<()> {
         let fits = self.check(operands).and(checked);
-        fits.map_err(|error| self.group.refuse(self.which.name(), error))?;
+        fits.map_err(operands[0].group.refusal(self.which.name()))?;
         let before = self.multiply.as_ref();
         self.launch(before, &self.sum, Some(operands), out, shared, trace)
     }
 
     /// Only multiplies, and leaves the partials where they are made. Not collective.
     pub fn matmul(&self, operands: [RawView<B>; 2]) -> Result<()> {
-        self.check(operands)?;
+        let checked = self.check(operands);
+        checked.map_err(Refusal::of(self.group.rank(), self.which.name()))?;
         let program = self.part(Operation::MultiplyPartials)?;
         self.launch(None, &program, Some(operands), Bound::Nothing, &[], None)
     }
@@ -187,7 +189,8 @@ impl<B: Backend> PlannedSums<'_, B> {
     /// Only pulls the partials that have been made, and adds them.
     pub fn reduce(&self, out: Bound<B>, shared: &[u32]) -> Result<()> {
         let config = Some(self.config.with_route(Route::Pull));
-        let program = self.group.program(self.problem.clone(), config)?;
+        let program = self.group.program(self.problem.clone(), config);
+        let program = program.map_err(Refusal::of(self.group.rank(), self.which.name()))?;
         self.launch(None, &program, None, out, shared, None)
     }
 
@@ -209,7 +212,8 @@ impl<B: Backend> PlannedSums<'_, B> {
             operation,
             ..self.problem.clone()
         };
-        self.group.program(problem, Some(self.config))
+        let program = self.group.program(problem, Some(self.config));
+        program.map_err(Refusal::of(self.group.rank(), operation.name()))
     }
 
     fn launch(
@@ -229,7 +233,8 @@ impl<B: Backend> PlannedSums<'_, B> {
         let room = bytes(schedule);
         for part in before.into_iter().chain([program]) {
             // A part of a sum is planned as with pulled partials, and only these lie without gaps.
-            limit("bytes of partials", bytes(B::schedule(part)), 0, room)?;
+            limit("bytes of partials", bytes(B::schedule(part)), 0, room)
+                .map_err(Refusal::of(self.group.rank(), self.which.name()))?;
         }
         let partials = match schedule.is_idle() {
             true => None,
@@ -259,20 +264,25 @@ impl<B: Backend> PlannedSums<'_, B> {
 }
 
 /// The split of `m` rows of a product over `k`: rank r gets `rows[r]` rows.
-pub fn split<B: Backend>(group: &Group<B>, rows: &[usize], [m, k]: [usize; 2]) -> Result<Layout> {
-    let shape = |argument: &str, expected: usize, found: usize| {
-        if expected == found {
-            return Ok(());
-        }
-        Err(Error::Shape {
-            rank: group.rank(),
-            argument: argument.into(),
-            expected: vec![expected],
-            found: vec![found],
-        })
-    };
-    shape("rows [world size]", group.world_size(), rows.len())?;
+pub fn split<B: Backend>(
+    group: &Group<B>,
+    rows: &[usize],
+    [m, k]: [usize; 2],
+) -> refusal::Result<Layout> {
+    require_count(
+        "the group",
+        "rank",
+        group.world_size(),
+        "the list of rows",
+        rows.len(),
+    )?;
     let layout = Layout::new(rows, k)?;
-    shape("the rows of all ranks [M]", m, layout.m())?;
+    require_count(
+        "the product",
+        "row",
+        m,
+        "the list of rows, in all,",
+        layout.m(),
+    )?;
     Ok(layout)
 }

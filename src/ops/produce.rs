@@ -18,6 +18,7 @@ use crate::group::Group;
 use crate::matrix::Matrix;
 use crate::matrix::ShardedMatrix;
 use crate::profile::span::Span;
+use crate::refusal::{self, Refusal};
 use crate::schedule::config::MAX_CHUNKS;
 use crate::schedule::limits::limit;
 use crate::schedule::plan::collectives::chunked;
@@ -236,10 +237,10 @@ impl<'a> ProduceAndReduceScatter<'a> {
         let planned = self.layout(&group, m, n).and_then(|layout| {
             let what = "out [rows of this rank, N]";
             let own = layout.rows_of(group.rank()).len();
-            require_shape(group.rank(), what, [own, n], [rows, n])?;
+            require_shape(what, [own, n], [rows, n])?;
             self.plan::<B, T>(&group, &layout)
         });
-        let planned = planned.map_err(|error| group.refuse(REDUCE.name(), error))?;
+        let planned = planned.map_err(group.refusal(REDUCE.name()))?;
         planned.run(Bound::Output(out.memory(), 0), &[], trace, produce)
     }
 
@@ -263,8 +264,7 @@ impl<'a> ProduceAndReduceScatter<'a> {
         let split = out.layout().rows();
         let planned = || {
             if let Some(rows) = self.rows.filter(|&rows| rows != split) {
-                return Err(Error::Shape {
-                    rank: group.rank(),
+                return Err(Refusal::Shape {
                     argument: "out (rows of each rank)".into(),
                     expected: rows.to_vec(),
                     found: split.clone(),
@@ -273,18 +273,22 @@ impl<'a> ProduceAndReduceScatter<'a> {
             RawShards::from(&*out).require_by_rank("out")?;
             self.plan::<B, T>(&group, out.layout())
         };
-        let planned = planned().map_err(|error| group.refuse(REDUCE.name(), error))?;
+        let planned = planned().map_err(group.refusal(REDUCE.name()))?;
         planned.run(out.own_rows(), &[], None, produce)
     }
 
-    fn layout<B: Backend>(&self, group: &Group<B>, m: usize, n: usize) -> Result<Layout> {
+    fn layout<B: Backend>(&self, group: &Group<B>, m: usize, n: usize) -> refusal::Result<Layout> {
         match self.rows {
             Some(rows) => super::partial_sums::split(group, rows, [m, n]),
             None => Layout::balanced(m, n, group.world_size()),
         }
     }
 
-    fn plan<B: Backend, T: Float>(&self, group: &Group<B>, layout: &Layout) -> Result<Planned<B>> {
+    fn plan<B: Backend, T: Float>(
+        &self,
+        group: &Group<B>,
+        layout: &Layout,
+    ) -> refusal::Result<Planned<B>> {
         Planned::new::<T>(group, REDUCE, layout, self.chunks)
     }
 }
@@ -343,7 +347,7 @@ impl ProduceAndAllToAll {
         let planned = RawShards::from(&*out)
             .require_by_rank("out")
             .and_then(|()| Planned::new::<T>(&group, EXCHANGE, out.layout(), self.chunks));
-        let planned = planned.map_err(|error| group.refuse(EXCHANGE.name(), error))?;
+        let planned = planned.map_err(group.refusal(EXCHANGE.name()))?;
         planned.run(Bound::Symmetric(out.memory()), &[out.id()], None, produce)
     }
 }
@@ -363,7 +367,7 @@ impl<B: Backend> Planned<B> {
         operation: Operation,
         layout: &Layout,
         chunks: Option<usize>,
-    ) -> Result<Self> {
+    ) -> refusal::Result<Self> {
         let chunks = chunks.unwrap_or(1);
         limit("blocks of a rank's rows", chunks, 1, MAX_CHUNKS)?;
         let problem = Problem::new(operation, T::DTYPE, layout.clone(), layout.k());

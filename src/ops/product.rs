@@ -2,14 +2,12 @@
 
 use smallvec::SmallVec;
 
-use super::call::{
-    RawOutput, RawView, require_count, require_dtype, require_same_group, require_shape,
-};
+use super::call::{RawOutput, RawView, require_dtype, require_same_group, require_shape};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::DType;
-use crate::error::Result;
 use crate::group::Group;
+use crate::refusal::{Result, require_count};
 use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::limits::limit;
 use crate::schedule::plan::matrices::{self, MATRICES};
@@ -86,12 +84,12 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
     }
 
     /// Checks that gate and up have the same N. One N may stand for both.
-    pub fn check_widths(&self, rank: usize, widths: &[usize]) -> Result<()> {
+    pub fn check_widths(&self, widths: &[usize]) -> Result<()> {
         let [gate, others @ ..] = widths else {
             return Ok(());
         };
         if self.gated && !others.is_empty() {
-            require_count(rank, "weights", 2, widths.len())?;
+            require_count("a gated product", "weight", 2, "this call", widths.len())?;
             limit("N of up, as of the gate,", others[0], *gate, *gate)?;
         }
         Ok(())
@@ -113,7 +111,7 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
 
     /// Checks the bias and the residual, which are added to `rows` rows.
     pub fn check(&self, group: &Group<B>, problem: &Problem, rows: usize) -> Result<()> {
-        let (form, n, rank) = (&problem.form, problem.n, group.rank());
+        let (form, n) = (&problem.form, problem.n);
         if let Some(bias) = &self.bias {
             // Before the shape, so that an N that no product can have is refused as a limit.
             limit("N", n, 1, MAX_EXTENT)?;
@@ -122,16 +120,16 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
                 true => ("bias [1, 2 N]", form.multiplied(n)),
                 false => ("bias [1, N]", n),
             };
-            require_shape(rank, what, [1, columns], bias.shape)?;
-            require_dtype(rank, "bias", self.dtype, bias.dtype)?;
+            require_shape(what, [1, columns], bias.shape)?;
+            require_dtype("bias", self.dtype, bias.dtype)?;
         }
         if let Some(residual) = &self.residual {
             let outputs = form.widths.len();
             limit("outputs of a product with a residual", outputs, 0, 1)?;
             require_same_group("residual", residual.group, group)?;
             let shape = [rows, n];
-            require_shape(rank, "residual, as out,", shape, residual.shape)?;
-            require_dtype(rank, "residual", self.dtype, residual.dtype)?;
+            require_shape("residual [M, N]", shape, residual.shape)?;
+            require_dtype("residual", self.dtype, residual.dtype)?;
         }
         Ok(())
     }
@@ -156,8 +154,13 @@ pub fn check_weights<B: Backend>(
     widths: &[usize],
     weights: &[RawView<B>],
 ) -> Result<()> {
-    let (rank, form, k) = (group.rank(), &problem.form, problem.layout.k());
-    require_count(rank, "weights", form.weight_count(), weights.len())?;
+    let (form, k) = (&problem.form, problem.layout.k());
+    let whole = match form.gated {
+        true => "a gated product",
+        false => "the prepared product",
+    };
+    let count = form.weight_count();
+    require_count(whole, "weight", count, "this call", weights.len())?;
     for (number, weight) in weights.iter().enumerate() {
         require_same_group("b", weight.group, group)?;
         let n = widths[if form.gated { 0 } else { number }];
@@ -165,8 +168,8 @@ pub fn check_weights<B: Backend>(
             WeightLayout::Nk => ("b [N, K]", [n, k]),
             WeightLayout::Kn => ("b [K, N]", [k, n]),
         };
-        require_shape(rank, what, shape, weight.shape)?;
-        require_dtype(rank, "b", problem.dtypes.operands, weight.dtype)?;
+        require_shape(what, shape, weight.shape)?;
+        require_dtype("b", problem.dtypes.operands, weight.dtype)?;
     }
     Ok(())
 }
@@ -180,12 +183,16 @@ pub fn check_outputs<B: Backend>(
     rows: usize,
     outputs: &[RawOutput<B>],
 ) -> Result<()> {
-    let rank = group.rank();
-    require_count(rank, "outputs", widths.len(), outputs.len())?;
+    let whole = match problem.form.weight_count() {
+        2 if problem.form.gated => "a gated product".into(),
+        1 => "a product with 1 weight".into(),
+        count => format!("a product with {count} weights"),
+    };
+    require_count(&whole, "output", widths.len(), "this call", outputs.len())?;
     for (out, &n) in outputs.iter().zip(widths) {
         require_same_group("out", out.group, group)?;
-        require_shape(rank, what, [rows, n], out.shape)?;
-        require_dtype(rank, "out", problem.dtypes.output, out.dtype)?;
+        require_shape(what, [rows, n], out.shape)?;
+        require_dtype("out", problem.dtypes.output, out.dtype)?;
     }
     Ok(())
 }

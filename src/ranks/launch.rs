@@ -16,7 +16,9 @@ use super::output::Outputs;
 use super::reports::{FailureReport, ReportReceiver};
 use super::{address, env, poll};
 use crate::error::{Error, Result};
+use crate::refusal::Refusal;
 use crate::schedule::layout::MAX_WORLD;
+use crate::schedule::limits::limit;
 
 /// After a rank has failed, the other ranks have this long to end before they are killed.
 const GRACE: Duration = Duration::from_millis(1500);
@@ -165,14 +167,8 @@ impl Launch {
     /// As [`launch`].
     pub fn run(self) -> Result<()> {
         refuse_rank(env::describe_this_process())?;
-        if !(1..=MAX_WORLD).contains(&self.world) {
-            return Err(Error::Limit {
-                what: "world size".into(),
-                value: self.world,
-                min: 1,
-                max: MAX_WORLD,
-            });
-        }
+        let world = limit("the number of ranks", self.world, 1, MAX_WORLD);
+        world.map_err(Refusal::of(None, "launch"))?;
         let address = address::draw().map_err(Error::system(None, "draw a random address"))?;
         let receiver = ReportReceiver::new(&address, self.world)?;
         let mut outputs = Outputs::default();
@@ -475,11 +471,9 @@ mod tests {
 
     #[test]
     fn an_error_that_names_no_rank_is_that_of_the_rank_that_reported_it() {
-        let error = Error::Limit {
-            what: "bytes".into(),
-            value: 2,
-            min: 0,
-            max: 1,
+        let error = Error::Environment {
+            launcher: "torchrun".into(),
+            missing: "RANK".into(),
         };
         let error = Some(error);
         let report = FailureReport {

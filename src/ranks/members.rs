@@ -413,7 +413,9 @@ impl Members {
         let longest = MAX_FRAME / self.world - OVERHEAD;
         if payload.len() > longest {
             return Err(self.fail(Error::Limit {
-                what: format!("bytes that rank {} sends to all", self.rank),
+                rank: Some(self.rank),
+                call: call.trim_end_matches("()").into(),
+                what: "the number of bytes".into(),
                 value: payload.len(),
                 min: 0,
                 max: longest,

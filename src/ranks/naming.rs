@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::env::Described;
 use crate::error::{Error, Result};
+use crate::refusal::Refusal;
 use crate::schedule::limits::limit;
 
 /// A longer name would leave no room in reports of failures.
@@ -122,14 +123,11 @@ pub fn agree<'a>(
     }
 }
 
-/// Refuses a name that is too long.
-pub fn check(name: Option<&str>) -> Result<()> {
-    limit(
-        "bytes of a group's name",
-        name.map_or(1, str::len),
-        1,
-        MAX_NAME,
-    )
+/// Refuses a name that is too long. `rank`: the rank, if there is one yet.
+pub fn check(rank: Option<usize>, name: Option<&str>) -> Result<()> {
+    let bytes = name.map_or(1, str::len);
+    let fits = limit("the number of bytes of the name", bytes, 1, MAX_NAME);
+    fits.map_err(Refusal::of(rank, "Builder::name"))
 }
 
 #[cfg(test)]

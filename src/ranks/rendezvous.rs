@@ -652,7 +652,9 @@ impl<'a> Rendezvous<'a> {
         mismatch("world size", hello.world.to_string(), own.world.to_string())?;
         if rank >= own.world {
             return Err(Error::Limit {
-                what: "rank".into(),
+                rank: Some(rank),
+                call: "Group::connect".into(),
+                what: "the rank".into(),
                 value: rank,
                 min: 0,
                 max: own.world - 1,

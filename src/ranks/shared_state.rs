@@ -809,6 +809,8 @@ mod tests {
         const TIMEOUT: Duration = Duration::from_secs(1);
         let ranks = ranks(2);
         let error = |value| Error::Limit {
+            rank: Some(1),
+            call: "matmul".into(),
             what: "N".into(),
             value,
             min: 1,

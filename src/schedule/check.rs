@@ -9,7 +9,7 @@ use super::{
     Region, Request, Residual, Sum, Tile, Transfer, WeightLayout,
 };
 use crate::element::DType;
-use crate::error::Result;
+use crate::refusal::Result;
 use crate::route::Route;
 
 impl Parts {

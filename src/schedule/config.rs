@@ -4,7 +4,7 @@ pub use super::layout::MAX_CHUNKS;
 
 use super::layout::MAX_EXTENT;
 use super::limits::{limit, require};
-use crate::error::Result;
+use crate::refusal::Result;
 use crate::route::Route;
 
 /// Chunks are cut along K at multiples of this many columns, so that a cut lies between two steps of a GPU's kernel.
@@ -160,7 +160,7 @@ impl Config {
     /// Checks that the tiles cut K only in ways that `numerics` allows.
     ///
     /// # Errors
-    /// [`Error::Limit`](crate::Error::Limit) for parts of K, and [`Error::Unsupported`](crate::Error::Unsupported) for
+    /// `Refusal::Limit` for parts of K, and [`Refusal::Unsupported`] for
     /// Stream-K.
     pub(crate) fn check_numerics(&self, numerics: Numerics) -> Result<()> {
         if numerics == Numerics::Invariant {

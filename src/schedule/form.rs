@@ -6,7 +6,7 @@ use super::MatrixSpec;
 use super::layout::MAX_EXTENT;
 use super::limits::{limit, require};
 use crate::element::DType;
-use crate::error::Result;
+use crate::refusal::Result;
 
 /// The most weights of one product.
 pub const MAX_WEIGHTS: usize = 4;
@@ -103,8 +103,8 @@ impl Form {
     /// The columns of each output. Together they are N.
     ///
     /// # Errors
-    /// [`Error::Limit`](crate::Error::Limit) if N or a width is out of bounds, or if the widths don't add up to N.
-    /// [`Error::Unsupported`](crate::Error::Unsupported) if a gated product has several widths.
+    /// `Refusal::Limit` if N or a width is out of bounds, or if the widths don't add up to N.
+    /// `Refusal::Unsupported` if a gated product has several widths.
     pub fn columns(&self, n: usize) -> Result<Widths> {
         limit("N", n, 1, MAX_EXTENT)?;
         if self.widths.is_empty() {
@@ -155,7 +155,7 @@ impl Form {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::Error;
+    use crate::refusal::Refusal;
 
     #[test]
     fn functions_are_theirs_to_a_few_units_in_the_last_place() {
@@ -220,8 +220,8 @@ mod tests {
         ] {
             let refused = form.columns(n);
             let expected = match form.gated {
-                true => matches!(refused, Err(Error::Unsupported { .. })),
-                false => matches!(refused, Err(Error::Limit { .. })),
+                true => matches!(refused, Err(Refusal::Unsupported { .. })),
+                false => matches!(refused, Err(Refusal::Limit { .. })),
             };
             assert!(expected, "{form:?} {n}");
         }

@@ -1,9 +1,9 @@
 //! Checks that return an error: `limit` for numbers out of bounds, `require` for what is not supported.
 
-use crate::error::{Error, Result};
+use crate::refusal::{Refusal, Result};
 
 /// # Errors
-/// [`Error::Limit`] if `value` is below `min` or above `max`.
+/// `Refusal::Limit` if `value` is below `min` or above `max`.
 #[inline]
 pub(crate) fn limit(what: &str, value: usize, min: usize, max: usize) -> Result<()> {
     if (min..=max).contains(&value) {
@@ -14,8 +14,8 @@ pub(crate) fn limit(what: &str, value: usize, min: usize, max: usize) -> Result<
 
 /// A separate cold function, so that the common path stays short.
 #[cold]
-pub(super) fn out_of(what: &str, value: usize, min: usize, max: usize) -> Error {
-    Error::Limit {
+pub(super) fn out_of(what: &str, value: usize, min: usize, max: usize) -> Refusal {
+    Refusal::Limit {
         what: what.into(),
         value,
         min,
@@ -26,7 +26,7 @@ pub(super) fn out_of(what: &str, value: usize, min: usize, max: usize) -> Error 
 /// Checks that `holds`. `what` says what must hold, for example "operands must be bf16 or f16".
 ///
 /// # Errors
-/// [`Error::Unsupported`] if `holds` is false.
+/// `Refusal::Unsupported` if `holds` is false.
 #[inline]
 pub(crate) fn require(what: &str, holds: bool) -> Result<()> {
     match holds {
@@ -36,6 +36,6 @@ pub(crate) fn require(what: &str, holds: bool) -> Result<()> {
 }
 
 #[cold]
-fn unsupported(what: &str) -> Error {
-    Error::Unsupported { what: what.into() }
+fn unsupported(what: &str) -> Refusal {
+    Refusal::Unsupported { what: what.into() }
 }

@@ -14,6 +14,7 @@ mod problem;
 mod product;
 mod transfer;
 
+pub use crate::refusal::Refusal;
 pub use crate::route::Route;
 pub use agreed::Agreed;
 pub use config::{Chunking, Config, Numerics, TileShape};
@@ -32,8 +33,8 @@ use std::ops::Range;
 use layout::{MAX_CHUNKS, MAX_WORLD};
 use limits::limit;
 
-use crate::error::Result;
 use crate::protocol::flag::Awaited;
+use crate::refusal::Result;
 
 /// The most chunk flags that a rank keeps, and so the most transfers that can come to it.
 pub const MAX_FLAGS: usize = MAX_WORLD * MAX_CHUNKS;
@@ -66,8 +67,8 @@ impl Schedule {
     /// Checks these parts and makes a schedule of them.
     ///
     /// # Errors
-    /// [`Error::Limit`](crate::Error::Limit) if more transfers come to this rank than it has flags, if there are more
-    /// than 2²⁸ tiles, or if something is out of bounds. [`Error::Unsupported`](crate::Error::Unsupported) if a type or
+    /// `Refusal::Limit` if more transfers come to this rank than it has flags, if there are more
+    /// than 2²⁸ tiles, or if something is out of bounds. `Refusal::Unsupported` if a type or
     /// a combination of parts is not supported.
     pub fn new(parts: Parts) -> Result<Schedule> {
         limit("transfers to a rank", parts.arrivals.len(), 0, MAX_FLAGS)?;

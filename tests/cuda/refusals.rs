@@ -17,7 +17,8 @@ fn what_cannot_be_done_is_refused_and_the_group_goes_on() {
         arguments.verify(&group)?;
         let unaligned = Error::Unaligned {
             rank: rank.rank,
-            what: "K of sharded".into(),
+            call: "Group::sharded".into(),
+            what: "K".into(),
             value: 12,
             multiple: 8,
         };

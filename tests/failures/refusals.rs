@@ -35,9 +35,10 @@ fn refuse(expected: Error, call: MakeCall, refused: MakeCall) {
         .unwrap();
 }
 
-fn shape(argument: &str, expected: [usize; 2], found: [usize; 2]) -> Error {
+fn shape(call: &str, argument: &str, expected: [usize; 2], found: [usize; 2]) -> Error {
     Error::Shape {
         rank: 1,
+        call: call.into(),
         argument: argument.into(),
         expected: expected.into(),
         found: found.into(),
@@ -46,10 +47,10 @@ fn shape(argument: &str, expected: [usize; 2], found: [usize; 2]) -> Error {
 
 #[test]
 fn a_wrong_weight_on_one_rank_is_named_to_all() {
-    let expected = shape("b [N, K] of all_gather_matmul", [5, 4], [5, 3]);
+    let expected = shape("all_gather_matmul", "b [N, K]", [5, 4], [5, 3]);
     assert_eq!(
         expected.to_string(),
-        "rank 1: b [N, K] of all_gather_matmul is [5, 3] and must be [5, 4]"
+        "rank 1: all_gather_matmul: b [N, K] is [5, 3] and must be [5, 4]"
     );
     refuse(
         expected,
@@ -64,7 +65,7 @@ fn a_wrong_weight_on_one_rank_is_named_to_all() {
 #[test]
 fn a_wrong_output_on_one_rank_is_named_to_all() {
     refuse(
-        shape("out [M, N] of all_gather_matmul", [6, 5], [5, 6]),
+        shape("all_gather_matmul", "out [M, N]", [6, 5], [5, 6]),
         |_, arguments| arguments.run(),
         |group, arguments| {
             let mut out = group.zeros(5, 6)?;
@@ -76,7 +77,7 @@ fn a_wrong_output_on_one_rank_is_named_to_all() {
 #[test]
 fn a_wrong_bias_on_one_rank_is_named_to_all() {
     refuse(
-        shape("bias [1, N] of all_gather_matmul", [1, 5], [1, 4]),
+        shape("all_gather_matmul", "bias [1, N]", [1, 5], [1, 4]),
         |_, arguments| arguments.run(),
         |group, arguments| {
             let bias = group.zeros(1, 4)?;
@@ -89,7 +90,7 @@ fn a_wrong_bias_on_one_rank_is_named_to_all() {
 #[test]
 fn a_wrong_matrix_on_one_rank_is_named_to_all() {
     refuse(
-        shape("a [M, K] of gather", [6, 4], [6, 3]),
+        shape("gather", "a [M, K]", [6, 4], [6, 3]),
         |group, arguments| {
             group.sharded::<bf16>(6, 3)?;
             let prepared = AllGatherMatmul::new().prepare(&arguments.a, 5)?;
@@ -106,11 +107,14 @@ fn a_wrong_matrix_on_one_rank_is_named_to_all() {
 #[test]
 fn a_wrong_split_of_a_sharded_matrix_on_one_rank_is_named_to_all() {
     refuse(
-        Error::Shape {
+        Error::Count {
             rank: 1,
-            argument: "rows [world size] of sharded".into(),
-            expected: vec![3],
-            found: vec![2],
+            call: "Group::sharded".into(),
+            whole: "the group".into(),
+            unit: "rank".into(),
+            expected: 3,
+            part: "the list of rows".into(),
+            found: 2,
         },
         |group, _| group.sharded::<bf16>(6, 3).map(drop),
         |group, _| group.sharded_rows::<bf16>(&[3, 3], 3).map(drop),
@@ -120,7 +124,9 @@ fn a_wrong_split_of_a_sharded_matrix_on_one_rank_is_named_to_all() {
 #[test]
 fn a_configuration_that_cannot_be_on_one_rank_is_named_to_all() {
     let expected = Error::Limit {
-        what: "Config::tile.n of all_gather_matmul on rank 1".into(),
+        rank: Some(1),
+        call: "all_gather_matmul".into(),
+        what: "Config::tile.n".into(),
         value: 0,
         min: 1,
         max: i32::MAX as usize,
@@ -166,7 +172,7 @@ fn a_rank_that_leaves_when_it_is_refused_a_call_is_named_with_the_reason() {
                 let mut arguments = Arguments::new(&group, 6, 5, 4)?;
                 if group.rank() != 1 {
                     let result = call(&group, &mut arguments);
-                    let expected = shape("b [N, K] of all_gather_matmul", [5, 4], [5, 3]);
+                    let expected = shape("all_gather_matmul", "b [N, K]", [5, 4], [5, 3]);
                     assert_eq!(result.unwrap_err().cause(), &expected);
                     return Ok(());
                 }
@@ -235,7 +241,7 @@ fn one_of_them_that_gives_up_is_named_with_the_reason_at_the_deadline() {
             if group.rank() != 1 {
                 let begin = Instant::now();
                 let error = arguments.run().unwrap_err();
-                let expected = shape("b [N, K] of all_gather_matmul", [5, 4], [5, 3]);
+                let expected = shape("all_gather_matmul", "b [N, K]", [5, 4], [5, 3]);
                 assert_eq!(error.cause(), &expected);
                 assert!(begin.elapsed() > SHORT / 2, "{:?}", begin.elapsed());
             }

@@ -135,7 +135,7 @@ fn what_is_not_supported_is_told_of_by_what_must_hold_instead() {
     });
     assert_eq!(
         refused.unwrap_err().to_string(),
-        "not supported: Config::tile.stream_k must be false unless Numerics::StreamK is asked for \
-         (all_gather_matmul on rank 0)"
+        "rank 0: all_gather_matmul: not supported: Config::tile.stream_k must be false unless Numerics::StreamK is \
+         asked for"
     );
 }

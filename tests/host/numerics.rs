@@ -511,9 +511,11 @@ fn operands_of_another_shape_are_refused(
 ) -> Result<(), Error> {
     let prepared = AllGatherMatmul::new().prepare(&placed.a, 6)?;
     let shape = |result: Result<(), Error>, name: &str, must: &[usize], is: &[usize]| {
+        let (call, argument) = name.split_once(": ").unwrap();
         let expected = Error::Shape {
             rank: 1,
-            argument: name.into(),
+            call: call.into(),
+            argument: argument.into(),
             expected: must.into(),
             found: is.into(),
         };
@@ -524,18 +526,18 @@ fn operands_of_another_shape_are_refused(
     let mut out = group.zeros::<bf16>(12, 6)?;
     let other = group.zeros::<bf16>(7, 5)?;
     let result = prepared.run(&placed.a, &other, &mut out);
-    shape(result, "b [N, K] of all_gather_matmul", &[6, 5], &[7, 5])?;
+    shape(result, "all_gather_matmul: b [N, K]", &[6, 5], &[7, 5])?;
     let result = prepared.matmul(&placed.a, &other, &mut out);
-    shape(result, "b [N, K] of matmul", &[6, 5], &[7, 5])?;
+    shape(result, "matmul: b [N, K]", &[6, 5], &[7, 5])?;
     let transposed = group.zeros::<bf16>(5, 6)?;
     let result = prepared.run(&placed.a, &transposed, &mut out);
-    shape(result, "b [N, K] of all_gather_matmul", &[6, 5], &[5, 6])?;
+    shape(result, "all_gather_matmul: b [N, K]", &[6, 5], &[5, 6])?;
     for (rows, columns) in [(11, 6), (12, 7), (6, 12)] {
         let mut other = group.zeros::<bf16>(rows, columns)?;
         let result = all_gather_matmul(&placed.a, &placed.b, &mut other);
         shape(
             result,
-            "out [M, N] of all_gather_matmul",
+            "all_gather_matmul: out [M, N]",
             &[12, 6],
             &[rows, columns],
         )?;
@@ -543,9 +545,9 @@ fn operands_of_another_shape_are_refused(
     let bias = group.zeros::<bf16>(6, 1)?;
     let biased = AllGatherMatmul::new().bias(&bias);
     let result = biased.run(&placed.a, &placed.b, &mut out);
-    shape(result, "bias [1, N] of all_gather_matmul", &[1, 6], &[6, 1])?;
+    shape(result, "all_gather_matmul: bias [1, N]", &[1, 6], &[6, 1])?;
     let result = biased.prepare(&placed.a, 6).map(drop);
-    shape(result, "bias [1, N] of all_gather_matmul", &[1, 6], &[6, 1])
+    shape(result, "all_gather_matmul: bias [1, N]", &[1, 6], &[6, 1])
 }
 
 fn values_of_another_number_are_refused(
@@ -554,13 +556,13 @@ fn values_of_another_number_are_refused(
 ) -> Result<(), Error> {
     let short = vec![bf16::ONE; 11];
     let result = placed.b.copy_from_host(&short);
-    assert!(matches!(result, Err(Error::Shape { .. })));
+    assert!(matches!(result, Err(Error::Count { .. })));
     let result = placed.a.shard_mut().copy_from_host(&short);
-    assert!(matches!(result, Err(Error::Shape { .. })));
+    assert!(matches!(result, Err(Error::Count { .. })));
     let result = group.upload(&short, 3, 4);
-    assert!(matches!(result, Err(Error::Shape { .. })));
+    assert!(matches!(result, Err(Error::Count { .. })));
     let result = group.sharded_rows::<bf16>(&[12], 5);
-    assert!(matches!(result, Err(Error::Shape { .. })));
+    assert!(matches!(result, Err(Error::Count { .. })));
     Ok(())
 }
 
@@ -590,7 +592,8 @@ fn arguments_of_another_group_are_refused_with_nothing_done() {
         let foreign = |result: Result<(), Error>, name: &str| {
             let expected = Error::ForeignArgument {
                 rank: group.rank(),
-                argument: format!("{name} of all_gather_matmul"),
+                call: "all_gather_matmul".into(),
+                argument: name.into(),
             };
             assert_eq!(result, Err(expected));
         };
@@ -618,10 +621,11 @@ fn arguments_of_another_group_are_refused_with_nothing_done() {
 fn a_product_prepared_on_another_rank_or_in_another_group_is_refused() {
     // Ranks can be threads, so one can get hold of another's plan.
     let handed = std::sync::Mutex::new(None);
-    let refused = |rank, call| {
+    let refused = |rank, call: &str| {
         Err(Error::ForeignArgument {
             rank,
-            argument: format!("the prepared product of {call}"),
+            call: call.into(),
+            argument: "the prepared product".into(),
         })
     };
     const PRODUCT: &str = "all_gather_matmul";

@@ -9,7 +9,9 @@ use crate::test_name;
 use gemmesh::schedule::plan::matrices::{OUT, PARTIALS};
 use gemmesh::schedule::plan::partials::{Partials, is_one_shot};
 use gemmesh::schedule::plan::plan;
-use gemmesh::schedule::{Addend, Layout, Operation, Problem, Schedule, Sum, Tile, Transfer};
+use gemmesh::schedule::{
+    Addend, Layout, Operation, Problem, Refusal, Schedule, Sum, Tile, Transfer,
+};
 use gemmesh::trace::Work;
 use gemmesh::{
     Chunking, Config, DType, Error, Group, Host, MatmulReduceScatter, Route, TileShape, bf16, f16,
@@ -670,17 +672,17 @@ fn more_chunks_than_a_rank_has_flags_for_are_refused_on_every_rank_by_the_name_o
         assert!(
             matches!(
                 refused,
-                Error::Limit {
+                Refusal::Limit {
                     value: 6174,
                     max: 4096,
                     ..
                 }
             ),
-            "{refused}"
+            "{refused:?}"
         );
         assert!(
-            refused.to_string().contains("Config::chunking"),
-            "{refused}"
+            format!("{refused:?}").contains("Config::chunking"),
+            "{refused:?}"
         );
     }
 }

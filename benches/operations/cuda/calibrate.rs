@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use gemmesh::schedule::{self, Layout, Problem};
+use gemmesh::schedule::{self, Layout, Problem, Refusal};
 use gemmesh::testing::{Sample, with_each_kernel};
 use gemmesh::{Chunking, Config, Cuda, Element, Error, Group, Result, Route};
 
@@ -132,7 +132,8 @@ fn sample<T: Element>(
     }
     let [micros] = common::medians(&common::slowest(group, &times[1..])?);
     let [m, n, k] = shape;
-    let layout = Layout::balanced(m, k, group.world_size())?;
+    let layout = Layout::balanced(m, k, group.world_size())
+        .map_err(Refusal::of(group.rank(), "Layout::balanced"))?;
     let operation = schedule::Operation::AllGatherMatmul;
     let problem = Problem::new(operation, T::DTYPE, layout, n);
     Ok(Some(Sample {

@@ -54,7 +54,9 @@ impl<B: Device> AnyRanks for Ranks<B> {
     fn set_tokens(&self, tokens: usize) -> Result<()> {
         if tokens > self.capacity {
             return Err(self.noted(Error::Limit {
-                what: "the tokens of a step".into(),
+                rank: Some(self.group.rank()),
+                call: "TensorParallel::set_tokens".into(),
+                what: "the number of tokens".into(),
                 value: tokens,
                 min: 0,
                 max: self.capacity,

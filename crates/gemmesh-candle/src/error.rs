@@ -52,7 +52,7 @@ pub(crate) fn words(error: &CandleError) -> String {
 ///     let weight = Tensor::ones((4, 8), DType::F32, &Device::Cpu).unwrap();
 ///     let refused = ColumnParallelLinear::new(&ranks, weight, None).unwrap_err();
 ///     let error = gemmesh_error(&refused).unwrap();
-///     assert_eq!(error.to_string(), "rank 0: the dtype of weight of a parallel layer is F32 and must be BF16 or F16");
+///     assert_eq!(error.to_string(), "rank 0: a parallel layer: the dtype of weight is F32 and must be BF16 or F16");
 ///     Ok::<_, gemmesh::Error>(())
 /// }).unwrap();
 /// ```

@@ -143,6 +143,7 @@ impl Reader<'_> {
         let rank = self.ranks.rank();
         let shape = |what, expected: &[usize], found: &[usize]| Error::Shape {
             rank,
+            call: "loading a weight".into(),
             argument: format!("{} {what}", path(vb, name)),
             expected: expected.to_vec(),
             found: found.to_vec(),

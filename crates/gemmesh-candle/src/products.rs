@@ -46,11 +46,14 @@ pub trait Product: Send + Sync + Debug {
 fn extents<B: Device>(ranks: &Ranks<B>, weight: &Tensor) -> Result<[usize; 2], Failure> {
     match weight.dims() {
         &[n, k] => Ok([n, k]),
-        other => Err(Failure::Gemmesh(Error::Shape {
+        other => Err(Failure::Gemmesh(Error::Count {
             rank: ranks.group.rank(),
-            argument: "how many dimensions weight [N, K] has".into(),
-            expected: vec![2],
-            found: vec![other.len()],
+            call: MAKE.into(),
+            whole: "a weight [N, K]".into(),
+            unit: "dimension".into(),
+            expected: 2,
+            part: "this one".into(),
+            found: other.len(),
         })),
     }
 }
@@ -62,6 +65,7 @@ fn bias_of(rank: usize, biases: &[Tensor], widths: &[usize]) -> Result<Option<Te
         if bias.elem_count() != n {
             return Err(Failure::Gemmesh(Error::Shape {
                 rank,
+                call: MAKE.into(),
                 argument: "bias [N]".into(),
                 expected: vec![n],
                 found: bias.dims().to_vec(),

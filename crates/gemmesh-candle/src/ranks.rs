@@ -35,7 +35,9 @@ impl<B: Device> Ranks<B> {
     pub fn new(group: Group<B>, device: &CandleDevice, capacity: usize) -> Result<Self> {
         if capacity == 0 {
             return Err(Error::Limit {
-                what: "the capacity of a TensorParallel".into(),
+                rank: Some(group.rank()),
+                call: "TensorParallel::new".into(),
+                what: "the capacity".into(),
                 value: capacity,
                 min: 1,
                 max: i32::MAX as usize,

@@ -111,6 +111,7 @@ impl TensorParallel {
         }
         Err(Error::Shape {
             rank: self.rank(),
+            call: "TensorParallel::shard".into(),
             argument: format!("dimension {dim} of {weight} that {world} ranks share evenly"),
             expected: vec![size.next_multiple_of(world)],
             found: vec![size],
@@ -142,6 +143,7 @@ impl TensorParallel {
         let refuse = |argument: String, expected: usize, found: usize| {
             let refused = self.0.noted(Error::Shape {
                 rank,
+                call: "TensorParallel::heads".into(),
                 argument,
                 expected: vec![expected],
                 found: vec![found],
@@ -182,6 +184,7 @@ impl TensorParallel {
         if !size.is_multiple_of(count) {
             return Err(error::of("QkvParallelLinear")(Error::Shape {
                 rank: self.rank(),
+                call: "QkvParallelLinear".into(),
                 argument: format!("dimension 0 of a weight of {count} heads"),
                 expected: vec![size.next_multiple_of(count)],
                 found: vec![size],

@@ -292,7 +292,7 @@ fn refusals(Rank { ranks, device, .. }: &Rank) -> Result<()> {
     let cpu = x.on(&Device::Cpu)?;
     assert_says(
         layer.forward(&cpu),
-        "the device of x [tokens of this rank, K] of all_gather_matmul is the CPU",
+        "all_gather_matmul: the device of x [tokens of this rank, K] is the CPU",
     );
     let candle_core::DeviceLocation::Cuda { gpu_id } = device.location() else {
         unreachable!("the device is a GPU")

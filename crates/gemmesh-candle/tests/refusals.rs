@@ -78,7 +78,7 @@ fn a_device_that_is_not_the_groups() -> Result<(), Failure> {
         let error = TensorParallel::new(group, &Device::Cuda(candle_core::CudaDevice), TOKENS);
         assert_says(
             error.unwrap_err(),
-            "rank 0: the device of a TensorParallel is CUDA and must be the CPU, as the group's backend is Host",
+            "rank 0: TensorParallel::new: the device of the tensors is CUDA and must be the CPU, as the group's backend is Host",
         );
         Ok(())
     })
@@ -89,7 +89,7 @@ fn a_device_that_is_not_the_groups() -> Result<(), Failure> {
 fn a_dtype_that_there_are_no_products_of() -> Result<(), Failure> {
     one(|ranks| {
         let weight = Tensor::ones((N, K), DType::F64, &Device::Cpu)?;
-        let said = "rank 0: the dtype of weight of a parallel layer is F64 and must be BF16 or F16";
+        let said = "rank 0: a parallel layer: the dtype of weight is F64 and must be BF16 or F16";
         assert_says(
             ColumnParallelLinear::new(ranks, weight.clone(), None).unwrap_err(),
             said,
@@ -99,7 +99,7 @@ fn a_dtype_that_there_are_no_products_of() -> Result<(), Failure> {
             said,
         );
         let x = Tensor::ones((TOKENS, K), DType::F32, &Device::Cpu)?;
-        let said = "rank 0: the dtype of x of a collective is F32 and must be BF16 or F16";
+        let said = "rank 0: a collective: the dtype of x is F32 and must be BF16 or F16";
         assert_says(ranks.all_gather(&x).unwrap_err(), said);
         Ok(())
     })
@@ -109,26 +109,26 @@ fn a_dtype_that_there_are_no_products_of() -> Result<(), Failure> {
 fn tensors_of_another_dtype_than_the_weights() -> Result<(), Failure> {
     one(|ranks| {
         let half = |rows, columns| Tensor::ones((rows, columns), DType::F16, &Device::Cpu);
-        let said = "the dtype of weight [N, K] of a parallel layer is F16 and must be BF16, as of the weight";
+        let said = "a parallel layer: the dtype of weight [N, K] is F16 and must be BF16, as of the weight";
         let mixed = GatedParallelLinear::new(ranks, [ones(N, K)?, half(N, K)?], None);
         assert_says(mixed.unwrap_err(), said);
         let bias = Tensor::ones(N, DType::F32, &Device::Cpu)?;
         let biased = ColumnParallelLinear::new(ranks, ones(N, K)?, Some(bias));
         assert_says(
             biased.unwrap_err(),
-            "the dtype of bias [N] of a parallel layer is F32 and must be BF16, as of the weight",
+            "a parallel layer: the dtype of bias [N] is F32 and must be BF16, as of the weight",
         );
         let layer = ColumnParallelLinear::new(ranks, ones(N, K)?, None)?;
         assert_says(
             layer.forward(&half(TOKENS, K)?).unwrap_err(),
-            "the dtype of x [tokens of this rank, K] of all_gather_matmul is F16 and must be BF16, as of the weight",
+            "all_gather_matmul: the dtype of x [tokens of this rank, K] is F16 and must be BF16, as of the weight",
         );
         let layer = RowParallelLinear::new(ranks, ones(N, K)?, None)?;
         assert_says(
             layer
                 .forward_residual(&ones(TOKENS, K)?, &half(TOKENS, N)?)
                 .unwrap_err(),
-            "the dtype of residual [tokens of this rank, N] of matmul_reduce_scatter is F16 and must be BF16, as of the weight",
+            "matmul_reduce_scatter: the dtype of residual [tokens of this rank, N] is F16 and must be BF16, as of the weight",
         );
         Ok(())
     })
@@ -170,7 +170,7 @@ fn shapes_that_do_not_fit() -> Result<(), Failure> {
             ones(2 * TOKENS, K)?.reshape((2, TOKENS, K))?,
         ] {
             let said = format!(
-                "x [tokens of this rank, K] of all_gather_matmul is {:?} and must be [6, 8]",
+                "all_gather_matmul: x [tokens of this rank, K] is {:?} and must be [6, 8]",
                 x.dims()
             );
             assert_says(column.forward(&x).unwrap_err(), &said);
@@ -180,21 +180,21 @@ fn shapes_that_do_not_fit() -> Result<(), Failure> {
         assert_says(
             row.forward_residual(&ones(TOKENS, K)?, &residual)
                 .unwrap_err(),
-            "residual [tokens of this rank, N] of matmul_reduce_scatter is [6, 8] and must be [6, 16]",
+            "matmul_reduce_scatter: residual [tokens of this rank, N] is [6, 8] and must be [6, 16]",
         );
         let weights = [ones(N, K)?, ones(N, N)?, ones(N, K)?];
         assert_says(
             QkvParallelLinear::new(ranks, weights, None).unwrap_err(),
-            "weight [N, K] of a parallel layer is [16, 16] and must be [16, 8]",
+            "a parallel layer: weight [N, K] is [16, 16] and must be [16, 8]",
         );
         let flat = ones(1, K)?.squeeze(0)?;
         assert_says(
             RowParallelLinear::new(ranks, flat, None).unwrap_err(),
-            "how many dimensions weight [N, K] has of a parallel layer is [1] and must be [2]",
+            "a parallel layer: a weight [N, K] has 2 dimensions, but this one has 1",
         );
         assert_says(
             ranks.set_tokens(7).unwrap_err(),
-            "the tokens of a step is 7; it must be from 0 to 6",
+            "TensorParallel::set_tokens: the number of tokens is 7; it must be from 0 to 6",
         );
         Ok(())
     })
@@ -366,12 +366,12 @@ fn a_bias_that_is_not_as_long_as_its_weight() -> Result<(), Failure> {
         let weights = [ones(N, K)?, ones(N, K)?, ones(N, K)?];
         assert_says(
             QkvParallelLinear::new(ranks, weights, Some(biases)).unwrap_err(),
-            "bias [N] of a parallel layer is [8] and must be [16]",
+            "a parallel layer: bias [N] is [8] and must be [16]",
         );
         let biases = [zeros(N + 8)?, zeros(N - 8)?];
         assert_says(
             GatedParallelLinear::new(ranks, [ones(N, K)?, ones(N, K)?], Some(biases)).unwrap_err(),
-            "bias [N] of a parallel layer is [24] and must be [16]",
+            "a parallel layer: bias [N] is [24] and must be [16]",
         );
         Ok(())
     })
@@ -389,7 +389,7 @@ fn a_tensor_that_its_storage_does_not_hold() -> Result<(), Failure> {
         );
         assert_says(
             ranks.all_gather(&x).unwrap_err(),
-            "the storage of x [tokens of this rank, N] of all_gather is 47 elements and must be 48 elements at least",
+            "all_gather: the storage of x [tokens of this rank, N] is 47 elements and must be 48 elements at least",
         );
         Ok(())
     })

@@ -44,6 +44,7 @@ use crate::error::{Error, Result};
 use crate::explanation::Prediction;
 use crate::protocol::epoch::Epoch;
 use crate::ranks::members::Members;
+use crate::refusal;
 use crate::schedule::{Config, Numerics, Problem, Schedule};
 
 /// NVIDIA GPUs of the Hopper generation (H100, H200). A rank is a process with one GPU; several ranks may share a GPU.
@@ -199,7 +200,7 @@ impl sealed::Implementation for Cuda {
         self.gpu.main().is_capturing()
     }
 
-    fn prepare(&self, members: &Members, schedule: Schedule) -> Result<Program> {
+    fn prepare(&self, members: &Members, schedule: Schedule) -> refusal::Result<Program> {
         Program::new(&self.gpu, &self.shared, members, schedule)
     }
 

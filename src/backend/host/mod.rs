@@ -28,6 +28,7 @@ use crate::error::{Error, Result};
 use crate::protocol::epoch::Epoch;
 use crate::ranks::members::Members;
 use crate::ranks::memfd::Mapping;
+use crate::refusal::{self, Refusal};
 use crate::resources::{explain, require_available};
 use crate::schedule::drive::Produced;
 use crate::schedule::limits::limit;
@@ -139,21 +140,14 @@ impl sealed::Implementation for Host {
             let cores = std::thread::available_parallelism().map_or(1, usize::from);
             (cores / members.world).max(1)
         });
-        if !(1..=1024).contains(&count) {
-            return Err(members.fail(Error::Limit {
-                what: "workers".into(),
-                value: count,
-                min: 1,
-                max: 1024,
-            }));
+        let refuse =
+            |call: &str, refusal| Err(members.fail(Refusal::of(members.rank, call)(refusal)));
+        if let Err(refusal) = limit("the number of workers", count, 1, 1024) {
+            return refuse("Builder::workers", refusal);
         }
-        if options.link == Some(0) {
-            return Err(members.fail(Error::Limit {
-                what: "bytes per second of a link".into(),
-                value: 0,
-                min: 1,
-                max: usize::MAX,
-            }));
+        let link = options.link.unwrap_or(usize::MAX);
+        if let Err(refusal) = limit("the bytes per second of a link", link, 1, usize::MAX) {
+            return refuse("Builder::link", refusal);
         }
         // If this fails, the other ranks learn it from the first message.
         let workers = Workers::start(members.rank, count);
@@ -197,7 +191,7 @@ impl sealed::Implementation for Host {
         Ok(false)
     }
 
-    fn prepare(&self, members: &Members, schedule: Schedule) -> Result<HostProgram> {
+    fn prepare(&self, members: &Members, schedule: Schedule) -> refusal::Result<HostProgram> {
         let matrices = schedule.matrices().len();
         let what = "matrices of a schedule on the host";
         limit(what, matrices, 0, matrices::MAX_MATRICES)?;

@@ -5,7 +5,8 @@ use std::ops::Range;
 
 use smallvec::{SmallVec, smallvec};
 
-use crate::error::{Error, Result};
+use crate::error::Error;
+use crate::refusal::{Refusal, Result};
 use crate::route::Route;
 use crate::schedule::config::{CUT_COLUMNS, Chunking, Config};
 use crate::schedule::layout::{Layout, MAX_EXTENT, RowOrder, chunk_rows};
@@ -45,13 +46,15 @@ pub(super) fn multiply(problem: &Problem, rank: usize, config: Config) -> Result
 pub(super) fn multiply_alone(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     let planned = multiply(problem, 0, config);
     // The schedule has one rank, 0. The error has to name this rank's number in its group.
-    planned.map_err(|error| match error {
-        Error::OutOfMemory { bytes, reason, .. } => Error::OutOfMemory {
-            rank,
-            bytes,
-            reason,
-        },
-        error => error,
+    planned.map_err(|refusal| match refusal {
+        Refusal::Failure(Error::OutOfMemory { bytes, reason, .. }) => {
+            Refusal::Failure(Error::OutOfMemory {
+                rank,
+                bytes,
+                reason,
+            })
+        }
+        other => other,
     })
 }
 

@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use smallvec::smallvec;
 
-use crate::error::Result;
+use crate::refusal::Result;
 use crate::route::Route;
 use crate::schedule::config::{Chunking, Config, TileShape};
 use crate::schedule::layout::{MAX_EXTENT, MAX_WORLD, chunk_rows};
@@ -38,7 +38,7 @@ pub const fn stored() -> Config {
 /// Gives each rank its rows of the sum of all inputs, [M, N].
 ///
 /// # Errors
-/// [`Error::Limit`](crate::Error::Limit) if N or a field of the configuration is out of bounds.
+/// `Refusal::Limit` if N or a field of the configuration is out of bounds.
 pub(super) fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     CollectivePlan::new(problem, rank, config)?.sums(Blocks::Had, SumPlace::Own)
 }

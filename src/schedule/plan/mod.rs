@@ -10,14 +10,14 @@ mod pieces;
 pub mod tile_order;
 
 use super::{Config, Operation, Problem, Schedule};
-use crate::error::Result;
+use crate::refusal::Result;
 
 /// Makes the schedule of `rank` for `problem`, cut up as `config` says.
 ///
 /// It is a pure function. Each rank plans for itself.
 ///
 /// # Errors
-/// [`Error::Limit`](crate::Error::Limit) if an extent or a field of the configuration is out of bounds, or if a
+/// `Refusal::Limit` if an extent or a field of the configuration is out of bounds, or if a
 /// schedule cannot have so many transfers, blocks or tiles. [`Error::OutOfMemory`](crate::Error::OutOfMemory).
 pub fn plan(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     let planner = match problem.operation {

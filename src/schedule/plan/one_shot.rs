@@ -8,7 +8,7 @@ use std::ops::Range;
 use smallvec::smallvec;
 
 use super::pieces::{SumOwners, SumPlan};
-use crate::error::Result;
+use crate::refusal::Result;
 use crate::route::Route;
 use crate::schedule::layout::chunk_rows;
 use crate::schedule::plan::matrices::{A, PARTIALS};

@@ -9,7 +9,7 @@ pub use super::pieces::agree;
 
 use super::one_shot::one_shot;
 use super::pieces::{SumOwners, SumPlan};
-use crate::error::Result;
+use crate::refusal::Result;
 use crate::route::Route;
 use crate::schedule::config::{Chunking, Config};
 use crate::schedule::plan::matrices::{A, PARTIALS};
@@ -29,7 +29,7 @@ use crate::schedule::{Addend, Operation, OutputBlock, Problem, Reduction, Schedu
 /// partials of its own rows.
 ///
 /// # Errors
-/// [`Error::Limit`](crate::Error::Limit) if N or a field of the configuration is out of bounds, or if there are too
+/// `Refusal::Limit` if N or a field of the configuration is out of bounds, or if there are too
 /// many tiles or blocks.
 pub(super) fn reduce_scatter(problem: &Problem, rank: usize, config: Config) -> Result<Schedule> {
     let planner = SumPlan::new(problem, rank, config, SumOwners::Own)?;

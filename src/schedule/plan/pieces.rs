@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use smallvec::smallvec;
 
-use crate::error::Result;
+use crate::refusal::Result;
 use crate::route::Route;
 use crate::schedule::config::{Chunking, Config, TileShape};
 use crate::schedule::layout::{MAX_EXTENT, chunk_rows};

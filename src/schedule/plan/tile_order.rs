@@ -1,6 +1,7 @@
 //! The order of the tiles, and of the ranks.
 
-use crate::error::{Error, Result};
+use crate::error::Error;
+use crate::refusal::Result;
 use crate::schedule::{Config, Problem, Product, Route, Tile, Transfer};
 
 /// About how many bytes a product's tiles take, for checks of memory before planning.
@@ -72,7 +73,7 @@ pub fn walk(rank: usize, product: &Product, rows: &[TileRow]) -> Result<Vec<Tile
     let mut tiles = Vec::new();
     if tiles.try_reserve_exact(count).is_err() {
         let refused = Error::out_of_memory(rank, count * size_of::<Tile>());
-        return Err(refused(rustix::io::Errno::NOMEM.into()));
+        return Err(refused(rustix::io::Errno::NOMEM.into()).into());
     }
     let panel = |row: &TileRow| (row.ready, row.first.m as usize / config.tile.group_m);
     for rows in rows.chunk_by(|x, y| panel(x) == panel(y)) {

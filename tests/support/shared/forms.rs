@@ -555,7 +555,7 @@ fn bad_parts_are_refused<B: Tested>(
         unaligned_parts_are_refused(a, out);
     }
     let split = out.view_mut().split_columns([4, 4]);
-    assert!(matches!(split, Err(Error::Shape { .. })), "{split:?}");
+    assert!(matches!(split, Err(Error::Count { .. })), "{split:?}");
     Ok(())
 }
 
@@ -786,6 +786,14 @@ fn assert_shape_of(what: &str, result: Result<(), Error>) {
 }
 
 #[track_caller]
+fn assert_count_of(what: &str, result: Result<(), Error>) {
+    match result {
+        Err(Error::Count { unit, .. }) if unit == what => {}
+        other => panic!("{what}: {other:?}"),
+    }
+}
+
+#[track_caller]
 fn assert_limit_of(what: &str, result: Result<(), Error>) {
     match result {
         Err(Error::Limit { what: found, .. }) if found.contains(what) => {}
@@ -811,11 +819,11 @@ impl<B: Tested> Fitting<'_, B> {
         let (a, b) = (&*a, &*b);
         let other = group.zeros::<bf16>(Self::N + 8, Self::K)?;
         let op = Matmul::<B, bf16>::new;
-        assert_shape_of("outputs", op().run(a, [b, b], &mut *out));
-        assert_shape_of("weights", op().gated().run(a, b, &mut *out));
+        assert_count_of("output", op().run(a, [b, b], &mut *out));
+        assert_count_of("weight", op().gated().run(a, b, &mut *out));
         let result = op().gated().run(a, [b, &other], &mut *out);
         assert_shape_of("b [N, K]", result);
-        assert_shape_of("weights", op().gated().run(a, [b, b, b], &mut *out));
+        assert_count_of("weight", op().gated().run(a, [b, b, b], &mut *out));
         let short = group.zeros::<bf16>(1, Self::N)?;
         let result = op().gated().bias(&short).run(a, [b, b], &mut *out);
         assert_shape_of("bias [1, 2 N]", result);
@@ -839,7 +847,7 @@ impl<B: Tested> Fitting<'_, B> {
         let unequal = op().gated().prepare(group, shape, [n, n + 8]);
         assert_limit_of("N of up", unequal.map(drop));
         let three = op().gated().prepare(group, shape, [n; 3]);
-        assert_shape_of("weights", three.map(drop));
+        assert_count_of("weight", three.map(drop));
         let rows = group.sharded::<bf16>(Self::M, Self::K)?;
         let gather = AllGatherMatmul::new().gated();
         let unequal = gather.prepare(&rows, [n, n + 8]);
@@ -855,9 +863,10 @@ impl<B: Tested> Fitting<'_, B> {
         let prepared = op().prepare(group, shape, [n])?;
         let mut wide = group.zeros::<f32>(Self::M, n)?;
         let result = prepared.run(a, b, Outputs::from(&mut wide));
-        assert_shape_of("bytes of an element", result);
+        assert!(matches!(result, Err(Error::DType { .. })), "{result:?}");
         let prepared = op().f32_output().prepare(group, shape, [n])?;
-        assert_shape_of("bytes of an element", prepared.run(a, b, &mut *out));
+        let result = prepared.run(a, b, &mut *out);
+        assert!(matches!(result, Err(Error::DType { .. })), "{result:?}");
         prepared.run(a, b, &mut wide)?;
         prepared.run(a, b, wide.view_mut())?;
         // A call that was not prepared sees what it is given.
@@ -872,7 +881,7 @@ impl<B: Tested> Fitting<'_, B> {
         let result = op().gated().config(narrow).run(a, [b, b], &mut *out);
         assert_limit_of("tile.n", result);
         let parts = out.view_mut().split_columns([usize::MAX, 1]);
-        assert_shape_of("widths", parts.map(drop));
+        assert_count_of("column", parts.map(drop));
         Ok(())
     }
 }

@@ -341,7 +341,7 @@ fn rows_beyond_the_capacity_are_refused<B: Tested>(
     };
     let before = a.shape();
     assert_limited(a.set_rows(&[capacity, 0, 1]).unwrap_err());
-    assert!(matches!(a.set_rows(&[1; 2]), Err(Error::Shape { .. })));
+    assert!(matches!(a.set_rows(&[1; 2]), Err(Error::Count { .. })));
     assert_eq!(a.shape(), before);
     let before = out.shape();
     assert_limited(out.set_rows(capacity + 1).unwrap_err());

@@ -15,6 +15,7 @@ use gemmesh::{Cuda, Error, Group, Matrix, Result, ShardedMatrix, StreamGuard};
 
 use super::{Half, Input, Rows, Tensors, other_device};
 use crate::failure::Failure;
+use crate::products::MAKE;
 
 /// A GPU of candle's, and the stream that candle puts its work on.
 pub struct Gpu {
@@ -105,7 +106,8 @@ impl Tensors for Cuda {
         let stream = cuda.cuda_stream();
         let unsuitable = |what: &str, found: String| Error::Unsuitable {
             rank: group.rank(),
-            argument: "a TensorParallel".into(),
+            call: "TensorParallel::new".into(),
+            argument: "the tensors".into(),
             what: what.into(),
             expected: expected.clone(),
             found,
@@ -140,6 +142,7 @@ impl Tensors for Cuda {
         }
         Err(Error::Unaligned {
             rank: group.rank(),
+            call: MAKE.into(),
             what: "the last dimension of a tensor".into(),
             value: columns,
             multiple,

@@ -11,6 +11,7 @@ use gemmesh::{Backend, Element, Error, Group, Matrix, Result, ShardedMatrix, bf1
 
 use crate::failure::Failure;
 use crate::pools::{Pool, Pools};
+use crate::products::MAKE;
 
 /// A backend of gemmesh that works on candle's tensors: `Host` on those of the CPU, `Cuda` (feature `cuda`) on those of
 /// a GPU. Sealed.
@@ -147,6 +148,7 @@ impl<'a> Rows<'a> {
         let rank = group.rank();
         let unsuitable = |unfit: Unfit| Error::Unsuitable {
             rank,
+            call: MAKE.into(),
             argument: argument.into(),
             what: unfit.what.into(),
             expected: unfit.expected,
@@ -158,6 +160,7 @@ impl<'a> Rows<'a> {
         if dims[leading..] != shape || dims[..leading].iter().any(|&dim| dim != 1) {
             return Err(Error::Shape {
                 rank,
+                call: MAKE.into(),
                 argument: argument.into(),
                 expected: shape.into(),
                 found: dims.into(),
@@ -250,6 +253,7 @@ fn pitch_of(strides: &[usize], [rows, columns]: [usize; 2]) -> Result<usize, Unf
 pub fn no_such_dtype(rank: usize, argument: &str, found: DType) -> Error {
     Error::Unsuitable {
         rank,
+        call: MAKE.into(),
         argument: argument.into(),
         what: "the dtype".into(),
         expected: "BF16 or F16".into(),
@@ -266,7 +270,8 @@ fn other_device(rank: usize, found: &CandleDevice, expected: &str) -> Error {
     };
     Error::Unsuitable {
         rank,
-        argument: "a TensorParallel".into(),
+        call: "TensorParallel::new".into(),
+        argument: "the tensors".into(),
         what: "the device".into(),
         expected: expected.into(),
         found: found.into(),

@@ -112,11 +112,12 @@ impl DeviceRegion {
         let end = offset.saturating_add(last).saturating_add(width);
         let is_within = end <= self.bytes && width <= pitch && rows * width == bytes;
         if rows > 0 && !is_within {
-            return Err(Error::Limit {
-                what: format!("the end of a copy of {bytes} bytes in rows of {width}"),
-                value: end,
-                min: 0,
-                max: self.bytes,
+            let all = self.bytes;
+            return Err(Error::Internal {
+                rank: self.device.rank,
+                what: format!(
+                    "a copy of {bytes} bytes in rows of {width} ends at byte {end} of {all}"
+                ),
             });
         }
         Ok(rows)

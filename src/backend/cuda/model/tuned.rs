@@ -10,7 +10,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::element::DType;
 use crate::error::{Error, Result};
-use crate::json::config::{self, ConfigJson, DTypeJson};
+use crate::json::DTypeJson;
+use crate::json::config::{self, ConfigJson};
 use crate::schedule::plan::partial_sums;
 use crate::schedule::{Config, Operation, Problem, Route};
 
@@ -159,7 +160,11 @@ fn parse(text: &str, gpu: &str, world: usize, lines: &mut Vec<Winner>) -> Result
             format!("line {number} is not one that --tune writes ({error}): {line}")
         };
         let winner: Winner = serde_json::from_str(line).map_err(|error| refused(&error))?;
-        winner.config.check().map_err(|error| refused(&error))?;
+        let checked = winner.config.check();
+        checked.map_err(|refusal| {
+            let error = refusal.into_error(None, "the configuration".into());
+            refused(&error)
+        })?;
         if (winner.gpu.as_str(), winner.world) == (gpu, world) {
             lines.push(winner);
         }

@@ -7,7 +7,8 @@ use crate::backend::cuda::abi::{
     GemmeshStore,
 };
 use crate::backend::cuda::gpu::kernels::storing_warps;
-use crate::error::{Error, Result};
+use crate::error::Error;
+use crate::refusal::Result;
 use crate::schedule::limits::{limit, require};
 use crate::schedule::plan::partials::STORED_ROWS;
 use crate::schedule::{Addend, Agreed, OutputBlock, Product, Route, Schedule, Sum, Transfer};
@@ -57,7 +58,7 @@ impl Places {
     /// Checks that the kernel supports the blocks and their transfers.
     ///
     /// # Errors
-    /// [`Error::NoRoute`] if there are more ranks than a kernel stores to; [`Error::Limit`] and [`Error::Unsupported`]
+    /// [`Error::NoRoute`] if there are more ranks than a kernel stores to; `Refusal::Limit` and `Refusal::Unsupported`
     /// for schedules that no operation needs.
     pub fn check(&self, schedule: &Schedule, product: &Product) -> Result<()> {
         if schedule.uses(Route::Store) && schedule.world() > TARGETS {
@@ -66,7 +67,8 @@ impl Places {
                 operation: schedule.agreed().map_or("this", Agreed::name).into(),
                 asked: Route::Store,
                 instead: Route::Push,
-            });
+            }
+            .into());
         }
         let adds = |block: &&OutputBlock| !block.sum.addends.is_empty();
         let first = product.blocks.iter().find(adds);

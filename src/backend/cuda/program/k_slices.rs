@@ -6,7 +6,7 @@ use smallvec::SmallVec;
 
 use crate::backend::cuda::abi::{GEMMESH_TILE_K, GemmeshSlice};
 use crate::backend::cuda::gpu::workspace::BYTES;
-use crate::error::Result;
+use crate::refusal::Result;
 use crate::schedule::Config;
 use crate::schedule::limits::limit;
 
@@ -27,7 +27,7 @@ pub struct SliceEntry {
 /// The table's entries for `tiles` tiles of depth `k`, of which `clusters` are made at a time. Empty if K is not cut.
 ///
 /// # Errors
-/// [`Error::Limit`](crate::Error::Limit) if the workspace has no room for the partial sums.
+/// `Refusal::Limit` if the workspace has no room for the partial sums.
 pub fn cut(config: &Config, tiles: usize, k: usize, clusters: usize) -> Result<Vec<SliceEntry>> {
     let steps = k.div_ceil(GEMMESH_TILE_K as usize);
     let tile = &config.tile;
@@ -168,7 +168,7 @@ mod tests {
     use super::*;
     use crate::backend::cuda::gpu::kernels::{CONSUMER_WARPS, WIDEST, configs};
     use crate::backend::cuda::gpu::workspace::COUNTS;
-    use crate::error::Error;
+    use crate::refusal::Refusal;
     use crate::schedule::{Chunking, Route};
 
     fn with_slices(count: usize) -> impl Iterator<Item = Config> {
@@ -189,7 +189,7 @@ mod tests {
             let most = BYTES / of_tile;
             assert_eq!(cut(&config, most, 4096, 66).unwrap().len(), 4 * most);
             match cut(&config, most + 1, 4096, 66).map(|entries| entries.len()) {
-                Err(Error::Limit {
+                Err(Refusal::Limit {
                     what, value, max, ..
                 }) => {
                     assert!(what.contains("k_slices"), "{what}");

@@ -22,6 +22,7 @@ use crate::backend::cuda::shared::Shared;
 use crate::backend::cuda::shared::words::Waits;
 use crate::error::{Error, Result};
 use crate::ranks::members::Members;
+use crate::refusal;
 use crate::schedule::limits::limit;
 use crate::schedule::{Reduction, Route, Schedule};
 use collective::CollectiveKernel;
@@ -65,7 +66,7 @@ impl Program {
         shared: &Shared,
         members: &Members,
         schedule: Schedule,
-    ) -> Result<Program> {
+    ) -> refusal::Result<Program> {
         let destination = support::check(&schedule)?;
         check_pushes(gpu, &schedule)?;
         let product = schedule.product().filter(|_| !schedule.is_idle());
@@ -153,7 +154,7 @@ impl Program {
 }
 
 /// Checks that pushes can run beside the kernel that waits for them. Without a product, no kernel waits.
-fn check_pushes(gpu: &Gpu, schedule: &Schedule) -> Result<()> {
+fn check_pushes(gpu: &Gpu, schedule: &Schedule) -> refusal::Result<()> {
     if !(schedule.is_pushed() && schedule.uses(Route::Push)) {
         return Ok(());
     }
@@ -162,7 +163,8 @@ fn check_pushes(gpu: &Gpu, schedule: &Schedule) -> Result<()> {
             rank: schedule.rank(),
             what: "Route::Push".into(),
             cause: cause.clone(),
-        });
+        }
+        .into());
     }
     // All commands of a push are on its stream before the kernel that permits it is launched.
     let what = "commands of a pushed product, two a chunk";

@@ -18,7 +18,7 @@ use crate::backend::cuda::gpu::Gpu;
 use crate::backend::cuda::gpu::kernels::{Instance, Variant};
 use crate::backend::cuda::shared::Shared;
 use crate::element::DType;
-use crate::error::Result;
+use crate::refusal::Result;
 use crate::schedule::config::CUT_COLUMNS;
 use crate::schedule::limits::{limit, require};
 use crate::schedule::{MAX_WEIGHTS, OutputBlock, Product, Reduction, Schedule, Tile, WeightLayout};
@@ -54,8 +54,8 @@ pub struct Chosen<'a> {
 /// Finds the kernel that a product of `schedule` needs.
 ///
 /// # Errors
-/// [`Error::NoKernel`](crate::Error::NoKernel); [`Error::Limit`](crate::Error::Limit);
-/// [`Error::Unsupported`](crate::Error::Unsupported).
+/// [`Error::NoKernel`](crate::Error::NoKernel); `Refusal::Limit`;
+/// `Refusal::Unsupported`.
 pub fn choose<'a>(
     gpu: &Gpu,
     shared: &Shared,

@@ -2,7 +2,7 @@
 
 use super::low_latency;
 use crate::backend::cuda::abi::GemmeshSend;
-use crate::error::Result;
+use crate::refusal::Result;
 use crate::schedule::limits::{limit, require};
 use crate::schedule::{Move, Route, Schedule, Transfer};
 

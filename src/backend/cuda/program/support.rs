@@ -3,7 +3,7 @@
 use super::block_table::Places;
 use super::low_latency::LowLatencyRows;
 use super::sends;
-use crate::error::Result;
+use crate::refusal::Result;
 use crate::schedule::limits::{limit, require};
 use crate::schedule::{Move, OutputBlock, Route, Schedule, Transfer};
 
@@ -21,8 +21,7 @@ pub enum Destination {
 /// Checks that the kernels support this schedule. Returns where the rows of its product go.
 ///
 /// # Errors
-/// [`Error::NoRoute`](crate::Error::NoRoute); [`Error::Limit`](crate::Error::Limit) and
-/// [`Error::Unsupported`](crate::Error::Unsupported) for schedules that no operation needs.
+/// [`Error::NoRoute`](crate::Error::NoRoute); `Refusal::Limit` and `Refusal::Unsupported` for schedules that no operation needs.
 pub fn check(schedule: &Schedule) -> Result<Destination> {
     // A kernel waits either for flags of pulls or for flags of pushes.
     let routes = schedule.routes();
@@ -156,6 +155,7 @@ mod tests {
                 Ok(Destination::Places(_))
             ));
             let error = check(&plan(Route::Store)).unwrap_err();
+            let error = error.into_error(Some(2), "plan".into());
             assert!(matches!(error, Error::NoRoute { rank: 2, .. }), "{error}");
             let words = error.to_string();
             assert!(

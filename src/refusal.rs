@@ -1,0 +1,189 @@
+//! Why a call is refused, before its rank and its name are known.
+
+use crate::element::DType;
+use crate::error::{CallSite, Error};
+
+/// A result of a check that knows neither the rank nor the call.
+pub type Result<T, E = Refusal> = std::result::Result<T, E>;
+
+/// Why a call is refused. With a rank and a call it is an [`Error`].
+///
+/// Schedules and checks return it. An [`Error`] cannot be made of it by `?`, so none reaches a caller without its rank
+/// and its call.
+// Its fields are those of the error's variants, which say what they are.
+#[allow(missing_docs)]
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// For [`Error::Limit`].
+    Limit {
+        what: String,
+        value: usize,
+        min: usize,
+        max: usize,
+    },
+    /// For [`Error::Unsupported`].
+    Unsupported { what: String },
+    /// For [`Error::Shape`].
+    Shape {
+        argument: String,
+        expected: Vec<usize>,
+        found: Vec<usize>,
+    },
+    /// For [`Error::Count`].
+    Count {
+        whole: String,
+        unit: String,
+        expected: usize,
+        part: String,
+        found: usize,
+    },
+    /// For [`Error::DType`].
+    DType {
+        argument: String,
+        expected: DType,
+        found: DType,
+    },
+    /// For [`Error::Unsuitable`].
+    Unsuitable {
+        argument: String,
+        what: String,
+        expected: String,
+        found: String,
+    },
+    /// For [`Error::ForeignArgument`].
+    ForeignArgument { argument: String },
+    /// For [`Error::Unaligned`].
+    Unaligned {
+        what: String,
+        value: usize,
+        multiple: usize,
+    },
+    /// An error that says everything itself.
+    Failure(Error),
+}
+
+impl From<Error> for Refusal {
+    fn from(error: Error) -> Refusal {
+        Refusal::Failure(error)
+    }
+}
+
+impl Refusal {
+    /// For `map_err`: the error of `rank` in `call`.
+    pub fn of(rank: impl Into<Option<usize>>, call: &str) -> impl FnOnce(Refusal) -> Error {
+        let rank = rank.into();
+        move |refusal| refusal.into_error(rank, call.into())
+    }
+
+    /// `rank` is unknown only where there are no ranks yet. Then only limits are checked.
+    pub fn into_error(self, rank: Option<usize>, call: CallSite) -> Error {
+        let known = rank.unwrap_or(0);
+        match self {
+            Refusal::Limit {
+                what,
+                value,
+                min,
+                max,
+            } => Error::Limit {
+                rank,
+                call,
+                what,
+                value,
+                min,
+                max,
+            },
+            Refusal::Unsupported { what } => Error::Unsupported {
+                rank: known,
+                call,
+                what,
+            },
+            Refusal::Shape {
+                argument,
+                expected,
+                found,
+            } => Error::Shape {
+                rank: known,
+                call,
+                argument,
+                expected,
+                found,
+            },
+            Refusal::Count {
+                whole,
+                unit,
+                expected,
+                part,
+                found,
+            } => Error::Count {
+                rank: known,
+                call,
+                whole,
+                unit,
+                expected,
+                part,
+                found,
+            },
+            Refusal::DType {
+                argument,
+                expected,
+                found,
+            } => Error::DType {
+                rank: known,
+                call,
+                argument,
+                expected,
+                found,
+            },
+            Refusal::Unsuitable {
+                argument,
+                what,
+                expected,
+                found,
+            } => Error::Unsuitable {
+                rank: known,
+                call,
+                argument,
+                what,
+                expected,
+                found,
+            },
+            Refusal::ForeignArgument { argument } => Error::ForeignArgument {
+                rank: known,
+                call,
+                argument,
+            },
+            Refusal::Unaligned {
+                what,
+                value,
+                multiple,
+            } => Error::Unaligned {
+                rank: known,
+                call,
+                what,
+                value,
+                multiple,
+            },
+            Refusal::Failure(error) => error,
+        }
+    }
+}
+
+/// Checks that `part` has as many things as `whole`. `unit` is the name of one.
+pub fn require_count(
+    whole: &str,
+    unit: &str,
+    expected: usize,
+    part: &str,
+    found: usize,
+) -> Result<()> {
+    if expected == found {
+        return Ok(());
+    }
+    Err(Refusal::Count {
+        whole: whole.into(),
+        unit: unit.into(),
+        expected,
+        part: part.into(),
+        found,
+    })
+}
