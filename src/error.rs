@@ -23,12 +23,12 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum Error {
     /// A number is outside what this library can do.
-    #[error("{}{call}: {what} is {value}; it must be {}{}", Who(.rank), Bounds(*.min, *.max), .call.place())]
+    #[error("{}{call}: {what} is {value}; it must be {}", Who(.rank), Bounds(*.min, *.max))]
     Limit {
         /// The rank that made the call. None if there are no ranks yet.
         rank: Option<usize>,
         /// The call.
-        call: CallSite,
+        call: String,
         /// What the number is.
         what: String,
         /// The number.
@@ -40,24 +40,24 @@ pub enum Error {
     },
 
     /// A call, a configuration or a schedule asks for something that is not supported.
-    #[error("rank {rank}: {call}: not supported: {what}{}", .call.place())]
+    #[error("rank {rank}: {call}: not supported: {what}")]
     Unsupported {
         /// The rank that made the call.
         rank: usize,
         /// The call.
-        call: CallSite,
+        call: String,
         /// What must hold instead.
         what: String,
     },
 
     /// An argument has the wrong shape for the operation.
-    #[error("rank {rank}: {call}: {argument} is {found:?} and must be {expected:?}{}{}",
-        Transposed(.argument, .expected, .found), .call.place())]
+    #[error("rank {rank}: {call}: {argument} is {found:?} and must be {expected:?}{}",
+        Transposed(.argument, .expected, .found))]
     Shape {
         /// The rank that made the call.
         rank: usize,
         /// The call.
-        call: CallSite,
+        call: String,
         /// The argument, with the names of its extents.
         argument: String,
         /// The shape it must have.
@@ -67,13 +67,13 @@ pub enum Error {
     },
 
     /// There are too many or too few of something, such as values for the elements of a matrix.
-    #[error("rank {rank}: {call}: {whole} has {}, but {part} has {found}{}",
-        Counted(*.expected, .unit), .call.place())]
+    #[error("rank {rank}: {call}: {whole} has {}, but {part} has {found}",
+        Counted(*.expected, .unit))]
     Count {
         /// The rank that made the call.
         rank: usize,
         /// The call.
-        call: CallSite,
+        call: String,
         /// What says how many there must be, such as a matrix.
         whole: String,
         /// What is counted, such as "element".
@@ -87,13 +87,13 @@ pub enum Error {
     },
 
     /// The elements of an argument have a different type than the call was prepared for.
-    #[error("rank {rank}: {call}: {argument} is {found}, but this call was prepared for {expected}; {}{}",
-        Prepare(*.expected, *.found), .call.place())]
+    #[error("rank {rank}: {call}: {argument} is {found}, but this call was prepared for {expected}; {}",
+        Prepare(*.expected, *.found))]
     DType {
         /// The rank that made the call.
         rank: usize,
         /// The call.
-        call: CallSite,
+        call: String,
         /// The argument.
         argument: String,
         /// The type that the call was prepared for.
@@ -103,15 +103,13 @@ pub enum Error {
     },
 
     /// An argument from another library has the wrong device, type or layout.
-    #[error("rank {rank}: {call}: {what} of {argument} is {found} and must be {expected}{}", .call.place())]
+    #[error("rank {rank}: {call}: {what} is {found} and must be {expected}")]
     Unsuitable {
         /// The rank that made the call.
         rank: usize,
         /// The call.
-        call: CallSite,
-        /// The argument.
-        argument: String,
-        /// The property that does not fit, such as its device, dtype or strides.
+        call: String,
+        /// The property that does not fit, and the argument that has it, such as "the device of the tensors".
         what: String,
         /// What the property must be.
         expected: String,
@@ -121,14 +119,13 @@ pub enum Error {
 
     /// An argument belongs to a different group.
     #[error(
-        "rank {rank}: {call}: {argument} belongs to a different group; make all arguments with one group{}",
-        .call.place()
+        "rank {rank}: {call}: {argument} belongs to a different group; make all arguments with one group"
     )]
     ForeignArgument {
         /// The rank that made the call.
         rank: usize,
         /// The call.
-        call: CallSite,
+        call: String,
         /// The argument.
         argument: String,
     },
@@ -436,13 +433,13 @@ pub enum Error {
     },
 
     /// A number or an address is not aligned as this backend needs.
-    #[error("rank {rank}: {call}: {what} is {value}; this backend needs a multiple of {multiple}{}{}",
-        Nearest(*.value, *.multiple), .call.place())]
+    #[error("rank {rank}: {call}: {what} is {value}; this backend needs a multiple of {multiple}{}",
+        Nearest(*.value, *.multiple))]
     Unaligned {
         /// The rank that made the call.
         rank: usize,
         /// The call.
-        call: CallSite,
+        call: String,
         /// What the number is.
         what: String,
         /// The number.
@@ -681,7 +678,7 @@ impl Error {
         | Error::ForeignArgument { call, .. }
         | Error::Unaligned { call, .. } = &mut self
         {
-            call.name = name.into();
+            *call = name.into();
         }
         self
     }
@@ -783,47 +780,6 @@ impl Error {
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         f.write_str(&self.to_string())
-    }
-}
-
-/// A call of this library, and where the program makes it.
-///
-/// Two are equal if they name the same call, wherever it is made.
-#[derive(Clone, Debug, Eq)]
-pub struct CallSite {
-    /// The name of the call, such as `all_gather_matmul` or `Group::upload`.
-    pub name: String,
-    /// The program's file and line, as `src/main.rs:12`, if they are known.
-    pub place: Option<String>,
-}
-
-impl CallSite {
-    /// The place as the end of a sentence.
-    fn place(&self) -> impl fmt::Display {
-        let place = self.place.as_ref();
-        place.map_or(String::new(), |place| format!(" ({place})"))
-    }
-}
-
-impl From<&str> for CallSite {
-    /// A call whose place is not known.
-    fn from(name: &str) -> CallSite {
-        CallSite {
-            name: name.into(),
-            place: None,
-        }
-    }
-}
-
-impl PartialEq for CallSite {
-    fn eq(&self, other: &CallSite) -> bool {
-        self.name == other.name
-    }
-}
-
-impl fmt::Display for CallSite {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str(&self.name)
     }
 }
 

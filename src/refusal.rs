@@ -1,7 +1,7 @@
 //! Why a call is refused, before its rank and its name are known.
 
 use crate::element::DType;
-use crate::error::{CallSite, Error};
+use crate::error::Error;
 
 /// A result of a check that knows neither the rank nor the call.
 pub type Result<T, E = Refusal> = std::result::Result<T, E>;
@@ -76,7 +76,7 @@ impl Refusal {
     }
 
     /// `rank` is unknown only where there are no ranks yet. Then only limits are checked.
-    pub fn into_error(self, rank: Option<usize>, call: CallSite) -> Error {
+    pub fn into_error(self, rank: Option<usize>, call: String) -> Error {
         let known = rank.unwrap_or(0);
         match self {
             Refusal::Limit {
@@ -142,8 +142,7 @@ impl Refusal {
             } => Error::Unsuitable {
                 rank: known,
                 call,
-                argument,
-                what,
+                what: format!("{what} of {argument}"),
                 expected,
                 found,
             },
@@ -166,6 +165,18 @@ impl Refusal {
             Refusal::Failure(error) => error,
         }
     }
+}
+
+/// Checks the shape of `argument`, which names its extents too.
+pub fn require_shape(argument: &str, expected: [usize; 2], found: [usize; 2]) -> Result<()> {
+    if expected == found {
+        return Ok(());
+    }
+    Err(Refusal::Shape {
+        argument: argument.into(),
+        expected: expected.into(),
+        found: found.into(),
+    })
 }
 
 /// Checks that `part` has as many things as `whole`. `unit` is the name of one.

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::element::DType;
-use crate::error::{CallSite, Deadline, Error, Result};
+use crate::error::{Deadline, Error, Result};
 use crate::profile::span::{Lane, Span, Work};
 use crate::schedule::Route;
 
@@ -118,13 +118,6 @@ pub enum DTypeJson {
 }
 
 #[derive(Serialize, Deserialize)]
-#[serde(remote = "CallSite")]
-struct CallSiteJson {
-    name: String,
-    place: Option<String>,
-}
-
-#[derive(Serialize, Deserialize)]
 struct SentSpan(#[serde(with = "SpanJson")] Span);
 
 #[derive(Serialize, Deserialize)]
@@ -205,8 +198,7 @@ mod boxed {
 enum ErrorJson {
     Limit {
         rank: Option<usize>,
-        #[serde(with = "CallSiteJson")]
-        call: CallSite,
+        call: String,
         what: String,
         value: usize,
         min: usize,
@@ -214,22 +206,19 @@ enum ErrorJson {
     },
     Unsupported {
         rank: usize,
-        #[serde(with = "CallSiteJson")]
-        call: CallSite,
+        call: String,
         what: String,
     },
     Shape {
         rank: usize,
-        #[serde(with = "CallSiteJson")]
-        call: CallSite,
+        call: String,
         argument: String,
         expected: Vec<usize>,
         found: Vec<usize>,
     },
     Count {
         rank: usize,
-        #[serde(with = "CallSiteJson")]
-        call: CallSite,
+        call: String,
         whole: String,
         unit: String,
         expected: usize,
@@ -238,8 +227,7 @@ enum ErrorJson {
     },
     DType {
         rank: usize,
-        #[serde(with = "CallSiteJson")]
-        call: CallSite,
+        call: String,
         argument: String,
         #[serde(with = "DTypeJson")]
         expected: DType,
@@ -248,17 +236,14 @@ enum ErrorJson {
     },
     Unsuitable {
         rank: usize,
-        #[serde(with = "CallSiteJson")]
-        call: CallSite,
-        argument: String,
+        call: String,
         what: String,
         expected: String,
         found: String,
     },
     ForeignArgument {
         rank: usize,
-        #[serde(with = "CallSiteJson")]
-        call: CallSite,
+        call: String,
         argument: String,
     },
     Environment {
@@ -382,8 +367,7 @@ enum ErrorJson {
     },
     Unaligned {
         rank: usize,
-        #[serde(with = "CallSiteJson")]
-        call: CallSite,
+        call: String,
         what: String,
         value: usize,
         multiple: usize,

@@ -16,7 +16,7 @@ use crate::backend::sealed::Bound;
 use crate::element::Value;
 use crate::error::{Error, Result};
 use crate::group::Group;
-use crate::refusal::{self, Refusal, require_count};
+use crate::refusal::{self, Refusal, require_count, require_shape};
 use crate::resources::require_available;
 use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::limits::limit;
@@ -361,15 +361,11 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
 
     /// Checks that the view can be copied into rows of `shape` of the same group.
     fn require_copied(&self, group: &Group<B>, shape: [usize; 2]) -> Result<()> {
-        let argument = "the view to copy".to_string();
-        let fits = match (self.group.is_same(group), self.shape == shape) {
-            (false, _) => Err(Refusal::ForeignArgument { argument }),
-            (_, false) => Err(Refusal::Shape {
-                argument: argument + " [rows, columns]",
-                expected: shape.into(),
-                found: self.shape.into(),
+        let fits = match self.group.is_same(group) {
+            true => require_shape("the view to copy [rows, columns]", shape, self.shape),
+            false => Err(Refusal::ForeignArgument {
+                argument: "the view to copy".into(),
             }),
-            _ => Ok(()),
         };
         group.judged("copy_from", fits)
     }

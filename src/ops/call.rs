@@ -16,6 +16,7 @@ use crate::profile::nvtx::range;
 use crate::profile::span::Span;
 use crate::protocol::epoch::Epoch;
 use crate::ranks::call::PostedCall;
+pub use crate::refusal::require_shape;
 use crate::refusal::{self, Refusal};
 use crate::schedule::limits::limit;
 use crate::schedule::{Config, Layout, Problem, RowOrder};
@@ -286,21 +287,6 @@ pub fn explain<B: Backend>(group: &Group<B>, problem: &Problem, config: Config) 
         _ => group.inner().backend.predict(problem, &config),
     };
     Explanation { config, predicted }
-}
-
-pub fn require_shape(
-    argument: &str,
-    expected: [usize; 2],
-    found: [usize; 2],
-) -> refusal::Result<()> {
-    if expected == found {
-        return Ok(());
-    }
-    Err(Refusal::Shape {
-        argument: argument.into(),
-        expected: expected.into(),
-        found: found.into(),
-    })
 }
 
 /// Checks that a type is the planned one.

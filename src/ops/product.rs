@@ -183,12 +183,15 @@ pub fn check_outputs<B: Backend>(
     rows: usize,
     outputs: &[RawOutput<B>],
 ) -> Result<()> {
+    // A text of its own for each would be made for every call.
     let whole = match problem.form.weight_count() {
-        2 if problem.form.gated => "a gated product".into(),
-        1 => "a product with 1 weight".into(),
-        count => format!("a product with {count} weights"),
+        2 if problem.form.gated => "a gated product",
+        1 => "a product with 1 weight",
+        2 => "a product with 2 weights",
+        3 => "a product with 3 weights",
+        _ => "a product with 4 weights",
     };
-    require_count(&whole, "output", widths.len(), "this call", outputs.len())?;
+    require_count(whole, "output", widths.len(), "this call", outputs.len())?;
     for (out, &n) in outputs.iter().zip(widths) {
         require_same_group("out", out.group, group)?;
         require_shape(what, [rows, n], out.shape)?;

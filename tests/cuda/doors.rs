@@ -183,14 +183,18 @@ fn memory_that_does_not_fit_is_refused(
 ) {
     let error = CudarcMatrix::new(group, others, 16, 16).unwrap_err();
     assert!(
-        matches!(&error, Error::Unsuitable { what, .. } if what == "the stream"),
+        matches!(&error, Error::Unsuitable { what, .. } if what.starts_with("the stream")),
         "{error}"
     );
     let error = CudarcMatrix::new(group, own, 16, 15).unwrap_err();
     assert!(
         matches!(
             &error,
-            Error::Shape { expected, found, .. } if (expected[0], found[0]) == (240, 256)
+            Error::Count {
+                expected: 240,
+                found: 256,
+                ..
+            }
         ),
         "{error}"
     );
@@ -220,7 +224,7 @@ fn a_stream_of_each_thread_is_refused(group: &Group<gemmesh::Cuda>, own: &CudaSl
     let each_threads = own.stream().context().per_thread_stream();
     let error = group.use_cudarc_stream(&each_threads).unwrap_err();
     assert!(
-        matches!(&error, Error::Unsuitable { what, .. } if what == "the handle"),
+        matches!(&error, Error::Unsuitable { what, .. } if what.starts_with("the handle")),
         "{error}"
     );
 }
@@ -263,7 +267,7 @@ fn what_is_another_gpus_is_refused(group: &Group<gemmesh::Cuda>) -> Result<()> {
             CudarcMatrixMut::new(group, &mut memory, 16, 16).unwrap_err(),
         ] {
             let expected =
-                matches!(&error, Error::Unsuitable { what, .. } if what == "the context");
+                matches!(&error, Error::Unsuitable { what, .. } if what.starts_with("the context"));
             assert!(expected, "{error}");
         }
     }

@@ -107,8 +107,7 @@ impl Tensors for Cuda {
         let unsuitable = |what: &str, found: String| Error::Unsuitable {
             rank: group.rank(),
             call: "TensorParallel::new".into(),
-            argument: "the tensors".into(),
-            what: what.into(),
+            what: format!("{what} of the tensors"),
             expected: expected.clone(),
             found,
         };

@@ -149,8 +149,7 @@ impl<'a> Rows<'a> {
         let unsuitable = |unfit: Unfit| Error::Unsuitable {
             rank,
             call: MAKE.into(),
-            argument: argument.into(),
-            what: unfit.what.into(),
+            what: format!("{} of {argument}", unfit.what),
             expected: unfit.expected,
             found: unfit.found,
         };
@@ -254,8 +253,7 @@ pub fn no_such_dtype(rank: usize, argument: &str, found: DType) -> Error {
     Error::Unsuitable {
         rank,
         call: MAKE.into(),
-        argument: argument.into(),
-        what: "the dtype".into(),
+        what: format!("the dtype of {argument}"),
         expected: "BF16 or F16".into(),
         found: format!("{found:?}"),
     }
@@ -271,8 +269,7 @@ fn other_device(rank: usize, found: &CandleDevice, expected: &str) -> Error {
     Error::Unsuitable {
         rank,
         call: "TensorParallel::new".into(),
-        argument: "the tensors".into(),
-        what: "the device".into(),
+        what: "the device of the tensors".into(),
         expected: expected.into(),
         found: found.into(),
     }
