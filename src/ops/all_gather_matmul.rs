@@ -174,7 +174,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
         let (a, weights, outputs) = (a.into(), weights.into().all, outputs.into().all);
         let (RawShards { group, .. }, options) = (a, &self.options);
         let planned = || {
-            let widths = options.widths(&weights);
+            let widths = options.widths(group, a.layout.k(), &weights)?;
             let dtype = outputs.first().map(|out| out.dtype);
             let problem = options.problem(PRODUCT, a.staged(self.stages)?, &widths, dtype);
             let program = self.program(group, &problem)?;

@@ -142,9 +142,10 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
         outputs: impl Into<Outputs<'o, B, T>>,
     ) -> Result<()> {
         let (a, weights, outputs) = (a.into(), weights.into(), outputs.into());
-        let (group, widths) = (a.group(), self.0.widths(&weights.all));
+        let (group, shape) = (a.group(), a.shape());
         let dtype = outputs.all.first().map(|out| out.dtype);
-        let planned = self.plan(group, a.shape(), &widths, dtype);
+        let widths = self.0.widths(group, shape[1], &weights.all);
+        let planned = widths.and_then(|widths| self.plan(group, shape, &widths, dtype));
         group
             .judged(OPERATION.name(), planned)?
             .run(a, weights, outputs)

@@ -191,7 +191,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         let (a, b) = (RawView::from(a.into()), RawView::from(b.into()));
         let out = out.into().all;
         let dtype = out.first().map(|out| out.dtype);
-        let plan = || self.plan(a, self.options.n_of(&b), self.layout(a)?, dtype);
+        let plan = || self.plan(a, self.n_of(a, b)?, self.layout(a)?, dtype);
         let planned = plan().map_err(a.group.refusal(Which::Own.name()))?;
         planned.collective([a, b], out, None)
     }
@@ -211,9 +211,9 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
         out: &mut ShardedMatrix<B, T>,
     ) -> Result<()> {
         let (a, b) = (RawView::from(a.into()), RawView::from(b.into()));
-        let (group, [m, k], n) = (a.group, a.shape, self.options.n_of(&b));
+        let (group, [m, k]) = (a.group, a.shape);
         let plan = || -> refusal::Result<PreparedReduceScatter<'a, B, T>> {
-            let out = RawShards::from(&*out);
+            let (n, out) = (self.n_of(a, b)?, RawShards::from(&*out));
             require_same_group("out", out.group, group)?;
             require_shape("out [M, N]", [m, n], out.shape())?;
             out.require_by_rank("out")?;
@@ -256,6 +256,11 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     ) -> refusal::Result<PreparedReduceScatter<'a, B, T>> {
         let planned = PlannedSums::new(&self.options, Which::Own, a.group, layout, n, out)?;
         Ok(PreparedReduceScatter(planned, PhantomData))
+    }
+
+    /// N of the product of `a` and `b`.
+    fn n_of(&self, a: RawView<B>, b: RawView<B>) -> refusal::Result<usize> {
+        self.options.n_of(a.group, a.shape[1], &b)
     }
 
     /// Which rank owns which rows of the product of `a`.

@@ -95,18 +95,25 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
         Ok(())
     }
 
-    /// N of each weight.
-    pub fn widths(&self, weights: &RawWeights<B>) -> Widths {
-        weights.iter().map(|weight| self.n_of(weight)).collect()
+    /// N of each weight of a call that was not prepared.
+    pub fn widths(&self, group: &Group<B>, k: usize, weights: &RawWeights<B>) -> Result<Widths> {
+        let widths = weights.iter().map(|weight| self.n_of(group, k, weight));
+        widths.collect()
     }
 
-    /// N of a weight.
-    pub fn n_of(&self, weight: &RawView<B>) -> usize {
+    /// N of a weight of a call that was not prepared, and whose other operand is K = `k` deep.
+    pub fn n_of(&self, group: &Group<B>, k: usize, weight: &RawView<B>) -> Result<usize> {
+        require_same_group("b", weight.group, group)?;
         let [rows, columns] = weight.shape;
-        match self.weights {
-            WeightLayout::Nk => rows,
-            WeightLayout::Kn => columns,
-        }
+        let [n, depth] = match self.weights {
+            WeightLayout::Nk => [rows, columns],
+            WeightLayout::Kn => [columns, rows],
+        };
+        // A weight that has K in the other place has its N there too.
+        let n = if n == k { depth } else { n };
+        let (what, shape) = expected_weight(self.weights, n, k);
+        require_shape(what, shape, weight.shape)?;
+        Ok(n)
     }
 
     /// Checks the bias and the residual, which are added to `rows` rows.
@@ -147,6 +154,14 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
     }
 }
 
+/// The name of a weight's shape in messages, and the shape.
+fn expected_weight(layout: WeightLayout, n: usize, k: usize) -> (&'static str, [usize; 2]) {
+    match layout {
+        WeightLayout::Nk => ("b [N, K]", [n, k]),
+        WeightLayout::Kn => ("b [K, N]", [k, n]),
+    }
+}
+
 /// Checks the weights' widths and depth K against the plan.
 pub fn check_weights<B: Backend>(
     group: &Group<B>,
@@ -164,10 +179,7 @@ pub fn check_weights<B: Backend>(
     for (number, weight) in weights.iter().enumerate() {
         require_same_group("b", weight.group, group)?;
         let n = widths[if form.gated { 0 } else { number }];
-        let (what, shape) = match form.weights {
-            WeightLayout::Nk => ("b [N, K]", [n, k]),
-            WeightLayout::Kn => ("b [K, N]", [k, n]),
-        };
+        let (what, shape) = expected_weight(form.weights, n, k);
         require_shape(what, shape, weight.shape)?;
         require_dtype("b", problem.dtypes.operands, weight.dtype)?;
     }

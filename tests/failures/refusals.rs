@@ -3,7 +3,10 @@
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use gemmesh::{AllGatherMatmul, Error, Group, Host, all_gather_matmul, bf16};
+use gemmesh::{
+    AllGatherMatmul, Error, Group, Host, Matmul, MatmulReduceScatter, WeightLayout,
+    all_gather_matmul, bf16,
+};
 
 use crate::{Arguments, MakeCall, NOTICED, TIMEOUT};
 
@@ -60,6 +63,75 @@ fn a_wrong_weight_on_one_rank_is_named_to_all() {
             all_gather_matmul(&arguments.a, &b, &mut arguments.out)
         },
     );
+}
+
+/// Gives each product a transposed weight, which has N and K in each other's places, and one that fits neither way.
+fn give_weights_in_the_other_layout(group: &Group<Host>) -> Result<(), Error> {
+    let (m, n, k) = (6, 5, 4);
+    let sharded = group.sharded::<bf16>(m, k)?;
+    let (a, mut out) = (group.zeros::<bf16>(m, k)?, group.zeros::<bf16>(m, n)?);
+    let mut sums = group.sharded::<bf16>(m, n)?;
+    let hint = |layout| format!("pass [{layout}], or call .weight_layout(WeightLayout::");
+    let transposed = [
+        (
+            WeightLayout::Nk,
+            [k, n],
+            "b [N, K] is [4, 5] and must be [5, 4]",
+            hint("N, K") + "Kn)",
+        ),
+        (
+            WeightLayout::Kn,
+            [n, k],
+            "b [K, N] is [5, 4] and must be [4, 5]",
+            hint("K, N") + "Nk)",
+        ),
+    ];
+    for (layout, [rows, columns], what, remedy) in transposed {
+        let said = |call: &str, result: Result<(), Error>, what: &str| {
+            let expected = format!("rank {}: {call}: {what}", group.rank());
+            let said = result.unwrap_err().to_string();
+            assert_eq!(said.split(" (tests/").next(), Some(expected.as_str()));
+        };
+        let b = group.zeros::<bf16>(rows, columns)?;
+        let wrong = group.zeros::<bf16>(7, 8)?;
+        let neither = match layout {
+            WeightLayout::Nk => "b [N, K] is [7, 8] and must be [7, 4]",
+            WeightLayout::Kn => "b [K, N] is [7, 8] and must be [4, 8]",
+        };
+        let turned = format!("{what}; it looks transposed: {remedy}");
+        for (b, what) in [(&b, turned.as_str()), (&wrong, neither)] {
+            let gathered = AllGatherMatmul::new().weight_layout(layout);
+            said(
+                "all_gather_matmul",
+                gathered.run(&sharded, b, &mut out),
+                what,
+            );
+            let several = gathered.run(&sharded, [b, b], [&mut out]);
+            said("all_gather_matmul", several, what);
+            let alone = Matmul::new().weight_layout(layout);
+            said("matmul", alone.run(&a, b, &mut out), what);
+            let scattered = MatmulReduceScatter::new().weight_layout(layout);
+            said(
+                "matmul_reduce_scatter",
+                scattered.run(&a, b, &mut out),
+                what,
+            );
+            said(
+                "matmul_reduce_scatter",
+                scattered.run_into(&a, b, &mut sums),
+                what,
+            );
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_weight_in_the_other_layout_is_told_of_with_the_shape_and_the_remedy() {
+    let ranks = Group::<Host>::builder().timeout(TIMEOUT).workers(1);
+    ranks
+        .threads(2, |group| give_weights_in_the_other_layout(&group))
+        .unwrap();
 }
 
 #[test]
