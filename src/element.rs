@@ -63,12 +63,23 @@ impl fmt::Display for DType {
 }
 
 /// A type that a matrix may hold. Ranks can move its rows, whatever the bits mean. For example, `u8` holds fp8.
+#[diagnostic::on_unimplemented(
+    message = "matrices cannot hold `{Self}`",
+    label = "must be bf16, f16, f32, u8, u16, u32 or u64",
+    note = "numbers of other types are moved by their bits: fp8 and i8 as u8, i32 as u32",
+    note = "bf16 and f16 are the types of the same names in gemmesh (and in version 2 of the crate half)"
+)]
 pub trait Value: Pod + sealed::Sealed + Send + Sync + fmt::Debug + PartialEq {
     /// The type, at run time.
     const DTYPE: DType;
 }
 
 /// A value whose sums are made in f32 and rounded once.
+#[diagnostic::on_unimplemented(
+    message = "sums add bf16, f16 or f32, not `{Self}`",
+    label = "must be bf16, f16 or f32",
+    note = "rows of all types can be gathered and moved without being added, for example by `all_gather`"
+)]
 pub trait Float: Value {
     /// Bits of the fraction, the hidden one included: one ulp at x is 2^(exponent(x) + 1 - DIGITS).
     const DIGITS: i32;
@@ -86,6 +97,24 @@ pub trait Float: Value {
 }
 
 /// A 16-bit float, whose products are summed in f32 and rounded once.
+///
+/// f32 can be the type of an output, but not of an operand:
+///
+/// ```compile_fail
+/// use gemmesh::{Group, Host, Result, matmul};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let a = group.zeros::<f32>(2, 8)?;
+///     let b = group.zeros::<f32>(4, 8)?;
+///     let mut out = group.zeros::<f32>(2, 4)?;
+///     matmul(&a, &b, &mut out) // products multiply bf16 or f16, not `f32`
+/// }
+/// ```
+#[diagnostic::on_unimplemented(
+    message = "products multiply bf16 or f16, not `{Self}`",
+    label = "must be bf16 or f16",
+    note = "convert the operands, for example with `bf16::from_f32`; outputs may be f32, and sums in between are f32"
+)]
 pub trait Element: Float {}
 
 mod sealed {

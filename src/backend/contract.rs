@@ -24,6 +24,11 @@ pub(crate) const KEPT: NonZeroUsize = NonZeroUsize::new(512).expect("512 is not 
 /// A way to run the protocol: [`Host`](crate::Host) on any machine, `Cuda` on NVIDIA GPUs (feature `cuda`).
 ///
 /// Sealed: the protocol's safety rests on its implementations.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a backend",
+    label = "must be `Host` or `Cuda`",
+    note = "`Host` runs on any machine; `Cuda` runs on NVIDIA GPUs and needs the feature `cuda`"
+)]
 pub trait Backend: sealed::Implementation {}
 
 /// An object that gives another library's memory back when it is dropped.

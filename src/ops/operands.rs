@@ -84,6 +84,21 @@ impl<const N: usize> From<[usize; N]> for WeightWidths {
 }
 
 /// A type in which products of `T` can be stored: `T` or f32.
+///
+/// ```compile_fail
+/// use gemmesh::{Group, Host, Matmul, Result, bf16, f16};
+///
+/// fn rank(group: Group<Host>) -> Result<()> {
+///     let a = group.zeros::<bf16>(2, 8)?;
+///     let b = group.zeros::<bf16>(4, 8)?;
+///     let mut out = group.zeros::<f16>(2, 4)?;
+///     Matmul::new().run(&a, &b, &mut out) // a product of `bf16` cannot be stored as `f16`
+/// }
+/// ```
+#[diagnostic::on_unimplemented(
+    message = "a product of `{T}` cannot be stored as `{Self}`",
+    label = "outputs have the type of the operands, bf16 or f16, or f32"
+)]
 pub trait OutputOf<T>: Value {}
 
 impl<T: Element> OutputOf<T> for T {}
