@@ -132,7 +132,7 @@ pub enum Error {
 
     /// The environment does not say who this rank is.
     #[error(
-        "cannot tell this process's rank from {launcher}'s environment: {missing} missing; \
+        "cannot tell this process's rank from {launcher}'s environment, which lacks {missing}; \
          start it with torchrun, mpirun or srun, with gemmesh::launch, or name rank and world size in the program"
     )]
     Environment {
@@ -205,7 +205,9 @@ pub enum Error {
     },
 
     /// A rank disagrees with others about something that must be the same on all ranks.
-    #[error("rank {rank} has {what} {theirs}, rank {other} has {expected}; start all ranks alike")]
+    #[error(
+        "rank {rank} has {what} {theirs} and rank {other} has {expected}; start all ranks alike"
+    )]
     Mismatch {
         /// The rank that differs.
         rank: usize,
@@ -941,10 +943,9 @@ struct Ranks<'a>(&'a [usize], &'static str, &'static str);
 
 impl fmt::Display for Ranks<'_> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        match self.0 {
-            [rank] => write!(f, "rank {rank} {}", self.1),
-            ranks => write!(f, "ranks {ranks:?} {}", self.2),
-        }
+        let Ranks(ranks, has, have) = self;
+        let verb = if ranks.len() == 1 { has } else { have };
+        write!(f, "{} {verb}", Listed(ranks))
     }
 }
 
@@ -955,6 +956,9 @@ impl fmt::Display for Who<'_> {
         self.0.map_or(Ok(()), |rank| write!(f, "rank {rank}: "))
     }
 }
+
+#[cfg(test)]
+mod sentences;
 
 #[cfg(test)]
 mod tests {
