@@ -165,9 +165,9 @@ impl<'a, T: Value> CudarcMatrix<'a, T> {
     /// A [rows, columns] matrix, row by row, in memory of as many elements.
     ///
     /// # Errors
-    /// [`Error::Unsuitable`] unless the memory's context and stream are the group's; [`Error::Shape`] unless it has
+    /// [`Error::Unsuitable`] unless the memory's context and stream are the group's; [`Error::Count`] unless it has
     /// rows · columns elements; [`Error::Unaligned`] unless the memory and each row begin at a multiple of 16 bytes;
-    /// [`Error::Limit`] if there are no columns.
+    /// [`Error::Limit`] if there are no columns, or more rows or columns than 2³¹ - 1.
     pub fn new<S: DevicePtr<T> + OrderedByItsStream>(
         group: &Group<Cuda>,
         memory: &'a S,

@@ -40,7 +40,7 @@ impl<T: Value> Matrix<Cuda, T> {
     /// of `T`, such as `u16`.
     ///
     /// # Errors
-    /// [`Error::Unsuitable`] if elements are not as wide as `T`; [`Error::Shape`] unless there are rows · columns of
+    /// [`Error::Unsuitable`] if elements are not as wide as `T`; [`Error::Count`] unless there are rows · columns of
     /// them; as [`Matrix::from_device_ptr`].
     ///
     /// # Safety

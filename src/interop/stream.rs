@@ -261,7 +261,7 @@ impl<T: Value> Matrix<Cuda, T> {
     ///
     /// # Errors
     /// [`Error::Unaligned`] unless `ptr` and `pitch` are multiples of 16; [`Error::Limit`] if a row is longer
-    /// than the pitch, or if there are no columns. If there are no rows, `ptr` does not matter and may be 0.
+    /// than the pitch, if there are no columns, or if there are more rows or columns than 2³¹ - 1. If there are no rows, `ptr` does not matter and may be 0.
     ///
     /// # Safety
     /// - `ptr` is memory of the group's device, with at least `(rows - 1) * pitch` bytes and a row, in whole pieces of

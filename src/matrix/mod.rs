@@ -79,7 +79,7 @@ impl<B: Backend> Group<B> {
     /// Allocates a [rows, columns] matrix of this rank, and copies `values` into it, row by row.
     ///
     /// # Errors
-    /// As [`Group::zeros`]; [`Error::Shape`] unless there are rows · columns values.
+    /// As [`Group::zeros`]; [`Error::Count`] unless there are rows · columns values.
     pub fn upload<T: Value>(
         &self,
         values: &[T],
@@ -150,7 +150,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     /// Overwrites the matrix with `values`, row by row, when the operations before are complete.
     ///
     /// # Errors
-    /// [`Error::Shape`] unless there are rows · columns values; the group's failure.
+    /// [`Error::Count`] unless there are rows · columns values; the group's failure.
     pub fn copy_from_host(&mut self, values: &[T]) -> Result<()> {
         self.require_length("Matrix::copy_from_host", values.len())?;
         self.write(values)
@@ -167,7 +167,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     /// Copies the matrix to `values`, row by row, when the operations before are complete.
     ///
     /// # Errors
-    /// [`Error::Shape`] unless there are rows · columns values; the group's failure.
+    /// [`Error::Count`] unless there are rows · columns values; the group's failure.
     pub fn copy_to_host(&self, values: &mut [T]) -> Result<()> {
         self.require_length("Matrix::copy_to_host", values.len())?;
         self.group.synchronize()?;
@@ -481,7 +481,7 @@ impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Shape`] unless the sum of the widths is the number of columns; as [`MatrixViewMut::columns`].
+    /// [`Error::Count`] unless the sum of the widths is the number of columns; as [`MatrixViewMut::columns`].
     pub fn split_columns<const N: usize>(self, widths: [usize; N]) -> Result<[Self; N]> {
         let [_, columns] = self.shape();
         let all = widths

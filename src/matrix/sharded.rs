@@ -71,7 +71,7 @@ impl<B: Backend> Group<B> {
     /// [`Group::sharded`], where rank r owns `rows[r]` rows. Collective.
     ///
     /// # Errors
-    /// As [`Group::sharded`]; [`Error::Shape`] unless `rows` has one count for each rank.
+    /// As [`Group::sharded`]; [`Error::Count`] unless `rows` has one count for each rank.
     pub fn sharded_rows<T: Value>(&self, rows: &[usize], k: usize) -> Result<ShardedMatrix<B, T>> {
         self.check()?;
         let layout = self.layout(rows, k, T::DTYPE);
@@ -184,7 +184,7 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     /// captured in a graph. The group keeps the schedules that were used last.
     ///
     /// # Errors
-    /// [`Error::Shape`] unless `rows` has one count for each rank; [`Error::Limit`] if there are more rows than the
+    /// [`Error::Count`] unless `rows` has one count for each rank; [`Error::Limit`] if there are more rows than the
     /// capacity.
     pub fn set_rows(&mut self, rows: &[usize]) -> Result<()> {
         let layout = || {
@@ -306,7 +306,7 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     /// Copies this rank's copy of the whole matrix to `values`, row by row, when the operations before are complete.
     ///
     /// # Errors
-    /// [`Error::Shape`] unless there are M · K values; the group's failure.
+    /// [`Error::Count`] unless there are M · K values; the group's failure.
     pub fn copy_to_host(&self, values: &mut [T]) -> Result<()> {
         let [m, k] = self.shape();
         let call = "ShardedMatrix::copy_to_host";
@@ -422,7 +422,7 @@ impl<'a, B: Backend, T: Value> ShardMut<'a, B, T> {
     /// Overwrites the rows with `values`, row by row.
     ///
     /// # Errors
-    /// [`Error::Shape`] unless there is one value for each element; the group's failure.
+    /// [`Error::Count`] unless there is one value for each element; the group's failure.
     pub fn copy_from_host(&mut self, values: &[T]) -> Result<()> {
         let k = self.0.layout.k();
         let shape = [self.0.rows().len(), k];

@@ -164,7 +164,9 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     /// schedule. Later calls use it again.
     ///
     /// # Errors
-    /// As [`all_gather_matmul`]; [`Error::Limit`] or [`Error::Unsupported`] if the configuration can't be used.
+    /// As [`all_gather_matmul`]; [`Error::Count`] unless there is one output for each weight, or one for the two weights
+    /// of a gated product; [`Error::DType`] if the outputs' types differ; [`Error::Limit`] or [`Error::Unsupported`] if
+    /// the configuration can't be used.
     pub fn run<'w, 'o>(
         &self,
         a: &ShardedMatrix<B, T>,
@@ -198,7 +200,7 @@ impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
     ///
     /// # Errors
     /// [`Error::Limit`] if `n` or the configuration is out of range, if there are more than four weights, or if gate
-    /// and up differ in N; [`Error::Unsupported`] if the configuration is not supported; [`Error::Shape`] if a gated
+    /// and up differ in N; [`Error::Unsupported`] if the configuration is not supported; [`Error::Count`] if a gated
     /// product has more than two weights; [`Error::Shape`] or [`Error::ForeignArgument`] if the bias does not fit; the
     /// group's failure.
     pub fn prepare(
@@ -321,7 +323,8 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// As [`AllGatherMatmul::run`].
     ///
     /// # Errors
-    /// As [`all_gather_matmul`].
+    /// As [`all_gather_matmul`]; [`Error::Count`] unless there are as many weights and outputs as planned;
+    /// [`Error::DType`] if an output has a different type than planned ([`AllGatherMatmul::f32_output`]).
     pub fn run<'w, 'o>(
         &self,
         a: &ShardedMatrix<B, T>,
@@ -363,7 +366,7 @@ impl<B: Backend, T: Element> Prepared<'_, B, T> {
     /// Only multiplies, with the rows of `a` that this rank has gathered before. Not collective.
     ///
     /// # Errors
-    /// [`Error::Shape`] or [`Error::ForeignArgument`]; the group's failure.
+    /// [`Error::Shape`], [`Error::Count`], [`Error::DType`] or [`Error::ForeignArgument`]; the group's failure.
     pub fn matmul<'w, 'o>(
         &self,
         a: &ShardedMatrix<B, T>,

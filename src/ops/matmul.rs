@@ -134,7 +134,9 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
     /// It takes one weight and one output, or several, as [`AllGatherMatmul::run`](crate::AllGatherMatmul::run).
     ///
     /// # Errors
-    /// As [`matmul`]; [`Error::Limit`] or [`Error::Unsupported`] if the configuration can't be used.
+    /// As [`matmul`]; [`Error::Count`] or [`Error::DType`] as
+    /// [`AllGatherMatmul::run`](crate::AllGatherMatmul::run); [`Error::Limit`] or [`Error::Unsupported`] if the
+    /// configuration can't be used.
     pub fn run<'m, 'o>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
@@ -157,7 +159,8 @@ impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
     /// equal, or one N for both. Later runs need no planning.
     ///
     /// # Errors
-    /// [`Error::Limit`] if a shape or the configuration is out of range; [`Error::Unsupported`] if the configuration is
+    /// [`Error::Limit`] if a shape or the configuration is out of range, or if gate and up differ in N;
+    /// [`Error::Count`] if a gated product has more than two weights; [`Error::Unsupported`] if the configuration is
     /// not supported; [`Error::Shape`] or [`Error::ForeignArgument`] if the bias or the residual does not fit; the
     /// group's failure.
     pub fn prepare(
@@ -247,7 +250,8 @@ impl<B: Backend, T: Element> PreparedMatmul<'_, B, T> {
     /// As [`Matmul::run`].
     ///
     /// # Errors
-    /// As [`matmul`].
+    /// As [`matmul`]; [`Error::Count`] unless there are as many weights and outputs as planned; [`Error::DType`] if an
+    /// output has a different type than planned ([`Matmul::f32_output`]).
     pub fn run<'m, 'o>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,

@@ -181,7 +181,8 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     ///
     /// # Errors
     /// As [`matmul_reduce_scatter`]; [`Error::Limit`] or [`Error::Unsupported`] if the configuration can't be used;
-    /// [`Error::Shape`] unless [`MatmulReduceScatter::rows`] has one count for each rank, M in all.
+    /// [`Error::Count`] unless there is one output, and unless [`MatmulReduceScatter::rows`] has one count for each rank,
+    /// M in all.
     pub fn run<'m, 'o>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,
@@ -234,7 +235,7 @@ impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
     ///
     /// # Errors
     /// [`Error::Limit`] if `n` or the configuration is out of range; [`Error::Unsupported`] if the configuration is not
-    /// supported; [`Error::Shape`] unless [`MatmulReduceScatter::rows`] has one count for each rank, M in all;
+    /// supported; [`Error::Count`] unless [`MatmulReduceScatter::rows`] has one count for each rank, M in all;
     /// [`Error::Shape`] or [`Error::ForeignArgument`] if the bias or the residual does not fit; the group's failure.
     pub fn prepare<'m>(
         &self,
@@ -324,7 +325,8 @@ impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     /// As [`MatmulReduceScatter::run`]. `a` is [M, K], `b` is [N, K], `out` is [rows, N].
     ///
     /// # Errors
-    /// As [`matmul_reduce_scatter`].
+    /// As [`matmul_reduce_scatter`]; [`Error::Count`] unless there is one output; [`Error::DType`] if it has a different
+    /// type than planned ([`MatmulReduceScatter::f32_output`]).
     pub fn run<'m, 'o>(
         &self,
         a: impl Into<MatrixView<'m, B, T>>,

@@ -191,7 +191,7 @@ impl<'a> ProduceAndReduceScatter<'a> {
     /// Runs the operation with `m` rows in all, as [`produce_and_reduce_scatter`].
     ///
     /// # Errors
-    /// As [`produce_and_reduce_scatter`]; [`Error::Limit`] if the number of blocks is out of range; [`Error::Shape`]
+    /// As [`produce_and_reduce_scatter`]; [`Error::Limit`] if the number of blocks is out of range; [`Error::Count`]
     /// unless [`ProduceAndReduceScatter::rows`] has one count for each rank, m in all.
     ///
     /// # Panics

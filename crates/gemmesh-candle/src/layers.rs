@@ -24,7 +24,8 @@ impl ColumnParallelLinear {
     ///
     /// # Errors
     /// [`Error::Unsuitable`](gemmesh::Error::Unsuitable) for a tensor on a different device than the ranks', with a
-    /// type other than BF16 or F16, or whose rows don't follow one another; [`Error::Shape`](gemmesh::Error::Shape);
+    /// type other than BF16 or F16, or whose rows don't follow one another; [`Error::Count`](gemmesh::Error::Count) for
+    /// a weight that does not have two dimensions; [`Error::Shape`](gemmesh::Error::Shape);
     /// [`Error::Unaligned`](gemmesh::Error::Unaligned) on GPUs unless N and K are multiples of 8;
     /// [`Error::OutOfMemory`](gemmesh::Error::OutOfMemory).
     pub fn new(ranks: &TensorParallel, weight: Tensor, bias: Option<Tensor>) -> Result<Self> {
