@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::element::DType;
-use crate::resources;
+use crate::resources::{self, Bytes};
 use crate::route::Route;
 
 /// A result of this crate.
@@ -242,7 +242,7 @@ pub enum Error {
 
     /// Memory could not be allocated.
     #[error(
-        "rank {rank} has no memory for {bytes} bytes ({reason}); use smaller matrices or fewer ranks"
+        "rank {rank} has no memory for {}: {reason}; use smaller matrices or fewer ranks", Bytes(*.bytes as u64)
     )]
     OutOfMemory {
         /// The rank.
@@ -665,7 +665,7 @@ impl Error {
                 bytes,
                 reason: resources::explain_memory(&error),
             },
-            false => Error::system(rank, format!("share {bytes} bytes of memory"))(error),
+            false => Error::system(rank, format!("share {} of memory", Bytes(bytes as u64)))(error),
         }
     }
 

@@ -1,5 +1,6 @@
 //! The system's limits on this process and on the control groups that it is in.
 
+use std::fmt;
 use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -9,31 +10,65 @@ use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 use serde::{Deserialize, Serialize};
 
-/// A limit of this process: the resource, and the names that the system and `ulimit` have for it.
-struct Limit(Resource, &'static str, &'static str);
+/// A number of bytes in words, such as "24.7 GB (24671920128 bytes)". Below 10 kB it is only the number.
+#[derive(Clone, Copy, Debug)]
+pub struct Bytes(pub u64);
 
-const OPEN_FILES: Limit = Limit(Resource::Nofile, "open files", "RLIMIT_NOFILE, ulimit -n");
+impl fmt::Display for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let Bytes(bytes) = *self;
+        let noun = if bytes == 1 { "byte" } else { "bytes" };
+        if bytes < 10_000 {
+            return write!(f, "{bytes} {noun}");
+        }
+        let (mut value, mut unit) = (bytes as f64 / 1e3, "kB");
+        for larger in ["MB", "GB", "TB", "PB", "EB"] {
+            // Numbers from here on would be rounded to 1000.0.
+            if value >= 999.95 {
+                (value, unit) = (value / 1e3, larger);
+            }
+        }
+        write!(f, "{value:.1} {unit} ({bytes} {noun})")
+    }
+}
+
+/// A limit of this process: the resource, the names that the system and `ulimit` have for it, and its value in words.
+struct Limit(Resource, &'static str, &'static str, fn(u64) -> String);
+
+const OPEN_FILES: Limit = Limit(
+    Resource::Nofile,
+    "open files",
+    "RLIMIT_NOFILE, ulimit -n",
+    count,
+);
 const FILE_SIZE: Limit = Limit(
     Resource::Fsize,
-    "the bytes of a file, as which shared memory counts,",
+    "the size of a file, as which shared memory counts,",
     "RLIMIT_FSIZE, ulimit -f",
+    size,
 );
-const ADDRESS_SPACE: Limit = Limit(
-    Resource::As,
-    "bytes of address space",
-    "RLIMIT_AS, ulimit -v",
-);
-const DATA: Limit = Limit(Resource::Data, "bytes of data", "RLIMIT_DATA, ulimit -d");
+const ADDRESS_SPACE: Limit = Limit(Resource::As, "address space", "RLIMIT_AS, ulimit -v", size);
+const DATA: Limit = Limit(Resource::Data, "data", "RLIMIT_DATA, ulimit -d", size);
 const LOCKED: Limit = Limit(
     Resource::Memlock,
-    "bytes of locked memory",
+    "locked memory",
     "RLIMIT_MEMLOCK, ulimit -l",
+    size,
 );
 const PROCESSES: Limit = Limit(
     Resource::Nproc,
     "threads of this user",
     "RLIMIT_NPROC, ulimit -u",
+    count,
 );
+
+fn count(value: u64) -> String {
+    value.to_string()
+}
+
+fn size(value: u64) -> String {
+    Bytes(value).to_string()
+}
 
 impl Limit {
     /// How much is allowed. None if there is no limit.
@@ -43,11 +78,9 @@ impl Limit {
 
     /// The limit in words, if there is one.
     fn words(&self) -> Option<String> {
-        let Limit(_, what, names) = self;
-        Some(format!(
-            "; the limit on {what} is {} ({names})",
-            self.value()?
-        ))
+        let Limit(_, what, names, in_words) = self;
+        let value = in_words(self.value()?);
+        Some(format!("; the limit on {what} is {value} ({names})"))
     }
 }
 
@@ -157,7 +190,9 @@ pub fn lacking(ranks: &[Vec<Room>], bytes: usize) -> Option<(usize, String)> {
         let place = &room.place;
         (needed > available).then(|| {
             let words = format!(
-                "{available} bytes are available {place}, where {needed} are needed in all"
+                "{} are available {place}, where {} are needed in all",
+                Bytes(available),
+                Bytes(needed)
             );
             (rank, words)
         })
@@ -267,6 +302,24 @@ mod tests {
     use super::*;
 
     #[test]
+    fn many_bytes_have_a_unit_beside_the_exact_number() {
+        let cases = [
+            (0, "0 bytes"),
+            (1, "1 byte"),
+            (512, "512 bytes"),
+            (9_999, "9999 bytes"),
+            (10_000, "10.0 kB (10000 bytes)"),
+            (999_949, "999.9 kB (999949 bytes)"),
+            (999_950, "1.0 MB (999950 bytes)"),
+            (24_671_920_128, "24.7 GB (24671920128 bytes)"),
+            (u64::MAX, "18.4 EB (18446744073709551615 bytes)"),
+        ];
+        for (bytes, words) in cases {
+            assert_eq!(Bytes(bytes).to_string(), words);
+        }
+    }
+
+    #[test]
     fn meminfo_is_read_in_kib() {
         let text = "MemTotal:       100 kB\nMemAvailable:   24 kB\n";
         assert_eq!(meminfo_bytes(text, "MemAvailable"), Some(24 * 1024));
@@ -368,7 +421,7 @@ mod tests {
         assert_eq!(rank, 0);
         assert_eq!(
             words,
-            "100 bytes are available to 7, where 102 are needed in all"
+            "100 bytes are available to 7, where 102 bytes are needed in all"
         );
         assert_eq!(lacking(&shared[1..], 61).unwrap().0, 1);
         assert!(lacking(&shared[2..], usize::MAX).is_some());

@@ -10,7 +10,7 @@ use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use crate::resources::{require_available, require_file_size};
+use crate::resources::{Bytes, require_available, require_file_size};
 
 /// The smallest page size of any machine.
 const PAGE: usize = 4096;
@@ -123,7 +123,8 @@ const SEALS: SealFlags = SealFlags::SHRINK
 fn require_sealed(fd: &impl AsFd, bytes: usize) -> io::Result<()> {
     let size = rustix::fs::fstat(fd)?.st_size as u64;
     if size != bytes as u64 {
-        let reason = format!("the shared memory holds {size} bytes, not {bytes}");
+        let (holds, needs) = (Bytes(size), Bytes(bytes as u64));
+        let reason = format!("the shared memory holds {holds}, not {needs}");
         return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
     }
     // The call also fails for a descriptor that is not memory.

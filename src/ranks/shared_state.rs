@@ -600,7 +600,7 @@ mod tests {
             reason: "ü".repeat(FAULT_BYTES),
         });
         let seen = ranks[1].fault().unwrap().to_string();
-        assert!(seen.contains("has no memory for 1 bytes"), "{seen}");
+        assert!(seen.contains("has no memory for 1 byte:"), "{seen}");
     }
 
     #[test]

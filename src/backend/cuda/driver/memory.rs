@@ -14,6 +14,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use super::{BLOCK, Device, DevicePtr, check, is_fork, lock};
 use crate::error::{Error, Result};
+use crate::resources::Bytes;
 
 /// A range of device memory that somebody else owns.
 #[derive(Debug)]
@@ -401,9 +402,9 @@ fn out_of_memory(device: &Device, bytes: usize) -> Result<Error> {
         rank: device.rank,
         bytes,
         reason: format!(
-            "{} of the GPU's {} bytes are free",
-            device.free_bytes()?,
-            device.bytes()
+            "{} of the GPU's {} are free",
+            Bytes(device.free_bytes()? as u64),
+            Bytes(device.bytes() as u64)
         ),
     })
 }
