@@ -1,6 +1,6 @@
 //! How an operation is cut up, and why.
 
-use std::fmt::{Display, Formatter, Result};
+use std::fmt::{Debug, Display, Formatter, Result};
 
 use crate::schedule::Config;
 
@@ -18,7 +18,7 @@ use crate::schedule::Config;
 /// Group::threads(1, rank)?;
 /// # Ok::<_, gemmesh::Error>(())
 /// ```
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Explanation {
     /// The configuration that was chosen.
@@ -27,6 +27,16 @@ pub struct Explanation {
     /// makes them, if it knows the operation. On the host backend there are none, because it has one configuration for
     /// all shapes.
     pub predicted: Vec<Prediction>,
+}
+
+impl Debug for Explanation {
+    fn fmt(&self, f: &mut Formatter) -> Result {
+        write!(f, "Explanation({:?}", self.config)?;
+        match self.micros() {
+            Some(micros) => write!(f, ", {micros:.1} µs expected)"),
+            None => f.write_str(")"),
+        }
+    }
 }
 
 /// A predicted time.

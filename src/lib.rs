@@ -90,6 +90,8 @@ pub mod schedule;
 mod element;
 #[cfg(not(loom))]
 mod json;
+#[cfg(not(loom))]
+mod one_line;
 mod profile;
 mod refusal;
 mod route;

@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::{Group, threads};
 use crate::backend::{Backend, OpenOptions};
 use crate::error::{Error, Result};
+use crate::one_line::{beginning, option, write_parts};
 use crate::protocol::epoch::Epoch;
 use crate::ranks::deadlines::Deadlines;
 use crate::ranks::env::{self, Described};
@@ -37,7 +38,6 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 /// options.threads(2, |group| group.barrier())?;
 /// # Ok::<(), gemmesh::Error>(())
 /// ```
-#[derive(Debug)]
 #[must_use = "there is no group before ranks have met"]
 pub struct Builder<B: Backend> {
     timeout: Option<Duration>,
@@ -49,6 +49,24 @@ pub struct Builder<B: Backend> {
     pub(super) name: Option<String>,
     first_epoch: Epoch,
     backend: PhantomData<B>,
+}
+
+impl<B: Backend> fmt::Debug for Builder<B> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let words = |time: Option<Duration>| time.map(|time| format!("{time:?}"));
+        let numerics = self.numerics.map(|numerics| format!("{numerics:?}"));
+        let options = [
+            option("name", self.name.as_deref().map(beginning)),
+            option("timeout", words(self.timeout)),
+            option("arrival_timeout", words(self.arrival_timeout)),
+            option("workers", self.workers),
+            option("link", self.link),
+            option("device", self.device),
+            option("numerics", numerics),
+        ];
+        write!(f, "Builder<{}>", B::NAME)?;
+        write_parts(f, options.into_iter().flatten())
+    }
 }
 
 impl<B: Backend> Builder<B> {

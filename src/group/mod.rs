@@ -689,10 +689,7 @@ impl<B: Backend> Clone for Group<B> {
 
 impl<B: Backend> fmt::Debug for Group<B> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.debug_struct("Group")
-            .field("backend", &B::NAME)
-            .field("rank", &self.rank())
-            .field("world_size", &self.world_size())
-            .finish()
+        let (rank, world) = (self.rank(), self.world_size());
+        write!(f, "Group<{}>(rank {rank} of {world})", B::NAME)
     }
 }

@@ -394,14 +394,12 @@ impl<'m, T: Element, O: OutputOf<T>> From<&'m mut CudarcMatrixMut<'_, O>> for Ou
 
 impl<T: Value> fmt::Debug for CudarcMatrix<'_, T> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.debug_tuple("CudarcMatrix").field(&self.matrix).finish()
+        write!(f, "CudarcMatrix({:?})", self.matrix)
     }
 }
 
 impl<T: Value> fmt::Debug for CudarcMatrixMut<'_, T> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.debug_tuple("CudarcMatrixMut")
-            .field(&self.matrix)
-            .finish()
+        write!(f, "CudarcMatrixMut({:?})", self.matrix)
     }
 }

@@ -30,6 +30,7 @@
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
+use std::fmt;
 
 use crate::backend::{Backend, Owner};
 use crate::element::{DType, Value};
@@ -63,7 +64,7 @@ pub struct DLDataType {
 }
 
 /// Elements in memory.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 #[repr(C)]
 pub struct DLTensor {
     /// The beginning of the memory.
@@ -82,8 +83,18 @@ pub struct DLTensor {
     pub byte_offset: u64,
 }
 
+impl fmt::Debug for DLTensor {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let (data, offset) = (self.data, self.byte_offset);
+        let (ndim, dtype, device) = (self.ndim, self.dtype, self.device);
+        write!(
+            f,
+            "DLTensor({data:p} + {offset}, ndim {ndim}, {dtype:?}, {device:?})"
+        )
+    }
+}
+
 /// A tensor, and how its memory is given back: version 0 of the ABI, which all libraries read.
-#[derive(Debug)]
 #[repr(C)]
 pub struct DLManagedTensor {
     /// The tensor.
@@ -92,6 +103,12 @@ pub struct DLManagedTensor {
     pub manager_ctx: *mut c_void,
     /// The function that gives the memory back. The last holder of the tensor calls it once, on any thread.
     pub deleter: Option<unsafe extern "C" fn(*mut DLManagedTensor)>,
+}
+
+impl fmt::Debug for DLManagedTensor {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "DLManagedTensor({:?})", self.dl_tensor)
+    }
 }
 
 /// A tensor that is given back when this is dropped.

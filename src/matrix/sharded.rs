@@ -404,9 +404,16 @@ impl<B: Backend, T: Value> fmt::Debug for ShardedMatrix<B, T> {
 }
 
 /// This rank's own rows of a [`ShardedMatrix`].
-#[derive(Debug)]
 #[must_use = "a shard is written by its methods"]
 pub struct ShardMut<'a, B: Backend, T: Value>(&'a mut ShardedMatrix<B, T>);
+
+impl<B: Backend, T: Value> fmt::Debug for ShardMut<'_, B, T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let (name, dtype, rows) = (B::NAME, T::DTYPE, self.0.rows());
+        let shape = [rows.len(), self.0.layout.k()];
+        write!(f, "ShardMut<{name}, {dtype}>{shape:?} rows {rows:?}")
+    }
+}
 
 impl<'a, B: Backend, T: Value> ShardMut<'a, B, T> {
     /// How many elements the rows have. [`ShardMut::copy_from_host`] takes as many values.

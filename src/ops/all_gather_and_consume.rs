@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
+use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -18,6 +19,7 @@ use crate::element::{DType, Value};
 use crate::error::Error;
 use crate::error::Result;
 use crate::matrix::ShardedMatrix;
+use crate::one_line::{option, write_parts};
 use crate::profile::span::Span;
 use crate::refusal::{self, Refusal};
 use crate::schedule::config::MAX_CHUNKS;
@@ -107,11 +109,19 @@ pub fn all_gather_and_consume<B: Backend, T: Value>(
 /// Group::threads(2, rank)?;
 /// # Ok::<_, gemmesh::Error>(())
 /// ```
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Default)]
 #[must_use = "nothing is done before it is run"]
 pub struct AllGatherAndConsume {
     chunks: Option<usize>,
     stages: Option<usize>,
+}
+
+impl fmt::Debug for AllGatherAndConsume {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let options = [option("chunks", self.chunks), option("stages", self.stages)];
+        f.write_str("AllGatherAndConsume")?;
+        write_parts(f, options.into_iter().flatten())
+    }
 }
 
 impl AllGatherAndConsume {
@@ -298,7 +308,7 @@ struct Beside<'a, B: Backend> {
 }
 
 /// The rows of a chunk.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 struct Rows {
     rows: Range<usize>,
     source: usize,
@@ -308,10 +318,20 @@ struct Rows {
 }
 
 /// Rows of a sharded matrix that have arrived or, on GPUs, that a stream waits for.
-#[derive(Debug)]
 pub struct Chunk<'a, B: Backend, T: Value> {
     a: &'a ShardedMatrix<B, T>,
     rows: Rows,
+}
+
+impl<B: Backend, T: Value> fmt::Debug for Chunk<'_, B, T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let (name, dtype, shape) = (B::NAME, T::DTYPE, self.shape());
+        let Rows { rows, source, .. } = &self.rows;
+        write!(
+            f,
+            "Chunk<{name}, {dtype}>{shape:?} rows {rows:?} of rank {source}"
+        )
+    }
 }
 
 impl<B: Backend, T: Value> Chunk<'_, B, T> {

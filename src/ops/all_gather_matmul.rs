@@ -1,6 +1,7 @@
 //! `out[M, N] = gather(a)[M, K] · b[N, K]ᵀ`: the rows of `a` are multiplied while they arrive.
 #![allow(unsafe_code)]
 
+use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
@@ -19,6 +20,7 @@ use crate::explanation::Explanation;
 use crate::group::Group;
 use crate::matrix::ShardedMatrix;
 use crate::matrix::{Matrix, MatrixView};
+use crate::one_line::option;
 use crate::profile::span::{Span, Work};
 use crate::refusal::{self, Refusal};
 use crate::schedule::plan::matrices::{self, MATRICES};
@@ -87,12 +89,18 @@ pub fn all_gather_matmul<B: Backend, T: Element>(
 /// Group::threads(2, rank)?;
 /// # Ok::<_, gemmesh::Error>(())
 /// ```
-#[derive(Debug)]
 #[must_use = "nothing is done before it is run"]
 pub struct AllGatherMatmul<'a, B: Backend, T: Element> {
     options: ProductOptions<'a, B>,
     stages: Option<usize>,
     element: PhantomData<T>,
+}
+
+impl<B: Backend, T: Element> fmt::Debug for AllGatherMatmul<'_, B, T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let stages = option("stages", self.stages);
+        self.options.describe(f, "AllGatherMatmul", [stages])
+    }
 }
 
 impl<'a, B: Backend, T: Element> AllGatherMatmul<'a, B, T> {
@@ -276,7 +284,6 @@ const COPY: Operation = Operation::Copy;
 /// Group::threads(2, rank)?;
 /// # Ok::<_, gemmesh::Error>(())
 /// ```
-#[derive(Debug)]
 pub struct Prepared<'a, B: Backend, T: Element> {
     // Freed before the group that they belong to can end.
     program: Arc<B::Program>,
@@ -286,6 +293,12 @@ pub struct Prepared<'a, B: Backend, T: Element> {
     problem: Problem,
     options: ProductOptions<'a, B>,
     element: PhantomData<T>,
+}
+
+impl<B: Backend, T: Element> fmt::Debug for Prepared<'_, B, T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        product::describe::<B>(f, "Prepared", &self.problem)
+    }
 }
 
 // A derived `Clone` would need a backend that can be cloned.

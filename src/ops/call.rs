@@ -2,7 +2,6 @@
 //! ranks agree on the call, and it runs. The typed operations use this module, and bindings for other languages can use
 //! it too.
 
-use std::fmt;
 use std::sync::Arc;
 
 use crate::backend::Backend;
@@ -40,13 +39,6 @@ impl<B: Backend> Clone for RawView<'_, B> {
 
 impl<B: Backend> Copy for RawView<'_, B> {}
 
-impl<B: Backend> fmt::Debug for RawView<'_, B> {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let [rows, columns] = self.shape;
-        write!(f, "{rows} x {columns} of {}", self.dtype)
-    }
-}
-
 impl<'a, B: Backend, T: Value> From<MatrixView<'a, B, T>> for RawView<'a, B> {
     fn from(view: MatrixView<'a, B, T>) -> Self {
         let (memory, offset) = view.memory();
@@ -68,7 +60,6 @@ impl<'a, B: Backend> RawView<'a, B> {
 }
 
 /// A matrix of this rank's own that an operation writes.
-#[derive(Debug)]
 pub struct RawOutput<'a, B: Backend> {
     pub group: &'a Group<B>,
     pub dtype: DType,

@@ -1,5 +1,6 @@
 //! `out[M, N] = a[M, K] · b[N, K]ᵀ` on one rank, for the layers between the collective operations.
 
+use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
@@ -77,9 +78,14 @@ pub fn matmul<B: Backend, T: Element>(
 /// Group::threads(1, rank)?;
 /// # Ok::<_, gemmesh::Error>(())
 /// ```
-#[derive(Debug)]
 #[must_use = "nothing is done before it is run"]
 pub struct Matmul<'a, B: Backend, T: Element>(ProductOptions<'a, B>, PhantomData<T>);
+
+impl<B: Backend, T: Element> fmt::Debug for Matmul<'_, B, T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        self.0.describe(f, "Matmul", [])
+    }
+}
 
 impl<'a, B: Backend, T: Element> Matmul<'a, B, T> {
     /// Default options: no bias, and the configuration that the backend chooses.
@@ -220,7 +226,6 @@ impl<B: Backend, T: Element> Default for Matmul<'_, B, T> {
 /// Group::threads(1, rank)?;
 /// # Ok::<_, gemmesh::Error>(())
 /// ```
-#[derive(Debug)]
 pub struct PreparedMatmul<'a, B: Backend, T: Element> {
     // Freed before the group that it belongs to can end.
     program: Arc<B::Program>,
@@ -228,6 +233,12 @@ pub struct PreparedMatmul<'a, B: Backend, T: Element> {
     problem: Problem,
     options: ProductOptions<'a, B>,
     element: PhantomData<T>,
+}
+
+impl<B: Backend, T: Element> fmt::Debug for PreparedMatmul<'_, B, T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        product::describe::<B>(f, "PreparedMatmul", &self.problem)
+    }
 }
 
 impl<B: Backend, T: Element> PreparedMatmul<'_, B, T> {

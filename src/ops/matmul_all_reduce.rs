@@ -1,6 +1,7 @@
 //! `out[M, N] = Σ_p a_p[M, K_p] · b_p[N, K_p]ᵀ` on every rank: each rank has a slice of K and gets the whole sum.
 #![allow(unsafe_code)]
 
+use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
@@ -80,9 +81,14 @@ pub fn matmul_all_reduce<B: Backend, T: Element>(
 /// Group::threads(2, rank)?;
 /// # Ok::<_, gemmesh::Error>(())
 /// ```
-#[derive(Debug)]
 #[must_use = "nothing is done before it is run"]
 pub struct MatmulAllReduce<'a, B: Backend, T: Element>(ProductOptions<'a, B>, PhantomData<T>);
+
+impl<B: Backend, T: Element> fmt::Debug for MatmulAllReduce<'_, B, T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        self.0.describe(f, "MatmulAllReduce", [])
+    }
+}
 
 impl<'a, B: Backend, T: Element> MatmulAllReduce<'a, B, T> {
     /// Default options: no bias, and the configuration that the backend chooses.
@@ -230,13 +236,18 @@ impl<B: Backend, T: Element> Default for MatmulAllReduce<'_, B, T> {
 /// Group::threads(2, rank)?;
 /// # Ok::<_, gemmesh::Error>(())
 /// ```
-#[derive(Debug)]
 pub struct PreparedAllReduce<'a, B: Backend, T: Element> {
     // Freed before the group that it belongs to can end.
     /// Gathers the sums, if the owners of rows pull partials. Each rank then has the sums of only its own rows.
     gather: Option<Arc<B::Program>>,
     sums: PlannedSums<'a, B>,
     element: PhantomData<T>,
+}
+
+impl<B: Backend, T: Element> fmt::Debug for PreparedAllReduce<'_, B, T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        self.sums.describe(f, "PreparedAllReduce")
+    }
 }
 
 impl<B: Backend, T: Element> PreparedAllReduce<'_, B, T> {

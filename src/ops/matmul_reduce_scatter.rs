@@ -2,6 +2,7 @@
 //! sum.
 #![allow(unsafe_code)]
 
+use std::fmt;
 use std::marker::PhantomData;
 
 use super::call::{RawShards, RawView, require_same_group, require_shape};
@@ -102,12 +103,20 @@ pub fn matmul_reduce_scatter<B: Backend, T: Element>(
 /// Group::threads(2, rank)?;
 /// # Ok::<_, gemmesh::Error>(())
 /// ```
-#[derive(Debug)]
 #[must_use = "nothing is done before it is run"]
 pub struct MatmulReduceScatter<'a, B: Backend, T: Element> {
     options: ProductOptions<'a, B>,
     rows: Option<&'a [usize]>,
     element: PhantomData<T>,
+}
+
+impl<B: Backend, T: Element> fmt::Debug for MatmulReduceScatter<'_, B, T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let rows = self
+            .rows
+            .map(|rows| format!("rows of {} ranks", rows.len()));
+        self.options.describe(f, "MatmulReduceScatter", [rows])
+    }
 }
 
 impl<'a, B: Backend, T: Element> MatmulReduceScatter<'a, B, T> {
@@ -302,8 +311,13 @@ impl<B: Backend, T: Element> Default for MatmulReduceScatter<'_, B, T> {
 /// Group::threads(2, rank)?;
 /// # Ok::<_, gemmesh::Error>(())
 /// ```
-#[derive(Debug)]
 pub struct PreparedReduceScatter<'a, B: Backend, T: Element>(PlannedSums<'a, B>, PhantomData<T>);
+
+impl<B: Backend, T: Element> fmt::Debug for PreparedReduceScatter<'_, B, T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        self.0.describe(f, "PreparedReduceScatter")
+    }
+}
 
 impl<B: Backend, T: Element> PreparedReduceScatter<'_, B, T> {
     /// The schedule: what is moved and added, and in which order. If partials are not pulled, also what is multiplied.

@@ -1,5 +1,6 @@
 //! The weights and the outputs of products, one or several, with their element types.
 
+use std::fmt;
 use std::marker::PhantomData;
 
 use smallvec::smallvec;
@@ -7,18 +8,38 @@ use smallvec::smallvec;
 use super::call::RawOutput;
 use super::product::{RawOutputs, RawWeights};
 use crate::backend::Backend;
-use crate::element::{Element, Value};
+use crate::element::{DType, Element, Value};
 use crate::matrix::{Matrix, MatrixView, MatrixViewMut};
+use crate::one_line::write_parts;
 use crate::schedule::Widths;
+
+/// Writes the matrices of a product for `Debug`.
+fn describe<B: Backend>(
+    f: &mut fmt::Formatter,
+    what: &str,
+    matrices: impl Iterator<Item = (DType, [usize; 2])>,
+) -> fmt::Result {
+    write!(f, "{what}<{}>", B::NAME)?;
+    write_parts(
+        f,
+        matrices.map(|(dtype, shape)| format!("{dtype}{shape:?}")),
+    )
+}
 
 /// The weights of a product: one, or up to four that share one gather of the rows.
 ///
 /// Made from a [`Matrix`], a [`MatrixView`], or an array of either, or collected from views.
-#[derive(Debug)]
 #[must_use = "operands do nothing"]
 pub struct Weights<'a, B: Backend, T: Value> {
     pub(super) all: RawWeights<'a, B>,
     element: PhantomData<T>,
+}
+
+impl<B: Backend, T: Value> fmt::Debug for Weights<'_, B, T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let weights = self.all.iter();
+        describe::<B>(f, "Weights", weights.map(|one| (one.dtype, one.shape)))
+    }
 }
 
 impl<'a, B: Backend, T: Value> From<&'a Matrix<B, T>> for Weights<'a, B, T> {
@@ -56,8 +77,15 @@ impl<'a, B: Backend, T: Value> FromIterator<MatrixView<'a, B, T>> for Weights<'a
 /// The N of each weight of a prepared product.
 ///
 /// Made from one number, or from an array or a slice of numbers.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct WeightWidths(pub(super) Widths);
+
+impl fmt::Debug for WeightWidths {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str("WeightWidths")?;
+        write_parts(f, &self.0)
+    }
+}
 
 impl From<usize> for WeightWidths {
     fn from(n: usize) -> Self {
@@ -108,11 +136,17 @@ impl<T: Element> OutputOf<T> for f32 {}
 ///
 /// An output has the type of the operands, or f32. Made from a `&mut` [`Matrix`], a [`MatrixViewMut`], an array of
 /// either, or collected from views.
-#[derive(Debug)]
 #[must_use = "operands do nothing"]
 pub struct Outputs<'a, B: Backend, T: Value> {
     pub(super) all: RawOutputs<'a, B>,
     element: PhantomData<T>,
+}
+
+impl<B: Backend, T: Value> fmt::Debug for Outputs<'_, B, T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let outputs = self.all.iter();
+        describe::<B>(f, "Outputs", outputs.map(|one| (one.dtype, one.shape)))
+    }
 }
 
 impl<'a, B: Backend, T: Element, O: OutputOf<T>> From<&'a mut Matrix<B, O>> for Outputs<'a, B, T> {

@@ -1,6 +1,7 @@
 //! Plans and runs the products whose K is spread over the ranks.
 #![allow(unsafe_code)]
 
+use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -8,7 +9,7 @@ use super::call::{
     self, Added, Arguments, RawOutput, RawShards, RawView, require_dtype, require_same_group,
     require_shape,
 };
-use super::product::{ProductOptions, check_outputs, check_weights};
+use super::product::{self, ProductOptions, check_outputs, check_weights};
 use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::DType;
@@ -92,7 +93,6 @@ impl<'a, B: Backend> PlannedSums<'a, B> {
 }
 
 /// Sums that have been planned.
-#[derive(Debug)]
 pub struct PlannedSums<'a, B: Backend> {
     // Freed before the group that they belong to can end.
     /// The sum. If partials are not pulled, it includes the product.
@@ -112,6 +112,11 @@ pub struct PlannedSums<'a, B: Backend> {
 impl<B: Backend> PlannedSums<'_, B> {
     pub fn group(&self) -> &Group<B> {
         &self.group
+    }
+
+    /// Writes the prepared call that these sums are of for `Debug`.
+    pub fn describe(&self, f: &mut fmt::Formatter, prepared: &str) -> fmt::Result {
+        product::describe::<B>(f, prepared, &self.problem)
     }
 
     pub fn schedule(&self) -> &Schedule {

@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
+use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,6 +18,7 @@ use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::matrix::Matrix;
 use crate::matrix::ShardedMatrix;
+use crate::one_line::{option, write_parts};
 use crate::profile::span::Span;
 use crate::refusal::{self, Refusal};
 use crate::schedule::config::MAX_CHUNKS;
@@ -152,11 +154,22 @@ pub fn produce_and_all_to_all<B: Backend, T: Value>(
 /// Group::threads(2, rank)?;
 /// # Ok::<_, gemmesh::Error>(())
 /// ```
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Default)]
 #[must_use = "nothing is done before it is run"]
 pub struct ProduceAndReduceScatter<'a> {
     rows: Option<&'a [usize]>,
     chunks: Option<usize>,
+}
+
+impl fmt::Debug for ProduceAndReduceScatter<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let rows = self
+            .rows
+            .map(|rows| format!("rows of {} ranks", rows.len()));
+        let options = [rows, option("chunks", self.chunks)];
+        f.write_str("ProduceAndReduceScatter")?;
+        write_parts(f, options.into_iter().flatten())
+    }
 }
 
 impl<'a> ProduceAndReduceScatter<'a> {
@@ -312,10 +325,17 @@ impl<'a> ProduceAndReduceScatter<'a> {
 /// Group::threads(2, rank)?;
 /// # Ok::<_, gemmesh::Error>(())
 /// ```
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Default)]
 #[must_use = "nothing is done before it is run"]
 pub struct ProduceAndAllToAll {
     chunks: Option<usize>,
+}
+
+impl fmt::Debug for ProduceAndAllToAll {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str("ProduceAndAllToAll")?;
+        write_parts(f, option("chunks", self.chunks))
+    }
 }
 
 impl ProduceAndAllToAll {
@@ -430,7 +450,6 @@ impl<B: Backend> Planned<B> {
 }
 
 /// Rows for the caller to make.
-#[derive(Debug)]
 pub struct Block<'a, B: Backend, T: Value> {
     memory: &'a B::Symmetric,
     owner: usize,
@@ -443,6 +462,17 @@ pub struct Block<'a, B: Backend, T: Value> {
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     stream: *mut c_void,
     element: PhantomData<T>,
+}
+
+impl<B: Backend, T: Value> fmt::Debug for Block<'_, B, T> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let (name, dtype, shape) = (B::NAME, T::DTYPE, self.shape());
+        let (rows, owner) = (&self.rows, self.owner);
+        write!(
+            f,
+            "Block<{name}, {dtype}>{shape:?} rows {rows:?} for rank {owner}"
+        )
+    }
 }
 
 impl<B: Backend, T: Value> Block<'_, B, T> {

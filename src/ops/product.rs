@@ -1,5 +1,7 @@
 //! What all products share: options, weights and outputs, without element types.
 
+use std::fmt;
+
 use smallvec::SmallVec;
 
 use super::call::{RawOutput, RawView, require_dtype, require_same_group, require_shape};
@@ -7,6 +9,7 @@ use crate::backend::Backend;
 use crate::backend::sealed::Bound;
 use crate::element::DType;
 use crate::group::Group;
+use crate::one_line::write_parts;
 use crate::refusal::{Result, require_count};
 use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::limits::limit;
@@ -22,7 +25,6 @@ pub type RawWeights<'a, B> = SmallVec<[RawView<'a, B>; MAX_WEIGHTS]>;
 pub type RawOutputs<'a, B> = SmallVec<[RawOutput<'a, B>; MAX_WEIGHTS]>;
 
 /// The options of a product, wherever its rows come from and go to.
-#[derive(Debug)]
 pub struct ProductOptions<'a, B: Backend> {
     /// The type of the operands.
     pub dtype: DType,
@@ -54,6 +56,27 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
             f32_output: false,
             config: None,
         }
+    }
+
+    /// Writes a builder with these options for `Debug`. `more`: options that only this builder has.
+    pub fn describe(
+        &self,
+        f: &mut fmt::Formatter,
+        builder: &str,
+        more: impl IntoIterator<Item = Option<String>>,
+    ) -> fmt::Result {
+        write!(f, "{builder}<{}, {}>", B::NAME, self.dtype)?;
+        let activation = self.activation;
+        let shared = [
+            self.bias.is_some().then(|| "bias".into()),
+            self.residual.is_some().then(|| "residual".into()),
+            (activation != Activation::Identity).then(|| format!("{activation:?}")),
+            self.gated.then(|| "gated".into()),
+            (self.weights == WeightLayout::Kn).then(|| "weights [K, N]".into()),
+            self.f32_output.then(|| "f32 output".into()),
+            self.config.is_some().then(|| "config".into()),
+        ];
+        write_parts(f, shared.into_iter().chain(more).flatten())
     }
 
     /// The problem of a product with weights of these widths. `out`: the output's type, if it is known.
@@ -160,6 +183,19 @@ fn expected_weight(layout: WeightLayout, n: usize, k: usize) -> (&'static str, [
         WeightLayout::Nk => ("b [N, K]", [n, k]),
         WeightLayout::Kn => ("b [K, N]", [k, n]),
     }
+}
+
+/// Writes a product that has been planned for `Debug`. N is that of all weights together.
+pub fn describe<B: Backend>(
+    f: &mut fmt::Formatter,
+    prepared: &str,
+    problem: &Problem,
+) -> fmt::Result {
+    let (layout, form) = (&problem.layout, &problem.form);
+    let [m, k] = [layout.m(), layout.k()];
+    let (_, weights) = expected_weight(form.weights, form.multiplied(problem.n), k);
+    let (name, dtype) = (B::NAME, problem.dtypes.operands);
+    write!(f, "{prepared}<{name}, {dtype}>[{m}, {k}] x {weights:?}")
 }
 
 /// Checks the weights' widths and depth K against the plan.

@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 use std::ffi::OsString;
+use std::fmt;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -16,6 +17,7 @@ use super::output::Outputs;
 use super::reports::{FailureReport, ReportReceiver};
 use super::{address, env, poll};
 use crate::error::{Error, Result};
+use crate::one_line::{option, write_parts};
 use crate::refusal::Refusal;
 use crate::schedule::layout::MAX_WORLD;
 use crate::schedule::limits::limit;
@@ -129,13 +131,23 @@ pub fn launch(world: usize) -> Result<()> {
 /// }
 /// # Ok(()) }
 /// ```
-#[derive(Debug)]
 #[must_use = "nothing is started before `run`"]
 pub struct Launch {
     world: usize,
     /// The arguments of the ranks. If there are none, this process's.
     args: Option<Vec<OsString>>,
     envs: Vec<(OsString, OsString)>,
+}
+
+impl fmt::Debug for Launch {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let args = option("args", self.args.as_ref().map(Vec::len));
+        // Values may be secrets.
+        let envs = (!self.envs.is_empty()).then(|| format!("envs {}", self.envs.len()));
+        let ranks = Some(format!("ranks {}", self.world));
+        f.write_str("Launch")?;
+        write_parts(f, [ranks, args, envs].into_iter().flatten())
+    }
 }
 
 impl Launch {

@@ -1,5 +1,7 @@
 //! How an operation is cut up.
 
+use std::fmt;
+
 pub use super::layout::MAX_CHUNKS;
 
 use super::layout::MAX_EXTENT;
@@ -17,7 +19,7 @@ pub const MAX_SLICES: usize = 64;
 /// How an operation is cut up: its tiles, its chunks, and who moves the chunks.
 ///
 /// The result depends on it only in the order in which f32 sums are made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Config {
     /// The tiles. A kernel is compiled for a tile shape.
@@ -26,6 +28,17 @@ pub struct Config {
     pub chunking: Chunking,
     /// Who moves the chunks.
     pub route: Route,
+}
+
+impl fmt::Debug for Config {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let Config {
+            tile,
+            chunking,
+            route,
+        } = self;
+        write!(f, "Config({tile:?}, {chunking:?}, {route:?})")
+    }
 }
 
 /// What the bits of a product may depend on, if the library chooses how it is cut up
@@ -55,7 +68,7 @@ pub enum Numerics {
 }
 
 /// The tiles of an output.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct TileShape {
     /// Rows of a tile of the output.
@@ -84,10 +97,30 @@ pub struct TileShape {
     pub group_m: usize,
 }
 
+impl fmt::Debug for TileShape {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let TileShape { m, n, k, .. } = self;
+        write!(f, "TileShape({m}x{n}x{k}")?;
+        let options = [
+            ("stages", self.stages),
+            ("cluster", self.cluster),
+            ("split_k", self.split_k),
+            ("k_slices", self.k_slices),
+            ("group_m", self.group_m),
+        ];
+        for (name, value) in options {
+            if value != 1 {
+                write!(f, ", {name} {value}")?;
+            }
+        }
+        f.write_str(if self.stream_k { ", stream_k)" } else { ")" })
+    }
+}
+
 /// The chunks that a shard is copied in, each with its own flag.
 ///
 /// If kernels store the rows of a gather, rows are cut much finer, whatever these fields say.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct Chunking {
     /// The number of chunks. In an all-reduce it is the number of panels.
@@ -100,6 +133,18 @@ pub struct Chunking {
     pub last: usize,
     /// True if the very last chunk is cut in two along K, so that tiles can begin with the first part.
     pub cut_last: bool,
+}
+
+impl fmt::Debug for Chunking {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let Chunking {
+            count,
+            last,
+            cut_last,
+        } = self;
+        let cut = if *cut_last { ", cut_last" } else { "" };
+        write!(f, "Chunking({count}, last {last}{cut})")
+    }
 }
 
 impl Config {

@@ -3,6 +3,7 @@
 //! `run_traced` of a prepared call gives this rank's [`Trace`], and [`Timeline::collect`] brings all ranks' traces
 //! together.
 
+use std::fmt;
 use std::path::Path;
 use std::time::Duration;
 
@@ -19,12 +20,18 @@ mod svg;
 pub use svg::Picture;
 
 /// What one rank did in one or more operations.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct Trace {
     /// The rank.
     pub rank: usize,
     /// The spans, in the order in which they begin.
     pub spans: Vec<Span>,
+}
+
+impl fmt::Debug for Trace {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "Trace(rank {}, {} spans)", self.rank, self.spans.len())
+    }
 }
 
 impl Trace {
@@ -83,10 +90,17 @@ impl Trace {
 /// Group::threads(2, rank)?;
 /// # Ok::<_, gemmesh::Error>(())
 /// ```
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct Timeline {
     /// The traces, by rank.
     pub traces: Vec<Trace>,
+}
+
+impl fmt::Debug for Timeline {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let spans: usize = self.traces.iter().map(|trace| trace.spans.len()).sum();
+        write!(f, "Timeline({} ranks, {spans} spans)", self.traces.len())
+    }
 }
 
 impl Timeline {

@@ -1,6 +1,7 @@
 //! Timelines as a picture. Each rank is a band, with its copy engine above its workers and its caller's streams. Colour
 //! says whose rows they are.
 
+use std::fmt;
 use std::path::Path;
 
 use plotters::coord::Shift;
@@ -9,6 +10,7 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use super::{Lane, Span, Timeline, Trace, Work};
 use crate::error::{Error, Result};
+use crate::one_line::beginning;
 
 const WIDTH: i32 = 1200;
 const LEFT: i32 = 150;
@@ -70,13 +72,20 @@ impl Timeline {
 ///     .write_svg("both.svg")
 /// # }
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 #[must_use = "nothing is drawn before `write_svg`"]
 pub struct Picture<'a> {
     title: String,
     notes: Vec<String>,
     /// Each with what stands above it.
     timelines: Vec<(String, &'a Timeline)>,
+}
+
+impl fmt::Debug for Picture<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let (title, timelines) = (beginning(&self.title), self.timelines.len());
+        write!(f, "Picture({title}, {timelines} timelines)")
+    }
 }
 
 impl<'a> Picture<'a> {

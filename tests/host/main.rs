@@ -5,6 +5,7 @@
 mod support;
 
 mod collectives;
+mod debug;
 mod dlpack;
 mod forms;
 mod groups;
