@@ -55,12 +55,12 @@ fn block<B: Backend>(group: &Group<B>) -> Result<()> {
         [(&wq, q), (&wk, kv), (&wv, kv)].map(|(weight, rows)| group.upload(weight, rows, MODEL));
     let (wq, wk, wv, wo) = (wq?, wk?, wv?, group.upload(&wo, MODEL, q)?);
 
-    // The own tokens, and a copy of them as the residual.
+    // The own tokens, and the rows of the next block.
     let mut x = group.sharded::<bf16>(TOKENS, MODEL)?;
     let own = x.rows();
     let tokens = tokens(group.rank(), own.len());
     x.shard_mut().copy_from_host(&tokens)?;
-    let residual = group.upload(&tokens, own.len(), MODEL)?;
+    let mut next = group.sharded::<bf16>(TOKENS, MODEL)?;
 
     // Q, K and V of all tokens for the own heads, as columns of one matrix.
     let mut qkv = group.zeros::<bf16>(TOKENS, q + 2 * kv)?;
@@ -73,11 +73,11 @@ fn block<B: Backend>(group: &Group<B>) -> Result<()> {
         .collect();
     let heads = group.upload(&heads, TOKENS, q)?;
 
-    // The result goes to the own rows of x, for the next block.
-    let output = MatmulReduceScatter::new().residual(&residual);
-    output.run_into(&heads, &wo, &mut x)?;
+    // The residual is the shard.
+    let output = MatmulReduceScatter::new().residual(x.shard()?);
+    output.run_into(&heads, &wo, &mut next)?;
 
-    let found = wide(&x.to_vec()?[own.start * MODEL..own.end * MODEL]);
+    let found = wide(&next.shard()?.to_vec()?);
     let exact = reference(group.world_size());
     let exact = &exact[own.start * MODEL..own.end * MODEL];
     let size = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();

@@ -320,6 +320,19 @@ impl<B: Backend> Group<B> {
         self.inner.members.wait_times()
     }
 
+    /// Checks that the group has not failed, without waiting.
+    ///
+    /// It fails once a rank has died, panicked, left with an error, or ended the group by [`Group::fail`]. A rank that
+    /// waits for something outside this library, such as a server's next request, calls it now and then. A library that
+    /// locks something of its own calls it first.
+    ///
+    /// # Errors
+    /// The group's failure; [`Error::CallInCallback`]; [`Error::Forked`].
+    pub fn check(&self) -> Result<()> {
+        self.inner.members.check()?;
+        self.refuse_misplaced()
+    }
+
     /// Ends the group on every rank, because this rank's own program cannot go on.
     ///
     /// All ranks get [`Error::ProgramFailed`] with this rank and `reason`, from the calls that they are in and from
@@ -352,15 +365,6 @@ impl<B: Backend> Group<B> {
 
 /// For libraries that are built on this one.
 impl<B: Backend> Group<B> {
-    /// Checks that this rank can make a call. A library that locks something of its own calls this first.
-    ///
-    /// # Errors
-    /// The group's failure; [`Error::CallInCallback`]; [`Error::Forked`].
-    pub fn check(&self) -> Result<()> {
-        self.inner.members.check()?;
-        self.refuse_misplaced()
-    }
-
     /// Tells the other ranks why this rank does not make the collective call `call`, and returns the error with the
     /// name of this call. A library that refuses arguments before it makes the call uses this.
     ///
