@@ -987,7 +987,13 @@ fn what_is_outside_the_limits_is_named() {
     let huge = balanced_rows(MAX_EXTENT, 2);
     let tiles = MAX_EXTENT.div_ceil(2) * MAX_EXTENT.div_ceil(3);
     let error = plan(&huge, MAX_EXTENT, 1, 0, CONFIG).unwrap_err();
-    assert_limit(error, "tiles of the output", tiles, 0, 1 << 28);
+    assert_limit(
+        error,
+        "the number of tiles of the output",
+        tiles,
+        0,
+        1 << 28,
+    );
 }
 
 fn assert_problems_have_limits() {

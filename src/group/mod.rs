@@ -676,11 +676,14 @@ impl<B: Backend> Group<B> {
 }
 
 /// A program's error in words, with its causes if its type prints them in the alternate form.
-fn in_words(error: &impl fmt::Display) -> String {
+pub(crate) fn in_words(error: &impl fmt::Display) -> String {
     let mut words = String::new();
     // If printing fails, the words so far are kept.
     let _ = write!(words, "{error:#}");
-    words
+    match words.trim() {
+        "" => "it gives no reason".into(),
+        _ => words,
+    }
 }
 
 impl<B: Backend> Clone for Group<B> {

@@ -52,7 +52,7 @@ impl<T: Value> ShardedMatrix<Host, T> {
     /// # Errors
     /// As [`ShardedMatrix::shard`]; the group's failure.
     pub fn shard_slice(&self) -> Result<&[T]> {
-        let (first, values) = place(&self.shard()?)?;
+        let (first, values) = place(&self.shard_for("ShardedMatrix::shard_slice")?)?;
         // SAFETY: as `place` says. Own rows are written only through exclusive borrows of the matrix: operations that
         // borrow it shared, such as a gather, write other ranks' rows.
         Ok(unsafe { std::slice::from_raw_parts(first, values) })
@@ -78,7 +78,7 @@ impl<T: Value> ShardedMatrix<Host, T> {
     /// # Errors
     /// As [`ShardedMatrix::shard_slice`].
     pub fn shard_slice_mut(&mut self) -> Result<&mut [T]> {
-        let (first, values) = place(&self.shard()?)?;
+        let (first, values) = place(&self.shard_for("ShardedMatrix::shard_slice_mut")?)?;
         // SAFETY: as `place` says. The matrix is borrowed exclusively, so this rank is in no operation of it, and peers
         // read own rows only during one. If an operation had failed, a peer might still be in it; `place` has refused
         // that.
@@ -94,7 +94,8 @@ fn place<T: Value>(view: &MatrixView<'_, Host, T>) -> Result<(*mut T, usize)> {
     let pitch = view.memory.pitch();
     if rows > 1 && pitch != columns * size_of::<T>() {
         let what = format!("rows must follow one another, but they are {pitch} bytes apart");
-        view.group.judged("as_slice", require(&what, false))?;
+        view.group
+            .judged("Matrix::as_slice", require(&what, false))?;
     }
     let first = match view.memory {
         ViewMemory::Buffer(buffer) => buffer.first(),

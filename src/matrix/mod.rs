@@ -222,7 +222,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     /// # Errors
     /// As [`MatrixView::rows`].
     pub fn rows(&self, rows: Range<usize>) -> Result<MatrixView<'_, B, T>> {
-        self.view().rows(rows)
+        self.view().rows_for("Matrix::rows", rows)
     }
 
     /// A view of some columns: [`MatrixView::columns`].
@@ -230,7 +230,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     /// # Errors
     /// As [`MatrixView::columns`].
     pub fn columns(&self, columns: Range<usize>) -> Result<MatrixView<'_, B, T>> {
-        self.view().columns(columns)
+        self.view().columns_for("Matrix::columns", columns)
     }
 }
 
@@ -317,10 +317,14 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
     /// # Errors
     /// [`Error::Limit`] if the view does not have these rows.
     pub fn rows(self, rows: Range<usize>) -> Result<Self> {
+        self.rows_for("MatrixView::rows", rows)
+    }
+
+    fn rows_for(self, call: &str, rows: Range<usize>) -> Result<Self> {
         let [all, columns] = self.shape;
         let fits = limit("the end of the rows", rows.end, 0, all)
             .and_then(|()| limit("the first row", rows.start, 0, rows.end));
-        self.group.judged("MatrixView::rows", fits)?;
+        self.group.judged(call, fits)?;
         // An empty view begins at the start, because there may be no memory behind the last row.
         let offset = match rows.is_empty() {
             true => 0,
@@ -339,6 +343,10 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
     /// [`Error::Limit`] if there are none, or if the view does not have them; on GPUs [`Error::Unaligned`] unless the
     /// first column begins at a multiple of 16 bytes.
     pub fn columns(self, columns: Range<usize>) -> Result<Self> {
+        self.columns_for("MatrixView::columns", columns)
+    }
+
+    fn columns_for(self, call: &str, columns: Range<usize>) -> Result<Self> {
         let [rows, all] = self.shape;
         let check = || {
             let what = "the first column";
@@ -346,7 +354,7 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
             limit(what, columns.start, 0, columns.end - 1)?;
             require_aligned::<B>(what, columns.start, size_of::<T>())
         };
-        self.group.judged("MatrixView::columns", check())?;
+        self.group.judged(call, check())?;
         // As in `rows`.
         let before = match rows {
             0 => 0,
@@ -360,14 +368,14 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
     }
 
     /// Checks that the view can be copied into rows of `shape` of the same group.
-    fn require_copied(&self, group: &Group<B>, shape: [usize; 2]) -> Result<()> {
+    fn require_copied(&self, call: &str, group: &Group<B>, shape: [usize; 2]) -> Result<()> {
         let fits = match self.group.is_same(group) {
             true => require_shape("the view to copy [rows, columns]", shape, self.shape),
             false => Err(Refusal::ForeignArgument {
                 argument: "the view to copy".into(),
             }),
         };
-        group.judged("copy_from", fits)
+        group.judged(call, fits)
     }
 
     pub(crate) fn group(&self) -> &'a Group<B> {
@@ -446,7 +454,7 @@ impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
     /// # Errors
     /// As [`MatrixView::rows`].
     pub fn rows(self, rows: Range<usize>) -> Result<Self> {
-        let view = self.view.rows(rows)?;
+        let view = self.view.rows_for("MatrixViewMut::rows", rows)?;
         Ok(MatrixViewMut { view, ..self })
     }
 
@@ -456,13 +464,17 @@ impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
     /// As [`MatrixView::columns`]; on GPUs also [`Error::Unaligned`] unless the columns end at a multiple of 16 bytes
     /// or at the end of the view.
     pub fn columns(self, columns: Range<usize>) -> Result<Self> {
+        self.columns_for("MatrixViewMut::columns", columns)
+    }
+
+    fn columns_for(self, call: &str, columns: Range<usize>) -> Result<Self> {
         let [_, all] = self.shape();
         if columns.end < all {
             let what = "the end of the columns of an output";
             let fits = require_aligned::<B>(what, columns.end, size_of::<T>());
-            self.view.group.judged("MatrixViewMut::columns", fits)?;
+            self.view.group.judged(call, fits)?;
         }
-        let view = self.view.columns(columns)?;
+        let view = self.view.columns_for(call, columns)?;
         Ok(MatrixViewMut { view, ..self })
     }
 
@@ -483,15 +495,17 @@ impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
     /// # Errors
     /// [`Error::Count`] unless the sum of the widths is the number of columns; as [`MatrixViewMut::columns`].
     pub fn split_columns<const N: usize>(self, widths: [usize; N]) -> Result<[Self; N]> {
+        const CALL: &str = "MatrixViewMut::split_columns";
         let [_, columns] = self.shape();
         let all = widths
             .iter()
             .fold(0, |sum: usize, &n| sum.saturating_add(n));
         let part = format!("the list of widths {widths:?}, in all,");
-        let fits = require_count("the view", "column", columns, &part, all);
-        self.view
-            .group
-            .judged("MatrixViewMut::split_columns", fits)?;
+        let fits = require_count("the view", "column", columns, &part, all).and_then(|()| {
+            let mut widths = widths.iter();
+            widths.try_for_each(|&width| limit("a width", width, 1, columns))
+        });
+        self.view.group.judged(CALL, fits)?;
         let mut begin = 0;
         let mut parts = Vec::with_capacity(N);
         for width in widths {
@@ -499,7 +513,7 @@ impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
                 view: self.view,
                 exclusive: PhantomData,
             };
-            parts.push(whole.columns(begin..begin + width)?);
+            parts.push(whole.columns_for(CALL, begin..begin + width)?);
             begin += width;
         }
         let parts: std::result::Result<[Self; N], _> = parts.try_into();
@@ -530,7 +544,7 @@ impl<'a, B: Backend, T: Value> MatrixViewMut<'a, B, T> {
     pub fn copy_from<'m>(&mut self, from: impl Into<MatrixView<'m, B, T>>) -> Result<()> {
         let (from, group) = (from.into(), self.view.group);
         let [rows, columns] = self.shape();
-        from.require_copied(group, [rows, columns])?;
+        from.require_copied("MatrixViewMut::copy_from", group, [rows, columns])?;
         let backend = &group.inner().backend;
         let from = from.memory.input(from.offset);
         let width = columns * size_of::<T>();

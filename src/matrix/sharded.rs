@@ -13,7 +13,7 @@ use crate::error::Result;
 use crate::group::Group;
 use crate::matrix::{MatrixView, MatrixViewMut, ViewMemory, bytes_of, require_length};
 use crate::refusal::{self, Refusal, require_count};
-use crate::schedule::layout::balanced_rows;
+use crate::schedule::layout::{MAX_EXTENT, balanced_rows};
 use crate::schedule::limits::limit;
 use crate::schedule::{Layout, RowOrder};
 
@@ -57,7 +57,7 @@ impl<B: Backend> Group<B> {
     /// [`Error::OutOfMemory`] on every rank if one rank has too little memory; [`Error::CallMismatch`] unless all ranks
     /// give the same shape; the group's failure.
     pub fn sharded<T: Value>(&self, m: usize, k: usize) -> Result<ShardedMatrix<B, T>> {
-        self.sharded_rows(&balanced_rows(m, self.world_size()), k)
+        self.sharded_for("Group::sharded", &balanced_rows(m, self.world_size()), k)
     }
 
     /// How many of `m` rows each rank owns if they are split evenly, as [`Group::sharded`] splits them.
@@ -73,9 +73,18 @@ impl<B: Backend> Group<B> {
     /// # Errors
     /// As [`Group::sharded`]; [`Error::Count`] unless `rows` has one count for each rank.
     pub fn sharded_rows<T: Value>(&self, rows: &[usize], k: usize) -> Result<ShardedMatrix<B, T>> {
+        self.sharded_for("Group::sharded_rows", rows, k)
+    }
+
+    fn sharded_for<T: Value>(
+        &self,
+        call: &str,
+        rows: &[usize],
+        k: usize,
+    ) -> Result<ShardedMatrix<B, T>> {
         self.check()?;
         let layout = self.layout(rows, k, T::DTYPE);
-        let layout = layout.map_err(self.refusal("Group::sharded"))?;
+        let layout = layout.map_err(self.refusal(call))?;
         let m = layout.m();
         self.allocate(layout, m, &format!("rows of each rank = {rows:?}"))
     }
@@ -117,7 +126,8 @@ impl<B: Backend> Group<B> {
     ) -> Result<ShardedMatrix<B, T>> {
         self.check()?;
         let rows = balanced_rows(capacity, self.world_size());
-        let layout = self.layout(&rows, k, T::DTYPE);
+        let layout = limit("the capacity", capacity, 0, MAX_EXTENT)
+            .and_then(|()| self.layout(&rows, k, T::DTYPE));
         let layout = layout.map_err(self.refusal("Group::sharded_with_capacity"))?;
         self.allocate(layout, capacity, &format!("capacity = {capacity}"))
     }
@@ -263,19 +273,23 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     /// # Errors
     /// [`Error::Unsupported`] if the rows lie in several places, which [`ShardedMatrix::blocks_of`] lists.
     pub fn shard(&self) -> Result<MatrixView<'_, B, T>> {
+        self.shard_for("ShardedMatrix::shard")
+    }
+
+    pub(super) fn shard_for(&self, call: &str) -> Result<MatrixView<'_, B, T>> {
         let blocks = self.blocks_of(self.group.rank());
         match &blocks[..] {
             [] => Ok(self.view_of(0..0)),
             [rows] => Ok(self.view_of(rows.clone())),
             several => {
                 let what = format!(
-                    "own rows must be one block to be viewed, but {} stages have {}: use views of them \
-                     (ShardedMatrix::view, ShardedMatrix::blocks_of)",
-                    self.layout.stages(),
-                    several.len()
+                    "own rows must be one block to be viewed as one, but they are {} blocks, of {} stages; use views \
+                     of them (ShardedMatrix::view, ShardedMatrix::blocks_of)",
+                    several.len(),
+                    self.layout.stages()
                 );
                 let refused = Err(Refusal::Unsupported { what });
-                self.group.judged("ShardedMatrix::shard", refused)
+                self.group.judged(call, refused)
             }
         }
     }
@@ -473,7 +487,8 @@ impl<'a, B: Backend, T: Value> ShardMut<'a, B, T> {
     /// As [`MatrixViewMut::copy_from`].
     pub fn copy_from<'m>(&mut self, rows: impl Into<MatrixView<'m, B, T>>) -> Result<()> {
         let (from, matrix) = (rows.into(), &mut *self.0);
-        from.require_copied(&matrix.group, [matrix.rows().len(), matrix.layout.k()])?;
+        let shape = [matrix.rows().len(), matrix.layout.k()];
+        from.require_copied("ShardMut::copy_from", &matrix.group, shape)?;
         let mut first = 0;
         for block in matrix.blocks_of(matrix.group.rank()) {
             let rows = first..first + block.len();
@@ -511,7 +526,7 @@ impl<'a, B: Backend, T: Value> ShardMut<'a, B, T> {
     pub fn view_mut(self) -> Result<MatrixViewMut<'a, B, T>> {
         let matrix: &'a ShardedMatrix<B, T> = self.0;
         Ok(MatrixViewMut {
-            view: matrix.shard()?,
+            view: matrix.shard_for("ShardMut::view_mut")?,
             exclusive: PhantomData,
         })
     }

@@ -287,7 +287,7 @@ impl AllGatherAndConsume {
         // If there are two ranks, only one shard moves. Half of it is consumed while the other half arrives.
         let default = if a.group.world_size() == 2 { 2 } else { 1 };
         let chunks = self.chunks.unwrap_or(default);
-        limit("chunks of a shard", chunks, 1, MAX_CHUNKS)?;
+        limit("the number of chunks of a shard", chunks, 1, MAX_CHUNKS)?;
         let problem = Problem {
             beside,
             ..Problem::new(OPERATION, a.dtype, a.staged(self.stages)?, 0)

@@ -128,7 +128,12 @@ impl<'a, B: Backend> RawShards<'a, B> {
         };
         if layout.order() == RowOrder::ByStage {
             let own = layout.stages();
-            limit("stages of a gather of a staged matrix", stages, own, own)?;
+            limit(
+                "the number of stages of a gather of a staged matrix",
+                stages,
+                own,
+                own,
+            )?;
             return Ok(layout);
         }
         layout.staged(stages, RowOrder::ByRank)
@@ -140,7 +145,7 @@ impl<'a, B: Backend> RawShards<'a, B> {
             RowOrder::ByRank => 1,
             RowOrder::ByStage => self.layout.stages(),
         };
-        limit(&format!("stages of {argument}"), stages, 1, 1)
+        limit(&format!("the number of stages of {argument}"), stages, 1, 1)
     }
 
     /// Checks that the matrix is [M, `columns`], with the M and the split of `layout`.

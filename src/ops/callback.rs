@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 use crate::backend::Backend;
 use crate::error::{Error, Result};
-use crate::group::Group;
+use crate::group::{Group, in_words};
 use crate::ranks::last_panic;
 
 /// The result of a function that a caller gives to an operation. An error of any type ends the operation on every rank.
@@ -33,7 +33,7 @@ impl<'a, B: Backend> Callbacks<'a, B> {
         members.fault().map_or(Ok(()), Err)?;
         let rank = members.rank;
         // Formatting and dropping the error may also run the caller's code.
-        let f = || f().map_err(|error| error.to_string());
+        let f = || f().map_err(|error| in_words(&error));
         let called = self.group.in_callback(|| catch_unwind(AssertUnwindSafe(f)));
         // The function may have forked and also return in the child. The operation ends there.
         let forked = self.group.inner().members.refuse_fork();

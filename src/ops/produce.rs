@@ -389,7 +389,12 @@ impl<B: Backend> Planned<B> {
         chunks: Option<usize>,
     ) -> refusal::Result<Self> {
         let chunks = chunks.unwrap_or(1);
-        limit("blocks of a rank's rows", chunks, 1, MAX_CHUNKS)?;
+        limit(
+            "the number of chunks of a rank's rows",
+            chunks,
+            1,
+            MAX_CHUNKS,
+        )?;
         let problem = Problem::new(operation, T::DTYPE, layout.clone(), layout.k());
         Ok(Planned {
             program: group.program(problem, Some(chunked(chunks)))?,

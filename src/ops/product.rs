@@ -24,6 +24,9 @@ pub type RawWeights<'a, B> = SmallVec<[RawView<'a, B>; MAX_WEIGHTS]>;
 /// The outputs of a product.
 pub type RawOutputs<'a, B> = SmallVec<[RawOutput<'a, B>; MAX_WEIGHTS]>;
 
+/// What [`MAX_WEIGHTS`] limits, in messages.
+const WEIGHTS: &str = "the number of weights of a product";
+
 /// The options of a product, wherever its rows come from and go to.
 pub struct ProductOptions<'a, B: Backend> {
     /// The type of the operands.
@@ -106,20 +109,26 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
         problem
     }
 
-    /// Checks that gate and up have the same N. One N may stand for both.
+    /// Checks that there is an N, and that gate and up have the same N. One N may stand for both.
     pub fn check_widths(&self, widths: &[usize]) -> Result<()> {
         let [gate, others @ ..] = widths else {
-            return Ok(());
+            return limit(WEIGHTS, 0, 1, MAX_WEIGHTS);
         };
         if self.gated && !others.is_empty() {
             require_count("a gated product", "weight", 2, "this call", widths.len())?;
-            limit("N of up, as of the gate,", others[0], *gate, *gate)?;
+            limit(
+                "N of up, the second weight of a gated product,",
+                others[0],
+                *gate,
+                *gate,
+            )?;
         }
         Ok(())
     }
 
     /// N of each weight of a call that was not prepared.
     pub fn widths(&self, group: &Group<B>, k: usize, weights: &RawWeights<B>) -> Result<Widths> {
+        limit(WEIGHTS, weights.len(), 1, MAX_WEIGHTS)?;
         let widths = weights.iter().map(|weight| self.n_of(group, k, weight));
         widths.collect()
     }
@@ -154,11 +163,16 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
             require_dtype("bias", self.dtype, bias.dtype)?;
         }
         if let Some(residual) = &self.residual {
-            let outputs = form.widths.len();
-            limit("outputs of a product with a residual", outputs, 0, 1)?;
+            let outputs = form.widths.len().max(1);
+            let what = "the number of outputs of a product with a residual";
+            limit(what, outputs, 1, 1)?;
             require_same_group("residual", residual.group, group)?;
             let shape = [rows, n];
-            require_shape("residual [M, N]", shape, residual.shape)?;
+            let what = match problem.operation {
+                Operation::MatmulReduceScatter => "residual [rows of this rank, N]",
+                _ => "residual [M, N]",
+            };
+            require_shape(what, shape, residual.shape)?;
             require_dtype("residual", self.dtype, residual.dtype)?;
         }
         Ok(())

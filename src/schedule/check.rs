@@ -134,12 +134,22 @@ impl Parts {
         let a_spec = self.matrices.get(*a);
         let is_multiplied = a_spec.is_none_or(|a| a.dtype.is_multiplied());
         require("operands must be bf16 or f16", is_multiplied)?;
-        limit("weights of a product", weights.len(), 1, MAX_WEIGHTS)?;
+        limit(
+            "the number of weights of a product",
+            weights.len(),
+            1,
+            MAX_WEIGHTS,
+        )?;
         if *gated {
             let of_one_width = weights.iter().all(|b| b.n == weights[0].n);
             let what = "the weights of a gated product must have the same N";
             require(what, of_one_width)?;
-            limit("weights of a product with a gate", weights.len(), 2, 2)?;
+            limit(
+                "the number of weights of a product with a gate",
+                weights.len(),
+                2,
+                2,
+            )?;
         }
         let shapes = weights.iter().map(|weight| match weight_layout {
             WeightLayout::Nk => (weight.b, weight.n, *k),

@@ -111,7 +111,7 @@ impl Form {
             return Ok(Widths::from_slice(&[n]));
         }
         let count = self.widths.len();
-        limit("weights of a product", count, 1, MAX_WEIGHTS)?;
+        limit("the number of weights of a product", count, 1, MAX_WEIGHTS)?;
         let fits = !self.gated || count == 1;
         require("a gated product must have one output", fits)?;
         for &width in &self.widths {

@@ -74,7 +74,7 @@ impl Layout {
     /// # Errors
     /// `Refusal::Limit` if `stages` is 0 or above [`MAX_CHUNKS`].
     pub fn staged(self, stages: usize, order: RowOrder) -> Result<Layout> {
-        limit("stages", stages, 1, MAX_CHUNKS)?;
+        limit("the number of stages", stages, 1, MAX_CHUNKS)?;
         Ok(Layout {
             stages,
             order,

@@ -71,8 +71,18 @@ impl Schedule {
     /// than 2²⁸ tiles, or if something is out of bounds. `Refusal::Unsupported` if a type or
     /// a combination of parts is not supported.
     pub fn new(parts: Parts) -> Result<Schedule> {
-        limit("transfers to a rank", parts.arrivals.len(), 0, MAX_FLAGS)?;
-        limit("tiles of the output", parts.tiles.len(), 0, 1 << 28)?;
+        limit(
+            "the number of transfers to a rank",
+            parts.arrivals.len(),
+            0,
+            MAX_FLAGS,
+        )?;
+        limit(
+            "the number of tiles of the output",
+            parts.tiles.len(),
+            0,
+            1 << 28,
+        )?;
         let awaited = parts.check()?;
         let handshake = parts.agreed.is_some();
         let mut sources = vec![0; parts.arrivals.len()];

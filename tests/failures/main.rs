@@ -11,6 +11,7 @@ mod late;
 mod launcher;
 mod limits;
 mod memory;
+mod messages;
 mod mismatches;
 mod reasons;
 mod refusals;

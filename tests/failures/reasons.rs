@@ -250,7 +250,7 @@ const OWN_REFUSALS: [(MakeCall, &str); 8] = [
     ),
     (
         |group, _| group.zeros::<bf16>(2, 2)?.rows(0..3).map(drop),
-        "MatrixView::rows: the end of the rows is 3;",
+        "Matrix::rows: the end of the rows is 3;",
     ),
     (
         |group, _| {

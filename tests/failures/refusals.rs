@@ -181,7 +181,7 @@ fn a_wrong_split_of_a_sharded_matrix_on_one_rank_is_named_to_all() {
     refuse(
         Error::Count {
             rank: 1,
-            call: "Group::sharded".into(),
+            call: "Group::sharded_rows".into(),
             whole: "the group".into(),
             unit: "rank".into(),
             expected: 3,

@@ -129,7 +129,7 @@ fn widths(problem: &Problem, config: &Config) -> Result<Widths> {
         .iter()
         .map(|&n| form.multiplied(n).div_ceil(config.tile.n));
     let count = rows.saturating_mul(columns.sum());
-    limit("tiles of the output", count, 0, 1 << 28)?;
+    limit("the number of tiles of the output", count, 0, 1 << 28)?;
     Ok(widths)
 }
 

@@ -143,7 +143,7 @@ impl<'a> CollectivePlan<'a> {
         limit("rank", rank, 0, problem.layout.world() - 1)?;
         config.check()?;
         limit("N", problem.n, 1, MAX_EXTENT)?;
-        let what = "rows that are exchanged, of all ranks,";
+        let what = "the number of rows that are exchanged, of all ranks,";
         limit(what, problem.layout.m(), 0, MAX_EXTENT / MAX_WORLD)?;
         Ok(CollectivePlan {
             problem,

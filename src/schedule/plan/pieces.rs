@@ -54,19 +54,24 @@ impl SumPlan<'_> {
         limit("N", problem.n, 1, MAX_EXTENT)?;
         // A gated product is not a sum of gated products over parts of K.
         limit(
-            "weights of a sum over ranks",
+            "the number of weights of a sum over ranks",
             problem.form.weight_count(),
             1,
             1,
         )?;
         let entries = problem.layout.m().div_ceil(config.entry_rows()) + problem.layout.world();
         let tiles = entries.saturating_mul(problem.n.div_ceil(config.tile.n));
-        limit("tiles of the output", tiles, 1, 1 << 28)?;
+        limit("the number of tiles of the output", tiles, 1, 1 << 28)?;
         let partials = match sums {
             SumOwners::Own | SumOwners::All => Partials::of(problem, config.route),
             SumOwners::Everywhere => Partials::one_shot(problem, config.route),
         };
-        limit("rows of all partials", partials.rows(), 0, MAX_EXTENT)?;
+        limit(
+            "the number of rows of all partials",
+            partials.rows(),
+            0,
+            MAX_EXTENT,
+        )?;
         // This counts for the rank that gets the most transfers, so that all ranks agree.
         let Chunking { count, last, .. } = config.chunking;
         let each = match sums {
@@ -76,7 +81,8 @@ impl SumPlan<'_> {
             SumOwners::Everywhere => count,
         };
         let flags = (problem.layout.world() - 1) * each;
-        let what = "transfers to a rank, of the chunks that Config::chunking asks for,";
+        let what =
+            "the number of transfers to a rank, of the chunks that Config::chunking asks for,";
         limit(what, flags, 0, MAX_FLAGS)?;
         let one_shot = match sums {
             SumOwners::Own => by_owners(problem, &config),
