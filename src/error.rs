@@ -133,7 +133,7 @@ pub enum Error {
     /// The environment does not say who this rank is.
     #[error(
         "cannot tell this process's rank from {launcher}'s environment, which lacks {missing}; \
-         start it with torchrun, mpirun or srun, with gemmesh::launch, or name rank and world size in the program"
+         start it with torchrun, mpirun, srun or gemmesh::launch, or give its rank to Group::connect"
     )]
     Environment {
         /// The launcher whose variables were found, or a list of those looked for.
@@ -163,6 +163,13 @@ pub enum Error {
         address: String,
         /// How long this rank waited.
         waited_ms: u64,
+    },
+
+    /// The process of a launched rank ended before it joined the group.
+    #[error("rank {rank} ended before it joined the group; see that rank's own output")]
+    RankNeverJoined {
+        /// The rank.
+        rank: usize,
     },
 
     /// The socket names at which the ranks could meet are taken.
@@ -278,7 +285,7 @@ pub enum Error {
     ///
     /// The rank called [`Group::fail`](crate::Group::fail), or returned an error from the function that it gave to
     /// [`Group::threads`](crate::Group::threads).
-    #[error("the program of rank {rank} failed: {reason}")]
+    #[error("the program of rank {rank} failed: {}", OneLine(.reason))]
     ProgramFailed {
         /// The rank.
         rank: usize,
@@ -287,7 +294,7 @@ pub enum Error {
     },
 
     /// A function that a program gave to a call has returned an error, which ended the operation on every rank.
-    #[error("rank {rank}: the function that was given to {call} failed: {reason}")]
+    #[error("rank {rank}: the function that was given to {call} failed: {}", OneLine(.reason))]
     Callback {
         /// The rank whose program it is.
         rank: usize,
@@ -373,7 +380,7 @@ pub enum Error {
     },
 
     /// The group has failed before and can do nothing more.
-    #[error("{} has failed and must be made anew: {}", GroupOf(.cause, "the group"), WithinGroup(.cause))]
+    #[error("{} has failed: {}", GroupOf(.cause, "the group"), WithinGroup(.cause))]
     Poisoned {
         /// The first failure.
         cause: Box<Error>,
@@ -393,7 +400,7 @@ pub enum Error {
     },
 
     /// A launched rank process failed.
-    #[error("rank {rank} failed: {status}{}", Because(.cause))]
+    #[error("rank {rank} {}{}", Ended(.status), Because(.cause))]
     RankFailed {
         /// The rank at fault.
         rank: usize,
@@ -745,6 +752,7 @@ impl Error {
             | Error::CallMismatch { rank, .. }
             | Error::OutOfMemory { rank, .. }
             | Error::RankLost { rank, .. }
+            | Error::RankNeverJoined { rank }
             | Error::RankLeft { rank, .. }
             | Error::RankPanicked { rank, .. }
             | Error::ProgramFailed { rank, .. }
@@ -928,12 +936,44 @@ impl fmt::Display for Listed<'_> {
     }
 }
 
+/// How a launched rank's process ended.
+struct Ended<'a>(&'a str);
+
+impl fmt::Display for Ended<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        // A rank that leaves early has not failed by itself.
+        let verb = match self.0 {
+            "exit status: 0" => "ended",
+            _ => "failed",
+        };
+        write!(f, "{verb} ({})", self.0)
+    }
+}
+
+/// A program's words, which may have several lines.
+struct OneLine<'a>(&'a str);
+
+impl fmt::Display for OneLine<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let lines = self
+            .0
+            .lines()
+            .map(str::trim)
+            .filter(|line| !line.is_empty());
+        for (number, line) in lines.enumerate() {
+            let before = if number == 0 { "" } else { "; " };
+            write!(f, "{before}{line}")?;
+        }
+        Ok(())
+    }
+}
+
 struct Panic<'a>(&'a Option<String>);
 
 impl fmt::Display for Panic<'_> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match self.0 {
-            Some(message) => write!(f, ": {message}"),
+            Some(message) => write!(f, ": {}", OneLine(message)),
             None => f.write_str("; see that rank's own output"),
         }
     }
@@ -1044,7 +1084,7 @@ mod tests {
         let poisoned = Error::Poisoned {
             cause: Box::new(in_group(&[5, 3])),
         };
-        let again = "group \"tp 1\" has failed and must be made anew";
+        let again = "group \"tp 1\" has failed";
         assert_eq!(
             poisoned.to_string(),
             format!("{again}: {its} (its ranks 0 and 1 are ranks 5 and 3 of the job)")
@@ -1061,7 +1101,7 @@ mod tests {
         };
         assert_eq!(
             left.to_string(),
-            "rank 1 failed: exit status: 0 (its group failed: rank 1 left the group while rank 0 waited in barrier(); \
+            "rank 1 ended (exit status: 0) (its group failed: rank 1 left the group while rank 0 waited in barrier(); \
              see that rank's own output, and whether all ranks make the same calls)"
         );
     }

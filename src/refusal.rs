@@ -75,6 +75,21 @@ impl Refusal {
         move |refusal| refusal.into_error(rank, call.into())
     }
 
+    /// For `map_err`: names the argument's place if it is one of several. `unit` is the name of one.
+    pub fn one_of(unit: &str, number: usize, count: usize) -> impl FnOnce(Refusal) -> Refusal {
+        let place = move || format!(" ({unit} {} of {count})", number + 1);
+        move |mut refusal| {
+            if let Refusal::Shape { argument, .. }
+            | Refusal::DType { argument, .. }
+            | Refusal::ForeignArgument { argument } = &mut refusal
+                && count > 1
+            {
+                argument.push_str(&place());
+            }
+            refusal
+        }
+    }
+
     /// `rank` is unknown only where there are no ranks yet. Then only limits are checked.
     pub fn into_error(self, rank: Option<usize>, call: String) -> Error {
         let known = rank.unwrap_or(0);

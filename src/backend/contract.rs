@@ -198,19 +198,14 @@ pub(crate) mod sealed {
             offset: usize,
             from: &[u8],
         ) -> Result<()>;
-        /// Copies from this rank's memory, from byte `offset` on. The caller has checked the range.
-        ///
-        /// No operation of this rank runs meanwhile, because peers may write this memory during one.
-        fn read_symmetric(
-            &self,
-            from: &Self::Symmetric,
-            offset: usize,
-            to: &mut [u8],
-        ) -> Result<()>;
         /// Copies to a buffer's first rows, as many as `from` has.
         fn write(&self, to: &mut Self::Buffer, from: &[u8]) -> Result<()>;
-        /// Copies a buffer's first rows, as many as `to` has room for.
-        fn read(&self, from: &Self::Buffer, to: &mut [u8]) -> Result<()>;
+        /// Copies the first rows, as many as `to` has room for, of `width` bytes each. The caller has checked that the
+        /// matrix has them.
+        ///
+        /// No operation of this rank writes them meanwhile. If ranks share the memory, none runs at all, because peers
+        /// may write it during one.
+        fn read(&self, from: &Bound<'_, Self>, width: usize, to: &mut [u8]) -> Result<()>;
         /// Copies `rows` rows of `width` bytes after this rank's earlier operations and before its later ones. The
         /// caller has checked that both matrices have them.
         fn copy(

@@ -70,6 +70,7 @@ examples! {
     EnvironmentValue { name: "RANK".into(), value: "x".into(), reason: "it must be a number".into() }
     RanksMissing { ranks: vec![3], address: address(), waited_ms: 500 }
     RanksMissing { ranks: vec![3, 5], address: address(), waited_ms: 500 }
+    RankNeverJoined { rank: 3 }
     AddressTaken { rank: 3, address: address(), holder: "process 7 of user 1000".into(), waited_ms: 500 }
     UnknownUser { ranks: vec![3], rank: 0, address: address(), reason: reason() }
     DuplicateRank { rank: 3, pids: [7, 8] }
@@ -92,6 +93,7 @@ examples! {
     InGroup { group: "tp 1".into(), job_ranks: vec![0, 1], error: Box::new(Error::Capturing { rank: 1 }) }
     InGroup { group: "tp 1".into(), job_ranks: vec![2, 3], error: Box::new(Error::Capturing { rank: 1 }) }
     RankFailed { rank: 3, status: "exit status: 1".into(), cause: None }
+    RankFailed { rank: 3, status: "exit status: 0".into(), cause: None }
     RankFailed { rank: 3, status: "exit status: 1".into(), cause: Some(Box::new(Error::Capturing { rank: 0 })) }
     AlreadyRank { launcher: "torchrun".into() }
     Message { rank: 3, reason: "it ends early".into() }

@@ -18,6 +18,7 @@ use lru::LruCache;
 use self::turns::{Turn, Turns};
 use crate::backend::{Backend, KEPT, OpenOptions};
 use crate::error::{Error, Result};
+use crate::one_line::beginning;
 use crate::process::Own;
 use crate::profile::nvtx::range;
 use crate::protocol::epoch::Epoch;
@@ -697,6 +698,8 @@ impl<B: Backend> Clone for Group<B> {
 impl<B: Backend> fmt::Debug for Group<B> {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         let (rank, world) = (self.rank(), self.world_size());
-        write!(f, "Group<{}>(rank {rank} of {world})", B::NAME)
+        let name = self.name().map(|name| format!("{} ", beginning(name)));
+        let name = name.unwrap_or_default();
+        write!(f, "Group<{}>({name}rank {rank} of {world})", B::NAME)
     }
 }

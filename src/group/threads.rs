@@ -73,7 +73,8 @@ fn start<B: Backend>(
         let mut threads = Vec::new();
         for (rank, joining) in ranks.iter().enumerate() {
             let run = move || joining.run(builder, rank, world, part);
-            match std::thread::Builder::new().spawn_scoped(scope, run) {
+            let thread = std::thread::Builder::new().name(format!("rank {rank}"));
+            match thread.spawn_scoped(scope, run) {
                 Ok(thread) => threads.push(thread),
                 // The other ranks need not wait for this one.
                 Err(error) => {

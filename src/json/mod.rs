@@ -260,6 +260,9 @@ enum ErrorJson {
         address: String,
         waited_ms: u64,
     },
+    RankNeverJoined {
+        rank: usize,
+    },
     AddressTaken {
         rank: usize,
         address: String,

@@ -169,11 +169,7 @@ impl<B: Backend, T: Value> Matrix<B, T> {
     /// # Errors
     /// [`Error::Count`] unless there are rows · columns values; the group's failure.
     pub fn copy_to_host(&self, values: &mut [T]) -> Result<()> {
-        self.require_length("Matrix::copy_to_host", values.len())?;
-        self.group.synchronize()?;
-        let bytes = bytemuck::cast_slice_mut(values);
-        let read = self.group.inner().backend.read(&self.memory, bytes);
-        self.group.noted(read)
+        self.view().read("Matrix::copy_to_host", values)
     }
 
     /// Copies the matrix to a new vector, row by row, when the operations before are complete.
@@ -365,6 +361,57 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
             shape: [rows, columns.len()],
             ..self
         })
+    }
+
+    /// Copies the view to `values`, row by row, when the operations before are complete.
+    ///
+    /// # Errors
+    /// [`Error::Count`] unless there are rows · columns values; the group's failure.
+    pub fn copy_to_host(&self, values: &mut [T]) -> Result<()> {
+        self.read("MatrixView::copy_to_host", values)
+    }
+
+    /// Copies the view to a new vector, row by row, when the operations before are complete.
+    ///
+    /// ```
+    /// use gemmesh::{Error, Group, Host};
+    ///
+    /// Group::<Host>::threads(1, |group| {
+    ///     let matrix = group.upload(&[1.0f32, 2.0, 3.0, 4.0], 2, 2)?;
+    ///     assert_eq!(matrix.columns(1..2)?.to_vec()?, [2.0, 4.0]);
+    ///     Ok::<_, Error>(())
+    /// })?;
+    /// # Ok::<_, Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`]; the group's failure.
+    pub fn to_vec(&self) -> Result<Vec<T>> {
+        let [rows, columns] = self.shape;
+        let mut values = self.group.zeros_of_host(rows * columns)?;
+        self.copy_to_host(&mut values)?;
+        Ok(values)
+    }
+
+    /// [`MatrixView::copy_to_host`], as the method `call`.
+    fn read(&self, call: &str, values: &mut [T]) -> Result<()> {
+        let (group, [_, columns]) = (self.group, self.shape);
+        require_length(group, call, self.shape, values.len())?;
+        group.synchronize()?;
+        let inner = group.inner();
+        let (from, width) = (self.memory.input(self.offset), columns * size_of::<T>());
+        let values = bytemuck::cast_slice_mut(values);
+        if let ViewMemory::Buffer(_) = self.memory {
+            return group.noted(inner.backend.read(&from, width, values));
+        }
+        // A different thread may call an operation that gathers rows into this memory through a shared borrow. It
+        // waits, and what it has begun since is complete first.
+        group.exclusively(|_| {
+            inner.backend.synchronize(&inner.members)?;
+            inner.backend.read(&from, width, values)
+        })?;
+        // A peer whose operation has failed meanwhile may have written to other ranks' rows.
+        group.check()
     }
 
     /// Checks that the view can be copied into rows of `shape` of the same group.

@@ -322,20 +322,7 @@ impl<B: Backend, T: Value> ShardedMatrix<B, T> {
     /// # Errors
     /// [`Error::Count`] unless there are M · K values; the group's failure.
     pub fn copy_to_host(&self, values: &mut [T]) -> Result<()> {
-        let [m, k] = self.shape();
-        let call = "ShardedMatrix::copy_to_host";
-        require_length(&self.group, call, [m, k], values.len())?;
-        self.group.synchronize()?;
-        let inner = self.group.inner();
-        let values = bytemuck::cast_slice_mut(values);
-        // A different thread may call an operation that gathers rows into this memory through a shared borrow. It
-        // waits, and what it has begun since is complete first.
-        self.group.exclusively(|_| {
-            inner.backend.synchronize(&inner.members)?;
-            inner.backend.read_symmetric(&self.memory, 0, values)
-        })?;
-        // A peer whose operation has failed meanwhile may have written to other ranks' rows.
-        inner.members.check()
+        self.view().read("ShardedMatrix::copy_to_host", values)
     }
 
     /// Copies this rank's copy of the whole matrix to a new vector, row by row, when the operations before are

@@ -521,7 +521,12 @@ impl<B: Backend> GatherCall<'_, B> {
         let (group, problem) = (a.group, self.problem);
         let layout = &problem.layout;
         require_same_group("the prepared product", self.group, group)?;
-        a.require_split(["a [M, K]", "a (rows of each rank)"], layout, layout.k())?;
+        // A plan that is made for this call fits it.
+        let names = [
+            "a [M, K] of a prepared call",
+            "a (rows of each rank) of a prepared call",
+        ];
+        a.require_split(names, layout, layout.k())?;
         if let Some((weights, outputs)) = product {
             let widths = problem.form.columns(problem.n)?;
             check_weights(group, problem, &widths, weights)?;

@@ -276,7 +276,9 @@ impl<B: Backend, T: Element> PreparedMatmul<'_, B, T> {
             let layout = &problem.layout;
             let widths = problem.form.columns(problem.n)?;
             require_same_group("a", a.group, group)?;
-            require_shape("a [M, K]", [layout.m(), layout.k()], a.shape)?;
+            // A plan that is made for this call fits it.
+            let what = "a [M, K] of a prepared call";
+            require_shape(what, [layout.m(), layout.k()], a.shape)?;
             require_dtype("a", problem.dtypes.operands, a.dtype)?;
             check_weights(group, problem, &widths, &weights)?;
             check_outputs(group, "out [M, N]", problem, &widths, layout.m(), &outputs)

@@ -146,7 +146,12 @@ impl<B: Backend> PlannedSums<'_, B> {
         let (group, problem) = (a.group, &self.problem);
         let layout = &problem.layout;
         require_same_group("the prepared sum", &self.group, group)?;
-        require_shape("a [M, K]", [layout.m(), layout.k()], a.shape)?;
+        let what = match self.which {
+            // A plan that is made for this call fits it.
+            Which::Own => "a [M, K] of a prepared call",
+            Which::All => "a [M, K]",
+        };
+        require_shape(what, [layout.m(), layout.k()], a.shape)?;
         require_dtype("a", problem.dtypes.operands, a.dtype)?;
         check_weights(group, problem, &[problem.n], &[b])
     }

@@ -10,7 +10,7 @@ use crate::backend::sealed::Bound;
 use crate::element::DType;
 use crate::group::Group;
 use crate::one_line::write_parts;
-use crate::refusal::{Result, require_count};
+use crate::refusal::{Refusal, Result, require_count};
 use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::limits::limit;
 use crate::schedule::plan::matrices::{self, MATRICES};
@@ -129,7 +129,10 @@ impl<'a, B: Backend> ProductOptions<'a, B> {
     /// N of each weight of a call that was not prepared.
     pub fn widths(&self, group: &Group<B>, k: usize, weights: &RawWeights<B>) -> Result<Widths> {
         limit(WEIGHTS, weights.len(), 1, MAX_WEIGHTS)?;
-        let widths = weights.iter().map(|weight| self.n_of(group, k, weight));
+        let widths = weights.iter().enumerate().map(|(number, weight)| {
+            let n = self.n_of(group, k, weight);
+            n.map_err(Refusal::one_of("weight", number, weights.len()))
+        });
         widths.collect()
     }
 
@@ -227,11 +230,12 @@ pub fn check_weights<B: Backend>(
     let count = form.weight_count();
     require_count(whole, "weight", count, "this call", weights.len())?;
     for (number, weight) in weights.iter().enumerate() {
-        require_same_group("b", weight.group, group)?;
         let n = widths[if form.gated { 0 } else { number }];
         let (what, shape) = expected_weight(form.weights, n, k);
-        require_shape(what, shape, weight.shape)?;
-        require_dtype("b", problem.dtypes.operands, weight.dtype)?;
+        let fits = require_same_group("b", weight.group, group)
+            .and_then(|()| require_shape(what, shape, weight.shape))
+            .and_then(|()| require_dtype("b", problem.dtypes.operands, weight.dtype));
+        fits.map_err(Refusal::one_of("weight", number, weights.len()))?;
     }
     Ok(())
 }
@@ -254,10 +258,11 @@ pub fn check_outputs<B: Backend>(
         _ => "a product with 4 weights",
     };
     require_count(whole, "output", widths.len(), "this call", outputs.len())?;
-    for (out, &n) in outputs.iter().zip(widths) {
-        require_same_group("out", out.group, group)?;
-        require_shape(what, [rows, n], out.shape)?;
-        require_dtype("out", problem.dtypes.output, out.dtype)?;
+    for (number, (out, &n)) in outputs.iter().zip(widths).enumerate() {
+        let fits = require_same_group("out", out.group, group)
+            .and_then(|()| require_shape(what, [rows, n], out.shape))
+            .and_then(|()| require_dtype("out", problem.dtypes.output, out.dtype));
+        fits.map_err(Refusal::one_of("output", number, outputs.len()))?;
     }
     Ok(())
 }

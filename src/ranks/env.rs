@@ -319,8 +319,10 @@ pub fn no_launcher() -> Error {
         };
     }
     Error::Environment {
-        launcher: LAUNCHERS.map(|l| l.name).join(", "),
-        missing: LAUNCHERS.map(|l| l.rank[0]).join(", "),
+        launcher: "a launcher".into(),
+        missing: "the rank's variables, such as RANK and LOCAL_RANK of torchrun, OMPI_COMM_WORLD_RANK of mpirun \
+                  or SLURM_PROCID of srun"
+            .into(),
     }
 }
 

@@ -493,7 +493,7 @@ fn without_a_launcher_there_is_no_rank() {
     ]));
     let nothing = no_launcher().to_string();
     assert!(
-        nothing.contains("GEMMESH_RANK, RANK, OMPI_COMM_WORLD_RANK"),
+        nothing.contains("such as RANK and LOCAL_RANK of torchrun"),
         "{nothing}"
     );
 }

@@ -409,7 +409,9 @@ impl<'a> Rendezvous<'a> {
         let is_over = |error: &Error| {
             matches!(
                 error,
-                Error::RanksMissing { .. } | Error::UnknownUser { .. }
+                Error::RanksMissing { .. }
+                    | Error::RankNeverJoined { .. }
+                    | Error::UnknownUser { .. }
             )
         };
         if let Err(error) = &outcome
@@ -457,8 +459,10 @@ impl<'a> Rendezvous<'a> {
             if is_late && !self.complete() && (accepted == 0 || turns == LAST_TURNS) {
                 return Err(self.incomplete(begin));
             }
-            if accepted == 0 && self.missing().any(|rank| self.identity.has_ended(rank)) {
-                return Err(self.incomplete(begin));
+            let mut missing = self.missing();
+            let ended = missing.find(|&rank| accepted == 0 && self.identity.has_ended(rank));
+            if let Some(rank) = ended {
+                return Err(Error::RankNeverJoined { rank });
             }
             turns += usize::from(is_late);
         }
@@ -469,7 +473,7 @@ impl<'a> Rendezvous<'a> {
         Ok(())
     }
 
-    /// The error that ranks are missing at the deadline, or that one of them will not come.
+    /// The error that ranks are missing at the deadline.
     fn incomplete(&mut self, begin: Instant) -> Error {
         let ranks = self.missing().collect();
         let address = address::shown(&self.identity.address);

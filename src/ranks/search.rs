@@ -108,8 +108,10 @@ impl<'a> Search<'a> {
     }
 
     fn pause(&self) -> Result<()> {
-        let is_late = self.begin.elapsed() >= self.identity.deadlines.rendezvous();
-        if is_late || self.identity.has_ended(0) {
+        if self.identity.has_ended(0) {
+            return Err(Error::RankNeverJoined { rank: 0 });
+        }
+        if self.begin.elapsed() >= self.identity.deadlines.rendezvous() {
             return Err(self.failure());
         }
         std::thread::sleep(RETRY);

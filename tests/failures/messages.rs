@@ -470,7 +470,7 @@ fn mistakes_with_a_product_of_one_rank_are_told_in_whole_sentences() {
                         .prepare(g, [4, 3], 5)?
                         .run(&zeros(g, 3, 3), &b, &mut out)
                 },
-                "rank 0: matmul: a [M, K] is [3, 3] and must be [4, 3]",
+                "rank 0: matmul: a [M, K] of a prepared call is [3, 3] and must be [4, 3]",
             ),
             (
                 "prepared in a different group",
@@ -683,7 +683,7 @@ fn mistakes_with_products_of_all_ranks_are_told_in_whole_sentences() {
                     let prepared = AllGatherMatmul::new().prepare(&sharded(g, 6, 4), 5)?;
                     prepared.run(&sharded(g, 8, 4), &zeros(g, 5, 4), &mut zeros(g, 8, 5))
                 },
-                "rank 1: all_gather_matmul: a [M, K] is [8, 4] and must be [6, 4]",
+                "rank 1: all_gather_matmul: a [M, K] of a prepared call is [8, 4] and must be [6, 4]",
             ),
             (
                 "AllGatherMatmul, prepared for other rows of each rank",
@@ -692,7 +692,7 @@ fn mistakes_with_products_of_all_ranks_are_told_in_whole_sentences() {
                     let a = g.sharded_rows::<bf16>(&[2, 4], 4)?;
                     prepared.run(&a, &zeros(g, 5, 4), &mut zeros(g, 6, 5))
                 },
-                "rank 1: all_gather_matmul: a (rows of each rank) is [2, 4] and must be [3, 3]",
+                "rank 1: all_gather_matmul: a (rows of each rank) of a prepared call is [2, 4] and must be [3, 3]",
             ),
             (
                 "AllGatherMatmul, f32 output of a plan for bf16",
@@ -759,7 +759,7 @@ fn mistakes_with_products_of_all_ranks_are_told_in_whole_sentences() {
                     let prepared = MatmulReduceScatter::new().prepare(&zeros(g, 6, 4), 5)?;
                     prepared.run(&zeros(g, 8, 4), &zeros(g, 5, 4), &mut zeros(g, 4, 5))
                 },
-                "rank 1: matmul_reduce_scatter: a [M, K] is [8, 4] and must be [6, 4]",
+                "rank 1: matmul_reduce_scatter: a [M, K] of a prepared call is [8, 4] and must be [6, 4]",
             ),
             (
                 "MatmulReduceScatter, into a matrix of a different N",
@@ -921,7 +921,7 @@ fn mistakes_with_functions_and_failed_groups_are_told_in_whole_sentences() {
                     g.fail("no more data");
                     g.barrier()
                 },
-                "the group has failed and must be made anew: the program of rank 0 failed: no more data",
+                "the group has failed: the program of rank 0 failed: no more data",
             ),
             (
                 "split under an empty name",

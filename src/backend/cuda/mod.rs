@@ -221,11 +221,6 @@ impl sealed::Implementation for Cuda {
         to.own_region_mut().write_rows(offset, length, length, from)
     }
 
-    fn read_symmetric(&self, from: &Symmetric, offset: usize, to: &mut [u8]) -> Result<()> {
-        let length = to.len();
-        from.own_region().read_rows(offset, length, length, to)
-    }
-
     unsafe fn adopt(
         &self,
         ptr: u64,
@@ -251,8 +246,16 @@ impl sealed::Implementation for Cuda {
         to.region_mut().write_rows(0, pitch, width, from)
     }
 
-    fn read(&self, from: &DeviceBuffer, to: &mut [u8]) -> Result<()> {
-        from.region().read_rows(0, from.pitch, from.width, to)
+    fn read(&self, from: &Bound<Cuda>, width: usize, to: &mut [u8]) -> Result<()> {
+        let (memory, offset, pitch) = match from {
+            Bound::Nothing => return Ok(()),
+            Bound::Symmetric(memory) => (memory.own_region(), 0, width),
+            Bound::Rows(memory, offset, pitch) => (memory.own_region(), *offset, *pitch),
+            Bound::Input(memory, offset) | Bound::Output(memory, offset) => {
+                (memory.region(), *offset, memory.pitch)
+            }
+        };
+        memory.read_rows(offset, pitch, width, to)
     }
 
     fn copy(&self, from: &Bound<Cuda>, to: &Bound<Cuda>, rows: usize, width: usize) -> Result<()> {

@@ -251,12 +251,6 @@ impl sealed::Implementation for Host {
         Ok(())
     }
 
-    fn read_symmetric(&self, from: &HostSymmetric, offset: usize, to: &mut [u8]) -> Result<()> {
-        // SAFETY: the caller has checked the range. No operation of this rank runs meanwhile.
-        unsafe { std::ptr::copy_nonoverlapping(from.own().add(offset), to.as_mut_ptr(), to.len()) };
-        Ok(())
-    }
-
     fn write(&self, to: &mut HostBuffer, from: &[u8]) -> Result<()> {
         for (index, row) in from.chunks(to.width).enumerate() {
             // SAFETY: the caller has checked that the buffer has as many rows, and borrows it exclusively.
@@ -268,13 +262,14 @@ impl sealed::Implementation for Host {
         Ok(())
     }
 
-    fn read(&self, from: &HostBuffer, to: &mut [u8]) -> Result<()> {
-        for (index, row) in to.chunks_mut(from.width).enumerate() {
-            // SAFETY: the caller has checked that the buffer has as many rows. Buffers are written through exclusive
-            // borrows only.
+    fn read(&self, from: &Bound<Host>, width: usize, to: &mut [u8]) -> Result<()> {
+        let Some(from) = MatrixPlace::of(from, width) else {
+            return Ok(());
+        };
+        for (index, row) in to.chunks_mut(width).enumerate() {
+            // SAFETY: the caller has checked that the matrix has as many rows, and nobody writes them meanwhile.
             unsafe {
-                let place = from.memory.as_ptr().add(index * from.pitch);
-                std::ptr::copy_nonoverlapping(place, row.as_mut_ptr(), row.len());
+                std::ptr::copy_nonoverlapping(from.element(index, 0), row.as_mut_ptr(), row.len());
             }
         }
         Ok(())
