@@ -815,12 +815,14 @@ impl fmt::Display for Transposed<'_> {
         if expected.len() != 2 || expected == found || !expected.iter().eq(found.iter().rev()) {
             return Ok(());
         }
-        f.write_str("; it looks transposed")?;
-        match *argument {
-            "b [N, K]" => f.write_str(": pass [N, K], or call .weight_layout(WeightLayout::Kn)"),
-            "b [K, N]" => f.write_str(": pass [K, N], or call .weight_layout(WeightLayout::Nk)"),
-            _ => Ok(()),
-        }
+        let [this, other] = match argument {
+            // More words may follow, such as which weight it is.
+            b if b.starts_with("b [N, K]") => ["[N, K]", "Kn"],
+            b if b.starts_with("b [K, N]") => ["[K, N]", "Nk"],
+            _ => return Ok(()),
+        };
+        let remedy = format_args!("pass {this}, or call .weight_layout(WeightLayout::{other})");
+        write!(f, "; it looks transposed: {remedy}")
     }
 }
 
@@ -946,7 +948,7 @@ impl fmt::Display for Ended<'_> {
             "exit status: 0" => "ended",
             _ => "failed",
         };
-        write!(f, "{verb} ({})", self.0)
+        write!(f, "{verb}: {}", self.0)
     }
 }
 
@@ -1101,7 +1103,7 @@ mod tests {
         };
         assert_eq!(
             left.to_string(),
-            "rank 1 ended (exit status: 0) (its group failed: rank 1 left the group while rank 0 waited in barrier(); \
+            "rank 1 ended: exit status: 0 (its group failed: rank 1 left the group while rank 0 waited in barrier(); \
              see that rank's own output, and whether all ranks make the same calls)"
         );
     }

@@ -394,7 +394,7 @@ fn mistakes_with_a_product_of_one_rank_are_told_in_whole_sentences() {
             (
                 "gated with a different N of up",
                 |g| with_weights(Matmul::new().gated(), g, &[[5, 3], [6, 3]], 1),
-                "rank 0: matmul: b [N, K] is [6, 3] and must be [5, 3]",
+                "rank 0: matmul: b [N, K] (weight 2 of 2) is [6, 3] and must be [5, 3]",
             ),
             (
                 "gated, prepared for a different N of up",
