@@ -146,7 +146,8 @@ fn errors_name_the_tensor_its_shape_in_the_file_and_the_rank() -> Result<(), Fai
                 ranks.barrier()
             };
 
-            let said = "model.up.weight in the file is [18, 8] and must be [16, 8]";
+            let said =
+                "loading a weight: model.up.weight in the file is [18, 8] and must be [16, 8]";
             let made = ColumnParallelLinear::load(ranks, 8, 16, false, vb("up")?);
             says(made.unwrap_err(), said)?;
             let made = ColumnParallelLinear::load(ranks, 8, 16, false, plain("up"));
@@ -162,17 +163,18 @@ fn errors_name_the_tensor_its_shape_in_the_file_and_the_rank() -> Result<(), Fai
                 [vb("up")?, vb("up")?, vb("up")?],
             );
             says(made.unwrap_err(), said)?;
-            let said = "model.up.weight in the file is [18, 8] and must be [18, 16]";
+            let said =
+                "loading a weight: model.up.weight in the file is [18, 8] and must be [18, 16]";
             let made = RowParallelLinear::load(ranks, 16, 18, false, vb("up")?);
             says(made.unwrap_err(), said)?;
 
-            let said = "model.norm.weight in the file is [8] and must be [8, 8]";
+            let said = "loading a weight: model.norm.weight in the file is [8] and must be [8, 8]";
             let made = RowParallelLinear::load(ranks, 8, 8, false, vb("norm")?);
             says(made.unwrap_err(), said)?;
             let made = ColumnParallelLinear::load(ranks, 8, 8, false, vb("norm")?);
             says(made.unwrap_err(), said)?;
 
-            let said = "model.up.bias in the file is [16] and must be [18]";
+            let said = "loading a weight: model.up.bias in the file is [16] and must be [18]";
             let made = RowParallelLinear::load(ranks, 8, 18, true, vb("up")?);
             says(made.unwrap_err(), said)?;
 
