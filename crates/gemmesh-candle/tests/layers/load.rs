@@ -187,7 +187,7 @@ fn errors_name_the_tensor_its_shape_in_the_file_and_the_rank() -> Result<(), Fai
             match world {
                 1 => says(
                     made.unwrap_err(),
-                    "the dtype of weight of a parallel layer is F32 and must be BF16 or F16",
+                    "a parallel layer: the dtype of weight is F32 and must be BF16 or F16",
                 )?,
                 _ => says(
                     made.unwrap_err(),
