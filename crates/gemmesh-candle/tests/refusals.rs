@@ -32,7 +32,7 @@ fn errors_print_a_sentence_at_once_and_a_rank_and_its_layers_a_line() -> Result<
     one(|ranks| {
         let weight = Tensor::ones((N, K), DType::F64, &Device::Cpu)?;
         let error = ColumnParallelLinear::new(ranks, weight, None).unwrap_err();
-        let said = "rank 0: the dtype of weight of a parallel layer is F64 and must be BF16 or F16";
+        let said = "rank 0: a parallel layer: the dtype of weight is F64 and must be BF16 or F16";
         let mut texts = Texts(Vec::new());
         write!(texts, "{error:?}")?;
         assert!(texts.0.iter().any(|text| text == said), "{:?}", texts.0);

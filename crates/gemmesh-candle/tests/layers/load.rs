@@ -191,7 +191,7 @@ fn errors_name_the_tensor_its_shape_in_the_file_and_the_rank() -> Result<(), Fai
                 )?,
                 _ => says(
                     made.unwrap_err(),
-                    "dimension 0 of model.up.weight that 4 ranks share evenly is [18] and must be [20]",
+                    "TensorParallel::shard: dimension 0 of model.up.weight that 4 ranks share evenly is [18] and must be [20]",
                 )?,
             }
             Ok::<_, Failure>(())
