@@ -19,6 +19,7 @@ fn refuse(expected: Error, call: MakeCall, refused: MakeCall) {
     let over = Barrier::new(3);
     Group::<Host>::builder()
         .timeout(TIMEOUT)
+        .arrival_timeout(TIMEOUT)
         .workers(1)
         .threads(3, |group| -> Result<(), Error> {
             let mut arguments = Arguments::new(&group, 6, 5, 4)?;
@@ -128,7 +129,10 @@ fn give_weights_in_the_other_layout(group: &Group<Host>) -> Result<(), Error> {
 
 #[test]
 fn a_weight_in_the_other_layout_is_told_of_with_the_shape_and_the_remedy() {
-    let ranks = Group::<Host>::builder().timeout(TIMEOUT).workers(1);
+    let ranks = Group::<Host>::builder()
+        .timeout(TIMEOUT)
+        .arrival_timeout(TIMEOUT)
+        .workers(1);
     ranks
         .threads(2, |group| give_weights_in_the_other_layout(&group))
         .unwrap();
@@ -220,6 +224,7 @@ fn a_configuration_that_cannot_be_on_one_rank_is_named_to_all() {
 fn a_rank_that_is_refused_what_it_prepares_and_takes_its_time_has_done_no_harm() {
     Group::<Host>::builder()
         .timeout(TIMEOUT)
+        .arrival_timeout(TIMEOUT)
         .threads(3, |group| -> Result<(), Error> {
             let mut arguments = Arguments::new(&group, 6, 5, 4)?;
             if group.rank() == 1 {
@@ -240,6 +245,7 @@ fn a_rank_that_leaves_when_it_is_refused_a_call_is_named_with_the_reason() {
         let begin = Instant::now();
         let error = Group::<Host>::builder()
             .timeout(TIMEOUT)
+            .arrival_timeout(TIMEOUT)
             .threads(3, |group| {
                 let mut arguments = Arguments::new(&group, 6, 5, 4)?;
                 if group.rank() != 1 {
@@ -260,6 +266,7 @@ fn a_rank_that_leaves_when_it_is_refused_a_call_is_named_with_the_reason() {
 fn a_rank_that_corrects_its_call_in_time_has_done_no_harm() {
     Group::<Host>::builder()
         .timeout(TIMEOUT)
+        .arrival_timeout(TIMEOUT)
         .threads(3, |group| {
             let mut arguments = Arguments::new(&group, 6, 5, 4)?;
             for _ in 0..3 {
@@ -284,6 +291,7 @@ fn a_rank_that_corrects_its_call_in_time_has_done_no_harm() {
 fn ranks_that_are_all_refused_a_call_try_again_as_late_as_they_like() {
     Group::<Host>::builder()
         .timeout(TIMEOUT)
+        .arrival_timeout(TIMEOUT)
         .threads(3, |group| {
             let mut arguments = Arguments::new(&group, 6, 5, 4)?;
             let b = group.zeros(5, 3)?;
@@ -330,6 +338,7 @@ fn one_of_them_that_gives_up_is_named_with_the_reason_at_the_deadline() {
 fn a_rank_that_makes_another_call_when_it_is_refused_one_is_named_with_that() {
     let error = Group::<Host>::builder()
         .timeout(TIMEOUT)
+        .arrival_timeout(TIMEOUT)
         .threads(2, |group| {
             let mut arguments = Arguments::new(&group, 6, 5, 4)?;
             if group.rank() == 0 {
