@@ -93,91 +93,27 @@ impl Refusal {
     /// `rank` is unknown only where there are no ranks yet. Then only limits are checked.
     pub fn into_error(self, rank: Option<usize>, call: String) -> Error {
         let known = rank.unwrap_or(0);
-        match self {
-            Refusal::Limit {
-                what,
-                value,
-                min,
-                max,
-            } => Error::Limit {
-                rank,
-                call,
-                what,
-                value,
-                min,
-                max,
-            },
-            Refusal::Unsupported { what } => Error::Unsupported {
-                rank: known,
-                call,
-                what,
-            },
-            Refusal::Shape {
-                argument,
-                expected,
-                found,
-            } => Error::Shape {
-                rank: known,
-                call,
-                argument,
-                expected,
-                found,
-            },
-            Refusal::Count {
-                whole,
-                unit,
-                expected,
-                part,
-                found,
-            } => Error::Count {
-                rank: known,
-                call,
-                whole,
-                unit,
-                expected,
-                part,
-                found,
-            },
-            Refusal::DType {
-                argument,
-                expected,
-                found,
-            } => Error::DType {
-                rank: known,
-                call,
-                argument,
-                expected,
-                found,
-            },
-            Refusal::Unsuitable {
-                argument,
-                what,
-                expected,
-                found,
-            } => Error::Unsuitable {
-                rank: known,
-                call,
-                what: format!("{what} of {argument}"),
-                expected,
-                found,
-            },
-            Refusal::ForeignArgument { argument } => Error::ForeignArgument {
-                rank: known,
-                call,
-                argument,
-            },
-            Refusal::Unaligned {
-                what,
-                value,
-                multiple,
-            } => Error::Unaligned {
-                rank: known,
-                call,
-                what,
-                value,
-                multiple,
-            },
-            Refusal::Failure(error) => error,
+        /// The variants whose fields, with the rank and the call, are those of the error's variant.
+        macro_rules! completed {
+            ($($variant:ident { $($field:ident),* })*) => {
+                match self {
+                    $(Refusal::$variant { $($field),* } => Error::$variant { rank: known, call, $($field),* },)*
+                    Refusal::Limit { what, value, min, max } => Error::Limit { rank, call, what, value, min, max },
+                    Refusal::Unsuitable { argument, what, expected, found } => {
+                        let what = format!("{what} of {argument}");
+                        Error::Unsuitable { rank: known, call, what, expected, found }
+                    }
+                    Refusal::Failure(error) => error,
+                }
+            };
+        }
+        completed! {
+            Unsupported { what }
+            Shape { argument, expected, found }
+            Count { whole, unit, expected, part, found }
+            DType { argument, expected, found }
+            ForeignArgument { argument }
+            Unaligned { what, value, multiple }
         }
     }
 }
@@ -212,4 +148,14 @@ pub fn require_count(
         part: part.into(),
         found,
     })
+}
+
+/// Checks that `part` has an element for each of a matrix of this shape.
+pub fn require_elements([rows, columns]: [usize; 2], part: &str, found: usize) -> Result<()> {
+    // The text is made only for the refusal.
+    if rows * columns == found {
+        return Ok(());
+    }
+    let whole = format!("a [{rows}, {columns}] matrix");
+    require_count(&whole, "element", rows * columns, part, found)
 }

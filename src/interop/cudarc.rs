@@ -19,7 +19,7 @@ use crate::group::Group;
 use crate::interop::stream::StreamGuard;
 use crate::matrix::{Matrix, MatrixView, MatrixViewMut, bytes_of};
 use crate::ops::{OutputOf, Outputs, Weights};
-use crate::refusal::{self, Refusal, require_count};
+use crate::refusal::{self, Refusal, require_elements};
 use crate::schedule::limits::require;
 
 /// CU_STREAM_PER_THREAD, which is a different stream on each thread.
@@ -350,14 +350,7 @@ fn hold_stream<T: Value>(
     columns: usize,
 ) -> refusal::Result<StreamGuard> {
     bytes_of::<T>(rows, columns)?;
-    let whole = format!("a [{rows}, {columns}] matrix");
-    require_count(
-        &whole,
-        "element",
-        rows * columns,
-        "the memory",
-        memory.len(),
-    )?;
+    require_elements([rows, columns], "the memory", memory.len())?;
     hold(group, "the memory of a matrix", memory.stream())
 }
 

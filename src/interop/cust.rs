@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::error::Result;
 use crate::group::Group;
 use crate::matrix::{Matrix, bytes_of};
-use crate::refusal::{self, Refusal, require_count};
+use crate::refusal::{self, Refusal, require_elements};
 
 /// Streams of cust.
 #[cfg_attr(docsrs, doc(cfg(feature = "cust")))]
@@ -75,14 +75,7 @@ impl<T: Value> Matrix<Cuda, T> {
         }
         bytes_of::<T>(rows, columns)?;
         let pitch = bytes_of::<T>(1, columns)?;
-        let whole = format!("a [{rows}, {columns}] matrix");
-        require_count(
-            &whole,
-            "element",
-            rows * columns,
-            "the memory",
-            memory.len(),
-        )?;
+        require_elements([rows, columns], "the memory", memory.len())?;
         let ptr = memory.as_device_ptr().as_raw();
         // SAFETY: as this function's.
         unsafe { Matrix::of_device_ptr(group, ptr, [rows, columns], pitch) }

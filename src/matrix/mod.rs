@@ -16,7 +16,7 @@ use crate::backend::sealed::Bound;
 use crate::element::Value;
 use crate::error::{Error, Result};
 use crate::group::Group;
-use crate::refusal::{self, Refusal, require_count, require_shape};
+use crate::refusal::{self, Refusal, require_count, require_elements, require_shape};
 use crate::resources::require_available;
 use crate::schedule::layout::MAX_EXTENT;
 use crate::schedule::limits::limit;
@@ -439,15 +439,10 @@ impl<'a, B: Backend, T: Value> MatrixView<'a, B, T> {
 fn require_length<B: Backend>(
     group: &Group<B>,
     call: &str,
-    shape @ [rows, columns]: [usize; 2],
+    shape: [usize; 2],
     length: usize,
 ) -> Result<()> {
-    let whole = || format!("a {shape:?} matrix");
-    let fits = match length == rows * columns {
-        true => Ok(()),
-        false => require_count(&whole(), "element", rows * columns, "the slice", length),
-    };
-    group.judged(call, fits)
+    group.judged(call, require_elements(shape, "the slice", length))
 }
 
 /// Checks that a column begins a piece of `B::ROW_ALIGNMENT` bytes, by which memory is read and written.
