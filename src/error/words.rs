@@ -33,8 +33,8 @@ impl fmt::Display for Transposed<'_> {
             b if b.starts_with("b [K, N]") => ["[K, N]", "Nk"],
             _ => return Ok(()),
         };
-        let remedy = format_args!("pass {this}, or call .weight_layout(WeightLayout::{other})");
-        write!(f, "; it looks transposed: {remedy}")
+        write!(f, "; it looks transposed: pass {this}, ")?;
+        write!(f, "or call .weight_layout(WeightLayout::{other})")
     }
 }
 
