@@ -175,7 +175,7 @@ pub mod fuzzing {
     #[cfg(feature = "cuda")]
     pub use crate::backend::{peer, winners};
     pub use crate::ranks::env::fuzzing as environment;
-    pub use crate::ranks::members::fuzzing as frame;
+    pub use crate::ranks::members::messages::fuzzing as frame;
     pub use crate::ranks::rendezvous::fuzzing as introduction;
     pub use crate::ranks::reports::fuzzing as report;
     pub use crate::trace::fuzzing as trace;

@@ -7,6 +7,8 @@ pub mod call;
 mod children;
 pub mod deadlines;
 pub mod env;
+#[cfg(feature = "cuda")]
+pub mod failure_reporter;
 pub mod identity;
 pub mod last_panic;
 pub mod launch;

@@ -15,7 +15,7 @@ use super::deadlines::Deadlines;
 use super::last_panic;
 use super::naming::Naming;
 use super::reports::ReportSender;
-use crate::error::{Error, Result};
+use crate::error::{Deadline, Error, Result};
 use crate::json;
 use crate::process::Process;
 use crate::protocol::board::{Note, Post, Report};
@@ -32,6 +32,8 @@ const FAULT_BYTES: usize = 4096;
 /// A call in words, whatever the number of ranks; or why it was refused.
 const NOTE_BYTES: usize = 2048;
 
+/// A rank that waits notes it more often than this, even on a busy machine.
+const FRESH: Duration = Duration::from_millis(250);
 /// If calls differ, a rank waits this long for ranks that have not called, to learn which call most ranks made.
 const LATE_VOTES: Duration = Duration::from_millis(500);
 /// If a rank has let go of the group, the ranks that wait for it give it this long to say why.
@@ -343,7 +345,7 @@ impl SharedState {
     ///
     /// If `peer` waits for a rank, the blame goes on to that rank, and so on to a rank that waits for nobody. If all
     /// wait in a circle, it is `peer`. A wait counts if it was noted during the last `fresh`.
-    pub fn culprit(&self, peer: usize, fresh: Duration) -> usize {
+    fn culprit(&self, peer: usize, fresh: Duration) -> usize {
         let mut culprit = peer;
         for _ in 0..self.world {
             let word = self.block().waits[culprit].load(Ordering::Relaxed);
@@ -355,6 +357,29 @@ impl SharedState {
             }
         }
         peer
+    }
+
+    /// The error if this rank has waited for `rank` this long in vain. `passed` is the deadline and its length. `what`
+    /// is the call and what `rank` has not done.
+    pub fn timed_out(
+        &self,
+        (deadline, longest): (Deadline, Duration),
+        rank: usize,
+        waited: Duration,
+        what: String,
+    ) -> Error {
+        let culprit = self.culprit(rank, FRESH.min(longest / 2));
+        Error::Timeout {
+            rank: culprit,
+            waiting: self.rank,
+            what: if culprit == rank {
+                what
+            } else {
+                format!("{what}, held up by rank {culprit}")
+            },
+            waited_ms: waited.as_millis() as u64,
+            deadline,
+        }
     }
 
     /// Checks that this rank may post its call `number`, because no slower rank needs the slot any more. Otherwise

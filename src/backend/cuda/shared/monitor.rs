@@ -21,7 +21,8 @@ use crate::error::{Deadline, Error, Result};
 use crate::protocol::epoch::Epoch;
 use crate::protocol::flag::Awaited;
 use crate::ranks::deadlines::{Clock, Deadlines};
-use crate::ranks::members::{FailureReporter, Members};
+use crate::ranks::failure_reporter::FailureReporter;
+use crate::ranks::members::Members;
 use crate::schedule::{MAX_BLOCKS, MAX_FLAGS};
 
 /// How often the thread looks.
